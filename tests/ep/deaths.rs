@@ -26,7 +26,7 @@ const DEADLINE: Duration = Duration::from_millis(100);
 const ROUNDS: usize = 2;
 const ALL_ROUNDS: usize = 4;
 
-/// What rank 1 does wrong.
+/// Fault of rank 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
     Nothing,
@@ -61,7 +61,7 @@ enum Other {
     /// The rank makes no call any more.
     Nothing,
     Dispatch,
-    /// Of rows that travel as e4m3.
+    /// A dispatch of rows that travel as e4m3.
     Quantised,
     /// Into the other place.
     Elsewhere,

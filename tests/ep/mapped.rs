@@ -45,7 +45,7 @@ fn ranks_that_are_not_all_mapped_are_several_nodes() {
     }
 }
 
-/// What the original interface counts by node, the host works out where no kernel does.
+/// The host computes the original interface's counts by node if no kernel does.
 #[test]
 fn counts_by_node_are_those_of_the_oracle() {
     let case = case(6, nodes(2, TransportKind::Direct));

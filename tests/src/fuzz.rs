@@ -1,5 +1,6 @@
-//! What reads bytes of strangers, given bytes that nobody would send: a bounded number of inputs, drawn from a seed, so that the tests of every day
-//! stand for the fuzz targets in `fuzz/`, which call the same functions.
+//! Readers of untrusted bytes, tested with malformed bytes: a bounded number of inputs, drawn from
+//! a seed. So the everyday tests stand for the fuzz targets in `fuzz/`, which call the same
+//! functions.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
@@ -20,8 +21,9 @@ const TIME: Duration = Duration::from_secs(2);
 /// Longest input that is not made from a longer sample.
 const MAX_RANDOM: usize = 512;
 
-/// Gives `target` samples, variations of them and random bytes, and prints how many it was and the most memory that the process had. Input i is the
-/// same in every run and on every machine. The default tier has `inputs` of them.
+/// Gives `target` samples, variations of them and random bytes, and prints how many it was and the
+/// most memory that the process had. Input i is the same in every run and on every machine. The
+/// default tier has `inputs` of them.
 ///
 /// # Panics
 /// Where the target does, having said how to replay that input; where a variable holds no number.
@@ -149,7 +151,8 @@ pub fn ptx(bytes: &[u8]) {
     }
 }
 
-/// Parses bytes as the selections of `epoxide inspect`, which are within the rules or refused with a place.
+/// Parses bytes as the selections of `epoxide inspect`, which are within the rules or refused with
+/// a place.
 pub fn selections(bytes: &[u8]) {
     match Selections::parse(&String::from_utf8_lossy(bytes), 8) {
         Ok(Selections { num_topk, ranks }) => {
@@ -167,7 +170,8 @@ pub fn sample_selections() -> Vec<Vec<u8>> {
         .to_vec()
 }
 
-/// Valid input for [`ptx`]: a few instructions of each kind, and each kernel of `module` that is short.
+/// Valid input for [`ptx`]: a few instructions of each kind, and each kernel of `module` that is
+/// short.
 pub fn sample_ptx(module: &str) -> Vec<Vec<u8>> {
     sample_kernels(module, 6000).into_iter().chain([SAMPLE_PTX.into()]).collect()
 }

@@ -94,7 +94,8 @@ mod tests {
 
     use super::*;
 
-    /// A seed that a failed run printed must replay it in later versions: neither the generator nor what is drawn from it may change.
+    /// A seed that a failed run printed must replay it in later versions: neither the generator nor
+    /// what is drawn from it may change.
     #[test]
     fn what_seeds_draw_is_the_same_for_ever() {
         let mut rng = ChaCha8Rng::seed_from_u64(0);

@@ -1,7 +1,7 @@
 //! Many dispatches and combines one behind the other, while what one queue carries comes late.
 //!
-//! Nothing lets the host wait between the first call and the last: neither between the two phases of a pair, nor between
-//! pairs.
+//! Nothing lets the host wait between the first call and the last: neither between the two phases
+//! of a pair, nor between pairs.
 
 use std::time::Duration;
 
@@ -62,8 +62,8 @@ impl Network {
                 let layout = rank.layout(&inputs.topk_idx, pair.case.routing.num_experts)?;
                 let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
                 let output = rank.dispatch(&mut place, request)?;
-                // SAFETY: the copies are read below, behind the stream; what they come from is the buffer's or the
-                // arena's, which hand it on in stream order.
+                // SAFETY: the copies are read below, behind the stream; what they come from is the
+                // buffer's or the arena's, which hand it on in stream order.
                 unsafe { rank.stream.copy(at.recv_x, output.recv_x.ptr(), pair.recv_bytes(rank))? };
                 let back = rank.combine(CombineRequest::new(&inputs.back, &output.handle))?;
                 // SAFETY: as above.

@@ -1,4 +1,5 @@
-//! What crosses the network: each token once to each node that wants it, and one sum of each such node back.
+//! Traffic of the network: each token once to each node with a destination, and one sum of each
+//! such node back.
 
 use epoxide::ep::{CachedDispatchRequest, CombineRequest, DType, DispatchRequest};
 use epoxide::transport::TransportKind;
@@ -68,7 +69,8 @@ fn the_wire_carries_what_the_layout_says() {
                 let slot = u64::from(combine_slot_bytes(row_bytes, 0));
                 let want = times(&plan.wire_received, slot);
                 rank.equal("bytes of a combine", &difference(&combined, &cached), &want);
-                // A dispatch sends its counts as well, in a message of the same size to every other node.
+                // A dispatch sends its counts as well, in a message of the same size to every other
+                // node.
                 let slot = u64::from(SlotShape::new(row_bytes, 0, Some(0)).bytes);
                 let rows = times(&plan.wire_sent, slot);
                 let other = difference(&difference(&first, &before), &rows);

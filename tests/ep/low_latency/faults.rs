@@ -251,8 +251,8 @@ fn an_expert_major_copy_of_a_failed_dispatch_is_not_read() {
     });
 }
 
-/// A read on a stream that has not waited for the operation, and of a failed one once the ranks have
-/// regrouped.
+/// A read on a stream that has not waited for the operation, and of a failed one once the ranks
+/// have regrouped.
 #[test]
 fn results_are_read_behind_their_operations_on_any_stream_and_stay_failed() {
     run(|rank| {
@@ -287,7 +287,7 @@ fn results_are_read_behind_their_operations_on_any_stream_and_stay_failed() {
                 assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
             }
         }
-        // What comes behind is read as ever.
+        // Later operations are read as usual.
         let received = rank.dispatch(&mut place)?;
         received.expert_counts.values(&rank.stream)?;
         rank.combine(received)?;

@@ -1,4 +1,5 @@
-//! The expert-major copy. Every round trip that is compared step by step compares it as well; here are its own cases.
+//! The expert-major copy. Every round trip that is compared step by step compares it as well; here
+//! are its own cases.
 
 use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::low_latency::Quantise;
@@ -109,7 +110,8 @@ fn refusals(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<Vec<Stri
         let error = refused(&x, Some(&of_scales([experts, rows])?), "local_experts * (hidden / 128)");
         assert!(matches!(error, Error::Shape { .. }), "{error}");
     }
-    // What stands in the fields is not what says where rows are: what does not fit there is refused as well.
+    // The rows' places do not come from these fields, but a field with a wrong shape is rejected as
+    // well.
     let kept = std::mem::replace(&mut received.x, tensor(dtype, [rows, hidden / 2])?);
     let error = buffer.gather_by_expert(&received, &x, fitting, order).unwrap_err();
     assert!(error.to_string().contains("received.x"), "{error}");

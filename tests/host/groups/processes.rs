@@ -1,4 +1,5 @@
-//! Ranks as processes: many of them, and ones that are killed or stopped in the middle of an operation.
+//! Ranks as processes: many of them, and ones that are killed or stopped in the middle of an
+//! operation.
 
 use std::os::fd::AsFd;
 use std::path::Path;

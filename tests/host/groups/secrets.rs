@@ -33,7 +33,7 @@ fn hello(token: &str, rest: &[u8]) -> Vec<u8> {
     [&bytes, token.as_bytes(), rest].concat()
 }
 
-/// What ends a group, from a rank that is believed.
+/// A frame of a trusted rank that ends a group.
 fn abort() -> Vec<u8> {
     let mut frame = hello("", b"");
     frame[4] = 6;
@@ -112,7 +112,7 @@ fn a_rank_without_the_secret_is_told_so() {
     assert!(matches!(with.barrier(PATIENCE).unwrap_err(), Error::Mismatch { .. }));
 }
 
-/// What the secret is for: with the token alone a stranger ends the group.
+/// Purpose of the secret: with the token alone a stranger ends the group.
 #[test]
 fn who_has_the_store_ends_a_group_without_a_secret() {
     if std::env::var_os(epoxide::group::JOB_SECRET).is_some() {
@@ -146,7 +146,8 @@ fn the_reason_of_a_rank_that_is_gone_is_shown_without_control_characters() {
     assert!(!error.chars().any(char::is_control), "{error:?}");
 }
 
-/// A stranger that reads and writes the store, as torchrun's lets everybody, and so has the token of every rank.
+/// A stranger that reads and writes the store, as torchrun's lets everybody, and so has the token
+/// of every rank.
 #[test]
 fn who_has_the_store_alone_takes_no_ranks_place() {
     let store = store();

@@ -1,4 +1,5 @@
-//! How communicators end: in order, given up, failed, dropped, in every state and from other threads.
+//! How communicators end: in order, given up, failed, dropped, in every state and from other
+//! threads.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,7 +15,7 @@ use super::fake::{
     tensor,
 };
 
-/// What every use of a communicator that was given up says.
+/// Checks that every use of an aborted communicator returns the reason.
 #[track_caller]
 fn assert_ended(communicator: &Communicator, why: &str) {
     let (stream, data) = tensor(communicator.device(), &[1.0]);
@@ -181,7 +182,7 @@ fn a_parent_that_was_given_up_is_not_split() {
     let error = communicator.split(Some(0), 0, None).unwrap_err();
     assert!(reason(&error).contains("no more"), "{error}");
     assert_eq!(communicator.splits(), 1);
-    // What was split from it before goes on.
+    // A communicator split from it before continues.
     part.check().unwrap();
     part.finalize().unwrap();
     drop((part, communicator));

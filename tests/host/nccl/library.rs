@@ -40,7 +40,7 @@ fn an_old_version_works_and_refuses_what_came_later() {
     let refused =
         Communicator::new(&fake.library, &device(), &fake.id(), 0, 1, config).unwrap_err().to_string();
     assert!(refused.contains("max_ctas") && refused.contains("2.17"), "{refused}");
-    // That was no error of the communicator's.
+    // The error does not end the communicator.
     communicator.check().unwrap();
     communicator.finalize().unwrap();
     drop(communicator);

@@ -73,7 +73,8 @@ fn a_server_that_stops_answering() {
     assert!(error.contains(&port.to_string()), "{error}");
 }
 
-/// A server that answers a greeting, sends `answer` after the next request, and then reads what comes.
+/// A server that answers a greeting, sends `answer` after the next request, and then reads what
+/// comes.
 fn impostor(answer: &'static [u8]) -> (u16, std::thread::JoinHandle<()>) {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let port = listener.local_addr().unwrap().port();

@@ -141,7 +141,7 @@ fn a_store_for_a_host_name_does_not_fall_back_to_ipv4() {
     relay.learnt_nothing(0);
 }
 
-/// What the relay gains where the server is at IPv4 alone, as on a host without IPv6: nothing.
+/// A relay gains nothing if the server listens at IPv4 alone, as on a host without IPv6.
 #[test]
 fn a_relay_in_front_of_an_ipv4_server_learns_and_changes_nothing() {
     let Some((store, relay)) = relayed(Ipv4Addr::UNSPECIFIED.into()) else { return };

@@ -90,7 +90,8 @@ impl Wire {
     /// Copies out what a peer has written; the counter that says so must have been seen.
     pub fn read(&self, at: u64, into: &mut [u8]) {
         assert!(at + into.len() as u64 <= self.memory.bytes());
-        // SAFETY: within the memory; the peer does not write there until it is told that this was read.
+        // SAFETY: within the memory; the peer does not write there until it is told that this was
+        // read.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 (self.memory.ptr().0 + at) as *const u8,
@@ -103,7 +104,8 @@ impl Wire {
     /// Fills what a put will send.
     pub fn write(&self, at: u64, bytes: &[u8]) {
         assert!(at + bytes.len() as u64 <= self.memory.bytes());
-        // SAFETY: within the memory; no put that has not left sends from there, and no peer writes there.
+        // SAFETY: within the memory; no put that has not left sends from there, and no peer writes
+        // there.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), (self.memory.ptr().0 + at) as *mut u8, bytes.len());
         }

@@ -9,7 +9,7 @@ pub const RESULTS: u64 = 256;
 pub(super) const PER_THREAD: u64 = 64;
 /// Length of the memory that all threads share.
 pub const BYTES: u64 = 1024;
-/// What is in a result that no thread has stored.
+/// Contents of a result that no thread has stored.
 pub const NO_RESULT: u32 = 0x00ee_0000;
 
 /// A result that the condition names: which one, and its value.

@@ -44,7 +44,7 @@ pub(super) struct Processes {
 struct Peer {
     process: Process,
     control: UnixStream,
-    /// What has been read of its next line.
+    /// Bytes read of its next line.
     line: Vec<u8>,
     slot: Slot,
     thread: Option<Thread>,
