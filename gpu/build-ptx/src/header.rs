@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What the first line begins with, before the package and the command.
+/// Start of the first line, before the package and the command.
 const TITLE: &str = "// Device code of ";
 
 /// Where a PTX file comes from.
@@ -14,7 +14,7 @@ pub struct Header {
     pub command: String,
     /// The back end that wrote it, by its command-line name.
     pub backend: String,
-    /// What `rustc -V` said.
+    /// Output of `rustc -V`.
     pub compiler: String,
     /// The code generation flags, without those that only rename paths.
     pub flags: String,

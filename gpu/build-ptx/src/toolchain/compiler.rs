@@ -12,7 +12,7 @@ use crate::workspace::capture;
 pub struct Compiler {
     /// The program.
     pub rustc: PathBuf,
-    /// What it says to `-V`.
+    /// Output of its `-V`.
     pub version: String,
     /// The folder with `core`, `alloc` and `std`.
     pub library: PathBuf,

@@ -14,8 +14,8 @@ pub const CHANNEL: &str = "1.95.0";
 /// How long `rustup component add` may take. Without a reachable server it retries for minutes.
 const FETCH_LIMIT: Duration = Duration::from_secs(60);
 
-/// The pinned toolchain's compiler. rustup is asked where the compiler is, not whether the component is there: it is wrong about
-/// that where a component was pinned but never fetched.
+/// The pinned toolchain's compiler. rustup is asked where the compiler is, not whether the
+/// component is there: it is wrong about that where a component was pinned but never fetched.
 pub fn installed() -> Result<Compiler> {
     let rustc = capture(Command::new("rustup").args(["which", "rustc", "--toolchain", CHANNEL]))?;
     Compiler::probe(rustc.as_ref(), "rustup")
