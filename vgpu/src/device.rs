@@ -72,15 +72,15 @@ pub struct DeviceConfig {
     /// Source of `%globaltimer`.
     pub clock: Clock,
     /// Most blocks of one grid that are resident at a time. `None` derives it from the SM count and
-    /// the needs of a block, as on a GPU (2048 threads, 32 blocks and 228 KiB of shared memory per
-    /// SM). Fewer blocks may be resident at first, as if other grids held multiprocessors for a
-    /// while. The seed (the memory's, if the schedule has none) draws their number and the times at
-    /// which others follow. They follow at the latest when all resident warps only wait.
+    /// the needs of a block, as on a GPU. An SM has room for 2048 threads, 32 blocks and 228 KiB of
+    /// shared memory. Fewer blocks may be resident at first, as if other grids held multiprocessors
+    /// for a while. The seed (the memory's, if the schedule has none) draws their number and the
+    /// times at which others follow. They follow at the latest when all resident warps only wait.
     pub max_blocks_resident: Option<u32>,
-    /// Most warp instructions that a grid may run since a block of it last began or ended, or since
-    /// all of its warps last only waited, for others. Beyond, it is stopped with
-    /// [`FaultKind::Livelock`](crate::FaultKind::Livelock). `None`: [`CHECKED_LIVELOCK_LIMIT`] in
-    /// check mode, no limit otherwise.
+    /// Most warp instructions that a grid may run without progress. Progress is the begin or the
+    /// end of a block, or a time at which all warps only wait for others. Beyond, it is stopped
+    /// with [`FaultKind::Livelock`](crate::FaultKind::Livelock). `None`: [`CHECKED_LIVELOCK_LIMIT`]
+    /// in check mode, no limit otherwise.
     pub livelock_limit: Option<u64>,
 }
 

@@ -299,7 +299,7 @@ pub enum FaultKind {
         /// Lanes of the warp that have not exited.
         live: u32,
     },
-    /// A block barrier that is not aligned (`barrier.sync`) was reached by a diverged warp: its
+    /// A block barrier that is not aligned (`barrier.sync`) was reached by a diverged warp. Its
     /// lanes had taken different paths since they last met at a `bar.warp.sync` or an aligned
     /// barrier.
     ApartAtBarrier {

@@ -478,7 +478,7 @@ pub(crate) fn canonical(v: f32) -> f32 {
 /// 2^126: reciprocals of larger numbers are subnormal.
 const SMALL_RECIPROCAL: f32 = f32::from_bits((126 + 127) << 23);
 
-/// `div.approx`: the reciprocal of a divisor above 2^126 is subnormal and counts as zero, so the
+/// `div.approx`: the reciprocal of a divisor above 2^126 is subnormal and counts as zero. So the
 /// quotient is zero too, or NaN for an infinite dividend.
 pub(crate) fn div_approx(a: f32, b: f32) -> f32 {
     if b.abs() > SMALL_RECIPROCAL { a * 0f32.copysign(b) } else { a / b }

@@ -4,11 +4,11 @@
 //! a memfd. It can be passed to another process as a file descriptor, and be mapped there at
 //! another address. Peers map each other's pools this way.
 //!
-//! Soundness rests on two rules. Nothing here ever makes a Rust reference into a region: all access
-//! goes through raw pointers or `AtomicX::from_ptr`, because other threads and processes write the
-//! same bytes at any time. And a mapping stays in place for as long as a [`Table`] snapshot lists
-//! it. So a running kernel that races with the drop of a [`Region`] touches stale memory, never
-//! unmapped memory.
+//! Soundness rests on two rules. Nothing here ever makes a Rust reference into a region, because
+//! other threads and processes write the same bytes at any time. All access goes through raw
+//! pointers or `AtomicX::from_ptr`. And a mapping stays in place for as long as a [`Table`]
+//! snapshot lists it. So a running kernel that races with the drop of a [`Region`] touches stale
+//! memory, never unmapped memory.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;

@@ -334,8 +334,8 @@ impl BlockCheck {
         self.warps[warp as usize].each(mask, |lane| lane.learn(OUTSIDE, outside));
     }
 
-    /// Accesses that a bulk copy by a lane with causal past `known` may rely on in a space: the
-    /// published ones, with the lane's own published accesses.
+    /// Accesses that a bulk copy by a lane with causal past `known` may rely on in a space:
+    /// published accesses, those of the lane itself included.
     pub(crate) fn published(&self, warp: u32, lane: usize, known: &Known, space: usize) -> VectorClock {
         let warp = &self.warps[warp as usize];
         let mut published = known.published[space].clone();

@@ -101,7 +101,7 @@ impl Checker {
 }
 
 /// Synchronises the calling thread with other threads. Call it before and after a barrier or a
-/// message that no checker sees: the thread publishes its causal past and acquires those that
+/// message that no checker sees. The thread publishes its causal past and acquires those that
 /// others have published. Does nothing for a thread without work under a checker.
 pub fn host_meets() {
     let Some(checker) = WATCHED_BY.with_borrow(Clone::clone) else { return };

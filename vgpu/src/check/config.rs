@@ -6,8 +6,8 @@ pub struct CheckConfig {
     /// Report races and reads of unwritten memory. If false, such accesses have the results that
     /// the memory model allows.
     pub races: bool,
-    /// Weak memory: a read that may see an older value sometimes does, drawn from this seed, so
-    /// that a missing fence shows as a wrong result as well.
+    /// Weak memory: a read that may see an older value sometimes does, drawn from this seed. So a
+    /// missing fence shows as a wrong result as well.
     pub weak_memory: Option<u64>,
     /// Report block barriers for all threads that some warps wait at and others end without, which
     /// the hardware lets pass.

@@ -43,8 +43,8 @@ impl Grids {
         }
     }
 
-    /// Whether no scope separates two actors: each scope of another actor includes both or neither,
-    /// and accesses of scope `scope` by either include the same others.
+    /// Whether no scope separates two actors. Each scope of another actor includes both or neither.
+    /// Accesses of scope `scope` by either include the same others.
     pub(crate) fn alike(&self, scope: Scope, a: Key, b: Key) -> bool {
         let narrowest = if scope == Scope::Cta { Scope::Cta } else { Scope::Gpu };
         self.includes(narrowest, a, b)

@@ -1,7 +1,7 @@
 //! Strong reads of other blocks' writes, and last waits: the intended orders, for reports.
 //!
 //! The checks do not use this history. A race report searches it for the reads that were meant to
-//! order the later access behind the earlier one, and reports the step that fails.
+//! order the later access behind the earlier one. The report shows the step that fails.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 

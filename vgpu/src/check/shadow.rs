@@ -60,7 +60,7 @@ const NOBODY: Record = Record { actor: 0, tick: 0, lanes: 0, pc: 0, how: How::WE
 struct Cell {
     write: Record,
     read: Record,
-    /// Somebody wrote it.
+    /// Whether it was written.
     written: bool,
     /// The word is split: its bytes are in `Shadow::split`, and nothing else here counts.
     split: bool,

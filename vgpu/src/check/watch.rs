@@ -76,8 +76,7 @@ pub(crate) trait Watch {
     fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64) {}
     fn complete_mbarrier(&mut self, _offset: u64) {}
     fn pass_mbarrier(&mut self, _mask: u32, _offset: u64) {}
-    /// A bulk copy is issued. The error tells which end is wrong, and whether that is the written
-    /// one.
+    /// A bulk copy is issued. The error names the wrong end, and whether that is the written one.
     fn copy(&mut self, _: &Copy) -> Result<Stale, (Place, bool, Trouble)> {
         Ok(vec![])
     }

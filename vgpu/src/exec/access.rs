@@ -567,8 +567,8 @@ impl<W: Watch> Exec<'_, W> {
     unsafe fn load_rows(&mut self, a: &Access, p: *const u8) -> bool {
         macro_rules! rows {
             ($t:ty, $file:ident, $n:literal) => {{
-                // SAFETY: the caller checked the 32 * n elements. Other threads may write them:
-                // each element is read once, by a plain copy of at least its own width, and any bit
+                // SAFETY: the caller checked the 32 * n elements. Other threads may write them.
+                // Each element is read once, by a plain copy of at least its own width, and any bit
                 // pattern is a valid integer.
                 let v: [[$t; $n]; 32] = unsafe { p.cast::<[[$t; $n]; 32]>().read() };
                 for e in 0..$n {

@@ -36,7 +36,7 @@ pub(super) struct Pending {
     pub(super) pieces: [Stage; PIECES],
     /// Whether it moves only when nothing else can run. Drawn when it might first have moved.
     pub(super) late: Option<bool>,
-    /// Somebody has waited until its source was read.
+    /// Whether a wait for the read of its source has returned.
     pub(super) awaited: bool,
     /// Words that it reads as they were before, in weak-memory mode.
     pub(super) stale: Stale,

@@ -2,8 +2,8 @@
 //!
 //! The groups of a warp depend on the run: they join again where the scheduler brings them
 //! together. A program may count on less. Lanes that a branch separated are together again behind a
-//! `bar.warp.sync` of theirs, and behind an aligned block barrier, in front of which the assembler
-//! converges the warp. They are together nowhere else.
+//! `bar.warp.sync` of theirs, and behind an aligned block barrier. In front of the latter, the
+//! assembler converges the warp. They are together nowhere else.
 
 /// Sets of lanes without a common one. Lanes of one set have gone the same way since they last met.
 #[derive(Debug, Default)]

@@ -193,8 +193,7 @@ pub(super) fn store(m: &mut Mods) -> Result<Emit, String> {
 }
 
 /// `cp.async`: a thread's own copy of 4, 8 or 16 bytes from global to shared memory. It is a load
-/// and a store here, so that it is over at once, and nothing is left to wait for: a missing wait
-/// goes unnoticed.
+/// and a store here, so it is complete at once, and a missing wait goes unnoticed.
 pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
     if m.has("commit_group") || m.has("wait_all") {
         return Ok(plain(Op::Nop, 0));
