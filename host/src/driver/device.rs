@@ -16,9 +16,9 @@ use crate::virtual_time::VirtualTime;
 /// The raw driver of one device. Handles are opaque; asynchronous calls return at once and run in
 /// stream order.
 ///
-/// Some calls wait for the device's running kernels, and some of those hold up every other call of
-/// the device until then (docs/waits.md has the table). So nothing that a running kernel waits for
-/// may need a call: threads that kernels wait for hold a [`NoDriverCalls`](super::NoDriverCalls).
+/// Some calls wait for the device's running kernels. Some of those block every other call of the
+/// device until then (docs/waits.md has the table). So nothing that a running kernel waits for may
+/// need a call: threads that kernels wait for hold a [`NoDriverCalls`](super::NoDriverCalls).
 ///
 /// Errors of asynchronous work surface at the next [`Device::stream_synchronize`],
 /// [`Device::event_synchronize`] or query, as CUDA's do.
@@ -35,8 +35,8 @@ pub trait Device: Send + Sync + Debug {
     #[doc(hidden)]
     fn has_native_atomics_with(&self, pci_bus_id: &str) -> Result<bool>;
 
-    /// Runs `call` with this device current on the calling thread, as libraries beside the driver
-    /// want it, which ask the CUDA runtime which device they are to use.
+    /// Runs `call` with this device current on the calling thread. Libraries beside the driver need
+    /// that: they query the CUDA runtime for the device to use.
     #[doc(hidden)]
     fn run_current(&self, call: &mut dyn FnMut()) -> Result<()> {
         NoDriverCalls::check()?;

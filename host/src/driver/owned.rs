@@ -51,7 +51,7 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// The host has loaded the word at `offset` and relies on it: a device in check mode adds the
+    /// The host has loaded the word at `offset` and relies on it. A device in check mode adds the
     /// releases there to the calling thread's past. An error if the word is not in this host
     /// memory.
     pub(crate) fn host_has_loaded(&self, offset: u64) -> Result<()> {
@@ -62,9 +62,8 @@ impl Memory {
         unsafe { self.device.host_load(&self.raw, offset) }.map(drop)
     }
 
-    /// The host is about to take `bytes` bytes at `offset` by itself. An error where a device that
-    /// checks finds that a kernel wrote there without having released it to a word that this thread
-    /// has gone by.
+    /// Checks a read by the host itself of `bytes` bytes at `offset`. In check mode, an error if a
+    /// kernel wrote there and has not released its write to a word that this thread has loaded.
     pub(crate) fn host_takes(&self, offset: u64, bytes: u64) -> Result<()> {
         let is_there = offset.checked_add(bytes).is_some_and(|end| end <= self.requested);
         // The read itself rejects a range beyond the end.
@@ -194,7 +193,7 @@ impl Drop for Memory {
     }
 }
 
-/// Mapped host memory that kernels write. The host reads it by these methods alone, so a device in
+/// Mapped host memory that kernels write. The host reads it by these methods alone. So a device in
 /// check mode sees whether the host reads only bytes that were released to it.
 #[derive(Debug)]
 pub struct MappedMemory(Memory);

@@ -38,9 +38,9 @@ pub enum MemoryKind {
     /// Device memory that can be exported as a file descriptor and mapped by peers. Giving it back
     /// unmaps it at once, and a kernel that still uses it makes a fault: its owner waits first.
     Shareable,
-    /// Page-locked host memory, mapped into the device's address space. Giving it back waits for
-    /// the device's running kernels and holds up every other call of the device meanwhile, as
-    /// `cuMemFreeHost` does: not in the course of operations.
+    /// Page-locked host memory, mapped into the device's address space. Its free waits for the
+    /// device's running kernels and blocks every other call of the device meanwhile, as
+    /// `cuMemFreeHost` does. So it is not freed in the course of operations.
     MappedHost,
     /// [`MemoryKind::MappedHost`] that can be exported as a file descriptor, for other processes to
     /// map as ordinary memory.

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 #[derive(Debug, Default)]
 pub struct Streams {
     list: Mutex<List>,
-    /// Somebody has stopped waiting for work of the device, which may still run.
+    /// Whether a wait for work of the device was given up. The work may still run.
     given_up: AtomicBool,
 }
 

@@ -1,4 +1,4 @@
-//! Operations of a group as values: what the object-safe core of
+//! Operations of a group as values, which the object-safe core of
 //! [`ProcessGroup`](crate::group::ProcessGroup) runs.
 
 use crate::error::{Error, Result};

@@ -19,8 +19,8 @@ pub const MASTER_PORT: &str = "MASTER_PORT";
 /// Variable with the number of restarts before this start.
 pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
 
-/// Variable with the folder of the launch that a process is part of: by it, the next launch finds
-/// what is left of one whose launcher was killed.
+/// Variable with the folder of the launch that a process is part of. If the launcher is killed, the
+/// next launch finds remaining processes by it.
 pub(crate) const LAUNCH: &str = "EPOXIDE_LAUNCH";
 
 /// Most ranks of a group. Each keeps something for every other, so that a number that is a mistake

@@ -60,7 +60,7 @@ impl HashStore {
         }
     }
 
-    /// Changes the board and wakes those who wait.
+    /// Changes the board and wakes waiting threads.
     fn change<T>(
         &self,
         operation: &'static str,

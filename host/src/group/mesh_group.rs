@@ -43,8 +43,8 @@ pub struct MeshOptions {
     /// route.
     pub interface: Option<String>,
     /// The secret of the members: a connection is accepted only with a proof of it. Default: the
-    /// environment's ([`JobSecret::from_env`]); where that has none either, a token that the store
-    /// holds has to do, and so whoever may read the store gets in.
+    /// environment's ([`JobSecret::from_env`]). Without that, a token in the store replaces it, so
+    /// any process that may read the store is admitted.
     pub secret: Option<JobSecret>,
     /// The purpose of the group, for people to read.
     pub description: String,
@@ -98,12 +98,12 @@ impl std::fmt::Debug for MeshOptions {
 /// A [`ProcessGroup`] whose ranks talk to each other directly: over Unix sockets on one host, over
 /// TCP between hosts.
 ///
-/// An error of an operation ends the group on this rank and, through it, on all others, each of
-/// which says which rank failed in which operation. Then call [`MeshGroup::shrink_group`], or drop
+/// An error of an operation ends the group on this rank and, through it, on all others. Each
+/// reports the rank that failed, and the operation. Then call [`MeshGroup::shrink_group`], or drop
 /// the group. Wrong arguments do not end the group.
 ///
-/// Operations run one at a time, in the order of the calls, on this rank; background operations
-/// (see [`ProcessGroup::start`]) on one thread that the first of them starts. A group that is
+/// Operations run one at a time, in the order of the calls, on this rank. Background operations
+/// (see [`ProcessGroup::start`]) run on one thread that the first of them starts. A group that is
 /// dropped tells the others that it left; [`ProcessGroup::destroy`] waits for them first.
 #[derive(Debug)]
 pub struct MeshGroup {
@@ -178,7 +178,7 @@ impl MeshGroup {
         options: MeshOptions,
     ) -> Result<MeshGroup> {
         let wake = Arc::new(Wake::new()?);
-        // A rank that connects says who it is at once, or in its next operation.
+        // A rank that connects authenticates at once, or in its next operation.
         let patience = options.limits.patience.max(options.timeout);
         let limits = ConnectionLimits { patience, ..options.limits.clone() };
         let mut engine = Engine::new(name, rank, listener, directory, store.clone(), wake, &limits)?;
@@ -277,8 +277,8 @@ impl ProcessGroup for MeshGroup {
                 };
                 let mut others = (0u32..).zip(&addresses).filter(|(peer, _)| *peer != rank);
                 let sent = others.try_for_each(send);
-                // The kernel keeps the packets, so after this they are all there; and if a rank
-                // died, this says which.
+                // The kernel keeps the packets, so after this all have arrived. If a rank died, the
+                // error names it.
                 run.barrier()?;
                 sent.map_err(|(peer, reason)| run.engine.error(vec![peer], reason))?;
                 match mailbox.receive(rank, size, left(), || Ok(()))? {

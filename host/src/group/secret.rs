@@ -1,16 +1,16 @@
 //! The secret that the processes of a job share, and how two of them show each other that they know
 //! it.
 //!
-//! [`Initiator`] and [`Responder`] are the two ends of the challenge, without input and output:
-//! whoever owns a socket carries the bytes. The one that connects sends an *opening*, its nonce;
-//! the other answers with a *reply*, its own nonce and its proof; the first then sends its own
+//! [`Initiator`] and [`Responder`] are the two ends of the challenge, without input and output: the
+//! owner of the socket carries the bytes. The connecting side sends an *opening*, its nonce. The
+//! other side answers with a *reply*, its own nonce and its proof. The first then sends its own
 //! *proof*. Where the other's nonce is known beforehand the proof goes with the opening, and one
 //! message each way is enough. A proof is the HMAC-SHA256 of all that was said, and of:
-//! - who proves, so that no proof can be sent back to where it came from;
-//! - what the connection is for ([`Purpose`]), so that none is of use at another door;
+//! - the proving side, so that no proof can be sent back to its origin;
+//! - the purpose of the connection ([`Purpose`]), so that a proof is of no use at another door;
 //! - both nonces, which are new for each connection, so that none is of use a second time;
-//! - what the two claim to be, such as ranks and the address that was called, so that none vouches
-//!   for anything else.
+//! - the claims of the two sides, such as ranks and the called address, so that a proof vouches for
+//!   nothing else.
 //!
 //! The same values give the [`Keys`] of the connection. With them each side signs every message
 //! that follows: a [`Signer`] signs one direction and numbers its messages. A process between the
@@ -41,7 +41,7 @@ const SHORTEST: usize = 32;
 /// Longest secret; a longer file is something else.
 const LONGEST: usize = 4096;
 
-/// Bytes that nobody can guess.
+/// Bytes that cannot be guessed.
 pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;
@@ -55,7 +55,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// Reads the file of a secret: what is no secret is refused, and neither is ever shown.
+/// Reads the file of a secret: text that is no secret is rejected, and the text is never shown.
 pub fn fuzz_secret_file(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let shown = match JobSecret::named(JOB_SECRET_FILE, &text) {
@@ -180,7 +180,7 @@ impl JobSecret {
         }
     }
 
-    /// Gives it to a process that is to be started, and to nobody else.
+    /// Gives it to a process that is to be started, and to no other.
     #[doc(hidden)]
     pub fn give_to(&self, command: &mut std::process::Command) {
         command.env(JOB_SECRET, &*self.0).env_remove(JOB_SECRET_FILE);
@@ -314,7 +314,7 @@ pub(crate) struct Keys {
 }
 
 impl Signer {
-    /// With a key that everybody knows: for fuzzing.
+    /// With a public key: for fuzzing.
     pub(crate) fn fixed() -> Signer {
         Signer { keyed: HMAC::new(b"fuzz"), sequence: 0 }
     }
@@ -357,8 +357,7 @@ impl Initiator {
         self.nonce
     }
 
-    /// Takes the reply; what to send then, and what signs all that follows. From here on the other
-    /// side is known to be of this job.
+    /// Takes the reply. Returns the proof to send, and the keys that sign all later messages.
     pub(crate) fn answer(&self, reply: &[u8; REPLY]) -> Result<([u8; PROOF], Keys), WrongSecret> {
         let (theirs, proof) = halves(reply);
         let keys = self.check(&theirs, &proof)?;
@@ -399,7 +398,8 @@ impl fmt::Debug for Responder {
 }
 
 impl Responder {
-    /// Answers an opening: what to send, and what then waits for the other side's proof.
+    /// Answers an opening. Returns the reply to send, and the state that waits for the other side's
+    /// proof.
     pub(crate) fn new(
         secret: &JobSecret,
         purpose: Purpose,
@@ -414,8 +414,8 @@ impl Responder {
         Ok((responder, reply))
     }
 
-    /// With a nonce that the other side knows beforehand, and that is as new as the connection: the
-    /// proof to send, and what waits for the other's.
+    /// With a nonce that the other side knows beforehand, and that is as new as the connection.
+    /// Returns the proof to send, and the state that waits for the other's.
     pub(crate) fn known(
         secret: &JobSecret,
         purpose: Purpose,
@@ -429,10 +429,9 @@ impl Responder {
         (Responder { expected: prove(Side::Initiator), keys }, prove(Side::Responder).finalize())
     }
 
-    /// Takes the proof; what signs all that follows. From here on the other side is known to be of
-    /// this job.
+    /// Takes the proof. Returns the keys that sign all later messages.
     pub(crate) fn check(self, proof: &[u8; PROOF]) -> Result<Keys, WrongSecret> {
-        // In the same time whatever is wrong with it.
+        // In constant time, for any error in it.
         if self.expected.finalize_verify(proof) { Ok(self.keys) } else { Err(WrongSecret) }
     }
 }

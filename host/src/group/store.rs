@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 /// Calls that wait take a timeout; a timeout of zero checks once. Other calls end within the
 /// store's own timeout, if it goes through a network.
 pub trait Store: Send + Sync + Debug {
-    /// Sets `key`, replacing what was there, and wakes those who wait for it.
+    /// Sets `key`, replacing the old value, and wakes its waiters.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
 
     /// The value of `key`; waits up to `timeout` for it to be set.
@@ -72,7 +72,7 @@ pub trait Store: Send + Sync + Debug {
     /// store below it.
     fn num_keys(&self) -> Result<u64>;
 
-    /// Appends `value` to the queue `key`, and wakes one of those who wait for it.
+    /// Appends `value` to the queue `key`, and wakes one of its waiters.
     fn queue_push(&self, key: &str, value: &[u8]) -> Result<()>;
 
     /// Takes the oldest entry of the queue `key`; waits up to `timeout` for one. `None` when the

@@ -1,4 +1,4 @@
-//! Connections that have not shown who they are: one policy for all listeners.
+//! Unauthenticated connections: one policy for all listeners.
 //!
 //! Any process that reaches a listener can connect, stay silent, send slowly, or connect by the
 //! thousand. The resources of such a stranger are bounded here, before its bytes are trusted.
@@ -26,7 +26,7 @@ pub(crate) const ACCEPT_SLICE: usize = 64;
 pub(crate) const BACKLOG: i32 = 4096;
 /// How long a listener rests after the system had nothing left for a new connection.
 const PAUSE: Duration = Duration::from_millis(50);
-/// No stranger is younger than this when it makes room for another: all ranks of a job connect at
+/// No stranger is younger than this when it makes room for another. All ranks of a job connect at
 /// once, and their hellos are on the way.
 const GRACE: Duration = Duration::from_millis(100);
 /// How long a burst of troubles is that is logged once.
@@ -34,8 +34,8 @@ const QUIET: Duration = Duration::from_secs(10);
 
 /// Limits on the connections of a listener.
 ///
-/// A connection is a *stranger* until it has authenticated: a rank by the token of the listener, a
-/// client of a store server by the protocol's first message.
+/// A connection is a *stranger* until it has authenticated. A rank does so by the token of the
+/// listener, a client of a store server by the protocol's first message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectionLimits {
     /// How many strangers one listener has, beside the connections that it expects. One more, and
@@ -55,7 +55,7 @@ pub struct ConnectionLimits {
     /// is closed. Default: 512 MiB.
     pub client_bytes: usize,
     /// Bytes that the keys and values of a store server may take, each counted with 64 more. A
-    /// request that would exceed it closes its connection, and the log says so. Default: 1 GiB.
+    /// request that would exceed it closes its connection, and the log records it. Default: 1 GiB.
     pub store_bytes: usize,
 }
 
@@ -78,7 +78,7 @@ pub(super) fn descriptors(parts: u64) -> usize {
     usize::try_from(most / 8 * parts).unwrap_or(usize::MAX)
 }
 
-/// A connection that has not shown who it is.
+/// An unauthenticated connection.
 #[derive(Debug)]
 pub(crate) struct Stranger {
     /// Never that of another of its listener; later ones have larger ones.
@@ -105,8 +105,7 @@ pub(crate) enum Challenge {
 }
 
 impl Stranger {
-    /// Reads what there is of its first `want` bytes; what is behind them stays in the socket. True
-    /// once they are there.
+    /// Reads the present bytes among its first `want` bytes; later bytes stay in the socket.
     pub(crate) fn read(&mut self, want: usize) -> Result<bool, String> {
         let mut buffer = [0; 256];
         while self.hello.len() < want {
@@ -198,7 +197,7 @@ pub(crate) struct Strangers {
     complaints: Complaints,
 }
 
-/// Says what is wrong, once per burst: who makes the trouble could fill the log otherwise.
+/// Logs an error once per burst: a stranger could fill the log otherwise.
 #[derive(Debug, Default)]
 pub(crate) struct Complaints {
     quiet_until: Option<Instant>,
@@ -234,8 +233,8 @@ impl Strangers {
         }
     }
 
-    /// Takes a connection from the listener. Ask again until it is [`Next::Nobody`], but no more
-    /// than [`ACCEPT_SLICE`] times in a row.
+    /// Takes a connection from the listener. Call it again until it returns [`Next::Nobody`], but
+    /// no more than [`ACCEPT_SLICE`] times in a row.
     pub(crate) fn accept(&mut self, listener: impl AsFd) -> Next {
         let knocks = || {
             let mut polled = [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
@@ -246,8 +245,8 @@ impl Strangers {
         self.accept_by(knocks, accept)
     }
 
-    /// Takes what `accept` gives. `knocks` says whether it would give something: without that,
-    /// nobody has to make room.
+    /// Takes a connection from `accept`. `knocks` tells whether there is one: without one, no
+    /// stranger has to make room.
     fn accept_by(
         &mut self,
         knocks: impl FnOnce() -> bool,
@@ -336,7 +335,7 @@ impl Strangers {
         self.waiting.get_mut(index)
     }
 
-    /// Takes out one that has shown who it is.
+    /// Takes out one that has authenticated.
     pub(crate) fn take(&mut self, id: u64) -> Option<Stranger> {
         let index = self.find(id)?;
         self.waiting.remove(index)
@@ -403,7 +402,7 @@ mod tests {
 
     use super::*;
 
-    /// Longer than a test takes: what waits for it does not happen.
+    /// Longer than a test takes: no wait for it returns.
     const LONG: Duration = Duration::from_secs(600);
 
     /// Strangers of a listener that rests for long, and whose strangers are young for long.

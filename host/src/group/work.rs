@@ -19,7 +19,7 @@ pub(crate) trait Pending: Send + Sync {
     fn wait(&self, until: Option<Instant>);
 }
 
-/// An operation of which a [`Promise`] says how it went.
+/// An operation whose outcome a [`Promise`] gives.
 #[derive(Debug, Default)]
 struct Promised {
     result: Mutex<Option<Result<CallResult>>>,
@@ -78,7 +78,7 @@ impl Work {
         Work::of(Arc::new(Promised { result: Mutex::new(Some(result)), ended: Condvar::new() }))
     }
 
-    /// An operation to come, and the end that says how it went.
+    /// An operation to come, and the promise of its outcome.
     pub(crate) fn pending() -> (Work, Promise) {
         let operation = Arc::new(Promised::default());
         (Work::of(operation.clone()), Promise(operation))
@@ -124,7 +124,7 @@ impl<T> Work<T> {
     }
 }
 
-/// The end of a [`Work`] that says how it went. Dropping it unused is an error there.
+/// The end of a [`Work`] that sets its outcome.
 #[derive(Debug)]
 pub(crate) struct Promise(Arc<Promised>);
 

@@ -135,7 +135,7 @@ impl Communicator {
     /// Reduces `tensor` elementwise, into that of every rank.
     ///
     /// Like all operations, it runs on the device in the order of `stream`, and this returns once
-    /// it is there; [`Work::wait`] waits for its end, and
+    /// it is enqueued. [`Work::wait`] waits for its end, and
     /// [`Config::timeout`](super::Config::timeout) is its deadline. The tensor may be dropped
     /// before.
     ///

@@ -301,7 +301,7 @@ impl Communicator {
         self.core.registrations.memory()
     }
 
-    /// Gives the communicator up: operations under way here end with an error that has `reason`, in
+    /// Aborts the communicator. Operations under way here end with an error that has `reason`, in
     /// other threads and on the device, and later uses fail with it. Other ranks notice by NCCL's
     /// own means, or by their deadlines. The first reason stays.
     ///

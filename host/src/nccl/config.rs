@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 
 /// A thread that looks after a communicator: see [`Config::watchdog`].
 ///
-/// When an operation passes its deadline, or NCCL reports an error, it dumps the state of the
-/// flight recorder and of NCCL to [`DEBUG_INFO_FILE`](super::DEBUG_INFO_FILE), and aborts the
+/// It acts when an operation passes its deadline, or NCCL reports an error. It dumps the state of
+/// the flight recorder and of NCCL to [`DEBUG_INFO_FILE`](super::DEBUG_INFO_FILE), and aborts the
 /// communicator. If [`DEBUG_INFO_PIPE`](super::DEBUG_INFO_PIPE) names a pipe, a write to the pipe
 /// requests a dump at any time.
 #[derive(Debug, Clone, PartialEq, Eq)]

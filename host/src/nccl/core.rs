@@ -312,8 +312,8 @@ impl Core {
         let mut found = Vec::new();
         for (number, name) in (0..).zip(names) {
             let mut bytes = 0;
-            // SAFETY: a live communicator that no thread is in a call of, and that is not freed
-            // while the state is locked; a valid out pointer.
+            // SAFETY: a live communicator, with no thread in a call of it, that is not freed while
+            // the state is locked; a valid out pointer.
             if unsafe { ask(comm, number, &mut bytes) } == Code::SUCCESS {
                 found.push((name, bytes));
             }

@@ -129,7 +129,7 @@ impl Pipe {
 
 impl Drop for Pipe {
     fn drop(&mut self) {
-        // Somebody else may have removed it.
+        // Another process may have removed it.
         let _ = std::fs::remove_file(&self.path);
     }
 }

@@ -128,8 +128,8 @@ fn import_all(
     setup.peers.iter().map(|peer| (*peer, attempt(*peer))).collect()
 }
 
-/// Tells all ranks what failed: the reason, by (who tried, to map whose memory). With
-/// [`TransportKind::Direct`] any failure is an error of every rank.
+/// Publishes failures to all ranks: the reason, by (rank that tried, rank whose memory it tried to
+/// map).
 fn agree(setup: &Setup<'_>, attempts: &[(u32, Attempt)]) -> Result<BTreeMap<(u32, u32), String>> {
     let failed: Vec<(u32, String)> = attempts
         .iter()

@@ -1,9 +1,9 @@
-//! How bytes cross nodes. Where a peer's wire memory is mapped here, kernels write it themselves;
-//! elsewhere there are ordered queues of puts between the wire memories of two ranks.
+//! How bytes cross nodes. If a peer's wire memory is mapped here, kernels write it themselves.
+//! Otherwise there are ordered queues of puts between the wire memories of two ranks.
 //!
 //! A kernel posts [`PutRequest`](epoxide_gpu::layout::PutRequest)s to a ring; a proxy thread
 //! ([`Proxies`]) takes them out and gives them to a [`PutQueue`]. The only order to build on is
-//! that of one queue: a put's bytes are visible at the peer before its counter, and its counter
+//! that of one queue. A put's bytes are visible at the peer before its counter, and its counter
 //! before that of the next put. Queues are not ordered among each other. Nothing is ordered between
 //! queues.
 //!
@@ -13,8 +13,8 @@
 //! peers' later puts.
 //!
 //! Kernels wait for the threads here, so none of these makes a driver call between connecting and
-//! closing ([`NoDriverCalls`](crate::driver::NoDriverCalls)). shm and tcp move bytes between
-//! page-locked host memories, verbs has the card do it.
+//! closing ([`NoDriverCalls`](crate::driver::NoDriverCalls)). The backends shm and tcp move bytes
+//! between page-locked host memories, verbs has the card do it.
 
 mod greeting;
 mod links;
@@ -148,8 +148,8 @@ pub fn wire_memory(
 /// waits for peers, beside the group's own.
 ///
 /// # Errors
-/// On every rank, where the ranks' options, sizes or versions differ or one of them cannot take
-/// part, and with [`TransportKind::Direct`] where one cannot map another's memory.
+/// On every rank, if the ranks' options, sizes or versions differ or one of them cannot take part.
+/// With [`TransportKind::Direct`], also if one cannot map another's memory.
 #[doc(hidden)]
 pub fn connect(
     options: &TransportOptions,

@@ -15,8 +15,8 @@ pub enum TransportKind {
     /// [`TransportKind::Direct`] to the peers whose wire memory can be mapped,
     /// [`TransportKind::Tcp`] to the others.
     Auto,
-    /// Kernels write into the peers' wire memory, which is mapped: the ranks are on one host, or in
-    /// one NVLink domain whose driver has fabric handles. It needs no queues and no threads.
+    /// Kernels write into the peers' wire memory, which is mapped. The ranks are on one host, or in
+    /// one NVLink domain whose driver has fabric handles.
     Direct,
     /// Shared host memory: the ranks are on one host and play several nodes.
     Shm,
@@ -87,7 +87,7 @@ pub struct TransportOptions {
     /// How long a put waits for the network.
     pub timeout: Duration,
     /// The host that this rank is on: ranks of differing ones do not share memory by descriptors.
-    /// `None`: what the system says. A test plays several hosts with it.
+    /// `None`: the system's name. A test plays several hosts with it.
     #[doc(hidden)]
     pub host: Option<String>,
     /// Limits on connections to the sockets of [`TransportKind::Tcp`] while ranks connect.
@@ -101,8 +101,8 @@ pub struct TransportOptions {
 pub const MAX_QUEUES: u32 = 64;
 
 impl TransportOptions {
-    /// Not shaped, 30 s, the default limits, and as many queues as a fast network takes: eight
-    /// where a processor moves the bytes, one where a card does.
+    /// Not shaped, 30 s, the default limits, and as many queues as a fast network takes. That is
+    /// eight if a processor moves the bytes, one if a card does.
     pub fn new(kind: TransportKind) -> TransportOptions {
         let queues_per_peer = match kind {
             TransportKind::Shm | TransportKind::Tcp | TransportKind::Auto => 8,

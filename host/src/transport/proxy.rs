@@ -87,8 +87,8 @@ impl Proxies {
         self.proxies.iter().find_map(Proxy::failure).or_else(|| self.links.failure())
     }
 
-    /// The proxies that are in the same call of the system now and a moment later, and which: for
-    /// the report of a wait that has expired.
+    /// The proxies that are in the same call of the system now and a moment later, with the call.
+    /// For the report of an expired wait.
     pub fn in_calls(&self) -> Vec<String> {
         let before: Vec<_> = self.proxies.iter().map(Proxy::call).collect();
         if before.iter().all(Option::is_none) {
@@ -119,7 +119,7 @@ impl Proxies {
         })
     }
 
-    /// Records every put from now on, up to `capacity` per proxy; what was recorded before is lost.
+    /// Records every put from now on, up to `capacity` per proxy; earlier records are lost.
     pub fn start_trace(&self, capacity: usize) {
         for proxy in &self.proxies {
             let mut trace = lock(&proxy.shared.trace);
@@ -256,7 +256,7 @@ impl Proxy {
         self.ring.ptr()
     }
 
-    /// Why the proxy carries out nothing any more: what is posted is taken and discarded.
+    /// Why the proxy carries out nothing any more: it takes and discards posted puts.
     pub fn failure(&self) -> Option<Error> {
         lock(&self.shared.failure).clone()
     }
@@ -328,7 +328,7 @@ impl Worker {
         let mut batch = Vec::with_capacity(BATCH);
         let mut healthy = true;
         loop {
-            // Before the ring is looked at: what was posted before the order to stop is seen.
+            // Before the ring is read, so that puts posted before the order to stop are seen.
             let stop = self.shared.stop.load(Ordering::Acquire);
             let taken = self.take(&mut batch);
             if !batch.is_empty() {
@@ -467,7 +467,7 @@ struct Idle {
 }
 
 impl Idle {
-    /// `in_flight`: puts are under way whose end somebody may wait for.
+    /// `in_flight`: puts are under way, and callers may wait for their end.
     fn wait(&mut self, in_flight: bool) {
         let elapsed = self.since.get_or_insert_with(Instant::now).elapsed();
         let (spin, give_way) = if self.is_virtual { (5, 20) } else { (1_000, 5_000) };

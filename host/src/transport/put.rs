@@ -106,8 +106,7 @@ impl Interrupt {
         self.0.raised.load(Ordering::Acquire)
     }
 
-    /// Makes a call of the system, or of a card's driver, of which nobody knows that it returns.
-    /// Only the queue's own thread makes any.
+    /// Makes a call of the system, or of a card's driver, that may never return.
     pub fn during<T>(&self, call: &'static &'static str, make: impl FnOnce() -> T) -> T {
         self.0.calls.fetch_add(1, Ordering::Relaxed);
         self.0.call.store(std::ptr::from_ref(call).cast_mut(), Ordering::Relaxed);

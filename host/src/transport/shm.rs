@@ -1,4 +1,4 @@
-//! Ranks of one host that play several nodes: a put is a copy to the peer's wire memory, which is
+//! Ranks of one host that play several nodes. A put is a copy to the peer's wire memory, which is
 //! host memory that both have mapped.
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -83,7 +83,7 @@ struct Target {
     bytes: usize,
 }
 
-// SAFETY: an address range without thread affinity; what is in it is reached through raw pointers
+// SAFETY: an address range without thread affinity; its contents are accessed through raw pointers
 // and atomics.
 unsafe impl Send for Target {}
 // SAFETY: as above; `&Target` gives out the address only.

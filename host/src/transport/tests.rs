@@ -328,7 +328,7 @@ fn a_full_ring_backs_up_and_completion_waits_for_the_queue() {
             }
             it.barrier();
             proxies.close(Duration::from_millis(100));
-            // The put that lags is interrupted; a proxy that had to be left behind would say so.
+            // The slow put is interrupted: a leaked proxy would report that.
             let failure = proxies.failure().map(|error| error.to_string());
             assert_eq!(failure.is_some_and(|failure| failure.contains("interrupted")), rank == 0);
             Ok(())
@@ -650,7 +650,7 @@ fn verbs_that_cannot_be_had_are_unavailable_on_every_rank() {
         Ok(())
     })
     .unwrap();
-    // On one rank alone: the other hears why.
+    // On one rank alone: the other gets the reason.
     run_threads(2, TIMEOUT, |rank, group| {
         let it = Rank::new(group, bytes(2));
         let kind = if rank == 0 { TransportKind::Verbs } else { TransportKind::Shm };
@@ -705,8 +705,7 @@ fn what_the_host_moves_must_be_host_memory() {
     .unwrap();
 }
 
-/// Mapped memory is the peer's own: what one rank writes there the other reads, with nothing in
-/// between.
+/// Mapped memory is the peer's own: one rank reads directly the bytes that the other writes.
 #[test]
 fn mapped_peers_share_memory_and_need_no_queue() {
     for kind in [TransportKind::Direct, TransportKind::Auto] {

@@ -31,8 +31,8 @@ pub struct VerbsOptions {
     /// back, one such wait passes before they are sent again. A link that is gone for more than
     /// `retry_count + 1` of them is given up.
     pub ack_timeout: u8,
-    /// `EPOXIDE_RDMA_PATH_MTU`: bytes per packet: 256, 512, 1024, 2048 or 4096. Without it, what
-    /// both ports have.
+    /// `EPOXIDE_RDMA_PATH_MTU`: bytes per packet: 256, 512, 1024, 2048 or 4096. Without it, the
+    /// largest that both ports have.
     pub path_mtu: Option<u32>,
     /// `EPOXIDE_RDMA_QUEUE_DEPTH`: most writes in flight per queue, at least 4.
     pub queue_depth: u32,
@@ -40,7 +40,7 @@ pub struct VerbsOptions {
 
 impl Default for VerbsOptions {
     /// Packets wait half a second for their acknowledgement, and are given up after eight such
-    /// waits (many cards wait up to four times as long). That outlasts a link that is gone for a
+    /// waits (many cards wait up to four times as long). This outlasts a link that is gone for a
     /// few seconds, and a lost packet costs half a second.
     fn default() -> Self {
         VerbsOptions {

@@ -84,8 +84,8 @@ unsafe extern "C" fn resolve(entry: *const Entry) -> *mut c_void {
     target
 }
 
-/// Defines the functions. Only the System V ABI of x86-64 is written down here; a call finds its
-/// arguments in these registers and on the stack, which a jump leaves alone.
+/// Defines the functions. Only the System V ABI of x86-64 is written here. A call finds its
+/// arguments in these registers and on the stack, and a jump leaves them unchanged.
 macro_rules! functions {
     ($($name:ident)*) => {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]

@@ -1,8 +1,8 @@
 //! The CUDA driver: [`Device`](super::Device) over the CUDA driver API.
 //!
 //! `cust` enumerates the devices and holds the primary context. Calls whose result may be a code
-//! outside of `cust`'s enum go through our own declarations in `ffi`, which return plain integers:
-//! an unlisted code in a Rust enum is undefined behaviour.
+//! outside of `cust`'s enum go through our own declarations in `ffi`, which return plain integers.
+//! An unlisted code in a Rust enum is undefined behaviour.
 //!
 //! | file | concern |
 //! |---|---|

@@ -1,9 +1,9 @@
 //! Stream-ordered device memory: a pool of our own.
 //!
 //! `cuMemFree` waits for the running kernels of the device, and blocks every other call of the
-//! context until then. Memory of this pool is freed in a stream instead. That stream is behind all
-//! work enqueued in the streams of the device's list. So the owner may free memory that they still
-//! use, and nothing waits.
+//! context until then. Memory of this pool is freed in a stream instead. The freeing stream waits
+//! for all work enqueued in the streams of the device's list. So the owner may free memory that
+//! they still use, and nothing waits.
 
 use std::ffi::{c_int, c_void};
 

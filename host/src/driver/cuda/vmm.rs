@@ -1,7 +1,7 @@
 //! CUDA's virtual memory management: physical memory, address ranges, mappings, sharing and access
 //! rights.
 //!
-//! On drivers without it (WSL, some vGPUs), memory cannot be shared: the older `cuIpc` handles are
+//! On drivers without it (WSL, some vGPUs), memory cannot be shared. The older `cuIpc` handles are
 //! not file descriptors and cannot be opened in the process that made them.
 //! [`sharing`](super::sharing::sharing) returns the error.
 

@@ -17,8 +17,8 @@ pub(super) enum Step {
     Wait(usize),
 }
 
-/// A recording under way. Lane 0 is the stream it began on; streams that wait for an event recorded
-/// in it join as further lanes and must be joined back before it ends.
+/// A recording under way. Lane 0 is the stream it began on. Streams that wait for an event recorded
+/// in it join as further lanes, and must be joined back before it ends.
 pub(super) struct Capture {
     /// The streams, by lane.
     pub(super) lanes: Vec<u64>,

@@ -44,9 +44,9 @@ pub enum Drive {
 /// interleaving of warps. Clones are the same machine.
 ///
 /// A call that waits while all grids only spin moves the clock forward in growing steps, so that
-/// the kernels' own deadlines expire. It fails with a report of every stuck warp in two cases:
-/// grids still spin 1000 virtual seconds later, or kernels run without any coming to an end. A call
-/// without a result continues as if it had waited.
+/// the kernels' own deadlines expire. It fails with a report of every stuck warp in two cases.
+/// Either grids still spin 1000 virtual seconds later, or kernels run without any coming to an end.
+/// A call without a result continues as if it had waited.
 #[derive(Clone)]
 pub struct Machine {
     inner: Arc<Inner>,
@@ -79,9 +79,9 @@ impl Machine {
         Machine::with_patience(seed, Duration::ZERO)
     }
 
-    /// A machine for several host threads: a call that waits while all grids spin gives the other
-    /// threads `patience` (real time) to enqueue something before it moves the virtual clock. Runs
-    /// are then as repeatable as the threads are.
+    /// A machine for several host threads. A call that waits while all grids spin gives the other
+    /// threads `patience` (real time) to enqueue work before it moves the virtual clock. Runs are
+    /// then as repeatable as the threads are.
     pub fn with_patience(seed: u64, patience: Duration) -> Machine {
         let run = Run { engines: Vec::new(), random: mix(seed, 0), digest: 0 };
         Machine {

@@ -39,7 +39,7 @@
 //! Such a call invalidates the capture.
 //!
 //! A [`RawStream`] of this driver carries the id of one of the device's own streams
-//! ([`Device::stream_raw`]), so that one part of a program can lend its stream to another
+//! ([`Device::stream_raw`]). So one part of a program can lend its stream to another
 //! ([`Device::stream_adopt`]). Null is one more stream, which all its adopters share. It does not
 //! synchronise with other streams as CUDA's legacy default stream does.
 //!

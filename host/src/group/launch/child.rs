@@ -19,7 +19,7 @@ pub fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     let prepare = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have died before the line above: then nobody would send the signal.
+        // The parent may have died before the line above; then no signal would come.
         if getppid() != Some(parent) {
             return Err(rustix::io::Errno::SRCH.into());
         }
@@ -38,7 +38,7 @@ pub fn heed_interrupts(command: &mut Command) {
     let prepare = || {
         for signal in [libc::SIGINT, libc::SIGQUIT] {
             // SAFETY: it may be called between fork and exec, takes no lock, and the default action
-            // needs no memory of anybody.
+            // accesses no memory.
             if unsafe { libc::signal(signal, libc::SIG_DFL) } == libc::SIG_ERR {
                 return Err(std::io::Error::last_os_error());
             }

@@ -45,7 +45,7 @@ impl Losses {
 /// first: the first tells them of each other.
 ///
 /// It is a thread of its own because the launcher's may be blocked for longer than a sign may be
-/// late: by a rank's executable that is slow to load, or by a slow reader of the output.
+/// late. The causes are a rank's executable that is slow to load, or a slow reader of the output.
 #[derive(Debug)]
 pub(super) struct Heart {
     /// Dropped to end the thread.
@@ -105,7 +105,7 @@ impl Signs {
         let pause = (self.silence / SIGNS).min(SLOWEST);
         loop {
             if let Err(error) = self.look() {
-                // The store is the first node's, so nothing can be learnt of anybody else either.
+                // The store is the first node's, so no other node's signs can be read either.
                 self.losses.note(0, format!("does not answer: {error}"));
                 return;
             }
@@ -116,7 +116,7 @@ impl Signs {
     }
 
     /// Gives a sign, then looks for those of the others. In this order, a launcher that was itself
-    /// stopped does not take old readings for the others' silence: its readings are as new as its
+    /// stopped does not take old readings for the others' silence. Its readings are as new as its
     /// own sign.
     fn look(&mut self) -> Result<()> {
         self.store.add(&key(self.node), 1)?;

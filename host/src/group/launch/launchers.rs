@@ -1,4 +1,5 @@
-//! How the launchers of several nodes agree: on who takes part, on each start, and on why it ended.
+//! Agreement of several nodes' launchers: on the participants, on each start, and on the reason of
+//! its end.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -29,7 +30,7 @@ const POLL: Duration = Duration::from_millis(50);
 pub(super) enum Trouble {
     /// A rank failed.
     Rank(FirstFailure),
-    /// Somebody ended the launch.
+    /// A signal ended the launch.
     Signal(i32),
     /// The launcher of a node is gone, or has given up.
     Lost { node: u32, why: String },
@@ -82,7 +83,7 @@ struct Shape {
     node_timeout: Duration,
 }
 
-/// The launchers of all nodes, who meet at a store that the first node's serves.
+/// The launchers of all nodes, which meet at a store that the first node's serves.
 #[derive(Debug)]
 pub(super) struct Launchers {
     heart: Option<Heart>,
@@ -239,7 +240,7 @@ impl Launchers {
             Interrupted::Signal(signal) => Trouble::Signal(*signal),
             Interrupted::Error(error) => Trouble::Lost { node: self.node, why: format!("gave up: {error}") },
         };
-        // Where the store cannot be reached, there is nobody to tell.
+        // If the store cannot be reached, no launcher can read a report.
         if self.losses.of(0).is_some() {
             return;
         }
@@ -327,7 +328,7 @@ impl Launchers {
     }
 
     /// Waits until all keys are set; in the meantime calls `tick`, which may set the deadline. An
-    /// error of `tick` ends the wait, unless the keys have been set since `tick` was called:
+    /// error of `tick` ends the wait, unless the keys have been set since `tick` was called. So
     /// launchers that differ all report it, even if one of them has already given up because of it.
     fn wait(
         &self,

@@ -61,13 +61,13 @@ pub struct Launch {
     /// does not return is then left behind.
     pub killed: Duration,
     /// Each rank is a process group of its own, which ends with it where the launch does not end
-    /// well. Else it shares the launcher's, so that whoever signals that, as a terminal does,
-    /// reaches it. One with a group of its own ends at SIGINT and SIGQUIT also where the launcher
-    /// ignores them, as a script's background jobs do.
+    /// well. Else it shares the launcher's group, so that signals to that group, such as a
+    /// terminal's, reach it. One with a group of its own ends at SIGINT and SIGQUIT also where the
+    /// launcher ignores them, as a script's background jobs do.
     pub groups: bool,
-    /// Output of the ranks is passed on by whole lines; rank 0 of the host keeps the launcher's
-    /// standard input unless that is a terminal, the others have none. Else each has the streams
-    /// that its command gives it.
+    /// Output of the ranks is passed on by whole lines. Rank 0 of the host keeps the launcher's
+    /// standard input unless that is a terminal; the other ranks have none. Else each has the
+    /// streams that its command gives it.
     pub relay: bool,
     /// How long the launcher of another node may give no sign of life before the launch ends; the
     /// same on all nodes.

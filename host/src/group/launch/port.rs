@@ -18,9 +18,9 @@ use crate::error::{Error, Result};
 /// port can be used again after the server has closed it.
 ///
 /// So no program comes by the port by chance. A process that tries all ports with `SO_REUSEADDR`
-/// can take it, whoever's it is, as long as nobody listens: the server then fails with "address in
-/// use". A program that must not fail listens at once and hands on the socket or serves itself, as
-/// the launcher of several nodes does for its ranks.
+/// can take it as long as no socket listens, even as another user. The server then fails with
+/// "address in use". A program that must not fail listens at once, and hands on the socket or
+/// serves itself. The launcher of several nodes does so for its ranks.
 ///
 /// ```
 /// let port = epoxide::group::launch::HeldPort::any()?;
@@ -35,7 +35,7 @@ pub struct HeldPort {
 }
 
 impl HeldPort {
-    /// Takes any free port at which nobody listens, not even somebody who took it just now.
+    /// Takes any free port without a listener, not even one that listens since a moment ago.
     pub fn any() -> Result<HeldPort> {
         for _ in 0..TRIES {
             let port = HeldPort::next()?;

@@ -27,8 +27,8 @@ const TERMINATION: Duration = Duration::from_secs(1);
 /// them too.
 ///
 /// # Errors
-/// Where `size` is 0, a rank cannot be started, or one does not end within 10 s of SIGKILL, which
-/// can be if a driver does not return.
+/// `size` is 0, a rank cannot be started, or one does not end within 10 s of SIGKILL, as in a
+/// driver call that does not return.
 pub fn spawn_ranks(
     size: u32,
     grace: Duration,

@@ -20,7 +20,7 @@ const TAIL_LINES: usize = 20;
 const TAIL_BYTES: usize = 4096;
 /// How long output is waited for after the ranks have ended: their own children may hold the pipe.
 const DRAIN: Duration = Duration::from_secs(1);
-/// How much longer whoever reads the output is waited for once the launch has been asked to end.
+/// Time for the reader of the output once the launch has been asked to end.
 const READER: Duration = Duration::from_secs(2);
 
 /// Where output goes. One lock for all of it, so that no line is written into another.
@@ -86,7 +86,7 @@ pub(super) struct RankOutput {
 pub(super) struct Relayed {
     /// Every rank's last lines.
     pub tails: Vec<Tail>,
-    /// Why output was lost, unless whoever read it left.
+    /// Why output was lost, unless its reader closed it.
     pub lost: Option<std::io::Error>,
 }
 

@@ -15,22 +15,22 @@ use crate::error::{Error, Result};
 /// The prefix of the names of such directories. The kernel's number of this boot follows, then the
 /// process that made it, then a random part.
 const PREFIX: &str = "epoxide-store-";
-/// How often a directory is made anew that somebody swept before it was locked.
+/// How often a directory is made anew after another launch swept it before it was locked.
 const ATTEMPTS: u32 = 100;
 
 /// The directory of a launch's store, which no other user may look into. Dropping removes it.
 ///
 /// Its owner holds a lock on it, which the kernel releases however the owner ends. Making one
 /// removes abandoned ones, and ends the processes that their ranks have left running. Abandoned are
-/// directories without a lock, of this user, below the same `TMPDIR`, and of this boot of this
-/// kernel, because the locks of another host may be invisible here. A launch leaves nothing else
-/// behind: its sockets have abstract names, its shared memory has none.
+/// directories without a lock, of this user, below the same `TMPDIR`. They must be of this boot of
+/// this kernel, because the locks of another host may be invisible here. A launch leaves nothing
+/// else behind: its sockets have abstract names, its shared memory has none.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct StoreDirectory {
     /// Where it is.
     pub path: PathBuf,
-    // Before the lock, so that nobody sweeps what is being removed.
+    // Dropped before the lock, so that no launch sweeps a directory that is being removed.
     _directory: TempDir,
     _lock: OwnedFd,
 }
@@ -85,14 +85,14 @@ fn boot() -> String {
     number.split('-').next().unwrap_or_default().to_owned()
 }
 
-/// Opens a directory and locks it. None where somebody else holds it, or where it is not there any
+/// Opens a directory and locks it. None if another process holds it, or if it does not exist any
 /// more.
 fn lock(path: &Path) -> Option<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let directory = open(path, flags, Mode::empty()).ok()?;
     match flock(&directory, FlockOperation::NonBlockingLockExclusive) {
         Err(rustix::io::Errno::WOULDBLOCK) => return None,
-        // A file system without locks: nobody can take it for abandoned either.
+        // A file system without locks: no other launch can take it for abandoned either.
         Err(_) => return Some(directory),
         Ok(()) => {}
     }
@@ -100,9 +100,9 @@ fn lock(path: &Path) -> Option<OwnedFd> {
     ((held.st_dev, held.st_ino) == (there.st_dev, there.st_ino)).then_some(directory)
 }
 
-/// Removes the directories that nobody holds, and ends what is left of their ranks.
+/// Removes the directories without a lock, and ends the remaining processes of their ranks.
 fn sweep(parent: &Path, prefix: &str) {
-    // Where the boot has no number, nobody can say whose lock would be seen.
+    // Without a number of the boot, directories of another host cannot be told apart.
     if prefix.len() == PREFIX.len() + 1 {
         return;
     }
@@ -115,8 +115,8 @@ fn sweep(parent: &Path, prefix: &str) {
         // it.
         if fstat(&abandoned).is_ok_and(|stat| stat.st_uid == user) && lock(&path).is_none() {
             leftovers::end(&path);
-            // The lock is held until after, so that nobody who has just made it takes it for their
-            // own.
+            // The lock is held until after, so that a process that has just made it does not take
+            // it for its own.
             let _ = std::fs::remove_dir_all(&path);
         }
     }

@@ -19,8 +19,8 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 /// Tells a re-execution of this test binary what to do.
 const ROLE: &str = "EPOXIDE_TEST_ROLE";
 
-/// The command that runs one test of this binary, which must have it: asked for a test that is not
-/// there, it runs none and succeeds.
+/// The command that runs one test of this binary. The test must exist: for an unknown name the
+/// binary runs no test and succeeds.
 #[track_caller]
 pub(crate) fn one_test(path: &str) -> Command {
     let list = ["--exact", path, "--list", "--format", "terse"];

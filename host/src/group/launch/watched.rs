@@ -198,7 +198,7 @@ impl Watched {
         self.0.iter().filter(|process| process.exit.is_none()).for_each(|process| process.signal(signal));
     }
 
-    /// Gives up those that still run though they were killed; says which.
+    /// Gives up processes that still run after SIGKILL, and returns their description.
     pub fn give_up(&mut self) -> String {
         let running = self.0.iter_mut().filter(|process| process.exit.is_none());
         let stuck = running.map(|process| {

@@ -310,10 +310,10 @@ mod tests {
             rustix::net::connect(&socket, &name).unwrap();
             (connect(&address, &address), socket)
         });
-        // Ranks look whom they call.
+        // Ranks check the user of the process that they call.
         let error = theirs.unwrap_err();
         assert!(error.contains("of user 0; only processes of user 65534 are let in"), "{error}");
-        // The kernel let both through, and neither is heard.
+        // The kernel let both through, and nothing of either is read.
         assert_eq!(strangers.accept(&listener.sockets[0]), Next::Nobody);
         assert!(strangers.is_empty());
         drop(socket);

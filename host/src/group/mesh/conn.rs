@@ -112,8 +112,8 @@ impl Conn {
         self.heard
     }
 
-    /// Sends a frame; what the kernel does not take now waits for [`Conn::flush`], and all of it
-    /// for the answer to a challenge.
+    /// Sends a frame. Bytes that the kernel does not take now wait for [`Conn::flush`], and all
+    /// bytes for the answer to a challenge.
     pub(crate) fn send(&mut self, header: &Header, payload: &[u8]) -> Result<(), Errno> {
         if self.challenge.is_some() {
             self.held.push((*header, payload.to_vec()));

@@ -159,7 +159,7 @@ impl Engine {
         Ok(left.then_some(Health::Left))
     }
 
-    /// Takes connections from other hosts, and says so, once a rank of one is known.
+    /// Listens for connections from other hosts, and announces it, once a rank of one is known.
     fn join_network(&mut self, theirs: &Address) -> Result<()> {
         if self.ours.on_network() {
             return Ok(());

@@ -94,7 +94,7 @@ pub(crate) struct Engine {
     pub(super) looked: Option<Instant>,
     history: VecDeque<(u64, Signature)>,
     pub next_sequence: u64,
-    /// The abort that a peer announced: who, in which operation, why.
+    /// The abort that a peer announced: rank, operation, reason.
     pub aborted: Option<(u32, u64, String)>,
     pub mismatch: Option<Error>,
 }
@@ -348,8 +348,8 @@ impl Engine {
         }
     }
 
-    /// Hears who a stranger is. Nothing that stands behind a hello is read before the hello is
-    /// found to be right.
+    /// Reads the hello of a stranger. Nothing that stands behind a hello is read before the hello
+    /// is found to be right.
     fn greet(&mut self, id: u64) {
         let gate = Gate {
             name: &self.name,
@@ -424,8 +424,7 @@ impl Engine {
         }
     }
 
-    /// Accepts the connections that wait for it, and hears of those that have not shown yet who
-    /// they are.
+    /// Accepts the connections that wait for it, and reads the hellos of strangers.
     pub(super) fn accept_waiting(&mut self) {
         for which in 0..self.listener.as_ref().map_or(0, |listener| listener.sockets.len()) {
             let mut slices = 0..MOST_SLICES;
@@ -448,7 +447,7 @@ impl Engine {
         }
     }
 
-    /// Tells `peer` whom this rank waits for.
+    /// Sends `peer` the ranks that this rank waits for.
     fn answer(&mut self, peer: u32) {
         if self.current.is_some() {
             let culprits: Vec<u8> = self.culprits().into_iter().flat_map(|rank| rank.to_le_bytes()).collect();
@@ -554,8 +553,8 @@ impl Engine {
 
     /// Leaves in order.
     pub(crate) fn leave(&mut self) {
-        // First, so that who finds no socket finds no address either, and knows that this rank
-        // left.
+        // First, so that a rank that finds no socket finds no address either, and concludes that
+        // this rank left.
         if let Directory::Store = &self.directory {
             // The store may be gone already; then there is nothing to clean.
             let _ = self.board.delete(&address_key(&self.name, self.rank));

@@ -1,7 +1,7 @@
 //! Joining the group that the environment, or an address, names.
 //!
-//! First a rank learns who it is ([`Member`]), then where all meet ([`Site`]), and then they
-//! [`Rendezvous`].
+//! First a rank gets its identity ([`Member`]), then the meeting place ([`Site`]), and then the
+//! ranks [`Rendezvous`].
 
 mod member;
 mod site;
@@ -58,7 +58,7 @@ pub fn rendezvous(timeout: Duration) -> Result<MeshGroup> {
     Rendezvous::from_env(timeout)?.group("world", timeout)
 }
 
-/// A rank that knows who it is and has reached the store: what a process group is made from.
+/// A rank with an identity and a connection to the store, from which process groups are made.
 ///
 /// With an address in the program's own words in place of the environment; here two ranks meet in a
 /// directory, as processes do:
@@ -106,7 +106,7 @@ impl Rendezvous {
     ///   already;
     /// - `MASTER_ADDR` and `MASTER_PORT`: rank 0 serves the store there; with
     ///   `TORCHELASTIC_USE_AGENT_STORE=True`, as torchrun sets it, torchrun itself does;
-    /// - what Open MPI says of a directory that its job has, where all ranks are on one host;
+    /// - Open MPI's variables for the job's directory, if all ranks are on one host;
     /// - Slurm's list of hosts: rank 0 serves the store on the first, at a port that follows from
     ///   the job's number.
     ///
@@ -126,9 +126,9 @@ impl Rendezvous {
         Rendezvous::at_with(address, timeout, JobSecret::from_env()?, ConnectionLimits::default())
     }
 
-    /// Like [`Rendezvous::at`], with this secret, or none, whatever the environment has. The limits
-    /// bound the resources that connections take of this process: those of the store, if this rank
-    /// serves it, and those of the groups made here.
+    /// Like [`Rendezvous::at`], with this secret, or none, regardless of the environment. The
+    /// limits bound the resources that connections take of this process. They apply to the store,
+    /// if this rank serves it, and to the groups made here.
     ///
     /// # Errors
     /// The same as [`Rendezvous::at`].

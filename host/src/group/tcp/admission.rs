@@ -52,7 +52,8 @@ pub(super) struct Terms {
 /// the socket.
 ///
 /// # Errors
-/// The reason where it is not let in; it has been told where it can do something about it.
+/// Admits the stranger or returns the reason for its rejection. The stranger got the reason too, if
+/// it can act on it.
 pub(super) fn admit(stranger: &mut Stranger, terms: &Terms) -> Result<bool, String> {
     loop {
         match (&stranger.challenge, &terms.secret) {

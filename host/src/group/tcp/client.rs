@@ -53,9 +53,8 @@ impl TcpStore {
     /// Connects to the server at `host` and `port`; tries until `timeout` is over, as the server
     /// may start later. `timeout` stays the time that the server may take to answer.
     ///
-    /// Where the environment has a job's secret ([`JobSecret::from_env`]), server and client show
-    /// each other that they know it before anything else; else any server will do, PyTorch's among
-    /// them.
+    /// If the environment has a job's secret ([`JobSecret::from_env`]), server and client prove
+    /// that they know it before anything else. Otherwise any server will do, PyTorch's among them.
     ///
     /// # Errors
     /// Where no server answers in time; at once where only one of the two has a secret, or they
@@ -64,7 +63,7 @@ impl TcpStore {
         TcpStore::connect_with_secret(host, port, timeout, JobSecret::from_env()?.as_ref())
     }
 
-    /// Like [`TcpStore::connect`] with this secret, or none, whatever the environment has.
+    /// Like [`TcpStore::connect`] with this secret, or none, regardless of the environment.
     ///
     /// # Errors
     /// The same as [`TcpStore::connect`].
@@ -105,8 +104,8 @@ impl TcpStore {
         TcpStore::host_with(port, timeout, linger, secret.as_ref(), &ConnectionLimits::default())
     }
 
-    /// Like [`TcpStore::host`] with this secret, or none, whatever the environment has, and with
-    /// these limits on what clients may take.
+    /// Like [`TcpStore::host`] with this secret, or none, regardless of the environment, and with
+    /// these limits on the resources of clients.
     ///
     /// # Errors
     /// Where the port is taken.
@@ -187,8 +186,8 @@ impl TcpStore {
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout, server })
     }
 
-    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer, and
-    /// trying ends with an error once `stop` says so, which is told once why it takes long.
+    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer. Trying
+    /// ends with an error once `stop` returns true. `stop` gets the reason of a long delay once.
     pub(crate) fn connect_unless(
         host: &str,
         port: u16,
@@ -336,7 +335,7 @@ impl TcpStore {
         }
     }
 
-    /// Sends requests that have no answer, and hears from the server that it has taken them.
+    /// Sends requests that have no answer, and waits until the server has taken them.
     fn tell(&self, operation: &'static str, key: &str, message: Message) -> Result<()> {
         self.call(operation, key, self.timeout, |connection, deadline| {
             let nonce = connection.nonce();
@@ -356,8 +355,8 @@ impl TcpStore {
     /// Asks for a value and whether it is there.
     fn look(&self, operation: &'static str, key: &str) -> Result<Option<Vec<u8>>> {
         self.call(operation, key, self.timeout, |connection, deadline| {
-            // In one packet, which the server works off in one go: nobody can delete the key in
-            // between.
+            // In one packet, which the server handles in one go: no other client can delete the key
+            // in between.
             let message = Message::query(Query::Check).keys(&[key]).then(Query::Get).key(key);
             connection.send(&message, deadline)?;
             let ready = connection.check(deadline)?;
@@ -491,8 +490,8 @@ impl Store for TcpStore {
                 }
                 let deadline = after(self.timeout);
                 let value = connection.pop(&pop, deadline)?;
-                // PyTorch's server keeps who has waited for a queue on its list, and would wake it
-                // at the wrong time.
+                // PyTorch's server keeps a client that has waited for a queue on its list, and
+                // would wake it at the wrong time.
                 connection.cancel_wait(deadline)?;
                 Ok(value)
             })?;

@@ -21,7 +21,7 @@ const LAST_RETRY: Duration = Duration::from_millis(500);
 
 /// How long one attempt to connect may take, and to resolve a name.
 const CONNECT: Duration = Duration::from_secs(5);
-/// After how long without success a warning says why.
+/// Time without success after which a warning gives the reason.
 const WARN: Duration = Duration::from_secs(5);
 
 /// How often a server may close the connection when it is asked to show that it knows the secret.
@@ -92,8 +92,8 @@ impl Connection {
         Connection::open_unless(address, deadline, timeout, |_| false)
     }
 
-    /// The same, unless `stop` says otherwise, which is asked after every attempt that failed. Once
-    /// [`WARN`] is over, it is told why, once.
+    /// The same, unless `stop` returns true, which is called after every failed attempt. Once
+    /// [`WARN`] is over, it gets the reason, once.
     pub fn open_unless(
         address: &Address,
         deadline: Instant,
@@ -157,7 +157,7 @@ impl Connection {
 
     fn attempt_at(address: SocketAddr, terms: &Terms, deadline: Instant) -> io::Result<Connection> {
         let stream = TcpStream::connect_timeout(&address, remaining(deadline)?.min(CONNECT))?;
-        // A port of the range for clients may be connected to itself while nobody listens there.
+        // A port of the range for clients may be connected to itself while no socket listens there.
         if stream.local_addr()? == stream.peer_addr()? {
             return Err(ErrorKind::ConnectionRefused.into());
         }
@@ -364,7 +364,7 @@ impl Connection {
         self.cancel_wait(after(patience))
     }
 
-    /// Ends a wait. True when it was over before the server heard of this.
+    /// Ends a wait. True if it was over before the server received this.
     pub fn cancel_wait(&mut self, deadline: Instant) -> io::Result<bool> {
         self.send(&Message::query(Query::CancelWait), deadline)?;
         let first = self.byte(deadline)?;

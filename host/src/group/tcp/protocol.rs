@@ -1,7 +1,7 @@
 //! The wire protocol of PyTorch's `TCPStore`.
 //!
-//! A client sends requests: one byte that says which, then fields without padding. Numbers are
-//! little-endian; a string is its length in 8 bytes and its bytes; a list is the number of its
+//! A client sends requests: one byte with the kind, then fields without padding. Numbers are
+//! little-endian. A string is its length in 8 bytes and its bytes. A list is the number of its
 //! entries in 8 bytes and the entries. The server answers each client's requests in order, except
 //! that a wait is answered once it is over. The first request of a connection is `VALIDATE`. Client
 //! keys begin with `/`; only the counter of arrivals, [`INIT_KEY`], does not.
@@ -20,8 +20,8 @@ pub(super) const MAX_KEYS: u64 = 128 * 1024;
 pub(super) const MAX_KEY_BYTES: u64 = 8 * 1024;
 /// Longest value in a request.
 pub(super) const MAX_VALUE_BYTES: u64 = 8 * 1024 * 1024;
-/// Most bytes of one request or one answer: a limit of ours, so that nobody can make the other side
-/// run out of memory.
+/// Most bytes of one request or one answer: a limit of ours, so that neither side can make the
+/// other run out of memory.
 pub(super) const MAX_MESSAGE_BYTES: usize = 256 * 1024 * 1024;
 
 /// Answer of `CHECK`: all keys are there.
@@ -347,8 +347,8 @@ impl Message {
     }
 }
 
-/// Reads bytes as the server does: whatever pieces they come in, the same requests are found, and
-/// each can be read.
+/// Reads bytes as the server does. Any division into pieces gives the same requests, and each can
+/// be read.
 pub fn fuzz_requests(bytes: &[u8]) {
     let find = |pieces: &mut dyn Iterator<Item = &[u8]>| {
         let (mut framer, mut buffer, mut start, mut ends) = (Framer::default(), Vec::new(), 0, Vec::new());
@@ -403,7 +403,7 @@ pub fn sample_requests() -> Vec<Vec<u8>> {
             .key("q"),
     ];
     let whole: Vec<u8> = all.iter().flat_map(|message| message.0.clone()).collect();
-    // Behind the byte that says how long the pieces are.
+    // Behind a byte with the length of the pieces.
     all.into_iter().map(|message| message.0).chain([whole]).map(|bytes| [&[3], &bytes[..]].concat()).collect()
 }
 

@@ -479,7 +479,7 @@ fn a_proxy_ends_promptly_though_its_peer_stalls() {
         std::thread::sleep(Duration::from_millis(300));
         assert!(proxy.stats().puts < RING_ENTRIES && proxy.failure().is_none(), "it stalls");
         proxy.stop(Duration::from_millis(100));
-        // By the interrupt; one that had to be left behind would say so.
+        // Ended by the interrupt: a leaked proxy would report that.
         let error = proxy.failure().unwrap().to_string();
         assert!(error.contains("interrupted"), "{error}");
     });

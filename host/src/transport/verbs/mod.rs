@@ -26,8 +26,8 @@ use super::options::TransportOptions;
 use crate::driver::{Device, Memory};
 use crate::error::Result;
 
-/// Allocates wire memory where the rank's network cards reach it: device memory by dma-buf, else by
-/// a peer-memory module, else host memory that is mapped into the device.
+/// Allocates wire memory that the rank's network cards reach. It tries device memory by dma-buf,
+/// then by a peer-memory module, then host memory that is mapped into the device.
 pub(super) fn wire_memory(
     options: &TransportOptions,
     device: &Arc<dyn Device>,

@@ -101,7 +101,7 @@ impl Drop for List {
     }
 }
 
-/// The names of all RDMA devices, sorted. The error says why there are none.
+/// The names of all RDMA devices, sorted. The error gives the reason why there are none.
 pub(super) fn device_names() -> Result<Vec<String>> {
     let list = List::new()?;
     let mut names: Vec<String> = list.devices().map(|(_, name)| name).collect();
@@ -152,7 +152,7 @@ impl Context {
         // SAFETY: a struct of numbers, for which zeroes are valid.
         let mut attributes: ib::ibv_port_attr = unsafe { std::mem::zeroed() };
         // SAFETY: the context is open. The declared type is an older, shorter form of the same
-        // struct; what it lacks stays zero.
+        // struct; the missing fields stay zero.
         let code = unsafe { ib::ibv_query_port(self.raw.as_ptr(), port, (&raw mut attributes).cast()) };
         let operation = format!("port {port} of {}", self.name);
         check(code, "ibv_query_port", &operation, "; EPOXIDE_RDMA_PORT counts from 1").map(|()| attributes)

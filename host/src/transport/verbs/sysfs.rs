@@ -120,9 +120,8 @@ impl Sysfs {
 /// More than any number of PCI switches.
 const FAR: u32 = 1000;
 
-/// The GID to use: what the user says, else the RoCE v2 address that routes furthest, or the first
-/// of InfiniBand. Never an index by luck: tables differ from machine to machine and change when an
-/// interface gets an address.
+/// The GID to use: the user's choice, else the RoCE v2 address that routes furthest, or the first
+/// of InfiniBand.
 pub fn choose_gid(gids: &[Gid], index: Option<u32>) -> Result<&Gid, String> {
     let have = || {
         let list: Vec<String> = gids.iter().map(Gid::to_string).collect();

@@ -196,8 +196,7 @@ impl Clients {
         Ok(())
     }
 
-    /// Adds to a counter. A barrier's counter is looked at by those who come, not by those who
-    /// wait.
+    /// Adds to a counter. Arriving clients read a barrier's counter, waiting ones do not.
     fn count(&mut self, key: &[u8], delta: i64) -> Result<i64, Violation> {
         if self.board.get(key).is_none() {
             self.make_room(self.needed(key, &[0; 20]))?;
@@ -244,8 +243,7 @@ impl Clients {
         }
     }
 
-    /// Tells those who wait for `key` that it is there. An entry of a queue is for one of them
-    /// only.
+    /// Wakes clients that wait for `key`.
     fn wake(&mut self, key: &[u8], one: bool) {
         for id in self.waits.come(key, one) {
             if let Some(connection) = self.connections.get_mut(&id) {

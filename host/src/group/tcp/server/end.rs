@@ -176,7 +176,7 @@ impl Input {
     fn add(&mut self, bytes: &[u8]) {
         let (length, needed) = (self.bytes.len(), self.bytes.len() + bytes.len());
         if needed > self.bytes.capacity() {
-            // Less than doubling it: what a client holds is bounded.
+            // Less than doubling it: the bytes of a client are bounded.
             self.bytes.reserve_exact(bytes.len() + length / 4);
         }
         self.bytes.extend_from_slice(bytes);

@@ -7,8 +7,8 @@ use std::sync::Arc;
 const OVERHEAD: usize = 128;
 
 /// All waits, in the order in which they began. A wait for a key is found by its ticket. So ending
-/// a client's waits costs time in proportion to their number, however many other waits there are
-/// and however often a key is among them.
+/// a client's waits costs time in proportion to their number, regardless of other waits and of
+/// repeated keys.
 #[derive(Debug, Default)]
 pub(super) struct Waits {
     /// Clients by ticket, which ascend with time.
