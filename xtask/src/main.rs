@@ -80,13 +80,14 @@ enum Command {
     PtxFuzz(fuzz::Options),
     /// Run a program in virtual machines that have RDMA devices (Soft-RoCE)
     RdmaVm(rdma_vm::Options),
-    /// Say which instructions and Rust lines of the kernels a test run on the virtual GPU executes
+    /// List the instructions and Rust lines of the kernels that a test run on the virtual GPU
+    /// executes
     KernelCoverage(coverage::Options),
     /// Make single faults in the kernels, and look whether the checks notice
     Mutate(mutate::Options),
     /// Write the list of the library's public items, docs/PUBLIC-API.txt, or check it
     PublicApi(public_api::Options),
-    /// Run the tests many times beside busy processes, and say which fail how often
+    /// Run the tests many times beside busy processes, and list the failures with their counts
     Flaky(flaky::Options),
     /// Keep one processor busy until standard input ends
     #[command(hide = true)]
@@ -94,7 +95,7 @@ enum Command {
     /// Check licences, sources and versions of all crates that anything here is built from
     /// (deny.toml)
     Deny,
-    /// Say what this machine has for building PTX, and the remedy for what it lacks
+    /// Check this machine's tools for building PTX, and give the remedy for each missing one
     Doctor,
 }
 

@@ -1,5 +1,5 @@
-//! `cargo xtask public-api`: the library's public items, one a line, in a file that is committed,
-//! so that a change of the interface is seen where it is made.
+//! `cargo xtask public-api`: the library's public items, one a line, in a committed file. So a
+//! change of the interface shows in the commit that makes it.
 //!
 //! The list has the items that rustdoc documents with default features: hidden items are no
 //! interface.
@@ -103,7 +103,7 @@ fn without_methods_of_traits(items: impl Iterator<Item = String>) -> impl Iterat
     })
 }
 
-/// The lines, sorted by path: what an item is comes before its path and does not count.
+/// The lines, sorted by path. The kind of an item comes before its path and does not count.
 fn render(items: impl Iterator<Item = String>) -> String {
     let mut lines: Vec<String> = items.collect();
     lines.sort_by(|a, b| (path_of(a), a).cmp(&(path_of(b), b)));
@@ -132,9 +132,9 @@ fn changes(committed: &str, fresh: &str) -> Vec<String> {
     changes.into_iter().map(|(line, mark)| format!("{mark} {line}")).collect()
 }
 
-/// Has rustdoc describe the library; the file. The build directory is one of its own: the variable
-/// that allows an unstable option makes cargo build dependencies anew, back and forth, where it is
-/// shared with other builds.
+/// Has rustdoc describe the library; the file. The build directory is one of its own. The variable
+/// that allows an unstable option would make cargo rebuild dependencies, back and forth, in a
+/// directory shared with other builds.
 fn rustdoc_json(ws: &Workspace) -> Result<PathBuf> {
     let target = ws.target("public-api");
     let mut command = ws.cargo();

@@ -7,7 +7,7 @@ use epoxide_build_ptx::job::Job;
 use epoxide_build_ptx::lint::lint_file;
 use epoxide_build_ptx::workspace::{Workspace, read, run as run_command};
 
-/// The workspace around this crate: where cargo says it runs, or where it was compiled.
+/// The workspace around this crate: from cargo's variable, or from the place where it was compiled.
 pub fn find() -> Result<Workspace> {
     let manifest_dir = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);

@@ -145,9 +145,8 @@ fn bits<F: Float>(v: F, format: Format) -> u64 {
     if v.is_nan() { format.nan() } else { v.to_bits() as u64 }
 }
 
-/// Square root by integers: the root of the significand with more bits than the format has, and one
-/// more bit that says whether anything is left over. Rounding that to the format is then rounding
-/// once.
+/// Square root by integers: the root of the significand with more bits than the format has. One
+/// more bit is set if there is a remainder.
 fn sqrt<F: Float>(v: F, mode: Mode) -> F {
     if v.is_zero() || v.is_nan() || v.is_pos_infinity() {
         return v;
@@ -195,7 +194,7 @@ pub fn convert(v: u64, from: Format, mode: Mode) -> u64 {
     with!(mode.format, F => finish(F::from_bits(v.into()), Mode { ftz: false, ..mode }))
 }
 
-/// `.satfinite`: what is too large becomes the largest number.
+/// `.satfinite`: numbers that are too large become the largest number.
 pub fn convert_finite(v: u64, from: Format, to: Format, round: Round) -> u64 {
     let v = wide(v, from);
     let largest = with!(to, F => F::largest().to_bits() as u64);

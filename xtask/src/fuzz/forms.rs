@@ -19,8 +19,8 @@ type Eval = Box<dyn Fn(&[u64]) -> u64>;
 /// An instruction with all of its modifiers, or a short run of them that only has a result
 /// together.
 pub struct Form {
-    /// Instructions. `$0` is the result, `$1` and so on are the operands; `%x`, `%y` (32 bits),
-    /// `%u` (64 bits) and `%q` (a predicate) are free for use.
+    /// Instructions. `$0` is the result, `$1` and so on are the operands. Free registers are `%x`,
+    /// `%y` (32 bits), `%u` (64 bits) and `%q` (a predicate).
     pub text: String,
     pub operands: Vec<Kind>,
     pub result: Kind,
@@ -412,7 +412,7 @@ type Compare = Box<dyn Fn(&[u64]) -> bool>;
 fn comparisons(t: &mut Table) {
     const ORDERED: [&str; 6] = ["eq", "ne", "lt", "le", "gt", "ge"];
     const UNORDERED: [&str; 8] = ["equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"];
-    // (comparison with modifiers, type, operands, what it says)
+    // (comparison with modifiers, type, operands, result)
     let mut list: Vec<(String, &str, Kind, Compare)> = Vec::new();
     for ty in INTS {
         let unsigned: &[&str] = if ty.signed { &[] } else { &["lo", "ls", "hi", "hs"] };
@@ -516,7 +516,7 @@ fn float_arithmetic(t: &mut Table) {
             let k = [Float(F64)];
             let mode = Mode { round, ..Mode::plain(F64) };
             let eval = move |x: &[u64]| float::arithmetic(op, mode, x);
-            // The manual has payloads pass through f64, and does not say which of several.
+            // The manual has payloads pass through f64, and leaves open which of several.
             t.op(format!("{name}.{r}.f64"), &k.repeat(operands), k[0], eval).any_nan = true;
         }
         if !saturates {
@@ -584,7 +584,7 @@ fn float_to_float(t: &mut Table) {
     {
         for (r, round) in ROUNDS {
             let plain = Mode { round, ..Mode::plain(to) };
-            // The manual does not say what becomes of the payload here either.
+            // The manual leaves the payload open here too.
             t.convert(format!(".{r}"), from, plain).any_nan = from == F64;
             if (from, to) == (F64, F32) {
                 t.convert(format!(".{r}.ftz"), from, Mode { ftz: true, ..plain }).any_nan = true;

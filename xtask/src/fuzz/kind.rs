@@ -16,7 +16,7 @@ pub enum Kind {
     Divisor(u32),
     /// A 32-bit count or position of bits.
     Count,
-    /// One in 0..256: what lies beyond, the manual leaves open.
+    /// One in 0..256: the manual leaves larger values open.
     ByteCount,
     /// A floating-point number.
     Float(Format),

@@ -158,8 +158,8 @@ fn both_nan(kind: Kind, a: u64, b: u64) -> bool {
 /// for each result row.
 ///
 /// A line has three fields with tabs between: the kind of the result, how many rows of `in` belong
-/// to it, and the instruction. The kind says how NaNs compare: `bits` by their bits, `f32` and so
-/// on by being one.
+/// to it, and the instruction. The kind decides how NaNs compare: `bits` by their bits, `f32` and
+/// so on by being one.
 fn write(dir: &Path, number: usize, forms: &[Form], module: &Module, results: &[u64]) -> Result<()> {
     let bytes = |words: &[u64]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
     let mut lines = format!("{BLOCKS} {THREADS}\n");

@@ -122,7 +122,7 @@ fn text(forms: &[Form], uses: &[Use]) -> String {
     let mut line = |text: std::fmt::Arguments| {
         let _ = writeln!(body, "    {text}");
     };
-    // Registers are numbered through, whatever their kind.
+    // Registers of all kinds are numbered in one sequence.
     let mut registers = 0;
     let mut row = 0;
     for (number, u) in uses.iter().enumerate() {

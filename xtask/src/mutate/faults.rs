@@ -125,7 +125,7 @@ impl fmt::Display for Kind {
 /// A fault that one could make in the Rust source: all copies that the compiler made of the place.
 #[derive(Clone, Debug)]
 pub struct Fault {
-    /// Says what it is, the same in every run on the same PTX.
+    /// Identifies the fault, the same in every run on the same PTX.
     pub id: String,
     pub kernel: String,
     pub kind: Kind,
@@ -137,8 +137,8 @@ pub struct Fault {
     pub opcode: String,
     /// Lines of the PTX, and what they become.
     pub edits: Vec<(usize, String)>,
-    /// Lines of the PTX of which one must be executed for the fault to show: those of the edits, or
-    /// the accesses to a wrong row.
+    /// Lines of the PTX of which one must be executed for the fault to show. They are those of the
+    /// edits, or the accesses to a wrong row.
     pub through: Vec<usize>,
 }
 
@@ -187,7 +187,7 @@ pub fn sample(faults: Vec<Fault>, count: usize) -> Vec<Fault> {
         .collect()
 }
 
-/// First, last, second, last but one: what a helper brings stands side by side.
+/// First, last, second, last but one: copies of one helper are neighbours.
 fn spread(mut all: Vec<usize>) -> Vec<usize> {
     let mut spread = Vec::with_capacity(all.len());
     while !all.is_empty() {
@@ -230,7 +230,7 @@ fn of_body(body: &Body) -> Vec<Fault> {
     sites.sort_by_key(|site| (site.at, site.kind));
     for site in sites {
         let line = &lines[site.at];
-        // Without a Rust line nobody could tell where a report should point.
+        // Without a Rust line there is no place that a report should name.
         let Some(own) = line.own.clone() else { continue };
         let opcode = line.opcode().to_owned();
         let through = if site.through.is_empty() {
@@ -406,7 +406,7 @@ fn published(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
     if !publishes.iter().any(|prefix| lines[at].opcode().starts_with(prefix)) {
         return;
     }
-    // Not `st.relaxed`: a packet is complete in itself, whatever comes before or behind it.
+    // Not `st.relaxed`: a packet is complete in itself, regardless of stores before and behind it.
     const MOVABLE: [&str; 6] =
         ["st.global", "st.shared", "cp.async.bulk.wait", "barrier", "bar.warp", "fence.proxy"];
     for index in (0..at).rev() {

@@ -148,7 +148,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Builds `epoxide` and says where it is.
+/// Builds `epoxide` and returns its path.
 fn build(ws: &Workspace) -> Result<PathBuf> {
     let mut command = ws.cargo();
     let target = workspace::env_path("CARGO_TARGET_DIR").unwrap_or_else(|| ws.root.join("target"));

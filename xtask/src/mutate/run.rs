@@ -23,8 +23,8 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// Round trips that together run every line that a round trip can. High throughput runs within a
 /// node, across mapped nodes and through queues. Its rows have one piece or several, with scales,
 /// with sizes that differ between ranks, and are replayed. Low latency runs with few tokens, whose
-/// rows go as packets, and with more tokens than a block has threads, for more experts than a rank
-/// has blocks.
+/// rows go as packets, and with more tokens than a block has threads. The latter has more experts
+/// than a rank has blocks.
 const WORKLOADS: [&str; 14] = [
     "--mode intranode --ranks-per-node 4",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",

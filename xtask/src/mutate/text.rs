@@ -1,5 +1,5 @@
 //! PTX as lines, each with its kernel's own Rust line. A line holds one statement, as LLVM writes
-//! it; a faulty text has as many lines as the sound one, so that line numbers mean the same in
+//! it. A faulty text has as many lines as the sound one, so that line numbers mean the same in
 //! both.
 
 use anyhow::{Context, Result};

@@ -25,8 +25,8 @@ const TOOLS: [&str; 10] = [
     "sbin/tc",
 ];
 const LIB: &str = "lib/x86_64-linux-gnu";
-/// Where libibverbs looks for its providers. They are loaded at run time, so nothing that depends
-/// on them says so.
+/// Where libibverbs looks for its providers. They are loaded at run time, so no file lists them as
+/// a dependency.
 const PROVIDERS: &str = "usr/lib/x86_64-linux-gnu/libibverbs";
 
 /// The program to run in the guest.

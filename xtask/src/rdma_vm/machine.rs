@@ -13,9 +13,8 @@ const EXIT: &str = "RDMA-VM-EXIT ";
 
 /// A machine's processors.
 ///
-/// The emulator is named, with nothing to fall back from: a KVM that starts and then does not run
-/// the kernel, as nested ones do, would hang. Without `erms`, `fsrm` and `pclmulqdq` copies and
-/// checksums use instructions that are fast when emulated: 2.5 times the bandwidth.
+/// The emulator is named, without a fallback: a KVM that starts and then does not run the kernel,
+/// as nested ones do, would hang.
 const PROCESSOR: [&str; 6] =
     ["-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm,-pclmulqdq,-smap,-smep,la57=off", "-M", "pc"];
 

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use super::kernel;
 use crate::workspace::{self, Workspace, capture};
 
-/// This machine cannot have the VM; the text says why.
+/// This machine cannot have the VM; the text gives the reason.
 #[derive(Debug)]
 pub struct Unavailable(String);
 
@@ -124,8 +124,8 @@ impl Parts {
 }
 
 fn fetch(dir: &Path) -> Result<()> {
-    // With the package lists of the machine, or, where it has none or old ones, with lists of our
-    // own: an ordinary user cannot update those of the machine.
+    // With the package lists of the machine. If it has none or old ones, with lists of our own,
+    // because an ordinary user cannot update those of the machine.
     let debs = dir.join("debs");
     let lists = dir.join("lists");
     if let Err(first) = download(&debs, None) {
