@@ -1,4 +1,4 @@
-//! The cases of `epoxide roundtrip`: what travels in each of its round trips.
+//! The cases of `epoxide roundtrip`: the rows of each of its round trips.
 
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;

@@ -1,4 +1,4 @@
-//! `epoxide doctor`: what this machine has and lacks, and the remedy.
+//! `epoxide doctor`: the features of this machine, the missing ones, and the remedy.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! `epoxide inspect`: what layout and dispatch make of a routing, as JSON, computed by the kernels
-//! on the virtual GPU.
+//! `epoxide inspect`: the results of layout and dispatch for a routing, as JSON, computed by the
+//! kernels on the virtual GPU.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::stop::{Result, Stop};
 
 /// Longest wait of a rank for the others.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Elements of the rows that are sent; nobody looks at them.
+/// Elements of the rows that are sent; their values are not used.
 const HIDDEN: u64 = 8;
 
 /// Options of `epoxide inspect`.

@@ -47,7 +47,7 @@ enum Command {
     /// Check the NCCL communicator on the GPUs of this machine: operations, abort, a peer that is
     /// killed.
     NcclCheck(nccl_check::Args),
-    /// Say what this machine has and lacks, and the remedy.
+    /// Check this machine's features, and give the remedy for each missing one.
     Doctor(doctor::Args),
     /// Print what a shell needs to complete this command's words (built with `--features manual`).
     Completions(manual::CompletionArgs),

@@ -99,7 +99,7 @@ impl Transport {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Check {
-    /// Data races, reads of memory that nobody wrote.
+    /// Data races, reads of unwritten memory.
     Races,
     /// Wrong results of weak memory: loads sometimes see older values, where the memory model lets
     /// them.
@@ -109,8 +109,8 @@ pub enum Check {
 /// How the virtual GPU runs kernels.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct VirtualFlags {
-    /// Run kernels in check mode, slowly: report data races and reads of memory that nobody wrote,
-    /// or, with --check=weak, let weak memory show as wrong results. The ranks are threads of this
+    /// Run kernels in check mode, slowly: report data races and reads of unwritten memory. With
+    /// --check=weak, let weak memory show as wrong results instead. The ranks are threads of this
     /// process, and --seed draws the schedule
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "races", value_name = "WHAT")]
     pub check: Option<Check>,
@@ -203,8 +203,8 @@ impl NetworkFlags {
 }
 
 impl WorldFlags {
-    /// How many ranks there are, and where: as the flags say or, in a group that somebody else
-    /// started, its size and how many of its ranks this host has.
+    /// Number and places of the ranks: from the flags. In a group of another launcher, its size and
+    /// the number of its ranks on this host.
     pub fn topology(&self, default: Mode, group: Option<(u32, Option<u32>)>) -> Result<Topology> {
         let usage =
             |flag: &str, value: u32, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));

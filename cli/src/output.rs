@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::stop::{Result, Stop};
 
-/// Why lines were lost, unless whoever read them left.
+/// Why lines were lost, unless their reader closed the pipe.
 static LOST: OnceLock<String> = OnceLock::new();
 
 /// An error where a line that was printed is lost, as on a full device.
@@ -30,7 +30,7 @@ pub fn check_lost() -> Result<()> {
 
 /// Prints an error, on one line of standard error.
 pub fn complain(message: &str) {
-    // There is nobody left to tell if this fails.
+    // A failure of this cannot be reported anywhere.
     let _ = writeln!(std::io::stderr(), "epoxide: {message}");
 }
 
@@ -102,7 +102,7 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
-/// Bytes of memory that this machine can still give, where it says so.
+/// Bytes of memory that this machine can still give; `None` if unknown.
 pub fn memory_left() -> Option<f64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -292,7 +292,7 @@ impl Voice {
         }
     }
 
-    /// Says what goes on now.
+    /// Shows the current work.
     pub fn doing(&self, what: &'static str) {
         if let Some(bar) = &self.bar {
             bar.set_message(what);

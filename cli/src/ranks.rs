@@ -100,8 +100,7 @@ impl Rank {
     }
 }
 
-/// True in a process that may print a run's result: all but ranks above 0 that somebody else
-/// started.
+/// True in a process that may print a run's result: all but ranks above 0 of another launcher.
 pub fn speaks() -> bool {
     !matches!(Member::detect(), Ok(Some(member)) if member.rank != 0)
 }
@@ -126,8 +125,8 @@ pub fn run(
         }
         DeviceKind::Cuda => open_device(DeviceKind::Cuda, ordinal),
     };
-    // A rank that fails tells the others once its own device has given up, which may take the
-    // host's wait for the counts: twice the timeout.
+    // A rank that fails tells the others once its own device has given up. That may take the host's
+    // wait for the counts: twice the timeout.
     let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
     match placement {
         Placement::OneRank => {

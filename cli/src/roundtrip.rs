@@ -238,7 +238,7 @@ fn check_seconds(setup: &Setup, trips: u64) -> f64 {
     f64::from(setup.ranks) * (fixed + of_sm * sms + rows) * (1.0 + 0.3 * trips as f64)
 }
 
-/// Says what check mode has looked at, once all ranks are through: anything that it finds ends a
+/// Prints the amount that check mode has checked, once all ranks have finished: any finding ends a
 /// run before.
 fn say_checked(rank: &Rank, run: &Run, voice: &Voice, publish: Publish<'_>) -> Result<()> {
     if let Some((check, checker)) = &run.checker {
@@ -613,7 +613,7 @@ fn replay_graph(setup: &Setup, rig: &mut Rig, replays: u64, voice: &Voice) -> Re
     rig.take_failure().map_or(Ok(found), |failure| Err(Stop::failed(failure)))
 }
 
-/// Points of the rank's stream, to tell how long the device took between them.
+/// Points of the rank's stream, for the device's time between them.
 #[derive(Default)]
 struct Marks(Vec<Event>);
 

@@ -18,11 +18,11 @@ pub const SKIPPED: u8 = 77;
 pub struct Stop {
     /// The exit code.
     pub code: u8,
-    /// One line that says what to do; `None` where somebody else says it.
+    /// One line with the error and the remedy; `None` if another process prints it.
     pub message: Option<String>,
     /// It follows from another rank's trouble, which is the one to report if that is known.
     pub consequence: bool,
-    /// Every rank of the group ends for this reason, so that one of them can say it for all.
+    /// Every rank of the group ends for this reason, so that one of them can print it for all.
     pub agreed: bool,
 }
 

@@ -46,7 +46,7 @@ pub struct Args {
     /// processes of their own.
     #[arg(long, value_name = "N", default_value_t = 12)]
     repeat: u32,
-    /// Compare so many times, with new runs each time, and say how often a difference was called.
+    /// Compare so many times, with new runs each time, and count the verdicts of a difference.
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with_all = ["json_a", "json_b", "fail_if_slower"])]
     comparisons: u32,
     /// Write the results of side A as JSON to this file.
@@ -313,7 +313,7 @@ struct Verdicts {
 }
 
 impl Tally {
-    /// Counts a comparison; what to say of one that calls a difference.
+    /// Counts a comparison. Returns the text for one with a verdict of a difference.
     fn add(&mut self, number: u32, comparison: &Comparison) -> Option<String> {
         self.comparisons += 1;
         for line in &comparison.lines {

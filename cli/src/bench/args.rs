@@ -70,10 +70,10 @@ pub struct Args {
     /// compare` needs several runs for a verdict.
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = TIMING)]
     pub repeat: u32,
-    /// Also measure NCCL on the same routing, by all-to-all and by all-gather + reduce-scatter (the
-    /// exchange alone, see docs/BENCH-METHOD.md), and low latency if the sizes allow it. Print the
-    /// fastest way. `epoxide doctor` explains where libnccl is searched. `--sweep tokens=1..8192`
-    /// makes a table of it.
+    /// Also measure NCCL on the same routing, by all-to-all and by all-gather + reduce-scatter, and
+    /// low latency if the sizes allow it. NCCL's figures are of the exchange alone, see
+    /// docs/BENCH-METHOD.md. Print the fastest way. `epoxide doctor` explains where libnccl is
+    /// searched. `--sweep tokens=1..8192` makes a table of it.
     #[arg(long, value_enum, value_name = "WHAT", help_heading = TIMING)]
     pub baseline: Option<BaselineName>,
     /// Write the results as JSON to this file (docs/BENCH-SCHEMA.md); `-` for standard output, in
@@ -107,7 +107,7 @@ pub enum BaselineName {
     Nccl,
 }
 
-/// Flags that say what is measured.
+/// Flags of the measurement's sizes.
 #[derive(Debug, Clone, clap::Args)]
 pub struct PlanFlags {
     /// Nodes and ranks.
@@ -135,7 +135,7 @@ pub struct PlanFlags {
     /// Row type of dispatch; combine is BF16, if --combine-dtype does not say otherwise.
     #[arg(long, value_enum, default_value = "bf16", help_heading = SIZES)]
     pub dtype: RowType,
-    /// With --mode low-latency: what rows travel as on the way back.
+    /// With --mode low-latency: the type of rows on the way back.
     #[arg(long, value_enum, default_value = "bf16", help_heading = SIZES)]
     pub combine_dtype: RowType,
     /// Multiprocessors for each operation; several values make a table [env: across nodes
@@ -176,11 +176,11 @@ pub struct PlanFlags {
     pub masked: f64,
     /// Also measure replays of CUDA graphs: one graph for each phase, and one for cached dispatch +
     /// combine in pool. Each replay is timed by itself between two events, with devices aligned
-    /// before it: once with L2 as the replay before left it, once with L2 emptied. CHAIN replays
-    /// one after the other are timed between two events, and the time is divided by CHAIN [default
-    /// without =CHAIN: 128]. The slowest rank of each iteration counts. With --mode low-latency
-    /// nothing but graphs is measured, and CHAIN is the number of pairs in one graph [default: 128;
-    /// on the virtual GPU 2].
+    /// before it. It is timed with L2 as the replay before left it, and with L2 emptied. CHAIN
+    /// replays one after the other are timed between two events, and the time is divided by CHAIN
+    /// [default without =CHAIN: 128]. The slowest rank of each iteration counts. With --mode
+    /// low-latency nothing but graphs is measured, and CHAIN is the number of pairs in one graph
+    /// [default: 128; on the virtual GPU 2].
     #[arg(long, value_name = "CHAIN", num_args = 0..=1, require_equals = true, default_missing_value = "128",
         value_parser = clap::value_parser!(u32).range(1..), help_heading = TIMING)]
     pub graph: Option<u32>,
@@ -357,9 +357,9 @@ impl PlanFlags {
     }
 }
 
-/// The flags that come to these plans, whatever the defaults and the environment of the program
-/// that is given them: one of before as well. Plans of several numbers of tokens are those that
-/// such a program chooses itself.
+/// The flags that give these plans, independent of the defaults and the environment of the program
+/// that gets them: one of an older version as well. Plans of several numbers of tokens are those
+/// that such a program chooses itself.
 pub fn flags_of(plans: &[Plan]) -> Vec<String> {
     let Some(plan) = plans.first() else { return Vec::new() };
     let mut flags: Vec<String> = Vec::new();

@@ -9,8 +9,8 @@ use super::testing::{Counted, flags};
 use super::*;
 use crate::stop::{FAILED, SKIPPED};
 
-/// True where this process has a libnccl, or goes without one that is meant to be missing; else the
-/// test has run in such a process.
+/// True if this process has a libnccl, or is meant to have none. Otherwise the test has run in such
+/// a process.
 fn alone_with(test: &str, flags: Option<&[&str]>) -> bool {
     if std::env::var_os(NCCL_LIBRARY).is_some() {
         return true;

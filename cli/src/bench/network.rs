@@ -24,7 +24,7 @@ pub struct Args {
     #[arg(long)]
     nodes: Option<u32>,
     /// Ranks of a node; each puts to the ranks with its index on the other nodes, all at once
-    /// [default: 1, or what a launcher's ranks leave]
+    /// [default: 1; with a launcher, its ranks divided by the nodes]
     #[arg(long)]
     ranks_per_node: Option<u32>,
     #[command(flatten)]

@@ -73,7 +73,7 @@ pub fn device_of(plan: &Plan) -> DeviceKind {
     if plan.is_virtual { DeviceKind::Virtual } else { DeviceKind::Cuda }
 }
 
-/// Says what plans of one group of ranks will take, before they begin; `open`: sizes were left to
+/// Prints the estimated needs of one group's plans before they begin; `open`: sizes were left to
 /// the command.
 pub fn announce(plans: &[Plan], open: bool) {
     let Some(plan) = plans.first().filter(|_| ranks::speaks()) else { return };

@@ -36,7 +36,7 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=64))]
     ranks: Option<u32>,
 
-    /// The file of libnccl [default: what `epoxide doctor` finds]
+    /// The file of libnccl [default: the one that `epoxide doctor` finds]
     #[arg(long, value_name = "FILE")]
     library: Option<PathBuf>,
 
@@ -48,7 +48,7 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
 
-    /// This process is a rank: what the command starts itself with
+    /// This process is a rank: a flag for the command's own processes
     #[arg(long, hide = true, value_name = "ACT:RANK:SIZE:FOLDER")]
     rank: Option<RankOf>,
 }
@@ -187,7 +187,7 @@ fn run_rank(args: &Args, place: &RankOf) -> Result<()> {
         deadline: Duration::from_secs(args.deadline),
         timeout: Duration::from_secs(args.timeout),
         die: || {
-            // There is nobody to report to.
+            // No process waits for a report.
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
         },
     };

@@ -315,7 +315,7 @@ fn killed(rank: &Rank) -> Result<()> {
     })
 }
 
-/// NCCL has not noticed: aborts, as a watchdog would, and says so.
+/// NCCL has not noticed: aborts, as a watchdog would, and reports that.
 fn given_up(communicator: &Communicator) -> epoxide::Error {
     let reason = "NCCL reported nothing within the deadline, so the communicator was aborted";
     match communicator.abort(reason) {

@@ -8,7 +8,7 @@ use crate::output::Voice;
 use crate::ranks::Rank;
 use crate::stop::{Result, Stop};
 
-/// Threads that use the rank's device as other libraries do, where somebody wants them.
+/// Threads that use the rank's device as other libraries do, if a flag asks for them.
 pub struct Beside(Option<Neighbour>);
 
 impl Beside {

@@ -1,5 +1,6 @@
-//! `benches/peers.sh`, which makes the figures of other projects: its commands, and the table that it
-//! makes of what the projects' benchmarks print. The benchmarks themselves need GPUs and a network.
+//! `benches/peers.sh`, which makes the figures of other projects: its commands, and the table that
+//! it makes of what the projects' benchmarks print. The benchmarks themselves need GPUs and a
+//! network.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -9,7 +10,7 @@ use super::launcher::text;
 
 const PEERS: [&str; 5] = ["nccl", "nccl-ep", "flashinfer", "deepep", "pplx"];
 
-/// What DeepEP's two tests print on two GPUs.
+/// Output of DeepEP's two tests on two GPUs.
 const DEEPEP: &str = "\
 case $* in
 *test_low_latency*)
@@ -38,7 +39,7 @@ case $* in
 esac
 ";
 
-/// What `ep_bench` prints, in either mode: whole calls, then kernels.
+/// Output of `ep_bench`, in either mode: whole calls, then kernels.
 const EP_BENCH: &str = "\
 case $* in
 *'--algorithm ll'*)
@@ -147,7 +148,7 @@ fn what_benchmarks_print_becomes_a_table() {
     for tool in ["git", "make", "python3"] {
         program(&at(&format!("bin/{tool}")), "exit 0\n");
     }
-    // What is there is not fetched or built again.
+    // Existing parts are not fetched or built again.
     std::fs::create_dir_all(at("work/deepep/source")).unwrap();
     program(&at("work/deepep/venv/bin/python"), DEEPEP);
     program(&at("work/flashinfer/venv/bin/python"), FLASHINFER);

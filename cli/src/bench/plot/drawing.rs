@@ -1,9 +1,9 @@
-//! Drawings of results: small panels in a grid, of bandwidth and of times against tokens,
-//! multiprocessors or ranks, or of the distributions of times where there is one configuration.
+//! Drawings of results: small panels in a grid. They show bandwidth and times against tokens,
+//! multiprocessors or ranks, or the distributions of times if there is one configuration.
 //!
-//! A panel is of one operation; what else differs between points than the axis makes more panels.
-//! Each file is a series of its own. Results of the virtual GPU are drawn as interpreter times,
-//! under a title that says so, never as a bandwidth.
+//! A panel is of one operation; further differences between points make more panels. Each file is a
+//! series of its own. Results of the virtual GPU are drawn as interpreter times, never as a
+//! bandwidth, and the title names them so.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -30,7 +30,7 @@ const FAMILY: &str = "sans-serif";
 /// As wide as a page shows it, so that text keeps its size.
 const WIDTH: u32 = 960;
 const MARGIN: u32 = 18;
-/// Text: title, what is below it, and panels.
+/// Sizes of the text: title, the text below it, and panels.
 const TITLE_SIZE: u32 = 22;
 const TEXT_SIZE: u32 = 15;
 const LINE_HEIGHT: u32 = 23;
@@ -233,7 +233,7 @@ struct Source<'a> {
     entry: usize,
 }
 
-/// A thing with a color of its own where there is more than one: a file, or the n-th measurement of
+/// A thing with a color of its own if there is more than one: a file, or the n-th measurement of
 /// the same thing in it.
 fn sources(files: &[File]) -> (Vec<String>, Vec<Source<'_>>) {
     let (mut labels, mut sources): (Vec<String>, Vec<Source<'_>>) = (Vec::new(), Vec::new());
@@ -605,7 +605,7 @@ impl Drawing {
                             of_way(point, way, operation, metric)
                         });
                     }
-                    // One for all: what the links give does not depend on the file.
+                    // One for all: the links' bandwidth does not depend on the file.
                     ceiling |= add(CEILING, None, &|point| metric.ceiling(point, operation.phase?));
                     if !panel.series.is_empty() {
                         panels.push(panel);
@@ -847,8 +847,8 @@ fn title(sources: &[Source<'_>]) -> String {
     format!("epoxide, {}, {when}", devices.join(" and "))
 }
 
-/// Gives all panels of a kind the same y axis, so that they can be compared: from 0, or logarithmic
-/// if times differ by more than this factor.
+/// Gives all panels of a kind the same y axis, so that they can be compared. It starts from 0, or
+/// is logarithmic if times differ by more than this factor.
 fn share_y(panels: &mut [Panel], most_by_length: Option<f64>) {
     let all = || {
         panels.iter().flat_map(|panel| &panel.series).flat_map(|series| &series.points).map(|point| point.1)
@@ -912,7 +912,7 @@ fn round_ticks(range: (f64, f64), about: u32) -> Vec<(f64, String)> {
     let step = [1.0, 2.0, 5.0, 10.0].map(|digit| digit * decade).into_iter().find(|step| *step >= rough);
     let step = step.unwrap_or(rough);
     let first = (range.0 / step).ceil() as i64;
-    // The number of them is bounded whatever the range is.
+    // Their number is bounded for any range.
     let at = (first..).map(|n| n as f64 * step).take(4 * about as usize).take_while(|at| *at <= range.1);
     at.map(|at| (at, if step < 1.0 { format!("{at:.2}") } else { number(at) })).collect()
 }
