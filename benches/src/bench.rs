@@ -109,7 +109,7 @@ impl<'a> Bench<'a> {
         Ok(Bench { plan, rig, calls, no_rows, nothing, flush, traced: Vec::new(), watch })
     }
 
-    /// Says what goes on now.
+    /// Reports the current work.
     pub fn doing(&self, what: &str) {
         self.watch.doing(self.rig.rank, what);
     }

@@ -7,14 +7,14 @@
 //!
 //! If runs of A and B alternated, with the order within each pair drawn by lot, the lot itself
 //! gives the test. If A and B are the same, each pair might as well have come out the other way
-//! round. So every choice of signs of the pairs' log ratios is as likely as the observed one,
-//! whatever the noise is and however it drifts from pair to pair. If they did not alternate, runs
-//! are exchanged between the sides, which assumes that the machine did not change between them. For
-//! virtual GPUs, whose times are those of a machine with other work, no verdict is given then.
+//! round. So every choice of signs of the pairs' log ratios is as likely as the observed one, for
+//! any noise and any drift from pair to pair. If they did not alternate, runs are exchanged between
+//! the sides, which assumes that the machine did not change between them. For virtual GPUs, whose
+//! times are those of a machine with other work, no verdict is given then.
 //!
 //! Phases of a run are compared together: an arrangement counts against a phase if *any* phase
-//! stands out as much in it. So the chance of an alarm holds for the whole comparison, and phases
-//! that go up and down together are not punished for it (max T of Westfall and Young, in one step).
+//! stands out as much in it. So the chance of an alarm holds for the whole comparison. Phases that
+//! go up and down together are not punished for it (max T of Westfall and Young, in one step).
 //! Differences below a tolerance are noise, whatever the test's result.
 
 use std::borrow::Cow;
@@ -353,8 +353,8 @@ fn exchange_in_pairs(lines: &[Vec<f64>]) -> Vec<f64> {
     shares(lines, &seen, &arrangements, value)
 }
 
-/// For each line of runs, the first `of_a` of which are A's, how often any line's sides are as far
-/// apart where runs are dealt anew.
+/// For each line, how often any line's sides are as far apart if its runs are dealt anew. The first
+/// `of_a` runs are A's.
 fn exchange_between_sides(lines: &[Vec<f64>], of_a: usize) -> Vec<f64> {
     let runs = lines.first().map_or(0, Vec::len);
     let seen: Vec<bool> = (0..runs).map(|run| run < of_a).collect();
@@ -531,7 +531,7 @@ mod tests {
     use super::*;
     use crate::tests::h200;
 
-    /// Runs of a noisy machine: it drifts, each run is off by a little of its own, some by a lot,
+    /// Runs of a noisy machine. It drifts, each run is off by a little of its own, some by a lot,
     /// and iterations scatter within a run.
     struct Machine {
         point: Point,

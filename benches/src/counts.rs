@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 /// of them.
 ///
 /// Dispatch sends unique (token, node) pairs and receives unique (source token, rank) pairs, own
-/// ones included; `nvl` is the part within the node, `rdma` the part across. Combine swaps the
+/// ones included. `nvl` is the part within the node, `rdma` the part across. Combine swaps the
 /// sides.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct TokenCounts<T> {

@@ -37,8 +37,8 @@ fn digits(hash: hmac_sha256::Hash) -> String {
 mod tests {
     use super::*;
 
-    /// Files of other versions must have the same digest: what is expected was computed by Python's
-    /// hashlib.
+    /// Files of other versions must have the same digest. Python's hashlib computed the expected
+    /// values.
     #[test]
     fn a_routing_has_the_same_digest_for_ever() {
         assert_eq!(of_routing([&[0, 3, -1][..], &[2, 1, 7]]), "1dbbcfdfb0a7e72b");

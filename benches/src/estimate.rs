@@ -3,8 +3,8 @@
 
 use crate::{Effort, Plan, counts};
 
-/// Processor time of the interpreter, in nanoseconds, from measurements on the two cores that
-/// docs/BENCH-NOTES.md names: for each block of a call, and each peer that it waits for.
+/// Processor time of the interpreter, in nanoseconds, for each block of a call, and each peer that
+/// it waits for. Measured on the two cores that docs/BENCH-NOTES.md names.
 const BLOCK_NS: f64 = 40_000.0;
 /// For each row that comes or goes.
 const ROW_NS: f64 = 2_300.0;
@@ -16,7 +16,7 @@ const BUSY: f64 = 0.75;
 const OTHER_CALLS: f64 = 20.0;
 /// Seconds of a rank for a buffer and rows.
 const SETUP: f64 = 0.015;
-/// Bytes of a rank on a virtual GPU whatever the sizes, and for each multiprocessor.
+/// Bytes of a rank on a virtual GPU for any size, and for each multiprocessor.
 const RANK_BYTES: f64 = 6e6;
 const SM_BYTES: f64 = 2.8e6;
 /// Received rows are there so many times: in the pool, twice, and where they are made and compared

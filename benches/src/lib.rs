@@ -46,8 +46,8 @@ pub use watch::Watch;
 /// device of a rank. The points, and what each rank measured in the first run.
 ///
 /// # Errors
-/// [`Error::Usage`] for sizes that cannot be, [`Error::DoesNotFit`] where there is no room for them
-/// here, and whatever the operations report.
+/// [`Error::Usage`] for impossible sizes, [`Error::DoesNotFit`] if there is no room for them here,
+/// and errors of the operations.
 pub fn measure(
     plan: &Plan,
     open: impl Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync,

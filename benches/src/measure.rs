@@ -90,7 +90,7 @@ fn high_throughput(
         max_scales: plan.num_scales() as u32,
     };
     let config = plan.config(plan.num_sms[0])?;
-    // First of all: what is missing is said before anything is made.
+    // First of all, so that a missing library is reported before anything is made.
     let nccl = plan.baseline.map(|Baseline::Nccl| Nccl::join(device, group)).transpose()?;
     let topology = plan.topology;
     let mut options = BufferOptions::new(shape)

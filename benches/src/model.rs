@@ -10,9 +10,9 @@
 //! | NIC | one slot, row and metadata, for each (token, other node), the same both ways | as given |
 //!
 //! Across nodes a token travels once to each node with a destination, to the rank with the sender's
-//! index in that node, which passes it on over NVLink. Combine is the same backwards with sums on
-//! the way. [`check`] compares the model with measurements of hardware, of one node and of several.
-//! The existing ones are of one.
+//! index in that node. That rank passes it on over NVLink. Combine is the same backwards with sums
+//! on the way. [`check`] compares the model with measurements of hardware, of one node and of
+//! several. The existing ones are of one.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -250,7 +250,7 @@ pub fn check<'a>(points: &'a [Point], figures: &Figures) -> Vec<Checked<'a>> {
             num_sms: key.num_sms,
             dispatch_row_bytes: row_bytes(PhaseName::DispatchCached),
             combine_row_bytes: row_bytes(PhaseName::CombineInPool),
-            // Rows for other nodes that nobody put.
+            // Rows for other nodes without puts.
             mapped: point
                 .phases
                 .iter()

@@ -1,6 +1,6 @@
 //! Puts over the network between nodes, measured by size and by the number under way. No kernel
 //! runs. Host code posts to the proxies' rings, so the figures include ring and proxy, as for a
-//! kernel. For a mapped peer there is no queue that a kernel could use: there the puts are copies
+//! kernel. For a mapped peer there is no queue that a kernel could use. There the puts are copies
 //! on a stream, by the devices' copy engines.
 
 use std::sync::Arc;

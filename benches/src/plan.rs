@@ -129,7 +129,7 @@ pub struct Plan {
 /// countable.
 const MOST_REPETITIONS: u32 = 100_000;
 
-/// Rejects a number of repetitions that is too small or that nobody waits for.
+/// Rejects a number of repetitions that is too small or absurdly large.
 pub(crate) fn check_count(flag: &str, value: u32, least: u32) -> Result<()> {
     if value < least {
         return Err(Error::Usage(format!("{flag} {value}: must be at least {least}")));

@@ -198,8 +198,7 @@ impl<'a> Poster<'a> {
     }
 
     /// Puts `bytes[n]` bytes to node n, `repeat` times over, in puts of `message` bytes spread over
-    /// the queues, with at most `depth` in flight on each; all ranks at once. The time until all
-    /// has left and all of the peers' has come. Collective.
+    /// the queues. At most `depth` are in flight on each; all ranks put at once.
     pub fn put_all(&mut self, bytes: &[u64], message: u64, depth: u64, repeat: u32) -> Result<Duration> {
         let message = message.clamp(1, self.region);
         let (depth, slots) = (depth.clamp(1, Self::DEEPEST), self.region / message);
@@ -251,9 +250,9 @@ impl<'a> Poster<'a> {
         Ok(start.elapsed())
     }
 
-    /// Half the round-trip time of a put of `message` bytes, `rounds` times, in microseconds,
-    /// between the two nodes of a pair (0 and 1, 2 and 3, ..). Empty on ranks that answer or have
-    /// no partner. Collective.
+    /// Half the round-trip time of a put of `message` bytes, in microseconds, measured `rounds`
+    /// times between the two nodes of a pair (0 and 1, 2 and 3, ..). Empty on ranks that answer or
+    /// have no partner. Collective.
     pub fn ping_pong(&mut self, message: u64, rounds: u32) -> Result<Vec<f64>> {
         self.group.barrier(self.group.timeout())?;
         let partner = self.node() ^ 1;

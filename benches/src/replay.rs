@@ -1,4 +1,4 @@
-//! Replays of captured steps: what a server that decodes through CUDA graphs sees.
+//! Replays of captured steps, as on a server that decodes through CUDA graphs.
 
 use epoxide::ep::{Buffer, Counts, DType, Detached, Step, StreamOrder, Tensor};
 use epoxide::{Error, Result};

@@ -306,8 +306,9 @@ pub struct OnWire {
     pub slot_bytes: u64,
     /// Rows for other nodes.
     pub rows: f64,
-    /// Bytes of rows and count messages, as the proxies counted them; what the layout predicts, or
-    /// the benchmark fails. 0 where kernels write the other nodes' memory themselves.
+    /// Bytes of rows and count messages, as the proxies counted them. They equal the layout's
+    /// prediction, or the benchmark fails. 0 where kernels write the other nodes' memory
+    /// themselves.
     pub bytes: f64,
     /// Puts that carried bytes.
     pub puts: f64,
@@ -591,15 +592,15 @@ impl Slowest {
 pub struct WayResult {
     /// The way.
     pub way: Way,
-    /// Tokens to their experts' ranks; bandwidths are of the rows that epoxide counts, whatever the
-    /// way moves.
+    /// Tokens to their experts' ranks; bandwidths are of the rows that epoxide counts, for every
+    /// way.
     pub dispatch: Phase,
     /// And back.
     pub combine: Phase,
     /// Both, one pair after the other.
     pub pair: Pairs,
-    /// Bytes that others send a rank in a dispatch, mean over ranks, at the least: what the way has
-    /// to move, not what it gains.
+    /// Least bytes that others send a rank in a dispatch, mean over ranks: the bytes that the way
+    /// has to move, not its useful ones.
     pub dispatch_link_bytes: f64,
     /// The same of a combine.
     pub combine_link_bytes: f64,

@@ -97,13 +97,13 @@ pub fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
 
 /// How a sweep is carried out.
 pub struct Run<'a> {
-    /// Says where so many nodes of so many ranks are, or why they cannot be.
+    /// Gives the places of so many nodes of so many ranks, or the error.
     pub topology: &'a dyn Fn(u32, u32) -> Result<Topology>,
     /// Makes the device of a rank.
     pub open: &'a (dyn Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync),
     /// Is told before each run what it is of, how many points are done, and how many there are.
     pub progress: &'a dyn Fn(&Plan, usize, usize),
-    /// Is told how far a run is.
+    /// Gets the progress of a run.
     pub watch: &'a dyn Watch,
 }
 
@@ -119,7 +119,7 @@ pub struct Swept {
 /// Measures what `out` does not hold yet.
 ///
 /// # Errors
-/// Where a combination cannot be, before any is measured; and whatever the operations report.
+/// An impossible combination, before any is measured; and errors of the operations.
 pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Run<'_>) -> Result<Swept> {
     let mut known = if out.exists() && std::fs::metadata(out).is_ok_and(|file| file.len() > 0) {
         mend(out)?;

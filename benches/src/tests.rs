@@ -102,7 +102,7 @@ pub fn h200() -> Vec<Point> {
     Results::read(path.as_ref()).unwrap().points
 }
 
-/// No fault of what was asked for: the rank that saw it says what is wrong.
+/// Not a usage error: the rank that saw the wrong sum reports it.
 #[test]
 fn kernels_that_sum_wrongly_are_not_measured() {
     let folder = tempfile::tempdir().unwrap();

@@ -7,8 +7,8 @@ use crate::bench::Bench;
 use crate::measured::Samples;
 
 /// Pairs of a dispatch and a combine in one timed chain. Few: NCCL is launched call by call. Each
-/// launch takes the host about as long as the smallest calls take a device, and has to be done
-/// while the L2 cache is emptied in front of them.
+/// launch takes the host about as long as the smallest calls take a device. It has to be done while
+/// the L2 cache is emptied in front of them.
 pub(crate) const CHAIN: u32 = 4;
 
 impl Bench<'_> {

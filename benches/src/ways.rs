@@ -42,8 +42,8 @@ impl Point {
     }
 }
 
-/// For each size, and each of dispatch, combine and pair, what every way took, which is the
-/// fastest, and by how much. Nothing where no baseline was measured.
+/// For each size, and each of dispatch, combine and pair: the times of every way, the fastest way,
+/// and its margin.
 pub fn summary(points: &[Point]) -> Option<String> {
     let measured: Vec<&Point> = points.iter().filter(|point| !point.baselines.is_empty()).collect();
     let first = measured.first()?;

@@ -25,7 +25,7 @@ pub(crate) struct LowLatency {
 }
 
 impl LowLatency {
-    /// Ready to be timed: what a dispatch and a combine bring is what it should be. Collective.
+    /// Ready to be timed, after a dispatch and a combine with correct results. Collective.
     pub fn checked(bench: &Bench<'_>, case: &Case) -> Result<LowLatency> {
         let (plan, rig) = (bench.plan, &bench.rig);
         let hidden = plan.hidden as u32;
@@ -56,8 +56,8 @@ impl LowLatency {
 
 impl Exchange for LowLatency {
     fn dispatch(&self, stream: &Stream) -> Result<()> {
-        // SAFETY: what was recorded is of this value's fields, which live until the stream has been
-        // waited for: `Bench::settle`.
+        // SAFETY: the recorded addresses are of this value's fields, which live until the stream
+        // has been waited for: `Bench::settle`.
         unsafe { self.recorded.dispatch.launch(stream) }
     }
 
@@ -81,8 +81,8 @@ impl Exchange for LowLatency {
 
 impl Drop for LowLatency {
     fn drop(&mut self) {
-        // Where timing ended with an error, replays may be under way; what is wrong with the
-        // stream, that error says.
+        // After an error of the timing, replays may be under way. That error already reports the
+        // stream's fault.
         let _ = self.rank.stream.synchronize();
     }
 }

@@ -1,10 +1,10 @@
 //! Other ways of doing a dispatch and a combine, timed beside them on the same routing.
 //!
 //! Every way is timed as the phases are: each call by itself, enqueued ahead, behind an emptied L2
-//! cache and a barrier between the devices. epoxide's kernels also lay rows together by
+//! cache and a barrier between the devices. The kernels of epoxide also lay rows together by
 //! destination, put received rows in place, and sum the returned rows. NCCL needs extra work for
-//! that, which is not timed: its figures are of the exchange alone, less than a user would see.
-//! docs/BENCH-METHOD.md lists the advantages of each side.
+//! that, which is not timed: its figures are of the exchange alone, less than a user would see. The
+//! page docs/BENCH-METHOD.md lists the advantages of each side.
 
 mod exchange;
 mod low_latency;
@@ -50,8 +50,8 @@ impl Bench<'_> {
         Ok(all)
     }
 
-    /// Waits until no rank's device does anything: what makes a way allocates, connects and frees,
-    /// for which a driver may wait.
+    /// Waits until no rank's device works. Making a way allocates, connects and frees, and a driver
+    /// may wait for running work then.
     fn settle(&self, way: Way) -> Result<()> {
         self.watch.doing(self.rig.rank, way.text());
         self.rig.stream.synchronize()?;

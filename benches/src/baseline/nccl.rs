@@ -41,7 +41,7 @@ impl Nccl {
         Ok(Nccl(Communicator::over_group(&Library::find()?, device, &**group, config)?))
     }
 
-    /// Ready to be timed: what one dispatch and one combine bring is what it should be. Collective.
+    /// Ready to be timed, after one dispatch and one combine with correct results.
     pub fn all_to_all(&self, case: &Case, rig: &Rank) -> Result<AllToAll<'_>> {
         let exchange = AllToAll::new(&self.0, case, rig)?;
         let (me, ranks) = (rig.rank, case.routing.num_ranks());
