@@ -1,5 +1,4 @@
-//! Calls that do not fit together: every rank says which call it made and which one the other rank.
-//! And one that fails half way.
+//! Calls that do not fit together: every rank's error names its own call and the other rank's.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;

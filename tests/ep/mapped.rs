@@ -1,4 +1,4 @@
-//! Ranks that can all map each other's memory are one node, whatever `ranks_per_node` says.
+//! Ranks that can all map each other's memory are one node, for any `ranks_per_node`.
 
 use epoxide::ep::{CombineRequest, DType, DispatchRequest};
 use epoxide::transport::TransportKind;

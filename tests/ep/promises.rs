@@ -68,8 +68,8 @@ pub fn keep_on(stream: &Stream, tensor: &Tensor<'_>, rows: usize) -> Result<Tens
 /// The status of a buffer as a kernel behind what `stream` has in flight finds it.
 pub fn status(stream: &Stream, ptr: DevicePtr) -> Result<i64> {
     let copy = Tensor::alloc(stream.device(), DType::I64, &[1, 2])?;
-    // SAFETY: the status has 8 bytes, and stays as long as the buffer that the caller has; the copy
-    // has more, and is live until it has been read.
+    // SAFETY: the status has 8 bytes, and lives as long as the caller's buffer. The copy has more,
+    // and is live until it has been read.
     unsafe { stream.copy(copy.ptr(), ptr, 8)? };
     Ok(copy.to_host::<i64>(stream)?[0])
 }
@@ -283,7 +283,7 @@ fn a_step_does_not_run_again_once_a_peer_has_gone() {
             if rank.rank == 1 {
                 return Ok(());
             }
-            // This run is the first that finds nobody there.
+            // This run is the first without the peer.
             step.launch(&stream)?;
             assert_ne!(status(&stream, rank.buffer.status_ptr())?, 0);
             let read = step.output().combined_x.to_host::<u16>(&stream).map(drop);
@@ -617,7 +617,7 @@ fn a_timeout_names_all_ranks_that_did_not_come() {
     }
 }
 
-/// Rows in use are not overwritten behind the back of who uses them.
+/// Rows in use are not overwritten while they are borrowed.
 #[test]
 fn a_step_does_not_run_while_rows_in_its_place_are_borrowed() {
     let [turn] = turns();

@@ -277,7 +277,7 @@ struct Few {
     topk_idx: TypedTensor<'static, i64>,
     /// Its values on the host: two for each token.
     ids: Vec<i64>,
-    /// All of the same number: what experts make of rows.
+    /// The experts' outputs: rows of one number.
     experts: Tensor<'static>,
 }
 

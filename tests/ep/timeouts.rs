@@ -1,5 +1,5 @@
-//! Ranks that die or stall: every other rank says whom it waited for, and on what. On one node and
-//! on several.
+//! Ranks that die or stall: every other rank's error names the rank and the word that it waited
+//! for.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -121,7 +121,7 @@ enum Lost {
     Dies,
 }
 
-/// Runs a whole turn on all ranks, and then `call` on all but the last, which must end in an error
+/// Runs a whole turn on all ranks, and then `call` on all but the last. `call` must end in an error
 /// that names the lost rank and `operation`. `word` is the word that a rank of one node waits for.
 /// Then they drop their buffers, and the remaining ranks make new ones.
 fn without_the_last(
@@ -172,8 +172,8 @@ fn without_the_last(
     }
 }
 
-/// Every error says who waited for whom; following them leads to the rank that is lost. On one node
-/// everybody waits for that rank itself.
+/// Every error names the waiting and the awaited rank; following them leads to the lost rank. On
+/// one node all ranks wait for that rank itself.
 fn check_names(ranks: Ranks, errors: &BTreeMap<u32, Error>, operation: &str, word: &str) {
     assert_eq!(errors.keys().copied().collect::<Vec<_>>(), (0..ranks.lost()).collect::<Vec<_>>());
     let mut waits = BTreeMap::new();
@@ -195,8 +195,8 @@ fn check_names(ranks: Ranks, errors: &BTreeMap<u32, Error>, operation: &str, wor
     }
 }
 
-/// Checks that `error` says how long rank `number` waited for another in `operation`; for which
-/// rank and word.
+/// Checks that `error` gives the time that rank number `number` waited for another in `operation`.
+/// Returns the other rank and the word.
 pub fn check_timeout<'a>(number: u32, error: &'a Error, operation: &str) -> (u32, &'a str) {
     let &Error::PeerTimeout { rank, peer, operation: at, word, needed, seen, waited, .. } = error else {
         panic!("rank {number}: {error} is no PeerTimeout");
@@ -444,7 +444,7 @@ fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spre
             drop(buffer);
             let took = now(&**stream.device()) - start;
             assert!(took < SOON, "{took:?}");
-            // Now all of it runs; a virtual GPU would say what memory is gone.
+            // All of it runs from now on; a virtual GPU would report accesses to freed memory.
             gate.open();
             stream.synchronize()
         });
@@ -452,9 +452,8 @@ fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spre
     }
 }
 
-/// Two buffers of a device whose multiprocessors have room for the operations of one at a time:
-/// those of the second begin late, as behind the gate of a stream. Two ranks launch them in
-/// opposite orders, so that each waits for what the other one has not begun.
+/// Two buffers of a device whose multiprocessors have room for the operations of one at a time.
+/// Those of the second begin late, as behind the gate of a stream.
 fn buffers_in_opposite_orders_name_each_other(spread: Spread) {
     let turn = Turn::random(1, &TOKENS[..2], 2);
     let setup = Setup::new(2, 2, 6, ROW).nodes(spread.nodes(1)).timeout(TIMEOUT);

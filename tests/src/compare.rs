@@ -196,9 +196,9 @@ pub fn tensor<T: Element + PartialEq + Display>(
     Ok(table(what, columns, &got.to_host::<T>(stream)?, expected))
 }
 
-/// Compares received rows byte by byte. `expected_of(source, token)` makes what a token carried,
-/// whose first bytes are source rank and token ([`Case::row`](crate::roundtrip::Case::row) stamps
-/// them), so that a row in the wrong place is recognised.
+/// Compares received rows byte by byte. `expected_of(source, token)` gives the row of a token. Its
+/// first bytes are source rank and token ([`Case::row`](crate::roundtrip::Case::row) stamps them),
+/// so that a row in the wrong place is recognised.
 pub fn rows(
     what: &str,
     got: &[u8],

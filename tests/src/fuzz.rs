@@ -39,7 +39,7 @@ pub fn run(name: &str, inputs: u64, samples: &[Vec<u8>], target: impl Fn(&[u8]))
     let mut done = 0;
     while most.map_or_else(|| start.elapsed() < TIME, |most| done < most) {
         let bytes = input(first + done, samples);
-        // The panic goes on, so nobody sees what it left half done.
+        // The panic propagates, so no code sees half-done state.
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| target(&bytes))) {
             let number = first + done;
             eprintln!(
@@ -125,7 +125,7 @@ fn vary(bytes: &mut Vec<u8>, samples: &[Vec<u8>], rng: &mut ChaCha8Rng) {
             bytes.splice(from..from + digits, edge.to_string().into_bytes());
         }
         7 => {
-            // Nests deeper than anybody would.
+            // Nests deeper than any real input.
             let Some(byte) = bytes.get(at).copied() else { return };
             let deep = if rng.random_bool(0.02) { 20_000 } else { 20 };
             bytes.splice(at..at, std::iter::repeat_n(byte, rng.random_range(0..deep)));

@@ -112,8 +112,8 @@ pub fn open_device(config: VirtConfig) -> Result<Arc<dyn Device>> {
     Ok(VirtualGpu::new(config))
 }
 
-/// The time by which the deadlines of a device's kernels pass: on a virtual GPU of a rank that is a
-/// thread, the clock of all ranks.
+/// The clock of a device's kernel deadlines. On a virtual GPU of a rank that is a thread, it is the
+/// clock of all ranks.
 pub fn now(device: &dyn Device) -> Duration {
     static START: OnceLock<Instant> = OnceLock::new();
     device.time().map_or_else(|| START.get_or_init(Instant::now).elapsed(), |time| time.now())
@@ -191,7 +191,8 @@ impl Setup {
         self
     }
 
-    /// `None`: all ranks are on one node. Nodes are kept apart, whatever is mapped.
+    /// `None`: all ranks are on one node. Nodes are kept apart even if memory is mapped between
+    /// them.
     pub fn nodes(mut self, nodes: Option<Nodes>) -> Setup {
         self.options.ranks_per_node = nodes.map(|nodes| nodes.ranks_per_node);
         self.options.keep_nodes = true;
@@ -224,7 +225,7 @@ impl Setup {
         let outcome = run_ranks(self.ranks, |_, group| {
             let mut rank = Rank::join(self, group)?;
             let outcome = main(&mut rank).and_then(|value| rank.synchronize().map(|()| value));
-            // Peers may take long to notice; until then, this says what they wait for.
+            // Peers may take long to notice; until then, this line shows the reason of their wait.
             let outcome = outcome.inspect_err(|error| eprintln!("rank {} failed: {error}", rank.rank));
             let name = |failure| format!("rank {}: {failure}", rank.rank);
             Ok((outcome?, rank.failures.into_iter().map(name).collect()))
@@ -388,8 +389,8 @@ impl Rank {
             return Ok(Vec::new());
         }
         let mut padded = vec![0; ((rows - 1) * stride + bytes) as usize];
-        // SAFETY: the tensor's memory is live, from its first row to the end of the last of these,
-        // of which callers want no more than it has.
+        // SAFETY: the tensor's memory is live, from its first row to the end of the last of these.
+        // Callers ask for no more rows than it has.
         unsafe { self.stream.read(&mut padded, tensor.ptr())? };
         match stride == bytes {
             true => Ok(padded),

@@ -1,6 +1,6 @@
 //! Another library in the same process and on the same device. It allocates, frees, loads modules
-//! and copies at any time, with the calls that wait for running kernels and block all other calls
-//! of the device.
+//! and copies at any time. Its calls wait for running kernels and block all other calls of the
+//! device.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -72,7 +72,7 @@ impl Neighbour {
         let ends = self.threads.drain(..).map(|thread| {
             thread.join().unwrap_or_else(|_| Err(Error::os("neighbour", "one of its threads panicked")))
         });
-        // All are joined, whatever the first says.
+        // All are joined, even if the first has failed.
         ends.fold(Ok(()), Result::and)
     }
 }

@@ -1,4 +1,4 @@
-//! Bad input, on one node, as it does not depend on nodes: every error names the argument, its
+//! Bad input, on one node, as it does not depend on nodes. Every error names the argument, its
 //! value and the rule, and leaves the buffer usable.
 
 use epoxide::Error;

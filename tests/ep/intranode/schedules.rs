@@ -1,4 +1,4 @@
-//! The same operations under many interleavings of all warps of all ranks, drawn from seeds: one
+//! The same operations under many interleavings of all warps of all ranks, drawn from seeds. One
 //! host thread drives every device, so a seed that fails can be run again.
 
 use std::collections::HashSet;

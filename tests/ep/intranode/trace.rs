@@ -1,4 +1,4 @@
-//! Traces: what is written down, and that nothing else changes.
+//! Traces: their contents, and that they change no result.
 
 use epoxide::driver::virt::Time;
 use epoxide_gpu::layout::BlockTrace;

@@ -32,7 +32,7 @@ pub struct Rank {
     /// Ones, `[TOKENS, HIDDEN]`.
     pub x: Tensor<'static>,
     pub topk_idx: TypedTensor<'static, i64>,
-    /// Ones: what experts make of rows.
+    /// The experts' outputs: rows of ones.
     pub experts: Tensor<'static>,
 }
 
@@ -419,7 +419,7 @@ fn a_combine_that_is_replayed_without_a_dispatch_fails() {
         let mut place = rank.buffer.place(0)?;
         let received = rank.dispatch(&mut place)?;
         let graph = captured_combine(rank, received)?;
-        // SAFETY: what was recorded is the rank's, which waits for the stream.
+        // SAFETY: the recorded addresses are the rank's, which waits for the stream.
         unsafe { graph.launch(&rank.stream)? };
         rank.outcome()?;
         // SAFETY: as above.
@@ -443,7 +443,7 @@ fn a_combine_that_is_replayed_behind_a_dispatch_of_other_tokens_fails() {
         rank.topk_idx = TypedTensor::from_host(&rank.stream, &[half, 2], &vec![0; half as usize * 2])?;
         drop(rank.dispatch(&mut place)?);
         rank.outcome()?;
-        // SAFETY: what was recorded is the rank's, which waits for the stream.
+        // SAFETY: the recorded addresses are the rank's, which waits for the stream.
         unsafe { graph.launch(&rank.stream)? };
         let error = rank.outcome().unwrap_err();
         assert!(matches!(error, Error::Broken { call: "low-latency combine", .. }), "{error}");

@@ -1,4 +1,4 @@
-//! Low latency across nodes: the same calls and the same results, whatever joins the nodes.
+//! Low latency across nodes: the same calls and the same results over any transport.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -106,8 +106,8 @@ fn only_the_first_block_polls_host_memory() {
     });
 }
 
-/// Each operation has one put to each rank of another node: as many rows as the rank gets, and
-/// nothing else but what stands with them.
+/// Each operation has one put to each rank of another node. It has as many rows as the rank gets,
+/// with their metadata, and nothing else.
 #[test]
 fn one_put_for_each_peer_and_operation() {
     let (hidden, topk, max_tokens) = (256, 4, 9);

@@ -32,8 +32,7 @@ enum Gone {
 
 const ALL: [Gone; 3] = [Gone::BeforeDispatch, Gone::BetweenHalves, Gone::BeforeCombine];
 
-/// One pair of calls of a member, of which the call that waits for those who are gone runs into its
-/// deadline.
+/// One pair of calls of a member. The call that waits for the lost ranks runs into its deadline.
 fn fail(rank: &mut LowLatencyRank, case: &LowLatencyCase, gone: Gone, is_gone: bool) -> Result<()> {
     let inputs = case.inputs(rank)?;
     let mut place = rank.buffer.place(0)?;
@@ -63,8 +62,8 @@ fn fail(rank: &mut LowLatencyRank, case: &LowLatencyCase, gone: Gone, is_gone: b
     Ok(())
 }
 
-/// Runs `case` with all, then without those who are `gone`, then with all again; everything is
-/// compared with the oracle.
+/// Runs `case` with all, then without the ranks `gone`, then with all again; everything is compared
+/// with the oracle.
 fn leave_out_and_take_in(case: &LowLatencyCase, gone: &[u32], when: Gone) {
     let without = case.without(gone);
     case.on_threads(|rank| {
@@ -142,7 +141,7 @@ fn the_checker_finds_nothing_while_ranks_come_and_go() {
     }
 }
 
-/// Operations leave nothing behind when their waits expire, whatever their state.
+/// Operations in any state leave nothing behind when their waits expire.
 #[test]
 fn deadlines_that_nobody_keeps_leave_nothing_behind() {
     for seed in 0..tier::pick(2, 6) {
@@ -185,8 +184,8 @@ proptest! {
     }
 }
 
-/// Two entries for each token, with rows of ones for all that experts make: a sum is the number of
-/// ranks that a token went to.
+/// Two entries for each token, with rows of ones for all experts' outputs. So a sum is the number
+/// of ranks that a token went to.
 struct Ones {
     x: Tensor<'static>,
     topk_idx: TypedTensor<'static, i64>,
@@ -249,7 +248,7 @@ fn captured_steps_follow_the_members_and_rows_from_before_are_stale() {
         })?;
         let replay = |buffer: &Buffer| -> Result<Vec<f32>> {
             for _ in 0..3 {
-                // SAFETY: what was recorded is this function's, which waits below.
+                // SAFETY: the recorded addresses are this function's, which waits below.
                 unsafe { step.launch(&stream)? };
             }
             stream.synchronize()?;

@@ -1,4 +1,4 @@
-//! Ranks that do the wrong thing, or nothing: errors that say who and where, in time.
+//! Ranks that do the wrong thing, or nothing: errors name the rank and the place, in time.
 
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex};
@@ -104,7 +104,7 @@ fn mismatches_name_both_sides() {
     for (what, call) in cases {
         let errors = threads(4, options(PATIENCE), |group| {
             let first = call(&group, group.rank() == 1);
-            // A root that only sends may be through before anyone can tell it.
+            // A root that only sends may have finished before it gets any error.
             first.and_then(|()| group.barrier(PATIENCE)).unwrap_err()
         });
         let direct = |error: &Error| matches!(error, Error::Mismatch { what: w, .. } if *w == what);

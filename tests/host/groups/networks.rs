@@ -12,8 +12,8 @@ use super::harness::{PATIENCE, options, threads};
 /// Makes a test the process in the name space.
 const INSIDE: &str = "EPOXIDE_TEST_NETWORK";
 
-/// True in a process in a name space of its own, after these commands; the caller of that process
-/// only sees to it that it ends well.
+/// True in a process in a name space of its own, after these commands. The caller of that process
+/// only checks that it ends well.
 fn inside(test: &str, commands: &str) -> bool {
     if std::env::var_os(INSIDE).is_some() {
         return true;

@@ -1,4 +1,4 @@
-//! Groups of a job that has a secret: who is let in, and who is not.
+//! Groups of a job that has a secret: admitted and rejected connections.
 
 use std::io::{Read, Write};
 use std::os::linux::net::SocketAddrExt as _;
@@ -20,7 +20,7 @@ fn store() -> Arc<dyn Store> {
     Arc::new(HashStore::new())
 }
 
-/// A hello of rank 1 for whoever has this token, with `rest` in its payload behind it.
+/// A hello of rank 1 for the listener with this token, with `rest` in its payload behind it.
 fn hello(token: &str, rest: &[u8]) -> Vec<u8> {
     let mut bytes = [0u8; 48];
     bytes[..4].copy_from_slice(b"EPXG");
@@ -146,8 +146,8 @@ fn the_reason_of_a_rank_that_is_gone_is_shown_without_control_characters() {
     assert!(!error.chars().any(char::is_control), "{error:?}");
 }
 
-/// A stranger that reads and writes the store, as torchrun's lets everybody, and so has the token
-/// of every rank.
+/// A stranger that reads and writes the store, as torchrun's permits, and so has the token of every
+/// rank.
 #[test]
 fn who_has_the_store_alone_takes_no_ranks_place() {
     let store = store();
@@ -226,7 +226,7 @@ fn who_takes_a_ranks_address_gets_no_data() {
     assert_eq!(heard.join().unwrap(), b"");
 }
 
-/// Groups that connect while they join learn who is where first.
+/// Groups that connect while they join first learn the place of each rank.
 #[test]
 fn ranks_of_one_host_have_no_network_socket() {
     let store = store();

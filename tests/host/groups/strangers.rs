@@ -1,4 +1,4 @@
-//! A group's sockets under attack by whoever reaches them.
+//! A group's sockets under attack by processes that reach them.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;

@@ -320,7 +320,7 @@ fn drop_in_every_state_ends() {
     let start = || Communicator::start(&fake.library, &device(), &fake.id(), 0, 2, patient()).unwrap();
     // While it is made.
     drop(start());
-    // Ready, and with an operation that has ended and that nobody has looked at.
+    // Ready, and with an operation that has ended and was not polled.
     drop(fake.single(patient()));
     let communicator = fake.single(patient());
     let stream = Stream::new(communicator.device(), false).unwrap();

@@ -11,7 +11,7 @@ use epoxide::ep::{DType, Tensor};
 use epoxide::nccl::{Communicator, Config, Library, UniqueId};
 use epoxide_testing::fake_nccl;
 
-/// Long enough for whatever does not hang, on a busy machine.
+/// Long enough for calls that do not hang, on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 /// A deadline that is meant to expire, where nothing else has to happen before.
 pub const SOON: Duration = Duration::from_millis(200);

@@ -1,5 +1,5 @@
-//! The watchdog and its dumps. Each test is alone in its process, since the environment says where
-//! they go.
+//! The watchdog and its dumps. Each test is alone in its process, because the environment names
+//! their files.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -53,7 +53,8 @@ fn dump(folder: &std::path::Path) -> serde_json::Value {
 fn gives_up_what_hangs_on_the_device_and_dumps() {
     with_folder("nccl::watchdog::gives_up_what_hangs_on_the_device_and_dumps", |folder| {
         let fake = Fake::new();
-        // A device that stands still unless it is driven: what is in its streams then is under way.
+        // A device that stands still unless it is driven, so that work in its streams stays under
+        // way.
         let machine = Machine::new(1);
         let config = VirtConfig { executor: Executor::Manual(machine.clone()), ..VirtConfig::default() };
         let device = VirtualGpu::new(config);

@@ -1,5 +1,5 @@
-//! The store over TCP under attack by whoever reaches its port: what one connection, and all
-//! together, can take is bounded, and the others go on.
+//! The store over TCP under attack by processes that reach its port. The resources of one
+//! connection, and of all together, are bounded, and other clients continue.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -119,7 +119,7 @@ fn cancel_waits() {
     };
     let pairs = [listing(6, &[b"/x".to_vec()]), vec![12]].concat().repeat(PAIRS);
     let alone = cost(&pairs, PAIRS);
-    // 10 MB of keys that somebody waits for.
+    // 10 MB of keys with a waiting client.
     let mut waiter = greeted(&server);
     let keys: Vec<Vec<u8>> = (0..128 << 10).map(|key| format!("/{key:070}").into_bytes()).collect();
     waiter.write_all(&listing(6, &keys)).unwrap();
@@ -303,7 +303,7 @@ fn the_client_that_holds_the_most_is_closed() {
     assert!(is_closed(&most, PATIENCE));
     assert!(held(&server).0 <= 6 * MIB, "{:?}", held(&server));
     assert!(sockets.iter().all(|socket| !is_closed(socket, Duration::from_millis(20))));
-    // Keys that somebody waits for count as well.
+    // Keys with a waiting client count as well.
     let mut waiter = greeted(&server);
     let keys: Vec<Vec<u8>> = (0..30_000).map(|key| format!("/{key:030}").into_bytes()).collect();
     let _ = waiter.write_all(&listing(6, &keys));

@@ -151,7 +151,7 @@ fn a_server_that_knows_no_challenge_is_named_in_time() {
     assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
 }
 
-/// Where clients are told a loopback address, nobody else is listened to.
+/// If clients are given a loopback address, only loopback is listened on.
 #[test]
 fn a_store_for_loopback_listens_there_alone() {
     let sockets = |port: u16| -> Vec<String> {

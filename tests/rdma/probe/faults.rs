@@ -80,7 +80,7 @@ pub fn wrong_key(rank: &Rank) -> Result<()> {
     remote_access(rank, BYTES, &group, PUT)
 }
 
-/// Rank 1's region is smaller than rank 0 thinks, who puts behind its end.
+/// Rank 1's region is smaller than rank 0 assumes, and rank 0 puts behind its end.
 pub fn small_region(rank: &Rank) -> Result<()> {
     let group = Liar {
         group: &rank.group,

@@ -1,5 +1,5 @@
-//! A rank is lost in the middle of a dispatch or a combine: the others end with an error inside the
-//! deadline, and go on without it.
+//! A rank is lost in the middle of a dispatch or a combine. The others end with an error inside the
+//! deadline, and continue without it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

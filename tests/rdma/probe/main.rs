@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Starts N ranks as processes, which are all there are; or, in one of several VMs, this VM's
-//! single rank. Exit codes: 0 where every rank did what the scenario wants, 1 where one did not, 2
-//! for bad usage, 77 where there is no RDMA device.
+//! single rank. Exit codes: 0 if every rank passed the scenario, 1 if one did not, 2 for bad usage,
+//! 77 without an RDMA device.
 
 mod faults;
 mod lost;

@@ -93,7 +93,7 @@ impl Lane<'_> {
         if batch.is_empty() { Ok(()) } else { self.puts.put_with_counter(&batch) }
     }
 
-    /// Looks at what has come, and says so.
+    /// Checks the received puts, and acknowledges them.
     fn receive(&mut self, wire: &Wire, rank: u32, total: u64) -> Result<()> {
         let counter = wire.counter(self.here);
         if counter == self.seen {

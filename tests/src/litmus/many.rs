@@ -80,10 +80,8 @@ fn scope(devices: usize) -> &'static str {
     if devices > 1 { "sys" } else { "gpu" }
 }
 
-/// Says which block of the test this is (`%r3`), and which thread in it (`%r2`), in a grid of many
-/// groups of `blocks` blocks. A group is of one instance for each lane, or of one. `shift` sends
-/// the blocks of a group to other places of the grid, so that they meet in ever other pairs of
-/// multiprocessors.
+/// Computes the number of the block in the test (`%r3`), and of the thread in it (`%r2`), in a grid
+/// of many groups of `blocks` blocks.
 pub(super) fn begin(ptx: &mut String, blocks: usize, packed: u32) {
     let _ = writeln!(
         ptx,

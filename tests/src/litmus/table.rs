@@ -7,8 +7,8 @@
 //! `m`, `T` a committed bulk store from `S` to `G`. `E` is arrive.expect_tx, `V` a wait for the
 //! mbarrier, `Q` wait_group 0, `q` its `.read` form. `P*` and `Ps` are a full and a shared::cta
 //! proxy fence, `B` and `b` a block and a warp barrier, `K` is a kernel boundary. A `?` behind a
-//! read ends the thread unless it has read that value: only then are the accesses behind it those
-//! of the execution in question.
+//! read ends the thread unless it has read that value. Only then do the accesses behind it belong
+//! to the execution in question.
 
 /// Whether the execution that the text describes may happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

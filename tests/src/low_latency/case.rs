@@ -21,7 +21,7 @@ pub struct LowLatencyCase {
     pub nodes: Option<Nodes>,
     /// Whether nodes whose ranks can map each other's memory are one.
     pub joins_nodes: bool,
-    /// Most tokens of a rank: what the buffer was made for.
+    /// Most tokens of a rank: the buffer's size.
     pub max_tokens: u32,
     /// Elements of a row.
     pub hidden: u32,

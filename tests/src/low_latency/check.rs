@@ -68,8 +68,8 @@ impl LowLatencyCase {
                 plan.layout_range[expert].iter().map(range).collect(),
             );
         }
-        // Rows that nobody sent hold anything, and a checker would see them read: rows are read one
-        // by one.
+        // Rows that were not sent have unspecified contents, and a checker would report a read of
+        // them: rows are read one by one.
         let row_bytes = received.x.row_bytes() as usize;
         for source in 0..routing.num_ranks() {
             for token in (0..routing.num_tokens(source)).filter(|&token| routing.hits(source, token, rank)) {

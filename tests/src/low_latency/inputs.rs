@@ -48,7 +48,7 @@ impl LowLatencyInputs {
             Tensor::alloc(device, DType::Bf16, &[if case.by_expert { experts * rows } else { 1 }, hidden])?;
         let by_row = Tensor::alloc(device, DType::Bf16, &[if case.by_expert { 1 } else { rows }, hidden])?;
         let write = |tensor: &Tensor<'_>, row: u64, values: &[bf16]| {
-            // SAFETY: the row is one of the tensor's, which nobody else has yet.
+            // SAFETY: the row is one of the tensor's, and no other code has the tensor yet.
             unsafe { stream.write(tensor.ptr().add(row * hidden * 2), bytemuck::cast_slice(values)) }
         };
         if case.gathers {

@@ -2,8 +2,8 @@
 //! steps.
 //!
 //! A token with a destination on a node goes there once, to the rank with its sender's index in the
-//! node, which passes it on to the destination ranks. The *sender* owns tokens, the *receiver* runs
-//! the experts, the *forwarder* relays.
+//! node. That rank passes it on to the destination ranks. The *sender* owns tokens, the *receiver*
+//! runs the experts, the *forwarder* relays.
 
 use half::bf16;
 
@@ -44,8 +44,8 @@ pub struct InternodePlan {
     /// Sender side, `[num_tokens][num_nodes]`: the token's number in the (channel, node) queue, or
     /// -1.
     pub send_rdma_head: Vec<Vec<i32>>,
-    /// Forwarder side, `[num_rdma_recv_tokens][ranks_per_node]`, by source node and token: the
-    /// token's number in the (source node, channel) stream to a rank of the own node, or -1.
+    /// Forwarder side, `[num_rdma_recv_tokens][ranks_per_node]`, by source node and token. An entry
+    /// is the token's number in the (source node, channel) stream to a rank of the own node, or -1.
     pub send_nvl_head: Vec<Vec<i32>>,
     /// `[num_nodes]`: pairs (token, node) that cross the network from here in a dispatch, and back
     /// in a combine.
@@ -205,8 +205,8 @@ impl<'a> InternodeOracle<'a> {
     }
 
     /// The weights that combine gives `rank`, where `returned[receiver][row][k]` are the weights
-    /// that receivers return: f32 sums over the ranks of each node, then over nodes, both in
-    /// ascending order and never rounded to BF16.
+    /// that receivers return. They are f32 sums over the ranks of each node, then over nodes, both
+    /// in ascending order and never rounded to BF16.
     pub fn combined_weights(&self, rank: u32, returned: &[Vec<Vec<f32>>]) -> Vec<Vec<f32>> {
         self.sum(rank, returned, self.routing.num_topk as usize, |sum| sum)
     }

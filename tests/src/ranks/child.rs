@@ -97,8 +97,7 @@ impl Rank {
         Ok(this)
     }
 
-    /// Runs the test of this number once the other side says so. Returns what came of it on all
-    /// ranks; where it failed, the test's side ends this process.
+    /// Runs the test of this number once the other side starts it.
     pub fn test(&mut self, number: u64, rank_main: impl FnOnce(&Context) -> Verdict) -> Outcome {
         let Told::Go(asked) = self.listen() else { std::process::exit(1) };
         let verdict = if asked == number { rank_main(&self.ctx) } else { astray(asked) };

@@ -54,8 +54,8 @@ impl Context {
         self.group.get_or_init(join).clone()
     }
 
-    /// Says what this rank is doing from now on, for the report where it hangs or dies. The group's
-    /// calls say so themselves. About a microsecond.
+    /// Sets the rank's current work, for the report if it hangs or dies. The group's calls set it
+    /// themselves. About a microsecond.
     pub fn doing(&self, what: &str) {
         self.slot.write(what);
     }

@@ -17,7 +17,7 @@
 //! }
 //! ```
 //!
-//! Processes are this test binary again, with the one test: it runs up to the same call of
+//! Processes are this test binary again, with the one test. It runs up to the same call of
 //! [`Run::run`], where it turns into the rank and ends after it. So what stands before the call
 //! runs on every rank too, and should be cheap.
 //!

@@ -147,7 +147,7 @@ impl Ranks for Processes {
         let number = self.number;
         let mut through = Vec::new();
         for (rank, peer) in (0..).zip(&mut self.peers).filter(|(_, peer)| peer.busy) {
-            // In this order: what it said before it ended must be read.
+            // In this order: messages from before its end must be read.
             let ended = peer.has_ended();
             let verdict = peer.read(number);
             let verdict = verdict.or_else(|| Some((End::Died(ended?), SystemTime::now())));

@@ -168,7 +168,7 @@ pub(super) fn evaluate(
     {
         return Ok(Outcome::Skipped { code, reason });
     }
-    // A consequence of another rank's end comes after it, whatever the clocks show.
+    // A consequence of another rank's end comes after it, for any reading of the clocks.
     ranks.sort_by_key(|(report, at)| {
         let order = match &report.end {
             End::Failed { text, .. } if text.contains(CONSEQUENCE) => 2,

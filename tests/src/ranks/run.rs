@@ -57,8 +57,8 @@ impl Run {
     /// Runs `rank_main` on every rank.
     ///
     /// # Errors
-    /// Where a rank failed, died, or took too long; where some ranks skip the test and others do
-    /// not; and where the ranks cannot be started.
+    /// A rank failed, died, or took too long; some ranks skip the test and others do not; or the
+    /// ranks cannot be started.
     #[track_caller]
     pub fn try_run<R: IntoVerdict>(
         self,

@@ -49,8 +49,8 @@ pub(super) struct Settings {
 /// ```
 ///
 /// Processes run the test's code up to [`Run::session`](super::Run::session) and then the session's
-/// tests as they come, so which tests there are must not depend on what only the parent knows.
-/// After a failure the ranks are ended, and no further test runs.
+/// tests as they come. So the set of tests must not depend on state of the parent alone. After a
+/// failure the ranks are ended, and no further test runs.
 #[derive(Debug)]
 pub struct Session {
     inner: Inner,

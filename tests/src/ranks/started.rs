@@ -1,4 +1,4 @@
-//! Ranks that were started, whatever they are.
+//! Started ranks of any kind.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};

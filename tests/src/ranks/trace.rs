@@ -4,8 +4,8 @@
 //! effort**: capturing allocates and takes locks, which no signal handler may do in general. So a
 //! thread that gets the signal inside the allocator hangs in the handler. Only ranks that have
 //! timed out get the signal, and the caller does not wait long. The kernel's state of the threads
-//! is read in any case. It is done only to ranks whose time is over, and whoever asks does not wait
-//! long; what the kernel knows of the threads is read in any case.
+//! is read in any case. Only ranks that have timed out get the signal, and the caller does not wait
+//! long. The kernel's state of the threads is read in any case.
 
 use std::backtrace::Backtrace;
 use std::fmt::Write as _;

@@ -40,7 +40,7 @@ pub(super) enum Verdict {
 /// A rank's function.
 pub(super) type RankMain = dyn Fn(&Context) -> Verdict + Send + Sync;
 
-/// Runs a rank's function to its verdict, whatever it does.
+/// Runs a rank's function to its verdict, panics included.
 pub(super) fn judge<R: IntoVerdict>(rank_main: impl Fn(&Context) -> R, ctx: &Context) -> Verdict {
     capture::arm();
     // Half-done state is the test's own; the ranks are not used after a failure.

@@ -47,8 +47,8 @@ impl Case {
 }
 
 impl Rank {
-    /// All checks of one routing by expert: dispatches with and without a wait of the host and
-    /// cached, combines of either dtype in either place, weighted or not. Collective.
+    /// All checks of one routing by expert. They are dispatches with and without a wait of the host
+    /// and cached, and combines of either dtype in either place, weighted or not. Collective.
     ///
     /// # Errors
     /// Errors of the operations.
@@ -166,7 +166,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Combines rows whose padding nobody has written, and compares the sums.
+    /// Combines rows with unwritten padding, and compares the sums.
     #[allow(clippy::too_many_arguments)] // A combine, and what is known of it.
     fn check_combine_by_expert(
         &mut self,

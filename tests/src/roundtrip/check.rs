@@ -123,7 +123,7 @@ impl Rank {
         for region in &self.regions {
             if rows > 0 {
                 // SAFETY: a dispatch of this buffer has written there, in memory that the buffer
-                // keeps, and callers give no more rows than it has room for.
+                // keeps. Callers give no more rows than it has room for.
                 unsafe { self.stream.fill(region.at, POISON, rows * region.stride)? };
             }
         }
@@ -178,9 +178,9 @@ impl Rank {
         Ok(rows)
     }
 
-    /// All checks of one routing: dispatches with and without a wait of the host and cached, that
-    /// they write all of their outputs and nothing else, four combines in either place, of either
-    /// dtype and along either handle. Collective.
+    /// All checks of one routing. They are dispatches with and without a wait of the host and
+    /// cached, that they write all of their outputs and nothing else, and four combines. The
+    /// combines are in either place, of either dtype and along either handle. Collective.
     ///
     /// # Errors
     /// Errors of the operations.

@@ -133,7 +133,7 @@ impl Inputs {
         ];
         for (to, from) in pairs {
             let (Some(to), Some(from)) = (to, from) else { continue };
-            // SAFETY: both are contiguous and of one shape, as all cases of a graph are, and the
+            // SAFETY: both are contiguous and of one shape, as all cases of a graph are. The
             // callers hold them until they have synchronised the stream.
             unsafe { stream.copy(to.ptr(), from.ptr(), to.rows() * to.row_bytes())? };
         }

@@ -6,9 +6,9 @@
 //! It also watches its caller: two threads in one communicator at a time, or any use of one that
 //! was given back, count as misuse.
 //!
-//! Compiled by the tests with rustc alone. `--cfg old` leaves out what came after 2.7, `--cfg
-//! broken` one function that must be there, `--cfg foreign` what tells it from NCCL. With `--cfg
-//! wrong="NAME"`, the function of that name spoils the first byte of what it gives.
+//! Compiled by the tests with rustc alone. `--cfg old` leaves out functions that came after 2.7,
+//! `--cfg broken` one required function, `--cfg foreign` the symbol that tells it from NCCL. With
+//! `--cfg wrong="NAME"`, the function of that name spoils the first byte of what it gives.
 
 #![cfg_attr(old, allow(dead_code))]
 #![allow(non_snake_case, clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]
@@ -86,7 +86,7 @@ impl World {
 struct Meeting {
     come: Vec<usize>,
     operations: Vec<Operation>,
-    /// (from, to): what was posted and has not met its counterpart.
+    /// (from, to): posted sends without a counterpart.
     sends: HashMap<(usize, usize), Vec<Posted>>,
     receives: HashMap<(usize, usize), Vec<Posted>>,
     splits: Vec<HashMap<usize, (c_int, c_int)>>,
@@ -192,7 +192,7 @@ fn begin(guard: &mut Guard, name: &str, comm: usize) -> Option<c_int> {
     }
 }
 
-/// A call with a communicator: checks who else is in one, and does what was set.
+/// A call with a communicator: checks that no other thread is in one, and applies the set result.
 fn with_comm(name: &str, comm: Comm, call: impl FnOnce(&mut Guard, usize) -> c_int) -> c_int {
     let comm = comm as usize;
     let mut guard = lock();
@@ -504,7 +504,7 @@ pub extern "C" fn ncclCommDestroy(comm: Comm) -> c_int {
     code
 }
 
-/// Wakes who hangs with it, waits for them to leave, and frees it.
+/// Wakes threads that hang with it, waits for them to leave, and frees it.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommAbort(comm: Comm) -> c_int {
     let mut guard = lock();
