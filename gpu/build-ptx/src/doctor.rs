@@ -5,8 +5,7 @@ use anyhow::Result;
 use crate::workspace::{Workspace, capture};
 use crate::{nvvm, ptxas, toolchain};
 
-/// Prints the report. It fails for nothing: everything here is optional to who only uses the
-/// library.
+/// Prints the report. It never fails: all of it is optional for users of the library.
 pub fn run(ws: &Workspace) -> Result<()> {
     println!("Kernel compiler, the first one wins:");
     for (place, found) in toolchain::survey(ws) {

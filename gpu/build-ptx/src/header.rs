@@ -1,4 +1,4 @@
-//! The comment lines at the top of a PTX file: who compiled it, how, and from what.
+//! The comment lines at the top of a PTX file: its compiler, the command, and its sources.
 
 use std::fmt;
 

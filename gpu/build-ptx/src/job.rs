@@ -44,7 +44,7 @@ impl Job {
         job
     }
 
-    /// Where its PTX goes unless somebody says otherwise.
+    /// Default path of its PTX.
     pub fn default_out(&self, ws: &Workspace) -> PathBuf {
         let Self { kernels, arch, .. } = self;
         match self.backend {

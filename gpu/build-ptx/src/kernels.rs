@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::metadata::{Metadata, list};
 use crate::workspace::Workspace;
 
-/// The crate that makes kernels out of functions: who depends on it has kernels.
+/// The crate that makes kernels out of functions: its dependents have kernels.
 const DSL: &str = "epoxide-simt";
 
 /// A package with kernels.
@@ -25,9 +25,8 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// The package `name`; without a name, the package that `dir` lies in if it has kernels, or
-    /// else the only one of the workspace that has. A package has kernels if it depends on
-    /// epoxide-simt.
+    /// The package `name`. Without a name, the package that `dir` lies in if it has kernels, or
+    /// else the only one of the workspace with kernels.
     pub fn find(ws: &Workspace, name: Option<&str>, dir: &Path) -> Result<Self> {
         Self::choose(&Metadata::query(ws, &["--no-deps"])?, name, dir)
     }

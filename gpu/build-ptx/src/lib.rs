@@ -6,7 +6,7 @@
 //!
 //! 1. [`toolchain`] finds the compiler: the pinned release, with the source of `core`.
 //! 2. [`build`] compiles, and [`postprocess`] makes the PTX that is committed: launch bounds,
-//!    source lines, a header that says what it was made from.
+//!    source lines, a header with its origin.
 //! 3. [`lint`] holds it to rules that neither compiler nor assembler checks, and to the kernels'
 //!    own descriptions.
 //! 4. [`check`] says whether committed PTX is what the sources give.

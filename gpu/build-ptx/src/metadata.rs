@@ -39,7 +39,7 @@ impl Metadata {
     }
 
     /// Everything compiled into `root`: itself and its normal dependencies, all levels. A
-    /// procedural macro is listed, what the macro itself is built from is not.
+    /// procedural macro is listed, its own dependencies are not.
     pub fn compiled_into(&self, root: &str) -> Result<BTreeSet<Package>> {
         let root_id = self
             .packages()

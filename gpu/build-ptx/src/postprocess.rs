@@ -6,7 +6,7 @@
 //!   labels, the empty debug section and the repeated or lineless `.loc`s around them go.
 //! - A `.loc` of inlined code has a comment with the place where the kernel's own code called it:
 //!   `// inlined_at <file> <line>`. PTX has the attribute `inlined_at` for that, but LLVM 22 does
-//!   not write it, and ptxas requires a `.loc` of each caller and a debug section with it. A kernel
+//!   not write it. ptxas requires a `.loc` of each caller and a debug section with it. A kernel
 //!   whose family has a folder has its own code in all files of it. The virtual GPU takes only the
 //!   file of the entry for a kernel's own, so a line of another file of the folder names itself.
 //! - The marks around inline assembly stay: one lint reads them.

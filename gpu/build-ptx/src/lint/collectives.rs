@@ -8,9 +8,8 @@ use crate::ptx::{Entry, Lanes, Module, Statement};
 
 const RULE: &str = "collectives";
 
-/// Refuses warp collectives of all lanes, such as `shfl.sync` with the mask 0xffffffff, where a
-/// branch or guard that lanes take differently decides whether they are executed. A mask from a
-/// register may be meant for the lanes that are there.
+/// Rejects warp collectives of all lanes, such as `shfl.sync` with the mask 0xffffffff, under a
+/// branch or guard that lanes take differently.
 pub fn check(module: &Module) -> Vec<Finding> {
     let mut findings = Vec::new();
     for entry in &module.entries {
@@ -137,7 +136,7 @@ mod tests {
     #[test]
     fn what_lanes_share_parts_no_lanes() {
         let sets = [
-            // A parameter, what lies where all lanes look, and what collectives give.
+            // A parameter, a load at an address that all lanes share, and results of collectives.
             "ld.param.b32 %r1, [copy_param_1];\nsetp.eq.b32 %p1, %r1, 0;",
             "ld.param.b64 %rd1, [copy_param_0];\nld.global.b32 %r1, [%rd1+8];\nsetp.eq.b32 %p1, %r1, 0;",
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nvote.sync.ballot.b32 %r2, %p2, 0xffffffff;\nsetp.eq.b32 %p1, %r2, 0;",

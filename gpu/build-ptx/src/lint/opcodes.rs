@@ -1,4 +1,4 @@
-//! The virtual GPU can run it: what CI tests is what a GPU runs.
+//! The virtual GPU can run it: CI tests the code that a GPU runs.
 
 use std::collections::BTreeMap;
 

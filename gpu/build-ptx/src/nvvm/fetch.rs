@@ -134,7 +134,7 @@ fn build(ws: &Workspace, places: &Places) -> Result<()> {
     workspace::run(&mut command)
 }
 
-/// Without the variables that say where the parts are.
+/// Without the variables that name the parts' places.
 fn build_command(ws: &Workspace, source: &Path, libraries: &[std::path::PathBuf]) -> Command {
     let clang = parts::dir(ws).join("clang");
     let mut folders = libraries.to_vec();

@@ -169,7 +169,7 @@ const LIBNVVM: &str = "libnvvm.so.4";
 pub struct Places {
     has_toolchain: bool,
     codegen: Option<PathBuf>,
-    /// A CUDA root that holds libNVVM, under whatever name.
+    /// A CUDA root that holds libNVVM, under any name.
     cuda: Option<PathBuf>,
     /// `llvm-config` of an LLVM 7.
     pub llvm_config: Option<PathBuf>,
@@ -253,8 +253,8 @@ pub fn built(ws: &Workspace) -> PathBuf {
 pub fn library_path(folders: &[PathBuf]) -> OsString {
     let user = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let user = std::env::split_paths(&user).filter(|folder| !folder.as_os_str().is_empty());
-    // A folder that holds a colon cannot be in the list: then the back end says which library it
-    // does not find.
+    // A folder that holds a colon cannot be in the list; the back end then names the library that
+    // it does not find.
     std::env::join_paths(folders.iter().cloned().chain(user)).unwrap_or_default()
 }
 
@@ -309,7 +309,7 @@ fn find_libclang(fetched: &Path) -> Option<PathBuf> {
 fn unresolved(file: &Path, folders: &[PathBuf]) -> Vec<String> {
     let mut ldd = Command::new("ldd");
     let report = capture(ldd.arg(file).env("LD_LIBRARY_PATH", library_path(folders)));
-    // Without ldd the compiler says it, if it cannot load the back end.
+    // Without ldd the compiler reports it, if it cannot load the back end.
     report.map_or_else(|_| Vec::new(), |report| not_found(&report))
 }
 

@@ -1,5 +1,5 @@
-//! Where the lanes of a warp are apart, by where values come from: a branch parts them if its guard
-//! is another one in each lane.
+//! Divergence of a warp's lanes, by the origins of values: a branch parts the lanes if its guard
+//! differs between them.
 //!
 //! A read at an address that all lanes share counts as the same in all lanes, though memory may
 //! change between two lanes' reads. So does a thread's number without its lowest five bits, where

@@ -21,7 +21,7 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// Asks a compiler who it is, and checks that the library source lies beside it.
+    /// Runs a compiler's `-V`, and checks that the library source lies beside it.
     pub(super) fn probe(rustc: &Path, origin: &'static str) -> Result<Self> {
         let ask = |arguments: &[&str]| {
             let mut command = Command::new(rustc);
