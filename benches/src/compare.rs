@@ -649,7 +649,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_told_is_not() {
+    fn runs_that_are_too_few_or_alike_get_no_verdict() {
         let (a, b) = Machine::new(1, 0.001).ab(10, 1.2);
         let verdict = |a: &[Point], b: &[Point]| compare(a, b, 0.01).unwrap().lines[0].verdict;
         assert_eq!(verdict(&a, &b), Verdict::Slower);

@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sent_is_received() {
+    fn sent_rows_equal_received_rows() {
         for (seed, ranks, ranks_per_node, topk, masked) in
             [(1, 4, 4, 2, 0.0), (2, 8, 2, 4, 0.3), (3, 8, 1, 8, 0.0), (4, 6, 3, 3, 0.9)]
         {

@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_that_nobody_would_publish() {
+    fn malformed_figures_do_not_panic() {
         let samples = [
             include_str!("../data/peers-h200.json"),
             include_str!("../data/low-latency-2xh200.json"),

@@ -937,7 +937,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_nobody_would_send() {
+    fn malformed_results_do_not_panic() {
         let points = committed_points();
         let few = Results { note: Some("two".to_owned()), ..Results::new(points[..2].to_vec()) };
         let mut lines: Vec<Vec<u8>> =
@@ -947,7 +947,7 @@ mod tests {
     }
 
     #[test]
-    fn results_that_nobody_would_measure() {
+    fn uses_of_malformed_results_do_not_panic() {
         let points = committed_points();
         let lines: Vec<Vec<u8>> =
             points.iter().step_by(5).take(4).map(|point| serde_json::to_vec(point).unwrap()).collect();

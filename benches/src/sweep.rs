@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn sweep_files_that_nobody_would_leave() {
+    fn malformed_sweep_files_do_not_panic() {
         let points = crate::results::committed_points();
         let points: Vec<Point> = points.into_iter().step_by(9).take(4).collect();
         let three = lines_of(&points[..3]).unwrap();

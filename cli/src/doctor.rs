@@ -24,7 +24,7 @@ const OTHER_FILES: u64 = 64;
 /// Options of `epoxide doctor`.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit code 1 if even the virtual GPU does not work; what else is lacking is only reported."
+    after_help = "Exit code 1 if even the virtual GPU does not work; all other faults are only reported."
 )]
 pub struct Args {
     /// Print one JSON object instead of lines

@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn errors_name_the_place_in_the_routing() {
         let two = "--ranks-per-node 2 --experts 4";
         for (line, text, place) in [
             (two, "[[[0]], [[1]]", "line 1"),

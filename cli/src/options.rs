@@ -548,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_the_ranks_is_named() {
+    fn wrong_numbers_of_ranks_are_named() {
         for (line, group, flag) in [
             ("--mode low-latency --nodes 0", None, "--nodes 0"),
             ("--mode low-latency --nodes 4", Some((6, None)), "--nodes 4"),
@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn wrong_flags_are_named() {
         for (line, ranks, flag) in [
             ("--hidden 4", 8, "--hidden 4"),
             ("--hidden 8 --dtype fp8", 8, "--hidden 8"),

@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cause_is_reported_not_what_follows_from_it() {
+    fn the_cause_is_reported_not_its_consequences() {
         let timeout = Stop { consequence: true, ..Stop::failed("rank 0 waited for rank 2") };
         let stops = [(0, timeout.clone()), (2, Stop::failed("wrong")), (3, Stop::failed("also wrong"))];
         let cause = root_cause(stops.into_iter()).unwrap();

@@ -253,7 +253,7 @@ fn say_checked(rank: &Rank, run: &Run, voice: &Voice, publish: Publish<'_>) -> R
 fn checked_line(check: Check, accesses: u64) -> String {
     let found = match check {
         Check::Weak => "0 wrong results of weak memory",
-        Check::Races => "0 races and 0 reads of memory that nobody wrote",
+        Check::Races => "0 races and 0 reads of unwritten memory",
     };
     format!("[check] {found} in {} of kernels' lanes", count_of(accesses))
 }
@@ -671,11 +671,11 @@ mod tests {
     }
 
     #[test]
-    fn what_was_checked_is_said() {
+    fn the_number_of_checked_accesses_is_printed() {
         let races = checked_line(Check::Races, 999_999);
         assert_eq!(
             races,
-            "[check] 0 races and 0 reads of memory that nobody wrote in 999999 accesses of kernels' lanes"
+            "[check] 0 races and 0 reads of unwritten memory in 999999 accesses of kernels' lanes"
         );
         let weak = checked_line(Check::Weak, 12_345_678);
         assert_eq!(weak, "[check] 0 wrong results of weak memory in 12.3 M accesses of kernels' lanes");
@@ -699,7 +699,7 @@ mod tests {
     }
 
     #[test]
-    fn the_report_has_what_every_rank_found() {
+    fn the_report_has_the_results_of_every_rank() {
         let (report, _) =
             execute_line("--nodes 1 --ranks-per-node 3 --tokens 6 --hidden 16 --random --iterations 2");
         let value = serde_json::to_value(&report).unwrap();
@@ -758,7 +758,7 @@ mod tests {
     }
 
     #[test]
-    fn check_mode_says_beforehand_what_it_takes() {
+    fn check_mode_prints_its_estimate_beforehand() {
         let of = |line: &str| {
             let words = format!("roundtrip --check {line}");
             let args: Args = crate::testing::parse(words.split_whitespace()).unwrap();
@@ -804,7 +804,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ranks_found_wrong_is_said_with_their_number() {
+    fn failures_are_printed_with_the_number_of_their_rank() {
         let voice = Voice::new(false, false);
         let failure = Some("combined_x, token 3: expected a mean of 4, got 5".to_owned());
         let reports = [

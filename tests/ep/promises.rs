@@ -299,7 +299,7 @@ fn a_step_does_not_run_again_once_a_peer_has_gone() {
 
 /// Sums and rows of the turn before would pass for results.
 #[test]
-fn what_a_dispatch_without_a_plan_left_is_not_read() {
+fn rows_of_a_dispatch_without_a_plan_are_not_read() {
     let [turn] = turns();
     for nodes in SPREADS {
         setup().nodes(nodes).run(|rank| {
@@ -507,7 +507,7 @@ fn ranks_whose_rows_have_different_types_are_told() {
 
 /// Kernels that read sums see no error.
 #[test]
-fn what_a_failed_combine_leaves_is_nan_or_right() {
+fn a_failed_combine_leaves_nan_or_right_sums() {
     let [turn] = turns();
     for (nodes, in_pool) in SPREADS.into_iter().flat_map(|nodes| [(nodes, false), (nodes, true)]) {
         let mut setup = setup().nodes(nodes);
@@ -690,7 +690,7 @@ fn with_two_places_two_results_are_there_at_once() {
 }
 
 #[test]
-fn an_error_says_who_sees_it() {
+fn an_error_has_the_scope_of_the_ranks_that_see_it() {
     let mut setup = Setup::new(RANKS, 1, TOKENS as u32, 64);
     setup.options.places = 2;
     then_dispatch(setup, |rank, valid, place| {

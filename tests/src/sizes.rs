@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn wrong_sizes_are_named() {
         let right = Sizes {
             ranks: 8,
             low_latency: false,

@@ -419,7 +419,7 @@ impl fmt::Display for FaultKind {
             FaultKind::Race(race) => write!(f, "{race}"),
             FaultKind::Unwritten { space, label, offset, part, bytes } => {
                 let place = Spot { label, offset: *offset, part };
-                write!(f, "read of {bytes} bytes of {space} memory that nobody wrote, at {place}")
+                write!(f, "read of {bytes} bytes of unwritten {space} memory, at {place}")
             }
             FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
             FaultKind::Livelock { instructions, report } => write!(

@@ -678,7 +678,7 @@ mod tests {
 
     /// The results are those of an H200.
     #[test]
-    fn what_is_tiny_is_flushed_even_where_rounding_makes_it_normal() {
+    fn tiny_results_are_flushed_even_if_rounding_makes_them_normal() {
         let below = f32::from_bits(0x00ff_ffff);
         assert_eq!((below * 0.5).to_bits(), 0x0080_0000, "with the digits of a subnormal it is normal");
         assert_eq!(flush_tiny(below * 0.5, || below * SCALE * 0.5), 0.0);

@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_for_nobody_is_reported_and_the_machine_goes_on() {
+    fn a_wait_without_end_is_reported_and_the_machine_continues() {
         let module = module();
         let mut machine = Machine::new(2);
         let words = machine.upload(0, "words", &[0u32, 0]).unwrap();
@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_named() {
+    fn missing_devices_and_kernels_are_named() {
         let mut machine = Machine::new(1);
         let error = machine.alloc::<u32>(1, "x", 1).unwrap_err().to_string();
         assert_eq!(error, "device 1 of a machine with 1: they are numbered from 0");

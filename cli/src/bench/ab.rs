@@ -463,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_said() {
+    fn impossible_flags_are_rejected_by_name() {
         for (line, part) in [
             ("--a /no/such/program", "--a /no/such/program"),
             ("--b-ptx /no/such.ptx", "--b-ptx /no/such.ptx"),

@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_measured_is_said() {
+    fn impossible_sizes_are_rejected_by_name() {
         for (line, part) in [
             ("--tokens 2000", "--tokens 2000"),
             ("--experts 7 --ranks-per-node 3", "--experts 7"),

@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_put_is_said() {
+    fn impossible_puts_are_rejected_by_name() {
         for (line, part) in [
             ("--sizes 24", "--sizes 24: must be a multiple of 16"),
             ("--sizes 0", "--sizes 0"),

@@ -209,7 +209,7 @@ fn only_low_latency_returns_rows_as_fp8() {
 }
 
 #[test]
-fn what_has_no_room_on_the_device_is_skipped() {
+fn sizes_without_room_on_the_device_are_skipped() {
     let stop = measure_points(&[arguments("--tokens 100000000 --hidden 7168")], &()).unwrap_err();
     assert_eq!(stop.code, SKIPPED);
     assert!(stop.message.unwrap().contains("do not fit"));

@@ -133,7 +133,7 @@ fn pid(number: i32) -> Pid {
 }
 
 #[test]
-fn what_is_killed_at_any_moment_leaves_nothing() {
+fn launches_killed_at_any_moment_leave_nothing() {
     let count: u64 = std::env::var(COUNT).map_or_else(|_| tier::pick(2, 12), |text| text.parse().unwrap());
     let mut draw = Draw(SEED);
     let (mut slowest, mut longest, mut swept) = (Duration::ZERO, Duration::ZERO, 0);

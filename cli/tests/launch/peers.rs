@@ -105,7 +105,7 @@ fn a_dry_run_prints_the_commands_of_every_peer_and_makes_nothing() {
 }
 
 #[test]
-fn what_a_machine_lacks_is_named() {
+fn missing_programs_are_named() {
     // Without a search path there is no program but the shell itself.
     let mut command = Command::new("bash");
     command.args(["-c", "PATH=/nowhere exec \"$BASH\" \"$0\" nccl-ep deepep"]).arg(script());
@@ -138,7 +138,7 @@ fn arguments_that_are_wrong_are_named() {
 /// On a machine that is made of stand-ins: two GPUs, compilers, and benchmarks that print what the
 /// projects' own do.
 #[test]
-fn what_benchmarks_print_becomes_a_table() {
+fn output_of_benchmarks_becomes_a_table() {
     let folder = tempfile::tempdir().unwrap();
     let at = |path: &str| folder.path().join(path);
     program(&at("bin/nvidia-smi"), "echo 'GPU 0: one'; echo 'GPU 1: another'\n");

@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_back() {
+    fn a_written_header_is_read_back() {
         let header = Header {
             package: "own-kernels".into(),
             command: "cargo build-ptx".into(),

@@ -508,7 +508,7 @@ impl Drop for Stream {
         if list.remove(self.id).is_some_and(|gone| gone.fenced)
             && let Err(error) = depart(&*self.device, &mut list, self.handle)
         {
-            tracing::debug!("what a stream was given is not waited for: {error}");
+            tracing::debug!("later fences do not wait for the work of a destroyed stream: {error}");
         }
         self.device.stream_destroy(self.handle);
     }

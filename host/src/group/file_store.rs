@@ -526,7 +526,7 @@ mod tests {
             assert!(error.contains("user 65534's") && error.contains("name one of your own"), "{error}");
             std::os::unix::fs::chown(&path, Some(0), None).unwrap();
         } else {
-            eprintln!("not root: what another user reads is not tried");
+            eprintln!("not root: access by another user is not tried");
         }
         for mode in [0o777, 0o1777, 0o702] {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();

@@ -13,7 +13,7 @@ use rustix::net::sockopt::{socket_domain, socket_peercred};
 /// job whose ranks run as several users is a mistake, and an early error is better.
 pub(crate) fn check(socket: impl AsFd) -> Result<(), String> {
     let socket = socket.as_fd();
-    let unknown = |error| format!("nobody says who is at the other end: {error}");
+    let unknown = |error| format!("the user at the other end is unknown: {error}");
     if socket_domain(socket).map_err(unknown)? != AddressFamily::UNIX {
         return Ok(());
     }

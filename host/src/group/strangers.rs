@@ -153,7 +153,7 @@ impl Stranger {
             Challenge::Asked(responder) => {
                 self.keys = Some(responder.check(proof).map_err(|wrong| wrong.to_string())?);
             }
-            Challenge::Unasked | Challenge::Passed => return Err("a proof that nobody asked for".to_owned()),
+            Challenge::Unasked | Challenge::Passed => return Err("a proof without a challenge".to_owned()),
         }
         self.challenge = Challenge::Passed;
         Ok(())
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_makes_room_whoever_left_before() {
+    fn the_oldest_makes_room_even_after_others_left() {
         let mut strangers = young(3);
         let mut ends: Vec<_> = (0..4).map(|_| come(&mut strangers)).collect();
         assert!((0..).zip(&ends).all(|(id, (next, _))| *next == Next::Greet(id)), "{ends:?}");

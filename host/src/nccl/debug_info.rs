@@ -74,7 +74,9 @@ fn open_pipe(path: &Path) -> std::io::Result<Option<File>> {
     let about = file.metadata()?;
     let (owner, user) = (about.uid(), rustix::process::geteuid().as_raw());
     if !about.file_type().is_fifo() || (owner != user && owner != 0) {
-        let reason = format!("what is there is user {owner}'s, and no pipe of user {user}; remove it");
+        let reason = format!(
+            "the file is user {owner}'s, or no pipe; it must be a pipe of user {user} or root: remove it"
+        );
         return Err(std::io::Error::new(ErrorKind::PermissionDenied, reason));
     }
     Ok(Some(file))

@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lacking_is_named() {
+    fn missing_functions_are_named() {
         // SAFETY: none of the addresses is called.
         let lacking =
             unsafe { Functions::resolve(|name| if name == "ncclSend" { std::ptr::null() } else { 8 as _ }) };

@@ -216,7 +216,7 @@ pub fn doctor() -> Vec<(String, Result<String, String>)> {
         false => {
             let each = lacking.iter().map(|(name, since)| format!("{name} (NCCL {since})"));
             Err(format!(
-                "lacks {}; what needs one of them is refused: install a newer NCCL",
+                "lacks {}; calls that need one of them are rejected: install a newer NCCL",
                 each.collect::<Vec<_>>().join(", ")
             ))
         }

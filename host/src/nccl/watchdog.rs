@@ -52,7 +52,7 @@ fn watch(core: &Weak<Core>, stop: &(Mutex<bool>, Condvar), interval: Duration, r
         }
         let Some(core) = core.upgrade() else { return };
         if pipe.as_mut().is_some_and(Pipe::asked) {
-            core.write_debug_info("somebody asked through the pipe");
+            core.write_debug_info("requested through the pipe");
         }
         if let Phase::Aborted(_) | Phase::Finalized = core.phase() {
             continue;

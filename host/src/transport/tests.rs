@@ -692,7 +692,7 @@ fn wire_memory_is_where_its_transport_reaches_it() {
 
 /// Device memory is not for threads to touch.
 #[test]
-fn what_the_host_moves_must_be_host_memory() {
+fn transports_of_the_host_need_host_memory() {
     run_threads(2, TIMEOUT, |_, group| {
         let mut it = Rank::new(group, bytes(2));
         it.memory = Memory::alloc(&it.device, bytes(2), MemoryKind::Shareable, "wire")?.into();

@@ -23,7 +23,7 @@ fn bytes_sent(rank: &Rank, nodes: u32, ranks_per_node: u32) -> Vec<u64> {
 }
 
 #[test]
-fn the_wire_carries_what_the_layout_says() {
+fn the_wire_carries_the_rows_of_the_layout() {
     for (nodes, ranks_per_node, transport) in
         [(2, 2, TransportKind::Shm), (3, 1, TransportKind::Tcp), (3, 2, TransportKind::Shm)]
     {

@@ -194,7 +194,7 @@ fn optional_arguments_go_together() {
 }
 
 #[test]
-fn what_the_buffer_was_not_made_for_is_named_with_the_option() {
+fn inputs_beyond_the_buffer_are_named_with_the_option() {
     then_dispatch(setup().max_topk(2).max_scales(3), |rank, valid, place| {
         let x = tensor(rank, DType::Bf16, &[TOKENS, 40]);
         let parts = ["hidden: needs 80 bytes, has 64 bytes", "max_row_bytes >= 80"];

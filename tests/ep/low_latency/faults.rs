@@ -193,7 +193,7 @@ fn a_timeout_names_all_ranks_that_did_not_come() {
 
 /// Rows of the round before would pass for results.
 #[test]
-fn what_a_failed_dispatch_left_is_not_read() {
+fn rows_of_a_failed_dispatch_are_not_read() {
     run(|rank| {
         let mut place = rank.buffer.place(0)?;
         let received = rank.dispatch(&mut place)?;
@@ -318,7 +318,7 @@ fn the_event_of_a_failed_operation_gives_its_error() {
 
 /// Kernels that read sums see no error.
 #[test]
-fn what_a_failed_combine_leaves_is_nan() {
+fn a_failed_combine_leaves_nan() {
     let combine = |rank: &mut Rank, quantise: Quantise, is_nan: bool| -> Result<()> {
         let mut place = rank.buffer.place(0)?;
         let received = rank.dispatch(&mut place)?;

@@ -14,7 +14,7 @@ fn gathers(routing: Routing, hidden: u32) -> LowLatencyCase {
 }
 
 #[test]
-fn experts_give_back_what_they_were_given() {
+fn gathered_rows_that_experts_return_unchanged() {
     gathers(routing(&[9, 5, 0, 12], 3, 8, Style::WithHoles), 24).check();
     // Rows of several pieces, the last one short.
     gathers(routing(&[3, 4], 2, 4, Style::DistinctTopK), 1024 + 2048 + 8).check();

@@ -143,7 +143,7 @@ fn the_checker_finds_nothing_while_ranks_come_and_go() {
 
 /// Operations in any state leave nothing behind when their waits expire.
 #[test]
-fn deadlines_that_nobody_keeps_leave_nothing_behind() {
+fn missed_deadlines_leave_nothing_behind() {
     for seed in 0..tier::pick(2, 6) {
         let nodes = if seed % 2 == 0 { None } else { two_nodes(TransportKind::Shm) };
         let case = LowLatencyCase { nodes, schedule_seed: Some(seed), chunk_tokens: 3, ..case(0) };

@@ -49,7 +49,7 @@ fn rank_0(store: &dyn Store) -> (String, SocketAddr) {
 }
 
 #[test]
-fn whoever_knows_the_secret_takes_part() {
+fn ranks_with_the_secret_take_part() {
     for sockets in [Sockets::Auto, Sockets::Tcp] {
         for connect in [Connect::Lazy, Connect::Eager] {
             let interface = Some("lo".to_owned());
@@ -114,7 +114,7 @@ fn a_rank_without_the_secret_is_told_so() {
 
 /// Purpose of the secret: with the token alone a stranger ends the group.
 #[test]
-fn who_has_the_store_ends_a_group_without_a_secret() {
+fn a_client_of_the_store_ends_a_group_without_a_secret() {
     if std::env::var_os(epoxide::group::JOB_SECRET).is_some() {
         return;
     }
@@ -149,7 +149,7 @@ fn the_reason_of_a_rank_that_is_gone_is_shown_without_control_characters() {
 /// A stranger that reads and writes the store, as torchrun's permits, and so has the token of every
 /// rank.
 #[test]
-fn who_has_the_store_alone_takes_no_ranks_place() {
+fn a_client_of_the_store_alone_takes_no_ranks_place() {
     let store = store();
     let options = MeshOptions { secret: secret("a"), ..options(PATIENCE) };
     let first = MeshGroup::new(store.clone(), 0, 2, "g", options.clone()).unwrap();
@@ -197,7 +197,7 @@ fn who_has_the_store_alone_takes_no_ranks_place() {
 
 /// One that puts itself at a rank's address gets nothing but the hello.
 #[test]
-fn who_takes_a_ranks_address_gets_no_data() {
+fn an_impostor_at_a_ranks_address_gets_no_data() {
     let store = store();
     let options = MeshOptions { secret: secret("a"), ..options(PATIENCE) };
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();

@@ -88,7 +88,7 @@ fn operations(communicator: &Communicator) {
 }
 
 #[test]
-fn every_operation_gives_what_it_should() {
+fn every_operation_gives_the_expected_result() {
     for (version, config) in [
         (Version::New, patient()),
         (Version::New, Config { blocking: true, ..patient() }),

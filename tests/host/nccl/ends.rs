@@ -339,7 +339,7 @@ fn drop_in_every_state_ends() {
 }
 
 #[test]
-fn dumps_say_what_is_known() {
+fn dumps_hold_the_known_state() {
     let fake = Fake::new();
     let communicator = fake.single(patient());
     let dump = communicator.dump();

@@ -50,8 +50,8 @@ fn dump(folder: &std::path::Path) -> serde_json::Value {
 }
 
 #[test]
-fn gives_up_what_hangs_on_the_device_and_dumps() {
-    with_folder("nccl::watchdog::gives_up_what_hangs_on_the_device_and_dumps", |folder| {
+fn aborts_operations_that_hang_on_the_device_and_dumps() {
+    with_folder("nccl::watchdog::aborts_operations_that_hang_on_the_device_and_dumps", |folder| {
         let fake = Fake::new();
         // A device that stands still unless it is driven, so that work in its streams stays under
         // way.
@@ -93,8 +93,8 @@ fn gives_up_what_hangs_on_the_device_and_dumps() {
 }
 
 #[test]
-fn gives_up_what_hangs_in_a_call_of_nccl() {
-    with_folder("nccl::watchdog::gives_up_what_hangs_in_a_call_of_nccl", |folder| {
+fn aborts_operations_that_hang_in_a_call_of_nccl() {
+    with_folder("nccl::watchdog::aborts_operations_that_hang_in_a_call_of_nccl", |folder| {
         let fake = Fake::new();
         let config = Config { close_timeout: HELD, blocking: true, ..watched(SOON) };
         let parent = fake.single(patient());

@@ -269,7 +269,7 @@ fn names_of_keys_are_listed_in_slices() {
 }
 
 #[test]
-fn who_has_not_shown_that_it_speaks_the_protocol_holds_nothing() {
+fn a_client_without_a_greeting_holds_no_memory() {
     let server = server();
     let store = client(&server);
     settle(&store);

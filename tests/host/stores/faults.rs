@@ -206,9 +206,9 @@ fn garbage_closes_its_connection_only() {
 }
 
 #[test]
-fn answers_that_nobody_reads_do_not_pile_up() {
+fn unread_answers_do_not_pile_up() {
     // The memory is the process's.
-    alone::run("stores::faults::answers_that_nobody_reads_do_not_pile_up", ask_and_read_nothing);
+    alone::run("stores::faults::unread_answers_do_not_pile_up", ask_and_read_nothing);
 }
 
 fn ask_and_read_nothing() {

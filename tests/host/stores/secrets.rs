@@ -32,7 +32,7 @@ fn said(port: u16, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn whoever_knows_the_secret_uses_the_store() {
+fn clients_with_the_secret_use_the_store() {
     let secret = secret('a');
     let host = host(Some(&secret));
     let connect =
@@ -85,7 +85,7 @@ fn a_stranger_changes_nothing_in_a_store_with_a_secret() {
 }
 
 #[test]
-fn who_has_no_secret_another_one_or_one_too_many_is_told_so_at_once() {
+fn a_missing_wrong_or_superfluous_secret_is_an_error_at_once() {
     let (ours, other) = (secret('a'), secret('b'));
     let (closed, open) = (host(Some(&ours)), host(None));
     let cases = [
@@ -121,8 +121,8 @@ fn a_strangers_refusal_is_shown_as_its_words_without_control_characters() {
         let error = TcpStore::connect_with_secret("127.0.0.1", port, PATIENCE, secret.as_ref()).unwrap_err();
         let error = error.to_string();
         assert!(!error.chars().any(char::is_control), "{error:?}");
-        assert!(error.contains("what answers there, without a proof"), "{error}");
-        assert!(error.contains(r#"says "\u{1b}]0;owned\u{7}"#), "{error}");
+        assert!(error.contains("the listener there, without a proof"), "{error}");
+        assert!(error.contains(r#"answers "\u{1b}]0;owned\u{7}"#), "{error}");
         assert!(error.contains(r#" \"quoted\"\nPASS\r\u{1b}[2J""#), "{error}");
     }
 }

@@ -73,7 +73,7 @@ pub fn run(rank: &Rank, how: How) -> Result<()> {
         if let Err(error) = nodes.turn(&mut place) {
             break error;
         }
-        rank.in_time(|| "a rank is lost, and nobody noticed".into())?;
+        rank.in_time(|| "a rank is lost, and no rank noticed".into())?;
     };
     let noticed = start.elapsed();
     let named = matches!(error, Error::PeerTimeout { operation, .. } if match how {

@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn styles_draw_what_they_say() {
+    fn styles_draw_as_described() {
         let mut rng = ChaCha8Rng::seed_from_u64(1);
         for style in Style::ALL {
             let routing = Routing::random(&mut rng, &[200, 0, 3, 50], 6, 16, style);

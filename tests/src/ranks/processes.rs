@@ -222,7 +222,7 @@ impl Peer {
                 }
                 Ok(Said::Done { .. }) => {}
                 Err(error) => {
-                    let text = format!("what it told the test is not understood: {error}");
+                    let text = format!("its message to the test cannot be read: {error}");
                     ended = Some((End::Failed { text, backtrace: None }, SystemTime::now()));
                 }
             }

@@ -665,7 +665,7 @@ mod tests {
 
     /// The checks must be able to fail.
     #[test]
-    fn what_is_not_as_it_should_be_is_noted() {
+    fn differences_from_the_oracle_are_noted() {
         let case = case();
         // The sums are BF16, twice as long as the rows.
         let setup = Setup::new(2, 2, 6, 96).max_topk(2).max_scales(3);

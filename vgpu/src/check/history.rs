@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_way_leads_through_what_others_had_read_before_they_wrote() {
+    fn a_way_leads_through_reads_of_others_before_their_writes() {
         let mut history = History::default();
         let (mut first, mut second) = (Writes::default(), Writes::default());
         let (release, acquire) = ((Sem::Release, Scope::Gpu), (Sem::Acquire, Scope::Gpu));

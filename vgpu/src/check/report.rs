@@ -226,7 +226,7 @@ pub(crate) fn fault(
 pub(crate) fn host_race(world: &World, wrong: Wrong, write: bool) -> String {
     let what = if write { "write" } else { "read" };
     match wrong {
-        Wrong::Unwritten => format!("the {what} finds memory that nobody wrote"),
+        Wrong::Unwritten => format!("the {what} finds unwritten memory"),
         Wrong::Race { other, wrote } => {
             let other = party(&world.grids, manner(other.how, wrote), actor_of(&other), other.pc, 0);
             format!(

@@ -358,7 +358,7 @@ fn a_wait_for_memory_spins_and_says_for_what() {
 }
 
 #[test]
-fn a_wait_for_bytes_that_nobody_copies_is_a_deadlock() {
+fn a_wait_for_bytes_without_a_copy_is_a_deadlock() {
     let body = "mov.u32 %r1, BAR; mbarrier.init.shared.b64 [%r1], 2; mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 64;
         W: mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0; @!%p1 bra W;";
     for dev in [DeviceConfig::default(), seeded(5)] {
@@ -397,7 +397,7 @@ fn a_block_that_waits_for_an_mbarrier_that_only_it_could_complete_is_a_deadlock(
 }
 
 #[test]
-fn who_gives_up_waiting_for_an_mbarrier_is_in_no_deadlock() {
+fn a_wait_for_an_mbarrier_that_is_given_up_is_no_deadlock() {
     let body = "
         mov.u32 %r1, BAR; mov.u32 %r2, 0;
         mbarrier.init.shared.b64 [%r1], 2;

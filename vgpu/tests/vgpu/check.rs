@@ -901,7 +901,7 @@ fn clean(body: &str, shape: (u32, u32), config: CheckConfig) {
 }
 
 #[test]
-fn reads_of_what_nobody_wrote_are_reported() {
+fn reads_of_unwritten_memory_are_reported() {
     let fault = fault_of("mov.u32 %r1, DATA; ld.shared.u32 %r2, [%r1+4];", 1, CheckConfig::default());
     assert!(
         matches!(fault.kind, FaultKind::Unwritten { space: "shared", offset, .. } if offset % 128 == 4),
@@ -916,7 +916,7 @@ fn reads_of_what_nobody_wrote_are_reported() {
     let fresh = memory.alloc(64, "fresh").unwrap();
     fresh.name_parts(|at| Some(format!("word[{}]", at / 8)));
     let garbage = reads(&fresh).unwrap_err();
-    assert!(garbage.contains("global memory that nobody wrote, at 'fresh' + 0x28 (word[5])"), "{garbage}");
+    assert!(garbage.contains("unwritten global memory, at 'fresh' + 0x28 (word[5])"), "{garbage}");
     reads(&memory.alloc_zeroed(64, "zeroed").unwrap()).unwrap();
     reads(&memory.alloc_host(64, "host").unwrap()).unwrap();
     // A bulk copy reads its source too.
@@ -1038,7 +1038,7 @@ JOIN:
 }
 
 #[test]
-fn what_nobody_wrote_is_poison_that_depends_on_the_seed() {
+fn unwritten_memory_is_poison_that_depends_on_the_seed() {
     let module = parse(
         "
     st.global.u64 [%rd42], %rd5;
@@ -1293,7 +1293,7 @@ fn a_stage_goes_back_to_bulk_copies_by_a_fence_and_after_its_source_was_read() {
 }
 
 #[test]
-fn what_blocks_still_read_is_neither_advanced_nor_reset() {
+fn words_that_blocks_still_read_are_neither_advanced_nor_reset() {
     let epoch = Case {
         name: "the epoch advanced while blocks read it",
         shape: (4, 1),
@@ -1434,7 +1434,7 @@ WAIT:
 }
 
 #[test]
-fn a_race_names_what_was_to_order_its_accesses() {
+fn a_race_names_the_synchronisation_that_failed() {
     let cases = [
         ("st.release.gpu", "st.relaxed.gpu", "the write is no release"),
         ("ld.acquire.gpu", "ld.relaxed.gpu", "the read is no acquire"),
@@ -1502,7 +1502,7 @@ THIRD:
 }
 
 #[test]
-fn what_an_earlier_kernel_of_the_stream_has_read_is_named() {
+fn reads_of_an_earlier_kernel_of_the_stream_are_named() {
     // One stream writes and tells by a relaxed store; on the other a kernel waits for that, and the
     // next one reads.
     let writer = "
@@ -1533,7 +1533,7 @@ AGAIN:
 }
 
 #[test]
-fn a_wait_for_an_mbarrier_that_never_completes_names_who_set_it_up() {
+fn a_wait_for_an_mbarrier_that_never_completes_names_its_initialisation() {
     let body = "
     mov.u32 %r1, MBAR;
     mbarrier.init.shared.b64 [%r1], 2;
@@ -1553,7 +1553,7 @@ WAIT:
 }
 
 #[test]
-fn a_copy_that_nobody_waited_for_names_the_wait() {
+fn a_copy_without_a_wait_names_the_missing_wait() {
     let body = "
     mov.u32 %r1, DATA;
     mov.u64 %rd1, 7;
@@ -1572,7 +1572,7 @@ fn a_copy_that_nobody_waited_for_names_the_wait() {
 }
 
 #[test]
-fn a_fault_tells_what_its_warps_did_last() {
+fn a_fault_lists_the_last_steps_of_its_warps() {
     let body = MESSAGE.replace("st.release.gpu", "st.relaxed.gpu");
     let module = parse(&body);
     let read = |fault: &Fault| fault.ptx_text.contains("ld.");
@@ -1591,7 +1591,7 @@ fn a_fault_tells_what_its_warps_did_last() {
 }
 
 #[test]
-fn a_kernel_that_reads_a_register_nobody_wrote_is_not_launched() {
+fn a_kernel_that_reads_an_unwritten_register_is_not_launched() {
     let body = ".file 1 \"src/k.rs\"\n.loc 1 42 0\nst.global.u32 [%rd42], %r7; // garbage";
     let launch_with = |body: &str, checker: Option<Checker>| {
         let (module, memory) = (parse(body), Memory::checked(0, checker));
@@ -1673,7 +1673,7 @@ READ:
 END:";
 
 #[test]
-fn what_is_written_whole_is_read_whole() {
+fn values_written_whole_are_read_whole() {
     let torn = |body: &str, seed: u64, checker: Checker| {
         // In front of all writes the words are 0 and 1 << 32, whose low halves are equal too.
         run(&parse(body), launch(2, 1), seed, Some(checker)).map(|words| words[4] != 4 << 32)

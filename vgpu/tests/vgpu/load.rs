@@ -291,7 +291,7 @@ fn garbage_never_panics() {
 
 /// Numbers and nesting in a short text must not take all memory or all of the stack.
 #[test]
-fn what_is_too_large_is_refused() {
+fn modules_that_are_too_large_are_rejected() {
     let head = ".version 8.4\n.target sm_90\n.address_size 64\n";
     let kernel = |body: &str| format!("{head}.visible .entry k(.param .u64 p) {{ {body} ret; }}");
     let huge = ".local .b8 v[16000000]; .local .b8 w[16000000];";

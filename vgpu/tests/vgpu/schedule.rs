@@ -131,7 +131,7 @@ fn how_much_of_a_grid_is_resident_at_first_is_drawn() {
 }
 
 #[test]
-fn what_never_ends_is_a_livelock() {
+fn a_grid_without_progress_is_a_livelock() {
     // Neither block only waits: one passes a word on, and the other passes it back.
     let ping_pong = "mov.u32 %r1, %ctaid.x; xor.b32 %r2, %r1, 1;
         L: atom.cas.relaxed.gpu.global.b32 %r3, [%rd40], %r1, %r2; bra L;";
@@ -155,7 +155,7 @@ fn what_never_ends_is_a_livelock() {
 }
 
 #[test]
-fn what_ends_or_waits_is_no_livelock() {
+fn blocks_that_end_or_wait_are_no_livelock() {
     // Many times the limit, but blocks come and go.
     let body = "mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 1000; @%p1 bra L;";
     let dev = DeviceConfig { livelock_limit: Some(10_000), max_blocks_resident: Some(2), ..seeded(3) };
@@ -406,7 +406,7 @@ fn a_warp_in_which_one_lane_goes_on_does_not_count_as_spinning() {
 }
 
 #[test]
-fn coverage_tells_what_any_lane_has_executed() {
+fn coverage_marks_instructions_that_any_lane_has_executed() {
     let body = "setp.eq.u32 %p1, %r40, 31; @%p1 mov.u32 %r1, 1; setp.eq.u32 %p2, %r40, 99;
         @%p2 mov.u32 %r2, 1; @%p2 bra NEVER; bra END; NEVER: mov.u32 %r3, 1; END:";
     let text = |body: &str| kernel("", body);

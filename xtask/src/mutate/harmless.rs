@@ -71,7 +71,7 @@ const HARMLESS: [Harmless; 12] = [
         kernel: "internode_dispatch",
         opcode: "fence.proxy.async",
         source: "take most of the links and end early",
-        why: "it paces bulk stores that have been waited for; what else was written, the forwarder's proxy fence orders",
+        why: "it paces bulk stores that have been waited for; the forwarder's proxy fence orders all other writes",
     },
     Harmless {
         kinds: &[Kind::ProxyFenceDropped, Kind::ProxyFenceOnlyShared],

@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn ptx_that_nobody_would_make_faults_in() {
+    fn malformed_ptx_does_not_panic() {
         // The names of the source files stand behind the last kernel.
         let (_, files) = epoxide_gpu::PTX.rsplit_once("\n}\n").unwrap();
         let kernels = epoxide_testing::fuzz::sample_kernels(epoxide_gpu::PTX, 12_000);

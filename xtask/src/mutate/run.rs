@@ -253,7 +253,7 @@ fn run_limited(command: &mut Command, output: &Path, limit: Duration) -> Result<
 const SIGNS: [(&str, &[&str]); 9] = [
     ("refused PTX", &["PTX cannot be loaded", "invalid PTX", "\n  | "]),
     ("race", &["data race"]),
-    ("unwritten", &["that nobody wrote", "which nothing has written"]),
+    ("unwritten", &["of unwritten ", "finds unwritten memory", "which nothing has written"]),
     ("bounds", &["is outside of every region", "which has been freed", "valid are", "is not a multiple of"]),
     ("mbarrier", &["mbarrier at shared offset"]),
     ("bulk copy", &["bulk copy:"]),

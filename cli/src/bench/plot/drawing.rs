@@ -1372,7 +1372,7 @@ mod tests {
     }
 
     #[test]
-    fn results_that_nobody_would_measure_are_drawn_or_refused() {
+    fn absurd_results_are_drawn_or_rejected() {
         let points = measured();
         let samples: Vec<Vec<u8>> = [&points[..1], &points[..2], &swept(&[1, 2], &[8])[..]]
             .map(|points| Results::new(points.to_vec()).json().unwrap().into_bytes())
@@ -1389,7 +1389,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_that_nobody_would_publish_are_drawn_or_refused() {
+    fn absurd_figures_are_drawn_or_rejected() {
         let samples = [
             include_str!("../../../../benches/data/peers-h200.json"),
             include_str!("../../../../benches/data/low-latency-2xh200.json"),
@@ -1529,7 +1529,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_drawn_is_said() {
+    fn impossible_drawings_are_rejected_with_a_reason() {
         let files = [file("", measured())];
         assert!(check_path("a.pdf".as_ref()).is_err());
         let of = |points: Vec<Point>, what| {

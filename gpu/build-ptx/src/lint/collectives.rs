@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lanes_share_parts_no_lanes() {
+    fn values_that_lanes_share_part_no_lanes() {
         let sets = [
             // A parameter, a load at an address that all lanes share, and results of collectives.
             "ld.param.b32 %r1, [copy_param_1];\nsetp.eq.b32 %p1, %r1, 0;",
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_parts_lanes() {
+    fn values_that_differ_part_lanes() {
         let sets = [
             "mov.u32 %r1, %tid.x;\nsetp.lt.u32 %p1, %r1, 33;",
             "mov.u32 %r1, %tid.x;\nsetp.lt.u32 %p1, %r1, %r2;",

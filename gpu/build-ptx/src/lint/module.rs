@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn what_we_ship_passes() {
+    fn shipped_preamble_passes() {
         assert_eq!(findings(&with(".extern .shared .align 128 .b8 DYN[];\n.file 1 \"gpu/src/lib.rs\"")), []);
     }
 

@@ -126,7 +126,7 @@ fn build(ws: &Workspace, places: &Places) -> Result<()> {
     let (Some(llvm_config), Some(libclang), Some(cuda)) =
         (&places.llvm_config, &places.libclang, places.cuda_with_headers())
     else {
-        bail!("its source is in {}; what building it takes is not complete", ws.display(&source));
+        bail!("its source is in {}; the parts for building it are not complete", ws.display(&source));
     };
     println!("building rustc_codegen_nvvm");
     let mut command = build_command(ws, &source, places.libraries());

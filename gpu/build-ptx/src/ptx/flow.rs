@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loop_without_an_end_is_decided_by_what_leads_into_it() {
+    fn a_loop_without_an_end_is_decided_by_the_branch_into_it() {
         let (flow, at) = flow("@%p1 bra END;\nLOOP:\nbra.uni LOOP;\nEND:\nret;");
         assert_eq!(flow.decided_by(0), [at("LOOP")]);
         assert_eq!(flow.decided_by(at("LOOP")), [at("LOOP")]);

@@ -96,7 +96,9 @@ impl CuResult {
             CuResult::LAUNCH_TIMEOUT => {
                 "the watchdog ended the kernel: this GPU drives a display; use another"
             }
-            CuResult::CONTEXT_IS_DESTROYED => "something reset the primary context; nobody else may do so",
+            CuResult::CONTEXT_IS_DESTROYED => {
+                "the primary context was reset: no other code of the process may do so"
+            }
             CuResult::ILLEGAL_ADDRESS | CuResult::ASSERT => FAULT,
             _ if (CuResult::HARDWARE_STACK_ERROR.0..=CuResult::LAUNCH_FAILED.0).contains(&self.0) => FAULT,
             _ if (CuResult::STREAM_CAPTURE_UNSUPPORTED.0..=CuResult::STREAM_CAPTURE_WRONG_THREAD.0)

@@ -379,7 +379,7 @@ pub(super) fn handle(stream: &Stream) -> u64 {
 }
 
 #[test]
-fn a_fault_is_sticky_and_drops_what_is_queued() {
+fn a_fault_is_sticky_and_drops_queued_work() {
     on_both(|rig| {
         let words = rig.words(1);
         let event = rig.event();
@@ -522,7 +522,7 @@ fn a_capture_forks_and_joins() {
 }
 
 #[test]
-fn what_a_capture_cannot_hold_is_refused() {
+fn a_capture_rejects_calls_that_it_cannot_record() {
     on_both(|rig| {
         let side = rig.stream();
         let event = rig.event();
@@ -776,7 +776,7 @@ fn answers_to_the_host(ptx: &str, executor: Executor) -> Result<()> {
 }
 
 #[test]
-fn what_the_host_reads_of_mapped_memory_is_checked() {
+fn host_reads_of_mapped_memory_are_checked() {
     for executor in [Executor::Threaded, Executor::Manual(Machine::new(7))] {
         answers_to_the_host(PTX, executor.clone()).unwrap();
         let relaxed = PTX.replace("st.release.sys.global.u64", "st.relaxed.sys.global.u64");

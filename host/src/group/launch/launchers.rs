@@ -377,7 +377,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_all_have_done_counts_for_more_than_that_one_gave_up_since() {
+    fn keys_that_are_set_count_even_if_a_launcher_gave_up_since() {
         let (timeout, limits) = (Duration::from_secs(60), ConnectionLimits::default());
         let store = TcpStore::host_at("", "127.0.0.1", 0, timeout, LINGER, None, &limits).unwrap();
         let launchers = Launchers {

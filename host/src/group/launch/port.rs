@@ -44,7 +44,7 @@ impl HeldPort {
             }
         }
         let reason = format!(
-            "{TRIES} ports in a row were taken as soon as they were chosen; who listens, `ss -tlp` says"
+            "{TRIES} ports in a row were taken as soon as they were chosen; `ss -tlp` lists the listeners"
         );
         Err(Error::os("bind", reason))
     }

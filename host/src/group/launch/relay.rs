@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_last_arrives_though_a_pipe_stays_open() {
+    fn the_last_output_arrives_though_a_pipe_stays_open() {
         let (reader, mut writer) = std::io::pipe().unwrap();
         let (mut passed, sink) = std::io::pipe().unwrap();
         let sinks = Sinks::new(Box::new(sink), Box::new(std::io::sink()));

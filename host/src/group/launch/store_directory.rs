@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_holds_is_swept_and_nothing_else() {
+    fn directories_without_a_lock_are_swept_and_no_others() {
         let parent = tempfile::tempdir().unwrap();
         let held = StoreDirectory::below(parent.path()).unwrap();
         let make = |name: String| {

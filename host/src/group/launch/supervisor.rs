@@ -201,7 +201,7 @@ impl Launch {
         let lost = [("standard output", out.lost), ("standard error", err.lost)];
         if let Some((stream, error)) = lost.into_iter().find_map(|(stream, lost)| Some((stream, lost?))) {
             let cause = first.map(|failure| format!("; then {failure}")).unwrap_or_default();
-            let reason = format!("{stream}: {error}; what the ranks print is lost{cause}");
+            let reason = format!("{stream}: {error}; the output of the ranks is lost{cause}");
             return Err(Error::os("write", reason).into());
         }
         let own = first.map(|mut failure| {

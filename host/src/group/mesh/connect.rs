@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_goodbye_on_one_connection_waits_for_what_comes_on_the_other() {
+    fn a_goodbye_on_one_connection_waits_for_frames_on_the_other() {
         let mut engine = engine(Arc::new(HashStore::new()));
         let (mut first, mut second) = (connect(&mut engine), connect(&mut engine));
         let goodbye = Header::control(Kind::Goodbye, 0, 0).encode();

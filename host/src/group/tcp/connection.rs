@@ -223,7 +223,7 @@ impl Connection {
                 let mut text = vec![0; length];
                 self.receive(&mut text, deadline)?;
                 Ok(Some(format!(
-                    "what answers there, without a proof that it knows the secret, says {}",
+                    "the listener there, without a proof that it knows the secret, answers {}",
                     quoted(&text)
                 )))
             }
@@ -345,7 +345,7 @@ impl Connection {
             answer if answer == nonce => Ok(()),
             _ if bytes == MARK => match self.refusal(deadline)? {
                 Some(reason) => Err(denied(&reason)),
-                None => Err(broken("answered a challenge that nobody gave".to_owned())),
+                None => Err(broken("answered without a challenge".to_owned())),
             },
             answer => Err(broken(format!("answered a ping of {nonce:#x} with {answer:#x}"))),
         }

@@ -132,8 +132,8 @@ pub(super) fn read_answer(socket: &mut TcpStream, deadline: Instant) -> Result<(
     if text.is_empty() {
         return Ok(());
     }
-    take(socket, &mut text, deadline).map_err(|error| format!("refused, but did not say why: {error}"))?;
-    Err(format!("refused; what answers there says {}", quoted(&text)))
+    take(socket, &mut text, deadline).map_err(|error| format!("rejected, without a reason: {error}"))?;
+    Err(format!("rejected; the listener there answers {}", quoted(&text)))
 }
 
 fn parse_address(text: &str) -> Option<([u8; TOKEN], SocketAddr)> {

@@ -110,7 +110,7 @@ fn alone_with_a_secret(test: impl Fn(&Setup<'_>)) {
 }
 
 #[test]
-fn who_has_the_token_and_not_the_secret_is_not_let_in() {
+fn a_token_without_the_secret_is_rejected() {
     alone_with_a_secret(|setup| {
         let (mut first, mut second) = (Door::open(setup).unwrap(), Door::open(setup).unwrap());
         let claims = |to: &Door| super::door::claims(setup, 1, 0, 0, to.address);
@@ -166,7 +166,7 @@ fn who_has_the_token_and_not_the_secret_is_not_let_in() {
 }
 
 #[test]
-fn who_answers_without_the_secret_gets_no_frames() {
+fn an_impostor_without_the_secret_gets_no_frames() {
     alone_with_a_secret(|setup| {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("{:032x}@{}", 7, listener.local_addr().unwrap());
@@ -191,7 +191,7 @@ fn ranks_of_one_host_listen_at_loopback() {
 }
 
 #[test]
-fn the_oldest_of_the_silent_makes_room_whoever_was_refused_before() {
+fn the_oldest_silent_stranger_makes_room_even_after_rejections() {
     alone(SOON, |setup| {
         let limits = ConnectionLimits { strangers: 3, ..ConnectionLimits::default() };
         let options = TransportOptions { limits, ..setup.options.clone() };
@@ -279,7 +279,7 @@ fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
             assert!(error.contains(expected) && error.contains("with rank 1"), "{error}");
             let answer = read_answer(&mut socket, deadline(SOON)).unwrap_err();
             assert!(
-                answer.starts_with("refused; what answers there says \"") && answer.contains(expected),
+                answer.starts_with("rejected; the listener there answers \"") && answer.contains(expected),
                 "{answer}"
             );
         }
