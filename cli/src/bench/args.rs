@@ -66,8 +66,8 @@ pub struct Args {
     /// Sizes of the measurement.
     #[command(flatten)]
     pub sizes: PlanFlags,
-    /// Runs, each with a buffer and rows of its own; the results keep their times apart. `bench
-    /// compare` needs several runs for a verdict.
+    /// Runs, each with a buffer and rows of its own; the results keep their times apart.
+    /// `bench compare` needs several runs for a verdict.
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = TIMING)]
     pub repeat: u32,
     /// Also measure NCCL on the same routing, by all-to-all and by all-gather + reduce-scatter, and

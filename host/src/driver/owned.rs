@@ -386,8 +386,8 @@ impl Stream {
         unsafe { self.launch_checked(kernel, shape, &call) }
     }
 
-    /// Launches `kernel`, a `K`, in the shape that its attribute gives a call: `#[kernel(grid = ..,
-    /// block = .., ..)]`.
+    /// Launches `kernel`, a `K`, in the shape that its attribute gives a call:
+    /// `#[kernel(grid = .., block = .., ..)]`.
     ///
     /// # Errors
     /// As [`Stream::call`]; and [`Error::Launch`] where the attribute names no grid or no block.

@@ -156,9 +156,10 @@ pub(super) fn stress(ptx: &mut String, devices: usize) {
     );
 }
 
-/// The entries `clear (buf, results, stride, instances)` and `check (buf, results, counts, stride,
-/// instances)`, of a thread for each instance. `check` adds to the counts: guards that passed,
-/// conditions that held, instances whose threads did not start together.
+/// The entries `clear (buf, results, stride, instances)` and
+/// `check (buf, results, counts, stride, instances)`, of a thread for each instance. `check` adds
+/// to the counts: guards that passed, conditions that held, instances whose threads did not start
+/// together.
 pub(super) fn ends(ptx: &mut String, initial: &[(u64, u32)], wanted: &[Wanted], guards: &[Wanted]) {
     let instance = format!(
         "{REGISTERS}.reg .b64 %rd<8>;\nld.param.u64 %rd1, [buf];\nld.param.u64 %rd4, [results];\nld.param.u32 %w2, [stride];\n\

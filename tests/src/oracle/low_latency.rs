@@ -6,8 +6,8 @@ use half::bf16;
 
 use super::Routing;
 
-/// Expected metadata of one rank after a low-latency dispatch. A row of token t from rank s is `s *
-/// max_tokens + t`.
+/// Expected metadata of one rank after a low-latency dispatch. A row of token t from rank s is
+/// `s * max_tokens + t`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LowLatencyPlan {
     /// By local expert: source rank and token of each of its rows, by rank, then by token. A token

@@ -1,8 +1,8 @@
 //! `ldmatrix` and `stmatrix`: 8 x 8 matrices of 16-bit elements between shared memory and the
 //! registers of a warp.
 //!
-//! Lane `8 m + r` gives the address of row `r` of matrix `m`, and lane `t` holds elements `2 (t %
-//! 4)` and the next of row `t / 4`; with `.trans`, of column `t / 4`. So each lane gets the
+//! Lane `8 m + r` gives the address of row `r` of matrix `m`, and lane `t` holds elements
+//! `2 (t % 4)` and the next of row `t / 4`; with `.trans`, of column `t / 4`. So each lane gets the
 //! addresses of its rows by shuffles, and then accesses shared memory by itself.
 
 use super::emit::Emit;

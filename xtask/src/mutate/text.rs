@@ -53,8 +53,8 @@ pub fn bodies(text: &str, kernels: &[&str]) -> Result<Vec<Body>> {
 }
 
 impl Line {
-    /// Opcode with modifiers: that of the main instruction where the line is a block of its own, `{
-    /// .reg .pred p; mbarrier.. }`. Empty for labels, directives and remarks.
+    /// Opcode with modifiers: that of the main instruction where the line is a block of its own,
+    /// `{ .reg .pred p; mbarrier.. }`. Empty for labels, directives and remarks.
     pub fn opcode(&self) -> &str {
         let mut rest = self.text.as_str();
         if let Some(block) = rest.strip_prefix('{') {

@@ -20,8 +20,8 @@ pub struct Entry {
     pub line: usize,
     /// Its parameters, in order.
     pub params: Vec<Param>,
-    /// Directives between the parameters and the body, such as `.maxntid 256, 1, 1 .minnctapersm
-    /// 2`.
+    /// Directives between the parameters and the body, such as
+    /// `.maxntid 256, 1, 1 .minnctapersm 2`.
     pub directives: String,
     /// The statements of the body, nested scopes included.
     pub body: Vec<Statement>,
