@@ -10,9 +10,9 @@
 //! | NIC | one slot, row and metadata, for each (token, other node), the same both ways | as given |
 //!
 //! Across nodes a token travels once to each node with a destination, to the rank with the sender's
-//! index in that node. That rank passes it on over NVLink. Combine is the same backwards with sums
-//! on the way. [`check`] compares the model with measurements of hardware, of one node and of
-//! several. The existing ones are of one.
+//! index in that node. The receiving rank passes it on over NVLink. Combine is the same backwards
+//! with sums on the way. [`check`] compares the model with measurements of hardware, of one node
+//! and of several. The existing ones are of one.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;

@@ -125,7 +125,7 @@ pub fn run(
         }
         DeviceKind::Cuda => open_device(DeviceKind::Cuda, ordinal),
     };
-    // A rank that fails tells the others once its own device has given up. That may take the host's
+    // A rank that fails tells the others once its own device has given up. This may take the host's
     // wait for the counts: twice the timeout.
     let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
     match placement {

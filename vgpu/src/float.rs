@@ -517,7 +517,8 @@ pub(crate) fn narrow_ftz(v: f64, mode: Round) -> f32 {
 pub(crate) const SCALE: f32 = 18_446_744_073_709_551_616.0;
 
 /// `.ftz` for a result that rounds to the smallest normal number. `scaled` is the same result,
-/// [`SCALE`] times as large; it tells whether the result is still that large before rounding.
+/// [`SCALE`] times as large; it tells whether the result is as large when rounded with all its
+/// digits.
 #[inline(always)]
 pub(crate) fn flush_tiny(v: f32, scaled: impl FnOnce() -> f32) -> f32 {
     if v.abs() == f32::MIN_POSITIVE && scaled().abs() < f32::MIN_POSITIVE * SCALE {

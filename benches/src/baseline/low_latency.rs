@@ -81,8 +81,8 @@ impl Exchange for LowLatency {
 
 impl Drop for LowLatency {
     fn drop(&mut self) {
-        // After an error of the timing, replays may be under way. That error already reports the
-        // stream's fault.
+        // After an error of the timing, replays may be under way. The timing's error already
+        // reports the stream's fault.
         let _ = self.rank.stream.synchronize();
     }
 }

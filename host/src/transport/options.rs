@@ -101,7 +101,7 @@ pub struct TransportOptions {
 pub const MAX_QUEUES: u32 = 64;
 
 impl TransportOptions {
-    /// Not shaped, 30 s, the default limits, and as many queues as a fast network takes. That is
+    /// Not shaped, 30 s, the default limits, and as many queues as a fast network takes. It is
     /// eight if a processor moves the bytes, one if a card does.
     pub fn new(kind: TransportKind) -> TransportOptions {
         let queues_per_peer = match kind {

@@ -2,8 +2,8 @@
 //! steps.
 //!
 //! A token with a destination on a node goes there once, to the rank with its sender's index in the
-//! node. That rank passes it on to the destination ranks. The *sender* owns tokens, the *receiver*
-//! runs the experts, the *forwarder* relays.
+//! node. The receiving rank passes it on to the destination ranks. The *sender* owns tokens, the
+//! *receiver* runs the experts, the *forwarder* relays.
 
 use half::bf16;
 

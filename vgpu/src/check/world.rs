@@ -313,8 +313,8 @@ impl World {
         let World { shadows, grids, config, .. } = self;
         let shadow = &mut shadows[number as usize];
         let result = if shadow.hidden {
-            // Host writes to hidden memory, and strong host reads of it, are not checked: only the
-            // host code orders them.
+            // Host writes to hidden memory are not checked: the checker sees no other host accesses
+            // there. Strong host reads are polls.
             if write || how.strong.is_some() { Ok(()) } else { shadow.take(grids, at, bytes, &who) }
         } else if write {
             shadow.write(grids, at, bytes, &who, |_| false, |_| None).map(drop)

@@ -35,7 +35,7 @@ pub struct HeldPort {
 }
 
 impl HeldPort {
-    /// Takes any free port without a listener, not even one that listens since a moment ago.
+    /// Takes any free port. Checks afterwards that no socket listens there.
     pub fn any() -> Result<HeldPort> {
         for _ in 0..TRIES {
             let port = HeldPort::next()?;
