@@ -142,7 +142,7 @@ impl BlockState {
         for p in &self.bulk.pending {
             let what = match p.dst {
                 End::Shared(_) => {
-                    "a bulk load without a wait is under way; it writes to shared memory that is gone: wait on its mbarrier"
+                    "a bulk load is under way without a wait; it writes to shared memory that is gone: wait on its mbarrier"
                 }
                 End::Global(_) if !p.awaited => {
                     "a bulk store may still read its source, in shared memory that is gone: wait with cp.async.bulk.wait_group or .wait_group.read"
