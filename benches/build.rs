@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-/// What decides what is measured; changes elsewhere do not make a commit dirty.
+/// Paths whose content decides the measurement; changes elsewhere do not make a commit dirty.
 const MEASURED: [&str; 7] =
     ["../Cargo.lock", "../gpu", "../host", "../vgpu", "../tests/src", "src", "Cargo.toml"];
 
@@ -23,7 +23,7 @@ fn commit() -> Option<String> {
     Some(if changes.is_empty() { commit } else { format!("{commit}-dirty") })
 }
 
-/// What git prints; nothing where it fails.
+/// Output of git; nothing if it fails.
 fn git(arguments: &[&str]) -> Option<String> {
     let output = Command::new("git").arg("--no-optional-locks").args(arguments).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())

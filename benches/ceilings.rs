@@ -1,6 +1,8 @@
-//! What the NVLink links of this machine can do: bulk copies (TMA) with all GPUs at once, by number of blocks.
+//! Bandwidth of this machine's NVLink links: bulk copies (TMA) with all GPUs at once, by number of
+//! blocks.
 //!
-//! `cargo bench --features cuda --bench ceilings [-- RANKS]`. Every other figure is a share of these.
+//! `cargo bench --features cuda --bench ceilings [-- RANKS]`. Every other figure is a share of
+//! these.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! Speed of the virtual GPU on one core, without checks and in check mode.
 //!
-//! `cargo bench --bench vgpu` measures a loop of 16-byte copies, and kernels of the library from the
-//! committed PTX. The ranks of an exchange share one thread and take turns, as the grids of one
+//! `cargo bench --bench vgpu` measures a loop of 16-byte copies, and kernels of the library from
+//! the committed PTX. The ranks of an exchange share one thread and take turns, as the grids of one
 //! device do in the library's virtual driver. Times are processor times of this thread, because
 //! other programs may use the machine as well.
 
@@ -149,7 +149,7 @@ fn copy_loop(checked: bool, times: usize) -> Result<Vec<Run>> {
     runs
 }
 
-/// What a rank of the exchange has in its memory.
+/// Memory of a rank of the exchange.
 struct Rank {
     comm: Comm,
     layout: LayoutArgs,

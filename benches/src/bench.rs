@@ -1,4 +1,4 @@
-//! What a rank of a benchmark calls, and whether the results are right.
+//! Calls of a rank of a benchmark, and checks of their results.
 
 use epoxide::driver::{Memory, MemoryKind, Stream};
 use epoxide::ep::{
@@ -109,12 +109,13 @@ impl<'a> Bench<'a> {
         Ok(Bench { plan, rig, calls, no_rows, nothing, flush, traced: Vec::new(), watch })
     }
 
-    /// Says what goes on now.
+    /// Reports the current work.
     pub fn doing(&self, what: &str) {
         self.watch.doing(self.rig.rank, what);
     }
 
-    /// Dispatches the rows, and none at all, with the buffer's present configuration: the two routings.
+    /// Dispatches the rows, and none at all, with the buffer's present configuration: the two
+    /// routings.
     fn route(
         plan: &Plan,
         buffer: &mut Buffer,
@@ -184,7 +185,8 @@ impl<'a> Bench<'a> {
     pub fn no_failure(&mut self) -> Result<()> {
         match self.rig.take_failure() {
             None => Ok(()),
-            // Not a mismatch between ranks, which are to change what they ask for: the library is wrong.
+            // Not a mismatch between ranks, which are to change what they ask for: the library is
+            // wrong.
             Some(failure) => Err(Error::os("verify", format!("rank {}: {failure}", self.rig.rank))),
         }
     }
@@ -229,7 +231,8 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// By node: tokens that this rank sends there, and those from there that it relays, as the handle has them.
+    /// By node: tokens that this rank sends there, and those from there that it relays, as the
+    /// handle has them.
     pub fn rows_by_node(&self) -> Result<(Vec<u64>, Vec<u64>)> {
         let Some(handle) = self.calls.routing.internode() else {
             let heads = self.calls.routing.send_head().to_host::<i32>(&self.rig.stream)?;

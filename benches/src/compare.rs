@@ -1,18 +1,21 @@
 //! Ratios of two results, with their spread, and whether they mean anything.
 //!
-//! The unit is the run: a buffer and rows of its own, warmed up and timed. Iterations of one run share what it happened to get (memory,
-//! clocks, neighbours), so that they agree with each other better than with those of the next run, and a test that counts them calls
-//! nearly every pair of runs different. Of a run, its median counts.
+//! The unit is the run: a buffer and rows of its own, warmed up and timed. Iterations of one run
+//! share its conditions (memory, clocks, other load). They agree with each other better than with
+//! the next run's, so a test that counts iterations calls nearly every pair of runs different. The
+//! median of a run counts.
 //!
-//! Where runs of A and B alternated, the order within each pair drawn by lot, the test is the one that the lot itself gives: if A and B
-//! are the same, each pair might as well have come out the other way round, so every choice of signs of the pairs' log ratios is as likely
-//! as what was seen, whatever the noise is like and however it drifts from pair to pair. Where they did not alternate, runs are exchanged
-//! between the sides, which takes for granted that the machine did not change between them; of virtual GPUs, whose times are those of a
-//! machine with other work, nothing is concluded then.
+//! If runs of A and B alternated, with the order within each pair drawn by lot, the lot itself
+//! gives the test. If A and B are the same, each pair might as well have come out the other way
+//! round. So every choice of signs of the pairs' log ratios is as likely as the observed one, for
+//! any noise and any drift from pair to pair. If they did not alternate, runs are exchanged between
+//! the sides, which assumes that the machine did not change between them. For virtual GPUs, whose
+//! times are those of a machine with other work, no verdict is given then.
 //!
-//! Phases of a run are compared together: an arrangement counts against a phase where *any* phase stands out as much in it, so that the
-//! chance of an alarm holds for the whole comparison, and phases that go up and down together are not punished for it (max T of Westfall and
-//! Young, in one step). Differences below a tolerance are noise whatever the test says.
+//! Phases of a run are compared together: an arrangement counts against a phase if *any* phase
+//! stands out as much in it. So the chance of an alarm holds for the whole comparison. Phases that
+//! go up and down together are not punished for it (max T of Westfall and Young, in one step).
+//! Differences below a tolerance are noise, whatever the test's result.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -29,7 +32,8 @@ use crate::{Error, Result};
 pub const ALPHA: f64 = 0.005;
 /// Fewer iterations a run have no median worth the name.
 const FEWEST_SAMPLES: usize = 5;
-/// Fewest pairs whose signs can be chosen in so many ways that all alike is less likely than [`ALPHA`].
+/// Fewest pairs whose signs can be chosen in so many ways that all alike is less likely than
+/// [`ALPHA`].
 pub const FEWEST_PAIRS: usize = 9;
 /// The same of runs that did not alternate, on each side.
 pub const FEWEST_RUNS: usize = 6;
@@ -42,7 +46,7 @@ const WIDEST: f64 = 1.1;
 /// Bootstrap resamples.
 const RESAMPLES: usize = 2000;
 
-/// What a difference is.
+/// Verdict on a difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     /// B takes less time.
@@ -87,17 +91,18 @@ impl Verdict {
 pub struct Line {
     /// The sizes.
     pub key: Key,
-    /// What was timed.
+    /// The timed operation.
     pub what: String,
     /// The runs' medians, of A and of B: their geometric mean over runs.
     pub median_us: (f64, f64),
-    /// B over A: the one median over the other, which is the geometric mean of the pairs' ratios where there are pairs.
+    /// B over A: the one median over the other, which is the geometric mean of the pairs' ratios
+    /// where there are pairs.
     pub ratio: f64,
     /// 95% of the bootstrap's ratios lie here; nothing of single runs.
     pub interval: Option<(f64, f64)>,
     /// The chance that any line stands out as much where there is no difference.
     pub p: Option<f64>,
-    /// What to make of it.
+    /// The verdict.
     pub verdict: Verdict,
     /// Logarithms of the runs' medians, in order.
     logs: (Vec<f64>, Vec<f64>),
@@ -127,7 +132,8 @@ struct Timed {
     samples: usize,
 }
 
-/// A line that a point timed: the median over all runs, and the iterations of all runs, as many of each.
+/// A line that a point timed: the median over all runs, and the iterations of all runs, as many of
+/// each.
 type Times<'a> = (String, f64, &'a [f64]);
 
 /// Whether two points have the same sizes.
@@ -146,7 +152,8 @@ fn are_runs_of_one(a: &Point, b: &Point) -> bool {
     settings(a) == settings(b)
 }
 
-/// All that can be compared. Nothing of the baselines: whether another program became faster is no verdict on this one.
+/// All that can be compared. Nothing of the baselines: whether another program became faster is no
+/// verdict on this one.
 fn times(point: &Point) -> Vec<Times<'_>> {
     let of_slowest = |what: String, times| {
         let Slowest { p50_us, samples_us, .. }: &Slowest = times;
@@ -324,7 +331,8 @@ fn judge(lines: &mut [Line], tolerance: f64) {
     }
 }
 
-/// For each line of differences, one a pair, how often any line is as far from 0 where signs are chosen at will.
+/// For each line of differences, one a pair, how often any line is as far from 0 where signs are
+/// chosen at will.
 fn exchange_in_pairs(lines: &[Vec<f64>]) -> Vec<f64> {
     let pairs = lines.first().map_or(0, Vec::len);
     let seen = vec![false; pairs];
@@ -345,7 +353,8 @@ fn exchange_in_pairs(lines: &[Vec<f64>]) -> Vec<f64> {
     shares(lines, &seen, &arrangements, value)
 }
 
-/// For each line of runs, the first `of_a` of which are A's, how often any line's sides are as far apart where runs are dealt anew.
+/// For each line, how often any line's sides are as far apart if its runs are dealt anew. The first
+/// `of_a` runs are A's.
 fn exchange_between_sides(lines: &[Vec<f64>], of_a: usize) -> Vec<f64> {
     let runs = lines.first().map_or(0, Vec::len);
     let seen: Vec<bool> = (0..runs).map(|run| run < of_a).collect();
@@ -371,13 +380,14 @@ fn exchange_between_sides(lines: &[Vec<f64>], of_a: usize) -> Vec<f64> {
     shares(&centred, &seen, &arrangements, value)
 }
 
-/// The square of a sum over the sum of squares, which no arrangement changes: it grows with Student's t, and alike for lines of as many
-/// runs, so that lines can be held against each other.
+/// The square of a sum over the sum of squares, which no arrangement changes. It grows with
+/// Student's t, and alike for lines with equal numbers of runs, so that lines can be compared.
 fn standing_out(sum: f64, squares: f64) -> f64 {
     if squares > 0.0 { sum * sum / squares } else { 0.0 }
 }
 
-/// For each line the share of arrangements in which any line stands out as much as this one was seen to.
+/// For each line the share of arrangements in which any line stands out as much as this one was
+/// seen to.
 fn shares(
     lines: &[Vec<f64>],
     seen: &[bool],
@@ -398,7 +408,8 @@ fn mean(values: &[f64]) -> f64 {
     crate::results::mean(values)
 }
 
-/// The 95% interval of the ratio B over A over resampled pairs or runs. The same runs give the same interval.
+/// The 95% interval of the ratio B over A over resampled pairs or runs. The same runs give the same
+/// interval.
 fn bootstrap(a: &[f64], b: &[f64], paired: bool) -> (f64, f64) {
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     let mut draw = |runs: usize| -> Vec<usize> { (0..runs).map(|_| rng.random_range(0..runs)).collect() };
@@ -415,12 +426,12 @@ fn bootstrap(a: &[f64], b: &[f64], paired: bool) -> (f64, f64) {
 }
 
 impl Comparison {
-    /// What is said to be faster or slower.
+    /// Lines with a verdict of faster or slower.
     pub fn differences(&self) -> impl Iterator<Item = &Line> {
         self.lines.iter().filter(|line| matches!(line.verdict, Verdict::Faster | Verdict::Slower))
     }
 
-    /// What is said to be slower, by at least this share.
+    /// Lines with a verdict of slower, by at least this share.
     ///
     /// # Errors
     /// Where there is no verdict on a line, with the reason and the remedy.
@@ -520,7 +531,8 @@ mod tests {
     use super::*;
     use crate::tests::h200;
 
-    /// Runs of a noisy machine: it drifts, each run is off by a little of its own, some by a lot, and iterations scatter within a run.
+    /// Runs of a noisy machine. It drifts, each run is off by a little of its own, some by a lot,
+    /// and iterations scatter within a run.
     struct Machine {
         point: Point,
         rng: ChaCha8Rng,
@@ -580,7 +592,7 @@ mod tests {
 
     #[test]
     fn exchanged_pairs_agree_with_a_case_worked_by_hand() {
-        // Of 16 choices of signs two have a sum of 10 or -10, and two one of 8 or -8.
+        // Two of the 16 choices of signs have a sum of 10 or -10, and two a sum of 8 or -8.
         assert_eq!(exchange_in_pairs(&[vec![1.0, 2.0, 3.0, 4.0]]), [2.0 / 16.0]);
         assert_eq!(exchange_in_pairs(&[vec![-1.0, 2.0, 3.0, 4.0]]), [4.0 / 16.0]);
         assert_eq!(exchange_in_pairs(&[vec![0.0; 4]]), [1.0]);
@@ -637,14 +649,15 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_told_is_not() {
+    fn runs_that_are_too_few_or_alike_get_no_verdict() {
         let (a, b) = Machine::new(1, 0.001).ab(10, 1.2);
         let verdict = |a: &[Point], b: &[Point]| compare(a, b, 0.01).unwrap().lines[0].verdict;
         assert_eq!(verdict(&a, &b), Verdict::Slower);
         assert_eq!(verdict(&b, &a), Verdict::Faster);
         assert_eq!(verdict(&a[..1], &b[..1]), Verdict::TooFewRuns(1, FEWEST_RUNS));
         assert_eq!(verdict(&a[..4], &b[..4]), Verdict::TooFewRuns(4, FEWEST_PAIRS));
-        // The same runs, not alternated: fewer will do, where the machine is taken to stay as it is.
+        // The same runs, not alternated: fewer will do, where the machine is taken to stay as it
+        // is.
         let after = |points: &[Point]| -> Vec<Point> {
             let mut points = points.to_vec();
             points.iter_mut().for_each(|point| point.runs[0].started += 1e6);

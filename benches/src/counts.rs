@@ -1,5 +1,6 @@
-//! How many tokens a rank sends and receives: the six metrics, counted serially from the routing, and what uniform routing
-//! makes of them on average. The benchmark holds its devices' counts against the serial ones.
+//! How many tokens a rank sends and receives: the six metrics, counted serially from the routing,
+//! and what uniform routing makes of them on average. The benchmark holds its devices' counts
+//! against the serial ones.
 
 use std::collections::BTreeSet;
 
@@ -7,10 +8,12 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-/// The six metrics of one phase for one rank: tokens as `u64`, means as `f64`, or bandwidths made of them.
+/// The six metrics of one phase for one rank: tokens as `u64`, means as `f64`, or bandwidths made
+/// of them.
 ///
-/// Dispatch sends unique (token, node) pairs and receives unique (source token, rank) pairs, own ones included; `nvl` is the
-/// part within the node, `rdma` the part across. Combine swaps the sides.
+/// Dispatch sends unique (token, node) pairs and receives unique (source token, rank) pairs, own
+/// ones included. `nvl` is the part within the node, `rdma` the part across. Combine swaps the
+/// sides.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct TokenCounts<T> {
     /// Sent.
@@ -53,14 +56,16 @@ impl<T: Copy> TokenCounts<T> {
     }
 }
 
-/// What one rank moves in a dispatch; a combine moves the same backwards.
+/// Counts of one rank in a dispatch; a combine moves the same backwards.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct RankCounts {
     /// The six metrics.
     pub six: TokenCounts<u64>,
-    /// Tokens of other nodes that this rank passes on in its own. In a combine, the sums that it sends to other nodes.
+    /// Tokens of other nodes that this rank passes on in its own. In a combine, the sums that it
+    /// sends to other nodes.
     pub relayed: u64,
-    /// Received rows that came over NVLink: those of ranks with another index in their node, since relays keep the index.
+    /// Received rows that came over NVLink: those of ranks with another index in their node, since
+    /// relays keep the index.
     pub linked: u64,
 }
 
@@ -92,7 +97,8 @@ pub struct Sizes {
     pub topk: u32,
 }
 
-/// Dispatch's counts of every rank, from the ids alone: `ids[rank]` is `[tokens, topk]`, negative where none is selected.
+/// Dispatch's counts of every rank, from the ids alone: `ids[rank]` is `[tokens, topk]`, negative
+/// where none is selected.
 pub fn serial(ids: &[Vec<i64>], sizes: Sizes) -> Vec<RankCounts> {
     let local_experts = i64::from(sizes.experts / sizes.ranks);
     let per_node = sizes.ranks_per_node as usize;
@@ -144,14 +150,16 @@ pub fn expected(tokens: f64, sizes: Sizes) -> TokenCounts<f64> {
     }
 }
 
-/// The chance that `topk` distinct experts of `experts` hit any of `part` given ones: 1 - C(E - part, K) / C(E, K).
+/// The chance that `topk` distinct experts of `experts` hit any of `part` given ones: 1 - C(E -
+/// part, K) / C(E, K).
 fn chance_of_any(experts: u32, part: u32, topk: u32) -> f64 {
     let miss: f64 =
         (0..topk).map(|k| f64::from((experts - part).saturating_sub(k)) / f64::from(experts - k)).product();
     1.0 - miss
 }
 
-/// Ids of the `topk` best of `|normal| + 1` scores, for each token; each is replaced by -1 with probability `masked`.
+/// Ids of the `topk` best of `|normal| + 1` scores, for each token; each is replaced by -1 with
+/// probability `masked`.
 pub fn random_topk(rng: &mut ChaCha8Rng, tokens: u32, topk: u32, experts: u32, masked: f64) -> Vec<i64> {
     let mut ids = Vec::with_capacity((tokens * topk) as usize);
     for _ in 0..tokens {
@@ -170,7 +178,8 @@ pub fn random_topk(rng: &mut ChaCha8Rng, tokens: u32, topk: u32, experts: u32, m
     ids
 }
 
-/// Two nodes of two ranks, eight experts, top-2, four tokens a rank: docs/BENCH-METHOD.md works it by hand.
+/// Two nodes of two ranks, eight experts, top-2, four tokens a rank: docs/BENCH-METHOD.md works it
+/// by hand.
 pub const ACROSS_NODES: [[i64; 8]; 4] =
     [[0, 6, 3, 5, 7, 6, 1, -1], [2, 4, 6, 1, 0, 1, 5, 7], [7, 0, 1, 2, 4, 5, 3, 6], [0, 2, 6, 7, 5, 1, 4, 3]];
 
@@ -185,7 +194,8 @@ mod tests {
         (0..sizes.ranks).map(|_| random_topk(&mut rng, tokens, sizes.topk, sizes.experts, masked)).collect()
     }
 
-    /// The routing worked by hand in docs/BENCH-METHOD.md: 4 ranks, 8 experts, top-2, two tokens a rank.
+    /// The routing worked by hand in docs/BENCH-METHOD.md: 4 ranks, 8 experts, top-2, two tokens a
+    /// rank.
     const BY_HAND: [[i64; 4]; 4] = [[0, 2, 1, -1], [6, 7, 2, 5], [-1, -1, 0, 4], [1, 6, 3, 2]];
 
     #[test]
@@ -227,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sent_is_received() {
+    fn sent_rows_equal_received_rows() {
         for (seed, ranks, ranks_per_node, topk, masked) in
             [(1, 4, 4, 2, 0.0), (2, 8, 2, 4, 0.3), (3, 8, 1, 8, 0.0), (4, 6, 3, 3, 0.9)]
         {
@@ -242,10 +252,11 @@ mod tests {
                 assert_eq!(six.recv_total, six.recv_nvl + six.recv_rdma);
                 assert_eq!(six.swapped().swapped(), *six);
             }
-            // Every pair (token, node) is at least one row there, and with one rank a node exactly one.
+            // Every pair (token, node) is at least one row there, and with one rank a node exactly
+            // one.
             assert!(sum(|six| six.send_nvl) <= sum(|six| six.recv_nvl));
             assert!(sum(|six| six.send_rdma) <= sum(|six| six.recv_rdma));
-            // What crosses is relayed at the other end.
+            // Rows that cross nodes are relayed at the other end.
             assert_eq!(sum(|six| six.send_rdma), counts.iter().map(|rank| rank.relayed).sum::<u64>());
             if ranks_per_node == 1 {
                 assert!(counts.iter().all(|rank| rank.linked == 0));

@@ -1,12 +1,14 @@
-//! What tells routings and kernels apart: two results of one digest measured the same.
+//! Digests of routings and kernels: two results with equal digests measured the same.
 
 use std::fmt::Write;
 
-/// Bytes of the hash that are kept: enough to tell things apart, and no protection from an attacker.
+/// Bytes of the hash that are kept: enough to tell things apart, and no protection from an
+/// attacker.
 const BYTES: usize = 8;
 
-/// The first 16 hexadecimal digits of the SHA-256 of every rank's expert ids in rank order, as little-endian 64-bit integers, each rank's
-/// behind their number: the same on every machine and in every version.
+/// The first 16 hexadecimal digits of the SHA-256 of every rank's expert ids in rank order. The ids
+/// are little-endian 64-bit integers; each rank's number of ids precedes its ids. The digest is the
+/// same on every machine and in every version.
 pub fn of_routing<'a>(ranks: impl IntoIterator<Item = &'a [i64]>) -> String {
     let mut hash = hmac_sha256::Hash::new();
     for ids in ranks {
@@ -35,7 +37,8 @@ fn digits(hash: hmac_sha256::Hash) -> String {
 mod tests {
     use super::*;
 
-    /// Files of other versions must have the same digest: what is expected was computed by Python's hashlib.
+    /// Files of other versions must have the same digest. Python's hashlib computed the expected
+    /// values.
     #[test]
     fn a_routing_has_the_same_digest_for_ever() {
         assert_eq!(of_routing([&[0, 3, -1][..], &[2, 1, 7]]), "1dbbcfdfb0a7e72b");

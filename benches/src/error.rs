@@ -6,7 +6,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Why a measurement did not come about.
 #[derive(Clone, thiserror::Error)]
 pub enum Error {
-    /// What was asked for is wrong, or a file is not what it should be.
+    /// The request is wrong, or a file has the wrong form.
     #[error("{0}")]
     Usage(String),
     /// This machine, or the library, has no room for the sizes.

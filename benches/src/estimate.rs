@@ -1,9 +1,10 @@
-//! What a measurement will take, before it begins: so that nobody waits for minutes to learn that it takes hours.
+//! Estimate of a measurement's time and memory before it begins, so that no user waits minutes to
+//! learn that it takes hours.
 
 use crate::{Effort, Plan, counts};
 
-/// Processor time of the interpreter, in nanoseconds, from measurements on the two cores that docs/BENCH-NOTES.md names: for each block
-/// of a call, and each peer that it waits for.
+/// Processor time of the interpreter, in nanoseconds, for each block of a call, and each peer that
+/// it waits for. Measured on the two cores that docs/BENCH-NOTES.md names.
 const BLOCK_NS: f64 = 40_000.0;
 /// For each row that comes or goes.
 const ROW_NS: f64 = 2_300.0;
@@ -15,34 +16,37 @@ const BUSY: f64 = 0.75;
 const OTHER_CALLS: f64 = 20.0;
 /// Seconds of a rank for a buffer and rows.
 const SETUP: f64 = 0.015;
-/// Bytes of a rank on a virtual GPU whatever the sizes, and for each multiprocessor.
+/// Bytes of a rank on a virtual GPU for any size, and for each multiprocessor.
 const RANK_BYTES: f64 = 6e6;
 const SM_BYTES: f64 = 2.8e6;
-/// Received rows are there so many times: in the pool, twice, and where they are made and compared with others.
+/// Received rows are there so many times: in the pool, twice, and where they are made and compared
+/// with others.
 const COPIES: f64 = 6.0;
 
-/// What a measurement will take, roughly.
+/// Rough needs of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Estimate {
     /// Bytes of a rank's pool and of what lies beside it on the device.
     pub device_bytes: f64,
     /// On virtual GPUs: bytes of this process. Their memory is the host's.
     pub host_bytes: f64,
-    /// On virtual GPUs: seconds. Of hardware nothing is foretold.
+    /// On virtual GPUs: seconds. Hardware gets no estimate.
     pub seconds: Option<f64>,
 }
 
 impl Plan {
-    /// What it will take, with so many processors for the virtual GPUs.
+    /// The estimate, with so many processors for the virtual GPUs.
     pub fn estimate(&self, processors: usize) -> Estimate {
         let ranks = f64::from(self.topology.ranks());
         let received = counts::expected(f64::from(self.tokens), self.count_sizes()).recv_total;
         let row = self.combine_row_bytes() as f64;
-        // The pool has room for all tokens of all ranks, once for rows that come and once for those that go back.
+        // The pool has room for all tokens of all ranks, once for rows that come and once for those
+        // that go back.
         let pool = ranks * f64::from(self.tokens) * (2.0 * row + 16.0 * f64::from(self.topk));
         let own = (f64::from(self.tokens) * 2.0 + received) * row;
         let most_sms = self.num_sms.iter().copied().max().unwrap_or(0);
-        // An all-gather's rows and a reduce-scatter's, once on the device and once where they are made and compared.
+        // An all-gather's rows and a reduce-scatter's, once on the device and once where they are
+        // made and compared.
         let gathered = if self.baseline.is_some() { ranks * f64::from(self.tokens) * row * 2.0 } else { 0.0 };
         let own = own + gathered;
         let host =

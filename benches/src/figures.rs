@@ -1,5 +1,5 @@
-//! Figures that are no results file: those of other projects, and of this one where a table alone was kept. Each has
-//! its version, command and date beside it, or says that none was recorded.
+//! Figures that are no results file: those of other projects, and of this one where a table alone
+//! was kept. Each has its version, command and date beside it, or says that none was recorded.
 
 use serde::{Deserialize, Serialize};
 
@@ -19,7 +19,7 @@ pub struct Figures {
     pub note: String,
     /// How they are drawn.
     pub style: Style,
-    /// What the positions of a panel are.
+    /// Label of the positions of a panel.
     pub x_label: String,
     /// The systems, in the order of the legend.
     pub systems: Vec<System>,
@@ -42,7 +42,7 @@ pub enum Style {
 /// A measured system.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct System {
-    /// What people call it.
+    /// Common name of the system.
     pub name: String,
     /// Version or commit; for this project the kernels.
     pub version: String,
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_that_nobody_would_publish() {
+    fn malformed_figures_do_not_panic() {
         let samples = [
             include_str!("../data/peers-h200.json"),
             include_str!("../data/low-latency-2xh200.json"),

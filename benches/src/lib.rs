@@ -1,8 +1,9 @@
-//! Measures dispatch and combine on ranks, counts what they move, models what they take, and stores the results. It prints nothing and
-//! knows no flags: `epoxide bench` is the command.
+//! Measures dispatch and combine on ranks, counts what they move, models what they take, and stores
+//! the results. It prints nothing and knows no flags: `epoxide bench` is the command.
 //!
-//! A [`Plan`] says what to measure, [`measure()`] does on threads of this process, and [`measure::rank`] on one rank of any group. What
-//! comes of it is [`results::Point`]s: everything that is printed, stored or drawn comes from those alone.
+//! A [`Plan`] describes a measurement. [`measure()`] runs it on threads of this process,
+//! [`measure::rank`] on one rank of any group. The results are [`results::Point`]s: all printed,
+//! stored or drawn figures come from those alone.
 
 mod baseline;
 mod bench;
@@ -41,12 +42,12 @@ pub use plan::{Baseline, CombineRows, Effort, LowLatency, Plan, TIMEOUT};
 pub use shapes::Shapes;
 pub use watch::Watch;
 
-/// Measures all that a plan asks for on ranks that are threads of this process; `open` makes the device of a rank. The points, and what
-/// each rank measured in the first run.
+/// Measures all that a plan asks for on ranks that are threads of this process; `open` makes the
+/// device of a rank. The points, and what each rank measured in the first run.
 ///
 /// # Errors
-/// [`Error::Usage`] for sizes that cannot be, [`Error::DoesNotFit`] where there is no room for them here, and whatever the operations
-/// report.
+/// [`Error::Usage`] for impossible sizes, [`Error::DoesNotFit`] if there is no room for them here,
+/// and errors of the operations.
 pub fn measure(
     plan: &Plan,
     open: impl Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync,

@@ -1,4 +1,5 @@
-//! What low-latency dispatch and combine take: replays of graphs, one after the other, the host waiting for nothing.
+//! Times of low-latency dispatch and combine: replays of graphs, one after the other, without a
+//! wait of the host.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -34,7 +35,7 @@ fn quantise(dtype: DType) -> Quantise {
 /// One run on rank `group.rank()`, a buffer for each number of multiprocessors. Collective.
 ///
 /// # Errors
-/// Where something that came differs from the oracle, and whatever the operations report.
+/// A received row or a sum differs from the oracle; and errors of the operations.
 pub(crate) fn measure(
     plan: &Plan,
     low: LowLatency,
@@ -133,7 +134,8 @@ fn times(
     let chain = stream.capture(|| (0..plan.chain()).try_for_each(|_| pair(buffer)))?;
     let device = stream.device().clone();
     let event = || Event::new(&device, true);
-    // SAFETY: what was recorded is the buffer's and the inputs', which live until the stream has been waited for.
+    // SAFETY: the recorded addresses are the buffer's and the inputs', which live until the stream
+    // has been waited for.
     let launch = |graph: &Graph| unsafe { graph.launch(stream) };
     let us = |from: &Event, to: &Event| -> Result<f64> { Ok(f64::from(from.elapsed_ms(to)?) * 1e3) };
     let mut times = Times { num_sms, ..Times::default() };

@@ -90,7 +90,7 @@ fn high_throughput(
         max_scales: plan.num_scales() as u32,
     };
     let config = plan.config(plan.num_sms[0])?;
-    // First of all: what is missing is said before anything is made.
+    // First of all, so that a missing library is reported before anything is made.
     let nccl = plan.baseline.map(|Baseline::Nccl| Nccl::join(device, group)).transpose()?;
     let topology = plan.topology;
     let mut options = BufferOptions::new(shape)
@@ -140,8 +140,9 @@ fn high_throughput(
 }
 
 impl Bench<'_> {
-    /// What the transport alone takes for the rows of each phase: host code puts as many bytes to the same peers, in puts of as many
-    /// rows, all ranks at once. Mean of iterations one after the other. Collective.
+    /// Times of the transport alone for the rows of each phase. Host code puts as many bytes to the
+    /// same peers, in puts of as many rows, all ranks at once. Mean of iterations one after the
+    /// other. Collective.
     fn transport_alone(&self, group: &dyn ProcessGroup) -> Result<Vec<(PhaseName, f64)>> {
         let plan = self.plan;
         if plan.topology.nodes == 1 || plan.no_ceiling {
@@ -167,7 +168,7 @@ impl Bench<'_> {
         Ok(times)
     }
 
-    /// What the proxies have put so far. All that carries bytes has left when an operation has ended.
+    /// Puts of the proxies so far. All puts of an operation have left when it has ended.
     fn wire_count(&self) -> WireCount {
         self.rig.buffer.wire_stats().iter().fold(WireCount::default(), |sum, (_, _, stats)| WireCount {
             bytes: sum.bytes + stats.bytes,
@@ -259,7 +260,8 @@ impl Bench<'_> {
         mut call: impl FnMut(&mut Self) -> Result<()>,
     ) -> Result<()> {
         for _ in 0..TRACED_CALLS {
-            // A barrier and at most two launches, of one of which all multiprocessors may have a block more.
+            // A barrier and at most two launches, of one of which all multiprocessors may have a
+            // block more.
             let more = self.rig.buffer.device().info().sm_count;
             self.rig.buffer.start_trace((3 * num_sms + more) as u64)?;
             self.rig.buffer.start_put_trace(TRACED_PUTS);

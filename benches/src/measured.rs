@@ -1,4 +1,4 @@
-//! What one rank measured.
+//! Measurements of one rank.
 
 use std::time::Instant;
 
@@ -22,7 +22,7 @@ pub struct TracedCall {
     pub barrier: Option<TracedLaunch>,
     /// Its own launches, in order.
     pub launches: Vec<TracedLaunch>,
-    /// What the proxies put meanwhile.
+    /// Puts of the proxies meanwhile.
     pub puts: Vec<PutTrace>,
     /// Before the barrier was enqueued, and after the device had ended all.
     pub host: (Instant, Instant),
@@ -64,13 +64,14 @@ pub struct Times {
     pub combine_stream: f64,
     /// The links' own speed in GB/s with as many blocks: (push, pull).
     pub ceiling: Option<(f64, f64)>,
-    /// What the proxies put in a phase's calls.
+    /// Puts of the proxies in each phase's calls.
     pub wire: Vec<(PhaseName, WireCount)>,
     /// Replays of captured steps; nothing where none were asked for.
     pub replays: Vec<ReplayTimes>,
-    /// Pairs one after the other, the time of one: low latency's, else cached dispatch and combine in the pool where there is a baseline.
+    /// Pairs one after the other, the time of one: low latency's, else cached dispatch and combine
+    /// in the pool where there is a baseline.
     pub pair: Samples,
-    /// What low latency took; nothing in the other modes.
+    /// Times of low latency; empty in the other modes.
     pub low_latency: Vec<(PhaseName, LowLatencyTimes)>,
 }
 
@@ -103,18 +104,18 @@ pub struct ReplayTimes {
 }
 
 impl Times {
-    /// What low latency took for an operation.
+    /// Times of a low-latency operation.
     pub fn low_latency(&self, name: PhaseName) -> Option<&LowLatencyTimes> {
         self.low_latency.iter().find(|(phase, _)| *phase == name).map(|(_, times)| times)
     }
 
-    /// What the proxies put in all calls of a phase.
+    /// Puts of the proxies in all calls of a phase.
     pub fn wire_of(&self, name: PhaseName) -> Option<WireCount> {
         self.wire.iter().find(|(phase, _)| *phase == name).map(|(_, count)| *count)
     }
 }
 
-/// What the proxies of a rank put.
+/// Puts of a rank's proxies.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WireCount {
     /// Bytes.
@@ -123,7 +124,7 @@ pub struct WireCount {
     pub puts: u64,
 }
 
-/// What a rank measured of a way.
+/// Measurements of one rank for one way.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct WaySamples {
     /// The way.
@@ -132,7 +133,8 @@ pub struct WaySamples {
     pub dispatch: Samples,
     /// Combines.
     pub combine: Samples,
-    /// Dispatches and combines back to back, mean per call; missing where a combine goes with one dispatch alone.
+    /// Dispatches and combines back to back, mean per call; missing where a combine goes with one
+    /// dispatch alone.
     pub stream: Option<(f64, f64)>,
     /// Pairs one after the other, the time of one.
     pub pair: Samples,
@@ -167,16 +169,19 @@ pub struct RankResult {
     pub topk_idx: Vec<i64>,
     /// Tokens of a dispatch, as the device's handle has them.
     pub counts: RankCounts,
-    /// Whether the ranks of several nodes were one node to the buffer, as all their memory is mapped.
+    /// Whether the ranks of several nodes were one node to the buffer, as all their memory is
+    /// mapped.
     pub is_joined: bool,
-    /// Whether rows for other nodes go over NVLink too: their wire memory is mapped, and nothing is put.
+    /// Whether rows for other nodes go over NVLink too: their wire memory is mapped, and nothing is
+    /// put.
     pub mapped: bool,
-    /// What the transport alone takes for the rows of a phase, in microseconds; nothing where all is mapped.
+    /// Times of the transport alone for the rows of each phase, in microseconds; empty if all peers
+    /// are mapped.
     pub transport_us: Vec<(PhaseName, f64)>,
     /// Traced calls; of ranks in other processes none.
     #[serde(skip)]
     pub traced: Vec<TracedCall>,
-    /// What the other ways took; nothing without a baseline.
+    /// Times of the other ways; empty without a baseline.
     pub others: Vec<WaySamples>,
     /// Times by number of multiprocessors.
     pub times: Vec<Times>,

@@ -1,6 +1,7 @@
-//! What sizes that no one here can run would take, from measured figures and exact counts.
+//! Predicted times for sizes that cannot be run here, from measured figures and exact counts.
 //!
-//! A call takes a fixed time plus that of its slowest resource, since bytes stream through all of them at once:
+//! A call takes a fixed time plus that of its slowest resource, since bytes stream through all of
+//! them at once:
 //!
 //! | resource | bytes of a rank | rate |
 //! |---|---|---|
@@ -8,9 +9,10 @@
 //! | NVLink | rows to (dispatch) or from (combine) other ranks of the node | the measured ceiling of plain bulk copies |
 //! | NIC | one slot, row and metadata, for each (token, other node), the same both ways | as given |
 //!
-//! Across nodes a token travels once to each node that wants it, to the rank with the sender's own number there, which
-//! passes it on over NVLink; combine is the same backwards with sums on the way. [`check`] holds the model against measurements of
-//! hardware, of one node and of several; those that exist are of one.
+//! Across nodes a token travels once to each node with a destination, to the rank with the sender's
+//! index in that node. The receiving rank passes it on over NVLink. Combine is the same backwards
+//! with sums on the way. [`check`] compares the model with measurements of hardware, of one node
+//! and of several. The existing ones are of one.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -34,17 +36,17 @@ pub struct Figures {
     pub push_gbps: Vec<(u32, f64)>,
     /// The same of pulls.
     pub pull_gbps: Vec<(u32, f64)>,
-    /// What a multiprocessor stores in a dispatch, own rows included.
+    /// Bandwidth of one multiprocessor's stores in a dispatch, own rows included.
     pub sm_push_gbps: f64,
-    /// What a multiprocessor loads in a combine, own rows included.
+    /// Bandwidth of one multiprocessor's loads in a combine, own rows included.
     pub sm_pull_gbps: f64,
     /// A dispatch's fixed part: launch, the ready and done words, the tail.
     pub dispatch_us: f64,
     /// A combine's.
     pub combine_us: f64,
-    /// What an uncached dispatch adds: the count exchange.
+    /// Extra time of an uncached dispatch: the count exchange.
     pub notify_us: f64,
-    /// What the metadata of a row takes one multiprocessor, in ns.
+    /// Time of one multiprocessor for the metadata of a row, in ns.
     pub metadata_ns: f64,
     /// Copy of rows into the pool, GB/s of rows.
     pub staging_gbps: f64,
@@ -81,7 +83,8 @@ impl Figures {
         }
     }
 
-    /// Takes the links' ceilings from measured points: those that the multiprocessors' own rate does not hide.
+    /// Takes the links' ceilings from measured points: those that the multiprocessors' own rate
+    /// does not hide.
     ///
     /// # Errors
     /// Where no point has one.
@@ -123,7 +126,7 @@ fn at(table: &[(u32, f64)], sms: u32) -> f64 {
     }
 }
 
-/// What is predicted.
+/// A case to predict.
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
     /// Ranks, experts, top-k.
@@ -145,7 +148,8 @@ pub struct Prediction {
     pub phase: PhaseName,
     /// Microseconds.
     pub us: f64,
-    /// Bytes over NVLink, out in a dispatch and in in a combine; where nodes are mapped with the rows for other nodes.
+    /// Bytes over NVLink, out in a dispatch and in in a combine; where nodes are mapped with the
+    /// rows for other nodes.
     pub nvlink_bytes: f64,
     /// Bytes over the NIC, each way.
     pub nic_bytes: f64,
@@ -158,7 +162,7 @@ impl Case {
     pub fn predict(&self, phase: PhaseName, six: TokenCounts<f64>, figures: &Figures) -> Prediction {
         let per_node = f64::from(self.sizes.ranks_per_node);
         let row = if phase.is_dispatch() { self.dispatch_row_bytes } else { self.combine_row_bytes } as f64;
-        // Of the rows for a node, one in `per_node` is for the rank that has them already.
+        // One in `per_node` of a node's rows is for the rank that has them already.
         let nvlink_bytes = six.recv_total * (per_node - 1.0) / per_node * row;
         // A combine sends as many sums as rows came, which is as many as a rank sends on average.
         let slot_bytes = six.send_rdma * phase.slot_bytes(row as u64, self.sizes.topk) as f64;
@@ -190,7 +194,8 @@ impl Case {
     }
 }
 
-/// Mean counts, and the most rows that a rank receives, of `sample` random tokens a rank, scaled to `tokens`.
+/// Mean counts, and the most rows that a rank receives, of `sample` random tokens a rank, scaled to
+/// `tokens`.
 ///
 /// # Errors
 /// Where the sample is empty.
@@ -245,7 +250,7 @@ pub fn check<'a>(points: &'a [Point], figures: &Figures) -> Vec<Checked<'a>> {
             num_sms: key.num_sms,
             dispatch_row_bytes: row_bytes(PhaseName::DispatchCached),
             combine_row_bytes: row_bytes(PhaseName::CombineInPool),
-            // Rows for other nodes that nobody put.
+            // Rows for other nodes without puts.
             mapped: point
                 .phases
                 .iter()
@@ -264,7 +269,7 @@ pub fn check<'a>(points: &'a [Point], figures: &Figures) -> Vec<Checked<'a>> {
     checked
 }
 
-/// What [`check`] found, as a table.
+/// The results of [`check`], as a table.
 pub fn check_text(checked: &[Checked<'_>]) -> String {
     let mut out = format!(
         "{:>5} {:>5} {:>5} {:<5} {:<18} {:>11} {:>11} {:>7}  limit",

@@ -1,6 +1,7 @@
-//! What the network between nodes does with puts, by size and by how many are under way. No kernel runs: host
-//! code posts to the proxies' rings, so that the figures hold what a kernel sees, ring and proxy included. Where a peer's memory is
-//! mapped there is no queue that a kernel could use: there the puts are copies on a stream, by the devices' copy engines.
+//! Puts over the network between nodes, measured by size and by the number under way. No kernel
+//! runs. Host code posts to the proxies' rings, so the figures include ring and proxy, as for a
+//! kernel. For a mapped peer there is no queue that a kernel could use. There the puts are copies
+//! on a stream, by the devices' copy engines.
 
 use std::sync::Arc;
 
@@ -25,7 +26,7 @@ pub struct WirePoint {
     pub schema_version: u32,
     /// `wire`.
     pub mode: String,
-    /// What carries the puts.
+    /// Transport of the puts.
     pub transport: String,
     /// Queues to each peer.
     pub queues: u32,
@@ -68,7 +69,7 @@ pub struct WirePoint {
 pub struct WireResults {
     /// [`SCHEMA_VERSION`] of the writer.
     pub schema_version: u32,
-    /// Who wrote it.
+    /// Program that wrote it.
     pub tool: String,
     /// Measured points.
     pub points: Vec<WirePoint>,
@@ -90,7 +91,7 @@ impl WireResults {
     }
 }
 
-/// What is measured.
+/// Settings of the measurement.
 #[derive(Debug, Clone)]
 pub struct NetworkPlan {
     /// Bytes of a put, multiples of 16.
@@ -99,7 +100,7 @@ pub struct NetworkPlan {
     pub depths: Vec<u64>,
     /// Nodes and ranks.
     pub topology: Topology,
-    /// What joins the nodes.
+    /// The network between the nodes.
     pub transport: TransportKind,
     /// Queues to each peer.
     pub queues: u32,
@@ -113,18 +114,18 @@ pub struct NetworkPlan {
     pub iters: u32,
 }
 
-/// What a rank measured.
+/// Measurements of one rank.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct OfRank {
     /// The device's name.
     pub device: String,
     /// True where no device of hardware holds the memory.
     pub is_virtual: bool,
-    /// What was measured, by size.
+    /// Measurements by size.
     pub sizes: Vec<OfSize>,
 }
 
-/// What a rank measured of one size.
+/// Measurements of one rank for one size.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct OfSize {
     /// Microseconds; empty on ranks that answered or have no partner.
@@ -135,7 +136,7 @@ pub struct OfSize {
 
 impl NetworkPlan {
     /// # Errors
-    /// What of it cannot be measured.
+    /// An error if the plan cannot be measured.
     pub fn check(&self) -> Result<()> {
         if let Some(size) =
             self.sizes.iter().find(|size| !size.is_multiple_of(16) || **size > Poster::LARGEST)
@@ -206,7 +207,7 @@ pub fn points(plan: &NetworkPlan, ranks: &[OfRank]) -> Vec<WirePoint> {
 /// Runs rank `group.rank()`. Collective.
 ///
 /// # Errors
-/// Whatever the transport reports.
+/// Errors of the transport.
 pub fn rank(
     plan: &NetworkPlan,
     device: &Arc<dyn Device>,

@@ -1,4 +1,4 @@
-//! What is measured.
+//! Plan of a measurement.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -37,7 +37,7 @@ pub enum Effort {
     Phases,
 }
 
-/// What can be measured beside epoxide.
+/// Libraries that can be measured beside epoxide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Baseline {
     /// NCCL, by all-to-all and by all-gather + reduce-scatter.
@@ -87,7 +87,7 @@ pub struct Plan {
     pub keep_nodes: bool,
     /// Whether the devices are virtual: points of theirs are no points of hardware.
     pub is_virtual: bool,
-    /// What joins the nodes.
+    /// The network between the nodes.
     pub transport: TransportKind,
     /// Queues to each peer on another node.
     pub queues: u32,
@@ -101,12 +101,13 @@ pub struct Plan {
     pub topk: u32,
     /// Row type of dispatch; combine is BF16 in high throughput.
     pub dtype: DType,
-    /// Multiprocessors for each operation: one point for each number. [`Plan::ALL_SMS`] in low latency
-    /// is all that the device has.
+    /// Multiprocessors for each operation: one point for each number. [`Plan::ALL_SMS`] in low
+    /// latency is all that the device has.
     pub num_sms: Vec<u32>,
     /// Rows that travel together in one put.
     pub rdma_send: u32,
-    /// Rows of the ring between nodes that the original interface's size hints assume; nothing here has one.
+    /// Rows of the ring between nodes that the original interface's size hints assume; nothing here
+    /// has one.
     pub rdma_recv: u32,
     /// Rows of a chunk within a node, of which the same is true.
     pub nvl_send: u32,
@@ -149,7 +150,7 @@ pub struct Plan {
 /// countable.
 const MOST_REPETITIONS: u32 = 100_000;
 
-/// Rejects a number of repetitions that is too small or that nobody waits for.
+/// Rejects a number of repetitions that is too small or absurdly large.
 pub(crate) fn check_count(flag: &str, value: u32, least: u32) -> Result<()> {
     if value < least {
         return Err(Error::Usage(format!("{flag} {value}: must be at least {least}")));
@@ -184,7 +185,7 @@ impl Plan {
         }
     }
 
-    /// What is timed.
+    /// The timed phases.
     pub fn phases(&self) -> &'static [PhaseName] {
         if self.low_latency.is_some() { &PhaseName::LOW_LATENCY } else { &PhaseName::HIGH_THROUGHPUT }
     }
@@ -241,7 +242,7 @@ impl Plan {
         Cow::Owned(Plan { topology, ..self.clone() })
     }
 
-    /// What a count of the routing needs to know.
+    /// Sizes for a count of the routing.
     pub fn count_sizes(&self) -> counts::Sizes {
         let (ranks, ranks_per_node) = (self.topology.ranks(), self.topology.ranks_per_node);
         counts::Sizes { ranks, ranks_per_node, experts: self.experts, topk: self.topk }
@@ -388,7 +389,8 @@ impl Plan {
         of_a_number * self.num_sms.len() as u64 + self.baseline_steps()
     }
 
-    /// Steps of the baseline and of what else is measured beside it, and those of pairs of the point's own way.
+    /// Steps of the baseline and of what else is measured beside it, and those of pairs of the
+    /// point's own way.
     fn baseline_steps(&self) -> u64 {
         let calls = u64::from(self.warmup + self.iters);
         match self.baseline {

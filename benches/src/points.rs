@@ -9,7 +9,8 @@ use crate::results::{
 use crate::timing::CHAIN;
 use crate::{Effort, Error, Plan, Result, digest, low_latency};
 
-/// The points of all runs of all ranks, `runs[rank][run]`, and what the ranks measured in the first.
+/// The points of all runs of all ranks, `runs[rank][run]`, and what the ranks measured in the
+/// first.
 ///
 /// # Errors
 /// As [`points`].
@@ -135,7 +136,7 @@ fn check_wire(plan: &Plan, ranks: &[RankResult], counts: &[RankCounts]) -> Resul
         {
             let rows = if name.is_dispatch() { counts.six.send_rdma } else { counts.relayed };
             let messages = if name == PhaseName::DispatchUncached { rank.message_bytes } else { 0 };
-            // What kernels write themselves is not put.
+            // Kernels store to mapped peers themselves, without puts.
             let calls = if rank.mapped { 0 } else { calls };
             let expected = calls * (rows * name.slot_bytes(plan.row_bytes(name), plan.topk) + messages);
             let put = times.wire_of(name).map_or(0, |count| count.bytes);
@@ -151,7 +152,7 @@ fn check_wire(plan: &Plan, ranks: &[RankResult], counts: &[RankCounts]) -> Resul
     Ok(())
 }
 
-/// What the phases of one point have in common.
+/// Data that the phases of one point share.
 struct Common<'a> {
     plan: &'a Plan,
     ranks: &'a [RankResult],
@@ -261,7 +262,7 @@ impl Common<'_> {
         ceilings.map(|ceilings| mean(&ceilings))
     }
 
-    /// What can be told of all ranks' times for a phase, whatever does its work.
+    /// Figures from all ranks' times for a phase, for any way.
     fn whole_calls(&self, name: PhaseName, samples: &[&[f64]], back_to_back: Option<Spread>) -> Phase {
         let row_bytes = self.plan.row_bytes(name);
         let call = Distribution::new(samples);

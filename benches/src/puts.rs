@@ -1,6 +1,6 @@
-//! Puts without a kernel: host code posts requests to the proxies' rings, as kernels do, and waits for what the peers put. What
-//! it measures is what a kernel sees of the transport: ring, proxy, queue and network. To peers whose memory is mapped it copies on a
-//! stream.
+//! Puts without a kernel: host code posts requests to the proxies' rings, as kernels do, and waits
+//! for what the peers put. It measures the transport as a kernel sees it: ring, proxy, queue and
+//! network. To peers whose memory is mapped it copies on a stream.
 
 use std::collections::VecDeque;
 use std::mem::offset_of;
@@ -17,8 +17,9 @@ use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 
 /// A rank's queues to the ranks with its index on other nodes, and memory to put from and to.
 ///
-/// Wire memory: a word for each (source rank, queue) with the number of the round that has come in whole, as many words for the
-/// counters of other puts, the region that puts come from, and one for each node that they go to.
+/// Wire memory holds, in this order: a word for each (source rank, queue) with the number of the
+/// last complete round; as many words for the counters of other puts; the region that puts read;
+/// and one region for each node that they write.
 pub struct Poster<'a> {
     // The proxies go first: they use the rest.
     proxies: Proxies,
@@ -44,7 +45,7 @@ struct Lane {
     carrier: Carrier,
 }
 
-/// What carries a lane's puts.
+/// Carrier of a lane's puts.
 enum Carrier {
     /// A proxy: the address of its [`QueueWords`] and ring.
     Ring(u64),
@@ -89,8 +90,9 @@ impl Lane {
 
 /// A word of a queue's memory.
 fn word<'a>(ring: u64, offset: usize) -> &'a AtomicU64 {
-    // SAFETY: mapped host memory, which a device and the host reach by the same address, and which the poster's proxies keep for as
-    // long as its lanes are used; offsets are of 8-byte words in it. The proxy accesses them atomically.
+    // SAFETY: mapped host memory, with the same address for the device and the host. The poster's
+    // proxies keep it for as long as its lanes are used. Offsets are of 8-byte words in it. The
+    // proxy accesses them atomically.
     unsafe { AtomicU64::from_ptr((ring as *mut u64).byte_add(offset)) }
 }
 
@@ -131,8 +133,9 @@ impl Copies {
     /// `slot` is not in flight.
     fn post(&mut self, slot: u64, put: Put) -> Result<()> {
         let at = |memory: &Memory, offset: u64| DevicePtr(memory.ptr().0 + offset);
-        // SAFETY: the poster's puts lie within the regions of wire memory, which is as large on both sides; the memories live until
-        // the stream is through, and the slot's value is not being copied.
+        // SAFETY: the poster's puts lie within the regions of wire memory, which has the same size
+        // on both sides. The memories live until the stream has finished, and the slot's value is
+        // not being copied.
         unsafe {
             self.values.host_ptr().cast::<u64>().add(slot as usize).write_volatile(put.value);
             if put.bytes > 0 {
@@ -194,8 +197,8 @@ impl<'a> Poster<'a> {
         Ok(Poster { proxies, lanes, ways, stream, group, topology, queues, timeout, region, round: 0 })
     }
 
-    /// Puts `bytes[n]` bytes to node n, `repeat` times over, in puts of `message` bytes spread over the queues, with at most `depth` in
-    /// flight on each; all ranks at once. The time until all has left and all of the peers' has come. Collective.
+    /// Puts `bytes[n]` bytes to node n, `repeat` times over, in puts of `message` bytes spread over
+    /// the queues. At most `depth` are in flight on each; all ranks put at once.
     pub fn put_all(&mut self, bytes: &[u64], message: u64, depth: u64, repeat: u32) -> Result<Duration> {
         let message = message.clamp(1, self.region);
         let (depth, slots) = (depth.clamp(1, Self::DEEPEST), self.region / message);
@@ -247,8 +250,9 @@ impl<'a> Poster<'a> {
         Ok(start.elapsed())
     }
 
-    /// Half the time of a put of `message` bytes there and one back, `rounds` times, in microseconds, between the two nodes of a pair
-    /// (0 and 1, 2 and 3, ..). Nothing on ranks that answer or have no partner. Collective.
+    /// Half the round-trip time of a put of `message` bytes, in microseconds, measured `rounds`
+    /// times between the two nodes of a pair (0 and 1, 2 and 3, ..). Empty on ranks that answer or
+    /// have no partner. Collective.
     pub fn ping_pong(&mut self, message: u64, rounds: u32) -> Result<Vec<f64>> {
         self.group.barrier(self.group.timeout())?;
         let partner = self.node() ^ 1;
@@ -301,7 +305,8 @@ impl<'a> Poster<'a> {
         let mut wait = Wait::new(self.timeout);
         loop {
             let seen = if let Some(base) = base {
-                // SAFETY: the word lies in wire memory, which the way keeps, and is only accessed atomically.
+                // SAFETY: the word lies in wire memory, which the way keeps, and is only accessed
+                // atomically.
                 unsafe { AtomicU64::from_ptr(base.add(offset as usize).cast()) }.load(Ordering::Acquire)
             } else {
                 let mut word = [0; 8];
@@ -345,8 +350,8 @@ impl<'a> Poster<'a> {
         Ok(())
     }
 
-    /// Gives way to others, which may need the processor to move the bytes, for a small part of the wait so far. An error where a queue
-    /// has failed or the wait takes too long.
+    /// Gives way to others, which may need the processor to move the bytes, for a small part of the
+    /// wait so far. An error where a queue has failed or the wait takes too long.
     fn pause(&self, wait: &mut Wait) -> Result<()> {
         match wait.since.elapsed() / 32 {
             short if short < Duration::from_micros(30) => std::thread::yield_now(),

@@ -1,4 +1,4 @@
-//! Replays of captured steps: what a server that decodes through CUDA graphs sees.
+//! Replays of captured steps, as on a server that decodes through CUDA graphs.
 
 use epoxide::ep::{Buffer, Counts, DType, Detached, Step, StreamOrder, Tensor};
 use epoxide::{Error, Result};
@@ -19,7 +19,7 @@ const STEPS: [&[PhaseName]; 5] = [
     &[PhaseName::DispatchCached, PhaseName::CombineInPool],
 ];
 
-/// What a call of a step gives, anew with every replay.
+/// Output of a step's call, written anew with every replay.
 enum Output {
     Rows(Box<Detached>),
     Sums(Tensor<'static>),
@@ -54,8 +54,8 @@ impl Calls {
 }
 
 impl Bench<'_> {
-    /// Captures every step, holds its replays against the oracle, and times them. `staged` are the rows of the staged combine.
-    /// Collective.
+    /// Captures every step, holds its replays against the oracle, and times them. `staged` are the
+    /// rows of the staged combine. Collective.
     pub fn replays(&mut self, chain: u32, case: &Case, staged: &Tensor) -> Result<Vec<ReplayTimes>> {
         STEPS.iter().map(|calls| self.replay(calls, chain, case, staged)).collect()
     }
@@ -85,7 +85,8 @@ impl Bench<'_> {
         Ok(ReplayTimes { calls: names.to_vec(), chain, alone, flushed, chained })
     }
 
-    /// Spoils what a step must write, replays it so many times without a wait, and compares what the last replay gave, bit for bit.
+    /// Spoils what a step must write, replays it so many times without a wait, and compares what
+    /// the last replay gave, bit for bit.
     fn verify_step(
         &mut self,
         step: &Step<Vec<Output>>,
@@ -102,7 +103,7 @@ impl Bench<'_> {
                 true => (staged, in_pool.tensor()),
                 false => (in_pool.tensor(), staged),
             };
-            // What a combine must not read, or has to overwrite first.
+            // Spoil the tensor that a combine must not read, or must overwrite first.
             spoil(rig, other)?;
             rig.write_returned(case, RETURNED, &sources, given)?;
         }

@@ -1,4 +1,5 @@
-//! What a benchmark measured, as it is stored: docs/BENCH-SCHEMA.md describes the JSON form of these types.
+//! Results of a benchmark in their stored form: docs/BENCH-SCHEMA.md describes the JSON form of
+//! these types.
 
 use std::path::Path;
 use std::sync::LazyLock;
@@ -11,7 +12,8 @@ use crate::counts::TokenCounts;
 use crate::version_1::LowLatencyV1;
 use crate::{Error, Result, Shapes, digest};
 
-/// Version of the JSON form. It grows when a field changes its meaning or goes away, not when one is added.
+/// Version of the JSON form. It grows when a field changes its meaning or goes away, not when one
+/// is added.
 pub const SCHEMA_VERSION: u32 = 2;
 /// The oldest version that is read. Its points of low latency had a form of their own.
 const OLDEST_VERSION: u32 = 1;
@@ -23,9 +25,9 @@ pub const LOW_LATENCY: &str = "low-latency";
 pub struct Results {
     /// [`SCHEMA_VERSION`] of the writer.
     pub schema_version: u32,
-    /// Who wrote it.
+    /// Program that wrote it.
     pub tool: String,
-    /// What else is known of the measurement.
+    /// Further facts about the measurement.
     #[serde(default)]
     pub note: Option<String>,
     /// Measured points.
@@ -44,7 +46,7 @@ pub struct Point {
     /// True for the virtual GPU: every time is an interpreter's, and no bandwidth is given.
     #[serde(rename = "virtual")]
     pub is_virtual: bool,
-    /// What the times are.
+    /// Source of the times.
     pub clock: String,
     /// CUDA version of the driver, 1000 * major + 10 * minor; 0 on the virtual GPU.
     pub driver_version: u32,
@@ -72,14 +74,17 @@ pub struct Point {
     pub wire_bytes: u64,
     /// Device bytes of a rank's whole buffer.
     pub device_bytes: u64,
-    /// What tells routings apart ([`digest::of_routing`]): points of one digest measured the same. Missing in files of before.
+    /// Digest of the routing ([`digest::of_routing`]): points with equal digests measured the same.
+    /// Missing in older files.
     #[serde(default)]
     pub routing_digest: Option<String>,
-    /// Token counts of a dispatch, means over ranks, as the devices' handles have them; combine's are swapped.
+    /// Token counts of a dispatch, means over ranks, as the devices' handles have them; combine's
+    /// are swapped.
     pub counts: TokenCounts<f64>,
     /// The same by rank; empty in files converted from older ones.
     pub counts_by_rank: Vec<TokenCounts<u64>>,
-    /// Rows per rank that came over NVLink: received rows without own ones and those that the rank itself relayed.
+    /// Rows per rank that came over NVLink: received rows without own ones and those that the rank
+    /// itself relayed.
     pub remote_rows: f64,
     /// The phases.
     pub phases: Vec<Phase>,
@@ -88,13 +93,15 @@ pub struct Point {
     /// Replays of captured steps; empty where none were asked for.
     #[serde(default)]
     pub graph: Vec<Replays>,
-    /// Cached dispatch and combine in the pool, pair after pair; missing where no baseline was asked for.
+    /// Cached dispatch and combine in the pool, pair after pair; missing where no baseline was
+    /// asked for.
     #[serde(default)]
     pub pair: Option<Pairs>,
-    /// What other ways took for the same, NCCL's and low latency; empty where no baseline was asked for.
+    /// Times of other ways for the same exchange, NCCL's and low latency; empty without a baseline.
     #[serde(default)]
     pub baselines: Vec<WayResult>,
-    /// The runs, whose samples follow each other, as many of each; empty in files of before, whose points are one run.
+    /// The runs, whose samples follow each other, as many of each; empty in files of before, whose
+    /// points are one run.
     #[serde(default)]
     pub runs: Vec<Run>,
 }
@@ -106,7 +113,7 @@ pub struct Run {
     pub started: f64,
 }
 
-/// What a point is of: points with equal keys can be compared.
+/// Settings of a point: points with equal keys can be compared.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Key {
     /// Nodes.
@@ -129,7 +136,7 @@ pub struct Key {
     pub masked: f64,
     /// Multiprocessors.
     pub num_sms: u32,
-    /// What joins the nodes; missing within one.
+    /// The network between nodes; missing within one.
     #[serde(default)]
     pub transport: Option<String>,
     /// Queues to each peer on another node; likewise.
@@ -156,8 +163,8 @@ pub struct Key {
 /// The measured program and kernels.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kernels {
-    /// Commit of the program, with `-dirty` where measured code had changed since; `unknown` where it
-    /// was not built in a repository.
+    /// Commit of the program, with `-dirty` where measured code had changed since; `unknown` where
+    /// it was not built in a repository.
     pub commit: String,
     /// Digest of the PTX ([`digest::of_text`]).
     pub ptx: String,
@@ -166,7 +173,7 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Of this program, with the kernels of a text of PTX.
+    /// The kernels of this program, for a text of PTX.
     pub(crate) fn of_ptx(ptx: &str, is_virtual: bool) -> Kernels {
         let driver = if is_virtual { None } else { loaded_driver() };
         let digest = if ptx == epoxide_gpu::PTX { shipped_digest().to_owned() } else { digest::of_text(ptx) };
@@ -207,7 +214,7 @@ fn driver_of(text: &str) -> Option<String> {
 }
 
 impl Key {
-    /// What of it cannot be, in a file that was not written by this program.
+    /// An error in a key of a file that was not written by this program.
     fn broken(&self) -> Option<String> {
         let counts = [
             ("nodes", u64::from(self.nodes)),
@@ -231,7 +238,8 @@ impl Key {
 }
 
 impl Key {
-    /// Nodes and what joins them, for people, without what is said elsewhere; nothing within one node.
+    /// Nodes and what joins them, for people, without what is said elsewhere; nothing within one
+    /// node.
     pub fn network(&self, without_nodes: bool, without_chunk: bool) -> Option<String> {
         let transport = self.transport.clone()?;
         let nodes = (!without_nodes).then(|| format!("{} nodes", self.nodes));
@@ -253,11 +261,13 @@ pub struct Phase {
     /// The same calls, of each iteration the slowest rank; missing in files of before.
     #[serde(default)]
     pub slowest: Option<Slowest>,
-    /// Mean time in the kernels, first block's start to last block's end, from their own clock; of traced calls apart.
+    /// Mean time in the kernels, first block's start to last block's end, from their own clock; of
+    /// traced calls apart.
     pub kernel_us: Option<f64>,
-    /// Calls back to back, as MSCCL++'s test times them: one pair of events around all. Only of the two phases that it has.
+    /// Calls back to back, as MSCCL++'s test times them: one pair of events around all. Only of the
+    /// two phases that it has.
     pub back_to_back: Option<Spread>,
-    /// What it puts on the wire; `null` within one node.
+    /// Its traffic on the wire; `null` within one node.
     #[serde(default)]
     pub wire: Option<OnWire>,
     /// Bandwidths; `null` on the virtual GPU and in low latency.
@@ -267,11 +277,13 @@ pub struct Phase {
     pub within: Option<Within>,
 }
 
-/// When the last block of a low-latency kernel has done something, from the start of the first one on; of
-/// each iteration the slowest rank. Pairs follow each other as single launches, the host waiting for nothing.
+/// When the last block of a low-latency kernel has done something, from the start of the first one
+/// on; of each iteration the slowest rank. Pairs follow each other as single launches, the host
+/// waiting for nothing.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Within {
-    /// Has sent its rows, as its first warp sees it: in a dispatch within a node, another warp waits until they have arrived.
+    /// Has sent its rows, as its first warp sees it: in a dispatch within a node, another warp
+    /// waits until they have arrived.
     pub sent: Slowest,
     /// Knows that all ranks have entered the operation.
     pub entered: Slowest,
@@ -280,7 +292,7 @@ pub struct Within {
 }
 
 impl Within {
-    /// Of these iterations and those of another run.
+    /// Joins these iterations and those of another run.
     fn with(&self, more: &Within) -> Within {
         Within {
             sent: self.sent.with(&more.sent),
@@ -290,23 +302,28 @@ impl Within {
     }
 }
 
-/// What a phase puts on the wire for each rank and call, means over ranks, and what the transport alone takes for it.
+/// A phase's traffic on the wire for each rank and call, means over ranks, and the time of the
+/// transport alone.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OnWire {
     /// Bytes of a row on the wire, its metadata included.
     pub slot_bytes: u64,
     /// Rows for other nodes.
     pub rows: f64,
-    /// Bytes of rows and count messages, as the proxies counted them; what the layout predicts, or the benchmark fails. 0 where kernels
-    /// write the other nodes' memory themselves.
+    /// Bytes of rows and count messages, as the proxies counted them. They equal the layout's
+    /// prediction, or the benchmark fails. 0 where kernels write the other nodes' memory
+    /// themselves.
     pub bytes: f64,
     /// Puts that carried bytes.
     pub puts: f64,
-    /// The same rows put by host code through rings and proxies of the same transport, in the same run; host's clock.
+    /// The same rows put by host code through rings and proxies of the same transport, in the same
+    /// run; host's clock.
     pub transport_us: Option<f64>,
-    /// The rows that pass NVLink at its ceiling, with those for other nodes where their memory is mapped; missing on the virtual GPU.
+    /// The rows that pass NVLink at its ceiling, with those for other nodes where their memory is
+    /// mapped; missing on the virtual GPU.
     pub nvlink_us: Option<f64>,
-    /// The mean call over the sum of both, or over the latter where nothing is put; 1 is one after the other, less is overlap.
+    /// The mean call over the sum of both, or over the latter where nothing is put; 1 is one after
+    /// the other, less is overlap.
     pub share: Option<f64>,
 }
 
@@ -466,7 +483,7 @@ impl Distribution {
         }
     }
 
-    /// Of iterations alone.
+    /// The distribution of iterations alone.
     pub(crate) fn of(samples_us: Vec<f64>) -> Distribution {
         let avg_us = mean(&samples_us);
         Distribution {
@@ -480,7 +497,7 @@ impl Distribution {
         }
     }
 
-    /// Of these iterations and those of another run; `of` is how many runs there are already.
+    /// Joins these iterations and those of another run; `of` is the number of earlier runs.
     fn with(&self, more: &Distribution, of: f64) -> Distribution {
         Distribution {
             min_rank_us: joined(self.min_rank_us, more.min_rank_us, of),
@@ -550,7 +567,7 @@ pub struct Slowest {
 }
 
 impl Slowest {
-    /// Of every rank's iterations.
+    /// The slowest rank of each iteration, from every rank's iterations.
     pub fn new(ranks: &[&[f64]]) -> Slowest {
         let iterations = ranks.iter().map(|samples| samples.len()).min().unwrap_or(0);
         let slowest = |at| ranks.iter().map(|samples: &&[f64]| samples[at]).fold(0.0, f64::max);
@@ -568,24 +585,26 @@ impl Slowest {
         }
     }
 
-    /// Of these iterations and those of another run.
+    /// Joins these iterations and those of another run.
     pub(crate) fn with(&self, more: &Slowest) -> Slowest {
         Slowest::of([&self.samples_us[..], &more.samples_us].concat())
     }
 }
 
-/// What one way took, apart from the point's own, [`Way::HighThroughput`].
+/// Times of one way, apart from the point's own, [`Way::HighThroughput`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct WayResult {
     /// The way.
     pub way: Way,
-    /// Tokens to their experts' ranks; bandwidths are of the rows that epoxide counts, whatever the way moves.
+    /// Tokens to their experts' ranks; bandwidths are of the rows that epoxide counts, for every
+    /// way.
     pub dispatch: Phase,
     /// And back.
     pub combine: Phase,
     /// Both, one pair after the other.
     pub pair: Pairs,
-    /// Bytes that others send a rank in a dispatch, mean over ranks, at the least: what the way has to move, not what it gains.
+    /// Least bytes that others send a rank in a dispatch, mean over ranks: the bytes that the way
+    /// has to move, not its useful ones.
     pub dispatch_link_bytes: f64,
     /// The same of a combine.
     pub combine_link_bytes: f64,
@@ -605,12 +624,12 @@ pub struct Pairs {
 pub struct Bandwidth {
     /// Over the links only: own rows left out.
     pub links: f64,
-    /// What plain bulk copies with as many blocks reach over the same links, if that was measured.
+    /// Bandwidth of plain bulk copies with as many blocks over the same links, if measured.
     pub link_ceiling: Option<f64>,
     /// Over the wire, metadata included; missing within one node.
     #[serde(default)]
     pub wire: Option<f64>,
-    /// What the transport alone reaches with the same rows.
+    /// Bandwidth of the transport alone with the same rows.
     #[serde(default)]
     pub wire_ceiling: Option<f64>,
     /// As DeepEP counts: received rows, own included.
@@ -627,7 +646,7 @@ pub struct Bandwidth {
 pub struct MscclppBandwidth {
     /// Input bytes over the mean time.
     pub per_rank: f64,
-    /// That times the ranks.
+    /// `per_rank` times the ranks.
     pub aggregate: f64,
     /// The six metrics.
     pub six: TokenCounts<f64>,
@@ -660,7 +679,7 @@ impl Point {
         self.runs.extend(more.runs);
     }
 
-    /// What the times are.
+    /// Source of the times.
     pub(crate) fn clock_of(is_virtual: bool) -> &'static str {
         if is_virtual { "virtual GPU: time of an interpreter" } else { "CUDA events" }
     }
@@ -675,14 +694,15 @@ impl Point {
         self.kernels.as_ref().map_or_else(|| format!("unknown, of {}", self.date), Kernels::text)
     }
 
-    /// What every figure and drawing of it says where the times are not hardware's.
+    /// Note for every figure and drawing of the point, if the times are not hardware's.
     pub fn caveat(&self) -> &'static str {
         if self.is_virtual { "VIRTUAL GPU: interpreter times, of no hardware" } else { "" }
     }
 }
 
 impl Phase {
-    /// Adds another run; `of` is how many there are already. Bytes are the same in every run, so bandwidths follow the mean times.
+    /// Adds another run; `of` is how many there are already. Bytes are the same in every run, so
+    /// bandwidths follow the mean times.
     pub(crate) fn add_run(&mut self, more: &Phase, of: f64) {
         let before = (self.call.avg_us, self.back_to_back.map(|spread| spread.avg_us));
         self.call = self.call.with(&more.call, of);
@@ -763,7 +783,8 @@ impl Results {
         Ok(Results::new(points))
     }
 
-    /// Parses bytes as results, which are refused with a reason, or are the same when written and read again. For the fuzz target.
+    /// Parses bytes as results, which are refused with a reason, or are the same when written and
+    /// read again. For the fuzz target.
     ///
     /// # Panics
     /// Where that does not hold.
@@ -887,8 +908,8 @@ fn civil(days: u64) -> (u64, u64, u64) {
     (year + era * 400 + u64::from(month <= 2), month, day)
 }
 
-/// The points of `benches/data/h200.json`, which is part of the program: the seeded fuzz runs need no
-/// checkout.
+/// The points of `benches/data/h200.json`, which is part of the program: the seeded fuzz runs need
+/// no checkout.
 #[cfg(test)]
 pub fn committed_points() -> Vec<Point> {
     Results::of_text(include_str!("../data/h200.json")).unwrap().points
@@ -920,7 +941,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_nobody_would_send() {
+    fn malformed_results_do_not_panic() {
         let points = committed_points();
         let few = Results { note: Some("two".to_owned()), ..Results::new(points[..2].to_vec()) };
         let mut lines: Vec<Vec<u8>> =
@@ -930,7 +951,7 @@ mod tests {
     }
 
     #[test]
-    fn results_that_nobody_would_measure() {
+    fn uses_of_malformed_results_do_not_panic() {
         let points = committed_points();
         let lines: Vec<Vec<u8>> =
             points.iter().step_by(5).take(4).map(|point| serde_json::to_vec(point).unwrap()).collect();
@@ -949,7 +970,7 @@ mod tests {
             let error = Results::of_text(text).unwrap_err();
             assert!(error.contains(part), "{text}: {error}");
         }
-        // Whatever is worked out from a point divides by these.
+        // Quantities derived from a point divide by these.
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/data/h200.json");
         let results = Results::read(Path::new(path)).unwrap();
         for (change, part) in [

@@ -1,4 +1,5 @@
-//! Sweeps: all combinations of some axes, kept as JSON lines, so that a sweep that was ended goes on where it was.
+//! Sweeps: all combinations of some axes, kept as JSON lines, so that a sweep that was ended goes
+//! on where it was.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -70,7 +71,7 @@ impl FromStr for Sweep {
 /// `7`, `4..48` (doubling, with the end if a doubling meets it), or `4..48:4` (steps).
 ///
 /// # Errors
-/// What is wrong with the text.
+/// The text is no list of values; the error gives the wrong part.
 pub fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
     let number = |text: &str| match text.trim().parse::<u32>() {
         Ok(number) if number > 0 => Ok(number),
@@ -96,29 +97,29 @@ pub fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
 
 /// How a sweep is carried out.
 pub struct Run<'a> {
-    /// Says where so many nodes of so many ranks are, or why they cannot be.
+    /// Gives the places of so many nodes of so many ranks, or the error.
     pub topology: &'a dyn Fn(u32, u32) -> Result<Topology>,
     /// Makes the device of a rank.
     pub open: &'a (dyn Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync),
     /// Is told before each run what it is of, how many points are done, and how many there are.
     pub progress: &'a dyn Fn(&Plan, usize, usize),
-    /// Is told how far a run is.
+    /// Gets the progress of a run.
     pub watch: &'a dyn Watch,
 }
 
-/// What a sweep found.
+/// Results of a sweep.
 #[derive(Debug, Clone)]
 pub struct Swept {
     /// The points of this sweep, old and new.
     pub points: Vec<Point>,
-    /// What could not be measured, and why.
+    /// Plans that could not be measured, with the error.
     pub left_out: Vec<(Plan, Error)>,
 }
 
 /// Measures what `out` does not hold yet.
 ///
 /// # Errors
-/// Where a combination cannot be, before any is measured; and whatever the operations report.
+/// An impossible combination, before any is measured; and errors of the operations.
 pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Run<'_>) -> Result<Swept> {
     let mut known = if out.exists() && std::fs::metadata(out).is_ok_and(|file| file.len() > 0) {
         mend(out)?;
@@ -165,7 +166,8 @@ pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Run<'_>) -> Result<Swep
     Ok(swept)
 }
 
-/// One run for each combination of the other axes, with all numbers of multiprocessors. All are settled before any is measured.
+/// One run for each combination of the other axes, with all numbers of multiprocessors. All are
+/// settled before any is measured.
 fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Topology>) -> Result<Vec<Plan>> {
     let or = |list: &[u32], value: u32| if list.is_empty() { vec![value] } else { list.to_vec() };
     let num_sms = if sweep.sms.is_empty() { &plan.num_sms } else { &sweep.sms };
@@ -198,7 +200,8 @@ fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Topolog
     Ok(groups)
 }
 
-/// A finished point: the same sizes and launch shapes, the same kind of device, as many iterations, and the replays that are asked for.
+/// A finished point: the same sizes and launch shapes, the same kind of device, as many iterations,
+/// and the replays that are asked for.
 fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
     let key = plan.key(sms);
     known.iter().find(|point| {
@@ -232,7 +235,7 @@ fn whole_lines(text: &str) -> &str {
     &text[..text.rfind('\n').map_or(0, |end| end + 1)]
 }
 
-/// Reads bytes as the file of a sweep that goes on: its whole lines are points, which can be summed
+/// Reads bytes as the file of a sweep to continue. Its whole lines are points, which can be summed
 /// up and continued, or the file is rejected with a reason. For the fuzz target.
 ///
 /// # Panics
@@ -270,7 +273,8 @@ fn append(out: &Path, points: &[Point]) -> Result<()> {
     file.write_all(lines.as_bytes()).map_err(broken)
 }
 
-/// For each phase and size the number of multiprocessors, and across nodes the rows of a put, that is fastest.
+/// For each phase and size the number of multiprocessors, and across nodes the rows of a put, that
+/// is fastest.
 pub fn summary(points: &[Point]) -> String {
     let mut lines = vec![format!(
         "{:<18} {:>5} {:>5} {:>7} {:>5} {:>5} {:>11} {:>11}",
@@ -318,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn sweep_files_that_nobody_would_leave() {
+    fn malformed_sweep_files_do_not_panic() {
         let points = crate::results::committed_points();
         let points: Vec<Point> = points.into_iter().step_by(9).take(4).collect();
         let three = lines_of(&points[..3]).unwrap();

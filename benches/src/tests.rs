@@ -102,7 +102,7 @@ pub fn h200() -> Vec<Point> {
     Results::read(path.as_ref()).unwrap().points
 }
 
-/// No fault of what was asked for: the rank that saw it says what is wrong.
+/// Not a usage error: the rank that saw the wrong sum reports it.
 #[test]
 fn kernels_that_sum_wrongly_are_not_measured() {
     let folder = tempfile::tempdir().unwrap();
@@ -150,7 +150,7 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
                 PhaseName::DispatchUncached => ranks.iter().map(|rank| rank.message_bytes).sum::<u64>() as f64,
                 _ => 0.0,
             };
-            // What kernels write themselves is not put.
+            // Kernels store to mapped peers themselves, without puts.
             let put = if ranks[0].mapped { 0.0 } else { rows * wire.slot_bytes as f64 + messages };
             assert_eq!(ranks[0].mapped, !line.contains("shm") && !line.contains("tcp"), "{line}");
             assert!((wire.bytes * per_rank - put).abs() < 1e-6, "{line}");
@@ -228,7 +228,8 @@ fn a_device_that_counts_wrongly_ends_the_benchmark() {
 
 #[test]
 fn a_hypothetical_split_into_nodes_counts_serially() {
-    // The same routing seen as one node and as several: ranks receive the same rows, from elsewhere.
+    // The same routing seen as one node and as several: ranks receive the same rows, from
+    // elsewhere.
     let plan = plan("--ranks-per-node 8 --experts 16 --topk 4 --tokens 40");
     let ids: Vec<Vec<i64>> = (0..8).map(|rank| plan.routing(rank)).collect();
     let sizes = |ranks_per_node| Sizes { ranks_per_node, ..plan.count_sizes() };

@@ -6,13 +6,14 @@ use epoxide::driver::Event;
 use crate::bench::Bench;
 use crate::measured::Samples;
 
-/// Pairs of a dispatch and a combine that follow each other where pairs are timed. Few: NCCL is launched call by call, which takes the host
-/// about as long as the smallest calls take a device, and has to be done while the L2 cache is emptied in front of them.
+/// Pairs of a dispatch and a combine in one timed chain. Few: NCCL is launched call by call. Each
+/// launch takes the host about as long as the smallest calls take a device. It has to be done while
+/// the L2 cache is emptied in front of them.
 pub(crate) const CHAIN: u32 = 4;
 
 impl Bench<'_> {
-    /// Times every iteration by itself: L2 emptied if `flushed`, devices aligned, then one call between two events. All of it is
-    /// enqueued ahead, so that the host's own delays stay out.
+    /// Times every iteration by itself: L2 emptied if `flushed`, devices aligned, then one call
+    /// between two events. All of it is enqueued ahead, so that the host's own delays stay out.
     pub fn isolated(&mut self, flushed: bool, call: impl FnMut(&mut Self) -> Result<()>) -> Result<Samples> {
         self.isolated_behind(|_| Ok(()), flushed, call)
     }
@@ -50,7 +51,8 @@ impl Bench<'_> {
         timed.iter().map(|(start, end)| Ok(start.elapsed_ms(end)? as f64 * 1e3)).collect()
     }
 
-    /// Mean microseconds of calls that follow each other directly: one pair of events around all of them.
+    /// Mean microseconds of calls that follow each other directly: one pair of events around all of
+    /// them.
     pub fn back_to_back(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<f64> {
         let (start, end) =
             (Event::new(self.rig.buffer.device(), true)?, Event::new(self.rig.buffer.device(), true)?);

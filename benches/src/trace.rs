@@ -1,8 +1,9 @@
 //! Traced calls in the Chrome / Perfetto format: open the file at <https://ui.perfetto.dev>.
 //!
-//! A process per rank; in it a track for the kernels, one for each block with its phases, and one for each queue with the puts that
-//! its proxy carried out. Times are those of the devices' own clocks, from the first event on; devices of one machine share
-//! theirs to about a microsecond. Proxies run on the host's clock, which `Offset` places on the device's.
+//! A process per rank. It has a track for the kernels, one for each block with its phases, and one
+//! for each queue with the puts of its proxy. Times are those of the devices' own clocks, from the
+//! first event on; devices of one machine share theirs to about a microsecond. Proxies run on the
+//! host's clock, which `Offset` converts to the device's.
 
 use epoxide::internal::TracedLaunch;
 use std::time::Instant;
@@ -17,10 +18,12 @@ const KERNELS: u64 = 0;
 /// Track of the first queue, behind all blocks.
 const QUEUES: u64 = 1 << 16;
 
-/// How far a device's clock is ahead of the host's time since `origin`, in nanoseconds, with the uncertainty.
+/// How far a device's clock is ahead of the host's time since `origin`, in nanoseconds, with the
+/// uncertainty.
 ///
-/// A traced call's first block starts after the host enqueued it, its last block ends before the host saw that: every call bounds the
-/// difference of the clocks from both sides. What all bounds leave is the uncertainty.
+/// A traced call's first block starts after the host enqueued it, and its last block ends before
+/// the host saw that. So every call bounds the difference of the clocks from both sides. The
+/// remaining interval of all bounds is the uncertainty.
 struct Offset {
     origin: Instant,
     ahead: f64,
@@ -113,8 +116,9 @@ fn push_track(events: &mut Vec<Value>, rank: usize, track: u64, name: &str) {
     );
 }
 
-/// A track for each (peer, queue). Puts of a queue leave in order, so a span begins when the put before it has left; `taken_us` is how
-/// long before its end the proxy took it out of the ring.
+/// A track for each (peer, queue). Puts of a queue leave in order, so a span begins when the put
+/// before it has left. `taken_us` is the time from the proxy's removal of the put from the ring to
+/// its end.
 fn push_puts(
     events: &mut Vec<Value>,
     rank: usize,
@@ -215,12 +219,13 @@ mod tests {
                     "dispatch uncached" => assert_eq!(names, ["notify", "dispatch"]),
                     _ => assert_eq!(names, ["combine"]),
                 }
-                // Nobody has a token.
+                // No rank has a token.
                 assert_eq!(call.barrier.as_ref().unwrap().blocks.len(), 1);
                 for launch in &call.launches {
                     let blocks = match (launch.operation, call.phase) {
                         ("notify", _) => call.num_sms / 2,
-                        // As many that gather, and those that copy: several for each channel and rank where there are so few.
+                        // As many that gather, and those that copy: several for each channel and
+                        // rank where there are so few.
                         (_, PhaseName::CombineStaged) => call.num_sms + 32,
                         _ => call.num_sms,
                     };
@@ -269,7 +274,8 @@ mod tests {
         let of_puts = ranks.iter().flat_map(|rank| &rank.traced).flat_map(|call| &call.puts);
         assert!(bytes > 0 && bytes == of_puts.map(|put| put.bytes).sum::<u64>());
         for rank in &ranks {
-            // The virtual GPU's clock is the host's: the bounds do not contradict each other, and each put lies within its call.
+            // The virtual GPU's clock is the host's: the bounds do not contradict each other, and
+            // each put lies within its call.
             let offset = Offset::of(&rank.traced).unwrap();
             for call in &rank.traced {
                 let slack = offset.uncertain as u64 + 1_000;

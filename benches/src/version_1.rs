@@ -41,7 +41,7 @@ pub(crate) struct LowLatencyV1 {
 }
 
 impl From<LowLatencyV1> for Point {
-    /// What the form did not have is 0, empty or missing.
+    /// Fields that the old form lacks are 0, empty or missing.
     fn from(old: LowLatencyV1) -> Point {
         let phase = |name: PhaseName, dtype: &str, slowest: Slowest, within: Within| Phase {
             name,

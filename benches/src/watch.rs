@@ -1,6 +1,6 @@
 //! How far a measurement is.
 
-/// Is told how far a measurement is, by every rank of this process that measures.
+/// Receives the progress of a measurement, from every rank of this process that measures.
 pub trait Watch: Sync {
     /// Rank `rank` begins with this.
     fn doing(&self, rank: u32, what: &str) {
@@ -13,5 +13,5 @@ pub trait Watch: Sync {
     }
 }
 
-/// Nobody watches.
+/// No progress reports.
 impl Watch for () {}

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use crate::results::{PhaseName, Point, Slowest, Way};
 
 impl Way {
-    /// What it is called above a column.
+    /// Name above a column.
     fn short(self) -> &'static str {
         match self {
             Way::HighThroughput => "high throughput",
@@ -20,7 +20,7 @@ impl Way {
 pub const STEPS: [&str; 3] = ["dispatch", "combine", "pair"];
 
 impl Point {
-    /// What a way took for each of [`STEPS`], timed alike for all ways; nothing where it was not measured.
+    /// Times of a way for each of [`STEPS`], timed alike for all ways; `None` if not measured.
     pub fn way(&self, way: Way) -> [Option<&Slowest>; 3] {
         if way == Way::HighThroughput {
             let phase = |name| self.phase(name)?.slowest.as_ref();
@@ -42,8 +42,8 @@ impl Point {
     }
 }
 
-/// For each size, and each of dispatch, combine and pair, what every way took, which is the fastest, and by how much. Nothing where no
-/// baseline was measured.
+/// For each size, and each of dispatch, combine and pair: the times of every way, the fastest way,
+/// and its margin.
 pub fn summary(points: &[Point]) -> Option<String> {
     let measured: Vec<&Point> = points.iter().filter(|point| !point.baselines.is_empty()).collect();
     let first = measured.first()?;

@@ -1,4 +1,4 @@
-//! The cases of `epoxide roundtrip`: what travels in each of its round trips.
+//! The cases of `epoxide roundtrip`: the rows of each of its round trips.
 
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
@@ -18,7 +18,8 @@ pub fn along(setup: &Setup, routing: Routing, hidden: u64) -> Case {
     }
 }
 
-/// The sizes of `setup` with a routing of the given style. A different `number` is a different case.
+/// The sizes of `setup` with a routing of the given style. A different `number` is a different
+/// case.
 pub fn full_size(setup: &Setup, number: u64, style: Style) -> Case {
     let mut rng = rng_of(&[setup.seed, number]);
     let tokens = vec![setup.tokens; setup.ranks as usize];

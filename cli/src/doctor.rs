@@ -1,4 +1,4 @@
-//! `epoxide doctor`: what this machine has and lacks, and the remedy.
+//! `epoxide doctor`: the features of this machine, the missing ones, and the remedy.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ const OTHER_FILES: u64 = 64;
 /// Options of `epoxide doctor`.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit code 1 if even the virtual GPU does not work; what else is lacking is only reported."
+    after_help = "Exit code 1 if even the virtual GPU does not work; all other faults are only reported."
 )]
 pub struct Args {
     /// Print one JSON object instead of lines
@@ -44,12 +44,12 @@ enum State {
     Broken,
 }
 
-/// What was found out about one part of the machine.
+/// Finding about one part of the machine.
 #[derive(Debug, Serialize)]
 struct Finding {
     name: String,
     state: State,
-    /// What was found; or what is wrong, with the remedy.
+    /// The finding, or the error with its remedy.
     detail: String,
 }
 
@@ -167,7 +167,8 @@ fn locked_memory() -> Finding {
 
 fn open_files() -> Finding {
     const NAME: &str = "open files";
-    // Ranks that are threads of one process each hold a descriptor of every rank while they exchange them.
+    // Ranks that are threads of one process each hold a descriptor of every rank while they
+    // exchange them.
     let needed = (FEW_RANKS * FEW_RANKS * 2) as u64 + OTHER_FILES;
     match getrlimit(Resource::Nofile).current {
         Some(files) if files < needed => {
@@ -181,7 +182,7 @@ fn open_files() -> Finding {
     }
 }
 
-/// What a part of the library found out about itself.
+/// A finding of a part of the library about itself.
 fn from_outcome((name, outcome): (String, std::result::Result<String, String>)) -> Finding {
     match outcome {
         Ok(detail) => Finding::new(name, State::Ok, detail),
@@ -191,7 +192,7 @@ fn from_outcome((name, outcome): (String, std::result::Result<String, String>)) 
 
 #[cfg(feature = "rdma")]
 fn rdma() -> Vec<Finding> {
-    // What is wrong with GPUs that do not open, the other findings say.
+    // Other findings report GPUs that do not open.
     let gpus = open_device(DeviceKind::Virtual, 0).into_iter();
     let gpus = gpus.chain((0..).map_while(|ordinal| open_device(DeviceKind::Cuda, ordinal).ok()));
     let gpus: Vec<_> = gpus.collect();

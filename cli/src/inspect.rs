@@ -1,4 +1,5 @@
-//! `epoxide inspect`: what layout and dispatch make of a routing, as JSON, computed by the kernels on the virtual GPU.
+//! `epoxide inspect`: the results of layout and dispatch for a routing, as JSON, computed by the
+//! kernels on the virtual GPU.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,7 +26,7 @@ use crate::stop::{Result, Stop};
 
 /// Longest wait of a rank for the others.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Elements of the rows that are sent; nobody looks at them.
+/// Elements of the rows that are sent; their values are not used.
 const HIDDEN: u64 = 8;
 
 /// Options of `epoxide inspect`.
@@ -43,8 +44,8 @@ enum What {
 
 #[derive(Debug, clap::Args)]
 struct HandleArgs {
-    /// JSON with the selected experts, `[[[ids of token 0], ..] of rank 0, ..]`; -1 is no selection; - reads standard
-    /// input
+    /// JSON with the selected experts, `[[[ids of token 0], ..] of rank 0, ..]`; -1 is no
+    /// selection; - reads standard input
     #[arg(long, value_name = "FILE")]
     topk: PathBuf,
 
@@ -131,7 +132,7 @@ struct RankInspection {
     num_recv_tokens: u32,
 }
 
-/// What differs between one node and several.
+/// Tables of a handle that differ between one node and several.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 enum Channels {
@@ -143,7 +144,7 @@ enum Channels {
     Nodes(Box<AcrossNodes>),
 }
 
-/// What a handle has where there are several nodes.
+/// Tables of a handle across nodes.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct AcrossNodes {
     num_tokens_per_rdma_rank: Vec<i32>,
@@ -153,7 +154,7 @@ struct AcrossNodes {
     recv_rdma_rank_prefix_sum: Vec<i32>,
     recv_gbl_channel_prefix_matrix: Vec<Vec<i32>>,
     recv_gbl_rank_prefix_sum: Vec<i32>,
-    /// Of each row, its source node and a bit for each rank of the own node that has the token.
+    /// Source node of each row, and a bit for each rank of the own node that has the token.
     recv_src_meta: Vec<[i32; 2]>,
     send_rdma_head: Vec<Vec<i32>>,
     send_nvl_head: Vec<Vec<i32>>,
@@ -428,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn errors_name_the_place_in_the_routing() {
         let two = "--ranks-per-node 2 --experts 4";
         for (line, text, place) in [
             (two, "[[[0]], [[1]]", "line 1"),

@@ -59,7 +59,8 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 5)]
     grace: u64,
 
-    /// Seconds that the launcher of another node may give no sign of life before the launch ends; the same on every node.
+    /// Seconds that the launcher of another node may give no sign of life before the launch ends;
+    /// the same on every node.
     #[arg(
         long,
         value_name = "SECONDS",
@@ -78,7 +79,7 @@ pub struct Args {
     command: Vec<OsString>,
 }
 
-/// What to write in place of a command that follows the options at once.
+/// Error for a command without `--`, with the corrected line.
 fn stray(text: &str) -> Result<OsString, String> {
     Err(format!("the command of the ranks stands behind `--`: epoxide launch .. -- {text} .."))
 }

@@ -1,6 +1,8 @@
-//! The `epoxide` command: run the acceptance test, start ranks, look inside a routing, see what this machine has.
+//! The `epoxide` command: run the acceptance test, start ranks, look inside a routing, see what
+//! this machine has.
 //!
-//! Exit codes: 0 all is well, 1 a check failed, 2 bad usage, 77 skipped because this machine lacks what was asked for.
+//! Exit codes: 0 all is well, 1 a check failed, 2 bad usage, 77 skipped because this machine lacks
+//! what was asked for.
 
 mod bench;
 mod cases;
@@ -42,9 +44,10 @@ enum Command {
     Launch(launch::Args),
     /// Print layouts and handles as JSON.
     Inspect(inspect::Args),
-    /// Check the NCCL communicator on the GPUs of this machine: operations, abort, a peer that is killed.
+    /// Check the NCCL communicator on the GPUs of this machine: operations, abort, a peer that is
+    /// killed.
     NcclCheck(nccl_check::Args),
-    /// Say what this machine has and lacks, and the remedy.
+    /// Check this machine's features, and give the remedy for each missing one.
     Doctor(doctor::Args),
     /// Print what a shell needs to complete this command's words (built with `--features manual`).
     Completions(manual::CompletionArgs),

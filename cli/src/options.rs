@@ -1,4 +1,5 @@
-//! Flags that several commands share, those of `roundtrip`, and what they come to for a number of ranks.
+//! Flags that several commands share, those of `roundtrip`, and what they come to for a number of
+//! ranks.
 
 use std::time::Duration;
 
@@ -82,7 +83,7 @@ pub enum Transport {
 }
 
 impl Transport {
-    /// What the library calls it.
+    /// The library's name for it.
     pub fn kind(self) -> TransportKind {
         match self {
             Transport::Auto => TransportKind::Auto,
@@ -94,21 +95,23 @@ impl Transport {
     }
 }
 
-/// What check mode tells.
+/// Findings of check mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Check {
-    /// Data races, reads of memory that nobody wrote.
+    /// Data races, reads of unwritten memory.
     Races,
-    /// Wrong results of weak memory: loads sometimes see older values, where the memory model lets them.
+    /// Wrong results of weak memory: loads sometimes see older values, where the memory model lets
+    /// them.
     Weak,
 }
 
 /// How the virtual GPU runs kernels.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct VirtualFlags {
-    /// Run kernels in check mode, slowly: report data races and reads of memory that nobody wrote, or, with --check=weak, let weak memory
-    /// show as wrong results. The ranks are threads of this process, and --seed draws the schedule
+    /// Run kernels in check mode, slowly: report data races and reads of unwritten memory. With
+    /// --check=weak, let weak memory show as wrong results instead. The ranks are threads of this
+    /// process, and --seed draws the schedule
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "races", value_name = "WHAT")]
     pub check: Option<Check>,
 
@@ -116,7 +119,8 @@ pub struct VirtualFlags {
     #[arg(long, conflicts_with = "preemptions")]
     pub random_schedule: bool,
 
-    /// Draw the order of warps from --seed: the most urgent one runs, and loses its urgency at so many points
+    /// Draw the order of warps from --seed: the most urgent one runs, and loses its urgency at so
+    /// many points
     #[arg(long, value_name = "D")]
     pub preemptions: Option<u32>,
 }
@@ -131,7 +135,7 @@ impl VirtualFlags {
         Some(Checker::new(config))
     }
 
-    /// What the virtual GPU of a rank is like.
+    /// Configuration of a rank's virtual GPU.
     pub fn device(&self, ordinal: u32, seed: u64, checker: Option<&Checker>) -> VirtConfig {
         let schedule = self.preemptions.map_or(Schedule::Random, Schedule::Preemptions);
         let seeded = self.check.is_some() || self.random_schedule || self.preemptions.is_some();
@@ -158,20 +162,21 @@ pub struct WorldFlags {
     #[arg(long, value_name = "P")]
     pub ranks_per_node: Option<u32>,
 
-    /// Keep nodes apart though all ranks can map each other's memory: sums are rounded for each node, as over tcp or verbs.
-    /// Without, such ranks are one node
+    /// Keep nodes apart though all ranks can map each other's memory: sums are rounded for each
+    /// node, as over tcp or verbs. Without, such ranks are one node
     #[arg(long)]
     pub keep_nodes: bool,
 }
 
-/// What joins nodes.
+/// The network between nodes.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct NetworkFlags {
     /// How bytes cross nodes; of no effect on one node
     #[arg(long, value_enum, default_value = "auto")]
     pub transport: Transport,
 
-    /// Queues to each peer on another node, where there are any [default: 8 over shm and tcp on GPUs, else 1]
+    /// Queues to each peer on another node, where there are any [default: 8 over shm and tcp on
+    /// GPUs, else 1]
     #[arg(long, value_name = "Q", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_QUEUES)))]
     pub queues: Option<u32>,
 }
@@ -198,8 +203,8 @@ impl NetworkFlags {
 }
 
 impl WorldFlags {
-    /// How many ranks there are, and where: as the flags say or, in a group that somebody else started, its size and how many of
-    /// its ranks this host has.
+    /// Number and places of the ranks: from the flags. In a group of another launcher, its size and
+    /// the number of its ranks on this host.
     pub fn topology(&self, default: Mode, group: Option<(u32, Option<u32>)>) -> Result<Topology> {
         let usage =
             |flag: &str, value: u32, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
@@ -310,8 +315,8 @@ pub struct RoundTripFlags {
     #[arg(long, value_parser = parse_seed, default_value = "0xA1B2")]
     pub seed: u64,
 
-    /// Multiprocessors for dispatch and for combine; even, a channel is two [default: 20 intranode, 152 internode, as the test
-    /// that this one is taken from]
+    /// Multiprocessors for dispatch and for combine; even, a channel is two [default: 20 intranode,
+    /// 152 internode, as the test that this one is taken from]
     #[arg(long, value_name = "S")]
     pub num_sms: Option<u32>,
 
@@ -345,7 +350,7 @@ pub struct Defaults {
     pub num_sms: Option<u32>,
 }
 
-/// What the flags come to: checked, and complete.
+/// Checked and complete values of the flags.
 #[derive(Debug, Clone, Serialize)]
 pub struct Setup {
     /// How tokens travel.
@@ -396,7 +401,7 @@ impl RoundTripFlags {
         Duration::from_secs(self.timeout.unwrap_or(default))
     }
 
-    /// What the flags come to for these ranks.
+    /// The setup that the flags give for these ranks.
     pub fn resolve(&self, topology: Topology, defaults: Defaults) -> Result<Setup> {
         let (ranks, nodes) = (topology.ranks(), topology.nodes);
         let experts = self.experts.unwrap_or(4 * ranks);
@@ -461,7 +466,7 @@ impl Setup {
         if self.keep_nodes { options.keep_nodes() } else { options }
     }
 
-    /// What joins nodes.
+    /// The network between nodes.
     pub fn network(&self) -> TransportOptions {
         let flags = NetworkFlags { transport: self.transport, queues: Some(self.queues) };
         flags.options(self.device, Duration::from_secs(self.timeout))
@@ -543,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_the_ranks_is_named() {
+    fn wrong_numbers_of_ranks_are_named() {
         for (line, group, flag) in [
             ("--mode low-latency --nodes 0", None, "--nodes 0"),
             ("--mode low-latency --nodes 4", Some((6, None)), "--nodes 4"),
@@ -577,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn wrong_flags_are_named() {
         for (line, ranks, flag) in [
             ("--hidden 4", 8, "--hidden 4"),
             ("--hidden 8 --dtype fp8", 8, "--hidden 8"),

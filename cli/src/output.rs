@@ -1,4 +1,4 @@
-//! What the command prints: lines, one JSON object, errors, and progress where somebody watches.
+//! Output of the command: lines, one JSON object, errors, and progress on a terminal.
 
 use std::fmt::Display;
 use std::io::{IsTerminal, Write};
@@ -13,12 +13,12 @@ use serde::Serialize;
 
 use crate::stop::{Result, Stop};
 
-/// Why lines were lost, unless whoever read them left.
+/// Why lines were lost, unless their reader closed the pipe.
 static LOST: OnceLock<String> = OnceLock::new();
 
 /// An error where a line that was printed is lost, as on a full device.
 pub fn check_lost() -> Result<()> {
-    // What stands in its buffer still is written here, where it is not a terminal.
+    // Unless it is a terminal, buffered output is still written here.
     match std::io::stdout().flush() {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
             let _ = LOST.set(format!("standard output: {error}"));
@@ -30,7 +30,7 @@ pub fn check_lost() -> Result<()> {
 
 /// Prints an error, on one line of standard error.
 pub fn complain(message: &str) {
-    // There is nobody left to tell if this fails.
+    // A failure of this cannot be reported anywhere.
     let _ = writeln!(std::io::stderr(), "epoxide: {message}");
 }
 
@@ -78,7 +78,7 @@ pub fn text_line(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
         Ok(()) => Ok(()),
-        // Whoever reads has seen enough.
+        // The reader has closed the pipe.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Err(Stop::said(0)),
         Err(error) => Err(Stop::failed(format!("standard output: {error}"))),
     }
@@ -102,14 +102,15 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
-/// Bytes of memory that this machine can still give, where it says so.
+/// Bytes of memory that this machine can still give; `None` if unknown.
 pub fn memory_left() -> Option<f64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<f64>().ok()? * 1024.0)
 }
 
-/// How far something is, on standard error: on a terminal a bar, elsewhere a line every now and then, once it has taken two seconds.
+/// How far something is, on standard error: on a terminal a bar, elsewhere a line every now and
+/// then, once it has taken two seconds.
 pub struct Progress {
     shared: Arc<Shared>,
     bar: Option<ProgressBar>,
@@ -129,11 +130,12 @@ struct State {
 }
 
 impl Progress {
-    /// Nothing for the first seconds, then a line as often as this, where standard error is no terminal.
+    /// Nothing for the first seconds, then a line as often as this, where standard error is no
+    /// terminal.
     const QUIET: Duration = Duration::from_secs(2);
     const PAUSE: Duration = Duration::from_secs(10);
 
-    /// Of so many steps, 0 where nobody knows; nothing is written unless `speaks`.
+    /// Progress over `total` steps, 0 if unknown; nothing is written unless `speaks`.
     pub fn new(name: &'static str, total: u64, speaks: bool) -> Progress {
         let state = State { what: String::new(), done: 0, total, has_ended: false };
         let shared = Arc::new(Shared { state: Mutex::new(state), ended: Condvar::new() });
@@ -242,7 +244,8 @@ impl Drop for Progress {
     }
 }
 
-/// Speaks for a group of ranks: lines on standard output and, on a terminal, a progress line under them.
+/// Speaks for a group of ranks: lines on standard output and, on a terminal, a progress line under
+/// them.
 pub struct Voice {
     lines: bool,
     speaks: bool,
@@ -252,7 +255,8 @@ pub struct Voice {
 }
 
 impl Voice {
-    /// A voice that prints lines if `lines`, and nothing at all unless `speaks`: one rank of a group does.
+    /// A voice that prints lines if `lines`, and nothing at all unless `speaks`: one rank of a
+    /// group does.
     pub fn new(speaks: bool, lines: bool) -> Voice {
         let bar = (speaks && std::io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::new_spinner();
@@ -288,7 +292,7 @@ impl Voice {
         }
     }
 
-    /// Says what goes on now.
+    /// Shows the current work.
     pub fn doing(&self, what: &'static str) {
         if let Some(bar) = &self.bar {
             bar.set_message(what);

@@ -1,4 +1,5 @@
-//! How ranks run: as threads of this process, as processes that this one starts, or this process as one of them.
+//! How ranks run: as threads of this process, as processes that this one starts, or this process as
+//! one of them.
 
 use std::process::Stdio;
 use std::sync::Arc;
@@ -32,7 +33,7 @@ pub enum Placement {
 }
 
 impl Placement {
-    /// What the flags and the environment say.
+    /// The placement that the flags and the environment give.
     fn of(
         shared: &RoundTripFlags,
         defaults: Defaults,
@@ -43,7 +44,7 @@ impl Placement {
         if shared.virtual_gpu.check.is_some() {
             return Placement::Threads;
         }
-        // What is wrong with the variables, the rendezvous will say.
+        // The rendezvous reports errors in the variables.
         if !matches!(Member::from_variables(&variable), Ok(None)) {
             return Placement::OneRank;
         }
@@ -71,13 +72,13 @@ pub struct Rank {
     pub device: Arc<dyn Device>,
 }
 
-/// What all ranks of a run have in common.
+/// State that all ranks of a run share.
 pub struct Run {
     /// The settings.
     pub setup: Setup,
     /// Where the ranks are.
     pub placement: Placement,
-    /// What watches the devices in check mode, and for what.
+    /// Checker of the devices, and the kind of its findings.
     pub checker: Option<(Check, Checker)>,
 }
 
@@ -92,19 +93,20 @@ impl Rank {
         gather(&*self.group, outcome)
     }
 
-    /// This rank's result; or, where any rank has failed, the same failure on all ranks. Collective.
+    /// This rank's result; or, where any rank has failed, the same failure on all ranks.
+    /// Collective.
     pub fn agree<T>(&self, outcome: Result<T>) -> Result<T> {
         agree(&*self.group, outcome)
     }
 }
 
-/// True in a process that may print a run's result: all but ranks above 0 that somebody else started.
+/// True in a process that may print a run's result: all but ranks above 0 of another launcher.
 pub fn speaks() -> bool {
     !matches!(Member::detect(), Ok(Some(member)) if member.rank != 0)
 }
 
-/// Runs `main` on every rank that `shared` and the environment ask for. Comes back with the failure of all ranks, if
-/// they agreed on one, and otherwise with that of a rank of this process.
+/// Runs `main` on every rank that `shared` and the environment ask for. Comes back with the failure
+/// of all ranks, if they agreed on one, and otherwise with that of a rank of this process.
 pub fn run(
     shared: &RoundTripFlags,
     defaults: Defaults,
@@ -123,8 +125,8 @@ pub fn run(
         }
         DeviceKind::Cuda => open_device(DeviceKind::Cuda, ordinal),
     };
-    // A rank that fails tells the others once its own device has given up, which may take the host's wait for the
-    // counts: twice the timeout.
+    // A rank that fails tells the others once its own device has given up. This may take the host's
+    // wait for the counts: twice the timeout.
     let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
     match placement {
         Placement::OneRank => {
@@ -195,7 +197,8 @@ fn one_rank(
     main(&Rank { rank: group.rank(), group: group.clone(), device }, &run)
 }
 
-/// What of a failure a rank that is a process of its own says: rank 0 speaks for all where they agree.
+/// Part of a failure that a rank in a process of its own prints: rank 0 prints failures that all
+/// ranks agree on.
 pub fn said_by(stop: Stop, rank: u32) -> Stop {
     match stop.agreed {
         true if rank != 0 => Stop::said(stop.code),
@@ -237,7 +240,7 @@ fn root_cause(stops: impl Iterator<Item = (u32, Stop)>) -> Option<Stop> {
     let mut stops: Vec<(u32, Stop)> = stops.collect();
     stops.sort_by_key(|(rank, stop)| (stop.consequence, *rank));
     let (rank, stop) = stops.into_iter().next()?;
-    // What is agreed carries its rank already, where it has one.
+    // An agreed failure names its rank already, if it has one.
     Some(if stop.agreed || stop.code != FAILED { stop } else { stop.on_rank(rank) })
 }
 
@@ -269,7 +272,7 @@ pub fn open_device(kind: DeviceKind, ordinal: u32) -> Result<Arc<dyn Device>> {
     }
 }
 
-/// What to do where CUDA is not compiled in.
+/// Remedy for a binary without CUDA.
 #[cfg(not(feature = "cuda"))]
 pub const NO_CUDA: &str =
     "this binary was built without CUDA; build with `cargo build --release --features cuda`";
@@ -324,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cause_is_reported_not_what_follows_from_it() {
+    fn the_cause_is_reported_not_its_consequences() {
         let timeout = Stop { consequence: true, ..Stop::failed("rank 0 waited for rank 2") };
         let stops = [(0, timeout.clone()), (2, Stop::failed("wrong")), (3, Stop::failed("also wrong"))];
         let cause = root_cause(stops.into_iter()).unwrap();

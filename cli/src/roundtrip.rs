@@ -1,8 +1,9 @@
-//! `epoxide roundtrip`: the acceptance test. Layout, dispatch and combine on all ranks, every result checked.
+//! `epoxide roundtrip`: the acceptance test. Layout, dispatch and combine on all ranks, every
+//! result checked.
 //!
-//! First the data of MSCCL++'s test, where every element of a rank's rows is the rank's number, with combine called
-//! right behind dispatch; then rows of random bytes, compared bit for bit; then, if asked for, many random cases, and
-//! replays of one graph.
+//! The first data is that of MSCCL++'s test: every element of a rank's rows is the rank's number,
+//! and combine is called right behind dispatch. Then come rows of random bytes, compared bit for
+//! bit. On request follow many random cases, and replays of one graph.
 
 use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
@@ -60,7 +61,8 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     iterations: u64,
 
-    /// Random sizes up to the given ones in those, with another number of tokens on each rank [N: 100]
+    /// Random sizes up to the given ones in those, with another number of tokens on each rank [N:
+    /// 100]
     #[arg(long)]
     random: bool,
 
@@ -68,7 +70,8 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     graph_replays: u64,
 
-    /// Meanwhile threads of each rank's process allocate, free, load modules and copy on its device, as other libraries do
+    /// Meanwhile threads of each rank's process allocate, free, load modules and copy on its
+    /// device, as other libraries do
     #[arg(long)]
     neighbour: bool,
 }
@@ -201,7 +204,7 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
     beside.end(rank, &voice)
 }
 
-/// What check mode will take, and what gives other sizes.
+/// Estimate of the time of check mode, and the flags for other sizes.
 fn before_check(setup: &Setup, args: &Args) -> String {
     let trips = args.iterations() + args.graph_replays;
     let (ranks, tokens, hidden, sms) = (setup.ranks, setup.tokens, setup.hidden, setup.num_sms);
@@ -217,8 +220,9 @@ fn before_check(setup: &Setup, args: &Args) -> String {
     )
 }
 
-/// About how long check mode takes, which runs one warp at a time, with so many round trips behind the first ones: fitted to runs on
-/// the two cores that docs/BENCH-NOTES.md names, which it meets within a half.
+/// Estimated seconds of check mode, which runs one warp at a time, with so many round trips behind
+/// the first ones. It was fitted to runs on the two cores that docs/BENCH-NOTES.md names, with an
+/// error of at most a half.
 fn check_seconds(setup: &Setup, trips: u64) -> f64 {
     // Seconds of a rank, of a multiprocessor, of a token, and of an element of a token.
     let (fixed, of_sm, of_token, of_element) = match (setup.mode, setup.nodes) {
@@ -234,7 +238,8 @@ fn check_seconds(setup: &Setup, trips: u64) -> f64 {
     f64::from(setup.ranks) * (fixed + of_sm * sms + rows) * (1.0 + 0.3 * trips as f64)
 }
 
-/// Says what check mode has looked at, once all ranks are through: anything that it finds ends a run before.
+/// Prints the amount that check mode has checked, once all ranks have finished: any finding ends a
+/// run before.
 fn say_checked(rank: &Rank, run: &Run, voice: &Voice, publish: Publish<'_>) -> Result<()> {
     if let Some((check, checker)) = &run.checker {
         rank.gather(Ok(()))?;
@@ -248,7 +253,7 @@ fn say_checked(rank: &Rank, run: &Run, voice: &Voice, publish: Publish<'_>) -> R
 fn checked_line(check: Check, accesses: u64) -> String {
     let found = match check {
         Check::Weak => "0 wrong results of weak memory",
-        Check::Races => "0 races and 0 reads of memory that nobody wrote",
+        Check::Races => "0 races and 0 reads of unwritten memory",
     };
     format!("[check] {found} in {} of kernels' lanes", count_of(accesses))
 }
@@ -346,7 +351,8 @@ fn first_data(rank: &Rank, setup: &Setup, rig: &mut Rig, voice: &Voice) -> Resul
         marks.mark(rig)?;
         let output = rig.buffer.dispatch(&mut place, request, StreamOrder::comm(&rig.stream))?;
         marks.mark(rig)?;
-        // Combine follows at once: no barrier and, where the rows can be returned as they are, no look at them either.
+        // Combine follows at once: no barrier and, where the rows can be returned as they are, no
+        // look at them either.
         let staged = expert_rows(rig, &output)?;
         let request = match &staged {
             Staged::AsReceived => CombineRequest::new(&output.recv_x, &output.handle),
@@ -437,7 +443,7 @@ fn received_numbers(rig: &Rig, output: &DispatchOutput) -> Result<Vec<f32>> {
         .collect())
 }
 
-/// What identity experts make of received rows, and where combine finds it.
+/// Rows that identity experts return, and the place where combine finds them.
 enum Staged<'p> {
     /// In the received rows themselves.
     AsReceived,
@@ -459,12 +465,14 @@ fn expert_rows<'p>(rig: &Rig, output: &DispatchOutput<'p>) -> Result<Staged<'p>>
     }
     // The pool pads these rows, in both of its regions alike.
     let rows = output.combine_rows(DType::Bf16, recv_x.columns())?;
-    // SAFETY: both are regions of the own pool with this many rows, and the buffer outlives the stream's work.
+    // SAFETY: both are regions of the own pool with this many rows, and the buffer outlives the
+    // stream's work.
     unsafe { rig.stream.copy(rows.tensor().ptr(), recv_x.ptr(), recv_x.rows() * recv_x.row_stride())? };
     Ok(Staged::InPool(rows))
 }
 
-/// Checks the shape of the received rows and, block by block, that each element is its source rank's number.
+/// Checks the shape of the received rows and, block by block, that each element is its source
+/// rank's number.
 fn check_rank_numbers(rig: &Rig, plan: &Plan, output: &DispatchOutput) -> Result<Option<String>> {
     let (shape, hidden) = (output.recv_x.shape(), output.recv_x.columns());
     let expected_shape = [u64::from(plan.num_recv_tokens), hidden];
@@ -485,7 +493,8 @@ fn check_rank_numbers(rig: &Rig, plan: &Plan, output: &DispatchOutput) -> Result
     Ok(None)
 }
 
-/// Checks each token's mean, every element, and the weights: a token comes back once from each of its destinations.
+/// Checks each token's mean, every element, and the weights: a token comes back once from each of
+/// its destinations.
 fn check_sums(
     rig: &Rig,
     case: &Case,
@@ -589,7 +598,8 @@ fn iterate(setup: &Setup, rig: &mut Rig, iterations: u64, random: bool, voice: &
     failure.map_or(Ok(rows), |failure| Err(Stop::failed(failure)))
 }
 
-/// Replays one graph, with new routings and rows each time. How many replays were verified, and the rows that those received.
+/// Replays one graph, with new routings and rows each time. How many replays were verified, and the
+/// rows that those received.
 fn replay_graph(setup: &Setup, rig: &mut Rig, replays: u64, voice: &Voice) -> Result<(u64, u64)> {
     // Case numbers of replays start past those of other round trips.
     const FIRST_CASE: u64 = 1 << 32;
@@ -603,7 +613,7 @@ fn replay_graph(setup: &Setup, rig: &mut Rig, replays: u64, voice: &Voice) -> Re
     rig.take_failure().map_or(Ok(found), |failure| Err(Stop::failed(failure)))
 }
 
-/// Points of the rank's stream, to tell how long the device took between them.
+/// Points of the rank's stream, for the device's time between them.
 #[derive(Default)]
 struct Marks(Vec<Event>);
 
@@ -661,11 +671,11 @@ mod tests {
     }
 
     #[test]
-    fn what_was_checked_is_said() {
+    fn the_number_of_checked_accesses_is_printed() {
         let races = checked_line(Check::Races, 999_999);
         assert_eq!(
             races,
-            "[check] 0 races and 0 reads of memory that nobody wrote in 999999 accesses of kernels' lanes"
+            "[check] 0 races and 0 reads of unwritten memory in 999999 accesses of kernels' lanes"
         );
         let weak = checked_line(Check::Weak, 12_345_678);
         assert_eq!(weak, "[check] 0 wrong results of weak memory in 12.3 M accesses of kernels' lanes");
@@ -689,7 +699,7 @@ mod tests {
     }
 
     #[test]
-    fn the_report_has_what_every_rank_found() {
+    fn the_report_has_the_results_of_every_rank() {
         let (report, _) =
             execute_line("--nodes 1 --ranks-per-node 3 --tokens 6 --hidden 16 --random --iterations 2");
         let value = serde_json::to_value(&report).unwrap();
@@ -725,7 +735,7 @@ mod tests {
         for phase in ["setup", "bit_for_bit", "iterations", "graph"] {
             assert!(value["times"][format!("{phase}_seconds")].as_f64() > Some(0.0), "{phase}");
         }
-        // What goes wrong is said in it as well.
+        // The JSON report contains errors as well.
         let (report, outcome) = execute_line("--mode low-latency --ranks-per-node 2 --tokens 2000");
         assert!(
             outcome.is_err()
@@ -748,7 +758,7 @@ mod tests {
     }
 
     #[test]
-    fn check_mode_says_beforehand_what_it_takes() {
+    fn check_mode_prints_its_estimate_beforehand() {
         let of = |line: &str| {
             let words = format!("roundtrip --check {line}");
             let args: Args = crate::testing::parse(words.split_whitespace()).unwrap();
@@ -794,7 +804,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ranks_found_wrong_is_said_with_their_number() {
+    fn failures_are_printed_with_the_number_of_their_rank() {
         let voice = Voice::new(false, false);
         let failure = Some("combined_x, token 3: expected a mean of 4, got 5".to_owned());
         let reports = [

@@ -18,11 +18,11 @@ pub const SKIPPED: u8 = 77;
 pub struct Stop {
     /// The exit code.
     pub code: u8,
-    /// One line that says what to do; `None` where somebody else says it.
+    /// One line with the error and the remedy; `None` if another process prints it.
     pub message: Option<String>,
     /// It follows from another rank's trouble, which is the one to report if that is known.
     pub consequence: bool,
-    /// Every rank of the group ends for this reason, so that one of them can say it for all.
+    /// Every rank of the group ends for this reason, so that one of them can print it for all.
     pub agreed: bool,
 }
 
@@ -41,7 +41,8 @@ impl Stop {
         Stop::new(USAGE, message)
     }
 
-    /// `command` needs a feature of this package that is off: bad usage, with the command line that builds it in.
+    /// `command` needs a feature of this package that is off: bad usage, with the command line that
+    /// builds it in.
     #[cfg(not(all(feature = "plots", feature = "manual")))]
     pub fn without_feature(command: &str, feature: &str) -> Stop {
         let remedy = format!("`cargo run --release --features {feature} -- {command} ..` builds it in");
@@ -80,7 +81,7 @@ impl From<Error> for Stop {
                 consequence: true,
                 ..Stop::failed(format!("{message}; if it is only slow, raise --timeout"))
             },
-            // Whoever gave the group up, says why: the launcher, or the rank that failed.
+            // The launcher, or the rank that failed, reports why the group was given up.
             Error::Store { reason, .. } if reason.starts_with("the group was given up") => {
                 Stop { consequence: true, ..Stop::said(FAILED) }
             }

@@ -10,7 +10,7 @@ struct Line<A: clap::Args> {
     args: A,
 }
 
-/// What the flags in `words` are, behind the command's name, if they are any.
+/// The flags in `words`, behind the command's name, or the error.
 pub fn parse<A: clap::Args>(
     words: impl IntoIterator<Item = impl Into<OsString> + Clone>,
 ) -> Result<A, clap::Error> {

@@ -1,4 +1,4 @@
-//! Calls that do not fit together: every rank says which call it made and which one the other rank. And one that fails half way.
+//! Calls that do not fit together: every rank's error names its own call and the other rank's.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -46,7 +46,7 @@ enum Call {
 use Call::{Cached, Combine, Dispatch, Return};
 
 impl Call {
-    /// What an error calls it, where the handles' dispatches were the operations 1 and 3.
+    /// Name of the call in errors, if the handles' dispatches were the operations 1 and 3.
     fn name(self) -> String {
         match self {
             Dispatch => "dispatch with a count exchange".into(),
@@ -107,12 +107,12 @@ impl Call {
     }
 }
 
-/// What a rank has for its calls.
+/// Inputs of a rank's calls.
 struct Known {
     experts: u32,
     inputs: Inputs,
     short: epoxide::ep::Tensor<'static>,
-    /// Of a dispatch to each place.
+    /// Handles of a dispatch to each place.
     handles: Vec<DispatchHandle>,
 }
 
@@ -153,8 +153,8 @@ fn prepare(rank: &mut Rank, turn: &Turn) -> Result<(Vec<Place>, Known)> {
     Ok((places, Known { experts: turn.routing.num_experts, inputs, short, handles }))
 }
 
-/// Has the last node make `theirs`, or of one node the last rank, and all others `ours`, and checks what each rank says of it. Each rank is
-/// beside one of the others, or on its rail.
+/// Has the last node make `theirs`, or of one node the last rank, and all others `ours`, and checks
+/// what each rank says of it. Each rank is beside one of the others, or on its rail.
 fn differ(spread: Spread, ours: &[Call], theirs: &[Call]) {
     for (ranks, nodes) in spreads(spread) {
         let others = nodes.map_or(1, |nodes| nodes.ranks_per_node);
@@ -241,7 +241,7 @@ fn other_places_dtypes_and_weights_are_named(spread: Spread) {
     }
 }
 
-/// What comes behind must not take the place of what a peer, which is late, has not looked at yet.
+/// Later calls must not overwrite words that a late peer has not polled yet.
 fn calls_queued_behind_different_ones_do_not_hide_them(spread: Spread) {
     let combine = Combine { handle: 0, dtype: DType::Bf16, weights: false };
     let cached = Cached { handle: 0, place: 0, hidden: HIDDEN };

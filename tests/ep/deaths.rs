@@ -1,6 +1,6 @@
 //! A rank that stops anywhere in an operation, or makes another call. The other rank gets an error
-//! that names it, and reads no number that is wrong: neither on the host, nor as a kernel does that
-//! sees no error.
+//! that names it, and reads no wrong number: neither on the host, nor in a kernel that sees no
+//! error.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +26,7 @@ const DEADLINE: Duration = Duration::from_millis(100);
 const ROUNDS: usize = 2;
 const ALL_ROUNDS: usize = 4;
 
-/// What rank 1 does wrong.
+/// Fault of rank 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
     Nothing,
@@ -61,7 +61,7 @@ enum Other {
     /// The rank makes no call any more.
     Nothing,
     Dispatch,
-    /// Of rows that travel as e4m3.
+    /// A dispatch of rows that travel as e4m3.
     Quantised,
     /// Into the other place.
     Elsewhere,
@@ -71,7 +71,7 @@ enum Other {
 }
 
 /// Runs `round_trips` with the stop of rank 1 at points that are spread over its rounds; it gives
-/// whether rank 0 was told. `EPOXIDE_DEATHS` says how many points.
+/// whether rank 0 was told. `EPOXIDE_DEATHS` sets the number of points.
 fn sweep(round_trips: impl Fn(&Arc<Stop>, Fault) -> bool) {
     let counting = Stop::of(1);
     round_trips(&counting, Fault::Nothing);
@@ -299,7 +299,7 @@ fn low_latency_rounds(
             change(low_latency::Options::new(TOKENS as u32, HIDDEN, 2, 4).places(2).timeout(DEADLINE));
         let mut buffer = low_latency::Buffer::new(device.clone(), &*group, options)?;
         let (mut place, mut elsewhere) = (buffer.place(0)?, buffer.place(1)?);
-        // Tokens for both ranks, for this one and the other alone, and for nobody.
+        // Tokens for both ranks, for this one and the other alone, and without experts.
         let topk_idx = TypedTensor::from_host(&stream, &[TOKENS, 2], &[0i64, 3, 1, 0, 2, -1, -1, -1])?;
         let ranks = [2.0, 1.0, 1.0, 0.0];
         let numbers = |value: f32, rows: u64| vec![bf16::from_f32(value); (rows * HIDDEN) as usize];

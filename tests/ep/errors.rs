@@ -1,4 +1,5 @@
-//! Bad input, on one node and on several: every error names the argument, its value and the rule, and leaves the buffer usable.
+//! Bad input, on one node and on several: every error names the argument, its value and the rule,
+//! and leaves the buffer usable.
 
 use std::sync::Mutex;
 
@@ -20,7 +21,8 @@ in_every_spread! {
     a_handle_of_another_buffer_is_refused,
 }
 
-/// Kernels count in each other's memory; over such a link every operation would run into its deadline.
+/// Kernels count in each other's memory; over such a link every operation would run into its
+/// deadline.
 #[test]
 fn gpus_whose_links_have_no_atomics_make_no_buffer_on_any_rank() {
     let errors = Mutex::new(Vec::new());

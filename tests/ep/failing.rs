@@ -12,7 +12,8 @@ use epoxide::internal::VirtualTime;
 use epoxide::{Error, Result};
 use epoxide_gpu::layout::Section;
 
-/// Hands every call on to another device, but for the next launch of some kernels once it is told to refuse it.
+/// Hands every call on to another device, but for the next launch of some kernels once it is told
+/// to refuse it.
 #[derive(Debug)]
 pub struct FailingDevice {
     inner: Arc<dyn Device>,
@@ -22,7 +23,7 @@ pub struct FailingDevice {
     refuses: AtomicBool,
 }
 
-/// What the refused launch ends in.
+/// Error of the rejected launch.
 pub const REFUSAL: &str = "the test wants no launch of this kernel";
 
 impl FailingDevice {

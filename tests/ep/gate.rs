@@ -45,20 +45,22 @@ impl Gate {
         })
     }
 
-    /// What `stream` is given from now on waits until the gate is opened the next time.
+    /// Later work of `stream` waits until the gate is opened the next time.
     pub fn hold(&self, stream: &Stream) -> Result<()> {
         let config =
             LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false, dependent: false };
         let value = self.opened.load(Ordering::Relaxed) + 1;
         let params: [&[u8]; 2] = [&self.word.ptr().0.to_le_bytes(), &value.to_le_bytes()];
-        // SAFETY: these are the parameters of the kernel, and the word is freed after the gate has been opened.
+        // SAFETY: these are the parameters of the kernel, and the word is freed after the gate has
+        // been opened.
         unsafe { stream.launch(&self.kernel, &config, &params) }
     }
 
     /// Lets all go on that is held up.
     pub fn open(&self) {
         let opened = self.opened.fetch_add(1, Ordering::Relaxed) + 1;
-        // SAFETY: mapped host memory of 4 bytes, aligned to a page, which only atomics of host and device touch.
+        // SAFETY: mapped host memory of 4 bytes, aligned to a page, which only atomics of host and
+        // device touch.
         unsafe { AtomicU32::from_ptr(self.word.host_ptr().cast()) }.store(opened, Ordering::Release);
     }
 }

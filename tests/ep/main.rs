@@ -1,4 +1,5 @@
-//! Dispatch and combine on virtual GPUs, within a node and across nodes, against the serial oracle of `epoxide_testing`.
+//! Dispatch and combine on virtual GPUs, within a node and across nodes, against the serial oracle
+//! of `epoxide_testing`.
 
 mod by_expert;
 mod calls;

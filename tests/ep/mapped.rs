@@ -1,4 +1,4 @@
-//! Ranks that can all map each other's memory are one node, whatever `ranks_per_node` says.
+//! Ranks that can all map each other's memory are one node, for any `ranks_per_node`.
 
 use epoxide::ep::{CombineRequest, DType, DispatchRequest};
 use epoxide::transport::TransportKind;
@@ -45,7 +45,7 @@ fn ranks_that_are_not_all_mapped_are_several_nodes() {
     }
 }
 
-/// What the original interface counts by node, the host works out where no kernel does.
+/// The host computes the original interface's counts by node if no kernel does.
 #[test]
 fn counts_by_node_are_those_of_the_oracle() {
     let case = case(6, nodes(2, TransportKind::Direct));

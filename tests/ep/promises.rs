@@ -1,4 +1,5 @@
-//! What the interface promises: who may drop what and when, which rows stay for how long, who sees which error.
+//! Promises of the interface: permitted drops and their times, lifetimes of rows, and the errors of
+//! each rank.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use crate::gate::Gate;
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo, echo_on};
 use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch};
 
-/// What has not happened by then is taken to wait.
+/// An event that has not happened by then is taken to wait.
 const WHILE: Duration = Duration::from_millis(60);
 
 /// Two ranks on one node, and on two.
@@ -67,8 +68,8 @@ pub fn keep_on(stream: &Stream, tensor: &Tensor<'_>, rows: usize) -> Result<Tens
 /// The status of a buffer as a kernel behind what `stream` has in flight finds it.
 pub fn status(stream: &Stream, ptr: DevicePtr) -> Result<i64> {
     let copy = Tensor::alloc(stream.device(), DType::I64, &[1, 2])?;
-    // SAFETY: the status has 8 bytes, and stays as long as the buffer that the caller has; the copy has
-    // more, and is live until it has been read.
+    // SAFETY: the status has 8 bytes, and lives as long as the caller's buffer. The copy has more,
+    // and is live until it has been read.
     unsafe { stream.copy(copy.ptr(), ptr, 8)? };
     Ok(copy.to_host::<i64>(stream)?[0])
 }
@@ -78,7 +79,8 @@ pub fn is_nan(row: &[u8]) -> bool {
     row.chunks(2).all(|number| number == [0xff, 0x7f])
 }
 
-/// Notes a failed check where a stream comes to its end although it should wait for what a gate holds up.
+/// Notes a failed check where a stream comes to its end although it should wait for what a gate
+/// holds up.
 fn must_wait(rank: &mut Rank, stream: &Stream, what: &str) -> Result<()> {
     let passed = event(stream)?.wait_timeout(WHILE)?;
     rank.check(!passed, format!("{what} did not wait"));
@@ -112,7 +114,7 @@ fn inputs_may_be_dropped_before_their_dispatch_has_begun() {
         let output = rank.dispatch(&mut place, request.counts(rank.on_device()))?;
         drop((layout, topk_idx, topk_weights, x));
 
-        // Whoever gets the memory of the inputs too early spoils them.
+        // Reusing the memory of the inputs too early would spoil them.
         let mut others = Vec::new();
         for (dtype, shape) in shapes.iter().cycle().take(24) {
             let other = tensor(rank, *dtype, shape);
@@ -246,7 +248,7 @@ fn a_step_needs_nothing_that_its_caller_keeps() {
             rank.poison(&others[others.len() - 1])?;
         }
         for run in 0..3 {
-            // Whatever is free by now is given to eager work, and written.
+            // Eager work gets all memory that is free by now, and writes it.
             let inputs = Inputs::upload(&second, rank)?;
             for _ in 0..2 {
                 let (output, back) = echo(rank, &mut place, &inputs, experts)?;
@@ -281,7 +283,7 @@ fn a_step_does_not_run_again_once_a_peer_has_gone() {
             if rank.rank == 1 {
                 return Ok(());
             }
-            // This run is the first that finds nobody there.
+            // This run is the first without the peer.
             step.launch(&stream)?;
             assert_ne!(status(&stream, rank.buffer.status_ptr())?, 0);
             let read = step.output().combined_x.to_host::<u16>(&stream).map(drop);
@@ -297,7 +299,7 @@ fn a_step_does_not_run_again_once_a_peer_has_gone() {
 
 /// Sums and rows of the turn before would pass for results.
 #[test]
-fn what_a_dispatch_without_a_plan_left_is_not_read() {
+fn rows_of_a_dispatch_without_a_plan_are_not_read() {
     let [turn] = turns();
     for nodes in SPREADS {
         setup().nodes(nodes).run(|rank| {
@@ -490,7 +492,8 @@ fn ranks_whose_rows_have_different_types_are_told() {
             let [one, two] = if rank.rank == 1 { ["f32", "bf16"] } else { ["bf16", "f32"] };
             assert_eq!((ours.as_str(), theirs.as_str()), (one, two), "{error}");
 
-            // The buffer is whole: a handle of it is, and a dispatch along that has no such exchange.
+            // The buffer is whole: a handle of it is, and a dispatch along that has no such
+            // exchange.
             let handle = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?.handle;
             rank.dispatch_cached(&mut place, CachedDispatchRequest::new(x, &handle))?;
             rank.stream.synchronize()?;
@@ -504,7 +507,7 @@ fn ranks_whose_rows_have_different_types_are_told() {
 
 /// Kernels that read sums see no error.
 #[test]
-fn what_a_failed_combine_leaves_is_nan_or_right() {
+fn a_failed_combine_leaves_nan_or_right_sums() {
     let [turn] = turns();
     for (nodes, in_pool) in SPREADS.into_iter().flat_map(|nodes| [(nodes, false), (nodes, true)]) {
         let mut setup = setup().nodes(nodes);
@@ -539,8 +542,8 @@ fn what_a_failed_combine_leaves_is_nan_or_right() {
     }
 }
 
-/// A graph that is replayed once a peer has gone: the sums that it leaves are those of the run
-/// before, and which they are is told to kernels and to the host.
+/// A graph that is replayed after a peer has gone leaves sums of the run before. Kernels and the
+/// host are told which sums those are.
 #[test]
 fn tokens_that_a_replay_leaves_without_sums_are_noted() {
     let [turn] = turns();
@@ -560,7 +563,8 @@ fn tokens_that_a_replay_leaves_without_sums_are_noted() {
             step.launch(&stream)?;
             let tokens = turn.sums[0].len();
             let mask = Tensor::alloc(stream.device(), DType::I64, &[1, 2])?;
-            // SAFETY: the mask has a byte for each token that the buffer is for, and stays as long as it.
+            // SAFETY: the mask has a byte for each token that the buffer is for, and stays as long
+            // as it.
             unsafe { stream.copy(mask.ptr(), rank.buffer.missing_ptr(), tokens as u64)? };
             let mask: Vec<u8> =
                 mask.to_host::<i64>(&stream)?.into_iter().flat_map(i64::to_le_bytes).collect();
@@ -602,7 +606,8 @@ fn a_timeout_names_all_ranks_that_did_not_come() {
             rank.stream.synchronize()?;
             let error = rank.buffer.check().expect_err("two ranks have gone");
             let Error::PeerTimeout { peer, place, late, .. } = &error else { panic!("{error}") };
-            // The wait that expired first may be for one that has entered, and waits as long itself.
+            // The wait that expired first may be for one that has entered, and waits as long
+            // itself.
             let late: Vec<u32> = late.iter().copied().filter(|r| GONE.contains(r) || r != peer).collect();
             assert_eq!(late, GONE, "{error}");
             assert_eq!(*place, is_combine.then_some(0), "{error}");
@@ -612,7 +617,7 @@ fn a_timeout_names_all_ranks_that_did_not_come() {
     }
 }
 
-/// Rows in use are not overwritten behind the back of who uses them.
+/// Rows in use are not overwritten while they are borrowed.
 #[test]
 fn a_step_does_not_run_while_rows_in_its_place_are_borrowed() {
     let [turn] = turns();
@@ -675,7 +680,7 @@ fn with_two_places_two_results_are_there_at_once() {
         {
             check_rows(rank, "recv_x", &output.recv_x, &turn.recv(rank.rank))?;
             check_sums(rank, "combined_x", back, turn)?;
-            // What each brought still goes back, whichever came last.
+            // The rows of each place can still be combined, in any order of the places.
             let again = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
             check_sums(rank, "combined_x once more", &again, turn)?;
         }
@@ -685,7 +690,7 @@ fn with_two_places_two_results_are_there_at_once() {
 }
 
 #[test]
-fn an_error_says_who_sees_it() {
+fn an_error_has_the_scope_of_the_ranks_that_see_it() {
     let mut setup = Setup::new(RANKS, 1, TOKENS as u32, 64);
     setup.options.places = 2;
     then_dispatch(setup, |rank, valid, place| {
@@ -739,7 +744,8 @@ fn calls_on_two_streams_come_in_the_order_in_which_they_were_made() {
         let mut place = rank.place()?;
         let mut kept = Vec::new();
         for (index, (turn, inputs)) in turns.iter().zip(&inputs).enumerate() {
-            // No event says that the combine comes behind the dispatch, or the next layout behind the combine.
+            // No event says that the combine comes behind the dispatch, or the next layout behind
+            // the combine.
             let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
             gate.hold(&stream)?;
             let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());

@@ -70,7 +70,8 @@ fn rows_of_7168_bf16(spread: Spread) {
 }
 
 fn rows_in_many_pieces(spread: Spread) {
-    // 7168 BF16 are 14 pieces in dispatch and 28 in combine; with 16 bytes more, the last piece is a short one.
+    // 7168 BF16 are 14 pieces in dispatch and 28 in combine; with 16 bytes more, the last piece is
+    // a short one.
     for row_bytes in [2 * 7168, 2 * 7168 + 16] {
         Case { tuning: SMALL, ..on(spread, 2, distinct(&[6, 1, 3, 4], 4, 8), row_bytes) }.check();
     }

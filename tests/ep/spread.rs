@@ -11,7 +11,8 @@ pub enum Spread {
 }
 
 impl Spread {
-    /// Nodes of so many ranks with shared memory and two queues between them, where there are several.
+    /// Nodes of so many ranks with shared memory and two queues between them, where there are
+    /// several.
     pub fn nodes(self, ranks_per_node: u32) -> Option<Nodes> {
         let nodes = Nodes { ranks_per_node, transport: TransportKind::Shm, queues: 2 };
         (self == Spread::SeveralNodes).then_some(nodes)

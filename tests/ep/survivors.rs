@@ -56,7 +56,8 @@ enum Leaves {
     Anything,
 }
 
-/// The longest wait for the rank that stops. On GPUs it passes in real time, so that ranks that do come must keep it.
+/// The longest wait for the rank that stops. On GPUs it passes in real time, so that ranks that do
+/// come must keep it.
 fn deadline() -> Duration {
     Duration::from_millis(if on_gpus() { 1500 } else { 200 })
 }
@@ -80,7 +81,8 @@ fn expect_gone<T>(what: &str, outcome: Result<T>) {
     }
 }
 
-/// Checks sums as a kernel reads them, which sees no error: they are right, or their tokens are noted as missing.
+/// Checks sums as a kernel reads them, which sees no error: they are right, or their tokens are
+/// noted as missing.
 #[track_caller]
 fn check_sums(what: &str, leaves: Leaves, got: &[Vec<u8>], want: &[Vec<u8>], missing: &[u32]) {
     assert_eq!(got.len(), want.len(), "{what}");
@@ -223,7 +225,8 @@ fn high_throughput(before: Before, calls: Calls) {
                 } else if before == Before::Combine {
                     let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
                     let request = DispatchRequest::new(&inputs.x, &layout);
-                    // A dispatch that waits for counts compares calls on the host: all ranks make the same one.
+                    // A dispatch that waits for counts compares calls on the host: all ranks make
+                    // the same one.
                     let counts = if calls == Calls::Exact { Counts::Exact } else { rank.on_device() };
                     rank.dispatch(&mut place, request.counts(counts))?;
                     stream.synchronize()?;
@@ -274,7 +277,7 @@ struct Few {
     topk_idx: TypedTensor<'static, i64>,
     /// Its values on the host: two for each token.
     ids: Vec<i64>,
-    /// All of the same number: what experts make of rows.
+    /// The experts' outputs: rows of one number.
     experts: Tensor<'static>,
 }
 

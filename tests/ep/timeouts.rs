@@ -1,4 +1,5 @@
-//! Ranks that die or stall: every other rank says whom it waited for, and on what. On one node and on several.
+//! Ranks that die or stall: every other rank's error names the rank and the word that it waited
+//! for.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -45,7 +46,8 @@ fn sleep(rank: &Rank, duration: Duration) {
     rank.device().time().expect("a virtual GPU of a rank that is a thread").sleep(duration);
 }
 
-/// The ranks of a test: three of one node, or two nodes of two. The last one is the one that does not come.
+/// The ranks of a test: three of one node, or two nodes of two. The last one is the one that does
+/// not come.
 #[derive(Debug, Clone, Copy)]
 pub struct Ranks {
     transport: Option<TransportKind>,
@@ -119,8 +121,9 @@ enum Lost {
     Dies,
 }
 
-/// Has the ranks go through a whole turn, and all but the last then through `call`, which must end in an error on each of them that says
-/// so; `word` is what a rank of one node waits for. Then they drop their buffers, and those that are left make new ones.
+/// Runs a whole turn on all ranks, and then `call` on all but the last. `call` must end in an error
+/// that names the lost rank and `operation`. `word` is the word that a rank of one node waits for.
+/// Then they drop their buffers, and the remaining ranks make new ones.
 fn without_the_last(
     spread: Spread,
     lost: Lost,
@@ -169,7 +172,8 @@ fn without_the_last(
     }
 }
 
-/// Every error says who waited for whom; following them leads to the rank that is lost. On one node everybody waits for that rank itself.
+/// Every error names the waiting and the awaited rank; following them leads to the lost rank. On
+/// one node all ranks wait for that rank itself.
 fn check_names(ranks: Ranks, errors: &BTreeMap<u32, Error>, operation: &str, word: &str) {
     assert_eq!(errors.keys().copied().collect::<Vec<_>>(), (0..ranks.lost()).collect::<Vec<_>>());
     let mut waits = BTreeMap::new();
@@ -191,7 +195,8 @@ fn check_names(ranks: Ranks, errors: &BTreeMap<u32, Error>, operation: &str, wor
     }
 }
 
-/// Checks that `error` says how long rank `number` waited for another in `operation`; for which rank and word.
+/// Checks that `error` gives the time that rank number `number` waited for another in `operation`.
+/// Returns the other rank and the word.
 pub fn check_timeout<'a>(number: u32, error: &'a Error, operation: &str) -> (u32, &'a str) {
     let &Error::PeerTimeout { rank, peer, operation: at, word, needed, seen, waited, .. } = error else {
         panic!("rank {number}: {error} is no PeerTimeout");
@@ -335,7 +340,8 @@ fn without_a_clock(ptx: &str) -> String {
     mutated
 }
 
-/// What the first rank finds while the last one makes no dispatch, with these kernels; and how long it took on the clock of the ranks.
+/// The first rank's error while the last rank makes no dispatch, with these kernels; and the time
+/// until the error on the ranks' clock.
 fn wait_for_a_lost_rank(ranks: Ranks, ptx: &Path) -> (Error, Duration) {
     let (turn, mut setup) = (ranks.turn(), ranks.setup());
     setup.options.ptx = Some(ptx.to_owned());
@@ -358,7 +364,8 @@ fn wait_for_a_lost_rank(ranks: Ranks, ptx: &Path) -> (Error, Duration) {
         .expect("rank 0 is not lost")
 }
 
-/// The tests of this file can fail: with kernels that keep no deadline the wait is found to be endless.
+/// The tests of this file can fail: with kernels that keep no deadline the wait is found to be
+/// endless.
 fn a_deadline_that_is_not_kept_is_noticed(spread: Spread) {
     let directory = tempfile::tempdir().unwrap();
     let file = |name: &str, ptx: &str| {
@@ -414,8 +421,8 @@ fn a_buffer_can_be_dropped_with_work_in_flight(spread: Spread) {
     }
 }
 
-/// The caller's stream is held up by a kernel that ends only when the buffer is long gone: dropping it does not wait for ever, and the kernels
-/// behind that one find their memory.
+/// The caller's stream is blocked by a kernel that ends long after the drop of the buffer. The drop
+/// does not wait for ever, and the kernels behind that one find their memory in place.
 fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spread) {
     for ranks in Ranks::all(spread) {
         let (turn, setup) = (ranks.turn(), ranks.setup().timeout(Duration::from_millis(300)));
@@ -437,7 +444,7 @@ fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spre
             drop(buffer);
             let took = now(&**stream.device()) - start;
             assert!(took < SOON, "{took:?}");
-            // Now all of it runs; a virtual GPU would say what memory is gone.
+            // All of it runs from now on; a virtual GPU would report accesses to freed memory.
             gate.open();
             stream.synchronize()
         });
@@ -445,8 +452,8 @@ fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spre
     }
 }
 
-/// Two buffers of a device whose multiprocessors have room for the operations of one at a time: those of the second begin late, as behind
-/// the gate of a stream. Two ranks launch them in opposite orders, so that each waits for what the other one has not begun.
+/// Two buffers of a device whose multiprocessors have room for the operations of one at a time.
+/// Those of the second begin late, as behind the gate of a stream.
 fn buffers_in_opposite_orders_name_each_other(spread: Spread) {
     let turn = Turn::random(1, &TOKENS[..2], 2);
     let setup = Setup::new(2, 2, 6, ROW).nodes(spread.nodes(1)).timeout(TIMEOUT);
@@ -483,7 +490,8 @@ fn buffers_in_opposite_orders_name_each_other(spread: Spread) {
         group.barrier(PATIENCE)?;
         gate.open();
         later.stream.synchronize()?;
-        // Nothing of its own was in the way, but then the other rank's first operation of it has been given up.
+        // Nothing of its own was in the way, but then the other rank's first operation of it has
+        // been given up.
         let error = later.buffer.check().expect_err("its peer has given it up");
         assert_names(&error, &[&names(&earlier), "failed as well on this device", order]);
         group.barrier(PATIENCE)

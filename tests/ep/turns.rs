@@ -18,13 +18,14 @@ pub const TOPK: u32 = 3;
 pub const HIDDEN: usize = 24;
 pub const ROW: u64 = 2 * HIDDEN as u64;
 
-/// One dispatch and one combine of the rows that came, with all that is known about them beforehand.
+/// One dispatch and one combine of the rows that came, with all that is known about them
+/// beforehand.
 pub struct Turn {
     pub routing: Routing,
     pub plans: Vec<Plan>,
     /// `[rank][token]`.
     pub x: Vec<Vec<Vec<u8>>>,
-    /// What combine gives where the experts hand their rows back unchanged, `[rank][token]`.
+    /// Result of combine if the experts return their rows unchanged, `[rank][token]`.
     pub sums: Vec<Vec<Vec<u8>>>,
 }
 
@@ -65,8 +66,8 @@ impl Inputs {
     }
 }
 
-/// Sends, and hands the rows back without a host wait anywhere: the rows are copied from the receive rows to the combine
-/// rows on the device.
+/// Dispatches, and returns the rows without a host wait: they are copied from the receive rows to
+/// the combine rows on the device.
 pub fn echo<'p>(
     rank: &mut Rank,
     place: &'p mut Place,
@@ -99,7 +100,7 @@ pub fn echo_on<'p>(
     Ok((output, back))
 }
 
-/// A combine of whatever is in the place, along a dispatch whose counts the host does not know.
+/// A combine of the place's present rows, along a dispatch whose counts the host does not know.
 pub fn combine_in_pool(rank: &mut Rank, place: &Place, handle: &DispatchHandle) -> Result<CombineOutput> {
     let rows = place.combine_rows(DType::Bf16, rank.buffer.capacity(), HIDDEN as u64)?;
     rank.combine(CombineRequest::new(&rows, handle))

@@ -67,7 +67,8 @@ pub fn typed<T: Element>(rank: &Rank, shape: &[u64]) -> TypedTensor<'static, T> 
 /// The bytes of a tensor in the pool, padding included, for a look at them after later dispatches.
 pub fn bytes_in_pool(tensor: &Tensor<'_>) -> Tensor<'static> {
     let shape = [tensor.rows(), tensor.row_stride()];
-    // SAFETY: the pool lives as long as the rank's buffer, and the callers look while no operation runs.
+    // SAFETY: the pool lives as long as the rank's buffer, and the callers look while no operation
+    // runs.
     unsafe { Tensor::from_raw(tensor.ptr(), DType::Fp8E4m3, &shape) }
 }
 

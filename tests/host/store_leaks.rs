@@ -1,4 +1,4 @@
-//! What stores leave behind: nothing. Alone in its process, as it counts threads and descriptors.
+//! Stores leak nothing. Alone in its process, as it counts threads and descriptors.
 
 use std::time::{Duration, Instant};
 

@@ -72,7 +72,7 @@ fn leave_nothing() {
     }
 }
 
-/// What the proxies of this process have done so far.
+/// Work of this process's proxies so far.
 #[derive(Debug, Clone, Copy)]
 struct Work {
     /// Each proxy's times of going to sleep, by thread.

@@ -5,10 +5,12 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// The command that runs the test at `path`, as `cargo test -- --list` prints it, alone and with what it prints shown.
+/// The command that runs the test at `path`, as `cargo test -- --list` prints it, alone and with
+/// what it prints shown.
 ///
 /// # Panics
-/// Where this binary does not have exactly that test: asked to run a test that is not there, it would run none and succeed.
+/// Where this binary does not have exactly that test: asked to run a test that is not there, it
+/// would run none and succeed.
 #[track_caller]
 pub fn one_test(path: &str) -> Command {
     assert!(tests().contains(path), "this test binary has no test {path}");

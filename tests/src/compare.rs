@@ -1,4 +1,5 @@
-//! Comparing what a device gave with what the oracle expects. A difference is named by table, row and column.
+//! Comparing what a device gave with what the oracle expects. A difference is named by table, row
+//! and column.
 
 use std::fmt::{Debug, Display};
 
@@ -195,8 +196,9 @@ pub fn tensor<T: Element + PartialEq + Display>(
     Ok(table(what, columns, &got.to_host::<T>(stream)?, expected))
 }
 
-/// Compares received rows byte by byte. `expected_of(source, token)` makes what a token carried, whose first bytes are
-/// source rank and token ([`Case::row`](crate::roundtrip::Case::row) stamps them), so that a row in the wrong place is recognised.
+/// Compares received rows byte by byte. `expected_of(source, token)` gives the row of a token. Its
+/// first bytes are source rank and token ([`Case::row`](crate::roundtrip::Case::row) stamps them),
+/// so that a row in the wrong place is recognised.
 pub fn rows(
     what: &str,
     got: &[u8],
@@ -218,7 +220,8 @@ pub fn rows(
         };
         let stamp = |bytes: &[u8]| bytes.first_chunk().map_or(u32::MAX, |word| u32::from_le_bytes(*word));
         let (found_source, found_token) = (stamp(got), stamp(&got[4..]));
-        // The stamp is believed of a token that was sent here, and of any other whose row this is as a whole.
+        // The stamp is believed of a token that was sent here, and of any other whose row this is
+        // as a whole.
         let expected_there = sources.contains(&(found_source, found_token));
         let is_token = || expected_of(found_source, found_token) == got;
         return Some(if at < 8 && (expected_there || is_token()) {

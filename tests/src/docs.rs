@@ -1,5 +1,5 @@
-//! Tests of the pages in `docs/` and of the README: links lead somewhere, every environment
-//! variable is listed, and the charts show values of the tables.
+//! Tests of the pages in `docs/` and of the README: links are valid, every environment variable is
+//! listed, and the charts show values of the tables.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

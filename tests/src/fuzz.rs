@@ -1,5 +1,6 @@
-//! What reads bytes of strangers, given bytes that nobody would send: a bounded number of inputs, drawn from a seed, so that the tests of every day
-//! stand for the fuzz targets in `fuzz/`, which call the same functions.
+//! Readers of untrusted bytes, tested with malformed bytes: a bounded number of inputs, drawn from
+//! a seed. So the everyday tests stand for the fuzz targets in `fuzz/`, which call the same
+//! functions.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
@@ -20,8 +21,9 @@ const TIME: Duration = Duration::from_secs(2);
 /// Longest input that is not made from a longer sample.
 const MAX_RANDOM: usize = 512;
 
-/// Gives `target` samples, variations of them and random bytes, and prints how many it was and the most memory that the process had. Input i is the
-/// same in every run and on every machine. The default tier has `inputs` of them.
+/// Gives `target` samples, variations of them and random bytes, and prints how many it was and the
+/// most memory that the process had. Input i is the same in every run and on every machine. The
+/// default tier has `inputs` of them.
 ///
 /// # Panics
 /// Where the target does, having said how to replay that input; where a variable holds no number.
@@ -37,7 +39,7 @@ pub fn run(name: &str, inputs: u64, samples: &[Vec<u8>], target: impl Fn(&[u8]))
     let mut done = 0;
     while most.map_or_else(|| start.elapsed() < TIME, |most| done < most) {
         let bytes = input(first + done, samples);
-        // The panic goes on, so nobody sees what it left half done.
+        // The panic propagates, so no code sees half-done state.
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| target(&bytes))) {
             let number = first + done;
             eprintln!(
@@ -123,7 +125,7 @@ fn vary(bytes: &mut Vec<u8>, samples: &[Vec<u8>], rng: &mut ChaCha8Rng) {
             bytes.splice(from..from + digits, edge.to_string().into_bytes());
         }
         7 => {
-            // Nests deeper than anybody would.
+            // Nests deeper than any real input.
             let Some(byte) = bytes.get(at).copied() else { return };
             let deep = if rng.random_bool(0.02) { 20_000 } else { 20 };
             bytes.splice(at..at, std::iter::repeat_n(byte, rng.random_range(0..deep)));
@@ -149,7 +151,8 @@ pub fn ptx(bytes: &[u8]) {
     }
 }
 
-/// Parses bytes as the selections of `epoxide inspect`, which are within the rules or refused with a place.
+/// Parses bytes as the selections of `epoxide inspect`, which are within the rules or refused with
+/// a place.
 pub fn selections(bytes: &[u8]) {
     match Selections::parse(&String::from_utf8_lossy(bytes), 8) {
         Ok(Selections { num_topk, ranks }) => {
@@ -167,7 +170,8 @@ pub fn sample_selections() -> Vec<Vec<u8>> {
         .to_vec()
 }
 
-/// Valid input for [`ptx`]: a few instructions of each kind, and each kernel of `module` that is short.
+/// Valid input for [`ptx`]: a few instructions of each kind, and each kernel of `module` that is
+/// short.
 pub fn sample_ptx(module: &str) -> Vec<Vec<u8>> {
     sample_kernels(module, 6000).into_iter().chain([SAMPLE_PTX.into()]).collect()
 }

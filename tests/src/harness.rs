@@ -1,5 +1,5 @@
-//! Ranks as threads, each with a virtual GPU, a stream and a buffer; and checks that do not stop a rank half way, so that
-//! one wrong value does not leave its peers waiting.
+//! Ranks as threads, each with a virtual GPU, a stream and a buffer. Checks do not stop a rank half
+//! way, so that one wrong value does not leave its peers waiting.
 
 use std::fmt::Debug;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -20,13 +20,14 @@ use epoxide::{Error, Result};
 
 use crate::payload::{bytes_of, values_of};
 
-/// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout. A group waits in real time, on a
-/// machine that may be busy.
+/// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout.
+/// A group waits in real time, on a machine that may be busy.
 pub const PATIENCE: Duration = Duration::from_secs(300);
-/// What outputs hold before an operation writes them.
+/// Contents of outputs before an operation writes them.
 pub const POISON: u8 = 0x5e;
 
-/// `cuda`: the ranks of a test use GPUs instead of virtual ones, rank r GPU r. For tests that know of no devices but these.
+/// `cuda`: the ranks of a test use GPUs instead of virtual ones, rank r GPU r. For tests that know
+/// of no devices but these.
 const DEVICE: &str = "EPOXIDE_TEST_DEVICE";
 /// Ranks of those tests that run with any number from 2 on, such as the number of GPUs.
 const RANKS: &str = "EPOXIDE_TEST_RANKS";
@@ -34,7 +35,8 @@ const RANKS: &str = "EPOXIDE_TEST_RANKS";
 /// Whether the ranks of tests use GPUs instead of virtual ones.
 ///
 /// # Panics
-/// Where `EPOXIDE_TEST_DEVICE` is neither `cuda` nor `virtual`, or the tests were built without the feature `cuda`.
+/// Where `EPOXIDE_TEST_DEVICE` is neither `cuda` nor `virtual`, or the tests were built without the
+/// feature `cuda`.
 pub fn on_gpus() -> bool {
     let Ok(device) = std::env::var(DEVICE) else { return false };
     match device.as_str() {
@@ -110,26 +112,27 @@ pub fn open_device(config: VirtConfig) -> Result<Arc<dyn Device>> {
     Ok(VirtualGpu::new(config))
 }
 
-/// The time by which the deadlines of a device's kernels pass: on a virtual GPU of a rank that is a thread, the clock of all ranks.
+/// The clock of a device's kernel deadlines. On a virtual GPU of a rank that is a thread, it is the
+/// clock of all ranks.
 pub fn now(device: &dyn Device) -> Duration {
     static START: OnceLock<Instant> = OnceLock::new();
     device.time().map_or_else(|| START.get_or_init(Instant::now).elapsed(), |time| time.now())
 }
 
-/// How ranks are spread over nodes, and what connects these. With [`TransportKind::Auto`] there are two nodes to a host, so that those of
-/// three nodes or more reach each other in different ways.
+/// How ranks are spread over nodes, and what connects these. With [`TransportKind::Auto`] there are
+/// two nodes to a host, so that those of three nodes or more reach each other in different ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Nodes {
     /// Ranks of each node.
     pub ranks_per_node: u32,
-    /// What carries bytes between them.
+    /// The transport between them.
     pub transport: TransportKind,
     /// Queues to each peer.
     pub queues: u32,
 }
 
 impl Nodes {
-    /// What joins a rank to other nodes.
+    /// Transport of a rank to other nodes.
     pub fn transport_of(&self, rank: u32) -> TransportOptions {
         let mut options =
             TransportOptions { queues_per_peer: self.queues, ..TransportOptions::new(self.transport) };
@@ -152,8 +155,8 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// Small devices, `num_channels` channels, and buffers for up to `tokens` tokens of `row_bytes` bytes per rank with
-    /// 8 entries and no scales.
+    /// Small devices, `num_channels` channels, and buffers for up to `tokens` tokens of `row_bytes`
+    /// bytes per rank with 8 entries and no scales.
     pub fn new(ranks: u32, num_channels: u32, tokens: u32, row_bytes: u64) -> Setup {
         let shape =
             BufferShape { max_tokens_per_rank: tokens, max_row_bytes: row_bytes, max_topk: 8, max_scales: 0 };
@@ -188,7 +191,8 @@ impl Setup {
         self
     }
 
-    /// `None`: all ranks are on one node. Nodes are kept apart, whatever is mapped.
+    /// `None`: all ranks are on one node. Nodes are kept apart even if memory is mapped between
+    /// them.
     pub fn nodes(mut self, nodes: Option<Nodes>) -> Setup {
         self.options.ranks_per_node = nodes.map(|nodes| nodes.ranks_per_node);
         self.options.keep_nodes = true;
@@ -221,7 +225,7 @@ impl Setup {
         let outcome = run_ranks(self.ranks, |_, group| {
             let mut rank = Rank::join(self, group)?;
             let outcome = main(&mut rank).and_then(|value| rank.synchronize().map(|()| value));
-            // Peers may take long to notice; until then, this says what they wait for.
+            // Peers may take long to notice; until then, this line shows the reason of their wait.
             let outcome = outcome.inspect_err(|error| eprintln!("rank {} failed: {error}", rank.rank));
             let name = |failure| format!("rank {}: {failure}", rank.rank);
             Ok((outcome?, rank.failures.into_iter().map(name).collect()))
@@ -244,7 +248,8 @@ pub fn assert_no_failures(failures: Vec<String>) {
     );
 }
 
-/// Something that a dispatch writes: where its rows begin in the pool, how far apart they are, and how long.
+/// Something that a dispatch writes: where its rows begin in the pool, how far apart they are, and
+/// how long.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Region {
     pub(crate) name: &'static str,
@@ -327,7 +332,8 @@ impl Rank {
         self.group.barrier(PATIENCE)
     }
 
-    /// Notes a failed check unless `got` and `want` are equal; of slices, the first element that differs.
+    /// Notes a failed check unless `got` and `want` are equal; of slices, the first element that
+    /// differs.
     pub fn equal<T: PartialEq + Debug>(&mut self, what: &str, got: &[T], want: &[T]) {
         let differs = got.iter().zip(want).position(|(got, want)| got != want);
         let note = match differs {
@@ -383,8 +389,8 @@ impl Rank {
             return Ok(Vec::new());
         }
         let mut padded = vec![0; ((rows - 1) * stride + bytes) as usize];
-        // SAFETY: the tensor's memory is live, from its first row to the end of the last of these, of which callers want no more than
-        // it has.
+        // SAFETY: the tensor's memory is live, from its first row to the end of the last of these.
+        // Callers ask for no more rows than it has.
         unsafe { self.stream.read(&mut padded, tensor.ptr())? };
         match stride == bytes {
             true => Ok(padded),
@@ -418,7 +424,8 @@ impl Rank {
     /// All bytes of a tensor, padding between rows included.
     pub fn raw(&self, tensor: &Tensor) -> Result<Vec<u8>> {
         let mut bytes = vec![0; (tensor.rows() * tensor.row_stride()) as usize];
-        // SAFETY: the tensor's memory is live, the padding of its last row included: that lies in the pool.
+        // SAFETY: the tensor's memory is live, the padding of its last row included: that lies in
+        // the pool.
         unsafe { self.stream.read(&mut bytes, tensor.ptr())? };
         Ok(bytes)
     }

@@ -1,11 +1,15 @@
-//! What epoxide is tested with: reference answers and payloads in plain serial Rust, and ways to run ranks. The tests of this
-//! package use it, the benchmarks and `epoxide roundtrip` as well; nothing here shares code with the kernels.
+//! Test support for epoxide: reference answers and payloads in plain serial Rust, and ways to run
+//! ranks. The tests of this package use it, the benchmarks and `epoxide roundtrip` as well. No code
+//! here is shared with the kernels.
 //!
-//! [`oracle`] computes every public quantity of layout, dispatch and combine from the routing alone; [`payload`] makes
-//! rows that tell their tokens apart or whose sums are exact; [`lockstep`] runs ranks one at a time; [`roundtrip`] is the round trip that compares every bit, on the ranks of [`harness`]. [`ranks`] runs a test on
-//! several ranks, as threads or as processes; [`alone`] runs a test in a process of its own; [`fake_nccl`] compiles a stand-in for NCCL; [`neighbour`] is another library on their devices; [`litmus`] has the litmus tests of
-//! the PTX memory model, as text and as PTX; [`fuzz`] gives what reads the bytes of strangers bytes that nobody would send; [`sizes`] says which sizes can be run; [`tier`] how
-//! much a test tries.
+//! [`oracle`] computes every public quantity of layout, dispatch and combine from the routing
+//! alone. [`payload`] makes rows that tell their tokens apart, or that have exact sums.
+//! [`lockstep`] runs ranks one at a time. [`roundtrip`] is the round trip that compares every bit,
+//! on the ranks of [`harness`]. [`ranks`] runs a test on several ranks, as threads or as processes,
+//! and [`alone`] runs one in a process of its own. [`fake_nccl`] compiles a stand-in for NCCL.
+//! [`neighbour`] is another library on the ranks' devices. [`litmus`] has the litmus tests of the
+//! PTX memory model, as text and as PTX. [`fuzz`] gives malformed bytes to readers of untrusted
+//! bytes. [`sizes`] lists the sizes that can be run, and [`tier`] decides how much a test tries.
 
 pub mod alone;
 pub mod compare;

@@ -7,10 +7,11 @@ use std::time::Duration;
 use epoxide::group::ProcessGroup;
 use epoxide::{Error, Result};
 
-/// Runs `rank_main(group)` on a thread per rank, of which only one runs at any time: a rank goes on until it waits for
-/// the others in a call of its group, then the next rank has its turn. So the ranks take the same steps in the same
-/// order in every run, collective calls included, and on virtual GPUs of one
-/// [`Machine`](epoxide::driver::virt::Machine) the device work does too. Returns the results, indexed by rank.
+/// Runs `rank_main(group)` on a thread per rank, of which only one runs at any time. A rank runs
+/// until it waits for the others in a call of its group; then it is the next rank's turn. So the
+/// ranks take the same steps in the same order in every run, collective calls included. On virtual
+/// GPUs of one [`Machine`](epoxide::driver::virt::Machine) the device work does too. Returns the
+/// results, indexed by rank.
 ///
 /// # Errors
 /// The error of the lowest rank that failed.
@@ -41,7 +42,7 @@ pub fn run<T: Send>(
     })
 }
 
-/// What one rank gave to one collective.
+/// One rank's contribution to one collective.
 #[derive(Debug, Default)]
 struct Post {
     bytes: Vec<u8>,

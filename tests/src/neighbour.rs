@@ -1,5 +1,6 @@
-//! Another library in the same process and on the same device: it allocates, frees, loads modules and copies whenever it likes, with
-//! the calls that wait for running kernels and hold up everybody else of the device.
+//! Another library in the same process and on the same device. It allocates, frees, loads modules
+//! and copies at any time. Its calls wait for running kernels and block all other calls of the
+//! device.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -27,7 +28,7 @@ struct NeighbourState {
     calls: AtomicU64,
 }
 
-/// What a thread does again and again.
+/// A thread's repeated operation.
 type Habit = fn(&Arc<dyn Device>) -> Result<()>;
 
 impl Neighbour {
@@ -71,7 +72,7 @@ impl Neighbour {
         let ends = self.threads.drain(..).map(|thread| {
             thread.join().unwrap_or_else(|_| Err(Error::os("neighbour", "one of its threads panicked")))
         });
-        // All are joined, whatever the first says.
+        // All are joined, even if the first has failed.
         ends.fold(Ok(()), Result::and)
     }
 }
@@ -106,7 +107,8 @@ fn copy(device: &Arc<dyn Device>) -> Result<()> {
         let sent: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();
         let mut back = vec![0u8; bytes];
         let on_device = CopyEnd::Device(memory.ptr());
-        // SAFETY: both host ranges are as long as the memory, and the stream is through with all of them before they go.
+        // SAFETY: both host ranges are as long as the memory, and the stream is through with all of
+        // them before they go.
         let copied = unsafe {
             let there = stream.copy_ends(on_device, CopyEnd::Host(sent.as_ptr().cast_mut()), bytes as u64);
             there.and_then(|()| stream.copy_ends(CopyEnd::Host(back.as_mut_ptr()), on_device, bytes as u64))

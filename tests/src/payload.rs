@@ -94,9 +94,10 @@ mod tests {
 
     use super::*;
 
-    /// A seed that a failed run printed must replay it in later versions: neither the generator nor what is drawn from it may change.
+    /// A seed that a failed run printed must replay it in later versions: neither the generator nor
+    /// what is drawn from it may change.
     #[test]
-    fn what_seeds_draw_is_the_same_for_ever() {
+    fn draws_from_a_seed_are_the_same_for_ever() {
         let mut rng = ChaCha8Rng::seed_from_u64(0);
         assert_eq!([rng.next_u64(), rng.next_u64()], [0xb585_f767_a79a_3b6c, 0x7746_a55f_bad8_c037]);
         assert_eq!([(); 4].map(|()| rng.random_range(0..1000u32)), [507, 699, 560, 60]);

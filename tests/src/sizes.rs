@@ -1,4 +1,5 @@
-//! Which sizes can be run: one rule, and one text of what is wrong, for every command that takes them.
+//! Which sizes can be run: one rule, and one text of what is wrong, for every command that takes
+//! them.
 
 use epoxide::ep::DType;
 use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK};
@@ -98,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn wrong_sizes_are_named() {
         let right = Sizes {
             ranks: 8,
             low_latency: false,

@@ -1,5 +1,5 @@
-//! The fuzz targets of `fuzz/`: a fixed number of inputs in the default tier, two seconds in the
-//! long tier, or as many inputs as `EPOXIDE_FUZZ_INPUTS` says.
+//! The fuzz targets of `fuzz/`. They run a fixed number of inputs in the default tier, two seconds
+//! in the long tier, or `EPOXIDE_FUZZ_INPUTS` inputs.
 
 use epoxide::internal::fuzz::{self, samples};
 use epoxide_testing::fuzz::{ptx, run, sample_ptx, sample_selections, selections};

@@ -1,4 +1,4 @@
-//! Kernels by themselves, on a virtual GPU: docs/KERNELS.md says how to add one.
+//! Kernels by themselves, on a virtual GPU: docs/KERNELS.md shows how to add one.
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Kernel, Stream};

@@ -1,5 +1,5 @@
-//! Litmus tests of the PTX memory model: check mode must report the races that the model sees and no others, and weak memory must show
-//! what the model allows and never what it forbids.
+//! Litmus tests of the PTX memory model. Check mode must report the model's races and no others.
+//! Weak memory must show outcomes that the model allows, and never a forbidden one.
 //!
 //! `EPOXIDE_LITMUS_RUNS` is the number of runs of each test, which differ by seed. Without it the
 //! tier decides.
@@ -26,7 +26,7 @@ const ROUNDS: usize = 100_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RunOutcome {
-    /// What the condition asks for.
+    /// The condition holds.
     Met,
     /// The guarded reads had their values, the rest is not what the condition asks for.
     Reached,
@@ -108,7 +108,7 @@ fn run(ready: &Ready, seed: u64, races: bool) -> RunOutcome {
             .unwrap_or_else(|e| panic!("{}: {e}", test.number))
     };
     let mut order = ChaCha8Rng::seed_from_u64(seed);
-    // What runs on each device, and which of its kernels that is.
+    // The running grid of each device, and the index of its kernel.
     let mut running: Vec<Option<(Grid, usize)>> =
         (0..program.devices.len()).map(|d| Some((launch(d, 0), 0))).collect();
     for _ in 0..ROUNDS {
@@ -177,7 +177,7 @@ fn the_table_is_whole() {
     assert!(NOT_SHOWN.iter().all(|(n, _)| !known(*n, Verdict::Forbidden)));
 }
 
-/// What `judge` says of each test, all cores at work.
+/// The messages of `judge` about all tests, run on all cores.
 fn all_tests(judge: impl Fn(&'static Test) -> Option<String> + Sync) -> Vec<String> {
     let next = AtomicUsize::new(0);
     let worker = || -> Vec<String> {
@@ -239,11 +239,12 @@ fn weak_memory_shows_what_the_model_allows() {
     assert!(wrong.is_empty(), "outcomes that are not as the table says:\n{}", wrong.join("\n"));
 }
 
-/// What became of many instances: of how many the guards passed, the condition held, the threads did not start together.
+/// Instances of a run: those that passed the guards, those that met the condition, and those whose
+/// threads did not start together.
 type Counts = [u32; 3];
 
-/// Runs two groups of instances of a test in one launch for each kernel, beside a stress block, as `examples/litmus.rs` does on a GPU. None
-/// if a race ended it that the test may have.
+/// Runs two groups of instances of a test in one launch for each kernel, beside a stress block, as
+/// `examples/litmus.rs` does on a GPU. None if a race ended it that the test may have.
 fn run_many(test: &Test, program: &Program, races: bool) -> Option<Counts> {
     let seed = u64::from(test.number);
     let (groups, stride, stress) = (2, many::STRIDE[0] as u32, 1);
@@ -301,7 +302,7 @@ fn run_many(test: &Test, program: &Program, races: bool) -> Option<Counts> {
         let numbers = [groups, stride, shift, seed, spread, warm, stress, zero];
         grid(d, &format!("k{k}"), shape, &addresses, &numbers)
     };
-    // What runs on each device, and which of its kernels that is.
+    // The running grid of each device, and the index of its kernel.
     let mut running: Vec<Option<(Grid, usize)>> =
         (0..program.devices.len()).map(|d| Some((launch(d, 0), 0))).collect();
     while running.iter().any(Option::is_some) {
@@ -320,7 +321,7 @@ fn run_many(test: &Test, program: &Program, races: bool) -> Option<Counts> {
     Some([0, 4, 8].map(|i| u32::from_ne_bytes(std::array::from_fn(|b| bytes[i + b]))))
 }
 
-/// What a GPU is given is the same tests, and has no race of its own.
+/// GPUs get the same tests, and these have no races of their own.
 #[test]
 fn many_instances_in_one_launch_are_tests_as_well() {
     let (mut shown, mut late) = (0, 0);

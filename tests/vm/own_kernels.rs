@@ -1,7 +1,8 @@
-//! Kernels of another crate, the template `examples/own-kernels`, on the library's driver: the file of
-//! one kernel and the PTX that the template has committed.
+//! Kernels of another crate, the template `examples/own-kernels`, on the library's driver: the file
+//! of one kernel and the PTX that the template has committed.
 
-#![allow(clippy::undocumented_unsafe_blocks)] // The heads of the template's files say why it is sound.
+// The heads of the template's files explain why it is sound.
+#![allow(clippy::undocumented_unsafe_blocks)]
 
 #[path = "../../examples/own-kernels/src/vector_add.rs"]
 mod vector_add;

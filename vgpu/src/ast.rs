@@ -1,4 +1,4 @@
-//! What the parser hands to the lowering: PTX as written, names unresolved.
+//! Output of the parser and input of the lowering: PTX as written, with unresolved names.
 
 /// Where something stands in the PTX text (line and column, from 1).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,7 +42,7 @@ pub(crate) struct Instruction {
     pub(crate) opcode: String,
     /// Operands with the place of each.
     pub(crate) operands: Vec<(Operand, Pos)>,
-    /// Where it comes from in the source, when a `.loc` says so.
+    /// Source position, if a `.loc` precedes the instruction.
     pub(crate) source: Option<Source>,
 }
 
@@ -53,7 +53,7 @@ pub(crate) struct SourceLine {
     pub(crate) line: u32,
 }
 
-/// What a `.loc` says of the instructions after it.
+/// Source position that a `.loc` gives the instructions after it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Source {
     /// The line itself, maybe of a function that was inlined.

@@ -1,4 +1,4 @@
-//! What a virtual GPU looks like to a kernel: its size, its scheduler, its clock; and what a launch asks for.
+//! Configuration of a virtual GPU (size, scheduler, clock) and of a launch.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,11 +9,11 @@ pub enum Clock {
     /// `CLOCK_MONOTONIC` in nanoseconds: the same for all devices and processes of this host.
     #[default]
     Real,
-    /// A counter in nanoseconds that advances by [`VIRTUAL_NS_PER_WARP_INSTRUCTION`] per warp instruction of every
-    /// device that shares it, so that runs can be repeated exactly.
+    /// A counter in nanoseconds that advances by [`VIRTUAL_NS_PER_WARP_INSTRUCTION`] per warp
+    /// instruction of every device that shares it, so that runs can be repeated exactly.
     Virtual(Arc<AtomicU64>),
-    /// A counter in nanoseconds that only its owner advances: a deadline then passes when the owner finds that nobody
-    /// can do anything before, however long the machine takes.
+    /// A counter in nanoseconds that only its owner advances. The owner passes a deadline after all
+    /// other work is done, so the speed of the machine does not matter.
     Stepped(Arc<AtomicU64>),
 }
 
@@ -48,9 +48,10 @@ pub enum Schedule {
     Random,
     /// Warps take turns, as without a seed.
     RoundRobin,
-    /// The warp of the highest priority runs for as long as it can; priorities are drawn, and at this many points of a run, drawn too,
-    /// the running warp gets the lowest one. Faults that few preemptions bring about show in fewer runs so (probabilistic concurrency
-    /// testing, Burckhardt et al., ASPLOS 2010).
+    /// The warp of the highest priority runs for as long as it can. Priorities are drawn. At this
+    /// many drawn points of a run, the running warp gets the lowest priority. Faults that need few
+    /// preemptions show in fewer runs this way (probabilistic concurrency testing, Burckhardt et
+    /// al., ASPLOS 2010).
     Preemptions(u32),
 }
 
@@ -61,27 +62,30 @@ pub struct DeviceConfig {
     pub sm_count: u32,
     /// Most shared memory one block may use, in bytes.
     pub shared_bytes_per_block: u32,
-    /// `None`: warps take turns. `Some(seed)`: their order is drawn from the seed, as [`schedule`](Self::schedule) says. What else a
-    /// program must not rely on (poison, when bulk copies land, which lanes stay apart) is drawn from the seed too, or from the memory's where
-    /// there is none.
+    /// `None`: warps take turns. `Some(seed)`: their order is drawn from the seed, as
+    /// [`schedule`](Self::schedule) defines. The seed also draws other things that a program must
+    /// not rely on: poison, the time at which bulk copies land, and lanes that stay apart. Without
+    /// it they are drawn from the memory's seed.
     pub schedule_seed: Option<u64>,
     /// How a seed orders the warps.
     pub schedule: Schedule,
     /// Source of `%globaltimer`.
     pub clock: Clock,
-    /// Most blocks of one grid that are resident at a time; `None` derives it from the SM count and what a block
-    /// needs, as on a GPU (2048 threads, 32 blocks and 228 KiB of shared memory per SM). There may be fewer at first, as if
-    /// other grids held multiprocessors for a while: the seed (of the memory, where the schedule has none) says how many, and
-    /// when others follow, which they do at the latest when all warps that are there only wait.
+    /// Most blocks of one grid that are resident at a time. `None` derives it from the SM count and
+    /// the needs of a block, as on a GPU. An SM has room for 2048 threads, 32 blocks and 228 KiB of
+    /// shared memory. Fewer blocks may be resident at first, as if other grids held multiprocessors
+    /// for a while. The seed (the memory's, if the schedule has none) draws their number and the
+    /// times at which others follow. They follow at the latest when all resident warps only wait.
     pub max_blocks_resident: Option<u32>,
-    /// Most warp instructions that a grid may run since a block of it last began or ended, or since all of its warps last only waited, for
-    /// others. Beyond, it is stopped with [`FaultKind::Livelock`](crate::FaultKind::Livelock). `None`: [`CHECKED_LIVELOCK_LIMIT`] in check
-    /// mode, no limit otherwise.
+    /// Most warp instructions that a grid may run without progress. Progress is the begin or the
+    /// end of a block, or a time at which all warps only wait for others. Beyond, it is stopped
+    /// with [`FaultKind::Livelock`](crate::FaultKind::Livelock). `None`: [`CHECKED_LIVELOCK_LIMIT`]
+    /// in check mode, no limit otherwise.
     pub livelock_limit: Option<u64>,
 }
 
-/// [`DeviceConfig::livelock_limit`] in check mode, where nothing else is said: seconds of a loop that only computes, minutes of one that
-/// accesses memory.
+/// Default of [`DeviceConfig::livelock_limit`] in check mode: seconds of a loop that only computes,
+/// minutes of one that accesses memory.
 pub const CHECKED_LIVELOCK_LIMIT: u64 = 1 << 28;
 
 impl Default for DeviceConfig {
@@ -130,7 +134,8 @@ pub struct GridConfig {
 }
 
 impl GridConfig {
-    /// A launch in one dimension: `blocks` of `threads`, with so much dynamic shared memory per block.
+    /// A launch in one dimension: `blocks` of `threads`, with so much dynamic shared memory per
+    /// block.
     #[must_use]
     pub const fn new(blocks: u32, threads: u32, dynamic_shared_bytes: u32) -> Self {
         Self { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_shared_bytes }

@@ -11,7 +11,7 @@ pub struct PtxError {
     pub line: usize,
     /// Column in the line, from 1.
     pub column: usize,
-    /// What is wrong.
+    /// The error.
     pub message: String,
     /// The line itself.
     pub source_line: String,
@@ -46,7 +46,7 @@ pub enum LaunchError {
         kernel: String,
         /// `grid` or `block`.
         what: &'static str,
-        /// What was asked for.
+        /// Requested dimensions.
         value: [u32; 3],
         /// Largest allowed.
         max: [u32; 3],
@@ -85,7 +85,7 @@ pub enum LaunchError {
         /// Device limit in bytes.
         max: u32,
     },
-    /// More blocks than check mode can tell apart.
+    /// Too many blocks for the keys of check mode.
     #[error(
         "kernel '{kernel}' has {blocks} blocks: check mode tells 2^20 of a grid apart, and 2^27 grids; check a smaller launch"
     )]
@@ -131,7 +131,8 @@ pub struct UnwrittenRegister {
     pub ptx_text: String,
     /// Rust file and line in the kernel, when the PTX carries line information.
     pub source: Option<(String, u32)>,
-    /// Rust file and line of the inlined function that the instruction belongs to, when that is another line.
+    /// Rust file and line of the inlined function that the instruction belongs to, when that is
+    /// another line.
     pub inlined: Option<(String, u32)>,
 }
 
@@ -205,7 +206,7 @@ pub struct Attempt {
     pub what: Party,
     /// The write that it read.
     pub of: Option<Party>,
-    /// What it orders, or why it orders nothing.
+    /// The order that it creates, or the reason why it creates none.
     pub verdict: String,
 }
 
@@ -219,7 +220,7 @@ impl fmt::Display for Attempt {
     }
 }
 
-/// Two accesses of which nothing says which comes first, at least one of them a write.
+/// Two accesses without an order between them, at least one of them a write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Race {
     /// `global` or `shared`.
@@ -228,16 +229,16 @@ pub struct Race {
     pub label: String,
     /// Offset of the first word in the region or in the shared window, in bytes.
     pub offset: u64,
-    /// What lies there, such as `ready[3]`; empty where the region's parts have no names.
+    /// Name of the part, such as `ready[3]`; empty if the region's parts have no names.
     pub part: String,
-    /// Manner of the access that was stopped, such as `weak read`; the fault says where it stands.
+    /// Manner of the access that was stopped, such as `weak read`; the fault gives its position.
     pub access: String,
     /// The access before it.
     pub other: Party,
-    /// What would have ordered the two.
+    /// The synchronisation that would have ordered the two.
     pub missing: String,
-    /// What was to order them, as far as it was seen: from the earlier access to the later, or else the last that the later one's block
-    /// has read.
+    /// The synchronisation that was seen between the two, from the earlier access to the later.
+    /// Without one: the last reads of the later access's block.
     pub attempts: Vec<Attempt>,
 }
 
@@ -266,7 +267,8 @@ pub enum FaultKind {
         /// Closest region, or the freed one.
         nearest: Option<NearRegion>,
     },
-    /// An access outside of the block's shared memory, the lane's local memory or the kernel's parameters.
+    /// An access outside of the block's shared memory, the lane's local memory or the kernel's
+    /// parameters.
     OutOfWindow {
         /// `shared`, `local` or `param`.
         space: &'static str,
@@ -279,7 +281,7 @@ pub enum FaultKind {
         /// First offset past the end.
         end: u64,
     },
-    /// An address that is not a multiple of what the access needs.
+    /// An address that is not a multiple of the access's alignment.
     Misaligned {
         /// Address or offset.
         addr: u64,
@@ -297,8 +299,9 @@ pub enum FaultKind {
         /// Lanes of the warp that have not exited.
         live: u32,
     },
-    /// A block barrier that is not aligned (`barrier.sync`) was reached by a warp whose lanes had gone different ways since they last met at
-    /// a `bar.warp.sync` or an aligned barrier.
+    /// A block barrier that is not aligned (`barrier.sync`) was reached by a diverged warp. Its
+    /// lanes had taken different paths since they last met at a `bar.warp.sync` or an aligned
+    /// barrier.
     ApartAtBarrier {
         /// Barrier number.
         barrier: u32,
@@ -313,17 +316,18 @@ pub enum FaultKind {
     BadBarrier {
         /// Barrier number.
         barrier: u32,
-        /// What is wrong.
+        /// The error.
         message: String,
     },
-    /// A warp-wide instruction whose member mask leaves out a lane that executes it.
+    /// A warp-wide instruction whose member mask omits a lane that executes it.
     BadMemberMask {
         /// The mask.
         mask: u32,
         /// Lanes that executed the instruction with it.
         lanes: u32,
     },
-    /// Check mode: a shuffle, vote, match, reduction or election whose member mask names lanes that have exited or never were.
+    /// Check mode: a shuffle, vote, match, reduction or election whose member mask names lanes that
+    /// have exited or never existed.
     AbsentMembers {
         /// The mask.
         mask: u32,
@@ -334,17 +338,17 @@ pub enum FaultKind {
     Mbarrier {
         /// Offset of the mbarrier in shared memory.
         offset: u64,
-        /// What is wrong.
+        /// The error.
         message: String,
     },
     /// A bulk copy with an address or a size that the hardware refuses.
     BulkCopy {
-        /// What is wrong.
+        /// The error.
         message: String,
     },
     /// Check mode: two accesses that nothing orders.
     Race(Box<Race>),
-    /// Check mode: a read of memory that nobody wrote.
+    /// Check mode: a read of unwritten memory.
     Unwritten {
         /// `global` or `shared`.
         space: &'static str,
@@ -352,20 +356,21 @@ pub enum FaultKind {
         label: String,
         /// Offset of the first word in the region or in the shared window, in bytes.
         offset: u64,
-        /// What lies there, such as `ready[3]`; empty where the region's parts have no names.
+        /// Name of the part, such as `ready[3]`; empty if the region's parts have no names.
         part: String,
         /// Length in bytes.
         bytes: u64,
     },
     /// No warp of the block can ever go on.
     Deadlock(StuckReport),
-    /// The grid ran and ran, and memory may have changed, but no block began or ended ([`DeviceConfig::livelock_limit`]).
+    /// The grid ran and ran, and memory may have changed, but no block began or ended
+    /// ([`DeviceConfig::livelock_limit`]).
     ///
     /// [`DeviceConfig::livelock_limit`]: crate::DeviceConfig::livelock_limit
     Livelock {
         /// Warp instructions since a block last began or ended, or all warps only waited.
         instructions: u64,
-        /// Where everybody stands.
+        /// Position of every live warp.
         report: StuckReport,
     },
     /// Something that is in PTX but not in this virtual GPU, noticed only when it ran.
@@ -414,7 +419,7 @@ impl fmt::Display for FaultKind {
             FaultKind::Race(race) => write!(f, "{race}"),
             FaultKind::Unwritten { space, label, offset, part, bytes } => {
                 let place = Spot { label, offset: *offset, part };
-                write!(f, "read of {bytes} bytes of {space} memory that nobody wrote, at {place}")
+                write!(f, "read of {bytes} bytes of unwritten {space} memory, at {place}")
             }
             FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
             FaultKind::Livelock { instructions, report } => write!(
@@ -483,11 +488,12 @@ pub struct Fault {
     pub ptx_text: String,
     /// Rust file and line in the kernel, when the PTX carries line information.
     pub source: Option<(String, u32)>,
-    /// Rust file and line of the inlined function that the instruction belongs to, when that is another line.
+    /// Rust file and line of the inlined function that the instruction belongs to, when that is
+    /// another line.
     pub inlined: Option<(String, u32)>,
-    /// What happened.
+    /// Kind of the fault.
     pub kind: FaultKind,
-    /// Check mode: what the warps involved did last.
+    /// Check mode: the last steps of the warps involved.
     pub traces: Vec<Trace>,
 }
 
@@ -522,7 +528,7 @@ impl fmt::Display for At<'_> {
     }
 }
 
-/// What a group of lanes is waiting for.
+/// The event that a group of lanes waits for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WaitingFor {
@@ -601,15 +607,17 @@ pub struct StuckWarp {
     pub ptx_text: String,
     /// Rust file and line in the kernel.
     pub source: Option<(String, u32)>,
-    /// Rust file and line of the inlined function that the instruction belongs to, when that is another line.
+    /// Rust file and line of the inlined function that the instruction belongs to, when that is
+    /// another line.
     pub inlined: Option<(String, u32)>,
-    /// What it waits for.
+    /// The event that it waits for.
     pub waiting: WaitingFor,
-    /// Check mode, where it waits on an mbarrier: what has initialised that, and what arrived there last.
+    /// Check mode, for a wait on an mbarrier: the instructions that initialised it and arrived
+    /// last.
     pub mbarrier: Vec<TraceStep>,
 }
 
-/// Every live warp of a grid and what it waits for.
+/// Every live warp of a grid, and the event that it waits for.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct StuckReport {
     /// Kernel name.

@@ -81,10 +81,10 @@ pub(crate) fn unpack(bits: u64, f: Format) -> Parts {
     Parts::Finite { negative, magnitude: magnitude.into(), exponent: e as i32 - f.bias() - f.mantissa as i32 }
 }
 
-/// What happens above the largest finite number.
+/// Result above the largest finite number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Overflow {
-    /// As IEEE 754 says: infinity, or the largest number when rounding away from infinity.
+    /// By IEEE 754: infinity, or the largest number when rounding away from infinity.
     Ieee,
     /// `.satfinite`: the largest number, for infinities too.
     Finite,
@@ -127,7 +127,7 @@ pub(crate) fn pack(parts: Parts, f: Format, mode: Round, overflow: Overflow) -> 
         };
         kept + u128::from(up)
     };
-    // A carry out of the significand lands in the exponent, which is what it should do.
+    // A carry out of the significand correctly lands in the exponent.
     if e >= e_min {
         m += ((e - e_min) as u128) << f.mantissa;
     }
@@ -170,7 +170,8 @@ fn product(a: Parts, b: Parts) -> Parts {
     }
 }
 
-/// The sum; where it has too many bits, the last says whether there are more, so that rounding it is rounding once.
+/// The sum. If it has too many bits, the last bit tells whether there are more, so that a later
+/// rounding is the only one.
 fn sum(a: Parts, b: Parts, mode: Round) -> Parts {
     use Parts::{Finite, Infinite, Nan};
     let (x, y) = match (a, b) {
@@ -186,7 +187,8 @@ fn sum(a: Parts, b: Parts, mode: Round) -> Parts {
             (0, 0) => return Finite { negative: mode == Round::Down, magnitude: 0, exponent: e },
             (0, _) => return b,
             (_, 0) => return a,
-            // Top bits at 126: one is left for the carry, and products, of 106 bits at most, for what cancels.
+            // Top bits at 126. One bit is left for the carry. Products have 106 bits at most, so
+            // the rest is left for cancellation.
             _ => {
                 let (up, vp) = (x.leading_zeros() - 1, y.leading_zeros() - 1);
                 ((n, x << up, e - up as i32), (m, y << vp, f - vp as i32))
@@ -247,7 +249,8 @@ fn root(a: Parts) -> Parts {
     }
 }
 
-/// f32 and f64, for arithmetic that rounds in a given direction. The host does what rounds to nearest.
+/// f32 and f64, for arithmetic that rounds in a given direction. The host's arithmetic rounds to
+/// nearest.
 pub(crate) trait Directed: Copy {
     fn parts(self) -> Parts;
     fn round(parts: Parts, mode: Round) -> Self;
@@ -325,7 +328,7 @@ fn add_odd(x: f64, y: f64) -> f64 {
     if !s.is_finite() {
         return s;
     }
-    // Knuth's two-sum: `e` is exactly what the addition lost.
+    // Knuth's two-sum: `e` is exactly the rounding error of the addition.
     let t = s - x;
     let e = (x - (s - t)) + (y - t);
     if e == 0.0 || s.to_bits() & 1 != 0 {
@@ -403,7 +406,7 @@ pub(crate) fn add_bf16(a: bf16, b: bf16) -> bf16 {
     add_half(a, b)
 }
 
-/// What `min`/`max` need to know of a float type.
+/// The operations of a float type that `min`/`max` need.
 pub(crate) trait MinMax: Copy {
     const NAN: Self;
     fn nan(self) -> bool;
@@ -429,7 +432,8 @@ min_max!(f64, f64::from_bits(0x7fff_ffff_ffff_ffff), i64);
 min_max!(f16, f16::from_bits(0x7fff), i16);
 min_max!(bf16, bf16::from_bits(0x7fff), i16);
 
-/// Minimum; a NaN loses unless both are, or unless `NAN` (`.NaN`) makes it win. The NaN given is the canonical one.
+/// Minimum; a NaN loses unless both are, or unless `NAN` (`.NaN`) makes it win. The NaN given is
+/// the canonical one.
 pub(crate) fn min<T: MinMax, const NAN: bool>(a: T, b: T) -> T {
     match (a.nan(), b.nan()) {
         (false, false) => {
@@ -461,25 +465,28 @@ pub(crate) fn max<T: MinMax, const NAN: bool>(a: T, b: T) -> T {
     }
 }
 
-/// A NaN becomes the one NaN that the GPU's f32 arithmetic gives; what came in with an operand is lost.
+/// Replaces a NaN by the one NaN that the GPU's f32 arithmetic gives; the operand's payload is
+/// lost.
 #[inline(always)]
 pub(crate) fn canonical(v: f32) -> f32 {
-    // On integers: to the compiler all NaNs are as good as each other, and it drops a choice between two of them.
+    // On integers: to the compiler all NaNs are as good as each other, and it drops a choice
+    // between two of them.
     let b = v.to_bits();
     f32::from_bits(if b & 0x7fff_ffff > 0x7f80_0000 { 0x7fff_ffff } else { b })
 }
 
-/// 2^126: reciprocals of what is larger are subnormal.
+/// 2^126: reciprocals of larger numbers are subnormal.
 const SMALL_RECIPROCAL: f32 = f32::from_bits((126 + 127) << 23);
 
-/// `div.approx`: the reciprocal of a divisor above 2^126 is subnormal and counts as zero, so the quotient is zero too,
-/// or NaN for an infinite dividend.
+/// `div.approx`: the reciprocal of a divisor above 2^126 is subnormal and counts as zero. So the
+/// quotient is zero too, or NaN for an infinite dividend.
 pub(crate) fn div_approx(a: f32, b: f32) -> f32 {
     if b.abs() > SMALL_RECIPROCAL { a * 0f32.copysign(b) } else { a / b }
 }
 
-/// What `rcp.approx.ftz.f64` and `rsqrt.approx.ftz.f64` share: they see the upper word of the operand and write the
-/// upper word of the result, flush subnormals at both ends, and have a NaN of their own.
+/// Common part of `rcp.approx.ftz.f64` and `rsqrt.approx.ftz.f64`. They read the upper word of the
+/// operand and write the upper word of the result. They flush subnormals at both ends, and have a
+/// NaN of their own.
 pub(crate) fn upper_word(a: f64, f: impl Fn(f64) -> f64) -> f64 {
     const UPPER: u64 = 0xffff_ffff << 32;
     let flush = |v: f64| if v.is_subnormal() { 0f64.copysign(v) } else { v };
@@ -488,8 +495,8 @@ pub(crate) fn upper_word(a: f64, f: impl Fn(f64) -> f64) -> f64 {
     f64::from_bits(if nan { 0x7fff_ffff << 32 } else { v.to_bits() & UPPER })
 }
 
-/// A conversion from f64 to a format of 16 or 32 bits. Of a NaN the sign and the top of its payload stay, made quiet: so does the
-/// hardware, where all other NaN results are canonical.
+/// A conversion from f64 to a format of 16 or 32 bits. A NaN keeps its sign and the top of its
+/// payload, made quiet. The hardware does so too; all its other NaN results are canonical.
 pub(crate) fn narrow_f64(bits: u64, to: Format, mode: Round, overflow: Overflow) -> u64 {
     if unpack(bits, F64) != Parts::Nan {
         return convert(bits, F64, to, mode, overflow);
@@ -498,8 +505,9 @@ pub(crate) fn narrow_f64(bits: u64, to: Format, mode: Round, overflow: Overflow)
     to.sign(bits >> 63 != 0) | to.infinity() | 1 << (to.mantissa - 1) | payload
 }
 
-/// f64 to f32 with `.ftz`. A result is flushed if it is subnormal when rounded as if exponents had no end, even where rounding to a
-/// subnormal makes it the smallest normal number: so does the hardware.
+/// f64 to f32 with `.ftz`. A result is flushed if it is subnormal when rounded with unlimited
+/// exponents, even if rounding to a subnormal makes it the smallest normal number. The hardware
+/// does so too.
 pub(crate) fn narrow_ftz(v: f64, mode: Round) -> f32 {
     let narrow = |v: f64| f32::from_bits(narrow_f64(v.to_bits(), F32, mode, Overflow::Ieee) as u32);
     flush(flush_tiny(narrow(v), || narrow(v * f64::from(SCALE))))
@@ -508,8 +516,9 @@ pub(crate) fn narrow_ftz(v: f64, mode: Round) -> f32 {
 /// 2^64, by which results near the smallest normal number grow to where all have as many digits.
 pub(crate) const SCALE: f32 = 18_446_744_073_709_551_616.0;
 
-/// `.ftz` for a result that rounds to the smallest normal number: `scaled`, [`SCALE`] times as large, tells whether it still does with
-/// all digits.
+/// `.ftz` for a result that rounds to the smallest normal number. `scaled` is the same result,
+/// [`SCALE`] times as large; it tells whether the result is as large when rounded with all its
+/// digits.
 #[inline(always)]
 pub(crate) fn flush_tiny(v: f32, scaled: impl FnOnce() -> f32) -> f32 {
     if v.abs() == f32::MIN_POSITIVE && scaled().abs() < f32::MIN_POSITIVE * SCALE {
@@ -631,7 +640,7 @@ mod tests {
 
     #[test]
     fn half_arithmetic_rounds_once() {
-        // 1 + 2^-8 is a tie of bf16; what is far below decides it.
+        // 1 + 2^-8 is a tie of bf16; the bits far below decide it.
         let one = bf16::from_f32(1.0);
         let x = bf16::from_f32(2f32.powi(-4));
         let tiny = bf16::from_f32(2f32.powi(-120));
@@ -646,7 +655,8 @@ mod tests {
         let p = bf16::from_f32(1.0625);
         let q = bf16::from_f32(0.9375);
         assert_eq!(fma_half(p, q, bf16::from_f32(-2f32.powi(-120))).to_f32(), 1.0 - 2f32.powi(-8));
-        // A product that is an exact tie: 3 * (1 + 2^-7) = 3 + 3 * 2^-7 with ulp 2^-6: 1.5 ulp, so a tie.
+        // A product that is an exact tie: 3 * (1 + 2^-7) = 3 + 3 * 2^-7 with ulp 2^-6: 1.5 ulp, so
+        // a tie.
         let three = bf16::from_f32(3.0);
         assert_eq!(mul_half(three, a).to_f32(), 3.0 + 2.0 * 2f32.powi(-6));
         assert_eq!(fma_half(three, a, -tiny).to_f32(), 3.0 + 2f32.powi(-6));
@@ -669,7 +679,7 @@ mod tests {
 
     /// The results are those of an H200.
     #[test]
-    fn what_is_tiny_is_flushed_even_where_rounding_makes_it_normal() {
+    fn tiny_results_are_flushed_even_if_rounding_makes_them_normal() {
         let below = f32::from_bits(0x00ff_ffff);
         assert_eq!((below * 0.5).to_bits(), 0x0080_0000, "with the digits of a subnormal it is normal");
         assert_eq!(flush_tiny(below * 0.5, || below * SCALE * 0.5), 0.0);

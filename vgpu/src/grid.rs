@@ -22,13 +22,14 @@ use std::sync::Arc;
 /// Slices of a run among which preemptions are drawn.
 const PREEMPTION_SPAN: u64 = 20_000;
 
-/// Steps that a fault tells of a warp.
+/// Steps of a warp that a fault lists.
 const TRACED_STEPS: usize = 12;
 
 /// Warp instructions per turn with the round-robin scheduler.
 const SLICE: u64 = 256;
 
-/// How slowly blocks follow those that are resident at first: one in up to `2^MAX_ADMISSION_BITS` slices.
+/// How slowly blocks follow those that are resident at first: one in up to `2^MAX_ADMISSION_BITS`
+/// slices.
 const MAX_ADMISSION_BITS: u64 = 10;
 
 /// Limits of sm_90.
@@ -36,15 +37,15 @@ const MAX_THREADS: u32 = 1024;
 const MAX_BLOCK: [u32; 3] = [1024, 1024, 64];
 const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65535, 65535];
 
-/// What [`Grid::step`] achieved.
+/// Result of [`Grid::step`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// All blocks have ended.
     Done,
     /// There is more to do.
     Running,
-    /// Every live warp only waits for memory that someone else must change. The caller should let other devices run,
-    /// or yield its thread, before it calls again.
+    /// Every live warp only waits for memory that someone else must change. The caller should let
+    /// other devices run, or yield its thread, before it calls again.
     Spinning,
 }
 
@@ -79,11 +80,11 @@ struct Block {
 /// A grid under check.
 struct GridCheck {
     checker: Checker,
-    /// Its number, and what came before it and what will have come before its end.
+    /// Number of the grid. `start` and `end` are the causal pasts at its start and at its end.
     number: u32,
     start: Known,
     end: Known,
-    /// Whoever sees the end learns it by itself: nobody gave the grid a timeline.
+    /// The grid has no timeline, so the host acquires its end directly.
     tells_host: bool,
     /// The kernel has fences that lend their order to relaxed accesses.
     has_fences: bool,
@@ -103,7 +104,8 @@ pub struct Grid {
     generation: u64,
     config: GridConfig,
     sm_count: u32,
-    /// The resident blocks. There are fewer at first than fit: on hardware, other grids may hold multiprocessors for a while.
+    /// The resident blocks. There are fewer at first than fit: on hardware, other grids may hold
+    /// multiprocessors for a while.
     blocks: Vec<Block>,
     /// How many fit.
     resident: u32,
@@ -123,13 +125,14 @@ pub struct Grid {
     livelock_limit: u64,
     /// Warp instructions when a block last began or ended, or all warps only waited.
     settled_at: u64,
-    /// Counts slices that changed something. A warp whose `idle_epoch` is the present one has been idle since.
+    /// Counts slices that changed something. A warp whose `idle_epoch` is the present epoch has
+    /// been idle since.
     epoch: u64,
     idle: usize,
     fault: Option<Fault>,
     globals: Option<Arc<Region>>,
-    /// Registers that each warp begins with, but for those that tell warps apart. A warp copies
-    /// those of them that it may read before it writes them.
+    /// Initial registers that all warps share. A warp copies those of them that it may read before
+    /// it writes them.
     registers: Option<Regs>,
     /// Blocks with bulk copies under way.
     copying: Vec<u32>,
@@ -146,7 +149,8 @@ impl std::fmt::Debug for Grid {
 }
 
 impl Grid {
-    /// Checks a launch and prepares it. `params` is the parameter block, laid out as [`Kernel::params`] says.
+    /// Checks a launch and prepares it. `params` is the parameter block, with the layout of
+    /// [`Kernel::params`].
     pub fn new(
         kernel: Arc<Kernel>,
         memory: Memory,
@@ -157,8 +161,9 @@ impl Grid {
         Self::launch(kernel, memory, dev, cfg, params, None)
     }
 
-    /// The same as work of a stream: in check mode, `timeline` is the stream, and the grid comes after what is in the [`Past`], not after
-    /// what the calling thread has seen. [`Grid::past`] then gives what comes before whatever follows.
+    /// The same as work of a stream. In check mode, `timeline` is the stream, and the grid comes
+    /// after the given [`Past`], not after the calling thread's past. [`Grid::past`] then gives the
+    /// past for the work behind it.
     pub fn launch(
         kernel: Arc<Kernel>,
         memory: Memory,
@@ -237,7 +242,7 @@ impl Grid {
             None => None,
         };
         let livelock_limit = dev.instructions_allowed(check.is_some());
-        // Often nobody else is there.
+        // Half of all seeds start with every resident block, the rest with fewer.
         let alone = rng.below(2) == 0;
         let first = if alone { resident } else { 1 + rng.below(resident.into()) as u32 };
         let mut grid = Grid {
@@ -284,14 +289,14 @@ impl Grid {
         self.stats
     }
 
-    /// What has happened before the end of the grid. Empty without checks.
+    /// The causal past at the end of the grid. Empty without checks.
     #[must_use]
     pub fn past(&self) -> Past {
         self.check.as_ref().map(|check| Past::of(check.end.clone())).unwrap_or_default()
     }
 
-    /// Whether each lane that has read a [`Clock::Stepped`] before it waits, or in its wait, has
-    /// read what that shows now. Until then a deadline may have passed that no lane has noticed.
+    /// Whether each lane that has read a [`Clock::Stepped`] before its wait, or in it, has read the
+    /// present value. Until then a deadline may have passed that no lane has noticed.
     #[must_use]
     pub fn has_read_the_clock(&self) -> bool {
         let Clock::Stepped(_) = &self.env.clock else { return true };
@@ -299,8 +304,8 @@ impl Grid {
         self.blocks.iter().flat_map(|block| &block.warps).all(|warp| warp.behind_the_clock(now) == 0)
     }
 
-    /// Takes it that lanes which have not read what the clock shows now wait for something without
-    /// a deadline. [`Grid::has_read_the_clock`] counts them again once they have read the clock.
+    /// Assumes that lanes which have not read the present value of the clock wait without a
+    /// deadline. [`Grid::has_read_the_clock`] counts them again once they have read the clock.
     pub fn expect_no_more_readings(&mut self) {
         let now = self.env.clock.now_ns();
         for warp in self.blocks.iter_mut().flat_map(|block| &mut block.warps) {
@@ -308,8 +313,8 @@ impl Grid {
         }
     }
 
-    /// Hash of the sequence of scheduling decisions (block, warp, length of slice). Two runs with the same digest
-    /// took the same path.
+    /// Hash of the sequence of scheduling decisions (block, warp, length of slice). Two runs with
+    /// the same digest took the same path.
     #[must_use]
     pub fn schedule_digest(&self) -> u64 {
         self.digest
@@ -399,8 +404,8 @@ impl Grid {
         }
     }
 
-    /// Runs for about `max_warp_instructions`: a slice that has begun is finished. After a fault every further call
-    /// returns the same fault.
+    /// Runs for about `max_warp_instructions`: a slice that has begun is finished. After a fault
+    /// every further call returns the same fault.
     #[allow(clippy::result_large_err)] // Once per launch at most, and plain to match on.
     pub fn step(&mut self, max_warp_instructions: u64) -> Result<Progress, Fault> {
         if let Some(fault) = &self.fault {
@@ -426,8 +431,9 @@ impl Grid {
             }
             self.progress_bulk(false)?;
             if self.idle >= self.ready.len() {
-                // Everybody waits. Copies that are still under way are what they may wait for, or blocks that are not resident yet:
-                // a grid that fits is resident as a whole in the end, and one may wait for another.
+                // All warps wait. They may wait for copies under way, or for blocks that are not
+                // resident yet. A grid that fits is resident as a whole in the end, so its blocks
+                // may wait for each other.
                 let moved = self.progress_bulk(true)?;
                 self.new_epoch();
                 if !moved {
@@ -438,7 +444,8 @@ impl Grid {
                         self.settled_at = self.stats.warp_instructions;
                         return Ok(Progress::Spinning);
                     }
-                    // Several at a time: all of them have to find out that they wait before the next ones come.
+                    // Several at a time: all of them have to find out that they wait before the
+                    // next ones come.
                     let most = u64::from(self.resident) - self.blocks.len() as u64;
                     for _ in 0..=self.rng.below(most) {
                         if self.has_room() {
@@ -454,8 +461,9 @@ impl Grid {
         Ok(if self.live_blocks == 0 { Progress::Done } else { Progress::Running })
     }
 
-    /// Nobody in the grid has anything to do: looks for blocks of which all warps wait at barriers and on mbarriers. These only the block
-    /// itself could complete; if it is found twice in one and the same state, nothing ever will. True when one was found for the first time.
+    /// No warp of the grid can run: looks for blocks whose warps all wait at barriers and on
+    /// mbarriers. Only the block itself could complete these. If the block is found twice in the
+    /// same state, nothing ever will. True when one was found for the first time.
     fn may_be_stalled(&mut self) -> Result<bool, Box<Fault>> {
         let mut first = false;
         for slot in 0..self.blocks.len() {
@@ -474,7 +482,8 @@ impl Grid {
         Ok(first)
     }
 
-    /// A hash of the registers and places of a block of which every warp waits at a barrier or has just looked at an mbarrier.
+    /// A hash of the registers and places of a block of which every warp waits at a barrier or has
+    /// just looked at an mbarrier.
     fn waits_for_itself(&self, block: &Block) -> Option<u64> {
         let code = &self.env.kernel.code;
         let on_mbarrier = |pc: u32| {
@@ -549,7 +558,7 @@ impl Grid {
 
         match slice.activity {
             Activity::Idle => {
-                // Who only waits is not urgent.
+                // A warp that only waits gets the lowest priority.
                 block.priority[pick.warp as usize] = 0;
                 let seen = &mut block.idle_epoch[pick.warp as usize];
                 if *seen != self.epoch {
@@ -603,7 +612,8 @@ impl Grid {
     fn most_urgent(&mut self) -> usize {
         let urgent = |grid: &Self| {
             let of = |w: &WarpRef| grid.blocks[w.block as usize].priority[w.warp as usize];
-            // Of equals the one that has waited longest: two warps that only wait must both get to look again.
+            // Among equals, take the one that has waited longest: two warps that only wait must
+            // both get to poll again.
             (0..grid.ready.len()).rev().max_by_key(|&i| of(&grid.ready[i])).unwrap_or(0)
         };
         let mut index = urgent(self);
@@ -615,7 +625,7 @@ impl Grid {
         index
     }
 
-    /// Makes warps ready whose barrier has completed.
+    /// Makes the warps of completed barriers ready.
     fn wake(&mut self, slot: u32) {
         let block = &mut self.blocks[slot as usize];
         let completed = std::mem::take(&mut block.state.completed);
@@ -722,7 +732,8 @@ impl Grid {
         TraceStep { ptx_line, ptx_text, source }
     }
 
-    /// What a warp did before instruction `pc`, and of a race the other one too, if it is still there.
+    /// Last steps of a warp before instruction `pc`; for a race also those of the other warp, if it
+    /// is still resident.
     fn traces(&self, at: WarpRef, pc: u32, kind: &FaultKind) -> Vec<Trace> {
         let mut warps = vec![at];
         if let FaultKind::Race(race) = kind
@@ -738,7 +749,7 @@ impl Grid {
             let steps = block.warps.get(at.warp as usize)?.trace.steps.iter().rev();
             let mut steps: Vec<TraceStep> =
                 steps.filter(|step| **step != pc).map(|step| self.step_at(*step)).collect();
-            // Of a Rust line that became several instructions the last one is enough.
+            // Keep only the last instruction of a Rust line that became several.
             steps.dedup_by(|a, b| a.source.is_some() && a.source == b.source);
             steps.truncate(TRACED_STEPS);
             let trace = Trace { block: block.state.ctaid, warp: at.warp, steps };
@@ -765,7 +776,7 @@ impl Grid {
         self.fault_at(at, pc, None, FaultKind::Deadlock(self.stuck_report()))
     }
 
-    /// Every live group of lanes and what it waits for.
+    /// Every live group of lanes, and the event that it waits for.
     #[must_use]
     pub fn stuck_report(&self) -> StuckReport {
         let kernel = &self.env.kernel;
@@ -877,7 +888,7 @@ fn run_warp<W: Watch>(
     exec.run(budget).map_err(|stop| (exec.pc, stop))
 }
 
-/// What the special registers of a block depend on.
+/// Inputs of a block's special registers.
 struct Surroundings {
     ctaid: [u32; 3],
     cfg: GridConfig,
@@ -889,7 +900,7 @@ struct Surroundings {
 }
 
 impl Surroundings {
-    /// Sets a register of a warp to what it begins with.
+    /// Sets a register of a warp to its initial value.
     fn initialise(
         &self,
         regs: &mut Regs,

@@ -1,9 +1,10 @@
-//! The compact form that the interpreter runs: names resolved to register slots, one variant per kind of work.
+//! The compact form that the interpreter runs: names resolved to register slots, one variant per
+//! kind of work.
 //!
-//! Registers live in three files per warp ([`Regs`]): 32-bit (8- and 16-bit values too), 64-bit, and predicates. A slot
-//! holds the 32 lanes of one register side by side, so an operation on a full warp is a loop the compiler vectorises.
-//! Immediates and read-only special registers are slots as well, filled when the warp starts: an operand is always
-//! just a slot number.
+//! Registers live in three files per warp ([`Regs`]): 32-bit (8- and 16-bit values too), 64-bit,
+//! and predicates. A slot holds the 32 lanes of one register side by side, so an operation on a
+//! full warp is a loop the compiler vectorises. Immediates and read-only special registers are
+//! slots as well, filled when the warp starts: an operand is always just a slot number.
 
 use crate::ast::Source;
 
@@ -13,8 +14,8 @@ pub(crate) const BARRIERS: usize = 16;
 /// All 32 lanes.
 pub(crate) const FULL: u32 = u32::MAX;
 
-/// Slot 0 of each file is a scratch register: it takes results that nobody wants, and as an optional operand it means
-/// "not given".
+/// Slot 0 of each file is a scratch register: it takes unused results, and as an optional operand
+/// it means "not given".
 pub(crate) const SINK: u32 = 0;
 
 /// Predicate slot of the carry flag (`add.cc`, `addc`, ..).
@@ -57,14 +58,15 @@ impl Regs {
     }
 }
 
-/// An arithmetic operation over the lanes of a mask. What each slot means is fixed by its constructor.
+/// An arithmetic operation over the lanes of a mask. Its constructor defines the meaning of each
+/// slot.
 ///
-/// Calling it is safe on this machine: it is unsafe in form because it may use instructions that
-/// not every processor of the architecture has, and its constructor in `exec::lanes` has looked
-/// whether this one has them.
+/// Calling it is safe on this machine. It is unsafe in form because it may use instructions that
+/// only some processors of the architecture have. Its constructor in `exec::lanes` has checked that
+/// this processor has them.
 pub(crate) type AluFn = unsafe fn(&mut Regs, &[u32; 6], u32);
 
-/// What a slot holds when a warp starts.
+/// Initial value of a slot when a warp starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Init {
     /// The same bits in every lane.
@@ -147,8 +149,8 @@ pub(crate) enum Sem {
     AcqRel,
 }
 
-/// Whose threads an ordered access or a fence orders. A cluster is one block here. Fast mode needs none of it, since every access is to
-/// real host memory; checks do.
+/// Set of threads that an ordered access or a fence orders. A cluster is one block here. Fast mode
+/// ignores scopes, because every access is to real host memory; checks need them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Scope {
     Cta,
@@ -156,7 +158,7 @@ pub(crate) enum Scope {
     Sys,
 }
 
-/// What a fence orders.
+/// Semantics of a fence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fence {
     Sc(Scope),
@@ -317,14 +319,14 @@ pub(crate) enum ShflMode {
     Idx,
 }
 
-/// What a lane does at a block barrier.
+/// Role of a lane at a block barrier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BarrierKind {
     Sync,
     Arrive,
 }
 
-/// What a block barrier tells of the predicates of its threads.
+/// Reduction of the threads' predicates at a block barrier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Votes {
     Count,
@@ -439,7 +441,8 @@ pub(crate) enum Op {
         id: u32,
         p: u32,
     },
-    /// And after it: what all threads have voted. `d` is a predicate but for [`Votes::Count`].
+    /// Second step of a barrier with votes: stores the reduction of all threads' votes. `d` is a
+    /// predicate, except for [`Votes::Count`].
     BarrierResult {
         what: Votes,
         id: u32,
@@ -460,7 +463,7 @@ pub(crate) enum Op {
     Sleep,
     Exit,
     Trap,
-    /// Hints and fences that order what is always in order here.
+    /// Hints, and fences whose order always holds here.
     Nop,
 }
 

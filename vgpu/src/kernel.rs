@@ -1,4 +1,4 @@
-//! A kernel that was loaded, and what is known of its instructions.
+//! A loaded kernel and facts about its instructions.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -20,7 +20,7 @@ pub struct ParamInfo {
     pub align: usize,
 }
 
-/// What the module's `.global` and `.const` variables hold at first.
+/// Initial contents of the module's `.global` and `.const` variables.
 #[derive(Debug)]
 pub(crate) struct Globals {
     pub(crate) module_id: u64,
@@ -44,7 +44,7 @@ pub struct Kernel {
     pub(crate) slots: [u32; 3],
     /// Slots that hold something when a warp starts.
     pub(crate) inits: Vec<(File, u32, Init)>,
-    /// Slots whose contents when a warp starts may be read. [`Kernel::inits`] names some of them.
+    /// Slots that may be read before they are written. [`Kernel::inits`] initialises some of them.
     pub(crate) alive_at_start: Vec<(File, u32)>,
     /// Instructions that read a register, by name, which nothing can have written.
     pub(crate) unwritten: Vec<(u32, String)>,
@@ -55,7 +55,7 @@ pub struct Kernel {
     pub(crate) files: Arc<Vec<(u32, String)>>,
     /// The PTX text, for messages.
     pub(crate) text: Arc<str>,
-    /// Which instructions were executed, once somebody asks for that.
+    /// Executed instructions, once coverage is on.
     pub(crate) executed: OnceLock<Box<[AtomicBool]>>,
 }
 
@@ -66,7 +66,8 @@ pub struct InstructionPlace {
     pub ptx_line: usize,
     /// Rust file and line in the kernel, when the PTX carries line information.
     pub source: Option<(String, u32)>,
-    /// Rust file and line of the inlined function that the instruction belongs to, when that is another line.
+    /// Rust file and line of the inlined function that the instruction belongs to, when that is
+    /// another line.
     pub inlined: Option<(String, u32)>,
 }
 
@@ -107,14 +108,16 @@ impl Kernel {
         self.code.len()
     }
 
-    /// Register slots per warp after allocation: 32-bit, 64-bit, predicates. A slot holds one value per lane.
+    /// Register slots per warp after allocation: 32-bit, 64-bit, predicates. A slot holds one value
+    /// per lane.
     #[must_use]
     pub fn register_slots(&self) -> [u32; 3] {
         self.slots
     }
 
-    /// Reads of registers that nothing has written, whatever path led there: no definition reaches them. In check mode such a kernel is
-    /// not launched. A register that only some paths write is none of them: compilers leave those where the value does not matter.
+    /// Reads of registers that no definition reaches, on any path. In check mode such a kernel is
+    /// not launched. A register that some paths write is not listed: compilers leave out writes of
+    /// values that do not matter.
     #[must_use]
     pub fn unwritten_registers(&self) -> Vec<UnwrittenRegister> {
         let describe = |(pc, register): &(u32, String)| {
@@ -134,8 +137,8 @@ impl Kernel {
         })
     }
 
-    /// A hash of the kernel's instructions and their PTX lines: who has the same instructions at the same lines has
-    /// the same hash, in every process.
+    /// A hash of the kernel's instructions and their PTX lines. Kernels with the same instructions
+    /// at the same lines have the same hash, in every process.
     #[must_use]
     pub fn fingerprint(&self) -> u64 {
         let lines: Vec<&str> = self.text.lines().collect();
@@ -150,7 +153,8 @@ impl Kernel {
         hash
     }
 
-    /// From now on, every grid of this kernel notes which instructions it executes. Grids are slower then.
+    /// From now on, every grid of this kernel notes which instructions it executes. Grids are
+    /// slower then.
     pub fn record_coverage(&self) {
         self.executed.get_or_init(|| self.code.iter().map(|_| AtomicBool::new(false)).collect());
     }
@@ -162,8 +166,8 @@ impl Kernel {
         Some(self.executed.get()?.iter().map(|mark| mark.load(Ordering::Relaxed)).collect())
     }
 
-    /// PTX line, its text, and the Rust file and line of instruction `pc`: the kernel's own line, wherever the
-    /// instruction was inlined from.
+    /// PTX line, its text, and the Rust file and line of instruction `pc`: the kernel's own line,
+    /// wherever the instruction was inlined from.
     pub(crate) fn origin(&self, pc: u32) -> (usize, String, Option<(String, u32)>) {
         let o = self.origins.get(pc as usize).copied().unwrap_or_default();
         let line = o.ptx_line as usize;
@@ -171,7 +175,8 @@ impl Kernel {
         (line, text, self.named(o.source.own))
     }
 
-    /// The Rust file and line that instruction `pc` was inlined from, when that is not the kernel's own line.
+    /// The Rust file and line that instruction `pc` was inlined from, when that is not the kernel's
+    /// own line.
     pub(crate) fn inlined(&self, pc: u32) -> Option<(String, u32)> {
         let source = self.origins.get(pc as usize)?.source;
         if source.innermost == source.own { None } else { self.named(source.innermost) }

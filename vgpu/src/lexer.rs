@@ -1,11 +1,12 @@
 //! Turns PTX text into tokens that remember their line and column.
 //!
-//! A dotted opcode with all of its modifiers (`ld.global.L1::no_allocate.v4.u32`) and a register such as `%tid.x` are
-//! one [`Tok::Word`] each: PTX never puts white space inside them, and the decoder wants them whole.
+//! A dotted opcode with all of its modifiers (`ld.global.L1::no_allocate.v4.u32`) is one
+//! [`Tok::Word`], and so is a register such as `%tid.x`. PTX never puts white space inside them,
+//! and the decoder needs them whole.
 
 use crate::PtxError;
 
-/// What a token is.
+/// Kind of a token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Tok<'a> {
     /// Identifier, register, directive or opcode.

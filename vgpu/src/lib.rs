@@ -1,19 +1,21 @@
 //! A virtual GPU: parses PTX and executes it on the CPU, with checks.
 //!
-//! It runs the very PTX that ships to real GPUs, inline assembly included, so what is tested without a GPU is what a
-//! GPU runs. It knows nothing of what the kernels are for.
+//! It runs the very PTX that ships to real GPUs, inline assembly included, so tests without a GPU
+//! run the code that a GPU runs. It has no knowledge of the kernels' purpose.
 //!
-//! - [`Machine`] is devices with their memory and a stream each: ten lines from PTX to a result. The
-//!   items below are what it is made of.
-//! - [`Module::parse`] turns PTX text into [`Kernel`]s. An instruction it does not know is an error with its line.
-//! - [`Memory`] is what a device can address. Device addresses are host addresses of this process; memory can be
-//!   exported to and imported from other processes.
-//! - [`Grid`] is a launched kernel. It runs while [`Grid::step`] is called, on the caller's thread, and can be paused
-//!   at any time; streams and devices are the caller's business.
+//! - [`Machine`] is devices with their memory and a stream each: ten lines from PTX to a result.
+//!   The items below are its parts.
+//! - [`Module::parse`] turns PTX text into [`Kernel`]s. An unknown instruction is an error that
+//!   gives its line.
+//! - [`Memory`] is the memory that a device can address. Device addresses are host addresses of
+//!   this process; memory can be exported to and imported from other processes.
+//! - [`Grid`] is a launched kernel. It runs while [`Grid::step`] is called, on the caller's thread,
+//!   and can be paused at any time; streams and devices are the caller's business.
 //!
-//! Every access is checked for bounds and alignment. A [`Fault`] names kernel, block, warp, lane, PTX line and Rust
-//! line; a deadlock names every warp and what it waits for. With a seed, the scheduler and the completion of bulk
-//! copies are drawn from it, and the same seed takes the same path again.
+//! Every access is checked for bounds and alignment. A [`Fault`] names kernel, block, warp, lane,
+//! PTX line and Rust line. A deadlock names every warp and the event that it waits for. With a
+//! seed, the scheduler and the completion of bulk copies are drawn from it, and the same seed takes
+//! the same path again.
 //!
 //! ```
 //! use epoxide_vgpu::{DeviceConfig, Grid, GridConfig, Memory, Module, Progress};
@@ -84,8 +86,8 @@ pub use memory_error::{MemoryError, NearRegion};
 pub use module::Module;
 pub use seeds::for_each_seed;
 
-/// Whether the virtual GPU knows an opcode, given with all of its modifiers (`ld.global.v4.u32`). Operands are
-/// checked only by [`Module::parse`].
+/// Whether the virtual GPU supports an opcode, given with all of its modifiers
+/// (`ld.global.v4.u32`). Only [`Module::parse`] checks operands.
 #[must_use]
 pub fn supported_opcode(opcode_with_modifiers: &str) -> bool {
     lower::decode::decode(opcode_with_modifiers).is_ok()

@@ -53,7 +53,7 @@ pub enum MachineError {
         /// The names of those that are there.
         known: String,
     },
-    /// Kernels wait for what no kernel will do.
+    /// All kernels wait for events that no kernel will cause.
     #[error(
         "all kernels only wait, for each other or for the host, and no deadline of theirs has ended that{0}"
     )]
@@ -132,7 +132,7 @@ impl<T: Number> Array<T> {
     /// Copies it to the host.
     ///
     /// # Errors
-    /// In check mode, a kernel that is not done writes it, or nobody has written it.
+    /// In check mode, a race with a running kernel and a read of unwritten memory are errors.
     pub fn download(&self) -> Result<Vec<T>, MachineError> {
         let mut bytes = vec![0; self.len * size_of::<T>()];
         self.memory.read(self.addr(), &mut bytes)?;
@@ -172,8 +172,8 @@ struct Device {
 
 /// Virtual GPUs that can address each other's memory.
 ///
-/// Each has one stream: its kernels run one behind the other, and beside those of the other devices.
-/// They run in [`Machine::run`], on the calling thread, in an order drawn from the seed.
+/// Each has one stream: its kernels run one behind the other, and beside those of the other
+/// devices. They run in [`Machine::run`], on the calling thread, in an order drawn from the seed.
 ///
 /// ```
 /// use epoxide_vgpu::{GridConfig, Machine, Module};
@@ -217,27 +217,28 @@ impl std::fmt::Debug for Machine {
 }
 
 impl Machine {
-    /// A machine with this many devices whose warps take turns. Bounds, alignment, poison and
+    /// A machine with this many devices, whose warps take turns. Bounds, alignment, poison and
     /// deadlocks are checked.
     #[must_use]
     pub fn new(devices: usize) -> Machine {
         Machine::build(devices, None, None)
     }
 
-    /// The same with a seed: the order of warps and devices, and when bulk copies land, are drawn from it.
+    /// The same with a seed: the order of warps and devices, and when bulk copies land, are drawn
+    /// from it.
     #[must_use]
     pub fn seeded(devices: usize, seed: u64) -> Machine {
         Machine::build(devices, Some(seed), None)
     }
 
     /// A machine in check mode: races between lanes, blocks, devices, bulk copies and the host are
-    /// faults, and so are reads of memory that nobody wrote.
+    /// faults, and so are reads of unwritten memory.
     #[must_use]
     pub fn checked(devices: usize, seed: u64) -> Machine {
         Machine::build(devices, Some(seed), Some(CheckConfig::default()))
     }
 
-    /// A machine that is checked as `check` says, with weak memory for instance.
+    /// A machine with the checks of `check`, with weak memory for instance.
     #[must_use]
     pub fn checked_with(devices: usize, seed: u64, check: CheckConfig) -> Machine {
         Machine::build(devices, Some(seed), Some(check))
@@ -307,11 +308,11 @@ impl Machine {
     }
 
     /// Enqueues a kernel on a device, behind those that are there. `params` are the bytes of its
-    /// parameters, laid out as the PTX says.
+    /// parameters, with the PTX's layout.
     ///
     /// # Errors
-    /// There is no such device, or the module has no such kernel. What else is wrong with a launch,
-    /// [`run`](Self::run) reports.
+    /// The device or the kernel does not exist. [`run`](Self::run) reports all other errors of a
+    /// launch.
     pub fn launch(
         &mut self,
         device: usize,
@@ -334,7 +335,8 @@ impl Machine {
     /// Runs all kernels to their ends.
     ///
     /// # Errors
-    /// The first fault; or a report of what waits for what, where nothing goes on. What was not done is dropped then.
+    /// The first fault, or a report of all waits if no kernel can proceed. The remaining work is
+    /// dropped then.
     pub fn run(&mut self) -> Result<(), MachineError> {
         let result = self.run_all();
         for device in &mut self.devices {
@@ -375,7 +377,7 @@ impl Machine {
                 Progress::Spinning => self.devices[at].spins = true,
                 Progress::Running | Progress::Done => {
                     (stuck_ns, jump_ns) = (0, FIRST_JUMP_NS);
-                    // Others may wait for what it did.
+                    // Other kernels may wait for a change that it made.
                     self.devices.iter_mut().for_each(|device| device.spins = false);
                 }
             }
@@ -421,8 +423,8 @@ mod tests {
 
     const HEAD: &str = ".version 8.4\n.target sm_90\n.address_size 64\n";
 
-    /// Kernels of one address each: `add` adds 1 to its word, `write` stores 7 and raises a flag beside
-    /// it, and `wait` polls that flag and adds 1 to the word.
+    /// Kernels with one address as parameter: `add` adds 1 to its word, `write` stores 7 and sets a
+    /// flag beside it, and `wait` polls that flag and adds 1 to the word.
     fn module() -> Module {
         let kernel = |name: &str, body: &str| {
             format!(
@@ -483,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_for_nobody_is_reported_and_the_machine_goes_on() {
+    fn a_wait_without_end_is_reported_and_the_machine_continues() {
         let module = module();
         let mut machine = Machine::new(2);
         let words = machine.upload(0, "words", &[0u32, 0]).unwrap();
@@ -496,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_named() {
+    fn missing_devices_and_kernels_are_named() {
         let mut machine = Machine::new(1);
         let error = machine.alloc::<u32>(1, "x", 1).unwrap_err().to_string();
         assert_eq!(error, "device 1 of a machine with 1: they are numbered from 0");

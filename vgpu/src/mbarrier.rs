@@ -8,7 +8,8 @@
 //! | 61 | phase |
 //! | 62..64 | `10` while initialised, so that stray bytes are noticed |
 //!
-//! A phase completes when no arrival and no byte is pending; the next one then starts with the expected count.
+//! A phase completes when no arrival and no byte is pending; the next one then starts with the
+//! expected count.
 
 /// Largest arrival count.
 pub(crate) const MAX_COUNT: u32 = (1 << 20) - 1;

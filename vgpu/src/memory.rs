@@ -1,13 +1,14 @@
 //! The memory a virtual GPU can address.
 //!
-//! Device addresses are host virtual addresses of this process. Every region is a shared mapping of a memfd, so that
-//! it can be handed to another process as a file descriptor, mapped there at another address, and still be the same
-//! memory: that is how peers see each other's pools.
+//! Device addresses are host virtual addresses of this process. Every region is a shared mapping of
+//! a memfd. It can be passed to another process as a file descriptor, and be mapped there at
+//! another address. Peers map each other's pools this way.
 //!
-//! Soundness rests on two rules. Nothing here ever makes a Rust reference into a region: all access goes through raw
-//! pointers or `AtomicX::from_ptr`, because other threads and processes write the same bytes at any time. And a
-//! mapping stays in place for as long as any [`Table`] snapshot that lists it, so a running kernel that races with the
-//! drop of a [`Region`] touches stale memory, never unmapped memory.
+//! Soundness rests on two rules. Nothing here ever makes a Rust reference into a region, because
+//! other threads and processes write the same bytes at any time. All access goes through raw
+//! pointers or `AtomicX::from_ptr`. And a mapping stays in place for as long as a [`Table`]
+//! snapshot lists it. So a running kernel that races with the drop of a [`Region`] touches stale
+//! memory, never unmapped memory.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -38,14 +39,16 @@ struct Mapping {
     mapped: usize,
 }
 
-// SAFETY: a mapping is plain shared memory; every access through the pointer is raw or atomic, see the module page.
+// SAFETY: a mapping is plain shared memory; every access through the pointer is raw or atomic, see
+// the module page.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; `&Mapping` gives no reference into the bytes.
 unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: `ptr`/`mapped` are what mmap returned, and no snapshot lists this mapping any more.
+        // SAFETY: `ptr` and `mapped` are the address and length of an mmap, and no snapshot lists
+        // this mapping any more.
         let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.mapped) };
     }
 }
@@ -59,13 +62,13 @@ struct Entry {
     mapping: Arc<Mapping>,
 }
 
-/// A region that is gone, so that an access to it can be called what it is.
+/// A freed region, kept so that reports name it.
 #[derive(Clone, Debug)]
 struct Freed {
     addr: u64,
     bytes: u64,
     label: Arc<str>,
-    /// While it is kept, the operating system gives the address to nobody else.
+    /// While it is kept, the operating system does not reuse the address.
     quarantine: Option<Arc<Mapping>>,
 }
 
@@ -74,7 +77,7 @@ struct Freed {
 pub(crate) struct Found {
     pub(crate) start: u64,
     pub(crate) bytes: u64,
-    /// Number of its shadow; 0 where nobody checks.
+    /// Number of its shadow; 0 without a checker.
     pub(crate) shadow: u32,
 }
 
@@ -87,11 +90,11 @@ impl Found {
     }
 }
 
-/// A snapshot of the regions, sorted by address. Keeps what it lists mapped.
+/// A snapshot of the regions, sorted by address. It keeps its regions mapped.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Table {
     entries: Vec<Entry>,
-    /// The last regions that were freed and whose addresses nobody has been given since, latest last.
+    /// The last freed regions whose addresses have not been reused, latest last.
     freed: Vec<Freed>,
 }
 
@@ -141,14 +144,15 @@ impl Table {
 
     fn insert(&mut self, entry: Entry) {
         let (start, end) = (entry.addr, entry.addr + entry.mapping.mapped as u64);
-        // What was there before has no claim to these addresses any more: what goes wrong here is the new region's.
+        // The new region replaces freed ones at these addresses: errors here are reported as the
+        // new region's.
         self.freed.retain(|f| f.addr >= end || f.addr + f.bytes <= start);
         let at = self.entries.partition_point(|e| e.addr < start);
         self.entries.insert(at, entry);
     }
 
-    /// Takes a region out, and remembers it. `quarantine`: it keeps its address for a while, so that nobody else gets it and a late
-    /// access stays an error.
+    /// Removes a region and records it as freed. `quarantine`: its address is not reused for a
+    /// while, so that a late access stays an error.
     fn remove(&mut self, addr: u64, quarantine: bool) {
         let Some(at) = self.entries.iter().position(|e| e.addr == addr) else { return };
         let Entry { addr, bytes, label, mapping, .. } = self.entries.remove(at);
@@ -220,10 +224,12 @@ fn host_race(
 const POISON_BYTES: u64 = 64 << 20;
 /// How many freed regions are remembered by name.
 const MAX_FREED: usize = 256;
-/// How many bytes of freed regions keep their addresses in check mode. They stay mapped, and so keep their memory.
+/// How many bytes of freed regions keep their addresses in check mode. They stay mapped, and so
+/// keep their memory.
 const QUARANTINE_BYTES: usize = 256 << 20;
 
-/// Contents of what nobody has written: no number that a program would use, in any format and wherever a pattern of it begins.
+/// Contents of unwritten memory: no number that a program would use, in any format and at any
+/// offset.
 fn poison(seed: u64) -> u64 {
     // The high bits of each half: large negative as an integer, a huge negative number as a float.
     mix(seed ^ 0x51ab) | 0xf000_0000_f000_0000
@@ -236,14 +242,14 @@ impl Memory {
         Self::with_limit(u64::MAX)
     }
 
-    /// Memory whose allocations may not exceed `limit_bytes` in total. Imports do not count.
+    /// Memory whose allocations are limited to `limit_bytes` in total. Imports do not count.
     #[must_use]
     pub fn with_limit(limit_bytes: u64) -> Self {
         Self::build(limit_bytes, 0, None)
     }
 
-    /// Memory without a limit whose fresh contents are drawn from `seed`, and whose accesses `checker` watches, if there is one. Kernels
-    /// launched on it run in check mode then.
+    /// Memory without a limit whose fresh contents are drawn from `seed`. If there is a `checker`,
+    /// it watches all accesses, and kernels launched on the memory run in check mode.
     #[must_use]
     pub fn checked(seed: u64, checker: Option<Checker>) -> Self {
         Self::build(u64::MAX, seed, checker)
@@ -287,17 +293,19 @@ impl Memory {
         self.shared.limit
     }
 
-    /// Allocates memory of `bytes` bytes (page aligned), with poison in its first 64 MiB. `label` names it in error messages.
+    /// Allocates memory of `bytes` bytes (page aligned), with poison in its first 64 MiB. `label`
+    /// names it in error messages.
     pub fn alloc(&self, bytes: u64, label: &str) -> Result<Region, MemoryError> {
         let region = self.alloc_file(bytes, label, false)?;
         let words = (bytes.min(POISON_BYTES) / 8) as usize;
-        // SAFETY: the region was just made, with at least this many bytes, whole pages of its own, and nobody else has it yet.
+        // SAFETY: the region is new, has at least this many bytes in whole pages of its own, and no
+        // other code has its address yet.
         unsafe { std::slice::from_raw_parts_mut(region.addr as *mut u64, words) }.fill(self.shared.poison);
         Ok(region)
     }
 
-    /// Allocates zeroed memory that plain host code writes, as page-locked host memory is; checks leave it out, unless
-    /// [`Region::watch`] asks for them.
+    /// Allocates zeroed memory that plain host code writes, as page-locked host memory is; checks
+    /// leave it out, unless [`Region::watch`] asks for them.
     pub fn alloc_host(&self, bytes: u64, label: &str) -> Result<Region, MemoryError> {
         let region = self.alloc_zeroed(bytes, label)?;
         region.hide();
@@ -332,7 +340,8 @@ impl Memory {
         made
     }
 
-    /// Maps memory that [`Region::export`] gave, of this or another process. `bytes` is the length of the region.
+    /// Maps memory that [`Region::export`] gave, of this or another process. `bytes` is the length
+    /// of the region.
     pub fn import(&self, fd: OwnedFd, bytes: u64, label: &str) -> Result<Region, MemoryError> {
         let actual = u64::try_from(fstat(&fd).map_err(os("fstat"))?.st_size).unwrap_or(0);
         if actual < bytes {
@@ -341,7 +350,8 @@ impl Memory {
         self.map(fd, bytes, label, 0, true)
     }
 
-    /// Maps a file. `filled`: what is in it counts as written, if this is the first mapping of it that the checker sees.
+    /// Maps a file. `filled`: its contents count as written, if this is the first mapping of it
+    /// that the checker sees.
     fn map(
         &self,
         fd: OwnedFd,
@@ -431,18 +441,19 @@ impl Memory {
         outcome.map_err(|trouble| host_race(&world, table, found.shadow, trouble, write))
     }
 
-    /// Loads the 8-byte word at `addr` for host code, with acquire: what kernels released there to the whole system, the calling thread
-    /// then knows to have happened.
+    /// Loads the 8-byte word at `addr` for host code, with acquire. Releases by kernels there with
+    /// system scope join the calling thread's past.
     pub fn load_acquire(&self, addr: u64) -> Result<u64, MemoryError> {
         let table = self.snapshot();
         let found = self.locate(&table, addr, 8)?;
         if !addr.is_multiple_of(8) {
             return Err(MemoryError::Misaligned { addr, align: 8 });
         }
-        // SAFETY: aligned, and mapped for as long as `table` lives; who else accesses it goes through raw pointers or atomics.
+        // SAFETY: aligned, and mapped for as long as `table` lives; all other accesses go through
+        // raw pointers or atomics.
         let word = unsafe { AtomicU64::from_ptr(addr as *mut u64) };
         let Some(checker) = self.checker() else { return Ok(word.load(Ordering::Acquire)) };
-        // Under the lock, as a kernel's store is together with what it releases.
+        // Under the lock, because a kernel's store and its release happen under it together.
         let mut world = checker.world();
         let value = word.load(Ordering::Acquire);
         let outcome = world.host_acquires(found.shadow, addr - found.start);
@@ -462,7 +473,8 @@ impl Memory {
     pub unsafe fn copy_from_host(&self, dst: u64, src: *const u8, bytes: u64) -> Result<(), MemoryError> {
         let table = self.snapshot();
         self.access(&table, dst, bytes, true)?;
-        // SAFETY: the destination is mapped for as long as `table` lives; the caller vouches for the source.
+        // SAFETY: the destination is mapped for as long as `table` lives; the caller vouches for
+        // the source.
         unsafe { std::ptr::copy_nonoverlapping(src, dst as *mut u8, bytes as usize) };
         Ok(())
     }
@@ -474,7 +486,8 @@ impl Memory {
     pub unsafe fn copy_to_host(&self, dst: *mut u8, src: u64, bytes: u64) -> Result<(), MemoryError> {
         let table = self.snapshot();
         self.access(&table, src, bytes, false)?;
-        // SAFETY: the source is mapped for as long as `table` lives; the caller vouches for the destination.
+        // SAFETY: the source is mapped for as long as `table` lives; the caller vouches for the
+        // destination.
         unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst, bytes as usize) };
         Ok(())
     }
@@ -500,8 +513,8 @@ impl Memory {
 
     /// Copies a host slice to device address `dst`.
     pub fn write(&self, dst: u64, src: &[u8]) -> Result<(), MemoryError> {
-        // SAFETY: a slice is readable for its length. It can overlap the region only if the caller made a reference
-        // into device memory, which no safe interface of this crate does.
+        // SAFETY: a slice is readable for its length. It can overlap the region only if the caller
+        // made a reference into device memory, which no safe interface of this crate does.
         unsafe { self.copy_from_host(dst, src.as_ptr(), src.len() as u64) }
     }
 
@@ -552,24 +565,26 @@ impl Region {
         &self.label
     }
 
-    /// Leaves the memory out of all checks: others access it in ways that no checker sees, such as another process or plain host code.
+    /// Leaves the memory out of all checks: others access it in ways that no checker sees, such as
+    /// another process or plain host code.
     pub fn hide(&self) {
         self.with_shadow(|shadow| shadow.hidden = true);
     }
 
-    /// Ends [`Region::hide`], before anybody has used the memory: host code accesses it through [`Memory`] alone, by
-    /// [`Memory::load_acquire`] and [`Memory::host_reads`] for instance.
+    /// Ends [`Region::hide`], before the first use of the memory: host code accesses it through
+    /// [`Memory`] alone, by [`Memory::load_acquire`] and [`Memory::host_reads`] for instance.
     pub fn watch(&self) {
         self.with_shadow(|shadow| shadow.hidden = false);
     }
 
-    /// Names what lies at an offset, such as `ready[3]`, for the reports of check mode. Whoever maps the same memory reports so too.
+    /// Names the parts of the region by offset, such as `ready[3]`, for the reports of check mode.
+    /// Reports of other mappings of the same memory use the names too.
     pub fn name_parts(&self, name: impl Fn(u64) -> Option<String> + Send + Sync + 'static) {
         self.with_shadow(|shadow| shadow.names = Some(Names(Arc::new(name))));
     }
 
-    /// What is in `bytes` bytes at offset `at` is garbage again, as after a free and another allocation inside of the region: nobody has
-    /// written it.
+    /// Marks `bytes` bytes at offset `at` as unwritten again, as after a free and another
+    /// allocation inside of the region.
     pub fn renew(&self, at: u64, bytes: u64) {
         self.with_shadow(|shadow| shadow.renew(at, bytes));
     }
@@ -668,7 +683,8 @@ mod tests {
         drop(later);
         assert!(!m.snapshot().nearest(freed[0]).is_some_and(|n| n.freed));
         assert_eq!(label(freed[1]), "region 1");
-        // What is too large for the quarantine is named as long as nobody else has its address, and the others stay.
+        // A region that is too large for the quarantine keeps its name until its address is reused,
+        // and the others stay.
         let large = m.alloc_zeroed(QUARANTINE_BYTES as u64 + 1, "large").unwrap().addr();
         let held = |t: &Table| t.freed.iter().filter(|f| f.quarantine.is_some()).count();
         assert_eq!((label(large), held(&m.snapshot())), ("large".into(), MAX_FREED - 1));
@@ -676,7 +692,8 @@ mod tests {
         let m = Memory::new();
         let old = m.alloc(PAGE, "old").unwrap().addr();
         assert_eq!(held(&m.snapshot()), 0);
-        // Wherever the next region lies, an access to it, or past its end, is no use of the old one.
+        // Wherever the next region lies, an access to it, or past its end, is no use of the old
+        // one.
         let new = m.alloc(8, "new").unwrap();
         let nearest = m.snapshot().nearest(new.addr() + 8).unwrap();
         assert_eq!((nearest.label.as_str(), nearest.freed), ("new", false));

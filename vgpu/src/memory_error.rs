@@ -1,11 +1,11 @@
-//! What is wrong with an address, or with memory that is wanted, in words.
+//! Errors of addresses and of allocations, with their texts.
 
 use std::fmt;
 
 /// No memory lies below this address.
 pub(crate) const PAGE: u64 = 4096;
 
-/// What can go wrong with device memory outside of a kernel.
+/// Errors of device memory outside of a kernel.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
@@ -50,7 +50,7 @@ pub enum MemoryError {
         label: String,
         /// Offset of the first word in the region, in bytes.
         offset: u64,
-        /// What lies there, such as `ready[3]`; empty where the region's parts have no names.
+        /// Name of the part, such as `ready[3]`; empty if the region's parts have no names.
         part: String,
         /// Both sides.
         report: String,
@@ -88,10 +88,12 @@ pub struct NearRegion {
     pub addr: u64,
     /// Length in bytes.
     pub bytes: u64,
-    /// Bytes from the region to the access: negative when the access starts before the region, otherwise counted
-    /// from the region's end to the start of the access (0 when the access straddles the end).
+    /// Bytes from the region to the access. Negative when the access starts before the region,
+    /// otherwise counted from the region's end to the start of the access (0 when the access
+    /// straddles the end).
     pub distance: i64,
-    /// The region is gone, and the access starts inside of where it was: use after free. The distance is 0 then.
+    /// The region is gone, and the access starts inside of where it was: use after free. The
+    /// distance is 0 then.
     pub freed: bool,
 }
 

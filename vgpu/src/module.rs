@@ -17,7 +17,8 @@ pub struct Module {
 }
 
 impl Module {
-    /// Parses and checks PTX. An instruction or modifier that the virtual GPU does not know is an error here.
+    /// Parses and checks PTX. An instruction or modifier that the virtual GPU does not support is
+    /// an error here.
     pub fn parse(text: &str) -> Result<Self, PtxError> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let file = parser::parse(text)?;

@@ -31,7 +31,7 @@ const MAX_ALIGN: usize = 1 << 16;
 const MAX_DIMENSIONS: usize = 8;
 
 struct Parser<'a> {
-    /// Of the `.global` and `.const` variables so far.
+    /// Bytes of the `.global` and `.const` variables so far.
     variable_bytes: usize,
     text: &'a str,
     lines: Vec<&'a str>,
@@ -44,13 +44,13 @@ struct Parser<'a> {
 /// The `.loc`s of one kernel.
 #[derive(Default)]
 struct Locs {
-    /// What the last one says.
+    /// Source position of the last `.loc`.
     source: Option<Source>,
     /// The kernel's own file: that of its first `.loc`.
     home: Option<u32>,
     /// The latest line in it.
     latest_home: Option<SourceLine>,
-    /// Where the function of a line was inlined, for lines that say so: file, line and column to the same.
+    /// Call sites of inlined functions: file, line and column of a line, to those of its call site.
     inlined_at: HashMap<[u32; 3], [u32; 3]>,
 }
 
@@ -67,7 +67,7 @@ impl Locs {
             Some(caller) => self.inlined_at.insert(place, caller),
             None => self.inlined_at.remove(&place),
         };
-        // A chain is as long as calls are nested; what goes round in circles is cut off.
+        // A chain is as long as calls are nested; a cycle is cut off.
         let mut outer = place;
         for _ in 0..64 {
             match self.inlined_at.get(&outer) {
@@ -191,7 +191,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Skips a `{ .. }` block whose `{` is next.
+    /// Skips a `{ .. }` block, starting at its `{`.
     fn skip_block(&mut self) -> Result<(), PtxError> {
         self.expect('{')?;
         let mut depth = 1;
@@ -291,8 +291,9 @@ impl<'a> Parser<'a> {
                 let file = self.int32("a file number")?;
                 let line = self.int32("a line")?;
                 let column = if matches!(self.peek().tok, Tok::Int(_)) { self.int32("a column")? } else { 0 };
-                // `, function_name X, inlined_at F L C` stands on the line. `// inlined_at F L` says the same where
-                // ptxas must not see it: it refuses a caller's place that has no `.loc` of its own.
+                // `, function_name X, inlined_at F L C` stands on the line. `// inlined_at F L`
+                // gives the same where ptxas must not see it: ptxas rejects a call site that has no
+                // `.loc` of its own.
                 let inlined_at = self.lines.get(t.line - 1).and_then(|text| inlined_at(text));
                 self.locs.add([file, line, column], inlined_at);
                 self.skip_line(t.line);
@@ -419,7 +420,7 @@ impl<'a> Parser<'a> {
             ".global" => VarSpace::Global,
             ".const" => VarSpace::Const,
             ".shared" => VarSpace::Shared,
-            // What is passed to a function lies in local memory; see `lower::call`.
+            // Arguments of a function call lie in local memory; see `lower::call`.
             ".local" | ".param" => VarSpace::Local,
             w => return self.error(self.pos(), format!("unknown state space '{w}'")),
         };
@@ -460,7 +461,7 @@ impl<'a> Parser<'a> {
                 }
             }
             if matches!(space, VarSpace::Global | VarSpace::Const) {
-                // What aligning it may skip counts as well.
+                // Padding for alignment counts as well.
                 self.variable_bytes =
                     self.variable_bytes.saturating_add(bytes.unwrap_or(0)).saturating_add(align);
             }

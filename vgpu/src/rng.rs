@@ -1,4 +1,5 @@
-//! A small seeded generator (splitmix64): schedules must be the same on every machine and in every release.
+//! A small seeded generator (splitmix64): schedules must be the same on every machine and in every
+//! release.
 
 /// The generator.
 #[derive(Clone, Debug)]
@@ -14,7 +15,7 @@ impl Rng {
         mix(self.0)
     }
 
-    /// A number in `0..n`; `n` must not be 0. The bias is far below what a scheduler could notice.
+    /// A number in `0..n`; `n` must not be 0. The bias is too small to affect a scheduler.
     pub(crate) fn below(&mut self, n: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(n)) >> 64) as u64
     }

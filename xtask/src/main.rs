@@ -1,7 +1,8 @@
 //! Developer chores: `cargo xtask <command>`.
 //!
-//! Nothing here is needed to *use* epoxide: the host crate embeds the committed PTX. These commands rebuild that PTX from
-//! the kernels in `gpu/`, check it and the virtual GPU that runs it, and prepare machines that lack CUDA.
+//! Nothing here is needed to *use* epoxide: the host crate embeds the committed PTX. These commands
+//! rebuild that PTX from the kernels in `gpu/`, check it and the virtual GPU that runs it, and
+//! prepare machines that lack CUDA.
 
 #![forbid(unsafe_code)]
 
@@ -48,7 +49,8 @@ enum Command {
     PtxLint {
         /// The PTX file; the committed one by default
         file: Option<PathBuf>,
-        /// The compiler back end that wrote it (sets the `.version` ceiling) [default: the one that its header names]
+        /// The compiler back end that wrote it (sets the `.version` ceiling) [default: the one that
+        /// its header names]
         #[arg(long, value_enum)]
         backend: Option<Backend>,
         /// The architecture it is for
@@ -59,7 +61,8 @@ enum Command {
     PtxTest {
         /// The PTX file; the committed one by default
         file: Option<PathBuf>,
-        /// The compiler back end that wrote it (sets the `.version` ceiling) [default: the one that its header names]
+        /// The compiler back end that wrote it (sets the `.version` ceiling) [default: the one that
+        /// its header names]
         #[arg(long, value_enum)]
         backend: Option<Backend>,
         /// The architecture it is for
@@ -77,13 +80,14 @@ enum Command {
     PtxFuzz(fuzz::Options),
     /// Run a program in virtual machines that have RDMA devices (Soft-RoCE)
     RdmaVm(rdma_vm::Options),
-    /// Say which instructions and Rust lines of the kernels a test run on the virtual GPU executes
+    /// List the instructions and Rust lines of the kernels that a test run on the virtual GPU
+    /// executes
     KernelCoverage(coverage::Options),
     /// Make single faults in the kernels, and look whether the checks notice
     Mutate(mutate::Options),
     /// Write the list of the library's public items, docs/PUBLIC-API.txt, or check it
     PublicApi(public_api::Options),
-    /// Run the tests many times beside busy processes, and say which fail how often
+    /// Run the tests many times beside busy processes, and list the failures with their counts
     Flaky(flaky::Options),
     /// Keep one processor busy until standard input ends
     #[command(hide = true)]
@@ -91,7 +95,7 @@ enum Command {
     /// Check licences, sources and versions of all crates that anything here is built from
     /// (deny.toml)
     Deny,
-    /// Say what this machine has for building PTX, and the remedy for what it lacks
+    /// Check this machine's tools for building PTX, and give the remedy for each missing one
     Doctor,
 }
 

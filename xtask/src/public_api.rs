@@ -1,7 +1,8 @@
-//! `cargo xtask public-api`: the library's public items, one a line, in a file that is committed, so that a change of the
-//! interface is seen where it is made.
+//! `cargo xtask public-api`: the library's public items, one a line, in a committed file. So a
+//! change of the interface shows in the commit that makes it.
 //!
-//! What is listed is what rustdoc documents with default features: hidden items are no interface.
+//! The list has the items that rustdoc documents with default features: hidden items are no
+//! interface.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -14,9 +15,10 @@ use crate::workspace::{self, Workspace};
 
 /// The list, from the repository root.
 const FILE: &str = "docs/PUBLIC-API.txt";
-/// The form of rustdoc's JSON that the crate `public-api` reads in the version that Cargo.toml names. The pinned compiler writes it.
+/// The form of rustdoc's JSON that the crate `public-api` reads in the version that Cargo.toml
+/// names. The pinned compiler writes it.
 const JSON_FORMAT: u64 = 57;
-/// What stands above the list.
+/// The lines above the list.
 const HEADER: &str = "# The public items of the crate `epoxide` with default features, as `cargo xtask public-api` writes them.\n\
                       # Hidden items are left out, so are implementations that are derived, automatic or for all types, and methods that\n\
                       # a trait has.\n";
@@ -29,8 +31,8 @@ pub struct Options {
     check: bool,
 }
 
-/// Starts xtask again with the feature `public-api`, whose crates take longer to compile than the rest
-/// of xtask and are needed here only. Returns the exit code of that process.
+/// Starts xtask again with the feature `public-api`, whose crates take longer to compile than the
+/// rest of xtask and are needed here only. Returns the exit code of that process.
 #[cfg(not(feature = "public-api"))]
 pub fn run(ws: &Workspace, options: &Options) -> Result<ExitCode> {
     let mut again = ws.cargo_in_callers_target();
@@ -83,7 +85,8 @@ fn list(ws: &Workspace) -> Result<String> {
     Ok(render(without_methods_of_traits(api.items().map(ToString::to_string))))
 }
 
-/// Leaves out what stands in implementations of traits: the traits have it. The items come with each implementation ahead of what is in it.
+/// Leaves out what stands in implementations of traits: the traits have it. The items come with
+/// each implementation ahead of what is in it.
 fn without_methods_of_traits(items: impl Iterator<Item = String>) -> impl Iterator<Item = String> {
     let mut in_trait = false;
     items.filter(move |line| {
@@ -100,7 +103,7 @@ fn without_methods_of_traits(items: impl Iterator<Item = String>) -> impl Iterat
     })
 }
 
-/// The lines, sorted by path: what an item is comes before its path and does not count.
+/// The lines, sorted by path. The kind of an item comes before its path and does not count.
 fn render(items: impl Iterator<Item = String>) -> String {
     let mut lines: Vec<String> = items.collect();
     lines.sort_by(|a, b| (path_of(a), a).cmp(&(path_of(b), b)));
@@ -129,8 +132,9 @@ fn changes(committed: &str, fresh: &str) -> Vec<String> {
     changes.into_iter().map(|(line, mark)| format!("{mark} {line}")).collect()
 }
 
-/// Has rustdoc describe the library; the file. The build directory is one of its own: the variable that allows an unstable option
-/// makes cargo build dependencies anew, back and forth, where it is shared with other builds.
+/// Has rustdoc describe the library; the file. The build directory is one of its own. The variable
+/// that allows an unstable option would make cargo rebuild dependencies, back and forth, in a
+/// directory shared with other builds.
 fn rustdoc_json(ws: &Workspace) -> Result<PathBuf> {
     let target = ws.target("public-api");
     let mut command = ws.cargo();

@@ -7,7 +7,7 @@ use epoxide_build_ptx::job::Job;
 use epoxide_build_ptx::lint::lint_file;
 use epoxide_build_ptx::workspace::{Workspace, read, run as run_command};
 
-/// The workspace around this crate: where cargo says it runs, or where it was compiled.
+/// The workspace around this crate: from cargo's variable, or from the place where it was compiled.
 pub fn find() -> Result<Workspace> {
     let manifest_dir = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
@@ -18,8 +18,8 @@ pub fn find() -> Result<Workspace> {
     Ok(Workspace::at(root))
 }
 
-/// Lints a PTX file, and runs the tests that launch kernels with it in place of the embedded PTX: those that `selection` says, as
-/// arguments of `cargo test --release`, or all of them.
+/// Lints a PTX file, and runs the tests that launch kernels with it in place of the embedded PTX.
+/// `selection` gives the tests as arguments of `cargo test --release`; without it, all run.
 pub fn test_file(ws: &Workspace, job: &Job, file: &Path, selection: &[String]) -> Result<()> {
     const ALL: [&str; 6] =
         ["--package", "epoxide", "--package", "epoxide-testing", "--package", "epoxide-cli"];

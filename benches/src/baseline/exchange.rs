@@ -17,7 +17,7 @@ pub(crate) trait Exchange {
         false
     }
 
-    /// What went wrong on the device.
+    /// Returns an error that happened on the device.
     fn check(&self) -> Result<()>;
 
     /// Bytes that others send this rank in a dispatch and in a combine, at the least.

@@ -12,8 +12,9 @@ use crate::TIMEOUT;
 use crate::bench::Bench;
 use crate::low_latency::Recorded;
 
-/// A buffer beside the one that is measured, of the same ranks and stream, and graphs of one dispatch and one combine: an operation lends its
-/// place to the next, so that calls cannot be enqueued one by one from different functions.
+/// A second buffer with the same ranks and stream, and graphs of one dispatch and one combine. An
+/// operation lends its place to the next, so calls cannot be enqueued one by one from different
+/// functions.
 pub(crate) struct LowLatency {
     // Graphs go before what they were recorded of.
     recorded: Recorded,
@@ -24,7 +25,7 @@ pub(crate) struct LowLatency {
 }
 
 impl LowLatency {
-    /// Ready to be timed: what a dispatch and a combine bring is what it should be. Collective.
+    /// Ready to be timed, after a dispatch and a combine with correct results. Collective.
     pub fn checked(bench: &Bench<'_>, case: &Case) -> Result<LowLatency> {
         let (plan, rig) = (bench.plan, &bench.rig);
         let hidden = plan.hidden as u32;
@@ -38,7 +39,7 @@ impl LowLatency {
         };
         let mut options = Options::new(plan.tokens, plan.hidden, plan.topk, plan.experts).timeout(TIMEOUT);
         if plan.is_virtual {
-            // Of an interpreter's multiprocessors each costs as much as it does work.
+            // Each multiprocessor of an interpreter costs as much as it does work.
             options = options.num_sms(plan.num_sms[0]);
         }
         let buffer = Buffer::new(rig.device().clone(), &*rig.group, options)?;
@@ -55,7 +56,8 @@ impl LowLatency {
 
 impl Exchange for LowLatency {
     fn dispatch(&self, stream: &Stream) -> Result<()> {
-        // SAFETY: what was recorded is of this value's fields, which live until the stream has been waited for: `Bench::settle`.
+        // SAFETY: the recorded addresses are of this value's fields, which live until the stream
+        // has been waited for: `Bench::settle`.
         unsafe { self.recorded.dispatch.launch(stream) }
     }
 
@@ -79,7 +81,8 @@ impl Exchange for LowLatency {
 
 impl Drop for LowLatency {
     fn drop(&mut self) {
-        // Where timing ended with an error, replays may be under way; what is wrong with the stream, that error says.
+        // After an error of the timing, replays may be under way. The timing's error already
+        // reports the stream's fault.
         let _ = self.rank.stream.synchronize();
     }
 }

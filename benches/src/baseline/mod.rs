@@ -1,8 +1,10 @@
-//! What else does what a dispatch and a combine do, timed beside them on the same routing.
+//! Other ways of doing a dispatch and a combine, timed beside them on the same routing.
 //!
-//! Every way is timed as the phases are: each call by itself, enqueued ahead, behind an emptied L2 cache and a barrier between the devices.
-//! What a way needs besides, and epoxide's kernels do on the way (to lay rows together by destination, to put received rows in place, to sum
-//! what comes back), is not timed of NCCL's: they are the exchange alone, less than a user would see. docs/BENCH-METHOD.md says what favours each side.
+//! Every way is timed as the phases are: each call by itself, enqueued ahead, behind an emptied L2
+//! cache and a barrier between the devices. The kernels of epoxide also lay rows together by
+//! destination, put received rows in place, and sum the returned rows. NCCL needs extra work for
+//! that, which is not timed: its figures are of the exchange alone, less than a user would see. The
+//! page docs/BENCH-METHOD.md lists the advantages of each side.
 
 mod exchange;
 mod low_latency;
@@ -48,7 +50,8 @@ impl Bench<'_> {
         Ok(all)
     }
 
-    /// Waits until no rank's device does anything: what makes a way allocates, connects and frees, for which a driver may wait.
+    /// Waits until no rank's device works. Making a way allocates, connects and frees, and a driver
+    /// may wait for running work then.
     fn settle(&self, way: Way) -> Result<()> {
         self.watch.doing(self.rig.rank, way.text());
         self.rig.stream.synchronize()?;
@@ -69,7 +72,7 @@ impl Bench<'_> {
         };
         let pair = self.pairs(|_| exchange.dispatch(&stream).and_then(|()| exchange.combine(&stream)))?;
         exchange.check()?;
-        // Nobody gives anything back that another rank may still be told of.
+        // No rank frees memory that another rank may still access.
         self.settle(way)?;
         Ok(WaySamples { way, dispatch, combine, stream: stream_us, pair, link_bytes: exchange.link_bytes() })
     }

@@ -1,4 +1,5 @@
-//! Dispatch and combine by NCCL's collectives: the exchange alone, of rows that lie as it needs them.
+//! Dispatch and combine by NCCL's collectives: the exchange alone, of rows that lie as it needs
+//! them.
 
 use std::sync::Arc;
 
@@ -19,7 +20,7 @@ use crate::bench::{RETURNED, ROWS};
 
 /// Whole numbers up to here are exact in BF16, and so are sums that stay below.
 const EXACT: u64 = 256;
-/// What NCCL moves without a look at it.
+/// Type of rows that NCCL only moves.
 const BYTES: DType = DType::Fp8E4m3;
 
 /// NCCL among the ranks of a measurement.
@@ -32,14 +33,15 @@ impl Nccl {
 
     /// Collective.
     pub fn join(device: &Arc<dyn Device>, group: &Arc<dyn ProcessGroup>) -> Result<Nccl> {
-        // Calls that block start an operation in this thread. Of those that do not, NCCL starts each in a thread that it makes, and we ask
-        // again after a pause: the host would take longer than small operations do. The watchdog keeps the deadline.
+        // Calls that block start an operation in this thread. For a call that does not block, NCCL
+        // makes a thread to start it, and we poll again after a pause. The host would then take
+        // longer than small operations do. The watchdog keeps the deadline.
         let watchdog = Some(Watchdog::default());
         let config = Config { timeout: TIMEOUT, blocking: true, watchdog, ..Config::named("bench") };
         Ok(Nccl(Communicator::over_group(&Library::find()?, device, &**group, config)?))
     }
 
-    /// Ready to be timed: what one dispatch and one combine bring is what it should be. Collective.
+    /// Ready to be timed, after one dispatch and one combine with correct results.
     pub fn all_to_all(&self, case: &Case, rig: &Rank) -> Result<AllToAll<'_>> {
         let exchange = AllToAll::new(&self.0, case, rig)?;
         let (me, ranks) = (rig.rank, case.routing.num_ranks());
@@ -92,13 +94,14 @@ fn columns(case: &Case) -> usize {
     case.hidden() as usize
 }
 
-/// What `receiver` gives back for a token, in BF16: the same as to epoxide's combine.
+/// The row that `receiver` returns for a token, in BF16: the same as to epoxide's combine.
 fn returned(case: &Case, receiver: u32, source: (u32, u32)) -> Vec<u8> {
     let row = case.returned(RETURNED, receiver, source, 0..columns(case));
     bytes_of(&row.into_iter().map(bf16::from_f32).collect::<Vec<bf16>>())
 }
 
-/// What `receiver` adds to the sum of a token where NCCL sums, in an order and a precision of its own: whole numbers, whose sum is exact.
+/// The share of `receiver` in the sum of a token. NCCL sums in an order and a precision of its own,
+/// so the shares are whole numbers with an exact sum.
 fn share(case: &Case, receiver: u32, (rank, token): (u32, u32)) -> Vec<f32> {
     let most = (EXACT / u64::from(case.routing.num_ranks())).clamp(1, 16);
     let base = mix(&[case.seed, u64::from(receiver), u64::from(rank), u64::from(token)]);
@@ -142,13 +145,15 @@ fn check(
         }
     }
     match expected.count() {
-        // A rank whose rows are wrong gives the group up, which the others learn here and not by NCCL's deadline.
+        // A rank whose rows are wrong gives the group up, which the others learn here and not by
+        // NCCL's deadline.
         0 => rig.group.barrier(rig.group.timeout()),
         more => Err(Error::os(what, format!("{} rows came, expected {more} more", output.rows()))),
     }
 }
 
-/// Sends and receives between all ranks: rows lie together by destination, one for each rank that has an expert of a token.
+/// Sends and receives between all ranks: rows lie together by destination, one for each rank that
+/// has an expert of a token.
 pub(crate) struct AllToAll<'a> {
     nccl: &'a Communicator,
     /// Rows for each rank, and from each.
@@ -156,7 +161,7 @@ pub(crate) struct AllToAll<'a> {
     from: Vec<u64>,
     sent: Tensor<'static>,
     received: Tensor<'static>,
-    /// What the received rows' experts made of them, and where that comes together, not summed.
+    /// Rows that the experts return, and the memory that receives them, not summed.
     back: Tensor<'static>,
     home: Tensor<'static>,
     link_bytes: (u64, u64),
@@ -206,7 +211,8 @@ impl Exchange for AllToAll<'_> {
     }
 }
 
-/// All tokens to all ranks, and back a row for each of them, zeros where a rank has none of its experts, which NCCL sums.
+/// All tokens to all ranks, and back a row for each of them, zeros where a rank has none of its
+/// experts, which NCCL sums.
 pub(crate) struct AllGather<'a> {
     nccl: &'a Communicator,
     own: Tensor<'static>,

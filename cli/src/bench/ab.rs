@@ -1,7 +1,9 @@
-//! `epoxide bench ab`: runs of two programs, or with two files of kernels, in turn, and what they come to.
+//! `epoxide bench ab`: runs of two programs, or with two files of kernels, in turn, and what they
+//! come to.
 //!
-//! Which of two comes first is drawn by lot for each pair, since the test of the comparison rests on that. Runs that differ in the kernels
-//! alone happen in this process, where a device stays open and a run costs a buffer; other programs, and low latency, are started for each run.
+//! The order within each pair is drawn by lot, because the test of the comparison relies on it.
+//! Runs that differ in the kernels alone happen in this process, which keeps a device open, so that
+//! a run costs only a buffer. Other programs, and low latency, are started for each run.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -40,10 +42,11 @@ pub struct Args {
     /// Kernels of side B.
     #[arg(long, value_name = "FILE.ptx")]
     b_ptx: Option<PathBuf>,
-    /// Runs of each side, in pairs; of fewer than 9 nothing can be told. Runs of low latency are processes of their own.
+    /// Runs of each side, in pairs; of fewer than 9 nothing can be told. Runs of low latency are
+    /// processes of their own.
     #[arg(long, value_name = "N", default_value_t = 12)]
     repeat: u32,
-    /// Compare so many times, with new runs each time, and say how often a difference was called.
+    /// Compare so many times, with new runs each time, and count the verdicts of a difference.
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with_all = ["json_a", "json_b", "fail_if_slower"])]
     comparisons: u32,
     /// Write the results of side A as JSON to this file.
@@ -88,7 +91,7 @@ pub fn run(args: &Args) -> Result<()> {
     args.compare(&sides, &mut || runner.alternate(args.repeat), &progress)
 }
 
-/// What draws the order within each pair.
+/// The generator that draws the order within each pair.
 fn lot() -> ChaCha8Rng {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
     ChaCha8Rng::seed_from_u64(now ^ u64::from(std::process::id()) << 32)
@@ -226,7 +229,7 @@ impl Args {
     }
 }
 
-/// What makes runs.
+/// Makes the runs.
 struct Runner<'a> {
     /// One, or those of low latency: one for each number of tokens.
     plans: Vec<Plan>,
@@ -292,7 +295,7 @@ fn plan_of(plan: &Plan, side: &Side) -> Plan {
     Plan { effort: Effort::Phases, ptx: side.ptx.clone(), ..plan.clone() }
 }
 
-/// What many comparisons come to.
+/// Sums over many comparisons.
 #[derive(Default)]
 struct Tally {
     comparisons: u32,
@@ -300,7 +303,7 @@ struct Tally {
     lines: Vec<(String, Verdicts)>,
 }
 
-/// Of one line of all comparisons.
+/// Verdicts of one line over all comparisons.
 #[derive(Default)]
 struct Verdicts {
     faster: u32,
@@ -310,7 +313,7 @@ struct Verdicts {
 }
 
 impl Tally {
-    /// Counts a comparison; what to say of one that calls a difference.
+    /// Counts a comparison. Returns the text for one with a verdict of a difference.
     fn add(&mut self, number: u32, comparison: &Comparison) -> Option<String> {
         self.comparisons += 1;
         for line in &comparison.lines {
@@ -453,13 +456,14 @@ mod tests {
             tally.add(number, &args.verdict.compare(&a, &b).unwrap());
         }
         assert_eq!(tally.lines.len(), 4);
-        // A comparison calls a difference once in two hundred times, however noisy the machine is: the order in a pair is drawn by lot.
+        // A comparison calls a difference once in two hundred times, however noisy the machine is:
+        // the order in a pair is drawn by lot.
         assert!(tally.differing <= 3, "{}", tally.text());
         assert!(tally.text().ends_with(&format!("of {comparisons} comparisons call a difference")));
     }
 
     #[test]
-    fn what_cannot_be_is_said() {
+    fn impossible_flags_are_rejected_by_name() {
         for (line, part) in [
             ("--a /no/such/program", "--a /no/such/program"),
             ("--b-ptx /no/such.ptx", "--b-ptx /no/such.ptx"),

@@ -23,8 +23,9 @@ struct Defaults {
 }
 
 impl Defaults {
-    /// On GPUs, a layer of a large model, with multiprocessors that fill the links of an H200. An interpreter on a processor or two has
-    /// seconds for what such a layer would keep it busy with for ten minutes.
+    /// On GPUs, a layer of a large model, with multiprocessors that fill the links of an H200. An
+    /// interpreter on a processor or two has seconds for what such a layer would keep it busy with
+    /// for ten minutes.
     fn of(device: DeviceKind, ranks: u32) -> Defaults {
         match device {
             DeviceKind::Cuda => Defaults {
@@ -62,18 +63,21 @@ const SHAPES: &str = "Launch shapes";
 /// Flags of `epoxide bench`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// What is measured.
+    /// Sizes of the measurement.
     #[command(flatten)]
     pub sizes: PlanFlags,
-    /// Runs, each with a buffer and rows of its own, whose times the results keep apart: what `bench compare` needs for a verdict.
+    /// Runs, each with a buffer and rows of its own; the results keep their times apart.
+    /// `bench compare` needs several runs for a verdict.
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = TIMING)]
     pub repeat: u32,
-    /// Measure beside it, on the same routing, what NCCL takes for the same by all-to-all and by all-gather + reduce-scatter (the exchange
-    /// alone, see docs/BENCH-METHOD.md), and low latency where the sizes allow it; and say which way is the fastest. libnccl is found as
-    /// `epoxide doctor` says. `--sweep tokens=1..8192` makes a table of it.
+    /// Also measure NCCL on the same routing, by all-to-all and by all-gather + reduce-scatter, and
+    /// low latency if the sizes allow it. NCCL's figures are of the exchange alone, see
+    /// docs/BENCH-METHOD.md. Print the fastest way. `epoxide doctor` explains where libnccl is
+    /// searched. `--sweep tokens=1..8192` makes a table of it.
     #[arg(long, value_enum, value_name = "WHAT", help_heading = TIMING)]
     pub baseline: Option<BaselineName>,
-    /// Write the results as JSON to this file (docs/BENCH-SCHEMA.md); `-` for standard output, in place of the text.
+    /// Write the results as JSON to this file (docs/BENCH-SCHEMA.md); `-` for standard output, in
+    /// place of the text.
     #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     pub json: Option<PathBuf>,
     /// Write the results as CSV to this file, a line for each phase.
@@ -85,35 +89,38 @@ pub struct Args {
     /// Write a Chrome/Perfetto trace of some calls apart from the timed ones.
     #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     pub trace: Option<PathBuf>,
-    /// Measure all combinations, such as `tokens=128..8192,sms=4..48:4,ranks=2,4,8`: `a..b` doubles, `a..b:s` steps by s; the
-    /// axes are tokens, sms, ranks (of a node), nodes and rdma_send. Combinations that cannot be are left out, and named.
+    /// Measure all combinations, such as `tokens=128..8192,sms=4..48:4,ranks=2,4,8`: `a..b`
+    /// doubles, `a..b:s` steps by s; the axes are tokens, sms, ranks (of a node), nodes and
+    /// rdma_send. Combinations that cannot be are left out, and named.
     #[arg(long, value_name = "AXES", requires = "out", conflicts_with_all = ["trace", "json"], help_heading = SWEEP)]
     pub sweep: Option<Sweep>,
-    /// File of a sweep's points, one JSON line each; points that it holds already are not measured again.
+    /// File of a sweep's points, one JSON line each; points that it holds already are not measured
+    /// again.
     #[arg(long, value_name = "FILE", requires = "sweep", help_heading = SWEEP)]
     pub out: Option<PathBuf>,
 }
 
-/// What can be measured beside epoxide.
+/// Libraries that can be measured beside epoxide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum BaselineName {
     /// NVIDIA's collectives.
     Nccl,
 }
 
-/// Flags that say what is measured.
+/// Flags of the measurement's sizes.
 #[derive(Debug, Clone, clap::Args)]
 pub struct PlanFlags {
     /// Nodes and ranks.
     #[command(flatten, next_help_heading = RANKS)]
     pub place: WorldFlags,
-    /// What joins the nodes.
+    /// The network between the nodes.
     #[command(flatten, next_help_heading = RANKS)]
     pub network: NetworkFlags,
     /// Where the kernels run; the virtual GPU's times are those of an interpreter.
     #[arg(long, value_enum, default_value = "virtual", help_heading = SIZES)]
     pub device: DeviceKind,
-    /// Tokens per rank [default: 4096; on the virtual GPU 64; with --mode low-latency each of 1, 2, 4 .. 1024, or 1 .. 8].
+    /// Tokens per rank [default: 4096; on the virtual GPU 64; with --mode low-latency each of 1, 2,
+    /// 4 .. 1024, or 1 .. 8].
     #[arg(long, env = "EPOXIDE_BENCH_TOKENS", help_heading = SIZES)]
     pub tokens: Option<u32>,
     /// Elements per row [default: 7168; on the virtual GPU 1024].
@@ -128,21 +135,23 @@ pub struct PlanFlags {
     /// Row type of dispatch; combine is BF16, if --combine-dtype does not say otherwise.
     #[arg(long, value_enum, default_value = "bf16", help_heading = SIZES)]
     pub dtype: RowType,
-    /// With --mode low-latency: what rows travel as on the way back.
+    /// With --mode low-latency: the type of rows on the way back.
     #[arg(long, value_enum, default_value = "bf16", help_heading = SIZES)]
     pub combine_dtype: RowType,
-    /// With --mode low-latency: rows that combine takes: one for each token and expert, which it weights and sums, or one for each
-    /// token and rank, summed already.
+    /// With --mode low-latency: rows that combine takes: one for each token and expert, which it
+    /// weights and sums, or one for each token and rank, summed already.
     #[arg(long, value_enum, default_value = "by-expert", help_heading = LOW)]
     pub combine_rows: ReturnedRows,
-    /// Multiprocessors for each operation; several values make a table [env: across nodes EPOXIDE_NSM, else EPOXIDE_NUM_SMS]
-    /// [default: 24, with --mode low-latency all; on the virtual GPU 8].
+    /// Multiprocessors for each operation; several values make a table [env: across nodes
+    /// EPOXIDE_NSM, else EPOXIDE_NUM_SMS] [default: 24, with --mode low-latency all; on the virtual
+    /// GPU 8].
     #[arg(long, value_delimiter = ',', help_heading = SIZES)]
     pub num_sms: Vec<u32>,
     /// Rows that travel together in one put.
     #[arg(long, env = "EPOXIDE_RDMA_SEND", default_value_t = 16, help_heading = HINTS)]
     pub rdma_send: u32,
-    /// Rows of the ring between nodes that the original interface's size hints assume; nothing here has one.
+    /// Rows of the ring between nodes that the original interface's size hints assume; nothing here
+    /// has one.
     #[arg(long, env = "EPOXIDE_RDMA_RECV", default_value_t = 128, help_heading = HINTS)]
     pub rdma_recv: u32,
     /// Rows of a chunk within a node, of which the same is true.
@@ -169,10 +178,13 @@ pub struct PlanFlags {
     /// Share of the entries that select no expert.
     #[arg(long, default_value_t = 0.0, value_parser = parse_share, help_heading = SIZES)]
     pub masked: f64,
-    /// Measure replays of CUDA graphs too, of one graph for each phase and one for cached dispatch + combine in pool: each replay by
-    /// itself between two events, devices aligned before, with L2 as the replay before left it and with L2 emptied; and CHAIN replays
-    /// one after the other between two events, over CHAIN [default without =CHAIN: 128]. Of each iteration the slowest rank counts. With
-    /// --mode low-latency nothing but graphs is measured, and CHAIN are the pairs of one [default: 128; on the virtual GPU 2].
+    /// Also measure replays of CUDA graphs: one graph for each phase, and one for cached dispatch +
+    /// combine in pool. Each replay is timed by itself between two events, with devices aligned
+    /// before it. It is timed with L2 as the replay before left it, and with L2 emptied. CHAIN
+    /// replays one after the other are timed between two events, and the time is divided by CHAIN
+    /// [default without =CHAIN: 128]. The slowest rank of each iteration counts. With --mode
+    /// low-latency nothing but graphs is measured, and CHAIN is the number of pairs in one graph
+    /// [default: 128; on the virtual GPU 2].
     #[arg(long, value_name = "CHAIN", num_args = 0..=1, require_equals = true, default_missing_value = "128",
         value_parser = clap::value_parser!(u32).range(1..), help_heading = TIMING)]
     pub graph: Option<u32>,
@@ -185,7 +197,8 @@ pub struct PlanFlags {
     /// With --mode low-latency: tokens of a rank that are said to be complete together.
     #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..), default_value_t = Options::DEFAULT_CHUNK_TOKENS, help_heading = LOW)]
     pub chunk_tokens: u32,
-    /// With --mode low-latency: most tokens of a rank whose rows return as packets instead of with a word for each chunk; 0 for none.
+    /// With --mode low-latency: most tokens of a rank whose rows return as packets instead of with
+    /// a word for each chunk; 0 for none.
     #[arg(long, value_name = "N", default_value_t = Options::DEFAULT_PACKET_TOKENS, help_heading = LOW)]
     pub packet_tokens: u32,
     /// Launch shapes.
@@ -242,7 +255,7 @@ pub struct TuningFlags {
 }
 
 impl Args {
-    /// What the flags and the environment come to: a plan for each number of tokens.
+    /// The plans that the flags and the environment give: one for each number of tokens.
     pub fn plans(&self) -> Result<Vec<Plan>> {
         let baseline = self.baseline.map(|BaselineName::Nccl| Baseline::Nccl);
         if baseline.is_some() && self.sizes.is_low_latency() {
@@ -274,7 +287,8 @@ impl PlanFlags {
         Ok(ladder.take_while(|&tokens| tokens <= most).take(11).map(of).collect())
     }
 
-    /// What the flags and the environment come to, for one run and the least number of tokens.
+    /// The plan that the flags and the environment give, for one run and the least number of
+    /// tokens.
     pub fn plan(&self) -> Result<Plan> {
         let is_low_latency = self.is_low_latency();
         if self.combine_dtype != RowType::Bf16 && !is_low_latency {
@@ -370,8 +384,9 @@ impl PlanFlags {
     }
 }
 
-/// The flags that come to these plans, whatever the defaults and the environment of the program that is given them: one of
-/// before as well. Plans of several numbers of tokens are those that such a program chooses itself.
+/// The flags that give these plans, independent of the defaults and the environment of the program
+/// that gets them: one of an older version as well. Plans of several numbers of tokens are those
+/// that such a program chooses itself.
 pub fn flags_of(plans: &[Plan]) -> Vec<String> {
     let Some(plan) = plans.first() else { return Vec::new() };
     let mut flags: Vec<String> = Vec::new();
@@ -443,7 +458,8 @@ fn row_type(dtype: DType) -> String {
     if dtype == DType::Bf16 { "bf16" } else { "fp8" }.into()
 }
 
-/// Multiprocessors where no flag gives them: `EPOXIDE_NSM` across nodes, else `EPOXIDE_NUM_SMS`, both comma-separated.
+/// Multiprocessors where no flag gives them: `EPOXIDE_NSM` across nodes, else `EPOXIDE_NUM_SMS`,
+/// both comma-separated.
 fn sms_of_environment(
     across: bool,
     default: u32,

@@ -9,7 +9,8 @@ use super::testing::{Counted, flags};
 use super::*;
 use crate::stop::{FAILED, SKIPPED};
 
-/// True where this process has a libnccl, or goes without one that is meant to be missing; else the test has run in such a process.
+/// True if this process has a libnccl, or is meant to have none. Otherwise the test has run in such
+/// a process.
 fn alone_with(test: &str, flags: Option<&[&str]>) -> bool {
     if std::env::var_os(NCCL_LIBRARY).is_some() {
         return true;
@@ -53,7 +54,8 @@ fn every_way_is_measured_checked_and_stored() {
                     assert!(times.p50_us <= times.p90_us.unwrap() && times.p90_us.unwrap() <= times.p99_us);
                 }
             }
-            // What ways must move: rows for each rank with an expert of a token, or all tokens and a row for each.
+            // Rows that the ways must move: rows for each rank with an expert of a token, or all
+            // tokens and a row for each.
             let of = |way| point.baselines.iter().find(|result| result.way == way).unwrap();
             let (one, all) = (of(Way::NcclAllToAll), of(Way::NcclAllGather));
             if plan.topology.nodes == 1 {
@@ -125,7 +127,8 @@ fn results_with_a_baseline_are_printed_stored_drawn_and_compared() {
     let stored = Results::read(&file("a.json")).unwrap().points;
     assert_eq!(stored, points);
 
-    // A point from before knows nothing of it, and can still be held against this one. Of the baselines there is no verdict.
+    // An older point has no such fields, and can still be compared with this one. The baselines get
+    // no verdict.
     let mut before = stored.clone();
     (before[0].baselines, before[0].pair, before[0].routing_digest) = (Vec::new(), None, None);
     let compared = epoxide_bench::compare::compare(&before, &stored, 0.01).unwrap().text();
@@ -134,7 +137,8 @@ fn results_with_a_baseline_are_printed_stored_drawn_and_compared() {
     if !cfg!(feature = "plots") {
         return;
     }
-    // One configuration: distributions. Several: over the axis, in the panels of dispatch and of combine.
+    // One configuration: distributions. Several: over the axis, in the panels of dispatch and of
+    // combine.
     plot::draw_points(&points, &file("a.svg")).unwrap();
     let mut more = points.clone();
     more[0].key.tokens *= 2;
@@ -170,7 +174,8 @@ fn a_sweep_of_sizes_says_which_way_is_fastest_at_each() {
     assert_eq!(sizes[..expected.len()], expected, "{table}");
 }
 
-/// A libnccl whose function `name` gives a wrong byte ends the measurement, which names the operation.
+/// A libnccl whose function `name` gives a wrong byte ends the measurement, which names the
+/// operation.
 fn wrong_bytes(test: &str, name: &str, operation: &str) {
     if !alone_with(test, Some(&[&format!("--cfg=wrong=\"{name}\"")])) {
         return;

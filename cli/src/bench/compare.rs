@@ -21,13 +21,14 @@ pub struct Args {
     verdict: VerdictFlags,
 }
 
-/// What counts as a difference, and what comes of one.
+/// Limits of a comparison, and its effect on the exit code.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct VerdictFlags {
-    /// Percent of difference that counts as noise whatever the test says.
+    /// Percent of difference that counts as noise, whatever the test's result.
     #[arg(long, value_name = "PERCENT", default_value = "1", value_parser = parse_percent)]
     tolerance: f64,
-    /// Exit with 1 where anything of B is slower by so many percent or more, and with 2 where that cannot be told.
+    /// Exit with 1 if anything of B is slower by so many percent or more, and with 2 if that cannot
+    /// be decided.
     #[arg(long, value_name = "PERCENT", value_parser = parse_percent)]
     fail_if_slower: Option<f64>,
 }
@@ -42,12 +43,12 @@ pub fn run(args: &Args) -> Result<()> {
 impl VerdictFlags {
     /// Compares.
     pub fn compare(&self, a: &[Point], b: &[Point]) -> Result<Comparison> {
-        // What is to be failed for is no noise.
+        // A difference that fails the command is no noise.
         let tolerance = self.fail_if_slower.map_or(self.tolerance, |percent| percent.min(self.tolerance));
         Ok(compare(a, b, tolerance / 100.0)?)
     }
 
-    /// Prints the comparison, and fails where that was asked for.
+    /// Prints the comparison, and fails if it is too slow for `--fail-if-slower`.
     pub fn say(&self, comparison: &Comparison) -> Result<()> {
         output::text_line(&comparison.text())?;
         let Some(percent) = self.fail_if_slower else { return Ok(()) };

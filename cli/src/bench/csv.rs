@@ -7,7 +7,8 @@ use epoxide_bench::results::{Phase, Point, Slowest};
 use crate::output::write_text;
 use crate::stop::{Result, Stop};
 
-/// The columns, in order. An empty field is a value that there is not: every bandwidth on the virtual GPU.
+/// The columns, in order. An empty field is a value that there is not: every bandwidth on the
+/// virtual GPU.
 pub const COLUMNS: [&str; 53] = [
     "mode",
     "device",

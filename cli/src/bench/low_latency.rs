@@ -242,7 +242,7 @@ mod tests {
         assert_eq!(point.pair.as_ref().map(|pair| (pair.chain, pair.period.p50_us)), Some((128, 13.0)));
         let text = text(&points);
         assert!(text.contains("kernels: unknown, of 2026-11-23") && text.contains("     11.0"), "{text}");
-        // And compared with points of today, whatever their seed is.
+        // It can be compared with points of today, with any seed.
         let mut new = point.clone();
         new.key.seed = 7;
         let compared = epoxide_bench::compare::compare(&points, &[new], 0.01).unwrap().text();
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_measured_is_said() {
+    fn impossible_sizes_are_rejected_by_name() {
         for (line, part) in [
             ("--tokens 2000", "--tokens 2000"),
             ("--experts 7 --ranks-per-node 3", "--experts 7"),

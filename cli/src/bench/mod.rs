@@ -1,7 +1,8 @@
-//! `epoxide bench`: times dispatch and combine apart, and prints every convention that the field counts by.
+//! `epoxide bench`: times dispatch and combine apart, and prints every convention that the field
+//! counts by.
 //!
-//! One run gives [`results::Point`]s; everything that is printed, stored or drawn comes from those alone, so that stored
-//! results can be printed, drawn and compared later.
+//! One run gives [`results::Point`]s. All printed, stored or drawn figures come from those alone,
+//! so that stored results can be printed, drawn and compared later.
 
 mod ab;
 mod args;
@@ -36,12 +37,12 @@ pub struct Bench {
     args: Args,
 }
 
-/// What can be done with results.
+/// Operations on results.
 #[derive(Debug, Subcommand)]
 enum Tool {
     /// Draw stored results (built with `--features plots`).
     Plot(plot::Args),
-    /// Compare stored results, and say which differences are noise.
+    /// Compare stored results, and mark the differences that are noise.
     Compare(compare::Args),
     /// Measure two programs, or two files of kernels, in turn, and compare.
     Ab(Box<ab::Args>),
@@ -54,7 +55,8 @@ enum Tool {
 /// Runs the benchmark, or a tool on its results.
 ///
 /// # Errors
-/// Bad usage where sizes cannot be; skips where the devices are missing or have no room for them; and whatever the operations report.
+/// Bad usage for impossible sizes; skips if devices are missing or have no room for the sizes; and
+/// errors of the operations.
 pub fn run(bench: &Bench) -> Result<()> {
     match &bench.tool {
         None => {}

@@ -50,7 +50,8 @@ pub struct Args {
     /// Take the links' ceilings from these results in place of those of 8 x H200.
     #[arg(long, value_name = "RESULT.json")]
     from: Option<PathBuf>,
-    /// Count this many random tokens of every rank and scale, in place of the expected values: shows the busiest rank.
+    /// Count this many random tokens of every rank and scale, in place of the expected values:
+    /// shows the busiest rank.
     #[arg(long, value_name = "TOKENS")]
     sampled: Option<u32>,
     /// Write the prediction as JSON to this file, `-` for standard output.

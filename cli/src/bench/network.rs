@@ -1,4 +1,5 @@
-//! `epoxide bench wire`: measures the network between nodes alone, and prints and stores what it does.
+//! `epoxide bench wire`: measures the network between nodes alone, and prints and stores what it
+//! does.
 
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -13,7 +14,7 @@ use crate::output::{self, Progress, write_text};
 use crate::ranks;
 use crate::stop::{Result, Stop};
 
-/// What is said of every figure that has no device of hardware behind it.
+/// Note on every figure without hardware behind it.
 const CAVEAT: &str = "VIRTUAL GPU: puts between memories of one host, of no hardware";
 
 /// Flags of `epoxide bench wire`.
@@ -22,8 +23,8 @@ pub struct Args {
     /// Nodes [default: 2, or where a launcher started the ranks as many as it has hosts]
     #[arg(long)]
     nodes: Option<u32>,
-    /// Ranks of a node; each puts to the ranks with its index on the other nodes, all at once [default: 1, or what a launcher's
-    /// ranks leave]
+    /// Ranks of a node; each puts to the ranks with its index on the other nodes, all at once
+    /// [default: 1; with a launcher, its ranks divided by the nodes]
     #[arg(long)]
     ranks_per_node: Option<u32>,
     #[command(flatten)]
@@ -49,7 +50,8 @@ pub struct Args {
     /// Timed puts there and back of a latency.
     #[arg(long, env = "EPOXIDE_BENCH_ITERS", default_value_t = 20)]
     iters: u32,
-    /// Write the results as JSON to this file (docs/BENCH-SCHEMA.md); `-` for standard output, in place of the text.
+    /// Write the results as JSON to this file (docs/BENCH-SCHEMA.md); `-` for standard output, in
+    /// place of the text.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Write the results as CSV to this file.
@@ -84,7 +86,7 @@ fn measure(plan: &NetworkPlan, device: DeviceKind) -> Result<Vec<WirePoint>> {
 }
 
 impl Args {
-    /// What the flags come to.
+    /// The plan that the flags give.
     fn plan(&self) -> Result<NetworkPlan> {
         let values = |flag: &str, texts: &[String]| -> Result<Vec<u64>> {
             let mut values = Vec::new();
@@ -251,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_put_is_said() {
+    fn impossible_puts_are_rejected_by_name() {
         for (line, part) in [
             ("--sizes 24", "--sizes 24: must be a multiple of 16"),
             ("--sizes 0", "--sizes 0"),
@@ -261,7 +263,7 @@ mod tests {
             ("--iters 4294967295", "--iters 4294967295: must be at most 100000"),
             ("--warmup 4294967295", "--warmup 4294967295: must be at most 100000"),
         ] {
-            // Of two of a flag the last one counts.
+            // The last of two equal flags counts.
             let words = ["wire"].into_iter().chain(line.split_whitespace());
             let args: Args = parse(words).unwrap();
             let message = args.plan().unwrap_err().message.unwrap();

@@ -31,14 +31,14 @@ pub struct Args {
     choice: Choice,
 }
 
-/// What is drawn.
+/// Contents of the drawing.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct Choice {
-    /// What lies on the x axis [default: that of which the points have the most values].
+    /// Quantity on the x axis [default: the one for which the points have the most values].
     #[arg(long, value_enum)]
     x: Option<Axis>,
-    /// What is drawn: bandwidth, and against tokens the times of calls, too; distributions of
-    /// times where there is one configuration.
+    /// Quantity to draw: bandwidth, and against tokens the times of calls, too; distributions of
+    /// times if there is one configuration.
     #[arg(long, value_enum, default_value = "auto")]
     what: What,
 }
@@ -61,7 +61,7 @@ enum Axis {
 /// Kinds of panels.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 enum What {
-    /// Whatever the results have.
+    /// All kinds that the results have.
     #[default]
     Auto,
     /// Bandwidth over the axis.

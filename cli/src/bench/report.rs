@@ -18,7 +18,7 @@ pub fn text(point: &Point) -> String {
     out + &replays(std::slice::from_ref(point))
 }
 
-/// What the words of the tables mean, and whose conventions they are.
+/// Meaning of the tables' words, and the origin of their conventions.
 pub fn legend(points: &[Point]) -> String {
     let mut lines = vec![
         ("cached", "a dispatch along a known routing: rows alone travel"),
@@ -101,7 +101,8 @@ fn mscclpp_lines(out: &mut String, point: &Point) -> std::fmt::Result {
         point.warmup,
         point.iters
     )?;
-    // Across nodes MSCCL++'s test times the dispatch that exchanges counts, within one the cached one.
+    // Across nodes MSCCL++'s test times the dispatch that exchanges counts, within one the cached
+    // one.
     let dispatch = if key.nodes > 1 { PhaseName::DispatchUncached } else { PhaseName::DispatchCached };
     mscclpp_phase(out, point, "dispatch", point.phase(dispatch))?;
     mscclpp_phase(out, point, "combine ", point.phase(PhaseName::CombineInPool))?;
@@ -203,7 +204,7 @@ fn distributions(out: &mut String, point: &Point) -> std::fmt::Result {
         "min rank",
         "max rank",
         "kernel",
-        // Of an interpreter there are none.
+        // An interpreter has no links.
         if point.is_virtual { "" } else { " |    links  ceiling   of it" }
     )?;
     let optional = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1}"));
@@ -244,7 +245,7 @@ fn distributions(out: &mut String, point: &Point) -> std::fmt::Result {
     )
 }
 
-/// What crosses the network, and how the call compares with the transport and the links alone.
+/// Bytes that cross the network, and the call compared with the transport and the links alone.
 fn on_wire(out: &mut String, point: &Point) -> std::fmt::Result {
     if point.key.nodes == 1 {
         return Ok(());
@@ -314,8 +315,9 @@ fn conventions(out: &mut String, point: &Point) -> std::fmt::Result {
     Ok(())
 }
 
-/// What other ways take for the same, in the lines of MSCCL++'s test and each call by itself. Bandwidths are of the rows that epoxide moves,
-/// so that the faster way has the higher one; what a way moves besides, its bytes say.
+/// Times of other ways for the same exchange, in the lines of MSCCL++'s test and each call by
+/// itself. Bandwidths are of the rows that epoxide moves, so that the faster way has the higher
+/// one. The column of bytes shows what a way moves besides.
 fn baselines(out: &mut String, point: &Point) -> std::fmt::Result {
     for of in &point.baselines {
         let what = if of.way.is_ours() { "whole calls" } else { "the exchange alone" };

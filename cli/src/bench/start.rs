@@ -17,8 +17,8 @@ use crate::output;
 use crate::ranks;
 use crate::stop::Result;
 
-/// Runs `main` on all ranks of a topology, each with its device; the results in rank order. The ranks are threads of this process or,
-/// where a launcher started it as one of them, processes.
+/// Runs `main` on all ranks of a topology, each with its device; the results in rank order. The
+/// ranks are threads of this process or, where a launcher started it as one of them, processes.
 pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
     topology: Topology,
     device: DeviceKind,
@@ -43,8 +43,8 @@ pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
     Ok(results)
 }
 
-/// Measures all that plans of one group of ranks ask for. The points, and what each rank measured in the
-/// first run of the first plan, with the traced calls of all plans.
+/// Measures all that plans of one group of ranks ask for. The points, and what each rank measured
+/// in the first run of the first plan, with the traced calls of all plans.
 pub fn measure_points(plans: &[Plan], watch: &dyn Watch) -> Result<(Vec<Point>, Vec<RankResult>)> {
     plans.iter().try_for_each(Plan::check)?;
     let Some(first) = plans.first() else { return Ok((Vec::new(), Vec::new())) };
@@ -73,7 +73,8 @@ pub fn device_of(plan: &Plan) -> DeviceKind {
     if plan.is_virtual { DeviceKind::Virtual } else { DeviceKind::Cuda }
 }
 
-/// Says what plans of one group of ranks will take, before they begin; `open`: sizes were left to the command.
+/// Prints the estimated needs of one group's plans before they begin; `open`: sizes were left to
+/// the command.
 pub fn announce(plans: &[Plan], open: bool) {
     let Some(plan) = plans.first().filter(|_| ranks::speaks()) else { return };
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
@@ -109,7 +110,8 @@ pub fn announce(plans: &[Plan], open: bool) {
     output::complain(&text);
 }
 
-/// How many ranks a launcher started, and how many of them on this host; nothing where it started none.
+/// How many ranks a launcher started, and how many of them on this host; nothing where it started
+/// none.
 pub fn launched() -> Result<Option<(u32, Option<u32>)>> {
     Ok(Member::detect()?.map(|member| (member.size, member.local_size)))
 }

@@ -1,4 +1,4 @@
-//! `--sweep`: measures what is missing, with a progress line, and says which is best.
+//! `--sweep`: measures the missing points, with a progress line, and prints the best one.
 
 use std::path::Path;
 

@@ -10,7 +10,7 @@ use super::args::Args;
 use super::start::measure_points;
 use crate::testing;
 
-/// What the flags of `line` are, if they are any.
+/// The flags of `line`, or the error.
 pub fn parse(line: &str) -> Result<Args, clap::Error> {
     testing::parse(line.split_whitespace())
 }
@@ -29,7 +29,7 @@ pub fn flags(line: &str) -> Args {
     testing::parse(words).unwrap()
 }
 
-/// What the flags come to.
+/// The plan that the flags give.
 pub fn arguments(line: &str) -> Plan {
     flags(line).plans().unwrap().remove(0)
 }

@@ -85,7 +85,7 @@ fn nothing_of_the_virtual_gpu_is_a_bandwidth() {
             assert_eq!(phase["call"]["samples_us"].as_array().unwrap().len(), 2);
         }
     }
-    // What is stored is what was measured.
+    // The stored results equal the measured ones.
     assert_eq!(Results::read(&file("a.json")).unwrap().points, points);
 
     csv::write(&file("a.csv"), &points).unwrap();
@@ -212,7 +212,7 @@ fn only_low_latency_chooses_what_rows_return() {
 }
 
 #[test]
-fn what_has_no_room_on_the_device_is_skipped() {
+fn sizes_without_room_on_the_device_are_skipped() {
     let stop = measure_points(&[arguments("--tokens 100000000 --hidden 7168")], &()).unwrap_err();
     assert_eq!(stop.code, SKIPPED);
     assert!(stop.message.unwrap().contains("do not fit"));
@@ -285,7 +285,8 @@ fn the_figures_across_nodes_worked_by_hand_are_the_output() {
     let bandwidth = point.phase(PhaseName::DispatchCached).and_then(|phase| phase.bandwidth.clone()).unwrap();
     assert_eq!((bandwidth.wire, bandwidth.wire_ceiling, bandwidth.links), (Some(6.0), Some(12.0), 7.5));
 
-    // Into mapped memory: nothing is put, and the three rows pass NVLink as well: 6.75 rows, 110592 bytes.
+    // Into mapped memory: nothing is put, and the three rows pass NVLink as well: 6.75 rows, 110592
+    // bytes.
     for result in &mut ranks {
         result.mapped = true;
         result.transport_us.clear();

@@ -1,8 +1,9 @@
 //! `epoxide nccl-check`: the communicator on the GPUs of this machine.
 //!
-//! Ranks are processes, one a GPU. They come three times: once for what works when all ranks live, and twice for a rank that is killed, over the
-//! ways that NCCL chooses and over sockets, since it is told of a death by its sockets. Each stage's outcomes meet in a store, where rank 0 reads
-//! and prints them: no stage needs what it checks in order to be reported.
+//! Ranks are processes, one a GPU. They run in three stages. The first checks operations while all
+//! ranks live. The others kill a rank: once over the transports that NCCL chooses, and once over
+//! sockets, because sockets report a death to NCCL. Each stage's outcomes are stored in a store,
+//! and rank 0 reads and prints them: no report relies on the checked library.
 
 mod oracle;
 mod rank;
@@ -35,7 +36,7 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=64))]
     ranks: Option<u32>,
 
-    /// The file of libnccl [default: what `epoxide doctor` finds]
+    /// The file of libnccl [default: the one that `epoxide doctor` finds]
     #[arg(long, value_name = "FILE")]
     library: Option<PathBuf>,
 
@@ -47,7 +48,7 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
 
-    /// This process is a rank: what the command starts itself with
+    /// This process is a rank: a flag for the command's own processes
     #[arg(long, hide = true, value_name = "ACT:RANK:SIZE:FOLDER")]
     rank: Option<RankOf>,
 }
@@ -186,7 +187,7 @@ fn run_rank(args: &Args, place: &RankOf) -> Result<()> {
         deadline: Duration::from_secs(args.deadline),
         timeout: Duration::from_secs(args.timeout),
         die: || {
-            // There is nobody to report to.
+            // No process waits for a report.
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
         },
     };

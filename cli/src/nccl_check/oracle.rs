@@ -1,4 +1,4 @@
-//! What operations should give, computed by a rank alone from the ranks' numbers.
+//! Expected results of operations, computed by a rank alone from the ranks' numbers.
 
 use epoxide::driver::Stream;
 use epoxide::ep::{DType, Element, Tensor};
@@ -8,7 +8,8 @@ use half::bf16;
 
 use crate::stop::{Result, Stop};
 
-/// An element that the check makes and compares. Values are small integers, so that no order of summation rounds.
+/// An element that the check makes and compares. Values are small integers, so that no order of
+/// summation rounds.
 pub trait Value: Element + PartialEq + std::fmt::Debug {
     fn of(value: i64) -> Self;
 }
@@ -37,7 +38,7 @@ impl Value for i64 {
     }
 }
 
-/// What rank `rank` has as its element `index`.
+/// Element `index` of rank `rank`'s input.
 fn input(rank: u32, index: u64) -> i64 {
     ((index * 7 + u64::from(rank) * 3) % 5) as i64 + 1
 }
@@ -109,8 +110,8 @@ impl<'a> Check<'a> {
             communicator.all_reduce(&tensor, op, stream)?.wait()?;
             self.compare::<T>("all_reduce", &tensor, |index| reduced(op, size, index))?;
         }
-        // As many times as there are ranks, so that the mean is a whole number. Of floats, NCCL multiplies each rank's by 1 / ranks first,
-        // which is exact where that is a power of two.
+        // As many times as there are ranks, so that the mean is a whole number. NCCL multiplies
+        // each rank's floats by 1 / ranks first, which is exact only for a power of two.
         if matches!(T::DTYPE, DType::I32 | DType::I64) || size.is_power_of_two() {
             let tensor = self.put::<T>(&[count], |index| input(rank, index) * i64::from(size))?;
             communicator.all_reduce(&tensor, ReduceOp::Average, stream)?.wait()?;

@@ -7,7 +7,7 @@ use epoxide::driver::Device;
 use epoxide::group::Store;
 use epoxide::nccl::Library;
 
-/// What is done with one set of processes.
+/// Checks of one set of processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Act {
     /// All ranks live.
@@ -29,7 +29,7 @@ impl Act {
         }
     }
 
-    /// What NCCL is told by its environment.
+    /// NCCL's environment variables.
     pub fn variables(self) -> &'static [(&'static str, &'static str)] {
         match self {
             Act::Together | Act::Killed => &[],
@@ -53,7 +53,7 @@ pub struct Rank {
     pub device: Arc<dyn Device>,
     /// Until what is meant to hang is given up.
     pub deadline: Duration,
-    /// What anything else may take.
+    /// Timeout of all other operations.
     pub timeout: Duration,
     /// Ends this process without a word.
     pub die: fn(),

@@ -36,7 +36,8 @@ impl Rank {
         Ok(Communicator::over_store(&self.library, &self.device, &*self.store, self.rank, self.size, config)?)
     }
 
-    /// Runs a stage and tells the ranks in `ranks` how it went; rank 0 prints that. All of them fail where one does.
+    /// Runs a stage and tells the ranks in `ranks` how it went; rank 0 prints that. All of them
+    /// fail where one does.
     fn stage(&self, name: &str, ranks: u32, stage: impl FnOnce() -> Result<String>) -> Result<()> {
         let start = Instant::now();
         let outcome = stage();
@@ -68,7 +69,8 @@ impl Rank {
         }
     }
 
-    /// An error that must come, with how long it took; it has to have come within the deadline and the time to close.
+    /// An error that must come, with how long it took; it has to have come within the deadline and
+    /// the time to close.
     fn expect_error<T>(
         &self,
         what: &str,
@@ -212,7 +214,8 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         Ok(error)
     })?;
     rank.stage("operation whose peer never comes, with a watchdog", all, || {
-        // The deadline is for the operation: joining takes what it takes, and so does the first operation, which connects the ranks.
+        // The deadline is for the operation: joining takes what it takes, and so does the first
+        // operation, which connects the ranks.
         let parent = rank.communicator(rank.config("watched"))?;
         let watchdog = Some(Watchdog::default());
         let config = Config { timeout: rank.deadline, watchdog, ..rank.config("watched") };
@@ -312,7 +315,7 @@ fn killed(rank: &Rank) -> Result<()> {
     })
 }
 
-/// NCCL has not noticed: aborts, as a watchdog would, and says so.
+/// NCCL has not noticed: aborts, as a watchdog would, and reports that.
 fn given_up(communicator: &Communicator) -> epoxide::Error {
     let reason = "NCCL reported nothing within the deadline, so the communicator was aborted";
     match communicator.abort(reason) {

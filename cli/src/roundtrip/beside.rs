@@ -1,4 +1,4 @@
-//! What runs beside the round trips, and how both end.
+//! Work that runs beside the round trips, and how both end.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::output::Voice;
 use crate::ranks::Rank;
 use crate::stop::{Result, Stop};
 
-/// Threads that use the rank's device as other libraries do, where somebody wants them.
+/// Threads that use the rank's device as other libraries do, if a flag asks for them.
 pub struct Beside(Option<Neighbour>);
 
 impl Beside {
@@ -18,7 +18,8 @@ impl Beside {
         Beside(is_wanted.then(|| Neighbour::start(&rank.device, pause)))
     }
 
-    /// Ends the threads, and with them a test that has passed. Buffers live until then: no rank leaves while another still uses its pool.
+    /// Ends the threads, and with them a test that has passed. Buffers live until then: no rank
+    /// leaves while another still uses its pool.
     pub fn end(self, rank: &Rank, voice: &Voice) -> Result<()> {
         if let Some(neighbour) = self.0 {
             let calls = rank.gather(neighbour.stop().map_err(Stop::from))?.iter().sum::<u64>();

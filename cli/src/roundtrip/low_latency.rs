@@ -18,7 +18,7 @@ use crate::output::Voice;
 use crate::ranks::{Rank, Run};
 use crate::stop::{Result, Stop};
 
-/// What there is to do, beside the first round trips.
+/// Work beside the first round trips.
 #[derive(Debug, Clone, Copy)]
 pub struct Work {
     /// Round trips with new routings and contents.
@@ -139,7 +139,8 @@ fn first_data(
     Ok(report)
 }
 
-/// A round trip of a setup; `random`: of any number of tokens on each rank up to the setup's. A different `number` is a different case.
+/// A round trip of a setup; `random`: of any number of tokens on each rank up to the setup's. A
+/// different `number` is a different case.
 fn case(setup: &Setup, number: u64, random: bool) -> Result<LowLatencyCase> {
     let mut rng = rng_of(&[setup.seed, number]);
     let tokens = (0..setup.ranks)

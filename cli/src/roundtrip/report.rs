@@ -44,7 +44,7 @@ pub struct ConfigReport {
     pub high_throughput: Option<HighThroughput>,
 }
 
-/// What only high throughput has.
+/// Settings of high throughput only.
 #[derive(Debug, Clone, Serialize)]
 pub struct HighThroughput {
     pub num_channels: u32,
@@ -58,7 +58,7 @@ pub struct HighThroughput {
 }
 
 impl ConfigReport {
-    /// Of either mode.
+    /// Settings of either mode.
     pub fn new(rank: &Rank, run: &Run, capacity_rows: u64, pool_bytes: u64) -> ConfigReport {
         let info = rank.device.info();
         ConfigReport {
@@ -73,7 +73,7 @@ impl ConfigReport {
     }
 }
 
-/// What each rank found, in rank order.
+/// Results of all ranks, in rank order.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub enum Ranks {
@@ -87,7 +87,7 @@ impl Default for Ranks {
     }
 }
 
-/// What one rank found with the first data.
+/// Results of one rank with the first data.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct RankReport {
     pub rank: u32,
@@ -98,22 +98,23 @@ pub struct RankReport {
     pub layout_ms: f32,
     pub dispatch_ms: f32,
     pub combine_ms: f32,
-    /// What was wrong with the dispatched rows.
+    /// Error in the dispatched rows.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dispatch_failure: Option<String>,
-    /// What was wrong with the sums.
+    /// Error in the sums.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine_failure: Option<String>,
 }
 
-/// The same in low latency, whose first data is compared bit for bit: there is no difference to give.
+/// The same in low latency, whose first data is compared bit for bit: there is no difference to
+/// give.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct LowLatencyRankReport {
     pub rank: u32,
     pub num_tokens: u32,
     /// Rows that the first dispatch brought.
     pub num_recv_tokens: u32,
-    /// What was wrong with rows, tables or sums.
+    /// Error in rows, tables or sums.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failure: Option<String>,
 }

@@ -79,7 +79,8 @@ pub fn a_restart_of_torchrun_finds_a_clean_store() {
 }
 
 pub fn under_mpirun() {
-    // Else all of a user share a folder in /tmp, and one of two that start at once fails to make it.
+    // Else all of a user share a folder in /tmp, and one of two that start at once fails to make
+    // it.
     let files = tempfile::tempdir().unwrap();
     let mut command = mpirun(files.path());
     command.args(["-n", "4", epoxide()]).args(JOB);

@@ -63,7 +63,7 @@ pub fn play(store: &TcpStore, rank: u32, size: u32) {
     assert_eq!(store.queue_pop(&queue, Duration::ZERO).unwrap(), None);
     assert_eq!(store.queue_pop(&queue, Duration::from_millis(50)).unwrap(), None);
 
-    // What is there.
+    // Keys that exist.
     assert!(store.check_all(&[&own, "sum"]).unwrap());
     assert!(!store.check_all(&[&own, "never"]).unwrap());
     assert!(store.delete_key(&own).unwrap());

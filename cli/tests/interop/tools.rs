@@ -1,4 +1,4 @@
-//! What the tests run, if it is there.
+//! Programs that the tests run, if they are installed.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};

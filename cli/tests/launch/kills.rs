@@ -1,4 +1,4 @@
-//! Launches that somebody kills at any moment leave nothing behind.
+//! Launches that are killed at any moment leave nothing behind.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,14 +11,15 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::launcher::{epoxide, launcher};
 
-/// How many launches are killed, whatever the tier says; 200 take about five minutes.
+/// Number of launches to kill, in place of the tier's; 200 take about five minutes.
 const COUNT: &str = "EPOXIDE_TEST_KILLS";
 /// Tells the processes of a launch from all others.
 const MARK: &str = "EPOXIDE_TEST_MARK";
 /// Longest time from the launcher's end until nothing is left, on a busy machine. Processes that
 /// leak stay for longer.
 const LEFT: Duration = Duration::from_secs(60);
-/// No launcher takes longer to end: a rank's failure takes the others 5 s to notice, then 5 s to end.
+/// No launcher takes longer to end: a rank's failure takes the others 5 s to notice, then 5 s to
+/// end.
 const END: Duration = Duration::from_secs(120);
 const SEED: u64 = 0x5eed;
 
@@ -85,7 +86,7 @@ fn marked(mark: &str, but: &[Child]) -> Vec<i32> {
     let wanted = format!("{MARK}={mark}");
     let numbers = fs::read_dir("/proc").unwrap().flatten();
     let numbers = numbers.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    // That of one that has ended is empty.
+    // The environment of an ended process is empty.
     let has = |pid: &i32| {
         let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
         environment.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes())
@@ -132,7 +133,7 @@ fn pid(number: i32) -> Pid {
 }
 
 #[test]
-fn what_is_killed_at_any_moment_leaves_nothing() {
+fn launches_killed_at_any_moment_leave_nothing() {
     let count: u64 = std::env::var(COUNT).map_or_else(|_| tier::pick(2, 12), |text| text.parse().unwrap());
     let mut draw = Draw(SEED);
     let (mut slowest, mut longest, mut swept) = (Duration::ZERO, Duration::ZERO, 0);
@@ -155,12 +156,14 @@ fn what_is_killed_at_any_moment_leaves_nothing() {
         let _ = kill_process(pid(victim), signal);
 
         let start = Instant::now();
-        // A shell that has lost what it waited for ends well, and then there is nothing to end the others.
+        // A shell that has lost what it waited for ends well, and then there is nothing to end the
+        // others.
         if matches!(what, What::Shells) && victim != launcher {
             std::thread::sleep(Duration::from_millis(200));
             let _ = kill_process(pid(launcher), Signal::TERM);
         }
-        // One that was killed before it came is waited for, up to five minutes, as one that is only late.
+        // One that was killed before it came is waited for, up to five minutes, as one that is only
+        // late.
         if matches!(what, What::Nodes) && ranks.is_empty() {
             for other in launchers.iter().map(|child| child.id() as i32).filter(|other| *other != launcher) {
                 let _ = kill_process(pid(other), Signal::TERM);

@@ -1,4 +1,5 @@
-//! `benches/larger.sh`, which measures on machines that have no cargo: each of its command lines is one that this command accepts.
+//! `benches/larger.sh`, which measures on machines that have no cargo: each of its command lines is
+//! one that this command accepts.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -16,7 +17,7 @@ fn larger(arguments: &[&str]) -> Output {
 fn every_run_passes_on_virtual_gpus() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().to_str().unwrap();
-    // Of all that can run here: not those that need another program or NVIDIA's tools.
+    // All runs that are possible here, without those that need another program or NVIDIA's tools.
     let listed = text(&larger(&["--list", "--gpus", "2"]).stdout);
     let needs_more = ["survivors", "killed", "ab-", "sanitizer"];
     let can_run = listed.lines().filter(|name| !needs_more.iter().any(|word| name.contains(word)));

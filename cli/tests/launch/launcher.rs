@@ -4,7 +4,8 @@ use std::process::{Command, Output, Stdio};
 
 use epoxide::group::launch::heed_interrupts;
 
-/// The command, which heeds SIGINT though these tests may be a script's background job, whose processes ignore it.
+/// The command, which heeds SIGINT though these tests may be a script's background job, whose
+/// processes ignore it.
 pub fn epoxide(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_epoxide"));
     command.args(arguments).env_remove("OMP_NUM_THREADS").stdin(Stdio::null());

@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// A launcher whose ranks run; its output so far was one line of each.
 struct Running {
     launcher: Child,
-    /// What each rank of the host printed first, without the prefix.
+    /// First line of each rank of the host, without the prefix.
     said: Vec<String>,
     out: BufReader<std::process::ChildStdout>,
 }
@@ -38,7 +38,7 @@ impl Running {
         Running::watch(launcher, 0..ranks)
     }
 
-    /// Of a launcher that was started, with pipes, and the ranks of its host.
+    /// Watches a started launcher, with pipes, and the ranks of its host.
     fn watch(mut launcher: Child, ranks: Range<usize>) -> Running {
         let mut out = BufReader::new(launcher.stdout.take().unwrap());
         let mut said = vec![String::new(); ranks.len()];
@@ -69,12 +69,12 @@ impl Running {
     }
 }
 
-/// Waits until a process is gone, reaped by whoever is its parent now.
+/// Waits until a process is gone, reaped by its present parent.
 fn wait_gone(pid: &str) {
     let start = Instant::now();
     let number = Pid::from_raw(pid.parse().unwrap()).unwrap();
     while test_kill_process(number).is_ok() {
-        // Where nobody reaps orphans, a zombie is as gone as it gets.
+        // Without a process that reaps orphans, a zombie counts as gone.
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         if stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" Z")) {
             return;
@@ -251,7 +251,7 @@ fn ranks_die_with_a_killed_launcher_and_the_next_sweeps_the_rest() {
     let pids = said.iter().map(|line| line.split_once(' ').unwrap());
     for (rank, started) in pids.clone() {
         wait_gone(rank);
-        // Nobody has told it to end.
+        // It has got no signal to end.
         test_kill_process(Pid::from_raw(started.parse().unwrap()).unwrap()).unwrap();
     }
     assert_eq!(entries(&directory), 2);

@@ -203,8 +203,8 @@ fn catches(process: u32, signal: Signal) -> bool {
     u64::from_str_radix(caught.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
 }
 
-/// A name that does not resolve may be that of a host that is still being set up, so the launch
-/// goes on trying; it says so.
+/// A name that does not resolve may be that of a host that is still being set up. So the launch
+/// continues to try, and reports it.
 #[test]
 fn a_name_that_does_not_resolve_is_named_before_the_launch_gives_up() {
     let flags = [
@@ -237,7 +237,8 @@ fn a_name_that_does_not_resolve_is_named_before_the_launch_gives_up() {
 #[test]
 fn a_signal_while_waiting_for_nodes_is_the_exit_code() {
     for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
-        // The first waits for the second at its own store; the second for a store that is not there.
+        // The first waits for the second at its own store; the second for a store that is not
+        // there.
         for node in ["0", "1"] {
             let port = HeldPort::any().unwrap();
             let endpoint = format!("127.0.0.1:{}", port.number());
@@ -259,8 +260,8 @@ fn a_signal_while_waiting_for_nodes_is_the_exit_code() {
     }
 }
 
-/// Two nodes whose ranks do what `script` says, the first of them with a secret in a file; what they say, once `attack` was
-/// tried on the port of their store.
+/// Two nodes whose ranks run `script`, the first of them with a secret in a file. Returns their
+/// output, once `attack` was tried on the port of their store.
 fn attacked(secret: bool, script: &str, attack: impl Fn(u16)) -> Vec<Output> {
     use std::os::unix::fs::PermissionsExt as _;
     let port = HeldPort::any().unwrap();
@@ -290,7 +291,7 @@ fn attacked(secret: bool, script: &str, attack: impl Fn(u16)) -> Vec<Output> {
 #[test]
 fn a_stranger_at_the_launchers_store_ends_nothing() {
     use epoxide::group::{Store, TcpStore};
-    // Longer than the launchers take to hear of trouble.
+    // Longer than the launchers take to notice a failure.
     let script =
         "touch $READY/$RANK; sleep 2; printf '%s %s\\n' $EPOXIDE_JOB_SECRET ${EPOXIDE_JOB_SECRET_FILE-none}";
     let connect = |port| TcpStore::connect_with_secret("127.0.0.1", port, PATIENCE, None);

@@ -1,5 +1,6 @@
-//! `benches/peers.sh`, which makes the figures of other projects: its commands, and the table that it
-//! makes of what the projects' benchmarks print. The benchmarks themselves need GPUs and a network.
+//! `benches/peers.sh`, which makes the figures of other projects: its commands, and the table that
+//! it makes of what the projects' benchmarks print. The benchmarks themselves need GPUs and a
+//! network.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -9,7 +10,7 @@ use super::launcher::text;
 
 const PEERS: [&str; 5] = ["nccl", "nccl-ep", "flashinfer", "deepep", "pplx"];
 
-/// What DeepEP's two tests print on two GPUs.
+/// Output of DeepEP's two tests on two GPUs.
 const DEEPEP: &str = "\
 case $* in
 *test_low_latency*)
@@ -38,7 +39,7 @@ case $* in
 esac
 ";
 
-/// What `ep_bench` prints, in either mode: whole calls, then kernels.
+/// Output of `ep_bench`, in either mode: whole calls, then kernels.
 const EP_BENCH: &str = "\
 case $* in
 *'--algorithm ll'*)
@@ -104,7 +105,7 @@ fn a_dry_run_prints_the_commands_of_every_peer_and_makes_nothing() {
 }
 
 #[test]
-fn what_a_machine_lacks_is_named() {
+fn missing_programs_are_named() {
     // Without a search path there is no program but the shell itself.
     let mut command = Command::new("bash");
     command.args(["-c", "PATH=/nowhere exec \"$BASH\" \"$0\" nccl-ep deepep"]).arg(script());
@@ -137,7 +138,7 @@ fn arguments_that_are_wrong_are_named() {
 /// On a machine that is made of stand-ins: two GPUs, compilers, and benchmarks that print what the
 /// projects' own do.
 #[test]
-fn what_benchmarks_print_becomes_a_table() {
+fn output_of_benchmarks_becomes_a_table() {
     let folder = tempfile::tempdir().unwrap();
     let at = |path: &str| folder.path().join(path);
     program(&at("bin/nvidia-smi"), "echo 'GPU 0: one'; echo 'GPU 1: another'\n");
@@ -147,7 +148,7 @@ fn what_benchmarks_print_becomes_a_table() {
     for tool in ["git", "make", "python3"] {
         program(&at(&format!("bin/{tool}")), "exit 0\n");
     }
-    // What is there is not fetched or built again.
+    // Existing parts are not fetched or built again.
     std::fs::create_dir_all(at("work/deepep/source")).unwrap();
     program(&at("work/deepep/venv/bin/python"), DEEPEP);
     program(&at("work/flashinfer/venv/bin/python"), FLASHINFER);

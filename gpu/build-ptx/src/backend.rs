@@ -17,8 +17,8 @@ pub enum Backend {
 impl Backend {
     /// The highest `.version` that this back end may write.
     ///
-    /// It decides the oldest driver that loads the PTX: 8.4 needs R550. libNVVM 12.9 writes 8.8 (R575) and cannot be told
-    /// otherwise.
+    /// It decides the oldest driver that loads the PTX: 8.4 needs R550. libNVVM 12.9 writes 8.8
+    /// (R575) and cannot be told otherwise.
     pub const fn version_ceiling(self) -> PtxVersion {
         match self {
             Self::InTree => PtxVersion { major: 8, minor: 4 },

@@ -16,11 +16,14 @@ use crate::{described, nvvm, postprocess, sources};
 
 /// The flags that decide what the PTX says. The header lists them.
 ///
-/// - `ptx84` sets `.version 8.4`: rustc warns that the feature is unstable, and nothing else may warn.
+/// - `ptx84` sets `.version 8.4`: rustc warns that the feature is unstable, and nothing else may
+///   warn.
 /// - `immediate-abort` turns a panic into `trap`; plain `abort` drags formatting code into the PTX.
 /// - Jump threading duplicates block barriers into divergent branches.
-/// - Line directives are `.loc` lines and nothing else: same instructions, same registers, no debug sections.
-/// - Verbose assembly has comments, and those of a `.loc` name the lines that its code was inlined into.
+/// - Line directives are `.loc` lines and nothing else: same instructions, same registers, no debug
+///   sections.
+/// - Verbose assembly has comments, and those of a `.loc` name the lines that its code was inlined
+///   into.
 const CODEGEN: [&str; 6] = [
     "-Ctarget-feature=+ptx84",
     "-Zunstable-options",
@@ -30,8 +33,8 @@ const CODEGEN: [&str; 6] = [
     "-Zverbose-asm",
 ];
 
-/// What the kernel crate itself is compiled with, so that it need not say so: the features that entries and inline PTX take, and
-/// that there is no `std`.
+/// Attributes that every kernel crate is compiled with, so that it need not have them: the features
+/// of entries and inline PTX, and `no_std`.
 const CRATE_ATTRIBUTES: [&str; 3] =
     ["-Zcrate-attr=no_std", "-Zcrate-attr=feature(abi_ptx)", "-Zcrate-attr=feature(asm_experimental_arch)"];
 
@@ -49,7 +52,8 @@ const PROFILE: [&str; 7] = [
 /// Builds, lints and writes the PTX.
 pub fn run(ws: &Workspace, job: &Job) -> Result<()> {
     let text = Builder::find(ws, job.backend)?.compile(ws, job)?;
-    // A file that fails the lints is written beside the build, to be looked at, but never replaces a good one.
+    // A file that fails the lints is written beside the build, to be looked at, but never replaces
+    // a good one.
     let fresh = job.target_dir(ws).join("shipped.ptx");
     write(&fresh, &text)?;
     lint_file(ws, job, &fresh, &text)?;
@@ -58,7 +62,7 @@ pub fn run(ws: &Workspace, job: &Job) -> Result<()> {
     Ok(())
 }
 
-/// Who compiles a job on this machine.
+/// Compiler of a job on this machine.
 pub enum Builder {
     /// rustc's own back end, by this compiler.
     InTree(Compiler),
@@ -75,7 +79,7 @@ impl Builder {
         })
     }
 
-    /// What the compiler says to `-V`.
+    /// Output of the compiler's `-V`.
     pub fn version(&self) -> &str {
         match self {
             Self::InTree(compiler) => &compiler.version,
@@ -101,7 +105,8 @@ impl Builder {
     }
 }
 
-/// Prints the compiler's command line without running it, with names in place of parts that are missing.
+/// Prints the compiler's command line without running it, with names in place of parts that are
+/// missing.
 pub fn print_command(ws: &Workspace, job: &Job) -> Result<()> {
     let command = match job.backend {
         Backend::InTree => in_tree_command(ws, job, &toolchain::find_or_fetch(ws)?)?,
@@ -150,8 +155,8 @@ fn codegen_flags(arch: &Arch) -> Vec<String> {
 
 /// `cargo rustc` in the variant without a linker: the assembly *is* the PTX.
 ///
-/// `--crate-type cdylib` is not optional: with the crate's `rlib` in the list cargo drops LTO without a word, and functions of
-/// dependencies stay unresolved.
+/// `--crate-type cdylib` is not optional: with the crate's `rlib` in the list cargo drops LTO
+/// without a word, and functions of dependencies stay unresolved.
 fn in_tree_command(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Command> {
     let mut flags = vec!["-Clinker=/bin/true".to_owned()];
     flags.extend(codegen_flags(&job.arch));
@@ -171,8 +176,8 @@ fn in_tree_command(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Com
     Ok(command)
 }
 
-/// Names every source file without the machine's own directories, so that any checkout gives the same text: `gpu/src/..`,
-/// `cargo/half-2.7.1/..`, `rust/core/..`.
+/// Names every source file without the machine's own directories, so that any checkout gives the
+/// same text: `gpu/src/..`, `cargo/half-2.7.1/..`, `rust/core/..`.
 fn path_flags(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Vec<String>> {
     let mut prefixes = vec![(ws.root.clone(), String::new())];
     for package in device_metadata(ws)?.compiled_into(&job.kernels.package)? {

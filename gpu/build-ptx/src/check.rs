@@ -19,8 +19,8 @@ const SHOWN: usize = 5;
 ///
 /// 1. Its header's fingerprint and flags are those of the sources. This needs no compiler.
 /// 2. It passes the lints.
-/// 3. A rebuild gives the same text, where the compiler is the one in the header. With another compiler, the rebuilt PTX must pass
-///    the lints and `test` instead.
+/// 3. A rebuild gives the same text, where the compiler is the one in the header. With another
+///    compiler, the rebuilt PTX must pass the lints and `test` instead.
 pub fn run(ws: &Workspace, job: &Job, test: &dyn Fn(&Path) -> Result<()>) -> Result<()> {
     let fix = fix(job);
     let text = read(&job.out).with_context(|| fix.clone())?;
@@ -48,7 +48,7 @@ pub fn run(ws: &Workspace, job: &Job, test: &dyn Fn(&Path) -> Result<()>) -> Res
     test(&file).with_context(|| format!("PTX compiled by {}", builder.version()))
 }
 
-/// What makes PTX that is stale or missing good.
+/// Remedy for stale or missing PTX.
 fn fix(job: &Job) -> String {
     match job.backend {
         Backend::InTree => format!("run `{}` and commit the result", job.command),

@@ -26,7 +26,8 @@ pub struct BuildPtx {
     /// Fetch ptxas first where this machine has none
     #[arg(long)]
     pub fetch_ptxas: bool,
-    /// Where to write the PTX, or with --check, the file to check [default: ptx/NAME.ARCH.ptx of the package; of nvvm target/ptx/NAME.ARCH.nvvm.ptx]
+    /// Where to write the PTX, or with --check, the file to check [default: ptx/NAME.ARCH.ptx of
+    /// the package; of nvvm target/ptx/NAME.ARCH.nvvm.ptx]
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
     /// Fetch first what the nvvm back end lacks
@@ -41,8 +42,8 @@ pub struct BuildPtx {
 }
 
 impl BuildPtx {
-    /// Does what it was told, for a workspace. `command` is what the user typed; `test` runs on PTX that another compiler made than
-    /// the committed one.
+    /// Does what it was told, for a workspace. `command` is what the user typed; `test` runs on PTX
+    /// that another compiler made than the committed one.
     pub fn run(
         self,
         ws: &Workspace,

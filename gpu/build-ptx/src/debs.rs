@@ -15,8 +15,8 @@ pub fn check_tools() -> Result<()> {
     Ok(())
 }
 
-/// Does `fetch`, and where that fails, once more behind `apt-get update`: the package lists may be absent, or name files that the
-/// archive no longer has.
+/// Does `fetch`. If that fails, does it once more behind `apt-get update`: the package lists may be
+/// absent, or name files that the archive no longer has.
 pub fn with_fresh_lists(fetch: impl Fn() -> Result<()>) -> Result<()> {
     let Err(first) = fetch() else { return Ok(()) };
     println!("refreshing the package lists");

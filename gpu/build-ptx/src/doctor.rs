@@ -1,11 +1,11 @@
-//! What this machine has for building PTX, and the remedy for what it lacks.
+//! Diagnosis of this machine for building PTX, with a remedy for each missing part.
 
 use anyhow::Result;
 
 use crate::workspace::{Workspace, capture};
 use crate::{nvvm, ptxas, toolchain};
 
-/// Prints the report. It fails for nothing: everything here is optional to who only uses the library.
+/// Prints the report. It never fails: all of it is optional for users of the library.
 pub fn run(ws: &Workspace) -> Result<()> {
     println!("Kernel compiler, the first one wins:");
     for (place, found) in toolchain::survey(ws) {

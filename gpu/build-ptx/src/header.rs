@@ -1,8 +1,8 @@
-//! The comment lines at the top of a PTX file: who compiled it, how, and from what.
+//! The comment lines at the top of a PTX file: its compiler, the command, and its sources.
 
 use std::fmt;
 
-/// What the first line begins with, before the package and the command.
+/// Start of the first line, before the package and the command.
 const TITLE: &str = "// Device code of ";
 
 /// Where a PTX file comes from.
@@ -14,7 +14,7 @@ pub struct Header {
     pub command: String,
     /// The back end that wrote it, by its command-line name.
     pub backend: String,
-    /// What `rustc -V` said.
+    /// Output of `rustc -V`.
     pub compiler: String,
     /// The code generation flags, without those that only rename paths.
     pub flags: String,
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_back() {
+    fn a_written_header_is_read_back() {
         let header = Header {
             package: "own-kernels".into(),
             command: "cargo build-ptx".into(),

@@ -1,4 +1,4 @@
-//! What is to be built or checked.
+//! Jobs: PTX to build or to check.
 
 use std::path::PathBuf;
 
@@ -16,11 +16,11 @@ pub const TARGET: &str = "nvptx64-nvidia-cuda";
 /// One build to do or to check.
 #[derive(Clone, Debug)]
 pub struct Job {
-    /// Whose kernels.
+    /// The kernels to compile.
     pub kernels: Kernels,
     /// The command that does it, for headers and remedies: `cargo build-ptx`.
     pub command: String,
-    /// Who compiles.
+    /// The back end that compiles.
     pub backend: Backend,
     /// For which GPU.
     pub arch: Arch,
@@ -29,7 +29,8 @@ pub struct Job {
 }
 
 impl Job {
-    /// A job; without `out` it is about the file in the package's folder `ptx/`, or for nvvm about a file under `target/`.
+    /// A job; without `out` it is about the file in the package's folder `ptx/`, or for nvvm about
+    /// a file under `target/`.
     pub fn new(
         ws: &Workspace,
         kernels: Kernels,
@@ -43,7 +44,7 @@ impl Job {
         job
     }
 
-    /// Where its PTX goes unless somebody says otherwise.
+    /// Default path of its PTX.
     pub fn default_out(&self, ws: &Workspace) -> PathBuf {
         let Self { kernels, arch, .. } = self;
         match self.backend {
@@ -52,7 +53,8 @@ impl Job {
         }
     }
 
-    /// The job that a PTX file belongs to: of the back end that its header names, unless `backend` says another.
+    /// The job that a PTX file belongs to: of the back end that its header names, unless `backend`
+    /// says another.
     pub fn of_file(
         ws: &Workspace,
         kernels: Kernels,
@@ -73,7 +75,8 @@ impl Job {
         Ok(Self::new(ws, kernels, command, backend, arch, file))
     }
 
-    /// The build directory. Each (architecture, back end) has its own: the compiler's file name is always the same.
+    /// The build directory. Each (architecture, back end) has its own: the compiler's file name is
+    /// always the same.
     pub fn target_dir(&self, ws: &Workspace) -> PathBuf {
         ws.target("ptx").join(format!("{}-{}", self.arch, self.backend))
     }

@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::metadata::{Metadata, list};
 use crate::workspace::Workspace;
 
-/// The crate that makes kernels out of functions: who depends on it has kernels.
+/// The crate that makes kernels out of functions: its dependents have kernels.
 const DSL: &str = "epoxide-simt";
 
 /// A package with kernels.
@@ -16,17 +16,17 @@ const DSL: &str = "epoxide-simt";
 pub struct Kernels {
     /// Its name.
     pub package: String,
-    /// What the compiler calls its library.
+    /// The library's name for the compiler.
     pub library: String,
     /// The folder with its `Cargo.toml`.
     pub dir: PathBuf,
-    /// What its PTX files are called: `name` of `[package.metadata.ptx]`, or the library's name.
+    /// Name of its PTX files: `name` of `[package.metadata.ptx]`, or the library's name.
     pub stem: String,
 }
 
 impl Kernels {
-    /// The package `name`; without a name, the package that `dir` lies in if it has kernels, or else
-    /// the only one of the workspace that has. A package has kernels if it depends on epoxide-simt.
+    /// The package `name`. Without a name, the package that `dir` lies in if it has kernels, or
+    /// else the only one of the workspace with kernels.
     pub fn find(ws: &Workspace, name: Option<&str>, dir: &Path) -> Result<Self> {
         Self::choose(&Metadata::query(ws, &["--no-deps"])?, name, dir)
     }

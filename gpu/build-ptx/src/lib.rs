@@ -1,14 +1,14 @@
-//! Compiles a crate of kernels to PTX, and checks what comes out. The command is `cargo build-ptx`; this
-//! library is what it does, for build tools of one's own.
+//! Compiles a crate of kernels to PTX, and checks what comes out. The command is `cargo build-ptx`;
+//! this library is what it does, for build tools of one's own.
 //!
 //! The crate of kernels is one that depends on `epoxide-simt`. The PTX that the compiler writes
 //! describes its kernels itself, so there is no list of them anywhere.
 //!
 //! 1. [`toolchain`] finds the compiler: the pinned release, with the source of `core`.
-//! 2. [`build`] compiles, and [`postprocess`] makes the PTX that is committed: launch bounds, source
-//!    lines, a header that says what it was made from.
-//! 3. [`lint`] holds it to rules that neither compiler nor assembler checks, and to the kernels' own
-//!    descriptions.
+//! 2. [`build`] compiles, and [`postprocess`] makes the PTX that is committed: launch bounds,
+//!    source lines, a header with its origin.
+//! 3. [`lint`] holds it to rules that neither compiler nor assembler checks, and to the kernels'
+//!    own descriptions.
 //! 4. [`check`] says whether committed PTX is what the sources give.
 
 #![forbid(unsafe_code)]

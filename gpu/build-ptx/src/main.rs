@@ -31,7 +31,7 @@ enum Command {
 struct Options {
     #[command(flatten)]
     build: BuildPtx,
-    /// Say what this machine has for building PTX, and the remedy for what it lacks
+    /// Check this machine's tools for building PTX, and give the remedy for each missing one
     #[arg(long)]
     doctor: bool,
 }

@@ -1,4 +1,4 @@
-//! What `cargo metadata` says about the packages of a workspace.
+//! The output of `cargo metadata` about the packages of a workspace.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,8 @@ pub struct Package {
 }
 
 impl Metadata {
-    /// Asks cargo; `args` are added, such as a platform filter or features. Fetches packages that are not there yet.
+    /// Asks cargo; `args` are added, such as a platform filter or features. Fetches packages that
+    /// are not there yet.
     pub fn query(ws: &Workspace, args: &[&str]) -> Result<Self> {
         let json = capture(ws.cargo().args(["metadata", "--format-version=1"]).args(args))?;
         Ok(Self(serde_json::from_str(&json).context("cargo metadata wrote no JSON")?))
@@ -37,8 +38,8 @@ impl Metadata {
         Self(answer)
     }
 
-    /// Everything compiled into `root`: itself and its normal dependencies, all levels. A procedural macro is listed, what the
-    /// macro itself is built from is not.
+    /// Everything compiled into `root`: itself and its normal dependencies, all levels. A
+    /// procedural macro is listed, its own dependencies are not.
     pub fn compiled_into(&self, root: &str) -> Result<BTreeSet<Package>> {
         let root_id = self
             .packages()

@@ -1,19 +1,22 @@
 //! From the compiler's PTX to the PTX we ship.
 //!
-//! - The line that describes a kernel moves in front of its entry, and launch bounds are made from it: rustc has no attribute for them.
-//! - Source lines (`.loc`, `.file`) stay: the virtual GPU names Rust file and line with them. The labels, the empty debug section
-//!   and the repeated or lineless `.loc`s around them go.
-//! - A `.loc` of inlined code says in a comment where the kernel's own code called it: `// inlined_at <file> <line>`. PTX has the
-//!   attribute `inlined_at` for that, but LLVM 22 does not write it, and ptxas wants a `.loc` of each caller and a debug section with it.
-//!   A kernel whose family has a folder has its own code in all files of it; the virtual GPU knows only the file of the entry as a
-//!   kernel's own, so a line of another file of the folder names itself.
+//! - The line that describes a kernel moves in front of its entry, and launch bounds are made from
+//!   it: rustc has no attribute for them.
+//! - Source lines (`.loc`, `.file`) stay: the virtual GPU names Rust file and line with them. The
+//!   labels, the empty debug section and the repeated or lineless `.loc`s around them go.
+//! - A `.loc` of inlined code has a comment with the place where the kernel's own code called it:
+//!   `// inlined_at <file> <line>`. PTX has the attribute `inlined_at` for that, but LLVM 22 does
+//!   not write it. ptxas requires a `.loc` of each caller and a debug section with it. A kernel
+//!   whose family has a folder has its own code in all files of it. The virtual GPU takes only the
+//!   file of the entry for a kernel's own, so a line of another file of the folder names itself.
 //! - The marks around inline assembly stay: one lint reads them.
 
 use crate::described::{self, KernelInfo};
 use crate::header::Header;
 use crate::ptx::split_comment;
 
-/// The PTX to ship, from what the compiler wrote. An entry without a description gets no launch bounds; the lints report it.
+/// The PTX to ship, from what the compiler wrote. An entry without a description gets no launch
+/// bounds; the lints report it.
 pub fn ship(raw: &str, header: &Header, described: &[KernelInfo]) -> String {
     let files = file_table(raw);
     let mut out = format!("{header}\n");
@@ -73,7 +76,8 @@ pub fn ship(raw: &str, header: &Header, described: &[KernelInfo]) -> String {
     out
 }
 
-/// The text that two builds must agree on: no blank lines, and no comments but those that describe kernels.
+/// The text that two builds must agree on: no blank lines, and no comments but those that describe
+/// kernels.
 pub fn comparable(text: &str) -> Vec<&str> {
     let compared =
         |line: &&str| !line.is_empty() && (!line.starts_with("//") || described::is_description(line));
@@ -116,8 +120,9 @@ fn file_of(loc: &str) -> &str {
     loc.split_whitespace().nth(1).unwrap_or("")
 }
 
-/// ` // inlined_at <file> <line>`: from LLVM's `a.rs:1:2 @[ b.rs:3:4 @[ c.rs:5:6 ] ]`, innermost first, the first place in the
-/// kernel's own code; `None` where the `.loc` itself is in the file of the entry.
+/// ` // inlined_at <file> <line>`: from LLVM's `a.rs:1:2 @[ b.rs:3:4 @[ c.rs:5:6 ] ]`, innermost
+/// first, the first place in the kernel's own code. `None` if the `.loc` itself is in the file of
+/// the entry.
 fn inlined_at(loc: &str, comment: &str, home: &str, files: &[(&str, &str)]) -> Option<String> {
     if file_of(loc) == home {
         return None;
@@ -132,7 +137,8 @@ fn inlined_at(loc: &str, comment: &str, home: &str, files: &[(&str, &str)]) -> O
     Some(format!(" // inlined_at {file} {line}"))
 }
 
-/// The kernel family that a source file belongs to: its folder's name or its own below `kernels/`, elsewhere its path.
+/// The kernel family that a source file belongs to: its folder's name or its own below `kernels/`,
+/// elsewhere its path.
 fn family(path: &str) -> &str {
     path.split_once("/kernels/").and_then(|(_, below)| below.split('/').next()).unwrap_or(path)
 }

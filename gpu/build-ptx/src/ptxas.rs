@@ -21,7 +21,7 @@ const RULE: &str = "ptxas";
 /// How to get ptxas.
 pub const REMEDY: &str = "run build-ptx with `--fetch-ptxas`, or set EPOXIDE_PTXAS to one";
 
-/// What one entry costs on the GPU, as `ptxas -v` reports it.
+/// Resources of one entry on the GPU, as `ptxas -v` reports them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// The entry's name.

@@ -1,4 +1,5 @@
-//! The fingerprint of the kernel sources: it shows that committed PTX is stale without compiling anything.
+//! The fingerprint of the kernel sources: it shows that committed PTX is stale without compiling
+//! anything.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -9,8 +10,9 @@ use hmac_sha256::Hash;
 use crate::metadata::{Metadata, Package};
 use crate::workspace::Workspace;
 
-/// SHA-256, as hex, over the sources of `package` and of every package on this machine that is compiled into it, and over name
-/// and version of every one from a registry. `Cargo.toml` and `src/` of a package count.
+/// SHA-256, as hex, over the sources of `package` and of every package on this machine that is
+/// compiled into it, and over name and version of every one from a registry. The sources are
+/// `Cargo.toml` and `src/` of a package.
 pub fn fingerprint(ws: &Workspace, metadata: &Metadata, package: &str) -> Result<String> {
     let mut hasher = Hash::new();
     for package in metadata.compiled_into(package)? {

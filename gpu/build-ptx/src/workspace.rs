@@ -29,8 +29,8 @@ impl Workspace {
         Ok(Self::at(root))
     }
 
-    /// The folder that products of the builder's own go to. Always inside the workspace, whatever `CARGO_TARGET_DIR` says,
-    /// so that what was fetched once is found again.
+    /// The folder that products of the builder's own go to. Always inside the workspace,
+    /// independent of `CARGO_TARGET_DIR`, so that later runs find earlier downloads.
     pub fn target(&self, name: &str) -> PathBuf {
         self.root.join("target").join(name)
     }
@@ -40,16 +40,19 @@ impl Workspace {
         path.strip_prefix(&self.root).unwrap_or(path).display()
     }
 
-    /// A command in the root folder that calls cargo without the settings of the cargo that runs us.
+    /// A command in the root folder that calls cargo without the settings of the cargo that runs
+    /// us.
     pub fn cargo(&self) -> Command {
-        // `CARGO` is the real cargo, not rustup's proxy, so a pinned toolchain that is missing does not stop it.
+        // `CARGO` is the real cargo, not rustup's proxy, so a pinned toolchain that is missing does
+        // not stop it.
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         command.current_dir(&self.root);
         strip_cargo_env(&mut command);
         command
     }
 
-    /// The same, with the build directory of the cargo that runs us, so that both share what is built.
+    /// The same, with the build directory of the cargo that runs us, so that both share what is
+    /// built.
     pub fn cargo_in_callers_target(&self) -> Command {
         let mut command = self.cargo();
         if let Some(target_dir) = env_path("CARGO_TARGET_DIR") {
@@ -80,7 +83,7 @@ pub fn fresh_dir(dir: &Path) -> Result<()> {
     std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))
 }
 
-/// Moves the finished `partial` directory to `dir`: whoever sees `dir` sees all of it.
+/// Moves the finished `partial` directory to `dir`: `dir` is either absent or complete.
 pub fn publish_dir(partial: &Path, dir: &Path) -> Result<()> {
     if dir.exists() {
         std::fs::remove_dir_all(dir).with_context(|| format!("cannot remove {}", dir.display()))?;
@@ -156,8 +159,8 @@ fn quote(word: &OsStr) -> String {
     if escaped == word { format!("'{word}'") } else { format!("$'{escaped}'") }
 }
 
-/// Takes out of a nested cargo's environment what the outer cargo put there for us (`CARGO_PKG_*`, ..) and what a user set for
-/// host builds (`RUSTFLAGS`, `RUSTC_WRAPPER`, ..). How to reach registries and the network stays.
+/// Removes from a nested cargo's environment the outer cargo's own variables (`CARGO_PKG_*`, ..)
+/// and a user's settings for host builds (`RUSTFLAGS`, `RUSTC_WRAPPER`, ..).
 fn strip_cargo_env(command: &mut Command) {
     const KEEP: [&str; 6] =
         ["CARGO_HOME", "CARGO_NET_", "CARGO_HTTP_", "CARGO_REGISTR", "CARGO_SOURCE_", "CARGO_TERM_"];

@@ -1,9 +1,9 @@
-//! `#[kernel]`: both sides of a kernel from one signature. `#[kernel_args]` and `#[device]` make the
-//! structs that kernels take and the functions that kernels call.
+//! `#[kernel]`: both sides of a kernel from one signature. `#[kernel_args]` and `#[device]` make
+//! the structs that kernels take and the functions that kernels call.
 //!
-//! The crate `epoxide-simt` exports all of them, and documents them with examples. What they write
-//! are paths of that crate from its root (`::epoxide_simt::..`), so any crate that depends on it can
-//! use them, in any module.
+//! The crate `epoxide-simt` exports all of them, and documents them with examples. Their output
+//! names that crate by paths from its root (`::epoxide_simt::..`), so any crate that depends on it
+//! can use them, in any module.
 //!
 //! ```text
 //! /// What it does.
@@ -11,13 +11,13 @@
 //! pub unsafe fn add_bias(data: Global<u32>, len: u32, bias: u32) { .. }
 //! ```
 //!
-//! On the device this is the PTX entry `add_bias`, with a line that describes it. On the host it is a
-//! type `AddBias` that implements `epoxide_simt::launch::Entry`. `AddBias::call(data, len, bias)` checks
-//! every `requires` clause and returns a call that only fits this kernel.
+//! On the device this is the PTX entry `add_bias`, with a line that describes it. On the host it is
+//! a type `AddBias` that implements `epoxide_simt::launch::Entry`. `AddBias::call(data, len, bias)`
+//! checks every `requires` clause and returns a call that only fits this kernel.
 //!
-//! A kernel of one parameter takes it as it is: a struct of `#[kernel_args]`, which several kernels can
-//! share. Of several parameters, which are `DevicePtr`, `Global<T>` or numbers of 4 or 8 bytes, the
-//! attribute makes such a struct.
+//! A kernel of one parameter takes it as it is: a struct of `#[kernel_args]`, which several kernels
+//! can share. For several parameters, the attribute makes such a struct; they are `DevicePtr`,
+//! `Global<T>` or numbers of 4 or 8 bytes.
 
 #![forbid(unsafe_code)]
 
@@ -31,7 +31,7 @@ use syn::{
     parse_macro_input, parse_quote,
 };
 
-/// What `#[kernel]` may say.
+/// Arguments of `#[kernel]`.
 const KEYS: &str = "expected threads, min_blocks, barriers, registers, traps, local_memory, grid, block, shared, \
                     dependent or requires(..)";
 
@@ -123,7 +123,8 @@ pub fn kernel(attr: TokenStream, item: TokenStream) -> TokenStream {
     expand(attribute, contract, function).unwrap_or_else(syn::Error::into_compile_error).into()
 }
 
-/// Makes a struct that a kernel can take as its only parameter: `#[repr(C)]`, plain data, no padding.
+/// Makes a struct that a kernel can take as its only parameter: `#[repr(C)]`, plain data, no
+/// padding.
 #[proc_macro_attribute]
 pub fn kernel_args(attr: TokenStream, item: TokenStream) -> TokenStream {
     if !attr.is_empty() {
@@ -139,8 +140,8 @@ pub fn kernel_args(attr: TokenStream, item: TokenStream) -> TokenStream {
     quote!(#plain #item).into()
 }
 
-/// Makes a function that kernels call: always inlined, since PTX of the builder has no functions. The
-/// body of an `unsafe fn` may do unsafe things without another block.
+/// Makes a function that kernels call: always inlined, since PTX of the builder has no functions.
+/// The body of an `unsafe fn` may do unsafe things without another block.
 #[proc_macro_attribute]
 pub fn device(attr: TokenStream, item: TokenStream) -> TokenStream {
     if !attr.is_empty() {
@@ -204,7 +205,7 @@ fn expand(
         [] => vec![&arg_type],
         _ => parameters.iter().map(|(_, of)| *of).collect(),
     };
-    // What a call takes, and how the argument struct is made of it: what is reserved is zero.
+    // Parameters of a call, and the argument struct made of them: reserved fields are zero.
     let (taken, made): (Vec<_>, _) = match &names[..] {
         [] => (vec![&arg], quote!(#arg)),
         names => (
@@ -226,8 +227,8 @@ fn expand(
             }
         }
     });
-    // The host has checked every clause before the launch, so the device may build on them: divisions by a clause's
-    // non-zero value, for one, need no trap.
+    // The host has checked every clause before the launch, so the device may rely on them. For one,
+    // divisions by a clause's non-zero value need no trap.
     let assumptions = &contract.requires;
     let source = source_hash([
         attribute,
@@ -270,8 +271,8 @@ fn expand(
         #[cfg_attr(not(target_arch = "nvptx64"), allow(dead_code))]
         #[inline(always)]
         unsafe fn #body_name(#arg: #arg_type) {
-            // SAFETY: the caller vouches for the addresses, and the head of the kernel's file says what makes its use of them
-            // sound. The clauses hold, since `call` is the only way to a launch.
+            // SAFETY: the caller vouches for the addresses; the head of the kernel's file explains
+            // why its use of them is sound.
             unsafe {
                 #wait
                 #unpacked
@@ -280,7 +281,8 @@ fn expand(
             }
         }
 
-        // Nothing on the host. epoxide-simt knows which of the two is for the back end that compiles.
+        // Nothing on the host. epoxide-simt knows which of the two is for the back end that
+        // compiles.
         ::epoxide_simt::__entry! {
             {
                 #describe
@@ -330,7 +332,7 @@ fn expand(
 
         #[cfg(not(target_arch = "nvptx64"))]
         impl #type_name {
-            /// What its PTX must look like.
+            /// Requirements of its PTX.
             pub const INFO: ::epoxide_simt::launch::KernelInfo =
                 <Self as ::epoxide_simt::launch::Entry>::INFO;
 
@@ -355,8 +357,8 @@ fn expand(
     })
 }
 
-/// The line that describes a kernel, as a template whose values are constants of the kernel's crate. On
-/// the host, `KernelInfo` prints the same line.
+/// The line that describes a kernel, as a template whose values are constants of the kernel's
+/// crate. On the host, `KernelInfo` prints the same line.
 fn description(name: &str, arg: &str, dependent: bool, source: u64, local: Option<&LitStr>) -> String {
     let local = local.map_or(String::new(), |why| {
         format!(" local={}", why.value().replace('{', "{{").replace('}', "}}").replace('\n', " "))
@@ -433,7 +435,8 @@ fn arguments<'f>(
         several => {
             let struct_name = format_ident!("{type_name}Args");
             let sizes = several.iter().map(|(_, of)| size_of_type(of)).collect::<syn::Result<Vec<_>>>()?;
-            // The large ones first, so that nothing lies between them; what is missing at the end is written out.
+            // The large ones first, so that there is no padding between them; padding at the end is
+            // an explicit field.
             let of_size =
                 |size| several.iter().zip(&sizes).filter(move |(_, is)| **is == size).map(|(one, _)| one);
             let fields = of_size(8).chain(of_size(4)).map(|(name, of)| quote!(#name: #of));
@@ -471,7 +474,8 @@ fn size_of_type(of: &Type) -> syn::Result<usize> {
     }
 }
 
-/// What the error of a clause shows: what the sides of a comparison came to, and each argument that any other clause looks at.
+/// Values for the error of a clause: both sides of a comparison, or each argument in any other
+/// clause.
 fn values_of(clause: &Expr, arguments: &[&Ident]) -> proc_macro2::TokenStream {
     if let Expr::Binary(b) = clause
         && is_comparison(&b.op)

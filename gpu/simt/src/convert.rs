@@ -4,7 +4,8 @@
 use core::arch::asm;
 
 device_fns! {
-    /// Two `f32` rounded to nearest even and packed, `lo` in the low half. `cvt.rn.bf16x2.f32 r, hi, lo;`
+    /// Two `f32` rounded to nearest even and packed, `lo` in the low half.
+    /// `cvt.rn.bf16x2.f32 r, hi, lo;`
     pub fn pack_bf16x2(lo: f32, hi: f32) -> u32 {
         let r: u32;
         // SAFETY: arithmetic on registers.
@@ -15,8 +16,8 @@ device_fns! {
         r
     }
 
-    /// Two `f32` rounded to nearest even as e4m3 and packed, `lo` in the low byte; what is too large becomes the largest, 448.
-    /// `cvt.rn.satfinite.e4m3x2.f32 r, hi, lo;`
+    /// Two `f32` rounded to nearest even as e4m3 and packed, `lo` in the low byte; larger numbers
+    /// become the largest, 448.
     pub fn pack_e4m3x2(lo: f32, hi: f32) -> u32 {
         let r: u16;
         // SAFETY: arithmetic on registers.

@@ -1,4 +1,4 @@
-//! The host's side of `#[kernel]`: what a kernel's type offers, and calls that were checked.
+//! The host's side of `#[kernel]`: the items of a kernel's type, and checked calls.
 
 use alloc::format;
 use alloc::string::String;
@@ -18,8 +18,8 @@ pub struct ParamLayout {
     pub align: usize,
 }
 
-/// The properties that the PTX of a kernel must have. `to_string()` gives the line that describes it in
-/// the PTX.
+/// The properties that the PTX of a kernel must have. `to_string()` gives the line that describes
+/// it in the PTX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelInfo {
     /// Name of the entry.
@@ -35,7 +35,8 @@ pub struct KernelInfo {
     /// Most registers per thread.
     pub max_registers: u32,
     /// Whether its first instruction waits until the kernel in front of it in the stream has ended
-    /// (`griddepcontrol.wait`): then it may be launched before that (programmatic dependent launch).
+    /// (`griddepcontrol.wait`). Such a kernel may be launched before that (programmatic dependent
+    /// launch).
     pub dependent: bool,
     /// Why the kernel may use local memory, if it may.
     pub local_depot_allowed: Option<&'static str>,
@@ -45,12 +46,12 @@ pub struct KernelInfo {
     pub source: u64,
 }
 
-/// An entry of a PTX module. The type's own `call(..)`, which takes what the kernel takes, checks its
-/// clauses and returns a [`Call`].
+/// An entry of a PTX module. The type's own `call(..)`, which takes what the kernel takes, checks
+/// its clauses and returns a [`Call`].
 ///
 /// # Safety
-/// `#[kernel]` implements it, and nothing else does: `Args` is what the PTX entry `INFO.name` takes,
-/// and calls come from the type's `call`.
+/// `#[kernel]` implements it, and nothing else does: `Args` is what the PTX entry `INFO.name`
+/// takes, and calls come from the type's `call`.
 pub unsafe trait Entry {
     /// Its argument struct.
     type Args: Pod;
@@ -140,8 +141,8 @@ impl<K: Entry> Call<K> {
     /// A shape of the caller's, held to what the kernel's attribute says.
     ///
     /// # Errors
-    /// The attribute names another grid, another block or more shared memory; or the grid is empty, or
-    /// the block is empty or larger than `threads`.
+    /// The attribute names another grid, another block or more shared memory; or the grid is empty,
+    /// or the block is empty or larger than `threads`.
     pub fn shape_of(&self, grid: u32, block: u32, shared_bytes: u32) -> Result<Shape, ContractError> {
         let Named { grid: want_grid, block: want_block, shared_bytes: want_shared } = self.named;
         let error = |clause, values| Err(ContractError { kernel: K::INFO.name, clause, values });

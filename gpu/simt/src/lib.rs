@@ -20,14 +20,14 @@
 //! ```
 //!
 //! [`kernel`] makes two things of the function. For a GPU it is the PTX entry `add`, which
-//! `cargo build-ptx` compiles (the package `epoxide-build-ptx`). For the host it is the type `Add`:
-//! `Add::call(..)` checks the clauses and returns a [`launch::Call`], which carries the parameters
-//! and the shape of the launch.
+//! `cargo build-ptx` compiles (the package `epoxide-build-ptx`). For the host it is the type `Add`.
+//! `Add::call(..)` checks the clauses and returns a [`launch::Call`] with the parameters and the
+//! shape of the launch.
 //!
 //! Everything that orders memory or crosses lanes goes through this crate. It never goes through
 //! `core::sync::atomic` read-modify-write, whose ordering rustc drops on this target, and never
-//! through `_syncthreads`, which LLVM may duplicate. Addresses are `u64` for global memory and `u32`
-//! offsets for shared memory, because that is what the instructions take. [`Global`] and
+//! through `_syncthreads`, which LLVM may duplicate. Addresses are `u64` for global memory and
+//! `u32` offsets for shared memory, because that is what the instructions take. [`Global`] and
 //! [`SharedArray`] put a type on them.
 //!
 //! A function that is sound wherever it is called, such as reading a special register, is a safe
@@ -36,8 +36,8 @@
 //! On the host these functions exist so that kernels type-check, documentation builds and editors
 //! work. Calling one there panics.
 //!
-//! A crate of kernels needs no attribute and no panic handler: `cargo build-ptx` sets the former, and
-//! this crate has the latter. On the device there is `core` and no `std`.
+//! A crate of kernels needs no attribute and no panic handler: `cargo build-ptx` sets the former,
+//! and this crate has the latter. On the device there is `core` and no `std`.
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(asm_experimental_arch))]
 #![cfg_attr(
@@ -48,11 +48,13 @@
 
 #[cfg(not(target_arch = "nvptx64"))]
 extern crate alloc;
-// The attributes write paths that begin with the crate's name; its own tests and examples use them too.
+// The attributes write paths that begin with the crate's name; its own tests and examples use them
+// too.
 extern crate self as epoxide_simt;
 
-/// Writes each function twice: with its body for the device, and as a stub for the host. A macro can repeat an `unsafe` that it has
-/// met only by a variable that was inside the repetition: that is what the one behind `@` is for, which never matches.
+/// Writes each function twice: with its body for the device, and as a stub for the host. A macro
+/// can repeat a matched `unsafe` only with a variable from inside the repetition. The one behind
+/// `@`, which never matches, is there for that.
 macro_rules! device_fns {
     ($( $(#[$meta:meta])* pub $(unsafe $(@$unsafe:tt)?)? fn $name:ident $(<const $cg:ident : $cgt:ty>)? ( $($arg:ident : $ty:ty),* $(,)? ) $(-> $ret:ty)? $body:block )*) => {
         $(
@@ -117,7 +119,8 @@ fn device_only(name: &str) -> ! {
     panic!("{name} runs on the device only")
 }
 
-/// Kernels hold no panicking code, and a lint counts traps. The handler exists because `no_std` wants one.
+/// Kernels hold no panicking code, and a lint counts traps. The handler exists because `no_std`
+/// wants one.
 #[cfg(target_arch = "nvptx64")]
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo) -> ! {

@@ -1,7 +1,7 @@
 //! Loops, and asserts on structs that host and device share.
 
-/// Runs a block for every index of a range, the threads of the whole grid side by side: thread `t` of
-/// `n` takes the indices `start + t`, `start + t + n`, and so on. Indices are `u32`.
+/// Runs a block for every index of a range, the threads of the whole grid side by side. Thread `t`
+/// of `n` takes the indices `start + t`, `start + t + n`, and so on. Indices are `u32`.
 ///
 /// ```text
 /// grid_stride!(i in 0..len => { out.st(i, a.ld(i)); });
@@ -22,7 +22,7 @@ macro_rules! grid_stride {
     }};
 }
 
-/// Runs a block for every index of a range, the threads of each block side by side: thread `t` of
+/// Runs a block for every index of a range, the threads of each block side by side. Thread `t` of
 /// `n` takes the indices `start + t`, `start + t + n`, and so on. Indices are `u32`.
 ///
 /// No collective inside: threads leave the loop at different times.
@@ -40,8 +40,8 @@ macro_rules! block_stride {
     }};
 }
 
-/// Repeats a block with a constant from 0 to `count - 1`: unrolled in the source, so that arrays which
-/// it indexes stay in registers. Counts: 1 to 8, and 16.
+/// Repeats a block with a constant from 0 to `count - 1`: unrolled in the source, so that arrays
+/// which it indexes stay in registers. Counts: 1 to 8, and 16.
 ///
 /// ```
 /// let mut sums = [0; 4];

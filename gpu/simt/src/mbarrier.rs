@@ -1,5 +1,5 @@
-//! Shared-memory barriers that also count bytes (`mbarrier`), as a typestate: only a barrier that has been initialised
-//! can be armed or waited for.
+//! Shared-memory barriers that also count bytes (`mbarrier`), as a typestate: only a barrier that
+//! has been initialised can be armed or waited for.
 
 use core::marker::PhantomData;
 
@@ -33,8 +33,10 @@ impl Mbarrier<Uninit> {
         Self { offset, state: PhantomData }
     }
 
-    /// Expects `count` arrivals per phase. One thread calls it; other threads must be told by a barrier afterwards, and
-    /// the copy engine by [`fence_proxy_async_shared`](super::fence_proxy_async_shared). `mbarrier.init.shared.b64 [m], count;`
+    /// Expects `count` arrivals per phase. One thread calls it; other threads must be told by a
+    /// barrier afterwards, and the copy engine by
+    /// [`fence_proxy_async_shared`](super::fence_proxy_async_shared).
+    /// `mbarrier.init.shared.b64 [m], count;`
     ///
     /// # Safety
     /// No thread uses the barrier yet.
@@ -94,7 +96,8 @@ device_fns! {
         unsafe { asm!("mbarrier.init.shared.b64 [{m}], {c};", m = in(reg32) m, c = in(reg32) count, options(nostack)) };
     }
 
-    /// Makes initialised barriers visible to the other blocks of a cluster. `fence.mbarrier_init.release.cluster;`
+    /// Makes initialised barriers visible to the other blocks of a cluster.
+    /// `fence.mbarrier_init.release.cluster;`
     pub fn fence_mbarrier_init() {
         // SAFETY: orders memory only.
         unsafe { asm!("fence.mbarrier_init.release.cluster;", options(nostack)) };

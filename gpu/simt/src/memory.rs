@@ -78,7 +78,8 @@ loads! {
     ld_relaxed_gpu_u32: u32, reg32, "ld.relaxed.gpu.global.b32";
     /// Relaxed load at device scope.
     ld_relaxed_gpu_u64: u64, reg64, "ld.relaxed.gpu.global.b64";
-    /// Acquire load at system scope: what the writer released before the value is visible after it.
+    /// Acquire load at system scope: the writer's stores before its release of the value are
+    /// visible after it.
     ld_acquire_sys_u64: u64, reg64, "ld.acquire.sys.global.b64";
 }
 
@@ -95,7 +96,8 @@ stores! {
     st_i64: i64, reg64, "st.global.b64";
     /// Relaxed store at system scope.
     st_relaxed_sys_u64: u64, reg64, "st.relaxed.sys.global.b64";
-    /// Release store at system scope: what this thread did before is visible to who acquires the value.
+    /// Release store at system scope: this thread's stores before it are visible to a thread that
+    /// acquires the value.
     st_release_sys_u64: u64, reg64, "st.release.sys.global.b64";
 }
 
@@ -118,7 +120,8 @@ device_fns! {
         r
     }
 
-    /// One byte where `active`, else 0, weak, with no branch; only a use of the value waits for it. `@active ld.global.u8 r, [p];`
+    /// One byte where `active`, else 0, weak, with no branch; only a use of the value waits for it.
+    /// `@active ld.global.u8 r, [p];`
     ///
     /// # Safety
     /// Where `active`, `p` is a live global address.
@@ -143,7 +146,8 @@ device_fns! {
         unsafe { asm!("st.global.u8 [{p}], {v};", v = in(reg32) v, p = in(reg64) p, options(nostack)) };
     }
 
-    /// One byte, relaxed at system scope; the low eight bits of `v`. `st.relaxed.sys.global.u8 [p], v;`
+    /// One byte, relaxed at system scope; the low eight bits of `v`.
+    /// `st.relaxed.sys.global.u8 [p], v;`
     ///
     /// # Safety
     /// `p` is a live, writable global address.
@@ -171,8 +175,8 @@ device_fns! {
         r
     }
 
-    /// A weak load where `active`, else `otherwise`, with no branch; only a use of the value waits for it.
-    /// `@active ld.global.b64 r, [p];`
+    /// A weak load where `active`, else `otherwise`, with no branch; only a use of the value waits
+    /// for it. `@active ld.global.b64 r, [p];`
     ///
     /// # Safety
     /// Where `active`, `p` is a live global address, 8-byte aligned.
@@ -189,8 +193,8 @@ device_fns! {
         r
     }
 
-    /// A weak load where `active`, else `otherwise`, with no branch; only a use of the value waits for it.
-    /// `@active ld.global.b32 r, [p];`
+    /// A weak load where `active`, else `otherwise`, with no branch; only a use of the value waits
+    /// for it. `@active ld.global.b32 r, [p];`
     ///
     /// # Safety
     /// Where `active`, `p` is a live global address, 4-byte aligned.
@@ -207,8 +211,8 @@ device_fns! {
         r
     }
 
-    /// 16 bytes that will not be read again soon where `active`, else zeros, with no branch, so that several can be in flight.
-    /// `@active ld.global.L1::no_allocate.v4.b32 {..}, [p];`
+    /// 16 bytes that will not be read again soon where `active`, else zeros, with no branch, so
+    /// that several can be in flight. `@active ld.global.L1::no_allocate.v4.b32 {..}, [p];`
     ///
     /// # Safety
     /// Where `active`, `p` is a live global address, 16-byte aligned.
@@ -226,7 +230,8 @@ device_fns! {
         [a, b, c, d]
     }
 
-    /// 16 bytes at once, strong, without an order: never parts of two writes. `ld.relaxed.sys.global.b128 q, [p];`
+    /// 16 bytes at once, strong, without an order: never parts of two writes.
+    /// `ld.relaxed.sys.global.b128 q, [p];`
     ///
     /// # Safety
     /// `p` is a live global address, 16-byte aligned.
@@ -242,7 +247,8 @@ device_fns! {
         [low as u32, (low >> 32) as u32, high as u32, (high >> 32) as u32]
     }
 
-    /// 16 bytes at once, strong, without an order: nobody reads a part. `st.relaxed.sys.global.b128 [p], q;`
+    /// 16 bytes at once, strong, without an order: no thread reads a part of them.
+    /// `st.relaxed.sys.global.b128 [p], q;`
     ///
     /// # Safety
     /// `p` is a live, writable global address, 16-byte aligned.
@@ -292,7 +298,7 @@ device_fns! {
     /// 16 bytes of shared memory. `st.shared.v4.b32 [s], {..};`
     ///
     /// # Safety
-    /// As [`ld_shared_v4`], and nobody else uses it meanwhile.
+    /// As [`ld_shared_v4`], and no other thread uses it meanwhile.
     pub unsafe fn st_shared_v4(s: u32, v: [u32; 4]) {
         // SAFETY: the caller vouches for `s`.
         unsafe {
@@ -324,7 +330,8 @@ device_fns! {
         unsafe { asm!("st.shared.b32 [{s}], {v};", v = in(reg32) v, s = in(reg32) s, options(nostack)) };
     }
 
-    /// What the block's writer of the word released before it is visible after it. `ld.acquire.cta.shared.b32 r, [s];`
+    /// The stores that the word's writer in the block released are visible after it.
+    /// `ld.acquire.cta.shared.b32 r, [s];`
     ///
     /// # Safety
     /// `s` is an offset inside the block's shared memory, 4-byte aligned.

@@ -1,8 +1,10 @@
-//! What Rust-CUDA's back end needs beside the instructions themselves. With rustc's own back end nothing here does anything.
+//! Additions that Rust-CUDA's back end needs beside the instructions themselves. With rustc's own
+//! back end nothing here does anything.
 //!
-//! rustc_codegen_nvvm does not tell LLVM that an `asm!` may be a collective, which only all lanes together may execute, and libNVVM
-//! copies a collective into both arms of a branch that lanes take differently: some wait in one copy, the others in the other. An
-//! intrinsic that LLVM knows to be convergent keeps the block of code it stands in from being copied.
+//! rustc_codegen_nvvm does not mark an `asm!` as a collective, which only all lanes together may
+//! execute. So libNVVM copies a collective into both arms of a branch that lanes take differently:
+//! some wait in one copy, the others in the other. An intrinsic that LLVM models as convergent
+//! keeps its basic block from being copied.
 
 #[cfg(epoxide_backend = "nvvm")]
 unsafe extern "C" {
@@ -14,15 +16,15 @@ unsafe extern "C" {
     fn barrier_sync_cnt(barrier: u32, threads: u32);
 }
 
-/// Says what libNVVM's LLVM 7 does not find out by itself, so that a division by it would have a trap. rustc's LLVM does, and is told
-/// nothing: its PTX stays as it is.
+/// States a fact that libNVVM's LLVM 7 does not find by itself, so that a division by it would have
+/// a trap. rustc's LLVM finds it, and gets no statement: its PTX is unchanged.
 ///
 /// # Safety
 /// `condition` is true.
 #[inline(always)]
 pub unsafe fn assume(condition: bool) {
     #[cfg(epoxide_backend = "nvvm")]
-    // SAFETY: the caller says so.
+    // SAFETY: the caller promises the condition.
     unsafe {
         core::hint::assert_unchecked(condition)
     };
@@ -30,7 +32,8 @@ pub unsafe fn assume(condition: bool) {
     let _ = condition;
 }
 
-/// Keeps the collective of a warp that follows where the source has it: `bar.warp.sync 0xffffffff;`, as an intrinsic.
+/// Keeps the collective of a warp that follows where the source has it:
+/// `bar.warp.sync 0xffffffff;`, as an intrinsic.
 ///
 /// # Safety
 /// All 32 lanes call it.

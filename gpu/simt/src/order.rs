@@ -32,7 +32,8 @@ device_fns! {
         unsafe { asm!("red.relaxed.gpu.global.add.u64 [{p}], {v};", p = in(reg64) p, v = in(reg64) v, options(nostack)) };
     }
 
-    /// Lowers to the minimum, with no order, on this device. `red.relaxed.gpu.global.min.u64 [p], v;`
+    /// Lowers to the minimum, with no order, on this device.
+    /// `red.relaxed.gpu.global.min.u64 [p], v;`
     ///
     /// # Safety
     /// `p` is a live, writable global address, 8-byte aligned.
@@ -41,7 +42,8 @@ device_fns! {
         unsafe { asm!("red.relaxed.gpu.global.min.u64 [{p}], {v};", p = in(reg64) p, v = in(reg64) v, options(nostack)) };
     }
 
-    /// Raises to the maximum, with no order, on this device. `red.relaxed.gpu.global.max.u64 [p], v;`
+    /// Raises to the maximum, with no order, on this device.
+    /// `red.relaxed.gpu.global.max.u64 [p], v;`
     ///
     /// # Safety
     /// `p` is a live, writable global address, 8-byte aligned.
@@ -50,7 +52,8 @@ device_fns! {
         unsafe { asm!("red.relaxed.gpu.global.max.u64 [{p}], {v};", p = in(reg64) p, v = in(reg64) v, options(nostack)) };
     }
 
-    /// Adds and returns the old value; ordered both ways on this device. `atom.acq_rel.gpu.global.add.u64 r, [p], v;`
+    /// Adds and returns the old value; ordered both ways on this device.
+    /// `atom.acq_rel.gpu.global.add.u64 r, [p], v;`
     ///
     /// # Safety
     /// `p` is a live, writable global address, 8-byte aligned.
@@ -64,7 +67,8 @@ device_fns! {
         r
     }
 
-    /// Adds and returns the old value, with no order, on this device. `atom.relaxed.gpu.global.add.u64 r, [p], v;`
+    /// Adds and returns the old value, with no order, on this device.
+    /// `atom.relaxed.gpu.global.add.u64 r, [p], v;`
     ///
     /// # Safety
     /// `p` is a live, writable global address, 8-byte aligned.
@@ -102,15 +106,16 @@ device_fns! {
         unsafe { asm!("red.relaxed.cta.shared.add.u32 [{s}], {v};", s = in(reg32) s, v = in(reg32) v, options(nostack)) };
     }
 
-    /// Orders what this thread did before, and what it has seen of others, before what it does next, for every device and the host: behind
-    /// it several relaxed stores release, of which each alone would wait. `fence.acq_rel.sys;`
+    /// Orders this thread's accesses, and the writes that it has observed, before its later
+    /// accesses, for every device and the host. Behind it several relaxed stores release, each of
+    /// which would otherwise wait by itself. `fence.acq_rel.sys;`
     pub fn fence_acq_rel_sys() {
         // SAFETY: orders memory only.
         unsafe { asm!("fence.acq_rel.sys;", options(nostack)) };
     }
 
-    /// Waits until the kernels that this one was launched behind have ended; what they wrote is visible then. Does
-    /// nothing in a kernel that was launched as others are. `griddepcontrol.wait;`
+    /// Waits until the kernels that this one was launched behind have ended; their writes are
+    /// visible then.
     pub fn griddepcontrol_wait() {
         // SAFETY: orders memory only.
         unsafe { asm!("griddepcontrol.wait;", options(nostack)) };
@@ -123,7 +128,8 @@ device_fns! {
         unsafe { asm!("griddepcontrol.launch_dependents;", options(nostack)) };
     }
 
-    /// Orders ordinary accesses and those of the bulk copy engine (the async proxy). `fence.proxy.async;`
+    /// Orders ordinary accesses and those of the bulk copy engine (the async proxy).
+    /// `fence.proxy.async;`
     pub fn fence_proxy_async() {
         // SAFETY: orders memory only.
         unsafe { asm!("fence.proxy.async;", options(nostack)) };
@@ -141,11 +147,13 @@ device_fns! {
         unsafe { asm!("fence.proxy.async.shared::cta;", options(nostack)) };
     }
 
-    /// Waits for all threads of the block and orders their memory accesses. `bar.warp.sync 0xffffffff; barrier.sync 0;`
+    /// Waits for all threads of the block and orders their memory accesses.
+    /// `bar.warp.sync 0xffffffff; barrier.sync 0;`
     ///
-    /// First the warp comes together, then the warps: the block's barrier alone does not hold back a warp that has diverged, of which some
-    /// lanes may go on while others still wait (docs/KERNELS.md has what was seen). The unaligned form, which stays legal where the compiler
-    /// has copied it.
+    /// First the lanes of the warp converge, then the warps of the block. The block's barrier alone
+    /// does not hold back a diverged warp: some of its lanes may continue while others still wait
+    /// (docs/KERNELS.md has the observations). It is the unaligned form, which stays legal where
+    /// the compiler has copied it.
     ///
     /// # Safety
     /// Every live thread of the block reaches it.
@@ -160,7 +168,8 @@ device_fns! {
         };
     }
 
-    /// [`barrier_sync`], and whether `is` was true in any thread of the block. `barrier.red.or.pred p, 0, q;`
+    /// [`barrier_sync`], and whether `is` was true in any thread of the block.
+    /// `barrier.red.or.pred p, 0, q;`
     ///
     /// # Safety
     /// Every live thread of the block reaches it.
@@ -175,7 +184,8 @@ device_fns! {
         any != 0
     }
 
-    /// [`barrier_sync`] of the threads of some warps alone, `threads` of them, at barrier `BARRIER`: 1 to 15, one for each group of warps.
+    /// [`barrier_sync`] of the threads of some warps alone, `threads` of them, at barrier
+    /// `BARRIER`: 1 to 15, one for each group of warps.
     /// `bar.warp.sync 0xffffffff; barrier.sync BARRIER, threads;`
     ///
     /// # Safety

@@ -72,7 +72,7 @@ impl fmt::Debug for StalePtx {
 impl core::error::Error for StalePtx {}
 
 /// Checks that a PTX module has kernel `K`, compiled from the source that this program was built
-/// with: attribute, parameters and body. What the body calls is not compared.
+/// with: attribute, parameters and body. Functions that the body calls are not compared.
 ///
 /// # Errors
 /// Both descriptions, where they differ.
@@ -132,9 +132,8 @@ impl<'a> CutPtx<'a> {
         self.kernels.iter().filter(waits).map(|kernel| kernel.name)
     }
 
-    /// The part that the kernels `names` need: everything but the other kernels, whose lines stay as empty ones, so
-    /// that line numbers in errors are those of the whole. A driver compiles what it loads, so a module of five
-    /// kernels loads in half the time of one of ten.
+    /// The part that the kernels `names` need. It is everything but the other kernels, whose lines
+    /// stay as empty ones, so that line numbers in errors are those of the whole.
     pub fn only(&self, names: &[&str]) -> String {
         let mut text = self.head.to_owned();
         for kernel in &self.kernels {
@@ -173,7 +172,7 @@ mod tests {
         assert_eq!(CutPtx::new(ptx).waiting().collect::<Vec<_>>(), ["a"]);
     }
 
-    /// The kernel as somebody has compiled it.
+    /// The kernel in a compiled form.
     mod compiled {
         use super::*;
         #[kernel(threads = 64, barriers = 1, traps = 2, local_memory = "small {table}")]

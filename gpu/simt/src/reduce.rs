@@ -26,7 +26,8 @@ pub unsafe fn warp_sum_f32(v: f32) -> f32 {
     unsafe { warp_reduce(v, |a, b| a + b) }
 }
 
-/// The largest value of all lanes of the warp: five `shfl.sync.bfly.b32` and comparisons. Values are numbers.
+/// The largest value of all lanes of the warp: five `shfl.sync.bfly.b32` and comparisons. Values
+/// are numbers.
 ///
 /// # Safety
 /// All 32 lanes call it.
@@ -44,7 +45,8 @@ unsafe fn block_reduce(
     scratch: SharedArray<f32, 32>,
     combine: impl Fn(f32, f32) -> f32,
 ) -> f32 {
-    // SAFETY: the caller says that all threads of the block call it, in whole warps, and gives the memory to it alone.
+    // SAFETY: the caller says that all threads of the block call it, in whole warps, and gives the
+    // memory to it alone.
     unsafe {
         let (lane, warps) = (laneid(), ntid() / 32);
         let of_warp = warp_reduce(v, &combine);
@@ -52,7 +54,8 @@ unsafe fn block_reduce(
             scratch.st(tid() / 32, of_warp);
         }
         barrier_sync();
-        // Lanes without a warp of their own load the last one's: no branch in front of the collective.
+        // Lanes without a warp of their own load the last one's: no branch in front of the
+        // collective.
         let theirs = scratch.ld(lane.min(warps - 1));
         let total = warp_reduce(if lane < warps { theirs } else { neutral }, &combine);
         // The next reduction may write the memory.
@@ -64,7 +67,8 @@ unsafe fn block_reduce(
 /// The sum over all threads of the block, in a fixed order. Two block barriers.
 ///
 /// # Safety
-/// All threads of the block call it; the block has whole warps; nobody else uses `scratch` meanwhile.
+/// All threads of the block call it; the block has whole warps; no other code uses `scratch`
+/// meanwhile.
 #[inline(always)]
 pub unsafe fn block_sum_f32(v: f32, scratch: SharedArray<f32, 32>) -> f32 {
     // SAFETY: the caller vouches for the threads and the memory.
@@ -74,7 +78,8 @@ pub unsafe fn block_sum_f32(v: f32, scratch: SharedArray<f32, 32>) -> f32 {
 /// The largest value of all threads of the block. Two block barriers. Values are numbers.
 ///
 /// # Safety
-/// All threads of the block call it; the block has whole warps; nobody else uses `scratch` meanwhile.
+/// All threads of the block call it; the block has whole warps; no other code uses `scratch`
+/// meanwhile.
 #[inline(always)]
 pub unsafe fn block_max_f32(v: f32, scratch: SharedArray<f32, 32>) -> f32 {
     // SAFETY: the caller vouches for the threads and the memory.

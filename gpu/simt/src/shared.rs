@@ -77,7 +77,8 @@ impl<T: SharedElement, const N: usize> SharedArray<T, N> {
     /// Loads element `i`: `ld.shared`.
     ///
     /// # Safety
-    /// The launch gives the block this memory, `i` is below `N`, and no other thread writes the element meanwhile.
+    /// The launch gives the block this memory, `i` is below `N`, and no other thread writes the
+    /// element meanwhile.
     #[inline(always)]
     pub unsafe fn ld(self, i: u32) -> T {
         // SAFETY: the caller vouches for the element.
@@ -98,8 +99,8 @@ impl<T: SharedElement, const N: usize> SharedArray<T, N> {
 /// Declares a block's shared memory as a struct of arrays of four-byte numbers.
 ///
 /// The struct is an offset in the shared window. It has a method for each field, and the constant
-/// `BYTES`, which both sides know. `pub struct` lies in dynamic shared memory, which the launch gives
-/// the block: the kernel's attribute says `shared = Tiles::BYTES`, and the kernel calls
+/// `BYTES`, which both sides know. `pub struct` lies in dynamic shared memory, which the launch
+/// gives the block: the kernel's attribute says `shared = Tiles::BYTES`, and the kernel calls
 /// `Tiles::dynamic()`. `pub static struct` has memory of its own, which the PTX declares, and the
 /// kernel calls `Tiles::get()`.
 ///

@@ -12,8 +12,9 @@ macro_rules! sreg32 {
                 let r: u32;
                 // SAFETY: reads a register that cannot change during the kernel.
                 unsafe { asm!(concat!("mov.u32 {r}, ", $reg, ";"), r = out(reg32) r, options(pure, nomem, nostack)) };
-                // SAFETY: the hardware's own bounds, so that no division by a dimension needs a trap. libNVVM does not see through
-                // the function and keeps its argument in memory.
+                // SAFETY: the hardware's own bounds, so that no division by a dimension needs a
+                // trap. libNVVM does not see through `contains` and keeps its argument in memory,
+                // so it gets a `matches!` below.
                 #[cfg(not(epoxide_backend = "nvvm"))]
                 unsafe {
                     core::hint::assert_unchecked($range.contains(&r))
@@ -45,7 +46,8 @@ sreg32! {
 }
 
 device_fns! {
-    /// Nanoseconds of a clock that all devices of the machine share roughly. `mov.u64 r, %globaltimer;`
+    /// Nanoseconds of a clock that all devices of the machine share roughly.
+    /// `mov.u64 r, %globaltimer;`
     pub fn globaltimer() -> u64 {
         let r: u64;
         // SAFETY: reads a clock; not `pure`, since it changes.
@@ -53,8 +55,8 @@ device_fns! {
         r
     }
 
-    /// As [`tid`], read anew: for code that seldom runs, where a register that keeps it alive would cost more.
-    /// `mov.u32 r, %tid.x;`
+    /// As [`tid`], read anew: for code that seldom runs, where a register that keeps it alive would
+    /// cost more. `mov.u32 r, %tid.x;`
     pub fn tid_now() -> u32 {
         let r: u32;
         // SAFETY: reads a register; not `pure`, so that it is not merged with `tid`.
@@ -62,8 +64,8 @@ device_fns! {
         r
     }
 
-    /// Offset of the block's dynamic shared memory in the shared window: as many bytes as the launch gives the block.
-    /// `mov.u32 r, EPOXIDE_SHARED;`
+    /// Offset of the block's dynamic shared memory in the shared window: as many bytes as the
+    /// launch gives the block. `mov.u32 r, EPOXIDE_SHARED;`
     pub fn dynamic_shared() -> u32 {
         let r: u32;
         // SAFETY: takes the address of the symbol declared below.

@@ -50,7 +50,8 @@ device_fns! {
         r
     }
 
-    /// The value of the lane whose number differs in the bits of `MASK`. `shfl.sync.bfly.b32 r, v, MASK, 31, 0xffffffff;`
+    /// The value of the lane whose number differs in the bits of `MASK`.
+    /// `shfl.sync.bfly.b32 r, v, MASK, 31, 0xffffffff;`
     ///
     /// # Safety
     /// All 32 lanes call it; `MASK` is below 32.

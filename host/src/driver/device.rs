@@ -13,28 +13,30 @@ use super::streams::Streams;
 use crate::error::Result;
 use crate::virtual_time::VirtualTime;
 
-/// The raw driver of one device. Handles are opaque; asynchronous calls return at once and run in stream order.
+/// The raw driver of one device. Handles are opaque; asynchronous calls return at once and run in
+/// stream order.
 ///
-/// Some calls wait for the device's running kernels, and some of those hold up every other call of the device until then
-/// (docs/waits.md has the table). So nothing that a running kernel waits for may need a call: threads that kernels wait
-/// for hold a [`NoDriverCalls`](super::NoDriverCalls).
+/// Some calls wait for the device's running kernels. Some of those block every other call of the
+/// device until then (docs/waits.md has the table). So nothing that a running kernel waits for may
+/// need a call: threads that kernels wait for hold a [`NoDriverCalls`](super::NoDriverCalls).
 ///
-/// Errors of asynchronous work surface at the next [`Device::stream_synchronize`], [`Device::event_synchronize`] or
-/// query, as CUDA's do.
+/// Errors of asynchronous work surface at the next [`Device::stream_synchronize`],
+/// [`Device::event_synchronize`] or query, as CUDA's do.
 ///
 /// # Safety
-/// The `unsafe` methods take addresses and handles on trust: they must be live until the stream has passed the call.
+/// The `unsafe` methods take addresses and handles on trust: they must be live until the stream has
+/// passed the call.
 pub trait Device: Send + Sync + Debug {
-    /// What this device is.
+    /// Properties of this device.
     fn info(&self) -> &DeviceInfo;
 
-    /// Whether kernels of this device can use atomics in memory of the device at this PCI address, as over NVLink; PCIe has none. True
-    /// where this process does not see that device.
+    /// Whether kernels of this device can use atomics in memory of the device at this PCI address,
+    /// as over NVLink; PCIe has none. True where this process does not see that device.
     #[doc(hidden)]
     fn has_native_atomics_with(&self, pci_bus_id: &str) -> Result<bool>;
 
-    /// Runs `call` with this device current on the calling thread, as libraries beside the driver want it, which ask the CUDA runtime
-    /// which device they are to use.
+    /// Runs `call` with this device current on the calling thread. Libraries beside the driver need
+    /// that: they query the CUDA runtime for the device to use.
     #[doc(hidden)]
     fn run_current(&self, call: &mut dyn FnMut()) -> Result<()> {
         NoDriverCalls::check()?;
@@ -50,27 +52,31 @@ pub trait Device: Send + Sync + Debug {
     #[doc(hidden)]
     fn alloc(&self, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory>;
 
-    /// Names the parts of memory, for reports of a device that checks what kernels do. Like the three methods below, it is no call of
-    /// the driver: it waits for nothing.
+    /// Names the parts of memory, for the reports of a device in check mode. This method and the
+    /// three below are no driver calls: they never wait.
     #[doc(hidden)]
     fn describe(&self, _memory: &RawMemory, _sections: &[Section]) {}
 
-    /// The host looks at this [`MemoryKind::MappedHost`] memory, which nobody has used yet, through [`Device::host_load`] and behind
-    /// [`Device::host_reads`] alone: a device that checks what kernels do checks that too.
+    /// Enables checks of host reads of this unused [`MemoryKind::MappedHost`] memory on a device in
+    /// check mode. The host must then read it only through [`Device::host_load`] and behind
+    /// [`Device::host_reads`].
     #[doc(hidden)]
     fn watch_host(&self, _memory: &RawMemory) {}
 
-    /// Loads the 8-byte word at `offset` of mapped host memory, with acquire. An error where a device that checks finds a race.
+    /// Loads the 8-byte word at `offset` of mapped host memory, with acquire. An error where a
+    /// device that checks finds a race.
     ///
     /// # Safety
-    /// The memory is live and has a host address, and the word lies inside of it at a multiple of 8.
+    /// The memory is live and has a host address, and the word lies inside of it at a multiple of
+    /// 8.
     #[doc(hidden)]
     unsafe fn host_load(&self, memory: &RawMemory, offset: u64) -> Result<u64> {
-        // SAFETY: as the caller says; whoever else accesses the word is a kernel.
+        // SAFETY: the caller promises that the word is live; all other accesses are by kernels.
         Ok(unsafe { AtomicU64::from_ptr(memory.host.add(offset as usize).cast()) }.load(Ordering::Acquire))
     }
 
-    /// The host is about to read `bytes` bytes at `offset` of mapped host memory. An error where a device that checks finds a race.
+    /// The host is about to read `bytes` bytes at `offset` of mapped host memory. An error where a
+    /// device that checks finds a race.
     #[doc(hidden)]
     fn host_reads(&self, _memory: &RawMemory, _offset: u64, _bytes: u64) -> Result<()> {
         Ok(())
@@ -80,13 +86,15 @@ pub trait Device: Send + Sync + Debug {
     #[doc(hidden)]
     fn staging(&self) -> &Staging;
 
-    /// The streams of this device that have an owner, which a [`Fence`](super::Fence) and memory that goes back come behind. Owners
-    /// hold the list where a stream goes, or a capture begins or spreads: in [`Device::stream_destroy`], [`Device::capture_begin`] and
+    /// The streams of this device that have an owner, which a [`Fence`](super::Fence) and memory
+    /// that goes back come behind. Owners hold the list where a stream goes, or a capture begins or
+    /// spreads: in [`Device::stream_destroy`], [`Device::capture_begin`] and
     /// [`Device::stream_wait_event`].
     #[doc(hidden)]
     fn streams(&self) -> &Streams;
 
-    /// A descriptor that stands for [`MemoryKind::Shareable`] or [`MemoryKind::SharedHost`] memory in this or another process.
+    /// A descriptor that stands for [`MemoryKind::Shareable`] or [`MemoryKind::SharedHost`] memory
+    /// in this or another process.
     #[doc(hidden)]
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd>;
 
@@ -101,7 +109,8 @@ pub trait Device: Send + Sync + Debug {
     #[doc(hidden)]
     fn import(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory>;
 
-    /// A handle that stands for [`MemoryKind::Shareable`] memory on every host of the same NVLink domain.
+    /// A handle that stands for [`MemoryKind::Shareable`] memory on every host of the same NVLink
+    /// domain.
     #[doc(hidden)]
     fn export_fabric(&self, _memory: &RawMemory) -> Result<FabricHandle> {
         let what = format!("a fabric handle for memory of {}", self.info().name);
@@ -115,10 +124,11 @@ pub trait Device: Send + Sync + Debug {
         Err(crate::Error::Unavailable { what, reason: "the driver has none".into() })
     }
 
-    /// Frees or unmaps memory; [`MemoryKind`] says what that waits for.
+    /// Frees or unmaps memory; [`MemoryKind`] lists the work that it waits for.
     ///
     /// # Safety
-    /// No work in flight uses it, except for [`MemoryKind::Device`] in streams of this device, and it is not freed twice.
+    /// No work in flight uses it, except for [`MemoryKind::Device`] in streams of this device, and
+    /// it is not freed twice.
     #[doc(hidden)]
     unsafe fn free(&self, memory: &RawMemory);
 
@@ -126,7 +136,8 @@ pub trait Device: Send + Sync + Debug {
     #[doc(hidden)]
     fn module_load(&self, ptx: &str) -> Result<u64>;
 
-    /// Looks up a kernel of a module and raises its dynamic shared memory limit to `max_shared_bytes`.
+    /// Looks up a kernel of a module and raises its dynamic shared memory limit to
+    /// `max_shared_bytes`.
     #[doc(hidden)]
     fn module_kernel(&self, module: u64, name: &'static str, max_shared_bytes: u32) -> Result<u64>;
 
@@ -137,12 +148,13 @@ pub trait Device: Send + Sync + Debug {
     #[doc(hidden)]
     unsafe fn module_unload(&self, module: u64);
 
-    /// Launches a kernel. `params` points to one value per kernel parameter, as `cuLaunchKernel` wants them, with
-    /// their sizes in bytes.
+    /// Launches a kernel. `params` points to one value per kernel parameter, as `cuLaunchKernel`
+    /// wants them, with their sizes in bytes.
     ///
     /// # Safety
-    /// The parameters fit the kernel's signature and every address in them is live until the kernel ends. A kernel
-    /// that is launched as [`LaunchConfig::dependent`] begins with `griddepcontrol.wait`.
+    /// The parameters fit the kernel's signature and every address in them is live until the kernel
+    /// ends. A kernel that is launched as [`LaunchConfig::dependent`] begins with
+    /// `griddepcontrol.wait`.
     #[doc(hidden)]
     unsafe fn launch(&self, stream: u64, kernel: u64, config: &LaunchConfig, params: &[&[u8]]) -> Result<()>;
 
@@ -157,7 +169,8 @@ pub trait Device: Send + Sync + Debug {
     #[doc(hidden)]
     unsafe fn stream_adopt(&self, raw: RawStream) -> Result<u64>;
 
-    /// The stream as other code of this process may adopt it: its `CUstream`, or the virtual GPU's own token.
+    /// The stream as other code of this process may adopt it: its `CUstream`, or the virtual GPU's
+    /// own token.
     #[doc(hidden)]
     fn stream_raw(&self, stream: u64) -> RawStream;
 
@@ -185,7 +198,8 @@ pub trait Device: Send + Sync + Debug {
     #[doc(hidden)]
     fn event_record(&self, event: u64, stream: u64) -> Result<()>;
 
-    /// Makes the stream wait for the event's last record. An event that was never recorded does not wait.
+    /// Makes the stream wait for the event's last record. An event that was never recorded does not
+    /// wait.
     #[doc(hidden)]
     fn stream_wait_event(&self, stream: u64, event: u64) -> Result<()>;
 
@@ -204,7 +218,8 @@ pub trait Device: Send + Sync + Debug {
     /// Copies bytes between device and host addresses, in stream order.
     ///
     /// # Safety
-    /// Both ranges are live until the stream has passed the copy. Pageable host memory may be read before this returns.
+    /// Both ranges are live until the stream has passed the copy. Pageable host memory may be read
+    /// before this returns.
     #[doc(hidden)]
     unsafe fn copy(&self, stream: u64, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()>;
 
@@ -221,8 +236,8 @@ pub trait Device: Send + Sync + Debug {
         None
     }
 
-    /// Called in every host-side polling loop. Gives the processor away; on a virtual GPU that is driven by hand it
-    /// also runs device work, and tells whether there was some.
+    /// Called in every host-side polling loop. It yields the processor. On a virtual GPU that is
+    /// driven by hand it also runs device work, and returns whether there was any.
     #[doc(hidden)]
     fn make_progress(&self) -> bool {
         std::thread::yield_now();

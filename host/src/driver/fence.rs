@@ -7,12 +7,14 @@ use super::device::Device;
 use super::owned::{Event, Stream};
 use crate::error::Result;
 
-/// A point behind all that the listed streams of a device had been given when it was made, but for what they record: that does not run.
+/// A point behind all work that the listed streams had been given when it was made. Captured work
+/// is left out: it does not run.
 #[derive(Debug)]
 pub struct Fence(Vec<(u64, Event)>);
 
 impl Fence {
-    /// A fence behind all that has been enqueued so far. Takes events from `spare` as far as there are any.
+    /// A fence behind all that has been enqueued so far. Takes events from `spare` as far as there
+    /// are any.
     pub fn new(device: &Arc<dyn Device>, spare: &mut Vec<Event>) -> Result<Fence> {
         let list = device.streams().hold();
         let mut events = Vec::with_capacity(list.streams.len() + 1);
@@ -30,7 +32,7 @@ impl Fence {
         Ok(Fence(events))
     }
 
-    /// Makes `stream` wait for it. What `stream` itself was given comes before anyway.
+    /// Makes `stream` wait for it. The work of `stream` itself comes before in any case.
     pub fn come_before(&self, stream: &Stream) -> Result<()> {
         let others = self.0.iter().filter(|(id, _)| *id != stream.id());
         others.map(|(_, event)| event).try_for_each(|event| stream.wait(event))
@@ -46,7 +48,8 @@ impl Fence {
         Ok(true)
     }
 
-    /// Its events, for the next fence: a wait is for an event's last record at the time of the call.
+    /// Its events, for the next fence: a wait is for an event's last record at the time of the
+    /// call.
     pub fn into_spare(self, spare: &mut Vec<Event>) {
         spare.extend(self.0.into_iter().map(|(_, event)| event));
     }

@@ -1,14 +1,16 @@
-//! What epoxide needs of a GPU, as one trait with two implementations: [`virt`] over the virtual GPU and, with the
-//! Cargo feature `cuda`, `cuda` over cust. Nothing outside this module names CUDA.
+//! epoxide's needs of a GPU, as one trait with two implementations: [`virt`] over the virtual GPU
+//! and, with the Cargo feature `cuda`, `cuda` over cust. Nothing outside this module names CUDA.
 //!
-//! [`Device`] is the raw trait: small integer handles, one method per driver call. The types beside it ([`Memory`],
-//! [`Stream`], [`Event`], [`Module`], [`Graph`]) own such a handle and give it back on drop; callers use those.
+//! [`Device`] is the raw trait: small integer handles, one method per driver call. The types beside
+//! it ([`Memory`], [`Stream`], [`Event`], [`Module`], [`Graph`]) own such a handle and give it back
+//! on drop; callers use those.
 
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 pub mod cuda;
-/// NVIDIA GPUs, with the Cargo feature `cuda`: `CudaDevice::open(ordinal)` is a [`Device`], `devices()` lists what there is, `doctor()` says what
-/// this machine lacks. This page was made without the feature; `cargo doc --features cuda` has the rest.
+/// NVIDIA GPUs, with the Cargo feature `cuda`: `CudaDevice::open(ordinal)` is a [`Device`],
+/// `devices()` lists the GPUs, `doctor()` lists the faults of this machine. This page was made
+/// without the feature; `cargo doc --features cuda` has the rest.
 #[cfg(all(doc, not(feature = "cuda")))]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 pub mod cuda {}

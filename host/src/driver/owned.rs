@@ -21,10 +21,11 @@ use crate::bounded::{self, read_text_file};
 use crate::error::{Error, Result};
 use crate::virtual_time::{Poller, VirtualTime};
 
-/// Says that `what` of the device has not ended in `waited`, and that its owner goes all the same. Kernels that may still run, perhaps for
-/// ever, use memory and code that owners are about to give back: from now on nothing of the device is given back, nor the device itself,
-/// until the process ends. That costs memory of a device that is of little use any more; to free it would let a kernel write to what is
-/// somebody else's by then.
+/// Reports that `what` of the device has not ended in `waited`, although its owner is dropped.
+/// Kernels that may still run, perhaps for ever, use memory and code that owners are about to free.
+/// From now on nothing of the device is freed, nor the device itself, until the process ends. This
+/// leaks memory of a device that is of little use any more. If it were freed, a kernel could write
+/// to memory that has another owner by then.
 pub(crate) fn give_up(device: &Arc<dyn Device>, what: &str, waited: Duration) {
     if device.streams().give_up() {
         let ordinal = device.info().ordinal;
@@ -43,14 +44,16 @@ pub struct Memory {
     requested: u64,
 }
 
-// SAFETY: `RawMemory` is an address range without thread affinity; access to it goes through unsafe or stream calls.
+// SAFETY: `RawMemory` is an address range without thread affinity; access to it goes through unsafe
+// or stream calls.
 unsafe impl Send for Memory {}
 // SAFETY: as above; `&Memory` gives out addresses only.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// The host goes by the word at `offset`, which it has loaded: a device that checks takes what was released there for known to the calling
-    /// thread. An error where there is no such word of host memory.
+    /// The host has loaded the word at `offset` and relies on it. A device in check mode adds the
+    /// releases there to the calling thread's past. An error if the word is not in this host
+    /// memory.
     pub(crate) fn host_has_loaded(&self, offset: u64) -> Result<()> {
         if self.raw.host.is_null() || !offset.is_multiple_of(8) || offset + 8 > self.requested {
             return Err(Error::argument("offset", offset, "must be that of a word of host memory"));
@@ -59,20 +62,20 @@ impl Memory {
         unsafe { self.device.host_load(&self.raw, offset) }.map(drop)
     }
 
-    /// The host is about to take `bytes` bytes at `offset` by itself. An error where a device that checks finds that a kernel wrote there
-    /// without having released it to a word that this thread has gone by.
+    /// Checks a read by the host itself of `bytes` bytes at `offset`. In check mode, an error if a
+    /// kernel wrote there and has not released its write to a word that this thread has loaded.
     pub(crate) fn host_takes(&self, offset: u64, bytes: u64) -> Result<()> {
         let is_there = offset.checked_add(bytes).is_some_and(|end| end <= self.requested);
-        // What reaches beyond is refused by whoever would do it.
+        // The read itself rejects a range beyond the end.
         if is_there { self.device.host_reads(&self.raw, offset, bytes) } else { Ok(()) }
     }
 
-    /// Allocates `bytes`; `label` names the memory in errors. Its contents are zero, those of [`MemoryKind::Device`] and
-    /// [`MemoryKind::Unpooled`] unspecified.
+    /// Allocates `bytes`; `label` names the memory in errors. Its contents are zero, those of
+    /// [`MemoryKind::Device`] and [`MemoryKind::Unpooled`] unspecified.
     pub fn alloc(device: &Arc<dyn Device>, bytes: u64, kind: MemoryKind, label: &str) -> Result<Memory> {
         let raw = device.alloc(bytes, kind, label)?;
         if matches!(kind, MemoryKind::MappedHost | MemoryKind::SharedHost) {
-            // SAFETY: fresh host memory of at least `bytes`, which nothing else knows yet.
+            // SAFETY: fresh host memory of at least `bytes`; no other code has its address yet.
             unsafe { raw.host.write_bytes(0, bytes as usize) };
         }
         Ok(Memory { device: device.clone(), raw, requested: bytes })
@@ -120,7 +123,8 @@ impl Memory {
         self.raw.ptr
     }
 
-    /// Copies host bytes to `offset` in it, through page-locked memory in the order of `stream`, and waits for it.
+    /// Copies host bytes to `offset` in it, through page-locked memory in the order of `stream`,
+    /// and waits for it.
     ///
     /// # Errors
     /// [`Error::Argument`] where it is too short for them.
@@ -130,7 +134,8 @@ impl Memory {
         unsafe { stream.write(self.raw.ptr.add(offset), bytes) }
     }
 
-    /// Copies bytes at `offset` in it to the host, through page-locked memory in the order of `stream`, and waits for it.
+    /// Copies bytes at `offset` in it to the host, through page-locked memory in the order of
+    /// `stream`, and waits for it.
     ///
     /// # Errors
     /// [`Error::Argument`] where it is too short for them.
@@ -148,12 +153,13 @@ impl Memory {
         Err(Error::argument("offset", offset, format!("{bytes} bytes there must lie inside of {have} bytes")))
     }
 
-    /// Host address of the first byte; null unless the memory is [`MemoryKind::MappedHost`] or [`MemoryKind::SharedHost`].
+    /// Host address of the first byte; null unless the memory is [`MemoryKind::MappedHost`] or
+    /// [`MemoryKind::SharedHost`].
     pub fn host_ptr(&self) -> *mut u8 {
         self.raw.host
     }
 
-    /// Names its parts in the reports of a device that checks what kernels do.
+    /// Names its parts in the reports of a device in check mode.
     #[doc(hidden)]
     pub fn describe(&self, sections: &[Section]) {
         self.device.describe(&self.raw, sections);
@@ -181,14 +187,14 @@ impl Drop for Memory {
         if self.device.streams().are_given_up() {
             return;
         }
-        // SAFETY: this owner frees once; users of the address hold a borrow, or wait for their stream first and `give_up` where it takes
-        // too long.
+        // SAFETY: this owner frees once; users of the address hold a borrow, or wait for their
+        // stream first and `give_up` where it takes too long.
         unsafe { self.device.free(&self.raw) }
     }
 }
 
-/// Mapped host memory that kernels write and the host reads, by these methods alone: so a device that checks what kernels do sees whether
-/// the host reads what was released to it.
+/// Mapped host memory that kernels write. The host reads it by these methods alone. So a device in
+/// check mode sees whether the host reads only bytes that were released to it.
 #[derive(Debug)]
 pub struct MappedMemory(Memory);
 
@@ -214,15 +220,17 @@ impl MappedMemory {
     /// Zeroes all of it, in the order of `stream`, and waits for that.
     ///
     /// # Errors
-    /// Whatever the driver reports.
+    /// Errors of the driver.
     pub fn clear(&self, stream: &Stream) -> Result<()> {
         self.0.write(stream, 0, &vec![0; self.0.requested as usize])
     }
 
-    /// Loads the 8-byte word at `offset`, with acquire: what a kernel wrote before it released the word's value may be read then.
+    /// Loads the 8-byte word at `offset`, with acquire: the host may then read all bytes that the
+    /// kernel wrote before it released the word's value.
     ///
     /// # Errors
-    /// [`Error::Argument`] where there is no such word, [`Error::VirtualFault`] where a device that checks finds a race.
+    /// [`Error::Argument`] where there is no such word, [`Error::VirtualFault`] where a device that
+    /// checks finds a race.
     pub fn load(&self, offset: u64) -> Result<u64> {
         self.check_range(offset, 8, 8)?;
         // SAFETY: mapped host memory of this owner; the range was just checked.
@@ -237,7 +245,8 @@ impl MappedMemory {
         let bytes = size_of::<T>() as u64;
         self.check_range(offset, bytes, align_of::<T>() as u64)?;
         self.0.device.host_reads(&self.0.raw, offset, bytes)?;
-        // SAFETY: inside of the memory, aligned, and any bytes are a `T`. Volatile, since a kernel has written it.
+        // SAFETY: inside of the memory, aligned, and any bytes are a `T`. Volatile, since a kernel
+        // has written it.
         Ok(unsafe { self.0.raw.host.add(offset as usize).cast::<T>().read_volatile() })
     }
 
@@ -345,21 +354,24 @@ impl Stream {
     /// Launches a kernel.
     ///
     /// # Safety
-    /// The parameters fit the kernel's signature, and every address in them is live until the kernel ends. A kernel
-    /// that is launched as [`LaunchConfig::dependent`] begins with `griddepcontrol.wait`.
+    /// The parameters fit the kernel's signature, and every address in them is live until the
+    /// kernel ends. A kernel that is launched as [`LaunchConfig::dependent`] begins with
+    /// `griddepcontrol.wait`.
     pub unsafe fn launch(&self, kernel: &Kernel, config: &LaunchConfig, params: &[&[u8]]) -> Result<()> {
         // SAFETY: passed on to the caller.
         unsafe { self.device.launch(self.handle, kernel.handle, config, params) }
     }
 
-    /// Launches `kernel`, a `K`, on `grid` blocks of `block` threads with a call that has been checked: `K::call(args)`.
+    /// Launches `kernel`, a `K`, on `grid` blocks of `block` threads with a call that has been
+    /// checked: `K::call(args)`.
     ///
     /// # Errors
-    /// [`Error::Launch`] where a clause of the kernel's contract does not hold, where its attribute names another shape, or
-    /// where `kernel` is another one; and whatever the driver reports.
+    /// [`Error::Launch`] if a clause of the kernel's contract does not hold, its attribute names
+    /// another shape, or `kernel` is another kernel. Also errors of the driver.
     ///
     /// # Safety
-    /// The addresses in the call's arguments are live, and as the argument struct says, until the kernel ends.
+    /// The addresses in the call's arguments are live, and hold the data that the argument struct
+    /// describes, until the kernel ends.
     pub unsafe fn call<K: gpu::Entry>(
         &self,
         kernel: &Kernel,
@@ -374,7 +386,8 @@ impl Stream {
         unsafe { self.launch_checked(kernel, shape, &call) }
     }
 
-    /// Launches `kernel`, a `K`, in the shape that its attribute gives a call: `#[kernel(grid = .., block = .., ..)]`.
+    /// Launches `kernel`, a `K`, in the shape that its attribute gives a call:
+    /// `#[kernel(grid = .., block = .., ..)]`.
     ///
     /// # Errors
     /// As [`Stream::call`]; and [`Error::Launch`] where the attribute names no grid or no block.
@@ -413,15 +426,16 @@ impl Stream {
             cooperative: false,
             dependent: K::INFO.dependent && kernel.waits,
         };
-        // SAFETY: `Call<K>` holds exactly kernel K's parameter; the caller vouches for the addresses. A lint holds the
-        // PTX of dependent kernels to their wait.
+        // SAFETY: `Call<K>` holds exactly kernel K's parameter; the caller vouches for the
+        // addresses. A lint holds the PTX of dependent kernels to their wait.
         unsafe { self.launch(kernel, &config, &[call.param()]) }
     }
 
     /// Copies host bytes to the device, through page-locked memory, and waits for it.
     ///
     /// # Safety
-    /// `src.len()` bytes from `dst` on are live memory of this device, and nobody counts on what they hold.
+    /// `src.len()` bytes from `dst` on are live memory of this device, and no other code relies on
+    /// their contents.
     pub unsafe fn write(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
         // SAFETY: passed on to the caller.
         unsafe { staged_copy::write(&*self.device, self.handle, dst, src) }
@@ -445,8 +459,8 @@ impl Stream {
         unsafe { self.device.copy(self.handle, CopyEnd::Device(dst), CopyEnd::Device(src), bytes) }
     }
 
-    /// Copies between any addresses, in stream order. What waits for pageable host memory is the driver's affair ([`Stream::read`] and
-    /// [`Stream::write`] do not leave it to that).
+    /// Copies between any addresses, in stream order. For pageable host memory the driver decides
+    /// what waits ([`Stream::read`] and [`Stream::write`] do not leave it to the driver).
     ///
     /// # Safety
     /// Both ranges are live until the stream has passed the copy.
@@ -465,7 +479,7 @@ impl Stream {
         unsafe { self.device.fill(self.handle, dst, value, bytes) }
     }
 
-    /// Records what `work` enqueues instead of running it.
+    /// Records the work that `work` enqueues instead of running it.
     pub fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
         {
             let _still = self.device.streams().hold();
@@ -488,18 +502,20 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // Held until the driver has let go of the stream too: no fence, and no memory that goes back, misses what it was given.
+        // Held until the driver has destroyed the stream too: otherwise a fence, or a free of
+        // memory, could miss its work.
         let mut list = self.device.streams().hold();
         if list.remove(self.id).is_some_and(|gone| gone.fenced)
             && let Err(error) = depart(&*self.device, &mut list, self.handle)
         {
-            tracing::debug!("what a stream was given is not waited for: {error}");
+            tracing::debug!("later fences do not wait for the work of a destroyed stream: {error}");
         }
         self.device.stream_destroy(self.handle);
     }
 }
 
-/// Has later fences come behind what a stream that goes, or that is the caller's again, was given so far.
+/// Orders later fences behind the work so far of a stream that is destroyed or returned to its
+/// caller.
 fn depart(device: &dyn Device, list: &mut List, gone: u64) -> Result<()> {
     if device.stream_is_capturing(gone)? {
         return Ok(());
@@ -547,9 +563,9 @@ pub(crate) trait Report: fmt::Debug + Send + Sync {
 
 /// A point in a stream.
 ///
-/// The event of an operation of a buffer also knows the operation's outcome: [`Event::synchronize`],
-/// [`Event::is_done`] and [`Event::wait_timeout`] give the error of a failed operation instead of
-/// `Ok`, once the event has passed.
+/// The event of an operation of a buffer also holds the operation's outcome.
+/// [`Event::synchronize`], [`Event::is_done`] and [`Event::wait_timeout`] return the error of a
+/// failed operation instead of `Ok`, once the event has passed.
 #[derive(Debug)]
 pub struct Event {
     device: Arc<dyn Device>,
@@ -563,7 +579,7 @@ impl Event {
         Ok(Event { device: device.clone(), handle: device.event_create(timing)?, of: None })
     }
 
-    /// The same event, of work whose outcome `report` knows.
+    /// The same event, with the outcome that `report` holds.
     pub(crate) fn of(mut self, report: Arc<dyn Report>) -> Event {
         self.of = Some(report);
         self
@@ -642,7 +658,8 @@ impl Drop for LoadedModule {
         if self.device.streams().are_given_up() {
             return;
         }
-        // SAFETY: every `Kernel` holds this `Arc`, and callers keep kernels alive while their stream runs them, or `give_up`.
+        // SAFETY: every `Kernel` holds this `Arc`, and callers keep kernels alive while their
+        // stream runs them, or `give_up`.
         unsafe { self.device.module_unload(self.handle) }
     }
 }
@@ -668,7 +685,8 @@ impl Module {
         Module::load(device, &text)
     }
 
-    /// A kernel by its entry name; `max_shared_bytes` is the most dynamic shared memory it will be launched with.
+    /// A kernel by its entry name; `max_shared_bytes` is the most dynamic shared memory it will be
+    /// launched with.
     pub fn kernel(&self, name: &'static str, max_shared_bytes: u32) -> Result<Kernel> {
         let limit = self.0.device.info().max_shared_bytes_per_block;
         if max_shared_bytes > limit {
@@ -688,7 +706,8 @@ impl Module {
 /// Names a file with PTX to load instead of the embedded one. Development only.
 const PTX_OVERRIDE: &str = "EPOXIDE_PTX";
 
-/// The PTX of epoxide's kernels: the embedded one, or that of the file that is given or that `EPOXIDE_PTX` names.
+/// The PTX of epoxide's kernels: the embedded one, or that of the file that is given or that
+/// `EPOXIDE_PTX` names.
 pub fn shipped_ptx(file: Option<&Path>) -> Result<Cow<'static, str>> {
     ptx_of(file.map(OsString::from).or_else(|| std::env::var_os(PTX_OVERRIDE)))
 }
@@ -706,16 +725,18 @@ pub struct Kernel {
     _module: Module,
     handle: u64,
     name: &'static str,
-    /// Whether it waits for the one in front of it in the stream, which kernels of other PTX may not.
+    /// Whether it waits for the one in front of it in the stream, which kernels of other PTX may
+    /// not.
     waits: bool,
 }
 
 impl Kernel {
-    /// Kernel `K` of the PTX that epoxide ships, for [`Stream::call`]; `max_shared_bytes` is the most dynamic shared
-    /// memory it will be launched with.
+    /// Kernel `K` of the PTX that epoxide ships, for [`Stream::call`]; `max_shared_bytes` is the
+    /// most dynamic shared memory it will be launched with.
     ///
     /// # Errors
-    /// If the device does not take the PTX, has less shared memory, or `EPOXIDE_PTX` names a file that cannot be read.
+    /// If the device does not take the PTX, has less shared memory, or `EPOXIDE_PTX` names a file
+    /// that cannot be read.
     pub fn shipped<K: gpu::Entry>(device: &Arc<dyn Device>, max_shared_bytes: u32) -> Result<Kernel> {
         let name = K::INFO.name;
         Module::shipped(device, None, &[name])?.kernel(name, max_shared_bytes)
@@ -739,7 +760,7 @@ impl Graph {
     /// Runs it in `stream`.
     ///
     /// # Safety
-    /// The memory whose addresses were recorded is live until the stream has passed the run.
+    /// All recorded addresses are live until the stream has passed the run.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<()> {
         self.device.graph_launch(self.handle, stream.handle)
     }

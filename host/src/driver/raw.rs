@@ -1,8 +1,8 @@
-//! What the methods of [`Device`](super::Device) take and give.
+//! Arguments and results of [`Device`](super::Device)'s methods.
 
 use epoxide_gpu::layout::DevicePtr;
 
-/// What a device is and how large it is.
+/// Properties and size of a device.
 #[derive(Debug, Clone)]
 pub struct DeviceInfo {
     /// Index among the devices of this driver.
@@ -21,7 +21,7 @@ pub struct DeviceInfo {
     pub driver_version: u32,
     /// PCI bus id, or an empty string.
     pub pci_bus_id: String,
-    /// What a network card's writes to this device's memory may be relied on for.
+    /// Order of a network card's writes to this device's memory.
     #[doc(hidden)]
     pub rdma_write_order: RdmaWriteOrder,
 }
@@ -29,26 +29,32 @@ pub struct DeviceInfo {
 /// How memory may be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryKind {
-    /// Device memory out of the device's own stream-ordered pool. Neither getting it nor giving it back waits for anything or
-    /// holds anybody up: it goes back behind all work that was enqueued before in streams that this device knows
-    /// ([`Stream::new`](super::Stream::new), [`Stream::adopt`](super::Stream::adopt)). What others enqueued must have ended by then.
+    /// Device memory out of the device's own stream-ordered pool. Neither allocation nor free waits
+    /// or blocks other calls. The free comes behind all work that was enqueued before in streams of
+    /// the device's list ([`Stream::new`](super::Stream::new),
+    /// [`Stream::adopt`](super::Stream::adopt)). Work in other streams must have ended before the
+    /// free.
     Device,
-    /// Device memory that can be exported as a file descriptor and mapped by peers. Giving it back unmaps it at once, and a kernel that
-    /// still uses it makes a fault: its owner waits first.
+    /// Device memory that can be exported as a file descriptor and mapped by peers. Giving it back
+    /// unmaps it at once, and a kernel that still uses it makes a fault: its owner waits first.
     Shareable,
-    /// Page-locked host memory, mapped into the device's address space. Giving it back waits for the device's running kernels and
-    /// holds up every other call of the device meanwhile, as `cuMemFreeHost` does: not in the course of operations.
+    /// Page-locked host memory, mapped into the device's address space. Its free waits for the
+    /// device's running kernels and blocks every other call of the device meanwhile, as
+    /// `cuMemFreeHost` does. So it is not freed in the course of operations.
     MappedHost,
-    /// [`MemoryKind::MappedHost`] that can be exported as a file descriptor, for other processes to map as ordinary memory.
+    /// [`MemoryKind::MappedHost`] that can be exported as a file descriptor, for other processes to
+    /// map as ordinary memory.
     #[doc(hidden)]
     SharedHost,
-    /// Device memory by `cuMemAlloc`, which other libraries of a process use: giving it back waits and holds up like
-    /// [`MemoryKind::MappedHost`]. epoxide itself uses none; tests play such a neighbour with it.
+    /// Device memory by `cuMemAlloc`, which other libraries of a process use. Its free waits and
+    /// blocks other calls like that of [`MemoryKind::MappedHost`]. epoxide itself uses none; tests
+    /// use it to play such a library.
     #[doc(hidden)]
     Unpooled,
 }
 
-/// A raw allocation: what [`Device::alloc`](super::Device::alloc) and [`Device::import`](super::Device::import) return.
+/// A raw allocation: the result of [`Device::alloc`](super::Device::alloc) and
+/// [`Device::import`](super::Device::import).
 #[doc(hidden)]
 #[derive(Debug, Clone, Copy)]
 pub struct RawMemory {
@@ -56,13 +62,15 @@ pub struct RawMemory {
     pub handle: u64,
     /// Device address of the first byte.
     pub ptr: DevicePtr,
-    /// Host address of the first byte, for [`MemoryKind::MappedHost`] and [`MemoryKind::SharedHost`]; else null.
+    /// Host address of the first byte, for [`MemoryKind::MappedHost`] and
+    /// [`MemoryKind::SharedHost`]; else null.
     pub host: *mut u8,
-    /// Usable bytes: at least what was asked for.
+    /// Usable bytes: at least the requested number.
     pub bytes: u64,
 }
 
-/// What stands for memory of a device on every host of its NVLink domain: opaque bytes, to be passed on as they are.
+/// A handle of device memory for every host of its NVLink domain: opaque bytes, to be passed on
+/// unchanged.
 #[doc(hidden)]
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct FabricHandle(pub Vec<u8>);
@@ -90,12 +98,13 @@ pub struct LaunchConfig {
     pub shared_bytes: u32,
     /// All blocks must be resident at once: the driver refuses the launch if they cannot be.
     pub cooperative: bool,
-    /// The kernel waits by itself for the one in front of it in the stream, before it does anything else
-    /// (`griddepcontrol.wait`), so that it may be launched before that one has ended.
+    /// The kernel waits by itself for the one in front of it in the stream, before it does anything
+    /// else (`griddepcontrol.wait`). So it may be launched before that kernel has ended.
     pub dependent: bool,
 }
 
-/// A stream that belongs to the caller (`CUstream`), passed through unchanged. Null is the default stream.
+/// A stream that belongs to the caller (`CUstream`), passed through unchanged. Null is the default
+/// stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct RawStream(pub *mut std::ffi::c_void);

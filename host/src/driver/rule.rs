@@ -1,7 +1,8 @@
-//! The rule that whatever a running kernel waits for makes progress without a driver call, enforced.
+//! Enforces a rule: all that a running kernel waits for makes progress without a driver call.
 //!
-//! Freeing memory and loading modules hold the context's lock until running kernels have ended, and any part of the process may
-//! do so. A kernel that waits for a thread which needs any call of that context is then in a deadlock.
+//! Freeing memory and loading modules hold the context's lock until running kernels have ended, and
+//! any part of the process may do so. A kernel that waits for a thread which needs any call of that
+//! context is then in a deadlock.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -9,12 +10,12 @@ use std::marker::PhantomData;
 use crate::error::{Error, Result};
 
 thread_local! {
-    /// Who this thread is, where it must not call the driver.
+    /// Name of this thread, if it must not call the driver.
     static FORBIDDEN: Cell<Option<&'static str>> = const { Cell::new(None) };
 }
 
-/// While this lives, a driver call of the thread that made it is an error; on the virtual GPU it makes the device unusable, so
-/// that no test passes with one.
+/// While this lives, a driver call of its thread is an error. On the virtual GPU such a call makes
+/// the device unusable, so that no test passes with one.
 #[derive(Debug)]
 pub struct NoDriverCalls {
     outer: Option<&'static str>,
@@ -23,7 +24,7 @@ pub struct NoDriverCalls {
 }
 
 impl NoDriverCalls {
-    /// Forbids driver calls on this thread; `who` names it in errors.
+    /// Forbids driver calls on this thread; errors name it by `who`.
     pub fn new(who: &'static str) -> NoDriverCalls {
         NoDriverCalls { outer: FORBIDDEN.replace(Some(who)), _not_send: PhantomData }
     }

@@ -1,7 +1,8 @@
 //! Host data on its way to and from a device, through page-locked memory.
 //!
-//! A copy between the device and pageable memory waits in the driver until its stream has come to it, and shares the driver's own
-//! staging with every other such copy of the process. One through page-locked memory only waits for its own event.
+//! A copy between the device and pageable memory waits in the driver until its stream reaches the
+//! copy. It shares the driver's own staging with every other such copy of the process. A copy
+//! through page-locked memory waits only for its own event.
 
 use epoxide_gpu::layout::DevicePtr;
 
@@ -49,8 +50,8 @@ unsafe fn copy(device: &dyn Device, stream: u64, at: DevicePtr, mut way: Way<'_>
     let outcome = (0..bytes).step_by(PIECE_BYTES as usize).try_for_each(|from| {
         let len = (bytes - from).min(PIECE_BYTES as usize);
         let (host, at) = (CopyEnd::Host(piece.0.host), CopyEnd::Device(DevicePtr(at.0 + from as u64)));
-        // SAFETY: the piece is this call's alone, as large as `len`, and the stream is through with it after each turn. The
-        // device's side is the caller's promise.
+        // SAFETY: the piece is this call's alone, as large as `len`, and the stream is through with
+        // it after each turn. The device's side is the caller's promise.
         unsafe {
             match &mut way {
                 Way::ToDevice(src) => {

@@ -7,8 +7,9 @@ use super::raw::RawMemory;
 /// Bytes of a piece.
 pub(super) const PIECE_BYTES: u64 = 4 << 20;
 
-/// Pieces of page-locked memory that are free. They are kept as long as the device, since giving one back waits for running
-/// kernels; there are as many as threads ever copied at the same time.
+/// Pieces of page-locked memory that are free. They are kept as long as the device, because a free
+/// waits for running kernels. Their number is the largest number of threads that ever copied at the
+/// same time.
 #[derive(Debug, Default)]
 pub struct Staging {
     free: Mutex<Vec<Piece>>,
@@ -17,7 +18,8 @@ pub struct Staging {
 #[derive(Debug)]
 pub(super) struct Piece(pub(super) RawMemory);
 
-// SAFETY: an address range without thread affinity; a piece is in the hands of one thread at a time.
+// SAFETY: an address range without thread affinity; a piece is in the hands of one thread at a
+// time.
 unsafe impl Send for Piece {}
 
 impl Staging {

@@ -7,14 +7,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 #[derive(Debug, Default)]
 pub struct Streams {
     list: Mutex<List>,
-    /// Somebody has stopped waiting for work of the device, which may still run.
+    /// Whether a wait for work of the device was given up. The work may still run.
     given_up: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct List {
     pub(super) streams: Vec<Listed>,
-    /// A stream that has waited for those that are gone, whose work may still run.
+    /// A stream that has waited for all destroyed streams, whose work may still run.
     pub(super) departed: Option<u64>,
 }
 
@@ -26,7 +26,8 @@ pub(super) struct Listed {
     pub(super) fenced: bool,
 }
 
-/// The list, held still: none of the streams goes, or begins to be captured by this library, meanwhile.
+/// The list, held still: none of the streams goes, or begins to be captured by this library,
+/// meanwhile.
 pub(super) type Still<'a> = MutexGuard<'a, List>;
 
 impl Streams {
@@ -40,12 +41,13 @@ impl Streams {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether work may still run that somebody has stopped waiting for. What it uses is not known here, so nothing is freed any more.
+    /// Whether a wait was given up although its work may still run. Its memory is not known here,
+    /// so nothing is freed any more.
     pub(super) fn are_given_up(&self) -> bool {
         self.given_up.load(Ordering::Acquire)
     }
 
-    /// Notes that somebody has stopped waiting. True for the first time.
+    /// Notes that a wait was given up. True for the first time.
     pub(super) fn give_up(&self) -> bool {
         !self.given_up.swap(true, Ordering::AcqRel)
     }
@@ -62,7 +64,8 @@ impl List {
         Some(self.streams.swap_remove(at))
     }
 
-    /// (id, handle) of the streams that a fence comes behind. The one that stands for those that are gone has the id 0.
+    /// (id, handle) of the streams that a fence comes behind. The one that stands for those that
+    /// are gone has the id 0.
     pub(super) fn fenced(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let fenced = self.streams.iter().filter(|stream| stream.fenced);
         fenced.map(|stream| (stream.id, stream.handle)).chain(self.departed.map(|handle| (0, handle)))

@@ -108,7 +108,8 @@ pub(super) enum CounterError {
 }
 
 impl Board {
-    /// Bytes that keys and values take, each with [`OVERHEAD`]; those that only answers under way still hold are among them.
+    /// Bytes that keys and values take, each with [`OVERHEAD`]; those that only answers under way
+    /// still hold are among them.
     pub(super) fn bytes(&self) -> usize {
         self.meter.0.load(Ordering::Relaxed)
     }
@@ -143,8 +144,8 @@ impl Board {
         Ok(sum)
     }
 
-    /// Sets `key` to `desired` if it holds `expected`, or is missing and `expected` is empty. Returns what the key holds
-    /// then; for a missing key, `expected` (as PyTorch does).
+    /// Sets `key` to `desired` if it holds `expected`, or is missing and `expected` is empty.
+    /// Returns what the key holds then; for a missing key, `expected` (as PyTorch does).
     pub(super) fn compare_set(&mut self, key: &[u8], expected: &[u8], desired: &[u8]) -> Shared {
         match self.values.get(key) {
             Some(value) if **value == *expected => self.set(key, desired),
@@ -162,7 +163,8 @@ impl Board {
         }
     }
 
-    /// Most memory that appending to a key needs in addition: its memory may double, and is new where an answer holds the old.
+    /// Most memory that appending to a key needs in addition: its memory may double, and is new
+    /// where an answer holds the old.
     pub(super) fn append_size(&self, key: &[u8], more: usize) -> usize {
         let Some(value) = self.values.get(key) else { return key.len() + more + 2 * OVERHEAD };
         let shared = Arc::strong_count(&value.0) > 1;

@@ -1,4 +1,5 @@
-//! Operations of a group as values: what the object-safe core of [`ProcessGroup`](crate::group::ProcessGroup) runs.
+//! Operations of a group as values, which the object-safe core of
+//! [`ProcessGroup`](crate::group::ProcessGroup) runs.
 
 use crate::error::{Error, Result};
 use crate::group::element::{ElementType, ReduceOp};
@@ -128,7 +129,8 @@ pub enum Call {
         /// This rank's bytes.
         data: Vec<u8>,
     },
-    /// Every rank's bytes, on `root`; lengths may differ. Gives [`CallResult::Parts`] there, [`CallResult::Done`] elsewhere.
+    /// Every rank's bytes, on `root`; lengths may differ. Gives [`CallResult::Parts`] there,
+    /// [`CallResult::Done`] elsewhere.
     Gather {
         /// The rank that gets them.
         root: u32,
@@ -142,7 +144,8 @@ pub enum Call {
         /// The payload for each rank, by rank; ignored on ranks other than the root.
         parts: Vec<Vec<u8>>,
     },
-    /// Elementwise, the result on `root`. Gives [`CallResult::Data`] there, [`CallResult::Done`] elsewhere.
+    /// Elementwise, the result on `root`. Gives [`CallResult::Data`] there, [`CallResult::Done`]
+    /// elsewhere.
     Reduce {
         /// The rank that gets the result.
         root: u32,
@@ -173,15 +176,17 @@ pub enum Call {
         /// How they combine.
         op: ReduceOp,
     },
-    /// Part `p` of rank `r` becomes part `r` of rank `p`; lengths may differ. Gives [`CallResult::Parts`], by sender.
+    /// Part `p` of rank `r` becomes part `r` of rank `p`; lengths may differ. Gives
+    /// [`CallResult::Parts`], by sender.
     AllToAll {
         /// The payload for each receiver, by its rank.
         parts: Vec<Vec<u8>>,
     },
-    /// Sends and receives that go on at the same time. Gives [`CallResult::Messages`], one for each receive in order.
+    /// Sends and receives that go on at the same time. Gives [`CallResult::Messages`], one for each
+    /// receive in order.
     P2p(Vec<P2p>),
-    /// Several collectives in one turn; reductions of one kind that stand side by side travel as one. Gives
-    /// [`CallResult::Several`].
+    /// Several collectives in one turn; reductions of one kind that stand side by side travel as
+    /// one. Gives [`CallResult::Several`].
     Coalesced(Vec<Call>),
 }
 

@@ -64,8 +64,8 @@ impl fmt::Display for ElementType {
 
 /// How a reduction combines two elements.
 ///
-/// Integers wrap around. The order of the operands is fixed by the ranks and the size, so that every rank gets the same
-/// bits, in every run.
+/// Integers wrap around. The order of the operands is fixed by the ranks and the size, so that
+/// every rank gets the same bits, in every run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ReduceOp {
@@ -209,7 +209,8 @@ impl Arithmetic for bf16 {
     }
 }
 
-/// `into = lower op higher`, element by element, where `into` is the lower operand if `lower_first`.
+/// `into = lower op higher`, element by element, where `into` is the lower operand if
+/// `lower_first`.
 pub(crate) fn reduce(dtype: ElementType, op: ReduceOp, into: &mut [u8], other: &[u8], lower_first: bool) {
     fn each<T: Reducible>(into: &mut [u8], other: &[u8], combine: impl Fn(T, T) -> T) {
         let size = size_of::<T>();

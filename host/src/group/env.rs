@@ -4,9 +4,9 @@
 pub const RANK: &str = "RANK";
 /// Variable with the number of ranks.
 pub const WORLD_SIZE: &str = "WORLD_SIZE";
-/// Variable with the store's address: `file:///absolute/path` of a directory that is fresh for each run, or
-/// `tcp://host:port` of a server that runs already. Goes before `MASTER_ADDR` and `MASTER_PORT`, where rank 0 is the
-/// server.
+/// Variable with the store's address: `file:///absolute/path` of a directory that is fresh for each
+/// run, or `tcp://host:port` of a server that runs already. Goes before `MASTER_ADDR` and
+/// `MASTER_PORT`, where rank 0 is the server.
 pub const STORE: &str = "EPOXIDE_STORE";
 /// Variable with the rank's number among the ranks of its host.
 pub const LOCAL_RANK: &str = "LOCAL_RANK";
@@ -19,7 +19,8 @@ pub const MASTER_PORT: &str = "MASTER_PORT";
 /// Variable with the number of restarts before this start.
 pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
 
-/// Variable with the folder of the launch that a process is part of: by it, the next launch finds what is left of one whose launcher was killed.
+/// Variable with the folder of the launch that a process is part of. If the launcher is killed, the
+/// next launch finds remaining processes by it.
 pub(crate) const LAUNCH: &str = "EPOXIDE_LAUNCH";
 
 /// Most ranks of a group. Each keeps something for every other, so that a number that is a mistake

@@ -1,12 +1,14 @@
 //! Descriptors from rank to rank over Unix sockets.
 //!
-//! Each rank opens a [`Mailbox`]: a listening socket in the abstract name space, with a random name and token that
-//! the group announces. A sender connects, sends one packet (token, rank, descriptors) and leaves; the kernel keeps
-//! the packet until the mailbox's owner takes it, so all ranks send first and then receive, in any order.
+//! Each rank opens a [`Mailbox`]: a listening socket in the abstract name space, with a random name
+//! and token that the group announces. A sender connects, sends one packet (token, rank,
+//! descriptors) and closes. The kernel keeps the packet until the mailbox's owner receives it, so
+//! all ranks send first and then receive, in any order.
 //!
-//! Both ends look whether the other is of the same user. Where the job has a secret, the sender also proves that it knows
-//! it, for this mailbox, whose token is new; that the mailbox is the rank's, the group vouches for, over whose connections
-//! both ranks have proven it and the address came.
+//! Both ends check that the other is of the same user. If the job has a secret, the sender also
+//! proves that it knows it, for this mailbox, whose token is new. The group vouches that the
+//! mailbox is the rank's: both ranks have proven the secret over its connections, and the address
+//! came over them.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -76,8 +78,8 @@ impl Mailbox {
         &self.address
     }
 
-    /// Takes one packet of every rank but `rank`; that entry stays empty. `alive` is asked now and then; its error ends
-    /// the wait.
+    /// Takes one packet of every rank but `rank`; that entry stays empty. `alive` is asked now and
+    /// then; its error ends the wait.
     pub(super) fn receive(
         mut self,
         rank: u32,
@@ -216,7 +218,8 @@ pub(super) fn send(
     let name = SocketAddrUnix::new_abstract_name(name).map_err(os("connect"))?;
     let socket = open_socket()?;
     let start = Instant::now();
-    // The queue of a mailbox holds a connection per rank, so that a full one is a rare and passing state.
+    // The queue of a mailbox holds a connection per rank, so that a full one is a rare and passing
+    // state.
     while let Err(error) = connect(&socket, &name) {
         match error {
             Errno::AGAIN | Errno::INTR if start.elapsed() < timeout => {

@@ -14,38 +14,42 @@ use crate::error::{Error, Result};
 use crate::foreign::escaped;
 use crate::own_file;
 
-/// How long what changes a value in place waits for the lock file. A holder keeps it for microseconds.
+/// How long what changes a value in place waits for the lock file. A holder keeps it for
+/// microseconds.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest encoded key, in bytes; file names end at 255.
 const MAX_KEY_BYTES: usize = 240;
 /// Begins the name of a value's file.
 const VALUE: &str = "k.";
-/// Begins the name of a queue's file: entries, each after its length in 8 bytes. An empty queue has no file.
+/// Begins the name of a queue's file: entries, each after its length in 8 bytes. An empty queue has
+/// no file.
 const QUEUE: &str = "q.";
 const LOCK_FILE: &str = "lock";
 const POISON_FILE: &str = "poison";
 
-/// A [`Store`] in a directory: one file per key, replaced by rename; counters, queues and all else that depends on the
-/// old value under a lock file. [`Store::set`] takes no lock: a key that one rank sets while another adds to it, appends
-/// or compares may end as either made it.
+/// A [`Store`] in a directory, with one file per key, replaced by rename. Operations that depend on
+/// the old value, such as counters and queues, hold a lock file. [`Store::set`] takes no lock: a
+/// key that one rank sets while another adds to it, appends or compares may end as either made it.
 ///
-/// Works across processes of one host, and across hosts where the file system has working `rename` and `flock`. The
-/// directory should be fresh for each run: keys of an earlier run would be taken for this one's.
+/// Works across processes of one host, and across hosts where the file system has working `rename`
+/// and `flock`. The directory should be fresh for each run: keys of an earlier run would be taken
+/// for this one's.
 ///
-/// New directories have mode 0700 and files mode 0600, so that they are for this user alone.
-/// A user who may write in the directory can take any rank's place, so one that is another user's, or
-/// that all may write in, is refused; one that its group may write in is warned of. Links and files
-/// of other users in it are errors, never followed or read. The directories above it are not looked
-/// at.
+/// New directories have mode 0700 and files mode 0600, so only this user has access. A user who may
+/// write in the directory can take any rank's place. So a directory of another user, or one that
+/// all users may write in, is rejected. One that its group may write in causes a warning. Links and
+/// files of other users in it are errors, never followed or read. The directories above it are not
+/// checked.
 #[derive(Debug)]
 pub struct FileStore {
     directory: PathBuf,
 }
 
-/// Refuses a directory in which somebody else may write.
+/// Rejects a directory in which another user may write.
 fn check_owner(directory: &Path) -> Result<()> {
     let fail = |reason: String| store_error("open", &directory.to_string_lossy(), reason);
-    // Without links, as it was resolved: somebody may have put one there in between.
+    // Without following links, as the path was resolved: another user may have put a link there in
+    // between.
     let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW;
     let opened = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(directory);
     let metadata = opened.and_then(|file| file.metadata()).map_err(|error| fail(error.to_string()))?;
@@ -87,7 +91,7 @@ impl FileStore {
     /// Where it cannot be created, is another user's, or may be written in by all.
     pub fn new(directory: impl Into<PathBuf>) -> Result<FileStore> {
         let directory = directory.into();
-        // Without links: what has been looked at here must be what is used from now on.
+        // Without following links: the checked directory must be the one that is used from now on.
         let directory = DirBuilder::new()
             .recursive(true)
             .mode(0o700)
@@ -104,14 +108,15 @@ impl FileStore {
         &self.directory
     }
 
-    /// Gives the store up: every call from now on, and every call that waits now, fails with `reason` in every
-    /// process. The last reason stays.
+    /// Gives the store up: every call from now on, and every call that waits now, fails with
+    /// `reason` in every process. The last reason stays.
     #[doc(hidden)]
     pub fn poison(&self, reason: &str) -> Result<()> {
         self.replace("poison", "", &self.directory.join(POISON_FILE), reason.as_bytes())
     }
 
-    /// The file of a key: `k.` and the key, with everything but letters, digits, `-`, `_` and `.` as `%xx`.
+    /// The file of a key: `k.` and the key, with everything but letters, digits, `-`, `_` and `.`
+    /// as `%xx`.
     fn path(&self, operation: &'static str, key: &str) -> Result<PathBuf> {
         self.file(VALUE, operation, key)
     }
@@ -521,7 +526,7 @@ mod tests {
             assert!(error.contains("user 65534's") && error.contains("name one of your own"), "{error}");
             std::os::unix::fs::chown(&path, Some(0), None).unwrap();
         } else {
-            eprintln!("not root: what another user reads is not tried");
+            eprintln!("not root: access by another user is not tried");
         }
         for mode in [0o777, 0o1777, 0o702] {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
@@ -537,7 +542,7 @@ mod tests {
         let (directory, store) = store();
         let victim = directory.path().join("victim");
         fs::write(&victim, "of somebody else").unwrap();
-        // Somebody of the directory's group may have put them there.
+        // A member of the directory's group may have put them there.
         let link = |name: &str| std::os::unix::fs::symlink(&victim, store.directory().join(name)).unwrap();
         link("k.linked");
         link("tmp.0.0");

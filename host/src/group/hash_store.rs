@@ -26,8 +26,8 @@ impl HashStore {
         HashStore::default()
     }
 
-    /// Gives the store up: every call from now on, and every call that waits now, fails with `reason`. The first
-    /// reason stays.
+    /// Gives the store up: every call from now on, and every call that waits now, fails with
+    /// `reason`. The first reason stays.
     #[doc(hidden)]
     pub fn poison(&self, reason: &str) {
         self.lock().poison.get_or_insert_with(|| reason.to_owned());
@@ -60,7 +60,7 @@ impl HashStore {
         }
     }
 
-    /// Changes the board and wakes those who wait.
+    /// Changes the board and wakes waiting threads.
     fn change<T>(
         &self,
         operation: &'static str,
@@ -77,7 +77,8 @@ impl HashStore {
         Ok(outcome)
     }
 
-    /// Tries `attempt` now and after each change, until it gives something or `timeout` is over (`None`).
+    /// Tries `attempt` now and after each change, until it gives something or `timeout` is over
+    /// (`None`).
     fn wait_for<T>(
         &self,
         operation: &'static str,

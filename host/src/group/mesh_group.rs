@@ -20,7 +20,8 @@ use crate::error::{Error, Result};
 /// When the ranks of a [`MeshGroup`] connect to each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Connect {
-    /// When they first talk. Joining does not wait for the others, but the store must stay until then.
+    /// When they first talk. Joining does not wait for the others, but the store must stay until
+    /// then.
     #[default]
     Lazy,
     /// All of them while joining, which waits for the others; nothing needs the store from then on.
@@ -37,12 +38,13 @@ pub struct MeshOptions {
     pub connect: Connect,
     /// Over what they connect.
     pub sockets: Sockets,
-    /// Network interface, or its address, that other hosts reach this rank by. Default: the environment's
-    /// [`SOCKET_IFNAME`](super::SOCKET_IFNAME), else the interface of the default route.
+    /// Network interface, or its address, that other hosts reach this rank by. Default: the
+    /// environment's [`SOCKET_IFNAME`](super::SOCKET_IFNAME), else the interface of the default
+    /// route.
     pub interface: Option<String>,
-    /// The secret of the members: a connection is accepted only with a proof of it. Default: the environment's
-    /// ([`JobSecret::from_env`]); where that has none either, a token that the store holds has to do, and so whoever may
-    /// read the store gets in.
+    /// The secret of the members: a connection is accepted only with a proof of it. Default: the
+    /// environment's ([`JobSecret::from_env`]). Without that, a token in the store replaces it, so
+    /// any process that may read the store is admitted.
     pub secret: Option<JobSecret>,
     /// The purpose of the group, for people to read.
     pub description: String,
@@ -50,7 +52,8 @@ pub struct MeshOptions {
     pub limits: ConnectionLimits,
     /// How many operations the flight recorder keeps.
     pub recorded: usize,
-    /// Gets the flight recorder's dumps, beside the file that [`FLIGHT_RECORDER`](super::FLIGHT_RECORDER) names.
+    /// Gets the flight recorder's dumps, beside the file that
+    /// [`FLIGHT_RECORDER`](super::FLIGHT_RECORDER) names.
     #[doc(hidden)]
     pub recorder: Option<Writer>,
 }
@@ -73,7 +76,8 @@ impl Default for MeshOptions {
 }
 
 impl MeshOptions {
-    /// The sockets of a member of a group of `size` ranks; those of other hosts reach it with `network`.
+    /// The sockets of a member of a group of `size` ranks; those of other hosts reach it with
+    /// `network`.
     pub(super) fn listen(&self, size: u32, network: bool) -> Result<Listener> {
         Listener::open(size, self.sockets, self.interface.as_deref(), self.secret.clone(), network)
     }
@@ -91,15 +95,16 @@ impl std::fmt::Debug for MeshOptions {
     }
 }
 
-/// A [`ProcessGroup`] whose ranks talk to each other directly: over Unix sockets on one host, over TCP between hosts.
+/// A [`ProcessGroup`] whose ranks talk to each other directly: over Unix sockets on one host, over
+/// TCP between hosts.
 ///
-/// An error of an operation ends the group on this rank and, through it, on all others, each of which says which rank
-/// failed in which operation. Then call [`MeshGroup::shrink_group`], or drop the group. Wrong arguments
-/// do not end the group.
+/// An error of an operation ends the group on this rank and, through it, on all others. Each
+/// reports the rank that failed, and the operation. Then call [`MeshGroup::shrink_group`], or drop
+/// the group. Wrong arguments do not end the group.
 ///
-/// Operations run one at a time, in the order of the calls, on this rank; background operations (see
-/// [`ProcessGroup::start`]) on one thread that the first of them starts. A group that is dropped tells the others that
-/// it left; [`ProcessGroup::destroy`] waits for them first.
+/// Operations run one at a time, in the order of the calls, on this rank. Background operations
+/// (see [`ProcessGroup::start`]) run on one thread that the first of them starts. A group that is
+/// dropped tells the others that it left; [`ProcessGroup::destroy`] waits for them first.
 #[derive(Debug)]
 pub struct MeshGroup {
     pub(super) core: Arc<Core>,
@@ -117,8 +122,8 @@ impl MeshGroup {
     /// Joins the group `name` as `rank` of `size`, whose members find each other through `store`.
     ///
     /// # Errors
-    /// When the rank is taken, or a network interface is not there; with [`Connect::Eager`] also when a rank does not
-    /// join within the timeout, or takes the group to have another size.
+    /// The rank is taken, or a network interface does not exist. With [`Connect::Eager`] also: a
+    /// rank does not join within the timeout, or joins with another size of the group.
     pub fn new(
         store: Arc<dyn Store>,
         rank: u32,
@@ -154,7 +159,8 @@ impl MeshGroup {
             );
             return Err(store_error("join", &key, reason));
         }
-        // Ranks that connect while they join learn of each other's hosts first; others have to be ready for any.
+        // Ranks that connect while they join learn of each other's hosts first; others have to be
+        // ready for any.
         let network = options.connect == Connect::Lazy;
         let listener = options.listen(size, network)?;
         let address = serde_json::to_vec(&listener.address).map_err(|error| Error::os("serialise", error))?;
@@ -172,7 +178,7 @@ impl MeshGroup {
         options: MeshOptions,
     ) -> Result<MeshGroup> {
         let wake = Arc::new(Wake::new()?);
-        // A rank that connects says who it is at once, or in its next operation.
+        // A rank that connects authenticates at once, or in its next operation.
         let patience = options.limits.patience.max(options.timeout);
         let limits = ConnectionLimits { patience, ..options.limits.clone() };
         let mut engine = Engine::new(name, rank, listener, directory, store.clone(), wake, &limits)?;
@@ -194,8 +200,8 @@ impl MeshGroup {
         self.core.recorder.entries()
     }
 
-    /// Ranks that are known to have failed once an operation ended with an error: those whose connections broke, and
-    /// those that it blames. Ranks may know of different ones.
+    /// Ranks that are known to have failed once an operation ended with an error: those whose
+    /// connections broke, and those that it blames. Ranks may know of different ones.
     pub fn failed_ranks(&self) -> Vec<u32> {
         self.core.failed_ranks()
     }
@@ -271,7 +277,8 @@ impl ProcessGroup for MeshGroup {
                 };
                 let mut others = (0u32..).zip(&addresses).filter(|(peer, _)| *peer != rank);
                 let sent = others.try_for_each(send);
-                // The kernel keeps the packets, so after this they are all there; and if a rank died, this says which.
+                // The kernel keeps the packets, so after this all have arrived. If a rank died, the
+                // error names it.
                 run.barrier()?;
                 sent.map_err(|(peer, reason)| run.engine.error(vec![peer], reason))?;
                 match mailbox.receive(rank, size, left(), || Ok(()))? {

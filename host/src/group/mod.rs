@@ -1,13 +1,15 @@
 //! Process groups: how ranks find each other and agree before they share memory.
 //!
-//! A [`Store`] is a small key-value board that all ranks see: [`HashStore`] for threads of one process, [`FileStore`]
-//! for processes that share a directory, [`TcpStore`] for all others, those of PyTorch included; [`PrefixStore`] is a part
-//! of another store. A [`ProcessGroup`] is built over it and offers the collectives that setting
-//! up a buffer takes. This is the control plane: tokens never go through it.
+//! A [`Store`] is a small key-value board that all ranks see. [`HashStore`] is for threads of one
+//! process, [`FileStore`] for processes that share a directory, and [`TcpStore`] for all others,
+//! those of PyTorch included. [`PrefixStore`] is a part of another store. A [`ProcessGroup`] is
+//! built over a store and offers the collectives that the setup of a buffer needs. This is the
+//! control plane: tokens never go through it.
 //!
 //! Where the job has a [`JobSecret`], stores and groups let in only processes that know it.
 //!
-//! [`rendezvous`] joins the group that the environment names; [`launch`] starts the ranks, as processes or as threads.
+//! [`rendezvous`] joins the group that the environment names; [`launch`] starts the ranks, as
+//! processes or as threads.
 
 mod board;
 mod call;

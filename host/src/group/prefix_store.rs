@@ -6,7 +6,8 @@ use std::time::Duration;
 use super::Store;
 use crate::error::Result;
 
-/// A [`Store`] whose keys are those of another store that begin with `PREFIX/`, as PyTorch's `PrefixStore` has them.
+/// A [`Store`] whose keys are those of another store that begin with `PREFIX/`, as PyTorch's
+/// `PrefixStore` has them.
 ///
 /// Groups that share a store get one each, so that their keys cannot meet.
 #[derive(Debug, Clone)]

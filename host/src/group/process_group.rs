@@ -14,10 +14,10 @@ use crate::error::{Error, Result};
 
 /// Ranks that make the same calls in the same order.
 ///
-/// Every method but the getters and [`ProcessGroup::missing_ranks`] is collective: each rank of the
+/// Every method but the getters and [`ProcessGroup::missing_ranks`] is collective. Each rank of the
 /// group makes the same call, and none returns before the ranks it needs data from have made it. A
-/// call that fails on one rank leaves the group unusable there, since the ranks no longer agree on
-/// which call comes next; the error says so from then on.
+/// call that fails on one rank leaves the group unusable there, because the ranks no longer agree
+/// on the next call. From then on every call returns an error with that reason.
 pub trait ProcessGroup: Send + Sync + Debug {
     /// This rank, `0..size()`.
     fn rank(&self) -> u32;
@@ -37,12 +37,13 @@ pub trait ProcessGroup: Send + Sync + Debug {
     /// The bytes of `root`. The other ranks' `data` is not looked at.
     fn broadcast(&self, root: u32, data: &[u8]) -> Result<Vec<u8>>;
 
-    /// Gives every rank a duplicate of every rank's descriptors, indexed by rank and then in the order passed; the own
-    /// entry is duplicated too. At most [`MAX_FDS`](super::MAX_FDS) per rank; counts may differ between ranks. The results are
-    /// close-on-exec.
+    /// Gives every rank a duplicate of every rank's descriptors, indexed by rank and then in the
+    /// order passed; the own entry is duplicated too. At most [`MAX_FDS`](super::MAX_FDS) per rank;
+    /// counts may differ between ranks. The results are close-on-exec.
     fn exchange_fds(&self, fds: &[BorrowedFd<'_>]) -> Result<Vec<Vec<OwnedFd>>>;
 
-    /// The group of those ranks that give the same `color`, in the order of their ranks. Collective.
+    /// The group of those ranks that give the same `color`, in the order of their ranks.
+    /// Collective.
     ///
     /// # Errors
     /// By default [`Error::Unavailable`]: not every group can be split.
@@ -58,7 +59,8 @@ pub trait ProcessGroup: Send + Sync + Debug {
         "world"
     }
 
-    /// The back end of its operations: `mesh` for sockets between the ranks, `store` for a board that all see.
+    /// The back end of its operations: `mesh` for sockets between the ranks, `store` for a board
+    /// that all see.
     fn backend(&self) -> &'static str {
         "store"
     }
@@ -68,19 +70,20 @@ pub trait ProcessGroup: Send + Sync + Debug {
         ""
     }
 
-    /// The secret of the members, if they have one: connections set up over the group require it. By
-    /// default the environment's ([`JobSecret::from_env`]).
+    /// The secret of the members, if they have one: connections set up over the group require it.
+    /// By default the environment's ([`JobSecret::from_env`]).
     fn job_secret(&self) -> Result<Option<JobSecret>> {
         JobSecret::from_env()
     }
 
-    /// True where all members are known to be on one host, so that nothing has to be reached from another. By default
-    /// false.
+    /// True where all members are known to be on one host, so that nothing has to be reached from
+    /// another. By default false.
     fn shares_host(&self) -> bool {
         false
     }
 
-    /// The rank of `rank` in the first group, which this one was made from; `None` outside the group.
+    /// The rank of `rank` in the first group, which this one was made from; `None` outside the
+    /// group.
     fn global_rank(&self, rank: u32) -> Option<u32> {
         Some(rank).filter(|rank| *rank < self.size())
     }
@@ -92,32 +95,34 @@ pub trait ProcessGroup: Send + Sync + Debug {
 
     /// Runs an operation. [`Collectives`](super::Collectives) has all of them with types.
     ///
-    /// By default they are made of [`ProcessGroup::all_gather`], which has its own timeout, and there is no send and
-    /// receive.
+    /// By default they are made of [`ProcessGroup::all_gather`], which has its own timeout, and
+    /// there is no send and receive.
     #[doc(hidden)]
     fn call(&self, call: Call, timeout: Duration) -> Result<CallResult> {
         call_by_gathering(self, call, timeout)
     }
 
-    /// Starts an operation, to go on in the background. Operations run in the order of the calls; sends and receives
-    /// that directly follow each other run at the same time. By default it is over when this returns.
+    /// Starts an operation, to go on in the background. Operations run in the order of the calls;
+    /// sends and receives that directly follow each other run at the same time. By default it is
+    /// over when this returns.
     #[doc(hidden)]
     fn start(&self, call: Call, timeout: Duration) -> Work {
         Work::ready(self.call(call, timeout))
     }
 
-    /// The ranks that have died or left, or have not joined. Not collective: only this rank looks, for `wait`,
-    /// once the calls ahead of this one have ended. Meant for the time behind an error such as
-    /// [`Error::PeerTimeout`], which names one rank; what it returns is what
-    /// [`MeshGroup::shrink_group`](super::MeshGroup::shrink_group) takes.
+    /// The ranks that have died or left, or have not joined. Not collective: only this rank looks,
+    /// for `wait`, once the calls ahead of this one have ended. Meant for the time behind an error
+    /// such as [`Error::PeerTimeout`], which names one rank. The result is an argument of
+    /// [`MeshGroup::shrink_group`](super::MeshGroup::shrink_group).
     ///
-    /// A rank that hangs, or that was stopped, is there. So is a rank whose host lost its network or its power,
-    /// until the system gives up the connection. Once a call of the group has failed, the ranks are those of
-    /// [`MeshGroup::failed_ranks`](super::MeshGroup::failed_ranks), and `wait` is not waited for.
+    /// A rank that hangs, or that was stopped, is there. So is a rank whose host lost its network
+    /// or its power, until the system gives up the connection. Once a call of the group has failed,
+    /// the ranks are those of [`MeshGroup::failed_ranks`](super::MeshGroup::failed_ranks), and
+    /// `wait` is not waited for.
     ///
     /// # Errors
-    /// By default [`Error::Unavailable`]: not every group knows. Else the error of the store or of a socket;
-    /// the group works as before.
+    /// By default [`Error::Unavailable`]: not every group knows. Else the error of the store or of
+    /// a socket; the group works as before.
     fn missing_ranks(&self, _wait: Duration) -> Result<Vec<u32>> {
         Err(Error::Unavailable {
             what: format!("the missing ranks of group {:?}", self.name()),
@@ -125,17 +130,19 @@ pub trait ProcessGroup: Send + Sync + Debug {
         })
     }
 
-    /// Gives the group up: operations under way here and on the other ranks end with an error that has `reason`, and
-    /// later ones fail. By default nothing: the others see their timeout.
+    /// Gives the group up: operations under way here and on the other ranks end with an error that
+    /// has `reason`, and later ones fail. By default nothing: the others see their timeout.
     fn abort(&self, _reason: &str) {}
 
-    /// Waits for all ranks and leaves in order; no operation works from then on. By default a barrier.
+    /// Waits for all ranks and leaves in order; no operation works from then on. By default a
+    /// barrier.
     fn destroy(&self) -> Result<()> {
         self.barrier(self.timeout())
     }
 }
 
-/// Runs `call` with what every group has, such as one whose ranks run one at a time. Meant for small data: everything goes everywhere.
+/// Runs `call` with what every group has, such as one whose ranks run one at a time. Meant for
+/// small data: everything goes everywhere.
 fn call_by_gathering<G: ProcessGroup + ?Sized>(
     group: &G,
     call: Call,

@@ -5,14 +5,15 @@ use std::os::fd::AsFd;
 use rustix::net::AddressFamily;
 use rustix::net::sockopt::{socket_domain, socket_peercred};
 
-/// Refuses a process of another user at the other end of a Unix socket, with the reason. Other sockets pass.
+/// Refuses a process of another user at the other end of a Unix socket, with the reason. Other
+/// sockets pass.
 ///
-/// Sockets with abstract names have no owner and no mode, so anyone on the host can connect to one, or take a name that
-/// has become free. Root is no exception: it needs no socket of ours, and a job whose ranks run as several users is a
-/// mistake that is better seen at once.
+/// Sockets with abstract names have no owner and no mode. So any process on the host can connect to
+/// one, or take a name that has become free. Root is no exception: it needs no socket of ours. A
+/// job whose ranks run as several users is a mistake, and an early error is better.
 pub(crate) fn check(socket: impl AsFd) -> Result<(), String> {
     let socket = socket.as_fd();
-    let unknown = |error| format!("nobody says who is at the other end: {error}");
+    let unknown = |error| format!("the user at the other end is unknown: {error}");
     if socket_domain(socket).map_err(unknown)? != AddressFamily::UNIX {
         return Ok(());
     }

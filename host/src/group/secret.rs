@@ -1,13 +1,16 @@
-//! The secret that the processes of a job share, and how two of them show each other that they know it.
+//! The secret that the processes of a job share, and how two of them show each other that they know
+//! it.
 //!
-//! [`Initiator`] and [`Responder`] are the two ends of the challenge, without input and output: whoever owns a socket
-//! carries the bytes. The one that connects sends an *opening*, its nonce; the other answers with a *reply*, its own nonce
-//! and its proof; the first then sends its own *proof*. Where the other's nonce is known beforehand the proof goes with the
-//! opening, and one message each way is enough. A proof is the HMAC-SHA256 of all that was said, and of:
-//! - who proves, so that no proof can be sent back to where it came from;
-//! - what the connection is for ([`Purpose`]), so that none is of use at another door;
+//! [`Initiator`] and [`Responder`] are the two ends of the challenge, without input and output: the
+//! owner of the socket carries the bytes. The connecting side sends an *opening*, its nonce. The
+//! other side answers with a *reply*, its own nonce and its proof. The first then sends its own
+//! *proof*. Where the other's nonce is known beforehand the proof goes with the opening, and one
+//! message each way is enough. A proof is the HMAC-SHA256 of all that was said, and of:
+//! - the proving side, so that no proof can be sent back to its origin;
+//! - the purpose of the connection ([`Purpose`]), so that a proof is of no use at another door;
 //! - both nonces, which are new for each connection, so that none is of use a second time;
-//! - what the two claim to be, such as ranks and the address that was called, so that none vouches for anything else.
+//! - the claims of the two sides, such as ranks and the called address, so that a proof vouches for
+//!   nothing else.
 //!
 //! The same values give the [`Keys`] of the connection. With them each side signs every message
 //! that follows: a [`Signer`] signs one direction and numbers its messages. A process between the
@@ -26,11 +29,11 @@ use hmac_sha256::HMAC;
 use super::env::{Lookup, environment};
 use crate::error::{Error, Result};
 
-/// Variable with the job's secret: at least 32 characters, such as `openssl rand -hex 32` writes, the same for all
-/// processes of the job. `epoxide launch` gives it to the ranks.
+/// Variable with the job's secret: at least 32 characters, such as `openssl rand -hex 32` writes,
+/// the same for all processes of the job. `epoxide launch` gives it to the ranks.
 pub const JOB_SECRET: &str = "EPOXIDE_JOB_SECRET";
-/// Variable with the path of a file that holds the job's secret, of this user and closed to all others (mode 0600).
-/// [`JOB_SECRET`] goes before it.
+/// Variable with the path of a file that holds the job's secret, of this user and closed to all
+/// others (mode 0600). [`JOB_SECRET`] goes before it.
 pub const JOB_SECRET_FILE: &str = "EPOXIDE_JOB_SECRET_FILE";
 
 /// Shortest secret, in bytes. A connecting process gets a proof to try guesses on.
@@ -38,7 +41,7 @@ const SHORTEST: usize = 32;
 /// Longest secret; a longer file is something else.
 const LONGEST: usize = 4096;
 
-/// Bytes that nobody can guess.
+/// Bytes that cannot be guessed.
 pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;
@@ -52,7 +55,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// Reads the file of a secret: what is no secret is refused, and neither is ever shown.
+/// Reads the file of a secret: text that is no secret is rejected, and the text is never shown.
 pub fn fuzz_secret_file(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let shown = match JobSecret::named(JOB_SECRET_FILE, &text) {
@@ -76,10 +79,11 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The secret of a job's processes. With it, ranks and stores accept only connections that prove it.
+/// The secret of a job's processes. With it, ranks and stores accept only connections that prove
+/// it.
 ///
-/// It travels in the environment or in a file, never in an argument, which all users of a host can read; nothing here
-/// prints it.
+/// It travels in the environment or in a file, never in an argument, which all users of a host can
+/// read; nothing here prints it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JobSecret(Arc<str>);
 
@@ -125,7 +129,8 @@ impl JobSecret {
     /// The secret in a file.
     ///
     /// # Errors
-    /// Where the file cannot be read, is another user's, may be read or written by others, or holds no secret.
+    /// Where the file cannot be read, is another user's, may be read or written by others, or holds
+    /// no secret.
     pub fn from_file(path: impl AsRef<Path>) -> Result<JobSecret> {
         let path = path.as_ref();
         let fail = |rule: String| Err(Error::argument(JOB_SECRET_FILE, path.display(), rule));
@@ -157,10 +162,12 @@ impl JobSecret {
         }
     }
 
-    /// The secret that the environment has, in [`JOB_SECRET`] or in the file that [`JOB_SECRET_FILE`] names, if any.
+    /// The secret that the environment has, in [`JOB_SECRET`] or in the file that
+    /// [`JOB_SECRET_FILE`] names, if any.
     ///
     /// # Errors
-    /// Where one of them is set and is no secret; see [`JobSecret::new`] and [`JobSecret::from_file`].
+    /// Where one of them is set and is no secret; see [`JobSecret::new`] and
+    /// [`JobSecret::from_file`].
     pub fn from_env() -> Result<Option<JobSecret>> {
         JobSecret::from_variables(&environment)
     }
@@ -173,7 +180,7 @@ impl JobSecret {
         }
     }
 
-    /// Gives it to a process that is to be started, and to nobody else.
+    /// Gives it to a process that is to be started, and to no other.
     #[doc(hidden)]
     pub fn give_to(&self, command: &mut std::process::Command) {
         command.env(JOB_SECRET, &*self.0).env_remove(JOB_SECRET_FILE);
@@ -194,7 +201,8 @@ impl JobSecret {
         let mut mac = HMAC::new(self.0.as_bytes());
         mac.update(label);
         mac.update([side as u8, purpose as u8]);
-        // All that varies in length comes behind its length, so that no two conversations give the same bytes.
+        // All that varies in length comes behind its length, so that no two conversations give the
+        // same bytes.
         for part in [nonces[0], nonces[1], claims] {
             mac.update((part.len() as u64).to_le_bytes());
             mac.update(part);
@@ -288,8 +296,8 @@ impl Signer {
 
     fn next(&mut self, message: &[u8]) -> HMAC {
         let mut mac = self.keyed.clone();
-        // The number has a fixed length, so that the message is all that follows. A connection never
-        // sends 2^64 messages.
+        // The number has a fixed length, so that the message is all that follows. A connection
+        // never sends 2^64 messages.
         mac.update(self.sequence.to_le_bytes());
         mac.update(message);
         self.sequence = self.sequence.wrapping_add(1);
@@ -306,7 +314,7 @@ pub(crate) struct Keys {
 }
 
 impl Signer {
-    /// With a key that everybody knows: for fuzzing.
+    /// With a public key: for fuzzing.
     pub(crate) fn fixed() -> Signer {
         Signer { keyed: HMAC::new(b"fuzz"), sequence: 0 }
     }
@@ -349,15 +357,15 @@ impl Initiator {
         self.nonce
     }
 
-    /// Takes the reply; what to send then, and what signs all that follows. From here on the other
-    /// side is known to be of this job.
+    /// Takes the reply. Returns the proof to send, and the keys that sign all later messages.
     pub(crate) fn answer(&self, reply: &[u8; REPLY]) -> Result<([u8; PROOF], Keys), WrongSecret> {
         let (theirs, proof) = halves(reply);
         let keys = self.check(&theirs, &proof)?;
         Ok((self.proof(&theirs), keys))
     }
 
-    /// The proof for a responder whose nonce is known beforehand, and as new as the connection: it goes with the opening.
+    /// The proof for a responder whose nonce is known beforehand, and as new as the connection: it
+    /// goes with the opening.
     pub(crate) fn proof(&self, theirs: &[u8]) -> [u8; PROOF] {
         self.prove(Side::Initiator, theirs).finalize()
     }
@@ -390,7 +398,8 @@ impl fmt::Debug for Responder {
 }
 
 impl Responder {
-    /// Answers an opening: what to send, and what then waits for the other side's proof.
+    /// Answers an opening. Returns the reply to send, and the state that waits for the other side's
+    /// proof.
     pub(crate) fn new(
         secret: &JobSecret,
         purpose: Purpose,
@@ -405,8 +414,8 @@ impl Responder {
         Ok((responder, reply))
     }
 
-    /// With a nonce that the other side knows beforehand, and that is as new as the connection: the proof to send, and what
-    /// waits for the other's.
+    /// With a nonce that the other side knows beforehand, and that is as new as the connection.
+    /// Returns the proof to send, and the state that waits for the other's.
     pub(crate) fn known(
         secret: &JobSecret,
         purpose: Purpose,
@@ -420,10 +429,9 @@ impl Responder {
         (Responder { expected: prove(Side::Initiator), keys }, prove(Side::Responder).finalize())
     }
 
-    /// Takes the proof; what signs all that follows. From here on the other side is known to be of
-    /// this job.
+    /// Takes the proof. Returns the keys that sign all later messages.
     pub(crate) fn check(self, proof: &[u8; PROOF]) -> Result<Keys, WrongSecret> {
-        // In the same time whatever is wrong with it.
+        // In constant time, for any error in it.
         if self.expected.finalize_verify(proof) { Ok(self.keys) } else { Err(WrongSecret) }
     }
 }
@@ -587,7 +595,8 @@ mod tests {
     }
 
     proptest! {
-        /// Both sides succeed exactly where secret, purpose and claims are the same and no bit was changed on the way.
+        /// Both sides succeed exactly where secret, purpose and claims are the same and no bit was
+        /// changed on the way.
         #[test]
         fn both_sides_succeed_exactly_where_all_is_the_same(
             secrets in (0u8..3, 0u8..3),

@@ -8,13 +8,14 @@ use crate::error::{Error, Result};
 
 /// A key-value board shared by all ranks. Keys are short UTF-8 strings, values are bytes.
 ///
-/// Counters made by [`Store::add`] live in the same name space; [`Store::get`] reads them as decimal text. Queues are
-/// apart: a key may name a value and a queue, and [`Store::check`] and [`Store::wait`] are content with either.
+/// Counters made by [`Store::add`] live in the same name space; [`Store::get`] reads them as
+/// decimal text. Queues are apart: a key may name a value and a queue, and [`Store::check`] and
+/// [`Store::wait`] are content with either.
 ///
-/// Calls that wait take a timeout; a timeout of zero checks once. Other calls end within the store's own timeout,
-/// if it goes through a network.
+/// Calls that wait take a timeout; a timeout of zero checks once. Other calls end within the
+/// store's own timeout, if it goes through a network.
 pub trait Store: Send + Sync + Debug {
-    /// Sets `key`, replacing what was there, and wakes those who wait for it.
+    /// Sets `key`, replacing the old value, and wakes its waiters.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
 
     /// The value of `key`; waits up to `timeout` for it to be set.
@@ -44,13 +45,13 @@ pub trait Store: Send + Sync + Debug {
         Ok(true)
     }
 
-    /// Returns once every one of `keys` has been seen to pass [`Store::check`]; an error, naming a missing key, after
-    /// `timeout`.
+    /// Returns once every one of `keys` has been seen to pass [`Store::check`]; an error, naming a
+    /// missing key, after `timeout`.
     fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()>;
 
-    /// Sets `key` to `desired` if it holds `expected`, or if it is missing and `expected` is empty. Returns what `key`
-    /// holds then; if it is missing and `expected` is not empty, `expected`. One step: of several ranks that replace the
-    /// same value, one wins.
+    /// Sets `key` to `desired` if it holds `expected`, or if it is missing and `expected` is empty.
+    /// Returns what `key` holds then; if it is missing and `expected` is not empty, `expected`. One
+    /// step: of several ranks that replace the same value, one wins.
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>>;
 
     /// Appends `value` to what `key` holds; a missing key counts as empty.
@@ -67,13 +68,15 @@ pub trait Store: Send + Sync + Debug {
         entries.iter().try_for_each(|(key, value)| self.set(key, value))
     }
 
-    /// How many keys have values. A [`PrefixStore`](super::PrefixStore) counts all keys of the store below it.
+    /// How many keys have values. A [`PrefixStore`](super::PrefixStore) counts all keys of the
+    /// store below it.
     fn num_keys(&self) -> Result<u64>;
 
-    /// Appends `value` to the queue `key`, and wakes one of those who wait for it.
+    /// Appends `value` to the queue `key`, and wakes one of its waiters.
     fn queue_push(&self, key: &str, value: &[u8]) -> Result<()>;
 
-    /// Takes the oldest entry of the queue `key`; waits up to `timeout` for one. `None` when the queue stayed empty.
+    /// Takes the oldest entry of the queue `key`; waits up to `timeout` for one. `None` when the
+    /// queue stayed empty.
     fn queue_pop(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>>;
 
     /// How many entries the queue `key` has.

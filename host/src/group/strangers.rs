@@ -1,8 +1,10 @@
-//! Connections that have not shown who they are: one policy for all listeners.
+//! Unauthenticated connections: one policy for all listeners.
 //!
-//! Any process that reaches a listener can connect, stay silent, send slowly, or connect by the thousand. The resources of such a stranger are bounded
-//! here, before anything of what it says is believed: its number and its age by [`ConnectionLimits`], its bytes by the length of a hello, since
-//! what stands behind the hello stays in the socket until the hello has been checked. No failure of `accept` ends a listener.
+//! Any process that reaches a listener can connect, stay silent, send slowly, or connect by the
+//! thousand. The resources of such a stranger are bounded here, before its bytes are trusted.
+//! [`ConnectionLimits`] bounds its number and its age. The length of a hello bounds its bytes:
+//! later bytes stay in the socket until the hello has been checked. No failure of `accept` ends a
+//! listener. No failure of `accept` ends a listener.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -19,36 +21,41 @@ use super::{JobSecret, same_user};
 
 /// Connections taken from a listener before what is connected gets its turn.
 pub(crate) const ACCEPT_SLICE: usize = 64;
-/// Connections that may wait at a listener: all ranks of a job connect at the same time, perhaps behind strangers. They take no descriptor; the
-/// kernel may allow fewer.
+/// Connections that may wait at a listener: all ranks of a job connect at the same time, perhaps
+/// behind strangers. They take no descriptor; the kernel may allow fewer.
 pub(crate) const BACKLOG: i32 = 4096;
 /// How long a listener rests after the system had nothing left for a new connection.
 const PAUSE: Duration = Duration::from_millis(50);
-/// No stranger is younger than this when it makes room for another: all ranks of a job connect at once, and their hellos are on the way.
+/// No stranger is younger than this when it makes room for another. All ranks of a job connect at
+/// once, and their hellos are on the way.
 const GRACE: Duration = Duration::from_millis(100);
 /// How long a burst of troubles is that is logged once.
 const QUIET: Duration = Duration::from_secs(10);
 
 /// Limits on the connections of a listener.
 ///
-/// A connection is a *stranger* until it has shown who it is: a rank by the token of the listener, a client of a store server by the
-/// protocol's first message.
+/// A connection is a *stranger* until it has authenticated. A rank does so by the token of the
+/// listener, a client of a store server by the protocol's first message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectionLimits {
-    /// How many strangers one listener has, beside the connections that it expects. One more, and the oldest is closed. Never more than an
-    /// eighth of the descriptors that the process may have (`ulimit -n`). Default: 256.
+    /// How many strangers one listener has, beside the connections that it expects. One more, and
+    /// the oldest is closed. Never more than an eighth of the descriptors that the process may have
+    /// (`ulimit -n`). Default: 256.
     pub strangers: usize,
-    /// How long a stranger may take to show who it is; those of a [`MeshGroup`](super::MeshGroup) have at least the group's timeout, since a
-    /// rank only talks while it is in an operation. Default: 30 s.
+    /// Longest time for a stranger to authenticate. Those of a [`MeshGroup`](super::MeshGroup) have
+    /// at least the group's timeout, because a rank sends only while it is in an operation.
+    /// Default: 30 s.
     pub patience: Duration,
-    /// How many clients a store server has. One more is refused, and those there stay: a client may idle for hours in a job. Never more than
-    /// three quarters of the descriptors that the process may have. Default: 16384.
+    /// How many clients a store server has. One more is refused, and those there stay: a client may
+    /// idle for hours in a job. Never more than three quarters of the descriptors that the process
+    /// may have. Default: 16384.
     pub clients: usize,
-    /// Bytes that a store server holds for its clients in all: requests that have not come in full, keys waited for, answers not yet read. When
-    /// there are more, the client that holds the most is closed. Default: 512 MiB.
+    /// Bytes that a store server holds for its clients in all: requests that have not come in full,
+    /// keys waited for, answers not yet read. When there are more, the client that holds the most
+    /// is closed. Default: 512 MiB.
     pub client_bytes: usize,
-    /// Bytes that the keys and values of a store server may take, each counted with 64 more. A request that would exceed it closes its connection,
-    /// and the log says so. Default: 1 GiB.
+    /// Bytes that the keys and values of a store server may take, each counted with 64 more. A
+    /// request that would exceed it closes its connection, and the log records it. Default: 1 GiB.
     pub store_bytes: usize,
 }
 
@@ -71,7 +78,7 @@ pub(super) fn descriptors(parts: u64) -> usize {
     usize::try_from(most / 8 * parts).unwrap_or(usize::MAX)
 }
 
-/// A connection that has not shown who it is.
+/// An unauthenticated connection.
 #[derive(Debug)]
 pub(crate) struct Stranger {
     /// Never that of another of its listener; later ones have larger ones.
@@ -98,7 +105,7 @@ pub(crate) enum Challenge {
 }
 
 impl Stranger {
-    /// Reads what there is of its first `want` bytes; what is behind them stays in the socket. True once they are there.
+    /// Reads the present bytes among its first `want` bytes; later bytes stay in the socket.
     pub(crate) fn read(&mut self, want: usize) -> Result<bool, String> {
         let mut buffer = [0; 256];
         while self.hello.len() < want {
@@ -146,7 +153,7 @@ impl Stranger {
             Challenge::Asked(responder) => {
                 self.keys = Some(responder.check(proof).map_err(|wrong| wrong.to_string())?);
             }
-            Challenge::Unasked | Challenge::Passed => return Err("a proof that nobody asked for".to_owned()),
+            Challenge::Unasked | Challenge::Passed => return Err("a proof without a challenge".to_owned()),
         }
         self.challenge = Challenge::Passed;
         Ok(())
@@ -190,7 +197,7 @@ pub(crate) struct Strangers {
     complaints: Complaints,
 }
 
-/// Says what is wrong, once per burst: who makes the trouble could fill the log otherwise.
+/// Logs an error once per burst: a stranger could fill the log otherwise.
 #[derive(Debug, Default)]
 pub(crate) struct Complaints {
     quiet_until: Option<Instant>,
@@ -226,7 +233,8 @@ impl Strangers {
         }
     }
 
-    /// Takes a connection from the listener. Ask again until it is [`Next::Nobody`], but no more than [`ACCEPT_SLICE`] times in a row.
+    /// Takes a connection from the listener. Call it again until it returns [`Next::Nobody`], but
+    /// no more than [`ACCEPT_SLICE`] times in a row.
     pub(crate) fn accept(&mut self, listener: impl AsFd) -> Next {
         let knocks = || {
             let mut polled = [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
@@ -237,7 +245,8 @@ impl Strangers {
         self.accept_by(knocks, accept)
     }
 
-    /// Takes what `accept` gives. `knocks` says whether it would give something: without that, nobody has to make room.
+    /// Takes a connection from `accept`. `knocks` tells whether there is one: without one, no
+    /// stranger has to make room.
     fn accept_by(
         &mut self,
         knocks: impl FnOnce() -> bool,
@@ -274,7 +283,8 @@ impl Strangers {
                     return Next::Greet(id);
                 }
                 Err(Errno::AGAIN) => return Next::Nobody,
-                // This connection broke before it was taken, or a rule of the host forbids it; there may be others.
+                // This connection broke before it was taken, or a rule of the host forbids it;
+                // there may be others.
                 Err(
                     Errno::INTR
                     | Errno::CONNABORTED
@@ -288,7 +298,8 @@ impl Strangers {
                     | Errno::HOSTUNREACH
                     | Errno::NONET,
                 ) => {}
-                // No descriptor or no memory: a stranger's is the first to be given up for another try.
+                // No descriptor or no memory: a stranger's is the first to be given up for another
+                // try.
                 Err(error) => {
                     self.complain(&format!("accept: {error}; raise the limit on open files (ulimit -n)"));
                     self.accept_again = Some(Instant::now() + self.pause);
@@ -324,7 +335,7 @@ impl Strangers {
         self.waiting.get_mut(index)
     }
 
-    /// Takes out one that has shown who it is.
+    /// Takes out one that has authenticated.
     pub(crate) fn take(&mut self, id: u64) -> Option<Stranger> {
         let index = self.find(id)?;
         self.waiting.remove(index)
@@ -391,7 +402,7 @@ mod tests {
 
     use super::*;
 
-    /// Longer than a test takes: what waits for it does not happen.
+    /// Longer than a test takes: no wait for it returns.
     const LONG: Duration = Duration::from_secs(600);
 
     /// Strangers of a listener that rests for long, and whose strangers are young for long.
@@ -422,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_makes_room_whoever_left_before() {
+    fn the_oldest_makes_room_even_after_others_left() {
         let mut strangers = young(3);
         let mut ends: Vec<_> = (0..4).map(|_| come(&mut strangers)).collect();
         assert!((0..).zip(&ends).all(|(id, (next, _))| *next == Next::Greet(id)), "{ends:?}");

@@ -21,8 +21,8 @@ struct Proposal {
 }
 
 impl MeshGroup {
-    /// A group of the given ranks of this one, in that order. Every rank of this group makes the call, with the same
-    /// list; those outside get `None`.
+    /// A group of the given ranks of this one, in that order. Every rank of this group makes the
+    /// call, with the same list; those outside get `None`.
     pub fn new_group(&self, ranks: &[u32]) -> Result<Option<MeshGroup>> {
         self.new_subgroups_by_enumeration(&[ranks.to_vec()])
     }
@@ -40,8 +40,8 @@ impl MeshGroup {
             .ok_or_else(|| Error::argument("group_size", group_size, "leaves this rank out"))
     }
 
-    /// The listed groups, of which none share a rank; returns this rank's, if it is in one. Collective, with the same
-    /// lists everywhere.
+    /// The listed groups, of which none share a rank; returns this rank's, if it is in one.
+    /// Collective, with the same lists everywhere.
     pub fn new_subgroups_by_enumeration(&self, groups: &[Vec<u32>]) -> Result<Option<MeshGroup>> {
         let mut seen = vec![false; self.size() as usize];
         for rank in groups.iter().flatten() {
@@ -61,8 +61,8 @@ impl MeshGroup {
         self.regroup(Some(groups.to_vec()), color, key)
     }
 
-    /// A group of all ranks that give the same `color`, ordered by `key` and then by rank; `None` for those without a
-    /// color. Collective.
+    /// A group of all ranks that give the same `color`, ordered by `key` and then by rank; `None`
+    /// for those without a color. Collective.
     pub fn split_group(&self, color: Option<u64>, key: i64) -> Result<Option<MeshGroup>> {
         self.regroup(None, color, key)
     }
@@ -127,11 +127,13 @@ impl MeshGroup {
         .map(Some)
     }
 
-    /// A group without the `dead` ranks of this one, the others renumbered in order. All survivors make the call, with
-    /// the same list, and find each other through the store again; this group ends.
+    /// A group without the `dead` ranks of this one, the others renumbered in order. All survivors
+    /// make the call, with the same list, and find each other through the store again; this group
+    /// ends.
     ///
     /// # Errors
-    /// When this rank is in the list, the survivors' lists differ, or one of them does not come within the timeout.
+    /// When this rank is in the list, the survivors' lists differ, or one of them does not come
+    /// within the timeout.
     pub fn shrink_group(&self, dead: &[u32]) -> Result<MeshGroup> {
         let mut dead = dead.to_vec();
         dead.sort_unstable();

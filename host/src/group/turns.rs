@@ -295,7 +295,8 @@ impl Core {
         self.turns().broken.is_some()
     }
 
-    /// No operation from now on; tells the peers that this rank leaves. Waits for the worker, whose queue fails.
+    /// No operation from now on; tells the peers that this rank leaves. Waits for the worker, whose
+    /// queue fails.
     pub(crate) fn close(&self, reason: &str) {
         let worker = {
             let mut turns = self.turns();

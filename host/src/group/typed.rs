@@ -11,10 +11,12 @@ use super::element::{ReduceOp, Reducible};
 use super::work::Work;
 use crate::error::{Error, Result};
 
-/// The collectives of a [`ProcessGroup`] with types. In scope, they are there on every group, `dyn` ones included.
+/// The collectives of a [`ProcessGroup`] with types. In scope, they are there on every group, `dyn`
+/// ones included.
 ///
-/// All but the getters and send/recv are collective: every rank makes the same call, in the same order. The `start_*`
-/// ones run in the background, in the order of the calls, and give their result through [`Work::wait`].
+/// All but the getters and send/recv are collective: every rank makes the same call, in the same
+/// order. The `start_*` ones run in the background, in the order of the calls, and give their
+/// result through [`Work::wait`].
 pub trait Collectives: ProcessGroup {
     /// A barrier whose error names every rank that did not come within `timeout`.
     fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
@@ -41,7 +43,8 @@ pub trait Collectives: ProcessGroup {
         }
     }
 
-    /// This rank's part of those that `root` has, one for each rank. The others' `parts` are not looked at.
+    /// This rank's part of those that `root` has, one for each rank. The others' `parts` are not
+    /// looked at.
     fn scatter<T: Reducible>(&self, root: u32, parts: &[Vec<T>]) -> Result<Vec<T>> {
         let parts =
             if self.rank() == root { parts.iter().map(|part| bytes(part)).collect() } else { Vec::new() };
@@ -72,7 +75,8 @@ pub trait Collectives: ProcessGroup {
         Ok(())
     }
 
-    /// Runs several collectives in one turn; neighbouring all-reduces of one dtype and operation travel as one.
+    /// Runs several collectives in one turn; neighbouring all-reduces of one dtype and operation
+    /// travel as one.
     #[doc(hidden)]
     fn coalesce(&self, calls: Vec<Call>) -> Result<Vec<CallResult>> {
         self.call(Call::Coalesced(calls), self.timeout())?.several()
@@ -91,8 +95,8 @@ pub trait Collectives: ProcessGroup {
         elements_of(self.call(Call::AllToAll { parts }, self.timeout())?.parts()?)
     }
 
-    /// All-to-all over one slice: `input` is cut by `input_splits` (elements for each rank), `output` is filled by
-    /// `output_splits` (elements of each rank). Empty splits cut evenly.
+    /// All-to-all over one slice: `input` is cut by `input_splits` (elements for each rank),
+    /// `output` is filled by `output_splits` (elements of each rank). Empty splits cut evenly.
     fn all_to_all_single<T: Reducible>(
         &self,
         output: &mut [T],
@@ -141,7 +145,8 @@ pub trait Collectives: ProcessGroup {
         typed(only(messages)?)
     }
 
-    /// Sends and receives that go on at the same time; gives the messages in the order of the receives.
+    /// Sends and receives that go on at the same time; gives the messages in the order of the
+    /// receives.
     #[doc(hidden)]
     fn batch_send_recv(&self, list: Vec<P2p>) -> Result<Vec<Message>> {
         self.call(Call::P2p(list), self.timeout())?.messages()

@@ -19,7 +19,7 @@ pub(crate) trait Pending: Send + Sync {
     fn wait(&self, until: Option<Instant>);
 }
 
-/// An operation of which a [`Promise`] says how it went.
+/// An operation whose outcome a [`Promise`] gives.
 #[derive(Debug, Default)]
 struct Promised {
     result: Mutex<Option<Result<CallResult>>>,
@@ -78,7 +78,7 @@ impl Work {
         Work::of(Arc::new(Promised { result: Mutex::new(Some(result)), ended: Condvar::new() }))
     }
 
-    /// An operation to come, and the end that says how it went.
+    /// An operation to come, and the promise of its outcome.
     pub(crate) fn pending() -> (Work, Promise) {
         let operation = Arc::new(Promised::default());
         (Work::of(operation.clone()), Promise(operation))
@@ -105,7 +105,8 @@ impl<T> Work<T> {
         }
     }
 
-    /// Waits for the end up to `timeout`; true when it is over. The operation goes on in either case.
+    /// Waits for the end up to `timeout`; true when it is over. The operation goes on in either
+    /// case.
     pub fn wait_timeout(&self, timeout: Duration) -> bool {
         // A time too far away to be told is none.
         self.operation.wait(Instant::now().checked_add(timeout));
@@ -123,7 +124,7 @@ impl<T> Work<T> {
     }
 }
 
-/// The end of a [`Work`] that says how it went. Dropping it unused is an error there.
+/// The end of a [`Work`] that sets its outcome.
 #[derive(Debug)]
 pub(crate) struct Promise(Arc<Promised>);
 

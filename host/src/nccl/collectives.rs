@@ -20,14 +20,14 @@ pub enum P2p<'a> {
     Send {
         /// The receiver.
         to: u32,
-        /// What is sent.
+        /// The data to send.
         tensor: &'a Tensor<'a>,
     },
     /// Receives into a tensor of as many elements.
     Recv {
         /// The sender.
         from: u32,
-        /// What is overwritten.
+        /// The memory to overwrite.
         tensor: &'a Tensor<'a>,
     },
 }
@@ -123,7 +123,7 @@ fn parted(
     Ok((small, large))
 }
 
-/// What the flight recorder keeps of an operation.
+/// An operation's entry in the flight recorder.
 struct Description {
     operation: Operation,
     bytes: u64,
@@ -134,17 +134,20 @@ struct Description {
 impl Communicator {
     /// Reduces `tensor` elementwise, into that of every rank.
     ///
-    /// Like all operations, it runs on the device in the order of `stream`, and this returns once it is there; [`Work::wait`] waits for its end,
-    /// and [`Config::timeout`](super::Config::timeout) is its deadline. The tensor may be dropped before.
+    /// Like all operations, it runs on the device in the order of `stream`, and this returns once
+    /// it is enqueued. [`Work::wait`] waits for its end, and
+    /// [`Config::timeout`](super::Config::timeout) is its deadline. The tensor may be dropped
+    /// before.
     ///
     /// # Errors
-    /// [`Error::Argument`], [`Error::Shape`] and [`Error::DType`] where an argument is wrong, which ends nothing. [`Error::Unavailable`] while
-    /// the stream is captured: a recording does not say until when the communicator has to live. NCCL's errors and the deadline end the
-    /// communicator.
+    /// [`Error::Argument`], [`Error::Shape`] and [`Error::DType`] for wrong arguments; these end
+    /// nothing. [`Error::Unavailable`] while the stream is captured: a recording does not limit the
+    /// communicator's lifetime. NCCL's errors and the deadline end the communicator.
     pub fn all_reduce(&self, tensor: &Tensor<'_>, op: ReduceOp, stream: &Stream) -> Result<Work<()>> {
         let (data, op_code) = (piece("tensor", tensor)?, reduction(op, tensor.dtype())?);
         let description = self.describe(Operation::AllReduce, data, None, Some((op, tensor.dtype())));
-        // SAFETY: `launch` passes a live communicator and a live stream; the tensor is live until the stream is through with it.
+        // SAFETY: `launch` passes a live communicator and a live stream; the tensor is live until
+        // the stream is through with it.
         self.launch(description, stream, move |nccl, comm, stream| unsafe {
             (nccl.ncclAllReduce)(
                 data.read(),
@@ -158,7 +161,8 @@ impl Communicator {
         })
     }
 
-    /// Reduces `tensor` elementwise into that of `root`; the others' stays as it is. See [`Communicator::all_reduce`].
+    /// Reduces `tensor` elementwise into that of `root`; the others' stays as it is. See
+    /// [`Communicator::all_reduce`].
     pub fn reduce(&self, root: u32, tensor: &Tensor<'_>, op: ReduceOp, stream: &Stream) -> Result<Work<()>> {
         self.check_rank("root", root)?;
         let (data, op_code) = (piece("tensor", tensor)?, reduction(op, tensor.dtype())?);
@@ -179,7 +183,8 @@ impl Communicator {
         })
     }
 
-    /// Overwrites `tensor` with that of `root`, which has as many elements. See [`Communicator::all_reduce`].
+    /// Overwrites `tensor` with that of `root`, which has as many elements. See
+    /// [`Communicator::all_reduce`].
     pub fn broadcast(&self, root: u32, tensor: &Tensor<'_>, stream: &Stream) -> Result<Work<()>> {
         self.check_rank("root", root)?;
         let data = piece("tensor", tensor)?;
@@ -199,7 +204,8 @@ impl Communicator {
         })
     }
 
-    /// Every rank's `input`, by rank, in `output`, which has [`Communicator::size`] times its elements. See [`Communicator::all_reduce`].
+    /// Every rank's `input`, by rank, in `output`, which has [`Communicator::size`] times its
+    /// elements. See [`Communicator::all_reduce`].
     pub fn all_gather(&self, output: &Tensor<'_>, input: &Tensor<'_>, stream: &Stream) -> Result<Work<()>> {
         let (input, output) = parted(("input", input), ("output", output), self.size())?;
         let description = self.describe(Operation::AllGather, input, None, None);
@@ -216,8 +222,8 @@ impl Communicator {
         })
     }
 
-    /// Reduces `input` elementwise; rank `r` gets the `r`-th of [`Communicator::size`] equal pieces in `output`. See
-    /// [`Communicator::all_reduce`].
+    /// Reduces `input` elementwise; rank `r` gets the `r`-th of [`Communicator::size`] equal pieces
+    /// in `output`. See [`Communicator::all_reduce`].
     pub fn reduce_scatter(
         &self,
         output: &Tensor<'_>,
@@ -242,8 +248,9 @@ impl Communicator {
         })
     }
 
-    /// Cuts the rows of `input` by `input_splits` (rows for each rank) and sends each rank its own; what each rank sends here comes into `output`
-    /// by rank, cut by `output_splits`. Empty splits cut evenly. The two do not overlap. See [`Communicator::all_reduce`].
+    /// Cuts the rows of `input` by `input_splits` (rows for each rank) and sends each rank its own.
+    /// The rows from each rank are stored in `output` by rank, cut by `output_splits`. Empty splits
+    /// cut evenly. The two tensors do not overlap. See [`Communicator::all_reduce`].
     pub fn all_to_all(
         &self,
         output: &Tensor<'_>,
@@ -274,18 +281,19 @@ impl Communicator {
         self.exchange(description, peers(sends), peers(receives), stream)
     }
 
-    /// Sends `tensor` to rank `to`, which receives as many elements. See [`Communicator::all_reduce`].
+    /// Sends `tensor` to rank `to`, which receives as many elements. See
+    /// [`Communicator::all_reduce`].
     pub fn send(&self, to: u32, tensor: &Tensor<'_>, stream: &Stream) -> Result<Work<()>> {
         self.batch_send_recv(&[P2p::Send { to, tensor }], stream)
     }
 
-    /// Receives what rank `from` sends into `tensor`. See [`Communicator::all_reduce`].
+    /// Receives the tensor that rank `from` sends into `tensor`. See [`Communicator::all_reduce`].
     pub fn recv(&self, from: u32, tensor: &Tensor<'_>, stream: &Stream) -> Result<Work<()>> {
         self.batch_send_recv(&[P2p::Recv { from, tensor }], stream)
     }
 
-    /// Sends and receives that go on at the same time (a group of NCCL's), so that none waits for another. See
-    /// [`Communicator::all_reduce`].
+    /// Sends and receives that go on at the same time (a group of NCCL's), so that none waits for
+    /// another. See [`Communicator::all_reduce`].
     pub fn batch_send_recv(&self, list: &[P2p<'_>], stream: &Stream) -> Result<Work<()>> {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for item in list {
@@ -376,7 +384,7 @@ impl Communicator {
             });
         }
         self.wait_ready()?;
-        // What has ended and nobody has looked at.
+        // Operations that have ended and were not polled.
         core.under_way.all().iter().for_each(|earlier| core.reap(earlier));
         let timeout = self.config().timeout;
         let deadline = Instant::now() + timeout;

@@ -19,15 +19,18 @@ use crate::group::{ProcessGroup, Store};
 
 /// Ranks with a device each, among which NCCL moves and reduces device tensors.
 ///
-/// All methods may be called from any thread; NCCL is entered by one at a time. Operations are made by every rank, in the same order. What
-/// NCCL fails with, and what passes a deadline, ends the communicator: from then on every use is an error with the reason. What is left to do
-/// is to make a new one of the ranks that are left. Wrong arguments do not end it.
+/// All methods may be called from any thread; NCCL is entered by one at a time. Operations are made
+/// by every rank, in the same order. NCCL's errors and missed deadlines end the communicator: from
+/// then on every use is an error with the reason. The remaining ranks can only make a new one.
+/// Wrong arguments do not end it.
 ///
-/// [`Communicator::abort`] works while another thread is in any other method, which then comes back with an error.
+/// [`Communicator::abort`] works while another thread is in any other method, which then comes back
+/// with an error.
 ///
-/// Dropping it ends it without the other ranks: it waits for the operations it has been given, up to [`Config::close_timeout`], and aborts.
-/// [`Communicator::finalize`] ends it together with them. Neither waits without end: where NCCL does not let go, the communicator is left
-/// behind, with a thread, and the log says so.
+/// Dropping it ends it without the other ranks: it waits for its operations, up to
+/// [`Config::close_timeout`], and aborts. [`Communicator::finalize`] ends it together with them.
+/// Neither waits without end. If NCCL does not return, the communicator is leaked together with a
+/// thread, and the log records it.
 #[derive(Debug)]
 pub struct Communicator {
     core: Arc<Core>,
@@ -38,11 +41,11 @@ pub struct Communicator {
 }
 
 impl Communicator {
-    /// Joins the communicator that all ranks know by `id`, with `device`; waits for all of them. Collective.
+    /// Joins the communicator of `id` with `device`; waits for all ranks. Collective.
     ///
     /// # Errors
-    /// Wrong arguments; [`Error::Unavailable`] where the library does not know something that `config` asks for; [`Error::Nccl`];
-    /// [`Error::Group`] where a rank does not come within [`Config::timeout`].
+    /// Wrong arguments; [`Error::Unavailable`] if the library lacks a feature that `config` asks
+    /// for; [`Error::Nccl`]; [`Error::Group`] if a rank does not join within [`Config::timeout`].
     pub fn new(
         library: &Arc<Library>,
         device: &Arc<dyn Device>,
@@ -56,7 +59,8 @@ impl Communicator {
         Ok(communicator)
     }
 
-    /// [`Communicator::new`] without the wait: [`Communicator::wait_ready`] waits, and so does the first operation.
+    /// [`Communicator::new`] without the wait: [`Communicator::wait_ready`] waits, and so does the
+    /// first operation.
     pub fn start(
         library: &Arc<Library>,
         device: &Arc<dyn Device>,
@@ -89,7 +93,8 @@ impl Communicator {
             Some(create) if !config.blocking => {
                 let mut prepared = prepared;
                 let code = core.on_device(|| {
-                    // SAFETY: NCCL writes the handle before it returns, and copies the configuration and its texts.
+                    // SAFETY: NCCL writes the handle before it returns, and copies the
+                    // configuration and its texts.
                     unsafe { create(core.handle(), size, id, rank, &mut prepared.raw) }
                 })?;
                 if code.is_failure() {
@@ -120,8 +125,8 @@ impl Communicator {
         Ok(communicator)
     }
 
-    /// The communicator of the ranks that share `store`, named by `config`: another one over the same store takes another name. See
-    /// [`Communicator::new`] and [`UniqueId::over_store`].
+    /// The communicator of the ranks that share `store`, named by `config`: another one over the
+    /// same store takes another name. See [`Communicator::new`] and [`UniqueId::over_store`].
     pub fn over_store(
         library: &Arc<Library>,
         device: &Arc<dyn Device>,
@@ -134,7 +139,8 @@ impl Communicator {
         Communicator::new(library, device, &id, rank, size, config)
     }
 
-    /// The communicator of the ranks of `group`. Collective. See [`Communicator::new`] and [`UniqueId::over_group`].
+    /// The communicator of the ranks of `group`. Collective. See [`Communicator::new`] and
+    /// [`UniqueId::over_group`].
     pub fn over_group(
         library: &Arc<Library>,
         device: &Arc<dyn Device>,
@@ -175,11 +181,13 @@ impl Communicator {
         self.config.blocking || self.core.functions().ncclCommInitRankConfig.is_none()
     }
 
-    /// The communicator of all ranks that give the same `color`, ordered by `key` and then by rank; `None` for those without a color.
-    /// Collective. It has the configuration of this one; `config` says otherwise.
+    /// The communicator of all ranks that give the same `color`, ordered by `key` and then by rank;
+    /// `None` for those without a color. Collective. It takes this one's configuration unless
+    /// `config` gives another.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with NCCL before 2.18, [`Error::Argument`] for a color above 2147483647; others end this communicator.
+    /// [`Error::Unavailable`] with NCCL before 2.18, [`Error::Argument`] for a color above
+    /// 2147483647; others end this communicator.
     pub fn split(
         &self,
         color: Option<u32>,
@@ -200,12 +208,13 @@ impl Communicator {
         let mut prepared = Prepared::new(&config, &core.library)?;
         self.wait_ready()?;
         let made = core.with_turn("split", Instant::now() + self.config.timeout, |turn| {
-            // A thread of NCCL's may write to it until the split is over, which is not certain once this has failed: it is left then.
+            // A thread of NCCL's may write to it until the split is over, which is not certain once
+            // this has failed: it is left then.
             let child = Arc::new(AtomicPtr::<Comm>::new(std::ptr::null_mut()));
             let leaked = Arc::into_raw(child.clone());
             turn.call("ncclCommSplit", |_, comm| {
-                // SAFETY: a live communicator, a configuration that NCCL copies, and an out pointer that is valid until the end of the
-                // split, or for ever.
+                // SAFETY: a live communicator, a configuration that NCCL copies, and an out pointer
+                // that is valid until the end of the split, or for ever.
                 unsafe { split(comm, color_number, key, child.as_ptr(), &mut prepared.raw) }
             })?;
             let handle: *mut Comm = match color {
@@ -215,7 +224,7 @@ impl Communicator {
             if handle.is_null() && color.is_some() {
                 return Err(core.error("split", 0, "NCCL gave no communicator to a rank with a color"));
             }
-            // SAFETY: from `into_raw` above; NCCL has written what it writes.
+            // SAFETY: from `into_raw` above; NCCL has finished writing.
             drop(unsafe { Arc::from_raw(leaked) });
             core.count_split();
             let child = handle;
@@ -225,7 +234,7 @@ impl Communicator {
             let made = turn
                 .settle("ncclCommSplit", child, Code::IN_PROGRESS)
                 .and_then(|()| Ok((child, ask_place(core, child)?)));
-            // Its core has nobody else; what is left of the child ends with it.
+            // No other thread has its core. Failing the core aborts the unfinished child.
             made.map(Some).map_err(|error| {
                 let orphan = identity(&config, 0, 1);
                 let orphan =
@@ -246,10 +255,12 @@ impl Communicator {
         self.core.splits()
     }
 
-    /// Registers memory, so that NCCL can use it without copying it. The communicator holds it until it is deregistered.
+    /// Registers memory, so that NCCL can use it without copying it. The communicator holds it
+    /// until it is deregistered.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with NCCL before 2.19; [`Error::Argument`] for another device's memory; NCCL's, which ends the communicator.
+    /// [`Error::Unavailable`] with NCCL before 2.19; [`Error::Argument`] for another device's
+    /// memory; NCCL's, which ends the communicator.
     pub fn register(&self, memory: &Arc<Memory>) -> Result<Registration> {
         let core = &self.core;
         let register = core.library.require(core.functions().ncclCommRegister, "ncclCommRegister")?;
@@ -259,7 +270,8 @@ impl Communicator {
         core.with_turn("register", Instant::now() + core.identity.timeout, |turn| {
             let mut handle = std::ptr::null_mut();
             turn.call("ncclCommRegister", |_, comm| {
-                // SAFETY: a live communicator, memory that the registration keeps alive, and a valid out pointer.
+                // SAFETY: a live communicator, memory that the registration keeps alive, and a
+                // valid out pointer.
                 unsafe { register(comm, memory.ptr().0 as *mut c_void, memory.bytes() as usize, &mut handle) }
             })?;
             Ok(core.registrations.keep(Handle(handle), memory.clone()))
@@ -269,14 +281,16 @@ impl Communicator {
     /// Ends a registration.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a registration of another communicator; NCCL's, which ends the communicator.
+    /// [`Error::Argument`] for a registration of another communicator; NCCL's, which ends the
+    /// communicator.
     pub fn deregister(&self, registration: Registration) -> Result<()> {
         let core = &self.core;
         let deregister = core.library.require(core.functions().ncclCommDeregister, "ncclCommDeregister")?;
         core.with_turn("deregister", Instant::now() + core.identity.timeout, |turn| {
             let registered = core.registrations.take(registration)?;
             turn.call("ncclCommDeregister", |_, comm| {
-                // SAFETY: a live communicator, and a handle that it gave and that is given back once.
+                // SAFETY: a live communicator, and a handle that it gave and that is given back
+                // once.
                 unsafe { deregister(comm, registered.handle.0) }
             })
         })
@@ -287,16 +301,19 @@ impl Communicator {
         self.core.registrations.memory()
     }
 
-    /// Gives the communicator up: operations under way here end with an error that has `reason`, in other threads and on the device, and later
-    /// uses fail with it. Other ranks notice by NCCL's own means, or by their deadlines. The first reason stays.
+    /// Aborts the communicator. Operations under way here end with an error that has `reason`, in
+    /// other threads and on the device, and later uses fail with it. Other ranks notice by NCCL's
+    /// own means, or by their deadlines. The first reason stays.
     ///
     /// # Errors
-    /// Where NCCL has not let go of it within [`Config::close_timeout`]; it is given up all the same, and left behind.
+    /// Where NCCL has not let go of it within [`Config::close_timeout`]; it is given up all the
+    /// same, and left behind.
     pub fn abort(&self, reason: &str) -> Result<()> {
         self.core.abort(reason)
     }
 
-    /// Ends the communicator together with the other ranks, once all operations have ended. Collective. No operation works from then on.
+    /// Ends the communicator together with the other ranks, once all operations have ended.
+    /// Collective. No operation works from then on.
     ///
     /// # Errors
     /// Where the others do not come within [`Config::timeout`]: it is aborted then.
@@ -339,7 +356,8 @@ impl Communicator {
         }
     }
 
-    /// What has gone wrong, if anything: by this rank, or as NCCL's threads have noticed. The latter ends the communicator.
+    /// The error of this communicator, if any: by this rank, or found by NCCL's threads. The latter
+    /// ends the communicator.
     pub fn check(&self) -> Result<()> {
         if let Some(error) = self.core.unusable("check", &self.core.phase()) {
             return Err(error);
@@ -347,9 +365,11 @@ impl Communicator {
         self.core.check_async().map_err(|error| self.core.fail(error))
     }
 
-    /// What can be told about it: by this type, and by NCCL as far as its version can tell. For people, and for what collects dumps.
+    /// State of the communicator as text: from this type, and from NCCL as far as its version gives
+    /// it. For people, and for collectors of dumps.
     ///
-    /// NCCL's builds with `ncclCommDump` have that under a C++ signature, which cannot be called here.
+    /// NCCL's builds with `ncclCommDump` have that under a C++ signature, which cannot be called
+    /// here.
     pub fn dump(&self) -> BTreeMap<String, String> {
         self.core.dump()
     }
@@ -388,7 +408,7 @@ impl Communicator {
         &self.core
     }
 
-    /// An error for what is on another device.
+    /// An error if a tensor or stream is on another device.
     pub(super) fn check_device(&self, argument: &'static str, device: &Arc<dyn Device>) -> Result<()> {
         let (ours, theirs) = (self.core.device.info(), device.info());
         if ours.ordinal == theirs.ordinal && ours.is_virtual == theirs.is_virtual {
@@ -404,7 +424,7 @@ impl Drop for Communicator {
         self.watchdog = None;
         let core = &self.core;
         if let Phase::Finalized | Phase::Aborted(_) = core.phase() {
-            // What was under way has ended with it.
+            // Its operations have ended with it.
         } else {
             if let Err(error) = self.drain(Instant::now() + self.config.close_timeout) {
                 tracing::warn!("a communicator that is dropped is aborted: {error}");
@@ -432,7 +452,7 @@ fn identity(config: &Config, rank: u32, size: u32) -> Identity {
     }
 }
 
-/// (rank, size) of a communicator that nobody else knows yet.
+/// (rank, size) of a communicator that no other thread uses yet.
 fn ask_place(core: &Core, comm: *mut Comm) -> Result<(u32, u32)> {
     let (mut rank, mut size): (c_int, c_int) = (0, 0);
     // SAFETY: a live communicator and valid out pointers.

@@ -9,9 +9,10 @@ use crate::error::{Error, Result};
 
 /// A thread that looks after a communicator: see [`Config::watchdog`].
 ///
-/// When an operation passes its deadline, or NCCL reports an error, it writes what the flight recorder and NCCL know to where
-/// [`DEBUG_INFO_FILE`](super::DEBUG_INFO_FILE) says, and aborts the communicator. Where [`DEBUG_INFO_PIPE`](super::DEBUG_INFO_PIPE) names a
-/// pipe, it also writes that whenever somebody asks.
+/// It acts when an operation passes its deadline, or NCCL reports an error. It dumps the state of
+/// the flight recorder and of NCCL to [`DEBUG_INFO_FILE`](super::DEBUG_INFO_FILE), and aborts the
+/// communicator. If [`DEBUG_INFO_PIPE`](super::DEBUG_INFO_PIPE) names a pipe, a write to the pipe
+/// requests a dump at any time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Watchdog {
     /// How often it looks.
@@ -25,19 +26,21 @@ impl Default for Watchdog {
     }
 }
 
-/// How a [`Communicator`](super::Communicator) works. What is `None` is NCCL's own choice.
+/// Configuration of a [`Communicator`](super::Communicator). A field that is `None` is left to
+/// NCCL.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// Its name: in errors, in the flight recorder, and in NCCL's log (2.27).
     pub name: String,
-    /// How long creation, an operation, a split or `finalize` may take. An operation that takes longer is given up where its
-    /// [`Work`](crate::group::Work) is looked at, or by the watchdog.
+    /// How long creation, an operation, a split or `finalize` may take. An operation that takes
+    /// longer is given up where its [`Work`](crate::group::Work) is looked at, or by the watchdog.
     pub timeout: Duration,
-    /// How long `abort` waits for NCCL to let go of the communicator, and dropping it for its operations before that. What takes longer is left
-    /// behind on a thread of its own.
+    /// Time that `abort` waits for NCCL to release the communicator, and that a drop waits for
+    /// operations before that. An abort that takes longer continues on a leaked thread.
     pub close_timeout: Duration,
-    /// Whether calls of NCCL block until NCCL is done. By default they do not, and are asked for their progress until the deadline. A call
-    /// that blocks ends by NCCL's own rules, or by `abort` from another thread.
+    /// Whether calls of NCCL block until NCCL is done. By default they do not, and are asked for
+    /// their progress until the deadline. A call that blocks ends by NCCL's own rules, or by
+    /// `abort` from another thread.
     pub blocking: bool,
     /// Fewest blocks (CTAs) of a kernel (2.17).
     pub min_ctas: Option<u32>,
@@ -49,14 +52,15 @@ pub struct Config {
     pub net_name: Option<String>,
     /// Whether communicators that are split from this one share its resources (2.18).
     pub split_share: Option<bool>,
-    /// Gives up by itself what passes its deadline or fails.
+    /// Aborts the communicator by itself on a missed deadline or an error.
     pub watchdog: Option<Watchdog>,
     /// How many operations the flight recorder keeps.
     pub recorded: usize,
 }
 
 impl Default for Config {
-    /// `nccl`, 5 minutes, 10 seconds to close, calls that do not block, no watchdog, 1024 operations recorded; the rest NCCL's choice.
+    /// `nccl`, 5 minutes, 10 seconds to close, calls that do not block, no watchdog, 1024
+    /// operations recorded; the rest NCCL's choice.
     fn default() -> Config {
         Config {
             name: "nccl".into(),
@@ -80,7 +84,8 @@ impl Config {
         Config { name: name.into(), ..Config::default() }
     }
 
-    /// What of it this library does not know, as an error that names it: nothing that was asked for is left out in silence.
+    /// An error that names the fields which this library does not support, so that no requested
+    /// field is silently left out.
     pub(super) fn check(&self, library: &Library) -> Result<()> {
         let asked = [
             ("min_ctas", self.min_ctas.is_some(), 21700, "2.17"),

@@ -1,8 +1,10 @@
-//! A communicator's state, and who may be in a call of it.
+//! A communicator's state, and the turn that admits one thread to its calls.
 //!
-//! One thread at a time is inside NCCL with a communicator: it holds the *turn*. NCCL does not lock communicators itself, and operations have to
-//! be the same on every rank, in the same order. The state is under a lock that nobody holds during a call, so that `abort` gets it at once. A
-//! thread that waits for NCCL's progress does so on the state's condition variable and leaves as soon as the communicator is given up.
+//! One thread at a time is inside NCCL with a communicator: it holds the *turn*. NCCL does not lock
+//! communicators itself, and operations have to be the same on every rank, in the same order. The
+//! state has a lock that is never held during a blocking call, so that `abort` gets it at once. A
+//! thread that waits for NCCL's progress does so on the state's condition variable, and returns as
+//! soon as the communicator is aborted.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -19,9 +21,10 @@ use crate::driver::Device;
 use crate::error::{Error, Result};
 use crate::group::recorder::Recorder;
 
-/// The first pause between two questions for progress; each is twice as long, up to [`LONGEST_PAUSE`].
+/// The first pause between two questions for progress; each is twice as long, up to
+/// [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_micros(20);
-/// Short against what a human or a deadline notices, long enough to cost nothing.
+/// Short against a deadline and human perception, long enough to cost nothing.
 const LONGEST_PAUSE: Duration = Duration::from_millis(5);
 
 /// How far a communicator is.
@@ -46,12 +49,12 @@ pub(super) enum Phase {
 #[derive(Debug)]
 struct State {
     phase: Phase,
-    /// What the thread that holds the turn is in, if any does.
+    /// The call that the holder of the turn is in, if any.
     inside: Option<&'static str>,
     splits: u64,
 }
 
-/// Who a communicator is, and how patient.
+/// Name, place and deadlines of a communicator.
 pub(super) struct Identity {
     pub name: String,
     pub rank: u32,
@@ -62,7 +65,7 @@ pub(super) struct Identity {
     pub writes_debug_info: bool,
 }
 
-/// What a communicator, its operations and its watchdog share.
+/// State shared by a communicator, its operations and its watchdog.
 pub(super) struct Core {
     pub library: Arc<Library>,
     pub device: Arc<dyn Device>,
@@ -105,7 +108,7 @@ impl Drop for Turn<'_> {
 /// How a communicator goes back to NCCL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Release {
-    /// What still runs on the device is ended.
+    /// Ends work that still runs on the device.
     Abort,
     /// Nothing runs any more.
     Destroy,
@@ -176,7 +179,8 @@ impl Core {
 
     // ---- Calls ----
 
-    /// Runs `body` with the turn. What it fails with ends the communicator, but for wrong arguments; that the turn did not come does not.
+    /// Runs `body` with the turn. An error of `body` ends the communicator, unless it is a wrong
+    /// argument. A missed turn does not end it.
     pub fn with_turn<T>(
         self: &Arc<Core>,
         what: &'static str,
@@ -217,11 +221,11 @@ impl Core {
         value.ok_or_else(|| Error::os("nccl", "the device did not run the call"))
     }
 
-    /// Pauses, longer each time, and asks NCCL how far `comm` is. Ends the pause when the communicator is given up, with that error; an error
-    /// at `deadline` as well.
+    /// Pauses, longer each time, and asks NCCL how far `comm` is. Ends the pause when the
+    /// communicator is given up, with that error; an error at `deadline` as well.
     ///
     /// # Safety
-    /// `comm` is this communicator, or one that the calling thread alone knows.
+    /// `comm` is this communicator, or one that only the calling thread has.
     unsafe fn ask_after_pause(
         &self,
         what: &'static str,
@@ -241,7 +245,7 @@ impl Core {
         if let Phase::Aborted(_) = state.phase {
             return Err(self.aborted(what, &state.phase));
         }
-        // SAFETY: under the lock, and not aborted: nobody gives the communicator back meanwhile.
+        // SAFETY: under the lock, and not aborted, so the communicator is not freed meanwhile.
         let code = unsafe { self.ask(comm) };
         if code == Code::IN_PROGRESS && left.is_zero() {
             let reason =
@@ -255,10 +259,12 @@ impl Core {
         self.unusable(what, phase).unwrap_or_else(|| self.error(what, 0, "the communicator was aborted"))
     }
 
-    /// What NCCL says about a communicator now. It answers from a word of the communicator, without waiting.
+    /// NCCL's present result code for a communicator. NCCL reads it from a word of the
+    /// communicator, without waiting.
     ///
     /// # Safety
-    /// `comm` is a communicator that nobody gives back meanwhile, and no other thread is in a call of it.
+    /// `comm` is a communicator that is not freed meanwhile, and no other thread is in a call of
+    /// it.
     unsafe fn ask(&self, comm: *mut Comm) -> Code {
         let mut state = Code::SUCCESS;
         // SAFETY: the out pointer is valid; the rest is the caller's promise.
@@ -266,7 +272,8 @@ impl Core {
         if code == Code::SUCCESS { state } else { code }
     }
 
-    /// An error that NCCL's threads have come across, if any. Says nothing while a thread is inside NCCL: that one gets it.
+    /// An error that NCCL's threads have come across, if any. Says nothing while a thread is inside
+    /// NCCL: that one gets it.
     pub fn check_async(&self) -> Result<()> {
         match self.async_code() {
             None | Some(Code::SUCCESS | Code::IN_PROGRESS) => Ok(()),
@@ -274,18 +281,19 @@ impl Core {
         }
     }
 
-    /// What NCCL says about the communicator, where it can be asked.
+    /// NCCL's result code for the communicator, if it can be queried.
     fn async_code(&self) -> Option<Code> {
         let state = self.state();
         let comm = self.comm();
         if comm.is_null() || state.inside.is_some() {
             return None;
         }
-        // SAFETY: nobody is inside, and the handle is taken under the lock before the communicator goes back.
+        // SAFETY: no thread is inside, and the handle is taken under the lock, before the
+        // communicator is freed.
         Some(unsafe { self.ask(comm) })
     }
 
-    // ---- What can be told ----
+    // ---- Dumps ----
 
     /// NCCL's account of its device memory, where its version has one and it can be asked.
     fn memory_statistics(&self) -> Vec<(&'static str, u64)> {
@@ -304,7 +312,8 @@ impl Core {
         let mut found = Vec::new();
         for (number, name) in (0..).zip(names) {
             let mut bytes = 0;
-            // SAFETY: a live communicator that nobody is in a call of, which does not go while the state is locked; a valid out pointer.
+            // SAFETY: a live communicator, with no thread in a call of it, that is not freed while
+            // the state is locked; a valid out pointer.
             if unsafe { ask(comm, number, &mut bytes) } == Code::SUCCESS {
                 found.push((name, bytes));
             }
@@ -312,7 +321,8 @@ impl Core {
         found
     }
 
-    /// What can be told about the communicator: by this library, and by NCCL as far as its version can tell.
+    /// State of the communicator as text: from this library, and from NCCL as far as its version
+    /// gives it.
     pub fn dump(&self) -> BTreeMap<String, String> {
         let phase = match self.phase() {
             Phase::Aborted(reason) => format!("aborted: {reason}"),
@@ -345,7 +355,7 @@ impl Core {
         dump
     }
 
-    /// Writes what is known about the communicator to where the environment wants it, if anywhere.
+    /// Writes the state of the communicator to the file that the environment names, if any.
     pub fn write_debug_info(&self, reason: &str) {
         let Identity { name, rank, size, .. } = &self.identity;
         let Some(path) = debug_info::path(*rank) else { return };
@@ -363,12 +373,14 @@ impl Core {
 
     // ---- Ends ----
 
-    /// Releases all registrations, in the order they were made. For whoever is alone with the communicator.
+    /// Releases all registrations, in the order they were made. The caller must be the only user of
+    /// the communicator.
     pub fn release_registrations(&self, comm: *mut Comm) {
         let registrations = self.registrations.take_all();
         let Some(deregister) = self.functions().ncclCommDeregister else { return };
         for registered in registrations {
-            // SAFETY: the communicator is live, and the handle is one that it gave and that was not given back.
+            // SAFETY: the communicator is live, and the handle is one that it gave and that was not
+            // given back.
             let code = unsafe { deregister(comm, registered.handle.0) };
             if code.is_failure() {
                 tracing::debug!("{}", self.library.error("ncclCommDeregister", code));
@@ -376,8 +388,8 @@ impl Core {
         }
     }
 
-    /// Gives the communicator up for `reason`: every operation under way here ends with an error, and later ones fail. The first reason
-    /// stays; a second call waits for nothing.
+    /// Gives the communicator up for `reason`: every operation under way here ends with an error,
+    /// and later ones fail. The first reason stays; a second call waits for nothing.
     ///
     /// # Errors
     /// Where NCCL has not let go of it within `close_timeout`: it is left behind, with a thread.
@@ -385,12 +397,13 @@ impl Core {
         self.give_up(reason, true)
     }
 
-    /// [`Core::abort`] of a communicator that nobody needs any more, which is nothing to report.
+    /// [`Core::abort`] of a communicator that is not needed any more, without a report.
     pub fn end(self: &Arc<Core>, reason: &str) -> Result<()> {
         self.give_up(reason, false)
     }
 
-    /// [`Core::abort`]; with `report` what is known about the communicator is written to where it is wanted.
+    /// [`Core::abort`]; with `report`, also dumps the communicator's state to the places that the
+    /// environment names.
     fn give_up(self: &Arc<Core>, reason: &str, report: bool) -> Result<()> {
         {
             let mut state = self.state();
@@ -401,7 +414,7 @@ impl Core {
             state.phase = Phase::Aborted(reason.into());
             self.changed.notify_all();
         }
-        // While NCCL can still be asked, and before what hangs is ended.
+        // Before the release: NCCL can still be queried, and hanging operations are still listed.
         if report {
             self.recorder.dump(reason);
             if self.identity.writes_debug_info {
@@ -411,7 +424,8 @@ impl Core {
         self.release(Release::Abort)
     }
 
-    /// An error that ends the communicator, as those of NCCL and deadlines do; a wrong argument does not.
+    /// An error that ends the communicator, as those of NCCL and deadlines do; a wrong argument
+    /// does not.
     pub fn fail(self: &Arc<Core>, error: Error) -> Error {
         if matches!(
             error,
@@ -423,7 +437,7 @@ impl Core {
         error
     }
 
-    /// Ends it in order: NCCL has flushed what it was given.
+    /// Ends it in order, after NCCL has flushed its operations.
     pub fn destroy(self: &Arc<Core>) -> Result<()> {
         {
             let mut state = self.state();
@@ -484,7 +498,8 @@ impl Core {
         }
     }
 
-    /// Gives the communicator back to NCCL, on a thread of its own: NCCL waits for its threads and for the device there.
+    /// Gives the communicator back to NCCL, on a thread of its own: NCCL waits for its threads and
+    /// for the device there.
     fn release(self: &Arc<Core>, how: Release) -> Result<()> {
         let core = self.clone();
         let (done, ended) = channel();
@@ -492,7 +507,7 @@ impl Core {
             .name("epoxide-nccl-end".into())
             .spawn(move || {
                 core.release_here(how);
-                // Whoever waits may have given up.
+                // The waiting thread may have timed out.
                 let _ = done.send(());
             })
             .map_err(|error| Error::os("spawn", format!("a communicator is left as it is: {error}")))?;
@@ -516,13 +531,14 @@ impl Core {
             return;
         }
         let outcome = self.on_device(|| {
-            // Whoever is inside still uses the registrations' lists; NCCL frees them with the communicator.
+            // A thread inside NCCL still uses the registrations' lists; NCCL frees them with the
+            // communicator.
             if !stuck {
                 self.release_registrations(comm);
             }
-            // SAFETY: a live communicator that nobody else gives back, since the handle was taken. Nobody enters a call of it any more. The
-            // one thread that may be stuck in a call is what NCCL's abort is for: it makes that call return, and the thread does not use the
-            // communicator after it.
+            // SAFETY: a live communicator that is freed only here, since the handle was taken. No
+            // thread enters a call of it any more. One thread may be stuck in a call. NCCL's abort
+            // makes that call return, and the thread does not use the communicator after it.
             unsafe {
                 match how {
                     Release::Abort => (self.functions().ncclCommAbort)(comm),
@@ -542,7 +558,8 @@ impl Core {
         }
     }
 
-    /// Waits for the thread that is inside to leave, which it does at its next look, unless a call of NCCL holds it.
+    /// Waits for the thread that is inside to leave, which it does at its next look, unless a call
+    /// of NCCL holds it.
     fn await_nobody_inside(&self) -> bool {
         let until = Instant::now() + self.identity.close_timeout / 4;
         let mut state = self.state();
@@ -569,7 +586,7 @@ impl Turn<'_> {
         self.settle(name, comm, code)
     }
 
-    /// Follows `call`, which gave `code`, until NCCL says that it is done.
+    /// Follows `call`, which returned `code`, until NCCL reports its end.
     pub fn settle(&self, call: &'static str, comm: *mut Comm, mut code: Code) -> Result<()> {
         let mut pause = FIRST_PAUSE;
         while code == Code::IN_PROGRESS {
@@ -579,7 +596,7 @@ impl Turn<'_> {
         if code == Code::SUCCESS {
             return Ok(());
         }
-        // What a call fails with after an abort is the abort's doing.
+        // After an abort, errors of a call come from the abort.
         match self.core.unusable(self.what, &self.core.phase()) {
             Some(error) => Err(error),
             None => Err(self.core.library.error(call, code)),
@@ -588,7 +605,8 @@ impl Turn<'_> {
 }
 
 impl Turn<'_> {
-    /// The handle that NCCL writes, which some versions do a moment after they are done; null where it does not come until the deadline.
+    /// The handle that NCCL writes, which some versions do a moment after they are done; null where
+    /// it does not come until the deadline.
     pub fn await_handle(&self, written: &AtomicPtr<Comm>) -> Result<*mut Comm> {
         let mut pause = FIRST_PAUSE;
         loop {
@@ -602,7 +620,8 @@ impl Turn<'_> {
     }
 }
 
-/// Makes NCCL's communicator in a call that blocks: on a thread of its own, which is left behind where it does not end.
+/// Makes NCCL's communicator in a call that blocks: on a thread of its own, which is left behind
+/// where it does not end.
 pub(super) fn create_blocking(
     core: &Arc<Core>,
     create: impl FnOnce(&Functions, *mut *mut Comm) -> Code + Send + 'static,
@@ -614,7 +633,7 @@ pub(super) fn create_blocking(
         let failure = match made {
             Ok(Code::SUCCESS) => {
                 if !core.adopt(comm) {
-                    // SAFETY: NCCL has just made it, and nobody else knows it.
+                    // SAFETY: NCCL has just made it, and no other thread has it.
                     let aborted = core.on_device(|| unsafe { (core.functions().ncclCommAbort)(comm) });
                     tracing::debug!("a communicator that came too late was aborted: {aborted:?}");
                 }
@@ -623,7 +642,7 @@ pub(super) fn create_blocking(
             Ok(code) => core.library.error("ncclCommInitRank", code),
             Err(error) => error,
         };
-        // NCCL has freed what it had.
+        // NCCL has freed the communicator after its error.
         let _ = core.abort(&failure.to_string());
     };
     let thread = std::thread::Builder::new().name("epoxide-nccl-create".into());

@@ -1,6 +1,8 @@
-//! The dumps of a communicator that a watchdog looks after: what is in them, where they go, and the pipe that asks for them.
+//! Dumps of a communicator with a watchdog: their contents, their files, and the pipe that requests
+//! them.
 //!
-//! The variables are PyTorch's, so that what collects the dumps of a job finds ours too. What is in them is JSON, and not a pickle.
+//! The variables are PyTorch's, so that collectors of a job's dumps find ours too. The contents are
+//! JSON, and not a pickle.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -14,11 +16,11 @@ use serde::Serialize;
 use crate::group::recorder::Entry;
 use crate::own_file;
 
-/// Variable with the start of the path of a watchdog's dumps; the rank is appended. A named pipe may be there: the dump goes to whoever reads
-/// it, or to nobody.
+/// Variable with the start of the path of a watchdog's dumps; the rank is appended. The path may be
+/// a named pipe. The dump then goes to its reader, and is dropped without one.
 pub const DEBUG_INFO_FILE: &str = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE";
-/// Variable with the start of the path of a named pipe that a watchdog makes; the rank and `.pipe` are appended. Whoever writes anything to it
-/// gets a dump, while the communicator goes on.
+/// Variable with the start of the path of a named pipe that a watchdog makes; the rank and `.pipe`
+/// are appended. A write to it requests a dump; the communicator continues.
 pub const DEBUG_INFO_PIPE: &str = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE";
 
 fn named(variable: &str, suffix: String) -> Option<PathBuf> {
@@ -39,7 +41,7 @@ pub(super) struct Report<'a> {
     pub rank: u32,
     pub size: u32,
     pub reason: &'a str,
-    /// What the communicator and NCCL say.
+    /// State of the communicator and of NCCL.
     pub nccl: BTreeMap<String, String>,
     /// The last operations, oldest first.
     pub operations: Vec<Entry>,
@@ -60,20 +62,21 @@ impl Report<'_> {
     }
 }
 
-/// The named pipe at a path, if one is there: this user's, or root's, since whoever owns it gets
-/// what is written.
+/// The named pipe at a path, if there is one. It must belong to this user or root, because its
+/// owner can read the dump.
 fn open_pipe(path: &Path) -> std::io::Result<Option<File>> {
     if !std::fs::symlink_metadata(path).is_ok_and(|about| about.file_type().is_fifo()) {
         return Ok(None);
     }
-    // A pipe that nobody reads must not hold up the watchdog: neither when it is opened nor when it
-    // is full.
+    // A pipe without a reader must not block the watchdog, neither at the open nor when it is full.
     let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits() as i32;
     let file = OpenOptions::new().write(true).custom_flags(flags).open(path)?;
     let about = file.metadata()?;
     let (owner, user) = (about.uid(), rustix::process::geteuid().as_raw());
     if !about.file_type().is_fifo() || (owner != user && owner != 0) {
-        let reason = format!("what is there is user {owner}'s, and no pipe of user {user}; remove it");
+        let reason = format!(
+            "the file is user {owner}'s, or no pipe; it must be a pipe of user {user} or root: remove it"
+        );
         return Err(std::io::Error::new(ErrorKind::PermissionDenied, reason));
     }
     Ok(Some(file))
@@ -87,11 +90,12 @@ pub(super) struct Pipe {
 }
 
 impl Pipe {
-    /// The pipe that the environment names, made anew, if it names one; a failure to make it is only logged.
+    /// The pipe that the environment names, made anew, if it names one; a failure to make it is
+    /// only logged.
     pub fn open(rank: u32) -> Option<Pipe> {
         let path = named(DEBUG_INFO_PIPE, format!("{rank}.pipe"))?;
         let make = || -> std::io::Result<File> {
-            // Of an earlier process, which left no reader.
+            // A pipe left by an earlier process; it has no reader.
             match std::fs::symlink_metadata(&path) {
                 Ok(about) if about.file_type().is_fifo() => std::fs::remove_file(&path)?,
                 Ok(_) => {
@@ -100,7 +104,8 @@ impl Pipe {
                 Err(_) => {}
             }
             mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
-            // Opened for both, so that a writer that goes is no end of the file, which would have to be told from no news.
+            // Opened for reading and writing: otherwise a closing writer would cause an end of
+            // file, which reads like an empty pipe.
             let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits() as i32;
             OpenOptions::new().read(true).write(true).custom_flags(flags).open(&path)
         };
@@ -113,7 +118,7 @@ impl Pipe {
         }
     }
 
-    /// Whether somebody has asked since the last look.
+    /// Whether a dump was requested since the last call.
     pub fn asked(&mut self) -> bool {
         let mut bytes = [0; 512];
         let mut asked = false;
@@ -126,7 +131,7 @@ impl Pipe {
 
 impl Drop for Pipe {
     fn drop(&mut self) {
-        // Somebody else may have removed it.
+        // Another process may have removed it.
         let _ = std::fs::remove_file(&self.path);
     }
 }

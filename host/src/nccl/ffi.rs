@@ -1,6 +1,7 @@
-//! What `nccl.h` declares, as far as it is used here: types, constants and the table of functions.
+//! The used part of `nccl.h`: types, constants and the table of functions.
 //!
-//! Written from NCCL's public ABI, which only grows: enumerations keep their numbers, and the configuration says how long it is.
+//! Written from NCCL's public ABI, which only grows: enumerations keep their numbers, and the
+//! configuration holds its own size.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -10,7 +11,8 @@ pub struct Comm {
     opaque: [u8; 0],
 }
 
-/// `ncclResult_t`. A plain integer, since a code that a Rust enum does not list would be undefined behaviour.
+/// `ncclResult_t`. A plain integer, since a code that a Rust enum does not list would be undefined
+/// behaviour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Code(pub c_int);
@@ -36,11 +38,11 @@ pub const UNDEFINED: c_int = c_int::MIN;
 pub const NO_COLOR: c_int = -1;
 /// `NCCL_API_MAGIC`.
 const MAGIC: c_uint = 0xcafe_beef;
-/// The version whose `ncclConfig_t` this is.
+/// Version of the `ncclConfig_t` below.
 const CONFIG_VERSION: u32 = 22800;
 
-/// `ncclConfig_t` as of 2.28. Fields are only ever added at its end. Older libraries take as much of it as they know, and newer ones fill up
-/// what is lacking: by `size`, and by `version`.
+/// `ncclConfig_t` as of 2.28. Fields are only ever added at its end. Older libraries read the
+/// fields that they support, and newer ones fill in the missing ones: by `size`, and by `version`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct RawConfig {
@@ -135,7 +137,8 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Fills the table by what `find` says about each name; or says which of the required functions are lacking.
+            /// Fills the table with the address that `find` returns for each name; or returns the
+            /// names of the required functions that are missing.
             ///
             /// # Safety
             /// `find` gives the address of NCCL's function of that name, or null.
@@ -145,8 +148,9 @@ macro_rules! functions {
                 if !lacking.is_empty() {
                     return Err(lacking);
                 }
-                // SAFETY: an address that is not null is the function of that name, whose C declaration in nccl.h these types are; null
-                // becomes `None` where the field allows for it, and was refused above where not.
+                // SAFETY: an address that is not null is the function of that name, and the types
+                // match the C declarations in nccl.h. Null becomes `None` if the field allows it;
+                // otherwise it was rejected above.
                 unsafe {
                     Ok(Functions {
                         $($needed: std::mem::transmute::<
@@ -161,7 +165,8 @@ macro_rules! functions {
                 }
             }
 
-            /// The functions that came later and that this library lacks, each with the version that has it.
+            /// The functions that came later and that this library lacks, each with the version
+            /// that has it.
             pub fn lacking(&self) -> Vec<(&'static str, &'static str)> {
                 let mut lacking = Vec::new();
                 $(if self.$later.is_none() {
@@ -229,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lacking_is_named() {
+    fn missing_functions_are_named() {
         // SAFETY: none of the addresses is called.
         let lacking =
             unsafe { Functions::resolve(|name| if name == "ncclSend" { std::ptr::null() } else { 8 as _ }) };

@@ -9,7 +9,8 @@ use crate::error::{Error, Result};
 use crate::group::CallResult;
 use crate::group::work::Pending;
 
-/// The first pause between two looks of a thread that waits; each is twice as long, up to [`LONGEST_PAUSE`].
+/// The first pause between two looks of a thread that waits; each is twice as long, up to
+/// [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_micros(20);
 const LONGEST_PAUSE: Duration = Duration::from_millis(2);
 
@@ -25,7 +26,7 @@ impl Core {
         result
     }
 
-    /// Ends an operation if its event has passed. Asks nobody else, and gives nothing up.
+    /// Ends an operation if its event has passed. It polls no other operation, and aborts nothing.
     pub fn reap(&self, operation: &InFlight) {
         if let Progress::Enqueued(event) = operation.progress()
             && let Ok(true) = event.is_done()
@@ -34,7 +35,7 @@ impl Core {
         }
     }
 
-    /// Looks how far an operation is. What has gone wrong, or takes too long, ends the communicator.
+    /// Polls an operation. An error or a missed deadline ends the communicator.
     pub fn poll(self: &Arc<Core>, operation: &InFlight) -> Option<Result<()>> {
         match operation.progress() {
             Progress::Ended(result) => return Some(result),

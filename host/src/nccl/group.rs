@@ -1,4 +1,4 @@
-//! A process group whose device tensors go over NCCL.
+//! A process group that sends device tensors over NCCL.
 
 use std::ffi::c_int;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -12,12 +12,13 @@ use crate::driver::Device;
 use crate::error::Result;
 use crate::group::{Call, CallResult, JobSecret, ProcessGroup, Work};
 
-/// A [`ProcessGroup`] with a way for each kind of data, as PyTorch's groups have (`cpu:gloo,cuda:nccl`): what is in host memory goes over
-/// another group, such as a [`MeshGroup`](crate::group::MeshGroup), and device tensors over a [`Communicator`] of the same ranks
-/// ([`NcclGroup::device`]).
+/// A [`ProcessGroup`] with a backend for each kind of data, as PyTorch's groups have
+/// (`cpu:gloo,cuda:nccl`). Host data goes over another group, such as a
+/// [`MeshGroup`](crate::group::MeshGroup), and device tensors over a [`Communicator`] of the same
+/// ranks ([`NcclGroup::device`]).
 ///
-/// Its parts ([`ProcessGroup::split`]) have both ways, [`ProcessGroup::abort`] gives both up, and [`ProcessGroup::destroy`] ends both together
-/// with the other ranks.
+/// Its parts ([`ProcessGroup::split`]) have both ways, [`ProcessGroup::abort`] gives both up, and
+/// [`ProcessGroup::destroy`] ends both together with the other ranks.
 #[derive(Debug)]
 pub struct NcclGroup {
     host: Arc<dyn ProcessGroup>,
@@ -26,7 +27,8 @@ pub struct NcclGroup {
 }
 
 impl NcclGroup {
-    /// The ranks of `host`, with a device each. Collective. `config` is as for [`Communicator::over_group`].
+    /// The ranks of `host`, with a device each. Collective. `config` is as for
+    /// [`Communicator::over_group`].
     pub fn new(
         host: Arc<dyn ProcessGroup>,
         library: &Arc<Library>,
@@ -46,12 +48,12 @@ impl NcclGroup {
         NcclGroup { host, device, backend }
     }
 
-    /// What carries device tensors.
+    /// The communicator of device tensors.
     pub fn device(&self) -> &Communicator {
         &self.device
     }
 
-    /// What carries host data.
+    /// The group of host data.
     pub fn host(&self) -> &Arc<dyn ProcessGroup> {
         &self.host
     }
@@ -59,7 +61,8 @@ impl NcclGroup {
     /// [`ProcessGroup::split`], keeping the type.
     pub fn split_group(&self, color: u64) -> Result<NcclGroup> {
         let host = self.host.split(color)?;
-        // Of NCCL's colors, which are fewer, each part takes the rank in this group of its first member.
+        // NCCL has fewer colors than `u64`. So a part's color is the rank in this group of its
+        // first member.
         let first = host.global_rank(0).and_then(|global| self.host.group_rank(global)).unwrap_or(0);
         let config = Config { name: host.name().to_owned(), ..self.device.config().clone() };
         let device = match self.device.library().functions.ncclCommSplit {
@@ -156,7 +159,8 @@ impl ProcessGroup for NcclGroup {
     }
 
     fn destroy(&self) -> Result<()> {
-        // Host data goes on until the device's way is gone, so that whoever fails there can tell the others.
+        // The host group ends after the device's communicator, so that a rank whose finalize fails
+        // can abort the others.
         let device = self.device.finalize();
         if let Err(error) = &device {
             self.host.abort(&error.to_string());

@@ -49,7 +49,7 @@ impl InFlight {
         *self.lock() = Progress::Enqueued(Arc::new(event));
     }
 
-    /// Ends it with `result`. Where it has ended before, that stays, and is what this gives.
+    /// Ends it with `result`. If it has ended before, that result stays and is returned.
     pub fn end(&self, result: &Result<()>) -> Option<Result<()>> {
         let before = {
             let mut progress = self.lock();

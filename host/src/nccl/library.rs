@@ -13,13 +13,14 @@ use super::places;
 use crate::driver::Device;
 use crate::error::{Error, Result};
 
-/// What a library has that stands in for NCCL on the host, for tests: it takes addresses of this process for device memory and does not look at
-/// streams. NCCL itself would take both for CUDA's.
+/// A symbol of libraries that stand in for NCCL on the host, for tests. Such a library takes
+/// addresses of this process for device memory, and ignores streams. NCCL itself would take both
+/// for CUDA's.
 const ON_HOST: &str = "epoxide_nccl_on_host";
 
 /// NCCL, loaded into this process.
 ///
-/// It stays loaded until the process ends: it has threads of its own, whose code must not go.
+/// It stays loaded until the process ends, because its own threads run its code.
 pub struct Library {
     pub(super) functions: Functions,
     version: u32,
@@ -35,13 +36,15 @@ impl fmt::Debug for Library {
 }
 
 impl Library {
-    /// Finds the library: the file that the environment's [`NCCL_LIBRARY`](super::NCCL_LIBRARY) names; else `libnccl.so.2` or `libnccl.so`
-    /// where the system's loader looks; else in the folder of the Python package (`nvidia/nccl/lib` below `site-packages`) of `VIRTUAL_ENV`,
-    /// `CONDA_PREFIX`, `PYTHONPATH`, the Python on the `PATH`, the user's and the system's. No Python is run.
+    /// Finds the library. First comes the file that the environment's
+    /// [`NCCL_LIBRARY`](super::NCCL_LIBRARY) names; then `libnccl.so.2` or `libnccl.so` on the
+    /// loader's path; then the folder of the Python package (`nvidia/nccl/lib` below
+    /// `site-packages`) of `VIRTUAL_ENV`, `CONDA_PREFIX`, `PYTHONPATH`, the Python on the `PATH`,
+    /// the user's and the system's. No Python is run.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where none loads, with every place that was tried and what was wrong there; or where the one that loads lacks
-    /// functions, with their names.
+    /// [`Error::Unavailable`] if none loads, with every place that was tried and its error; or if
+    /// the loaded library lacks functions, with their names.
     pub fn find() -> Result<Arc<Library>> {
         let mut tried = Vec::new();
         for place in places::all() {
@@ -71,7 +74,7 @@ impl Library {
     fn check(loaded: Loaded, path: PathBuf) -> Result<Arc<Library>> {
         let unavailable = |reason| Error::Unavailable { what: format!("NCCL of {}", path.display()), reason };
         let find = |name: &str| {
-            // SAFETY: only the address is taken; what it is called as, `Functions` says.
+            // SAFETY: only the address is taken; `Functions` gives the type of the call.
             let symbol = unsafe { loaded.get::<*const c_void>(name.as_bytes()) };
             symbol.map_or(std::ptr::null(), |symbol| symbol.as_raw_ptr().cast_const())
         };
@@ -118,13 +121,14 @@ impl Library {
         &self.path
     }
 
-    /// Functions that came with later versions and that this one lacks, each with the version that has it. What needs one is
-    /// [`Error::Unavailable`].
+    /// Functions that came with later versions and that this one lacks, each with the version that
+    /// has it. A call that needs one returns [`Error::Unavailable`].
     pub fn lacking(&self) -> Vec<(&'static str, &'static str)> {
         self.functions.lacking()
     }
 
-    /// An error for a device whose addresses and streams are not what this library takes them for.
+    /// An error if the device's addresses and streams are not of the kind that this library
+    /// expects.
     pub(super) fn check_device(&self, device: &dyn Device) -> Result<()> {
         let info = device.info();
         if info.is_virtual == self.works_on_host {
@@ -167,17 +171,19 @@ impl Library {
         unsafe { text((self.functions.ncclGetErrorString)(code)) }
     }
 
-    /// What NCCL says went wrong last; may be empty.
+    /// NCCL's text about the last error; may be empty.
     pub(super) fn last_error(&self, comm: *mut Comm) -> String {
         let Some(last) = self.functions.ncclGetLastError else { return String::new() };
-        // SAFETY: the argument is not looked at, by NCCL's own account, and null is allowed; the text is of NCCL's own.
+        // SAFETY: the argument is not looked at, by NCCL's own account, and null is allowed; the
+        // text is of NCCL's own.
         unsafe { text(last(comm)) }.trim().to_owned()
     }
 }
 
-/// Loads one file, or says why not, naming it.
+/// Loads one file; the error names it.
 fn load(place: &Path) -> Result<Loaded, String> {
-    // SAFETY: NCCL's initialisers are the loader's business; no other library is looked for under these names.
+    // SAFETY: NCCL's initialisers are the loader's business; no other library is looked for under
+    // these names.
     unsafe { Loaded::open(Some(place), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
         let reason = error.to_string();
         // The loader's texts begin with the file, mostly.
@@ -196,7 +202,8 @@ unsafe fn text(text: *const std::ffi::c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// What this machine has of NCCL, one check per entry: its name, and what was found, or what is wrong and how to mend it.
+/// Diagnosis of NCCL on this machine, one check per entry: its name, and the finding, or the error
+/// with its remedy.
 pub fn doctor() -> Vec<(String, Result<String, String>)> {
     let library = match Library::find() {
         Ok(library) => library,
@@ -209,7 +216,7 @@ pub fn doctor() -> Vec<(String, Result<String, String>)> {
         false => {
             let each = lacking.iter().map(|(name, since)| format!("{name} (NCCL {since})"));
             Err(format!(
-                "lacks {}; what needs one of them is refused: install a newer NCCL",
+                "lacks {}; calls that need one of them are rejected: install a newer NCCL",
                 each.collect::<Vec<_>>().join(", ")
             ))
         }

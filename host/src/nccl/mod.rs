@@ -1,9 +1,11 @@
 //! NVIDIA's collective library beside ours: a communicator that cannot leak or hang.
 //!
-//! Programs that use this library use NCCL for the rest of their traffic. [`Library`] finds it when the program runs: nothing is linked, and a
-//! program with the feature `nccl` builds and starts on machines without it. [`Communicator`] is NCCL's communicator as a Rust value: made
-//! with a deadline, given up from any thread, given back in every case. Its operations on device tensors give [`Work`](crate::group::Work)
-//! handles like those of [`group`](crate::group), and [`NcclGroup`] is a process group whose device tensors go over it.
+//! Programs that use this library use NCCL for the rest of their traffic. [`Library`] finds it when
+//! the program runs: nothing is linked, and a program with the feature `nccl` builds and starts on
+//! machines without it. [`Communicator`] is NCCL's communicator as a Rust value. It is made with a
+//! deadline, can be aborted from any thread, and is always freed or reported as leaked. Its
+//! operations on device tensors give [`Work`](crate::group::Work) handles like those of
+//! [`group`](crate::group). [`NcclGroup`] is a process group that sends its device tensors over it.
 //!
 //! ```no_run
 //! use std::sync::Arc;

@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 /// Variable with the file of the library; no other is tried then.
 pub const NCCL_LIBRARY: &str = "NCCL_LIBRARY";
 
-/// What the system's loader is asked for.
+/// Names for the system's loader.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// The library in the Python package, below a folder of packages.
 const IN_PACKAGES: &str = "nvidia/nccl/lib/libnccl.so.2";
 
-/// What to try, in this order.
+/// Places to try, in this order.
 pub fn all() -> Vec<PathBuf> {
     places(&|name| std::env::var_os(name).filter(|value| !value.is_empty()))
 }
@@ -29,13 +29,15 @@ fn places(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     places
 }
 
-/// The folders that Python would look for packages in, by its own rules, as far as they are known without running it.
+/// The folders that Python would look for packages in, by its own rules, as far as they are known
+/// without running it.
 fn package_folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let list = |name| variable(name).iter().flat_map(std::env::split_paths).collect::<Vec<_>>();
     let mut folders = list("PYTHONPATH");
     let mut prefixes: Vec<PathBuf> =
         ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| variable(name)).map(Into::into).collect();
-    // PREFIX/bin/python3. A virtual environment's is a link, and so is /usr/bin/python3: the prefix is where the link is.
+    // PREFIX/bin/python3. A virtual environment's is a link, and so is /usr/bin/python3: the prefix
+    // is where the link is.
     let pythons = list("PATH").into_iter().filter(|folder| folder.join("python3").exists());
     prefixes.extend(pythons.filter_map(|bin| bin.parent().map(Path::to_owned)));
     prefixes.extend(variable("HOME").map(|home| Path::new(&home).join(".local")));

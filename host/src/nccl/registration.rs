@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::driver::Memory;
 use crate::error::{Error, Result};
 
-/// Memory that is registered with a [`Communicator`], as [`Communicator::register`] gives it. It stays so until
-/// [`Communicator::deregister`], or until the communicator goes, which releases all that is left in the order of registration.
+/// Memory that is registered with a [`Communicator`], as [`Communicator::register`] gives it. It
+/// stays so until [`Communicator::deregister`], or until the communicator goes, which releases all
+/// that is left in the order of registration.
 ///
 /// [`Communicator`]: super::Communicator
 /// [`Communicator::register`]: super::Communicator::register
@@ -34,7 +35,7 @@ pub(super) struct Registered {
     memory: Arc<Memory>,
 }
 
-/// What is registered with a communicator, in the order of registration.
+/// Registrations with a communicator, in the order of registration.
 #[derive(Debug, Default)]
 pub(super) struct Registrations(Mutex<Vec<Registered>>);
 
@@ -50,7 +51,7 @@ impl Registrations {
         Registration { id }
     }
 
-    /// Takes out what `registration` stands for; an error for that of another communicator.
+    /// Removes the memory of `registration`; an error for that of another communicator.
     pub fn take(&self, Registration { id }: Registration) -> Result<Registered> {
         let mut list = self.lock();
         match list.iter().position(|registered| registered.id == id) {

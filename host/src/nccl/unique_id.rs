@@ -1,4 +1,4 @@
-//! What the ranks of a communicator know it by before it is there.
+//! Identity of a communicator before it exists.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,9 +10,10 @@ use crate::error::{Error, Result};
 use crate::foreign::escaped;
 use crate::group::{Collectives, ProcessGroup, Store};
 
-/// What the ranks of a communicator know it by (`ncclUniqueId`). One rank makes it and all ranks get it; it is good for one communicator.
+/// Identity of a communicator for its ranks (`ncclUniqueId`). One rank makes it and all ranks get
+/// it; it is good for one communicator.
 ///
-/// It holds an address that rank 0 is reached by, and whoever knows it can take part: it is shared like a secret.
+/// It holds the address of rank 0, and grants the right to join: share it like a secret.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct UniqueId([u8; UniqueId::BYTES]);
 
@@ -50,10 +51,12 @@ impl UniqueId {
         &self.0
     }
 
-    /// The one that rank 0 makes, over `store`. `name` is of one communicator alone: another of the same store takes another name.
+    /// The one that rank 0 makes, over `store`. `name` is of one communicator alone: another of the
+    /// same store takes another name.
     ///
     /// # Errors
-    /// [`Error::Store`] where rank 0 does not come within `timeout`; what kept it from making one, on all ranks.
+    /// [`Error::Store`] if rank 0 does not publish it within `timeout`; on all ranks, the error
+    /// that kept rank 0 from making one.
     pub fn over_store(
         library: &Arc<Library>,
         store: &dyn Store,
@@ -73,7 +76,7 @@ impl UniqueId {
     /// The one that rank 0 makes, over `group`. Collective.
     ///
     /// # Errors
-    /// The group's; what kept rank 0 from making one, on all ranks.
+    /// Errors of the group; on all ranks, the error that kept rank 0 from making one.
     pub fn over_group(library: &Arc<Library>, group: &dyn ProcessGroup) -> Result<UniqueId> {
         if group.rank() == 0 {
             let made = UniqueId::new(library);
@@ -88,7 +91,7 @@ impl UniqueId {
     }
 }
 
-/// What rank 0 tells the others: the bytes, or why there are none.
+/// Message of rank 0 to the others: the bytes, or its error.
 struct Message;
 
 impl Message {

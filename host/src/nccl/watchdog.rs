@@ -1,4 +1,5 @@
-//! The watchdog: gives a communicator up when an operation passes its deadline or NCCL has failed, while nobody else looks.
+//! The watchdog: aborts a communicator when an operation passes its deadline or NCCL has failed,
+//! even if no other thread polls it.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -9,7 +10,7 @@ use super::core::{Core, Phase};
 use super::debug_info::Pipe;
 use crate::error::{Error, Result};
 
-/// The thread; told to end, and joined, on drop.
+/// The watchdog's thread; stopped and joined on drop.
 #[derive(Debug)]
 pub(super) struct Guard {
     stop: Arc<(Mutex<bool>, Condvar)>,
@@ -34,7 +35,8 @@ impl Drop for Guard {
         *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.stop.1.notify_all();
         if let Some(thread) = self.thread.take() {
-            // It may be in an abort, which ends by its own deadline. A panic of it has been printed.
+            // It may be in an abort, which ends by its own deadline. A panic of it has been
+            // printed.
             let _ = thread.join();
         }
     }
@@ -50,7 +52,7 @@ fn watch(core: &Weak<Core>, stop: &(Mutex<bool>, Condvar), interval: Duration, r
         }
         let Some(core) = core.upgrade() else { return };
         if pipe.as_mut().is_some_and(Pipe::asked) {
-            core.write_debug_info("somebody asked through the pipe");
+            core.write_debug_info("requested through the pipe");
         }
         if let Phase::Aborted(_) | Phase::Finalized = core.phase() {
             continue;

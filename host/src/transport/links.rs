@@ -19,7 +19,8 @@ pub struct Link {
     pub queue: Box<dyn PutQueue>,
 }
 
-/// The side of a transport where the peers' puts come in. Dropping it without [`Receiving::close`] looks like a death.
+/// The side of a transport where the peers' puts come in. Dropping it without [`Receiving::close`]
+/// looks like a death.
 pub(crate) trait Receiving: Send + Sync + Debug {
     /// The first thing that went wrong.
     fn failure(&self) -> Option<Error>;
@@ -35,7 +36,8 @@ pub(crate) struct MappedPeer {
     pub(super) memory: Arc<Memory>,
 }
 
-/// All queues of a rank, the peers it needs none for, and what receives from its peers. Closed on drop.
+/// All queues of a rank, the peers it needs none for, and what receives from its peers. Closed on
+/// drop.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct Links {
@@ -56,13 +58,14 @@ impl Links {
         self.mapped.iter().find(|mapped| mapped.peer == peer).map(|mapped| &mapped.memory)
     }
 
-    /// The failure of the receiving side: a peer that died without a goodbye, or one that sent what is refused.
+    /// The failure of the receiving side: a peer that died without a goodbye, or one that sent what
+    /// is refused.
     pub fn failure(&self) -> Option<Error> {
         self.receiving.iter().find_map(|side| side.failure())
     }
 
-    /// Says goodbye to all peers and ends every thread. Later puts of peers fail there. Memory that is mapped stays so until
-    /// this is dropped.
+    /// Says goodbye to all peers and ends every thread. Later puts of peers fail there. Memory that
+    /// is mapped stays so until this is dropped.
     pub fn close(&mut self) {
         for mut link in self.links.drain(..) {
             link.queue.close();

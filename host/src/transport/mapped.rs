@@ -1,7 +1,9 @@
-//! Peers whose wire memory is mapped here: kernels write slots and words there themselves, and nothing is put for them.
+//! Peers whose wire memory is mapped here: kernels write slots and words there themselves, and
+//! nothing is put for them.
 //!
-//! Memory is given as a file descriptor to ranks of the same host, and as a fabric handle to ranks of other hosts in the same NVLink
-//! domain. A pair of ranks is mapped when both could map the other.
+//! Memory is given as a file descriptor to ranks of the same host, and as a fabric handle to ranks
+//! of other hosts in the same NVLink domain. A pair of ranks is mapped when both could map the
+//! other.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -27,7 +29,8 @@ struct Offer {
     fabric: Option<FabricHandle>,
 }
 
-/// Maps the wire memory of all peers, or with [`TransportKind::Auto`] of those that can be. Collective.
+/// Maps the wire memory of all peers, or with [`TransportKind::Auto`] of those that can be.
+/// Collective.
 pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     let prepared = greeting::check_arguments(setup).and_then(|()| {
         let (presence, reader) = Presence::new()?;
@@ -125,8 +128,8 @@ fn import_all(
     setup.peers.iter().map(|peer| (*peer, attempt(*peer))).collect()
 }
 
-/// Tells all ranks what failed: the reason, by (who tried, to map whose memory). With [`TransportKind::Direct`] any failure is an
-/// error of every rank.
+/// Publishes failures to all ranks: the reason, by (rank that tried, rank whose memory it tried to
+/// map).
 fn agree(setup: &Setup<'_>, attempts: &[(u32, Attempt)]) -> Result<BTreeMap<(u32, u32), String>> {
     let failed: Vec<(u32, String)> = attempts
         .iter()

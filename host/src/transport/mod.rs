@@ -1,16 +1,20 @@
-//! How bytes cross nodes. Where a peer's wire memory is mapped here, kernels write it themselves; elsewhere there are ordered queues
-//! of puts between the wire memories of two ranks.
+//! How bytes cross nodes. If a peer's wire memory is mapped here, kernels write it themselves.
+//! Otherwise there are ordered queues of puts between the wire memories of two ranks.
 //!
-//! A kernel posts [`PutRequest`](epoxide_gpu::layout::PutRequest)s to a ring; a proxy thread ([`Proxies`]) takes them out
-//! and gives them to a [`PutQueue`]. The only order to build on is that of one queue: a put's bytes are visible at the peer
-//! before its counter, and its counter before that of the next put. Nothing is ordered between queues.
+//! A kernel posts [`PutRequest`](epoxide_gpu::layout::PutRequest)s to a ring; a proxy thread
+//! ([`Proxies`]) takes them out and gives them to a [`PutQueue`]. The only order to build on is
+//! that of one queue. A put's bytes are visible at the peer before its counter, and its counter
+//! before that of the next put. Queues are not ordered among each other. Nothing is ordered between
+//! queues.
 //!
-//! [`open`] allocates wire memory and finds a way to every peer: [`wire_memory`] is the allocation alone, [`connect`] the rest. Leaving
-//! is ordered: the ranks wait until all they posted has left and arrived, meet at a barrier, and then close; a rank that closes earlier
-//! fails its peers' later puts.
+//! [`open`] allocates wire memory and finds a way to every peer: [`wire_memory`] is the allocation
+//! alone, [`connect`] the rest. Closing is ordered: the ranks wait until all their posts have been
+//! sent and have arrived, meet at a barrier, and then close. A rank that closes earlier fails its
+//! peers' later puts.
 //!
-//! Kernels wait for what the threads here do, so none of them makes a driver call between connecting and closing
-//! ([`NoDriverCalls`](crate::driver::NoDriverCalls)): shm and tcp move bytes between page-locked host memories, verbs has the card do it.
+//! Kernels wait for the threads here, so none of these makes a driver call between connecting and
+//! closing ([`NoDriverCalls`](crate::driver::NoDriverCalls)). The backends shm and tcp move bytes
+//! between page-locked host memories, verbs has the card do it.
 
 mod greeting;
 mod links;
@@ -65,12 +69,13 @@ pub struct Way {
     pub peer: u32,
     /// This rank's wire memory that the peer writes to.
     pub memory: Arc<Memory>,
-    /// The peer's wire memory, if kernels here write to it themselves; else there are queues to the peer.
+    /// The peer's wire memory, if kernels here write to it themselves; else there are queues to the
+    /// peer.
     pub mapped: Option<Arc<Memory>>,
 }
 
-/// Allocates wire memory of `bytes` and finds a way to each of `peers`, as [`connect`] says. Ways are in the order of `peers`.
-/// Collective over the group.
+/// Allocates wire memory of `bytes` and finds a way to each of `peers`, as [`connect`] says. Ways
+/// are in the order of `peers`. Collective over the group.
 ///
 /// # Errors
 /// Those of [`wire_memory`] and [`connect`].
@@ -109,8 +114,8 @@ pub fn open(
     Ok((ways, links))
 }
 
-/// Allocates wire memory where the transport reaches it; its contents are zero, which is where counters begin. Collective over
-/// the group.
+/// Allocates wire memory where the transport reaches it; its contents are zero, which is where
+/// counters begin. Collective over the group.
 ///
 /// # Errors
 /// On every rank, where one of them has no such memory.
@@ -136,14 +141,15 @@ pub fn wire_memory(
     greeting::agree(group, options.kind, memory)
 }
 
-/// Connects this rank to `peers`, the ranks of the group that it exchanges bytes with: ascending, without itself, and each
-/// lists this one. `memory` is this rank's [`wire_memory`], of the same size on every rank; it is kept until the links are
-/// closed. With [`TransportKind::Auto`] there are links to the peers that can be mapped alone. Collective over the group; `timeout`
-/// bounds the waits for peers, beside the group's own.
+/// Connects this rank to `peers`, the ranks of the group that it exchanges bytes with: ascending,
+/// without itself, and each lists this one. `memory` is this rank's [`wire_memory`], of the same
+/// size on every rank; it is kept until the links are closed. With [`TransportKind::Auto`] there
+/// are links to the peers that can be mapped alone. Collective over the group; `timeout` bounds the
+/// waits for peers, beside the group's own.
 ///
 /// # Errors
-/// On every rank, where the ranks' options, sizes or versions differ or one of them cannot take part, and with
-/// [`TransportKind::Direct`] where one cannot map another's memory.
+/// On every rank, if the ranks' options, sizes or versions differ or one of them cannot take part.
+/// With [`TransportKind::Direct`], also if one cannot map another's memory.
 #[doc(hidden)]
 pub fn connect(
     options: &TransportOptions,

@@ -1,4 +1,4 @@
-//! In the place of `verbs` where it is not built in: says so, on every rank.
+//! Replaces `verbs` in builds without it: returns an error on every rank.
 
 use std::sync::Arc;
 

@@ -12,16 +12,18 @@ use crate::group::ConnectionLimits;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum TransportKind {
-    /// [`TransportKind::Direct`] to the peers whose wire memory can be mapped, [`TransportKind::Tcp`] to the others.
+    /// [`TransportKind::Direct`] to the peers whose wire memory can be mapped,
+    /// [`TransportKind::Tcp`] to the others.
     Auto,
-    /// Kernels write into the peers' wire memory, which is mapped: the ranks are on one host, or in one NVLink domain whose driver has
-    /// fabric handles. It needs no queues and no threads.
+    /// Kernels write into the peers' wire memory, which is mapped. The ranks are on one host, or in
+    /// one NVLink domain whose driver has fabric handles.
     Direct,
     /// Shared host memory: the ranks are on one host and play several nodes.
     Shm,
     /// TCP connections between page-locked host memories, over any network.
     Tcp,
-    /// RDMA writes by ibverbs, over InfiniBand or RoCE. [`Error::Unavailable`] without the feature `rdma`, or without a device.
+    /// RDMA writes by ibverbs, over InfiniBand or RoCE. [`Error::Unavailable`] without the feature
+    /// `rdma`, or without a device.
     Verbs,
 }
 
@@ -74,21 +76,24 @@ impl FromStr for TransportKind {
 pub struct TransportOptions {
     /// The transport; the same on every rank.
     pub kind: TransportKind,
-    /// Queues to each peer that has any, 1 to [`MAX_QUEUES`]; the same on every rank. A queue has a thread of its own at the sending
-    /// end, and with [`TransportKind::Tcp`] a connection and a thread at the receiving end.
+    /// Queues to each peer that has any, 1 to [`MAX_QUEUES`]; the same on every rank. A queue has a
+    /// thread of its own at the sending end, and with [`TransportKind::Tcp`] a connection and a
+    /// thread at the receiving end.
     pub queues_per_peer: u32,
-    /// Makes the queues of this rank worse than they are, for tests. Nothing to what kernels write themselves.
+    /// Makes the queues of this rank worse than they are, for tests. Nothing to what kernels write
+    /// themselves.
     #[doc(hidden)]
     pub shaping: Option<Shaping>,
     /// How long a put waits for the network.
     pub timeout: Duration,
-    /// The host that this rank is on: ranks of differing ones do not share memory by descriptors. `None`: what the system says. A test
-    /// plays several hosts with it.
+    /// The host that this rank is on: ranks of differing ones do not share memory by descriptors.
+    /// `None`: the system's name. A test plays several hosts with it.
     #[doc(hidden)]
     pub host: Option<String>,
     /// Limits on connections to the sockets of [`TransportKind::Tcp`] while ranks connect.
     pub limits: ConnectionLimits,
-    /// For [`TransportKind::Verbs`]: which devices, and how. `None`: from the environment ([`VerbsOptions::from_env`]).
+    /// For [`TransportKind::Verbs`]: which devices, and how. `None`: from the environment
+    /// ([`VerbsOptions::from_env`]).
     pub verbs: Option<VerbsOptions>,
 }
 
@@ -96,7 +101,8 @@ pub struct TransportOptions {
 pub const MAX_QUEUES: u32 = 64;
 
 impl TransportOptions {
-    /// Not shaped, 30 s, the default limits, and as many queues as a fast network takes: eight where a processor moves the bytes, one where a card does.
+    /// Not shaped, 30 s, the default limits, and as many queues as a fast network takes. It is
+    /// eight if a processor moves the bytes, one if a card does.
     pub fn new(kind: TransportKind) -> TransportOptions {
         let queues_per_peer = match kind {
             TransportKind::Shm | TransportKind::Tcp | TransportKind::Auto => 8,

@@ -1,5 +1,5 @@
-//! Signs of life between the ranks of a host: a pipe whose reading end the peers hold and poll. A byte in it is a goodbye, a writing
-//! end that is closed without one a death.
+//! Signs of life between the ranks of a host: a pipe whose reading end the peers hold and poll. A
+//! byte in it is a goodbye, a writing end that is closed without one a death.
 
 use std::io::{PipeReader, PipeWriter, Write};
 use std::os::fd::{AsFd, OwnedFd};

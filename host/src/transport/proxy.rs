@@ -18,7 +18,8 @@ use crate::virtual_time::{Poller, spawn};
 
 /// Most puts that are given to a queue at once.
 const BATCH: usize = 16;
-/// How long a dropped proxy may go on with posted requests. [`Proxies::close`] and [`Proxy::stop`] take another grace.
+/// How long a dropped proxy may go on with posted requests. [`Proxies::close`] and [`Proxy::stop`]
+/// take another grace.
 const GRACE: Duration = Duration::from_millis(100);
 /// How far apart two looks at a call are that tell a call which does not return from one of many.
 const MOMENT: Duration = Duration::from_millis(20);
@@ -69,7 +70,8 @@ impl Proxies {
         &self.proxies
     }
 
-    /// The [`QueueWords`] and ring of a queue, as a kernel reaches them; `None` where there is no such queue.
+    /// The [`QueueWords`] and ring of a queue, as a kernel reaches them; `None` where there is no
+    /// such queue.
     pub fn handle(&self, queue: u32, peer: u32) -> Option<DevicePtr> {
         let here = |proxy: &&Proxy| proxy.queue == queue && proxy.peer == peer;
         self.proxies.iter().find(here).map(Proxy::handle)
@@ -85,7 +87,8 @@ impl Proxies {
         self.proxies.iter().find_map(Proxy::failure).or_else(|| self.links.failure())
     }
 
-    /// The proxies that are in the same call of the system now and a moment later, and which: for the report of a wait that has expired.
+    /// The proxies that are in the same call of the system now and a moment later, with the call.
+    /// For the report of an expired wait.
     pub fn in_calls(&self) -> Vec<String> {
         let before: Vec<_> = self.proxies.iter().map(Proxy::call).collect();
         if before.iter().all(Option::is_none) {
@@ -116,7 +119,7 @@ impl Proxies {
         })
     }
 
-    /// Records every put from now on, up to `capacity` per proxy; what was recorded before is lost.
+    /// Records every put from now on, up to `capacity` per proxy; earlier records are lost.
     pub fn start_trace(&self, capacity: usize) {
         for proxy in &self.proxies {
             let mut trace = lock(&proxy.shared.trace);
@@ -134,8 +137,9 @@ impl Proxies {
         self.proxies.iter().flat_map(take).collect()
     }
 
-    /// Ends all proxies: those that carry out all that was posted within `grace` say goodbye, the others are interrupted.
-    /// Then nothing is received any more. Kernels must not post any more, and meet the peers at a barrier before.
+    /// Ends all proxies: those that carry out all that was posted within `grace` say goodbye, the
+    /// others are interrupted. Then nothing is received any more. Kernels must not post any more,
+    /// and meet the peers at a barrier before.
     pub fn close(&mut self, grace: Duration) {
         stop(&mut self.proxies, grace);
         self.links.close();
@@ -174,8 +178,9 @@ fn stop(proxies: &mut [Proxy], grace: Duration) {
     for proxy in proxies {
         let Some(thread) = proxy.thread.take() else { continue };
         if !thread.is_finished() {
-            // It keeps what it uses: the queue, with the wire memory that its bytes come from and go to, and the ring. So nothing is freed
-            // that it may yet touch; it ends when its call returns.
+            // It keeps what it uses: the queue, with the wire memory that its bytes come from and
+            // go to, and the ring. So nothing is freed that it may yet touch; it ends when its call
+            // returns.
             let error = proxy.stuck();
             tracing::error!("left behind: {error}");
             lock(&proxy.shared.failure).get_or_insert(error);
@@ -251,7 +256,7 @@ impl Proxy {
         self.ring.ptr()
     }
 
-    /// Why the proxy carries out nothing any more: what is posted is taken and discarded.
+    /// Why the proxy carries out nothing any more: it takes and discards posted puts.
     pub fn failure(&self) -> Option<Error> {
         lock(&self.shared.failure).clone()
     }
@@ -283,8 +288,8 @@ impl Proxy {
         Error::os("proxy", reason)
     }
 
-    /// Ends the thread. If all that was posted has left within `grace`, the proxy says goodbye; otherwise it is interrupted,
-    /// and to the peer it looks dead.
+    /// Ends the thread. If all that was posted has left within `grace`, the proxy says goodbye;
+    /// otherwise it is interrupted, and to the peer it looks dead.
     pub fn stop(&mut self, grace: Duration) {
         stop(std::slice::from_mut(self), grace);
     }
@@ -323,7 +328,7 @@ impl Worker {
         let mut batch = Vec::with_capacity(BATCH);
         let mut healthy = true;
         loop {
-            // Before the ring is looked at: what was posted before the order to stop is seen.
+            // Before the ring is read, so that puts posted before the order to stop are seen.
             let stop = self.shared.stop.load(Ordering::Acquire);
             let taken = self.take(&mut batch);
             if !batch.is_empty() {
@@ -357,8 +362,9 @@ impl Worker {
         }
     }
 
-    /// Reads the requests that are there, up to a batch, and gives their entries back. An error where a device that checks finds that a kernel
-    /// posted one before it had written it, or the bytes that it is for.
+    /// Reads the requests that are there, up to a batch, and gives their entries back. An error
+    /// where a device that checks finds that a kernel posted one before it had written it, or the
+    /// bytes that it is for.
     fn take(&mut self, batch: &mut Vec<Put>) -> Result<()> {
         batch.clear();
         while batch.len() < BATCH {
@@ -440,16 +446,19 @@ impl Worker {
     /// A u64 of the queue's memory. `offset` is a multiple of 8 within it.
     fn word(&self, offset: u64) -> &AtomicU64 {
         debug_assert!(offset.is_multiple_of(8) && offset + 8 <= QUEUE_BYTES);
-        // SAFETY: within the ring's memory, which this worker keeps and which is aligned to more than 8; the kernel and this
-        // thread access its words with atomic loads and stores, or in the order that `ticket` and `taken` establish.
+        // SAFETY: within the ring's memory, which this worker keeps and which is aligned to more
+        // than 8. The kernel and this thread access its words with atomic loads and stores, or in
+        // the order that `ticket` and `taken` establish.
         unsafe { AtomicU64::from_ptr(self.ring.host_ptr().add(offset as usize).cast()) }
     }
 }
 
-/// How a proxy waits for work: it spins, then yields, then sleeps for longer and longer, an eighth of the wait so far. Beside a GPU that is
-/// 100 us at most, 50 where puts are under way; beside a virtual one 1 ms, and after a second without any 4 ms. 48 idle proxies then take 5 %
-/// of one processor, measured on 2 virtual processors (18 % at 1 ms). Where a processor is what carries the puts, as with Soft-RoCE, waking
-/// every 50 us takes from it: writes of 1 MiB are 3 % faster with 1 ms, 10 % where others want the processors too.
+/// How a proxy waits for work: it spins, then yields, then sleeps for longer and longer, an eighth
+/// of the wait so far. Beside a GPU that is 100 us at most, 50 with puts under way. Beside a
+/// virtual one it is 1 ms, and after a second without any puts 4 ms. 48 idle proxies then take 5 %
+/// of one processor, measured on 2 virtual processors (18 % at 1 ms). If a processor carries the
+/// puts, as with Soft-RoCE, waking every 50 us takes time from it. Writes of 1 MiB are 3 % faster
+/// with 1 ms, and 10 % faster on busy processors.
 #[derive(Debug)]
 struct Idle {
     since: Option<Instant>,
@@ -458,7 +467,7 @@ struct Idle {
 }
 
 impl Idle {
-    /// `in_flight`: puts are under way whose end somebody may wait for.
+    /// `in_flight`: puts are under way, and callers may wait for their end.
     fn wait(&mut self, in_flight: bool) {
         let elapsed = self.since.get_or_insert_with(Instant::now).elapsed();
         let (spin, give_way) = if self.is_virtual { (5, 20) } else { (1_000, 5_000) };
@@ -471,7 +480,8 @@ impl Idle {
         } else {
             let longest = match elapsed.as_secs() {
                 _ if in_flight && !self.is_virtual => Duration::from_micros(50),
-                // A machine with GPUs has spare processors, and a training step may begin after any pause.
+                // A machine with GPUs has spare processors, and a training step may begin after any
+                // pause.
                 _ if !self.is_virtual => Duration::from_micros(100),
                 seconds if seconds == 0 || in_flight => Duration::from_millis(1),
                 _ => Duration::from_millis(4),

@@ -8,7 +8,8 @@ use std::time::Duration;
 use crate::driver::Memory;
 use crate::error::Result;
 
-/// Bytes from the own wire memory to a peer's, and the counter behind them. Offsets are in bytes from the start of wire memory.
+/// Bytes from the own wire memory to a peer's, and the counter behind them. Offsets are in bytes
+/// from the start of wire memory.
 #[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Put {
@@ -20,12 +21,14 @@ pub struct Put {
     pub bytes: u64,
     /// The word there that gets `value` once the bytes are visible, 8-byte aligned.
     pub counter: u64,
-    /// The value to store in it: absolute, never an increment, so that no atomics of a network card are needed.
+    /// The value to store in it: absolute, never an increment, so that no atomics of a network card
+    /// are needed.
     pub value: u64,
 }
 
 impl Put {
-    /// Refuses what reaches beyond wire memory of `memory` bytes, at either end. Every queue asks before it touches memory.
+    /// Refuses what reaches beyond wire memory of `memory` bytes, at either end. Every queue asks
+    /// before it touches memory.
     pub(crate) fn check(&self, memory: u64) -> Result<(), String> {
         let outside = |at: u64, bytes: u64| at.checked_add(bytes).is_none_or(|end| end > memory);
         let rule = if self.bytes > 0 && outside(self.from, self.bytes) {
@@ -46,21 +49,23 @@ impl Put {
 /// An ordered queue to one peer. One thread uses it.
 #[doc(hidden)]
 pub trait PutQueue: Send + Debug {
-    /// Starts the puts, in order, as one batch. May wait for the network, not longer than the queue's timeout.
+    /// Starts the puts, in order, as one batch. May wait for the network, not longer than the
+    /// queue's timeout.
     ///
     /// # Errors
-    /// The peer said goodbye, died, or cannot be reached, or a put reaches beyond wire memory; the queue is of no use from
-    /// then on.
+    /// The peer said goodbye, died, or cannot be reached, or a put reaches beyond wire memory; the
+    /// queue is of no use from then on.
     fn put_with_counter(&mut self, puts: &[Put]) -> Result<()>;
 
-    /// How many puts, of all posted so far, have left: the memory that their bytes came from may be written again. Does not
-    /// wait.
+    /// How many puts, of all posted so far, have left: the memory that their bytes came from may be
+    /// written again. Does not wait.
     fn completed(&mut self) -> Result<u64>;
 
     /// Waits until all puts have left.
     fn quiet(&mut self, timeout: Duration) -> Result<()>;
 
-    /// Says goodbye: nothing is put after it. A queue that is dropped without it looks to the peer like one whose rank died.
+    /// Says goodbye: nothing is put after it. A queue that is dropped without it looks to the peer
+    /// like one whose rank died.
     fn close(&mut self);
 
     /// The wire memory that bytes come from.
@@ -68,15 +73,15 @@ pub trait PutQueue: Send + Debug {
         None
     }
 
-    /// Ends the waits of the thread that uses the queue. A queue that waits looks at it every few milliseconds; one that
-    /// never does can do with this default.
+    /// Ends the waits of the thread that uses the queue. A queue that waits looks at it every few
+    /// milliseconds; one that never does can do with this default.
     fn interrupt(&self) -> Interrupt {
         Interrupt::default()
     }
 }
 
-/// Ends the waits of a queue, from any thread, and tells any thread which call the queue is in; clones are the same. The queue is of no use
-/// once it is raised.
+/// Ends the waits of a queue, from any thread, and tells any thread which call the queue is in;
+/// clones are the same. The queue is of no use once it is raised.
 #[doc(hidden)]
 #[derive(Debug, Clone, Default)]
 pub struct Interrupt(Arc<State>);
@@ -101,7 +106,7 @@ impl Interrupt {
         self.0.raised.load(Ordering::Acquire)
     }
 
-    /// Makes a call of the system, or of a card's driver, of which nobody knows that it returns. Only the queue's own thread makes any.
+    /// Makes a call of the system, or of a card's driver, that may never return.
     pub fn during<T>(&self, call: &'static &'static str, make: impl FnOnce() -> T) -> T {
         self.0.calls.fetch_add(1, Ordering::Relaxed);
         self.0.call.store(std::ptr::from_ref(call).cast_mut(), Ordering::Relaxed);
@@ -113,7 +118,8 @@ impl Interrupt {
     /// The call that the queue's thread is in now, and its number.
     pub fn call(&self) -> Option<(&'static str, u64)> {
         let call = self.0.call.load(Ordering::Relaxed);
-        // SAFETY: null, or of a `&'static`, of which only addresses are stored. It is not written through.
+        // SAFETY: null, or of a `&'static`, of which only addresses are stored. It is not written
+        // through.
         let call = unsafe { call.as_ref() };
         call.map(|call| (*call, self.0.calls.load(Ordering::Relaxed)))
     }

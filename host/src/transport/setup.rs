@@ -9,8 +9,9 @@ use crate::driver::Memory;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
-/// How long a thread that was told to end may take. All that it waits for looks whether it was told; only a call of the system or of a card's
-/// driver that does not return takes longer, and then the thread is left behind, with the memory that it uses.
+/// Longest time for a thread to end after it was told to. All its waits poll for that. Only a call
+/// of the system or of a card's driver that does not return takes longer. Then the thread is
+/// leaked, with the memory that it uses.
 pub(super) const JOIN: Duration = Duration::from_secs(5);
 /// How often a wait looks whether it was interrupted.
 pub(super) const LOOK: Duration = Duration::from_millis(20);
@@ -57,14 +58,15 @@ impl LinkEnds {
     }
 }
 
-/// Wire memory as the host has it: what shm and tcp move bytes from and to.
+/// Wire memory at its host address, for the copies of shm and tcp.
 #[derive(Debug, Clone)]
 pub(super) struct WireHost {
     pub(super) base: *mut u8,
     pub(super) memory: Arc<Memory>,
 }
 
-// SAFETY: an address range without thread affinity, which `memory` keeps; what is in it is reached through raw pointers and atomics.
+// SAFETY: an address range without thread affinity, which `memory` keeps; its contents are accessed
+// through raw pointers and atomics.
 unsafe impl Send for WireHost {}
 
 // SAFETY: as above; `&WireHost` gives out addresses only.
@@ -97,6 +99,6 @@ impl WireHost {
 /// # Safety
 /// `base` is the first byte of live memory in which `counter` lies with its 8 bytes; it is aligned.
 pub(super) unsafe fn store_counter(base: *mut u8, counter: u64, value: u64) {
-    // SAFETY: passed on to the caller; whoever else reads the word does so with an atomic load.
+    // SAFETY: the caller promises that the word is live and aligned; all readers use atomic loads.
     unsafe { AtomicU64::from_ptr(base.add(counter as usize).cast()) }.store(value, Ordering::Release);
 }

@@ -14,7 +14,8 @@ const LONGEST: Duration = Duration::from_secs(3600);
 /// 2^64 divided by the golden ratio.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Random bits for delays, the same for a seed in every version (Steele, Lea and Flood, OOPSLA 2014).
+/// Random bits for delays, the same for a seed in every version (Steele, Lea and Flood, OOPSLA
+/// 2014).
 #[derive(Debug)]
 struct SplitMix64(u64);
 

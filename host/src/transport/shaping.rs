@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How to degrade the queues of a rank. Clones are handles of the same links: a link cut by one is cut for all.
+/// How to degrade the queues of a rank. Clones are handles of the same links: a link cut by one is
+/// cut for all.
 #[derive(Debug, Clone, Default)]
 pub struct Shaping {
     pub(super) seed: u64,
@@ -27,7 +28,8 @@ impl Shaping {
         self
     }
 
-    /// Every put of this queue to `peer` waits for `delay`, on top of a random one: the queue lags behind the others.
+    /// Every put of this queue to `peer` waits for `delay`, on top of a random one: the queue lags
+    /// behind the others.
     pub fn lag(mut self, peer: u32, queue: u32, delay: Duration) -> Shaping {
         self.lags.push((peer, queue, delay));
         self

@@ -1,4 +1,5 @@
-//! Ranks of one host that play several nodes: a put is a copy to the peer's wire memory, which is host memory that both have mapped.
+//! Ranks of one host that play several nodes. A put is a copy to the peer's wire memory, which is
+//! host memory that both have mapped.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -82,7 +83,8 @@ struct Target {
     bytes: usize,
 }
 
-// SAFETY: an address range without thread affinity; what is in it is reached through raw pointers and atomics.
+// SAFETY: an address range without thread affinity; its contents are accessed through raw pointers
+// and atomics.
 unsafe impl Send for Target {}
 // SAFETY: as above; `&Target` gives out the address only.
 unsafe impl Sync for Target {}
@@ -129,8 +131,9 @@ impl ShmQueue {
             put.check(self.source.bytes()).map_err(|reason| self.ends.error("put", reason))?;
         }
         for put in puts {
-            // SAFETY: checked above: all of it lies in the two memories, which are as large as each other and live as long as this
-            // queue. They are different memories, reached through addresses only.
+            // SAFETY: checked above: all of it lies in the two memories, which are as large as each
+            // other and live as long as this queue. They are different memories, reached through
+            // addresses only.
             unsafe {
                 if put.bytes > 0 {
                     let from = self.source.at(put.from);

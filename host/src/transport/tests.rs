@@ -18,7 +18,8 @@ use crate::group::launch::run_threads;
 /// Longer than anything takes on a busy machine that is meant to end.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A rank's wire memory: counters, then a part to send from, then parts that puts arrive in, one per queue of each peer.
+/// A rank's wire memory: counters, then a part to send from, then parts that puts arrive in, one
+/// per queue of each peer.
 const COUNTERS: u64 = 4096;
 const PART: u64 = 64 << 10;
 const SEND: u64 = COUNTERS;
@@ -240,7 +241,8 @@ fn random_puts_arrive_exactly_and_rings_wrap() {
     }
 }
 
-/// Blocks of one value each, sent again and again; the receiver looks at a block as soon as its counter is there.
+/// Blocks of one value each, sent again and again; the receiver looks at a block as soon as its
+/// counter is there.
 #[test]
 fn no_counter_comes_before_its_bytes() {
     const BLOCKS: u64 = 8;
@@ -326,7 +328,7 @@ fn a_full_ring_backs_up_and_completion_waits_for_the_queue() {
             }
             it.barrier();
             proxies.close(Duration::from_millis(100));
-            // The put that lags is interrupted; a proxy that had to be left behind would say so.
+            // The slow put is interrupted: a leaked proxy would report that.
             let failure = proxies.failure().map(|error| error.to_string());
             assert_eq!(failure.is_some_and(|failure| failure.contains("interrupted")), rank == 0);
             Ok(())
@@ -630,7 +632,8 @@ fn traces_have_every_put_in_order() {
     .unwrap();
 }
 
-/// The feature is lacking, or the device; on a machine with another device the name is what is wrong.
+/// The feature is lacking, or the device; on a machine with another device the name is what is
+/// wrong.
 #[test]
 fn verbs_that_cannot_be_had_are_unavailable_on_every_rank() {
     let verbs = Some(VerbsOptions { devices: vec!["no such card".into()], ..VerbsOptions::default() });
@@ -647,7 +650,7 @@ fn verbs_that_cannot_be_had_are_unavailable_on_every_rank() {
         Ok(())
     })
     .unwrap();
-    // On one rank alone: the other hears why.
+    // On one rank alone: the other gets the reason.
     run_threads(2, TIMEOUT, |rank, group| {
         let it = Rank::new(group, bytes(2));
         let kind = if rank == 0 { TransportKind::Verbs } else { TransportKind::Shm };
@@ -689,7 +692,7 @@ fn wire_memory_is_where_its_transport_reaches_it() {
 
 /// Device memory is not for threads to touch.
 #[test]
-fn what_the_host_moves_must_be_host_memory() {
+fn transports_of_the_host_need_host_memory() {
     run_threads(2, TIMEOUT, |_, group| {
         let mut it = Rank::new(group, bytes(2));
         it.memory = Memory::alloc(&it.device, bytes(2), MemoryKind::Shareable, "wire")?.into();
@@ -702,7 +705,7 @@ fn what_the_host_moves_must_be_host_memory() {
     .unwrap();
 }
 
-/// Mapped memory is the peer's own: what one rank writes there the other reads, with nothing in between.
+/// Mapped memory is the peer's own: one rank reads directly the bytes that the other writes.
 #[test]
 fn mapped_peers_share_memory_and_need_no_queue() {
     for kind in [TransportKind::Direct, TransportKind::Auto] {

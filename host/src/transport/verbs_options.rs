@@ -7,34 +7,41 @@ use crate::error::{Error, Result};
 /// How ranks are connected over verbs. [`VerbsOptions::from_env`] reads what the variables say.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerbsOptions {
-    /// `EPOXIDE_RDMA_DEVICE`: the devices' names, such as `mlx5_0` or, with commas, `mlx5_0,mlx5_1`; as many on every rank. Queue q
-    /// to a peer uses device q mod their number, at both ends, so that there are at least as many queues as devices. Without it,
-    /// the one nearest to the GPU.
+    /// `EPOXIDE_RDMA_DEVICE`: the devices' names, such as `mlx5_0` or, with commas,
+    /// `mlx5_0,mlx5_1`; as many on every rank. Queue q to a peer uses device q mod their number, at
+    /// both ends, so that there are at least as many queues as devices. Without it, the one nearest
+    /// to the GPU.
     pub devices: Vec<String>,
     /// `EPOXIDE_RDMA_PORT`: the devices' port, from 1.
     pub port: u8,
-    /// `EPOXIDE_RDMA_GID_INDEX`: the entry of the port's GID table. Without it, chosen by type and address.
+    /// `EPOXIDE_RDMA_GID_INDEX`: the entry of the port's GID table. Without it, chosen by type and
+    /// address.
     pub gid_index: Option<u32>,
-    /// `EPOXIDE_RDMA_TRAFFIC_CLASS`: of the packets, 0 to 255; on RoCE v2 its upper six bits are the DSCP.
+    /// `EPOXIDE_RDMA_TRAFFIC_CLASS`: of the packets, 0 to 255; on RoCE v2 its upper six bits are
+    /// the DSCP.
     pub traffic_class: u8,
     /// `EPOXIDE_RDMA_SERVICE_LEVEL`: 0 to 15; on RoCE the lower three bits are the priority.
     pub service_level: u8,
-    /// `EPOXIDE_RDMA_RETRY_COUNT`: how often a packet that is not acknowledged is sent again, 0 to 7. On Soft-RoCE 7 means
-    /// without end: then the timeout ends the wait.
+    /// `EPOXIDE_RDMA_RETRY_COUNT`: retransmissions of a packet that is not acknowledged, 0 to 7. On
+    /// Soft-RoCE 7 means without end: then the timeout ends the wait.
+    /// 7. On Soft-RoCE 7 means without end: then the timeout ends the wait.
     pub retry_count: u8,
-    /// `EPOXIDE_RDMA_TIMEOUT`: how long a packet waits for its acknowledgement, 4.096 us * 2^n, n from 1 to 31. It has no
-    /// back-off: where the last packets of a burst are lost, or the link comes back, one such wait passes before they are sent
-    /// again; and a link that is gone for more than `retry_count + 1` of them is given up.
+    /// `EPOXIDE_RDMA_TIMEOUT`: how long a packet waits for its acknowledgement, 4.096 us * 2^n, n
+    /// from 1 to 31. It has no back-off. If the last packets of a burst are lost, or the link comes
+    /// back, one such wait passes before they are sent again. A link that is gone for more than
+    /// `retry_count + 1` of them is given up.
     pub ack_timeout: u8,
-    /// `EPOXIDE_RDMA_PATH_MTU`: bytes per packet: 256, 512, 1024, 2048 or 4096. Without it, what both ports have.
+    /// `EPOXIDE_RDMA_PATH_MTU`: bytes per packet: 256, 512, 1024, 2048 or 4096. Without it, the
+    /// largest that both ports have.
     pub path_mtu: Option<u32>,
     /// `EPOXIDE_RDMA_QUEUE_DEPTH`: most writes in flight per queue, at least 4.
     pub queue_depth: u32,
 }
 
 impl Default for VerbsOptions {
-    /// Packets wait half a second for their acknowledgement, and are given up after eight such waits (many cards wait up to four
-    /// times as long): that outlasts a link that is gone for a few seconds, and a lost packet costs half a second.
+    /// Packets wait half a second for their acknowledgement, and are given up after eight such
+    /// waits (many cards wait up to four times as long). This outlasts a link that is gone for a
+    /// few seconds, and a lost packet costs half a second.
     fn default() -> Self {
         VerbsOptions {
             devices: Vec::new(),

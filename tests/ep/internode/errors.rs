@@ -1,4 +1,5 @@
-//! Bad input that is of several nodes alone: every error names the argument, its value and the rule, and leaves the buffer usable.
+//! Bad input that is of several nodes alone: every error names the argument, its value and the
+//! rule, and leaves the buffer usable.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
@@ -21,7 +22,7 @@ fn setup() -> Setup {
     Setup::new(RANKS, 2, TOKENS as u32, 64).nodes(Some(NODES_OF_ONE))
 }
 
-/// What every rank says that is refused, in the order of the texts.
+/// Errors of every rank that is rejected, sorted by text.
 fn refusals(ranks: u32, change: impl Fn(u32, &mut Setup) + Sync) -> Vec<String> {
     let errors = Mutex::new(Vec::new());
     let _ = lockstep::run(ranks, |group| {
@@ -61,7 +62,8 @@ fn more_ranks_than_a_node_has_need_their_number() {
     assert!(errors.len() == 65 && errors.iter().all(named), "{errors:?}");
 }
 
-/// Of the configuration of the original acceptance test, as a struct literal may break them.
+/// The rule for the configuration of the original acceptance test, which a struct literal may
+/// break.
 #[test]
 fn chunks_must_fit_their_rings() {
     let seed = Config::new(4, 8, 256, 16, 128).expect("a configuration that is used");
@@ -210,7 +212,7 @@ fn too_many_rows_for_one_rank_are_an_error_on_every_rank_before_any_row_moves() 
         let handle = rank.dispatch(&mut place, request)?.handle;
         let error = rank.buffer.check_dispatch(&handle, &rank.stream).expect_err("24 rows do not fit");
         assert_names(&error, &["needs 24 rows, has 10 rows", "rank 3 would receive 24 rows"]);
-        // Whoever is through first has not seen what others may still write.
+        // Other ranks may still write when the first one has finished.
         rank.synchronize()?;
         let rows = rank.raw(&whole)?;
         rank.check(rows.iter().all(|&byte| byte == POISON), "no row moved");

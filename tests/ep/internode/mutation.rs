@@ -1,4 +1,5 @@
-//! The checks can fail: kernels that believe what an earlier operation left in an arrival word give wrong results.
+//! The checks can fail: kernels that believe what an earlier operation left in an arrival word give
+//! wrong results.
 
 use std::path::Path;
 use std::process::Output;
@@ -12,8 +13,8 @@ use super::pairs::PAIRS_VARIABLE;
 /// Names the file with the kernels to load.
 const PTX: &str = "EPOXIDE_PTX";
 
-/// The kernels, with the comparison of an arrival word's epoch with the running one made a comparison with itself: rows that
-/// the word counts are then taken to have come, whenever that was.
+/// The kernels with a fault: the comparison of an arrival word's epoch with the running one
+/// compares the epoch with itself. The word's rows then count as arrived at any time.
 fn without_epochs(ptx: &str) -> String {
     let shift = format!(", {ARRIVAL_SHIFT};");
     let mut epoch = None;

@@ -1,5 +1,5 @@
-//! Dispatch and combine beside another library of the same process, whose allocations, frees, module loads and copies wait for running
-//! kernels and hold up every other call of the device meanwhile.
+//! Dispatch and combine beside another library of the same process. Its allocations, frees, module
+//! loads and copies wait for running kernels, and block every other call of the device meanwhile.
 
 use std::time::Duration;
 
@@ -13,7 +13,8 @@ use epoxide_testing::tier;
 const RANKS: u32 = 4;
 const TOKENS: [u32; RANKS as usize] = [6, 4, 5, 3];
 const CHANNELS: u32 = 2;
-/// Between two calls of each of its threads; an interpreter's processors have other things to do as well.
+/// Between two calls of each of its threads; an interpreter's processors have other things to do as
+/// well.
 const PAUSE: Duration = Duration::from_millis(2);
 
 fn pairs_beside_a_neighbour(nodes: Option<Nodes>) {

@@ -1,7 +1,7 @@
 //! Many dispatches and combines one behind the other, while what one queue carries comes late.
 //!
-//! Nothing lets the host wait between the first call and the last: neither between the two phases of a pair, nor between
-//! pairs.
+//! Nothing lets the host wait between the first call and the last: neither between the two phases
+//! of a pair, nor between pairs.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use epoxide_testing::harness::{Nodes, Rank, Setup};
 use epoxide_testing::roundtrip::{Case, Return};
 use epoxide_testing::tier;
 
-/// Says how many pairs [`pairs_without_a_host_wait`] makes, to a process of its own.
+/// Number of pairs of [`pairs_without_a_host_wait`], for a process of its own.
 pub const PAIRS_VARIABLE: &str = "EPOXIDE_TEST_PAIRS";
 const MOST_TOKENS: u32 = 13;
 const TOPK: u32 = 3;
@@ -62,8 +62,8 @@ impl Network {
                 let layout = rank.layout(&inputs.topk_idx, pair.case.routing.num_experts)?;
                 let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
                 let output = rank.dispatch(&mut place, request)?;
-                // SAFETY: the copies are read below, behind the stream; what they come from is the buffer's or the
-                // arena's, which hand it on in stream order.
+                // SAFETY: the copies are read below, behind the stream. Their sources are the
+                // buffer's or the arena's, which reuse them in stream order.
                 unsafe { rank.stream.copy(at.recv_x, output.recv_x.ptr(), pair.recv_bytes(rank))? };
                 let back = rank.combine(CombineRequest::new(&inputs.back, &output.handle))?;
                 // SAFETY: as above.

@@ -16,7 +16,8 @@ use crate::turns::{Inputs, ROW, Turn, echo};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_no_failures, num_ranks};
 use epoxide_testing::tier;
 
-/// Set where this test binary runs as a rank: the transport, and after how many milliseconds the last rank is killed.
+/// Set where this test binary runs as a rank: the transport, and after how many milliseconds the
+/// last rank is killed.
 const ROLE: &str = "EPOXIDE_TEST_ROLE";
 /// The last rank is killed.
 fn ranks() -> u32 {
@@ -27,8 +28,8 @@ fn tokens(ranks: u32) -> Vec<u32> {
     [6, 4, 5, 3].into_iter().cycle().take(ranks as usize).collect()
 }
 
-/// How long the others wait for the rank that is killed, in real time: processes have no clock of their own. Those that do come keep it on a
-/// busy machine.
+/// How long the others wait for the rank that is killed, in real time: processes have no clock of
+/// their own. Those that do come keep it on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Exit code of a killed process, in `Child::wait`.
 const NO_CODE: Option<i32> = None;
@@ -38,7 +39,7 @@ fn setup(ranks: u32, ranks_per_node: u32, transport: TransportKind) -> Setup {
     Setup::new(ranks, 2, 6, ROW).nodes(Some(nodes)).timeout(TIMEOUT)
 }
 
-/// What a process does as a rank; does nothing as a test of its own.
+/// Main function of a process that is a rank; does nothing as a test of its own.
 #[test]
 fn as_a_rank() {
     let Ok(role) = std::env::var(ROLE) else { return };

@@ -8,10 +8,10 @@ use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
 use crate::timeouts::TIMEOUT;
 use crate::turns::{HIDDEN, ROW, combine_in_pool};
 
-/// The link from rank 1 to rank 0 breaks after so many puts; each dispatch puts counts, its readiness and one chunk of rows,
-/// each combine its readiness and one chunk of sums.
+/// The link from rank 1 to rank 0 breaks after so many puts. Each dispatch puts counts, its
+/// readiness and one chunk of rows, each combine its readiness and one chunk of sums.
 #[test]
-fn a_link_that_breaks_is_named_with_what_it_lost() {
+fn a_broken_link_is_named_with_its_lost_puts() {
     let every_rank = vec![vec![0i64, 1]; 2];
     let nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 };
     for (puts, operation, word) in [

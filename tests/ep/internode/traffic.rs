@@ -1,4 +1,5 @@
-//! What crosses the network: each token once to each node that wants it, and one sum of each such node back.
+//! Traffic of the network: each token once to each node with a destination, and one sum of each
+//! such node back.
 
 use epoxide::ep::{CachedDispatchRequest, CombineRequest, DType, DispatchRequest};
 use epoxide::transport::TransportKind;
@@ -22,7 +23,7 @@ fn bytes_sent(rank: &Rank, nodes: u32, ranks_per_node: u32) -> Vec<u64> {
 }
 
 #[test]
-fn the_wire_carries_what_the_layout_says() {
+fn the_wire_carries_the_rows_of_the_layout() {
     for (nodes, ranks_per_node, transport) in
         [(2, 2, TransportKind::Shm), (3, 1, TransportKind::Tcp), (3, 2, TransportKind::Shm)]
     {
@@ -68,7 +69,8 @@ fn the_wire_carries_what_the_layout_says() {
                 let slot = u64::from(combine_slot_bytes(row_bytes, 0));
                 let want = times(&plan.wire_received, slot);
                 rank.equal("bytes of a combine", &difference(&combined, &cached), &want);
-                // A dispatch sends its counts as well, in a message of the same size to every other node.
+                // A dispatch sends its counts as well, in a message of the same size to every other
+                // node.
                 let slot = u64::from(SlotShape::new(row_bytes, 0, Some(0)).bytes);
                 let rows = times(&plan.wire_sent, slot);
                 let other = difference(&difference(&first, &before), &rows);

@@ -1,4 +1,5 @@
-//! Bad input, on one node, as it does not depend on nodes: every error names the argument, its value and the rule, and leaves the buffer usable.
+//! Bad input, on one node, as it does not depend on nodes. Every error names the argument, its
+//! value and the rule, and leaves the buffer usable.
 
 use epoxide::Error;
 use epoxide::driver::Module;
@@ -125,7 +126,8 @@ fn dtypes_are_checked() {
     then_dispatch(setup(), |rank, valid, place| {
         let wrong =
             |name: &str, have: &str, expected: &str| format!("{name} has dtype {have}, expected {expected}");
-        // Ids, weights and scales have a type; a tensor that was made otherwise does not become one.
+        // Ids, weights and scales have a type; a tensor that was made otherwise does not become
+        // one.
         let parts = wrong("tensor", "i32", "i64");
         refused(tensor(rank, DType::I32, &[TOKENS, 2]).typed::<i64>(), &[&parts]);
         let parts = wrong("tensor", "bf16", "f32");
@@ -192,7 +194,7 @@ fn optional_arguments_go_together() {
 }
 
 #[test]
-fn what_the_buffer_was_not_made_for_is_named_with_the_option() {
+fn inputs_beyond_the_buffer_are_named_with_the_option() {
     then_dispatch(setup().max_topk(2).max_scales(3), |rank, valid, place| {
         let x = tensor(rank, DType::Bf16, &[TOKENS, 40]);
         let parts = ["hidden: needs 80 bytes, has 64 bytes", "max_row_bytes >= 80"];
@@ -335,7 +337,7 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
                 needed_bytes = bytes.trim().parse().expect("a number of bytes");
             }
         }
-        // Whoever is through first has not seen what others may still write.
+        // Other ranks may still write when the first one has finished.
         rank.synchronize()?;
         let poisoned = |bytes: Vec<u8>| bytes.iter().all(|&byte| byte == POISON);
         let (rows, indices) = (rank.raw(&recv_x)?, rank.raw(&src_idx)?);
@@ -351,7 +353,7 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
         Ok(needed_bytes)
     });
 
-    // What the error asked for is enough, and no more than it takes.
+    // The size in the error is enough, and no more than needed.
     assert_eq!(needed_bytes[0], needed_bytes[1]);
     let mut setup = setup;
     setup.options.num_nvl_bytes = Some(needed_bytes[0]);
@@ -376,7 +378,8 @@ fn a_capacity_that_is_too_small_is_named_before_the_pool_is() {
 #[test]
 fn a_dispatch_that_waits_for_counts_cannot_be_captured() {
     then_dispatch(setup(), |rank, valid, place| {
-        // The memory that this gives back is all that the capture needs: it must fail for the wait alone.
+        // The memory that this gives back is all that the capture needs: it must fail for the wait
+        // alone.
         drop(rank.dispatch(place, valid.request())?);
         let stream = rank.stream.clone();
         let captured = stream.capture(|| rank.dispatch(place, valid.request()).map(drop));

@@ -30,7 +30,7 @@ fn case() -> Case {
     Case { num_channels: 3, expert_alignment: 8, ..Case::new(routing, 112) }
 }
 
-/// What a process does as a rank; does nothing as a test of its own.
+/// Main function of a process that is a rank; does nothing as a test of its own.
 #[test]
 fn as_a_rank() {
     let Ok(role) = std::env::var(ROLE) else { return };

@@ -19,7 +19,7 @@ use epoxide_testing::roundtrip::{Case, Return};
 pub const ROW: u32 = 48;
 const TOPK: u32 = 3;
 
-/// What the ranks do, and what must come of it.
+/// Steps of the ranks, and their expected results.
 pub struct Program {
     steps: Vec<Step>,
 }
@@ -34,8 +34,8 @@ enum Step {
 }
 
 impl Program {
-    /// Mostly the same operation several times in a row: that is where one could run into the next. With `exact`, some
-    /// dispatches have the host wait for the counts.
+    /// Mostly the same operation several times in a row: that is where one could run into the next.
+    /// With `exact`, some dispatches have the host wait for the counts.
     pub fn random(
         seed: u64,
         steps: u32,

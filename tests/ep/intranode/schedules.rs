@@ -1,5 +1,5 @@
-//! The same operations under many interleavings of all warps of all ranks, drawn from seeds: one host thread drives every
-//! device, so a seed that fails can be run again.
+//! The same operations under many interleavings of all warps of all ranks, drawn from seeds. One
+//! host thread drives every device, so a seed that fails can be run again.
 
 use std::collections::HashSet;
 
@@ -15,7 +15,8 @@ const RANKS: u32 = 3;
 const TOKENS: u32 = 24;
 const CHANNELS: u32 = 2;
 
-/// The setup on devices of one machine. Rings are as short as they can be, so that every buffer is used again and again.
+/// The setup on devices of one machine. Rings are as short as they can be, so that every buffer is
+/// used again and again.
 fn setup(machine: &Machine) -> Setup {
     let tuning = Tuning {
         dispatch_warps: 1 + (machine.seed() % 2) as u32,
@@ -30,7 +31,8 @@ fn setup(machine: &Machine) -> Setup {
     setup
 }
 
-/// Runs a program with nothing but one last wait; gives the digest of the schedule, and all that came out, checked.
+/// Runs a program with nothing but one last wait; gives the digest of the schedule, and all that
+/// came out, checked.
 fn run(seed: u64, program: &Program) -> Result<(u64, Vec<Vec<u8>>)> {
     let machine = Machine::new(seed);
     let setup = setup(&machine);

@@ -8,7 +8,8 @@ use epoxide_testing::roundtrip::Case;
 use crate::shapes::routing;
 use crate::turns::{Inputs, ROW, Turn};
 
-/// Every round trip combines rows of BF16 with weights and rows of FP32 without, from tensors and from the pool.
+/// Every round trip combines rows of BF16 with weights and rows of FP32 without, from tensors and
+/// from the pool.
 fn check(tokens: &[u32], num_channels: u32, row_bytes: u32, combine_stagers: Option<u32>) {
     for schedule_seed in [None, Some(3)] {
         let routing = routing(tokens, 2, 2 * tokens.len() as u32, Style::DistinctTopK);
@@ -32,7 +33,8 @@ fn fewer_rows_than_units() {
 
 #[test]
 fn channels_in_parts() {
-    // One channel of four ranks is copied in eight parts; of one rank in 32, of which most have a row or none.
+    // One channel of four ranks is copied in eight parts; of one rank in 32, of which most have a
+    // row or none.
     for stagers in [None, Some(3), Some(9)] {
         check(&[40, 3, 17, 0], 1, 80, stagers);
         check(&[37], 1, 80, stagers);

@@ -49,8 +49,9 @@ fn the_comm_stream_orders_itself_with_the_caller() {
         let inputs = Inputs::upload(&turns[0], rank)?;
         let mut place = rank.place()?;
         for (index, turn) in turns.iter().enumerate() {
-            // Inputs are written in the caller's stream, over and over in the same place, and so are the rows for combine;
-            // the operations run on the other stream, and must wait for the writes and be waited for.
+            // Inputs are written in the caller's stream, over and over in the same place, and so
+            // are the rows for combine. The operations run on the other stream. They must wait for
+            // the writes, and later writes must wait for them.
             let fresh = Inputs::upload(turn, rank)?;
             inputs.overwrite(rank, &fresh)?;
             let (output, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
@@ -80,7 +81,8 @@ fn asynchronous_calls_are_ordered_by_their_events() {
             let output = rank.buffer.dispatch(&mut place, request, order)?;
             let (handle, dispatched) = (output.handle, output.event);
 
-            // A cached dispatch on top, ordered by events alone, then the experts on the caller's stream.
+            // A cached dispatch on top, ordered by events alone, then the experts on the caller's
+            // stream.
             let dispatched = dispatched.expect("an asynchronous call has an event");
             let order = StreamOrder::comm(&rank.stream).after(&dispatched).asynchronous();
             let request = CachedDispatchRequest::new(&inputs.x, &handle);
@@ -198,7 +200,8 @@ fn a_graph_that_was_captured_without_the_buffer_replays() {
             let fresh: Vec<_> = turns.iter().map(|turn| Inputs::upload(turn, rank)).collect::<Result<_>>()?;
             let mut place = rank.place()?;
             let num_experts = turns[0].routing.num_experts;
-            // Once without a graph first: the capture may not allocate, and finds the memory that this gives back.
+            // Once without a graph first: the capture may not allocate, and finds the memory that
+            // this gives back.
             drop(echo(rank, &mut place, &inputs, num_experts)?);
             rank.synchronize()?;
             let mut back = None;
@@ -247,7 +250,8 @@ fn event(rank: &Rank) -> Result<Event> {
 }
 
 impl Inputs {
-    /// Copies other inputs of the same shapes over these, in stream order. Both live until the caller has synchronised.
+    /// Copies other inputs of the same shapes over these, in stream order. Both live until the
+    /// caller has synchronised.
     pub fn overwrite(&self, rank: &Rank, other: &Inputs) -> Result<()> {
         for (to, from) in [(&*self.topk_idx, &*other.topk_idx), (&self.x, &other.x)] {
             assert_eq!(to.shape(), from.shape());

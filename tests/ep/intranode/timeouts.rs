@@ -27,7 +27,8 @@ fn a_rank_that_comes_too_late_is_not_given_rows_that_never_came() {
         }
         rank.synchronize()?;
         if rank.rank == 2 {
-            // The counts came in time, so the call may succeed; but then the rows did not come, and that must show.
+            // The counts came in time, so the call may succeed; but then the rows did not come, and
+            // that must show.
             let outcome = dispatch(rank, &mut place, &turn, &inputs).and_then(|output| {
                 rank.stream.synchronize()?;
                 rank.buffer.check().map(|()| output)

@@ -1,4 +1,4 @@
-//! Traces: what is written down, and that nothing else changes.
+//! Traces: their contents, and that they change no result.
 
 use epoxide::driver::virt::Time;
 use epoxide_gpu::layout::BlockTrace;
@@ -25,7 +25,8 @@ fn a_trace_holds_every_block_of_every_launch_and_changes_nothing() {
         let got = rank.row_bytes(&back.combined_x)?;
         rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
         let shapes: Vec<_> = launches.iter().map(|launch| (launch.operation, launch.blocks.len())).collect();
-        // Six multiprocessors: a notify has a block for each channel, the others one for each token at most.
+        // Six multiprocessors: a notify has a block for each channel, the others one for each token
+        // at most.
         let blocks = [6, 5][rank.rank as usize];
         rank.equal("launches", &shapes, &[("notify", 3), ("dispatch", blocks), ("combine", blocks)]);
         rank.check(dropped == 0, "nothing was dropped");

@@ -17,7 +17,8 @@ const TOPK: u32 = 8;
 const EXPERTS: u32 = 256;
 /// Columns at a row's end that hold the token's index.
 const INDEX_COLUMNS: usize = 128;
-/// How far sums may be apart: two roundings to BF16, of one part in 2^8 each. The original test allows 1e-2.
+/// How far sums may be apart: two roundings to BF16, of one part in 2^8 each. The original test
+/// allows 1e-2.
 const MOST_APART: f64 = (2.0 / 256.0) * (2.0 / 256.0) / 2.0;
 
 /// A token's row: its rank less 128, and at the end its index.

@@ -32,7 +32,7 @@ pub struct Rank {
     /// Ones, `[TOKENS, HIDDEN]`.
     pub x: Tensor<'static>,
     pub topk_idx: TypedTensor<'static, i64>,
-    /// Ones: what experts make of rows.
+    /// The experts' outputs: rows of ones.
     pub experts: Tensor<'static>,
 }
 
@@ -193,7 +193,7 @@ fn a_timeout_names_all_ranks_that_did_not_come() {
 
 /// Rows of the round before would pass for results.
 #[test]
-fn what_a_failed_dispatch_left_is_not_read() {
+fn rows_of_a_failed_dispatch_are_not_read() {
     run(|rank| {
         let mut place = rank.buffer.place(0)?;
         let received = rank.dispatch(&mut place)?;
@@ -251,8 +251,8 @@ fn an_expert_major_copy_of_a_failed_dispatch_is_not_read() {
     });
 }
 
-/// A read on a stream that has not waited for the operation, and of a failed one once the ranks have
-/// regrouped.
+/// A read on a stream that has not waited for the operation, and of a failed one once the ranks
+/// have regrouped.
 #[test]
 fn results_are_read_behind_their_operations_on_any_stream_and_stay_failed() {
     run(|rank| {
@@ -287,7 +287,7 @@ fn results_are_read_behind_their_operations_on_any_stream_and_stay_failed() {
                 assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
             }
         }
-        // What comes behind is read as ever.
+        // Later operations are read as usual.
         let received = rank.dispatch(&mut place)?;
         received.expert_counts.values(&rank.stream)?;
         rank.combine(received)?;
@@ -318,7 +318,7 @@ fn the_event_of_a_failed_operation_gives_its_error() {
 
 /// Kernels that read sums see no error.
 #[test]
-fn what_a_failed_combine_leaves_is_nan() {
+fn a_failed_combine_leaves_nan() {
     let combine = |rank: &mut Rank, quantise: Quantise, is_nan: bool| -> Result<()> {
         let mut place = rank.buffer.place(0)?;
         let received = rank.dispatch(&mut place)?;
@@ -419,7 +419,7 @@ fn a_combine_that_is_replayed_without_a_dispatch_fails() {
         let mut place = rank.buffer.place(0)?;
         let received = rank.dispatch(&mut place)?;
         let graph = captured_combine(rank, received)?;
-        // SAFETY: what was recorded is the rank's, which waits for the stream.
+        // SAFETY: the recorded addresses are the rank's, which waits for the stream.
         unsafe { graph.launch(&rank.stream)? };
         rank.outcome()?;
         // SAFETY: as above.
@@ -443,7 +443,7 @@ fn a_combine_that_is_replayed_behind_a_dispatch_of_other_tokens_fails() {
         rank.topk_idx = TypedTensor::from_host(&rank.stream, &[half, 2], &vec![0; half as usize * 2])?;
         drop(rank.dispatch(&mut place)?);
         rank.outcome()?;
-        // SAFETY: what was recorded is the rank's, which waits for the stream.
+        // SAFETY: the recorded addresses are the rank's, which waits for the stream.
         unsafe { graph.launch(&rank.stream)? };
         let error = rank.outcome().unwrap_err();
         assert!(matches!(error, Error::Broken { call: "low-latency combine", .. }), "{error}");

@@ -1,4 +1,5 @@
-//! The expert-major copy. Every round trip that is compared step by step compares it as well; here are its own cases.
+//! The expert-major copy. Every round trip that is compared step by step compares it as well; here
+//! are its own cases.
 
 use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::low_latency::Quantise;
@@ -13,7 +14,7 @@ fn gathers(routing: Routing, hidden: u32) -> LowLatencyCase {
 }
 
 #[test]
-fn experts_give_back_what_they_were_given() {
+fn gathered_rows_that_experts_return_unchanged() {
     gathers(routing(&[9, 5, 0, 12], 3, 8, Style::WithHoles), 24).check();
     // Rows of several pieces, the last one short.
     gathers(routing(&[3, 4], 2, 4, Style::DistinctTopK), 1024 + 2048 + 8).check();
@@ -109,7 +110,8 @@ fn refusals(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<Vec<Stri
         let error = refused(&x, Some(&of_scales([experts, rows])?), "local_experts * (hidden / 128)");
         assert!(matches!(error, Error::Shape { .. }), "{error}");
     }
-    // What stands in the fields is not what says where rows are: what does not fit there is refused as well.
+    // The rows' places do not come from these fields, but a field with a wrong shape is rejected as
+    // well.
     let kept = std::mem::replace(&mut received.x, tensor(dtype, [rows, hidden / 2])?);
     let error = buffer.gather_by_expert(&received, &x, fitting, order).unwrap_err();
     assert!(error.to_string().contains("received.x"), "{error}");

@@ -1,4 +1,4 @@
-//! Low latency across nodes: the same calls and the same results, whatever joins the nodes.
+//! Low latency across nodes: the same calls and the same results over any transport.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -60,8 +60,9 @@ fn more_ranks_than_there_may_be() {
     outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }
 
-/// Words in host memory are polled by block 0 of a kernel alone, however long it waits, and of messages
-/// there others load rows alone: each load from there takes the device microseconds, one after the other.
+/// Only block 0 of a kernel polls words in host memory, however long it waits. The other blocks
+/// load only rows of messages from there. Each load from host memory takes the device microseconds,
+/// one after the other.
 #[test]
 fn only_the_first_block_polls_host_memory() {
     let checker = Checker::new(CheckConfig { races: false, ..CheckConfig::default() });
@@ -90,7 +91,8 @@ fn only_the_first_block_polls_host_memory() {
             assert_eq!(kernels.collect::<BTreeSet<_>>().len(), 2, "dispatches and combines: {loads:?}");
             loads.retain(|loaded| loaded.block != 0);
             assert!(loads.is_empty(), "{loads:?}");
-            // A row is two vectors. Heads of 14 slots at most would be 100 loads and more for each expert.
+            // A row is two vectors. Heads of 14 slots at most would be 100 loads and more for each
+            // expert.
             let mut of_rows = 0;
             for loaded in checker.loads() {
                 let is_row = loaded.memory == "wire memory" && loaded.part == "dispatch_in";
@@ -104,7 +106,8 @@ fn only_the_first_block_polls_host_memory() {
     });
 }
 
-/// Each operation has one put to each rank of another node: as many rows as the rank gets, and nothing else but what stands with them.
+/// Each operation has one put to each rank of another node. It has as many rows as the rank gets,
+/// with their metadata, and nothing else.
 #[test]
 fn one_put_for_each_peer_and_operation() {
     let (hidden, topk, max_tokens) = (256, 4, 9);
@@ -114,7 +117,8 @@ fn one_put_for_each_peer_and_operation() {
         let case = LowLatencyCase { nodes, max_tokens, quantise, quantise_back, ..case.clone() };
         case.on_threads(|rank| {
             let differing = case.step_by_step(rank)?;
-            // A combine ends when the peers' messages are here, not when the own ones have been counted.
+            // A combine ends when the peers' messages are here, not when the own ones have been
+            // counted.
             rank.group.barrier(PATIENCE)?;
             let number = rank.buffer.rank();
             let rows = |from: u32, to: u32| {

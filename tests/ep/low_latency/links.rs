@@ -1,4 +1,5 @@
-//! What travels over each link: as many rows as tokens have ranks, and of everything else what the protocol says.
+//! Traffic of each link: one row for each token and rank, and the protocol's bytes of everything
+//! else.
 
 use std::collections::BTreeMap;
 
@@ -13,10 +14,11 @@ use crate::shapes::routing;
 
 const DISPATCH: &str = "low_latency_dispatch";
 
-/// Bytes by kernel, sending rank, receiving rank and part of the receiver's pool; parts with none are left out.
+/// Bytes by kernel, sending rank, receiving rank and part of the receiver's pool; parts with none
+/// are left out.
 type Links = BTreeMap<(&'static str, u32, u32, &'static str), u64>;
 
-/// What the ranks of a case send each other in one round trip, by the routing alone.
+/// Expected bytes between the ranks of a case in one round trip, from the routing alone.
 fn predicted(case: &LowLatencyCase) -> Links {
     let routing = &case.routing;
     let ranks = 0..routing.num_ranks();
@@ -39,7 +41,8 @@ fn predicted(case: &LowLatencyCase) -> Links {
         add(DISPATCH, "recv_scales", rows * scales * 4);
         add(DISPATCH, "arrived", chunks(tokens) * 8);
         add(DISPATCH, "control.calls", 8);
-        // The ids of all tokens, two to a packet, and a weight for each entry that is for the receiver.
+        // The ids of all tokens, two to a packet, and a weight for each entry that is for the
+        // receiver.
         add(DISPATCH, "ids", tokens * u64::from(routing.num_topk.div_ceil(2)) * 8);
         let entries = routing.topk_idx[from as usize].iter().flatten();
         add(
@@ -48,7 +51,8 @@ fn predicted(case: &LowLatencyCase) -> Links {
             entries.filter(|&&expert| routing.owner(expert) == Some(to)).count() as u64 * 8,
         );
 
-        // A combine returns one row for each that came, in the form that its owner's number of tokens asks for.
+        // A combine returns one row for each that came, in the form that its owner's number of
+        // tokens asks for.
         let (rows, tokens) = (rows_between(routing, to, from), u64::from(routing.num_tokens(to)));
         let (combine, row_bytes, scales) = travels_back(case);
         if tokens <= case.packet_tokens.min(case.max_tokens).into() {
@@ -78,7 +82,8 @@ fn rows_between(routing: &Routing, from: u32, to: u32) -> u64 {
     (0..routing.num_tokens(from)).filter(|&token| routing.hits(from, token, to)).count() as u64
 }
 
-/// Runs a case, every bit of it against the oracle, and compares what its kernels stored in peers' pools with the prediction.
+/// Runs a case, every bit of it against the oracle, and compares what its kernels stored in peers'
+/// pools with the prediction.
 fn check(case: &LowLatencyCase) {
     let checker = Checker::new(CheckConfig::default());
     checker.count_stores();
@@ -86,7 +91,7 @@ fn check(case: &LowLatencyCase) {
     let counted = std::sync::Mutex::new(Vec::new());
     case.on_threads(|rank| {
         let differing = case.step_by_step(rank)?;
-        // Nobody's pool is gone yet, and all have stored what they will.
+        // All pools still exist, and all ranks have finished their stores.
         rank.group.barrier(epoxide_testing::harness::PATIENCE)?;
         if rank.buffer.rank() == 0 {
             *counted.lock().unwrap() = checker.stores();

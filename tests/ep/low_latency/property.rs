@@ -32,7 +32,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
     );
     let row = prop_oneof![
         3 => (1..=40u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),
-        // Of several pieces.
+        // Rows of several pieces.
         1 => (90..=220u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),
         1 => (1..=5u32).prop_map(|block| (128 * block, Quantise::Fp8)),
         1 => (1..=14u32).prop_map(|block| (128 * block, Quantise::Fp8PowerOfTwo)),

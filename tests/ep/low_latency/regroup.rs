@@ -32,7 +32,7 @@ enum Gone {
 
 const ALL: [Gone; 3] = [Gone::BeforeDispatch, Gone::BetweenHalves, Gone::BeforeCombine];
 
-/// One pair of calls of a member, of which the call that waits for those who are gone runs into its deadline.
+/// One pair of calls of a member. The call that waits for the lost ranks runs into its deadline.
 fn fail(rank: &mut LowLatencyRank, case: &LowLatencyCase, gone: Gone, is_gone: bool) -> Result<()> {
     let inputs = case.inputs(rank)?;
     let mut place = rank.buffer.place(0)?;
@@ -62,7 +62,8 @@ fn fail(rank: &mut LowLatencyRank, case: &LowLatencyCase, gone: Gone, is_gone: b
     Ok(())
 }
 
-/// Runs `case` with all, then without those who are `gone`, then with all again; everything is compared with the oracle.
+/// Runs `case` with all, then without the ranks `gone`, then with all again; everything is compared
+/// with the oracle.
 fn leave_out_and_take_in(case: &LowLatencyCase, gone: &[u32], when: Gone) {
     let without = case.without(gone);
     case.on_threads(|rank| {
@@ -140,9 +141,9 @@ fn the_checker_finds_nothing_while_ranks_come_and_go() {
     }
 }
 
-/// Whatever operations have come to when their waits expire, nothing of it is left.
+/// Operations in any state leave nothing behind when their waits expire.
 #[test]
-fn deadlines_that_nobody_keeps_leave_nothing_behind() {
+fn missed_deadlines_leave_nothing_behind() {
     for seed in 0..tier::pick(2, 6) {
         let nodes = if seed % 2 == 0 { None } else { two_nodes(TransportKind::Shm) };
         let case = LowLatencyCase { nodes, schedule_seed: Some(seed), chunk_tokens: 3, ..case(0) };
@@ -183,7 +184,8 @@ proptest! {
     }
 }
 
-/// Two entries for each token, with rows of ones for all that experts make: a sum is the number of ranks that a token went to.
+/// Two entries for each token, with rows of ones for all experts' outputs. So a sum is the number
+/// of ranks that a token went to.
 struct Ones {
     x: Tensor<'static>,
     topk_idx: TypedTensor<'static, i64>,
@@ -230,7 +232,8 @@ fn captured_steps_follow_the_members_and_rows_from_before_are_stale() {
     case.on_threads(|rank| {
         let number = rank.buffer.rank();
         let part = rank.group.split((number == 2).into())?;
-        // The first token of each rank goes to ranks 0 and 2, the second to rank 2 alone, the third to 1, the last nowhere.
+        // The first token of each rank goes to ranks 0 and 2, the second to rank 2 alone, the third
+        // to 1, the last nowhere.
         let ones = Ones::new(&rank.buffer, &rank.stream, &[0, 4, 4, 5, 2, 3, -1, -1])?;
         let mut place = rank.buffer.place(0)?;
         let sums = Tensor::alloc(rank.stream.device(), DType::Bf16, &[TOKENS, HIDDEN])?;
@@ -245,7 +248,7 @@ fn captured_steps_follow_the_members_and_rows_from_before_are_stale() {
         })?;
         let replay = |buffer: &Buffer| -> Result<Vec<f32>> {
             for _ in 0..3 {
-                // SAFETY: what was recorded is this function's, which waits below.
+                // SAFETY: the recorded addresses are this function's, which waits below.
                 unsafe { step.launch(&stream)? };
             }
             stream.synchronize()?;

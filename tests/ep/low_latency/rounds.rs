@@ -1,4 +1,5 @@
-//! Many round trips behind each other: the host waits for nothing, and no rank for another but where the protocol has it wait.
+//! Many round trips behind each other: the host waits for nothing, and no rank for another but
+//! where the protocol has it wait.
 
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::Nodes;
@@ -86,7 +87,8 @@ fn the_checker_finds_nothing_in_many_rounds() {
                     transport: if seed < 4 { TransportKind::Direct } else { TransportKind::Shm },
                     queues: 1,
                 }),
-                // Rows return to all ranks as packets, and to those with tokens into memory behind a word for each chunk.
+                // Rows return to all ranks as packets, and to those with tokens into memory behind
+                // a word for each chunk.
                 packet_tokens: if seed < 4 { 4 } else { 1 },
                 ..small.clone()
             };

@@ -57,7 +57,7 @@ fn many_rounds_in_one_place() {
         .check();
 }
 
-/// Of up to 32 tokens a warp lists an expert; of more, a block does, in turns of its threads.
+/// A warp lists up to 32 tokens of an expert. A block lists more, in turns of its threads.
 #[test]
 fn as_many_tokens_as_a_warp_lists_and_more() {
     for tokens in [[16, 15], [16, 16], [17, 16], [300, 230]] {

@@ -47,7 +47,7 @@ fn receives_do_not_block_the_sends_behind_them() {
 }
 
 #[test]
-fn dropping_a_group_ends_what_is_queued() {
+fn dropping_a_group_ends_queued_operations() {
     let errors = threads(2, options(PATIENCE), |group| {
         if group.rank() == 0 {
             let waiting = group.start_recv::<u8>(Some(1), 1);

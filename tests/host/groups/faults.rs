@@ -1,4 +1,4 @@
-//! Ranks that do the wrong thing, or nothing: errors that say who and where, in time.
+//! Ranks that do the wrong thing, or nothing: errors name the rank and the place, in time.
 
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex};
@@ -104,7 +104,7 @@ fn mismatches_name_both_sides() {
     for (what, call) in cases {
         let errors = threads(4, options(PATIENCE), |group| {
             let first = call(&group, group.rank() == 1);
-            // A root that only sends may be through before anyone can tell it.
+            // A root that only sends may have finished before it gets any error.
             first.and_then(|()| group.barrier(PATIENCE)).unwrap_err()
         });
         let direct = |error: &Error| matches!(error, Error::Mismatch { what: w, .. } if *w == what);
@@ -257,8 +257,8 @@ fn a_store_that_goes_away_after_an_eager_join() {
     });
 }
 
-/// A rank may go as soon as its last collective is over. Others may still be in it, have connections to it that it never
-/// took, or be asking it something.
+/// A rank may go as soon as its last collective is over. Others may still be in it, have
+/// connections to it that it never took, or be asking it something.
 #[test]
 fn leaving_right_after_a_barrier_is_not_dying() {
     let rounds = std::env::var("EPOXIDE_SOAK")
@@ -277,8 +277,8 @@ fn leaving_right_after_a_barrier_is_not_dying() {
     }
 }
 
-/// The others ask a rank that is late what keeps it, and may have left by the time it reads the question. Many groups at
-/// once, so that ranks wait for a core at every point.
+/// The others ask a rank that is late what keeps it, and may have left by the time it reads the
+/// question. Many groups at once, so that ranks wait for a core at every point.
 #[test]
 fn leaving_a_late_rank_with_a_question_is_not_dying() {
     let one = || {

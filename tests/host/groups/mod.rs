@@ -1,4 +1,5 @@
-//! Process groups over the mesh: every collective against a serial oracle, subgroups, faults, many processes.
+//! Process groups over the mesh: every collective against a serial oracle, subgroups, faults, many
+//! processes.
 
 mod background;
 mod faults;

@@ -1,4 +1,5 @@
-//! Hosts with other networks than this one: each is a network name space, where the system lets this process have one.
+//! Hosts with other networks than this one: each is a network name space, where the system lets
+//! this process have one.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -11,7 +12,8 @@ use super::harness::{PATIENCE, options, threads};
 /// Makes a test the process in the name space.
 const INSIDE: &str = "EPOXIDE_TEST_NETWORK";
 
-/// True in a process in a name space of its own, after these commands; the caller of that process only sees to it that it ends well.
+/// True in a process in a name space of its own, after these commands. The caller of that process
+/// only checks that it ends well.
 fn inside(test: &str, commands: &str) -> bool {
     if std::env::var_os(INSIDE).is_some() {
         return true;
@@ -29,7 +31,7 @@ fn inside(test: &str, commands: &str) -> bool {
     false
 }
 
-/// What rank 0 of a group announces as its network address.
+/// The network address that rank 0 of a group announces.
 fn announced(options: &MeshOptions) -> epoxide::Result<std::net::SocketAddr> {
     let store: Arc<dyn Store> = Arc::new(HashStore::new());
     let _group = MeshGroup::new(store.clone(), 0, 2, "g", options.clone())?;

@@ -1,4 +1,5 @@
-//! Ranks as processes: many of them, and ones that are killed or stopped in the middle of an operation.
+//! Ranks as processes: many of them, and ones that are killed or stopped in the middle of an
+//! operation.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -73,7 +74,7 @@ fn running_threads() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
 }
 
-/// Not a test: the main function of a rank, when the environment says so.
+/// Not a test: the main function of a rank, if the environment asks for one.
 #[test]
 fn rank_process() {
     let Ok(text) = std::env::var(RANK_PROCESS) else { return };
@@ -127,7 +128,7 @@ fn rank_process() {
     std::fs::write(format!("{directory}/report.{rank}"), format!("{error}\n{before:?} {after:?}\n")).unwrap();
 }
 
-/// Ranks that die between calls, whom no call of the group has failed for.
+/// Ranks that die between calls, before any call of the group has failed because of them.
 const LOST: [u32; 2] = [1, VICTIM];
 
 fn shrink_by_the_missing(store: Arc<dyn Store>, rank: u32, size: u32, directory: &str) {

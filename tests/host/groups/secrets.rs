@@ -1,4 +1,4 @@
-//! Groups of a job that has a secret: who is let in, and who is not.
+//! Groups of a job that has a secret: admitted and rejected connections.
 
 use std::io::{Read, Write};
 use std::os::linux::net::SocketAddrExt as _;
@@ -20,7 +20,7 @@ fn store() -> Arc<dyn Store> {
     Arc::new(HashStore::new())
 }
 
-/// A hello of rank 1 for whoever has this token, with `rest` in its payload behind it.
+/// A hello of rank 1 for the listener with this token, with `rest` in its payload behind it.
 fn hello(token: &str, rest: &[u8]) -> Vec<u8> {
     let mut bytes = [0u8; 48];
     bytes[..4].copy_from_slice(b"EPXG");
@@ -33,7 +33,7 @@ fn hello(token: &str, rest: &[u8]) -> Vec<u8> {
     [&bytes, token.as_bytes(), rest].concat()
 }
 
-/// What ends a group, from a rank that is believed.
+/// A frame of a trusted rank that ends a group.
 fn abort() -> Vec<u8> {
     let mut frame = hello("", b"");
     frame[4] = 6;
@@ -49,7 +49,7 @@ fn rank_0(store: &dyn Store) -> (String, SocketAddr) {
 }
 
 #[test]
-fn whoever_knows_the_secret_takes_part() {
+fn ranks_with_the_secret_take_part() {
     for sockets in [Sockets::Auto, Sockets::Tcp] {
         for connect in [Connect::Lazy, Connect::Eager] {
             let interface = Some("lo".to_owned());
@@ -112,9 +112,9 @@ fn a_rank_without_the_secret_is_told_so() {
     assert!(matches!(with.barrier(PATIENCE).unwrap_err(), Error::Mismatch { .. }));
 }
 
-/// What the secret is for: with the token alone a stranger ends the group.
+/// Purpose of the secret: with the token alone a stranger ends the group.
 #[test]
-fn who_has_the_store_ends_a_group_without_a_secret() {
+fn a_client_of_the_store_ends_a_group_without_a_secret() {
     if std::env::var_os(epoxide::group::JOB_SECRET).is_some() {
         return;
     }
@@ -146,9 +146,10 @@ fn the_reason_of_a_rank_that_is_gone_is_shown_without_control_characters() {
     assert!(!error.chars().any(char::is_control), "{error:?}");
 }
 
-/// A stranger that reads and writes the store, as torchrun's lets everybody, and so has the token of every rank.
+/// A stranger that reads and writes the store, as torchrun's permits, and so has the token of every
+/// rank.
 #[test]
-fn who_has_the_store_alone_takes_no_ranks_place() {
+fn a_client_of_the_store_alone_takes_no_ranks_place() {
     let store = store();
     let options = MeshOptions { secret: secret("a"), ..options(PATIENCE) };
     let first = MeshGroup::new(store.clone(), 0, 2, "g", options.clone()).unwrap();
@@ -196,7 +197,7 @@ fn who_has_the_store_alone_takes_no_ranks_place() {
 
 /// One that puts itself at a rank's address gets nothing but the hello.
 #[test]
-fn who_takes_a_ranks_address_gets_no_data() {
+fn an_impostor_at_a_ranks_address_gets_no_data() {
     let store = store();
     let options = MeshOptions { secret: secret("a"), ..options(PATIENCE) };
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
@@ -225,7 +226,7 @@ fn who_takes_a_ranks_address_gets_no_data() {
     assert_eq!(heard.join().unwrap(), b"");
 }
 
-/// Groups that connect while they join learn who is where first.
+/// Groups that connect while they join first learn the place of each rank.
 #[test]
 fn ranks_of_one_host_have_no_network_socket() {
     let store = store();

@@ -1,4 +1,4 @@
-//! A group's sockets under attack by whoever reaches them.
+//! A group's sockets under attack by processes that reach them.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -10,7 +10,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::harness::{PATIENCE, options};
 
-/// Directory of the store; makes `silent_connections_do_not_use_up_the_descriptors` the rank that is attacked.
+/// Directory of the store; makes `silent_connections_do_not_use_up_the_descriptors` the rank that
+/// is attacked.
 const ATTACKED: &str = "EPOXIDE_TEST_ATTACKED";
 const NAME: &str = "g";
 
@@ -62,7 +63,8 @@ fn silent_connections_do_not_use_up_the_descriptors() {
     drop((silent, more));
 }
 
-/// Of what stands behind a hello without the token nothing is read: who closes a connection with bytes unread resets it.
+/// Bytes behind a hello without the token are not read. A connection that is closed with unread
+/// bytes is reset.
 #[test]
 fn nothing_behind_a_wrong_hello_is_read() {
     let directory = tempfile::tempdir().unwrap();

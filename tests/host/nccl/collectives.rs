@@ -60,7 +60,7 @@ fn operations(communicator: &Communicator) {
     let expected = [2 * rank, 2 * rank + 1].map(|index| index as f32 * total);
     assert_eq!(output.to_host::<f32>(&stream).unwrap(), expected);
 
-    // Rank r sends r + p rows to rank p; each row says from whom to whom.
+    // Rank r sends r + p rows to rank p; each row holds its sender and its receiver.
     let splits: Vec<u64> = (0..size).map(|peer| u64::from(rank + peer)).collect();
     let rows: u64 = splits.iter().sum();
     let row = |from: u32, to: u32| [from as i32, to as i32];
@@ -88,7 +88,7 @@ fn operations(communicator: &Communicator) {
 }
 
 #[test]
-fn every_operation_gives_what_it_should() {
+fn every_operation_gives_the_expected_result() {
     for (version, config) in [
         (Version::New, patient()),
         (Version::New, Config { blocking: true, ..patient() }),

@@ -1,4 +1,5 @@
-//! How communicators end: in order, given up, failed, dropped, in every state and from other threads.
+//! How communicators end: in order, given up, failed, dropped, in every state and from other
+//! threads.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,7 +15,7 @@ use super::fake::{
     tensor,
 };
 
-/// What every use of a communicator that was given up says.
+/// Checks that every use of an aborted communicator returns the reason.
 #[track_caller]
 fn assert_ended(communicator: &Communicator, why: &str) {
     let (stream, data) = tensor(communicator.device(), &[1.0]);
@@ -181,7 +182,7 @@ fn a_parent_that_was_given_up_is_not_split() {
     let error = communicator.split(Some(0), 0, None).unwrap_err();
     assert!(reason(&error).contains("no more"), "{error}");
     assert_eq!(communicator.splits(), 1);
-    // What was split from it before goes on.
+    // A communicator split from it before continues.
     part.check().unwrap();
     part.finalize().unwrap();
     drop((part, communicator));
@@ -319,7 +320,7 @@ fn drop_in_every_state_ends() {
     let start = || Communicator::start(&fake.library, &device(), &fake.id(), 0, 2, patient()).unwrap();
     // While it is made.
     drop(start());
-    // Ready, and with an operation that has ended and that nobody has looked at.
+    // Ready, and with an operation that has ended and was not polled.
     drop(fake.single(patient()));
     let communicator = fake.single(patient());
     let stream = Stream::new(communicator.device(), false).unwrap();
@@ -338,7 +339,7 @@ fn drop_in_every_state_ends() {
 }
 
 #[test]
-fn dumps_say_what_is_known() {
+fn dumps_hold_the_known_state() {
     let fake = Fake::new();
     let communicator = fake.single(patient());
     let dump = communicator.dump();

@@ -11,7 +11,7 @@ use epoxide::ep::{DType, Tensor};
 use epoxide::nccl::{Communicator, Config, Library, UniqueId};
 use epoxide_testing::fake_nccl;
 
-/// Long enough for whatever does not hang, on a busy machine.
+/// Long enough for calls that do not hang, on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 /// A deadline that is meant to expire, where nothing else has to happen before.
 pub const SOON: Duration = Duration::from_millis(200);
@@ -26,7 +26,8 @@ pub const HANG_FOR_GOOD: c_int = -2;
 /// `ncclRemoteError`.
 pub const REMOTE: c_int = 6;
 
-/// What is built: all of it, what NCCL 2.7 had, all without one function, or without what tells it from NCCL.
+/// Variant to build: all of it, the functions of NCCL 2.7, all without one function, or without the
+/// symbol that tells it from NCCL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Version {
     New,
@@ -78,7 +79,7 @@ impl Fake {
         *unsafe { self.controls.get::<F>(name.as_bytes()) }.unwrap()
     }
 
-    /// What a function gives from now on: a code, [`HANG`] or [`HANG_FOR_GOOD`]; 0 lets it work.
+    /// Result of a function from now on: a code, [`HANG`] or [`HANG_FOR_GOOD`]; 0 lets it work.
     pub fn set(&self, function: &str, code: c_int) {
         let function = CString::new(function).unwrap();
         let set: unsafe extern "C" fn(*const c_char, c_int) = self.control("fake_set");

@@ -84,7 +84,7 @@ fn the_unique_id_goes_over_a_store() {
 }
 
 #[test]
-fn what_keeps_rank_0_from_making_the_unique_id_shows_on_all_ranks() {
+fn a_unique_id_that_rank_0_cannot_make_is_an_error_on_all_ranks() {
     let fake = Fake::new();
     fake.set("ncclGetUniqueId", 2);
     let store: Arc<dyn Store> = Arc::new(HashStore::new());

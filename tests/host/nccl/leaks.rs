@@ -1,4 +1,5 @@
-//! What communicators leave behind: no descriptor and no thread, however they end. Alone in its process, as it counts.
+//! Communicators leak no descriptor and no thread, however they end. Alone in its process, as it
+//! counts.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -88,7 +89,7 @@ fn leak_nothing() {
         assert_back_to(before, what);
         fake.assert_clean();
     }
-    // What NCCL does not let go of stays, with one thread, until it does.
+    // A communicator that NCCL does not release stays, with one thread, until NCCL releases it.
     fake.set("ncclCommAbort", HANG_FOR_GOOD);
     drop(fake.single(Config { close_timeout: SOON, ..patient() }));
     assert!(open().1 > before.1, "the thread that is left behind");

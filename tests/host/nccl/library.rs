@@ -17,7 +17,7 @@ fn version_and_functions_are_read() {
 }
 
 #[test]
-fn what_is_no_nccl_is_refused_with_what_it_lacks() {
+fn a_library_that_is_no_nccl_is_rejected_with_the_missing_functions() {
     let (_folder, broken) = file(Version::Broken);
     let error = Library::open(&broken).unwrap_err().to_string();
     assert!(error.contains("ncclSend") && error.contains("libnccl.so.2"), "{error}");
@@ -26,7 +26,7 @@ fn what_is_no_nccl_is_refused_with_what_it_lacks() {
 }
 
 #[test]
-fn an_old_version_works_and_refuses_what_came_later() {
+fn an_old_version_works_and_rejects_later_features() {
     let fake = Fake::of(Version::Old);
     let communicator = fake.single(patient());
     let refused = communicator.split(Some(0), 0, None).unwrap_err();
@@ -40,7 +40,7 @@ fn an_old_version_works_and_refuses_what_came_later() {
     let refused =
         Communicator::new(&fake.library, &device(), &fake.id(), 0, 1, config).unwrap_err().to_string();
     assert!(refused.contains("max_ctas") && refused.contains("2.17"), "{refused}");
-    // That was no error of the communicator's.
+    // The error does not end the communicator.
     communicator.check().unwrap();
     communicator.finalize().unwrap();
     drop(communicator);

@@ -1,4 +1,5 @@
-//! The watchdog and its dumps. Each test is alone in its process, since the environment says where they go.
+//! The watchdog and its dumps. Each test is alone in its process, because the environment names
+//! their files.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -15,7 +16,8 @@ fn watched(timeout: Duration) -> Config {
     Config { timeout, watchdog, ..patient() }
 }
 
-/// In the process that has the variables: `test`. Elsewhere starts that process, and gives what is to be found in the folder.
+/// In the process that has the variables: `test`. Elsewhere starts that process, and gives what is
+/// to be found in the folder.
 fn with_folder(path: &str, test: impl FnOnce(&std::path::Path)) {
     const FOLDER: &str = "NCCL_TEST_FOLDER";
     if let Some(folder) = std::env::var_os(FOLDER) {
@@ -48,10 +50,11 @@ fn dump(folder: &std::path::Path) -> serde_json::Value {
 }
 
 #[test]
-fn gives_up_what_hangs_on_the_device_and_dumps() {
-    with_folder("nccl::watchdog::gives_up_what_hangs_on_the_device_and_dumps", |folder| {
+fn aborts_operations_that_hang_on_the_device_and_dumps() {
+    with_folder("nccl::watchdog::aborts_operations_that_hang_on_the_device_and_dumps", |folder| {
         let fake = Fake::new();
-        // A device that stands still unless it is driven: what is in its streams then is under way.
+        // A device that stands still unless it is driven, so that work in its streams stays under
+        // way.
         let machine = Machine::new(1);
         let config = VirtConfig { executor: Executor::Manual(machine.clone()), ..VirtConfig::default() };
         let device = VirtualGpu::new(config);
@@ -62,7 +65,8 @@ fn gives_up_what_hangs_on_the_device_and_dumps() {
         let done = communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap();
         stream.synchronize().unwrap();
         done.wait().unwrap();
-        // Nobody waits for this one, and the device does not come to what is in front of its event.
+        // No thread waits for this operation, and the device does not reach the work in front of
+        // its event.
         // SAFETY: the tensor's four bytes, which stay until the stream is synchronised.
         unsafe { stream.fill(data.ptr(), 0, 4) }.unwrap();
         let work = communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap();
@@ -79,7 +83,8 @@ fn gives_up_what_hangs_on_the_device_and_dumps() {
         assert!(reason(&error).contains("has not ended within 3s"), "{error}");
         assert!(folder.join("flight.test.rank0.json").exists());
         stream.synchronize().unwrap();
-        // Whoever waits learns the reason before NCCL has been called; the drop waits for that.
+        // A waiting thread gets the reason before NCCL has been called; the drop waits for the
+        // call.
         drop(communicator);
         assert_eq!(fake.calls("ncclCommAbort"), 1);
         drop(parent);
@@ -88,8 +93,8 @@ fn gives_up_what_hangs_on_the_device_and_dumps() {
 }
 
 #[test]
-fn gives_up_what_hangs_in_a_call_of_nccl() {
-    with_folder("nccl::watchdog::gives_up_what_hangs_in_a_call_of_nccl", |folder| {
+fn aborts_operations_that_hang_in_a_call_of_nccl() {
+    with_folder("nccl::watchdog::aborts_operations_that_hang_in_a_call_of_nccl", |folder| {
         let fake = Fake::new();
         let config = Config { close_timeout: HELD, blocking: true, ..watched(SOON) };
         let parent = fake.single(patient());

@@ -1,4 +1,4 @@
-//! What all of these tests run.
+//! Common code of all these tests.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! The harness for tests on several ranks, as a test uses it: passes, failures, hangs, deaths and skips.
+//! The harness for tests on several ranks, as a test uses it: passes, failures, hangs, deaths and
+//! skips.
 
 mod common;
 mod helper;
@@ -11,7 +12,7 @@ use epoxide::group::launch::RankExit;
 use epoxide::{Error, Result};
 use epoxide_testing::ranks::{Context, End, Failed, Kind, Outcome, RankReport, Run, SkipCode};
 
-/// What is known of a rank.
+/// The report about a rank.
 fn of(failed: &Failed, rank: u32) -> &RankReport {
     failed.ranks.iter().find(|report| report.rank == rank).unwrap()
 }
@@ -224,7 +225,8 @@ fn a_wrong_path_is_told() {
 
 #[test]
 fn no_process_is_left() {
-    // The ranks' processes, and what they have started, have the name of this test in their environment.
+    // The ranks' processes, and what they have started, have the name of this test in their
+    // environment.
     let left = || {
         let processes = std::fs::read_dir("/proc").unwrap().flatten();
         let environments = processes.filter_map(|process| std::fs::read(process.path().join("environ")).ok());

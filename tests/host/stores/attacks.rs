@@ -1,4 +1,5 @@
-//! The store over TCP under attack by whoever reaches its port: what one connection, and all together, can take is bounded, and the others go on.
+//! The store over TCP under attack by processes that reach its port. The resources of one
+//! connection, and of all together, are bounded, and other clients continue.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -94,7 +95,7 @@ fn processor_time() -> Duration {
 }
 
 /// The server has one thread, so a cancelled wait delays the other clients by its processor time.
-/// That time must not grow with the waits of others, nor with the square of the request's keys.
+/// It must not grow with the waits of other clients, nor with the square of the request's keys.
 #[test]
 fn cancelled_waits_do_not_hold_up_the_others() {
     // The processor time is the process's.
@@ -118,7 +119,7 @@ fn cancel_waits() {
     };
     let pairs = [listing(6, &[b"/x".to_vec()]), vec![12]].concat().repeat(PAIRS);
     let alone = cost(&pairs, PAIRS);
-    // 10 MB of keys that somebody waits for.
+    // 10 MB of keys with a waiting client.
     let mut waiter = greeted(&server);
     let keys: Vec<Vec<u8>> = (0..128 << 10).map(|key| format!("/{key:070}").into_bytes()).collect();
     waiter.write_all(&listing(6, &keys)).unwrap();
@@ -238,7 +239,7 @@ fn a_full_store_refuses_more_and_goes_on() {
     let add = |key: usize| store.add(&format!("{key}{}", "c".repeat(100)), 1);
     assert!((0..3).any(|key| add(key).is_err()));
     assert!(held(&server).1 <= MIB, "{:?}", held(&server));
-    // What is there stays, and may be replaced and counted on.
+    // Stored values stay, and may be replaced and counted on.
     assert_eq!(store.get("key0", PATIENCE).unwrap(), [1; 60_000]);
     store.set("key0", &[4; 60_000]).unwrap();
     assert!(store.delete("key1").unwrap() && store.delete("key2").unwrap());
@@ -268,12 +269,13 @@ fn names_of_keys_are_listed_in_slices() {
 }
 
 #[test]
-fn who_has_not_shown_that_it_speaks_the_protocol_holds_nothing() {
+fn a_client_without_a_greeting_holds_no_memory() {
     let server = server();
     let store = client(&server);
     settle(&store);
     let before = held(&server).0;
-    // The greeting without its last byte, and then a request of 240 MiB in place of that byte; and such a request at once.
+    // The greeting without its last byte, and then a request of 240 MiB in place of that byte; and
+    // such a request at once.
     let request = [&[11][..], &number(30), &string(b"k"), &number(8 * MIB), &vec![0; 2 * MIB]].concat();
     for start in [&HELLO[..4], &[]] {
         let mut socket = TcpStream::connect(server.address()).unwrap();
@@ -301,7 +303,7 @@ fn the_client_that_holds_the_most_is_closed() {
     assert!(is_closed(&most, PATIENCE));
     assert!(held(&server).0 <= 6 * MIB, "{:?}", held(&server));
     assert!(sockets.iter().all(|socket| !is_closed(socket, Duration::from_millis(20))));
-    // Keys that somebody waits for count as well.
+    // Keys with a waiting client count as well.
     let mut waiter = greeted(&server);
     let keys: Vec<Vec<u8>> = (0..30_000).map(|key| format!("/{key:030}").into_bytes()).collect();
     let _ = waiter.write_all(&listing(6, &keys));
@@ -330,7 +332,7 @@ fn no_more_clients_than_allowed_and_idle_ones_stay() {
     }
 }
 
-/// What a client has asked for is done though it leaves at once.
+/// A client's requests are done even if it leaves at once.
 #[test]
 fn requests_of_a_client_that_has_left_are_done() {
     let server = server();

@@ -175,7 +175,7 @@ fn queues() {
         assert_eq!(b.queue_pop("q", PATIENCE).unwrap().as_deref(), Some(&b"333"[..]), "{kind}");
         assert_eq!((b.queue_len("q").unwrap(), b.check("q").unwrap()), (0, false), "{kind}");
 
-        // Each entry goes to one of two who wait.
+        // Each entry goes to one of two waiters.
         let mut taken = std::thread::scope(|scope| {
             let takers = [b, c].map(|store| {
                 scope.spawn(|| {

@@ -73,7 +73,8 @@ fn a_server_that_stops_answering() {
     assert!(error.contains(&port.to_string()), "{error}");
 }
 
-/// A server that answers a greeting, sends `answer` after the next request, and then reads what comes.
+/// A server that answers a greeting, sends `answer` after the next request, and then reads what
+/// comes.
 fn impostor(answer: &'static [u8]) -> (u16, std::thread::JoinHandle<()>) {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -205,9 +206,9 @@ fn garbage_closes_its_connection_only() {
 }
 
 #[test]
-fn answers_that_nobody_reads_do_not_pile_up() {
+fn unread_answers_do_not_pile_up() {
     // The memory is the process's.
-    alone::run("stores::faults::answers_that_nobody_reads_do_not_pile_up", ask_and_read_nothing);
+    alone::run("stores::faults::unread_answers_do_not_pile_up", ask_and_read_nothing);
 }
 
 fn ask_and_read_nothing() {

@@ -1,4 +1,4 @@
-//! The stores: what all of them promise, and what the one over TCP does when things go wrong.
+//! The stores: the promises of all, and the faults of the one over TCP.
 
 mod attacks;
 mod conformance;

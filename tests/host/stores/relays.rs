@@ -1,5 +1,5 @@
-//! A local process that listens where clients try first, and forwards what it gets to the store:
-//! with a secret it learns nothing and changes nothing.
+//! A local process that listens where clients try first, and forwards their bytes to the store.
+//! With a secret it learns nothing and changes nothing.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -27,7 +27,7 @@ fn limits() -> ConnectionLimits {
 
 /// A process at `address` that forwards every connection to `server`, and keeps what went by.
 struct Relay {
-    /// Bytes of each connection: what the client sent, and what the server did.
+    /// Bytes of each connection: those of the client, and those of the server.
     heard: Arc<Mutex<Vec<[Vec<u8>; 2]>>>,
 }
 
@@ -88,7 +88,7 @@ fn listen_v6(ip: Ipv6Addr, port: u16) -> Option<TcpListener> {
     Some(TcpListener::from(socket))
 }
 
-/// A server at `ip` alone that lets in who knows the secret, and a relay at [::1] with the same
+/// A server at `ip` alone that admits clients with the secret, and a relay at [::1] with the same
 /// port.
 fn relayed(ip: IpAddr) -> Option<(TcpStore, Relay)> {
     let server = TcpListener::bind((ip, 0)).unwrap();
@@ -141,7 +141,7 @@ fn a_store_for_a_host_name_does_not_fall_back_to_ipv4() {
     relay.learnt_nothing(0);
 }
 
-/// What the relay gains where the server is at IPv4 alone, as on a host without IPv6: nothing.
+/// A relay gains nothing if the server listens at IPv4 alone, as on a host without IPv6.
 #[test]
 fn a_relay_in_front_of_an_ipv4_server_learns_and_changes_nothing() {
     let Some((store, relay)) = relayed(Ipv4Addr::UNSPECIFIED.into()) else { return };
@@ -152,8 +152,8 @@ fn a_relay_in_front_of_an_ipv4_server_learns_and_changes_nothing() {
     assert_eq!(store.num_keys().unwrap(), 1);
 }
 
-/// Ranks with `MASTER_ADDR=localhost`: rank 0 serves both loopback addresses, so that nobody else
-/// can have either.
+/// Ranks with `MASTER_ADDR=localhost`: rank 0 serves both loopback addresses, so that no other
+/// process can have either.
 #[test]
 fn ranks_at_localhost_leave_no_loopback_address_to_a_relay() {
     let Some(listener) = listen_v6(Ipv6Addr::LOCALHOST, 0) else {
@@ -165,7 +165,7 @@ fn ranks_at_localhost_leave_no_loopback_address_to_a_relay() {
         let address = format!("tcp://localhost:{port}?rank={rank}&world_size=2");
         Rendezvous::at_with(&address, PATIENCE, Some(secret()), limits())
     };
-    // The relay came first: rank 0 says so, and no rank joins through it.
+    // The relay came first: rank 0 reports it, and no rank joins through it.
     let error = join(0, port).unwrap_err().to_string();
     assert!(error.contains(&format!("[::1]:{port}")) || error.contains("::1"), "{error}");
     assert!(error.contains("take another port"), "{error}");

@@ -1,4 +1,4 @@
-//! Who is let in where the job has a secret: whoever knows it, and nobody else.
+//! With a job's secret, a store admits clients that know it, and no others.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use epoxide::group::{ConnectionLimits, JobSecret, Store, TcpStore};
 
 const PATIENCE: Duration = Duration::from_secs(120);
-/// What PyTorch's clients begin with, and a request to set the key "k" behind it.
+/// The start of PyTorch's clients, and a request to set the key "k" behind it.
 const SET: [u8; 25] = *b"\0\xce\xf7\x85\x3c\x01\x02\0\0\0\0\0\0\0/k\x01\0\0\0\0\0\0\0v";
 
 fn secret(character: char) -> JobSecret {
@@ -18,7 +18,7 @@ fn host(secret: Option<&JobSecret>) -> TcpStore {
     TcpStore::host_with(0, PATIENCE, Duration::ZERO, secret, &ConnectionLimits::default()).unwrap()
 }
 
-/// What the server says to these bytes until it closes the connection.
+/// The server's answer to these bytes, until it closes the connection.
 fn said(port: u16, bytes: &[u8]) -> Vec<u8> {
     let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -32,7 +32,7 @@ fn said(port: u16, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn whoever_knows_the_secret_uses_the_store() {
+fn clients_with_the_secret_use_the_store() {
     let secret = secret('a');
     let host = host(Some(&secret));
     let connect =
@@ -85,7 +85,7 @@ fn a_stranger_changes_nothing_in_a_store_with_a_secret() {
 }
 
 #[test]
-fn who_has_no_secret_another_one_or_one_too_many_is_told_so_at_once() {
+fn a_missing_wrong_or_superfluous_secret_is_an_error_at_once() {
     let (ours, other) = (secret('a'), secret('b'));
     let (closed, open) = (host(Some(&ours)), host(None));
     let cases = [
@@ -103,7 +103,7 @@ fn who_has_no_secret_another_one_or_one_too_many_is_told_so_at_once() {
     }
 }
 
-/// What sets a terminal's title and its clipboard, and begins a line of its own.
+/// Bytes that set a terminal's title and its clipboard, and begin a line of their own.
 const FORGED: &[u8] = b"\x1b]0;owned\x07\x1b]52;c;Y3VybA==\x07 \"quoted\"\nPASS\r\x1b[2J";
 
 #[test]
@@ -121,8 +121,8 @@ fn a_strangers_refusal_is_shown_as_its_words_without_control_characters() {
         let error = TcpStore::connect_with_secret("127.0.0.1", port, PATIENCE, secret.as_ref()).unwrap_err();
         let error = error.to_string();
         assert!(!error.chars().any(char::is_control), "{error:?}");
-        assert!(error.contains("what answers there, without a proof"), "{error}");
-        assert!(error.contains(r#"says "\u{1b}]0;owned\u{7}"#), "{error}");
+        assert!(error.contains("the listener there, without a proof"), "{error}");
+        assert!(error.contains(r#"answers "\u{1b}]0;owned\u{7}"#), "{error}");
         assert!(error.contains(r#" \"quoted\"\nPASS\r\u{1b}[2J""#), "{error}");
     }
 }
@@ -151,7 +151,7 @@ fn a_server_that_knows_no_challenge_is_named_in_time() {
     assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
 }
 
-/// Where clients are told a loopback address, nobody else is listened to.
+/// If clients are given a loopback address, only loopback is listened on.
 #[test]
 fn a_store_for_loopback_listens_there_alone() {
     let sockets = |port: u16| -> Vec<String> {
@@ -176,7 +176,7 @@ fn a_store_for_loopback_listens_there_alone() {
         let listening = sockets(held.number());
         let loopback = format!("0100007F:{:04X}", held.number());
         match host {
-            // Who is told another name comes by another address.
+            // A client that is given another name comes by another address.
             "elsewhere.invalid" => assert!(listening[0].starts_with("000000"), "{listening:?}"),
             "localhost" if listening.len() > 1 => {
                 let loopback6 = format!("00000000000000000000000001000000:{:04X}", held.number());

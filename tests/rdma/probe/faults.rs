@@ -1,4 +1,4 @@
-//! What goes wrong ends in an error that says what, and never in a hang.
+//! Every fault ends in an error that names it, and never in a hang.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -13,11 +13,12 @@ use crate::puts::pull_cable;
 use crate::rank::{Rank, wrong};
 
 const BYTES: u64 = 1 << 20;
-/// What a slow machine may take for what happens at once.
+/// Time that a slow machine may take for an event that is immediate elsewhere.
 const SLACK: Duration = Duration::from_secs(60);
 const PUT: Put = Put { from: 0, to: 4096, bytes: 65536, counter: 0, value: 1 };
 
-/// A group that changes what ranks say of their wire memory in their greetings: of (rank, greeting, the own greeting).
+/// A group that changes what ranks say of their wire memory in their greetings: of (rank, greeting,
+/// the own greeting).
 #[derive(Debug)]
 struct Liar<'a> {
     group: &'a MeshGroup,
@@ -43,7 +44,7 @@ impl ProcessGroup for Liar<'_> {
 
     fn all_gather(&self, data: &[u8]) -> Result<Vec<Vec<u8>>> {
         let mut all = self.group.all_gather(data)?;
-        // What is no greeting passes as it is.
+        // Data that is no greeting passes unchanged.
         let Ok(own) = serde_json::from_slice::<Value>(data) else { return Ok(all) };
         for (rank, bytes) in all.iter_mut().enumerate() {
             let mut greeting: Value = serde_json::from_slice(bytes).map_err(wrong)?;
@@ -79,7 +80,7 @@ pub fn wrong_key(rank: &Rank) -> Result<()> {
     remote_access(rank, BYTES, &group, PUT)
 }
 
-/// Rank 1's region is smaller than rank 0 thinks, who puts behind its end.
+/// Rank 1's region is smaller than rank 0 assumes, and rank 0 puts behind its end.
 pub fn small_region(rank: &Rank) -> Result<()> {
     let group = Liar {
         group: &rank.group,

@@ -1,5 +1,5 @@
-//! A rank is lost in the middle of a dispatch or a combine: the others end with an error inside the deadline, and go on
-//! without it.
+//! A rank is lost in the middle of a dispatch or a combine. The others end with an error inside the
+//! deadline, and continue without it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -73,7 +73,7 @@ pub fn run(rank: &Rank, how: How) -> Result<()> {
         if let Err(error) = nodes.turn(&mut place) {
             break error;
         }
-        rank.in_time(|| "a rank is lost, and nobody noticed".into())?;
+        rank.in_time(|| "a rank is lost, and no rank noticed".into())?;
     };
     let noticed = start.elapsed();
     let named = matches!(error, Error::PeerTimeout { operation, .. } if match how {

@@ -1,11 +1,13 @@
-//! Ranks that put over verbs queues, and what can go wrong; run in virtual machines by tests/rdma/run.sh.
+//! Ranks that put over verbs queues, and what can go wrong; run in virtual machines by
+//! tests/rdma/run.sh.
 //!
 //! ```text
 //! rdma_probe SCENARIO [--ranks N]
 //! ```
 //!
-//! Starts N ranks as processes, which are all there are; or, in one of several VMs, this VM's single rank. Exit codes: 0 where
-//! every rank did what the scenario wants, 1 where one did not, 2 for bad usage, 77 where there is no RDMA device.
+//! Starts N ranks as processes, which are all there are; or, in one of several VMs, this VM's
+//! single rank. Exit codes: 0 if every rank passed the scenario, 1 if one did not, 2 for bad usage,
+//! 77 without an RDMA device.
 
 mod faults;
 mod lost;
@@ -27,7 +29,7 @@ const IS_RANK: &str = "RDMA_PROBE_RANK";
 
 #[derive(Parser)]
 struct Options {
-    /// What to do
+    /// Scenario to run
     scenario: Scenario,
     /// Ranks to start, where this is not one of several VMs
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=8))]

@@ -1,5 +1,5 @@
-//! Random puts on all queues between all ranks. After each counter, every byte of the receiver's slot is compared with what it
-//! must be.
+//! Random puts on all queues between all ranks. After each counter, every byte of the receiver's
+//! slot is compared with what it must be.
 
 use std::collections::VecDeque;
 use std::process::Command;
@@ -26,7 +26,7 @@ const LANE: u64 = WORDS + 2 * SLOTS * SLOT;
 /// Twice this is more than the 8 MiB that Soft-RoCE takes in one message.
 const LARGE: u64 = 5 << 20;
 
-/// What a put is, known to both ends from its place in the sequence.
+/// A put, computed by both ends from its place in the sequence.
 struct Plan {
     offset: u64,
     bytes: Vec<u8>,
@@ -59,9 +59,10 @@ struct Lane<'a> {
     puts: &'a mut dyn PutQueue,
     sent: u64,
     seen: u64,
-    /// What the slots must hold.
+    /// Expected contents of the slots.
     slots: Vec<Vec<u8>>,
-    /// Puts and acknowledgements on the queue, and at which of those the puts that have not left stand.
+    /// Puts and acknowledgements on the queue, and at which of those the puts that have not left
+    /// stand.
     posted: u64,
     leaving: VecDeque<u64>,
 }
@@ -74,7 +75,8 @@ impl Lane<'_> {
             self.leaving.pop_front();
         }
         let taken = wire.counter(self.here + 64);
-        // A slot is filled anew when its put has both been looked at there and left here: until then it may be sent again.
+        // A slot is filled anew when its put has both been looked at there and left here: until
+        // then it may be sent again.
         let room = SLOTS - (self.sent - taken).max(self.leaving.len() as u64);
         let mut batch = Vec::new();
         for _ in 0..room.min(total - self.sent).min(BATCH) {
@@ -91,7 +93,7 @@ impl Lane<'_> {
         if batch.is_empty() { Ok(()) } else { self.puts.put_with_counter(&batch) }
     }
 
-    /// Looks at what has come, and says so.
+    /// Checks the received puts, and acknowledges them.
     fn receive(&mut self, wire: &Wire, rank: u32, total: u64) -> Result<()> {
         let counter = wire.counter(self.here);
         if counter == self.seen {
@@ -124,7 +126,8 @@ impl Lane<'_> {
     }
 }
 
-/// `total` puts on each of the queues, each way; with the cable of rank 0 out for some time in the middle.
+/// `total` puts on each of the queues, each way; with the cable of rank 0 out for some time in the
+/// middle.
 pub fn run(
     rank: &Rank,
     queues: u32,
@@ -202,7 +205,8 @@ fn first_peer(own: u32, size: u32) -> u32 {
     (0..size).find(|peer| *peer != own).unwrap_or(own)
 }
 
-/// One put that is larger than the card's largest message, to the first peer. One rank after the other.
+/// One put that is larger than the card's largest message, to the first peer. One rank after the
+/// other.
 fn large(rank: &Rank, wire: &Wire, at: u64, queue: &mut dyn PutQueue) -> Result<()> {
     let contents = |sender: u32| {
         let mut bytes = vec![0; 2 * LARGE as usize];

@@ -50,7 +50,7 @@ impl Rank {
         connect(&options, &wire.memory, group, &self.peers(), self.timeout)
     }
 
-    /// Leaves in order: nobody's queues go before all are done.
+    /// Leaves in order: no rank drops its queues before all are done.
     pub fn leave(&self, mut links: Links) -> Result<()> {
         self.group.barrier(self.timeout)?;
         let start = Instant::now();
@@ -68,7 +68,7 @@ impl Rank {
     }
 }
 
-/// An error of the test: what was seen is not what must be.
+/// An error of the test: the result differs from the expected one.
 pub fn wrong(what: impl std::fmt::Display) -> Error {
     Error::os("rdma_probe", what)
 }
@@ -87,10 +87,11 @@ impl Wire {
         unsafe { (*word).load(std::sync::atomic::Ordering::Acquire) }
     }
 
-    /// Copies out what a peer has written; the counter that says so must have been seen.
+    /// Copies out the bytes that a peer has written; the caller must have seen their counter.
     pub fn read(&self, at: u64, into: &mut [u8]) {
         assert!(at + into.len() as u64 <= self.memory.bytes());
-        // SAFETY: within the memory; the peer does not write there until it is told that this was read.
+        // SAFETY: within the memory; the peer does not write there until it is told that this was
+        // read.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 (self.memory.ptr().0 + at) as *const u8,
@@ -103,7 +104,8 @@ impl Wire {
     /// Fills what a put will send.
     pub fn write(&self, at: u64, bytes: &[u8]) {
         assert!(at + bytes.len() as u64 <= self.memory.bytes());
-        // SAFETY: within the memory; no put that has not left sends from there, and no peer writes there.
+        // SAFETY: within the memory; no put that has not left sends from there, and no peer writes
+        // there.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), (self.memory.ptr().0 + at) as *mut u8, bytes.len());
         }

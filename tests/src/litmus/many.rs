@@ -1,7 +1,8 @@
-//! Many instances of a test in one launch, as a GPU needs them to show what is rare: where their memory lies, and the PTX around the
-//! threads of the test.
+//! Many instances of a test in one launch, because a GPU shows rare outcomes only then: the places
+//! of their memory, and the PTX around the threads of the test.
 //!
-//! An entry `k` of such a module takes [`KERNEL_PARAMS`]; `clear` makes the memory that of a first run, and `check` counts.
+//! An entry `k` of such a module takes [`KERNEL_PARAMS`]; `clear` makes the memory that of a first
+//! run, and `check` counts.
 
 use std::fmt::Write;
 
@@ -9,27 +10,32 @@ use super::memory::{LOCATIONS, NO_RESULT, RESULTS, Wanted};
 
 /// Most instances of a launch.
 pub const INSTANCES: u64 = 8192;
-/// How far apart two instances of one location may be, in bytes. The least is a sector of the caches, of which a location leaves half free.
+/// How far apart two instances of one location may be, in bytes. The least is a sector of the
+/// caches, of which a location leaves half free.
 pub const STRIDE: [u64; 4] = [32, 64, 128, 256];
-/// From one location to the next, in bytes. No power of two, which might put all locations of an instance into one set of a cache.
+/// From one location to the next, in bytes. No power of two, which might put all locations of an
+/// instance into one set of a cache.
 const LOCATION: u64 = INSTANCES * STRIDE[3] + 33 * 128;
-/// Behind the locations: how many threads have arrived at the start, and how many did not wait for the others.
+/// Behind the locations: how many threads have arrived at the start, and how many did not wait for
+/// the others.
 const START: u64 = LOCATIONS.len() as u64 * LOCATION;
 const LATE: u64 = START + 4;
 /// Results of one instance, in bytes.
 const RESULT_BYTES: u64 = 256;
 /// Where the results begin in the memory of a launch.
 pub const RESULTS_AT: u64 = START + LOCATION;
-/// What the stress blocks write begins here.
+/// Start of the memory that the stress blocks write.
 pub const SCRATCH_AT: u64 = RESULTS_AT + INSTANCES * RESULT_BYTES;
 /// Length of that memory.
 pub const BYTES: u64 = SCRATCH_AT + STRESSED * 4096 + 8192;
 /// Places that the stress blocks write.
 const STRESSED: u64 = 64;
-/// How often a thread looks whether the others have arrived: tens of milliseconds, of which a GPU needs microseconds.
+/// How often a thread looks whether the others have arrived: tens of milliseconds, of which a GPU
+/// needs microseconds.
 const POLLS: u32 = 20_000;
 
-/// What the kernels of a test take, in this order: three addresses and eight numbers, of which the last is 0.
+/// Parameters of a test's kernels, in this order: three addresses and eight numbers, of which the
+/// last is 0.
 pub const KERNEL_PARAMS: &str = ".param .u64 buf, .param .u64 results, .param .u64 scratch, .param .u32 groups, .param .u32 stride, \
                                  .param .u32 shift, .param .u32 seed, .param .u32 spread, .param .u32 warm, .param .u32 stress, \
                                  .param .u32 zero";
@@ -37,7 +43,7 @@ pub const KERNEL_PARAMS: &str = ".param .u64 buf, .param .u64 results, .param .u
 /// Registers that the threads of a test do not know of.
 const REGISTERS: &str = ".reg .pred %q<3>;\n.reg .b32 %w<20>;\n.reg .b64 %wd<32>;\n";
 
-/// What `start` needs to know of a test.
+/// Facts about a test that `start` needs.
 pub(super) struct Start<'a> {
     /// Threads on all devices.
     pub threads: usize,
@@ -47,7 +53,8 @@ pub(super) struct Start<'a> {
     pub used: &'a [u64],
 }
 
-/// The operand for an address of the notation, which counts from the start of one instance's memory.
+/// The operand for an address of the notation, which counts from the start of one instance's
+/// memory.
 pub(super) fn operand(at: u64) -> String {
     match at.checked_sub(RESULTS) {
         Some(result) => format!("[%rd4+{result}]"),
@@ -55,8 +62,9 @@ pub(super) fn operand(at: u64) -> String {
     }
 }
 
-/// The operand of the thread's access `number`, counted from 1. An assembler that sees that two addresses differ swaps the accesses, and
-/// where it sees one address twice it makes one load of two. So it does not see that what is added here is always 0.
+/// The operand of the thread's access `number`, counted from 1. An assembler that sees that two
+/// addresses differ swaps the accesses, and where it sees one address twice it makes one load of
+/// two. So it does not see that what is added here is always 0.
 pub(super) fn access(ptx: &mut String, number: usize, offset: u64) -> String {
     let _ = writeln!(ptx, "mad.wide.u32 %wd{}, %w17, {number}, %rd1;", number + 1);
     format!("[%wd{}+{offset}]", number + 1)
@@ -72,9 +80,8 @@ fn scope(devices: usize) -> &'static str {
     if devices > 1 { "sys" } else { "gpu" }
 }
 
-/// Says which block of the test this is (`%r3`), and which thread in it (`%r2`), in a grid of many groups of `blocks` blocks. A group
-/// is of one instance for each lane, or of one. `shift` sends the blocks of a group to other places of the grid, so that they
-/// meet in ever other pairs of multiprocessors.
+/// Computes the number of the block in the test (`%r3`), and of the thread in it (`%r2`), in a grid
+/// of many groups of `blocks` blocks.
 pub(super) fn begin(ptx: &mut String, blocks: usize, packed: u32) {
     let _ = writeln!(
         ptx,
@@ -100,12 +107,13 @@ pub(super) fn place(ptx: &mut String, packed: u32) {
     );
 }
 
-/// Lets the threads of an instance begin together, up to a small delay that is drawn for each warp. A thread that has waited long enough
-/// goes on alone, which is an execution of the test as well.
+/// Lets the threads of an instance begin together, up to a small delay that is drawn for each warp.
+/// A thread that has waited long enough goes on alone, which is an execution of the test as well.
 pub(super) fn start(ptx: &mut String, test: &Start) {
     let scope = scope(test.devices);
-    // Reads what lies beside the locations, so that a cache has what was in them. The locations themselves would be read in a race. What is
-    // read is 0; it goes into the count so that the reads come first.
+    // Reads the memory beside the locations, so that a cache holds the locations' old contents.
+    // Reads of the locations themselves would be races. The values read are 0; they are added to
+    // the count so that the reads come first.
     ptx.push_str(
         "setp.eq.u32 %q1, %r5, 99;\n@%q1 bra START;\nmov.u32 %w11, 1;\nsetp.eq.u32 %q1, %w10, 0;\n@%q1 bra COLD;\n",
     );
@@ -134,7 +142,7 @@ pub(super) fn start(ptx: &mut String, test: &Start) {
     ptx.push_str("START:\n");
 }
 
-/// What the blocks do that only keep the memory busy: they read and write words that no test uses.
+/// Code of the blocks that only keep the memory busy: they read and write words that no test uses.
 pub(super) fn stress(ptx: &mut String, devices: usize) {
     let scope = scope(devices);
     let _ = writeln!(
@@ -148,8 +156,10 @@ pub(super) fn stress(ptx: &mut String, devices: usize) {
     );
 }
 
-/// The entries `clear (buf, results, stride, instances)` and `check (buf, results, counts, stride, instances)`, of a thread for each
-/// instance. `check` adds to the counts: guards that passed, conditions that held, instances whose threads did not start together.
+/// The entries `clear (buf, results, stride, instances)` and
+/// `check (buf, results, counts, stride, instances)`, of a thread for each instance. `check` adds
+/// to the counts: guards that passed, conditions that held, instances whose threads did not start
+/// together.
 pub(super) fn ends(ptx: &mut String, initial: &[(u64, u32)], wanted: &[Wanted], guards: &[Wanted]) {
     let instance = format!(
         "{REGISTERS}.reg .b64 %rd<8>;\nld.param.u64 %rd1, [buf];\nld.param.u64 %rd4, [results];\nld.param.u32 %w2, [stride];\n\

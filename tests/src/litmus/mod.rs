@@ -1,5 +1,5 @@
-//! Litmus tests of the PTX memory model: [`table`] lists them with the model's verdicts, [`program`] makes PTX of one, [`many`] of
-//! very many instances of it in one launch. The virtual GPU is held against them, and GPUs are.
+//! Litmus tests of the PTX memory model. [`table`] lists them with the model's verdicts,
+//! [`program`] makes PTX of one, [`many`] of very many instances of it in one launch.
 
 pub mod many;
 pub mod memory;

@@ -95,7 +95,7 @@ struct Place {
     index: usize,
 }
 
-/// What one device does.
+/// Program of one device.
 pub struct Device {
     /// Its module.
     pub ptx: String,
@@ -109,13 +109,14 @@ pub struct Device {
 
 /// A test, ready to run.
 pub struct Program {
-    /// What each device does.
+    /// Program of each device.
     pub devices: Vec<Device>,
     /// Words at the start, other than 0: offset, value.
     pub initial: Vec<(u64, u32)>,
     /// The condition: words at the end.
     pub wanted: Vec<Wanted>,
-    /// The part of it that guarded reads ask for: without it, the rest of the condition is not put to the test.
+    /// The part of it that guarded reads ask for: without it, the rest of the condition is not put
+    /// to the test.
     pub guards: Vec<Wanted>,
     /// Instances that share the test's blocks, lane by lane.
     pub packed: u32,
@@ -241,7 +242,7 @@ struct Writer<'a> {
     registers: usize,
     results: u64,
     named: HashMap<String, usize>,
-    /// What symbolic values have to be.
+    /// Values that symbols must have.
     symbols: &'a HashMap<String, u32>,
     wanted: &'a mut Vec<Wanted>,
     guards: &'a mut Vec<Wanted>,
@@ -253,19 +254,21 @@ impl Writer<'_> {
         self.registers
     }
 
-    /// Stores a result at once: it is the thread's own, so it orders nothing. On a GPU the store would wait for the value, and all that
-    /// comes behind with it, so there it comes at the end.
+    /// Stores a result at once: it is the thread's own, so it orders nothing. On a GPU the store
+    /// would wait for the value, and all that comes behind with it, so there it comes at the end.
     fn result(&mut self, register: usize, expected: Option<u32>) {
         let at = RESULTS + self.thread as u64 * PER_THREAD + self.results * 4;
         self.results += 1;
-        // A store of it right here would hold up what comes behind the read until the value is there.
+        // A store of it right here would hold up what comes behind the read until the value is
+        // there.
         self.unstored.push((register, at));
         if let Some(v) = expected {
             self.wanted.push((at, v));
         }
     }
 
-    /// A guarded read is tried a few times, so that the execution in question is not a rare one. Gives the counter.
+    /// A guarded read is tried a few times, so that the execution in question is not a rare one.
+    /// Gives the counter.
     fn begin_tries(&mut self) -> usize {
         let counter = self.register();
         let _ = writeln!(self.ptx, "mov.u32 %r{counter}, {TRIES};\nTRY{}_{counter}:", self.thread);
@@ -440,7 +443,8 @@ impl Writer<'_> {
     }
 }
 
-/// Where the threads run: `c` in the block of the thread before, `g` in another block, `s` on another device.
+/// Where the threads run: `c` in the block of the thread before, `g` in another block, `s` on
+/// another device.
 fn places(text: &str, threads: usize, lanes: bool) -> Vec<Place> {
     let letters: Vec<&str> = text.split(',').collect();
     let mut places: Vec<Place> = vec![];
@@ -531,7 +535,7 @@ impl Program {
                     }
                 }
                 if loads || stores {
-                    // Whoever stores from `S` without having written it finds new data there.
+                    // A block that stores from `S` without having written it finds new data there.
                     let full: Vec<usize> = mine
                         .iter()
                         .copied()
@@ -560,14 +564,16 @@ impl Program {
                 }
                 if form == Form::Many {
                     many::place(&mut ptx, packed);
-                    // Lanes of one warp need no common start, and what an earlier kernel does has none.
+                    // Lanes of one warp need no common start, and what an earlier kernel does has
+                    // none.
                     if !lanes && threads.len() > 1 && k + 1 == count {
                         let start = many::Start { threads: threads.len(), devices: on_devices, used: &used };
                         many::start(&mut ptx, &start);
                     }
                 }
                 if lanes {
-                    // A warp barrier is one instruction for all lanes: between two of them the lanes go their own ways.
+                    // A warp barrier is one instruction for all lanes: between two of them the
+                    // lanes go their own ways.
                     let cuts = threads[0].iter().filter(|s| matches!(s, Step::WarpBarrier)).count();
                     let mut states = vec![(5, 0u64, vec![]); threads.len()];
                     for cut in 0..=cuts {

@@ -1,11 +1,14 @@
-//! The tests, and what the PTX memory model says of each.
+//! The tests, and the PTX memory model's verdict on each.
 //!
-//! Placement: `1` one thread, `c` one block, `g` different blocks, `s` different devices. `‖` separates threads. An access is kind
-//! (`W` write, `R` read, `U` atom, `D` red), order (`w` weak, `x` relaxed, `a` acquire, `r` release, `b` acq_rel, `s` sc), scope (`c` block,
-//! `g` device, `s` system), `.location=value`; `F` is a fence. `L.S/m` is a bulk load from `G` to `S` on mbarrier `m`, `T` a committed bulk
-//! store from `S` to `G`, `E` arrive.expect_tx, `V` a wait for the mbarrier, `Q` wait_group 0, `q` its `.read` form, `P*` and `Ps` a full
-//! and a shared::cta proxy fence, `B` and `b` a block and a warp barrier, `K` a kernel boundary. A `?` behind a read ends the thread unless
-//! it has read that value: only then are the accesses behind it those of the execution in question.
+//! Placement: `1` one thread, `c` one block, `g` different blocks, `s` different devices. `‖`
+//! separates threads. An access is kind (`W` write, `R` read, `U` atom, `D` red), order (`w` weak,
+//! `x` relaxed, `a` acquire, `r` release, `b` acq_rel, `s` sc), scope (`c` block, `g` device, `s`
+//! system), `.location=value`. `F` is a fence. `L.S/m` is a bulk load from `G` to `S` on mbarrier
+//! `m`, `T` a committed bulk store from `S` to `G`. `E` is arrive.expect_tx, `V` a wait for the
+//! mbarrier, `Q` wait_group 0, `q` its `.read` form. `P*` and `Ps` are a full and a shared::cta
+//! proxy fence, `B` and `b` a block and a warp barrier, `K` is a kernel boundary. A `?` behind a
+//! read ends the thread unless it has read that value. Only then do the accesses behind it belong
+//! to the execution in question.
 
 /// Whether the execution that the text describes may happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,11 +28,12 @@ pub struct Test {
     pub number: u32,
     /// The program and the execution in question, in the notation above.
     pub text: &'static str,
-    /// What the model says of it.
+    /// The model's verdict.
     pub verdict: Verdict,
     /// The rule that decides.
     pub rule: &'static str,
-    /// What Dat3M has on it: `=` agrees, `~` agrees for the like shape with the surface proxy, else where it differs and why.
+    /// The verdict of Dat3M: `=` agrees, `~` agrees for the like shape with the surface proxy;
+    /// other texts give the difference and its reason.
     pub dat3m: &'static str,
 }
 
@@ -109,8 +113,8 @@ pub static TESTS: [Test; 80] = [
     t(55, "s:Ww.G=1;Wrs.f=1‖Ras.f=1?;E;L.S/m;V;Rw.S=0", R, "proxies", "~MP-gpu2"),
     t(56, "s:Ww.G=1;Wrs.f=1‖Ras.f=1?;P*;E;L.S/m;V;Rw.S=0", F, "fence", "~MP-gpu13"),
     t(57, "s:Ww.G=1;Wrs.f=1‖Ras.f=1?;Ps;E;L.S/m;V;Rw.S=0", R, "wrong space", ""),
-    // The next three are disputed: no sentence of the PTX page says at which end of a path the fence must stand. The checker takes
-    // either end (see `check/mod.rs`).
+    // The next three are disputed: no sentence of the PTX page says at which end of a path the
+    // fence must stand. The checker takes either end (see `check/mod.rs`).
     t(
         58,
         "s:Ww.G=1;P*;Wrs.f=1‖Ras.f=1?;E;L.S/m;V;Rw.S=0",
@@ -128,7 +132,8 @@ pub static TESTS: [Test; 80] = [
         "unfenced ~MP-gpu4 differs: it allows this, since it wants fences in the blocks of both copies. No sentence decides; that the \
          completion which was waited for (8.9.1.1) is enough is inferred",
     ),
-    // Beyond the reference: an observation may begin a causality path (8.9.5), though it takes nothing else of the writer along.
+    // Beyond the reference: an observation may begin a causality path (8.9.5), though it takes
+    // nothing else of the writer along.
     t(61, "g:Wxg.x=1‖Rxg.x=1?;Wrg.f=1‖Rag.f=1?;Rw.x=0", F, "observation, then synchronization", ""),
     t(62, "g:Wxg.x=1‖Rxg.x=1?;Rw.x=0", F, "observation, then program order", ""),
     t(63, "g:Wxg.x=1‖Rxg.x=1?;Ww.x=2;x=1", F, "observation, then a weak write", ""),

@@ -1,4 +1,4 @@
-//! What a low-latency round trip is of.
+//! Parameters of a low-latency round trip.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::oracle::Routing;
 /// One round trip, or several.
 #[derive(Debug, Clone)]
 pub struct LowLatencyCase {
-    /// Who goes where.
+    /// Experts of every token.
     pub routing: Routing,
     /// How they are named.
     pub ids: Ids,
@@ -21,17 +21,18 @@ pub struct LowLatencyCase {
     pub nodes: Option<Nodes>,
     /// Whether nodes whose ranks can map each other's memory are one.
     pub joins_nodes: bool,
-    /// Most tokens of a rank: what the buffer was made for.
+    /// Most tokens of a rank: the buffer's size.
     pub max_tokens: u32,
     /// Elements of a row.
     pub hidden: u32,
-    /// What happens to rows on their way.
+    /// Quantisation of rows on their way.
     pub quantise: Quantise,
-    /// What happens to shares on their way back.
+    /// Quantisation of shares on their way back.
     pub quantise_back: Quantise,
     /// Whether the experts' rows are given by expert, else summed already.
     pub by_expert: bool,
-    /// Whether the experts give the rows of the expert-major copy back as they are: bf16, by expert.
+    /// Whether the experts give the rows of the expert-major copy back as they are: bf16, by
+    /// expert.
     pub gathers: bool,
     /// Whether tokens have weights, else 1.
     pub weighted: bool,

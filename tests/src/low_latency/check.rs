@@ -1,4 +1,4 @@
-//! What a dispatch brought and a combine summed, against the oracle.
+//! Results of a dispatch and a combine, compared with the oracle.
 
 use half::bf16;
 
@@ -11,7 +11,7 @@ use super::data::{Data, FP8_ERROR, SCALE_ERROR, numbers, worst_error};
 use crate::oracle::{from_e4m3, low_latency_plan};
 
 impl LowLatencyCase {
-    /// What of a dispatch of the first round's rows differs from the oracle.
+    /// Differences from the oracle in a dispatch of the first round's rows.
     ///
     /// # Errors
     /// Those of the driver.
@@ -24,7 +24,7 @@ impl LowLatencyCase {
         self.check_received(received, &Data::new(self, 0), stream, rank)
     }
 
-    /// What of a dispatch differs from the oracle.
+    /// Differences from the oracle in a dispatch.
     ///
     /// # Errors
     /// Those of the driver.
@@ -68,7 +68,8 @@ impl LowLatencyCase {
                 plan.layout_range[expert].iter().map(range).collect(),
             );
         }
-        // Rows that nobody sent hold anything, and a checker would see them read: rows are read one by one.
+        // Rows that were not sent have unspecified contents, and a checker would report a read of
+        // them: rows are read one by one.
         let row_bytes = received.x.row_bytes() as usize;
         for source in 0..routing.num_ranks() {
             for token in (0..routing.num_tokens(source)).filter(|&token| routing.hits(source, token, rank)) {

@@ -9,10 +9,10 @@ use super::case::LowLatencyCase;
 use crate::oracle::{Travel, low_latency_share, low_latency_sum, quantised};
 use crate::payload::{PerToken, bytes_of, per_token, rng_of, rough_bf16};
 
-/// What an element may be off by, in scales, after it has been quantised: half of the largest e4m3 step, 32, and what rounding of the
-/// inverse adds.
+/// Largest error of an element after quantisation, in scales: half of the largest e4m3 step, 32,
+/// and the error from rounding the inverse.
 pub(super) const FP8_ERROR: f32 = 16.1;
-/// What part of itself a scale may be off by.
+/// Largest relative error of a scale.
 pub(super) const SCALE_ERROR: f32 = 1e-6;
 
 impl LowLatencyCase {
@@ -35,7 +35,7 @@ pub(super) fn worst_error(row: &[f32], arrived: &[f32], scales: &[f32]) -> f32 {
     errors.map(|(at, (row, arrived))| (row - arrived).abs() / scales[at / 128]).fold(0.0, f32::max)
 }
 
-/// What all ranks send and what all experts make of it, in one round.
+/// Rows of all ranks and outputs of all experts, in one round.
 #[derive(Debug)]
 pub(super) struct Data {
     pub(super) x: PerToken<Vec<bf16>>,
@@ -58,7 +58,7 @@ impl Data {
         }
     }
 
-    /// What an expert makes of a token: anything, as long as all ranks know it.
+    /// Output of an expert for a token: arbitrary, but the same on all ranks.
     pub(super) fn output(&self, case: &LowLatencyCase, expert: i64, source: u32, token: u32) -> Vec<bf16> {
         if case.gathers {
             return self.x[source as usize][token as usize].clone();
@@ -67,7 +67,7 @@ impl Data {
         rough_bf16(&mut rng, case.hidden as usize)
     }
 
-    /// What a rank has of a token.
+    /// A rank's share of a token.
     pub(super) fn share(&self, case: &LowLatencyCase, source: u32, token: u32, dst: u32) -> Option<Vec<f32>> {
         let weights = &self.weights[source as usize][token as usize];
         low_latency_share(&case.routing, weights, source, token, dst, |expert| {
@@ -75,7 +75,7 @@ impl Data {
         })
     }
 
-    /// What arrives of it.
+    /// The share as it arrives.
     fn returned(&self, case: &LowLatencyCase, source: u32, token: u32, dst: u32) -> Option<Vec<f32>> {
         let share = self.share(case, source, token, dst)?;
         // Rows that are summed already are given in bf16.
@@ -94,7 +94,7 @@ impl Data {
         Some(arrives)
     }
 
-    /// What a rank has at the end.
+    /// Final sums of a rank.
     pub(super) fn combined(&self, case: &LowLatencyCase, rank: u32) -> Vec<Vec<bf16>> {
         let ranks = 0..case.routing.num_ranks();
         let sum = |token: u32| {

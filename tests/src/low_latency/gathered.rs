@@ -9,11 +9,11 @@ use super::case::LowLatencyCase;
 use super::data::{Data, SCALE_ERROR};
 use crate::oracle::low_latency_plan;
 
-/// What the copy's memory holds before: rows behind those of an expert must hold it still.
+/// Contents of the copy's memory before: rows behind those of an expert must keep them.
 const BEFORE: u8 = 0xa5;
 
 impl LowLatencyCase {
-    /// What of the expert-major copy of a dispatch differs from the oracle.
+    /// Differences from the oracle in the expert-major copy of a dispatch.
     ///
     /// # Errors
     /// Those of the calls.

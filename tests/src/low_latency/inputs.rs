@@ -12,7 +12,7 @@ use super::data::Data;
 use crate::ids::{Ids, upload_narrow};
 use crate::oracle::{low_latency_plan, rounded};
 
-/// What a rank gives to one round's calls.
+/// A rank's inputs to one round's calls.
 #[derive(Debug)]
 pub struct LowLatencyInputs {
     x: Tensor<'static>,
@@ -48,7 +48,7 @@ impl LowLatencyInputs {
             Tensor::alloc(device, DType::Bf16, &[if case.by_expert { experts * rows } else { 1 }, hidden])?;
         let by_row = Tensor::alloc(device, DType::Bf16, &[if case.by_expert { 1 } else { rows }, hidden])?;
         let write = |tensor: &Tensor<'_>, row: u64, values: &[bf16]| {
-            // SAFETY: the row is one of the tensor's, which nobody else has yet.
+            // SAFETY: the row is one of the tensor's, and no other code has the tensor yet.
             unsafe { stream.write(tensor.ptr().add(row * hidden * 2), bytemuck::cast_slice(values)) }
         };
         if case.gathers {
@@ -86,7 +86,7 @@ impl LowLatencyInputs {
         })
     }
 
-    /// What its experts made.
+    /// Combine request with its experts' outputs.
     pub fn experts(&self, case: &LowLatencyCase) -> CombineRequest<'_> {
         let request = if case.by_expert {
             CombineRequest::by_expert(&self.by_expert)
@@ -101,7 +101,7 @@ impl LowLatencyInputs {
         &self.x
     }
 
-    /// What it dispatches.
+    /// Its dispatch request.
     pub fn request(&self, quantise: Quantise) -> DispatchRequest<'_> {
         let request = match &self.narrow_idx {
             Some(narrow) => DispatchRequest::new(&self.x, narrow),

@@ -41,7 +41,8 @@ impl LowLatencyCase {
         self.on_threads(|rank| self.step_by_step(rank));
     }
 
-    /// The same with the host waiting for nothing but, at random, for a moment; sums are compared at the end.
+    /// The same with the host waiting for nothing but, at random, for a moment; sums are compared
+    /// at the end.
     ///
     /// # Panics
     /// Where a sum differs from the oracle.
@@ -88,7 +89,7 @@ impl LowLatencyCase {
         }
     }
 
-    /// What a rank gives to the calls of the first round.
+    /// A rank's inputs to the calls of the first round.
     ///
     /// # Errors
     /// Those of the driver.
@@ -139,7 +140,8 @@ impl LowLatencyCase {
         self.check_all_sums(rank, &sums, &data)
     }
 
-    /// Captures all rounds as one step, and runs it so many times on one rank; gives what differs in the end. Collective.
+    /// Captures all rounds as one step, and runs it so many times on one rank; gives what differs
+    /// in the end. Collective.
     ///
     /// # Errors
     /// Those of the calls.
@@ -161,7 +163,7 @@ impl LowLatencyCase {
         self.check_all_sums(rank, &sums, &data)
     }
 
-    /// What the rounds that differ have, round after round.
+    /// Values of the differing rounds, round after round.
     fn in_turn<T>(&self, differing: impl Iterator<Item = T> + Clone) -> impl Iterator<Item = (usize, T)> {
         differing.cycle().enumerate().take(self.rounds as usize)
     }
@@ -184,7 +186,8 @@ impl LowLatencyCase {
         }
         let combined = self.combine(buffer, received, inputs, order)?;
         let bytes = combined.x.rows() * combined.x.row_bytes();
-        // SAFETY: both tensors have so many bytes, and outlive the stream's work: memory goes back behind it.
+        // SAFETY: both tensors have so many bytes, and outlive the stream's work: memory goes back
+        // behind it.
         unsafe { stream.copy(sums.ptr().add(index as u64 * bytes), combined.x.ptr(), bytes) }
     }
 
@@ -229,7 +232,7 @@ impl LowLatencyCase {
         (0..self.places).map(|index| buffer.place(index)).collect()
     }
 
-    /// What goes in, in the rounds that differ.
+    /// Inputs of the differing rounds.
     fn rounds(&self, rank: &LowLatencyRank) -> Result<(Vec<Data>, Vec<LowLatencyInputs>)> {
         let data: Vec<Data> =
             (0..self.rounds.min(DIFFERENT_ROUNDS)).map(|round| Data::new(self, round)).collect();

@@ -1,7 +1,9 @@
-//! What several nodes add to a plan: node-unique counts, the relaying ranks, and sums in two steps.
+//! A plan's additions for several nodes: node-unique counts, the relaying ranks, and sums in two
+//! steps.
 //!
-//! A token that is wanted anywhere on a node goes there once, to the rank with its sender's index in the node, which hands
-//! it to the ranks that want it. The *sender* owns tokens, the *receiver* runs the experts, the *forwarder* relays.
+//! A token with a destination on a node goes there once, to the rank with its sender's index in the
+//! node. The receiving rank passes it on to the destination ranks. The *sender* owns tokens, the
+//! *receiver* runs the experts, the *forwarder* relays.
 
 use half::bf16;
 
@@ -15,34 +17,41 @@ pub struct InternodeOracle<'a> {
     ranks_per_node: u32,
 }
 
-/// What a dispatch across nodes gives on one rank, beyond what [`super::plan`] says.
+/// Results of a dispatch across nodes on one rank, in addition to those of [`super::plan`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InternodePlan {
-    /// Sender side, `[num_nodes]`: tokens for each node, each token once per node, the own node included.
+    /// Sender side, `[num_nodes]`: tokens for each node, each token once per node, the own node
+    /// included.
     pub num_tokens_per_rdma_rank: Vec<i32>,
     /// Sender side, `[num_nodes][num_channels]`: tokens for a node in channels up to and with c.
     pub rdma_channel_prefix_matrix: Vec<Vec<i32>>,
     /// Sender side, `[num_ranks][num_channels]`: tokens for a rank in channels up to and with c.
     pub gbl_channel_prefix_matrix: Vec<Vec<i32>>,
-    /// Forwarder side, `[num_nodes][num_channels]`: tokens for the own node from the peer on node n, in its channels up to
-    /// and with c.
+    /// Forwarder side, `[num_nodes][num_channels]`: tokens for the own node from the peer on node
+    /// n, in its channels up to and with c.
     pub recv_rdma_channel_prefix_matrix: Vec<Vec<i32>>,
-    /// Forwarder side, `[num_nodes]`: tokens for the own node from the peers on nodes up to and with n.
+    /// Forwarder side, `[num_nodes]`: tokens for the own node from the peers on nodes up to and
+    /// with n.
     pub recv_rdma_rank_prefix_sum: Vec<i32>,
-    /// Receiver side, `[num_ranks][num_channels]`: the row of `recv_x` at which channel c of a source starts.
+    /// Receiver side, `[num_ranks][num_channels]`: the row of `recv_x` at which channel c of a
+    /// source starts.
     pub recv_gbl_channel_prefix_matrix: Vec<Vec<i32>>,
     /// Receiver side, `[num_ranks]`: rows from ranks up to and with r.
     pub recv_gbl_rank_prefix_sum: Vec<i32>,
-    /// Receiver side, `[num_recv_tokens]`: the row's source node, and a bit for each rank of the own node that has the token.
+    /// Receiver side, `[num_recv_tokens]`: the row's source node, and a bit for each rank of the
+    /// own node that has the token.
     pub recv_src_meta: Vec<[i32; 2]>,
-    /// Sender side, `[num_tokens][num_nodes]`: the token's number in the (channel, node) queue, or -1.
+    /// Sender side, `[num_tokens][num_nodes]`: the token's number in the (channel, node) queue, or
+    /// -1.
     pub send_rdma_head: Vec<Vec<i32>>,
-    /// Forwarder side, `[num_rdma_recv_tokens][ranks_per_node]`, by source node and token: the token's number in the
-    /// (source node, channel) stream to a rank of the own node, or -1.
+    /// Forwarder side, `[num_rdma_recv_tokens][ranks_per_node]`, by source node and token. An entry
+    /// is the token's number in the (source node, channel) stream to a rank of the own node, or -1.
     pub send_nvl_head: Vec<Vec<i32>>,
-    /// `[num_nodes]`: pairs (token, node) that cross the network from here in a dispatch, and back in a combine.
+    /// `[num_nodes]`: pairs (token, node) that cross the network from here in a dispatch, and back
+    /// in a combine.
     pub wire_sent: Vec<u32>,
-    /// `[num_nodes]`: pairs (token, own node) that cross the network from the peer there in a dispatch.
+    /// `[num_nodes]`: pairs (token, own node) that cross the network from the peer there in a
+    /// dispatch.
     pub wire_received: Vec<u32>,
 }
 
@@ -182,9 +191,10 @@ impl<'a> InternodeOracle<'a> {
         head
     }
 
-    /// The rows that combine gives `rank`, where `returned[receiver]` are the rows of each receiver in `recv_x` order and
-    /// `columns` is their length. Within a node, the own one too, f32 sums from +0 over its ranks in ascending order,
-    /// rounded to BF16; of these, f32 sums from +0 over nodes in ascending order, rounded to BF16. Unweighted.
+    /// The rows that combine gives `rank`, where `returned[receiver]` are the rows of each receiver
+    /// in `recv_x` order and `columns` is their length. Each node, the own one too, is summed in
+    /// f32 from +0 over its ranks in ascending order, and rounded to BF16. These sums are summed in
+    /// f32 from +0 over nodes in ascending order, and rounded to BF16. Unweighted.
     pub fn combine(&self, rank: u32, returned: &[Vec<Vec<bf16>>], columns: usize) -> Vec<Vec<bf16>> {
         let widen = |rows: &Vec<Vec<bf16>>| {
             rows.iter().map(|row| row.iter().map(|value| value.to_f32()).collect()).collect()
@@ -194,8 +204,9 @@ impl<'a> InternodeOracle<'a> {
         sums.iter().map(|row| row.iter().map(|&sum| bf16::from_f32(sum)).collect()).collect()
     }
 
-    /// The weights that combine gives `rank`, where `returned[receiver][row][k]` are the weights that receivers give back:
-    /// f32 sums over the ranks of each node, then over nodes, both in ascending order and never rounded to BF16.
+    /// The weights that combine gives `rank`, where `returned[receiver][row][k]` are the weights
+    /// that receivers return. They are f32 sums over the ranks of each node, then over nodes, both
+    /// in ascending order and never rounded to BF16.
     pub fn combined_weights(&self, rank: u32, returned: &[Vec<Vec<f32>>]) -> Vec<Vec<f32>> {
         self.sum(rank, returned, self.routing.num_topk as usize, |sum| sum)
     }
@@ -283,7 +294,8 @@ mod tests {
             recv_src_meta: vec![[0, 2], [0, 2], [0, 2], [0, 3], [1, 2], [1, 2], [1, 2]],
             send_rdma_head: rows([[0, -1], [-1, 0], [0, 0], [1, 1]]),
             send_nvl_head: rows([[0, -1], [-1, 0], [0, 0], [-1, 0], [0, -1], [1, -1]]),
-            // Tokens 0, 2 and 3 of rank 3 go to node 0; tokens 0, 1 and 3 of rank 1 come from there.
+            // Tokens 0, 2 and 3 of rank 3 go to node 0; tokens 0, 1 and 3 of rank 1 come from
+            // there.
             wire_sent: vec![3, 0],
             wire_received: vec![3, 0],
         };
@@ -304,7 +316,8 @@ mod tests {
 
     #[test]
     fn a_nodes_sum_is_rounded_before_it_is_added() {
-        // One token for all four ranks. BF16 has 8 bits: 256 + 1 is 256 on the way, and 256 + 3 is 260.
+        // One token for all four ranks. BF16 has 8 bits: 256 + 1 is 256 on the way, and 256 + 3 is
+        // 260.
         let routing = Routing {
             num_experts: 4,
             num_topk: 4,
@@ -385,7 +398,8 @@ mod tests {
             let relayed = plan.recv_rdma_rank_prefix_sum[nodes.count() as usize - 1];
             assert_eq!(plan.num_rdma_recv_tokens() as i32, relayed);
 
-            // Every row that a rank receives was relayed to it by one rank of its node, which sent no other row there.
+            // Every row that a rank receives was relayed to it by one rank of its node, which sent
+            // no other row there.
             let column = (rank % ranks_per_node) as usize;
             let relayed_here = nodes.ranks(nodes.node(rank)).flat_map(|forwarder| {
                 all[forwarder as usize].1.send_nvl_head.iter().filter(|row| row[column] >= 0)

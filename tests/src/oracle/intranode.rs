@@ -2,7 +2,7 @@
 
 use super::routing::Routing;
 
-/// What `get_dispatch_layout` gives on one rank. Sender side.
+/// Results of `get_dispatch_layout` on one rank. Sender side.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     /// `[num_ranks]`: tokens for each rank, each token once per rank.
@@ -13,22 +13,27 @@ pub struct Layout {
     pub is_token_in_rank: Vec<Vec<u8>>,
 }
 
-/// What a dispatch gives on one rank, its rows' contents aside.
+/// Results of a dispatch on one rank, without its rows' contents.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     /// The layout that the dispatch was given. Sender side.
     pub layout: Layout,
-    /// `[num_ranks][num_ranks]`, the same on all ranks: `[i][j]` = tokens from ranks up to and with i to rank j.
+    /// `[num_ranks][num_ranks]`, the same on all ranks: `[i][j]` = tokens from ranks up to and with
+    /// i to rank j.
     pub rank_prefix_matrix: Vec<Vec<i32>>,
-    /// Sender side, `[num_ranks][num_channels]`: tokens for a destination in channels up to and with c.
+    /// Sender side, `[num_ranks][num_channels]`: tokens for a destination in channels up to and
+    /// with c.
     pub channel_prefix_matrix: Vec<Vec<i32>>,
-    /// Receiver side, `[num_ranks][num_channels]`: start of channel c in the block of a source (exclusive, relative).
+    /// Receiver side, `[num_ranks][num_channels]`: start of channel c in the block of a source
+    /// (exclusive, relative).
     pub recv_channel_prefix_matrix: Vec<Vec<i32>>,
-    /// Sender side, `[num_tokens][num_ranks]`: the token's number in the (channel, destination) queue, or -1.
+    /// Sender side, `[num_tokens][num_ranks]`: the token's number in the (channel, destination)
+    /// queue, or -1.
     pub send_head: Vec<Vec<i32>>,
     /// Receiver side: (source rank, token there) of each row.
     pub recv_src: Vec<(u32, u32)>,
-    /// Receiver side, `[num_recv_tokens][num_topk]`: local ids, or -1 where the expert is on another rank.
+    /// Receiver side, `[num_recv_tokens][num_topk]`: local ids, or -1 where the expert is on
+    /// another rank.
     pub recv_topk_idx: Vec<Vec<i64>>,
     /// Rows received.
     pub num_recv_tokens: u32,
@@ -135,12 +140,14 @@ pub fn recv_order(routing: &Routing, rank: u32) -> Vec<(u32, u32)> {
         .collect()
 }
 
-/// The rows that a rank receives, where `all[rank][token]` is what each token carries: its bytes, or its scales.
+/// The rows that a rank receives, where `all[rank][token]` is what each token carries: its bytes,
+/// or its scales.
 pub fn recv_rows<T: Clone>(plan: &Plan, all: &[Vec<Vec<T>>]) -> Vec<Vec<T>> {
     plan.recv_src.iter().map(|&(source, token)| all[source as usize][token as usize].clone()).collect()
 }
 
-/// The weights that a rank receives, where `all[rank][token][k]` are all weights: 0 where `recv_topk_idx` is -1.
+/// The weights that a rank receives, where `all[rank][token][k]` are all weights: 0 where
+/// `recv_topk_idx` is -1.
 pub fn recv_topk_weights(plan: &Plan, all: &[Vec<Vec<f32>>]) -> Vec<Vec<f32>> {
     let kept = |(weights, ids): (Vec<f32>, &Vec<i64>)| -> Vec<f32> {
         weights.iter().zip(ids).map(|(&weight, &id)| if id < 0 { 0.0 } else { weight }).collect()
@@ -148,9 +155,9 @@ pub fn recv_topk_weights(plan: &Plan, all: &[Vec<Vec<f32>>]) -> Vec<Vec<f32>> {
     recv_rows(plan, all).into_iter().zip(&plan.recv_topk_idx).map(kept).collect()
 }
 
-/// The rows that combine gives `rank`, where `returned[receiver]` are the rows of each receiver in `recv_x` order, widened
-/// to f32, and `columns` is their length: sums from +0 over receivers in ascending order, in f32, unweighted, not yet
-/// rounded to the rows' type.
+/// The rows that combine gives `rank`, where `returned[receiver]` are the rows of each receiver in
+/// `recv_x` order, widened to f32, and `columns` is their length. They are sums from +0 over
+/// receivers in ascending order, in f32, unweighted, not yet rounded to the rows' type.
 pub fn combine_f32(
     routing: &Routing,
     rank: u32,
@@ -171,7 +178,8 @@ pub fn combine_f32(
     sums
 }
 
-/// The weights that combine gives `rank`, where `returned[receiver][row][k]` are the weights that receivers give back.
+/// The weights that combine gives `rank`, where `returned[receiver][row][k]` are the weights that
+/// receivers give back.
 pub fn combined_weights(routing: &Routing, rank: u32, returned: &[Vec<Vec<f32>>]) -> Vec<Vec<f32>> {
     combine_f32(routing, rank, returned, routing.num_topk as usize)
 }
@@ -180,7 +188,8 @@ pub fn combined_weights(routing: &Routing, rank: u32, returned: &[Vec<Vec<f32>>]
 pub(super) mod tests {
     use super::*;
 
-    /// Four ranks, eight experts, four tokens each; channel 0 has tokens 0 and 1, channel 1 tokens 2 and 3.
+    /// Four ranks, eight experts, four tokens each; channel 0 has tokens 0 and 1, channel 1 tokens
+    /// 2 and 3.
     pub(in crate::oracle) fn worked_example() -> Routing {
         let tokens = |ids: [[i64; 2]; 4]| ids.map(Vec::from).to_vec();
         Routing {

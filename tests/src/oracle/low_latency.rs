@@ -1,4 +1,4 @@
-//! What low-latency dispatch and combine must give, from the routing of all ranks.
+//! Expected results of low-latency dispatch and combine, from the routing of all ranks.
 
 use std::sync::LazyLock;
 
@@ -6,16 +6,19 @@ use half::bf16;
 
 use super::Routing;
 
-/// What one rank must know after a low-latency dispatch. A row of token t from rank s is `s * max_tokens + t`.
+/// Expected metadata of one rank after a low-latency dispatch. A row of token t from rank s is
+/// `s * max_tokens + t`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LowLatencyPlan {
-    /// By local expert: source rank and token of each of its rows, by rank, then by token. A token that selects an expert twice is there once.
+    /// By local expert: source rank and token of each of its rows, by rank, then by token. A token
+    /// that selects an expert twice is there once.
     pub expert_rows: Vec<Vec<(u32, u32)>>,
-    /// By local expert and source rank: how many of those rows are the rank's, and where they begin.
+    /// By local expert and source rank: how many of those rows are the rank's, and where they
+    /// begin.
     pub layout_range: Vec<Vec<(u32, u32)>>,
 }
 
-/// What `rank` receives.
+/// The rows that `rank` receives.
 pub fn low_latency_plan(routing: &Routing, rank: u32) -> LowLatencyPlan {
     let rows_from = |source: u32, expert: i64| {
         let selects = move |token: &u32| routing.topk_idx[source as usize][*token as usize].contains(&expert);
@@ -36,8 +39,8 @@ pub fn low_latency_plan(routing: &Routing, rank: u32) -> LowLatencyPlan {
     LowLatencyPlan { expert_rows, layout_range }
 }
 
-/// What `dst` has of a token of `rank`: the sum over the token's entries there, in their order, of weight times what `output` says that
-/// expert made of the token, in FP32. `None` where the token has no expert there.
+/// The share of `dst` in a token of `rank`. It is the sum over the token's entries there, in their
+/// order, of weight times the expert's `output`, in FP32. `None` if the token has no expert there.
 pub fn low_latency_share(
     routing: &Routing,
     weights: &[f32],
@@ -71,7 +74,7 @@ pub enum Travel {
 }
 
 impl Travel {
-    /// What arrives of a row.
+    /// The row as it arrives.
     pub fn arrives(self, row: &[f32]) -> Vec<f32> {
         let Travel::Fp8 { power_of_two } = self else {
             return rounded(row).into_iter().map(f32::from).collect();
@@ -86,7 +89,8 @@ pub fn rounded(row: &[f32]) -> Vec<bf16> {
     row.iter().map(|&value| bf16::from_f32(value)).collect()
 }
 
-/// The sum of what ranks returned of a token, in their order, in FP32, rounded once; zeros where none did.
+/// The sum of what ranks returned of a token, in their order, in FP32, rounded once; zeros where
+/// none did.
 pub fn low_latency_sum(shares: impl IntoIterator<Item = Vec<f32>>, hidden: usize) -> Vec<bf16> {
     let mut sum = vec![0.0f32; hidden];
     for share in shares {
@@ -95,8 +99,9 @@ pub fn low_latency_sum(shares: impl IntoIterator<Item = Vec<f32>>, hidden: usize
     rounded(&sum)
 }
 
-/// A row as e4m3 with a scale for each 128 elements: `q * scale` stands for the element. The scale is the largest magnitude, at least 1e-4,
-/// over 448, or the next power of two from there on; elements are divided by it and rounded to nearest even.
+/// A row as e4m3 with a scale for each 128 elements: `q * scale` stands for the element. The scale
+/// is the largest magnitude, at least 1e-4, over 448, or the next power of two from there on.
+/// Elements are divided by it and rounded to nearest even.
 pub fn quantised(row: &[f32], power_of_two: bool) -> (Vec<u8>, Vec<f32>) {
     let block = |block: &[f32]| {
         let amax = block.iter().map(|value| value.abs()).fold(1e-4f32, f32::max);
@@ -132,7 +137,8 @@ fn e4m3(value: f32) -> u8 {
         LazyLock::new(|| std::array::from_fn(|byte| from_e4m3(byte as u8)));
     let number = |byte: u8| NUMBERS[byte as usize];
     let magnitude = value.abs();
-    // Bytes order as their numbers do: the nearest is the first that is no smaller, or the one before.
+    // Bytes order as their numbers do: the nearest is the first that is no smaller, or the one
+    // before.
     let (mut above, mut size) = (0, LARGEST);
     while size > 0 {
         let half = size / 2;

@@ -1,8 +1,9 @@
-//! What layout, dispatch and combine must give, from the routing of all ranks.
+//! Expected results of layout, dispatch and combine, from the routing of all ranks.
 //!
-//! Written from the definitions, not from the kernels: slow, serial, and with one line per rule. Quantities are nested
-//! `Vec`s in the shapes of the interface; rows are in the order of `recv_x`. [`plan`] knows one node, and what several nodes
-//! have in common with it; [`InternodeOracle`] the rest.
+//! Written from the definitions, not from the kernels: slow, serial, and with one line per rule.
+//! Quantities are nested `Vec`s in the shapes of the interface; rows are in the order of `recv_x`.
+//! [`plan`] knows one node, and what several nodes have in common with it; [`InternodeOracle`] the
+//! rest.
 
 mod by_expert;
 mod internode;

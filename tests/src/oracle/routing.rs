@@ -17,8 +17,8 @@ pub struct Routing {
 /// How [`Routing::random`] draws a token's experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Style {
-    /// The distinct experts with the best scores `|randn| + 1`, as a router gives them; -1 behind the last expert where
-    /// there are fewer experts than entries.
+    /// The distinct experts with the best scores `|randn| + 1`, as a router gives them. Entries
+    /// behind the last expert are -1.
     DistinctTopK,
     /// The same with about a third of the entries -1, and some tokens without any selection.
     WithHoles,
@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn styles_draw_what_they_say() {
+    fn styles_draw_as_described() {
         let mut rng = ChaCha8Rng::seed_from_u64(1);
         for style in Style::ALL {
             let routing = Routing::random(&mut rng, &[200, 0, 3, 50], 6, 16, style);

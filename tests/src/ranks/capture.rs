@@ -1,4 +1,4 @@
-//! What the panic hook knows of a rank's panic: where, and the backtrace.
+//! The panic hook's record of a rank's panic: place and backtrace.
 
 use std::backtrace::Backtrace;
 use std::cell::RefCell;

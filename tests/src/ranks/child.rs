@@ -35,16 +35,16 @@ pub(super) struct Call {
     pub timeout: Duration,
 }
 
-/// What the test tells a rank.
+/// Messages from the test to a rank.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Told {
     /// To run the test of this number.
     Go(u64),
-    /// What came of it on all ranks.
+    /// The outcome on all ranks.
     Outcome(Outcome),
 }
 
-/// What a rank tells the test.
+/// Messages from a rank to the test.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Said {
     /// It runs on this thread.
@@ -97,8 +97,7 @@ impl Rank {
         Ok(this)
     }
 
-    /// Runs the test of this number once the other side says so. Returns what came of it on all ranks; where it
-    /// failed, the test's side ends this process.
+    /// Runs the test of this number once the other side starts it.
     pub fn test(&mut self, number: u64, rank_main: impl FnOnce(&Context) -> Verdict) -> Outcome {
         let Told::Go(asked) = self.listen() else { std::process::exit(1) };
         let verdict = if asked == number { rank_main(&self.ctx) } else { astray(asked) };
@@ -142,7 +141,7 @@ impl Drop for Rank {
             // The test harness of this process reports it, and ends the process.
             return;
         }
-        // What follows in the test is the parent's business.
+        // The rest of the test runs in the parent.
         loop {
             let Told::Go(number) = self.listen() else { continue };
             self.say(&Said::Done { number, verdict: astray(number), at: SystemTime::now() });

@@ -1,4 +1,4 @@
-//! What a rank of a test is given.
+//! Arguments of a test's rank.
 
 use std::panic::resume_unwind;
 use std::sync::{Arc, OnceLock};
@@ -41,8 +41,9 @@ impl Context {
         self.size
     }
 
-    /// The group of all ranks, joined at the first call. Its collectives wait twice as long as the test may take, so
-    /// that it is the test's timeout that speaks. A test that makes its own group need not call this.
+    /// The group of all ranks, joined at the first call. Its collectives wait twice as long as the
+    /// test may take, so that it is the test's timeout that speaks. A test that makes its own group
+    /// need not call this.
     pub fn group(&self) -> Result<Arc<dyn ProcessGroup>> {
         let join = || {
             self.doing("joining the group");
@@ -53,13 +54,14 @@ impl Context {
         self.group.get_or_init(join).clone()
     }
 
-    /// Says what this rank is doing from now on, for the report where it hangs or dies. The group's calls say so
+    /// Sets the rank's current work, for the report if it hangs or dies. The group's calls set it
     /// themselves. About a microsecond.
     pub fn doing(&self, what: &str) {
         self.slot.write(what);
     }
 
-    /// Ends the test on this rank, as one that this machine cannot show. All ranks must come to the same end.
+    /// Ends the test on this rank, as one that this machine cannot show. All ranks must come to the
+    /// same end.
     pub fn skip(&self, code: SkipCode, reason: impl Into<String>) -> ! {
         // Not a panic: no hook, no message.
         resume_unwind(Box::new(Skip { code, reason: reason.into() }))

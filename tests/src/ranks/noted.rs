@@ -1,4 +1,4 @@
-//! A group that says what it is doing.
+//! A group that records its current call.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;

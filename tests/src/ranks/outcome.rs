@@ -12,7 +12,7 @@ pub enum Outcome {
     Passed,
     /// Every rank skipped it, for the same cause.
     Skipped {
-        /// What is lacking.
+        /// The missing requirement.
         code: SkipCode,
         /// In words, from rank 0.
         reason: String,

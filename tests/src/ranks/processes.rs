@@ -44,7 +44,7 @@ pub(super) struct Processes {
 struct Peer {
     process: Process,
     control: UnixStream,
-    /// What has been read of its next line.
+    /// Bytes read of its next line.
     line: Vec<u8>,
     slot: Slot,
     thread: Option<Thread>,
@@ -147,7 +147,7 @@ impl Ranks for Processes {
         let number = self.number;
         let mut through = Vec::new();
         for (rank, peer) in (0..).zip(&mut self.peers).filter(|(_, peer)| peer.busy) {
-            // In this order: what it said before it ended must be read.
+            // In this order: messages from before its end must be read.
             let ended = peer.has_ended();
             let verdict = peer.read(number);
             let verdict = verdict.or_else(|| Some((End::Died(ended?), SystemTime::now())));
@@ -222,7 +222,7 @@ impl Peer {
                 }
                 Ok(Said::Done { .. }) => {}
                 Err(error) => {
-                    let text = format!("what it told the test is not understood: {error}");
+                    let text = format!("its message to the test cannot be read: {error}");
                     ended = Some((End::Failed { text, backtrace: None }, SystemTime::now()));
                 }
             }

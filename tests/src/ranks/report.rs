@@ -16,7 +16,7 @@ pub enum End {
     Passed,
     /// It was skipped.
     Skipped {
-        /// What is lacking.
+        /// The missing requirement.
         code: SkipCode,
         /// In words.
         reason: String,
@@ -32,7 +32,8 @@ pub enum End {
     Died(RankExit),
     /// It was not through when the others were waited for no longer.
     Unfinished {
-        /// What the kernel says of the rank's threads, and the backtrace of the one that ran the test.
+        /// The kernel's state of the rank's threads, and the backtrace of the one that ran the
+        /// test.
         trace: String,
     },
 }
@@ -66,14 +67,14 @@ impl Display for End {
     }
 }
 
-/// What is known of one rank of a test that failed.
+/// Report about one rank of a failed test.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankReport {
     /// The rank.
     pub rank: u32,
     /// How the test ended there.
     pub end: End,
-    /// What it did last, as far as it said; empty where it said nothing.
+    /// Its last operation; empty if it reported none.
     pub operation: String,
     /// The last of what its process printed.
     pub output: String,
@@ -102,7 +103,7 @@ impl Display for RankReport {
     }
 }
 
-/// What kind of failure.
+/// Kind of failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Kind {
@@ -121,7 +122,7 @@ pub enum Kind {
 pub struct Failed {
     /// The test.
     pub test: String,
-    /// What kind of failure.
+    /// Kind of failure.
     pub kind: Kind,
     /// One line.
     pub summary: String,
@@ -148,7 +149,7 @@ impl std::error::Error for Failed {}
 /// Text that this error has on the ranks that only follow another.
 const CONSEQUENCE: &str = "the group was given up";
 
-/// What has come of a test on all ranks.
+/// The outcome of a test, from all ranks.
 pub(super) fn evaluate(
     test: &str,
     timed_out: Option<Duration>,
@@ -167,7 +168,7 @@ pub(super) fn evaluate(
     {
         return Ok(Outcome::Skipped { code, reason });
     }
-    // What follows from another's end comes after it, however the clocks say.
+    // A consequence of another rank's end comes after it, for any reading of the clocks.
     ranks.sort_by_key(|(report, at)| {
         let order = match &report.end {
             End::Failed { text, .. } if text.contains(CONSEQUENCE) => 2,

@@ -24,7 +24,8 @@ impl Run {
         Run(Settings { processes: true, ..self.0 })
     }
 
-    /// Each rank is a thread. One that hangs cannot be ended: it is left behind when the test fails.
+    /// Each rank is a thread. One that hangs cannot be ended: it is left behind when the test
+    /// fails.
     pub fn threads(self) -> Run {
         Run(Settings { processes: false, ..self.0 })
     }
@@ -34,8 +35,9 @@ impl Run {
         Run(Settings { timeout, ..self.0 })
     }
 
-    /// The path of the test as `cargo test -- --list` prints it, which processes are started with. Needed only where it
-    /// cannot be told from the thread's name and the function: in a helper that is called under `--test-threads=1`.
+    /// The path of the test as `cargo test -- --list` prints it, which processes are started with.
+    /// Needed only where it cannot be told from the thread's name and the function: in a helper
+    /// that is called under `--test-threads=1`.
     pub fn test(self, path: impl Into<String>) -> Run {
         Run(Settings { test: Some(path.into()), ..self.0 })
     }
@@ -55,7 +57,7 @@ impl Run {
     /// Runs `rank_main` on every rank.
     ///
     /// # Errors
-    /// Where a rank failed, died, or took too long; where some ranks skip the test and others do not; and where the
+    /// A rank failed, died, or took too long; some ranks skip the test and others do not; or the
     /// ranks cannot be started.
     #[track_caller]
     pub fn try_run<R: IntoVerdict>(

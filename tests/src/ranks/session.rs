@@ -34,7 +34,8 @@ pub(super) struct Settings {
     pub(super) test: Option<String>,
 }
 
-/// Ranks, and their group, that run one test after another: starting processes takes longer than most tests.
+/// Ranks, and their group, that run one test after another: starting processes takes longer than
+/// most tests.
 ///
 /// ```no_run
 /// use epoxide_testing::ranks::Run;
@@ -47,15 +48,17 @@ pub(super) struct Settings {
 /// }
 /// ```
 ///
-/// Processes run the test's code up to [`Run::session`](super::Run::session) and then the session's tests as they come, so which tests there
-/// are must not depend on what only the parent knows. After a failure the ranks are ended, and no further test runs.
+/// Processes run the test's code up to [`Run::session`](super::Run::session) and then the session's
+/// tests as they come. So the set of tests must not depend on state of the parent alone. After a
+/// failure the ranks are ended, and no further test runs.
 #[derive(Debug)]
 pub struct Session {
     inner: Inner,
     path: String,
     next: u64,
     timeout: Duration,
-    /// The kernel kills the processes when the thread that has started them ends: the session stays on it.
+    /// The kernel kills the processes when the thread that has started them ends: the session stays
+    /// on it.
     _thread: PhantomData<*const ()>,
 }
 
@@ -172,7 +175,8 @@ impl Session {
 fn conduct(ranks: &mut dyn Ranks, test: &str, timeout: Duration) -> Result<Outcome, Failed> {
     let mut ends: Vec<Option<(End, SystemTime)>> = (0..ranks.size()).map(|_| None).collect();
     let deadline = Instant::now() + timeout;
-    // When the group is given up because a rank skipped, and when the others are waited for no longer.
+    // When the group is given up because a rank skipped, and when the others are waited for no
+    // longer.
     let (mut skip_end, mut settle_end): (Option<Instant>, Option<Instant>) = (None, None);
     let mut timed_out = None;
     while ends.iter().any(Option::is_none) {

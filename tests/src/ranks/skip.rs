@@ -1,4 +1,4 @@
-//! That a test is skipped, and why.
+//! Skipped tests, and the reason.
 
 use std::fmt::Display;
 

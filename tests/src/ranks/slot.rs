@@ -1,4 +1,4 @@
-//! Where a rank says what it is doing, so that it can be read after it has died.
+//! Record of a rank's current work, which can be read after the rank has died.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -15,7 +15,7 @@ const BYTES: usize = 256;
 pub(super) enum Slot {
     /// A thread's slot.
     Memory(Arc<Mutex<String>>),
-    /// A process's slot: what was written stays in the file when the process is killed.
+    /// A process's slot: its bytes stay in the file when the process is killed.
     File(Arc<File>),
 }
 
@@ -41,7 +41,7 @@ impl Slot {
                 let mut record = [0; BYTES];
                 let length = text.len().min(BYTES);
                 record[..length].copy_from_slice(&text.as_bytes()[..length]);
-                // A help for whoever reads a failure; not worth one.
+                // It only helps readers of a failure; its own failure is ignored.
                 let _ = file.write_all_at(&record, 0);
             }
         }

@@ -1,4 +1,4 @@
-//! Ranks that were started, whatever they are.
+//! Started ranks of any kind.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -19,9 +19,9 @@ pub(super) trait Ranks: std::fmt::Debug {
     fn conclude(&mut self, outcome: &Outcome);
     /// Gives the group up.
     fn give_up(&self, reason: &str);
-    /// What the rank's thread is doing.
+    /// State of the rank's thread.
     fn trace(&mut self, rank: u32, end: Instant) -> String;
-    /// What the rank did last.
+    /// The rank's last operation.
     fn operation(&self, rank: u32) -> String;
     /// The last of what it printed.
     fn output(&self, rank: u32) -> String;

@@ -83,7 +83,8 @@ impl Ranks for Threads {
 
     fn begin(&mut self, _: u64, rank_main: Arc<RankMain>) {
         for peer in &mut self.peers {
-            // A rank ends only when this is dropped, or by a failure after which there are no more tests.
+            // A rank ends only when this is dropped, or by a failure after which there are no more
+            // tests.
             peer.busy = peer.tests.as_ref().is_some_and(|tests| tests.send(rank_main.clone()).is_ok());
         }
     }

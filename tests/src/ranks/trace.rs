@@ -1,9 +1,11 @@
 //! Backtraces of threads that hang.
 //!
-//! A signal makes the thread capture its own backtrace and write it to a file. This is **best effort**: capturing
-//! allocates and takes locks, which no signal handler may do in general, so a thread that the signal meets inside the
-//! allocator hangs in the handler. It is done only to ranks whose time is over, and whoever asks does not wait long; what
-//! the kernel knows of the threads is read in any case.
+//! A signal makes the thread capture its own backtrace and write it to a file. This is **best
+//! effort**: capturing allocates and takes locks, which no signal handler may do in general. So a
+//! thread that gets the signal inside the allocator hangs in the handler. Only ranks that have
+//! timed out get the signal, and the caller does not wait long. The kernel's state of the threads
+//! is read in any case. Only ranks that have timed out get the signal, and the caller does not wait
+//! long. The kernel's state of the threads is read in any case.
 
 use std::backtrace::Backtrace;
 use std::fmt::Write as _;
@@ -18,9 +20,10 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use epoxide::{Error, Result};
 
-/// What asks for a backtrace.
+/// Signal that requests a backtrace.
 const ASK: i32 = libc::SIGUSR2;
-/// How long all ranks together are waited for. Reading the debug information of a large binary takes a while.
+/// How long all ranks together are waited for. Reading the debug information of a large binary
+/// takes a while.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// Ends a backtrace in the file.
 const END: &str = "\n--- end of backtrace\n";
@@ -70,14 +73,16 @@ pub(super) fn tell_to(path: &Path) -> Result<()> {
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = answer as extern "C" fn(i32) as libc::sighandler_t;
     action.sa_flags = libc::SA_RESTART;
-    // SAFETY: `action` is valid. That its handler does more than a handler may is what the module's text is about.
+    // SAFETY: `action` is valid. The module's text explains why its handler does more than a
+    // handler may.
     match unsafe { libc::sigaction(ASK, &action, std::ptr::null_mut()) } {
         0 => Ok(()),
         _ => Err(Error::os("sigaction", std::io::Error::last_os_error())),
     }
 }
 
-/// Asks a thread, whose process has called [`tell_to`] for `path`, for its backtrace; waits for it until `end`.
+/// Asks a thread, whose process has called [`tell_to`] for `path`, for its backtrace; waits for it
+/// until `end`.
 pub(super) fn ask(thread: Thread, path: &Path, end: Instant) -> String {
     let mut text = kernel_view(thread);
     if is_stopped(thread) {
@@ -133,7 +138,7 @@ fn is_stopped(thread: Thread) -> bool {
     })
 }
 
-/// What the kernel says of the thread, and of the others of its process.
+/// The kernel's state of the thread, and of the others of its process.
 fn kernel_view(thread: Thread) -> String {
     let mut text = String::new();
     let tasks = format!("/proc/{}/task", thread.pid);

@@ -11,7 +11,7 @@ use super::context::Context;
 use super::skip::{Skip, SkipCode};
 use epoxide::group::launch::panic_text;
 
-/// What a rank's function may return: nothing, or a result whose error fails the test.
+/// Result of a rank's function: nothing, or a result whose error fails the test.
 pub trait IntoVerdict {
     /// The error's text.
     fn into_result(self) -> Result<(), String>;
@@ -40,10 +40,10 @@ pub(super) enum Verdict {
 /// A rank's function.
 pub(super) type RankMain = dyn Fn(&Context) -> Verdict + Send + Sync;
 
-/// Runs a rank's function to its verdict, whatever it does.
+/// Runs a rank's function to its verdict, panics included.
 pub(super) fn judge<R: IntoVerdict>(rank_main: impl Fn(&Context) -> R, ctx: &Context) -> Verdict {
     capture::arm();
-    // What the function leaves half done is the test's own; the ranks are not used on after a failure.
+    // Half-done state is the test's own; the ranks are not used after a failure.
     let ended = catch_unwind(AssertUnwindSafe(|| rank_main(ctx).into_result()));
     let panic = capture::disarm();
     match ended {

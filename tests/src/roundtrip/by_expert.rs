@@ -47,11 +47,11 @@ impl Case {
 }
 
 impl Rank {
-    /// Everything that can be asked of one routing by expert: dispatches with and without a wait of
-    /// the host and cached, combines of either dtype in either place, weighted or not. Collective.
+    /// All checks of one routing by expert. They are dispatches with and without a wait of the host
+    /// and cached, and combines of either dtype in either place, weighted or not. Collective.
     ///
     /// # Errors
-    /// Whatever the operations report.
+    /// Errors of the operations.
     pub fn check_by_expert(&mut self, case: &Case, alignment: u32) -> Result<()> {
         let expected = self.expect(case);
         let plan = oracle::by_expert(&case.routing, self.rank, alignment);
@@ -166,7 +166,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Combines rows whose padding nobody has written, and compares the sums.
+    /// Combines rows with unwritten padding, and compares the sums.
     #[allow(clippy::too_many_arguments)] // A combine, and what is known of it.
     fn check_combine_by_expert(
         &mut self,

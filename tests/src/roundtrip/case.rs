@@ -1,4 +1,4 @@
-//! What travels, and what must come of it.
+//! Inputs of a round trip, and its expected results.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::ids::Ids;
 use crate::oracle::{self, Plan, Routing};
 use crate::payload::{self, bytes_of, mix, rng_of};
 
-/// What travels, and how: the same on every rank, so that each knows what to expect of the others.
+/// Inputs of a round trip: the same on every rank, so that each can compute the others' data.
 #[derive(Debug, Clone)]
 pub struct Case {
     /// Which experts every token of every rank selects.
@@ -37,7 +37,8 @@ pub struct Case {
     pub tuning: Tuning,
     /// The seed of the contents.
     pub seed: u64,
-    /// Draws the order of the warps of each kernel; without it they take turns. For [`Case::setup`].
+    /// Draws the order of the warps of each kernel; without it they take turns. For
+    /// [`Case::setup`].
     pub schedule_seed: Option<u64>,
 }
 
@@ -121,7 +122,8 @@ impl Case {
         self.routing.num_topk as usize
     }
 
-    /// Random bytes that begin with rank and token, so that no two rows are equal. Another `turn` is another content.
+    /// Random bytes that begin with rank and token, so that no two rows are equal. Another `turn`
+    /// is another content.
     pub fn row(&self, turn: u64, rank: u32, token: u32) -> Vec<u8> {
         let mut row = vec![0; self.row_bytes as usize];
         rng_of(&[self.seed, turn, u64::from(rank), u64::from(token)]).fill_bytes(&mut row);
@@ -155,7 +157,8 @@ impl Case {
         payload::rough_f32(&mut rng, self.topk())
     }
 
-    /// Columns of what `receiver` gives back for a token of a rank: numbers whose sum shows in which order and precision it was made.
+    /// Columns of what `receiver` gives back for a token of a rank: numbers whose sum shows in
+    /// which order and precision it was made.
     pub fn returned(
         &self,
         turn: u64,
@@ -167,13 +170,15 @@ impl Case {
         columns.map(|column| rough(mix(&[base, column as u64]))).collect()
     }
 
-    /// Weights that are not those received, to be given back with a row: they may come from nowhere else.
+    /// Weights that are not those received, to be given back with a row: they may come from nowhere
+    /// else.
     pub(super) fn given_weights(&self, receiver: u32, (rank, token): (u32, u32)) -> Vec<f32> {
         let mut rng = rng_of(&[!self.seed, u64::from(receiver), u64::from(rank), u64::from(token)]);
         payload::rough_f32(&mut rng, self.topk())
     }
 
-    /// The routing with the tokens of one rank alone, which are all that matter to its sums, and which of them each receiver gets.
+    /// The routing with the tokens of one rank alone, which are all that matter to its sums, and
+    /// which of them each receiver gets.
     pub(super) fn tokens_of(&self, rank: u32) -> (Routing, Vec<Vec<(u32, u32)>>) {
         let mut own = Routing { topk_idx: vec![Vec::new(); self.routing.topk_idx.len()], ..self.routing };
         own.topk_idx[rank as usize].clone_from(&self.routing.topk_idx[rank as usize]);
@@ -181,8 +186,8 @@ impl Case {
         (own, received)
     }
 
-    /// What combine gives `rank` for all of its tokens, where `returned(receiver, (rank, token))` gives a row of `columns` numbers: the
-    /// bytes of `dtype`.
+    /// Sums that combine gives `rank` for all of its tokens, as bytes of `dtype`.
+    /// `returned(receiver, (rank, token))` gives a row of `columns` numbers.
     pub(super) fn sums(
         &self,
         rank: u32,
@@ -211,7 +216,8 @@ impl Case {
         bytes(&payload::round(&oracle::combine_f32(&own, rank, &widened, columns)))
     }
 
-    /// The weights that combine gives `rank`, where `returned(receiver, (rank, token))` are those given back with a row.
+    /// The weights that combine gives `rank`, where `returned(receiver, (rank, token))` are those
+    /// given back with a row.
     pub(super) fn summed_weights(
         &self,
         rank: u32,
@@ -230,7 +236,7 @@ impl Case {
         sums.concat()
     }
 
-    /// What a receiver gets of the weights of a token: 0 where the expert is another rank's.
+    /// The weights of a token that a receiver gets: 0 if the expert is another rank's.
     pub(super) fn received_weights(&self, receiver: u32, (rank, token): (u32, u32)) -> Vec<f32> {
         let ids = &self.routing.topk_idx[rank as usize][token as usize];
         let here = |expert| self.routing.owner(expert) == Some(receiver);

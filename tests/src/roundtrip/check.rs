@@ -17,12 +17,12 @@ use crate::payload;
 /// Columns that combine's expected values are computed for at a time, to bound memory.
 const COLUMNS_AT_A_TIME: usize = 256;
 
-/// What one rank must find.
+/// Expected results of one rank.
 #[derive(Debug, Clone)]
 pub struct Expected {
     /// The plan.
     pub plan: Plan,
-    /// What several nodes add to it.
+    /// Additional results across nodes.
     pub internode: Option<InternodePlan>,
 }
 
@@ -33,7 +33,7 @@ enum Given {
     Pool,
 }
 
-/// What one combine is of.
+/// Parameters of one combine.
 #[derive(Debug, Clone, Copy)]
 struct Combine<'a> {
     what: &'a str,
@@ -41,7 +41,7 @@ struct Combine<'a> {
     dtype: DType,
     columns: u64,
     given: Given,
-    /// What is given back as weights, and what must come of it.
+    /// The returned weights, and their expected sums.
     weights: Option<(&'a TypedTensor<'a, f32>, &'a [f32])>,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct Inputs {
 pub(super) type DeviceScales = Option<TypedTensor<'static, f32>>;
 
 impl Rank {
-    /// What this rank must find, with this buffer's channels and nodes.
+    /// Expected results of this rank, with this buffer's channels and nodes.
     pub fn expect(&self, case: &Case) -> Expected {
         let channels = self.buffer.config().num_channels();
         let plan = oracle::plan(&case.routing, self.rank, channels, case.expert_alignment);
@@ -116,26 +116,27 @@ impl Rank {
         self.regions = [x, scales, ids, weights, src_idx, src_meta].into_iter().flatten().collect();
     }
 
-    /// Spoils the first `rows` rows of all that a dispatch writes in the own pool, once it is known where. Every peer's rows
-    /// have arrived, and no peer sends the next ones before this rank enters the next dispatch.
+    /// Spoils the first `rows` rows of all that a dispatch writes in the own pool, once it is known
+    /// where. Every peer's rows have arrived, and no peer sends the next ones before this rank
+    /// enters the next dispatch.
     pub fn poison_received(&self, rows: u64) -> Result<()> {
         for region in &self.regions {
             if rows > 0 {
-                // SAFETY: a dispatch of this buffer has written there, in memory that the buffer keeps, and callers give no more rows
-                // than it has room for.
+                // SAFETY: a dispatch of this buffer has written there, in memory that the buffer
+                // keeps. Callers give no more rows than it has room for.
                 unsafe { self.stream.fill(region.at, POISON, rows * region.stride)? };
             }
         }
         self.stream.synchronize()
     }
 
-    /// One round trip, and all that it gives: layout, dispatch, combine from a tensor with weights, cached dispatch of other bytes, combine
-    /// from the pool. Gives the rows received. Collective.
+    /// One round trip, and all that it gives: layout, dispatch, combine from a tensor with weights,
+    /// cached dispatch of other bytes, combine from the pool. Gives the rows received. Collective.
     ///
-    /// What is wrong is noted and the trip goes on, so that the other ranks are not left waiting.
+    /// Differences are noted and the trip continues, so that the other ranks are not left waiting.
     ///
     /// # Errors
-    /// Whatever the operations report.
+    /// Errors of the operations.
     pub fn round_trip(&mut self, case: &Case) -> Result<u64> {
         let expected = self.expect(case);
         let rows = u64::from(expected.plan.num_recv_tokens);
@@ -177,11 +178,12 @@ impl Rank {
         Ok(rows)
     }
 
-    /// Everything that can be asked of one routing: dispatches with and without a wait of the host and cached, that they write what they
-    /// should and nothing else, four combines in either place, of either dtype and along either handle. Collective.
+    /// All checks of one routing. They are dispatches with and without a wait of the host and
+    /// cached, that they write all of their outputs and nothing else, and four combines. The
+    /// combines are in either place, of either dtype and along either handle. Collective.
     ///
     /// # Errors
-    /// Whatever the operations report.
+    /// Errors of the operations.
     pub fn check_everything(&mut self, case: &Case) -> Result<()> {
         let expected = self.expect(case);
         let plan = &expected.plan;
@@ -217,7 +219,8 @@ impl Rank {
         self.poison_received(capacity)?;
         let (x, scales) = self.payload(case, 2)?;
         let cached = self.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &exact));
-        // The rules of the interface ask for more than one channel in a cached dispatch across nodes.
+        // The rules of the interface ask for more than one channel in a cached dispatch across
+        // nodes.
         let last_handle = if self.buffer.config().num_channels() > 1 || self.buffer.num_nodes() == 1 {
             let cached = cached?;
             self.equal("cached num_recv_tokens", cached.num_recv_tokens.as_slice(), &[plan.num_recv_tokens]);
@@ -251,7 +254,8 @@ impl Rank {
         };
         self.check_combine(case, plan, &exact, None, first)?;
 
-        // The handle feeds further combines: other rows, either place, either dtype; so does the older handle.
+        // The handle feeds further combines: other rows, either place, either dtype; so does the
+        // older handle.
         let given: Vec<f32> =
             plan.recv_src.iter().flat_map(|&source| case.given_weights(self.rank, source)).collect();
         let per_node = self.buffer.ranks_per_node();
@@ -350,7 +354,8 @@ impl Rank {
         Ok(())
     }
 
-    /// Compares received rows and scales with those of turn `turn`, of the tokens `sources`, (rank, token) row after row.
+    /// Compares received rows and scales with those of turn `turn`, of the tokens `sources`, (rank,
+    /// token) row after row.
     pub fn check_received(
         &mut self,
         case: &Case,
@@ -450,7 +455,8 @@ impl Rank {
         for region in self.regions.clone() {
             let rows = if with_metadata || !region.is_metadata { plan.num_recv_tokens as usize } else { 0 };
             let mut bytes = vec![0; (self.buffer.capacity() * region.stride) as usize];
-            // SAFETY: a dispatch that had room for so many rows has written there, in memory that the buffer keeps.
+            // SAFETY: a dispatch that had room for so many rows has written there, in memory that
+            // the buffer keeps.
             unsafe { self.stream.read(&mut bytes, region.at)? };
             for (row, bytes) in bytes.chunks(region.stride as usize).enumerate() {
                 let used = if row < rows { region.used as usize } else { 0 };
@@ -481,7 +487,8 @@ impl Rank {
         rows.write(&self.stream, &values)
     }
 
-    /// Combines, compares all that comes of it, and spoils what it got, which the next combine is likely to get again.
+    /// Combines, compares all that comes of it, and spoils what it got, which the next combine is
+    /// likely to get again.
     fn check_combine(
         &mut self,
         case: &Case,
@@ -557,7 +564,7 @@ impl Rank {
         Ok(None)
     }
 
-    /// What combine must give as weights where those received go back as they came.
+    /// Expected weights of a combine that returns the received weights unchanged.
     pub fn round_trip_of_weights(&self, case: &Case) -> Vec<f32> {
         let per_node = self.buffer.ranks_per_node();
         case.summed_weights(self.rank, per_node, |receiver, source| case.received_weights(receiver, source))
@@ -569,7 +576,7 @@ impl Rank {
         [Some(&output.combined_x), weights].into_iter().flatten().try_for_each(|tensor| self.poison(tensor))
     }
 
-    /// What a trip leaves in memory that the next one is likely to get again.
+    /// Memory of a trip that the next one is likely to get again.
     fn spoilable(&self, layout: &DispatchLayout, handle: &DispatchHandle) -> Result<Vec<Tensor<'static>>> {
         let mut tensors = vec![
             layout.is_token_in_rank(),
@@ -656,9 +663,9 @@ mod tests {
     use crate::harness::Setup;
     use crate::roundtrip::case::tests::case;
 
-    /// What is checked must be able to fail.
+    /// The checks must be able to fail.
     #[test]
-    fn what_is_not_as_it_should_be_is_noted() {
+    fn differences_from_the_oracle_are_noted() {
         let case = case();
         // The sums are BF16, twice as long as the rows.
         let setup = Setup::new(2, 2, 6, 96).max_topk(2).max_scales(3);

@@ -11,7 +11,7 @@ use super::case::Case;
 use super::check::{DeviceScales, Expected, compare_weights};
 use crate::harness::Rank;
 
-/// What a graph reads: at fixed addresses, rewritten between replays.
+/// Inputs of a graph: at fixed addresses, rewritten between replays.
 struct Inputs {
     topk_idx: TypedTensor<'static, i64>,
     topk_weights: TypedTensor<'static, f32>,
@@ -19,7 +19,7 @@ struct Inputs {
     x_scales: DeviceScales,
 }
 
-/// What the three operations gave.
+/// Outputs of the three operations.
 struct Trip {
     layout: DispatchLayout<'static>,
     dispatched: Detached,
@@ -27,15 +27,16 @@ struct Trip {
 }
 
 impl Rank {
-    /// Captures layout, dispatch and combine in a graph and replays it `replays` times; `case` gives the case of a replay, all of one
-    /// size and one alignment, which are arguments of the graph. What a replay gives is compared with the oracle, and so is what the
-    /// same calls give without the graph right behind it. `step` is called after each. Gives how many replays were verified, and the
-    /// rows that those received.
+    /// Captures layout, dispatch and combine in a graph and replays it `replays` times. `case`
+    /// gives the case of a replay. All have one size and one alignment, which are arguments of the
+    /// graph. The outputs of a replay are compared with the oracle, and so are those of the same
+    /// calls without the graph right behind it. `step` is called after each. Returns the number of
+    /// verified replays, and of the rows that those received.
     ///
-    /// What is wrong is noted.
+    /// Differences are noted.
     ///
     /// # Errors
-    /// Whatever the operations report.
+    /// Errors of the operations.
     pub fn replay_graph(
         &mut self,
         case: impl Fn(u64) -> Case,
@@ -86,7 +87,8 @@ impl Rank {
         Ok(Inputs { topk_idx, topk_weights, x, x_scales })
     }
 
-    /// Writes what the experts will make of the rows to come, where peers gather it, and spoils what dispatch must write.
+    /// Writes what the experts will make of the rows to come, where peers gather it, and spoils
+    /// what dispatch must write.
     fn prepare(&self, case: &Case, turn: u64, expected: &Expected, place: &Place) -> Result<()> {
         let sources = &expected.plan.recv_src;
         self.poison_received(sources.len() as u64)?;
@@ -131,8 +133,8 @@ impl Inputs {
         ];
         for (to, from) in pairs {
             let (Some(to), Some(from)) = (to, from) else { continue };
-            // SAFETY: both are contiguous and of one shape, as all cases of a graph are, and the callers hold them until
-            // they have synchronised the stream.
+            // SAFETY: both are contiguous and of one shape, as all cases of a graph are. The
+            // callers hold them until they have synchronised the stream.
             unsafe { stream.copy(to.ptr(), from.ptr(), to.rows() * to.row_bytes())? };
         }
         Ok(())

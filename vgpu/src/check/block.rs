@@ -1,4 +1,4 @@
-//! What the lanes of a block know, and the ways in which they learn it.
+//! Causal pasts of the lanes of a block, and the operations that extend them.
 
 use std::collections::HashMap;
 
@@ -15,9 +15,11 @@ use crate::ir::{BARRIERS, FULL, Fence, Scope};
 pub(crate) struct Release {
     pub(crate) scope: Scope,
     pub(crate) by: Key,
-    /// Others have added theirs, by read-modify-writes, whom the scope takes in together with `by`.
+    /// Other writers have added their releases by read-modify-writes. The scope includes them and
+    /// `by`.
     pub(crate) shared: bool,
-    /// What is known of one chain only grows. Each has its number; [`OUTSIDE`] is that of hidden memory.
+    /// Number of the chain; [`OUTSIDE`] is the chain of hidden memory. The causal past of a chain
+    /// only grows.
     pub(crate) chain: u64,
     pub(crate) known: Known,
 }
@@ -27,7 +29,8 @@ pub(crate) struct Release {
 pub(crate) struct Releases {
     /// Those that a read of its last write observes.
     pub(crate) last: Vec<Release>,
-    /// Those that a read of the write before observes: who sees an older value has what came with that.
+    /// Releases that a read of the write before observes. A reader of an older value acquires what
+    /// was released with that value.
     pub(crate) before: Vec<Release>,
     /// The strong writes of the location, for reports.
     pub(crate) writes: Writes,
@@ -38,16 +41,17 @@ const OUTSIDE: u64 = 0;
 /// Chains that a lane remembers.
 const MOST_HEARD: usize = 16;
 
-/// What a lane knows.
+/// Causal past of a lane.
 #[derive(Clone, Debug, Default)]
 struct Lane {
     known: Known,
-    /// What it learnt by its last acquires. Whoever polls a word learns something new at many turns, of which the last has all: so it is
-    /// joined to the rest only before it is passed on.
+    /// Results of the lane's last acquires. A polling loop acquires at many turns, and its last
+    /// result includes the earlier ones. So the results are joined into `known` only before the
+    /// lane releases.
     heard: Vec<Heard>,
-    /// What it knew at its last fence: a strong store after it publishes that.
+    /// Causal past at the last fence. A strong store after the fence publishes it.
     fence: Option<(Scope, Known)>,
-    /// What relaxed reads have seen: a fence after them learns it.
+    /// Releases that relaxed reads have observed. A fence after the reads acquires them.
     seen: Vec<(Scope, Release)>,
 }
 
@@ -67,7 +71,7 @@ impl Lane {
         }
     }
 
-    /// Makes one of what it knows.
+    /// Joins the results of all acquires into `known`.
     fn settle(&mut self) {
         for heard in self.heard.iter_mut().filter(|h| !h.settled) {
             self.known.join(&heard.known);
@@ -79,14 +83,14 @@ impl Lane {
         Knows { known: &self.known, heard: &self.heard }
     }
 
-    /// Adds all that it knows to `all`.
+    /// Joins the lane's causal past into `all`.
     fn tell(&self, all: &mut Known) {
         all.join(&self.known);
         self.heard.iter().filter(|h| !h.settled).for_each(|h| all.join(&h.known));
     }
 }
 
-/// The lanes of a warp, in groups that know the same.
+/// The lanes of a warp, in groups with equal causal pasts.
 #[derive(Debug, Default)]
 struct Warp {
     key: Key,
@@ -94,8 +98,9 @@ struct Warp {
     tick: u32,
     threads: u32,
     groups: Vec<(u32, Lane)>,
-    /// Up to which tick each lane's own accesses have been published to bulk copies, in shared and in global memory. (In the groups it
-    /// would keep lanes apart that else know the same.)
+    /// Tick up to which each lane's own accesses have been published to bulk copies, in shared and
+    /// in global memory. Kept outside the groups: it would split lanes whose causal pasts are equal
+    /// otherwise.
     fenced: [[u32; 32]; 2],
 }
 
@@ -108,9 +113,9 @@ struct Mbarrier {
     arrival: Option<u32>,
     /// Phases completed.
     phases: u32,
-    /// What those knew who have arrived in this phase.
+    /// Joined causal pasts of the lanes that have arrived in this phase.
     arrived: Known,
-    /// What those knew who arrived in the last one, and its copies.
+    /// Joined causal pasts of the lanes that arrived in the last phase, and of its copies.
     completed: Known,
 }
 
@@ -128,7 +133,7 @@ pub(crate) struct BlockCheck {
     warps: Vec<Warp>,
     pub(crate) shared: Shadow,
     pub(crate) releases: HashMap<u64, Releases>,
-    /// What those know who have arrived, and what those did who completed it last.
+    /// Causal pasts gathered from the warps that have arrived, and those of the last completion.
     gathering: [Gathering; BARRIERS],
     opened: [Known; BARRIERS],
     /// Barriers that all warps have passed with all of their threads.
@@ -162,7 +167,7 @@ impl Warp {
         self.groups.iter().find(|(mask, _)| mask >> lane & 1 != 0).map(|(_, lane)| lane)
     }
 
-    /// What the lanes of `mask` know together, with what they did themselves. Moves the tick.
+    /// Joins the causal pasts and the own accesses of the lanes of `mask`. Moves the tick.
     fn publish(&mut self, mask: u32) -> Known {
         let mut all = Known::default();
         for (lanes, lane) in &mut self.groups {
@@ -181,7 +186,7 @@ impl Warp {
         all
     }
 
-    /// Adds what the lanes of `mask` have published themselves to what they knew to be published.
+    /// Adds the accesses that the lanes of `mask` have published themselves to `published`.
     fn add_fenced(&self, mask: u32, published: &mut [VectorClock; 2]) {
         for (published, fenced) in published.iter_mut().zip(&self.fenced) {
             let common = lanes(self.threads).map(|l| fenced[l]).min().unwrap_or(0);
@@ -195,7 +200,7 @@ impl Warp {
         }
     }
 
-    /// The lanes of `mask` know the same from here on.
+    /// Gives the lanes of `mask` one causal past from here on.
     fn unite(&mut self, mask: u32, known: &Known) {
         // Fences and loose reads stay each lane's own.
         if self
@@ -256,12 +261,12 @@ impl BlockCheck {
         Some(self.warps[warp as usize].lane(lane)?.knows())
     }
 
-    /// The shadow of shared memory, with what a lane knows.
+    /// The shadow of shared memory, and the causal past of a lane.
     pub(crate) fn shared_and_knows(&mut self, warp: u32, lane: usize) -> Option<(&mut Shadow, Knows<'_>)> {
         Some((&mut self.shared, self.warps[warp as usize].lane(lane)?.knows()))
     }
 
-    /// All that a lane knows, its own accesses left out.
+    /// The causal past of a lane, without its own accesses.
     pub(crate) fn known(&self, warp: u32, lane: usize) -> Known {
         let mut known = Known::default();
         if let Some(lane) = self.warps[warp as usize].lane(lane) {
@@ -270,20 +275,20 @@ impl BlockCheck {
         known
     }
 
-    /// A lane is about to pass on what it knows.
+    /// Joins a lane's acquires before it releases.
     pub(crate) fn settle(&mut self, warp: u32, lane: usize) {
         let groups = &mut self.warps[warp as usize].groups;
         groups.iter_mut().filter(|(lanes, _)| lanes >> lane & 1 != 0).for_each(|(_, lane)| lane.settle());
     }
 
-    /// What a release by `lane` publishes.
+    /// The release pattern of a release by `lane`.
     pub(crate) fn release(&mut self, warp: u32, lane: usize, scope: Scope) -> Release {
         let warp = &mut self.warps[warp as usize];
         let by = clock::lane(warp.key, lane);
         Release { scope, by, shared: false, chain: 0, known: warp.publish(1 << lane) }
     }
 
-    /// What a relaxed store by `lane` publishes because of a fence before it.
+    /// The release pattern of a relaxed store by `lane` behind a fence.
     pub(crate) fn fenced(&mut self, warp: u32, lane: usize, scope: Scope) -> Option<Release> {
         let warp = &self.warps[warp as usize];
         let (fence, known) = warp.lane(lane)?.fence.as_ref()?;
@@ -291,7 +296,8 @@ impl BlockCheck {
         Some(Release { scope: scope.min(*fence), by, shared: false, chain: 0, known: known.clone() })
     }
 
-    /// The lanes of `mask` observe release patterns by a read of scope `scope`: with an acquire they learn them, else a fence may later.
+    /// The lanes of `mask` observe release patterns by a read of scope `scope`: with an acquire
+    /// they learn them, else a fence may later.
     pub(crate) fn observe(
         &mut self,
         grids: &Grids,
@@ -323,12 +329,13 @@ impl BlockCheck {
         });
     }
 
-    /// Tells lanes what was released to hidden memory so far.
+    /// Adds the releases to hidden memory so far to the causal pasts of the lanes.
     pub(crate) fn learn(&mut self, warp: u32, mask: u32, outside: &Known) {
         self.warps[warp as usize].each(mask, |lane| lane.learn(OUTSIDE, outside));
     }
 
-    /// What a bulk copy by a lane that knows `known` may rely on in a space: what was published, the lane's own part too.
+    /// Accesses that a bulk copy by a lane with causal past `known` may rely on in a space:
+    /// published accesses, those of the lane itself included.
     pub(crate) fn published(&self, warp: u32, lane: usize, known: &Known, space: usize) -> VectorClock {
         let warp = &self.warps[warp as usize];
         let mut published = known.published[space].clone();
@@ -405,7 +412,7 @@ impl BlockCheck {
     pub(crate) fn sync_warp(&mut self, warp: u32, mask: u32) {
         let warp = &mut self.warps[warp as usize];
         if mask == warp.threads && matches!(warp.groups.as_slice(), [(lanes, _)] if *lanes == mask) {
-            // They know the same already, but for each other's accesses: no copies.
+            // The causal pasts are equal already, except for the lanes' own accesses: no copies.
             let (lanes, mut lane) = warp.groups.swap_remove(0);
             lane.settle();
             lane.known.all.raise(warp.key, warp.tick);
@@ -445,7 +452,7 @@ impl BlockCheck {
     /// Lanes go on behind a block barrier.
     pub(crate) fn pass(&mut self, warp: u32, mask: u32, barrier: usize) {
         let known = self.opened[barrier].clone();
-        // What the barrier gathered has the lane's own part in it.
+        // The gathered causal past includes the lane's own accesses.
         let warp = &mut self.warps[warp as usize];
         let covers_all = mask & warp.threads == warp.threads;
         if covers_all {
@@ -469,7 +476,7 @@ impl BlockCheck {
         self.mbarriers.insert(offset, fresh);
     }
 
-    /// A lane arrives at an mbarrier, which releases what it knows to the block.
+    /// A lane arrives at an mbarrier, which releases the lane's causal past to the block.
     pub(crate) fn arrive_mbarrier(&mut self, warp: u32, lane: usize, pc: u32, offset: u64) {
         let known = self.warps[warp as usize].publish(1 << lane);
         if let Some(m) = self.mbarriers.get_mut(&offset) {
@@ -518,7 +525,7 @@ impl BlockCheck {
         });
     }
 
-    /// What all lanes know together at the end of the block.
+    /// Joined causal pasts of all lanes at the end of the block.
     pub(crate) fn end(&self) -> Known {
         let mut all = Known::default();
         self.warps.iter().flat_map(|w| &w.groups).for_each(|(_, lane)| lane.tell(&mut all));

@@ -1,4 +1,5 @@
-//! What a program calls: the checker of its devices, and what its threads tell it.
+//! Public interface of the checker: the devices that it watches, and the synchronisation of host
+//! threads.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -40,11 +41,11 @@ impl Checker {
         Timeline(self.world().new_timeline())
     }
 
-    /// What the calling thread knows to have happened: what it did itself, and what it waited for.
+    /// The causal past of the calling thread: its own work, and all work that it has waited for.
     #[must_use]
     pub fn host_past(&self) -> Past {
         WATCHED_BY.with_borrow_mut(|checker| {
-            // The latest one: those of earlier worlds have nothing to tell here.
+            // Only the latest checker of a thread counts. Checkers of earlier worlds are dropped.
             if !checker.as_ref().is_some_and(|c| Arc::ptr_eq(&c.0, &self.0)) {
                 *checker = Some(self.clone());
             }
@@ -57,7 +58,8 @@ impl Checker {
         self.world().host_learns(&past.0);
     }
 
-    /// Runs `f`, which accesses memory as work of the stream `timeline` does that comes after `past`; afterwards `past` has it too.
+    /// Runs `f`, which accesses memory as work of the stream `timeline` does that comes after
+    /// `past`; afterwards `past` has it too.
     pub fn act<T>(&self, timeline: Timeline, past: &mut Past, f: impl FnOnce() -> T) -> T {
         let acting = Host { timeline: timeline.0, known: std::mem::take(&mut past.0), loaded: None };
         let before = ACTING.replace(Some(acting));
@@ -68,7 +70,8 @@ impl Checker {
         result
     }
 
-    /// Reads and writes of kernels' lanes that were checked so far, an atomic operation and each piece of a vector once.
+    /// Reads and writes of kernels' lanes that were checked so far, an atomic operation and each
+    /// piece of a vector once.
     #[must_use]
     pub fn accesses(&self) -> u64 {
         self.world().accesses
@@ -79,7 +82,7 @@ impl Checker {
         self.world().stores.count();
     }
 
-    /// What kernels have stored since [`Checker::count_stores`], in memory that is still there.
+    /// Stores by kernels since [`Checker::count_stores`], to memory that is still allocated.
     #[must_use]
     pub fn stores(&self) -> Vec<Stored> {
         self.world().stored()
@@ -90,15 +93,16 @@ impl Checker {
         self.world().loads.count();
     }
 
-    /// What each block has loaded since [`Checker::count_loads`], from memory that is still there.
+    /// Loads by each block since [`Checker::count_loads`], from memory that is still allocated.
     #[must_use]
     pub fn loads(&self) -> Vec<Loaded> {
         self.world().loaded()
     }
 }
 
-/// The calling thread is about to meet other threads, or just has, by a barrier or a message that no checker sees: it tells what it knows
-/// to have happened, and learns what others have told. Does nothing for a thread without work under a checker.
+/// Synchronises the calling thread with other threads. Call it before and after a barrier or a
+/// message that no checker sees. The thread publishes its causal past and acquires those that
+/// others have published. Does nothing for a thread without work under a checker.
 pub fn host_meets() {
     let Some(checker) = WATCHED_BY.with_borrow(Clone::clone) else { return };
     let mut world = checker.world();

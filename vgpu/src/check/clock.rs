@@ -1,12 +1,15 @@
-//! What happened before: vector clocks over everything that touches memory, in a form that stays small.
+//! Happens-before: vector clocks over everything that accesses memory, in a compact form.
 //!
-//! An *actor* is a lane, a warp as a whole, one side of a lane's bulk stores, an mbarrier (for the bulk loads that complete on it), or a
-//! timeline: a stream or a host thread. Each counts its own ticks, and a [`VectorClock`] says up to which tick of which actor everything is
-//! known. Most of it is said in few words: an entry of a warp stands for its lanes, a barrier that all of a block has passed for its
-//! warps, and an entry of a timeline for all grids that ran there.
+//! An *actor* is a lane, a warp as a whole, one side of a lane's bulk stores, an mbarrier, or a
+//! timeline. The mbarrier is the actor of the bulk loads that complete on it. A timeline is a
+//! stream or a host thread. Each actor counts its own ticks. A [`VectorClock`] records, per actor,
+//! the tick up to which its accesses are in the causal past. Entries stand for many actors where
+//! they can. An entry of a warp stands for its lanes. A barrier that all of a block has passed
+//! stands for the block's warps. An entry of a timeline stands for all grids that ran there.
 //!
-//! Clocks are compared and joined at every barrier and every acquire, and mostly know the same. So a clock is a tree that others share
-//! parts of, by grid and by block: equal parts are the same allocation, and a join looks only into those that differ.
+//! Clocks are compared and joined at every barrier and every acquire, and are mostly equal. So a
+//! clock is a tree whose parts are shared, by grid and by block. Equal parts are the same
+//! allocation, and a join looks only into parts that differ.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -25,7 +28,7 @@ const LANE: Key = 1;
 const STORE_READS: Key = 33;
 const STORE_WRITES: Key = 65;
 
-/// Grids and blocks that keys can tell apart.
+/// Most grids and blocks that a key has bits for.
 pub(crate) const MAX_GRIDS: u32 = 1 << 27;
 pub(crate) const MAX_BLOCKS: u64 = 1 << 20;
 
@@ -38,7 +41,7 @@ pub(crate) fn is_timeline(key: Key) -> bool {
 }
 
 pub(crate) fn warp(grid: u32, block: u64, warp: u32) -> Key {
-    // Number 0 within a block is nobody.
+    // Number 0 within a block is unused.
     Key::from(grid) << 36 | block << 16 | Key::from(warp + 1) << 7
 }
 
@@ -57,7 +60,8 @@ pub(crate) fn store_writes(warp: Key, lane: usize) -> Key {
     warp + STORE_WRITES + lane as Key
 }
 
-/// The `index`th mbarrier of the block of `warp`: the bulk loads that complete on it, a tick per phase.
+/// The `index`th mbarrier of the block of `warp`: the bulk loads that complete on it, a tick per
+/// phase.
 pub(crate) fn mbarrier(warp: Key, index: usize) -> Key {
     block_of(warp) << 16 | MBARRIER | index as Key
 }
@@ -79,7 +83,7 @@ pub(crate) fn warp_of_block(block: Key) -> Key {
 /// Block within the grid, warp, and lane.
 type Place = (u64, Option<(u32, Option<u32>)>);
 
-/// Where an actor is, as far as its key says. None for timelines.
+/// Grid, block and lane of an actor, decoded from its key. None for timelines.
 pub(crate) fn place_of(key: Key) -> Option<Place> {
     if is_timeline(key) {
         return None;
@@ -116,7 +120,7 @@ fn is_warp(within: Within) -> bool {
     !is_mbarrier(within) && warp_of(within) == within
 }
 
-/// Number of the warp of a lane or warp: whose accesses a barrier of the block orders.
+/// Number of the warp of a lane or warp, for accesses that a barrier of the block orders.
 fn warp_number(within: Within) -> Option<usize> {
     let number = usize::from(within >> 7);
     if is_lane(within) || is_warp(within) { number.checked_sub(1) } else { None }
@@ -131,15 +135,15 @@ struct Barrier {
     ticks: Box<[u32]>,
 }
 
-/// What is known of a block.
+/// Causal past within a block.
 #[derive(Clone, Debug, Default)]
 struct BlockPart {
     barrier: Option<Arc<Barrier>>,
-    /// Up to which tick of whom, sorted by actor, without what the barrier or a warp stands for.
+    /// Tick per actor, sorted by actor, without the actors that the barrier or a warp stands for.
     entries: Vec<(Within, u32)>,
 }
 
-/// What is known of a grid.
+/// Causal past within a grid.
 #[derive(Clone, Debug)]
 struct GridPart {
     /// The timeline that it runs on, and the tick there that stands for all of it.
@@ -148,12 +152,12 @@ struct GridPart {
     blocks: Vec<(u32, Arc<BlockPart>)>,
 }
 
-/// What is known at all.
+/// Root of a causal past.
 #[derive(Clone, Debug, Default)]
 struct Root {
     /// Sorted by key.
     timelines: Vec<(Key, u32)>,
-    /// The grids by number, sorted, without those whose end is known.
+    /// The grids by number, sorted, without grids whose end is in the past.
     grids: Vec<(u32, Arc<GridPart>)>,
 }
 
@@ -200,7 +204,7 @@ fn find_or<K: Ord + Copy, V>(entries: &mut Vec<(K, V)>, key: K, fresh: impl FnOn
 trait Part: Sized {
     /// Whether this one has all that `other` has.
     fn covers(&self, other: &Self) -> bool;
-    /// What both have, where neither covers the other.
+    /// The join of two parts, neither of which covers the other.
     fn join(a: &Self, b: &Self) -> Self;
 }
 
@@ -208,7 +212,8 @@ fn covers<P: Part>(a: &Arc<P>, b: &Arc<P>) -> bool {
     Arc::ptr_eq(a, b) || a.covers(b)
 }
 
-/// What two parts have together: one of the two where it has everything, so that they are the same from then on.
+/// The join of two parts. It is one of the two if that covers the other, so that both clocks share
+/// it from then on.
 fn join<P: Part>(a: &Arc<P>, b: &Arc<P>) -> Arc<P> {
     if covers(a, b) {
         a.clone()
@@ -307,11 +312,12 @@ impl Root {
     }
 }
 
-/// Joins that were made lately, by the addresses of both parts, which are kept so that these stay theirs.
+/// Joins that were made lately, by the addresses of both parts, which are kept so that these stay
+/// theirs.
 type Lately = HashMap<(usize, usize), [Arc<GridPart>; 3]>;
 
-/// What two parts have together. All blocks of a grid learn the same of other grids, one after the other: they are to share the result,
-/// and the time that it takes.
+/// The join of two grids' parts. All blocks of a grid join the same parts of other grids, one after
+/// the other. The cache lets them share the result and the time that it takes.
 fn join_grids(a: &Arc<GridPart>, b: &Arc<GridPart>) -> Arc<GridPart> {
     static LATELY: LazyLock<Mutex<Lately>> = LazyLock::new(Mutex::default);
     const MOST: usize = 4096;
@@ -371,14 +377,14 @@ impl VectorClock {
         Arc::make_mut(self.0.get_or_insert_default())
     }
 
-    /// What is known of the block of `key`.
+    /// The part for the block of `key`.
     fn part(&self, key: Key) -> Option<&BlockPart> {
         let grid = find(&self.root().grids, grid_of(key))?;
         Some(find(&grid.blocks, block_number(key))?)
     }
 
     fn part_mut(&mut self, key: Key) -> &mut BlockPart {
-        // A grid that nobody has begun here never ends either.
+        // A grid that did not begin in this world never ends in it.
         let fresh = || Arc::new(GridPart { end: (0, u32::MAX), blocks: vec![] });
         let grid = find_or(&mut self.root_mut().grids, grid_of(key), fresh);
         let blocks = &mut Arc::make_mut(grid).blocks;
@@ -390,8 +396,8 @@ impl VectorClock {
         tick_of(&self.root().timelines, key)
     }
 
-    /// Whether tick `tick` of `key` is known, by an entry of its own, or by its warp's or block's. The end of its grid is the caller's
-    /// to look for.
+    /// Whether tick `tick` of `key` is known, by an entry of its own, or by its warp's or block's.
+    /// The end of its grid is the caller's to look for.
     pub(crate) fn knows(&self, key: Key, tick: u32) -> bool {
         if is_timeline(key) {
             return self.timeline(key) >= tick;
@@ -418,7 +424,8 @@ impl VectorClock {
         find_or(&mut self.root_mut().grids, grid, || Arc::new(GridPart { end, blocks: vec![] }));
     }
 
-    /// All of the block of `key` has passed its barrier number `number`, and its warps had come to `ticks`.
+    /// All of the block of `key` has passed its barrier number `number`, and its warps had come to
+    /// `ticks`.
     pub(crate) fn pass_barrier(&mut self, key: Key, number: u32, ticks: Box<[u32]>) {
         self.part_mut(key).pass(Arc::new(Barrier { number, ticks }));
     }
@@ -431,7 +438,7 @@ impl VectorClock {
         }
     }
 
-    /// Learns all that `other` knows.
+    /// Joins `other` into this clock.
     pub(crate) fn join(&mut self, other: &VectorClock) {
         match (&mut self.0, &other.0) {
             (_, None) => {}

@@ -1,19 +1,21 @@
-//! What is to be checked.
+//! Configuration of check mode.
 
-/// What is to be checked.
+/// Configuration of check mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CheckConfig {
-    /// Report races and reads of memory that nobody wrote. Off, such accesses have the results that the memory model allows.
+    /// Report races and reads of unwritten memory. If false, such accesses have the results that
+    /// the memory model allows.
     pub races: bool,
-    /// Weak memory: a read that may see an older value sometimes does, drawn from this seed, so that a missing fence shows as a wrong
-    /// result as well.
+    /// Weak memory: a read that may see an older value sometimes does, drawn from this seed. So a
+    /// missing fence shows as a wrong result as well.
     pub weak_memory: Option<u64>,
-    /// Report block barriers for all threads that some warps wait at and others end without, which the hardware lets pass.
+    /// Report block barriers for all threads that some warps wait at and others end without, which
+    /// the hardware lets pass.
     pub strict_exits: bool,
 }
 
 impl Default for CheckConfig {
-    /// Races, with memory that does what the order of execution says.
+    /// Checks races; loads return the values that the order of execution gives.
     fn default() -> Self {
         Self { races: true, weak_memory: None, strict_exits: false }
     }

@@ -1,9 +1,9 @@
-//! The grids of a checker, and whom a scope takes in.
+//! The grids of a checker, and the actors that a scope includes.
 
 use super::clock::{self, Key, VectorClock};
 use crate::ir::Scope;
 
-/// What is known of the grids: which timeline each ran on, and on which device.
+/// Facts about the grids: the timeline and the device that each ran on.
 #[derive(Debug, Default)]
 pub(crate) struct Grids(pub(crate) Vec<GridFacts>);
 
@@ -26,7 +26,7 @@ impl Grids {
         self.0.get((clock::grid_of(key) as usize).checked_sub(1)?)
     }
 
-    /// Whether `clock` knows tick `tick` of `key`.
+    /// Whether `clock` includes tick `tick` of `key`.
     pub(crate) fn known(&self, clock: &VectorClock, key: Key, tick: u32) -> bool {
         clock.knows(key, tick) || self.facts(key).is_some_and(|g| clock.timeline(g.timeline) >= g.tick)
     }
@@ -43,8 +43,8 @@ impl Grids {
         }
     }
 
-    /// Whether nobody else can tell two actors apart by scopes: each scope of another actor takes in both or neither, and accesses of scope
-    /// `scope` by either take in the same others.
+    /// Whether no scope separates two actors. Each scope of another actor includes both or neither.
+    /// Accesses of scope `scope` by either include the same others.
     pub(crate) fn alike(&self, scope: Scope, a: Key, b: Key) -> bool {
         let narrowest = if scope == Scope::Cta { Scope::Cta } else { Scope::Gpu };
         self.includes(narrowest, a, b)

@@ -1,7 +1,7 @@
-//! What blocks have read of each other by strong accesses, and what they waited for last: where an order was meant to be, for reports.
+//! Strong reads of other blocks' writes, and last waits: the intended orders, for reports.
 //!
-//! Nothing is decided by it. A race report looks here for the way by which the later access may have thought itself ordered behind the
-//! earlier one, and says what is wrong with it.
+//! The checks do not use this history. A race report searches it for the reads that were meant to
+//! order the later access behind the earlier one. The report shows the step that fails.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 
@@ -13,9 +13,9 @@ use crate::ir::{Scope, Sem};
 const MOST_WRITES: usize = 64;
 /// Strong reads that are kept of a block.
 const MOST_SIGHTS: usize = 32;
-/// Blocks whose reads are kept, and threads whose waits are.
+/// Most blocks whose reads are kept, and most threads whose waits are kept.
 const MOST_OLD: usize = 4096;
-/// Reads that are told where no way is found.
+/// Most reads that a report lists if no way is found.
 const MOST_TOLD: usize = 3;
 /// Blocks through which a way leads at the most.
 const LONGEST_WAY: usize = 4;
@@ -66,7 +66,7 @@ pub(crate) struct Wait {
     pub(crate) landed: bool,
 }
 
-/// What a thread has read, and who wrote it.
+/// A read of a thread, and the write that it observed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
     pub(crate) read: Sight,
@@ -77,9 +77,9 @@ pub(crate) struct Step {
 pub(crate) struct History {
     /// Counts strong writes.
     now: u64,
-    /// What each block has read last, by block.
+    /// The last reads of each block, by block.
     sights: BTreeMap<Key, VecDeque<Sight>>,
-    /// What each lane has waited for last, by lane.
+    /// The last wait of each lane, by lane.
     waits: BTreeMap<Key, Wait>,
 }
 
@@ -139,7 +139,8 @@ impl History {
         self.waits.get(&by).copied()
     }
 
-    /// What `block` has read of others, latest first. `writes` gives the writes of a location.
+    /// Reads by `block` of other blocks' writes, latest first. `writes` gives the writes of a
+    /// location.
     fn steps<'a>(
         &'a self,
         block: Key,
@@ -152,7 +153,7 @@ impl History {
             for &write in writes(block, read.place).into_iter().flat_map(|w| w.0.iter().rev()) {
                 if write.at <= read.at {
                     seen.push(Step { read, write: Some(write) });
-                    // A read-modify-write passes on what was there before it.
+                    // A read-modify-write also passes on the releases of the write before it.
                     if !write.rmw {
                         break;
                     }
@@ -171,7 +172,7 @@ impl History {
         self.sights.range(..first).rev().map(|(block, _)| *block)
     }
 
-    /// The reads by which `block` may have heard of what block `of` did, from the first to the last.
+    /// The chain of reads that may have ordered block `block` after block `of`, first to last.
     pub(crate) fn way<'a>(
         &'a self,
         block: Key,
@@ -199,7 +200,8 @@ impl History {
         None
     }
 
-    /// What `block` has read last, for want of a way to block `of`, or where it is not known which block to look for.
+    /// The last reads by `block`: for reports without a way to block `of`, or without a known block
+    /// `of`.
     pub(crate) fn last_reads<'a>(
         &'a self,
         block: Key,
@@ -207,7 +209,7 @@ impl History {
         writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
     ) -> Vec<Step> {
         let telling = |step: &Step| match (step.read.place, step.write) {
-            // Nobody outside of the block answers there.
+            // No other block writes shared memory.
             (Place::Shared { .. }, _) => of == Some(block),
             (_, Some(write)) => clock::block_of(write.by) != block,
             (_, None) => matches!(step.read.sem, Sem::Acquire | Sem::AcqRel),
@@ -254,7 +256,8 @@ mod tests {
         let pcs = |way: Vec<Step>| -> Vec<(u32, bool)> {
             way.iter().map(|step| (step.read.pc, step.write.is_some())).collect()
         };
-        // What shared memory holds, and relaxed reads of nothing, tell nothing of others.
+        // Reads of shared memory, and relaxed reads without a write, show nothing about other
+        // blocks.
         let told = |of| pcs(history.last_reads(block(0), of, writes));
         assert_eq!(told(None), [(3, false), (4, true), (5, true)]);
         assert_eq!(told(Some(block(7))), told(None));
@@ -265,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_way_leads_through_what_others_had_read_before_they_wrote() {
+    fn a_way_leads_through_reads_of_others_before_their_writes() {
         let mut history = History::default();
         let (mut first, mut second) = (Writes::default(), Writes::default());
         let (release, acquire) = ((Sem::Release, Scope::Gpu), (Sem::Acquire, Scope::Gpu));

@@ -1,9 +1,10 @@
-//! What has happened before some point, as far as somebody knows.
+//! Causal past: vector clocks of everything that a lane, stream or host thread has synchronised
+//! with.
 
 use super::clock::{Key, VectorClock};
 use super::grids::Grids;
 
-/// What has happened before some point: of a stream, of an event, of a host thread.
+/// The causal past of a stream, an event or a host thread.
 #[derive(Clone, Debug, Default)]
 pub struct Past(pub(super) Known);
 
@@ -26,11 +27,12 @@ impl Past {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeline(pub(super) Key);
 
-/// What an actor knows to have happened.
+/// The causal past of an actor.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Known {
     pub(crate) all: VectorClock,
-    /// The part of it that bulk copies may rely on, in shared and in global memory: accesses before a proxy fence.
+    /// The part of it that bulk copies may rely on, in shared and in global memory: accesses before
+    /// a proxy fence.
     pub(crate) published: [VectorClock; 2],
 }
 
@@ -68,16 +70,16 @@ impl Known {
     }
 }
 
-/// What an acquire has learnt from a chain.
+/// Causal past that an acquire took over from a chain.
 #[derive(Clone, Debug)]
 pub(crate) struct Heard {
     pub(super) chain: u64,
     pub(super) known: Known,
-    /// It is part of what the lane knows by now.
+    /// Whether `known` is joined into the lane's causal past.
     pub(super) settled: bool,
 }
 
-/// What a lane knows to have happened, its own accesses left out: in parts, as if they were joined.
+/// The causal past of a lane without its own accesses, in parts that count as if they were joined.
 #[derive(Clone, Copy)]
 pub(crate) struct Knows<'a> {
     pub(super) known: &'a Known,

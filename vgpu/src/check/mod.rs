@@ -1,15 +1,19 @@
-//! Check mode: who may rely on what, and who does without being allowed to.
+//! Check mode: finds accesses that rely on an order which the memory model does not promise.
 //!
-//! Happens-before is tracked with vector clocks, after the PTX memory model (PTX ISA, "Memory Consistency Model"): edges come only from
-//! morally strong release and acquire patterns, fences, block and warp barriers, mbarriers, kernel boundaries and what the host waits
-//! for. Bulk copies are actors of their own in the async proxy: they rely on generic accesses only across a `fence.proxy.async`, and
-//! only an observed completion orders them before others. Where the model's text leaves open at which end of a path the proxy fence
-//! must stand, both ends are accepted.
+//! Happens-before is tracked with vector clocks, after the PTX memory model (PTX ISA, "Memory
+//! Consistency Model"). Edges come only from morally strong release and acquire patterns, fences,
+//! block and warp barriers, mbarriers, kernel boundaries and the host's waits. Bulk copies are
+//! actors of their own in the async proxy. They rely on generic accesses only across a
+//! `fence.proxy.async`, and only an observed completion orders them before other accesses. The
+//! model's text leaves open at which end of a path the proxy fence must stand; both ends are
+//! accepted.
 //!
-//! One [`Checker`] watches the memory of all devices of a process; [`Memory::checked`](crate::Memory::checked) joins a device to it.
-//! Memory that other processes or plain host code access is hidden from it ([`Region::hide`](crate::Region::hide)). Host code that reads
-//! by [`Memory::load_acquire`](crate::Memory::load_acquire) and [`Memory::host_reads`](crate::Memory::host_reads) is watched like a kernel; of
-//! hidden memory it is told whether kernels released to it what it reads.
+//! One [`Checker`] watches the memory of all devices of a process;
+//! [`Memory::checked`](crate::Memory::checked) joins a device to it. Memory that other processes or
+//! plain host code access is hidden from it ([`Region::hide`](crate::Region::hide)). Host code that
+//! reads by [`Memory::load_acquire`](crate::Memory::load_acquire) and
+//! [`Memory::host_reads`](crate::Memory::host_reads) is watched like a kernel. In hidden memory,
+//! the check is only whether kernels released the bytes to the host.
 //!
 //! | file | |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! What was found, in words.
+//! Findings of check mode as text.
 
 use super::block::BlockCheck;
 use super::clock::{self, Key};
@@ -11,7 +11,7 @@ use super::world::World;
 use crate::fault::{Attempt, FaultKind, Launch, Party, Race};
 use crate::ir::{Scope, Sem};
 
-/// The access that was stopped, and what its lane knew.
+/// The access that was stopped, and the causal past of its lane.
 pub(crate) struct Me<'a> {
     pub(crate) record: &'a Record,
     /// The lane.
@@ -43,7 +43,7 @@ fn manner(how: How, wrote: bool) -> String {
     }
 }
 
-/// Whoever made `access` by instruction `pc`, as seen from the lane `me`.
+/// Describes the actor of `access` by instruction `pc`, as seen from the lane `me`.
 fn party(grids: &Grids, access: String, actor: Key, pc: u32, me: Key) -> Party {
     let (Some(facts), Some((block, within))) = (grids.facts(actor), clock::place_of(actor)) else {
         return Party { access, ..Party::host() };
@@ -76,7 +76,7 @@ fn actor_of(record: &Record) -> Key {
     }
 }
 
-/// What would have ordered the two.
+/// The synchronisation that would have ordered the two accesses.
 fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> String {
     let Me { record: mine, own, known, .. } = *me;
     let wait = if other_wrote { "wait_group (without .read)" } else { "wait_group.read" };
@@ -119,7 +119,7 @@ fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> Str
 const NO_RELEASE: &str = "orders nothing: the write is no release, and no fence stands before it";
 const NO_REACH: &str = "orders nothing: a scope does not reach the other thread";
 
-/// Whoever made a strong write.
+/// Describes the writer of a strong write.
 fn writer(grids: &Grids, &Strong { by, pc, sem, scope, rmw, .. }: &Strong, me: Key) -> Party {
     let scope = scope_name(scope);
     let manner = match (sem, rmw) {
@@ -149,10 +149,10 @@ fn read_attempt(grids: &Grids, step: &Step, me: Key) -> Attempt {
     Attempt { what, of, verdict: verdict.into() }
 }
 
-/// Blocks of earlier kernels that are asked what they had heard of others.
+/// Most blocks of earlier kernels whose reads are searched.
 const MOST_EARLIER: usize = 64;
 
-/// What was to order the two, as far as it was seen: where an order broke off.
+/// The synchronisation between the two accesses that was seen, with the step at which it failed.
 fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Vec<Attempt> {
     let theirs = actor_of(other);
     let mut found = vec![];
@@ -183,7 +183,7 @@ fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Ve
     };
     let of = clock::place_of(theirs).map(|_| clock::block_of(theirs));
     let here = clock::block_of(me.own);
-    // What earlier kernels of the device have read, this one may rely on, by the order of a stream.
+    // Reads of earlier kernels of the device count too, because a stream orders the kernels.
     let device = |block: Key| world.grids.facts(clock::warp_of_block(block)).map(|facts| facts.device);
     let earlier = world.history.blocks_before(clock::grid_of(me.own));
     let earlier = earlier.filter(|block| device(*block) == device(here)).take(MOST_EARLIER);
@@ -226,7 +226,7 @@ pub(crate) fn fault(
 pub(crate) fn host_race(world: &World, wrong: Wrong, write: bool) -> String {
     let what = if write { "write" } else { "read" };
     match wrong {
-        Wrong::Unwritten => format!("the {what} finds memory that nobody wrote"),
+        Wrong::Unwritten => format!("the {what} finds unwritten memory"),
         Wrong::Race { other, wrote } => {
             let other = party(&world.grids, manner(other.how, wrote), actor_of(&other), other.pc, 0);
             format!(

@@ -1,6 +1,6 @@
-//! Shadow memory: for every word of memory, who wrote it last and who has read it since. A word of
-//! which an access had only some bytes is split: each of its bytes then has a history of its own,
-//! until a write has the whole word again.
+//! Shadow memory: for every word of memory, the last write and the reads since. A word is split
+//! once an access has only some of its bytes. Each byte then has a history of its own, until a
+//! write covers the whole word.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use crate::ir::{Scope, Sem};
 /// Words in a page of shadow, which comes to be when it is first touched.
 const PAGE_WORDS: u64 = 1024;
 
-/// What one access was.
+/// One access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
-    /// Whose access; 0 for none.
+    /// The actor of the access; 0 for none.
     pub(crate) actor: Key,
     pub(crate) tick: u32,
-    /// Of a generic read: the lanes of the warp `actor` that read.
+    /// For a generic read: the lanes of the warp `actor` that read.
     pub(crate) lanes: u32,
     /// Instruction, in the kernel of the actor's grid.
     pub(crate) pc: u32,
@@ -33,7 +33,8 @@ pub(crate) struct Record {
 pub(crate) struct How {
     /// Relaxed or stronger, with this scope; weak otherwise.
     pub(crate) strong: Option<Scope>,
-    /// Bytes of the whole access: two strong accesses that do not cover the same bytes are no better than weak ones.
+    /// Bytes of the whole access: two strong accesses that do not cover the same bytes are no
+    /// better than weak ones.
     pub(crate) size: u8,
     /// It is a bulk copy's.
     pub(crate) bulk: bool,
@@ -59,7 +60,7 @@ const NOBODY: Record = Record { actor: 0, tick: 0, lanes: 0, pc: 0, how: How::WE
 struct Cell {
     write: Record,
     read: Record,
-    /// Somebody wrote it.
+    /// Whether it was written.
     written: bool,
     /// The word is split: its bytes are in `Shadow::split`, and nothing else here counts.
     split: bool,
@@ -121,7 +122,7 @@ impl Readers {
         mine.push(me);
         self.count += 1;
         if self.count > self.limit.max(64) {
-            // Whoever comes after this read comes after what it knows too.
+            // An access after this read is also after the reads in this reader's causal past.
             self.by_actor.retain(|_, records| {
                 records.retain(|r| !by_lane(r).all(|key| who.after(grids, key, r)) || *r == me);
                 !records.is_empty()
@@ -132,7 +133,7 @@ impl Readers {
     }
 }
 
-/// Says what lies at an offset of a piece of memory, such as `ready[3]`.
+/// Names the byte at an offset of a piece of memory, such as `ready[3]`.
 #[derive(Clone)]
 pub(crate) struct Names(pub(crate) Arc<dyn Fn(u64) -> Option<String> + Send + Sync>);
 
@@ -150,16 +151,18 @@ pub(crate) struct Shadow {
     split: HashMap<u64, [Cell; 4]>,
     /// Where a unit has several readers that nothing orders.
     readers: HashMap<Unit, Readers>,
-    /// Lanes that have observed the last write of a unit, by a morally strong read, and when: the
-    /// write comes before whatever comes after one of these reads, though nothing else of its
-    /// thread does.
+    /// Lanes that have observed the last write of a unit by a morally strong read, and the tick.
+    /// The write comes before all accesses after one of these reads. The other accesses of its
+    /// thread do not.
     seen: HashMap<Unit, Vec<(Key, u32)>>,
-    /// Others access it in ways that nobody tells: nothing is checked but read-modify-writes against each other, and whether host code that
-    /// says so may take what kernels wrote.
+    /// Memory that is also accessed outside of the checker. Checked are only read-modify-writes
+    /// against each other, and host reads by [`Memory::host_reads`](crate::Memory::host_reads)
+    /// against kernels' writes.
     pub(crate) hidden: bool,
-    /// Whoever wrote here is long gone: what was never seen written counts as written.
+    /// Memory that was filled before the checker saw it: bytes without a seen write count as
+    /// written.
     pub(crate) filled: bool,
-    /// What its parts are called, in reports.
+    /// Names of its parts, for reports.
     pub(crate) names: Option<Names>,
     /// Identity of the device that it belongs to, and its label there.
     pub(crate) origin: Option<(u64, Arc<str>)>,
@@ -170,20 +173,21 @@ pub(crate) struct Shadow {
 pub(crate) enum Wrong {
     /// It races with this one. `wrote`: with a write.
     Race { other: Record, wrote: bool },
-    /// It reads bytes that nobody wrote.
+    /// The access reads unwritten bytes.
     Unwritten,
 }
 
 /// At which byte of its memory an access went wrong, and why.
 pub(crate) type Trouble = (u64, Wrong);
 
-/// Who makes an access, and what it knows.
+/// The actor of an access, and its causal past.
 pub(crate) struct Accessor<'a> {
     pub(crate) record: Record,
-    /// The lane's own key: it need not know its own accesses. Bulk copies have none.
+    /// The lane's own key. Its causal past need not include its own accesses. Bulk copies have no
+    /// such key.
     pub(crate) own: Key,
     pub(crate) knows: Knows<'a>,
-    /// Of a bulk copy: the generic accesses that it may rely on.
+    /// For a bulk copy: the generic accesses that it may rely on.
     pub(crate) published: Option<&'a VectorClock>,
 }
 
@@ -202,7 +206,7 @@ impl Accessor<'_> {
         (key == self.own && !self.record.how.bulk) || self.after_tick(grids, key, record.tick)
     }
 
-    /// Whether it comes after what somebody did up to a tick, not by a bulk copy.
+    /// Whether the access comes after all accesses of an actor up to a tick, bulk copies excepted.
     fn after_tick(&self, grids: &Grids, key: Key, tick: u32) -> bool {
         match self.published {
             Some(published) => grids.known(published, key, tick),
@@ -226,7 +230,7 @@ impl Accessor<'_> {
 }
 
 impl Shadow {
-    /// The shadow of memory that nobody has touched.
+    /// The shadow of untouched memory.
     pub(crate) fn new(hidden: bool, filled: bool) -> Self {
         Self { hidden, filled, ..Self::default() }
     }
@@ -294,7 +298,7 @@ impl Shadow {
         })
     }
 
-    /// Notes a read of `bytes` bytes at `at`. The error says at which byte, and why.
+    /// Notes a read of `bytes` bytes at `at`. The error gives the byte and the reason.
     pub(crate) fn read(
         &mut self,
         grids: &Grids,
@@ -346,7 +350,8 @@ impl Shadow {
         Ok(())
     }
 
-    /// Host code takes `bytes` bytes at `at` of memory that is hidden: it must come after whatever kernels wrote there. Nothing is noted.
+    /// Checks a host read of `bytes` bytes at `at` of hidden memory: the read must come after all
+    /// kernels' writes there. Nothing is noted.
     pub(crate) fn take(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Result<(), Trouble> {
         let mut fine = NOBODY;
         for (w, mask) in Self::words(at, bytes) {
@@ -364,8 +369,10 @@ impl Shadow {
         Ok(())
     }
 
-    /// Notes a write of `bytes` bytes at `at`. `unchanged` tells whether a word of memory holds already what is written there: weak
-    /// writes of equal values do no harm. `before` gives the written bytes of the word as they are, in their place, where it can be told. Gives whether a strong write stood there.
+    /// Notes a write of `bytes` bytes at `at`. Returns whether the range held a strong write. Weak
+    /// writes of equal values do no harm, so `unchanged` tells whether a word of memory already
+    /// holds the written value. `before` gives the old value of the written bytes of a word, if it
+    /// is known.
     pub(crate) fn write(
         &mut self,
         grids: &Grids,
@@ -438,9 +445,10 @@ impl Shadow {
         }
     }
 
-    /// The value before the last write of a range, as little-endian words, if a reader may still see
-    /// it: the reader neither knows the write nor comes after a strong read of it. None unless that
-    /// holds for every byte, and one write wrote them all.
+    /// The value before the last write of a range, as little-endian words, if a reader may still
+    /// see it. A reader may if the write is not in its past, and it does not come after a strong
+    /// read of the write. None unless that holds for every byte, and a single write wrote all
+    /// bytes.
     pub(crate) fn stale(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Option<[u32; 4]> {
         if self.hidden || bytes > 16 {
             return None;
@@ -499,7 +507,7 @@ impl Shadow {
         })
     }
 
-    /// Forgets who touched a range: nobody has written it.
+    /// Forgets all accesses of a range: it counts as unwritten.
     pub(crate) fn renew(&mut self, at: u64, bytes: u64) {
         for (w, mask) in Self::words(at, bytes) {
             for unit in self.units(w, mask) {

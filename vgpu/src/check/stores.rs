@@ -1,15 +1,17 @@
-//! What kernels store and load, and where, for tests that predict it: what a protocol sends over each
-//! link, and which blocks load from which memory.
+//! Counts of stores and loads by kernels and their places. Tests compare them with predictions: the
+//! bytes that a protocol sends over each link, and the memory that each block loads from.
 
 use std::collections::HashMap;
 
 use super::clock::{self, Key};
 use super::place::Place;
 
-/// Bytes that the kernels of one name on one device stored in one part of a piece of memory, bulk copies and atomics included.
+/// Bytes that the kernels of one name on one device stored in one part of a piece of memory, bulk
+/// copies and atomics included.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stored {
-    /// The number of the device whose kernels stored them ([`Checker::number_device`](crate::Checker::number_device)).
+    /// Number of the device whose kernels stored
+    /// ([`Checker::number_device`](crate::Checker::number_device)).
     pub by: u32,
     /// The number of the device that the memory belongs to.
     pub on: u32,
@@ -17,7 +19,8 @@ pub struct Stored {
     pub memory: String,
     /// Name of the kernel.
     pub kernel: String,
-    /// What lies there, without its index ([`Region::name_parts`](crate::Region::name_parts)); empty where it has no name.
+    /// Name of the part, without its index ([`Region::name_parts`](crate::Region::name_parts));
+    /// empty if it has none.
     pub part: String,
     /// How many bytes.
     pub bytes: u64,
@@ -27,7 +30,7 @@ pub struct Stored {
 /// piece of memory. Atomics and bulk copies are not counted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loaded {
-    /// The number of the device whose kernels loaded
+    /// Number of the device whose kernels loaded
     /// ([`Checker::number_device`](crate::Checker::number_device)).
     pub by: u32,
     /// The number of the device that the memory belongs to.
@@ -36,7 +39,7 @@ pub struct Loaded {
     pub memory: String,
     /// Name of the kernel.
     pub kernel: String,
-    /// What lies there, as in [`Stored::part`].
+    /// Name of the part, as in [`Stored::part`].
     pub part: String,
     /// The block within its grid.
     pub block: u32,
@@ -44,7 +47,8 @@ pub struct Loaded {
     pub loads: u64,
 }
 
-/// Counts by grid, block within it, piece of memory and offset, from the time when they are asked for.
+/// Counts by grid, block within it, piece of memory and offset, from the time when they are asked
+/// for.
 #[derive(Debug, Default)]
 pub(crate) struct Counts(Option<HashMap<(u32, u32, u32, u64), u64>>);
 

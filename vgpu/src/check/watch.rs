@@ -1,4 +1,4 @@
-//! What the interpreter calls where checks are on.
+//! Hooks that the interpreter calls in check mode.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ const HOST_READS: Duration = Duration::from_micros(50);
 /// Words of a copy's source that it reads as they were before: offset in the source, value.
 pub(crate) type Stale = Vec<(u64, u32)>;
 
-/// Watches the warp that runs. Without checks it is `()`, whose methods do nothing and cost nothing.
+/// Watches the warp that runs. Without checks it is `()`, whose methods are empty and cost nothing.
 pub(crate) trait Watch {
     const ON: bool;
     /// Loads may see older values.
@@ -47,11 +47,13 @@ pub(crate) trait Watch {
     fn defers_load(&mut self) -> bool {
         false
     }
-    /// The older value that a load sees instead, if it does, with that of the 8 bytes behind it where they are read at once.
+    /// The older value that a load sees instead, if it does, with that of the 8 bytes behind it
+    /// where they are read at once.
     fn stale(&mut self, _: Place, _bytes: u64, _lane: usize, _: How) -> Option<[u64; 2]> {
         None
     }
-    /// `now` is what the memory holds, `new` what it will. Gives whether a strong write stood there before.
+    /// `now` is the value in memory, `new` the value to be written. Returns whether the place held
+    /// a strong write.
     fn write(
         &mut self,
         _: Place,
@@ -74,13 +76,13 @@ pub(crate) trait Watch {
     fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64) {}
     fn complete_mbarrier(&mut self, _offset: u64) {}
     fn pass_mbarrier(&mut self, _mask: u32, _offset: u64) {}
-    /// A bulk copy is issued. The error says which end went wrong, and whether that is the one written.
+    /// A bulk copy is issued. The error names the wrong end, and whether that is the written one.
     fn copy(&mut self, _: &Copy) -> Result<Stale, (Place, bool, Trouble)> {
         Ok(vec![])
     }
     fn waited(&mut self, _lane: usize, _pc: u32, _group: u32, _landed: bool) {}
     /// The fault for a trouble with an access by a lane.
-    #[allow(clippy::too_many_arguments)] // All that a report says.
+    #[allow(clippy::too_many_arguments)] // A report needs all of them.
     fn describe(
         &self,
         label: String,
@@ -117,12 +119,13 @@ impl Watcher<'_> {
         clock::lane(self.block.key(self.warp), lane)
     }
 
-    /// Whether a finding is one. In weak-memory mode alone, the results tell.
+    /// Whether a finding is a fault. With weak memory only, the kernel's results show the fault
+    /// instead.
     fn judge<T: Default>(&self, result: Result<T, Trouble>) -> Result<T, Trouble> {
         if self.world.config.races { result } else { Ok(result.unwrap_or_default()) }
     }
 
-    /// The shadow of a place with what else is needed to look at it: the offset there, and what the lane knows.
+    /// Gives the shadow of a place, the offset in it, and the lane's causal past.
     fn look(&mut self, place: Place, lane: usize) -> Option<(&mut Shadow, &Grids, u64, Knows<'_>)> {
         let Watcher { world, block, warp } = self;
         let World { shadows, grids, .. } = &mut **world;
@@ -242,7 +245,8 @@ impl Watch for Watcher<'_> {
         };
         let Some(mut found) = found else { return };
         if older {
-            // Not what the chain has by now: as if it were one of its own.
+            // An older release gets a chain of its own: the chain's present past would include
+            // later releases.
             for release in &mut found {
                 world.chains += 1;
                 release.chain = world.chains;
@@ -270,7 +274,8 @@ impl Watch for Watcher<'_> {
         if hidden {
             if let Some(r) = release.filter(|r| r.scope == Scope::Sys) {
                 world.outside.join(&r.known);
-                // The host polls such words: now and then it gets the time to read what this one stands for.
+                // The host polls such words. A sleep now and then gives it time to read the present
+                // value.
                 if world.rng.below(4) == 0 {
                     std::thread::sleep(HOST_READS);
                 }
@@ -278,8 +283,8 @@ impl Watch for Watcher<'_> {
             return;
         }
         releases.before.clone_from(&releases.last);
-        // A release write followed by strong writes of the same thread is still a release pattern, and so is a chain of
-        // read-modify-writes.
+        // A release write followed by strong writes of the same thread is still a release pattern,
+        // and so is a chain of read-modify-writes.
         let goes_on = sem == Sem::Relaxed && release.is_none();
         releases.last.retain(|r| rmw || goes_on && r.by == own && !r.shared);
         let Some(mut new) = release else { return };

@@ -1,4 +1,4 @@
-//! All that a checker knows, and what the host and its streams do to memory.
+//! State of a checker, and the host's and streams' operations on memory.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
@@ -25,15 +25,15 @@ pub(super) struct Host {
     pub(super) loaded: Option<(u32, u64)>,
 }
 
-/// All that a checker knows.
+/// State of a checker.
 #[derive(Debug)]
 pub(crate) struct World {
     pub(crate) config: CheckConfig,
     pub(crate) grids: Grids,
     /// One per piece of memory, by its number; number 0 stands for none.
     pub(crate) shadows: Vec<Shadow>,
-    /// Device and inode of the file behind a piece of memory: its number, and how many mappings there are. Keyed so, since a pool has
-    /// another address on every rank.
+    /// Device and inode of the file behind a piece of memory: its number, and how many mappings
+    /// there are. Keyed so, since a pool has another address on every rank.
     pub(super) backings: HashMap<(u64, u64), (u32, u32)>,
     pub(super) free_shadows: Vec<u32>,
     pub(super) stores: Counts,
@@ -46,13 +46,13 @@ pub(crate) struct World {
     pub(crate) releases: HashMap<(u32, u64), Releases>,
     /// Chains of releases so far: the number of the last.
     pub(super) chains: u64,
-    /// What was released to memory that is hidden, for whoever acquires there.
+    /// Causal past that was released to hidden memory, for acquires there.
     pub(crate) outside: Known,
     pub(crate) history: History,
-    /// What precedes the last sequentially consistent fences: by scope, and by the block where they were.
+    /// Causal past of the last sequentially consistent fences, by scope and by block.
     pub(crate) fences: HashMap<(Scope, Key), Release>,
     pub(super) hosts: HashMap<ThreadId, Host>,
-    /// What threads have told each other ([`host_meets`]).
+    /// Causal past that host threads have published ([`host_meets`]).
     pub(super) meeting: Known,
     pub(super) timelines: u64,
     pub(super) ticks: u32,
@@ -60,7 +60,7 @@ pub(crate) struct World {
 }
 
 thread_local! {
-    /// The stream whose work this thread carries out just now.
+    /// The stream whose work this thread executes at present.
     pub(super) static ACTING: RefCell<Option<Host>> = const { RefCell::new(None) };
 }
 
@@ -91,13 +91,14 @@ impl World {
         }
     }
 
-    /// A piece of memory is mapped by the device of this identity, under this label. `filled`: what is in it already counts as written.
+    /// A piece of memory is mapped by the device of this identity, under this label. `filled`: its
+    /// contents already count as written.
     pub(crate) fn map(&mut self, backing: (u64, u64), filled: bool, by: (u64, Arc<str>)) -> u32 {
         if let Some((number, maps)) = self.backings.get_mut(&backing) {
             *maps += 1;
             return *number;
         }
-        // Whoever maps it first has made it.
+        // The device that maps it first is its origin.
         let mut shadow = Shadow::new(false, filled);
         shadow.origin = Some(by);
         let number = match self.free_shadows.pop() {
@@ -142,7 +143,7 @@ impl World {
         self.hosts.entry(id).or_default()
     }
 
-    /// What this thread, or the stream that it acts for, knows.
+    /// The causal past of this thread, or of the stream that it acts for.
     pub(crate) fn host_known(&mut self) -> Known {
         ACTING
             .with_borrow(|acting| acting.as_ref().map(|host| host.known.clone()))
@@ -153,7 +154,8 @@ impl World {
         self.host().known.join(known);
     }
 
-    /// Begins a grid after all that `start` knows, on a timeline or on one of its own; its number.
+    /// Begins a grid after the causal past `start`, on a timeline or on one of its own. Returns its
+    /// number.
     pub(crate) fn begin_grid(
         &mut self,
         start: &mut Known,
@@ -171,13 +173,14 @@ impl World {
         number
     }
 
-    /// One count serves all timelines: it moves on with each, and that is all that a tick has to do.
+    /// One count serves all timelines: it moves on with each, and that is all that a tick has to
+    /// do.
     pub(super) fn next_tick(&mut self) -> u32 {
         self.ticks += 1;
         self.ticks
     }
 
-    /// The end of a grid: what comes after it knows all of it.
+    /// Ends a grid: `known` then includes all of it.
     pub(crate) fn end_grid(&mut self, grid: u32, known: &mut Known) {
         if let Some(facts) = self.grids.0.get(grid as usize - 1) {
             known.all.raise(facts.timeline, facts.tick);
@@ -185,13 +188,13 @@ impl World {
         known.publish_all();
     }
 
-    /// What lies at byte `at` of shadow `number`; empty where it has no name.
+    /// Name of byte `at` of shadow `number`; empty if it has none.
     pub(crate) fn part(&self, number: u32, at: u64) -> String {
         let names = self.shadows.get(number as usize).and_then(|shadow| shadow.names.as_ref());
         names.and_then(|names| (names.0)(at)).unwrap_or_default()
     }
 
-    /// What kernels have stored since somebody wanted to know, in memory that is still there.
+    /// Stores by kernels since the count began, to memory that is still allocated.
     pub(super) fn stored(&self) -> Vec<Stored> {
         let mut all: BTreeMap<_, u64> = BTreeMap::new();
         for ((grid, _, shadow, offset), bytes) in self.stores.counted() {
@@ -203,7 +206,7 @@ impl World {
         all.into_iter().map(stored).collect()
     }
 
-    /// What blocks have loaded since [`Counts::count`], from memory that is still there.
+    /// Loads by blocks since [`Counts::count`], from memory that is still allocated.
     pub(super) fn loaded(&self) -> Vec<Loaded> {
         let mut all: BTreeMap<_, u64> = BTreeMap::new();
         for ((grid, block, shadow, offset), loads) in self.loads.counted() {
@@ -223,7 +226,8 @@ impl World {
         all.into_iter().map(loaded).collect()
     }
 
-    /// The device of a grid, that of a piece of memory, its label, the kernel, and what lies there.
+    /// The device of a grid, the device of a piece of memory, its label, the kernel, and the part's
+    /// name.
     fn by_name(&self, grid: u32, shadow: u32, offset: u64) -> Option<(u32, u32, String, String, String)> {
         let (by, kernel) = self.kernel_of(grid)?;
         let (on, memory) = self.origin_of(shadow)?;
@@ -261,7 +265,8 @@ impl World {
         self.host_touches(number, at, bytes, write, How::WEAK)
     }
 
-    /// An acquire load of scope `.sys` by the host of the 8-byte word at `at` in shadow `number`: the host knows what was released there.
+    /// An acquire load of scope `.sys` by the host of the 8-byte word at `at` in shadow `number`.
+    /// The releases there join the host's causal past.
     pub(crate) fn host_acquires(&mut self, number: u32, at: u64) -> Result<(), Trouble> {
         self.host_touches(number, at, 8, false, How::generic(Sem::Acquire, Scope::Sys, 8, false))?;
         self.host().loaded = Some((number, at));
@@ -270,7 +275,7 @@ impl World {
             learnt.join(&self.outside);
         } else {
             let Some(releases) = self.releases.get(&(number, at)) else { return Ok(()) };
-            // A narrower scope takes in nobody but the device.
+            // A narrower scope does not include the host.
             releases.last.iter().filter(|r| r.scope == Scope::Sys).for_each(|r| learnt.join(&r.known));
         }
         let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(|host| host.known.join(&learnt)));
@@ -308,7 +313,8 @@ impl World {
         let World { shadows, grids, config, .. } = self;
         let shadow = &mut shadows[number as usize];
         let result = if shadow.hidden {
-            // What it writes there nobody is told of otherwise, and its polls are of words that it knows to be polled.
+            // Host writes to hidden memory are not checked: the checker sees no other host accesses
+            // there. Strong host reads are polls.
             if write || how.strong.is_some() { Ok(()) } else { shadow.take(grids, at, bytes, &who) }
         } else if write {
             shadow.write(grids, at, bytes, &who, |_| false, |_| None).map(drop)
@@ -316,7 +322,7 @@ impl World {
             shadow.read(grids, at, bytes, &who)
         };
         match result {
-            // The host may look at memory that nobody wrote, as a debugger does.
+            // The host may read unwritten memory, as a debugger does.
             Err(trouble @ (_, Wrong::Race { .. })) if config.races => Err(trouble),
             _ => Ok(()),
         }

@@ -16,7 +16,8 @@ use crate::fault::{FaultKind, WaitingFor};
 use crate::float::{canonical, flush};
 use crate::ir::{Access, Addr, Atomic, FULL, Op, Rmw, SINK, Sem, Space};
 
-/// Generic addresses of shared, local and parameter memory carry a tag in their top byte, which no host address has.
+/// Generic addresses of shared, local and parameter memory carry a tag in their top byte, which no
+/// host address has.
 pub(crate) const SHARED_TAG: u64 = 0xa0 << 56;
 pub(crate) const LOCAL_TAG: u64 = 0xb0 << 56;
 pub(crate) const PARAM_TAG: u64 = 0xc0 << 56;
@@ -28,7 +29,8 @@ const TAG: u64 = 0xff << 56;
 /// `p` must be valid for `bytes` bytes and aligned to them.
 #[inline(always)]
 unsafe fn read(p: *mut u8, bytes: u8, order: Ordering) -> u64 {
-    // SAFETY: passed on to the caller; atomics make the access single and untorn, whoever else writes it.
+    // SAFETY: the caller passes a valid, aligned pointer; atomics make the access single and untorn
+    // even if other threads or processes write it.
     unsafe {
         match bytes {
             1 => u64::from(AtomicU8::from_ptr(p).load(order)),
@@ -68,8 +70,8 @@ mod whole {
     /// `p` must be valid for 16 bytes and aligned to them.
     pub(super) unsafe fn read(p: *mut u8) -> [u64; 2] {
         let value: __m128i;
-        // SAFETY: passed on to the caller. Processors with AVX, which are all of the last ten years, do this access at once (Intel's manual,
-        // volume 3, 9.1.1; AMD's, volume 2, 7.3.2).
+        // SAFETY: passed on to the caller. Processors with AVX, which are all of the last ten
+        // years, do this access at once (Intel's manual, volume 3, 9.1.1; AMD's, volume 2, 7.3.2).
         unsafe {
             asm!("movdqa {v}, [{p}]", v = out(xmm_reg) value, p = in(reg) p, options(nostack, preserves_flags))
         };
@@ -185,13 +187,14 @@ fn add_bf16(x: u16, y: u16) -> u16 {
     crate::float::add_bf16(bf16::from_bits(x), bf16::from_bits(y)).to_bits()
 }
 
-/// Atomically replaces `*p`, returning what was there.
+/// Atomically replaces `*p` and returns the old value.
 ///
 /// # Safety
 /// `p` must be valid for `bytes` bytes (2, 4 or 8) and aligned to them.
 unsafe fn rmw(p: *mut u8, bytes: u8, op: Rmw, a: u64, b: u64) -> u64 {
     const ORDER: Ordering = Ordering::SeqCst;
-    // One compare-and-swap loop serves every operation; plain adds, the common case, are done directly.
+    // One compare-and-swap loop serves every operation; plain adds, the common case, are done
+    // directly.
     macro_rules! with {
         ($atomic:ty, $t:ty) => {{
             // SAFETY: passed on to the caller.
@@ -296,12 +299,14 @@ impl<W: Watch> Exec<'_, W> {
                     return Err(window("local", offset, bytes, 0, len));
                 }
                 let at = lane * self.kernel.local_bytes as usize + offset as usize;
-                // SAFETY: `local` holds 32 lanes of `local_bytes` (a multiple of 8) bytes each, checked above.
+                // SAFETY: `local` holds 32 lanes of `local_bytes` (a multiple of 8) bytes each,
+                // checked above.
                 Ok(unsafe { self.warp.local.as_mut_ptr().cast::<u8>().add(at) })
             }
             Space::Param => {
                 let len = self.env.param_bytes;
-                // Stores never get here: the lowering rejects them for .param, and generic ones are stopped below.
+                // Stores never get here: the lowering rejects them for .param, and generic ones are
+                // stopped below.
                 if cache == STORES || offset > len || bytes > len - offset {
                     return Err(window("param", offset, bytes, 0, if cache == STORES { 0 } else { len }));
                 }
@@ -391,7 +396,8 @@ impl<W: Watch> Exec<'_, W> {
         Ok(true)
     }
 
-    /// Where an access is watched. Its bounds have been checked, so its region is the one used last.
+    /// Where an access is watched. Its bounds have been checked, so its region is the one used
+    /// last.
     fn place(&self, cache: usize, space: Space, addr: u64) -> Place {
         let global = || {
             let region = self.warp.regions[cache][0];
@@ -446,7 +452,8 @@ impl<W: Watch> Exec<'_, W> {
         Ok(if spins { Flow::GiveWay } else { Flow::Next })
     }
 
-    /// Whether weak memory may bring the values of a load later than its instruction: nothing waits for it but who uses them.
+    /// Whether weak memory may deliver the values of a load later than its instruction, at their
+    /// first use.
     fn may_be_late(&self, a: &Access, addr: &[u64; 32], m: u32) -> bool {
         let in_global = || match a.space {
             Space::Global => true,
@@ -456,7 +463,8 @@ impl<W: Watch> Exec<'_, W> {
         self.watch.weak_memory() && matches!(a.sem, Sem::Weak | Sem::Relaxed) && in_global()
     }
 
-    /// Loads whose values are late come in before an instruction that uses or replaces one, stores to the same place, or orders anything.
+    /// Delivers late loads before an instruction that uses or replaces one of their values, stores
+    /// to the same place, or orders anything.
     #[cold]
     pub(super) fn take_late(&mut self, op: &Op, m: u32) -> Run<()> {
         let late = &self.warp.late;
@@ -481,7 +489,8 @@ impl<W: Watch> Exec<'_, W> {
         Ok(())
     }
 
-    /// Brings the values of a load into its registers, lane by lane. Gives what the first lane has read and where, and a digest of all.
+    /// Brings the values of a load into its registers, lane by lane. Returns the first lane's value
+    /// and address, and a digest of all values.
     fn take_values(&mut self, a: &Access, addr: &[u64; 32], m: u32) -> Run<(Option<(u64, u64)>, u64)> {
         let size = u64::from(a.bytes) * u64::from(a.n);
         let how = How::generic(a.sem, a.scope, a.unit(), false);
@@ -493,7 +502,7 @@ impl<W: Watch> Exec<'_, W> {
             let p = self.pointer(LOADS, a.space, addr[i], size, i)?;
             let mut halves = [0; 2];
             for e in 0..a.n as usize {
-                // What is read at once is read at its first element.
+                // A vector that is read at once is read at its first element.
                 let mut v = halves[1];
                 if !a.whole || e == 0 {
                     // SAFETY: `pointer` checked bounds and alignment of the whole vector.
@@ -549,7 +558,8 @@ impl<W: Watch> Exec<'_, W> {
         }
     }
 
-    /// Loads consecutive elements into whole registers. False if there is no fast path for the shape.
+    /// Loads consecutive elements into whole registers. False if there is no fast path for the
+    /// shape.
     ///
     /// # Safety
     /// `p` must be valid for 32 vectors and aligned to one.
@@ -557,8 +567,9 @@ impl<W: Watch> Exec<'_, W> {
     unsafe fn load_rows(&mut self, a: &Access, p: *const u8) -> bool {
         macro_rules! rows {
             ($t:ty, $file:ident, $n:literal) => {{
-                // SAFETY: the caller checked the 32 * n elements. Other threads may write them: each element is read
-                // once, by a plain copy of at least its own width, and any bit pattern is a valid integer.
+                // SAFETY: the caller checked the 32 * n elements. Other threads may write them.
+                // Each element is read once, by a plain copy of at least its own width, and any bit
+                // pattern is a valid integer.
                 let v: [[$t; $n]; 32] = unsafe { p.cast::<[[$t; $n]; 32]>().read() };
                 for e in 0..$n {
                     let row = &mut self.warp.regs.$file[a.regs[e] as usize];
@@ -585,7 +596,8 @@ impl<W: Watch> Exec<'_, W> {
         }
     }
 
-    /// A store under watch, lane by lane: equal values by several lanes do no harm, so each must find what those before it have written.
+    /// A store under watch, lane by lane. Equal values by several lanes do no harm, so each lane
+    /// must find the stores of the lanes before it.
     fn watched_store(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32) -> Run<()> {
         let how = How::generic(a.sem, a.scope, a.unit(), false);
         for i in lanes(m) {
@@ -666,7 +678,8 @@ impl<W: Watch> Exec<'_, W> {
         }
     }
 
-    /// Stores whole registers to consecutive elements. False if there is no fast path for the shape.
+    /// Stores whole registers to consecutive elements. False if there is no fast path for the
+    /// shape.
     ///
     /// # Safety
     /// `p` must be valid for 32 vectors and aligned to one.
@@ -723,7 +736,7 @@ impl<W: Watch> Exec<'_, W> {
             // SAFETY: `pointer` checked bounds and alignment.
             let old = unsafe { rmw(p, a.bytes, op, x, y) };
             if W::ON {
-                // Only what gives a value back can begin an acquire pattern.
+                // Only an operation that returns a value can begin an acquire pattern.
                 if a.d != SINK {
                     self.watch.observe(place, 1 << i, self.pc, a.sem, a.scope, false);
                 }
@@ -771,7 +784,8 @@ impl<W: Watch> Exec<'_, W> {
         stop(self.watch.describe(label, place, trouble, lane, self.pc, how, write), Some(lane))
     }
 
-    /// Offset in the shared window of an address that an instruction takes in `space` (shared or generic).
+    /// Offset in the shared window of an address that an instruction takes in `space` (shared or
+    /// generic).
     pub(super) fn shared_offset(space: Space, addr: u64) -> Result<u64, FaultKind> {
         match space {
             Space::Shared => Ok(addr),

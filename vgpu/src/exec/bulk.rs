@@ -1,8 +1,9 @@
 //! Bulk copies (the TMA without tensors).
 //!
-//! A copy happens after it was issued, in pieces: each is read from the source and later written to the destination, at points and in an
-//! order drawn from the seed, and at the latest when a kernel waits for it. A kernel that does not wait then sees wrong data, here as on
-//! a GPU. A block that ends while the hardware may still read or write its shared memory has made a fault.
+//! A copy happens after it was issued, in pieces. Each piece is read from the source and later
+//! written to the destination. The points and the order are drawn from the seed; the last point is
+//! a kernel's wait for the copy. A kernel that does not wait then sees wrong data, here as on a
+//! GPU. A block that ends while the hardware may still read or write its shared memory is a fault.
 
 use std::ops::Range;
 
@@ -17,7 +18,7 @@ use crate::ir::{Addr, BulkOp};
 use crate::memory::Table;
 use crate::rng::Rng;
 
-/// One in so many copies comes as late as it can, so that whoever does not wait for it is seen.
+/// One in so many copies lands as late as possible, so that a missing wait shows.
 const LATE_ONE_IN: u64 = 8;
 
 /// A copy that failed when it was carried out: the fault, warp and instruction.
@@ -36,7 +37,8 @@ impl Pending {
             Stage::Issued => {
                 let src = end_pointer(block, table, self.src, self.bytes)?;
                 let into = &mut self.data[range.clone()];
-                // SAFETY: `end_pointer` checked the source for the copy's length, in which the range lies; the buffer is ours.
+                // SAFETY: `end_pointer` checked the source for the copy's length, in which the
+                // range lies; the buffer is ours.
                 unsafe { std::ptr::copy_nonoverlapping(src.add(range.start), into.as_mut_ptr(), into.len()) };
                 for &(at, value) in self.stale.iter().filter(|(at, _)| range.contains(&(*at as usize))) {
                     self.data[at as usize..][..4].copy_from_slice(&value.to_ne_bytes());
@@ -83,10 +85,11 @@ fn end_pointer(block: &mut BlockState, table: &Table, end: End, bytes: u32) -> R
 }
 
 impl BlockState {
-    /// Moves pending copies on: each by one piece with probability 1/2, but for late ones, or all of them to the end. Returns whether
-    /// anything moved.
+    /// Moves pending copies on: each by one piece with probability 1/2, but for late ones, or all
+    /// of them to the end. Returns whether anything moved.
     pub(crate) fn progress_bulk(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
-        // One draw decides for many copies, a bit each: this is asked after every other slice of every warp.
+        // One draw decides for many copies, a bit each: this is asked after every other slice of
+        // every warp.
         let mut bits = (0, 0);
         let mut one_in_two = |rng: &mut Rng| {
             bits = if bits.1 == 0 { (rng.next(), u64::BITS) } else { bits };
@@ -133,12 +136,13 @@ impl BlockState {
         failed.map_or(Ok(moved), Err)
     }
 
-    /// The block's warps have all exited. The hardware gives its shared memory to another block: a copy must not need it any more.
+    /// The block's warps have all exited. The hardware gives its shared memory to another block: a
+    /// copy must not need it any more.
     pub(crate) fn finish_bulk(&mut self, table: &Table) -> Result<(), Late> {
         for p in &self.bulk.pending {
             let what = match p.dst {
                 End::Shared(_) => {
-                    "a bulk load is under way that nobody has waited for; it writes to shared memory that is gone: wait on its mbarrier"
+                    "a bulk load is under way without a wait; it writes to shared memory that is gone: wait on its mbarrier"
                 }
                 End::Global(_) if !p.awaited => {
                     "a bulk store may still read its source, in shared memory that is gone: wait with cp.async.bulk.wait_group or .wait_group.read"
@@ -189,7 +193,8 @@ impl<W: Watch> Exec<'_, W> {
         self.warp.index * 32 + lane as u32
     }
 
-    /// Issues a copy. The inner error is one of its form, the outer one what the checks found.
+    /// Issues a copy. The inner error is about the form of the copy, the outer one is a finding of
+    /// the checks.
     fn issue(
         &mut self,
         env: &Env,

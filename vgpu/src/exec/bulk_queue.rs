@@ -31,12 +31,12 @@ pub(super) struct Pending {
     /// Thread that issued it, and its bulk group.
     pub(super) thread: u32,
     pub(super) group: u32,
-    /// Room for what was read, and how far each piece has come.
+    /// Buffer of the bytes read, and the stage of each piece.
     pub(super) data: Vec<u8>,
     pub(super) pieces: [Stage; PIECES],
-    /// It moves only while nobody else can; drawn when it might first have moved.
+    /// Whether it moves only when nothing else can run. Drawn when it might first have moved.
     pub(super) late: Option<bool>,
-    /// Somebody has waited until its source was read.
+    /// Whether a wait for the read of its source has returned.
     pub(super) awaited: bool,
     /// Words that it reads as they were before, in weak-memory mode.
     pub(super) stale: Stale,

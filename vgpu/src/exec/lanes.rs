@@ -173,24 +173,27 @@ pub(crate) fn arg<T: Lane>() -> Sig {
     Sig { role: Role::Use, file: T::FILE, bits: T::BITS }
 }
 
-/// An arithmetic instruction: the function, and its operands in PTX order, which is also the order of the slots.
+/// An arithmetic instruction: the function, and its operands in PTX order, which is also the order
+/// of the slots.
 #[derive(Clone, Debug)]
 pub(crate) struct Spec {
     pub(crate) f: AluFn,
     pub(crate) sig: Vec<Sig>,
 }
 
-/// Makes a value of a zero-sized closure type out of nothing, so that closures become plain function pointers.
+/// Makes a value of a zero-sized closure type out of nothing, so that closures become plain
+/// function pointers.
 #[inline(always)]
 fn conjure<F: Copy>() -> F {
     const { assert!(size_of::<F>() == 0, "the closure must not capture anything") };
-    // SAFETY: `F` has no bytes, so any well-aligned pointer is valid to read it from; each constructor below was given
-    // a value of this `Copy` type, so the type is inhabited and this is a copy of that value.
+    // SAFETY: `F` has no bytes, so any well-aligned pointer is valid to read it from. Each
+    // constructor below was given a value of this `Copy` type. So the type is inhabited, and this
+    // is a copy of that value.
     unsafe { std::ptr::NonNull::<F>::dangling().read() }
 }
 
-/// What an arithmetic instruction does to the lanes `m`, as a type, so that [`fastest`] can compile
-/// it twice.
+/// The effect of an arithmetic instruction on the lanes `m`, as a type, so that [`fastest`] can
+/// compile it twice.
 trait Apply {
     fn apply(r: &mut Regs, s: &[u32; 6], m: u32);
 }

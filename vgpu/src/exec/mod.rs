@@ -1,10 +1,12 @@
 //! Runs the instructions of one warp for one slice of time.
 //!
-//! A warp is a set of [`Group`]s: lanes that stand at the same instruction and run together. A divergent branch splits
-//! a group. Groups mostly merge again when they meet at the same instruction; some, drawn from the seed, stay apart until a `.sync` asks
-//! for them, and run in any order, since nothing else promises that lanes converge. To make groups meet, the one with the lowest program
-//! counter runs first (LLVM lays blocks out so that joins come after both arms). A group that spins
-//! gives way to the others, so every lane makes progress in the end: independent thread scheduling.
+//! A warp is a set of [`Group`]s: lanes that stand at the same instruction and run together. A
+//! divergent branch splits a group. Groups mostly merge again when they meet at the same
+//! instruction. Some, drawn from the seed, stay apart until a `.sync` needs them, and run in any
+//! order, because nothing else promises that lanes converge. To make groups meet, the one with the
+//! lowest program counter runs first (LLVM lays blocks out so that joins come after both arms). A
+//! group that spins yields to the others, so every lane makes progress in the end: independent
+//! thread scheduling.
 
 pub(crate) mod access;
 mod bulk;
@@ -54,7 +56,7 @@ impl<'a, W: Watch> Exec<'a, W> {
 
     /// Runs up to `budget` instructions.
     pub(crate) fn run(&mut self, budget: u64) -> Run<Slice> {
-        // Two loops, so that coverage costs nothing where nobody asked for it.
+        // Two loops, so that coverage costs nothing when it is off.
         if self.kernel.executed.get().is_some() {
             return self.run_slice::<true>(budget);
         }
@@ -118,9 +120,9 @@ impl<'a, W: Watch> Exec<'a, W> {
         Ok(Slice { status, executed: self.executed, activity })
     }
 
-    /// Runs the arithmetic instructions from the present one on, as far as nothing can come between
-    /// them: the budget ends, the running group meets another one, or must let others run. False if
-    /// there is none.
+    /// Runs arithmetic instructions from the present one on. Stops at the first instruction at
+    /// which the budget ends, or the running group meets another one or must let others run. False
+    /// if there is none.
     #[inline(always)]
     fn straight_run(&mut self, budget: u64) -> bool {
         let code = &self.kernel.code[self.pc as usize..];
@@ -173,7 +175,7 @@ impl<'a, W: Watch> Exec<'a, W> {
         self.executed += 1;
         let m = self.guarded(inst);
         if m == 0 {
-            // A branch has done its work when nobody takes it.
+            // A branch counts as executed even if no lane takes it.
             if COVER && matches!(inst.op, Op::Bra { .. }) {
                 self.cover();
             }
@@ -257,7 +259,8 @@ impl<'a, W: Watch> Exec<'a, W> {
             if one_in != 0 && draw.is_multiple_of(one_in) {
                 self.apart = true;
             }
-            // Run the lower arm first; the other one waits for it at the join. Arms that stay apart come in any order.
+            // Run the lower arm first; the other one waits for it at the join. Arms that stay apart
+            // come in any order.
             let swapped = self.apart && draw >> 63 != 0;
             let (first, second) = if (target < fallthrough) != swapped {
                 ((m, target), (self.mask & !m, fallthrough))
@@ -294,7 +297,7 @@ impl<'a, W: Watch> Exec<'a, W> {
         self.side_effect = true;
         self.warp.live &= !m;
         self.mask &= !m;
-        // Whoever waits for lanes of this warp must look again.
+        // Groups that wait for lanes of this warp must check again.
         for g in &mut self.warp.groups {
             if matches!(g.state, GroupState::Lanes { .. }) {
                 g.state = GroupState::Ready;
@@ -380,7 +383,8 @@ impl<'a, W: Watch> Exec<'a, W> {
         false
     }
 
-    /// The running group lets others run: another group of the warp, or, when all have had their turn, other warps.
+    /// The running group lets others run: another group of the warp, or, when all have had their
+    /// turn, other warps.
     fn give_way(&mut self) -> bool {
         self.park(GroupState::Ready, true);
         if self.warp.groups.iter().any(|g| g.state == GroupState::Ready && !g.deferred) {
@@ -390,7 +394,8 @@ impl<'a, W: Watch> Exec<'a, W> {
         false
     }
 
-    /// With several groups: merges those that stand where the running one stands, and prefers the lowest one.
+    /// With several groups: merges those that stand where the running one stands, and prefers the
+    /// lowest one.
     fn reconverge(&mut self) {
         let pc = self.pc;
         let mut lower = false;
@@ -416,7 +421,7 @@ impl<'a, W: Watch> Exec<'a, W> {
             self.next_group();
         } else if self.warp.since_switch > GROUP_FUEL {
             self.warp.since_switch = 0;
-            // Whoever gave way before has waited long enough when nobody else is left.
+            // Groups that yielded before may run again once no other group is ready.
             let fresh = |g: &Group| g.state == GroupState::Ready && !g.deferred;
             if !self.warp.groups.iter().any(fresh) {
                 self.warp.groups.iter_mut().for_each(|g| g.deferred = false);
@@ -438,8 +443,8 @@ impl<'a, W: Watch> Exec<'a, W> {
         self.warp.waiting = None;
     }
 
-    /// Notes a look at memory that others may change. True when the same look at this place gave the same value
-    /// before and nothing was changed since: the warp spins.
+    /// Notes a look at memory that others may change. True when the same look at this place gave
+    /// the same value before and nothing was changed since: the warp spins.
     fn poll(&mut self, addr: u64, value: u64) -> bool {
         let pc = self.pc;
         let now = Poll { pc, addr, value };

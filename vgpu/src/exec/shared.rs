@@ -2,8 +2,8 @@
 
 use crate::fault::FaultKind;
 
-/// First valid offset of the shared window. As on sm_90, the first KiB belongs to the system; so offset 0, the usual
-/// sign of a missing initialisation, is a fault.
+/// First valid offset of the shared window. As on sm_90, the first KiB belongs to the system; so
+/// offset 0, the usual sign of a missing initialisation, is a fault.
 pub(crate) const SHARED_BASE: u32 = 1024;
 
 /// Shared memory of one block.
@@ -29,7 +29,8 @@ impl SharedMemory {
         if at > self.bytes || bytes > self.bytes - at {
             return Err(window("shared", offset, bytes, u64::from(SHARED_BASE), self.bytes));
         }
-        // SAFETY: `at` is inside of (or one past) the allocation, which has at least `self.bytes` bytes.
+        // SAFETY: `at` is inside of (or one past) the allocation, which has at least `self.bytes`
+        // bytes.
         Ok(unsafe { self.words.as_mut_ptr().cast::<u8>().add(at as usize) })
     }
 }

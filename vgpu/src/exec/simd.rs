@@ -1,8 +1,9 @@
 //! Shapes of data movement that the compiler does not vectorise well by itself, with SSE2 or AVX2
 //! where there is that.
 //!
-//! Left alone it loads a register row at odd offsets right after it was stored in aligned pieces; the store buffer
-//! cannot forward that, and a loop that also streams through memory then runs at half its speed.
+//! Left alone, the compiler loads a register row at odd offsets right after it was stored in
+//! aligned pieces. The store buffer cannot forward that, and a loop that also streams through
+//! memory then runs at half its speed.
 
 /// The top bit of each of 32 words.
 #[inline(always)]

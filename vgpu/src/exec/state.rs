@@ -13,7 +13,7 @@ use crate::ir::{Access, BARRIERS, Regs};
 use crate::kernel::Kernel;
 use crate::memory::{Found, Table};
 
-/// What a group of lanes is doing.
+/// State of a group of lanes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GroupState {
     Ready,
@@ -40,7 +40,8 @@ pub(crate) struct Group {
     pub(super) deferred: bool,
     /// Joins no other group before a warp-wide instruction or a block barrier makes it.
     pub(super) apart: bool,
-    /// Its last look at memory found what was there before, and the warp has changed nothing since.
+    /// Its last read of memory returned the same value as before, and the warp has changed nothing
+    /// since.
     pub(super) spins: bool,
 }
 
@@ -62,7 +63,8 @@ pub(super) struct Poll {
 /// Instructions that are kept of a warp's past.
 const TRACED: usize = 32;
 
-/// The last instructions of a warp that concern others, each once, latest last: for reports. Empty without checks.
+/// The last instructions of a warp that concern others, each once, latest last: for reports. Empty
+/// without checks.
 #[derive(Debug, Default)]
 pub(crate) struct RecentSteps {
     pub(crate) steps: VecDeque<u32>,
@@ -80,7 +82,7 @@ impl RecentSteps {
     }
 }
 
-/// A load under weak memory whose values are yet to come.
+/// A load under weak memory whose values are still to be delivered.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LateLoad {
     pub(super) access: Access,
@@ -115,13 +117,13 @@ pub(crate) struct Warp {
     pub(crate) local: Vec<u64>,
     pub(crate) groups: Vec<Group>,
     pub(super) polls: Vec<Poll>,
-    /// The last look at memory found what was there before, and nothing was changed since.
+    /// The last read of memory returned the same value as before, and nothing was changed since.
     pub(super) spinning: bool,
     /// Lanes that have read a clock that stands, and are taken to do so again in their wait.
     pub(crate) clock_readers: u32,
     /// The last reading of that clock, and the lanes that have seen it.
     pub(crate) clock_seen: (u64, u32),
-    /// What it polls, for reports.
+    /// The place that it polls, for reports.
     pub(crate) waiting: Option<WaitingFor>,
     pub(crate) trace: RecentSteps,
     /// Empty but under weak memory.
@@ -188,16 +190,17 @@ impl Warp {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Barrier {
     pub(crate) arrived: u32,
-    /// Threads expected; 0 while nobody has arrived.
+    /// Threads expected; 0 before the first arrival.
     pub(crate) expected: u32,
     /// Some warp waits for "all threads", which exited warps satisfy.
     pub(super) all: bool,
-    /// Votes of `barrier.red` so far, and those of the time before: how many were for, and how many there were.
+    /// Votes of `barrier.red` so far, and those of the time before: how many were for, and how many
+    /// there were.
     pub(super) votes: [u32; 2],
     pub(super) outcome: [u32; 2],
 }
 
-/// What the warps of a block share.
+/// State shared by the warps of a block.
 #[derive(Debug)]
 pub(crate) struct BlockState {
     pub(crate) ctaid: [u32; 3],
@@ -205,11 +208,12 @@ pub(crate) struct BlockState {
     pub(crate) barriers: [Barrier; BARRIERS],
     pub(crate) warps: u32,
     pub(crate) exited_warps: u32,
-    /// Whether a barrier for all threads that not all threads reach is a fault ([`CheckConfig::strict_exits`]).
+    /// Whether a barrier for all threads that not all threads reach is a fault
+    /// ([`CheckConfig::strict_exits`]).
     ///
     /// [`CheckConfig::strict_exits`]: crate::CheckConfig::strict_exits
     pub(crate) strict_exits: bool,
-    /// Barriers that completed and whose warps must be woken, one bit each.
+    /// Barriers that have completed and must wake their warps, one bit each.
     pub(crate) completed: u32,
     pub(crate) bulk: BulkQueue,
     /// Mbarriers, by their offset, of which bulk copies have completed a phase, for the checks.
@@ -261,7 +265,7 @@ impl BlockState {
     }
 }
 
-/// What all warps of a grid share.
+/// State shared by all warps of a grid.
 #[derive(Debug)]
 pub(crate) struct Env {
     pub(crate) kernel: Arc<Kernel>,
@@ -270,15 +274,16 @@ pub(crate) struct Env {
     pub(crate) params: Vec<u128>,
     pub(crate) param_bytes: u64,
     pub(crate) clock: Clock,
-    /// What memory and registers hold before anybody writes them.
+    /// Seed of the contents of unwritten memory and registers.
     pub(crate) poison: u64,
-    /// How often lanes that diverged stay apart until a warp-wide instruction joins them: one time in so many; 0 for never.
+    /// How often lanes that diverged stay apart until a warp-wide instruction joins them: one time
+    /// in so many; 0 for never.
     pub(crate) apart_one_in: u64,
     /// Warp instructions before this slice.
     pub(crate) executed: u64,
 }
 
-/// A fault before it knows its place.
+/// A fault whose place is not known yet.
 #[derive(Debug)]
 pub(crate) struct Stop {
     pub(crate) kind: FaultKind,
@@ -292,7 +297,7 @@ pub(crate) fn stop<T>(kind: FaultKind, lane: Option<usize>) -> Run<T> {
     Err(Box::new(Stop { kind, lane: lane.map(|l| l as u32) }))
 }
 
-/// What becomes of the running group after an instruction.
+/// Next step of the running group after an instruction.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Flow {
     /// Go on at `self.pc`, which has been set.
@@ -313,7 +318,7 @@ pub(crate) enum Status {
     Done,
 }
 
-/// What a slice brought.
+/// Outcome of a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Activity {
     /// Something changed, or the warp computes.
@@ -324,7 +329,7 @@ pub(crate) enum Activity {
     Idle,
 }
 
-/// What a slice did.
+/// Result of a slice.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slice {
     pub(crate) status: Status,
@@ -344,7 +349,7 @@ pub(crate) struct Exec<'a, W> {
     pub(super) apart: bool,
     pub(super) executed: u64,
     pub(super) side_effect: bool,
-    /// A look at memory in this slice found what was there before.
+    /// A read of memory in this slice returned the same value as before.
     pub(super) looked_again: bool,
     /// [`Group::spins`] of the running group.
     pub(super) spins: bool,

@@ -1,4 +1,4 @@
-//! What lanes and warps do together: shuffles, votes, block barriers, mbarriers.
+//! Operations across lanes and warps: shuffles, votes, block barriers, mbarriers.
 
 use super::lanes::{lanes, mask_of, put};
 use super::state::{BlockState, Exec, Flow, GroupState, Run, Stop, stop};
@@ -12,7 +12,8 @@ use crate::ir::{
 use crate::mbarrier::Mbarrier;
 
 impl<W: Watch> Exec<'_, W> {
-    /// Executes a warp-wide instruction for every member mask whose lanes are all here; the others wait.
+    /// Executes a warp-wide instruction for every member mask whose lanes have all arrived; the
+    /// other lanes wait.
     pub(super) fn warp_wide(&mut self, op: &WarpOp, mask_slot: u32) -> Run<Flow> {
         let masks = self.warp.regs.r32[mask_slot as usize];
         self.gather();
@@ -30,7 +31,8 @@ impl<W: Watch> Exec<'_, W> {
                 return stop(kind, lanes(here & !mask).next());
             }
             let needed = mask & self.warp.live;
-            // The manual leaves open what a collective gives without all of its members; only the barrier forgives exits.
+            // The PTX manual leaves the result of a collective with absent members open. Only the
+            // barrier permits exited lanes.
             if W::ON && needed != mask && !matches!(op, WarpOp::Sync) {
                 let kind = FaultKind::AbsentMembers { mask, absent: mask & !needed };
                 return stop(kind, lanes(here).next());
@@ -60,7 +62,8 @@ impl<W: Watch> Exec<'_, W> {
         Ok(Flow::Next)
     }
 
-    /// Takes in the groups that wait at the running one's instruction, however long they have stayed apart.
+    /// Takes in the groups that wait at the running one's instruction, however long they have
+    /// stayed apart.
     fn gather(&mut self) {
         let pc = self.pc;
         self.apart = false;
@@ -71,7 +74,8 @@ impl<W: Watch> Exec<'_, W> {
         }
     }
 
-    /// `barrier.warp.sync` may be reached at several places: releases the lanes `missing` if they all wait at one.
+    /// `barrier.warp.sync` may be reached at several places: releases the lanes `missing` if they
+    /// all wait at one.
     fn release_elsewhere(&mut self, missing: u32, mask: u32) -> bool {
         let code = &self.kernel.code;
         let waits = |g: &super::Group| {
@@ -106,7 +110,7 @@ impl<W: Watch> Exec<'_, W> {
                 let (row, mut in_range) = (&mut regs.r32[d as usize], 0);
                 for i in lanes(here) {
                     let (from, ok) = shuffle_source(mode, i as u32, b[i], c[i]);
-                    // What a lane that does not take part would give is undefined.
+                    // A value read from a lane outside of the mask is undefined.
                     let took_part = here >> from & 1 != 0;
                     row[i] = if took_part { src[from as usize & 31] } else { poison };
                     in_range |= u32::from(ok) << i;
@@ -160,7 +164,8 @@ impl<W: Watch> Exec<'_, W> {
                 put(regs, d, here, &[r; 32]);
             }
             WarpOp::Elect { d, p } => {
-                // Which lane is up to the hardware, but it is always the same one for a mask: here the lowest.
+                // Which lane is up to the hardware, but it is always the same one for a mask: here
+                // the lowest.
                 let leader = (mask & here).trailing_zeros() % 32;
                 put(regs, d, here, &[leader; 32]);
                 let old = &mut regs.pred[p as usize];
@@ -206,9 +211,10 @@ impl<W: Watch> Exec<'_, W> {
         Ok(Flow::Gone)
     }
 
-    /// A barrier that is not aligned is for warps whose lanes come to it together, and sure to: by the manual each lane waits, but on GPUs
-    /// lanes of a warp that had diverged were seen to go past it (docs/KERNELS.md). The assembler brings the warp together itself in front
-    /// of an aligned one.
+    /// Checks that the lanes of a warp are sure to reach a barrier together, unless it is aligned.
+    /// By the manual each lane waits. On GPUs, lanes of a diverged warp were seen to pass such a
+    /// barrier (docs/KERNELS.md). In front of an aligned barrier the assembler converges the warp
+    /// itself.
     fn comes_together(&self, barrier: u32) -> Run<()> {
         let first = self.mask.trailing_zeros();
         let (together, live) = (self.warp.together.with(first) & self.warp.live, self.warp.live);
@@ -219,8 +225,8 @@ impl<W: Watch> Exec<'_, W> {
         stop(FaultKind::ApartAtBarrier { barrier, together, live, parted_on }, Some(first as usize))
     }
 
-    /// An aligned barrier is one instruction for all lanes of the warp. Lanes may come to it late, for they may have
-    /// waited for something else meanwhile, but none may come to another barrier.
+    /// An aligned barrier is one instruction for all lanes of the warp. Lanes may come to it late,
+    /// for they may have waited for something else meanwhile, but none may come to another barrier.
     fn one_aligned_barrier(&self, barrier: u32) -> Run<()> {
         if self.warp.groups.iter().any(|g| g.waits_for_its_warp() && g.pc != self.pc) {
             let kind = FaultKind::DivergentBarrier { barrier, lanes: self.mask, live: self.warp.live };
@@ -229,7 +235,8 @@ impl<W: Watch> Exec<'_, W> {
         Ok(())
     }
 
-    /// The lanes `leaving` exit. Others of the warp that already wait at a barrier, an aligned one therefore, wait for them as well.
+    /// The lanes `leaving` exit. Others of the warp that already wait at a barrier, an aligned one
+    /// therefore, wait for them as well.
     pub(super) fn none_waits(&mut self, leaving: u32) -> Run<()> {
         let Some(g) = self.warp.groups.iter().find(|g| g.waits_for_its_warp()) else { return Ok(()) };
         let GroupState::Barrier { id, .. } = g.state else { return Ok(()) };
@@ -298,8 +305,8 @@ impl<W: Watch> Exec<'_, W> {
         }
     }
 
-    /// The last part of `barrier.red`. The next votes at the same barrier are not counted before this warp has come
-    /// to it again.
+    /// The last part of `barrier.red`. The next votes at the same barrier are not counted before
+    /// this warp has come to it again.
     pub(super) fn outcome(&mut self, what: Votes, id: u32, d: u32, m: u32) {
         let regs = &mut self.warp.regs;
         for i in lanes(m) {
@@ -421,7 +428,8 @@ impl<W: Watch> Exec<'_, W> {
         }
     }
 
-    /// Watches an operation on an mbarrier before it happens: setting one up is a plain write, using it a strong access.
+    /// Watches an operation on an mbarrier before it happens: setting one up is a plain write,
+    /// using it a strong access.
     fn watch_mbarrier(&mut self, op: &MbarOp, offset: u64, bits: u64, lane: usize) -> Run<()> {
         let place = Place::Shared { offset };
         let (how, write) = match op {
@@ -513,8 +521,8 @@ fn values(regs: &crate::ir::Regs, slot: u32, wide: bool) -> [u64; 32] {
     if wide { regs.r64[slot as usize] } else { regs.r32[slot as usize].map(u64::from) }
 }
 
-/// Source lane of a shuffle and whether it is in range, by the pseudo code of the PTX manual: `b` is the lane
-/// operand, `c` holds the clamp value in bits 0..5 and the segment mask in bits 8..13.
+/// Source lane of a shuffle, and whether it is in range, by the pseudo code of the PTX manual. `b`
+/// is the lane operand. `c` holds the clamp value in bits 0..5 and the segment mask in bits 8..13.
 fn shuffle_source(mode: ShflMode, lane: u32, b: u32, c: u32) -> (u32, bool) {
     let b = b & 0x1f;
     let clamp = c & 0x1f;

@@ -1,8 +1,9 @@
-//! Which lanes of a warp are sure to run together, whatever the schedule.
+//! Lanes of a warp that are sure to run together under every schedule.
 //!
-//! The groups of a warp are what this run made of it: they join again where the scheduler brings them together. A program may count on less:
-//! lanes that a branch took apart are together again behind a `bar.warp.sync` of theirs and behind an aligned block barrier, in front of
-//! which the assembler brings the warp together, and nowhere else.
+//! The groups of a warp depend on the run: they join again where the scheduler brings them
+//! together. A program may count on less. Lanes that a branch separated are together again behind a
+//! `bar.warp.sync` of theirs, and behind an aligned block barrier. In front of the latter, the
+//! assembler converges the warp. They are together nowhere else.
 
 /// Sets of lanes without a common one. Lanes of one set have gone the same way since they last met.
 #[derive(Debug, Default)]
@@ -55,7 +56,7 @@ mod tests {
     fn lanes_part_and_meet() {
         let mut lanes = Together::default();
         lanes.start(0xff);
-        // All of them, and none, part nobody.
+        // A split by all lanes, or by none, separates no lanes.
         lanes.part(0xff, 3);
         lanes.part(0, 4);
         assert_eq!((lanes.with(0), lanes.parted_at), (0xff, 0));

@@ -1,9 +1,10 @@
-//! Register allocation: PTX names a fresh register for nearly every value, and a slot of 32 lanes is 128 or 256 bytes,
-//! so a kernel of a thousand registers would drag hundreds of KiB per warp through the caches. Registers that are
-//! never alive at the same time share a slot here: liveness by data flow, then linear scan over whole intervals.
+//! Register allocation. PTX names a fresh register for nearly every value, and a slot of 32 lanes
+//! is 128 or 256 bytes. So a kernel of a thousand registers would drag hundreds of KiB per warp
+//! through the caches. Registers that are never alive at the same time share a slot here: liveness
+//! by data flow, then linear scan over whole intervals.
 //!
-//! Divergence does not matter: each lane has its own column of every slot and writes only there, so a lane sees the
-//! liveness of its own path through the code.
+//! Divergence does not matter: each lane has its own column of every slot and writes only there, so
+//! a lane sees the liveness of its own path through the code.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -15,7 +16,8 @@ use crate::ir::{
     Access, Addr, BulkOp, CARRY, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, SINK, Votes, WarpOp,
 };
 
-/// Shows every register of an instruction, its guard aside, to `f`. `sig` describes the slots of [`Op::Alu`].
+/// Shows every register of an instruction, its guard aside, to `f`. `sig` describes the slots of
+/// [`Op::Alu`].
 fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) {
     use File::{Pred, R32, R64};
     use Role::{Def, Use};
@@ -133,11 +135,12 @@ fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) 
     }
 }
 
-/// What [`allocate`] found out about the registers.
+/// Results of [`allocate`].
 pub(super) struct Allocated {
     /// Reads of registers that nothing can have written: instruction, file, and the slot before.
     pub(super) unwritten: Vec<(u32, File, u32)>,
-    /// Slots that are alive at the first instruction: what the others hold then is never read.
+    /// Slots that are alive at the first instruction. The initial contents of the others are never
+    /// read.
     pub(super) alive: Vec<(File, u32)>,
 }
 
@@ -153,7 +156,7 @@ pub(super) fn allocate(
     let total = base[2] + slots[2] as usize;
     let id = |file: File, slot: u32| base[file as usize] + slot as usize;
 
-    // The sink, the carry flag and what is set before the start keep slots of their own.
+    // The sink, the carry flag and the initialised registers keep slots of their own.
     let mut pinned = vec![false; total];
     [id(File::R32, SINK), id(File::R64, SINK), id(File::Pred, SINK), id(File::Pred, CARRY)]
         .into_iter()
@@ -261,7 +264,7 @@ pub(super) fn allocate(
     Allocated { unwritten: unwritten.into_iter().map(describe).collect(), alive }
 }
 
-/// What is alive at the start of each basic block.
+/// Slots that are alive at the start of each basic block.
 struct Liveness {
     into: Vec<Set>,
 }
@@ -286,7 +289,7 @@ impl Liveness {
                     touches[i].iter().filter(|t| t.kills).for_each(|t| set.remove(t.register));
                     touches[i].iter().filter(|t| !t.kills).for_each(|t| set.insert(t.register));
                 }
-                // What is alive only ever grows.
+                // A live set only ever grows.
                 if live.into[b].absorb(&set) {
                     before[b].iter().for_each(|&earlier| stale[earlier] = true);
                 }
@@ -295,7 +298,7 @@ impl Liveness {
         live
     }
 
-    /// Makes `set` what is alive at the end of a block.
+    /// Sets `set` to the slots that are alive at the end of a block.
     fn out(&self, flow: &ControlFlow, b: usize, set: &mut Set) {
         set.clear();
         for &next in &flow.successors[b] {

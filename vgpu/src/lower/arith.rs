@@ -9,7 +9,8 @@ use crate::exec::lanes::{Combine, Spec, op_carry, op_pred, op_setp, op1, op2, op
 use crate::float::{self, Directed, Half, Round, SCALE, canonical, flush, saturate};
 use crate::ir::{CARRY, File, Init, SINK};
 
-/// Evaluates an expression with a type alias bound to the Rust type of a PTX type; `None` for other types.
+/// Evaluates an expression with a type alias bound to the Rust type of a PTX type; `None` for other
+/// types.
 macro_rules! with_type {
     ($ty:expr, [$($v:ident = $t:ty),* $(,)?], $T:ident => $e:expr) => {
         match $ty {
@@ -59,8 +60,8 @@ fn flags(m: &mut Mods) -> Flags {
     Flags { round, ftz: m.has("ftz"), sat: m.has("sat") }
 }
 
-/// An instruction by its rounding: `$nearest`, or `$directed` with the constant `$R` for the mode. Closures of
-/// instructions capture nothing, so the mode must be a constant.
+/// An instruction by its rounding: `$nearest`, or `$directed` with the constant `$R` for the mode.
+/// Closures of instructions capture nothing, so the mode must be a constant.
 macro_rules! by_round {
     ($round:expr, $nearest:expr, $R:ident => $directed:expr) => {
         match $round {
@@ -145,7 +146,7 @@ macro_rules! half_2 {
     };
 }
 
-/// Decodes what is not handled elsewhere.
+/// Decodes the arithmetic instructions that no other module handles.
 pub(super) fn decode(m: &mut Mods) -> Result<Emit, String> {
     match m.base {
         "setp" => return setp(m),
@@ -566,7 +567,8 @@ fn lop3(m: &mut Mods) -> Result<Emit, String> {
     })))
 }
 
-/// `bfe` by the pseudo code of the PTX manual: position and length are bytes, bits beyond the top are sign bits.
+/// `bfe` by the pseudo code of the PTX manual: position and length are bytes, bits beyond the top
+/// are sign bits.
 fn extract(a: u64, width: u32, signed: bool, position: u32, length: u32) -> u64 {
     let (position, length) = (position & 0xff, length & 0xff);
     if length == 0 {
@@ -762,7 +764,8 @@ fn rsqrt(a: f64) -> f64 {
 }
 
 /// The comparison of `setp`/`set` with its type; operands of `.ftz` are flushed.
-#[allow(clippy::neg_cmp_op_on_partial_ord, clippy::double_comparisons)] // NaN is the point of the unordered forms.
+// NaN is the point of the unordered forms.
+#[allow(clippy::neg_cmp_op_on_partial_ord, clippy::double_comparisons)]
 fn comparison(ty: Ty, name: &str, ftz: bool) -> Option<Spec> {
     if ftz {
         macro_rules! flushed {
@@ -837,7 +840,7 @@ const COMPARISONS: &[&str] = &[
     "num", "nan",
 ];
 
-/// What `setp` and `set` share: comparison, combination, `.ftz`.
+/// Common part of `setp` and `set`: comparison, combination, `.ftz`.
 fn compare_head(m: &mut Mods) -> Result<(&'static str, Combine, bool), String> {
     let Some(name) = COMPARISONS.iter().copied().find(|n| m.has(n)) else {
         return Err(format!("'{}' lacks a comparison", m.opcode));

@@ -1,9 +1,10 @@
 //! Calls of device functions: the body is put in the place of the call.
 //!
-//! The interpreter then needs no stack, and lanes that return at different places meet again as after any branch. What
-//! is passed lies in local memory, where the caller's `.param` variables are, and the function uses the same bytes
-//! under its own names. Recursion and calls through pointers cannot be had this way, and lanes of a warp that call the
-//! same function from different places do not meet at the warp-wide instructions in it.
+//! The interpreter then needs no stack, and lanes that return at different places meet again as
+//! after any branch. Arguments lie in local memory, in the caller's `.param` variables; the
+//! function uses the same bytes under its own names. Recursion and calls through pointers cannot be
+//! supported this way. Lanes of a warp that call the same function from different places do not
+//! meet at the warp-wide instructions in it.
 
 use super::state::{Binding, Call, Lower, Lowered, Scope, describe};
 use crate::ast::{Operand, Param, Pos};
@@ -75,7 +76,7 @@ pub(super) fn ret(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
     Ok(())
 }
 
-/// Gives what the caller passes the names that the function knows it by.
+/// Gives the caller's arguments the function's parameter names.
 fn bind(l: &mut Lower, scope: &mut Scope, given: &(Operand, Pos), wanted: &[Param]) -> Lowered<()> {
     let pos = given.1;
     let Operand::List(given) = &given.0 else {
@@ -98,8 +99,9 @@ fn bind(l: &mut Lower, scope: &mut Scope, given: &(Operand, Pos), wanted: &[Para
 }
 
 impl Lower<'_> {
-    /// Whether a `.param` address speaks of what is passed to a function, not of a parameter of the kernel. The
-    /// kernel's parameters cannot be named inside of a function, so a pointer there is to the function's own.
+    /// Whether a `.param` address refers to an argument of a function call, not to a parameter of
+    /// the kernel. The kernel's parameters cannot be named inside of a function, so a pointer there
+    /// is to the function's own.
     pub(super) fn passes_arguments(&mut self, address: &Operand) -> bool {
         let Operand::Address { base, .. } = address else { return false };
         let Operand::Name(name) = &**base else { return false };

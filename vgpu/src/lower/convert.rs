@@ -48,7 +48,7 @@ pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
         return Ok(simple(spec));
     }
     let scalar = |t: Ty| t.is_integer() || t.is_float();
-    // What rounds must say how; nothing else may.
+    // A conversion that rounds must give a mode; no other may.
     let rounds = match (to.is_float(), from.is_float()) {
         (true, true) => to.bits() < from.bits() || to.bits() == 16 && from.bits() == 16 && to != from,
         (false, false) => false,
@@ -198,8 +198,8 @@ impl Word for u64 {
     }
 }
 
-/// What an integer conversion keeps, if that is all: so many low bits, extended with or without
-/// their sign.
+/// Low bits that an integer conversion keeps, and whether it extends their sign; `None` if it does
+/// more than that.
 fn kept(to: Ty, from: Ty) -> Option<(u32, bool)> {
     let narrower = if to.bits() <= from.bits() { to } else { from };
     // A negative number that grows into a wider unsigned type is cut to that type.
@@ -226,7 +226,8 @@ fn cut<D: Word, S: Word>(bits: u32, signed: bool) -> Spec {
     }
 }
 
-/// Integer to integer without saturation: cut to the source type, extend, cut to the result type, extend.
+/// Integer to integer without saturation: cut to the source type, extend, cut to the result type,
+/// extend.
 fn resize<D: Word, S: Word>(r: &mut Regs, s: &[u32; 6], m: u32) {
     let c = conversion(s);
     let (from, to) = (64 - c.from.bits(), 64 - c.to.bits());
@@ -376,7 +377,8 @@ fn packed(c: &Conversion) -> Option<Spec> {
     const IEEE: Overflow = Overflow::Ieee;
     const FINITE: Overflow = Overflow::Finite;
     use float::{BF16, E4M3, E5M2, F16};
-    // The round mode is optional only where nothing is rounded; `Nearest` is then what it was set to.
+    // The round mode is optional only for conversions that do not round; `Nearest` is then its
+    // default.
     let small = (c.satfinite, c.relu);
     Some(match (c.to, c.from, c.round, small) {
         (Ty::Bf16x2, Ty::F32, NEAREST, (false, false)) => {

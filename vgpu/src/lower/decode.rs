@@ -1,4 +1,4 @@
-//! From an opcode to what to do with its operands.
+//! Decoding of an opcode to the function that handles its operands.
 
 use super::emit::{Emit, plain};
 use super::state::{Lower, Lowered, Patch, timer_register};
@@ -8,7 +8,7 @@ use crate::ast::{Operand, Pos};
 use crate::exec::lanes::{Lane, Role, Sig, lanes, op1};
 use crate::ir::{File, Op, Regs, SINK};
 
-/// Looks at an opcode with its modifiers. The error says what is not supported.
+/// Decodes an opcode with its modifiers. The error names the unsupported part.
 pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
     let mut mods = Mods::new(opcode);
     let m = &mut mods;

@@ -1,11 +1,12 @@
-//! What an opcode is decoded to.
+//! The result of decoding an opcode.
 
 use super::state::{Lower, Lowered};
 use crate::ast::{Operand, Pos};
 use crate::exec::lanes::Spec;
 use crate::ir::Op;
 
-/// Takes the operands of an instruction whose opcode has been understood, and adds it to the code.
+/// Takes the operands of an instruction with a decoded opcode, and adds the instruction to the
+/// code.
 pub(super) type Emit = Box<dyn Fn(&mut Lower, &[(Operand, Pos)]) -> Lowered<()>>;
 
 /// An instruction without anything to do at run time but `op`; its operands are only counted.

@@ -5,7 +5,7 @@ use super::types::{Mods, Ty};
 use crate::exec::lanes::{Lane, Spec, op_carry, op2};
 use crate::ir::{CARRY, File, Init, SINK};
 
-/// `mad.cc` and `madc`; `None` for what is as usual.
+/// `mad.cc` and `madc`; `None` for the forms without a carry.
 pub(super) fn decode(m: &mut Mods) -> Result<Option<Emit>, String> {
     let with_carry = m.base == "madc";
     if with_carry || m.has("cc") { chained(m, with_carry).map(Some) } else { Ok(None) }

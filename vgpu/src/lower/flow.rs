@@ -19,7 +19,7 @@ impl Set {
     pub(super) fn remove(&mut self, i: usize) {
         self.0[i / 64] &= !(1 << (i % 64));
     }
-    /// Takes in what is in `other`; true if that changes anything.
+    /// Adds the elements of `other`; true if that changes the set.
     pub(super) fn absorb(&mut self, other: &Set) -> bool {
         let mut new = 0;
         for (a, b) in self.0.iter_mut().zip(&other.0) {

@@ -1,8 +1,9 @@
-//! `ldmatrix` and `stmatrix`: 8 x 8 matrices of 16-bit elements between shared memory and the registers of a warp.
+//! `ldmatrix` and `stmatrix`: 8 x 8 matrices of 16-bit elements between shared memory and the
+//! registers of a warp.
 //!
-//! Lane `8 m + r` gives the address of row `r` of matrix `m`, and lane `t` holds elements `2 (t % 4)` and the next of row
-//! `t / 4`; with `.trans`, of column `t / 4`. So each lane asks by shuffles for the addresses of its rows, and then
-//! accesses shared memory by itself.
+//! Lane `8 m + r` gives the address of row `r` of matrix `m`, and lane `t` holds elements
+//! `2 (t % 4)` and the next of row `t / 4`; with `.trans`, of column `t / 4`. So each lane gets the
+//! addresses of its rows by shuffles, and then accesses shared memory by itself.
 
 use super::emit::Emit;
 use super::state::{Lower, Lowered};
@@ -47,8 +48,8 @@ pub(super) fn transfer(m: &mut Mods) -> Result<Emit, String> {
     }))
 }
 
-/// The address that each lane gives, in two halves, since shuffles take 32 bits; the second is missing in a 32-bit
-/// address.
+/// The address that each lane gives, in two halves, since shuffles take 32 bits; the second is
+/// missing in a 32-bit address.
 fn row_addresses(l: &mut Lower, op: &(Operand, Pos)) -> Lowered<(u32, Option<u32>)> {
     let Addr { slot, wide, offset } = l.address(op)?;
     let low = l.slot(File::R32);
@@ -108,7 +109,8 @@ fn one(
     }
 }
 
-/// The address of a lane's element: `row` finds the lane that knows the row's address, `at` the place in the row.
+/// The address of a lane's element. `row` gives the lane that holds the row's address, `at` the
+/// position in the row.
 fn element(
     l: &mut Lower,
     rows: (u32, Option<u32>),

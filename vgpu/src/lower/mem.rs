@@ -60,7 +60,7 @@ fn ordering(m: &mut Mods) -> Sem {
     .unwrap_or(Sem::Weak)
 }
 
-/// What a load and a store have in common.
+/// Common part of a load and a store.
 struct Shape {
     space: Space,
     sem: Sem,
@@ -192,8 +192,8 @@ pub(super) fn store(m: &mut Mods) -> Result<Emit, String> {
     }))
 }
 
-/// `cp.async`: a thread's own copy of 4, 8 or 16 bytes from global to shared memory. It is a load and a store here, so
-/// that it is over at once, and nothing is left to wait for: a missing wait goes unnoticed.
+/// `cp.async`: a thread's own copy of 4, 8 or 16 bytes from global to shared memory. It is a load
+/// and a store here, so it is complete at once, and a missing wait goes unnoticed.
 pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
     if m.has("commit_group") || m.has("wait_all") {
         return Ok(plain(Op::Nop, 0));
@@ -236,8 +236,8 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
         if ops.len() == 3 + policy {
             l.push(Op::Ld(access(Space::Global, from, n, words)));
         } else {
-            // Only the first bytes are read, and zeros stand for the others: as many as there are, or none where a
-            // predicate says so.
+            // Only the first bytes are read, and zeros replace the others. A predicate may reduce
+            // the number to none.
             let bytes = read_size(l, &ops[3], u32::from(n) * 4)?;
             let guard = l.guard;
             for (word, k) in words.into_iter().zip(0..i64::from(n)) {
@@ -266,7 +266,8 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
     }))
 }
 
-/// The bytes that `cp.async` reads: a number, or all or none by a predicate that says to ignore the source.
+/// Number of bytes that `cp.async` reads: a number, or all or none by a predicate that ignores the
+/// source.
 fn read_size(l: &mut Lower, op: &(Operand, Pos), all: u32) -> Lowered<u32> {
     let predicate = matches!(op.0, Operand::Not(_)) || matches!(l.any_register(op)?, Some((File::Pred, ..)));
     if !predicate {
@@ -281,7 +282,7 @@ fn read_size(l: &mut Lower, op: &(Operand, Pos), all: u32) -> Lowered<u32> {
     Ok(size)
 }
 
-/// What is left of the word at byte `start` when only the first `bytes` bytes are read.
+/// The rest of the word at byte `start` when only the first `bytes` bytes are read.
 fn cut(word: u32, bytes: u32, start: u32) -> u32 {
     let left = bytes.saturating_sub(start);
     if left >= 4 { word } else { word & ((1 << (8 * left)) - 1) }
@@ -290,7 +291,8 @@ fn cut(word: u32, bytes: u32, start: u32) -> u32 {
 /// `atom`, `red`
 pub(super) fn atomic(m: &mut Mods) -> Result<Emit, String> {
     let red = m.base == "red";
-    // Every atomic is sequentially consistent here, which is stronger than any order asked for; the rest is for checks.
+    // Every atomic is sequentially consistent here, which is stronger than any order asked for; the
+    // rest is for checks.
     let sem = match ordering(m) {
         Sem::Weak => Sem::Relaxed,
         sem => sem,
@@ -370,7 +372,8 @@ pub(super) fn atomic(m: &mut Mods) -> Result<Emit, String> {
     }))
 }
 
-/// `prefetch`, `discard`, `applypriority`: nothing to do. `createpolicy`: a policy that nothing looks at.
+/// `prefetch`, `discard`, `applypriority`: nothing to do. `createpolicy`: a policy that nothing
+/// looks at.
 pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
     if m.base == "createpolicy" {
         if !m.has("fractional") {
@@ -435,7 +438,8 @@ pub(super) fn spaces(m: &mut Mods) -> Result<Emit, String> {
             _ => return m.unsupported(),
         })),
         _ => {
-            // `mapa`: the address of the same variable in a block of the cluster, and the cluster is this block.
+            // `mapa`: the address of the same variable in a block of the cluster, and the cluster
+            // is this block.
             let shared = m.one_of(SPACES);
             let ty = m.ty()?;
             if !matches!(shared, None | Some(Space::Shared)) {

@@ -1,7 +1,8 @@
 //! Parsed PTX to [`ir`](crate::ir): resolves names, lays out variables, decodes instructions.
 //!
-//! [`decode`](decode::decode) looks at an opcode alone and returns an [`Emit`](emit::Emit), which then takes the
-//! operands. [`supported_opcode`](crate::supported_opcode) is the first half by itself.
+//! [`decode`](decode::decode) looks at an opcode alone and returns an [`Emit`](emit::Emit), which
+//! then takes the operands. [`supported_opcode`](crate::supported_opcode) is the first half by
+//! itself.
 
 mod allocate;
 mod arith;
@@ -71,7 +72,7 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
         l.body(&e.body).map_err(at)?;
         let allocated = allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);
         count_straight_runs(&mut l.code);
-        // What has no name is a register of the lowering's own, filled from those that were read.
+        // A register without a name is the lowering's own, copied from registers that were read.
         let named = |(pc, file, slot)| Some((pc, l.name_of(file, slot)?));
         let unwritten = allocated.unwritten.into_iter().filter_map(named).collect();
         kernels.push(Kernel {

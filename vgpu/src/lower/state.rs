@@ -1,4 +1,4 @@
-//! What is known of a kernel while it is lowered: its names, its code so far, and what its operands stand for.
+//! State of a kernel's lowering: its names, its code so far, and the meaning of its operands.
 
 use std::collections::HashMap;
 
@@ -7,7 +7,8 @@ use crate::exec::lanes::{self, Role, Sig, Spec};
 use crate::exec::shared::SHARED_BASE;
 use crate::ir::{Addr, AluFn, CARRY, File, Init, Inst, NO_GUARD, Op, Origin, SINK, Special, Timer};
 
-/// Most registers of a kernel: what is alive in each block is a set of them, and a short text must not take all memory.
+/// Most registers of a kernel. The live registers of each block are a set, and a short text must
+/// not use up all memory.
 const MAX_REGISTERS: u32 = 1 << 16;
 /// Shared, or local, variables of a kernel have fewer bytes than this.
 const MAX_BYTES: u32 = 1 << 24;
@@ -15,7 +16,7 @@ const MAX_BYTES: u32 = 1 << 24;
 /// An error with its place; the text line is added at the end.
 pub(crate) type Lowered<T> = Result<T, (Pos, String)>;
 
-/// What a name stands for.
+/// Meaning of a name.
 #[derive(Clone, Debug)]
 pub(super) enum Binding {
     Reg { file: File, bits: u32, slot: u32 },
@@ -66,7 +67,7 @@ pub(crate) struct Lower<'a> {
     /// The functions that are being inlined, the innermost last.
     pub(super) calls: Vec<Call>,
     pub(super) code: Vec<Inst>,
-    /// What the slots of each arithmetic instruction are; empty for others.
+    /// Types of the slots of each arithmetic instruction; empty for others.
     pub(super) sigs: Vec<Vec<Sig>>,
     pub(super) origins: Vec<Origin>,
     pub(super) tables: Vec<Vec<u32>>,
@@ -177,7 +178,8 @@ impl<'a> Lower<'a> {
         }
     }
 
-    /// Registers of 128 bits: two of 64 behind each other, which only moves, loads and stores of 128 bits take.
+    /// Registers of 128 bits: two of 64 behind each other, which only moves, loads and stores of
+    /// 128 bits take.
     fn wide_registers(&mut self, pos: Pos, name: &str, count: Option<u32>) -> Lowered<()> {
         let all = self.slots.iter().sum::<u32>().saturating_add(count.unwrap_or(1).saturating_mul(2));
         if all > MAX_REGISTERS {
@@ -293,7 +295,8 @@ impl<'a> Lower<'a> {
         self.origins.push(self.origin);
     }
 
-    /// Adds an arithmetic instruction. `sig` describes the first slots; what comes behind them are plain numbers.
+    /// Adds an arithmetic instruction. `sig` describes the first slots; the slots behind them are
+    /// plain numbers.
     pub(super) fn push_alu(&mut self, f: AluFn, s: [u32; 6], sig: &[Sig]) {
         self.code.push(Inst { op: Op::Alu { f, s }, guard: self.guard, straight: 0 });
         self.sigs.push(sig.to_vec());
@@ -404,7 +407,8 @@ impl<'a> Lower<'a> {
         self.dest(op, T::FILE, T::BITS)
     }
 
-    /// A register that may be wider than the type it holds (loads, stores, conversions): file, width, slot.
+    /// A register that may be wider than the type it holds (loads, stores, conversions): file,
+    /// width, slot.
     pub(super) fn any_register(&mut self, op: &(Operand, Pos)) -> Lowered<Option<(File, u32, u32)>> {
         match &op.0 {
             Operand::Name(name) if special_register(name).is_none() => match self.lookup(name, op.1)? {
@@ -439,8 +443,8 @@ impl<'a> Lower<'a> {
         }
     }
 
-    /// Emits an arithmetic instruction whose operands stand in the order of its signature; `extra` fills the slots
-    /// behind them.
+    /// Emits an arithmetic instruction whose operands are in the order of its signature; `extra`
+    /// fills the slots behind them.
     pub(super) fn alu(&mut self, spec: &Spec, ops: &[(Operand, Pos)], extra: &[u32]) -> Lowered<()> {
         self.count(ops, spec.sig.len()..=spec.sig.len())?;
         let mut s = [SINK; 6];

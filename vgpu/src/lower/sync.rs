@@ -73,7 +73,7 @@ pub(super) fn barrier(m: &mut Mods) -> Result<Emit, String> {
     let aligned = m.has("aligned") || aligned;
     let Some(kind) = kind else { return m.unsupported() };
     Ok(Box::new(move |l, ops| {
-        // Who only arrives must say how many are expected.
+        // An arrive must give the expected number of threads.
         l.count(ops, if kind == BarrierKind::Arrive { 2 } else { 1 }..=2)?;
         let id = l.source_of::<u32>(&ops[0])?;
         let count = ops.get(1).map_or(Ok(SINK), |op| l.source_of::<u32>(op))?;

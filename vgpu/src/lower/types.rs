@@ -61,7 +61,8 @@ impl Ty {
     }
 }
 
-/// An opcode split at its dots. Decoders take the modifiers they know; what is left over is an error.
+/// An opcode split at its dots. Decoders remove the modifiers that they support; a modifier left
+/// over is an error.
 pub(crate) struct Mods<'a> {
     pub(crate) opcode: &'a str,
     pub(crate) base: &'a str,

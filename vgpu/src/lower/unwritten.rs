@@ -1,15 +1,17 @@
-//! Registers that are read although nothing can have written them: what a lane finds there is whatever the register held before, which
-//! no two runs need agree on.
+//! Reads of registers without a write before them: the value is the register's old contents, which
+//! may differ from run to run.
 //!
-//! Only a read that no definition reaches, on any path, is reported. That some path leaves a register out is not enough: compilers carry
-//! values around loops, or under guards, that are written wherever they matter, and no data flow can tell.
+//! Only a read that no definition reaches, on any path, is reported. A path without a write is not
+//! enough: compilers carry values around loops, or under guards, and write them wherever they
+//! matter. No data flow analysis can tell these apart.
 
 use super::flow::{ControlFlow, Set, Touch};
 
-/// Instructions and registers that they read without a definition that could reach them, in the order of the code. `written`: what
-/// holds something from the start.
+/// Instructions and registers that they read without a definition that could reach them, in the
+/// order of the code. `written`: registers that are initialised.
 pub(super) fn unwritten(flow: &ControlFlow, touches: &[Vec<Touch>], written: &Set) -> Vec<(u32, usize)> {
-    // What may be written where each block begins; nothing is known of blocks that no path comes to.
+    // Registers that may be written at the start of each block; `None` for blocks that no path
+    // reaches.
     let mut into: Vec<Option<Set>> = vec![None; flow.blocks.len()];
     if let Some(entry) = into.first_mut() {
         *entry = Some(written.clone());

@@ -1,11 +1,13 @@
-//! Block barriers and warps whose lanes may be apart. By the manual every lane waits at `barrier.sync` for itself; an H200 did not hold lanes
-//! of a warp back of which others still waited in a loop (docs/KERNELS.md). So a program must bring the warp together first.
+//! Block barriers and warps whose lanes may be apart. By the manual every lane waits at
+//! `barrier.sync` for itself; an H200 did not hold lanes of a warp back of which others still
+//! waited in a loop (docs/KERNELS.md). So a program must bring the warp together first.
 
 use epoxide_vgpu::{DeviceConfig, Fault, FaultKind};
 
 use crate::common::*;
 
-/// Lane 0 waits for a word and the others have nothing to wait for; all read what the word stands for behind `meeting`. Warp 1 writes it.
+/// Lane 0 waits for a word and the others have nothing to wait for; all read what the word stands
+/// for behind `meeting`. Warp 1 writes it.
 fn fault_seen(meeting: &str) -> String {
     kernel(
         "",
@@ -53,7 +55,8 @@ fn lanes_that_wait_are_not_left_behind_at_a_barrier() {
     }
 }
 
-/// What the first run that ends by a fault says of these two warps, if one does; the same on every schedule.
+/// The fault of these two warps in the first run that ends by one, if any; the same on every
+/// schedule.
 fn outcome(body: &str) -> Option<Box<Fault>> {
     let mut outcomes = schedules()
         .map(|device| Run::new(&kernel("", body), &[0; 64], launch(1, 64), &device).finish().err());
@@ -104,7 +107,7 @@ fn warps_that_are_together_pass() {
         format!("{PART} bar.warp.sync -1; barrier.arrive 1, 128; barrier.red.popc.u32 %r2, 0, %p1;"),
         // In front of an aligned barrier the assembler brings the warp together, and it stays so.
         format!("{PART} bar.sync 0; barrier.sync 1;"),
-        // Predicates take nobody elsewhere.
+        // The predicates divert no lane.
         "setp.eq.u32 %p1, %r40, 0; @%p1 st.global.u64 [%rd42], 1; barrier.sync 0;".to_owned(),
         // Whole warps part, lanes do not; nor do lanes that all take the same way.
         "setp.ge.u32 %p1, %r40, 32; @%p1 bra HIGH; barrier.sync 0; bra END; HIGH: barrier.sync 0; END:"

@@ -190,7 +190,8 @@ fn bit_fields() {
     check("bfe.s32 %r0, %r1, 40, 4;", &[MIN], M); // Beyond the top: sign bits.
     check("bfe.u32 %r0, %r1, 40, 4;", &[MIN], 0);
     check("bfe.u32 %r0, %r1, 0, 32;", &[0x1234_5678], 0x1234_5678);
-    check("bfe.u32 %r0, %r1, %r2, %r3;", &[0x1234_5678, 0x104, 0x104], 7); // Only the low byte counts.
+    // Only the low byte counts.
+    check("bfe.u32 %r0, %r1, %r2, %r3;", &[0x1234_5678, 0x104, 0x104], 7);
     check("bfe.u64 %rd0, %rd1, 60, 8;", &[0xf000_0000_0000_0000], 0xf);
     check("bfe.s64 %rd0, %rd1, 60, 4;", &[0xf000_0000_0000_0000], u64::MAX);
     check("bfi.b32 %r0, %r1, %r2, 8, 8;", &[0xab, M], 0xffff_abff);
@@ -376,7 +377,7 @@ fn a_nan_result_has_no_payload() {
     check("lg2.approx.ftz.f32 %r0, %r1;", &[f(-1.0)], NAN);
     check("add.f16 %h0, %h1, %h2;", &[0xfe12, 0x3c00], 0x7fff);
     check("fma.rn.bf16 %h0, %h1, %h2, %h3;", &[0x7f80, 0, 0], 0x7fff);
-    // What only moves bits keeps them.
+    // Instructions that only move bits keep them.
     check("mov.f32 %r0, %r1;", &[nan], nan);
     check("selp.f32 %r0, %r1, %r2, %p3;", &[nan, 0, 1], nan);
 }

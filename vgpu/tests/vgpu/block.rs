@@ -49,7 +49,8 @@ fn lanes_may_not_come_to_two_copies_of_an_aligned_barrier() {
 
 #[test]
 fn lanes_may_come_late_to_an_aligned_barrier() {
-    // Lane 0 of warp 0 waits for warp 1 while the other lanes go on to the barrier, which is the same for all.
+    // Lane 0 of warp 0 waits for warp 1 while the other lanes go on to the barrier, which is the
+    // same for all.
     let body = "
         mov.u32 %r1, S; mov.u64 %rd1, 5; setp.ne.u32 %p1, %r40, 0; @!%p1 st.shared.u32 [%r1], 0; barrier.sync 1;
         @%p1 bra SKIP;
@@ -96,7 +97,8 @@ fn barriers_reduce_predicates() {
 
 #[test]
 fn named_barriers_with_partial_counts() {
-    // Warps 0 and 1 produce and only arrive; warps 2 and 3 wait. Another pair uses another barrier meanwhile.
+    // Warps 0 and 1 produce and only arrive; warps 2 and 3 wait. Another pair uses another barrier
+    // meanwhile.
     let body = "
         mov.u32 %r1, S; shr.u32 %r2, %r40, 5; setp.ge.u32 %p1, %r2, 2; @%p1 bra CONSUME;
         mad.lo.u32 %r3, %r40, 4, %r1; add.u32 %r4, %r40, 100; st.shared.u32 [%r3], %r4;
@@ -175,7 +177,8 @@ const BAR: &str = ".shared .align 8 .b8 BAR[8];\n.shared .align 128 .b8 DATA[102
 
 #[test]
 fn mbarrier_producer_and_consumer() {
-    // Warp 0 fills a slot for each round, warp 1 reads it; full and empty barriers alternate by parity.
+    // Warp 0 fills a slot for each round, warp 1 reads it; full and empty barriers alternate by
+    // parity.
     let body = "
         mov.u32 %r1, FULL; mov.u32 %r2, EMPTY; mov.u32 %r3, SLOT; mov.u32 %r4, 0; mov.u64 %rd3, 0;
         setp.eq.u32 %p1, %r40, 0;
@@ -233,8 +236,8 @@ fn every_mbarrier_form() {
         or.b32 %r3, %r3, %r4; or.b32 %r3, %r3, %r5; or.b32 %r3, %r3, %r6; or.b32 %r3, %r3, %r7; or.b32 %r3, %r3, %r8;
         st.global.u32 [%rd40], %r2; st.global.u32 [%rd40+8], %r3;";
     let got = run_all(BAR, body, 1, &[0; 2]);
-    // Pending before the first arrival: 3. Phase 0 is not complete while bytes are missing; in the end phase 2, of
-    // parity 0 like phase 0, is complete as well.
+    // Pending before the first arrival: 3. Phase 0 is not complete while bytes are missing; in the
+    // end phase 2, of parity 0 like phase 0, is complete as well.
     assert_eq!(got, [3, 2 | 4 | 8 | 32]);
 }
 
@@ -342,7 +345,7 @@ fn bulk_copy_rules() {
 
 #[test]
 fn a_wait_for_memory_spins_and_says_for_what() {
-    // Somebody else may write it.
+    // Another warp may write it.
     let body = "W: ld.relaxed.gpu.global.u64 %rd1, [%rd40]; setp.eq.u64 %p1, %rd1, 7; @%p1 bra W;";
     for dev in [DeviceConfig::default(), seeded(5)] {
         let mut run = Run::new(&kernel("", body), &[7], launch(1, 1), &dev);
@@ -355,7 +358,7 @@ fn a_wait_for_memory_spins_and_says_for_what() {
 }
 
 #[test]
-fn a_wait_for_bytes_that_nobody_copies_is_a_deadlock() {
+fn a_wait_for_bytes_without_a_copy_is_a_deadlock() {
     let body = "mov.u32 %r1, BAR; mbarrier.init.shared.b64 [%r1], 2; mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 64;
         W: mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0; @!%p1 bra W;";
     for dev in [DeviceConfig::default(), seeded(5)] {
@@ -394,7 +397,7 @@ fn a_block_that_waits_for_an_mbarrier_that_only_it_could_complete_is_a_deadlock(
 }
 
 #[test]
-fn who_gives_up_waiting_for_an_mbarrier_is_in_no_deadlock() {
+fn a_wait_for_an_mbarrier_that_is_given_up_is_no_deadlock() {
     let body = "
         mov.u32 %r1, BAR; mov.u32 %r2, 0;
         mbarrier.init.shared.b64 [%r1], 2;
@@ -408,6 +411,6 @@ fn who_gives_up_waiting_for_an_mbarrier_is_in_no_deadlock() {
         st.global.u32 [%rd40], %r2;";
     let ptx = kernel(".shared .align 8 .b8 BAR[8];\n", body);
     let mut run = Run::new(&ptx, &[0], launch(1, 1), &DeviceConfig::default());
-    // It spins, as far as anybody can tell, but not for ever.
+    // It spins, as far as can be seen, but not for ever.
     while run.grid.step(10_000).unwrap() != Progress::Done {}
 }

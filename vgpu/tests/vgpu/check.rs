@@ -1,9 +1,11 @@
-//! Check mode, as a specification: faults that shipped in other people's communication kernels, each beside its mended twin; every rule
-//! of the checker by itself; and what a program sees of memory and registers that it must not rely on.
+//! Check mode, as a specification: faults that shipped in other people's communication kernels,
+//! each beside its mended twin; every rule of the checker by itself; and what a program sees of
+//! memory and registers that it must not rely on.
 //!
-//! A case is a correct kernel and the edit that breaks it. The correct kernel must run without a report and compute the same under every
-//! seed, and the broken one must be reported under every seed: which of the two accesses comes second depends on the schedule, so a case
-//! names both. What would have ordered them is part of the report, and of the case.
+//! A case is a correct kernel and the edit that breaks it. The correct kernel must run without a
+//! report and compute the same under every seed, and the broken one must be reported under every
+//! seed: which of the two accesses comes second depends on the schedule, so a case names both. What
+//! would have ordered them is part of the report, and of the case.
 
 use epoxide_vgpu::{
     CheckConfig, Checker, DeviceConfig, Fault, FaultKind, Grid, GridConfig, Launch, LaunchError, Memory,
@@ -83,7 +85,8 @@ fn words(memory: &Memory, buf: &Region) -> Result<Vec<u64>, MemoryError> {
     Ok(bytes.chunks_exact(8).map(|c| u64::from_ne_bytes(c.try_into().unwrap())).collect())
 }
 
-/// Runs a kernel by itself, on a buffer of which word `i` holds `i << 32`, so that flags of 32 bits begin as 0.
+/// Runs a kernel by itself, on a buffer of which word `i` holds `i << 32`, so that flags of 32 bits
+/// begin as 0.
 fn run(
     module: &Module,
     shape: GridConfig,
@@ -102,13 +105,13 @@ struct Case {
     name: &'static str,
     shape: (u32, u32),
     body: &'static str,
-    /// What is replaced where, by what.
+    /// Text to replace, and its replacement.
     edit: (&'static str, &'static str),
     /// The two accesses, as the PTX has them, in either order.
     between: [&'static str; 2],
-    /// What the report names as missing.
+    /// The missing synchronisation that the report names.
     missing: &'static str,
-    /// What the correct kernel leaves in these words of the buffer.
+    /// Result of the correct kernel in these words of the buffer.
     result: &'static [(usize, u64)],
 }
 
@@ -255,7 +258,7 @@ fn a_message_needs_release_and_acquire_that_reach_each_other() {
 
 #[test]
 fn lanes_and_warps_need_barriers() {
-    // What the lanes exchange has been written once before, so that the read is no read of garbage.
+    // The exchanged words have been written once before, so that the read is no read of garbage.
     let exchange = "
     mov.u32 %r1, DATA;
     mov.u32 %r6, 0;
@@ -313,7 +316,7 @@ const IN_PLACE: &str = "
     add.u16 %h1, %h1, 1;
     st.global.u16 [%rd2], %h1;";
 
-/// Two blocks write neighbouring bytes of a word, a third reads one that nobody writes.
+/// Two blocks write neighbouring bytes of a word, a third reads an unwritten one.
 const NEIGHBOURS: &str = "
     mov.u32 %r1, %ctaid.x;
     mov.u16 %h1, 7;
@@ -773,8 +776,8 @@ READER:
     });
 }
 
-/// Runs a kernel that answers the host in mapped memory, whose words the host polls and then reads; or reads as early as after `steps`
-/// instructions, if it does not poll.
+/// Runs a kernel that answers the host in mapped memory, whose words the host polls and then reads;
+/// or reads as early as after `steps` instructions, if it does not poll.
 fn answers_the_host(body: &str, seed: u64, polls: bool, steps: u64) -> Result<u64, String> {
     let module = parse(body);
     let checker = races();
@@ -811,7 +814,8 @@ fn the_host_reads_what_was_released_to_it() {
         let narrow = body.replace(".sys", ".gpu");
         let error = answers_the_host(&narrow, seed, true, 0).unwrap_err();
         assert!(error.contains("at 'answers' + 0x8 (tag)"), "{error}");
-        // Published before its data: the host reads before the data are there, or behind a write that it does not know.
+        // Published before its data: the host reads before the data are there, or behind a write
+        // that it does not know.
         let early = "
     mov.u64 %rd1, 7;
     st.release.sys.global.u64 [%rd40+8], %rd1;
@@ -827,7 +831,8 @@ fn the_host_reads_what_was_released_to_it() {
     });
 }
 
-/// Memory that host code writes as well is not watched; but what host code says that it takes must have been released to it.
+/// Memory that host code writes as well is not watched; but what host code says that it takes must
+/// have been released to it.
 #[test]
 fn the_host_takes_what_was_released_to_it() {
     let body = "
@@ -839,7 +844,7 @@ fn the_host_takes_what_was_released_to_it() {
         let checker = races();
         let memory = Memory::checked(seed, Some(checker.clone()));
         let buf = memory.alloc_host(64, "request").unwrap();
-        // Nobody is told of this, and it is no kernel's.
+        // No checker sees this store, and it is no kernel's.
         // SAFETY: aligned, and mapped for as long as `buf` lives.
         unsafe { (buf.addr() as *mut u64).add(2).write_volatile(1) };
         let mut grid = start_in(&checker, &module, &memory, &buf, &checker.host_past(), seed);
@@ -896,7 +901,7 @@ fn clean(body: &str, shape: (u32, u32), config: CheckConfig) {
 }
 
 #[test]
-fn reads_of_what_nobody_wrote_are_reported() {
+fn reads_of_unwritten_memory_are_reported() {
     let fault = fault_of("mov.u32 %r1, DATA; ld.shared.u32 %r2, [%r1+4];", 1, CheckConfig::default());
     assert!(
         matches!(fault.kind, FaultKind::Unwritten { space: "shared", offset, .. } if offset % 128 == 4),
@@ -911,7 +916,7 @@ fn reads_of_what_nobody_wrote_are_reported() {
     let fresh = memory.alloc(64, "fresh").unwrap();
     fresh.name_parts(|at| Some(format!("word[{}]", at / 8)));
     let garbage = reads(&fresh).unwrap_err();
-    assert!(garbage.contains("global memory that nobody wrote, at 'fresh' + 0x28 (word[5])"), "{garbage}");
+    assert!(garbage.contains("unwritten global memory, at 'fresh' + 0x28 (word[5])"), "{garbage}");
     reads(&memory.alloc_zeroed(64, "zeroed").unwrap()).unwrap();
     reads(&memory.alloc_host(64, "host").unwrap()).unwrap();
     // A bulk copy reads its source too.
@@ -931,7 +936,8 @@ fn renewed_memory_is_garbage_with_no_past() {
     buf.renew(0, 16);
     let fault = run(&reader).unwrap_err();
     assert!(matches!(fault.kind, FaultKind::Unwritten { offset: 0, .. }), "{fault}");
-    // Its next owner does not race with those who used it before, and what it did not renew is as it was.
+    // Its next owner does not race with earlier users, and bytes that it did not renew are
+    // unchanged.
     run(&writer).unwrap();
     assert!(matches!(run(&reader).unwrap_err().kind, FaultKind::Race(_)));
 }
@@ -952,7 +958,8 @@ fn weak_writes_race_only_where_values_differ_and_bytes_meet() {
     assert_race("bytes meet", &fault, ["st.global.u8", "st.global.u8"], "bar.warp.sync");
 }
 
-/// A kernel body broken in fast mode shows a wrong result, or a fault, for some seeds of `n`; these are counted.
+/// A kernel body broken in fast mode shows a wrong result, or a fault, for some seeds of `n`; these
+/// are counted.
 fn wrong_without_checks(body: &str, threads: u32, n: u64, right: impl Fn(&[u64]) -> bool) -> usize {
     let module = parse(body);
     (0..n).filter(|&seed| !run(&module, launch(1, threads), seed, None).is_ok_and(|got| right(&got))).count()
@@ -970,7 +977,8 @@ fn a_block_must_not_end_before_its_bulk_copies() {
         for checker in [None, Some(races())] {
             let mut caught = 0;
             for_each_seed(correct_seeds(), |seed| {
-                // The fault is there whenever the hardware may be late. A seed may let the copy be in time.
+                // The fault is there whenever the hardware may be late. A seed may let the copy be
+                // in time.
                 if let Err(fault) = run(&module, launch(1, 1), seed, checker.as_ref().map(|_| races())) {
                     let FaultKind::BulkCopy { message } = &fault.kind else { panic!("{fault}") };
                     assert!(message.contains(what), "{fault}");
@@ -997,7 +1005,8 @@ fn a_block_must_not_end_before_its_bulk_copies() {
 
 #[test]
 fn lanes_that_diverged_need_not_meet_before_a_sync() {
-    // Lane 0 writes, and the others read what stood there before they have been told to wait for it.
+    // Lane 0 writes, and the others read what stood there before they have been told to wait for
+    // it.
     let body = "
     mov.u32 %r1, DATA;
     mov.u32 %r2, 0;
@@ -1029,7 +1038,7 @@ JOIN:
 }
 
 #[test]
-fn what_nobody_wrote_is_poison_that_depends_on_the_seed() {
+fn unwritten_memory_is_poison_that_depends_on_the_seed() {
     let module = parse(
         "
     st.global.u64 [%rd42], %rd5;
@@ -1049,7 +1058,8 @@ fn what_nobody_wrote_is_poison_that_depends_on_the_seed() {
     assert_eq!(one, same);
     for (a, b) in one.iter().zip(&other) {
         assert_ne!(a, b, "the seed draws the poison");
-        // As an integer it is far below zero, as a float as well, in both halves: nothing that passes for a result.
+        // As an integer it is far below zero, as a float as well, in both halves: nothing that
+        // passes for a result.
         for value in [a, b] {
             assert!(value >> 60 == 15 && value >> 28 & 15 == 15, "{value:#x}");
         }
@@ -1100,7 +1110,8 @@ fn collectives_name_only_lanes_that_are_there() {
             );
             assert!(fault.to_string().contains("which have exited or never were"), "{fault}");
         });
-        // Faster runs let it pass, as the hardware mostly does, and a mask of those who are there is right.
+        // Faster runs let it pass, as the hardware mostly does, and a mask of those who are there
+        // is right.
         run(&module, launch(1, threads), 0, None).unwrap();
         if threads == 32 {
             clean(&broken.replace("-1;", "1048575;"), (1, threads), CheckConfig::default());
@@ -1127,8 +1138,9 @@ fn strict_exits_report_barriers_that_some_warps_never_reach() {
     clean("bar.sync 0;", (2, 96), strict);
 }
 
-/// A block takes data off one stage of shared memory twice, by bulk loads that its first thread issues. The barrier tells that thread
-/// that everybody has read the stage; only the fence tells the copy.
+/// A block takes data off one stage of shared memory twice, by bulk loads that its first thread
+/// issues. The barrier shows that thread that all threads have read the stage; only the fence
+/// orders the copy.
 const STAGE_GIVEN_BACK: &str = "
     mov.u32 %r1, DATA;
     mov.u32 %r2, MBAR;
@@ -1159,7 +1171,8 @@ SECOND:
     add.u64 %rd2, %rd2, %rd40;
     st.global.u32 [%rd2], %r5;";
 
-/// A thread stores two results by way of one stage, of which the second is a copy that a bulk load brings.
+/// A thread stores two results by way of one stage, of which the second is a copy that a bulk load
+/// brings.
 const STAGE_STORED: &str = "
     mov.u32 %r1, DATA;
     mov.u32 %r2, MBAR;
@@ -1180,7 +1193,8 @@ WAIT:
     cp.async.bulk.commit_group;
     cp.async.bulk.wait_group 0;";
 
-/// Blocks wait for the epoch that all of them count up to; block 0 starts the next one when all have said that they have seen this one.
+/// Blocks wait for the epoch that all of them count up to; block 0 starts the next one when all
+/// have said that they have seen this one.
 const EPOCH: &str = "
     mov.u32 %r1, %ctaid.x;
     mov.u32 %r2, 1;
@@ -1200,7 +1214,8 @@ LAST:
     add.u32 %r3, %r3, 1;
     st.global.u32 [%rd40], %r3; // advanced";
 
-/// Two pairs of blocks: blocks 0 and 2 each tell the block after them that its word is written. Each pair has a flag of its own.
+/// Two pairs of blocks: blocks 0 and 2 each tell the block after them that its word is written.
+/// Each pair has a flag of its own.
 const TWO_GROUPS: &str = "
     mov.u32 %r1, %ctaid.x;
     shr.u32 %r2, %r1, 1;
@@ -1224,7 +1239,8 @@ READER:
     ld.global.u64 %rd1, [%rd2+64];
     st.global.u64 [%rd2+72], %rd1;";
 
-/// A barrier of all blocks that block 0 resets for the next kernel, once all of them have said that they are through.
+/// A barrier of all blocks that block 0 resets for the next kernel, once all of them have said that
+/// they are through.
 const RESET: &str = "
     mov.u32 %r1, %ctaid.x;
     mov.u32 %r2, 1;
@@ -1277,7 +1293,7 @@ fn a_stage_goes_back_to_bulk_copies_by_a_fence_and_after_its_source_was_read() {
 }
 
 #[test]
-fn what_blocks_still_read_is_neither_advanced_nor_reset() {
+fn words_that_blocks_still_read_are_neither_advanced_nor_reset() {
     let epoch = Case {
         name: "the epoch advanced while blocks read it",
         shape: (4, 1),
@@ -1379,7 +1395,7 @@ WAIT:
         let [ours, theirs] = [seed, seed + 1].map(|seed| Memory::checked(seed, Some(checker.clone())));
         let signals = ours.alloc(4096, "signals").unwrap();
         let near = theirs.import(signals.export().unwrap(), 4096, "signals").unwrap();
-        // In order: rank 1 clears its mapping, and rank 0 hears of it before it starts.
+        // In order: rank 1 clears its mapping, and rank 0 learns of it before it starts.
         let _ = checker.host_past();
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -1391,7 +1407,8 @@ WAIT:
         epoxide_vgpu::host_meets();
         let mut grid = start(&module, &ours, &signals, launch(1, 1), seed);
         while grid.step(16).unwrap() != Progress::Spinning {}
-        // Out of order: rank 1 joins while the kernel runs. It knows all that rank 0 did before, but not what the kernel does.
+        // Out of order: rank 1 joins while the kernel runs. It knows all that rank 0 did before,
+        // but not what the kernel does.
         epoxide_vgpu::host_meets();
         let join = |at: u64| {
             std::thread::scope(|scope| {
@@ -1417,11 +1434,11 @@ WAIT:
 }
 
 #[test]
-fn a_race_names_what_was_to_order_its_accesses() {
+fn a_race_names_the_synchronisation_that_failed() {
     let cases = [
         ("st.release.gpu", "st.relaxed.gpu", "the write is no release"),
         ("ld.acquire.gpu", "ld.relaxed.gpu", "the read is no acquire"),
-        // Nothing is wrong with the message itself: what is read was written behind it.
+        // The message itself is correct; the read is of bytes written behind it.
         (
             "ld.global.u64 %rd2, [%rd40]",
             "ld.global.u64 %rd2, [%rd40+24]",
@@ -1436,7 +1453,7 @@ fn a_race_names_what_was_to_order_its_accesses() {
         for seed in 0..broken_seeds() {
             let Err(fault) = run(&module, launch(2, 1), seed, Some(races())) else { continue };
             let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
-            // Where the reader has come first, nobody has read the flag as it should be.
+            // If the reader came first, no thread has read the flag correctly.
             if !fault.ptx_text.contains("ld.") {
                 continue;
             }
@@ -1485,8 +1502,9 @@ THIRD:
 }
 
 #[test]
-fn what_an_earlier_kernel_of_the_stream_has_read_is_named() {
-    // One stream writes and tells by a relaxed store; on the other a kernel waits for that, and the next one reads.
+fn reads_of_an_earlier_kernel_of_the_stream_are_named() {
+    // One stream writes and tells by a relaxed store; on the other a kernel waits for that, and the
+    // next one reads.
     let writer = "
     mov.u64 %rd1, 7;
     mov.u32 %r2, 1;
@@ -1515,7 +1533,7 @@ AGAIN:
 }
 
 #[test]
-fn a_wait_for_an_mbarrier_that_never_completes_names_who_set_it_up() {
+fn a_wait_for_an_mbarrier_that_never_completes_names_its_initialisation() {
     let body = "
     mov.u32 %r1, MBAR;
     mbarrier.init.shared.b64 [%r1], 2;
@@ -1535,7 +1553,7 @@ WAIT:
 }
 
 #[test]
-fn a_copy_that_nobody_waited_for_names_the_wait() {
+fn a_copy_without_a_wait_names_the_missing_wait() {
     let body = "
     mov.u32 %r1, DATA;
     mov.u64 %rd1, 7;
@@ -1554,7 +1572,7 @@ fn a_copy_that_nobody_waited_for_names_the_wait() {
 }
 
 #[test]
-fn a_fault_tells_what_its_warps_did_last() {
+fn a_fault_lists_the_last_steps_of_its_warps() {
     let body = MESSAGE.replace("st.release.gpu", "st.relaxed.gpu");
     let module = parse(&body);
     let read = |fault: &Fault| fault.ptx_text.contains("ld.");
@@ -1567,13 +1585,13 @@ fn a_fault_tells_what_its_warps_did_last() {
     if let Some(writer) = fault.traces.get(1) {
         assert_eq!(texts(writer)[0], "st.relaxed.gpu.global.u32 [%rd40+8], %r2;", "{fault}");
     }
-    // Nobody keeps count without checks.
+    // Without checks no steps are recorded.
     let plain = self::run(&parse("trap;"), launch(1, 1), 1, None).unwrap_err();
     assert!(plain.traces.is_empty());
 }
 
 #[test]
-fn a_kernel_that_reads_a_register_nobody_wrote_is_not_launched() {
+fn a_kernel_that_reads_an_unwritten_register_is_not_launched() {
     let body = ".file 1 \"src/k.rs\"\n.loc 1 42 0\nst.global.u32 [%rd42], %r7; // garbage";
     let launch_with = |body: &str, checker: Option<Checker>| {
         let (module, memory) = (parse(body), Memory::checked(0, checker));
@@ -1591,7 +1609,8 @@ fn a_kernel_that_reads_a_register_nobody_wrote_is_not_launched() {
         text.contains("at src/k.rs:42") && text.ends_with("st.global.u32 [%rd42], %r7; // garbage"),
         "{text}"
     );
-    // A kernel of others that gets by with it can be run without checks, and a mended one with them.
+    // A kernel of others that gets by with it can be run without checks, and a mended one with
+    // them.
     launch_with(body, None).unwrap();
     launch_with(&body.replace("%r7", "%r40"), Some(races())).unwrap();
 }
@@ -1607,7 +1626,7 @@ fn freed_memory_is_called_by_its_name() {
         memory.write(buf.addr(), &address.to_ne_bytes()).unwrap();
         finish(&mut [&mut start(&module, &memory, &buf, launch(1, 1), 1)], 1).unwrap();
         drop(victim);
-        // In check mode nobody else gets its place.
+        // In check mode its place is not reused.
         let _others = if checker.is_some() {
             (0..100).map(|_| memory.alloc(4096, "other").unwrap()).collect::<Vec<Region>>()
         } else {
@@ -1626,7 +1645,8 @@ fn freed_memory_is_called_by_its_name() {
     }
 }
 
-/// Block 0 writes pairs of equal words one after the other; block 1 reads pairs, and notes in word 4 that it has seen one of two writes.
+/// Block 0 writes pairs of equal words one after the other; block 1 reads pairs, and notes in word
+/// 4 that it has seen one of two writes.
 const PAIRS: &str = "
     .reg .b128 %q;
     mov.u32 %r1, %ctaid.x;
@@ -1653,7 +1673,7 @@ READ:
 END:";
 
 #[test]
-fn what_is_written_whole_is_read_whole() {
+fn values_written_whole_are_read_whole() {
     let torn = |body: &str, seed: u64, checker: Checker| {
         // In front of all writes the words are 0 and 1 << 32, whose low halves are equal too.
         run(&parse(body), launch(2, 1), seed, Some(checker)).map(|words| words[4] != 4 << 32)

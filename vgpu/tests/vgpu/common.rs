@@ -20,7 +20,7 @@ pub fn tier<T>(default: T, long: T) -> T {
     }
 }
 
-/// What every test module starts with.
+/// Start of every test module.
 pub const HEAD: &str = ".version 8.4\n.target sm_90\n.address_size 64\n";
 
 /// Wraps a body in a kernel `k(.param .u64 buf)` with registers `%h`, `%r`, `%rd`, `%p`.
@@ -120,8 +120,9 @@ fn uses(snippet: &str, register: &str) -> bool {
         .any(|(i, r)| !snippet[i + r.len()..].starts_with(|c: char| c.is_ascii_digit()))
 }
 
-/// Runs a snippet that computes `%r0`, `%rd0`, `%h0` or `%p0` from registers numbered from 1 (`%r1`, `%h2`, ..), whose
-/// values are given per lane: `inputs[k][lane]` goes to register number `k + 1`, whatever its kind.
+/// Runs a snippet that computes `%r0`, `%rd0`, `%h0` or `%p0` from registers numbered from 1
+/// (`%r1`, `%h2`, ..), whose values are given per lane: `inputs[k][lane]` goes to register number
+/// `k + 1`, whatever its kind.
 pub fn per_lane(snippet: &str, threads: u32, inputs: &[Vec<u64>]) -> Vec<u64> {
     let mut body = String::new();
     for k in 1..=inputs.len() {
@@ -157,8 +158,8 @@ pub fn per_lane(snippet: &str, threads: u32, inputs: &[Vec<u64>]) -> Vec<u64> {
     run_body("", &body, threads, &buf)[..threads as usize].to_vec()
 }
 
-/// Runs a snippet with the same inputs in every lane, on a full and on a partial warp, which are different paths
-/// through the interpreter, and checks the result.
+/// Runs a snippet with the same inputs in every lane, on a full and on a partial warp, which are
+/// different paths through the interpreter, and checks the result.
 #[track_caller]
 pub fn check(snippet: &str, inputs: &[u64], expected: u64) {
     for threads in [32, 20] {

@@ -100,7 +100,8 @@ fn float_to_float() {
     check("cvt.ftz.f32.f32 %r0, %r1;", &[1], 0);
 }
 
-/// Rounded as if exponents had no end, as an H200 does it: not before rounding, and not with the fewer digits of a subnormal.
+/// Rounded as if exponents had no end, as an H200 does it: not before rounding, and not with the
+/// fewer digits of a subnormal.
 #[test]
 fn a_result_that_is_subnormal_when_rounded_with_all_digits_is_flushed() {
     let smallest = 2f64.powi(-126);

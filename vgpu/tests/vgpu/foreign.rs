@@ -1,8 +1,9 @@
-//! PTX that other compilers made from sources of our own: it loads, and what it computes is what the host computes.
+//! PTX that other compilers made from sources of our own: it loads, and what it computes is what
+//! the host computes.
 //!
-//! The sources, the PTX and how to make it anew are in `foreign/`; its README lists the kernels. Every kernel runs on
-//! several schedules. Integers are compared exactly, floats too where the kernel fixes the order of its operations;
-//! elsewhere the test states its bound.
+//! The sources, the PTX and how to make it anew are in `foreign/`; its README lists the kernels.
+//! Every kernel runs on several schedules. Integers are compared exactly, floats too where the
+//! kernel fixes the order of its operations; elsewhere the test states its bound.
 
 mod host;
 
@@ -472,7 +473,7 @@ fn a_radix_sort_is_stable() {
     });
 }
 
-/// What a thread makes of its 16 bytes of every tile.
+/// A thread's digest of its 16 bytes of every tile.
 fn digest(tiles: impl Iterator<Item = [u32; 4]>) -> u32 {
     tiles.fold(0, |s: u32, v| s.wrapping_mul(31).wrapping_add(v[0] ^ v[1]).wrapping_add(v[2] ^ v[3]))
 }
@@ -958,7 +959,8 @@ fn triton_softmax_within_a_few_units() {
     on_every_schedule("t_softmax", |gpu| {
         let (a, b) = (gpu.buffer(&x), gpu.zeros::<f32>(x.len()));
         gpu.launch_with("t_softmax", rows as u32, 128, 16, &[&a, &b, &(columns as i32)]);
-        // The exponential of an approximation: its argument, of at most 20, is scaled by a rounded factor.
+        // The exponential of an approximation: its argument, of at most 20, is scaled by a rounded
+        // factor.
         assert_close(&b.read(), &expected, 1e-5);
     });
 }

@@ -1,4 +1,4 @@
-//! Loading: what is refused, where the error points, how names resolve.
+//! Loading: rejected texts, positions of errors, resolution of names.
 
 use epoxide_vgpu::{DeviceConfig, Module, supported_opcode};
 
@@ -84,7 +84,8 @@ fn opcodes_can_be_asked_for() {
 
 #[test]
 fn scopes_of_registers_and_labels_nest() {
-    // Inline assembly in a loop body: the same names in two blocks, and a register that shadows an outer one.
+    // Inline assembly in a loop body: the same names in two blocks, and a register that shadows an
+    // outer one.
     let snippet = "
         mov.u32 %r0, 0;
         { .reg .pred p; .reg .b32 %r9; mov.u32 %r9, 5; setp.gt.u32 p, %r1, 3; @p bra SKIP; add.u32 %r0, %r0, %r9; SKIP: }
@@ -106,8 +107,8 @@ fn with_functions(functions: &str, body: &str) -> String {
 
 #[test]
 fn functions_stand_in_the_place_of_their_calls() {
-    // `twice` calls `add`; both have registers, labels and parameters of the same names. One lane in three does not
-    // call, odd arguments return early.
+    // `twice` calls `add`; both have registers, labels and parameters of the same names. One lane
+    // in three does not call, odd arguments return early.
     let text = with_functions(
         ".func (.param .b32 r) add(.param .b32 p, .param .b32 q) {
             .reg .b32 %r<4>; .reg .pred %p<2>;
@@ -227,9 +228,9 @@ fn registers_that_nothing_has_written_are_found() {
          A: mov.u32 %r1, %r2; add.u32 %r2, %r2, 1; setp.lt.u32 %p2, %r2, 3; @%p2 bra L;",
         // Special registers, variables and the carry flag need no definition.
         "mov.u32 %r1, %tid.x; add.u32 %r1, %r1, %laneid; addc.u32 %r1, %r1, 1; st.global.u32 [%rd40], %r1;",
-        // Nobody comes here.
+        // No lane gets here.
         "bra END; st.global.u32 [%rd40], %r1; END:",
-        // A result that nobody wants is none that somebody needs.
+        // An unused result does not count as used.
         "atom.global.add.u32 _, [%rd40], 1; shfl.sync.idx.b32 %r1|%p1, %r40, 0, 31, -1; barrier.sync 0;",
     ] {
         assert_eq!(reads(body), [], "{body}");
@@ -290,7 +291,7 @@ fn garbage_never_panics() {
 
 /// Numbers and nesting in a short text must not take all memory or all of the stack.
 #[test]
-fn what_is_too_large_is_refused() {
+fn modules_that_are_too_large_are_rejected() {
     let head = ".version 8.4\n.target sm_90\n.address_size 64\n";
     let kernel = |body: &str| format!("{head}.visible .entry k(.param .u64 p) {{ {body} ret; }}");
     let huge = ".local .b8 v[16000000]; .local .b8 w[16000000];";

@@ -366,7 +366,8 @@ fn a_fault_is_kept() {
 
 #[test]
 fn copies_of_single_threads() {
-    // `%rd40` holds the bytes 1, 2, ..; each line copies to its own 16 bytes of shared memory, which hold 0xff before.
+    // `%rd40` holds the bytes 1, 2, ..; each line copies to its own 16 bytes of shared memory,
+    // which hold 0xff before.
     let copies = "
         cp.async.cg.shared.global [%r1], [%rd40], 16;
         cp.async.ca.shared.global [%r1+16], [%rd40+8], 8;
@@ -402,7 +403,8 @@ fn copies_of_single_threads() {
 
 #[test]
 fn matrices_go_to_registers_and_back() {
-    // Element c of row r of matrix m is 64 m + 8 r + c. Each lane reports what its four registers hold.
+    // Element c of row r of matrix m is 64 m + 8 r + c. Each lane reports what its four registers
+    // hold.
     let fill = "
         mov.u32 %r1, S; mov.u32 %r2, 0; mad.lo.u32 %r3, %r40, 16, %r1;
     FILL:
@@ -430,7 +432,7 @@ fn matrices_go_to_registers_and_back() {
         ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r13}, [%r3+256]; add.u32 %r3, %r3, 384;
         ldmatrix.sync.aligned.m8n8.x1.shared.b16 %r14, [%r3];";
     assert_eq!(run(pieces), plain);
-    // What was loaded in columns and stored in rows is transposed.
+    // A matrix that was loaded in columns and stored in rows is transposed.
     for (back, want) in [("", &transposed), (".trans", &plain)] {
         let round = format!(
             "{load_trans} bar.sync 0; add.u32 %r4, %r3, 512;

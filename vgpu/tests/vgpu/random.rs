@@ -1,5 +1,5 @@
-//! Random programs with guards, divergent branches and loops, against a scalar interpreter written here. What it is
-//! after: register allocation, reconvergence, and the partial-mask paths.
+//! Random programs with guards, divergent branches and loops, against a scalar interpreter written
+//! here. Its targets are register allocation, reconvergence, and the partial-mask paths.
 
 use epoxide_vgpu::{DeviceConfig, Module};
 use rand::{Rng, SeedableRng};
@@ -17,7 +17,8 @@ enum Step {
     Compare { p: usize, a: usize, b: usize },
     /// Forward jump, under a predicate.
     Jump { to: usize, p: usize, negated: bool },
-    /// Back to `to`, as long as the counter, which only this step changes, is below a limit that differs by lane.
+    /// Back to `to`, as long as the counter, which only this step changes, is below a limit that
+    /// differs by lane.
     Loop { to: usize, counter: usize },
 }
 

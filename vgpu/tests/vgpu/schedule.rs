@@ -64,7 +64,8 @@ fn more_blocks_than_fit_run_in_turn() {
     run.finish().unwrap();
     assert_eq!(run.words(), [64; 100]);
     assert_eq!(run.grid.stats().blocks_done, 100);
-    // Shared memory and registers of a slot are fresh for each block: the same poison, whatever the block before left there.
+    // Shared memory and registers of a slot are fresh for each block: the same poison, regardless
+    // of the block before.
     let body = "mov.u32 %r1, S; ld.shared.u32 %r4, [%r1]; sub.u32 %r2, %r4, %r30; st.shared.u32 [%r1], %r3; mov.u32 %r30, 7;
         add.u32 %r2, %r2, 1; mov.u32 %r3, %ctaid.x; mul.wide.u32 %rd1, %r3, 8; add.s64 %rd1, %rd40, %rd1;
         st.global.u32 [%rd1], %r2;";
@@ -95,7 +96,7 @@ fn all_blocks_of_a_grid_that_fits_are_resident() {
 
 #[test]
 fn how_much_of_a_grid_is_resident_at_first_is_drawn() {
-    // Every block counts itself when it starts, and block 0 says how many have by the time it ends.
+    // Every block counts itself when it starts, and block 0 stores the count at its end.
     let body = "
         atom.add.relaxed.gpu.global.u32 %r1, [%rd40], 1; mov.u32 %r3, 0;
     WORK:
@@ -130,8 +131,8 @@ fn how_much_of_a_grid_is_resident_at_first_is_drawn() {
 }
 
 #[test]
-fn what_never_ends_is_a_livelock() {
-    // Nobody waits: the one hands a word over, and the other hands it back.
+fn a_grid_without_progress_is_a_livelock() {
+    // Neither block only waits: one passes a word on, and the other passes it back.
     let ping_pong = "mov.u32 %r1, %ctaid.x; xor.b32 %r2, %r1, 1;
         L: atom.cas.relaxed.gpu.global.b32 %r3, [%rd40], %r1, %r2; bra L;";
     let endless = "mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; bra L;";
@@ -154,14 +155,14 @@ fn what_never_ends_is_a_livelock() {
 }
 
 #[test]
-fn what_ends_or_waits_is_no_livelock() {
+fn blocks_that_end_or_wait_are_no_livelock() {
     // Many times the limit, but blocks come and go.
     let body = "mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 1000; @%p1 bra L;";
     let dev = DeviceConfig { livelock_limit: Some(10_000), max_blocks_resident: Some(2), ..seeded(3) };
     let mut run = Run::new(&kernel("", body), &[0], launch(50, 1), &dev);
     run.finish().unwrap();
     assert!(run.grid.stats().warp_instructions > 100_000);
-    // Whoever waits may then wait for ever.
+    // A waiting block may then wait for ever.
     let body = "L: ld.relaxed.sys.global.u32 %r1, [%rd40]; setp.eq.u32 %p1, %r1, 0; @%p1 bra L;";
     let dev = DeviceConfig { livelock_limit: Some(500), ..seeded(3) };
     let mut run = Run::new(&kernel("", body), &[0], launch(1, 1), &dev);
@@ -386,8 +387,8 @@ fn types_cross_threads() {
 
 #[test]
 fn a_warp_in_which_one_lane_goes_on_does_not_count_as_spinning() {
-    // Every lane takes a lock, and whoever has it computes for a while: the others of its warp look at the lock in
-    // vain, but the grid needs nothing from outside.
+    // Every lane takes a lock, and its holder computes for a while. The others of its warp poll the
+    // lock in vain, but the grid needs nothing from outside.
     let body = "
     TRY:
         atom.exch.acquire.gpu.global.b32 %r1, [%rd40], 1; setp.ne.u32 %p1, %r1, 0; @%p1 bra TRY;
@@ -405,7 +406,7 @@ fn a_warp_in_which_one_lane_goes_on_does_not_count_as_spinning() {
 }
 
 #[test]
-fn coverage_tells_what_any_lane_has_executed() {
+fn coverage_marks_instructions_that_any_lane_has_executed() {
     let body = "setp.eq.u32 %p1, %r40, 31; @%p1 mov.u32 %r1, 1; setp.eq.u32 %p2, %r40, 99;
         @%p2 mov.u32 %r2, 1; @%p2 bra NEVER; bra END; NEVER: mov.u32 %r3, 1; END:";
     let text = |body: &str| kernel("", body);
@@ -422,7 +423,8 @@ fn coverage_tells_what_any_lane_has_executed() {
     while grid.step(100).unwrap() != Progress::Done {}
     let executed = kernel.coverage().unwrap();
     assert_eq!(executed.len(), kernel.instruction_count());
-    // Behind the four instructions of the frame: what only lane 31 does counts, a branch that nobody takes as well.
+    // Behind the four instructions of the frame: instructions of lane 31 alone count, and so does a
+    // branch that no lane takes.
     assert_eq!(executed[4..], [true, true, true, false, true, true, false, true, false]);
     // Another text of the same length is another kernel.
     let other = Module::parse(&text(&body.replace("99", "98"))).unwrap().kernel("k").unwrap();

@@ -6,7 +6,8 @@ use epoxide_vgpu::{
 
 use crate::common::{kernel, launch};
 
-/// 32 lanes store 8 bytes each from the buffer's start on; one adds 4 bytes behind them, and 16 more leave by a bulk copy.
+/// 32 lanes store 8 bytes each from the buffer's start on; one adds 4 bytes behind them, and 16
+/// more leave by a bulk copy.
 const BODY: &str = "
     st.global.u64 [%rd42], %rd42;
     setp.ne.u32 %p1, %r40, 0;
@@ -61,7 +62,7 @@ fn bytes_are_counted_by_device_memory_and_part() {
     run(&first, &pool);
     assert_eq!(checker.stores()[..2], [stored(4, "", 20), stored(4, "rows", 256)]);
 
-    // Of memory that is gone there is nothing to say, and what comes next begins with nothing.
+    // Freed memory has no counts, and its successor begins without any.
     drop((theirs, pool));
     assert_eq!(checker.stores(), []);
     let next = second.alloc_zeroed(4096, "next").unwrap();

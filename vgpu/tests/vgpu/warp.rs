@@ -80,7 +80,8 @@ fn indexed_branch() {
 
 #[test]
 fn a_lane_that_waits_for_another_lane_of_its_warp_gets_it() {
-    // Lane 0 spins at a low address until lane 1, on the other side of the branch, has stored the flag.
+    // Lane 0 spins at a low address until lane 1, on the other side of the branch, has stored the
+    // flag.
     let body = "
         setp.ne.u32 %p1, %r40, 0; @%p1 bra STORE;
     SPIN:

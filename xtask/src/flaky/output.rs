@@ -1,7 +1,7 @@
 //! Reads what `cargo test --no-fail-fast` prints: which tests of which programs failed.
 //!
-//! Invariant: a program counts as failed where cargo says so, and only then. A test that passes may
-//! print the output of a nested test run, in which tests fail.
+//! Invariant: a program counts as failed if and only if cargo reports it as failed. A test that
+//! passes may print the output of a nested test run, in which tests fail.
 
 use std::collections::BTreeSet;
 use std::fmt;

@@ -50,7 +50,7 @@ pub const ROUNDS: [(&str, Round); 4] = [
 /// To nearest, ties to even.
 pub const NEAREST: Round = Round::NearestTiesToEven;
 
-/// What is rounded once.
+/// An operation whose result is rounded once.
 #[derive(Clone, Copy, Debug)]
 pub enum Op {
     Add,
@@ -98,7 +98,8 @@ pub fn arithmetic(op: Op, mode: Mode, x: &[u64]) -> u64 {
     })
 }
 
-/// Whether a result that rounds to the smallest normal number is smaller when rounded as if exponents had no end.
+/// Whether a result that rounds to the smallest normal number is smaller when rounded as if
+/// exponents had no end.
 fn tiny(op: Op, mode: Mode, x: &[u64]) -> bool {
     let format = mode.format;
     let arg =
@@ -113,7 +114,8 @@ fn tiny(op: Op, mode: Mode, x: &[u64]) -> bool {
     is_tiny(exact, mode)
 }
 
-/// The hardware flushes what is subnormal when rounded as if exponents had no end, even if rounding to a subnormal makes it normal.
+/// The hardware flushes what is subnormal when rounded as if exponents had no end, even if rounding
+/// to a subnormal makes it normal.
 fn is_tiny(v: Quad, mode: Mode) -> bool {
     let smallest = wide(1 << mode.format.bits().1, mode.format);
     let scale = Quad::from_u128(1 << 64).value;
@@ -143,8 +145,8 @@ fn bits<F: Float>(v: F, format: Format) -> u64 {
     if v.is_nan() { format.nan() } else { v.to_bits() as u64 }
 }
 
-/// Square root by integers: the root of the significand with more bits than the format has, and one more bit that says
-/// whether anything is left over. Rounding that to the format is then rounding once.
+/// Square root by integers: the root of the significand with more bits than the format has. One
+/// more bit is set if there is a remainder.
 fn sqrt<F: Float>(v: F, mode: Mode) -> F {
     if v.is_zero() || v.is_nan() || v.is_pos_infinity() {
         return v;
@@ -192,7 +194,7 @@ pub fn convert(v: u64, from: Format, mode: Mode) -> u64 {
     with!(mode.format, F => finish(F::from_bits(v.into()), Mode { ftz: false, ..mode }))
 }
 
-/// `.satfinite`: what is too large becomes the largest number.
+/// `.satfinite`: numbers that are too large become the largest number.
 pub fn convert_finite(v: u64, from: Format, to: Format, round: Round) -> u64 {
     let v = wide(v, from);
     let largest = with!(to, F => F::largest().to_bits() as u64);
@@ -236,7 +238,8 @@ pub fn compare(a: u64, b: u64, format: Format, ftz: bool) -> Option<Ordering> {
     })
 }
 
-/// `min` (`greater` false) or `max`: -0.0 is below +0.0; a NaN loses, unless `.NaN` (`nan`) makes it win.
+/// `min` (`greater` false) or `max`: -0.0 is below +0.0; a NaN loses, unless `.NaN` (`nan`) makes
+/// it win.
 pub fn min_max(greater: bool, nan: bool, mode: Mode, x: &[u64]) -> u64 {
     with!(mode.format, F => {
         let [a, b] = [0, 1].map(|i| flush_if(mode.ftz, F::from_bits(x[i].into())));

@@ -1,9 +1,12 @@
-//! The table of instruction forms: their text, their operands, and what the PTX manual says they compute.
+//! The table of instruction forms: their text, their operands, and what the PTX manual says they
+//! compute.
 //!
-//! Nothing here is taken from the virtual GPU: integers are computed as `i128`, floating point by [`super::float`].
+//! Nothing here is taken from the virtual GPU: integers are computed as `i128`, floating point by
+//! [`super::float`].
 //!
-//! Left out, because the manual leaves the result to the machine: quotients by zero and the approximations. Left out,
-//! because H200 departs from the manual (docs/KERNELS.md): `cvt.rm` and `cvt.rp` from f32 to f16 with `.ftz`.
+//! Left out, because the manual leaves the result to the machine: quotients by zero and the
+//! approximations. Left out, because H200 departs from the manual (docs/KERNELS.md): `cvt.rm` and
+//! `cvt.rp` from f32 to f16 with `.ftz`.
 
 use std::cmp::Ordering;
 
@@ -13,10 +16,11 @@ use super::kind::Kind::{self, *};
 
 type Eval = Box<dyn Fn(&[u64]) -> u64>;
 
-/// An instruction with all of its modifiers, or a short run of them that only has a result together.
+/// An instruction with all of its modifiers, or a short run of them that only has a result
+/// together.
 pub struct Form {
-    /// Instructions. `$0` is the result, `$1` and so on are the operands; `%x`, `%y` (32 bits), `%u` (64 bits) and `%q` (a
-    /// predicate) are free for use.
+    /// Instructions. `$0` is the result, `$1` and so on are the operands. Free registers are `%x`,
+    /// `%y` (32 bits), `%u` (64 bits) and `%q` (a predicate).
     pub text: String,
     pub operands: Vec<Kind>,
     pub result: Kind,
@@ -276,7 +280,8 @@ fn logic_and_shifts(t: &mut Table) {
         t.op(format!("{op}.pred"), &[Pred, Pred], Pred, move |x| f(x[0], x[1]));
     }
     t.op("not.pred", &[Pred], Pred, |x| x[0] ^ 1);
-    // Of `$2:$1`, the upper word after a shift to the left, the lower one after a shift to the right.
+    // The upper word of `$2:$1` after a shift to the left, the lower word after a shift to the
+    // right.
     let word = Int(32);
     for (mode, limit) in [("clamp", true), ("wrap", false)] {
         let count = move |n: u64| if limit { n.min(32) } else { n % 32 };
@@ -407,7 +412,7 @@ type Compare = Box<dyn Fn(&[u64]) -> bool>;
 fn comparisons(t: &mut Table) {
     const ORDERED: [&str; 6] = ["eq", "ne", "lt", "le", "gt", "ge"];
     const UNORDERED: [&str; 8] = ["equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"];
-    // (comparison with modifiers, type, operands, what it says)
+    // (comparison with modifiers, type, operands, result)
     let mut list: Vec<(String, &str, Kind, Compare)> = Vec::new();
     for ty in INTS {
         let unsigned: &[&str] = if ty.signed { &[] } else { &["lo", "ls", "hi", "hs"] };
@@ -429,8 +434,9 @@ fn comparisons(t: &mut Table) {
             list.push((name, format.name(), Float(format), Box::new(f)));
         }
     }
-    // Each comparison once alone and once combined with a predicate, in turn by each operator, on each result. `set` takes
-    // the same comparisons; it has a result in turn of each type that it may have.
+    // Each comparison once alone and once combined with a predicate, in turn by each operator, on
+    // each result. `set` takes the same comparisons; it has a result in turn of each type that it
+    // may have.
     type Combine = fn(bool, bool) -> bool;
     let combine: [(&str, Combine); 3] = [("and", |a, b| a & b), ("or", |a, b| a | b), ("xor", |a, b| a ^ b)];
     for (i, (name, ty, kind, f)) in list.into_iter().enumerate() {
@@ -510,7 +516,7 @@ fn float_arithmetic(t: &mut Table) {
             let k = [Float(F64)];
             let mode = Mode { round, ..Mode::plain(F64) };
             let eval = move |x: &[u64]| float::arithmetic(op, mode, x);
-            // The manual has payloads pass through f64, and does not say which of several.
+            // The manual has payloads pass through f64, and leaves open which of several.
             t.op(format!("{name}.{r}.f64"), &k.repeat(operands), k[0], eval).any_nan = true;
         }
         if !saturates {
@@ -578,7 +584,7 @@ fn float_to_float(t: &mut Table) {
     {
         for (r, round) in ROUNDS {
             let plain = Mode { round, ..Mode::plain(to) };
-            // The manual does not say what becomes of the payload here either.
+            // The manual leaves the payload open here too.
             t.convert(format!(".{r}"), from, plain).any_nan = from == F64;
             if (from, to) == (F64, F32) {
                 t.convert(format!(".{r}.ftz"), from, Mode { ftz: true, ..plain }).any_nan = true;

@@ -1,9 +1,9 @@
-//! What the operands of an instruction are, and which values are worth trying.
+//! Kinds of operands, and values worth trying for each.
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
-/// What the bits of an operand or a result mean: this decides its register, and the values that it is tried with.
+/// Format of an operand or a result: it decides the register, and the values to try.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A predicate.
@@ -16,7 +16,7 @@ pub enum Kind {
     Divisor(u32),
     /// A 32-bit count or position of bits.
     Count,
-    /// One in 0..256: what lies beyond, the manual leaves open.
+    /// One in 0..256: the manual leaves larger values open.
     ByteCount,
     /// A floating-point number.
     Float(Format),
@@ -99,8 +99,8 @@ impl Kind {
         }
     }
 
-    /// Whether a literal may stand in its place. Not for floats: an assembler may then compute at compile time, and it is
-    /// the machine that is of interest.
+    /// Whether a literal may stand in its place. Not for floats: an assembler may then compute at
+    /// compile time, and it is the machine that is of interest.
     pub fn may_be_literal(self) -> bool {
         matches!(self, Kind::Int(_) | Kind::Divisor(_) | Kind::Count | Kind::ByteCount)
     }
@@ -157,8 +157,9 @@ fn float(format: Format, rng: &mut ChaCha8Rng) -> u64 {
     let sign = rng.random_range(0..2u64) << (bits - 1);
     let value = match rng.random_range(0..16) {
         0 => 0,
-        // Subnormals, among them the smallest and the largest, and the smallest normal number; twice that, less a little: half of it rounds
-        // to a normal number or not, as one looks at it.
+        // Subnormals, with the smallest and the largest, and the smallest normal number. Also twice
+        // that number minus a little: half of it is a tie of the largest subnormal and the smallest
+        // normal number.
         1 => 1,
         2 => ((1 << mantissa) << rng.random_range(0..2)) - rng.random_range(0..2),
         3 => rng.random::<u64>() & mask(mantissa),
@@ -176,8 +177,8 @@ fn float(format: Format, rng: &mut ChaCha8Rng) -> u64 {
             let power = ((bias as i64 + end) as u64) << mantissa;
             if rng.random() { power + nudge } else { power - nudge }
         }
-        // The rest has few bits set, give or take one: sums and products that end in ties, and conversions that do.
-        // The exponents reach beyond the ends of the narrower formats.
+        // The rest has few bits set, give or take one: sums and products that end in ties, and
+        // conversions that do. The exponents reach beyond the ends of the narrower formats.
         kind => {
             let reach = [2, 8, 20, 30, 70, 160][kind as usize % 6].min(bias - 1);
             let exponent = bias - reach + rng.random_range(0..=2 * reach);

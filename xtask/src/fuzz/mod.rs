@@ -1,8 +1,10 @@
-//! `cargo xtask ptx-fuzz`: holds the virtual GPU against the PTX manual, and writes what a real GPU can be held against.
+//! `cargo xtask ptx-fuzz`: holds the virtual GPU against the PTX manual, and writes what a real GPU
+//! can be held against.
 //!
-//! Random modules over a table of instruction forms ([`forms`]) run on the virtual GPU; the same forms are evaluated by
-//! code of their own. Every result must be the same, bit for bit. With `--out`, modules, operands and results go to a
-//! folder, and `examples/ptx_fuzz.rs` runs them on a GPU.
+//! Random modules over a table of instruction forms ([`forms`]) run on the virtual GPU; the same
+//! forms are evaluated by code of their own. Every result must be the same, bit for bit. With
+//! `--out`, modules, operands and results go to a folder, and `examples/ptx_fuzz.rs` runs them on a
+//! GPU.
 
 mod float;
 mod forms;
@@ -24,13 +26,14 @@ use module::{BLOCKS, LANES, Module, THREADS};
 
 #[derive(Args)]
 pub struct Options {
-    /// What the modules are drawn from: the same seed gives the same ones
+    /// Seed of the modules: the same seed gives the same modules
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// How many modules
     #[arg(long, default_value_t = 200)]
     modules: usize,
-    /// A folder to write modules, operands and the virtual GPU's results to, for the example `ptx_fuzz`
+    /// A folder to write modules, operands and the virtual GPU's results to, for the example
+    /// `ptx_fuzz`
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
@@ -151,10 +154,12 @@ fn both_nan(kind: Kind, a: u64, b: u64) -> bool {
     }
 }
 
-/// Writes a module as four files: PTX, the words of `in` and of `out` (little endian), and a line for each result row.
+/// Writes a module as four files: PTX, the words of `in` and of `out` (little endian), and a line
+/// for each result row.
 ///
-/// A line has three fields with tabs between: the kind of the result, how many rows of `in` belong to it, and the
-/// instruction. The kind says how NaNs compare: `bits` by their bits, `f32` and so on by being one.
+/// A line has three fields with tabs between: the kind of the result, how many rows of `in` belong
+/// to it, and the instruction. The kind decides how NaNs compare: `bits` by their bits, `f32` and
+/// so on by being one.
 fn write(dir: &Path, number: usize, forms: &[Form], module: &Module, results: &[u64]) -> Result<()> {
     let bytes = |words: &[u64]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
     let mut lines = format!("{BLOCKS} {THREADS}\n");

@@ -18,7 +18,8 @@ pub const LANES: usize = THREADS * BLOCKS;
 /// Instruction forms of a module.
 const USES: usize = 24;
 
-/// What a result register holds before the instruction, which is what it keeps where a guard is false.
+/// Contents of a result register before the instruction. The register keeps them if a guard is
+/// false.
 pub const BEFORE: u64 = 0x5a5a_1234_5a5a_1234;
 
 /// A form on given operands.
@@ -34,7 +35,8 @@ pub struct Use {
 }
 
 impl Use {
-    /// The bits that the result register of a lane holds afterwards, when the form evaluates to `value`.
+    /// The bits that the result register of a lane holds afterwards, when the form evaluates to
+    /// `value`.
     pub fn expected(&self, form: &Form, lane: usize) -> u64 {
         if self.guard.as_ref().is_some_and(|guard| guard[lane] == 0) {
             return BEFORE & (u64::MAX >> (64 - form.result.bits()));
@@ -59,7 +61,8 @@ impl Module {
     }
 }
 
-/// The modules of a seed. Forms are dealt like cards: none comes a second time before all have come once.
+/// The modules of a seed. Forms are dealt like cards: none comes a second time before all have come
+/// once.
 pub fn random(forms: &[Form], seed: u64, modules: usize) -> Vec<Module> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut deck: Vec<usize> = Vec::new();
@@ -94,7 +97,8 @@ fn random_use(number: usize, form: &Form, rng: &mut ChaCha8Rng) -> Use {
         let row = row.collect();
         operands.push(row);
     }
-    // One literal at most, and never the only operand: the machine is to compute, not the assembler.
+    // One literal at most, and never the only operand: the machine is to compute, not the
+    // assembler.
     let literal = rng.random_range(0..4 * form.operands.len());
     let literal = Some(literal)
         .filter(|&i| form.is_single() && i < form.operands.len() && form.operands.len() > 1)
@@ -118,7 +122,7 @@ fn text(forms: &[Form], uses: &[Use]) -> String {
     let mut line = |text: std::fmt::Arguments| {
         let _ = writeln!(body, "    {text}");
     };
-    // Registers are numbered through, whatever their kind.
+    // Registers of all kinds are numbered in one sequence.
     let mut registers = 0;
     let mut row = 0;
     for (number, u) in uses.iter().enumerate() {

@@ -1,11 +1,13 @@
-//! The faults: every place in a kernel where order, scope, a wait or a row is decided, and how to get it wrong.
+//! The faults: every place in a kernel where order, scope, a wait or a row is decided, and how to
+//! get it wrong.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 
 use super::text::{Body, Line, Place};
 
-/// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are for benchmarks and examples.
+/// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are
+/// for benchmarks and examples.
 pub const KERNELS: [&str; 18] = [
     "dispatch_layout",
     "notify",
@@ -27,7 +29,7 @@ pub const KERNELS: [&str; 18] = [
     "low_latency_internode_combine_fp8",
 ];
 
-/// What is wrong in a faulty kernel.
+/// Kind of fault in a faulty kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     ReleaseToRelaxed,
@@ -85,7 +87,7 @@ impl Kind {
         }
     }
 
-    /// What a reader of the table is told.
+    /// Description of the fault in the table.
     fn what(self) -> &'static str {
         match self {
             Kind::ReleaseToRelaxed => "a release is relaxed",
@@ -124,7 +126,7 @@ impl fmt::Display for Kind {
 /// A fault that one could make in the Rust source: all copies that the compiler made of the place.
 #[derive(Clone, Debug)]
 pub struct Fault {
-    /// Says what it is, the same in every run on the same PTX.
+    /// Identifies the fault, the same in every run on the same PTX.
     pub id: String,
     pub kernel: String,
     pub kind: Kind,
@@ -136,7 +138,8 @@ pub struct Fault {
     pub opcode: String,
     /// Lines of the PTX, and what they become.
     pub edits: Vec<(usize, String)>,
-    /// Lines of the PTX of which one must be executed for the fault to show: those of the edits, or the accesses to a wrong row.
+    /// Lines of the PTX of which one must be executed for the fault to show. They are those of the
+    /// edits, or the accesses to a wrong row.
     pub through: Vec<usize>,
 }
 
@@ -152,7 +155,8 @@ pub fn enumerate(bodies: &[Body]) -> Vec<Fault> {
     bodies.iter().flat_map(of_body).collect()
 }
 
-/// At most `count` of them: kinds take turns, and within a kind the kernels, so that as many as can be are there.
+/// At most `count` of them: kinds take turns, and within a kind the kernels, so that as many as can
+/// be are there.
 pub fn sample(faults: Vec<Fault>, count: usize) -> Vec<Fault> {
     let mut kinds: BTreeMap<Kind, BTreeMap<&str, Vec<usize>>> = BTreeMap::new();
     for (index, fault) in faults.iter().enumerate() {
@@ -184,7 +188,7 @@ pub fn sample(faults: Vec<Fault>, count: usize) -> Vec<Fault> {
         .collect()
 }
 
-/// First, last, second, last but one: what a helper brings stands side by side.
+/// First, last, second, last but one: copies of one helper are neighbours.
 fn spread(mut all: Vec<usize>) -> Vec<usize> {
     let mut spread = Vec::with_capacity(all.len());
     while !all.is_empty() {
@@ -227,7 +231,7 @@ fn of_body(body: &Body) -> Vec<Fault> {
     sites.sort_by_key(|site| (site.at, site.kind));
     for site in sites {
         let line = &lines[site.at];
-        // Without a Rust line nobody could tell where a report should point.
+        // Without a Rust line there is no place that a report should name.
         let Some(own) = line.own.clone() else { continue };
         let opcode = line.opcode().to_owned();
         let through = if site.through.is_empty() {
@@ -387,7 +391,8 @@ fn compared(line: &Line, at: usize, operands: &[&str], carried: &HashSet<String>
     let opcode = line.opcode();
     let bits = [64, 16].into_iter().find(|bits| opcode.ends_with(&bits.to_string())).unwrap_or(32);
     let seen = if carried.contains(left) { left } else { right };
-    // A value compared with itself: equal, at least, not less, not other. Whichever way round the branch is, the wait is over.
+    // A value compared with itself: equal, at least, not less, not other. Whichever way round the
+    // branch is, the wait is over.
     let ignored = format!("{opcode} {predicate}, {seen}, {seen};");
     let (a, b) = if seen == left { ("q", right) } else { (left, "q") };
     let more = format!("{{ .reg .b{bits} q; add.u{bits} q, {seen}, 1; {opcode} {predicate}, {a}, {b}; }}");
@@ -402,7 +407,7 @@ fn published(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
     if !publishes.iter().any(|prefix| lines[at].opcode().starts_with(prefix)) {
         return;
     }
-    // Not `st.relaxed`: a packet is complete in itself, whatever comes before or behind it.
+    // Not `st.relaxed`: a packet is complete in itself, regardless of stores before and behind it.
     const MOVABLE: [&str; 6] =
         ["st.global", "st.shared", "cp.async.bulk.wait", "barrier", "bar.warp", "fence.proxy"];
     for index in (0..at).rev() {
@@ -428,8 +433,9 @@ fn published(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
 /// How many definitions an address is followed back.
 const DEPTH: usize = 6;
 
-/// The product in the address of a row's access: its first factor, the row's number, is one more. `rows` has the sites so far, by the
-/// product's line: a product that several accesses share is one site.
+/// The product in the address of a row's access: its first factor, the row's number, is one more.
+/// `rows` has the sites so far, by the product's line: a product that several accesses share is one
+/// site.
 fn next_row(lines: &[Line], at: usize, rows: &mut BTreeMap<usize, usize>, sites: &mut Vec<Site>) {
     const ACCESSES: [&str; 6] = [
         "cp.async.bulk.global",
@@ -499,7 +505,8 @@ mod tests {
     use super::*;
     use epoxide_vgpu::Module;
 
-    /// A kernel around these statements, a line each; the first is on line 9, and its Rust line is 101.
+    /// A kernel around these statements, a line each; the first is on line 9, and its Rust line is
+    /// 101.
     fn ptx(statements: &str) -> String {
         let mut text = ".version 8.4\n.target sm_90\n.address_size 64\n.entry k()\n{\n.reg .pred %p<9>;\n.reg .b32 %r<9>; .reg .b64 %rd<9>;\n.loc 1 100 0\n".to_owned();
         for (index, statement) in statements.lines().enumerate() {

@@ -1,4 +1,5 @@
-//! Faults that change nothing in a round trip, each with the reason. They are not tried, and counted apart.
+//! Faults that change nothing in a round trip, each with the reason. They are not tried, and
+//! counted apart.
 
 use super::faults::{Fault, Kind};
 use crate::workspace::Workspace;
@@ -8,9 +9,9 @@ struct Harmless {
     kinds: &'static [Kind],
     /// The only kernel in which it is; empty for all.
     kernel: &'static str,
-    /// What the opcode begins with.
+    /// Start of the opcode.
     opcode: &'static str,
-    /// What the kernel's own line holds, or one of the two above it.
+    /// A part of the kernel's own source line, or of one of the two lines above it.
     source: &'static str,
     why: &'static str,
 }
@@ -70,7 +71,7 @@ const HARMLESS: [Harmless; 12] = [
         kernel: "internode_dispatch",
         opcode: "fence.proxy.async",
         source: "take most of the links and end early",
-        why: "it paces bulk stores that have been waited for; what else was written, the forwarder's proxy fence orders",
+        why: "it paces bulk stores that have been waited for; the forwarder's proxy fence orders all other writes",
     },
     Harmless {
         kinds: &[Kind::ProxyFenceDropped, Kind::ProxyFenceOnlyShared],

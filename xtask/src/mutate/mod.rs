@@ -1,7 +1,9 @@
-//! `cargo xtask mutate`: makes single faults in the kernels, in their PTX, and looks whether the checks notice.
+//! `cargo xtask mutate`: makes single faults in the kernels, in their PTX, and looks whether the
+//! checks notice.
 //!
-//! [`faults`] finds the places, [`mod@run`] runs the acceptance test on a faulty kernel, this file goes through them all. What no round
-//! trip executes is no fault that one could notice: it is counted apart.
+//! [`faults`] finds the places, [`mod@run`] runs the acceptance test on a faulty kernel, this file
+//! goes through them all. Faults in code that no round trip executes cannot be noticed: they are
+//! counted apart.
 
 mod faults;
 mod harmless;
@@ -36,7 +38,8 @@ pub struct Options {
     /// Only faults whose id holds this text
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Keep outcomes in this file, a JSON object per line; those that are there already are not run again
+    /// Keep outcomes in this file, a JSON object per line; those that are there already are not run
+    /// again
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Write a Markdown table of the outcomes
@@ -145,7 +148,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Builds `epoxide` and says where it is.
+/// Builds `epoxide` and returns its path.
 fn build(ws: &Workspace) -> Result<PathBuf> {
     let mut command = ws.cargo();
     let target = workspace::env_path("CARGO_TARGET_DIR").unwrap_or_else(|| ws.root.join("target"));
@@ -154,7 +157,8 @@ fn build(ws: &Workspace) -> Result<PathBuf> {
     Ok(target.join("release/epoxide"))
 }
 
-/// What outcomes depend on, but for the program itself: who changes that starts with a new file.
+/// Hash of everything that the outcomes depend on, except the program itself. A change of it starts
+/// a new file.
 fn hash(text: &str, options: &Options) -> String {
     let mut hasher = Hash::new();
     hasher.update(text);
@@ -367,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn ptx_that_nobody_would_make_faults_in() {
+    fn malformed_ptx_does_not_panic() {
         // The names of the source files stand behind the last kernel.
         let (_, files) = epoxide_gpu::PTX.rsplit_once("\n}\n").unwrap();
         let kernels = epoxide_testing::fuzz::sample_kernels(epoxide_gpu::PTX, 12_000);

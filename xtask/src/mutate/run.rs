@@ -18,11 +18,13 @@ use crate::{coverage, workspace};
 const CHECK: &[&str] = &["--check"];
 /// The file with the kernels to load instead of those in the binary.
 const PTX_VARIABLE: &str = "EPOXIDE_PTX";
-/// What makes a run small: the checks are the same for all sizes.
+/// Flags for a small run: the checks are the same for all sizes.
 const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-sms 4 --timeout 20";
-/// Round trips that together run every line that a round trip can: within a node, across mapped nodes and through queues, rows of one
-/// piece and of several, with scales, with sizes that differ between ranks, and replayed; and low latency, with few tokens, whose rows go as
-/// packets, and with many, more than a block has threads, for more experts than a rank has blocks.
+/// Round trips that together run every line that a round trip can. High throughput runs within a
+/// node, across mapped nodes and through queues. Its rows have one piece or several, with scales,
+/// with sizes that differ between ranks, and are replayed. Low latency runs with few tokens, whose
+/// rows go as packets, and with more tokens than a block has threads. The latter has more experts
+/// than a rank has blocks.
 const WORKLOADS: [&str; 14] = [
     "--mode intranode --ranks-per-node 4",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
@@ -70,10 +72,10 @@ pub struct Workload {
     executed: HashSet<usize>,
 }
 
-/// What became of a fault.
+/// Outcome of a fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FaultOutcome {
-    /// What reported it; `None` when it survived.
+    /// The check that reported it; `None` when it survived.
     pub found_by: Option<String>,
     /// How near the report came.
     pub nearness: Nearness,
@@ -85,12 +87,14 @@ pub struct FaultOutcome {
     pub report: String,
 }
 
-/// What a report names.
+/// Place that a report names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Nearness {
-    /// A line at most [`NEAR`] from the fault, as one of the accesses, or as what was to order them.
+    /// A line at most [`NEAR`] from the fault, as one of the accesses, or as what was to order
+    /// them.
     Line,
-    /// Lines of the same function's accesses before and behind it: where something is missing, there is no line to name.
+    /// Lines of the same function's accesses before and behind it: where something is missing,
+    /// there is no line to name.
     Between,
     /// Such a line only among the last instructions of a warp involved.
     Trace,
@@ -140,7 +144,8 @@ impl Runner {
         Ok(workloads)
     }
 
-    /// Runs a faulty kernel on every workload that executes it, until something reports it. `None` when none does.
+    /// Runs a faulty kernel on every workload that executes it, until something reports it. `None`
+    /// when none does.
     pub fn fault(
         &self,
         fault: &Fault,
@@ -184,7 +189,8 @@ impl Runner {
         covered: Option<&Path>,
     ) -> Result<ProcessEnd> {
         let mut command = Command::new(&self.binary);
-        // A flag that is given twice counts as it was given last, so a workload may differ from what is small.
+        // A flag that is given twice counts as it was given last, so a workload may differ from
+        // what is small.
         command.arg("roundtrip").args(without_repeats(SMALL, arguments)).args(["--seed", &seed.to_string()]);
         if self.check {
             command.args(CHECK);
@@ -243,11 +249,11 @@ fn run_limited(command: &mut Command, output: &Path, limit: Duration) -> Result<
     Ok(ProcessEnd { code, output: text })
 }
 
-/// What in the output of a failed run says what failed, most telling first.
+/// Texts in the output of a failed run and the check that they reveal, most significant first.
 const SIGNS: [(&str, &[&str]); 9] = [
     ("refused PTX", &["PTX cannot be loaded", "invalid PTX", "\n  | "]),
     ("race", &["data race"]),
-    ("unwritten", &["that nobody wrote", "which nothing has written"]),
+    ("unwritten", &["of unwritten ", "finds unwritten memory", "which nothing has written"]),
     ("bounds", &["is outside of every region", "which has been freed", "valid are", "is not a multiple of"]),
     ("mbarrier", &["mbarrier at shared offset"]),
     ("bulk copy", &["bulk copy:"]),
@@ -259,7 +265,7 @@ const SIGNS: [(&str, &[&str]); 9] = [
 /// Begins the last instructions of a warp in a report.
 const TRACE: &str = "last instructions of block";
 
-/// What reported the fault; `None` when nothing did.
+/// The check that reported the fault; `None` when none did.
 fn what(code: Option<i32>, output: &str) -> Option<&'static str> {
     match code {
         Some(0) => None,
@@ -273,7 +279,7 @@ fn what(code: Option<i32>, output: &str) -> Option<&'static str> {
 }
 
 fn outcome(fault: &Fault, by: &str, workload: String, output: &str) -> FaultOutcome {
-    // What a report says of the last instructions stands at its end.
+    // The last instructions are at the end of a report.
     let (said, _) = output.split_once(TRACE).unwrap_or((output, ""));
     let (lines, all) = (named_lines(said), named_lines(output));
     let near = |place: &Place, (file, line): &Place| *file == place.0 && line.abs_diff(place.1) <= NEAR;
@@ -340,7 +346,7 @@ impl FaultOutcome {
         })
     }
 
-    /// What [`to_json`](Self::to_json) wrote; `None` for anything else.
+    /// The inverse of [`to_json`](Self::to_json); `None` for any other value.
     pub fn from_json(value: &Value) -> Option<Self> {
         let text = |key: &str| Some(value.get(key)?.as_str()?.to_owned());
         let all = [Nearness::Line, Nearness::Between, Nearness::Trace, Nearness::Kernel, Nearness::Elsewhere];

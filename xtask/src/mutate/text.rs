@@ -1,5 +1,6 @@
-//! PTX as lines, each with its kernel's own Rust line. A line holds one statement, as LLVM writes it; a faulty text has as many
-//! lines as the sound one, so that line numbers mean the same in both.
+//! PTX as lines, each with its kernel's own Rust line. A line holds one statement, as LLVM writes
+//! it. A faulty text has as many lines as the sound one, so that line numbers mean the same in
+//! both.
 
 use anyhow::{Context, Result};
 use epoxide_vgpu::{InstructionPlace, Module};
@@ -52,12 +53,13 @@ pub fn bodies(text: &str, kernels: &[&str]) -> Result<Vec<Body>> {
 }
 
 impl Line {
-    /// Opcode with modifiers: that of the main instruction where the line is a block of its own, `{ .reg .pred p; mbarrier.. }`.
-    /// Empty for labels, directives and remarks.
+    /// Opcode with modifiers: that of the main instruction where the line is a block of its own,
+    /// `{ .reg .pred p; mbarrier.. }`. Empty for labels, directives and remarks.
     pub fn opcode(&self) -> &str {
         let mut rest = self.text.as_str();
         if let Some(block) = rest.strip_prefix('{') {
-            // The instruction after the declaration. What else is in the block prepares or takes its result.
+            // The instruction after the declaration. The block's other instructions prepare it or
+            // take its result.
             let mut parts = block.split(';').map(str::trim).filter(|part| !part.starts_with(".reg"));
             let main = |part: &&str| ["mbarrier", "vote"].iter().any(|name| part.starts_with(name));
             rest = parts.clone().find(main).or_else(|| parts.next()).unwrap_or("");

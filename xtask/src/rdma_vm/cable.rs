@@ -1,6 +1,7 @@
 //! The virtual cable: an Ethernet switch between the VMs, made of Unix datagram sockets.
 //!
-//! No privilege, no network namespace and no port of the machine is needed, and a VM that ends leaves the others alone.
+//! No privilege, no network namespace and no port of the machine is needed, and a VM that ends
+//! leaves the others alone.
 
 use std::io::ErrorKind;
 use std::os::unix::net::UnixDatagram;
@@ -13,7 +14,8 @@ use anyhow::{Context, Result};
 
 /// Room for the largest frame.
 const FRAME: usize = 64 << 10;
-/// How long a VM that does not take its frames holds up the sender before one is lost. Long: the machine may be busy.
+/// How long a VM that does not take its frames holds up the sender before one is lost. Long: the
+/// machine may be busy.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The first five bytes of every VM's hardware address; the last is its number, from 1.
@@ -63,7 +65,8 @@ impl Cable {
                 remote.display()
             ),
             "-device".into(),
-            // With event_idx, QEMU's default, the emulated card misses a notification now and then and is dead afterwards.
+            // With event_idx, QEMU's default, the emulated card misses a notification now and then
+            // and is dead afterwards.
             format!("virtio-net-pci,netdev=wire,romfile=,event_idx=off,mac={mac}"),
         ]
     }
@@ -82,7 +85,8 @@ fn switch_side(dir: &Path, port: usize) -> PathBuf {
     dir.join(format!("port{port}"))
 }
 
-/// Hands every frame from one port to the VM it is for, or to all others, each through that VM's own port.
+/// Hands every frame from one port to the VM it is for, or to all others, each through that VM's
+/// own port.
 fn forward(port: usize, ends: &[(UnixDatagram, PathBuf)], lost: &AtomicU64) {
     let mut frame = vec![0; FRAME];
     loop {

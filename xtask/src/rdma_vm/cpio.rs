@@ -1,4 +1,5 @@
-//! The archive that Linux unpacks as its first root file system: cpio in "newc" form, uncompressed, all files of root.
+//! The archive that Linux unpacks as its first root file system: cpio in "newc" form, uncompressed,
+//! all files of root.
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! The guest's root file system: a shell, the RDMA tools, kernel modules, and the program to run with its shared libraries.
+//! The guest's root file system: a shell, the RDMA tools, kernel modules, and the program to run
+//! with its shared libraries.
 
 use std::path::{Path, PathBuf};
 
@@ -24,10 +25,11 @@ const TOOLS: [&str; 10] = [
     "sbin/tc",
 ];
 const LIB: &str = "lib/x86_64-linux-gnu";
-/// Where libibverbs looks for its providers. They are loaded at run time, so nothing that depends on them says so.
+/// Where libibverbs looks for its providers. They are loaded at run time, so no file lists them as
+/// a dependency.
 const PROVIDERS: &str = "usr/lib/x86_64-linux-gnu/libibverbs";
 
-/// What to run in the guest.
+/// The program to run in the guest.
 pub struct GuestJob {
     /// A program of this machine where the name has a `/` in it, else one of the guest.
     pub program: String,

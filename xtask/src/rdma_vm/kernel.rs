@@ -1,4 +1,5 @@
-//! What is taken out of a Debian kernel package: the kernel as an ELF file, and the modules in the order to load them.
+//! Parts of a Debian kernel package for the guest: the kernel as an ELF file, and the modules in
+//! the order to load them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,7 +7,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// What the guest loads, besides what these depend on. `crc32_generic`: rxe asks for the checksum by name, so nothing depends on it.
+/// Modules that the guest loads, besides their dependencies. `crc32_generic`: rxe requests the
+/// checksum by name, so no module depends on it.
 pub const MODULES: [&str; 10] = [
     "virtio_pci",
     "virtio_net",
@@ -20,8 +22,8 @@ pub const MODULES: [&str; 10] = [
     "rdma_rxe",
 ];
 
-/// Unpacks the ELF kernel from a bzImage. Booted as it is, it needs no BIOS and does not unpack itself, which is slow when
-/// emulated.
+/// Unpacks the ELF kernel from a bzImage. Booted as it is, it needs no BIOS and does not unpack
+/// itself, which is slow when emulated.
 pub fn unpack(image: &[u8], scratch: &Path) -> Result<Vec<u8>> {
     let (tool, payload) = payload(image).context("this is no bzImage of boot protocol 2.08 or later")?;
     std::fs::write(scratch, payload).with_context(|| format!("cannot write {}", scratch.display()))?;
@@ -31,7 +33,8 @@ pub fn unpack(image: &[u8], scratch: &Path) -> Result<Vec<u8>> {
     Ok(elf)
 }
 
-/// The compressed kernel in a bzImage, and the tool that unpacks it. See Documentation/arch/x86/boot.rst.
+/// The compressed kernel in a bzImage, and the tool that unpacks it. See
+/// Documentation/arch/x86/boot.rst.
 fn payload(image: &[u8]) -> Option<(&'static str, &[u8])> {
     let word = |at: usize| Some(u32::from_le_bytes(image.get(at..at + 4)?.try_into().ok()?) as usize);
     if image.get(0x202..0x206)? != b"HdrS" {
@@ -50,7 +53,7 @@ fn payload(image: &[u8]) -> Option<(&'static str, &[u8])> {
     Some((tool, payload))
 }
 
-/// What `tool -dc` makes of a file.
+/// Output of `tool -dc` for a file.
 fn decompress(tool: &str, file: &Path) -> Result<Vec<u8>> {
     let output = Command::new(tool)
         .arg("-dc")
@@ -63,7 +66,8 @@ fn decompress(tool: &str, file: &Path) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// Reads [`MODULES`] and what they depend on from a `lib/modules/VERSION` folder: names and contents, dependencies first.
+/// Reads [`MODULES`] and what they depend on from a `lib/modules/VERSION` folder: names and
+/// contents, dependencies first.
 pub fn modules(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = BTreeMap::new();
     find(dir, &mut files)?;

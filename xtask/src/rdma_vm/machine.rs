@@ -7,19 +7,19 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
 
-/// What the guest's last line begins with. What follows is the program's exit code, or a word where the guest itself failed.
+/// Start of the guest's last line. The program's exit code follows, or a word if the guest itself
+/// failed.
 const EXIT: &str = "RDMA-VM-EXIT ";
 
 /// A machine's processors.
 ///
-/// The emulator is named, with nothing to fall back from: a KVM that starts and then does not run the kernel, as nested ones do,
-/// would hang. Without `erms`, `fsrm` and `pclmulqdq` copies and checksums use instructions that are fast when emulated: 2.5 times
-/// the bandwidth.
+/// The emulator is named, without a fallback: a KVM that starts and then does not run the kernel,
+/// as nested ones do, would hang.
 const PROCESSOR: [&str; 6] =
     ["-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm,-pclmulqdq,-smap,-smep,la57=off", "-M", "pc"];
 
-/// Of the kernel: on the serial line, quiet, ends when it panics, and takes the time from the processor (the alternative is an
-/// emulated device, slow).
+/// The kernel's command line. The kernel writes to the serial line, quietly, and ends when it
+/// panics. It takes the time from the processor (the alternative is an emulated device, slow).
 const KERNEL: &str = "console=ttyS0 quiet panic=-1 nokaslr mitigations=off tsc=reliable random.trust_cpu=on";
 
 /// Adds what all machines have in common to QEMU's command.
@@ -38,7 +38,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Boots it. What its serial line says goes to `log` and, behind `prefix`, to the standard output.
+    /// Boots it. The output of its serial line goes to `log` and, behind `prefix`, to the standard
+    /// output.
     pub fn boot(qemu: &mut Command, log: &Path, prefix: String) -> Result<Machine> {
         let mut file =
             std::fs::File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
@@ -53,7 +54,7 @@ impl Machine {
                 // A log that cannot be written or read by anyone does not stop the machine.
                 let _ = writeln!(file, "{line}");
                 if let Some(word) = line.strip_prefix(EXIT) {
-                    // What the kernel says afterwards is for the log alone.
+                    // Later kernel messages go to the log alone.
                     over = true;
                     code = word.trim().parse().ok();
                 }
@@ -71,7 +72,8 @@ impl Machine {
         !matches!(self.qemu.try_wait(), Ok(None))
     }
 
-    /// The program's exit code; none where the machine did not get that far. Switches it off if it still runs.
+    /// The program's exit code; none where the machine did not get that far. Switches it off if it
+    /// still runs.
     pub fn finish(mut self) -> Option<u8> {
         let _ = self.qemu.kill();
         let _ = self.qemu.wait();
@@ -79,7 +81,8 @@ impl Machine {
     }
 }
 
-/// A line of the serial console as it stands in the end: without what carriage returns overwrite, and terminal control.
+/// A line of the serial console as it stands in the end: without what carriage returns overwrite,
+/// and terminal control.
 fn plain(line: &str) -> String {
     let mut text = String::new();
     let last = line.trim_end_matches('\r').rsplit('\r').next().unwrap_or_default();

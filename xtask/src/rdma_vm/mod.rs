@@ -1,7 +1,9 @@
-//! `cargo xtask rdma-vm`: runs a program on a real verbs stack (Soft-RoCE), in virtual machines, where there is no RDMA hardware.
+//! `cargo xtask rdma-vm`: runs a program on a real verbs stack (Soft-RoCE), in virtual machines,
+//! where there is no RDMA hardware.
 //!
-//! A Debian kernel with `rdma_rxe` under QEMU's emulation, and a root file system of a few megabytes in memory: two seconds from start to
-//! end. Nothing is installed, and no privilege is needed.
+//! A Debian kernel with `rdma_rxe` under QEMU's emulation, and a root file system of a few
+//! megabytes in memory: two seconds from start to end. Nothing is installed, and no privilege is
+//! needed.
 
 mod cable;
 mod cpio;
@@ -46,7 +48,8 @@ pub struct Options {
     /// RDMA devices: 2 are the ends of one wire in one VM
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=2))]
     devices: u32,
-    /// Virtual processors of each VM. With fewer than there are polling threads the network gets no time
+    /// Virtual processors of each VM. With fewer than there are polling threads the network gets no
+    /// time
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     cpus: u32,
     /// Memory of each VM in MiB, besides its files
@@ -64,7 +67,8 @@ pub struct Options {
     /// Fetch what the VMs are made of, and run nothing
     #[arg(long, conflicts_with = "program")]
     fetch: bool,
-    /// The program and its arguments: a file of this machine where its name has a `/`, else a program of the guest
+    /// The program and its arguments: a file of this machine where its name has a `/`, else a
+    /// program of the guest
     #[arg(last = true, default_value = "ibv_devinfo")]
     program: Vec<String>,
 }

@@ -1,5 +1,5 @@
-//! What a VM is made of: QEMU, a kernel and a few programs, out of Debian packages that are unpacked under `target/` and never
-//! installed. Fetched once; where to fetch from is what this machine's apt is set to.
+//! Parts of a VM: QEMU, a kernel and a few programs, out of Debian packages that are unpacked under
+//! `target/` and never installed. They are fetched once, from the sources of this machine's apt.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use super::kernel;
 use crate::workspace::{self, Workspace, capture};
 
-/// This machine cannot have the VM; the text says why.
+/// This machine cannot have the VM; the text gives the reason.
 #[derive(Debug)]
 pub struct Unavailable(String);
 
@@ -76,7 +76,8 @@ impl Parts {
         self.dir.join("modules")
     }
 
-    /// A file of the guest's tools, such as `usr/bin/rdma`: of an unpacked package, or else of this machine.
+    /// A file of the guest's tools, such as `usr/bin/rdma`: of an unpacked package, or else of this
+    /// machine.
     pub fn file(&self, path: &str) -> Result<PathBuf> {
         [self.tools(), "/".into()]
             .iter()
@@ -98,7 +99,8 @@ impl Parts {
             dirs.extend(std::env::split_paths(&more));
         }
         let mut command = Command::new(program);
-        // A folder with a `:` in its name is no part of such a list; then the machine's libraries have to do.
+        // A folder with a `:` in its name is no part of such a list; then the machine's libraries
+        // have to do.
         if let Ok(list) = std::env::join_paths(dirs) {
             command.env("LD_LIBRARY_PATH", list);
         }
@@ -122,8 +124,8 @@ impl Parts {
 }
 
 fn fetch(dir: &Path) -> Result<()> {
-    // With the package lists of the machine, or, where it has none or old ones, with lists of our own: an ordinary user cannot
-    // update those of the machine.
+    // With the package lists of the machine. If it has none or old ones, with lists of our own,
+    // because an ordinary user cannot update those of the machine.
     let debs = dir.join("debs");
     let lists = dir.join("lists");
     if let Err(first) = download(&debs, None) {

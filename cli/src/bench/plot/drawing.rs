@@ -1,8 +1,9 @@
-//! Drawings of results: small panels in a grid, of bandwidth and of times against tokens, multiprocessors or ranks, or of
-//! the distributions of times where there is one configuration.
+//! Drawings of results: small panels in a grid. They show bandwidth and times against tokens,
+//! multiprocessors or ranks, or the distributions of times if there is one configuration.
 //!
-//! A panel is of one operation; what else differs between points than the axis makes more panels. Each file is a series of its own.
-//! Results of the virtual GPU are drawn as interpreter times, under a title that says so, never as a bandwidth.
+//! A panel is of one operation; further differences between points make more panels. Each file is a
+//! series of its own. Results of the virtual GPU are drawn as interpreter times, never as a
+//! bandwidth, and the title names them so.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -21,14 +22,15 @@ use epoxide_bench::results::{Key, Phase, PhaseName, Point, Results, Slowest, Way
 use super::{Args, Axis, Choice, What, check_path};
 use crate::stop::{Result, Stop};
 
-/// The text of every drawing: DejaVu Sans, cut down to the characters that are used (font/README.md).
+/// The text of every drawing: DejaVu Sans, cut down to the characters that are used
+/// (font/README.md).
 const FONT: &[u8] = include_bytes!("../font/DejaVuSans-subset.ttf");
 const FAMILY: &str = "sans-serif";
 
 /// As wide as a page shows it, so that text keeps its size.
 const WIDTH: u32 = 960;
 const MARGIN: u32 = 18;
-/// Text: title, what is below it, and panels.
+/// Sizes of the text: title, the text below it, and panels.
 const TITLE_SIZE: u32 = 22;
 const TEXT_SIZE: u32 = 15;
 const LINE_HEIGHT: u32 = 23;
@@ -77,8 +79,8 @@ impl Axis {
     }
 }
 
-/// Names the sizes and settings of a point for people, part by part. Parts that all points share go below
-/// the title, the rest into the titles of panels.
+/// Names the sizes and settings of a point for people, part by part. Parts that all points share go
+/// below the title, the rest into the titles of panels.
 fn parts(key: &Key, axis: Option<Axis>) -> Vec<String> {
     let per_node = key.num_ranks / key.nodes.max(1);
     let unless = |these: &[Axis], text: String| {
@@ -224,15 +226,16 @@ fn register() {
     });
 }
 
-/// A point and where it comes from: the file, and which of the file's points of the same kind it is.
+/// A point and where it comes from: the file, and which of the file's points of the same kind it
+/// is.
 #[derive(Clone, Copy)]
 struct Source<'a> {
     point: &'a Point,
     entry: usize,
 }
 
-/// A thing with a color of its own where there is more than one: a file, or the n-th measurement of the
-/// same thing in it.
+/// A thing with a color of its own if there is more than one: a file, or the n-th measurement of
+/// the same thing in it.
 fn sources(files: &[File]) -> (Vec<String>, Vec<Source<'_>>) {
     let (mut labels, mut sources): (Vec<String>, Vec<Source<'_>>) = (Vec::new(), Vec::new());
     for file in files {
@@ -269,7 +272,7 @@ struct Operation {
 /// The figure of a point.
 type Line = fn(&Point, Metric) -> Option<f64>;
 
-/// What points of one mode have panels of: pairs as well, where they were measured.
+/// Operations that get panels for the points of one mode: pairs as well, if they were measured.
 fn operations(points: &[Source<'_>]) -> std::result::Result<Vec<Operation>, String> {
     let is_low_latency = |source: &Source<'_>| source.point.is_low_latency();
     let has_pairs = points.iter().any(|source| source.point.pair.is_some());
@@ -355,7 +358,7 @@ fn of_way(point: &Point, way: Way, operation: &Operation, metric: Metric) -> Opt
     }
 }
 
-/// What was measured beside the points of each label: its number, and the way.
+/// Baselines measured beside the points of each label: the label's number, and the way.
 fn baselines(labels: &[String], sources: &[Source<'_>]) -> Vec<(usize, Way)> {
     let position = |way: Way| Way::ALL.into_iter().position(|other| other == way);
     let of = |source: &Source<'_>| {
@@ -413,7 +416,7 @@ impl Drawing {
         let values = |axis: Axis| keys().map(|key| axis.of(key)).collect::<BTreeSet<u32>>();
         let longest = || {
             let axes = Axis::ALL.into_iter().filter(|axis| values(*axis).len() > 1);
-            // Of those with as many values, the first.
+            // Among axes with equally many values, the first.
             axes.rev().max_by_key(|axis| values(*axis).len())
         };
         if let Some((axis, only)) = choice.x.and_then(|axis| Some((axis, single(&values(axis))?))) {
@@ -471,7 +474,8 @@ impl Drawing {
         Ok(drawing)
     }
 
-    /// Panels over an axis: a column for each operation and type of rows, a row for each of what else differs.
+    /// Panels over an axis: a column for each operation and type of rows, a row for each of what
+    /// else differs.
     fn against(
         &mut self,
         axis: Axis,
@@ -517,7 +521,8 @@ impl Drawing {
         ticks.sort_unstable();
         ticks.dedup();
         let operations = operations(sources)?;
-        // The time of a combine does not depend on the type of dispatched rows, but that of a pair does.
+        // The time of a combine does not depend on the type of dispatched rows, but that of a pair
+        // does.
         let kinds: Vec<(usize, &str)> = operations
             .iter()
             .enumerate()
@@ -601,7 +606,7 @@ impl Drawing {
                             of_way(point, way, operation, metric)
                         });
                     }
-                    // One for all: what the links give does not depend on the file.
+                    // One for all: the links' bandwidth does not depend on the file.
                     ceiling |= add(CEILING, None, &|point| metric.ceiling(point, operation.phase?));
                     if !panel.series.is_empty() {
                         panels.push(panel);
@@ -629,7 +634,8 @@ impl Drawing {
         Ok(())
     }
 
-    /// What share of the iterations took at most so long: a panel for each phase, a line for each file.
+    /// Cumulative share of the iterations over their time: a panel for each phase, a line for each
+    /// file.
     fn distributions(
         &mut self,
         labels: &[String],
@@ -734,7 +740,8 @@ const CEILING: Style = Style { color: GREY, dashed: true };
 /// The name of a 99th percentile, whose line is dashed and has the color of its median.
 const TAIL: &str = "99th percentile";
 
-/// One file has a color for each phase; of several each has a color, and the second line of an operation is dashed.
+/// One file has a color for each phase; of several each has a color, and the second line of an
+/// operation is dashed.
 fn style(operation: usize, second: usize, text: &str, entry: usize, entries: usize) -> Style {
     const OF_PHASES: [[RGBColor; 2]; 3] = [[BLUE_, ORANGE], [GREEN_, PURPLE], [COLORS[7], COLORS[7]]];
     match (entries, text) {
@@ -744,7 +751,8 @@ fn style(operation: usize, second: usize, text: &str, entry: usize, entries: usi
     }
 }
 
-/// For each operation how long the fastest way of epoxide takes, over the fastest of NCCL's: panels from 0, so that lengths compare.
+/// For each operation how long the fastest way of epoxide takes, over the fastest of NCCL's: panels
+/// from 0, so that lengths compare.
 fn ratios(
     operations: &[Operation],
     axis: Axis,
@@ -840,8 +848,8 @@ fn title(sources: &[Source<'_>]) -> String {
     format!("epoxide, {}, {when}", devices.join(" and "))
 }
 
-/// The same y axis for all panels of a kind, so that they can be held against each other: from 0, or by factors where times differ by more
-/// than this one.
+/// Gives all panels of a kind the same y axis, so that they can be compared. It starts from 0, or
+/// is logarithmic if times differ by more than this factor.
 fn share_y(panels: &mut [Panel], most_by_length: Option<f64>) {
     let all = || {
         panels.iter().flat_map(|panel| &panel.series).flat_map(|series| &series.points).map(|point| point.1)
@@ -905,7 +913,7 @@ fn round_ticks(range: (f64, f64), about: u32) -> Vec<(f64, String)> {
     let step = [1.0, 2.0, 5.0, 10.0].map(|digit| digit * decade).into_iter().find(|step| *step >= rough);
     let step = step.unwrap_or(rough);
     let first = (range.0 / step).ceil() as i64;
-    // The number of them is bounded whatever the range is.
+    // Their number is bounded for any range.
     let at = (first..).map(|n| n as f64 * step).take(4 * about as usize).take_while(|at| *at <= range.1);
     at.map(|at| (at, if step < 1.0 { format!("{at:.2}") } else { number(at) })).collect()
 }
@@ -1365,7 +1373,7 @@ mod tests {
     }
 
     #[test]
-    fn results_that_nobody_would_measure_are_drawn_or_refused() {
+    fn absurd_results_are_drawn_or_rejected() {
         let points = measured();
         let samples: Vec<Vec<u8>> = [&points[..1], &points[..2], &swept(&[1, 2], &[8])[..]]
             .map(|points| Results::new(points.to_vec()).json().unwrap().into_bytes())
@@ -1382,7 +1390,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_that_nobody_would_publish_are_drawn_or_refused() {
+    fn absurd_figures_are_drawn_or_rejected() {
         let samples = [
             include_str!("../../../../benches/data/peers-h200.json"),
             include_str!("../../../../benches/data/low-latency-2xh200.json"),
@@ -1522,7 +1530,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_drawn_is_said() {
+    fn impossible_drawings_are_rejected_with_a_reason() {
         let files = [file("", measured())];
         assert!(check_path("a.pdf".as_ref()).is_err());
         let of = |points: Vec<Point>, what| {

@@ -28,7 +28,8 @@ pub fn check(module: &Module, described: &[KernelInfo]) -> Vec<Finding> {
     findings
 }
 
-/// The branches to the labels right before statement `at`: a trap stands in a block of its own, far from the check that leads there.
+/// The branches to the labels right before statement `at`: a trap stands in a block of its own, far
+/// from the check that leads there.
 fn branches_to(entry: &Entry, at: usize) -> impl Iterator<Item = &Statement> {
     let labels = entry.body[..at].iter().rev().take_while(|s| s.opcode().is_none());
     let labels: Vec<&str> = labels.filter_map(|s| s.text.strip_suffix(':')).collect();

@@ -8,8 +8,8 @@ const RULE: &str = "atomics";
 const ORDERS: [&str; 4] = ["relaxed", "acquire", "release", "acq_rel"];
 const SCOPES: [&str; 4] = ["cta", "cluster", "gpu", "sys"];
 
-/// Refuses `atom`, `red` and `multimem.red` without order or scope (rustc drops both from `core` atomics), `membar`, and volatile
-/// accesses.
+/// Refuses `atom`, `red` and `multimem.red` without order or scope (rustc drops both from `core`
+/// atomics), `membar`, and volatile accesses.
 pub fn check(module: &Module) -> Vec<Finding> {
     module.instructions().filter_map(|(_, statement)| fault(statement)).collect()
 }

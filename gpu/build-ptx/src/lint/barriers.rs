@@ -6,7 +6,8 @@ use crate::ptx::{Module, Statement};
 
 const RULE: &str = "barriers";
 
-/// Refuses `bar.*` and aligned barriers, and counts those that wait per entry: compilers duplicate barriers into divergent branches.
+/// Refuses `bar.*` and aligned barriers, and counts those that wait per entry: compilers duplicate
+/// barriers into divergent branches.
 pub fn check(module: &Module, described: &[KernelInfo]) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (_, statement) in module.instructions() {

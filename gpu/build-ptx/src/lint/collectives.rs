@@ -1,15 +1,15 @@
 //! Warp collectives stand where all lanes arrive: under no branch that lanes take differently.
 //!
-//! LLVM does not know that a collective must stay whole: it may copy one into both arms of a branch, where each copy waits for lanes
-//! that wait in the other.
+//! A collective must stay whole, but LLVM does not model that. It may copy one into both arms of a
+//! branch, where each copy waits for lanes that wait in the other.
 
 use super::finding::Finding;
 use crate::ptx::{Entry, Lanes, Module, Statement};
 
 const RULE: &str = "collectives";
 
-/// Refuses warp collectives of all lanes, such as `shfl.sync` with the mask 0xffffffff, where a branch or guard that lanes take
-/// differently decides whether they are executed. A mask from a register may be meant for the lanes that are there.
+/// Rejects warp collectives of all lanes, such as `shfl.sync` with the mask 0xffffffff, under a
+/// branch or guard that lanes take differently.
 pub fn check(module: &Module) -> Vec<Finding> {
     let mut findings = Vec::new();
     for entry in &module.entries {
@@ -46,11 +46,12 @@ pub fn check(module: &Module) -> Vec<Finding> {
     findings
 }
 
-/// Whether lanes wait for each other here, all 32. Block barriers are counted by a rule of their own, and the unaligned kind may be
-/// reached in several places.
+/// Whether lanes wait for each other here, all 32. Block barriers are counted by a rule of their
+/// own, and the unaligned kind may be reached in several places.
 fn is_collective(statement: &Statement) -> bool {
     let of_a_block = statement.is("barrier") || statement.is("bar") && !statement.has_modifier("warp");
-    // The last operand is the mask. Matrix instructions have none: their last one is a list of registers.
+    // The last operand is the mask. Matrix instructions have none: their last one is a list of
+    // registers.
     let masked = statement.operands().last().is_some_and(|mask| mask.starts_with('%'));
     statement.has_modifier("sync") && !of_a_block && !masked
 }
@@ -79,7 +80,7 @@ mod tests {
 
     const SHUFFLE: &str = "shfl.sync.idx.b32 %r9, %r8, 0, 31, 0xffffffff;\n";
 
-    /// What is found where a branch on `%p1`, which `set` sets, has the shuffle in one arm.
+    /// Findings for a branch on `%p1`, which `set` sets, with the shuffle in one arm.
     fn under(set: &str) -> Vec<Finding> {
         check(&entry(&format!("{set}\n@%p1 bra $L1;\n{SHUFFLE}$L1:\nret;")))
     }
@@ -133,9 +134,9 @@ mod tests {
     }
 
     #[test]
-    fn what_lanes_share_parts_no_lanes() {
+    fn values_that_lanes_share_part_no_lanes() {
         let sets = [
-            // A parameter, what lies where all lanes look, and what collectives give.
+            // A parameter, a load at an address that all lanes share, and results of collectives.
             "ld.param.b32 %r1, [copy_param_1];\nsetp.eq.b32 %p1, %r1, 0;",
             "ld.param.b64 %rd1, [copy_param_0];\nld.global.b32 %r1, [%rd1+8];\nsetp.eq.b32 %p1, %r1, 0;",
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nvote.sync.ballot.b32 %r2, %p2, 0xffffffff;\nsetp.eq.b32 %p1, %r2, 0;",
@@ -146,7 +147,7 @@ mod tests {
             "mov.u32 %r1, %tid.x;\nsetp.lt.u32 %p1, %r1, 32;",
             "mov.u32 %r1, %tid.x;\nsetp.gt.u32 %p1, %r1, 31;",
             "mov.u32 %r1, %tid.x;\nand.b32 %r2, %r1, 992;\nsetp.eq.b32 %p1, %r2, 64;",
-            // What the register is used for elsewhere.
+            // The register has another use elsewhere.
             "mov.b32 %r2, 0;\nsetp.eq.b32 %p1, %r2, 0;\nmov.u32 %r2, %laneid;",
             // A name in a scope is not the one of the scope before.
             "mov.u32 %r1, %laneid;\n{ .reg .pred q; setp.ne.u32 q, %r1, 0; }\n{ .reg .pred q; setp.ne.u32 q, %r2, 0; mov.pred %p1, q; }",
@@ -157,19 +158,19 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_parts_lanes() {
+    fn values_that_differ_part_lanes() {
         let sets = [
             "mov.u32 %r1, %tid.x;\nsetp.lt.u32 %p1, %r1, 33;",
             "mov.u32 %r1, %tid.x;\nsetp.lt.u32 %p1, %r1, %r2;",
             "mov.u32 %r1, %tid.x;\nand.b32 %r2, %r1, 31;\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.u32 %r1, %tid.y;\nsetp.eq.b32 %p1, %r1, 0;",
             "mov.u64 %rd1, %globaltimer;\nsetp.lt.u64 %p1, %rd1, 1000;",
-            // What lies where each lane looks, and what each lane alone is given.
+            // Loads at each lane's own address, and results that each lane gets for itself.
             "mov.u32 %r1, %laneid;\nmul.wide.u32 %rd2, %r1, 4;\nld.global.b32 %r2, [%rd2];\nsetp.eq.b32 %p1, %r2, 0;",
             "atom.relaxed.gpu.global.add.u32 %r1, [%rd1], 1;\nsetp.eq.b32 %p1, %r1, 0;",
             "mov.u32 %r1, %laneid;\nshfl.sync.idx.b32 %r2, %r3, %r1, 31, 0xffffffff;\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.u32 %r1, %laneid;\nshfl.sync.down.b32 %r2, %r1, 1, 31, 0xffffffff;\nsetp.eq.b32 %p1, %r2, 0;",
-            // What some lanes set: under a guard, or on one of two ways.
+            // Values that only some lanes set: under a guard, or on one of two paths.
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nmov.b32 %r2, 0;\n@%p2 mov.b32 %r2, 1;\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nmov.b32 %r2, 0;\n@%p2 bra $L9;\nmov.b32 %r2, 1;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
             // How often lanes went round a loop that they leave one by one.

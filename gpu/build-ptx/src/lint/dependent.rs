@@ -6,8 +6,8 @@ use crate::ptx::{Module, Statement};
 
 const RULE: &str = "dependent";
 
-/// In front of `griddepcontrol.wait` stand loads of parameters and arithmetic alone; without the wait,
-/// no launch may count on it.
+/// In front of `griddepcontrol.wait` stand loads of parameters and arithmetic alone; without the
+/// wait, no launch may count on it.
 pub fn check(module: &Module, described: &[KernelInfo]) -> Vec<Finding> {
     let mut findings = Vec::new();
     for entry in &module.entries {
@@ -34,7 +34,8 @@ fn is_wait(statement: &Statement) -> bool {
     statement.is("griddepcontrol") && statement.has_modifier("wait")
 }
 
-/// Whether a statement reads and writes nothing but registers and parameters, and goes nowhere else.
+/// Whether a statement reads and writes nothing but registers and parameters, and goes nowhere
+/// else.
 fn is_harmless(statement: &Statement) -> bool {
     const ARITHMETIC: [&str; 16] = [
         "mov", "add", "sub", "mul", "mad", "shl", "shr", "and", "or", "xor", "not", "setp", "selp", "cvt",

@@ -1,4 +1,4 @@
-//! What a PTX file is held to, and what a rule finds wrong.
+//! Requirements of a PTX file, and the findings of a rule.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ pub struct Finding {
     pub rule: &'static str,
     /// The line in the PTX file, from 1; 0 where it is about the file as a whole.
     pub line: usize,
-    /// What is wrong, and what to do.
+    /// The error and its remedy.
     pub message: String,
 }
 
@@ -32,7 +32,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// What a file is held to.
+/// Requirements of a file.
 pub struct Expect<'a> {
     /// The kernels it must hold, as it describes them.
     pub described: &'a [KernelInfo],

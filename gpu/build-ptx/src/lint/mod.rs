@@ -1,7 +1,8 @@
-//! What every PTX file must satisfy, whichever compiler wrote it.
+//! Requirements of every PTX file, from any compiler.
 //!
-//! LLVM does not read inline PTX, and several constructs compile to something legal but wrong: these lints are the net. Each rule is
-//! one small file, with a snippet that passes and one that does not. Exceptions are in the kernel's attribute, which the PTX repeats.
+//! LLVM does not read inline PTX, and several constructs compile to something legal but wrong:
+//! these lints are the net. Each rule is one small file, with a snippet that passes and one that
+//! does not. Exceptions are in the kernel's attribute, which the PTX repeats.
 
 mod arithmetic;
 mod atomics;

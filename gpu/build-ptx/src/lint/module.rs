@@ -1,4 +1,5 @@
-//! The module's own declarations: version, target, variables, and source paths that name no machine.
+//! The module's own declarations: version, target, variables, and source paths that name no
+//! machine.
 
 use super::finding::{Expect, Finding};
 use crate::backend::PtxVersion;
@@ -6,7 +7,8 @@ use crate::ptx::Module;
 
 const RULE: &str = "module";
 
-/// Module-scope `.global` and `.const` variables that may exist. Each is state shared by all launches.
+/// Module-scope `.global` and `.const` variables that may exist. Each is state shared by all
+/// launches.
 const VARIABLES_ALLOWED: [&str; 0] = [];
 
 /// Checks `.version`, `.target`, `.address_size`, module-scope variables and `.file` paths.
@@ -62,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn what_we_ship_passes() {
+    fn shipped_preamble_passes() {
         assert_eq!(findings(&with(".extern .shared .align 128 .b8 DYN[];\n.file 1 \"gpu/src/lib.rs\"")), []);
     }
 

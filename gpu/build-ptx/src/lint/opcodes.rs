@@ -1,4 +1,4 @@
-//! The virtual GPU can run it: what CI tests is what a GPU runs.
+//! The virtual GPU can run it: CI tests the code that a GPU runs.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,8 @@ use crate::ptx::Module;
 
 const RULE: &str = "opcodes";
 
-/// Refuses opcodes that the virtual GPU does not implement, each once, and text that it cannot parse.
+/// Refuses opcodes that the virtual GPU does not implement, each once, and text that it cannot
+/// parse.
 pub fn check(text: &str, module: &Module) -> Vec<Finding> {
     check_with(&VGPU, text, module)
 }

@@ -5,8 +5,8 @@ use crate::ptx::Module;
 
 const RULE: &str = "readonly";
 
-/// Refuses `ld.global.nc` outside inline assembly: the compiler makes it from `&T`, and it may read stale bytes when another SM, GPU or
-/// NIC writes them.
+/// Refuses `ld.global.nc` outside inline assembly: the compiler makes it from `&T`, and it may read
+/// stale bytes when another SM, GPU or NIC writes them.
 pub fn check(module: &Module) -> Vec<Finding> {
     module
         .instructions()

@@ -1,4 +1,5 @@
-//! Fetches the nvvm back end: itself and what it needs, into `target/nvvm`, as far as this machine can get it.
+//! Fetches the nvvm back end: itself and what it needs, into `target/nvvm`, as far as this machine
+//! can get it.
 
 use std::path::Path;
 use std::process::Command;
@@ -12,8 +13,8 @@ use crate::toolchain::rustup;
 use crate::workspace::{self, Workspace, capture};
 use crate::{debs, wheel};
 
-/// The wheels that make a CUDA root, with the folder that each has for its files. They are what the back end was tested with, and the
-/// last of CUDA 12.
+/// The wheels that make a CUDA root, with the folder that each has for its files. They are what the
+/// back end was tested with, and the last of CUDA 12.
 const CUDA_WHEELS: [(&str, &str); 2] = [
     ("nvidia-cuda-nvcc-cu12==12.9.86", "nvidia/cuda_nvcc"),
     ("nvidia-cuda-runtime-cu12==12.9.79", "nvidia/cuda_runtime"),
@@ -32,7 +33,8 @@ const COMMIT: &str = "946c91f";
 /// A toolchain with rustc-dev is 700 MB.
 const TOOLCHAIN_LIMIT: Duration = Duration::from_secs(600);
 
-/// Fetches every part that is missing, and builds the back end. The error names each that could not be had, with what was tried.
+/// Fetches every part that is missing, and builds the back end. The error names each that could not
+/// be had, with what was tried.
 pub fn fetch(ws: &Workspace) -> Result<()> {
     let mut failed = Vec::new();
     // One after another, also behind a failure: each is of use by itself.
@@ -124,7 +126,7 @@ fn build(ws: &Workspace, places: &Places) -> Result<()> {
     let (Some(llvm_config), Some(libclang), Some(cuda)) =
         (&places.llvm_config, &places.libclang, places.cuda_with_headers())
     else {
-        bail!("its source is in {}; what building it takes is not complete", ws.display(&source));
+        bail!("its source is in {}; the parts for building it are not complete", ws.display(&source));
     };
     println!("building rustc_codegen_nvvm");
     let mut command = build_command(ws, &source, places.libraries());
@@ -132,7 +134,7 @@ fn build(ws: &Workspace, places: &Places) -> Result<()> {
     workspace::run(&mut command)
 }
 
-/// Without the variables that say where the parts are.
+/// Without the variables that name the parts' places.
 fn build_command(ws: &Workspace, source: &Path, libraries: &[std::path::PathBuf]) -> Command {
     let clang = parts::dir(ws).join("clang");
     let mut folders = libraries.to_vec();
@@ -145,7 +147,8 @@ fn build_command(ws: &Workspace, source: &Path, libraries: &[std::path::PathBuf]
         .env("CARGO_TARGET_DIR", parts::dir(ws).join("build"))
         .env("LD_LIBRARY_PATH", parts::library_path(&folders))
         .args(["cargo", "build", "--package", "rustc_codegen_nvvm", "--release"]);
-    // libclang finds the headers that belong to it beside itself, which an unpacked one does not have at the usual place.
+    // libclang finds the headers that belong to it beside itself, which an unpacked one does not
+    // have at the usual place.
     let versions = std::fs::read_dir(clang.join("usr/lib/llvm-14/lib/clang")).into_iter().flatten().flatten();
     if let Some(headers) = versions.map(|version| version.path().join("include")).find(|dir| dir.is_dir()) {
         command.env("BINDGEN_EXTRA_CLANG_ARGS", format!("-isystem {}", headers.display()));

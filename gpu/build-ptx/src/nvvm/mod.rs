@@ -1,7 +1,7 @@
 //! The optional back end: Rust-CUDA's `rustc_codegen_nvvm`.
 //!
-//! It is not published as a crate that a current rustc compiles. [`fetch()`] builds it from its repository under `target/nvvm`; who has
-//! built it names the library.
+//! It is not published as a crate that a current rustc compiles. [`fetch()`] builds it from its
+//! repository under `target/nvvm`; users with a build of their own name the library.
 
 mod fetch;
 mod parts;

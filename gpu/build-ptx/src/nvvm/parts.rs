@@ -1,7 +1,7 @@
-//! What the back end consists of, where it lies, and the remedy for what is not there.
+//! Parts of the back end, their places, and the remedy for each missing one.
 //!
-//! Each part is taken from where an environment variable names it, else from `target/nvvm`, where [`super::fetch()`] puts it, else from
-//! where packages install it.
+//! Each part is taken from where an environment variable names it, else from `target/nvvm`, where
+//! [`super::fetch()`] puts it, else from where packages install it.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -14,7 +14,7 @@ use crate::workspace::{self, Workspace, capture, env_path};
 /// Names the back end's library.
 pub const BACKEND_VAR: &str = "RUSTC_CODEGEN_NVVM";
 
-/// What a build of the kernels takes.
+/// Parts that a build of the kernels needs.
 #[derive(Debug)]
 pub struct Parts {
     /// `librustc_codegen_nvvm.so`.
@@ -61,7 +61,7 @@ pub enum Part {
 }
 
 impl Part {
-    /// What it is.
+    /// Description of the part.
     fn what(&self) -> String {
         match self {
             Self::Toolchain => format!("the toolchain {TOOLCHAIN} with rust-src, rustc-dev and llvm-tools"),
@@ -121,7 +121,7 @@ pub struct Missing {
 }
 
 impl Missing {
-    /// Nobody has tried to fetch it.
+    /// A missing part whose download was not tried.
     fn of(part: Part) -> Self {
         Self { part, tried: None }
     }
@@ -169,7 +169,7 @@ const LIBNVVM: &str = "libnvvm.so.4";
 pub struct Places {
     has_toolchain: bool,
     codegen: Option<PathBuf>,
-    /// A CUDA root that holds libNVVM, under whatever name.
+    /// A CUDA root that holds libNVVM, under any name.
     cuda: Option<PathBuf>,
     /// `llvm-config` of an LLVM 7.
     pub llvm_config: Option<PathBuf>,
@@ -207,7 +207,8 @@ impl Places {
         &self.libraries
     }
 
-    /// Everything that is missing. What only building the back end takes counts where it has to be built.
+    /// Everything that is missing. Parts that only building the back end needs count if it has to
+    /// be built.
     pub fn missing(&self) -> Vec<Part> {
         let mut missing = Vec::new();
         let mut unless = |there: bool, part: Part| {
@@ -252,7 +253,8 @@ pub fn built(ws: &Workspace) -> PathBuf {
 pub fn library_path(folders: &[PathBuf]) -> OsString {
     let user = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let user = std::env::split_paths(&user).filter(|folder| !folder.as_os_str().is_empty());
-    // A folder that holds a colon cannot be in the list: then the back end says which library it does not find.
+    // A folder that holds a colon cannot be in the list; the back end then names the library that
+    // it does not find.
     std::env::join_paths(folders.iter().cloned().chain(user)).unwrap_or_default()
 }
 
@@ -302,11 +304,12 @@ fn find_libclang(fetched: &Path) -> Option<PathBuf> {
     env_path("LIBCLANG_PATH").into_iter().chain(roots).chain(versions).find(holds_it)
 }
 
-/// The libraries that `file` wants and the loader does not find, but for rustc's own, which is loaded by then.
+/// The libraries that `file` wants and the loader does not find, but for rustc's own, which is
+/// loaded by then.
 fn unresolved(file: &Path, folders: &[PathBuf]) -> Vec<String> {
     let mut ldd = Command::new("ldd");
     let report = capture(ldd.arg(file).env("LD_LIBRARY_PATH", library_path(folders)));
-    // Without ldd the compiler says it, if it cannot load the back end.
+    // Without ldd the compiler reports it, if it cannot load the back end.
     report.map_or_else(|_| Vec::new(), |report| not_found(&report))
 }
 

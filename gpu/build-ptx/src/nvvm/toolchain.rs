@@ -10,8 +10,8 @@ use crate::workspace::{self, Workspace, capture};
 /// The toolchain that the back end is written for.
 pub const TOOLCHAIN: &str = "nightly-2026-04-02";
 
-/// rustup's proxy, because the back end works with one toolchain only, the whole of it; without the settings of the cargo that runs
-/// us.
+/// rustup's proxy, because the back end works with one toolchain only, the whole of it; without the
+/// settings of the cargo that runs us.
 pub fn rustup_run(ws: &Workspace) -> Command {
     let mut command = Command::new("rustup");
     for (key, value) in ws.cargo().get_envs() {
@@ -24,7 +24,7 @@ pub fn rustup_run(ws: &Workspace) -> Command {
     command
 }
 
-/// What the back end's rustc says to `-V`.
+/// Output of `-V` of the back end's rustc.
 pub fn compiler_version() -> Result<String> {
     capture(Command::new("rustup").args(["run", TOOLCHAIN, "rustc", "-V"]).env_remove("RUSTUP_TOOLCHAIN"))
 }

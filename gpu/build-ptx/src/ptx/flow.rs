@@ -5,12 +5,14 @@ use std::ops::Range;
 
 use super::text::Statement;
 
-/// The control flow graph of one body. Behind its blocks there is one more node, [`Flow::exit`], to which every path leads.
+/// The control flow graph of one body. Behind its blocks there is one more node, [`Flow::exit`], to
+/// which every path leads.
 #[derive(Debug)]
 pub struct Flow {
     /// The blocks, in the order of the text. The first one is the entry.
     pub blocks: Vec<Block>,
-    /// Of each block, the nearest node that every path from it to the exit comes by; `None` where no path leads to the exit.
+    /// The nearest post-dominator of each block: the nearest node on every path from it to the
+    /// exit. `None` if no path leads to the exit.
     after: Vec<Option<usize>>,
 }
 
@@ -24,7 +26,8 @@ pub struct Block {
 }
 
 impl Flow {
-    /// The control flow of a body. A branch to a label that is not there leads to the exit; an indexed branch leads to every label.
+    /// The control flow of a body. A branch to a label that is not there leads to the exit; an
+    /// indexed branch leads to every label.
     pub fn of(body: &[Statement]) -> Self {
         let mut starts = vec![0];
         for (index, statement) in body.iter().enumerate() {
@@ -62,7 +65,8 @@ impl Flow {
                         successors.push(exit);
                     }
                 }
-                // Without a branch, and where its guard is false, control goes on to the next block.
+                // Without a branch, and where its guard is false, control goes on to the next
+                // block.
                 if last.is_none_or(|last| last.guard().is_some()) {
                     successors.push(block + 1);
                 }
@@ -80,8 +84,9 @@ impl Flow {
         self.blocks.len()
     }
 
-    /// The blocks that a branch at the end of `block` decides about: those on a way from it to where all its ways meet again. Lanes
-    /// that go different ways are apart in them. Of a loop's exit these are the blocks of the loop.
+    /// The blocks on the paths from a branch at the end of `block` to its post-dominator, where all
+    /// paths meet again. Lanes on different paths are apart in them. For a loop's exit these are
+    /// the blocks of the loop.
     pub fn decided_by(&self, block: usize) -> Vec<usize> {
         let meeting = self.after[block];
         let mut found = vec![false; self.exit() + 1];
@@ -100,7 +105,8 @@ fn ends_block(statement: &Statement) -> bool {
     ["bra", "brx", "ret", "exit", "trap"].iter().any(|name| statement.is(name))
 }
 
-/// Immediate post-dominators: the dominators of the reversed graph, by the iteration of Cooper, Harvey and Kennedy.
+/// Immediate post-dominators: the dominators of the reversed graph, by the iteration of Cooper,
+/// Harvey and Kennedy.
 fn post_dominators(blocks: &[Block]) -> Vec<Option<usize>> {
     let exit = blocks.len();
     let mut before = vec![Vec::new(); exit + 1];
@@ -208,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loop_without_an_end_is_decided_by_what_leads_into_it() {
+    fn a_loop_without_an_end_is_decided_by_the_branch_into_it() {
         let (flow, at) = flow("@%p1 bra END;\nLOOP:\nbra.uni LOOP;\nEND:\nret;");
         assert_eq!(flow.decided_by(0), [at("LOOP")]);
         assert_eq!(flow.decided_by(at("LOOP")), [at("LOOP")]);

@@ -1,8 +1,10 @@
-//! Where the lanes of a warp are apart, by where values come from: a branch parts them if its guard is another one in each lane.
+//! Divergence of a warp's lanes, by the origins of values: a branch parts the lanes if its guard
+//! differs between them.
 //!
-//! What is read at an address that all lanes share counts as the same in all lanes, though memory may change between two lanes' reads;
-//! so does a thread's number without its lowest five bits, where blocks have one dimension. In doubt a value differs. The tests are
-//! those of the rule on warp collectives, for which this is.
+//! A read at an address that all lanes share counts as the same in all lanes, though memory may
+//! change between two lanes' reads. So does a thread's number without its lowest five bits, where
+//! blocks have one dimension. In doubt a value differs. The tests are those of the rule on warp
+//! collectives, the user of this module.
 
 use std::collections::HashMap;
 
@@ -27,11 +29,11 @@ impl Value {
     }
 }
 
-/// What differs between the lanes of a kernel's warps, and where they are apart.
+/// Values that differ between the lanes of a kernel's warps, and blocks in which lanes are apart.
 pub struct Lanes<'a> {
     body: &'a [Statement],
     uses: Vec<Uses>,
-    /// What each definition gives.
+    /// Value of each definition.
     values: Vec<Value>,
     block_of: Vec<usize>,
     /// The statement that is the nearest branch to part the lanes, by block.
@@ -40,7 +42,7 @@ pub struct Lanes<'a> {
     flat: bool,
 }
 
-/// What one statement reads and writes: definitions of registers.
+/// Definitions of registers that one statement reads and writes.
 #[derive(Default)]
 struct Uses {
     guard: Vec<usize>,
@@ -49,7 +51,7 @@ struct Uses {
     read: Vec<Operand>,
 }
 
-/// What an operand says.
+/// Contents of an operand.
 #[derive(Default)]
 struct Operand {
     /// The definitions that reach it.
@@ -116,7 +118,8 @@ impl<'a> Lanes<'a> {
         self.join(&self.uses[index].guard, None)
     }
 
-    /// Whether the lanes take a branch differently: by its guard, or by the index of an indexed one.
+    /// Whether the lanes take a branch differently: by its guard, or by the index of an indexed
+    /// one.
     fn of_branch(&self, index: usize) -> Value {
         let indexed = self.body[index].is("brx");
         let operands =
@@ -133,11 +136,11 @@ impl<'a> Lanes<'a> {
         special.into_iter().chain(values).reduce(Value::join).unwrap_or_default()
     }
 
-    /// What a statement writes.
+    /// The value that a statement writes.
     fn result(&self, index: usize) -> Value {
         let (statement, uses) = (&self.body[index], &self.uses[index]);
-        // Where lanes are apart some of them may have another value from another place, or from another turn of a loop. Under a guard
-        // that differs, so may those that keep the old value.
+        // Where lanes are apart some of them may have another value from another place, or from
+        // another turn of a loop. Under a guard that differs, so may those that keep the old value.
         if self.apart_since(index).is_some() || self.of_guard(index) != Value::Uniform {
             return Value::Differs;
         }
@@ -191,8 +194,8 @@ impl<'a> Lanes<'a> {
     }
 }
 
-/// What every statement reads and writes, and how many definitions there are. A register is not the same value everywhere: each use
-/// has the definitions that reach it.
+/// Reads and writes of every statement, and the number of definitions. A register is not the same
+/// value everywhere: each use has the definitions that reach it.
 fn uses(body: &[Statement], flow: &Flow) -> (Vec<Uses>, usize) {
     let named = registers(body);
     // All definitions, by register; each is a number.
@@ -207,7 +210,7 @@ fn uses(body: &[Statement], flow: &Flow) -> (Vec<Uses>, usize) {
         }
         all.push(Uses { written: written.collect(), ..Uses::default() });
     }
-    // What a statement leaves of the definitions that reach it.
+    // The definitions behind a statement.
     let pass = |reaching: &mut Vec<bool>, index: usize, all: &[Uses]| {
         for (register, definition) in named[index].written.iter().zip(&all[index].written) {
             // Under a guard the old value may stay.
@@ -262,7 +265,8 @@ struct Names<'a> {
     read: Vec<(&'a str, Vec<usize>)>,
 }
 
-/// The registers of every statement. A name that a scope declares is another register in each scope.
+/// The registers of every statement. A name that a scope declares is another register in each
+/// scope.
 fn registers(body: &[Statement]) -> Vec<Names<'_>> {
     let mut numbers: HashMap<&str, usize> = HashMap::new();
     let mut count = 0;
@@ -302,7 +306,8 @@ fn registers(body: &[Statement]) -> Vec<Names<'_>> {
     all
 }
 
-/// Whether an instruction writes its first operand, which is this one. Stores and their like have an address there.
+/// Whether an instruction writes its first operand, which is this one. Stores and their like have
+/// an address there.
 fn writes_first(statement: &Statement, operand: &str) -> bool {
     const READ_ONLY: [&str; 11] =
         ["bra", "brx", "bar", "barrier", "fence", "membar", "cp", "nanosleep", "ret", "exit", "trap"];
@@ -316,7 +321,8 @@ fn words(operand: &str) -> impl Iterator<Item = &str> {
     operand.split(move |c| !inside(c)).filter(|word| !word.is_empty())
 }
 
-/// How a special register differs between lanes; `None` for what is none. Lanes may read a clock one after the other.
+/// How a special register differs between lanes; `None` for what is none. Lanes may read a clock
+/// one after the other.
 fn special(word: &str) -> Option<Value> {
     const DIFFER: [&str; 5] = ["%tid", "%laneid", "%lanemask", "%clock", "%globaltimer"];
     const SAME: [&str; 11] = [

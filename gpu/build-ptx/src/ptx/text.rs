@@ -20,7 +20,8 @@ pub struct Entry {
     pub line: usize,
     /// Its parameters, in order.
     pub params: Vec<Param>,
-    /// What stands between the parameters and the body, such as `.maxntid 256, 1, 1 .minnctapersm 2`.
+    /// Directives between the parameters and the body, such as
+    /// `.maxntid 256, 1, 1 .minnctapersm 2`.
     pub directives: String,
     /// The statements of the body, nested scopes included.
     pub body: Vec<Statement>,
@@ -106,7 +107,8 @@ impl Statement {
 }
 
 impl Module {
-    /// Reads a module. Never fails: text that is not PTX gives statements that the lints or ptxas refuse.
+    /// Reads a module. Never fails: text that is not PTX gives statements that the lints or ptxas
+    /// refuse.
     pub fn read(text: &str) -> Self {
         let mut reader = Reader::default();
         for (index, line) in text.lines().enumerate() {
@@ -121,8 +123,9 @@ impl Module {
         self.entries.iter().flat_map(|entry| entry.body.iter().map(move |statement| (entry, statement)))
     }
 
-    /// The Rust source behind a line of an entry, by the `.loc` before it. Code from the `simt` wrappers and from `core` has their
-    /// location; then where the kernel's own code called it follows, or where that is not known the last line of a kernel before it.
+    /// The Rust source behind a line of an entry, by the `.loc` before it. Code from the `simt`
+    /// wrappers and from `core` has their location. The place where the kernel's own code called it
+    /// follows; if that is unknown, the last line of a kernel before it.
     pub fn source(&self, entry: &Entry, line: usize) -> Option<String> {
         let before = entry.body.iter().take_while(|statement| statement.line <= line);
         let locations: Vec<_> = before.filter(|statement| statement.text.starts_with(".loc ")).collect();
@@ -203,7 +206,7 @@ impl Reader {
                 _ => self.push(number, c),
             }
         }
-        // What a `.loc` says in a comment is said by the statement.
+        // The comment of a `.loc` belongs to the statement.
         if self.text.starts_with(".loc") && comment.trim_start().starts_with("inlined_at ") {
             comment.chars().for_each(|c| self.push(number, c));
         }
@@ -311,7 +314,8 @@ fn entry(header: &Statement) -> Entry {
     }
 }
 
-/// Reads `.param .u64 .ptr .align 1 name` or `.param .align 8 .b8 name[40]`. The alignment after `.ptr` is that of the pointee.
+/// Reads `.param .u64 .ptr .align 1 name` or `.param .align 8 .b8 name[40]`. The alignment after
+/// `.ptr` is that of the pointee.
 fn param(text: &str) -> Param {
     let words: Vec<&str> = text.split_whitespace().collect();
     let number_after = |key: &str, within: &[&str]| {

@@ -12,7 +12,7 @@ use crate::workspace::capture;
 pub struct Compiler {
     /// The program.
     pub rustc: PathBuf,
-    /// What it says to `-V`.
+    /// Output of its `-V`.
     pub version: String,
     /// The folder with `core`, `alloc` and `std`.
     pub library: PathBuf,
@@ -21,7 +21,7 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// Asks a compiler who it is, and checks that the library source lies beside it.
+    /// Runs a compiler's `-V`, and checks that the library source lies beside it.
     pub(super) fn probe(rustc: &Path, origin: &'static str) -> Result<Self> {
         let ask = |arguments: &[&str]| {
             let mut command = Command::new(rustc);

@@ -1,4 +1,5 @@
-//! Debian's compiler, unpacked under `target/` and never installed: its packages conflict with rustup.
+//! Debian's compiler, unpacked under `target/` and never installed: its packages conflict with
+//! rustup.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,14 +10,15 @@ use super::compiler::Compiler;
 use crate::debs;
 use crate::workspace::{self, Workspace, capture};
 
-/// What makes [`fetch`] work.
+/// Requirements of [`fetch`].
 pub const REMEDY: &str = "on Debian 12 or a machine with its package lists: `apt-get update` as root, then build-ptx again, which unpacks \
                           rustc-web and its source under target/ (about 1 GB)";
 
 /// Packages whose names hold no version.
 const PACKAGES: [&str; 4] = ["rustc-web", "libstd-rust-web-dev", "rust-web-src", "rust-web-llvm"];
 
-/// Runs the unpacked compiler with its own libraries. They are set here and nowhere else, so that no other program picks them up.
+/// Runs the unpacked compiler with its own libraries. They are set here and nowhere else, so that
+/// no other program picks them up.
 const WRAPPER: &str = r#"#!/bin/sh
 R=$(cd "$(dirname "$0")/root" && pwd)
 LD_LIBRARY_PATH=$R/usr/lib/$(uname -m)-linux-gnu:$R/usr/lib exec "$R/usr/bin/rustc" "$@"
@@ -35,7 +37,7 @@ pub fn installed(ws: &Workspace) -> Result<Compiler> {
     Compiler::probe(&rustc, "Debian packages")
 }
 
-/// Downloads and unpacks the packages. What was interrupted is begun anew.
+/// Downloads and unpacks the packages. An interrupted download starts again.
 pub fn fetch(ws: &Workspace) -> Result<()> {
     debs::check_tools()?;
     println!("fetching Debian's rustc and its library source (about 140 MB)");

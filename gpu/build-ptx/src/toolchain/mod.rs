@@ -1,6 +1,7 @@
 //! Finding a rustc that can build `core` for the GPU.
 //!
-//! No toolchain ships a prebuilt `core` for nvptx64, so the compiler must come with the source of its own library.
+//! No toolchain ships a prebuilt `core` for nvptx64, so the compiler must come with the source of
+//! its own library.
 
 mod compiler;
 mod debian;

@@ -14,8 +14,9 @@ pub const CHANNEL: &str = "1.95.0";
 /// How long `rustup component add` may take. Without a reachable server it retries for minutes.
 const FETCH_LIMIT: Duration = Duration::from_secs(60);
 
-/// The pinned toolchain's compiler. rustup is asked where the compiler is, not whether the component is there: it is wrong about
-/// that where a component was pinned but never fetched.
+/// The pinned toolchain's compiler. The query to rustup is for the compiler's path, not for the
+/// presence of the component: rustup is wrong about that for a component that was pinned but never
+/// fetched.
 pub fn installed() -> Result<Compiler> {
     let rustc = capture(Command::new("rustup").args(["which", "rustc", "--toolchain", CHANNEL]))?;
     Compiler::probe(rustc.as_ref(), "rustup")

@@ -100,7 +100,8 @@ impl Device for CudaDevice {
 
     fn stream_destroy(&self, stream: u64) {
         self.clean_up(|bound| {
-            // SAFETY: the stream is live until the next line, and its owner holds the list of streams.
+            // SAFETY: the stream is live until the next line, and its owner holds the list of
+            // streams.
             unsafe { self.pool.come_behind(stream::raw(stream)) };
             stream::destroy(bound, stream);
         });
@@ -178,7 +179,8 @@ impl Drop for CudaDevice {
         let pieces = self.staging.drain();
         self.clean_up(|bound| {
             for piece in &pieces {
-                // SAFETY: nothing is left that could copy through them, and they were taken out of their only list.
+                // SAFETY: nothing is left that could copy through them, and they were taken out of
+                // their only list.
                 unsafe { memory::free(bound, piece) };
             }
         });

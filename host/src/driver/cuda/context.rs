@@ -28,8 +28,8 @@ pub(super) fn device_count() -> Result<u32> {
     Ok(count)
 }
 
-/// `cuInit`, which may be called any number of times. Not `cust::init`: it turns the codes that tell a missing driver
-/// from a broken one into `UnknownError`.
+/// `cuInit`, which may be called any number of times. Not `cust::init`: it turns the codes for a
+/// missing driver and for a broken driver into `UnknownError`.
 pub(super) fn initialise() -> Result<()> {
     if let Err(reason) = library::library() {
         let remedy =
@@ -65,7 +65,8 @@ pub(super) fn attribute(device: CustDevice, attribute: c_int) -> Result<c_int> {
     Ok(value)
 }
 
-/// A fact that older drivers may not know of: unknown is "no".
+/// Whether the device has an attribute. Older drivers may lack the attribute's number, which counts
+/// as "no".
 pub(super) fn supports(device: CustDevice, which: c_int) -> bool {
     attribute(device, which).is_ok_and(|value| value != 0)
 }
@@ -84,7 +85,7 @@ pub(super) fn driver_version() -> Result<u32> {
     Ok((version.major() * 1000 + version.minor() * 10) as u32)
 }
 
-/// Everything [`DeviceInfo`] says.
+/// All fields of [`DeviceInfo`].
 pub(super) fn describe(device: CustDevice) -> Result<DeviceInfo> {
     Ok(DeviceInfo {
         ordinal: device.as_raw() as u32,
@@ -102,7 +103,7 @@ pub(super) fn describe(device: CustDevice) -> Result<DeviceInfo> {
     })
 }
 
-/// A driver that does not know the attribute promises nothing.
+/// A driver without the attribute promises no order.
 pub(super) fn rdma_write_order(device: CustDevice) -> RdmaWriteOrder {
     match attribute(device, ffi::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING) {
         Ok(ffi::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES..) => RdmaWriteOrder::AllDevices,
@@ -113,14 +114,15 @@ pub(super) fn rdma_write_order(device: CustDevice) -> RdmaWriteOrder {
 
 fn pci_bus_id(device: CustDevice) -> Result<String> {
     let mut text = [0 as c_char; 32];
-    // SAFETY: the buffer is as long as said; the driver terminates what it writes.
+    // SAFETY: the buffer has the given length; the driver terminates the text.
     unsafe { ffi::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as c_int, device.as_raw()) }
         .check("cuDeviceGetPCIBusId")?;
     // SAFETY: the last byte is zero in any case, so the string ends within the buffer.
     Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
 }
 
-/// Whether a device can use atomics in a peer's memory. NVLink has no attribute of its own; this is what it adds over PCIe.
+/// Whether a device can use atomics in a peer's memory. NVLink has no attribute of its own; native
+/// atomics are its difference from PCIe.
 pub(super) fn native_atomics(device: c_int, peer: c_int) -> bool {
     let mut value = 0;
     // SAFETY: the out pointer is valid; both devices exist.
@@ -135,7 +137,8 @@ pub(super) fn native_atomics(device: c_int, peer: c_int) -> bool {
     result == ffi::CuResult::SUCCESS && value != 0
 }
 
-/// [`native_atomics`] with the device at a PCI address; true where this process does not see that one, or where it is the same.
+/// [`native_atomics`] with the device at a PCI address; true where this process does not see that
+/// one, or where it is the same.
 pub(super) fn has_native_atomics(device: CustDevice, peer: &str) -> Result<bool> {
     for ordinal in 0..device_count()? {
         let other = cust_device(ordinal)?;
@@ -146,15 +149,15 @@ pub(super) fn has_native_atomics(device: CustDevice, peer: &str) -> Result<bool>
     Ok(true)
 }
 
-/// Retains the device's primary context, which every other user of the device in this process shares. The thread's
-/// current context is left as it was.
+/// Retains the device's primary context, which every other user of the device in this process
+/// shares. The thread's current context is left as it was.
 pub(super) fn retain_primary(device: CustDevice) -> Result<Context> {
     let mut current: CuContext = std::ptr::null_mut();
     // SAFETY: the out pointer is valid.
     unsafe { ffi::cuCtxGetCurrent(&mut current) }.check("cuCtxGetCurrent")?;
 
-    // `Context::new` would hold codes such as CUDA_ERROR_DEVICE_UNAVAILABLE in an enum that lacks them. With the
-    // context already retained by us, its own retain has nothing left to fail at.
+    // `Context::new` would hold codes such as CUDA_ERROR_DEVICE_UNAVAILABLE in an enum that lacks
+    // them. With the context already retained by us, its own retain has nothing left to fail at.
     let mut primary: CuContext = std::ptr::null_mut();
     // SAFETY: the out pointer is valid and the device exists.
     unsafe { ffi::cuDevicePrimaryCtxRetain(&mut primary, device.as_raw()) }
@@ -164,17 +167,17 @@ pub(super) fn retain_primary(device: CustDevice) -> Result<Context> {
     unsafe { ffi::cuDevicePrimaryCtxRelease_v2(device.as_raw()) }.log("cuDevicePrimaryCtxRelease");
 
     // `Context::new` made the context current.
-    // SAFETY: `current` is what the driver reported a moment ago; null unbinds.
+    // SAFETY: the driver reported `current` a moment ago; null unbinds.
     unsafe { ffi::cuCtxSetCurrent(current) }.check("cuCtxSetCurrent")?;
     context
 }
 
 /// A context that is current on this thread.
 ///
-/// On drop the thread gets back the context it had, if it had another: a caller that drives its own context from this
-/// thread notices nothing. A thread without a context keeps ours, so that binding costs it one query from then on. We
-/// do not cache what is current ourselves: other libraries switch contexts too, and the driver's query is a read of a
-/// thread-local.
+/// On drop, the thread's previous context becomes current again, if there was another one. So a
+/// caller that drives its own context from this thread sees no change. A thread without a context
+/// keeps ours, so that binding costs it one query from then on. The current context is not cached
+/// here: other libraries switch contexts too, and the driver's query is a read of a thread-local.
 pub(super) struct Current {
     previous: CuContext,
 }
@@ -198,7 +201,8 @@ impl Current {
 impl Drop for Current {
     fn drop(&mut self) {
         if !self.previous.is_null() {
-            // SAFETY: it was this thread's current context when `set` ran, and its owner runs on this thread.
+            // SAFETY: it was this thread's current context when `set` ran, and its owner runs on
+            // this thread.
             unsafe { ffi::cuCtxSetCurrent(self.previous) }.log("cuCtxSetCurrent");
         }
     }

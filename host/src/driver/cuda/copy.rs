@@ -28,7 +28,8 @@ pub unsafe fn copy(_: &Bound<'_>, stream: u64, dst: CopyEnd, src: CopyEnd, bytes
             unsafe { ffi::cuMemcpyDtoDAsync_v2(dst.0, src.0, bytes, stream) }.check("cuMemcpyDtoDAsync")
         }
         (CopyEnd::Host(dst), CopyEnd::Host(src)) => {
-            // SAFETY: passed on to the caller; with unified addressing a host pointer is a valid CUdeviceptr.
+            // SAFETY: passed on to the caller; with unified addressing a host pointer is a valid
+            // CUdeviceptr.
             unsafe { ffi::cuMemcpyAsync(dst as u64, src as u64, bytes, stream) }.check("cuMemcpyAsync")
         }
     }

@@ -19,20 +19,23 @@ const OLDEST_COMPUTE_CAPABILITY: (i32, i32) = (9, 0);
 
 /// One CUDA device, through its primary context.
 ///
-/// May be used from any thread and opened more than once. Other users of the primary context in this process (candle,
-/// burn, the CUDA runtime) see the same streams and addresses.
+/// May be used from any thread and opened more than once. Other users of the primary context in
+/// this process (candle, burn, the CUDA runtime) see the same streams and addresses.
 #[derive(Debug)]
 pub struct CudaDevice {
     pub(super) info: DeviceInfo,
     pub(super) device: CustDevice,
-    /// Where [`MemoryKind::Device`](crate::driver::MemoryKind::Device) comes from. Before the context, which it needs to go.
+    /// Where [`MemoryKind::Device`](crate::driver::MemoryKind::Device) comes from. Before the
+    /// context, which it needs to go.
     pub(super) pool: MemoryPool,
     pub(super) context: Context,
-    /// What [`MemoryKind::Shareable`](crate::driver::MemoryKind::Shareable) can do, or why it cannot be had.
+    /// Features of [`MemoryKind::Shareable`](crate::driver::MemoryKind::Shareable), or the reason
+    /// why it is unavailable.
     pub(super) sharing: Result<Sharing>,
     pub(super) staging: Staging,
     pub(super) streams: Streams,
-    /// The files behind [`MemoryKind::SharedHost`](crate::driver::MemoryKind::SharedHost), by host address.
+    /// The files behind [`MemoryKind::SharedHost`](crate::driver::MemoryKind::SharedHost), by host
+    /// address.
     files: Mutex<HashMap<u64, OwnedFd>>,
     /// Names of the kernels looked up so far, for errors.
     kernels: Mutex<HashMap<u64, &'static str>>,
@@ -41,8 +44,8 @@ pub struct CudaDevice {
 impl CudaDevice {
     /// Opens a device by its ordinal among the visible ones.
     ///
-    /// [`Error::Unavailable`](crate::Error::Unavailable) where there is no driver, no such device, or one that is too
-    /// old for the kernels.
+    /// [`Error::Unavailable`](crate::Error::Unavailable) where there is no driver, no such device,
+    /// or one that is too old for the kernels.
     pub fn open(ordinal: u32) -> Result<Arc<dyn Device>> {
         let what = || format!("CUDA device {ordinal}");
         let count = context::device_count()?;
@@ -133,9 +136,10 @@ impl CudaDevice {
     }
 }
 
-/// Proof that `device`'s primary context is current on this thread, and that the thread may call the driver.
+/// Proof that `device`'s primary context is current on this thread, and that the thread may call
+/// the driver.
 pub(super) struct Bound<'a> {
-    /// The device whose context is bound.
+    /// The device of the bound context.
     pub(super) device: &'a CudaDevice,
     pub(super) current: Current,
 }

@@ -1,4 +1,4 @@
-//! What this machine has and lacks. Needs no context, so it touches no GPU memory.
+//! Diagnosis of this machine's driver and GPUs. Needs no context, so it touches no GPU memory.
 
 use std::ffi::c_int;
 
@@ -12,7 +12,7 @@ use super::{ffi, late, ptx};
 use crate::driver::RdmaWriteOrder;
 use crate::error::Result;
 
-/// One check per entry: its name, and what was found, or what is wrong and how to mend it.
+/// One check per entry: its name, and the finding, or the error with its remedy.
 pub fn doctor() -> Vec<(String, Result<String, String>)> {
     let mut report = Report(Vec::new());
     let driver = driver();

@@ -1,4 +1,5 @@
-//! From the driver's result codes to [`Error`]: names, remedies, and what counts as "not available here".
+//! Conversion of the driver's result codes to [`Error`]: names, remedies, and the codes for "not
+//! available here".
 
 use std::ffi::CStr;
 
@@ -21,7 +22,8 @@ impl CuResult {
         self.check(call).map(|()| true)
     }
 
-    /// Reports a failure where none can be returned. A driver that has shut down (a static dropped at exit) is no news.
+    /// Reports a failure where none can be returned. A driver that has shut down (a static dropped
+    /// at exit) is no news.
     pub fn log(self, call: &'static str) {
         if self != CuResult::SUCCESS && self != CuResult::DEINITIALIZED {
             tracing::warn!("{}", self.error(call));
@@ -45,17 +47,18 @@ impl CuResult {
         // SAFETY: the out pointer is valid; any integer may be asked for.
         let found = unsafe { ffi::cuGetErrorName(self.0, &mut name) };
         if found == CuResult::SUCCESS && !name.is_null() {
-            // SAFETY: on success the driver returns a NUL-terminated string that lives as long as the process.
+            // SAFETY: on success the driver returns a NUL-terminated string that lives as long as
+            // the process.
             return unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
         }
-        // A stub answers no question, and a driver may not know codes of a newer one.
+        // A stub library answers no query, and a driver may lack codes of a newer one.
         match self {
             CuResult::STUB_LIBRARY => "CUDA_ERROR_STUB_LIBRARY".into(),
             _ => "unnamed CUresult".into(),
         }
     }
 
-    /// What to do about this code; empty where the name says it all.
+    /// The remedy for this code; empty if the name suffices.
     pub fn remedy(self) -> &'static str {
         match self {
             CuResult::NOT_INITIALIZED => "no call before cuda::devices() or CudaDevice::open()",
@@ -93,7 +96,9 @@ impl CuResult {
             CuResult::LAUNCH_TIMEOUT => {
                 "the watchdog ended the kernel: this GPU drives a display; use another"
             }
-            CuResult::CONTEXT_IS_DESTROYED => "something reset the primary context; nobody else may do so",
+            CuResult::CONTEXT_IS_DESTROYED => {
+                "the primary context was reset: no other code of the process may do so"
+            }
             CuResult::ILLEGAL_ADDRESS | CuResult::ASSERT => FAULT,
             _ if (CuResult::HARDWARE_STACK_ERROR.0..=CuResult::LAUNCH_FAILED.0).contains(&self.0) => FAULT,
             _ if (CuResult::STREAM_CAPTURE_UNSUPPORTED.0..=CuResult::STREAM_CAPTURE_WRONG_THREAD.0)

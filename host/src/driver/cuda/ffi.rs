@@ -1,7 +1,8 @@
 //! The CUDA driver's C interface, as far as epoxide calls it.
 //!
-//! Results are [`CuResult`], an integer, so that every code a driver may return is a valid value. The functions lead
-//! to the library that `library` finds at run time. Names ending in `_v2` are what the C header's macros expand to.
+//! Results are [`CuResult`], an integer, so that every code a driver may return is a valid value.
+//! The functions jump to the library that `library` finds at run time. Names ending in `_v2` are
+//! the expansions of the C header's macros.
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::mem::{offset_of, size_of};

@@ -1,5 +1,5 @@
-//! Driver functions newer than `cust_raw`'s CUDA 11.4. They are looked up at run time: an older driver then lacks a
-//! feature, and not the whole program.
+//! Driver functions newer than `cust_raw`'s CUDA 11.4. They are looked up at run time: an older
+//! driver then lacks a feature, and not the whole program.
 
 use std::ffi::{CStr, c_int, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
@@ -29,7 +29,7 @@ pub struct LaunchConfigEx {
     pub attribute_count: c_uint,
 }
 
-/// `CUlaunchAttribute`: a number that says which, and a union of 64 bytes.
+/// `CUlaunchAttribute`: the number of an attribute, and a union of 64 bytes.
 #[repr(C)]
 #[derive(Debug)]
 pub struct LaunchAttribute {
@@ -40,8 +40,8 @@ pub struct LaunchAttribute {
 }
 
 impl LaunchAttribute {
-    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`: the kernel may be launched before the
-    /// one in front of it in the stream has ended.
+    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`: the kernel may be launched before
+    /// the one in front of it in the stream has ended.
     pub fn dependent() -> LaunchAttribute {
         LaunchAttribute { id: 6, padding: [0; 4], value: 1, rest: [0; 60] }
     }
@@ -54,7 +54,7 @@ pub struct Late {
     pub mem_get_handle_for_address_range: Option<MemGetHandleForAddressRange>,
     /// CUDA 12.4: loads a kernel's code now, not at its first launch.
     pub func_load: Option<FuncLoad>,
-    /// CUDA 11.8: launches with attributes. Wanted from 12.3 on: what it launches can be captured then.
+    /// CUDA 11.8: launches with attributes. Used from 12.3 on, when its launches can be captured.
     pub launch_kernel_ex: Option<LaunchKernelEx>,
 }
 
@@ -62,8 +62,8 @@ pub struct Late {
 pub fn late() -> &'static Late {
     static LATE: OnceLock<Late> = OnceLock::new();
     LATE.get_or_init(|| Late {
-        // SAFETY: null becomes `None`; any other value is the function of that name, whose C signature is
-        // `(void*, CUdeviceptr, size_t, CUmemRangeHandleType, unsigned long long)` since 11.7.
+        // SAFETY: null becomes `None`. Any other value is the function of that name. Since 11.7 its
+        // C signature is `(void*, CUdeviceptr, size_t, CUmemRangeHandleType, unsigned long long)`.
         mem_get_handle_for_address_range: unsafe {
             std::mem::transmute::<*mut c_void, Option<MemGetHandleForAddressRange>>(resolve(
                 c"cuMemGetHandleForAddressRange",
@@ -81,7 +81,7 @@ pub fn late() -> &'static Late {
     })
 }
 
-/// The function, or an error that says what would have it.
+/// The function, or an error that gives the first driver version with it.
 pub fn require<F>(function: Option<F>, name: &str, since: &str) -> Result<F> {
     function.ok_or_else(|| unavailable(name, format!("this driver lacks the function; it came with {since}")))
 }

@@ -1,22 +1,25 @@
-//! The driver's library, `libcuda.so.1`, found at run time, so that what is built with this feature starts where there is no driver.
+//! The driver's library, `libcuda.so.1`, found at run time, so that programs with this feature
+//! start on machines without a driver.
 //!
-//! Every function of the driver that `cust_raw` declares, or `ffi` beside it, is defined here as a jump through an entry of a table. An
-//! entry first leads to [`resolve`], which looks the function up in the library and puts its address there; arguments pass through as they
-//! are, whatever their types. Where there is no library, or a driver does not have the function, the call answers with a code.
+//! Every function of the driver that `cust_raw` or `ffi` declares is defined here as a jump through
+//! an entry of a table. An entry first leads to [`resolve`], which looks the function up in the
+//! library and stores its address in the entry. Arguments pass through unchanged, whatever their
+//! types. Without a library, or without the function, the call returns an error code.
 //!
-//! The definitions are weak: a program may have others. What it links beside them does not matter, for a definition in the program comes
-//! before that of a shared library; the address that is looked up is the library's own.
+//! The definitions are weak: a program may have others. Linking the real library beside them is
+//! harmless, because a definition in the program takes precedence over that of a shared library.
+//! The lookup gives the library's own address.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// The library's name, as the loader knows it.
+/// The library's name for the loader.
 pub const NAME: &CStr = c"libcuda.so.1";
 
-/// `CUDA_ERROR_SHARED_OBJECT_INIT_FAILED`: what calls answer where there is no library.
+/// `CUDA_ERROR_SHARED_OBJECT_INIT_FAILED`: the result of all calls without a library.
 const NO_LIBRARY: c_int = 303;
-/// `CUDA_ERROR_NOT_FOUND`: what a call answers that this driver does not have.
+/// `CUDA_ERROR_NOT_FOUND`: the result of calls that this driver lacks.
 const NO_FUNCTION: c_int = 500;
 
 /// An entry of the table, as the assembly below lays it out.
@@ -41,7 +44,8 @@ pub fn library() -> Result<*mut c_void, &'static str> {
         if !handle.is_null() {
             return Ok(Handle(handle));
         }
-        // SAFETY: takes nothing; null or text that lasts until this thread's next call of the loader.
+        // SAFETY: takes nothing; null or text that lasts until this thread's next call of the
+        // loader.
         let said = unsafe { libc::dlerror() };
         if said.is_null() {
             return Err(format!("{}: the loader gives no reason", NAME.to_string_lossy()));
@@ -60,12 +64,13 @@ extern "C" fn no_function() -> c_int {
     NO_FUNCTION
 }
 
-/// Where a call of this entry goes, from now on too. Called by the assembly below, once for each function, or more often where threads meet.
+/// Where a call of this entry goes, from now on too. Called by the assembly below, once for each
+/// function, or more often where threads meet.
 ///
 /// # Safety
 /// `entry` is one of the table.
 unsafe extern "C" fn resolve(entry: *const Entry) -> *mut c_void {
-    // SAFETY: entries are never moved nor freed, and what changes in them is atomic.
+    // SAFETY: entries are never moved nor freed, and all changes in them are atomic.
     let entry = unsafe { &*entry };
     let target = match library() {
         Err(_) => no_library as *mut c_void,
@@ -79,8 +84,8 @@ unsafe extern "C" fn resolve(entry: *const Entry) -> *mut c_void {
     target
 }
 
-/// Defines the functions. Only the System V ABI of x86-64 is written down here; a call finds its arguments in these registers and on the
-/// stack, which a jump leaves alone.
+/// Defines the functions. Only the System V ABI of x86-64 is written here. A call finds its
+/// arguments in these registers and on the stack, and a jump leaves them unchanged.
 macro_rules! functions {
     ($($name:ident)*) => {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -106,7 +111,8 @@ macro_rules! functions {
                 ".asciz \"", stringify!($name), "\"\n",
                 ".popsection",
             ),)*
-            // The entry is in r11. All that can hold an argument is kept; the stack is a multiple of 16 at the call.
+            // The entry is in r11. All that can hold an argument is kept; the stack is a multiple
+            // of 16 at the call.
             ".Lepoxide_cuda_resolve:",
             "push rdi",
             "push rsi",
@@ -147,7 +153,7 @@ macro_rules! functions {
     };
 }
 
-// All that `cust_raw` 0.11 declares, and what `ffi` has beside it.
+// All declarations of `cust_raw` 0.11 and of `ffi`.
 functions! {
     cuArray3DCreate_v2 cuArray3DGetDescriptor_v2 cuArrayCreate_v2 cuArrayDestroy cuArrayGetDescriptor_v2 cuArrayGetPlane
     cuArrayGetSparseProperties cuCtxAttach cuCtxCreate_v2 cuCtxCreate_v3 cuCtxDestroy_v2 cuCtxDetach cuCtxDisablePeerAccess

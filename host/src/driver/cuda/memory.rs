@@ -1,7 +1,8 @@
 //! Memory: plain, mapped host, and shareable through CUDA's virtual memory management.
 //!
-//! [`RawMemory::handle`] holds no driver handle, only the [`Origin`] that says how to free. For shareable memory the
-//! mapping itself keeps the physical memory alive, and the driver finds the allocation by its address.
+//! [`RawMemory::handle`] holds no driver handle, only the [`Origin`], which decides how the memory
+//! is freed. For shareable memory the mapping itself keeps the physical memory alive, and the
+//! driver finds the allocation by its address.
 
 use std::ffi::c_void;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -64,7 +65,8 @@ pub fn alloc(bound: &Bound<'_>, bytes: u64, kind: MemoryKind, label: &str) -> Re
 /// [`Device::free`](crate::driver::Device::free).
 ///
 /// # Safety
-/// No work in flight uses the memory, except for pooled memory in the device's known streams, and it is not freed twice.
+/// No work in flight uses the memory, except for pooled memory in the device's known streams, and
+/// it is not freed twice.
 pub unsafe fn free(bound: &Bound<'_>, memory: &RawMemory) {
     match Origin::of(memory) {
         // SAFETY: passed on to the caller.
@@ -82,7 +84,8 @@ pub unsafe fn free(bound: &Bound<'_>, memory: &RawMemory) {
 }
 
 /// # Safety
-/// The memory is of the device's pool, no other streams use it than those that the device knows, and it is not freed twice.
+/// The memory is from the device's pool, only streams of the device's list use it, and it is not
+/// freed twice.
 unsafe fn free_pooled(bound: &Bound<'_>, memory: &RawMemory) {
     let list = bound.device.streams.hold();
     let streams = list.streams.iter().map(|listed| stream::raw(listed.handle));
@@ -105,7 +108,8 @@ fn on_device(origin: Origin, ptr: CuDevicePtr, bytes: u64) -> RawMemory {
 fn alloc_shared_host(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
     let refused = |call| move |error: rustix::io::Errno| Error::os(call, format!("{error}, for {label}"));
     let file = memfd_create("epoxide", MemfdFlags::CLOEXEC).map_err(refused("memfd_create"))?;
-    // Whole huge pages where the system gives them: fewer entries for the device's address translation.
+    // Whole huge pages where the system gives them: fewer entries for the device's address
+    // translation.
     let bytes = bytes.next_multiple_of(2 << 20);
     ftruncate(&file, bytes).map_err(refused("ftruncate"))?;
     // SAFETY: a fresh mapping at an address of the system's choice.
@@ -124,7 +128,7 @@ fn alloc_shared_host(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMe
     // SAFETY: the range was mapped just now and stays until `free_shared_host`.
     let registered = unsafe { ffi::cuMemHostRegister_v2(host, bytes as usize, flags) };
     if let Err(error) = check_host_alloc(registered, "cuMemHostRegister", bytes, label) {
-        // SAFETY: nobody has seen the mapping yet.
+        // SAFETY: the mapping's address has not left this function.
         let _ = unsafe { munmap(host, bytes as usize) };
         return Err(error);
     }
@@ -133,7 +137,7 @@ fn alloc_shared_host(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMe
     // SAFETY: `host` was registered just now with DEVICEMAP.
     let mapped = unsafe { ffi::cuMemHostGetDevicePointer_v2(&mut ptr, host, 0) };
     if let Err(error) = mapped.check("cuMemHostGetDevicePointer") {
-        // SAFETY: nobody has seen the memory yet.
+        // SAFETY: the memory's address has not left this function.
         unsafe { free_shared_host(bound, &memory) };
         return Err(error);
     }
@@ -162,7 +166,7 @@ fn alloc_host(_: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
     // SAFETY: `host` was allocated just now with DEVICEMAP.
     let mapped = unsafe { ffi::cuMemHostGetDevicePointer_v2(&mut ptr, host, 0) };
     if let Err(error) = mapped.check("cuMemHostGetDevicePointer") {
-        // SAFETY: nobody has seen the memory yet.
+        // SAFETY: the memory's address has not left this function.
         unsafe { ffi::cuMemFreeHost(host) }.log("cuMemFreeHost");
         return Err(error);
     }
@@ -241,9 +245,9 @@ fn map_peer(bound: &Bound<'_>, physical: Physical, bytes: u64, peer: &str) -> Re
     Ok(mapped(mapping))
 }
 
-/// A dma-buf descriptor for device memory, for `ibv_reg_dmabuf_mr`. `ptr` and `bytes` must be multiples of the page
-/// size, as those of [`MemoryKind::Shareable`] are. A context must be current on this thread, as it is after any call
-/// of the memory's device.
+/// A dma-buf descriptor for device memory, for `ibv_reg_dmabuf_mr`. `ptr` and `bytes` must be
+/// multiples of the page size, as those of [`MemoryKind::Shareable`] are. A context must be current
+/// on this thread, as it is after any call of the memory's device.
 ///
 /// [`Error::Unavailable`] where driver or kernel cannot do it.
 pub fn export_dma_buf(ptr: DevicePtr, bytes: u64) -> Result<OwnedFd> {
@@ -262,6 +266,6 @@ pub fn export_dma_buf(ptr: DevicePtr, bytes: u64) -> Result<OwnedFd> {
         ));
     }
     result.check(name)?;
-    // SAFETY: the driver made this descriptor for us; nobody else closes it.
+    // SAFETY: the driver made this descriptor for us, and has given it to no other code.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }

@@ -1,8 +1,8 @@
 //! The CUDA driver: [`Device`](super::Device) over the CUDA driver API.
 //!
-//! `cust` enumerates the devices and holds the primary context. Every call whose result may be a code that `cust`'s
-//! enum does not list goes through our own declarations in `ffi`, which return plain integers: an unlisted code in a
-//! Rust enum is undefined behaviour.
+//! `cust` enumerates the devices and holds the primary context. Calls whose result may be a code
+//! outside of `cust`'s enum go through our own declarations in `ffi`, which return plain integers.
+//! An unlisted code in a Rust enum is undefined behaviour.
 //!
 //! | file | concern |
 //! |---|---|
@@ -20,12 +20,14 @@
 //! | `stream`, `graph` | streams, events; capture and replay |
 //! | `doctor` | what this machine has and lacks |
 //!
-//! A program with this feature starts on any machine: the first call of the driver loads `libcuda.so.1`, and where there is none, [`devices`] and
-//! [`CudaDevice::open`] say so ([`Error::Unavailable`](crate::Error::Unavailable)).
+//! A program with this feature starts on any machine. The first call of the driver loads
+//! `libcuda.so.1`. If the library is missing, [`devices`] and [`CudaDevice::open`] return
+//! [`Error::Unavailable`](crate::Error::Unavailable).
 //!
-//! Building it takes no CUDA toolkit either, but the build script of `cust_raw` looks for one and fails where it finds none. In epoxide's own
-//! repository `.cargo/config.toml` sees to that. A crate elsewhere sets `CUDA_LIBRARY_PATH` to a folder that has a folder `lib64` with a file
-//! `libcuda.so` whose only text is `INPUT(-lc)`: it sends the linker to the C library, which is linked anyway:
+//! Building it takes no CUDA toolkit either, but the build script of `cust_raw` searches for one
+//! and fails without one. In epoxide's own repository `.cargo/config.toml` provides a substitute. A
+//! crate elsewhere sets `CUDA_LIBRARY_PATH` to a folder with a file `lib64/libcuda.so` whose only
+//! text is `INPUT(-lc)`. It refers the linker to the C library, which is linked anyway:
 //!
 //! ```sh
 //! mkdir -p cuda/lib64 && echo 'INPUT(-lc)' > cuda/lib64/libcuda.so && CUDA_LIBRARY_PATH=$PWD/cuda cargo build

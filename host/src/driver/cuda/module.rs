@@ -15,8 +15,8 @@ const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
 
 const LOG_BYTES: usize = 16 * 1024;
 
-/// Compiles and loads PTX. Several threads may do so at once; the driver keeps the result in its cache
-/// (`~/.nv/ComputeCache`, `CUDA_CACHE_PATH`), so later processes load in milliseconds.
+/// Compiles and loads PTX. Several threads may do so at once; the driver keeps the result in its
+/// cache (`~/.nv/ComputeCache`, `CUDA_CACHE_PATH`), so later processes load in milliseconds.
 pub fn load(bound: &Bound<'_>, text: &str) -> Result<u64> {
     let image = CString::new(text)
         .map_err(|error| Error::Ptx(format!("NUL byte at offset {}", error.nul_position())))?;
@@ -37,8 +37,8 @@ pub fn load(bound: &Bound<'_>, text: &str) -> Result<u64> {
     ];
     let mut module: CuModule = std::ptr::null_mut();
     let start = std::time::Instant::now();
-    // SAFETY: the image is NUL-terminated, both buffers are as long as said and outlive the call, and the two arrays
-    // have the length passed.
+    // SAFETY: the image is NUL-terminated, both buffers have the given lengths and outlive the
+    // call, and the two arrays have the length passed.
     let result = unsafe {
         ffi::cuModuleLoadDataEx(
             &mut module,
@@ -112,8 +112,8 @@ pub fn kernel(bound: &Bound<'_>, module: u64, name: &'static str, max_shared_byt
     }
     found.check("cuModuleGetFunction")?;
 
-    // With lazy loading, the default since CUDA 12, code would be loaded at the first launch, which may wait for
-    // running kernels. One that spins on a peer would then never end.
+    // With lazy loading, the default since CUDA 12, code would be loaded at the first launch, which
+    // may wait for running kernels. One that spins on a peer would then never end.
     if let Some(func_load) = late::late().func_load {
         // SAFETY: the function was looked up just now.
         unsafe { func_load(function) }.check("cuFuncLoad")?;
@@ -138,7 +138,8 @@ pub fn kernel(bound: &Bound<'_>, module: u64, name: &'static str, max_shared_byt
         }
         raised.check("cuFuncSetAttribute")?;
     }
-    // The same division of a multiprocessor's memory for every kernel: to change it, one would wait until it is empty.
+    // The same division of a multiprocessor's memory for every kernel: to change it, one would wait
+    // until it is empty.
     let carveout = ffi::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
     // SAFETY: as above; 100 asks for as much shared memory, and as little L1 cache, as there is.
     unsafe { ffi::cuFuncSetAttribute(function, carveout, 100) }.check("cuFuncSetAttribute")?;
@@ -146,7 +147,7 @@ pub fn kernel(bound: &Bound<'_>, module: u64, name: &'static str, max_shared_byt
     Ok(function as u64)
 }
 
-/// One number about a kernel, for error texts; 0 where the driver does not tell.
+/// An attribute of a kernel, for error texts; 0 if the driver does not return it.
 fn attribute(function: CuFunction, which: c_int) -> c_int {
     let mut value = 0;
     // SAFETY: the out pointer is valid and the function live.
@@ -154,7 +155,8 @@ fn attribute(function: CuFunction, which: c_int) -> c_int {
     if result == CuResult::SUCCESS { value } else { 0 }
 }
 
-/// `cuLaunchKernel` wants one pointer per parameter; the driver copies the values before it returns.
+/// `cuLaunchKernel` wants one pointer per parameter; the driver copies the values before it
+/// returns.
 pub(super) fn param_pointers(params: &[&[u8]]) -> Vec<*mut c_void> {
     params.iter().map(|param| param.as_ptr().cast_mut().cast()).collect()
 }
@@ -162,7 +164,8 @@ pub(super) fn param_pointers(params: &[&[u8]]) -> Vec<*mut c_void> {
 /// [`Device::launch`](crate::driver::Device::launch).
 ///
 /// # Safety
-/// The parameters fit the kernel's signature and every address in them is live until the kernel ends.
+/// The parameters fit the kernel's signature and every address in them is live until the kernel
+/// ends.
 pub unsafe fn launch(
     bound: &Bound<'_>,
     stream: u64,
@@ -185,9 +188,9 @@ pub unsafe fn launch(
                 attributes: &mut attribute,
                 attribute_count: 1,
             };
-            // SAFETY: one pointer per parameter, each valid for this call, as are the configuration and
-            // its attribute; a null `extra` means that parameters come by pointer. The rest is passed on
-            // to the caller.
+            // SAFETY: one pointer per parameter, each valid for this call, as are the configuration
+            // and its attribute; a null `extra` means that parameters come by pointer. The rest is
+            // passed on to the caller.
             let result = unsafe { launch_ex(&config, function, pointers.as_mut_ptr(), std::ptr::null_mut()) };
             ("cuLaunchKernelEx", result)
         }
@@ -238,7 +241,7 @@ pub unsafe fn launch(
     }
 }
 
-/// A refused configuration, with what the kernel and the device would allow.
+/// The error for a rejected launch configuration, with the limits of the kernel and the device.
 fn refused(bound: &Bound<'_>, result: CuResult, function: CuFunction, config: &LaunchConfig) -> Error {
     let LaunchConfig { grid, block, shared_bytes, cooperative, .. } = *config;
     let mut blocks_per_sm = 0;

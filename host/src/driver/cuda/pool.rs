@@ -1,8 +1,9 @@
 //! Stream-ordered device memory: a pool of our own.
 //!
-//! `cuMemFree` waits for the running kernels of the device and keeps every other call of the context waiting until then. Memory of
-//! this pool goes back in a stream instead, which is behind everything that was enqueued in the streams this device knows: the owner
-//! may let go of it while they still use it, and nothing waits.
+//! `cuMemFree` waits for the running kernels of the device, and blocks every other call of the
+//! context until then. Memory of this pool is freed in a stream instead. The freeing stream waits
+//! for all work enqueued in the streams of the device's list. So the owner may free memory that
+//! they still use, and nothing waits.
 
 use std::ffi::{c_int, c_void};
 
@@ -18,14 +19,15 @@ pub struct MemoryPool {
     pool: CuMemoryPool,
     /// Idle but for allocations, so that waiting for one is short.
     allocate: CuStream,
-    /// Behind whatever used the memory that goes back.
+    /// Frees memory. It waits for all streams that may use the memory.
     release: CuStream,
     event: CuEvent,
 }
 
 // SAFETY: handles of the driver, which accepts them from any thread.
 unsafe impl Send for MemoryPool {}
-// SAFETY: as above; what must not run at the same time is behind the device's list of streams, which callers hold.
+// SAFETY: as above. Callers hold the lock of the device's list of streams around operations that
+// must not run at the same time.
 unsafe impl Sync for MemoryPool {}
 
 impl MemoryPool {
@@ -45,15 +47,18 @@ impl MemoryPool {
             release: std::ptr::null_mut(),
             event: std::ptr::null_mut(),
         };
-        // SAFETY: all pointers are valid. What was made when a later call fails goes with `this`.
+        // SAFETY: all pointers are valid. If a later call fails, the drop of `this` destroys the
+        // pool and the streams made before.
         unsafe {
             ffi::cuMemPoolCreate(&mut this.pool, &props).check("cuMemPoolCreate")?;
-            // Memory that comes back is for the next allocation: unmapping it at every synchronisation costs more than it spares.
+            // Memory that comes back is for the next allocation: unmapping it at every
+            // synchronisation costs more than it spares.
             let mut keep = u64::MAX;
             let threshold = ffi::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
             ffi::cuMemPoolSetAttribute(this.pool, threshold, (&raw mut keep).cast::<c_void>())
                 .check("cuMemPoolSetAttribute")?;
-            // The driver must not order an allocation behind a free that waits for a kernel: the allocation would wait too.
+            // The driver must not order an allocation behind a free that waits for a kernel: the
+            // allocation would wait too.
             let mut no: c_int = 0;
             let dependencies = ffi::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
             ffi::cuMemPoolSetAttribute(this.pool, dependencies, (&raw mut no).cast::<c_void>())
@@ -76,7 +81,7 @@ impl MemoryPool {
         };
         let mut result = try_it();
         if result == CuResult::OUT_OF_MEMORY {
-            // What the pool keeps may be in pieces that are too small.
+            // Free memory of the pool may be in pieces that are too small.
             // SAFETY: the pool is live; memory in use stays.
             unsafe { ffi::cuMemPoolTrimTo(self.pool, 0) }.log("cuMemPoolTrimTo");
             result = try_it();
@@ -91,7 +96,8 @@ impl MemoryPool {
     /// Gives memory back behind all that `streams` have been given so far.
     ///
     /// # Safety
-    /// The memory is of this pool and is not freed twice; no other stream uses it. The streams are live, and their list is held.
+    /// The memory is of this pool and is not freed twice; no other stream uses it. The streams are
+    /// live, and their list is held.
     pub unsafe fn free(&self, ptr: CuDevicePtr, streams: impl Iterator<Item = CuStream>) {
         for stream in streams {
             // SAFETY: passed on to the caller.
@@ -101,19 +107,21 @@ impl MemoryPool {
         unsafe { ffi::cuMemFreeAsync(ptr, self.release) }.log("cuMemFreeAsync");
     }
 
-    /// Has frees from now on come behind what `stream` has been given, unless it is being captured: what is recorded does not run.
+    /// Orders later frees behind the work of `stream` so far. A stream under capture is left out:
+    /// recorded work does not run.
     ///
     /// # Safety
-    /// The stream is live, and the device's list of streams is held: none begins to be captured meanwhile, and the event is this call's.
+    /// The stream is live, and the device's list of streams is held: none begins to be captured
+    /// meanwhile, and the event is this call's.
     pub unsafe fn come_behind(&self, stream: CuStream) {
         let mut status = ffi::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: the stream is live, as the caller says; the out pointer is valid.
+        // SAFETY: the caller promises a live stream; the out pointer is valid.
         let asked = unsafe { ffi::cuStreamIsCapturing(stream, &mut status) };
         if asked == CuResult::SUCCESS && status != ffi::CU_STREAM_CAPTURE_STATUS_NONE {
             return;
         }
-        // SAFETY: event and streams are live. A wait is for the event's last record at the time of the call, so that one event
-        // serves all streams.
+        // SAFETY: event and streams are live. A wait is for the event's last record at the time of
+        // the call, so that one event serves all streams.
         unsafe {
             ffi::cuEventRecord(self.event, stream).log("cuEventRecord");
             ffi::cuStreamWaitEvent(self.release, self.event, 0).log("cuStreamWaitEvent");
@@ -123,7 +131,8 @@ impl MemoryPool {
 
 impl Drop for MemoryPool {
     fn drop(&mut self) {
-        // SAFETY: each handle is ours and used no more; the driver finishes what is under way. Null ones were never made.
+        // SAFETY: each handle is ours and not used afterwards; the driver finishes work under way.
+        // Null ones were never made.
         unsafe {
             for stream in [self.allocate, self.release] {
                 if !stream.is_null() {

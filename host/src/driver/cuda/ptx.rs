@@ -70,7 +70,8 @@ pub fn cuda_version_text(cuda: u32) -> String {
     format!("{}.{}", cuda / 1000, cuda % 1000 / 10)
 }
 
-/// Why a driver of CUDA version `cuda` refuses this module, and what to do.
+/// The error text for a module whose PTX is too new for a driver of CUDA version `cuda`, with the
+/// remedy.
 pub fn too_new(ptx: &str, cuda: u32) -> String {
     let wanted = match version_of(ptx) {
         Some(version) => format!("the module is PTX {version}"),

@@ -5,7 +5,7 @@ use super::error::unavailable;
 use super::ffi;
 use crate::error::Result;
 
-/// What a device can do with shareable memory.
+/// Features of a device for shareable memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sharing {
     /// Memory can be created for RDMA by a network card.
@@ -14,7 +14,7 @@ pub struct Sharing {
     pub fabric: bool,
 }
 
-/// What the device can share; the error says why it cannot.
+/// The features of a device; the error gives the reason why it cannot share memory.
 pub fn sharing(device: cust::device::Device) -> Result<Sharing> {
     const REMEDY: &str = "epoxide shares device memory between ranks as file descriptors, which takes bare Linux or a \
                           virtual machine with the whole GPU passed through, not WSL or a vGPU";

@@ -1,6 +1,7 @@
 //! Streams and events.
 //!
-//! A stream's handle is its `CUstream`; an adopted one carries [`ADOPTED`] as well, a bit no user-space pointer has.
+//! A stream's handle is its `CUstream`; an adopted one carries [`ADOPTED`] as well, a bit no
+//! user-space pointer has.
 
 use super::device::Bound;
 use super::ffi::{self, CuContext, CuEvent, CuResult, CuStream};
@@ -34,9 +35,10 @@ pub fn create(_: &Bound<'_>, high_priority: bool) -> Result<u64> {
 /// The stream is live.
 pub unsafe fn adopt(bound: &Bound<'_>, stream: RawStream) -> Result<u64> {
     let mut context: CuContext = std::ptr::null_mut();
-    // SAFETY: the out pointer is valid; the caller says that the stream is live.
+    // SAFETY: the out pointer is valid; the caller promises a live stream.
     let result = unsafe { ffi::cuStreamGetCtx(stream.0, &mut context) };
-    // A driver may refuse the question (a green context's stream, say); only a clear "no" is an error.
+    // A driver may reject the query (for a green context's stream, say); only a clear "no" is an
+    // error.
     if result == CuResult::SUCCESS && context != bound.device.context.as_raw().cast() {
         return Err(Error::argument(
             "stream",

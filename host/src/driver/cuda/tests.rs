@@ -1,4 +1,4 @@
-//! What can be checked without a GPU, and without a driver.
+//! Tests that need neither a GPU nor a driver.
 
 use std::sync::Arc;
 
@@ -152,7 +152,8 @@ fn jit_logs_end_at_the_first_nul() {
     assert_eq!(log_text(&[0; 8]), "");
 }
 
-/// A driver that says what it was given: codes of this test's own where arguments are not those that the test passes.
+/// A driver that checks its arguments: it returns error codes of its own where they are not the
+/// test's.
 const FAKE_DRIVER: &str = r#"
 use std::ffi::{c_uint, c_void};
 #[unsafe(no_mangle)]

@@ -1,7 +1,9 @@
-//! CUDA's virtual memory management: physical memory, address ranges, mappings, and who may share and reach what.
+//! CUDA's virtual memory management: physical memory, address ranges, mappings, sharing and access
+//! rights.
 //!
-//! There is no second way to share where the driver lacks it (WSL, some vGPUs): the older `cuIpc` handles are not file
-//! descriptors and cannot be opened in the process that made them. [`sharing`](super::sharing::sharing) says so.
+//! On drivers without it (WSL, some vGPUs), memory cannot be shared. The older `cuIpc` handles are
+//! not file descriptors and cannot be opened in the process that made them.
+//! [`sharing`](super::sharing::sharing) returns the error.
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -51,7 +53,7 @@ pub fn can_access_peer(device: c_int, peer: c_int) -> bool {
     result == CuResult::SUCCESS && yes != 0
 }
 
-/// What we ask of shareable memory on this device.
+/// Properties of shareable memory on this device.
 fn properties(bound: &Bound<'_>, sharing: Sharing) -> CuMemAllocationProp {
     let fabric = if sharing.fabric { ffi::CU_MEM_HANDLE_TYPE_FABRIC } else { 0 };
     CuMemAllocationProp {
@@ -70,8 +72,8 @@ fn location(bound: &Bound<'_>) -> CuMemLocation {
     CuMemLocation { kind: ffi::CU_MEM_LOCATION_TYPE_DEVICE, id: bound.device.device.as_raw() }
 }
 
-/// `bytes` rounded up to the allocation granularity. Owner and importer must come to the same result, so both ask for
-/// the same properties.
+/// `bytes` rounded up to the allocation granularity. Owner and importer must come to the same
+/// result, so both ask for the same properties.
 pub fn round_up(bound: &Bound<'_>, bytes: u64, sharing: Sharing, label: &str) -> Result<usize> {
     let mut granularity = 0;
     // SAFETY: both pointers are valid.
@@ -101,8 +103,8 @@ impl Physical {
             // SAFETY: both pointers are valid, and `len` is a multiple of the granularity.
             unsafe { ffi::cuMemCreate(&mut allocation, len, &properties(bound, sharing), 0) }
         };
-        // A device may announce what its machine refuses: fabric handles where no IMEX channel is set up, RDMA in some virtual
-        // machines. Within a node nothing needs either.
+        // A device may announce features that its machine rejects: fabric handles without an IMEX
+        // channel, RDMA in some virtual machines. Within a node neither is needed.
         let fewer = [sharing, Sharing { fabric: false, ..sharing }, Sharing { fabric: false, rdma: false }];
         let mut result = create(fewer[0]);
         for (before, now) in fewer.into_iter().zip(fewer.into_iter().skip(1)) {
@@ -162,7 +164,7 @@ impl Physical {
             )
         }
         .check("cuMemExportToShareableHandle")?;
-        // SAFETY: the driver made this descriptor for us; nobody else closes it.
+        // SAFETY: the driver made this descriptor for us, and has given it to no other code.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
@@ -215,7 +217,7 @@ impl Physical {
         Ok(Physical(allocation))
     }
 
-    /// The device that the memory is of, if the driver tells.
+    /// The device that holds the memory, if the driver returns it.
     pub fn owner(&self) -> Option<c_int> {
         let mut prop = CuMemAllocationProp {
             kind: 0,
@@ -260,7 +262,7 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Reserves a range and maps the memory into it. Nobody may access it yet.
+    /// Reserves a range and maps the memory into it. No device has access yet.
     pub fn new(physical: &Physical, bytes: usize) -> Result<Mapping> {
         let mut ptr: CuDevicePtr = 0;
         // SAFETY: the out pointer is valid; alignment, hint and flags 0 mean "any".
@@ -305,8 +307,8 @@ impl Mapping {
     /// Takes ownership again.
     ///
     /// # Safety
-    /// The two come from [`Mapping::into_raw`], are passed once, and no work in flight uses the memory when the
-    /// result is dropped.
+    /// The two come from [`Mapping::into_raw`], are passed once, and no work in flight uses the
+    /// memory when the result is dropped.
     pub unsafe fn from_raw(ptr: DevicePtr, bytes: u64) -> Mapping {
         Mapping { range: Range { ptr: ptr.0, bytes: bytes as usize } }
     }

@@ -1,5 +1,5 @@
-//! Which calls wait for a running kernel, and which of them keep others waiting: the table on the page of the driver, line by
-//! line, and what follows from it.
+//! Tests which calls wait for a running kernel, and which of them block other calls: the driver
+//! page's table line by line, and its consequences.
 
 use std::os::fd::OwnedFd;
 use std::sync::Mutex;
@@ -19,12 +19,12 @@ use crate::driver::{
 use crate::error::{Error, Result};
 use crate::virtual_time::{Poller, VirtualTime};
 
-/// Long enough for whatever does not wait, on a busy machine.
+/// Time for calls that do not wait, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// What has not happened by then is taken to wait.
+/// A call that has not returned by then is taken to wait.
 const WHILE: Duration = Duration::from_millis(60);
 
-/// Runs a call on a thread of its own, and tells when it has returned.
+/// Runs a call on a thread of its own; the receiver gets a message when it has returned.
 fn spawn<'scope>(scope: &'scope Scope<'scope, '_>, call: impl FnOnce() + Send + 'scope) -> Receiver<()> {
     let (done, returned) = channel();
     scope.spawn(move || {
@@ -55,11 +55,12 @@ fn await_held(rig: &Rig) {
 
 /// A copy between a device and the host, on either kind of host memory.
 fn copy(stream: &Stream, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
-    // SAFETY: the tests keep device and mapped memory until the stream is done, and pageable memory until this has returned.
+    // SAFETY: the tests keep device and mapped memory until the stream is done, and pageable memory
+    // until this has returned.
     unsafe { stream.device().copy(handle(stream), dst, src, bytes) }
 }
 
-/// A device whose stream is held up by a kernel, and one that has nothing to do with it.
+/// A device whose stream is blocked by a kernel, and an unrelated device.
 struct Scene {
     rig: Rig,
     elsewhere: Rig,
@@ -94,13 +95,13 @@ impl Scene {
         copy(stream, CopyEnd::Host(host), CopyEnd::Device(self.data.ptr()), bytes).unwrap();
     }
 
-    /// What a neighbour does on the same device: a pinned copy in an idle stream.
+    /// A call of another library on the same device: a pinned copy in an idle stream.
     fn neighbour(&self) {
         self.write_data(&self.side, self.pinned.host_ptr(), 4096);
         self.side.synchronize().unwrap();
     }
 
-    /// What somebody does on another device: everything that waits, too.
+    /// Calls on another device, waiting ones included.
     fn elsewhere(&self) {
         let rig = &self.elsewhere;
         let words = rig.words(1);
@@ -122,7 +123,8 @@ enum Waits {
     HoldingOthersUp,
 }
 
-/// Makes a call beside a running kernel: that the call, a neighbour and somebody else return or not, and all do in the end.
+/// Makes a call beside a running kernel. Checks whether it, a neighbour's call and a call on
+/// another device return while the kernel runs, and that all return in the end.
 #[track_caller]
 fn check(waits: Waits, call: impl Fn(&Scene) + Sync) {
     let machine = Machine::with_patience(3, PATIENCE);
@@ -223,7 +225,7 @@ fn enqueueing_in_a_full_stream_waits() {
             scene.rig.add_one(&scene.rig.stream, scene.data.ptr(), 1);
         }
     });
-    // Whatever it is.
+    // Fills the stream with operations of any kind.
     let full = |scene: &Scene| {
         let event = scene.rig.event();
         // The kernel is one.
@@ -324,7 +326,7 @@ fn events_streams_queries_launches_and_graphs_do_not_wait() {
     });
 }
 
-/// What a kernel waits for in these tests: it raises word 0, and a thread must raise word 1.
+/// A kernel that stores word 0, and then waits until a thread stores word 1.
 fn ask(rig: &Rig) -> Words {
     let words = rig.words(2);
     rig.store(&rig.stream, words.ptr(), 1);
@@ -332,8 +334,9 @@ fn ask(rig: &Rig) -> Words {
     words
 }
 
-/// Does for a kernel what it asks for, while somebody frees memory: `help`, and then raises the word. Tells of the free and of this
-/// thread whether they return; `check` may end the matter.
+/// Answers the kernel of [`ask`] while another thread frees memory: runs `help`, then stores the
+/// word. `check` gets receivers for the return of the free and of the helper; it may release the
+/// kernel itself.
 fn with_a_proxy(help: impl Fn(&Rig) + Sync, check: impl Fn(&Rig, &Words, [Receiver<()>; 2])) {
     let machine = Machine::with_patience(4, PATIENCE);
     for rig in [Rig::threaded(), Rig::manual(&machine)] {
@@ -519,7 +522,7 @@ fn a_machine_gives_up_waits_that_never_end() {
     let module = OwnedModule::load(&rig.device, PTX).unwrap();
     rig.wait(&rig.stream, gate.ptr(), 1);
     let gave_up = |error: Error| assert!(error.to_string().contains("gave up"), "{error}");
-    // What has no result is done all the same.
+    // Calls without a result take effect in any case.
     drop((memory, module));
     gave_up(rig.device.module_load(PTX).unwrap_err());
     let mut host = vec![1; 4096];
@@ -561,7 +564,8 @@ fn a_single_thread_makes_room_on_a_machine_by_running_it() {
     assert_eq!(word(&words, 0).load(Ordering::Acquire), 2000);
 }
 
-/// Found on a busy machine: deadlines of 300 s expired while a thread that freed memory was kept from its processor.
+/// Found on a busy machine: deadlines of 300 s expired while a thread that freed memory was kept
+/// from its processor.
 #[test]
 fn the_clock_of_ranks_stands_while_any_thread_holds_the_lock() {
     let time = VirtualTime::new().unwrap();

@@ -1,4 +1,4 @@
-//! The methods of [`Device`], as the table of the module above says.
+//! The methods of [`Device`], with the waits of the table in the module above.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -184,7 +184,7 @@ impl Device for VirtualGpu {
         let until = state.enqueued();
         drop(state);
         if let Err(error) = self.wait_until("module_unload", |state| state.has_reached(&until)) {
-            // Launches have what they need of it.
+            // Launches hold their own references to the code.
             tracing::debug!("a module was unloaded while kernels run: {error}");
         }
     }

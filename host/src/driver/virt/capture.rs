@@ -1,4 +1,4 @@
-//! Stream capture: recording what is enqueued, over one or several streams, and replaying it.
+//! Stream capture: records enqueued work, over one or several streams, and replays it.
 
 use std::sync::Arc;
 use std::thread::ThreadId;
@@ -17,8 +17,8 @@ pub(super) enum Step {
     Wait(usize),
 }
 
-/// A recording under way. Lane 0 is the stream it began on; streams that wait for an event recorded in it join as
-/// further lanes and must be joined back before it ends.
+/// A recording under way. Lane 0 is the stream it began on. Streams that wait for an event recorded
+/// in it join as further lanes, and must be joined back before it ends.
 pub(super) struct Capture {
     /// The streams, by lane.
     pub(super) lanes: Vec<u64>,
@@ -78,7 +78,7 @@ impl Capture {
         self.steps.push((lane, Step::Wait(mark)));
     }
 
-    /// The recording, or the stream whose work lane 0 does not wait for.
+    /// The recording, or a stream with work that lane 0 does not wait for.
     pub(super) fn finish(self) -> Result<RecordedGraph, u64> {
         for (lane, stream) in self.lanes.iter().enumerate().skip(1) {
             if self.seen[0][lane] < self.seen[lane][lane] {

@@ -1,4 +1,4 @@
-//! What a virtual GPU is like, and who runs it.
+//! Configuration and executor of a virtual GPU.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +7,7 @@ use epoxide_vgpu::{Checker, Schedule};
 
 use super::machine::Machine;
 
-/// Who runs a virtual GPU's work.
+/// Executor of a virtual GPU's work.
 #[derive(Debug, Clone, Default)]
 pub enum Executor {
     /// A thread of its own.
@@ -20,12 +20,14 @@ pub enum Executor {
 /// Where a virtual GPU's `%globaltimer` comes from, and with it every deadline of its kernels.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Time {
-    /// The clock of all ranks of [`run_threads`](crate::group::launch::run_threads) where the device is made by such a
-    /// rank, else [`Time::Real`]. The ranks' clock passes only while none of them can do anything, so that a deadline
-    /// passes at once when a rank does not come, and never because the machine is busy. Events keep measuring real time.
+    /// For a device made by a rank of [`run_threads`](crate::group::launch::run_threads): the clock
+    /// of all ranks; else [`Time::Real`]. The ranks' clock advances only while no rank can do
+    /// anything. So a deadline passes at once when a rank does not come, and never because the
+    /// machine is busy. Events keep measuring real time.
     #[default]
     OfRanks,
-    /// The system's monotonic clock: for ranks of several processes, and for traces that show how long kernels take.
+    /// The system's monotonic clock: for ranks of several processes, and for traces that show how
+    /// long kernels take.
     Real,
 }
 
@@ -74,33 +76,35 @@ impl Stop {
     }
 }
 
-/// What a virtual GPU is like.
+/// Configuration of a virtual GPU.
 #[derive(Debug, Clone)]
 pub struct VirtConfig {
     /// Its index.
     pub ordinal: u32,
     /// Streaming multiprocessors; they bound how many blocks are resident at once.
     pub sm_count: u32,
-    /// Device memory in bytes. Only what is written costs real memory.
+    /// Device memory in bytes. Only written pages cost real memory.
     pub memory_bytes: u64,
-    /// Draws the order of warps within a grid; without it, warps take turns. A [`Machine`] has its own seed, which is
-    /// used where this is `None`.
+    /// Draws the order of warps within a grid; without it, warps take turns. A [`Machine`] has its
+    /// own seed, which is used where this is `None`.
     pub schedule_seed: Option<u64>,
     /// How the seed orders the warps.
     #[doc(hidden)]
     pub schedule: Schedule,
-    /// Who runs the work.
+    /// The executor of the work.
     #[doc(hidden)]
     pub executor: Executor,
     /// Source of `%globaltimer`. A [`Machine`] has its own.
     pub time: Time,
-    /// Runs kernels in check mode and watches the device's memory, together with that of other devices of this process that have the
-    /// same one. What other processes do stays out of its sight, so all ranks should be threads of this process.
+    /// Runs kernels in check mode, and watches the device's memory together with that of all
+    /// devices of this process with the same checker. Accesses by other processes are not seen, so
+    /// all ranks should be threads of this process.
     pub checker: Option<Checker>,
     /// Stops the device of its number in the middle of a kernel.
     #[doc(hidden)]
     pub stop: Option<Arc<Stop>>,
-    /// Links to other devices have native atomics, as NVLink has. Without, a buffer refuses them; the memory is the host's either way.
+    /// Links to other devices have native atomics, as NVLink has. Without, a buffer refuses them;
+    /// the memory is the host's either way.
     #[doc(hidden)]
     pub native_atomics: bool,
 }

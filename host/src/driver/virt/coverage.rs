@@ -1,9 +1,9 @@
 //! Which instructions of the kernels a run executed, for `cargo xtask kernel-coverage`.
 //!
-//! Where `EPOXIDE_VGPU_COVERAGE` names a folder, every process keeps a file there for each kernel that it has run:
-//! `<kernel>-<fingerprint>-<process>.cover`, with `1` for each instruction that was executed and `0` for each that was
-//! not. A file is replaced as a whole when a grid has ended that executed something new, so a process may end at any
-//! time. Development only.
+//! `EPOXIDE_VGPU_COVERAGE` names a folder. Every process keeps a file there for each kernel that it
+//! has run: `<kernel>-<fingerprint>-<process>.cover`, with `1` for each executed instruction and
+//! `0` for each other. A file is replaced as a whole when a grid with newly executed instructions
+//! has ended, so a process may end at any time. For development only.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use epoxide_vgpu::{Kernel, Module};
 /// Names the folder.
 const DIRECTORY: &str = "EPOXIDE_VGPU_COVERAGE";
 
-/// What the kernels of all devices of this process have executed.
+/// Executed instructions of the kernels of all devices of this process.
 struct Record {
     directory: PathBuf,
     /// Tells this process from all others, those with the same number included.
@@ -30,14 +30,14 @@ static RECORD: LazyLock<Option<Record>> = LazyLock::new(|| {
     Some(Record { directory: directory.into(), process, kernels: Mutex::default() })
 });
 
-/// Has the kernels of a module note what they execute, where somebody asks for it.
+/// Turns on coverage for the kernels of a module, if the environment asks for it.
 pub(super) fn prepare(module: &Module) {
     if RECORD.is_some() {
         module.kernels().for_each(|kernel| kernel.record_coverage());
     }
 }
 
-/// Adds what a kernel has executed to this process's record.
+/// Adds a kernel's executed instructions to this process's record.
 pub(super) fn note(kernel: &Kernel) {
     if let Some(record) = &*RECORD {
         record.note(kernel);

@@ -1,4 +1,4 @@
-//! What plays the GPU: takes work from the queues of one device and runs it.
+//! The engine of a virtual GPU: takes work from the queues of one device and runs it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
@@ -14,13 +14,15 @@ use crate::virtual_time::{Poller, VirtualTime};
 
 /// Warp instructions that a grid runs before the next one has its turn.
 const SLICE: u64 = 64 * 1024;
-/// Warp instructions per warp within which a grid that only spins is found to do so: every warp has had a turn.
+/// Warp instructions per warp within which a grid that only spins is found to do so: every warp has
+/// had a turn.
 const PROBE_PER_WARP: u64 = 256;
 /// Most turns of a grid that only spins until its warps have read the clock.
 const CLOCK_PROBES: u32 = 256;
 /// How often the engine gives its time slice away before it sleeps, when all grids spin.
 const YIELDS: u32 = 4;
-/// Longest sleep of the engine when all grids spin: what they wait for comes from another thread or process.
+/// Longest sleep of the engine when all grids spin: another thread or process must store the polled
+/// words.
 const LONGEST_NAP: Duration = Duration::from_micros(500);
 
 /// Work that has begun.
@@ -31,10 +33,11 @@ struct Job {
     work: Work,
     /// It only span in its last turn, and nothing has happened since.
     spinning: bool,
-    /// It only span in its last turn. The next turn must then be long enough for it to be found spinning again, or it
-    /// would pass for progress.
+    /// It only span in its last turn. The next turn must then be long enough for it to be found
+    /// spinning again, or it would pass for progress.
     probe: bool,
-    /// In check mode: its stream, and what came before it; once it is done, what comes before whatever follows.
+    /// In check mode: its stream, and the causal past before it; once it is done, the past for the
+    /// work behind it.
     order: Option<(Timeline, Past)>,
 }
 
@@ -165,7 +168,7 @@ impl Engine {
         self.jobs[index].number
     }
 
-    /// What every warp of every grid waits for, a grid per paragraph.
+    /// The waits of every warp of every grid, a grid per paragraph.
     pub(super) fn stuck_report(&self) -> String {
         const LINES_PER_GRID: usize = 40;
         let mut text = String::new();
@@ -192,7 +195,7 @@ impl Engine {
 
     fn collect_locked(&mut self, state: &mut State) -> bool {
         if state.is_unusable() {
-            // What runs is dropped like what is queued, and only then the memory that it used.
+            // Running jobs are dropped like queued ones, and only then the memory that they used.
             self.jobs.clear();
             drop(state.abandon());
             return false;
@@ -265,7 +268,8 @@ impl Engine {
         outcome
     }
 
-    /// The engine's thread: runs until the device is dropped. A panic in here becomes the device's fault.
+    /// The engine's thread: runs until the device is dropped. A panic in here becomes the device's
+    /// fault.
     pub(super) fn run_thread(mut self, time: Option<&VirtualTime>) {
         let shared = self.shared.clone();
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run(&Poller::new(time)))) {

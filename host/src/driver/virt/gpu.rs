@@ -1,4 +1,4 @@
-//! [`VirtualGpu`], and what its calls are made of: enqueuing, waiting, holding the context's lock.
+//! [`VirtualGpu`], and the parts of its calls: enqueuing, waiting, holding the context's lock.
 
 use std::sync::{Arc, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
@@ -25,21 +25,22 @@ const MAX_SHARED_BYTES: u32 = 227 * 1024;
 /// Dynamic shared memory that every kernel may have, in bytes.
 const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
 
-/// Most bytes of pageable host memory that a copy to the device reads at once, without waiting for its stream.
+/// Most bytes of pageable host memory that a copy to the device reads at once, without waiting for
+/// its stream.
 pub(super) const PAGEABLE_AT_ONCE_BYTES: u64 = 1 << 20;
 
 /// A GPU that is a program.
 pub struct VirtualGpu {
     pub(super) shared: Arc<GpuCore>,
     pub(super) runner: Runner,
-    /// What its kernels' deadlines pass by; `None` with the real clock, and on a machine.
+    /// Clock of its kernels' deadlines; `None` with the real clock, and on a machine.
     pub(super) time: Option<VirtualTime>,
     pub(super) staging: Staging,
     pub(super) streams: Streams,
     pub(super) native_atomics: bool,
 }
 
-/// What carries out the work that was enqueued.
+/// Runner of the enqueued work.
 pub(super) enum Runner {
     /// `None` if the thread could not be started; the device has the reason as its fault.
     Thread(Option<JoinHandle<()>>),
@@ -116,7 +117,7 @@ impl VirtualGpu {
         }
     }
 
-    /// Tells whoever runs the work that there is some.
+    /// Wakes the runner of the work.
     pub(super) fn submitted(&self) {
         match &self.runner {
             Runner::Thread(_) => self.shared.work.notify_one(),
@@ -124,8 +125,8 @@ impl VirtualGpu {
         }
     }
 
-    /// Waits, or runs the machine, until `done`; `call` names the waiting call in errors. Other calls get through meanwhile,
-    /// unless the calling thread holds the context's lock.
+    /// Waits, or runs the machine, until `done`; `call` names the waiting call in errors. Other
+    /// calls get through meanwhile, unless the calling thread holds the context's lock.
     pub(super) fn wait_until(&self, call: &'static str, done: impl Fn(&State) -> bool) -> Result<()> {
         match &self.runner {
             Runner::Machine(machine) => machine.run_until(call, || Ok(done(&*self.shared.usable()?)))?,
@@ -141,7 +142,8 @@ impl VirtualGpu {
         Ok(())
     }
 
-    /// Begins a call that enqueues: waits until the stream has room. Gives the stream's queue, and the tables.
+    /// Begins a call that enqueues: waits until the stream has room. Gives the stream's queue, and
+    /// the tables.
     pub(super) fn enter_stream(
         &self,
         call: &'static str,
@@ -160,8 +162,8 @@ impl VirtualGpu {
         }
     }
 
-    /// Takes the context's lock for a call that has begun, and waits until all that was enqueued before has ended. The lock
-    /// is held however the wait ends.
+    /// Takes the context's lock for a call that has begun, and waits until all that was enqueued
+    /// before has ended. The lock is held however the wait ends.
     pub(super) fn hold<'a>(
         &'a self,
         call: &'static str,
@@ -173,8 +175,8 @@ impl VirtualGpu {
         (held, self.wait_until(call, |state| state.has_reached(&until)))
     }
 
-    /// Enqueues a copy or fill of a call that [`VirtualGpu::enter_stream`] began, or records it. Where host memory is pageable, it
-    /// may wait.
+    /// Enqueues a copy or fill of a call that [`VirtualGpu::enter_stream`] began, or records it.
+    /// Where host memory is pageable, it may wait.
     pub(super) fn transfer(
         &self,
         stream: u64,
@@ -219,7 +221,8 @@ impl VirtualGpu {
         if let Some((host, landed)) = landing
             && let Some(bytes) = landed.get()
         {
-            // SAFETY: the caller of `Device::copy` has the target writable for as many bytes until this returns.
+            // SAFETY: the caller of `Device::copy` has the target writable for as many bytes until
+            // this returns.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), host.0, bytes.len()) };
         }
         Ok(())
@@ -233,7 +236,7 @@ impl VirtualGpu {
             .map_err(|error| Error::argument(argument, format!("{:#x}", address.0), error.to_string()))
     }
 
-    /// Does something with the region of an allocation, if the device checks what kernels do.
+    /// Calls `f` with the region of an allocation, if the device is in check mode.
     pub(super) fn with_checked_region(&self, memory: &RawMemory, f: impl FnOnce(&Region)) {
         if self.shared.checker.is_some()
             && let Some(allocation) = self.shared.lock().allocations.get(&memory.handle)
@@ -242,7 +245,8 @@ impl VirtualGpu {
         }
     }
 
-    /// The result of a host access that was checked. A race is a fault of the device, as a kernel's is.
+    /// The result of a host access that was checked. A race is a fault of the device, as a kernel's
+    /// is.
     pub(super) fn checked<T>(&self, outcome: std::result::Result<T, MemoryError>) -> Result<T> {
         outcome.map_err(|error| match error {
             MemoryError::Race { .. } => Error::VirtualFault(self.shared.fail(&error.to_string())),
@@ -329,8 +333,8 @@ impl VirtualGpu {
         Ok(Launch { name: kernel.name, kernel: kernel.kernel.clone(), config, params: packed })
     }
 
-    /// How many blocks of this shape fit on the device at once: an SM has 2048 threads, 32 blocks and 228 KiB of shared
-    /// memory, of which each block takes 1 KiB for the system.
+    /// Number of blocks of this shape that fit on the device at once. An SM has 2048 threads, 32
+    /// blocks and 228 KiB of shared memory; each block takes 1 KiB of it for the system.
     fn resident_blocks(&self, config: &LaunchConfig) -> u32 {
         let threads = config.block.max(1).next_multiple_of(32);
         let by_shared = (228 * 1024) / config.shared_bytes.saturating_add(1024);
@@ -354,7 +358,7 @@ impl Drop for VirtualGpu {
     }
 }
 
-/// What the system said about memory, as the library's error.
+/// Converts an error of memory to the library's error.
 pub(super) fn memory_error(error: MemoryError, what: &str) -> Error {
     match error {
         MemoryError::OutOfMemory { requested, available } => {

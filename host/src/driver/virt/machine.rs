@@ -13,18 +13,20 @@ use crate::error::{Error, Result};
 
 /// Longest turn of a grid, in warp instructions.
 const LONGEST_SLICE: u64 = 1024;
-/// How far the clock advances when all grids spin and the host does not wait for them, in nanoseconds.
+/// How far the clock advances when all grids spin and the host does not wait for them, in
+/// nanoseconds.
 const SPIN_NS: u64 = 1_000;
 /// The longest jump of the clock when all grids spin and the host waits, in nanoseconds.
 const LONGEST_JUMP_NS: u64 = 10_000_000_000;
-/// How long all grids may spin before the host stops waiting for them, in nanoseconds of the virtual clock.
+/// How long all grids may spin before the host stops waiting for them, in nanoseconds of the
+/// virtual clock.
 const STUCK_NS: u64 = 1_000 * 1_000_000_000;
 /// How many warp instructions the host waits for while nothing gets done: minutes of interpreting.
 const ENDLESS: u64 = 1 << 33;
 /// How long a host thread sleeps before it looks again whether another one has enqueued anything.
 const NAP: Duration = Duration::from_micros(100);
 
-/// What [`Machine::drive`] found.
+/// Result of [`Machine::drive`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Drive {
     /// Work ran; there may be more.
@@ -35,14 +37,16 @@ pub enum Drive {
     Idle,
 }
 
-/// Several virtual GPUs that run only when told to, on the calling thread: in [`Machine::drive`], in
-/// [`Device::make_progress`](crate::driver::Device::make_progress) and in calls that wait. Which grid has a turn, and
-/// for how long, is drawn from the seed, and `%globaltimer` is a virtual clock; so a single host thread that makes the
-/// same calls sees the same run each time, down to the interleaving of warps. Clones are the same machine.
+/// Several virtual GPUs that run only when driven, on the calling thread: in [`Machine::drive`], in
+/// [`Device::make_progress`](crate::driver::Device::make_progress) and in calls that wait. The seed
+/// draws the grid whose turn it is, and the length of the turn; `%globaltimer` is a virtual clock.
+/// So a single host thread that makes the same calls gets the same run each time, down to the
+/// interleaving of warps. Clones are the same machine.
 ///
-/// A call that waits while all grids only spin moves the clock forward in growing steps, so that the kernels' own
-/// deadlines expire; if they are still spinning 1000 virtual seconds later, or if kernels run without any coming to an
-/// end, it fails with a report of every stuck warp; a call that returns nothing goes on as if it had waited.
+/// A call that waits while all grids only spin moves the clock forward in growing steps, so that
+/// the kernels' own deadlines expire. It fails with a report of every stuck warp in two cases.
+/// Either grids still spin 1000 virtual seconds later, or kernels run without any coming to an end.
+/// A call without a result continues as if it had waited.
 #[derive(Clone)]
 pub struct Machine {
     inner: Arc<Inner>,
@@ -75,9 +79,9 @@ impl Machine {
         Machine::with_patience(seed, Duration::ZERO)
     }
 
-    /// A machine for several host threads: a call that waits while all grids spin gives the other threads `patience`
-    /// (real time) to enqueue something before it moves the virtual clock. Runs are then as repeatable as the
-    /// threads are.
+    /// A machine for several host threads. A call that waits while all grids spin gives the other
+    /// threads `patience` (real time) to enqueue work before it moves the virtual clock. Runs are
+    /// then as repeatable as the threads are.
     pub fn with_patience(seed: u64, patience: Duration) -> Machine {
         let run = Run { engines: Vec::new(), random: mix(seed, 0), digest: 0 };
         Machine {
@@ -101,8 +105,8 @@ impl Machine {
         self.inner.clock_ns.load(Ordering::Relaxed)
     }
 
-    /// Advances the virtual clock while kernels are in the middle of their work, as it passes on a
-    /// GPU whose blocks do not progress alike.
+    /// Advances the virtual clock while kernels run, as time passes on a GPU whose blocks do not
+    /// progress alike.
     #[doc(hidden)]
     pub fn advance(&self, time: Duration) {
         self.inner.clock_ns.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
@@ -116,7 +120,7 @@ impl Machine {
     /// Runs at most about `budget` warp instructions, over all devices.
     pub fn drive(&self, budget: u64) -> Drive {
         let mut run = self.lock();
-        // The host may have written what a grid polls.
+        // The host may have stored a word that a grid polls.
         run.clear_spinning();
         let mut left = budget;
         let mut ran = false;
@@ -170,7 +174,7 @@ impl Machine {
                 Turn::AllSpinning => false,
                 Turn::Idle => true,
             };
-            // Another thread may have run what was missing since we looked.
+            // Another thread may have run the missing work since the last check.
             if done()? {
                 return Ok(());
             }

@@ -1,11 +1,13 @@
-//! The virtual driver: [`Device`] over `epoxide_vgpu`, which interprets the same PTX that a GPU runs.
+//! The virtual driver: [`Device`] over `epoxide_vgpu`, which interprets the same PTX that a GPU
+//! runs.
 //!
-//! Streams and events behave as CUDA's do. Work of one stream runs in order, work of different streams concurrently. An
-//! event stands for the point of its last record. A fault in a kernel, copy or fill makes the device unusable, as a lost
-//! context does: what runs or is still queued is dropped, every later call fails with the same [`Error::VirtualFault`](crate::Error::VirtualFault), and
-//! none waits.
+//! Streams and events behave as CUDA's do. Work of one stream runs in order, work of different
+//! streams concurrently. An event stands for the point of its last record. A fault in a kernel,
+//! copy or fill makes the device unusable, as a lost context does. Running and queued work is
+//! dropped. Every later call fails with the same
+//! [`Error::VirtualFault`](crate::Error::VirtualFault), and none waits.
 //!
-//! Calls wait, and keep each other waiting, as those of CUDA do: what was measured on an H200, so that a program which
+//! Calls wait, and block each other, as CUDA's were measured to do on an H200. So a program that
 //! would hang there hangs here.
 //!
 //! | call | waits for | other calls of the device meanwhile |
@@ -17,24 +19,29 @@
 //! | whatever enqueues, in a stream that holds 1024 ops | room | get through |
 //! | all others: any allocation, `free` of [`MemoryKind::Device`], [`MemoryKind::Shareable`] and imported memory, other copies, events, queries, streams, graphs | nothing | get through |
 //!
-//! Calls of other devices always get through. Pageable host memory is what is not the device's own mapped memory; up to 1 MiB
-//! of it is read before `copy` returns. Mapped host memory, and the host side of a captured copy, is read when the stream
-//! comes to it. Memory that waits for nothing when it is freed stays until the work has ended that was enqueued before.
+//! Calls of other devices are never blocked. Pageable host memory is all host memory except the
+//! device's own mapped memory; up to 1 MiB of it is read before `copy` returns. Mapped host memory,
+//! and the host side of a captured copy, is read when the stream reaches the copy. A free that does
+//! not wait leaves the memory in place until all work enqueued before has ended.
 //!
-//! A thread that must not call the driver ([`NoDriverCalls`](super::NoDriverCalls)) and does makes the device unusable:
-//! whatever calls it, but for [`Device::info`], [`Device::staging`], [`Device::make_progress`], and the methods by which the host
-//! describes and reads mapped memory ([`Device::describe`] to [`Device::host_reads`]), which are no driver calls.
+//! A driver call by a thread that must not make one ([`NoDriverCalls`](super::NoDriverCalls)) makes
+//! the device unusable. Permitted are [`Device::info`], [`Device::staging`],
+//! [`Device::make_progress`], and the methods by which the host describes and reads mapped memory
+//! ([`Device::describe`] to [`Device::host_reads`]): they are no driver calls.
 //!
-//! Who runs the work is up to the [`Executor`]: a thread per device, or, for runs that can be repeated exactly, the
-//! threads that wait ([`Machine`]). Where a machine gives a wait up, the call fails; those that return nothing go on. A device
-//! that is dropped abandons what it has not yet run.
+//! The [`Executor`] decides which thread runs the work: a thread per device, or, for runs that can
+//! be repeated exactly, the threads that wait ([`Machine`]). If a machine gives a wait up, the call
+//! fails; calls without a result continue. A device that is dropped abandons the work that it has
+//! not yet run.
 //!
-//! Capture is thread-local, as with `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: the capturing thread may not allocate or
-//! load modules, and nobody may synchronise or query a stream under capture; such a call invalidates the capture.
+//! Capture is thread-local, as with `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`. The capturing thread may
+//! not allocate or load modules, and no thread may synchronise or query a stream under capture.
+//! Such a call invalidates the capture.
 //!
-//! A [`RawStream`] of this driver carries the id of one of the device's own streams ([`Device::stream_raw`]), so that
-//! one part of a program can lend its stream to another ([`Device::stream_adopt`]); null is one more stream, which all
-//! who adopt it share. It does not synchronise with other streams as CUDA's legacy default stream does.
+//! A [`RawStream`] of this driver carries the id of one of the device's own streams
+//! ([`Device::stream_raw`]). So one part of a program can lend its stream to another
+//! ([`Device::stream_adopt`]). Null is one more stream, which all its adopters share. It does not
+//! synchronise with other streams as CUDA's legacy default stream does.
 //!
 //! [`Device`]: super::Device
 //! [`Device::info`]: super::Device::info

@@ -1,4 +1,5 @@
-//! Parsed modules, each parsed once a process: every rank that is a thread loads the same kernels for every buffer.
+//! Parsed modules, each parsed once a process: every rank that is a thread loads the same kernels
+//! for every buffer.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
@@ -12,7 +13,8 @@ type Parsed = Arc<OnceLock<Result<Arc<Module>, PtxError>>>;
 
 static MODULES: LazyLock<Mutex<HashMap<String, Parsed>>> = LazyLock::new(Mutex::default);
 
-/// The module of a PTX text. One with variables of its own is parsed at each call, since loads must not share these.
+/// The module of a PTX text. One with variables of its own is parsed at each call, since loads must
+/// not share these.
 pub(super) fn parsed(ptx: &str) -> Result<Arc<Module>, PtxError> {
     let cell = {
         let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -26,7 +28,7 @@ pub(super) fn parsed(ptx: &str) -> Result<Arc<Module>, PtxError> {
             }
         }
     };
-    // Without the lock: other texts are not held up, and who wants this one waits.
+    // Without the lock: loads of other texts proceed, and loads of this one wait.
     let module = cell.get_or_init(|| Module::parse(ptx).map(Arc::new)).clone()?;
     if module.has_globals() { Module::parse(ptx).map(Arc::new) } else { Ok(module) }
 }

@@ -1,4 +1,4 @@
-//! The tables of one virtual GPU: what its handles stand for.
+//! The tables of one virtual GPU, from handles to objects.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,17 +17,18 @@ use crate::driver::{DeviceInfo, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
 use crate::virtual_time::{Membership, VirtualTime};
 
-/// The next handle. Handles are unique in the process, so that one device's handle never names a thing of another.
+/// The next handle. Handles are unique in the process, so that one device's handle never names a
+/// thing of another.
 pub(super) fn new_handle() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// What the host side and the engine of one device share.
+/// State that the host side and the engine of one device share.
 pub(super) struct GpuCore {
     pub(super) info: DeviceInfo,
     pub(super) memory: Memory,
-    /// Watches the memory, and what comes before what.
+    /// Watches the memory, and the order of the work.
     pub(super) checker: Option<Checker>,
     pub(super) config: DeviceConfig,
     /// Stops this device.
@@ -63,8 +64,9 @@ impl GpuCore {
         }
     }
 
-    /// Begins a call: every call of the driver comes through here. It gives the tables once nobody holds the context's lock; an error
-    /// where the device is unusable, which a thread that must not call the driver makes it.
+    /// Begins a call: every call of the driver comes through here. It gives the tables once the
+    /// context's lock is free, or an error if the device is unusable. A call by a thread that must
+    /// not call the driver makes it unusable.
     pub(super) fn enter(&self) -> Result<MutexGuard<'_, State>> {
         let state = self.enter_regardless();
         state.check_usable()?;
@@ -77,13 +79,15 @@ impl GpuCore {
             self.fail(&error.to_string());
         }
         let held = |state: &mut State| state.held;
-        // Also on a machine: whoever holds the lock runs it meanwhile.
+        // Also on a machine: the holder of the lock runs the machine meanwhile.
         self.done.wait_while(self.lock(), held).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The tables, whatever state the device is in and whoever holds the context's lock: for the engine, and within calls.
+    /// The tables, regardless of the device's state and of the context's lock: for the engine, and
+    /// within calls.
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic under the lock is a bug; the tables are still the best there is to report it with.
+        // A panic under the lock is a bug; the tables are still the best there is to report it
+        // with.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -94,22 +98,25 @@ impl GpuCore {
         Ok(state)
     }
 
-    /// A host thread is about to enqueue in a queue: what it knows to have happened comes before what it enqueues.
+    /// A host thread is about to enqueue in a queue: its causal past comes before the enqueued
+    /// work.
     pub(super) fn host_enqueues(&self, state: &mut State, queue: u64) {
         if let (Some(checker), Some(queue)) = (&self.checker, state.queues.get_mut(&queue)) {
             queue.past.join(&checker.host_past());
         }
     }
 
-    /// The calling thread has waited for work of the device. Which work is not told apart: it then knows all that is done.
+    /// The calling thread has waited for work of the device. Its past then includes all work that
+    /// is done, not only the awaited work.
     pub(super) fn host_waited(&self, state: &State) {
         if let Some(checker) = &self.checker {
             state.queues.values().for_each(|queue| checker.host_waited(&queue.past));
         }
     }
 
-    /// Makes the device unusable: every later call fails with the first `fault`, no call waits any more, work not yet begun is
-    /// dropped, and the engine drops what runs. Gives that first fault.
+    /// Makes the device unusable. Every later call fails with the first `fault`, no call waits any
+    /// more, work not yet begun is dropped, and the engine drops running work. Returns the first
+    /// fault.
     pub(super) fn fail(&self, fault: &str) -> String {
         let mut state = self.lock();
         let first =
@@ -165,8 +172,8 @@ impl GpuCore {
         state.allocations.get(&memory).ok_or_else(|| self.unknown("memory", memory))
     }
 
-    /// A launch ready to run. This makes the registers of every block that is resident at once, so it is done when the
-    /// launch begins, not when it is enqueued.
+    /// A launch ready to run. This makes the registers of every block that is resident at once, so
+    /// it is done when the launch begins, not when it is enqueued.
     pub(super) fn grid(
         &self,
         launch: &Launch,
@@ -193,8 +200,8 @@ impl GpuCore {
         Op::Launch(Box::new(launch), self.config.schedule_seed.map(|seed| mix(seed, state.launches)))
     }
 
-    /// Enqueues a graph's steps: lane 0 in `queue_id`, the other lanes in queues of their own that begin with it and
-    /// that it waits for.
+    /// Enqueues a graph's steps: lane 0 in `queue_id`, the other lanes in queues of their own that
+    /// begin with it and that it waits for.
     pub(super) fn enqueue_graph(&self, state: &mut State, handle: u64, queue_id: u64) -> Result<()> {
         let graph = self.graph(state, handle)?.clone();
         let marks: Vec<Arc<Mark>> = (0..graph.marks).map(|_| Arc::default()).collect();
@@ -227,9 +234,11 @@ impl GpuCore {
     }
 }
 
-/// The context's lock, held by the thread that has this. Until it is dropped, calls of other threads wait where they begin.
+/// The context's lock, held by the thread that has this. Until it is dropped, calls of other
+/// threads wait where they begin.
 ///
-/// The thread is a member of the device's clock meanwhile: a deadline must not pass because this thread is kept from its processor.
+/// The thread is a member of the device's clock meanwhile: a deadline must not pass because this
+/// thread is kept from its processor.
 pub(super) struct Held<'a> {
     shared: &'a GpuCore,
     _member: Option<Membership>,
@@ -258,7 +267,8 @@ pub(super) type Until = Vec<(u64, u64)>;
 pub(super) struct State {
     /// All queues, in order of creation: streams, and the side lanes of running graphs.
     pub(super) queues: BTreeMap<u64, StreamQueue>,
-    /// Stream handles; several may stand for one queue, whose owner's handle is the queue's id.
+    /// Stream handles. Several may refer to one queue; the handle of the queue's owner is the
+    /// queue's id.
     pub(super) handles: HashMap<u64, u64>,
     /// The queue that stands for a caller's null stream.
     pub(super) default_queue: Option<u64>,
@@ -268,7 +278,8 @@ pub(super) struct State {
     pub(super) modules: HashMap<u64, Arc<Module>>,
     pub(super) kernels: HashMap<u64, LoadedKernel>,
     pub(super) allocations: HashMap<u64, Allocation>,
-    /// Freed while work was queued: each goes when the queues have done what they held then, in the order of streams.
+    /// Memory freed while work was queued. Each is removed once the queues have done the work that
+    /// they held at the free, in the order of streams.
     freed: Vec<Freed>,
     /// A call holds the context's lock.
     pub(super) held: bool,
@@ -314,8 +325,9 @@ impl State {
         until.iter().all(|(id, ops)| self.queues.get(id).is_none_or(|queue| queue.completed >= *ops))
     }
 
-    /// Takes memory out of the tables. What comes back is to be unmapped, which is best done without the lock: memory that peers map, at
-    /// once, as [`MemoryKind::Shareable`] says; other memory that queued work may use stays until [`State::take_released`].
+    /// Takes memory out of the tables. The returned allocation is to be unmapped, best without the
+    /// lock. Memory that peers map is returned at once ([`MemoryKind::Shareable`] requires it).
+    /// Other memory that queued work may use stays until [`State::take_released`].
     pub(super) fn free(&mut self, memory: u64) -> Option<Allocation> {
         let allocation = self.allocations.remove(&memory)?;
         self.used -= allocation.charged;
@@ -328,7 +340,8 @@ impl State {
         None
     }
 
-    /// Freed memory that no queued work can use any more. Dropping it unmaps it, which is best done without the lock.
+    /// Freed memory that no queued work can use any more. Dropping it unmaps it, which is best done
+    /// without the lock.
     pub(super) fn take_released(&mut self) -> Vec<Freed> {
         let mut freed = std::mem::take(&mut self.freed);
         let released = freed.extract_if(.., |freed| self.has_reached(&freed.until)).collect();
@@ -336,13 +349,15 @@ impl State {
         released
     }
 
-    /// Says that no work runs any more, on a device that is unusable. Gives all freed memory, as [`State::take_released`].
+    /// Says that no work runs any more, on a device that is unusable. Gives all freed memory, as
+    /// [`State::take_released`].
     pub(super) fn abandon(&mut self) -> Vec<Freed> {
         self.queues.values_mut().for_each(|queue| queue.busy = false);
         std::mem::take(&mut self.freed)
     }
 
-    /// The capture of a queue, if it is being captured; an error once the capture cannot be finished any more.
+    /// The capture of a queue, if it is being captured; an error once the capture cannot be
+    /// finished any more.
     pub(super) fn recording(&mut self, queue: u64) -> Result<Option<(&mut Capture, usize)>> {
         let Some((id, lane)) = self.queues.get(&queue).and_then(|queue| queue.capture) else {
             return Ok(None);

@@ -1,4 +1,5 @@
-//! What the host has enqueued: streams, marks (what events stand for) and the work in between.
+//! Work that the host has enqueued: streams, marks (points that events record) and the work in
+//! between.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
@@ -7,11 +8,11 @@ use epoxide_vgpu::{Past, Timeline};
 
 use super::work::{Launch, Transfer};
 
-/// How many ops a stream holds that are not done. Who wants to enqueue one more waits.
+/// Most ops of a stream that are not done. Enqueuing one more waits.
 const QUEUE_OPS: u64 = 1024;
 
-/// A point in a stream. Each record of an event makes a new one, so that those who waited for an earlier record keep
-/// waiting for that one.
+/// A point in a stream. Each record of an event makes a new one, so that waits for an earlier
+/// record are not affected.
 #[derive(Debug, Default)]
 pub(super) struct Mark {
     passed: OnceLock<(u64, Past)>,
@@ -24,7 +25,7 @@ impl Mark {
         let _ = self.passed.set((now_ns, past.clone()));
     }
 
-    /// What came before it; `None` if the stream has not come here yet.
+    /// The causal past at the mark; `None` if the stream has not reached it yet.
     fn past(&self) -> Option<&Past> {
         self.passed.get().map(|passed| &passed.1)
     }
@@ -57,7 +58,7 @@ pub(super) struct StreamQueue {
     pub(super) completed: u64,
     /// The owner has let go: the queue goes away once it is empty.
     pub(super) closed: bool,
-    /// What has happened before whatever comes next, in check mode.
+    /// The causal past for the next work, in check mode.
     pub(super) past: Past,
     /// Names the queue to the checker.
     pub(super) timeline: Option<Timeline>,
@@ -81,7 +82,8 @@ impl StreamQueue {
         self.ops.is_empty() && !self.busy
     }
 
-    /// Takes the next launch or transfer, after passing the marks in front of it. `passed` is set if there were any.
+    /// Takes the next launch or transfer, after passing the marks in front of it. `passed` is set
+    /// if there were any.
     pub(super) fn next_work(&mut self, now_ns: u64, passed: &mut bool) -> Option<Op> {
         if self.busy {
             return None;

@@ -357,7 +357,8 @@ fn pageable_sources_are_read_at_once_and_mapped_ones_in_order() {
         rig.wait(&rig.stream, words.ptr(), 1);
         let copy = |at: u64, host: *mut u8| {
             let dst = CopyEnd::Device(target.ptr().add(at));
-            // SAFETY: mapped memory outlives the stream's work; the pageable source is read before this returns.
+            // SAFETY: mapped memory outlives the stream's work; the pageable source is read before
+            // this returns.
             unsafe { rig.device.copy(handle(&rig.stream), dst, CopyEnd::Host(host), 4) }.unwrap();
         };
         copy(0, pageable.as_mut_ptr());
@@ -372,12 +373,13 @@ fn pageable_sources_are_read_at_once_and_mapped_ones_in_order() {
 
 /// The raw handle of a stream, by way of adopting it.
 pub(super) fn handle(stream: &Stream) -> u64 {
-    // SAFETY: the stream is the device's own and outlives the handle, which the tests leave to the device.
+    // SAFETY: the stream is the device's own and outlives the handle, which the tests leave to the
+    // device.
     unsafe { stream.device().stream_adopt(stream.raw()) }.unwrap()
 }
 
 #[test]
-fn a_fault_is_sticky_and_drops_what_is_queued() {
+fn a_fault_is_sticky_and_drops_queued_work() {
     on_both(|rig| {
         let words = rig.words(1);
         let event = rig.event();
@@ -403,7 +405,7 @@ fn a_fault_is_sticky_and_drops_what_is_queued() {
 fn a_faulting_copy_is_refused_before_it_is_enqueued() {
     on_both(|rig| {
         let memory = rig.alloc(16, MemoryKind::Device);
-        // SAFETY: the driver refuses what does not fit.
+        // SAFETY: the driver rejects a write beyond the end.
         let error = unsafe { rig.stream.write(memory.ptr().add(8), &[0; 16]).unwrap_err() };
         assert!(matches!(&error, Error::Argument { argument: "dst", .. }), "{error}");
         let error = memory.write(&rig.stream, 8, &[0; 16]).unwrap_err();
@@ -520,7 +522,7 @@ fn a_capture_forks_and_joins() {
 }
 
 #[test]
-fn what_a_capture_cannot_hold_is_refused() {
+fn a_capture_rejects_calls_that_it_cannot_record() {
     on_both(|rig| {
         let side = rig.stream();
         let event = rig.event();
@@ -774,7 +776,7 @@ fn answers_to_the_host(ptx: &str, executor: Executor) -> Result<()> {
 }
 
 #[test]
-fn what_the_host_reads_of_mapped_memory_is_checked() {
+fn host_reads_of_mapped_memory_are_checked() {
     for executor in [Executor::Threaded, Executor::Manual(Machine::new(7))] {
         answers_to_the_host(PTX, executor.clone()).unwrap();
         let relaxed = PTX.replace("st.release.sys.global.u64", "st.relaxed.sys.global.u64");
@@ -813,7 +815,8 @@ fn races_name_the_part_of_memory_that_they_are_in() {
 #[test]
 fn a_dropped_device_abandons_spinning_kernels() {
     let device = VirtualGpu::new(VirtConfig::default());
-    // They are made by their handles, since nothing else of a device can be given back while a kernel spins.
+    // They are made by their handles, since nothing else of a device can be given back while a
+    // kernel spins.
     let module = device.module_load(PTX).unwrap();
     let kernel = device.module_kernel(module, "wait", 0).unwrap();
     let stream = device.stream_create(false).unwrap();

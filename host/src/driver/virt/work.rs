@@ -1,4 +1,4 @@
-//! What a stream is given to do, whether it does it now or a capture records it: launches, copies and fills.
+//! Units of a stream's work, run now or recorded by a capture: launches, copies and fills.
 
 use std::sync::{Arc, OnceLock};
 
@@ -26,15 +26,15 @@ impl Launch {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HostPtr(pub(super) *mut u8);
 
-// SAFETY: an address without thread affinity; `Device::copy` has its caller keep the range alive and unshared until
-// the stream has passed the copy.
+// SAFETY: an address without thread affinity; `Device::copy` has its caller keep the range alive
+// and unshared until the stream has passed the copy.
 unsafe impl Send for HostPtr {}
 
 // SAFETY: as above; `&HostPtr` gives out the address only.
 unsafe impl Sync for HostPtr {}
 
 impl HostPtr {
-    /// A copy of what is there now.
+    /// A copy of the present bytes.
     ///
     /// # Safety
     /// `bytes` bytes are readable.
@@ -57,14 +57,15 @@ pub(super) enum Source {
 }
 
 impl Source {
-    /// A copy of what is there now.
+    /// A copy of the present bytes.
     fn read(&self, memory: &Memory, bytes: u64) -> Result<Box<[u8]>, MemoryError> {
         match self {
             Source::Device(address) => {
                 let mut copy = vec![0; bytes as usize].into_boxed_slice();
                 memory.read(*address, &mut copy).map(|()| copy)
             }
-            // SAFETY: the caller of `Device::copy` keeps the source alive until the stream has passed it.
+            // SAFETY: the caller of `Device::copy` keeps the source alive until the stream has
+            // passed it.
             Source::Host(host) => Ok(unsafe { host.read(bytes) }),
             Source::Staged(staged) => Ok(staged.clone()),
         }
@@ -77,8 +78,8 @@ pub(super) enum Target {
     Device(u64),
     /// Host memory, written when the stream comes to the copy.
     Host(HostPtr),
-    /// What the calling thread, which waits for it, then copies to pageable memory. So nothing writes there after the call has ended,
-    /// not even where it stopped waiting.
+    /// Bytes that the waiting caller then copies to pageable memory itself. So nothing writes there
+    /// after the call has ended, even if the wait was given up.
     Staged(Arc<OnceLock<Box<[u8]>>>),
 }
 
@@ -90,7 +91,7 @@ pub(super) enum Transfer {
 }
 
 impl Transfer {
-    /// Carries it out; the error says which address was wrong.
+    /// Executes it; the error names the wrong address.
     pub(super) fn run(&self, memory: &Memory) -> Result<(), String> {
         let outcome = match self {
             Transfer::Fill { target, value, bytes } => memory.fill(*target, *value, *bytes),
@@ -99,12 +100,14 @@ impl Transfer {
                     memory.copy_device(*target, *source, *bytes)
                 }
                 (Target::Device(target), Source::Host(source)) => {
-                    // SAFETY: the caller of `Device::copy` keeps the source alive until the stream has passed it.
+                    // SAFETY: the caller of `Device::copy` keeps the source alive until the stream
+                    // has passed it.
                     unsafe { memory.copy_from_host(*target, source.0, *bytes) }
                 }
                 (Target::Device(target), Source::Staged(source)) => memory.write(*target, source),
                 (Target::Host(target), Source::Device(source)) => {
-                    // SAFETY: the caller of `Device::copy` keeps the target alive until the stream has passed it.
+                    // SAFETY: the caller of `Device::copy` keeps the target alive until the stream
+                    // has passed it.
                     unsafe { memory.copy_to_host(target.0, *source, *bytes) }
                 }
                 (Target::Host(target), Source::Host(source)) => {

@@ -5,7 +5,8 @@ use super::run::Run;
 use crate::error::Result;
 
 impl Run<'_> {
-    /// Bruck: every round doubles the blocks a rank has. Moves no more bytes than a ring, in the logarithm of its rounds.
+    /// Bruck: every round doubles the blocks a rank has. Moves no more bytes than a ring, in the
+    /// logarithm of its rounds.
     pub(crate) fn all_gather(&mut self, data: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         let size = self.size as usize;
         // Block `i` is that of the rank `i` after this one.
@@ -26,7 +27,8 @@ impl Run<'_> {
         Ok(all)
     }
 
-    /// All pairs at the same time, starting with the next rank so that no one gets everything at once.
+    /// All pairs at the same time, starting with the next rank so that no one gets everything at
+    /// once.
     pub(super) fn all_to_all(&mut self, mut parts: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
         let own = std::mem::take(&mut parts[self.rank as usize]);
         let order = |step: u32| (self.rank + step) % self.size;

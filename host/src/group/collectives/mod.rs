@@ -1,4 +1,5 @@
-//! The collectives over the mesh: trees for what has a root, doubling for what is small, rings for what is large.
+//! The collectives over the mesh: trees for what has a root, doubling for what is small, rings for
+//! what is large.
 
 pub(super) mod blocks;
 mod exchange;

@@ -21,7 +21,7 @@ impl Batch {
         Batch { list, received: vec![None; receives], posted: false }
     }
 
-    /// Takes what has come; true when all is done. Notes whom it waits for.
+    /// Takes what has come; true when all is done. Notes the ranks that it waits for.
     fn advance(&mut self, engine: &mut Engine) -> Result<bool> {
         if !self.posted {
             self.posted = true;
@@ -64,8 +64,8 @@ impl Batch {
     }
 }
 
-/// Runs `first`, and whatever `more` gives meanwhile, until all are done; `done` gets each as it ends, with the key it
-/// came under.
+/// Runs `first`, and the operations that `more` gives meanwhile, until all are done. `done` gets
+/// each as it ends, with its key.
 pub(crate) fn run(
     engine: &mut Engine,
     recorder: &Recorder,

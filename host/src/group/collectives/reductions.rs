@@ -1,6 +1,7 @@
 //! Reductions: doubling and trees for what is small, rings for what is large.
 //!
-//! Every rank combines the same operands in the same order, so that results are the same bits everywhere, in every run.
+//! Every rank combines the same operands in the same order, so that results are the same bits
+//! everywhere, in every run.
 
 use std::ops::Range;
 
@@ -46,8 +47,8 @@ impl Run<'_> {
         Ok(data)
     }
 
-    /// Recursive doubling. The ranks above the largest power of two give their elements to a partner first and get the
-    /// result from it last.
+    /// Recursive doubling. The ranks above the largest power of two give their elements to a
+    /// partner first and get the result from it last.
     fn doubling(&mut self, data: &mut Vec<u8>, kind: (ElementType, ReduceOp)) -> Result<()> {
         let core = 1 << self.size.ilog2();
         let extra = self.size - core;
@@ -75,7 +76,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Reduces in a ring; afterwards the piece of this rank is complete, and the rest of `data` is of no use.
+    /// Reduces in a ring; afterwards the piece of this rank is complete, and the rest of `data` is
+    /// of no use.
     fn ring_reduce(
         &mut self,
         data: &mut [u8],

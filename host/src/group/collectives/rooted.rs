@@ -1,7 +1,8 @@
 //! Broadcast, gather and scatter over binomial trees.
 //!
-//! Ranks are counted from the root. The parent of a rank is the rank without its lowest set bit; the children of a rank
-//! add each lower bit to it, so that the subtree of a rank is the range up to the next bit.
+//! Ranks are counted from the root. The parent of a rank is the rank without its lowest set bit.
+//! The children of a rank add each lower bit to it, so the subtree of a rank is the range up to the
+//! next bit.
 
 use super::blocks;
 use super::run::Run;

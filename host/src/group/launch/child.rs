@@ -7,7 +7,8 @@ use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
 use crate::error::{Error, Result};
 
-/// A [`Command`] for this very executable, without arguments; a start for [`spawn_ranks`](super::spawn_ranks).
+/// A [`Command`] for this very executable, without arguments; a start for
+/// [`spawn_ranks`](super::spawn_ranks).
 pub fn current_exe() -> Result<Command> {
     std::env::current_exe().map(Command::new).map_err(|error| Error::os("current_exe", error))
 }
@@ -18,29 +19,33 @@ pub fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     let prepare = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have died before the line above: then nobody would send the signal.
+        // The parent may have died before the line above; then no signal would come.
         if getppid() != Some(parent) {
             return Err(rustix::io::Errno::SRCH.into());
         }
         Ok(())
     };
-    // SAFETY: between fork and exec the closure makes two system calls; it neither allocates nor takes a lock.
+    // SAFETY: between fork and exec the closure makes two system calls; it neither allocates nor
+    // takes a lock.
     unsafe { command.pre_exec(prepare) };
 }
 
-/// Has the child end at SIGINT and SIGQUIT though this process may ignore them, as what a script starts in the background does: whoever
-/// sends these to a rank, which is no part of what a terminal's keys reach, means them.
+/// Gives the child the default action for SIGINT and SIGQUIT. This process may ignore them, as a
+/// background job of a script does. The keys of a terminal do not reach a rank's process group, so
+/// such a signal is meant for the rank.
 #[doc(hidden)]
 pub fn heed_interrupts(command: &mut Command) {
     let prepare = || {
         for signal in [libc::SIGINT, libc::SIGQUIT] {
-            // SAFETY: it may be called between fork and exec, takes no lock, and the default action needs no memory of anybody.
+            // SAFETY: it may be called between fork and exec, takes no lock, and the default action
+            // accesses no memory.
             if unsafe { libc::signal(signal, libc::SIG_DFL) } == libc::SIG_ERR {
                 return Err(std::io::Error::last_os_error());
             }
         }
         Ok(())
     };
-    // SAFETY: between fork and exec the closure makes two system calls; it neither allocates nor takes a lock.
+    // SAFETY: between fork and exec the closure makes two system calls; it neither allocates nor
+    // takes a lock.
     unsafe { command.pre_exec(prepare) };
 }

@@ -106,12 +106,14 @@ pub struct LaunchEnd {
     pub signal: Option<i32>,
     /// How often the ranks were started again.
     pub restarts: u32,
-    /// How the ranks of this host ended the last time, by their numbers here; empty where a signal came before they were started.
+    /// How the ranks of this host ended the last time, by their numbers here; empty where a signal
+    /// came before they were started.
     pub exits: Vec<RankExit>,
 }
 
 impl LaunchEnd {
-    /// The exit code of the launch: 0, 128 plus the signal that ended it, or that of the first rank that failed.
+    /// The exit code of the launch: 0, 128 plus the signal that ended it, or that of the first rank
+    /// that failed.
     pub fn code(&self) -> i32 {
         match (&self.failure, self.signal) {
             (Some(failure), _) => failure.exit.code(),

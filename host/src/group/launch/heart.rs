@@ -1,4 +1,5 @@
-//! The signs of life of several nodes' launchers: each gives its own, and looks for those that it depends on.
+//! The signs of life of several nodes' launchers: each gives its own, and looks for those that it
+//! depends on.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -9,7 +10,8 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::group::{Store, TcpStore};
 
-/// Signs in the time after which a launcher counts as lost: one that is late, or a store that is slow, is no loss.
+/// Signs in the time after which a launcher counts as lost: one that is late, or a store that is
+/// slow, is no loss.
 const SIGNS: u32 = 8;
 /// Signs are no further apart than this, however long that time is.
 const SLOWEST: Duration = Duration::from_secs(1);
@@ -39,10 +41,11 @@ impl Losses {
     }
 }
 
-/// A thread that gives signs of life. The first node's looks for all others, the others' for the first: the first tells them of each other.
+/// A thread that gives signs of life. The first node's looks for all others, the others' for the
+/// first: the first tells them of each other.
 ///
-/// It is a thread of its own because the launcher's may be held up for longer than a sign may be late: by a rank's executable that takes
-/// its time to load, or by whoever reads the output.
+/// It is a thread of its own because the launcher's may be blocked for longer than a sign may be
+/// late. The causes are a rank's executable that is slow to load, or a slow reader of the output.
 #[derive(Debug)]
 pub(super) struct Heart {
     /// Dropped to end the thread.
@@ -56,8 +59,8 @@ pub(super) fn key(node: u32) -> String {
 }
 
 impl Heart {
-    /// Starts to give signs and to look for them. Every node must have given one before any begins to look, and the store must not take
-    /// longer for an answer than `silence`.
+    /// Starts to give signs and to look for them. Every node must have given one before any begins
+    /// to look, and the store must not take longer for an answer than `silence`.
     pub fn start(
         store: Arc<TcpStore>,
         node: u32,
@@ -79,7 +82,8 @@ impl Drop for Heart {
     fn drop(&mut self) {
         drop(self.beats.take());
         if let Some(thread) = self.thread.take() {
-            // It is between two signs, or in a call of the store, which ends within the store's own time.
+            // It is between two signs, or in a call of the store, which ends within the store's own
+            // time.
             let _ = thread.join();
         }
     }
@@ -101,7 +105,7 @@ impl Signs {
         let pause = (self.silence / SIGNS).min(SLOWEST);
         loop {
             if let Err(error) = self.look() {
-                // The store is the first node's, so nothing can be learnt of anybody else either.
+                // The store is the first node's, so no other node's signs can be read either.
                 self.losses.note(0, format!("does not answer: {error}"));
                 return;
             }
@@ -111,8 +115,9 @@ impl Signs {
         }
     }
 
-    /// Gives a sign, then looks for those of the others. This order, so that a launcher that was itself stopped does not take what it had
-    /// seen before for the others' silence: what it reads is as new as its own sign.
+    /// Gives a sign, then looks for those of the others. In this order, a launcher that was itself
+    /// stopped does not take old readings for the others' silence. Its readings are as new as its
+    /// own sign.
     fn look(&mut self) -> Result<()> {
         self.store.add(&key(self.node), 1)?;
         let keys: Vec<String> = self.others.iter().map(|node| key(*node)).collect();

@@ -1,4 +1,5 @@
-//! How the launchers of several nodes agree: on who takes part, on each start, and on why it ended.
+//! Agreement of several nodes' launchers: on the participants, on each start, and on the reason of
+//! its end.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +18,8 @@ use crate::group::{ConnectionLimits, JobSecret, Store, TcpStore};
 const JOIN: Duration = Duration::from_secs(300);
 /// How long the first node's launcher stays for the others when it leaves ...
 const LINGER: Duration = Duration::from_secs(10);
-/// ... and where one of them is lost, whose connection may stay open for as long as its host is silent.
+/// ... and where one of them is lost, whose connection may stay open for as long as its host is
+/// silent.
 const LINGER_AFTER_LOSS: Duration = Duration::from_secs(1);
 /// How much longer than its own ranks' end a node waits for that of the others', after a failure.
 const SLACK: Duration = Duration::from_secs(30);
@@ -28,7 +30,7 @@ const POLL: Duration = Duration::from_millis(50);
 pub(super) enum Trouble {
     /// A rank failed.
     Rank(FirstFailure),
-    /// Somebody ended the launch.
+    /// A signal ended the launch.
     Signal(i32),
     /// The launcher of a node is gone, or has given up.
     Lost { node: u32, why: String },
@@ -81,7 +83,7 @@ struct Shape {
     node_timeout: Duration,
 }
 
-/// The launchers of all nodes, who meet at a store that the first node's serves.
+/// The launchers of all nodes, which meet at a store that the first node's serves.
 #[derive(Debug)]
 pub(super) struct Launchers {
     heart: Option<Heart>,
@@ -238,7 +240,7 @@ impl Launchers {
             Interrupted::Signal(signal) => Trouble::Signal(*signal),
             Interrupted::Error(error) => Trouble::Lost { node: self.node, why: format!("gave up: {error}") },
         };
-        // Where the store cannot be reached, there is nobody to tell.
+        // If the store cannot be reached, no launcher can read a report.
         if self.losses.of(0).is_some() {
             return;
         }
@@ -277,7 +279,8 @@ impl Launchers {
         self.trouble(start)?.map_or(Ok(()), |trouble| Err(trouble.into()))
     }
 
-    /// Waits until the ranks of all nodes have ended, as those of this one have. Returns why they have, if not by themselves.
+    /// Waits until the ranks of all nodes have ended, as those of this one have. Returns why they
+    /// have, if not by themselves.
     pub fn end(
         &self,
         start: u32,
@@ -286,7 +289,8 @@ impl Launchers {
     ) -> Result<Option<Trouble>, Interrupted> {
         let ends: Vec<String> = (0..self.nodes).map(|node| end_key(start, node)).collect();
         self.reach(self.store.set(&end_key(start, self.node), b""))?;
-        // Ranks that do well may go on as long as they like; those that follow from a failure may not.
+        // Ranks that do well may go on as long as they like; those that follow from a failure may
+        // not.
         let tick = |limit: &mut Option<Instant>| match self.trouble(start)? {
             // Without its store there is nothing to wait at.
             Some(trouble @ Trouble::Lost { node: 0, .. }) if self.node != 0 => Err(trouble.into()),
@@ -311,7 +315,8 @@ impl Launchers {
         Ok(self.trouble(start)?)
     }
 
-    /// Returns the outcome of a call of the store. A failure is blamed on the first node's launcher, because it owns the store.
+    /// Returns the outcome of a call of the store. A failure is blamed on the first node's
+    /// launcher, because it owns the store.
     fn reach<T>(&self, outcome: Result<T>) -> Result<T> {
         outcome.map_err(|error| {
             if self.node == 0 {
@@ -323,8 +328,8 @@ impl Launchers {
     }
 
     /// Waits until all keys are set; in the meantime calls `tick`, which may set the deadline. An
-    /// error of `tick` ends the wait, unless the keys have been set since it was asked: launchers
-    /// that differ all say so, also where one of them has given up for it already.
+    /// error of `tick` ends the wait, unless the keys have been set since `tick` was called. So
+    /// launchers that differ all report it, even if one of them has already given up because of it.
     fn wait(
         &self,
         keys: &[String],
@@ -372,7 +377,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_all_have_done_counts_for_more_than_that_one_gave_up_since() {
+    fn keys_that_are_set_count_even_if_a_launcher_gave_up_since() {
         let (timeout, limits) = (Duration::from_secs(60), ConnectionLimits::default());
         let store = TcpStore::host_at("", "127.0.0.1", 0, timeout, LINGER, None, &limits).unwrap();
         let launchers = Launchers {

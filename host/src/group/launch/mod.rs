@@ -1,5 +1,6 @@
-//! Starting the ranks of a group: as threads with [`run_threads`], as processes with [`spawn_ranks`], and as
-//! processes under the rules of torchrun with [`Launch`], which `epoxide launch` is the command of.
+//! Starting the ranks of a group: as threads with [`run_threads`], as processes with
+//! [`spawn_ranks`], and as processes under the rules of torchrun with [`Launch`]. The command
+//! `epoxide launch` uses [`Launch`].
 
 mod child;
 mod exit;

@@ -18,8 +18,9 @@ pub struct Nodes {
     pub count: u32,
     /// The number of this one.
     pub rank: u32,
-    /// With several hosts: a host name of the first and a port there, which its launcher listens at; the same on all.
-    /// On one host: where rank 0 is to serve the store, instead of any free port.
+    /// With several hosts: a host name of the first and a port there, which its launcher listens
+    /// at; the same on all. On one host: where rank 0 is to serve the store, instead of any free
+    /// port.
     pub endpoint: Option<(String, u16)>,
 }
 
@@ -32,16 +33,18 @@ impl Nodes {
 
 /// A launch of ranks on this host, with the environment that torchrun gives them.
 ///
-/// Every rank finds the variables of [`RankEnvironment::variables`](super::RankEnvironment::variables) in its environment, with
+/// Every rank finds the variables of
+/// [`RankEnvironment::variables`](super::RankEnvironment::variables) in its environment, with
 /// `OMP_NUM_THREADS` = 1 where there are several ranks and it is unset.
 ///
-/// When a rank fails, the store of the launch is given up and the other ranks get [`Launch::settle`] to end by themselves; those
-/// still running are sent SIGTERM and, after [`Launch::grace`], SIGKILL, with all processes of their groups. Then, if
-/// restarts are left, all ranks are started again, on all hosts. The kernel kills the ranks (not what they have started) if the
-/// thread that called [`Launch::run`] dies.
+/// When a rank fails, the store of the launch is given up and the other ranks get
+/// [`Launch::settle`] to end by themselves. Ranks still running then are sent SIGTERM and, after
+/// [`Launch::grace`], SIGKILL, with all processes of their groups. If restarts are left, all ranks
+/// are started again, on all hosts. The kernel kills the ranks (not the processes that they have
+/// started) if the thread that called [`Launch::run`] dies.
 ///
-/// With several hosts, a launcher that says nothing for [`Launch::node_timeout`] ends the launch on all others, with an error that names
-/// its node.
+/// With several hosts, a launcher that says nothing for [`Launch::node_timeout`] ends the launch on
+/// all others, with an error that names its node.
 #[derive(Debug, Clone)]
 pub struct Launch {
     /// Ranks of each host.
@@ -54,16 +57,20 @@ pub struct Launch {
     pub settle: Duration,
     /// How long a rank may then take to end after SIGTERM.
     pub grace: Duration,
-    /// How long the kernel may take to end it after SIGKILL. One that is in a call of a driver that does not return is then left behind.
+    /// How long the kernel may take to end it after SIGKILL. One that is in a call of a driver that
+    /// does not return is then left behind.
     pub killed: Duration,
-    /// Each rank is a process group of its own, which ends with it where the launch does not end well. Else it shares the launcher's, so that
-    /// whoever signals that, as a terminal does, reaches it. One with a group of its own ends at SIGINT and SIGQUIT also where the launcher
-    /// ignores them, as a script's background jobs do.
+    /// Each rank is a process group of its own, which ends with it where the launch does not end
+    /// well. Else it shares the launcher's group, so that signals to that group, such as a
+    /// terminal's, reach it. One with a group of its own ends at SIGINT and SIGQUIT also where the
+    /// launcher ignores them, as a script's background jobs do.
     pub groups: bool,
-    /// Output of the ranks is passed on by whole lines; rank 0 of the host keeps the launcher's standard input unless that is a terminal,
-    /// the others have none. Else each has the streams that its command gives it.
+    /// Output of the ranks is passed on by whole lines. Rank 0 of the host keeps the launcher's
+    /// standard input unless that is a terminal; the other ranks have none. Else each has the
+    /// streams that its command gives it.
     pub relay: bool,
-    /// How long the launcher of another node may give no sign of life before the launch ends; the same on all nodes.
+    /// How long the launcher of another node may give no sign of life before the launch ends; the
+    /// same on all nodes.
     pub node_timeout: Duration,
     /// Where each rank's output is also written: `DIR/attempt_N/RANK/stdout.log` and `stderr.log`.
     pub log_dir: Option<PathBuf>,
@@ -73,8 +80,9 @@ pub struct Launch {
     pub run_id: String,
     /// Where output goes.
     pub sinks: Sinks,
-    /// The secret of the launch, known to its processes alone; every rank gets it in its environment. Default: the
-    /// environment's ([`JobSecret::from_env`]), else a new one on a single host, and none on several.
+    /// The secret of the launch, known to its processes alone; every rank gets it in its
+    /// environment. Default: the environment's ([`JobSecret::from_env`]), else a new one on a
+    /// single host, and none on several.
     pub secret: Option<JobSecret>,
 }
 

@@ -12,15 +12,15 @@ use crate::error::{Error, Result};
 
 /// A free TCP port of this host, held until this is dropped.
 ///
-/// The port is bound but not listened on. While it is, the kernel gives it to nobody who asks for
-/// any port, neither to bind nor to connect from; a server that asks for this very port with
-/// `SO_REUSEADDR`, as the servers of Rust's standard library, PyTorch and libuv do, gets it, and
-/// the port can be used again after the server has gone.
+/// The port is bound but not listened on. Meanwhile the kernel assigns it to no socket that asks
+/// for any port, neither to bind nor to connect from. A server that asks for this very port with
+/// `SO_REUSEADDR`, as the servers of Rust's standard library, PyTorch and libuv do, gets it. The
+/// port can be used again after the server has closed it.
 ///
 /// So no program comes by the port by chance. A process that tries all ports with `SO_REUSEADDR`
-/// can take it, whoever's it is, as long as nobody listens: the server then fails with "address in
-/// use". A program that must not fail listens at once and hands on the socket or serves itself, as the
-/// launcher of several nodes does for its ranks.
+/// can take it as long as no socket listens, even as another user. The server then fails with
+/// "address in use". A program that must not fail listens at once, and hands on the socket or
+/// serves itself. The launcher of several nodes does so for its ranks.
 ///
 /// ```
 /// let port = epoxide::group::launch::HeldPort::any()?;
@@ -35,7 +35,7 @@ pub struct HeldPort {
 }
 
 impl HeldPort {
-    /// Takes any free port at which nobody listens, not even somebody who took it just now.
+    /// Takes any free port. Checks afterwards that no socket listens there.
     pub fn any() -> Result<HeldPort> {
         for _ in 0..TRIES {
             let port = HeldPort::next()?;
@@ -44,7 +44,7 @@ impl HeldPort {
             }
         }
         let reason = format!(
-            "{TRIES} ports in a row were taken as soon as they were chosen; who listens, `ss -tlp` says"
+            "{TRIES} ports in a row were taken as soon as they were chosen; `ss -tlp` lists the listeners"
         );
         Err(Error::os("bind", reason))
     }
@@ -91,8 +91,8 @@ mod tests {
 
     use super::*;
 
-    /// Binds an address that another server had. A child of another test holds that server's socket open
-    /// until it runs its own program.
+    /// Binds an address that another server had. A child of another test holds that server's socket
+    /// open until it runs its own program.
     fn bind_again(address: impl ToSocketAddrs + Copy) -> TcpListener {
         let start = Instant::now();
         loop {

@@ -12,18 +12,23 @@ const TERMINATION: Duration = Duration::from_secs(1);
 
 /// Starts `size` ranks as processes and waits until all have ended.
 ///
-/// `command` makes each rank's command line; [`RANK`](crate::group::RANK), [`WORLD_SIZE`](crate::group::WORLD_SIZE),
-/// [`LOCAL_RANK`](super::LOCAL_RANK), [`LOCAL_WORLD_SIZE`](super::LOCAL_WORLD_SIZE), [`STORE`](crate::group::STORE) and what else torchrun
-/// sets are added to its environment, so that the rank can call [`rendezvous`](crate::group::rendezvous), and a [`JobSecret`](crate::group::JobSecret),
-/// which is new unless this process's environment has one. The store is a fresh directory, removed at the end. If this process is killed, the next one removes it.
+/// `command` makes each rank's command line. Its environment gets [`RANK`](crate::group::RANK),
+/// [`WORLD_SIZE`](crate::group::WORLD_SIZE), [`LOCAL_RANK`](super::LOCAL_RANK),
+/// [`LOCAL_WORLD_SIZE`](super::LOCAL_WORLD_SIZE), [`STORE`](crate::group::STORE) and torchrun's
+/// other variables, so that the rank can call [`rendezvous`](crate::group::rendezvous). It also
+/// gets a [`JobSecret`](crate::group::JobSecret), which is new unless this process's environment
+/// has one. The store is a fresh directory, removed at the end. If this process is killed, the next
+/// one removes it.
 ///
-/// When a rank fails, the store is given up, so that the others fail at their next call of the group; those still
-/// running after `grace` are sent SIGTERM, and a second later SIGKILL. All processes are waited for in every case,
-/// and the kernel kills them if the thread that called this dies. Signals are the caller's: ranks share its process group, so that a
-/// terminal's Ctrl-C reaches them too.
+/// When a rank fails, the store is given up, so that the others fail at their next call of the
+/// group. Ranks still running after `grace` are sent SIGTERM, and a second later SIGKILL. All
+/// processes are waited for in every case, and the kernel kills them if the calling thread dies.
+/// Signals are the caller's: ranks share its process group, so that a terminal's Ctrl-C reaches
+/// them too.
 ///
 /// # Errors
-/// Where `size` is 0, a rank cannot be started, or one does not end within 10 s of SIGKILL, which can be if a driver does not return.
+/// `size` is 0, a rank cannot be started, or one does not end within 10 s of SIGKILL, as in a
+/// driver call that does not return.
 pub fn spawn_ranks(
     size: u32,
     grace: Duration,

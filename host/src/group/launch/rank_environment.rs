@@ -60,7 +60,8 @@ impl RankEnvironment {
             (RESTART_COUNT, self.restarts.to_string()),
             ("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string()),
             ("TORCHELASTIC_RUN_ID", self.run_id.clone()),
-            // Rank 0 serves the store; torchrun's own process may do it instead, and then says so here.
+            // Rank 0 serves the store. torchrun's own process may serve it instead; this variable
+            // then has another value.
             ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
         ];
         if let Some(store) = &self.store {

@@ -12,14 +12,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::error::{Error, Result};
 
-/// A longer line is cut, so that a rank that writes no line ends does not fill this process's memory.
+/// A longer line is cut, so that a rank that writes no line ends does not fill this process's
+/// memory.
 const MAX_LINE: usize = 1 << 20;
 /// The last lines of a rank that are kept.
 const TAIL_LINES: usize = 20;
 const TAIL_BYTES: usize = 4096;
 /// How long output is waited for after the ranks have ended: their own children may hold the pipe.
 const DRAIN: Duration = Duration::from_secs(1);
-/// How much longer whoever reads the output is waited for once the launch has been asked to end.
+/// Time for the reader of the output once the launch has been asked to end.
 const READER: Duration = Duration::from_secs(2);
 
 /// Where output goes. One lock for all of it, so that no line is written into another.
@@ -85,7 +86,7 @@ pub(super) struct RankOutput {
 pub(super) struct Relayed {
     /// Every rank's last lines.
     pub tails: Vec<Tail>,
-    /// Why output was lost, unless whoever read it left.
+    /// Why output was lost, unless its reader closed it.
     pub lost: Option<std::io::Error>,
 }
 
@@ -104,9 +105,9 @@ impl Relay {
         Ok(Relay { thread: thread.map_err(|error| Error::os("spawn thread", error))?, running })
     }
 
-    /// Passes on the rest. The reader of the output may take as long as it likes, but once
-    /// `hurry` says so only a little longer: a thread that is in the middle of a write is then left
-    /// behind, and nothing is returned.
+    /// Passes on the rest. The reader of the output has unlimited time, but only a little more once
+    /// `hurry` is true. A thread that is in the middle of a write is then leaked, and nothing is
+    /// returned.
     pub fn finish(self, mut hurry: impl FnMut() -> bool) -> Relayed {
         drop(self.running);
         let mut end = None;
@@ -280,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_last_arrives_though_a_pipe_stays_open() {
+    fn the_last_output_arrives_though_a_pipe_stays_open() {
         let (reader, mut writer) = std::io::pipe().unwrap();
         let (mut passed, sink) = std::io::pipe().unwrap();
         let sinks = Sinks::new(Box::new(sink), Box::new(std::io::sink()));

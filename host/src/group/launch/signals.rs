@@ -23,8 +23,9 @@ const PASSED: [i32; 8] = [
     libc::SIGWINCH,
 ];
 
-/// Catches the signals that a launcher passes on to its ranks (SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2,
-/// SIGALRM, SIGWINCH) while it lives. Those that were ignored before stay ignored, as under `nohup`.
+/// Catches the signals that a launcher passes on to its ranks (SIGINT, SIGTERM, SIGHUP, SIGQUIT,
+/// SIGUSR1, SIGUSR2, SIGALRM, SIGWINCH) while it lives. Those that were ignored before stay
+/// ignored, as under `nohup`.
 #[derive(Debug)]
 pub struct Signals {
     caught: PipeReader,
@@ -45,7 +46,8 @@ impl std::fmt::Debug for Action {
 /// Writes the signal's number to the pipe.
 extern "C" fn note(signal: i32) {
     let byte = signal as u8;
-    // SAFETY: errno belongs to this thread; write reads one byte of this frame. Both may be used in a signal handler.
+    // SAFETY: errno belongs to this thread; write reads one byte of this frame. Both may be used in
+    // a signal handler.
     unsafe {
         let errno = *libc::__errno_location();
         // A full pipe has told the launcher enough.
@@ -59,8 +61,8 @@ fn set_action(signal: i32, action: Option<&libc::sigaction>) -> Result<libc::sig
     // SAFETY: all zeros is a valid sigaction: the default action with an empty mask.
     let mut before: libc::sigaction = unsafe { std::mem::zeroed() };
     let action = action.map_or(std::ptr::null(), std::ptr::from_ref);
-    // SAFETY: `action` is null or valid, `before` is valid; a handler in it is `note`, which may run at any time, or
-    // was there before.
+    // SAFETY: `action` is null or valid, `before` is valid; a handler in it is `note`, which may
+    // run at any time, or was there before.
     match unsafe { libc::sigaction(signal, action, &mut before) } {
         0 => Ok(before),
         _ => Err(Error::os("sigaction", format!("signal {signal}: {}", std::io::Error::last_os_error()))),
@@ -122,7 +124,8 @@ impl Drop for Signals {
             // It was accepted when it was first set.
             let _ = set_action(*signal, Some(before));
         }
-        // No handler runs any more but one that began before; that one writes to a pipe that is still open.
+        // No handler runs any more but one that began before; that one writes to a pipe that is
+        // still open.
         let _ = PIPE.compare_exchange(self.writer.as_raw_fd(), -1, Ordering::SeqCst, Ordering::SeqCst);
     }
 }

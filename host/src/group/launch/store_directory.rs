@@ -12,22 +12,25 @@ use tempfile::TempDir;
 use super::leftovers;
 use crate::error::{Error, Result};
 
-/// The prefix of the names of such directories. The kernel's number of this boot follows, then the process that made it, then a random part.
+/// The prefix of the names of such directories. The kernel's number of this boot follows, then the
+/// process that made it, then a random part.
 const PREFIX: &str = "epoxide-store-";
-/// How often a directory is made anew that somebody swept before it was locked.
+/// How often a directory is made anew after another launch swept it before it was locked.
 const ATTEMPTS: u32 = 100;
 
 /// The directory of a launch's store, which no other user may look into. Dropping removes it.
 ///
-/// Its owner holds a lock on it, which the kernel lifts however the owner ends. Making one sweeps those that nobody holds: directories of
-/// this user, below the same `TMPDIR`, of this boot of this kernel, since the locks of another host may not be seen here; and what their
-/// ranks have left running. Nothing else of a launch stays behind: its sockets have names of the abstract kind, its shared memory has none.
+/// Its owner holds a lock on it, which the kernel releases however the owner ends. Making one
+/// removes abandoned ones, and ends the processes that their ranks have left running. Abandoned are
+/// directories without a lock, of this user, below the same `TMPDIR`. They must be of this boot of
+/// this kernel, because the locks of another host may be invisible here. A launch leaves nothing
+/// else behind: its sockets have abstract names, its shared memory has none.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct StoreDirectory {
     /// Where it is.
     pub path: PathBuf,
-    // Before the lock, so that nobody sweeps what is being removed.
+    // Dropped before the lock, so that no launch sweeps a directory that is being removed.
     _directory: TempDir,
     _lock: OwnedFd,
 }
@@ -63,7 +66,8 @@ impl StoreDirectory {
         Err(Error::os("flock", format!("{}: does not stay locked; point TMPDIR elsewhere", parent.display())))
     }
 
-    /// Notes that a process leads a group of its own, of which something may be left if this process is killed.
+    /// Notes that a process leads a group of its own, of which something may be left if this
+    /// process is killed.
     pub(super) fn note_group(&self, leader: u32) {
         let mut options = File::options();
         let file = options.append(true).create(true).mode(0o600).open(self.path.join(leftovers::GROUPS));
@@ -74,19 +78,21 @@ impl StoreDirectory {
     }
 }
 
-/// The first part of this boot's number; the same in all containers of a kernel, and on no other host.
+/// The first part of this boot's number; the same in all containers of a kernel, and on no other
+/// host.
 fn boot() -> String {
     let number = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     number.split('-').next().unwrap_or_default().to_owned()
 }
 
-/// Opens a directory and locks it. None where somebody else holds it, or where it is not there any more.
+/// Opens a directory and locks it. None if another process holds it, or if it does not exist any
+/// more.
 fn lock(path: &Path) -> Option<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let directory = open(path, flags, Mode::empty()).ok()?;
     match flock(&directory, FlockOperation::NonBlockingLockExclusive) {
         Err(rustix::io::Errno::WOULDBLOCK) => return None,
-        // A file system without locks: nobody can take it for abandoned either.
+        // A file system without locks: no other launch can take it for abandoned either.
         Err(_) => return Some(directory),
         Ok(()) => {}
     }
@@ -94,9 +100,9 @@ fn lock(path: &Path) -> Option<OwnedFd> {
     ((held.st_dev, held.st_ino) == (there.st_dev, there.st_ino)).then_some(directory)
 }
 
-/// Removes the directories that nobody holds, and ends what is left of their ranks.
+/// Removes the directories without a lock, and ends the remaining processes of their ranks.
 fn sweep(parent: &Path, prefix: &str) {
-    // Where the boot has no number, nobody can say whose lock would be seen.
+    // Without a number of the boot, directories of another host cannot be told apart.
     if prefix.len() == PREFIX.len() + 1 {
         return;
     }
@@ -105,10 +111,12 @@ fn sweep(parent: &Path, prefix: &str) {
         let path = entry.path();
         let user = rustix::process::geteuid().as_raw();
         let Some(abandoned) = lock(&path) else { continue };
-        // Only where locks work is one that can be taken a sign: a second descriptor must not get it.
+        // Only where locks work is one that can be taken a sign: a second descriptor must not get
+        // it.
         if fstat(&abandoned).is_ok_and(|stat| stat.st_uid == user) && lock(&path).is_none() {
             leftovers::end(&path);
-            // The lock is held until after, so that nobody who has just made it takes it for their own.
+            // The lock is held until after, so that a process that has just made it does not take
+            // it for its own.
             let _ = std::fs::remove_dir_all(&path);
         }
     }
@@ -129,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_holds_is_swept_and_nothing_else() {
+    fn directories_without_a_lock_are_swept_and_no_others() {
         let parent = tempfile::tempdir().unwrap();
         let held = StoreDirectory::below(parent.path()).unwrap();
         let make = |name: String| {

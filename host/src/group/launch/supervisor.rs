@@ -34,12 +34,12 @@ struct Attempt {
 }
 
 impl Launch {
-    /// Starts the ranks and waits until all have ended, with restarts if need be; passes on the signals that `signals`
-    /// catches. `command` makes the command line of each rank.
+    /// Starts the ranks and waits until all have ended, with restarts if need be; passes on the
+    /// signals that `signals` catches. `command` makes the command line of each rank.
     ///
     /// # Errors
-    /// Where the launch is not well formed, a rank cannot be started or does not end though it was killed, or another node's launcher is
-    /// lost. A rank that fails is no error here, nor is a signal that ends the launch, also while it waits for the other nodes.
+    /// The launch is not well formed, a rank cannot be started or does not end after SIGKILL, or
+    /// another node's launcher is lost.
     pub fn run(
         &self,
         mut signals: Option<&mut Signals>,
@@ -102,8 +102,8 @@ impl Launch {
         command: impl Fn(&RankEnvironment) -> Result<Command>,
     ) -> Result<Attempt, Interrupted> {
         let directory = StoreDirectory::create()?;
-        // With several hosts the ranks meet at the store of the first node's launcher: it listens
-        // already, so that nobody can have its port.
+        // With several hosts the ranks meet at the store of the first node's launcher. It listens
+        // already, so no other process can take its port.
         let board = (self.nodes.count == 1).then(|| directory.path.join("store"));
         let store = board.as_ref().map(FileStore::new).transpose()?;
         let meet = match (&board, &self.nodes.endpoint) {
@@ -112,7 +112,7 @@ impl Launch {
             (None, Some((host, port))) => Some(format!("tcp://{host}:{port}")),
             (None, None) => None,
         };
-        // For programs that have rank 0 serve a store of their own, as PyTorch's: a port here,
+        // For programs whose rank 0 serves a store of its own, as PyTorch's does: a port here,
         // unless it was given or rank 0 is elsewhere.
         let first = self.nodes.rank == 0 && (launchers.is_some() || self.nodes.endpoint.is_none());
         let port = first.then(HeldPort::any).transpose()?;
@@ -187,7 +187,7 @@ impl Launch {
         let watched = self.watch(&mut ranks, early, signals.as_deref_mut(), asks, report, elsewhere);
         let exits = ranks.exits();
         drop(ranks);
-        // A signal that comes now is for whoever reads the output: the ranks have ended.
+        // A signal from now on concerns the reader of the output: the ranks have ended.
         let mut late = None;
         let mut hurry = || {
             let caught = signals.as_deref_mut().map(Signals::take).unwrap_or_default();
@@ -201,7 +201,7 @@ impl Launch {
         let lost = [("standard output", out.lost), ("standard error", err.lost)];
         if let Some((stream, error)) = lost.into_iter().find_map(|(stream, lost)| Some((stream, lost?))) {
             let cause = first.map(|failure| format!("; then {failure}")).unwrap_or_default();
-            let reason = format!("{stream}: {error}; what the ranks print is lost{cause}");
+            let reason = format!("{stream}: {error}; the output of the ranks is lost{cause}");
             return Err(Error::os("write", reason).into());
         }
         let own = first.map(|mut failure| {
@@ -256,7 +256,7 @@ impl Launch {
         let directory =
             directory.join(format!("attempt_{}", environment.restarts)).join(environment.rank().to_string());
         let path = directory.join(format!("{name}.log"));
-        // Each, since whoever owns one of them can replace what is in it.
+        // Each folder, because its owner can replace its contents.
         let mut folders = directory.ancestors().take(3).collect::<Vec<_>>().into_iter().rev();
         let file = folders.try_for_each(own_file::create_folder).and_then(|()| own_file::create(&path));
         file.map(Some).map_err(|error| {
@@ -264,8 +264,7 @@ impl Launch {
         })
     }
 
-    /// Waits until all ranks have ended, and sees to it that they do once one has failed or a
-    /// signal says so. `early` are signals that have been taken already.
+    /// Waits until all ranks have ended. Ends them once one has failed or a signal asks for it.
     fn watch(
         &self,
         ranks: &mut Watched,
@@ -339,7 +338,8 @@ impl Launch {
             };
         }
         if failure.is_some() || ended_by.is_some() || ended_elsewhere {
-            // Processes that the ranks have started end with them. None is reaped yet, so the groups are still theirs.
+            // Processes that the ranks have started end with them. None is reaped yet, so the
+            // groups are still theirs.
             ranks.sweep();
         }
         Ok((failure, ended_by))

@@ -19,7 +19,8 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 /// Tells a re-execution of this test binary what to do.
 const ROLE: &str = "EPOXIDE_TEST_ROLE";
 
-/// The command that runs one test of this binary, which must have it: asked for a test that is not there, it runs none and succeeds.
+/// The command that runs one test of this binary. The test must exist: for an unknown name the
+/// binary runs no test and succeeds.
 #[track_caller]
 pub(crate) fn one_test(path: &str) -> Command {
     let list = ["--exact", path, "--list", "--format", "terse"];
@@ -224,8 +225,9 @@ fn as_a_launcher() {
     assert!(error.contains("in state Z"), "{error}");
 }
 
-/// A rank that the kernel does not end, as one in a call of a driver that does not return; played by one that has ended, but whose parent does
-/// not hear of it as long as its debugger, this process, has not.
+/// A rank that does not end after SIGKILL, like one in a driver call that does not return. The test
+/// plays it with a process that has ended under a debugger, this process. Its parent gets no exit
+/// status until the debugger has read it.
 #[test]
 fn a_rank_that_does_not_end_though_killed_is_left_behind() {
     let meet = tempfile::tempdir().unwrap();

@@ -33,11 +33,11 @@ impl From<RankFailure> for Error {
     }
 }
 
-/// Runs `rank_main(rank, group)` on `size` threads that form a group over a [`HashStore`]; collectives wait up to
-/// `timeout`. Returns the results, indexed by rank.
+/// Runs `rank_main(rank, group)` on `size` threads that form a group over a [`HashStore`];
+/// collectives wait up to `timeout`. Returns the results, indexed by rank.
 ///
-/// The first rank that fails or panics is reported. The store is then given up, so that ranks which wait in a call of
-/// the group fail at once; all threads are joined in every case.
+/// The first rank that fails or panics is reported. The store is then given up, so that ranks which
+/// wait in a call of the group fail at once. All threads are joined in every case.
 ///
 /// ```
 /// use std::time::Duration;
@@ -60,7 +60,8 @@ where
     let report = |rank: u32, error: Error| {
         let mut first = first_failure.lock().unwrap_or_else(PoisonError::into_inner);
         if first.is_none() {
-            // Before the poison, so that what it causes elsewhere is not taken for the first failure.
+            // Before the poison, so that what it causes elsewhere is not taken for the first
+            // failure.
             store.poison(&format!("rank {rank} failed: {error}"));
             *first = Some(RankFailure { rank, error });
         }
@@ -75,14 +76,15 @@ where
         });
         outcome
             .map_err(|error| {
-                // Reported first, so that what it causes elsewhere is not; then told, so that nobody waits for this rank.
+                // The report comes first, so that consequences on other ranks come later. Then the
+                // group is aborted, so that no rank waits for this one.
                 let reason = error.to_string();
                 report(rank, error);
                 group.abort(&reason);
             })
             .ok()
     };
-    // Where the system does not tell which threads are blocked, devices have the real clock.
+    // If the system does not list blocked threads, devices use the real clock.
     let time = VirtualTime::of_this_thread().or_else(VirtualTime::new);
     let results = std::thread::scope(|scope| {
         let mut threads = Vec::new();

@@ -1,4 +1,5 @@
-//! The one watcher of processes: of the ranks of a launch, of those that [`spawn_ranks`](super::spawn_ranks) starts, and of a test's.
+//! The one watcher of processes: of the ranks of a launch, of those that
+//! [`spawn_ranks`](super::spawn_ranks) starts, and of a test's.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Child;
@@ -15,8 +16,8 @@ use crate::error::{Error, Result};
 
 /// How often ranks are looked at where the kernel cannot wake us.
 const POLL: Duration = Duration::from_millis(10);
-/// How long a process that was killed is waited for when its [`Process`] is dropped. It takes a moment, unless it is in a call of a driver or
-/// a file system that does not return.
+/// How long a process that was killed is waited for when its [`Process`] is dropped. It takes a
+/// moment, unless it is in a call of a driver or a file system that does not return.
 const REAP: Duration = Duration::from_secs(10);
 
 /// Whether something can be read.
@@ -27,13 +28,14 @@ fn readable(fd: &OwnedFd) -> bool {
 
 /// One of the standard signals.
 fn standard(signal: i32) -> Signal {
-    // SAFETY: only numbers of the standard signals come here, which the C library does not use for itself.
+    // SAFETY: only numbers of the standard signals come here, which the C library does not use for
+    // itself.
     unsafe { Signal::from_raw_unchecked(signal) }
 }
 
-/// A process that is watched. It is reaped only when this is dropped, so that until then its number stays its own; dropping ends one
-/// that still runs, with what it has started where it has a process group of its own. One that does not end though it was killed is left
-/// behind after 10 s.
+/// A process that is watched. It is reaped only when this is dropped, so its number is not reused
+/// until then. Dropping ends one that still runs; if it has a process group of its own, all of the
+/// group. A process that does not end after SIGKILL is left behind after 10 s.
 #[derive(Debug)]
 pub struct Process {
     rank: u32,
@@ -49,7 +51,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// Watches a child, the rank of this number on this node; `leads` says that it was started as a process group of its own.
+    /// Watches a child, the rank of this number on this node; `leads` says that it was started as a
+    /// process group of its own.
     pub fn new(rank: u32, node: u32, child: Child, leads: bool) -> Process {
         let pid = Pid::from_raw(child.id() as i32);
         let ended = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
@@ -123,7 +126,8 @@ impl Drop for Process {
         let end = Instant::now() + if self.given_up { Duration::ZERO } else { REAP };
         while matches!(self.child.try_wait(), Ok(None)) {
             if Instant::now() >= end {
-                // The process that inherits it reaps it when it ends; it holds no resource of this process.
+                // The process that inherits it reaps it when it ends; it holds no resource of this
+                // process.
                 tracing::warn!("left behind: {}", self.stuck());
                 return;
             }
@@ -163,8 +167,8 @@ impl Watched {
         }
     }
 
-    /// Notes which have ended; returns one that failed. If several did, it is one that a signal ended: the others tend to fail
-    /// because of it.
+    /// Notes which have ended; returns one that failed. If several did, it is one that a signal
+    /// ended: the others tend to fail because of it.
     pub fn look(&mut self) -> Result<Option<FirstFailure>> {
         let mut failed: Option<FirstFailure> = None;
         for (local_rank, process) in (0u32..).zip(&mut self.0).filter(|(_, process)| process.exit.is_none()) {
@@ -194,7 +198,7 @@ impl Watched {
         self.0.iter().filter(|process| process.exit.is_none()).for_each(|process| process.signal(signal));
     }
 
-    /// Gives up those that still run though they were killed; says which.
+    /// Gives up processes that still run after SIGKILL, and returns their description.
     pub fn give_up(&mut self) -> String {
         let running = self.0.iter_mut().filter(|process| process.exit.is_none());
         let stuck = running.map(|process| {

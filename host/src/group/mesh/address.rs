@@ -11,7 +11,8 @@ use crate::error::{Error, Result};
 use crate::group::strangers::BACKLOG;
 use crate::group::{JobSecret, same_user, secret};
 
-/// Variable with the network interface, or its address, that ranks of other hosts reach this one by.
+/// Variable with the network interface, or its address, that ranks of other hosts reach this one
+/// by.
 pub const SOCKET_IFNAME: &str = "EPOXIDE_SOCKET_IFNAME";
 
 /// Which sockets the ranks use.
@@ -111,7 +112,8 @@ impl Listener {
         Ok(listener)
     }
 
-    /// Takes connections from other hosts as well, from now on; `theirs` is of one, where that is known.
+    /// Takes connections from other hosts as well, from now on; `theirs` is of one, where that is
+    /// known.
     pub(super) fn open_network(&mut self, theirs: Option<&Address>) -> Result<()> {
         let interface = wanted(self.interface.as_deref());
         let ip = interface_address(interface.as_deref())?;
@@ -135,7 +137,8 @@ impl Listener {
     }
 }
 
-/// Starts a connection; it may not be through when this returns. `None` when the queue of the other side is full.
+/// Starts a connection; it may not be through when this returns. `None` when the queue of the other
+/// side is full.
 pub(crate) fn connect(address: &Address, ours: &Address) -> Result<Option<OwnedFd>, String> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let text = |error: Errno| error.to_string();
@@ -168,7 +171,8 @@ pub(crate) fn no_delay(socket: &OwnedFd) {
     let _ = rustix::net::sockopt::set_tcp_nodelay(socket, true);
 }
 
-/// The same for all processes that can reach each other's abstract Unix sockets; empty where that cannot be told.
+/// The same for all processes that can reach each other's abstract Unix sockets; empty where that
+/// cannot be told.
 pub(crate) fn host_id() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
@@ -178,8 +182,8 @@ pub(crate) fn host_id() -> String {
     format!("{} {}", boot.trim(), space.display())
 }
 
-/// The address to be reached by: that of the interface asked for, else the one that leads out, else one that leads anywhere,
-/// else loopback.
+/// The address to be reached by: that of the interface asked for, else the one that leads out, else
+/// one that leads anywhere, else loopback.
 pub(crate) fn interface_address(interface: Option<&str>) -> Result<IpAddr> {
     let wanted = wanted(interface);
     if let Some(ip) = wanted.as_ref().and_then(|wanted| wanted.parse().ok()) {
@@ -216,7 +220,8 @@ fn wanted(interface: Option<&str>) -> Option<String> {
 
 /// This host's address on the way to the rest of the world, by IPv4 or else by IPv6.
 fn route_out() -> Option<IpAddr> {
-    // Connecting a datagram socket sends nothing; it only picks the route. The addresses are those of documentation.
+    // Connecting a datagram socket sends nothing; it only picks the route. The addresses are those
+    // of documentation.
     let out = |from: IpAddr, to: IpAddr| {
         let socket = UdpSocket::bind((from, 0)).ok()?;
         socket.connect((to, 9)).ok()?;
@@ -305,10 +310,10 @@ mod tests {
             rustix::net::connect(&socket, &name).unwrap();
             (connect(&address, &address), socket)
         });
-        // Ranks look whom they call.
+        // Ranks check the user of the process that they call.
         let error = theirs.unwrap_err();
         assert!(error.contains("of user 0; only processes of user 65534 are let in"), "{error}");
-        // The kernel let both through, and neither is heard.
+        // The kernel let both through, and nothing of either is read.
         assert_eq!(strangers.accept(&listener.sockets[0]), Next::Nobody);
         assert!(strangers.is_empty());
         drop(socket);

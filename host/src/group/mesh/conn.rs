@@ -75,7 +75,8 @@ impl Conn {
         }
     }
 
-    /// Holds back what is sent from now on until the other side has answered, as the hello that was sent asks it to.
+    /// Holds back what is sent from now on until the other side has answered, as the hello that was
+    /// sent asks it to.
     pub(crate) fn challenge(&mut self, initiator: Initiator) {
         self.challenge = Some(initiator);
     }
@@ -111,7 +112,8 @@ impl Conn {
         self.heard
     }
 
-    /// Sends a frame; what the kernel does not take now waits for [`Conn::flush`], and all of it for the answer to a challenge.
+    /// Sends a frame. Bytes that the kernel does not take now wait for [`Conn::flush`], and all
+    /// bytes for the answer to a challenge.
     pub(crate) fn send(&mut self, header: &Header, payload: &[u8]) -> Result<(), Errno> {
         if self.challenge.is_some() {
             self.held.push((*header, payload.to_vec()));
@@ -190,7 +192,8 @@ impl Conn {
         }
     }
 
-    /// Takes the answer to a challenge, if one is due, and releases frames that waited for it. Returns the bytes behind it.
+    /// Takes the answer to a challenge, if one is due, and releases frames that waited for it.
+    /// Returns the bytes behind it.
     fn take_reply<'a>(&mut self, bytes: &'a [u8]) -> Result<&'a [u8], Broken> {
         if self.challenge.is_none() {
             return Ok(bytes);
@@ -283,7 +286,8 @@ mod tests {
         bytes
     }
 
-    /// Returns the frames that another rank reads from these bytes, in pieces, and whether it took all bytes.
+    /// Returns the frames that another rank reads from these bytes, in pieces, and whether it took
+    /// all bytes.
     fn taken(keys: Keys, bytes: &[u8], piece: usize) -> (Vec<Vec<u8>>, bool) {
         let mut reader = Frames { signer: Some(keys.receive), ..Frames::default() };
         let mut frames = Vec::new();

@@ -13,15 +13,16 @@ use crate::foreign::escaped;
 use crate::group::call::Operation;
 use crate::group::secret::{Initiator, Purpose};
 
-/// The operation of a rank that connects to the others. Peers that are all connected may be in their first collective by then, so it
-/// has no number that could be taken for that one's.
+/// The operation of a rank that connects to the others. Peers that are all connected may be in
+/// their first collective by then, so it has no number that could be taken for that one's.
 fn connecting(timeout: Duration) -> Current {
     let signature = Signature::new(Operation::Connect);
     Current { sequence: 0, signature, start: Instant::now(), timeout }
 }
 
 impl Engine {
-    /// The connection to send to `peer` on; opens one where there is none, which waits for the peer to have joined.
+    /// The connection to send to `peer` on; opens one where there is none, which waits for the peer
+    /// to have joined.
     pub(super) fn outgoing(&mut self, peer: u32) -> Result<usize> {
         if let Some(index) = self.peers[peer as usize].send_on {
             return Ok(index);
@@ -71,7 +72,8 @@ impl Engine {
             Ok(Some(socket)) => socket,
             Ok(None) => return Ok(None),
             Err(reason) => {
-                // A peer that has left may have connected before, and what it sent is still to be read.
+                // A peer that has left may have connected before, and what it sent is still to be
+                // read.
                 self.accept_waiting();
                 if let Some(index) = self.peers[peer as usize].conns.first() {
                     return Ok(Some(*index));
@@ -134,8 +136,9 @@ impl Engine {
         format!("{}/gone/{peer}", self.name)
     }
 
-    /// How `peer` went, whose connection ended for `reason`. The store tells whether it gave up or left;
-    /// else it died. A store that a launcher gave up tells nothing of `peer`, but which rank failed first.
+    /// How `peer` went, whose connection ended for `reason`. The store tells whether it gave up or
+    /// left; else it died. A store that a launcher gave up tells nothing of `peer`, but which rank
+    /// failed first.
     pub(super) fn last_words(&self, peer: u32, reason: &str) -> Health {
         match self.left_in_store(peer) {
             Ok(Some(words)) => words,
@@ -156,7 +159,7 @@ impl Engine {
         Ok(left.then_some(Health::Left))
     }
 
-    /// Takes connections from other hosts, and says so, once a rank of one is known.
+    /// Listens for connections from other hosts, and announces it, once a rank of one is known.
     fn join_network(&mut self, theirs: &Address) -> Result<()> {
         if self.ours.on_network() {
             return Ok(());
@@ -245,8 +248,8 @@ mod tests {
         theirs
     }
 
-    /// Until the engine has as many connections as that. A child that another test starts holds a closed
-    /// socket open until it runs its own program.
+    /// Until the engine has as many connections as that. A child that another test starts holds a
+    /// closed socket open until it runs its own program.
     fn until_connections(engine: &mut Engine, count: usize) {
         let start = Instant::now();
         while engine.peers[0].conns.len() != count {
@@ -256,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_goodbye_on_one_connection_waits_for_what_comes_on_the_other() {
+    fn a_goodbye_on_one_connection_waits_for_frames_on_the_other() {
         let mut engine = engine(Arc::new(HashStore::new()));
         let (mut first, mut second) = (connect(&mut engine), connect(&mut engine));
         let goodbye = Header::control(Kind::Goodbye, 0, 0).encode();

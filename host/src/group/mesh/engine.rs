@@ -22,7 +22,8 @@ use crate::group::call::Message;
 use crate::group::strangers::{ACCEPT_SLICE, ConnectionLimits, Next, Strangers};
 use crate::group::{JobSecret, Store};
 
-/// Epoll keys: the wake-up, the listeners, then connections by index; far from them the strangers by id.
+/// Epoll keys: the wake-up, the listeners, then connections by index; far from them the strangers
+/// by id.
 const WAKE: u64 = 0;
 const LISTENER: u64 = 1;
 const FIRST_CONN: u64 = 16;
@@ -93,7 +94,7 @@ pub(crate) struct Engine {
     pub(super) looked: Option<Instant>,
     history: VecDeque<(u64, Signature)>,
     pub next_sequence: u64,
-    /// The abort that a peer announced: who, in which operation, why.
+    /// The abort that a peer announced: rank, operation, reason.
     pub aborted: Option<(u32, u64, String)>,
     pub mismatch: Option<Error>,
 }
@@ -347,7 +348,8 @@ impl Engine {
         }
     }
 
-    /// Hears who a stranger is. Nothing that stands behind a hello is read before the hello is found to be right.
+    /// Reads the hello of a stranger. Nothing that stands behind a hello is read before the hello
+    /// is found to be right.
     fn greet(&mut self, id: u64) {
         let gate = Gate {
             name: &self.name,
@@ -415,13 +417,14 @@ impl Engine {
                 self.close(index, &reason);
             }
         }
-        // Only now: an answer that fails ends the connection, and a goodbye may have stood behind the question.
+        // Only now: an answer that fails ends the connection, and a goodbye may have stood behind
+        // the question.
         if let Some(peer) = asking {
             self.answer(peer);
         }
     }
 
-    /// Accepts the connections that wait for it, and hears of those that have not shown yet who they are.
+    /// Accepts the connections that wait for it, and reads the hellos of strangers.
     pub(super) fn accept_waiting(&mut self) {
         for which in 0..self.listener.as_ref().map_or(0, |listener| listener.sockets.len()) {
             let mut slices = 0..MOST_SLICES;
@@ -431,8 +434,9 @@ impl Engine {
         strangers.into_iter().for_each(|id| self.greet(id));
     }
 
-    /// Notes a goodbye of `peer`. It says one on each connection, behind what it sent there: the other may still hold what a
-    /// collective waits for, so the peer has left only once all have brought theirs.
+    /// Notes a goodbye of `peer`. The peer sends one on each connection, behind its other frames.
+    /// The other connection may still hold frames that a collective waits for, so the peer has left
+    /// only once all connections have delivered theirs.
     fn say_farewell(&mut self, peer: u32) {
         self.peers[peer as usize].farewell = true;
         self.accept_waiting();
@@ -443,7 +447,7 @@ impl Engine {
         }
     }
 
-    /// Tells `peer` whom this rank waits for.
+    /// Sends `peer` the ranks that this rank waits for.
     fn answer(&mut self, peer: u32) {
         if self.current.is_some() {
             let culprits: Vec<u8> = self.culprits().into_iter().flat_map(|rank| rank.to_le_bytes()).collect();
@@ -460,7 +464,8 @@ impl Engine {
         if state.send_on == Some(index) && !state.conns.is_empty() {
             state.send_on = state.conns.first().copied();
         }
-        // Two ranks that connect at once have two connections: the other may hold its goodbye, or show that it is alive.
+        // Two ranks that connect at once have two connections: the other may hold its goodbye, or
+        // show that it is alive.
         for other in state.conns.clone() {
             self.read(other);
         }
@@ -509,7 +514,8 @@ impl Engine {
         }
     }
 
-    /// Sends a last frame to everyone connected, gives the kernel a moment to take it, and closes all sockets.
+    /// Sends a last frame to everyone connected, gives the kernel a moment to take it, and closes
+    /// all sockets.
     pub(crate) fn close_all(&mut self, kind: Kind, text: &str) {
         // Peers that connected meanwhile want to know as well.
         let _ = self.progress(Duration::ZERO);
@@ -547,7 +553,8 @@ impl Engine {
 
     /// Leaves in order.
     pub(crate) fn leave(&mut self) {
-        // First, so that who finds no socket finds no address either, and knows that this rank left.
+        // First, so that a rank that finds no socket finds no address either, and concludes that
+        // this rank left.
         if let Directory::Store = &self.directory {
             // The store may be gone already; then there is nothing to clean.
             let _ = self.board.delete(&address_key(&self.name, self.rank));

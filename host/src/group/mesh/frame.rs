@@ -17,7 +17,8 @@ const NONE_COUNT: u64 = u64::MAX;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// The first frame of a connection: `tag` is the rank that connects, the payload is the token of the rank called.
+    /// The first frame of a connection: `tag` is the rank that connects, the payload is the token
+    /// of the rank called.
     Hello = 1,
     /// A step of a collective.
     Collective = 2,

@@ -9,14 +9,15 @@ use crate::internal::fuzz::pieces;
 const SIZE: u32 = 4;
 const TOKEN: &[u8; 32] = b"0123456789abcdef0123456789abcdef";
 
-/// Reads a hello as a listener does: who does not show the token is nobody.
+/// Reads a hello as a listener does: a connection without the token is rejected.
 pub fn fuzz_hello(bytes: &[u8]) {
     if let Ok(rank) = check_hello(bytes, SIZE, TOKEN, TOKEN.len()) {
         assert!(rank < SIZE && &bytes[HEADER..] == TOKEN);
     }
 }
 
-/// Reads frames as a connection does: whatever pieces they come in, the same are found, and no more bytes than came.
+/// Reads frames as a connection does. Any division into pieces gives the same frames, and no more
+/// bytes than were sent.
 pub fn fuzz_frames(bytes: &[u8]) {
     let find = |mut pieces: Box<dyn Iterator<Item = &[u8]> + '_>| {
         let (mut reader, mut frames) = (Frames::default(), Vec::new());
@@ -45,7 +46,7 @@ pub fn sample_hello() -> Vec<Vec<u8>> {
     vec![[&header.encode()[..], TOKEN].concat()]
 }
 
-/// Frames of each kind, behind the byte that says how long the pieces are.
+/// Frames of each kind, behind a byte with the length of the pieces.
 pub fn sample_frames() -> Vec<Vec<u8>> {
     let kinds = [Kind::Hello, Kind::Message, Kind::Query, Kind::Status, Kind::Abort, Kind::Goodbye];
     let mut all: Vec<Vec<u8>> = kinds

@@ -1,10 +1,10 @@
 //! The beginning of a connection between two ranks.
 //!
 //! A hello: a frame whose tag is the rank that connects, and whose payload is the token of the rank
-//! that it calls. Where the job has a secret, an opening of a challenge follows in the same
-//! payload; the rank called answers with its reply, and the one that connects with its proof, both
-//! without a header. Frames of the connecting rank wait for the answer. All frames behind the
-//! proof are signed.
+//! that it calls. If the job has a secret, an opening of a challenge follows in the same payload.
+//! The called rank answers with its reply, and the connecting rank with its proof, both without a
+//! header. Frames of the connecting rank wait for the answer. All frames behind the proof are
+//! signed.
 
 use rustix::net::AddressFamily;
 use rustix::net::sockopt::socket_domain;
@@ -73,7 +73,8 @@ fn hello_header(bytes: &[u8], size: u32, length: usize) -> Result<u32, String> {
     rank.filter(|_| hello).ok_or_else(|| "no hello of a rank of this group".to_owned())
 }
 
-/// The rank that a hello with a payload of `length` is of, at a listener of `token` in a group of `size`.
+/// The rank that a hello with a payload of `length` is of, at a listener of `token` in a group of
+/// `size`.
 pub(super) fn check_hello(bytes: &[u8], size: u32, token: &[u8], length: usize) -> Result<u32, String> {
     let rank = hello_header(bytes, size, length)?;
     let shown = bytes.get(HEADER..).filter(|shown| shown.len() == length);

@@ -35,7 +35,7 @@ pub(crate) struct Peer {
     pub farewell: bool,
     /// The newest operation it was seen in.
     pub seen: Option<(u64, Signature)>,
-    /// When it last said that it waits, and for whom.
+    /// When it last reported that it waits, and for which ranks.
     pub status: Option<(Instant, Vec<u32>)>,
 }
 
@@ -53,7 +53,7 @@ impl Peer {
         }
     }
 
-    /// When it was last heard of, for error texts.
+    /// When its last frame came, for error texts.
     pub(crate) fn last_seen(&self) -> String {
         match &self.seen {
             Some((sequence, signature)) => format!("last seen in {} #{sequence}", signature.operation.name()),

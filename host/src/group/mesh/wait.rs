@@ -1,4 +1,4 @@
-//! Waiting for peers: what came, who is late, and who is to blame.
+//! Waiting for peers: received frames, late ranks, and the ranks to blame.
 
 use std::time::{Duration, Instant};
 
@@ -31,8 +31,8 @@ impl Engine {
         Ok(())
     }
 
-    /// One step of the current collective: sends each payload to its rank and takes one payload from each of `from`.
-    /// The same rank may stand several times on both sides.
+    /// One step of the current collective: sends each payload to its rank and takes one payload
+    /// from each of `from`. The same rank may stand several times on both sides.
     pub(crate) fn exchange(&mut self, sends: &[(u32, &[u8])], from: &[u32]) -> Result<Vec<Vec<u8>>> {
         let Some(current) = self.current.clone() else {
             return Err(self.error(Vec::new(), "no operation is under way"));
@@ -123,7 +123,7 @@ impl Engine {
         Ok(state.inbox.pop_front().map(|(_, payload)| payload))
     }
 
-    /// Drives the sockets until `done` says so. `done` also notes whom it waits for.
+    /// Drives the sockets until `done` returns true. `done` also notes the ranks that it waits for.
     pub(crate) fn wait(&mut self, mut done: impl FnMut(&mut Engine) -> Result<bool>) -> Result<()> {
         let mut asked: Option<Instant> = None;
         let beat = self.beat();
@@ -157,7 +157,8 @@ impl Engine {
         (timeout / 10).clamp(Duration::from_millis(20), Duration::from_millis(250))
     }
 
-    /// Asks the ranks waited for what they do; connects to them where nobody has yet, which shows whether they live.
+    /// Queries the awaited ranks for their state. Connects to ranks without a connection, which
+    /// shows whether they live.
     pub(super) fn ask(&mut self) -> Result<()> {
         let Some(current) = self.current.clone() else { return Ok(()) };
         let query = current.question();
@@ -172,8 +173,8 @@ impl Engine {
     }
 
     /// The ranks at the root of this rank's wait: those it waits for, or those that they wait for.
-    /// The age of an answer is taken when this rank last looked at its sockets, because answers are
-    /// not read while the machine does not run its thread.
+    /// The age of an answer is taken when this rank last polled its sockets: answers are not read
+    /// while the machine does not run its thread.
     pub(crate) fn culprits(&self) -> Vec<u32> {
         let (fresh, looked) = (self.beat() * 3, self.looked.unwrap_or_else(Instant::now));
         let mut ranks = Vec::new();
@@ -243,8 +244,8 @@ impl Engine {
 }
 
 impl Engine {
-    /// The ranks that are not there: looks for up to `wait`, and connects to those that this rank has no
-    /// connection with. A connection shows whether a process lives, whatever it does at the moment.
+    /// The ranks that are not there: looks for up to `wait`, and connects to those that this rank
+    /// has no connection with. A connection shows whether a process lives, regardless of its work.
     pub(crate) fn missing(&mut self, wait: Duration) -> Result<Vec<u32>> {
         let start = Instant::now();
         loop {
@@ -269,7 +270,7 @@ impl Engine {
             let state = &self.peers[*peer as usize];
             match state.health {
                 Health::Alive => *peer != self.rank && state.conns.is_empty(),
-                // It told why, so it lives.
+                // It sent a reason, so it lives.
                 Health::GaveUp(_) => false,
                 Health::Left | Health::Dead(_) | Health::Stranger(_) => true,
             }
@@ -282,7 +283,7 @@ impl Engine {
         let dead =
             |peer: &u32| matches!(self.peers[*peer as usize].health, Health::Dead(_) | Health::Stranger(_));
         let mut ranks: Vec<u32> = (0..self.size).filter(dead).collect();
-        // A rank that gave the group up told why, so it lives.
+        // A rank that gave the group up sent a reason, so it lives.
         if let (Error::Group { peers, .. }, None) = (error, &self.aborted) {
             ranks.extend(peers);
         }

@@ -7,7 +7,8 @@ use crate::group::env::{self, LOCAL_RANK, LOCAL_WORLD_SIZE, Lookup, RANK, WORLD_
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Launcher {
-    /// `epoxide launch`, or a script: `RANK` and `WORLD_SIZE`. An address with rank and size counts as this, too.
+    /// `epoxide launch`, or a script: `RANK` and `WORLD_SIZE`. An address with rank and size counts
+    /// as this, too.
     Plain,
     /// torchrun: the same, and `TORCHELASTIC_RUN_ID`.
     Torchrun,
@@ -86,12 +87,12 @@ const PMIX: Names = Names {
 };
 
 impl Member {
-    /// Returns this process's place among the ranks of a job, from its environment; `None` if nothing there makes it a
-    /// rank.
+    /// Returns this process's place among the ranks of a job, from its environment; `None` if
+    /// nothing there makes it a rank.
     ///
-    /// `RANK` goes before all others: a torchrun on each of several hosts may itself have been started by mpirun or srun.
-    /// Then Open MPI, PMI, Slurm and PMIx are tried. Slurm's variables count only in a step that srun started: a job's
-    /// script has them, too, and is not a rank.
+    /// `RANK` goes before all others: a torchrun on each of several hosts may itself have been
+    /// started by mpirun or srun. Then Open MPI, PMI, Slurm and PMIx are tried. Slurm's variables
+    /// count only in a step that srun started: a job's script has them, too, and is not a rank.
     #[doc(hidden)]
     pub fn detect() -> Result<Option<Member>> {
         Member::from_variables(&env::environment)

@@ -1,6 +1,7 @@
 //! Joining the group that the environment, or an address, names.
 //!
-//! First a rank learns who it is ([`Member`]), then where all meet ([`Site`]), and then they [`Rendezvous`].
+//! First a rank gets its identity ([`Member`]), then the meeting place ([`Site`]), and then the
+//! ranks [`Rendezvous`].
 
 mod member;
 mod site;
@@ -26,10 +27,11 @@ const PREFIX: &str = "epoxide";
 /// The key of the number of ranks.
 const SIZE_KEY: &str = "world_size";
 
-/// Joins the group that the environment names; see [`Rendezvous::from_env`]. Collectives wait up to `timeout`.
+/// Joins the group that the environment names; see [`Rendezvous::from_env`]. Collectives wait up to
+/// `timeout`.
 ///
-/// A program of one rank, which `epoxide launch --nproc-per-node 8 -- ./program`, torchrun, mpirun or srun starts as many times as there are
-/// ranks:
+/// A program of one rank, which `epoxide launch --nproc-per-node 8 -- ./program`, torchrun, mpirun
+/// or srun starts as many times as there are ranks:
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -56,9 +58,10 @@ pub fn rendezvous(timeout: Duration) -> Result<MeshGroup> {
     Rendezvous::from_env(timeout)?.group("world", timeout)
 }
 
-/// A rank that knows who it is and has reached the store: what a process group is made from.
+/// A rank with an identity and a connection to the store, from which process groups are made.
 ///
-/// With an address in the program's own words in place of the environment; here two ranks meet in a directory, as processes do:
+/// With an address in the program's own words in place of the environment; here two ranks meet in a
+/// directory, as processes do:
 ///
 /// ```
 /// use std::time::Duration;
@@ -97,30 +100,35 @@ pub struct Rendezvous {
 impl Rendezvous {
     /// Meets where the environment says (`env://`).
     ///
-    /// The launcher's variables give this rank's number: see [`Member::detect`]. Where the ranks meet,
-    /// the first of these tells:
-    /// - `EPOXIDE_STORE`, a `file://` directory or the `tcp://` address of a server that runs already;
-    /// - `MASTER_ADDR` and `MASTER_PORT`: rank 0 serves the store there; with `TORCHELASTIC_USE_AGENT_STORE=True`, as
-    ///   torchrun sets it, torchrun itself does;
-    /// - what Open MPI says of a directory that its job has, where all ranks are on one host;
-    /// - Slurm's list of hosts: rank 0 serves the store on the first, at a port that follows from the job's number.
+    /// The launcher's variables give this rank's number: see [`Member::detect`]. Where the ranks
+    /// meet, the first of these tells:
+    /// - `EPOXIDE_STORE`, a `file://` directory or the `tcp://` address of a server that runs
+    ///   already;
+    /// - `MASTER_ADDR` and `MASTER_PORT`: rank 0 serves the store there; with
+    ///   `TORCHELASTIC_USE_AGENT_STORE=True`, as torchrun sets it, torchrun itself does;
+    /// - Open MPI's variables for the job's directory, if all ranks are on one host;
+    /// - Slurm's list of hosts: rank 0 serves the store on the first, at a port that follows from
+    ///   the job's number.
     ///
-    /// Where the environment has a job's secret ([`JobSecret::from_env`]), a store that a rank serves and the groups let in
-    /// only processes that know it. torchrun's own store is PyTorch's, which knows no secret.
+    /// If the environment has a job's secret ([`JobSecret::from_env`]), a store that a rank serves
+    /// and the groups admit only processes that know it. torchrun's own store is PyTorch's, which
+    /// supports no secret.
     ///
     /// Waits up to `timeout` for the store.
     pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
         Rendezvous::at("env://", timeout)
     }
 
-    /// Meets at an address: `env://` (see [`Rendezvous::from_env`]), `tcp://host:port?rank=R&world_size=N`, where rank 0 is
-    /// the server, or `file:///directory?rank=R&world_size=N`. Without rank and size the environment has them.
+    /// Meets at an address: `env://` (see [`Rendezvous::from_env`]),
+    /// `tcp://host:port?rank=R&world_size=N`, where rank 0 is the server, or
+    /// `file:///directory?rank=R&world_size=N`. Without rank and size the environment has them.
     pub fn at(address: &str, timeout: Duration) -> Result<Rendezvous> {
         Rendezvous::at_with(address, timeout, JobSecret::from_env()?, ConnectionLimits::default())
     }
 
-    /// Like [`Rendezvous::at`] with this secret, or none, whatever the environment has, and with these limits on what connections may take of
-    /// this process: those of the store, where this rank serves it, and those of the groups made here.
+    /// Like [`Rendezvous::at`], with this secret, or none, regardless of the environment. The
+    /// limits bound the resources that connections take of this process. They apply to the store,
+    /// if this rank serves it, and to the groups made here.
     ///
     /// # Errors
     /// The same as [`Rendezvous::at`].
@@ -152,8 +160,8 @@ impl Rendezvous {
         Ok(Rendezvous { member, store, limits, secret })
     }
 
-    /// A group of the ranks that met. Collectives wait up to `timeout`. Fails when another rank has joined with the same
-    /// number and `name`.
+    /// A group of the ranks that met. Collectives wait up to `timeout`. Fails when another rank has
+    /// joined with the same number and `name`.
     pub fn group(&self, name: &str, timeout: Duration) -> Result<MeshGroup> {
         // At once, since the store's host may leave first.
         let (connect, limits, secret) = (Connect::Eager, self.limits.clone(), self.secret.clone());

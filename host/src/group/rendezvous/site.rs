@@ -114,7 +114,8 @@ impl Site {
         }
     }
 
-    /// Where an address says, and who this rank is: from the address, else from the environment.
+    /// The meeting place of an address, and this rank's identity: from the address, else from the
+    /// environment.
     pub(super) fn from_address(address: &str, variable: Lookup<'_>) -> Result<(Member, Site)> {
         let (place, query) = address.split_once('?').unwrap_or((address, ""));
         let member = match parse_query(address, query)? {

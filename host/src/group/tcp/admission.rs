@@ -1,11 +1,11 @@
 //! The challenge in front of the first byte of PyTorch's protocol, if the job has a secret.
 //!
 //! The client begins with [`MARK`], which no request begins with, and its opening. The server
-//! answers with the mark, a length of 4 bytes, and as many bytes: its reply, or, where nobody is
-//! let in, the reason as text, behind a length whose highest bit is set. The client's proof
-//! follows. A client that begins with a request is told why it is not let in in the same way, and
-//! so is one that begins with the mark at a server without a secret. Behind the proof both sides
-//! send [signed records](super::record) alone.
+//! answers with the mark, a length of 4 bytes, and as many bytes: its reply. If it rejects the
+//! client, the bytes are the reason as text, and the highest bit of the length is set. The client's
+//! proof follows. A client that begins with a request gets the reason of its rejection in the same
+//! way, and so does one that begins with the mark at a server without a secret. Behind the proof
+//! both sides send [signed records](super::record) alone.
 
 use std::net::SocketAddr;
 
@@ -48,10 +48,12 @@ pub(super) struct Terms {
     pub run: String,
 }
 
-/// Goes on with what comes before the first request. True once requests may come, which are left in the socket.
+/// Goes on with what comes before the first request. True once requests may come, which are left in
+/// the socket.
 ///
 /// # Errors
-/// The reason where it is not let in; it has been told where it can do something about it.
+/// Admits the stranger or returns the reason for its rejection. The stranger got the reason too, if
+/// it can act on it.
 pub(super) fn admit(stranger: &mut Stranger, terms: &Terms) -> Result<bool, String> {
     loop {
         match (&stranger.challenge, &terms.secret) {

@@ -20,11 +20,11 @@ use crate::group::{ConnectionLimits, JobSecret};
 const JOIN_POLL: Duration = Duration::from_millis(10);
 /// A [`Store`] on a server over TCP: [`TcpStoreServer`], or PyTorch's `TCPStore`.
 ///
-/// Threads may share it; those that wait do not hold the others up, as each takes a connection of its own. A change of
-/// the store has reached the server when the call returns.
+/// Threads may share it; those that wait do not hold the others up, as each takes a connection of
+/// its own. A change of the store has reached the server when the call returns.
 ///
-/// Every call ends: what waits within the timeout that it is given, and what does not within the store's, which is also
-/// how long a server that has stopped answering is waited for.
+/// Every call ends: a waiting call within the timeout that it is given, any other within the
+/// store's. A server that has stopped answering is also waited for that long.
 #[derive(Debug)]
 pub struct TcpStore {
     // Before the server, so that its connections are gone when the server ends.
@@ -50,19 +50,20 @@ impl Drop for Host {
 }
 
 impl TcpStore {
-    /// Connects to the server at `host` and `port`; tries until `timeout` is over, as the server may start later.
-    /// `timeout` stays the time that the server may take to answer.
+    /// Connects to the server at `host` and `port`; tries until `timeout` is over, as the server
+    /// may start later. `timeout` stays the time that the server may take to answer.
     ///
-    /// Where the environment has a job's secret ([`JobSecret::from_env`]), server and client show each other that they
-    /// know it before anything else; else any server will do, PyTorch's among them.
+    /// If the environment has a job's secret ([`JobSecret::from_env`]), server and client prove
+    /// that they know it before anything else. Otherwise any server will do, PyTorch's among them.
     ///
     /// # Errors
-    /// Where no server answers in time; at once where only one of the two has a secret, or they have different ones.
+    /// Where no server answers in time; at once where only one of the two has a secret, or they
+    /// have different ones.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<TcpStore> {
         TcpStore::connect_with_secret(host, port, timeout, JobSecret::from_env()?.as_ref())
     }
 
-    /// Like [`TcpStore::connect`] with this secret, or none, whatever the environment has.
+    /// Like [`TcpStore::connect`] with this secret, or none, regardless of the environment.
     ///
     /// # Errors
     /// The same as [`TcpStore::connect`].
@@ -88,11 +89,13 @@ impl TcpStore {
         TcpStore::new(Address { host: host.to_owned(), port, terms }, timeout, None)
     }
 
-    /// Starts a server at `port` of this host (0 takes a free one; see [`TcpStore::port`]) and connects to it. The server
-    /// ends with the store; `linger` is how long it then waits for the other clients to leave.
+    /// Starts a server at `port` of this host (0 takes a free one; see [`TcpStore::port`]) and
+    /// connects to it. The server ends with the store; `linger` is how long it then waits for the
+    /// other clients to leave.
     ///
-    /// Where the environment has a job's secret ([`JobSecret::from_env`]), only clients that know it are let in, and so
-    /// none of PyTorch's; else whoever reaches the port can read and write all keys.
+    /// If the environment has a job's secret ([`JobSecret::from_env`]), only clients that know it
+    /// are admitted, and so none of PyTorch's. Otherwise any process that reaches the port can read
+    /// and write all keys.
     ///
     /// # Errors
     /// Where the port is taken, or the environment's secret is none.
@@ -101,8 +104,8 @@ impl TcpStore {
         TcpStore::host_with(port, timeout, linger, secret.as_ref(), &ConnectionLimits::default())
     }
 
-    /// Like [`TcpStore::host`] with this secret, or none, whatever the environment has, and with these limits on what
-    /// clients may take.
+    /// Like [`TcpStore::host`] with this secret, or none, regardless of the environment, and with
+    /// these limits on the resources of clients.
     ///
     /// # Errors
     /// Where the port is taken.
@@ -183,8 +186,8 @@ impl TcpStore {
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout, server })
     }
 
-    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer, and
-    /// trying ends with an error once `stop` says so, which is told once why it takes long.
+    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer. Trying
+    /// ends with an error once `stop` returns true. `stop` gets the reason of a long delay once.
     pub(crate) fn connect_unless(
         host: &str,
         port: u16,
@@ -199,7 +202,8 @@ impl TcpStore {
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout: answer, server: None })
     }
 
-    /// How long the server stays for the other clients when this store is dropped, where it is this store's own.
+    /// How long the server stays for the other clients when this store is dropped, where it is this
+    /// store's own.
     pub(crate) fn set_linger(&mut self, linger: Duration) {
         if let Some(host) = &mut self.server {
             host.linger = linger;
@@ -223,7 +227,8 @@ impl TcpStore {
         self.server.is_some()
     }
 
-    /// Counts this client as arrived, as PyTorch's clients that know the world size do. Returns how many have.
+    /// Counts this client as arrived, as PyTorch's clients that know the world size do. Returns how
+    /// many have.
     #[doc(hidden)]
     pub fn join(&self) -> Result<u64> {
         let joined = self.call("join", INIT_KEY, self.timeout, |connection, deadline| {
@@ -255,8 +260,8 @@ impl TcpStore {
         }
     }
 
-    /// The keys that have values, in no order. PyTorch 2.15's server knows this request; older ones may not, and then
-    /// close the connection.
+    /// The keys that have values, in no order. PyTorch 2.15's server knows this request; older ones
+    /// may not, and then close the connection.
     pub fn list_keys(&self) -> Result<Vec<String>> {
         self.call("list_keys", "", self.timeout, |connection, deadline| {
             connection.send(&Message::query(Query::ListKeys), deadline)?;
@@ -271,8 +276,8 @@ impl TcpStore {
         })
     }
 
-    /// Returns once `size` clients have called it with this `key`, which serves once. PyTorch 2.15's server knows this
-    /// request; older ones may not, and then close the connection.
+    /// Returns once `size` clients have called it with this `key`, which serves once. PyTorch
+    /// 2.15's server knows this request; older ones may not, and then close the connection.
     pub fn barrier(&self, key: &str, size: u32, timeout: Duration) -> Result<()> {
         check_key("barrier", key)?;
         let message = Message::query(Query::Barrier).key(key).number(size.into());
@@ -330,7 +335,7 @@ impl TcpStore {
         }
     }
 
-    /// Sends requests that have no answer, and hears from the server that it has taken them.
+    /// Sends requests that have no answer, and waits until the server has taken them.
     fn tell(&self, operation: &'static str, key: &str, message: Message) -> Result<()> {
         self.call(operation, key, self.timeout, |connection, deadline| {
             let nonce = connection.nonce();
@@ -350,7 +355,8 @@ impl TcpStore {
     /// Asks for a value and whether it is there.
     fn look(&self, operation: &'static str, key: &str) -> Result<Option<Vec<u8>>> {
         self.call(operation, key, self.timeout, |connection, deadline| {
-            // In one packet, which the server works off in one go: nobody can delete the key in between.
+            // In one packet, which the server handles in one go: no other client can delete the key
+            // in between.
             let message = Message::query(Query::Check).keys(&[key]).then(Query::Get).key(key);
             connection.send(&message, deadline)?;
             let ready = connection.check(deadline)?;
@@ -454,7 +460,8 @@ impl Store for TcpStore {
         self.tell("multi_set", keys.first().unwrap_or(&""), message)
     }
 
-    /// How many keys have values. The server counts PyTorch's count of arrivals, `init/`, among them.
+    /// How many keys have values. The server counts PyTorch's count of arrivals, `init/`, among
+    /// them.
     fn num_keys(&self) -> Result<u64> {
         self.call("num_keys", "", self.timeout, |connection, deadline| {
             connection.send(&Message::query(Query::NumKeys), deadline)?;
@@ -483,7 +490,8 @@ impl Store for TcpStore {
                 }
                 let deadline = after(self.timeout);
                 let value = connection.pop(&pop, deadline)?;
-                // PyTorch's server keeps who has waited for a queue on its list, and would wake it at the wrong time.
+                // PyTorch's server keeps a client that has waited for a queue on its list, and
+                // would wake it at the wrong time.
                 connection.cancel_wait(deadline)?;
                 Ok(value)
             })?;
@@ -491,7 +499,8 @@ impl Store for TcpStore {
             if value.is_some() || start.elapsed() >= timeout {
                 return Ok(value);
             }
-            // A key that holds a value but has no queue is "there" at once; do not ask without a pause.
+            // A key that holds a value but has no queue is "there" at once; do not ask without a
+            // pause.
             std::thread::sleep(Duration::from_millis(1).min(timeout.saturating_sub(start.elapsed())));
         }
     }

@@ -21,14 +21,15 @@ const LAST_RETRY: Duration = Duration::from_millis(500);
 
 /// How long one attempt to connect may take, and to resolve a name.
 const CONNECT: Duration = Duration::from_secs(5);
-/// After how long without success a warning says why.
+/// Time without success after which a warning gives the reason.
 const WARN: Duration = Duration::from_secs(5);
 
-/// How often a server may close the connection when it is asked to show that it knows the secret. It may have ended just
-/// then, or be turning connections away; PyTorch's does it every time.
+/// How often a server may close the connection when it is asked to show that it knows the secret.
+/// It may have ended just then, or be turning connections away; PyTorch's does it every time.
 const CLOSED: u32 = 8;
 
-/// Bytes of an answer read at a time: memory is taken as they come, not as the answer's length says.
+/// Bytes of an answer read at a time: memory is taken as they come, not as the answer's length
+/// says.
 const CHUNK_BYTES: usize = 1024 * 1024;
 /// Bytes of records read at a time.
 const RECORD_BYTES: usize = 32 * 1024;
@@ -85,13 +86,14 @@ impl Signed {
 }
 
 impl Connection {
-    /// Connects and has the server answer once. Tries again, as the server may not be there yet, until `deadline`.
+    /// Connects and has the server answer once. Tries again, as the server may not be there yet,
+    /// until `deadline`.
     pub fn open(address: &Address, deadline: Instant, timeout: Duration) -> Result<Connection> {
         Connection::open_unless(address, deadline, timeout, |_| false)
     }
 
-    /// The same, unless `stop` says otherwise, which is asked after every attempt that failed. Once
-    /// [`WARN`] is over, it is told why, once.
+    /// The same, unless `stop` returns true, which is called after every failed attempt. Once
+    /// [`WARN`] is over, it gets the reason, once.
     pub fn open_unless(
         address: &Address,
         deadline: Instant,
@@ -155,7 +157,7 @@ impl Connection {
 
     fn attempt_at(address: SocketAddr, terms: &Terms, deadline: Instant) -> io::Result<Connection> {
         let stream = TcpStream::connect_timeout(&address, remaining(deadline)?.min(CONNECT))?;
-        // A port of the range for clients may be connected to itself while nobody listens there.
+        // A port of the range for clients may be connected to itself while no socket listens there.
         if stream.local_addr()? == stream.peer_addr()? {
             return Err(ErrorKind::ConnectionRefused.into());
         }
@@ -211,7 +213,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Takes the length of an answer that begins with the mark, and the reason where it is a refusal.
+    /// Takes the length of an answer that begins with the mark, and the reason where it is a
+    /// refusal.
     fn refusal(&mut self, deadline: Instant) -> io::Result<Option<String>> {
         let length = u32::from_le_bytes(self.word(deadline)?);
         match Answer::of(length) {
@@ -220,7 +223,7 @@ impl Connection {
                 let mut text = vec![0; length];
                 self.receive(&mut text, deadline)?;
                 Ok(Some(format!(
-                    "what answers there, without a proof that it knows the secret, says {}",
+                    "the listener there, without a proof that it knows the secret, answers {}",
                     quoted(&text)
                 )))
             }
@@ -342,13 +345,14 @@ impl Connection {
             answer if answer == nonce => Ok(()),
             _ if bytes == MARK => match self.refusal(deadline)? {
                 Some(reason) => Err(denied(&reason)),
-                None => Err(broken("answered a challenge that nobody gave".to_owned())),
+                None => Err(broken("answered without a challenge".to_owned())),
             },
             answer => Err(broken(format!("answered a ping of {nonce:#x} with {answer:#x}"))),
         }
     }
 
-    /// Sends a request that waits. False when `timeout` is over; the server has `patience` to answer beyond that.
+    /// Sends a request that waits. False when `timeout` is over; the server has `patience` to
+    /// answer beyond that.
     pub fn wait(&mut self, message: &Message, timeout: Duration, patience: Duration) -> io::Result<bool> {
         self.send(message, after(patience))?;
         match self.byte(after(timeout)) {
@@ -360,7 +364,7 @@ impl Connection {
         self.cancel_wait(after(patience))
     }
 
-    /// Ends a wait. True when it was over before the server heard of this.
+    /// Ends a wait. True if it was over before the server received this.
     pub fn cancel_wait(&mut self, deadline: Instant) -> io::Result<bool> {
         self.send(&Message::query(Query::CancelWait), deadline)?;
         let first = self.byte(deadline)?;

@@ -27,18 +27,18 @@ const TRIES: u32 = 64;
 
 /// Listens at `port` of all of this host's addresses.
 pub(super) fn listen_all(port: u16) -> Result<TcpListener> {
-    // IPv6 sockets take IPv4 as well, but not every host has IPv6. Any other failure is one: with
-    // IPv4 alone, whoever has the port of IPv6 would get the clients that try it first.
+    // IPv6 sockets take IPv4 as well, but not every host has IPv6. Any other failure is an error:
+    // with IPv4 alone, the owner of the IPv6 port would get the clients that try IPv6 first.
     match has(Ipv6Addr::UNSPECIFIED.into()) {
         true => listen((Ipv6Addr::UNSPECIFIED, port)),
         false => listen((Ipv4Addr::UNSPECIFIED, port)),
     }
 }
 
-/// Listens where clients come that were told `host`: at that address alone where it is one, at both
-/// loopback addresses where the name says so, since clients may try either first. Any other name
-/// may mean one address here and another elsewhere, and an address may be one that a network
-/// translates: then at all of this host's.
+/// Listens where clients come that were given `host`. An address is listened on alone. A name for
+/// loopback means both loopback addresses, because clients may try either first. Any other name may
+/// mean one address here and another elsewhere, and an address may be translated by a network. Then
+/// it listens at all addresses of this host.
 pub(super) fn listen_for(host: &str, port: u16) -> Result<Vec<TcpListener>> {
     if host.eq_ignore_ascii_case("localhost") {
         return listen_loopback(port);
@@ -75,7 +75,7 @@ fn has(ip: IpAddr) -> bool {
     !TcpListener::bind((ip, 0)).is_err_and(|error| is_missing(&error))
 }
 
-/// True of what `bind` says where the host lacks an address or its family.
+/// Whether an error of `bind` means that the host lacks an address or its family.
 fn is_missing(error: &io::Error) -> bool {
     matches!(
         Errno::from_io_error(error),

@@ -1,4 +1,5 @@
-//! The store over TCP, in the wire protocol of PyTorch's `TCPStore` (its libuv server, the default since 2.4).
+//! The store over TCP, in the wire protocol of PyTorch's `TCPStore` (its libuv server, the default
+//! since 2.4).
 
 mod admission;
 mod client;

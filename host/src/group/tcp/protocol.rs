@@ -1,9 +1,10 @@
 //! The wire protocol of PyTorch's `TCPStore`.
 //!
-//! A client sends requests: one byte that says which, then fields without padding. Numbers are little-endian; a string
-//! is its length in 8 bytes and its bytes; a list is the number of its entries in 8 bytes and the entries. The server
-//! answers each client's requests in order, except that a wait is answered once it is over. The first request of a
-//! connection is `VALIDATE`. Client keys begin with `/`; only the counter of arrivals, [`INIT_KEY`], does not.
+//! A client sends requests: one byte with the kind, then fields without padding. Numbers are
+//! little-endian. A string is its length in 8 bytes and its bytes. A list is the number of its
+//! entries in 8 bytes and the entries. The server answers each client's requests in order, except
+//! that a wait is answered once it is over. The first request of a connection is `VALIDATE`. Client
+//! keys begin with `/`; only the counter of arrivals, [`INIT_KEY`], does not.
 
 /// The port that PyTorch's store listens on unless told otherwise.
 pub const DEFAULT_PORT: u16 = 29500;
@@ -19,7 +20,8 @@ pub(super) const MAX_KEYS: u64 = 128 * 1024;
 pub(super) const MAX_KEY_BYTES: u64 = 8 * 1024;
 /// Longest value in a request.
 pub(super) const MAX_VALUE_BYTES: u64 = 8 * 1024 * 1024;
-/// Most bytes of one request or one answer: a limit of ours, so that nobody can make the other side run out of memory.
+/// Most bytes of one request or one answer: a limit of ours, so that neither side can make the
+/// other run out of memory.
 pub(super) const MAX_MESSAGE_BYTES: usize = 256 * 1024 * 1024;
 
 /// Answer of `CHECK`: all keys are there.
@@ -118,8 +120,8 @@ enum Field {
 #[derive(Debug)]
 pub(super) struct Violation(pub(super) String);
 
-/// Finds the end of the request that begins at the start of a buffer, which may still grow. Remembers how far it got,
-/// so that each byte is looked at once, however slowly they come.
+/// Finds the end of the request that begins at the start of a buffer, which may still grow.
+/// Remembers how far it got, so that each byte is looked at once, however slowly they come.
 #[derive(Debug, Default)]
 pub(super) struct Framer {
     /// Where the next field begins; 0 before the first byte.
@@ -133,7 +135,8 @@ pub(super) struct Framer {
 }
 
 impl Framer {
-    /// The request's length; `None` while bytes are missing. After a length the framer is at the next request.
+    /// The request's length; `None` while bytes are missing. After a length the framer is at the
+    /// next request.
     pub(super) fn advance(&mut self, bytes: &[u8]) -> Result<Option<usize>, Violation> {
         if self.position == 0 {
             let Some(first) = bytes.first() else {
@@ -344,7 +347,8 @@ impl Message {
     }
 }
 
-/// Reads bytes as the server does: whatever pieces they come in, the same requests are found, and each can be read.
+/// Reads bytes as the server does. Any division into pieces gives the same requests, and each can
+/// be read.
 pub fn fuzz_requests(bytes: &[u8]) {
     let find = |pieces: &mut dyn Iterator<Item = &[u8]>| {
         let (mut framer, mut buffer, mut start, mut ends) = (Framer::default(), Vec::new(), 0, Vec::new());
@@ -399,7 +403,7 @@ pub fn sample_requests() -> Vec<Vec<u8>> {
             .key("q"),
     ];
     let whole: Vec<u8> = all.iter().flat_map(|message| message.0.clone()).collect();
-    // Behind the byte that says how long the pieces are.
+    // Behind a byte with the length of the pieces.
     all.into_iter().map(|message| message.0).chain([whole]).map(|bytes| [&[3], &bytes[..]].concat()).collect()
 }
 

@@ -1,4 +1,4 @@
-//! Signed records: what goes over a connection behind the challenge where the job has a secret.
+//! Signed records: the traffic of a connection behind the challenge, if the job has a secret.
 //!
 //! A record is a length of 4 bytes, as many bytes of PyTorch's protocol (1 to [`MOST`]), and their
 //! signature. Requests and answers are split into records as it comes; nothing of a record is used
@@ -7,8 +7,8 @@
 use super::protocol::Violation;
 use crate::group::secret::{Signer, TAG};
 
-/// Most bytes of a record without length and signature: what a side holds of one that it has not
-/// checked.
+/// Most bytes of a record without length and signature: the bytes that a side buffers before it has
+/// checked them.
 pub(super) const MOST: usize = 64 * 1024;
 const LENGTH: usize = 4;
 
@@ -72,8 +72,7 @@ impl Opener {
     }
 }
 
-/// Reads bytes as records: whatever pieces they come in, the same is found, and nothing that is not
-/// signed.
+/// Reads bytes as records. Any division into pieces gives the same records, and no unsigned ones.
 pub fn fuzz_records(bytes: &[u8]) {
     let find = |mut pieces: Box<dyn Iterator<Item = &[u8]> + '_>| {
         let (mut opener, mut plain) = (Opener::new(Signer::fixed()), Vec::new());
@@ -96,7 +95,7 @@ pub fn fuzz_records(bytes: &[u8]) {
     }
 }
 
-/// Records of several lengths, behind the byte that says how long the pieces are.
+/// Records of several lengths, behind a byte with the length of the pieces.
 pub fn sample_records() -> Vec<Vec<u8>> {
     let mut signer = Signer::fixed();
     let mut all = vec![7];

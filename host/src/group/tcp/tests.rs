@@ -118,7 +118,7 @@ fn a_client_believes_no_answer_that_the_server_has_not_signed() {
             crate::group::secret::Responder::new(&secret(), Purpose::Store, &claims, opening).unwrap();
         let length = (REPLY as u32).to_le_bytes();
         socket.write_all(&[MARK.as_slice(), &length, &reply].concat()).unwrap();
-        // A record that says what the ping is answered with, signed by nobody.
+        // A record with the answer to the ping, without a valid signature.
         let answer = [4u32.to_le_bytes().as_slice(), &[1; 4], &[0; 32]].concat();
         socket.write_all(&answer).unwrap();
         let mut rest = Vec::new();

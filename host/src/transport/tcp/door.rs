@@ -1,4 +1,4 @@
-//! How connections are set up: who calls, and who is let in.
+//! Setup of connections: the calling side, and the admission of callers.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -21,7 +21,8 @@ use crate::transport::greeting::{MAGIC, PHASE, VERSION};
 use crate::transport::setup::{LOOK, Setup};
 
 pub(super) const TOKEN: usize = 16;
-/// Magic u64, version u32, phase u32, token, rank u32, queue u32, bytes of wire memory u64; little endian.
+/// Magic u64, version u32, phase u32, token, rank u32, queue u32, bytes of wire memory u64; little
+/// endian.
 pub(super) const HELLO: usize = 48;
 
 /// The first message of a connection.
@@ -44,7 +45,8 @@ pub(super) fn hello(
     bytes
 }
 
-/// The claims on which both ends of a connection agree: the group, who connects to whom, with which queue, and where.
+/// The claims on which both ends of a connection agree: the group, the two ranks, the queue, and
+/// the address.
 pub(super) fn claims(setup: &Setup<'_>, from: u32, to: u32, queue: u32, address: SocketAddr) -> Vec<u8> {
     let mut claims = [PHASE, from, to, queue].map(u32::to_le_bytes).concat();
     claims.extend_from_slice(&setup.memory.bytes().to_le_bytes());
@@ -55,7 +57,7 @@ pub(super) fn claims(setup: &Setup<'_>, from: u32, to: u32, queue: u32, address:
     claims
 }
 
-/// A connection to a peer that has been told who this is.
+/// A connection to a peer that has received this rank's hello.
 #[derive(Debug)]
 pub(super) struct Dialed {
     socket: TcpStream,
@@ -78,7 +80,7 @@ impl Dialed {
     }
 }
 
-/// Connects to a peer and says who this is.
+/// Connects to a peer and sends this rank's hello.
 pub(super) fn dial(
     setup: &Setup<'_>,
     address: &str,
@@ -106,8 +108,8 @@ pub(super) fn dial(
     let mut challenge = None;
     if let Some(secret) = secret {
         let claims = claims(setup, rank, peer, queue, socket_address);
-        // The token came over the group and is new, so that the proof can go with the opening: no rank waits for an answer
-        // before it has accepted.
+        // The token came over the group and is new, so the proof can go with the opening. No rank
+        // waits for an answer before it has accepted.
         let initiator = Initiator::new(secret, Purpose::Transport, claims)?;
         hello.extend_from_slice(&initiator.opening());
         hello.extend_from_slice(&initiator.proof(&token));
@@ -130,8 +132,8 @@ pub(super) fn read_answer(socket: &mut TcpStream, deadline: Instant) -> Result<(
     if text.is_empty() {
         return Ok(());
     }
-    take(socket, &mut text, deadline).map_err(|error| format!("refused, but did not say why: {error}"))?;
-    Err(format!("refused; what answers there says {}", quoted(&text)))
+    take(socket, &mut text, deadline).map_err(|error| format!("rejected, without a reason: {error}"))?;
+    Err(format!("rejected; the listener there answers {}", quoted(&text)))
 }
 
 fn parse_address(text: &str) -> Option<([u8; TOKEN], SocketAddr)> {
@@ -159,7 +161,7 @@ enum Verdict {
     Incomplete,
     /// It is the connection of this (queue, peer).
     Welcome(u32, u32),
-    /// Somebody who does not belong here.
+    /// A connection that does not belong to the group.
     Stranger(String),
     /// A rank of this group that got something wrong.
     Wrong(u32, String),
@@ -230,7 +232,7 @@ impl Door {
         Ok(accepted)
     }
 
-    /// Hears who a stranger is, and lets it in or tells it why not.
+    /// Reads a stranger's hello, and admits it or sends the reason of its rejection.
     fn greet(
         &mut self,
         id: u64,
@@ -366,7 +368,8 @@ fn judge(rules: &Rules<'_>, bytes: &[u8]) -> Verdict {
 const SAMPLE_TOKEN: [u8; TOKEN] = *b"0123456789abcdef";
 const SAMPLE_MEMORY: u64 = 1 << 20;
 
-/// Reads a hello as the door does: only who shows the token, and says what is expected, gets in, and who does not is told in a few words.
+/// Reads a hello as the door does. It admits only a connection with the token and the expected
+/// fields, and sends any other a short reason.
 pub fn fuzz_tcp_hello(bytes: &[u8]) {
     let rules = Rules {
         token: &SAMPLE_TOKEN,

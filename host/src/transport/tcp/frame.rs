@@ -1,12 +1,11 @@
 //! The frames of a connection.
 //!
-//! A connection starts with a hello and the peer's answer. Then frames go one way: a header of four u64, little endian
-//! (bytes, to, counter, value), and the bytes. The other way there is at most a farewell: the receiver's goodbye, or why it
-//! refused a frame.
+//! A connection starts with a hello and the peer's answer. Then frames go one way: a header of four
+//! u64, little endian (bytes, to, counter, value), and the bytes. The other way there is at most a
+//! farewell: the receiver's goodbye, or why it refused a frame.
 //!
-//! Where the job has a secret, each header is followed by its signature, so that nobody between the
-//! ranks adds, repeats, drops or redirects a put. The bytes of a put are not signed, since they go
-//! into wire memory as they come, as with RDMA.
+//! If the job has a secret, each header is followed by its signature. So no process between the
+//! ranks can add, repeat, drop or redirect a put.
 
 use crate::group::secret::{Signer, TAG};
 use crate::transport::put::Put;
@@ -47,7 +46,7 @@ pub(super) enum Frame {
     Put(Put),
 }
 
-/// Reads a header at a receiver with `memory` bytes; an error says what does not fit.
+/// Reads a header at a receiver with `memory` bytes; an error names the field that does not fit.
 pub(super) fn read_header(header: &[u8; HEADER], memory: u64) -> Result<Frame, String> {
     let [bytes, to, counter, value] = [0, 8, 16, 24].map(|at| word64(header, at));
     if bytes == GOODBYE {
@@ -74,7 +73,8 @@ pub(super) fn word64(bytes: &[u8], at: usize) -> u64 {
     bytes[at..].iter().take(8).rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
 }
 
-/// Reads bytes as a receiver does: no byte and no counter of a put lies outside of its memory, which is as long as the first two bytes say.
+/// Reads bytes as a receiver does. No byte and no counter of a put lies outside of its memory,
+/// whose length the first two bytes give.
 pub fn fuzz_tcp_frames(bytes: &[u8]) {
     let Some((length, mut rest)) = bytes.split_first_chunk::<2>() else { return };
     let memory = u64::from(u16::from_le_bytes(*length));

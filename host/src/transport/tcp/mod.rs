@@ -1,5 +1,5 @@
-//! Puts over TCP: every queue has a connection of its own to the peer, with a thread there that takes the puts. Both ends are
-//! page-locked host memory, from and to which the sockets copy.
+//! Puts over TCP: every queue has a connection of its own to the peer, with a thread there that
+//! takes the puts. Both ends are page-locked host memory, from and to which the sockets copy.
 
 mod door;
 mod frame;

@@ -163,7 +163,8 @@ impl Reader {
     unsafe fn take(&self, to: *mut u8, len: usize) -> Result<()> {
         let mut taken = 0;
         while taken < len {
-            // SAFETY: within the caller's memory. The kernel writes through the address; no reference is made.
+            // SAFETY: within the caller's memory. The kernel writes through the address; no
+            // reference is made.
             let count = unsafe {
                 libc::recv(self.socket.as_raw_fd(), to.add(taken).cast(), len - taken, libc::MSG_WAITALL)
             };

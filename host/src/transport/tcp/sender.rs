@@ -79,7 +79,8 @@ impl TcpQueue {
                     pieces.push(Bytes { start, len: put.bytes as usize });
                 }
             }
-            // SAFETY: the headers outlive the call; the rest was checked to lie in the source, which this queue keeps.
+            // SAFETY: the headers outlive the call; the rest was checked to lie in the source,
+            // which this queue keeps.
             unsafe { self.send(&mut pieces, deadline)? };
             self.sent += batch.len() as u64;
         }
@@ -99,8 +100,9 @@ impl TcpQueue {
             message.msg_iov = rest.as_mut_ptr().cast();
             message.msg_iovlen = rest.len() as _;
             let send = || {
-                // SAFETY: `Bytes` is laid out like an iovec, and the caller vouches for what they point to. The kernel reads through the
-                // addresses, so that what a device writes at the same time makes for stale bytes, nothing worse.
+                // SAFETY: `Bytes` is laid out like an iovec, and the caller vouches for what they
+                // point to. The kernel reads through the addresses, so that what a device writes at
+                // the same time makes for stale bytes, nothing worse.
                 unsafe { libc::sendmsg(self.socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) }
             };
             let sent = self.interrupt.during(&"sendmsg", send);

@@ -110,7 +110,7 @@ fn alone_with_a_secret(test: impl Fn(&Setup<'_>)) {
 }
 
 #[test]
-fn who_has_the_token_and_not_the_secret_is_not_let_in() {
+fn a_token_without_the_secret_is_rejected() {
     alone_with_a_secret(|setup| {
         let (mut first, mut second) = (Door::open(setup).unwrap(), Door::open(setup).unwrap());
         let claims = |to: &Door| super::door::claims(setup, 1, 0, 0, to.address);
@@ -124,7 +124,8 @@ fn who_has_the_token_and_not_the_secret_is_not_let_in() {
         let other = JobSecret::new(&"o".repeat(32)).unwrap();
         let (_, stranger, _) = call(&first, &other, claims(&first));
         let (opening, good, initiator) = call(&first, &secret, claims(&first));
-        // Bytes overheard at one listener, replayed at another: with its own token in place of the first's.
+        // Bytes overheard at one listener, replayed at another: with its own token in place of the
+        // first's.
         let mut replayed = good.clone();
         replayed[16..32].copy_from_slice(&second.token);
         let connect = |door: &Door, bytes: &[u8]| {
@@ -165,7 +166,7 @@ fn who_has_the_token_and_not_the_secret_is_not_let_in() {
 }
 
 #[test]
-fn who_answers_without_the_secret_gets_no_frames() {
+fn an_impostor_without_the_secret_gets_no_frames() {
     alone_with_a_secret(|setup| {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("{:032x}@{}", 7, listener.local_addr().unwrap());
@@ -190,7 +191,7 @@ fn ranks_of_one_host_listen_at_loopback() {
 }
 
 #[test]
-fn the_oldest_of_the_silent_makes_room_whoever_was_refused_before() {
+fn the_oldest_silent_stranger_makes_room_even_after_rejections() {
     alone(SOON, |setup| {
         let limits = ConnectionLimits { strangers: 3, ..ConnectionLimits::default() };
         let options = TransportOptions { limits, ..setup.options.clone() };
@@ -278,7 +279,7 @@ fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
             assert!(error.contains(expected) && error.contains("with rank 1"), "{error}");
             let answer = read_answer(&mut socket, deadline(SOON)).unwrap_err();
             assert!(
-                answer.starts_with("refused; what answers there says \"") && answer.contains(expected),
+                answer.starts_with("rejected; the listener there answers \"") && answer.contains(expected),
                 "{answer}"
             );
         }
@@ -470,14 +471,15 @@ fn a_proxy_ends_promptly_though_its_peer_stalls() {
             let entry = ring + size_of::<QueueWords>() as u64 + index * size_of::<PutRequest>() as u64;
             let mut put = PutRequest::default();
             (put.bytes, put.ticket) = (BYTES, index + 1);
-            // SAFETY: an entry of the proxy's ring, in host memory, which the proxy has not come to. Seeing
-            // parts of it does no harm: all values but the ticket and the bytes are zero before and after.
+            // SAFETY: an entry of the proxy's ring, in host memory, which the proxy has not come
+            // to. Seeing parts of it does no harm: all values but the ticket and the bytes are zero
+            // before and after.
             unsafe { (entry as *mut PutRequest).write_volatile(put) };
         }
         std::thread::sleep(Duration::from_millis(300));
         assert!(proxy.stats().puts < RING_ENTRIES && proxy.failure().is_none(), "it stalls");
         proxy.stop(Duration::from_millis(100));
-        // By the interrupt; one that had to be left behind would say so.
+        // Ended by the interrupt: a leaked proxy would report that.
         let error = proxy.failure().unwrap().to_string();
         assert!(error.contains("interrupted"), "{error}");
     });

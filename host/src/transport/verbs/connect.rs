@@ -1,4 +1,5 @@
-//! How ranks come to be connected: each tells all others, in its greeting, where its ends of the connections are.
+//! How ranks come to be connected: each tells all others, in its greeting, where its ends of the
+//! connections are.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::net::Ipv6Addr;
@@ -107,7 +108,8 @@ fn prepare(setup: &Setup<'_>) -> Result<Prepared> {
     Ok(Prepared { settings, cards, qps, offer })
 }
 
-/// A first packet number, of 24 bits: random, so that packets of an earlier connection are not taken for those of this one.
+/// A first packet number, of 24 bits: random, so that packets of an earlier connection are not
+/// taken for those of this one.
 fn packet_number() -> u32 {
     RandomState::new().build_hasher().finish() as u32 & 0xff_ffff
 }

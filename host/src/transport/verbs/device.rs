@@ -27,7 +27,8 @@ pub(super) struct Card {
 }
 
 impl Card {
-    /// Opens the cards for a GPU, at least one: those that the options name, in their order, else the nearest.
+    /// Opens the cards for a GPU, at least one: those that the options name, in their order, else
+    /// the nearest.
     pub fn open(options: &VerbsOptions, gpu: &DeviceInfo) -> Result<Vec<Card>> {
         options.check()?;
         let sysfs = Sysfs::new();
@@ -84,7 +85,8 @@ impl Card {
         let most = positive(device.max_qp_wr).min(positive(device.max_cqe));
         Ok(Card {
             infiniband,
-            // A global address only where it is asked for: within a subnet LIDs are simpler for the card.
+            // A global address only where it is asked for: within a subnet LIDs are simpler for the
+            // card.
             gid: gid.filter(|_| !infiniband || options.gid_index.is_some()),
             lid: port.lid,
             mtu,

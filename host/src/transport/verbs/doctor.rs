@@ -15,7 +15,8 @@ use crate::transport::verbs_options::{VerbsOptions, mtu_bytes};
 /// Bytes of wire memory that are registered to see how.
 const TRIAL: u64 = 2 << 20;
 
-/// One check per entry: its name, and what was found, or what is wrong and how to mend it. Wire memory of each of `gpus` is tried.
+/// One check per entry: its name, and what was found, or what is wrong and how to mend it. Wire
+/// memory of each of `gpus` is tried.
 pub fn doctor(gpus: &[Arc<dyn Device>]) -> Vec<(String, Result<String, String>)> {
     let text = |result: Result<String>| result.map_err(|error| error.to_string());
     let options = match VerbsOptions::from_env() {

@@ -13,12 +13,13 @@ use crate::transport::setup::deadline;
 /// The work request numbers of the two goodbyes, which no put has: puts are numbered from 1.
 const OUR_GOODBYE: u64 = u64::MAX;
 const THEIR_GOODBYE: u64 = u64::MAX - 1;
-/// How long a rank that leaves waits for its peers, whose last puts may be under way or not acknowledged. Those that leave
-/// together need far less.
+/// How long a rank that leaves waits for its peers, whose last puts may be under way or not
+/// acknowledged. Those that leave together need far less.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// One end of a connection. The queue puts over it, and the receiving side keeps it until the peer has left too, since the
-/// peer's puts come in over it. The goodbye is an empty message behind all puts.
+/// One end of a connection. The queue puts over it, and the receiving side keeps it until the peer
+/// has left too, since the peer's puts come in over it. The goodbye is an empty message behind all
+/// puts.
 #[derive(Debug)]
 pub(super) struct End {
     // Before the region: dropped first.

@@ -1,9 +1,10 @@
-//! Queues over ibverbs: reliable connections, RDMA writes, and a counter written behind the data on the same connection. No
-//! atomics of the card are used.
+//! Queues over ibverbs: reliable connections, RDMA writes, and a counter written behind the data on
+//! the same connection. No atomics of the card are used.
 //!
-//! A rank uses one card (device, port and GID), or several ([`VerbsOptions::devices`](super::VerbsOptions::devices)): queue q to a peer is on card q mod their
-//! number. Wire memory is registered whole, with each. Each queue is a connection with a completion queue of its own, so that a
-//! queue that fails takes no other with it.
+//! A rank uses one card (device, port and GID), or several
+//! ([`VerbsOptions::devices`](super::VerbsOptions::devices)): queue q to a peer is on card q mod
+//! their number. Wire memory is registered whole, with each. Each queue is a connection with a
+//! completion queue of its own, so that a queue that fails takes no other with it.
 
 mod cards;
 mod connect;
@@ -25,8 +26,8 @@ use super::options::TransportOptions;
 use crate::driver::{Device, Memory};
 use crate::error::Result;
 
-/// Allocates wire memory where the rank's network cards reach it: device memory by dma-buf, else by a peer-memory module, else
-/// host memory that is mapped into the device.
+/// Allocates wire memory that the rank's network cards reach. It tries device memory by dma-buf,
+/// then by a peer-memory module, then host memory that is mapped into the device.
 pub(super) fn wire_memory(
     options: &TransportOptions,
     device: &Arc<dyn Device>,

@@ -18,7 +18,8 @@ pub(super) struct Remote {
     pub rkey: u32,
 }
 
-/// An ordered queue over verbs: of each put the bytes, then the counter, as RDMA writes on one connection.
+/// An ordered queue over verbs: of each put the bytes, then the counter, as RDMA writes on one
+/// connection.
 #[derive(Debug)]
 pub(super) struct VerbsQueue {
     end: Arc<End>,

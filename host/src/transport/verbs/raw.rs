@@ -1,4 +1,5 @@
-//! Owners of verbs objects. Each keeps alive what it was made from and gives its object back on drop.
+//! Owners of verbs objects. Each keeps alive what it was made from and gives its object back on
+//! drop.
 
 use std::ffi::{CStr, c_int};
 use std::fmt::Debug;
@@ -11,7 +12,8 @@ use ibverbs_sys::{self as ib, ibv_access_flags as access, ibv_qp_attr_mask as ma
 
 use crate::error::{Error, Result};
 
-/// The access that a peer's card has to registered memory. Not relaxed ordering: a counter must not overtake its data.
+/// The access that a peer's card has to registered memory. Not relaxed ordering: a counter must not
+/// overtake its data.
 const ACCESS: c_int = (access::IBV_ACCESS_LOCAL_WRITE.0 | access::IBV_ACCESS_REMOTE_WRITE.0) as c_int;
 
 /// An [`Error::Verbs`] for an `errno` value.
@@ -99,7 +101,7 @@ impl Drop for List {
     }
 }
 
-/// The names of all RDMA devices, sorted. The error says why there are none.
+/// The names of all RDMA devices, sorted. The error gives the reason why there are none.
 pub(super) fn device_names() -> Result<Vec<String>> {
     let list = List::new()?;
     let mut names: Vec<String> = list.devices().map(|(_, name)| name).collect();
@@ -149,7 +151,8 @@ impl Context {
     pub fn port(&self, port: u8) -> Result<ib::ibv_port_attr> {
         // SAFETY: a struct of numbers, for which zeroes are valid.
         let mut attributes: ib::ibv_port_attr = unsafe { std::mem::zeroed() };
-        // SAFETY: the context is open. The declared type is an older, shorter form of the same struct; what it lacks stays zero.
+        // SAFETY: the context is open. The declared type is an older, shorter form of the same
+        // struct; the missing fields stay zero.
         let code = unsafe { ib::ibv_query_port(self.raw.as_ptr(), port, (&raw mut attributes).cast()) };
         let operation = format!("port {port} of {}", self.name);
         check(code, "ibv_query_port", &operation, "; EPOXIDE_RDMA_PORT counts from 1").map(|()| attributes)
@@ -184,7 +187,8 @@ impl Pd {
         Ok(Arc::new(Pd { raw, context: context.clone() }))
     }
 
-    /// Whether the device takes dma-buf memory: asked with a descriptor that is none, the others object to that.
+    /// Whether the device takes dma-buf memory: asked with a descriptor that is none, the others
+    /// object to that.
     pub fn takes_dma_buf(&self) -> bool {
         // SAFETY: the domain is live; an invalid descriptor is refused.
         let raw = unsafe { ib::ibv_reg_dmabuf_mr(self.raw.as_ptr(), 0, 0, 0, -1, 0) };
@@ -213,7 +217,8 @@ unsafe impl Send for Mr {}
 unsafe impl Sync for Mr {}
 
 impl Mr {
-    /// Registers `bytes` at `address`: host memory, or device memory that a peer-memory module of the kernel knows.
+    /// Registers `bytes` at `address`: host memory, or device memory that a peer-memory module of
+    /// the kernel knows.
     ///
     /// # Safety
     /// The memory stays mapped for as long as the region lives. Peers write it at any time.
@@ -223,8 +228,8 @@ impl Mr {
         Mr::own(raw, pd, "ibv_reg_mr", bytes)
     }
 
-    /// Registers device memory by its dma-buf; peers address it as if it began at `address`. The region holds its own reference
-    /// to the memory.
+    /// Registers device memory by its dma-buf; peers address it as if it began at `address`. The
+    /// region holds its own reference to the memory.
     pub fn of_dma_buf(pd: &Arc<Pd>, fd: &OwnedFd, address: u64, bytes: u64) -> Result<Mr> {
         // SAFETY: the domain and the descriptor are live; the kernel checks the range.
         let raw = unsafe {
@@ -332,7 +337,8 @@ pub(super) struct Qp {
 
 // SAFETY: as for `Context`.
 unsafe impl Send for Qp {}
-// SAFETY: providers lock a queue pair and a completion queue in each call (ibv_post_send(3) and ibv_poll_cq(3) are thread-safe).
+// SAFETY: providers lock a queue pair and a completion queue in each call (ibv_post_send(3) and
+// ibv_poll_cq(3) are thread-safe).
 unsafe impl Sync for Qp {}
 
 /// One RDMA write, or an empty message.
@@ -371,8 +377,8 @@ pub(super) struct Completion {
 }
 
 impl Qp {
-    /// A connection for `depth` writes in flight and an empty message each way, not connected yet. Its completion queue has room for all of
-    /// them, so that it cannot overrun.
+    /// A connection for `depth` writes in flight and an empty message each way, not connected yet.
+    /// Its completion queue has room for all of them, so that it cannot overrun.
     pub fn new(pd: &Arc<Pd>, depth: u32) -> Result<Qp> {
         let cq = Cq::new(&pd.context, depth + 2)?;
         // SAFETY: pointers and numbers, for which zeroes are valid.
@@ -476,7 +482,8 @@ impl Qp {
         // SAFETY: as in `post`.
         let receive = unsafe { (*self.raw.as_ref().context).ops.post_recv };
         let Some(receive) = receive else { return Err(failed("ibv_post_recv", libc::ENOSYS, operation, "")) };
-        // SAFETY: the pair is live; the request lives until the call has returned, which keeps nothing of it.
+        // SAFETY: the pair is live; the request lives until the call has returned, which keeps
+        // nothing of it.
         let code = unsafe { receive(self.raw.as_ptr(), &mut request, &mut refused) };
         check(code, "ibv_post_recv", operation, "")
     }
@@ -532,10 +539,12 @@ impl Qp {
         let Some(first) = requests.first_mut() else { return Ok(()) };
         let first: *mut ib::ibv_send_wr = first;
         let mut refused = null_mut();
-        // SAFETY: the pair is live and so is its context, whose table has this entry in every provider (else it is an error, below).
+        // SAFETY: the pair is live and so is its context, whose table has this entry in every
+        // provider (else it is an error, below).
         let post = unsafe { (*self.raw.as_ref().context).ops.post_send };
         let Some(post) = post else { return Err(failed("ibv_post_send", libc::ENOSYS, operation, "")) };
-        // SAFETY: the chain, its pieces and the words live until the call has returned, which keeps none of them.
+        // SAFETY: the chain, its pieces and the words live until the call has returned, which keeps
+        // none of them.
         let code = unsafe { post(self.raw.as_ptr(), first, &mut refused) };
         check(code, "ibv_post_send", operation, "")
     }
@@ -546,7 +555,8 @@ impl Qp {
         // SAFETY: as in `post`.
         let poll = unsafe { (*self.raw.as_ref().context).ops.poll_cq };
         let Some(poll) = poll else { return Err(failed("ibv_poll_cq", libc::ENOSYS, "poll", "")) };
-        // SAFETY: the completion queue is live, and there is room for as many entries as are asked for.
+        // SAFETY: the completion queue is live, and there is room for as many entries as are asked
+        // for.
         let count = unsafe { poll(self.cq.raw.as_ptr(), entries.len() as c_int, entries.as_mut_ptr()) };
         let count = usize::try_from(count).map_err(|_| {
             failed("ibv_poll_cq", count.saturating_abs(), "poll", "; the completion queue is broken")

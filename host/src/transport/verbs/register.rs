@@ -11,7 +11,8 @@ use crate::error::{Error, Result};
 /// How a network card reaches memory; the weakest way first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reach {
-    /// It is host memory, page-locked by the registration. For a GPU's wire memory: the GPU reads and writes it over PCIe.
+    /// It is host memory, page-locked by the registration. For a GPU's wire memory: the GPU reads
+    /// and writes it over PCIe.
     Host,
     /// Device memory, by a peer-memory module of the kernel (nvidia-peermem).
     PeerMemory,
@@ -37,7 +38,8 @@ trait Drivers {
     fn register_address(&self) -> Result<Self::Region>;
 }
 
-/// Registers memory: that of the host by its address; device memory by a dma-buf, or else by its address too.
+/// Registers memory: that of the host by its address; device memory by a dma-buf, or else by its
+/// address too.
 fn register_with<D: Drivers>(is_host: bool, drivers: &D) -> Result<(D::Region, Reach)> {
     if is_host {
         return Ok((drivers.register_address()?, Reach::Host));
@@ -56,7 +58,8 @@ fn register_with<D: Drivers>(is_host: bool, drivers: &D) -> Result<(D::Region, R
     }
 }
 
-/// Wire memory in the place that the network cards reach: of the device, or, where one cannot reach that, of the host.
+/// Wire memory in the place that the network cards reach: of the device, or, where one cannot reach
+/// that, of the host.
 fn place<M>(
     is_virtual: bool,
     order: RdmaWriteOrder,
@@ -99,7 +102,8 @@ impl Drivers for OnCard<'_> {
     }
 
     fn register_address(&self) -> Result<Mr> {
-        // SAFETY: `Region` keeps the memory for as long as the registration; wire memory is there for peers to write.
+        // SAFETY: `Region` keeps the memory for as long as the registration; wire memory is there
+        // for peers to write.
         unsafe { Mr::at_address(self.pd, address(self.memory), self.memory.footprint()) }
     }
 }

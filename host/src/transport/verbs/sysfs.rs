@@ -1,4 +1,5 @@
-//! Facts about RDMA devices from sysfs: GIDs with their types, and where a device sits on the PCI tree.
+//! Facts about RDMA devices from sysfs: GIDs with their types, and where a device sits on the PCI
+//! tree.
 
 use std::fs::read_to_string;
 use std::net::Ipv6Addr;
@@ -98,7 +99,8 @@ impl Sysfs {
         let (gpu, card) = (gpu.canonicalize().ok()?, self.device(device).join("device").canonicalize().ok()?);
         let common = gpu.components().zip(card.components()).take_while(|(a, b)| a == b).count();
         let hops = (gpu.components().count() + card.components().count() - 2 * common) as u32;
-        // Below one host bridge (`/sys/devices/pci0000:00`) the way does not touch the processor; else sockets count.
+        // Below one host bridge (`/sys/devices/pci0000:00`) the way does not touch the processor;
+        // else sockets count.
         let host_bridge = self.root.canonicalize().ok()?.components().count() + 2;
         let node = |path: &Path| {
             read_to_string(path.join("numa_node")).ok()?.trim().parse().ok().filter(|node: &i32| *node >= 0)
@@ -118,8 +120,8 @@ impl Sysfs {
 /// More than any number of PCI switches.
 const FAR: u32 = 1000;
 
-/// The GID to use: what the user says, else the RoCE v2 address that routes furthest, or the first of InfiniBand. Never an index by
-/// luck: tables differ from machine to machine and change when an interface gets an address.
+/// The GID to use: the user's choice, else the RoCE v2 address that routes furthest, or the first
+/// of InfiniBand.
 pub fn choose_gid(gids: &[Gid], index: Option<u32>) -> Result<&Gid, String> {
     let have = || {
         let list: Vec<String> = gids.iter().map(Gid::to_string).collect();
@@ -147,7 +149,8 @@ pub fn choose_gid(gids: &[Gid], index: Option<u32>) -> Result<&Gid, String> {
     })
 }
 
-/// Selects among several devices the one for GPU `ordinal`: the nearest by PCI; those equally near are dealt out by ordinal.
+/// Selects among several devices the one for GPU `ordinal`: the nearest by PCI; those equally near
+/// are dealt out by ordinal.
 pub fn nearest<'a>(
     sysfs: &Sysfs,
     devices: &[&'a str],
@@ -231,7 +234,8 @@ mod tests {
         assert_eq!(choose_gid(&[gid(0, GidType::InfiniBand, "fe80::1")], None).unwrap().index, 0);
     }
 
-    /// A host with two sockets; on the first, two GPUs with a card each below a switch of their own, and one card elsewhere.
+    /// A host with two sockets; on the first, two GPUs with a card each below a switch of their
+    /// own, and one card elsewhere.
     #[test]
     fn finds_the_nearest_device() {
         let dir = tempfile::tempdir().unwrap();
@@ -262,7 +266,8 @@ mod tests {
         assert_eq!(nearest(&sysfs, &all, "0000:0B:01.0", 1), Some("mlx5_2"));
         assert_eq!(nearest(&sysfs, &all[..3], "0000:0A:01.0", 0), Some("mlx5_2"));
         assert_eq!(nearest(&sysfs, &all[..2], "0000:0A:01.0", 0), Some("mlx5_1"));
-        // A GPU that is on no PCI tree gets one by its number, and so does one that sysfs does not know.
+        // A GPU that is on no PCI tree gets one by its number, and so does one that sysfs does not
+        // know.
         assert_eq!(nearest(&sysfs, &all, "", 6), Some("mlx5_2"));
         assert_eq!(nearest(&sysfs, &all, "0000:ff:00.0", 1), Some("mlx5_1"));
         assert_eq!(nearest(&sysfs, &[], "", 0), None);

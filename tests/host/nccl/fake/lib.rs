@@ -1,11 +1,14 @@
-//! A libnccl for tests, of NCCL's symbols and without a GPU: ranks are threads of one process, device memory is memory of it, and operations are
-//! done on the host once every rank has come. Until then they are in progress, or block, as NCCL's do. What a function is to do instead, a
-//! test says with `fake_set`.
+//! A libnccl for tests, with NCCL's symbols and without a GPU. Ranks are threads of one process,
+//! device memory is memory of it, and operations are done on the host once every rank has come.
+//! Until then they are in progress, or block, as NCCL's do. A test replaces a function's result
+//! with `fake_set`.
 //!
-//! It also watches its caller: two threads in one communicator at a time, or any use of one that was given back, count as misuse.
+//! It also watches its caller: two threads in one communicator at a time, or any use of one that
+//! was given back, count as misuse.
 //!
-//! Compiled by the tests with rustc alone. `--cfg old` leaves out what came after 2.7, `--cfg broken` one function that must be there,
-//! `--cfg foreign` what tells it from NCCL. With `--cfg wrong="NAME"`, the function of that name spoils the first byte of what it gives.
+//! Compiled by the tests with rustc alone. `--cfg old` leaves out functions that came after 2.7,
+//! `--cfg broken` one required function, `--cfg foreign` the symbol that tells it from NCCL. With
+//! `--cfg wrong="NAME"`, the function of that name spoils the first byte of what it gives.
 
 #![cfg_attr(old, allow(dead_code))]
 #![allow(non_snake_case, clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]
@@ -83,7 +86,7 @@ impl World {
 struct Meeting {
     come: Vec<usize>,
     operations: Vec<Operation>,
-    /// (from, to): what was posted and has not met its counterpart.
+    /// (from, to): posted sends without a counterpart.
     sends: HashMap<(usize, usize), Vec<Posted>>,
     receives: HashMap<(usize, usize), Vec<Posted>>,
     splits: Vec<HashMap<usize, (c_int, c_int)>>,
@@ -122,7 +125,7 @@ struct Member {
     inside: u32,
     operations: usize,
     splits: usize,
-    /// What has to be done for it to be no longer in progress.
+    /// Condition on which it is no longer in progress.
     waits_for: Wait,
     aborted: bool,
     error: c_int,
@@ -189,7 +192,7 @@ fn begin(guard: &mut Guard, name: &str, comm: usize) -> Option<c_int> {
     }
 }
 
-/// A call with a communicator: checks who else is in one, and does what was set.
+/// A call with a communicator: checks that no other thread is in one, and applies the set result.
 fn with_comm(name: &str, comm: Comm, call: impl FnOnce(&mut Guard, usize) -> c_int) -> c_int {
     let comm = comm as usize;
     let mut guard = lock();
@@ -213,7 +216,7 @@ fn with_comm(name: &str, comm: Comm, call: impl FnOnce(&mut Guard, usize) -> c_i
     code
 }
 
-/// What a communicator is to say now.
+/// The present result code of a communicator.
 fn status(world: &mut World, comm: usize) -> c_int {
     let Some(member) = world.members.get(&comm) else { return INVALID_ARGUMENT };
     if member.aborted || world.released {
@@ -501,7 +504,7 @@ pub extern "C" fn ncclCommDestroy(comm: Comm) -> c_int {
     code
 }
 
-/// Wakes who hangs with it, waits for them to leave, and frees it.
+/// Wakes threads that hang with it, waits for them to leave, and frees it.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommAbort(comm: Comm) -> c_int {
     let mut guard = lock();
@@ -756,7 +759,8 @@ pub extern "C" fn ncclReduceScatter(
 #[unsafe(no_mangle)]
 pub extern "C" fn epoxide_nccl_on_host() {}
 
-/// What `name` gives from now on instead of doing its work: a code, or one of the negative ones above; 0 lets it work again.
+/// Sets the result of `name` from now on: a code, or one of the negative ones above; 0 lets it work
+/// again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fake_set(name: *const c_char, code: c_int) {
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
@@ -794,7 +798,8 @@ pub extern "C" fn fake_live() -> u32 {
     world(&mut lock()).members.len() as u32
 }
 
-/// Registrations made and released so far, a line each; then a line for each misuse. The text stays.
+/// Registrations made and released so far, a line each; then a line for each misuse. The text
+/// stays.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_log() -> *const c_char {
     let mut guard = lock();

@@ -45,12 +45,12 @@ pub struct Gpu {
     memory: Memory,
     config: DeviceConfig,
     module: Arc<Module>,
-    /// What the PTX calls it, for messages.
+    /// Name of the type in PTX, for messages.
     kind: &'static str,
 }
 
-/// Runs a test on a fresh device for every schedule, and for the optimised and, where there is one, the plain
-/// translation of a source. `file` is the name of the PTX without its end.
+/// Runs a test on a fresh device for every schedule, and for the optimised and, where there is one,
+/// the plain translation of a source. `file` is the name of the PTX without its end.
 pub fn on_every_schedule(file: &str, test: impl Fn(&Gpu)) {
     let optimised = module(file).unwrap_or_else(|| panic!("no PTX '{file}'"));
     let plain = module(&format!("unoptimised/{file}"));
@@ -71,7 +71,7 @@ pub trait Number: Copy + Default {
     fn of(bytes: &[u8]) -> Self;
 }
 
-/// What a kernel can be given.
+/// An argument of a kernel.
 pub trait Argument {
     fn encoded(&self) -> Vec<u8>;
 }
@@ -190,7 +190,8 @@ impl Gpu {
     #[track_caller]
     fn run(&self, name: &str, config: GridConfig, arguments: &[&dyn Argument]) -> Result<(), Box<Fault>> {
         let kernel = self.module.kernel(name).unwrap_or_else(|| panic!("no kernel '{name}'"));
-        // Triton adds pointers to scratch memory, which its kernels here do not use: they stay null.
+        // Triton adds pointers to scratch memory, which its kernels here do not use: they stay
+        // null.
         let mut block = vec![0; kernel.param_bytes()];
         for (p, a) in kernel.params().iter().zip(arguments) {
             let bytes = a.encoded();

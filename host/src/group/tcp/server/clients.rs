@@ -168,7 +168,8 @@ impl Clients {
         }
     }
 
-    /// Refuses what would make the store larger than it may be. The protocol has no answer for that.
+    /// Refuses what would make the store larger than it may be. The protocol has no answer for
+    /// that.
     fn make_room(&self, needed: usize) -> Result<(), Violation> {
         let (held, most) = (self.board.bytes(), self.store_bytes);
         if needed > 0 && held + needed > most {
@@ -195,7 +196,7 @@ impl Clients {
         Ok(())
     }
 
-    /// Adds to a counter. A barrier's counter is looked at by those who come, not by those who wait.
+    /// Adds to a counter. Arriving clients read a barrier's counter, waiting ones do not.
     fn count(&mut self, key: &[u8], delta: i64) -> Result<i64, Violation> {
         if self.board.get(key).is_none() {
             self.make_room(self.needed(key, &[0; 20]))?;
@@ -242,7 +243,7 @@ impl Clients {
         }
     }
 
-    /// Tells those who wait for `key` that it is there. An entry of a queue is for one of them only.
+    /// Wakes clients that wait for `key`.
     fn wake(&mut self, key: &[u8], one: bool) {
         for id in self.waits.come(key, one) {
             if let Some(connection) = self.connections.get_mut(&id) {

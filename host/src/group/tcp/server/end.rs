@@ -42,7 +42,8 @@ pub(super) struct Input {
     framer: Framer,
 }
 
-/// Bytes to send; those before `sent` are gone. Behind them the rest, of which the next slice is made when these are gone.
+/// Bytes to send; those before `sent` are gone. Behind them the rest, of which the next slice is
+/// made when these are gone.
 #[derive(Debug, Default)]
 struct Output {
     bytes: Vec<u8>,
@@ -122,7 +123,8 @@ impl End {
         Ok(())
     }
 
-    /// The input, while its requests, which borrow it, change this and other connections; it is to be put back.
+    /// The input, while its requests, which borrow it, change this and other connections; it is to
+    /// be put back.
     pub(super) fn take_input(&mut self) -> Input {
         std::mem::take(&mut self.input)
     }
@@ -174,7 +176,7 @@ impl Input {
     fn add(&mut self, bytes: &[u8]) {
         let (length, needed) = (self.bytes.len(), self.bytes.len() + bytes.len());
         if needed > self.bytes.capacity() {
-            // Less than doubling it: what a client holds is bounded.
+            // Less than doubling it: the bytes of a client are bounded.
             self.bytes.reserve_exact(bytes.len() + length / 4);
         }
         self.bytes.extend_from_slice(bytes);

@@ -1,5 +1,5 @@
-//! The server: one thread, all sockets in one `poll`. It works in slices, so that no client holds up the others: each turn it reads, does and
-//! sends a bounded part of what each wants.
+//! The server: one thread, all sockets in one `poll`. It works in slices, so that no client blocks
+//! the others: each turn it reads, does and sends a bounded part for each client.
 
 mod clients;
 mod end;
@@ -41,10 +41,12 @@ const KEEPALIVE_COUNT: u32 = 4;
 
 /// A server of the store protocol, for [`TcpStore`](super::TcpStore) and for PyTorch's clients.
 ///
-/// Without a secret anyone who reaches the port can read and write the store, as with PyTorch's; where the job has one, only a
-/// [`TcpStore`](super::TcpStore) that knows it can. The resources of all clients together are bounded by
-/// [`ConnectionLimits`]. A client may be idle for as long as it likes, but its host must be there: the kernel asks it now and then. Dropping the server closes the port and
-/// all connections, and ends its thread; [`TcpStoreServer::finish`] lets the clients leave first.
+/// Without a secret any process that reaches the port can read and write the store, as with
+/// PyTorch's. If the job has one, only a [`TcpStore`](super::TcpStore) that knows it can. The
+/// resources of all clients together are bounded by [`ConnectionLimits`]. A client may be idle for
+/// as long as it likes, but its host must be there: the kernel asks it now and then. Dropping the
+/// server closes the port and all connections, and ends its thread; [`TcpStoreServer::finish`] lets
+/// the clients leave first.
 #[derive(Debug)]
 pub struct TcpStoreServer {
     address: SocketAddr,
@@ -304,8 +306,8 @@ impl Server {
         }
     }
 
-    /// Hears whether a stranger speaks the protocol, or knows the secret if the job has one. Behind
-    /// its first message nothing is read before that is known.
+    /// Reads a stranger's first message: the start of the protocol, or of the challenge if the job
+    /// has a secret.
     fn greet(&mut self, id: u64) {
         let Some(stranger) = self.strangers.get_mut(id) else { return };
         let heard = admit(stranger, &self.terms).and_then(|inside| match inside {
@@ -455,7 +457,7 @@ impl Server {
     }
 }
 
-/// Hears whether a stranger speaks the protocol. True once its first request has come.
+/// Checks that a stranger speaks the protocol.
 fn validate(stranger: &mut Stranger) -> std::result::Result<bool, String> {
     let validate = Message::query(Query::Validate).word(MAGIC).0;
     let all = stranger.read(validate.len())?;

@@ -6,8 +6,9 @@ use std::sync::Arc;
 /// Approximate memory of one wait for one key beside the key's bytes.
 const OVERHEAD: usize = 128;
 
-/// All waits, in the order in which they began. A wait for a key is found by its ticket, so that ending a client's waits costs as much as they are,
-/// however many others there are and however often a key stands among them.
+/// All waits, in the order in which they began. A wait for a key is found by its ticket. So ending
+/// a client's waits costs time in proportion to their number, regardless of other waits and of
+/// repeated keys.
 #[derive(Debug, Default)]
 pub(super) struct Waits {
     /// Clients by ticket, which ascend with time.
@@ -50,7 +51,8 @@ impl Waits {
         self.clients.get(&client).map_or(0, |wait| wait.bytes)
     }
 
-    /// Notes that `key` is there. The clients that wait for nothing more, oldest wait first; at most one of them if `one`.
+    /// Notes that `key` is there. The clients that wait for nothing more, oldest wait first; at
+    /// most one of them if `one`.
     pub(super) fn come(&mut self, key: &[u8], one: bool) -> Vec<u64> {
         let mut done = Vec::new();
         let Some(queue) = self.keys.get_mut(key) else { return done };
