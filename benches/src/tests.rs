@@ -116,7 +116,7 @@ fn kernels_that_sum_wrongly_are_not_measured() {
 
 #[test]
 fn counts_of_the_devices_are_those_of_a_serial_count() {
-    for (seed, line) in tier::sample([
+    let lines = [
         "--ranks-per-node 1 --topk 3",
         "--ranks-per-node 2 --tokens 33 --masked 0.5",
         "--ranks-per-node 3 --experts 9 --topk 4",
@@ -127,7 +127,8 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
         "--nodes 3 --ranks-per-node 2 --experts 12 --topk 3 --num-sms 4 --transport direct",
         "--nodes 2 --ranks-per-node 3 --experts 12 --topk 5 --num-sms 4 --dtype fp8 --hidden 256 --transport shm",
         "--nodes 2 --ranks-per-node 1 --num-sms 4 --masked 1.0",
-    ].into_iter().enumerate()) {
+    ];
+    for (seed, line) in lines.into_iter().enumerate().step_by(tier::pick(5, 1)) {
         let plan = plan(&format!("{line} --seed {seed}"));
         let (points, ranks) = measure(&plan, open, &()).unwrap();
         let ids: Vec<Vec<i64>> = (0..plan.topology.ranks()).map(|rank| plan.routing(rank)).collect();
@@ -147,7 +148,9 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
             let rows = if phase.name.is_dispatch() { sum(|r| r.six.send_rdma) } else { sum(|r| r.relayed) };
             assert!((wire.rows * per_rank - rows).abs() < 1e-9, "{line}");
             let messages = match phase.name {
-                PhaseName::DispatchUncached => ranks.iter().map(|rank| rank.message_bytes).sum::<u64>() as f64,
+                PhaseName::DispatchUncached => {
+                    ranks.iter().map(|rank| rank.message_bytes).sum::<u64>() as f64
+                }
                 _ => 0.0,
             };
             // Kernels store to mapped peers themselves, without puts.

@@ -77,7 +77,7 @@ fn sweep(round_trips: impl Fn(&Arc<Stop>, Fault) -> bool) {
     round_trips(&counting, Fault::Nothing);
     let executed = u64::MAX - counting.left();
     let points = std::env::var("EPOXIDE_DEATHS").ok().map(|points| points.parse().expect("a number"));
-    let points: u64 = points.unwrap_or(tier::pick(5, 60));
+    let points: u64 = points.unwrap_or(tier::pick(3, 60));
     let told = (0..points).filter(|point| {
         let after = executed * point / points;
         round_trips(&Stop::of(1), Fault::Stops(after))
@@ -93,7 +93,7 @@ fn other_calls(others: &[Other], rights: &[Other], round_trips: impl Fn(&Arc<Sto
         // The first round has no handle yet.
         other != rights[number] && (number > 0 || !matches!(other, Other::Cached | Other::Combine))
     };
-    for (other, number) in faults.filter(differs).step_by(tier::pick(11, 1)) {
+    for (other, number) in faults.filter(differs).step_by(tier::pick(17, 1)) {
         let fault = Fault::Calls(other, number);
         assert!(round_trips(&Stop::of(1), fault), "rank 0 was not told of {fault:?}");
     }

@@ -54,13 +54,12 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// With all that can be between nodes; in the default tier without shared memory, whose proxies
-    /// are those of TCP.
+    /// With all that can be between nodes; in the default tier TCP, which has proxies.
     fn all(spread: Spread) -> Vec<Ranks> {
         use TransportKind::{Direct, Shm, Tcp};
         let between = match spread {
             Spread::OneNode => return vec![Ranks { transport: None }],
-            Spread::SeveralNodes => tier::pick(vec![Direct, Tcp], vec![Direct, Shm, Tcp]),
+            Spread::SeveralNodes => tier::pick(vec![Tcp], vec![Direct, Shm, Tcp]),
         };
         between.into_iter().map(|transport| Ranks { transport: Some(transport) }).collect()
     }

@@ -227,24 +227,24 @@ fn pairs_without_a_host_wait() {
 #[test]
 fn pairs_whose_counts_are_late() {
     let place = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: QUEUES };
-    Network { nodes: 3, place, late: 0 }.run(tier::pick(5, 100));
+    Network { nodes: 3, place, late: 0 }.run(tier::pick(3, 100));
 }
 
 #[test]
 fn pairs_into_mapped_memory() {
     let place = Nodes { ranks_per_node: 2, transport: TransportKind::Direct, queues: QUEUES };
-    Network { nodes: 3, place, late: 0 }.run(tier::pick(5, 100));
+    Network { nodes: 3, place, late: 0 }.run(tier::pick(3, 100));
 }
 
 /// Two nodes map each other's memory, the third is reached over tcp.
 #[test]
 fn pairs_in_both_ways_at_once() {
     let place = Nodes { ranks_per_node: 1, transport: TransportKind::Auto, queues: QUEUES };
-    Network { nodes: 3, place, late: 1 }.run(tier::pick(5, 100));
+    Network { nodes: 3, place, late: 1 }.run(tier::pick(3, 100));
 }
 
 #[test]
 fn pairs_over_tcp() {
     let place = Nodes { ranks_per_node: 2, transport: TransportKind::Tcp, queues: QUEUES };
-    Network { nodes: 2, place, late: 2 }.run(tier::pick(5, 100));
+    Network { nodes: 2, place, late: 2 }.run(tier::pick(3, 100));
 }

@@ -164,13 +164,13 @@ fn random_rows(rng: &mut ChaCha8Rng, routing: &Routing) -> Vec<Vec<Vec<u8>>> {
 
 #[test]
 fn many_operations_without_a_host_wait() {
-    let program = Program::random(1, tier::pick(50, 200), 12, 4, 2, false);
+    let program = Program::random(1, tier::pick(25, 200), 12, 4, 2, false);
     run(&Setup::new(4, 2, 12, ROW.into()), &program);
 }
 
 #[test]
 fn operations_that_wait_for_counts_between_those_that_do_not() {
-    let program = Program::random(2, tier::pick(40, 100), 9, 3, 1, true);
+    let program = Program::random(2, tier::pick(20, 100), 9, 3, 1, true);
     run(&Setup::new(3, 1, 9, ROW.into()), &program);
 }
 

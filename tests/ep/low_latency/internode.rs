@@ -19,7 +19,8 @@ fn nodes(ranks_per_node: u32, transport: TransportKind) -> Option<Nodes> {
 
 #[test]
 fn two_nodes_of_two() {
-    for transport in [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp, TransportKind::Auto] {
+    use TransportKind::{Auto, Direct, Shm, Tcp};
+    for transport in tier::sample([Shm, Direct, Tcp, Auto]) {
         let case = LowLatencyCase::new(routing(&[9, 5, 0, 12], 3, 8, Style::DistinctTopK), 24);
         LowLatencyCase { nodes: nodes(2, transport), rounds: 3, ..case }.check();
     }
@@ -27,14 +28,14 @@ fn two_nodes_of_two() {
 
 #[test]
 fn quantised_either_way() {
-    for quantise in [Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
-        for quantise_back in [Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
-            let case = LowLatencyCase::new(routing(&[6, 5, 3], 2, 6, Style::DistinctTopK), 384);
-            let case =
-                LowLatencyCase { nodes: nodes(1, TransportKind::Shm), quantise, quantise_back, ..case };
-            case.check();
-            LowLatencyCase { by_expert: false, ..case }.check();
-        }
+    const ALL: [Quantise; 3] = [Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo];
+    let each = ALL.into_iter().flat_map(|there| ALL.map(|back| (there, back)));
+    let all = each.flat_map(|each| [(each, true), (each, false)]);
+    // Every fifth in the default tier: each kind in either direction, by expert and not.
+    for ((quantise, quantise_back), by_expert) in all.step_by(tier::pick(5, 1)) {
+        let case = LowLatencyCase::new(routing(&[6, 5, 3], 2, 6, Style::DistinctTopK), 384);
+        let nodes = nodes(1, TransportKind::Shm);
+        LowLatencyCase { nodes, quantise, quantise_back, by_expert, ..case }.check();
     }
 }
 
@@ -65,13 +66,14 @@ fn more_ranks_than_there_may_be() {
 /// one after the other.
 #[test]
 fn only_the_first_block_polls_host_memory() {
+    let rounds = tier::pick(3, 5);
     let checker = Checker::new(CheckConfig { races: false, ..CheckConfig::default() });
     checker.count_loads();
     let case = LowLatencyCase::new(routing(&[9, 5, 3], 3, 6, Style::DistinctTopK), 16);
     let case = LowLatencyCase {
         nodes: nodes(1, TransportKind::Shm),
         sm_count: 6,
-        rounds: 5,
+        rounds,
         unanswered: 2,
         checker: Some(checker.clone()),
         ..case
@@ -98,7 +100,7 @@ fn only_the_first_block_polls_host_memory() {
                 let is_row = loaded.memory == "wire memory" && loaded.part == "dispatch_in";
                 of_rows += if is_row && loaded.block != 0 { loaded.loads } else { 0 };
             }
-            let (ranks, rounds, most_rows) = (3, 5, 9 + 5 + 3);
+            let (ranks, rounds, most_rows) = (3, u64::from(rounds), 9 + 5 + 3);
             assert!(of_rows <= ranks * rounds * most_rows * 2, "{of_rows} loads from messages");
         }
         rank.group.barrier(PATIENCE)?;

@@ -101,7 +101,7 @@ fn transport() -> impl Strategy<Value = TransportKind> {
 
 pub(super) fn config(cases: u32) -> ProptestConfig {
     ProptestConfig {
-        cases: tier::pick(cases / 16, cases),
+        cases: tier::pick((cases / 32).max(1), cases),
         max_shrink_iters: 40,
         failure_persistence: None,
         ..ProptestConfig::default()

@@ -91,7 +91,7 @@ fn leave_out_and_take_in(case: &LowLatencyCase, gone: &[u32], when: Gone) {
 fn case(packet_tokens: u32) -> LowLatencyCase {
     LowLatencyCase {
         packet_tokens,
-        rounds: 3,
+        rounds: tier::pick(2, 3),
         places: 2,
         ..LowLatencyCase::new(routing(&[6, 5, 7, 3], 4, 8, Style::WithHoles), 256)
     }
@@ -134,7 +134,8 @@ fn the_checker_finds_nothing_while_ranks_come_and_go() {
     for (weak_memory, nodes) in all.into_iter().take(tier::pick(1, 4)) {
         let config = CheckConfig { races: weak_memory.is_none(), weak_memory, ..CheckConfig::default() };
         let checker = Some(Checker::new(config));
-        let case = LowLatencyCase { nodes, checker, schedule_seed: Some(3), ..case(5) };
+        let hidden = tier::pick(64, 256);
+        let case = LowLatencyCase { nodes, checker, hidden, schedule_seed: Some(3), ..case(5) };
         for when in tier::pick(vec![moments.next().unwrap()], ALL.to_vec()) {
             leave_out_and_take_in(&case, &[2], when);
         }

@@ -4,6 +4,7 @@ use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
+use epoxide_testing::tier;
 
 use crate::shapes::routing;
 
@@ -14,7 +15,7 @@ fn rows_that_differ_in_every_bit() {
 
 #[test]
 fn entries_without_an_expert_and_experts_twice() {
-    for style in [Style::WithHoles, Style::Repeats, Style::Skewed] {
+    for style in tier::sample([Style::Repeats, Style::WithHoles, Style::Skewed]) {
         LowLatencyCase::new(routing(&[9, 5, 7], 5, 6, style), 16).check();
     }
 }
@@ -30,7 +31,7 @@ fn rows_that_are_summed_already() {
 
 #[test]
 fn quantised_on_the_way() {
-    for quantise in [Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
+    for quantise in tier::sample([Quantise::Fp8PowerOfTwo, Quantise::Fp8]) {
         LowLatencyCase { quantise, ..LowLatencyCase::new(routing(&[6, 5], 2, 4, Style::DistinctTopK), 384) }
             .check();
     }
@@ -39,7 +40,7 @@ fn quantised_on_the_way() {
 #[test]
 fn quantised_on_the_way_back() {
     for quantise_back in [Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
-        for (packet_tokens, by_expert) in [(0, true), (0, false), (8, true), (8, false)] {
+        for (packet_tokens, by_expert) in tier::sample([(0, true), (0, false), (8, true), (8, false)]) {
             LowLatencyCase {
                 quantise_back,
                 packet_tokens,
@@ -60,7 +61,7 @@ fn many_rounds_in_one_place() {
 /// A warp lists up to 32 tokens of an expert. A block lists more, in turns of its threads.
 #[test]
 fn as_many_tokens_as_a_warp_lists_and_more() {
-    for tokens in [[16, 15], [16, 16], [17, 16], [300, 230]] {
+    for tokens in tier::sample([[16, 16], [16, 15], [17, 16], [300, 230]]) {
         // More experts than a block has warps.
         let routing = routing(&tokens, 3, 40, Style::WithHoles);
         LowLatencyCase { sm_count: 1, ..LowLatencyCase::new(routing, 16) }.check();
