@@ -312,6 +312,16 @@ impl Error {
         Error::Argument { argument, value: value.to_string(), rule: rule.into() }
     }
 
+    pub(crate) fn capacity(
+        (what, unit): (&'static str, &'static str),
+        needed: u64,
+        have: u64,
+        remedy: impl Into<String>,
+        scope: Scope,
+    ) -> Self {
+        Error::Capacity { what, needed, have, unit, remedy: remedy.into(), scope }
+    }
+
     /// Who sees this error of a collective call.
     pub fn scope(&self) -> Scope {
         match self {

@@ -41,49 +41,19 @@
 //! [`BufferOptions::ranks_per_node`] spreads the ranks over nodes, and [`BufferOptions::transport`]
 //! joins these. Ranks that can all map each other's memory are one node.
 
-mod beside;
-mod buffer;
-mod by_node;
-mod captured;
-pub(crate) mod ceiling;
-mod combine;
-mod config;
-mod dispatch;
-mod enqueue;
+pub(crate) mod core;
 mod experts;
-mod fault;
-mod handle;
-mod kernels;
-mod layout;
 pub(crate) mod low_latency;
-mod observed;
-mod options;
-mod order;
-mod peers;
-mod place;
-mod pool;
-mod received;
-mod scratch;
-mod sequence;
-mod step;
 mod tensor;
+pub(crate) mod throughput;
 pub(crate) mod topology;
-pub(crate) mod trace;
-pub(crate) mod tuning;
-mod wire;
 
-pub use buffer::Buffer;
-pub use by_node::NodeCounts;
-pub use combine::{CombineOutput, CombineRequest, CombineRows};
-pub use config::{Config, low_latency_rdma_size_hint};
-pub use dispatch::{CachedDispatchRequest, Counts, DispatchRequest};
+pub use core::{Step, StreamOrder};
 pub use experts::{ExpertId, ExpertMap, Placement};
-pub use handle::{DispatchHandle, ExpertRows, InternodeHandle, IntranodeHandle};
-pub use layout::DispatchLayout;
-pub use options::{BufferOptions, BufferShape};
-pub use order::StreamOrder;
-pub use place::{Place, PoolRows};
-pub use received::{Detached, DispatchOutput};
-pub use step::Step;
 pub use tensor::{DType, Element, Tensor, TypedTensor};
+pub use throughput::{
+    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, CombineRows,
+    Config, Counts, Detached, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, ExpertRows,
+    InternodeHandle, IntranodeHandle, NodeCounts, Place, PoolRows, low_latency_rdma_size_hint,
+};
 use topology::Topology;

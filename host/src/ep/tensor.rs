@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
 
-use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Stream};
+use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Report, Stream};
 use crate::error::{Error, Result};
 
 /// Element type of a [`Tensor`].
@@ -111,12 +111,14 @@ impl Element for u8 {
 pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 
 /// Operations that results come from. A host read of a result returns their error instead, if there was one.
-pub(crate) trait Outcome: fmt::Debug + Send + Sync {
+pub(crate) trait Outcome: Report {
     /// Has `stream` wait for the last operation of their buffer, on whichever stream it runs.
     fn come_before(&self, stream: &Stream) -> Result<()>;
 
     /// The error of the first of them that has failed. `stream` has passed them.
-    fn check_behind(&self, stream: &Stream) -> Result<()>;
+    fn check_behind(&self, _stream: &Stream) -> Result<()> {
+        self.report()
+    }
 }
 
 /// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone frees it, unless it was

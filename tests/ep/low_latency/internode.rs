@@ -124,7 +124,7 @@ fn one_put_for_each_peer_and_operation() {
                 |quantise| if quantise == Quantise::Not { 2 * hidden } else { hidden + hidden / 128 * 4 };
             let slot = |bytes: u32| u64::from(bytes.next_multiple_of(128));
             let entries = 16 + topk * 8;
-            for (peer, stats) in rank.buffer.wire_stats() {
+            for (peer, _, stats) in rank.buffer.wire_stats() {
                 assert_ne!(peer / 2, number / 2);
                 let there =
                     128 + rows(number, peer) as u64 * slot(bytes(quantise).next_multiple_of(16) + entries);

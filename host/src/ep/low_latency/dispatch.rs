@@ -7,11 +7,11 @@ use epoxide_gpu::layout::{
     DevicePtr, ExpertTable, FEW_TOKENS, LowLatencyCall, LowLatencyDispatchArgs, SCALE_BLOCK, row_stride,
 };
 
-use super::buffer::Buffer;
+use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending, THREADS};
 use super::layout::most_ranks;
-use super::place::Place;
-use super::quantise::Quantise;
+use super::options::Quantise;
+use super::results::Place;
 use super::results::Received;
 use crate::ep::experts::is_narrow;
 use crate::ep::tensor::Owner;
@@ -120,8 +120,8 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<(Operation, Received<'p>)> {
         let outcomes = self.outcomes(order)?;
-        let place = &place.0;
-        self.check_place(place)?;
+        let place = &*place.0;
+        self.core.check_place(place)?;
         let DispatchRequest { x, topk_idx, map, topk_weights, scales, quantise, timeout } = request;
         let (hidden, num_tokens) = (self.options.hidden, self.check_tokens(x.rows())?);
         let tokens = Some(u64::from(num_tokens));
@@ -168,7 +168,7 @@ impl Buffer {
         let call = LowLatencyCall {
             is_combine: false,
             has_scales: with_scales,
-            place: place.index,
+            place: place.index(),
             row_bytes: row_bytes as u32,
             num_tokens,
         };
@@ -204,18 +204,22 @@ impl Buffer {
         let owner = || lease.clone() as Owner;
         let (rows, experts, ranks) =
             (self.rows(), u64::from(self.local_experts()), u64::from(self.num_ranks()));
-        let tables = &place.room.tables;
-        let x = Tensor::in_memory(place.room.recv_x, dtype, &[rows, hidden], owner());
+        let tables = &place.room().tables;
+        let x = Tensor::in_memory(place.room().recv_x, dtype, &[rows, hidden], owner());
         let of_experts =
             |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).result(name, &outcomes);
         let received = Received {
             x: x.with_row_stride(row_stride(row_bytes)).result("x", &outcomes),
             scales: with_scales.then(|| {
-                TypedTensor::in_memory(place.room.recv_scales, &[of_row, rows], owner())
+                TypedTensor::in_memory(place.room().recv_scales, &[of_row, rows], owner())
                     .result("scales", &outcomes)
             }),
-            num_tokens: TypedTensor::in_memory(tables.num_tokens, &[most_ranks(self.topology)], owner())
-                .result("num_tokens", &outcomes),
+            num_tokens: TypedTensor::in_memory(
+                tables.num_tokens,
+                &[most_ranks(self.core.topology())],
+                owner(),
+            )
+            .result("num_tokens", &outcomes),
             expert_counts: TypedTensor::in_memory(tables.expert_counts, &[experts], owner())
                 .result("expert_counts", &outcomes),
             expert_rows: of_experts("expert_rows", tables.expert_rows),
@@ -238,7 +242,7 @@ impl Buffer {
         const ROWS_OF_BLOCK: u32 = 16;
         const EXPERTS_OF_BLOCK: u32 = THREADS / 32 - 1;
         let (rows, experts) = (self.num_ranks() * self.options.max_tokens, self.local_experts());
-        match self.topology.nodes {
+        match self.core.topology().nodes {
             1 if rows <= FEW_TOKENS => experts.div_ceil(EXPERTS_OF_BLOCK),
             1 => experts,
             _ => rows.div_ceil(ROWS_OF_BLOCK).max(experts),

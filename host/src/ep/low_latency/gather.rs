@@ -3,7 +3,7 @@
 use epoxide_gpu::kernels::LowLatencyGather;
 use epoxide_gpu::layout::{DevicePtr, LowLatencyGatherArgs, SCALE_BLOCK};
 
-use super::buffer::Buffer;
+use super::Buffer;
 use super::results::Received;
 use crate::driver::Event;
 use crate::ep::tensor::Owner;
@@ -95,10 +95,10 @@ impl Buffer {
             }
         };
         let args = LowLatencyGatherArgs {
-            expert_counts: place.room.tables.expert_counts,
-            expert_rows: place.room.tables.expert_rows,
-            recv_x: place.room.recv_x,
-            recv_scales: place.room.recv_scales,
+            expert_counts: place.room().tables.expert_counts,
+            expert_rows: place.room().tables.expert_rows,
+            recv_x: place.room().recv_x,
+            recv_scales: place.room().recv_scales,
             x: x.ptr(),
             scales: scales.map_or(DevicePtr::NULL, |scales| scales.ptr()),
             rows: rows as u32,

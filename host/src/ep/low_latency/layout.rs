@@ -7,13 +7,13 @@ use epoxide_gpu::layout::{
 
 use super::options::Options;
 use crate::ep::Topology;
-use crate::ep::scratch::Pieces;
+use crate::ep::core::Pieces;
 
 const RANKS: u64 = FEW_RANKS as u64;
 
 /// A pool: the places in it, and its parts by name.
 #[derive(Debug)]
-pub(super) struct PoolLayout {
+pub struct PoolLayout {
     pub places: Vec<LowLatencyPlace>,
     pub pieces: Pieces,
 }
@@ -54,7 +54,7 @@ pub(super) fn most_ranks(topology: Topology) -> u64 {
 
 /// A rank's private memory: the [`LocalState`] first, then for each place the kernels' arguments and its sums.
 #[derive(Debug)]
-pub(super) struct TableLayout {
+pub struct TableLayout {
     pub places: Vec<(LowLatencyTables, DevicePtr)>,
     pub pieces: Pieces,
 }

@@ -1,15 +1,15 @@
-//! How a low-latency buffer is made.
+//! How a low-latency buffer is made, and how rows become e4m3 on their way.
 
 use std::time::Duration;
 
-use epoxide_gpu::layout::{FEW_RANKS, LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK};
+use epoxide_gpu::layout::{
+    self, FEW_RANKS, LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK,
+};
 
-use crate::ep::Topology;
+use crate::ep::core::{check_count, option_methods};
+use crate::ep::{DType, Topology};
 use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
-
-/// Most places of a buffer.
-const MAX_PLACES: u32 = 64;
 
 /// How to make a low-latency [`Buffer`](super::Buffer). The same on every rank.
 #[derive(Debug, Clone)]
@@ -57,10 +57,16 @@ impl Options {
         }
     }
 
-    /// Places for received rows, 1 to 64: so many dispatches' results can be in use at once. Each takes the pool's memory once more.
-    pub fn places(mut self, places: u32) -> Options {
-        self.places = places;
-        self
+    option_methods! {
+        /// There are up to 32 ranks. Up to 8 that can all map each other's memory are one node whatever
+        /// this is, unless the transport is one of shm, tcp and verbs, or [`Options::keep_nodes`] was
+        /// called.
+        ranks_per_node,
+        /// Sums have the same bits either way.
+        keep_nodes,
+        /// Each rank of another node has one queue, whatever [`TransportOptions::queues_per_peer`] is:
+        /// an operation has one message for it.
+        transport,
     }
 
     /// Most multiprocessors that an operation takes; without, all of the device.
@@ -80,45 +86,6 @@ impl Options {
     /// the links, and nobody waits for stores to arrive before a word can say so. Says nothing across nodes.
     pub fn packet_tokens(mut self, tokens: u32) -> Options {
         self.packet_tokens = tokens;
-        self
-    }
-
-    /// Longest wait for a peer. On virtual GPUs of [`run_threads`](crate::group::launch::run_threads)
-    /// the ranks' own clock counts, which stands while any of them is at work
-    /// ([`Time::OfRanks`](crate::driver::virt::Time::OfRanks)).
-    pub fn timeout(mut self, timeout: Duration) -> Options {
-        self.timeout = timeout;
-        self
-    }
-
-    /// Whether a combine that fails leaves NaN where it has no sum, for kernels that read sums and
-    /// see no error; else what was there before. It does, unless this says otherwise.
-    pub fn nan_on_failure(mut self, nan: bool) -> Options {
-        self.nan_on_failure = nan;
-        self
-    }
-
-    /// Ranks of a node, 1 to 8, that map each other's memory; nodes talk through
-    /// [`Options::transport`], and there are up to 32 ranks. Without: all ranks are one node.
-    ///
-    /// Up to 8 ranks that can all map each other's memory are one node whatever this says, unless the
-    /// transport is one of shm, tcp and verbs, or [`Options::keep_nodes`] was called.
-    pub fn ranks_per_node(mut self, ranks: u32) -> Options {
-        self.ranks_per_node = Some(ranks);
-        self
-    }
-
-    /// Keeps nodes apart though all ranks can map each other's memory: rows travel in messages, as
-    /// over tcp or verbs. Sums have the same bits either way.
-    pub fn keep_nodes(mut self) -> Options {
-        self.keep_nodes = true;
-        self
-    }
-
-    /// The transport between nodes; unused with one node. Each rank of another node has one queue, whatever
-    /// [`TransportOptions::queues_per_peer`] says: an operation has one message for it.
-    pub fn transport(mut self, transport: TransportOptions) -> Options {
-        self.transport = transport;
         self
     }
 
@@ -163,9 +130,7 @@ impl Options {
                 format!("must be at most {MAX_LOCAL_EXPERTS} per rank"),
             );
         }
-        if self.places == 0 || self.places > MAX_PLACES {
-            return refuse("places", self.places.into(), format!("must be 1 to {MAX_PLACES}"));
-        }
+        check_count(self.places)?;
         if self.chunk_tokens == 0 {
             return refuse("chunk_tokens", 0, "must be at least 1".into());
         }
@@ -188,5 +153,38 @@ impl Options {
     /// Most scales of a row.
     pub(super) fn max_scales(&self) -> u64 {
         self.hidden.div_ceil(SCALE_BLOCK.into())
+    }
+}
+
+/// How an operation converts BF16 rows on their way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quantise {
+    /// They travel as they are.
+    Not,
+    /// They travel as e4m3. Each 128 elements have a scale of their own, their largest magnitude (at least 1e-4) over 448, that they are to be
+    /// multiplied with.
+    Fp8,
+    /// The same, with the next larger power of two as scale.
+    Fp8PowerOfTwo,
+}
+
+impl Quantise {
+    /// An error unless rows of so many elements of the type can be quantised so.
+    pub(super) fn check(self, hidden: u64, dtype: DType) -> Result<()> {
+        let is_possible = dtype == DType::Bf16 && hidden.is_multiple_of(SCALE_BLOCK.into());
+        if self == Quantise::Not || is_possible {
+            return Ok(());
+        }
+        let rule = format!("quantising takes bf16 rows with a multiple of {SCALE_BLOCK} elements");
+        Err(Error::argument("quantise", format!("{self:?} of {hidden} x {dtype}"), rule))
+    }
+
+    /// The value that kernels get.
+    pub(super) fn on_device(self) -> u32 {
+        match self {
+            Quantise::Not => layout::Quantise::Not as u32,
+            Quantise::Fp8 => layout::Quantise::Fp8 as u32,
+            Quantise::Fp8PowerOfTwo => layout::Quantise::Fp8PowerOfTwo as u32,
+        }
     }
 }

@@ -3,7 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 use epoxide_gpu::layout::{DevicePtr, FEW_RANKS, LocalState, LowLatencyTurns, QUANTUM};
 
-use super::buffer::{Buffer, agree};
+use super::{Buffer, agree};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
@@ -96,15 +96,15 @@ impl Buffer {
     /// The same as [`Buffer::regroup`].
     #[doc(hidden)]
     pub fn regroup_ahead(&mut self, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
-        self.sequence.check()?;
+        self.core.check_unbroken()?;
         agree(group, &self.options)?;
-        if !self.arena.fence()?.wait_timeout(self.options.timeout.saturating_mul(2))? {
+        if !self.core.wait_all()? {
             return Err(Error::os("regroup", "what the device's streams were given has not ended"));
         }
         let mut own = LocalState::zeroed();
-        let stream = self.enqueuer.comm_stream();
+        let stream = self.core.stream();
         self.tables.read(stream, 0, bytemuck::bytes_of_mut(&mut own))?;
-        let ours = Proposal { rank: self.rank.into(), epoch: own.ticket / QUANTUM };
+        let ours = Proposal { rank: self.rank().into(), epoch: own.ticket / QUANTUM };
         let (members, epoch) = settle(&group.all_gather(bytemuck::bytes_of(&ours))?, self.num_ranks())?;
 
         let left_out = !members & (u32::MAX >> (32 - self.num_ranks()));
@@ -115,18 +115,17 @@ impl Buffer {
         let chunks = self.options.chunks() as usize;
         // Whether its last dispatch was answered, members may see differently: as if it was not, so that the next one waits until all are there.
         let turns = LowLatencyTurns { dispatches: 0, answered: u64::MAX };
-        for place in &self.places {
-            let tables = &place.room.tables;
+        for place in self.core.places() {
+            let tables = &place.room().tables;
             // Chunks may have been left half sent.
             self.tables.write(stream, offset(tables.sent), &vec![0; chunks * 8])?;
             self.tables.write(stream, offset(tables.answered), &vec![0; FEW_RANKS * chunks * 8])?;
             self.tables.write(stream, offset(tables.turns), bytemuck::bytes_of(&turns))?;
         }
-        if let Some(network) = &self.network {
-            network.forget_unfinished(stream)?;
+        if let Some(messages) = &self.messages {
+            messages.forget_unfinished(stream)?;
         }
-        self.faults.end_generation(self.generation);
-        self.faults.activity.status.clear(stream)?;
+        self.generations.end(self.generation, stream)?;
         self.left_out = left_out;
         self.generation += 1;
         self.sent = None;

@@ -5,11 +5,9 @@ use epoxide_gpu::layout::{
 };
 
 use super::options::BufferShape;
-use super::topology::Topology;
+use crate::ep::Topology;
+use crate::ep::core::{Offsets, check_count};
 use crate::error::{Error, Result, Scope};
-
-/// Most places of a pool.
-pub(super) const MAX_PLACES: u32 = 64;
 
 /// Bytes of the count messages in a pool: one from each rank.
 fn message_bytes(topology: Topology) -> u64 {
@@ -53,9 +51,7 @@ pub(super) fn pool_layouts(
     by_expert: Option<u64>,
     limit: Option<u64>,
 ) -> Result<Vec<PoolLayout>> {
-    if places == 0 || places > MAX_PLACES {
-        return Err(Error::argument("places", places, format!("must be 1 to {MAX_PLACES}")));
-    }
+    check_count(places)?;
     if shape.max_row_bytes == 0 || !shape.max_row_bytes.is_multiple_of(16) {
         return Err(Error::argument(
             "hidden",
@@ -73,14 +69,14 @@ pub(super) fn pool_layouts(
         Some(limit) => {
             let least = pool_bytes(shape, topology, places, 1);
             if limit < least {
-                return Err(Error::Capacity {
-                    what: "num_nvl_bytes",
-                    needed: least,
-                    have: limit,
-                    unit: "bytes",
-                    remedy: "give at least room for one row, or leave num_nvl_bytes out".into(),
-                    scope: Scope::ThisRank,
-                });
+                let remedy = "give at least room for one row, or leave num_nvl_bytes out";
+                return Err(Error::capacity(
+                    ("num_nvl_bytes", "bytes"),
+                    least,
+                    limit,
+                    remedy,
+                    Scope::ThisRank,
+                ));
             }
             let room = limit - pool_bytes(shape, topology, places, 0);
             (room / (u64::from(places) * bytes_per_row(shape, topology))).min(i32::MAX as u64)
@@ -98,12 +94,9 @@ pub(super) fn pool_layouts(
         ));
     }
 
-    let mut at = size_of::<Control>() as u64;
-    let mut place = |bytes: u64| {
-        let offset = at.next_multiple_of(ROW_ALIGN);
-        at = offset + bytes;
-        offset
-    };
+    let mut offsets = Offsets::default();
+    offsets.take(size_of::<Control>() as u64);
+    let mut place = |bytes| offsets.take(bytes);
     let (topk, stride) = (shape.max_topk as u64, row_stride(shape.max_row_bytes));
     let messages = place(message_bytes(topology));
     let mut of_place = || PoolLayout {

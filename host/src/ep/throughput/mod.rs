@@ -1,40 +1,72 @@
-//! The buffer: a rank's pool, the mappings of its peers' pools, and what every operation shares.
+//! High throughput: the buffer and its operations. [`crate::ep`] describes it to users.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `mod.rs` | [`Buffer`]: how it is made, and its checks of arguments |
+//! | `options.rs`, `config.rs` | how a buffer is made, channels and launch shapes |
+//! | `layout.rs`, `dispatch.rs`, `combine.rs` | the operations |
+//! | `received.rs`, `handle.rs`, `by_node.rs` | their results |
+//! | `place.rs`, `pool.rs` | what is in a place, and where in the pool |
+//! | `wire.rs` | wire memory, and the tables of the ways to other nodes |
+//! | `kernels.rs` | the loaded kernels, and the shapes of their launches |
+//! | `fault.rs` | the texts of faults that only this mode has |
+//! | `ceiling.rs` | the links' own speed |
 
-use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+mod by_node;
+mod ceiling;
+mod combine;
+mod config;
+mod dispatch;
+mod fault;
+mod handle;
+mod kernels;
+mod layout;
+mod options;
+mod place;
+mod pool;
+mod received;
+mod wire;
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use epoxide_gpu::layout::{
     Call, Comm, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, PLAN_HEADER,
-    PlanHeader, PoolLayout, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout,
+    PlanHeader, PoolLayout, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout, wire_message,
 };
 
-use super::beside::{Activity, next_id};
-use super::captured::Recordings;
-use super::enqueue::Enqueuer;
-use super::fault::{Faults, Limits};
-use super::kernels::{Kernels, Loaded};
-use super::options::BufferOptions;
-use super::peers::Peers;
-use super::place::{Place, PlaceState, Pool, Room};
-use super::pool::pool_layouts;
-use super::scratch::Arena;
-use super::sequence::Sequence;
+use super::core::{self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, TracedLaunch, agree_on};
 use super::tensor::Owner;
-use super::trace::Trace;
-use super::wire::{WireSide, wire_layout};
-use super::{Config, StreamOrder, Topology};
+use super::{DType, Tensor, Topology, TypedTensor};
 use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
+use crate::transport::{PutTrace, QueueStats};
 use crate::virtual_time::spawn;
 
+pub use by_node::NodeCounts;
+pub use ceiling::{CeilingShape, Direction};
+pub use combine::{CombineOutput, CombineRequest, CombineRows};
+pub use config::{Config, low_latency_rdma_size_hint};
+pub use dispatch::{CachedDispatchRequest, Counts, DispatchRequest};
+pub use handle::{DispatchHandle, ExpertRows, InternodeHandle, IntranodeHandle};
+pub use layout::DispatchLayout;
+pub use options::{BufferOptions, BufferShape, Tuning};
+pub use place::{Place, PoolRows};
+pub use received::{Detached, DispatchOutput};
+
+use fault::{Calls, Limits, Plans};
+use kernels::{Kernels, Loaded};
+use place::Room;
+use pool::pool_layouts;
+use wire::{WireSide, wire_layout};
+
 /// Where expert counts start in the host's copy of the counts.
-pub(super) const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
+const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 
 /// Moves tokens between the ranks of a group. One per rank; every method that says so is collective.
 ///
-/// A pool is mapped by all peers. Received rows lie in one of its places ([`super::Place`]), and are there until the next dispatch to that
+/// A pool is mapped by all peers. Received rows lie in one of its places ([`Place`]), and are there until the next dispatch to that
 /// place; routing handles and sums have memory of their own and live as long as they are held.
 ///
 /// Operations take what they need: tensors that were given, and outputs, may be dropped as soon as a call has returned, whatever
@@ -82,36 +114,25 @@ pub(super) const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 /// ```
 #[derive(Debug)]
 pub struct Buffer {
-    // Dropped in this order: streams first, so that no kernel runs when memory goes.
-    enqueuer: Arc<Enqueuer>,
-    pub(super) kernels: Kernels,
-    pub(super) arena: Arc<Arena>,
-    pub(super) host_counts: MappedMemory,
-    pub(super) faults: Arc<Faults>,
-    pub(super) places: Vec<Arc<PlaceState<Room>>>,
-    pool: Arc<Pool>,
-    _peers: Peers,
+    // Dropped first: its end waits for the kernels that use the rest.
+    core: Core<Room>,
+    kernels: Kernels,
+    host_counts: MappedMemory,
+    plans: Arc<Plans>,
     /// The pools' addresses, u64 `[ranks]`, then the [`LocalState`].
     tables: Memory,
-    pub(super) sequence: Arc<Sequence>,
-    pub(super) recordings: Recordings,
-    pub(super) device: Arc<dyn Device>,
-    pub(super) comm: Comm,
-    pub(super) config: Config,
-    pub(super) options: BufferOptions,
-    pub(super) rank: u32,
-    pub(super) topology: Topology,
-    pub(super) id: u64,
-    pub(super) tag: u64,
-    pub(super) trace: Option<Trace>,
-    pub(super) row_bytes: RowBytes,
+    comm: Comm,
+    config: Config,
+    options: BufferOptions,
+    tag: u64,
+    row_bytes: RowBytes,
 }
 
 /// How long the rows in the pool are, as it has been described.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct RowBytes {
-    pub recv: u64,
-    pub combine: u64,
+struct RowBytes {
+    recv: u64,
+    combine: u64,
 }
 
 impl Buffer {
@@ -135,140 +156,91 @@ impl Buffer {
             let (by_expert, limit) = (options.rows_by_expert, options.num_nvl_bytes);
             pool_layouts(&options.shape, topology, options.places, by_expert, limit)
         };
-        let layouts = (lay_out(nodes)?, joined.map(lay_out).transpose()?);
+        let (layouts, joined_layouts) = (lay_out(nodes)?, joined.map(lay_out).transpose()?);
         let wire_layout = wire_layout(&options.shape, nodes, options.num_rdma_bytes)?;
-        let rows = [Some(&layouts.0), layouts.1.as_ref()].map(|of| of.map_or(0, |layouts| layouts[0].rows));
+        let rows =
+            [Some(&layouts), joined_layouts.as_ref()].map(|of| of.map_or(0, |layouts| layouts[0].rows));
         agree(group, nodes, rows, &wire_layout, &options)?;
 
         let largest = options.shape.max_row_bytes;
         let row_bytes = RowBytes { recv: largest, combine: largest };
-        let alloc = |layouts: &[PoolLayout], nodes| -> Result<Arc<Memory>> {
+        let of = |topology| joined_layouts.as_ref().filter(|_| Some(topology) == joined).unwrap_or(&layouts);
+        let alloc = |topology: Topology| {
+            let layouts = of(topology);
             let pool = Memory::alloc(&device, layouts[0].bytes, MemoryKind::Shareable, "pool")?;
-            pool.describe(&sections(layouts, nodes, row_bytes));
-            Ok(Arc::new(pool))
+            pool.describe(&sections(layouts, topology.nodes, row_bytes));
+            Ok(pool)
         };
-        let mapped = match joined.zip(layouts.1) {
-            None => None,
-            Some((topology, layouts)) => {
-                let pool = alloc(&layouts, 1)?;
-                let peers = Peers::map_all(&device, group, &options.transport, &pool)?;
-                peers.map(|peers| (topology, layouts, pool, peers))
-            }
-        };
-        let topology = mapped.as_ref().map_or(nodes, |(topology, ..)| *topology);
-        if topology.nodes > 1 {
-            config.check_nodes(topology.nodes)?;
-        }
         // A driver that has not seen the kernels before compiles them for hundreds of milliseconds: meanwhile, the pool.
-        let loader = {
+        let load = |topology: Topology| {
+            if topology.nodes > 1 {
+                config.check_nodes(topology.nodes)?;
+            }
             let (device, ptx) = (device.clone(), options.ptx.clone());
             let by_expert = options.rows_by_expert.is_some();
             spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology, by_expert, ptx))
-                .map_err(|error| Error::os("spawn thread", error))?
+                .map_err(|error| Error::os("spawn thread", error))
         };
-        let (layouts, pool, peers) = match mapped {
-            Some((_, layouts, pool, peers)) => (layouts, pool, peers),
-            None => {
-                let (pool, layouts) = (alloc(&layouts.0, topology.nodes)?, layouts.0);
-                let peers = Peers::map(&device, group, topology, &pool, layouts[0].bytes)?;
-                (layouts, pool, peers)
-            }
-        };
-        let layout = layouts[0];
+        let (pools, loader) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
+        let topology = pools.topology();
+        let layouts = of(topology);
 
-        let enqueuer = Enqueuer::new(&device)?;
-        let comm_stream = enqueuer.comm_stream();
-        let local_at = size_of_val(&peers.addresses[..]) as u64;
+        let (max_tokens, timeout) = (options.shape.max_tokens_per_rank, options.timeout);
+        let mut core = Core::new(&device, rank, pools, timeout, max_tokens, Box::new(Calls))?;
+        let (addresses, comm_stream) = (core.pool_addresses(), core.stream());
+        let local_at = size_of_val(addresses) as u64;
         let local_bytes = size_of::<LocalState>() as u64;
         let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;
-        tables.write(comm_stream, 0, bytemuck::cast_slice(&peers.addresses))?;
+        tables.write(comm_stream, 0, bytemuck::cast_slice(addresses))?;
         tables.write(comm_stream, local_at, &vec![0; local_bytes as usize])?;
         tables.describe(&[
-            Section::array("pools", peers.addresses.len() as u64, 8),
+            Section::array("pools", addresses.len() as u64, 8),
             Section::one("local", local_bytes).of(LOCAL_STATE).at(local_at),
         ]);
-        let status = Activity::alloc_status(&device, options.shape.max_tokens_per_rank)?;
         let experts =
             Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
         let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;
         host_counts.describe(&[Section::one("header", HOST_EXPERTS).of(PLAN_HEADER), experts]);
         let loaded = loader.join().map_err(|_| Error::os("module load", "the loading thread panicked"))??;
 
-        let comm = Comm {
-            pools: peers.few(),
-            pool_table: tables.ptr(),
-            local: tables.ptr().add(local_at),
-            status: status.ptr(),
-            timeout_ns: nanoseconds(options.timeout),
-            trace: DevicePtr::NULL,
-            rank: topology.index(rank),
-            num_ranks: topology.ranks_per_node,
-            call: 0,
-            pool: layout,
-        };
+        let local = tables.ptr().add(local_at);
+        let comm = Comm { pool_table: tables.ptr(), pool: layouts[0], ..core.comm(local) };
         let wire = match topology.nodes {
             1 => None,
-            _ => Some(WireSide::new(&device, group, comm_stream, topology, &options, wire_layout)?),
+            _ => Some(WireSide::new(&mut core, group, &options, wire_layout)?),
         };
         let kernels = Kernels::new(&device, options.tuning, &loaded, wire)?;
-        let (id, arena) = (next_id(), Arena::new(&device));
-        let pool = Pool::new(pool, &arena, options.timeout);
-        let place = |(index, layout): (usize, &PoolLayout)| {
-            let room = Room { layout: *layout, max_row_bytes: largest, rows_given: AtomicBool::new(false) };
-            PlaceState::new(index as u32, id, room, pool.clone(), arena.clone())
-        };
-        let sequence = enqueuer.sequence().clone();
-        let activity = Activity::list(id, &device, &sequence, &status);
+        core.make_places(layouts.iter().map(|&layout| Room {
+            layout,
+            max_row_bytes: largest,
+            rows_given: AtomicBool::new(false),
+        }));
         let limits = Limits {
             shape: options.shape,
             places: options.places,
-            rows: layout.rows,
+            rows: comm.pool.rows,
             by_expert: options.rows_by_expert.is_some(),
             slots: kernels.wire().map_or(0, |wire| wire.layout.slots),
         };
-        let faults =
-            Faults { activity, rank, topology, limits, told: AtomicU64::new(0), beside: OnceLock::new() };
-        let buffer = Buffer {
-            enqueuer,
-            kernels,
-            places: layouts.iter().enumerate().map(place).collect(),
-            arena,
-            host_counts,
-            faults: Arc::new(faults),
-            pool,
-            _peers: peers,
-            tables,
-            sequence,
-            recordings: Recordings::default(),
-            device,
-            comm,
-            config,
-            options,
-            rank,
-            topology,
-            id,
-            tag: 0,
-            trace: None,
-            row_bytes,
-        };
+        let plans = Plans::new(core.faults().clone(), limits);
+        let buffer =
+            Buffer { core, kernels, host_counts, plans, tables, comm, config, options, tag: 0, row_bytes };
         // No peer may write before every mapping stands.
         group.barrier(group.timeout())?;
         Ok(buffer)
     }
 
-    /// Its number among the buffers that this process has made, by which errors name it.
-    pub fn id(&self) -> u64 {
-        self.id
-    }
-
-    /// This rank.
-    pub fn rank(&self) -> u32 {
-        self.rank
-    }
-
-    /// Ranks of the group.
-    pub fn num_ranks(&self) -> u32 {
-        self.topology.ranks()
+    core::buffer_methods! {
+        /// Received rows detach with [`DispatchOutput::detach`]. Dispatches leave their counts on
+        /// the device ([`Counts::OnDevice`]).
+        ///
+        capture,
+        /// It stays 0 where the plan of a dispatch with [`Counts::OnDevice`] fails, which ends that
+        /// dispatch alone.
+        status_ptr,
+        /// A dispatch with [`Counts::OnDevice`] whose plan fails leaves the bytes as they are: no sum
+        /// of it is made.
+        missing_ptr,
     }
 
     /// The configuration it was made with.
@@ -282,16 +254,11 @@ impl Buffer {
     /// [`Error::Argument`] where the number of channels is out of range.
     pub fn set_config(&mut self, config: Config) -> Result<()> {
         check_channels(&config)?;
-        if self.topology.nodes > 1 {
-            config.check_nodes(self.topology.nodes)?;
+        if self.core.topology().nodes > 1 {
+            config.check_nodes(self.core.topology().nodes)?;
         }
         self.config = config;
         Ok(())
-    }
-
-    /// The device it lives on.
-    pub fn device(&self) -> &Arc<dyn Device> {
-        &self.device
     }
 
     /// Rows that this rank can receive in one dispatch.
@@ -299,106 +266,49 @@ impl Buffer {
         self.comm.pool.rows
     }
 
-    /// Device bytes of the pool, rounding included.
-    pub fn pool_bytes(&self) -> u64 {
-        self.pool.memory().footprint()
-    }
-
-    /// Hands out the place of index `index`. It comes back when the [`Place`] is dropped.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] where the buffer has no such place or it is handed out already.
-    pub fn place(&self, index: u32) -> Result<Place> {
-        PlaceState::hand_out(&self.places, index).map(Place)
-    }
-
-    /// Nodes of the group; 1 where all ranks' memory is mapped
-    /// ([`BufferOptions::ranks_per_node`]).
-    pub fn num_nodes(&self) -> u32 {
-        self.topology.nodes
-    }
-
-    /// Ranks of each node.
-    pub fn ranks_per_node(&self) -> u32 {
-        self.topology.ranks_per_node
-    }
-
-    /// This rank's node, its "RDMA rank".
-    pub fn node(&self) -> u32 {
-        self.topology.node(self.rank)
-    }
-
-    /// Bytes of wire memory; 0 with one node.
-    pub fn wire_bytes(&self) -> u64 {
-        self.kernels.wire().map_or(0, |wire| wire.layout.bytes)
-    }
-
     /// Describes the pool anew where its rows have another length now.
-    pub(super) fn describe_rows(&mut self, row_bytes: RowBytes) {
+    fn describe_rows(&mut self, row_bytes: RowBytes) {
         if row_bytes != self.row_bytes {
             self.row_bytes = row_bytes;
-            let layouts: Vec<PoolLayout> = self.places.iter().map(|place| place.room.layout).collect();
-            self.pool.memory().describe(&sections(&layouts, self.topology.nodes, row_bytes));
+            let layouts: Vec<PoolLayout> =
+                self.core.places().iter().map(|place| place.room().layout).collect();
+            self.core.pool().describe(&sections(&layouts, self.core.topology().nodes, row_bytes));
         }
     }
 
     /// The [`Comm`] for the kernels of an operation in this place.
-    pub(super) fn comm_in(&self, place: &PlaceState<Room>, call: Call) -> Comm {
-        Comm { pool: place.room.layout, call: call.bits(), ..self.comm }
-    }
-
-    /// Device table of the pools' addresses.
-    pub(super) fn pool_table(&self) -> DevicePtr {
-        self.tables.ptr()
-    }
-
-    /// The address of this rank's pool.
-    pub(super) fn pool_ptr(&self) -> DevicePtr {
-        self.pool.memory().ptr()
+    fn comm_in(&self, place: &PlaceState<Room>, call: Call) -> Comm {
+        Comm { pool: place.room().layout, call: call.bits(), ..self.comm }
     }
 
     /// Blocks of an operation on this rank's tokens within one node: a block without a token would only take part in the protocol.
-    pub(super) fn blocks_for(&self, num_tokens: u32) -> u32 {
+    fn blocks_for(&self, num_tokens: u32) -> u32 {
         num_tokens.clamp(1, self.config.num_sms)
     }
 
-    /// An error unless the place is one of this buffer's.
-    pub(super) fn check_place(&self, place: &PlaceState<Room>) -> Result<()> {
-        if place.buffer == self.id {
-            return Ok(());
-        }
-        Err(Error::argument("place", place.index, "it is of another buffer: use one that this buffer gave"))
-    }
-
-    pub(super) fn check_tokens(&self, tokens: u64) -> Result<u32> {
+    fn check_tokens(&self, tokens: u64) -> Result<u32> {
         // Token times rank count and row stride stay inside 31 bits in the kernels.
-        let ranks = self.topology.ranks();
+        let ranks = self.core.topology().ranks();
         let entries = if ranks <= FEW_RANKS as u32 { SEND_ROW_STRIDE } else { ranks.max(SEND_LIST_STRIDE) };
         let most = (1 << 30) / u64::from(entries);
         match u32::try_from(tokens) {
             Ok(fits) if tokens <= most => {
                 let have = self.options.shape.max_tokens_per_rank;
-                self.check_column_capacity(
-                    "num_tokens",
-                    tokens,
-                    have.into(),
-                    "max_tokens_per_rank",
-                    "tokens",
-                )?;
+                check_fits(("num_tokens", "tokens"), tokens, have.into(), "max_tokens_per_rank")?;
                 Ok(fits)
             }
             _ => Err(Error::argument("num_tokens", tokens, format!("must be at most {most}"))),
         }
     }
 
-    pub(super) fn check_experts(&self, num_experts: u32) -> Result<()> {
-        let ranks = self.topology.ranks();
+    fn check_experts(&self, num_experts: u32) -> Result<()> {
+        let ranks = self.core.topology().ranks();
         if num_experts == 0 || !num_experts.is_multiple_of(ranks) {
             let rule = format!("must be a positive multiple of the number of ranks, {ranks}");
             return Err(Error::argument("num_experts", num_experts, rule));
         }
-        let counters = (num_experts as u64 + ranks as u64 + self.topology.nodes as u64) * 4;
-        let shared = self.device.info().max_shared_bytes_per_block;
+        let counters = (num_experts as u64 + ranks as u64 + self.core.topology().nodes as u64) * 4;
+        let shared = self.core.device().info().max_shared_bytes_per_block;
         if counters > shared as u64 {
             let rule =
                 format!("counting them takes {counters} bytes of shared memory, the device has {shared}");
@@ -411,42 +321,12 @@ impl Buffer {
         Ok(())
     }
 
-    pub(super) fn check_row_capacity(&self, row_bytes: u64) -> Result<()> {
-        self.check_column_capacity(
-            "hidden",
-            row_bytes,
-            self.options.shape.max_row_bytes,
-            "max_row_bytes",
-            "bytes",
-        )
+    fn check_row_capacity(&self, row_bytes: u64) -> Result<()> {
+        check_fits(("hidden", "bytes"), row_bytes, self.options.shape.max_row_bytes, "max_row_bytes")
     }
 
-    pub(super) fn check_column_capacity(
-        &self,
-        what: &'static str,
-        needed: u64,
-        have: u64,
-        option: &str,
-        unit: &'static str,
-    ) -> Result<()> {
-        if needed <= have {
-            return Ok(());
-        }
-        let remedy = format!("create the buffer with {option} >= {needed}");
-        Err(Error::Capacity { what, needed, have, unit, remedy, scope: Scope::ThisRank })
-    }
-
-    /// Begins an operation: an error where an earlier one has failed. Says whether this one is only recorded.
-    pub(super) fn begin(&self, order: StreamOrder<'_>) -> Result<bool> {
-        // A plan that failed is no reason: peers, whose devices may be behind, make the call.
-        self.check_usable()?;
-        order.caller.is_capturing()
-    }
-
-    /// Runs `work` where `order` says, behind the operation before and whoever still uses the blocks that were taken for it; gives the
-    /// event of an asynchronous call. `capturing`: what [`Buffer::begin`] said; `operation`: its
-    /// name, where it waits for peers; `uses`: what must live as long as a recording of it.
-    pub(super) fn run(
+    /// [`Core::run`]; an asynchronous call's event reports the buffer's faults.
+    fn run(
         &mut self,
         order: StreamOrder<'_>,
         capturing: bool,
@@ -454,27 +334,33 @@ impl Buffer {
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
-        let event = self.enqueuer.clone().run(order, capturing, operation, |stream| {
-            if capturing {
-                self.recordings.keep(uses);
-                self.arena.are_settled();
-            } else {
-                self.arena.come_before(stream)?;
-            }
-            work(self, stream)
-        })?;
-        Ok(event.map(|event| event.of(self.faults.clone())))
+        let event = Core::run(self, order, capturing, operation, uses, work)?;
+        Ok(event.map(|event| event.of(self.core.faults().clone())))
+    }
+
+    /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every other node.
+    #[doc(hidden)]
+    pub fn count_message_bytes(&self, num_experts: u32) -> u64 {
+        let words = wire_message::EXPERT_COUNTS + num_experts / self.num_nodes();
+        (words as u64 * 4).next_multiple_of(16)
     }
 }
 
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        // Peers' mappings of this pool keep its memory alive for them, so no barrier is needed.
-        self.enqueuer.close(self.options.timeout.saturating_mul(2));
-        if let Some(side) = self.kernels.wire_side_mut() {
-            side.close();
-        }
+impl HasCore for Buffer {
+    type Room = Room;
+
+    fn core(&mut self) -> &mut Core<Room> {
+        &mut self.core
     }
+}
+
+/// An error where more of something, in a unit, is `needed` than the buffer was made for with `option`.
+fn check_fits(what: (&'static str, &'static str), needed: u64, have: u64, option: &str) -> Result<()> {
+    if needed <= have {
+        return Ok(());
+    }
+    let remedy = format!("create the buffer with {option} >= {needed}");
+    Err(Error::capacity(what, needed, have, remedy, Scope::ThisRank))
 }
 
 fn check_channels(config: &Config) -> Result<()> {
@@ -528,31 +414,4 @@ fn agree(
         ("queues_per_peer", transport.queues_per_peer.to_string()),
     ];
     agree_on(group, &ours)
-}
-
-/// A deadline as kernels are told it.
-pub(super) fn nanoseconds(timeout: Duration) -> u64 {
-    timeout.as_nanos().try_into().unwrap_or(u64::MAX)
-}
-
-/// Checks that all ranks have the same values of the same names.
-pub(super) fn agree_on(group: &dyn ProcessGroup, ours: &[(&'static str, String)]) -> Result<()> {
-    let message = ours.iter().map(|(_, value)| value.as_str()).collect::<Vec<_>>().join("\n");
-    for (peer, theirs) in group.all_gather(message.as_bytes())?.into_iter().enumerate() {
-        let theirs = String::from_utf8_lossy(&theirs);
-        let mut theirs = theirs.split('\n');
-        for (what, ours) in ours {
-            let theirs = theirs.next().unwrap_or("nothing");
-            if ours != theirs {
-                return Err(Error::Mismatch {
-                    rank: group.rank(),
-                    peer: peer as u32,
-                    what,
-                    ours: ours.clone(),
-                    theirs: theirs.to_owned(),
-                });
-            }
-        }
-    }
-    Ok(())
 }

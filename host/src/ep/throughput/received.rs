@@ -1,13 +1,14 @@
 //! The result of a dispatch.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use super::place::{Lease, Place, PoolRows, Room};
-use super::tensor::Owner;
-use super::{DType, DispatchHandle, Tensor, TypedTensor};
+use super::DispatchHandle;
+use super::place::{Place, PoolRows, Room};
 use crate::driver::Event;
-use crate::error::{Error, Result};
+use crate::ep::core::Lease;
+use crate::ep::tensor::Owner;
+use crate::ep::{DType, Element, Tensor, TypedTensor};
+use crate::error::Result;
 
 /// The result of a dispatch. The tensors lie in the place that the dispatch was given, and hold on to its borrow.
 ///
@@ -55,13 +56,13 @@ impl<'p> DispatchOutput<'p> {
     /// # Errors
     /// [`Error::Capacity`] where a row is larger than the pool was made for, [`Error::Argument`] where they are given out already.
     pub fn combine_rows(&self, dtype: DType, hidden: u64) -> Result<PoolRows<'p>> {
-        self.lease.place.combine_rows(self.lease.clone() as Owner, dtype, self.recv_x.rows(), hidden)
+        self.lease.place().combine_rows(self.lease.clone() as Owner, dtype, self.recv_x.rows(), hidden)
     }
 
     /// Ends the borrow of the place, for callers that cannot carry lifetimes: what comes back says at use whether the rows are still there.
     pub fn detach(self) -> Detached {
-        self.lease.detached.store(true, Ordering::Release);
-        fn free<T: super::Element>(tensor: Option<TypedTensor<'_, T>>) -> Option<TypedTensor<'static, T>> {
+        self.lease.detach();
+        fn free<T: Element>(tensor: Option<TypedTensor<'_, T>>) -> Option<TypedTensor<'static, T>> {
             tensor.map(TypedTensor::outlive)
         }
         Detached(DispatchOutput {
@@ -92,12 +93,7 @@ impl Detached {
     /// # Errors
     /// [`Error::StaleHandle`] where a later dispatch has overwritten them, [`Error::Argument`] where they lie in another place.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p DispatchOutput<'p>> {
-        if !Arc::ptr_eq(&self.0.lease.place, &place.0) {
-            let rule = format!("the rows lie in place {} of their buffer", self.0.lease.place.index);
-            return Err(Error::argument("place", place.index(), rule));
-        }
-        self.0.lease.check_current()?;
-        Ok(&self.0)
+        self.0.lease.check_in(&place.0).map(|()| &self.0)
     }
 
     /// The routing, which nothing overwrites.

@@ -1,10 +1,13 @@
-//! How a buffer is made.
+//! How a buffer is made, and the shapes of its launches.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
+use epoxide_gpu::kernels::MAX_SLOT_BYTES;
+
 use super::config::Config;
-use super::tuning::Tuning;
+use crate::ep::core::option_methods;
+use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
 
 /// The sizes that a pool must have room for. The same on every rank.
@@ -92,10 +95,13 @@ impl BufferOptions {
         }
     }
 
-    /// Places for received rows, at least 1: so many dispatches' results can be in use at once. Each takes the pool's memory once more.
-    pub fn places(mut self, places: u32) -> Self {
-        self.places = places;
-        self
+    option_methods! {
+        /// Up to 64 ranks that can all map each other's memory are one node whatever this is, unless the
+        /// transport is one of shm, tcp and verbs, or [`BufferOptions::keep_nodes`] was called.
+        ranks_per_node,
+        /// Rows are relayed, and a token's sum is rounded once for each node.
+        keep_nodes,
+        transport,
     }
 
     /// Room for so many rows by expert in each place, padding included, for dispatches with
@@ -120,49 +126,10 @@ impl BufferOptions {
         self
     }
 
-    /// Longest wait for a peer. On virtual GPUs of [`run_threads`](crate::group::launch::run_threads)
-    /// the ranks' own clock counts, which stands while any of them is at work
-    /// ([`Time::OfRanks`](crate::driver::virt::Time::OfRanks)).
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
-
-    /// Whether a combine that fails leaves NaN where it has no sum, for kernels that read sums and
-    /// see no error; else what was there before. It does, unless this says otherwise.
-    pub fn nan_on_failure(mut self, nan: bool) -> Self {
-        self.nan_on_failure = nan;
-        self
-    }
-
     /// Launch shapes.
     #[doc(hidden)]
     pub fn tuning(mut self, tuning: Tuning) -> Self {
         self.tuning = tuning;
-        self
-    }
-
-    /// Ranks of a node, 1 to 8: ranks 0 to `ranks_per_node - 1` are node 0, and so on. Those of a node
-    /// map each other's pools; nodes talk through [`BufferOptions::transport`]. Without: all ranks, up
-    /// to 64, are one node.
-    ///
-    /// Up to 64 ranks that can all map each other's memory are one node whatever this says, unless the
-    /// transport is one of shm, tcp and verbs, or [`BufferOptions::keep_nodes`] was called.
-    pub fn ranks_per_node(mut self, ranks: u32) -> Self {
-        self.ranks_per_node = Some(ranks);
-        self
-    }
-
-    /// Keeps nodes apart though all ranks can map each other's memory: rows are relayed, and a token's
-    /// sum is rounded once for each node, bit for bit as over tcp or verbs.
-    pub fn keep_nodes(mut self) -> Self {
-        self.keep_nodes = true;
-        self
-    }
-
-    /// The transport of rows between nodes.
-    pub fn transport(mut self, transport: TransportOptions) -> Self {
-        self.transport = transport;
         self
     }
 
@@ -171,5 +138,67 @@ impl BufferOptions {
     pub fn num_rdma_bytes(mut self, bytes: u64) -> Self {
         self.num_rdma_bytes = Some(bytes);
         self
+    }
+}
+
+/// Launch shapes of the copy kernels. The defaults are the best measured on H200 (docs/BENCHMARKS.md). With many
+/// multiprocessors an operation takes fewer warps on each: too many bytes in flight crowd the links.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tuning {
+    /// Warps per block in dispatch, 1 to 8.
+    pub dispatch_warps: u32,
+    /// Warps per block in dispatch across nodes, beside the one that delivers, 1 to 8: there half of the blocks send.
+    pub internode_dispatch_warps: u32,
+    /// Further warps per block in a dispatch within one node that exchanges counts, which send the rows' metadata, 1 to 4.
+    pub dispatch_metadata_warps: u32,
+    /// Largest stage in dispatch, in bytes; longer rows travel in pieces.
+    pub dispatch_stage_bytes: u32,
+    /// Most stages per warp in dispatch, at least 2.
+    pub dispatch_stages: u32,
+    /// Warps per block in combine, 1 to 16.
+    pub combine_warps: u32,
+    /// Largest slot in combine, in bytes, at most 4096; longer rows travel in pieces.
+    pub combine_slot_bytes: u32,
+    /// Most slots per warp in combine, at least 2.
+    pub combine_slots: u32,
+    /// Blocks that copy rows into the pool during a combine of a tensor within a node, 1 to 1024. `None`: all multiprocessors that the
+    /// configuration leaves. The number never exceeds the work there is.
+    pub combine_stagers: Option<u32>,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Tuning {
+            dispatch_warps: 3,
+            internode_dispatch_warps: 6,
+            dispatch_metadata_warps: 4,
+            dispatch_stage_bytes: 8192,
+            dispatch_stages: 10,
+            combine_warps: 16,
+            combine_slot_bytes: 4096,
+            combine_slots: 3,
+            combine_stagers: None,
+        }
+    }
+}
+
+impl Tuning {
+    /// Checks the ranges.
+    pub(super) fn validate(&self) -> Result<()> {
+        let check = |name, value: u32, range: std::ops::RangeInclusive<u32>| {
+            if range.contains(&value) {
+                return Ok(());
+            }
+            Err(Error::argument(name, value, format!("must be {} to {}", range.start(), range.end())))
+        };
+        check("dispatch_warps", self.dispatch_warps, 1..=8)?;
+        check("internode_dispatch_warps", self.internode_dispatch_warps, 1..=8)?;
+        check("dispatch_metadata_warps", self.dispatch_metadata_warps, 1..=4)?;
+        check("dispatch_stage_bytes", self.dispatch_stage_bytes, 128..=65536)?;
+        check("dispatch_stages", self.dispatch_stages, 2..=32)?;
+        check("combine_warps", self.combine_warps, 1..=16)?;
+        check("combine_slot_bytes", self.combine_slot_bytes, 512..=MAX_SLOT_BYTES)?;
+        check("combine_slots", self.combine_slots, 2..=32)?;
+        self.combine_stagers.map_or(Ok(()), |blocks| check("combine_stagers", blocks, 1..=1024))
     }
 }

@@ -10,14 +10,13 @@ use epoxide_gpu::layout::{
     Section, StageArgs, StagedCombineArgs, combine_slot_bytes,
 };
 
-use super::buffer::RowBytes;
 use super::kernels::{Mode, call_within};
 use super::place::PoolRows;
-use super::scratch::Pieces;
-use super::tensor::Owner;
-use super::trace::trace_place;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
+use super::{RowBytes, check_fits};
 use crate::driver::Event;
+use crate::ep::core::Pieces;
+use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
@@ -107,21 +106,22 @@ impl Buffer {
     /// Arguments that break a rule; [`Error::StaleHandle`] where the handle is of another buffer;
     /// [`Error::PeerTimeout`] of an earlier operation. A timeout of this one shows in [`Buffer::check`].
     pub fn combine(&mut self, request: CombineRequest<'_>, order: StreamOrder<'_>) -> Result<CombineOutput> {
-        let capturing = self.begin(order)?;
+        let capturing = self.core.begin(order)?;
         let handle = &request.handle.0;
         self.check_handle(request.handle)?;
         self.check_weights(&request)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
-        let dtypes = if self.topology.nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
+        let dtypes =
+            if self.core.topology().nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
         let (dtype, hidden) = match request.rows {
             CombineRows::InPool(given) => {
-                self.check_place(&given.place)?;
-                if given.place.index != handle.place {
+                self.core.check_place(&given.place)?;
+                if given.place.index() != handle.place {
                     let rule =
                         format!("the dispatch went to place {}: take that one's combine rows", handle.place);
                     return Err(Error::argument(
                         "rows",
-                        format!("rows of place {}", given.place.index),
+                        format!("rows of place {}", given.place.index()),
                         rule,
                     ));
                 }
@@ -130,7 +130,7 @@ impl Buffer {
                 (given.tensor().dtype(), given.tensor().columns())
             }
             CombineRows::Tensor(x) => {
-                self.places[handle.place as usize].check_rows_free()?;
+                self.core.places()[handle.place as usize].check_rows_free()?;
                 let dims = [("num_recv_tokens", received), ("hidden", None)];
                 x.expect_strided("x", dtypes, &dims)?;
                 x.expect_rows_of_16("x")?;
@@ -153,7 +153,7 @@ impl Buffer {
                     &[("num_recv_tokens", received), ("num_topk", topk)],
                 )?;
                 let have = self.options.shape.max_topk as u64;
-                self.check_column_capacity("num_topk", weights.columns(), have, "max_topk", "entries")?;
+                check_fits(("num_topk", "entries"), weights.columns(), have, "max_topk")?;
                 weights.columns() as u32
             }
         };
@@ -163,12 +163,12 @@ impl Buffer {
         let mut pieces = Pieces::default();
         let x_at = pieces.push(Section::array("combined_x", tokens, row_bytes));
         let weights_at = pieces.push(Section::array("combined_weights", tokens * num_topk as u64, 4));
-        let block = Arc::new(self.arena.take(&pieces)?);
+        let block = Arc::new(self.core.arena().take(&pieces)?);
         let (x_at, weights_at) = (block.ptr().add(x_at), block.ptr().add(weights_at));
 
-        let pool = self.pool_ptr();
+        let pool = self.core.pool().ptr();
         let in_tensor = if let CombineRows::Tensor(x) = request.rows { Some(x) } else { None };
-        let is_staged = in_tensor.is_some() && self.topology.nodes == 1 && by_expert.is_none();
+        let is_staged = in_tensor.is_some() && self.core.topology().nodes == 1 && by_expert.is_none();
         let kind = match (dtype, is_staged) {
             (DType::F32, true) => CallKind::CombineStagedF32,
             (DType::F32, false) => CallKind::CombineF32,
@@ -176,7 +176,7 @@ impl Buffer {
             (_, false) => CallKind::CombineBf16,
         };
         let call = Call { kind, place: handle.place, row_bytes: row_bytes as u32, columns: num_topk };
-        let comm = self.comm_in(&self.places[handle.place as usize], call);
+        let comm = self.comm_in(&self.core.places()[handle.place as usize], call);
         let null = DevicePtr::NULL;
         let weights = request.topk_weights.map(|weights| &**weights);
         let rows = match request.rows {
@@ -219,7 +219,7 @@ impl Buffer {
         };
         let staged = match &handle.places.routing {
             Mode::OneNode(_, places) if is_staged => {
-                let ranks = self.topology.ranks_per_node;
+                let ranks = self.core.topology().ranks_per_node;
                 let (channels, num_sms) = (handle.num_channels, self.config.num_sms);
                 let shape = self.kernels.stage_shape(ranks, channels, num_sms, row_bytes as u32);
                 let args = StagedCombineArgs {
@@ -248,7 +248,7 @@ impl Buffer {
         let uses = uses.chain([request.handle.0.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("combine"), uses, |buffer, stream| {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
-            let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);
+            let (kernels, sms) = (&buffer.kernels, buffer.core.device().info().sm_count);
             // Rows are copied by as many threads as the kernel can have, however few gather.
             let (blocks, threads, beside) = match (&handle.places.routing, staged) {
                 (_, Some((staged, gatherers))) => (staged.stagers + gatherers, STAGED_THREADS, JOINED_BYTES),
@@ -262,7 +262,7 @@ impl Buffer {
             };
             let shape = (blocks, threads, ring.shared_bytes() + beside);
             let (grid, block, shared) = shape;
-            args.comm.trace = trace_place(&mut buffer.trace, "combine", grid);
+            args.comm.trace = buffer.core.trace("combine", grid);
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps
             // them. The last combine ended when every peer had gathered, so the rows may be written.
             unsafe {
