@@ -36,7 +36,7 @@ pub enum Error {
     /// A tensor has the wrong shape.
     #[error("{tensor} has shape {have:?}, expected {expected}")]
     Shape {
-        /// The tensor's name as the API spells it, with the one that it was given ([`Tensor::named`](crate::ep::Tensor::named)).
+        /// The tensor's name as the API spells it, with the one that it was given ([`Tensor::named`](crate::Tensor::named)).
         tensor: String,
         /// The shape that was passed.
         have: Vec<u64>,
@@ -46,7 +46,7 @@ pub enum Error {
     /// A tensor has the wrong element type.
     #[error("{tensor} has dtype {have}, expected {expected}")]
     DType {
-        /// The tensor's name as the API spells it, with the one that it was given ([`Tensor::named`](crate::ep::Tensor::named)).
+        /// The tensor's name as the API spells it, with the one that it was given ([`Tensor::named`](crate::Tensor::named)).
         tensor: String,
         /// The dtype that was passed.
         have: String,

@@ -127,13 +127,13 @@ pub(crate) trait Outcome: Report {
 /// It may be dropped while streams of its device still use it: its memory goes back behind all that they have been given.
 ///
 /// For `'a` its elements are the holder's. Tensors with memory of their own are `Tensor<'static>`; those of a
-/// [`DispatchOutput`](super::DispatchOutput) borrow the [`Place`](super::Place) that they lie in, which the next dispatch there
+/// [`Received`](super::Received) borrow the [`Place`](super::Place) that they lie in, which the next dispatch there
 /// overwrites.
 ///
 /// ```
 /// use epoxide::driver::Stream;
 /// use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-/// use epoxide::ep::{DType, Tensor, TypedTensor};
+/// use epoxide::{DType, Tensor, TypedTensor};
 /// use epoxide::half::bf16;
 ///
 /// let device = VirtualGpu::new(VirtConfig::default());

@@ -1,8 +1,9 @@
 //! Links between nodes that break.
 
 use epoxide::Error;
-use epoxide::ep::{DType, DispatchRequest, Tensor};
+use epoxide::throughput::DispatchRequest;
 use epoxide::transport::{Shaping, TransportKind};
+use epoxide::{DType, Tensor};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
 
 use crate::timeouts::TIMEOUT;

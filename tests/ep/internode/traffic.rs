@@ -1,6 +1,7 @@
 //! What crosses the network: each token once to each node that wants it, and one sum of each such node back.
 
-use epoxide::ep::{CachedDispatchRequest, CombineRequest, DType, DispatchRequest};
+use epoxide::DType;
+use epoxide::throughput::{CachedDispatchRequest, CombineRequest, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide_testing::oracle;
 

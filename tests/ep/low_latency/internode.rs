@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use epoxide::driver::virt::{CheckConfig, Checker, Loaded, VirtConfig, VirtualGpu};
-use epoxide::low_latency::{Buffer, Options, Quantise};
+use epoxide::low_latency::{Buffer, Options, Quantise, Shape};
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::{Nodes, PATIENCE, run_ranks};
 use epoxide_testing::low_latency::LowLatencyCase;
@@ -52,7 +52,8 @@ fn many_ranks() {
 fn more_ranks_than_there_may_be() {
     let outcome = run_ranks(33, |rank, group| {
         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
-        let options = Options::new(1, 8, 1, 33).ranks_per_node(3);
+        let options =
+            Options::new(Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 33 }).ranks_per_node(3);
         let error = Buffer::new(device, &*group, options).unwrap_err().to_string();
         assert!(error.contains("at most 32 ranks"), "{error}");
         Ok(())

@@ -9,12 +9,12 @@ use crate::error::Result;
 
 /// Which stream an operation runs on, what it waits for, and who waits for it.
 ///
-/// The operations of one [`Buffer`](crate::ep::Buffer) come one after the other on every rank, whatever streams they run on. Only within a
+/// The operations of one [`Buffer`](crate::throughput::Buffer) come one after the other on every rank, whatever streams they run on. Only within a
 /// recording that spans several streams their order is the recorder's affair.
 ///
 /// Two *different* buffers have no order between them. Their operations wait for peers while they hold multiprocessors: where one rank
 /// launches buffer A's before B's and another one B's before A's, on streams that run side by side, and both do not fit on the device at
-/// once ([`Config::num_sms`](crate::ep::Config) blocks each), they wait for each other until their deadlines; the error then
+/// once ([`Config::num_sms`](crate::throughput::Config) blocks each), they wait for each other until their deadlines; the error then
 /// names the other buffer. Launch them in one order on every rank, or on one
 /// stream, or give each so few multiprocessors that all fit.
 #[derive(Debug, Clone, Copy)]
@@ -40,13 +40,14 @@ impl<'a> StreamOrder<'a> {
     /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
     /// # use epoxide::group::launch::run_threads;
     /// use epoxide::driver::Stream;
-    /// use epoxide::ep::*;
+    /// use epoxide::throughput::*;
+    /// use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
     ///
     /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
     /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
     /// let stream = Stream::new(&device, false)?;
-    /// #     let shape = BufferShape { max_tokens_per_rank: 2, max_row_bytes: 64, max_topk: 1, max_scales: 0 };
-    /// #     let mut buffer = Buffer::new(device, &*group, BufferOptions::new(shape))?;
+    /// #     let shape = Shape { max_tokens_per_rank: 2, max_row_bytes: 64, max_topk: 1, max_scales: 0 };
+    /// #     let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
     /// #     let mut place = buffer.place(0)?;
     /// #     let x = Tensor::from_host(&stream, DType::F32, &[2, 16], &[rank as f32; 32])?;
     /// #     let topk_idx = TypedTensor::from_host(&stream, &[2, 1], &[0i64, 1])?;

@@ -11,7 +11,7 @@ use crate::driver::{Graph, Stream};
 use crate::ep::tensor::{Outcome, Owner};
 use crate::error::{Error, Result};
 
-/// Operations that were captured by [`ep::Buffer::capture`](crate::ep::Buffer::capture) or
+/// Operations that were captured by [`throughput::Buffer::capture`](crate::throughput::Buffer::capture) or
 /// [`low_latency::Buffer::capture`](crate::low_latency::Buffer::capture), as a CUDA graph. It owns what its kernels
 /// use: inputs, outputs and routing live as long as it does, whether or not the caller keeps them.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ impl<T> Step<T> {
     ///
     /// # Errors
     /// Those of the buffer's `check`; in high throughput also those of
-    /// [`Buffer::check_dispatch`](crate::ep::Buffer::check_dispatch).
+    /// [`Buffer::check_dispatch`](crate::throughput::Buffer::check_dispatch).
     pub fn check(&self, stream: &Stream) -> Result<()> {
         stream.synchronize()?;
         self.faults.check()?;

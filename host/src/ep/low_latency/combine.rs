@@ -95,7 +95,7 @@ impl Buffer {
         let outcomes = self.outcomes(order)?;
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
         let dispatch = received.lease.generation();
-        let hidden = self.options.hidden;
+        let hidden = self.options.shape.hidden;
         let CombineRequest { x, is_by_expert, quantise, timeout } = request;
         let expected = if is_by_expert { self.rows() * u64::from(self.local_experts()) } else { self.rows() };
         x.expect_strided("rows", &[DType::Bf16], &[("rows", Some(expected)), ("hidden", Some(hidden))])?;
@@ -126,7 +126,7 @@ impl Buffer {
             name: "low-latency combine",
             kernel: Arguments::Combine(args),
             place: place.clone(),
-            send_blocks: self.options.max_tokens * self.num_ranks(),
+            send_blocks: self.options.shape.max_tokens * self.num_ranks(),
             receive_blocks: num_tokens,
             fills: None,
             uses: x.owner().cloned().into_iter().collect(),

@@ -123,11 +123,11 @@ impl Buffer {
         let place = &*place.0;
         self.core.check_place(place)?;
         let DispatchRequest { x, topk_idx, map, topk_weights, scales, quantise, timeout } = request;
-        let (hidden, num_tokens) = (self.options.hidden, self.check_tokens(x.rows())?);
+        let (hidden, num_tokens) = (self.options.shape.hidden, self.check_tokens(x.rows())?);
         let tokens = Some(u64::from(num_tokens));
         x.expect("x", &[DType::Bf16, DType::Fp8E4m3], &[("num_tokens", tokens), ("hidden", Some(hidden))])?;
         x.expect_rows_of_16("x")?;
-        let entries = [("num_tokens", tokens), ("num_topk", Some(self.options.num_topk.into()))];
+        let entries = [("num_tokens", tokens), ("num_topk", Some(self.options.shape.num_topk.into()))];
         topk_idx.expect("topk_idx", &[DType::I64, DType::I32], &entries)?;
         if let Some(map) = map {
             map.check_ranks(self.num_ranks())?;
@@ -241,7 +241,7 @@ impl Buffer {
     fn receive_blocks(&self) -> u32 {
         const ROWS_OF_BLOCK: u32 = 16;
         const EXPERTS_OF_BLOCK: u32 = THREADS / 32 - 1;
-        let (rows, experts) = (self.num_ranks() * self.options.max_tokens, self.local_experts());
+        let (rows, experts) = (self.num_ranks() * self.options.shape.max_tokens, self.local_experts());
         match self.core.topology().nodes {
             1 if rows <= FEW_TOKENS => experts.div_ceil(EXPERTS_OF_BLOCK),
             1 => experts,
@@ -250,7 +250,7 @@ impl Buffer {
     }
 
     fn check_tokens(&self, tokens: u64) -> Result<u32> {
-        let most = self.options.max_tokens;
+        let most = self.options.shape.max_tokens;
         if tokens <= u64::from(most) {
             return Ok(tokens as u32);
         }

@@ -27,14 +27,14 @@ impl Buffer {
     /// # use std::time::Duration;
     /// # use epoxide::driver::Stream;
     /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-    /// # use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+    /// # use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
     /// # use epoxide::group::launch::run_threads;
-    /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
+    /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
     /// # use epoxide::half::bf16;
     /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
     /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
     /// #     let stream = Stream::new(&device, false)?;
-    /// #     let mut buffer = Buffer::new(device, &*group, Options::new(8, 64, 2, 4))?;
+    /// #     let mut buffer = Buffer::new(device, &*group, Options::new(Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 4 }))?;
     /// #     let mut place = buffer.place(0)?;
     /// #     let order = StreamOrder::on(&stream);
     /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32 + 1.0); 128])?;
@@ -65,7 +65,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Option<Event>> {
         let place = self.place_of(received)?;
-        let (rows, hidden) = (self.rows(), self.options.hidden);
+        let (rows, hidden) = (self.rows(), self.options.shape.hidden);
         let experts = u64::from(self.local_experts());
         let of_row = hidden.div_ceil(SCALE_BLOCK.into());
         let dtype = received.x.dtype();
@@ -107,7 +107,7 @@ impl Buffer {
             num_scales,
         };
         // A row of each expert that a token can have, of every token that there can be.
-        let most_rows = rows * experts.min(self.options.num_topk.into());
+        let most_rows = rows * experts.min(self.options.shape.num_topk.into());
         let blocks = self.blocks_for(u32::try_from(most_rows).unwrap_or(u32::MAX));
         let uses: [Option<&Owner>; 2] = [x.owner(), scales.and_then(|scales| scales.owner())];
         let uses = uses.into_iter().flatten().cloned();

@@ -39,8 +39,8 @@ pub struct MessageLayout {
 impl MessageLayout {
     /// `has_puts`: whether messages leave from here, too.
     pub fn new(options: &Options, peers: u32, has_puts: bool) -> MessageLayout {
-        let (tokens, topk) = (u64::from(options.max_tokens), options.num_topk);
-        let (bf16, fp8) = ((options.hidden * 2) as u32, options.hidden as u32);
+        let (tokens, topk) = (u64::from(options.shape.max_tokens), options.shape.num_topk);
+        let (bf16, fp8) = ((options.shape.hidden * 2) as u32, options.shape.hidden as u32);
         let scales = options.max_scales() as u32;
         let slot = |row, scales| u64::from(LowLatencySlot::new(row, scales, topk).bytes);
         let dispatch_bytes = u64::from(DISPATCH_HEADER) + tokens * slot(bf16, 0).max(slot(fp8, scales));
@@ -123,7 +123,8 @@ impl Messages {
         let (ways, stream) = (network.ways(), core.stream());
         ways.iter().for_each(|way| way.memory.describe(wire.pieces.sections()));
 
-        let (tokens, rows) = (u64::from(options.max_tokens), u64::from(ranks * options.max_tokens));
+        let (tokens, rows) =
+            (u64::from(options.shape.max_tokens), u64::from(ranks * options.shape.max_tokens));
         let members = MAX_MEMBERS as u64;
         let mut pieces = Pieces::default();
         let mut array = |name, count: u64, stride| pieces.push(Section::array(name, count, stride));
@@ -136,8 +137,8 @@ impl Messages {
             written: array("written", 1, 8),
             returned: array("returned", members, 8),
             copies: array("copies", 1, size_of::<LowLatencyCopies>() as u64),
-            _heads: array("heads", rows, u64::from(low_latency_head_bytes(options.num_topk))),
-            recv_x: array("recv_x", rows, row_stride(options.hidden * 2)),
+            _heads: array("heads", rows, u64::from(low_latency_head_bytes(options.shape.num_topk))),
+            recv_x: array("recv_x", rows, row_stride(options.shape.hidden * 2)),
             recv_scales: array("recv_scales", options.max_scales(), rows * 4),
         };
         let places: Vec<PlaceTables> = (0..options.places).map(place).collect();

@@ -47,7 +47,7 @@ use crate::transport::{PutTrace, QueueStats};
 pub use combine::CombineRequest;
 pub use dispatch::DispatchRequest;
 pub use halves::Pending;
-pub use options::{Options, Quantise};
+pub use options::{Options, Quantise, Shape};
 pub use results::{Combined, Detached, Place, Received};
 
 use fault::{Calls, Generations};
@@ -141,8 +141,8 @@ impl Buffer {
         let (pools, kernels) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
         let topology = pools.topology();
 
-        let calls = Box::new(Calls { num_experts: options.num_experts });
-        let mut core = Core::new(&device, rank, pools, options.timeout, options.max_tokens, calls)?;
+        let calls = Box::new(Calls { num_experts: options.shape.num_experts });
+        let mut core = Core::new(&device, rank, pools, options.timeout, options.shape.max_tokens, calls)?;
         // Laid out at address 0 first, to compute the size.
         let bytes = TableLayout::new(&options, topology, DevicePtr::NULL).pieces.bytes();
         let tables = Memory::alloc(&device, bytes, MemoryKind::Device, "low-latency tables")?;
@@ -202,12 +202,12 @@ impl Buffer {
 
     /// Experts of each rank.
     pub fn local_experts(&self) -> u32 {
-        self.options.num_experts / self.num_ranks()
+        self.options.shape.num_experts / self.num_ranks()
     }
 
     /// Rows of a place: those of token t from rank s are `s * max_tokens + t`.
     pub fn rows(&self) -> u64 {
-        u64::from(self.num_ranks() * self.options.max_tokens)
+        u64::from(self.num_ranks() * self.options.shape.max_tokens)
     }
 
     /// Where the rows of a dispatch are; an error unless it was one of this buffer's, with the ranks that are its members still.
@@ -233,8 +233,8 @@ impl Buffer {
             place: place.room().at,
             tables: place.room().tables,
             num_tokens: call.num_tokens,
-            max_tokens: self.options.max_tokens,
-            num_topk: self.options.num_topk,
+            max_tokens: self.options.shape.max_tokens,
+            num_topk: self.options.shape.num_topk,
             local_experts: self.local_experts(),
             chunk_tokens: self.options.chunk_tokens,
             phases: 0,
@@ -287,10 +287,10 @@ impl HasCore for Buffer {
 fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
     let ours: [(&'static str, String); 11] = [
         ("epoxide's version", env!("CARGO_PKG_VERSION").to_owned()),
-        ("max_tokens", options.max_tokens.to_string()),
-        ("hidden", options.hidden.to_string()),
-        ("num_topk", options.num_topk.to_string()),
-        ("num_experts", options.num_experts.to_string()),
+        ("max_tokens", options.shape.max_tokens.to_string()),
+        ("hidden", options.shape.hidden.to_string()),
+        ("num_topk", options.shape.num_topk.to_string()),
+        ("num_experts", options.shape.num_experts.to_string()),
         ("places", options.places.to_string()),
         ("chunk_tokens", options.chunk_tokens.to_string()),
         ("packet_tokens", options.most_in_packets().to_string()),

@@ -11,15 +11,25 @@ use crate::ep::{DType, Topology};
 use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
 
+/// The sizes that a low-latency buffer must have room for. The same on every rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Most tokens that any rank sends, 1 to 1024.
+    pub max_tokens: u32,
+    /// Elements of a row.
+    pub hidden: u64,
+    /// Top-k entries of each token.
+    pub num_topk: u32,
+    /// Experts on all ranks together.
+    pub num_experts: u32,
+}
+
 /// How to make a low-latency [`Buffer`](super::Buffer). The same on every rank.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Options {
     // The methods of the same names say what these are.
-    pub(super) max_tokens: u32,
-    pub(super) hidden: u64,
-    pub(super) num_topk: u32,
-    pub(super) num_experts: u32,
+    pub(super) shape: Shape,
     pub(super) places: u32,
     pub(super) num_sms: Option<u32>,
     pub(super) chunk_tokens: u32,
@@ -37,14 +47,10 @@ impl Options {
     /// [`Options::packet_tokens`] where nothing else is said.
     pub const DEFAULT_PACKET_TOKENS: u32 = 32;
 
-    /// For up to `max_tokens` tokens of a rank, at most 1024, with `hidden` elements and `num_topk` entries each, of `num_experts` experts on
-    /// all ranks together. One place, all multiprocessors, 30 s for a peer.
-    pub fn new(max_tokens: u32, hidden: u64, num_topk: u32, num_experts: u32) -> Options {
+    /// Room for `shape`, one place, all multiprocessors, one node, 30 s for a peer.
+    pub fn new(shape: Shape) -> Options {
         Options {
-            max_tokens,
-            hidden,
-            num_topk,
-            num_experts,
+            shape,
             places: 1,
             num_sms: None,
             chunk_tokens: Self::DEFAULT_CHUNK_TOKENS,
@@ -101,32 +107,35 @@ impl Options {
             let rule = format!("low latency has at most {MAX_MEMBERS} ranks");
             return refuse("group size", ranks.into(), rule);
         }
-        if self.max_tokens == 0 || self.max_tokens > LowLatencyCall::MAX_TOKENS {
+        if self.shape.max_tokens == 0 || self.shape.max_tokens > LowLatencyCall::MAX_TOKENS {
             let most = LowLatencyCall::MAX_TOKENS;
             let rule =
                 format!("must be 1 to {most}; larger batches are what the high-throughput buffer is for");
-            return refuse("max_tokens", self.max_tokens.into(), rule);
+            return refuse("max_tokens", self.shape.max_tokens.into(), rule);
         }
         // A call's packet tells lengths apart that differ by less than this many bytes.
         const MOST_BYTES: u64 = 1 << 17;
-        if self.hidden == 0 || !(self.hidden * 2).is_multiple_of(16) || self.hidden * 2 >= MOST_BYTES {
+        if self.shape.hidden == 0
+            || !(self.shape.hidden * 2).is_multiple_of(16)
+            || self.shape.hidden * 2 >= MOST_BYTES
+        {
             let rule = format!(
                 "must be a positive multiple of 8, below {}: rows move 16 bytes at a time",
                 MOST_BYTES / 2
             );
-            return refuse("hidden", self.hidden, rule);
+            return refuse("hidden", self.shape.hidden, rule);
         }
-        if self.num_topk == 0 || self.num_topk > MAX_TOPK {
-            return refuse("num_topk", self.num_topk.into(), format!("must be 1 to {MAX_TOPK}"));
+        if self.shape.num_topk == 0 || self.shape.num_topk > MAX_TOPK {
+            return refuse("num_topk", self.shape.num_topk.into(), format!("must be 1 to {MAX_TOPK}"));
         }
-        if self.num_experts == 0 || !self.num_experts.is_multiple_of(ranks) {
+        if self.shape.num_experts == 0 || !self.shape.num_experts.is_multiple_of(ranks) {
             let rule = format!("must be a positive multiple of the number of ranks, {ranks}");
-            return refuse("num_experts", self.num_experts.into(), rule);
+            return refuse("num_experts", self.shape.num_experts.into(), rule);
         }
-        if self.num_experts / ranks > MAX_LOCAL_EXPERTS {
+        if self.shape.num_experts / ranks > MAX_LOCAL_EXPERTS {
             return refuse(
                 "num_experts",
-                self.num_experts.into(),
+                self.shape.num_experts.into(),
                 format!("must be at most {MAX_LOCAL_EXPERTS} per rank"),
             );
         }
@@ -142,17 +151,17 @@ impl Options {
 
     /// Most tokens of a rank whose rows return as packets.
     pub(super) fn most_in_packets(&self) -> u32 {
-        self.packet_tokens.min(self.max_tokens)
+        self.packet_tokens.min(self.shape.max_tokens)
     }
 
     /// Chunks of a rank with all its tokens.
     pub(super) fn chunks(&self) -> u64 {
-        self.max_tokens.div_ceil(self.chunk_tokens).into()
+        self.shape.max_tokens.div_ceil(self.chunk_tokens).into()
     }
 
     /// Most scales of a row.
     pub(super) fn max_scales(&self) -> u64 {
-        self.hidden.div_ceil(SCALE_BLOCK.into())
+        self.shape.hidden.div_ceil(SCALE_BLOCK.into())
     }
 }
 

@@ -39,15 +39,15 @@ impl Buffer {
     /// # use std::time::Duration;
     /// # use epoxide::driver::Stream;
     /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-    /// # use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+    /// # use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
     /// # use epoxide::group::launch::run_threads;
-    /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
+    /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
     /// # use epoxide::half::bf16;
     /// let sums = run_threads(3, Duration::from_secs(60), |rank, group| {
     ///     # let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
     ///     # let stream = Stream::new(&device, false)?;
     ///     # let order = StreamOrder::on(&stream);
-    ///     let options = Options::new(8, 64, 2, 3).timeout(Duration::from_millis(100));
+    ///     let options = Options::new(Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 3 }).timeout(Duration::from_millis(100));
     ///     let mut buffer = Buffer::new(device, &*group, options)?;
     ///     // The job decides who goes on; here, all but rank 2.
     ///     let survivors = group.split((rank == 2).into())?;
@@ -78,7 +78,7 @@ impl Buffer {
     /// graphs that were captured before are good, each of them as a whole.
     ///
     /// Reading what failed operations left keeps giving their error. The output of a step is the
-    /// exception until its next launch: [`Step::check`](crate::ep::Step::check) and
+    /// exception until its next launch: [`Step::check`](crate::low_latency::Step::check) and
     /// [`Buffer::missing_tokens`] begin anew as well.
     ///
     /// # Errors

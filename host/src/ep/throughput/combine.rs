@@ -19,6 +19,7 @@ use crate::ep::core::Pieces;
 use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Threads per block of the copy into the pool.
 const STAGE_THREADS: u32 = 512;
@@ -59,13 +60,14 @@ pub struct CombineRequest<'a> {
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     weights: Option<&'a TypedTensor<'a, f32>>,
     handle: &'a DispatchHandle,
+    timeout: Option<Duration>,
 }
 
 impl<'a> CombineRequest<'a> {
     /// Returns `rows`, which the dispatch of `handle` brought. The experts' weighting, if any, is already in them: combine sums
     /// unweighted. Of rows by expert, padding may hold anything, and is not read.
     pub fn new(rows: impl Into<CombineRows<'a>>, handle: &'a DispatchHandle) -> Self {
-        CombineRequest { rows: rows.into(), topk_weights: None, weights: None, handle }
+        CombineRequest { rows: rows.into(), topk_weights: None, weights: None, handle, timeout: None }
     }
 
     /// Weights the rows by expert of this rank's own tokens: that of entry k of token t counts
@@ -73,6 +75,12 @@ impl<'a> CombineRequest<'a> {
     /// each sum.
     pub fn weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
         self.weights = Some(weights);
+        self
+    }
+
+    /// Longest wait for a peer, instead of the buffer's.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
         self
     }
 
@@ -86,7 +94,7 @@ impl<'a> CombineRequest<'a> {
 /// The result of a combine, in memory of its own.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct CombineOutput {
+pub struct Combined {
     /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to,
     /// accumulated in FP32 in rank order and rounded once, so bit for bit reproducible. 0 for a
     /// token that went nowhere. Across nodes each node's sum is made and rounded so, and the nodes'
@@ -105,7 +113,7 @@ impl Buffer {
     /// # Errors
     /// Arguments that break a rule; [`Error::StaleHandle`] where the handle is of another buffer;
     /// [`Error::PeerTimeout`] of an earlier operation. A timeout of this one shows in [`Buffer::check`].
-    pub fn combine(&mut self, request: CombineRequest<'_>, order: StreamOrder<'_>) -> Result<CombineOutput> {
+    pub fn combine(&mut self, request: CombineRequest<'_>, order: StreamOrder<'_>) -> Result<Combined> {
         let capturing = self.core.begin(order)?;
         let handle = &request.handle.0;
         self.check_handle(request.handle)?;
@@ -176,7 +184,7 @@ impl Buffer {
             (_, false) => CallKind::CombineBf16,
         };
         let call = Call { kind, place: handle.place, row_bytes: row_bytes as u32, columns: num_topk };
-        let comm = self.comm_in(&self.core.places()[handle.place as usize], call);
+        let comm = self.comm_in(&self.core.places()[handle.place as usize], call, request.timeout);
         let null = DevicePtr::NULL;
         let weights = request.topk_weights.map(|weights| &**weights);
         let rows = match request.rows {
@@ -326,7 +334,7 @@ impl Buffer {
             TypedTensor::in_memory(weights_at, &[tokens, num_topk as u64], block.clone())
                 .result("combined_topk_weights", handle)
         };
-        Ok(CombineOutput {
+        Ok(Combined {
             combined_x: Tensor::in_memory(x_at, dtype, &[tokens, hidden], block.clone())
                 .result("combined_x", handle),
             combined_topk_weights: request.topk_weights.map(weights_out),

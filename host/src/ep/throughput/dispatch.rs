@@ -1,6 +1,7 @@
 //! Dispatch: rows go to the ranks that hold their experts.
 
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use epoxide_gpu::kernels::{
     Dispatch, DispatchByExpert, DispatchMany, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCount,
@@ -15,11 +16,11 @@ use epoxide_gpu::layout::{
 use super::handle::{DispatchHandle, HandleShape, Inner, Places};
 use super::kernels::{Mode, RingShape, call_within};
 use super::place::{Place, Room};
-use super::received::DispatchOutput;
+use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, check_fits};
 use crate::driver::{Event, Stream};
-use crate::ep::core::{Lease, PlaceState};
+use crate::ep::core::{Lease, PlaceState, nanoseconds};
 use crate::ep::tensor::{Outcome, Owner};
 use crate::error::{Error, Result};
 
@@ -51,6 +52,7 @@ pub struct DispatchRequest<'a> {
     expert_alignment: u32,
     by_expert: bool,
     counts: Counts,
+    timeout: Option<Duration>,
 }
 
 impl<'a> DispatchRequest<'a> {
@@ -65,6 +67,7 @@ impl<'a> DispatchRequest<'a> {
             expert_alignment: 1,
             by_expert: false,
             counts: Counts::Exact,
+            timeout: None,
         }
     }
 
@@ -91,7 +94,7 @@ impl<'a> DispatchRequest<'a> {
     /// says where segments are. A token that selects an expert twice has two rows there. The sender
     /// writes each row to its place; there is no second copy.
     ///
-    /// The buffer needs [`BufferOptions::rows_by_expert`](super::BufferOptions::rows_by_expert).
+    /// The buffer needs [`Options::rows_by_expert`](super::Options::rows_by_expert).
     /// The same on every rank, but for the alignment.
     pub fn by_expert(mut self, alignment: u32) -> Self {
         self.by_expert = true;
@@ -104,6 +107,12 @@ impl<'a> DispatchRequest<'a> {
         self.counts = counts;
         self
     }
+
+    /// Longest wait for a peer, instead of the buffer's.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
 }
 
 /// Arguments of [`Buffer::dispatch_cached`].
@@ -112,12 +121,19 @@ pub struct CachedDispatchRequest<'a> {
     x: &'a Tensor<'a>,
     x_scales: Option<&'a TypedTensor<'a, f32>>,
     handle: &'a DispatchHandle,
+    timeout: Option<Duration>,
 }
 
 impl<'a> CachedDispatchRequest<'a> {
     /// Rows `x` to send, `[num_tokens, hidden]`, with the token count of `handle`, along its routing.
     pub fn new(x: &'a Tensor<'a>, handle: &'a DispatchHandle) -> Self {
-        CachedDispatchRequest { x, x_scales: None, handle }
+        CachedDispatchRequest { x, x_scales: None, handle, timeout: None }
+    }
+
+    /// Longest wait for a peer, instead of the buffer's.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
     }
 
     /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with 1-byte elements.
@@ -136,6 +152,7 @@ struct CountExchange<'a> {
     expert_alignment: u32,
     host: DevicePtr,
     tag: u64,
+    timeout_ns: u64,
 }
 
 /// The metadata that travels with rows.
@@ -150,7 +167,7 @@ struct Metadata {
     local_experts: u32,
 }
 
-/// Rows and scales of a dispatch, checked.
+/// Rows and scales of a dispatch, checked, and its deadline, if not the buffer's.
 struct Payload {
     dtype: DType,
     hidden: u64,
@@ -159,6 +176,7 @@ struct Payload {
     scales_one_dimensional: bool,
     x: DevicePtr,
     scales: DevicePtr,
+    timeout: Option<Duration>,
 }
 
 impl Buffer {
@@ -177,13 +195,13 @@ impl Buffer {
         place: &'p mut Place,
         request: DispatchRequest<'_>,
         order: StreamOrder<'_>,
-    ) -> Result<DispatchOutput<'p>> {
+    ) -> Result<Received<'p>> {
         let capturing = self.core.begin(order)?;
         let place = &place.0;
         self.core.check_place(place)?;
         let layout = request.layout;
         self.check_layout(layout)?;
-        let payload = self.check_payload(request.x, request.x_scales, layout.num_tokens)?;
+        let payload = self.check_payload(request.x, request.x_scales, layout.num_tokens, request.timeout)?;
         let num_topk = self.check_topk(&request)?;
         if request.by_expert {
             self.check_by_expert(request.expert_alignment)?;
@@ -223,6 +241,7 @@ impl Buffer {
             expert_alignment: request.expert_alignment,
             host: if exact { self.host_counts.ptr() } else { DevicePtr::NULL },
             tag: self.tag,
+            timeout_ns: request.timeout.map_or(self.comm.timeout_ns, nanoseconds),
         };
         let mut metadata = Metadata { num_topk, local_experts, ..Metadata::default() };
         if let Some(weights) = request.topk_weights {
@@ -260,7 +279,7 @@ impl Buffer {
             }
             if exact {
                 // Rows are already on their way while the host waits.
-                header = buffer.wait_counts(stream, counts.tag)?;
+                header = buffer.wait_counts(stream, counts.tag, request.timeout)?;
                 buffer.core.check()?;
                 buffer.plans.check_plan(&header, capacity)?;
             }
@@ -295,7 +314,7 @@ impl Buffer {
         let with_topk = request.topk_weights.is_some();
         let by_expert = request.by_expert;
         let of_weights = if by_expert { &columns[..1] } else { &columns[..] };
-        Ok(DispatchOutput {
+        Ok(Received {
             recv_topk_idx: (with_topk && !by_expert)
                 .then(|| place.tensor(owner(), at.recv_topk_idx, &columns).result("recv_topk_idx", plan)),
             recv_topk_weights: with_topk.then(|| {
@@ -321,7 +340,7 @@ impl Buffer {
         place: &'p mut Place,
         request: CachedDispatchRequest<'_>,
         order: StreamOrder<'_>,
-    ) -> Result<DispatchOutput<'p>> {
+    ) -> Result<Received<'p>> {
         let capturing = self.core.begin(order)?;
         let place = &place.0;
         self.core.check_place(place)?;
@@ -331,7 +350,8 @@ impl Buffer {
             let rule = "a cached dispatch across nodes takes more than 3: dispatch anew, or give more";
             return Err(Error::argument("num_sms", self.config.num_sms, rule));
         }
-        let payload = self.check_payload(request.x, request.x_scales, handle.0.num_tokens)?;
+        let payload =
+            self.check_payload(request.x, request.x_scales, handle.0.num_tokens, request.timeout)?;
         let places = &handle.0.places;
         let (args, ring) = self.dispatch_args(&payload, place, places, handle.0.num_tokens, None);
         let mut lease = None;
@@ -389,6 +409,7 @@ impl Buffer {
         x: &Tensor<'_>,
         scales: Option<&TypedTensor<'_, f32>>,
         num_tokens: u32,
+        timeout: Option<Duration>,
     ) -> Result<Payload> {
         let dtypes = [DType::Bf16, DType::F32, DType::Fp8E4m3, DType::I32];
         x.expect("x", &dtypes, &[("num_tokens", Some(num_tokens as u64)), ("hidden", None)])?;
@@ -423,6 +444,7 @@ impl Buffer {
             scales_one_dimensional: scales.is_some_and(|scales| scales.shape().len() == 1),
             x: x.ptr(),
             scales: scales.map_or(DevicePtr::NULL, |scales| scales.ptr()),
+            timeout,
         })
     }
 
@@ -463,7 +485,7 @@ impl Buffer {
             }
         };
         let args = DispatchArgs {
-            comm: self.comm_in(place, call),
+            comm: self.comm_in(place, call, payload.timeout),
             x: payload.x,
             scales: payload.scales,
             topk_idx,
@@ -510,7 +532,7 @@ impl Buffer {
             | payload.num_scales;
         // With rows by expert the host waits for the plan behind this one.
         let tag = if counts.by_expert { 0 } else { counts.tag };
-        let mut comm = Comm { pool: place.room().layout, ..self.comm };
+        let mut comm = Comm { pool: place.room().layout, timeout_ns: counts.timeout_ns, ..self.comm };
         comm.pool.rows = counts.capacity;
         // SAFETY: passed on to the caller.
         unsafe {
@@ -619,7 +641,7 @@ impl Buffer {
         let warps = NUMBER_THREADS / 32;
         // More multiprocessors than other kernels of the operation have would not be asked for.
         let grid = layout.num_experts.div_ceil(warps).clamp(1, self.config.num_sms);
-        let mut comm = Comm { pool: place.room().layout, ..self.comm };
+        let mut comm = Comm { pool: place.room().layout, timeout_ns: counts.timeout_ns, ..self.comm };
         comm.pool.rows = counts.capacity;
         let plan = ExpertPlanArgs {
             comm,
@@ -663,7 +685,7 @@ impl Buffer {
             ));
         }
         if self.options.rows_by_expert.is_none() {
-            let rule = "the buffer has no room for them: create it with BufferOptions::rows_by_expert";
+            let rule = "the buffer has no room for them: create it with Options::rows_by_expert";
             return Err(Error::argument("by_expert", "asked for", rule));
         }
         Ok(())
@@ -729,13 +751,13 @@ fn output_of_rows<'p>(
     lease: &Arc<Lease<Room>>,
     handle: &DispatchHandle,
     event: Option<Event>,
-) -> DispatchOutput<'p> {
+) -> Received<'p> {
     let (place, plan, rows) = (lease.place(), &handle.0, handle.0.output_rows());
     let (at, owner) = (place.room().layout, || lease.clone() as Owner);
     let both = [rows, payload.num_scales as u64];
     let of_scales = if payload.scales_one_dimensional { &both[..1] } else { &both[..] };
     let scales = || place.tensor(owner(), at.recv_scales, of_scales).result("recv_x_scales", plan);
-    DispatchOutput {
+    Received {
         recv_x: place.rows(owner(), at.recv_x, payload.dtype, rows, payload.hidden).result("recv_x", plan),
         recv_x_scales: (!payload.scales.is_null()).then(scales),
         recv_topk_idx: None,

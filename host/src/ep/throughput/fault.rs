@@ -13,7 +13,7 @@ use epoxide_gpu::layout::{
 
 use super::pool::pool_bytes;
 use super::wire::wire_bytes;
-use super::{Buffer, BufferShape};
+use super::{Buffer, Shape};
 use crate::driver::{Stream, poll};
 use crate::ep::DType;
 use crate::ep::core::{self, Faults};
@@ -74,7 +74,7 @@ pub struct Plans {
 /// Limits that the plans of a buffer's dispatches must keep.
 #[derive(Debug)]
 pub struct Limits {
-    pub shape: BufferShape,
+    pub shape: Shape,
     pub places: u32,
     /// Rows that a rank can receive in one dispatch.
     pub rows: u64,
@@ -220,12 +220,18 @@ impl Buffer {
         self.plans.check()
     }
 
-    /// Waits until notify has answered call `tag` in mapped host memory.
-    pub(super) fn wait_counts(&self, stream: &Stream, tag: u64) -> Result<PlanHeader> {
+    /// Waits until notify has answered call `tag` in mapped host memory. `timeout`: its longest wait for a
+    /// peer, if not the buffer's.
+    pub(super) fn wait_counts(
+        &self,
+        stream: &Stream,
+        tag: u64,
+        timeout: Option<Duration>,
+    ) -> Result<PlanHeader> {
         // The tag is released after all the rest.
         let seen = || self.host_counts.load(offset_of!(PlanHeader, tag) as u64);
         let mut last_check = Instant::now();
-        let limit = self.options.timeout.saturating_mul(HOST_PATIENCE);
+        let limit = timeout.unwrap_or_default().max(self.options.timeout).saturating_mul(HOST_PATIENCE);
         let answered = poll(&**self.core.device(), limit, || {
             if seen()? == tag {
                 return Ok(true);

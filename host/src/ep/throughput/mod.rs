@@ -29,13 +29,16 @@ mod wire;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use epoxide_gpu::layout::{
     Call, Comm, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, PLAN_HEADER,
     PlanHeader, PoolLayout, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout, wire_message,
 };
 
-use super::core::{self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, TracedLaunch, agree_on};
+use super::core::{
+    self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, TracedLaunch, agree_on, nanoseconds,
+};
 use super::tensor::Owner;
 use super::{DType, Tensor, Topology, TypedTensor};
 use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
@@ -46,14 +49,14 @@ use crate::virtual_time::spawn;
 
 pub use by_node::NodeCounts;
 pub use ceiling::{CeilingShape, Direction};
-pub use combine::{CombineOutput, CombineRequest, CombineRows};
+pub use combine::{CombineRequest, CombineRows, Combined};
 pub use config::{Config, low_latency_rdma_size_hint};
 pub use dispatch::{CachedDispatchRequest, Counts, DispatchRequest};
 pub use handle::{DispatchHandle, ExpertRows, InternodeHandle, IntranodeHandle};
 pub use layout::DispatchLayout;
-pub use options::{BufferOptions, BufferShape, Tuning};
+pub use options::{Options, Shape, Tuning};
 pub use place::{Place, PoolRows};
-pub use received::{Detached, DispatchOutput};
+pub use received::{Detached, Received};
 
 use fault::{Calls, Limits, Plans};
 use kernels::{Kernels, Loaded};
@@ -83,15 +86,16 @@ const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 ///
 /// use epoxide::driver::Stream;
 /// use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-/// use epoxide::ep::*;
+/// use epoxide::throughput::*;
+/// use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 /// use epoxide::group::launch::run_threads;
 ///
 /// let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
 ///     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
 ///     let stream = Stream::new(&device, false)?;
 ///     let order = StreamOrder::on(&stream);
-///     let shape = BufferShape { max_tokens_per_rank: 3, max_row_bytes: 32, max_topk: 1, max_scales: 0 };
-///     let mut buffer = Buffer::new(device, &*group, BufferOptions::new(shape).places(2))?;
+///     let shape = Shape { max_tokens_per_rank: 3, max_row_bytes: 32, max_topk: 1, max_scales: 0 };
+///     let mut buffer = Buffer::new(device, &*group, Options::new(shape).places(2))?;
 ///     let (mut first, mut second) = (buffer.place(0)?, buffer.place(1)?);
 ///
 ///     // Three tokens of this rank, two experts, one on each rank.
@@ -123,7 +127,7 @@ pub struct Buffer {
     tables: Memory,
     comm: Comm,
     config: Config,
-    options: BufferOptions,
+    options: Options,
     tag: u64,
     row_bytes: RowBytes,
 }
@@ -142,7 +146,7 @@ impl Buffer {
     /// [`Error::Argument`] where an option breaks a rule, [`Error::Mismatch`] where ranks give different ones,
     /// [`Error::Unavailable`] where GPUs of a node are linked without native atomics (PCIe), [`Error::OutOfMemory`], and whatever the
     /// driver or the group reports.
-    pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: BufferOptions) -> Result<Buffer> {
+    pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
         let rank = group.rank();
         let nodes = Topology::new(group.size(), options.ranks_per_node)?;
         options.tuning.validate()?;
@@ -231,7 +235,7 @@ impl Buffer {
     }
 
     core::buffer_methods! {
-        /// Received rows detach with [`DispatchOutput::detach`]. Dispatches leave their counts on
+        /// Received rows detach with [`Received::detach`]. Dispatches leave their counts on
         /// the device ([`Counts::OnDevice`]).
         ///
         capture,
@@ -276,9 +280,11 @@ impl Buffer {
         }
     }
 
-    /// The [`Comm`] for the kernels of an operation in this place.
-    fn comm_in(&self, place: &PlaceState<Room>, call: Call) -> Comm {
-        Comm { pool: place.room().layout, call: call.bits(), ..self.comm }
+    /// The [`Comm`] for the kernels of an operation in this place. `timeout`: the longest wait for a peer, if
+    /// not the buffer's.
+    fn comm_in(&self, place: &PlaceState<Room>, call: Call, timeout: Option<Duration>) -> Comm {
+        let timeout_ns = timeout.map_or(self.comm.timeout_ns, nanoseconds);
+        Comm { pool: place.room().layout, call: call.bits(), timeout_ns, ..self.comm }
     }
 
     /// Blocks of an operation on this rank's tokens within one node: a block without a token would only take part in the protocol.
@@ -390,7 +396,7 @@ fn agree(
     topology: Topology,
     [rows, joined_rows]: [u64; 2],
     wire: &WireLayout,
-    options: &BufferOptions,
+    options: &Options,
 ) -> Result<()> {
     let (config, transport) = (options.config, &options.transport);
     let ours: Vec<(&'static str, String)> = vec![

@@ -12,7 +12,7 @@ use crate::transport::{TransportKind, TransportOptions};
 
 /// The sizes that a pool must have room for. The same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BufferShape {
+pub struct Shape {
     /// Most tokens that any rank sends: a layout of more is refused. A pool has room for this many from every rank.
     pub max_tokens_per_rank: u32,
     /// Largest row in bytes: hidden times element size.
@@ -23,14 +23,14 @@ pub struct BufferShape {
     pub max_scales: u32,
 }
 
-impl BufferShape {
+impl Shape {
     /// Most rows by expert that a rank with `local_experts` experts can receive from `num_ranks`
     /// ranks, its own included, in segments aligned to `alignment`: what
-    /// [`BufferOptions::rows_by_expert`] takes for the worst case.
+    /// [`Options::rows_by_expert`] takes for the worst case.
     ///
     /// ```
-    /// # use epoxide::ep::BufferShape;
-    /// let shape = BufferShape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
+    /// # use epoxide::throughput::Shape;
+    /// let shape = Shape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
     /// assert_eq!(shape.most_rows_by_expert(2, 128, 64), 2 * 4096 * 8 + 128 * 63);
     /// ```
     pub fn most_rows_by_expert(&self, num_ranks: u32, local_experts: u32, alignment: u32) -> u64 {
@@ -44,10 +44,10 @@ impl BufferShape {
 /// How to make a [`Buffer`](super::Buffer). The same on every rank.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub struct BufferOptions {
+pub struct Options {
     // The methods of the same names say what these are; tests change them one by one.
     #[doc(hidden)]
-    pub shape: BufferShape,
+    pub shape: Shape,
     #[doc(hidden)]
     pub places: u32,
     #[doc(hidden)]
@@ -75,10 +75,10 @@ pub struct BufferOptions {
     pub ptx: Option<PathBuf>,
 }
 
-impl BufferOptions {
+impl Options {
     /// Room for the worst case of `shape`, one place, one node, defaults for the rest; 30 s for a peer.
-    pub fn new(shape: BufferShape) -> Self {
-        BufferOptions {
+    pub fn new(shape: Shape) -> Self {
+        Options {
             shape,
             places: 1,
             rows_by_expert: None,
@@ -97,7 +97,7 @@ impl BufferOptions {
 
     option_methods! {
         /// Up to 64 ranks that can all map each other's memory are one node whatever this is, unless the
-        /// transport is one of shm, tcp and verbs, or [`BufferOptions::keep_nodes`] was called.
+        /// transport is one of shm, tcp and verbs, or [`Options::keep_nodes`] was called.
         ranks_per_node,
         /// Rows are relayed, and a token's sum is rounded once for each node.
         keep_nodes,
@@ -106,7 +106,7 @@ impl BufferOptions {
 
     /// Room for so many rows by expert in each place, padding included, for dispatches with
     /// [`DispatchRequest::by_expert`](super::DispatchRequest::by_expert);
-    /// [`BufferShape::most_rows_by_expert`] is the worst case. A dispatch that needs more is an
+    /// [`Shape::most_rows_by_expert`] is the worst case. A dispatch that needs more is an
     /// error on every rank, before any row moves. Within one node.
     pub fn rows_by_expert(mut self, rows: u64) -> Self {
         self.rows_by_expert = Some(rows);

@@ -11,7 +11,7 @@ use crate::ep::{DType, Tensor, TypedTensor};
 use crate::error::{Error, Result, Scope};
 
 /// Room in the pool for what one dispatch brings, and for the rows of its combine. A buffer has
-/// [`BufferOptions::places`](super::BufferOptions::places) of them, and each is handed out once, by [`Buffer::place`](super::Buffer::place).
+/// [`Options::places`](super::Options::places) of them, and each is handed out once, by [`Buffer::place`](super::Buffer::place).
 ///
 /// A dispatch borrows its place mutably, and what it brings holds on to that borrow: a second dispatch there does not compile while
 /// the first one's rows are in use. All ranks give a dispatch the place of the same index.
@@ -25,7 +25,7 @@ impl Place {
     }
 
     /// Rows here that peers gather from, for a combine without a dispatch before it, such as that of a backward pass;
-    /// see [`DispatchOutput::combine_rows`](super::DispatchOutput::combine_rows).
+    /// see [`Received::combine_rows`](super::Received::combine_rows).
     ///
     /// # Errors
     /// [`Error::Capacity`] where `rows` or the row is larger than the pool was made for, [`Error::Argument`] where they are given out

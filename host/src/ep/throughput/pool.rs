@@ -4,7 +4,7 @@ use epoxide_gpu::layout::{
     Control, MAX_TOPK, PoolLayout, ROW_ALIGN, message_offset, relay_message, row_stride,
 };
 
-use super::options::BufferShape;
+use super::options::Shape;
 use crate::ep::Topology;
 use crate::ep::core::{Offsets, check_count};
 use crate::error::{Error, Result, Scope};
@@ -28,7 +28,7 @@ fn fixed_bytes(topology: Topology) -> u64 {
 }
 
 /// Bytes that one row takes in all regions of a place together, their alignment aside.
-fn bytes_per_row(shape: &BufferShape, topology: Topology) -> u64 {
+fn bytes_per_row(shape: &Shape, topology: Topology) -> u64 {
     let (topk, scales) = (shape.max_topk as u64, shape.max_scales as u64);
     2 * row_stride(shape.max_row_bytes) + scales * 4 + topk * (8 + 4 + 4) + 4 + meta_bytes(topology)
 }
@@ -37,7 +37,7 @@ fn bytes_per_row(shape: &BufferShape, topology: Topology) -> u64 {
 const REGIONS: u64 = 9;
 
 /// The bytes of a pool whose places each have room for `rows` rows.
-pub(super) fn pool_bytes(shape: &BufferShape, topology: Topology, places: u32, rows: u64) -> u64 {
+pub(super) fn pool_bytes(shape: &Shape, topology: Topology, places: u32, rows: u64) -> u64 {
     fixed_bytes(topology) + u64::from(places) * (rows * bytes_per_row(shape, topology) + REGIONS * ROW_ALIGN)
 }
 
@@ -45,7 +45,7 @@ pub(super) fn pool_bytes(shape: &BufferShape, topology: Topology, places: u32, r
 /// they are more, or with as many as fit in `limit` bytes: one layout per place, which differ in
 /// where its rows are. At least one.
 pub(super) fn pool_layouts(
-    shape: &BufferShape,
+    shape: &Shape,
     topology: Topology,
     places: u32,
     by_expert: Option<u64>,
@@ -124,8 +124,8 @@ mod tests {
 
     use super::*;
 
-    const SHAPE: BufferShape =
-        BufferShape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 56 };
+    const SHAPE: Shape =
+        Shape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 56 };
 
     fn one_node(ranks: u32) -> Topology {
         Topology { nodes: 1, ranks_per_node: ranks }

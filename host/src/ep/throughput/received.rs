@@ -19,7 +19,7 @@ use crate::error::Result;
 /// `num_recv_tokens`; only its `recv_src_idx` is defined.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct DispatchOutput<'p> {
+pub struct Received<'p> {
     /// `[num_recv_tokens, hidden]`, dtype of x. Rows are `row_stride()` bytes apart, a multiple of 128.
     pub recv_x: Tensor<'p>,
     /// Scales of the rows, laid out as the scales of x, with `num_recv_tokens` rows.
@@ -50,7 +50,7 @@ pub struct DispatchOutput<'p> {
     pub(super) lease: Arc<Lease<Room>>,
 }
 
-impl<'p> DispatchOutput<'p> {
+impl<'p> Received<'p> {
     /// Rows `[num_recv_tokens, hidden]` of the place that peers gather from: experts that write their output here spare combine a copy.
     ///
     /// # Errors
@@ -65,7 +65,7 @@ impl<'p> DispatchOutput<'p> {
         fn free<T: Element>(tensor: Option<TypedTensor<'_, T>>) -> Option<TypedTensor<'static, T>> {
             tensor.map(TypedTensor::outlive)
         }
-        Detached(DispatchOutput {
+        Detached(Received {
             recv_x: self.recv_x.outlive(),
             recv_x_scales: free(self.recv_x_scales),
             recv_topk_idx: free(self.recv_topk_idx),
@@ -85,14 +85,14 @@ impl<'p> DispatchOutput<'p> {
 /// The result of a dispatch, without a borrow of its place. A later dispatch there overwrites the rows; it comes behind what streams have
 /// been given by then.
 #[derive(Debug)]
-pub struct Detached(DispatchOutput<'static>);
+pub struct Detached(Received<'static>);
 
 impl Detached {
     /// The rows, for as long as `place` is borrowed.
     ///
     /// # Errors
     /// [`Error::StaleHandle`] where a later dispatch has overwritten them, [`Error::Argument`] where they lie in another place.
-    pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p DispatchOutput<'p>> {
+    pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Received<'p>> {
         self.0.lease.check_in(&place.0).map(|()| &self.0)
     }
 

@@ -7,7 +7,7 @@ use epoxide_gpu::layout::{
     Wire, WireLayout, combine_slot_bytes, wire_message,
 };
 
-use super::options::{BufferOptions, BufferShape};
+use super::options::{Options, Shape};
 use super::place::Room;
 use crate::driver::{DevicePtr, Memory, MemoryKind};
 use crate::ep::Topology;
@@ -33,7 +33,7 @@ impl WireSide {
     pub fn new(
         core: &mut Core<Room>,
         group: &dyn ProcessGroup,
-        options: &BufferOptions,
+        options: &Options,
         layout: WireLayout,
     ) -> Result<(WireSide, Wire)> {
         let (topology, device) = (core.topology(), core.device().clone());
@@ -106,7 +106,7 @@ impl WireSide {
 }
 
 /// The layout of wire memory with the slots that `shape` asks for, or with as many as fit in `limit` bytes.
-pub fn wire_layout(shape: &BufferShape, topology: Topology, limit: Option<u64>) -> Result<WireLayout> {
+pub fn wire_layout(shape: &Shape, topology: Topology, limit: Option<u64>) -> Result<WireLayout> {
     let (nodes, topk) = (topology.nodes as u64, shape.max_topk);
     let row_bytes = u32::try_from(shape.max_row_bytes).map_err(|_| {
         Error::argument("hidden", format!("{} bytes per row", shape.max_row_bytes), "must fit in 32 bits")
@@ -148,8 +148,8 @@ pub fn wire_layout(shape: &BufferShape, topology: Topology, limit: Option<u64>) 
 }
 
 /// The bytes that wire memory must have for `slots` tokens of a rank for one node.
-pub fn wire_bytes(shape: &BufferShape, topology: Topology, slots: u64) -> u64 {
-    let shape = BufferShape { max_tokens_per_rank: slots.min(u32::MAX as u64) as u32, ..*shape };
+pub fn wire_bytes(shape: &Shape, topology: Topology, slots: u64) -> u64 {
+    let shape = Shape { max_tokens_per_rank: slots.min(u32::MAX as u64) as u32, ..*shape };
     wire_layout(&shape, topology, None).map_or(0, |layout| layout.bytes + 2 * topology.nodes as u64 * ALIGN)
 }
 
@@ -157,8 +157,8 @@ pub fn wire_bytes(shape: &BufferShape, topology: Topology, slots: u64) -> u64 {
 mod tests {
     use super::*;
 
-    const SHAPE: BufferShape =
-        BufferShape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
+    const SHAPE: Shape =
+        Shape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
     const TOPOLOGY: Topology = Topology { nodes: 2, ranks_per_node: 8 };
 
     #[test]
