@@ -108,8 +108,9 @@ pub enum Error {
         seen: u64,
         /// How long it waited.
         waited: Duration,
-        /// Other buffers of this process with operations in flight on the same device, and what that may mean, with a leading separator; may
-        /// be empty.
+        /// Other possible causes, each with a separator in front; may be empty: a connection that
+        /// broke, proxies in a call that does not return, other buffers of this process with
+        /// operations in flight on the same device.
         beside: Box<str>,
     },
     /// Ranks made calls that do not fit together.

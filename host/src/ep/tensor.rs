@@ -110,6 +110,11 @@ impl Element for u8 {
 /// Keeps the memory of a tensor alive.
 pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 
+/// The owners of tensors, those that have one.
+pub fn owners<'t, 'a: 't>(tensors: impl IntoIterator<Item = Option<&'t Tensor<'a>>>) -> Vec<Owner> {
+    tensors.into_iter().flatten().filter_map(|tensor| tensor.owner().cloned()).collect()
+}
+
 /// Operations that results come from. A host read of a result returns their error instead, if there was one.
 pub(crate) trait Outcome: Report {
     /// Has `stream` wait for the last operation of their buffer, on whichever stream it runs.

@@ -29,7 +29,7 @@ fn buffers() -> MutexGuard<'static, Vec<Weak<Faults>>> {
     BUFFERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whom a kernel counts where it names a peer by number.
+/// The set that a kernel numbers its peers in.
 #[derive(Debug, Clone, Copy)]
 enum Counted {
     /// The ranks of this node.
@@ -42,7 +42,7 @@ enum Counted {
     World,
 }
 
-/// What a kernel recorded.
+/// Kinds of records about a peer.
 #[derive(Debug, Clone, Copy)]
 enum Found {
     /// The wait of an operation for a word expired. `None`: the recorded call names the operation.

@@ -174,7 +174,7 @@ impl<R> Core<R> {
         self.network.as_deref()
     }
 
-    /// What kernels have recorded of failures.
+    /// The failures that kernels have recorded.
     pub fn faults(&self) -> &Arc<Faults> {
         &self.faults
     }
@@ -201,7 +201,7 @@ impl<R> Core<R> {
         Err(Error::argument("place", place.index(), rule))
     }
 
-    /// What kernels get of the buffer: `local` is this rank's own state. The pool's layout and the
+    /// The arguments that all kernels of the buffer share: `local` is this rank's own state. The pool's layout and the
     /// call are the mode's to fill in.
     pub fn comm(&self, local: DevicePtr) -> Comm {
         Comm {

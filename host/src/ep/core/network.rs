@@ -56,8 +56,8 @@ impl Network {
         self.proxies().handle(queue, peer).map(|queue| QueueHandle { queue, posted })
     }
 
-    /// What the network adds to the report of an expired wait: the first failure of a queue or of
-    /// the receiving side, and proxies in a system call that does not return. Each with a separator
+    /// The network's part of the report of an expired wait: the first failure of a queue or of the
+    /// receiving side, and proxies in a system call that does not return. Each with a separator
     /// in front.
     pub fn context(&self) -> String {
         let proxies = self.proxies();

@@ -150,7 +150,7 @@ impl<R> PlaceState<R> {
         self.buffer
     }
 
-    /// What is in it.
+    /// Its contents.
     pub fn room(&self) -> &R {
         &self.room
     }

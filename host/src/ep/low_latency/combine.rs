@@ -92,7 +92,7 @@ impl Buffer {
         request: CombineRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<(Operation, Combined<'p>)> {
-        let outcomes = self.outcomes(order)?;
+        let outcome = self.outcome(order)?;
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
         let dispatch = received.lease.generation();
         let hidden = self.options.shape.hidden;
@@ -138,7 +138,7 @@ impl Buffer {
             &[num_tokens.into(), hidden],
             lease.clone() as Owner,
         )
-        .result("combined", &outcomes);
+        .result("combined", &outcome);
         Ok((operation, Combined { x, event: None, lease, place: PhantomData }))
     }
 }

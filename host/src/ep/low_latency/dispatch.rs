@@ -14,7 +14,7 @@ use super::options::Quantise;
 use super::results::Place;
 use super::results::Received;
 use crate::ep::experts::is_narrow;
-use crate::ep::tensor::Owner;
+use crate::ep::tensor::{Owner, owners};
 use crate::ep::{DType, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
@@ -119,7 +119,7 @@ impl Buffer {
         request: DispatchRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<(Operation, Received<'p>)> {
-        let outcomes = self.outcomes(order)?;
+        let outcome = self.outcome(order)?;
         let place = &*place.0;
         self.core.check_place(place)?;
         let DispatchRequest { x, topk_idx, map, topk_weights, scales, quantise, timeout } = request;
@@ -185,12 +185,8 @@ impl Buffer {
             quantise: quantise.on_device(),
             narrow_ids: is_narrow(topk_idx),
         };
-        let map_owner = map.and_then(|map| map.entries().owner());
-        let uses = [x.owner(), topk_idx.owner(), map_owner].into_iter();
-        let uses = uses.chain([
-            topk_weights.and_then(|weights| weights.owner()),
-            scales.and_then(|scales| scales.owner()),
-        ]);
+        let entries = map.map(|map| &**map.entries());
+        let uses = [Some(x), Some(topk_idx), entries, topk_weights.map(|it| &**it), scales.map(|it| &**it)];
         let lease = place.begin()?;
         let operation = Operation {
             name: "low-latency dispatch",
@@ -199,7 +195,7 @@ impl Buffer {
             send_blocks: num_tokens,
             receive_blocks: self.receive_blocks(),
             fills: Some(lease.clone()),
-            uses: uses.flatten().cloned().collect(),
+            uses: owners(uses),
         };
         let owner = || lease.clone() as Owner;
         let (rows, experts, ranks) =
@@ -207,28 +203,28 @@ impl Buffer {
         let tables = &place.room().tables;
         let x = Tensor::in_memory(place.room().recv_x, dtype, &[rows, hidden], owner());
         let of_experts =
-            |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).result(name, &outcomes);
+            |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).result(name, &outcome);
         let received = Received {
-            x: x.with_row_stride(row_stride(row_bytes)).result("x", &outcomes),
+            x: x.with_row_stride(row_stride(row_bytes)).result("x", &outcome),
             scales: with_scales.then(|| {
                 TypedTensor::in_memory(place.room().recv_scales, &[of_row, rows], owner())
-                    .result("scales", &outcomes)
+                    .result("scales", &outcome)
             }),
             num_tokens: TypedTensor::in_memory(
                 tables.num_tokens,
                 &[most_ranks(self.core.topology())],
                 owner(),
             )
-            .result("num_tokens", &outcomes),
+            .result("num_tokens", &outcome),
             expert_counts: TypedTensor::in_memory(tables.expert_counts, &[experts], owner())
-                .result("expert_counts", &outcomes),
+                .result("expert_counts", &outcome),
             expert_rows: of_experts("expert_rows", tables.expert_rows),
             src_info: of_experts("src_info", tables.src_info),
             layout_range: TypedTensor::in_memory(tables.layout_range, &[experts, ranks], owner())
-                .result("layout_range", &outcomes),
+                .result("layout_range", &outcome),
             event: None,
             num_local_tokens: num_tokens,
-            generation: self.generation,
+            generation: self.generation.clone(),
             lease,
             place: PhantomData,
         };

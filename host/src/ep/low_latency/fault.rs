@@ -1,7 +1,6 @@
-//! Faults that only low latency has, and the outcomes of operations between two regroups.
+//! Faults that only low latency has, and the outcome of the operations between two regroups.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::layout::{LowLatencyCall, Status, UNKNOWN_EXPERT, UNKNOWN_PLACE, WITH_TABLE, Wait};
 
@@ -20,10 +19,11 @@ impl Buffer {
         self.core.check()
     }
 
-    /// The outcome of an operation that begins now, where `order` says.
-    pub(super) fn outcomes(&self, order: StreamOrder<'_>) -> Result<Arc<Outcomes>> {
-        let generation = if self.core.is_capturing(order)? { None } else { Some(self.generation) };
-        Ok(Arc::new(Outcomes { generations: self.generations.clone(), generation }))
+    /// The outcome of an operation that begins now, where `order` says. Replays of a recording follow
+    /// the buffer into later generations.
+    pub(super) fn outcome(&self, order: StreamOrder<'_>) -> Result<Arc<Generation>> {
+        let is_recorded = self.core.is_capturing(order)?;
+        Ok(if is_recorded { Generation::new(self.core.faults()) } else { self.generation.clone() })
     }
 }
 
@@ -91,54 +91,37 @@ fn name_of(call: LowLatencyCall) -> &'static str {
     if call.is_combine { "low-latency combine" } else { "low-latency dispatch" }
 }
 
-/// The errors of the generations of a buffer's ranks that a regroup has ended, and the faults of the
-/// one that runs.
+/// The operations between two regroups, and their outcome: [`Buffer::regroup`] clears the record,
+/// and results of operations before it keep their error.
 #[derive(Debug)]
-pub struct Generations {
+pub struct Generation {
     faults: Arc<Faults>,
-    past: Mutex<BTreeMap<u64, Error>>,
+    /// The error that the operations had when a regroup ended the generation.
+    ended: OnceLock<Error>,
 }
 
-impl Generations {
-    pub fn new(faults: Arc<Faults>) -> Arc<Generations> {
-        Arc::new(Generations { faults, past: Mutex::default() })
+impl Generation {
+    pub fn new(faults: &Arc<Faults>) -> Arc<Generation> {
+        Arc::new(Generation { faults: faults.clone(), ended: OnceLock::new() })
     }
 
-    fn errors(&self) -> MutexGuard<'_, BTreeMap<u64, Error>> {
-        self.past.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn past(&self, generation: u64) -> Option<Error> {
-        self.errors().get(&generation).cloned()
-    }
-
-    /// Ends a generation: keeps its error, if it has failed, and clears the record.
-    pub fn end(&self, generation: u64, stream: &Stream) -> Result<()> {
+    /// Ends it: keeps its error, if it has failed, and clears the record.
+    pub fn end(&self, stream: &Stream) -> Result<()> {
         if let Err(error) = self.faults.check() {
-            self.errors().insert(generation, error);
+            let _ = self.ended.set(error);
         }
         self.faults.clear(stream)
     }
 }
 
-/// The outcome of the operations between two regroups. [`Buffer::regroup`] clears the status, and
-/// what operations before it have left stays what it is.
-#[derive(Debug)]
-pub struct Outcomes {
-    generations: Arc<Generations>,
-    /// Number of regroups before; `None` for a recording, whose replays follow the buffer.
-    generation: Option<u64>,
-}
-
-impl Report for Outcomes {
+impl Report for Generation {
     fn report(&self) -> Result<()> {
-        let past = self.generation.and_then(|generation| self.generations.past(generation));
-        past.map_or_else(|| self.generations.faults.check(), Err)
+        self.ended.get().cloned().map_or_else(|| self.faults.check(), Err)
     }
 }
 
-impl Outcome for Outcomes {
+impl Outcome for Generation {
     fn come_before(&self, stream: &Stream) -> Result<()> {
-        self.generations.faults.come_before(stream)
+        self.faults.come_before(stream)
     }
 }

@@ -6,7 +6,7 @@ use epoxide_gpu::layout::{DevicePtr, LowLatencyGatherArgs, SCALE_BLOCK};
 use super::Buffer;
 use super::results::Received;
 use crate::driver::Event;
-use crate::ep::tensor::Owner;
+use crate::ep::tensor::owners;
 use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
@@ -109,17 +109,16 @@ impl Buffer {
         // A row of each expert that a token can have, of every token that there can be.
         let most_rows = rows * experts.min(self.options.shape.num_topk.into());
         let blocks = self.blocks_for(u32::try_from(most_rows).unwrap_or(u32::MAX));
-        let uses: [Option<&Owner>; 2] = [x.owner(), scales.and_then(|scales| scales.owner())];
-        let uses = uses.into_iter().flatten().cloned();
-        let outcomes = self.outcomes(order)?;
+        let uses = owners([Some(x), scales.map(|it| &**it)]);
+        let outcome = self.outcome(order)?;
         let event = self.run(order, None, &place, uses, |buffer, stream| {
             let (call, threads) = (LowLatencyGather::call(args), LowLatencyGather::INFO.max_threads);
             // SAFETY: the tensors go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's.
             unsafe { stream.call(&buffer.kernels.gather, blocks, threads, 0, call) }
         })?;
-        x.is_filled_by(&outcomes);
+        x.is_filled_by(&outcome);
         if let Some(scales) = scales {
-            scales.is_filled_by(&outcomes);
+            scales.is_filled_by(&outcome);
         }
         Ok(event)
     }

@@ -9,7 +9,7 @@
 //! | `layout.rs` | where things are in the pool |
 //! | `internode.rs` | messages to the ranks of other nodes |
 //! | `regroup.rs` | going on without ranks that are gone |
-//! | `fault.rs` | the texts of faults that only this mode has, and outcomes between regroups |
+//! | `fault.rs` | the texts of faults that only this mode has, and the outcome of the operations between two regroups |
 
 mod combine;
 mod dispatch;
@@ -50,7 +50,7 @@ pub use halves::Pending;
 pub use options::{Options, Quantise, Shape};
 pub use results::{Combined, Detached, Place, Received};
 
-use fault::{Calls, Generations};
+use fault::{Calls, Generation};
 use internode::{MessageLayout, Messages};
 use layout::{PoolLayout, TableLayout};
 use results::Room;
@@ -73,9 +73,8 @@ pub struct Buffer {
     sent: Option<&'static str>,
     /// A bit for each rank that is left out.
     left_out: u32,
-    /// How often the ranks have regrouped, and how each generation before has failed.
-    generations: Arc<Generations>,
-    generation: u64,
+    /// The operations since the last regroup.
+    generation: Arc<Generation>,
     comm: Comm,
     options: Options,
 }
@@ -170,20 +169,9 @@ impl Buffer {
             Room { at, recv_x, recv_scales, messages, tables: at_tables, combined_x, _tables }
         };
         core.make_places(table_layout.places.into_iter().zip(spots).map(room));
-        let generations = Generations::new(core.faults().clone());
-        let (sent, left_out, generation) = (None, 0, 0);
-        let buffer = Buffer {
-            core,
-            kernels,
-            messages,
-            tables,
-            sent,
-            left_out,
-            generations,
-            generation,
-            comm,
-            options,
-        };
+        let generation = Generation::new(core.faults());
+        let buffer =
+            Buffer { core, kernels, messages, tables, sent: None, left_out: 0, generation, comm, options };
         // No peer may write before every mapping stands.
         group.barrier(group.timeout())?;
         Ok(buffer)
@@ -214,7 +202,7 @@ impl Buffer {
     fn place_of(&self, received: &Received<'_>) -> Result<Arc<PlaceState<Room>>> {
         let place = received.lease.place().clone();
         self.core.check_place(&place)?;
-        if received.generation != self.generation {
+        if !Arc::ptr_eq(&received.generation, &self.generation) {
             return Err(Error::StaleHandle("the ranks regrouped since its dispatch: dispatch again".into()));
         }
         Ok(place)
@@ -270,8 +258,8 @@ impl Buffer {
             }
             work(buffer, stream)
         })?;
-        let outcomes = self.outcomes(order)?;
-        Ok(event.map(|event| event.of(outcomes)))
+        let outcome = self.outcome(order)?;
+        Ok(event.map(|event| event.of(outcome)))
     }
 }
 

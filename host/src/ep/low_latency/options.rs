@@ -64,7 +64,7 @@ impl Options {
     }
 
     option_methods! {
-        /// There are up to 32 ranks. Up to 8 that can all map each other's memory are one node whatever
+        /// A group has up to 32 ranks. Up to 8 that can all map each other's memory are one node whatever
         /// this is, unless the transport is one of shm, tcp and verbs, or [`Options::keep_nodes`] was
         /// called.
         ranks_per_node,

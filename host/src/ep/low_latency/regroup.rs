@@ -3,6 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 use epoxide_gpu::layout::{DevicePtr, FEW_RANKS, LocalState, LowLatencyTurns, QUANTUM};
 
+use super::fault::Generation;
 use super::{Buffer, agree};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
@@ -125,9 +126,9 @@ impl Buffer {
         if let Some(messages) = &self.messages {
             messages.forget_unfinished(stream)?;
         }
-        self.generations.end(self.generation, stream)?;
+        self.generation.end(stream)?;
         self.left_out = left_out;
-        self.generation += 1;
+        self.generation = Generation::new(self.core.faults());
         self.sent = None;
         // Every rank must have cleared its state before any rank starts an operation.
         group.barrier(group.timeout())

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use epoxide_gpu::layout::{DevicePtr, LowLatencyMessages, LowLatencyPlace, LowLatencyTables};
 
+use super::fault::Generation;
 use crate::driver::{Event, Memory};
 use crate::ep::core::{Held, Lease};
 use crate::ep::{Tensor, TypedTensor};
@@ -67,7 +68,7 @@ pub struct Received<'p> {
     pub event: Option<Event>,
     pub(super) num_local_tokens: u32,
     /// The generation of the buffer at the dispatch.
-    pub(super) generation: u64,
+    pub(super) generation: Arc<Generation>,
     pub(super) lease: Arc<Lease<Room>>,
     pub(super) place: PhantomData<&'p mut Place>,
 }

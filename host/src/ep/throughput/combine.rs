@@ -16,7 +16,7 @@ use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, check_fits};
 use crate::driver::Event;
 use crate::ep::core::Pieces;
-use crate::ep::tensor::Owner;
+use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::time::Duration;
@@ -251,8 +251,7 @@ impl Buffer {
             _ => None,
         };
         let entry_weights = request.weights.map(|weights| &**weights);
-        let given = in_tensor.into_iter().chain(weights).chain(entry_weights);
-        let uses = given.filter_map(|tensor| tensor.owner().cloned());
+        let uses = owners([in_tensor, weights, entry_weights]).into_iter();
         let uses = uses.chain([request.handle.0.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("combine"), uses, |buffer, stream| {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });

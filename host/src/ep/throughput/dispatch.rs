@@ -21,7 +21,7 @@ use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, check_fits};
 use crate::driver::{Event, Stream};
 use crate::ep::core::{Lease, PlaceState, nanoseconds};
-use crate::ep::tensor::{Outcome, Owner};
+use crate::ep::tensor::{Outcome, Owner, owners};
 use crate::error::{Error, Result};
 
 /// Threads per block of the notify kernel, as its source fixes them.
@@ -256,12 +256,9 @@ impl Buffer {
 
         let mut header = PlanHeader::default();
         let mut lease = None;
-        let uses = [request.x.owner(), request.x_scales.and_then(|scales| scales.owner())]
-            .into_iter()
-            .chain([request.topk_weights.and_then(|weights| weights.owner()), layout.owner()])
-            .flatten()
-            .cloned()
-            .chain([layout.block.clone() as Owner, block.clone() as Owner]);
+        let (scales, weights) = (request.x_scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
+        let uses = owners([Some(request.x), scales, weights, Some(layout.topk_idx())]).into_iter();
+        let uses = uses.chain([layout.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps them.
@@ -355,11 +352,8 @@ impl Buffer {
         let places = &handle.0.places;
         let (args, ring) = self.dispatch_args(&payload, place, places, handle.0.num_tokens, None);
         let mut lease = None;
-        let uses = [request.x.owner(), request.x_scales.and_then(|scales| scales.owner())]
-            .into_iter()
-            .flatten()
-            .cloned()
-            .chain([handle.0.block.clone() as Owner]);
+        let uses = owners([Some(request.x), request.x_scales.map(|it| &**it)]).into_iter();
+        let uses = uses.chain([handle.0.block.clone() as Owner]);
         let event = self.run(order, capturing, Some("cached dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: as in `dispatch`.
@@ -745,7 +739,7 @@ impl Buffer {
     }
 }
 
-/// What every dispatch brings: rows, with their scales if they have any.
+/// The output of every dispatch: rows, with their scales if they have any.
 fn output_of_rows<'p>(
     payload: &Payload,
     lease: &Arc<Lease<Room>>,

@@ -9,7 +9,7 @@ use super::{Buffer, DType, StreamOrder, Tensor, TypedTensor};
 use crate::driver::{Event, Stream};
 use crate::ep::core::{Block, Pieces};
 use crate::ep::experts::{ExpertId, ExpertMap, is_narrow};
-use crate::ep::tensor::Owner;
+use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
 /// Threads per block of the layout kernel: as many tokens as possible at once.
@@ -61,11 +61,6 @@ impl<'a> DispatchLayout<'a> {
             Some(_) => (self.places.physical, 1),
             None => (self.topk_idx.ptr(), is_narrow(&self.topk_idx)),
         }
-    }
-
-    /// The owner of the ids, which lives as long as a use of them.
-    pub(super) fn owner(&self) -> Option<&Owner> {
-        self.topk_idx.owner()
     }
 
     /// `[num_ranks]`: tokens for each rank, each token once per rank. Ids out of range are not
@@ -237,8 +232,8 @@ impl Buffer {
         };
         let shared = (self.core.topology().ranks() + num_experts + self.core.topology().nodes) * 4;
         let grid = num_tokens.div_ceil(THREADS / 32).clamp(1, self.config.num_sms);
-        let uses = [topk_idx.owner(), map.and_then(|map| map.entries().owner())].into_iter();
-        let uses = uses.flatten().cloned().chain([block.clone() as Owner]);
+        let uses = owners([Some(topk_idx), map.map(|map| &**map.entries())]).into_iter();
+        let uses = uses.chain([block.clone() as Owner]);
         let event = self.run(order, capturing, None, uses, |buffer, stream| {
             // SAFETY: block and ids go back behind all that streams have been given, and a recording keeps them.
             unsafe {
