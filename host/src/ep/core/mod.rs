@@ -329,13 +329,14 @@ pub fn nanoseconds(timeout: Duration) -> u64 {
     timeout.as_nanos().try_into().unwrap_or(u64::MAX)
 }
 
-/// Checks that all ranks have the same values of the same names.
-pub fn agree_on(group: &dyn ProcessGroup, ours: &[(&'static str, String)]) -> Result<()> {
+/// Checks that all ranks run the same version and have the same values of the same names.
+pub fn agree_on(group: &dyn ProcessGroup, mut ours: Vec<(&'static str, String)>) -> Result<()> {
+    ours.insert(0, ("epoxide's version", env!("CARGO_PKG_VERSION").to_owned()));
     let message = ours.iter().map(|(_, value)| value.as_str()).collect::<Vec<_>>().join("\n");
     for (peer, theirs) in group.all_gather(message.as_bytes())?.into_iter().enumerate() {
         let theirs = String::from_utf8_lossy(&theirs);
         let mut theirs = theirs.split('\n');
-        for (what, ours) in ours {
+        for (what, ours) in &ours {
             let theirs = theirs.next().unwrap_or("nothing");
             if ours != theirs {
                 return Err(Error::Mismatch {

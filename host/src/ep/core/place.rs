@@ -4,7 +4,6 @@
 //! they could read what was there.
 
 use std::fmt::Debug;
-use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -110,12 +109,9 @@ impl<R> Held<R> {
         }
         Ok(Held(place.clone()))
     }
-}
 
-impl<R> Deref for Held<R> {
-    type Target = Arc<PlaceState<R>>;
-
-    fn deref(&self) -> &Self::Target {
+    /// The place.
+    pub fn place(&self) -> &Arc<PlaceState<R>> {
         &self.0
     }
 }

@@ -120,7 +120,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<(Operation, Received<'p>)> {
         let outcome = self.outcome(order)?;
-        let place = &*place.0;
+        let place = place.0.place();
         self.core.check_place(place)?;
         let DispatchRequest { x, topk_idx, map, topk_weights, scales, quantise, timeout } = request;
         let (hidden, num_tokens) = (self.options.shape.hidden, self.check_tokens(x.rows())?);

@@ -19,7 +19,7 @@ pub struct Place(pub(super) Held<Room>);
 impl Place {
     /// Its index: every rank dispatches to the place of the same one.
     pub fn index(&self) -> u32 {
-        self.0.index()
+        self.0.place().index()
     }
 }
 
@@ -133,7 +133,7 @@ pub struct Detached<T> {
 
 impl<T> Detached<T> {
     fn check(&self, place: &Place) -> Result<()> {
-        self.lease.check_in(&place.0)
+        self.lease.check_in(place.0.place())
     }
 }
 

@@ -197,7 +197,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Received<'p>> {
         let capturing = self.core.begin(order)?;
-        let place = &place.0;
+        let place = place.0.place();
         self.core.check_place(place)?;
         let layout = request.layout;
         self.check_layout(layout)?;
@@ -339,7 +339,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Received<'p>> {
         let capturing = self.core.begin(order)?;
-        let place = &place.0;
+        let place = place.0.place();
         self.core.check_place(place)?;
         let handle = request.handle;
         self.check_handle(handle)?;

@@ -399,8 +399,7 @@ fn agree(
     options: &Options,
 ) -> Result<()> {
     let (config, transport) = (options.config, &options.transport);
-    let ours: Vec<(&'static str, String)> = vec![
-        ("epoxide's version", env!("CARGO_PKG_VERSION").to_owned()),
+    let ours = vec![
         ("ranks_per_node", topology.ranks_per_node.to_string()),
         ("keep_nodes", options.keep_nodes.to_string()),
         ("rows of a place in the pool", rows.to_string()),
@@ -419,5 +418,5 @@ fn agree(
         ("transport", transport.kind.to_string()),
         ("queues_per_peer", transport.queues_per_peer.to_string()),
     ];
-    agree_on(group, &ours)
+    agree_on(group, ours)
 }

@@ -21,7 +21,7 @@ pub struct Place(pub(super) Held<Room>);
 impl Place {
     /// Its index in the buffer.
     pub fn index(&self) -> u32 {
-        self.0.index()
+        self.0.place().index()
     }
 
     /// Rows here that peers gather from, for a combine without a dispatch before it, such as that of a backward pass;
@@ -31,7 +31,7 @@ impl Place {
     /// [`Error::Capacity`] where `rows` or the row is larger than the pool was made for, [`Error::Argument`] where they are given out
     /// already.
     pub fn combine_rows(&self, dtype: DType, rows: u64, hidden: u64) -> Result<PoolRows<'_>> {
-        self.0.combine_rows(self.0.pool(), dtype, rows, hidden)
+        self.0.place().combine_rows(self.0.place().pool(), dtype, rows, hidden)
     }
 }
 

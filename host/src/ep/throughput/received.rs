@@ -93,7 +93,7 @@ impl Detached {
     /// # Errors
     /// [`Error::StaleHandle`] where a later dispatch has overwritten them, [`Error::Argument`] where they lie in another place.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Received<'p>> {
-        self.0.lease.check_in(&place.0).map(|()| &self.0)
+        self.0.lease.check_in(place.0.place()).map(|()| &self.0)
     }
 
     /// The routing, which nothing overwrites.
