@@ -231,7 +231,7 @@ impl Buffer {
             local_experts,
             by_expert: request.by_expert.then_some(layout.num_topk),
         };
-        let (block, places) = Places::take(&self.core.arena(), &self.kernels.mode, shape)?;
+        let (block, places) = Places::take(self.core.arena(), &self.kernels.mode, shape)?;
         self.tag += 1;
         let counts = CountExchange {
             layout,
