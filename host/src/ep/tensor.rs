@@ -132,7 +132,7 @@ pub(crate) trait Outcome: Report {
 /// It may be dropped while streams of its device still use it: its memory goes back behind all that they have been given.
 ///
 /// For `'a` its elements are the holder's. Tensors with memory of their own are `Tensor<'static>`; those of a
-/// [`Received`](super::Received) borrow the [`Place`](super::Place) that they lie in, which the next dispatch there
+/// [`throughput::Received`](crate::throughput::Received) borrow the [`Place`](crate::throughput::Place) that they lie in, which the next dispatch there
 /// overwrites.
 ///
 /// ```
@@ -357,7 +357,7 @@ impl<'a> Tensor<'a> {
     /// For what an operation of a buffer gave: the error of an operation of that buffer that has
     /// failed by then, such as [`Error::PeerTimeout`], since the elements may be those of an
     /// operation before. For a dispatch whose counts stay on the device, and for its combines, also
-    /// what [`Buffer::check_dispatch`](super::Buffer::check_dispatch) gives. [`Error::DType`] where
+    /// what [`Buffer::check_dispatch`](crate::throughput::Buffer::check_dispatch) gives. [`Error::DType`] where
     /// `T` does not fit, and whatever the driver reports.
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check_element::<T>()?;

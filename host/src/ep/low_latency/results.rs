@@ -141,7 +141,7 @@ impl Detached<Received<'static>> {
     /// The rows, for as long as `place` is borrowed.
     ///
     /// # Errors
-    /// [`Error::StaleHandle`] where a later dispatch has overwritten them, [`Error::Argument`] where they lie in another place.
+    /// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten them, [`Error::Argument`](crate::Error::Argument) where they lie in another place.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Received<'p>> {
         self.check(place).map(|()| &self.results)
     }
@@ -151,7 +151,7 @@ impl Detached<Combined<'static>> {
     /// The sums, for as long as `place` is borrowed.
     ///
     /// # Errors
-    /// [`Error::StaleHandle`] and [`Error::Argument`], as for received rows.
+    /// [`Error::StaleHandle`](crate::Error::StaleHandle) and [`Error::Argument`](crate::Error::Argument), as for received rows.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Combined<'p>> {
         self.check(place).map(|()| &self.results)
     }

@@ -54,7 +54,7 @@ impl<'p> Received<'p> {
     /// Rows `[num_recv_tokens, hidden]` of the place that peers gather from: experts that write their output here spare combine a copy.
     ///
     /// # Errors
-    /// [`Error::Capacity`] where a row is larger than the pool was made for, [`Error::Argument`] where they are given out already.
+    /// [`Error::Capacity`](crate::Error::Capacity) where a row is larger than the pool was made for, [`Error::Argument`](crate::Error::Argument) where they are given out already.
     pub fn combine_rows(&self, dtype: DType, hidden: u64) -> Result<PoolRows<'p>> {
         self.lease.place().combine_rows(self.lease.clone() as Owner, dtype, self.recv_x.rows(), hidden)
     }
@@ -91,7 +91,7 @@ impl Detached {
     /// The rows, for as long as `place` is borrowed.
     ///
     /// # Errors
-    /// [`Error::StaleHandle`] where a later dispatch has overwritten them, [`Error::Argument`] where they lie in another place.
+    /// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten them, [`Error::Argument`](crate::Error::Argument) where they lie in another place.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Received<'p>> {
         self.0.lease.check_in(place.0.place()).map(|()| &self.0)
     }
