@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use epoxide::driver::cuda::{CudaDevice, devices};
 use epoxide::driver::{Device, Event, Stream};
-use epoxide::ep::{Buffer, BufferOptions, BufferShape};
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
 use epoxide::internal::{CeilingShape, Direction};
+use epoxide::throughput::{Buffer, Options, Shape};
 use epoxide::{Error, Result};
 
 const BLOCKS: [u32; 9] = [4, 8, 12, 16, 24, 32, 48, 64, 132];
@@ -60,13 +60,9 @@ fn run(wanted: Option<u32>) -> Result<()> {
 /// (push, pull) in GB/s by number of blocks.
 fn measure(device: Arc<dyn Device>, group: &dyn ProcessGroup, row_bytes: u32) -> Result<Vec<[f64; 2]>> {
     let stream = Stream::new(&device, false)?;
-    let shape = BufferShape {
-        max_tokens_per_rank: ROWS,
-        max_row_bytes: row_bytes as u64,
-        max_topk: 1,
-        max_scales: 0,
-    };
-    let buffer = Buffer::new(device.clone(), group, BufferOptions::new(shape))?;
+    let shape =
+        Shape { max_tokens_per_rank: ROWS, max_row_bytes: row_bytes as u64, max_topk: 1, max_scales: 0 };
+    let buffer = Buffer::new(device.clone(), group, Options::new(shape))?;
     let limit = device.info().max_shared_bytes_per_block;
     let mut results = Vec::new();
     for blocks in BLOCKS {

@@ -67,7 +67,7 @@ const EXPERTS: u32 = 64;
 const BLOCKS: u32 = 8;
 const CHANNELS: u32 = BLOCKS / 2;
 
-/// Launch shapes that the library takes for these sizes (host/src/ep/kernels.rs).
+/// Launch shapes that the library takes for these sizes (host/src/ep/throughput/kernels.rs).
 const NOTIFY_THREADS: u32 = 512;
 const LAYOUT_THREADS: u32 = 1024;
 const DISPATCH_WARPS: u32 = 3;

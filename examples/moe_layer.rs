@@ -16,11 +16,9 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, Kernel, Stream};
-use epoxide::ep::{
-    Buffer, BufferOptions, BufferShape, CombineOutput, CombineRequest, Counts, DType, DispatchHandle,
-    DispatchRequest, Place, StreamOrder, Tensor, TypedTensor,
-};
 use epoxide::group::launch::run_threads;
+use epoxide::throughput::{self, Buffer, CombineRequest, Counts, DispatchHandle, DispatchRequest, Place};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use epoxide_gpu::kernels::{MoeExperts, MoeRouter};
 use epoxide_gpu::layout::{MoeExpertsArgs, MoeRouterArgs};
@@ -68,7 +66,7 @@ fn main() -> ExitCode {
         let stream = Stream::new(&device, false)?;
         let model = Model::new();
         let mut layer = Layer::new(&model, &device, &stream, |shape| {
-            Buffer::new(device.clone(), &*group, BufferOptions::new(shape))
+            Buffer::new(device.clone(), &*group, throughput::Options::new(shape))
         })?;
 
         let x = tokens_of(rank);
@@ -123,7 +121,7 @@ struct Layer {
 
 /// What a pass of the layer gives.
 struct Output {
-    combined: CombineOutput,
+    combined: throughput::Combined,
     handle: DispatchHandle,
 }
 
@@ -133,9 +131,9 @@ impl Layer {
         model: &Model,
         device: &Arc<dyn Device>,
         stream: &Stream,
-        buffer: impl FnOnce(BufferShape) -> Result<Buffer>,
+        buffer: impl FnOnce(throughput::Shape) -> Result<Buffer>,
     ) -> Result<Layer> {
-        let buffer = buffer(BufferShape {
+        let buffer = buffer(throughput::Shape {
             max_tokens_per_rank: TOKENS as u32,
             max_row_bytes: HIDDEN as u64 * 2,
             max_topk: TOPK as u32,

@@ -1,10 +1,11 @@
 //! Calls of a rank of a benchmark, and checks of their results.
 
 use epoxide::driver::{Memory, MemoryKind, Stream};
-use epoxide::ep::{
-    Buffer, CachedDispatchRequest, CombineRequest, CombineRows, Counts, DType, DispatchHandle,
-    DispatchLayout, DispatchOutput, DispatchRequest, Place, StreamOrder, Tensor, TypedTensor,
+use epoxide::throughput::{
+    Buffer, CachedDispatchRequest, CombineRequest, CombineRows, Counts, DispatchHandle, DispatchLayout,
+    DispatchRequest, Place, Received,
 };
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::Rank;
 use epoxide_testing::oracle;
@@ -39,17 +40,13 @@ impl Calls {
         buffer: &mut Buffer,
         order: StreamOrder<'_>,
         counts: Counts,
-    ) -> Result<DispatchOutput<'_>> {
+    ) -> Result<Received<'_>> {
         let request = DispatchRequest::new(&self.x, &self.layout).topk_weights(&self.topk_weights);
         let request = self.scales.iter().fold(request.counts(counts), DispatchRequest::scales);
         buffer.dispatch(&mut self.place, request, order)
     }
 
-    pub fn dispatch_cached(
-        &mut self,
-        buffer: &mut Buffer,
-        order: StreamOrder<'_>,
-    ) -> Result<DispatchOutput<'_>> {
+    pub fn dispatch_cached(&mut self, buffer: &mut Buffer, order: StreamOrder<'_>) -> Result<Received<'_>> {
         let request = CachedDispatchRequest::new(&self.x, &self.routing);
         let request = self.scales.iter().fold(request, CachedDispatchRequest::scales);
         buffer.dispatch_cached(&mut self.place, request, order)
@@ -140,7 +137,7 @@ impl<'a> Bench<'a> {
         Self::route(self.plan, buffer, stream, &mut calls.place, rows, &self.no_rows)
     }
 
-    pub fn dispatch(&mut self, counts: Counts) -> Result<DispatchOutput<'_>> {
+    pub fn dispatch(&mut self, counts: Counts) -> Result<Received<'_>> {
         self.calls.dispatch(&mut self.rig.buffer, StreamOrder::on(&self.rig.stream), counts)
     }
 

@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use epoxide::Result;
 use epoxide::driver::{Device, Event, Graph, Stream};
-use epoxide::ep::{DType, StreamOrder};
 use epoxide::group::ProcessGroup;
-use epoxide::low_latency::{Buffer, Options, Place, Quantise};
+use epoxide::low_latency::{Buffer, Options, Place, Quantise, Shape};
+use epoxide::{DType, StreamOrder};
 use epoxide_gpu::layout::BlockTrace;
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank};
 
@@ -52,12 +52,17 @@ pub(crate) fn measure(
         ..LowLatencyCase::new(plan.low_latency_routing(), plan.hidden as u32)
     };
     for &num_sms in &plan.num_sms {
-        let mut options = Options::new(plan.tokens, plan.hidden, plan.topk, plan.experts)
-            .chunk_tokens(low.chunk_tokens)
-            .packet_tokens(low.packet_tokens)
-            .ranks_per_node(plan.topology.ranks_per_node)
-            .transport(plan.transport_options(TIMEOUT))
-            .timeout(TIMEOUT);
+        let mut options = Options::new(Shape {
+            max_tokens: plan.tokens,
+            hidden: plan.hidden,
+            num_topk: plan.topk,
+            num_experts: plan.experts,
+        })
+        .chunk_tokens(low.chunk_tokens)
+        .packet_tokens(low.packet_tokens)
+        .ranks_per_node(plan.topology.ranks_per_node)
+        .transport(plan.transport_options(TIMEOUT))
+        .timeout(TIMEOUT);
         if num_sms != Plan::ALL_SMS {
             options = options.num_sms(num_sms);
         }

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use epoxide::driver::{Device, Stream};
-use epoxide::ep::{Buffer, BufferOptions, BufferShape, Counts, DType, Tensor};
 use epoxide::group::ProcessGroup;
 use epoxide::internal::{CeilingShape, Direction, shipped_ptx};
+use epoxide::throughput::{Buffer, Counts, Options, Shape};
+use epoxide::{DType, Tensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::Rank;
 use epoxide_testing::roundtrip::Case;
@@ -83,7 +84,7 @@ fn high_throughput(
     result: &mut RankResult,
 ) -> Result<()> {
     let stream = Stream::new(device, false)?;
-    let shape = BufferShape {
+    let shape = Shape {
         max_tokens_per_rank: plan.tokens,
         max_row_bytes: plan.combine_row_bytes(),
         max_topk: plan.topk,
@@ -93,7 +94,7 @@ fn high_throughput(
     // First of all, so that a missing library is reported before anything is made.
     let nccl = plan.baseline.map(|Baseline::Nccl| Nccl::join(device, group)).transpose()?;
     let topology = plan.topology;
-    let mut options = BufferOptions::new(shape)
+    let mut options = Options::new(shape)
         .config(config)
         .tuning(plan.shapes.tuning())
         .timeout(TIMEOUT)

@@ -4,8 +4,9 @@ use std::borrow::Cow;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use epoxide::ep::{Config, DType};
+use epoxide::DType;
 use epoxide::internal::Topology;
+use epoxide::throughput::Config;
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};

@@ -1,6 +1,7 @@
 //! Replays of captured steps, as on a server that decodes through CUDA graphs.
 
-use epoxide::ep::{Buffer, Counts, DType, Detached, Step, StreamOrder, Tensor};
+use epoxide::throughput::{Buffer, Counts, Detached, Step};
+use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::Rank;
 use epoxide_testing::oracle;

@@ -1,7 +1,7 @@
 //! Tests of whole measurements, on the virtual GPU.
 
+use epoxide::DType;
 use epoxide::driver::virt::{Time, VirtConfig, VirtualGpu};
-use epoxide::ep::DType;
 use epoxide::internal::Topology;
 use epoxide::transport::TransportKind;
 use epoxide_testing::tier;

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use epoxide::driver::Stream;
-use epoxide::ep::{Buffer, BufferOptions, BufferShape, StreamOrder, TypedTensor};
 use epoxide::group::launch::run_threads;
+use epoxide::throughput::{Buffer, Options, Shape};
+use epoxide::{StreamOrder, TypedTensor};
 use epoxide_gpu::layout::FEW_RANKS;
 use epoxide_testing::compare;
 use epoxide_testing::oracle::{self, Routing};
@@ -123,8 +124,8 @@ fn check_virtual_gpu() -> Result<String> {
             let device = open_device(DeviceKind::Virtual, 0)?;
             let name = device.info().name.clone();
             let stream = Stream::new(&device, false)?;
-            let shape = BufferShape { max_tokens_per_rank: 4, max_row_bytes: 16, max_topk: 2, max_scales: 0 };
-            let options = BufferOptions::new(shape).timeout(TIMEOUT);
+            let shape = Shape { max_tokens_per_rank: 4, max_row_bytes: 16, max_topk: 2, max_scales: 0 };
+            let options = Options::new(shape).timeout(TIMEOUT);
             let mut buffer = Buffer::new(device, &*group, options)?;
             let shape = [u64::from(routing.num_tokens(0)), u64::from(routing.num_topk)];
             let ids = TypedTensor::from_host(&stream, &shape, &routing.flat_topk_idx(0))?;

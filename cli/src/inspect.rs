@@ -8,13 +8,11 @@ use std::time::Duration;
 use clap::{Subcommand, value_parser};
 use epoxide::driver::virt::VirtualGpu;
 use epoxide::driver::{Device, Stream};
-use epoxide::ep::{
-    Buffer, BufferOptions, BufferShape, Config, DType, DispatchRequest, Element, StreamOrder, Tensor,
-    TypedTensor,
-};
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
 use epoxide::internal::{JSON, read_text, read_text_file};
+use epoxide::throughput::{Buffer, Config, DispatchRequest, Options, Shape};
+use epoxide::{DType, Element, StreamOrder, Tensor, TypedTensor};
 use epoxide_gpu::layout::{FEW_RANKS, MAX_CHANNELS, MAX_NODES};
 use epoxide_testing::selections::Selections;
 use epoxide_testing::sizes::check_experts;
@@ -167,13 +165,13 @@ fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
     let most = selections.ranks.iter().map(Vec::len).max().unwrap_or(0);
     let max_tokens_per_rank = u32::try_from(most)
         .map_err(|_| Stop::usage(format!("--topk {name}: {most} tokens on one rank are too many")))?;
-    let shape = BufferShape {
+    let shape = Shape {
         max_tokens_per_rank,
         max_row_bytes: HIDDEN * DType::Bf16.size(),
         max_topk: selections.num_topk as u32,
         max_scales: 0,
     };
-    let options = BufferOptions::new(shape)
+    let options = Options::new(shape)
         .config(Config::with_sms(2 * args.channels)?.for_nodes(args.nodes))
         .timeout(TIMEOUT)
         .ranks_per_node(args.ranks_per_node)
@@ -192,7 +190,7 @@ fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
 fn inspect_rank(
     args: &HandleArgs,
     selections: &Selections,
-    options: BufferOptions,
+    options: Options,
     rank: u32,
     device: Arc<dyn Device>,
     group: &Arc<dyn ProcessGroup>,

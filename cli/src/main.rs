@@ -22,11 +22,16 @@ mod testing;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use tracing_subscriber::filter::LevelFilter;
 
 /// Expert parallelism in Rust: moves Mixture-of-Experts tokens between GPUs, real or virtual.
 #[derive(Debug, Parser)]
 #[command(name = "epoxide", version, about, after_help = EXIT_CODES)]
 struct Cli {
+    /// Print more of the library's log on standard error: warnings without, then information, debugging, everything
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    verbose: u8,
+
     #[command(subcommand)]
     command: Command,
 }
@@ -60,6 +65,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(said) => return say(&said),
     };
+    log_to_stderr(cli.verbose);
     let outcome = match cli.command {
         Command::Roundtrip(args) => roundtrip::run(args),
         Command::Bench(args) => bench::run(&args),
@@ -79,6 +85,18 @@ fn main() -> ExitCode {
             ExitCode::from(stop.code)
         }
     }
+}
+
+/// Prints the log of the library and its crates from here on, up to a level that `verbose` raises.
+fn log_to_stderr(verbose: u8) {
+    let level = match verbose {
+        0 => LevelFilter::WARN,
+        1 => LevelFilter::INFO,
+        2 => LevelFilter::DEBUG,
+        _ => LevelFilter::TRACE,
+    };
+    let log = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr);
+    log.with_target(false).with_ansi(false).without_time().init();
 }
 
 /// Prints what clap has to say: help, the version, or what is wrong with the arguments.

@@ -4,10 +4,11 @@
 use std::time::Duration;
 
 use clap::ValueEnum;
+use epoxide::DType;
 use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig};
-use epoxide::ep::{BufferOptions, BufferShape, Config, DType};
 use epoxide::internal::Schedule;
 pub use epoxide::internal::Topology;
+use epoxide::throughput::{Config, Options, Shape};
 use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
 use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;
@@ -451,14 +452,14 @@ impl RoundTripFlags {
 
 impl Setup {
     /// Options of a buffer that can dispatch these rows and combine rows of bf16.
-    pub fn buffer_options(&self) -> BufferOptions {
-        let shape = BufferShape {
+    pub fn buffer_options(&self) -> Options {
+        let shape = Shape {
             max_tokens_per_rank: self.tokens,
             max_row_bytes: self.hidden * DType::Bf16.size(),
             max_topk: self.topk,
             max_scales: self.dtype.num_scales(self.hidden) as u32,
         };
-        let options = BufferOptions::new(shape)
+        let options = Options::new(shape)
             .config(self.config)
             .timeout(Duration::from_secs(self.timeout))
             .ranks_per_node(self.ranks / self.nodes)

@@ -10,10 +10,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use epoxide::driver::Event;
-use epoxide::ep::{
-    CombineOutput, CombineRequest, DType, DispatchLayout, DispatchOutput, DispatchRequest, PoolRows,
-    StreamOrder, Tensor, TypedTensor,
-};
+use epoxide::throughput::{CombineRequest, Combined, DispatchLayout, DispatchRequest, PoolRows, Received};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::compare;
 use epoxide_testing::harness::Rank as Rig;
 use epoxide_testing::oracle::{Plan, Routing, Style};
@@ -268,7 +266,7 @@ fn count_of(accesses: u64) -> String {
 
 fn high_throughput(setup: &Setup, rig: &Rig) -> HighThroughput {
     let row_bytes = setup.hidden * DType::Bf16.size();
-    let hint = |hint: fn(&epoxide::ep::Config, u64, u32, u32) -> u64| {
+    let hint = |hint: fn(&epoxide::throughput::Config, u64, u32, u32) -> u64| {
         hint(&setup.config, row_bytes, setup.ranks, setup.ranks / setup.nodes)
     };
     HighThroughput {
@@ -277,8 +275,8 @@ fn high_throughput(setup: &Setup, rig: &Rig) -> HighThroughput {
         num_max_nvl_chunked_recv_tokens: setup.config.num_max_nvl_chunked_recv_tokens,
         wire_bytes: rig.buffer.wire_bytes(),
         is_one_node: rig.buffer.num_nodes() == 1,
-        nvl_buffer_size_hint: hint(epoxide::ep::Config::nvl_buffer_size_hint),
-        rdma_buffer_size_hint: hint(epoxide::ep::Config::rdma_buffer_size_hint),
+        nvl_buffer_size_hint: hint(epoxide::throughput::Config::nvl_buffer_size_hint),
+        rdma_buffer_size_hint: hint(epoxide::throughput::Config::rdma_buffer_size_hint),
     }
 }
 
@@ -425,7 +423,7 @@ fn rank_number_rows(
 }
 
 /// The received rows as numbers.
-fn received_numbers(rig: &Rig, output: &DispatchOutput) -> Result<Vec<f32>> {
+fn received_numbers(rig: &Rig, output: &Received) -> Result<Vec<f32>> {
     let Some(scales) = &output.recv_x_scales else {
         let values = output.recv_x.to_host::<bf16>(&rig.stream)?;
         return Ok(values.into_iter().map(bf16::to_f32).collect());
@@ -453,7 +451,7 @@ enum Staged<'p> {
     InPool(PoolRows<'p>),
 }
 
-fn expert_rows<'p>(rig: &Rig, output: &DispatchOutput<'p>) -> Result<Staged<'p>> {
+fn expert_rows<'p>(rig: &Rig, output: &Received<'p>) -> Result<Staged<'p>> {
     let recv_x = &output.recv_x;
     if recv_x.dtype() != DType::Bf16 {
         let values: Vec<bf16> = received_numbers(rig, output)?.into_iter().map(bf16::from_f32).collect();
@@ -473,7 +471,7 @@ fn expert_rows<'p>(rig: &Rig, output: &DispatchOutput<'p>) -> Result<Staged<'p>>
 
 /// Checks the shape of the received rows and, block by block, that each element is its source
 /// rank's number.
-fn check_rank_numbers(rig: &Rig, plan: &Plan, output: &DispatchOutput) -> Result<Option<String>> {
+fn check_rank_numbers(rig: &Rig, plan: &Plan, output: &Received) -> Result<Option<String>> {
     let (shape, hidden) = (output.recv_x.shape(), output.recv_x.columns());
     let expected_shape = [u64::from(plan.num_recv_tokens), hidden];
     if let Some(difference) = compare::value("recv_x shape", shape, &expected_shape[..]) {
@@ -495,13 +493,7 @@ fn check_rank_numbers(rig: &Rig, plan: &Plan, output: &DispatchOutput) -> Result
 
 /// Checks each token's mean, every element, and the weights: a token comes back once from each of
 /// its destinations.
-fn check_sums(
-    rig: &Rig,
-    case: &Case,
-    me: u32,
-    combined: &CombineOutput,
-    report: &mut RankReport,
-) -> Result<()> {
+fn check_sums(rig: &Rig, case: &Case, me: u32, combined: &Combined, report: &mut RankReport) -> Result<()> {
     let tokens = case.routing.num_tokens(me);
     let hidden = case.hidden() as usize;
     let expected: Vec<f32> =

@@ -36,7 +36,7 @@ pub enum Error {
     /// A tensor has the wrong shape.
     #[error("{tensor} has shape {have:?}, expected {expected}")]
     Shape {
-        /// The tensor's name as the API spells it, with the one that it was given ([`Tensor::named`](crate::ep::Tensor::named)).
+        /// The tensor's name as the API spells it, with the one that it was given ([`Tensor::named`](crate::Tensor::named)).
         tensor: String,
         /// The shape that was passed.
         have: Vec<u64>,
@@ -46,7 +46,7 @@ pub enum Error {
     /// A tensor has the wrong element type.
     #[error("{tensor} has dtype {have}, expected {expected}")]
     DType {
-        /// The tensor's name as the API spells it, with the one that it was given ([`Tensor::named`](crate::ep::Tensor::named)).
+        /// The tensor's name as the API spells it, with the one that it was given ([`Tensor::named`](crate::Tensor::named)).
         tensor: String,
         /// The dtype that was passed.
         have: String,
@@ -108,8 +108,9 @@ pub enum Error {
         seen: u64,
         /// How long it waited.
         waited: Duration,
-        /// Other buffers of this process with operations in flight on the same device, and what that may mean, with a leading separator; may
-        /// be empty.
+        /// Other possible causes, each with a separator in front; may be empty: a connection that
+        /// broke, proxies in a call that does not return, other buffers of this process with
+        /// operations in flight on the same device.
         beside: Box<str>,
     },
     /// Ranks made calls that do not fit together.
@@ -310,6 +311,16 @@ impl Error {
     #[doc(hidden)]
     pub fn argument(argument: &'static str, value: impl ToString, rule: impl Into<String>) -> Self {
         Error::Argument { argument, value: value.to_string(), rule: rule.into() }
+    }
+
+    pub(crate) fn capacity(
+        (what, unit): (&'static str, &'static str),
+        needed: u64,
+        have: u64,
+        remedy: impl Into<String>,
+        scope: Scope,
+    ) -> Self {
+        Error::Capacity { what, needed, have, unit, remedy: remedy.into(), scope }
     }
 
     /// Who sees this error of a collective call.

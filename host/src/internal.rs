@@ -7,10 +7,9 @@ pub use epoxide_vgpu::Schedule;
 
 pub use crate::bounded::{JSON, PTX, read_text, read_text_file};
 pub use crate::driver::shipped_ptx;
-pub use crate::ep::ceiling::{CeilingShape, Direction};
+pub use crate::ep::core::TracedLaunch;
+pub use crate::ep::throughput::{CeilingShape, Direction, Tuning};
 pub use crate::ep::topology::Topology;
-pub use crate::ep::trace::TracedLaunch;
-pub use crate::ep::tuning::Tuning;
 pub use crate::group::mesh_group::Connect;
 pub use crate::group::recorder::{Entry, State};
 pub use crate::group::tcp::TcpStoreServer;

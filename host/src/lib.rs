@@ -9,11 +9,11 @@
 //!
 //! | | page | take it for |
 //! |---|---|---|
-//! | high throughput | [`ep`] | prefill and training, from about 256 tokens a rank; the host may wait for counts |
+//! | high throughput | [`throughput`] | prefill and training, from about 256 tokens a rank; the host may wait for counts |
 //! | low latency | [`low_latency`] | decoding, up to about 128 tokens a rank; the host never waits |
 //!
 //! # High throughput
-//! Each rank has a device, a process group and a [`Buffer`](ep::Buffer). Here two ranks are
+//! Each rank has a device, a process group and a [`Buffer`](throughput::Buffer). Here two ranks are
 //! threads; with [`group::rendezvous`] they are processes on one or several hosts. Copy this into a
 //! `main.rs` and it runs.
 //!
@@ -22,9 +22,10 @@
 //!
 //! use epoxide::driver::Stream;
 //! use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-//! use epoxide::ep::*;
 //! use epoxide::group::launch::run_threads;
 //! use epoxide::half::bf16;
+//! use epoxide::throughput::*;
+//! use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
@@ -32,8 +33,8 @@
 //!         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
 //!         let stream = Stream::new(&device, false)?;
 //!         let order = StreamOrder::on(&stream);
-//!         let shape = BufferShape { max_tokens_per_rank: 2, max_row_bytes: 128, max_topk: 2, max_scales: 0 };
-//!         let mut buffer = Buffer::new(device, &*group, BufferOptions::new(shape))?;
+//!         let shape = Shape { max_tokens_per_rank: 2, max_row_bytes: 128, max_topk: 2, max_scales: 0 };
+//!         let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
 //!         let mut place = buffer.place(0)?;
 //!
 //!         // Two tokens per rank and four experts: 0 and 1 on rank 0, 2 and 3 on rank 1. -1 selects nothing.
@@ -64,10 +65,10 @@
 //!
 //! use epoxide::driver::Stream;
 //! use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-//! use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+//! use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 //! use epoxide::group::launch::run_threads;
 //! use epoxide::half::bf16;
-//! use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
+//! use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
@@ -75,7 +76,8 @@
 //!         let stream = Stream::new(&device, false)?;
 //!         let order = StreamOrder::on(&stream);
 //!         // Up to 8 tokens of 64 elements from each rank, 2 of 4 experts for each.
-//!         let mut buffer = Buffer::new(device, &*group, Options::new(8, 64, 2, 4))?;
+//!         let shape = Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 4 };
+//!         let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
 //!         let mut place = buffer.place(0)?;
 //!
 //!         let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32 + 1.0); 128])?;
@@ -100,21 +102,21 @@
 //! | you want | look at |
 //! |---|---|
 //! | ranks that are processes, started by `epoxide launch`, torchrun, mpirun or srun | [`group::rendezvous`] |
-//! | to know which experts a received row is for | [`DispatchOutput`](ep::DispatchOutput): `recv_topk_idx` has the ids of this rank's experts, -1 for others. A token comes once, however many of them it has: add what they make of it, weighted, before combine, which sums the ranks' rows and weighs nothing |
-//! | to work on the received rows with kernels of your own or of a framework | [`Tensor::ptr`](ep::Tensor::ptr), [`Stream::adopt`](driver::Stream::adopt), [`gpu`] |
-//! | a tensor in memory of another owner | [`Tensor::from_raw`](ep::Tensor::from_raw) |
-//! | the host never to wait, and CUDA graphs | [`Counts::OnDevice`](ep::Counts), [`Buffer::capture`](ep::Buffer::capture) |
-//! | experts that write where combine reads | [`DispatchOutput::combine_rows`](ep::DispatchOutput::combine_rows) |
-//! | communication beside computation | [`StreamOrder::comm`](ep::StreamOrder::comm) |
-//! | several nodes | [`BufferOptions::ranks_per_node`](ep::BufferOptions::ranks_per_node), [`TransportOptions`](transport::TransportOptions) |
-//! | to know whether enqueued work succeeded | [`Tensor::to_host`](ep::Tensor::to_host) of a result gives the operation's error instead of numbers, and so does the event of an asynchronous call; [`Buffer::check`](ep::Buffer::check), once the stream has been synchronised, for results that only kernels read, whose sums are NaN then |
-//! | the same routing again, for gradients or another tensor | [`Buffer::dispatch_cached`](ep::Buffer::dispatch_cached) |
+//! | to know which experts a received row is for | [`Received`](throughput::Received): `recv_topk_idx` has the ids of this rank's experts, -1 for others. A token comes once, however many of them it has: add what they make of it, weighted, before combine, which sums the ranks' rows and weighs nothing |
+//! | to work on the received rows with kernels of your own or of a framework | [`Tensor::ptr`](Tensor::ptr), [`Stream::adopt`](driver::Stream::adopt), [`gpu`] |
+//! | a tensor in memory of another owner | [`Tensor::from_raw`](Tensor::from_raw) |
+//! | the host never to wait, and CUDA graphs | [`Counts::OnDevice`](throughput::Counts), [`Buffer::capture`](throughput::Buffer::capture) |
+//! | experts that write where combine reads | [`Received::combine_rows`](throughput::Received::combine_rows) |
+//! | communication beside computation | [`StreamOrder::comm`](StreamOrder::comm) |
+//! | several nodes | [`Options::ranks_per_node`](throughput::Options::ranks_per_node), [`TransportOptions`](transport::TransportOptions) |
+//! | to know whether enqueued work succeeded | [`Tensor::to_host`](Tensor::to_host) of a result gives the operation's error instead of numbers, and so does the event of an asynchronous call; [`Buffer::check`](throughput::Buffer::check), once the stream has been synchronised, for results that only kernels read, whose sums are NaN then |
+//! | the same routing again, for gradients or another tensor | [`Buffer::dispatch_cached`](throughput::Buffer::dispatch_cached) |
 //!
 //! # Results of the operations
 //! `tokens` are this rank's, `received` the rows that came to it; `rows` stands for `num_ranks *
 //! max_tokens`.
 //!
-//! | | high throughput: [`DispatchOutput`](ep::DispatchOutput), [`CombineOutput`](ep::CombineOutput) | low latency: [`Received`](low_latency::Received), [`Combined`](low_latency::Combined) |
+//! | | high throughput: [`Received`](throughput::Received), [`Combined`](throughput::Combined) | low latency: [`Received`](low_latency::Received), [`Combined`](low_latency::Combined) |
 //! |---|---|---|
 //! | rows | `recv_x` `[received, hidden]`, by source rank, then by token, without gaps | `x` `[rows, hidden]`: token t of rank s is row `s * max_tokens + t`; other rows hold anything |
 //! | how often a token comes | once to each rank that has an expert of it | the same |
@@ -125,12 +127,12 @@
 //! | tokens of rows | `recv_src_idx` i32 `[received]` | `src_info` i32 `[local_experts, rows]` |
 //! | what combine weighs | nothing: give it rows that are weighted and summed over this rank's experts | `by_expert`: each expert's row times the weight of each entry that names it; `by_row`: nothing, as in the other mode |
 //! | sums | `combined_x` `[tokens, hidden]`, bf16 or f32, in FP32 in rank order, 0 for a token that went nowhere | `x` `[tokens, hidden]`, bf16, the same way |
-//! | valid until | rows: the next dispatch to their [`Place`](ep::Place); handle and sums: dropped | rows: their combine; sums: the next dispatch to their [`Place`](low_latency::Place) |
+//! | valid until | rows: the next dispatch to their [`Place`](throughput::Place); handle and sums: dropped | rows: their combine; sums: the next dispatch to their [`Place`](low_latency::Place) |
 //!
 //! # Lifetime of memory
 //! Inputs, outputs, layouts, handles and events may be dropped as soon as the call that took them
 //! has returned, though the work is only enqueued. Their memory is reused behind everything that
-//! the device's [`Stream`](driver::Stream)s have been given by then. Only a [`Place`](ep::Place) is
+//! the device's [`Stream`](driver::Stream)s have been given by then. Only a [`Place`](throughput::Place) is
 //! overwritten while it is held, by the next dispatch there, and the compiler rejects that while
 //! its rows are in use.
 //!
@@ -155,7 +157,7 @@
 
 mod bounded;
 pub mod driver;
-pub mod ep;
+mod ep;
 mod error;
 mod foreign;
 pub mod group;
@@ -165,9 +167,11 @@ pub mod low_latency;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 mod own_file;
+pub mod throughput;
 pub mod transport;
 mod virtual_time;
 
+pub use ep::{DType, Element, ExpertId, ExpertMap, Placement, StreamOrder, Tensor, TypedTensor};
 pub use error::{Error, Result, Scope};
 
 /// The device side: kernels and how they are launched, the structs that they share with the host.

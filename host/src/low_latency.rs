@@ -1,5 +1,5 @@
 //! Low latency: dispatch and combine for decode-sized batches, whose time is mostly waiting.
-//! [`ep`](crate::ep) is the mode for larger batches; the [front page](crate#low-latency) compares
+//! [`throughput`](crate::throughput) is the mode for larger batches; the [front page](crate#low-latency) compares
 //! the results of both.
 //!
 //! ```text
@@ -25,14 +25,14 @@
 //! | [`Buffer::dispatch_send`], [`Pending::receive`] | the same in two halves, between which it holds no multiprocessor; [`Buffer::combine_send`] too |
 //! | [`Buffer::gather_by_expert`] | copies received rows together by expert |
 //! | [`Buffer::combine`] | sums and returns the experts' rows: [`CombineRequest::by_expert`] weighs them, [`CombineRequest::by_row`] does not |
-//! | [`Buffer::capture`] | records calls as a [`Step`](crate::ep::Step), which is launched any number of times |
+//! | [`Buffer::capture`] | records calls as a [`Step`], which is launched any number of times |
 //! | [`Buffer::regroup`] | goes on without ranks that are gone |
 //!
 //! Every rank makes the same calls in the same order.
 //!
 //! # Errors
 //! If a rank is gone, operations end at their deadlines, and a host read of their results returns
-//! the error ([`Tensor::to_host`](crate::ep::Tensor::to_host)). For results that only kernels read,
+//! the error ([`Tensor::to_host`](crate::Tensor::to_host)). For results that only kernels read,
 //! synchronise their stream and call [`Buffer::check`].
 //!
 //! # Several nodes
@@ -46,16 +46,17 @@
 //!
 //! use epoxide::driver::Stream;
 //! use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-//! use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+//! use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 //! use epoxide::group::launch::run_threads;
-//! use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
+//! use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
 //! use epoxide::half::bf16;
 //!
 //! let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
 //!     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
 //!     let stream = Stream::new(&device, false)?;
 //!     // Up to 8 tokens of 64 elements from each rank, each for 2 of 4 experts: 0 and 1 are on rank 0, 2 and 3 on rank 1.
-//!     let mut buffer = Buffer::new(device, &*group, Options::new(8, 64, 2, 4))?;
+//!     let shape = Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 4 };
+//!     let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
 //!     let mut place = buffer.place(0)?;
 //!     let order = StreamOrder::on(&stream);
 //!
@@ -72,6 +73,8 @@
 //! # Ok::<(), epoxide::group::launch::RankFailure>(())
 //! ```
 
+pub use crate::ep::core::Step;
 pub use crate::ep::low_latency::{
     Buffer, CombineRequest, Combined, Detached, DispatchRequest, Options, Pending, Place, Quantise, Received,
+    Shape,
 };

@@ -4,17 +4,16 @@ use std::time::Duration;
 
 use epoxide::driver::Stream;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-use epoxide::ep::{
-    Buffer, BufferOptions, BufferShape, DType, DispatchRequest, StreamOrder, Tensor, TypedTensor,
-};
+use epoxide::throughput::{Buffer, DispatchRequest, Options, Shape};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::group::launch::run_threads;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let received = run_threads(2, Duration::from_secs(60), |rank, group| {
         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
         let stream = Stream::new(&device, false)?;
-        let shape = BufferShape { max_tokens_per_rank: 1, max_row_bytes: 16, max_topk: 1, max_scales: 0 };
-        let mut buffer = Buffer::new(device, &*group, BufferOptions::new(shape))?;
+        let shape = Shape { max_tokens_per_rank: 1, max_row_bytes: 16, max_topk: 1, max_scales: 0 };
+        let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
         // The token of each rank goes to the other one.
         let x = Tensor::from_host(&stream, DType::I32, &[1, 4], &[rank as i32; 4])?;
         let topk_idx = TypedTensor::from_host(&stream, &[1, 1], &[1 - i64::from(rank)])?;

@@ -6,8 +6,9 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use epoxide::driver::virt::{CheckConfig, Checker};
-use epoxide::ep::{Buffer, CombineRequest, Counts, DType, DispatchRequest, StreamOrder, Tensor, TypedTensor};
+use epoxide::throughput::{Buffer, CombineRequest, Counts, DispatchRequest};
 use epoxide::transport::TransportKind;
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{Nodes, Rank, Setup};
 use epoxide_testing::ids::{Ids, Logical};
@@ -108,7 +109,10 @@ proptest! {
 }
 
 /// Rows of ones for every token, by experts 0 and 3.
-fn request<'a>(x: &'a Tensor<'a>, layout: &'a epoxide::ep::DispatchLayout<'a>) -> DispatchRequest<'a> {
+fn request<'a>(
+    x: &'a Tensor<'a>,
+    layout: &'a epoxide::throughput::DispatchLayout<'a>,
+) -> DispatchRequest<'a> {
     DispatchRequest::new(x, layout).by_expert(8)
 }
 
@@ -152,7 +156,7 @@ fn arguments_are_checked() {
     });
     then_dispatch(setup(None), |rank, valid, place| {
         let x = ones(rank)?;
-        let parts = ["by_expert = asked for", "BufferOptions::rows_by_expert"];
+        let parts = ["by_expert = asked for", "Options::rows_by_expert"];
         refused(rank.dispatch(place, request(&x, &valid.layout)), &parts);
         Ok(())
     });

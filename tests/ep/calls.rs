@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
+use epoxide::DType;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-use epoxide::ep::{CachedDispatchRequest, CombineRequest, DType, DispatchHandle, DispatchRequest, Place};
+use epoxide::throughput::{CachedDispatchRequest, CombineRequest, DispatchHandle, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result, Scope};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
@@ -111,7 +112,7 @@ impl Call {
 struct Known {
     experts: u32,
     inputs: Inputs,
-    short: epoxide::ep::Tensor<'static>,
+    short: epoxide::Tensor<'static>,
     /// Handles of a dispatch to each place.
     handles: Vec<DispatchHandle>,
 }

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-use epoxide::ep::DType;
+use epoxide::DType;
 use epoxide::internal::Tuning;
 use epoxide_testing::oracle::{Routing, Style};
 

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use epoxide::driver::Stream;
 use epoxide::driver::virt::{Stop, VirtConfig, VirtualGpu};
-use epoxide::ep::{
-    CachedDispatchRequest, CombineRequest, Counts, DType, DispatchHandle, DispatchLayout, DispatchRequest,
-    Place, StreamOrder, Tensor, TypedTensor,
-};
 use epoxide::low_latency::{self, Quantise};
+use epoxide::throughput::{
+    CachedDispatchRequest, CombineRequest, Counts, DispatchHandle, DispatchLayout, DispatchRequest, Place,
+};
 use epoxide::transport::{TransportKind, TransportOptions};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
 use epoxide_testing::tier;
@@ -295,8 +295,16 @@ fn low_latency_rounds(
             VirtConfig { ordinal: number, sm_count: 4, stop: Some(stop.clone()), ..VirtConfig::default() };
         let device = VirtualGpu::new(config);
         let stream = Stream::new(&device, false)?;
-        let options =
-            change(low_latency::Options::new(TOKENS as u32, HIDDEN, 2, 4).places(2).timeout(DEADLINE));
+        let options = change(
+            low_latency::Options::new(low_latency::Shape {
+                max_tokens: TOKENS as u32,
+                hidden: HIDDEN,
+                num_topk: 2,
+                num_experts: 4,
+            })
+            .places(2)
+            .timeout(DEADLINE),
+        );
         let mut buffer = low_latency::Buffer::new(device.clone(), &*group, options)?;
         let (mut place, mut elsewhere) = (buffer.place(0)?, buffer.place(1)?);
         // Tokens for both ranks, for this one and the other alone, and without experts.

@@ -3,10 +3,9 @@
 
 use std::sync::Mutex;
 
-use epoxide::ep::{
-    Buffer, CachedDispatchRequest, CombineRequest, Counts, DType, DispatchRequest, Place, StreamOrder,
-};
+use epoxide::throughput::{Buffer, CachedDispatchRequest, CombineRequest, Counts, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
+use epoxide::{DType, StreamOrder};
 use epoxide_testing::harness::{Rank, Setup};
 use epoxide_testing::lockstep;
 

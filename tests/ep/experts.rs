@@ -6,12 +6,10 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
 use epoxide::driver::virt::{CheckConfig, Checker};
-use epoxide::ep::{
-    Buffer, Counts, Detached, DispatchRequest, Element, ExpertId, ExpertMap, Place, Placement, StreamOrder,
-    TypedTensor,
-};
 use epoxide::low_latency;
+use epoxide::throughput::{Buffer, Counts, Detached, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
+use epoxide::{Element, ExpertId, ExpertMap, Placement, StreamOrder, TypedTensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{Nodes, Rank, Setup};
 use epoxide_testing::ids::{Ids, Logical};
@@ -109,10 +107,10 @@ fn ids_with<T: Element + From<i8>>(rank: &Rank, bad: T) -> Result<TypedTensor<'s
 fn refuses(
     rank: &mut Rank,
     place: &mut Place,
-    layout: &epoxide::ep::DispatchLayout<'_>,
+    layout: &epoxide::throughput::DispatchLayout<'_>,
     named: &[&str],
 ) -> Result<()> {
-    let x = rank.upload_rows(epoxide::ep::DType::Bf16, 8, &vec![vec![1; 16]; TOKENS as usize])?;
+    let x = rank.upload_rows(epoxide::DType::Bf16, 8, &vec![vec![1; 16]; TOKENS as usize])?;
     let validated = layout.validate(&rank.stream);
     if rank.rank == 1 {
         refused(validated, named);

@@ -1,7 +1,7 @@
 //! More ranks than kernels keep in registers, up to as many as there may be.
 
+use epoxide::DType;
 use epoxide::driver::virt::{CheckConfig, Checker};
-use epoxide::ep::DType;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::roundtrip::{Case, Scales};
 use epoxide_testing::tier;

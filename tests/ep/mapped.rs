@@ -1,6 +1,7 @@
 //! Ranks that can all map each other's memory are one node, for any `ranks_per_node`.
 
-use epoxide::ep::{CombineRequest, DType, DispatchRequest};
+use epoxide::DType;
+use epoxide::throughput::{CombineRequest, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::{Nodes, Rank};
 use epoxide_testing::low_latency::LowLatencyCase;

@@ -4,12 +4,12 @@
 use std::time::Duration;
 
 use epoxide::driver::{DevicePtr, Event, Stream};
-use epoxide::ep::{
-    CachedDispatchRequest, CombineOutput, CombineRequest, Counts, DType, DispatchRequest, Place, Step,
-    StreamOrder, Tensor,
-};
 use epoxide::internal::{VirtualTime, as_member};
+use epoxide::throughput::{
+    CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchRequest, Place, Step,
+};
 use epoxide::transport::TransportKind;
+use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result, Scope};
 use epoxide_testing::harness::{Nodes, PATIENCE, POISON, Rank, Setup, assert_names, run_ranks};
 use epoxide_testing::payload::values_of;
@@ -93,7 +93,7 @@ fn check_rows(rank: &mut Rank, what: &str, rows: &Tensor<'_>, want: &[Vec<u8>]) 
     Ok(())
 }
 
-fn check_sums(rank: &mut Rank, what: &str, back: &CombineOutput, turn: &Turn) -> Result<()> {
+fn check_sums(rank: &mut Rank, what: &str, back: &Combined, turn: &Turn) -> Result<()> {
     let want = &turn.sums[rank.rank as usize];
     check_rows(rank, what, &back.combined_x, want)
 }
@@ -220,7 +220,7 @@ pub fn captured_echo(
     place: &mut Place,
     inputs: &Inputs,
     experts: u32,
-) -> Result<Step<CombineOutput>> {
+) -> Result<Step<Combined>> {
     let stream = rank.stream.clone();
     rank.buffer
         .capture(&stream, |buffer, order| Ok(echo_on(buffer, place, order, &stream, inputs, experts)?.1))

@@ -3,7 +3,7 @@
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-use epoxide::ep::DType;
+use epoxide::DType;
 use epoxide::internal::Tuning;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::roundtrip::{Case, Scales};

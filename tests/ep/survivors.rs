@@ -9,13 +9,11 @@ use std::time::Duration;
 
 use epoxide::driver::Stream;
 use epoxide::driver::virt::VirtConfig;
-use epoxide::ep::{
-    CombineOutput, CombineRequest, Counts, DType, DispatchRequest, Place, Step, StreamOrder, Tensor,
-    TypedTensor,
-};
 use epoxide::group::ProcessGroup;
 use epoxide::low_latency;
+use epoxide::throughput::{self, CombineRequest, Counts, DispatchRequest, Place, Step};
 use epoxide::transport::{TransportKind, TransportOptions};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, num_ranks, on_gpus, open_device, run_ranks};
 use epoxide_testing::payload::values_of;
@@ -105,7 +103,7 @@ fn setup(ranks: u32, nodes: Option<Nodes>) -> Setup {
 }
 
 /// The sums of a round in which the rank that stops is still there.
-fn check_complete(rank: &Rank, back: &CombineOutput, turn: &Turn) -> Result<()> {
+fn check_complete(rank: &Rank, back: &throughput::Combined, turn: &Turn) -> Result<()> {
     let want = &turn.sums[rank.rank as usize];
     assert_eq!(rank.row_bytes(&back.combined_x)?[..want.len()], want[..]);
     assert!(rank.buffer.missing_tokens()?.is_empty());
@@ -117,12 +115,12 @@ fn failed_round(
     rank: &mut Rank,
     place: &mut Place,
     (inputs, turn): (&Inputs, &Turn),
-    step: &Step<CombineOutput>,
+    step: &Step<throughput::Combined>,
     (before, calls, leaves): (Before, Calls, Leaves),
 ) -> Result<()> {
     let (stream, want) = (rank.stream.clone(), &turn.sums[rank.rank as usize]);
     let what = format!("rank {}, {before:?}, {calls:?}, {leaves:?}", rank.rank);
-    let combined = |rank: &Rank, back: &CombineOutput| -> Result<()> {
+    let combined = |rank: &Rank, back: &throughput::Combined| -> Result<()> {
         let kept = rank.row_bytes(&keep_on(&stream, &back.combined_x, want.len())?)?;
         check_sums(&what, leaves, &kept, want, &rank.buffer.missing_tokens()?);
         expect_gone(&format!("{what}: combined_x"), back.combined_x.to_host::<u16>(&stream));
@@ -297,7 +295,12 @@ impl Few {
     ) -> Result<Few> {
         let (device, tokens) = (stream.device(), Few::tokens());
         let num_experts = EXPERTS_OF_A_RANK * group.size();
-        let options = change(low_latency::Options::new(tokens, FEW_HIDDEN, 2, num_experts));
+        let options = change(low_latency::Options::new(low_latency::Shape {
+            max_tokens: tokens,
+            hidden: FEW_HIDDEN,
+            num_topk: 2,
+            num_experts,
+        }));
         let buffer = low_latency::Buffer::new(device.clone(), &**group, options)?;
         let experts = i64::from(num_experts);
         // Each expert by itself and beside another one; every fifth token goes nowhere.

@@ -6,9 +6,8 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use epoxide::ep::{
-    CachedDispatchRequest, DispatchHandle, DispatchOutput, DispatchRequest, Place, StreamOrder,
-};
+use epoxide::StreamOrder;
+use epoxide::throughput::{CachedDispatchRequest, DispatchHandle, DispatchRequest, Place, Received};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_names, now, run_ranks};
@@ -106,7 +105,7 @@ pub fn dispatch<'p>(
     place: &'p mut Place,
     turn: &Turn,
     inputs: &Inputs,
-) -> Result<DispatchOutput<'p>> {
+) -> Result<Received<'p>> {
     let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
     rank.dispatch(place, DispatchRequest::new(&inputs.x, &layout))
 }

@@ -5,10 +5,10 @@ use rand_chacha::ChaCha8Rng;
 
 use epoxide::Result;
 use epoxide::driver::Stream;
-use epoxide::ep::{
-    Buffer, CombineOutput, CombineRequest, Counts, DType, DispatchHandle, DispatchOutput, DispatchRequest,
-    Place, StreamOrder, Tensor, TypedTensor,
+use epoxide::throughput::{
+    Buffer, CombineRequest, Combined, Counts, DispatchHandle, DispatchRequest, Place, Received,
 };
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
 use epoxide_testing::payload;
 
@@ -73,7 +73,7 @@ pub fn echo<'p>(
     place: &'p mut Place,
     inputs: &Inputs,
     num_experts: u32,
-) -> Result<(DispatchOutput<'p>, CombineOutput)> {
+) -> Result<(Received<'p>, Combined)> {
     let stream = rank.stream.clone();
     let order = if rank.on_comm_stream { StreamOrder::comm(&stream) } else { StreamOrder::on(&stream) };
     echo_on(&mut rank.buffer, place, order, &stream, inputs, num_experts)
@@ -87,7 +87,7 @@ pub fn echo_on<'p>(
     stream: &Stream,
     inputs: &Inputs,
     num_experts: u32,
-) -> Result<(DispatchOutput<'p>, CombineOutput)> {
+) -> Result<(Received<'p>, Combined)> {
     let layout = buffer.get_dispatch_layout(&inputs.topk_idx, num_experts, order)?;
     let counts = Counts::OnDevice { capacity: buffer.capacity() };
     let output = buffer.dispatch(place, DispatchRequest::new(&inputs.x, &layout).counts(counts), order)?;
@@ -101,7 +101,7 @@ pub fn echo_on<'p>(
 }
 
 /// A combine of the place's present rows, along a dispatch whose counts the host does not know.
-pub fn combine_in_pool(rank: &mut Rank, place: &Place, handle: &DispatchHandle) -> Result<CombineOutput> {
+pub fn combine_in_pool(rank: &mut Rank, place: &Place, handle: &DispatchHandle) -> Result<Combined> {
     let rows = place.combine_rows(DType::Bf16, rank.buffer.capacity(), HIDDEN as u64)?;
     rank.combine(CombineRequest::new(&rows, handle))
 }

@@ -1,7 +1,8 @@
 //! Calls that are refused, between calls that are not.
 
 use epoxide::Result;
-use epoxide::ep::{DType, DispatchLayout, DispatchRequest, Element, Place, Tensor, TypedTensor};
+use epoxide::throughput::{DispatchLayout, DispatchRequest, Place};
+use epoxide::{DType, Element, Tensor, TypedTensor};
 
 use epoxide_testing::harness::{Rank, Setup, assert_names};
 

@@ -6,7 +6,8 @@ use std::fmt::{Debug, Display};
 use crate::oracle::{self, InternodePlan};
 use epoxide::Result;
 use epoxide::driver::Stream;
-use epoxide::ep::{DispatchHandle, DispatchLayout, Element, Tensor};
+use epoxide::throughput::{DispatchHandle, DispatchLayout};
+use epoxide::{Element, Tensor};
 
 /// The first difference, or none.
 pub type Difference = Option<String>;

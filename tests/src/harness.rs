@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, DevicePtr, Stream};
-use epoxide::ep::{
-    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, Config, Counts,
-    DType, DispatchLayout, DispatchOutput, DispatchRequest, Element, ExpertId, ExpertMap, Place, StreamOrder,
-    Tensor, TypedTensor,
-};
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::{RankFailure, run_threads};
 use epoxide::internal::Tuning;
+use epoxide::throughput::{
+    Buffer, CachedDispatchRequest, CombineRequest, Combined, Config, Counts, DispatchLayout, DispatchRequest,
+    Options, Place, Received, Shape,
+};
 use epoxide::transport::{TransportKind, TransportOptions};
+use epoxide::{DType, Element, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 
 use crate::payload::{bytes_of, values_of};
@@ -149,7 +149,7 @@ pub struct Setup {
     /// How many there are.
     pub ranks: u32,
     /// The options of each rank's buffer.
-    pub options: BufferOptions,
+    pub options: Options,
     /// The configuration of each rank's device, but for its number.
     pub device: VirtConfig,
 }
@@ -159,9 +159,9 @@ impl Setup {
     /// bytes per rank with 8 entries and no scales.
     pub fn new(ranks: u32, num_channels: u32, tokens: u32, row_bytes: u64) -> Setup {
         let shape =
-            BufferShape { max_tokens_per_rank: tokens, max_row_bytes: row_bytes, max_topk: 8, max_scales: 0 };
+            Shape { max_tokens_per_rank: tokens, max_row_bytes: row_bytes, max_topk: 8, max_scales: 0 };
         let config = Config::with_sms(2 * num_channels).expect("an even number of SMs");
-        let options = BufferOptions::new(shape).config(config);
+        let options = Options::new(shape).config(config);
         let device = VirtConfig { sm_count: 2, ..VirtConfig::default() };
         Setup { ranks, options, device }.timeout(PATIENCE)
     }
@@ -293,11 +293,7 @@ impl Rank {
     }
 
     /// Makes the stream and the buffer. Collective.
-    pub fn new(
-        device: Arc<dyn Device>,
-        group: Arc<dyn ProcessGroup>,
-        options: BufferOptions,
-    ) -> Result<Rank> {
+    pub fn new(device: Arc<dyn Device>, group: Arc<dyn ProcessGroup>, options: Options) -> Result<Rank> {
         let stream = Stream::new(&device, false)?;
         let buffer = Buffer::new(device, &*group, options)?;
         Ok(Rank::with(group, stream, buffer))
@@ -470,7 +466,7 @@ impl Rank {
         &mut self,
         place: &'p mut Place,
         request: DispatchRequest<'_>,
-    ) -> Result<DispatchOutput<'p>> {
+    ) -> Result<Received<'p>> {
         self.buffer.dispatch(place, request, order(&self.stream, self.on_comm_stream))
     }
 
@@ -479,12 +475,12 @@ impl Rank {
         &mut self,
         place: &'p mut Place,
         request: CachedDispatchRequest<'_>,
-    ) -> Result<DispatchOutput<'p>> {
+    ) -> Result<Received<'p>> {
         self.buffer.dispatch_cached(place, request, order(&self.stream, self.on_comm_stream))
     }
 
     /// [`Buffer::combine`].
-    pub fn combine(&mut self, request: CombineRequest<'_>) -> Result<CombineOutput> {
+    pub fn combine(&mut self, request: CombineRequest<'_>) -> Result<Combined> {
         self.buffer.combine(request, order(&self.stream, self.on_comm_stream))
     }
 

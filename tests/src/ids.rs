@@ -8,7 +8,7 @@ use rand::seq::IndexedRandom;
 
 use epoxide::Result;
 use epoxide::driver::Stream;
-use epoxide::ep::{ExpertMap, Placement, TypedTensor};
+use epoxide::{ExpertMap, Placement, TypedTensor};
 
 use crate::oracle::{Routing, Style};
 

@@ -1,7 +1,7 @@
 //! Which sizes can be run: one rule, and one text of what is wrong, for every command that takes
 //! them.
 
-use epoxide::ep::DType;
+use epoxide::DType;
 use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK};
 
 use crate::payload::ELEMENTS_PER_SCALE;

@@ -2,10 +2,10 @@
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Kernel, Stream};
-use epoxide::ep::{DType, Tensor, TypedTensor};
 use epoxide::gpu::kernels::MoeRouter;
 use epoxide::gpu::layout::MoeRouterArgs;
 use epoxide::half::bf16;
+use epoxide::{DType, Tensor, TypedTensor};
 use epoxide_vgpu::for_each_seed;
 
 #[test]

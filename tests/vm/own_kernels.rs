@@ -10,7 +10,7 @@ mod vector_add;
 use epoxide::Error;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Module, Stream};
-use epoxide::ep::{DType, Tensor};
+use epoxide::{DType, Tensor};
 use epoxide_simt::ptx::check_fresh;
 use vector_add::VectorAdd;
 

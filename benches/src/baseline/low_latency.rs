@@ -1,9 +1,9 @@
 //! Low-latency dispatch and combine as one of the ways.
 
+use epoxide::DType;
 use epoxide::Result;
 use epoxide::driver::Stream;
-use epoxide::ep::DType;
-use epoxide::low_latency::{Buffer, Options, Place, Quantise};
+use epoxide::low_latency::{Buffer, Options, Place, Quantise, Shape};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank};
 use epoxide_testing::roundtrip::Case;
 
@@ -37,7 +37,13 @@ impl LowLatency {
             seed: plan.seed,
             ..LowLatencyCase::new(case.routing.clone(), hidden)
         };
-        let mut options = Options::new(plan.tokens, plan.hidden, plan.topk, plan.experts).timeout(TIMEOUT);
+        let mut options = Options::new(Shape {
+            max_tokens: plan.tokens,
+            hidden: plan.hidden,
+            num_topk: plan.topk,
+            num_experts: plan.experts,
+        })
+        .timeout(TIMEOUT);
         if plan.is_virtual {
             // Each multiprocessor of an interpreter costs as much as it does work.
             options = options.num_sms(plan.num_sms[0]);

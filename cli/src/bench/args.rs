@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use epoxide::ep::DType;
+use epoxide::DType;
 use epoxide::low_latency::Options;
 use epoxide_bench::sweep::Sweep;
 use epoxide_bench::{Baseline, CombineRows, Effort, LowLatency, Plan, Shapes};

@@ -1,9 +1,9 @@
 //! Expected results of operations, computed by a rank alone from the ranks' numbers.
 
 use epoxide::driver::Stream;
-use epoxide::ep::{DType, Element, Tensor};
 use epoxide::group::ReduceOp;
 use epoxide::nccl::{Communicator, P2p};
+use epoxide::{DType, Element, Tensor};
 use half::bf16;
 
 use crate::stop::{Result, Stop};

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use epoxide::driver::{Memory, MemoryKind, Stream};
-use epoxide::ep::{DType, Tensor};
 use epoxide::group::{MeshGroup, MeshOptions, ProcessGroup, ReduceOp};
 use epoxide::nccl::{Communicator, Config, NcclGroup, Watchdog};
+use epoxide::{DType, Tensor};
 
 use super::oracle::Check;
 use super::rank::{Act, Rank};

@@ -58,7 +58,7 @@ impl Placement {
     /// experts. An expert that several places list has as many replicas, which tokens take in turn.
     ///
     /// ```
-    /// # use epoxide::ep::Placement;
+    /// # use epoxide::Placement;
     /// // Four experts on three ranks; expert 3 has a replica on ranks 0 and 1, and rank 2 has none.
     /// let placement = Placement::new(4, &[vec![0, 3], vec![3, 1, 2], vec![]])?;
     /// assert_eq!((placement.num_ranks(), placement.local_experts()), (3, 3));
@@ -288,15 +288,16 @@ fn gcd(a: u64, b: u64) -> u64 {
 /// # use std::time::Duration;
 /// # use epoxide::driver::Stream;
 /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-/// # use epoxide::ep::*;
+/// # use epoxide::throughput::*;
+/// # use epoxide::{DType, ExpertMap, Placement, StreamOrder, Tensor, TypedTensor};
 /// # use epoxide::group::launch::run_threads;
 /// # use epoxide::half::bf16;
 /// let received = run_threads(2, Duration::from_secs(60), |rank, group| {
 ///     # let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
 ///     # let stream = Stream::new(&device, false)?;
 ///     # let order = StreamOrder::on(&stream);
-///     # let shape = BufferShape { max_tokens_per_rank: 2, max_row_bytes: 128, max_topk: 1, max_scales: 0 };
-///     # let mut buffer = Buffer::new(device, &*group, BufferOptions::new(shape))?;
+///     # let shape = Shape { max_tokens_per_rank: 2, max_row_bytes: 128, max_topk: 1, max_scales: 0 };
+///     # let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
 ///     # let mut place = buffer.place(0)?;
 ///     // Three experts, of which rank 0 has two and rank 1 one.
 ///     let map = ExpertMap::new(&stream, &Placement::even(3, 2)?)?;

@@ -1,89 +1,21 @@
-//! High throughput: the [`Buffer`] and its operations, for batches from about 256 tokens a rank.
-//! [`low_latency`](crate::low_latency) is the mode for smaller ones; the [front
-//! page](crate#high-throughput) has an example of both.
+//! Expert parallelism: buffers, which dispatch rows to the ranks of experts and combine the results.
 //!
 //! ```text
-//! topk_idx --get_dispatch_layout--> DispatchLayout --dispatch--> DispatchOutput { recv_x, .., handle }
-//!                                                                     | experts run
-//!                                                                     v
-//!                                              CombineOutput <--combine(rows, handle)
+//! throughput/    low_latency/    the modes: rows, counts and layouts
+//!        \        /
+//!          core/                 what an operation of a buffer needs, whatever its mode
+//!            |
+//! tensor.rs experts.rs topology.rs
 //! ```
-//!
-//! Operations are collective unless they say that they are local: each rank of the group makes the
-//! same calls in the same order. Work is enqueued on a stream ([`StreamOrder`]); only an exact-size
-//! dispatch makes the host wait, for the counts.
-//!
-//! # The calls of a layer
-//!
-//! | call | does | host waits |
-//! |---|---|---|
-//! | [`Buffer::get_dispatch_layout`] | counts the top-k ids by rank and expert; local | no |
-//! | [`Buffer::dispatch`] | exchanges counts, sends each token's row once to every rank with one of its experts | for the counts, unless [`Counts::OnDevice`] |
-//! | [`Buffer::dispatch_cached`] | the same along the routing of an earlier dispatch, without counts | no |
-//! | [`DispatchOutput::combine_rows`] | gives rows in the pool, so that experts write where combine reads | no |
-//! | [`Buffer::combine`] | sums a token's rows from all ranks in FP32 and rank order; it weighs nothing | no |
-//! | [`Buffer::capture`] | records calls as a [`Step`], for CUDA graphs | no |
-//! | [`Buffer::check`] | returns the error of an operation that has failed by now | no |
-//!
-//! # Rows and weights
-//! Received rows are grouped by source rank and sorted by token ([`DispatchOutput`]).
-//! `recv_topk_idx` has the local ids of this rank's experts, -1 for others. A token comes once,
-//! however many of this rank's experts it has: add their results, weighted, before the combine.
-//!
-//! # Errors
-//! Calls only enqueue work. A host read of a result ([`Tensor::to_host`]) waits for its operation
-//! and returns that operation's error instead of numbers. For results that only kernels read,
-//! synchronise their stream and call [`Buffer::check`]; sums that a failed combine did not make are
-//! NaN. The deadline of all waits is [`BufferOptions::timeout`]; an expired one is
-//! [`Error::PeerTimeout`](crate::Error::PeerTimeout).
-//!
-//! # Several nodes
-//! [`BufferOptions::ranks_per_node`] spreads the ranks over nodes, and [`BufferOptions::transport`]
-//! joins these. Ranks that can all map each other's memory are one node.
 
-mod beside;
-mod buffer;
-mod by_node;
-mod captured;
-pub(crate) mod ceiling;
-mod combine;
-mod config;
-mod dispatch;
-mod enqueue;
+pub mod core;
 mod experts;
-mod fault;
-mod handle;
-mod kernels;
-mod layout;
-pub(crate) mod low_latency;
-mod observed;
-mod options;
-mod order;
-mod peers;
-mod place;
-mod pool;
-mod received;
-mod scratch;
-mod sequence;
-mod step;
+pub mod low_latency;
 mod tensor;
-pub(crate) mod topology;
-pub(crate) mod trace;
-pub(crate) mod tuning;
-mod wire;
+pub mod throughput;
+pub mod topology;
 
-pub use buffer::Buffer;
-pub use by_node::NodeCounts;
-pub use combine::{CombineOutput, CombineRequest, CombineRows};
-pub use config::{Config, low_latency_rdma_size_hint};
-pub use dispatch::{CachedDispatchRequest, Counts, DispatchRequest};
+pub use core::StreamOrder;
 pub use experts::{ExpertId, ExpertMap, Placement};
-pub use handle::{DispatchHandle, ExpertRows, InternodeHandle, IntranodeHandle};
-pub use layout::DispatchLayout;
-pub use options::{BufferOptions, BufferShape};
-pub use order::StreamOrder;
-pub use place::{Place, PoolRows};
-pub use received::{Detached, DispatchOutput};
-pub use step::Step;
 pub use tensor::{DType, Element, Tensor, TypedTensor};
 use topology::Topology;

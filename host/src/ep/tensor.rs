@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
 
-use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Stream};
+use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Report, Stream};
 use crate::error::{Error, Result};
 
 /// Element type of a [`Tensor`].
@@ -110,13 +110,20 @@ impl Element for u8 {
 /// Keeps the memory of a tensor alive.
 pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 
+/// The owners of tensors, those that have one.
+pub fn owners<'t, 'a: 't>(tensors: impl IntoIterator<Item = Option<&'t Tensor<'a>>>) -> Vec<Owner> {
+    tensors.into_iter().flatten().filter_map(|tensor| tensor.owner().cloned()).collect()
+}
+
 /// Operations that results come from. A host read of a result returns their error instead, if there was one.
-pub(crate) trait Outcome: fmt::Debug + Send + Sync {
+pub(crate) trait Outcome: Report {
     /// Has `stream` wait for the last operation of their buffer, on whichever stream it runs.
     fn come_before(&self, stream: &Stream) -> Result<()>;
 
     /// The error of the first of them that has failed. `stream` has passed them.
-    fn check_behind(&self, stream: &Stream) -> Result<()>;
+    fn check_behind(&self, _stream: &Stream) -> Result<()> {
+        self.report()
+    }
 }
 
 /// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone frees it, unless it was
@@ -125,13 +132,13 @@ pub(crate) trait Outcome: fmt::Debug + Send + Sync {
 /// It may be dropped while streams of its device still use it: its memory goes back behind all that they have been given.
 ///
 /// For `'a` its elements are the holder's. Tensors with memory of their own are `Tensor<'static>`; those of a
-/// [`DispatchOutput`](super::DispatchOutput) borrow the [`Place`](super::Place) that they lie in, which the next dispatch there
+/// [`throughput::Received`](crate::throughput::Received) borrow the [`Place`](crate::throughput::Place) that they lie in, which the next dispatch there
 /// overwrites.
 ///
 /// ```
 /// use epoxide::driver::Stream;
 /// use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-/// use epoxide::ep::{DType, Tensor, TypedTensor};
+/// use epoxide::{DType, Tensor, TypedTensor};
 /// use epoxide::half::bf16;
 ///
 /// let device = VirtualGpu::new(VirtConfig::default());
@@ -350,7 +357,7 @@ impl<'a> Tensor<'a> {
     /// For what an operation of a buffer gave: the error of an operation of that buffer that has
     /// failed by then, such as [`Error::PeerTimeout`], since the elements may be those of an
     /// operation before. For a dispatch whose counts stay on the device, and for its combines, also
-    /// what [`Buffer::check_dispatch`](super::Buffer::check_dispatch) gives. [`Error::DType`] where
+    /// what [`Buffer::check_dispatch`](crate::throughput::Buffer::check_dispatch) gives. [`Error::DType`] where
     /// `T` does not fit, and whatever the driver reports.
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check_element::<T>()?;

@@ -9,9 +9,9 @@ use super::ffi::{Code, Comm, Functions, Stream as RawStream};
 use super::follow::Followed;
 use super::in_flight::InFlight;
 use crate::driver::{Event, Stream};
-use crate::ep::{DType, Tensor};
 use crate::error::{Error, Result};
 use crate::group::{Operation, ReduceOp, Work};
+use crate::{DType, Tensor};
 
 /// One send or receive of [`Communicator::batch_send_recv`].
 #[derive(Debug, Clone, Copy)]

@@ -12,7 +12,7 @@
 //! use std::time::Duration;
 //!
 //! use epoxide::driver::{Device, Stream};
-//! use epoxide::ep::{DType, Tensor};
+//! use epoxide::{DType, Tensor};
 //! use epoxide::group::{ProcessGroup, ReduceOp};
 //! use epoxide::nccl::{Communicator, Config, Library, Watchdog};
 //!

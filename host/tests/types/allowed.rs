@@ -1,7 +1,8 @@
 //! Rows are dropped first, detached, or lie in two places.
 
 use epoxide::Result;
-use epoxide::ep::{Buffer, CombineRequest, DispatchRequest, Place, StreamOrder};
+use epoxide::StreamOrder;
+use epoxide::throughput::{Buffer, CombineRequest, DispatchRequest, Place};
 
 fn right(
     buffer: &mut Buffer,

@@ -1,5 +1,6 @@
 use epoxide::Result;
-use epoxide::ep::{Buffer, DispatchRequest, Place, StreamOrder};
+use epoxide::throughput::{Buffer, DispatchRequest, Place};
+use epoxide::StreamOrder;
 
 /// A clone of a tensor is no way around its place.
 fn two(buffer: &mut Buffer, place: &mut Place, request: DispatchRequest<'_>, order: StreamOrder<'_>) -> Result<u64> {

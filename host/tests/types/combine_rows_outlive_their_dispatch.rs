@@ -1,5 +1,6 @@
 use epoxide::Result;
-use epoxide::ep::{Buffer, DType, DispatchRequest, Place, StreamOrder};
+use epoxide::throughput::{Buffer, DispatchRequest, Place};
+use epoxide::{DType, StreamOrder};
 
 /// Rows for a combine belong to the dispatch that they answer.
 fn two(buffer: &mut Buffer, place: &mut Place, request: DispatchRequest<'_>, order: StreamOrder<'_>) -> Result<u64> {

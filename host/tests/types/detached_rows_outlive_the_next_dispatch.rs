@@ -1,5 +1,6 @@
 use epoxide::Result;
-use epoxide::ep::{Buffer, Detached, DispatchRequest, Place, StreamOrder};
+use epoxide::throughput::{Buffer, Detached, DispatchRequest, Place};
+use epoxide::StreamOrder;
 
 /// Whoever looks at detached rows holds their place meanwhile.
 fn look(

@@ -1,5 +1,6 @@
 use epoxide::Result;
-use epoxide::ep::{Buffer, StreamOrder, TypedTensor};
+use epoxide::throughput::Buffer;
+use epoxide::{StreamOrder, TypedTensor};
 
 /// Expert ids are i64 or i32.
 fn floats(buffer: &mut Buffer, ids: &TypedTensor<'_, f32>, order: StreamOrder<'_>) -> Result<()> {

@@ -1,9 +1,9 @@
 use epoxide::Result;
-use epoxide::ep::{BufferOptions, BufferShape};
+use epoxide::throughput::{Options, Shape};
 
 /// Fields can be added later: options are made by `new`.
-fn options(shape: BufferShape) -> Result<BufferOptions> {
-    Ok(BufferOptions { num_nvl_bytes: Some(0), ..BufferOptions::new(shape) })
+fn options(shape: Shape) -> Result<Options> {
+    Ok(Options { num_nvl_bytes: Some(0), ..Options::new(shape) })
 }
 
 fn main() {}

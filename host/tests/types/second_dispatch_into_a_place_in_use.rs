@@ -1,5 +1,6 @@
 use epoxide::Result;
-use epoxide::ep::{Buffer, DispatchRequest, Place, StreamOrder};
+use epoxide::throughput::{Buffer, DispatchRequest, Place};
+use epoxide::StreamOrder;
 
 /// The first dispatch's rows would be overwritten while they are read.
 fn two(buffer: &mut Buffer, place: &mut Place, request: DispatchRequest<'_>, order: StreamOrder<'_>) -> Result<u64> {

@@ -5,8 +5,9 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use epoxide::ep::{CachedDispatchRequest, CombineRequest, Config, Counts, DType, DispatchRequest};
+use epoxide::DType;
 use epoxide::group::ProcessGroup;
+use epoxide::throughput::{CachedDispatchRequest, CombineRequest, Config, Counts, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::lockstep;

@@ -9,8 +9,9 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use epoxide::Result;
-use epoxide::ep::{CombineRequest, DType, DispatchRequest, Tensor, TypedTensor};
+use epoxide::throughput::{CombineRequest, DispatchRequest};
 use epoxide::transport::{Shaping, TransportKind};
+use epoxide::{DType, Tensor, TypedTensor};
 use epoxide_gpu::layout::{DevicePtr, row_stride};
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
 use epoxide_testing::payload::{self, PerToken, bytes_of};

@@ -1,8 +1,9 @@
 //! Links between nodes that break.
 
 use epoxide::Error;
-use epoxide::ep::{DType, DispatchRequest, Tensor};
+use epoxide::throughput::DispatchRequest;
 use epoxide::transport::{Shaping, TransportKind};
+use epoxide::{DType, Tensor};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
 
 use crate::timeouts::TIMEOUT;
@@ -45,4 +46,33 @@ fn a_broken_link_is_named_with_its_lost_puts() {
         });
         outcome.unwrap_or_else(|failure| panic!("after {puts} puts: {failure}"));
     }
+}
+
+/// Rank 1 has closed its links, and the put of rank 0 fails: the error has the reason.
+#[test]
+fn the_reason_of_a_failed_put_is_in_the_error() {
+    let nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Tcp, queues: 1 };
+    let outcome = run_ranks(2, |number, group| {
+        let setup = Setup::new(2, 1, 2, ROW).nodes(Some(nodes)).timeout(TIMEOUT);
+        let mut rank = Rank::join(&setup, group.clone())?;
+        if number == 1 {
+            drop(rank);
+            return group.barrier(PATIENCE);
+        }
+        group.barrier(PATIENCE)?;
+        let topk_idx = rank.upload_typed(2, &[vec![0i64, 1]])?;
+        let x = Tensor::alloc(rank.device(), DType::Bf16, &[1, HIDDEN as u64])?;
+        let layout = rank.layout(&topk_idx, 2)?;
+        let mut place = rank.place()?;
+        let request = DispatchRequest::new(&x, &layout).counts(rank.on_device());
+        let received = rank.dispatch(&mut place, request)?;
+        // A read of a result has it as well, though the read knows no buffer.
+        let read = received.recv_x.to_host::<half::bf16>(&rank.stream).unwrap_err();
+        for error in [read, rank.buffer.check().unwrap_err()] {
+            assert!(matches!(error, Error::PeerTimeout { .. }), "{error}");
+            assert!(error.to_string().contains("it said goodbye"), "{error}");
+        }
+        Ok(())
+    });
+    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }

@@ -1,7 +1,8 @@
 //! Traffic of the network: each token once to each node with a destination, and one sum of each
 //! such node back.
 
-use epoxide::ep::{CachedDispatchRequest, CombineRequest, DType, DispatchRequest};
+use epoxide::DType;
+use epoxide::throughput::{CachedDispatchRequest, CombineRequest, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide_testing::oracle;
 

@@ -3,11 +3,9 @@
 
 use epoxide::Error;
 use epoxide::driver::Module;
-use epoxide::ep::{
-    BufferShape, CachedDispatchRequest, CombineRequest, Config, Counts, DType, DispatchRequest, Tensor,
-    TypedTensor,
-};
 use epoxide::internal::Tuning;
+use epoxide::throughput::{CachedDispatchRequest, CombineRequest, Config, Counts, DispatchRequest, Shape};
+use epoxide::{DType, Tensor, TypedTensor};
 use epoxide_gpu::layout::DevicePtr;
 use epoxide_testing::oracle::Routing;
 
@@ -231,7 +229,7 @@ fn buffer_options_are_checked() {
         let made = epoxide_testing::lockstep::run(setup.ranks, |group| Rank::join(&setup, group));
         made.err().unwrap_or_else(|| panic!("{setup:?} should be refused"))
     };
-    let shape = |change: &dyn Fn(&mut BufferShape)| make(&|setup| change(&mut setup.options.shape));
+    let shape = |change: &dyn Fn(&mut Shape)| make(&|setup| change(&mut setup.options.shape));
     let tuning = |change: &dyn Fn(&mut Tuning)| make(&|setup| change(&mut setup.options.tuning));
     assert_names(&shape(&|s| s.max_row_bytes = 24), &["hidden = 24 bytes per row", "multiple of 16 bytes"]);
     assert_names(&shape(&|s| s.max_row_bytes = 0), &["hidden = 0 bytes per row", "positive"]);
@@ -284,7 +282,7 @@ fn bytes_for_one_row(setup: &Setup) -> u64 {
 }
 
 /// A row in the receive pool and in the combine pool, with its metadata.
-fn bytes_per_row(shape: &BufferShape) -> u64 {
+fn bytes_per_row(shape: &Shape) -> u64 {
     2 * shape.max_row_bytes.next_multiple_of(128) + u64::from(shape.max_topk) * (8 + 4 + 4) + 4
 }
 

@@ -6,10 +6,9 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use epoxide::Result;
-use epoxide::ep::{
-    CachedDispatchRequest, CombineRequest, Counts, DType, DispatchRequest, Tensor, TypedTensor,
-};
 use epoxide::internal::Tuning;
+use epoxide::throughput::{CachedDispatchRequest, CombineRequest, Counts, DispatchRequest};
+use epoxide::{DType, Tensor, TypedTensor};
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
 use epoxide_testing::{payload, tier};
 

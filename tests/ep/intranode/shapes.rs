@@ -1,6 +1,6 @@
 //! Shapes that are of one node alone.
 
-use epoxide::ep::{CombineRequest, DispatchRequest};
+use epoxide::throughput::{CombineRequest, DispatchRequest};
 use epoxide_testing::harness::Setup;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::roundtrip::Case;

@@ -1,6 +1,6 @@
 //! Combines of tensors, whose rows some blocks copy into the pools while others gather them.
-use epoxide::ep::{CombineRequest, Config, Counts, DispatchRequest};
 use epoxide::internal::Tuning;
+use epoxide::throughput::{CombineRequest, Config, Counts, DispatchRequest};
 use epoxide_testing::harness::Setup;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::roundtrip::Case;

@@ -2,10 +2,10 @@
 
 use epoxide::Result;
 use epoxide::driver::{Event, Stream};
-use epoxide::ep::{
-    CachedDispatchRequest, CombineOutput, CombineRequest, DType, Detached, DispatchRequest, Place, Step,
-    StreamOrder, Tensor,
+use epoxide::throughput::{
+    CachedDispatchRequest, CombineRequest, Combined, Detached, DispatchRequest, Place, Step,
 };
+use epoxide::{DType, StreamOrder, Tensor};
 
 use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo, echo_on};
 use epoxide_testing::harness::{Rank, Setup};
@@ -126,7 +126,7 @@ fn a_call_on_the_callers_stream_can_be_asynchronous_and_wait_for_an_event() {
 }
 
 /// A turn that was captured.
-type CapturedTurn = Step<(Detached, CombineOutput)>;
+type CapturedTurn = Step<(Detached, Combined)>;
 
 fn capture(rank: &mut Rank, place: &mut Place, inputs: &Inputs, num_experts: u32) -> Result<CapturedTurn> {
     let (stream, on_comm_stream) = (rank.stream.clone(), rank.on_comm_stream);
@@ -224,7 +224,7 @@ fn check_replays(
     turns: &[Turn],
     inputs: &Inputs,
     fresh: &[Inputs],
-    back: &CombineOutput,
+    back: &Combined,
     launch: impl Fn(&Stream) -> Result<()>,
 ) -> Result<()> {
     let mut kept = Vec::new();

@@ -4,8 +4,8 @@ use half::bf16;
 use rand::Rng;
 
 use epoxide::Result;
-use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::low_latency::{CombineRequest, DispatchRequest};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
 use epoxide_testing::oracle::{Routing, Style, low_latency_plan};
 use epoxide_testing::payload::rng_of;

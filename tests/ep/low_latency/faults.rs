@@ -4,10 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::driver::{Graph, Stream};
-use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::group::ProcessGroup;
-use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Place, Quantise, Received};
+use epoxide::low_latency::{
+    Buffer, CombineRequest, DispatchRequest, Options, Place, Quantise, Received, Shape,
+};
 use epoxide::transport::{TransportKind, TransportOptions};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{PATIENCE, now, run_ranks};
 use epoxide_testing::low_latency::LowLatencyCase;
@@ -83,7 +85,8 @@ fn run_of(
     let outcome = run_ranks(RANKS, |number, group| {
         let device = case.device(number);
         let stream = Arc::new(Stream::new(&device, false)?);
-        let options = Options::new(TOKENS as u32, hidden, 2, 6).timeout(DEADLINE);
+        let options = Options::new(Shape { max_tokens: TOKENS as u32, hidden, num_topk: 2, num_experts: 6 })
+            .timeout(DEADLINE);
         let options = spread(options);
         let buffer = Buffer::new(device.clone(), &*group, options.clone())?;
         let x = vec![half::bf16::ONE; (TOKENS * hidden) as usize];
@@ -552,17 +555,18 @@ fn options_that_break_a_rule() {
             let error = Buffer::new(device.clone(), &*group, options).unwrap_err().to_string();
             assert!(error.contains(what), "{error}");
         };
-        fails(Options::new(0, 8, 1, 1), "max_tokens");
-        fails(Options::new(1025, 8, 1, 1), "max_tokens");
-        fails(Options::new(1, 12, 1, 1), "hidden");
-        fails(Options::new(1, 1 << 16, 1, 1), "hidden");
-        fails(Options::new(1, 8, 33, 1), "num_topk");
-        fails(Options::new(1, 8, 1, 0), "num_experts");
-        fails(Options::new(1, 8, 1, 1).places(0), "places");
-        fails(Options::new(1, 8, 1, 1).chunk_tokens(0), "chunk_tokens");
-        fails(Options::new(1, 8, 1, 1).num_sms(0), "num_sms");
-        fails(Options::new(1, 8, 1, 1).ranks_per_node(0), "ranks_per_node");
-        fails(Options::new(1, 8, 1, 1).ranks_per_node(2), "ranks_per_node");
+        let shape = Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 1 };
+        fails(Options::new(Shape { max_tokens: 0, ..shape }), "max_tokens");
+        fails(Options::new(Shape { max_tokens: 1025, ..shape }), "max_tokens");
+        fails(Options::new(Shape { hidden: 12, ..shape }), "hidden");
+        fails(Options::new(Shape { hidden: 1 << 16, ..shape }), "hidden");
+        fails(Options::new(Shape { num_topk: 33, ..shape }), "num_topk");
+        fails(Options::new(Shape { num_experts: 0, ..shape }), "num_experts");
+        fails(Options::new(shape).places(0), "places");
+        fails(Options::new(shape).chunk_tokens(0), "chunk_tokens");
+        fails(Options::new(shape).num_sms(0), "num_sms");
+        fails(Options::new(shape).ranks_per_node(0), "ranks_per_node");
+        fails(Options::new(shape).ranks_per_node(2), "ranks_per_node");
         Ok(())
     });
     outcome.unwrap_or_else(|failure| panic!("{failure}"));

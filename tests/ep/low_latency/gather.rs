@@ -1,8 +1,8 @@
 //! The expert-major copy. Every round trip that is compared step by step compares it as well; here
 //! are its own cases.
 
-use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::low_latency::Quantise;
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
 use epoxide_testing::oracle::{Routing, Style};

@@ -3,9 +3,11 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use epoxide::driver::Stream;
 use epoxide::driver::virt::{CheckConfig, Checker, Loaded, VirtConfig, VirtualGpu};
-use epoxide::low_latency::{Buffer, Options, Quantise};
-use epoxide::transport::TransportKind;
+use epoxide::low_latency::{Buffer, DispatchRequest, Options, Quantise, Shape};
+use epoxide::transport::{TransportKind, TransportOptions};
+use epoxide::{DType, Error, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::harness::{Nodes, PATIENCE, run_ranks};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
@@ -53,7 +55,8 @@ fn many_ranks() {
 fn more_ranks_than_there_may_be() {
     let outcome = run_ranks(33, |rank, group| {
         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
-        let options = Options::new(1, 8, 1, 33).ranks_per_node(3);
+        let options =
+            Options::new(Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 33 }).ranks_per_node(3);
         let error = Buffer::new(device, &*group, options).unwrap_err().to_string();
         assert!(error.contains("at most 32 ranks"), "{error}");
         Ok(())
@@ -130,7 +133,7 @@ fn one_put_for_each_peer_and_operation() {
                 |quantise| if quantise == Quantise::Not { 2 * hidden } else { hidden + hidden / 128 * 4 };
             let slot = |bytes: u32| u64::from(bytes.next_multiple_of(128));
             let entries = 16 + topk * 8;
-            for (peer, stats) in rank.buffer.wire_stats() {
+            for (peer, _, stats) in rank.buffer.wire_stats() {
                 assert_ne!(peer / 2, number / 2);
                 let there =
                     128 + rows(number, peer) as u64 * slot(bytes(quantise).next_multiple_of(16) + entries);
@@ -141,4 +144,34 @@ fn one_put_for_each_peer_and_operation() {
             Ok(differing)
         });
     }
+}
+
+/// Rank 1 has closed its links, and the put of rank 0 fails: the error has the reason.
+#[test]
+fn the_reason_of_a_failed_put_is_in_the_error() {
+    let case = LowLatencyCase::new(routing(&[1, 1], 1, 2, Style::DistinctTopK), 8);
+    let outcome = run_ranks(2, |number, group| {
+        let stream = Stream::new(&case.device(number), false)?;
+        let options = Options::new(Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 2 });
+        let options = options.ranks_per_node(1).transport(TransportOptions::new(TransportKind::Tcp));
+        let options = options.timeout(Duration::from_millis(100));
+        let mut buffer = Buffer::new(stream.device().clone(), &*group, options)?;
+        if number == 1 {
+            drop(buffer);
+            return group.barrier(PATIENCE);
+        }
+        group.barrier(PATIENCE)?;
+        let x = Tensor::alloc(stream.device(), DType::Bf16, &[1, 8])?;
+        let topk_idx = TypedTensor::from_host(&stream, &[1, 1], &[1i64])?;
+        let mut place = buffer.place(0)?;
+        let request = DispatchRequest::new(&x, &topk_idx);
+        let received = buffer.dispatch(&mut place, request, StreamOrder::on(&stream))?;
+        let read = received.x.to_host::<half::bf16>(&stream).unwrap_err();
+        for error in [read, buffer.check().unwrap_err()] {
+            assert!(matches!(error, Error::PeerTimeout { .. }), "{error}");
+            assert!(error.to_string().contains("it said goodbye"), "{error}");
+        }
+        Ok(())
+    });
+    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use epoxide::driver::Stream;
 use epoxide::driver::virt::{CheckConfig, Checker};
-use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest};
 use epoxide::transport::TransportKind;
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{Nodes, PATIENCE};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use epoxide::driver::Stream;
-use epoxide::ep::{DType, Step, Tensor, TypedTensor};
 use epoxide::low_latency::{Buffer, CombineRequest, Combined, Detached, DispatchRequest, Place};
+use epoxide::throughput::Step;
+use epoxide::{DType, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use half::bf16;
 

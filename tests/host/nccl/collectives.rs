@@ -2,9 +2,9 @@
 
 use epoxide::Error;
 use epoxide::driver::Stream;
-use epoxide::ep::{DType, Element, Tensor};
 use epoxide::group::ReduceOp;
 use epoxide::nccl::{Communicator, Config, P2p};
+use epoxide::{DType, Element, Tensor};
 use half::bf16;
 
 use super::fake::{Fake, Version, patient};

@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use epoxide::Error;
 use epoxide::driver::{Memory, MemoryKind, Stream};
-use epoxide::ep::{DType, Tensor};
 use epoxide::group::ReduceOp;
 use epoxide::nccl::{Communicator, Config};
+use epoxide::{DType, Tensor};
 
 use super::fake::{
     Fake, HANG, HANG_FOR_GOOD, HELD, PATIENCE, REMOTE, SOON, device, hurried, impatient, patient, reason,

@@ -5,12 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use epoxide::driver::Stream;
-use epoxide::ep::{
-    Buffer, BufferOptions, BufferShape, CombineRequest, Config, DType, DispatchOutput, DispatchRequest,
-    Place, StreamOrder, Tensor, TypedTensor,
-};
 use epoxide::group::{HashStore, MeshGroup, MeshOptions, ProcessGroup};
+use epoxide::throughput::{Buffer, CombineRequest, Config, DispatchRequest, Options, Place, Received, Shape};
 use epoxide::transport::{Shaping, TransportOptions};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use half::bf16;
 
@@ -125,13 +123,13 @@ impl Nodes {
         let device = rank.device();
         let stream = Stream::new(&device, false)?;
         let (own, size) = (group.rank(), group.size());
-        let shape = BufferShape {
+        let shape = Shape {
             max_tokens_per_rank: TOKENS as u32,
             max_row_bytes: HIDDEN * 2,
             max_topk: size,
             max_scales: 0,
         };
-        let options = BufferOptions::new(shape)
+        let options = Options::new(shape)
             .config(Config::with_sms(4)?.for_nodes(size))
             .timeout(DEADLINE)
             .ranks_per_node(1)
@@ -147,14 +145,14 @@ impl Nodes {
         Ok(Nodes { stream, buffer, rank: own, size, x, topk_idx, topk_weights })
     }
 
-    fn dispatch<'p>(&mut self, place: &'p mut Place) -> Result<DispatchOutput<'p>> {
+    fn dispatch<'p>(&mut self, place: &'p mut Place) -> Result<Received<'p>> {
         let order = StreamOrder::on(&self.stream);
         let layout = self.buffer.get_dispatch_layout(&self.topk_idx, self.size, order)?;
         let request = DispatchRequest::new(&self.x, &layout).topk_weights(&self.topk_weights);
         self.buffer.dispatch(place, request, order)
     }
 
-    fn combine(&mut self, received: &DispatchOutput) -> Result<Tensor<'static>> {
+    fn combine(&mut self, received: &Received) -> Result<Tensor<'static>> {
         let request = CombineRequest::new(&received.recv_x, &received.handle);
         Ok(self.buffer.combine(request, StreamOrder::on(&self.stream))?.combined_x)
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use epoxide::driver::Device;
 use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
-use epoxide::low_latency::{Options, Quantise};
+use epoxide::low_latency::{Options, Quantise, Shape};
 
 use crate::harness::{Nodes, PATIENCE};
 use crate::ids::Ids;
@@ -104,12 +104,16 @@ impl LowLatencyCase {
     /// The options of a rank's buffer.
     pub fn options(&self, rank: u32) -> Options {
         let routing = &self.routing;
-        let options =
-            Options::new(self.max_tokens, self.hidden.into(), routing.num_topk, routing.num_experts)
-                .places(self.places)
-                .chunk_tokens(self.chunk_tokens)
-                .packet_tokens(self.packet_tokens)
-                .timeout(PATIENCE);
+        let options = Options::new(Shape {
+            max_tokens: self.max_tokens,
+            hidden: self.hidden.into(),
+            num_topk: routing.num_topk,
+            num_experts: routing.num_experts,
+        })
+        .places(self.places)
+        .chunk_tokens(self.chunk_tokens)
+        .packet_tokens(self.packet_tokens)
+        .timeout(PATIENCE);
         match self.nodes {
             None => options,
             Some(nodes) => {

@@ -2,8 +2,8 @@
 
 use epoxide::Result;
 use epoxide::driver::Stream;
-use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::low_latency::{Buffer, Received};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 
 use super::case::LowLatencyCase;
 use super::data::{Data, SCALE_ERROR};

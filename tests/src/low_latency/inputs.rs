@@ -4,8 +4,8 @@ use half::bf16;
 
 use epoxide::Result;
 use epoxide::driver::Stream;
-use epoxide::ep::{DType, ExpertMap, Tensor, TypedTensor};
 use epoxide::low_latency::{CombineRequest, DispatchRequest, Quantise};
+use epoxide::{DType, ExpertMap, Tensor, TypedTensor};
 
 use super::case::LowLatencyCase;
 use super::data::Data;

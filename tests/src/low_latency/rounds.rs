@@ -7,9 +7,9 @@ use half::bf16;
 use rand::Rng;
 
 use epoxide::driver::Stream;
-use epoxide::ep::{DType, StreamOrder, Tensor};
 use epoxide::group::ProcessGroup;
 use epoxide::low_latency::{Buffer, Combined, Place, Received};
+use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
 
 use super::case::LowLatencyCase;

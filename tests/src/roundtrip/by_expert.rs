@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use epoxide::Result;
-use epoxide::ep::{
-    CachedDispatchRequest, CombineRequest, Counts, DType, DispatchHandle, DispatchOutput, DispatchRequest,
-    Place, Tensor, TypedTensor,
+use epoxide::throughput::{
+    CachedDispatchRequest, CombineRequest, Counts, DispatchHandle, DispatchRequest, Place, Received,
 };
+use epoxide::{DType, Tensor, TypedTensor};
 use half::bf16;
 
 use super::case::{Case, Scales, rough, to_bytes};
@@ -117,7 +117,7 @@ impl Rank {
         turn: u64,
         plan: &ExpertPlan,
         what: &str,
-        output: &DispatchOutput,
+        output: &Received,
     ) -> Result<()> {
         let tables = output.handle.by_expert().expect("a dispatch by expert");
         let tables = [
@@ -145,7 +145,7 @@ impl Rank {
     }
 
     /// Compares where rows come from, and their weights.
-    fn check_selections(&mut self, case: &Case, plan: &ExpertPlan, output: &DispatchOutput) -> Result<()> {
+    fn check_selections(&mut self, case: &Case, plan: &ExpertPlan, output: &Received) -> Result<()> {
         let read = |tensor: &Option<TypedTensor<'_, i32>>| {
             tensor.as_ref().expect("a dispatch that was not cached").values(&self.stream)
         };

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use epoxide::ep::DType;
+use epoxide::DType;
 use epoxide::internal::Tuning;
 use half::bf16;
 use rand::RngCore;

@@ -1,10 +1,11 @@
 //! A round trip on one rank, and its checks.
 
 use epoxide::Result;
-use epoxide::ep::{
-    CachedDispatchRequest, CombineOutput, CombineRequest, Counts, DType, DispatchHandle, DispatchLayout,
-    DispatchOutput, DispatchRequest, Place, Tensor, TypedTensor,
+use epoxide::throughput::{
+    CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchHandle, DispatchLayout, DispatchRequest,
+    Place, Received,
 };
+use epoxide::{DType, Tensor, TypedTensor};
 use half::bf16;
 
 use super::case::{Case, Scales};
@@ -98,7 +99,7 @@ impl Rank {
     }
 
     /// Remembers where a dispatch puts things, for [`Rank::poison_received`].
-    pub fn learn_regions(&mut self, output: &DispatchOutput) {
+    pub fn learn_regions(&mut self, output: &Received) {
         let region = |name, tensor: &Tensor, is_metadata| Region {
             name,
             at: tensor.ptr(),
@@ -346,7 +347,7 @@ impl Rank {
         turn: u64,
         expected: &Expected,
         what: &str,
-        output: &DispatchOutput,
+        output: &Received,
     ) -> Result<()> {
         self.check_received(case, turn, &expected.plan.recv_src, what, output)?;
         let metadata = self.compare_metadata(case, expected, output)?;
@@ -362,7 +363,7 @@ impl Rank {
         turn: u64,
         sources: &[(u32, u32)],
         what: &str,
-        output: &DispatchOutput,
+        output: &Received,
     ) -> Result<()> {
         let rows = output.num_recv_tokens.map_or(self.buffer.capacity(), u64::from);
         let recv_x = &output.recv_x;
@@ -405,7 +406,7 @@ impl Rank {
         &self,
         case: &Case,
         expected: &Expected,
-        output: &DispatchOutput,
+        output: &Received,
     ) -> Result<Difference> {
         let (Some(ids), Some(weights), Some(src_idx)) =
             (&output.recv_topk_idx, &output.recv_topk_weights, &output.recv_src_idx)
@@ -435,7 +436,7 @@ impl Rank {
     }
 
     /// Compares where rows came from, which only a dispatch across nodes says.
-    fn compare_sources(&self, expected: &Expected, output: &DispatchOutput) -> Result<Difference> {
+    fn compare_sources(&self, expected: &Expected, output: &Received) -> Result<Difference> {
         match (&expected.internode, &output.recv_src_meta) {
             (None, None) => Ok(None),
             (Some(plan), Some(meta)) => {
@@ -571,7 +572,7 @@ impl Rank {
     }
 
     /// Spoils what a combine gave.
-    pub(super) fn poison_combined(&self, output: &CombineOutput) -> Result<()> {
+    pub(super) fn poison_combined(&self, output: &Combined) -> Result<()> {
         let weights = output.combined_topk_weights.as_deref();
         [Some(&output.combined_x), weights].into_iter().flatten().try_for_each(|tensor| self.poison(tensor))
     }
@@ -620,7 +621,7 @@ pub fn compare_weights(
     rank: &Rank,
     case: &Case,
     want: Option<&[f32]>,
-    output: &CombineOutput,
+    output: &Combined,
 ) -> Result<Difference> {
     match (&output.combined_topk_weights, want) {
         (None, None) => Ok(None),

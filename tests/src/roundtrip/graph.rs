@@ -2,10 +2,10 @@
 
 use epoxide::Result;
 use epoxide::driver::Stream;
-use epoxide::ep::{
-    Buffer, CombineOutput, CombineRequest, Counts, DType, Detached, DispatchLayout, DispatchRequest, Place,
-    StreamOrder, Tensor, TypedTensor,
+use epoxide::throughput::{
+    Buffer, CombineRequest, Combined, Counts, Detached, DispatchLayout, DispatchRequest, Place,
 };
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 
 use super::case::Case;
 use super::check::{DeviceScales, Expected, compare_weights};
@@ -23,7 +23,7 @@ struct Inputs {
 struct Trip {
     layout: DispatchLayout<'static>,
     dispatched: Detached,
-    combined: CombineOutput,
+    combined: Combined,
 }
 
 impl Rank {

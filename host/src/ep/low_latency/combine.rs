@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use epoxide_gpu::layout::{LowLatencyCall, LowLatencyCombineArgs};
 
-use super::buffer::Buffer;
+use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
-use super::quantise::Quantise;
+use super::options::Quantise;
 use super::results::{Combined, Received};
 use crate::ep::tensor::Owner;
 use crate::ep::{DType, StreamOrder, Tensor};
@@ -92,10 +92,10 @@ impl Buffer {
         request: CombineRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<(Operation, Combined<'p>)> {
-        let outcomes = self.outcomes(order)?;
+        let outcome = self.outcome(order)?;
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
-        let dispatch = received.lease.generation;
-        let hidden = self.options.hidden;
+        let dispatch = received.lease.generation();
+        let hidden = self.options.shape.hidden;
         let CombineRequest { x, is_by_expert, quantise, timeout } = request;
         let expected = if is_by_expert { self.rows() * u64::from(self.local_experts()) } else { self.rows() };
         x.expect_strided("rows", &[DType::Bf16], &[("rows", Some(expected)), ("hidden", Some(hidden))])?;
@@ -106,7 +106,7 @@ impl Buffer {
         let call = LowLatencyCall {
             is_combine: true,
             has_scales: is_quantised,
-            place: place.index,
+            place: place.index(),
             row_bytes: row_bytes as u32,
             num_tokens,
         };
@@ -114,7 +114,7 @@ impl Buffer {
             common: self.args(&place, call, timeout),
             x: x.ptr(),
             x_stride: x.row_stride(),
-            combined_x: place.room.combined_x,
+            combined_x: place.room().combined_x,
             row_bytes: row_bytes as u32,
             by_expert: is_by_expert.into(),
             quantise: quantise.on_device(),
@@ -126,19 +126,19 @@ impl Buffer {
             name: "low-latency combine",
             kernel: Arguments::Combine(args),
             place: place.clone(),
-            send_blocks: self.options.max_tokens * self.num_ranks(),
+            send_blocks: self.options.shape.max_tokens * self.num_ranks(),
             receive_blocks: num_tokens,
             fills: None,
             uses: x.owner().cloned().into_iter().collect(),
         };
         let lease = place.lease(dispatch);
         let x = Tensor::in_memory(
-            place.room.combined_x,
+            place.room().combined_x,
             DType::Bf16,
             &[num_tokens.into(), hidden],
             lease.clone() as Owner,
         )
-        .result("combined", &outcomes);
+        .result("combined", &outcome);
         Ok((operation, Combined { x, event: None, lease, place: PhantomData }))
     }
 }

@@ -7,14 +7,14 @@ use epoxide_gpu::layout::{
     DevicePtr, ExpertTable, FEW_TOKENS, LowLatencyCall, LowLatencyDispatchArgs, SCALE_BLOCK, row_stride,
 };
 
-use super::buffer::Buffer;
+use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending, THREADS};
 use super::layout::most_ranks;
-use super::place::Place;
-use super::quantise::Quantise;
+use super::options::Quantise;
+use super::results::Place;
 use super::results::Received;
 use crate::ep::experts::is_narrow;
-use crate::ep::tensor::Owner;
+use crate::ep::tensor::{Owner, owners};
 use crate::ep::{DType, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
@@ -119,15 +119,15 @@ impl Buffer {
         request: DispatchRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<(Operation, Received<'p>)> {
-        let outcomes = self.outcomes(order)?;
-        let place = &place.0;
-        self.check_place(place)?;
+        let outcome = self.outcome(order)?;
+        let place = place.0.place();
+        self.core.check_place(place)?;
         let DispatchRequest { x, topk_idx, map, topk_weights, scales, quantise, timeout } = request;
-        let (hidden, num_tokens) = (self.options.hidden, self.check_tokens(x.rows())?);
+        let (hidden, num_tokens) = (self.options.shape.hidden, self.check_tokens(x.rows())?);
         let tokens = Some(u64::from(num_tokens));
         x.expect("x", &[DType::Bf16, DType::Fp8E4m3], &[("num_tokens", tokens), ("hidden", Some(hidden))])?;
         x.expect_rows_of_16("x")?;
-        let entries = [("num_tokens", tokens), ("num_topk", Some(self.options.num_topk.into()))];
+        let entries = [("num_tokens", tokens), ("num_topk", Some(self.options.shape.num_topk.into()))];
         topk_idx.expect("topk_idx", &[DType::I64, DType::I32], &entries)?;
         if let Some(map) = map {
             map.check_ranks(self.num_ranks())?;
@@ -168,7 +168,7 @@ impl Buffer {
         let call = LowLatencyCall {
             is_combine: false,
             has_scales: with_scales,
-            place: place.index,
+            place: place.index(),
             row_bytes: row_bytes as u32,
             num_tokens,
         };
@@ -185,12 +185,8 @@ impl Buffer {
             quantise: quantise.on_device(),
             narrow_ids: is_narrow(topk_idx),
         };
-        let map_owner = map.and_then(|map| map.entries().owner());
-        let uses = [x.owner(), topk_idx.owner(), map_owner].into_iter();
-        let uses = uses.chain([
-            topk_weights.and_then(|weights| weights.owner()),
-            scales.and_then(|scales| scales.owner()),
-        ]);
+        let entries = map.map(|map| &**map.entries());
+        let uses = [Some(x), Some(topk_idx), entries, topk_weights.map(|it| &**it), scales.map(|it| &**it)];
         let lease = place.begin()?;
         let operation = Operation {
             name: "low-latency dispatch",
@@ -199,32 +195,36 @@ impl Buffer {
             send_blocks: num_tokens,
             receive_blocks: self.receive_blocks(),
             fills: Some(lease.clone()),
-            uses: uses.flatten().cloned().collect(),
+            uses: owners(uses),
         };
         let owner = || lease.clone() as Owner;
         let (rows, experts, ranks) =
             (self.rows(), u64::from(self.local_experts()), u64::from(self.num_ranks()));
-        let tables = &place.room.tables;
-        let x = Tensor::in_memory(place.room.recv_x, dtype, &[rows, hidden], owner());
+        let tables = &place.room().tables;
+        let x = Tensor::in_memory(place.room().recv_x, dtype, &[rows, hidden], owner());
         let of_experts =
-            |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).result(name, &outcomes);
+            |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).result(name, &outcome);
         let received = Received {
-            x: x.with_row_stride(row_stride(row_bytes)).result("x", &outcomes),
+            x: x.with_row_stride(row_stride(row_bytes)).result("x", &outcome),
             scales: with_scales.then(|| {
-                TypedTensor::in_memory(place.room.recv_scales, &[of_row, rows], owner())
-                    .result("scales", &outcomes)
+                TypedTensor::in_memory(place.room().recv_scales, &[of_row, rows], owner())
+                    .result("scales", &outcome)
             }),
-            num_tokens: TypedTensor::in_memory(tables.num_tokens, &[most_ranks(self.topology)], owner())
-                .result("num_tokens", &outcomes),
+            num_tokens: TypedTensor::in_memory(
+                tables.num_tokens,
+                &[most_ranks(self.core.topology())],
+                owner(),
+            )
+            .result("num_tokens", &outcome),
             expert_counts: TypedTensor::in_memory(tables.expert_counts, &[experts], owner())
-                .result("expert_counts", &outcomes),
+                .result("expert_counts", &outcome),
             expert_rows: of_experts("expert_rows", tables.expert_rows),
             src_info: of_experts("src_info", tables.src_info),
             layout_range: TypedTensor::in_memory(tables.layout_range, &[experts, ranks], owner())
-                .result("layout_range", &outcomes),
+                .result("layout_range", &outcome),
             event: None,
             num_local_tokens: num_tokens,
-            generation: self.generation,
+            generation: self.generation.clone(),
             lease,
             place: PhantomData,
         };
@@ -237,8 +237,8 @@ impl Buffer {
     fn receive_blocks(&self) -> u32 {
         const ROWS_OF_BLOCK: u32 = 16;
         const EXPERTS_OF_BLOCK: u32 = THREADS / 32 - 1;
-        let (rows, experts) = (self.num_ranks() * self.options.max_tokens, self.local_experts());
-        match self.topology.nodes {
+        let (rows, experts) = (self.num_ranks() * self.options.shape.max_tokens, self.local_experts());
+        match self.core.topology().nodes {
             1 if rows <= FEW_TOKENS => experts.div_ceil(EXPERTS_OF_BLOCK),
             1 => experts,
             _ => rows.div_ceil(ROWS_OF_BLOCK).max(experts),
@@ -246,7 +246,7 @@ impl Buffer {
     }
 
     fn check_tokens(&self, tokens: u64) -> Result<u32> {
-        let most = self.options.max_tokens;
+        let most = self.options.shape.max_tokens;
         if tokens <= u64::from(most) {
             return Ok(tokens as u32);
         }

@@ -1,15 +1,13 @@
-//! Turns what low-latency kernels recorded into errors.
+//! Faults that only low latency has, and the outcome of the operations between two regroups.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::layout::{LowLatencyCall, Status, UNKNOWN_EXPERT, UNKNOWN_PLACE, WITH_TABLE, Wait};
 
-use super::buffer::Buffer;
-use crate::driver::{DevicePtr, Report, Stream};
+use super::Buffer;
+use crate::driver::{Report, Stream};
 use crate::ep::StreamOrder;
-use crate::ep::beside::Activity;
+use crate::ep::core::{self, Faults};
 use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
 
@@ -18,128 +16,26 @@ impl Buffer {
     /// found the peer in another call ([`Error::OtherCall`]), or of an expert id out of range. It shows once the stream has passed the
     /// operation; a captured one records it at each replay as well.
     pub fn check(&self) -> Result<()> {
-        let outcome = self.faults.check();
-        if matches!(outcome, Err(Error::PeerTimeout { .. }))
-            && let Some(failure) = self.network.as_ref().and_then(|network| network.proxies.failure())
-        {
-            // The reason: a connection that broke, say.
-            tracing::warn!(rank = self.rank, "{failure}");
-        }
-        outcome?;
-        self.sequence.check()
+        self.core.check()
     }
 
-    /// Device address of the buffer's status, 8 bytes in mapped host memory: 0 until an operation fails in a
-    /// way after which the buffer is of no use, some other number from then on. A kernel of the caller's own
-    /// that runs behind an operation tells by it whether that operation gave results, also in a replayed graph;
-    /// [`Buffer::check`] gives the error on the host.
-    ///
-    /// Read it with `ld.acquire.sys` of 8 bytes. The address stays valid, and the same, as long as the buffer.
-    pub fn status_ptr(&self) -> DevicePtr {
-        self.faults.activity.status_ptr()
-    }
-
-    /// The outcome of an operation that begins now, where `order` says.
-    pub(super) fn outcomes(&self, order: StreamOrder<'_>) -> Result<Arc<Outcomes>> {
-        let generation = if order.caller.is_capturing()? { None } else { Some(self.generation) };
-        Ok(Arc::new(Outcomes { faults: self.faults.clone(), generation }))
-    }
-
-    /// Device address of the tokens that a combine has left without their sums, u8 `[max_tokens]` in
-    /// mapped host memory: 1 for each token of which a combine that gave up may not have made the sum,
-    /// 0 for the others. A kernel of the caller's own reads it behind the combine, where
-    /// [`Buffer::status_ptr`] tells of a failure, also in a replayed graph. [`Buffer::regroup`] sets
-    /// all bytes to 0.
-    ///
-    /// A token with an expert id out of range has a 1 as well, from its dispatch on. Shares of experts
-    /// on ranks that a regroup left out are not counted: they are those that are not among
-    /// [`Buffer::members`].
-    pub fn missing_ptr(&self) -> DevicePtr {
-        self.faults.activity.missing_ptr()
-    }
-
-    /// The tokens that a combine has left without their sums, by number in ascending order, as
-    /// [`Buffer::missing_ptr`] has them on the device; empty as long as no operation has failed. The
-    /// sums of all others are right. It waits for all that the device's streams were given.
-    ///
-    /// # Errors
-    /// [`Error::Os`] where that has not ended after twice the buffer's timeout.
-    pub fn missing_tokens(&self) -> Result<Vec<u32>> {
-        let timeout = self.options.timeout.saturating_mul(2);
-        self.faults.activity.missing_tokens(&self.arena, self.options.max_tokens, timeout)
+    /// The outcome of an operation that begins now, where `order` says. Replays of a recording follow
+    /// the buffer into later generations.
+    pub(super) fn outcome(&self, order: StreamOrder<'_>) -> Result<Arc<Generation>> {
+        let is_recorded = self.core.is_capturing(order)?;
+        Ok(if is_recorded { Generation::new(self.core.faults()) } else { self.generation.clone() })
     }
 }
 
-/// The first failed wait of a buffer's kernels, as they record it.
+/// The calls of this mode.
 #[derive(Debug)]
-pub(super) struct Faults {
-    pub activity: Arc<Activity>,
-    pub rank: u32,
+pub struct Calls {
     pub num_experts: u32,
-    /// The error of each generation that failed before a regroup.
-    pub past: Mutex<BTreeMap<u64, Error>>,
 }
 
-impl Outcome for Faults {
-    fn come_before(&self, stream: &Stream) -> Result<()> {
-        self.activity.come_before(stream)
-    }
-
-    fn check_behind(&self, _: &Stream) -> Result<()> {
-        self.check()
-    }
-}
-
-/// The outcome of the operations between two regroups. [`Buffer::regroup`] clears the status, and
-/// what operations before it have left stays what it is.
-#[derive(Debug)]
-pub(super) struct Outcomes {
-    faults: Arc<Faults>,
-    /// Number of regroups before; `None` for a recording, whose replays follow the buffer.
-    generation: Option<u64>,
-}
-
-impl Outcomes {
-    fn check(&self) -> Result<()> {
-        let past = self.generation.and_then(|generation| self.faults.past(generation));
-        past.map_or_else(|| self.faults.check(), Err)
-    }
-}
-
-impl Report for Outcomes {
-    fn report(&self) -> Result<()> {
-        self.check()
-    }
-}
-
-impl Outcome for Outcomes {
-    fn come_before(&self, stream: &Stream) -> Result<()> {
-        self.faults.come_before(stream)
-    }
-
-    fn check_behind(&self, _: &Stream) -> Result<()> {
-        self.check()
-    }
-}
-
-impl Faults {
-    fn past(&self, generation: u64) -> Option<Error> {
-        self.past.lock().unwrap_or_else(PoisonError::into_inner).get(&generation).cloned()
-    }
-
-    /// Keeps the error of a generation, if it has failed, which a regroup ends.
-    pub fn end_generation(&self, generation: u64) {
-        if let Err(error) = self.check() {
-            self.past.lock().unwrap_or_else(PoisonError::into_inner).insert(generation, error);
-        }
-    }
-
-    fn check(&self) -> Result<()> {
-        if !self.activity.has_failed()? {
-            return Ok(());
-        }
-        let Status { code, peer, epoch, needed, seen, waited_ns, call } = self.activity.status.read(0)?;
-        let (rank, peer, call) = (self.rank, peer as u32, LowLatencyCall::of(call as u32));
+impl core::Calls for Calls {
+    fn error(&self, status: &Status) -> Option<Error> {
+        let &Status { code, needed, seen, .. } = status;
         if code == Wait::LowLatencyExpert as u64 {
             let (id, token, with_map) = (seen as i64, needed & !WITH_TABLE, needed & WITH_TABLE != 0);
             if with_map && id >= 0 && id & UNKNOWN_PLACE != 0 {
@@ -148,24 +44,20 @@ impl Faults {
                     "a physical expert must be -1 or 0 to {}; peers got none of the token for it, and the buffer is of no use after it",
                     self.num_experts - 1
                 );
-                return Err(Error::argument("map", value, rule));
+                return Some(Error::argument("map", value, rule));
             }
             if with_map {
                 let id = if id >= 0 { id & !UNKNOWN_EXPERT } else { id };
                 let rule = "must be -1 or a logical expert's id, below num_experts of the map; peers got none of the token for it, \
                             and the buffer is of no use after it";
-                return Err(Error::argument("topk_idx", format!("{id} of token {token}"), rule));
+                return Some(Error::argument("topk_idx", format!("{id} of token {token}"), rule));
             }
             let value = format!("{id} of token {token}");
             let rule = format!(
                 "must be -1 or an expert's id, 0 to {}; peers got none of the token for it, and the buffer is of no use after it",
                 self.num_experts - 1
             );
-            return Err(Error::argument("topk_idx", value, rule));
-        }
-        if code == Wait::LowLatencyOtherCall as u64 {
-            let (ours, theirs) = (describe(needed as u32), describe(seen as u32));
-            return Err(Error::OtherCall { rank, peer, epoch, ours, theirs });
+            return Some(Error::argument("topk_idx", value, rule));
         }
         if code == Wait::LowLatencyUnpaired as u64 || code == Wait::LowLatencyTokens as u64 {
             let reason = if code == Wait::LowLatencyUnpaired as u64 {
@@ -177,31 +69,21 @@ impl Faults {
                      replay the one that it was captured behind"
                 )
             };
-            return Err(Error::Broken { call: "low-latency combine", reason });
+            return Some(Error::Broken { call: "low-latency combine", reason });
         }
-        const WAITS: [(Wait, &str); 6] = [
-            (Wait::LowLatencyReady, "ready"),
-            (Wait::LowLatencyEnter, "its call"),
-            (Wait::LowLatencyIds, "expert ids"),
-            (Wait::LowLatencyRows, "rows"),
-            (Wait::LowLatencyReturned, "returned rows"),
-            (Wait::LowLatencyQueue, "the queue to it"),
-        ];
-        let known = WAITS.iter().find(|(wait, _)| *wait as u64 == code);
-        let (_, word) = known.copied().unwrap_or((Wait::LowLatencyEnter, "unknown"));
-        Err(Error::PeerTimeout {
-            rank,
-            peer,
-            operation: name_of(call),
-            place: Some(call.place),
-            late: self.activity.late_ranks(peer, |_, number| number)?.into(),
-            word,
-            epoch,
-            needed,
-            seen,
-            waited: Duration::from_nanos(waited_ns),
-            beside: self.activity.beside().into(),
-        })
+        None
+    }
+
+    fn name(&self, call: u64) -> (&'static str, Option<u32>) {
+        let call = LowLatencyCall::of(call as u32);
+        (name_of(call), Some(call.place))
+    }
+
+    fn describe(&self, word: u64, _epoch: u64) -> String {
+        let call = LowLatencyCall::of(word as u32);
+        let LowLatencyCall { has_scales, place, row_bytes, .. } = call;
+        let scales = if has_scales { " and scales" } else { "" };
+        format!("{} in place {place} with {row_bytes} bytes per row{scales}", name_of(call))
     }
 }
 
@@ -209,10 +91,37 @@ fn name_of(call: LowLatencyCall) -> &'static str {
     if call.is_combine { "low-latency combine" } else { "low-latency dispatch" }
 }
 
-/// The call that a packet says.
-fn describe(bits: u32) -> String {
-    let call = LowLatencyCall::of(bits);
-    let LowLatencyCall { has_scales, place, row_bytes, .. } = call;
-    let scales = if has_scales { " and scales" } else { "" };
-    format!("{} in place {place} with {row_bytes} bytes per row{scales}", name_of(call))
+/// The operations between two regroups, and their outcome: [`Buffer::regroup`] clears the record,
+/// and results of operations before it keep their error.
+#[derive(Debug)]
+pub struct Generation {
+    faults: Arc<Faults>,
+    /// The error that the operations had when a regroup ended the generation.
+    ended: OnceLock<Error>,
+}
+
+impl Generation {
+    pub fn new(faults: &Arc<Faults>) -> Arc<Generation> {
+        Arc::new(Generation { faults: faults.clone(), ended: OnceLock::new() })
+    }
+
+    /// Ends it: keeps its error, if it has failed, and clears the record.
+    pub fn end(&self, stream: &Stream) -> Result<()> {
+        if let Err(error) = self.faults.check() {
+            let _ = self.ended.set(error);
+        }
+        self.faults.clear(stream)
+    }
+}
+
+impl Report for Generation {
+    fn report(&self) -> Result<()> {
+        self.ended.get().cloned().map_or_else(|| self.faults.check(), Err)
+    }
+}
+
+impl Outcome for Generation {
+    fn come_before(&self, stream: &Stream) -> Result<()> {
+        self.faults.come_before(stream)
+    }
 }

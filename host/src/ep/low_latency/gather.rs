@@ -3,10 +3,10 @@
 use epoxide_gpu::kernels::LowLatencyGather;
 use epoxide_gpu::layout::{DevicePtr, LowLatencyGatherArgs, SCALE_BLOCK};
 
-use super::buffer::Buffer;
+use super::Buffer;
 use super::results::Received;
 use crate::driver::Event;
-use crate::ep::tensor::Owner;
+use crate::ep::tensor::owners;
 use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
@@ -27,14 +27,14 @@ impl Buffer {
     /// # use std::time::Duration;
     /// # use epoxide::driver::Stream;
     /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-    /// # use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+    /// # use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
     /// # use epoxide::group::launch::run_threads;
-    /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
+    /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
     /// # use epoxide::half::bf16;
     /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
     /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
     /// #     let stream = Stream::new(&device, false)?;
-    /// #     let mut buffer = Buffer::new(device, &*group, Options::new(8, 64, 2, 4))?;
+    /// #     let mut buffer = Buffer::new(device, &*group, Options::new(Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 4 }))?;
     /// #     let mut place = buffer.place(0)?;
     /// #     let order = StreamOrder::on(&stream);
     /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32 + 1.0); 128])?;
@@ -65,7 +65,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Option<Event>> {
         let place = self.place_of(received)?;
-        let (rows, hidden) = (self.rows(), self.options.hidden);
+        let (rows, hidden) = (self.rows(), self.options.shape.hidden);
         let experts = u64::from(self.local_experts());
         let of_row = hidden.div_ceil(SCALE_BLOCK.into());
         let dtype = received.x.dtype();
@@ -95,10 +95,10 @@ impl Buffer {
             }
         };
         let args = LowLatencyGatherArgs {
-            expert_counts: place.room.tables.expert_counts,
-            expert_rows: place.room.tables.expert_rows,
-            recv_x: place.room.recv_x,
-            recv_scales: place.room.recv_scales,
+            expert_counts: place.room().tables.expert_counts,
+            expert_rows: place.room().tables.expert_rows,
+            recv_x: place.room().recv_x,
+            recv_scales: place.room().recv_scales,
             x: x.ptr(),
             scales: scales.map_or(DevicePtr::NULL, |scales| scales.ptr()),
             rows: rows as u32,
@@ -107,19 +107,18 @@ impl Buffer {
             num_scales,
         };
         // A row of each expert that a token can have, of every token that there can be.
-        let most_rows = rows * experts.min(self.options.num_topk.into());
+        let most_rows = rows * experts.min(self.options.shape.num_topk.into());
         let blocks = self.blocks_for(u32::try_from(most_rows).unwrap_or(u32::MAX));
-        let uses: [Option<&Owner>; 2] = [x.owner(), scales.and_then(|scales| scales.owner())];
-        let uses = uses.into_iter().flatten().cloned();
-        let outcomes = self.outcomes(order)?;
+        let uses = owners([Some(x), scales.map(|it| &**it)]);
+        let outcome = self.outcome(order)?;
         let event = self.run(order, None, &place, uses, |buffer, stream| {
             let (call, threads) = (LowLatencyGather::call(args), LowLatencyGather::INFO.max_threads);
             // SAFETY: the tensors go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's.
             unsafe { stream.call(&buffer.kernels.gather, blocks, threads, 0, call) }
         })?;
-        x.is_filled_by(&outcomes);
+        x.is_filled_by(&outcome);
         if let Some(scales) = scales {
-            scales.is_filled_by(&outcomes);
+            scales.is_filled_by(&outcome);
         }
         Ok(event)
     }

@@ -12,13 +12,13 @@ use epoxide_gpu::layout::{
     LowLatencyInternodeDispatchArgs, Quantise, phase,
 };
 
-use super::buffer::{Buffer, Kernels};
-use super::place::{Lease, PlaceState};
+use super::results::Room;
 use super::results::{Combined, Received};
+use super::{Buffer, Kernels};
 use crate::driver::Event;
 use crate::ep::StreamOrder;
+use crate::ep::core::{Lease, PlaceState};
 use crate::ep::tensor::Owner;
-use crate::ep::trace::trace_place;
 use crate::error::Result;
 
 /// Threads of a block.
@@ -26,29 +26,29 @@ pub(super) const THREADS: u32 = LowLatencyDispatch::INFO.max_threads;
 
 /// An operation that is ready to be launched.
 #[derive(Debug)]
-pub(super) struct Operation {
+pub struct Operation {
     pub name: &'static str,
     pub kernel: Arguments,
-    pub place: Arc<PlaceState>,
+    pub place: Arc<PlaceState<Room>>,
     /// Pieces of work of either half: so many blocks have some.
     pub send_blocks: u32,
     pub receive_blocks: u32,
     /// The right to the results, where it is a dispatch.
-    pub fills: Option<Arc<Lease>>,
+    pub fills: Option<Arc<Lease<Room>>>,
     /// Resources that must live as long as a recording of the operation.
     pub uses: Vec<Owner>,
 }
 
 /// The launch of either kernel.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Arguments {
+pub enum Arguments {
     Dispatch(LowLatencyDispatchArgs),
     Combine(LowLatencyCombineArgs),
 }
 
 /// Which halves of an operation a launch has.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Halves(u32);
+pub struct Halves(u32);
 
 /// Whether a combine's blocks return rows while they sum: where each has more than two tokens to sum, of rows that are summed over
 /// experts already. With one or two, half of a block's warps would be idle: 256 tokens on 132 blocks took 8 % longer.
@@ -139,17 +139,17 @@ impl Buffer {
                 Arguments::Dispatch(args) => ("dispatch", &mut args.common),
                 Arguments::Combine(args) => ("combine", &mut args.common),
             };
-            if let (Some(step), Some(lease)) = (&mut buffer.recordings.step, &operation.fills) {
-                step.fills(lease);
+            if let Some(lease) = &operation.fills {
+                buffer.core.fills(lease, None);
             }
             common.phases = halves.0;
-            common.comm.trace = trace_place(&mut buffer.trace, name, grid);
+            common.comm.trace = buffer.core.trace(name, grid);
             let (within, across) = (LOW_LATENCY_SHARED_BYTES, LOW_LATENCY_INTERNODE_SHARED_BYTES);
             let Kernels { dispatch, combine, quantised_combine, summed_combine, .. } = &buffer.kernels;
             // SAFETY: inputs go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's. Which
             // kernels there are and whether the place has messages goes by whether there are several nodes, both.
             unsafe {
-                match (args, operation.place.room.messages) {
+                match (args, operation.place.room().messages) {
                     (Arguments::Dispatch(args), None) => {
                         let shared = low_latency_dispatch_shared_bytes(&args);
                         stream.call(dispatch, grid, THREADS, shared, LowLatencyDispatch::call(args))

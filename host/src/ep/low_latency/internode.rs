@@ -1,7 +1,5 @@
 //! Low latency across nodes: where the messages of each pair of ranks are, and what carries them.
 
-use std::sync::Arc;
-
 use epoxide_gpu::layout::{
     DISPATCH_HEADER, DevicePtr, LowLatencyCopies, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute,
     LowLatencySlot, LowLatencyWords, MAX_MEMBERS, QueueHandle, Section, answer_slot_bytes,
@@ -9,14 +7,13 @@ use epoxide_gpu::layout::{
 };
 
 use super::options::Options;
-use crate::driver::{Device, Memory, MemoryKind, Stream};
+use super::results::Room;
+use crate::driver::{Memory, MemoryKind, Stream};
 use crate::ep::Topology;
-use crate::ep::peers::Peers;
-use crate::ep::scratch::Pieces;
-use crate::ep::wire::GRACE;
+use crate::ep::core::{Core, Pieces};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::transport::{self, Proxies, TransportOptions, Way};
+use crate::transport::TransportOptions;
 
 /// Messages of a place in one memory, `[peers]` of each kind: offsets in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -31,7 +28,7 @@ struct PlaceMessages {
 
 /// Where words and messages are in a memory that so many peers write to.
 #[derive(Debug)]
-pub(super) struct MessageLayout {
+pub struct MessageLayout {
     words: u64,
     places: Vec<PlaceMessages>,
     dispatch_bytes: u64,
@@ -42,8 +39,8 @@ pub(super) struct MessageLayout {
 impl MessageLayout {
     /// `has_puts`: whether messages leave from here, too.
     pub fn new(options: &Options, peers: u32, has_puts: bool) -> MessageLayout {
-        let (tokens, topk) = (u64::from(options.max_tokens), options.num_topk);
-        let (bf16, fp8) = ((options.hidden * 2) as u32, options.hidden as u32);
+        let (tokens, topk) = (u64::from(options.shape.max_tokens), options.shape.num_topk);
+        let (bf16, fp8) = ((options.shape.hidden * 2) as u32, options.shape.hidden as u32);
         let scales = options.max_scales() as u32;
         let slot = |row, scales| u64::from(LowLatencySlot::new(row, scales, topk).bytes);
         let dispatch_bytes = u64::from(DISPATCH_HEADER) + tokens * slot(bf16, 0).max(slot(fp8, scales));
@@ -98,40 +95,36 @@ struct PlaceTables {
     _heads: u64,
 }
 
-/// A buffer's side of the network.
+/// The tables of a buffer's messages.
 #[derive(Debug)]
-pub(super) struct Network {
-    // The proxies go first: they use the rest.
-    pub proxies: Proxies,
-    /// Memories, this rank's and the peers'.
-    _ways: Vec<Way>,
+pub struct Messages {
     tables: Memory,
     /// Arguments of the kernels, by place.
-    pub messages: Vec<LowLatencyMessages>,
+    places: Vec<LowLatencyMessages>,
 }
 
-impl Network {
-    /// Finds a way to each rank of the other nodes, and lays out the tables. `pool`: this rank's, laid out for the ranks of its node. Collective.
+impl Messages {
+    /// Opens the network to each rank of the other nodes, and lays out the tables. `layout`: that of this
+    /// rank's pool, for the ranks of its node. Collective.
     pub fn new(
-        device: &Arc<dyn Device>,
+        core: &mut Core<Room>,
         group: &dyn ProcessGroup,
-        stream: &Stream,
-        topology: Topology,
         options: &Options,
-        (pool, layout, mapped): (DevicePtr, &MessageLayout, &Peers),
-    ) -> Result<Network> {
-        let (rank, ranks) = (group.rank(), topology.ranks());
+        layout: &MessageLayout,
+    ) -> Result<Messages> {
+        let (topology, rank) = (core.topology(), core.rank());
+        let ranks = topology.ranks();
         let others: Vec<u32> =
             (0..ranks).filter(|&peer| topology.node(peer) != topology.node(rank)).collect();
         let wire = MessageLayout::new(options, others.len() as u32, true);
         // An operation has one message for each peer, and one queue keeps its words in order.
         let transport = TransportOptions { queues_per_peer: 1, ..options.transport.clone() };
-        let (ways, links) =
-            transport::open(&transport, device, group, wire.pieces.bytes(), &others, group.timeout())?;
+        let network = core.open_network(group, &transport, wire.pieces.bytes(), &others)?;
+        let (ways, stream) = (network.ways(), core.stream());
         ways.iter().for_each(|way| way.memory.describe(wire.pieces.sections()));
-        let proxies = Proxies::start(device, links)?;
 
-        let (tokens, rows) = (u64::from(options.max_tokens), u64::from(ranks * options.max_tokens));
+        let (tokens, rows) =
+            (u64::from(options.shape.max_tokens), u64::from(ranks * options.shape.max_tokens));
         let members = MAX_MEMBERS as u64;
         let mut pieces = Pieces::default();
         let mut array = |name, count: u64, stride| pieces.push(Section::array(name, count, stride));
@@ -144,20 +137,21 @@ impl Network {
             written: array("written", 1, 8),
             returned: array("returned", members, 8),
             copies: array("copies", 1, size_of::<LowLatencyCopies>() as u64),
-            _heads: array("heads", rows, u64::from(low_latency_head_bytes(options.num_topk))),
-            recv_x: array("recv_x", rows, row_stride(options.hidden * 2)),
+            _heads: array("heads", rows, u64::from(low_latency_head_bytes(options.shape.num_topk))),
+            recv_x: array("recv_x", rows, row_stride(options.shape.hidden * 2)),
             recv_scales: array("recv_scales", options.max_scales(), rows * 4),
         };
         let places: Vec<PlaceTables> = (0..options.places).map(place).collect();
-        let tables = Memory::alloc(device, pieces.bytes(), MemoryKind::Device, "low-latency messages")?;
+        let tables =
+            Memory::alloc(core.device(), pieces.bytes(), MemoryKind::Device, "low-latency messages")?;
         tables.describe(pieces.sections());
         tables.write(stream, posted, &vec![0; ranks as usize * 8])?;
         for (index, place) in places.iter().enumerate() {
             let route = |peer: u32| {
                 if topology.node(peer) == topology.node(rank) {
                     let (own, its) = (topology.index(rank), topology.index(peer));
-                    let there = (DevicePtr(mapped.addresses[its as usize]), own);
-                    return Ok(direct_route(layout, index, (pool, its), there));
+                    let there = (DevicePtr(core.pool_addresses()[its as usize]), own);
+                    return Ok(direct_route(layout, index, (core.pool().ptr(), its), there));
                 }
                 let no_way = || Error::os("connect", format!("no way to rank {peer}"));
                 let way = ways.iter().find(|way| way.peer == peer).ok_or_else(no_way)?;
@@ -167,9 +161,9 @@ impl Network {
                 if let Some(memory) = &way.mapped {
                     return Ok(direct_route(&wire, index, here, (memory.ptr(), own)));
                 }
-                let queue = proxies.handle(0, peer).ok_or_else(no_way)?;
                 let posted = tables.ptr().add(posted + u64::from(peer) * 8);
-                Ok(queued_route(&wire, index, here, own, QueueHandle { queue, posted }))
+                let queue = network.queue(0, peer, posted).ok_or_else(no_way)?;
+                Ok(queued_route(&wire, index, here, own, queue))
             };
             let routes = (0..ranks).map(route).collect::<Result<Vec<LowLatencyRoute>>>()?;
             tables.write(stream, place.routes, bytemuck::cast_slice(&routes))?;
@@ -188,25 +182,24 @@ impl Network {
             returned: at(place.returned),
             copies: at(place.copies),
         });
-        let messages = messages.collect();
-        let network = Network { proxies, _ways: ways, tables, messages };
-        network.forget_unfinished(stream)?;
-        Ok(network)
+        let messages = Messages { places: messages.collect(), tables };
+        messages.forget_unfinished(stream)?;
+        Ok(messages)
+    }
+
+    /// Arguments of the kernels, by place.
+    pub fn places(&self) -> &[LowLatencyMessages] {
+        &self.places
     }
 
     /// Forgets which tokens of an operation had been written, and which rows returned.
     pub fn forget_unfinished(&self, stream: &Stream) -> Result<()> {
-        for messages in &self.messages {
+        for messages in &self.places {
             let offset = |at: DevicePtr| at.0 - self.tables.ptr().0;
             self.tables.write(stream, offset(messages.written), &[0; 8])?;
             self.tables.write(stream, offset(messages.returned), &[0; MAX_MEMBERS * 8])?;
         }
         Ok(())
-    }
-
-    /// Lets the queues finish, says goodbye and ends all threads.
-    pub fn close(&mut self) {
-        self.proxies.close(GRACE);
     }
 }
 

@@ -7,13 +7,13 @@ use epoxide_gpu::layout::{
 
 use super::options::Options;
 use crate::ep::Topology;
-use crate::ep::scratch::Pieces;
+use crate::ep::core::Pieces;
 
 const RANKS: u64 = FEW_RANKS as u64;
 
 /// A pool: the places in it, and its parts by name.
 #[derive(Debug)]
-pub(super) struct PoolLayout {
+pub struct PoolLayout {
     pub places: Vec<LowLatencyPlace>,
     pub pieces: Pieces,
 }
@@ -26,11 +26,11 @@ impl PoolLayout {
         ];
         let mut pool = Pieces::default();
         pool.push(Section::one("control", size_of::<LowLatencyControl>() as u64).of(CONTROL));
-        let (tokens, topk) = (u64::from(options.max_tokens), u64::from(options.num_topk));
+        let (tokens, topk) = (u64::from(options.shape.max_tokens), u64::from(options.shape.num_topk));
         let (rows, chunks) = (u64::from(num_ranks) * tokens, options.chunks());
-        let stride = row_stride(options.hidden * 2);
+        let stride = row_stride(options.shape.hidden * 2);
         let few = u64::from(num_ranks) * u64::from(options.most_in_packets());
-        let pieces = u64::from(pieces_of((options.hidden * 2) as u32) * PIECE_PACKET_BYTES);
+        let pieces = u64::from(pieces_of((options.shape.hidden * 2) as u32) * PIECE_PACKET_BYTES);
         let mut array = |name, count, stride| pool.push(Section::array(name, count, stride));
         let mut place = || LowLatencyPlace {
             arrived: array("arrived", RANKS, chunks * 8),
@@ -54,7 +54,7 @@ pub(super) fn most_ranks(topology: Topology) -> u64 {
 
 /// A rank's private memory: the [`LocalState`] first, then for each place the kernels' arguments and its sums.
 #[derive(Debug)]
-pub(super) struct TableLayout {
+pub struct TableLayout {
     pub places: Vec<(LowLatencyTables, DevicePtr)>,
     pub pieces: Pieces,
 }
@@ -64,10 +64,10 @@ impl TableLayout {
     pub fn new(options: &Options, topology: Topology, base: DevicePtr) -> TableLayout {
         let mut tables = Pieces::default();
         tables.push(Section::one("local", size_of::<LocalState>() as u64).of(LOCAL_STATE));
-        let (tokens, topk) = (u64::from(options.max_tokens), u64::from(options.num_topk));
+        let (tokens, topk) = (u64::from(options.shape.max_tokens), u64::from(options.shape.num_topk));
         let (ranks, chunks) = (u64::from(topology.ranks()), options.chunks());
         let members = most_ranks(topology);
-        let (rows, experts) = (ranks * tokens, u64::from(options.num_experts) / ranks);
+        let (rows, experts) = (ranks * tokens, u64::from(options.shape.num_experts) / ranks);
         let mut array = |name, count, stride| base.add(tables.push(Section::array(name, count, stride)));
         let mut place = || {
             let tables = LowLatencyTables {
@@ -83,7 +83,7 @@ impl TableLayout {
                 answered: array("answered", RANKS, chunks * 8),
                 turns: array("turns", 1, size_of::<LowLatencyTurns>() as u64),
             };
-            (tables, array("combined_x", tokens, options.hidden * 2))
+            (tables, array("combined_x", tokens, options.shape.hidden * 2))
         };
         TableLayout { places: (0..options.places).map(|_| place()).collect(), pieces: tables }
     }
@@ -93,11 +93,14 @@ impl TableLayout {
 mod tests {
     use epoxide_gpu::layout::ROW_ALIGN;
 
+    use super::super::options::Shape;
     use super::*;
 
     #[test]
     fn nothing_overlaps_and_everything_has_a_name() {
-        let options = Options::new(5, 24, 3, 12).places(2).chunk_tokens(2);
+        let options = Options::new(Shape { max_tokens: 5, hidden: 24, num_topk: 3, num_experts: 12 })
+            .places(2)
+            .chunk_tokens(2);
         let (pool, own) = (
             PoolLayout::new(&options, 3),
             TableLayout::new(&options, Topology::new(3, None).unwrap(), DevicePtr::NULL),

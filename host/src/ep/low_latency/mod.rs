@@ -1,6 +1,16 @@
-//! Low latency, as [`crate::low_latency`] has it for users.
+//! Low latency: the buffer and its operations. [`crate::low_latency`] describes it to users.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `mod.rs` | [`Buffer`]: how it is made, and how its operations run |
+//! | `options.rs` | how a buffer is made, and how rows are quantised |
+//! | `dispatch.rs`, `combine.rs`, `gather.rs`, `halves.rs` | the operations, and their launches in one or two halves |
+//! | `results.rs` | their results, and the places that those lie in |
+//! | `layout.rs` | where things are in the pool |
+//! | `internode.rs` | messages to the ranks of other nodes |
+//! | `regroup.rs` | going on without ranks that are gone |
+//! | `fault.rs` | the texts of faults that only this mode has, and the outcome of the operations between two regroups |
 
-mod buffer;
 mod combine;
 mod dispatch;
 mod fault;
@@ -9,17 +19,275 @@ mod halves;
 mod internode;
 mod layout;
 mod options;
-mod place;
-mod quantise;
 mod regroup;
 mod results;
-mod step;
 
-pub use buffer::Buffer;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytemuck::Zeroable;
+use epoxide_gpu::kernels::{
+    LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineSummed, LowLatencyDispatch,
+    LowLatencyGather, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
+    LowLatencyInternodeDispatch,
+};
+use epoxide_gpu::layout::{
+    Comm, DevicePtr, FEW_RANKS, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
+};
+
+use super::Topology;
+use super::core::{
+    self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, TracedLaunch, agree_on, nanoseconds,
+};
+use super::tensor::Owner;
+use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Module, Stream};
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
+use crate::transport::{PutTrace, QueueStats};
+
 pub use combine::CombineRequest;
 pub use dispatch::DispatchRequest;
 pub use halves::Pending;
-pub use options::Options;
-pub use place::Place;
-pub use quantise::Quantise;
-pub use results::{Combined, Detached, Received};
+pub use options::{Options, Quantise, Shape};
+pub use results::{Combined, Detached, Place, Received};
+
+use fault::{Calls, Generation};
+use internode::{MessageLayout, Messages};
+use layout::{PoolLayout, TableLayout};
+use results::Room;
+
+/// Moves decode-sized batches between ranks, of one node or of several. One per rank; every method that says so is collective.
+///
+/// Operations take what they need: tensors that were given may be dropped as soon as a call has returned. Their results lie in a
+/// [`Place`], and is there until the next dispatch to that place.
+///
+/// Operations follow each other on the device whatever streams they run on: one on another stream than the last waits for it.
+#[derive(Debug)]
+pub struct Buffer {
+    // Dropped first: its end waits for the kernels that use the rest.
+    core: Core<Room>,
+    kernels: Kernels,
+    /// Where there are several nodes.
+    messages: Option<Messages>,
+    tables: Arc<Memory>,
+    /// The operation whose rows have left and which has not been received yet.
+    sent: Option<&'static str>,
+    /// A bit for each rank that is left out.
+    left_out: u32,
+    /// The operations since the last regroup.
+    generation: Arc<Generation>,
+    comm: Comm,
+    options: Options,
+}
+
+/// The kernels within a node, or those across nodes.
+#[derive(Debug)]
+struct Kernels {
+    dispatch: Kernel,
+    combine: Kernel,
+    quantised_combine: Kernel,
+    /// Within a node, of many rows that are summed over experts already.
+    summed_combine: Kernel,
+    gather: Kernel,
+}
+
+impl Kernels {
+    fn load(device: &Arc<dyn Device>, nodes: u32) -> Result<Kernels> {
+        let infos = if nodes == 1 {
+            [LowLatencyDispatch::INFO, LowLatencyCombineBf16::INFO, LowLatencyCombineFp8::INFO]
+        } else {
+            [
+                LowLatencyInternodeDispatch::INFO,
+                LowLatencyInternodeCombineBf16::INFO,
+                LowLatencyInternodeCombineFp8::INFO,
+            ]
+        };
+        let [dispatch, combine, quantised_combine] = infos.map(|info| info.name);
+        let [summed_combine, gather] = [LowLatencyCombineSummed::INFO.name, LowLatencyGather::INFO.name];
+        let names = [dispatch, combine, quantised_combine, summed_combine, gather];
+        let module = Module::shipped(device, None, &names)?;
+        Ok(Kernels {
+            dispatch: module.kernel(dispatch, 0)?,
+            combine: module.kernel(combine, 0)?,
+            quantised_combine: module.kernel(quantised_combine, 0)?,
+            summed_combine: module.kernel(summed_combine, 0)?,
+            gather: module.kernel(gather, 0)?,
+        })
+    }
+}
+
+impl Buffer {
+    /// Makes the buffer and maps the peers' pools. Collective.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where an option breaks a rule, [`Error::Mismatch`] where ranks give different ones, [`Error::Unavailable`] where
+    /// GPUs of a node are linked without native atomics (PCIe) or the transport is not there, [`Error::Transport`] where ranks of different
+    /// nodes cannot be joined, [`Error::OutOfMemory`], and whatever the driver or the group reports.
+    pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
+        let rank = group.rank();
+        let nodes = Topology::new(group.size(), options.ranks_per_node)?;
+        options.validate(nodes)?;
+        agree(group, &options)?;
+        let ranks = nodes.ranks();
+        // Within a node a pool holds the places; across nodes, the messages of the ranks of this one.
+        let layout = PoolLayout::new(&options, ranks);
+        let messages = MessageLayout::new(&options, nodes.ranks_per_node, false);
+        let alloc = |topology: Topology| {
+            let pieces = if topology.nodes == 1 { &layout.pieces } else { &messages.pieces };
+            let pool = Memory::alloc(&device, pieces.bytes(), MemoryKind::Shareable, "low-latency pool")?;
+            pool.describe(pieces.sections());
+            Ok(pool)
+        };
+        let joined = nodes.joined(options.transport.kind, options.keep_nodes);
+        let joined = joined.filter(|_| ranks <= FEW_RANKS as u32);
+        let load = |topology: Topology| Kernels::load(&device, topology.nodes);
+        let (pools, kernels) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
+        let topology = pools.topology();
+
+        let calls = Box::new(Calls { num_experts: options.shape.num_experts });
+        let mut core = Core::new(&device, rank, pools, options.timeout, options.shape.max_tokens, calls)?;
+        // Laid out at address 0 first, to compute the size.
+        let bytes = TableLayout::new(&options, topology, DevicePtr::NULL).pieces.bytes();
+        let tables = Memory::alloc(&device, bytes, MemoryKind::Device, "low-latency tables")?;
+        let table_layout = TableLayout::new(&options, topology, tables.ptr());
+        tables.write(core.stream(), 0, &vec![0; bytes as usize])?;
+        tables.describe(table_layout.pieces.sections());
+
+        let messages =
+            (topology.nodes > 1).then(|| Messages::new(&mut core, group, &options, &messages)).transpose()?;
+        // Kernels of low latency find pools by registers, or by routes.
+        let comm = Comm { rank, num_ranks: ranks, ..core.comm(tables.ptr()) };
+        let tables = Arc::new(tables);
+        let at_pool = |offset| core.pool().ptr().add(offset);
+        let within = |at: LowLatencyPlace| (at, None, at_pool(at.recv_x), at_pool(at.recv_scales));
+        let across = |messages: LowLatencyMessages| {
+            (Zeroable::zeroed(), Some(messages), messages.recv_x, messages.recv_scales)
+        };
+        let spots: Vec<_> = match &messages {
+            None => layout.places.iter().copied().map(within).collect(),
+            Some(messages) => messages.places().iter().copied().map(across).collect(),
+        };
+        let room = |((at_tables, combined_x), spot)| {
+            let (at, messages, recv_x, recv_scales) = spot;
+            let _tables = tables.clone();
+            Room { at, recv_x, recv_scales, messages, tables: at_tables, combined_x, _tables }
+        };
+        core.make_places(table_layout.places.into_iter().zip(spots).map(room));
+        let generation = Generation::new(core.faults());
+        let buffer =
+            Buffer { core, kernels, messages, tables, sent: None, left_out: 0, generation, comm, options };
+        // No peer may write before every mapping stands.
+        group.barrier(group.timeout())?;
+        Ok(buffer)
+    }
+
+    core::buffer_methods! {
+        /// Results detach with [`Received::detach`] and [`Combined::detach`].
+        ///
+        capture,
+        status_ptr,
+        /// [`Buffer::regroup`] sets all bytes to 0. A token with an expert id out of range has a 1 as
+        /// well, from its dispatch on. Shares of experts on ranks that a regroup left out are not
+        /// counted: they are those that are not among [`Buffer::members`].
+        missing_ptr,
+    }
+
+    /// Experts of each rank.
+    pub fn local_experts(&self) -> u32 {
+        self.options.shape.num_experts / self.num_ranks()
+    }
+
+    /// Rows of a place: those of token t from rank s are `s * max_tokens + t`.
+    pub fn rows(&self) -> u64 {
+        u64::from(self.num_ranks() * self.options.shape.max_tokens)
+    }
+
+    /// Where the rows of a dispatch are; an error unless it was one of this buffer's, with the ranks that are its members still.
+    fn place_of(&self, received: &Received<'_>) -> Result<Arc<PlaceState<Room>>> {
+        let place = received.lease.place().clone();
+        self.core.check_place(&place)?;
+        if !Arc::ptr_eq(&received.generation, &self.generation) {
+            return Err(Error::StaleHandle("the ranks regrouped since its dispatch: dispatch again".into()));
+        }
+        Ok(place)
+    }
+
+    /// The arguments that all kernels share. `timeout`: the longest wait for a peer, if not the buffer's.
+    fn args(
+        &self,
+        place: &PlaceState<Room>,
+        call: LowLatencyCall,
+        timeout: Option<Duration>,
+    ) -> LowLatencyArgs {
+        let timeout_ns = timeout.map_or(self.comm.timeout_ns, nanoseconds);
+        LowLatencyArgs {
+            comm: Comm { call: call.bits().into(), timeout_ns, ..self.comm },
+            place: place.room().at,
+            tables: place.room().tables,
+            num_tokens: call.num_tokens,
+            max_tokens: self.options.shape.max_tokens,
+            num_topk: self.options.shape.num_topk,
+            local_experts: self.local_experts(),
+            chunk_tokens: self.options.chunk_tokens,
+            phases: 0,
+            packet_tokens: self.options.most_in_packets(),
+            reserved: 0,
+        }
+    }
+
+    /// Blocks for so many pieces of work: all of them wait for peers, so that they must fit on the device together.
+    fn blocks_for(&self, pieces: u32) -> u32 {
+        let most = self.core.device().info().sm_count;
+        pieces.clamp(1, self.options.num_sms.map_or(most, |num_sms| num_sms.min(most)))
+    }
+
+    /// Runs `work` where `order` says, behind the operation before; gives the event of an asynchronous call. `operation`: its name, where
+    /// it waits for peers; `uses`: what must live as long as a recording of it.
+    fn run(
+        &mut self,
+        order: StreamOrder<'_>,
+        operation: Option<&'static str>,
+        place: &PlaceState<Room>,
+        uses: impl IntoIterator<Item = Owner>,
+        work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
+    ) -> Result<Option<Event>> {
+        if let Some(call) = self.sent {
+            let reason = "its rows have left, but what it brings was not received".into();
+            return Err(Error::Broken { call, reason });
+        }
+        let capturing = self.core.begin(order)?;
+        let event = Core::run(self, order, capturing, operation, uses, |buffer, stream| {
+            if !capturing {
+                place.come_before(stream)?;
+            }
+            work(buffer, stream)
+        })?;
+        let outcome = self.outcome(order)?;
+        Ok(event.map(|event| event.of(outcome)))
+    }
+}
+
+impl HasCore for Buffer {
+    type Room = Room;
+
+    fn core(&mut self) -> &mut Core<Room> {
+        &mut self.core
+    }
+}
+
+/// Checks that all ranks run the same version with the same options.
+fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
+    let ours = vec![
+        ("max_tokens", options.shape.max_tokens.to_string()),
+        ("hidden", options.shape.hidden.to_string()),
+        ("num_topk", options.shape.num_topk.to_string()),
+        ("num_experts", options.shape.num_experts.to_string()),
+        ("places", options.places.to_string()),
+        ("chunk_tokens", options.chunk_tokens.to_string()),
+        ("packet_tokens", options.most_in_packets().to_string()),
+        ("ranks_per_node", options.ranks_per_node.unwrap_or(group.size()).to_string()),
+        ("keep_nodes", options.keep_nodes.to_string()),
+        ("transport", options.transport.kind.to_string()),
+    ];
+    agree_on(group, ours)
+}

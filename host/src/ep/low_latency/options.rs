@@ -1,25 +1,35 @@
-//! How a low-latency buffer is made.
+//! How a low-latency buffer is made, and how rows become e4m3 on their way.
 
 use std::time::Duration;
 
-use epoxide_gpu::layout::{FEW_RANKS, LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK};
+use epoxide_gpu::layout::{
+    self, FEW_RANKS, LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK,
+};
 
-use crate::ep::Topology;
+use crate::ep::core::{check_count, option_methods};
+use crate::ep::{DType, Topology};
 use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
 
-/// Most places of a buffer.
-const MAX_PLACES: u32 = 64;
+/// The sizes that a low-latency buffer must have room for. The same on every rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Most tokens that any rank sends, 1 to 1024.
+    pub max_tokens: u32,
+    /// Elements of a row.
+    pub hidden: u64,
+    /// Top-k entries of each token.
+    pub num_topk: u32,
+    /// Experts on all ranks together.
+    pub num_experts: u32,
+}
 
 /// How to make a low-latency [`Buffer`](super::Buffer). The same on every rank.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Options {
     // The methods of the same names say what these are.
-    pub(super) max_tokens: u32,
-    pub(super) hidden: u64,
-    pub(super) num_topk: u32,
-    pub(super) num_experts: u32,
+    pub(super) shape: Shape,
     pub(super) places: u32,
     pub(super) num_sms: Option<u32>,
     pub(super) chunk_tokens: u32,
@@ -37,14 +47,10 @@ impl Options {
     /// [`Options::packet_tokens`] where nothing else is said.
     pub const DEFAULT_PACKET_TOKENS: u32 = 32;
 
-    /// For up to `max_tokens` tokens of a rank, at most 1024, with `hidden` elements and `num_topk` entries each, of `num_experts` experts on
-    /// all ranks together. One place, all multiprocessors, 30 s for a peer.
-    pub fn new(max_tokens: u32, hidden: u64, num_topk: u32, num_experts: u32) -> Options {
+    /// Room for `shape`, one place, all multiprocessors, one node, 30 s for a peer.
+    pub fn new(shape: Shape) -> Options {
         Options {
-            max_tokens,
-            hidden,
-            num_topk,
-            num_experts,
+            shape,
             places: 1,
             num_sms: None,
             chunk_tokens: Self::DEFAULT_CHUNK_TOKENS,
@@ -57,10 +63,16 @@ impl Options {
         }
     }
 
-    /// Places for received rows, 1 to 64: so many dispatches' results can be in use at once. Each takes the pool's memory once more.
-    pub fn places(mut self, places: u32) -> Options {
-        self.places = places;
-        self
+    option_methods! {
+        /// A group has up to 32 ranks. Up to 8 that can all map each other's memory are one node whatever
+        /// this is, unless the transport is one of shm, tcp and verbs, or [`Options::keep_nodes`] was
+        /// called.
+        ranks_per_node,
+        /// Sums have the same bits either way.
+        keep_nodes,
+        /// Each rank of another node has one queue, whatever [`TransportOptions::queues_per_peer`] is:
+        /// an operation has one message for it.
+        transport,
     }
 
     /// Most multiprocessors that an operation takes; without, all of the device.
@@ -83,45 +95,6 @@ impl Options {
         self
     }
 
-    /// Longest wait for a peer. On virtual GPUs of [`run_threads`](crate::group::launch::run_threads)
-    /// the ranks' own clock counts, which stands while any of them is at work
-    /// ([`Time::OfRanks`](crate::driver::virt::Time::OfRanks)).
-    pub fn timeout(mut self, timeout: Duration) -> Options {
-        self.timeout = timeout;
-        self
-    }
-
-    /// Whether a combine that fails leaves NaN where it has no sum, for kernels that read sums and
-    /// see no error; else what was there before. It does, unless this says otherwise.
-    pub fn nan_on_failure(mut self, nan: bool) -> Options {
-        self.nan_on_failure = nan;
-        self
-    }
-
-    /// Ranks of a node, 1 to 8, that map each other's memory; nodes talk through
-    /// [`Options::transport`], and there are up to 32 ranks. Without: all ranks are one node.
-    ///
-    /// Up to 8 ranks that can all map each other's memory are one node whatever this says, unless the
-    /// transport is one of shm, tcp and verbs, or [`Options::keep_nodes`] was called.
-    pub fn ranks_per_node(mut self, ranks: u32) -> Options {
-        self.ranks_per_node = Some(ranks);
-        self
-    }
-
-    /// Keeps nodes apart though all ranks can map each other's memory: rows travel in messages, as
-    /// over tcp or verbs. Sums have the same bits either way.
-    pub fn keep_nodes(mut self) -> Options {
-        self.keep_nodes = true;
-        self
-    }
-
-    /// The transport between nodes; unused with one node. Each rank of another node has one queue, whatever
-    /// [`TransportOptions::queues_per_peer`] says: an operation has one message for it.
-    pub fn transport(mut self, transport: TransportOptions) -> Options {
-        self.transport = transport;
-        self
-    }
-
     /// An error where an option breaks a rule.
     pub(super) fn validate(&self, topology: Topology) -> Result<()> {
         let refuse = |argument, value: u64, rule: String| Err(Error::argument(argument, value, rule));
@@ -134,38 +107,39 @@ impl Options {
             let rule = format!("low latency has at most {MAX_MEMBERS} ranks");
             return refuse("group size", ranks.into(), rule);
         }
-        if self.max_tokens == 0 || self.max_tokens > LowLatencyCall::MAX_TOKENS {
+        if self.shape.max_tokens == 0 || self.shape.max_tokens > LowLatencyCall::MAX_TOKENS {
             let most = LowLatencyCall::MAX_TOKENS;
             let rule =
                 format!("must be 1 to {most}; larger batches are what the high-throughput buffer is for");
-            return refuse("max_tokens", self.max_tokens.into(), rule);
+            return refuse("max_tokens", self.shape.max_tokens.into(), rule);
         }
         // A call's packet tells lengths apart that differ by less than this many bytes.
         const MOST_BYTES: u64 = 1 << 17;
-        if self.hidden == 0 || !(self.hidden * 2).is_multiple_of(16) || self.hidden * 2 >= MOST_BYTES {
+        if self.shape.hidden == 0
+            || !(self.shape.hidden * 2).is_multiple_of(16)
+            || self.shape.hidden * 2 >= MOST_BYTES
+        {
             let rule = format!(
                 "must be a positive multiple of 8, below {}: rows move 16 bytes at a time",
                 MOST_BYTES / 2
             );
-            return refuse("hidden", self.hidden, rule);
+            return refuse("hidden", self.shape.hidden, rule);
         }
-        if self.num_topk == 0 || self.num_topk > MAX_TOPK {
-            return refuse("num_topk", self.num_topk.into(), format!("must be 1 to {MAX_TOPK}"));
+        if self.shape.num_topk == 0 || self.shape.num_topk > MAX_TOPK {
+            return refuse("num_topk", self.shape.num_topk.into(), format!("must be 1 to {MAX_TOPK}"));
         }
-        if self.num_experts == 0 || !self.num_experts.is_multiple_of(ranks) {
+        if self.shape.num_experts == 0 || !self.shape.num_experts.is_multiple_of(ranks) {
             let rule = format!("must be a positive multiple of the number of ranks, {ranks}");
-            return refuse("num_experts", self.num_experts.into(), rule);
+            return refuse("num_experts", self.shape.num_experts.into(), rule);
         }
-        if self.num_experts / ranks > MAX_LOCAL_EXPERTS {
+        if self.shape.num_experts / ranks > MAX_LOCAL_EXPERTS {
             return refuse(
                 "num_experts",
-                self.num_experts.into(),
+                self.shape.num_experts.into(),
                 format!("must be at most {MAX_LOCAL_EXPERTS} per rank"),
             );
         }
-        if self.places == 0 || self.places > MAX_PLACES {
-            return refuse("places", self.places.into(), format!("must be 1 to {MAX_PLACES}"));
-        }
+        check_count(self.places)?;
         if self.chunk_tokens == 0 {
             return refuse("chunk_tokens", 0, "must be at least 1".into());
         }
@@ -177,16 +151,49 @@ impl Options {
 
     /// Most tokens of a rank whose rows return as packets.
     pub(super) fn most_in_packets(&self) -> u32 {
-        self.packet_tokens.min(self.max_tokens)
+        self.packet_tokens.min(self.shape.max_tokens)
     }
 
     /// Chunks of a rank with all its tokens.
     pub(super) fn chunks(&self) -> u64 {
-        self.max_tokens.div_ceil(self.chunk_tokens).into()
+        self.shape.max_tokens.div_ceil(self.chunk_tokens).into()
     }
 
     /// Most scales of a row.
     pub(super) fn max_scales(&self) -> u64 {
-        self.hidden.div_ceil(SCALE_BLOCK.into())
+        self.shape.hidden.div_ceil(SCALE_BLOCK.into())
+    }
+}
+
+/// How an operation converts BF16 rows on their way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quantise {
+    /// They travel as they are.
+    Not,
+    /// They travel as e4m3. Each 128 elements have a scale of their own, their largest magnitude (at least 1e-4) over 448, that they are to be
+    /// multiplied with.
+    Fp8,
+    /// The same, with the next larger power of two as scale.
+    Fp8PowerOfTwo,
+}
+
+impl Quantise {
+    /// An error unless rows of so many elements of the type can be quantised so.
+    pub(super) fn check(self, hidden: u64, dtype: DType) -> Result<()> {
+        let is_possible = dtype == DType::Bf16 && hidden.is_multiple_of(SCALE_BLOCK.into());
+        if self == Quantise::Not || is_possible {
+            return Ok(());
+        }
+        let rule = format!("quantising takes bf16 rows with a multiple of {SCALE_BLOCK} elements");
+        Err(Error::argument("quantise", format!("{self:?} of {hidden} x {dtype}"), rule))
+    }
+
+    /// The value that kernels get.
+    pub(super) fn on_device(self) -> u32 {
+        match self {
+            Quantise::Not => layout::Quantise::Not as u32,
+            Quantise::Fp8 => layout::Quantise::Fp8 as u32,
+            Quantise::Fp8PowerOfTwo => layout::Quantise::Fp8PowerOfTwo as u32,
+        }
     }
 }

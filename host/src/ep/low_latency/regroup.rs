@@ -3,7 +3,8 @@
 use bytemuck::{Pod, Zeroable};
 use epoxide_gpu::layout::{DevicePtr, FEW_RANKS, LocalState, LowLatencyTurns, QUANTUM};
 
-use super::buffer::{Buffer, agree};
+use super::fault::Generation;
+use super::{Buffer, agree};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
@@ -39,15 +40,15 @@ impl Buffer {
     /// # use std::time::Duration;
     /// # use epoxide::driver::Stream;
     /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-    /// # use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+    /// # use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
     /// # use epoxide::group::launch::run_threads;
-    /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
+    /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
     /// # use epoxide::half::bf16;
     /// let sums = run_threads(3, Duration::from_secs(60), |rank, group| {
     ///     # let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
     ///     # let stream = Stream::new(&device, false)?;
     ///     # let order = StreamOrder::on(&stream);
-    ///     let options = Options::new(8, 64, 2, 3).timeout(Duration::from_millis(100));
+    ///     let options = Options::new(Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 3 }).timeout(Duration::from_millis(100));
     ///     let mut buffer = Buffer::new(device, &*group, options)?;
     ///     // The job decides who goes on; here, all but rank 2.
     ///     let survivors = group.split((rank == 2).into())?;
@@ -78,7 +79,7 @@ impl Buffer {
     /// graphs that were captured before are good, each of them as a whole.
     ///
     /// Reading what failed operations left keeps giving their error. The output of a step is the
-    /// exception until its next launch: [`Step::check`](crate::ep::Step::check) and
+    /// exception until its next launch: [`Step::check`](crate::low_latency::Step::check) and
     /// [`Buffer::missing_tokens`] begin anew as well.
     ///
     /// # Errors
@@ -96,15 +97,15 @@ impl Buffer {
     /// The same as [`Buffer::regroup`].
     #[doc(hidden)]
     pub fn regroup_ahead(&mut self, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
-        self.sequence.check()?;
+        self.core.check_unbroken()?;
         agree(group, &self.options)?;
-        if !self.arena.fence()?.wait_timeout(self.options.timeout.saturating_mul(2))? {
+        if !self.core.wait_all()? {
             return Err(Error::os("regroup", "what the device's streams were given has not ended"));
         }
         let mut own = LocalState::zeroed();
-        let stream = self.enqueuer.comm_stream();
+        let stream = self.core.stream();
         self.tables.read(stream, 0, bytemuck::bytes_of_mut(&mut own))?;
-        let ours = Proposal { rank: self.rank.into(), epoch: own.ticket / QUANTUM };
+        let ours = Proposal { rank: self.rank().into(), epoch: own.ticket / QUANTUM };
         let (members, epoch) = settle(&group.all_gather(bytemuck::bytes_of(&ours))?, self.num_ranks())?;
 
         let left_out = !members & (u32::MAX >> (32 - self.num_ranks()));
@@ -115,20 +116,19 @@ impl Buffer {
         let chunks = self.options.chunks() as usize;
         // Whether its last dispatch was answered, members may see differently: as if it was not, so that the next one waits until all are there.
         let turns = LowLatencyTurns { dispatches: 0, answered: u64::MAX };
-        for place in &self.places {
-            let tables = &place.room.tables;
+        for place in self.core.places() {
+            let tables = &place.room().tables;
             // Chunks may have been left half sent.
             self.tables.write(stream, offset(tables.sent), &vec![0; chunks * 8])?;
             self.tables.write(stream, offset(tables.answered), &vec![0; FEW_RANKS * chunks * 8])?;
             self.tables.write(stream, offset(tables.turns), bytemuck::bytes_of(&turns))?;
         }
-        if let Some(network) = &self.network {
-            network.forget_unfinished(stream)?;
+        if let Some(messages) = &self.messages {
+            messages.forget_unfinished(stream)?;
         }
-        self.faults.end_generation(self.generation);
-        self.faults.activity.status.clear(stream)?;
+        self.generation.end(stream)?;
         self.left_out = left_out;
-        self.generation += 1;
+        self.generation = Generation::new(self.core.faults());
         self.sent = None;
         // Every rank must have cleared its state before any rank starts an operation.
         group.barrier(group.timeout())

@@ -1,13 +1,45 @@
-//! Results of the operations.
+//! Places, and the results of the operations, which lie in them.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use super::place::{Lease, Place};
-use crate::driver::Event;
+use epoxide_gpu::layout::{DevicePtr, LowLatencyMessages, LowLatencyPlace, LowLatencyTables};
+
+use super::fault::Generation;
+use crate::driver::{Event, Memory};
+use crate::ep::core::{Held, Lease};
 use crate::ep::{Tensor, TypedTensor};
-use crate::error::{Error, Result};
+use crate::error::Result;
+
+/// Room for what one dispatch brings and for what comes back of it. [`Buffer::place`](super::Buffer::place) hands it out; whoever holds the
+/// rows of a dispatch borrows it.
+#[derive(Debug)]
+pub struct Place(pub(super) Held<Room>);
+
+impl Place {
+    /// Its index: every rank dispatches to the place of the same one.
+    pub fn index(&self) -> u32 {
+        self.0.place().index()
+    }
+}
+
+/// Received rows, what is known of them, and sums.
+#[derive(Debug)]
+pub struct Room {
+    /// Where it is in every pool; nowhere across nodes.
+    pub at: LowLatencyPlace,
+    /// Received rows, and their scales.
+    pub recv_x: DevicePtr,
+    pub recv_scales: DevicePtr,
+    /// Arguments of the kernels for it across nodes.
+    pub messages: Option<LowLatencyMessages>,
+    /// This rank's private tables for it.
+    pub tables: LowLatencyTables,
+    /// Where sums go.
+    pub combined_x: DevicePtr,
+    /// The memory of its tables.
+    pub _tables: Arc<Memory>,
+}
 
 /// The result of a dispatch. The tensors lie in the place that the dispatch was given, and hold on to its borrow;
 /// [`Buffer::combine`](super::Buffer::combine) answers it. `rows` stands for `num_ranks * max_tokens`.
@@ -36,8 +68,8 @@ pub struct Received<'p> {
     pub event: Option<Event>,
     pub(super) num_local_tokens: u32,
     /// The generation of the buffer at the dispatch.
-    pub(super) generation: u64,
-    pub(super) lease: Arc<Lease>,
+    pub(super) generation: Arc<Generation>,
+    pub(super) lease: Arc<Lease<Room>>,
     pub(super) place: PhantomData<&'p mut Place>,
 }
 
@@ -50,7 +82,7 @@ pub struct Combined<'p> {
     pub x: Tensor<'p>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
-    pub(super) lease: Arc<Lease>,
+    pub(super) lease: Arc<Lease<Room>>,
     pub(super) place: PhantomData<&'p mut Place>,
 }
 
@@ -59,7 +91,7 @@ impl Received<'_> {
     /// run of which brings new rows: what comes back says at use whether the rows are still there.
     pub fn detach(self) -> Detached<Received<'static>> {
         let lease = self.lease.clone();
-        lease.detached.store(true, Ordering::Release);
+        lease.detach();
         Detached {
             results: Received {
                 x: self.x.outlive(),
@@ -84,7 +116,7 @@ impl Combined<'_> {
     /// Ends the borrow of the place, as [`Received::detach`] does.
     pub fn detach(self) -> Detached<Combined<'static>> {
         let lease = self.lease.clone();
-        lease.detached.store(true, Ordering::Release);
+        lease.detach();
         let results =
             Combined { x: self.x.outlive(), event: self.event, lease: self.lease, place: PhantomData };
         Detached { results, lease }
@@ -96,16 +128,12 @@ impl Combined<'_> {
 #[derive(Debug)]
 pub struct Detached<T> {
     results: T,
-    lease: Arc<Lease>,
+    lease: Arc<Lease<Room>>,
 }
 
 impl<T> Detached<T> {
     fn check(&self, place: &Place) -> Result<()> {
-        if !Arc::ptr_eq(&self.lease.place, &place.0) {
-            let rule = format!("the results lie in place {} of their buffer", self.lease.place.index);
-            return Err(Error::argument("place", place.index(), rule));
-        }
-        self.lease.check_current()
+        self.lease.check_in(place.0.place())
     }
 }
 
@@ -113,7 +141,7 @@ impl Detached<Received<'static>> {
     /// The rows, for as long as `place` is borrowed.
     ///
     /// # Errors
-    /// [`Error::StaleHandle`] where a later dispatch has overwritten them, [`Error::Argument`] where they lie in another place.
+    /// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten them, [`Error::Argument`](crate::Error::Argument) where they lie in another place.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Received<'p>> {
         self.check(place).map(|()| &self.results)
     }
@@ -123,7 +151,7 @@ impl Detached<Combined<'static>> {
     /// The sums, for as long as `place` is borrowed.
     ///
     /// # Errors
-    /// [`Error::StaleHandle`] and [`Error::Argument`], as for received rows.
+    /// [`Error::StaleHandle`](crate::Error::StaleHandle) and [`Error::Argument`](crate::Error::Argument), as for received rows.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Combined<'p>> {
         self.check(place).map(|()| &self.results)
     }

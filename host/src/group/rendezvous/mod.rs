@@ -37,7 +37,7 @@ const SIZE_KEY: &str = "world_size";
 /// use std::time::Duration;
 ///
 /// use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-/// use epoxide::ep::{Buffer, BufferOptions, BufferShape};
+/// use epoxide::throughput::{Buffer, Options, Shape};
 /// use epoxide::group::{Collectives, ProcessGroup, rendezvous};
 ///
 /// fn main() -> epoxide::Result<()> {
@@ -47,8 +47,8 @@ const SIZE_KEY: &str = "world_size";
 ///
 ///     // The GPU of this rank's own: its number among the ranks of its host.
 ///     let device = VirtualGpu::new(VirtConfig { ordinal: group.rank(), ..VirtConfig::default() });
-///     let shape = BufferShape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
-///     let buffer = Buffer::new(device, &group, BufferOptions::new(shape))?;
+///     let shape = Shape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
+///     let buffer = Buffer::new(device, &group, Options::new(shape))?;
 ///     // .. then as if the ranks were threads.
 ///     # drop(buffer);
 ///     Ok(())

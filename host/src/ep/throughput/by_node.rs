@@ -95,7 +95,7 @@ impl IntranodeHandle<'_> {
         }
         // The matrix of all ranks has what this one receives in a column.
         let prefix = self.rank_prefix_matrix().to_host::<i32>(stream)?;
-        let me = handle.0.faults.rank as usize;
+        let me = handle.0.plans.faults().rank() as usize;
         for source in 0..ranks {
             let start = counts.recv_gbl_rank_prefix_sum.last().copied().unwrap_or(0);
             let starts = &mut counts.recv_gbl_channel_prefix_matrix[source * channels..][..channels];

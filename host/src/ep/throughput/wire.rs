@@ -1,54 +1,46 @@
-//! The side of a buffer towards other nodes: wire memory, the queues to its peers and the proxies that serve them.
+//! Wire memory, and the tables by which kernels find the ways to other nodes.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use epoxide_gpu::layout::{
     ControlWord, MAX_CHANNELS, MAX_NODES, NODE_PATH, NodePath, QUEUE_HANDLE, QueueHandle, Section, SlotShape,
     Wire, WireLayout, combine_slot_bytes, wire_message,
 };
 
-use super::options::{BufferOptions, BufferShape};
-use super::topology::Topology;
-use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Stream};
+use super::options::{Options, Shape};
+use super::place::Room;
+use crate::driver::{DevicePtr, Memory, MemoryKind};
+use crate::ep::Topology;
+use crate::ep::core::{Core, Offsets};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
-use crate::transport::{self, Proxies, Way};
 
 /// Regions start at multiples of this many bytes.
 const ALIGN: u64 = 128;
-/// How long queues may go on with what was posted when the buffer goes.
-pub(super) const GRACE: Duration = Duration::from_millis(200);
 
-/// A buffer's side of the network.
+/// The tables of a buffer's ways to other nodes.
 #[derive(Debug)]
-pub(super) struct WireSide {
-    // The proxies go first: they use the rest.
-    pub proxies: Proxies,
-    /// How each other node is reached.
-    pub ways: Vec<Way>,
+pub struct WireSide {
     _own: Arc<Memory>,
     tables: Memory,
-    /// Where in `tables` the addresses of all nodes' wire memory are, u64 `[num_nodes]`; 0 for nodes that are not mapped.
-    bases_at: u64,
+    /// Where in `tables` the addresses of all nodes' wire memory are, u64 `[num_nodes]`, if all of it is mapped.
+    bases_at: Option<u64>,
 }
 
 impl WireSide {
-    /// Allocates wire memory, finds a way to the rank with this one's index on every other node, and starts the proxies. Gives
-    /// with it what kernels are told of the other nodes. Collective.
+    /// Opens the network to the rank with this one's index on every other node, and writes the tables. Returns
+    /// with them what kernels get of the other nodes. Collective.
     pub fn new(
-        device: &Arc<dyn Device>,
+        core: &mut Core<Room>,
         group: &dyn ProcessGroup,
-        stream: &Stream,
-        topology: Topology,
-        options: &BufferOptions,
+        options: &Options,
         layout: WireLayout,
     ) -> Result<(WireSide, Wire)> {
+        let (topology, device) = (core.topology(), core.device().clone());
         let node = topology.node(group.rank());
         let peers: Vec<u32> = topology.rail(group.rank()).collect();
-        let (ways, links) =
-            transport::open(&options.transport, device, group, layout.bytes, &peers, group.timeout())?;
-        let proxies = Proxies::start(device, links)?;
+        let network = core.open_network(group, &options.transport, layout.bytes, &peers)?;
+        let (ways, stream) = (network.ways(), core.stream());
 
         let queues = options.transport.queues_per_peer;
         let entries = (queues * topology.ranks()) as usize;
@@ -56,22 +48,22 @@ impl WireSide {
         let paths_at = table_bytes + entries as u64 * 8;
         let bases_at = paths_at + topology.nodes as u64 * size_of::<NodePath>() as u64;
         let bytes = bases_at + topology.nodes as u64 * 8;
-        let tables = Memory::alloc(device, bytes, MemoryKind::Device, "queue table")?;
+        let tables = Memory::alloc(&device, bytes, MemoryKind::Device, "queue table")?;
         let mut table = vec![QueueHandle::default(); entries];
         for queue in 0..queues {
             for peer in 0..topology.ranks() {
                 // Ranks that this one does not talk to, itself included, keep their placeholder.
-                if let Some(handle) = proxies.handle(queue, peer) {
-                    let at = queue * topology.ranks() + peer;
-                    let posted = tables.ptr().add(table_bytes + at as u64 * 8);
-                    table[at as usize] = QueueHandle { queue: handle, posted };
+                let at = queue * topology.ranks() + peer;
+                let posted = tables.ptr().add(table_bytes + at as u64 * 8);
+                if let Some(handle) = network.queue(queue, peer, posted) {
+                    table[at as usize] = handle;
                 }
             }
         }
         tables.write(stream, 0, bytemuck::cast_slice(&table))?;
         tables.write(stream, table_bytes, &vec![0; entries * 8])?;
         let mut paths = vec![NodePath::default(); topology.nodes as usize];
-        for way in &ways {
+        for way in ways {
             let peer = way.mapped.as_ref().map_or(DevicePtr::NULL, |memory| memory.ptr());
             paths[topology.node(way.peer) as usize] = NodePath { memory: way.memory.ptr(), peer };
         }
@@ -79,7 +71,7 @@ impl WireSide {
         let on_device = ways.iter().map(|way| &way.memory).find(|memory| memory.host_ptr().is_null());
         let own = match on_device {
             Some(memory) => memory.clone(),
-            None => Arc::new(Memory::alloc(device, layout.bytes, MemoryKind::Shareable, "own wire memory")?),
+            None => Arc::new(Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "own wire memory")?),
         };
         paths[node as usize] = NodePath { memory: own.ptr(), peer: own.ptr() };
         tables.write(stream, paths_at, bytemuck::cast_slice(&paths))?;
@@ -103,28 +95,18 @@ impl WireSide {
             chunk: options.config.num_max_rdma_chunked_send_tokens,
             layout,
         };
-        Ok((WireSide { proxies, ways, _own: own, tables, bases_at }, wire))
+        let all_mapped = ways.iter().all(|way| way.mapped.is_some());
+        Ok((WireSide { _own: own, tables, bases_at: all_mapped.then_some(bases_at) }, wire))
     }
 
     /// Device table of all nodes' wire memory, u64 `[num_nodes]`, where all of it is mapped.
     pub fn mapped(&self) -> Option<DevicePtr> {
-        let all = self.ways.iter().all(|way| way.mapped.is_some());
-        all.then(|| self.tables.ptr().add(self.bases_at))
-    }
-
-    /// The first failure of a queue or of the receiving side.
-    pub fn failure(&self) -> Option<Error> {
-        self.proxies.failure()
-    }
-
-    /// Lets the queues finish, says goodbye and ends all threads.
-    pub fn close(&mut self) {
-        self.proxies.close(GRACE);
+        self.bases_at.map(|at| self.tables.ptr().add(at))
     }
 }
 
 /// The layout of wire memory with the slots that `shape` asks for, or with as many as fit in `limit` bytes.
-pub(super) fn wire_layout(shape: &BufferShape, topology: Topology, limit: Option<u64>) -> Result<WireLayout> {
+pub fn wire_layout(shape: &Shape, topology: Topology, limit: Option<u64>) -> Result<WireLayout> {
     let (nodes, topk) = (topology.nodes as u64, shape.max_topk);
     let row_bytes = u32::try_from(shape.max_row_bytes).map_err(|_| {
         Error::argument("hidden", format!("{} bytes per row", shape.max_row_bytes), "must fit in 32 bits")
@@ -132,12 +114,8 @@ pub(super) fn wire_layout(shape: &BufferShape, topology: Topology, limit: Option
     let dispatch = SlotShape::new(row_bytes, shape.max_scales, Some(topk)).bytes;
     let slot_bytes = dispatch.max(combine_slot_bytes(row_bytes, topk)) as u64;
     let lay_out = |slots: u64| {
-        let mut at = 0;
-        let mut place = |bytes: u64| {
-            let offset = at;
-            at = (at + bytes).next_multiple_of(ALIGN);
-            offset
-        };
+        let mut offsets = Offsets::default();
+        let mut place = |bytes| offsets.take(bytes);
         let words = MAX_NODES as u64 * size_of::<ControlWord>() as u64;
         let message_bytes = (wire_message::WORDS as u64 * 4).next_multiple_of(ALIGN);
         let node_bytes = (slots * slot_bytes).next_multiple_of(ALIGN);
@@ -161,14 +139,8 @@ pub(super) fn wire_layout(shape: &BufferShape, topology: Topology, limit: Option
     let Some(limit) = limit else { return Ok(lay_out(wanted)) };
     let least = lay_out(1).bytes;
     if limit < least {
-        return Err(Error::Capacity {
-            what: "num_rdma_bytes",
-            needed: least,
-            have: limit,
-            unit: "bytes",
-            remedy: "give at least room for one row, or leave num_rdma_bytes out".into(),
-            scope: Scope::ThisRank,
-        });
+        let remedy = "give at least room for one row, or leave num_rdma_bytes out";
+        return Err(Error::capacity(("num_rdma_bytes", "bytes"), least, limit, remedy, Scope::ThisRank));
     }
     // Each node's slots may lose up to an alignment, in both directions.
     let room = (limit - lay_out(0).bytes).saturating_sub(2 * nodes * ALIGN);
@@ -176,8 +148,8 @@ pub(super) fn wire_layout(shape: &BufferShape, topology: Topology, limit: Option
 }
 
 /// The bytes that wire memory must have for `slots` tokens of a rank for one node.
-pub(super) fn wire_bytes(shape: &BufferShape, topology: Topology, slots: u64) -> u64 {
-    let shape = BufferShape { max_tokens_per_rank: slots.min(u32::MAX as u64) as u32, ..*shape };
+pub fn wire_bytes(shape: &Shape, topology: Topology, slots: u64) -> u64 {
+    let shape = Shape { max_tokens_per_rank: slots.min(u32::MAX as u64) as u32, ..*shape };
     wire_layout(&shape, topology, None).map_or(0, |layout| layout.bytes + 2 * topology.nodes as u64 * ALIGN)
 }
 
@@ -185,8 +157,8 @@ pub(super) fn wire_bytes(shape: &BufferShape, topology: Topology, slots: u64) ->
 mod tests {
     use super::*;
 
-    const SHAPE: BufferShape =
-        BufferShape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
+    const SHAPE: Shape =
+        Shape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
     const TOPOLOGY: Topology = Topology { nodes: 2, ranks_per_node: 8 };
 
     #[test]

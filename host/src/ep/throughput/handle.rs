@@ -7,11 +7,11 @@ use epoxide_gpu::layout::{
 };
 
 use super::TypedTensor;
-use super::fault::Faults;
+use super::fault::Plans;
 use super::kernels::{BufferMode, Mode};
-use super::scratch::{Arena, Block, Pieces};
-use super::tensor::Outcome;
-use crate::driver::Stream;
+use crate::driver::{Report, Stream};
+use crate::ep::core::{Arena, Block, Pieces};
+use crate::ep::tensor::Outcome;
 use crate::error::Result;
 
 /// The routing of one dispatch. It can feed any number of combines and cached dispatches of the same buffer, forward
@@ -23,7 +23,7 @@ use crate::error::Result;
 pub struct DispatchHandle(pub(super) Arc<Inner>);
 
 #[derive(Debug)]
-pub(super) struct Inner {
+pub struct Inner {
     pub buffer_id: u64,
     pub block: Arc<Block>,
     pub places: Places,
@@ -41,28 +41,34 @@ pub(super) struct Inner {
     pub num_recv_tokens: OnceLock<u32>,
     /// Tokens relayed, once the host knows.
     pub num_rdma_recv_tokens: OnceLock<u32>,
-    /// The faults of its buffer.
-    pub faults: Arc<Faults>,
+    /// The failed plans of its buffer, and its other faults.
+    pub plans: Arc<Plans>,
+}
+
+impl Report for Inner {
+    fn report(&self) -> Result<()> {
+        self.plans.faults().check()
+    }
 }
 
 impl Outcome for Inner {
     fn come_before(&self, stream: &Stream) -> Result<()> {
-        self.faults.come_before(stream)
+        self.plans.faults().come_before(stream)
     }
 
     /// The buffer's fault. Where the host did not wait for the counts, the plan's as well.
     fn check_behind(&self, stream: &Stream) -> Result<()> {
-        self.faults.check()?;
+        self.report()?;
         if self.num_recv_tokens.get().is_some() {
             return Ok(());
         }
-        self.faults.check_plan(&self.header(stream)?, self.capacity)
+        self.plans.check_plan(&self.header(stream)?, self.capacity)
     }
 }
 
 /// Where the parts of a handle's block are.
 #[derive(Debug, Clone)]
-pub(super) struct Places {
+pub struct Places {
     pub header: DevicePtr,
     pub send_head: DevicePtr,
     pub num_recv_tokens_per_expert: DevicePtr,
@@ -72,7 +78,7 @@ pub(super) struct Places {
 
 /// The parts of a dispatch of rows by expert.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct ExpertPlaces {
+pub struct ExpertPlaces {
     /// The header of the count exchange, behind which the plan is made.
     pub exchange: DevicePtr,
     pub numbers: DevicePtr,
@@ -84,10 +90,10 @@ pub(super) struct ExpertPlaces {
 }
 
 /// The parts that depend on whether there are several nodes, and the kernels that read them.
-pub(super) type Routing = Mode<IntranodePlaces, InternodePlaces>;
+pub type Routing = Mode<IntranodePlaces, InternodePlaces>;
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct IntranodePlaces {
+pub struct IntranodePlaces {
     pub rank_prefix_matrix: DevicePtr,
     pub channel_prefix_matrix: DevicePtr,
     pub recv_channel_prefix_matrix: DevicePtr,
@@ -95,7 +101,7 @@ pub(super) struct IntranodePlaces {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct InternodePlaces {
+pub struct InternodePlaces {
     pub route: Route,
     pub gbl_channel_prefix_matrix: DevicePtr,
     pub recv_gbl_channel_prefix_matrix: DevicePtr,
@@ -107,7 +113,7 @@ pub(super) struct InternodePlaces {
 
 /// The sizes that a handle's block must have room for.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct HandleShape {
+pub struct HandleShape {
     pub ranks: u32,
     pub nodes: u32,
     pub channels: u32,

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use epoxide_gpu::kernels::DispatchLayout as Kernel;
 use epoxide_gpu::layout::{DevicePtr, ExpertTable, LayoutArgs, MAX_TOPK, Section};
 
-use super::experts::{ExpertId, ExpertMap, is_narrow};
-use super::scratch::{Block, Pieces};
-use super::tensor::Owner;
 use super::{Buffer, DType, StreamOrder, Tensor, TypedTensor};
 use crate::driver::{Event, Stream};
+use crate::ep::core::{Block, Pieces};
+use crate::ep::experts::{ExpertId, ExpertMap, is_narrow};
+use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
 /// Threads per block of the layout kernel: as many tokens as possible at once.
@@ -32,7 +32,7 @@ pub struct DispatchLayout<'a> {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Places {
+pub struct Places {
     pub invalid: DevicePtr,
     pub num_tokens_per_rank: DevicePtr,
     pub num_tokens_per_rdma_rank: DevicePtr,
@@ -61,11 +61,6 @@ impl<'a> DispatchLayout<'a> {
             Some(_) => (self.places.physical, 1),
             None => (self.topk_idx.ptr(), is_narrow(&self.topk_idx)),
         }
-    }
-
-    /// The owner of the ids, which lives as long as a use of them.
-    pub(super) fn owner(&self) -> Option<&Owner> {
-        self.topk_idx.owner()
     }
 
     /// `[num_ranks]`: tokens for each rank, each token once per rank. Ids out of range are not
@@ -152,7 +147,7 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule, [`Error::Capacity`] where there are more tokens than
-    /// [`BufferShape::max_tokens_per_rank`](super::BufferShape::max_tokens_per_rank). An id that is out of
+    /// [`Shape::max_tokens_per_rank`](super::Shape::max_tokens_per_rank). An id that is out of
     /// range shows in [`DispatchLayout::validate`], and as an error of the dispatch on every rank.
     pub fn get_dispatch_layout<'a>(
         &mut self,
@@ -178,7 +173,7 @@ impl Buffer {
         map: &ExpertMap,
         order: StreamOrder<'_>,
     ) -> Result<DispatchLayout<'a>> {
-        map.check_ranks(self.topology.ranks())?;
+        map.check_ranks(self.core.topology().ranks())?;
         self.lay_out(topk_idx, map.num_physical_experts(), Some(map), order)
     }
 
@@ -189,7 +184,7 @@ impl Buffer {
         map: Option<&ExpertMap>,
         order: StreamOrder<'_>,
     ) -> Result<DispatchLayout<'a>> {
-        let capturing = self.begin(order)?;
+        let capturing = self.core.begin(order)?;
         let dims = [("num_tokens", None), ("num_topk", None)];
         topk_idx.expect("topk_idx", &[DType::I64, DType::I32], &dims)?;
         let (num_tokens, num_topk) = (self.check_tokens(topk_idx.rows())?, topk_idx.columns());
@@ -198,15 +193,16 @@ impl Buffer {
         }
         self.check_experts(num_experts)?;
 
-        let (ranks, tokens) = (self.topology.ranks() as u64, num_tokens as u64);
+        let (ranks, tokens) = (self.core.topology().ranks() as u64, num_tokens as u64);
         let mut pieces = Pieces::default();
         let invalid = pieces.push(Section::one("invalid", 8));
         let per_rank = pieces.push(Section::array("num_tokens_per_rank", ranks, 4));
-        let per_node = pieces.push(Section::array("num_tokens_per_rdma_rank", self.topology.nodes as u64, 4));
+        let per_node =
+            pieces.push(Section::array("num_tokens_per_rdma_rank", self.core.topology().nodes as u64, 4));
         let per_expert = pieces.push(Section::array("num_tokens_per_expert", num_experts as u64, 4));
         let in_rank = pieces.push(Section::array("is_token_in_rank", tokens * ranks, 1));
         let physical = map.map(|_| pieces.push(Section::array("physical_topk_idx", tokens * num_topk, 4)));
-        let block = Arc::new(self.arena.take(&pieces)?);
+        let block = Arc::new(self.core.arena().take(&pieces)?);
         let at = |offset| block.ptr().add(offset);
         let places = Places {
             invalid: at(invalid),
@@ -228,16 +224,16 @@ impl Buffer {
             num_tokens,
             num_topk: num_topk as u32,
             num_experts,
-            num_ranks: self.topology.ranks(),
+            num_ranks: self.core.topology().ranks(),
             ranks_per_node: self.ranks_per_node(),
-            rank: self.rank,
+            rank: self.rank(),
             narrow_ids: is_narrow(topk_idx),
             reserved: 0,
         };
-        let shared = (self.topology.ranks() + num_experts + self.topology.nodes) * 4;
+        let shared = (self.core.topology().ranks() + num_experts + self.core.topology().nodes) * 4;
         let grid = num_tokens.div_ceil(THREADS / 32).clamp(1, self.config.num_sms);
-        let uses = [topk_idx.owner(), map.and_then(|map| map.entries().owner())].into_iter();
-        let uses = uses.flatten().cloned().chain([block.clone() as Owner]);
+        let uses = owners([Some(topk_idx), map.map(|map| &**map.entries())]).into_iter();
+        let uses = uses.chain([block.clone() as Owner]);
         let event = self.run(order, capturing, None, uses, |buffer, stream| {
             // SAFETY: block and ids go back behind all that streams have been given, and a recording keeps them.
             unsafe {
@@ -249,21 +245,21 @@ impl Buffer {
         Ok(DispatchLayout {
             topk_idx: topk_idx.clone(),
             map: map.cloned(),
-            buffer: self.id,
+            buffer: self.core.id(),
             block,
             places,
             num_tokens,
             num_topk: num_topk as u32,
             num_experts,
-            num_ranks: self.topology.ranks(),
-            num_nodes: self.topology.nodes,
+            num_ranks: self.core.topology().ranks(),
+            num_nodes: self.core.topology().nodes,
             event: event.map(Arc::new),
         })
     }
 
     /// An error unless the layout was made by this buffer.
     pub(super) fn check_layout(&self, layout: &DispatchLayout<'_>) -> Result<()> {
-        if layout.buffer == self.id {
+        if layout.buffer == self.core.id() {
             return Ok(());
         }
         Err(Error::StaleHandle(

@@ -1,11 +1,9 @@
 //! A trace: when every block of every operation reached each phase, on the device's own clock.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use epoxide_gpu::layout::{BlockTrace, DevicePtr};
 
-use super::sequence::Sequence;
 use crate::driver::{Device, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
 
@@ -23,7 +21,7 @@ pub struct TracedLaunch {
 
 /// Where launches write their times, one run of entries after the other.
 #[derive(Debug)]
-pub(super) struct Trace {
+pub struct Trace {
     memory: Memory,
     launches: Vec<(&'static str, u32)>,
     used: u64,
@@ -40,24 +38,8 @@ impl Trace {
         Ok(Trace { memory, launches: Vec::new(), used: 0, dropped: 0 })
     }
 
-    /// Ends a buffer's trace, if there is one, behind the last operation of its `sequence`, and reads it.
-    pub fn take(
-        trace: &mut Option<Trace>,
-        sequence: &Sequence,
-        timeout: Duration,
-        stream: &Stream,
-    ) -> Result<(Vec<TracedLaunch>, u64)> {
-        let Some(trace) = trace.take() else {
-            return Ok((Vec::new(), 0));
-        };
-        if !sequence.wait(timeout.saturating_mul(2))? {
-            return Err(Error::os("take_trace", "the last operation has not ended"));
-        }
-        trace.read(stream)
-    }
-
     /// The recorded traces, and how many launches went untraced. The launches have ended; `stream` carries the copy.
-    fn read(self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
+    pub fn read(self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
         let mut launches = Vec::with_capacity(self.launches.len());
         let mut at = self.memory.ptr();
         for (operation, blocks) in self.launches {
@@ -81,9 +63,4 @@ impl Trace {
         self.launches.push((operation, blocks));
         self.memory.ptr().add(start)
     }
-}
-
-/// Where a launch writes its times; null where nobody asked for them.
-pub(super) fn trace_place(trace: &mut Option<Trace>, operation: &'static str, blocks: u32) -> DevicePtr {
-    trace.as_mut().map_or(DevicePtr::NULL, |trace| trace.place(operation, blocks))
 }

@@ -1,6 +1,7 @@
 //! Dispatch: rows go to the ranks that hold their experts.
 
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use epoxide_gpu::kernels::{
     Dispatch, DispatchByExpert, DispatchMany, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCount,
@@ -12,15 +13,15 @@ use epoxide_gpu::layout::{
     InternodeDispatchArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape,
 };
 
-use super::buffer::{HOST_EXPERTS, RowBytes};
 use super::handle::{DispatchHandle, HandleShape, Inner, Places};
 use super::kernels::{Mode, RingShape, call_within};
-use super::place::{Lease, Place, PlaceState, Room};
-use super::received::DispatchOutput;
-use super::tensor::{Outcome, Owner};
-use super::trace::trace_place;
+use super::place::{Place, Room};
+use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
-use crate::driver::Stream;
+use super::{HOST_EXPERTS, RowBytes, check_fits};
+use crate::driver::{Event, Stream};
+use crate::ep::core::{Lease, PlaceState, nanoseconds};
+use crate::ep::tensor::{Outcome, Owner, owners};
 use crate::error::{Error, Result};
 
 /// Threads per block of the notify kernel, as its source fixes them.
@@ -51,6 +52,7 @@ pub struct DispatchRequest<'a> {
     expert_alignment: u32,
     by_expert: bool,
     counts: Counts,
+    timeout: Option<Duration>,
 }
 
 impl<'a> DispatchRequest<'a> {
@@ -65,6 +67,7 @@ impl<'a> DispatchRequest<'a> {
             expert_alignment: 1,
             by_expert: false,
             counts: Counts::Exact,
+            timeout: None,
         }
     }
 
@@ -91,7 +94,7 @@ impl<'a> DispatchRequest<'a> {
     /// says where segments are. A token that selects an expert twice has two rows there. The sender
     /// writes each row to its place; there is no second copy.
     ///
-    /// The buffer needs [`BufferOptions::rows_by_expert`](super::BufferOptions::rows_by_expert).
+    /// The buffer needs [`Options::rows_by_expert`](super::Options::rows_by_expert).
     /// The same on every rank, but for the alignment.
     pub fn by_expert(mut self, alignment: u32) -> Self {
         self.by_expert = true;
@@ -104,6 +107,12 @@ impl<'a> DispatchRequest<'a> {
         self.counts = counts;
         self
     }
+
+    /// Longest wait for a peer, instead of the buffer's.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
 }
 
 /// Arguments of [`Buffer::dispatch_cached`].
@@ -112,12 +121,19 @@ pub struct CachedDispatchRequest<'a> {
     x: &'a Tensor<'a>,
     x_scales: Option<&'a TypedTensor<'a, f32>>,
     handle: &'a DispatchHandle,
+    timeout: Option<Duration>,
 }
 
 impl<'a> CachedDispatchRequest<'a> {
     /// Rows `x` to send, `[num_tokens, hidden]`, with the token count of `handle`, along its routing.
     pub fn new(x: &'a Tensor<'a>, handle: &'a DispatchHandle) -> Self {
-        CachedDispatchRequest { x, x_scales: None, handle }
+        CachedDispatchRequest { x, x_scales: None, handle, timeout: None }
+    }
+
+    /// Longest wait for a peer, instead of the buffer's.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
     }
 
     /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with 1-byte elements.
@@ -136,6 +152,7 @@ struct CountExchange<'a> {
     expert_alignment: u32,
     host: DevicePtr,
     tag: u64,
+    timeout_ns: u64,
 }
 
 /// The metadata that travels with rows.
@@ -150,7 +167,7 @@ struct Metadata {
     local_experts: u32,
 }
 
-/// Rows and scales of a dispatch, checked.
+/// Rows and scales of a dispatch, checked, and its deadline, if not the buffer's.
 struct Payload {
     dtype: DType,
     hidden: u64,
@@ -159,6 +176,7 @@ struct Payload {
     scales_one_dimensional: bool,
     x: DevicePtr,
     scales: DevicePtr,
+    timeout: Option<Duration>,
 }
 
 impl Buffer {
@@ -177,13 +195,13 @@ impl Buffer {
         place: &'p mut Place,
         request: DispatchRequest<'_>,
         order: StreamOrder<'_>,
-    ) -> Result<DispatchOutput<'p>> {
-        let capturing = self.begin(order)?;
-        let place = &place.0;
-        self.check_place(place)?;
+    ) -> Result<Received<'p>> {
+        let capturing = self.core.begin(order)?;
+        let place = place.0.place();
+        self.core.check_place(place)?;
         let layout = request.layout;
         self.check_layout(layout)?;
-        let payload = self.check_payload(request.x, request.x_scales, layout.num_tokens)?;
+        let payload = self.check_payload(request.x, request.x_scales, layout.num_tokens, request.timeout)?;
         let num_topk = self.check_topk(&request)?;
         if request.by_expert {
             self.check_by_expert(request.expert_alignment)?;
@@ -200,25 +218,20 @@ impl Buffer {
             Counts::Exact => self.capacity(),
             Counts::OnDevice { capacity } => capacity,
         };
-        self.check_column_capacity(
-            "capacity",
-            capacity,
-            self.capacity(),
-            "max_tokens_per_rank * num_ranks",
-            "rows",
-        )?;
+        let option = "max_tokens_per_rank * num_ranks";
+        check_fits(("capacity", "rows"), capacity, self.capacity(), option)?;
 
-        let local_experts = layout.num_experts / self.topology.ranks();
+        let local_experts = layout.num_experts / self.core.topology().ranks();
         let num_channels = self.config.num_channels();
         let shape = HandleShape {
-            ranks: self.topology.ranks(),
-            nodes: self.topology.nodes,
+            ranks: self.core.topology().ranks(),
+            nodes: self.core.topology().nodes,
             channels: num_channels,
             tokens: layout.num_tokens,
             local_experts,
             by_expert: request.by_expert.then_some(layout.num_topk),
         };
-        let (block, places) = Places::take(&self.arena, &self.kernels.mode, shape)?;
+        let (block, places) = Places::take(self.core.arena(), &self.kernels.mode, shape)?;
         self.tag += 1;
         let counts = CountExchange {
             layout,
@@ -228,6 +241,7 @@ impl Buffer {
             expert_alignment: request.expert_alignment,
             host: if exact { self.host_counts.ptr() } else { DevicePtr::NULL },
             tag: self.tag,
+            timeout_ns: request.timeout.map_or(self.comm.timeout_ns, nanoseconds),
         };
         let mut metadata = Metadata { num_topk, local_experts, ..Metadata::default() };
         if let Some(weights) = request.topk_weights {
@@ -242,12 +256,9 @@ impl Buffer {
 
         let mut header = PlanHeader::default();
         let mut lease = None;
-        let uses = [request.x.owner(), request.x_scales.and_then(|scales| scales.owner())]
-            .into_iter()
-            .chain([request.topk_weights.and_then(|weights| weights.owner()), layout.owner()])
-            .flatten()
-            .cloned()
-            .chain([layout.block.clone() as Owner, block.clone() as Owner]);
+        let (scales, weights) = (request.x_scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
+        let uses = owners([Some(request.x), scales, weights, Some(layout.topk_idx())]).into_iter();
+        let uses = uses.chain([layout.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps them.
@@ -259,15 +270,15 @@ impl Buffer {
                 let launched = buffer.launch_dispatch(stream, rows, ring, &places);
                 if let (Err(error), false) = (&launched, capturing) {
                     // Peers get this rank's counts, and wait for rows that nobody sends.
-                    buffer.sequence.give_up("dispatch", error);
+                    buffer.core.give_up("dispatch", error);
                 }
                 launched?;
             }
             if exact {
                 // Rows are already on their way while the host waits.
-                header = buffer.wait_counts(stream, counts.tag)?;
-                buffer.check_usable()?;
-                buffer.faults.check_plan(&header, capacity)?;
+                header = buffer.wait_counts(stream, counts.tag, request.timeout)?;
+                buffer.core.check()?;
+                buffer.plans.check_plan(&header, capacity)?;
             }
             Ok(())
         })?;
@@ -277,49 +288,42 @@ impl Buffer {
         let num_recv_tokens = exact.then_some(header.num_recv_tokens);
         let num_rdma_recv_tokens = exact.then_some(header.num_rdma_recv_tokens);
         let handle = DispatchHandle(Arc::new(Inner {
-            buffer_id: self.id,
+            buffer_id: self.core.id(),
             block,
             places,
-            place: place.index,
+            place: place.index(),
             num_tokens: layout.num_tokens,
-            num_ranks: self.topology.ranks(),
-            num_nodes: self.topology.nodes,
+            num_ranks: self.core.topology().ranks(),
+            num_nodes: self.core.topology().nodes,
             num_channels,
             local_experts,
             num_topk: request.topk_weights.map(|_| num_topk),
             capacity,
             num_recv_tokens: num_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
             num_rdma_recv_tokens: num_rdma_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
-            faults: self.faults.clone(),
+            plans: self.plans.clone(),
         }));
         let plan = &handle.0;
         let lease = self.captured_lease(lease, Some(&handle))?;
         let owner = || lease.clone() as Owner;
-        let at = place.room.layout;
+        let at = &place.room().layout;
         let columns = [rows, num_topk as u64];
         let with_topk = request.topk_weights.is_some();
         let by_expert = request.by_expert;
         let of_weights = if by_expert { &columns[..1] } else { &columns[..] };
-        Ok(DispatchOutput {
-            recv_x: place
-                .rows(owner(), at.recv_x, payload.dtype, rows, payload.hidden)
-                .result("recv_x", plan),
-            recv_x_scales: recv_scales(&payload, &lease, rows, plan),
+        Ok(Received {
             recv_topk_idx: (with_topk && !by_expert)
                 .then(|| place.tensor(owner(), at.recv_topk_idx, &columns).result("recv_topk_idx", plan)),
             recv_topk_weights: with_topk.then(|| {
                 place.tensor(owner(), at.recv_topk_weights, of_weights).result("recv_topk_weights", plan)
             }),
             recv_src_idx: Some(place.tensor(owner(), at.recv_src_idx, &[rows]).result("recv_src_idx", plan)),
-            recv_src_meta: (self.topology.nodes > 1)
+            recv_src_meta: (self.core.topology().nodes > 1)
                 .then(|| place.tensor(owner(), at.recv_src_meta, &[rows, 2]).result("recv_src_meta", plan)),
             recv_src_entry: by_expert
                 .then(|| place.tensor(owner(), at.recv_topk_idx, &[rows, 2]).result("recv_src_entry", plan)),
-            num_recv_tokens,
             num_recv_tokens_per_expert: counts,
-            handle: handle.clone(),
-            event,
-            lease,
+            ..output_of_rows(&payload, &lease, &handle, event)
         })
     }
 
@@ -333,48 +337,30 @@ impl Buffer {
         place: &'p mut Place,
         request: CachedDispatchRequest<'_>,
         order: StreamOrder<'_>,
-    ) -> Result<DispatchOutput<'p>> {
-        let capturing = self.begin(order)?;
-        let place = &place.0;
-        self.check_place(place)?;
+    ) -> Result<Received<'p>> {
+        let capturing = self.core.begin(order)?;
+        let place = place.0.place();
+        self.core.check_place(place)?;
         let handle = request.handle;
         self.check_handle(handle)?;
-        if self.topology.nodes > 1 && self.config.num_sms <= 3 {
+        if self.core.topology().nodes > 1 && self.config.num_sms <= 3 {
             let rule = "a cached dispatch across nodes takes more than 3: dispatch anew, or give more";
             return Err(Error::argument("num_sms", self.config.num_sms, rule));
         }
-        let payload = self.check_payload(request.x, request.x_scales, handle.0.num_tokens)?;
+        let payload =
+            self.check_payload(request.x, request.x_scales, handle.0.num_tokens, request.timeout)?;
         let places = &handle.0.places;
         let (args, ring) = self.dispatch_args(&payload, place, places, handle.0.num_tokens, None);
         let mut lease = None;
-        let uses = [request.x.owner(), request.x_scales.and_then(|scales| scales.owner())]
-            .into_iter()
-            .flatten()
-            .cloned()
-            .chain([handle.0.block.clone() as Owner]);
+        let uses = owners([Some(request.x), request.x_scales.map(|it| &**it)]).into_iter();
+        let uses = uses.chain([handle.0.block.clone() as Owner]);
         let event = self.run(order, capturing, Some("cached dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: as in `dispatch`.
             unsafe { buffer.launch_dispatch(stream, args, ring, places) }
         })?;
         let lease = self.captured_lease(lease, None)?;
-        let rows = handle.0.output_rows();
-        Ok(DispatchOutput {
-            recv_x: place
-                .rows(lease.clone(), place.room.layout.recv_x, payload.dtype, rows, payload.hidden)
-                .result("recv_x", &handle.0),
-            recv_x_scales: recv_scales(&payload, &lease, rows, &handle.0),
-            recv_topk_idx: None,
-            recv_topk_weights: None,
-            recv_src_idx: None,
-            recv_src_meta: None,
-            recv_src_entry: None,
-            num_recv_tokens: handle.0.num_recv_tokens.get().copied(),
-            num_recv_tokens_per_expert: Vec::new(),
-            handle: handle.clone(),
-            event,
-            lease,
-        })
+        Ok(output_of_rows(&payload, &lease, handle, event))
     }
 
     /// The lease of a dispatch that has been enqueued; a step that is being captured gets it and the handle as well.
@@ -384,10 +370,7 @@ impl Buffer {
         handle: Option<&DispatchHandle>,
     ) -> Result<Arc<Lease<Room>>> {
         let lease = lease.ok_or_else(|| Error::os("dispatch", "nothing was enqueued"))?;
-        if let Some(step) = &mut self.recordings.step {
-            step.fills(&lease);
-            step.plans.extend(handle.map(|handle| handle.0.clone() as Arc<dyn Outcome>));
-        }
+        self.core.fills(&lease, handle.map(|handle| handle.0.clone() as Arc<dyn Outcome>));
         Ok(lease)
     }
 
@@ -395,20 +378,21 @@ impl Buffer {
     pub fn check_dispatch(&self, handle: &DispatchHandle, stream: &Stream) -> Result<()> {
         self.check_handle(handle)?;
         let header = handle.0.header(stream)?;
-        self.check_usable()?;
-        self.faults.check_plan(&header, handle.0.capacity)
+        self.core.check()?;
+        self.plans.check_plan(&header, handle.0.capacity)
     }
 
     pub(super) fn check_handle(&self, handle: &DispatchHandle) -> Result<()> {
         let channels = (handle.0.num_channels, self.config.num_channels());
-        if handle.0.buffer_id == self.id && self.topology.nodes > 1 && channels.0 != channels.1 {
+        if handle.0.buffer_id == self.core.id() && self.core.topology().nodes > 1 && channels.0 != channels.1
+        {
             return Err(Error::StaleHandle(format!(
                 "it was made with {} channels and the buffer now has {}; across nodes they must be the same: set the config back, \
                  or dispatch anew",
                 channels.0, channels.1
             )));
         }
-        if handle.0.buffer_id == self.id {
+        if handle.0.buffer_id == self.core.id() {
             return Ok(());
         }
         Err(Error::StaleHandle("it was made by another buffer; dispatch with this one first".into()))
@@ -419,6 +403,7 @@ impl Buffer {
         x: &Tensor<'_>,
         scales: Option<&TypedTensor<'_, f32>>,
         num_tokens: u32,
+        timeout: Option<Duration>,
     ) -> Result<Payload> {
         let dtypes = [DType::Bf16, DType::F32, DType::Fp8E4m3, DType::I32];
         x.expect("x", &dtypes, &[("num_tokens", Some(num_tokens as u64)), ("hidden", None)])?;
@@ -443,7 +428,7 @@ impl Buffer {
                 return Err(Error::argument("x_scales", format!("{:#x}", scales.ptr().0), rule));
             }
             let have = self.options.shape.max_scales as u64;
-            self.check_column_capacity("x_scales", num_scales, have, "max_scales", "scales")?;
+            check_fits(("x_scales", "scales"), num_scales, have, "max_scales")?;
         }
         Ok(Payload {
             dtype: x.dtype(),
@@ -453,6 +438,7 @@ impl Buffer {
             scales_one_dimensional: scales.is_some_and(|scales| scales.shape().len() == 1),
             x: x.ptr(),
             scales: scales.map_or(DevicePtr::NULL, |scales| scales.ptr()),
+            timeout,
         })
     }
 
@@ -463,7 +449,7 @@ impl Buffer {
         let dims = [("num_tokens", Some(tokens)), ("num_topk", Some(topk))];
         weights.expect("topk_weights", &[DType::F32], &dims)?;
         let have = self.options.shape.max_topk as u64;
-        self.check_column_capacity("num_topk", topk, have, "max_topk", "entries")?;
+        check_fits(("num_topk", "entries"), topk, have, "max_topk")?;
         Ok(topk as u32)
     }
 
@@ -482,7 +468,7 @@ impl Buffer {
             metadata.unwrap_or_default();
         let (ring, piece_bytes) =
             self.kernels.dispatch_ring(payload.row_bytes, payload.num_scales, num_topk, self.config.num_sms);
-        let (index, row_bytes, columns) = (place.index, payload.row_bytes, payload.num_scales);
+        let (index, row_bytes, columns) = (place.index(), payload.row_bytes, payload.num_scales);
         let call = match metadata {
             // The count exchange sees to the rest.
             Some(_) => Call { kind: CallKind::Dispatch, place: 0, row_bytes: 0, columns: 0 },
@@ -493,7 +479,7 @@ impl Buffer {
             }
         };
         let args = DispatchArgs {
-            comm: self.comm_in(place, call),
+            comm: self.comm_in(place, call, payload.timeout),
             x: payload.x,
             scales: payload.scales,
             topk_idx,
@@ -532,19 +518,21 @@ impl Buffer {
         places: &Places,
     ) -> Result<()> {
         let layout = counts.layout;
-        let (num_channels, num_ranks) = (self.config.num_channels(), self.topology.ranks());
+        let (num_channels, num_ranks) = (self.config.num_channels(), self.core.topology().ranks());
         let local_experts = layout.num_experts / num_ranks;
-        let columns =
-            place.index << 24 | (counts.by_expert as u32) << 23 | counts.num_topk << 16 | payload.num_scales;
+        let columns = place.index() << 24
+            | (counts.by_expert as u32) << 23
+            | counts.num_topk << 16
+            | payload.num_scales;
         // With rows by expert the host waits for the plan behind this one.
         let tag = if counts.by_expert { 0 } else { counts.tag };
-        let mut comm = Comm { pool: place.room.layout, ..self.comm };
+        let mut comm = Comm { pool: place.room().layout, timeout_ns: counts.timeout_ns, ..self.comm };
         comm.pool.rows = counts.capacity;
         // SAFETY: passed on to the caller.
         unsafe {
             match &places.routing {
                 Mode::OneNode(node, routing) => {
-                    comm.trace = trace_place(&mut self.trace, "notify", num_channels);
+                    comm.trace = self.core.trace("notify", num_channels);
                     let args = NotifyArgs {
                         comm,
                         is_token_in_rank: layout.places.is_token_in_rank,
@@ -582,7 +570,7 @@ impl Buffer {
                         ranks_per_node: self.ranks_per_node(),
                     };
                     stream.call(&nodes.count, num_channels, NOTIFY_THREADS, 0, InternodeCount::call(args))?;
-                    comm.trace = trace_place(&mut self.trace, "notify", 1);
+                    comm.trace = self.core.trace("notify", 1);
                     let args = InternodeNotifyArgs {
                         comm,
                         wire: nodes.wire(&self.config),
@@ -647,7 +635,7 @@ impl Buffer {
         let warps = NUMBER_THREADS / 32;
         // More multiprocessors than other kernels of the operation have would not be asked for.
         let grid = layout.num_experts.div_ceil(warps).clamp(1, self.config.num_sms);
-        let mut comm = Comm { pool: place.room.layout, ..self.comm };
+        let mut comm = Comm { pool: place.room().layout, timeout_ns: counts.timeout_ns, ..self.comm };
         comm.pool.rows = counts.capacity;
         let plan = ExpertPlanArgs {
             comm,
@@ -663,7 +651,7 @@ impl Buffer {
             tag: counts.tag,
             num_tokens,
             num_topk,
-            local_experts: layout.num_experts / self.topology.ranks(),
+            local_experts: layout.num_experts / self.core.topology().ranks(),
             alignment: counts.expert_alignment,
             narrow_ids,
             reserved: 0,
@@ -679,9 +667,9 @@ impl Buffer {
 
     /// An error unless rows can come by expert.
     fn check_by_expert(&self, alignment: u32) -> Result<()> {
-        if self.topology.nodes > 1 {
+        if self.core.topology().nodes > 1 {
             let rule = "rows come by expert within one node: dispatch without by_expert across nodes";
-            return Err(Error::argument("by_expert", format!("{} nodes", self.topology.nodes), rule));
+            return Err(Error::argument("by_expert", format!("{} nodes", self.core.topology().nodes), rule));
         }
         if !alignment.is_power_of_two() {
             return Err(Error::argument(
@@ -691,7 +679,7 @@ impl Buffer {
             ));
         }
         if self.options.rows_by_expert.is_none() {
-            let rule = "the buffer has no room for them: create it with BufferOptions::rows_by_expert";
+            let rule = "the buffer has no room for them: create it with Options::rows_by_expert";
             return Err(Error::argument("by_expert", "asked for", rule));
         }
         Ok(())
@@ -713,7 +701,7 @@ impl Buffer {
             Mode::SeveralNodes(..) => self.config.num_sms,
         };
         self.describe_rows(RowBytes { recv: args.row_bytes as u64, ..self.row_bytes });
-        args.comm.trace = trace_place(&mut self.trace, "dispatch", grid);
+        args.comm.trace = self.core.trace("dispatch", grid);
         // SAFETY: passed on to the caller.
         unsafe {
             match &places.routing {
@@ -751,17 +739,30 @@ impl Buffer {
     }
 }
 
-fn recv_scales<'p>(
+/// The output of every dispatch: rows, with their scales if they have any.
+fn output_of_rows<'p>(
     payload: &Payload,
     lease: &Arc<Lease<Room>>,
-    rows: u64,
-    plan: &Arc<Inner>,
-) -> Option<TypedTensor<'p, f32>> {
-    if payload.scales.is_null() {
-        return None;
-    }
+    handle: &DispatchHandle,
+    event: Option<Event>,
+) -> Received<'p> {
+    let (place, plan, rows) = (lease.place(), &handle.0, handle.0.output_rows());
+    let (at, owner) = (place.room().layout, || lease.clone() as Owner);
     let both = [rows, payload.num_scales as u64];
-    let shape = if payload.scales_one_dimensional { &both[..1] } else { &both[..] };
-    let scales = lease.place.tensor(lease.clone(), lease.place.room.layout.recv_scales, shape);
-    Some(scales.result("recv_x_scales", plan))
+    let of_scales = if payload.scales_one_dimensional { &both[..1] } else { &both[..] };
+    let scales = || place.tensor(owner(), at.recv_scales, of_scales).result("recv_x_scales", plan);
+    Received {
+        recv_x: place.rows(owner(), at.recv_x, payload.dtype, rows, payload.hidden).result("recv_x", plan),
+        recv_x_scales: (!payload.scales.is_null()).then(scales),
+        recv_topk_idx: None,
+        recv_topk_weights: None,
+        recv_src_idx: None,
+        recv_src_meta: None,
+        recv_src_entry: None,
+        num_recv_tokens: plan.num_recv_tokens.get().copied(),
+        num_recv_tokens_per_expert: Vec::new(),
+        handle: handle.clone(),
+        event,
+        lease: lease.clone(),
+    }
 }

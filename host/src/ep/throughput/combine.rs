@@ -10,16 +10,16 @@ use epoxide_gpu::layout::{
     Section, StageArgs, StagedCombineArgs, combine_slot_bytes,
 };
 
-use super::buffer::RowBytes;
 use super::kernels::{Mode, call_within};
 use super::place::PoolRows;
-use super::scratch::Pieces;
-use super::tensor::Owner;
-use super::trace::trace_place;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
+use super::{RowBytes, check_fits};
 use crate::driver::Event;
+use crate::ep::core::Pieces;
+use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Threads per block of the copy into the pool.
 const STAGE_THREADS: u32 = 512;
@@ -60,13 +60,14 @@ pub struct CombineRequest<'a> {
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     weights: Option<&'a TypedTensor<'a, f32>>,
     handle: &'a DispatchHandle,
+    timeout: Option<Duration>,
 }
 
 impl<'a> CombineRequest<'a> {
     /// Returns `rows`, which the dispatch of `handle` brought. The experts' weighting, if any, is already in them: combine sums
     /// unweighted. Of rows by expert, padding may hold anything, and is not read.
     pub fn new(rows: impl Into<CombineRows<'a>>, handle: &'a DispatchHandle) -> Self {
-        CombineRequest { rows: rows.into(), topk_weights: None, weights: None, handle }
+        CombineRequest { rows: rows.into(), topk_weights: None, weights: None, handle, timeout: None }
     }
 
     /// Weights the rows by expert of this rank's own tokens: that of entry k of token t counts
@@ -74,6 +75,12 @@ impl<'a> CombineRequest<'a> {
     /// each sum.
     pub fn weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
         self.weights = Some(weights);
+        self
+    }
+
+    /// Longest wait for a peer, instead of the buffer's.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
         self
     }
 
@@ -87,7 +94,7 @@ impl<'a> CombineRequest<'a> {
 /// The result of a combine, in memory of its own.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct CombineOutput {
+pub struct Combined {
     /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to,
     /// accumulated in FP32 in rank order and rounded once, so bit for bit reproducible. 0 for a
     /// token that went nowhere. Across nodes each node's sum is made and rounded so, and the nodes'
@@ -106,22 +113,23 @@ impl Buffer {
     /// # Errors
     /// Arguments that break a rule; [`Error::StaleHandle`] where the handle is of another buffer;
     /// [`Error::PeerTimeout`] of an earlier operation. A timeout of this one shows in [`Buffer::check`].
-    pub fn combine(&mut self, request: CombineRequest<'_>, order: StreamOrder<'_>) -> Result<CombineOutput> {
-        let capturing = self.begin(order)?;
+    pub fn combine(&mut self, request: CombineRequest<'_>, order: StreamOrder<'_>) -> Result<Combined> {
+        let capturing = self.core.begin(order)?;
         let handle = &request.handle.0;
         self.check_handle(request.handle)?;
         self.check_weights(&request)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
-        let dtypes = if self.topology.nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
+        let dtypes =
+            if self.core.topology().nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
         let (dtype, hidden) = match request.rows {
             CombineRows::InPool(given) => {
-                self.check_place(&given.place)?;
-                if given.place.index != handle.place {
+                self.core.check_place(&given.place)?;
+                if given.place.index() != handle.place {
                     let rule =
                         format!("the dispatch went to place {}: take that one's combine rows", handle.place);
                     return Err(Error::argument(
                         "rows",
-                        format!("rows of place {}", given.place.index),
+                        format!("rows of place {}", given.place.index()),
                         rule,
                     ));
                 }
@@ -130,7 +138,7 @@ impl Buffer {
                 (given.tensor().dtype(), given.tensor().columns())
             }
             CombineRows::Tensor(x) => {
-                self.places[handle.place as usize].check_rows_free()?;
+                self.core.places()[handle.place as usize].check_rows_free()?;
                 let dims = [("num_recv_tokens", received), ("hidden", None)];
                 x.expect_strided("x", dtypes, &dims)?;
                 x.expect_rows_of_16("x")?;
@@ -153,7 +161,7 @@ impl Buffer {
                     &[("num_recv_tokens", received), ("num_topk", topk)],
                 )?;
                 let have = self.options.shape.max_topk as u64;
-                self.check_column_capacity("num_topk", weights.columns(), have, "max_topk", "entries")?;
+                check_fits(("num_topk", "entries"), weights.columns(), have, "max_topk")?;
                 weights.columns() as u32
             }
         };
@@ -163,12 +171,12 @@ impl Buffer {
         let mut pieces = Pieces::default();
         let x_at = pieces.push(Section::array("combined_x", tokens, row_bytes));
         let weights_at = pieces.push(Section::array("combined_weights", tokens * num_topk as u64, 4));
-        let block = Arc::new(self.arena.take(&pieces)?);
+        let block = Arc::new(self.core.arena().take(&pieces)?);
         let (x_at, weights_at) = (block.ptr().add(x_at), block.ptr().add(weights_at));
 
-        let pool = self.pool_ptr();
+        let pool = self.core.pool().ptr();
         let in_tensor = if let CombineRows::Tensor(x) = request.rows { Some(x) } else { None };
-        let is_staged = in_tensor.is_some() && self.topology.nodes == 1 && by_expert.is_none();
+        let is_staged = in_tensor.is_some() && self.core.topology().nodes == 1 && by_expert.is_none();
         let kind = match (dtype, is_staged) {
             (DType::F32, true) => CallKind::CombineStagedF32,
             (DType::F32, false) => CallKind::CombineF32,
@@ -176,7 +184,7 @@ impl Buffer {
             (_, false) => CallKind::CombineBf16,
         };
         let call = Call { kind, place: handle.place, row_bytes: row_bytes as u32, columns: num_topk };
-        let comm = self.comm_in(&self.places[handle.place as usize], call);
+        let comm = self.comm_in(&self.core.places()[handle.place as usize], call, request.timeout);
         let null = DevicePtr::NULL;
         let weights = request.topk_weights.map(|weights| &**weights);
         let rows = match request.rows {
@@ -219,7 +227,7 @@ impl Buffer {
         };
         let staged = match &handle.places.routing {
             Mode::OneNode(_, places) if is_staged => {
-                let ranks = self.topology.ranks_per_node;
+                let ranks = self.core.topology().ranks_per_node;
                 let (channels, num_sms) = (handle.num_channels, self.config.num_sms);
                 let shape = self.kernels.stage_shape(ranks, channels, num_sms, row_bytes as u32);
                 let args = StagedCombineArgs {
@@ -243,12 +251,11 @@ impl Buffer {
             _ => None,
         };
         let entry_weights = request.weights.map(|weights| &**weights);
-        let given = in_tensor.into_iter().chain(weights).chain(entry_weights);
-        let uses = given.filter_map(|tensor| tensor.owner().cloned());
+        let uses = owners([in_tensor, weights, entry_weights]).into_iter();
         let uses = uses.chain([request.handle.0.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("combine"), uses, |buffer, stream| {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
-            let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);
+            let (kernels, sms) = (&buffer.kernels, buffer.core.device().info().sm_count);
             // Rows are copied by as many threads as the kernel can have, however few gather.
             let (blocks, threads, beside) = match (&handle.places.routing, staged) {
                 (_, Some((staged, gatherers))) => (staged.stagers + gatherers, STAGED_THREADS, JOINED_BYTES),
@@ -262,7 +269,7 @@ impl Buffer {
             };
             let shape = (blocks, threads, ring.shared_bytes() + beside);
             let (grid, block, shared) = shape;
-            args.comm.trace = trace_place(&mut buffer.trace, "combine", grid);
+            args.comm.trace = buffer.core.trace("combine", grid);
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps
             // them. The last combine ended when every peer had gathered, so the rows may be written.
             unsafe {
@@ -326,7 +333,7 @@ impl Buffer {
             TypedTensor::in_memory(weights_at, &[tokens, num_topk as u64], block.clone())
                 .result("combined_topk_weights", handle)
         };
-        Ok(CombineOutput {
+        Ok(Combined {
             combined_x: Tensor::in_memory(x_at, dtype, &[tokens, hidden], block.clone())
                 .result("combined_x", handle),
             combined_topk_weights: request.topk_weights.map(weights_out),

@@ -3,8 +3,8 @@
 use epoxide_gpu::kernels::{CeilingPull, CeilingPush};
 use epoxide_gpu::layout::{CeilingArgs, ring_bytes};
 
-use super::Buffer;
 use super::wire::WireSide;
+use super::{Buffer, check_fits};
 use crate::driver::Stream;
 use crate::error::{Error, Result};
 
@@ -62,11 +62,11 @@ impl Buffer {
             // Pools of other nodes are out of reach.
             None => {
                 let (comm, room) = (&self.comm, pool.combine_x - pool.recv_x);
-                (self.pool_table(), comm.rank, comm.num_ranks, pool.combine_x, pool.recv_x, room)
+                (self.tables.ptr(), comm.rank, comm.num_ranks, pool.combine_x, pool.recv_x, room)
             }
         };
         let needed = shape.rows as u64 * num_ranks as u64 * shape.row_bytes as u64;
-        self.check_column_capacity("ceiling rows", needed, room, "more rows", "bytes")?;
+        check_fits(("ceiling rows", "bytes"), needed, room, "more rows")?;
         if shape.blocks == 0 || shape.warps == 0 || shape.warps > 16 {
             let value = format!("{} blocks of {} warps", shape.blocks, shape.warps);
             return Err(Error::argument("ceiling shape", value, "at least one block of 1 to 16 warps"));

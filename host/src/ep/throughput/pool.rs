@@ -4,12 +4,10 @@ use epoxide_gpu::layout::{
     Control, MAX_TOPK, PoolLayout, ROW_ALIGN, message_offset, relay_message, row_stride,
 };
 
-use super::options::BufferShape;
-use super::topology::Topology;
+use super::options::Shape;
+use crate::ep::Topology;
+use crate::ep::core::{Offsets, check_count};
 use crate::error::{Error, Result, Scope};
-
-/// Most places of a pool.
-pub(super) const MAX_PLACES: u32 = 64;
 
 /// Bytes of the count messages in a pool: one from each rank.
 fn message_bytes(topology: Topology) -> u64 {
@@ -30,7 +28,7 @@ fn fixed_bytes(topology: Topology) -> u64 {
 }
 
 /// Bytes that one row takes in all regions of a place together, their alignment aside.
-fn bytes_per_row(shape: &BufferShape, topology: Topology) -> u64 {
+fn bytes_per_row(shape: &Shape, topology: Topology) -> u64 {
     let (topk, scales) = (shape.max_topk as u64, shape.max_scales as u64);
     2 * row_stride(shape.max_row_bytes) + scales * 4 + topk * (8 + 4 + 4) + 4 + meta_bytes(topology)
 }
@@ -39,7 +37,7 @@ fn bytes_per_row(shape: &BufferShape, topology: Topology) -> u64 {
 const REGIONS: u64 = 9;
 
 /// The bytes of a pool whose places each have room for `rows` rows.
-pub(super) fn pool_bytes(shape: &BufferShape, topology: Topology, places: u32, rows: u64) -> u64 {
+pub(super) fn pool_bytes(shape: &Shape, topology: Topology, places: u32, rows: u64) -> u64 {
     fixed_bytes(topology) + u64::from(places) * (rows * bytes_per_row(shape, topology) + REGIONS * ROW_ALIGN)
 }
 
@@ -47,15 +45,13 @@ pub(super) fn pool_bytes(shape: &BufferShape, topology: Topology, places: u32, r
 /// they are more, or with as many as fit in `limit` bytes: one layout per place, which differ in
 /// where its rows are. At least one.
 pub(super) fn pool_layouts(
-    shape: &BufferShape,
+    shape: &Shape,
     topology: Topology,
     places: u32,
     by_expert: Option<u64>,
     limit: Option<u64>,
 ) -> Result<Vec<PoolLayout>> {
-    if places == 0 || places > MAX_PLACES {
-        return Err(Error::argument("places", places, format!("must be 1 to {MAX_PLACES}")));
-    }
+    check_count(places)?;
     if shape.max_row_bytes == 0 || !shape.max_row_bytes.is_multiple_of(16) {
         return Err(Error::argument(
             "hidden",
@@ -73,14 +69,14 @@ pub(super) fn pool_layouts(
         Some(limit) => {
             let least = pool_bytes(shape, topology, places, 1);
             if limit < least {
-                return Err(Error::Capacity {
-                    what: "num_nvl_bytes",
-                    needed: least,
-                    have: limit,
-                    unit: "bytes",
-                    remedy: "give at least room for one row, or leave num_nvl_bytes out".into(),
-                    scope: Scope::ThisRank,
-                });
+                let remedy = "give at least room for one row, or leave num_nvl_bytes out";
+                return Err(Error::capacity(
+                    ("num_nvl_bytes", "bytes"),
+                    least,
+                    limit,
+                    remedy,
+                    Scope::ThisRank,
+                ));
             }
             let room = limit - pool_bytes(shape, topology, places, 0);
             (room / (u64::from(places) * bytes_per_row(shape, topology))).min(i32::MAX as u64)
@@ -98,12 +94,9 @@ pub(super) fn pool_layouts(
         ));
     }
 
-    let mut at = size_of::<Control>() as u64;
-    let mut place = |bytes: u64| {
-        let offset = at.next_multiple_of(ROW_ALIGN);
-        at = offset + bytes;
-        offset
-    };
+    let mut offsets = Offsets::default();
+    offsets.take(size_of::<Control>() as u64);
+    let mut place = |bytes| offsets.take(bytes);
     let (topk, stride) = (shape.max_topk as u64, row_stride(shape.max_row_bytes));
     let messages = place(message_bytes(topology));
     let mut of_place = || PoolLayout {
@@ -131,8 +124,8 @@ mod tests {
 
     use super::*;
 
-    const SHAPE: BufferShape =
-        BufferShape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 56 };
+    const SHAPE: Shape =
+        Shape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 56 };
 
     fn one_node(ranks: u32) -> Topology {
         Topology { nodes: 1, ranks_per_node: ranks }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use epoxide_gpu::layout::Section;
+use epoxide_gpu::layout::{ROW_ALIGN, Section};
 
 use crate::driver::{Device, DevicePtr, Event, Fence, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 /// Blocks that are free. A block goes back when its last owner drops it. Streams may still use it then, so that the next operation
 /// that gets it comes behind all that they had been given.
 #[derive(Debug)]
-pub(super) struct Arena {
+pub struct Arena {
     device: Arc<dyn Device>,
     shelves: Mutex<Shelves>,
 }
@@ -28,24 +28,36 @@ struct Shelves {
 
 /// A block on loan.
 #[derive(Debug)]
-pub(super) struct Block {
+pub struct Block {
     memory: Option<Memory>,
     ptr: DevicePtr,
     home: Arc<Arena>,
 }
 
-/// The pieces of a block and where each starts, 128-byte aligned.
+/// Offsets of regions that follow each other, 128-byte aligned.
 #[derive(Debug, Default)]
-pub(super) struct Pieces {
+pub struct Offsets(u64);
+
+impl Offsets {
+    /// Reserves `bytes` and returns their offset.
+    pub fn take(&mut self, bytes: u64) -> u64 {
+        let offset = self.0;
+        self.0 = (offset + bytes).next_multiple_of(ROW_ALIGN);
+        offset
+    }
+}
+
+/// The pieces of a block and where each starts.
+#[derive(Debug, Default)]
+pub struct Pieces {
     sections: Vec<Section>,
-    bytes: u64,
+    offsets: Offsets,
 }
 
 impl Pieces {
     /// Reserves room for `piece` and returns its offset.
     pub fn push(&mut self, piece: Section) -> u64 {
-        let offset = self.bytes;
-        self.bytes = (offset + piece.bytes).next_multiple_of(128);
+        let offset = self.offsets.take(piece.bytes);
         self.sections.push(piece.at(offset));
         offset
     }
@@ -57,7 +69,7 @@ impl Pieces {
 
     /// Bytes of all pieces.
     pub fn bytes(&self) -> u64 {
-        self.bytes.max(128)
+        self.offsets.0.max(ROW_ALIGN)
     }
 }
 
@@ -123,6 +135,14 @@ impl Arena {
         let fence = Fence::new(&self.device, &mut spare);
         self.shelves().spare_events.append(&mut spare);
         fence
+    }
+
+    /// Waits for all that the device's streams have been given so far; false where it has not ended in time.
+    pub fn wait_all(&self, timeout: Duration) -> Result<bool> {
+        let fence = self.fence()?;
+        let outcome = fence.wait_timeout(timeout);
+        self.give_back(fence);
+        outcome
     }
 
     /// Takes the events of a fence back that nobody waits for any more.

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 /// Where the last operation of a buffer ends. Shared with the steps that were captured with it.
 #[derive(Debug)]
-pub(super) struct Sequence {
+pub struct Sequence {
     end: Event,
     last: Mutex<Last>,
     /// The last operation that waits for peers.
@@ -27,7 +27,7 @@ struct Last {
 
 /// A turn to enqueue an operation, which nobody else has meanwhile.
 #[derive(Debug)]
-pub(super) struct Turn<'a> {
+pub struct Turn<'a> {
     sequence: &'a Sequence,
     last: MutexGuard<'a, Last>,
 }

@@ -14,7 +14,7 @@ use epoxide_gpu::kernels::{
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes};
 
-use super::tuning::Tuning;
+use super::options::Tuning;
 use super::wire::WireSide;
 use super::{Config, Topology};
 use crate::driver::{Device, Kernel, Module};
@@ -34,7 +34,7 @@ const STAGE_STEP_BYTES: u32 = 65536;
 
 /// The blocks of a combine of a tensor, and what they do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct StageShape {
+pub struct StageShape {
     /// Blocks that copy rows.
     pub stagers: u32,
     /// Blocks that gather.
@@ -73,7 +73,7 @@ impl StageShape {
 
 /// Warps per block, buffers per warp, bytes per buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct RingShape {
+pub struct RingShape {
     pub warps: u32,
     pub count: u32,
     pub bytes: u32,
@@ -104,7 +104,7 @@ impl RingShape {
 /// several nodes. A handle has the places of its matrices, and is launched with the kernels that are in it beside them, so that no launch
 /// can find the kernels of one case and the matrices of the other.
 #[derive(Debug, Clone)]
-pub(super) enum Mode<O, S> {
+pub enum Mode<O, S> {
     /// All ranks map each other's pools.
     OneNode(Arc<OneNode>, O),
     /// Ranks of a node map each other's pools; nodes talk over rails.
@@ -112,11 +112,11 @@ pub(super) enum Mode<O, S> {
 }
 
 /// The mode of a buffer.
-pub(super) type BufferMode = Mode<(), Box<WireSide>>;
+pub type BufferMode = Mode<(), Box<WireSide>>;
 
 /// The kernels of operations within one node: those for few ranks, or those for many.
 #[derive(Debug)]
-pub(super) struct OneNode {
+pub struct OneNode {
     /// Whether there are more ranks than [`FEW_RANKS`].
     pub is_many: bool,
     pub notify: Kernel,
@@ -131,7 +131,7 @@ pub(super) struct OneNode {
 
 /// The kernels of rows by expert, for few ranks as for many.
 #[derive(Debug)]
-pub(super) struct ByExpert {
+pub struct ByExpert {
     pub number: Kernel,
     pub plan: Kernel,
     pub dispatch: Kernel,
@@ -154,7 +154,7 @@ impl ByExpert {
 
 /// The kernels of operations across nodes, and how they reach the other nodes.
 #[derive(Debug)]
-pub(super) struct SeveralNodes {
+pub struct SeveralNodes {
     pub wire: Wire,
     pub count: Kernel,
     pub notify: Kernel,
@@ -209,7 +209,7 @@ impl SeveralNodes {
 
 /// A module with the kernels that operations need.
 #[derive(Debug)]
-pub(super) struct Loaded {
+pub struct Loaded {
     module: Module,
     shared_limit: u32,
     is_many: bool,
@@ -292,7 +292,7 @@ impl Loaded {
 /// up whoever else needs the driver, so that in the course of operations it could wait for itself. Those of the ceilings come when they
 /// are first asked for, since a driver takes tens of milliseconds to compile each.
 #[derive(Debug)]
-pub(super) struct Kernels {
+pub struct Kernels {
     pub mode: BufferMode,
     pub dispatch_layout: Kernel,
     pub stage_combine: Kernel,
@@ -326,13 +326,6 @@ impl Kernels {
     /// This rank's side of the network, where there are several nodes.
     pub fn wire_side(&self) -> Option<&WireSide> {
         match &self.mode {
-            Mode::OneNode(..) => None,
-            Mode::SeveralNodes(_, side) => Some(side),
-        }
-    }
-
-    pub fn wire_side_mut(&mut self) -> Option<&mut WireSide> {
-        match &mut self.mode {
             Mode::OneNode(..) => None,
             Mode::SeveralNodes(_, side) => Some(side),
         }

@@ -1,13 +1,14 @@
 //! The result of a dispatch.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use super::place::{Lease, Place, PoolRows, Room};
-use super::tensor::Owner;
-use super::{DType, DispatchHandle, Tensor, TypedTensor};
+use super::DispatchHandle;
+use super::place::{Place, PoolRows, Room};
 use crate::driver::Event;
-use crate::error::{Error, Result};
+use crate::ep::core::Lease;
+use crate::ep::tensor::Owner;
+use crate::ep::{DType, Element, Tensor, TypedTensor};
+use crate::error::Result;
 
 /// The result of a dispatch. The tensors lie in the place that the dispatch was given, and hold on to its borrow.
 ///
@@ -18,7 +19,7 @@ use crate::error::{Error, Result};
 /// `num_recv_tokens`; only its `recv_src_idx` is defined.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct DispatchOutput<'p> {
+pub struct Received<'p> {
     /// `[num_recv_tokens, hidden]`, dtype of x. Rows are `row_stride()` bytes apart, a multiple of 128.
     pub recv_x: Tensor<'p>,
     /// Scales of the rows, laid out as the scales of x, with `num_recv_tokens` rows.
@@ -49,22 +50,22 @@ pub struct DispatchOutput<'p> {
     pub(super) lease: Arc<Lease<Room>>,
 }
 
-impl<'p> DispatchOutput<'p> {
+impl<'p> Received<'p> {
     /// Rows `[num_recv_tokens, hidden]` of the place that peers gather from: experts that write their output here spare combine a copy.
     ///
     /// # Errors
-    /// [`Error::Capacity`] where a row is larger than the pool was made for, [`Error::Argument`] where they are given out already.
+    /// [`Error::Capacity`](crate::Error::Capacity) where a row is larger than the pool was made for, [`Error::Argument`](crate::Error::Argument) where they are given out already.
     pub fn combine_rows(&self, dtype: DType, hidden: u64) -> Result<PoolRows<'p>> {
-        self.lease.place.combine_rows(self.lease.clone() as Owner, dtype, self.recv_x.rows(), hidden)
+        self.lease.place().combine_rows(self.lease.clone() as Owner, dtype, self.recv_x.rows(), hidden)
     }
 
     /// Ends the borrow of the place, for callers that cannot carry lifetimes: what comes back says at use whether the rows are still there.
     pub fn detach(self) -> Detached {
-        self.lease.detached.store(true, Ordering::Release);
-        fn free<T: super::Element>(tensor: Option<TypedTensor<'_, T>>) -> Option<TypedTensor<'static, T>> {
+        self.lease.detach();
+        fn free<T: Element>(tensor: Option<TypedTensor<'_, T>>) -> Option<TypedTensor<'static, T>> {
             tensor.map(TypedTensor::outlive)
         }
-        Detached(DispatchOutput {
+        Detached(Received {
             recv_x: self.recv_x.outlive(),
             recv_x_scales: free(self.recv_x_scales),
             recv_topk_idx: free(self.recv_topk_idx),
@@ -84,20 +85,15 @@ impl<'p> DispatchOutput<'p> {
 /// The result of a dispatch, without a borrow of its place. A later dispatch there overwrites the rows; it comes behind what streams have
 /// been given by then.
 #[derive(Debug)]
-pub struct Detached(DispatchOutput<'static>);
+pub struct Detached(Received<'static>);
 
 impl Detached {
     /// The rows, for as long as `place` is borrowed.
     ///
     /// # Errors
-    /// [`Error::StaleHandle`] where a later dispatch has overwritten them, [`Error::Argument`] where they lie in another place.
-    pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p DispatchOutput<'p>> {
-        if !Arc::ptr_eq(&self.0.lease.place, &place.0) {
-            let rule = format!("the rows lie in place {} of their buffer", self.0.lease.place.index);
-            return Err(Error::argument("place", place.index(), rule));
-        }
-        self.0.lease.check_current()?;
-        Ok(&self.0)
+    /// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten them, [`Error::Argument`](crate::Error::Argument) where they lie in another place.
+    pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Received<'p>> {
+        self.0.lease.check_in(place.0.place()).map(|()| &self.0)
     }
 
     /// The routing, which nothing overwrites.

@@ -1,52 +1,33 @@
-//! Places for received rows: who holds one, and when it may be overwritten.
+//! Places for what dispatches bring: who holds one, and when it may be overwritten.
+//!
+//! Invariant: an operation overwrites a place behind everything that streams had been given while
+//! they could read what was there.
 
+use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use epoxide_gpu::layout::{PoolLayout, row_stride};
+use super::arena::Arena;
+use super::step::Overwrites;
+use crate::driver::{DevicePtr, Fence, Memory, Stream, give_up};
+use crate::ep::tensor::Owner;
+use crate::error::{Error, Result};
 
-use super::captured::Overwrites;
-use super::scratch::Arena;
-use super::tensor::{Element, Owner};
-use super::{DType, Tensor, TypedTensor};
-use crate::driver::{Fence, Memory, Stream, give_up};
-use crate::error::{Error, Result, Scope};
+/// Most places of a buffer.
+const MAX_PLACES: u32 = 64;
 
-/// Room in the pool for what one dispatch brings, and for the rows of its combine. A buffer has
-/// [`BufferOptions::places`](super::BufferOptions::places) of them, and each is handed out once, by [`Buffer::place`](super::Buffer::place).
-///
-/// A dispatch borrows its place mutably, and what it brings holds on to that borrow: a second dispatch there does not compile while
-/// the first one's rows are in use. All ranks give a dispatch the place of the same index.
-#[derive(Debug)]
-pub struct Place(pub(super) Arc<PlaceState<Room>>);
-
-impl Place {
-    /// Its index in the buffer.
-    pub fn index(&self) -> u32 {
-        self.0.index
+/// An error unless a buffer can have so many places.
+pub fn check_count(places: u32) -> Result<()> {
+    if (1..=MAX_PLACES).contains(&places) {
+        return Ok(());
     }
-
-    /// Rows here that peers gather from, for a combine without a dispatch before it, such as that of a backward pass;
-    /// see [`DispatchOutput::combine_rows`](super::DispatchOutput::combine_rows).
-    ///
-    /// # Errors
-    /// [`Error::Capacity`] where `rows` or the row is larger than the pool was made for, [`Error::Argument`] where they are given out
-    /// already.
-    pub fn combine_rows(&self, dtype: DType, rows: u64, hidden: u64) -> Result<PoolRows<'_>> {
-        self.0.combine_rows(self.0.share(), dtype, rows, hidden)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.0.take_back();
-    }
+    Err(Error::argument("places", places, format!("must be 1 to {MAX_PLACES}")))
 }
 
 /// The pool: peers map it, so that giving it back unmaps it at once. Waits for all streams of the device first.
 #[derive(Debug)]
-pub(super) struct Pool {
+pub struct Pool {
     memory: Arc<Memory>,
     arena: Arc<Arena>,
     timeout: Duration,
@@ -64,7 +45,7 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        let ended = self.arena.fence().and_then(|fence| fence.wait_timeout(self.timeout));
+        let ended = self.arena.wait_all(self.timeout);
         match ended {
             Ok(true) => {}
             // Running work may write to it.
@@ -77,10 +58,10 @@ impl Drop for Pool {
 
 /// A place of either mode. `R`: what there is in it.
 #[derive(Debug)]
-pub(super) struct PlaceState<R> {
-    pub index: u32,
-    pub buffer: u64,
-    pub room: R,
+pub struct PlaceState<R> {
+    index: u32,
+    buffer: u64,
+    room: R,
     pool: Arc<Pool>,
     arena: Arc<Arena>,
     /// Handed out to the caller.
@@ -88,16 +69,6 @@ pub(super) struct PlaceState<R> {
     /// Which dispatch's rows are there.
     generation: AtomicU64,
     lease: Mutex<LastLease<R>>,
-}
-
-/// Rows of a dispatch, and those of its combine.
-#[derive(Debug)]
-pub(super) struct Room {
-    /// The pool's layout with the rows of this place.
-    pub layout: PoolLayout,
-    pub max_row_bytes: u64,
-    /// The combine rows are given out.
-    pub rows_given: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -112,11 +83,43 @@ struct LastLease<R> {
 /// them goes, streams may still read: the next operation here comes behind what they have been
 /// given by then.
 #[derive(Debug)]
-pub(super) struct Lease<R> {
-    pub place: Arc<PlaceState<R>>,
-    pub generation: u64,
-    /// Nothing is borrowed any more: it says at use whether what it was for is still there.
-    pub detached: AtomicBool,
+pub struct Lease<R> {
+    place: Arc<PlaceState<R>>,
+    generation: u64,
+    /// Nothing is borrowed any more: each use checks whether the rows are still there.
+    detached: AtomicBool,
+}
+
+/// A place that is handed out. Others can have it once this is dropped.
+#[derive(Debug)]
+pub struct Held<R>(Arc<PlaceState<R>>);
+
+impl<R> Held<R> {
+    /// Hands out the place of index `index`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where there is no such place, or it is out already.
+    pub fn take(places: &[Arc<PlaceState<R>>], index: u32) -> Result<Held<R>> {
+        let Some(place) = places.get(index as usize) else {
+            let rule = format!("the buffer has {}: create it with more places", places.len());
+            return Err(Error::argument("place", index, rule));
+        };
+        if place.taken.swap(true, Ordering::AcqRel) {
+            return Err(Error::argument("place", index, "it is handed out already: drop that Place first"));
+        }
+        Ok(Held(place.clone()))
+    }
+
+    /// The place.
+    pub fn place(&self) -> &Arc<PlaceState<R>> {
+        &self.0
+    }
+}
+
+impl<R> Drop for Held<R> {
+    fn drop(&mut self) {
+        self.0.taken.store(false, Ordering::Release);
+    }
 }
 
 impl<R> PlaceState<R> {
@@ -133,23 +136,29 @@ impl<R> PlaceState<R> {
         })
     }
 
-    /// Hands out the place of index `index`.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] where there is no such place, or it is out already.
-    pub fn hand_out(places: &[Arc<Self>], index: u32) -> Result<Arc<Self>> {
-        let Some(place) = places.get(index as usize) else {
-            let rule = format!("the buffer has {}: create it with more places", places.len());
-            return Err(Error::argument("place", index, rule));
-        };
-        if place.taken.swap(true, Ordering::AcqRel) {
-            return Err(Error::argument("place", index, "it is handed out already: drop that Place first"));
-        }
-        Ok(place.clone())
+    /// Its index in the buffer.
+    pub fn index(&self) -> u32 {
+        self.index
     }
 
-    pub fn take_back(&self) {
-        self.taken.store(false, Ordering::Release);
+    /// The number of its buffer.
+    pub fn buffer(&self) -> u64 {
+        self.buffer
+    }
+
+    /// Its contents.
+    pub fn room(&self) -> &R {
+        &self.room
+    }
+
+    /// The pool that it is in, as the owner of tensors there.
+    pub fn pool(&self) -> Owner {
+        self.pool.clone()
+    }
+
+    /// Address of the byte `offset` of the pool.
+    pub fn at(&self, offset: u64) -> DevicePtr {
+        self.pool.memory().ptr().add(offset)
     }
 
     fn last_lease(&self) -> MutexGuard<'_, LastLease<R>> {
@@ -218,66 +227,12 @@ impl<R> PlaceState<R> {
     }
 
     /// Which dispatch's rows are there.
-    pub fn generation(&self) -> u64 {
+    fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
     }
 }
 
-impl PlaceState<Room> {
-    /// An error where a combine would stage its rows over those that the caller is writing.
-    pub fn check_rows_free(&self) -> Result<()> {
-        if self.room.rows_given.load(Ordering::Acquire) {
-            let rule = "its combine rows are given out (PoolRows): combine those, or drop them first";
-            return Err(Error::argument("place", self.index, rule));
-        }
-        Ok(())
-    }
-
-    fn share(&self) -> Owner {
-        self.pool.clone()
-    }
-
-    /// Rows of this place as a tensor.
-    pub fn rows<'p>(&self, owner: Owner, offset: u64, dtype: DType, rows: u64, hidden: u64) -> Tensor<'p> {
-        let at = self.pool.memory().ptr().add(offset);
-        Tensor::in_memory(at, dtype, &[rows, hidden], owner)
-            .with_row_stride(row_stride(hidden * dtype.size()))
-    }
-
-    /// A contiguous tensor in this place.
-    pub fn tensor<'p, T: Element>(&self, owner: Owner, offset: u64, shape: &[u64]) -> TypedTensor<'p, T> {
-        TypedTensor::in_memory(self.pool.memory().ptr().add(offset), shape, owner)
-    }
-
-    pub fn combine_rows<'p>(
-        self: &Arc<Self>,
-        owner: Owner,
-        dtype: DType,
-        rows: u64,
-        hidden: u64,
-    ) -> Result<PoolRows<'p>> {
-        let too_large = |what, needed, have, unit, remedy: &str| {
-            Err(Error::Capacity { what, needed, have, unit, remedy: remedy.into(), scope: Scope::ThisRank })
-        };
-        let row_bytes = hidden.saturating_mul(dtype.size());
-        if row_bytes > self.room.max_row_bytes {
-            let remedy = format!("create the buffer with max_row_bytes >= {row_bytes}");
-            return too_large("hidden", row_bytes, self.room.max_row_bytes, "bytes", &remedy);
-        }
-        if rows > self.room.layout.rows {
-            let remedy = "ask for as many as the dispatch received";
-            return too_large("combine rows", rows, self.room.layout.rows, "rows", remedy);
-        }
-        if self.room.rows_given.swap(true, Ordering::AcqRel) {
-            let rule = "its combine rows are given out already: drop those first";
-            return Err(Error::argument("place", self.index, rule));
-        }
-        let rows = self.rows(owner, self.room.layout.combine_x, dtype, rows, hidden).named("rows");
-        Ok(PoolRows { rows, place: self.clone() })
-    }
-}
-
-impl<R: Send + Sync + std::fmt::Debug> Overwrites for Lease<R> {
+impl<R: Send + Sync + Debug> Overwrites for Lease<R> {
     fn begin_again(self: Arc<Self>, stream: &Stream) -> Result<()> {
         self.place.check_free(&self)?;
         // This run waits for readers of the previous run's results on other streams.
@@ -292,6 +247,30 @@ impl<R: Send + Sync + std::fmt::Debug> Overwrites for Lease<R> {
 }
 
 impl<R> Lease<R> {
+    /// The place that it is for.
+    pub fn place(&self) -> &Arc<PlaceState<R>> {
+        &self.place
+    }
+
+    /// Which dispatch into the place it is for.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Ends the borrow of the place: later uses check whether the rows are still there.
+    pub fn detach(&self) {
+        self.detached.store(true, Ordering::Release);
+    }
+
+    /// An error unless `place` is the one that detached rows lie in, and they are still there.
+    pub fn check_in(&self, place: &Arc<PlaceState<R>>) -> Result<()> {
+        if !Arc::ptr_eq(&self.place, place) {
+            let rule = format!("the rows lie in place {} of their buffer", self.place.index);
+            return Err(Error::argument("place", place.index, rule));
+        }
+        self.check_current()
+    }
+
     /// An error where a later dispatch has overwritten the rows.
     pub fn check_current(&self) -> Result<()> {
         if self.place.generation() == self.generation {
@@ -314,28 +293,5 @@ impl<R> Drop for Lease<R> {
         if state.dispatches == self.generation || self.place.generation() == self.generation {
             state.ended = fence.inspect_err(|error| tracing::debug!("{error}")).ok();
         }
-    }
-}
-
-/// Rows `[rows, hidden]` of a place that peers gather from: experts that write their output here spare combine a copy
-/// ([`CombineRows::InPool`](super::CombineRows::InPool)). Rows are `row_stride()` bytes apart.
-///
-/// They are the caller's from the end of one combine to the start of the next.
-#[derive(Debug)]
-pub struct PoolRows<'p> {
-    rows: Tensor<'p>,
-    pub(super) place: Arc<PlaceState<Room>>,
-}
-
-impl<'p> PoolRows<'p> {
-    /// The rows.
-    pub fn tensor(&self) -> &Tensor<'p> {
-        &self.rows
-    }
-}
-
-impl Drop for PoolRows<'_> {
-    fn drop(&mut self) {
-        self.place.room.rows_given.store(false, Ordering::Release);
     }
 }

@@ -5,48 +5,97 @@ use std::sync::Arc;
 
 use epoxide_gpu::layout::{DevicePtr, FEW_RANKS};
 
-use super::Topology;
 use crate::driver::{Device, Memory};
+use crate::ep::Topology;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::transport::{self, TransportKind, TransportOptions};
 
-/// The mappings, and where every pool is.
+/// The pools of the ranks of a node, mapped.
 #[derive(Debug)]
-pub(super) struct Peers {
+pub struct Pools {
+    topology: Topology,
+    own: Arc<Memory>,
     /// By index within the node, the own pool included.
-    pub addresses: Vec<u64>,
+    addresses: Vec<u64>,
     _mappings: Vec<Arc<Memory>>,
 }
 
-impl Peers {
-    /// Where the pools of the first ranks are, as kernels are told it.
+impl Pools {
+    fn new(topology: Topology, rank: u32, own: Memory) -> Pools {
+        let mut addresses = vec![0; topology.ranks_per_node as usize];
+        addresses[topology.index(rank) as usize] = own.ptr().0;
+        Pools { topology, own: Arc::new(own), addresses, _mappings: Vec::new() }
+    }
+
+    fn add(&mut self, index: usize, mapping: Arc<Memory>) {
+        self.addresses[index] = mapping.ptr().0;
+        self._mappings.push(mapping);
+    }
+
+    /// Maps the pools of the ranks that are one node: all of them as `joined`, where that is given and
+    /// all can map each other's memory, else those of a node of `nodes`. `alloc` makes this rank's
+    /// pool; `meanwhile` runs, with the outcome of the first, before the second. Collective.
+    ///
+    /// # Errors
+    /// On every rank of the group where two of a node are linked in a way that the protocol cannot
+    /// use; and whatever `alloc`, `meanwhile`, the driver, the transport or the group reports.
+    pub fn map<T>(
+        device: &Arc<dyn Device>,
+        group: &dyn ProcessGroup,
+        (nodes, joined): (Topology, Option<Topology>),
+        transport: &TransportOptions,
+        alloc: impl Fn(Topology) -> Result<Memory>,
+        meanwhile: impl FnOnce(Topology) -> Result<T>,
+    ) -> Result<(Pools, T)> {
+        if let Some(joined) = joined
+            && let Some(pools) = Pools::joined(device, group, joined, transport, alloc(joined)?)?
+        {
+            return Ok((pools, meanwhile(joined)?));
+        }
+        let done = meanwhile(nodes)?;
+        Ok((Pools::of_node(device, group, nodes, alloc(nodes)?)?, done))
+    }
+
+    /// How ranks are spread over nodes, one of which the pools are of.
+    pub fn topology(&self) -> Topology {
+        self.topology
+    }
+
+    /// This rank's pool.
+    pub fn own(&self) -> &Arc<Memory> {
+        &self.own
+    }
+
+    /// The addresses of the pools, by index within the node.
+    pub fn addresses(&self) -> &[u64] {
+        &self.addresses
+    }
+
+    /// Where the pools of the first ranks are, as kernels get it.
     pub fn few(&self) -> [DevicePtr; FEW_RANKS] {
         std::array::from_fn(|rank| DevicePtr(self.addresses.get(rank).copied().unwrap_or(0)))
     }
 
-    /// Maps the pools of all ranks of the group, on one host or in one NVLink domain; `None`, on every
-    /// rank, where any rank cannot map another's or has no native atomics there. Collective.
-    ///
-    /// # Errors
-    /// Whatever the driver, the transport or the group reports.
-    pub fn map_all(
+    /// Maps the pools of all ranks of the group, which are one node in `topology`, on one host or in one
+    /// NVLink domain; `None`, on every rank, where any rank cannot map another's or has no native
+    /// atomics there. Collective.
+    fn joined(
         device: &Arc<dyn Device>,
         group: &dyn ProcessGroup,
+        topology: Topology,
         transport: &TransportOptions,
-        pool: &Arc<Memory>,
-    ) -> Result<Option<Peers>> {
+        own: Memory,
+    ) -> Result<Option<Pools>> {
         let rank = group.rank();
+        let mut pools = Pools::new(topology, rank, own);
         let others: Vec<u32> = (0..group.size()).filter(|peer| *peer != rank).collect();
         let devices = group.all_gather(device.info().pci_bus_id.as_bytes())?;
         let options = TransportOptions { kind: TransportKind::Auto, ..transport.clone() };
-        let links = transport::connect(&options, pool, group, &others, group.timeout())?;
-        let mut peers = Peers { addresses: vec![0; group.size() as usize], _mappings: Vec::new() };
-        peers.addresses[rank as usize] = pool.ptr().0;
+        let links = transport::connect(&options, &pools.own, group, &others, group.timeout())?;
         let mut map = |peer: u32| -> Result<bool> {
             let Some(mapping) = links.mapped(peer) else { return Ok(false) };
-            peers.addresses[peer as usize] = mapping.ptr().0;
-            peers._mappings.push(mapping.clone());
+            pools.add(peer as usize, mapping.clone());
             device.has_native_atomics_with(&String::from_utf8_lossy(&devices[peer as usize]))
         };
         // An error of this rank is one of all: they wait for its answer.
@@ -54,22 +103,17 @@ impl Peers {
         let answer = u8::from(*are_mapped.as_ref().unwrap_or(&false));
         let answers = group.all_gather(&[answer])?;
         are_mapped?;
-        Ok(answers.iter().all(|answer| answer[..] == [1]).then_some(peers))
+        Ok(answers.iter().all(|answer| answer[..] == [1]).then_some(pools))
     }
 
-    /// Exchanges descriptors with the ranks of this node and maps their pools, each of `bytes` bytes. Collective, among all ranks of the
-    /// group.
-    ///
-    /// # Errors
-    /// On every rank of the group where two of a node are linked in a way that the protocol cannot use; and whatever the driver or the group
-    /// reports.
-    pub fn map(
+    /// Exchanges descriptors with the ranks of this node and maps their pools, all as large as `own`.
+    /// Collective, among all ranks of the group.
+    fn of_node(
         device: &Arc<dyn Device>,
         group: &dyn ProcessGroup,
         topology: Topology,
-        pool: &Memory,
-        bytes: u64,
-    ) -> Result<Peers> {
+        own: Memory,
+    ) -> Result<Pools> {
         let rank = group.rank();
         // Only the ranks of a node see each other's pools.
         let node_group;
@@ -91,23 +135,18 @@ impl Peers {
         }
         refuse_unfit_links(group, unfit)?;
 
-        let fd = pool.export()?;
-        let mut peers = Peers { addresses: vec![0; devices.len()], _mappings: Vec::new() };
+        let (fd, bytes) = (own.export()?, own.bytes());
+        let mut pools = Pools::new(topology, rank, own);
         for (peer, fds) in node.exchange_fds(&[fd.as_fd()])?.into_iter().enumerate() {
-            if peer == index {
-                peers.addresses[peer] = pool.ptr().0;
-                continue;
-            }
-            for fd in fds {
+            for fd in fds.into_iter().filter(|_| peer != index) {
                 let mapping = Memory::import(device, fd, bytes, &format!("pool of rank {}", rank_of(peer)))?;
-                peers.addresses[peer] = mapping.ptr().0;
-                peers._mappings.push(Arc::new(mapping));
+                pools.add(peer, Arc::new(mapping));
             }
         }
         if topology.nodes > 1 {
             node.destroy()?;
         }
-        Ok(peers)
+        Ok(pools)
     }
 }
 

@@ -1,0 +1,176 @@
+//! Streams of operations: where one runs, the caller's or the buffer's own, and what it comes behind.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::sequence::Sequence;
+use crate::driver::{Device, Event, Stream, give_up};
+use crate::error::Result;
+
+/// Which stream an operation runs on, what it waits for, and who waits for it.
+///
+/// The operations of one [`Buffer`](crate::throughput::Buffer) come one after the other on every rank, whatever streams they run on. Only within a
+/// recording that spans several streams their order is the recorder's affair.
+///
+/// Two *different* buffers have no order between them. Their operations wait for peers while they hold multiprocessors: where one rank
+/// launches buffer A's before B's and another one B's before A's, on streams that run side by side, and both do not fit on the device at
+/// once ([`Config::num_sms`](crate::throughput::Config) blocks each), they wait for each other until their deadlines; the error then
+/// names the other buffer. Launch them in one order on every rank, or on one
+/// stream, or give each so few multiprocessors that all fit.
+#[derive(Debug, Clone, Copy)]
+pub struct StreamOrder<'a> {
+    caller: &'a Stream,
+    previous_event: Option<&'a Event>,
+    on_comm_stream: bool,
+    asynchronous: bool,
+}
+
+impl<'a> StreamOrder<'a> {
+    /// Runs on the caller's stream itself. Can be captured in a graph.
+    pub fn on(stream: &'a Stream) -> Self {
+        StreamOrder { caller: stream, previous_event: None, on_comm_stream: false, asynchronous: false }
+    }
+
+    /// Runs on the buffer's high-priority communication stream, after what `stream` holds now; `stream` then waits for
+    /// the end. With [`StreamOrder::asynchronous`] it does not wait, so that work of the caller's runs beside the communication, until it waits for
+    /// the event of the output.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+    /// # use epoxide::group::launch::run_threads;
+    /// use epoxide::driver::Stream;
+    /// use epoxide::throughput::*;
+    /// use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
+    ///
+    /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
+    /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+    /// let stream = Stream::new(&device, false)?;
+    /// #     let shape = Shape { max_tokens_per_rank: 2, max_row_bytes: 64, max_topk: 1, max_scales: 0 };
+    /// #     let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
+    /// #     let mut place = buffer.place(0)?;
+    /// #     let x = Tensor::from_host(&stream, DType::F32, &[2, 16], &[rank as f32; 32])?;
+    /// #     let topk_idx = TypedTensor::from_host(&stream, &[2, 1], &[0i64, 1])?;
+    /// let layout = buffer.get_dispatch_layout(&topk_idx, 2, StreamOrder::on(&stream))?;
+    /// // How many rows come stays on the device, so that the host waits for nothing either.
+    /// let counts = Counts::OnDevice { capacity: buffer.capacity() };
+    /// let request = DispatchRequest::new(&x, &layout).counts(counts);
+    /// let received = buffer.dispatch(&mut place, request, StreamOrder::comm(&stream).asynchronous())?;
+    ///
+    /// // Work enqueued on `stream` here, such as the layer's shared experts, runs beside the dispatch.
+    ///
+    /// if let Some(arrived) = &received.event {
+    ///     stream.wait(arrived)?;
+    /// }
+    /// // From here on `stream` may read `received.recv_x`.
+    /// let request = CombineRequest::new(&received.recv_x, &received.handle);
+    /// let combined = buffer.combine(request, StreamOrder::comm(&stream))?;
+    /// #     combined.combined_x.to_host::<f32>(&stream)
+    /// # })?;
+    /// # assert_eq!(sums, [vec![0.0; 32], vec![1.0; 32]]);
+    /// # Ok::<(), epoxide::group::launch::RankFailure>(())
+    /// ```
+    pub fn comm(stream: &'a Stream) -> Self {
+        StreamOrder { on_comm_stream: true, ..StreamOrder::on(stream) }
+    }
+
+    /// Waits for `event` instead of all that the caller's stream holds; on the caller's own stream, as well.
+    pub fn after(self, event: &'a Event) -> Self {
+        StreamOrder { previous_event: Some(event), ..self }
+    }
+
+    /// Leaves the caller's stream alone at the end: the output has an event to wait for.
+    pub fn asynchronous(self) -> Self {
+        StreamOrder { asynchronous: true, ..self }
+    }
+}
+
+/// A buffer's own stream, and the events that order it with those of callers.
+#[derive(Debug)]
+pub struct Enqueuer {
+    comm_stream: Stream,
+    start: Event,
+    /// Where the last captured operation ends, in its recording.
+    captured_end: Event,
+    sequence: Arc<Sequence>,
+}
+
+impl Enqueuer {
+    pub fn new(device: &Arc<dyn Device>) -> Result<Arc<Enqueuer>> {
+        Ok(Arc::new(Enqueuer {
+            comm_stream: Stream::unfenced(device, true)?,
+            start: Event::new(device, false)?,
+            captured_end: Event::new(device, false)?,
+            sequence: Sequence::new(device)?,
+        }))
+    }
+
+    /// The buffer's own stream, of high priority.
+    pub fn comm_stream(&self) -> &Stream {
+        &self.comm_stream
+    }
+
+    /// The order of the buffer's operations.
+    pub fn sequence(&self) -> &Arc<Sequence> {
+        &self.sequence
+    }
+
+    /// Whether an operation is only recorded.
+    pub fn is_capturing(order: StreamOrder<'_>) -> Result<bool> {
+        order.caller.is_capturing()
+    }
+
+    /// Runs `work` where `order` says, behind the operation before; gives the event of an asynchronous call. `capturing`: whether the caller's
+    /// stream only records; `operation`: its name, where it waits for peers.
+    pub fn run(
+        &self,
+        order: StreamOrder<'_>,
+        capturing: bool,
+        operation: Option<&'static str>,
+        work: impl FnOnce(&Stream) -> Result<()>,
+    ) -> Result<Option<Event>> {
+        let caller = order.caller;
+        let stream = if order.on_comm_stream { &self.comm_stream } else { caller };
+        match order.previous_event {
+            Some(event) => stream.wait(event)?,
+            None if order.on_comm_stream => {
+                self.start.record(caller)?;
+                stream.wait(&self.start)?;
+            }
+            None => {}
+        }
+        let outcome = if capturing {
+            let outcome = work(stream);
+            outcome.and(self.captured_end.record(stream))
+        } else {
+            let turn = self.sequence.begin(stream, operation)?;
+            let outcome = work(stream);
+            // After an error as well: kernels that were launched still run, and the memory they use is given back.
+            outcome.and(turn.end(stream))
+        };
+        if order.asynchronous && outcome.is_ok() {
+            let event = Event::new(stream.device(), false)?;
+            event.record(stream)?;
+            return Ok(Some(event));
+        }
+        if order.on_comm_stream {
+            let waits =
+                if capturing { caller.wait(&self.captured_end) } else { self.sequence.wait_on(caller) };
+            return outcome.and(waits).map(|()| None);
+        }
+        outcome.map(|()| None)
+    }
+
+    /// Takes no operation any more, and waits for the last one: kernels in flight hold addresses of memory that goes next. Where it takes
+    /// longer than `limit`, the device is given up. Errors have nowhere to go.
+    pub fn close(&self, limit: Duration) {
+        self.sequence.close();
+        let start = Instant::now();
+        let copies = self.comm_stream.wait_timeout(limit);
+        let last = self.sequence.wait(limit.saturating_sub(start.elapsed()));
+        // Our kernels end by their own deadlines, but not before what the caller's stream was given before them.
+        if matches!(copies, Ok(false)) || matches!(last, Ok(false)) {
+            give_up(self.comm_stream.device(), "the last operation of a buffer", limit);
+        }
+    }
+}

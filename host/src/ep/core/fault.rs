@@ -1,0 +1,325 @@
+//! Faults: what kernels of a buffer record in mapped host memory, and the errors made of it.
+//!
+//! The report of an expired wait lists the other buffers of the process. Ranks that launch the
+//! operations of two buffers in different orders wait for each other if both do not fit on the
+//! device, which the state of one buffer does not show.
+
+use std::fmt::Debug;
+use std::mem::offset_of;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+
+use epoxide_gpu::layout::{
+    FAILED_PLANS, FailedPlans, LATE_PEERS, MAX_WORLD, MISSING_TOKENS, STATUS, Section, Status, Wait,
+    ready_epoch,
+};
+
+use super::network::Network;
+use super::sequence::Sequence;
+use crate::driver::{Device, DevicePtr, MappedMemory, Report, Stream};
+use crate::ep::Topology;
+use crate::ep::tensor::Outcome;
+use crate::error::{Error, Result};
+
+/// All buffers of this process, and some that are gone.
+static BUFFERS: Mutex<Vec<Weak<Faults>>> = Mutex::new(Vec::new());
+
+fn buffers() -> MutexGuard<'static, Vec<Weak<Faults>>> {
+    BUFFERS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The set that a kernel numbers its peers in.
+#[derive(Debug, Clone, Copy)]
+enum Counted {
+    /// The ranks of this node.
+    Node,
+    /// All ranks; the rank of this node with the same index relays for that one.
+    Relay,
+    /// The nodes: the rank there with this one's index.
+    Rail,
+    /// All ranks.
+    World,
+}
+
+/// Kinds of records about a peer.
+#[derive(Debug, Clone, Copy)]
+enum Found {
+    /// The wait of an operation for a word expired. `None`: the recorded call names the operation.
+    Late(Option<&'static str>, &'static str),
+    /// The same for a packed ready word, which holds its epoch.
+    LateReady(&'static str, &'static str),
+    /// The peer made another call.
+    OtherCall,
+}
+
+/// All records about peers. The text of any other is the mode's ([`Calls::error`]).
+const FAULTS: [(Wait, Counted, Found); 24] = [
+    (Wait::Counts, Counted::Node, Found::Late(Some("notify"), "counts")),
+    (Wait::DispatchReady, Counted::Node, Found::LateReady("dispatch", "ready")),
+    (Wait::DispatchDone, Counted::Node, Found::Late(Some("dispatch"), "done")),
+    (Wait::CombineReady, Counted::Node, Found::LateReady("combine", "ready")),
+    (Wait::CombineDone, Counted::Node, Found::Late(Some("combine"), "done")),
+    (Wait::Staged, Counted::Node, Found::Late(Some("combine"), "staged rows")),
+    (Wait::OtherCall, Counted::Node, Found::OtherCall),
+    (Wait::NodeCounts, Counted::Rail, Found::Late(Some("notify"), "counts of the node")),
+    (Wait::RelayedCounts, Counted::Relay, Found::Late(Some("notify"), "counts that it relays")),
+    (Wait::DispatchNodeReady, Counted::Rail, Found::LateReady("dispatch", "ready of the node")),
+    (Wait::DispatchArrival, Counted::Rail, Found::Late(Some("dispatch"), "rows of the node")),
+    (Wait::CombineNodeReady, Counted::Rail, Found::LateReady("combine", "ready of the node")),
+    (Wait::CombineArrival, Counted::Rail, Found::Late(Some("combine"), "sums of the node")),
+    (Wait::NotifyQueue, Counted::Rail, Found::Late(Some("notify"), "the queue to it")),
+    (Wait::DispatchQueue, Counted::Rail, Found::Late(Some("dispatch"), "the queue to it")),
+    (Wait::CombineQueue, Counted::Rail, Found::Late(Some("combine"), "the queue to it")),
+    (Wait::OtherNodeCall, Counted::Rail, Found::OtherCall),
+    (Wait::LowLatencyReady, Counted::World, Found::Late(None, "ready")),
+    (Wait::LowLatencyEnter, Counted::World, Found::Late(None, "its call")),
+    (Wait::LowLatencyIds, Counted::World, Found::Late(None, "expert ids")),
+    (Wait::LowLatencyRows, Counted::World, Found::Late(None, "rows")),
+    (Wait::LowLatencyReturned, Counted::World, Found::Late(None, "returned rows")),
+    (Wait::LowLatencyQueue, Counted::World, Found::Late(None, "the queue to it")),
+    (Wait::LowLatencyOtherCall, Counted::World, Found::OtherCall),
+];
+
+/// The row of [`FAULTS`] for what a kernel recorded.
+fn look_up(code: u64) -> (Counted, Found) {
+    let known = FAULTS.iter().find(|(wait, ..)| *wait as u64 == code);
+    known.map_or((Counted::World, Found::Late(Some("unknown"), "unknown")), |&(_, peer, found)| (peer, found))
+}
+
+/// How a mode reads the words that describe its calls.
+pub trait Calls: Debug + Send + Sync {
+    /// The error of a record that is not about a peer; `None` where it is.
+    fn error(&self, status: &Status) -> Option<Error>;
+
+    /// The operation that a recorded call is of, and its place where the call has one.
+    fn name(&self, call: u64) -> (&'static str, Option<u32>);
+
+    /// The call in a word of the operation `epoch`.
+    fn describe(&self, word: u64, epoch: u64) -> String;
+}
+
+/// The first failure that kernels of a buffer have recorded. Shared with the buffer's results and
+/// steps, which outlive it.
+#[derive(Debug)]
+pub struct Faults {
+    id: u64,
+    rank: u32,
+    topology: Topology,
+    max_tokens: u32,
+    device: Arc<dyn Device>,
+    sequence: Arc<Sequence>,
+    memory: MappedMemory,
+    calls: Box<dyn Calls>,
+    network: OnceLock<Weak<Network>>,
+    /// Other possible causes of an expired wait, as they were when it was first seen: later calls
+    /// give the same error.
+    context: Mutex<Option<Box<str>>>,
+}
+
+impl Report for Faults {
+    fn report(&self) -> Result<()> {
+        self.check()
+    }
+}
+
+impl Outcome for Faults {
+    fn come_before(&self, stream: &Stream) -> Result<()> {
+        self.sequence.come_before(stream)
+    }
+}
+
+impl Faults {
+    /// The faults of a new buffer, for up to `max_tokens` tokens of this rank. Reports of other
+    /// buffers list the buffer as long as something holds this.
+    pub fn new(
+        device: &Arc<dyn Device>,
+        sequence: &Arc<Sequence>,
+        (rank, topology): (u32, Topology),
+        max_tokens: u32,
+        calls: Box<dyn Calls>,
+    ) -> Result<Arc<Faults>> {
+        let (status_bytes, plans_bytes) = (size_of::<Status>() as u64, size_of::<FailedPlans>() as u64);
+        let memory = MappedMemory::alloc(device, MISSING_TOKENS + u64::from(max_tokens), "status")?;
+        memory.describe(&[
+            Section::one("wait", status_bytes).of(STATUS),
+            Section::one("failed_plans", plans_bytes).of(FAILED_PLANS).at(status_bytes),
+            Section::array("late_peers", 2 * MAX_WORLD as u64, 8).at(LATE_PEERS),
+            Section::array("missing_tokens", max_tokens.into(), 1).at(MISSING_TOKENS),
+        ]);
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let faults = Arc::new(Faults {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            rank,
+            topology,
+            max_tokens,
+            device: device.clone(),
+            sequence: sequence.clone(),
+            memory,
+            calls,
+            network: OnceLock::new(),
+            context: Mutex::default(),
+        });
+        let mut buffers = buffers();
+        buffers.retain(|buffer| buffer.strong_count() > 0);
+        buffers.push(Arc::downgrade(&faults));
+        Ok(faults)
+    }
+
+    /// The buffer's number among those of this process, whatever their modes.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The buffer's rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// How the buffer's ranks are spread over nodes.
+    pub fn topology(&self) -> Topology {
+        self.topology
+    }
+
+    /// The memory that kernels record in, which begins with the [`Status`].
+    pub fn memory(&self) -> &MappedMemory {
+        &self.memory
+    }
+
+    /// Device address of the word that is not 0 once a wait has failed.
+    pub fn status_ptr(&self) -> DevicePtr {
+        self.memory.ptr().add(offset_of!(Status, code) as u64)
+    }
+
+    /// Device address of the bytes that [`Faults::missing`] reads.
+    pub fn missing_ptr(&self) -> DevicePtr {
+        self.memory.ptr().add(MISSING_TOKENS)
+    }
+
+    /// Names the network whose failures belong to the report of an expired wait.
+    pub fn watch(&self, network: &Arc<Network>) {
+        let _ = self.network.set(Arc::downgrade(network));
+    }
+
+    /// Forgets what was recorded.
+    pub fn clear(&self, stream: &Stream) -> Result<()> {
+        *self.context() = None;
+        self.memory.clear(stream)
+    }
+
+    /// The error of the first wait that expired, or met another call.
+    pub fn check(&self) -> Result<()> {
+        if !self.has_failed()? {
+            return Ok(());
+        }
+        let status: Status = self.memory.read(0)?;
+        if let Some(error) = self.calls.error(&status) {
+            return Err(error);
+        }
+        let Status { code, epoch, needed, seen, waited_ns, .. } = status;
+        let (rank, peer) = (self.rank, self.rank_of(code, status.peer as u32));
+        let (name, place) = self.calls.name(status.call);
+        let (operation, word, seen) = match look_up(code).1 {
+            Found::OtherCall => {
+                let [ours, theirs] = [needed, seen].map(|word| self.calls.describe(word, epoch));
+                return Err(Error::OtherCall { rank, peer, epoch, ours, theirs });
+            }
+            Found::Late(operation, word) => (operation.unwrap_or(name), word, seen),
+            Found::LateReady(operation, word) => (operation, word, ready_epoch(seen, epoch)),
+        };
+        Err(Error::PeerTimeout {
+            rank,
+            peer,
+            operation,
+            place,
+            late: self.late_ranks(peer)?.into(),
+            word,
+            epoch,
+            needed,
+            seen,
+            waited: Duration::from_nanos(waited_ns),
+            beside: self.context().get_or_insert_with(|| self.find_context().into()).clone(),
+        })
+    }
+
+    /// The rank that a kernel calls `number` where it recorded `code`.
+    fn rank_of(&self, code: u64, number: u32) -> u32 {
+        let (topology, node) = (self.topology, self.topology.node(self.rank));
+        match look_up(code).0 {
+            Counted::Node => topology.rank(node, number),
+            Counted::Relay => topology.rank(node, topology.index(number)),
+            Counted::Rail => topology.rank(number, topology.index(self.rank)),
+            Counted::World => number,
+        }
+    }
+
+    fn context(&self) -> MutexGuard<'_, Option<Box<str>>> {
+        self.context.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Possible causes of an expired wait, for the end of its report: failures of the network, and
+    /// the other buffers of this process and device with operations in flight, or with one that has
+    /// failed meanwhile. Empty where there are none.
+    fn find_context(&self) -> String {
+        let network = self.network.get().and_then(Weak::upgrade);
+        let network = network.map_or_else(String::new, |network| network.context());
+        // An upgraded reference may be the last of a buffer that is just dropped: it must not be dropped while the list is locked.
+        let others: Vec<Arc<Faults>> = buffers().iter().filter_map(Weak::upgrade).collect();
+        let others = others.iter().filter(|other| other.id != self.id && other.is_on(&self.device));
+        let named = others.filter_map(|other| other.unfinished());
+        let named = named.collect::<Vec<_>>().join(" and ");
+        if named.is_empty() {
+            return network;
+        }
+        format!(
+            "{network}; {named} on this device: operations of two buffers that are not launched in the same order on every rank wait for each \
+             other where both do not fit on the device"
+        )
+    }
+
+    fn is_on(&self, device: &Arc<dyn Device>) -> bool {
+        let (own, other) = (&self.device.info().pci_bus_id, &device.info().pci_bus_id);
+        // A GPU may have been opened twice; virtual ones have no address.
+        Arc::ptr_eq(&self.device, device) || (!own.is_empty() && own == other)
+    }
+
+    /// Whether a kernel of the buffer has recorded that a wait failed.
+    fn has_failed(&self) -> Result<bool> {
+        // The device stores `code` with release after the rest, and this load acquires it.
+        Ok(self.memory.load(offset_of!(Status, code) as u64)? != 0)
+    }
+
+    /// The ranks whose words had not come when waits expired, in ascending order: `peer`, which the
+    /// record names, and all that had not entered the operation, or where all had, those of which
+    /// something else had not come. A kernel may still be about to note one.
+    fn late_ranks(&self, peer: u32) -> Result<Vec<u32>> {
+        let mut late = Vec::new();
+        for entry in 0..2 * MAX_WORLD as u32 {
+            if entry == MAX_WORLD as u32 && !late.is_empty() {
+                break;
+            }
+            let what = self.memory.load(LATE_PEERS + u64::from(entry) * 8)?;
+            late.extend((what != 0).then(|| self.rank_of(what, entry % MAX_WORLD as u32)));
+        }
+        late.push(peer);
+        late.sort_unstable();
+        late.dedup();
+        Ok(late)
+    }
+
+    /// For each token of this rank, whether a combine that gave up may have left it without its sum.
+    /// All that uses the tokens has ended.
+    pub fn missing(&self) -> Result<Vec<u8>> {
+        self.memory.read_all(MISSING_TOKENS, self.max_tokens)
+    }
+
+    fn unfinished(&self) -> Option<String> {
+        let (id, operation) = (self.id, self.sequence.last_operation()?);
+        if self.has_failed().is_ok_and(|failed| failed) {
+            return Some(format!("buffer {id} of this process has a {operation} that failed as well"));
+        }
+        // Where the driver cannot say, nothing is claimed.
+        let in_flight = self.sequence.has_ended().is_ok_and(|ended| !ended);
+        in_flight.then(|| format!("buffer {id} of this process has a {operation} in flight"))
+    }
+}

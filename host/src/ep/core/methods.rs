@@ -1,0 +1,231 @@
+//! The methods that buffers and their options have in both modes.
+
+/// Writes them into an `impl Buffer`, whose field `core` they forward to. Before a method's name:
+/// what its documentation adds in this mode.
+macro_rules! buffer_methods {
+    (
+        $(#[$capture:meta])* capture,
+        $(#[$status_ptr:meta])* status_ptr,
+        $(#[$missing_ptr:meta])* missing_ptr $(,)?
+    ) => {
+        /// Its number among the buffers that this process has made, by which errors name it.
+        pub fn id(&self) -> u64 {
+            self.core.id()
+        }
+
+        /// The device it lives on.
+        pub fn device(&self) -> &Arc<dyn Device> {
+            self.core.device()
+        }
+
+        /// This rank.
+        pub fn rank(&self) -> u32 {
+            self.core.rank()
+        }
+
+        /// Ranks of the group.
+        pub fn num_ranks(&self) -> u32 {
+            self.core.topology().ranks()
+        }
+
+        /// Nodes of the group; 1 where all ranks' memory is mapped, whatever `ranks_per_node` of
+        /// the options is.
+        pub fn num_nodes(&self) -> u32 {
+            self.core.topology().nodes
+        }
+
+        /// Ranks of each node.
+        pub fn ranks_per_node(&self) -> u32 {
+            self.core.topology().ranks_per_node
+        }
+
+        /// This rank's node, its "RDMA rank".
+        pub fn node(&self) -> u32 {
+            self.core.topology().node(self.rank())
+        }
+
+        /// Device bytes of the pool, rounding included.
+        pub fn pool_bytes(&self) -> u64 {
+            self.core.pool().footprint()
+        }
+
+        /// Bytes of wire memory; 0 with one node.
+        pub fn wire_bytes(&self) -> u64 {
+            self.core.network().map_or(0, |network| network.bytes())
+        }
+
+        /// Hands out the place of index `index`. Others can have it once the [`Place`] is dropped.
+        ///
+        /// # Errors
+        /// [`Error::Argument`] where the buffer has no such place or it is handed out already.
+        pub fn place(&self, index: u32) -> Result<Place> {
+            self.core.place(index).map(Place)
+        }
+
+        /// Captures what `work` enqueues on `stream`. It is called twice: once to run, so that
+        /// recording allocates and loads nothing, and once to be recorded. Collective, as the calls
+        /// in it are. Waits for the first run.
+        ///
+        /// Results are returned from `work` detached, since every run of the step brings new ones.
+        ///
+        /// A step is ordered with the buffer's other operations on whatever streams they run, and
+        /// its launch returns the error of a failed one. A recording that was made otherwise (a
+        /// framework's own), whose launch is `unsafe`, is neither: it keeps memory of the buffer and
+        /// its inputs for as long as the buffer lives.
+        ///
+        $(#[$capture])*
+        /// # Errors
+        /// Errors of `work` and of the driver.
+        pub fn capture<T>(
+            &mut self,
+            stream: &Stream,
+            work: impl FnMut(&mut Buffer, StreamOrder<'_>) -> Result<T>,
+        ) -> Result<Step<T>> {
+            Core::capture(self, stream, work)
+        }
+
+        /// Device address of the buffer's status, 8 bytes in mapped host memory: 0 until an
+        /// operation fails in a way after which the buffer is of no use, some other number from then
+        /// on. A kernel of the caller's own that runs behind an operation reads it to learn whether
+        /// that operation gave results, also in a replayed graph; [`Buffer::check`] returns the
+        /// error on the host.
+        ///
+        /// Read it with `ld.acquire.sys` of 8 bytes. The address stays valid, and the same, as long
+        /// as the buffer.
+        ///
+        $(#[$status_ptr])*
+        pub fn status_ptr(&self) -> DevicePtr {
+            self.core.faults().status_ptr()
+        }
+
+        /// Device address of the tokens that a combine has left without their sums, in mapped host
+        /// memory: one u8 for each token that this rank may have, 1 where a combine that gave up may
+        /// not have made the sum, else 0. A kernel of the caller's own reads them behind the
+        /// combine, where [`Buffer::status_ptr`] shows a failure, also in a replayed graph.
+        ///
+        $(#[$missing_ptr])*
+        pub fn missing_ptr(&self) -> DevicePtr {
+            self.core.faults().missing_ptr()
+        }
+
+        /// The tokens that a combine has left without their sums, by number in ascending order, as
+        /// [`Buffer::missing_ptr`] has them on the device; empty as long as no operation has failed.
+        /// The sums of all others are right. It waits for all that the device's streams were given.
+        ///
+        /// # Errors
+        /// [`Error::Os`] where that has not ended after twice the buffer's timeout.
+        pub fn missing_tokens(&self) -> Result<Vec<u32>> {
+            self.core.missing_tokens()
+        }
+
+        /// Has the kernels that follow record when each of their blocks reached each phase, up to
+        /// `blocks` blocks in all; launches beyond that go untraced. Kernels without phases, such as
+        /// those of layouts and copies, are not in it.
+        ///
+        /// A CUDA graph that was captured meanwhile keeps writing to the trace: end its use before
+        /// [`Buffer::take_trace`].
+        ///
+        /// # Errors
+        /// [`Error::Argument`] for no blocks, [`Error::OutOfMemory`].
+        #[doc(hidden)]
+        pub fn start_trace(&mut self, blocks: u64) -> Result<()> {
+            self.core.start_trace(blocks)
+        }
+
+        /// Ends the trace and reads it: the launches in order, and how many went untraced. Waits for
+        /// the last operation; `stream` carries the copy. Empty without a trace.
+        ///
+        /// # Errors
+        /// Whatever the driver reports.
+        #[doc(hidden)]
+        pub fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
+            self.core.take_trace(stream)
+        }
+
+        /// The ranks of other nodes whose wire memory kernels here write themselves, ascending;
+        /// queues lead to the others.
+        #[doc(hidden)]
+        pub fn mapped_peers(&self) -> Vec<u32> {
+            self.core.network().map_or_else(Vec::new, |network| network.mapped_peers())
+        }
+
+        /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue,
+        /// peer). Empty with one node, and where all peers are mapped.
+        #[doc(hidden)]
+        pub fn wire_stats(&self) -> Vec<(u32, u32, QueueStats)> {
+            self.core.network().map_or_else(Vec::new, |network| network.stats())
+        }
+
+        /// Records when each put is carried out from now on, up to `capacity` of them.
+        #[doc(hidden)]
+        pub fn start_put_trace(&self, capacity: usize) {
+            if let Some(network) = self.core.network() {
+                network.start_trace(capacity);
+            }
+        }
+
+        /// The puts since [`Buffer::start_put_trace`]; ends the recording.
+        #[doc(hidden)]
+        pub fn take_put_trace(&self) -> Vec<PutTrace> {
+            self.core.network().map_or_else(Vec::new, |network| network.take_trace())
+        }
+    };
+}
+
+/// Writes those of the options into their `impl`. Before a method's name: what its documentation
+/// adds in this mode.
+macro_rules! option_methods {
+    (
+        $(#[$ranks_per_node:meta])* ranks_per_node,
+        $(#[$keep_nodes:meta])* keep_nodes,
+        $(#[$transport:meta])* transport $(,)?
+    ) => {
+        /// Places for received rows, 1 to 64: so many dispatches' results can be in use at once.
+        /// Each takes the pool's memory once more.
+        pub fn places(mut self, places: u32) -> Self {
+            self.places = places;
+            self
+        }
+
+        /// Longest wait for a peer. On virtual GPUs of
+        /// [`run_threads`](crate::group::launch::run_threads) the ranks' own clock counts, which stands
+        /// while any of them is at work ([`Time::OfRanks`](crate::driver::virt::Time::OfRanks)).
+        pub fn timeout(mut self, timeout: Duration) -> Self {
+            self.timeout = timeout;
+            self
+        }
+
+        /// Whether a combine that fails leaves NaN where it has no sum, for kernels that read sums
+        /// and see no error; else what was there before. By default it does.
+        pub fn nan_on_failure(mut self, nan: bool) -> Self {
+            self.nan_on_failure = nan;
+            self
+        }
+
+        /// Ranks of a node, 1 to 8, that map each other's memory: ranks 0 to `ranks_per_node - 1` are
+        /// node 0, and so on. Nodes talk through [`Self::transport`]. Without: all ranks are one node.
+        ///
+        $(#[$ranks_per_node])*
+        pub fn ranks_per_node(mut self, ranks: u32) -> Self {
+            self.ranks_per_node = Some(ranks);
+            self
+        }
+
+        /// Keeps nodes apart though all ranks can map each other's memory: rows travel as over tcp
+        /// or verbs.
+        $(#[$keep_nodes])*
+        pub fn keep_nodes(mut self) -> Self {
+            self.keep_nodes = true;
+            self
+        }
+
+        /// The transport of rows between nodes; unused with one node.
+        $(#[$transport])*
+        pub fn transport(mut self, transport: TransportOptions) -> Self {
+            self.transport = transport;
+            self
+        }
+    };
+}
+
+pub(crate) use {buffer_methods, option_methods};

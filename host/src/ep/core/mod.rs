@@ -1,0 +1,353 @@
+//! The buffer core: what every operation of a buffer needs, whatever its mode.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `mod.rs` | [`Core`]: a buffer without rows, counts and layouts; the modes call its methods |
+//! | `enqueue.rs`, `sequence.rs` | the stream of an operation, and the order of operations on the device |
+//! | `place.rs` | places: who holds one, and when it may be overwritten |
+//! | `arena.rs` | device memory that operations reuse |
+//! | `peers.rs` | the pools of the node, mapped |
+//! | `network.rs` | the way to other nodes |
+//! | `fault.rs` | what kernels record, and the errors made of it |
+//! | `step.rs` | recordings, and what they keep |
+//! | `trace.rs` | when blocks reached their phases |
+//! | `methods.rs` | the public methods that buffers and options of both modes have |
+//!
+//! A method that would need to know the mode belongs to the mode.
+
+mod arena;
+mod enqueue;
+mod fault;
+mod methods;
+mod network;
+mod peers;
+mod place;
+mod sequence;
+mod step;
+mod trace;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytemuck::Zeroable;
+use epoxide_gpu::layout::{Comm, DevicePtr};
+
+pub use arena::{Arena, Block, Offsets, Pieces};
+pub use enqueue::StreamOrder;
+pub use fault::{Calls, Faults};
+pub(crate) use methods::{buffer_methods, option_methods};
+pub use network::Network;
+pub use peers::Pools;
+pub use place::{Held, Lease, PlaceState, check_count};
+pub use step::Step;
+pub use trace::TracedLaunch;
+
+use enqueue::Enqueuer;
+use place::Pool;
+use step::Recordings;
+use trace::Trace;
+
+use super::Topology;
+use super::tensor::Owner;
+use crate::driver::{Device, Event, Memory, Stream};
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
+use crate::transport::TransportOptions;
+
+/// A buffer, but for its mode. `R`: what a place has room for.
+#[derive(Debug)]
+pub struct Core<R> {
+    // Dropped in this order: streams first, so that no kernel runs when memory is freed.
+    enqueuer: Arc<Enqueuer>,
+    network: Option<Arc<Network>>,
+    arena: Arc<Arena>,
+    faults: Arc<Faults>,
+    places: Vec<Arc<PlaceState<R>>>,
+    pool: Arc<Pool>,
+    pools: Pools,
+    recordings: Recordings,
+    /// Where kernels write when their blocks reached each phase, while a caller wants to know.
+    trace: Option<Trace>,
+    device: Arc<dyn Device>,
+    timeout: Duration,
+}
+
+/// A buffer of either mode, which has a core.
+pub trait HasCore {
+    type Room;
+
+    fn core(&mut self) -> &mut Core<Self::Room>;
+}
+
+impl<R> Core<R> {
+    /// The core of a buffer with these pools, which has no places and no network yet. `timeout`:
+    /// longest wait for a peer; `max_tokens`: most tokens of this rank; `calls`: how the mode
+    /// describes its calls.
+    pub fn new(
+        device: &Arc<dyn Device>,
+        rank: u32,
+        pools: Pools,
+        timeout: Duration,
+        max_tokens: u32,
+        calls: Box<dyn Calls>,
+    ) -> Result<Core<R>> {
+        let (enqueuer, arena) = (Enqueuer::new(device)?, Arena::new(device));
+        let faults = Faults::new(device, enqueuer.sequence(), (rank, pools.topology()), max_tokens, calls)?;
+        Ok(Core {
+            enqueuer,
+            network: None,
+            faults,
+            places: Vec::new(),
+            pool: Pool::new(pools.own().clone(), &arena, timeout),
+            arena,
+            pools,
+            recordings: Recordings::default(),
+            trace: None,
+            device: device.clone(),
+            timeout,
+        })
+    }
+
+    /// Opens the network to `peers`, with wire memory of `bytes`; see [`Network::open`]. Collective.
+    pub fn open_network(
+        &mut self,
+        group: &dyn ProcessGroup,
+        transport: &TransportOptions,
+        bytes: u64,
+        peers: &[u32],
+    ) -> Result<Arc<Network>> {
+        let network = Arc::new(Network::open(&self.device, group, transport, bytes, peers)?);
+        self.faults.watch(&network);
+        self.network = Some(network.clone());
+        Ok(network)
+    }
+
+    /// Makes a place of each room.
+    pub fn make_places(&mut self, rooms: impl IntoIterator<Item = R>) {
+        let (id, pool, arena) = (self.id(), &self.pool, &self.arena);
+        let place = |(index, room)| PlaceState::new(index, id, room, pool.clone(), arena.clone());
+        self.places = (0..).zip(rooms).map(place).collect();
+    }
+
+    /// The buffer's number among those of this process.
+    pub fn id(&self) -> u64 {
+        self.faults.id()
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.faults.rank()
+    }
+
+    /// How ranks are spread over nodes.
+    pub fn topology(&self) -> Topology {
+        self.faults.topology()
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// The buffer's own stream.
+    pub fn stream(&self) -> &Stream {
+        self.enqueuer.comm_stream()
+    }
+
+    /// Reusable device memory.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    /// This rank's pool.
+    pub fn pool(&self) -> &Memory {
+        self.pool.memory()
+    }
+
+    /// The addresses of the node's pools, by index within the node.
+    pub fn pool_addresses(&self) -> &[u64] {
+        self.pools.addresses()
+    }
+
+    /// The way to other nodes, where there are several.
+    pub fn network(&self) -> Option<&Network> {
+        self.network.as_deref()
+    }
+
+    /// The failures that kernels have recorded.
+    pub fn faults(&self) -> &Arc<Faults> {
+        &self.faults
+    }
+
+    /// The places.
+    pub fn places(&self) -> &[Arc<PlaceState<R>>] {
+        &self.places
+    }
+
+    /// Hands out the place of index `index`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where there is no such place, or it is out already.
+    pub fn place(&self, index: u32) -> Result<Held<R>> {
+        Held::take(&self.places, index)
+    }
+
+    /// An error unless the place is one of this buffer's.
+    pub fn check_place(&self, place: &PlaceState<R>) -> Result<()> {
+        if place.buffer() == self.id() {
+            return Ok(());
+        }
+        let rule = "it is of another buffer: use one that this buffer gave";
+        Err(Error::argument("place", place.index(), rule))
+    }
+
+    /// The arguments that all kernels of the buffer share: `local` is this rank's own state. The pool's layout and the
+    /// call are the mode's to fill in.
+    pub fn comm(&self, local: DevicePtr) -> Comm {
+        Comm {
+            pools: self.pools.few(),
+            pool_table: DevicePtr::NULL,
+            local,
+            status: self.faults.memory().ptr(),
+            timeout_ns: nanoseconds(self.timeout),
+            trace: DevicePtr::NULL,
+            rank: self.topology().index(self.rank()),
+            num_ranks: self.topology().ranks_per_node,
+            call: 0,
+            pool: Zeroable::zeroed(),
+        }
+    }
+
+    /// The error after which the buffer is of no use, if there was one.
+    pub fn check(&self) -> Result<()> {
+        self.faults.check()?;
+        self.enqueuer.sequence().check()
+    }
+
+    /// An error where no operation can follow, whatever kernels have recorded.
+    pub fn check_unbroken(&self) -> Result<()> {
+        self.enqueuer.sequence().check()
+    }
+
+    /// Ends the buffer: `call` failed with `error` where peers count on it already.
+    pub fn give_up(&self, call: &'static str, error: &Error) {
+        self.enqueuer.sequence().give_up(call, error);
+    }
+
+    /// The tokens that a combine has left without their sums.
+    pub fn missing_tokens(&self) -> Result<Vec<u32>> {
+        if !self.wait_all()? {
+            let reason =
+                format!("what the device's streams were given has not ended in {:?}", self.patience());
+            return Err(Error::os("missing_tokens", reason));
+        }
+        let missing = (0..).zip(self.faults.missing()?);
+        Ok(missing.filter_map(|(token, is_missing)| (is_missing != 0).then_some(token)).collect())
+    }
+
+    /// Waits for all that the device's streams have been given; false where it takes too long.
+    pub fn wait_all(&self) -> Result<bool> {
+        self.arena.wait_all(self.patience())
+    }
+
+    /// How long the host waits for the buffer's operations, whose own waits end before.
+    fn patience(&self) -> Duration {
+        self.timeout.saturating_mul(2)
+    }
+
+    /// Begins an operation: an error where an earlier one has failed. Returns whether this one is
+    /// only recorded.
+    pub fn begin(&self, order: StreamOrder<'_>) -> Result<bool> {
+        self.check()?;
+        self.is_capturing(order)
+    }
+
+    /// Whether an operation would only be recorded.
+    pub fn is_capturing(&self, order: StreamOrder<'_>) -> Result<bool> {
+        Enqueuer::is_capturing(order)
+    }
+
+    /// Runs `work` where `order` says, behind the operation before and behind what still uses the
+    /// blocks that were taken for it; returns the event of an asynchronous call. `capturing`: what
+    /// [`Core::begin`] returned; `operation`: its name, where it waits for peers; `uses`: what must
+    /// live as long as a recording of it.
+    pub fn run<B: HasCore<Room = R>>(
+        buffer: &mut B,
+        order: StreamOrder<'_>,
+        capturing: bool,
+        operation: Option<&'static str>,
+        uses: impl IntoIterator<Item = Owner>,
+        work: impl FnOnce(&mut B, &Stream) -> Result<()>,
+    ) -> Result<Option<Event>> {
+        let enqueuer = buffer.core().enqueuer.clone();
+        enqueuer.run(order, capturing, operation, |stream| {
+            let core = buffer.core();
+            if capturing {
+                core.recordings.keep(uses);
+                core.arena.are_settled();
+            } else {
+                core.arena.come_before(stream)?;
+            }
+            work(buffer, stream)
+        })
+    }
+
+    /// Has kernels record when their blocks reach each phase, up to `blocks` blocks in all.
+    pub fn start_trace(&mut self, blocks: u64) -> Result<()> {
+        self.trace = Some(Trace::new(&self.device, blocks)?);
+        Ok(())
+    }
+
+    /// Ends the trace and reads it, behind the last operation: the launches, and how many went
+    /// untraced. Empty without a trace.
+    pub fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
+        let Some(trace) = self.trace.take() else { return Ok((Vec::new(), 0)) };
+        if !self.enqueuer.sequence().wait(self.patience())? {
+            return Err(Error::os("take_trace", "the last operation has not ended"));
+        }
+        trace.read(stream)
+    }
+
+    /// Where a launch of `blocks` blocks writes its times; null without a trace.
+    pub fn trace(&mut self, operation: &'static str, blocks: u32) -> DevicePtr {
+        self.trace.as_mut().map_or(DevicePtr::NULL, |trace| trace.place(operation, blocks))
+    }
+}
+
+impl<R> Drop for Core<R> {
+    fn drop(&mut self) {
+        // Peers' mappings of this pool keep its memory alive for them, so no barrier is needed.
+        self.enqueuer.close(self.patience());
+        if let Some(network) = &self.network {
+            network.close();
+        }
+    }
+}
+
+/// A deadline in the unit of kernels.
+pub fn nanoseconds(timeout: Duration) -> u64 {
+    timeout.as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
+/// Checks that all ranks run the same version and have the same values of the same names.
+pub fn agree_on(group: &dyn ProcessGroup, mut ours: Vec<(&'static str, String)>) -> Result<()> {
+    ours.insert(0, ("epoxide's version", env!("CARGO_PKG_VERSION").to_owned()));
+    let message = ours.iter().map(|(_, value)| value.as_str()).collect::<Vec<_>>().join("\n");
+    for (peer, theirs) in group.all_gather(message.as_bytes())?.into_iter().enumerate() {
+        let theirs = String::from_utf8_lossy(&theirs);
+        let mut theirs = theirs.split('\n');
+        for (what, ours) in &ours {
+            let theirs = theirs.next().unwrap_or("nothing");
+            if ours != theirs {
+                return Err(Error::Mismatch {
+                    rank: group.rank(),
+                    peer: peer as u32,
+                    what,
+                    ours: ours.clone(),
+                    theirs: theirs.to_owned(),
+                });
+            }
+        }
+    }
+    Ok(())
+}

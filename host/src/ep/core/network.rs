@@ -1,0 +1,93 @@
+//! The way to other nodes: wire memory, the queues to peers and the proxies that serve them.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use epoxide_gpu::layout::QueueHandle;
+
+use crate::driver::{Device, DevicePtr};
+use crate::error::Result;
+use crate::group::ProcessGroup;
+use crate::transport::{self, Proxies, PutTrace, QueueStats, TransportOptions, Way};
+
+/// How long queues may go on with what was posted when the buffer is dropped.
+const GRACE: Duration = Duration::from_millis(200);
+
+/// The ways to the ranks of other nodes, and the proxies of the queues to them.
+#[derive(Debug)]
+pub struct Network {
+    // The proxies are dropped first: they use the ways' memory.
+    proxies: Mutex<Proxies>,
+    ways: Vec<Way>,
+    bytes: u64,
+}
+
+impl Network {
+    /// Allocates wire memory of `bytes`, finds a way to each of `peers`, and starts the proxies.
+    /// Collective.
+    pub fn open(
+        device: &Arc<dyn Device>,
+        group: &dyn ProcessGroup,
+        options: &TransportOptions,
+        bytes: u64,
+        peers: &[u32],
+    ) -> Result<Network> {
+        let (ways, links) = transport::open(options, device, group, bytes, peers, group.timeout())?;
+        Ok(Network { proxies: Mutex::new(Proxies::start(device, links)?), ways, bytes })
+    }
+
+    fn proxies(&self) -> MutexGuard<'_, Proxies> {
+        self.proxies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes of wire memory.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The ways, in the order of the peers.
+    pub fn ways(&self) -> &[Way] {
+        &self.ways
+    }
+
+    /// A queue to `peer` for kernels that count what they post at `posted`; `None` where there is no
+    /// such queue.
+    pub fn queue(&self, queue: u32, peer: u32, posted: DevicePtr) -> Option<QueueHandle> {
+        self.proxies().handle(queue, peer).map(|queue| QueueHandle { queue, posted })
+    }
+
+    /// The network's part of the report of an expired wait: the first failure of a queue or of the
+    /// receiving side, and proxies in a system call that does not return. Each with a separator
+    /// in front.
+    pub fn context(&self) -> String {
+        let proxies = self.proxies();
+        let failure = proxies.failure().map(|failure| format!("; here, {failure}"));
+        let calls = proxies.in_calls().into_iter().map(|call| format!("; here, {call}"));
+        failure.into_iter().chain(calls).collect()
+    }
+
+    /// The ranks whose wire memory kernels here write themselves, ascending; queues lead to the others.
+    pub fn mapped_peers(&self) -> Vec<u32> {
+        self.ways.iter().filter(|way| way.mapped.is_some()).map(|way| way.peer).collect()
+    }
+
+    /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue, peer).
+    pub fn stats(&self) -> Vec<(u32, u32, QueueStats)> {
+        self.proxies().all().iter().map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()
+    }
+
+    /// Records when each put is carried out from now on, up to `capacity` of them.
+    pub fn start_trace(&self, capacity: usize) {
+        self.proxies().start_trace(capacity);
+    }
+
+    /// The puts since [`Network::start_trace`]; ends the recording.
+    pub fn take_trace(&self) -> Vec<PutTrace> {
+        self.proxies().take_trace()
+    }
+
+    /// Lets the queues finish, says goodbye and ends all threads.
+    pub fn close(&self) {
+        self.proxies().close(GRACE);
+    }
+}

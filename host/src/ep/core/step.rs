@@ -1,0 +1,144 @@
+//! Steps: operations that are recorded once and run any number of times, and what recordings keep.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use super::fault::Faults;
+use super::place::Lease;
+use super::sequence::Sequence;
+use super::{Core, HasCore, StreamOrder};
+use crate::driver::{Graph, Stream};
+use crate::ep::tensor::{Outcome, Owner};
+use crate::error::{Error, Result};
+
+/// Operations that were captured by [`throughput::Buffer::capture`](crate::throughput::Buffer::capture) or
+/// [`low_latency::Buffer::capture`](crate::low_latency::Buffer::capture), as a CUDA graph. It owns what its kernels
+/// use: inputs, outputs and routing live as long as it does, whether or not the caller keeps them.
+#[derive(Debug)]
+pub struct Step<T> {
+    graph: Graph,
+    output: T,
+    captured: Captured,
+    sequence: Arc<Sequence>,
+    faults: Arc<Faults>,
+}
+
+impl<T> Step<T> {
+    /// Runs it on `stream`, behind the buffer's last operation and behind whoever reads what other dispatches brought to its places.
+    /// `stream` waits for readers of the previous run's results on other streams. Collective; does not wait for the host.
+    ///
+    /// # Errors
+    /// The error of an operation that has failed by now, a run before this one included: [`Error::PeerTimeout`] or [`Error::OtherCall`]. Also
+    /// [`Error::StaleHandle`] where the buffer was dropped, [`Error::Argument`] where rows of one of its places are in use by an eager dispatch,
+    /// and errors of the driver. Failures of this run show in [`Step::check`], and in the next launch behind it.
+    pub fn launch(&self, stream: &Stream) -> Result<()> {
+        self.faults.check()?;
+        let turn = self.sequence.begin(stream, Some("step"))?;
+        self.captured.begin_again(stream)?;
+        // SAFETY: the step holds what was recorded, and the turn says that the buffer is not gone: its end waits for this run.
+        let outcome = unsafe { self.graph.launch(stream) };
+        outcome.and(turn.end(stream))
+    }
+
+    /// The return value of the captured call. Its tensors hold the results of the last run.
+    pub fn output(&self) -> &T {
+        &self.output
+    }
+
+    /// Waits for `stream`, on which it ran last, and gives the error of its run, if it had one: a peer that did not come, a dispatch that
+    /// found more rows than it has room for.
+    ///
+    /// # Errors
+    /// Those of the buffer's `check`; in high throughput also those of
+    /// [`Buffer::check_dispatch`](crate::throughput::Buffer::check_dispatch).
+    pub fn check(&self, stream: &Stream) -> Result<()> {
+        stream.synchronize()?;
+        self.faults.check()?;
+        self.captured.plans.iter().try_for_each(|plan| plan.check_behind(stream))
+    }
+}
+
+impl<R: Debug + Send + Sync + 'static> Core<R> {
+    /// Runs `work` once, and once more to record it.
+    pub fn capture<B: HasCore<Room = R>, T>(
+        buffer: &mut B,
+        stream: &Stream,
+        mut work: impl FnMut(&mut B, StreamOrder<'_>) -> Result<T>,
+    ) -> Result<Step<T>> {
+        let order = StreamOrder::on(stream);
+        drop(work(buffer, order)?);
+        let core = buffer.core();
+        core.arena.settle(core.patience())?;
+        core.recordings.step = Some(Captured::default());
+        let mut output = None;
+        let graph = stream.capture(|| {
+            output = Some(work(buffer, order)?);
+            Ok(())
+        });
+        let core = buffer.core();
+        let captured = core.recordings.step.take().unwrap_or_default();
+        let graph = graph?;
+        let output = output.ok_or_else(|| Error::os("capture", "nothing was recorded"))?;
+        let (sequence, faults) = (core.enqueuer.sequence().clone(), core.faults.clone());
+        Ok(Step { graph, output, captured, sequence, faults })
+    }
+
+    /// Notes a dispatch for the step that is being captured, if there is one, with its plan where
+    /// that can fail. Nothing of the dispatch is borrowed once the captured call has returned.
+    pub fn fills(&mut self, lease: &Arc<Lease<R>>, plan: Option<Arc<dyn Outcome>>) {
+        if let Some(step) = &mut self.recordings.step {
+            lease.detach();
+            step.leases.push(lease.clone());
+            step.plans.extend(plan);
+        }
+    }
+}
+
+/// The recordings that are made with a buffer.
+#[derive(Debug, Default)]
+pub struct Recordings {
+    /// The step that is being captured.
+    step: Option<Captured>,
+    /// Inputs and outputs of recordings made otherwise: nobody says when those end.
+    kept: Vec<Owner>,
+}
+
+impl Recordings {
+    /// Keeps inputs and outputs of a call that is recorded, for as long as the recording may run.
+    pub fn keep(&mut self, uses: impl IntoIterator<Item = Owner>) {
+        match &mut self.step {
+            Some(step) => step.kept.extend(uses),
+            None => self.kept.extend(uses),
+        }
+    }
+}
+
+/// A step while it is captured, and then as long as it may run.
+#[derive(Debug, Default)]
+struct Captured {
+    /// Inputs and outputs of its kernels.
+    kept: Vec<Owner>,
+    /// The places that it overwrites.
+    leases: Vec<Arc<dyn Overwrites>>,
+    /// The plans of its dispatches.
+    plans: Vec<Arc<dyn Outcome>>,
+}
+
+impl Captured {
+    /// Begins a run of its dispatches.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) where rows of one of its places are borrowed.
+    fn begin_again(&self, stream: &Stream) -> Result<()> {
+        self.leases.iter().try_for_each(|lease| lease.clone().begin_again(stream))
+    }
+}
+
+/// A place that a step overwrites.
+pub trait Overwrites: Debug + Send + Sync {
+    /// Begins a run of the captured dispatch into it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) where rows there are borrowed.
+    fn begin_again(self: Arc<Self>, stream: &Stream) -> Result<()>;
+}

@@ -1,0 +1,422 @@
+//! High throughput: the buffer and its operations. [`crate::ep`] describes it to users.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `mod.rs` | [`Buffer`]: how it is made, and its checks of arguments |
+//! | `options.rs`, `config.rs` | how a buffer is made, channels and launch shapes |
+//! | `layout.rs`, `dispatch.rs`, `combine.rs` | the operations |
+//! | `received.rs`, `handle.rs`, `by_node.rs` | their results |
+//! | `place.rs`, `pool.rs` | what is in a place, and where in the pool |
+//! | `wire.rs` | wire memory, and the tables of the ways to other nodes |
+//! | `kernels.rs` | the loaded kernels, and the shapes of their launches |
+//! | `fault.rs` | the texts of faults that only this mode has |
+//! | `ceiling.rs` | the links' own speed |
+
+mod by_node;
+mod ceiling;
+mod combine;
+mod config;
+mod dispatch;
+mod fault;
+mod handle;
+mod kernels;
+mod layout;
+mod options;
+mod place;
+mod pool;
+mod received;
+mod wire;
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use epoxide_gpu::layout::{
+    Call, Comm, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, PLAN_HEADER,
+    PlanHeader, PoolLayout, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout, wire_message,
+};
+
+use super::core::{
+    self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, TracedLaunch, agree_on, nanoseconds,
+};
+use super::tensor::Owner;
+use super::{DType, Tensor, Topology, TypedTensor};
+use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
+use crate::error::{Error, Result, Scope};
+use crate::group::ProcessGroup;
+use crate::transport::{PutTrace, QueueStats};
+use crate::virtual_time::spawn;
+
+pub use by_node::NodeCounts;
+pub use ceiling::{CeilingShape, Direction};
+pub use combine::{CombineRequest, CombineRows, Combined};
+pub use config::{Config, low_latency_rdma_size_hint};
+pub use dispatch::{CachedDispatchRequest, Counts, DispatchRequest};
+pub use handle::{DispatchHandle, ExpertRows, InternodeHandle, IntranodeHandle};
+pub use layout::DispatchLayout;
+pub use options::{Options, Shape, Tuning};
+pub use place::{Place, PoolRows};
+pub use received::{Detached, Received};
+
+use fault::{Calls, Limits, Plans};
+use kernels::{Kernels, Loaded};
+use place::Room;
+use pool::pool_layouts;
+use wire::{WireSide, wire_layout};
+
+/// Where expert counts start in the host's copy of the counts.
+const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
+
+/// Moves tokens between the ranks of a group. One per rank; every method that says so is collective.
+///
+/// A pool is mapped by all peers. Received rows lie in one of its places ([`Place`]), and are there until the next dispatch to that
+/// place; routing handles and sums have memory of their own and live as long as they are held.
+///
+/// Operations take what they need: tensors that were given, and outputs, may be dropped as soon as a call has returned, whatever
+/// streams still do with them. Memory goes back, and is overwritten, behind all that the device's streams ([`Stream`]) have been given by
+/// then. Work of other code in streams without a [`Stream`] is not seen.
+///
+/// Operations follow each other on the device whatever streams they run on: one on another stream than the last waits for it.
+///
+/// # Example
+/// A forward pass and its gradients: the second dispatch goes the way of the first, into another place, so that both results are there at once.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use epoxide::driver::Stream;
+/// use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+/// use epoxide::throughput::*;
+/// use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
+/// use epoxide::group::launch::run_threads;
+///
+/// let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
+///     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+///     let stream = Stream::new(&device, false)?;
+///     let order = StreamOrder::on(&stream);
+///     let shape = Shape { max_tokens_per_rank: 3, max_row_bytes: 32, max_topk: 1, max_scales: 0 };
+///     let mut buffer = Buffer::new(device, &*group, Options::new(shape).places(2))?;
+///     let (mut first, mut second) = (buffer.place(0)?, buffer.place(1)?);
+///
+///     // Three tokens of this rank, two experts, one on each rank.
+///     let topk_idx = TypedTensor::from_host(&stream, &[3, 1], &[0i64, 1, 1])?;
+///     let layout = buffer.get_dispatch_layout(&topk_idx, 2, order)?;
+///     let x = Tensor::from_host(&stream, DType::F32, &[3, 8], &[1.0f32; 24])?;
+///     let received = buffer.dispatch(&mut first, DispatchRequest::new(&x, &layout), order)?;
+///     assert_eq!(received.num_recv_tokens, Some([2, 4][rank as usize]));
+///
+///     let gradient = Tensor::from_host(&stream, DType::F32, &[3, 8], &[0.5f32; 24])?;
+///     let again = CachedDispatchRequest::new(&gradient, &received.handle);
+///     let gradients = buffer.dispatch_cached(&mut second, again, order)?;
+///     assert_eq!(gradients.recv_x.rows(), received.recv_x.rows());
+///
+///     let combined = buffer.combine(CombineRequest::new(&received.recv_x, &received.handle), order)?;
+///     combined.combined_x.to_host::<f32>(&stream)
+/// })?;
+/// assert_eq!(sums, [vec![1.0; 24], vec![1.0; 24]]);
+/// # Ok::<(), epoxide::group::launch::RankFailure>(())
+/// ```
+#[derive(Debug)]
+pub struct Buffer {
+    // Dropped first: its end waits for the kernels that use the rest.
+    core: Core<Room>,
+    kernels: Kernels,
+    host_counts: MappedMemory,
+    plans: Arc<Plans>,
+    /// The pools' addresses, u64 `[ranks]`, then the [`LocalState`].
+    tables: Memory,
+    comm: Comm,
+    config: Config,
+    options: Options,
+    tag: u64,
+    row_bytes: RowBytes,
+}
+
+/// How long the rows in the pool are, as it has been described.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct RowBytes {
+    recv: u64,
+    combine: u64,
+}
+
+impl Buffer {
+    /// Makes the buffer and maps the peers' pools. Collective.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where an option breaks a rule, [`Error::Mismatch`] where ranks give different ones,
+    /// [`Error::Unavailable`] where GPUs of a node are linked without native atomics (PCIe), [`Error::OutOfMemory`], and whatever the
+    /// driver or the group reports.
+    pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
+        let rank = group.rank();
+        let nodes = Topology::new(group.size(), options.ranks_per_node)?;
+        options.tuning.validate()?;
+        let config = options.config;
+        check_channels(&config)?;
+        let joined = nodes.joined(options.transport.kind, options.keep_nodes);
+        if nodes.nodes > 1 && joined.is_none() {
+            config.check_nodes(nodes.nodes)?;
+        }
+        let lay_out = |topology| {
+            let (by_expert, limit) = (options.rows_by_expert, options.num_nvl_bytes);
+            pool_layouts(&options.shape, topology, options.places, by_expert, limit)
+        };
+        let (layouts, joined_layouts) = (lay_out(nodes)?, joined.map(lay_out).transpose()?);
+        let wire_layout = wire_layout(&options.shape, nodes, options.num_rdma_bytes)?;
+        let rows =
+            [Some(&layouts), joined_layouts.as_ref()].map(|of| of.map_or(0, |layouts| layouts[0].rows));
+        agree(group, nodes, rows, &wire_layout, &options)?;
+
+        let largest = options.shape.max_row_bytes;
+        let row_bytes = RowBytes { recv: largest, combine: largest };
+        let of = |topology| joined_layouts.as_ref().filter(|_| Some(topology) == joined).unwrap_or(&layouts);
+        let alloc = |topology: Topology| {
+            let layouts = of(topology);
+            let pool = Memory::alloc(&device, layouts[0].bytes, MemoryKind::Shareable, "pool")?;
+            pool.describe(&sections(layouts, topology.nodes, row_bytes));
+            Ok(pool)
+        };
+        // A driver that has not seen the kernels before compiles them for hundreds of milliseconds: meanwhile, the pool.
+        let load = |topology: Topology| {
+            if topology.nodes > 1 {
+                config.check_nodes(topology.nodes)?;
+            }
+            let (device, ptx) = (device.clone(), options.ptx.clone());
+            let by_expert = options.rows_by_expert.is_some();
+            spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology, by_expert, ptx))
+                .map_err(|error| Error::os("spawn thread", error))
+        };
+        let (pools, loader) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
+        let topology = pools.topology();
+        let layouts = of(topology);
+
+        let (max_tokens, timeout) = (options.shape.max_tokens_per_rank, options.timeout);
+        let mut core = Core::new(&device, rank, pools, timeout, max_tokens, Box::new(Calls))?;
+        let (addresses, comm_stream) = (core.pool_addresses(), core.stream());
+        let local_at = size_of_val(addresses) as u64;
+        let local_bytes = size_of::<LocalState>() as u64;
+        let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;
+        tables.write(comm_stream, 0, bytemuck::cast_slice(addresses))?;
+        tables.write(comm_stream, local_at, &vec![0; local_bytes as usize])?;
+        tables.describe(&[
+            Section::array("pools", addresses.len() as u64, 8),
+            Section::one("local", local_bytes).of(LOCAL_STATE).at(local_at),
+        ]);
+        let experts =
+            Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
+        let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;
+        host_counts.describe(&[Section::one("header", HOST_EXPERTS).of(PLAN_HEADER), experts]);
+        let loaded = loader.join().map_err(|_| Error::os("module load", "the loading thread panicked"))??;
+
+        let local = tables.ptr().add(local_at);
+        let comm = Comm { pool_table: tables.ptr(), pool: layouts[0], ..core.comm(local) };
+        let wire = match topology.nodes {
+            1 => None,
+            _ => Some(WireSide::new(&mut core, group, &options, wire_layout)?),
+        };
+        let kernels = Kernels::new(&device, options.tuning, &loaded, wire)?;
+        core.make_places(layouts.iter().map(|&layout| Room {
+            layout,
+            max_row_bytes: largest,
+            rows_given: AtomicBool::new(false),
+        }));
+        let limits = Limits {
+            shape: options.shape,
+            places: options.places,
+            rows: comm.pool.rows,
+            by_expert: options.rows_by_expert.is_some(),
+            slots: kernels.wire().map_or(0, |wire| wire.layout.slots),
+        };
+        let plans = Plans::new(core.faults().clone(), limits);
+        let buffer =
+            Buffer { core, kernels, host_counts, plans, tables, comm, config, options, tag: 0, row_bytes };
+        // No peer may write before every mapping stands.
+        group.barrier(group.timeout())?;
+        Ok(buffer)
+    }
+
+    core::buffer_methods! {
+        /// Received rows detach with [`Received::detach`]. Dispatches leave their counts on
+        /// the device ([`Counts::OnDevice`]).
+        ///
+        capture,
+        /// It stays 0 where the plan of a dispatch with [`Counts::OnDevice`] fails, which ends that
+        /// dispatch alone.
+        status_ptr,
+        /// A dispatch with [`Counts::OnDevice`] whose plan fails leaves the bytes as they are: no sum
+        /// of it is made.
+        missing_ptr,
+    }
+
+    /// The configuration it was made with.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Changes the number of multiprocessors and channels of the operations that follow. The same on every rank.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where the number of channels is out of range.
+    pub fn set_config(&mut self, config: Config) -> Result<()> {
+        check_channels(&config)?;
+        if self.core.topology().nodes > 1 {
+            config.check_nodes(self.core.topology().nodes)?;
+        }
+        self.config = config;
+        Ok(())
+    }
+
+    /// Rows that this rank can receive in one dispatch.
+    pub fn capacity(&self) -> u64 {
+        self.comm.pool.rows
+    }
+
+    /// Describes the pool anew where its rows have another length now.
+    fn describe_rows(&mut self, row_bytes: RowBytes) {
+        if row_bytes != self.row_bytes {
+            self.row_bytes = row_bytes;
+            let layouts: Vec<PoolLayout> =
+                self.core.places().iter().map(|place| place.room().layout).collect();
+            self.core.pool().describe(&sections(&layouts, self.core.topology().nodes, row_bytes));
+        }
+    }
+
+    /// The [`Comm`] for the kernels of an operation in this place. `timeout`: the longest wait for a peer, if
+    /// not the buffer's.
+    fn comm_in(&self, place: &PlaceState<Room>, call: Call, timeout: Option<Duration>) -> Comm {
+        let timeout_ns = timeout.map_or(self.comm.timeout_ns, nanoseconds);
+        Comm { pool: place.room().layout, call: call.bits(), timeout_ns, ..self.comm }
+    }
+
+    /// Blocks of an operation on this rank's tokens within one node: a block without a token would only take part in the protocol.
+    fn blocks_for(&self, num_tokens: u32) -> u32 {
+        num_tokens.clamp(1, self.config.num_sms)
+    }
+
+    fn check_tokens(&self, tokens: u64) -> Result<u32> {
+        // Token times rank count and row stride stay inside 31 bits in the kernels.
+        let ranks = self.core.topology().ranks();
+        let entries = if ranks <= FEW_RANKS as u32 { SEND_ROW_STRIDE } else { ranks.max(SEND_LIST_STRIDE) };
+        let most = (1 << 30) / u64::from(entries);
+        match u32::try_from(tokens) {
+            Ok(fits) if tokens <= most => {
+                let have = self.options.shape.max_tokens_per_rank;
+                check_fits(("num_tokens", "tokens"), tokens, have.into(), "max_tokens_per_rank")?;
+                Ok(fits)
+            }
+            _ => Err(Error::argument("num_tokens", tokens, format!("must be at most {most}"))),
+        }
+    }
+
+    fn check_experts(&self, num_experts: u32) -> Result<()> {
+        let ranks = self.core.topology().ranks();
+        if num_experts == 0 || !num_experts.is_multiple_of(ranks) {
+            let rule = format!("must be a positive multiple of the number of ranks, {ranks}");
+            return Err(Error::argument("num_experts", num_experts, rule));
+        }
+        let counters = (num_experts as u64 + ranks as u64 + self.core.topology().nodes as u64) * 4;
+        let shared = self.core.device().info().max_shared_bytes_per_block;
+        if counters > shared as u64 {
+            let rule =
+                format!("counting them takes {counters} bytes of shared memory, the device has {shared}");
+            return Err(Error::argument("num_experts", num_experts, rule));
+        }
+        if num_experts / ranks > MAX_LOCAL_EXPERTS {
+            let rule = format!("must be at most {MAX_LOCAL_EXPERTS} per rank");
+            return Err(Error::argument("num_experts", num_experts, rule));
+        }
+        Ok(())
+    }
+
+    fn check_row_capacity(&self, row_bytes: u64) -> Result<()> {
+        check_fits(("hidden", "bytes"), row_bytes, self.options.shape.max_row_bytes, "max_row_bytes")
+    }
+
+    /// [`Core::run`]; an asynchronous call's event reports the buffer's faults.
+    fn run(
+        &mut self,
+        order: StreamOrder<'_>,
+        capturing: bool,
+        operation: Option<&'static str>,
+        uses: impl IntoIterator<Item = Owner>,
+        work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
+    ) -> Result<Option<Event>> {
+        let event = Core::run(self, order, capturing, operation, uses, work)?;
+        Ok(event.map(|event| event.of(self.core.faults().clone())))
+    }
+
+    /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every other node.
+    #[doc(hidden)]
+    pub fn count_message_bytes(&self, num_experts: u32) -> u64 {
+        let words = wire_message::EXPERT_COUNTS + num_experts / self.num_nodes();
+        (words as u64 * 4).next_multiple_of(16)
+    }
+}
+
+impl HasCore for Buffer {
+    type Room = Room;
+
+    fn core(&mut self) -> &mut Core<Room> {
+        &mut self.core
+    }
+}
+
+/// An error where more of something, in a unit, is `needed` than the buffer was made for with `option`.
+fn check_fits(what: (&'static str, &'static str), needed: u64, have: u64, option: &str) -> Result<()> {
+    if needed <= have {
+        return Ok(());
+    }
+    let remedy = format!("create the buffer with {option} >= {needed}");
+    Err(Error::capacity(what, needed, have, remedy, Scope::ThisRank))
+}
+
+fn check_channels(config: &Config) -> Result<()> {
+    let channels = config.num_channels();
+    if channels == 0 || channels > MAX_CHANNELS {
+        let rule = format!("gives {channels} channels; 1 to {MAX_CHANNELS} are possible");
+        return Err(Error::argument("num_sms", config.num_sms, rule));
+    }
+    Ok(())
+}
+
+/// Names the parts of a pool: control words and messages once, rows for each place.
+fn sections(layouts: &[PoolLayout], nodes: u32, row_bytes: RowBytes) -> Vec<Section> {
+    let RowBytes { recv, combine } = row_bytes;
+    let of_place = |(index, layout): (usize, &PoolLayout)| {
+        let first = if index == 0 { 0 } else { layout.recv_x };
+        let sections = layout.sections(nodes, recv, combine);
+        sections.into_iter().filter(move |section| section.offset >= first).collect::<Vec<_>>()
+    };
+    layouts.iter().enumerate().flat_map(of_place).collect()
+}
+
+/// Checks that all ranks run the same version with the same options. Rows are those of a pool of one
+/// of the nodes, and of one of all ranks as one node.
+fn agree(
+    group: &dyn ProcessGroup,
+    topology: Topology,
+    [rows, joined_rows]: [u64; 2],
+    wire: &WireLayout,
+    options: &Options,
+) -> Result<()> {
+    let (config, transport) = (options.config, &options.transport);
+    let ours = vec![
+        ("ranks_per_node", topology.ranks_per_node.to_string()),
+        ("keep_nodes", options.keep_nodes.to_string()),
+        ("rows of a place in the pool", rows.to_string()),
+        ("rows of a place in the pool", joined_rows.to_string()),
+        ("places", options.places.to_string()),
+        ("rows_by_expert", format!("{:?}", options.rows_by_expert)),
+        ("slots of wire memory", wire.slots.to_string()),
+        ("max_row_bytes", options.shape.max_row_bytes.to_string()),
+        ("max_topk", options.shape.max_topk.to_string()),
+        ("max_scales", options.shape.max_scales.to_string()),
+        ("num_sms", config.num_sms.to_string()),
+        ("num_max_nvl_chunked_send_tokens", config.num_max_nvl_chunked_send_tokens.to_string()),
+        ("num_max_nvl_chunked_recv_tokens", config.num_max_nvl_chunked_recv_tokens.to_string()),
+        ("num_max_rdma_chunked_send_tokens", config.num_max_rdma_chunked_send_tokens.to_string()),
+        ("num_max_rdma_chunked_recv_tokens", config.num_max_rdma_chunked_recv_tokens.to_string()),
+        ("transport", transport.kind.to_string()),
+        ("queues_per_peer", transport.queues_per_peer.to_string()),
+    ];
+    agree_on(group, ours)
+}

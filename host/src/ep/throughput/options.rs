@@ -1,0 +1,204 @@
+//! How a buffer is made, and the shapes of its launches.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use epoxide_gpu::kernels::MAX_SLOT_BYTES;
+
+use super::config::Config;
+use crate::ep::core::option_methods;
+use crate::error::{Error, Result};
+use crate::transport::{TransportKind, TransportOptions};
+
+/// The sizes that a pool must have room for. The same on every rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Most tokens that any rank sends: a layout of more is refused. A pool has room for this many from every rank.
+    pub max_tokens_per_rank: u32,
+    /// Largest row in bytes: hidden times element size.
+    pub max_row_bytes: u64,
+    /// Most top-k entries per token, 1 to 32.
+    pub max_topk: u32,
+    /// Most scales per token; 0 where none are used.
+    pub max_scales: u32,
+}
+
+impl Shape {
+    /// Most rows by expert that a rank with `local_experts` experts can receive from `num_ranks`
+    /// ranks, its own included, in segments aligned to `alignment`: what
+    /// [`Options::rows_by_expert`] takes for the worst case.
+    ///
+    /// ```
+    /// # use epoxide::throughput::Shape;
+    /// let shape = Shape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
+    /// assert_eq!(shape.most_rows_by_expert(2, 128, 64), 2 * 4096 * 8 + 128 * 63);
+    /// ```
+    pub fn most_rows_by_expert(&self, num_ranks: u32, local_experts: u32, alignment: u32) -> u64 {
+        // An entry is a row, whether or not entries of a token are of different experts.
+        let rows = u64::from(self.max_tokens_per_rank) * u64::from(num_ranks) * u64::from(self.max_topk);
+        let padded = u64::from(local_experts).min(rows);
+        rows + padded * u64::from(alignment.saturating_sub(1))
+    }
+}
+
+/// How to make a [`Buffer`](super::Buffer). The same on every rank.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Options {
+    // The methods of the same names say what these are; tests change them one by one.
+    #[doc(hidden)]
+    pub shape: Shape,
+    #[doc(hidden)]
+    pub places: u32,
+    #[doc(hidden)]
+    pub rows_by_expert: Option<u64>,
+    #[doc(hidden)]
+    pub num_nvl_bytes: Option<u64>,
+    #[doc(hidden)]
+    pub config: Config,
+    #[doc(hidden)]
+    pub timeout: Duration,
+    #[doc(hidden)]
+    pub nan_on_failure: bool,
+    #[doc(hidden)]
+    pub tuning: Tuning,
+    #[doc(hidden)]
+    pub ranks_per_node: Option<u32>,
+    #[doc(hidden)]
+    pub keep_nodes: bool,
+    #[doc(hidden)]
+    pub transport: TransportOptions,
+    #[doc(hidden)]
+    pub num_rdma_bytes: Option<u64>,
+    /// A file with the kernels' PTX in place of the embedded one: what `EPOXIDE_PTX` is to a process, to one buffer.
+    #[doc(hidden)]
+    pub ptx: Option<PathBuf>,
+}
+
+impl Options {
+    /// Room for the worst case of `shape`, one place, one node, defaults for the rest; 30 s for a peer.
+    pub fn new(shape: Shape) -> Self {
+        Options {
+            shape,
+            places: 1,
+            rows_by_expert: None,
+            num_nvl_bytes: None,
+            config: Config::default(),
+            timeout: Duration::from_secs(30),
+            nan_on_failure: true,
+            tuning: Tuning::default(),
+            ranks_per_node: None,
+            keep_nodes: false,
+            transport: TransportOptions::new(TransportKind::Auto),
+            num_rdma_bytes: None,
+            ptx: None,
+        }
+    }
+
+    option_methods! {
+        /// Up to 64 ranks that can all map each other's memory are one node whatever this is, unless the
+        /// transport is one of shm, tcp and verbs, or [`Options::keep_nodes`] was called.
+        ranks_per_node,
+        /// Rows are relayed, and a token's sum is rounded once for each node.
+        keep_nodes,
+        transport,
+    }
+
+    /// Room for so many rows by expert in each place, padding included, for dispatches with
+    /// [`DispatchRequest::by_expert`](super::DispatchRequest::by_expert);
+    /// [`Shape::most_rows_by_expert`] is the worst case. A dispatch that needs more is an
+    /// error on every rank, before any row moves. Within one node.
+    pub fn rows_by_expert(mut self, rows: u64) -> Self {
+        self.rows_by_expert = Some(rows);
+        self
+    }
+
+    /// Bytes to spend on the pool instead of room for the worst case; a dispatch that needs more rows is an error on
+    /// every rank, before any row moves. See [`Config::nvl_buffer_size_hint`].
+    pub fn num_nvl_bytes(mut self, bytes: u64) -> Self {
+        self.num_nvl_bytes = Some(bytes);
+        self
+    }
+
+    /// Multiprocessors and channels.
+    pub fn config(mut self, config: Config) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Launch shapes.
+    #[doc(hidden)]
+    pub fn tuning(mut self, tuning: Tuning) -> Self {
+        self.tuning = tuning;
+        self
+    }
+
+    /// Bytes to spend on wire memory instead of slots for `max_tokens_per_rank` tokens to each node; a dispatch that needs more is
+    /// an error on every rank, before any row moves. See [`Config::rdma_buffer_size_hint`].
+    pub fn num_rdma_bytes(mut self, bytes: u64) -> Self {
+        self.num_rdma_bytes = Some(bytes);
+        self
+    }
+}
+
+/// Launch shapes of the copy kernels. The defaults are the best measured on H200 (docs/BENCHMARKS.md). With many
+/// multiprocessors an operation takes fewer warps on each: too many bytes in flight crowd the links.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tuning {
+    /// Warps per block in dispatch, 1 to 8.
+    pub dispatch_warps: u32,
+    /// Warps per block in dispatch across nodes, beside the one that delivers, 1 to 8: there half of the blocks send.
+    pub internode_dispatch_warps: u32,
+    /// Further warps per block in a dispatch within one node that exchanges counts, which send the rows' metadata, 1 to 4.
+    pub dispatch_metadata_warps: u32,
+    /// Largest stage in dispatch, in bytes; longer rows travel in pieces.
+    pub dispatch_stage_bytes: u32,
+    /// Most stages per warp in dispatch, at least 2.
+    pub dispatch_stages: u32,
+    /// Warps per block in combine, 1 to 16.
+    pub combine_warps: u32,
+    /// Largest slot in combine, in bytes, at most 4096; longer rows travel in pieces.
+    pub combine_slot_bytes: u32,
+    /// Most slots per warp in combine, at least 2.
+    pub combine_slots: u32,
+    /// Blocks that copy rows into the pool during a combine of a tensor within a node, 1 to 1024. `None`: all multiprocessors that the
+    /// configuration leaves. The number never exceeds the work there is.
+    pub combine_stagers: Option<u32>,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Tuning {
+            dispatch_warps: 3,
+            internode_dispatch_warps: 6,
+            dispatch_metadata_warps: 4,
+            dispatch_stage_bytes: 8192,
+            dispatch_stages: 10,
+            combine_warps: 16,
+            combine_slot_bytes: 4096,
+            combine_slots: 3,
+            combine_stagers: None,
+        }
+    }
+}
+
+impl Tuning {
+    /// Checks the ranges.
+    pub(super) fn validate(&self) -> Result<()> {
+        let check = |name, value: u32, range: std::ops::RangeInclusive<u32>| {
+            if range.contains(&value) {
+                return Ok(());
+            }
+            Err(Error::argument(name, value, format!("must be {} to {}", range.start(), range.end())))
+        };
+        check("dispatch_warps", self.dispatch_warps, 1..=8)?;
+        check("internode_dispatch_warps", self.internode_dispatch_warps, 1..=8)?;
+        check("dispatch_metadata_warps", self.dispatch_metadata_warps, 1..=4)?;
+        check("dispatch_stage_bytes", self.dispatch_stage_bytes, 128..=65536)?;
+        check("dispatch_stages", self.dispatch_stages, 2..=32)?;
+        check("combine_warps", self.combine_warps, 1..=16)?;
+        check("combine_slot_bytes", self.combine_slot_bytes, 512..=MAX_SLOT_BYTES)?;
+        check("combine_slots", self.combine_slots, 2..=32)?;
+        self.combine_stagers.map_or(Ok(()), |blocks| check("combine_stagers", blocks, 1..=1024))
+    }
+}

@@ -1,0 +1,117 @@
+//! Places for received rows and for the rows of a combine.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use epoxide_gpu::layout::{PoolLayout, row_stride};
+
+use crate::ep::core::{Held, PlaceState};
+use crate::ep::tensor::{Element, Owner};
+use crate::ep::{DType, Tensor, TypedTensor};
+use crate::error::{Error, Result, Scope};
+
+/// Room in the pool for what one dispatch brings, and for the rows of its combine. A buffer has
+/// [`Options::places`](super::Options::places) of them, and each is handed out once, by [`Buffer::place`](super::Buffer::place).
+///
+/// A dispatch borrows its place mutably, and what it brings holds on to that borrow: a second dispatch there does not compile while
+/// the first one's rows are in use. All ranks give a dispatch the place of the same index.
+#[derive(Debug)]
+pub struct Place(pub(super) Held<Room>);
+
+impl Place {
+    /// Its index in the buffer.
+    pub fn index(&self) -> u32 {
+        self.0.place().index()
+    }
+
+    /// Rows here that peers gather from, for a combine without a dispatch before it, such as that of a backward pass;
+    /// see [`Received::combine_rows`](super::Received::combine_rows).
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] where `rows` or the row is larger than the pool was made for, [`Error::Argument`] where they are given out
+    /// already.
+    pub fn combine_rows(&self, dtype: DType, rows: u64, hidden: u64) -> Result<PoolRows<'_>> {
+        self.0.place().combine_rows(self.0.place().pool(), dtype, rows, hidden)
+    }
+}
+
+/// Rows of a dispatch, and those of its combine.
+#[derive(Debug)]
+pub struct Room {
+    /// The pool's layout with the rows of this place.
+    pub layout: PoolLayout,
+    pub max_row_bytes: u64,
+    /// The combine rows are given out.
+    pub rows_given: AtomicBool,
+}
+
+impl PlaceState<Room> {
+    /// An error where a combine would stage its rows over those that the caller is writing.
+    pub fn check_rows_free(&self) -> Result<()> {
+        if self.room().rows_given.load(Ordering::Acquire) {
+            let rule = "its combine rows are given out (PoolRows): combine those, or drop them first";
+            return Err(Error::argument("place", self.index(), rule));
+        }
+        Ok(())
+    }
+
+    /// Rows of this place as a tensor.
+    pub fn rows<'p>(&self, owner: Owner, offset: u64, dtype: DType, rows: u64, hidden: u64) -> Tensor<'p> {
+        let rows = Tensor::in_memory(self.at(offset), dtype, &[rows, hidden], owner);
+        rows.with_row_stride(row_stride(hidden * dtype.size()))
+    }
+
+    /// A contiguous tensor in this place.
+    pub fn tensor<'p, T: Element>(&self, owner: Owner, offset: u64, shape: &[u64]) -> TypedTensor<'p, T> {
+        TypedTensor::in_memory(self.at(offset), shape, owner)
+    }
+
+    pub fn combine_rows<'p>(
+        self: &Arc<Self>,
+        owner: Owner,
+        dtype: DType,
+        rows: u64,
+        hidden: u64,
+    ) -> Result<PoolRows<'p>> {
+        let row_bytes = hidden.saturating_mul(dtype.size());
+        if row_bytes > self.room().max_row_bytes {
+            let remedy = format!("create the buffer with max_row_bytes >= {row_bytes}");
+            let (what, have) = (("hidden", "bytes"), self.room().max_row_bytes);
+            return Err(Error::capacity(what, row_bytes, have, remedy, Scope::ThisRank));
+        }
+        if rows > self.room().layout.rows {
+            let remedy = "ask for as many as the dispatch received";
+            let (what, have) = (("combine rows", "rows"), self.room().layout.rows);
+            return Err(Error::capacity(what, rows, have, remedy, Scope::ThisRank));
+        }
+        if self.room().rows_given.swap(true, Ordering::AcqRel) {
+            let rule = "its combine rows are given out already: drop those first";
+            return Err(Error::argument("place", self.index(), rule));
+        }
+        let rows = self.rows(owner, self.room().layout.combine_x, dtype, rows, hidden).named("rows");
+        Ok(PoolRows { rows, place: self.clone() })
+    }
+}
+
+/// Rows `[rows, hidden]` of a place that peers gather from: experts that write their output here spare combine a copy
+/// ([`CombineRows::InPool`](super::CombineRows::InPool)). Rows are `row_stride()` bytes apart.
+///
+/// They are the caller's from the end of one combine to the start of the next.
+#[derive(Debug)]
+pub struct PoolRows<'p> {
+    rows: Tensor<'p>,
+    pub(super) place: Arc<PlaceState<Room>>,
+}
+
+impl<'p> PoolRows<'p> {
+    /// The rows.
+    pub fn tensor(&self) -> &Tensor<'p> {
+        &self.rows
+    }
+}
+
+impl Drop for PoolRows<'_> {
+    fn drop(&mut self) {
+        self.place.room().rows_given.store(false, Ordering::Release);
+    }
+}

@@ -1,0 +1,49 @@
+//! High throughput: the [`Buffer`] and its operations, for batches from about 256 tokens a rank.
+//! [`low_latency`](crate::low_latency) is the mode for smaller ones; the [front
+//! page](crate#high-throughput) has an example of both.
+//!
+//! ```text
+//! topk_idx --get_dispatch_layout--> DispatchLayout --dispatch--> Received { recv_x, .., handle }
+//!                                                                     | experts run
+//!                                                                     v
+//!                                              Combined <--combine(rows, handle)
+//! ```
+//!
+//! Operations are collective unless they say that they are local: each rank of the group makes the
+//! same calls in the same order. Work is enqueued on a stream ([`StreamOrder`](crate::StreamOrder)); only an exact-size
+//! dispatch makes the host wait, for the counts.
+//!
+//! # The calls of a layer
+//!
+//! | call | does | host waits |
+//! |---|---|---|
+//! | [`Buffer::get_dispatch_layout`] | counts the top-k ids by rank and expert; local | no |
+//! | [`Buffer::dispatch`] | exchanges counts, sends each token's row once to every rank with one of its experts | for the counts, unless [`Counts::OnDevice`] |
+//! | [`Buffer::dispatch_cached`] | the same along the routing of an earlier dispatch, without counts | no |
+//! | [`Received::combine_rows`] | gives rows in the pool, so that experts write where combine reads | no |
+//! | [`Buffer::combine`] | sums a token's rows from all ranks in FP32 and rank order; it weighs nothing | no |
+//! | [`Buffer::capture`] | records calls as a [`Step`], for CUDA graphs | no |
+//! | [`Buffer::check`] | returns the error of an operation that has failed by now | no |
+//!
+//! # Rows and weights
+//! Received rows are grouped by source rank and sorted by token ([`Received`]).
+//! `recv_topk_idx` has the local ids of this rank's experts, -1 for others. A token comes once,
+//! however many of this rank's experts it has: add their results, weighted, before the combine.
+//!
+//! # Errors
+//! Calls only enqueue work. A host read of a result ([`Tensor::to_host`](crate::Tensor::to_host)) waits for its operation
+//! and returns that operation's error instead of numbers. For results that only kernels read,
+//! synchronise their stream and call [`Buffer::check`]; sums that a failed combine did not make are
+//! NaN. The deadline of all waits is [`Options::timeout`]; an expired one is
+//! [`Error::PeerTimeout`](crate::Error::PeerTimeout).
+//!
+//! # Several nodes
+//! [`Options::ranks_per_node`] spreads the ranks over nodes, and [`Options::transport`]
+//! joins these. Ranks that can all map each other's memory are one node.
+
+pub use crate::ep::core::Step;
+pub use crate::ep::throughput::{
+    Buffer, CachedDispatchRequest, CombineRequest, CombineRows, Combined, Config, Counts, Detached,
+    DispatchHandle, DispatchLayout, DispatchRequest, ExpertRows, InternodeHandle, IntranodeHandle,
+    NodeCounts, Options, Place, PoolRows, Received, Shape, low_latency_rdma_size_hint,
+};
