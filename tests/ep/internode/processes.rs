@@ -28,24 +28,15 @@ fn tokens(ranks: u32) -> Vec<u32> {
     [6, 4, 5, 3].into_iter().cycle().take(ranks as usize).collect()
 }
 
-<<<<<<< HEAD
 /// How long the others wait for the rank that is killed, in real time: processes have no clock of
 /// their own. Those that do come keep it on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(10);
-=======
-/// How long the other ranks wait for the killed one, in real time: processes have no clock of their
-/// own. The ranks that do come keep it on a busy machine.
-fn timeout() -> Duration {
-    Duration::from_secs(tier::pick(5, 10))
-}
-
->>>>>>> minutes
 /// Exit code of a killed process, in `Child::wait`.
 const NO_CODE: Option<i32> = None;
 
 fn setup(ranks: u32, ranks_per_node: u32, transport: TransportKind) -> Setup {
     let nodes = Nodes { ranks_per_node, transport, queues: 2 };
-    Setup::new(ranks, 2, 6, ROW).nodes(Some(nodes)).timeout(timeout())
+    Setup::new(ranks, 2, 6, ROW).nodes(Some(nodes)).timeout(TIMEOUT)
 }
 
 /// Main function of a process that is a rank; does nothing as a test of its own.
@@ -58,7 +49,7 @@ fn as_a_rank() {
     let group = Arc::new(rendezvous(PATIENCE).unwrap());
     let error = turns_until_an_error(&group, transport, after).expect_err("the last rank is killed");
     let Error::PeerTimeout { rank, peer, waited, .. } = error else { panic!("{error} is no PeerTimeout") };
-    assert!(peer != rank && waited >= timeout(), "{error}");
+    assert!(peer != rank && waited >= TIMEOUT, "{error}");
 
     // The others go on without it, in the same processes.
     let group = Arc::new(group.shrink_group(&[ranks() - 1]).unwrap());

@@ -17,16 +17,13 @@ use epoxide_testing::oracle::{Routing, Style};
 
 use epoxide_testing::harness::{PATIENCE, Rank, assert_no_failures};
 use epoxide_testing::roundtrip::Case;
-use epoxide_testing::tier;
 
 /// Set where this test binary runs as a rank.
 const ROLE: &str = "EPOXIDE_TEST_ROLE";
 /// How the rank that dies exits.
 const DEAD: i32 = 3;
 /// How long the other ranks wait for the dead one, in real time.
-fn timeout() -> Duration {
-    Duration::from_secs(tier::pick(5, 10))
-}
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 fn case() -> Case {
     let mut rng = ChaCha8Rng::seed_from_u64(11);
@@ -40,7 +37,7 @@ fn as_a_rank() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let case = case();
     let group: Arc<dyn ProcessGroup> = Arc::new(rendezvous(PATIENCE).unwrap());
-    let timeout = if role == "die" { timeout() } else { PATIENCE };
+    let timeout = if role == "die" { TIMEOUT } else { PATIENCE };
     let mut rank = Rank::join(&case.setup().timeout(timeout), group).unwrap();
     match role.as_str() {
         "exchange" => {

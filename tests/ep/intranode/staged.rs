@@ -34,14 +34,9 @@ fn fewer_rows_than_units() {
 
 #[test]
 fn channels_in_parts() {
-<<<<<<< HEAD
     // One channel of four ranks is copied in eight parts; of one rank in 32, of which most have a
     // row or none.
-    for stagers in [None, Some(3), Some(9)] {
-=======
-    // One channel of four ranks is copied in eight parts; of one rank in 32, of which most have a row or none.
     for stagers in tier::sample([Some(9), None, Some(3)]) {
->>>>>>> minutes
         check(&[40, 3, 17, 0], 1, 80, stagers);
         check(&[37], 1, 80, stagers);
     }
