@@ -28,7 +28,7 @@ use tracing_subscriber::filter::LevelFilter;
 #[derive(Debug, Parser)]
 #[command(name = "epoxide", version, about, after_help = EXIT_CODES)]
 struct Cli {
-    /// Print more of the library's log on standard error: warnings without, then information, debugging, everything
+    /// Print more of the library's log on standard error: first information, then debugging, then everything. Without, warnings; in launch, errors
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     verbose: u8,
 
@@ -65,7 +65,9 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(said) => return say(&said),
     };
-    log_to_stderr(cli.verbose);
+    // The launcher reports what concerns its ranks in its own words: of the log, only errors.
+    let quiet = u8::from(matches!(cli.command, Command::Launch(_)));
+    log_to_stderr(cli.verbose.saturating_add(1).saturating_sub(quiet));
     let outcome = match cli.command {
         Command::Roundtrip(args) => roundtrip::run(args),
         Command::Bench(args) => bench::run(&args),
@@ -87,12 +89,13 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints the log of the library and its crates from here on, up to a level that `verbose` raises.
-fn log_to_stderr(verbose: u8) {
-    let level = match verbose {
-        0 => LevelFilter::WARN,
-        1 => LevelFilter::INFO,
-        2 => LevelFilter::DEBUG,
+/// Prints the log of the library and its crates from here on: errors, and with each level more.
+fn log_to_stderr(level: u8) {
+    let level = match level {
+        0 => LevelFilter::ERROR,
+        1 => LevelFilter::WARN,
+        2 => LevelFilter::INFO,
+        3 => LevelFilter::DEBUG,
         _ => LevelFilter::TRACE,
     };
     let log = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr);
