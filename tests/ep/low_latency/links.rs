@@ -54,7 +54,7 @@ fn predicted(case: &LowLatencyCase) -> Links {
         // A combine returns one row for each that came, in the form that its owner's number of
         // tokens asks for.
         let (rows, tokens) = (rows_between(routing, to, from), u64::from(routing.num_tokens(to)));
-        let (combine, row_bytes, scales) = travels_back(case);
+        let (combine, row_bytes, scales) = travels_back(case, from);
         if tokens <= case.packet_tokens.min(case.max_tokens).into() {
             let packets = u64::from(pieces_of(row_bytes) * PIECE_PACKET_BYTES);
             add(combine, "returned_packets", rows * packets);
@@ -69,9 +69,12 @@ fn predicted(case: &LowLatencyCase) -> Links {
     all
 }
 
-/// The kernel that returns rows, the bytes of a row without scales, and its scales.
-fn travels_back(case: &LowLatencyCase) -> (&'static str, u32, u64) {
+/// The kernel by which rank `from` returns rows, the bytes of a row without scales, and its scales.
+fn travels_back(case: &LowLatencyCase, from: u32) -> (&'static str, u32, u64) {
+    let tokens = case.routing.num_tokens(from);
+    let has_many = tokens > 2 * case.sm_count && tokens > case.packet_tokens;
     match case.quantise_back {
+        Quantise::Not if !case.by_expert && has_many => ("low_latency_combine_summed", case.hidden * 2, 0),
         Quantise::Not => ("low_latency_combine_bf16", case.hidden * 2, 0),
         _ => ("low_latency_combine_fp8", case.hidden, u64::from(case.hidden / 128)),
     }

@@ -1,8 +1,9 @@
 //! Round trips of many shapes.
 
 use epoxide::driver::virt::{CheckConfig, Checker};
-use epoxide::low_latency::Quantise;
-use epoxide_testing::low_latency::LowLatencyCase;
+use epoxide::low_latency::{DispatchRequest, Quantise};
+use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
+use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
 
@@ -27,6 +28,102 @@ fn rows_that_are_summed_already() {
         ..LowLatencyCase::new(routing(&[9, 5, 7], 4, 6, Style::WithHoles), 40)
     }
     .check();
+}
+
+/// Blocks with more than two tokens to sum return rows meanwhile: ranks with many tokens, with few and
+/// with none, with packets and without, and rows that take a warp several turns.
+#[test]
+fn rows_return_while_others_are_summed() {
+    let cases = [(24, 4, 4), (24, 0, 1), (8448, 0, 2)];
+    for (hidden, packet_tokens, chunk_tokens) in tier::sample(cases) {
+        for checker in [None, Some(Checker::new(CheckConfig::default()))] {
+            LowLatencyCase {
+                by_expert: false,
+                packet_tokens,
+                chunk_tokens,
+                sm_count: 2,
+                rounds: 2,
+                schedule_seed: checker.is_some().then_some(5),
+                checker,
+                ..LowLatencyCase::new(routing(&[23, 3, 0, 9], 4, 8, Style::WithHoles), hidden)
+            }
+            .check();
+        }
+    }
+}
+
+/// Scales of up to eight tokens of a block leave together; here a block has eleven, or fewer than eight.
+#[test]
+fn scales_of_several_tokens() {
+    for quantise in tier::sample([Quantise::Fp8, Quantise::Fp8PowerOfTwo]) {
+        for tokens in [[22, 9], [5, 13]] {
+            LowLatencyCase {
+                quantise,
+                sm_count: 2,
+                checker: Some(Checker::new(CheckConfig::default())),
+                ..LowLatencyCase::new(routing(&tokens, 2, 4, Style::WithHoles), 384)
+            }
+            .check();
+        }
+    }
+}
+
+/// Rows that are e4m3 already take their scales along, of one token of a block at a time and of several.
+#[test]
+fn quantised_already() {
+    for sm_count in [2, 24] {
+        let routing = routing(&[19, 5, 0], 2, 6, Style::WithHoles);
+        let checker = Some(Checker::new(CheckConfig::default()));
+        let case = LowLatencyCase { sm_count, checker, ..LowLatencyCase::new(routing, 400) };
+        case.on_threads(|rank| dispatch_quantised_rows(&case, rank));
+    }
+}
+
+/// Dispatches e4m3 rows with scales, and gives the differences from what each rank was to receive.
+fn dispatch_quantised_rows(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<Vec<String>> {
+    let LowLatencyRank { buffer, stream, .. } = rank;
+    let (routing, me, hidden) = (&case.routing, buffer.rank(), case.hidden);
+    let of_row = hidden.div_ceil(128);
+    let row = |source: u32, token: u32| -> Vec<u8> {
+        (0..hidden).map(|at| (source * 89 + token * 31 + at * 7) as u8).collect()
+    };
+    let scale = |source: u32, token: u32, block: u32| (source * 1000 + token * 10 + block) as f32 + 0.5;
+    let tokens = 0..routing.num_tokens(me);
+    let shape = |columns: u32| [u64::from(tokens.end), u64::from(columns)];
+    let rows: Vec<u8> = tokens.clone().flat_map(|token| row(me, token)).collect();
+    let values: Vec<f32> =
+        tokens.clone().flat_map(|token| (0..of_row).map(move |block| scale(me, token, block))).collect();
+    let x = Tensor::from_host(stream, DType::Fp8E4m3, &shape(hidden), &rows)?;
+    let scales = TypedTensor::from_host(stream, &shape(of_row), &values)?;
+    let topk_idx = TypedTensor::from_host(stream, &shape(routing.num_topk), &routing.flat_topk_idx(me))?;
+    let mut place = buffer.place(0)?;
+    let request = DispatchRequest::new(&x, &topk_idx).scales(&scales);
+    let received = buffer.dispatch(&mut place, request, StreamOrder::on(stream))?;
+    stream.synchronize()?;
+    buffer.check()?;
+    let mut differing = Vec::new();
+    let received_scales = received.scales.as_ref().map_or(Ok(Vec::new()), |scales| scales.values(stream))?;
+    let received_rows = routing.num_ranks() * case.max_tokens;
+    for source in 0..routing.num_ranks() {
+        for token in (0..routing.num_tokens(source)).filter(|&token| routing.hits(source, token, me)) {
+            let number = source * case.max_tokens + token;
+            let mut got = vec![0u8; hidden as usize];
+            // SAFETY: the row is one of the tensor's.
+            unsafe {
+                stream.read(&mut got, received.x.ptr().add(u64::from(number) * received.x.row_stride()))?
+            };
+            if got != row(source, token) {
+                differing.push(format!("row of token {token} of rank {source}"));
+            }
+            for block in 0..of_row {
+                let got = received_scales[(block * received_rows + number) as usize];
+                if got != scale(source, token, block) {
+                    differing.push(format!("scale {block} of token {token} of rank {source} is {got}"));
+                }
+            }
+        }
+    }
+    Ok(differing)
 }
 
 #[test]
