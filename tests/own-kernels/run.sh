@@ -30,7 +30,10 @@ if rustup toolchain list 2>/dev/null | grep -q '^stable-'; then
     export RUSTUP_TOOLCHAIN=stable
 fi
 # Flags and folders of this repository's own builds are none of a user's.
-unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CARGO_BUILD_TARGET CARGO_TARGET_DIR CUDA_LIBRARY_PATH
+unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CARGO_BUILD_TARGET CUDA_LIBRARY_PATH
+# The template, the builder and the tutorial share what they all compile. No build here is debugged or
+# repeated with a small change of a large crate.
+export CARGO_TARGET_DIR=$folder/target CARGO_PROFILE_DEV_DEBUG=0 CARGO_INCREMENTAL=0
 
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/Cargo.toml" | head -1)
 # In place of the registry: the packages that are named.
@@ -70,8 +73,7 @@ if cargo test vectors >edited.log 2>&1; then fail 'the test passes with PTX of a
 grep -q 'run `cargo build-ptx`' edited.log || fail "$(cat edited.log)"
 if cargo build-ptx --check >/dev/null 2>&1; then fail 'a stale PTX passes the check'; fi
 
-# The tutorial: the crate that its text gives, in the folder of builds that is there.
-export CARGO_TARGET_DIR=$folder/copy/target
+# The tutorial: the crate that its text gives.
 cargo new --quiet --lib --vcs none "$folder/scale"
 cd "$folder/scale"
 mkdir tests
@@ -90,7 +92,10 @@ patches epoxide-macros epoxide-simt epoxide-vgpu >>Cargo.toml
 # The lines of the tutorial, for the registry.
 sed -i "s/^\[dependencies\]$/[dependencies]\nepoxide-simt = \"$version\"\n\n[dev-dependencies]\nepoxide-vgpu = \"$version\"/" Cargo.toml
 cp ../copy/Cargo.lock .
-(unset CARGO_TARGET_DIR && cargo build-ptx)
+# The builder keeps its builds in the crate's folder; `core` for the GPU is there already.
+mkdir target
+cp -a ../copy/target/ptx target/ptx
+cargo build-ptx
 cargo test 2>&1 | tee test.log
 grep -q '^test neighbours_are_summed ... ok' test.log || fail 'the tutorial has another test'
 if grep '^warning' test.log; then fail 'the tutorial has warnings'; fi
