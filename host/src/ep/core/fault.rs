@@ -263,7 +263,8 @@ impl Faults {
     fn find_context(&self) -> String {
         let network = self.network.get().and_then(Weak::upgrade);
         let network = network.map_or_else(String::new, |network| network.context());
-        // An upgraded reference may be the last of a buffer that is just dropped: it must not be dropped while the list is locked.
+        // An upgraded reference may be the last of a buffer that is just dropped: it must not be
+        // dropped while the list is locked.
         let others: Vec<Arc<Faults>> = buffers().iter().filter_map(Weak::upgrade).collect();
         let others = others.iter().filter(|other| other.id != self.id && other.is_on(&self.device));
         let named = others.filter_map(|other| other.unfinished());
@@ -307,8 +308,8 @@ impl Faults {
         Ok(late)
     }
 
-    /// For each token of this rank, whether a combine that gave up may have left it without its sum.
-    /// All that uses the tokens has ended.
+    /// For each token of this rank, whether a combine that gave up may have left it without its
+    /// sum. All that uses the tokens has ended.
     pub fn missing(&self) -> Result<Vec<u8>> {
         self.memory.read_all(MISSING_TOKENS, self.max_tokens)
     }

@@ -108,7 +108,8 @@ impl<R> Core<R> {
         })
     }
 
-    /// Opens the network to `peers`, with wire memory of `bytes`; see [`Network::open`]. Collective.
+    /// Opens the network to `peers`, with wire memory of `bytes`; see [`Network::open`].
+    /// Collective.
     pub fn open_network(
         &mut self,
         group: &dyn ProcessGroup,
@@ -201,8 +202,8 @@ impl<R> Core<R> {
         Err(Error::argument("place", place.index(), rule))
     }
 
-    /// The arguments that all kernels of the buffer share: `local` is this rank's own state. The pool's layout and the
-    /// call are the mode's to fill in.
+    /// The arguments that all kernels of the buffer share: `local` is this rank's own state. The
+    /// pool's layout and the call are the mode's to fill in.
     pub fn comm(&self, local: DevicePtr) -> Comm {
         Comm {
             pools: self.pools.few(),

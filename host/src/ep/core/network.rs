@@ -50,8 +50,8 @@ impl Network {
         &self.ways
     }
 
-    /// A queue to `peer` for kernels that count what they post at `posted`; `None` where there is no
-    /// such queue.
+    /// A queue to `peer` for kernels that count what they post at `posted`; `None` where there is
+    /// no such queue.
     pub fn queue(&self, queue: u32, peer: u32, posted: DevicePtr) -> Option<QueueHandle> {
         self.proxies().handle(queue, peer).map(|queue| QueueHandle { queue, posted })
     }
@@ -66,12 +66,14 @@ impl Network {
         failure.into_iter().chain(calls).collect()
     }
 
-    /// The ranks whose wire memory kernels here write themselves, ascending; queues lead to the others.
+    /// The ranks whose wire memory kernels here write themselves, ascending; queues lead to the
+    /// others.
     pub fn mapped_peers(&self) -> Vec<u32> {
         self.ways.iter().filter(|way| way.mapped.is_some()).map(|way| way.peer).collect()
     }
 
-    /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue, peer).
+    /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue,
+    /// peer).
     pub fn stats(&self) -> Vec<(u32, u32, QueueStats)> {
         self.proxies().all().iter().map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()
     }

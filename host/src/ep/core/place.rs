@@ -25,7 +25,8 @@ pub fn check_count(places: u32) -> Result<()> {
     Err(Error::argument("places", places, format!("must be 1 to {MAX_PLACES}")))
 }
 
-/// The pool: peers map it, so that giving it back unmaps it at once. Waits for all streams of the device first.
+/// The pool: peers map it, so that giving it back unmaps it at once. Waits for all streams of the
+/// device first.
 #[derive(Debug)]
 pub struct Pool {
     memory: Arc<Memory>,

@@ -1,4 +1,5 @@
-//! The order of a buffer's operations on the device: one after the other, in whichever streams they run.
+//! The order of a buffer's operations on the device: one after the other, in whichever streams they
+//! run.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::Duration;
@@ -62,7 +63,8 @@ impl Sequence {
         Ok(Turn { sequence: self, last })
     }
 
-    /// Says that `call` failed with `error` where peers count on it already: no operation can follow.
+    /// Says that `call` failed with `error` where peers count on it already: no operation can
+    /// follow.
     pub fn give_up(&self, call: &'static str, error: &Error) {
         let _ = self.broken.set(Error::Broken { call, reason: error.to_string() });
     }
@@ -89,8 +91,9 @@ impl Sequence {
         self.operation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The last operation that waits for peers, if there was one. Like [`Sequence::has_ended`], it waits for no turn: the caller may have a turn of
-    /// another buffer, for which whoever has this one's asks in turn.
+    /// The last operation that waits for peers, if there was one. Like [`Sequence::has_ended`], it
+    /// waits for no turn: the caller may have a turn of another buffer, for which whoever has this
+    /// one's asks in turn.
     pub fn last_operation(&self) -> Option<&'static str> {
         *self.operation()
     }
@@ -115,7 +118,8 @@ impl Sequence {
 }
 
 impl Turn<'_> {
-    /// Says that what this turn enqueued on `stream` is all. Also after an error: kernels that were launched still run.
+    /// Says that what this turn enqueued on `stream` is all. Also after an error: kernels that were
+    /// launched still run.
     pub fn end(mut self, stream: &Stream) -> Result<()> {
         self.last.stream = Some(stream.id());
         self.sequence.end.record(stream)

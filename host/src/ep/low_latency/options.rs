@@ -64,14 +64,14 @@ impl Options {
     }
 
     option_methods! {
-        /// A group has up to 32 ranks. Up to 8 that can all map each other's memory are one node whatever
-        /// this is, unless the transport is one of shm, tcp and verbs, or [`Options::keep_nodes`] was
-        /// called.
+        /// A group has up to 32 ranks. Up to 8 that can all map each other's memory are one node
+        /// whatever this is, unless the transport is one of shm, tcp and verbs, or
+        /// [`Options::keep_nodes`] was called.
         ranks_per_node,
         /// Sums have the same bits either way.
         keep_nodes,
-        /// Each rank of another node has one queue, whatever [`TransportOptions::queues_per_peer`] is:
-        /// an operation has one message for it.
+        /// Each rank of another node has one queue, whatever [`TransportOptions::queues_per_peer`]
+        /// is: an operation has one message for it.
         transport,
     }
 
@@ -81,15 +81,17 @@ impl Options {
         self
     }
 
-    /// Tokens of a rank that are said to be complete together, at least 1: with fewer, whoever waits for the first can begin earlier. Says
-    /// nothing across nodes, where all of a rank's tokens for another are one message.
+    /// Tokens of a rank that are said to be complete together, at least 1: with fewer, whoever
+    /// waits for the first can begin earlier. Says nothing across nodes, where all of a rank's
+    /// tokens for another are one message.
     pub fn chunk_tokens(mut self, tokens: u32) -> Options {
         self.chunk_tokens = tokens;
         self
     }
 
-    /// Most tokens of a rank whose rows return, in a combine, as packets of 16 bytes with 12 of payload, 0 for none: they take a third more of
-    /// the links, and nobody waits for stores to arrive before a word can say so. Says nothing across nodes.
+    /// Most tokens of a rank whose rows return, in a combine, as packets of 16 bytes with 12 of
+    /// payload, 0 for none: they take a third more of the links, and nobody waits for stores to
+    /// arrive before a word can say so. Says nothing across nodes.
     pub fn packet_tokens(mut self, tokens: u32) -> Options {
         self.packet_tokens = tokens;
         self
@@ -170,8 +172,8 @@ impl Options {
 pub enum Quantise {
     /// They travel as they are.
     Not,
-    /// They travel as e4m3. Each 128 elements have a scale of their own, their largest magnitude (at least 1e-4) over 448, that they are to be
-    /// multiplied with.
+    /// They travel as e4m3. Each 128 elements have a scale of their own, their largest magnitude
+    /// (at least 1e-4) over 448, that they are to be multiplied with.
     Fp8,
     /// The same, with the next larger power of two as scale.
     Fp8PowerOfTwo,

@@ -15,7 +15,8 @@ use crate::error::{Error, Result};
 /// Threads per block of the layout kernel: as many tokens as possible at once.
 const THREADS: u32 = 1024;
 
-/// The sender's counts for one `topk_idx`, and those ids; feeds [`Buffer::dispatch`]. Immutable, and cheap to clone.
+/// The sender's counts for one `topk_idx`, and those ids; feeds [`Buffer::dispatch`]. Immutable,
+/// and cheap to clone.
 #[derive(Debug, Clone)]
 pub struct DispatchLayout<'a> {
     topk_idx: Tensor<'a>,
@@ -95,10 +96,12 @@ impl<'a> DispatchLayout<'a> {
         self.event.as_deref()
     }
 
-    /// Waits for `stream`, which the layout was made on or after, and checks that every expert id was in range.
+    /// Waits for `stream`, which the layout was made on or after, and checks that every expert id
+    /// was in range.
     ///
     /// # Errors
-    /// [`Error::Argument`] naming the first token and entry whose id is neither -1 nor below `num_experts`.
+    /// [`Error::Argument`] naming the first token and entry whose id is neither -1 nor below
+    /// `num_experts`.
     pub fn validate(&self, stream: &Stream) -> Result<()> {
         let mut word = [0u8; 8];
         // SAFETY: the layout's block holds the word.
@@ -146,7 +149,8 @@ impl Buffer {
     /// not wait for the host.
     ///
     /// # Errors
-    /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule, [`Error::Capacity`] where there are more tokens than
+    /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule, [`Error::Capacity`]
+    /// where there are more tokens than
     /// [`Shape::max_tokens_per_rank`](super::Shape::max_tokens_per_rank). An id that is out of
     /// range shows in [`DispatchLayout::validate`], and as an error of the dispatch on every rank.
     pub fn get_dispatch_layout<'a>(
@@ -235,7 +239,8 @@ impl Buffer {
         let uses = owners([Some(topk_idx), map.map(|map| &**map.entries())]).into_iter();
         let uses = uses.chain([block.clone() as Owner]);
         let event = self.run(order, capturing, None, uses, |buffer, stream| {
-            // SAFETY: block and ids go back behind all that streams have been given, and a recording keeps them.
+            // SAFETY: block and ids go back behind all that streams have been given, and a
+            // recording keeps them.
             unsafe {
                 stream.fill(places.invalid, 0xff, 8)?;
                 stream.fill(places.num_tokens_per_rank, 0, in_rank - per_rank)?;
