@@ -130,8 +130,8 @@ pub(crate) trait Outcome: Report {
 /// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone
 /// frees it, unless it was made by [`Tensor::from_raw`].
 ///
-/// It may be dropped while streams of its device still use it: its memory goes back behind all that
-/// they have been given.
+/// It may be dropped while streams of its device still use it: its memory is freed behind all work
+/// enqueued on them.
 ///
 /// For `'a` its elements are the holder's. Tensors with memory of their own are `Tensor<'static>`;
 /// those of a [`throughput::Received`](crate::throughput::Received) borrow the
@@ -216,12 +216,12 @@ impl Tensor<'static> {
 }
 
 impl<'a> Tensor<'a> {
-    /// A tensor in memory that somebody else owns: a framework's, say.
+    /// A tensor in memory of another owner, such as a framework.
     ///
     /// # Safety
-    /// The memory is live, on the device that the tensor is used on, and holds `shape` contiguous
-    /// elements of `dtype`, for `'a` and until the streams that use the tensor meanwhile have
-    /// passed.
+    /// The memory is on the device that the tensor is used on, and holds `shape` contiguous
+    /// elements of `dtype`. It is live for `'a` and until the streams that use the tensor meanwhile
+    /// have passed.
     pub unsafe fn from_raw(ptr: DevicePtr, dtype: DType, shape: &[u64]) -> Tensor<'a> {
         Tensor { filled: Some(Arc::default()), ..Tensor::new(ptr, dtype, shape, None) }
     }
@@ -296,14 +296,13 @@ impl<'a> Tensor<'a> {
         self.owner.as_ref()
     }
 
-    /// The same tensor, for whoever sees to it that it is used only while its elements are the
-    /// holder's.
+    /// The same tensor, for callers that ensure its use only while its elements are the holder's.
     pub(super) fn outlive(self) -> Tensor<'static> {
         let Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, filled, place: _ } = self;
         Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, filled, place: PhantomData }
     }
 
-    /// The same tensor as one whose dtype the type says.
+    /// The same tensor with its dtype in the type.
     ///
     /// # Errors
     /// [`Error::DType`] where it has another one.
@@ -360,11 +359,11 @@ impl<'a> Tensor<'a> {
     /// stream it runs.
     ///
     /// # Errors
-    /// For what an operation of a buffer gave: the error of an operation of that buffer that has
-    /// failed by then, such as [`Error::PeerTimeout`], since the elements may be those of an
-    /// operation before. For a dispatch whose counts stay on the device, and for its combines, also
-    /// what [`Buffer::check_dispatch`](crate::throughput::Buffer::check_dispatch) gives.
-    /// [`Error::DType`] where `T` does not fit, and whatever the driver reports.
+    /// For the result of an operation of a buffer: the error of any operation of that buffer that
+    /// has failed by then, such as [`Error::PeerTimeout`]. The elements may be those of an earlier
+    /// operation then. For a dispatch whose counts stay on the device, and for its combines, also
+    /// the errors of [`Buffer::check_dispatch`](crate::throughput::Buffer::check_dispatch).
+    /// [`Error::DType`] where `T` does not fit, and errors of the driver.
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check_element::<T>()?;
         for outcome in self.outcomes() {

@@ -8,18 +8,22 @@ use super::sequence::Sequence;
 use crate::driver::{Device, Event, Stream, give_up};
 use crate::error::Result;
 
-/// Which stream an operation runs on, what it waits for, and who waits for it.
+/// The stream of an operation, the work that it waits for, and the work that waits for it.
 ///
 /// The operations of one [`Buffer`](crate::throughput::Buffer) come one after the other on every
-/// rank, whatever streams they run on. Only within a recording that spans several streams their
-/// order is the recorder's affair.
+/// rank, whatever streams they run on. Within a recording that spans several streams, the caller
+/// orders them.
 ///
 /// Two *different* buffers have no order between them. Their operations wait for peers while they
-/// hold multiprocessors: where one rank launches buffer A's before B's and another one B's before
-/// A's, on streams that run side by side, and both do not fit on the device at once
-/// ([`Config::num_sms`](crate::throughput::Config) blocks each), they wait for each other until
-/// their deadlines; the error then names the other buffer. Launch them in one order on every rank,
-/// or on one stream, or give each so few multiprocessors that all fit.
+/// hold multiprocessors. They deadlock until their deadlines if all of this holds; the error then
+/// names the other buffer:
+/// * One rank launches buffer A's operation before B's, another rank B's before A's.
+/// * They run on concurrent streams.
+/// * Both do not fit on the device at once ([`Config::num_sms`](crate::throughput::Config) blocks
+///   each).
+///
+/// Launch them in one order on every rank, or on one stream, or give each so few multiprocessors
+/// that all fit.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamOrder<'a> {
     caller: &'a Stream,
@@ -169,8 +173,8 @@ impl Enqueuer {
     }
 
     /// Takes no operation any more, and waits for the last one: kernels in flight hold addresses of
-    /// memory that goes next. Where it takes longer than `limit`, the device is given up. Errors
-    /// have nowhere to go.
+    /// memory that is freed next. Where it takes longer than `limit`, the device is given up.
+    /// Errors have nowhere to go.
     pub fn close(&self, limit: Duration) {
         self.sequence.close();
         let start = Instant::now();

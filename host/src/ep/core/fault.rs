@@ -2,7 +2,7 @@
 //!
 //! The report of an expired wait lists the other buffers of the process. Ranks that launch the
 //! operations of two buffers in different orders wait for each other if both do not fit on the
-//! device, which the state of one buffer does not show.
+//! device. The state of one buffer does not show that.
 
 use std::fmt::Debug;
 use std::mem::offset_of;
@@ -257,9 +257,9 @@ impl Faults {
         self.context.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Possible causes of an expired wait, for the end of its report: failures of the network, and
-    /// the other buffers of this process and device with operations in flight, or with one that has
-    /// failed meanwhile. Empty where there are none.
+    /// Possible causes of an expired wait, for the end of its report. They are failures of the
+    /// network, and other buffers of this process and device with operations in flight or failed
+    /// ones. Empty where there are none.
     fn find_context(&self) -> String {
         let network = self.network.get().and_then(Weak::upgrade);
         let network = network.map_or_else(String::new, |network| network.context());
@@ -290,9 +290,10 @@ impl Faults {
         Ok(self.memory.load(offset_of!(Status, code) as u64)? != 0)
     }
 
-    /// The ranks whose words had not come when waits expired, in ascending order: `peer`, which the
-    /// record names, and all that had not entered the operation, or where all had, those of which
-    /// something else had not come. A kernel may still be about to note one.
+    /// The late ranks when waits expired, in ascending order; `peer`, which the record names, is
+    /// among them. They are all ranks that had not entered the operation. If all had entered, they
+    /// are the ranks from which something else had not arrived. A kernel may still be about to
+    /// record one.
     fn late_ranks(&self, peer: u32) -> Result<Vec<u32>> {
         let mut late = Vec::new();
         for entry in 0..2 * MAX_WORLD as u32 {

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `mod.rs` | [`Core`]: a buffer without rows, counts and layouts; the modes call its methods |
 //! | `enqueue.rs`, `sequence.rs` | the stream of an operation, and the order of operations on the device |
-//! | `place.rs` | places: who holds one, and when it may be overwritten |
+//! | `place.rs` | places: their holders, and when it may be overwritten |
 //! | `arena.rs` | device memory that operations reuse |
 //! | `peers.rs` | the pools of the node, mapped |
 //! | `network.rs` | the way to other nodes |
@@ -268,10 +268,10 @@ impl<R> Core<R> {
         Enqueuer::is_capturing(order)
     }
 
-    /// Runs `work` where `order` says, behind the operation before and behind what still uses the
-    /// blocks that were taken for it; returns the event of an asynchronous call. `capturing`: what
-    /// [`Core::begin`] returned; `operation`: its name, where it waits for peers; `uses`: what must
-    /// live as long as a recording of it.
+    /// Runs `work` on the stream of `order`, behind the previous operation and behind the last
+    /// users of the blocks that were taken for it. Returns the event of an asynchronous call.
+    /// `capturing`: what [`Core::begin`] returned; `operation`: its name, where it waits for peers;
+    /// `uses`: what must live as long as a recording of it.
     pub fn run<B: HasCore<Room = R>>(
         buffer: &mut B,
         order: StreamOrder<'_>,

@@ -56,9 +56,9 @@ impl Network {
         self.proxies().handle(queue, peer).map(|queue| QueueHandle { queue, posted })
     }
 
-    /// The network's part of the report of an expired wait: the first failure of a queue or of the
-    /// receiving side, and proxies in a system call that does not return. Each with a separator
-    /// in front.
+    /// The network's part of the report of an expired wait, each entry with a separator in front.
+    /// The entries are the first failure of a queue or of the receiving side, and proxies in a
+    /// system call that does not return.
     pub fn context(&self) -> String {
         let proxies = self.proxies();
         let failure = proxies.failure().map(|failure| format!("; here, {failure}"));

@@ -34,13 +34,15 @@ impl Pools {
         self._mappings.push(mapping);
     }
 
-    /// Maps the pools of the ranks that are one node: all of them as `joined`, where that is given
-    /// and all can map each other's memory, else those of a node of `nodes`. `alloc` makes this
-    /// rank's pool; `meanwhile` runs, with the outcome of the first, before the second. Collective.
+    /// Maps the pools of the ranks that are one node. These are all ranks, as `joined`, where that
+    /// is given and all can map each other's memory; else those of a node of `nodes`. `alloc` makes
+    /// this rank's pool; `meanwhile` gets the chosen topology. It runs after the pools of all ranks
+    /// are mapped, else before those of the node are. Collective.
     ///
     /// # Errors
-    /// On every rank of the group where two of a node are linked in a way that the protocol cannot
-    /// use; and whatever `alloc`, `meanwhile`, the driver, the transport or the group reports.
+    /// An error on every rank of the group where two ranks of a node are linked in a way that the
+    /// protocol cannot use. Also all errors of `alloc`, `meanwhile`, the driver, the transport and
+    /// the group.
     pub fn map<T>(
         device: &Arc<dyn Device>,
         group: &dyn ProcessGroup,
@@ -151,9 +153,8 @@ impl Pools {
     }
 }
 
-/// An error on every rank where any has a peer on its node whose link lacks atomics: kernels would
-/// add to words that way and never see the sum, so that every operation would run into its
-/// deadline.
+/// An error on every rank where any has a peer on its node whose link lacks atomics. Kernels add to
+/// words of peers and would never read the sum, so that every operation would time out.
 fn refuse_unfit_links(group: &dyn ProcessGroup, unfit: Option<u32>) -> Result<()> {
     let mine = unfit.map_or_else(Vec::new, |peer| peer.to_string().into_bytes());
     let all = group.all_gather(&mine)?;

@@ -12,9 +12,9 @@ use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
 
 impl Buffer {
-    /// The error after which the buffer is of no use, if there was one: of the first wait for a
-    /// peer that expired ([`Error::PeerTimeout`]) or found the peer in another call
-    /// ([`Error::OtherCall`]), or of an expert id out of range. It shows once the stream has passed
+    /// The error after which the buffer cannot be used, if there was one. It is the first wait for
+    /// a peer that expired ([`Error::PeerTimeout`]) or found another call there
+    /// ([`Error::OtherCall`]), or an expert id out of range. It shows once the stream has passed
     /// the operation; a captured one records it at each replay as well.
     pub fn check(&self) -> Result<()> {
         self.core.check()

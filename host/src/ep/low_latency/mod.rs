@@ -122,11 +122,12 @@ impl Buffer {
     /// Makes the buffer and maps the peers' pools. Collective.
     ///
     /// # Errors
-    /// [`Error::Argument`] where an option breaks a rule, [`Error::Mismatch`] where ranks give
-    /// different ones, [`Error::Unavailable`] where GPUs of a node are linked without native
-    /// atomics (PCIe) or the transport is not there, [`Error::Transport`] where ranks of different
-    /// nodes cannot be joined, [`Error::OutOfMemory`], and whatever the driver or the group
-    /// reports.
+    /// * [`Error::Argument`] where an option breaks a rule
+    /// * [`Error::Mismatch`] where ranks give different options
+    /// * [`Error::Unavailable`] where GPUs of a node are linked without native atomics (PCIe), or
+    ///   the transport is missing
+    /// * [`Error::Transport`] where ranks of different nodes cannot be joined
+    /// * [`Error::OutOfMemory`], and errors of the driver and the group
     pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
         let rank = group.rank();
         let nodes = Topology::new(group.size(), options.ranks_per_node)?;

@@ -1,5 +1,5 @@
-//! Counts by node of a dispatch whose ranks are one node to the kernels, which count none: worked
-//! out on the host, for callers that know nodes by the names of MSCCL++'s interface.
+//! Counts by node of a dispatch whose ranks are one node to the kernels. The kernels make no such
+//! counts: the host computes them, for callers that use the names of MSCCL++'s interface.
 
 use super::handle::{DispatchHandle, IntranodeHandle};
 use super::layout::DispatchLayout;
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 /// Quantities that MSCCL++'s interface has by RDMA rank, that is by node, for a dispatch that
 /// relays nothing. Matrices are row by row. Its `gbl_channel_prefix_matrix` is
-/// [`IntranodeHandle::channel_prefix_matrix`]; what it has of relayed tokens there is none of.
+/// [`IntranodeHandle::channel_prefix_matrix`]; its quantities of relayed tokens do not exist here.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NodeCounts {

@@ -44,8 +44,7 @@ impl CeilingShape {
 impl Buffer {
     /// Enqueues one run on `stream`, among the ranks of this node or, where it has only this one,
     /// between nodes whose wire memory is mapped. It overwrites received rows, or slots, on this
-    /// rank (pull) or on the peers (push): keep it apart from operations by a barrier on both
-    /// sides.
+    /// rank (pull) or on the peers (push). Separate it from operations by a barrier on both sides.
     ///
     /// # Errors
     /// [`Error::Argument`] and [`Error::Launch`] where the shape does not fit the group, the device

@@ -34,9 +34,9 @@ pub enum CombineRows<'a> {
     /// the pool, on multiprocessors that the configuration leaves. Within one node peers gather
     /// meanwhile what has been copied; across nodes they do when all has.
     ///
-    /// Where the host does not know how many rows came, the tensor may have fewer than there was
-    /// room for, but not fewer than came: the buffer then has failed ([`Error::Broken`]), on its
-    /// peers too.
+    /// Where the host does not know the number of received rows, the tensor may have fewer rows
+    /// than the room. It must have all received rows. Otherwise the buffer fails
+    /// ([`Error::Broken`]), on its peers too.
     Tensor(&'a Tensor<'a>),
     /// Rows that are in the place already that the dispatch was given: nothing is copied.
     InPool(&'a PoolRows<'a>),
@@ -274,9 +274,9 @@ impl Buffer {
             let shape = (blocks, threads, ring.shared_bytes() + beside);
             let (grid, block, shared) = shape;
             args.comm.trace = buffer.core.trace("combine", grid);
-            // SAFETY: inputs, outputs and the handle's block go back behind all that streams have
-            // been given, and a recording keeps them. The last combine ended when every peer had
-            // gathered, so the rows may be written.
+            // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
+            // work enqueued on streams, and a recording keeps them. The last combine ended when
+            // every peer had gathered, so the rows may be written.
             unsafe {
                 if let (Mode::OneNode(node, _), Some(at)) = (&handle.places.routing, by_expert) {
                     let Some(kernels) = &node.by_expert else {

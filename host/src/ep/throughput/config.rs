@@ -12,8 +12,8 @@ const HINT_COLUMNS: u64 = 128;
 ///
 /// `num_sms` bounds the grid of dispatch and of combine, and gives the number of channels
 /// (`num_sms / 2`). Across nodes, `num_max_rdma_chunked_send_tokens` rows travel in one put. The
-/// other chunk fields keep the meaning and the rules they have in MSCCL++'s DeepEP port: epoxide's
-/// kernels write rows to their final place and have no rings, so here they only enter the size
+/// other chunk fields keep the meaning and the rules they have in MSCCL++'s DeepEP port. The
+/// kernels write rows to their final place and have no rings. Here these fields only enter the size
 /// hints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
@@ -45,8 +45,9 @@ impl Config {
     /// Checks the rules between the fields and rounds the RDMA ring up to a multiple of its chunk.
     ///
     /// # Errors
-    /// [`Error::Argument`] naming the field: all positive, `num_sms` even, each send chunk smaller
-    /// than its ring, and the RDMA chunk at most half of its ring.
+    /// [`Error::Argument`] naming the field that breaks a rule. All are positive and `num_sms` is
+    /// even. Each send chunk is smaller than its ring, and the RDMA chunk is at most half of its
+    /// ring.
     pub fn new(num_sms: u32, nvl_send: u32, nvl_recv: u32, rdma_send: u32, rdma_recv: u32) -> Result<Self> {
         let rule = |ok: bool, argument, value: u32, rule: String| {
             if ok { Ok(()) } else { Err(Error::argument(argument, value, rule)) }

@@ -190,11 +190,11 @@ impl Buffer {
     ///
     /// # Errors
     /// On this rank alone: arguments that break a rule, and [`Error::PeerTimeout`] where a peer
-    /// does not come. On every rank, before any row moved: [`Error::Mismatch`],
+    /// times out. On every rank, before any row moved: [`Error::Mismatch`],
     /// [`Error::InvalidExpert`], and [`Error::Capacity`] where a rank would receive too many rows;
-    /// [`Error::scope`] tells. Where the host does not wait for the counts ([`Counts::OnDevice`]),
-    /// whoever reads on the host what the dispatch brought, or the sums of its combines, gets these
-    /// instead; for results that only kernels read, [`Buffer::check`] gives them.
+    /// [`Error::scope`] distinguishes the two. With [`Counts::OnDevice`] the host does not wait for
+    /// the counts. Then a host read of the results, or of the sums of their combines, returns these
+    /// errors. For results that only kernels read, [`Buffer::check`] returns them.
     pub fn dispatch<'p>(
         &mut self,
         place: &'p mut Place,
@@ -266,8 +266,8 @@ impl Buffer {
         let uses = uses.chain([layout.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
-            // SAFETY: inputs, outputs and the handle's block go back behind all that streams have
-            // been given, and a recording keeps them.
+            // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
+            // work enqueued on streams, and a recording keeps them.
             unsafe {
                 buffer.launch_notify(stream, &counts, &payload, place, &places)?;
                 if counts.by_expert {
@@ -275,7 +275,7 @@ impl Buffer {
                 }
                 let launched = buffer.launch_dispatch(stream, rows, ring, &places);
                 if let (Err(error), false) = (&launched, capturing) {
-                    // Peers get this rank's counts, and wait for rows that nobody sends.
+                    // Peers get this rank's counts, and wait for rows that are never sent.
                     buffer.core.give_up("dispatch", error);
                 }
                 launched?;
@@ -334,7 +334,7 @@ impl Buffer {
     }
 
     /// Sends rows along the routing of an earlier dispatch, into `place`, the one of the same index
-    /// on every rank: no counts are exchanged, and neither top-k nor source indices travel.
+    /// on every rank. No counts are exchanged, and neither top-k nor source indices travel.
     /// Collective, with handles of the same dispatch on every rank.
     ///
     /// # Errors

@@ -208,14 +208,14 @@ impl Buffer {
     /// stream of operations that do not wait for the host first.
     ///
     /// # Errors
-    /// Errors that end the buffer are given from then on: the first wait for a peer that expired
-    /// ([`Error::PeerTimeout`]) or found the peer in another call ([`Error::OtherCall`]), and a
-    /// call that failed half way ([`Error::Broken`]).
+    /// Errors that end the buffer are returned from then on. They are the first wait for a peer
+    /// that expired ([`Error::PeerTimeout`]) or found the peer in another call
+    /// ([`Error::OtherCall`]). A call that failed half way ([`Error::Broken`]) is one as well.
     ///
     /// A dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) that moved no row gives its
     /// error once, on every rank, and the buffer goes on: [`Error::InvalidExpert`],
     /// [`Error::Capacity`] or [`Error::Mismatch`]. Where several did since the last call, the last
-    /// one's is given; [`Buffer::check_dispatch`] tells of each.
+    /// one's is given; [`Buffer::check_dispatch`] returns that of each dispatch.
     pub fn check(&self) -> Result<()> {
         self.core.check()?;
         self.plans.check()

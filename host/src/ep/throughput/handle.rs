@@ -292,8 +292,9 @@ impl DispatchHandle {
         )
     }
 
-    /// Rows received, of rows by expert with their padding: at once if the dispatch was exact-size,
-    /// else `stream`, on which the dispatch ran or which waited for it, is synchronised first.
+    /// Rows received; rows by expert count with their padding. It returns at once if the dispatch
+    /// was exact-size. Otherwise it first synchronises `stream`, on which the dispatch ran or which
+    /// waited for it.
     pub fn num_recv_tokens(&self, stream: &Stream) -> Result<u32> {
         if let Some(&known) = self.0.num_recv_tokens.get() {
             return Ok(known);
@@ -394,8 +395,8 @@ impl IntranodeHandle<'_> {
         )
     }
 
-    /// Receiver side, i32 `[num_ranks, num_channels]`: where channel c of source rank r starts in
-    /// the block of rows of that source (exclusive, relative to the block).
+    /// Receiver side, i32 `[num_ranks, num_channels]`: the first row of channel c of source rank r
+    /// (exclusive), relative to the block of rows of that source.
     pub fn recv_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         let handle = self.handle;
         handle.matrix(
@@ -408,7 +409,7 @@ impl IntranodeHandle<'_> {
 }
 
 /// The matrices of a dispatch across nodes. The *forwarder* is the rank with the sender's index on
-/// the node that a token goes to: it relays the token to the ranks of its node. `num_nodes` are the
+/// the token's destination node. It relays the token to the ranks of its node. `num_nodes` are the
 /// "RDMA ranks" of the interface that the names come from.
 #[derive(Debug, Clone, Copy)]
 pub struct InternodeHandle<'a> {
@@ -460,10 +461,10 @@ impl InternodeHandle<'_> {
         self.handle.matrix("send_rdma_head", self.places.route.send_rdma_head, tokens, self.num_nodes())
     }
 
-    /// Forwarder side, i32 `[num_rdma_recv_tokens, ranks_per_node]`: for each token that this rank
-    /// relays (by source node, then in the source's order) its sequence number in the (channel,
-    /// source node) stream to each rank of this node, or -1. Waits for `stream` as
-    /// [`Self::num_rdma_recv_tokens`] does, to know how many there are.
+    /// Forwarder side, i32 `[num_rdma_recv_tokens, ranks_per_node]`: sequence numbers of the tokens
+    /// that this rank relays (by source node, then in the source's order). An entry numbers the
+    /// token in the (channel, source node) stream to a rank of this node, or is -1. Waits for
+    /// `stream` as [`Self::num_rdma_recv_tokens`] does, for the number of tokens.
     pub fn send_nvl_head(&self, stream: &Stream) -> Result<TypedTensor<'static, i32>> {
         let rows = self.num_rdma_recv_tokens(stream)?;
         Ok(self.handle.matrix(
@@ -474,9 +475,9 @@ impl InternodeHandle<'_> {
         ))
     }
 
-    /// Tokens that this rank relays, its own ones for its own node included: at once if the
-    /// dispatch was exact-size, else `stream`, on which the dispatch ran or which waited for it, is
-    /// synchronised first.
+    /// Tokens that this rank relays, its own ones for its own node included. It returns at once if
+    /// the dispatch was exact-size. Otherwise it first synchronises `stream`, on which the dispatch
+    /// ran or which waited for it.
     pub fn num_rdma_recv_tokens(&self, stream: &Stream) -> Result<u32> {
         if let Some(&known) = self.handle.0.num_rdma_recv_tokens.get() {
             return Ok(known);

@@ -24,13 +24,14 @@ use crate::error::Result;
 const DISPATCH_WARPS: u32 = 150;
 /// Most warps of a combine that gather, on all multiprocessors together.
 const COMBINE_WARPS: u32 = 300;
-/// Blocks that stage rows at least where they are not asked for, though no multiprocessor is left
-/// for them: they come first.
+/// Fewest blocks that stage rows unless the caller sets a number, even if no multiprocessor is left
+/// for them: they are launched first.
 const LEAST_STAGERS: u32 = 16;
-/// Units of work that blocks which stage have at least, one for each rank, channel and part of its
-/// rows: so many of them keep up with those that gather.
+/// Fewest units of staging work: one for each rank, channel and part of its rows. This many keep up
+/// with the gathering blocks.
 const LEAST_STAGED_UNITS: u32 = 32;
-/// About as many bytes a block stages before it says so: peers begin with the first of them.
+/// About this many bytes a block stages before it publishes them, so that peers can begin with the
+/// first ones.
 const STAGE_STEP_BYTES: u32 = 65536;
 
 /// The blocks of a combine of a tensor, and what they do.
@@ -42,7 +43,7 @@ pub struct StageShape {
     pub gatherers: u32,
     /// Those of them that a channel has together.
     pub blocks_per_channel: u32,
-    /// Rows that a block copies before it says so, of the first step of a channel.
+    /// Rows that a block copies before it publishes them, in the first step of a channel.
     pub step_rows: u32,
     /// Parts that a channel's rows are copied in, each by one block. Ranks may differ in all of the
     /// above, but not in this: it comes from what they share.
@@ -103,10 +104,10 @@ impl RingShape {
     }
 }
 
-/// Whether there are several nodes: the kernels of either case, and what their owner has for it. A
-/// buffer has its side of the network for several nodes. A handle has the places of its matrices,
-/// and is launched with the kernels that are in it beside them, so that no launch can find the
-/// kernels of one case and the matrices of the other.
+/// One node or several: the kernels of that case, and their owner's data for it. For several nodes,
+/// a buffer has its side of the network. A handle has the places of its matrices. It is launched
+/// with the kernels stored beside them, so that no launch mixes the kernels of one case with the
+/// matrices of the other.
 #[derive(Debug, Clone)]
 pub enum Mode<O, S> {
     /// All ranks map each other's pools.
@@ -292,10 +293,10 @@ impl Loaded {
     }
 }
 
-/// The kernels of one device. All that operations need are loaded at once, as one module: loading
-/// waits for running kernels, and holds up whoever else needs the driver, so that in the course of
-/// operations it could wait for itself. Those of the ceilings come when they are first asked for,
-/// since a driver takes tens of milliseconds to compile each.
+/// The kernels of one device. Those of operations are loaded at once, as one module. Loading waits
+/// for running kernels and blocks other calls of the driver, so that a load between operations
+/// could deadlock. Those of the ceilings are loaded at first use, since a driver takes tens of
+/// milliseconds to compile each.
 #[derive(Debug)]
 pub struct Kernels {
     pub mode: BufferMode,
@@ -375,8 +376,8 @@ impl Kernels {
         }
     }
 
-    /// The ring of a dispatch, and the bytes of a row that travel together: a stage holds those and
-    /// the scales, and across nodes a slot's metadata.
+    /// The ring of a dispatch, and the bytes of a row that travel together. A stage holds those and
+    /// the scales; across nodes it also holds a slot's metadata.
     pub fn dispatch_ring(
         &self,
         row_bytes: u32,

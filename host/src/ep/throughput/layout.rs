@@ -141,12 +141,11 @@ impl<'a> DispatchLayout<'a> {
 }
 
 impl Buffer {
-    /// Counts, for `topk_idx` `[num_tokens, num_topk]`, i64 or i32, with entries -1 or below
-    /// `num_experts`, how many tokens go to each rank and how many selections to each expert.
-    /// Experts are spread in order: expert e is on rank `e / (num_experts / num_ranks)`, and
-    /// `num_experts` must be a multiple of the number of ranks;
-    /// [`Buffer::get_placed_dispatch_layout`] takes any other placement. Local to this rank; does
-    /// not wait for the host.
+    /// Counts the tokens for each rank and the selections of each expert. `topk_idx` is
+    /// `[num_tokens, num_topk]`, i64 or i32, with entries -1 or below `num_experts`. Experts are
+    /// spread in order: expert e is on rank `e / (num_experts / num_ranks)`, and `num_experts` must
+    /// be a multiple of the number of ranks; [`Buffer::get_placed_dispatch_layout`] takes any other
+    /// placement. Local to this rank; does not wait for the host.
     ///
     /// # Errors
     /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule, [`Error::Capacity`]
@@ -164,9 +163,9 @@ impl Buffer {
 
     /// [`Buffer::get_dispatch_layout`] with ids of logical experts, which `map` gives physical ones
     /// for: those are what counts, results and the dispatch are of. Ranks may have different maps,
-    /// of placements with as many local experts. The device looks ids up when it comes to this
-    /// call, in each replay of a graph anew, so that a dispatch and what follows it always go by
-    /// one state of the map.
+    /// of placements with as many local experts. The device looks ids up when it runs this call, in
+    /// each replay of a graph anew. A dispatch and the calls behind it therefore always use one
+    /// state of the map.
     ///
     /// # Errors
     /// As [`Buffer::get_dispatch_layout`], and [`Error::Argument`] where the map is for another
@@ -239,8 +238,8 @@ impl Buffer {
         let uses = owners([Some(topk_idx), map.map(|map| &**map.entries())]).into_iter();
         let uses = uses.chain([block.clone() as Owner]);
         let event = self.run(order, capturing, None, uses, |buffer, stream| {
-            // SAFETY: block and ids go back behind all that streams have been given, and a
-            // recording keeps them.
+            // SAFETY: the memory of block and ids is freed only behind all work enqueued on
+            // streams, and a recording keeps them.
             unsafe {
                 stream.fill(places.invalid, 0xff, 8)?;
                 stream.fill(places.num_tokens_per_rank, 0, in_rank - per_rank)?;

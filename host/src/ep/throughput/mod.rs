@@ -70,21 +70,21 @@ const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 /// Moves tokens between the ranks of a group. One per rank; every method that says so is
 /// collective.
 ///
-/// A pool is mapped by all peers. Received rows lie in one of its places ([`Place`]), and are there
-/// until the next dispatch to that place; routing handles and sums have memory of their own and
+/// A pool is mapped by all peers. Received rows lie in one of its places ([`Place`]), and are valid
+/// until the next dispatch to that place. Routing handles and sums have memory of their own and
 /// live as long as they are held.
 ///
-/// Operations take what they need: tensors that were given, and outputs, may be dropped as soon as
-/// a call has returned, whatever streams still do with them. Memory goes back, and is overwritten,
-/// behind all that the device's streams ([`Stream`]) have been given by then. Work of other code in
-/// streams without a [`Stream`] is not seen.
+/// Operations keep the memory that they need: inputs and outputs may be dropped as soon as a call
+/// has returned, even while streams use them. Memory is freed and reused behind all work enqueued
+/// on the device's streams ([`Stream`]) by then. Work of other code in streams without a [`Stream`]
+/// is not seen.
 ///
 /// Operations follow each other on the device whatever streams they run on: one on another stream
 /// than the last waits for it.
 ///
 /// # Example
-/// A forward pass and its gradients: the second dispatch goes the way of the first, into another
-/// place, so that both results are there at once.
+/// A forward pass and its gradients. The second dispatch uses the first one's routing and another
+/// place, so that both results are valid at once.
 ///
 /// ```
 /// use std::time::Duration;
@@ -148,9 +148,10 @@ impl Buffer {
     /// Makes the buffer and maps the peers' pools. Collective.
     ///
     /// # Errors
-    /// [`Error::Argument`] where an option breaks a rule, [`Error::Mismatch`] where ranks give
-    /// different ones, [`Error::Unavailable`] where GPUs of a node are linked without native
-    /// atomics (PCIe), [`Error::OutOfMemory`], and whatever the driver or the group reports.
+    /// * [`Error::Argument`] where an option breaks a rule
+    /// * [`Error::Mismatch`] where ranks give different options
+    /// * [`Error::Unavailable`] where GPUs of a node are linked without native atomics (PCIe)
+    /// * [`Error::OutOfMemory`], and errors of the driver and the group
     pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
         let rank = group.rank();
         let nodes = Topology::new(group.size(), options.ranks_per_node)?;

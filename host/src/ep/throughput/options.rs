@@ -25,9 +25,9 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Most rows by expert that a rank with `local_experts` experts can receive from `num_ranks`
-    /// ranks, its own included, in segments aligned to `alignment`: what
-    /// [`Options::rows_by_expert`] takes for the worst case.
+    /// Most rows by expert that a rank can receive: the argument of [`Options::rows_by_expert`] for
+    /// the worst case. The rank has `local_experts` experts and receives from `num_ranks` ranks,
+    /// itself included. Segments are aligned to `alignment`.
     ///
     /// ```
     /// # use epoxide::throughput::Shape;
@@ -99,9 +99,9 @@ impl Options {
     }
 
     option_methods! {
-        /// Up to 64 ranks that can all map each other's memory are one node whatever this is,
-        /// unless the transport is one of shm, tcp and verbs, or [`Options::keep_nodes`] was
-        /// called.
+        /// Up to 64 ranks that can all map each other's memory are one node, whatever this is. This
+        /// does not hold if the transport is one of shm, tcp and verbs, or [`Options::keep_nodes`]
+        /// was called.
         ranks_per_node,
         /// Rows are relayed, and a token's sum is rounded once for each node.
         keep_nodes,
@@ -117,7 +117,7 @@ impl Options {
         self
     }
 
-    /// Bytes to spend on the pool instead of room for the worst case; a dispatch that needs more
+    /// Bytes to spend on the pool instead of room for the worst case. A dispatch that needs more
     /// rows is an error on every rank, before any row moves. See [`Config::nvl_buffer_size_hint`].
     pub fn num_nvl_bytes(mut self, bytes: u64) -> Self {
         self.num_nvl_bytes = Some(bytes);
@@ -138,7 +138,7 @@ impl Options {
     }
 
     /// Bytes to spend on wire memory instead of slots for `max_tokens_per_rank` tokens to each
-    /// node; a dispatch that needs more is an error on every rank, before any row moves. See
+    /// node. A dispatch that needs more is an error on every rank, before any row moves. See
     /// [`Config::rdma_buffer_size_hint`].
     pub fn num_rdma_bytes(mut self, bytes: u64) -> Self {
         self.num_rdma_bytes = Some(bytes);

@@ -10,13 +10,13 @@ use crate::ep::tensor::{Element, Owner};
 use crate::ep::{DType, Tensor, TypedTensor};
 use crate::error::{Error, Result, Scope};
 
-/// Room in the pool for what one dispatch brings, and for the rows of its combine. A buffer has
+/// Room in the pool for the rows of one dispatch, and for the rows of its combine. A buffer has
 /// [`Options::places`](super::Options::places) of them, and each is handed out once, by
 /// [`Buffer::place`](super::Buffer::place).
 ///
-/// A dispatch borrows its place mutably, and what it brings holds on to that borrow: a second
-/// dispatch there does not compile while the first one's rows are in use. All ranks give a dispatch
-/// the place of the same index.
+/// A dispatch borrows its place mutably, and its results keep that borrow. A second dispatch there
+/// does not compile while the first one's rows are in use. All ranks give a dispatch the place of
+/// the same index.
 #[derive(Debug)]
 pub struct Place(pub(super) Held<Room>);
 

@@ -64,8 +64,8 @@ impl<'p> Received<'p> {
         self.lease.place().combine_rows(self.lease.clone() as Owner, dtype, self.recv_x.rows(), hidden)
     }
 
-    /// Ends the borrow of the place, for callers that cannot carry lifetimes: what comes back says
-    /// at use whether the rows are still there.
+    /// Replaces the borrow of the place by a check at run time, whether the rows are still there.
+    /// This is for callers that cannot carry lifetimes.
     pub fn detach(self) -> Detached {
         self.lease.detach();
         fn free<T: Element>(tensor: Option<TypedTensor<'_, T>>) -> Option<TypedTensor<'static, T>> {
@@ -89,7 +89,7 @@ impl<'p> Received<'p> {
 }
 
 /// The result of a dispatch, without a borrow of its place. A later dispatch there overwrites the
-/// rows; it comes behind what streams have been given by then.
+/// rows; it runs behind all work enqueued by then.
 #[derive(Debug)]
 pub struct Detached(Received<'static>);
 
