@@ -1,6 +1,6 @@
 //! Low latency: dispatch and combine for decode-sized batches, whose time is mostly waiting.
-//! [`throughput`](crate::throughput) is the mode for larger batches; the [front page](crate#low-latency) compares
-//! the results of both.
+//! [`throughput`](crate::throughput) is the mode for larger batches; the [front
+//! page](crate#low-latency) compares the results of both.
 //!
 //! ```text
 //! x, topk_idx, weights --dispatch--> Received { x, expert_rows, expert_counts, .. }
