@@ -495,7 +495,8 @@ fn share_with_child(devices: &[Arc<dyn Device>]) -> Fallible {
 /// The second process: adds one to every word of the memory behind the inherited descriptor.
 fn child(args: &[String]) -> Result<(), Box<dyn StdError>> {
     let [fd, ordinal] = args else { return Err("two arguments expected".into()) };
-    // SAFETY: the parent left this descriptor open for us, and nobody else here uses it.
+    // SAFETY: the parent left this descriptor open for us, and no other code of this process uses
+    // it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd.parse()?) };
     let device = CudaDevice::open(ordinal.parse()?)?;
     let peer = Memory::import(&device, fd, BYTES, "the parent")?;

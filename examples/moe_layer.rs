@@ -1,6 +1,6 @@
 //! A small Mixture-of-Experts layer on GPUs, real or virtual: router, dispatch, experts, combine.
 //! All run on one stream of the layer. The host does not wait before the layer has ended. The
-//! result is compared with a computation on the host that knows nothing of ranks.
+//! result is compared with a computation on the host that does not model ranks.
 //!
 //! ```text
 //! cargo run --release --example moe_layer
@@ -201,8 +201,8 @@ impl Layer {
         });
         let (blocks, threads) = (self.buffer.device().info().sm_count, HIDDEN as u32 / 2);
         // SAFETY: all rows lie in the place, with room for `capacity` of them, and the count in the
-        // handle. The place is overwritten, and the handle's memory goes back, behind what the
-        // stream was given.
+        // handle. The place is overwritten, and the handle's memory is reused, only behind the work
+        // enqueued on the stream.
         unsafe { stream.call(&self.experts, blocks, threads, 0, experts)? };
 
         let combined = self.buffer.combine(CombineRequest::new(&rows, &received.handle), order)?;

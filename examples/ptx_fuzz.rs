@@ -136,7 +136,7 @@ fn compare(device: &Arc<dyn Device>, path: &Path, found: &mut Differences) -> Fa
     Ok(())
 }
 
-/// Whether two results are the same, as far as their kind says: a float may be any NaN where the
+/// Whether two results are the same by the rule of their kind: a float may be any NaN where the
 /// other is one.
 fn alike(kind: &str, a: u64, b: u64) -> bool {
     let both_nan = |infinity: u64, a: u64, b: u64| {
