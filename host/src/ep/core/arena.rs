@@ -140,8 +140,8 @@ impl Arena {
         fence
     }
 
-    /// Waits for all that the device's streams have been given so far; false where it has not ended
-    /// in time.
+    /// Waits for all work enqueued on the device's streams so far; false where it has not ended in
+    /// time.
     pub fn wait_all(&self, timeout: Duration) -> Result<bool> {
         let fence = self.fence()?;
         let outcome = fence.wait_timeout(timeout);

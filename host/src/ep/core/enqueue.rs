@@ -129,7 +129,7 @@ impl Enqueuer {
         order.caller.is_capturing()
     }
 
-    /// Runs `work` where `order` says, behind the operation before; gives the event of an
+    /// Runs `work` on the stream of `order`, behind the previous operation; returns the event of an
     /// asynchronous call. `capturing`: whether the caller's stream only records; `operation`: its
     /// name, where it waits for peers.
     pub fn run(

@@ -22,7 +22,7 @@ use crate::ep::Topology;
 use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
 
-/// All buffers of this process, and some that are gone.
+/// All buffers of this process, and some that were dropped.
 static BUFFERS: Mutex<Vec<Weak<Faults>>> = Mutex::new(Vec::new());
 
 fn buffers() -> MutexGuard<'static, Vec<Weak<Faults>>> {
@@ -201,7 +201,7 @@ impl Faults {
         let _ = self.network.set(Arc::downgrade(network));
     }
 
-    /// Forgets what was recorded.
+    /// Clears the record.
     pub fn clear(&self, stream: &Stream) -> Result<()> {
         *self.context() = None;
         self.memory.clear(stream)
@@ -320,7 +320,7 @@ impl Faults {
         if self.has_failed().is_ok_and(|failed| failed) {
             return Some(format!("buffer {id} of this process has a {operation} that failed as well"));
         }
-        // Where the driver cannot say, nothing is claimed.
+        // Without an answer of the driver, the operation does not count as in flight.
         let in_flight = self.sequence.has_ended().is_ok_and(|ended| !ended);
         in_flight.then(|| format!("buffer {id} of this process has a {operation} in flight"))
     }

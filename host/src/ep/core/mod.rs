@@ -219,7 +219,7 @@ impl<R> Core<R> {
         }
     }
 
-    /// The error after which the buffer is of no use, if there was one.
+    /// The error after which the buffer cannot be used, if there was one.
     pub fn check(&self) -> Result<()> {
         self.faults.check()?;
         self.enqueuer.sequence().check()

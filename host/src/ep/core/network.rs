@@ -88,7 +88,7 @@ impl Network {
         self.proxies().take_trace()
     }
 
-    /// Lets the queues finish, says goodbye and ends all threads.
+    /// Lets the queues finish, notifies the peers and ends all threads.
     pub fn close(&self) {
         self.proxies().close(GRACE);
     }

@@ -93,7 +93,7 @@ impl Sequence {
 
     /// The last operation that waits for peers, if there was one. Like [`Sequence::has_ended`], it
     /// waits for no turn. The caller may hold a turn of another buffer while the holder of this
-    /// one's turn asks for that buffer: they would deadlock.
+    /// one's turn queries that buffer. Waiting would deadlock.
     pub fn last_operation(&self) -> Option<&'static str> {
         *self.operation()
     }

@@ -20,7 +20,7 @@ impl Buffer {
         self.core.check()
     }
 
-    /// The outcome of an operation that begins now, where `order` says. Replays of a recording
+    /// The outcome of an operation that begins now on the stream of `order`. Replays of a recording
     /// follow the buffer into later generations.
     pub(super) fn outcome(&self, order: StreamOrder<'_>) -> Result<Arc<Generation>> {
         let is_recorded = self.core.is_capturing(order)?;

@@ -250,7 +250,7 @@ impl Buffer {
         pieces.clamp(1, self.options.num_sms.map_or(most, |num_sms| num_sms.min(most)))
     }
 
-    /// Runs `work` where `order` says, behind the operation before; gives the event of an
+    /// Runs `work` on the stream of `order`, behind the previous operation; returns the event of an
     /// asynchronous call. `operation`: its name, where it waits for peers; `uses`: what must live
     /// as long as a recording of it.
     fn run(

@@ -115,7 +115,7 @@ impl Options {
                 format!("must be 1 to {most}; larger batches are what the high-throughput buffer is for");
             return refuse("max_tokens", self.shape.max_tokens.into(), rule);
         }
-        // A call's packet tells lengths apart that differ by less than this many bytes.
+        // A call's packet distinguishes lengths that differ by less than this many bytes.
         const MOST_BYTES: u64 = 1 << 17;
         if self.shape.hidden == 0
             || !(self.shape.hidden * 2).is_multiple_of(16)

@@ -93,8 +93,8 @@ impl<'a> DispatchRequest<'a> {
     }
 
     /// Brings rows by expert: one for each selection, grouped by local expert, each expert's
-    /// segment at a multiple of `alignment` rows, a power of two. [`DispatchHandle::by_expert`]
-    /// says where segments are. A token that selects an expert twice has two rows there. The sender
+    /// segment at a multiple of `alignment` rows, a power of two. [`DispatchHandle::by_expert`] has
+    /// the places of segments. A token that selects an expert twice has two rows there. The sender
     /// writes each row to its place; there is no second copy.
     ///
     /// The buffer needs [`Options::rows_by_expert`](super::Options::rows_by_expert).

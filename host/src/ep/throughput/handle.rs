@@ -395,8 +395,8 @@ impl IntranodeHandle<'_> {
         )
     }
 
-    /// Receiver side, i32 `[num_ranks, num_channels]`: the first row of channel c of source rank r
-    /// (exclusive), relative to the block of rows of that source.
+    /// Receiver side, i32 `[num_ranks, num_channels]`: an exclusive prefix sum. It is the first row
+    /// of channel c of source rank r, relative to the block of rows of that source.
     pub fn recv_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         let handle = self.handle;
         handle.matrix(

@@ -35,7 +35,7 @@ pub struct Received<'p> {
     /// `[num_recv_tokens]`: the token's index on its source rank; of rows by expert, -1 in padding.
     /// `None` in a cached dispatch.
     pub recv_src_idx: Option<TypedTensor<'p, i32>>,
-    /// `[num_recv_tokens, 2]`: the source node, and a word whose bit j says that rank j of this
+    /// `[num_recv_tokens, 2]`: the source node, and a word whose bit j is set where rank j of this
     /// node gets the token too. `None` in a cached dispatch and within one node.
     pub recv_src_meta: Option<TypedTensor<'p, i32>>,
     /// `[num_recv_tokens, 2]`, of rows by expert: the source rank, and which of the token's entries
