@@ -13,7 +13,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
     /// This rank, perhaps alone. Ranks that made the call wait for this one until their deadline,
-    /// unless it makes up for the call.
+    /// unless it makes the call after all.
     ThisRank,
     /// Every rank of the group sees an error of this call, and none has moved a row.
     EveryRank,
@@ -178,7 +178,7 @@ pub enum Error {
         /// The remedy, or the driver's log, with a leading separator; may be empty.
         detail: String,
     },
-    /// A call of NCCL failed. The communicator is of no use from then on.
+    /// A call of NCCL failed. The communicator cannot be used from then on.
     #[error("{call} failed: {name} ({code}){detail}")]
     Nccl {
         /// The function of libnccl.
@@ -190,7 +190,7 @@ pub enum Error {
         /// NCCL's last error text, with a leading separator; may be empty.
         detail: String,
     },
-    /// A call of the verbs library failed, or a write ended with an error. The queue is of no use
+    /// A call of the verbs library failed, or a write ended with an error. The queue cannot be used
     /// from then on.
     #[error("{call} failed: {status} ({operation}{}){remedy}", peer.map(|peer| format!(", rank {peer}")).unwrap_or_default())]
     Verbs {
@@ -224,8 +224,7 @@ pub enum Error {
         /// Bytes that were free.
         available: u64,
     },
-    /// A kernel made a wrong move on the virtual GPU; the text names the instruction and the Rust
-    /// line.
+    /// A kernel broke a rule of the virtual GPU; the text names the instruction and the Rust line.
     #[error("virtual GPU: {0}")]
     VirtualFault(String),
     /// A PTX module does not load; the text has line and column.
@@ -265,7 +264,7 @@ pub enum Error {
         /// The cause.
         reason: String,
     },
-    /// The transport between nodes failed. Its link to that peer is of no use from then on.
+    /// The transport between nodes failed. Its link to that peer cannot be used from then on.
     #[error(
         "{transport} transport: {operation}, rank {rank} with rank {peer}: {}; see what rank {peer} reported, then connect anew",
         printable(reason)

@@ -31,7 +31,7 @@
 //! Every rank makes the same calls in the same order.
 //!
 //! # Errors
-//! If a rank is gone, operations end at their deadlines, and a host read of their results returns
+//! If a rank has died, operations end at their deadlines, and a host read of their results returns
 //! the error ([`Tensor::to_host`](crate::Tensor::to_host)). For results that only kernels read,
 //! synchronise their stream and call [`Buffer::check`].
 //!

@@ -122,7 +122,7 @@ fn current() -> Option<(VirtualTime, Arc<Member>)> {
 }
 
 impl VirtualTime {
-    /// A clock without members; `None` where the system does not tell which threads are blocked.
+    /// A clock without members; `None` where the system does not show which threads are blocked.
     pub fn new() -> Option<VirtualTime> {
         // Clocks that have just begun are rare, and kernels may take 0 for no time at all.
         let inner = Inner { now_ns: Arc::new(AtomicU64::new(START_NS)), ..Inner::default() };
@@ -422,7 +422,7 @@ impl Drop for Poller {
     }
 }
 
-/// The state of a thread, as the system tells it.
+/// The state of a thread, as the system shows it.
 struct Look {
     wait: Wait,
     /// Its time on a processor, in nanoseconds.
@@ -615,7 +615,7 @@ mod tests {
         let (step, steps) = channel::<()>();
         let (polled, polls) = channel::<()>();
         let on = time.clone();
-        // Ends a round when it is told to, and is blocked in between: a look that is late.
+        // Ends a round on request, and is blocked in between: a late inspection.
         let work = move || {
             let poller = Poller::new(Some(&on));
             for () in steps {
