@@ -345,7 +345,7 @@ impl ExpertMap {
         })
     }
 
-    /// Changes the placement, behind what `stream` has been given; waits for that. Calls of other
+    /// Changes the placement, behind all work enqueued on `stream`; waits for that. Calls of other
     /// streams that use the map must have ended, or wait for `stream`. The number of choices stays.
     ///
     /// # Errors

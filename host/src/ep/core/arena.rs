@@ -132,7 +132,7 @@ impl Arena {
         Ok(())
     }
 
-    /// A fence behind all that the device's streams have been given so far.
+    /// A fence behind all work enqueued on the device's streams so far.
     pub fn fence(&self) -> Result<Fence> {
         let mut spare = std::mem::take(&mut self.shelves().spare_events);
         let fence = Fence::new(&self.device, &mut spare);

@@ -1,5 +1,5 @@
-//! Streams of operations: where one runs, the caller's or the buffer's own, and what it comes
-//! behind.
+//! Streams of operations: the stream of one, the caller's or the buffer's own, and the work that it
+//! waits for.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -180,8 +180,8 @@ impl Enqueuer {
         let start = Instant::now();
         let copies = self.comm_stream.wait_timeout(limit);
         let last = self.sequence.wait(limit.saturating_sub(start.elapsed()));
-        // Our kernels end by their own deadlines, but not before what the caller's stream was given
-        // before them.
+        // The buffer's kernels end by their own deadlines, but not before earlier work on the
+        // caller's stream.
         if matches!(copies, Ok(false)) || matches!(last, Ok(false)) {
             give_up(self.comm_stream.device(), "the last operation of a buffer", limit);
         }

@@ -1,4 +1,4 @@
-//! Faults: what kernels of a buffer record in mapped host memory, and the errors made of it.
+//! Faults: the records of a buffer's kernels in mapped host memory, and the errors for them.
 //!
 //! The report of an expired wait lists the other buffers of the process. Ranks that launch the
 //! operations of two buffers in different orders wait for each other if both do not fit on the
@@ -81,7 +81,7 @@ const FAULTS: [(Wait, Counted, Found); 24] = [
     (Wait::LowLatencyOtherCall, Counted::World, Found::OtherCall),
 ];
 
-/// The row of [`FAULTS`] for what a kernel recorded.
+/// The row of [`FAULTS`] for a kernel's record.
 fn look_up(code: u64) -> (Counted, Found) {
     let known = FAULTS.iter().find(|(wait, ..)| *wait as u64 == code);
     known.map_or((Counted::World, Found::Late(Some("unknown"), "unknown")), |&(_, peer, found)| (peer, found))

@@ -110,8 +110,8 @@ macro_rules! buffer_methods {
 
         /// The tokens that a combine has left without their sums, in ascending order.
         /// [`Buffer::missing_ptr`] has them on the device. Empty as long as no operation has
-        /// failed. The sums of all others are right. It waits for all that the device's streams
-        /// were given.
+        /// failed. The sums of all others are right. It waits for all work enqueued on the device's
+        /// streams.
         ///
         /// # Errors
         /// [`Error::Os`] where that has not ended after twice the buffer's timeout.

@@ -54,7 +54,7 @@ use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::transport::TransportOptions;
 
-/// A buffer, but for its mode. `R`: what a place has room for.
+/// A buffer, but for its mode. `R`: the contents of a place.
 #[derive(Debug)]
 pub struct Core<R> {
     // Dropped in this order: streams first, so that no kernel runs when memory is freed.
@@ -246,7 +246,7 @@ impl<R> Core<R> {
         Ok(missing.filter_map(|(token, is_missing)| (is_missing != 0).then_some(token)).collect())
     }
 
-    /// Waits for all that the device's streams have been given; false where it takes too long.
+    /// Waits for all work enqueued on the device's streams; false where it takes too long.
     pub fn wait_all(&self) -> Result<bool> {
         self.arena.wait_all(self.patience())
     }

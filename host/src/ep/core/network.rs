@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::transport::{self, Proxies, PutTrace, QueueStats, TransportOptions, Way};
 
-/// How long queues may go on with what was posted when the buffer is dropped.
+/// How long queues may continue with posted puts when the buffer is dropped.
 const GRACE: Duration = Duration::from_millis(200);
 
 /// The ways to the ranks of other nodes, and the proxies of the queues to them.

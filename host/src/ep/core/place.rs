@@ -1,7 +1,7 @@
 //! Places for the rows of dispatches: their holders, and when they may be overwritten.
 //!
-//! Invariant: an operation overwrites a place behind everything that streams had been given while
-//! they could read what was there.
+//! Invariant: an operation overwrites a place behind all work that could read its previous
+//! contents.
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -76,13 +76,13 @@ pub struct PlaceState<R> {
 struct LastLease<R> {
     dispatches: u64,
     last: Weak<Lease<R>>,
-    /// Behind all that streams had been given when the last lease ended.
+    /// Behind all work that was enqueued when the last lease ended.
     ended: Option<Fence>,
 }
 
-/// The right to what one dispatch brought, or its combine, shared by the tensors. When the last
-/// tensor is dropped, streams may still read: the next operation here runs behind all work that was
-/// enqueued by then.
+/// The right to the results of one dispatch, or of its combine, shared by the tensors. When the
+/// last tensor is dropped, streams may still read: the next operation here runs behind all work
+/// that was enqueued by then.
 #[derive(Debug)]
 pub struct Lease<R> {
     place: Arc<PlaceState<R>>,
@@ -166,7 +166,7 @@ impl<R> PlaceState<R> {
         self.lease.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a dispatch here, which overwrites what is there. It runs behind all readers of those
+    /// Begins a dispatch here, which overwrites the contents. It runs behind all readers of those
     /// rows; see [`PlaceState::come_before`].
     pub fn begin(self: &Arc<Self>) -> Result<Arc<Lease<R>>> {
         self.settle()?;
@@ -193,8 +193,8 @@ impl<R> PlaceState<R> {
         lease
     }
 
-    /// Notes what streams have been given by now where a lease has not ended: it is detached, and
-    /// its tensors may be in use.
+    /// Records a fence behind all work enqueued by now if a lease has not ended: it is detached,
+    /// and its tensors may be in use.
     fn settle(&self) -> Result<()> {
         let mut state = self.last_lease();
         if state.last.strong_count() != 0 {

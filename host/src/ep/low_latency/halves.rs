@@ -149,8 +149,8 @@ impl Buffer {
             let (within, across) = (LOW_LATENCY_SHARED_BYTES, LOW_LATENCY_INTERNODE_SHARED_BYTES);
             let Kernels { dispatch, combine, quantised_combine, summed_combine, .. } = &buffer.kernels;
             // SAFETY: the memory of inputs is freed only behind all work enqueued on streams, and a
-            // recording keeps them; the rest is the buffer's. Which kernels there are and whether
-            // the place has messages goes by whether there are several nodes, both.
+            // recording keeps them; the rest is the buffer's. The number of nodes decides both the
+            // set of kernels and whether the place has messages.
             unsafe {
                 match (args, operation.place.room().messages) {
                     (Arguments::Dispatch(args), None) => {

@@ -56,11 +56,11 @@ use internode::{MessageLayout, Messages};
 use layout::{PoolLayout, TableLayout};
 use results::Room;
 
-/// Moves decode-sized batches between ranks, of one node or of several. One per rank; every method
-/// that says so is collective.
+/// Moves decode-sized batches between ranks, of one node or of several. One per rank; methods are
+/// collective where their documentation has that word.
 ///
-/// Operations take what they need: tensors that were given may be dropped as soon as a call has
-/// returned. Their results lie in a [`Place`], and is there until the next dispatch to that place.
+/// Operations keep the memory that they need: inputs may be dropped as soon as a call has returned.
+/// Their results lie in a [`Place`], and is there until the next dispatch to that place.
 ///
 /// Operations follow each other on the device whatever streams they run on: one on another stream
 /// than the last waits for it.

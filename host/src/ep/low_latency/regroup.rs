@@ -35,10 +35,10 @@ impl Buffer {
     ///
     /// No rank waits for a rank that is left out, or sends it anything. Such a rank has no tokens
     /// ([`Received::num_tokens`](super::Received::num_tokens) holds 0). The share of its experts is
-    /// missing in the sum of a token. Weights are as they were given. Errors that [`Buffer::check`]
-    /// has reported are cleared, and data that was sent and not received is discarded. A left-out
-    /// rank that still has its buffer joins again by a later call that it makes as well. A new
-    /// process needs new buffers on all ranks.
+    /// missing in the sum of a token. Weights are not rescaled. Errors that [`Buffer::check`] has
+    /// reported are cleared, and data that was sent and not received is discarded. A left-out rank
+    /// that still has its buffer joins again by a later call that it makes as well. A new process
+    /// needs new buffers on all ranks.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -79,9 +79,9 @@ impl Buffer {
     /// # Ok::<(), epoxide::group::launch::RankFailure>(())
     /// ```
     ///
-    /// Waits for all that streams of the device have been given, and for the ranks. Results of
-    /// earlier dispatches can no longer be combined; graphs that were captured before are good,
-    /// each of them as a whole.
+    /// Waits for all work enqueued on streams of the device, and for the ranks. Results of earlier
+    /// dispatches can no longer be combined; graphs that were captured before are good, each of
+    /// them as a whole.
     ///
     /// Reading what failed operations left keeps giving their error. The output of a step is the
     /// exception until its next launch: [`Step::check`](crate::low_latency::Step::check) and

@@ -93,7 +93,7 @@ impl IntranodeHandle<'_> {
                 counts.rdma_channel_prefix_matrix[node * channels + channel] = total;
             }
         }
-        // The matrix of all ranks has what this one receives in a column.
+        // A column of the matrix of all ranks holds the rows that this rank receives.
         let prefix = self.rank_prefix_matrix().to_host::<i32>(stream)?;
         let me = handle.0.plans.faults().rank() as usize;
         for source in 0..ranks {

@@ -65,9 +65,9 @@ pub struct CombineRequest<'a> {
 }
 
 impl<'a> CombineRequest<'a> {
-    /// Returns `rows`, which the dispatch of `handle` brought. The experts' weighting, if any, is
-    /// already in them: combine sums unweighted. Padding of rows by expert may hold anything, and
-    /// is not read.
+    /// Returns `rows` for the rows that the dispatch of `handle` received. The experts' weighting,
+    /// if any, is already in them: combine sums unweighted. Padding of rows by expert may hold
+    /// anything, and is not read.
     pub fn new(rows: impl Into<CombineRows<'a>>, handle: &'a DispatchHandle) -> Self {
         CombineRequest { rows: rows.into(), topk_weights: None, weights: None, handle, timeout: None }
     }

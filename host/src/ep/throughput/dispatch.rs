@@ -382,8 +382,8 @@ impl Buffer {
         Ok(lease)
     }
 
-    /// Checks, after `stream` has passed the dispatch, what an exact-size dispatch would have
-    /// returned as an error.
+    /// Returns the error that an exact-size dispatch would have returned, if any. It waits for
+    /// `stream`, on which the dispatch ran or which waited for it.
     pub fn check_dispatch(&self, handle: &DispatchHandle, stream: &Stream) -> Result<()> {
         self.check_handle(handle)?;
         let header = handle.0.header(stream)?;

@@ -212,8 +212,8 @@ impl Buffer {
     /// that expired ([`Error::PeerTimeout`]) or found the peer in another call
     /// ([`Error::OtherCall`]). A call that failed half way ([`Error::Broken`]) is one as well.
     ///
-    /// A dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) that moved no row gives its
-    /// error once, on every rank, and the buffer goes on: [`Error::InvalidExpert`],
+    /// A dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) that moved no row returns its
+    /// error once, on every rank, and the buffer stays usable: [`Error::InvalidExpert`],
     /// [`Error::Capacity`] or [`Error::Mismatch`]. Where several did since the last call, the last
     /// one's is given; [`Buffer::check_dispatch`] returns that of each dispatch.
     pub fn check(&self) -> Result<()> {

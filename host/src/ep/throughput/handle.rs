@@ -227,7 +227,7 @@ impl Places {
 }
 
 impl Inner {
-    /// The plan's header, as it is behind what `stream` has been given. Waits for that.
+    /// The plan's header, read behind all work enqueued on `stream`. Waits for that.
     pub fn header(&self, stream: &Stream) -> Result<PlanHeader> {
         let mut header = PlanHeader::default();
         // SAFETY: the block holds the header, and lives as long as this.

@@ -67,8 +67,8 @@ use wire::{WireSide, wire_layout};
 /// Where expert counts start in the host's copy of the counts.
 const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 
-/// Moves tokens between the ranks of a group. One per rank; every method that says so is
-/// collective.
+/// Moves tokens between the ranks of a group. One per rank; methods are collective where their
+/// documentation has that word.
 ///
 /// A pool is mapped by all peers. Received rows lie in one of its places ([`Place`]), and are valid
 /// until the next dispatch to that place. Routing handles and sums have memory of their own and
