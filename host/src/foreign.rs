@@ -1,9 +1,8 @@
 //! Text of other processes, made fit to be shown.
 //!
-//! A stranger can answer at a port of the job, or write to a store without a secret. Text that the
-//! stranger chooses then ends up in errors and logs. Control characters in it would set a
-//! terminal's title or its clipboard. A line end would begin a line that looks like one of this
-//! program's.
+//! A stranger that answers at a port of the job, or that writes to a store without a secret,
+//! chooses text that ends up in errors and logs. Control characters in it would set a terminal's
+//! title or its clipboard, and a line end would begin a line that looks like one of this program's.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
