@@ -1,5 +1,5 @@
-//! Exercises every method of the CUDA driver on a real machine: one line per check, exit code 1 if any failed, 77 if
-//! there is no GPU.
+//! Exercises every method of the CUDA driver on a real machine and prints one line per check. The
+//! exit code is 1 if any check failed, and 77 if there is no GPU.
 //!
 //! ```text
 //! cargo run --release -p epoxide-examples --features cuda --example cuda_smoke
@@ -206,7 +206,8 @@ fn read_words(stream: &Stream, memory: &Memory, count: u32) -> Result<Vec<u32>, 
 
 /// A word of mapped host memory, as the host sees it.
 fn host_word(memory: &Memory) -> &AtomicU32 {
-    // SAFETY: the memory is mapped host memory of at least four bytes, page-aligned, and lives as long as the borrow.
+    // SAFETY: the memory is mapped host memory of at least four bytes, page-aligned, and lives as
+    // long as the borrow.
     unsafe { AtomicU32::from_ptr(memory.host_ptr().cast()) }
 }
 
@@ -444,7 +445,8 @@ fn add_one(stream: &Stream, dst: DevicePtr, src: DevicePtr) -> Result<(), Error>
     stream.synchronize()
 }
 
-/// `importer` maps memory of `owner`, reads it by a kernel, writes it by a kernel, and outlives the owner's mapping.
+/// `importer` maps memory of `owner`, reads it by a kernel, writes it by a kernel, and outlives the
+/// owner's mapping.
 fn share(owner: &Arc<dyn Device>, importer: &Arc<dyn Device>) -> Fallible {
     let (owner_stream, stream) = (Stream::new(owner, false)?, Stream::new(importer, false)?);
     let original = Memory::alloc(owner, BYTES, MemoryKind::Shareable, "pool")?;
@@ -493,7 +495,8 @@ fn share_with_child(devices: &[Arc<dyn Device>]) -> Fallible {
 /// The second process: adds one to every word of the memory behind the inherited descriptor.
 fn child(args: &[String]) -> Result<(), Box<dyn StdError>> {
     let [fd, ordinal] = args else { return Err("two arguments expected".into()) };
-    // SAFETY: the parent left this descriptor open for us, and nobody else here uses it.
+    // SAFETY: the parent left this descriptor open for us, and no other code of this process uses
+    // it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd.parse()?) };
     let device = CudaDevice::open(ordinal.parse()?)?;
     let peer = Memory::import(&device, fd, BYTES, "the parent")?;

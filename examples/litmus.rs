@@ -1,12 +1,14 @@
-//! Runs the litmus tests of `tests/src/litmus/` on GPUs, many instances at once, and counts how often each showed what its text
-//! describes. The exit code is 1 if that was forbidden, and 77 if there is no GPU.
+//! Runs the litmus tests of `tests/src/litmus/` on GPUs, many instances at once, and counts how
+//! often each showed the outcome that its text describes. The exit code is 1 if that was forbidden,
+//! and 77 if there is no GPU.
 //!
 //! ```text
 //! cargo run --release -p epoxide-examples --features cuda --example litmus -- --out litmus.tsv
 //! ```
 //!
-//! Tests across devices need two GPUs that map each other's memory. Without the feature `cuda` the devices are virtual, which shows that
-//! the kernels do what they should; `--runs 500` is plenty then.
+//! Tests across devices need two GPUs that map each other's memory. Without the feature `cuda` the
+//! devices are virtual, which shows that the kernels do what they should; `--runs 500` is plenty
+//! then.
 
 use std::error::Error as StdError;
 use std::fmt::Write as _;
@@ -29,7 +31,8 @@ type Fallible<T> = Result<T, Box<dyn StdError>>;
 
 /// Names of the kernels of a test, in the order of their launches.
 const KERNELS: [&str; 3] = ["k0", "k1", "k2"];
-/// Groups of blocks in a launch. All of them have to be resident at once, so that every thread meets the others of its instance.
+/// Groups of blocks in a launch. All of them have to be resident at once, so that every thread
+/// meets the others of its instance.
 const PACKED_GROUPS: u32 = (many::INSTANCES / 32) as u32;
 const SINGLE_GROUPS: u32 = 1024;
 /// Threads of a block of `clear` and `check`.
@@ -77,14 +80,15 @@ impl Case<'_> {
     }
 }
 
-/// What became of the instances of a test.
+/// The outcome counts of the instances of a test.
 struct Counts {
     runs: u64,
     /// The guarded reads had their values, or there are none.
     guards: u64,
     /// The whole condition held.
     held: u64,
-    /// Some thread did not wait for the others. These are executions as well, though not interesting ones.
+    /// Some thread did not wait for the others. These are executions as well, though not
+    /// interesting ones.
     late: u64,
 }
 
@@ -213,7 +217,8 @@ impl<'a> Bench<'a> {
     /// Runs a test.
     fn run(&self, program: &Program, args: &Args) -> Fallible<Counts> {
         let mine = program.devices.len();
-        // Each device has all kernels: the devices change roles, since it matters which of them owns the memory.
+        // Each device has all kernels: the devices change roles, since it matters which of them
+        // owns the memory.
         let mut kernels: Vec<Vec<Vec<Kernel>>> = vec![];
         let mut ends = vec![];
         for device in &self.devices[..mine] {
@@ -230,7 +235,7 @@ impl<'a> Bench<'a> {
         }
         self.counts.write(&self.streams[0], 0, &[0; 12])?;
         let launched = self.launch(program, &kernels, &ends, args);
-        // Whatever went wrong, nothing may run on when the kernels go.
+        // After an error as well, every launch must end before the kernels are unloaded.
         let waited = self.wait(mine);
         let runs = launched?;
         waited?;
@@ -247,8 +252,9 @@ impl<'a> Bench<'a> {
         waited.into_iter().collect()
     }
 
-    /// Runs a test launch by launch, each with other distances, delays and pairs of blocks, and returns the number of instances. The
-    /// kernels are by device and role, the two `ends` are `clear` and `check`.
+    /// Runs a test launch by launch, each with other distances, delays and pairs of blocks, and
+    /// returns the number of instances. The kernels are by device and role, the two `ends` are
+    /// `clear` and `check`.
     fn launch(
         &self,
         program: &Program,
@@ -278,8 +284,9 @@ impl<'a> Bench<'a> {
             let [stride, shift, spread, seed, warm, stressed, groups_of, instances_of] =
                 [stride, shift, spread, seed, warm, stress, groups, instances].map(u32::to_ne_bytes);
             let (buf, results) = (address(0, 0), address(0, many::RESULTS_AT));
-            // SAFETY: the entry takes two addresses and two numbers. It stays within the memory, which has room for so many instances at
-            // the largest distance. Kernels and memory stay until the caller has waited.
+            // SAFETY: the entry takes two addresses and two numbers. It stays within the memory,
+            // which has room for so many instances at the largest distance. Kernels and memory stay
+            // until the caller has waited.
             unsafe {
                 self.streams[0].launch(&ends[0], &whole, &[&buf, &results, &stride, &instances_of])?;
             }
@@ -303,7 +310,8 @@ impl<'a> Bench<'a> {
                     dependent: false,
                 };
                 for kernel in &kernels[device][role] {
-                    // SAFETY: as above, for `KERNEL_PARAMS`; the memory is this device's mapping of it.
+                    // SAFETY: as above, for `KERNEL_PARAMS`; the memory is this device's mapping of
+                    // it.
                     unsafe { self.streams[device].launch(kernel, &config, &params)? };
                 }
             }

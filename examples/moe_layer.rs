@@ -1,6 +1,6 @@
-//! A small Mixture-of-Experts layer on GPUs, real or virtual: router, dispatch, experts, combine, all on one stream of
-//! its own, and the host never waits until the layer is through. The result is compared with a computation on the host
-//! that knows nothing of ranks.
+//! A small Mixture-of-Experts layer on GPUs, real or virtual: router, dispatch, experts, combine.
+//! All run on one stream of the layer. The host does not wait before the layer has ended. The
+//! result is compared with a computation on the host that does not model ranks.
 //!
 //! ```text
 //! cargo run --release --example moe_layer
@@ -73,7 +73,8 @@ fn main() -> ExitCode {
         let x_on_device = Tensor::from_host(&stream, DType::Bf16, &[TOKENS as u64, HIDDEN as u64], &x)?;
         let output = layer.forward(&x_on_device, &stream)?;
 
-        // All work is enqueued. Reading is the first thing that waits; what went wrong on the way shows after it.
+        // All work is enqueued. The read is the first call that waits; errors of the operations
+        // show after it.
         let got = output.combined.combined_x.to_host::<bf16>(&stream)?;
         let selected = layer.topk_idx.values(&stream)?;
         layer.buffer.check_dispatch(&output.handle, &stream)?;
@@ -119,7 +120,7 @@ struct Layer {
     topk_weights: TypedTensor<'static, f32>,
 }
 
-/// What a pass of the layer gives.
+/// The result of a pass of the layer.
 struct Output {
     combined: throughput::Combined,
     handle: DispatchHandle,
@@ -156,7 +157,8 @@ impl Layer {
         })
     }
 
-    /// Enqueues one pass over `x`, bf16 `[TOKENS, HIDDEN]`, on `stream`, and waits for nothing. Collective.
+    /// Enqueues one pass over `x`, bf16 `[TOKENS, HIDDEN]`, on `stream`, and waits for nothing.
+    /// Collective.
     fn forward(&mut self, x: &Tensor, stream: &Stream) -> Result<Output> {
         let router = MoeRouter::call(MoeRouterArgs {
             x: x.ptr(),
@@ -169,7 +171,8 @@ impl Layer {
             num_topk: TOPK as u32,
         });
         let blocks = (TOKENS as u32).div_ceil(ROUTER_WARPS);
-        // SAFETY: the tensors have the shapes of the argument struct, and their memory goes back behind what the stream was given.
+        // SAFETY: the tensors have the shapes of the argument struct, and their memory is reused
+        // only behind the work enqueued on the stream.
         unsafe { stream.call(&self.router, blocks, ROUTER_WARPS * 32, 0, router)? };
 
         let order = StreamOrder::on(stream);
@@ -197,8 +200,9 @@ impl Layer {
             num_topk: TOPK as u32,
         });
         let (blocks, threads) = (self.buffer.device().info().sm_count, HIDDEN as u32 / 2);
-        // SAFETY: all rows lie in the place, with room for `capacity` of them, and the count in the handle. The place is overwritten,
-        // and the handle's memory goes back, behind what the stream was given.
+        // SAFETY: all rows lie in the place, with room for `capacity` of them, and the count in the
+        // handle. The place is overwritten, and the handle's memory is reused, only behind the work
+        // enqueued on the stream.
         unsafe { stream.call(&self.experts, blocks, threads, 0, experts)? };
 
         let combined = self.buffer.combine(CombineRequest::new(&rows, &received.handle), order)?;
@@ -225,8 +229,9 @@ impl Model {
         }
     }
 
-    /// The experts of a token, best first, and their logits: in FP32 and in the order that the router's documentation
-    /// promises, so that ties and near ties are decided as on the device.
+    /// The experts of a token, best first, and their logits. They are computed in FP32 and in the
+    /// order that the router's documentation promises. Ties and near ties are decided as on the
+    /// device.
     fn select(&self, x: &[bf16]) -> Vec<(usize, f32)> {
         let logit = |expert: usize| {
             let products = x.iter().enumerate().map(|(i, x)| x.to_f32() * self.router[i * EXPERTS + expert]);
@@ -239,8 +244,8 @@ impl Model {
         logits
     }
 
-    /// What the layer makes of a token, in FP64; and for each element the sum of its terms' magnitudes, expert by
-    /// expert and product by product, which bound the rounding errors.
+    /// The layer's result for a token, in FP64. Each element also has the sum of its terms'
+    /// magnitudes, expert by expert and product by product. These sums bound the rounding errors.
     fn forward(&self, x: &[bf16], selected: &[(usize, f32)]) -> Vec<Element> {
         let powers: Vec<f64> =
             selected.iter().map(|(_, logit)| f64::from(logit - selected[0].1).exp()).collect();
@@ -270,10 +275,11 @@ struct Element {
 }
 
 impl Element {
-    /// How far the device may be off. Each rank rounds its part to BF16 (8 bits: half a unit is 2^-8 of the value) and
-    /// combine rounds their sum once more: two roundings of values that are at most `experts` together. All else is FP32
-    /// (24 bits): a product, sums over HIDDEN and over the experts, and a softmax of a few operations and `ex2.approx`,
-    /// together fewer than HIDDEN + 32 roundings of values that are at most `products`.
+    /// How far the device may be off. Each rank rounds its part to BF16 (8 bits: half a unit is
+    /// 2^-8 of the value), and combine rounds their sum once more. These are two roundings of
+    /// values that are at most `experts` together. All else is FP32 (24 bits): a product, sums over
+    /// HIDDEN and over the experts, and a softmax of a few operations and `ex2.approx`. Together
+    /// these are fewer than HIDDEN + 32 roundings of values that are at most `products`.
     fn tolerance(&self) -> f64 {
         let bf16_unit = 2f64.powi(-8);
         2.0 * bf16_unit * (1.0 + bf16_unit) * self.experts
@@ -287,8 +293,8 @@ fn tokens_of(rank: u32) -> Vec<bf16> {
     (0..TOKENS * HIDDEN).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0))).collect()
 }
 
-/// Compares one rank's result with the dense computation. Gives the largest error and the largest value, or the first
-/// element that is wrong.
+/// Compares one rank's result with the dense computation. Gives the largest error and the largest
+/// value, or the first element that is wrong.
 fn compare(model: &Model, x: &[bf16], topk_idx: &[i64], got: &[bf16]) -> Result<(f64, f64), String> {
     let mut largest = (0.0f64, 0.0f64);
     let tokens = x.chunks(HIDDEN).zip(topk_idx.chunks(TOPK)).zip(got.chunks(HIDDEN));

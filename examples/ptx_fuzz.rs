@@ -1,13 +1,14 @@
-//! Holds a device against what the virtual GPU computed: runs the modules that `cargo xtask ptx-fuzz --out DIR` wrote and
-//! compares every result. Each instruction form that differs is printed once; the exit code is 1 then, and 77 if there
-//! is no GPU.
+//! Compares a device with the results of the virtual GPU: runs the modules that
+//! `cargo xtask ptx-fuzz --out DIR` wrote and compares every result. Each instruction form that
+//! differs is printed once; the exit code is 1 then, and 77 if there is no GPU.
 //!
 //! ```text
 //! cargo xtask ptx-fuzz --modules 500 --out DIR
 //! cargo run --release -p epoxide-examples --features cuda --example ptx_fuzz -- DIR
 //! ```
 //!
-//! Without the feature `cuda` the device is the virtual GPU, which shows that folder and example fit together.
+//! Without the feature `cuda` the device is the virtual GPU, which shows that folder and example
+//! fit together.
 
 use std::collections::BTreeMap;
 use std::error::Error as StdError;
@@ -80,8 +81,8 @@ struct Differences {
     forms: BTreeMap<String, (usize, String)>,
 }
 
-/// Runs one module. Beside its PTX lie the words of its two buffers, `in` and `out`, and a description: a line with the
-/// launch, then one for each row of results.
+/// Runs one module. The words of its two buffers, `in` and `out`, and a description lie beside its
+/// PTX. The description has a line with the launch, then one for each row of results.
 fn compare(device: &Arc<dyn Device>, path: &Path, found: &mut Differences) -> Fallible<()> {
     let ptx = std::fs::read_to_string(path)?;
     let input = std::fs::read(path.with_extension("in"))?;
@@ -99,8 +100,8 @@ fn compare(device: &Arc<dyn Device>, path: &Path, found: &mut Differences) -> Fa
     source.write(&stream, 0, &input)?;
     target.write(&stream, 0, &vec![0; recorded.len()])?;
     let config = LaunchConfig { grid, block, shared_bytes: 0, cooperative: false, dependent: false };
-    // SAFETY: the kernel ends before the memory goes, at the read below; it stays inside of the two buffers, as the
-    // virtual GPU, which checks that, has found.
+    // SAFETY: the read below waits for the kernel before the memory is freed. The kernel stays
+    // inside the two buffers: the virtual GPU has checked each access.
     unsafe {
         stream.launch(&kernel, &config, &[&source.ptr().0.to_ne_bytes(), &target.ptr().0.to_ne_bytes()])?;
     }
@@ -135,7 +136,8 @@ fn compare(device: &Arc<dyn Device>, path: &Path, found: &mut Differences) -> Fa
     Ok(())
 }
 
-/// Whether two results are the same, as far as their kind says: a float may be any NaN where the other is one.
+/// Whether two results are the same by the rule of their kind: a float may be any NaN where the
+/// other is one.
 fn alike(kind: &str, a: u64, b: u64) -> bool {
     let both_nan = |infinity: u64, a: u64, b: u64| {
         let magnitude = infinity.next_power_of_two() - 1;

@@ -1,4 +1,5 @@
-//! The one error type of the library. Every variant names what was wrong, with its value, and what to do about it.
+//! The one error type of the library. Every variant names what was wrong, with its value, and what
+//! to do about it.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,10 +9,11 @@ use crate::foreign::printable;
 /// `Result` with [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Who sees an error of a collective call.
+/// The ranks that see an error of a collective call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
-    /// This rank, perhaps alone. Ranks that made the call wait for this one until their deadline, unless it makes up for the call.
+    /// This rank, perhaps alone. Ranks that made the call wait for this one until their deadline,
+    /// unless it makes the call after all.
     ThisRank,
     /// Every rank of the group sees an error of this call, and none has moved a row.
     EveryRank,
@@ -36,7 +38,8 @@ pub enum Error {
     /// A tensor has the wrong shape.
     #[error("{tensor} has shape {have:?}, expected {expected}")]
     Shape {
-        /// The tensor's name as the API spells it, with the one that it was given ([`Tensor::named`](crate::Tensor::named)).
+        /// The tensor's name as the API spells it, with the one that it was given
+        /// ([`Tensor::named`](crate::Tensor::named)).
         tensor: String,
         /// The shape that was passed.
         have: Vec<u64>,
@@ -46,7 +49,8 @@ pub enum Error {
     /// A tensor has the wrong element type.
     #[error("{tensor} has dtype {have}, expected {expected}")]
     DType {
-        /// The tensor's name as the API spells it, with the one that it was given ([`Tensor::named`](crate::Tensor::named)).
+        /// The tensor's name as the API spells it, with the one that it was given
+        /// ([`Tensor::named`](crate::Tensor::named)).
         tensor: String,
         /// The dtype that was passed.
         have: String,
@@ -56,7 +60,7 @@ pub enum Error {
     /// A buffer is too small for this operation. No byte was moved.
     #[error("{what}: needs {needed} {unit}, has {have} {unit}; {remedy}")]
     Capacity {
-        /// What is too small.
+        /// The resource that is too small.
         what: &'static str,
         /// The size that this operation needs.
         needed: u64,
@@ -64,13 +68,13 @@ pub enum Error {
         have: u64,
         /// `bytes`, `rows` or `tokens`.
         unit: &'static str,
-        /// What to change.
+        /// The remedy.
         remedy: String,
-        /// What is too small for the call of this rank alone, or for that of all of them.
+        /// Whether this rank alone sees the error, or every rank.
         scope: Scope,
     },
-    /// A rank's top-k ids hold one that is neither -1 nor the id of an expert. High throughput raises
-    /// it on every rank, before any row moved.
+    /// A rank's top-k ids hold one that is neither -1 nor the id of an expert. High throughput
+    /// raises it on every rank, before any row moved.
     #[error(
         "topk_idx of rank {rank}: every expert id must be -1 or 0 to num_experts - 1; DispatchLayout::validate on that rank names the token"
     )]
@@ -94,9 +98,10 @@ pub enum Error {
         operation: &'static str,
         /// The place of the operation, where it is known: none for a count exchange.
         place: Option<u32>,
-        /// All ranks that had not entered the operation when the wait expired or, where all had, those of
-        /// which something else had not come; and `peer`, in any case. In ascending order. A rank that
-        /// has entered and itself waits for another one may be late for that reason.
+        /// The late ranks, in ascending order; `peer` is always among them. They are all ranks that
+        /// had not entered the operation when the wait expired. If all had entered, they are the
+        /// ranks from which something else had not arrived. A rank that has entered may be late
+        /// because it waits for another one itself.
         late: Box<[u32]>,
         /// The control word it waited on.
         word: &'static str,
@@ -108,9 +113,9 @@ pub enum Error {
         seen: u64,
         /// How long it waited.
         waited: Duration,
-        /// Other possible causes, each with a separator in front; may be empty: a connection that
-        /// broke, proxies in a call that does not return, other buffers of this process with
-        /// operations in flight on the same device.
+        /// Other possible causes, each with a separator in front; may be empty. They are a broken
+        /// connection, proxies in a call that does not return, or operations in flight of other
+        /// buffers of this process and device.
         beside: Box<str>,
     },
     /// Ranks made calls that do not fit together.
@@ -123,15 +128,16 @@ pub enum Error {
         rank: u32,
         /// The rank that differs.
         peer: u32,
-        /// What differs.
+        /// The name of the value that differs.
         what: &'static str,
         /// The value on this rank.
         ours: String,
         /// The value on the peer.
         theirs: String,
     },
-    /// Ranks made different calls, each as its operation number `epoch`. Every rank that talks to one with another call says so, the others
-    /// wait for those until their deadline. The device context is intact, and the buffer is of no use after it.
+    /// Ranks made different calls, each as its operation number `epoch`. A rank that exchanges data
+    /// with a rank in another call returns this error. All other ranks wait until their deadline.
+    /// The device context is intact, but the buffer cannot be used any more.
     #[error(
         "operation {epoch} is a {ours} on rank {rank} and a {} on rank {peer}; collective calls must be the same on every rank, in \
          the same order: make a new buffer",
@@ -149,7 +155,8 @@ pub enum Error {
         /// The call of the peer.
         theirs: String,
     },
-    /// A call of this rank failed when peers counted on it already: their waits for it expire, and the buffer is of no use after it.
+    /// A call of this rank failed after peers had begun to depend on it. Their waits for it expire,
+    /// and the buffer cannot be used any more.
     #[error(
         "the buffer is of no use since {call} failed half way: {reason}; peers wait for that call until their deadline: make a new buffer"
     )]
@@ -168,10 +175,10 @@ pub enum Error {
         code: i32,
         /// Its name, such as `CUDA_ERROR_OUT_OF_MEMORY`.
         name: String,
-        /// What to do, or the driver's log, with a leading separator; may be empty.
+        /// The remedy, or the driver's log, with a leading separator; may be empty.
         detail: String,
     },
-    /// A call of NCCL failed. The communicator is of no use from then on.
+    /// A call of NCCL failed. The communicator cannot be used from then on.
     #[error("{call} failed: {name} ({code}){detail}")]
     Nccl {
         /// The function of libnccl.
@@ -180,10 +187,11 @@ pub enum Error {
         code: i32,
         /// NCCL's text for it.
         name: String,
-        /// What NCCL said last, with a leading separator; may be empty.
+        /// NCCL's last error text, with a leading separator; may be empty.
         detail: String,
     },
-    /// A call of the verbs library failed, or a write ended with an error. The queue is of no use from then on.
+    /// A call of the verbs library failed, or a write ended with an error. The queue cannot be used
+    /// from then on.
     #[error("{call} failed: {status} ({operation}{}){remedy}", peer.map(|peer| format!(", rank {peer}")).unwrap_or_default())]
     Verbs {
         /// The function of libibverbs.
@@ -192,15 +200,16 @@ pub enum Error {
         status: String,
         /// The rank at the other end, where there is one.
         peer: Option<u32>,
-        /// What it was for.
+        /// The operation that made the call.
         operation: String,
-        /// What to do, with a leading separator; may be empty.
+        /// The remedy, with a leading separator; may be empty.
         remedy: String,
     },
-    /// This machine lacks what was asked for (a driver, a device, peer access). The command exits with 77 on it.
+    /// This machine lacks what was asked for (a driver, a device, peer access). The command exits
+    /// with 77 on it.
     #[error("{what} is not available: {reason}")]
     Unavailable {
-        /// What was asked for.
+        /// The item that was requested.
         what: String,
         /// Why it cannot be had here, and the remedy.
         reason: String,
@@ -208,14 +217,14 @@ pub enum Error {
     /// Device memory ran out.
     #[error("out of device memory: {requested} bytes requested for {what}, {available} bytes free")]
     OutOfMemory {
-        /// What the memory was for.
+        /// The purpose of the memory.
         what: String,
         /// Bytes requested.
         requested: u64,
         /// Bytes that were free.
         available: u64,
     },
-    /// A kernel made a wrong move on the virtual GPU; the text names the instruction and the Rust line.
+    /// A kernel broke a rule of the virtual GPU; the text names the instruction and the Rust line.
     #[error("virtual GPU: {0}")]
     VirtualFault(String),
     /// A PTX module does not load; the text has line and column.
@@ -236,7 +245,7 @@ pub enum Error {
         operation: &'static str,
         /// The key.
         key: String,
-        /// What went wrong.
+        /// The cause.
         reason: String,
     },
     /// An operation of a process group failed: a peer died, left, hung, or gave the group up.
@@ -252,10 +261,10 @@ pub enum Error {
         sequence: u64,
         /// The ranks of the group to blame, as far as known.
         peers: Vec<u32>,
-        /// What happened.
+        /// The cause.
         reason: String,
     },
-    /// What moves bytes between nodes failed. Its link to that peer is of no use from then on.
+    /// The transport between nodes failed. Its link to that peer cannot be used from then on.
     #[error(
         "{transport} transport: {operation}, rank {rank} with rank {peer}: {}; see what rank {peer} reported, then connect anew",
         printable(reason)
@@ -269,7 +278,7 @@ pub enum Error {
         peer: u32,
         /// The operation: `connect`, `put`, `receive`, ...
         operation: &'static str,
-        /// What happened.
+        /// The cause.
         reason: String,
     },
     /// A handle was made by another buffer, or its data has been overwritten since.
@@ -323,7 +332,7 @@ impl Error {
         Error::Capacity { what, needed, have, unit, remedy: remedy.into(), scope }
     }
 
-    /// Who sees this error of a collective call.
+    /// The ranks that see this error of a collective call.
     pub fn scope(&self) -> Scope {
         match self {
             Error::Capacity { scope, .. } => *scope,

@@ -1,5 +1,5 @@
-//! What the other crates of this repository use of the library and its users have no need of: no interface, and nothing here is kept from one
-//! version to the next.
+//! Items for the other crates of this repository; users of the library do not need them. They are
+//! no public interface: any version may change them.
 
 pub mod fuzz;
 

@@ -1,9 +1,9 @@
 //! epoxide: expert parallelism in Rust.
 //!
 //! Moves Mixture-of-Experts tokens between GPUs: **dispatch** sends each token to the ranks that
-//! hold its experts,
-//! **combine** brings the experts' outputs back and sums them. The kernels are written in Rust and shipped as PTX; the same
-//! PTX runs on NVIDIA GPUs and on a virtual GPU, so everything works, and is tested, without a GPU.
+//! hold its experts, **combine** brings the experts' outputs back and sums them. The kernels are
+//! written in Rust and shipped as PTX. The same PTX runs on NVIDIA GPUs and on a virtual GPU, so
+//! everything works, and is tested, without a GPU.
 //!
 //! Two modes have the same two operations, and a page each:
 //!
@@ -131,8 +131,8 @@
 //!
 //! # Lifetime of memory
 //! Inputs, outputs, layouts, handles and events may be dropped as soon as the call that took them
-//! has returned, though the work is only enqueued. Their memory is reused behind everything that
-//! the device's [`Stream`](driver::Stream)s have been given by then. Only a [`Place`](throughput::Place) is
+//! has returned. The work is then only enqueued. Their memory is reused behind everything enqueued
+//! on the device's [`Stream`](driver::Stream)s by then. Only a [`Place`](throughput::Place) is
 //! overwritten while it is held, by the next dispatch there, and the compiler rejects that while
 //! its rows are in use.
 //!

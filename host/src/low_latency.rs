@@ -1,6 +1,6 @@
 //! Low latency: dispatch and combine for decode-sized batches, whose time is mostly waiting.
-//! [`throughput`](crate::throughput) is the mode for larger batches; the [front page](crate#low-latency) compares
-//! the results of both.
+//! [`throughput`](crate::throughput) is the mode for larger batches; the [front
+//! page](crate#low-latency) compares the results of both.
 //!
 //! ```text
 //! x, topk_idx, weights --dispatch--> Received { x, expert_rows, expert_counts, .. }
@@ -31,7 +31,7 @@
 //! Every rank makes the same calls in the same order.
 //!
 //! # Errors
-//! If a rank is gone, operations end at their deadlines, and a host read of their results returns
+//! If a rank has died, operations end at their deadlines, and a host read of their results returns
 //! the error ([`Tensor::to_host`](crate::Tensor::to_host)). For results that only kernels read,
 //! synchronise their stream and call [`Buffer::check`].
 //!

@@ -10,8 +10,9 @@
 //! ```
 //!
 //! Operations are collective unless they say that they are local: each rank of the group makes the
-//! same calls in the same order. Work is enqueued on a stream ([`StreamOrder`](crate::StreamOrder)); only an exact-size
-//! dispatch makes the host wait, for the counts.
+//! same calls in the same order. Work is enqueued on a stream
+//! ([`StreamOrder`](crate::StreamOrder)); only an exact-size dispatch makes the host wait, for the
+//! counts.
 //!
 //! # The calls of a layer
 //!
@@ -31,11 +32,11 @@
 //! however many of this rank's experts it has: add their results, weighted, before the combine.
 //!
 //! # Errors
-//! Calls only enqueue work. A host read of a result ([`Tensor::to_host`](crate::Tensor::to_host)) waits for its operation
-//! and returns that operation's error instead of numbers. For results that only kernels read,
-//! synchronise their stream and call [`Buffer::check`]; sums that a failed combine did not make are
-//! NaN. The deadline of all waits is [`Options::timeout`]; an expired one is
-//! [`Error::PeerTimeout`](crate::Error::PeerTimeout).
+//! Calls only enqueue work. A host read of a result ([`Tensor::to_host`](crate::Tensor::to_host))
+//! waits for its operation and returns that operation's error instead of numbers. For results that
+//! only kernels read, synchronise their stream and call [`Buffer::check`]; sums that a failed
+//! combine did not make are NaN. The deadline of all waits is [`Options::timeout`]; an expired one
+//! is [`Error::PeerTimeout`](crate::Error::PeerTimeout).
 //!
 //! # Several nodes
 //! [`Options::ranks_per_node`] spreads the ranks over nodes, and [`Options::transport`]

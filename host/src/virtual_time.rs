@@ -1,19 +1,28 @@
-//! One clock for ranks that are threads of one process, which passes only while none of them can do anything.
+//! One clock for ranks that are threads of one process. It advances only while none of them can do
+//! anything.
 //!
-//! Deadlines on virtual GPUs are read from this clock, so that no result depends on how fast the machine is: a busy
-//! machine runs the ranks later, and their clock later too. The invariant: the clock moves forward only after a moment
-//! at which every member thread was blocked or had found nothing to do.
+//! Deadlines on virtual GPUs are read from this clock, so that no result depends on the speed of
+//! the machine. A busy machine runs the ranks later, and their clock later too. The invariant: the
+//! clock moves forward only after a moment at which every member thread was blocked or had found
+//! nothing to do.
 //!
-//! A *member* is a rank's thread ([`VirtualTime::join`]) or a thread that the library started for it ([`spawn`]). The
-//! system says of each member whether it is blocked (`/proc/self/task`), so that any kind of wait counts: a condition
-//! variable, a socket, another process. A member that waits for a mutex is not taken to be blocked for [`MUTEX`]: the
-//! thread that holds it may be no member, as where threads of several clocks allocate memory, and goes on by itself. A member in `sleep` counts as busy, because it goes on by itself. A member that polls
+//! A *member* is a rank's thread ([`VirtualTime::join`]) or a thread that the library started for
+//! it ([`spawn`]). `/proc/self/task` shows for each member whether it is blocked, so that any kind
+//! of wait counts: a condition variable, a socket, another process. A member that waits for a mutex
+//! counts as blocked only after [`MUTEX`]. The thread that holds the mutex may be no member and
+//! goes on by itself. An example is the mutex of the allocator, which threads of several clocks
+//! share. A member in `sleep` counts as busy, because it goes on by itself. A member that polls
 //! memory is never blocked for long; it reports each round in which it found nothing ([`Poller`]).
 //!
-//! An attempt to move the clock takes two looks at all members. It succeeds when no member has reported work in
-//! between, every blocked member has not run in between, and every polling member has completed two empty rounds in
-//! between: one that may have begun before the first look, and one that began behind it. Everything that was in memory
-//! at the first look has then been seen by every member that could act on it.
+//! An attempt to move the clock inspects all members twice. It succeeds if all of this holds for
+//! the time between:
+//! * No member has reported work.
+//! * No blocked member has run.
+//! * Every polling member has completed two empty rounds: one that may have begun before the first
+//!   inspection, and one that began after it.
+//!
+//! Then every member that could act on a word of memory has read it as it was at the first
+//! inspection.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -30,7 +39,8 @@ const START_NS: u64 = 1_000_000_000;
 const FIRST_STEP_NS: u64 = 50_000;
 /// The longest step, in nanoseconds.
 const LONGEST_STEP_NS: u64 = 100_000_000_000;
-/// A step is this part of the time in which nothing has happened: a deadline is noticed late by so much at most.
+/// A step is this part of the time in which nothing has happened. A deadline is noticed late by one
+/// step at most.
 const STEP_PART: u64 = 2;
 /// Virtual time in which nothing happens until nothing ever will.
 const STUCK_NS: u64 = 3_600_000_000_000;
@@ -38,11 +48,12 @@ const STUCK_NS: u64 = 3_600_000_000_000;
 const LOOK: Duration = Duration::from_micros(250);
 /// The longest real time between two looks: while attempts fail, and once [`LONG_NS`] have passed.
 const LONGEST_LOOK: Duration = Duration::from_millis(4);
-/// Virtual time without anything from which on the clock is in no hurry. A thread that is no member may hold what
-/// members wait for, and a busy machine may keep it from its processor.
+/// Virtual time without any event after which attempts become rarer. A thread that is no member may
+/// hold what members wait for, and a busy machine may keep it from its processor.
 const LONG_NS: u64 = 1_000_000_000;
-/// How long a member waits for a mutex until it counts as blocked. It is longer than a busy machine keeps the holder
-/// from a processor. It is not endless, because some other waits look like that for a mutex.
+/// How long a member waits for a mutex until it counts as blocked. It is longer than a busy machine
+/// keeps the holder from a processor. It is not endless, because some other waits look like that
+/// for a mutex.
 const MUTEX: Duration = Duration::from_millis(200);
 /// How long a polling host thread pauses between two rounds.
 const ROUND: Duration = Duration::from_micros(50);
@@ -111,7 +122,7 @@ fn current() -> Option<(VirtualTime, Arc<Member>)> {
 }
 
 impl VirtualTime {
-    /// A clock without members; `None` where the system does not tell which threads are blocked.
+    /// A clock without members; `None` where the system does not show which threads are blocked.
     pub fn new() -> Option<VirtualTime> {
         // Clocks that have just begun are rare, and kernels may take 0 for no time at all.
         let inner = Inner { now_ns: Arc::new(AtomicU64::new(START_NS)), ..Inner::default() };
@@ -310,7 +321,8 @@ impl Drop for Membership {
     }
 }
 
-/// Starts a thread that has the name and is a member of the calling thread's clock, if that has one.
+/// Starts a thread that has the name and is a member of the calling thread's clock, if that has
+/// one.
 pub(crate) fn spawn<T: Send + 'static>(
     name: String,
     work: impl FnOnce() -> T + Send + 'static,
@@ -375,8 +387,9 @@ impl Poller {
         }
     }
 
-    /// The thread has found something to do, or goes to wait in another way. Call it before the next empty round is
-    /// reported: until then the thread's rounds keep an attempt from succeeding.
+    /// The thread has found something to do, or goes to wait in another way. Call it before the
+    /// next empty round is reported: until then the thread's rounds keep an attempt from
+    /// succeeding.
     pub fn acts(&self) {
         if let (Some(time), Some(member)) = (&self.time, &self.member)
             && member.rounds.swap(0, Ordering::AcqRel) != 0
@@ -409,7 +422,7 @@ impl Drop for Poller {
     }
 }
 
-/// The state of a thread, as the system tells it.
+/// The state of a thread, as the system shows it.
 struct Look {
     wait: Wait,
     /// Its time on a processor, in nanoseconds.
@@ -419,7 +432,8 @@ struct Look {
 /// The kind of wait that a thread is blocked in.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Wait {
-    /// Nothing, or something that ends by itself: sleep, a page fault, a call that changes mappings.
+    /// Nothing, or something that ends by itself: sleep, a page fault, a call that changes
+    /// mappings.
     None,
     Mutex,
     Other,
@@ -429,9 +443,10 @@ fn thread_id() -> i32 {
     rustix::thread::gettid().as_raw_nonzero().get()
 }
 
-/// Reads what a thread of this process is blocked in, from `syscall` (proc(5)): the number and the arguments of the
-/// call, or `running` of a thread that runs or could, or -1 of a thread that is blocked in no call. The first field of
-/// `schedstat` is its time on a processor in nanoseconds. `None` where the system does not say.
+/// The state of a thread of this process, or `None` where the system does not show it. `syscall`
+/// (proc(5)) holds the number and the arguments of the call that the thread is blocked in. It holds
+/// `running` for a thread that runs or could, and -1 for a thread that is blocked in no call. The
+/// first field of `schedstat` is the time on a processor in nanoseconds.
 fn look_at(id: i32) -> Option<Look> {
     let read = |file: &str| std::fs::read_to_string(format!("/proc/self/task/{id}/{file}")).ok();
     let wait = wait_of(&read("syscall")?);
@@ -446,8 +461,9 @@ fn wait_of(syscall: &str) -> Wait {
     let argument =
         |at| fields.clone().nth(at).and_then(|text| u64::from_str_radix(text.strip_prefix("0x")?, 16).ok());
     match call {
-        // The third argument is what the word held when the wait began: 2 is a mutex of std or glibc that others wait
-        // for, 5 a `Once` of std that runs, and one of the two highest bits a `RwLock`. A thread that is parked has all.
+        // The third argument is the word's value when the wait began. The value 2 is a mutex of std
+        // or glibc that others wait for, and 5 a `Once` of std that runs. One of the two highest
+        // bits is a `RwLock`. A parked thread has all bits set.
         libc::SYS_futex => match argument(2).map(|value| value as u32) {
             Some(2 | 5) => Wait::Mutex,
             Some(value) if value >= 1 << 30 && value != u32::MAX => Wait::Mutex,
@@ -599,7 +615,7 @@ mod tests {
         let (step, steps) = channel::<()>();
         let (polled, polls) = channel::<()>();
         let on = time.clone();
-        // Ends a round when it is told to, and is blocked in between: a look that is late.
+        // Ends a round on request, and is blocked in between: a late inspection.
         let work = move || {
             let poller = Poller::new(Some(&on));
             for () in steps {
@@ -647,7 +663,8 @@ mod tests {
         let woken = woken.into_inner().unwrap();
         assert_eq!(woken.iter().map(|(asked, _)| *asked).collect::<Vec<_>>(), [10, 11, 70, 400]);
         for (asked, at) in woken {
-            // The clock stops at the time that a sleeper asked for, and the others' first steps are short.
+            // The clock stops at the time that a sleeper asked for, and the others' first steps are
+            // short.
             let (asked, at) = (Duration::from_millis(asked), at);
             assert!(at >= asked && at < asked + Duration::from_millis(60), "{asked:?}: {at:?}");
         }

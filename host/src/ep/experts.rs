@@ -20,7 +20,7 @@ mod private {
     impl Sealed for i32 {}
 }
 
-/// Whether ids are i32, as kernels are told it.
+/// Whether ids are i32, as the kernels take it.
 pub(super) fn is_narrow(ids: &Tensor<'_>) -> u32 {
     (ids.dtype() == super::DType::I32).into()
 }
@@ -66,8 +66,8 @@ impl Placement {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Argument`] where there is no rank or too many, a rank has more than 1024 experts,
-    /// or an expert is out of range or nowhere.
+    /// [`Error::Argument`] where there is no rank or too many, or a rank has more than 1024
+    /// experts. Also where an expert is out of range or has no place.
     pub fn new<L: AsRef<[u32]>>(num_experts: u32, ranks: &[L]) -> Result<Placement> {
         check_num_ranks(ranks.len())?;
         let most = ranks.iter().map(|experts| experts.as_ref().len()).max().unwrap_or(0);
@@ -345,7 +345,7 @@ impl ExpertMap {
         })
     }
 
-    /// Changes the placement, behind what `stream` has been given; waits for that. Calls of other
+    /// Changes the placement, behind all work enqueued on `stream`; waits for that. Calls of other
     /// streams that use the map must have ended, or wait for `stream`. The number of choices stays.
     ///
     /// # Errors

@@ -1,4 +1,5 @@
-//! Expert parallelism: buffers, which dispatch rows to the ranks of experts and combine the results.
+//! Expert parallelism: buffers, which dispatch rows to the ranks of experts and combine the
+//! results.
 //!
 //! ```text
 //! throughput/    low_latency/    the modes: rows, counts and layouts

@@ -71,8 +71,8 @@ impl fmt::Display for DType {
     }
 }
 
-/// A host type whose values can be copied to and from tensors: [`bf16`](half::bf16), `f32`, `i64` and `i32` of the dtypes of their names, the
-/// bits of a bf16 as `u16`, and fp8 and bool as `u8`.
+/// A host type whose values can be copied to and from tensors: [`bf16`](half::bf16), `f32`, `i64`
+/// and `i32` of the dtypes of their names, the bits of a bf16 as `u16`, and fp8 and bool as `u8`.
 pub trait Element: Pod {
     /// The dtype of a [`TypedTensor`] of this type.
     const DTYPE: DType;
@@ -115,7 +115,8 @@ pub fn owners<'t, 'a: 't>(tensors: impl IntoIterator<Item = Option<&'t Tensor<'a
     tensors.into_iter().flatten().filter_map(|tensor| tensor.owner().cloned()).collect()
 }
 
-/// Operations that results come from. A host read of a result returns their error instead, if there was one.
+/// Operations that results come from. A host read of a result returns their error instead, if there
+/// was one.
 pub(crate) trait Outcome: Report {
     /// Has `stream` wait for the last operation of their buffer, on whichever stream it runs.
     fn come_before(&self, stream: &Stream) -> Result<()>;
@@ -126,14 +127,15 @@ pub(crate) trait Outcome: Report {
     }
 }
 
-/// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone frees it, unless it was
-/// made by [`Tensor::from_raw`].
+/// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone
+/// frees it, unless it was made by [`Tensor::from_raw`].
 ///
-/// It may be dropped while streams of its device still use it: its memory goes back behind all that they have been given.
+/// It may be dropped while streams of its device still use it: its memory is freed behind all work
+/// enqueued on them.
 ///
-/// For `'a` its elements are the holder's. Tensors with memory of their own are `Tensor<'static>`; those of a
-/// [`throughput::Received`](crate::throughput::Received) borrow the [`Place`](crate::throughput::Place) that they lie in, which the next dispatch there
-/// overwrites.
+/// For `'a` its elements are the holder's. Tensors with memory of their own are `Tensor<'static>`;
+/// those of a [`throughput::Received`](crate::throughput::Received) borrow the
+/// [`Place`](crate::throughput::Place) that they lie in, which the next dispatch there overwrites.
 ///
 /// ```
 /// use epoxide::driver::Stream;
@@ -157,7 +159,8 @@ pub(crate) trait Outcome: Report {
 /// # Ok::<(), epoxide::Error>(())
 /// ```
 ///
-/// Rows in memory of a framework's, or of a kernel's own, are a tensor by [`Tensor::from_raw`]; [`Tensor::ptr`] is where a kernel finds them.
+/// Rows in memory of a framework's, or of a kernel's own, are a tensor by [`Tensor::from_raw`];
+/// [`Tensor::ptr`] is where a kernel finds them.
 #[derive(Clone)]
 pub struct Tensor<'a> {
     ptr: DevicePtr,
@@ -198,8 +201,8 @@ impl Tensor<'static> {
     /// A tensor of its own memory with the values of `data`.
     ///
     /// # Errors
-    /// [`Error::Shape`] where `data` does not have as many elements as `shape`, [`Error::DType`] where `T` is not of
-    /// `dtype`.
+    /// [`Error::Shape`] where `data` does not have as many elements as `shape`, [`Error::DType`]
+    /// where `T` is not of `dtype`.
     pub fn from_host<T: Element>(
         stream: &Stream,
         dtype: DType,
@@ -213,11 +216,12 @@ impl Tensor<'static> {
 }
 
 impl<'a> Tensor<'a> {
-    /// A tensor in memory that somebody else owns: a framework's, say.
+    /// A tensor in memory of another owner, such as a framework.
     ///
     /// # Safety
-    /// The memory is live, on the device that the tensor is used on, and holds `shape` contiguous elements of `dtype`,
-    /// for `'a` and until the streams that use the tensor meanwhile have passed.
+    /// The memory is on the device that the tensor is used on, and holds `shape` contiguous
+    /// elements of `dtype`. It is live for `'a` and until the streams that use the tensor meanwhile
+    /// have passed.
     pub unsafe fn from_raw(ptr: DevicePtr, dtype: DType, shape: &[u64]) -> Tensor<'a> {
         Tensor { filled: Some(Arc::default()), ..Tensor::new(ptr, dtype, shape, None) }
     }
@@ -233,7 +237,8 @@ impl<'a> Tensor<'a> {
         Tensor { ptr, dtype, shape, row_stride, name, owner, outcome: None, filled: None, place: PhantomData }
     }
 
-    /// The same tensor with a name, which errors about it give. Results of a call have the name of their field, such as `recv_x`.
+    /// The same tensor with a name, which errors about it give. Results of a call have the name of
+    /// their field, such as `recv_x`.
     pub fn named(mut self, name: impl Into<Cow<'static, str>>) -> Tensor<'a> {
         self.name = name.into();
         self
@@ -291,13 +296,13 @@ impl<'a> Tensor<'a> {
         self.owner.as_ref()
     }
 
-    /// The same tensor, for whoever sees to it that it is used only while its elements are the holder's.
+    /// The same tensor, for callers that ensure its use only while its elements are the holder's.
     pub(super) fn outlive(self) -> Tensor<'static> {
         let Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, filled, place: _ } = self;
         Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, filled, place: PhantomData }
     }
 
-    /// The same tensor as one whose dtype the type says.
+    /// The same tensor with its dtype in the type.
     ///
     /// # Errors
     /// [`Error::DType`] where it has another one.
@@ -354,11 +359,11 @@ impl<'a> Tensor<'a> {
     /// stream it runs.
     ///
     /// # Errors
-    /// For what an operation of a buffer gave: the error of an operation of that buffer that has
-    /// failed by then, such as [`Error::PeerTimeout`], since the elements may be those of an
-    /// operation before. For a dispatch whose counts stay on the device, and for its combines, also
-    /// what [`Buffer::check_dispatch`](crate::throughput::Buffer::check_dispatch) gives. [`Error::DType`] where
-    /// `T` does not fit, and whatever the driver reports.
+    /// For the result of an operation of a buffer: the error of any operation of that buffer that
+    /// has failed by then, such as [`Error::PeerTimeout`]. The elements may be those of an earlier
+    /// operation then. For a dispatch whose counts stay on the device, and for its combines, also
+    /// the errors of [`Buffer::check_dispatch`](crate::throughput::Buffer::check_dispatch).
+    /// [`Error::DType`] where `T` does not fit, and errors of the driver.
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check_element::<T>()?;
         for outcome in self.outcomes() {
@@ -407,7 +412,8 @@ impl<'a> Tensor<'a> {
             return Ok(());
         }
         if self.is_contiguous() {
-            // SAFETY: a tensor's memory is live and its holder's to write, and as long as its elements.
+            // SAFETY: a tensor's memory is live and its holder's to write, and as long as its
+            // elements.
             return unsafe { stream.write(self.ptr, bytes) };
         }
         for (row, from) in bytes.chunks_exact(self.row_bytes() as usize).enumerate() {
@@ -428,7 +434,8 @@ impl<'a> Tensor<'a> {
         })
     }
 
-    /// Checks dtype, shape, contiguity and alignment; `dims` are the expected sizes with their names, `None` for any.
+    /// Checks dtype, shape, contiguity and alignment; `dims` are the expected sizes with their
+    /// names, `None` for any.
     pub(crate) fn expect(
         &self,
         name: &'static str,

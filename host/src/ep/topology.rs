@@ -5,8 +5,9 @@ use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
 use crate::error::{Error, Result};
 use crate::transport::TransportKind;
 
-/// How many ranks there are, and where: ranks 0 to `ranks_per_node - 1` are node 0, and so on. The ranks of a node map each other's pools.
-/// Those with the same index on each node are a *rail*: across nodes a rank talks only to its rail.
+/// How many ranks there are, and where: ranks 0 to `ranks_per_node - 1` are node 0, and so on. The
+/// ranks of a node map each other's pools. Those with the same index on each node are a *rail*:
+/// across nodes a rank exchanges data only with its rail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Topology {
     /// Nodes.
@@ -19,8 +20,11 @@ impl Topology {
     /// `ranks` ranks, `ranks_per_node` on each node, or all on one.
     ///
     /// # Errors
-    /// [`Error::Argument`] where there would be no ranks or more than 64 on one node, where one of several would have none or more than 8,
-    /// where nodes would not all have as many, or where there would be more than 32 nodes.
+    /// [`Error::Argument`] in these cases:
+    /// * One node would have no ranks or more than 64.
+    /// * One of several nodes would have no ranks or more than 8.
+    /// * The nodes would not all have the same number of ranks.
+    /// * There would be more than 32 nodes.
     pub fn new(ranks: u32, ranks_per_node: Option<u32>) -> Result<Topology> {
         let Some(per_node) = ranks_per_node else {
             if ranks == 0 || ranks > MAX_RANKS as u32 {

@@ -1,6 +1,6 @@
-//! What strangers' bytes and files that a user names are read with, each as a function of bytes:
-//! the fuzz targets and the tests that stand for them call these. None may panic, or take more
-//! memory than a few times its input.
+//! The parsers of bytes from strangers and of files that a user names, each as a function of bytes.
+//! The fuzz targets call them, and so do the tests that stand for those targets. A parser must not
+//! panic, nor take more memory than a few times its input.
 
 pub use crate::group::file_store::fuzz_store_files as store_files;
 pub use crate::group::mesh::{fuzz_frames as mesh_frames, fuzz_hello as mesh_hello};

@@ -2,7 +2,7 @@ use epoxide::Result;
 use epoxide::throughput::{Buffer, Detached, DispatchRequest, Place};
 use epoxide::StreamOrder;
 
-/// Whoever looks at detached rows holds their place meanwhile.
+/// A reader of detached rows borrows their place meanwhile.
 fn look(
     buffer: &mut Buffer,
     place: &mut Place,

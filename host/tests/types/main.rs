@@ -1,6 +1,6 @@
-//! What must not compile: each program breaks one promise that the types of the interface make.
+//! Programs that must not compile: each breaks one promise that the types of the interface make.
 
-/// What the programs do wrong, done right.
+/// The correct form of each mistake in the programs; it compiles.
 #[allow(dead_code)]
 mod allowed;
 

@@ -1,4 +1,5 @@
-//! Device memory that is handed out again: outputs and handles of repeated operations do not allocate.
+//! Device memory that is handed out again: outputs and handles of repeated operations do not
+//! allocate.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,8 +10,8 @@ use epoxide_gpu::layout::{ROW_ALIGN, Section};
 use crate::driver::{Device, DevicePtr, Event, Fence, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
 
-/// Blocks that are free. A block goes back when its last owner drops it. Streams may still use it then, so that the next operation
-/// that gets it comes behind all that they had been given.
+/// Blocks that are free. A block is freed when its last owner drops it. Streams may still use it
+/// then. Its next user therefore runs behind all work that had been enqueued by then.
 #[derive(Debug)]
 pub struct Arena {
     device: Arc<dyn Device>,
@@ -19,7 +20,7 @@ pub struct Arena {
 
 #[derive(Debug, Default)]
 struct Shelves {
-    /// In the order in which they came back, each with the fence that its next user must come behind.
+    /// In the order in which they were freed, each with the fence that its next user must wait for.
     free: VecDeque<(Memory, Fence)>,
     /// Behind which the operation must come that is about to be enqueued: it was given blocks.
     before_next: Vec<Fence>,
@@ -82,8 +83,9 @@ impl Arena {
         self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A block for `pieces`: of the free ones that fit and are not more than four times too large the one that came back first among
-    /// the smallest. The operation that uses it calls [`Arena::come_before`].
+    /// A block for `pieces`: the smallest free block that fits and is at most four times too large.
+    /// Among equal sizes it is the one that was freed first. The operation that uses it calls
+    /// [`Arena::come_before`].
     pub fn take(self: &Arc<Self>, pieces: &Pieces) -> Result<Block> {
         let bytes = pieces.bytes();
         let mut shelves = self.shelves();
@@ -102,7 +104,7 @@ impl Arena {
         Ok(Block { ptr: memory.ptr(), memory: Some(memory), home: self.clone() })
     }
 
-    /// Makes `stream` wait until nobody uses the blocks any more that were taken for the operation that it is given next.
+    /// Makes `stream` wait for the last users of the blocks that were taken for its next operation.
     pub fn come_before(&self, stream: &Stream) -> Result<()> {
         let shelves = &mut *self.shelves();
         while let Some(fence) = shelves.before_next.pop() {
@@ -112,14 +114,15 @@ impl Arena {
         Ok(())
     }
 
-    /// The blocks taken for the next operation need no wait: [`Arena::settle`] has seen their last users end.
+    /// The blocks taken for the next operation need no wait: [`Arena::settle`] has seen their last
+    /// users end.
     pub fn are_settled(&self) {
         let shelves = &mut *self.shelves();
         let fences = shelves.before_next.drain(..);
         fences.for_each(|fence| fence.into_spare(&mut shelves.spare_events));
     }
 
-    /// Waits until no stream uses any of the free blocks, so that work that is only recorded may be given them.
+    /// Waits until no stream uses any free block, so that work that is only recorded may use them.
     pub fn settle(&self, timeout: Duration) -> Result<()> {
         for (_, fence) in &self.shelves().free {
             if !fence.wait_timeout(timeout)? {
@@ -129,7 +132,7 @@ impl Arena {
         Ok(())
     }
 
-    /// A fence behind all that the device's streams have been given so far.
+    /// A fence behind all work enqueued on the device's streams so far.
     pub fn fence(&self) -> Result<Fence> {
         let mut spare = std::mem::take(&mut self.shelves().spare_events);
         let fence = Fence::new(&self.device, &mut spare);
@@ -137,7 +140,8 @@ impl Arena {
         fence
     }
 
-    /// Waits for all that the device's streams have been given so far; false where it has not ended in time.
+    /// Waits for all work enqueued on the device's streams so far; false where it has not ended in
+    /// time.
     pub fn wait_all(&self, timeout: Duration) -> Result<bool> {
         let fence = self.fence()?;
         let outcome = fence.wait_timeout(timeout);
@@ -145,7 +149,7 @@ impl Arena {
         outcome
     }
 
-    /// Takes the events of a fence back that nobody waits for any more.
+    /// Takes the events of a fence back once no stream waits for it.
     pub fn give_back(&self, fence: Fence) {
         fence.into_spare(&mut self.shelves().spare_events);
     }
@@ -162,7 +166,7 @@ impl Drop for Block {
         let Some(memory) = self.memory.take() else { return };
         match self.home.fence() {
             Ok(fence) => self.home.shelves().free.push_back((memory, fence)),
-            // The device is of no use any more; the driver gives the memory back behind its streams.
+            // The device cannot be used any more; the driver frees the memory behind its streams.
             Err(error) => tracing::debug!("a block is not used again: {error}"),
         }
     }

@@ -1,4 +1,5 @@
-//! Streams of operations: where one runs, the caller's or the buffer's own, and what it comes behind.
+//! Streams of operations: the stream of one, the caller's or the buffer's own, and the work that it
+//! waits for.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,16 +8,22 @@ use super::sequence::Sequence;
 use crate::driver::{Device, Event, Stream, give_up};
 use crate::error::Result;
 
-/// Which stream an operation runs on, what it waits for, and who waits for it.
+/// The stream of an operation, the work that it waits for, and the work that waits for it.
 ///
-/// The operations of one [`Buffer`](crate::throughput::Buffer) come one after the other on every rank, whatever streams they run on. Only within a
-/// recording that spans several streams their order is the recorder's affair.
+/// The operations of one [`Buffer`](crate::throughput::Buffer) come one after the other on every
+/// rank, whatever streams they run on. Within a recording that spans several streams, the caller
+/// orders them.
 ///
-/// Two *different* buffers have no order between them. Their operations wait for peers while they hold multiprocessors: where one rank
-/// launches buffer A's before B's and another one B's before A's, on streams that run side by side, and both do not fit on the device at
-/// once ([`Config::num_sms`](crate::throughput::Config) blocks each), they wait for each other until their deadlines; the error then
-/// names the other buffer. Launch them in one order on every rank, or on one
-/// stream, or give each so few multiprocessors that all fit.
+/// Two *different* buffers have no order between them. Their operations wait for peers while they
+/// hold multiprocessors. They deadlock until their deadlines if all of this holds; the error then
+/// names the other buffer:
+/// * One rank launches buffer A's operation before B's, another rank B's before A's.
+/// * They run on concurrent streams.
+/// * Both do not fit on the device at once ([`Config::num_sms`](crate::throughput::Config) blocks
+///   each).
+///
+/// Launch them in one order on every rank, or on one stream, or give each so few multiprocessors
+/// that all fit.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamOrder<'a> {
     caller: &'a Stream,
@@ -31,9 +38,10 @@ impl<'a> StreamOrder<'a> {
         StreamOrder { caller: stream, previous_event: None, on_comm_stream: false, asynchronous: false }
     }
 
-    /// Runs on the buffer's high-priority communication stream, after what `stream` holds now; `stream` then waits for
-    /// the end. With [`StreamOrder::asynchronous`] it does not wait, so that work of the caller's runs beside the communication, until it waits for
-    /// the event of the output.
+    /// Runs on the buffer's high-priority communication stream, after what `stream` holds now;
+    /// `stream` then waits for the end. With [`StreamOrder::asynchronous`] it does not wait, so
+    /// that work of the caller's runs beside the communication, until it waits for the event of the
+    /// output.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -74,7 +82,8 @@ impl<'a> StreamOrder<'a> {
         StreamOrder { on_comm_stream: true, ..StreamOrder::on(stream) }
     }
 
-    /// Waits for `event` instead of all that the caller's stream holds; on the caller's own stream, as well.
+    /// Waits for `event` instead of all that the caller's stream holds; on the caller's own stream,
+    /// as well.
     pub fn after(self, event: &'a Event) -> Self {
         StreamOrder { previous_event: Some(event), ..self }
     }
@@ -120,8 +129,9 @@ impl Enqueuer {
         order.caller.is_capturing()
     }
 
-    /// Runs `work` where `order` says, behind the operation before; gives the event of an asynchronous call. `capturing`: whether the caller's
-    /// stream only records; `operation`: its name, where it waits for peers.
+    /// Runs `work` on the stream of `order`, behind the previous operation; returns the event of an
+    /// asynchronous call. `capturing`: whether the caller's stream only records; `operation`: its
+    /// name, where it waits for peers.
     pub fn run(
         &self,
         order: StreamOrder<'_>,
@@ -145,7 +155,8 @@ impl Enqueuer {
         } else {
             let turn = self.sequence.begin(stream, operation)?;
             let outcome = work(stream);
-            // After an error as well: kernels that were launched still run, and the memory they use is given back.
+            // After an error as well: kernels that were launched still run, and the memory they use
+            // is given back.
             outcome.and(turn.end(stream))
         };
         if order.asynchronous && outcome.is_ok() {
@@ -161,14 +172,16 @@ impl Enqueuer {
         outcome.map(|()| None)
     }
 
-    /// Takes no operation any more, and waits for the last one: kernels in flight hold addresses of memory that goes next. Where it takes
-    /// longer than `limit`, the device is given up. Errors have nowhere to go.
+    /// Takes no operation any more, and waits for the last one: kernels in flight hold addresses of
+    /// memory that is freed next. Where it takes longer than `limit`, the device is given up.
+    /// Errors have nowhere to go.
     pub fn close(&self, limit: Duration) {
         self.sequence.close();
         let start = Instant::now();
         let copies = self.comm_stream.wait_timeout(limit);
         let last = self.sequence.wait(limit.saturating_sub(start.elapsed()));
-        // Our kernels end by their own deadlines, but not before what the caller's stream was given before them.
+        // The buffer's kernels end by their own deadlines, but not before earlier work on the
+        // caller's stream.
         if matches!(copies, Ok(false)) || matches!(last, Ok(false)) {
             give_up(self.comm_stream.device(), "the last operation of a buffer", limit);
         }

@@ -1,8 +1,8 @@
-//! Faults: what kernels of a buffer record in mapped host memory, and the errors made of it.
+//! Faults: the records of a buffer's kernels in mapped host memory, and the errors for them.
 //!
 //! The report of an expired wait lists the other buffers of the process. Ranks that launch the
 //! operations of two buffers in different orders wait for each other if both do not fit on the
-//! device, which the state of one buffer does not show.
+//! device. The state of one buffer does not show that.
 
 use std::fmt::Debug;
 use std::mem::offset_of;
@@ -22,7 +22,7 @@ use crate::ep::Topology;
 use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
 
-/// All buffers of this process, and some that are gone.
+/// All buffers of this process, and some that were dropped.
 static BUFFERS: Mutex<Vec<Weak<Faults>>> = Mutex::new(Vec::new());
 
 fn buffers() -> MutexGuard<'static, Vec<Weak<Faults>>> {
@@ -81,7 +81,7 @@ const FAULTS: [(Wait, Counted, Found); 24] = [
     (Wait::LowLatencyOtherCall, Counted::World, Found::OtherCall),
 ];
 
-/// The row of [`FAULTS`] for what a kernel recorded.
+/// The row of [`FAULTS`] for a kernel's record.
 fn look_up(code: u64) -> (Counted, Found) {
     let known = FAULTS.iter().find(|(wait, ..)| *wait as u64 == code);
     known.map_or((Counted::World, Found::Late(Some("unknown"), "unknown")), |&(_, peer, found)| (peer, found))
@@ -201,7 +201,7 @@ impl Faults {
         let _ = self.network.set(Arc::downgrade(network));
     }
 
-    /// Forgets what was recorded.
+    /// Clears the record.
     pub fn clear(&self, stream: &Stream) -> Result<()> {
         *self.context() = None;
         self.memory.clear(stream)
@@ -257,13 +257,14 @@ impl Faults {
         self.context.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Possible causes of an expired wait, for the end of its report: failures of the network, and
-    /// the other buffers of this process and device with operations in flight, or with one that has
-    /// failed meanwhile. Empty where there are none.
+    /// Possible causes of an expired wait, for the end of its report. They are failures of the
+    /// network, and other buffers of this process and device with operations in flight or failed
+    /// ones. Empty where there are none.
     fn find_context(&self) -> String {
         let network = self.network.get().and_then(Weak::upgrade);
         let network = network.map_or_else(String::new, |network| network.context());
-        // An upgraded reference may be the last of a buffer that is just dropped: it must not be dropped while the list is locked.
+        // An upgraded reference may be the last of a buffer that is just dropped: it must not be
+        // dropped while the list is locked.
         let others: Vec<Arc<Faults>> = buffers().iter().filter_map(Weak::upgrade).collect();
         let others = others.iter().filter(|other| other.id != self.id && other.is_on(&self.device));
         let named = others.filter_map(|other| other.unfinished());
@@ -289,9 +290,10 @@ impl Faults {
         Ok(self.memory.load(offset_of!(Status, code) as u64)? != 0)
     }
 
-    /// The ranks whose words had not come when waits expired, in ascending order: `peer`, which the
-    /// record names, and all that had not entered the operation, or where all had, those of which
-    /// something else had not come. A kernel may still be about to note one.
+    /// The late ranks when waits expired, in ascending order; `peer`, which the record names, is
+    /// among them. They are all ranks that had not entered the operation. If all had entered, they
+    /// are the ranks from which something else had not arrived. A kernel may still be about to
+    /// record one.
     fn late_ranks(&self, peer: u32) -> Result<Vec<u32>> {
         let mut late = Vec::new();
         for entry in 0..2 * MAX_WORLD as u32 {
@@ -307,8 +309,8 @@ impl Faults {
         Ok(late)
     }
 
-    /// For each token of this rank, whether a combine that gave up may have left it without its sum.
-    /// All that uses the tokens has ended.
+    /// For each token of this rank, whether a combine that gave up may have left it without its
+    /// sum. All that uses the tokens has ended.
     pub fn missing(&self) -> Result<Vec<u8>> {
         self.memory.read_all(MISSING_TOKENS, self.max_tokens)
     }
@@ -318,7 +320,7 @@ impl Faults {
         if self.has_failed().is_ok_and(|failed| failed) {
             return Some(format!("buffer {id} of this process has a {operation} that failed as well"));
         }
-        // Where the driver cannot say, nothing is claimed.
+        // Without an answer of the driver, the operation does not count as in flight.
         let in_flight = self.sequence.has_ended().is_ok_and(|ended| !ended);
         in_flight.then(|| format!("buffer {id} of this process has a {operation} in flight"))
     }

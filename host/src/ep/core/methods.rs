@@ -70,8 +70,8 @@ macro_rules! buffer_methods {
         ///
         /// A step is ordered with the buffer's other operations on whatever streams they run, and
         /// its launch returns the error of a failed one. A recording that was made otherwise (a
-        /// framework's own), whose launch is `unsafe`, is neither: it keeps memory of the buffer and
-        /// its inputs for as long as the buffer lives.
+        /// framework's own) has neither property, and its launch is `unsafe`. It keeps memory of
+        /// the buffer and its inputs for as long as the buffer lives.
         ///
         $(#[$capture])*
         /// # Errors
@@ -84,11 +84,10 @@ macro_rules! buffer_methods {
             Core::capture(self, stream, work)
         }
 
-        /// Device address of the buffer's status, 8 bytes in mapped host memory: 0 until an
-        /// operation fails in a way after which the buffer is of no use, some other number from then
-        /// on. A kernel of the caller's own that runs behind an operation reads it to learn whether
-        /// that operation gave results, also in a replayed graph; [`Buffer::check`] returns the
-        /// error on the host.
+        /// Device address of the buffer's status, 8 bytes in mapped host memory. It is 0 until an
+        /// operation fails so that the buffer cannot be used any more, then another number. A
+        /// kernel of the caller's own that runs behind an operation reads whether that operation
+        /// gave results, also in a replayed graph; [`Buffer::check`] returns the error on the host.
         ///
         /// Read it with `ld.acquire.sys` of 8 bytes. The address stays valid, and the same, as long
         /// as the buffer.
@@ -99,18 +98,20 @@ macro_rules! buffer_methods {
         }
 
         /// Device address of the tokens that a combine has left without their sums, in mapped host
-        /// memory: one u8 for each token that this rank may have, 1 where a combine that gave up may
-        /// not have made the sum, else 0. A kernel of the caller's own reads them behind the
-        /// combine, where [`Buffer::status_ptr`] shows a failure, also in a replayed graph.
+        /// memory. It holds one u8 for each token that this rank may have. The u8 is 1 where a
+        /// combine that gave up may not have made the sum, else 0. A kernel of the caller's own
+        /// reads them behind the combine, where [`Buffer::status_ptr`] shows a failure, also in a
+        /// replayed graph.
         ///
         $(#[$missing_ptr])*
         pub fn missing_ptr(&self) -> DevicePtr {
             self.core.faults().missing_ptr()
         }
 
-        /// The tokens that a combine has left without their sums, by number in ascending order, as
-        /// [`Buffer::missing_ptr`] has them on the device; empty as long as no operation has failed.
-        /// The sums of all others are right. It waits for all that the device's streams were given.
+        /// The tokens that a combine has left without their sums, in ascending order.
+        /// [`Buffer::missing_ptr`] has them on the device. Empty as long as no operation has
+        /// failed. The sums of all others are right. It waits for all work enqueued on the device's
+        /// streams.
         ///
         /// # Errors
         /// [`Error::Os`] where that has not ended after twice the buffer's timeout.
@@ -119,8 +120,8 @@ macro_rules! buffer_methods {
         }
 
         /// Has the kernels that follow record when each of their blocks reached each phase, up to
-        /// `blocks` blocks in all; launches beyond that go untraced. Kernels without phases, such as
-        /// those of layouts and copies, are not in it.
+        /// `blocks` blocks in all; launches beyond that go untraced. Kernels without phases, such
+        /// as those of layouts and copies, are not in it.
         ///
         /// A CUDA graph that was captured meanwhile keeps writing to the trace: end its use before
         /// [`Buffer::take_trace`].
@@ -132,8 +133,8 @@ macro_rules! buffer_methods {
             self.core.start_trace(blocks)
         }
 
-        /// Ends the trace and reads it: the launches in order, and how many went untraced. Waits for
-        /// the last operation; `stream` carries the copy. Empty without a trace.
+        /// Ends the trace and reads it: the launches in order, and how many went untraced. Waits
+        /// for the last operation; `stream` carries the copy. Empty without a trace.
         ///
         /// # Errors
         /// Whatever the driver reports.
@@ -188,22 +189,25 @@ macro_rules! option_methods {
         }
 
         /// Longest wait for a peer. On virtual GPUs of
-        /// [`run_threads`](crate::group::launch::run_threads) the ranks' own clock counts, which stands
-        /// while any of them is at work ([`Time::OfRanks`](crate::driver::virt::Time::OfRanks)).
+        /// [`run_threads`](crate::group::launch::run_threads) the deadline is in the ranks' own
+        /// clock, which stands still while any of them runs
+        /// ([`Time::OfRanks`](crate::driver::virt::Time::OfRanks)).
         pub fn timeout(mut self, timeout: Duration) -> Self {
             self.timeout = timeout;
             self
         }
 
-        /// Whether a combine that fails leaves NaN where it has no sum, for kernels that read sums
-        /// and see no error; else what was there before. By default it does.
+        /// Whether a combine that fails writes NaN where it has no sum; by default it does. This is
+        /// for kernels that read sums and see no error. Otherwise the memory keeps its previous
+        /// contents.
         pub fn nan_on_failure(mut self, nan: bool) -> Self {
             self.nan_on_failure = nan;
             self
         }
 
-        /// Ranks of a node, 1 to 8, that map each other's memory: ranks 0 to `ranks_per_node - 1` are
-        /// node 0, and so on. Nodes talk through [`Self::transport`]. Without: all ranks are one node.
+        /// Ranks of a node, 1 to 8, that map each other's memory: ranks 0 to `ranks_per_node - 1`
+        /// are node 0, and so on. Nodes talk through [`Self::transport`]. Without: all ranks are
+        /// one node.
         ///
         $(#[$ranks_per_node])*
         pub fn ranks_per_node(mut self, ranks: u32) -> Self {

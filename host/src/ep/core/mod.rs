@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `mod.rs` | [`Core`]: a buffer without rows, counts and layouts; the modes call its methods |
 //! | `enqueue.rs`, `sequence.rs` | the stream of an operation, and the order of operations on the device |
-//! | `place.rs` | places: who holds one, and when it may be overwritten |
+//! | `place.rs` | places: their holders, and when it may be overwritten |
 //! | `arena.rs` | device memory that operations reuse |
 //! | `peers.rs` | the pools of the node, mapped |
 //! | `network.rs` | the way to other nodes |
@@ -54,7 +54,7 @@ use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::transport::TransportOptions;
 
-/// A buffer, but for its mode. `R`: what a place has room for.
+/// A buffer, but for its mode. `R`: the contents of a place.
 #[derive(Debug)]
 pub struct Core<R> {
     // Dropped in this order: streams first, so that no kernel runs when memory is freed.
@@ -108,7 +108,8 @@ impl<R> Core<R> {
         })
     }
 
-    /// Opens the network to `peers`, with wire memory of `bytes`; see [`Network::open`]. Collective.
+    /// Opens the network to `peers`, with wire memory of `bytes`; see [`Network::open`].
+    /// Collective.
     pub fn open_network(
         &mut self,
         group: &dyn ProcessGroup,
@@ -201,8 +202,8 @@ impl<R> Core<R> {
         Err(Error::argument("place", place.index(), rule))
     }
 
-    /// The arguments that all kernels of the buffer share: `local` is this rank's own state. The pool's layout and the
-    /// call are the mode's to fill in.
+    /// The arguments that all kernels of the buffer share: `local` is this rank's own state. The
+    /// pool's layout and the call are the mode's to fill in.
     pub fn comm(&self, local: DevicePtr) -> Comm {
         Comm {
             pools: self.pools.few(),
@@ -218,7 +219,7 @@ impl<R> Core<R> {
         }
     }
 
-    /// The error after which the buffer is of no use, if there was one.
+    /// The error after which the buffer cannot be used, if there was one.
     pub fn check(&self) -> Result<()> {
         self.faults.check()?;
         self.enqueuer.sequence().check()
@@ -245,7 +246,7 @@ impl<R> Core<R> {
         Ok(missing.filter_map(|(token, is_missing)| (is_missing != 0).then_some(token)).collect())
     }
 
-    /// Waits for all that the device's streams have been given; false where it takes too long.
+    /// Waits for all work enqueued on the device's streams; false where it takes too long.
     pub fn wait_all(&self) -> Result<bool> {
         self.arena.wait_all(self.patience())
     }
@@ -267,10 +268,10 @@ impl<R> Core<R> {
         Enqueuer::is_capturing(order)
     }
 
-    /// Runs `work` where `order` says, behind the operation before and behind what still uses the
-    /// blocks that were taken for it; returns the event of an asynchronous call. `capturing`: what
-    /// [`Core::begin`] returned; `operation`: its name, where it waits for peers; `uses`: what must
-    /// live as long as a recording of it.
+    /// Runs `work` on the stream of `order`, behind the previous operation and behind the last
+    /// users of the blocks that were taken for it. Returns the event of an asynchronous call.
+    /// `capturing`: what [`Core::begin`] returned; `operation`: its name, where it waits for peers;
+    /// `uses`: what must live as long as a recording of it.
     pub fn run<B: HasCore<Room = R>>(
         buffer: &mut B,
         order: StreamOrder<'_>,

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::transport::{self, Proxies, PutTrace, QueueStats, TransportOptions, Way};
 
-/// How long queues may go on with what was posted when the buffer is dropped.
+/// How long queues may continue with posted puts when the buffer is dropped.
 const GRACE: Duration = Duration::from_millis(200);
 
 /// The ways to the ranks of other nodes, and the proxies of the queues to them.
@@ -50,15 +50,15 @@ impl Network {
         &self.ways
     }
 
-    /// A queue to `peer` for kernels that count what they post at `posted`; `None` where there is no
-    /// such queue.
+    /// A queue to `peer` for kernels that count what they post at `posted`; `None` where there is
+    /// no such queue.
     pub fn queue(&self, queue: u32, peer: u32, posted: DevicePtr) -> Option<QueueHandle> {
         self.proxies().handle(queue, peer).map(|queue| QueueHandle { queue, posted })
     }
 
-    /// The network's part of the report of an expired wait: the first failure of a queue or of the
-    /// receiving side, and proxies in a system call that does not return. Each with a separator
-    /// in front.
+    /// The network's part of the report of an expired wait, each entry with a separator in front.
+    /// The entries are the first failure of a queue or of the receiving side, and proxies in a
+    /// system call that does not return.
     pub fn context(&self) -> String {
         let proxies = self.proxies();
         let failure = proxies.failure().map(|failure| format!("; here, {failure}"));
@@ -66,12 +66,14 @@ impl Network {
         failure.into_iter().chain(calls).collect()
     }
 
-    /// The ranks whose wire memory kernels here write themselves, ascending; queues lead to the others.
+    /// The ranks whose wire memory kernels here write themselves, ascending; queues lead to the
+    /// others.
     pub fn mapped_peers(&self) -> Vec<u32> {
         self.ways.iter().filter(|way| way.mapped.is_some()).map(|way| way.peer).collect()
     }
 
-    /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue, peer).
+    /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue,
+    /// peer).
     pub fn stats(&self) -> Vec<(u32, u32, QueueStats)> {
         self.proxies().all().iter().map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()
     }
@@ -86,7 +88,7 @@ impl Network {
         self.proxies().take_trace()
     }
 
-    /// Lets the queues finish, says goodbye and ends all threads.
+    /// Lets the queues finish, notifies the peers and ends all threads.
     pub fn close(&self) {
         self.proxies().close(GRACE);
     }

@@ -1,4 +1,5 @@
-//! The pools of the ranks of this node, mapped. Ranks that can all map each other's pools are one node.
+//! The pools of the ranks of this node, mapped. Ranks that can all map each other's pools are one
+//! node.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -33,13 +34,15 @@ impl Pools {
         self._mappings.push(mapping);
     }
 
-    /// Maps the pools of the ranks that are one node: all of them as `joined`, where that is given and
-    /// all can map each other's memory, else those of a node of `nodes`. `alloc` makes this rank's
-    /// pool; `meanwhile` runs, with the outcome of the first, before the second. Collective.
+    /// Maps the pools of the ranks that are one node. These are all ranks, as `joined`, where that
+    /// is given and all can map each other's memory; else those of a node of `nodes`. `alloc` makes
+    /// this rank's pool; `meanwhile` gets the chosen topology. It runs after the pools of all ranks
+    /// are mapped, else before those of the node are. Collective.
     ///
     /// # Errors
-    /// On every rank of the group where two of a node are linked in a way that the protocol cannot
-    /// use; and whatever `alloc`, `meanwhile`, the driver, the transport or the group reports.
+    /// An error on every rank of the group where two ranks of a node are linked in a way that the
+    /// protocol cannot use. Also all errors of `alloc`, `meanwhile`, the driver, the transport and
+    /// the group.
     pub fn map<T>(
         device: &Arc<dyn Device>,
         group: &dyn ProcessGroup,
@@ -77,9 +80,9 @@ impl Pools {
         std::array::from_fn(|rank| DevicePtr(self.addresses.get(rank).copied().unwrap_or(0)))
     }
 
-    /// Maps the pools of all ranks of the group, which are one node in `topology`, on one host or in one
-    /// NVLink domain; `None`, on every rank, where any rank cannot map another's or has no native
-    /// atomics there. Collective.
+    /// Maps the pools of all ranks of the group, which are one node in `topology`, on one host or
+    /// in one NVLink domain; `None`, on every rank, where any rank cannot map another's or has no
+    /// native atomics there. Collective.
     fn joined(
         device: &Arc<dyn Device>,
         group: &dyn ProcessGroup,
@@ -106,8 +109,8 @@ impl Pools {
         Ok(answers.iter().all(|answer| answer[..] == [1]).then_some(pools))
     }
 
-    /// Exchanges descriptors with the ranks of this node and maps their pools, all as large as `own`.
-    /// Collective, among all ranks of the group.
+    /// Exchanges descriptors with the ranks of this node and maps their pools, all as large as
+    /// `own`. Collective, among all ranks of the group.
     fn of_node(
         device: &Arc<dyn Device>,
         group: &dyn ProcessGroup,
@@ -150,8 +153,8 @@ impl Pools {
     }
 }
 
-/// An error on every rank where any has a peer on its node whose link lacks atomics: kernels would add to words that way and never see the
-/// sum, so that every operation would run into its deadline.
+/// An error on every rank where any has a peer on its node whose link lacks atomics. Kernels add to
+/// words of peers and would never read the sum, so that every operation would time out.
 fn refuse_unfit_links(group: &dyn ProcessGroup, unfit: Option<u32>) -> Result<()> {
     let mine = unfit.map_or_else(Vec::new, |peer| peer.to_string().into_bytes());
     let all = group.all_gather(&mine)?;

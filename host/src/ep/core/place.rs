@@ -1,7 +1,7 @@
-//! Places for what dispatches bring: who holds one, and when it may be overwritten.
+//! Places for the rows of dispatches: their holders, and when they may be overwritten.
 //!
-//! Invariant: an operation overwrites a place behind everything that streams had been given while
-//! they could read what was there.
+//! Invariant: an operation overwrites a place behind all work that could read its previous
+//! contents.
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -25,7 +25,8 @@ pub fn check_count(places: u32) -> Result<()> {
     Err(Error::argument("places", places, format!("must be 1 to {MAX_PLACES}")))
 }
 
-/// The pool: peers map it, so that giving it back unmaps it at once. Waits for all streams of the device first.
+/// The pool: peers map it, so that giving it back unmaps it at once. Waits for all streams of the
+/// device first.
 #[derive(Debug)]
 pub struct Pool {
     memory: Arc<Memory>,
@@ -75,13 +76,13 @@ pub struct PlaceState<R> {
 struct LastLease<R> {
     dispatches: u64,
     last: Weak<Lease<R>>,
-    /// Behind all that streams had been given when the last lease ended.
+    /// Behind all work that was enqueued when the last lease ended.
     ended: Option<Fence>,
 }
 
-/// The right to what one dispatch brought, or its combine, shared by the tensors. When the last of
-/// them goes, streams may still read: the next operation here comes behind what they have been
-/// given by then.
+/// The right to the results of one dispatch, or of its combine, shared by the tensors. When the
+/// last tensor is dropped, streams may still read: the next operation here runs behind all work
+/// that was enqueued by then.
 #[derive(Debug)]
 pub struct Lease<R> {
     place: Arc<PlaceState<R>>,
@@ -165,8 +166,8 @@ impl<R> PlaceState<R> {
         self.lease.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a dispatch here, which overwrites what is there. It comes behind whoever reads that;
-    /// see [`PlaceState::come_before`].
+    /// Begins a dispatch here, which overwrites the contents. It runs behind all readers of those
+    /// rows; see [`PlaceState::come_before`].
     pub fn begin(self: &Arc<Self>) -> Result<Arc<Lease<R>>> {
         self.settle()?;
         let generation = {
@@ -178,22 +179,22 @@ impl<R> PlaceState<R> {
         Ok(self.lease(generation))
     }
 
-    /// The same, with `stream` behind whoever reads what is there.
+    /// The same, with `stream` behind all readers of the rows that are there.
     pub fn begin_on(self: &Arc<Self>, stream: &Stream) -> Result<Arc<Lease<R>>> {
         let lease = self.begin()?;
         self.come_before(stream)?;
         Ok(lease)
     }
 
-    /// The right to what the dispatch `generation` brought, which nobody else has.
+    /// The only right to the rows of the dispatch `generation`.
     pub fn lease(self: &Arc<Self>, generation: u64) -> Arc<Lease<R>> {
         let lease = Arc::new(Lease { place: self.clone(), generation, detached: AtomicBool::new(false) });
         self.last_lease().last = Arc::downgrade(&lease);
         lease
     }
 
-    /// Notes what streams have been given by now where a lease has not ended: it is detached, and
-    /// its tensors may be in use.
+    /// Records a fence behind all work enqueued by now if a lease has not ended: it is detached,
+    /// and its tensors may be in use.
     fn settle(&self) -> Result<()> {
         let mut state = self.last_lease();
         if state.last.strong_count() != 0 {
@@ -205,7 +206,7 @@ impl<R> PlaceState<R> {
         Ok(())
     }
 
-    /// Makes `stream` wait for all that streams had been given while they could read what was here.
+    /// Makes `stream` wait for all work that could read the rows that were here.
     pub fn come_before(&self, stream: &Stream) -> Result<()> {
         let Some(fence) = self.last_lease().ended.take() else { return Ok(()) };
         let outcome = fence.come_before(stream);
@@ -215,7 +216,7 @@ impl<R> PlaceState<R> {
 
     /// An error where rows here are borrowed that a run of a captured step would overwrite.
     fn check_free(&self, own: &Arc<Lease<R>>) -> Result<()> {
-        // Not under the lock, which the lease takes when it goes.
+        // Not under the lock, which the lease takes when it is dropped.
         let last = self.last_lease().last.clone().upgrade();
         let is_borrowed =
             |lease: &Arc<Lease<R>>| !Arc::ptr_eq(lease, own) && !lease.detached.load(Ordering::Acquire);

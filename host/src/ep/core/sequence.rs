@@ -1,4 +1,5 @@
-//! The order of a buffer's operations on the device: one after the other, in whichever streams they run.
+//! The order of a buffer's operations on the device: one after the other, in whichever streams they
+//! run.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::Duration;
@@ -21,11 +22,11 @@ pub struct Sequence {
 struct Last {
     /// The stream of the last operation.
     stream: Option<u64>,
-    /// The buffer is gone.
+    /// The buffer was dropped.
     closed: bool,
 }
 
-/// A turn to enqueue an operation, which nobody else has meanwhile.
+/// The exclusive right to enqueue an operation.
 #[derive(Debug)]
 pub struct Turn<'a> {
     sequence: &'a Sequence,
@@ -62,7 +63,8 @@ impl Sequence {
         Ok(Turn { sequence: self, last })
     }
 
-    /// Says that `call` failed with `error` where peers count on it already: no operation can follow.
+    /// Records that `call` failed with `error` after peers had begun to depend on it. No operation
+    /// can follow.
     pub fn give_up(&self, call: &'static str, error: &Error) {
         let _ = self.broken.set(Error::Broken { call, reason: error.to_string() });
     }
@@ -89,8 +91,9 @@ impl Sequence {
         self.operation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The last operation that waits for peers, if there was one. Like [`Sequence::has_ended`], it waits for no turn: the caller may have a turn of
-    /// another buffer, for which whoever has this one's asks in turn.
+    /// The last operation that waits for peers, if there was one. Like [`Sequence::has_ended`], it
+    /// waits for no turn. The caller may hold a turn of another buffer while the holder of this
+    /// one's turn queries that buffer. Waiting would deadlock.
     pub fn last_operation(&self) -> Option<&'static str> {
         *self.operation()
     }
@@ -108,14 +111,15 @@ impl Sequence {
         self.end.wait_timeout(timeout)
     }
 
-    /// No operation comes any more.
+    /// Rejects all further operations.
     pub fn close(&self) {
         self.last().closed = true;
     }
 }
 
 impl Turn<'_> {
-    /// Says that what this turn enqueued on `stream` is all. Also after an error: kernels that were launched still run.
+    /// Ends the turn, whose operation was enqueued on `stream`. Call it after an error as well:
+    /// kernels that were launched still run.
     pub fn end(mut self, stream: &Stream) -> Result<()> {
         self.last.stream = Some(stream.id());
         self.sequence.end.record(stream)

@@ -11,9 +11,11 @@ use crate::driver::{Graph, Stream};
 use crate::ep::tensor::{Outcome, Owner};
 use crate::error::{Error, Result};
 
-/// Operations that were captured by [`throughput::Buffer::capture`](crate::throughput::Buffer::capture) or
-/// [`low_latency::Buffer::capture`](crate::low_latency::Buffer::capture), as a CUDA graph. It owns what its kernels
-/// use: inputs, outputs and routing live as long as it does, whether or not the caller keeps them.
+/// Operations that were captured by
+/// [`throughput::Buffer::capture`](crate::throughput::Buffer::capture) or
+/// [`low_latency::Buffer::capture`](crate::low_latency::Buffer::capture), as a CUDA graph. It owns
+/// what its kernels use: inputs, outputs and routing live as long as it does, whether or not the
+/// caller keeps them.
 #[derive(Debug)]
 pub struct Step<T> {
     graph: Graph,
@@ -24,18 +26,22 @@ pub struct Step<T> {
 }
 
 impl<T> Step<T> {
-    /// Runs it on `stream`, behind the buffer's last operation and behind whoever reads what other dispatches brought to its places.
-    /// `stream` waits for readers of the previous run's results on other streams. Collective; does not wait for the host.
+    /// Runs it on `stream`, behind the buffer's last operation and behind all readers of rows that
+    /// other dispatches left in its places. `stream` waits for readers of the previous run's
+    /// results on other streams. Collective; does not wait for the host.
     ///
     /// # Errors
-    /// The error of an operation that has failed by now, a run before this one included: [`Error::PeerTimeout`] or [`Error::OtherCall`]. Also
-    /// [`Error::StaleHandle`] where the buffer was dropped, [`Error::Argument`] where rows of one of its places are in use by an eager dispatch,
-    /// and errors of the driver. Failures of this run show in [`Step::check`], and in the next launch behind it.
+    /// The error of an operation that has failed by now, a run before this one included:
+    /// [`Error::PeerTimeout`] or [`Error::OtherCall`]. [`Error::StaleHandle`] where the buffer was
+    /// dropped, and errors of the driver. [`Error::Argument`] where rows of one of its places are
+    /// in use by an eager dispatch. Failures of this run show in [`Step::check`], and in the next
+    /// launch behind it.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.faults.check()?;
         let turn = self.sequence.begin(stream, Some("step"))?;
         self.captured.begin_again(stream)?;
-        // SAFETY: the step holds what was recorded, and the turn says that the buffer is not gone: its end waits for this run.
+        // SAFETY: the step owns the memory that the recording uses. The turn proves that the buffer
+        // is open: dropping the buffer waits for this run, as the end of the turn records it.
         let outcome = unsafe { self.graph.launch(stream) };
         outcome.and(turn.end(stream))
     }
@@ -45,8 +51,8 @@ impl<T> Step<T> {
         &self.output
     }
 
-    /// Waits for `stream`, on which it ran last, and gives the error of its run, if it had one: a peer that did not come, a dispatch that
-    /// found more rows than it has room for.
+    /// Waits for `stream`, on which it ran last, and returns the error of its run, if it had one.
+    /// Examples are a peer that timed out, and a dispatch with more rows than room.
     ///
     /// # Errors
     /// Those of the buffer's `check`; in high throughput also those of
@@ -99,7 +105,7 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
 pub struct Recordings {
     /// The step that is being captured.
     step: Option<Captured>,
-    /// Inputs and outputs of recordings made otherwise: nobody says when those end.
+    /// Inputs and outputs of recordings made otherwise, whose end is unknown.
     kept: Vec<Owner>,
 }
 

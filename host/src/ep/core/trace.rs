@@ -38,7 +38,8 @@ impl Trace {
         Ok(Trace { memory, launches: Vec::new(), used: 0, dropped: 0 })
     }
 
-    /// The recorded traces, and how many launches went untraced. The launches have ended; `stream` carries the copy.
+    /// The recorded traces, and how many launches went untraced. The launches have ended; `stream`
+    /// carries the copy.
     pub fn read(self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
         let mut launches = Vec::with_capacity(self.launches.len());
         let mut at = self.memory.ptr();

@@ -13,9 +13,9 @@ use crate::ep::tensor::Owner;
 use crate::ep::{DType, StreamOrder, Tensor};
 use crate::error::Result;
 
-/// Arguments of [`Buffer::combine`]: what the experts made of the rows that a dispatch brought. `rows` stands for `num_ranks * max_tokens`.
-/// Everything but the values is the same on every rank, but that one may give rows `by_expert` and
-/// another one `by_row`.
+/// Arguments of [`Buffer::combine`]: the experts' results for the rows of a dispatch. `rows` stands
+/// for `num_ranks * max_tokens`. Everything but the values is the same on every rank, but that one
+/// may give rows `by_expert` and another one `by_row`.
 #[derive(Debug, Clone, Copy)]
 pub struct CombineRequest<'a> {
     x: &'a Tensor<'a>,
@@ -25,8 +25,10 @@ pub struct CombineRequest<'a> {
 }
 
 impl<'a> CombineRequest<'a> {
-    /// bf16 `[local_experts * rows, hidden]`: row `e * rows + i` is what expert e made of row `expert_rows[e][i]`. The sum over a token's
-    /// experts on this rank, each times its weight, is accumulated in FP32 in the order of its top-k entries and rounded once.
+    /// bf16 `[local_experts * rows, hidden]`: row `e * rows + i` is the result of expert e for row
+    /// `expert_rows[e][i]`. Combine sums over a token's experts on this rank, each times its
+    /// weight. The sum is accumulated in FP32 in the order of the token's top-k entries and rounded
+    /// once.
     pub fn by_expert(x: &'a Tensor<'a>) -> Self {
         CombineRequest { x, is_by_expert: true, quantise: Quantise::Not, timeout: None }
     }
@@ -37,10 +39,12 @@ impl<'a> CombineRequest<'a> {
         CombineRequest { is_by_expert: false, ..CombineRequest::by_expert(x) }
     }
 
-    /// Has each rank's share of a token travel as e4m3 with a scale for each 128 elements, half the bytes; hidden must be a multiple of 128.
+    /// Sends each rank's share of a token as e4m3 with a scale for each 128 elements: half the
+    /// bytes. `hidden` must be a multiple of 128.
     ///
-    /// The share is rounded once, from its FP32 sum: each element is off by 16 of its block's scales at most, where
-    /// [`Quantise`] says what a scale is, and a token's sum by no more than its shares together and the rounding to bf16.
+    /// The share is rounded once, from its FP32 sum. The error of each element is at most 16 times
+    /// its block's scale, which [`Quantise`] defines. The error of a token's sum is at most that of
+    /// its shares together, plus the rounding to bf16.
     pub fn quantise(mut self, quantise: Quantise) -> Self {
         self.quantise = quantise;
         self
@@ -54,9 +58,10 @@ impl<'a> CombineRequest<'a> {
 }
 
 impl Buffer {
-    /// Returns what the experts made of the rows of `received`, and sums. Collective; does not wait for the host.
+    /// Returns the experts' results for the rows of `received`, and sums them. Collective; does not
+    /// wait for the host.
     ///
-    /// The received rows are up with it: their peers may overwrite them from here on.
+    /// The received rows become invalid: peers may overwrite them from here on.
     ///
     /// # Errors
     /// The same as [`Buffer::dispatch`].
@@ -71,8 +76,8 @@ impl Buffer {
         Ok(Combined { event, ..combined })
     }
 
-    /// The first half of [`Buffer::combine`]: rows go back. The second, [`Pending::receive`], waits for those of the peers and sums; no
-    /// multiprocessor is held in between.
+    /// The first half of [`Buffer::combine`]: returns rows. The second, [`Pending::receive`], waits
+    /// for those of the peers and sums; no multiprocessor is held in between.
     ///
     /// # Errors
     /// The same as [`Buffer::dispatch`].
@@ -120,7 +125,8 @@ impl Buffer {
             quantise: quantise.on_device(),
             spoils: self.options.nan_on_failure.into(),
         };
-        // Readers on other streams must finish first: peers may overwrite the rows once this rank has entered the combine.
+        // Readers on other streams must finish first: peers may overwrite the rows once this rank
+        // has entered the combine.
         drop(received);
         let operation = Operation {
             name: "low-latency combine",

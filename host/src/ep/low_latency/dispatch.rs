@@ -71,7 +71,8 @@ impl<'a> DispatchRequest<'a> {
         self
     }
 
-    /// Longest wait for a peer, instead of the buffer's: microseconds where a step must not take longer.
+    /// Longest wait for a peer, instead of the buffer's: microseconds where a step must not take
+    /// longer.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
@@ -79,13 +80,14 @@ impl<'a> DispatchRequest<'a> {
 }
 
 impl Buffer {
-    /// Sends every token's row to each rank that has one of its experts, into `place`, the one of the same index on every rank. Collective;
-    /// does not wait for the host.
+    /// Sends every token's row to each rank that has one of its experts, into `place`, the one of
+    /// the same index on every rank. Collective; does not wait for the host.
     ///
     /// # Errors
-    /// Arguments that break a rule, on this rank alone; its peers then wait for it until their deadlines. Errors that the device finds are returned by
-    /// [`Buffer::check`] once the stream has passed: a peer that did not come or made another call, an
-    /// expert id out of range. This one the rank that gave it is told of; others may run into
+    /// Arguments that break a rule, on this rank alone; its peers then wait for it until their
+    /// deadlines. [`Buffer::check`] returns errors that the device finds, once the stream has
+    /// passed. These are a peer that timed out or made another call, and an expert id out of range.
+    /// The rank that gave the id gets that error; others may get
     /// [`Error::PeerTimeout`](crate::Error::PeerTimeout) for that rank in a later call.
     pub fn dispatch<'p>(
         &mut self,
@@ -98,8 +100,8 @@ impl Buffer {
         Ok(Received { event, ..received })
     }
 
-    /// The first half of [`Buffer::dispatch`]: rows leave. The second, [`Pending::receive`], waits for those of the peers; no multiprocessor
-    /// is held in between.
+    /// The first half of [`Buffer::dispatch`]: sends rows. The second, [`Pending::receive`], waits
+    /// for those of the peers; no multiprocessor is held in between.
     ///
     /// # Errors
     /// The same as [`Buffer::dispatch`].
@@ -231,9 +233,9 @@ impl Buffer {
         Ok((operation, received))
     }
 
-    /// Pieces of work in the second half: experts whose rows are listed, and across nodes rows that are
-    /// put where they belong, some to a block. With few tokens each warp lists an expert, but for the
-    /// block's last one.
+    /// Blocks of the second half, which list the rows of experts. Across nodes they also copy rows
+    /// to their places, several rows per block. With few tokens each warp lists an expert, except a
+    /// block's last warp.
     fn receive_blocks(&self) -> u32 {
         const ROWS_OF_BLOCK: u32 = 16;
         const EXPERTS_OF_BLOCK: u32 = THREADS / 32 - 1;

@@ -12,15 +12,16 @@ use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
 
 impl Buffer {
-    /// The error after which the buffer is of no use, if there was one: of the first wait for a peer that expired ([`Error::PeerTimeout`]) or
-    /// found the peer in another call ([`Error::OtherCall`]), or of an expert id out of range. It shows once the stream has passed the
-    /// operation; a captured one records it at each replay as well.
+    /// The error after which the buffer cannot be used, if there was one. It is the first wait for
+    /// a peer that expired ([`Error::PeerTimeout`]) or found another call there
+    /// ([`Error::OtherCall`]), or an expert id out of range. It shows once the stream has passed
+    /// the operation; a captured one records it at each replay as well.
     pub fn check(&self) -> Result<()> {
         self.core.check()
     }
 
-    /// The outcome of an operation that begins now, where `order` says. Replays of a recording follow
-    /// the buffer into later generations.
+    /// The outcome of an operation that begins now on the stream of `order`. Replays of a recording
+    /// follow the buffer into later generations.
     pub(super) fn outcome(&self, order: StreamOrder<'_>) -> Result<Arc<Generation>> {
         let is_recorded = self.core.is_capturing(order)?;
         Ok(if is_recorded { Generation::new(self.core.faults()) } else { self.generation.clone() })

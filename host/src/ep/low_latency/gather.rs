@@ -11,17 +11,22 @@ use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 impl Buffer {
-    /// Copies received rows together by expert, as DeepEP's low-latency dispatch gives them: row `e * rows + i` of `x` is row
-    /// `expert_rows[e][i]` of [`Received::x`], for the `expert_counts[e]` rows that expert e has; behind those, `x` and `scales` stay as they
-    /// are. `rows` stands for `num_ranks * max_tokens`. Counts, [`Received::src_info`] and [`Received::layout_range`] are those of the copy, and
-    /// what the experts make of its rows, in the same order, is what [`CombineRequest::by_expert`](super::CombineRequest::by_expert) takes.
+    /// Copies received rows together by expert, as DeepEP's low-latency dispatch gives them. Row
+    /// `e * rows + i` of `x` is row `expert_rows[e][i]` of [`Received::x`], for the
+    /// `expert_counts[e]` rows that expert e has. Behind those, `x` and `scales` stay as they are.
+    /// `rows` stands for `num_ranks * max_tokens`. Counts, [`Received::src_info`] and
+    /// [`Received::layout_range`] are valid for the copy.
+    /// [`CombineRequest::by_expert`](super::CombineRequest::by_expert) takes the experts' results
+    /// for its rows, in the same order.
     ///
     /// * `x`: `[local_experts * rows, hidden]`, of the dtype of the received rows.
-    /// * `scales`, where the received rows have any: `[local_experts * (hidden / 128 rounded up), rows]`; those of row i of expert e are column i
-    ///   of the expert's part.
+    /// * `scales`, where the received rows have any:
+    ///   `[local_experts * (hidden / 128 rounded up), rows]`; those of row i of expert e are column
+    ///   i of the expert's part.
     ///
-    /// Only this rank takes part; the host waits for nothing, nothing is allocated, and the call can be captured. An asynchronous one gives the
-    /// event at its end. A grouped GEMM that finds its rows by [`Received::expert_rows`] does without the copy, and without its time.
+    /// Only this rank takes part; the host waits for nothing, nothing is allocated, and the call
+    /// can be captured. An asynchronous one gives the event at its end. A grouped GEMM that finds
+    /// its rows by [`Received::expert_rows`] does without the copy, and without its time.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -51,12 +56,13 @@ impl Buffer {
     /// # Ok::<(), epoxide::group::launch::RankFailure>(())
     /// ```
     ///
-    /// Reading `x` or `scales` on the host gives the error of the dispatch or of the copy, if one has
-    /// failed, until [`Tensor::write`] fills them.
+    /// Reading `x` or `scales` on the host gives the error of the dispatch or of the copy, if one
+    /// has failed, until [`Tensor::write`] fills them.
     ///
     /// # Errors
-    /// [`Error::DType`], [`Error::Shape`] and [`Error::Argument`] where a tensor is not what it should be, scales included that are missing or
-    /// have nothing to hold; what [`Buffer::check`] reports; whatever the driver reports. Nothing has been enqueued then.
+    /// [`Error::DType`], [`Error::Shape`] and [`Error::Argument`] where a tensor breaks a rule, or
+    /// where scales are missing or superfluous. Also errors of [`Buffer::check`] and of the driver.
+    /// Nothing has been enqueued then.
     pub fn gather_by_expert(
         &mut self,
         received: &Received<'_>,
@@ -113,7 +119,8 @@ impl Buffer {
         let outcome = self.outcome(order)?;
         let event = self.run(order, None, &place, uses, |buffer, stream| {
             let (call, threads) = (LowLatencyGather::call(args), LowLatencyGather::INFO.max_threads);
-            // SAFETY: the tensors go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's.
+            // SAFETY: the memory of the tensors is freed only behind all work enqueued on streams,
+            // and a recording keeps them; the rest is the buffer's.
             unsafe { stream.call(&buffer.kernels.gather, blocks, threads, 0, call) }
         })?;
         x.is_filled_by(&outcome);

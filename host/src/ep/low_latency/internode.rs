@@ -73,7 +73,8 @@ impl MessageLayout {
     }
 }
 
-/// The number of `peer` among those that write to the wire memory of `owner`: the ranks of other nodes.
+/// The number of `peer` among those that write to the wire memory of `owner`: the ranks of other
+/// nodes.
 fn among_others(topology: Topology, owner: u32, peer: u32) -> u32 {
     let of_owner = topology.node(owner);
     if topology.node(peer) < of_owner { peer } else { peer - topology.ranks_per_node }
@@ -104,8 +105,8 @@ pub struct Messages {
 }
 
 impl Messages {
-    /// Opens the network to each rank of the other nodes, and lays out the tables. `layout`: that of this
-    /// rank's pool, for the ranks of its node. Collective.
+    /// Opens the network to each rank of the other nodes, and lays out the tables. `layout`: that
+    /// of this rank's pool, for the ranks of its node. Collective.
     pub fn new(
         core: &mut Core<Room>,
         group: &dyn ProcessGroup,
@@ -203,7 +204,8 @@ impl Messages {
     }
 }
 
-/// The route to a peer whose memory is mapped: the address of both memories, and the other rank's number in each.
+/// The route to a peer whose memory is mapped: the address of both memories, and the other rank's
+/// number in each.
 fn direct_route(
     layout: &MessageLayout,
     place: usize,

@@ -52,7 +52,8 @@ pub(super) fn most_ranks(topology: Topology) -> u64 {
     if topology.nodes == 1 { RANKS } else { MAX_MEMBERS as u64 }
 }
 
-/// A rank's private memory: the [`LocalState`] first, then for each place the kernels' arguments and its sums.
+/// A rank's private memory: the [`LocalState`] first, then for each place the kernels' arguments
+/// and its sums.
 #[derive(Debug)]
 pub struct TableLayout {
     pub places: Vec<(LowLatencyTables, DevicePtr)>,

@@ -56,12 +56,14 @@ use internode::{MessageLayout, Messages};
 use layout::{PoolLayout, TableLayout};
 use results::Room;
 
-/// Moves decode-sized batches between ranks, of one node or of several. One per rank; every method that says so is collective.
+/// Moves decode-sized batches between ranks, of one node or of several. One per rank; methods are
+/// collective where their documentation has that word.
 ///
-/// Operations take what they need: tensors that were given may be dropped as soon as a call has returned. Their results lie in a
-/// [`Place`], and is there until the next dispatch to that place.
+/// Operations keep the memory that they need: inputs may be dropped as soon as a call has returned.
+/// Their results lie in a [`Place`], and is there until the next dispatch to that place.
 ///
-/// Operations follow each other on the device whatever streams they run on: one on another stream than the last waits for it.
+/// Operations follow each other on the device whatever streams they run on: one on another stream
+/// than the last waits for it.
 #[derive(Debug)]
 pub struct Buffer {
     // Dropped first: its end waits for the kernels that use the rest.
@@ -120,16 +122,20 @@ impl Buffer {
     /// Makes the buffer and maps the peers' pools. Collective.
     ///
     /// # Errors
-    /// [`Error::Argument`] where an option breaks a rule, [`Error::Mismatch`] where ranks give different ones, [`Error::Unavailable`] where
-    /// GPUs of a node are linked without native atomics (PCIe) or the transport is not there, [`Error::Transport`] where ranks of different
-    /// nodes cannot be joined, [`Error::OutOfMemory`], and whatever the driver or the group reports.
+    /// * [`Error::Argument`] where an option breaks a rule
+    /// * [`Error::Mismatch`] where ranks give different options
+    /// * [`Error::Unavailable`] where GPUs of a node are linked without native atomics (PCIe), or
+    ///   the transport is missing
+    /// * [`Error::Transport`] where ranks of different nodes cannot be joined
+    /// * [`Error::OutOfMemory`], and errors of the driver and the group
     pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
         let rank = group.rank();
         let nodes = Topology::new(group.size(), options.ranks_per_node)?;
         options.validate(nodes)?;
         agree(group, &options)?;
         let ranks = nodes.ranks();
-        // Within a node a pool holds the places; across nodes, the messages of the ranks of this one.
+        // Within a node a pool holds the places; across nodes, the messages of the ranks of this
+        // one.
         let layout = PoolLayout::new(&options, ranks);
         let messages = MessageLayout::new(&options, nodes.ranks_per_node, false);
         let alloc = |topology: Topology| {
@@ -186,9 +192,9 @@ impl Buffer {
         ///
         capture,
         status_ptr,
-        /// [`Buffer::regroup`] sets all bytes to 0. A token with an expert id out of range has a 1 as
-        /// well, from its dispatch on. Shares of experts on ranks that a regroup left out are not
-        /// counted: they are those that are not among [`Buffer::members`].
+        /// [`Buffer::regroup`] sets all bytes to 0. A token with an expert id out of range has a 1
+        /// as well, from its dispatch on. Shares of experts on ranks that a regroup left out are
+        /// not counted: they are those that are not among [`Buffer::members`].
         missing_ptr,
     }
 
@@ -202,7 +208,8 @@ impl Buffer {
         u64::from(self.num_ranks() * self.options.shape.max_tokens)
     }
 
-    /// Where the rows of a dispatch are; an error unless it was one of this buffer's, with the ranks that are its members still.
+    /// Where the rows of a dispatch are; an error unless it was one of this buffer's, with the
+    /// ranks that are its members still.
     fn place_of(&self, received: &Received<'_>) -> Result<Arc<PlaceState<Room>>> {
         let place = received.lease.place().clone();
         self.core.check_place(&place)?;
@@ -212,7 +219,8 @@ impl Buffer {
         Ok(place)
     }
 
-    /// The arguments that all kernels share. `timeout`: the longest wait for a peer, if not the buffer's.
+    /// The arguments that all kernels share. `timeout`: the longest wait for a peer, if not the
+    /// buffer's.
     fn args(
         &self,
         place: &PlaceState<Room>,
@@ -235,14 +243,16 @@ impl Buffer {
         }
     }
 
-    /// Blocks for so many pieces of work: all of them wait for peers, so that they must fit on the device together.
+    /// Blocks for so many pieces of work: all of them wait for peers, so that they must fit on the
+    /// device together.
     fn blocks_for(&self, pieces: u32) -> u32 {
         let most = self.core.device().info().sm_count;
         pieces.clamp(1, self.options.num_sms.map_or(most, |num_sms| num_sms.min(most)))
     }
 
-    /// Runs `work` where `order` says, behind the operation before; gives the event of an asynchronous call. `operation`: its name, where
-    /// it waits for peers; `uses`: what must live as long as a recording of it.
+    /// Runs `work` on the stream of `order`, behind the previous operation; returns the event of an
+    /// asynchronous call. `operation`: its name, where it waits for peers; `uses`: what must live
+    /// as long as a recording of it.
     fn run(
         &mut self,
         order: StreamOrder<'_>,

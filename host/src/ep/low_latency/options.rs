@@ -28,7 +28,7 @@ pub struct Shape {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Options {
-    // The methods of the same names say what these are.
+    // The methods of the same names document these.
     pub(super) shape: Shape,
     pub(super) places: u32,
     pub(super) num_sms: Option<u32>,
@@ -42,9 +42,9 @@ pub struct Options {
 }
 
 impl Options {
-    /// [`Options::chunk_tokens`] where nothing else is said.
+    /// [`Options::chunk_tokens`] where nothing else is set.
     pub const DEFAULT_CHUNK_TOKENS: u32 = 1;
-    /// [`Options::packet_tokens`] where nothing else is said.
+    /// [`Options::packet_tokens`] where nothing else is set.
     pub const DEFAULT_PACKET_TOKENS: u32 = 32;
 
     /// Room for `shape`, one place, all multiprocessors, one node, 30 s for a peer.
@@ -64,14 +64,14 @@ impl Options {
     }
 
     option_methods! {
-        /// A group has up to 32 ranks. Up to 8 that can all map each other's memory are one node whatever
-        /// this is, unless the transport is one of shm, tcp and verbs, or [`Options::keep_nodes`] was
-        /// called.
+        /// A group has up to 32 ranks. Up to 8 ranks that can all map each other's memory are one
+        /// node, whatever this is. This does not hold if the transport is one of shm, tcp and
+        /// verbs, or [`Options::keep_nodes`] was called.
         ranks_per_node,
         /// Sums have the same bits either way.
         keep_nodes,
-        /// Each rank of another node has one queue, whatever [`TransportOptions::queues_per_peer`] is:
-        /// an operation has one message for it.
+        /// Each rank of another node has one queue, whatever [`TransportOptions::queues_per_peer`]
+        /// is: an operation has one message for it.
         transport,
     }
 
@@ -81,15 +81,17 @@ impl Options {
         self
     }
 
-    /// Tokens of a rank that are said to be complete together, at least 1: with fewer, whoever waits for the first can begin earlier. Says
-    /// nothing across nodes, where all of a rank's tokens for another are one message.
+    /// Tokens of a rank that are published as complete together, at least 1. With fewer, the
+    /// receiver of the first ones can begin earlier. No effect across nodes, where all of a rank's
+    /// tokens for another are one message.
     pub fn chunk_tokens(mut self, tokens: u32) -> Options {
         self.chunk_tokens = tokens;
         self
     }
 
-    /// Most tokens of a rank whose rows return, in a combine, as packets of 16 bytes with 12 of payload, 0 for none: they take a third more of
-    /// the links, and nobody waits for stores to arrive before a word can say so. Says nothing across nodes.
+    /// Most tokens of a rank for which a combine returns rows as packets of 16 bytes with 12 of
+    /// payload; 0 for none. Packets take a third more of the links, but the sender publishes no
+    /// flag after the stores have arrived. No effect across nodes.
     pub fn packet_tokens(mut self, tokens: u32) -> Options {
         self.packet_tokens = tokens;
         self
@@ -113,7 +115,7 @@ impl Options {
                 format!("must be 1 to {most}; larger batches are what the high-throughput buffer is for");
             return refuse("max_tokens", self.shape.max_tokens.into(), rule);
         }
-        // A call's packet tells lengths apart that differ by less than this many bytes.
+        // A call's packet distinguishes lengths that differ by less than this many bytes.
         const MOST_BYTES: u64 = 1 << 17;
         if self.shape.hidden == 0
             || !(self.shape.hidden * 2).is_multiple_of(16)
@@ -170,8 +172,8 @@ impl Options {
 pub enum Quantise {
     /// They travel as they are.
     Not,
-    /// They travel as e4m3. Each 128 elements have a scale of their own, their largest magnitude (at least 1e-4) over 448, that they are to be
-    /// multiplied with.
+    /// They travel as e4m3. Each 128 elements have a scale of their own, by which the receiver
+    /// multiplies them. It is their largest magnitude (at least 1e-4) over 448.
     Fp8,
     /// The same, with the next larger power of two as scale.
     Fp8PowerOfTwo,

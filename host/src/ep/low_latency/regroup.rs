@@ -1,4 +1,4 @@
-//! Going on without ranks that are gone, and with them again.
+//! Going on without ranks that have died or left, and with them again.
 
 use bytemuck::{Pod, Zeroable};
 use epoxide_gpu::layout::{DevicePtr, FEW_RANKS, LocalState, LowLatencyTurns, QUANTUM};
@@ -8,8 +8,8 @@ use super::{Buffer, agree};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
-/// Epochs that a rank may have used beyond those that the kernels of another one have ended: it is at most one operation ahead, and a first
-/// half may have run without its second.
+/// Epochs that a rank may have used beyond those that another rank's kernels have ended. It is at
+/// most one operation ahead, and a first half may have run without its second.
 const AHEAD: u64 = 2;
 
 /// The state that each rank sends to the others.
@@ -23,18 +23,22 @@ struct Proposal {
 }
 
 impl Buffer {
-    /// The ranks that operations have to do with, in their order: all of them, unless a [`Buffer::regroup`] has left some out.
+    /// The ranks that operations have to do with, in their order: all of them, unless a
+    /// [`Buffer::regroup`] has left some out.
     pub fn members(&self) -> Vec<u32> {
         (0..self.num_ranks()).filter(|rank| self.left_out >> rank & 1 == 0).collect()
     }
 
-    /// Goes on with the ranks that make this call, and without all others. Collective over `group`, which these ranks have made for it and which
-    /// numbers them as it likes; what of the buffer's ranks they are, they tell each other.
+    /// Goes on with the ranks that make this call, and without all others. Collective over `group`,
+    /// which these ranks have made for this call. The group may number them in any order: they
+    /// exchange their ranks in the buffer.
     ///
-    /// No rank waits for a rank that is left out, or sends it anything: it has no tokens ([`Received::num_tokens`](super::Received::num_tokens)
-    /// says 0), and what its experts would have added to a token is missing in the sum. Weights are as they were given. Errors that
-    /// [`Buffer::check`] has reported are gone, and so is what had been sent and not received. A rank that was left out is taken in again by a
-    /// call that it makes as well, if it still has its buffer; a new process needs new buffers on all ranks.
+    /// No rank waits for a rank that is left out, or sends it anything. Such a rank has no tokens
+    /// ([`Received::num_tokens`](super::Received::num_tokens) holds 0). The share of its experts is
+    /// missing in the sum of a token. Weights are not rescaled. Errors that [`Buffer::check`] has
+    /// reported are cleared, and data that was sent and not received is discarded. A left-out rank
+    /// that still has its buffer joins again by a later call that it makes as well. A new process
+    /// needs new buffers on all ranks.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -75,17 +79,19 @@ impl Buffer {
     /// # Ok::<(), epoxide::group::launch::RankFailure>(())
     /// ```
     ///
-    /// Waits for all that streams of the device have been given, and for the ranks. Results of earlier dispatches can no longer be combined;
-    /// graphs that were captured before are good, each of them as a whole.
+    /// Waits for all work enqueued on streams of the device, and for the ranks. Results of earlier
+    /// dispatches can no longer be combined; graphs that were captured before are good, each of
+    /// them as a whole.
     ///
     /// Reading what failed operations left keeps giving their error. The output of a step is the
     /// exception until its next launch: [`Step::check`](crate::low_latency::Step::check) and
     /// [`Buffer::missing_tokens`] begin anew as well.
     ///
     /// # Errors
-    /// [`Error::Argument`] where two ranks say that they are the same one, [`Error::Mismatch`] where their buffers have different options, what
-    /// the group reports, and [`Error::Os`] where the device does not come to an end within twice the buffer's deadline. Then the buffer is as it
-    /// was, or of no use until a call that succeeds.
+    /// [`Error::Argument`] where two ranks claim the same rank of the buffer, and
+    /// [`Error::Mismatch`] where their buffers have different options. [`Error::Os`] where the
+    /// device's work does not end within twice the buffer's deadline. Also errors of the group.
+    /// Then the buffer is as it was, or cannot be used until a call succeeds.
     pub fn regroup(&mut self, group: &dyn ProcessGroup) -> Result<()> {
         self.regroup_ahead(group, AHEAD)
     }
@@ -114,7 +120,8 @@ impl Buffer {
         self.tables.write(stream, 0, bytemuck::bytes_of(&state))?;
         let offset = |at: DevicePtr| at.0 - self.tables.ptr().0;
         let chunks = self.options.chunks() as usize;
-        // Whether its last dispatch was answered, members may see differently: as if it was not, so that the next one waits until all are there.
+        // Members may differ in whether the last dispatch was answered. Treat it as unanswered, so
+        // that the next one waits for all members.
         let turns = LowLatencyTurns { dispatches: 0, answered: u64::MAX };
         for place in self.core.places() {
             let tables = &place.room().tables;

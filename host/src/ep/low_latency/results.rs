@@ -11,8 +11,9 @@ use crate::ep::core::{Held, Lease};
 use crate::ep::{Tensor, TypedTensor};
 use crate::error::Result;
 
-/// Room for what one dispatch brings and for what comes back of it. [`Buffer::place`](super::Buffer::place) hands it out; whoever holds the
-/// rows of a dispatch borrows it.
+/// Room for the rows of one dispatch and for the sums of its combine.
+/// [`Buffer::place`](super::Buffer::place) hands it out; the holder of the rows of a dispatch
+/// borrows it.
 #[derive(Debug)]
 pub struct Place(pub(super) Held<Room>);
 
@@ -23,7 +24,7 @@ impl Place {
     }
 }
 
-/// Received rows, what is known of them, and sums.
+/// Received rows, their tables, and sums.
 #[derive(Debug)]
 pub struct Room {
     /// Where it is in every pool; nowhere across nodes.
@@ -41,14 +42,15 @@ pub struct Room {
     pub _tables: Arc<Memory>,
 }
 
-/// The result of a dispatch. The tensors lie in the place that the dispatch was given, and hold on to its borrow;
-/// [`Buffer::combine`](super::Buffer::combine) answers it. `rows` stands for `num_ranks * max_tokens`.
+/// The result of a dispatch. The tensors lie in the place that the dispatch was given, and hold on
+/// to its borrow; [`Buffer::combine`](super::Buffer::combine) answers it. `rows` stands for
+/// `num_ranks * max_tokens`.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Received<'p> {
-    /// `[rows, hidden]`: token t of rank s is row `s * max_tokens + t`, where it came here; other rows hold anything. Rows are
-    /// `row_stride()` bytes apart, a multiple of 128. A clone can be read until the combine: peers may
-    /// overwrite the rows behind it.
+    /// `[rows, hidden]`: token t of rank s is row `s * max_tokens + t`, where it came here; other
+    /// rows hold anything. Rows are `row_stride()` bytes apart, a multiple of 128. A clone can be
+    /// read until the combine: peers may overwrite the rows behind it.
     pub x: Tensor<'p>,
     /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column.
     pub scales: Option<TypedTensor<'p, f32>>,
@@ -56,13 +58,14 @@ pub struct Received<'p> {
     pub num_tokens: TypedTensor<'p, i32>,
     /// `[local_experts]`: rows of each local expert.
     pub expert_counts: TypedTensor<'p, i32>,
-    /// `[local_experts, rows]`: the rows of each local expert, by source rank, then by token; behind as many as it has, anything.
+    /// `[local_experts, rows]`: the rows of each local expert, by source rank, then by token;
+    /// behind as many as it has, anything.
     /// [`Buffer::gather_by_expert`](super::Buffer::gather_by_expert) copies them together.
     pub expert_rows: TypedTensor<'p, i32>,
     /// `[local_experts, rows]`: their tokens' indices on their source ranks.
     pub src_info: TypedTensor<'p, i32>,
-    /// `[local_experts, num_ranks]`: of each source rank the number of an expert's rows in the low 32 bits, and in the high ones where in
-    /// `expert_rows[expert]` they begin.
+    /// `[local_experts, num_ranks]`: for each source rank, the number of an expert's rows in the
+    /// low 32 bits. The high 32 bits hold their first index in `expert_rows[expert]`.
     pub layout_range: TypedTensor<'p, i64>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
@@ -77,8 +80,9 @@ pub struct Received<'p> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Combined<'p> {
-    /// bf16 `[num_tokens, hidden]`: the sum over the ranks that the token went to, accumulated in FP32 in rank order and rounded once, so bit
-    /// for bit reproducible. 0 for a token that went nowhere.
+    /// bf16 `[num_tokens, hidden]`: the sum over the ranks that the token went to. It is
+    /// accumulated in FP32 in rank order and rounded once, and so bit for bit reproducible. It is 0
+    /// for a token that went nowhere.
     pub x: Tensor<'p>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
@@ -87,8 +91,9 @@ pub struct Combined<'p> {
 }
 
 impl Received<'_> {
-    /// Ends the borrow of the place, for callers that cannot carry lifetimes and for steps, each
-    /// run of which brings new rows: what comes back says at use whether the rows are still there.
+    /// Replaces the borrow of the place by a check at run time, whether the rows are still there.
+    /// This is for callers that cannot carry lifetimes, and for steps, each run of which brings new
+    /// rows.
     pub fn detach(self) -> Detached<Received<'static>> {
         let lease = self.lease.clone();
         lease.detach();
@@ -123,8 +128,8 @@ impl Combined<'_> {
     }
 }
 
-/// Results of an operation, without a borrow of its place. A later dispatch there overwrites it;
-/// it comes behind what streams have been given by then.
+/// Results of an operation, without a borrow of its place. A later dispatch there overwrites it; it
+/// runs behind all work enqueued by then.
 #[derive(Debug)]
 pub struct Detached<T> {
     results: T,
@@ -141,7 +146,8 @@ impl Detached<Received<'static>> {
     /// The rows, for as long as `place` is borrowed.
     ///
     /// # Errors
-    /// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten them, [`Error::Argument`](crate::Error::Argument) where they lie in another place.
+    /// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten
+    /// them, [`Error::Argument`](crate::Error::Argument) where they lie in another place.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Received<'p>> {
         self.check(place).map(|()| &self.results)
     }
@@ -151,7 +157,8 @@ impl Detached<Combined<'static>> {
     /// The sums, for as long as `place` is borrowed.
     ///
     /// # Errors
-    /// [`Error::StaleHandle`](crate::Error::StaleHandle) and [`Error::Argument`](crate::Error::Argument), as for received rows.
+    /// [`Error::StaleHandle`](crate::Error::StaleHandle) and
+    /// [`Error::Argument`](crate::Error::Argument), as for received rows.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Combined<'p>> {
         self.check(place).map(|()| &self.results)
     }

@@ -1,25 +1,25 @@
-//! Counts by node of a dispatch whose ranks are one node to the kernels, which count none: worked out
-//! on the host, for callers that know nodes by the names of MSCCL++'s interface.
+//! Counts by node of a dispatch whose ranks are one node to the kernels. The kernels make no such
+//! counts: the host computes them, for callers that use the names of MSCCL++'s interface.
 
 use super::handle::{DispatchHandle, IntranodeHandle};
 use super::layout::DispatchLayout;
 use crate::driver::Stream;
 use crate::error::{Error, Result};
 
-/// Quantities that MSCCL++'s interface has by RDMA rank, that is by node, for a dispatch that relays nothing.
-/// Matrices are row by row. Its `gbl_channel_prefix_matrix` is
-/// [`IntranodeHandle::channel_prefix_matrix`]; what it has of relayed tokens there is none of.
+/// Quantities that MSCCL++'s interface has by RDMA rank, that is by node, for a dispatch that
+/// relays nothing. Matrices are row by row. Its `gbl_channel_prefix_matrix` is
+/// [`IntranodeHandle::channel_prefix_matrix`]; its quantities of relayed tokens do not exist here.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NodeCounts {
     /// Sender side, `[num_nodes, num_channels]`: tokens for each node in channels up to and with c,
     /// each token once per node, the own node included.
     pub rdma_channel_prefix_matrix: Vec<i32>,
-    /// Sender side, `[num_tokens, num_nodes]`: the token's sequence number among those of its channel
-    /// for that node, or -1.
+    /// Sender side, `[num_tokens, num_nodes]`: the token's sequence number among those of its
+    /// channel for that node, or -1.
     pub send_rdma_head: Vec<i32>,
-    /// Receiver side, `[num_ranks, num_channels]`: the row of `recv_x` where channel c of a source rank
-    /// starts.
+    /// Receiver side, `[num_ranks, num_channels]`: the row of `recv_x` where channel c of a source
+    /// rank starts.
     pub recv_gbl_channel_prefix_matrix: Vec<i32>,
     /// Receiver side, `[num_ranks]`: rows received from ranks up to and with r.
     pub recv_gbl_rank_prefix_sum: Vec<i32>,
@@ -40,8 +40,8 @@ fn check_nodes(ranks: u32, ranks_per_node: u32) -> Result<usize> {
 }
 
 impl DispatchLayout<'_> {
-    /// `[num_nodes]`, with nodes of `ranks_per_node` ranks: tokens for each node, each token once per
-    /// node, the own node included. Waits for `stream`, which the layout was made on or after.
+    /// `[num_nodes]`, with nodes of `ranks_per_node` ranks: tokens for each node, each token once
+    /// per node, the own node included. Waits for `stream`, which the layout was made on or after.
     ///
     /// # Errors
     /// [`Error::Argument`] where the ranks are no multiple of `ranks_per_node`.
@@ -58,8 +58,8 @@ impl DispatchLayout<'_> {
 }
 
 impl IntranodeHandle<'_> {
-    /// Counts by nodes of `ranks_per_node` ranks. Waits for `stream`, on which the dispatch ran or which
-    /// waited for it.
+    /// Counts by nodes of `ranks_per_node` ranks. Waits for `stream`, on which the dispatch ran or
+    /// which waited for it.
     ///
     /// # Errors
     /// [`Error::Argument`] where the ranks are no multiple of `ranks_per_node`.
@@ -93,7 +93,7 @@ impl IntranodeHandle<'_> {
                 counts.rdma_channel_prefix_matrix[node * channels + channel] = total;
             }
         }
-        // The matrix of all ranks has what this one receives in a column.
+        // A column of the matrix of all ranks holds the rows that this rank receives.
         let prefix = self.rank_prefix_matrix().to_host::<i32>(stream)?;
         let me = handle.0.plans.faults().rank() as usize;
         for source in 0..ranks {

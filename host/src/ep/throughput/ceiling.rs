@@ -42,12 +42,13 @@ impl CeilingShape {
 }
 
 impl Buffer {
-    /// Enqueues one run on `stream`, among the ranks of this node or, where it has only this one, between nodes whose wire memory is
-    /// mapped. It overwrites received rows, or slots, on this rank (pull) or on the peers (push): keep it apart from operations by a
-    /// barrier on both sides.
+    /// Enqueues one run on `stream`, among the ranks of this node or, where it has only this one,
+    /// between nodes whose wire memory is mapped. It overwrites received rows, or slots, on this
+    /// rank (pull) or on the peers (push). Separate it from operations by a barrier on both sides.
     ///
     /// # Errors
-    /// [`Error::Argument`] and [`Error::Launch`] where the shape does not fit the group, the device or the pool.
+    /// [`Error::Argument`] and [`Error::Launch`] where the shape does not fit the group, the device
+    /// or the pool.
     #[doc(hidden)]
     pub fn launch_ceiling(&self, direction: Direction, shape: CeilingShape, stream: &Stream) -> Result<()> {
         let pool = self.comm.pool;
@@ -84,7 +85,8 @@ impl Buffer {
         };
         let (grid, block) = (shape.blocks, shape.warps * 32);
         let shared = ring_bytes(shape.warps, shape.stages, shape.row_bytes);
-        // SAFETY: the pools are mapped as long as the buffer lives, and it synchronises before it lets them go.
+        // SAFETY: the pools are mapped as long as the buffer lives, and it synchronises before it
+        // lets them go.
         unsafe {
             match direction {
                 Direction::Push => {

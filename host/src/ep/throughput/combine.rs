@@ -26,16 +26,17 @@ const STAGE_THREADS: u32 = 512;
 /// Threads per block of a combine that copies meanwhile.
 const STAGED_THREADS: u32 = CombineStagedBf16::INFO.max_threads;
 
-/// Where combine finds the rows that this rank returns, in `recv_x` order. Within one node the same on every rank.
+/// Where combine finds the rows that this rank returns, in `recv_x` order. Within one node the same
+/// on every rank.
 #[derive(Debug, Clone, Copy)]
 pub enum CombineRows<'a> {
     /// Any tensor `[num_recv_tokens, hidden]`, bf16 or f32, `recv_x` itself included: copied into
     /// the pool, on multiprocessors that the configuration leaves. Within one node peers gather
     /// meanwhile what has been copied; across nodes they do when all has.
     ///
-    /// Where the host does not know how many rows came, the tensor may have fewer than there was
-    /// room for, but not fewer than came: the buffer then has failed ([`Error::Broken`]), on its
-    /// peers too.
+    /// Where the host does not know the number of received rows, the tensor may have fewer rows
+    /// than the room. It must have all received rows. Otherwise the buffer fails
+    /// ([`Error::Broken`]), on its peers too.
     Tensor(&'a Tensor<'a>),
     /// Rows that are in the place already that the dispatch was given: nothing is copied.
     InPool(&'a PoolRows<'a>),
@@ -64,8 +65,9 @@ pub struct CombineRequest<'a> {
 }
 
 impl<'a> CombineRequest<'a> {
-    /// Returns `rows`, which the dispatch of `handle` brought. The experts' weighting, if any, is already in them: combine sums
-    /// unweighted. Of rows by expert, padding may hold anything, and is not read.
+    /// Returns `rows` for the rows that the dispatch of `handle` received. The experts' weighting,
+    /// if any, is already in them: combine sums unweighted. Padding of rows by expert may hold
+    /// anything, and is not read.
     pub fn new(rows: impl Into<CombineRows<'a>>, handle: &'a DispatchHandle) -> Self {
         CombineRequest { rows: rows.into(), topk_weights: None, weights: None, handle, timeout: None }
     }
@@ -95,11 +97,11 @@ impl<'a> CombineRequest<'a> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Combined {
-    /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to,
-    /// accumulated in FP32 in rank order and rounded once, so bit for bit reproducible. 0 for a
-    /// token that went nowhere. Across nodes each node's sum is made and rounded so, and the nodes'
-    /// sums are added in FP32 in their order and rounded again; bf16 only. Of rows by expert it is
-    /// the sum over the token's entries, in their order.
+    /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to. It
+    /// is accumulated in FP32 in rank order and rounded once, and so bit for bit reproducible. It
+    /// is 0 for a token that went nowhere. Across nodes each node's sum is made and rounded so. The
+    /// nodes' sums are then added in FP32 in node order and rounded again; bf16 only. For rows by
+    /// expert it is the sum over the token's entries, in their order.
     pub combined_x: Tensor<'static>,
     /// `[num_tokens, num_topk]`, if weights were given.
     pub combined_topk_weights: Option<TypedTensor<'static, f32>>,
@@ -108,11 +110,13 @@ pub struct Combined {
 }
 
 impl Buffer {
-    /// Brings the rows back to the owners of their tokens and sums them. Collective; does not wait for the host.
+    /// Brings the rows back to the owners of their tokens and sums them. Collective; does not wait
+    /// for the host.
     ///
     /// # Errors
     /// Arguments that break a rule; [`Error::StaleHandle`] where the handle is of another buffer;
-    /// [`Error::PeerTimeout`] of an earlier operation. A timeout of this one shows in [`Buffer::check`].
+    /// [`Error::PeerTimeout`] of an earlier operation. A timeout of this one shows in
+    /// [`Buffer::check`].
     pub fn combine(&mut self, request: CombineRequest<'_>, order: StreamOrder<'_>) -> Result<Combined> {
         let capturing = self.core.begin(order)?;
         let handle = &request.handle.0;
@@ -270,8 +274,9 @@ impl Buffer {
             let shape = (blocks, threads, ring.shared_bytes() + beside);
             let (grid, block, shared) = shape;
             args.comm.trace = buffer.core.trace("combine", grid);
-            // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps
-            // them. The last combine ended when every peer had gathered, so the rows may be written.
+            // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
+            // work enqueued on streams, and a recording keeps them. The last combine ended when
+            // every peer had gathered, so the rows may be written.
             unsafe {
                 if let (Mode::OneNode(node, _), Some(at)) = (&handle.places.routing, by_expert) {
                     let Some(kernels) = &node.by_expert else {

@@ -7,11 +7,13 @@ const SIZE_ALIGN: u64 = 128;
 /// The hints assume at most this many top-k entries and scales per token.
 const HINT_COLUMNS: u64 = 128;
 
-/// How many multiprocessors an operation may use, and the chunk sizes that the size hints are made of.
+/// How many multiprocessors an operation may use, and the chunk sizes that the size hints are made
+/// of.
 ///
-/// `num_sms` bounds the grid of dispatch and of combine, and gives the number of channels (`num_sms / 2`). Across nodes,
-/// `num_max_rdma_chunked_send_tokens` rows travel in one put. The other chunk fields keep the meaning and the rules they have in
-/// MSCCL++'s DeepEP port: epoxide's kernels write rows to their final place and have no rings, so here they only enter the size
+/// `num_sms` bounds the grid of dispatch and of combine, and gives the number of channels
+/// (`num_sms / 2`). Across nodes, `num_max_rdma_chunked_send_tokens` rows travel in one put. The
+/// other chunk fields keep the meaning and the rules they have in MSCCL++'s DeepEP port. The
+/// kernels write rows to their final place and have no rings. Here these fields only enter the size
 /// hints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
@@ -43,8 +45,9 @@ impl Config {
     /// Checks the rules between the fields and rounds the RDMA ring up to a multiple of its chunk.
     ///
     /// # Errors
-    /// [`Error::Argument`] naming the field: all positive, `num_sms` even, each send chunk smaller than its ring, and
-    /// the RDMA chunk at most half of its ring.
+    /// [`Error::Argument`] naming the field that breaks a rule. All are positive and `num_sms` is
+    /// even. Each send chunk is smaller than its ring, and the RDMA chunk is at most half of its
+    /// ring.
     pub fn new(num_sms: u32, nvl_send: u32, nvl_recv: u32, rdma_send: u32, rdma_recv: u32) -> Result<Self> {
         let rule = |ok: bool, argument, value: u32, rule: String| {
             if ok { Ok(()) } else { Err(Error::argument(argument, value, rule)) }
@@ -85,11 +88,12 @@ impl Config {
         })
     }
 
-    /// Checks the rules between the fields and a number of nodes, those that the original interface checks at launch.
+    /// Checks the rules between the fields and a number of nodes, those that the original interface
+    /// checks at launch.
     ///
     /// # Errors
-    /// [`Error::Argument`] with the rule and its numbers: the NVLink ring is cut into one part per node, each larger than both
-    /// chunks.
+    /// [`Error::Argument`] with the rule and its numbers: the NVLink ring is cut into one part per
+    /// node, each larger than both chunks.
     #[doc(hidden)]
     pub fn check_nodes(&self, nodes: u32) -> Result<()> {
         let ring = self.num_max_nvl_chunked_recv_tokens;
@@ -147,8 +151,8 @@ impl Config {
         self.num_sms / 2
     }
 
-    /// Bytes of NVLink buffer that the hint of the original interface gives, for rows of `hidden_bytes` and
-    /// `num_ranks` ranks with `ranks_per_node` to a node.
+    /// Bytes of NVLink buffer that the hint of the original interface gives, for rows of
+    /// `hidden_bytes` and `num_ranks` ranks with `ranks_per_node` to a node.
     pub fn nvl_buffer_size_hint(&self, hidden_bytes: u64, num_ranks: u32, ranks_per_node: u32) -> u64 {
         let (channels, ranks) = (self.num_channels() as u64, num_ranks.min(ranks_per_node) as u64);
         let nodes = (num_ranks / ranks_per_node.max(1)).max(1) as u64;
@@ -170,7 +174,8 @@ impl Config {
     }
 }
 
-/// Bytes of RDMA buffer for the low-latency mode, for `max_tokens` tokens per rank of `hidden` BF16 elements.
+/// Bytes of RDMA buffer for the low-latency mode, for `max_tokens` tokens per rank of `hidden` BF16
+/// elements.
 pub fn low_latency_rdma_size_hint(max_tokens: u64, hidden: u64, num_ranks: u64, num_experts: u64) -> u64 {
     let _ = num_ranks; // the hint is the same for every number of ranks
     let dispatch = 16 + (2 * hidden).max(hidden + 4 * (hidden / 128));

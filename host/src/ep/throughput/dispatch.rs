@@ -34,8 +34,9 @@ const NUMBER_THREADS: u32 = 512;
 pub enum Counts {
     /// The host waits, and outputs have exactly as many rows as were received.
     Exact,
-    /// The host does not wait: outputs have `capacity` rows, the count stays on the device. Can be captured in a graph.
-    /// The same on every rank; a dispatch that needs more rows moves none, on any rank.
+    /// The host does not wait: outputs have `capacity` rows, the count stays on the device. Can be
+    /// captured in a graph. The same on every rank; a dispatch that needs more rows moves none, on
+    /// any rank.
     OnDevice {
         /// Rows of the outputs, at most [`Buffer::capacity`].
         capacity: u64,
@@ -56,8 +57,8 @@ pub struct DispatchRequest<'a> {
 }
 
 impl<'a> DispatchRequest<'a> {
-    /// Rows `x` to send, `[num_tokens, hidden]`, any dtype whose rows are a multiple of 16 bytes, along the routing of `layout`. Without
-    /// scales and top-k, alignment 1, exact counts.
+    /// Rows `x` to send, `[num_tokens, hidden]`, any dtype whose rows are a multiple of 16 bytes,
+    /// along the routing of `layout`. Without scales and top-k, alignment 1, exact counts.
     pub fn new(x: &'a Tensor<'a>, layout: &'a DispatchLayout<'a>) -> Self {
         DispatchRequest {
             x,
@@ -71,13 +72,15 @@ impl<'a> DispatchRequest<'a> {
         }
     }
 
-    /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with 1-byte elements.
+    /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with 1-byte
+    /// elements.
     pub fn scales(mut self, x_scales: &'a TypedTensor<'a, f32>) -> Self {
         self.x_scales = Some(x_scales);
         self
     }
 
-    /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the layout was made of.
+    /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the
+    /// layout was made of.
     pub fn topk_weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
         self.topk_weights = Some(weights);
         self
@@ -90,8 +93,8 @@ impl<'a> DispatchRequest<'a> {
     }
 
     /// Brings rows by expert: one for each selection, grouped by local expert, each expert's
-    /// segment at a multiple of `alignment` rows, a power of two. [`DispatchHandle::by_expert`]
-    /// says where segments are. A token that selects an expert twice has two rows there. The sender
+    /// segment at a multiple of `alignment` rows, a power of two. [`DispatchHandle::by_expert`] has
+    /// the places of segments. A token that selects an expert twice has two rows there. The sender
     /// writes each row to its place; there is no second copy.
     ///
     /// The buffer needs [`Options::rows_by_expert`](super::Options::rows_by_expert).
@@ -125,7 +128,8 @@ pub struct CachedDispatchRequest<'a> {
 }
 
 impl<'a> CachedDispatchRequest<'a> {
-    /// Rows `x` to send, `[num_tokens, hidden]`, with the token count of `handle`, along its routing.
+    /// Rows `x` to send, `[num_tokens, hidden]`, with the token count of `handle`, along its
+    /// routing.
     pub fn new(x: &'a Tensor<'a>, handle: &'a DispatchHandle) -> Self {
         CachedDispatchRequest { x, x_scales: None, handle, timeout: None }
     }
@@ -136,7 +140,8 @@ impl<'a> CachedDispatchRequest<'a> {
         self
     }
 
-    /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with 1-byte elements.
+    /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with 1-byte
+    /// elements.
     pub fn scales(mut self, x_scales: &'a TypedTensor<'a, f32>) -> Self {
         self.x_scales = Some(x_scales);
         self
@@ -180,16 +185,16 @@ struct Payload {
 }
 
 impl Buffer {
-    /// Sends every token's row to each rank that has one of its experts, into `place`, the one of the same index on every rank.
-    /// Collective.
+    /// Sends every token's row to each rank that has one of its experts, into `place`, the one of
+    /// the same index on every rank. Collective.
     ///
     /// # Errors
     /// On this rank alone: arguments that break a rule, and [`Error::PeerTimeout`] where a peer
-    /// does not come. On every rank, before any row moved: [`Error::Mismatch`],
+    /// times out. On every rank, before any row moved: [`Error::Mismatch`],
     /// [`Error::InvalidExpert`], and [`Error::Capacity`] where a rank would receive too many rows;
-    /// [`Error::scope`] tells. Where the host does not wait for the counts ([`Counts::OnDevice`]),
-    /// whoever reads on the host what the dispatch brought, or the sums of its combines, gets these
-    /// instead; for results that only kernels read, [`Buffer::check`] gives them.
+    /// [`Error::scope`] distinguishes the two. With [`Counts::OnDevice`] the host does not wait for
+    /// the counts. Then a host read of the results, or of the sums of their combines, returns these
+    /// errors. For results that only kernels read, [`Buffer::check`] returns them.
     pub fn dispatch<'p>(
         &mut self,
         place: &'p mut Place,
@@ -261,7 +266,8 @@ impl Buffer {
         let uses = uses.chain([layout.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
-            // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps them.
+            // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
+            // work enqueued on streams, and a recording keeps them.
             unsafe {
                 buffer.launch_notify(stream, &counts, &payload, place, &places)?;
                 if counts.by_expert {
@@ -269,7 +275,7 @@ impl Buffer {
                 }
                 let launched = buffer.launch_dispatch(stream, rows, ring, &places);
                 if let (Err(error), false) = (&launched, capturing) {
-                    // Peers get this rank's counts, and wait for rows that nobody sends.
+                    // Peers get this rank's counts, and wait for rows that are never sent.
                     buffer.core.give_up("dispatch", error);
                 }
                 launched?;
@@ -327,8 +333,9 @@ impl Buffer {
         })
     }
 
-    /// Sends rows along the routing of an earlier dispatch, into `place`, the one of the same index on every rank: no counts are exchanged,
-    /// and neither top-k nor source indices travel. Collective, with handles of the same dispatch on every rank.
+    /// Sends rows along the routing of an earlier dispatch, into `place`, the one of the same index
+    /// on every rank. No counts are exchanged, and neither top-k nor source indices travel.
+    /// Collective, with handles of the same dispatch on every rank.
     ///
     /// # Errors
     /// [`Error::StaleHandle`] where the handle is of another buffer, and as [`Buffer::dispatch`].
@@ -363,7 +370,8 @@ impl Buffer {
         Ok(output_of_rows(&payload, &lease, handle, event))
     }
 
-    /// The lease of a dispatch that has been enqueued; a step that is being captured gets it and the handle as well.
+    /// The lease of a dispatch that has been enqueued; a step that is being captured gets it and
+    /// the handle as well.
     fn captured_lease(
         &mut self,
         lease: Option<Arc<Lease<Room>>>,
@@ -374,7 +382,8 @@ impl Buffer {
         Ok(lease)
     }
 
-    /// Checks, after `stream` has passed the dispatch, what an exact-size dispatch would have returned as an error.
+    /// Returns the error that an exact-size dispatch would have returned, if any. It waits for
+    /// `stream`, on which the dispatch ran or which waited for it.
     pub fn check_dispatch(&self, handle: &DispatchHandle, stream: &Stream) -> Result<()> {
         self.check_handle(handle)?;
         let header = handle.0.header(stream)?;
@@ -688,7 +697,8 @@ impl Buffer {
     /// Enqueues the movement of rows.
     ///
     /// # Safety
-    /// The addresses in `args` and the handle's block are live until the stream has passed the kernel.
+    /// The addresses in `args` and the handle's block are live until the stream has passed the
+    /// kernel.
     unsafe fn launch_dispatch(
         &mut self,
         stream: &Stream,

@@ -1,5 +1,5 @@
-//! Faults that only high throughput has: plans of dispatches that failed. [`Calls`] has the names of
-//! its calls.
+//! Faults that only high throughput has: plans of dispatches that failed. [`Calls`] has the names
+//! of its calls.
 
 use std::mem::offset_of;
 use std::sync::Arc;
@@ -94,8 +94,8 @@ impl Plans {
         &self.faults
     }
 
-    /// The error of the last plan that failed, of those that no call has returned yet. For dispatches
-    /// whose counts stay on the device, since others give their plan's error themselves.
+    /// The error of the last plan that failed, of those that no call has returned yet. For
+    /// dispatches whose counts stay on the device, since others give their plan's error themselves.
     pub fn check(&self) -> Result<()> {
         const RECORD: u64 = size_of::<Status>() as u64;
         let memory = self.faults.memory();
@@ -198,30 +198,31 @@ fn mismatch(header: &PlanHeader) -> (&'static str, String, String) {
     (what, value(ours), value(theirs))
 }
 
-/// The host gives up after this many timeouts: work that the caller queued before, and operations that expire one after the
-/// other, come first. The kernels' own deadlines end the wait long before.
+/// The host gives up after this many timeouts: work that the caller queued before, and operations
+/// that expire one after the other, come first. The kernels' own deadlines end the wait long
+/// before.
 const HOST_PATIENCE: u32 = 20;
 
 impl Buffer {
-    /// The error of an operation, if one has failed by now. It does not wait: synchronise the stream
-    /// of operations that do not wait for the host first.
+    /// The error of an operation, if one has failed by now. It does not wait: synchronise the
+    /// stream of operations that do not wait for the host first.
     ///
     /// # Errors
-    /// Errors that end the buffer are given from then on: the first wait for a peer that expired
-    /// ([`Error::PeerTimeout`]) or found the peer in another call ([`Error::OtherCall`]), and a call that
-    /// failed half way ([`Error::Broken`]).
+    /// Errors that end the buffer are returned from then on. They are the first wait for a peer
+    /// that expired ([`Error::PeerTimeout`]) or found the peer in another call
+    /// ([`Error::OtherCall`]). A call that failed half way ([`Error::Broken`]) is one as well.
     ///
-    /// A dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) that moved no row gives its
-    /// error once, on every rank, and the buffer goes on: [`Error::InvalidExpert`],
+    /// A dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) that moved no row returns its
+    /// error once, on every rank, and the buffer stays usable: [`Error::InvalidExpert`],
     /// [`Error::Capacity`] or [`Error::Mismatch`]. Where several did since the last call, the last
-    /// one's is given; [`Buffer::check_dispatch`] tells of each.
+    /// one's is given; [`Buffer::check_dispatch`] returns that of each dispatch.
     pub fn check(&self) -> Result<()> {
         self.core.check()?;
         self.plans.check()
     }
 
-    /// Waits until notify has answered call `tag` in mapped host memory. `timeout`: its longest wait for a
-    /// peer, if not the buffer's.
+    /// Waits until notify has answered call `tag` in mapped host memory. `timeout`: its longest
+    /// wait for a peer, if not the buffer's.
     pub(super) fn wait_counts(
         &self,
         stream: &Stream,
@@ -238,7 +239,8 @@ impl Buffer {
             }
             if last_check.elapsed() > STREAM_CHECK {
                 last_check = Instant::now();
-                // A fault of the device ends the wait; so does a peer's silence, which the kernel records.
+                // A fault of the device ends the wait; so does a peer's silence, which the kernel
+                // records.
                 let done = stream.is_done()?;
                 if done && seen()? != tag {
                     self.core.faults().check()?;

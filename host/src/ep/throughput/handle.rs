@@ -14,11 +14,11 @@ use crate::ep::core::{Arena, Block, Pieces};
 use crate::ep::tensor::Outcome;
 use crate::error::Result;
 
-/// The routing of one dispatch. It can feed any number of combines and cached dispatches of the same buffer, forward
-/// and backward; nothing rewrites it. Cheap to clone.
+/// The routing of one dispatch. It can feed any number of combines and cached dispatches of the
+/// same buffer, forward and backward; nothing rewrites it. Cheap to clone.
 ///
-/// Matrices say which side they belong to: the *sender* owns tokens before dispatch and gets the sums in combine, the
-/// *receiver* runs the experts.
+/// Matrices say which side they belong to: the *sender* owns tokens before dispatch and gets the
+/// sums in combine, the *receiver* runs the experts.
 #[derive(Debug, Clone)]
 pub struct DispatchHandle(pub(super) Arc<Inner>);
 
@@ -227,7 +227,7 @@ impl Places {
 }
 
 impl Inner {
-    /// The plan's header, as it is behind what `stream` has been given. Waits for that.
+    /// The plan's header, read behind all work enqueued on `stream`. Waits for that.
     pub fn header(&self, stream: &Stream) -> Result<PlanHeader> {
         let mut header = PlanHeader::default();
         // SAFETY: the block holds the header, and lives as long as this.
@@ -235,7 +235,8 @@ impl Inner {
         Ok(header)
     }
 
-    /// Rows of a dispatch's outputs: as many as came, or where the host does not know, as many as there was room for.
+    /// Rows of a dispatch's outputs: as many as came, or where the host does not know, as many as
+    /// there was room for.
     pub fn output_rows(&self) -> u64 {
         self.num_recv_tokens.get().map_or(self.capacity, |&rows| rows as u64)
     }
@@ -258,14 +259,14 @@ impl DispatchHandle {
         }
     }
 
-    /// Sender side, i32 `[num_tokens, num_ranks]`: the token's sequence number among those of its channel for that
-    /// rank, or -1.
+    /// Sender side, i32 `[num_tokens, num_ranks]`: the token's sequence number among those of its
+    /// channel for that rank, or -1.
     pub fn send_head(&self) -> TypedTensor<'static, i32> {
         self.matrix("send_head", self.0.places.send_head, self.0.num_tokens, self.0.num_ranks)
     }
 
-    /// Receiver side, i32 `[num_experts / num_ranks]`, on the device: selections of each local expert, each rounded up
-    /// to the expert alignment.
+    /// Receiver side, i32 `[num_experts / num_ranks]`, on the device: selections of each local
+    /// expert, each rounded up to the expert alignment.
     pub fn num_recv_tokens_per_expert(&self) -> TypedTensor<'static, i32> {
         self.tensor(
             "num_recv_tokens_per_expert",
@@ -280,8 +281,8 @@ impl DispatchHandle {
         self.0.places.by_expert.map(|places| ExpertRows { handle: self, places })
     }
 
-    /// Receiver side, i32 `[1]`, on the device: rows received. Of rows by expert: of all segments,
-    /// padding included.
+    /// Receiver side, i32 `[1]`, on the device: rows received. For rows by expert: the rows of all
+    /// segments, padding included.
     pub fn num_recv_tokens_on_device(&self) -> TypedTensor<'static, i32> {
         let header = self.0.places.header;
         self.tensor(
@@ -291,8 +292,9 @@ impl DispatchHandle {
         )
     }
 
-    /// Rows received, of rows by expert with their padding: at once if the dispatch was exact-size,
-    /// else `stream`, on which the dispatch ran or which waited for it, is synchronised first.
+    /// Rows received; rows by expert count with their padding. It returns at once if the dispatch
+    /// was exact-size. Otherwise it first synchronises `stream`, on which the dispatch ran or which
+    /// waited for it.
     pub fn num_recv_tokens(&self, stream: &Stream) -> Result<u32> {
         if let Some(&known) = self.0.num_recv_tokens.get() {
             return Ok(known);
@@ -374,13 +376,15 @@ impl IntranodeHandle<'_> {
         self.handle
     }
 
-    /// i32 `[num_ranks, num_ranks]`, the same on all ranks: `[i][j]` = tokens from ranks up to and with i to rank j.
+    /// i32 `[num_ranks, num_ranks]`, the same on all ranks: `[i][j]` = tokens from ranks up to and
+    /// with i to rank j.
     pub fn rank_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         let ranks = self.handle.0.num_ranks;
         self.handle.matrix("rank_prefix_matrix", self.places.rank_prefix_matrix, ranks, ranks)
     }
 
-    /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each destination rank in channels up to and with c.
+    /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each destination rank in channels
+    /// up to and with c.
     pub fn channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         let handle = self.handle;
         handle.matrix(
@@ -391,8 +395,8 @@ impl IntranodeHandle<'_> {
         )
     }
 
-    /// Receiver side, i32 `[num_ranks, num_channels]`: where channel c of source rank r starts in the block of rows of
-    /// that source (exclusive, relative to the block).
+    /// Receiver side, i32 `[num_ranks, num_channels]`: an exclusive prefix sum. It is the first row
+    /// of channel c of source rank r, relative to the block of rows of that source.
     pub fn recv_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         let handle = self.handle;
         handle.matrix(
@@ -404,8 +408,9 @@ impl IntranodeHandle<'_> {
     }
 }
 
-/// The matrices of a dispatch across nodes. The *forwarder* is the rank with the sender's index on the node that a token goes
-/// to: it relays the token to the ranks of its node. `num_nodes` are the "RDMA ranks" of the interface that the names come from.
+/// The matrices of a dispatch across nodes. The *forwarder* is the rank with the sender's index on
+/// the token's destination node. It relays the token to the ranks of its node. `num_nodes` are the
+/// "RDMA ranks" of the interface that the names come from.
 #[derive(Debug, Clone, Copy)]
 pub struct InternodeHandle<'a> {
     handle: &'a DispatchHandle,
@@ -413,17 +418,20 @@ pub struct InternodeHandle<'a> {
 }
 
 impl InternodeHandle<'_> {
-    /// Sender side, i32 `[num_nodes, num_channels]`: tokens for each node in channels up to and with c, each token once per node.
+    /// Sender side, i32 `[num_nodes, num_channels]`: tokens for each node in channels up to and
+    /// with c, each token once per node.
     pub fn rdma_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         self.by_node("rdma_channel_prefix_matrix", self.places.route.rdma_channel_prefix_matrix)
     }
 
-    /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each rank in channels up to and with c.
+    /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each rank in channels up to and
+    /// with c.
     pub fn gbl_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         self.by_rank("gbl_channel_prefix_matrix", self.places.gbl_channel_prefix_matrix)
     }
 
-    /// Forwarder side, i32 `[num_nodes, num_channels]`: tokens that this rank relays from each node, in channels up to and with c.
+    /// Forwarder side, i32 `[num_nodes, num_channels]`: tokens that this rank relays from each
+    /// node, in channels up to and with c.
     pub fn recv_rdma_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         self.by_node("recv_rdma_channel_prefix_matrix", self.places.route.recv_rdma_channel_prefix_matrix)
     }
@@ -434,7 +442,8 @@ impl InternodeHandle<'_> {
         self.handle.tensor("recv_rdma_rank_prefix_sum", self.places.route.recv_rdma_rank_prefix_sum, &[nodes])
     }
 
-    /// Receiver side, i32 `[num_ranks, num_channels]`: the row of `recv_x` where channel c of a source rank starts.
+    /// Receiver side, i32 `[num_ranks, num_channels]`: the row of `recv_x` where channel c of a
+    /// source rank starts.
     pub fn recv_gbl_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         self.by_rank("recv_gbl_channel_prefix_matrix", self.places.recv_gbl_channel_prefix_matrix)
     }
@@ -445,15 +454,17 @@ impl InternodeHandle<'_> {
         self.handle.tensor("recv_gbl_rank_prefix_sum", self.places.recv_gbl_rank_prefix_sum, &[ranks])
     }
 
-    /// Sender side, i32 `[num_tokens, num_nodes]`: the token's sequence number among those of its channel for that node, or -1.
+    /// Sender side, i32 `[num_tokens, num_nodes]`: the token's sequence number among those of its
+    /// channel for that node, or -1.
     pub fn send_rdma_head(&self) -> TypedTensor<'static, i32> {
         let tokens = self.handle.0.num_tokens;
         self.handle.matrix("send_rdma_head", self.places.route.send_rdma_head, tokens, self.num_nodes())
     }
 
-    /// Forwarder side, i32 `[num_rdma_recv_tokens, ranks_per_node]`: for each token that this rank relays (by source node, then in
-    /// the source's order) its sequence number in the (channel, source node) stream to each rank of this node, or -1. Waits
-    /// for `stream` as [`Self::num_rdma_recv_tokens`] does, to know how many there are.
+    /// Forwarder side, i32 `[num_rdma_recv_tokens, ranks_per_node]`: sequence numbers of the tokens
+    /// that this rank relays (by source node, then in the source's order). An entry numbers the
+    /// token in the (channel, source node) stream to a rank of this node, or is -1. Waits for
+    /// `stream` as [`Self::num_rdma_recv_tokens`] does, for the number of tokens.
     pub fn send_nvl_head(&self, stream: &Stream) -> Result<TypedTensor<'static, i32>> {
         let rows = self.num_rdma_recv_tokens(stream)?;
         Ok(self.handle.matrix(
@@ -464,8 +475,9 @@ impl InternodeHandle<'_> {
         ))
     }
 
-    /// Tokens that this rank relays, its own ones for its own node included: at once if the dispatch was exact-size, else
-    /// `stream`, on which the dispatch ran or which waited for it, is synchronised first.
+    /// Tokens that this rank relays, its own ones for its own node included. It returns at once if
+    /// the dispatch was exact-size. Otherwise it first synchronises `stream`, on which the dispatch
+    /// ran or which waited for it.
     pub fn num_rdma_recv_tokens(&self, stream: &Stream) -> Result<u32> {
         if let Some(&known) = self.handle.0.num_rdma_recv_tokens.get() {
             return Ok(known);

@@ -24,12 +24,14 @@ use crate::error::Result;
 const DISPATCH_WARPS: u32 = 150;
 /// Most warps of a combine that gather, on all multiprocessors together.
 const COMBINE_WARPS: u32 = 300;
-/// Blocks that stage rows at least where they are not asked for, though no multiprocessor is left for them: they come first.
+/// Fewest blocks that stage rows unless the caller sets a number, even if no multiprocessor is left
+/// for them: they are launched first.
 const LEAST_STAGERS: u32 = 16;
-/// Units of work that blocks which stage have at least, one for each rank, channel and part of its rows: so many of them keep up with those
-/// that gather.
+/// Fewest units of staging work: one for each rank, channel and part of its rows. This many keep up
+/// with the gathering blocks.
 const LEAST_STAGED_UNITS: u32 = 32;
-/// About as many bytes a block stages before it says so: peers begin with the first of them.
+/// About this many bytes a block stages before it publishes them, so that peers can begin with the
+/// first ones.
 const STAGE_STEP_BYTES: u32 = 65536;
 
 /// The blocks of a combine of a tensor, and what they do.
@@ -41,15 +43,16 @@ pub struct StageShape {
     pub gatherers: u32,
     /// Those of them that a channel has together.
     pub blocks_per_channel: u32,
-    /// Rows that a block copies before it says so, of the first step of a channel.
+    /// Rows that a block copies before it publishes them, in the first step of a channel.
     pub step_rows: u32,
-    /// Parts that a channel's rows are copied in, each by one block. Ranks may differ in all of the above, but not in this: it comes from
-    /// what they share.
+    /// Parts that a channel's rows are copied in, each by one block. Ranks may differ in all of the
+    /// above, but not in this: it comes from what they share.
     pub parts: u32,
 }
 
 impl StageShape {
-    /// At most `num_sms` blocks gather the rows of `channels` channels, and on a device of `sm_count` multiprocessors the others copy.
+    /// At most `num_sms` blocks gather the rows of `channels` channels, and on a device of
+    /// `sm_count` multiprocessors the others copy.
     fn new(
         asked: Option<u32>,
         num_ranks: u32,
@@ -80,8 +83,9 @@ pub struct RingShape {
 }
 
 impl RingShape {
-    /// Fits rings of buffers of `bytes` into `shared_bytes`: up to `count` for each of up to `warps` warps. Fewer warps
-    /// come before fewer than three buffers, which is what keeps loads and stores in flight together.
+    /// Fits rings of buffers of `bytes` into `shared_bytes`: up to `count` for each of up to
+    /// `warps` warps. Fewer warps come before fewer than three buffers, which is what keeps loads
+    /// and stores in flight together.
     fn fit(bytes: u32, warps: u32, count: u32, shared_bytes: u32) -> RingShape {
         let per_warp = |warps: u32| shared_bytes / ring_bytes(warps, 1, bytes);
         let mut warps = warps;
@@ -100,9 +104,10 @@ impl RingShape {
     }
 }
 
-/// Whether there are several nodes: the kernels of either case, and what their owner has for it. A buffer has its side of the network for
-/// several nodes. A handle has the places of its matrices, and is launched with the kernels that are in it beside them, so that no launch
-/// can find the kernels of one case and the matrices of the other.
+/// One node or several: the kernels of that case, and their owner's data for it. For several nodes,
+/// a buffer has its side of the network. A handle has the places of its matrices. It is launched
+/// with the kernels stored beside them, so that no launch mixes the kernels of one case with the
+/// matrices of the other.
 #[derive(Debug, Clone)]
 pub enum Mode<O, S> {
     /// All ranks map each other's pools.
@@ -288,9 +293,10 @@ impl Loaded {
     }
 }
 
-/// The kernels of one device. All that operations need are loaded at once, as one module: loading waits for running kernels, and holds
-/// up whoever else needs the driver, so that in the course of operations it could wait for itself. Those of the ceilings come when they
-/// are first asked for, since a driver takes tens of milliseconds to compile each.
+/// The kernels of one device. Those of operations are loaded at once, as one module. Loading waits
+/// for running kernels and blocks other calls of the driver, so that a load between operations
+/// could deadlock. Those of the ceilings are loaded at first use, since a driver takes tens of
+/// milliseconds to compile each.
 #[derive(Debug)]
 pub struct Kernels {
     pub mode: BufferMode,
@@ -360,8 +366,8 @@ impl Kernels {
         self.device.info().max_shared_bytes_per_block
     }
 
-    /// Warps of a dispatch's block beside those that move rows: those that send metadata where there is some, and one that polls in any
-    /// case.
+    /// Warps of a dispatch's block beside those that move rows: those that send metadata where
+    /// there is some, and one that polls in any case.
     pub fn metadata_warps(&self, with_metadata: bool) -> u32 {
         match self.mode {
             Mode::OneNode(..) if with_metadata => self.tuning.dispatch_metadata_warps,
@@ -370,8 +376,8 @@ impl Kernels {
         }
     }
 
-    /// The ring of a dispatch, and the bytes of a row that travel together: a stage holds those and the scales, and across nodes a
-    /// slot's metadata.
+    /// The ring of a dispatch, and the bytes of a row that travel together. A stage holds those and
+    /// the scales; across nodes it also holds a slot's metadata.
     pub fn dispatch_ring(
         &self,
         row_bytes: u32,
@@ -396,7 +402,8 @@ impl Kernels {
         (ring, piece_bytes)
     }
 
-    /// The ring of a combine. `is_staged`: of rows that are copied into the pools meanwhile, within one node.
+    /// The ring of a combine. `is_staged`: of rows that are copied into the pools meanwhile, within
+    /// one node.
     pub fn combine_ring(&self, row_bytes: u32, num_sms: u32, is_staged: bool) -> RingShape {
         let t = &self.tuning;
         // Across nodes half of the blocks gather and half finish.
@@ -419,7 +426,8 @@ impl Kernels {
         StageShape::new(self.tuning.combine_stagers, num_ranks, channels, num_sms, sm_count, row_bytes)
     }
 
-    /// Shared memory for rings: beside them a block keeps whether it has joined, and across nodes a word for each of its warps.
+    /// Shared memory for rings: beside them a block keeps whether it has joined, and across nodes a
+    /// word for each of its warps.
     fn ring_limit(&self) -> u32 {
         match self.mode {
             Mode::OneNode(..) => self.shared_limit() - JOINED_BYTES,
@@ -427,7 +435,8 @@ impl Kernels {
         }
     }
 
-    /// A kernel that waits for rows keeps more in registers, and so does that across nodes, which is launched with a warp more.
+    /// A kernel that waits for rows keeps more in registers, and so does that across nodes, which
+    /// is launched with a warp more.
     fn most_combine_warps(&self, is_staged: bool) -> u32 {
         match self.mode {
             Mode::OneNode(..) if is_staged => <CombineStagedBf16 as gpu::Entry>::INFO.max_threads / 32,

@@ -15,7 +15,8 @@ use crate::error::{Error, Result};
 /// Threads per block of the layout kernel: as many tokens as possible at once.
 const THREADS: u32 = 1024;
 
-/// The sender's counts for one `topk_idx`, and those ids; feeds [`Buffer::dispatch`]. Immutable, and cheap to clone.
+/// The sender's counts for one `topk_idx`, and those ids; feeds [`Buffer::dispatch`]. Immutable,
+/// and cheap to clone.
 #[derive(Debug, Clone)]
 pub struct DispatchLayout<'a> {
     topk_idx: Tensor<'a>,
@@ -95,10 +96,12 @@ impl<'a> DispatchLayout<'a> {
         self.event.as_deref()
     }
 
-    /// Waits for `stream`, which the layout was made on or after, and checks that every expert id was in range.
+    /// Waits for `stream`, which the layout was made on or after, and checks that every expert id
+    /// was in range.
     ///
     /// # Errors
-    /// [`Error::Argument`] naming the first token and entry whose id is neither -1 nor below `num_experts`.
+    /// [`Error::Argument`] naming the first token and entry whose id is neither -1 nor below
+    /// `num_experts`.
     pub fn validate(&self, stream: &Stream) -> Result<()> {
         let mut word = [0u8; 8];
         // SAFETY: the layout's block holds the word.
@@ -138,15 +141,15 @@ impl<'a> DispatchLayout<'a> {
 }
 
 impl Buffer {
-    /// Counts, for `topk_idx` `[num_tokens, num_topk]`, i64 or i32, with entries -1 or below
-    /// `num_experts`, how many tokens go to each rank and how many selections to each expert.
-    /// Experts are spread in order: expert e is on rank `e / (num_experts / num_ranks)`, and
-    /// `num_experts` must be a multiple of the number of ranks;
-    /// [`Buffer::get_placed_dispatch_layout`] takes any other placement. Local to this rank; does
-    /// not wait for the host.
+    /// Counts the tokens for each rank and the selections of each expert. `topk_idx` is
+    /// `[num_tokens, num_topk]`, i64 or i32, with entries -1 or below `num_experts`. Experts are
+    /// spread in order: expert e is on rank `e / (num_experts / num_ranks)`, and `num_experts` must
+    /// be a multiple of the number of ranks; [`Buffer::get_placed_dispatch_layout`] takes any other
+    /// placement. Local to this rank; does not wait for the host.
     ///
     /// # Errors
-    /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule, [`Error::Capacity`] where there are more tokens than
+    /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule, [`Error::Capacity`]
+    /// where there are more tokens than
     /// [`Shape::max_tokens_per_rank`](super::Shape::max_tokens_per_rank). An id that is out of
     /// range shows in [`DispatchLayout::validate`], and as an error of the dispatch on every rank.
     pub fn get_dispatch_layout<'a>(
@@ -160,9 +163,9 @@ impl Buffer {
 
     /// [`Buffer::get_dispatch_layout`] with ids of logical experts, which `map` gives physical ones
     /// for: those are what counts, results and the dispatch are of. Ranks may have different maps,
-    /// of placements with as many local experts. The device looks ids up when it comes to this
-    /// call, in each replay of a graph anew, so that a dispatch and what follows it always go by
-    /// one state of the map.
+    /// of placements with as many local experts. The device looks ids up when it runs this call, in
+    /// each replay of a graph anew. A dispatch and the calls behind it therefore always use one
+    /// state of the map.
     ///
     /// # Errors
     /// As [`Buffer::get_dispatch_layout`], and [`Error::Argument`] where the map is for another
@@ -235,7 +238,8 @@ impl Buffer {
         let uses = owners([Some(topk_idx), map.map(|map| &**map.entries())]).into_iter();
         let uses = uses.chain([block.clone() as Owner]);
         let event = self.run(order, capturing, None, uses, |buffer, stream| {
-            // SAFETY: block and ids go back behind all that streams have been given, and a recording keeps them.
+            // SAFETY: the memory of block and ids is freed only behind all work enqueued on
+            // streams, and a recording keeps them.
             unsafe {
                 stream.fill(places.invalid, 0xff, 8)?;
                 stream.fill(places.num_tokens_per_rank, 0, in_rank - per_rank)?;

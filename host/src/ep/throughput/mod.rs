@@ -67,19 +67,24 @@ use wire::{WireSide, wire_layout};
 /// Where expert counts start in the host's copy of the counts.
 const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 
-/// Moves tokens between the ranks of a group. One per rank; every method that says so is collective.
+/// Moves tokens between the ranks of a group. One per rank; methods are collective where their
+/// documentation has that word.
 ///
-/// A pool is mapped by all peers. Received rows lie in one of its places ([`Place`]), and are there until the next dispatch to that
-/// place; routing handles and sums have memory of their own and live as long as they are held.
+/// A pool is mapped by all peers. Received rows lie in one of its places ([`Place`]), and are valid
+/// until the next dispatch to that place. Routing handles and sums have memory of their own and
+/// live as long as they are held.
 ///
-/// Operations take what they need: tensors that were given, and outputs, may be dropped as soon as a call has returned, whatever
-/// streams still do with them. Memory goes back, and is overwritten, behind all that the device's streams ([`Stream`]) have been given by
-/// then. Work of other code in streams without a [`Stream`] is not seen.
+/// Operations keep the memory that they need: inputs and outputs may be dropped as soon as a call
+/// has returned, even while streams use them. Memory is freed and reused behind all work enqueued
+/// on the device's streams ([`Stream`]) by then. Work of other code in streams without a [`Stream`]
+/// is not seen.
 ///
-/// Operations follow each other on the device whatever streams they run on: one on another stream than the last waits for it.
+/// Operations follow each other on the device whatever streams they run on: one on another stream
+/// than the last waits for it.
 ///
 /// # Example
-/// A forward pass and its gradients: the second dispatch goes the way of the first, into another place, so that both results are there at once.
+/// A forward pass and its gradients. The second dispatch uses the first one's routing and another
+/// place, so that both results are valid at once.
 ///
 /// ```
 /// use std::time::Duration;
@@ -143,9 +148,10 @@ impl Buffer {
     /// Makes the buffer and maps the peers' pools. Collective.
     ///
     /// # Errors
-    /// [`Error::Argument`] where an option breaks a rule, [`Error::Mismatch`] where ranks give different ones,
-    /// [`Error::Unavailable`] where GPUs of a node are linked without native atomics (PCIe), [`Error::OutOfMemory`], and whatever the
-    /// driver or the group reports.
+    /// * [`Error::Argument`] where an option breaks a rule
+    /// * [`Error::Mismatch`] where ranks give different options
+    /// * [`Error::Unavailable`] where GPUs of a node are linked without native atomics (PCIe)
+    /// * [`Error::OutOfMemory`], and errors of the driver and the group
     pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
         let rank = group.rank();
         let nodes = Topology::new(group.size(), options.ranks_per_node)?;
@@ -175,7 +181,8 @@ impl Buffer {
             pool.describe(&sections(layouts, topology.nodes, row_bytes));
             Ok(pool)
         };
-        // A driver that has not seen the kernels before compiles them for hundreds of milliseconds: meanwhile, the pool.
+        // A driver that has not seen the kernels before compiles them for hundreds of milliseconds:
+        // meanwhile, the pool.
         let load = |topology: Topology| {
             if topology.nodes > 1 {
                 config.check_nodes(topology.nodes)?;
@@ -242,8 +249,8 @@ impl Buffer {
         /// It stays 0 where the plan of a dispatch with [`Counts::OnDevice`] fails, which ends that
         /// dispatch alone.
         status_ptr,
-        /// A dispatch with [`Counts::OnDevice`] whose plan fails leaves the bytes as they are: no sum
-        /// of it is made.
+        /// A dispatch with [`Counts::OnDevice`] whose plan fails leaves the bytes as they are: no
+        /// sum of it is made.
         missing_ptr,
     }
 
@@ -252,7 +259,8 @@ impl Buffer {
         &self.config
     }
 
-    /// Changes the number of multiprocessors and channels of the operations that follow. The same on every rank.
+    /// Changes the number of multiprocessors and channels of the operations that follow. The same
+    /// on every rank.
     ///
     /// # Errors
     /// [`Error::Argument`] where the number of channels is out of range.
@@ -280,14 +288,15 @@ impl Buffer {
         }
     }
 
-    /// The [`Comm`] for the kernels of an operation in this place. `timeout`: the longest wait for a peer, if
-    /// not the buffer's.
+    /// The [`Comm`] for the kernels of an operation in this place. `timeout`: the longest wait for
+    /// a peer, if not the buffer's.
     fn comm_in(&self, place: &PlaceState<Room>, call: Call, timeout: Option<Duration>) -> Comm {
         let timeout_ns = timeout.map_or(self.comm.timeout_ns, nanoseconds);
         Comm { pool: place.room().layout, call: call.bits(), timeout_ns, ..self.comm }
     }
 
-    /// Blocks of an operation on this rank's tokens within one node: a block without a token would only take part in the protocol.
+    /// Blocks of an operation on this rank's tokens within one node: a block without a token would
+    /// only take part in the protocol.
     fn blocks_for(&self, num_tokens: u32) -> u32 {
         num_tokens.clamp(1, self.config.num_sms)
     }
@@ -344,7 +353,8 @@ impl Buffer {
         Ok(event.map(|event| event.of(self.core.faults().clone())))
     }
 
-    /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every other node.
+    /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every
+    /// other node.
     #[doc(hidden)]
     pub fn count_message_bytes(&self, num_experts: u32) -> u64 {
         let words = wire_message::EXPERT_COUNTS + num_experts / self.num_nodes();
@@ -360,7 +370,8 @@ impl HasCore for Buffer {
     }
 }
 
-/// An error where more of something, in a unit, is `needed` than the buffer was made for with `option`.
+/// An error where more of something, in a unit, is `needed` than the buffer was made for with
+/// `option`.
 fn check_fits(what: (&'static str, &'static str), needed: u64, have: u64, option: &str) -> Result<()> {
     if needed <= have {
         return Ok(());
@@ -389,8 +400,8 @@ fn sections(layouts: &[PoolLayout], nodes: u32, row_bytes: RowBytes) -> Vec<Sect
     layouts.iter().enumerate().flat_map(of_place).collect()
 }
 
-/// Checks that all ranks run the same version with the same options. Rows are those of a pool of one
-/// of the nodes, and of one of all ranks as one node.
+/// Checks that all ranks run the same version with the same options. Rows are those of a pool of
+/// one of the nodes, and of one of all ranks as one node.
 fn agree(
     group: &dyn ProcessGroup,
     topology: Topology,

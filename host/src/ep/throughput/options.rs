@@ -13,7 +13,8 @@ use crate::transport::{TransportKind, TransportOptions};
 /// The sizes that a pool must have room for. The same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Most tokens that any rank sends: a layout of more is refused. A pool has room for this many from every rank.
+    /// Most tokens that any rank sends: a layout of more is refused. A pool has room for this many
+    /// from every rank.
     pub max_tokens_per_rank: u32,
     /// Largest row in bytes: hidden times element size.
     pub max_row_bytes: u64,
@@ -24,9 +25,9 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Most rows by expert that a rank with `local_experts` experts can receive from `num_ranks`
-    /// ranks, its own included, in segments aligned to `alignment`: what
-    /// [`Options::rows_by_expert`] takes for the worst case.
+    /// Most rows by expert that a rank can receive: the argument of [`Options::rows_by_expert`] for
+    /// the worst case. The rank has `local_experts` experts and receives from `num_ranks` ranks,
+    /// itself included. Segments are aligned to `alignment`.
     ///
     /// ```
     /// # use epoxide::throughput::Shape;
@@ -70,13 +71,15 @@ pub struct Options {
     pub transport: TransportOptions,
     #[doc(hidden)]
     pub num_rdma_bytes: Option<u64>,
-    /// A file with the kernels' PTX in place of the embedded one: what `EPOXIDE_PTX` is to a process, to one buffer.
+    /// A file with the kernels' PTX in place of the embedded one: what `EPOXIDE_PTX` is to a
+    /// process, to one buffer.
     #[doc(hidden)]
     pub ptx: Option<PathBuf>,
 }
 
 impl Options {
-    /// Room for the worst case of `shape`, one place, one node, defaults for the rest; 30 s for a peer.
+    /// Room for the worst case of `shape`, one place, one node, defaults for the rest; 30 s for a
+    /// peer.
     pub fn new(shape: Shape) -> Self {
         Options {
             shape,
@@ -96,8 +99,9 @@ impl Options {
     }
 
     option_methods! {
-        /// Up to 64 ranks that can all map each other's memory are one node whatever this is, unless the
-        /// transport is one of shm, tcp and verbs, or [`Options::keep_nodes`] was called.
+        /// Up to 64 ranks that can all map each other's memory are one node, whatever this is. This
+        /// does not hold if the transport is one of shm, tcp and verbs, or [`Options::keep_nodes`]
+        /// was called.
         ranks_per_node,
         /// Rows are relayed, and a token's sum is rounded once for each node.
         keep_nodes,
@@ -113,8 +117,8 @@ impl Options {
         self
     }
 
-    /// Bytes to spend on the pool instead of room for the worst case; a dispatch that needs more rows is an error on
-    /// every rank, before any row moves. See [`Config::nvl_buffer_size_hint`].
+    /// Bytes to spend on the pool instead of room for the worst case. A dispatch that needs more
+    /// rows is an error on every rank, before any row moves. See [`Config::nvl_buffer_size_hint`].
     pub fn num_nvl_bytes(mut self, bytes: u64) -> Self {
         self.num_nvl_bytes = Some(bytes);
         self
@@ -133,23 +137,27 @@ impl Options {
         self
     }
 
-    /// Bytes to spend on wire memory instead of slots for `max_tokens_per_rank` tokens to each node; a dispatch that needs more is
-    /// an error on every rank, before any row moves. See [`Config::rdma_buffer_size_hint`].
+    /// Bytes to spend on wire memory instead of slots for `max_tokens_per_rank` tokens to each
+    /// node. A dispatch that needs more is an error on every rank, before any row moves. See
+    /// [`Config::rdma_buffer_size_hint`].
     pub fn num_rdma_bytes(mut self, bytes: u64) -> Self {
         self.num_rdma_bytes = Some(bytes);
         self
     }
 }
 
-/// Launch shapes of the copy kernels. The defaults are the best measured on H200 (docs/BENCHMARKS.md). With many
-/// multiprocessors an operation takes fewer warps on each: too many bytes in flight crowd the links.
+/// Launch shapes of the copy kernels. The defaults are the best measured on H200
+/// (docs/BENCHMARKS.md). With many multiprocessors an operation takes fewer warps on each: too many
+/// bytes in flight crowd the links.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tuning {
     /// Warps per block in dispatch, 1 to 8.
     pub dispatch_warps: u32,
-    /// Warps per block in dispatch across nodes, beside the one that delivers, 1 to 8: there half of the blocks send.
+    /// Warps per block in dispatch across nodes, beside the one that delivers, 1 to 8: there half
+    /// of the blocks send.
     pub internode_dispatch_warps: u32,
-    /// Further warps per block in a dispatch within one node that exchanges counts, which send the rows' metadata, 1 to 4.
+    /// Further warps per block in a dispatch within one node that exchanges counts, which send the
+    /// rows' metadata, 1 to 4.
     pub dispatch_metadata_warps: u32,
     /// Largest stage in dispatch, in bytes; longer rows travel in pieces.
     pub dispatch_stage_bytes: u32,
@@ -161,8 +169,9 @@ pub struct Tuning {
     pub combine_slot_bytes: u32,
     /// Most slots per warp in combine, at least 2.
     pub combine_slots: u32,
-    /// Blocks that copy rows into the pool during a combine of a tensor within a node, 1 to 1024. `None`: all multiprocessors that the
-    /// configuration leaves. The number never exceeds the work there is.
+    /// Blocks that copy rows into the pool during a combine of a tensor within a node, 1 to 1024.
+    /// `None`: all multiprocessors that the configuration leaves. The number never exceeds the work
+    /// there is.
     pub combine_stagers: Option<u32>,
 }
 

@@ -10,11 +10,13 @@ use crate::ep::tensor::{Element, Owner};
 use crate::ep::{DType, Tensor, TypedTensor};
 use crate::error::{Error, Result, Scope};
 
-/// Room in the pool for what one dispatch brings, and for the rows of its combine. A buffer has
-/// [`Options::places`](super::Options::places) of them, and each is handed out once, by [`Buffer::place`](super::Buffer::place).
+/// Room in the pool for the rows of one dispatch, and for the rows of its combine. A buffer has
+/// [`Options::places`](super::Options::places) of them, and each is handed out once, by
+/// [`Buffer::place`](super::Buffer::place).
 ///
-/// A dispatch borrows its place mutably, and what it brings holds on to that borrow: a second dispatch there does not compile while
-/// the first one's rows are in use. All ranks give a dispatch the place of the same index.
+/// A dispatch borrows its place mutably, and its results keep that borrow. A second dispatch there
+/// does not compile while the first one's rows are in use. All ranks give a dispatch the place of
+/// the same index.
 #[derive(Debug)]
 pub struct Place(pub(super) Held<Room>);
 
@@ -24,12 +26,12 @@ impl Place {
         self.0.place().index()
     }
 
-    /// Rows here that peers gather from, for a combine without a dispatch before it, such as that of a backward pass;
-    /// see [`Received::combine_rows`](super::Received::combine_rows).
+    /// Rows here that peers gather from, for a combine without a dispatch before it, such as that
+    /// of a backward pass; see [`Received::combine_rows`](super::Received::combine_rows).
     ///
     /// # Errors
-    /// [`Error::Capacity`] where `rows` or the row is larger than the pool was made for, [`Error::Argument`] where they are given out
-    /// already.
+    /// [`Error::Capacity`] where `rows` or the row is larger than the pool was made for,
+    /// [`Error::Argument`] where they are given out already.
     pub fn combine_rows(&self, dtype: DType, rows: u64, hidden: u64) -> Result<PoolRows<'_>> {
         self.0.place().combine_rows(self.0.place().pool(), dtype, rows, hidden)
     }
@@ -93,8 +95,9 @@ impl PlaceState<Room> {
     }
 }
 
-/// Rows `[rows, hidden]` of a place that peers gather from: experts that write their output here spare combine a copy
-/// ([`CombineRows::InPool`](super::CombineRows::InPool)). Rows are `row_stride()` bytes apart.
+/// Rows `[rows, hidden]` of a place that peers gather from: experts that write their output here
+/// spare combine a copy ([`CombineRows::InPool`](super::CombineRows::InPool)). Rows are
+/// `row_stride()` bytes apart.
 ///
 /// They are the caller's from the end of one combine to the start of the next.
 #[derive(Debug)]

@@ -41,9 +41,9 @@ pub(super) fn pool_bytes(shape: &Shape, topology: Topology, places: u32, rows: u
     fixed_bytes(topology) + u64::from(places) * (rows * bytes_per_row(shape, topology) + REGIONS * ROW_ALIGN)
 }
 
-/// The layout of a pool with `places` times the rows that `shape` asks for, or `by_expert` where
-/// they are more, or with as many as fit in `limit` bytes: one layout per place, which differ in
-/// where its rows are. At least one.
+/// The layouts of a pool, one per place, at least one; they differ in where the rows are. Each
+/// place has the rows that `shape` asks for, or `by_expert` where these are more. With `limit`, it
+/// has as many as fit in that many bytes.
 pub(super) fn pool_layouts(
     shape: &Shape,
     topology: Topology,

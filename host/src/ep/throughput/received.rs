@@ -10,7 +10,8 @@ use crate::ep::tensor::Owner;
 use crate::ep::{DType, Element, Tensor, TypedTensor};
 use crate::error::Result;
 
-/// The result of a dispatch. The tensors lie in the place that the dispatch was given, and hold on to its borrow.
+/// The result of a dispatch. The tensors lie in the place that the dispatch was given, and hold on
+/// to its borrow.
 ///
 /// Rows are grouped by source rank, ascending, and inside a source sorted by token index. Always.
 ///
@@ -20,28 +21,30 @@ use crate::error::Result;
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Received<'p> {
-    /// `[num_recv_tokens, hidden]`, dtype of x. Rows are `row_stride()` bytes apart, a multiple of 128.
+    /// `[num_recv_tokens, hidden]`, dtype of x. Rows are `row_stride()` bytes apart, a multiple
+    /// of 128.
     pub recv_x: Tensor<'p>,
     /// Scales of the rows, laid out as the scales of x, with `num_recv_tokens` rows.
     pub recv_x_scales: Option<TypedTensor<'p, f32>>,
-    /// `[num_recv_tokens, num_topk]`: local expert ids, or -1 where the expert is not on this rank. `None` where
-    /// top-k was not sent, and of rows by expert.
+    /// `[num_recv_tokens, num_topk]`: local expert ids, or -1 where the expert is not on this rank.
+    /// `None` where top-k was not sent, and of rows by expert.
     pub recv_topk_idx: Option<TypedTensor<'p, i64>>,
-    /// `[num_recv_tokens, num_topk]`: 0 where `recv_topk_idx` is -1. Of rows by expert
+    /// `[num_recv_tokens, num_topk]`: 0 where `recv_topk_idx` is -1. For rows by expert
     /// `[num_recv_tokens]`, the weight of the selection.
     pub recv_topk_weights: Option<TypedTensor<'p, f32>>,
     /// `[num_recv_tokens]`: the token's index on its source rank; of rows by expert, -1 in padding.
     /// `None` in a cached dispatch.
     pub recv_src_idx: Option<TypedTensor<'p, i32>>,
-    /// `[num_recv_tokens, 2]`: the source node, and a word whose bit j says that rank j of this node gets the token too. `None`
-    /// in a cached dispatch and within one node.
+    /// `[num_recv_tokens, 2]`: the source node, and a word whose bit j is set where rank j of this
+    /// node gets the token too. `None` in a cached dispatch and within one node.
     pub recv_src_meta: Option<TypedTensor<'p, i32>>,
     /// `[num_recv_tokens, 2]`, of rows by expert: the source rank, and which of the token's entries
     /// selected the expert. `None` in a cached dispatch.
     pub recv_src_entry: Option<TypedTensor<'p, i32>>,
     /// Rows received; `None` where the host did not wait for the counts.
     pub num_recv_tokens: Option<u32>,
-    /// Selections of each local expert, each rounded up to the alignment; empty where the host did not wait, or cached.
+    /// Selections of each local expert, each rounded up to the alignment; empty where the host did
+    /// not wait, or cached.
     pub num_recv_tokens_per_expert: Vec<u32>,
     /// The routing, for combine and cached dispatches.
     pub handle: DispatchHandle,
@@ -51,15 +54,18 @@ pub struct Received<'p> {
 }
 
 impl<'p> Received<'p> {
-    /// Rows `[num_recv_tokens, hidden]` of the place that peers gather from: experts that write their output here spare combine a copy.
+    /// Rows `[num_recv_tokens, hidden]` of the place that peers gather from: experts that write
+    /// their output here spare combine a copy.
     ///
     /// # Errors
-    /// [`Error::Capacity`](crate::Error::Capacity) where a row is larger than the pool was made for, [`Error::Argument`](crate::Error::Argument) where they are given out already.
+    /// [`Error::Capacity`](crate::Error::Capacity) where a row is larger than the pool was made
+    /// for, [`Error::Argument`](crate::Error::Argument) where they are given out already.
     pub fn combine_rows(&self, dtype: DType, hidden: u64) -> Result<PoolRows<'p>> {
         self.lease.place().combine_rows(self.lease.clone() as Owner, dtype, self.recv_x.rows(), hidden)
     }
 
-    /// Ends the borrow of the place, for callers that cannot carry lifetimes: what comes back says at use whether the rows are still there.
+    /// Replaces the borrow of the place by a check at run time, whether the rows are still there.
+    /// This is for callers that cannot carry lifetimes.
     pub fn detach(self) -> Detached {
         self.lease.detach();
         fn free<T: Element>(tensor: Option<TypedTensor<'_, T>>) -> Option<TypedTensor<'static, T>> {
@@ -82,8 +88,8 @@ impl<'p> Received<'p> {
     }
 }
 
-/// The result of a dispatch, without a borrow of its place. A later dispatch there overwrites the rows; it comes behind what streams have
-/// been given by then.
+/// The result of a dispatch, without a borrow of its place. A later dispatch there overwrites the
+/// rows; it runs behind all work enqueued by then.
 #[derive(Debug)]
 pub struct Detached(Received<'static>);
 
@@ -91,7 +97,8 @@ impl Detached {
     /// The rows, for as long as `place` is borrowed.
     ///
     /// # Errors
-    /// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten them, [`Error::Argument`](crate::Error::Argument) where they lie in another place.
+    /// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten
+    /// them, [`Error::Argument`](crate::Error::Argument) where they lie in another place.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Received<'p>> {
         self.0.lease.check_in(place.0.place()).map(|()| &self.0)
     }

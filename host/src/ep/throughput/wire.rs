@@ -23,13 +23,14 @@ const ALIGN: u64 = 128;
 pub struct WireSide {
     _own: Arc<Memory>,
     tables: Memory,
-    /// Where in `tables` the addresses of all nodes' wire memory are, u64 `[num_nodes]`, if all of it is mapped.
+    /// Where in `tables` the addresses of all nodes' wire memory are, u64 `[num_nodes]`, if all of
+    /// it is mapped.
     bases_at: Option<u64>,
 }
 
 impl WireSide {
-    /// Opens the network to the rank with this one's index on every other node, and writes the tables. Returns
-    /// with them what kernels get of the other nodes. Collective.
+    /// Opens the network to the rank with this one's index on every other node, and writes the
+    /// tables. Returns with them what kernels get of the other nodes. Collective.
     pub fn new(
         core: &mut Core<Room>,
         group: &dyn ProcessGroup,
@@ -105,7 +106,8 @@ impl WireSide {
     }
 }
 
-/// The layout of wire memory with the slots that `shape` asks for, or with as many as fit in `limit` bytes.
+/// The layout of wire memory with the slots that `shape` asks for, or with as many as fit in
+/// `limit` bytes.
 pub fn wire_layout(shape: &Shape, topology: Topology, limit: Option<u64>) -> Result<WireLayout> {
     let (nodes, topk) = (topology.nodes as u64, shape.max_topk);
     let row_bytes = u32::try_from(shape.max_row_bytes).map_err(|_| {
@@ -164,7 +166,8 @@ mod tests {
     #[test]
     fn the_benchmark_shape() {
         let layout = wire_layout(&SHAPE, TOPOLOGY, None).unwrap();
-        // 14336 bytes of row, 48 of heads and token, 64 of top-k: 14448, which is 16 less than a multiple of 128.
+        // 14336 bytes of row, 48 of heads and token, 64 of top-k: 14448, which is 16 less than a
+        // multiple of 128.
         assert_eq!(layout.node_bytes, 4096 * (14336 + 48 + 64 + 16));
         assert_eq!(layout.bytes, layout.slots_in + 2 * layout.node_bytes);
         let name = |at| Section::name_of(&layout.sections(), at).unwrap();
