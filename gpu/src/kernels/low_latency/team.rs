@@ -42,8 +42,9 @@ impl<const BARRIER: u32> Team<BARRIER> {
         self.threads / 32
     }
 
-    /// Waits for the whole team, and says whether `is` was true in any of its threads. `words`: two words of shared memory, zero before
-    /// vote 0; votes that follow each other take turns with them, so that no word is written before all have read it.
+    /// Waits for the whole team, and says whether `is` was true in any of its threads. `words`: two
+    /// words of shared memory, zero before vote 0; votes that follow each other take turns with
+    /// them, so that no word is written before all have read it.
     ///
     /// Words, since no barrier takes the vote of some of a block's warps (docs/KERNELS.md).
     #[inline(always)]

@@ -1,9 +1,11 @@
-//! Low-latency combine across nodes: what the experts of a rank made of another's tokens goes back in one message, in the order in which the
-//! rows came.
+//! Low-latency combine across nodes: the experts' results for another rank's tokens return in one
+//! message, in the order in which the rows came.
 //!
-//! What makes them sound: a returned row has one block of one rank that writes it; the message's packet is released by the block that wrote its
-//! last row, which has acquired what the others did, and its owner reads it behind that packet. Sums have one block each. The threads of a
-//! block meet at a barrier between the writers and readers of each word of shared memory; collectives stand where all lanes of a warp arrive.
+//! Soundness: a returned row has one writer, one block of one rank. The block that wrote the
+//! message's last row releases the message's packet, and has acquired the stores of the message's
+//! other blocks. The owner reads the row behind that packet. Each sum has one block. A barrier
+//! stands between the writers and the readers of each word of shared memory. Collectives stand
+//! where all lanes of a warp arrive.
 
 use epoxide_macros::kernel;
 
@@ -66,7 +68,8 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
         trace(&common.comm, Phase::Enter);
         let opening = Opening::load::<true>(common, thread == 0);
         if thread < MEMBERS {
-            // Of the dispatch that is answered, which an earlier kernel has completed; read behind the barrier of `begin`.
+            // The slots of the dispatch that is answered, which an earlier kernel has completed.
+            // They are read behind the barrier of `begin`.
             st_shared_u32(shared.slots + thread * 4, ld_u32(args.messages.num_slots.0 + thread as u64 * 4));
         }
         let begun = begin::<true>(common, &opening, shared.begun);
@@ -95,7 +98,8 @@ fn stride<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) -> u64 {
     answer_slot_bytes(bytes, if FP8 { bytes / SCALE_BLOCK } else { 0 }) as u64
 }
 
-/// Returns what this rank has of the tokens that it received, a row to a block, all sources' first rows first.
+/// Returns what this rank has of the tokens that it received, a row to a block, all sources' first
+/// rows first.
 #[inline(always)]
 unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &Shared, begun: &Begun) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
@@ -108,7 +112,7 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
             let [a, b, c, d] = ld_v4(messages.num_slots.0 + J as u64 * 16);
             most = a.max(b).max(c.max(d)).max(most);
         });
-        // Who sent no row has no block of its own.
+        // A source without rows is answered by no other block.
         if ctaid() == nctaid() - 1 && begun.has_member(tid()) && ld_shared_u32(shared.slots + tid() * 4) == 0
         {
             deliver(common, Route::to(messages, tid()), tid(), Kind::Answer, 0, begun.epoch());
@@ -142,7 +146,8 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
     }
 }
 
-/// Adds the row of number `number`, if there is one, to those that have returned to its source, and sends the message where it was the last.
+/// Adds the row of number `number`, if there is one, to those that have returned to its source, and
+/// sends the message where it was the last.
 #[inline(always)]
 unsafe fn say_returned<const FP8: bool>(
     args: &LowLatencyInternodeCombineArgs,
@@ -191,7 +196,8 @@ unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared
     }
 }
 
-/// The address of the first row of the ranks `left`, which is taken from them; whether there was one.
+/// The address of the first row of the ranks `left`, which is taken from them; whether there was
+/// one.
 #[inline(always)]
 unsafe fn next_row(shared: &Shared, left: &mut u32) -> (bool, u64) {
     let is_there = *left != 0;
