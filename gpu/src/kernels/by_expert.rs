@@ -6,12 +6,12 @@
 //! brought, and sends each rank the first row of each expert; the sender lists its rows by that
 //! ([`PlanByExpert`]).
 //!
-//! What makes them sound: each entry of an output has one warp or one thread. Packets carry data
-//! and flag in one atomic word, and each has one writer. The threads of a block meet at a barrier
-//! between the writers and readers of each word of shared memory; the header is written by one
-//! thread, behind a barrier. Padding is marked in rows of the own pool that no plan gives to a
-//! peer, after this rank has said that its rows may be overwritten and before it enters the
-//! movement of rows. Collectives stand where all lanes of a warp arrive.
+//! Soundness: each entry of an output has one warp or one thread. Packets carry data and flag in
+//! one atomic word, and each has one writer. A barrier of the block stands between the writers and
+//! the readers of each word of shared memory. One thread writes the header, behind a barrier.
+//! Padding is marked in rows of the own pool that no plan gives to a peer, after this rank has said
+//! that its rows may be overwritten and before it enters the movement of rows. Collectives stand
+//! where all lanes of a warp arrive.
 
 use core::mem::offset_of;
 

@@ -43,7 +43,8 @@ impl Segments {
     /// row's index there. The whole warp calls it.
     #[inline(always)]
     pub unsafe fn find(&self, row: u32) -> (u32, u32) {
-        // SAFETY: the caller says that all lanes are here. The last lane's sum is above `row`, so not all bits are set.
+        // SAFETY: the caller says that all lanes are here. The last lane's sum is above `row`, so
+        // not all bits are set.
         unsafe {
             let lane = ballot(self.upto <= row).count_ones() & 31;
             (lane, row - shfl_u32(self.upto - self.count, lane))

@@ -1,5 +1,5 @@
-//! What a count exchange has come to, within a node and across nodes. Everybody has the same counts, hence the same verdict: either all
-//! ranks move rows or none does.
+//! The verdict of a count exchange, within a node and across nodes. Every rank has the same counts,
+//! hence the same verdict: either all ranks move rows or none does.
 
 use core::mem::offset_of;
 
@@ -39,15 +39,15 @@ impl Verdict {
         }
     }
 
-    /// Whether the ranks agree on the shape of the messages, so that all of a message will come. Ranks that disagree on channels or
-    /// experts would wait for packets that never come.
+    /// Whether the ranks agree on the shape of the messages, so that all of a message will come.
+    /// Ranks that disagree on channels or experts would wait for packets that never come.
     #[inline(always)]
     pub fn agrees(status: u32) -> bool {
         status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32
     }
 
-    /// Writes it to the [`PlanHeader`] at `header`, with the rows that this rank receives and the dispatch's epoch: all words but the tag and
-    /// the relayed tokens.
+    /// Writes it to the [`PlanHeader`] at `header`, with the rows that this rank receives and the
+    /// dispatch's epoch: all words but the tag and the relayed tokens.
     #[inline(always)]
     pub unsafe fn write(&self, header: u64, rows: u32, epoch: u64) {
         // SAFETY: the caller vouches for a live `PlanHeader`.
