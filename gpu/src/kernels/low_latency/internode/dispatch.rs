@@ -296,7 +296,7 @@ unsafe fn say_written(args: &LowLatencyInternodeDispatchArgs, token: u32, begun:
         let is_last =
             laneid() == 0 && completes(args.messages.written.0, token, args.dispatch.common.num_tokens);
         if ballot(is_last) != 0 {
-            // The whole warp's from here on: the stores that the first lane acquired.
+            // `syncwarp` orders the whole warp behind the acquire of the first lane.
             syncwarp();
             send_messages(args, begun);
         }
