@@ -74,7 +74,7 @@ pub unsafe fn aborted(comm: &Comm) -> bool {
 /// The whole warp calls it.
 #[inline(always)]
 pub unsafe fn warp_aborted(comm: &Comm) -> bool {
-    // SAFETY: the caller says that all lanes are here.
+    // SAFETY: the caller ensures that all lanes are here.
     unsafe { ballot(aborted(comm)) != 0 }
 }
 

@@ -299,7 +299,7 @@ pub unsafe fn wait_node_ready(comm: &Comm, wire: &Wire, operation: Operation, wh
 #[inline(always)]
 pub unsafe fn is_in_vain(comm: &Comm, turns: &mut u32) -> bool {
     *turns += 1;
-    // SAFETY: the caller says that all lanes are here.
+    // SAFETY: the caller ensures that all lanes are here.
     unsafe { turns.is_multiple_of(64) && warp_aborted(comm) }
 }
 

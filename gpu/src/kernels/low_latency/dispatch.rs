@@ -27,7 +27,7 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Sends rows, or waits for them and says which expert has which, or both.
+/// Sends rows, or waits for them and lists each expert's rows, or both.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 10, registers = 128, dependent,
     requires(
@@ -122,7 +122,7 @@ fn has_several(args: &LowLatencyArgs) -> bool {
     args.num_tokens > nctaid()
 }
 
-/// Tokens whose scales leave together, and which are then said to be there. A scale's words of this
+/// Tokens whose scales are sent together, and which are then published. A scale's words of this
 /// many tokens fill a sector of 32 bytes; words of single tokens took as long as a quarter of the
 /// rows.
 const TOKENS_AT_ONCE: u32 = LOW_LATENCY_TOKENS_AT_ONCE;
@@ -232,7 +232,7 @@ unsafe fn send(
     tokens: Tokens,
     first: Ahead,
 ) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let (thread, warp, lane) = (tid(), tid() / 32, laneid());
@@ -299,10 +299,10 @@ unsafe fn send(
     }
 }
 
-/// Adds a token that the block has sent to its chunk, and tells all members where it was the
-/// chunk's last. The last warp calls it, which waits until all of it has arrived: that takes as
-/// long as the links do. The warp does nothing else from the block's last row on, and the others do
-/// not wait for it.
+/// Adds a token that the block has sent to its chunk. After the chunk's last token it publishes the
+/// chunk to all members. The last warp calls it, which waits until all of it has arrived: that
+/// takes as long as the links do. The warp does nothing else from the block's last row on, and the
+/// others do not wait for it.
 #[inline(always)]
 unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
     // SAFETY: passed on to the caller. The fence and each store behind it release what the block
@@ -325,8 +325,8 @@ unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
     }
 }
 
-/// The ranks that a token goes to, as bits. `sends`: tells them, and all others, which of their
-/// experts it is for, with its weights. The whole warp calls it.
+/// The ranks that a token goes to, as bits. `sends`: whether to send every member the token's
+/// entries for its experts, with their weights. The whole warp calls it.
 #[inline(always)]
 unsafe fn send_ids(
     args: &LowLatencyDispatchArgs,
@@ -506,7 +506,7 @@ unsafe fn quantise_pair(
 /// Says which expert has which rows, and waits for them.
 #[inline(always)]
 unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let thread = tid();
@@ -559,7 +559,8 @@ unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, ep
         };
         let weight = |listed: &Listed, entry: u32| {
             let packet = listed.weights + entry as u64 * 8;
-            // A weight that does not come is an error, whatever it is taken for.
+            // A weight that does not come is recorded as an error, so that the value here does not
+            // matter.
             wait_packet::<false>(comm, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
         };
         if total <= FEW_TOKENS {

@@ -1,5 +1,5 @@
-//! e4m3 with a scale for each block of elements: how rows are quantised on their way, and what they
-//! stand for.
+//! e4m3 with a scale for each block of elements: how rows are quantised for sending, and converted
+//! back.
 
 use crate::layout::{LowLatencyArgs, Quantise, SCALE_BLOCK};
 use crate::simt::*;
@@ -45,7 +45,7 @@ pub(super) fn from_e4m3(vector: [u32; 4]) -> Sixteen {
 /// whole warp calls it, with whole blocks one after the other.
 #[inline(always)]
 pub(super) unsafe fn quantised(numbers: &Sixteen, quantise: u32) -> ([u32; 4], f32) {
-    // SAFETY: the caller says that all lanes are here.
+    // SAFETY: the caller ensures that all lanes are here.
     unsafe {
         let lane = laneid();
         // Magnitudes of floats order as their bits do.

@@ -56,7 +56,7 @@ pub unsafe fn low_latency_gather(args: LowLatencyGatherArgs) {
 /// `before` rows. The whole warp calls it.
 #[inline(always)]
 unsafe fn experts_from(args: &LowLatencyGatherArgs, first: u32, before: u32) -> Segments {
-    // SAFETY: loads that are made lie in the table; the caller says that all lanes are here.
+    // SAFETY: loads that are made lie in the table; the caller ensures that all lanes are here.
     unsafe {
         let expert = first + laneid();
         let mut count = 0;

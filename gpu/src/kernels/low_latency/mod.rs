@@ -119,13 +119,13 @@ impl Scales {
     }
 }
 
-/// Rows that a block moves before it says so: saying it takes a microsecond, in which the block's
-/// first warp moves nothing.
+/// Rows that a block moves before it publishes them. Publishing takes a microsecond, in which the
+/// block's first warp moves nothing.
 const ROWS_AT_ONCE: u32 = 4;
 
-/// Adds a part's share to the word at `word`, behind all that the block has done, and says whether
-/// it was the last one; then all that the others did is visible. Called behind a barrier of the
-/// block.
+/// Adds a part's share to the word at `word`, behind the block's stores, and returns whether it was
+/// the last part. After the last part, the stores of all other parts are visible. Called behind a
+/// barrier of the block.
 #[inline(always)]
 unsafe fn completes(word: u64, part: u32, parts: u32) -> bool {
     // No other block has a part, and the caller's barrier orders this block's own stores.
@@ -202,10 +202,10 @@ impl Opening {
         self.is_answered() & ((self.answered >> 32) as u32 != self.epoch() as u32)
     }
 
-    /// Bits of the ranks that take part: none where this rank takes no part itself. A rank that
-    /// gave up waiting in an operation before sends nothing any more, so that no peer takes what it
-    /// left undone for done. Nor does a combine that no dispatch has filled the place for, or one
-    /// of other tokens than the dispatch: graphs may be replayed in any order.
+    /// Bits of the ranks that take part: none where this rank takes no part itself. A rank whose
+    /// wait expired in an operation before sends nothing any more, so that no peer takes its
+    /// unfinished work for complete. Nor does a combine that no dispatch has filled the place for,
+    /// or one of other tokens than the dispatch: graphs may be replayed in any order.
     #[inline(always)]
     fn members<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> u32 {
         let is_wrong = COMBINE & (self.is_unpaired() | (self.tokens != args.num_tokens));
@@ -220,7 +220,7 @@ impl Opening {
 /// memory.
 #[inline(always)]
 unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening, words: u32) -> Begun {
-    // SAFETY: thread 0 writes the words in front of the barrier, and nobody writes them again.
+    // SAFETY: thread 0 writes the words in front of the barrier, and they are not written again.
     unsafe {
         if tid() == 0 {
             let (epoch, members) = (opening.epoch(), opening.members::<COMBINE>(args));
@@ -238,7 +238,7 @@ unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening, w
     }
 }
 
-/// Where the place says which dispatch was answered last, [`LowLatencyTurns::answered`].
+/// Address of the place's word for the last answered dispatch, [`LowLatencyTurns::answered`].
 #[inline(always)]
 fn answered_at(args: &LowLatencyArgs) -> u64 {
     args.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64
@@ -277,8 +277,8 @@ impl Begun {
         unsafe { ld_shared_u32(self.words + 8) != 0 }
     }
 
-    /// A bit for each rank that is not left out: nobody waits for the others, or sends them
-    /// anything. None where this block takes no part.
+    /// A bit for each rank that is not left out. No rank waits for the others or sends to them.
+    /// None where this block takes no part.
     #[inline(always)]
     unsafe fn members(&self) -> u32 {
         // SAFETY: as above.
@@ -318,7 +318,7 @@ fn last_warp() -> u32 {
 #[inline(always)]
 unsafe fn publish_call<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening) {
     // SAFETY: pools are mapped; the packet has this rank as its only writer. Fence and store
-    // release it, since it also says that the kernels before have ended.
+    // release it, because it also publishes that the kernels before have ended.
     unsafe {
         let (comm, lane, epoch) = (&args.comm, laneid(), opening.epoch());
         fence_acq_rel_sys();
@@ -350,7 +350,7 @@ unsafe fn wait_call(args: &LowLatencyArgs, rank: u32, epoch: u64) -> Option<u32>
 /// lanes, when one has not. The whole warp calls it.
 #[inline(always)]
 unsafe fn have_all_entered(args: &LowLatencyArgs, begun: Begun) -> bool {
-    // SAFETY: the caller says that all lanes are here.
+    // SAFETY: the caller ensures that all lanes are here.
     unsafe {
         let lane = laneid();
         let is_here = lane >= FEW_RANKS as u32
@@ -366,7 +366,8 @@ unsafe fn have_all_entered(args: &LowLatencyArgs, begun: Begun) -> bool {
 /// `rows`.
 #[inline(always)]
 unsafe fn late_with(comm: &Comm, rank: u32, epoch: u64, rows: Wait) -> Wait {
-    // SAFETY: packets are in this rank's own pool. Nothing is read by what this one says.
+    // SAFETY: packets are in this rank's own pool. The packet guards no data, so that its load
+    // needs no acquire.
     let seen = unsafe { ld_relaxed_sys_u64(pool_of(comm, comm.rank) + call_offset(rank, epoch)) };
     if (seen >> 32) as u32 == epoch as u32 { rows } else { Wait::LowLatencyEnter }
 }
@@ -404,9 +405,9 @@ unsafe fn wait_calls<const BARRIER: u32>(
     }
 }
 
-/// Waits for the packet at `packet` in the own pool; `None` when the wait expired. `ACQUIRE`: what
-/// it was released behind is visible after it; the data of any packet comes with it, and loads that
-/// order nothing are many times cheaper.
+/// Waits for the packet at `packet` in the own pool; `None` when the wait expired. `ACQUIRE`:
+/// whether the stores before the packet's release are visible after the wait. A packet's own data
+/// needs no acquire, and relaxed loads are many times cheaper.
 #[inline(always)]
 unsafe fn wait_packet<const ACQUIRE: bool>(
     comm: &Comm,
@@ -441,8 +442,8 @@ unsafe fn packet_seen(comm: &Comm, packet: u64, seen: u64, peer: u32, epoch: u64
     unsafe { wait_packet::<false>(comm, packet, peer, epoch, what) }
 }
 
-/// Waits until all members have entered a dispatch into a place that they may still use, having
-/// told them of this one. One warp of a block calls it, each block before it sends.
+/// Publishes this rank's entry into a dispatch and waits for the entry of all members. The place
+/// may still be in use. One warp of a block calls it, each block before it sends.
 #[inline(always)]
 unsafe fn wait_ready(comm: &Comm, begun: &Begun) -> bool {
     // SAFETY: pools are mapped; the word at a peer has this rank as its only writer, whichever
@@ -464,12 +465,12 @@ unsafe fn wait_ready(comm: &Comm, begun: &Begun) -> bool {
     }
 }
 
-/// Whether the packet at `packet` of rank `peer` says that it is in the operation `epoch` with
-/// another call; that is recorded.
+/// Whether the packet at `packet` shows rank `peer` in the operation `epoch` with another call.
+/// Another call is recorded.
 #[inline(always)]
 unsafe fn is_other_call(comm: &Comm, packet: u64, peer: u32, epoch: u64) -> bool {
-    // SAFETY: the caller vouches for the address. Nothing is read by what it says, so it needs no
-    // acquire.
+    // SAFETY: the caller vouches for the address. The packet guards no data, so that its load needs
+    // no acquire.
     unsafe {
         let seen = ld_relaxed_sys_u64(packet);
         let differs = (seen ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
@@ -482,8 +483,8 @@ unsafe fn is_other_call(comm: &Comm, packet: u64, peer: u32, epoch: u64) -> bool
     }
 }
 
-/// Whether a rank with so many tokens gets its rows back as packets: then nobody waits for stores
-/// to arrive before a word can say so, and whoever has the packets has the rows.
+/// Whether a rank with so many tokens gets its rows back as packets. Then no block waits for stores
+/// to arrive before it publishes them: the packets are the rows.
 #[inline(always)]
 fn in_packets(args: &LowLatencyArgs, tokens: u32) -> bool {
     tokens <= args.packet_tokens
@@ -570,7 +571,7 @@ unsafe fn load_packets(at: u64) -> [[u32; 4]; 4] {
 #[inline(always)]
 unsafe fn is_piece_late([a, b, c, d]: [[u32; 4]; 4], epoch: u32) -> bool {
     let late = (a[3] ^ epoch) | (b[3] ^ epoch) | (c[3] ^ epoch) | (d[3] ^ epoch);
-    // SAFETY: the caller says that all lanes are here.
+    // SAFETY: the caller ensures that all lanes are here.
     unsafe { ballot(late != 0) != 0 }
 }
 
@@ -607,7 +608,7 @@ fn let_next_launch(args: &LowLatencyArgs) {
 /// Ends a block's part of the operation; all threads call it.
 #[inline(always)]
 unsafe fn finish(comm: &Comm) {
-    // SAFETY: the caller says that all threads are here.
+    // SAFETY: the caller ensures that all threads are here.
     unsafe {
         barrier_sync();
         add_share(comm);

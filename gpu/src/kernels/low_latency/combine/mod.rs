@@ -98,7 +98,7 @@ pub unsafe fn low_latency_combine_summed(args: LowLatencyCombineArgs) {
 /// warps return rows while others sum.
 #[inline(always)]
 unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineArgs) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let comm = &args.common.comm;
         let shared = Shared::lay_out();

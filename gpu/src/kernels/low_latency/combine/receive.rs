@@ -49,12 +49,12 @@ pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER:
     shared: &Shared,
     begun: Begun,
 ) -> bool {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let thread = team.thread();
         let mut failed = tid() / 32 == last_warp() && !have_all_entered(common, begun);
-        // The same in all lanes, which the compiler is to know.
+        // The mask is the same in all lanes; `redux_or` shows that to the compiler.
         let mut mask = redux_or(ld_shared_u32(shared.of_warp + tid() / 32 * 4));
         if in_packets(common, common.num_tokens) {
             if !failed {
@@ -261,7 +261,7 @@ unsafe fn record_late_piece(
     }
 }
 
-/// Leaves NaN in what this block would have summed: a rank has not come.
+/// Leaves NaN in the sums of this block, because a rank has not come.
 #[inline(always)]
 pub(super) unsafe fn spoil<const FP8: bool>(args: &LowLatencyCombineArgs) {
     // SAFETY: passed on to the kernel's caller.

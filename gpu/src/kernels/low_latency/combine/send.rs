@@ -53,8 +53,8 @@ impl Ahead {
         token: u32,
         is_there: bool,
     ) -> Ahead {
-        // SAFETY: tables have all rows; a dispatch that an earlier kernel has completed wrote what
-        // says something.
+        // SAFETY: tables have all rows; a dispatch that an earlier kernel has completed wrote the
+        // entries that are used.
         unsafe {
             let common = &args.common;
             let mut ahead = Ahead { tokens: 0, slot: -1, weight: 0.0 };
@@ -88,8 +88,7 @@ fn row_at<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32) -> (u32,
     (token, source + (SUMMED & (source >= args.common.comm.rank)) as u32)
 }
 
-/// The most tokens of a rank, of those to which words say that rows are there, and of those that
-/// get packets.
+/// The most tokens of any rank that gets its rows behind words, and of any rank that gets packets.
 pub(super) struct Most {
     pub(super) words: u32,
     pub(super) packets: u32,
@@ -117,10 +116,11 @@ impl Most {
     }
 }
 
-/// Returns what this rank has of the tokens that it received, a row to a block: all sources' first
-/// tokens first, since their owners wait for them in that order. All threads of the team call it.
-/// `most`: tokens of a rank to which words say that rows are there. `progress`: where the team
-/// publishes how many rows it has written, if another warp publishes them to their owners.
+/// Returns this rank's results for the tokens that it received, a row to a block. All sources'
+/// first tokens come first, because their owners wait for them in that order. All threads of the
+/// team call it. `most`: the most tokens of a rank that gets its rows behind words. `progress`:
+/// where the team publishes how many rows it has written, if another warp publishes them to their
+/// owners.
 #[inline(always)]
 pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
@@ -130,7 +130,7 @@ pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u3
     first: Ahead,
     progress: Option<&Progress>,
 ) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let lane = laneid();
@@ -166,7 +166,7 @@ pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u3
     }
 }
 
-/// Publishes to their owners the rows that the block returns, as soon as `progress` says that they
+/// Publishes to their owners the rows that the block returns, as soon as `progress` shows that they
 /// are written. One warp calls it.
 #[inline(always)]
 pub(super) unsafe fn publish_rows(
@@ -190,8 +190,8 @@ pub(super) unsafe fn publish_rows(
     }
 }
 
-/// Adds the row of index `index`, if there is one, to those of its chunk that have returned, and
-/// tells the owner where it was the last.
+/// Adds the row of index `index`, if there is one, to the returned rows of its chunk. After the
+/// last one it publishes the chunk to the owner.
 #[inline(always)]
 unsafe fn say_returned<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32, epoch: u64) {
     // SAFETY: passed on to the caller. The store releases what the block did in front of its
@@ -352,7 +352,7 @@ impl Share {
     /// The share of row `row`. The whole warp calls it.
     #[inline(always)]
     unsafe fn of(args: &LowLatencyCombineArgs, row: u32, ahead: Ahead) -> Share {
-        // SAFETY: the caller says that all lanes are here.
+        // SAFETY: the caller ensures that all lanes are here.
         let entries = unsafe { ballot(ahead.slot >= 0) };
         if args.by_expert == 0 {
             return Share { entries: (entries != 0) as u32, slot: row as i32, weight: 1.0 };
@@ -383,7 +383,7 @@ impl Share {
     /// Where the row of an entry is, and its weight. The whole warp calls it.
     #[inline(always)]
     unsafe fn row(&self, args: &LowLatencyCombineArgs, entry: u32) -> (u64, f32) {
-        // SAFETY: the caller says that all lanes are here.
+        // SAFETY: the caller ensures that all lanes are here.
         unsafe {
             let slot = shfl_u32(self.slot as u32, entry);
             let weight = f32::from_bits(shfl_u32(self.weight.to_bits(), entry));

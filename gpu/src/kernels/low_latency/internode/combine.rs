@@ -61,7 +61,7 @@ pub unsafe fn low_latency_internode_combine_fp8(args: LowLatencyInternodeCombine
 /// `FP8`: whether rows return as e4m3.
 #[inline(always)]
 unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, thread) = (&args.combine.common, tid());
         let shared = Shared::lay_out();
@@ -98,11 +98,11 @@ fn stride<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) -> u64 {
     answer_slot_bytes(bytes, if FP8 { bytes / SCALE_BLOCK } else { 0 }) as u64
 }
 
-/// Returns what this rank has of the tokens that it received, a row to a block, all sources' first
-/// rows first.
+/// Returns this rank's results for the tokens that it received, a row to a block, all sources'
+/// first rows first.
 #[inline(always)]
 unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &Shared, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, messages) = (&args.combine.common, &args.messages);
         let (num_ranks, warp, lane) = (common.comm.num_ranks, tid() / 32, laneid());
@@ -170,7 +170,7 @@ unsafe fn say_returned<const FP8: bool>(
 /// Sums what has come back, a token to a block.
 #[inline(always)]
 unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &Shared) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, messages, thread) = (&args.combine.common, &args.messages, tid());
         let bytes = bf16_bytes::<FP8>(&args.combine);

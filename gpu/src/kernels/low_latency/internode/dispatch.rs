@@ -23,7 +23,7 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Sends rows, or waits for them and says which expert has which, or both.
+/// Sends rows, or waits for them and lists each expert's rows, or both.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 13, registers = 128,
     requires(
@@ -71,7 +71,7 @@ fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
 /// Writes this rank's tokens into the messages, a token to a block.
 #[inline(always)]
 unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, messages) = (&args.dispatch.common, &args.messages);
         let (thread, warp) = (tid(), tid() / 32);
@@ -141,7 +141,7 @@ unsafe fn count(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, from: u
 /// In lane r, of how many lanes the mask has bit r. The whole warp calls it.
 #[inline(always)]
 unsafe fn votes_of(args: &LowLatencyInternodeDispatchArgs, mask: u32) -> u32 {
-    // SAFETY: the caller says that all lanes are here.
+    // SAFETY: the caller ensures that all lanes are here.
     unsafe {
         let (lane, mut rank, mut own) = (laneid(), 0, 0);
         while rank < args.dispatch.common.comm.num_ranks {
@@ -327,11 +327,10 @@ unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, begun: &Begun) {
     }
 }
 
-/// Waits for the messages, says which expert has which of their rows, and puts these where they
-/// belong.
+/// Waits for the messages, lists each expert's rows, and copies the rows to their places.
 #[inline(always)]
 unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
         if !wait_messages::<true>(common, messages, shared, begun) {

@@ -2,15 +2,15 @@
 //! Where the receiver's memory is mapped, within a node or across, the message is written there;
 //! elsewhere it is written where one put takes it from. All ranks are alike, but for that.
 //!
-//! The packet that says which call a rank has entered comes behind its message, so that whoever has
-//! seen all packets has all rows. Messages of a dispatch are of no fixed length: their rows are put
-//! where they belong by the receiver, each token's to the row of its number as within a node.
+//! The packet with a rank's call comes behind the rank's message, so that a rank that has acquired
+//! all packets has all rows. Messages of a dispatch have no fixed length. The receiver copies their
+//! rows to their places, each token's to the row of its number as within a node.
 //!
-//! Why nothing is overwritten that somebody still reads: as within a node. A message of a dispatch
-//! may be written, here for a put or there, once a combine has answered the last one in its place,
-//! for then the answer of each rank has come, or once all have entered the dispatch; a message of a
-//! combine once a dispatch into its place has come from each rank, which had ended the combine
-//! before.
+//! Invariant: nothing is overwritten while a rank still reads it, as within a node. A message of a
+//! dispatch may be written, here for a put or there, in one of two cases. Either a combine has
+//! answered the last dispatch in its place, so that the answer of each rank has come, or all ranks
+//! have entered the dispatch. A message of a combine may be written once a dispatch into its place
+//! has come from each rank, because that rank has ended the combine before.
 
 use core::mem::offset_of;
 
@@ -164,8 +164,9 @@ fn call_at(epoch: u64) -> u64 {
     offset_of!(LowLatencyWords, calls) as u64 + (epoch & 1) * 8
 }
 
-/// Tells a rank that this one has entered the operation, with which call, behind `bytes` bytes of
-/// the message for it. Any one lane calls it; what it has seen written comes before the packet.
+/// Publishes to a rank that this one has entered the operation, with its call, behind `bytes` bytes
+/// of the message for that rank. Any one lane calls it. Stores that happened before the call are
+/// visible before the packet.
 #[inline(always)]
 unsafe fn deliver(args: &LowLatencyArgs, route: Route, rank: u32, kind: Kind, bytes: u64, epoch: u64) {
     // SAFETY: the offsets are those of a message, which the host laid out.
@@ -267,9 +268,9 @@ impl Incoming {
 }
 
 /// Whether block 0 has given up waiting, asked in each of the `polls` of a copy. Block 0 has the
-/// deadline and names who is late: it raises the abort word wherever it does not publish. A copy
-/// that is not there says nothing about its peer, since packets of a dispatch are published when
-/// all have come.
+/// deadline and names who is late: it raises the abort word wherever it does not publish. A missing
+/// copy is no evidence about its peer, because packets of a dispatch are published when all have
+/// come.
 #[inline(always)]
 unsafe fn is_given_up(comm: &Comm, polls: &mut u32) -> bool {
     *polls += 1;
@@ -277,8 +278,8 @@ unsafe fn is_given_up(comm: &Comm, polls: &mut u32) -> bool {
     unsafe { polls.is_multiple_of(4) && aborted(comm) }
 }
 
-/// As within a node: waits until all members have entered a dispatch into a place that they may
-/// still use, having told them of this one.
+/// Publishes this rank's entry into a dispatch and waits for the entry of all members, as within a
+/// node. The place may still be in use.
 #[inline(always)]
 unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun: &Begun) -> bool {
     // SAFETY: the words that are waited for are in this rank's memory.
@@ -296,9 +297,10 @@ unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun
     }
 }
 
-/// Waits until the ready word of a rank says that it has entered this operation; false when the
-/// wait expired, and when the rank came with another call. The word has the low half of the epoch,
-/// which wraps. The rank may have entered the next operation, and then waits there for this one.
+/// Waits until the ready word of a rank shows that the rank has entered this operation. The result
+/// is false when the wait expired, or when the rank came with another call. The word has the low
+/// half of the epoch, which wraps. The rank may have entered the next operation, and then waits
+/// there for this one.
 #[inline(always)]
 unsafe fn wait_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> bool {
     // SAFETY: the words and their copies are in this rank's memory.
@@ -327,9 +329,9 @@ unsafe fn wait_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) 
     }
 }
 
-/// Waits until a rank's message has come, and says with which call, which the caller publishes;
-/// `None` when the wait expired. Where the rank waits for this one first, in a call that is another
-/// one, it will not come: then that call is said.
+/// Waits until a rank's message has come, and returns its call, which the caller publishes; `None`
+/// when the wait expired. A rank that waits for this one in another call will not send the message:
+/// then the result is that other call.
 #[inline(always)]
 unsafe fn wait_call(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> Option<u32> {
     // SAFETY: the words and their copies are in this rank's memory. The ready word is only
