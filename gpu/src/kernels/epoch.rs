@@ -50,7 +50,7 @@ pub unsafe fn pool_at<const MANY: bool>(comm: &Comm, rank: u32) -> u64 {
     if !MANY {
         return pool_of(comm, rank);
     }
-    // SAFETY: the table has every rank, and nobody writes it.
+    // SAFETY: the table has every rank, and is not written meanwhile.
     unsafe { ld_u64(comm.pool_table.0 + rank as u64 * 8) }
 }
 
@@ -126,9 +126,9 @@ impl Entry {
     }
 }
 
-/// Begins a dispatch with a count exchange: tells the ranks of this node that this one has entered
-/// it, so that all of them are ready by the time that rows move. One warp calls it, in the kernel
-/// that plans; the one that moves rows says nothing.
+/// Begins a dispatch with a count exchange: publishes to the ranks of this node that this rank has
+/// entered it, so that all of them are ready by the time that rows move. One warp calls it, in the
+/// kernel that plans; the kernel that moves rows publishes nothing.
 #[inline(always)]
 pub unsafe fn tell_planning<const MANY: bool>(comm: &Comm, epoch: u64) {
     // SAFETY: passed on to the caller. The plan that this dispatch goes by is its own.
@@ -149,8 +149,8 @@ pub enum Phase {
     Done = offset_of!(BlockTrace, done) as u64,
 }
 
-/// Notes when this block reached `phase`, where somebody wants to know; thread 0 of the block does
-/// it.
+/// Stores the time at which this block reached `phase`, if the launch has a trace. Thread 0 of the
+/// block does it.
 #[inline(always)]
 pub unsafe fn trace(comm: &Comm, phase: Phase) {
     // SAFETY: passed on to the caller.
@@ -178,8 +178,8 @@ pub(super) fn share(b: u32, n: u32) -> u64 {
     ((QUANTUM as u32 * (b + 1)) / n - (QUANTUM as u32 * b) / n) as u64
 }
 
-/// Tells every peer that this rank has entered the operation, by [`Entry::ready_word`]. One warp
-/// calls it; lane r tells rank r.
+/// Publishes to every peer that this rank has entered the operation, by [`Entry::ready_word`]. One
+/// warp calls it; lane r stores at rank r.
 #[inline(always)]
 pub unsafe fn tell_ready<const MANY: bool>(comm: &Comm, ready: u64) {
     // SAFETY: pools are mapped; the word has this rank as its only writer.
@@ -193,12 +193,12 @@ pub unsafe fn tell_ready<const MANY: bool>(comm: &Comm, ready: u64) {
     }
 }
 
-/// Bytes of shared memory in which the wait for the peers passes on what it has seen.
+/// Bytes of shared memory in which the wait for the peers publishes its result to the block.
 pub const JOINED_BYTES: u32 = 16;
 
-/// Waits until every peer has entered the operation, with the call that `ready` says; all threads
-/// call it. False when one has not, or a wait of this rank had expired before: the same in all
-/// threads of the block, by the word of shared memory at `joined`.
+/// Waits until every peer has entered the operation, with the call of `ready`; all threads call it.
+/// False when one has not, or a wait of this rank had expired before: the same in all threads of
+/// the block, by the word of shared memory at `joined`.
 ///
 /// The last warp polls for the block, which has the least to do in front of it: more would only
 /// crowd the words that the peers write.
@@ -251,10 +251,10 @@ pub(super) unsafe fn wait_entered(
 /// The same, of a node as well: `others` is what to record where the peer does not come, and where
 /// calls differ.
 ///
-/// `has_passed`: whether the epoch that the word says is that of a peer which has been here
-/// already. `is_counting`: whether the peer is in a count exchange, where its word does not say so;
-/// asked now and then, and only in a wait that is long.
-#[allow(clippy::too_many_arguments)] // A wait, and what is made of it.
+/// `has_passed`: whether the epoch of the word is that of a peer which has been here already.
+/// `is_counting`: whether the peer is in a count exchange that its word does not show. It is called
+/// now and then, and only in a long wait.
+#[allow(clippy::too_many_arguments)]
 #[inline(always)]
 pub(super) unsafe fn wait_entered_or(
     comm: &Comm,
@@ -297,7 +297,7 @@ pub(super) unsafe fn wait_entered_or(
 /// Another call is recorded as `other`.
 #[inline(always)]
 pub(super) unsafe fn is_in_other_call(comm: &Comm, word: u64, peer: u32, epoch: u64, other: Wait) -> bool {
-    // SAFETY: `word` is a live control word. Nothing is read by what it says, so it needs no
+    // SAFETY: `word` is a live control word. The word guards no data, so that its load needs no
     // acquire.
     unsafe {
         let seen = ld_relaxed_sys_u64(word);
@@ -309,11 +309,11 @@ pub(super) unsafe fn is_in_other_call(comm: &Comm, word: u64, peer: u32, epoch: 
     }
 }
 
-/// Ends a block's part of the operation; all threads call it. Tells every peer, and the last block
-/// of the grid waits for all peers and advances the epoch.
+/// Ends a block's part of the operation; all threads call it. Publishes the block's end to every
+/// peer. The last block of the grid waits for all peers and advances the epoch.
 ///
-/// `joined` is what [`wait_ready`] said. A block that gave up waiting did nothing, so it says
-/// nothing: a peer that comes late must not take what never came for done.
+/// `joined` is the result of [`wait_ready`]. A block whose wait expired moved nothing, so that it
+/// publishes nothing: a late peer must not take missing rows for complete ones.
 #[inline(always)]
 pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
     // SAFETY: pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier
@@ -371,8 +371,8 @@ pub(super) unsafe fn wait_at_least(
     unsafe { wait_at_least_unless(comm, word, needed, peer, epoch, what, || false) }
 }
 
-/// The same, but ends as well where `is_in_vain` says that it must: asked now and then, and only in
-/// a wait that is long.
+/// The same, but the wait ends as well once `is_in_vain` is true. It is called now and then, and
+/// only in a long wait.
 #[inline(always)]
 pub(super) unsafe fn wait_at_least_unless(
     comm: &Comm,
@@ -582,8 +582,8 @@ pub(super) unsafe fn record(
     }
 }
 
-/// Notes that the words of `peer` have not come, for which a wait of `waited` ns was: unless it
-/// began shortly before another one ended it, which says nothing about the peer.
+/// Records that the words of `peer` have not come in a wait of `waited` ns. A wait that began
+/// shortly before another one ended it is not recorded: it is no evidence about the peer.
 #[inline(always)]
 pub(super) unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) {
     // SAFETY: each peer has two words.
@@ -598,7 +598,7 @@ pub(super) unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) 
 /// Notes that a combine may leave a token without its sum, or a part of it.
 #[inline(always)]
 pub(super) unsafe fn note_missing_token(comm: &Comm, token: u32) {
-    // SAFETY: the caller says that the token is one of this rank, each of which has a byte. All
+    // SAFETY: the caller ensures that the token is one of this rank, each of which has a byte. All
     // writers of a byte store the same value.
     unsafe { st_relaxed_sys_u8(comm.status.0 + MISSING_TOKENS + token as u64, 1) }
 }

@@ -119,7 +119,7 @@ impl Divisor {
     /// `by` is at least 1.
     #[inline(always)]
     unsafe fn new(by: u32) -> Self {
-        // SAFETY: the caller says so; it spares a trap.
+        // SAFETY: the caller ensures it; it spares a trap.
         unsafe { core::hint::assert_unchecked(by >= 1) };
         Divisor { by, reciprocal: u32::MAX / by }
     }
@@ -378,7 +378,7 @@ unsafe fn post_sums(
     }
 }
 
-/// The sums that the nodes sent for this rank's tokens: lane n knows those of node n. A row is the
+/// The sums that the nodes sent for this rank's tokens: lane n holds those of node n. A row is the
 /// token's index in the (channel, node) stream.
 struct Nodes<'a> {
     args: &'a InternodeCombineArgs,

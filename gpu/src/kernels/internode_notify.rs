@@ -52,8 +52,8 @@ const LOWEST: u32 = EXPERTS + MAX_LOCAL_EXPERTS;
 const VERDICT: u32 = LOWEST + THREADS / 32;
 /// Non-zero where a wait for a packet has expired.
 const EXPIRED: u32 = VERDICT + Verdict::WORDS;
-/// Non-zero where a node's message has not come. A word of its own, which nobody writes any more
-/// when threads decide by it whether to relay: all of them decide the same.
+/// Non-zero where a node's message has not come. It is a word of its own, and is not written any
+/// more when threads decide by it whether to relay, so that all of them decide the same.
 const UNHEARD: u32 = EXPIRED + 1;
 const WORDS: u32 = UNHEARD + 1;
 
@@ -159,7 +159,7 @@ impl<'a> Exchange<'a> {
     /// Writes the message for each node, and the sender's prefix matrices.
     #[inline(always)]
     unsafe fn write_messages(&self) {
-        // SAFETY: the matrices are as large as the argument struct says; messages out are this
+        // SAFETY: the matrices are as large as the argument struct documents; messages out are this
         // rank's until it posts them.
         unsafe {
             let (args, thread) = (self.args, tid());
@@ -282,14 +282,15 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Reads everybody's heads: whether the words that must agree do, and the tokens of every rank
-    /// for every rank.
+    /// Reads the heads of all ranks: whether the words that must agree do, and the tokens of every
+    /// rank for every rank.
     #[inline(always)]
     unsafe fn read_heads(&self) -> Verdict {
         // SAFETY: packets are inside the own pool.
         unsafe {
             let (thread, ranks) = (tid(), self.ranks);
-            // As the kernel's clauses say; it spares a trap in the divisions below.
+            // The kernel's `requires` clauses guarantee it; it spares a trap in the divisions
+            // below.
             core::hint::assert_unchecked(ranks >= 1);
             // A thread takes a source.
             let mut objection = Verdict { peer: NONE, ..Verdict::OPEN };
@@ -369,7 +370,7 @@ impl<'a> Exchange<'a> {
             barrier_sync();
             let crowded = self.lowest();
             if thread == 0 {
-                // A source that objects has said so above.
+                // A source that objects has stored its verdict above.
                 if self.has_expired() {
                     st_shared_u32(word(VERDICT), PlanStatus::Timeout as u32);
                 } else if objector == NONE && crowded != NONE {

@@ -98,7 +98,7 @@ pub unsafe fn dispatch_layout(args: LayoutArgs) {
             } else {
                 args.num_tokens_per_rdma_rank.0 + (i - nodes_at) as u64 * 4
             };
-            // With one node nobody counts nodes.
+            // With one node, nodes are not counted.
             red_relaxed_gpu_add_u32(out, count);
         }
         i += ntid();

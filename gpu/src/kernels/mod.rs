@@ -2,8 +2,8 @@
 //!
 //! Every operation between ranks has the same three steps, carried by two words per peer
 //! (`layout::Control`): *ready* (I have entered operation `epoch`), *move*, *done* (I have done my
-//! part towards you). `epoch` module holds them; docs/protocol.md says why no two operations can
-//! meet in a region.
+//! part towards you). `epoch` module holds them; docs/protocol.md explains why no two operations
+//! can meet in a region.
 
 /// Repeats a block with the constant `$n` from 0 to 7: unrolled in the source, so that arrays which
 /// it indexes stay in registers.

@@ -235,7 +235,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
             to += WARPS;
         }
 
-        // Collect everybody's heads, one packet a thread.
+        // Collect the heads of all ranks, one packet a thread.
         let mut packet = thread;
         while packet < ranks * head_words {
             let (source, word) = (packet / head_words, packet % head_words);
@@ -257,7 +257,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         barrier_sync();
         trace(comm, Phase::Ready);
 
-        // Everybody has the same heads, hence the same verdict: either all ranks move rows or none
+        // Every rank has the same heads, hence the same verdict: either all ranks move rows or none
         // does. The status is what all threads turn on; the rest of the verdict is for the answer.
         let (mut status, mut verdict) = (PlanStatus::Empty as u32, Verdict::OPEN);
         if ld_shared_u32(expired) != 0 {

@@ -35,13 +35,13 @@ pub struct Delivery {
     pub value: u64,
 }
 
-/// An operation, for what is said to other nodes, and for waits that are for a queue's proxy and
-/// not for a peer.
+/// An operation, for the words to other nodes, and for waits that are for a queue's proxy and not
+/// for a peer.
 #[derive(Clone, Copy)]
 pub struct Operation {
     pub epoch: u64,
-    /// The word by which this rank enters it, [`super::epoch::Entry::ready_word`]; 0 where it says
-    /// none.
+    /// The word by which this rank enters it, [`super::epoch::Entry::ready_word`]; 0 where it
+    /// publishes none.
     pub ready: u64,
     /// The name of a wait for the proxy in the record of one that expired.
     pub queue_wait: Wait,
@@ -125,7 +125,7 @@ unsafe fn queue_of(comm: &Comm, wire: &Wire, node: u32, channel: u32) -> (u64, u
 
 /// Has `delivery` take place at `node`, whose path is given: where the peer's wire memory is mapped
 /// the bytes are there already, and the counter is released behind them; else the put is posted.
-/// Any one lane calls it; what it has seen written comes before the counter.
+/// Any one lane calls it; stores that happened before the call are visible before the counter.
 #[inline(always)]
 pub unsafe fn deliver(
     comm: &Comm,
@@ -146,8 +146,8 @@ pub unsafe fn deliver(
     }
 }
 
-/// Posts a put on the queue of `channel` to `node`. Any one lane calls it; what it has seen written
-/// is visible to the proxy.
+/// Posts a put on the queue of `channel` to `node`. Any one lane calls it; stores that happened
+/// before the call are visible to the proxy.
 #[inline(always)]
 unsafe fn post(
     comm: &Comm,
@@ -205,8 +205,8 @@ pub unsafe fn wait_quiet(comm: &Comm, node: u32, posted: Posted, operation: Oper
     }
 }
 
-/// Tells every other node that this rank has entered the operation. One warp calls it; lane n tells
-/// node n.
+/// Tells every other node that this rank has entered the operation. One warp calls it; lane n
+/// publishes to node n.
 #[inline(always)]
 pub unsafe fn tell_nodes_ready(comm: &Comm, wire: &Wire, operation: Operation) {
     // SAFETY: the word at the peer has this rank as its only writer, through queue 0 if not by a
@@ -293,9 +293,9 @@ pub unsafe fn wait_node_ready(comm: &Comm, wire: &Wire, operation: Operation, wh
     }
 }
 
-/// Whether a wait of this rank has expired, asked now and then by a warp that waits for others of
-/// its block: those may have seen that, and do nothing. The whole warp calls it, in each turn of
-/// its loop; `turns` counts them.
+/// Whether a wait of this rank has expired. A warp that waits for others of its block checks it now
+/// and then: those may have given up after an expired wait. The whole warp calls it, in each turn
+/// of its loop; `turns` counts them.
 #[inline(always)]
 pub unsafe fn is_in_vain(comm: &Comm, turns: &mut u32) -> bool {
     *turns += 1;
@@ -358,8 +358,8 @@ pub unsafe fn wait_own_rows(comm: &Comm, word: u64, rows: u32, epoch: u64) -> bo
     }
 }
 
-/// Where a channel begins and how many rows it has, from an inclusive prefix matrix `[..,
-/// channels]`: the entry of `row`.
+/// Where a channel begins and how many rows it has, from an inclusive prefix matrix
+/// `[.., channels]`: the entry of `row`.
 #[inline(always)]
 pub unsafe fn channel_rows(prefix: u64, channels: u32, row: u32, channel: u32) -> (u32, u32) {
     // SAFETY: the entry lies inside the matrix.

@@ -94,10 +94,10 @@ impl Ring {
         unsafe { self.barrier(turn.slot).wait(turn.parity) }
     }
 
-    /// One lane starts a load into a buffer that nobody reads any more.
+    /// One lane starts a load into a buffer that is not read any more.
     #[inline(always)]
     pub unsafe fn load(&self, slot: u32, from: u64, bytes: u32) {
-        // SAFETY: the caller vouches for `from` and says that nobody reads the buffer.
+        // SAFETY: the caller vouches for `from` and ensures that no thread reads the buffer.
         unsafe {
             self.expect(slot, bytes);
             self.load_at(slot, 0, from, bytes);

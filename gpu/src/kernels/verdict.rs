@@ -6,7 +6,7 @@ use core::mem::offset_of;
 use crate::layout::{Comm, FailedPlan, FailedPlans, KEPT_PLANS, PlanHeader, PlanStatus, Status};
 use crate::simt::*;
 
-/// A verdict, in the words of a [`PlanHeader`]; [`PlanStatus`] says what each of them means.
+/// A verdict, in the words of a [`PlanHeader`]; [`PlanStatus`] documents them.
 #[derive(Clone, Copy)]
 pub struct Verdict {
     pub peer: u32,
@@ -62,8 +62,8 @@ impl Verdict {
         }
     }
 
-    /// Where the plan is not ready, tells the host so, which does not wait for this dispatch. A
-    /// wait that expired has told it already. One thread of the grid calls it.
+    /// Reports a plan that is not ready to the host, which does not wait for this dispatch. A wait
+    /// that expired has reported itself already. One thread of the grid calls it.
     #[inline(always)]
     pub unsafe fn report(&self, comm: &Comm, rows: u32, epoch: u64) {
         if self.status == PlanStatus::Ready as u32 || self.status == PlanStatus::Timeout as u32 {

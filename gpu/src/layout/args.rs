@@ -138,8 +138,8 @@ pub struct ExpertPlanArgs {
     pub exchange: DevicePtr,
     /// Out: [`super::PlanHeader`], with the rows of all segments in place of those received.
     pub header: DevicePtr,
-    /// Out: i64 `[num_tokens, SEND_LIST_STRIDE]`, where entry k of a token goes as `rank << 32 |
-    /// row`, or -1.
+    /// Out: i64 `[num_tokens, SEND_LIST_STRIDE]`, where entry k of a token goes as
+    /// `rank << 32 | row`, or -1.
     pub send_row: DevicePtr,
     /// Out: u32 `[local_experts]`, rows of each expert.
     pub expert_counts: DevicePtr,
@@ -336,7 +336,7 @@ pub struct StagedCombineArgs {
     pub channels: u32,
     /// Blocks that gather the rows of a channel together.
     pub blocks_per_channel: u32,
-    /// Rows that a block copies before it says so, of the first step of a channel.
+    /// Rows of a channel's first step: a block publishes them after it has copied so many.
     pub step_rows: u32,
     /// Warps of a block that gather; in a block that copies all do.
     pub gather_warps: u32,

@@ -8,8 +8,8 @@
 pub const READY_SHIFT: u32 = 40;
 /// The bits of an epoch that a ready word holds.
 pub const READY_EPOCHS: u64 = u64::MAX >> READY_SHIFT;
-/// The bits of a ready word that say more of a call than that it is a dispatch with a count
-/// exchange.
+/// The bits of a ready word that are all 0 in a dispatch with a count exchange, and in no other
+/// call.
 pub const READY_OTHERS: u64 = (1 << READY_SHIFT) - (1 << COLUMNS_SHIFT);
 /// The bits of [`super::PlanHeader::epoch`] that a ready word holds.
 pub const READY_PLANS: u32 = (1 << COLUMNS_SHIFT) - 1;
@@ -26,7 +26,7 @@ pub const CACHED_DTYPE: u32 = 29;
 /// The kinds of calls that an operation can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallKind {
-    /// A dispatch with a count exchange, which sees to it that all else agrees.
+    /// A dispatch with a count exchange, which checks that all else agrees.
     Dispatch = 0,
     /// A dispatch along the routing of another one.
     CachedDispatch = 1,
@@ -48,11 +48,12 @@ pub struct Call {
     pub kind: CallKind,
     /// The place's index, below 64.
     pub place: u32,
-    /// Bytes per row, a multiple of 16. Ready words tell lengths apart that differ by less than 128
+    /// Bytes per row, a multiple of 16. Ready words differ for lengths that differ by less than 128
     /// KiB.
     pub row_bytes: u32,
     /// Top-k weights of a combine per row, or scales of a cached dispatch, with [`CACHED_DTYPE`]
-    /// for each type in front of its own. Ready words tell apart what differs by less than 256.
+    /// for each type in front of its own. Ready words differ for values that differ by less than
+    /// 256.
     pub columns: u32,
 }
 
@@ -95,8 +96,8 @@ pub const fn ready_epoch(word: u64, latest: u64) -> u64 {
     latest.saturating_sub(latest.wrapping_sub(word >> READY_SHIFT) & READY_EPOCHS)
 }
 
-/// The epoch of the dispatch whose routing the call of a ready word goes by: the latest up to and
-/// with `latest` that it can be.
+/// The epoch of the dispatch whose routing the call of a ready word uses: the latest possible one,
+/// `latest` at most.
 pub const fn ready_plan(word: u64, latest: u64) -> u64 {
     latest.saturating_sub(latest.wrapping_sub(word) & READY_PLANS as u64)
 }

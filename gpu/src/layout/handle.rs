@@ -28,7 +28,7 @@ pub enum PlanStatus {
     InvalidExpert = 3,
     /// Signature word `detail` of rank `peer` differs: `theirs` there, `ours` here.
     Mismatch = 4,
-    /// A peer's counts did not come in time; [`super::Status`] says more.
+    /// A peer's counts did not come in time; [`super::Status`] has the details.
     Timeout = 5,
     /// Rank `peer` has `detail` tokens for one node, more than its slots there.
     Slots = 6,

@@ -1,8 +1,8 @@
-//! Low latency: what the kernels are told, and what lies where in the memory that they share.
+//! Low latency: the arguments of the kernels, and the layout of the memory that they share.
 //!
 //! A pool begins with words of the rank as a whole ([`LowLatencyControl`]); behind them each place
-//! has words, packets and rows ([`LowLatencyPlace`]). A row of token t from rank s lies at `s *
-//! max_tokens + t`, whatever else comes: nothing is counted before it is sent.
+//! has words, packets and rows ([`LowLatencyPlace`]). A row of token t from rank s lies at
+//! `s * max_tokens + t`, independent of all other rows: nothing is counted before it is sent.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -17,7 +17,8 @@ use super::pool::{Comm, ControlWord};
 #[repr(C)]
 pub struct LowLatencyControl {
     /// `ready[src] >= epoch`: rank `src` has entered that dispatch, so that its place may be
-    /// overwritten. Said and waited for only where nothing that came in between says so.
+    /// overwritten. A rank publishes it, and waits for it, only if no operation in between has
+    /// shown the same.
     pub ready: [ControlWord; FEW_RANKS],
     /// `calls[src][epoch % 2]` is a packet: rank `src` has entered the operation, with this
     /// [`LowLatencyCall`]. A rank is at most one operation ahead of what its peers have yet to
@@ -55,8 +56,8 @@ pub struct LowLatencyPlace {
     /// Returned rows `[num_ranks * max_tokens]`: row `src * max_tokens + t` is rank `src`'s share
     /// of this rank's token t, in BF16, or in e4m3 with its f32 scales behind it.
     pub returned_x: u64,
-    /// Returned rows of a rank with few tokens, in [pieces](PIECE_BYTES): `[num_ranks *
-    /// packet_tokens, pieces]`.
+    /// Returned rows of a rank with few tokens, in [pieces](PIECE_BYTES):
+    /// `[num_ranks * packet_tokens, pieces]`.
     pub returned_packets: u64,
     /// Packets `[num_ranks * packet_tokens, num_scales]`: the f32 scales of those rows.
     pub returned_scales: u64,
@@ -286,7 +287,7 @@ pub struct LowLatencyCall {
     pub has_scales: bool,
     /// The place's index, below 64.
     pub place: u32,
-    /// Bytes of a row as it travels, a multiple of 16. Calls tell lengths apart that differ by less
+    /// Bytes of a row as it travels, a multiple of 16. Calls differ for lengths that differ by less
     /// than 128 KiB.
     pub row_bytes: u32,
     /// Tokens of the rank, at most [`LowLatencyCall::MAX_TOKENS`]: the one thing in which ranks may
@@ -310,7 +311,7 @@ impl LowLatencyCall {
             | self.num_tokens & Self::TOKEN_BITS
     }
 
-    /// The call that a packet says.
+    /// The call with the bits of a packet.
     pub const fn of(bits: u32) -> LowLatencyCall {
         LowLatencyCall {
             is_combine: bits >> 30 & 1 != 0,

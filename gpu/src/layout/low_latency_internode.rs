@@ -1,9 +1,9 @@
 //! Low latency across nodes: each rank sends each one message in a dispatch and one in a combine,
-//! whatever links them.
+//! over any link.
 //!
 //! A message lies where its receiver reads it if the receiver's memory is mapped, within a node or
 //! across; else where it was written, from which a put takes it there. Behind it comes the packet
-//! that says which call the sender has entered.
+//! with the call that the sender has entered.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -65,7 +65,7 @@ pub struct LowLatencyRoute {
 
 layout_assert!(LowLatencyRoute, size = 104, queue at 88);
 
-/// Bytes of a dispatch message in front of its slots: a u32 that says how many there are.
+/// Bytes of a dispatch message in front of its slots: a u32, the number of slots.
 pub const DISPATCH_HEADER: u32 = SLOT_ALIGN;
 
 /// A slot of a dispatch message: the row, its scales, the token's index on its rank as a u32, and
@@ -130,8 +130,8 @@ pub struct LowLatencyMessages {
     pub recv_scales: DevicePtr,
     /// Out of a dispatch, receiver side: u32 `[MAX_MEMBERS]`, slots of each rank's message.
     pub num_slots: DevicePtr,
-    /// Out of a dispatch, receiver side: u32 `[rows]`, the tokens of a rank's slots, from `source *
-    /// max_tokens` on.
+    /// Out of a dispatch, receiver side: u32 `[rows]`, the tokens of a rank's slots, from
+    /// `source * max_tokens` on.
     pub slot_tokens: DevicePtr,
     /// Out of a dispatch, sender side: u32 `[max_tokens, MAX_MEMBERS]`, the token's slot in the
     /// message for each rank that it went to.

@@ -76,7 +76,7 @@ pub const SIGNATURE_NAMES: [&str; 5] = [
 pub mod message {
     use super::*;
 
-    /// Words that must agree between ranks; [`super::SIGNATURE_NAMES`] says what each is.
+    /// Words that must agree between ranks; [`super::SIGNATURE_NAMES`] names them.
     pub const SIGNATURE: u32 = 0;
     /// 1 if the sender's layout saw an expert id out of range.
     pub const INVALID: u32 = SIGNATURE + super::SIGNATURE_NAMES.len() as u32;
@@ -172,8 +172,8 @@ layout_assert!(Comm, size = 144 + 8 * FEW_RANKS, pool at 56 + 8 * FEW_RANKS);
 pub struct BlockTrace {
     /// The block started.
     pub enter: u64,
-    /// Every peer was ready; in notify, every peer's counts had come. A block that stages rows
-    /// waits for nobody: it began.
+    /// Every peer was ready; in notify, every peer's counts had come. In a block that stages rows,
+    /// which does not wait: it began.
     pub ready: u64,
     /// The block's share was moved; in notify, its tokens were numbered.
     pub moved: u64,
@@ -191,8 +191,8 @@ pub struct LocalState {
     /// Operations completed. The running operation is `epoch + 1`; the kernel that ends it stores
     /// that.
     pub epoch: u64,
-    /// Blocks add their share of [`QUANTUM`] when they are through; the one that completes `epoch *
-    /// QUANTUM` is last.
+    /// Blocks add their share of [`QUANTUM`] when they are through; the one that completes
+    /// `epoch * QUANTUM` is last.
     pub ticket: u64,
     /// Non-zero once a wait has expired or met another call: every later wait returns at once. Then
     /// the low bits of the operation's epoch, but 1 for 0.
@@ -272,10 +272,10 @@ pub struct FailedPlans {
 
 layout_assert!(FailedPlans, size = 200, plans at 8);
 
-/// Offset, in the mapped host memory of a [`Status`], of two words of each peer, u64 `[2,
-/// MAX_WORLD]`, by the numbers that [`Status::peer`] has: the [`Wait`] for it that lasted at least
-/// half of the deadline until this one or another one expired, else 0. Waits that a peer enters
-/// come first.
+/// Offset, in the mapped host memory of a [`Status`], of two words of each peer, u64
+/// `[2, MAX_WORLD]`, by the numbers that [`Status::peer`] has: the [`Wait`] for it that lasted at
+/// least half of the deadline until this one or another one expired, else 0. Waits that a peer
+/// enters come first.
 pub const LATE_PEERS: u64 = (size_of::<Status>() + size_of::<FailedPlans>()) as u64;
 
 /// Offset, behind those, of a byte of each token, `[max_tokens]`: 1 where a combine may have left

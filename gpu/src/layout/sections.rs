@@ -14,7 +14,7 @@ use super::{
 pub struct Section {
     /// Its name; empty where it is one more dimension of the array around it.
     pub name: &'static str,
-    /// Where it begins, in bytes from the start of what it is a part of.
+    /// Where it begins, in bytes from the start of the section around it.
     pub offset: u64,
     /// Bytes, padding behind it included where that is simpler.
     pub bytes: u64,
@@ -45,8 +45,8 @@ impl Section {
         Section { parts, ..self }
     }
 
-    /// The name of byte `at` of memory with these sections, such as `ready[3]` or `recv_x[17] +
-    /// 0x40`; `None` between them.
+    /// The name of byte `at` of memory with these sections, such as `ready[3]` or
+    /// `recv_x[17] + 0x40`; `None` between them.
     pub fn name_of(sections: &[Section], mut at: u64) -> Option<String> {
         let mut name = String::new();
         let mut inside = sections;

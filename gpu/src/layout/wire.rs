@@ -152,7 +152,7 @@ layout_assert!(Wire, size = 120, layout at 32);
 pub mod wire_message {
     use super::*;
 
-    /// Words that must agree between ranks; [`crate::layout::SIGNATURE_NAMES`] says what each is.
+    /// Words that must agree between ranks; [`crate::layout::SIGNATURE_NAMES`] names them.
     pub const SIGNATURE: u32 = 0;
     /// 1 if the sender's layout saw an expert id out of range.
     pub const INVALID: u32 = SIGNATURE + crate::layout::SIGNATURE_NAMES.len() as u32;
@@ -163,16 +163,16 @@ pub mod wire_message {
     /// Where the sender's channels start, `[1 + ranks of a node][channels]`: row 0 among its tokens
     /// for the receiver's node, row 1 + j among those for rank j of that node.
     pub const CHANNEL_STARTS: u32 = RANK_COUNTS + MAX_WORLD as u32;
-    /// Selections the sender has for each expert of the receiver's node, `[ranks of a node][experts
-    /// per rank]`.
+    /// Selections the sender has for each expert of the receiver's node,
+    /// `[ranks of a node][experts per rank]`.
     pub const EXPERT_COUNTS: u32 = CHANNEL_STARTS + (1 + FEW_RANKS as u32) * MAX_CHANNELS;
     /// Most words of a message.
     pub const WORDS: u32 = EXPERT_COUNTS + FEW_RANKS as u32 * MAX_LOCAL_EXPERTS;
 }
 
-/// The part of a count message that its receiver relays to each rank of its node: packets `epoch <<
-/// 32 | value` in the pool, as in [`super::message`], `[num_ranks][WORDS]` by the message's source.
-/// Up to [`wire_message::CHANNEL_STARTS`] the words are the same.
+/// The part of a count message that its receiver relays to each rank of its node: packets
+/// `epoch << 32 | value` in the pool, as in [`super::message`], `[num_ranks][WORDS]` by the
+/// message's source. Up to [`wire_message::CHANNEL_STARTS`] the words are the same.
 pub mod relay_message {
     use super::*;
 

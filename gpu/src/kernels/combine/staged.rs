@@ -223,8 +223,8 @@ unsafe fn spoil_share(args: &StagedCombineArgs, gatherer: u32) {
 }
 
 /// How many blocks of the operation have started before this one; all threads call it. Blocks start
-/// in any order, and where not all fit, some start when others have ended: by this number the first
-/// that are there do what the others wait for.
+/// in any order, and where not all fit, some start when others have ended. The blocks with the
+/// lowest numbers do the work that the others wait for.
 #[inline(always)]
 unsafe fn starting_order(comm: &Comm, epoch: u64) -> u32 {
     // SAFETY: `local` is live. The ring is laid over the word in shared memory behind the barrier
@@ -333,7 +333,7 @@ unsafe fn copy_rows<const MANY: bool>(args: &StagedCombineArgs, first: u32, coun
     }
 }
 
-/// The combine rows of the ranks, which may be read as far as those say.
+/// The combine rows of the ranks, which may be read as far as the ranks have published them.
 struct Staged<'a, P, const MANY: bool> {
     args: &'a StagedCombineArgs,
     ranks: P,

@@ -1,5 +1,5 @@
-//! How rows are summed: gathered by bulk loads into a ring of slots, from whatever contributes to a
-//! token, added in registers, and handed on.
+//! How rows are summed: gathered by bulk loads into a ring of slots, from the contributors to a
+//! token, added in registers, and stored.
 
 use crate::kernels::epoch::{aborted, note_missing_token, pool_of};
 use crate::kernels::list::{Destination, entry_at};
@@ -314,8 +314,8 @@ pub trait Sink {
     unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]);
 }
 
-/// The operation's outputs, of sums of so many vectors a lane: that of token t at `rows + t *
-/// row_bytes`, its weights at `weights + t * num_topk * 4`.
+/// The operation's outputs, of sums of so many vectors a lane: that of token t at
+/// `rows + t * row_bytes`, its weights at `weights + t * num_topk * 4`.
 pub struct Outputs<'a, const FEWER: bool>(&'a CombineArgs);
 
 impl<'a, const FEWER: bool> Outputs<'a, FEWER> {
@@ -555,7 +555,7 @@ impl<const WHOLE: bool> Gather<WHOLE> {
     /// Goes on to the next item that has contributors.
     #[inline(always)]
     unsafe fn next_item<C: Contributors>(&mut self, args: &CombineArgs, from: &C) {
-        // SAFETY: `row` is asked for tokens of the range only.
+        // SAFETY: `row` is called for tokens of the range only.
         unsafe {
             loop {
                 (self.item, self.row) = (self.next, self.next_row);
@@ -594,8 +594,8 @@ unsafe fn row_before<C: Contributors>(from: &C, token: u32, end: u32) -> i32 {
 /// Lane k: sums entry k of a token's weights over its contributors, to entry k at `to`.
 #[inline(always)]
 unsafe fn sum_weights<C: Contributors>(args: &CombineArgs, from: &C, to: u64, row: i32) {
-    // SAFETY: rows were planned inside their memory; the wait says when they may be read, and the
-    // warp meets behind it.
+    // SAFETY: rows were planned inside their memory; they are read behind the wait, and the warp
+    // meets behind it.
     unsafe {
         let lane = laneid();
         let active = lane < args.num_topk;
@@ -622,7 +622,7 @@ unsafe fn sum_weights<C: Contributors>(args: &CombineArgs, from: &C, to: u64, ro
     }
 }
 
-/// The lane that knows the contributor's address starts the load, into a slot that no lane reads
+/// The lane that holds the contributor's address starts the load, into a slot that no lane reads
 /// any more.
 #[inline(always)]
 unsafe fn load_piece<C: Contributors, const WHOLE: bool>(

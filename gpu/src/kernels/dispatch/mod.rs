@@ -27,8 +27,8 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
 /// r's bulk store sends it to rank r, so a row is read once however many ranks want it. A rank's
 /// rows for itself go out through ordinary stores, which leaves the copy engine to the links. The
 /// block's last `metadata_warps` warps send metadata, and the last of all polls for the peers while
-/// the others fill their rings. Shared memory: the rings, then a word that says whether the block
-/// has joined.
+/// the others fill their rings. Shared memory: the rings, then a word for whether the block has
+/// joined.
 #[kernel(
     threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
     requires(
@@ -102,7 +102,7 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
         let entry = Entry::read(comm, args.header.0);
         let epoch = current_epoch(comm);
         let ready = entry.ready_word(comm, epoch);
-        // Notify has said so where there was one.
+        // A dispatch with a count exchange published it in notify.
         if args.with_metadata == 0 && ctaid() == 0 && warp == 0 {
             tell_ready::<MANY>(comm, ready);
         }

@@ -35,7 +35,7 @@ impl Cursor {
 }
 
 /// Lane 0 starts the load of a piece of x, and of the token's scales with its first, into a stage
-/// that nobody reads any more.
+/// that is not read any more.
 #[inline(always)]
 pub unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor, stage: u32) {
     // SAFETY: the piece lies inside `x`, the scales inside `scales`.
@@ -76,8 +76,8 @@ pub unsafe fn load_stage(
     tail: Tail,
     offset: u32,
 ) {
-    // SAFETY: the caller vouches for the row, its scales and its tail, and says that nobody reads
-    // the stage.
+    // SAFETY: the caller vouches for the row, its scales and its tail, and ensures that no thread
+    // reads the stage.
     unsafe {
         if laneid() == 0 {
             let bytes = (args.row_bytes - offset).min(args.piece_bytes);

@@ -105,9 +105,8 @@ impl Walk {
 /// A worker warp of the forwarder: its share of what arrives on the channel.
 #[inline(always)]
 pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers: u32, epoch: u64) {
-    // SAFETY: rows were planned inside the pools, and a slot is read once its node has said that it
-    // has arrived. The walks are the same in all lanes, so that the warp is whole where it
-    // shuffles.
+    // SAFETY: rows were planned inside the pools, and a slot is read behind the arrival word of its
+    // node. The walks are the same in all lanes, so that the warp is whole where it shuffles.
     unsafe {
         let (rows, wire) = (&args.dispatch, &args.wire);
         let (comm, lane) = (&rows.comm, laneid());

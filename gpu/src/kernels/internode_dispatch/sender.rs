@@ -13,11 +13,11 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Pieces that a worker warp of the sender may have under way when it says how far it has come:
+/// Pieces that a worker warp of the sender may have under way when it publishes its progress:
 /// enough to keep the links busy.
 const UNFINISHED: u32 = 8;
 
-/// Where a token goes, and its metadata. Lane j knows rank j of this node, lane n node n, lane k
+/// Where a token goes, and its metadata. Lane j holds rank j of this node, lane n node n, lane k
 /// top-k entry k.
 #[derive(Clone, Copy)]
 struct Token {
@@ -69,8 +69,8 @@ impl Token {
         }
     }
 
-    /// Makes it the token at hand. Not when it is fetched: whoever looks at a value waits for its
-    /// load.
+    /// Makes it the token at hand. This is not done when the token is fetched, because using a
+    /// value waits for its load.
     #[inline(always)]
     fn arrive(&mut self, rows: &DispatchArgs, starts: u32) {
         self.metadata.expert = self.id.value(rows.narrow_ids);

@@ -87,8 +87,8 @@ fn scales(amax: f32, quantise: u32) -> (f32, f32) {
     (scale, E4M3_MAX / amax)
 }
 
-/// Offset of the packet of a scale, in bytes from the start of an array `[num_ranks *
-/// packet_tokens, row_bytes / 128 rounded up]`.
+/// Offset of the packet of a scale, in bytes from the start of an array
+/// `[num_ranks * packet_tokens, row_bytes / 128 rounded up]`.
 #[inline(always)]
 pub(super) fn scale_offset(args: &LowLatencyArgs, row_bytes: u32, rank: u32, token: u32, index: u32) -> u64 {
     let of_row = row_bytes.div_ceil(SCALE_BLOCK);

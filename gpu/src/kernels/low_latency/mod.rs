@@ -530,8 +530,8 @@ impl Piece {
         self.index * PIECE_BYTES + (vector * 32 + laneid()) * 16
     }
 
-    /// Offset of its packets, in bytes from the start of an array `[num_ranks * packet_tokens,
-    /// pieces]`.
+    /// Offset of its packets, in bytes from the start of an array
+    /// `[num_ranks * packet_tokens, pieces]`.
     #[inline(always)]
     fn offset(&self, args: &LowLatencyArgs, row_bytes: u32, rank: u32) -> u64 {
         let row = rank * args.packet_tokens + self.token;
@@ -640,8 +640,8 @@ fn chunks_of(args: &LowLatencyArgs, num_tokens: u32) -> u32 {
     num_tokens.div_ceil(args.chunk_tokens)
 }
 
-/// Offset of a chunk's word of rank `rank`, in bytes from the start of an array `[FEW_RANKS,
-/// chunks]`.
+/// Offset of a chunk's word of rank `rank`, in bytes from the start of an array
+/// `[FEW_RANKS, chunks]`.
 #[inline(always)]
 fn chunk_offset(args: &LowLatencyArgs, rank: u32, chunk: u32) -> u64 {
     (rank * chunks_of(args, args.max_tokens) + chunk) as u64 * 8
