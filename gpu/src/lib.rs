@@ -2,7 +2,7 @@
 //! ([`simt`]), the kernels ([`kernels`]) and their PTX.
 //!
 //! Built for a GPU by `cargo xtask build-ptx`. Built for the host, this crate offers the layouts,
-//! one typed launcher per kernel, and the committed PTX, so that consumers need neither a nightly
+//! one typed launcher per kernel, and the committed PTX. So consumers need neither a nightly
 //! compiler nor the core library's source.
 //!
 //! The DSL is a crate of its own, `epoxide-simt`: a kernel of yours needs that one and not this one

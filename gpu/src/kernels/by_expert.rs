@@ -9,9 +9,9 @@
 //! Soundness: each entry of an output has one warp or one thread. Packets carry data and flag in
 //! one atomic word, and each has one writer. A barrier of the block stands between the writers and
 //! the readers of each word of shared memory. One thread writes the header, behind a barrier.
-//! Padding is marked in rows of the own pool that no plan gives to a peer, after this rank has
-//! published that its rows may be overwritten, and before it enters the movement of rows.
-//! Collectives stand where all lanes of a warp arrive.
+//! Padding is marked in rows of the own pool that no plan gives to a peer. It is marked after this
+//! rank has published that its rows may be overwritten, and before the rank enters the movement of
+//! rows. Collectives stand where all lanes of a warp arrive.
 
 use core::mem::offset_of;
 

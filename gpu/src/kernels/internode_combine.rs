@@ -1,7 +1,8 @@
-//! Combine across nodes. A channel has two blocks: the *gatherer* sums, for each token that this
-//! rank relayed in the dispatch, the rows of this node's ranks, rounds to bf16 and sends the sum to
-//! the token's rank, into its wire memory or by a put; the *finisher* sums what the nodes sent for
-//! this rank's own tokens. The own node's sums take the same way: its wire memory is always mapped.
+//! Combine across nodes. A channel has two blocks: the *gatherer* sums this node's rows of each
+//! token that this rank relayed in the dispatch. It rounds the sum to bf16 and sends it to the
+//! token's rank, into that rank's wire memory or by a put; the *finisher* sums what the nodes sent
+//! for this rank's own tokens. The own node's sums take the same way: its wire memory is always
+//! mapped.
 //!
 //! Soundness: combine rows are read as within a node. A slot is written behind its node's ready
 //! word, at the place that the dispatch's count exchange has planned for its token alone. It is

@@ -52,8 +52,8 @@ const LOWEST: u32 = EXPERTS + MAX_LOCAL_EXPERTS;
 const VERDICT: u32 = LOWEST + THREADS / 32;
 /// Non-zero where a wait for a packet has expired.
 const EXPIRED: u32 = VERDICT + Verdict::WORDS;
-/// Non-zero where a node's message has not come. It is a word of its own, and is not written any
-/// more when threads decide by it whether to relay, so that all of them decide the same.
+/// Non-zero where a node's message has not come. It is a word of its own. It is not written any
+/// more when threads decide by it whether to relay, so that all threads decide the same.
 const UNHEARD: u32 = EXPIRED + 1;
 const WORDS: u32 = UNHEARD + 1;
 

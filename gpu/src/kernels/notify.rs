@@ -1,6 +1,6 @@
 //! Notify: the count exchange. Every rank sends each peer one message of counts; from all of them
-//! each rank derives where every one of its tokens' rows goes in every peer's pool, so that nothing
-//! is decided while rows move.
+//! each rank derives the place of each of its tokens' rows in every peer's pool. So nothing is
+//! decided while rows move.
 //!
 //! Soundness: packets carry data and flag in one atomic word, and each has one writer. A barrier of
 //! the block stands between the writers and the readers of each word of shared memory. Each entry
@@ -95,7 +95,7 @@ pub unsafe fn notify_many(args: NotifyArgs) {
 
 #[inline(always)]
 unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
-    // SAFETY: as the argument struct documents; the head of the file says why it is sound.
+    // SAFETY: as the argument struct documents; the head of the file states why it is sound.
     unsafe {
         let comm = &args.comm;
         let (thread, lane, warp) = (tid(), laneid(), tid() / 32);
@@ -258,7 +258,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         trace(comm, Phase::Ready);
 
         // Every rank has the same heads, hence the same verdict: either all ranks move rows or none
-        // does. The status is what all threads turn on; the rest of the verdict is for the answer.
+        // does. All threads branch on the status; the rest of the verdict is for the answer.
         let (mut status, mut verdict) = (PlanStatus::Empty as u32, Verdict::OPEN);
         if ld_shared_u32(expired) != 0 {
             status = PlanStatus::Timeout as u32;

@@ -48,12 +48,12 @@ pub struct Call {
     pub kind: CallKind,
     /// The place's index, below 64.
     pub place: u32,
-    /// Bytes per row, a multiple of 16. Ready words differ for lengths that differ by less than 128
-    /// KiB.
+    /// Bytes per row, a multiple of 16. Lengths that differ by less than 128 KiB have different
+    /// ready words.
     pub row_bytes: u32,
     /// Top-k weights of a combine per row, or scales of a cached dispatch, with [`CACHED_DTYPE`]
-    /// for each type in front of its own. Ready words differ for values that differ by less than
-    /// 256.
+    /// for each type in front of its own. Values that differ by less than 256 have different ready
+    /// words.
     pub columns: u32,
 }
 

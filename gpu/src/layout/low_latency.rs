@@ -287,8 +287,8 @@ pub struct LowLatencyCall {
     pub has_scales: bool,
     /// The place's index, below 64.
     pub place: u32,
-    /// Bytes of a row as it travels, a multiple of 16. Calls differ for lengths that differ by less
-    /// than 128 KiB.
+    /// Bytes of a row as it travels, a multiple of 16. Lengths that differ by less than 128 KiB
+    /// have different calls.
     pub row_bytes: u32,
     /// Tokens of the rank, at most [`LowLatencyCall::MAX_TOKENS`]: the one thing in which ranks may
     /// differ.

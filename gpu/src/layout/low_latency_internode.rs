@@ -69,8 +69,8 @@ layout_assert!(LowLatencyRoute, size = 104, queue at 88);
 pub const DISPATCH_HEADER: u32 = SLOT_ALIGN;
 
 /// A slot of a dispatch message: the row, its scales, the token's index on its rank as a u32, and
-/// of each of its entries the local expert, u32, all ones where it is not for the receiver, and the
-/// f32 weight.
+/// its entries. An entry is the local expert, u32, all ones where it is not for the receiver, and
+/// the f32 weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LowLatencySlot {
     /// Where the index is; scales begin where the row ends.

@@ -35,9 +35,9 @@ pub struct Control {
     /// dispatch all its rows have been written here; in a combine it has read all that it needed
     /// from here.
     pub done: [ControlWord; MAX_RANKS],
-    /// `staged[src][c * parts + p]` is `epoch << 32 | rows`: of the rows that rank `src` returns to
-    /// this rank in a combine, so many of channel c are in its pool, of those whose number in the
-    /// channel leaves p when divided by `parts`.
+    /// `staged[src][c * parts + p]` is `epoch << 32 | rows`. It counts the rows of channel c that
+    /// rank `src` returns to this rank in a combine and that are in `src`'s pool. Its rows are
+    /// those whose number in the channel leaves p when divided by `parts`.
     pub staged: [[u64; MAX_CHANNELS as usize]; MAX_RANKS],
 }
 

@@ -30,9 +30,9 @@ pub use sum::{
 
 /// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.
 ///
-/// A warp's ring of slots is filled by bulk loads, one slot per (piece of a row, contributing
-/// rank), so that the bytes in flight do not depend on how many ranks a token went to. Shared
-/// memory: per warp `slots * slot_bytes`, then all barriers.
+/// Bulk loads fill a warp's ring of slots, one slot per (piece of a row, contributing rank). So the
+/// bytes in flight do not depend on how many ranks a token went to. Shared memory: per warp `slots
+/// * slot_bytes`, then all barriers.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
     requires(

@@ -433,9 +433,9 @@ pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
     }
 }
 
-/// Notes the tokens of which [`sum_rows`] of the same share, of a kernel that gave up or had no
-/// plan, may have stored no sum or a wrong one, and leaves NaN there if it is to. The whole warp
-/// calls it.
+/// Records the tokens whose sums may be missing or wrong, because the kernel's wait expired or it
+/// had no plan, and stores NaN there if `args.spoils`. The share is that of [`sum_rows`]. The whole
+/// warp calls it.
 #[inline(always)]
 pub unsafe fn spoil<const WHOLE: bool>(args: &CombineArgs, begin: u32, end: u32, nth: u32, of: u32) {
     // SAFETY: the outputs have room for every token. This warp alone writes the item, and has done

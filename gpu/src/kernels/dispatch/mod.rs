@@ -23,12 +23,12 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them.
 ///
 /// A block owns a contiguous range of tokens, a warp every n-th of them. The warp's copy engine
-/// work is a ring of `stages` buffers: one bulk load brings a row (or a piece of it) in, then lane
-/// r's bulk store sends it to rank r, so a row is read once however many ranks want it. A rank's
-/// rows for itself go out through ordinary stores, which leaves the copy engine to the links. The
-/// block's last `metadata_warps` warps send metadata, and the last of all polls for the peers while
-/// the others fill their rings. Shared memory: the rings, then a word for whether the block has
-/// joined.
+/// work is a ring of `stages` buffers: one bulk load reads a row (or a piece of it), then lane r's
+/// bulk store sends it to rank r. So a row is read once, for any number of receiving ranks. A
+/// rank's rows for itself go out through ordinary stores, which leaves the copy engine to the
+/// links. The block's last `metadata_warps` warps send metadata, and the last of all polls for the
+/// peers while the others fill their rings. Shared memory: the rings, then a word for whether the
+/// block has joined.
 #[kernel(
     threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
     requires(
@@ -94,7 +94,7 @@ pub unsafe fn dispatch_by_expert(args: DispatchArgs) {
 
 #[inline(always)]
 unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs) {
-    // SAFETY: as the argument struct documents; the head of the file says why it is sound.
+    // SAFETY: as the argument struct documents; the head of the file states why it is sound.
     unsafe {
         let comm = &args.comm;
         let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32 - args.metadata_warps);

@@ -64,8 +64,8 @@ impl Tail {
     }
 }
 
-/// Lane 0 starts the load of the piece at `offset` of a row, and with the first piece that of its
-/// scales, where the copy engine moves them, and of its tail.
+/// Lane 0 starts the load of the piece at `offset` of a row. With the first piece it starts those
+/// of the row's tail, and of its scales where the copy engine moves them.
 #[inline(always)]
 pub unsafe fn load_stage(
     ring: &Ring,

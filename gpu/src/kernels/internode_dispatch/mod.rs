@@ -1,7 +1,7 @@
 //! Dispatch across nodes. A channel has two blocks: the *sender* writes its tokens' rows to the
-//! ranks of this node and a slot for every other node that wants the token, into the peer's wire
-//! memory or for a put to take; the *forwarder* writes the rows that arrive from other nodes to the
-//! ranks of this one.
+//! ranks of this node. It also writes a slot for every other node that gets the token, into the
+//! peer's wire memory or for a put to take. The *forwarder* writes the rows that arrive from other
+//! nodes to the ranks of this one.
 //!
 //! Soundness: rows are written as within a node. A slot is written behind its node's ready word, at
 //! the place that the count exchange has planned for its token alone. It is read behind the arrival

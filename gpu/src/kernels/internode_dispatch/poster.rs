@@ -42,7 +42,7 @@ pub unsafe fn post_channel(
         while seen < end && !is_in_vain(comm, &mut turns) {
             let upto = (begin + progress.slowest()).min(end);
             if serves {
-                // The last of the new tokens that goes to this node says how many do.
+                // The last new token for this node holds the number of the node's tokens so far.
                 let mut token = upto;
                 while token > seen {
                     token -= 1;

@@ -89,8 +89,8 @@ fn overlaps(args: &LowLatencyArgs) -> bool {
     args.phases == phase::SEND | phase::RECEIVE && args.num_tokens > nctaid() && last_warp() >= LISTING_WARPS
 }
 
-/// Tokens of this rank that a block sends, one after the other, so that what they have in adjacent
-/// memory is stored together.
+/// Tokens of this rank that a block sends, one after the other, so that words in adjacent memory
+/// are stored together.
 #[derive(Clone, Copy)]
 struct Tokens {
     first: u32,
@@ -305,8 +305,9 @@ unsafe fn send(
 /// others do not wait for it.
 #[inline(always)]
 unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
-    // SAFETY: passed on to the caller. The fence and each store behind it release what the block
-    // did in front of its barrier, and what the last of a chunk's blocks has acquired.
+    // SAFETY: passed on to the caller. The fence and each store behind it release the block's
+    // stores in front of its barrier, and the stores that the last of a chunk's blocks has
+    // acquired.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let chunk = token / common.chunk_tokens;

@@ -36,8 +36,8 @@ pub(super) struct Words {
 
 /// Lists the rows of a local expert, by source rank, then by token. All threads of the team call
 /// it. `total`: tokens of all sources; `look` returns the token of a number, by source, then by
-/// token; `weight` gives the bits of the weight of an entry, and is asked for those of the expert.
-/// `MANY`: whether there may be more than [`FEW_RANKS`] ranks.
+/// token; `weight` returns the bits of the weight of an entry of the expert. `MANY`: whether there
+/// may be more than [`FEW_RANKS`] ranks.
 #[inline(always)]
 pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
     args: &LowLatencyArgs,

@@ -1,8 +1,8 @@
 //! Low latency: dispatch and combine of few tokens, where waiting is what takes time.
 //!
-//! A row of token t from rank s has its place, `s * max_tokens + t`, before anything is counted, so
-//! that no rank waits before rows leave. Within an operation, each rank publishes to every other
-//! one that it has entered, with its call and its number of tokens. It also publishes each complete
+//! A row of token t from rank s has its place, `s * max_tokens + t`, before anything is counted. So
+//! no rank waits before its rows leave. Within an operation, each rank publishes to every other one
+//! that it has entered, with its call and its number of tokens. It also publishes each complete
 //! chunk of its tokens. Nothing is zeroed: words are epochs, and packets carry them.
 //!
 //! Invariant: nothing is overwritten while a rank still reads it.
@@ -313,8 +313,8 @@ fn last_warp() -> u32 {
 }
 
 /// Publishes to every member that this rank has entered the operation, with which call. The warp of
-/// [`publishes_call`] calls it ahead of the block's first barrier, by what it has loaded itself, so
-/// that the fence runs while the loads are in flight.
+/// [`publishes_call`] calls it ahead of the block's first barrier, with its own loaded words. So
+/// the fence runs while the loads are in flight.
 #[inline(always)]
 unsafe fn publish_call<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening) {
     // SAFETY: pools are mapped; the packet has this rank as its only writer. Fence and store

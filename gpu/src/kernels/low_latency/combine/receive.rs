@@ -226,8 +226,8 @@ unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first_ma
     }
 }
 
-/// Records that the piece of rank `from` has not come behind a wait of `waited` ns that expired,
-/// and notes the ranks of `left` that are late as well. The whole warp calls it.
+/// Records that the piece of rank `from` has not come, behind an expired wait of `waited` ns. It
+/// also notes the ranks of `left` that are late. The whole warp calls it.
 #[inline(always)]
 unsafe fn record_late_piece(
     args: &LowLatencyCombineArgs,

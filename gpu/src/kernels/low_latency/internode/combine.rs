@@ -146,8 +146,8 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
     }
 }
 
-/// Adds the row of number `number`, if there is one, to those that have returned to its source, and
-/// sends the message where it was the last.
+/// Adds the row of number `number`, if there is one, to those that have returned to its source.
+/// After the last one it sends the message.
 #[inline(always)]
 unsafe fn say_returned<const FP8: bool>(
     args: &LowLatencyInternodeCombineArgs,

@@ -65,7 +65,7 @@ impl Shared {
     /// Notes an address for a rank.
     #[inline(always)]
     unsafe fn set_address(&self, rank: u32, address: u64) {
-        // SAFETY: the word is the block's; the caller sees to barriers.
+        // SAFETY: the word is the block's; the caller places the barriers.
         unsafe {
             st_shared_u32(self.low + rank * 4, address as u32);
             st_shared_u32(self.high + rank * 4, (address >> 32) as u32);
@@ -75,7 +75,7 @@ impl Shared {
     /// The address that was noted for a rank.
     #[inline(always)]
     unsafe fn address(&self, rank: u32) -> u64 {
-        // SAFETY: the word is the block's; the caller sees to barriers.
+        // SAFETY: the word is the block's; the caller places the barriers.
         unsafe {
             (ld_shared_u32(self.high + rank * 4) as u64) << 32 | ld_shared_u32(self.low + rank * 4) as u64
         }
@@ -87,7 +87,7 @@ impl Shared {
     unsafe fn slot(&self, num_ranks: u32, number: u32) -> (u32, u32) {
         let (mut of, mut index, mut rank) = (0, number, 0);
         while rank < num_ranks {
-            // SAFETY: the word is the block's; the caller sees to barriers.
+            // SAFETY: the word is the block's; the caller places the barriers.
             let slots = unsafe { ld_shared_u32(self.slots + rank * 4) };
             if of == rank && index >= slots {
                 (of, index) = (of + 1, index - slots);
@@ -102,7 +102,7 @@ impl Shared {
     unsafe fn all_slots(&self, num_ranks: u32) -> u32 {
         let (mut all, mut rank) = (0, 0);
         while rank < num_ranks {
-            // SAFETY: the word is the block's; the caller sees to barriers.
+            // SAFETY: the word is the block's; the caller places the barriers.
             all += unsafe { ld_shared_u32(self.slots + rank * 4) };
             rank += 1;
         }
@@ -209,8 +209,8 @@ unsafe fn tell(
 
 /// The words that a rank writes for this one, as a block of this rank polls them.
 ///
-/// Block 0 alone polls words in host memory. It publishes what it finds in copies in device memory,
-/// which all other blocks poll: 132 blocks that poll host memory take 240 us, as if the device
+/// Block 0 alone polls words in host memory. It publishes their values in copies in device memory,
+/// which all other blocks poll. If 132 blocks poll host memory they take 240 us, as if the device
 /// served one warp after the other.
 struct Incoming {
     /// [`LowLatencyWords`].
@@ -267,7 +267,7 @@ impl Incoming {
     }
 }
 
-/// Whether block 0 has given up waiting, asked in each of the `polls` of a copy. Block 0 has the
+/// Whether a wait of block 0 has expired, called in each of the `polls` of a copy. Block 0 has the
 /// deadline and names who is late: it raises the abort word wherever it does not publish. A missing
 /// copy is no evidence about its peer, because packets of a dispatch are published when all have
 /// come.
@@ -368,9 +368,9 @@ unsafe fn wait_call(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> 
 const COPIED: u64 = 1;
 
 /// Waits until every member's message has come, with the call of this rank, and notes how many
-/// tokens each has; all threads of the block call it. `DISPATCH`: notes as well where each message
-/// is, or the copies of its heads, and how many slots it has, which are in `shared` already in a
-/// combine. False when one has not come: the same in all threads.
+/// tokens each has; all threads of the block call it. `DISPATCH`: notes as well the address of each
+/// message, or of the copies of its heads, and its number of slots. In a combine they are in
+/// `shared` already. False when one has not come: the same in all threads.
 #[inline(always)]
 unsafe fn wait_messages<const DISPATCH: bool>(
     args: &LowLatencyArgs,
@@ -378,8 +378,8 @@ unsafe fn wait_messages<const DISPATCH: bool>(
     shared: &Shared,
     begun: &Begun,
 ) -> bool {
-    // SAFETY: packets are in this rank's memory, and acquire what they came behind; each word of
-    // shared memory has one writer, and a barrier behind it.
+    // SAFETY: packets are in this rank's memory, and their loads acquire the messages in front of
+    // them. Each word of shared memory has one writer, and a barrier behind it.
     unsafe {
         let (comm, epoch) = (&args.comm, begun.epoch());
         let (thread, mut failed) = (tid(), !begun.takes_part());
