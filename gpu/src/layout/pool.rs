@@ -36,8 +36,8 @@ pub struct Control {
     /// from here.
     pub done: [ControlWord; MAX_RANKS],
     /// `staged[src][c * parts + p]` is `epoch << 32 | rows`. It counts the rows of channel c that
-    /// rank `src` returns to this rank in a combine and that are in `src`'s pool. Its rows are
-    /// those whose number in the channel leaves p when divided by `parts`.
+    /// rank `src` returns to this rank in a combine and that are in `src`'s pool. These are
+    /// the rows whose number in the channel leaves p when divided by `parts`.
     pub staged: [[u64; MAX_CHANNELS as usize]; MAX_RANKS],
 }
 

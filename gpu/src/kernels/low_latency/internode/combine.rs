@@ -224,7 +224,7 @@ unsafe fn sum(args: &LowLatencyInternodeCombineArgs, shared: &Shared, mask: u32,
                     vectors[J] = ld_stream_v4_if(is_there, row + at as u64);
                     vectors_next[J] = ld_stream_v4_if(is_there & (next < args.combine.row_bytes), row + next as u64);
                 });
-                // What is not there adds zeros.
+                // A missing row adds zeros.
                 unroll4!(J => { add(&mut sums[0], from_bf16(vectors[J]), 1.0) });
                 unroll4!(J => { add(&mut sums[1], from_bf16(vectors_next[J]), 1.0) });
             }
@@ -254,7 +254,7 @@ unsafe fn sum_quantised(args: &LowLatencyInternodeCombineArgs, shared: &Shared, 
                     scales[J] = ld_f32_if(is_there, row + (row_bytes + at / SCALE_BLOCK * 4) as u64);
                 });
                 unroll4!(J => {
-                    // What is not there adds zeros.
+                    // A missing row adds zeros.
                     let [low, high] = from_e4m3(vectors[J]);
                     add(&mut sums[0], low, scales[J]);
                     add(&mut sums[1], high, scales[J]);
