@@ -1,12 +1,14 @@
-//! The device side of epoxide: the structs that host and device share ([`layout`]), the kernel DSL ([`simt`]), the
-//! kernels ([`kernels`]) and their PTX.
+//! The device side of epoxide: the structs that host and device share ([`layout`]), the kernel DSL
+//! ([`simt`]), the kernels ([`kernels`]) and their PTX.
 //!
-//! Built for a GPU by `cargo xtask build-ptx`. Built for the host, this crate offers the layouts, one typed launcher per
-//! kernel, and the committed PTX, so that consumers need neither a nightly compiler nor the core library's source.
+//! Built for a GPU by `cargo xtask build-ptx`. Built for the host, this crate offers the layouts,
+//! one typed launcher per kernel, and the committed PTX. So consumers need neither a nightly
+//! compiler nor the core library's source.
 //!
 //! The DSL is a crate of its own, `epoxide-simt`: a kernel of yours needs that one and not this one
-//! (docs/OWN-KERNELS.md). docs/KERNELS.md says how the kernels here are written. What only the library's
-//! own host needs is public, because that is another crate, but hidden from this documentation.
+//! (docs/OWN-KERNELS.md). docs/KERNELS.md says how the kernels here are written. Items that only
+//! the library's own host needs are public, because the host is another crate, but hidden from this
+//! documentation.
 
 pub mod kernels;
 pub mod layout;

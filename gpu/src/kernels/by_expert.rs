@@ -6,12 +6,12 @@
 //! brought, and sends each rank the first row of each expert; the sender lists its rows by that
 //! ([`PlanByExpert`]).
 //!
-//! What makes them sound: each entry of an output has one warp or one thread. Packets carry data
-//! and flag in one atomic word, and each has one writer. The threads of a block meet at a barrier
-//! between the writers and readers of each word of shared memory; the header is written by one
-//! thread, behind a barrier. Padding is marked in rows of the own pool that no plan gives to a
-//! peer, after this rank has said that its rows may be overwritten and before it enters the
-//! movement of rows. Collectives stand where all lanes of a warp arrive.
+//! Soundness: each entry of an output has one warp or one thread. Packets carry data and flag in
+//! one atomic word, and each has one writer. A barrier of the block stands between the writers and
+//! the readers of each word of shared memory. One thread writes the header, behind a barrier.
+//! Padding is marked in rows of the own pool that no plan gives to a peer. It is marked after this
+//! rank has published that its rows may be overwritten, and before the rank enters the movement of
+//! rows. Collectives stand where all lanes of a warp arrive.
 
 use core::mem::offset_of;
 
@@ -125,8 +125,8 @@ pub unsafe fn plan_by_expert(args: ExpertPlanArgs) {
     }
 }
 
-/// Writes the plan's header, and tells the host where it waits for the answer. One thread of the
-/// grid calls it.
+/// Writes the plan's header, and publishes it to a host that waits for it. One thread of the grid
+/// calls it.
 #[inline(always)]
 unsafe fn answer(args: &ExpertPlanArgs, verdict: Verdict, rows: u32, epoch: u64) {
     // SAFETY: both headers are live.
@@ -260,8 +260,8 @@ unsafe fn list_rows(args: &ExpertPlanArgs, epoch: u64) {
     }
 }
 
-/// Whether every rank has room, by what all of them have said: the same on all of them. The first
-/// warp knows.
+/// Whether every rank has room, by the counts of all ranks: the same verdict on all of them. The
+/// first warp has it.
 #[inline(always)]
 unsafe fn judge(args: &ExpertPlanArgs, epoch: u64) -> Verdict {
     // SAFETY: the whole warp is here, or none of it.

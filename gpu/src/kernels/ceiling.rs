@@ -1,9 +1,10 @@
-//! What the links can do: the bulk copies of dispatch (push) and combine (pull) with no routing, no metadata and no
-//! sums, so that every benchmark can quote its own ceiling.
+//! The links' ceiling: the bulk copies of dispatch (push) and combine (pull) without routing,
+//! metadata or sums. Every benchmark can quote its own ceiling by them.
 //!
-//! What makes them sound: rows are read at `from` and written at `to` of pools, two areas that the launcher keeps apart, and nobody else
-//! uses either while they run. Each row written has one writer. A stage is loaded again once the stores from it have read it, and the
-//! block ends once all of them have landed. Collectives stand where all lanes of a warp arrive: every condition around them is the
+//! Soundness: rows are read at `from` and written at `to` of pools. The launcher keeps the two
+//! areas apart, and no other kernel uses either meanwhile. Each row written has one writer. A stage
+//! is loaded again once the stores from it have read it, and the block ends once all of them have
+//! landed. Collectives stand where all lanes of a warp arrive: every condition around them is the
 //! same in all lanes.
 
 use epoxide_macros::kernel;

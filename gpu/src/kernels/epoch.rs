@@ -1,5 +1,6 @@
-//! The protocol of an operation between ranks: enter, wait for peers, leave. Single-writer words that are never reset; a
-//! waiter computes what it needs from the epoch, and every wait has a deadline.
+//! The protocol of an operation between ranks: enter, wait for peers, leave. Single-writer words
+//! that are never reset; a waiter computes what it needs from the epoch, and every wait has a
+//! deadline.
 
 use core::mem::offset_of;
 
@@ -10,8 +11,9 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Does something for each rank that a lane stands for: its own number, and of more ranks than lanes (`$many`) the one 32 further. No
-/// closure, so that kernels for few ranks come out as if written for them alone.
+/// Does something for each rank that a lane stands for: its own number, and of more ranks than
+/// lanes (`$many`) the one 32 further. No closure, so that kernels for few ranks come out as if
+/// written for them alone.
 macro_rules! of_lane {
     ($many:expr, $comm:expr, $lane:expr, $rank:ident => $body:block) => {
         if $lane < $comm.num_ranks {
@@ -31,8 +33,9 @@ const POLLS_PER_CHECK: u32 = 64;
 const POLLS_OF_SHORT: u32 = 4;
 const SHORT_NS: u64 = 2_000_000;
 
-/// The address of rank `rank`'s pool; 0 where there is no such rank. It is chosen among parameters of the launch without a branch: an index
-/// that is not known to the compiler would take them to local memory, and a branch would part the lanes.
+/// The address of rank `rank`'s pool; 0 where there is no such rank. It is chosen among parameters
+/// of the launch without a branch: an index that is not known to the compiler would take them to
+/// local memory, and a branch would part the lanes.
 #[inline(always)]
 pub fn pool_of(comm: &Comm, rank: u32) -> u64 {
     let mut pool = 0;
@@ -40,18 +43,20 @@ pub fn pool_of(comm: &Comm, rank: u32) -> u64 {
     pool
 }
 
-/// The address of the pool of a rank that there is. `MANY`: among more than [`FEW_RANKS`], by the table.
+/// The address of the pool of a rank that there is. `MANY`: among more than [`FEW_RANKS`], by the
+/// table.
 #[inline(always)]
 pub unsafe fn pool_at<const MANY: bool>(comm: &Comm, rank: u32) -> u64 {
     if !MANY {
         return pool_of(comm, rank);
     }
-    // SAFETY: the table has every rank, and nobody writes it.
+    // SAFETY: the table has every rank, and is not written meanwhile.
     unsafe { ld_u64(comm.pool_table.0 + rank as u64 * 8) }
 }
 
-/// The epoch of the running operation. Stable for all blocks: only the last one to leave advances it. An earlier kernel wrote it, so that
-/// it needs no acquire, behind which all other loads would wait.
+/// The epoch of the running operation. Stable for all blocks: only the last one to leave advances
+/// it. An earlier kernel wrote it, so that it needs no acquire, behind which all other loads would
+/// wait.
 #[inline(always)]
 pub unsafe fn current_epoch(comm: &Comm) -> u64 {
     // SAFETY: `local` is live.
@@ -65,21 +70,22 @@ pub unsafe fn aborted(comm: &Comm) -> bool {
     unsafe { ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT) != 0 }
 }
 
-/// The same, with one answer for the warp, since a wait may expire between the loads of two lanes. The whole warp calls it.
+/// The same, with one answer for the warp, since a wait may expire between the loads of two lanes.
+/// The whole warp calls it.
 #[inline(always)]
 pub unsafe fn warp_aborted(comm: &Comm) -> bool {
-    // SAFETY: the caller says that all lanes are here.
+    // SAFETY: the caller ensures that all lanes are here.
     unsafe { ballot(aborted(comm)) != 0 }
 }
 
-/// What a wait of the operation `epoch` that expires writes to the abort word.
+/// The value that an expired wait of the operation `epoch` writes to the abort word.
 #[inline(always)]
 fn abort_mark(epoch: u64) -> u32 {
     (epoch as u32).max(1)
 }
 
-/// What a kernel reads before it enters its operation. It is read in front of the epoch, so that all is under way together, and looked
-/// at behind it.
+/// The words that a kernel reads before it enters its operation. They are loaded in front of the
+/// epoch, so that all loads are in flight together, and used behind it.
 #[derive(Clone, Copy)]
 pub struct Entry {
     status: u32,
@@ -88,10 +94,11 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Of an operation that goes by the [`PlanHeader`] at `header`.
+    /// The entry of an operation that goes by the [`PlanHeader`] at `header`.
     #[inline(always)]
     pub unsafe fn read(comm: &Comm, header: u64) -> Entry {
-        // SAFETY: the caller vouches for a live header, which an earlier kernel of the stream wrote.
+        // SAFETY: the caller vouches for a live header, which an earlier kernel of the stream
+        // wrote.
         unsafe {
             Entry {
                 abort: ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT),
@@ -107,8 +114,9 @@ impl Entry {
         self.status == PlanStatus::Ready as u32
     }
 
-    /// What this rank says when it enters the operation: the epoch and its call. Nothing, 0, where a wait of an operation before has
-    /// expired: then peers that come to that one late must find what was said in it.
+    /// The word that this rank publishes when it enters the operation: the epoch and its call. It
+    /// is 0, and is not published, where a wait of an operation before has expired. Peers that come
+    /// to that operation late must find the word that was published in it.
     #[inline(always)]
     pub fn ready_word(&self, comm: &Comm, epoch: u64) -> u64 {
         if self.abort != 0 && self.abort != abort_mark(epoch) {
@@ -118,8 +126,9 @@ impl Entry {
     }
 }
 
-/// Begins a dispatch with a count exchange: tells the ranks of this node that this one has entered it, so that all of them are ready by the
-/// time that rows move. One warp calls it, in the kernel that plans; the one that moves rows says nothing.
+/// Begins a dispatch with a count exchange: publishes to the ranks of this node that this rank has
+/// entered it, so that all of them are ready by the time that rows move. One warp calls it, in the
+/// kernel that plans; the kernel that moves rows publishes nothing.
 #[inline(always)]
 pub unsafe fn tell_planning<const MANY: bool>(comm: &Comm, epoch: u64) {
     // SAFETY: passed on to the caller. The plan that this dispatch goes by is its own.
@@ -140,15 +149,16 @@ pub enum Phase {
     Done = offset_of!(BlockTrace, done) as u64,
 }
 
-/// Notes when this block reached `phase`, where somebody wants to know; thread 0 of the block does it.
+/// Stores the time at which this block reached `phase`, if the launch has a trace. Thread 0 of the
+/// block does it.
 #[inline(always)]
 pub unsafe fn trace(comm: &Comm, phase: Phase) {
     // SAFETY: passed on to the caller.
     unsafe { trace_by(comm, phase, || tid_now() == 0) }
 }
 
-/// The same by the thread for which `is_tracer` holds: one of a block. The address is a parameter of
-/// the launch, so without a trace this is one uniform branch on a constant.
+/// The same by the thread for which `is_tracer` holds: one of a block. The address is a parameter
+/// of the launch, so without a trace this is one uniform branch on a constant.
 #[inline(always)]
 pub unsafe fn trace_by(comm: &Comm, phase: Phase, is_tracer: impl FnOnce() -> bool) {
     // SAFETY: the trace has an entry for every block of the grid.
@@ -160,14 +170,16 @@ pub unsafe fn trace_by(comm: &Comm, phase: Phase, is_tracer: impl FnOnce() -> bo
     }
 }
 
-/// The share of [`QUANTUM`] that part `b` of `n` adds, such as a block of a grid; those of all parts sum to it exactly.
+/// The share of [`QUANTUM`] that part `b` of `n` adds, such as a block of a grid; those of all
+/// parts sum to it exactly.
 #[inline(always)]
 pub(super) fn share(b: u32, n: u32) -> u64 {
     // 32-bit division on purpose: the 64-bit one is a routine of a hundred instructions.
     ((QUANTUM as u32 * (b + 1)) / n - (QUANTUM as u32 * b) / n) as u64
 }
 
-/// Tells every peer that this rank has entered the operation, by [`Entry::ready_word`]. One warp calls it; lane r tells rank r.
+/// Publishes to every peer that this rank has entered the operation, by [`Entry::ready_word`]. One
+/// warp calls it; lane r stores at rank r.
 #[inline(always)]
 pub unsafe fn tell_ready<const MANY: bool>(comm: &Comm, ready: u64) {
     // SAFETY: pools are mapped; the word has this rank as its only writer.
@@ -181,13 +193,15 @@ pub unsafe fn tell_ready<const MANY: bool>(comm: &Comm, ready: u64) {
     }
 }
 
-/// Bytes of shared memory in which the wait for the peers passes on what it has seen.
+/// Bytes of shared memory in which the wait for the peers publishes its result to the block.
 pub const JOINED_BYTES: u32 = 16;
 
-/// Waits until every peer has entered the operation, with the call that `ready` says; all threads call it. False when one has not, or a wait
-/// of this rank had expired before: the same in all threads of the block, by the word of shared memory at `joined`.
+/// Waits until every peer has entered the operation, with the call of `ready`; all threads call it.
+/// False when one has not, or a wait of this rank had expired before: the same in all threads of
+/// the block, by the word of shared memory at `joined`.
 ///
-/// The last warp polls for the block, which has the least to do in front of it: more would only crowd the words that the peers write.
+/// The last warp polls for the block, which has the least to do in front of it: more would only
+/// crowd the words that the peers write.
 #[inline(always)]
 pub unsafe fn wait_ready<const MANY: bool>(
     comm: &Comm,
@@ -197,7 +211,8 @@ pub unsafe fn wait_ready<const MANY: bool>(
     joined: u32,
     what: Wait,
 ) -> bool {
-    // SAFETY: the words are in this rank's own pool, and `joined` is the block's. The barrier passes on what the polling lanes acquired.
+    // SAFETY: the words are in this rank's own pool, and `joined` is the block's. The barrier
+    // passes on what the polling lanes acquired.
     unsafe {
         let lane = laneid();
         if tid() / 32 == ntid() / 32 - 1 {
@@ -217,8 +232,9 @@ pub unsafe fn wait_ready<const MANY: bool>(
     }
 }
 
-/// Waits until rank `peer` of this node has entered the operation, by its ready word at `word`, and holds its call against that of
-/// `ready`: where they differ, that is recorded, and all waits of this rank end. False then, and when the wait expired.
+/// Waits until rank `peer` of this node has entered the operation, by its ready word at `word`, and
+/// holds its call against that of `ready`: where they differ, that is recorded, and all waits of
+/// this rank end. False then, and when the wait expired.
 #[inline(always)]
 pub(super) unsafe fn wait_entered(
     comm: &Comm,
@@ -232,11 +248,13 @@ pub(super) unsafe fn wait_entered(
     unsafe { wait_entered_or(comm, word, ready, peer, epoch, (what, Wait::OtherCall), |_| false, || false) }
 }
 
-/// The same, of a node as well: `others` is what to record where the peer does not come, and where calls differ.
+/// The same, of a node as well: `others` is what to record where the peer does not come, and where
+/// calls differ.
 ///
-/// `has_passed`: whether the epoch that the word says is that of a peer which has been here already. `is_counting`: whether the peer is in a
-/// count exchange, where its word does not say so; asked now and then, and only in a wait that is long.
-#[allow(clippy::too_many_arguments)] // A wait, and what is made of it.
+/// `has_passed`: whether the epoch of the word is that of a peer which has been here already.
+/// `is_counting`: whether the peer is in a count exchange that its word does not show. It is called
+/// now and then, and only in a long wait.
+#[allow(clippy::too_many_arguments)]
 #[inline(always)]
 pub(super) unsafe fn wait_entered_or(
     comm: &Comm,
@@ -275,10 +293,12 @@ pub(super) unsafe fn wait_entered_or(
     }
 }
 
-/// Whether the ready word at `word` of a peer, whose counts are waited for, says that it is in another call. That is recorded as `other`.
+/// Whether the ready word at `word` shows a peer, whose counts are waited for, in another call.
+/// Another call is recorded as `other`.
 #[inline(always)]
 pub(super) unsafe fn is_in_other_call(comm: &Comm, word: u64, peer: u32, epoch: u64, other: Wait) -> bool {
-    // SAFETY: `word` is a live control word. Nothing is read by what it says, so it needs no acquire.
+    // SAFETY: `word` is a live control word. The word guards no data, so that its load needs no
+    // acquire.
     unsafe {
         let seen = ld_relaxed_sys_u64(word);
         let is_other = (seen >> READY_SHIFT == epoch & READY_EPOCHS) & (seen & READY_OTHERS != 0);
@@ -289,15 +309,16 @@ pub(super) unsafe fn is_in_other_call(comm: &Comm, word: u64, peer: u32, epoch: 
     }
 }
 
-/// Ends a block's part of the operation; all threads call it. Tells every peer, and the last block of the grid waits for
-/// all peers and advances the epoch.
+/// Ends a block's part of the operation; all threads call it. Publishes the block's end to every
+/// peer. The last block of the grid waits for all peers and advances the epoch.
 ///
-/// `joined` is what [`wait_ready`] said. A block that gave up waiting did nothing, so it says nothing: a peer that comes
-/// late must not take what never came for done.
+/// `joined` is the result of [`wait_ready`]. A block whose wait expired moved nothing, so that it
+/// publishes nothing: a late peer must not take missing rows for complete ones.
 #[inline(always)]
 pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
-    // SAFETY: pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier makes the whole
-    // block's work happen before the releases, which are cumulative: no thread needs a fence of its own.
+    // SAFETY: pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier
+    // makes the whole block's work happen before the releases, which are cumulative: no thread
+    // needs a fence of its own.
     unsafe {
         barrier_sync();
         if tid() >= 64 {
@@ -306,8 +327,9 @@ pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, wha
         trace(comm, Phase::Moved);
         let (warp, lane) = (tid() / 32, laneid());
         let part = share(ctaid(), nctaid());
-        // The fences of the ticket and of the remote adds wait for nothing of each other in two warps. In one the ticket goes first: behind
-        // the adds, its fence would wait for their round trip.
+        // The fences of the ticket and of the remote adds wait for nothing of each other in two
+        // warps. In one the ticket goes first: behind the adds, its fence would wait for their
+        // round trip.
         let mut last = false;
         if warp == 0 && lane == 0 {
             last = atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, part) + part == epoch * QUANTUM;
@@ -327,7 +349,8 @@ pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, wha
             wait_at_least(comm, word, epoch * QUANTUM, rank, epoch, what);
         });
         if lane == 0 {
-            // The end of the kernel publishes it; every other block has read the old one before its ticket.
+            // The end of the kernel publishes it; every other block has read the old one before its
+            // ticket.
             st_u64(comm.local.0 + LOCAL_EPOCH, epoch);
         }
         trace(comm, Phase::Done);
@@ -348,7 +371,8 @@ pub(super) unsafe fn wait_at_least(
     unsafe { wait_at_least_unless(comm, word, needed, peer, epoch, what, || false) }
 }
 
-/// The same, but ends as well where `is_in_vain` says that it must: asked now and then, and only in a wait that is long.
+/// The same, but the wait ends as well once `is_in_vain` is true. It is called now and then, and
+/// only in a long wait.
 #[inline(always)]
 pub(super) unsafe fn wait_at_least_unless(
     comm: &Comm,
@@ -385,8 +409,8 @@ pub unsafe fn wait_packet<const MANY: bool>(comm: &Comm, peer: u32, word: u32, e
     unsafe { wait_packet_at::<MANY>(comm, message_offset(peer, word), peer, epoch, Wait::Counts) }
 }
 
-/// Waits for packet `word` of the count messages of all ranks, or of `MANY` ranks those from `from` on:
-/// 0 where there is no such rank; `None` when a wait expired.
+/// Waits for packet `word` of the count messages of all ranks, or of `MANY` ranks those from `from`
+/// on: 0 where there is no such rank; `None` when a wait expired.
 #[inline(always)]
 pub unsafe fn wait_packets<const MANY: bool>(
     comm: &Comm,
@@ -445,7 +469,8 @@ pub unsafe fn wait_packet_at<const MANY: bool>(
     epoch: u64,
     what: Wait,
 ) -> Option<u32> {
-    // SAFETY: the packet is in this rank's own pool. Data and flag are one atomic word, so no acquire is needed.
+    // SAFETY: the packet is in this rank's own pool. Data and flag are one atomic word, so no
+    // acquire is needed.
     unsafe {
         let packet = pool_at::<MANY>(comm, comm.rank) + comm.pool.messages + offset;
         let mut deadline = Deadline::start();
@@ -510,7 +535,8 @@ impl Deadline {
         Deadline { start: 0, waited: 0, polls: 0 }
     }
 
-    /// Whether it is time to look at what else may be the matter: after every [`POLLS_PER_CHECK`] polls.
+    /// Whether it is time to look at what else may be the matter: after every [`POLLS_PER_CHECK`]
+    /// polls.
     #[inline(always)]
     pub(super) fn is_long(&self) -> bool {
         self.polls.is_multiple_of(POLLS_PER_CHECK)
@@ -556,8 +582,8 @@ pub(super) unsafe fn record(
     }
 }
 
-/// Notes that the words of `peer` have not come, for which a wait of `waited` ns was: unless it
-/// began shortly before another one ended it, which says nothing about the peer.
+/// Records that the words of `peer` have not come in a wait of `waited` ns. A wait that began
+/// shortly before another one ended it is not recorded: it is no evidence about the peer.
 #[inline(always)]
 pub(super) unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) {
     // SAFETY: each peer has two words.
@@ -572,7 +598,7 @@ pub(super) unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) 
 /// Notes that a combine may leave a token without its sum, or a part of it.
 #[inline(always)]
 pub(super) unsafe fn note_missing_token(comm: &Comm, token: u32) {
-    // SAFETY: the caller says that the token is one of this rank, each of which has a byte. All
+    // SAFETY: the caller ensures that the token is one of this rank, each of which has a byte. All
     // writers of a byte store the same value.
     unsafe { st_relaxed_sys_u8(comm.status.0 + MISSING_TOKENS + token as u64, 1) }
 }

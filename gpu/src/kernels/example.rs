@@ -1,7 +1,9 @@
-//! The two kernels of `examples/moe_layer.rs`: a router and the experts of a small MoE layer. Short rather than fast.
+//! The two kernels of `examples/moe_layer.rs`: a router and the experts of a small MoE layer. Short
+//! rather than fast.
 //!
-//! What makes them sound: weak loads and stores only, of memory that nobody else writes while they run. The rows of the
-//! experts lie in the own pool, which is the caller's between dispatch and combine.
+//! Soundness: the kernels use only weak loads and stores, of memory that no other kernel writes
+//! meanwhile. The rows of the experts lie in the own pool, which is the caller's between dispatch
+//! and combine.
 
 use core::f32::consts::LOG2_E;
 
@@ -10,11 +12,11 @@ use epoxide_macros::kernel;
 use crate::layout::{MoeExpertsArgs, MoeRouterArgs, row_stride};
 use crate::simt::*;
 
-/// Selects `num_topk` experts for every token, the largest logit `x * w` first and the lowest expert first among equals,
-/// and weighs them by the softmax over those selected.
+/// Selects `num_topk` experts for every token, the largest logit `x * w` first and the lowest
+/// expert first among equals, and weighs them by the softmax over those selected.
 ///
-/// One warp per token, one lane per expert. A logit is summed in FP32 from the first element to the last, each product
-/// rounded, so that a host can repeat it bit for bit. Logits must be numbers.
+/// One warp per token, one lane per expert. A logit is summed in FP32 from the first element to the
+/// last, each product rounded, so that a host can repeat it bit for bit. Logits must be numbers.
 #[kernel(
     threads = 256, min_blocks = 1, barriers = 0, registers = 64,
     requires(
@@ -66,11 +68,11 @@ pub unsafe fn moe_router(args: MoeRouterArgs) {
     }
 }
 
-/// Runs the local experts on received rows: `out = sum over k of weight[k] * (x * w[expert[k]])`, summed in FP32 and
-/// rounded once.
+/// Runs the local experts on received rows: `out = sum over k of weight[k] * (x * w[expert[k]])`,
+/// summed in FP32 and rounded once.
 ///
-/// A block takes every n-th row, a thread two columns at a time. How many rows there are is read on the device, so no
-/// host has to know.
+/// A block takes every n-th row, a thread two columns at a time. How many rows there are is read on
+/// the device, so no host has to know.
 #[kernel(
     threads = 256, min_blocks = 1, barriers = 0, registers = 64,
     requires(args.hidden.is_multiple_of(8), args.num_topk >= 1)

@@ -1,12 +1,15 @@
-//! Combine across nodes. A channel has two blocks: the *gatherer* sums, for each token that this rank relayed in the dispatch, the
-//! rows of this node's ranks, rounds to bf16 and sends the sum to the token's rank, into its wire memory or by a put; the *finisher*
-//! sums what the nodes sent for this rank's own tokens. The own node's sums take the same way: its wire memory is always mapped.
+//! Combine across nodes. A channel has two blocks: the *gatherer* sums this node's rows of each
+//! token that this rank relayed in the dispatch. It rounds the sum to bf16 and sends it to the
+//! token's rank, into that rank's wire memory or by a put; the *finisher* sums what the nodes sent
+//! for this rank's own tokens. The own node's sums take the same way: its wire memory is always
+//! mapped.
 //!
-//! What makes it sound: combine rows are read as within a node. A slot is written once its node has said that it is ready, at the place
-//! that the dispatch's count exchange has planned for its token and for no other, and read once the arrival word says that it has come,
-//! with a proxy fence before the copy engine reads it. One warp delivers what all have released to it through their progress. The
-//! kernel ends when its puts have left. Collectives stand where all lanes of a warp arrive: what a warp branches on around them is the
-//! same in all lanes.
+//! Soundness: combine rows are read as within a node. A slot is written behind its node's ready
+//! word, at the place that the dispatch's count exchange has planned for its token alone. It is
+//! read behind the arrival word, with a proxy fence before the copy engine reads it. One warp
+//! delivers the slots that all warps have released to it through their progress. The kernel ends
+//! when its puts have left. Collectives stand where all lanes of a warp arrive: the conditions
+//! around them are the same in all lanes.
 
 use core::cell::Cell;
 
@@ -30,10 +33,11 @@ pub const MAX_INTERNODE_SLOT_BYTES: u32 = 32 * 16 * vectors_of(true) as u32;
 /// Most tokens of a channel, those that are none included: the number of one is a word of progress.
 const MAX_TOKENS: u64 = u32::MAX as u64;
 
-/// Sums BF16 rows in FP32 over the ranks of a node in rank order, rounds, sums over nodes in order, rounds. Unweighted.
+/// Sums BF16 rows in FP32 over the ranks of a node in rank order, rounds, sums over nodes in order,
+/// rounds. Unweighted.
 ///
-/// The last warp of a block delivers in the gatherer and is idle in the finisher. Shared memory: the rings, then a word for each
-/// warp.
+/// The last warp of a block delivers in the gatherer and is idle in the finisher. Shared memory:
+/// the rings, then a word for each warp.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 3, registers = 128,
     requires(
@@ -103,7 +107,8 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     }
 }
 
-/// A number that is divided by again and again: by a multiplication, as a division takes dozens of instructions.
+/// A number that is divided by again and again: by a multiplication, as a division takes dozens of
+/// instructions.
 #[derive(Clone, Copy)]
 struct Divisor {
     by: u32,
@@ -115,7 +120,7 @@ impl Divisor {
     /// `by` is at least 1.
     #[inline(always)]
     unsafe fn new(by: u32) -> Self {
-        // SAFETY: the caller says so; it spares a trap.
+        // SAFETY: the caller ensures it; it spares a trap.
         unsafe { core::hint::assert_unchecked(by >= 1) };
         Divisor { by, reciprocal: u32::MAX / by }
     }
@@ -123,16 +128,18 @@ impl Divisor {
     /// Quotient and remainder.
     #[inline(always)]
     fn split(&self, number: u32) -> (u32, u32) {
-        // Never too large, and too small by one at the most: the reciprocal is at least 2^32 / by - 1, and the number below 2^32.
+        // Never too large, and too small by one at the most: the reciprocal is at least 2^32 / by -
+        // 1, and the number below 2^32.
         let quotient = ((number as u64 * self.reciprocal as u64) >> 32) as u32;
         let rest = number - quotient * self.by;
         if rest >= self.by { (quotient + 1, rest - self.by) } else { (quotient, rest) }
     }
 }
 
-/// The order in which a gatherer takes the tokens that it relayed on a channel: chunk after chunk, and of each chunk node after node, so
-/// that all nodes' sums come along evenly and finishers need not wait for the last of them. The nodes behind the own one come first, so
-/// that not all ranks send to the same; the own one comes last. Lane n holds what is of node n.
+/// The order in which a gatherer takes the tokens that it relayed on a channel: chunk after chunk,
+/// and of each chunk node after node, so that all nodes' sums come along evenly and finishers need
+/// not wait for the last of them. The nodes behind the own one come first, so that not all ranks
+/// send to the same; the own one comes last. Lane n holds what is of node n.
 #[derive(Clone, Copy)]
 struct Order {
     chunk: Divisor,
@@ -141,7 +148,8 @@ struct Order {
     /// Tokens from the node, and the first of its slots.
     count: u32,
     first: u32,
-    /// Tokens, counted as if every node had as many as the one with most: some numbers stand for none.
+    /// Tokens, counted as if every node had as many as the one with most: some numbers stand for
+    /// none.
     end: u32,
 }
 
@@ -164,7 +172,8 @@ impl Order {
         }
     }
 
-    /// The token's node, and which of the tokens from there it is: none, where there are not that many.
+    /// The token's node, and which of the tokens from there it is: none, where there are not that
+    /// many.
     #[inline(always)]
     fn place(&self, token: u32) -> (u32, u32) {
         let ((group, rest), nodes) = (self.chunk.split(token), self.nodes.by);
@@ -326,7 +335,8 @@ unsafe fn gather(args: &InternodeCombineArgs, ring: &Ring, channel: u32, workers
     }
 }
 
-/// The last warp of a gatherer: delivers each chunk of sums for a node when it is ready. Lane n serves node n.
+/// The last warp of a gatherer: delivers each chunk of sums for a node when it is ready. Lane n
+/// serves node n.
 #[inline(always)]
 unsafe fn post_sums(
     args: &InternodeCombineArgs,
@@ -369,8 +379,8 @@ unsafe fn post_sums(
     }
 }
 
-/// The sums that the nodes sent for this rank's tokens: lane n knows those of node n. A row is the token's index in the (channel, node)
-/// stream.
+/// The sums that the nodes sent for this rank's tokens: lane n holds those of node n. A row is the
+/// token's index in the (channel, node) stream.
 struct Nodes<'a> {
     args: &'a InternodeCombineArgs,
     /// Where the channel's slots from this node are.

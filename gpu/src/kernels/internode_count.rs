@@ -1,7 +1,8 @@
 //! The first step of the count exchange across nodes: this rank numbers its tokens.
 //!
-//! What makes it sound: it reads what an earlier kernel has written and nobody writes meanwhile, and each entry that it writes has one
-//! warp. A warp's ballots stand where all its lanes arrive: columns and groups of tokens are the same in all lanes.
+//! Soundness: the kernel reads the output of an earlier kernel, which is not written meanwhile.
+//! Each entry that it writes has one warp. A warp's ballots stand where all its lanes arrive:
+//! columns and groups of tokens are the same in all lanes.
 
 use epoxide_macros::kernel;
 
@@ -9,7 +10,8 @@ use super::ring::channel_range;
 use crate::layout::{FEW_RANKS, InternodeCountArgs, MAX_CHANNELS, MAX_NODES};
 use crate::simt::*;
 
-/// Numbers the tokens of each channel, for each rank and each node, in token order. One block per channel.
+/// Numbers the tokens of each channel, for each rank and each node, in token order. One block per
+/// channel.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 0, registers = 64,
     requires(
@@ -36,8 +38,8 @@ pub unsafe fn internode_count(args: InternodeCountArgs) {
         };
         let (mut group, mut count) = (begin, 0);
         while group < end {
-            // Lanes behind the end look at the last token: a branch around the load would come twice, and so would the ballot
-            // between its two halves.
+            // Lanes behind the end look at the last token: a branch around the load would come
+            // twice, and so would the ballot between its two halves.
             let token = (group + lane).min(end - 1);
             let (mut hit, mut rank) = (0, first);
             while rank < first + width {

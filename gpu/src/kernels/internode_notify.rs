@@ -1,15 +1,17 @@
-//! The count exchange across nodes: each node is sent what it must know of the tokens that `internode_count` has numbered, what comes
-//! from other nodes is handed to the ranks of this one, and from it all follows where rows go.
+//! The count exchange across nodes. The kernel sends each node the counts of the tokens that
+//! `internode_count` has numbered, and relays the counts of other nodes to the ranks of this one.
+//! From all of them it plans where rows go.
 //!
-//! A count message goes to the rank with the same index on the other node, which relays to each rank of its node what
-//! concerns it. All ranks end up with the tokens of every rank for every rank, hence with the same verdict: either all
-//! ranks move rows or none does.
+//! A count message goes to the rank with the same index on the other node, which relays to each
+//! rank of its node what concerns it. All ranks end up with the tokens of every rank for every
+//! rank, hence with the same verdict: either all ranks move rows or none does.
 //!
-//! What makes it sound: messages out are written behind the operation that sent the ones before, and one warp delivers them behind a block
-//! barrier. Messages in are read behind the word that says that they have come. Packets carry data and flag in one atomic word. The
-//! threads of the one block meet at a barrier between the writers and readers of each word of shared memory, and each entry of an
-//! output has one thread. Collectives stand where all lanes of a warp arrive: what a warp branches on around them is the same in all
-//! lanes.
+//! Soundness: messages out are written behind the operation that sent the ones before, and one warp
+//! delivers them behind a block barrier. Messages in are read behind their arrival word. Packets
+//! carry data and flag in one atomic word. A barrier of the one block stands between the writers
+//! and the readers of each word of shared memory, and each entry of an output has one thread.
+//! Collectives stand where all lanes of a warp arrive: the conditions around them are the same in
+//! all lanes.
 
 use core::mem::offset_of;
 
@@ -39,7 +41,8 @@ const THREADS: u32 = 1024;
 // Shared memory of `internode_notify`, in words.
 /// Rows that each rank would receive, `[MAX_WORLD]`.
 const RECEIVES: u32 = 0;
-/// Tokens from each rank for each rank of this node, then where its block of rows starts there, `[MAX_WORLD][FEW_RANKS]`.
+/// Tokens from each rank for each rank of this node, then where its block of rows starts there,
+/// `[MAX_WORLD][FEW_RANKS]`.
 const BASES: u32 = RECEIVES + MAX_WORLD as u32;
 /// Selections of each local expert.
 const EXPERTS: u32 = BASES + (MAX_WORLD * FEW_RANKS) as u32;
@@ -49,15 +52,15 @@ const LOWEST: u32 = EXPERTS + MAX_LOCAL_EXPERTS;
 const VERDICT: u32 = LOWEST + THREADS / 32;
 /// Non-zero where a wait for a packet has expired.
 const EXPIRED: u32 = VERDICT + Verdict::WORDS;
-/// Non-zero where a node's message has not come. A word of its own, which nobody writes any more when threads decide by it whether to
-/// relay: all of them decide the same.
+/// Non-zero where a node's message has not come. It is a word of its own. It is not written any
+/// more when threads decide by it whether to relay, so that all threads decide the same.
 const UNHEARD: u32 = EXPIRED + 1;
 const WORDS: u32 = UNHEARD + 1;
 
 /// Dynamic shared memory of internode_notify, in bytes.
 pub const INTERNODE_NOTIFY_SHARED_BYTES: u32 = WORDS * 4;
 
-/// Nobody's number.
+/// Stands for no rank.
 const NONE: u32 = u32::MAX;
 
 /// Exchanges counts across nodes and plans where rows go. One block.
@@ -156,7 +159,8 @@ impl<'a> Exchange<'a> {
     /// Writes the message for each node, and the sender's prefix matrices.
     #[inline(always)]
     unsafe fn write_messages(&self) {
-        // SAFETY: the matrices are as large as the argument struct says; messages out are this rank's until it posts them.
+        // SAFETY: the matrices are as large as the argument struct documents; messages out are this
+        // rank's until it posts them.
         unsafe {
             let (args, thread) = (self.args, tid());
             let (ranks, channels) = (self.ranks, self.channels);
@@ -214,8 +218,8 @@ impl<'a> Exchange<'a> {
     /// Lane n of the first warp sends node n its message and waits for the one from there.
     #[inline(always)]
     unsafe fn swap_messages(&self) -> Posted {
-        // SAFETY: the words at the peers have this rank's queue 0 as their only writer. The barrier before it publishes the
-        // messages to this warp.
+        // SAFETY: the words at the peers have this rank's queue 0 as their only writer. The barrier
+        // before it publishes the messages to this warp.
         unsafe {
             let (comm, wire, node) = (&self.args.comm, &self.args.wire, laneid());
             let mut posted = Posted::NONE;
@@ -242,7 +246,8 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Hands each rank of this node what concerns it of the messages: their heads, where channels start, its experts.
+    /// Hands each rank of this node what concerns it of the messages: their heads, where channels
+    /// start, its experts.
     #[inline(always)]
     unsafe fn relay(&self) {
         // SAFETY: the messages have come; packets have this rank as their only writer.
@@ -277,13 +282,15 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Reads everybody's heads: whether the words that must agree do, and the tokens of every rank for every rank.
+    /// Reads the heads of all ranks: whether the words that must agree do, and the tokens of every
+    /// rank for every rank.
     #[inline(always)]
     unsafe fn read_heads(&self) -> Verdict {
         // SAFETY: packets are inside the own pool.
         unsafe {
             let (thread, ranks) = (tid(), self.ranks);
-            // As the kernel's clauses say; it spares a trap in the divisions below.
+            // The kernel's `requires` clauses guarantee it; it spares a trap in the divisions
+            // below.
             core::hint::assert_unchecked(ranks >= 1);
             // A thread takes a source.
             let mut objection = Verdict { peer: NONE, ..Verdict::OPEN };
@@ -325,8 +332,9 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// The verdict, the same on every rank: of the lowest source that objects, else of the lowest rank whose pool is too small. With
-    /// the rows that this rank receives. Turns tokens of a source for a rank into where its block of rows starts there.
+    /// The verdict, the same on every rank: of the lowest source that objects, else of the lowest
+    /// rank whose pool is too small. With the rows that this rank receives. Turns tokens of a
+    /// source for a rank into where its block of rows starts there.
     #[inline(always)]
     unsafe fn judge(&self, objection: &Verdict) -> (u32, u32) {
         // SAFETY: shared memory is the block's own; barriers are between its writers and readers.
@@ -362,7 +370,7 @@ impl<'a> Exchange<'a> {
             barrier_sync();
             let crowded = self.lowest();
             if thread == 0 {
-                // A source that objects has said so above.
+                // A source that objects has stored its verdict above.
                 if self.has_expired() {
                     st_shared_u32(word(VERDICT), PlanStatus::Timeout as u32);
                 } else if objector == NONE && crowded != NONE {
@@ -379,8 +387,8 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// What the forwarder goes by: how many tokens of each node it relays, and where their rows go. Thread 0 gets how many it relays
-    /// in all.
+    /// Writes the forwarder's plan: how many tokens of each node it relays, and where their rows
+    /// go. Thread 0 gets the number of all relayed tokens.
     #[inline(always)]
     unsafe fn plan_forwarding(&self) -> u32 {
         // SAFETY: the messages have come, from ranks with as many channels.
@@ -420,7 +428,8 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// What the receiver goes by: where each source's channels start, and how many selections its experts have.
+    /// Writes the receiver's plan: where each source's channels start, and how many selections its
+    /// experts have.
     #[inline(always)]
     unsafe fn plan_receiving(&self) {
         // SAFETY: packets are inside the own pool.
@@ -475,7 +484,8 @@ impl<'a> Exchange<'a> {
     /// Writes the header, on the device and last of all for the host. One thread calls it.
     #[inline(always)]
     unsafe fn answer(&self, status: u32, received: u32, relayed: u32) {
-        // SAFETY: both are live headers; the barrier before it makes them cover what the block wrote.
+        // SAFETY: both are live headers; the barrier before it makes them cover what the block
+        // wrote.
         unsafe {
             let args = self.args;
             let word_of = |index: u32| ld_shared_u32(word(VERDICT + index));
@@ -538,7 +548,8 @@ impl<'a> Exchange<'a> {
         unsafe { Path::to(&self.args.wire, node).message_in(&self.args.wire, node) }
     }
 
-    /// Waits for a packet of the message from rank `source`; `otherwise` where it does not come, which is noted.
+    /// Waits for a packet of the message from rank `source`; `otherwise` where it does not come,
+    /// which is noted.
     #[inline(always)]
     unsafe fn packet(&self, source: u32, index: u32, otherwise: u32) -> u32 {
         // SAFETY: the packet is inside the own pool.
@@ -575,7 +586,8 @@ impl<'a> Exchange<'a> {
 
     #[inline(always)]
     unsafe fn lowest(&self) -> u32 {
-        // SAFETY: shared memory has a word for each warp, as many as a warp has lanes; all threads call it.
+        // SAFETY: shared memory has a word for each warp, as many as a warp has lanes; all threads
+        // call it.
         unsafe { redux_min(ld_shared_u32(word(LOWEST + laneid()))) }
     }
 }

@@ -1,7 +1,8 @@
 //! Dispatch layout: counts tokens per rank and selections per expert, on the sender's side.
 //!
-//! What makes it sound: it reads ids that nobody writes meanwhile. Counters are added to by atomics, in shared memory between two block
-//! barriers; each byte of `is_token_in_rank` has one lane. Collectives stand where all lanes of a warp arrive: a warp has one token.
+//! Soundness: the kernel reads ids that are not written meanwhile. Counters are added to by
+//! atomics, in shared memory between two block barriers; each byte of `is_token_in_rank` has one
+//! lane. Collectives stand where all lanes of a warp arrive: a warp has one token.
 
 use epoxide_macros::kernel;
 
@@ -97,7 +98,7 @@ pub unsafe fn dispatch_layout(args: LayoutArgs) {
             } else {
                 args.num_tokens_per_rdma_rank.0 + (i - nodes_at) as u64 * 4
             };
-            // With one node nobody counts nodes.
+            // With one node, nodes are not counted.
             red_relaxed_gpu_add_u32(out, count);
         }
         i += ntid();

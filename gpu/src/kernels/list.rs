@@ -1,5 +1,6 @@
-//! Lists of a token's destinations, of which notify makes one for each token where there are more ranks than fit in registers: lane d of a
-//! warp has the d-th destination, `rank << 32 | row`, or -1. Ranks ascend.
+//! Lists of a token's destinations, of which notify makes one for each token where there are more
+//! ranks than fit in registers: lane d of a warp has the d-th destination, `rank << 32 | row`, or
+//! -1. Ranks ascend.
 
 use super::epoch::pool_at;
 use crate::layout::{Comm, SEND_LIST_STRIDE};

@@ -1,11 +1,12 @@
 //! The kernels, a file or a folder per family.
 //!
-//! Every operation between ranks has the same three steps, carried by two words per peer (`layout::Control`):
-//! *ready* (I have entered operation `epoch`), *move*, *done* (I have done my part towards you). `epoch` module holds
-//! them; docs/protocol.md says why no two operations can meet in a region.
+//! Every operation between ranks has the same three steps, carried by two words per peer
+//! (`layout::Control`): *ready* (I have entered operation `epoch`), *move*, *done* (I have done my
+//! part towards you). `epoch` module holds them; docs/protocol.md explains why no two operations
+//! can meet in a region.
 
-/// Repeats a block with the constant `$n` from 0 to 7: unrolled in the source, so that arrays which it indexes stay in
-/// registers.
+/// Repeats a block with the constant `$n` from 0 to 7: unrolled in the source, so that arrays which
+/// it indexes stay in registers.
 macro_rules! unroll8 {
     ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2 3 4 5 6 7) };
     (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: usize = $value; $body } )* };
@@ -67,7 +68,8 @@ macro_rules! kernels {
     };
 }
 
-// A kernel's type has its name in camel case. Hidden are the library's own, which its host launches.
+// A kernel's type has its name in camel case. Hidden are the library's own, which its host
+// launches.
 kernels! {
     #[doc(hidden)] layout::{DispatchLayout};
     #[doc(hidden)] notify::{Notify, NotifyMany};

@@ -1,9 +1,11 @@
-//! Notify: the count exchange. Every rank sends each peer one message of counts; from all of them each rank derives
-//! where every one of its tokens' rows goes in every peer's pool, so that nothing is decided while rows move.
+//! Notify: the count exchange. Every rank sends each peer one message of counts; from all of them
+//! each rank derives the place of each of its tokens' rows in every peer's pool. So nothing is
+//! decided while rows move.
 //!
-//! What makes it sound: packets carry data and flag in one atomic word, and each has one writer. The threads of a block meet at a barrier
-//! between the writers and readers of each word of shared memory. Each entry of an output has one thread; the header is written by one,
-//! behind a barrier. Collectives stand where all lanes of a warp arrive: what a warp branches on around them is the same in all lanes.
+//! Soundness: packets carry data and flag in one atomic word, and each has one writer. A barrier of
+//! the block stands between the writers and the readers of each word of shared memory. Each entry
+//! of an output has one thread; one thread writes the header, behind a barrier. Collectives stand
+//! where all lanes of a warp arrive: the conditions around them are the same in all lanes.
 
 use core::mem::offset_of;
 
@@ -21,7 +23,8 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Warp w of a block works for destination rank w, and with `MANY` ranks for every 16th from there on.
+/// Warp w of a block works for destination rank w, and with `MANY` ranks for every 16th from there
+/// on.
 const THREADS: u32 = 512;
 const WARPS: u32 = THREADS / 32;
 
@@ -30,23 +33,25 @@ const fn most_ranks(many: bool) -> u32 {
     if many { MAX_RANKS as u32 } else { FEW_RANKS as u32 }
 }
 
-/// Packets that every block needs from each source: signature, verdict of the layout, and tokens for each rank. They are
-/// neighbours in the message and in shared memory.
+/// Packets that every block needs from each source: signature, verdict of the layout, and tokens
+/// for each rank. They are neighbours in the message and in shared memory.
 const fn head_words(many: bool) -> u32 {
     message::RANK_COUNTS + most_ranks(many)
 }
 
-/// Dynamic shared memory of notify, in bytes: the heads of all sources; tokens of earlier channels by destination; whether a wait
-/// expired; of many ranks, the row of the channel's first token by destination.
+/// Dynamic shared memory of notify, in bytes: the heads of all sources; tokens of earlier channels
+/// by destination; whether a wait expired; of many ranks, the row of the channel's first token by
+/// destination.
 pub const fn notify_shared_bytes(many: bool) -> u32 {
     let by_rank = if many { 2 } else { 1 };
     (most_ranks(many) * (head_words(many) + by_rank) + 1) * 4
 }
 
-/// Loads of a thread that are in flight together, where it goes through tokens: as many as `unroll4` repeats.
+/// Loads of a thread that are in flight together, where it goes through tokens: as many as
+/// `unroll4` repeats.
 const TOGETHER: usize = 4;
 
-/// What must agree between ranks, in the order of `SIGNATURE_NAMES`.
+/// The values that must agree between ranks, in the order of `SIGNATURE_NAMES`.
 #[inline(always)]
 fn signature(args: &NotifyArgs) -> [u32; message::INVALID as usize] {
     [args.row_signature, args.columns, args.num_experts, args.num_channels, args.comm.pool.rows as u32]
@@ -90,7 +95,7 @@ pub unsafe fn notify_many(args: NotifyArgs) {
 
 #[inline(always)]
 unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
-    // SAFETY: as the argument struct documents; the head of the file says why it is sound.
+    // SAFETY: as the argument struct documents; the head of the file states why it is sound.
     unsafe {
         let comm = &args.comm;
         let (thread, lane, warp) = (tid(), laneid(), tid() / 32);
@@ -105,7 +110,8 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         let count = |source: u32, rank: u32| head(source, message::RANK_COUNTS + rank);
         let local_experts = args.num_experts / ranks;
 
-        // Block 0 sends what the layout already counted, before anything else. All loads are under way together, that of the epoch too.
+        // Block 0 sends what the layout already counted, before anything else. All loads are under
+        // way together, that of the epoch too.
         let sends = channel == 0;
         let (peer, rank) = (thread / ranks, thread % ranks);
         let tokens = ld_i32_if(sends & (peer < ranks), args.num_tokens_per_rank.0 + rank as u64 * 4, 0);
@@ -150,8 +156,8 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
             }
         }
 
-        // Tokens of the channels before this one, by destination. Each block counts for itself: it costs microseconds and
-        // spares a wait between blocks.
+        // Tokens of the channels before this one, by destination. Each block counts for itself: it
+        // costs microseconds and spares a wait between blocks.
         if thread <= most {
             st_shared_u32(earlier + thread * 4, 0); // and `expired`, which follows
         }
@@ -177,7 +183,8 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
                 });
                 token += TOGETHER as u32 * THREADS;
             }
-            // All warp sums before the first branch: behind one, the compiler may give its sides a copy each of the next sum.
+            // All warp sums before the first branch: behind one, the compiler may give its sides a
+            // copy each of the next sum.
             unroll8!(RANK => { sums[RANK] = redux_add(sums[RANK]) });
             unroll8!(RANK => {
                 if lane == 0 && sums[RANK] != 0 {
@@ -193,7 +200,8 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
             send_packet::<MANY>(comm, thread, message::CHANNEL_STARTS + channel, start, epoch);
         }
 
-        // Warp w numbers this channel's tokens for rank w, 32 at a time, in token order, while the peers' heads are on their way.
+        // Warp w numbers this channel's tokens for rank w, 32 at a time, in token order, while the
+        // peers' heads are on their way.
         let mut to = warp;
         while to < ranks {
             let (mut group, mut number) = (begin, 0);
@@ -227,7 +235,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
             to += WARPS;
         }
 
-        // Collect everybody's heads, one packet a thread.
+        // Collect the heads of all ranks, one packet a thread.
         let mut packet = thread;
         while packet < ranks * head_words {
             let (source, word) = (packet / head_words, packet % head_words);
@@ -249,8 +257,8 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         barrier_sync();
         trace(comm, Phase::Ready);
 
-        // Everybody has the same heads, hence the same verdict: either all ranks move rows or none does.
-        // The status is what all threads turn on; the rest of the verdict is for the answer.
+        // Every rank has the same heads, hence the same verdict: either all ranks move rows or none
+        // does. All threads branch on the status; the rest of the verdict is for the answer.
         let (mut status, mut verdict) = (PlanStatus::Empty as u32, Verdict::OPEN);
         if ld_shared_u32(expired) != 0 {
             status = PlanStatus::Timeout as u32;
@@ -350,8 +358,8 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
 
         trace(comm, Phase::Moved);
 
-        // Entry 0: where this channel starts at every source. In block 0 the others: how many selections each local expert
-        // has.
+        // Entry 0: where this channel starts at every source. In block 0 the others: how many
+        // selections each local expert has.
         let agreed = Verdict::agrees(status);
         let entries = if channel == 0 { 1 + local_experts } else { 1 };
         let mut entry = thread;
@@ -388,7 +396,8 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
             entry += THREADS;
         }
 
-        // Block 0 answers for the plan; the barrier makes its answer cover what the block's other threads wrote.
+        // Block 0 answers for the plan; the barrier makes its answer cover what the block's other
+        // threads wrote.
         if channel == 0 {
             barrier_sync();
             if thread == 0 {
@@ -409,10 +418,12 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
     }
 }
 
-/// Adds up, for each of many ranks, the tokens before `begin`, in the words of shared memory at `earlier`. A thread counts for one rank.
+/// Adds up, for each of many ranks, the tokens before `begin`, in the words of shared memory at
+/// `earlier`. A thread counts for one rank.
 #[inline(always)]
 unsafe fn count_of_many(args: &NotifyArgs, begin: u32, earlier: u32) {
-    // SAFETY: passed on to the caller; the words are added to by atomics alone, between two barriers.
+    // SAFETY: passed on to the caller; the words are added to by atomics alone, between two
+    // barriers.
     unsafe {
         const TOKENS: u32 = THREADS / MAX_RANKS as u32;
         let (ranks, rank) = (args.comm.num_ranks, tid() % MAX_RANKS as u32);
@@ -433,8 +444,9 @@ unsafe fn count_of_many(args: &NotifyArgs, begin: u32, earlier: u32) {
     }
 }
 
-/// Lists where each of the channel's tokens goes, by the numbers in `send_head`: a warp has a token, a lane two ranks. `starts`: words
-/// of shared memory for the row of the channel's first token by rank; `count`: tokens of a source for a rank. All threads call it.
+/// Lists where each of the channel's tokens goes, by the numbers in `send_head`: a warp has a
+/// token, a lane two ranks. `starts`: words of shared memory for the row of the channel's first
+/// token by rank; `count`: tokens of a source for a rank. All threads call it.
 #[inline(always)]
 unsafe fn list_destinations(
     args: &NotifyArgs,
@@ -444,7 +456,8 @@ unsafe fn list_destinations(
     starts: u32,
     count: impl Fn(u32, u32) -> u32,
 ) {
-    // SAFETY: passed on to the caller. Each word and each entry of a list has one thread, with a barrier in front of the words' readers.
+    // SAFETY: passed on to the caller. Each word and each entry of a list has one thread, with a
+    // barrier in front of the words' readers.
     unsafe {
         let (thread, lane, ranks) = (tid(), laneid(), args.comm.num_ranks);
         if thread < ranks {

@@ -1,11 +1,13 @@
-//! How far the warps of a block have come: most of them work, and the last one looks on and delivers.
+//! How far the warps of a block have come: most of them work, and the last one looks on and
+//! delivers.
 
 use crate::simt::*;
 
 /// Warps of a block but the last, which posts puts.
 #[inline(always)]
 pub unsafe fn workers() -> u32 {
-    // SAFETY: the host launches at least two warps, so that no division by their number needs a trap.
+    // SAFETY: the host launches at least two warps, so that no division by their number needs a
+    // trap.
     unsafe {
         let workers = ntid() / 32 - 1;
         core::hint::assert_unchecked(workers >= 1);
@@ -13,7 +15,7 @@ pub unsafe fn workers() -> u32 {
     }
 }
 
-/// Bytes in shared memory that say how far each warp has come: a word for each warp that a block can have.
+/// Bytes of the progress words in shared memory: a word for each warp that a block can have.
 pub const PROGRESS_BYTES: u32 = 128;
 
 /// How far each warp of a block has come, in shared memory: the workers publish, one warp reads.
@@ -23,11 +25,12 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// The words lie at offset `at` of dynamic shared memory, one for each of `workers` warps. All threads call it, and meet before any
-    /// of them uses it.
+    /// The words lie at offset `at` of dynamic shared memory, one for each of `workers` warps. All
+    /// threads call it, and meet before any of them uses it.
     #[inline(always)]
     pub unsafe fn new(at: u32, workers: u32) -> Self {
-        // SAFETY: the host has sized shared memory for them; nobody reads before the block has met.
+        // SAFETY: the host has sized shared memory for them; no thread reads them before the block
+        // has met.
         unsafe {
             let words = dynamic_shared() + at;
             if tid() < workers {
@@ -37,14 +40,16 @@ impl Progress {
         }
     }
 
-    /// One lane of a worker warp says how far the warp has come, and publishes what the warp wrote before it last met.
+    /// Publishes the progress of a worker warp, and the stores of the warp before it last met. One
+    /// lane of the warp calls it.
     #[inline(always)]
     pub unsafe fn publish(&self, value: u32) {
         // SAFETY: the word is this warp's.
         unsafe { st_release_cta_shared_u32(self.words + tid() / 32 * 4, value) }
     }
 
-    /// How far the slowest worker has come. One warp calls it; what that worker wrote is visible to it.
+    /// The progress of the slowest worker. One warp calls it; every worker's stores up to that
+    /// progress are visible to it.
     #[inline(always)]
     pub unsafe fn slowest(&self) -> u32 {
         // SAFETY: the words are inside shared memory.

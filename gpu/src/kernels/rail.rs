@@ -1,6 +1,8 @@
-//! What kernels do across nodes, over their rail: write to a peer's wire memory, or post puts to its queue, and wait for what peers write.
+//! Communication of kernels across nodes, over their rail. A kernel writes to a peer's wire memory,
+//! or posts puts to its queue, and waits for the peers' words.
 //!
-//! A rank talks to one rank of every other node: the one with its own index there. In this file `node` stands for it.
+//! A rank talks to one rank of every other node: the one with its own index there. In this file
+//! `node` stands for it.
 
 use super::epoch::{
     Phase, aborted, pool_of, trace, wait_at_least, wait_entered, wait_entered_or, warp_aborted,
@@ -24,7 +26,7 @@ impl Posted {
     pub const NONE: Posted = Posted { queue: 0, ticket: 0 };
 }
 
-/// What goes to a node: bytes, and the counter behind them, in the words of a [`PutRequest`].
+/// A delivery to a node: bytes, and the counter behind them, in the words of a [`PutRequest`].
 pub struct Delivery {
     pub from: u64,
     pub to: u64,
@@ -33,13 +35,15 @@ pub struct Delivery {
     pub value: u64,
 }
 
-/// An operation, for what is said to other nodes, and for waits that are for a queue's proxy and not for a peer.
+/// An operation, for the words to other nodes, and for waits that are for a queue's proxy and not
+/// for a peer.
 #[derive(Clone, Copy)]
 pub struct Operation {
     pub epoch: u64,
-    /// The word by which this rank enters it, [`super::epoch::Entry::ready_word`]; 0 where it says none.
+    /// The word by which this rank enters it, [`super::epoch::Entry::ready_word`]; 0 where it
+    /// publishes none.
     pub ready: u64,
-    /// What such a wait is called in the record of one that expired.
+    /// The name of a wait for the proxy in the record of one that expired.
     pub queue_wait: Wait,
 }
 
@@ -73,7 +77,8 @@ impl Path {
         unsafe { if laneid() < wire.num_nodes { Path::to(wire, laneid()) } else { Path::NONE } }
     }
 
-    /// Where the slots for `node`, whose path this is, are written: at the peer if its memory is mapped, else where a put takes them.
+    /// Where the slots for `node`, whose path this is, are written: at the peer if its memory is
+    /// mapped, else where a put takes them.
     #[inline(always)]
     pub fn slots_out(&self, wire: &Wire, node: u32) -> u64 {
         if self.peer != 0 {
@@ -118,8 +123,9 @@ unsafe fn queue_of(comm: &Comm, wire: &Wire, node: u32, channel: u32) -> (u64, u
     }
 }
 
-/// Has `delivery` take place at `node`, whose path is given: where the peer's wire memory is mapped the bytes are there already, and the
-/// counter is released behind them; else the put is posted. Any one lane calls it; what it has seen written comes before the counter.
+/// Has `delivery` take place at `node`, whose path is given: where the peer's wire memory is mapped
+/// the bytes are there already, and the counter is released behind them; else the put is posted.
+/// Any one lane calls it; stores that happened before the call are visible before the counter.
 #[inline(always)]
 pub unsafe fn deliver(
     comm: &Comm,
@@ -140,7 +146,8 @@ pub unsafe fn deliver(
     }
 }
 
-/// Posts a put on the queue of `channel` to `node`. Any one lane calls it; what it has seen written is visible to the proxy.
+/// Posts a put on the queue of `channel` to `node`. Any one lane calls it; stores that happened
+/// before the call are visible to the proxy.
 #[inline(always)]
 unsafe fn post(
     comm: &Comm,
@@ -154,7 +161,8 @@ unsafe fn post(
     unsafe { post_to(comm, queue_of(comm, wire, node, channel), node, delivery, operation) }
 }
 
-/// The same on a queue of which its memory and the count of what was posted are given; `peer`: whom a wait for its proxy names.
+/// The same on a queue of which its memory and the count of what was posted are given; `peer`: whom
+/// a wait for its proxy names.
 #[inline(always)]
 pub unsafe fn post_to(
     comm: &Comm,
@@ -163,8 +171,8 @@ pub unsafe fn post_to(
     delivery: Delivery,
     operation: Operation,
 ) -> Posted {
-    // SAFETY: the queue's memory is mapped. The position is this caller's alone, and its entry free once the proxy has
-    // taken the request that had it before.
+    // SAFETY: the queue's memory is mapped. The position is this caller's alone, and its entry free
+    // once the proxy has taken the request that had it before.
     unsafe {
         let ticket = atom_relaxed_gpu_add_u64(posted, 1) + 1;
         let taken = queue + offset_of!(QueueWords, taken) as u64;
@@ -197,10 +205,12 @@ pub unsafe fn wait_quiet(comm: &Comm, node: u32, posted: Posted, operation: Oper
     }
 }
 
-/// Tells every other node that this rank has entered the operation. One warp calls it; lane n tells node n.
+/// Tells every other node that this rank has entered the operation. One warp calls it; lane n
+/// publishes to node n.
 #[inline(always)]
 pub unsafe fn tell_nodes_ready(comm: &Comm, wire: &Wire, operation: Operation) {
-    // SAFETY: the word at the peer has this rank as its only writer, through queue 0 if not by a store.
+    // SAFETY: the word at the peer has this rank as its only writer, through queue 0 if not by a
+    // store.
     unsafe {
         let node = laneid();
         if node < wire.num_nodes && node != wire.node && operation.ready != 0 {
@@ -211,9 +221,9 @@ pub unsafe fn tell_nodes_ready(comm: &Comm, wire: &Wire, operation: Operation) {
     }
 }
 
-/// Waits until every rank of this node has entered the operation, and every node whose wire memory is mapped: from then on workers
-/// write there. All threads call it, of two warps or more. False when a wait of this rank has expired, or a call differs; the same in all
-/// lanes of a warp.
+/// Waits until every rank of this node has entered the operation, and every node whose wire memory
+/// is mapped: from then on workers write there. All threads call it, of two warps or more. False
+/// when a wait of this rank has expired, or a call differs; the same in all lanes of a warp.
 #[inline(always)]
 pub unsafe fn wait_mapped_ready(
     comm: &Comm,
@@ -222,7 +232,8 @@ pub unsafe fn wait_mapped_ready(
     of_rank: Wait,
     of_node: Wait,
 ) -> bool {
-    // SAFETY: the words are in this rank's own memory. The barrier passes on what the polling lanes acquired.
+    // SAFETY: the words are in this rank's own memory. The barrier passes on what the polling lanes
+    // acquired.
     unsafe {
         let (warp, lane) = (tid() / 32, laneid());
         let Operation { epoch, ready, .. } = operation;
@@ -252,13 +263,14 @@ unsafe fn wait_node_entered(
     operation: Operation,
     what: Wait,
 ) {
-    // SAFETY: the words are in this rank's wire memory. That of its counts says whether the node is in a count exchange.
+    // SAFETY: the words are in this rank's wire memory. The `counts` word shows whether the node is
+    // in a count exchange.
     unsafe {
         let word = path.memory + node_word(wire.layout.ready, node);
         let counting = path.memory + node_word(wire.layout.counts, node);
         let Operation { epoch, ready, .. } = operation;
-        // A node does not need this rank to end an operation, so that it may have entered the next one. Then it has been here too, and
-        // found the calls the same.
+        // A node does not need this rank to end an operation, so that it may have entered the next
+        // one. Then it has been here too, and found the calls the same.
         let has_passed = |entered| entered == (epoch + 1) & READY_EPOCHS;
         let is_counting = || ld_relaxed_sys_u64(counting) == epoch;
         let waits = (what, Wait::OtherNodeCall);
@@ -266,8 +278,8 @@ unsafe fn wait_node_entered(
     }
 }
 
-/// Lane n waits until node n has entered the operation. One warp calls it. False, in all lanes, when a wait of this rank has expired, or a
-/// call differs.
+/// Lane n waits until node n has entered the operation. One warp calls it. False, in all lanes,
+/// when a wait of this rank has expired, or a call differs.
 #[inline(always)]
 pub unsafe fn wait_node_ready(comm: &Comm, wire: &Wire, operation: Operation, what: Wait) -> bool {
     // SAFETY: the words are in this rank's wire memory.
@@ -281,13 +293,13 @@ pub unsafe fn wait_node_ready(comm: &Comm, wire: &Wire, operation: Operation, wh
     }
 }
 
-/// Whether a wait of this rank has expired, asked now and then by a warp that waits for others of
-/// its block: those may have seen that, and do nothing. The whole warp calls it, in each turn of
-/// its loop; `turns` counts them.
+/// Whether a wait of this rank has expired. A warp that waits for others of its block checks it now
+/// and then: those may have given up after an expired wait. The whole warp calls it, in each turn
+/// of its loop; `turns` counts them.
 #[inline(always)]
 pub unsafe fn is_in_vain(comm: &Comm, turns: &mut u32) -> bool {
     *turns += 1;
-    // SAFETY: the caller says that all lanes are here.
+    // SAFETY: the caller ensures that all lanes are here.
     unsafe { turns.is_multiple_of(64) && warp_aborted(comm) }
 }
 
@@ -309,7 +321,8 @@ pub fn arrival(epoch: u64, rows: u32) -> u64 {
     epoch << ARRIVAL_SHIFT | rows as u64
 }
 
-/// How many rows have come so far, by the arrival word at this address. What came is visible to this lane.
+/// How many rows have come so far, by the arrival word at this address. The load acquires: rows
+/// that have come are visible to this lane.
 #[inline(always)]
 pub unsafe fn rows_arrived(word: u64, epoch: u64) -> u32 {
     // SAFETY: the word is in this rank's wire memory.
@@ -319,18 +332,19 @@ pub unsafe fn rows_arrived(word: u64, epoch: u64) -> u32 {
     }
 }
 
-/// Waits until `rows` rows of a node's channel have come, by the arrival word at this address; false when the wait expired.
+/// Waits until `rows` rows of a node's channel have come, by the arrival word at this address;
+/// false when the wait expired.
 #[inline(always)]
 pub unsafe fn wait_rows(comm: &Comm, word: u64, node: u32, rows: u32, epoch: u64, what: Wait) -> bool {
     // SAFETY: the word is in this rank's wire memory.
     unsafe { wait_at_least(comm, word, arrival(epoch, rows), node, epoch, what) }
 }
 
-/// Waits until `rows` rows of the own node's channel are there, by the arrival word at this address; false when any wait of this
-/// rank has expired.
+/// Waits until `rows` rows of the own node's channel are there, by the arrival word at this
+/// address; false when any wait of this rank has expired.
 ///
-/// They come from the other block of the channel, which itself waits for other nodes first: its deadline, which names them, is
-/// the one that counts.
+/// They come from the other block of the channel, which itself waits for other nodes first: its
+/// deadline, which names them, is the one that counts.
 #[inline(always)]
 pub unsafe fn wait_own_rows(comm: &Comm, word: u64, rows: u32, epoch: u64) -> bool {
     // SAFETY: the word is in this rank's wire memory.
@@ -344,7 +358,8 @@ pub unsafe fn wait_own_rows(comm: &Comm, word: u64, rows: u32, epoch: u64) -> bo
     }
 }
 
-/// Where a channel begins and how many rows it has, from an inclusive prefix matrix `[.., channels]`: the entry of `row`.
+/// Where a channel begins and how many rows it has, from an inclusive prefix matrix
+/// `[.., channels]`: the entry of `row`.
 #[inline(always)]
 pub unsafe fn channel_rows(prefix: u64, channels: u32, row: u32, channel: u32) -> (u32, u32) {
     // SAFETY: the entry lies inside the matrix.

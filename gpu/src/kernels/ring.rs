@@ -1,6 +1,8 @@
-//! A warp's ring of shared-memory buffers, each filled by one bulk load and guarded by one mbarrier.
+//! A warp's ring of shared-memory buffers, each filled by one bulk load and guarded by one
+//! mbarrier.
 //!
-//! All warps' buffers come first in dynamic shared memory, then all barriers: [`crate::layout::ring_bytes`] for them all.
+//! All warps' buffers come first in dynamic shared memory, then all barriers:
+//! [`crate::layout::ring_bytes`] for them all.
 
 use crate::simt::mbarrier::{Mbarrier, Ready};
 use crate::simt::*;
@@ -40,8 +42,8 @@ impl Turn {
 }
 
 impl Ring {
-    /// Lays the ring out and initialises its barriers. The whole warp calls it, if it is one of the first `warps`, which are
-    /// those that have a ring.
+    /// Lays the ring out and initialises its barriers. The whole warp calls it, if it is one of the
+    /// first `warps`, which are those that have a ring.
     #[inline(always)]
     pub unsafe fn new(count: u32, bytes: u32, warps: u32) -> Self {
         let ring = Ring::lay_out(count, bytes, warps);
@@ -63,8 +65,8 @@ impl Ring {
     /// Initialises its barriers. The whole warp calls it, if it has a ring.
     #[inline(always)]
     pub unsafe fn init(&self) {
-        // SAFETY: the host sizes dynamic shared memory for all warps. The barriers are this warp's own, and the warp
-        // meets before any lane uses them.
+        // SAFETY: the host sizes dynamic shared memory for all warps. The barriers are this warp's
+        // own, and the warp meets before any lane uses them.
         unsafe {
             if laneid() == 0 {
                 let mut slot = 0;
@@ -92,10 +94,10 @@ impl Ring {
         unsafe { self.barrier(turn.slot).wait(turn.parity) }
     }
 
-    /// One lane starts a load into a buffer that nobody reads any more.
+    /// One lane starts a load into a buffer that is not read any more.
     #[inline(always)]
     pub unsafe fn load(&self, slot: u32, from: u64, bytes: u32) {
-        // SAFETY: the caller vouches for `from` and says that nobody reads the buffer.
+        // SAFETY: the caller vouches for `from` and ensures that no thread reads the buffer.
         unsafe {
             self.expect(slot, bytes);
             self.load_at(slot, 0, from, bytes);
@@ -129,7 +131,8 @@ pub fn block_range(count: u32) -> (u32, u32) {
     share_of(count, ctaid(), nctaid())
 }
 
-/// The contiguous range of `count` items that is the share of block `block` of `blocks`: sizes differ by at most one.
+/// The contiguous range of `count` items that is the share of block `block` of `blocks`: sizes
+/// differ by at most one.
 #[inline(always)]
 pub fn share_of(count: u32, block: u32, blocks: u32) -> (u32, u32) {
     let (each, more) = (count / blocks, count % blocks);
@@ -137,7 +140,8 @@ pub fn share_of(count: u32, block: u32, blocks: u32) -> (u32, u32) {
     (begin, begin + each + (block < more) as u32)
 }
 
-/// The channel's range of `num_tokens` tokens: each has `ceil(num_tokens / channels)` until there are none left.
+/// The channel's range of `num_tokens` tokens: each has `ceil(num_tokens / channels)` until there
+/// are none left.
 #[inline(always)]
 pub fn channel_range(num_tokens: u32, channels: u32, channel: u32) -> (u32, u32) {
     let each = num_tokens.div_ceil(channels);

@@ -1,12 +1,12 @@
-//! What a count exchange has come to, within a node and across nodes. Everybody has the same counts, hence the same verdict: either all
-//! ranks move rows or none does.
+//! The verdict of a count exchange, within a node and across nodes. Every rank has the same counts,
+//! hence the same verdict: either all ranks move rows or none does.
 
 use core::mem::offset_of;
 
 use crate::layout::{Comm, FailedPlan, FailedPlans, KEPT_PLANS, PlanHeader, PlanStatus, Status};
 use crate::simt::*;
 
-/// A verdict, in the words of a [`PlanHeader`]; [`PlanStatus`] says what each of them means.
+/// A verdict, in the words of a [`PlanHeader`]; [`PlanStatus`] documents them.
 #[derive(Clone, Copy)]
 pub struct Verdict {
     pub peer: u32,
@@ -39,15 +39,15 @@ impl Verdict {
         }
     }
 
-    /// Whether the ranks agree on the shape of the messages, so that all of a message will come. Ranks that disagree on channels or
-    /// experts would wait for packets that never come.
+    /// Whether the ranks agree on the shape of the messages, so that all of a message will come.
+    /// Ranks that disagree on channels or experts would wait for packets that never come.
     #[inline(always)]
     pub fn agrees(status: u32) -> bool {
         status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32
     }
 
-    /// Writes it to the [`PlanHeader`] at `header`, with the rows that this rank receives and the dispatch's epoch: all words but the tag and
-    /// the relayed tokens.
+    /// Writes it to the [`PlanHeader`] at `header`, with the rows that this rank receives and the
+    /// dispatch's epoch: all words but the tag and the relayed tokens.
     #[inline(always)]
     pub unsafe fn write(&self, header: u64, rows: u32, epoch: u64) {
         // SAFETY: the caller vouches for a live `PlanHeader`.
@@ -62,8 +62,8 @@ impl Verdict {
         }
     }
 
-    /// Where the plan is not ready, tells the host so, which does not wait for this dispatch. A
-    /// wait that expired has told it already. One thread of the grid calls it.
+    /// Reports a plan that is not ready to the host, which does not wait for this dispatch. A wait
+    /// that expired has reported itself already. One thread of the grid calls it.
     #[inline(always)]
     pub unsafe fn report(&self, comm: &Comm, rows: u32, epoch: u64) {
         if self.status == PlanStatus::Ready as u32 || self.status == PlanStatus::Timeout as u32 {

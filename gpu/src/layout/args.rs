@@ -68,17 +68,19 @@ pub struct NotifyArgs {
     pub rank_prefix_matrix: DevicePtr,
     /// Out, sender side: i32 `[num_ranks, num_channels]`, inclusive over channels.
     pub channel_prefix_matrix: DevicePtr,
-    /// Out, receiver side: i32 `[num_ranks, num_channels]`, exclusive, relative to the source's block.
+    /// Out, receiver side: i32 `[num_ranks, num_channels]`, exclusive, relative to the source's
+    /// block.
     pub recv_channel_prefix_matrix: DevicePtr,
     /// Out: i32 `[num_tokens, num_ranks]`, index in the (channel, destination) stream or -1.
     pub send_head: DevicePtr,
-    /// Out: i32 `[num_tokens, SEND_ROW_STRIDE]`, row at the destination or -1. Of more than
+    /// Out: i32 `[num_tokens, SEND_ROW_STRIDE]`, row at the destination or -1. With more than
     /// [`FEW_RANKS`](super::FEW_RANKS) ranks: i64 `[num_tokens, SEND_LIST_STRIDE]`, the token's
     /// destinations in ascending order as `rank << 32 | row`, then -1.
     pub send_row: DevicePtr,
     /// Out: u32 `[experts per rank]`, each rounded up to `expert_alignment`.
     pub num_recv_tokens_per_expert: DevicePtr,
-    /// Out, mapped host memory or null: [`super::PlanHeader`], then u32 `[experts per rank]` as above.
+    /// Out, mapped host memory or null: [`super::PlanHeader`], then u32 `[experts per rank]` as
+    /// above.
     pub host: DevicePtr,
     /// Stored in the host header's `tag` when all of it is written.
     pub tag: u64,
@@ -136,8 +138,8 @@ pub struct ExpertPlanArgs {
     pub exchange: DevicePtr,
     /// Out: [`super::PlanHeader`], with the rows of all segments in place of those received.
     pub header: DevicePtr,
-    /// Out: i64 `[num_tokens, SEND_LIST_STRIDE]`, where entry k of a token goes as `rank << 32 |
-    /// row`, or -1.
+    /// Out: i64 `[num_tokens, SEND_LIST_STRIDE]`, where entry k of a token goes as
+    /// `rank << 32 | row`, or -1.
     pub send_row: DevicePtr,
     /// Out: u32 `[local_experts]`, rows of each expert.
     pub expert_counts: DevicePtr,
@@ -199,14 +201,15 @@ pub struct DispatchArgs {
     pub stages: u32,
     /// Bytes of a row that travel together, a multiple of 16.
     pub piece_bytes: u32,
-    /// Bytes per stage, a multiple of 128: a piece, and the scales where there are a multiple of 4 of them.
+    /// Bytes per stage, a multiple of 128: a piece, and the scales where there are a multiple of 4
+    /// of them.
     pub stage_bytes: u32,
     /// 1 where the rows' metadata travels too: not in a cached dispatch.
     pub with_metadata: u32,
     /// First expert of this node: 0 with one node.
     pub first_expert: u32,
-    /// Within one node: the last warps of a block, which send metadata while the others move rows, at least 1. The last one polls for the
-    /// block.
+    /// Within one node: the last warps of a block, which send metadata while the others move rows,
+    /// at least 1. The last one polls for the block.
     pub metadata_warps: u32,
     /// 1 where ids are i32.
     pub narrow_ids: u32,
@@ -322,7 +325,8 @@ pub struct StagedCombineArgs {
     pub rank_prefix_matrix: DevicePtr,
     /// In, of notify, sender side: i32 `[num_ranks, num_channels]`, inclusive over channels.
     pub channel_prefix_matrix: DevicePtr,
-    /// In, of notify, receiver side: i32 `[num_ranks, num_channels]`, exclusive, relative to the source's block.
+    /// In, of notify, receiver side: i32 `[num_ranks, num_channels]`, exclusive, relative to the
+    /// source's block.
     pub recv_channel_prefix_matrix: DevicePtr,
     /// Rows of `x`, and of `weights`.
     pub num_rows: u32,
@@ -332,11 +336,12 @@ pub struct StagedCombineArgs {
     pub channels: u32,
     /// Blocks that gather the rows of a channel together.
     pub blocks_per_channel: u32,
-    /// Rows that a block copies before it says so, of the first step of a channel.
+    /// Rows of a channel's first step: a block publishes them after it has copied so many.
     pub step_rows: u32,
     /// Warps of a block that gather; in a block that copies all do.
     pub gather_warps: u32,
-    /// Parts of a channel's rows, which are dealt out row by row to blocks that copy. The same on all ranks.
+    /// Parts of a channel's rows, which are dealt out row by row to blocks that copy. The same on
+    /// all ranks.
     pub parts: u64,
 }
 
@@ -378,7 +383,8 @@ pub struct InternodeCountArgs {
     pub send_head: DevicePtr,
     /// Out: i32 `[num_tokens, num_nodes]`, index in the (channel, node) stream or -1.
     pub send_rdma_head: DevicePtr,
-    /// Out: u32 `[num_channels, num_ranks + num_nodes]`, tokens of the channel for each rank, then for each node.
+    /// Out: u32 `[num_channels, num_ranks + num_nodes]`, tokens of the channel for each rank, then
+    /// for each node.
     pub channel_counts: DevicePtr,
     /// Tokens of this rank.
     pub num_tokens: u32,
@@ -416,16 +422,18 @@ pub struct InternodeNotifyArgs {
     pub recv_rdma_channel_prefix_matrix: DevicePtr,
     /// Out, forwarder side: i32 `[num_nodes]`, inclusive over source nodes.
     pub recv_rdma_rank_prefix_sum: DevicePtr,
-    /// Out, receiver side: i32 `[num_ranks, num_channels]`, first row of each source rank's channel.
+    /// Out, receiver side: i32 `[num_ranks, num_channels]`, first row of each source rank's
+    /// channel.
     pub recv_gbl_channel_prefix_matrix: DevicePtr,
     /// Out, receiver side: i32 `[num_ranks]`, inclusive over source ranks.
     pub recv_gbl_rank_prefix_sum: DevicePtr,
     /// Out: u32 `[experts per rank]`, each rounded up to `expert_alignment`.
     pub num_recv_tokens_per_expert: DevicePtr,
-    /// Out, forwarder side: u32 `[num_nodes, num_channels, SEND_ROW_STRIDE]`, first row at each rank of this node of the tokens
-    /// that came from a node's channel.
+    /// Out, forwarder side: u32 `[num_nodes, num_channels, SEND_ROW_STRIDE]`, first row at each
+    /// rank of this node of the tokens that came from a node's channel.
     pub forward_start: DevicePtr,
-    /// Out, mapped host memory or null: [`super::PlanHeader`], then u32 `[experts per rank]` as above.
+    /// Out, mapped host memory or null: [`super::PlanHeader`], then u32 `[experts per rank]` as
+    /// above.
     pub host: DevicePtr,
     /// Stored in the host header's `tag` when all of it is written.
     pub tag: u64,
@@ -460,8 +468,8 @@ pub struct InternodeDispatchArgs {
     pub send_head: DevicePtr,
     /// In, of `internode_notify`: u32 `[num_nodes, num_channels, SEND_ROW_STRIDE]`.
     pub forward_start: DevicePtr,
-    /// Out, or in a cached dispatch not used: i32 `[num_rdma_recv_tokens, ranks of a node]`, index of a relayed token in the
-    /// (channel, source node) stream to a rank of this node, or -1.
+    /// Out, or in a cached dispatch not used: i32 `[num_rdma_recv_tokens, ranks of a node]`, index
+    /// of a relayed token in the (channel, source node) stream to a rank of this node, or -1.
     pub send_nvl_head: DevicePtr,
     /// Bytes of a slot, a multiple of 16.
     pub slot_bytes: u32,
@@ -471,11 +479,13 @@ pub struct InternodeDispatchArgs {
 
 layout_assert!(InternodeDispatchArgs, size = 504, reserved at 500);
 
-/// What a dispatch across nodes leaves for combine and cached dispatches: both sides of a token's way.
+/// The routing that a dispatch across nodes leaves for combine and cached dispatches: the sender's
+/// and the receiver's side.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct Route {
-    /// Sender side, of `internode_count`: i32 `[num_tokens, num_nodes]`, index in the (channel, node) stream or -1.
+    /// Sender side, of `internode_count`: i32 `[num_tokens, num_nodes]`, index in the (channel,
+    /// node) stream or -1.
     pub send_rdma_head: DevicePtr,
     /// Sender side: i32 `[num_nodes, num_channels]`, inclusive over channels.
     pub rdma_channel_prefix_matrix: DevicePtr,
@@ -483,8 +493,8 @@ pub struct Route {
     pub recv_rdma_channel_prefix_matrix: DevicePtr,
     /// Forwarder side: i32 `[num_nodes]`, inclusive over source nodes.
     pub recv_rdma_rank_prefix_sum: DevicePtr,
-    /// Forwarder side: i32 `[num_rdma_recv_tokens, SEND_ROW_STRIDE]`, row of a relayed token at each rank of this node, or -1. Out of
-    /// an uncached dispatch, in otherwise.
+    /// Forwarder side: i32 `[num_rdma_recv_tokens, SEND_ROW_STRIDE]`, row of a relayed token at
+    /// each rank of this node, or -1. Out of an uncached dispatch, in otherwise.
     pub forward_row: DevicePtr,
     /// Channels; the grid has two blocks for each.
     pub num_channels: u32,

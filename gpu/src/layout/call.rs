@@ -1,13 +1,15 @@
-//! What a rank says with its `ready` words: that it has entered an operation, and which call that is.
+//! The call that a rank publishes with its `ready` words when it has entered an operation.
 //!
-//! A ready word is `epoch << READY_SHIFT | call`, of which the shift leaves the low bits of the epoch. Operations of different ranks lie
-//! at most one epoch apart, so that these are enough to know the one that is waited for.
+//! A ready word is `epoch << READY_SHIFT | call`; the shift leaves the low bits of the epoch.
+//! Operations of different ranks lie at most one epoch apart, so that these bits identify the
+//! operation.
 
 /// Where the epoch begins in a ready word; the bits below it are the call.
 pub const READY_SHIFT: u32 = 40;
 /// The bits of an epoch that a ready word holds.
 pub const READY_EPOCHS: u64 = u64::MAX >> READY_SHIFT;
-/// The bits of a ready word that say more of a call than that it is a dispatch with a count exchange.
+/// The bits of a ready word that are all 0 in a dispatch with a count exchange, and in no other
+/// call.
 pub const READY_OTHERS: u64 = (1 << READY_SHIFT) - (1 << COLUMNS_SHIFT);
 /// The bits of [`super::PlanHeader::epoch`] that a ready word holds.
 pub const READY_PLANS: u32 = (1 << COLUMNS_SHIFT) - 1;
@@ -17,14 +19,14 @@ const ROWS_SHIFT: u32 = 18;
 const PLACE_SHIFT: u32 = 31;
 const KIND_SHIFT: u32 = 37;
 
-/// What the type of rows counts for in the columns of a cached dispatch: ready words tell types of
-/// equally many scales apart, and numbers of scales of one type.
+/// Columns of a cached dispatch that each step of the row type counts for. Ready words thereby
+/// differ between types of equally many scales, and between numbers of scales of one type.
 pub const CACHED_DTYPE: u32 = 29;
 
 /// The kinds of calls that an operation can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallKind {
-    /// A dispatch with a count exchange, which sees to it that all else agrees.
+    /// A dispatch with a count exchange, which checks that all else agrees.
     Dispatch = 0,
     /// A dispatch along the routing of another one.
     CachedDispatch = 1,
@@ -38,17 +40,20 @@ pub enum CallKind {
     CombineStagedF32 = 5,
 }
 
-/// What must be the same on every rank in one operation, but for the routing that it goes by.
+/// The parameters that must be the same on every rank in one operation, except for its routing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// Its kind. Of a [`CallKind::Dispatch`] all other fields are 0: where ranks disagree on them, no row moves and the buffers stay whole.
+    /// The call's kind. All other fields of a [`CallKind::Dispatch`] are 0: where ranks disagree on
+    /// them, no row moves and the buffers stay whole.
     pub kind: CallKind,
     /// The place's index, below 64.
     pub place: u32,
-    /// Bytes per row, a multiple of 16. Ready words tell lengths apart that differ by less than 128 KiB.
+    /// Bytes per row, a multiple of 16. Lengths that differ by less than 128 KiB have different
+    /// ready words.
     pub row_bytes: u32,
-    /// Top-k weights of a combine per row, or scales of a cached dispatch, with [`CACHED_DTYPE`] for
-    /// each type in front of its own. Ready words tell apart what differs by less than 256.
+    /// Top-k weights of a combine per row, or scales of a cached dispatch, with [`CACHED_DTYPE`]
+    /// for each type in front of its own. Values that differ by less than 256 have different ready
+    /// words.
     pub columns: u32,
 }
 
@@ -91,7 +96,8 @@ pub const fn ready_epoch(word: u64, latest: u64) -> u64 {
     latest.saturating_sub(latest.wrapping_sub(word >> READY_SHIFT) & READY_EPOCHS)
 }
 
-/// The epoch of the dispatch whose routing the call of a ready word goes by: the latest up to and with `latest` that it can be.
+/// The epoch of the dispatch whose routing the call of a ready word uses: the latest possible one,
+/// `latest` at most.
 pub const fn ready_plan(word: u64, latest: u64) -> u64 {
     latest.saturating_sub(latest.wrapping_sub(word) & READY_PLANS as u64)
 }

@@ -5,8 +5,8 @@ use bytemuck::{Pod, Zeroable};
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 
-/// The table that a kernel looks ids up in. A physical expert has the id `rank * local_experts +
-/// local`.
+/// The table that a kernel looks ids up in. A physical expert has the id
+/// `rank * local_experts + local`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct ExpertTable {

@@ -1,4 +1,4 @@
-//! What a dispatch leaves behind for combine and for cached dispatches.
+//! The state that a dispatch leaves for combine and for cached dispatches.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -8,7 +8,8 @@ use super::limits::{FEW_RANKS, MAX_TOPK};
 /// Row stride of `send_row`, in entries: one per possible rank.
 pub const SEND_ROW_STRIDE: u32 = FEW_RANKS as u32;
 
-/// List stride of `send_row` with more ranks, in entries: a token has no more destinations than entries.
+/// List stride of `send_row` with more ranks, in entries: a token has no more destinations than
+/// entries.
 pub const SEND_LIST_STRIDE: u32 = MAX_TOPK;
 
 /// Verdict of the count exchange. It is the same on every rank for [`PlanStatus::Capacity`] and
@@ -20,13 +21,14 @@ pub enum PlanStatus {
     Empty = 0,
     /// The rows have places; they may move.
     Ready = 1,
-    /// Some rank would receive more rows than a pool holds: `detail` is that many rows, `peer` the rank.
+    /// Some rank would receive more rows than a pool holds: `detail` is that many rows, `peer` the
+    /// rank.
     Capacity = 2,
     /// A token of rank `peer` named an expert out of range.
     InvalidExpert = 3,
     /// Signature word `detail` of rank `peer` differs: `theirs` there, `ours` here.
     Mismatch = 4,
-    /// A peer's counts did not come in time; [`super::Status`] says more.
+    /// A peer's counts did not come in time; [`super::Status`] has the details.
     Timeout = 5,
     /// Rank `peer` has `detail` tokens for one node, more than its slots there.
     Slots = 6,
@@ -52,7 +54,8 @@ pub struct PlanHeader {
     pub tag: u64,
     /// Tokens whose rows this rank relays to its node, own ones included; 0 with one node.
     pub num_rdma_recv_tokens: u32,
-    /// The low bits of the epoch of the dispatch that made the plan: the same on every rank, and another for each dispatch.
+    /// The low bits of the epoch of the dispatch that made the plan: the same on every rank, and
+    /// another for each dispatch.
     pub epoch: u32,
 }
 

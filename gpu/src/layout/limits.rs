@@ -2,8 +2,8 @@
 
 /// Most ranks that map each other's memory, on one host or in one NVLink domain.
 pub const MAX_RANKS: usize = 64;
-/// Ranks that kernels keep in registers: most of a node between which and others rows are relayed. With
-/// more, kernels of their own go by tables.
+/// Ranks that kernels keep in registers: most of a node between which and others rows are relayed.
+/// With more, kernels of their own go by tables.
 pub const FEW_RANKS: usize = 8;
 /// Most entries per token in `topk_idx`: one lane each.
 pub const MAX_TOPK: u32 = 32;
@@ -23,8 +23,8 @@ pub const fn row_stride(row_bytes: u64) -> u64 {
     (row_bytes + ROW_ALIGN - 1) & !(ROW_ALIGN - 1)
 }
 
-/// Bytes of a token's scales that dispatch moves by bulk copy, behind the row in its stage; 0 where they are not a multiple of
-/// 16 bytes or too many, and go by ordinary stores.
+/// Bytes of a token's scales that dispatch moves by bulk copy, behind the row in its stage; 0 where
+/// they are not a multiple of 16 bytes or too many, and go by ordinary stores.
 #[doc(hidden)]
 #[inline(always)]
 pub const fn bulk_scale_bytes(num_scales: u32) -> u32 {

@@ -1,8 +1,8 @@
-//! Low latency: what the kernels are told, and what lies where in the memory that they share.
+//! Low latency: the arguments of the kernels, and the layout of the memory that they share.
 //!
-//! A pool begins with words of the rank as a whole ([`LowLatencyControl`]); behind them each place has words, packets and rows
-//! ([`LowLatencyPlace`]). A row of token t from rank s lies at `s * max_tokens + t`, whatever else comes: nothing is counted before it is
-//! sent.
+//! A pool begins with words of the rank as a whole ([`LowLatencyControl`]); behind them each place
+//! has words, packets and rows ([`LowLatencyPlace`]). A row of token t from rank s lies at
+//! `s * max_tokens + t`, independent of all other rows: nothing is counted before it is sent.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -16,11 +16,13 @@ use super::pool::{Comm, ControlWord};
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyControl {
-    /// `ready[src] >= epoch`: rank `src` has entered that dispatch, so that its place may be overwritten. Said and waited for only where
-    /// nothing that came in between says so.
+    /// `ready[src] >= epoch`: rank `src` has entered that dispatch, so that its place may be
+    /// overwritten. A rank publishes it, and waits for it, only if no operation in between has
+    /// shown the same.
     pub ready: [ControlWord; FEW_RANKS],
-    /// `calls[src][epoch % 2]` is a packet: rank `src` has entered the operation, with this [`LowLatencyCall`]. A rank is at most one
-    /// operation ahead of what its peers have yet to read.
+    /// `calls[src][epoch % 2]` is a packet: rank `src` has entered the operation, with this
+    /// [`LowLatencyCall`]. A rank is at most one operation ahead of what its peers have yet to
+    /// read.
     pub calls: [[u64; 2]; FEW_RANKS],
 }
 
@@ -36,12 +38,14 @@ pub const fn call_offset(src: u32, epoch: u64) -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyPlace {
-    /// u64 `[FEW_RANKS, chunks]`: `arrived[src][c] >= epoch` where all that chunk c of rank `src`'s tokens has for this rank is here.
+    /// u64 `[FEW_RANKS, chunks]`: `arrived[src][c] >= epoch` where all that chunk c of rank `src`'s
+    /// tokens has for this rank is here.
     pub arrived: u64,
-    /// u64 `[FEW_RANKS, chunks]`: `returned[src][c] >= epoch` where rank `src` has returned all that it has of chunk c of this rank's tokens.
+    /// u64 `[FEW_RANKS, chunks]`: `returned[src][c] >= epoch` where rank `src` has returned all
+    /// that it has of chunk c of this rank's tokens.
     pub returned: u64,
-    /// Packets `[FEW_RANKS, max_tokens, num_topk / 2 rounded up]`: two local expert ids each, 16 bits, all ones where the expert is on
-    /// another rank.
+    /// Packets `[FEW_RANKS, max_tokens, num_topk / 2 rounded up]`: two local expert ids each, 16
+    /// bits, all ones where the expert is on another rank.
     pub ids: u64,
     /// Packets `[FEW_RANKS, max_tokens, num_topk]`: the f32 weights of the experts on this rank.
     pub weights: u64,
@@ -49,10 +53,11 @@ pub struct LowLatencyPlace {
     pub recv_x: u64,
     /// f32 `[num_scales, num_ranks * max_tokens]`.
     pub recv_scales: u64,
-    /// Returned rows `[num_ranks * max_tokens]`: row `src * max_tokens + t` is rank `src`'s share of this rank's token t, in BF16, or in e4m3
-    /// with its f32 scales behind it.
+    /// Returned rows `[num_ranks * max_tokens]`: row `src * max_tokens + t` is rank `src`'s share
+    /// of this rank's token t, in BF16, or in e4m3 with its f32 scales behind it.
     pub returned_x: u64,
-    /// Returned rows of a rank with few tokens, in [pieces](PIECE_BYTES): `[num_ranks * packet_tokens, pieces]`.
+    /// Returned rows of a rank with few tokens, in [pieces](PIECE_BYTES):
+    /// `[num_ranks * packet_tokens, pieces]`.
     pub returned_packets: u64,
     /// Packets `[num_ranks * packet_tokens, num_scales]`: the f32 scales of those rows.
     pub returned_scales: u64,
@@ -60,17 +65,20 @@ pub struct LowLatencyPlace {
 
 layout_assert!(LowLatencyPlace, size = 72, returned_scales at 64);
 
-/// Tokens of all ranks that one warp lists for an expert, a lane each; of more, all warps of a block do.
+/// Tokens of all ranks that one warp lists for an expert, a lane each; of more, all warps of a
+/// block do.
 pub const FEW_TOKENS: u32 = 32;
 
-/// Tokens of a dispatch's block whose scales leave together: a scale's words of so many tokens are a sector of 32 bytes.
+/// Tokens of a dispatch's block whose scales leave together: a scale's words of so many tokens are
+/// a sector of 32 bytes.
 pub const LOW_LATENCY_TOKENS_AT_ONCE: u32 = 8;
 
-/// Bytes of a row that travel together as packets: a lane of a warp has three vectors of 16 bytes, a warp's worth apart. The last piece of a
-/// row is filled up with zeros.
+/// Bytes of a row that travel together as packets: a lane of a warp has three vectors of 16 bytes,
+/// a warp's worth apart. The last piece of a row is filled up with zeros.
 pub const PIECE_BYTES: u32 = 3 * 32 * 16;
-/// Bytes of a piece's packets, `[4, 32]` of 16 bytes, which are written and read at once. The fourth word of each is the epoch; the others of
-/// a lane's first three packets are the first three words of its vectors, those of the last packet the fourth ones.
+/// Bytes of a piece's packets, `[4, 32]` of 16 bytes, which are written and read at once. The
+/// fourth word of each is the epoch; the others of a lane's first three packets are the first three
+/// words of its vectors, those of the last packet the fourth ones.
 pub const PIECE_PACKET_BYTES: u32 = 4 * 32 * 16;
 
 /// Pieces of a row.
@@ -79,30 +87,36 @@ pub const fn pieces_of(row_bytes: u32) -> u32 {
     row_bytes.div_ceil(PIECE_BYTES)
 }
 
-/// What a rank knows of a place's rows, in memory that only it touches. `rows` stands for `num_ranks * max_tokens`.
+/// A rank's tables of a place's rows, in memory that only this rank accesses. `rows` stands for
+/// `num_ranks * max_tokens`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyTables {
     /// Out of a dispatch, receiver side: u32 `[FEW_RANKS]`, tokens of each source rank.
     pub num_tokens: DevicePtr,
-    /// Out of a dispatch, sender side: u32 `[max_tokens]`, a bit for each rank that the token went to.
+    /// Out of a dispatch, sender side: u32 `[max_tokens]`, a bit for each rank that the token went
+    /// to.
     pub token_ranks: DevicePtr,
     /// Out of a dispatch, receiver side: i32 `[local_experts]`.
     pub expert_counts: DevicePtr,
-    /// Out of a dispatch, receiver side: i32 `[local_experts, rows]`, the row of each of an expert's tokens.
+    /// Out of a dispatch, receiver side: i32 `[local_experts, rows]`, the row of each of an
+    /// expert's tokens.
     pub expert_rows: DevicePtr,
     /// Out of a dispatch, receiver side: i32 `[local_experts, rows]`, its index on its source rank.
     pub src_info: DevicePtr,
-    /// Out of a dispatch, receiver side: i64 `[local_experts, num_ranks]`, count in the low half, begin in the high one.
+    /// Out of a dispatch, receiver side: i64 `[local_experts, num_ranks]`, count in the low half,
+    /// begin in the high one.
     pub layout_range: DevicePtr,
-    /// Out of a dispatch, receiver side: i32 `[rows, num_topk]`, where in `expert_rows` the entry is, from its start; -1 where the expert is
-    /// on another rank.
+    /// Out of a dispatch, receiver side: i32 `[rows, num_topk]`, where in `expert_rows` the entry
+    /// is, from its start; -1 where the expert is on another rank.
     pub slots: DevicePtr,
-    /// Out of a dispatch, receiver side: f32 `[rows, num_topk]`, the weights of entries that have a slot.
+    /// Out of a dispatch, receiver side: f32 `[rows, num_topk]`, the weights of entries that have a
+    /// slot.
     pub weights: DevicePtr,
     /// u64 `[chunks]`: tokens of a chunk that have been sent, in shares of `QUANTUM`.
     pub sent: DevicePtr,
-    /// u64 `[FEW_RANKS, chunks]`: rows of a rank's chunk that have been returned, in shares of `QUANTUM`.
+    /// u64 `[FEW_RANKS, chunks]`: rows of a rank's chunk that have been returned, in shares of
+    /// `QUANTUM`.
     pub answered: DevicePtr,
     /// [`LowLatencyTurns`] of the place.
     pub turns: DevicePtr,
@@ -130,7 +144,7 @@ pub mod phase {
     pub const RECEIVE: u32 = 2;
 }
 
-/// What both low-latency kernels are told.
+/// The arguments that all low-latency kernels share.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyArgs {
@@ -138,7 +152,7 @@ pub struct LowLatencyArgs {
     pub comm: Comm,
     /// Where the place is in every pool.
     pub place: LowLatencyPlace,
-    /// What this rank knows of it.
+    /// This rank's tables of the place.
     pub tables: LowLatencyTables,
     /// Tokens of this rank.
     pub num_tokens: u32,
@@ -195,7 +209,7 @@ impl LowLatencyDispatchArgs {
     }
 }
 
-/// What a low-latency operation does to rows on their way.
+/// The quantisation of rows in a low-latency operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Quantise {
@@ -216,7 +230,8 @@ pub const SCALE_BLOCK: u32 = 128;
 pub struct LowLatencyCombineArgs {
     /// Peers, place and shapes.
     pub common: LowLatencyArgs,
-    /// In: BF16 rows; `[local_experts * rows]` where they are by expert, else `[rows]` as received, weighted and summed already.
+    /// In: BF16 rows; `[local_experts * rows]` where they are by expert, else `[rows]` as received,
+    /// weighted and summed already.
     pub x: DevicePtr,
     /// Bytes from one row of `x` to the next, a multiple of 16.
     pub x_stride: u64,
@@ -262,7 +277,8 @@ pub struct LowLatencyGatherArgs {
 
 layout_assert!(LowLatencyGatherArgs, size = 64, num_scales at 60);
 
-/// What a rank says when it enters a low-latency operation, in the low half of a packet.
+/// The call that a rank publishes when it enters a low-latency operation, in the low half of a
+/// packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LowLatencyCall {
     /// Whether it is a combine.
@@ -271,9 +287,11 @@ pub struct LowLatencyCall {
     pub has_scales: bool,
     /// The place's index, below 64.
     pub place: u32,
-    /// Bytes of a row as it travels, a multiple of 16. Calls tell lengths apart that differ by less than 128 KiB.
+    /// Bytes of a row as it travels, a multiple of 16. Lengths that differ by less than 128 KiB
+    /// have different calls.
     pub row_bytes: u32,
-    /// Tokens of the rank, at most [`LowLatencyCall::MAX_TOKENS`]: the one thing in which ranks may differ.
+    /// Tokens of the rank, at most [`LowLatencyCall::MAX_TOKENS`]: the one thing in which ranks may
+    /// differ.
     pub num_tokens: u32,
 }
 
@@ -293,7 +311,7 @@ impl LowLatencyCall {
             | self.num_tokens & Self::TOKEN_BITS
     }
 
-    /// The call that a packet says.
+    /// The call with the bits of a packet.
     pub const fn of(bits: u32) -> LowLatencyCall {
         LowLatencyCall {
             is_combine: bits >> 30 & 1 != 0,

@@ -1,7 +1,9 @@
-//! Low latency across nodes: each rank sends each one message in a dispatch and one in a combine, whatever links them.
+//! Low latency across nodes: each rank sends each one message in a dispatch and one in a combine,
+//! over any link.
 //!
-//! A message lies where its receiver reads it if the receiver's memory is mapped, within a node or across; else where it was written, from
-//! which a put takes it there. Behind it comes the packet that says which call the sender has entered.
+//! A message lies where its receiver reads it if the receiver's memory is mapped, within a node or
+//! across; else where it was written, from which a put takes it there. Behind it comes the packet
+//! with the call that the sender has entered.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -42,7 +44,8 @@ pub struct LowLatencyMessage {
 
 layout_assert!(LowLatencyMessage, size = 32, to at 24);
 
-/// The way to a rank, and from it; a place has a table of them, `[num_ranks]`. The own rank's leads to itself.
+/// The way to a rank, and from it; a place has a table of them, `[num_ranks]`. The own rank's leads
+/// to itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyRoute {
@@ -62,11 +65,12 @@ pub struct LowLatencyRoute {
 
 layout_assert!(LowLatencyRoute, size = 104, queue at 88);
 
-/// Bytes of a dispatch message in front of its slots: a u32 that says how many there are.
+/// Bytes of a dispatch message in front of its slots: a u32, the number of slots.
 pub const DISPATCH_HEADER: u32 = SLOT_ALIGN;
 
-/// A slot of a dispatch message: the row, its scales, the token's index on its rank as a u32, and of each of its entries the local expert, u32,
-/// all ones where it is not for the receiver, and the f32 weight.
+/// A slot of a dispatch message: the row, its scales, the token's index on its rank as a u32, and
+/// its entries. An entry is the local expert, u32, all ones where it is not for the receiver, and
+/// the f32 weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LowLatencySlot {
     /// Where the index is; scales begin where the row ends.
@@ -98,7 +102,8 @@ pub const fn low_latency_head_bytes(num_topk: u32) -> u32 {
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyCopies {
-    /// The last packet. That of a dispatch comes behind the copies of its message's heads.
+    /// The last packet. The packet of a dispatch is published behind the copies of its message's
+    /// heads.
     pub calls: [u64; MAX_MEMBERS],
     /// The last ready word.
     pub ready: [u64; MAX_MEMBERS],
@@ -112,7 +117,8 @@ pub const fn answer_slot_bytes(row_bytes: u32, num_scales: u32) -> u32 {
     (row_bytes + num_scales * 4).next_multiple_of(SLOT_ALIGN)
 }
 
-/// What the kernels across nodes are told of a place beside what those within one are. `rows` stands for `num_ranks * max_tokens`.
+/// A place's arguments of the kernels across nodes, beside those of the kernels within a node.
+/// `rows` stands for `num_ranks * max_tokens`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyMessages {
@@ -124,16 +130,19 @@ pub struct LowLatencyMessages {
     pub recv_scales: DevicePtr,
     /// Out of a dispatch, receiver side: u32 `[MAX_MEMBERS]`, slots of each rank's message.
     pub num_slots: DevicePtr,
-    /// Out of a dispatch, receiver side: u32 `[rows]`, the tokens of a rank's slots, from `source * max_tokens` on.
+    /// Out of a dispatch, receiver side: u32 `[rows]`, the tokens of a rank's slots, from
+    /// `source * max_tokens` on.
     pub slot_tokens: DevicePtr,
-    /// Out of a dispatch, sender side: u32 `[max_tokens, MAX_MEMBERS]`, the token's slot in the message for each rank that it went to.
+    /// Out of a dispatch, sender side: u32 `[max_tokens, MAX_MEMBERS]`, the token's slot in the
+    /// message for each rank that it went to.
     pub positions: DevicePtr,
     /// u64: tokens of a dispatch that have been written, in shares of `QUANTUM`.
     pub written: DevicePtr,
     /// u64 `[MAX_MEMBERS]`: rows of a rank that have been returned, in shares of `QUANTUM`.
     pub returned: DevicePtr,
     /// [`LowLatencyCopies`] and behind them heads, `[num_ranks * max_tokens]`, of
-    /// [`low_latency_head_bytes`]: copies of what ranks write in host memory. One block writes them.
+    /// [`low_latency_head_bytes`]: copies of what ranks write in host memory. One block writes
+    /// them.
     pub copies: DevicePtr,
 }
 

@@ -1,7 +1,8 @@
-//! Structs that host and device share: `#[repr(C)]`, plain data, no padding, addresses as [`DevicePtr`]. The size and
-//! offset asserts compile on both sides.
+//! Structs that host and device share: `#[repr(C)]`, plain data, no padding, addresses as
+//! [`DevicePtr`]. The size and offset asserts compile on both sides.
 //!
-//! What the library's own kernels and its host share is public for the host crate, and not documented here: it is no interface.
+//! The structs of the library's own kernels are public for the host crate. They are not documented
+//! here, because they are no interface.
 
 mod args;
 mod assert;
@@ -23,7 +24,7 @@ pub use device_ptr::DevicePtr;
 pub use example::*;
 pub use limits::*;
 
-// What the library's own kernels and its host share. Whoever writes another kernel needs none of it.
+// Structs that the library's own kernels and its host share. Other kernels need none of them.
 #[doc(hidden)]
 pub use args::*;
 #[doc(hidden)]

@@ -1,5 +1,5 @@
-//! The pool: the one allocation per rank that its peers map. Control words first, at fixed offsets, then the count
-//! messages, then rows as structure of arrays.
+//! The pool: the one allocation per rank that its peers map. Control words first, at fixed offsets,
+//! then the count messages, then rows as structure of arrays.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -9,8 +9,8 @@ use super::handle::PlanHeader;
 use super::limits::{FEW_RANKS, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS};
 use super::wire::MAX_WORLD;
 
-/// What every finished operation adds to each `done` word and to the ticket. Blocks add shares of it, so the target of
-/// a waiter is `epoch * QUANTUM` whatever grid the writer ran.
+/// The amount that every finished operation adds to each `done` word and to the ticket. Blocks add
+/// shares of it, so that the target of a waiter is `epoch * QUANTUM` whatever grid the writer ran.
 pub const QUANTUM: u64 = 1 << 16;
 
 /// A control word with a cache line of its own. Written by one rank, never reset.
@@ -22,18 +22,22 @@ pub struct ControlWord {
     _line: [u64; 15],
 }
 
-/// Start of every pool: two words per peer carry the whole protocol. How far a combine's rows have been staged is apart from it.
+/// Start of every pool: two words per peer carry the whole protocol. How far a combine's rows have
+/// been staged is apart from it.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct Control {
-    /// `ready[src]` has the epoch ([`super::READY_SHIFT`]): rank `src` has entered the operation, with the call in the bits below. In a
-    /// dispatch its receive rows may be overwritten; in a combine its combine rows may be read.
+    /// `ready[src]` has the epoch ([`super::READY_SHIFT`]): rank `src` has entered the operation,
+    /// with the call in the bits below. In a dispatch its receive rows may be overwritten; in a
+    /// combine its combine rows may be read.
     pub ready: [ControlWord; MAX_RANKS],
-    /// `done[src] >= epoch * QUANTUM`: rank `src` has done its part towards this rank. In a dispatch all its rows have
-    /// been written here; in a combine it has read all that it needed from here.
+    /// `done[src] >= epoch * QUANTUM`: rank `src` has done its part towards this rank. In a
+    /// dispatch all its rows have been written here; in a combine it has read all that it needed
+    /// from here.
     pub done: [ControlWord; MAX_RANKS],
-    /// `staged[src][c * parts + p]` is `epoch << 32 | rows`: of the rows that rank `src` returns to this rank in a combine, so many of
-    /// channel c are in its pool, of those whose number in the channel leaves p when divided by `parts`.
+    /// `staged[src][c * parts + p]` is `epoch << 32 | rows`. It counts the rows of channel c that
+    /// rank `src` returns to this rank in a combine and that are in `src`'s pool. These are
+    /// the rows whose number in the channel leaves p when divided by `parts`.
     pub staged: [[u64; MAX_CHANNELS as usize]; MAX_RANKS],
 }
 
@@ -58,7 +62,7 @@ pub const fn staged_offset(src: u32, place: u32) -> u64 {
     done_offset(MAX_RANKS as u32) + (src * MAX_CHANNELS + place) as u64 * 8
 }
 
-/// What the signature words of a count message are, in order.
+/// Names of the signature words of a count message, in order.
 pub const SIGNATURE_NAMES: [&str; 5] = [
     "bytes per row | dtype",
     "place << 24 | by_expert << 23 | num_topk << 16 | num_scales",
@@ -67,18 +71,19 @@ pub const SIGNATURE_NAMES: [&str; 5] = [
     "capacity in rows",
 ];
 
-/// A count message: `u64` packets, each `epoch << 32 | value`, so that data and flag arrive in one store and nothing is
-/// ever zeroed. These are the indices of the packets.
+/// A count message: `u64` packets, each `epoch << 32 | value`, so that data and flag arrive in one
+/// store and nothing is ever zeroed. These are the indices of the packets.
 pub mod message {
     use super::*;
 
-    /// Words that must agree between ranks; [`super::SIGNATURE_NAMES`] says what each is.
+    /// Words that must agree between ranks; [`super::SIGNATURE_NAMES`] names them.
     pub const SIGNATURE: u32 = 0;
     /// 1 if the sender's layout saw an expert id out of range.
     pub const INVALID: u32 = SIGNATURE + super::SIGNATURE_NAMES.len() as u32;
     /// Tokens the sender has for each rank, `[MAX_RANKS]`.
     pub const RANK_COUNTS: u32 = INVALID + 1;
-    /// Where each of the sender's channels starts in its block of rows at the receiver, `[MAX_CHANNELS]`.
+    /// Where each of the sender's channels starts in its block of rows at the receiver,
+    /// `[MAX_CHANNELS]`.
     pub const CHANNEL_STARTS: u32 = RANK_COUNTS + MAX_RANKS as u32;
     /// Selections the sender has for each expert of the receiver, `[MAX_LOCAL_EXPERTS]`.
     pub const EXPERT_COUNTS: u32 = CHANNEL_STARTS + MAX_CHANNELS;
@@ -107,17 +112,17 @@ pub struct PoolLayout {
     pub recv_x: u64,
     /// Scales of received rows, f32 `[rows, num_scales]`.
     pub recv_scales: u64,
-    /// Local expert ids of received rows, i64 `[rows, num_topk]`. Of rows by expert: u32 source
+    /// Local expert ids of received rows, i64 `[rows, num_topk]`. For rows by expert: u32 source
     /// rank, u32 entry of the token, `[rows]`.
     pub recv_topk_idx: u64,
-    /// Weights of received rows, f32 `[rows, num_topk]`. Of rows by expert: of their entry,
-    /// `[rows]`.
+    /// Weights of received rows, f32 `[rows, num_topk]`. For rows by expert: the weight of their
+    /// entry, `[rows]`.
     pub recv_topk_weights: u64,
-    /// Token index of received rows on their source rank, i32 `[rows]`. Of rows by expert: -1 in
+    /// Token index of received rows on their source rank, i32 `[rows]`. For rows by expert: -1 in
     /// padding.
     pub recv_src_idx: u64,
-    /// Of received rows, where there are several nodes: u32 source node, u32 bits of this node's ranks that the token goes to,
-    /// `[rows]`.
+    /// Source of received rows, where there are several nodes, `[rows]`: u32 source node, u32 bits
+    /// of this node's ranks that the token goes to.
     pub recv_src_meta: u64,
     /// Rows that peers gather in a combine.
     pub combine_x: u64,
@@ -131,11 +136,12 @@ pub struct PoolLayout {
 
 layout_assert!(PoolLayout, size = 88, bytes at 80);
 
-/// What a kernel needs to talk to the peers.
+/// The addresses and words by which a kernel communicates with the peers.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct Comm {
-    /// Where each rank's pool is, the own one included, of the first ranks. Arguments of the kernel, so that nobody waits for a table's memory.
+    /// Where each rank's pool is, the own one included, of the first ranks. They are arguments of
+    /// the kernel, so that no thread waits for a table's memory.
     pub pools: [DevicePtr; FEW_RANKS],
     /// Where each rank's pool is, u64 `[num_ranks]`.
     pub pool_table: DevicePtr,
@@ -151,7 +157,7 @@ pub struct Comm {
     pub rank: u32,
     /// Ranks.
     pub num_ranks: u32,
-    /// What this rank says with `ready`: [`super::Call::bits`].
+    /// The call that this rank publishes with `ready`: [`super::Call::bits`].
     pub call: u64,
     /// The layout of every pool.
     pub pool: PoolLayout,
@@ -159,14 +165,15 @@ pub struct Comm {
 
 layout_assert!(Comm, size = 144 + 8 * FEW_RANKS, pool at 56 + 8 * FEW_RANKS);
 
-/// When a block reached each phase of its operation, in ns of the device's clock. Thread 0 of the block writes it, and
-/// only where [`Comm::trace`] is set.
+/// When a block reached each phase of its operation, in ns of the device's clock. Thread 0 of the
+/// block writes it, and only where [`Comm::trace`] is set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct BlockTrace {
     /// The block started.
     pub enter: u64,
-    /// Every peer was ready; in notify, every peer's counts had come. A block that stages rows waits for nobody: it began.
+    /// Every peer was ready; in notify, every peer's counts had come. In a block that stages rows,
+    /// which does not wait: it began.
     pub ready: u64,
     /// The block's share was moved; in notify, its tokens were numbered.
     pub moved: u64,
@@ -176,20 +183,25 @@ pub struct BlockTrace {
 
 layout_assert!(BlockTrace, size = 32, done at 24);
 
-/// State that only this rank's kernels touch. Monotonic, never reset, but by the host where the ranks of a low-latency buffer regroup.
+/// State that only this rank's kernels touch. Monotonic, never reset, but by the host where the
+/// ranks of a low-latency buffer regroup.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LocalState {
-    /// Operations completed. The running operation is `epoch + 1`; the kernel that ends it stores that.
+    /// Operations completed. The running operation is `epoch + 1`; the kernel that ends it stores
+    /// that.
     pub epoch: u64,
-    /// Blocks add their share of [`QUANTUM`] when they are through; the one that completes `epoch * QUANTUM` is last.
+    /// Blocks add their share of [`QUANTUM`] when they are through; the one that completes
+    /// `epoch * QUANTUM` is last.
     pub ticket: u64,
-    /// Non-zero once a wait has expired or met another call: every later wait returns at once. Then the low bits of the operation's
-    /// epoch, but 1 for 0.
+    /// Non-zero once a wait has expired or met another call: every later wait returns at once. Then
+    /// the low bits of the operation's epoch, but 1 for 0.
     pub abort: u32,
-    /// Of a low-latency buffer: a bit for each rank that is left out. The host writes it, between operations.
+    /// A bit for each rank that is left out of a low-latency buffer. The host writes it, between
+    /// operations.
     pub left_out: u32,
-    /// `epoch << 16 | blocks`: so many blocks of the operation have started, where they share its work by the order in which they do.
+    /// `epoch << 16 | blocks`: so many blocks of the operation have started, where they share its
+    /// work by the order in which they do.
     pub started: u64,
     /// Non-zero once a block has taken it on itself to write the [`Status`].
     pub recorded: u64,
@@ -218,11 +230,13 @@ pub const STARTED_SHIFT: u32 = 16;
 pub struct Status {
     /// 0, or the [`Wait`].
     pub code: u64,
-    /// What was waited for: the index of a rank of this node, or of a node, or a rank; [`Wait`] says which.
+    /// The peer that the wait was for: the index of a rank of this node, or of a node, or a rank,
+    /// depending on the [`Wait`].
     pub peer: u64,
     /// The epoch of the operation.
     pub epoch: u64,
-    /// The value that was needed; of a ready word the epoch, or where calls differ the word that was needed.
+    /// The value that was needed. For a ready word it is the epoch, or where calls differ the
+    /// needed word.
     pub needed: u64,
     /// The value last seen.
     pub seen: u64,
@@ -258,9 +272,10 @@ pub struct FailedPlans {
 
 layout_assert!(FailedPlans, size = 200, plans at 8);
 
-/// Offset, in the mapped host memory of a [`Status`], of two words of each peer, u64 `[2, MAX_WORLD]`,
-/// by the numbers that [`Status::peer`] has: the [`Wait`] for it that lasted at least half of the
-/// deadline until this one or another one expired, else 0. Waits that a peer enters come first.
+/// Offset, in the mapped host memory of a [`Status`], of two words of each peer, u64
+/// `[2, MAX_WORLD]`, by the numbers that [`Status::peer`] has: the [`Wait`] for it that lasted at
+/// least half of the deadline until this one or another one expired, else 0. Waits that a peer
+/// enters come first.
 pub const LATE_PEERS: u64 = (size_of::<Status>() + size_of::<FailedPlans>()) as u64;
 
 /// Offset, behind those, of a byte of each token, `[max_tokens]`: 1 where a combine may have left
@@ -270,7 +285,7 @@ pub const MISSING_TOKENS: u64 = LATE_PEERS + 2 * MAX_WORLD as u64 * 8;
 /// Plans that [`FailedPlans`] has room for.
 pub const KEPT_PLANS: usize = 4;
 
-/// What a kernel can wait for.
+/// The events that a kernel can wait for, and the other failures that it records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Wait {
@@ -306,11 +321,12 @@ pub enum Wait {
     OtherCall = 15,
     /// `ready` of another node, which came with another call.
     OtherNodeCall = 16,
-    /// Rows that a rank of this node copies into its pool during a combine; counted from the start of their unit.
+    /// Rows that a rank of this node copies into its pool during a combine; counted from the start
+    /// of their unit.
     Staged = 17,
-    /// That a rank enters a low-latency dispatch, whose place it may still use.
+    /// Entry of a rank into a low-latency dispatch, whose place the rank may still use.
     LowLatencyReady = 18,
-    /// That a rank enters a low-latency operation.
+    /// Entry of a rank into a low-latency operation.
     LowLatencyEnter = 19,
     /// Expert ids of a token in a low-latency dispatch.
     LowLatencyIds = 20,
@@ -334,8 +350,9 @@ pub enum Wait {
 }
 
 impl Wait {
-    /// Whether it is for the first word of a peer in an operation, which the peer says without waiting
-    /// for others. One that has said it may be late because it waits itself.
+    /// Whether the wait is for the first word of a peer in an operation, which the peer publishes
+    /// without waiting for others. A peer that has published it may be late because it waits
+    /// itself.
     #[inline(always)]
     pub const fn is_for_entry(self) -> bool {
         matches!(

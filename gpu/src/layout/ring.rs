@@ -1,5 +1,6 @@
-//! Rings of buffers in a block's shared memory, one ring for each warp that copies: all warps' buffers come first, then all barriers, one
-//! for each buffer. What a kernel has beside its rings follows them.
+//! Rings of buffers in a block's shared memory, one ring for each warp that copies: all warps'
+//! buffers come first, then all barriers, one for each buffer. Other shared memory of a kernel
+//! follows its rings.
 
 use crate::simt::mbarrier::Mbarrier;
 

@@ -1,4 +1,4 @@
-//! What lies where in the memory that kernels share with each other and with the host, by name: for reports.
+//! Named sections of the memory that kernels share with each other and with the host, for reports.
 
 use core::mem::offset_of;
 
@@ -14,13 +14,13 @@ use super::{
 pub struct Section {
     /// Its name; empty where it is one more dimension of the array around it.
     pub name: &'static str,
-    /// Where it begins, in bytes from the start of what it is a part of.
+    /// Where it begins, in bytes from the start of the section around it.
     pub offset: u64,
     /// Bytes, padding behind it included where that is simpler.
     pub bytes: u64,
-    /// Of an array: bytes from one element to the next. 0 where it is none.
+    /// Bytes from one element of an array to the next; 0 where the section is not an array.
     pub stride: u64,
-    /// What it is made of, or each of its elements.
+    /// The parts of the section, or of each element of an array.
     pub parts: &'static [Section],
 }
 
@@ -45,7 +45,8 @@ impl Section {
         Section { parts, ..self }
     }
 
-    /// What lies at byte `at` of memory with these sections, such as `ready[3]` or `recv_x[17] + 0x40`; `None` between them.
+    /// The name of byte `at` of memory with these sections, such as `ready[3]` or
+    /// `recv_x[17] + 0x40`; `None` between them.
     pub fn name_of(sections: &[Section], mut at: u64) -> Option<String> {
         let mut name = String::new();
         let mut inside = sections;
@@ -163,8 +164,8 @@ fn in_a_row<const N: usize>(sections: [(u64, Section); N], end: u64) -> [Section
 }
 
 impl PoolLayout {
-    /// The sections of a pool where there are `num_nodes` nodes, when it holds received rows of `recv_row_bytes` bytes and rows of
-    /// `combine_row_bytes` bytes for combine.
+    /// The sections of a pool where there are `num_nodes` nodes, when it holds received rows of
+    /// `recv_row_bytes` bytes and rows of `combine_row_bytes` bytes for combine.
     pub fn sections(&self, num_nodes: u32, recv_row_bytes: u64, combine_row_bytes: u64) -> [Section; 12] {
         const LINE: u64 = size_of::<ControlWord>() as u64;
         const OF_CHANNELS: &[Section] = &[Section::array("", MAX_CHANNELS as u64, 8)];
@@ -192,7 +193,7 @@ impl PoolLayout {
 }
 
 impl WireLayout {
-    /// The sections of wire memory. What a slot holds is another thing in each operation.
+    /// The sections of wire memory. The contents of a slot depend on the operation.
     pub fn sections(&self) -> [Section; 7] {
         const LINE: u64 = size_of::<ControlWord>() as u64;
         const OF_CHANNELS: &[Section] = &[Section::array("", MAX_CHANNELS as u64, 8)];
@@ -215,7 +216,8 @@ mod tests {
     use super::super::Control;
     use super::*;
 
-    /// Sections lie inside of `bytes` bytes, behind one another, and so do their parts in an element.
+    /// Sections lie inside of `bytes` bytes, behind one another, and so do their parts in an
+    /// element.
     fn check(sections: &[Section], bytes: u64) {
         let mut end = 0;
         for section in sections {
@@ -328,7 +330,7 @@ mod tests {
 
     #[test]
     fn structs_are_named_whole() {
-        // Whoever adds a field adds its name: the bytes of all of them are the struct's, its padding aside.
+        // Every field has a name: the named bytes are all of the struct's, except for its padding.
         let named = |fields: &[Section]| fields.iter().map(|field| field.bytes).sum::<u64>();
         let structs = [
             (PLAN_HEADER, size_of::<PlanHeader>(), 0),

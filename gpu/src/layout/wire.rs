@@ -1,8 +1,10 @@
-//! What crosses nodes: a rank's wire memory, the queues to its peers, and the requests in them.
+//! Traffic across nodes: a rank's wire memory, the queues to its peers, and the requests in them.
 //!
-//! Wire memory is what a rank's peers on other nodes write to: control words first, then count messages, then slots that rows are
-//! sent from and arrive in. Where a peer's wire memory is mapped, kernels write slots and words there themselves. Elsewhere a kernel
-//! asks for a put by writing a [`PutRequest`] to a queue's ring in mapped host memory, and a proxy thread carries it out.
+//! A rank's peers on other nodes write to its wire memory. It holds control words first, then count
+//! messages, then slots that rows are sent from and arrive in. Where a peer's wire memory is
+//! mapped, kernels write slots and words there themselves. Elsewhere a kernel asks for a put by
+//! writing a [`PutRequest`] to a queue's ring in mapped host memory, and a proxy thread carries it
+//! out.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -17,14 +19,16 @@ pub const MAX_NODES: usize = 32;
 pub const MAX_WORLD: usize = MAX_NODES * FEW_RANKS;
 /// Requests that a queue's ring holds.
 pub const RING_ENTRIES: u64 = 256;
-/// An arrival word is `epoch << ARRIVAL_SHIFT | rows`: rows of a channel that have arrived in this epoch.
+/// An arrival word is `epoch << ARRIVAL_SHIFT | rows`: rows of a channel that have arrived in this
+/// epoch.
 pub const ARRIVAL_SHIFT: u32 = 28;
 
 /// A put and the counter behind it. Offsets are in bytes from the start of wire memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct PutRequest {
-    /// The request's position in its queue, from 1 on. Stored last: the entry is valid where it has the expected value.
+    /// The request's position in its queue, from 1 on. Stored last: the entry is valid where it has
+    /// the expected value.
     pub ticket: u64,
     /// Where the bytes are in this rank's wire memory.
     pub from: u64,
@@ -34,14 +38,15 @@ pub struct PutRequest {
     pub bytes: u64,
     /// The peer's word that is written once the bytes are visible there, 8-byte aligned.
     pub counter: u64,
-    /// What is stored in it. One queue writes it.
+    /// The value that is stored in the counter. One queue writes the counter.
     pub value: u64,
     _pad: [u64; 2],
 }
 
 layout_assert!(PutRequest, size = 64, _pad at 48);
 
-/// Start of a queue's mapped host memory; the ring `[RING_ENTRIES]` of [`PutRequest`] follows. The proxy writes these words.
+/// Start of a queue's mapped host memory; the ring `[RING_ENTRIES]` of [`PutRequest`] follows. The
+/// proxy writes these words.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct QueueWords {
@@ -56,8 +61,9 @@ layout_assert!(QueueWords, size = 256, completed at 128);
 /// Bytes of a queue's mapped host memory.
 pub const QUEUE_BYTES: u64 = size_of::<QueueWords>() as u64 + RING_ENTRIES * size_of::<PutRequest>() as u64;
 
-/// A queue as a kernel sees it. The table of them is indexed `queue * num_ranks + peer`, over all ranks in ascending order;
-/// ranks that this one does not talk to, itself included, have a placeholder of zeros.
+/// A queue as a kernel sees it. The table of them is indexed `queue * num_ranks + peer`, over all
+/// ranks in ascending order; ranks that this one does not talk to, itself included, have a
+/// placeholder of zeros.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct QueueHandle {
@@ -69,14 +75,16 @@ pub struct QueueHandle {
 
 layout_assert!(QueueHandle, size = 16, posted at 8);
 
-/// Where things are in wire memory: offsets in bytes, the same on every rank. `[n]` is the node at the other end.
+/// Where things are in wire memory: offsets in bytes, the same on every rank. `[n]` is the node at
+/// the other end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct WireLayout {
-    /// [`ControlWord`] `[MAX_NODES]`: `ready[n]` has the epoch: the peer there has entered the operation, so its incoming slots
-    /// may be overwritten; as [`super::Control::ready`].
+    /// [`ControlWord`] `[MAX_NODES]`: `ready[n]` has the epoch: the peer there has entered the
+    /// operation, so its incoming slots may be overwritten; as [`super::Control::ready`].
     pub ready: u64,
-    /// [`ControlWord`] `[MAX_NODES]`: `counts[n] >= epoch`: the count message from there has arrived.
+    /// [`ControlWord`] `[MAX_NODES]`: `counts[n] >= epoch`: the count message from there has
+    /// arrived.
     pub counts: u64,
     /// u64 `[MAX_NODES][MAX_CHANNELS]`: arrival words.
     pub arrived: u64,
@@ -88,7 +96,8 @@ pub struct WireLayout {
     pub message_bytes: u64,
     /// Slots to send from through queues, `[num_nodes][slots]`.
     pub slots_out: u64,
-    /// Slots that rows arrive in, `[num_nodes][slots]`; in a combine the own node's sums are in here too.
+    /// Slots that rows arrive in, `[num_nodes][slots]`; in a combine the own node's sums are in
+    /// here too.
     pub slots_in: u64,
     /// Bytes from one node's slots to the next node's.
     pub node_bytes: u64,
@@ -104,16 +113,18 @@ layout_assert!(WireLayout, size = 88, bytes at 80);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct NodePath {
-    /// This rank's wire memory that the peer writes to. All nodes have the same, unless they are reached in different ways.
+    /// This rank's wire memory that the peer writes to. All nodes have the same, unless they are
+    /// reached in different ways.
     pub memory: DevicePtr,
-    /// The peer's wire memory, where it is mapped: then what goes there is written into it. Null: it goes through the queues. The own
-    /// node's is [`NodePath::memory`].
+    /// The peer's wire memory, where it is mapped: then what goes there is written into it. Null:
+    /// it goes through the queues. The own node's is [`NodePath::memory`].
     pub peer: DevicePtr,
 }
 
 layout_assert!(NodePath, size = 16, peer at 8);
 
-/// What a kernel needs to reach the other nodes. [`super::Comm`] stands for the own node: there, `rank` is the index in it.
+/// The paths and queues by which a kernel reaches the other nodes. [`super::Comm`] stands for the
+/// own node: there, `rank` is the index in it.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct Wire {
@@ -135,12 +146,13 @@ pub struct Wire {
 
 layout_assert!(Wire, size = 120, layout at 32);
 
-/// A count message between nodes, from a rank to its peer on another node: u32 words. These are their indices. Matrices are
-/// packed: their rows are as long as there are channels, or experts per rank, in this operation.
+/// A count message between nodes, from a rank to its peer on another node: u32 words. These are
+/// their indices. Matrices are packed: their rows are as long as there are channels, or experts per
+/// rank, in this operation.
 pub mod wire_message {
     use super::*;
 
-    /// Words that must agree between ranks; [`crate::layout::SIGNATURE_NAMES`] says what each is.
+    /// Words that must agree between ranks; [`crate::layout::SIGNATURE_NAMES`] names them.
     pub const SIGNATURE: u32 = 0;
     /// 1 if the sender's layout saw an expert id out of range.
     pub const INVALID: u32 = SIGNATURE + crate::layout::SIGNATURE_NAMES.len() as u32;
@@ -148,17 +160,19 @@ pub mod wire_message {
     pub const NODE_COUNTS: u32 = INVALID + 1;
     /// Tokens the sender has for each rank, `[MAX_WORLD]`.
     pub const RANK_COUNTS: u32 = NODE_COUNTS + MAX_NODES as u32;
-    /// Where the sender's channels start, `[1 + ranks of a node][channels]`: row 0 among its tokens for the receiver's node,
-    /// row 1 + j among those for rank j of that node.
+    /// Where the sender's channels start, `[1 + ranks of a node][channels]`: row 0 among its tokens
+    /// for the receiver's node, row 1 + j among those for rank j of that node.
     pub const CHANNEL_STARTS: u32 = RANK_COUNTS + MAX_WORLD as u32;
-    /// Selections the sender has for each expert of the receiver's node, `[ranks of a node][experts per rank]`.
+    /// Selections the sender has for each expert of the receiver's node,
+    /// `[ranks of a node][experts per rank]`.
     pub const EXPERT_COUNTS: u32 = CHANNEL_STARTS + (1 + FEW_RANKS as u32) * MAX_CHANNELS;
     /// Most words of a message.
     pub const WORDS: u32 = EXPERT_COUNTS + FEW_RANKS as u32 * MAX_LOCAL_EXPERTS;
 }
 
-/// What of a count message its receiver hands to each rank of its node: packets `epoch << 32 | value` in the pool, as in
-/// [`super::message`], `[num_ranks][WORDS]` by the message's source. Up to [`wire_message::CHANNEL_STARTS`] the words are the same.
+/// The part of a count message that its receiver relays to each rank of its node: packets
+/// `epoch << 32 | value` in the pool, as in [`super::message`], `[num_ranks][WORDS]` by the
+/// message's source. Up to [`wire_message::CHANNEL_STARTS`] the words are the same.
 pub mod relay_message {
     use super::*;
 
@@ -170,11 +184,12 @@ pub mod relay_message {
     pub const WORDS: u32 = EXPERT_COUNTS + MAX_LOCAL_EXPERTS;
 }
 
-/// Slots begin at multiples of this many bytes, a cache line: rows that straddle lines take the links a tenth longer.
+/// Slots begin at multiples of this many bytes, a cache line: rows that straddle lines take the
+/// links a tenth longer.
 pub const SLOT_ALIGN: u32 = 128;
 
-/// What a slot of a dispatch holds: the row, its scales, and unless cached its metadata. Offsets in bytes; the parts start at
-/// multiples of 16.
+/// The contents of a slot of a dispatch: the row, its scales, and unless cached its metadata.
+/// Offsets in bytes; the parts start at multiples of 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotShape {
     /// Where the scales are, f32.
@@ -186,7 +201,8 @@ pub struct SlotShape {
 }
 
 impl SlotShape {
-    /// In the metadata: the token's index in the (channel, rank) stream of each rank of the receiving node, or -1, i32 `[FEW_RANKS]`.
+    /// In the metadata: the token's index in the (channel, rank) stream of each rank of the
+    /// receiving node, or -1, i32 `[FEW_RANKS]`.
     pub const HEADS: u32 = 0;
     /// In the metadata: the token's index on its rank, u32.
     pub const TOKEN: u32 = Self::HEADS + FEW_RANKS as u32 * 4;

@@ -1,9 +1,11 @@
 //! Combine: every rank gathers the rows that its tokens were given and sums them.
 //!
-//! What makes them sound: a rank's combine rows are read once it has said that it is ready, which is behind the kernel that wrote them,
-//! and before this rank says that it is done; only then are they written again. Rows and outputs lie inside their tensors, since the
-//! dispatch that is answered has planned them so. A piece of a token's sum has one warp, and its slots are loaded again once all lanes
-//! have read them. Collectives stand where all lanes of a warp arrive: what a warp branches on around them is the same in all lanes.
+//! Soundness: a rank's combine rows are read behind its ready word, which it publishes behind the
+//! kernel that wrote them. They are read before this rank publishes its done word, and are written
+//! again only behind that word. Rows and outputs lie inside their tensors, because the dispatch
+//! that is answered has planned them so. A piece of a token's sum has one warp, and its slots are
+//! loaded again once all lanes have read them. Collectives stand where all lanes of a warp arrive:
+//! the conditions around them are the same in all lanes.
 
 mod stage;
 mod staged;
@@ -28,8 +30,9 @@ pub use sum::{
 
 /// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.
 ///
-/// A warp's ring of slots is filled by bulk loads, one slot per (piece of a row, contributing rank), so that the bytes in
-/// flight do not depend on how many ranks a token went to. Shared memory: per warp `slots * slot_bytes`, then all barriers.
+/// Bulk loads fill a warp's ring of slots, one slot per (piece of a row, contributing rank). So the
+/// bytes in flight do not depend on how many ranks a token went to. Shared memory: per warp `slots
+/// * slot_bytes`, then all barriers.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
     requires(
@@ -165,7 +168,7 @@ unsafe fn combine<E: Summand, C: Contributors, const MANY: bool>(
         let ring = Ring::new(args.slots, args.slot_bytes, warps);
         let ranks = ranks();
 
-        // What this rank's own tables say is read while the peers' words are on their way.
+        // This rank's own tables are read while the peers' words are on their way.
         let gather = Gather::start(args, &ranks, begin, end, warp, warps);
         let joined = dynamic_shared() + ring_bytes(warps, args.slots, args.slot_bytes);
         let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);

@@ -1,7 +1,8 @@
 //! The way into the pool for the rows that a combine will gather.
 //!
-//! What makes it sound: it reads tensors of the caller that nobody writes meanwhile, and writes the own combine rows, which no peer reads
-//! between the end of the last combine and this rank's word that it is ready for the next. A row has one warp.
+//! Soundness: the kernel reads tensors of the caller that are not written meanwhile. It writes the
+//! own combine rows, which no peer reads between the end of the last combine and this rank's ready
+//! word for the next. A row has one warp.
 
 use core::mem::offset_of;
 
@@ -12,7 +13,8 @@ use crate::kernels::segments::Segments;
 use crate::layout::{Comm, ExpertStageArgs, PlanHeader, PlanStatus, StageArgs, Wait, row_stride};
 use crate::simt::*;
 
-/// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One warp per row.
+/// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One
+/// warp per row.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
     requires(args.row_bytes.is_multiple_of(16), args.x_stride.is_multiple_of(16))

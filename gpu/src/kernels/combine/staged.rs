@@ -1,11 +1,13 @@
-//! Combine of rows that are not in the pool yet: some blocks copy them there while the others gather what peers have copied.
+//! Combine of rows that are not in the pool yet: some blocks copy them there while the others
+//! gather what peers have copied.
 //!
-//! What makes them sound: the own combine rows are written behind the end of the operation before, which no peer has left earlier than
-//! it had gathered all that it wanted from them. (Were operations to end without that wait, blocks that copy would have to wait here.) A
-//! row has one warp for each piece of it, and its rank says that it is there behind a barrier of the block that copied it, by a word
-//! that no other block writes. It is read by whoever has acquired that word, with a proxy fence before the copy engine reads it.
-//! Blocks that copy wait for nobody, and are the first that start. Collectives stand where all lanes of a warp arrive: what a warp
-//! branches on around them is the same in all lanes.
+//! Soundness: the own combine rows are written behind the end of the operation before. No peer left
+//! that operation before it had gathered all its rows from them. (Were operations to end without
+//! that wait, blocks that copy would have to wait here.) A row has one warp for each piece of it.
+//! The block that copied the row publishes it behind a barrier, by a word that no other block
+//! writes. Readers acquire that word first, with a proxy fence before the copy engine reads the
+//! row. Blocks that copy do not wait, and are the first that start. Collectives stand where all
+//! lanes of a warp arrive: the conditions around them are the same in all lanes.
 
 use core::cell::Cell;
 
@@ -30,7 +32,8 @@ use crate::simt::*;
 /// How many times longer than the first step of a channel the last ones are.
 const LONGEST_STEP: u32 = 8;
 
-/// Copies BF16 rows and weights into the pool, and meanwhile sums as [`super::CombineBf16`]. The first `stagers` blocks that start copy.
+/// Copies BF16 rows and weights into the pool, and meanwhile sums as [`super::CombineBf16`]. The
+/// first `stagers` blocks that start copy.
 #[kernel(
     threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
     requires(
@@ -169,7 +172,8 @@ unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &
             let joined = dynamic_shared() + ring_bytes(warps, rows.slots, rows.slot_bytes);
             let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
             if joined && planned && tid() / 32 < warps {
-                // This block is one of those that gather. Those of a channel take its tokens in turn, so that all begin where its rows do.
+                // This block is one of those that gather. Those of a channel take its tokens in
+                // turn, so that all begin where its rows do.
                 let (gatherer, each) = (turn - args.stagers, args.blocks_per_channel);
                 core::hint::assert_unchecked(each >= 1);
                 let (nth, of) = (gatherer % each * warps + tid() / 32, each * warps);
@@ -190,7 +194,8 @@ unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &
         if planned && came > args.num_rows && turn == 0 {
             note_missing(comm, came, args.num_rows, epoch);
         }
-        // A wait that expired, in whichever warp, keeps the block from saying that it has done its part.
+        // A wait that expired, in whichever warp, keeps the block from saying that it has done its
+        // part.
         barrier_sync();
         let is_sound = !warp_aborted(comm);
         leave::<MANY>(comm, epoch, is_sound, Wait::CombineDone);
@@ -217,16 +222,18 @@ unsafe fn spoil_share(args: &StagedCombineArgs, gatherer: u32) {
     }
 }
 
-/// How many blocks of the operation have started before this one; all threads call it. Blocks start in any order, and where not all fit,
-/// some start when others have ended: by this number the first that are there do what the others wait for.
+/// How many blocks of the operation have started before this one; all threads call it. Blocks start
+/// in any order, and where not all fit, some start when others have ended. The blocks with the
+/// lowest numbers do the work that the others wait for.
 #[inline(always)]
 unsafe fn starting_order(comm: &Comm, epoch: u64) -> u32 {
-    // SAFETY: `local` is live. The ring is laid over the word in shared memory behind the barrier of `wait_ready`, when all threads
-    // have read it.
+    // SAFETY: `local` is live. The ring is laid over the word in shared memory behind the barrier
+    // of `wait_ready`, when all threads have read it.
     unsafe {
         if tid() == 0 {
             let started = comm.local.0 + LOCAL_STARTED;
-            // The first block of the operation begins to count. A launch has fewer blocks than there is room for below the epoch.
+            // The first block of the operation begins to count. A launch has fewer blocks than
+            // there is room for below the epoch.
             red_relaxed_gpu_max_u64(started, epoch << STARTED_SHIFT);
             let count = atom_relaxed_gpu_add_u64(started, 1) as u32;
             st_shared_u32(dynamic_shared(), count & ((1 << STARTED_SHIFT) - 1));
@@ -236,7 +243,8 @@ unsafe fn starting_order(comm: &Comm, epoch: u64) -> u32 {
     }
 }
 
-/// The first of the rows that rank `from` returns to rank `to`, among all that it returns, and how many there are.
+/// The first of the rows that rank `from` returns to rank `to`, among all that it returns, and how
+/// many there are.
 #[inline(always)]
 unsafe fn returned(args: &StagedCombineArgs, from: u32, to: u32) -> (u32, u32) {
     // SAFETY: the entries lie inside the matrix.
@@ -249,16 +257,18 @@ unsafe fn returned(args: &StagedCombineArgs, from: u32, to: u32) -> (u32, u32) {
     }
 }
 
-/// A block that copies: its share of the parts of the channels of all ranks' rows, a step of each in turn, so that all come along evenly.
+/// A block that copies: its share of the parts of the channels of all ranks' rows, a step of each
+/// in turn, so that all come along evenly.
 #[inline(always)]
 unsafe fn stage<const MANY: bool>(args: &StagedCombineArgs, stager: u32, epoch: u64) {
-    // SAFETY: rows were planned inside the pool. The words at the peers have this rank as their only writer, and of it this block; the
-    // barrier makes the whole block's work happen before the release.
+    // SAFETY: rows were planned inside the pool. The words at the peers have this rank as their
+    // only writer, and of it this block; the barrier makes the whole block's work happen before the
+    // release.
     unsafe {
         let (comm, channels, parts) = (&args.combine.comm, args.channels, args.parts as u32);
         core::hint::assert_unchecked(parts >= 1 && comm.num_ranks >= 1);
-        // Short steps first, so that peers can begin, then longer ones: a release waits for all that its block has stored, and a device
-        // does one after the other.
+        // Short steps first, so that peers can begin, then longer ones: a release waits for all
+        // that its block has stored, and a device does one after the other.
         let (mut staged, mut step_rows, mut more) = (0, args.step_rows, true);
         while more {
             more = false;
@@ -270,7 +280,7 @@ unsafe fn stage<const MANY: bool>(args: &StagedCombineArgs, stager: u32, epoch: 
                 let starts = args.recv_channel_prefix_matrix.0 + (source * channels + channel) as u64 * 4;
                 let begin = ld_u32(starts);
                 let end = if channel + 1 < channels { ld_u32(starts + 4) } else { count };
-                // Of the channel's rows every one whose number leaves `part` when divided by `parts`.
+                // The rows of the channel whose number leaves `part` when divided by `parts`.
                 let rows = (end - begin + (parts - 1 - part)) / parts;
                 if staged < rows {
                     let step = step_rows.min(rows - staged);
@@ -292,7 +302,8 @@ unsafe fn stage<const MANY: bool>(args: &StagedCombineArgs, stager: u32, epoch: 
     }
 }
 
-/// Copies `count` rows of a part, and their weights: row `first` and every `parts`-th one behind it. The whole block calls it.
+/// Copies `count` rows of a part, and their weights: row `first` and every `parts`-th one behind
+/// it. The whole block calls it.
 #[inline(always)]
 unsafe fn copy_rows<const MANY: bool>(args: &StagedCombineArgs, first: u32, count: u32) {
     // SAFETY: the tensors have all rows that came, which have room in the pool.
@@ -322,16 +333,17 @@ unsafe fn copy_rows<const MANY: bool>(args: &StagedCombineArgs, first: u32, coun
     }
 }
 
-/// The combine rows of the ranks, which may be read as far as those say.
+/// The combine rows of the ranks, which may be read as far as the ranks have published them.
 struct Staged<'a, P, const MANY: bool> {
     args: &'a StagedCombineArgs,
     ranks: P,
-    /// Whose tokens are summed.
+    /// The channel whose tokens are summed.
     channel: u32,
-    /// Lane r: rank r's rows before this one are known to be in its pool, from the first of the channel on. A warp takes rows in
-    /// ascending order. All else that a wait needs is found out then, which spares registers.
+    /// Lane r: rank r's rows before this one are known to be in its pool, from the first of the
+    /// channel on. A warp takes rows in ascending order. All else that a wait needs is found out
+    /// then, which spares registers.
     known: Cell<u32>,
-    /// Of many ranks: that rank, which may be another one for each token.
+    /// With many ranks, the rank that `known` is of, which may be another one for each token.
     known_of: Cell<u32>,
 }
 
@@ -372,8 +384,9 @@ impl<'a, P: Peers<'a>, const MANY: bool> Contributors for Staged<'a, P, MANY> {
     }
 }
 
-/// Waits until row `row` of rank `peer`, which is of a token of `channel`, may be read, by the copy engine too. As may all of the channel
-/// before the row that this gives: any row, where the wait expired.
+/// Waits until row `row` of rank `peer`, which is of a token of `channel`, may be read, by the copy
+/// engine too. As may all of the channel before the row that this gives: any row, where the wait
+/// expired.
 #[inline(always)]
 unsafe fn wait_staged<const MANY: bool>(args: &StagedCombineArgs, channel: u32, peer: u32, row: u32) -> u32 {
     // SAFETY: the word is in this rank's own pool.

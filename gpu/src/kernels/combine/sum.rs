@@ -1,4 +1,5 @@
-//! How rows are summed: gathered by bulk loads into a ring of slots, from whatever contributes to a token, added in registers, and handed on.
+//! How rows are summed: gathered by bulk loads into a ring of slots, from the contributors to a
+//! token, added in registers, and stored.
 
 use crate::kernels::epoch::{aborted, note_missing_token, pool_of};
 use crate::kernels::list::{Destination, entry_at};
@@ -11,7 +12,8 @@ use crate::simt::*;
 /// Vectors of 16 bytes that a lane sums at a time, in registers.
 pub const VECTORS: usize = 8;
 
-/// How many of them there are where a warp has more than sums to keep: one fewer, so that sixteen warps have registers enough.
+/// How many of them there are where a warp has more than sums to keep: one fewer, so that sixteen
+/// warps have registers enough.
 pub const fn vectors_of(fewer: bool) -> usize {
     if fewer { VECTORS - 1 } else { VECTORS }
 }
@@ -21,7 +23,7 @@ pub const MAX_SLOT_BYTES: u32 = 32 * 16 * VECTORS as u32;
 /// The same where rows have to be waited for.
 pub const MAX_WAITED_SLOT_BYTES: u32 = 32 * 16 * vectors_of(true) as u32;
 
-/// What 16 bytes of a row hold.
+/// The element type of 16 bytes of a row.
 pub trait Summand {
     /// Adds a vector to its sums.
     fn add(sum: &mut [f32; 8], vector: [u32; 4]);
@@ -88,9 +90,11 @@ impl Summand for F32 {
     }
 }
 
-/// What a token's sum is made of: lane l knows contributor l, if there is one. They are added in ascending order.
+/// The contributors to a token's sum: lane l holds contributor l, if there is one. They are added
+/// in ascending order.
 pub trait Contributors {
-    /// Whether a lane sums fewer vectors at a time, because its warp has this to keep: [`vectors_of`].
+    /// Whether a lane sums fewer vectors at a time, because its warp has this to keep:
+    /// [`vectors_of`].
     const FEWER: bool;
     /// Whether rows are weighted: [`Contributors::weight`].
     const WEIGHTED: bool = false;
@@ -114,7 +118,7 @@ pub trait Contributors {
 /// The combine rows of the ranks of this node. They may be read once all ranks are ready.
 pub struct Ranks<'a> {
     args: &'a CombineArgs,
-    /// The lane's pool. What can be had from the arguments is not kept in registers.
+    /// The lane's pool. Values that the arguments hold are not kept in registers.
     pool: u64,
     table: u64,
 }
@@ -126,8 +130,8 @@ impl<'a> Ranks<'a> {
         Ranks { args, pool: pool_of(&args.comm, laneid()), table }
     }
 
-    /// Lane l: rank l's row of the token whose entries begin at `entry`, or -1; -1 in all lanes unless there is such a token. Nobody
-    /// waits for the load here.
+    /// Lane l: rank l's row of the token whose entries begin at `entry`, or -1; -1 in all lanes
+    /// unless there is such a token. The function does not wait for its load.
     #[inline(always)]
     pub unsafe fn row_at(entry: u64, exists: bool) -> i32 {
         // SAFETY: the caller vouches for the entries of a token that exists.
@@ -184,7 +188,8 @@ impl<'a> Peers<'a> for Ranks<'a> {
     }
 }
 
-/// The combine rows of many ranks: lane d has a token's d-th destination. What stands for a row is the number of its entry in the lists.
+/// The combine rows of many ranks: lane d has a token's d-th destination. A row is represented by
+/// the number of its entry in the lists.
 pub struct Listed<'a>(&'a CombineArgs);
 
 impl Listed<'_> {
@@ -304,11 +309,13 @@ impl Contributors for ByExpert<'_> {
 pub trait Sink {
     /// Where the token's weights go; 0 where none are wanted.
     unsafe fn weights(&self, token: u32) -> u64;
-    /// Takes an item's sum: vector J of a lane belongs at byte `lane * 16 + J * 512` of its `bytes`.
+    /// Takes an item's sum: vector J of a lane belongs at byte `lane * 16 + J * 512` of its
+    /// `bytes`.
     unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]);
 }
 
-/// The operation's outputs, of sums of so many vectors a lane: that of token t at `rows + t * row_bytes`, its weights at `weights + t * num_topk * 4`.
+/// The operation's outputs, of sums of so many vectors a lane: that of token t at
+/// `rows + t * row_bytes`, its weights at `weights + t * num_topk * 4`.
 pub struct Outputs<'a, const FEWER: bool>(&'a CombineArgs);
 
 impl<'a, const FEWER: bool> Outputs<'a, FEWER> {
@@ -341,7 +348,8 @@ impl<const FEWER: bool> Sink for Outputs<'_, FEWER> {
     }
 }
 
-/// Sums the rows of a warp's share of tokens, those of `gather`, which has just started; all warps with a ring call it.
+/// Sums the rows of a warp's share of tokens, those of `gather`, which has just started; all warps
+/// with a ring call it.
 #[inline(always)]
 pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
     args: &CombineArgs,
@@ -351,7 +359,8 @@ pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
     to: &mut S,
     gather: Gather<WHOLE>,
 ) {
-    // SAFETY: the caller vouches for `from`, `to` and the range, and has whole warps call it. Items are the same in all lanes of a warp.
+    // SAFETY: the caller vouches for `from`, `to` and the range, and has whole warps call it. Items
+    // are the same in all lanes of a warp.
     unsafe {
         let lane = laneid();
         let mut load = gather;
@@ -424,9 +433,9 @@ pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
     }
 }
 
-/// Notes the tokens of which [`sum_rows`] of the same share, of a kernel that gave up or had no
-/// plan, may have stored no sum or a wrong one, and leaves NaN there if it is to. The whole warp
-/// calls it.
+/// Records the tokens whose sums may be missing or wrong, because the kernel's wait expired or it
+/// had no plan, and stores NaN there if `args.spoils`. The share is that of [`sum_rows`]. The whole
+/// warp calls it.
 #[inline(always)]
 pub unsafe fn spoil<const WHOLE: bool>(args: &CombineArgs, begin: u32, end: u32, nth: u32, of: u32) {
     // SAFETY: the outputs have room for every token. This warp alone writes the item, and has done
@@ -456,7 +465,8 @@ pub unsafe fn spoil<const WHOLE: bool>(args: &CombineArgs, begin: u32, end: u32,
     }
 }
 
-/// A piece of a token's row. A warp takes every n-th item of its block, so that pieces, not rows, are what is spread.
+/// A piece of a token's row. A warp takes every n-th item of its block, so that pieces, not rows,
+/// are what is spread.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Item {
     pub token: u32,
@@ -518,9 +528,10 @@ pub struct Gather<const WHOLE: bool> {
 }
 
 impl<const WHOLE: bool> Gather<WHOLE> {
-    /// The start of a warp's share of tokens `begin..end`: it is the `nth` of `of` warps. A warp takes whole rows, every `of`-th: what there
-    /// is to find out of a token is found out once. Or it takes pieces, where there are too few tokens for all warps to have as many. The
-    /// whole warp calls it.
+    /// The start of a warp's share of tokens `begin..end`: it is the `nth` of `of` warps. A warp
+    /// takes whole rows, every `of`-th: what there is to find out of a token is found out once. Or
+    /// it takes pieces, where there are too few tokens for all warps to have as many. The whole
+    /// warp calls it.
     #[inline(always)]
     pub unsafe fn start<C: Contributors>(
         args: &CombineArgs,
@@ -544,7 +555,7 @@ impl<const WHOLE: bool> Gather<WHOLE> {
     /// Goes on to the next item that has contributors.
     #[inline(always)]
     unsafe fn next_item<C: Contributors>(&mut self, args: &CombineArgs, from: &C) {
-        // SAFETY: `row` is asked for tokens of the range only.
+        // SAFETY: `row` is called for tokens of the range only.
         unsafe {
             loop {
                 (self.item, self.row) = (self.next, self.next_row);
@@ -583,7 +594,8 @@ unsafe fn row_before<C: Contributors>(from: &C, token: u32, end: u32) -> i32 {
 /// Lane k: sums entry k of a token's weights over its contributors, to entry k at `to`.
 #[inline(always)]
 unsafe fn sum_weights<C: Contributors>(args: &CombineArgs, from: &C, to: u64, row: i32) {
-    // SAFETY: rows were planned inside their memory; the wait says when they may be read, and the warp meets behind it.
+    // SAFETY: rows were planned inside their memory; they are read behind the wait, and the warp
+    // meets behind it.
     unsafe {
         let lane = laneid();
         let active = lane < args.num_topk;
@@ -610,7 +622,8 @@ unsafe fn sum_weights<C: Contributors>(args: &CombineArgs, from: &C, to: u64, ro
     }
 }
 
-/// The lane that knows the contributor's address starts the load, into a slot that no lane reads any more.
+/// The lane that holds the contributor's address starts the load, into a slot that no lane reads
+/// any more.
 #[inline(always)]
 unsafe fn load_piece<C: Contributors, const WHOLE: bool>(
     ring: &Ring,

@@ -1,20 +1,23 @@
-//! What travels with rows: their source indices and top-k entries, which a block's last warps send.
+//! Metadata of rows: their source indices and top-k entries, which a block's last warps send.
 //!
-//! Rows of consecutive tokens at a rank are consecutive, so a warp that takes several tokens at once, an entry a lane, fills whole packets
-//! of the link, where the warps that move rows would send a token's few bytes at a time.
+//! Rows of consecutive tokens at a rank are consecutive. So a warp that takes several tokens at
+//! once, an entry a lane, fills whole packets of the link. The warps that move rows would send a
+//! token's few bytes at a time.
 
 use crate::kernels::ids::Id;
 use crate::kernels::list::{Destination, entry_at};
 use crate::layout::{DispatchArgs, FEW_RANKS, SEND_LIST_STRIDE, SEND_ROW_STRIDE};
 use crate::simt::*;
 
-/// A lane's entry among those of the tokens that its warp takes together: of token `token`, top-k entry `k`.
+/// A lane's entry among those of the tokens that its warp takes together: of token `token`, top-k
+/// entry `k`.
 #[derive(Clone, Copy)]
 pub struct Metadata {
     /// The lane's token, or `u32::MAX` where there is none for it.
     token: u32,
     k: u32,
-    /// Where the token goes: its row at every rank, or -1. Of many ranks, the list of its destinations is read when they are sent to.
+    /// Where the token goes: its row at every rank, or -1. With many ranks, the list of its
+    /// destinations is read when the entries are sent.
     rows: [i32; FEW_RANKS],
     /// The id of a physical expert.
     id: Id,

@@ -1,9 +1,10 @@
 //! Dispatch: every rank writes its tokens' rows straight to their final places in the peers' pools.
 //!
-//! What makes it sound: a row is written once its rank has said that it is ready, to the place that notify has planned for it inside that
-//! rank's pool and for no other. What a block has written is behind its releases in `leave`. A stage is loaded again once the stores
-//! from it have read it, and every load has landed when the block ends. Collectives stand where all lanes of a warp arrive: what a
-//! warp branches on around them is the same in all lanes.
+//! Soundness: a row is written behind the ready word of its rank, to the place inside that rank's
+//! pool that notify has planned for this row alone. A block's releases in `leave` order its stores.
+//! A stage is loaded again once the stores from it have read it, and every load has landed when the
+//! block ends. Collectives stand where all lanes of a warp arrive: the conditions around them are
+//! the same in all lanes.
 
 mod metadata;
 mod rows;
@@ -21,12 +22,13 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
 
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them.
 ///
-/// A block owns a contiguous range of tokens, a warp every n-th of them. The warp's copy engine work is a ring of
-/// `stages` buffers: one bulk load brings a row (or a piece of it) in, then lane r's bulk store sends it to rank r, so a
-/// row is read once however many ranks want it. A rank's rows for itself go out through ordinary stores, which leaves the
-/// copy engine to the links. The block's last `metadata_warps` warps send metadata, and the last
-/// of all polls for the peers while the others fill their rings. Shared memory: the rings, then a word that
-/// says whether the block has joined.
+/// A block owns a contiguous range of tokens, a warp every n-th of them. The warp's copy engine
+/// work is a ring of `stages` buffers: one bulk load reads a row (or a piece of it), then lane r's
+/// bulk store sends it to rank r. So a row is read once, for any number of receiving ranks. A
+/// rank's rows for itself go out through ordinary stores, which leaves the copy engine to the
+/// links. The block's last `metadata_warps` warps send metadata, and the last of all polls for the
+/// peers while the others fill their rings. Shared memory: the rings, then a word for whether the
+/// block has joined.
 #[kernel(
     threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
     requires(
@@ -92,7 +94,7 @@ pub unsafe fn dispatch_by_expert(args: DispatchArgs) {
 
 #[inline(always)]
 unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs) {
-    // SAFETY: as the argument struct documents; the head of the file says why it is sound.
+    // SAFETY: as the argument struct documents; the head of the file states why it is sound.
     unsafe {
         let comm = &args.comm;
         let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32 - args.metadata_warps);
@@ -100,15 +102,17 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
         let entry = Entry::read(comm, args.header.0);
         let epoch = current_epoch(comm);
         let ready = entry.ready_word(comm, epoch);
-        // Notify has said so where there was one.
+        // A dispatch with a count exchange published it in notify.
         if args.with_metadata == 0 && ctaid() == 0 && warp == 0 {
             tell_ready::<MANY>(comm, ready);
         }
 
-        // With no valid plan, no row moves; the words still do, so that the next operation finds them in step.
+        // With no valid plan, no row moves; the words still do, so that the next operation finds
+        // them in step.
         let planned = entry.is_planned();
         let (begin, end) = block_range(args.num_tokens);
-        // A warp that moves rows finds no entries to send, and one that sends metadata no rows to move.
+        // A warp that moves rows finds no entries to send, and one that sends metadata no rows to
+        // move.
         let (each, mut first, mut begin) = (tokens_at_once(args), end, begin + warp);
         let ring = Ring::lay_out(args.stages, args.stage_bytes, warps);
         if warp < warps {
@@ -142,7 +146,8 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
         let joined = dynamic_shared() + ring_bytes(warps, args.stages, args.stage_bytes);
         let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::DispatchReady);
         if joined && planned {
-            // The peers have released the rows to this thread that are overwritten now; the copy engine comes behind that too.
+            // The peers have released the rows to this thread that are overwritten now; the copy
+            // engine comes behind that too.
             fence_proxy_async_global();
             while first < end {
                 let these = entries;
@@ -214,7 +219,8 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
                 turn.advance(&ring);
                 send.advance(args);
             }
-            // The stores have landed for this thread, so that the releases in `leave` pass them on: no proxy fence.
+            // The stores have landed for this thread, so that the releases in `leave` pass them on:
+            // no proxy fence.
             bulk_wait::<0>();
         } else {
             // The loads in flight must land before the block gives its shared memory back.

@@ -1,4 +1,5 @@
-//! What dispatch does within a node and across nodes: rows and their scales come into stages of shared memory and go out of them.
+//! Common code of dispatch within a node and across nodes: rows and their scales are loaded into
+//! stages of shared memory and stored from them.
 
 use crate::kernels::ring::Ring;
 use crate::layout::{DispatchArgs, bulk_scale_bytes};
@@ -33,7 +34,8 @@ impl Cursor {
     }
 }
 
-/// Lane 0 starts the load of a piece of x, and of the token's scales with its first, into a stage that nobody reads any more.
+/// Lane 0 starts the load of a piece of x, and of the token's scales with its first, into a stage
+/// that is not read any more.
 #[inline(always)]
 pub unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor, stage: u32) {
     // SAFETY: the piece lies inside `x`, the scales inside `scales`.
@@ -44,7 +46,8 @@ pub unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor, stage
     }
 }
 
-/// What else is loaded into a stage with the first piece of a row, behind the scales; multiples of 16.
+/// Bytes that are loaded into a stage with the first piece of a row, behind the scales; multiples
+/// of 16.
 #[derive(Clone, Copy)]
 pub struct Tail {
     pub from: u64,
@@ -61,8 +64,8 @@ impl Tail {
     }
 }
 
-/// Lane 0 starts the load of the piece at `offset` of a row, and with the first piece that of its scales, where the copy engine
-/// moves them, and of its tail.
+/// Lane 0 starts the load of the piece at `offset` of a row. With the first piece it starts those
+/// of the row's tail, and of its scales where the copy engine moves them.
 #[inline(always)]
 pub unsafe fn load_stage(
     ring: &Ring,
@@ -73,7 +76,8 @@ pub unsafe fn load_stage(
     tail: Tail,
     offset: u32,
 ) {
-    // SAFETY: the caller vouches for the row, its scales and its tail, and says that nobody reads the stage.
+    // SAFETY: the caller vouches for the row, its scales and its tail, and ensures that no thread
+    // reads the stage.
     unsafe {
         if laneid() == 0 {
             let bytes = (args.row_bytes - offset).min(args.piece_bytes);
@@ -128,7 +132,8 @@ pub fn scale_place(args: &DispatchArgs, pool: u64, row: i32) -> u64 {
     if row >= 0 { pool + args.comm.pool.recv_scales + offset } else { 0 }
 }
 
-/// Copies a token's scales to the address that each lane names, 0 for none, where the copy engine cannot. The whole warp calls it.
+/// Copies a token's scales to the address that each lane names, 0 for none, where the copy engine
+/// cannot. The whole warp calls it.
 #[inline(always)]
 pub unsafe fn copy_scales(from: u64, num_scales: u32, to: u64) {
     // SAFETY: the caller vouches for the addresses.

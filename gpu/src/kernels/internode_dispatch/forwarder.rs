@@ -11,8 +11,8 @@ use crate::kernels::ring::{Ring, Turn};
 use crate::layout::{InternodeDispatchArgs, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes, row_stride};
 use crate::simt::*;
 
-/// A warp's place among the pieces of what arrives on a channel: chunk after chunk, and of each chunk node after node, so that
-/// no node holds the others up.
+/// A warp's place among the pieces of what arrives on a channel: chunk after chunk, and of each
+/// chunk node after node, so that no node holds the others up.
 #[derive(Clone, Copy)]
 struct Walk {
     /// Lane n: rows that node n sends on this channel; 0 for the own node.
@@ -105,15 +105,16 @@ impl Walk {
 /// A worker warp of the forwarder: its share of what arrives on the channel.
 #[inline(always)]
 pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers: u32, epoch: u64) {
-    // SAFETY: rows were planned inside the pools, and a slot is read once its node has said that it has arrived. The walks are the same in
-    // all lanes, so that the warp is whole where it shuffles.
+    // SAFETY: rows were planned inside the pools, and a slot is read behind the arrival word of its
+    // node. The walks are the same in all lanes, so that the warp is whole where it shuffles.
     unsafe {
         let (rows, wire) = (&args.dispatch, &args.wire);
         let (comm, lane) = (&rows.comm, laneid());
         let shape = slot_shape(args);
         let peer = pool_of(comm, lane);
 
-        // Lane n: what comes on the channel from node n: how many rows, their slots and arrival word, and where they are among the relayed tokens.
+        // Lane n: what comes on the channel from node n: how many rows, their slots and arrival
+        // word, and where they are among the relayed tokens.
         let (mut count, mut entries) = (0, 0);
         let (mut slots, mut word) = (0, 0);
         if lane < wire.num_nodes {
@@ -142,7 +143,7 @@ pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, w
                 if shfl_u32(arrived, load.node) <= load.row {
                     let word = shfl_u64(word, load.node);
                     let seen = shfl_u32(rows_arrived(word, epoch), 0);
-                    // What lane 0 acquired is every lane's after this.
+                    // `syncwarp` orders every lane behind the acquire of lane 0.
                     syncwarp();
                     if lane == load.node {
                         arrived = seen;
@@ -161,7 +162,8 @@ pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, w
                     fence_proxy_async();
                 }
                 let slot = slot_of(&load);
-                // Behind the row: its metadata, or in a cached dispatch where it went, so that no warp waits for a load of its own.
+                // Behind the row: its metadata, or in a cached dispatch where it went, so that no
+                // warp waits for a load of its own.
                 let entry = shfl_u32(entries, load.node) + load.row;
                 let tail = if rows.with_metadata != 0 {
                     Tail { from: slot + shape.meta as u64, bytes: SlotShape::metadata_bytes(rows.num_topk) }

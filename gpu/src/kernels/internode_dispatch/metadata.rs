@@ -1,9 +1,9 @@
-//! What travels with a row across nodes: where it goes, and its token's top-k entries.
+//! Metadata of a row that crosses nodes: its destinations, and its token's top-k entries.
 
 use crate::layout::{DispatchArgs, FEW_RANKS};
 use crate::simt::*;
 
-/// What lane r knows of a token's row at rank r, and lane k of its top-k entry k.
+/// A token's metadata: lane r holds its row at rank r, and lane k its top-k entry k.
 #[derive(Clone, Copy)]
 pub struct Metadata {
     /// The row at rank r, or -1.

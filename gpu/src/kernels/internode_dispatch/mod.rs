@@ -1,12 +1,14 @@
-//! Dispatch across nodes. A channel has two blocks: the *sender* writes its tokens' rows to the ranks of this node and a slot for
-//! every other node that wants the token, into the peer's wire memory or for a put to take; the *forwarder* writes the rows that
-//! arrive from other nodes to the ranks of this one.
+//! Dispatch across nodes. A channel has two blocks: the *sender* writes its tokens' rows to the
+//! ranks of this node. It also writes a slot for every other node that gets the token, into the
+//! peer's wire memory or for a put to take. The *forwarder* writes the rows that arrive from other
+//! nodes to the ranks of this one.
 //!
-//! What makes it sound: rows are written as within a node. A slot is written once its node has said that it is ready, at the place that
-//! the count exchange has planned for its token and for no other, and read once the arrival word says that it has come, with a proxy
-//! fence before the copy engine reads it. One warp delivers what all have released to it through their progress. The kernel ends when
-//! its puts have left and its stores have landed. Collectives stand where all lanes of a warp arrive: what a warp branches on around
-//! them is the same in all lanes.
+//! Soundness: rows are written as within a node. A slot is written behind its node's ready word, at
+//! the place that the count exchange has planned for its token alone. It is read behind the arrival
+//! word, with a proxy fence before the copy engine reads it. One warp delivers the slots that all
+//! warps have released to it through their progress. The kernel ends when its puts have left and
+//! its stores have landed. Collectives stand where all lanes of a warp arrive: the conditions
+//! around them are the same in all lanes.
 
 mod forwarder;
 mod metadata;
@@ -26,9 +28,9 @@ use forwarder::forward;
 use poster::post_channel;
 use sender::send;
 
-/// Moves rows (and, unless cached, their metadata) to the ranks that want them, on this node and on others. The last warp of
-/// a block posts puts in the sender and is idle in the forwarder; the others have a ring each. Shared memory: the rings, then a
-/// word for each warp.
+/// Moves rows (and, unless cached, their metadata) to the ranks that want them, on this node and on
+/// others. The last warp of a block posts puts in the sender and is idle in the forwarder; the
+/// others have a ring each. Shared memory: the rings, then a word for each warp.
 #[kernel(
     threads = 288, min_blocks = 1, barriers = 3, registers = 200,
     requires(
@@ -76,7 +78,8 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
             post_channel(&args, channel, planned, &progress, operation);
         }
     } else if joined && planned {
-        // The peers have released the rows and slots to this thread that are overwritten now; the copy engine comes behind that too.
+        // The peers have released the rows and slots to this thread that are overwritten now; the
+        // copy engine comes behind that too.
         fence_proxy_async_global();
         let ring = Ring::new(rows.stages, rows.stage_bytes, workers);
         if forwards {
@@ -84,7 +87,8 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
         } else {
             send(&args, &ring, channel, workers, &progress);
         }
-        // The stores have landed for this thread, so that the releases in `leave` pass them on: no proxy fence.
+        // The stores have landed for this thread, so that the releases in `leave` pass them on: no
+        // proxy fence.
         bulk_wait::<0>();
     }
     // A wait that expired in any warp keeps the block from saying that it has done its part.

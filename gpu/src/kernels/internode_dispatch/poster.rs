@@ -9,7 +9,8 @@ use crate::kernels::ring::channel_range;
 use crate::layout::{InternodeDispatchArgs, Wait};
 use crate::simt::*;
 
-/// The last warp of a sender: delivers each chunk of tokens for a node when it is packed. Lane n serves node n.
+/// The last warp of a sender: delivers each chunk of tokens for a node when it is packed. Lane n
+/// serves node n.
 #[inline(always)]
 pub unsafe fn post_channel(
     args: &InternodeDispatchArgs,
@@ -18,7 +19,8 @@ pub unsafe fn post_channel(
     progress: &Progress,
     operation: Operation,
 ) {
-    // SAFETY: slots were planned inside wire memory, and the words at the peers have this rank's queue as their only writer.
+    // SAFETY: slots were planned inside wire memory, and the words at the peers have this rank's
+    // queue as their only writer.
     unsafe {
         let (rows, wire, comm) = (&args.dispatch, &args.wire, &args.dispatch.comm);
         // The peers' slots must be free, and a rank that enters late must find this one still here.
@@ -40,7 +42,7 @@ pub unsafe fn post_channel(
         while seen < end && !is_in_vain(comm, &mut turns) {
             let upto = (begin + progress.slowest()).min(end);
             if serves {
-                // The last of the new tokens that goes to this node says how many do.
+                // The last new token for this node holds the number of the node's tokens so far.
                 let mut token = upto;
                 while token > seen {
                     token -= 1;

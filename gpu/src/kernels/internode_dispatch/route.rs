@@ -1,4 +1,5 @@
-//! Where sender and forwarder find what the count exchange has planned, and where they note what became of it.
+//! Where sender and forwarder find what the count exchange has planned, and where they note what
+//! became of it.
 
 use crate::layout::{InternodeDispatchArgs, SEND_ROW_STRIDE, SlotShape};
 use crate::simt::*;
@@ -25,7 +26,8 @@ pub unsafe fn send_source(args: &InternodeDispatchArgs, row: i32, peer: u64, nod
     }
 }
 
-/// Notes where a relayed token's rows went, for combine and cached dispatches: lane j those at rank j.
+/// Notes where a relayed token's rows went, for combine and cached dispatches: lane j those at rank
+/// j.
 #[inline(always)]
 pub unsafe fn note_rows(args: &InternodeDispatchArgs, entry: u32, head: i32, row: i32) {
     // SAFETY: the entry is one of the tokens that this rank relays.
@@ -52,7 +54,8 @@ pub fn forward_row(args: &InternodeDispatchArgs, entry: u32) -> u64 {
     args.route.forward_row.0 + entry as u64 * FORWARD_ROW_BYTES as u64
 }
 
-/// Where the first rows of a node's channel are at the ranks of this node: address of the entry for rank 0.
+/// Where the first rows of a node's channel are at the ranks of this node: address of the entry for
+/// rank 0.
 #[inline(always)]
 pub fn forward_start(args: &InternodeDispatchArgs, node: u32, channel: u32) -> u64 {
     let entry = (node * args.route.num_channels + channel) * SEND_ROW_STRIDE;

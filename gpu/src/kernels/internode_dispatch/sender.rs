@@ -13,17 +13,20 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Pieces that a worker warp of the sender may have under way when it says how far it has come: enough to keep the links busy.
+/// Pieces that a worker warp of the sender may have under way when it publishes its progress:
+/// enough to keep the links busy.
 const UNFINISHED: u32 = 8;
 
-/// Where a token goes, and its metadata. Lane j knows rank j of this node, lane n node n, lane k top-k entry k.
+/// Where a token goes, and its metadata. Lane j holds rank j of this node, lane n node n, lane k
+/// top-k entry k.
 #[derive(Clone, Copy)]
 struct Token {
     /// Index in the (channel, rank of this node) stream, or -1.
     head: i32,
     /// Index in the (channel, node) stream, or -1.
     node_head: i32,
-    /// Where there are no more ranks than lanes, and metadata travels: index in the (channel, rank) stream of rank l, or -1.
+    /// Where there are no more ranks than lanes, and metadata travels: index in the (channel, rank)
+    /// stream of rank l, or -1.
     world_head: i32,
     /// The entry's id, which `arrive` makes part of the metadata.
     id: Id,
@@ -66,7 +69,8 @@ impl Token {
         }
     }
 
-    /// Makes it the token at hand. Not when it is fetched: whoever looks at a value waits for its load.
+    /// Makes it the token at hand. This is not done when the token is fetched, because using a
+    /// value waits for its load.
     #[inline(always)]
     fn arrive(&mut self, rows: &DispatchArgs, starts: u32) {
         self.metadata.expert = self.id.value(rows.narrow_ids);
@@ -95,7 +99,8 @@ pub unsafe fn send(
 
         let peer = pool_of(comm, lane);
         let own = shfl_u64(peer, comm.rank);
-        // Lane j: where this channel's rows start at rank j. Lane n: where its slots for node n start.
+        // Lane j: where this channel's rows start at rank j. Lane n: where its slots for node n
+        // start.
         let mut starts = 0;
         if lane < comm.num_ranks {
             starts = ld_u32(forward_start(args, wire.node, channel) + lane as u64 * 4);
@@ -137,7 +142,8 @@ pub unsafe fn send(
                 if rows.with_metadata != 0 {
                     token.metadata.send(rows, sent.token, lane);
                     send_source(args, token.metadata.row, peer, wire.node);
-                    // Tokens for this node do not pass the wire, but are noted with those that the forwarder relays.
+                    // Tokens for this node do not pass the wire, but are noted with those that the
+                    // forwarder relays.
                     let node_head = shfl_u32(token.node_head as u32, wire.node) as i32;
                     if node_head >= 0 {
                         let start = shfl_u32(slots, wire.node);
@@ -177,8 +183,9 @@ pub unsafe fn send(
                 }
             }
             bulk_commit();
-            // Into the host's memory by ordinary stores: a warp that waits for bulk stores there flushes the bus, which takes 1.6 us and
-            // is done for one warp of the device after the other.
+            // Into the host's memory by ordinary stores: a warp that waits for bulk stores there
+            // flushes the bus, which takes 1.6 us and is done for one warp of the device after the
+            // other.
             let mut on_host = ballot((slot != 0) & !mapped);
             while on_host != 0 {
                 let to = shfl_u64(slot, on_host.trailing_zeros());
@@ -204,13 +211,15 @@ pub unsafe fn send(
             turn.advance(ring);
             sent.advance(rows);
             if sent.offset == 0 {
-                // What is packed by now: all but the last pieces, where bulk stores carry them.
+                // The pieces that are packed by now: all but the last ones, where bulk stores carry
+                // them.
                 let mut packed = sent.piece;
                 if any_mapped {
                     bulk_wait::<UNFINISHED>();
                     packed = packed.saturating_sub(UNFINISHED);
-                    // It keeps a warp from running ahead of what the links carry, which is worth 40 us in 520: without it some blocks
-                    // take most of the links and end early, and the others alone do not fill them.
+                    // The wait keeps a warp from running ahead of the links, which saves 40 us in
+                    // 520. Without it, some blocks take most of the links and end early, and the
+                    // others alone do not fill them.
                     fence_proxy_async();
                 }
                 say_packed(progress, packed / pieces, first - begin, workers);
@@ -221,10 +230,12 @@ pub unsafe fn send(
     }
 }
 
-/// Tells the warp that posts that this warp has packed `count` tokens: the first that it lacks, counted from the channel's first.
+/// Tells the warp that posts that this warp has packed `count` tokens: the first that it lacks,
+/// counted from the channel's first.
 #[inline(always)]
 unsafe fn say_packed(progress: &Progress, count: u32, first: u32, workers: u32) {
-    // SAFETY: lane 0 publishes what all lanes wrote before they met; their bulk stores have completed.
+    // SAFETY: lane 0 publishes what all lanes wrote before they met; their bulk stores have
+    // completed.
     unsafe {
         syncwarp();
         if laneid() == 0 {

@@ -1,10 +1,13 @@
-//! Low-latency dispatch: every token's row goes to each rank that has one of its experts, once, at its final place.
+//! Low-latency dispatch: every token's row goes to each rank that has one of its experts, once, at
+//! its final place.
 //!
-//! What makes it sound: a row has one block of one rank that writes it, and nobody reads it before that rank's word for its chunk, which is
-//! released by the block that sent the chunk's last token and has acquired what the others did. Packets, of ids or weights, have one warp of one
-//! rank that writes them, and are read with their epoch, all of each or nothing. An expert's tables have one block. The warps of a block meet
-//! at a barrier between the writers and readers of each word of shared memory, all of them or those that receive; collectives stand where all
-//! lanes of a warp arrive.
+//! Soundness: a row has one writer, one block of one rank, and is read only behind that rank's word
+//! for its chunk. The block that sent the chunk's last token releases the word, and has acquired
+//! the stores of the chunk's other blocks. A packet, of ids or of a weight, has one writer, one
+//! warp of one rank. It is read together with its epoch: all of it or nothing. An expert's tables
+//! have one block. A barrier, of all warps of a block or of those that receive, stands between the
+//! writers and the readers of each word of shared memory. Collectives stand where all lanes of a
+//! warp arrive.
 
 use epoxide_macros::kernel;
 
@@ -24,7 +27,7 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Sends rows, or waits for them and says which expert has which, or both.
+/// Sends rows, or waits for them and lists each expert's rows, or both.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 10, registers = 128, dependent,
     requires(
@@ -67,8 +70,9 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
 /// Warps that list rows while the others of a block move them.
 const LISTING_WARPS: u32 = 8;
 
-/// The warps that list received rows, and those that move rows. Where a block has one token, all warps move it, and then all but the last one
-/// list rows; where it has more, half of them list while the other half moves rows.
+/// The warps that list received rows, and those that move rows. Where a block has one token, all
+/// warps move it, and then all but the last one list rows; where it has more, half of them list
+/// while the other half moves rows.
 #[inline(always)]
 fn teams(args: &LowLatencyArgs) -> (Team<1>, Team<2>) {
     let (all, listing) = (ntid(), LISTING_WARPS * 32);
@@ -85,7 +89,8 @@ fn overlaps(args: &LowLatencyArgs) -> bool {
     args.phases == phase::SEND | phase::RECEIVE && args.num_tokens > nctaid() && last_warp() >= LISTING_WARPS
 }
 
-/// Tokens of this rank that a block sends, one after the other, so that what they have in adjacent memory is stored together.
+/// Tokens of this rank that a block sends, one after the other, so that words in adjacent memory
+/// are stored together.
 #[derive(Clone, Copy)]
 struct Tokens {
     first: u32,
@@ -117,11 +122,12 @@ fn has_several(args: &LowLatencyArgs) -> bool {
     args.num_tokens > nctaid()
 }
 
-/// Tokens whose scales leave together, and which are then said to be there. A scale's words of this many tokens fill a sector of 32
-/// bytes; words of single tokens took as long as a quarter of the rows.
+/// Tokens whose scales are sent together, and which are then published. A scale's words of this
+/// many tokens fill a sector of 32 bytes; words of single tokens took as long as a quarter of the
+/// rows.
 const TOKENS_AT_ONCE: u32 = LOW_LATENCY_TOKENS_AT_ONCE;
 
-/// What a thread reads of a token before it knows anything else: loads that are in flight together take the time of one.
+/// A thread's first loads of a token. Loads that are in flight together take the time of one.
 struct Ahead {
     entry: Entry,
     /// The thread's share of the first turn through the row.
@@ -129,7 +135,7 @@ struct Ahead {
 }
 
 impl Ahead {
-    /// Of token `token`, if `is_there`.
+    /// Loads for token `token`, if `is_there`.
     #[inline(always)]
     unsafe fn of(args: &LowLatencyDispatchArgs, moves: Team<2>, token: u32, is_there: bool) -> Ahead {
         // SAFETY: inputs are there from the kernel's start.
@@ -163,8 +169,9 @@ impl Entry {
     }
 }
 
-/// A thread's two vectors of a turn through a row, 32 bytes for each thread of the team: as rows travel, a team's worth of 16 bytes apart,
-/// so that a warp's stores are whole lines; of rows that are quantised first, the two that make one.
+/// A thread's two vectors of a turn through a row, 32 bytes for each thread of the team: as rows
+/// travel, a team's worth of 16 bytes apart, so that a warp's stores are whole lines; of rows that
+/// are quantised first, the two that make one.
 pub(super) struct Pair {
     pub(super) first: [u32; 4],
     pub(super) second: [u32; 4],
@@ -225,18 +232,19 @@ unsafe fn send(
     tokens: Tokens,
     first: Ahead,
 ) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let (thread, warp, lane) = (tid(), tid() / 32, laneid());
         let mut takes_part = begun.takes_part();
-        // A place that no combine has answered since its last dispatch may be in use: then all wait for all.
+        // A place that no combine has answered since its last dispatch may be in use: then all wait
+        // for all.
         if !begun.is_answered() {
             let is_ready = !takes_part || warp != 0 || wait_ready(comm, begun);
             takes_part &= !barrier_any(!is_ready);
         }
-        // The kernel that waits for rows may be another one, of another grid: the turn belongs to this half. All threads have read it in front
-        // of a barrier.
+        // The kernel that waits for rows may be another one, of another grid: the turn belongs to
+        // this half. All threads have read it in front of a barrier.
         if thread == 0 {
             red_relaxed_gpu_add_u64(common.tables.turns.0, share(ctaid(), nctaid()));
         }
@@ -291,13 +299,15 @@ unsafe fn send(
     }
 }
 
-/// Adds a token that the block has sent to its chunk, and tells all members where it was the chunk's
-/// last. The last warp calls it, which waits until all of it has arrived: that takes as long as the
-/// links do. The warp does nothing else from the block's last row on, and the others do not wait for it.
+/// Adds a token that the block has sent to its chunk. After the chunk's last token it publishes the
+/// chunk to all members. The last warp calls it, which waits until all of it has arrived: that
+/// takes as long as the links do. The warp does nothing else from the block's last row on, and the
+/// others do not wait for it.
 #[inline(always)]
 unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
-    // SAFETY: passed on to the caller. The fence and each store behind it release what the block did in front of its barrier, and what the
-    // last of a chunk's blocks has acquired.
+    // SAFETY: passed on to the caller. The fence and each store behind it release the block's
+    // stores in front of its barrier, and the stores that the last of a chunk's blocks has
+    // acquired.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let chunk = token / common.chunk_tokens;
@@ -316,8 +326,8 @@ unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
     }
 }
 
-/// The ranks that a token goes to, as bits. `sends`: tells them, and all others, which of their experts it is for, with its weights. The
-/// whole warp calls it.
+/// The ranks that a token goes to, as bits. `sends`: whether to send every member the token's
+/// entries for its experts, with their weights. The whole warp calls it.
 #[inline(always)]
 unsafe fn send_ids(
     args: &LowLatencyDispatchArgs,
@@ -345,13 +355,14 @@ unsafe fn send_ids(
         let expert = expert as u32;
         let rank = expert / common.local_experts;
         let local = expert - rank * common.local_experts;
-        // What a token's experts on ranks that are left out would add is missing.
+        // The experts on ranks that are left out add nothing to a token's sum.
         let is_known = is_id && members >> (rank & 31) & 1 != 0;
         let mask = redux_or(if is_known { 1 << rank } else { 0 });
         if !sends {
             return mask;
         }
-        // Lane w has packet w, of the entries 2 w and 2 w + 1; lanes from 16 on have none, and their sources are any.
+        // Lane w has packet w, of the entries 2 w and 2 w + 1; lanes from 16 on have none, and
+        // their sources are any.
         let of_lane = if is_known { rank << 16 | local } else { u32::MAX };
         let low = shfl_u32(of_lane, (lane * 2) & 31);
         let high = shfl_u32(of_lane, (lane * 2 + 1) & 31);
@@ -373,8 +384,9 @@ unsafe fn send_ids(
     }
 }
 
-/// Sends a row to the ranks of `mask`, as it is or quantised, with its scales; those of a quantised row are left in `scales`, if there are
-/// such, with the number of the token there. All threads of the team call it.
+/// Sends a row to the ranks of `mask`, as it is or quantised, with its scales; those of a quantised
+/// row are left in `scales`, if there are such, with the number of the token there. All threads of
+/// the team call it.
 #[inline(always)]
 unsafe fn send_row(
     args: &LowLatencyDispatchArgs,
@@ -441,8 +453,9 @@ unsafe fn store_scale(args: &LowLatencyDispatchArgs, row: u32, mask: u32, scale:
     }
 }
 
-/// Sends the scales of `count` tokens from `first` on, of which `scales` has the ranks, and the scales if rows are quantised on their way.
-/// All threads of the team call it: adjacent lanes store adjacent tokens' words.
+/// Sends the scales of `count` tokens from `first` on, of which `scales` has the ranks, and the
+/// scales if rows are quantised on their way. All threads of the team call it: adjacent lanes store
+/// adjacent tokens' words.
 #[inline(always)]
 unsafe fn send_scales(args: &LowLatencyDispatchArgs, moves: Team<2>, first: u32, count: u32, scales: Scales) {
     // SAFETY: passed on to the caller.
@@ -464,8 +477,8 @@ unsafe fn send_scales(args: &LowLatencyDispatchArgs, moves: Team<2>, first: u32,
     }
 }
 
-/// Sends 16 BF16 elements of a row as e4m3, from byte `at` on, and a scale for each block of them, to the ranks of `mask`. The whole warp
-/// calls it.
+/// Sends 16 BF16 elements of a row as e4m3, from byte `at` on, and a scale for each block of them,
+/// to the ranks of `mask`. The whole warp calls it.
 #[inline(always)]
 unsafe fn quantise_pair(
     args: &LowLatencyDispatchArgs,
@@ -494,7 +507,7 @@ unsafe fn quantise_pair(
 /// Says which expert has which rows, and waits for them.
 #[inline(always)]
 unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let thread = tid();
@@ -547,7 +560,8 @@ unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, ep
         };
         let weight = |listed: &Listed, entry: u32| {
             let packet = listed.weights + entry as u64 * 8;
-            // A weight that does not come is an error, whatever it is taken for.
+            // A weight that does not come is recorded as an error, so that the value here does not
+            // matter.
             wait_packet::<false>(comm, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
         };
         if total <= FEW_TOKENS {
@@ -570,8 +584,8 @@ unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, ep
     }
 }
 
-/// The entries of a row, as bits, that are for the local expert `expert`, and those that are for no expert of this rank; also those of which
-/// a wait expired.
+/// The entries of a row, as bits, that are for the local expert `expert`, and those that are for no
+/// expert of this rank; also those of which a wait expired.
 #[inline(always)]
 unsafe fn entries_of(
     args: &LowLatencyDispatchArgs,

@@ -1,4 +1,5 @@
-//! e4m3 with a scale for each block of elements: how rows are quantised on their way, and what they stand for.
+//! e4m3 with a scale for each block of elements: how rows are quantised for sending, and converted
+//! back.
 
 use crate::layout::{LowLatencyArgs, Quantise, SCALE_BLOCK};
 use crate::simt::*;
@@ -40,11 +41,11 @@ pub(super) fn from_e4m3(vector: [u32; 4]) -> Sixteen {
     numbers
 }
 
-/// 16 numbers as e4m3, and the scale of the block that the lanes of eight such have together. The whole warp calls it, with whole blocks one
-/// after the other.
+/// 16 numbers as e4m3, and the scale of the block that the lanes of eight such have together. The
+/// whole warp calls it, with whole blocks one after the other.
 #[inline(always)]
 pub(super) unsafe fn quantised(numbers: &Sixteen, quantise: u32) -> ([u32; 4], f32) {
-    // SAFETY: the caller says that all lanes are here.
+    // SAFETY: the caller ensures that all lanes are here.
     unsafe {
         let lane = laneid();
         // Magnitudes of floats order as their bits do.
@@ -70,21 +71,24 @@ pub(super) unsafe fn quantised(numbers: &Sixteen, quantise: u32) -> ([u32; 4], f
     }
 }
 
-/// What e4m3 numbers of a block with this largest magnitude are multiplied with to give the numbers, and what these are to give those.
+/// The scale of a block with the largest magnitude `amax`, and the scale's inverse. An e4m3 number
+/// times the scale is the original number; that number times the inverse is the e4m3 number.
 #[inline(always)]
 fn scales(amax: f32, quantise: u32) -> (f32, f32) {
     // Not `max`, which takes a NaN for a small number.
     let amax = if amax < LEAST_AMAX { LEAST_AMAX } else { amax };
     let scale = amax / E4M3_MAX;
     if quantise == Quantise::Fp8PowerOfTwo as u32 {
-        // The next power of two: of a finite scale, the exponent is what counts; the inverse has the opposite one.
+        // The next power of two: of a finite scale, the exponent is what counts; the inverse has
+        // the opposite one.
         let exponent = (scale.to_bits() + 0x007f_ffff) >> 23;
         return (f32::from_bits(exponent << 23), f32::from_bits((254 - exponent) << 23));
     }
     (scale, E4M3_MAX / amax)
 }
 
-/// Offset of the packet of a scale, in bytes from the start of an array `[num_ranks * packet_tokens, row_bytes / 128 rounded up]`.
+/// Offset of the packet of a scale, in bytes from the start of an array
+/// `[num_ranks * packet_tokens, row_bytes / 128 rounded up]`.
 #[inline(always)]
 pub(super) fn scale_offset(args: &LowLatencyArgs, row_bytes: u32, rank: u32, token: u32, index: u32) -> u64 {
     let of_row = row_bytes.div_ceil(SCALE_BLOCK);

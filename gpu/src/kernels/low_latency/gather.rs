@@ -1,8 +1,10 @@
-//! The expert-major copy of what a low-latency dispatch brought: each expert's rows together, for who has no use for a list of rows.
+//! The expert-major copy of the rows of a low-latency dispatch: each expert's rows together, for
+//! callers that cannot use a list of rows.
 //!
-//! What makes it sound: received rows and tables are as the dispatch left them, a kernel before, and nobody writes them while this one runs; a
-//! piece of a row of the copy has one warp that writes it. Counts and rows are looked at before they are used, since the caller's code could have
-//! written to them. Loops are the same for all lanes of a warp, so that collectives stand where all of them arrive.
+//! Soundness: received rows and tables are as the dispatch left them, a kernel before, and are not
+//! written while this kernel runs. A piece of a row of the copy has one writer, a warp. Counts and
+//! rows are checked before use, because the caller's code could have written to them. Loops are the
+//! same for all lanes of a warp, so that collectives stand where all of them arrive.
 
 use epoxide_macros::kernel;
 
@@ -19,7 +21,8 @@ const GATHER_BYTES: u32 = VECTORS as u32 * 32 * 16;
 const SCALES: u32 = GATHER_BYTES / SCALE_BLOCK;
 const _: () = assert!(SCALES <= 32, "a lane copies one");
 
-/// Copies each local expert's rows to where the expert's part of the copy begins, one after the other.
+/// Copies each local expert's rows to where the expert's part of the copy begins, one after the
+/// other.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
     requires(
@@ -32,7 +35,8 @@ const _: () = assert!(SCALES <= 32, "a lane copies one");
 pub unsafe fn low_latency_gather(args: LowLatencyGatherArgs) {
     let pieces = args.row_bytes.div_ceil(GATHER_BYTES);
     let mut experts = experts_from(&args, 0, 0);
-    // All experts' rows count through, and pieces of a row follow each other on different multiprocessors: nobody is idle where counts differ.
+    // Rows are numbered through all experts, and consecutive pieces of a row lie on different
+    // multiprocessors. So no multiprocessor idles where counts differ.
     let mut number = tid() / 32 * nctaid() + ctaid();
     loop {
         let row = number / pieces;
@@ -48,10 +52,11 @@ pub unsafe fn low_latency_gather(args: LowLatencyGatherArgs) {
     }
 }
 
-/// The rows of the local experts from `first` on, one to a lane; those in front of them have `before` rows. The whole warp calls it.
+/// The rows of the local experts from `first` on, one to a lane; those in front of them have
+/// `before` rows. The whole warp calls it.
 #[inline(always)]
 unsafe fn experts_from(args: &LowLatencyGatherArgs, first: u32, before: u32) -> Segments {
-    // SAFETY: loads that are made lie in the table; the caller says that all lanes are here.
+    // SAFETY: loads that are made lie in the table; the caller ensures that all lanes are here.
     unsafe {
         let expert = first + laneid();
         let mut count = 0;
@@ -62,7 +67,8 @@ unsafe fn experts_from(args: &LowLatencyGatherArgs, first: u32, before: u32) -> 
     }
 }
 
-/// Copies piece `piece` of an expert's row `index`, with the scales of its elements. The whole warp calls it.
+/// Copies piece `piece` of an expert's row `index`, with the scales of its elements. The whole warp
+/// calls it.
 #[inline(always)]
 unsafe fn copy_piece(args: &LowLatencyGatherArgs, expert: u32, index: u32, piece: u32) {
     // SAFETY: passed on to the kernel's caller; the row is one of those received.

@@ -4,7 +4,7 @@ use super::team::Team;
 use crate::layout::{FEW_RANKS, LowLatencyArgs, MAX_MEMBERS};
 use crate::simt::*;
 
-/// A token of a source rank, and what it has here.
+/// A token of a source rank, and its entries on this rank.
 pub(super) struct Listed {
     pub(super) source: u32,
     pub(super) token: u32,
@@ -27,15 +27,17 @@ impl Listed {
     }
 }
 
-/// Words of shared memory: rows of each source, and of each warp, of which a block has as many as lanes.
+/// Words of shared memory: rows of each source, and of each warp, of which a block has as many as
+/// lanes.
 pub(super) struct Words {
     pub(super) of_source: u32,
     pub(super) of_warp: u32,
 }
 
-/// Lists the rows of a local expert, by source rank, then by token. All threads of the team call it. `total`: tokens of all sources; `look`
-/// says what the one of that number has, by source, then by token; `weight` gives the bits of the weight of an entry, and is asked for those
-/// of the expert. `MANY`: whether there may be more than [`FEW_RANKS`] ranks.
+/// Lists the rows of a local expert, by source rank, then by token. All threads of the team call
+/// it. `total`: tokens of all sources; `look` returns the token of a number, by source, then by
+/// token; `weight` returns the bits of the weight of an entry of the expert. `MANY`: whether there
+/// may be more than [`FEW_RANKS`] ranks.
 #[inline(always)]
 pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
     args: &LowLatencyArgs,
@@ -105,9 +107,9 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
     }
 }
 
-/// The same of [`FEW_TOKENS`](crate::layout::FEW_TOKENS) tokens at most: a warp's lanes have one each in `listed`, by source,
-/// then by token, and it needs no other warp. `tokens`: words of shared memory, each source's number of
-/// them. The whole warp calls it.
+/// The same of [`FEW_TOKENS`](crate::layout::FEW_TOKENS) tokens at most: a warp's lanes have one
+/// each in `listed`, by source, then by token, and it needs no other warp. `tokens`: words of
+/// shared memory, each source's number of them. The whole warp calls it.
 #[inline(always)]
 pub(super) unsafe fn list_few_rows(
     args: &LowLatencyArgs,
@@ -116,7 +118,8 @@ pub(super) unsafe fn list_few_rows(
     listed: Listed,
     weight: impl Fn(&Listed, u32) -> u32,
 ) {
-    // SAFETY: passed on to the caller: an expert's tables are one warp's, and nobody writes the words.
+    // SAFETY: passed on to the caller: an expert's tables are one warp's, and the words are not
+    // written meanwhile.
     unsafe {
         let (lane, num_ranks) = (laneid(), args.comm.num_ranks);
         let hits = ballot(listed.entries != 0);
@@ -140,8 +143,8 @@ pub(super) unsafe fn list_few_rows(
     }
 }
 
-/// Stores what the tables say of a token for the expert: row `slot` of theirs is its own where it has
-/// entries for it.
+/// Stores a token in the tables of the expert. Row `slot` of the tables is the token's where it has
+/// entries for the expert.
 #[inline(always)]
 unsafe fn store(
     args: &LowLatencyArgs,

@@ -1,15 +1,23 @@
 //! Low latency: dispatch and combine of few tokens, where waiting is what takes time.
 //!
-//! A row of token t from rank s has its place, `s * max_tokens + t`, before anything is counted; so nobody waits before rows leave. Within
-//! an operation each rank tells each other one that it has entered, with which call and how many tokens, and that a chunk of its tokens is
-//! complete. Nothing is zeroed: words say epochs, packets carry them.
+//! A row of token t from rank s has its place, `s * max_tokens + t`, before anything is counted. So
+//! no rank waits before its rows leave. Within an operation, each rank publishes to every other one
+//! that it has entered, with its call and its number of tokens. It also publishes each complete
+//! chunk of its tokens. Nothing is zeroed: words are epochs, and packets carry them.
 //!
-//! Why nothing is overwritten that somebody still reads. Of what a rank writes into a peer's place, the peer reads all but the rows within the
-//! dispatch, and the rows before it enters the combine that answers it, but for those that it returns from where they are, whose owner waits
-//! for them. A combine ends once all peers have entered it. So a dispatch into a place whose last dispatch a combine has answered waits for
-//! nobody; one into a place without an answer waits until all have entered, which says that all kernels that they were given before have ended
-//! ([`LowLatencyControl::ready`](crate::layout::LowLatencyControl)). Returned rows are read within their combine, and between that and the
-//! next of the place lies a dispatch that all have entered.
+//! Invariant: nothing is overwritten while a rank still reads it.
+//!
+//! - A rank writes ids, weights, words and rows into a peer's place. The peer reads all but the
+//!   rows within the dispatch.
+//! - The peer reads the rows before it enters the combine that answers the dispatch. It reads rows
+//!   that it returns from where they are within that combine, and their owner waits for them.
+//! - A combine ends once all peers have entered it. So a dispatch does not wait if a combine has
+//!   answered the last dispatch into its place.
+//! - A dispatch into a place without an answer waits until all peers have entered it. A peer that
+//!   has entered has ended all kernels that it was given before
+//!   ([`LowLatencyControl::ready`](crate::layout::LowLatencyControl)).
+//! - Returned rows are read within their combine. Between that combine and the next one of the
+//!   place lies a dispatch that all peers have entered.
 
 use core::mem::offset_of;
 
@@ -39,12 +47,12 @@ pub use {
     internode::{LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch},
 };
 
-/// Shared memory of a low-latency kernel, in bytes: tokens of each rank; tokens of an expert from each rank; rows of an expert that each
-/// warp has found; four words of the opening.
+/// Shared memory of a low-latency kernel, in bytes: tokens of each rank; tokens of an expert from
+/// each rank; rows of an expert that each warp has found; four words of the opening.
 pub const LOW_LATENCY_SHARED_BYTES: u32 = (2 * FEW_RANKS as u32 + 32 + 4) * 4;
 
-/// Shared memory of a dispatch within a node, in bytes: behind the rest, the ranks that the tokens that leave together go to, and their
-/// scales.
+/// Shared memory of a dispatch within a node, in bytes: behind the rest, the ranks that the tokens
+/// that leave together go to, and their scales.
 pub fn low_latency_dispatch_shared_bytes(args: &LowLatencyDispatchArgs) -> u32 {
     LOW_LATENCY_SHARED_BYTES + LOW_LATENCY_TOKENS_AT_ONCE * 4 * (1 + args.row_scales())
 }
@@ -72,7 +80,8 @@ impl Shared {
     }
 }
 
-/// Of the tokens of a dispatch that leave together: the ranks that each goes to, as bits, and their scales `[scales, tokens]`.
+/// The tokens of a dispatch that leave together: the ranks that each goes to, as bits, and their
+/// scales `[scales, tokens]`.
 #[derive(Clone, Copy)]
 struct Scales {
     masks: u32,
@@ -86,7 +95,8 @@ impl Scales {
 
     #[inline(always)]
     unsafe fn put_mask(self, number: u32, mask: u32) {
-        // SAFETY: the host has sized shared memory for it; a barrier of the team stands between writers and readers.
+        // SAFETY: the host has sized shared memory for it; a barrier of the team stands between
+        // writers and readers.
         unsafe { st_shared_u32(self.masks + number * 4, mask) }
     }
 
@@ -109,20 +119,22 @@ impl Scales {
     }
 }
 
-/// Rows that a block moves before it says so: saying it takes a microsecond, in which the block's first warp moves nothing.
+/// Rows that a block moves before it publishes them. Publishing takes a microsecond, in which the
+/// block's first warp moves nothing.
 const ROWS_AT_ONCE: u32 = 4;
 
-/// Adds a part's share to the word at `word`, behind all that the block has done, and says whether it was the last one; then all that the
-/// others did is visible. Called behind a barrier of the block.
+/// Adds a part's share to the word at `word`, behind the block's stores, and returns whether it was
+/// the last part. After the last part, the stores of all other parts are visible. Called behind a
+/// barrier of the block.
 #[inline(always)]
 unsafe fn completes(word: u64, part: u32, parts: u32) -> bool {
-    // Nobody else has a part: the barrier has said all.
+    // No other block has a part, and the caller's barrier orders this block's own stores.
     if parts == 1 {
         return true;
     }
     // SAFETY: the caller vouches for the word.
     unsafe {
-        // Whoever has a part knows of one.
+        // `parts >= 1`: callers pass a part of a non-empty set.
         core::hint::assert_unchecked(parts >= 1);
         let share = share(part, parts);
         (atom_acq_rel_gpu_add_u64(word, share) + share).is_multiple_of(QUANTUM)
@@ -135,7 +147,7 @@ struct Opening {
     ticket: u64,
     /// Dispatches into the place before, in shares of `QUANTUM`.
     turns: u64,
-    /// What stands at [`answered_at`].
+    /// The word at [`answered_at`].
     answered: u64,
     left_out: u32,
     abort: u32,
@@ -190,10 +202,10 @@ impl Opening {
         self.is_answered() & ((self.answered >> 32) as u32 != self.epoch() as u32)
     }
 
-    /// Bits of the ranks that take part: none where this rank takes no part itself. A rank that gave
-    /// up waiting in an operation before sends nothing any more, so that no peer takes what it left
-    /// undone for done. Nor does a combine that no dispatch has filled the place for, or one of other
-    /// tokens than the dispatch: graphs may be replayed in any order.
+    /// Bits of the ranks that take part: none where this rank takes no part itself. A rank whose
+    /// wait expired in an operation before sends nothing any more, so that no peer takes its
+    /// unfinished work for complete. Nor does a combine that no dispatch has filled the place for,
+    /// or one of other tokens than the dispatch: graphs may be replayed in any order.
     #[inline(always)]
     fn members<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> u32 {
         let is_wrong = COMBINE & (self.is_unpaired() | (self.tokens != args.num_tokens));
@@ -204,10 +216,11 @@ impl Opening {
 }
 
 /// Begins a block's part of the operation; all threads call it. Thread 0 decides for the block by
-/// `opening`, since a wait may expire meanwhile in another one. `words`: four words of shared memory.
+/// `opening`, since a wait may expire meanwhile in another one. `words`: four words of shared
+/// memory.
 #[inline(always)]
 unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening, words: u32) -> Begun {
-    // SAFETY: thread 0 writes the words in front of the barrier, and nobody writes them again.
+    // SAFETY: thread 0 writes the words in front of the barrier, and they are not written again.
     unsafe {
         if tid() == 0 {
             let (epoch, members) = (opening.epoch(), opening.members::<COMBINE>(args));
@@ -225,7 +238,7 @@ unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening, w
     }
 }
 
-/// Where the place says which dispatch was answered last, [`LowLatencyTurns::answered`].
+/// Address of the place's word for the last answered dispatch, [`LowLatencyTurns::answered`].
 #[inline(always)]
 fn answered_at(args: &LowLatencyArgs) -> u64 {
     args.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64
@@ -242,8 +255,8 @@ unsafe fn note_answer(args: &LowLatencyArgs, opening: &Opening) {
     }
 }
 
-/// What [`begin`] says: the same in all threads of the block. It stays in shared memory, since
-/// registers are scarce.
+/// The result of [`begin`], the same in all threads of the block. It stays in shared memory,
+/// because registers are scarce.
 #[derive(Clone, Copy)]
 struct Begun {
     /// The low and the high half of the epoch, whether the place is answered, and the members.
@@ -264,7 +277,7 @@ impl Begun {
         unsafe { ld_shared_u32(self.words + 8) != 0 }
     }
 
-    /// A bit for each rank that is not left out: nobody waits for the others, or sends them anything.
+    /// A bit for each rank that is not left out. No rank waits for the others or sends to them.
     /// None where this block takes no part.
     #[inline(always)]
     unsafe fn members(&self) -> u32 {
@@ -300,12 +313,12 @@ fn last_warp() -> u32 {
 }
 
 /// Publishes to every member that this rank has entered the operation, with which call. The warp of
-/// [`publishes_call`] calls it ahead of the block's first barrier, by what it has loaded itself, so
-/// that the fence runs while the loads are in flight.
+/// [`publishes_call`] calls it ahead of the block's first barrier, with its own loaded words. So
+/// the fence runs while the loads are in flight.
 #[inline(always)]
 unsafe fn publish_call<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening) {
-    // SAFETY: pools are mapped; the packet has this rank as its only writer. Fence and store release
-    // it, since it also says that the kernels before have ended.
+    // SAFETY: pools are mapped; the packet has this rank as its only writer. Fence and store
+    // release it, because it also publishes that the kernels before have ended.
     unsafe {
         let (comm, lane, epoch) = (&args.comm, laneid(), opening.epoch());
         fence_acq_rel_sys();
@@ -337,7 +350,7 @@ unsafe fn wait_call(args: &LowLatencyArgs, rank: u32, epoch: u64) -> Option<u32>
 /// lanes, when one has not. The whole warp calls it.
 #[inline(always)]
 unsafe fn have_all_entered(args: &LowLatencyArgs, begun: Begun) -> bool {
-    // SAFETY: the caller says that all lanes are here.
+    // SAFETY: the caller ensures that all lanes are here.
     unsafe {
         let lane = laneid();
         let is_here = lane >= FEW_RANKS as u32
@@ -349,10 +362,12 @@ unsafe fn have_all_entered(args: &LowLatencyArgs, begun: Begun) -> bool {
     }
 }
 
-/// The wait that a rank whose rows do not come is late for: its entry into the operation, or `rows`.
+/// The wait that a rank whose rows do not come is late for: its entry into the operation, or
+/// `rows`.
 #[inline(always)]
 unsafe fn late_with(comm: &Comm, rank: u32, epoch: u64, rows: Wait) -> Wait {
-    // SAFETY: packets are in this rank's own pool. Nothing is read by what this one says.
+    // SAFETY: packets are in this rank's own pool. The packet guards no data, so that its load
+    // needs no acquire.
     let seen = unsafe { ld_relaxed_sys_u64(pool_of(comm, comm.rank) + call_offset(rank, epoch)) };
     if (seen >> 32) as u32 == epoch as u32 { rows } else { Wait::LowLatencyEnter }
 }
@@ -360,8 +375,9 @@ unsafe fn late_with(comm: &Comm, rank: u32, epoch: u64, rows: Wait) -> Wait {
 /// In the place of the tokens of a member that has not entered the operation with the same call.
 const ABSENT: u32 = u32::MAX;
 
-/// Waits until every member has entered the operation with the call of this one, and notes their numbers of tokens, none of who is left
-/// out; all threads of the team call it. False when one has not: the same in all threads.
+/// Waits until every member has entered the operation with the call of this one, and notes their
+/// numbers of tokens, none of who is left out; all threads of the team call it. False when one has
+/// not: the same in all threads.
 #[inline(always)]
 unsafe fn wait_calls<const BARRIER: u32>(
     args: &LowLatencyArgs,
@@ -369,7 +385,8 @@ unsafe fn wait_calls<const BARRIER: u32>(
     shared: &Shared,
     begun: &Begun,
 ) -> bool {
-    // SAFETY: packets are in this rank's own pool; each word of shared memory has one writer, and a barrier behind it.
+    // SAFETY: packets are in this rank's own pool; each word of shared memory has one writer, and a
+    // barrier behind it.
     unsafe {
         let (comm, epoch) = (&args.comm, begun.epoch());
         let thread = tid();
@@ -388,8 +405,9 @@ unsafe fn wait_calls<const BARRIER: u32>(
     }
 }
 
-/// Waits for the packet at `packet` in the own pool; `None` when the wait expired. `ACQUIRE`: what it was released behind is visible after
-/// it; the data of any packet comes with it, and loads that order nothing are many times cheaper.
+/// Waits for the packet at `packet` in the own pool; `None` when the wait expired. `ACQUIRE`:
+/// whether the stores before the packet's release are visible after the wait. A packet's own data
+/// needs no acquire, and relaxed loads are many times cheaper.
 #[inline(always)]
 unsafe fn wait_packet<const ACQUIRE: bool>(
     comm: &Comm,
@@ -424,11 +442,12 @@ unsafe fn packet_seen(comm: &Comm, packet: u64, seen: u64, peer: u32, epoch: u64
     unsafe { wait_packet::<false>(comm, packet, peer, epoch, what) }
 }
 
-/// Waits until all members have entered a dispatch into a place that they may still use, having told them of this one. One warp of a block
-/// calls it, each block before it sends.
+/// Publishes this rank's entry into a dispatch and waits for the entry of all members. The place
+/// may still be in use. One warp of a block calls it, each block before it sends.
 #[inline(always)]
 unsafe fn wait_ready(comm: &Comm, begun: &Begun) -> bool {
-    // SAFETY: pools are mapped; the word at a peer has this rank as its only writer, whichever block stores it.
+    // SAFETY: pools are mapped; the word at a peer has this rank as its only writer, whichever
+    // block stores it.
     unsafe {
         let (lane, epoch) = (laneid(), begun.epoch());
         let mut ready = true;
@@ -446,12 +465,12 @@ unsafe fn wait_ready(comm: &Comm, begun: &Begun) -> bool {
     }
 }
 
-/// Whether the packet at `packet` of rank `peer` says that it is in the operation `epoch` with
-/// another call; that is recorded.
+/// Whether the packet at `packet` shows rank `peer` in the operation `epoch` with another call.
+/// Another call is recorded.
 #[inline(always)]
 unsafe fn is_other_call(comm: &Comm, packet: u64, peer: u32, epoch: u64) -> bool {
-    // SAFETY: the caller vouches for the address. Nothing is read by what it says, so it needs no
-    // acquire.
+    // SAFETY: the caller vouches for the address. The packet guards no data, so that its load needs
+    // no acquire.
     unsafe {
         let seen = ld_relaxed_sys_u64(packet);
         let differs = (seen ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
@@ -464,14 +483,15 @@ unsafe fn is_other_call(comm: &Comm, packet: u64, peer: u32, epoch: u64) -> bool
     }
 }
 
-/// Whether a rank with so many tokens gets its rows back as packets: then nobody waits for stores to arrive before a word can say so, and
-/// whoever has the packets has the rows.
+/// Whether a rank with so many tokens gets its rows back as packets. Then no block waits for stores
+/// to arrive before it publishes them: the packets are the rows.
 #[inline(always)]
 fn in_packets(args: &LowLatencyArgs, tokens: u32) -> bool {
     tokens <= args.packet_tokens
 }
 
-/// The offset `at`, or that of the row's start where the row ends before it: a lane loads something there that it does not use.
+/// The offset `at`, or that of the row's start where the row ends before it: a lane loads something
+/// there that it does not use.
 #[inline(always)]
 fn inside(at: u32, row_bytes: u32) -> u32 {
     if at < row_bytes { at } else { 0 }
@@ -486,7 +506,8 @@ struct Piece {
 }
 
 impl Piece {
-    /// Pieces of the grid's warps follow each other on different multiprocessors, from the last block on where the first ones have other work.
+    /// Pieces of the grid's warps follow each other on different multiprocessors, from the last
+    /// block on where the first ones have other work.
     #[inline(always)]
     fn first_of_warp(from_last: bool) -> u32 {
         tid() / 32 * nctaid() + if from_last { nctaid() - 1 - ctaid() } else { ctaid() }
@@ -502,13 +523,15 @@ impl Piece {
         Piece { rank: row % ranks, token: row / ranks, index: number % pieces }
     }
 
-    /// Where the lane's vector `vector`, 0 to 2, begins in the row, in bytes: behind its end where there is none.
+    /// Where the lane's vector `vector`, 0 to 2, begins in the row, in bytes: behind its end where
+    /// there is none.
     #[inline(always)]
     fn at(&self, vector: u32) -> u32 {
         self.index * PIECE_BYTES + (vector * 32 + laneid()) * 16
     }
 
-    /// Offset of its packets, in bytes from the start of an array `[num_ranks * packet_tokens, pieces]`.
+    /// Offset of its packets, in bytes from the start of an array
+    /// `[num_ranks * packet_tokens, pieces]`.
     #[inline(always)]
     fn offset(&self, args: &LowLatencyArgs, row_bytes: u32, rank: u32) -> u64 {
         let row = rank * args.packet_tokens + self.token;
@@ -548,7 +571,7 @@ unsafe fn load_packets(at: u64) -> [[u32; 4]; 4] {
 #[inline(always)]
 unsafe fn is_piece_late([a, b, c, d]: [[u32; 4]; 4], epoch: u32) -> bool {
     let late = (a[3] ^ epoch) | (b[3] ^ epoch) | (c[3] ^ epoch) | (d[3] ^ epoch);
-    // SAFETY: the caller says that all lanes are here.
+    // SAFETY: the caller ensures that all lanes are here.
     unsafe { ballot(late != 0) != 0 }
 }
 
@@ -573,8 +596,8 @@ unsafe fn wait_packets(comm: &Comm, at: u64, seen: [[u32; 4]; 4], epoch: u32) ->
     }
 }
 
-/// Lets the kernel behind this one be launched while this one waits, where it has few tokens. Of more
-/// tokens that does not pay: 128 take 0.4 us longer.
+/// Lets the next kernel of the stream launch while this one waits, where it has few tokens. With
+/// more tokens that does not pay: 128 take 0.4 us longer.
 #[inline(always)]
 fn let_next_launch(args: &LowLatencyArgs) {
     if in_packets(args, args.num_tokens) {
@@ -585,15 +608,15 @@ fn let_next_launch(args: &LowLatencyArgs) {
 /// Ends a block's part of the operation; all threads call it.
 #[inline(always)]
 unsafe fn finish(comm: &Comm) {
-    // SAFETY: the caller says that all threads are here.
+    // SAFETY: the caller ensures that all threads are here.
     unsafe {
         barrier_sync();
         add_share(comm);
     }
 }
 
-/// Adds the block's share to the ticket. All threads call it, behind a barrier with which the block's
-/// part of the operation ends.
+/// Adds the block's share to the ticket. All threads call it, behind a barrier with which the
+/// block's part of the operation ends.
 #[inline(always)]
 unsafe fn add_share(comm: &Comm) {
     // SAFETY: `local` is live. The end of the kernel publishes the ticket to the next one.
@@ -617,7 +640,8 @@ fn chunks_of(args: &LowLatencyArgs, num_tokens: u32) -> u32 {
     num_tokens.div_ceil(args.chunk_tokens)
 }
 
-/// Offset of a chunk's word of rank `rank`, in bytes from the start of an array `[FEW_RANKS, chunks]`.
+/// Offset of a chunk's word of rank `rank`, in bytes from the start of an array
+/// `[FEW_RANKS, chunks]`.
 #[inline(always)]
 fn chunk_offset(args: &LowLatencyArgs, rank: u32, chunk: u32) -> u64 {
     (rank * chunks_of(args, args.max_tokens) + chunk) as u64 * 8

@@ -42,13 +42,14 @@ impl<const BARRIER: u32> Team<BARRIER> {
         self.threads / 32
     }
 
-    /// Waits for the whole team, and says whether `is` was true in any of its threads. `words`: two words of shared memory, zero before
-    /// vote 0; votes that follow each other take turns with them, so that no word is written before all have read it.
+    /// Waits for the whole team, and returns whether `is` was true in any of its threads. `words`:
+    /// two words of shared memory, zero before vote 0; votes that follow each other take turns with
+    /// them, so that no word is written before all have read it.
     ///
     /// Words, since no barrier takes the vote of some of a block's warps (docs/KERNELS.md).
     #[inline(always)]
     pub(super) unsafe fn any(&self, is: bool, words: u32, vote: u32) -> bool {
-        // SAFETY: the caller says that the whole team calls it.
+        // SAFETY: the caller ensures that the whole team calls it.
         unsafe {
             if BARRIER == 0 {
                 return barrier_any(is);
@@ -65,7 +66,7 @@ impl<const BARRIER: u32> Team<BARRIER> {
     /// Waits for the whole team.
     #[inline(always)]
     pub(super) unsafe fn sync(&self) {
-        // SAFETY: the caller says that the whole team calls it.
+        // SAFETY: the caller ensures that the whole team calls it.
         unsafe {
             if BARRIER == 0 {
                 barrier_sync();

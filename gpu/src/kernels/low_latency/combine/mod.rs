@@ -1,10 +1,13 @@
-//! Low-latency combine: what the experts of a rank made of a token goes back as one row, and the token's owner sums those of all ranks.
+//! Low-latency combine: what the experts of a rank made of a token goes back as one row, and the
+//! token's owner sums those of all ranks.
 //!
-//! What makes it sound: a returned row has one block of one rank that writes it, and its owner reads it behind that rank's word for its
-//! chunk, released by the block that returned the chunk's last row, which has acquired what the others did. Threads meet at a barrier between
-//! the one that acquires and those that read. A row that returns as packets has a warp for each piece, and a packet, of a piece or of a scale,
-//! is read with its epoch, all of it or nothing. Sums have one block each, or one warp for each piece; collectives stand where all lanes of a
-//! warp arrive.
+//! Soundness: a returned row has one writer, one block of one rank. The owner reads the row behind
+//! that rank's word for the row's chunk. The block that returned the chunk's last row releases the
+//! word, and has acquired the stores of the chunk's other blocks. A barrier stands between the
+//! thread that acquires and the threads that read. A row that returns as packets has one warp for
+//! each piece. A packet, of a piece or of a scale, is read together with its epoch: all of it or
+//! nothing. Each sum has one block, or one warp for each piece. Collectives stand where all lanes
+//! of a warp arrive.
 
 use epoxide_macros::kernel;
 
@@ -66,9 +69,9 @@ pub unsafe fn low_latency_combine_fp8(args: LowLatencyCombineArgs) {
     combine::<true, false>(&args);
 }
 
-/// The same as [`LowLatencyCombineBf16`] of rows that are summed over experts already, both halves in one. Some warps return
-/// the rows of other ranks while the others sum, which pays where blocks have several tokens. This rank's own rows are summed from where
-/// the experts left them.
+/// The same as [`LowLatencyCombineBf16`] of rows that are summed over experts already, both halves
+/// in one. Some warps return the rows of other ranks while the others sum, which pays where blocks
+/// have several tokens. This rank's own rows are summed from where the experts left them.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 3, registers = 128, dependent,
     requires(
@@ -95,7 +98,7 @@ pub unsafe fn low_latency_combine_summed(args: LowLatencyCombineArgs) {
 /// warps return rows while others sum.
 #[inline(always)]
 unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineArgs) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let comm = &args.common.comm;
         let shared = Shared::lay_out();
@@ -158,7 +161,8 @@ unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineA
     }
 }
 
-/// Warps of a block that return rows while others sum. The one behind them publishes that the rows are there.
+/// Warps of a block that return rows while others sum. The one behind them publishes that the rows
+/// are there.
 const RETURNING_WARPS: u32 = 7;
 /// Warps of a block that sum meanwhile: of its 16, all others.
 const SUMMING_WARPS: u32 = 16 - 1 - RETURNING_WARPS;
@@ -171,8 +175,9 @@ pub(super) fn bf16_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
     if FP8 { args.row_bytes * 2 } else { args.row_bytes }
 }
 
-/// Adds to `sums` the vectors at the bytes `at` of several rows: those whose numbers are the bits `left`, in their order, up to `MOST` of them
-/// at a time. `row` gives a row's address and its weight.
+/// Adds to `sums` the vectors at the bytes `at` of several rows: those whose numbers are the bits
+/// `left`, in their order, up to `MOST` of them at a time. `row` gives a row's address and its
+/// weight.
 #[inline(always)]
 pub(super) unsafe fn add_rows<const MOST: usize, const V: usize>(
     mut left: u32,
@@ -199,8 +204,9 @@ pub(super) unsafe fn add_rows<const MOST: usize, const V: usize>(
 
 /// The same of the first `N` of the rows `left`, which it takes out. There are as many.
 ///
-/// The loads have no condition, so that they are in flight together. ptxas gives loads under a condition the same registers and moves each
-/// value on, so that each load waits for the one before.
+/// The loads have no condition, so that they are in flight together. ptxas gives loads under a
+/// condition the same registers and moves each value on, so that each load waits for the one
+/// before.
 #[inline(always)]
 unsafe fn add_some<const N: usize, const V: usize>(
     left: &mut u32,

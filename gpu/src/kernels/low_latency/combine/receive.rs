@@ -40,7 +40,8 @@ pub(super) unsafe fn first_ranks(args: &LowLatencyCombineArgs, receives: bool) -
 }
 
 /// Sums what has come back, a token to a block, while the last warp waits until all members have
-/// entered the combine. Gives whether one has not and sums are to be spoiled. All threads of the team call it.
+/// entered the combine. Gives whether one has not and sums are to be spoiled. All threads of the
+/// team call it.
 #[inline(always)]
 pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
@@ -48,12 +49,12 @@ pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER:
     shared: &Shared,
     begun: Begun,
 ) -> bool {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let thread = team.thread();
         let mut failed = tid() / 32 == last_warp() && !have_all_entered(common, begun);
-        // The same in all lanes, which the compiler is to know.
+        // The mask is the same in all lanes; `redux_or` shows that to the compiler.
         let mut mask = redux_or(ld_shared_u32(shared.of_warp + tid() / 32 * 4));
         if in_packets(common, common.num_tokens) {
             if !failed {
@@ -69,8 +70,9 @@ pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER:
         let mut vote = 0;
         let waits_for = |rank| begun.has_member(rank) & !(SUMMED & (rank == comm.rank));
         while token < common.num_tokens {
-            // Of every member, also of one that the token did not go to: its word is on its way as
-            // well. Words of several tokens are waited for at once, which takes the time of one.
+            // The block waits for the word of every member, also of one that the token did not go
+            // to: its word is on its way as well. It waits for the words of several tokens at once,
+            // which takes the time of one.
             let (rank, ahead) = (thread % FEW_RANKS as u32, thread / FEW_RANKS as u32);
             let of_lane = token + ahead * stride;
             if ahead < at_once && waits_for(rank) && of_lane < common.num_tokens {
@@ -121,7 +123,8 @@ unsafe fn wait_returned(comm: &Comm, word: u64, rank: u32, epoch: u64) -> bool {
     }
 }
 
-/// Sums the ranks' BF16 rows of a token. All threads of the team call it. `V`: vectors of a row that a thread has in flight.
+/// Sums the ranks' BF16 rows of a token. All threads of the team call it. `V`: vectors of a row
+/// that a thread has in flight.
 #[inline(always)]
 unsafe fn sum<const V: usize, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
@@ -184,7 +187,7 @@ unsafe fn sum_quantised(args: &LowLatencyCombineArgs, token: u32, mask: u32, to:
             });
             let mut sums = [[0.0; 8]; 2];
             unroll8!(RANK => {
-                // What is not there adds zeros.
+                // A missing row adds zeros.
                 let [low, high] = from_e4m3(vectors[RANK]);
                 add(&mut sums[0], low, scales[RANK]);
                 add(&mut sums[1], high, scales[RANK]);
@@ -201,7 +204,8 @@ unsafe fn sum_quantised(args: &LowLatencyCombineArgs, token: u32, mask: u32, to:
 /// first one.
 #[inline(always)]
 unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first_mask: u32, begun: Begun) {
-    // SAFETY: passed on to the kernel's caller. Packets are in this rank's own pool, and each has one writer.
+    // SAFETY: passed on to the kernel's caller. Packets are in this rank's own pool, and each has
+    // one writer.
     unsafe {
         let common = &args.common;
         let (mut number, mut mask) = (Piece::first_of_warp(true), first_mask);
@@ -222,8 +226,8 @@ unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first_ma
     }
 }
 
-/// Records that the piece of rank `from` has not come behind a wait of `waited` ns that expired, and
-/// notes the ranks of `left` that are late as well. The whole warp calls it.
+/// Records that the piece of rank `from` has not come, behind an expired wait of `waited` ns. It
+/// also notes the ranks of `left` that are late. The whole warp calls it.
 #[inline(always)]
 unsafe fn record_late_piece(
     args: &LowLatencyCombineArgs,
@@ -257,7 +261,7 @@ unsafe fn record_late_piece(
     }
 }
 
-/// Leaves NaN in what this block would have summed: a rank has not come.
+/// Leaves NaN in the sums of this block, because a rank has not come.
 #[inline(always)]
 pub(super) unsafe fn spoil<const FP8: bool>(args: &LowLatencyCombineArgs) {
     // SAFETY: passed on to the kernel's caller.
@@ -320,8 +324,8 @@ unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, mut number
     }
 }
 
-/// Sums the ranks' pieces of a BF16 row, and stores the sum in the row at `to`. False when a wait expired: the same in all lanes. The whole
-/// warp calls it.
+/// Sums the ranks' pieces of a BF16 row, and stores the sum in the row at `to`. False when a wait
+/// expired: the same in all lanes. The whole warp calls it.
 #[inline(always)]
 unsafe fn sum_pieces(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32, to: u64, begun: Begun) -> bool {
     // SAFETY: passed on to the caller.

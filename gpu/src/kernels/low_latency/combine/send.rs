@@ -1,4 +1,4 @@
-//! What a rank's experts made of the tokens that it received goes back.
+//! The sending half of a combine: returns the experts' results of received tokens to their owners.
 
 use super::super::super::epoch::pool_of;
 use super::super::super::progress::Progress;
@@ -14,17 +14,19 @@ use crate::simt::*;
 /// Bytes of a row as it travels that a warp writes at a time.
 const WARP_BYTES: u32 = 512;
 
-/// What a lane reads of a received row before it knows anything else: loads that are in flight together take the time of one.
+/// A lane's first loads of a received row. Loads that are in flight together take the time of one.
 pub(in super::super) struct Ahead {
     /// Tokens of the row's source.
     tokens: u32,
-    /// Of the lane's entry: where it is, negative where the expert is on another rank, and its weight, which then says nothing.
+    /// The slot of the lane's entry, negative where the expert is on another rank.
     slot: i32,
+    /// The entry's weight, without meaning where `slot` is negative.
     weight: f32,
 }
 
 impl Ahead {
-    /// Of the row of index `index` in the order in which they return; `is_there`: whether somebody will ask for it.
+    /// Loads for the row of index `index` in the order in which rows return. `is_there`: whether
+    /// the result is used.
     #[inline(always)]
     pub(super) unsafe fn of<const SUMMED: bool>(
         args: &LowLatencyCombineArgs,
@@ -36,7 +38,7 @@ impl Ahead {
         unsafe { Ahead::of_row(args, source, token, is_there & (source < args.common.comm.num_ranks)) }
     }
 
-    /// Of the row that piece number `number` is of.
+    /// Loads for the row that piece number `number` belongs to.
     #[inline(always)]
     pub(super) unsafe fn of_piece(args: &LowLatencyCombineArgs, number: u32, is_there: bool) -> Ahead {
         let piece = Piece::of(number, args.row_bytes, args.common.comm.num_ranks);
@@ -51,7 +53,8 @@ impl Ahead {
         token: u32,
         is_there: bool,
     ) -> Ahead {
-        // SAFETY: tables have all rows; a dispatch that an earlier kernel has completed wrote what says something.
+        // SAFETY: tables have all rows; a dispatch that an earlier kernel has completed wrote the
+        // entries that are used.
         unsafe {
             let common = &args.common;
             let mut ahead = Ahead { tokens: 0, slot: -1, weight: 0.0 };
@@ -69,14 +72,15 @@ impl Ahead {
     }
 }
 
-/// Ranks that rows return to: a rank that sums rows from where the experts left them does not return its own.
+/// Ranks that rows return to: a rank that sums rows from where the experts left them does not
+/// return its own.
 #[inline(always)]
 fn sources<const SUMMED: bool>(args: &LowLatencyCombineArgs) -> u32 {
     args.common.comm.num_ranks - SUMMED as u32
 }
 
-/// Token and source rank of the row of index `index` in the order in which rows return: all sources' first tokens first. Where there is
-/// no source, the rank is that of none.
+/// Token and source rank of the row of index `index` in the order in which rows return: all
+/// sources' first tokens first. Where there is no source, the rank is that of none.
 #[inline(always)]
 fn row_at<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32) -> (u32, u32) {
     let sources = sources::<SUMMED>(args).max(1);
@@ -84,7 +88,7 @@ fn row_at<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32) -> (u32,
     (token, source + (SUMMED & (source >= args.common.comm.rank)) as u32)
 }
 
-/// The most tokens of a rank, of those to which words say that rows are there, and of those that get packets.
+/// The most tokens of any rank that gets its rows behind words, and of any rank that gets packets.
 pub(super) struct Most {
     pub(super) words: u32,
     pub(super) packets: u32,
@@ -112,9 +116,11 @@ impl Most {
     }
 }
 
-/// Returns what this rank has of the tokens that it received, a row to a block: all sources' first tokens first, since their owners wait
-/// for them in that order. All threads of the team call it. `most`: tokens of a rank to which words say that rows are there. `progress`:
-/// where the team publishes how many rows it has written, if another warp publishes them to their owners.
+/// Returns this rank's results for the tokens that it received, a row to a block. All sources'
+/// first tokens come first, because their owners wait for them in that order. All threads of the
+/// team call it. `most`: the most tokens of a rank that gets its rows behind words. `progress`:
+/// where the team publishes how many rows it has written, if another warp publishes them to their
+/// owners.
 #[inline(always)]
 pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
@@ -124,7 +130,7 @@ pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u3
     first: Ahead,
     progress: Option<&Progress>,
 ) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let lane = laneid();
@@ -160,7 +166,8 @@ pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u3
     }
 }
 
-/// Publishes to their owners the rows that the block returns, as soon as `progress` says that they are written. One warp calls it.
+/// Publishes to their owners the rows that the block returns, as soon as `progress` shows that they
+/// are written. One warp calls it.
 #[inline(always)]
 pub(super) unsafe fn publish_rows(
     args: &LowLatencyCombineArgs,
@@ -168,7 +175,8 @@ pub(super) unsafe fn publish_rows(
     most: u32,
     progress: &Progress,
 ) {
-    // SAFETY: passed on to the kernel's caller. What the slowest warp wrote, and so what all did, is visible behind the look at them.
+    // SAFETY: passed on to the kernel's caller. Reading `progress` acquires the stores of every
+    // warp up to the progress of the slowest one.
     unsafe {
         let (rows, mut said, mut index) = (most * sources::<true>(args), 0, ctaid());
         while index < rows {
@@ -182,11 +190,12 @@ pub(super) unsafe fn publish_rows(
     }
 }
 
-/// Adds the row of index `index`, if there is one, to those of its chunk that have returned, and tells the owner where it was the last.
+/// Adds the row of index `index`, if there is one, to the returned rows of its chunk. After the
+/// last one it publishes the chunk to the owner.
 #[inline(always)]
 unsafe fn say_returned<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32, epoch: u64) {
-    // SAFETY: passed on to the caller. The store releases what the block did in front of its barrier, and what the last of a chunk's blocks
-    // has acquired.
+    // SAFETY: passed on to the caller. The store releases what the block did in front of its
+    // barrier, and what the last of a chunk's blocks has acquired.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let (token, source) = row_at::<SUMMED>(args, index);
@@ -204,7 +213,8 @@ unsafe fn say_returned<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: 
     }
 }
 
-/// Writes this rank's share of the received row `row` to `to`, if it has one. All threads of the team call it.
+/// Writes this rank's share of the received row `row` to `to`, if it has one. All threads of the
+/// team call it.
 #[inline(always)]
 pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
@@ -217,8 +227,9 @@ pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
     unsafe {
         let share = Share::of(args, row, ahead);
         let (lane, bytes) = (laneid(), bf16_bytes::<FP8>(args));
-        // Whole warps go on together, since lanes ask each other; a lane has two vectors of each entry, so that their loads are in flight
-        // together: a turn's and those of another one, or the two that make one of e4m3.
+        // Whole warps go on together, since lanes ask each other; a lane has two vectors of each
+        // entry, so that their loads are in flight together: a turn's and those of another one, or
+        // the two that make one of e4m3.
         let (mut turn, warps) = (team.warp(), team.warps());
         while turn * WARP_BYTES < args.row_bytes && share.entries != 0 {
             let own = turn * WARP_BYTES + lane * 16;
@@ -246,7 +257,8 @@ pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
     }
 }
 
-/// Returns the rows of ranks that get them as packets, a piece to a warp. `most`: tokens of such a rank.
+/// Returns the rows of ranks that get them as packets, a piece to a warp. `most`: tokens of such a
+/// rank.
 #[inline(always)]
 pub(super) unsafe fn return_pieces<const FP8: bool>(
     args: &LowLatencyCombineArgs,
@@ -290,7 +302,8 @@ pub(super) unsafe fn return_pieces<const FP8: bool>(
     }
 }
 
-/// A lane's vectors of this rank's share of a token; any numbers behind the row's end. The whole warp calls it.
+/// A lane's vectors of this rank's share of a token; any numbers behind the row's end. The whole
+/// warp calls it.
 #[inline(always)]
 unsafe fn piece_of_row(args: &LowLatencyCombineArgs, piece: &Piece, share: &Share) -> [[u32; 4]; 3] {
     // SAFETY: passed on to the caller.
@@ -324,20 +337,22 @@ unsafe fn quantised_piece_of_row(
     }
 }
 
-/// What of a received row returns.
+/// The part of a received row that returns.
 struct Share {
-    /// The entries whose experts' rows are summed, as bits; rows that are summed already are one entry's.
+    /// The entries whose experts' rows are summed, as bits; rows that are summed already are one
+    /// entry's.
     entries: u32,
-    /// Of the lane's entry: where its expert's row is, and its weight.
+    /// The slot of the expert's row for the lane's entry.
     slot: i32,
+    /// The entry's weight.
     weight: f32,
 }
 
 impl Share {
-    /// Of the row `row`. The whole warp calls it.
+    /// The share of row `row`. The whole warp calls it.
     #[inline(always)]
     unsafe fn of(args: &LowLatencyCombineArgs, row: u32, ahead: Ahead) -> Share {
-        // SAFETY: the caller says that all lanes are here.
+        // SAFETY: the caller ensures that all lanes are here.
         let entries = unsafe { ballot(ahead.slot >= 0) };
         if args.by_expert == 0 {
             return Share { entries: (entries != 0) as u32, slot: row as i32, weight: 1.0 };
@@ -345,8 +360,8 @@ impl Share {
         Share { entries, slot: ahead.slot, weight: ahead.weight }
     }
 
-    /// The sums of a lane's vectors from the bytes `at` and `next` of the experts' rows on; any numbers behind a row's end. The whole warp calls
-    /// it.
+    /// The sums of a lane's vectors from the bytes `at` and `next` of the experts' rows on; any
+    /// numbers behind a row's end. The whole warp calls it.
     #[inline(always)]
     unsafe fn sum<const FP8: bool>(&self, args: &LowLatencyCombineArgs, at: u32, next: u32) -> Sixteen {
         // SAFETY: passed on to the caller.
@@ -368,7 +383,7 @@ impl Share {
     /// Where the row of an entry is, and its weight. The whole warp calls it.
     #[inline(always)]
     unsafe fn row(&self, args: &LowLatencyCombineArgs, entry: u32) -> (u64, f32) {
-        // SAFETY: the caller says that all lanes are here.
+        // SAFETY: the caller ensures that all lanes are here.
         unsafe {
             let slot = shfl_u32(self.slot as u32, entry);
             let weight = f32::from_bits(shfl_u32(self.weight.to_bits(), entry));

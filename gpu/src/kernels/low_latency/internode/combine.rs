@@ -1,9 +1,11 @@
-//! Low-latency combine across nodes: what the experts of a rank made of another's tokens goes back in one message, in the order in which the
-//! rows came.
+//! Low-latency combine across nodes: the experts' results for another rank's tokens return in one
+//! message, in the order in which the rows came.
 //!
-//! What makes them sound: a returned row has one block of one rank that writes it; the message's packet is released by the block that wrote its
-//! last row, which has acquired what the others did, and its owner reads it behind that packet. Sums have one block each. The threads of a
-//! block meet at a barrier between the writers and readers of each word of shared memory; collectives stand where all lanes of a warp arrive.
+//! Soundness: a returned row has one writer, one block of one rank. The block that wrote the
+//! message's last row releases the message's packet, and has acquired the stores of the message's
+//! other blocks. The owner reads the row behind that packet. Each sum has one block. A barrier
+//! stands between the writers and the readers of each word of shared memory. Collectives stand
+//! where all lanes of a warp arrive.
 
 use epoxide_macros::kernel;
 
@@ -59,14 +61,15 @@ pub unsafe fn low_latency_internode_combine_fp8(args: LowLatencyInternodeCombine
 /// `FP8`: whether rows return as e4m3.
 #[inline(always)]
 unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, thread) = (&args.combine.common, tid());
         let shared = Shared::lay_out();
         trace(&common.comm, Phase::Enter);
         let opening = Opening::load::<true>(common, thread == 0);
         if thread < MEMBERS {
-            // Of the dispatch that is answered, which an earlier kernel has completed; read behind the barrier of `begin`.
+            // The slots of the dispatch that is answered, which an earlier kernel has completed.
+            // They are read behind the barrier of `begin`.
             st_shared_u32(shared.slots + thread * 4, ld_u32(args.messages.num_slots.0 + thread as u64 * 4));
         }
         let begun = begin::<true>(common, &opening, shared.begun);
@@ -95,10 +98,11 @@ fn stride<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) -> u64 {
     answer_slot_bytes(bytes, if FP8 { bytes / SCALE_BLOCK } else { 0 }) as u64
 }
 
-/// Returns what this rank has of the tokens that it received, a row to a block, all sources' first rows first.
+/// Returns this rank's results for the tokens that it received, a row to a block, all sources'
+/// first rows first.
 #[inline(always)]
 unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &Shared, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, messages) = (&args.combine.common, &args.messages);
         let (num_ranks, warp, lane) = (common.comm.num_ranks, tid() / 32, laneid());
@@ -108,7 +112,7 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
             let [a, b, c, d] = ld_v4(messages.num_slots.0 + J as u64 * 16);
             most = a.max(b).max(c.max(d)).max(most);
         });
-        // Who sent no row has no block of its own.
+        // A source without rows is answered by no other block.
         if ctaid() == nctaid() - 1 && begun.has_member(tid()) && ld_shared_u32(shared.slots + tid() * 4) == 0
         {
             deliver(common, Route::to(messages, tid()), tid(), Kind::Answer, 0, begun.epoch());
@@ -142,7 +146,8 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
     }
 }
 
-/// Adds the row of number `number`, if there is one, to those that have returned to its source, and sends the message where it was the last.
+/// Adds the row of number `number`, if there is one, to those that have returned to its source.
+/// After the last one it sends the message.
 #[inline(always)]
 unsafe fn say_returned<const FP8: bool>(
     args: &LowLatencyInternodeCombineArgs,
@@ -165,7 +170,7 @@ unsafe fn say_returned<const FP8: bool>(
 /// Sums what has come back, a token to a block.
 #[inline(always)]
 unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &Shared) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, messages, thread) = (&args.combine.common, &args.messages, tid());
         let bytes = bf16_bytes::<FP8>(&args.combine);
@@ -191,7 +196,8 @@ unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared
     }
 }
 
-/// The address of the first row of the ranks `left`, which is taken from them; whether there was one.
+/// The address of the first row of the ranks `left`, which is taken from them; whether there was
+/// one.
 #[inline(always)]
 unsafe fn next_row(shared: &Shared, left: &mut u32) -> (bool, u64) {
     let is_there = *left != 0;
@@ -218,7 +224,7 @@ unsafe fn sum(args: &LowLatencyInternodeCombineArgs, shared: &Shared, mask: u32,
                     vectors[J] = ld_stream_v4_if(is_there, row + at as u64);
                     vectors_next[J] = ld_stream_v4_if(is_there & (next < args.combine.row_bytes), row + next as u64);
                 });
-                // What is not there adds zeros.
+                // A missing row adds zeros.
                 unroll4!(J => { add(&mut sums[0], from_bf16(vectors[J]), 1.0) });
                 unroll4!(J => { add(&mut sums[1], from_bf16(vectors_next[J]), 1.0) });
             }
@@ -248,7 +254,7 @@ unsafe fn sum_quantised(args: &LowLatencyInternodeCombineArgs, shared: &Shared, 
                     scales[J] = ld_f32_if(is_there, row + (row_bytes + at / SCALE_BLOCK * 4) as u64);
                 });
                 unroll4!(J => {
-                    // What is not there adds zeros.
+                    // A missing row adds zeros.
                     let [low, high] = from_e4m3(vectors[J]);
                     add(&mut sums[0], low, scales[J]);
                     add(&mut sums[1], high, scales[J]);

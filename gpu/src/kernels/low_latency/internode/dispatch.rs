@@ -1,9 +1,11 @@
-//! Low-latency dispatch across nodes: the rows of the tokens that another rank gets travel behind each other, in one message.
+//! Low-latency dispatch across nodes: the rows of the tokens that another rank gets travel behind
+//! each other, in one message.
 //!
-//! What makes it sound: a slot has one block of one rank that writes it; the message's packet is released by the block that wrote the rank's
-//! last token, which has acquired what the others did, and nobody reads a message before its packet. An expert's tables have one block, a
-//! received row one warp. The threads of a block meet at a barrier between the writers and readers of each word of shared memory; collectives
-//! stand where all lanes of a warp arrive.
+//! Soundness: a slot has one writer, one block of one rank. The block that wrote the rank's last
+//! token releases the packets of its messages, and has acquired the stores of the rank's other
+//! blocks. A message is read only behind its packet. An expert's tables have one block, a received
+//! row has one warp. A barrier stands between the writers and the readers of each word of shared
+//! memory. Collectives stand where all lanes of a warp arrive.
 
 use epoxide_macros::kernel;
 
@@ -21,7 +23,7 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Sends rows, or waits for them and says which expert has which, or both.
+/// Sends rows, or waits for them and lists each expert's rows, or both.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 13, registers = 128,
     requires(
@@ -69,7 +71,7 @@ fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
 /// Writes this rank's tokens into the messages, a token to a block.
 #[inline(always)]
 unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, messages) = (&args.dispatch.common, &args.messages);
         let (thread, warp) = (tid(), tid() / 32);
@@ -84,7 +86,7 @@ unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &
             }
             let (mut token, mut counted) = (ctaid(), 0);
             while token < common.num_tokens {
-                // What the token before needed of shared memory has been read.
+                // Behind this barrier, all threads have read the shared memory of the token before.
                 barrier_sync();
                 count(args, shared, counted, token, begun);
                 counted = token;
@@ -118,7 +120,8 @@ unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &
     }
 }
 
-/// Adds the tokens from `from` to `to` to those that each rank has in its message. All threads of the block call it.
+/// Adds the tokens from `from` to `to` to those that each rank has in its message. All threads of
+/// the block call it.
 #[inline(always)]
 unsafe fn count(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, from: u32, to: u32, begun: &Begun) {
     // SAFETY: passed on to the caller.
@@ -138,7 +141,7 @@ unsafe fn count(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, from: u
 /// In lane r, of how many lanes the mask has bit r. The whole warp calls it.
 #[inline(always)]
 unsafe fn votes_of(args: &LowLatencyInternodeDispatchArgs, mask: u32) -> u32 {
-    // SAFETY: the caller says that all lanes are here.
+    // SAFETY: the caller ensures that all lanes are here.
     unsafe {
         let (lane, mut rank, mut own) = (laneid(), 0, 0);
         while rank < args.dispatch.common.comm.num_ranks {
@@ -167,7 +170,8 @@ unsafe fn owner_of(args: &LowLatencyInternodeDispatchArgs, expert: i64, begun: &
         return None;
     }
     let (rank, local) = (expert as u32 / common.local_experts, expert as u32 % common.local_experts);
-    // SAFETY: passed on to the caller. What a token's experts on ranks that are left out would add is missing.
+    // SAFETY: passed on to the caller. The experts on ranks that are left out add nothing to a
+    // token's sum.
     unsafe { begun.has_member(rank).then_some((rank, local)) }
 }
 
@@ -191,7 +195,8 @@ unsafe fn ranks_of(args: &LowLatencyInternodeDispatchArgs, token: u32, begun: &B
     }
 }
 
-/// The ranks that a token goes to, as bits; writes its index and its entries into their slots. All threads of the block call it.
+/// The ranks that a token goes to, as bits; writes its index and its entries into their slots. All
+/// threads of the block call it.
 #[inline(always)]
 unsafe fn write_entries(
     args: &LowLatencyInternodeDispatchArgs,
@@ -230,7 +235,8 @@ unsafe fn write_entries(
     }
 }
 
-/// Writes a token's row, as it is or quantised, and its scales into the slots of the ranks of `mask`. All threads of the block call it.
+/// Writes a token's row, as it is or quantised, and its scales into the slots of the ranks of
+/// `mask`. All threads of the block call it.
 #[inline(always)]
 unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, token: u32, mask: u32) {
     // SAFETY: passed on to the caller.
@@ -281,8 +287,8 @@ unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, tok
     }
 }
 
-/// Adds a token that the block has written, and sends all messages where it was the rank's last. A warp calls it, behind a barrier of the
-/// block.
+/// Adds a token that the block has written, and sends all messages where it was the rank's last. A
+/// warp calls it, behind a barrier of the block.
 #[inline(always)]
 unsafe fn say_written(args: &LowLatencyInternodeDispatchArgs, token: u32, begun: &Begun) {
     // SAFETY: passed on to the caller.
@@ -290,7 +296,7 @@ unsafe fn say_written(args: &LowLatencyInternodeDispatchArgs, token: u32, begun:
         let is_last =
             laneid() == 0 && completes(args.messages.written.0, token, args.dispatch.common.num_tokens);
         if ballot(is_last) != 0 {
-            // What the first lane acquired.
+            // `syncwarp` orders the whole warp behind the acquire of the first lane.
             syncwarp();
             send_messages(args, begun);
         }
@@ -321,10 +327,10 @@ unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, begun: &Begun) {
     }
 }
 
-/// Waits for the messages, says which expert has which of their rows, and puts these where they belong.
+/// Waits for the messages, lists each expert's rows, and copies the rows to their places.
 #[inline(always)]
 unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
     unsafe {
         let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
         if !wait_messages::<true>(common, messages, shared, begun) {
@@ -417,7 +423,7 @@ unsafe fn head(
 /// The index at `at` of a slot's token on its rank.
 #[inline(always)]
 unsafe fn token_of(args: &LowLatencyInternodeDispatchArgs, at: u64) -> u32 {
-    // SAFETY: passed on to the caller. Whatever a peer says, it is an index.
+    // SAFETY: passed on to the caller. The result is an index for any word that a peer stores.
     unsafe { ld_u32(at).min(args.dispatch.common.max_tokens - 1) }
 }
 
@@ -461,7 +467,8 @@ unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, sour
     }
 }
 
-/// Lists the rows of a local expert; `all`: slots of all messages. All threads of the block call it.
+/// Lists the rows of a local expert; `all`: slots of all messages. All threads of the block call
+/// it.
 #[inline(always)]
 unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, expert: u32, all: u32) {
     // SAFETY: passed on to the caller; the messages are here.

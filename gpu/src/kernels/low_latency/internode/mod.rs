@@ -1,14 +1,16 @@
-//! Low latency across nodes: each rank sends each one message in a dispatch and one in a combine. Where the receiver's memory is mapped,
-//! within a node or across, the message is written there; elsewhere it is written where one put takes it from. All ranks are alike, but for
-//! that.
+//! Low latency across nodes: each rank sends each one message in a dispatch and one in a combine.
+//! Where the receiver's memory is mapped, within a node or across, the message is written there;
+//! elsewhere it is written where one put takes it from. All ranks are alike, but for that.
 //!
-//! The packet that says which call a rank has entered comes behind its message, so that whoever has seen all packets has all rows. Messages of
-//! a dispatch are of no fixed length: their rows are put where they belong by the receiver, each token's to the row of its number as within a
-//! node.
+//! The packet with a rank's call comes behind the rank's message, so that a rank that has acquired
+//! all packets has all rows. Messages of a dispatch have no fixed length. The receiver copies their
+//! rows to their places, each token's to the row of its number as within a node.
 //!
-//! Why nothing is overwritten that somebody still reads: as within a node. A message of a dispatch may be written, here for a put or there,
-//! once a combine has answered the last one in its place, for then the answer of each rank has come, or once all have entered the dispatch; a
-//! message of a combine once a dispatch into its place has come from each rank, which had ended the combine before.
+//! Invariant: nothing is overwritten while a rank still reads it, as within a node. A message of a
+//! dispatch may be written, here for a put or there, in one of two cases. Either a combine has
+//! answered the last dispatch in its place, so that the answer of each rank has come, or all ranks
+//! have entered the dispatch. A message of a combine may be written once a dispatch into its place
+//! has come from each rank, because that rank has ended the combine before.
 
 use core::mem::offset_of;
 
@@ -32,8 +34,9 @@ pub use {
 
 const MEMBERS: u32 = MAX_MEMBERS as u32;
 
-/// Shared memory of these kernels, in bytes: the low and the high halves of an address for each rank; tokens and slots of each rank; how many
-/// of an expert's rows are of each rank, or of a token's message before it; how many each warp has found; four words of `begin`.
+/// Shared memory of these kernels, in bytes: the low and the high halves of an address for each
+/// rank; tokens and slots of each rank; how many of an expert's rows are of each rank, or of a
+/// token's message before it; how many each warp has found; four words of `begin`.
 pub const LOW_LATENCY_INTERNODE_SHARED_BYTES: u32 = (5 * MEMBERS + 32 + 4) * 4;
 
 /// The parts of shared memory, as offsets in the shared window.
@@ -62,7 +65,7 @@ impl Shared {
     /// Notes an address for a rank.
     #[inline(always)]
     unsafe fn set_address(&self, rank: u32, address: u64) {
-        // SAFETY: the word is the block's; the caller sees to barriers.
+        // SAFETY: the word is the block's; the caller places the barriers.
         unsafe {
             st_shared_u32(self.low + rank * 4, address as u32);
             st_shared_u32(self.high + rank * 4, (address >> 32) as u32);
@@ -72,19 +75,19 @@ impl Shared {
     /// The address that was noted for a rank.
     #[inline(always)]
     unsafe fn address(&self, rank: u32) -> u64 {
-        // SAFETY: the word is the block's; the caller sees to barriers.
+        // SAFETY: the word is the block's; the caller places the barriers.
         unsafe {
             (ld_shared_u32(self.high + rank * 4) as u64) << 32 | ld_shared_u32(self.low + rank * 4) as u64
         }
     }
 
-    /// Which rank's slot the one of number `number` is, all ranks' slots behind each other, and its number there; the number of ranks where
-    /// there is no such slot.
+    /// Which rank's slot the one of number `number` is, all ranks' slots behind each other, and its
+    /// number there; the number of ranks where there is no such slot.
     #[inline(always)]
     unsafe fn slot(&self, num_ranks: u32, number: u32) -> (u32, u32) {
         let (mut of, mut index, mut rank) = (0, number, 0);
         while rank < num_ranks {
-            // SAFETY: the word is the block's; the caller sees to barriers.
+            // SAFETY: the word is the block's; the caller places the barriers.
             let slots = unsafe { ld_shared_u32(self.slots + rank * 4) };
             if of == rank && index >= slots {
                 (of, index) = (of + 1, index - slots);
@@ -99,7 +102,7 @@ impl Shared {
     unsafe fn all_slots(&self, num_ranks: u32) -> u32 {
         let (mut all, mut rank) = (0, 0);
         while rank < num_ranks {
-            // SAFETY: the word is the block's; the caller sees to barriers.
+            // SAFETY: the word is the block's; the caller places the barriers.
             all += unsafe { ld_shared_u32(self.slots + rank * 4) };
             rank += 1;
         }
@@ -161,8 +164,9 @@ fn call_at(epoch: u64) -> u64 {
     offset_of!(LowLatencyWords, calls) as u64 + (epoch & 1) * 8
 }
 
-/// Tells a rank that this one has entered the operation, with which call, behind `bytes` bytes of the message for it. Any one lane calls it;
-/// what it has seen written comes before the packet.
+/// Publishes to a rank that this one has entered the operation, with its call, behind `bytes` bytes
+/// of the message for that rank. Any one lane calls it. Stores that happened before the call are
+/// visible before the packet.
 #[inline(always)]
 unsafe fn deliver(args: &LowLatencyArgs, route: Route, rank: u32, kind: Kind, bytes: u64, epoch: u64) {
     // SAFETY: the offsets are those of a message, which the host laid out.
@@ -174,7 +178,8 @@ unsafe fn deliver(args: &LowLatencyArgs, route: Route, rank: u32, kind: Kind, by
     }
 }
 
-/// Stores `value` in the word at `word` of those that this rank writes for another one, behind the bytes of a put: from, to and how many.
+/// Stores `value` in the word at `word` of those that this rank writes for another one, behind the
+/// bytes of a put: from, to and how many.
 #[inline(always)]
 unsafe fn tell(
     args: &LowLatencyArgs,
@@ -185,7 +190,8 @@ unsafe fn tell(
     value: u64,
     epoch: u64,
 ) {
-    // SAFETY: the words have this rank as their only writer, through its one queue to the peer where they are not mapped.
+    // SAFETY: the words have this rank as their only writer, through its one queue to the peer
+    // where they are not mapped.
     unsafe {
         let words = route.field(offset_of!(LowLatencyRoute, words_out));
         if words != 0 {
@@ -203,8 +209,8 @@ unsafe fn tell(
 
 /// The words that a rank writes for this one, as a block of this rank polls them.
 ///
-/// Block 0 alone polls words in host memory. It publishes what it finds in copies in device memory,
-/// which all other blocks poll: 132 blocks that poll host memory take 240 us, as if the device
+/// Block 0 alone polls words in host memory. It publishes their values in copies in device memory,
+/// which all other blocks poll. If 132 blocks poll host memory they take 240 us, as if the device
 /// served one warp after the other.
 struct Incoming {
     /// [`LowLatencyWords`].
@@ -261,9 +267,9 @@ impl Incoming {
     }
 }
 
-/// Whether block 0 has given up waiting, asked in each of the `polls` of a copy. Block 0 has the
-/// deadline and names who is late: it raises the abort word wherever it does not publish. A copy that
-/// is not there says nothing about its peer, since packets of a dispatch are published when all have
+/// Whether a wait of block 0 has expired, called in each of the `polls` of a copy. Block 0 has the
+/// deadline and names who is late: it raises the abort word wherever it does not publish. A missing
+/// copy is no evidence about its peer, because packets of a dispatch are published when all have
 /// come.
 #[inline(always)]
 unsafe fn is_given_up(comm: &Comm, polls: &mut u32) -> bool {
@@ -272,7 +278,8 @@ unsafe fn is_given_up(comm: &Comm, polls: &mut u32) -> bool {
     unsafe { polls.is_multiple_of(4) && aborted(comm) }
 }
 
-/// As within a node: waits until all members have entered a dispatch into a place that they may still use, having told them of this one.
+/// Publishes this rank's entry into a dispatch and waits for the entry of all members, as within a
+/// node. The place may still be in use.
 #[inline(always)]
 unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun: &Begun) -> bool {
     // SAFETY: the words that are waited for are in this rank's memory.
@@ -290,9 +297,10 @@ unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun
     }
 }
 
-/// Waits until the ready word of a rank says that it has entered this operation; false when the wait
-/// expired, and when the rank came with another call. The word has the low half of the epoch, which
-/// wraps. The rank may have entered the next operation, and then waits there for this one.
+/// Waits until the ready word of a rank shows that the rank has entered this operation. The result
+/// is false when the wait expired, or when the rank came with another call. The word has the low
+/// half of the epoch, which wraps. The rank may have entered the next operation, and then waits
+/// there for this one.
 #[inline(always)]
 unsafe fn wait_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> bool {
     // SAFETY: the words and their copies are in this rank's memory.
@@ -321,12 +329,13 @@ unsafe fn wait_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) 
     }
 }
 
-/// Waits until a rank's message has come, and says with which call, which the caller publishes; `None` when the wait expired. Where the rank waits for this one first, in
-/// a call that is another one, it will not come: then that call is said.
+/// Waits until a rank's message has come, and returns its call, which the caller publishes; `None`
+/// when the wait expired. A rank that waits for this one in another call will not send the message:
+/// then the result is that other call.
 #[inline(always)]
 unsafe fn wait_call(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> Option<u32> {
-    // SAFETY: the words and their copies are in this rank's memory. What the ready word says is
-    // compared, and nothing is read behind it.
+    // SAFETY: the words and their copies are in this rank's memory. The ready word is only
+    // compared: it guards no data, so that its load needs no acquire.
     unsafe {
         let (mut deadline, mut polls) = (Deadline::start(), 0);
         loop {
@@ -358,9 +367,10 @@ unsafe fn wait_call(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> 
 /// Marks the address of the copies of a message's heads, in place of the message's.
 const COPIED: u64 = 1;
 
-/// Waits until every member's message has come, with the call of this rank, and notes how many tokens each has; all threads of the block
-/// call it. `DISPATCH`: notes as well where each message is, or the copies of its heads, and how many slots it has, which are in `shared` already in a combine. False when one has not
-/// come: the same in all threads.
+/// Waits until every member's message has come, with the call of this rank, and notes how many
+/// tokens each has; all threads of the block call it. `DISPATCH`: notes as well the address of each
+/// message, or of the copies of its heads, and its number of slots. In a combine they are in
+/// `shared` already. False when one has not come: the same in all threads.
 #[inline(always)]
 unsafe fn wait_messages<const DISPATCH: bool>(
     args: &LowLatencyArgs,
@@ -368,8 +378,8 @@ unsafe fn wait_messages<const DISPATCH: bool>(
     shared: &Shared,
     begun: &Begun,
 ) -> bool {
-    // SAFETY: packets are in this rank's memory, and acquire what they came behind; each word of shared memory has one writer, and a barrier
-    // behind it.
+    // SAFETY: packets are in this rank's memory, and their loads acquire the messages in front of
+    // them. Each word of shared memory has one writer, and a barrier behind it.
     unsafe {
         let (comm, epoch) = (&args.comm, begun.epoch());
         let (thread, mut failed) = (tid(), !begun.takes_part());
