@@ -63,7 +63,7 @@ const HARMLESS: [Harmless; 12] = [
         kinds: &[Kind::ProxyFenceDropped, Kind::ProxyFenceOnlyShared],
         kernel: "",
         opcode: "fence.proxy.async",
-        source: "that are overwritten now; the copy engine comes behind that too",
+        source: "comes behind that too",
         why: "the rows were last read before the peers' kernels began, and a kernel's boundary orders all proxies",
     },
     Harmless {
