@@ -98,7 +98,7 @@ mod tests {
     use bytemuck::Zeroable;
 
     use crate::kernels::{InternodeCount, StageCombine};
-    use crate::layout::{InternodeCountArgs, StageArgs};
+    use crate::layout::{InternodeCountArgs, LowLatencyCombineArgs, StageArgs, phase};
 
     #[test]
     fn a_clause_that_does_not_hold_shows_its_values() {
@@ -124,6 +124,21 @@ mod tests {
                 found.push((path.display().to_string(), std::fs::read_to_string(&path).unwrap()));
             }
         }
+    }
+
+    #[test]
+    fn a_launch_has_the_warps_and_the_memory_that_a_kernel_divides() {
+        let mut args = LowLatencyCombineArgs::zeroed();
+        let common = &mut args.common;
+        (common.comm.num_ranks, common.num_topk, common.local_experts) = (1, 1, 1);
+        (common.chunk_tokens, common.max_tokens, common.num_tokens) = (1, 1, 1);
+        common.phases = phase::SEND | phase::RECEIVE;
+        let combine = super::LowLatencyCombineSummed::call(args).unwrap();
+        let clause_of = |threads, bytes| combine.shape_of(1, threads, bytes).unwrap_err().clause;
+        let bytes = super::LOW_LATENCY_SHARED_BYTES;
+        assert!(combine.shape_of(1, 512, bytes).is_ok());
+        assert_eq!(clause_of(256, bytes), "block = ..");
+        assert_eq!(clause_of(512, bytes - 1), "shared = ..");
     }
 
     #[test]

@@ -69,8 +69,9 @@ layout_assert!(LowLatencyPlace, size = 72, returned_scales at 64);
 /// block do.
 pub const FEW_TOKENS: u32 = 32;
 
-/// Tokens of a dispatch's block whose scales leave together: a scale's words of so many tokens are
-/// a sector of 32 bytes.
+/// Tokens of a dispatch's block whose scales leave together, and which are then published: a scale's
+/// words of so many tokens are a sector of 32 bytes. Words of single tokens took as long as a quarter
+/// of the rows.
 pub const LOW_LATENCY_TOKENS_AT_ONCE: u32 = 8;
 
 /// Bytes of a row that travel together as packets: a lane of a warp has three vectors of 16 bytes,

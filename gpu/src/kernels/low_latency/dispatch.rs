@@ -30,6 +30,7 @@ use crate::simt::*;
 /// Sends rows, or waits for them and lists each expert's rows, or both.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 10, registers = 128, dependent,
+    shared = super::low_latency_dispatch_shared_bytes(&args),
     requires(
         args.common.comm.num_ranks >= 1,
         args.common.comm.num_ranks <= FEW_RANKS as u32,
@@ -121,11 +122,6 @@ impl Tokens {
 fn has_several(args: &LowLatencyArgs) -> bool {
     args.num_tokens > nctaid()
 }
-
-/// Tokens whose scales are sent together, and which are then published. A scale's words of this
-/// many tokens fill a sector of 32 bytes; words of single tokens took as long as a quarter of the
-/// rows.
-const TOKENS_AT_ONCE: u32 = LOW_LATENCY_TOKENS_AT_ONCE;
 
 /// A thread's first loads of a token. Loads that are in flight together take the time of one.
 struct Ahead {
@@ -283,7 +279,7 @@ unsafe fn send(
             let next = token + 1;
             ahead = Ahead::of(args, moves, next, next < tokens.end);
             unsaid += 1;
-            if unsaid == TOKENS_AT_ONCE || next >= tokens.end {
+            if unsaid == LOW_LATENCY_TOKENS_AT_ONCE || next >= tokens.end {
                 moves.sync();
                 if let Some(scales) = scales {
                     send_scales(args, moves, next - unsaid, unsaid, scales);
@@ -462,8 +458,8 @@ unsafe fn send_scales(args: &LowLatencyDispatchArgs, moves: Team<2>, first: u32,
     unsafe {
         let first_row = args.common.comm.rank * args.common.max_tokens + first;
         let mut index = moves.thread();
-        while index < args.row_scales() * TOKENS_AT_ONCE {
-            let (scale, number) = (index / TOKENS_AT_ONCE, index % TOKENS_AT_ONCE);
+        while index < args.row_scales() * LOW_LATENCY_TOKENS_AT_ONCE {
+            let (scale, number) = (index / LOW_LATENCY_TOKENS_AT_ONCE, index % LOW_LATENCY_TOKENS_AT_ONCE);
             if number < count {
                 let value = if args.quantise == Quantise::Not as u32 {
                     ld_f32(args.scales.0 + ((first + number) * args.num_scales + scale) as u64 * 4)

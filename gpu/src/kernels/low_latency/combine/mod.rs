@@ -74,6 +74,7 @@ pub unsafe fn low_latency_combine_fp8(args: LowLatencyCombineArgs) {
 /// have several tokens. This rank's own rows are summed from where the experts left them.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 3, registers = 128, dependent,
+    block = (RETURNING_WARPS + 1 + SUMMING_WARPS) * 32, shared = super::LOW_LATENCY_SHARED_BYTES,
     requires(
         args.common.comm.num_ranks >= 1,
         args.common.comm.num_ranks <= FEW_RANKS as u32,
@@ -164,8 +165,8 @@ unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineA
 /// Warps of a block that return rows while others sum. The one behind them publishes that the rows
 /// are there.
 const RETURNING_WARPS: u32 = 7;
-/// Warps of a block that sum meanwhile: of its 16, all others.
-const SUMMING_WARPS: u32 = 16 - 1 - RETURNING_WARPS;
+/// Warps of a block that sum meanwhile: all others.
+const SUMMING_WARPS: u32 = 8;
 const RETURNING: Team<1> = Team { first: 0, threads: RETURNING_WARPS * 32 };
 const SUMMING: Team<2> = Team { first: (RETURNING_WARPS + 1) * 32, threads: SUMMING_WARPS * 32 };
 
