@@ -169,7 +169,10 @@ device_fns! {
     }
 
     /// [`barrier_sync`], and whether `is` was true in any thread of the block.
-    /// `barrier.red.or.pred p, 0, q;`
+    /// `bar.warp.sync 0xffffffff; barrier.red.or.aligned.pred p, 0, q;`
+    ///
+    /// The aligned form: in front of the other one, ptxas sends a diverged warp to a copy of the
+    /// barrier (docs/KERNELS.md).
     ///
     /// # Safety
     /// Every live thread of the block reaches it.
@@ -178,7 +181,7 @@ device_fns! {
         // SAFETY: the caller vouches for the arrival count, and with it for the lanes of each warp.
         unsafe {
             super::warp::syncwarp();
-            asm!("{{ .reg .pred q; setp.ne.u32 q, {is}, 0; barrier.red.or.pred q, 0, q; selp.u32 {any}, 1, 0, q; }}",
+            asm!("{{ .reg .pred q; setp.ne.u32 q, {is}, 0; barrier.red.or.aligned.pred q, 0, q; selp.u32 {any}, 1, 0, q; }}",
                 is = in(reg32) is as u32, any = out(reg32) any, options(nostack));
         }
         any != 0

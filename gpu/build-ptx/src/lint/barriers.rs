@@ -1,4 +1,5 @@
-//! Block barriers are the unaligned kind, as many as the source has.
+//! Block barriers are the unaligned kind, votes the aligned kind, and both as many as the source
+//! has.
 
 use super::finding::Finding;
 use crate::described::{self, KernelInfo};
@@ -6,16 +7,19 @@ use crate::ptx::{Module, Statement};
 
 const RULE: &str = "barriers";
 
-/// Refuses `bar.*` and aligned barriers, and counts those that wait per entry: compilers duplicate
-/// barriers into divergent branches.
+/// Refuses `bar.*`, aligned barriers without a vote and unaligned ones with one, and counts those
+/// that wait per entry: compilers duplicate barriers into divergent branches. A vote is aligned
+/// since ptxas copies unaligned ones itself.
 pub fn check(module: &Module, described: &[KernelInfo]) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (_, statement) in module.instructions() {
-        let aligned = statement.is("barrier") && statement.has_modifier("aligned");
+        let is_vote = statement.has_modifier("red");
+        let aligned = statement.has_modifier("aligned");
         // `bar.warp.sync` synchronises the lanes of a mask, not a block.
         let old = statement.is("bar") && !statement.has_modifier("warp");
-        if old || aligned {
-            let message = format!("`{}`: use the unaligned `barrier.sync`", statement.text);
+        if old || statement.is("barrier") && aligned != is_vote {
+            let rule = if is_vote { "the aligned `barrier.red`" } else { "the unaligned `barrier.sync`" };
+            let message = format!("`{}`: use {rule}", statement.text);
             findings.push(Finding::new(RULE, statement.line, message));
         }
     }
@@ -60,7 +64,7 @@ mod tests {
     #[test]
     fn a_wrong_count_fails() {
         assert_one(&check(&entry("barrier.sync 0;\nbarrier.sync 0;"), &[kernel("copy")]), "has 2");
-        let votes = "barrier.sync 0;\nbarrier.cta.red.or.pred %p1, 0, %p1;";
+        let votes = "barrier.sync 0;\nbarrier.cta.red.or.aligned.pred %p1, 0, %p1;";
         assert_one(&check(&entry(votes), &[kernel("copy")]), "has 2");
         assert_one(&check(&entry("ret;"), &[kernel("copy")]), "has 0");
     }
@@ -70,5 +74,6 @@ mod tests {
         let without = KernelInfo { barriers: 0, ..kernel("copy") };
         assert_one(&check(&entry("bar.sync 0;"), &[without]), "unaligned");
         assert_one(&check(&entry("barrier.sync.aligned 0;"), &[kernel("copy")]), "unaligned");
+        assert_one(&check(&entry("barrier.red.or.pred %p1, 0, %p1;"), &[kernel("copy")]), "the aligned");
     }
 }
