@@ -44,7 +44,9 @@ pub(crate) fn measure(
     watch: &dyn Watch,
     result: &mut RankResult,
 ) -> Result<()> {
+    let max_tokens = low.max_tokens.unwrap_or(plan.tokens);
     let case = LowLatencyCase {
+        max_tokens,
         quantise: quantise(plan.dtype),
         quantise_back: quantise(low.combine_dtype),
         by_expert: low.combine_rows == CombineRows::ByExpert,
@@ -53,7 +55,7 @@ pub(crate) fn measure(
     };
     for &num_sms in &plan.num_sms {
         let mut options = Options::new(Shape {
-            max_tokens: plan.tokens,
+            max_tokens,
             hidden: plan.hidden,
             num_topk: plan.topk,
             num_experts: plan.experts,

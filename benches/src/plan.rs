@@ -75,6 +75,8 @@ pub struct LowLatency {
     pub chunk_tokens: u32,
     /// Most tokens of a rank whose rows return as packets.
     pub packet_tokens: u32,
+    /// Most tokens of a rank that the buffer is made for; missing: those that are measured.
+    pub max_tokens: Option<u32>,
 }
 
 /// Sizes and settings of a measurement.
@@ -309,7 +311,15 @@ impl Plan {
         check_count("--warmup", self.warmup, 0)?;
         check_count("--graph", self.graph.unwrap_or(1), 1)?;
         self.sizes().check().map_err(Error::Usage)?;
-        if self.low_latency.is_some() {
+        if let Some(low) = self.low_latency {
+            let Some(most) = low.max_tokens else { return Ok(()) };
+            let sizes = || Sizes { tokens: most, ..self.sizes() };
+            if most < self.tokens || sizes().check().is_err() {
+                return Err(Error::Usage(format!(
+                    "--max-tokens {most}: must be at least --tokens, {}, and at most 1024",
+                    self.tokens
+                )));
+            }
             return Ok(());
         }
         for &num_sms in &self.num_sms {
@@ -368,6 +378,7 @@ impl Plan {
                 .map(|low| low.combine_rows.text().to_string()),
             chunk_tokens: low.map(|low| low.chunk_tokens),
             packet_tokens: low.map(|low| low.packet_tokens),
+            max_tokens: low.and_then(|low| low.max_tokens),
         }
     }
 

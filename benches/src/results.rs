@@ -145,7 +145,7 @@ pub struct Key {
     /// Rows of a put; likewise.
     #[serde(default)]
     pub rdma_send: Option<u32>,
-    /// Low latency: row type of combine; missing in the other modes, as the next three.
+    /// Low latency: row type of combine; missing in the other modes, as the next four.
     #[serde(default)]
     pub combine_dtype: Option<String>,
     /// Rows that combine takes, as [`CombineRows::text`](crate::CombineRows::text) names them; missing:
@@ -158,6 +158,9 @@ pub struct Key {
     /// Most tokens of a rank whose rows return as packets.
     #[serde(default)]
     pub packet_tokens: Option<u32>,
+    /// Most tokens of a rank that the buffer was made for; missing: `tokens`.
+    #[serde(default)]
+    pub max_tokens: Option<u32>,
 }
 
 /// The measured program and kernels.

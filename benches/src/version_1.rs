@@ -86,6 +86,7 @@ impl From<LowLatencyV1> for Point {
                 combine_rows: None,
                 chunk_tokens: Some(old.chunk_tokens),
                 packet_tokens: Some(old.packet_tokens),
+                max_tokens: None,
             },
             shapes: Shapes::default(),
             warmup: 0,

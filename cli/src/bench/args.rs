@@ -201,6 +201,10 @@ pub struct PlanFlags {
     /// a word for each chunk; 0 for none.
     #[arg(long, value_name = "N", default_value_t = Options::DEFAULT_PACKET_TOKENS, help_heading = LOW)]
     pub packet_tokens: u32,
+    /// With --mode low-latency: most tokens of a rank that the buffer is made for, as a server has
+    /// one buffer for batches of any size [default: --tokens].
+    #[arg(long, value_name = "N", help_heading = LOW)]
+    pub max_tokens: Option<u32>,
     /// Launch shapes.
     #[command(flatten)]
     pub tuning: TuningFlags,
@@ -299,6 +303,9 @@ impl PlanFlags {
         if self.combine_rows != ReturnedRows::ByExpert && !is_low_latency {
             return Err(Stop::usage("--combine-rows: only with --mode low-latency"));
         }
+        if self.max_tokens.is_some() && !is_low_latency {
+            return Err(Stop::usage("--max-tokens: only with --mode low-latency"));
+        }
         if self.num_sms.contains(&0) {
             return Err(Stop::usage("--num-sms 0: must be at least 1"));
         }
@@ -331,6 +338,7 @@ impl PlanFlags {
                 combine_rows: self.combine_rows.rows(),
                 chunk_tokens: self.chunk_tokens,
                 packet_tokens: self.packet_tokens,
+                max_tokens: self.max_tokens,
             }),
             topology,
             keep_nodes: self.place.keep_nodes,
@@ -418,6 +426,9 @@ pub fn flags_of(plans: &[Plan]) -> Vec<String> {
         flag("combine-rows", low.combine_rows.text().into());
         flag("chunk-tokens", low.chunk_tokens.to_string());
         flag("packet-tokens", low.packet_tokens.to_string());
+        if let Some(most) = low.max_tokens {
+            flag("max-tokens", most.to_string());
+        }
         return flags;
     }
     flag("queues", plan.queues.to_string());

@@ -9,7 +9,7 @@ use crate::stop::{Result, Stop};
 
 /// The columns, in order. An empty field is a value that there is not: every bandwidth on the
 /// virtual GPU.
-pub const COLUMNS: [&str; 53] = [
+pub const COLUMNS: [&str; 54] = [
     "mode",
     "device",
     "virtual",
@@ -60,6 +60,7 @@ pub const COLUMNS: [&str; 53] = [
     "combine_rows",
     "chunk_tokens",
     "packet_tokens",
+    "max_tokens",
     "commit",
     "ptx_digest",
     "driver",
@@ -157,6 +158,7 @@ fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> [S
         text(key.combine_rows.as_ref()),
         text(key.chunk_tokens),
         text(key.packet_tokens),
+        text(key.max_tokens),
         text(kernels.map(|kernels| &kernels.commit)),
         text(kernels.map(|kernels| &kernels.ptx)),
         text(kernels.and_then(|kernels| kernels.driver.as_ref())),

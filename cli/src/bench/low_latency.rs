@@ -24,7 +24,7 @@ fn setting(out: &mut String, points: &[Point]) -> std::fmt::Result {
     let number = |value: Option<u32>| value.unwrap_or_default();
     writeln!(
         out,
-        "[bench low-latency] num_ranks={}{} hidden={} experts={} topk={} dispatch={} combine={}{} num_sms={} chunk_tokens={} packet_tokens={} \
+        "[bench low-latency] num_ranks={}{} hidden={} experts={} topk={} dispatch={} combine={}{} num_sms={} chunk_tokens={} packet_tokens={}{} \
          device={:?}; {}",
         key.num_ranks,
         nodes.unwrap_or_default(),
@@ -37,6 +37,7 @@ fn setting(out: &mut String, points: &[Point]) -> std::fmt::Result {
         key.num_sms,
         number(key.chunk_tokens),
         number(key.packet_tokens),
+        key.max_tokens.map_or_else(String::new, |most| format!(" max_tokens={most}")),
         first.device,
         first.date
     )?;
@@ -270,6 +271,16 @@ mod tests {
     }
 
     #[test]
+    fn a_buffer_for_more_tokens_is_measured() {
+        let of = |flags: &str| measured(&format!("{SMALL} {flags}"));
+        let (own, larger) = (of(""), of("--max-tokens 16"));
+        assert_eq!((own[0].key.max_tokens, larger[0].key.max_tokens), (None, Some(16)));
+        assert!(larger[0].pool_bytes > own[0].pool_bytes);
+        assert!(text(&larger).contains(" max_tokens=16 "), "{}", text(&larger));
+        assert!(epoxide_bench::compare::compare(&own, &larger, 0.01).is_err());
+    }
+
+    #[test]
     fn packets_and_words_are_both_measured() {
         for (flags, chunk_tokens, packet_tokens) in
             [("", 1, 32), ("--packet-tokens 0 --chunk-tokens 2", 2, 0), ("--packet-tokens 3", 1, 3)]
@@ -293,6 +304,8 @@ mod tests {
             ("--num-sms 0", "--num-sms 0: must be at least 1"),
             ("--iters 0", "--iters 0"),
             ("--tokens 0", "--tokens 0: must be 1 to 1024"),
+            ("--tokens 4 --max-tokens 3", "--max-tokens 3: must be at least --tokens, 4, and at most 1024"),
+            ("--max-tokens 1025", "--max-tokens 1025: must be at least --tokens"),
             ("--combine-dtype fp8 --hidden 64", "--hidden 64: must be a positive multiple of 128"),
             ("--hidden 2", "--hidden 2: must be a positive multiple of 8 (rows are multiples of 16 bytes)"),
             ("--repeat 0", "--repeat 0: must be at least 1"),

@@ -111,6 +111,7 @@ fn parts(key: &Key, axis: Option<Axis>) -> Vec<String> {
         key.combine_rows.as_ref().map_or_else(String::new, |rows| format!("combine {rows}")),
         key.chunk_tokens.map_or_else(String::new, |tokens| format!("chunks of {tokens}")),
         key.packet_tokens.map_or_else(String::new, |tokens| format!("packets up to {tokens} tokens")),
+        key.max_tokens.map_or_else(String::new, |tokens| format!("buffers for {tokens} tokens")),
     ]
 }
 

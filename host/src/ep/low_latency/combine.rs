@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::time::Duration;
 
-use epoxide_gpu::layout::{LowLatencyCall, LowLatencyCombineArgs};
+use epoxide_gpu::layout::{LowLatencyCall, LowLatencyCombineArgs, pieces_of};
 
 use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
@@ -132,8 +132,10 @@ impl Buffer {
             name: "low-latency combine",
             kernel: Arguments::Combine(args),
             place: place.clone(),
-            send_blocks: self.options.shape.max_tokens * self.num_ranks(),
-            receive_blocks: num_tokens,
+            // A piece of a row to a block, though a warp moves it: pieces on one multiprocessor wait
+            // for each other.
+            send_blocks: self.options.shape.max_tokens * self.num_ranks() * pieces_of(row_bytes as u32),
+            receive_blocks: num_tokens * pieces_of(row_bytes as u32),
             fills: None,
             uses: x.owner().cloned().into_iter().collect(),
         };

@@ -22,7 +22,7 @@ use crate::ep::tensor::Owner;
 use crate::error::Result;
 
 /// Threads of a block.
-pub(super) const THREADS: u32 = LowLatencyDispatch::INFO.max_threads;
+const THREADS: u32 = LowLatencyDispatch::INFO.max_threads;
 
 /// An operation that is ready to be launched.
 #[derive(Debug)]
