@@ -43,6 +43,8 @@ elif rustup toolchain list 2>/dev/null | grep -q '^stable-'; then
 fi
 # Flags and folders of this repository's own builds are none of a user's.
 unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CARGO_BUILD_TARGET CARGO_TARGET_DIR CUDA_LIBRARY_PATH
+# Nothing here is debugged, or built again after a change.
+export CARGO_PROFILE_DEV_DEBUG=0 CARGO_INCREMENTAL=0
 
 mkdir -p "$folder/consumer/src/bin"
 cd "$folder/consumer"
@@ -93,10 +95,6 @@ printf '%s crates compiled, at most %s may be\n' "$crates" "$most"
 target/debug/consumer
 target/debug/gpus
 
-sed -i 's/^default = .*/default = ["cuda"]/' Cargo.toml
-bash -e cuda.sh
-target/debug/gpus
-
 # A program of each example, by rustdoc's rules: with the function main around it, unless it has one.
 python3 - "$folder/examples.json" src/bin <<'END'
 import json, pathlib, sys
@@ -112,4 +110,7 @@ for number, example in enumerate(compiled):
 assert len(compiled) >= 10, f"only {len(compiled)} examples were found"
 print(f"{len(compiled)} examples of the documentation")
 END
-sed 's/cargo build/cargo check --bins/' cuda.sh | bash -e
+# Builds these programs, too.
+sed -i 's/^default = .*/default = ["cuda"]/' Cargo.toml
+bash -e cuda.sh
+target/debug/gpus

@@ -73,9 +73,13 @@ if cargo test vectors >edited.log 2>&1; then fail 'the test passes with PTX of a
 grep -q 'run `cargo build-ptx`' edited.log || fail "$(cat edited.log)"
 if cargo build-ptx --check >/dev/null 2>&1; then fail 'a stale PTX passes the check'; fi
 
-# The tutorial: the crate that its text gives.
-cargo new --quiet --lib --vcs none "$folder/scale"
-cd "$folder/scale"
+# The tutorial: the crate that its text gives. It takes the template's folder and the builder's builds there: the builder names the
+# folder in the compiler's flags, so that `core` for the GPU would be compiled once more elsewhere.
+mv "$folder/copy" "$folder/template"
+cargo new --quiet --lib --vcs none --name scale "$folder/copy"
+cd "$folder/copy"
+mkdir target
+mv "$folder/template/target/ptx" target/ptx
 mkdir tests
 python3 - "$root/docs/OWN-KERNELS.md" <<'END'
 import re, sys
@@ -91,10 +95,7 @@ END
 patches epoxide-macros epoxide-simt epoxide-vgpu >>Cargo.toml
 # The lines of the tutorial, for the registry.
 sed -i "s/^\[dependencies\]$/[dependencies]\nepoxide-simt = \"$version\"\n\n[dev-dependencies]\nepoxide-vgpu = \"$version\"/" Cargo.toml
-cp ../copy/Cargo.lock .
-# The builder keeps its builds in the crate's folder; `core` for the GPU is there already.
-mkdir target
-cp -a ../copy/target/ptx target/ptx
+cp ../template/Cargo.lock .
 cargo build-ptx
 cargo test 2>&1 | tee test.log
 grep -q '^test neighbours_are_summed ... ok' test.log || fail 'the tutorial has another test'

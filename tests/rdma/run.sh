@@ -14,82 +14,93 @@ cargo build --release --features "${EPOXIDE_FEATURES:-rdma}" --bin epoxide --exa
 bin=${CARGO_TARGET_DIR:-target}/release
 probe=$bin/examples/rdma_probe
 only=("$@")
-passed=0
-failed=()
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
 
-# check NAME OPTIONS OF RDMA-VM..: runs one test.
+# check VMS NAME SECONDS COMMAND..: adds a test to the list of these VMs. The command runs in each of
+# them, in the folder of the files below.
+names=()
 check() {
-    local name=$1 code start=$SECONDS
-    shift
+    local vms=$1 name=$2 seconds=$3
+    shift 3
     if ((${#only[@]})) && [[ " ${only[*]} " != *" $name "* ]]; then return; fi
-    printf '\n--- %s\n' "$name"
-    cargo xtask rdma-vm "$@"
-    code=$?
-    if ((code == 77)); then exit 77; fi
-    if ((code == 0)); then
-        passed=$((passed + 1))
-        printf -- '--- %s: passed, %s s\n' "$name" $((SECONDS - start))
-    else
-        failed+=("$name")
-        printf -- '--- %s: FAILED with exit code %s\n' "$name" $code
-    fi
+    names+=("$name")
+    printf '%s %s %s\n' "$name" "$seconds" "$(printf '%q ' "$@")" >>"$folder/$vms"
+}
+
+# run_list VMS COUNT OPTIONS OF RDMA-VM..: runs the list of COUNT machines, which boot once. A test
+# has passed if each of them says so.
+run_list() {
+    local vms=$1 count=$2 name
+    shift 2
+    if [[ ! -e $folder/$vms ]]; then return; fi
+    cargo xtask rdma-vm --vms "$count" "$@" --name "$vms" --timeout 3600 --with "$bin/epoxide" --with "$probe" --with tests/rdma/nodes.sh \
+        --with tests/rdma/lossy.sh --with tests/rdma/outage.sh --with tests/rdma/bandwidth.sh --with "$folder/$vms" \
+        -- tests/rdma/tests.sh "$vms" 2>&1 | tee "$folder/$vms.log" | sed -u "s/^/$vms| /"
+    if ((PIPESTATUS[0] == 77)); then : >"$folder/unavailable"; fi
+    while read -r name _; do
+        if (($(grep -aEc "^(vm[0-9]+\| )?--- $name: passed, " "$folder/$vms.log") == count)); then printf '%s\n' "$name" >>"$folder/passed"; fi
+    done <"$folder/$vms"
 }
 
 # A packet waits 67 ms for its acknowledgement instead of half a second: lost ones are soon sent again.
-quick=(--env EPOXIDE_RDMA_TIMEOUT=14)
+quick=(env EPOXIDE_RDMA_TIMEOUT=14)
 # And is given up after half a second. (7 is "never" on Soft-RoCE.)
-impatient=("${quick[@]}" --env EPOXIDE_RDMA_RETRY_COUNT=6)
+impatient=("${quick[@]}" EPOXIDE_RDMA_RETRY_COUNT=6)
 # Small, for a virtual GPU on an emulated processor.
 roundtrip=(roundtrip --transport verbs --timeout 120 --tokens 32 --hidden 256 --num-sms 8)
-# A VM that is two nodes, or one of them.
-nodes=(--timeout 300 --with "$bin/epoxide" -- tests/rdma/nodes.sh)
-
-check doctor --devices 2 -- "$bin/epoxide" doctor
+check two-devices doctor 300 ./epoxide doctor
 
 # Whole round trips: dispatch, combine and cached dispatch, every bit.
-check roundtrip-two-devices --devices 2 "${nodes[@]}" 2 "${roundtrip[@]}" --nodes 2 --random --iterations 12
-check roundtrip-fp8 --devices 2 "${nodes[@]}" 2 "${roundtrip[@]}" --nodes 2 --dtype fp8 --queues 3
-check roundtrip-low-latency --devices 2 "${nodes[@]}" 2 roundtrip --mode low-latency --transport verbs --timeout 120 --tokens 16 --hidden 256 --num-sms 4 \
-    --nodes 2 --random --iterations 10
-check roundtrip-two-cards --devices 2 --env CARDS=2 "${nodes[@]}" 1 "${roundtrip[@]}" --nodes 2 --queues 2 --random --iterations 5
-check roundtrip-two-vms --vms 2 "${nodes[@]}" 2 "${roundtrip[@]}" --nodes 2 --queues 2
-check roundtrip-four-vms --vms 4 --cpus 1 -- "$bin/epoxide" "${roundtrip[@]}" --nodes 4
-check roundtrip-loss --devices 2 "${quick[@]}" --with "$bin/epoxide" --with tests/rdma/nodes.sh -- \
-    tests/rdma/lossy.sh 'loss 5%' ./nodes.sh 1 "${roundtrip[@]}" --nodes 2 --random --iterations 5
-check roundtrip-reordering --devices 2 "${quick[@]}" --with "$bin/epoxide" --with tests/rdma/nodes.sh -- \
-    tests/rdma/lossy.sh 'delay 1ms reorder 95%' ./nodes.sh 1 "${roundtrip[@]}" --nodes 2 --random --iterations 5
-check roundtrip-link-down-for-2-s --vms 2 --with "$bin/epoxide" -- \
-    tests/rdma/outage.sh 4 ./epoxide "${roundtrip[@]}" --nodes 2 --random --iterations 20
+check two-devices roundtrip-two-devices 300 ./nodes.sh 2 "${roundtrip[@]}" --nodes 2 --random --iterations 12
+check two-devices roundtrip-fp8 300 ./nodes.sh 2 "${roundtrip[@]}" --nodes 2 --dtype fp8 --queues 3
+check two-devices roundtrip-low-latency 300 ./nodes.sh 2 roundtrip --mode low-latency --transport verbs --timeout 120 --tokens 16 --hidden 256 --num-sms 4 --nodes 2 --random --iterations 10
+check two-devices roundtrip-two-cards 300 env CARDS=2 ./nodes.sh 1 "${roundtrip[@]}" --nodes 2 --queues 2 --random --iterations 5
+check two-vms roundtrip-two-vms 300 ./nodes.sh 2 "${roundtrip[@]}" --nodes 2 --queues 2
+check four-vms roundtrip-four-vms 600 ./epoxide "${roundtrip[@]}" --nodes 4
+check two-devices roundtrip-loss 300 "${quick[@]}" ./lossy.sh 'loss 5%' ./nodes.sh 1 "${roundtrip[@]}" --nodes 2 --random --iterations 5
+check two-devices roundtrip-reordering 300 "${quick[@]}" ./lossy.sh 'delay 1ms reorder 95%' ./nodes.sh 1 "${roundtrip[@]}" --nodes 2 --random --iterations 5
+check two-vms roundtrip-link-down-for-2-s 300 ./outage.sh 4 ./epoxide "${roundtrip[@]}" --nodes 2 --random --iterations 20
 
 # A buffer whose peer is lost: errors inside the deadline, and the others go on.
-check killed-in-dispatch --devices 2 -- "$probe" killed-in-dispatch --ranks 3
-check killed-in-combine --devices 2 "${impatient[@]}" -- "$probe" killed-in-combine --ranks 3
-check killed-in-combine-other-vm --vms 2 -- "$probe" killed-in-combine
-check unplugged --vms 2 -- "$probe" unplugged
+check two-devices killed-in-dispatch 300 ./rdma_probe killed-in-dispatch --ranks 3
+check two-devices killed-in-combine 300 "${impatient[@]}" ./rdma_probe killed-in-combine --ranks 3
+check two-vms killed-in-combine-other-vm 300 ./rdma_probe killed-in-combine
+check two-vms unplugged 300 ./rdma_probe unplugged
 
 # Queues by themselves.
-check puts-two-devices --devices 2 -- "$probe" puts --ranks 3 --large
-check puts-two-vms --vms 2 -- "$probe" puts --large
-check puts-small-mtu --devices 2 --env EPOXIDE_RDMA_PATH_MTU=1024 --env EPOXIDE_RDMA_QUEUE_DEPTH=4 -- "$probe" puts --puts 100
-check loss-and-reordering --devices 2 "${quick[@]}" --with "$probe" -- \
-    tests/rdma/lossy.sh 'delay 1ms reorder 95% loss 5%' ./rdma_probe puts --puts 100 --timeout 100
-check link-down-for-2-s --vms 2 -- "$probe" link-down --puts 800
-check link-down-for-good --vms 2 "${impatient[@]}" -- "$probe" link-lost
-check interface-down --vms 2 "${impatient[@]}" -- "$probe" interface-down
-check interrupted --vms 2 --env EPOXIDE_RDMA_QUEUE_DEPTH=4 -- "$probe" interrupted
-check goodbye --devices 2 -- "$probe" goodbye
-check wrong-key --devices 2 -- "$probe" wrong-key
-check small-region --devices 2 -- "$probe" small-region
-check peer-killed --devices 2 "${impatient[@]}" -- "$probe" peer-killed --ranks 3
+check two-devices puts-two-devices 300 ./rdma_probe puts --ranks 3 --large
+check two-vms puts-two-vms 300 ./rdma_probe puts --large
+check two-devices puts-small-mtu 300 env EPOXIDE_RDMA_PATH_MTU=1024 EPOXIDE_RDMA_QUEUE_DEPTH=4 ./rdma_probe puts --puts 100
+check two-devices loss-and-reordering 300 "${quick[@]}" ./lossy.sh 'delay 1ms reorder 95% loss 5%' ./rdma_probe puts --puts 100 --timeout 100
+check two-vms link-down-for-2-s 300 ./rdma_probe link-down --puts 800 --timeout 200
+check two-vms link-down-for-good 300 "${impatient[@]}" ./rdma_probe link-lost
+check two-vms interface-down 300 "${impatient[@]}" ./rdma_probe interface-down
+check two-vms interrupted 300 env EPOXIDE_RDMA_QUEUE_DEPTH=4 ./rdma_probe interrupted
+check two-devices goodbye 300 ./rdma_probe goodbye
+check two-devices wrong-key 300 ./rdma_probe wrong-key
+check two-devices small-region 300 ./rdma_probe small-region
+check two-devices peer-killed 300 "${impatient[@]}" ./rdma_probe peer-killed --ranks 3
 if [[ " ${only[*]} " == *" bandwidth "* ]]; then
-    check bandwidth --devices 2 --timeout 300 --with "$bin/epoxide" -- tests/rdma/bandwidth.sh
+    check two-devices bandwidth 300 ./bandwidth.sh
 fi
 
-if ((passed + ${#failed[@]} == 0)); then
+if ((${#names[@]} == 0)); then
     printf 'no test is called %s\n' "$*"
     exit 2
 fi
-printf '\n%s passed' "$passed"
+# Two lists at a time: their tests wait for deadlines and packets. The four machines have the processors
+# to themselves.
+run_list two-devices 1 --devices 2 --cpus 4 &
+run_list two-vms 2
+wait
+run_list four-vms 4 --cpus 1
+if [[ -e $folder/unavailable ]]; then exit 77; fi
+failed=()
+for name in "${names[@]}"; do
+    grep -qx -- "$name" "$folder/passed" 2>/dev/null || failed+=("$name")
+done
+printf '\n%s passed' $((${#names[@]} - ${#failed[@]}))
 if ((${#failed[@]})); then
     printf ', failed: %s\n' "${failed[*]}"
     exit 1

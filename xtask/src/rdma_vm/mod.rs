@@ -40,7 +40,7 @@ tools of ibverbs-utils and perftest, rdma, ip, tc, busybox; `wire down` and `wir
 number the VMs; with more than one, RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set too.
 
 Exit code: the program's, with several VMs the first that is not 0; 125 where a VM fails or takes too long; 77 where this \
-machine cannot have one. Logs stay in target/rdma-vm/logs.")]
+machine cannot have one. Logs stay in target/rdma-vm/logs/NAME.")]
 pub struct Options {
     /// How many VMs, on one virtual cable
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
@@ -64,6 +64,9 @@ pub struct Options {
     /// A file to put beside the program; may be repeated
     #[arg(long, value_name = "FILE")]
     with: Vec<PathBuf>,
+    /// Folder of the logs. Runs at the same time need different ones
+    #[arg(long, default_value = "vms")]
+    name: String,
     /// Fetch what the VMs are made of, and run nothing
     #[arg(long, conflicts_with = "program")]
     fetch: bool,
@@ -111,7 +114,7 @@ fn boot_and_wait(ws: &Workspace, options: Options) -> Result<Vec<Option<u8>>> {
     let memory = options.memory + 2 * (archive.len() as u64 >> 20);
     workspace::write(&initrd, archive)?;
     let cable = Cable::new(&scratch.0, vms)?;
-    let logs = ws.target("rdma-vm/logs");
+    let logs = ws.target("rdma-vm/logs").join(&options.name);
     std::fs::create_dir_all(&logs).with_context(|| format!("cannot create {}", logs.display()))?;
 
     let limit = Duration::from_secs(options.timeout) + BOOT;
