@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use epoxide::driver::{Device, DevicePtr, Event, Memory, MemoryKind, Stream};
 use epoxide::group::ProcessGroup;
 use epoxide::internal::Topology;
-use epoxide::transport::{self, Proxies, Put, TransportOptions, Way};
+use epoxide::internal::transport::{Proxies, Put, Way};
+use epoxide::transport::{self, TransportOptions};
 use epoxide::{Error, Result};
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 
@@ -165,7 +166,7 @@ impl<'a> Poster<'a> {
 
     /// Connects; puts to a peer go over `region` bytes, the same number on every rank. Collective.
     pub fn new(
-        device: &Arc<dyn Device>,
+        device: &Device,
         group: &'a dyn ProcessGroup,
         topology: Topology,
         options: &TransportOptions,

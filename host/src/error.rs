@@ -317,7 +317,6 @@ impl fmt::Debug for Error {
 
 impl Error {
     /// An [`Error::Argument`].
-    #[doc(hidden)]
     pub fn argument(argument: &'static str, value: impl ToString, rule: impl Into<String>) -> Self {
         Error::Argument { argument, value: value.to_string(), rule: rule.into() }
     }
@@ -342,7 +341,6 @@ impl Error {
     }
 
     /// An [`Error::Os`] from any displayable cause.
-    #[doc(hidden)]
     pub fn os(call: &'static str, reason: impl ToString) -> Self {
         Error::Os { call, reason: reason.to_string() }
     }

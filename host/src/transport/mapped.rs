@@ -40,7 +40,7 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
         // A driver without fabric handles has none to offer, which is no error.
         let fabric = setup.memory.export_fabric().inspect_err(|error| tracing::debug!("{error}")).ok();
         // Where the host cannot be told, a rank is alone on its own.
-        let here = setup.options.host.clone().unwrap_or_else(host_id);
+        let here = setup.options.hooks.host.clone().unwrap_or_else(host_id);
         let host = if here.is_empty() { format!("rank {}", setup.group.rank()) } else { here };
         serde_json::to_string(&Offer { host, fabric }).map_err(|error| Error::os("serialise", error))
     });

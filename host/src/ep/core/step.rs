@@ -91,7 +91,7 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
 
     /// Notes a dispatch for the step that is being captured, if there is one, with its plan where
     /// that can fail. Nothing of the dispatch is borrowed once the captured call has returned.
-    pub fn fills(&mut self, lease: &Arc<Lease<R>>, plan: Option<Arc<dyn Outcome>>) {
+    pub(crate) fn fills(&mut self, lease: &Arc<Lease<R>>, plan: Option<Arc<dyn Outcome>>) {
         if let Some(step) = &mut self.recordings.step {
             lease.detach();
             step.leases.push(lease.clone());

@@ -101,8 +101,7 @@ impl Buffer {
     ///
     /// # Errors
     /// The same as [`Buffer::regroup`].
-    #[doc(hidden)]
-    pub fn regroup_ahead(&mut self, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
+    pub(crate) fn regroup_ahead(&mut self, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
         self.core.check_unbroken()?;
         agree(group, &self.options)?;
         if !self.core.wait_all()? {

@@ -233,7 +233,7 @@ impl Buffer {
         let seen = || self.host_counts.load(offset_of!(PlanHeader, tag) as u64);
         let mut last_check = Instant::now();
         let limit = timeout.unwrap_or_default().max(self.options.timeout).saturating_mul(HOST_PATIENCE);
-        let answered = poll(&**self.core.device(), limit, || {
+        let answered = poll(self.core.device(), limit, || {
             if seen()? == tag {
                 return Ok(true);
             }
