@@ -239,7 +239,6 @@ fn whole_lines(text: &str) -> &str {
 ///
 /// # Panics
 /// Where that does not hold.
-#[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let whole = whole_lines(&text);
