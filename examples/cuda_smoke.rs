@@ -513,7 +513,7 @@ fn all_to_all(devices: &[Device]) -> Fallible {
     for device in devices {
         let (stream, bump) = (Stream::new(device, false)?, kernel(device, "bump")?);
         for memory in &owned {
-            let peer = import(device, export(&memory)?, BYTES, "a peer")?;
+            let peer = import(device, export(memory)?, BYTES, "a peer")?;
             // SAFETY: `running` keeps the mapping until the stream has been waited for.
             unsafe { stream.launch(&bump, &blocks(100, 1), &[&peer.ptr().0.to_ne_bytes()])? };
             running.push((peer, bump.clone()));

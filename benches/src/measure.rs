@@ -137,7 +137,7 @@ fn high_throughput(
     let buffer = &bench.rig.buffer;
     result.pool_bytes = buffer.pool_bytes();
     result.wire_bytes = buffer.wire_bytes();
-    result.message_bytes = u64::from(topology.nodes - 1) * count_message_bytes(&buffer, plan.experts);
+    result.message_bytes = u64::from(topology.nodes - 1) * count_message_bytes(buffer, plan.experts);
     result.traced = bench.traced;
     Ok(())
 }

@@ -284,6 +284,24 @@ pub enum Error {
     /// A handle was made by another buffer, or its data has been overwritten since.
     #[error("stale handle: {0}")]
     StaleHandle(String),
+    /// Something had not ended by its deadline, other than a wait for a peer's word
+    /// ([`Error::PeerTimeout`]).
+    #[error("{call}: {}", printable(reason))]
+    Timeout {
+        /// The call that waited.
+        call: &'static str,
+        /// What it waited for, and how long.
+        reason: String,
+    },
+    /// A fault inside epoxide, or in a back end: no call of the user's explains it. Please report
+    /// it.
+    #[error("{call}: {}", printable(reason))]
+    Internal {
+        /// The part that failed.
+        call: &'static str,
+        /// What it found.
+        reason: String,
+    },
     /// The operating system refused something.
     #[error("{call}: {}", printable(reason))]
     Os {
@@ -338,6 +356,14 @@ impl Error {
             Error::InvalidExpert { .. } | Error::Mismatch { .. } => Scope::EveryRank,
             _ => Scope::ThisRank,
         }
+    }
+
+    pub(crate) fn timeout(call: &'static str, reason: impl Into<String>) -> Self {
+        Error::Timeout { call, reason: reason.into() }
+    }
+
+    pub(crate) fn internal(call: &'static str, reason: impl ToString) -> Self {
+        Error::Internal { call, reason: reason.to_string() }
     }
 
     /// An [`Error::Os`] from any displayable cause.

@@ -161,7 +161,8 @@ impl MeshGroup {
         // ready for any.
         let network = options.connect == Connect::Lazy;
         let listener = options.listen(size, network)?;
-        let address = serde_json::to_vec(&listener.address).map_err(|error| Error::os("serialise", error))?;
+        let address =
+            serde_json::to_vec(&listener.address).map_err(|error| Error::internal("serialise", error))?;
         store.set(&address_key(name, rank), &address)?;
         MeshGroup::assemble(listener, Directory::Store, store, rank, name, members, options)
     }
@@ -244,7 +245,7 @@ impl ProcessGroup for MeshGroup {
     fn split(&self, color: u64) -> Result<Arc<dyn ProcessGroup>> {
         match self.split_group(Some(color), self.rank() as i64)? {
             Some(group) => Ok(Arc::new(group)),
-            None => Err(Error::os("split", "a rank with a color got no group")),
+            None => Err(Error::internal("split", "a rank with a color got no group")),
         }
     }
 

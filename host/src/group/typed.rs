@@ -230,7 +230,7 @@ fn bytes<T: Reducible>(data: &[T]) -> Vec<u8> {
 fn elements<T: Reducible>(bytes: &[u8]) -> Result<Vec<T>> {
     if !bytes.len().is_multiple_of(size_of::<T>()) {
         let reason = format!("{} bytes came, which are no whole number of {}", bytes.len(), T::DTYPE);
-        return Err(Error::os("process group", reason));
+        return Err(Error::internal("process group", reason));
     }
     Ok(bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect())
 }
@@ -262,7 +262,7 @@ fn splits(argument: &'static str, len: usize, splits: &[usize], size: usize) -> 
 }
 
 fn only(mut messages: Vec<Message>) -> Result<Message> {
-    messages.pop().ok_or_else(|| Error::os("recv", "the backend gave no message"))
+    messages.pop().ok_or_else(|| Error::internal("recv", "the backend gave no message"))
 }
 
 fn typed<T: Reducible>(message: Message) -> Result<Message<Vec<T>>> {

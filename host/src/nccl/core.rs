@@ -218,7 +218,7 @@ impl Core {
     pub fn on_device<T>(&self, call: impl FnOnce() -> T) -> Result<T> {
         let (mut call, mut value) = (Some(call), None);
         self.device.driver.run_current(&mut || value = call.take().map(|call| call()))?;
-        value.ok_or_else(|| Error::os("nccl", "the device did not run the call"))
+        value.ok_or_else(|| Error::internal("nccl", "the device did not run the call"))
     }
 
     /// Pauses, longer each time, and asks NCCL how far `comm` is. Ends the pause when the

@@ -285,7 +285,7 @@ impl Proxy {
             "queue {} to rank {} {what} since it was told to end {JOIN:?} ago",
             self.queue, self.peer
         );
-        Error::os("proxy", reason)
+        Error::timeout("proxy", reason)
     }
 
     /// Ends the thread. If all that was posted has left within `grace`, the proxy says goodbye;

@@ -126,7 +126,10 @@ impl Arena {
     pub fn settle(&self, timeout: Duration) -> Result<()> {
         for (_, fence) in &self.shelves().free {
             if !fence.wait_timeout(timeout)? {
-                return Err(Error::os("capture", format!("work before it has not ended in {timeout:?}")));
+                return Err(Error::timeout(
+                    "capture",
+                    format!("work before it has not ended in {timeout:?}"),
+                ));
             }
         }
         Ok(())

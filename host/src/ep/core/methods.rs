@@ -171,7 +171,7 @@ macro_rules! buffer_methods {
         /// streams.
         ///
         /// # Errors
-        /// [`Error::Os`] where that has not ended after twice the buffer's timeout.
+        /// [`Error::Timeout`] where that has not ended after twice the buffer's timeout.
         pub fn missing_tokens(&self) -> Result<Vec<u32>> {
             self.core.missing_tokens()
         }

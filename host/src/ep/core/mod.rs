@@ -243,7 +243,7 @@ impl<R> Core<R> {
         if !self.wait_all()? {
             let reason =
                 format!("what the device's streams were given has not ended in {:?}", self.patience());
-            return Err(Error::os("missing_tokens", reason));
+            return Err(Error::timeout("missing_tokens", reason));
         }
         let missing = (0..).zip(self.faults.missing()?);
         Ok(missing.filter_map(|(token, is_missing)| (is_missing != 0).then_some(token)).collect())
@@ -307,7 +307,7 @@ impl<R> Core<R> {
     pub fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
         let Some(trace) = self.trace.take() else { return Ok((Vec::new(), 0)) };
         if !self.enqueuer.sequence().wait(self.patience())? {
-            return Err(Error::os("take_trace", "the last operation has not ended"));
+            return Err(Error::timeout("take_trace", "the last operation has not ended"));
         }
         trace.read(stream)
     }

@@ -84,7 +84,7 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         let core = buffer.core();
         let captured = core.recordings.step.take().unwrap_or_default();
         let graph = graph?;
-        let output = output.ok_or_else(|| Error::os("capture", "nothing was recorded"))?;
+        let output = output.ok_or_else(|| Error::internal("capture", "nothing was recorded"))?;
         let (sequence, faults) = (core.enqueuer.sequence().clone(), core.faults.clone());
         Ok(Step { graph, output, captured, sequence, faults })
     }

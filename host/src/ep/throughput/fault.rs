@@ -244,14 +244,14 @@ impl Buffer {
                 let done = stream.is_done()?;
                 if done && seen()? != tag {
                     self.core.faults().check()?;
-                    return Err(Error::os("notify", "the stream is done but no counts came"));
+                    return Err(Error::internal("notify", "the stream is done but no counts came"));
                 }
             }
             Ok(false)
         })?;
         if !answered {
             self.core.faults().check()?;
-            return Err(Error::os("notify", format!("no answer of the device in {limit:?}")));
+            return Err(Error::timeout("notify", format!("no answer of the device in {limit:?}")));
         }
         self.host_counts.read(0)
     }

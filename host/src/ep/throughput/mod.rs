@@ -210,7 +210,8 @@ impl Buffer {
             Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
         let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;
         host_counts.describe(&[Section::one("header", HOST_EXPERTS).of(PLAN_HEADER), experts]);
-        let loaded = loader.join().map_err(|_| Error::os("module load", "the loading thread panicked"))??;
+        let loaded =
+            loader.join().map_err(|_| Error::internal("module load", "the loading thread panicked"))??;
 
         let local = tables.ptr().add(local_at);
         let comm = Comm { pool_table: tables.ptr(), pool: layouts[0], ..core.comm(local) };
