@@ -4,14 +4,13 @@
 //! `cargo bench --features cuda --bench ceilings [-- RANKS]`. Every other figure is a share of
 //! these.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::driver::cuda::{CudaDevice, devices};
 use epoxide::driver::{Device, Event, Stream};
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
-use epoxide::internal::{CeilingShape, Direction};
+use epoxide::internal::{CeilingShape, Direction, launch_ceiling};
 use epoxide::throughput::{Buffer, Options, Shape};
 use epoxide::{Error, Result};
 
@@ -58,7 +57,7 @@ fn run(wanted: Option<u32>) -> Result<()> {
 }
 
 /// (push, pull) in GB/s by number of blocks.
-fn measure(device: Arc<dyn Device>, group: &dyn ProcessGroup, row_bytes: u32) -> Result<Vec<[f64; 2]>> {
+fn measure(device: Device, group: &dyn ProcessGroup, row_bytes: u32) -> Result<Vec<[f64; 2]>> {
     let stream = Stream::new(&device, false)?;
     let shape =
         Shape { max_tokens_per_rank: ROWS, max_row_bytes: row_bytes as u64, max_topk: 1, max_scales: 0 };
@@ -80,7 +79,7 @@ fn measure(device: Arc<dyn Device>, group: &dyn ProcessGroup, row_bytes: u32) ->
                     group.barrier(group.timeout())?;
                     let (start, end) = (Event::new(&device, true)?, Event::new(&device, true)?);
                     start.record(&stream)?;
-                    buffer.launch_ceiling(direction, shape, &stream)?;
+                    launch_ceiling(&buffer, direction, shape, &stream)?;
                     end.record(&stream)?;
                     end.synchronize()?;
                     times.push(start.elapsed_ms(&end)? as f64 * 1e-3);

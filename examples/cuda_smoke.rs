@@ -8,15 +8,13 @@
 use std::error::Error as StdError;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::process::{Command, ExitCode};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use epoxide::Error;
 use epoxide::driver::cuda::{self, CudaDevice};
-use epoxide::driver::{
-    CopyEnd, Device, DevicePtr, Event, Kernel, LaunchConfig, Memory, MemoryKind, Module, Stream,
-};
+use epoxide::driver::{Device, DevicePtr, Event, Kernel, LaunchConfig, Memory, MemoryKind, Module, Stream};
+use epoxide::internal::driver::{CopyEnd, driver, export, footprint, import};
 
 type Fallible = Result<String, Box<dyn StdError>>;
 
@@ -102,7 +100,7 @@ impl Report {
     }
 }
 
-fn open_all() -> Result<Vec<Arc<dyn Device>>, Error> {
+fn open_all() -> Result<Vec<Device>, Error> {
     cuda::devices()?.iter().map(|info| CudaDevice::open(info.ordinal)).collect()
 }
 
@@ -111,7 +109,7 @@ fn ensure(holds: bool, message: impl Into<String>) -> Result<(), Box<dyn StdErro
 }
 
 /// Everything that one device can do.
-fn one_device(report: &mut Report, device: &Arc<dyn Device>) {
+fn one_device(report: &mut Report, device: &Device) {
     report.check("info and free memory", || {
         let (info, free) = (device.info(), device.free_memory()?);
         ensure(!info.is_virtual && info.sm_count > 0, format!("{info:?}"))?;
@@ -123,7 +121,7 @@ fn one_device(report: &mut Report, device: &Arc<dyn Device>) {
         let memory = Memory::alloc(device, BYTES, MemoryKind::Shareable, "zeroes")?;
         let words = read_words(&Stream::new(device, false)?, &memory, WORDS)?;
         ensure(words.iter().all(|&word| word == 0), "some byte is not zero")?;
-        Ok(format!("{} bytes taken for {BYTES}", memory.footprint()))
+        Ok(format!("{} bytes taken for {BYTES}", footprint(&memory)))
     });
     report.check("freed memory comes back", || {
         let before = device.free_memory()?;
@@ -145,7 +143,7 @@ fn one_device(report: &mut Report, device: &Arc<dyn Device>) {
     report.check("capture and ten replays", || capture(device));
     report.check("dma-buf export", || {
         let memory = Memory::alloc(device, BYTES, MemoryKind::Shareable, "dma-buf")?;
-        match cuda::export_dma_buf(memory.ptr(), memory.footprint()) {
+        match cuda::export_dma_buf(memory.ptr(), footprint(&memory)) {
             Ok(fd) => Ok(format!("fd {}", fd.as_raw_fd())),
             Err(error @ Error::Unavailable { .. }) => Ok(format!("not here: {error}")),
             Err(error) => Err(error.into()),
@@ -160,11 +158,11 @@ fn one_device(report: &mut Report, device: &Arc<dyn Device>) {
         Memory::alloc(device, 1 << 45, MemoryKind::Shareable, "too much")
     });
     report.refuses("export of plain memory", "MemoryKind::Shareable", || {
-        Memory::alloc(device, BYTES, MemoryKind::Device, "plain")?.export()
+        export(&Memory::alloc(device, BYTES, MemoryKind::Device, "plain")?)
     });
     report.refuses("import of no device memory", "not-a-peer", || {
         let file = std::fs::File::open("/dev/null").map_err(|error| Error::os("open", error))?;
-        Memory::import(device, file.into(), BYTES, "not-a-peer")
+        import(device, file.into(), BYTES, "not-a-peer")
     });
     report.refuses("PTX with a mistake", "PTX module: ", || {
         Module::load(device, &PTX.replacen("ld.global.u32", "ld.globule.u32", 1))
@@ -194,7 +192,7 @@ fn blocks(grid: u32, block: u32) -> LaunchConfig {
     LaunchConfig { grid, block, shared_bytes: 0, cooperative: false, dependent: false }
 }
 
-fn kernel(device: &Arc<dyn Device>, name: &'static str) -> Result<Kernel, Error> {
+fn kernel(device: &Device, name: &'static str) -> Result<Kernel, Error> {
     Module::load(device, PTX)?.kernel(name, 0)
 }
 
@@ -211,7 +209,7 @@ fn host_word(memory: &Memory) -> &AtomicU32 {
     unsafe { AtomicU32::from_ptr(memory.host_ptr().cast()) }
 }
 
-fn copies(device: &Arc<dyn Device>) -> Fallible {
+fn copies(device: &Device) -> Fallible {
     let stream = Stream::new(device, true)?;
     let (first, second) = (
         Memory::alloc(device, BYTES, MemoryKind::Device, "first")?,
@@ -230,20 +228,21 @@ fn copies(device: &Arc<dyn Device>) -> Fallible {
     ensure(back[..16] == [0xab; 16] && back[16..] == sent[16..], "device copy differs")?;
 
     let mut copy = vec![0u8; BYTES as usize];
-    let raw = device.stream_create(false)?;
+    let driver = driver(device);
+    let raw = driver.stream_create(false)?;
     // SAFETY: both vectors outlive the synchronise.
     let copied = unsafe {
-        device.copy(raw, CopyEnd::Host(copy.as_mut_ptr()), CopyEnd::Host(back.as_mut_ptr()), BYTES)
+        driver.copy(raw, CopyEnd::Host(copy.as_mut_ptr()), CopyEnd::Host(back.as_mut_ptr()), BYTES)
     };
-    let synchronised = device.stream_synchronize(raw);
-    device.stream_destroy(raw);
+    let synchronised = driver.stream_synchronize(raw);
+    driver.stream_destroy(raw);
     copied.and(synchronised)?;
     ensure(copy == back, "host copy differs")?;
-    device.make_progress();
+    driver.make_progress();
     Ok(String::new())
 }
 
-fn mapped_host(device: &Arc<dyn Device>) -> Fallible {
+fn mapped_host(device: &Device) -> Fallible {
     let stream = Stream::new(device, false)?;
     let event = Event::new(device, false)?;
     ensure(event.is_done()?, "an event that was never recorded is not done")?;
@@ -268,7 +267,7 @@ fn mapped_host(device: &Arc<dyn Device>) -> Fallible {
     let start = Instant::now();
     host_word(&flag).store(42, Ordering::Release);
     while host_word(&reply).load(Ordering::Acquire) == 0 && start.elapsed() < Duration::from_secs(5) {
-        device.make_progress();
+        driver(device).make_progress();
     }
     let answered = start.elapsed();
     event.synchronize()?;
@@ -280,7 +279,7 @@ fn mapped_host(device: &Arc<dyn Device>) -> Fallible {
     Ok(format!("host to device and back in {answered:.1?}"))
 }
 
-fn wait_between_streams(device: &Arc<dyn Device>) -> Fallible {
+fn wait_between_streams(device: &Device) -> Fallible {
     let (first, second) = (Stream::new(device, false)?, Stream::new(device, true)?);
     let event = Event::new(device, false)?;
     let flag = Memory::alloc(device, 4096, MemoryKind::MappedHost, "flag")?;
@@ -306,7 +305,7 @@ fn wait_between_streams(device: &Arc<dyn Device>) -> Fallible {
     Ok(String::new())
 }
 
-fn adopted_stream(device: &Arc<dyn Device>) -> Fallible {
+fn adopted_stream(device: &Device) -> Fallible {
     let owner = Stream::new(device, false)?;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     let bump = kernel(device, "bump")?;
@@ -327,7 +326,7 @@ fn adopted_stream(device: &Arc<dyn Device>) -> Fallible {
     Ok("and so is the default stream".into())
 }
 
-fn timing(device: &Arc<dyn Device>) -> Fallible {
+fn timing(device: &Device) -> Fallible {
     let stream = Stream::new(device, false)?;
     let (start, end) = (Event::new(device, true)?, Event::new(device, true)?);
     let flag = Memory::alloc(device, 4096, MemoryKind::MappedHost, "flag")?;
@@ -354,7 +353,7 @@ fn timing(device: &Arc<dyn Device>) -> Fallible {
     Ok(format!("{milliseconds:.2} ms for a wait of 20 ms"))
 }
 
-fn big_shared(device: &Arc<dyn Device>) -> Fallible {
+fn big_shared(device: &Device) -> Fallible {
     let stream = Stream::new(device, false)?;
     let bytes: u32 = 200 * 1024;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
@@ -367,7 +366,7 @@ fn big_shared(device: &Arc<dyn Device>) -> Fallible {
     Ok(String::new())
 }
 
-fn cooperative(device: &Arc<dyn Device>) -> Fallible {
+fn cooperative(device: &Device) -> Fallible {
     let stream = Stream::new(device, false)?;
     let words = Memory::alloc(device, 4096, MemoryKind::Device, "counters")?;
     let grid_meet = kernel(device, "grid_meet")?;
@@ -382,7 +381,7 @@ fn cooperative(device: &Arc<dyn Device>) -> Fallible {
     Ok(format!("{grid} blocks met"))
 }
 
-fn capture(device: &Arc<dyn Device>) -> Fallible {
+fn capture(device: &Device) -> Fallible {
     let stream = Stream::new(device, false)?;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     let bump = kernel(device, "bump")?;
@@ -406,7 +405,7 @@ fn capture(device: &Arc<dyn Device>) -> Fallible {
     Ok(format!("; in a capture: {text}"))
 }
 
-fn load_from_threads(devices: &[Arc<dyn Device>]) -> Fallible {
+fn load_from_threads(devices: &[Device]) -> Fallible {
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..8)
             .map(|index| {
@@ -425,7 +424,7 @@ fn load_from_threads(devices: &[Arc<dyn Device>]) -> Fallible {
 }
 
 /// Runs `add_one` on `device` over its own memory.
-fn increment(device: &Arc<dyn Device>) -> Fallible {
+fn increment(device: &Device) -> Fallible {
     let stream = Stream::new(device, false)?;
     let memory = Memory::alloc(device, BYTES, MemoryKind::Device, "words")?;
     // SAFETY: the memory outlives the synchronising read below.
@@ -447,14 +446,14 @@ fn add_one(stream: &Stream, dst: DevicePtr, src: DevicePtr) -> Result<(), Error>
 
 /// `importer` maps memory of `owner`, reads it by a kernel, writes it by a kernel, and outlives the
 /// owner's mapping.
-fn share(owner: &Arc<dyn Device>, importer: &Arc<dyn Device>) -> Fallible {
+fn share(owner: &Device, importer: &Device) -> Fallible {
     let (owner_stream, stream) = (Stream::new(owner, false)?, Stream::new(importer, false)?);
     let original = Memory::alloc(owner, BYTES, MemoryKind::Shareable, "pool")?;
     let local = Memory::alloc(importer, BYTES, MemoryKind::Device, "copy")?;
     let sent: Vec<u8> = (0..WORDS).flat_map(u32::to_ne_bytes).collect();
     original.write(&owner_stream, 0, &sent)?;
 
-    let peer = Memory::import(importer, original.export()?, BYTES, "the owner")?;
+    let peer = import(importer, export(&original)?, BYTES, "the owner")?;
     ensure(peer.ptr() != original.ptr(), "the import is no mapping of its own")?;
     add_one(&stream, local.ptr(), peer.ptr())?;
     let read = read_words(&stream, &local, WORDS)?;
@@ -474,14 +473,14 @@ fn share(owner: &Arc<dyn Device>, importer: &Arc<dyn Device>) -> Fallible {
 }
 
 /// The same with a second process as the importer, on the last device.
-fn share_with_child(devices: &[Arc<dyn Device>]) -> Fallible {
+fn share_with_child(devices: &[Device]) -> Fallible {
     let (owner, importer) = (&devices[0], devices.len() - 1);
     let stream = Stream::new(owner, false)?;
     let memory = Memory::alloc(owner, BYTES, MemoryKind::Shareable, "pool")?;
     // SAFETY: the memory outlives the synchronise.
     unsafe { stream.fill(memory.ptr(), 0, BYTES)? };
     stream.synchronize()?;
-    let fd = memory.export()?;
+    let fd = export(&memory)?;
     rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::empty())?;
     let status = Command::new(std::env::current_exe()?)
         .args([CHILD, &fd.as_raw_fd().to_string(), &importer.to_string()])
@@ -499,13 +498,13 @@ fn child(args: &[String]) -> Result<(), Box<dyn StdError>> {
     // it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd.parse()?) };
     let device = CudaDevice::open(ordinal.parse()?)?;
-    let peer = Memory::import(&device, fd, BYTES, "the parent")?;
+    let peer = import(&device, fd, BYTES, "the parent")?;
     add_one(&Stream::new(&device, false)?, peer.ptr(), peer.ptr())?;
     Ok(())
 }
 
 /// Every device adds one to a system-scope counter of every other, all at once.
-fn all_to_all(devices: &[Arc<dyn Device>]) -> Fallible {
+fn all_to_all(devices: &[Device]) -> Fallible {
     let owned = devices
         .iter()
         .map(|device| Memory::alloc(device, BYTES, MemoryKind::Shareable, "counter"))
@@ -514,7 +513,7 @@ fn all_to_all(devices: &[Arc<dyn Device>]) -> Fallible {
     for device in devices {
         let (stream, bump) = (Stream::new(device, false)?, kernel(device, "bump")?);
         for memory in &owned {
-            let peer = Memory::import(device, memory.export()?, BYTES, "a peer")?;
+            let peer = import(device, export(memory)?, BYTES, "a peer")?;
             // SAFETY: `running` keeps the mapping until the stream has been waited for.
             unsafe { stream.launch(&bump, &blocks(100, 1), &[&peer.ptr().0.to_ne_bytes()])? };
             running.push((peer, bump.clone()));
@@ -529,13 +528,13 @@ fn all_to_all(devices: &[Arc<dyn Device>]) -> Fallible {
     Ok(format!("{} mappings", running.len()))
 }
 
-fn peer_copy(first: &Arc<dyn Device>, second: &Arc<dyn Device>) -> Fallible {
+fn peer_copy(first: &Device, second: &Device) -> Fallible {
     const SIZE: u64 = 256 << 20;
     let stream = Stream::new(first, false)?;
     let (start, end) = (Event::new(first, true)?, Event::new(first, true)?);
     let source = Memory::alloc(first, SIZE, MemoryKind::Device, "source")?;
     let target = Memory::alloc(second, SIZE, MemoryKind::Shareable, "target")?;
-    let peer = Memory::import(first, target.export()?, SIZE, "the other device")?;
+    let peer = import(first, export(&target)?, SIZE, "the other device")?;
     // SAFETY: all memory outlives the synchronise.
     unsafe {
         stream.fill(source.ptr(), 0x5a, SIZE)?;
@@ -555,7 +554,7 @@ fn peer_copy(first: &Arc<dyn Device>, second: &Arc<dyn Device>) -> Fallible {
     Ok(format!("{gigabytes:.0} GB/s"))
 }
 
-fn foreign_stream(first: &Arc<dyn Device>, second: &Arc<dyn Device>) -> Fallible {
+fn foreign_stream(first: &Device, second: &Device) -> Fallible {
     let theirs = Stream::new(second, false)?;
     // SAFETY: the stream is live; that it is of the wrong device is what is checked.
     match unsafe { Stream::adopt(first, theirs.raw()) } {

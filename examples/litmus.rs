@@ -14,12 +14,12 @@ use std::error::Error as StdError;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Parser;
 use epoxide::Error;
 use epoxide::driver::{Device, Kernel, LaunchConfig, Memory, MemoryKind, Module, Stream};
+use epoxide::internal::driver::{export, import};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -109,13 +109,13 @@ fn main() -> ExitCode {
 
 /// At most two devices.
 #[cfg(feature = "cuda")]
-fn open() -> Result<Vec<Arc<dyn Device>>, Error> {
+fn open() -> Result<Vec<Device>, Error> {
     use epoxide::driver::cuda;
     cuda::devices()?.iter().take(2).map(|info| cuda::CudaDevice::open(info.ordinal)).collect()
 }
 
 #[cfg(not(feature = "cuda"))]
-fn open() -> Result<Vec<Arc<dyn Device>>, Error> {
+fn open() -> Result<Vec<Device>, Error> {
     use epoxide::driver::virt::{VirtConfig, VirtualGpu};
     Ok((0..2).map(|ordinal| VirtualGpu::new(VirtConfig { ordinal, ..VirtConfig::default() })).collect())
 }
@@ -196,18 +196,18 @@ fn run(args: &Args) -> Fallible<bool> {
 
 /// The devices, and memory of the first that all of them map.
 struct Bench<'a> {
-    devices: &'a [Arc<dyn Device>],
+    devices: &'a [Device],
     streams: Vec<Stream>,
     memory: Vec<Memory>,
     counts: Memory,
 }
 
 impl<'a> Bench<'a> {
-    fn new(devices: &'a [Arc<dyn Device>]) -> Fallible<Self> {
+    fn new(devices: &'a [Device]) -> Fallible<Self> {
         let first = devices.first().ok_or("no device")?;
         let mut memory = vec![Memory::alloc(first, many::BYTES, MemoryKind::Shareable, "litmus")?];
         for device in &devices[1..] {
-            memory.push(Memory::import(device, memory[0].export()?, many::BYTES, "the first device")?);
+            memory.push(import(device, export(&memory[0])?, many::BYTES, "the first device")?);
         }
         let counts = Memory::alloc(first, 4096, MemoryKind::Shareable, "counts")?;
         let streams = devices.iter().map(|d| Stream::new(d, false)).collect::<Result<_, _>>()?;

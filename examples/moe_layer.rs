@@ -10,7 +10,6 @@
 //! Exit codes: 0 pass, 1 a check failed, 2 bad usage, 77 not enough GPUs.
 
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
@@ -130,7 +129,7 @@ impl Layer {
     /// Loads the kernels and this rank's weights. Collective, since `buffer` is.
     fn new(
         model: &Model,
-        device: &Arc<dyn Device>,
+        device: &Device,
         stream: &Stream,
         buffer: impl FnOnce(throughput::Shape) -> Result<Buffer>,
     ) -> Result<Layer> {
@@ -318,7 +317,7 @@ fn compare(model: &Model, x: &[bf16], topk_idx: &[i64], got: &[bf16]) -> Result<
 }
 
 /// The GPU of a rank.
-fn open(kind: DeviceKind, rank: u32) -> Result<Arc<dyn Device>> {
+fn open(kind: DeviceKind, rank: u32) -> Result<Device> {
     match kind {
         DeviceKind::Virtual => Ok(VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() })),
         #[cfg(feature = "cuda")]

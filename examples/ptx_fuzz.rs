@@ -14,7 +14,6 @@ use std::collections::BTreeMap;
 use std::error::Error as StdError;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use epoxide::Error;
 use epoxide::driver::{Device, LaunchConfig, Memory, MemoryKind, Module, Stream};
@@ -37,12 +36,12 @@ fn main() -> ExitCode {
 }
 
 #[cfg(feature = "cuda")]
-fn open() -> Result<Arc<dyn Device>, Error> {
+fn open() -> Result<Device, Error> {
     epoxide::driver::cuda::CudaDevice::open(0)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn open() -> Result<Arc<dyn Device>, Error> {
+fn open() -> Result<Device, Error> {
     use epoxide::driver::virt::{VirtConfig, VirtualGpu};
     Ok(VirtualGpu::new(VirtConfig::default()))
 }
@@ -83,7 +82,7 @@ struct Differences {
 
 /// Runs one module. The words of its two buffers, `in` and `out`, and a description lie beside its
 /// PTX. The description has a line with the launch, then one for each row of results.
-fn compare(device: &Arc<dyn Device>, path: &Path, found: &mut Differences) -> Fallible<()> {
+fn compare(device: &Device, path: &Path, found: &mut Differences) -> Fallible<()> {
     let ptx = std::fs::read_to_string(path)?;
     let input = std::fs::read(path.with_extension("in"))?;
     let recorded = std::fs::read(path.with_extension("out"))?;

@@ -99,7 +99,6 @@ impl Figures {
     ///
     /// # Panics
     /// Where that does not hold.
-    #[doc(hidden)]
     pub fn fuzz(bytes: &[u8]) {
         match Figures::of_text(&String::from_utf8_lossy(bytes)) {
             Ok(Some(figures)) => {

@@ -31,8 +31,6 @@ mod version_1;
 mod watch;
 pub mod ways;
 
-use std::sync::Arc;
-
 use epoxide::driver::Device;
 use epoxide::group::launch::run_threads;
 
@@ -50,7 +48,7 @@ pub use watch::Watch;
 /// and errors of the operations.
 pub fn measure(
     plan: &Plan,
-    open: impl Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync,
+    open: impl Fn(u32) -> epoxide::Result<Device> + Sync,
     watch: &dyn Watch,
 ) -> Result<(Vec<results::Point>, Vec<measured::RankResult>)> {
     plan.check()?;

@@ -7,6 +7,7 @@ use std::time::Instant;
 use epoxide::Result;
 use epoxide::driver::{Device, Event, Graph, Stream};
 use epoxide::group::ProcessGroup;
+use epoxide::internal::Instruments;
 use epoxide::low_latency::{Buffer, Options, Place, Quantise, Shape};
 use epoxide::{DType, StreamOrder};
 use epoxide_gpu::layout::BlockTrace;
@@ -39,7 +40,7 @@ fn quantise(dtype: DType) -> Quantise {
 pub(crate) fn measure(
     plan: &Plan,
     low: LowLatency,
-    device: &Arc<dyn Device>,
+    device: &Device,
     group: &Arc<dyn ProcessGroup>,
     watch: &dyn Watch,
     result: &mut RankResult,

@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use epoxide::driver::{Device, Stream};
 use epoxide::group::ProcessGroup;
-use epoxide::internal::{CeilingShape, Direction, shipped_ptx};
+use epoxide::internal::driver::shipped_ptx;
+use epoxide::internal::{CeilingShape, Direction, Instruments, count_message_bytes, fields, launch_ceiling};
 use epoxide::throughput::{Buffer, Counts, Options, Shape};
 use epoxide::{DType, Tensor};
 use epoxide::{Error, Result};
@@ -27,7 +28,7 @@ pub(crate) const TRACED_CALLS: u32 = 3;
 /// All runs of rank `group.rank()`, one after the other. Collective.
 pub fn runs(
     plan: &Plan,
-    device: &Arc<dyn Device>,
+    device: &Device,
     group: &Arc<dyn ProcessGroup>,
     watch: &dyn Watch,
 ) -> Result<Vec<RankResult>> {
@@ -37,7 +38,7 @@ pub fn runs(
 /// One run of rank `group.rank()`, with a buffer and rows of its own. Collective.
 pub fn rank(
     plan: &Plan,
-    device: Arc<dyn Device>,
+    device: Device,
     group: &Arc<dyn ProcessGroup>,
     watch: &dyn Watch,
 ) -> Result<RankResult> {
@@ -62,7 +63,7 @@ pub fn rank(
 
 /// Makes a buffer, on all ranks at once, and notes what it took.
 pub(crate) fn made<B>(
-    device: &Arc<dyn Device>,
+    device: &Device,
     group: &Arc<dyn ProcessGroup>,
     result: &mut RankResult,
     make: impl FnOnce() -> Result<B>,
@@ -78,7 +79,7 @@ pub(crate) fn made<B>(
 
 fn high_throughput(
     plan: &Plan,
-    device: &Arc<dyn Device>,
+    device: &Device,
     group: &Arc<dyn ProcessGroup>,
     watch: &dyn Watch,
     result: &mut RankResult,
@@ -96,13 +97,14 @@ fn high_throughput(
     let topology = plan.topology;
     let mut options = Options::new(shape)
         .config(config)
-        .tuning(plan.shapes.tuning())
         .timeout(TIMEOUT)
         .ranks_per_node(topology.ranks_per_node)
         .transport(plan.transport_options(TIMEOUT));
-    options.keep_nodes = plan.keep_nodes;
-    (options.num_nvl_bytes, options.num_rdma_bytes) = (plan.nvl_bytes, plan.rdma_bytes);
-    options.ptx = plan.ptx.clone();
+    let fields = fields(&mut options);
+    fields.tuning = plan.shapes.tuning();
+    fields.keep_nodes = plan.keep_nodes;
+    (fields.num_nvl_bytes, fields.num_rdma_bytes) = (plan.nvl_bytes, plan.rdma_bytes);
+    fields.ptx = plan.ptx.clone();
     let buffer = made(device, group, result, || Buffer::new(device.clone(), &**group, options))?;
 
     result.is_joined = topology.nodes > 1 && buffer.num_nodes() == 1;
@@ -135,7 +137,7 @@ fn high_throughput(
     let buffer = &bench.rig.buffer;
     result.pool_bytes = buffer.pool_bytes();
     result.wire_bytes = buffer.wire_bytes();
-    result.message_bytes = u64::from(topology.nodes - 1) * buffer.count_message_bytes(plan.experts);
+    result.message_bytes = u64::from(topology.nodes - 1) * count_message_bytes(buffer, plan.experts);
     result.traced = bench.traced;
     Ok(())
 }
@@ -305,7 +307,7 @@ impl Bench<'_> {
             let fanout = 5.min(peers);
             let shape = CeilingShape { blocks, warps, stages, rows: self.plan.tokens, row_bytes, fanout };
             let samples = self.isolated(true, |bench| {
-                bench.rig.buffer.launch_ceiling(direction, shape, &bench.rig.stream)
+                launch_ceiling(&bench.rig.buffer, direction, shape, &bench.rig.stream)
             })?;
             // The next barrier may not start before all have written.
             self.barrier()?;

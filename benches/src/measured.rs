@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use epoxide::internal::TracedLaunch;
-use epoxide::transport::PutTrace;
+use epoxide::internal::transport::PutTrace;
 use serde::{Deserialize, Serialize};
 
 use crate::counts::RankCounts;

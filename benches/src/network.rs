@@ -3,8 +3,6 @@
 //! kernel. For a mapped peer there is no queue that a kernel could use. There the puts are copies
 //! on a stream, by the devices' copy engines.
 
-use std::sync::Arc;
-
 use epoxide::driver::Device;
 use epoxide::group::ProcessGroup;
 use epoxide::internal::Topology;
@@ -208,11 +206,7 @@ pub fn points(plan: &NetworkPlan, ranks: &[OfRank]) -> Vec<WirePoint> {
 ///
 /// # Errors
 /// Errors of the transport.
-pub fn rank(
-    plan: &NetworkPlan,
-    device: &Arc<dyn Device>,
-    group: &dyn ProcessGroup,
-) -> epoxide::Result<OfRank> {
+pub fn rank(plan: &NetworkPlan, device: &Device, group: &dyn ProcessGroup) -> epoxide::Result<OfRank> {
     let options = TransportOptions {
         queues_per_peer: plan.queues,
         timeout: TIMEOUT,

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use epoxide::DType;
-use epoxide::internal::Topology;
+use epoxide::internal::{Topology, check_nodes};
 use epoxide::throughput::Config;
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_testing::oracle::{Routing, Style};
@@ -208,7 +208,7 @@ impl Plan {
         let nodes = self.topology.nodes;
         let config = Config::new(num_sms, self.nvl_send, self.nvl_recv, self.rdma_send, self.rdma_recv)?;
         let config = config.for_nodes(nodes);
-        config.check_nodes(nodes)?;
+        check_nodes(&config, nodes)?;
         Ok(config)
     }
 

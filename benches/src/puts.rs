@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use epoxide::driver::{Device, DevicePtr, Event, Memory, MemoryKind, Stream};
 use epoxide::group::ProcessGroup;
 use epoxide::internal::Topology;
-use epoxide::transport::{self, Proxies, Put, TransportOptions, Way};
+use epoxide::internal::transport::{Proxies, Put, Way, open};
+use epoxide::transport::TransportOptions;
 use epoxide::{Error, Result};
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 
@@ -165,7 +166,7 @@ impl<'a> Poster<'a> {
 
     /// Connects; puts to a peer go over `region` bytes, the same number on every rank. Collective.
     pub fn new(
-        device: &Arc<dyn Device>,
+        device: &Device,
         group: &'a dyn ProcessGroup,
         topology: Topology,
         options: &TransportOptions,
@@ -179,7 +180,7 @@ impl<'a> Poster<'a> {
         let bytes = words.next_multiple_of(128) + (1 + u64::from(topology.nodes)) * region;
         let rail = |node: u32| node * topology.ranks_per_node + index;
         let peers: Vec<u32> = (0..topology.nodes).filter(|other| *other != node).map(rail).collect();
-        let (ways, links) = transport::open(options, device, group, bytes, &peers, group.timeout())?;
+        let (ways, links) = open(options, device, group, bytes, &peers, group.timeout())?;
         let proxies = Proxies::start(device, links)?;
         let mut lanes = Vec::new();
         for queue in 0..queues {

@@ -791,7 +791,6 @@ impl Results {
     ///
     /// # Panics
     /// Where that does not hold.
-    #[doc(hidden)]
     pub fn fuzz(bytes: &[u8]) {
         match Results::of_text(&String::from_utf8_lossy(bytes)) {
             Ok(results) => {
@@ -804,7 +803,6 @@ impl Results {
 
     /// Parses bytes as results and does with them what the command does with files: compares them,
     /// and holds them against the model. Either gives a text or a reason. For the fuzz target.
-    #[doc(hidden)]
     pub fn fuzz_uses(bytes: &[u8]) {
         let Ok(results) = Results::of_text(&String::from_utf8_lossy(bytes)) else { return };
         if let Ok(comparison) = crate::compare::compare(&results.points, &results.points, 0.01) {

@@ -5,7 +5,6 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
 use std::str::FromStr;
-use std::sync::Arc;
 
 use epoxide::driver::Device;
 use epoxide::internal::{JSON, Topology, read_text_file};
@@ -100,7 +99,7 @@ pub struct Run<'a> {
     /// Gives the places of so many nodes of so many ranks, or the error.
     pub topology: &'a dyn Fn(u32, u32) -> Result<Topology>,
     /// Makes the device of a rank.
-    pub open: &'a (dyn Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync),
+    pub open: &'a (dyn Fn(u32) -> epoxide::Result<Device> + Sync),
     /// Is told before each run what it is of, how many points are done, and how many there are.
     pub progress: &'a dyn Fn(&Plan, usize, usize),
     /// Gets the progress of a run.
@@ -240,7 +239,6 @@ fn whole_lines(text: &str) -> &str {
 ///
 /// # Panics
 /// Where that does not hold.
-#[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let whole = whole_lines(&text);

@@ -192,7 +192,7 @@ fn inspect_rank(
     selections: &Selections,
     options: Options,
     rank: u32,
-    device: Arc<dyn Device>,
+    device: Device,
     group: &Arc<dyn ProcessGroup>,
 ) -> Result<RankInspection> {
     let stream = Stream::new(&device, false)?;

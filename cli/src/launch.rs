@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-use epoxide::group::launch::{Launch, LaunchEnd, Nodes, Signals, Sinks};
+use epoxide::internal::launch::{Launch, LaunchEnd, Nodes, Signals, Sinks};
 
 use crate::stop::{Result, Stop};
 

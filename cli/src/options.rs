@@ -8,6 +8,7 @@ use epoxide::DType;
 use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig};
 use epoxide::internal::Schedule;
 pub use epoxide::internal::Topology;
+use epoxide::internal::driver::Hooks;
 use epoxide::throughput::{Config, Options, Shape};
 use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
 use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
@@ -141,7 +142,8 @@ impl VirtualFlags {
         let schedule = self.preemptions.map_or(Schedule::Random, Schedule::Preemptions);
         let seeded = self.check.is_some() || self.random_schedule || self.preemptions.is_some();
         let schedule_seed = seeded.then_some(seed);
-        VirtConfig { ordinal, schedule_seed, schedule, checker: checker.cloned(), ..VirtConfig::default() }
+        let hooks = Hooks { schedule, ..Hooks::default() };
+        VirtConfig { ordinal, schedule_seed, hooks, checker: checker.cloned(), ..VirtConfig::default() }
     }
 }
 
@@ -484,6 +486,8 @@ fn parse_seed(text: &str) -> Result<u64, std::num::ParseIntError> {
 
 #[cfg(test)]
 mod tests {
+    use epoxide::internal::{check_nodes, fields};
+
     use super::*;
     use crate::testing;
 
@@ -515,8 +519,8 @@ mod tests {
         assert_eq!((setup.ranks, setup.experts, setup.topk, setup.mode), (16, 64, 4, Mode::Internode));
         assert_eq!(setup.config, Config::new(152, 8, 256, 16, 128).unwrap());
         let setup = parse("").resolve(Topology { nodes: 3, ranks_per_node: 2 }, DEFAULTS).unwrap();
-        assert!(setup.config.check_nodes(3).is_ok());
-        assert_eq!(setup.buffer_options().ranks_per_node, Some(2));
+        assert!(check_nodes(&setup.config, 3).is_ok());
+        assert_eq!(fields(&mut setup.buffer_options()).ranks_per_node, Some(2));
     }
 
     #[test]
@@ -578,7 +582,7 @@ mod tests {
         let setup = parse(line).resolve(one_node(4), DEFAULTS).unwrap();
         assert_eq!((setup.tokens, setup.hidden, setup.experts, setup.topk), (0, 48, 64, 8));
         assert_eq!((setup.seed, setup.config.num_channels()), (17, 3));
-        let shape = setup.buffer_options().shape;
+        let shape = fields(&mut setup.buffer_options()).shape;
         assert_eq!((shape.max_row_bytes, shape.max_scales), (96, 1));
     }
 

@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use epoxide::driver::Device;
 use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
-use epoxide::group::launch::{Launch, RankExit, Signals, current_exe, run_threads};
+use epoxide::group::launch::{RankExit, current_exe, run_threads};
 use epoxide::group::{Member, ProcessGroup, Rendezvous};
+use epoxide::internal::group::member_of;
+use epoxide::internal::launch::{Launch, Signals};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -45,7 +47,7 @@ impl Placement {
             return Placement::Threads;
         }
         // The rendezvous reports errors in the variables.
-        if !matches!(Member::from_variables(&variable), Ok(None)) {
+        if !matches!(member_of(&variable), Ok(None)) {
             return Placement::OneRank;
         }
         match shared.device {
@@ -69,7 +71,7 @@ pub struct Rank {
     /// The group of all ranks.
     pub group: Arc<dyn ProcessGroup>,
     /// Its GPU.
-    pub device: Arc<dyn Device>,
+    pub device: Device,
 }
 
 /// State that all ranks of a run share.
@@ -189,7 +191,7 @@ fn one_rank(
     group: &Arc<dyn ProcessGroup>,
     local_rank: Result<u32>,
     main: impl Fn(&Rank, &Run) -> Result<()>,
-    open: impl Fn(u32) -> Result<Arc<dyn Device>>,
+    open: impl Fn(u32) -> Result<Device>,
     run: impl Fn() -> Result<Run>,
 ) -> Result<()> {
     let opened = local_rank.and_then(|local_rank| Ok((run()?, open(local_rank)?)));
@@ -265,7 +267,7 @@ fn require_devices(kind: DeviceKind, count: u32) -> Result<()> {
 }
 
 /// Opens device `ordinal`.
-pub fn open_device(kind: DeviceKind, ordinal: u32) -> Result<Arc<dyn Device>> {
+pub fn open_device(kind: DeviceKind, ordinal: u32) -> Result<Device> {
     match kind {
         DeviceKind::Virtual => Ok(VirtualGpu::new(VirtConfig { ordinal, ..VirtConfig::default() })),
         DeviceKind::Cuda => open_cuda(ordinal),
@@ -290,12 +292,12 @@ pub fn cuda_devices() -> Result<u32> {
 }
 
 #[cfg(feature = "cuda")]
-fn open_cuda(ordinal: u32) -> Result<Arc<dyn Device>> {
+fn open_cuda(ordinal: u32) -> Result<Device> {
     epoxide::driver::cuda::CudaDevice::open(ordinal).map_err(Stop::from)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn open_cuda(_ordinal: u32) -> Result<Arc<dyn Device>> {
+fn open_cuda(_ordinal: u32) -> Result<Device> {
     Err(Stop::skipped(NO_CUDA))
 }
 

@@ -284,6 +284,24 @@ pub enum Error {
     /// A handle was made by another buffer, or its data has been overwritten since.
     #[error("stale handle: {0}")]
     StaleHandle(String),
+    /// Something had not ended by its deadline, other than a wait for a peer's word
+    /// ([`Error::PeerTimeout`]).
+    #[error("{call}: {}", printable(reason))]
+    Timeout {
+        /// The call that waited.
+        call: &'static str,
+        /// What it waited for, and how long.
+        reason: String,
+    },
+    /// A fault inside epoxide, or in a back end: no call of the user's explains it. Please report
+    /// it.
+    #[error("{call}: {}", printable(reason))]
+    Internal {
+        /// The part that failed.
+        call: &'static str,
+        /// What it found.
+        reason: String,
+    },
     /// The operating system refused something.
     #[error("{call}: {}", printable(reason))]
     Os {
@@ -317,7 +335,6 @@ impl fmt::Debug for Error {
 
 impl Error {
     /// An [`Error::Argument`].
-    #[doc(hidden)]
     pub fn argument(argument: &'static str, value: impl ToString, rule: impl Into<String>) -> Self {
         Error::Argument { argument, value: value.to_string(), rule: rule.into() }
     }
@@ -341,8 +358,15 @@ impl Error {
         }
     }
 
+    pub(crate) fn timeout(call: &'static str, reason: impl Into<String>) -> Self {
+        Error::Timeout { call, reason: reason.into() }
+    }
+
+    pub(crate) fn internal(call: &'static str, reason: impl ToString) -> Self {
+        Error::Internal { call, reason: reason.to_string() }
+    }
+
     /// An [`Error::Os`] from any displayable cause.
-    #[doc(hidden)]
     pub fn os(call: &'static str, reason: impl ToString) -> Self {
         Error::Os { call, reason: reason.to_string() }
     }

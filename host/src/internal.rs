@@ -6,11 +6,198 @@ pub mod fuzz;
 pub use epoxide_vgpu::Schedule;
 
 pub use crate::bounded::{JSON, PTX, read_text, read_text_file};
-pub use crate::driver::shipped_ptx;
-pub use crate::ep::core::TracedLaunch;
-pub use crate::ep::throughput::{CeilingShape, Direction, Tuning};
+pub use crate::ep::core::{Instruments, TracedLaunch};
+pub use crate::ep::throughput::{CeilingShape, Direction, Fields, Tuning};
 pub use crate::ep::topology::Topology;
-pub use crate::group::mesh_group::Connect;
-pub use crate::group::recorder::{Entry, State};
-pub use crate::group::tcp::TcpStoreServer;
 pub use crate::virtual_time::{Membership, VirtualTime, as_member};
+
+use crate::Result;
+use crate::ep::{low_latency, throughput};
+use crate::group::ProcessGroup;
+
+/// Drivers and their raw handles.
+pub mod driver {
+    use std::os::fd::OwnedFd;
+    use std::sync::Arc;
+
+    pub use crate::driver::device::Driver;
+    pub use crate::driver::owned::shipped_ptx;
+    pub use crate::driver::raw::{CopyEnd, FabricHandle, RawMemory};
+    pub use crate::driver::staging::Staging;
+    pub use crate::driver::streams::Streams;
+    pub use crate::driver::virt::config::{Executor, Hooks, Stop};
+    pub use crate::driver::virt::machine::{Drive, Machine};
+
+    use crate::Result;
+    use crate::driver::{Device, Memory, Stream};
+
+    /// The device of a driver.
+    pub fn device(driver: Arc<dyn Driver>) -> Device {
+        Device { driver }
+    }
+
+    /// The driver of a device.
+    pub fn driver(device: &Device) -> &Arc<dyn Driver> {
+        &device.driver
+    }
+
+    /// A descriptor that a peer can [`import`].
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn export(memory: &Memory) -> Result<OwnedFd> {
+        memory.export()
+    }
+
+    /// Maps `bytes` of memory that a peer exported.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn import(device: &Device, fd: OwnedFd, bytes: u64, peer: &str) -> Result<Memory> {
+        Memory::import(device, fd, bytes, peer)
+    }
+
+    /// Bytes taken from the device, rounding included.
+    pub fn footprint(memory: &Memory) -> u64 {
+        memory.footprint()
+    }
+
+    /// Copies bytes between device and host addresses, in stream order.
+    ///
+    /// # Safety
+    /// Those of [`Driver::copy`].
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub unsafe fn copy(stream: &Stream, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { stream.copy_ends(dst, src, bytes) }
+    }
+}
+
+/// Process groups and stores.
+pub mod group {
+    use std::net::TcpListener;
+    use std::time::Duration;
+
+    pub use crate::group::call::{Call, CallResult, Operation, P2p};
+    pub use crate::group::recorder::{Entry, State};
+    pub use crate::group::tcp::TcpStoreServer;
+
+    use crate::Result;
+    use crate::group::{
+        ConnectionLimits, FileStore, HashStore, JobSecret, Member, MeshGroup, ReduceOp, TcpStore,
+    };
+
+    /// All operations of reductions.
+    pub const REDUCE_OPS: [ReduceOp; 8] = ReduceOp::ALL;
+
+    /// The last operations of a group, oldest first.
+    pub fn flight_record(group: &MeshGroup) -> Vec<Entry> {
+        group.flight_record()
+    }
+
+    /// [`Member::detect`] in an environment of the caller's.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn member_of(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Member>> {
+        Member::from_variables(variable)
+    }
+
+    /// Has every wait for the store fail with this reason, from now on.
+    pub fn poison(store: &HashStore, reason: &str) {
+        store.poison(reason);
+    }
+
+    /// Has every wait for the store fail with this reason, in all processes.
+    ///
+    /// # Errors
+    /// Errors of the file system.
+    pub fn poison_files(store: &FileStore, reason: &str) -> Result<()> {
+        store.poison(reason)
+    }
+
+    /// [`TcpStore::host_with`] on a socket that listens already.
+    ///
+    /// # Errors
+    /// Errors of the operating system.
+    pub fn host_on(
+        listener: TcpListener,
+        timeout: Duration,
+        linger: Duration,
+        secret: Option<&JobSecret>,
+        limits: &ConnectionLimits,
+    ) -> Result<TcpStore> {
+        TcpStore::host_on(listener, timeout, linger, secret, limits)
+    }
+}
+
+/// The launcher of the command `epoxide launch`.
+pub mod launch {
+    pub use crate::group::launch::child::{die_with_parent, heed_interrupts};
+    pub use crate::group::launch::exit::{FirstFailure, LaunchEnd};
+    pub use crate::group::launch::plan::{Launch, Nodes};
+    pub use crate::group::launch::port::HeldPort;
+    pub use crate::group::launch::rank_environment::RankEnvironment;
+    pub use crate::group::launch::relay::Sinks;
+    pub use crate::group::launch::signals::Signals;
+    pub use crate::group::launch::store_directory::StoreDirectory;
+    pub use crate::group::launch::threads::panic_text;
+    pub use crate::group::launch::watched::Process;
+}
+
+/// Queues of puts between nodes.
+pub mod transport {
+    pub use crate::transport::links::{Link, Links};
+    pub use crate::transport::open::{Way, connect, open, wire_memory};
+    pub use crate::transport::options::Hooks;
+    pub use crate::transport::proxy::{Proxies, Proxy, PutTrace, QueueStats};
+    pub use crate::transport::put::{Interrupt, Put, PutQueue};
+    pub use crate::transport::shaping::Shaping;
+}
+
+/// The options of a buffer, to change one by one.
+pub fn fields(options: &mut throughput::Options) -> &mut Fields {
+    &mut options.fields
+}
+
+/// Enqueues one run of a kernel that only moves bytes, among the ranks of this node or, where it
+/// has only this one, between nodes whose wire memory is mapped. It overwrites received rows, or
+/// slots, on this rank (pull) or on the peers (push). Separate it from operations by a barrier on
+/// both sides.
+///
+/// # Errors
+/// [`Error::Argument`](crate::Error::Argument) and [`Error::Launch`](crate::Error::Launch) where the
+/// shape does not fit the group, the device or the pool.
+pub fn launch_ceiling(
+    buffer: &throughput::Buffer,
+    direction: Direction,
+    shape: CeilingShape,
+    stream: &crate::driver::Stream,
+) -> Result<()> {
+    buffer.launch_ceiling(direction, shape, stream)
+}
+
+/// Bytes on the wire of one count message, of which an uncached dispatch sends one to every other
+/// node.
+pub fn count_message_bytes(buffer: &throughput::Buffer, num_experts: u32) -> u64 {
+    buffer.count_message_bytes(num_experts)
+}
+
+/// Checks the rules between a configuration and a number of nodes.
+///
+/// # Errors
+/// [`Error::Argument`](crate::Error::Argument) with the rule and its numbers.
+pub fn check_nodes(config: &throughput::Config, nodes: u32) -> Result<()> {
+    config.check_nodes(nodes)
+}
+
+/// [`Buffer::regroup`](low_latency::Buffer::regroup) as after so many operations more; the same
+/// number on every rank. For tests of long runs.
+///
+/// # Errors
+/// The same.
+pub fn regroup_ahead(buffer: &mut low_latency::Buffer, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
+    buffer.regroup_ahead(group, ahead)
+}

@@ -122,7 +122,7 @@ fn ones(rank: &Rank) -> Result<Tensor<'static>> {
 
 fn setup(rows: Option<u64>) -> Setup {
     let mut setup = Setup::new(RANKS, 1, TOKENS as u32, 64);
-    setup.options.rows_by_expert = rows;
+    setup.fields().rows_by_expert = rows;
     setup
 }
 
@@ -215,7 +215,7 @@ fn ranks_must_agree() {
 #[test]
 fn a_peer_that_is_gone() {
     let mut setup = setup(Some(64));
-    setup.options.timeout = Duration::from_millis(200);
+    setup.fields().timeout = Duration::from_millis(200);
     setup.run(|rank| {
         let x = ones(rank)?;
         let ids = rank.upload_typed(2, &vec![vec![0i32, 3]; TOKENS as usize])?;
@@ -242,7 +242,7 @@ fn a_step_brings_the_rows_of_each_replay() {
         })
         .collect();
     let mut setup = turns[0].setup();
-    setup.options.rows_by_expert = Some(3 * 17 * 3 + 6 * 7);
+    setup.fields().rows_by_expert = Some(3 * 17 * 3 + 6 * 7);
     setup.run(|rank| {
         let (stream, mut place) = (rank.stream.clone(), rank.place()?);
         let (ids, _) = rank.topk(&turns[0])?;
@@ -293,7 +293,7 @@ fn a_step_brings_the_rows_of_each_replay() {
 fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
     for in_pool in [false, true] {
         let mut setup = setup(Some(64));
-        setup.options.timeout = Duration::from_millis(200);
+        setup.fields().timeout = Duration::from_millis(200);
         setup.run(|rank| {
             let x = ones(rank)?;
             let ids = rank.upload_typed(2, &vec![vec![0i32, 3]; TOKENS as usize])?;

@@ -5,6 +5,7 @@ use std::sync::Mutex;
 
 use epoxide::DType;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::internal::driver;
 use epoxide::throughput::{CachedDispatchRequest, CombineRequest, DispatchHandle, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result, Scope};
@@ -285,8 +286,8 @@ fn a_dispatch_that_fails_half_way_breaks_the_buffer(spread: Spread) {
     let (turn, setup) = (ranks.turn(), ranks.setup());
     let outcome = run_ranks(ranks.lost() + 1, |number, group| {
         let device = VirtualGpu::new(VirtConfig { ordinal: number, ..setup.device.clone() });
-        let device = FailingDevice::new(device, &["dispatch", "internode_dispatch"]);
-        let mut rank = Rank::new(device.clone(), group.clone(), setup.options.clone())?;
+        let failing = FailingDevice::new(device, &["dispatch", "internode_dispatch"]);
+        let mut rank = Rank::new(driver::device(failing.clone()), group.clone(), setup.options.clone())?;
         let inputs = Inputs::upload(&turn, &rank)?;
         let mut place = rank.place()?;
         let handle = echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?.0.handle;
@@ -299,7 +300,7 @@ fn a_dispatch_that_fails_half_way_breaks_the_buffer(spread: Spread) {
             });
             check_timeout(number, &error.expect_err("a rank sends no rows"), "dispatch");
         } else {
-            device.refuse_next();
+            failing.refuse_next();
             let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
             let request = DispatchRequest::new(&inputs.x, &layout);
             let error =

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::driver::Stream;
-use epoxide::driver::virt::{Stop, VirtConfig, VirtualGpu};
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::internal::driver::{Hooks, Stop};
 use epoxide::low_latency::{self, Quantise};
 use epoxide::throughput::{
     CachedDispatchRequest, CombineRequest, Counts, DispatchHandle, DispatchLayout, DispatchRequest, Place,
@@ -154,9 +155,9 @@ fn high_throughput(nodes: Option<Nodes>, rows: Rows) {
 fn high_throughput_rounds(nodes: Option<Nodes>, rows: Rows, stop: &Arc<Stop>, fault: Fault) -> bool {
     let turns: [Turn; ALL_ROUNDS] = std::array::from_fn(|seed| Turn::random(seed as u64, &[8, 5], 1));
     let mut setup = Setup::new(2, 1, 8, ROW).max_topk(TOPK).nodes(nodes);
-    setup.options.timeout = DEADLINE;
-    setup.options.places = 2;
-    setup.device.stop = Some(stop.clone());
+    setup.fields().timeout = DEADLINE;
+    setup.fields().places = 2;
+    setup.device.hooks.stop = Some(stop.clone());
     let outcomes = setup.run(|rank| {
         let (stream, mut place) = (rank.stream.clone(), rank.place()?);
         let mut elsewhere = rank.buffer.place(1)?;
@@ -291,8 +292,12 @@ fn low_latency_rounds(
     const TOKENS: u64 = 4;
     const HIDDEN: u64 = 128;
     let outcomes = run_ranks(2, |number, group| {
-        let config =
-            VirtConfig { ordinal: number, sm_count: 4, stop: Some(stop.clone()), ..VirtConfig::default() };
+        let config = VirtConfig {
+            ordinal: number,
+            sm_count: 4,
+            hooks: Hooks { stop: Some(stop.clone()), ..Hooks::default() },
+            ..VirtConfig::default()
+        };
         let device = VirtualGpu::new(config);
         let stream = Stream::new(&device, false)?;
         let options = change(

@@ -27,7 +27,7 @@ fn gpus_whose_links_have_no_atomics_make_no_buffer_on_any_rank() {
     let errors = Mutex::new(Vec::new());
     let _ = lockstep::run(3, |group| {
         let mut setup = Setup::new(3, 1, TOKENS as u32, 64);
-        setup.device.native_atomics = group.rank() != 1;
+        setup.device.hooks.native_atomics = group.rank() != 1;
         let made = Rank::join(&setup, group);
         errors.lock().expect("no panic").extend(made.as_ref().err().map(ToString::to_string));
         made
@@ -151,34 +151,34 @@ fn ranks_must_make_equal_buffers(spread: Spread) {
              on every rank"
         )
     };
-    let errors = odd(|setup| setup.options.shape.max_row_bytes = 128);
+    let errors = odd(|setup| setup.fields().shape.max_row_bytes = 128);
     assert_eq!(errors, (0..ranks).map(says).collect::<Vec<_>>());
     let mut changes = vec![
-        ((|setup| setup.options.shape.max_topk = 3) as fn(&mut Setup), "max_topk"),
-        (|setup| setup.options.shape.max_scales = 1, "max_scales"),
-        (|setup| setup.options.shape.max_tokens_per_rank = 6, "rows of a place in the pool"),
-        (|setup| setup.options.places = 2, "places"),
-        (|setup| setup.options.config.num_sms += 2, "num_sms"),
+        ((|setup| setup.fields().shape.max_topk = 3) as fn(&mut Setup), "max_topk"),
+        (|setup| setup.fields().shape.max_scales = 1, "max_scales"),
+        (|setup| setup.fields().shape.max_tokens_per_rank = 6, "rows of a place in the pool"),
+        (|setup| setup.fields().places = 2, "places"),
+        (|setup| setup.fields().config.num_sms += 2, "num_sms"),
     ];
     if spread == Spread::SeveralNodes {
         changes.extend([
-            ((|setup| setup.options.ranks_per_node = Some(1)) as fn(&mut Setup), "ranks_per_node"),
-            (|setup| setup.options.transport.queues_per_peer = 3, "queues_per_peer"),
-            (|setup| setup.options.transport.kind = TransportKind::Tcp, "transport"),
+            ((|setup| setup.fields().ranks_per_node = Some(1)) as fn(&mut Setup), "ranks_per_node"),
+            (|setup| setup.fields().transport.queues_per_peer = 3, "queues_per_peer"),
+            (|setup| setup.fields().transport.kind = TransportKind::Tcp, "transport"),
             (
-                |setup| setup.options.config.num_max_nvl_chunked_send_tokens = 7,
+                |setup| setup.fields().config.num_max_nvl_chunked_send_tokens = 7,
                 "num_max_nvl_chunked_send_tokens",
             ),
             (
-                |setup| setup.options.config.num_max_nvl_chunked_recv_tokens = 512,
+                |setup| setup.fields().config.num_max_nvl_chunked_recv_tokens = 512,
                 "num_max_nvl_chunked_recv_tokens",
             ),
             (
-                |setup| setup.options.config.num_max_rdma_chunked_send_tokens = 3,
+                |setup| setup.fields().config.num_max_rdma_chunked_send_tokens = 3,
                 "num_max_rdma_chunked_send_tokens",
             ),
             (
-                |setup| setup.options.config.num_max_rdma_chunked_recv_tokens = 516,
+                |setup| setup.fields().config.num_max_rdma_chunked_recv_tokens = 516,
                 "num_max_rdma_chunked_recv_tokens",
             ),
         ]);

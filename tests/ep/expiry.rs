@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
-use epoxide::driver::virt::{Drive, Executor, Machine};
 use epoxide::internal::Schedule;
+use epoxide::internal::driver::{Drive, Executor, Machine};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{Nodes, Rank, Setup, assert_no_failures, run_ranks};
@@ -32,11 +32,11 @@ fn round_trip(nodes: Option<Nodes>, seed: u64, interrupt: impl FnOnce(&Machine))
     // The ranks' threads meet in the host while they make their buffers.
     let machine = Machine::with_patience(seed, Duration::from_millis(1));
     let mut setup = Setup::new(RANKS, CHANNELS, 24, ROW).max_topk(TOPK).nodes(nodes);
-    setup.options.timeout = DEADLINE;
+    setup.fields().timeout = DEADLINE;
     if seed % 2 == 1 {
-        setup.device.schedule = Schedule::Preemptions(3);
+        setup.device.hooks.schedule = Schedule::Preemptions(3);
     }
-    setup.device.executor = Executor::Manual(machine.clone());
+    setup.device.hooks.executor = Executor::Manual(machine.clone());
     let mut ranks =
         run_ranks(RANKS, |_, group| Rank::join(&setup, group)).unwrap_or_else(|failure| panic!("{failure}"));
     let inputs = ranks.iter().map(|rank| Inputs::upload(&turn, rank)).collect::<Result<Vec<_>>>()?;
@@ -109,8 +109,8 @@ fn a_deadline_of_microseconds_is_kept() {
     for seed in 0..8 {
         let machine = Machine::with_patience(seed, Duration::from_millis(1));
         let mut setup = Setup::new(RANKS, CHANNELS, 24, ROW).max_topk(TOPK);
-        setup.options.timeout = SHORT;
-        setup.device.executor = Executor::Manual(machine.clone());
+        setup.fields().timeout = SHORT;
+        setup.device.hooks.executor = Executor::Manual(machine.clone());
         let mut ranks = run_ranks(RANKS, |_, group| Rank::join(&setup, group))
             .unwrap_or_else(|failure| panic!("{failure}"));
         let rank = &mut ranks[0];

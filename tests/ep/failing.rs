@@ -4,11 +4,9 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use epoxide::driver::{
-    CopyEnd, Device, DeviceInfo, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream,
-    Staging, Streams,
-};
+use epoxide::driver::{Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawStream};
 use epoxide::internal::VirtualTime;
+use epoxide::internal::driver::{CopyEnd, Driver, FabricHandle, RawMemory, Staging, Streams, driver};
 use epoxide::{Error, Result};
 use epoxide_gpu::layout::Section;
 
@@ -16,7 +14,7 @@ use epoxide_gpu::layout::Section;
 /// to refuse it.
 #[derive(Debug)]
 pub struct FailingDevice {
-    inner: Arc<dyn Device>,
+    inner: Arc<dyn Driver>,
     kernels: &'static [&'static str],
     /// Handles of these kernels.
     handles: Mutex<Vec<u64>>,
@@ -27,7 +25,8 @@ pub struct FailingDevice {
 pub const REFUSAL: &str = "the test wants no launch of this kernel";
 
 impl FailingDevice {
-    pub fn new(inner: Arc<dyn Device>, kernels: &'static [&'static str]) -> Arc<FailingDevice> {
+    pub fn new(inner: Device, kernels: &'static [&'static str]) -> Arc<FailingDevice> {
+        let inner = driver(&inner).clone();
         Arc::new(FailingDevice { inner, kernels, handles: Mutex::default(), refuses: AtomicBool::new(false) })
     }
 
@@ -38,7 +37,7 @@ impl FailingDevice {
 }
 
 // SAFETY of all unsafe methods: each passes on what its own caller promises.
-impl Device for FailingDevice {
+impl Driver for FailingDevice {
     fn module_kernel(&self, module: u64, name: &'static str, max_shared_bytes: u32) -> Result<u64> {
         let kernel = self.inner.module_kernel(module, name, max_shared_bytes)?;
         if self.kernels.contains(&name) {

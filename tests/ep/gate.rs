@@ -1,6 +1,5 @@
 //! Streams that are held up until a test lets them go on.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use epoxide::Result;
@@ -37,7 +36,7 @@ pub struct Gate {
 
 impl Gate {
     /// Made before anything is held up, since loading a kernel waits for the whole device.
-    pub fn new(device: &Arc<dyn Device>) -> Result<Gate> {
+    pub fn new(device: &Device) -> Result<Gate> {
         Ok(Gate {
             word: Memory::alloc(device, 4, MemoryKind::MappedHost, "gate")?,
             kernel: Module::load(device, PTX)?.kernel("wait", 0)?,

@@ -412,7 +412,7 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
     let [turn] = turns();
     for (nodes, in_pool) in SPREADS.into_iter().flat_map(|nodes| [(nodes, false), (nodes, true)]) {
         let mut setup = setup().nodes(nodes);
-        setup.options.timeout = Duration::from_millis(200);
+        setup.fields().timeout = Duration::from_millis(200);
         setup.run(|rank| {
             let stream = rank.stream.clone();
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
@@ -511,7 +511,7 @@ fn a_failed_combine_leaves_nan_or_right_sums() {
     let [turn] = turns();
     for (nodes, in_pool) in SPREADS.into_iter().flat_map(|nodes| [(nodes, false), (nodes, true)]) {
         let mut setup = setup().nodes(nodes);
-        setup.options.timeout = Duration::from_millis(200);
+        setup.fields().timeout = Duration::from_millis(200);
         setup.run(|rank| {
             let stream = rank.stream.clone();
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
@@ -549,7 +549,7 @@ fn tokens_that_a_replay_leaves_without_sums_are_noted() {
     let [turn] = turns();
     for nodes in SPREADS {
         let mut setup = setup().nodes(nodes);
-        setup.options.nan_on_failure = false;
+        setup.fields().nan_on_failure = false;
         setup.run(|rank| {
             let stream = rank.stream.clone();
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
@@ -586,7 +586,7 @@ fn a_timeout_names_all_ranks_that_did_not_come() {
     let spreads = [None, each(TransportKind::Direct), each(TransportKind::Shm)];
     for (nodes, is_combine) in spreads.into_iter().flat_map(|nodes| [(nodes, false), (nodes, true)]) {
         let mut setup = Setup::new(4, 1, 8, ROW).nodes(nodes);
-        setup.options.timeout = Duration::from_millis(200);
+        setup.fields().timeout = Duration::from_millis(200);
         setup.run(|rank| {
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
             let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
@@ -639,7 +639,7 @@ fn a_step_does_not_run_while_rows_in_its_place_are_borrowed() {
 fn a_detached_output_says_that_it_was_overwritten_and_where_it_lies() {
     let [first, second] = turns();
     let mut setup = setup();
-    setup.options.places = 2;
+    setup.fields().places = 2;
     setup.run(|rank| {
         let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
         let (mut place, other) = (rank.place()?, rank.buffer.place(1)?);
@@ -666,7 +666,7 @@ fn a_detached_output_says_that_it_was_overwritten_and_where_it_lies() {
 fn with_two_places_two_results_are_there_at_once() {
     let [first, second] = turns();
     let mut setup = setup();
-    setup.options.places = 2;
+    setup.fields().places = 2;
     setup.run(|rank| {
         let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
         let mut places = [rank.place()?, rank.buffer.place(1)?];
@@ -692,7 +692,7 @@ fn with_two_places_two_results_are_there_at_once() {
 #[test]
 fn an_error_has_the_scope_of_the_ranks_that_see_it() {
     let mut setup = Setup::new(RANKS, 1, TOKENS as u32, 64);
-    setup.options.places = 2;
+    setup.fields().places = 2;
     then_dispatch(setup, |rank, valid, place| {
         fn scope<T>(outcome: Result<T>) -> Option<Scope> {
             outcome.err().map(|error| error.scope())
@@ -836,7 +836,7 @@ fn a_step_whose_buffer_is_gone_does_not_run() {
 #[test]
 fn combine_rows_are_one_callers_at_a_time() {
     let mut setup = Setup::new(RANKS, 1, TOKENS as u32, 64);
-    setup.options.places = 2;
+    setup.fields().places = 2;
     then_dispatch(setup, |rank, valid, place| {
         let twice = ["place = 0", "given out already", "drop those first"];
         let rows = place.combine_rows(DType::Bf16, 1, 8)?;

@@ -197,8 +197,8 @@ fn high_throughput(before: Before, calls: Calls) {
     let variants = spreads().into_iter().flat_map(|nodes| [(nodes, Leaves::Nan), (nodes, Leaves::Anything)]);
     for (nodes, leaves) in some_here(variants) {
         let mut setup = setup(ranks, nodes);
-        setup.options.timeout = deadline();
-        setup.options.nan_on_failure = leaves == Leaves::Nan;
+        setup.fields().timeout = deadline();
+        setup.fields().nan_on_failure = leaves == Leaves::Nan;
         setup.run(|rank| {
             let (stream, group) = (rank.stream.clone(), rank.group.clone());
             let part = group.split((rank.rank == GONE).into())?;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use epoxide::group::{Store, TcpStore};
-use epoxide::internal::TcpStoreServer;
+use epoxide::internal::group::TcpStoreServer;
 use epoxide_testing::alone;
 
 const PATIENCE: Duration = Duration::from_secs(30);

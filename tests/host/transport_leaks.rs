@@ -8,7 +8,8 @@ use epoxide::Result;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Memory, MemoryKind};
 use epoxide::group::launch::run_threads;
-use epoxide::transport::{Proxies, Shaping, TransportKind, TransportOptions, connect};
+use epoxide::internal::transport::{Hooks, Proxies, Shaping, connect};
+use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_testing::alone;
 
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -47,7 +48,11 @@ fn leave_nothing() {
     let before = open();
     for kind in [TransportKind::Shm, TransportKind::Tcp] {
         for shaping in [None, Some(Shaping::new(0).cut_after(1, 0))] {
-            let options = TransportOptions { queues_per_peer: 3, shaping, ..TransportOptions::new(kind) };
+            let options = TransportOptions {
+                queues_per_peer: 3,
+                hooks: Hooks { shaping, ..Hooks::default() },
+                ..TransportOptions::new(kind)
+            };
             with_proxies(4, &options, |_, _| {
                 // At least the proxies, and what tells a peer's death.
                 assert!(open().1 >= before.1 + 4 * 9 && open().0 > before.0, "the count works");

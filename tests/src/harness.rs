@@ -9,7 +9,8 @@ use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, DevicePtr, Stream};
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::{RankFailure, run_threads};
-use epoxide::internal::Tuning;
+use epoxide::internal::driver::driver;
+use epoxide::internal::{self, Fields, Tuning};
 use epoxide::throughput::{
     Buffer, CachedDispatchRequest, CombineRequest, Combined, Config, Counts, DispatchLayout, DispatchRequest,
     Options, Place, Received, Shape,
@@ -102,7 +103,7 @@ pub fn run_ranks<T: Send>(
 ///
 /// # Errors
 /// Where there is no such GPU.
-pub fn open_device(config: VirtConfig) -> Result<Arc<dyn Device>> {
+pub fn open_device(config: VirtConfig) -> Result<Device> {
     #[cfg(feature = "cuda")]
     if on_gpus() {
         return epoxide::driver::cuda::CudaDevice::open(config.ordinal);
@@ -114,9 +115,9 @@ pub fn open_device(config: VirtConfig) -> Result<Arc<dyn Device>> {
 
 /// The clock of a device's kernel deadlines. On a virtual GPU of a rank that is a thread, it is the
 /// clock of all ranks.
-pub fn now(device: &dyn Device) -> Duration {
+pub fn now(device: &Device) -> Duration {
     static START: OnceLock<Instant> = OnceLock::new();
-    device.time().map_or_else(|| START.get_or_init(Instant::now).elapsed(), |time| time.now())
+    driver(device).time().map_or_else(|| START.get_or_init(Instant::now).elapsed(), |time| time.now())
 }
 
 /// How ranks are spread over nodes, and what connects these. With [`TransportKind::Auto`] there are
@@ -137,7 +138,7 @@ impl Nodes {
         let mut options =
             TransportOptions { queues_per_peer: self.queues, ..TransportOptions::new(self.transport) };
         if self.transport == TransportKind::Auto {
-            options.host = Some(format!("host {}", rank / self.ranks_per_node.max(1) / 2));
+            options.hooks.host = Some(format!("host {}", rank / self.ranks_per_node.max(1) / 2));
         }
         options
     }
@@ -166,48 +167,56 @@ impl Setup {
         Setup { ranks, options, device }.timeout(PATIENCE)
     }
 
+    /// The options of the buffers, to change one by one.
+    pub fn fields(&mut self) -> &mut Fields {
+        internal::fields(&mut self.options)
+    }
+
     /// Room for so many entries of a token.
     pub fn max_topk(mut self, max_topk: u32) -> Setup {
-        self.options.shape.max_topk = max_topk;
+        self.fields().shape.max_topk = max_topk;
         self
     }
 
     /// Room for so many scales of a token.
     pub fn max_scales(mut self, max_scales: u32) -> Setup {
-        self.options.shape.max_scales = max_scales;
+        self.fields().shape.max_scales = max_scales;
         self
     }
 
     /// Longest wait of a kernel for a peer. Transports, which wait in real time, keep [`PATIENCE`].
     pub fn timeout(mut self, timeout: Duration) -> Setup {
-        self.options.timeout = timeout;
-        self.options.transport.timeout = PATIENCE;
+        let fields = self.fields();
+        fields.timeout = timeout;
+        fields.transport.timeout = PATIENCE;
         self
     }
 
     /// Launch shapes.
     pub fn tuning(mut self, tuning: Tuning) -> Setup {
-        self.options.tuning = tuning;
+        self.fields().tuning = tuning;
         self
     }
 
     /// `None`: all ranks are on one node. Nodes are kept apart even if memory is mapped between
     /// them.
     pub fn nodes(mut self, nodes: Option<Nodes>) -> Setup {
-        self.options.ranks_per_node = nodes.map(|nodes| nodes.ranks_per_node);
-        self.options.keep_nodes = true;
+        let ranks = self.ranks;
+        let fields = self.fields();
+        fields.ranks_per_node = nodes.map(|nodes| nodes.ranks_per_node);
+        fields.keep_nodes = true;
         if let Some(nodes) = nodes {
-            let count = self.ranks / nodes.ranks_per_node.max(1);
-            self.options.config = self.options.config.for_nodes(count);
-            self.options.transport.kind = nodes.transport;
-            self.options.transport.queues_per_peer = nodes.queues;
+            let count = ranks / nodes.ranks_per_node.max(1);
+            fields.config = fields.config.for_nodes(count);
+            fields.transport.kind = nodes.transport;
+            fields.transport.queues_per_peer = nodes.queues;
         }
         self
     }
 
     /// Ranks that can map each other's memory are one node.
     pub fn join_nodes(mut self) -> Setup {
-        self.options.keep_nodes = false;
+        self.fields().keep_nodes = false;
         self
     }
 
@@ -284,16 +293,16 @@ impl Rank {
     pub fn join(setup: &Setup, group: Arc<dyn ProcessGroup>) -> Result<Rank> {
         let device = open_device(VirtConfig { ordinal: group.rank(), ..setup.device.clone() })?;
         let mut options = setup.options.clone();
-        if let (TransportKind::Auto, Some(ranks_per_node)) = (options.transport.kind, options.ranks_per_node)
-        {
+        let fields = internal::fields(&mut options);
+        if let (TransportKind::Auto, Some(ranks_per_node)) = (fields.transport.kind, fields.ranks_per_node) {
             let node = group.rank() / ranks_per_node.max(1);
-            options.transport.host = Some(format!("host {}", node / 2));
+            fields.transport.hooks.host = Some(format!("host {}", node / 2));
         }
         Rank::new(device, group, options)
     }
 
     /// Makes the stream and the buffer. Collective.
-    pub fn new(device: Arc<dyn Device>, group: Arc<dyn ProcessGroup>, options: Options) -> Result<Rank> {
+    pub fn new(device: Device, group: Arc<dyn ProcessGroup>, options: Options) -> Result<Rank> {
         let stream = Stream::new(&device, false)?;
         let buffer = Buffer::new(device, &*group, options)?;
         Ok(Rank::with(group, stream, buffer))
@@ -313,13 +322,13 @@ impl Rank {
     }
 
     /// Its GPU.
-    pub fn device(&self) -> &Arc<dyn Device> {
+    pub fn device(&self) -> &Device {
         self.stream.device()
     }
 
     /// The time by which its kernels' deadlines pass.
     pub fn now(&self) -> Duration {
-        now(&**self.device())
+        now(self.device())
     }
 
     /// Waits for the stream, then for the other ranks.

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use epoxide_gpu::kernels::DispatchLayout;
 
-use epoxide::driver::{CopyEnd, Device, Kernel, Memory, MemoryKind, Stream};
+use epoxide::driver::{Device, Kernel, Memory, MemoryKind, Stream};
+use epoxide::internal::driver::{self, CopyEnd};
 use epoxide::{Error, Result};
 
 /// Bytes that are copied, small enough and too large for a driver to take at once.
@@ -29,11 +30,11 @@ struct NeighbourState {
 }
 
 /// A thread's repeated operation.
-type Habit = fn(&Arc<dyn Device>) -> Result<()>;
+type Habit = fn(&Device) -> Result<()>;
 
 impl Neighbour {
     /// Starts on a device; each of its threads rests for `pause` between two calls.
-    pub fn start(device: &Arc<dyn Device>, pause: Duration) -> Neighbour {
+    pub fn start(device: &Device, pause: Duration) -> Neighbour {
         let habits: [(&str, Habit); 4] =
             [("allocates", allocate), ("pins", pin), ("loads", load), ("copies", copy)];
         let shared = Arc::new(NeighbourState::default());
@@ -85,22 +86,22 @@ impl Drop for Neighbour {
     }
 }
 
-fn allocate(device: &Arc<dyn Device>) -> Result<()> {
+fn allocate(device: &Device) -> Result<()> {
     let small = Memory::alloc(device, 1 << 10, MemoryKind::Unpooled, "of the neighbour")?;
     let large = Memory::alloc(device, 16 << 20, MemoryKind::Unpooled, "of the neighbour")?;
     drop((small, large));
     Ok(())
 }
 
-fn pin(device: &Arc<dyn Device>) -> Result<()> {
+fn pin(device: &Device) -> Result<()> {
     Memory::alloc(device, 1 << 20, MemoryKind::MappedHost, "of the neighbour").map(drop)
 }
 
-fn load(device: &Arc<dyn Device>) -> Result<()> {
+fn load(device: &Device) -> Result<()> {
     Kernel::shipped::<DispatchLayout>(device, 0).map(drop)
 }
 
-fn copy(device: &Arc<dyn Device>) -> Result<()> {
+fn copy(device: &Device) -> Result<()> {
     let stream = Stream::new(device, false)?;
     for bytes in COPIES {
         let memory = Memory::alloc(device, bytes as u64, MemoryKind::Device, "of the neighbour")?;
@@ -110,8 +111,11 @@ fn copy(device: &Arc<dyn Device>) -> Result<()> {
         // SAFETY: both host ranges are as long as the memory, and the stream is through with all of
         // them before they go.
         let copied = unsafe {
-            let there = stream.copy_ends(on_device, CopyEnd::Host(sent.as_ptr().cast_mut()), bytes as u64);
-            there.and_then(|()| stream.copy_ends(CopyEnd::Host(back.as_mut_ptr()), on_device, bytes as u64))
+            let there =
+                driver::copy(&stream, on_device, CopyEnd::Host(sent.as_ptr().cast_mut()), bytes as u64);
+            there.and_then(|()| {
+                driver::copy(&stream, CopyEnd::Host(back.as_mut_ptr()), on_device, bytes as u64)
+            })
         };
         stream.synchronize()?;
         copied?;

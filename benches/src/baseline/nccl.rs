@@ -32,7 +32,7 @@ impl Nccl {
     }
 
     /// Collective.
-    pub fn join(device: &Arc<dyn Device>, group: &Arc<dyn ProcessGroup>) -> Result<Nccl> {
+    pub fn join(device: &Device, group: &Arc<dyn ProcessGroup>) -> Result<Nccl> {
         // Calls that block start an operation in this thread. For a call that does not block, NCCL
         // makes a thread to start it, and we poll again after a pause. The host would then take
         // longer than small operations do. The watchdog keeps the deadline.

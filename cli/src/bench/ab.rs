@@ -7,7 +7,6 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use epoxide::driver::Device;
@@ -235,7 +234,7 @@ struct Runner<'a> {
     plans: Vec<Plan>,
     sides: [Side; 2],
     /// The ranks' devices, where runs are made in this process.
-    devices: Option<Vec<Arc<dyn Device>>>,
+    devices: Option<Vec<Device>>,
     lot: ChaCha8Rng,
     progress: &'a Progress,
 }
@@ -268,7 +267,7 @@ impl<'a> Runner<'a> {
         Ok(by_side(&order, &runs))
     }
 
-    fn run_here(&self, devices: &[Arc<dyn Device>], order: &[usize]) -> Result<Vec<Vec<Point>>> {
+    fn run_here(&self, devices: &[Device], order: &[usize]) -> Result<Vec<Vec<Point>>> {
         let plans = self.sides.each_ref().map(|side| plan_of(&self.plans[0], side));
         let ranks = run_threads(plans[0].topology.ranks(), TIMEOUT, |rank, group| {
             let run = |&side: &usize| {

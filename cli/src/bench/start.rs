@@ -22,7 +22,7 @@ use crate::stop::Result;
 pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
     topology: Topology,
     device: DeviceKind,
-    main: impl Fn(Arc<dyn Device>, &Arc<dyn ProcessGroup>) -> epoxide::Result<T> + Sync,
+    main: impl Fn(Device, &Arc<dyn ProcessGroup>) -> epoxide::Result<T> + Sync,
 ) -> Result<Vec<T>> {
     if Member::detect()?.is_none() {
         return run_threads(topology.ranks(), TIMEOUT, |rank, group| main(open(device, rank)?, &group))
@@ -116,7 +116,7 @@ pub fn launched() -> Result<Option<(u32, Option<u32>)>> {
     Ok(Member::detect()?.map(|member| (member.size, member.local_size)))
 }
 
-pub fn open(device: DeviceKind, rank: u32) -> epoxide::Result<Arc<dyn Device>> {
+pub fn open(device: DeviceKind, rank: u32) -> epoxide::Result<Device> {
     match device {
         DeviceKind::Virtual => {
             // Benchmarks and traces show real time.
@@ -128,12 +128,12 @@ pub fn open(device: DeviceKind, rank: u32) -> epoxide::Result<Arc<dyn Device>> {
 }
 
 #[cfg(feature = "cuda")]
-fn open_cuda(rank: u32) -> epoxide::Result<Arc<dyn Device>> {
+fn open_cuda(rank: u32) -> epoxide::Result<Device> {
     epoxide::driver::cuda::CudaDevice::open(rank)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn open_cuda(_rank: u32) -> epoxide::Result<Arc<dyn Device>> {
+fn open_cuda(_rank: u32) -> epoxide::Result<Device> {
     Err(epoxide::Error::Unavailable {
         what: "--device cuda".into(),
         reason: "this binary was built without it; build with --features cuda".into(),

@@ -16,7 +16,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use epoxide::group::FileStore;
-use epoxide::group::launch::{current_exe, die_with_parent};
+use epoxide::group::launch::current_exe;
+use epoxide::internal::launch::die_with_parent;
 use epoxide::nccl::{DEBUG_INFO_FILE, Library};
 
 use self::rank::{Act, Rank};

@@ -50,7 +50,7 @@ pub struct Rank {
     pub act: Act,
     pub store: Arc<dyn Store>,
     pub library: Arc<Library>,
-    pub device: Arc<dyn Device>,
+    pub device: Device,
     /// Until what is meant to hang is given up.
     pub deadline: Duration,
     /// Timeout of all other operations.

@@ -1,7 +1,7 @@
 //! The store protocol, both ways round.
 
 use epoxide::group::{Store, TcpStore};
-use epoxide::internal::TcpStoreServer;
+use epoxide::internal::group::TcpStoreServer;
 
 use crate::scenario::{PATIENCE, play};
 use crate::tools::{Running, python, scenario};

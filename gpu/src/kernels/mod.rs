@@ -50,46 +50,48 @@ mod verdict;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use epoxide_simt::launch::{Call, ContractError, Entry, KernelInfo, ParamLayout, Shape};
 
+// A kernel's type has its name in camel case.
+#[cfg(not(target_arch = "nvptx64"))]
+pub use example::{MoeExperts, MoeRouter};
+
+/// The library's own kernels, which its host launches, and what it needs to know of them.
+mod own {
+    pub use super::by_expert::PLAN_BY_EXPERT_SHARED_BYTES;
+    pub use super::combine::{MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES};
+    pub use super::epoch::JOINED_BYTES;
+    pub use super::internode_combine::MAX_INTERNODE_SLOT_BYTES;
+    pub use super::internode_notify::INTERNODE_NOTIFY_SHARED_BYTES;
+    pub use super::low_latency::{
+        LOW_LATENCY_INTERNODE_SHARED_BYTES, LOW_LATENCY_SHARED_BYTES, low_latency_dispatch_shared_bytes,
+    };
+    pub use super::notify::notify_shared_bytes;
+    pub use super::progress::PROGRESS_BYTES;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub use super::{
+        by_expert::{NumberSelections, PlanByExpert},
+        ceiling::{CeilingPull, CeilingPush},
+        combine::{
+            CombineBf16, CombineByExpertBf16, CombineByExpertF32, CombineF32, CombineManyBf16,
+            CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32,
+            StageByExpert, StageCombine,
+        },
+        dispatch::{Dispatch, DispatchByExpert, DispatchMany},
+        internode_combine::InternodeCombine,
+        internode_count::InternodeCount,
+        internode_dispatch::InternodeDispatch,
+        internode_notify::InternodeNotify,
+        layout::DispatchLayout,
+        low_latency::{
+            LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineSummed, LowLatencyDispatch,
+            LowLatencyGather, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
+            LowLatencyInternodeDispatch,
+        },
+        notify::{Notify, NotifyMany},
+    };
+}
 #[doc(hidden)]
-pub use {
-    by_expert::PLAN_BY_EXPERT_SHARED_BYTES, combine::MAX_SLOT_BYTES, combine::MAX_WAITED_SLOT_BYTES,
-    epoch::JOINED_BYTES, internode_combine::MAX_INTERNODE_SLOT_BYTES,
-    internode_notify::INTERNODE_NOTIFY_SHARED_BYTES, low_latency::LOW_LATENCY_INTERNODE_SHARED_BYTES,
-    low_latency::LOW_LATENCY_SHARED_BYTES, low_latency::low_latency_dispatch_shared_bytes,
-    notify::notify_shared_bytes, progress::PROGRESS_BYTES,
-};
-
-/// Makes the kernels' types public on the host.
-macro_rules! kernels {
-    ($($(#[$hidden:meta])? $module:ident::{$($kernel:ident),*};)*) => {
-        $(#[cfg(not(target_arch = "nvptx64"))]
-        $(#[$hidden])?
-        pub use $module::{$($kernel),*};)*
-    };
-}
-
-// A kernel's type has its name in camel case. Hidden are the library's own, which its host
-// launches.
-kernels! {
-    #[doc(hidden)] layout::{DispatchLayout};
-    #[doc(hidden)] notify::{Notify, NotifyMany};
-    #[doc(hidden)] by_expert::{NumberSelections, PlanByExpert};
-    #[doc(hidden)] dispatch::{Dispatch, DispatchByExpert, DispatchMany};
-    #[doc(hidden)] combine::{
-        StageCombine, CombineBf16, CombineF32, CombineStagedBf16, CombineStagedF32, CombineManyBf16, CombineManyF32,
-        CombineStagedManyBf16, CombineStagedManyF32, CombineByExpertBf16, CombineByExpertF32, StageByExpert
-    };
-    #[doc(hidden)] internode_count::{InternodeCount};
-    #[doc(hidden)] internode_notify::{InternodeNotify};
-    #[doc(hidden)] internode_dispatch::{InternodeDispatch};
-    #[doc(hidden)] internode_combine::{InternodeCombine};
-    #[doc(hidden)] low_latency::{
-        LowLatencyDispatch, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineSummed, LowLatencyGather, LowLatencyInternodeDispatch,
-        LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8
-    };
-    #[doc(hidden)] ceiling::{CeilingPush, CeilingPull};
-    example::{MoeRouter, MoeExperts};
-}
+pub use own::*;
 
 #[cfg(test)]
 mod tests {

@@ -24,25 +24,19 @@ pub use device_ptr::DevicePtr;
 pub use example::*;
 pub use limits::*;
 
-// Structs that the library's own kernels and its host share. Other kernels need none of them.
+/// Structs that the library's own kernels and its host share. Other kernels need none of them.
+mod own {
+    pub use super::args::*;
+    pub use super::call::*;
+    pub use super::experts::*;
+    pub use super::handle::*;
+    pub use super::low_latency::*;
+    pub use super::low_latency_internode::*;
+    pub use super::pool::*;
+    pub use super::ring::*;
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub use super::sections::*;
+    pub use super::wire::*;
+}
 #[doc(hidden)]
-pub use args::*;
-#[doc(hidden)]
-pub use call::*;
-#[doc(hidden)]
-pub use experts::*;
-#[doc(hidden)]
-pub use handle::*;
-#[doc(hidden)]
-pub use low_latency::*;
-#[doc(hidden)]
-pub use low_latency_internode::*;
-#[doc(hidden)]
-pub use pool::*;
-#[doc(hidden)]
-pub use ring::*;
-#[cfg(not(target_arch = "nvptx64"))]
-#[doc(hidden)]
-pub use sections::*;
-#[doc(hidden)]
-pub use wire::*;
+pub use own::*;

@@ -1,7 +1,8 @@
-//! The raw trait: small integer handles, one method per driver call.
+//! A device, and the raw trait behind it: small integer handles, one method per driver call.
 
 use std::fmt::Debug;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use epoxide_gpu::layout::{DevicePtr, Section};
@@ -13,31 +14,52 @@ use super::streams::Streams;
 use crate::error::Result;
 use crate::virtual_time::VirtualTime;
 
+/// A GPU, real or virtual: [`VirtualGpu::new`](super::virt::VirtualGpu::new) and, with the Cargo
+/// feature `cuda`, `CudaDevice::open` make one. Clones are the same device, which is freed with the
+/// last of them and of all that was made on it.
+#[derive(Clone, Debug)]
+pub struct Device {
+    pub(crate) driver: Arc<dyn Driver>,
+}
+
+impl Device {
+    /// Properties of this device.
+    pub fn info(&self) -> &DeviceInfo {
+        self.driver.info()
+    }
+
+    /// Bytes of device memory now free.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn free_memory(&self) -> Result<u64> {
+        self.driver.free_memory()
+    }
+}
+
 /// The raw driver of one device. Handles are opaque; asynchronous calls return at once and run in
 /// stream order.
 ///
 /// Some calls wait for the device's running kernels. Some of those block every other call of the
 /// device until then (docs/waits.md has the table). So nothing that a running kernel waits for may
-/// need a call: threads that kernels wait for hold a [`NoDriverCalls`](super::NoDriverCalls).
+/// need a call: threads that kernels wait for hold a `NoDriverCalls`.
 ///
-/// Errors of asynchronous work surface at the next [`Device::stream_synchronize`],
-/// [`Device::event_synchronize`] or query, as CUDA's do.
+/// Errors of asynchronous work surface at the next [`Driver::stream_synchronize`],
+/// [`Driver::event_synchronize`] or query, as CUDA's do.
 ///
 /// # Safety
 /// The `unsafe` methods take addresses and handles on trust: they must be live until the stream has
 /// passed the call.
-pub trait Device: Send + Sync + Debug {
+pub trait Driver: Send + Sync + Debug {
     /// Properties of this device.
     fn info(&self) -> &DeviceInfo;
 
     /// Whether kernels of this device can use atomics in memory of the device at this PCI address,
     /// as over NVLink; PCIe has none. True where this process does not see that device.
-    #[doc(hidden)]
     fn has_native_atomics_with(&self, pci_bus_id: &str) -> Result<bool>;
 
     /// Runs `call` with this device current on the calling thread. Libraries beside the driver need
     /// that: they query the CUDA runtime for the device to use.
-    #[doc(hidden)]
     fn run_current(&self, call: &mut dyn FnMut()) -> Result<()> {
         NoDriverCalls::check()?;
         call();
@@ -49,18 +71,15 @@ pub trait Device: Send + Sync + Debug {
 
     /// Allocates memory. `label` names it in errors. The contents are unspecified, except that
     /// [`MemoryKind::Shareable`] memory is zero.
-    #[doc(hidden)]
     fn alloc(&self, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory>;
 
     /// Names the parts of memory, for the reports of a device in check mode. This method and the
     /// three below are no driver calls: they never wait.
-    #[doc(hidden)]
     fn describe(&self, _memory: &RawMemory, _sections: &[Section]) {}
 
     /// Enables checks of host reads of this unused [`MemoryKind::MappedHost`] memory on a device in
-    /// check mode. The host must then read it only through [`Device::host_load`] and behind
-    /// [`Device::host_reads`].
-    #[doc(hidden)]
+    /// check mode. The host must then read it only through [`Driver::host_load`] and behind
+    /// [`Driver::host_reads`].
     fn watch_host(&self, _memory: &RawMemory) {}
 
     /// Loads the 8-byte word at `offset` of mapped host memory, with acquire. An error where a
@@ -69,7 +88,6 @@ pub trait Device: Send + Sync + Debug {
     /// # Safety
     /// The memory is live and has a host address, and the word lies inside of it at a multiple of
     /// 8.
-    #[doc(hidden)]
     unsafe fn host_load(&self, memory: &RawMemory, offset: u64) -> Result<u64> {
         // SAFETY: the caller promises that the word is live; all other accesses are by kernels.
         Ok(unsafe { AtomicU64::from_ptr(memory.host.add(offset as usize).cast()) }.load(Ordering::Acquire))
@@ -77,48 +95,40 @@ pub trait Device: Send + Sync + Debug {
 
     /// The host is about to read `bytes` bytes at `offset` of mapped host memory. An error where a
     /// device that checks finds a race.
-    #[doc(hidden)]
     fn host_reads(&self, _memory: &RawMemory, _offset: u64, _bytes: u64) -> Result<()> {
         Ok(())
     }
 
     /// The page-locked memory that host data passes through on its way to and from the device.
-    #[doc(hidden)]
     fn staging(&self) -> &Staging;
 
-    /// The streams of this device that have an owner, which a [`Fence`](super::Fence) and memory
+    /// The streams of this device that have an owner, which a `Fence` and memory
     /// that goes back come behind. Owners hold the list where a stream goes, or a capture begins or
-    /// spreads: in [`Device::stream_destroy`], [`Device::capture_begin`] and
-    /// [`Device::stream_wait_event`].
-    #[doc(hidden)]
+    /// spreads: in [`Driver::stream_destroy`], [`Driver::capture_begin`] and
+    /// [`Driver::stream_wait_event`].
     fn streams(&self) -> &Streams;
 
     /// A descriptor that stands for [`MemoryKind::Shareable`] or [`MemoryKind::SharedHost`] memory
     /// in this or another process.
-    #[doc(hidden)]
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd>;
 
     /// A dma-buf of [`MemoryKind::Shareable`] memory, by which a network card reaches it.
-    #[doc(hidden)]
     fn export_dma_buf(&self, _memory: &RawMemory) -> Result<OwnedFd> {
         let what = format!("a dma-buf of memory of {}", self.info().name);
         Err(crate::Error::Unavailable { what, reason: "its driver has none".into() })
     }
 
     /// Maps memory that a peer exported; `peer` names it in errors.
-    #[doc(hidden)]
     fn import(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory>;
 
     /// A handle that stands for [`MemoryKind::Shareable`] memory on every host of the same NVLink
     /// domain.
-    #[doc(hidden)]
     fn export_fabric(&self, _memory: &RawMemory) -> Result<FabricHandle> {
         let what = format!("a fabric handle for memory of {}", self.info().name);
         Err(crate::Error::Unavailable { what, reason: "its driver has none".into() })
     }
 
     /// Maps memory by a peer's fabric handle; `peer` names it in errors.
-    #[doc(hidden)]
     fn import_fabric(&self, _handle: &FabricHandle, _bytes: u64, peer: &str) -> Result<RawMemory> {
         let what = format!("{peer}, by a fabric handle");
         Err(crate::Error::Unavailable { what, reason: "the driver has none".into() })
@@ -129,23 +139,19 @@ pub trait Device: Send + Sync + Debug {
     /// # Safety
     /// No work in flight uses it, except for [`MemoryKind::Device`] in streams of this device, and
     /// it is not freed twice.
-    #[doc(hidden)]
     unsafe fn free(&self, memory: &RawMemory);
 
     /// Loads a PTX module; the error carries the JIT log, or line and column.
-    #[doc(hidden)]
     fn module_load(&self, ptx: &str) -> Result<u64>;
 
     /// Looks up a kernel of a module and raises its dynamic shared memory limit to
     /// `max_shared_bytes`.
-    #[doc(hidden)]
     fn module_kernel(&self, module: u64, name: &'static str, max_shared_bytes: u32) -> Result<u64>;
 
     /// Unloads a module.
     ///
     /// # Safety
     /// No kernel of it is in flight.
-    #[doc(hidden)]
     unsafe fn module_unload(&self, module: u64);
 
     /// Launches a kernel. `params` points to one value per kernel parameter, as `cuLaunchKernel`
@@ -155,64 +161,50 @@ pub trait Device: Send + Sync + Debug {
     /// The parameters fit the kernel's signature and every address in them is live until the kernel
     /// ends. A kernel that is launched as [`LaunchConfig::dependent`] begins with
     /// `griddepcontrol.wait`.
-    #[doc(hidden)]
     unsafe fn launch(&self, stream: u64, kernel: u64, config: &LaunchConfig, params: &[&[u8]]) -> Result<()>;
 
     /// Creates a stream that does not synchronise with the default stream.
-    #[doc(hidden)]
     fn stream_create(&self, high_priority: bool) -> Result<u64>;
 
     /// A handle for the caller's stream; it stays the caller's.
     ///
     /// # Safety
     /// The stream is of this device's primary context and outlives the handle.
-    #[doc(hidden)]
     unsafe fn stream_adopt(&self, raw: RawStream) -> Result<u64>;
 
     /// The stream as other code of this process may adopt it: its `CUstream`, or the virtual GPU's
     /// own token.
-    #[doc(hidden)]
     fn stream_raw(&self, stream: u64) -> RawStream;
 
     /// Forgets a stream. Work in it still runs; an adopted stream is left alone.
-    #[doc(hidden)]
     fn stream_destroy(&self, stream: u64);
 
     /// Blocks until all work of the stream is done.
-    #[doc(hidden)]
     fn stream_synchronize(&self, stream: u64) -> Result<()>;
 
     /// True when all work of the stream is done.
-    #[doc(hidden)]
     fn stream_query(&self, stream: u64) -> Result<bool>;
 
     /// Creates an event.
-    #[doc(hidden)]
     fn event_create(&self, timing: bool) -> Result<u64>;
 
     /// Forgets an event.
-    #[doc(hidden)]
     fn event_destroy(&self, event: u64);
 
     /// Records the event in the stream.
-    #[doc(hidden)]
     fn event_record(&self, event: u64, stream: u64) -> Result<()>;
 
     /// Makes the stream wait for the event's last record. An event that was never recorded does not
     /// wait.
-    #[doc(hidden)]
     fn stream_wait_event(&self, stream: u64, event: u64) -> Result<()>;
 
     /// Blocks until the event's last record has passed.
-    #[doc(hidden)]
     fn event_synchronize(&self, event: u64) -> Result<()>;
 
     /// True when the event's last record has passed.
-    #[doc(hidden)]
     fn event_query(&self, event: u64) -> Result<bool>;
 
     /// Milliseconds between two recorded events.
-    #[doc(hidden)]
     fn event_elapsed_ms(&self, start: u64, end: u64) -> Result<f32>;
 
     /// Copies bytes between device and host addresses, in stream order.
@@ -220,47 +212,38 @@ pub trait Device: Send + Sync + Debug {
     /// # Safety
     /// Both ranges are live until the stream has passed the copy. Pageable host memory may be read
     /// before this returns.
-    #[doc(hidden)]
     unsafe fn copy(&self, stream: u64, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()>;
 
     /// Sets bytes, in stream order.
     ///
     /// # Safety
     /// The range is live until the stream has passed the call.
-    #[doc(hidden)]
     unsafe fn fill(&self, stream: u64, dst: DevicePtr, value: u8, bytes: u64) -> Result<()>;
 
     /// The clock that deadlines of the device's kernels pass by; `None` where that is the real one.
-    #[doc(hidden)]
     fn time(&self) -> Option<VirtualTime> {
         None
     }
 
     /// Called in every host-side polling loop. It yields the processor. On a virtual GPU that is
     /// driven by hand it also runs device work, and returns whether there was any.
-    #[doc(hidden)]
     fn make_progress(&self) -> bool {
         std::thread::yield_now();
         false
     }
 
     /// True while the stream is being captured.
-    #[doc(hidden)]
     fn stream_is_capturing(&self, stream: u64) -> Result<bool>;
 
     /// Starts recording the stream's work instead of running it.
-    #[doc(hidden)]
     fn capture_begin(&self, stream: u64) -> Result<()>;
 
     /// Ends the recording.
-    #[doc(hidden)]
     fn capture_end(&self, stream: u64) -> Result<u64>;
 
     /// Runs a recording in the stream.
-    #[doc(hidden)]
     fn graph_launch(&self, graph: u64, stream: u64) -> Result<()>;
 
     /// Forgets a recording.
-    #[doc(hidden)]
     fn graph_destroy(&self, graph: u64);
 }

@@ -1,6 +1,5 @@
 //! Fences: points behind all that the streams of a device have been given.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::device::Device;
@@ -15,11 +14,11 @@ pub struct Fence(Vec<(u64, Event)>);
 impl Fence {
     /// A fence behind all that has been enqueued so far. Takes events from `spare` as far as there
     /// are any.
-    pub fn new(device: &Arc<dyn Device>, spare: &mut Vec<Event>) -> Result<Fence> {
-        let list = device.streams().hold();
+    pub fn new(device: &Device, spare: &mut Vec<Event>) -> Result<Fence> {
+        let list = device.driver.streams().hold();
         let mut events = Vec::with_capacity(list.streams.len() + 1);
         for (id, handle) in list.fenced() {
-            if device.stream_is_capturing(handle)? {
+            if device.driver.stream_is_capturing(handle)? {
                 continue;
             }
             let event = match spare.pop() {

@@ -1,9 +1,8 @@
-//! epoxide's needs of a GPU, as one trait with two implementations: [`virt`] over the virtual GPU
-//! and, with the Cargo feature `cuda`, `cuda` over cust. Nothing outside this module names CUDA.
+//! A GPU as epoxide and kernels of your own need it. A [`Device`] is one of [`virt`], the virtual
+//! GPU, or, with the Cargo feature `cuda`, of `cuda`. Nothing outside this module names CUDA.
 //!
-//! [`Device`] is the raw trait: small integer handles, one method per driver call. The types beside
-//! it ([`Memory`], [`Stream`], [`Event`], [`Module`], [`Graph`]) own such a handle and give it back
-//! on drop; callers use those.
+//! [`Memory`], [`Stream`], [`Event`], [`Module`] and [`Graph`] each own a handle of the driver and
+//! free it on drop.
 
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
@@ -14,35 +13,26 @@ pub mod cuda;
 #[cfg(all(doc, not(feature = "cuda")))]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 pub mod cuda {}
-mod device;
+pub(crate) mod device;
 mod fence;
-mod owned;
-mod raw;
-mod rule;
+pub(crate) mod owned;
+pub(crate) mod raw;
+pub(crate) mod rule;
 mod staged_copy;
-mod staging;
-mod streams;
+pub(crate) mod staging;
+pub(crate) mod streams;
 pub mod virt;
 
 pub use device::Device;
-
-#[doc(hidden)]
-pub use fence::Fence;
-#[doc(hidden)]
-pub use owned::MappedMemory;
-#[doc(hidden)]
-pub use owned::shipped_ptx;
+pub(crate) use device::Driver;
+pub(crate) use fence::Fence;
 pub use owned::{Event, Graph, Kernel, Memory, Module, Stream};
-pub(crate) use owned::{Report, give_up, poll};
-#[doc(hidden)]
-pub use raw::{CopyEnd, FabricHandle, RawMemory};
+pub(crate) use owned::{MappedMemory, Report, give_up, poll};
+pub(crate) use raw::{CopyEnd, FabricHandle, RawMemory};
 pub use raw::{DeviceInfo, LaunchConfig, MemoryKind, RawStream, RdmaWriteOrder};
-#[doc(hidden)]
-pub use rule::NoDriverCalls;
-#[doc(hidden)]
-pub use staging::Staging;
-#[doc(hidden)]
-pub use streams::Streams;
+pub(crate) use rule::NoDriverCalls;
+pub(crate) use staging::Staging;
+pub(crate) use streams::Streams;
 
 /// A device address in bytes. On the virtual GPU it is a host virtual address of this process.
 pub use epoxide_gpu::layout::DevicePtr;

@@ -26,8 +26,8 @@ use crate::virtual_time::{Poller, VirtualTime};
 /// From now on nothing of the device is freed, nor the device itself, until the process ends. This
 /// leaks memory of a device that is of little use any more. If it were freed, a kernel could write
 /// to memory that has another owner by then.
-pub(crate) fn give_up(device: &Arc<dyn Device>, what: &str, waited: Duration) {
-    if device.streams().give_up() {
+pub(crate) fn give_up(device: &Device, what: &str, waited: Duration) {
+    if device.driver.streams().give_up() {
         let ordinal = device.info().ordinal;
         tracing::error!(
             "{what} of device {ordinal} has not ended in {waited:?}: nothing of the device is freed any more"
@@ -39,7 +39,7 @@ pub(crate) fn give_up(device: &Arc<dyn Device>, what: &str, waited: Duration) {
 /// Device memory, peer memory or mapped host memory; freed or unmapped on drop.
 #[derive(Debug)]
 pub struct Memory {
-    device: Arc<dyn Device>,
+    device: Device,
     raw: RawMemory,
     requested: u64,
 }
@@ -59,7 +59,7 @@ impl Memory {
             return Err(Error::argument("offset", offset, "must be that of a word of host memory"));
         }
         // SAFETY: just checked; the memory is this owner's.
-        unsafe { self.device.host_load(&self.raw, offset) }.map(drop)
+        unsafe { self.device.driver.host_load(&self.raw, offset) }.map(drop)
     }
 
     /// Checks a read by the host itself of `bytes` bytes at `offset`. In check mode, an error if a
@@ -67,13 +67,13 @@ impl Memory {
     pub(crate) fn host_takes(&self, offset: u64, bytes: u64) -> Result<()> {
         let is_there = offset.checked_add(bytes).is_some_and(|end| end <= self.requested);
         // The read itself rejects a range beyond the end.
-        if is_there { self.device.host_reads(&self.raw, offset, bytes) } else { Ok(()) }
+        if is_there { self.device.driver.host_reads(&self.raw, offset, bytes) } else { Ok(()) }
     }
 
     /// Allocates `bytes`; `label` names the memory in errors. Its contents are zero, those of
     /// [`MemoryKind::Device`] and [`MemoryKind::Unpooled`] unspecified.
-    pub fn alloc(device: &Arc<dyn Device>, bytes: u64, kind: MemoryKind, label: &str) -> Result<Memory> {
-        let raw = device.alloc(bytes, kind, label)?;
+    pub fn alloc(device: &Device, bytes: u64, kind: MemoryKind, label: &str) -> Result<Memory> {
+        let raw = device.driver.alloc(bytes, kind, label)?;
         if matches!(kind, MemoryKind::MappedHost | MemoryKind::SharedHost) {
             // SAFETY: fresh host memory of at least `bytes`; no other code has its address yet.
             unsafe { raw.host.write_bytes(0, bytes as usize) };
@@ -82,40 +82,36 @@ impl Memory {
     }
 
     /// Maps `bytes` of memory that a peer exported.
-    #[doc(hidden)]
-    pub fn import(device: &Arc<dyn Device>, fd: OwnedFd, bytes: u64, peer: &str) -> Result<Memory> {
-        let raw = device.import(fd, bytes, peer)?;
+    pub(crate) fn import(device: &Device, fd: OwnedFd, bytes: u64, peer: &str) -> Result<Memory> {
+        let raw = device.driver.import(fd, bytes, peer)?;
         Ok(Memory { device: device.clone(), raw, requested: bytes })
     }
 
     /// Maps `bytes` of memory by the fabric handle of a peer.
-    #[doc(hidden)]
-    pub fn import_fabric(
-        device: &Arc<dyn Device>,
+    pub(crate) fn import_fabric(
+        device: &Device,
         handle: &FabricHandle,
         bytes: u64,
         peer: &str,
     ) -> Result<Memory> {
-        let raw = device.import_fabric(handle, bytes, peer)?;
+        let raw = device.driver.import_fabric(handle, bytes, peer)?;
         Ok(Memory { device: device.clone(), raw, requested: bytes })
     }
 
     /// A handle that a peer in the same NVLink domain can [`Memory::import_fabric`].
-    #[doc(hidden)]
-    pub fn export_fabric(&self) -> Result<FabricHandle> {
-        self.device.export_fabric(&self.raw)
+    pub(crate) fn export_fabric(&self) -> Result<FabricHandle> {
+        self.device.driver.export_fabric(&self.raw)
     }
 
     /// A descriptor that a peer can [`Memory::import`].
-    #[doc(hidden)]
-    pub fn export(&self) -> Result<OwnedFd> {
-        self.device.export(&self.raw)
+    pub(crate) fn export(&self) -> Result<OwnedFd> {
+        self.device.driver.export(&self.raw)
     }
 
     /// A dma-buf of it, by which a network card reaches it.
-    #[doc(hidden)]
-    pub fn export_dma_buf(&self) -> Result<OwnedFd> {
-        self.device.export_dma_buf(&self.raw)
+    #[cfg(any(feature = "rdma", test))]
+    pub(crate) fn export_dma_buf(&self) -> Result<OwnedFd> {
+        self.device.driver.export_dma_buf(&self.raw)
     }
 
     /// Device address of the first byte.
@@ -160,9 +156,8 @@ impl Memory {
     }
 
     /// Names its parts in the reports of a device in check mode.
-    #[doc(hidden)]
-    pub fn describe(&self, sections: &[Section]) {
-        self.device.describe(&self.raw, sections);
+    pub(crate) fn describe(&self, sections: &[Section]) {
+        self.device.driver.describe(&self.raw, sections);
     }
 
     /// Bytes asked for.
@@ -171,25 +166,24 @@ impl Memory {
     }
 
     /// Bytes taken from the device, rounding included.
-    #[doc(hidden)]
-    pub fn footprint(&self) -> u64 {
+    pub(crate) fn footprint(&self) -> u64 {
         self.raw.bytes
     }
 
     /// The device it belongs to.
-    pub fn device(&self) -> &Arc<dyn Device> {
+    pub fn device(&self) -> &Device {
         &self.device
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if self.device.streams().are_given_up() {
+        if self.device.driver.streams().are_given_up() {
             return;
         }
         // SAFETY: this owner frees once; users of the address hold a borrow, or wait for their
         // stream first and `give_up` where it takes too long.
-        unsafe { self.device.free(&self.raw) }
+        unsafe { self.device.driver.free(&self.raw) }
     }
 }
 
@@ -200,9 +194,9 @@ pub struct MappedMemory(Memory);
 
 impl MappedMemory {
     /// Allocates `bytes`, zeroed; `label` names the memory in errors.
-    pub fn alloc(device: &Arc<dyn Device>, bytes: u64, label: &str) -> Result<MappedMemory> {
+    pub fn alloc(device: &Device, bytes: u64, label: &str) -> Result<MappedMemory> {
         let memory = Memory::alloc(device, bytes, MemoryKind::MappedHost, label)?;
-        device.watch_host(&memory.raw);
+        device.driver.watch_host(&memory.raw);
         Ok(MappedMemory(memory))
     }
 
@@ -212,8 +206,7 @@ impl MappedMemory {
     }
 
     /// See [`Memory::describe`].
-    #[doc(hidden)]
-    pub fn describe(&self, sections: &[Section]) {
+    pub(crate) fn describe(&self, sections: &[Section]) {
         self.0.describe(sections);
     }
 
@@ -234,7 +227,7 @@ impl MappedMemory {
     pub fn load(&self, offset: u64) -> Result<u64> {
         self.check_range(offset, 8, 8)?;
         // SAFETY: mapped host memory of this owner; the range was just checked.
-        unsafe { self.0.device.host_load(&self.0.raw, offset) }
+        unsafe { self.0.device.driver.host_load(&self.0.raw, offset) }
     }
 
     /// Reads the `T` at `offset`, as plain memory.
@@ -244,7 +237,7 @@ impl MappedMemory {
     pub fn read<T: AnyBitPattern>(&self, offset: u64) -> Result<T> {
         let bytes = size_of::<T>() as u64;
         self.check_range(offset, bytes, align_of::<T>() as u64)?;
-        self.0.device.host_reads(&self.0.raw, offset, bytes)?;
+        self.0.device.driver.host_reads(&self.0.raw, offset, bytes)?;
         // SAFETY: inside of the memory, aligned, and any bytes are a `T`. Volatile, since a kernel
         // has written it.
         Ok(unsafe { self.0.raw.host.add(offset as usize).cast::<T>().read_volatile() })
@@ -257,7 +250,7 @@ impl MappedMemory {
     pub fn read_all<T: AnyBitPattern>(&self, offset: u64, count: u32) -> Result<Vec<T>> {
         let bytes = size_of::<T>() as u64 * u64::from(count);
         self.check_range(offset, bytes, align_of::<T>() as u64)?;
-        self.0.device.host_reads(&self.0.raw, offset, bytes)?;
+        self.0.device.driver.host_reads(&self.0.raw, offset, bytes)?;
         // SAFETY: as in `read`, for each of them.
         let value = |i| unsafe { self.0.raw.host.add(offset as usize).cast::<T>().add(i).read_volatile() };
         Ok((0..count as usize).map(value).collect())
@@ -276,25 +269,25 @@ impl MappedMemory {
 /// A queue of device work.
 #[derive(Debug)]
 pub struct Stream {
-    device: Arc<dyn Device>,
+    device: Device,
     handle: u64,
     id: u64,
 }
 
 impl Stream {
     /// A stream of our own that does not synchronise with the default stream.
-    pub fn new(device: &Arc<dyn Device>, high_priority: bool) -> Result<Stream> {
-        Ok(Stream::listed(device, device.stream_create(high_priority)?, true))
+    pub fn new(device: &Device, high_priority: bool) -> Result<Stream> {
+        Ok(Stream::listed(device, device.driver.stream_create(high_priority)?, true))
     }
 
     /// A stream that fences do not come behind: for work that is ordered otherwise.
-    pub(crate) fn unfenced(device: &Arc<dyn Device>, high_priority: bool) -> Result<Stream> {
-        Ok(Stream::listed(device, device.stream_create(high_priority)?, false))
+    pub(crate) fn unfenced(device: &Device, high_priority: bool) -> Result<Stream> {
+        Ok(Stream::listed(device, device.driver.stream_create(high_priority)?, false))
     }
 
-    fn listed(device: &Arc<dyn Device>, handle: u64, fenced: bool) -> Stream {
+    fn listed(device: &Device, handle: u64, fenced: bool) -> Stream {
         let id = Streams::new_id();
-        device.streams().add(Listed { id, handle, fenced });
+        device.driver.streams().add(Listed { id, handle, fenced });
         Stream { device: device.clone(), handle, id }
     }
 
@@ -302,9 +295,9 @@ impl Stream {
     ///
     /// # Safety
     /// `raw` is a stream of this device's primary context and outlives the result.
-    pub unsafe fn adopt(device: &Arc<dyn Device>, raw: RawStream) -> Result<Stream> {
+    pub unsafe fn adopt(device: &Device, raw: RawStream) -> Result<Stream> {
         // SAFETY: passed on to the caller.
-        let handle = unsafe { device.stream_adopt(raw)? };
+        let handle = unsafe { device.driver.stream_adopt(raw)? };
         Ok(Stream::listed(device, handle, true))
     }
 
@@ -315,40 +308,39 @@ impl Stream {
 
     /// The `CUstream`, for interop.
     pub fn raw(&self) -> RawStream {
-        self.device.stream_raw(self.handle)
+        self.device.driver.stream_raw(self.handle)
     }
 
     /// The device it belongs to.
-    pub fn device(&self) -> &Arc<dyn Device> {
+    pub fn device(&self) -> &Device {
         &self.device
     }
 
     /// Blocks until all work is done.
     pub fn synchronize(&self) -> Result<()> {
-        self.device.stream_synchronize(self.handle)
+        self.device.driver.stream_synchronize(self.handle)
     }
 
     /// True when all work is done.
     pub fn is_done(&self) -> Result<bool> {
-        self.device.stream_query(self.handle)
+        self.device.driver.stream_query(self.handle)
     }
 
     /// Polls until all work is done or `timeout` is over; false means it is over.
     pub(crate) fn wait_timeout(&self, timeout: Duration) -> Result<bool> {
-        poll(&*self.device, timeout, || self.is_done())
+        poll(&self.device, timeout, || self.is_done())
     }
 
     /// Makes this stream wait for the event's last record.
     pub fn wait(&self, event: &Event) -> Result<()> {
         // It may join a capture by this.
-        let _still = self.device.streams().hold();
-        self.device.stream_wait_event(self.handle, event.handle)
+        let _still = self.device.driver.streams().hold();
+        self.device.driver.stream_wait_event(self.handle, event.handle)
     }
 
     /// True while the stream is being captured.
-    #[doc(hidden)]
-    pub fn is_capturing(&self) -> Result<bool> {
-        self.device.stream_is_capturing(self.handle)
+    pub(crate) fn is_capturing(&self) -> Result<bool> {
+        self.device.driver.stream_is_capturing(self.handle)
     }
 
     /// Launches a kernel.
@@ -359,7 +351,7 @@ impl Stream {
     /// `griddepcontrol.wait`.
     pub unsafe fn launch(&self, kernel: &Kernel, config: &LaunchConfig, params: &[&[u8]]) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.device.launch(self.handle, kernel.handle, config, params) }
+        unsafe { self.device.driver.launch(self.handle, kernel.handle, config, params) }
     }
 
     /// Launches `kernel`, a `K`, on `grid` blocks of `block` threads with a call that has been
@@ -438,7 +430,7 @@ impl Stream {
     /// their contents.
     pub unsafe fn write(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { staged_copy::write(&*self.device, self.handle, dst, src) }
+        unsafe { staged_copy::write(&self.device, self.handle, dst, src) }
     }
 
     /// Copies device bytes to the host, through page-locked memory, and waits for it.
@@ -447,7 +439,7 @@ impl Stream {
     /// `dst.len()` bytes from `src` on are live memory of this device.
     pub unsafe fn read(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { staged_copy::read(&*self.device, self.handle, dst, src) }
+        unsafe { staged_copy::read(&self.device, self.handle, dst, src) }
     }
 
     /// Copies between device addresses, in stream order.
@@ -456,7 +448,7 @@ impl Stream {
     /// Both ranges are live until the stream has passed the copy.
     pub unsafe fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.device.copy(self.handle, CopyEnd::Device(dst), CopyEnd::Device(src), bytes) }
+        unsafe { self.device.driver.copy(self.handle, CopyEnd::Device(dst), CopyEnd::Device(src), bytes) }
     }
 
     /// Copies between any addresses, in stream order. For pageable host memory the driver decides
@@ -464,10 +456,9 @@ impl Stream {
     ///
     /// # Safety
     /// Both ranges are live until the stream has passed the copy.
-    #[doc(hidden)]
-    pub unsafe fn copy_ends(&self, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
+    pub(crate) unsafe fn copy_ends(&self, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.device.copy(self.handle, dst, src, bytes) }
+        unsafe { self.device.driver.copy(self.handle, dst, src, bytes) }
     }
 
     /// Sets bytes, in stream order.
@@ -476,22 +467,22 @@ impl Stream {
     /// The range is live until the stream has passed the call.
     pub unsafe fn fill(&self, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.device.fill(self.handle, dst, value, bytes) }
+        unsafe { self.device.driver.fill(self.handle, dst, value, bytes) }
     }
 
     /// Records the work that `work` enqueues instead of running it.
     pub fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
         {
-            let _still = self.device.streams().hold();
-            self.device.capture_begin(self.handle)?;
+            let _still = self.device.driver.streams().hold();
+            self.device.driver.capture_begin(self.handle)?;
         }
         let outcome = work();
         // The capture must end in either case, or the stream stays unusable.
-        let graph = self.device.capture_end(self.handle);
+        let graph = self.device.driver.capture_end(self.handle);
         let handle = match (outcome, graph) {
             (Ok(()), Ok(handle)) => handle,
             (Err(error), Ok(handle)) => {
-                self.device.graph_destroy(handle);
+                self.device.driver.graph_destroy(handle);
                 return Err(error);
             }
             (Err(error), Err(_)) | (Ok(()), Err(error)) => return Err(error),
@@ -504,41 +495,41 @@ impl Drop for Stream {
     fn drop(&mut self) {
         // Held until the driver has destroyed the stream too: otherwise a fence, or a free of
         // memory, could miss its work.
-        let mut list = self.device.streams().hold();
+        let mut list = self.device.driver.streams().hold();
         if list.remove(self.id).is_some_and(|gone| gone.fenced)
-            && let Err(error) = depart(&*self.device, &mut list, self.handle)
+            && let Err(error) = depart(&self.device, &mut list, self.handle)
         {
             tracing::debug!("later fences do not wait for the work of a destroyed stream: {error}");
         }
-        self.device.stream_destroy(self.handle);
+        self.device.driver.stream_destroy(self.handle);
     }
 }
 
 /// Orders later fences behind the work so far of a stream that is destroyed or returned to its
 /// caller.
-fn depart(device: &dyn Device, list: &mut List, gone: u64) -> Result<()> {
-    if device.stream_is_capturing(gone)? {
+fn depart(device: &Device, list: &mut List, gone: u64) -> Result<()> {
+    if device.driver.stream_is_capturing(gone)? {
         return Ok(());
     }
     let departed = match list.departed {
         Some(stream) => stream,
         // It goes with the device.
-        None => *list.departed.insert(device.stream_create(false)?),
+        None => *list.departed.insert(device.driver.stream_create(false)?),
     };
-    let event = device.event_create(false)?;
-    let outcome = device.event_record(event, gone);
-    let outcome = outcome.and_then(|()| device.stream_wait_event(departed, event));
-    device.event_destroy(event);
+    let event = device.driver.event_create(false)?;
+    let outcome = device.driver.event_record(event, gone);
+    let outcome = outcome.and_then(|()| device.driver.stream_wait_event(departed, event));
+    device.driver.event_destroy(event);
     outcome
 }
 
 /// Polls until something is done or `timeout` of the device's time is over; false means it is over.
 pub(crate) fn poll(
-    device: &dyn Device,
+    device: &Device,
     timeout: Duration,
     mut is_done: impl FnMut() -> Result<bool>,
 ) -> Result<bool> {
-    let time = device.time();
+    let time = device.driver.time();
     let (start, began) = (Instant::now(), time.as_ref().map(VirtualTime::now));
     let elapsed = || match (&time, began) {
         (Some(time), Some(began)) => time.now().saturating_sub(began),
@@ -547,7 +538,7 @@ pub(crate) fn poll(
     let poller = Poller::new(time.as_ref());
     while !is_done()? {
         // Work that the host runs itself takes as long as it takes, however busy the machine is.
-        if !device.make_progress() && elapsed() > timeout {
+        if !device.driver.make_progress() && elapsed() > timeout {
             return is_done();
         }
         poller.pause();
@@ -568,15 +559,15 @@ pub(crate) trait Report: fmt::Debug + Send + Sync {
 /// failed operation instead of `Ok`, once the event has passed.
 #[derive(Debug)]
 pub struct Event {
-    device: Arc<dyn Device>,
+    device: Device,
     handle: u64,
     of: Option<Arc<dyn Report>>,
 }
 
 impl Event {
     /// A new event; with `timing` it can be used in [`Event::elapsed_ms`].
-    pub fn new(device: &Arc<dyn Device>, timing: bool) -> Result<Event> {
-        Ok(Event { device: device.clone(), handle: device.event_create(timing)?, of: None })
+    pub fn new(device: &Device, timing: bool) -> Result<Event> {
+        Ok(Event { device: device.clone(), handle: device.driver.event_create(timing)?, of: None })
     }
 
     /// The same event, with the outcome that `report` holds.
@@ -587,12 +578,12 @@ impl Event {
 
     /// Records the event in the stream of this handle.
     pub(super) fn record_raw(&self, stream: u64) -> Result<()> {
-        self.device.event_record(self.handle, stream)
+        self.device.driver.event_record(self.handle, stream)
     }
 
     /// Records the event in `stream`.
     pub fn record(&self, stream: &Stream) -> Result<()> {
-        self.device.event_record(self.handle, stream.handle)
+        self.device.driver.event_record(self.handle, stream.handle)
     }
 
     /// Blocks until the last record has passed.
@@ -600,7 +591,7 @@ impl Event {
     /// # Errors
     /// The error of the operation that the event is of, if it has failed.
     pub fn synchronize(&self) -> Result<()> {
-        self.device.event_synchronize(self.handle)?;
+        self.device.driver.event_synchronize(self.handle)?;
         self.report()
     }
 
@@ -609,7 +600,7 @@ impl Event {
     /// # Errors
     /// As for [`Event::synchronize`].
     pub fn is_done(&self) -> Result<bool> {
-        let is_done = self.device.event_query(self.handle)?;
+        let is_done = self.device.driver.event_query(self.handle)?;
         if is_done {
             self.report()?;
         }
@@ -625,18 +616,18 @@ impl Event {
     /// # Errors
     /// As for [`Event::synchronize`].
     pub fn wait_timeout(&self, timeout: Duration) -> Result<bool> {
-        poll(&*self.device, timeout, || self.is_done())
+        poll(&self.device, timeout, || self.is_done())
     }
 
     /// Milliseconds from this event to `end`.
     pub fn elapsed_ms(&self, end: &Event) -> Result<f32> {
-        self.device.event_elapsed_ms(self.handle, end.handle)
+        self.device.driver.event_elapsed_ms(self.handle, end.handle)
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
-        self.device.event_destroy(self.handle);
+        self.device.driver.event_destroy(self.handle);
     }
 }
 
@@ -647,7 +638,7 @@ fn broken(error: ContractError) -> Error {
 
 #[derive(Debug)]
 struct LoadedModule {
-    device: Arc<dyn Device>,
+    device: Device,
     handle: u64,
     /// Kernels that wait for the one in front of them in the stream.
     waiting: Vec<String>,
@@ -655,12 +646,12 @@ struct LoadedModule {
 
 impl Drop for LoadedModule {
     fn drop(&mut self) {
-        if self.device.streams().are_given_up() {
+        if self.device.driver.streams().are_given_up() {
             return;
         }
         // SAFETY: every `Kernel` holds this `Arc`, and callers keep kernels alive while their
         // stream runs them, or `give_up`.
-        unsafe { self.device.module_unload(self.handle) }
+        unsafe { self.device.driver.module_unload(self.handle) }
     }
 }
 
@@ -670,14 +661,14 @@ pub struct Module(Arc<LoadedModule>);
 
 impl Module {
     /// Loads PTX text.
-    pub fn load(device: &Arc<dyn Device>, ptx: &str) -> Result<Module> {
-        let handle = device.module_load(ptx)?;
+    pub fn load(device: &Device, ptx: &str) -> Result<Module> {
+        let handle = device.driver.module_load(ptx)?;
         let waiting = CutPtx::new(ptx).waiting().map(str::to_owned).collect();
         Ok(Module(Arc::new(LoadedModule { device: device.clone(), handle, waiting })))
     }
 
     /// Loads these kernels of [`shipped_ptx`].
-    pub(crate) fn shipped(device: &Arc<dyn Device>, file: Option<&Path>, names: &[&str]) -> Result<Module> {
+    pub(crate) fn shipped(device: &Device, file: Option<&Path>, names: &[&str]) -> Result<Module> {
         let text = match shipped_ptx(file)? {
             Cow::Borrowed(_) => epoxide_gpu::shipped().only(names),
             Cow::Owned(ptx) => CutPtx::new(&ptx).only(names),
@@ -697,7 +688,7 @@ impl Module {
                 ),
             });
         }
-        let handle = self.0.device.module_kernel(self.0.handle, name, max_shared_bytes)?;
+        let handle = self.0.device.driver.module_kernel(self.0.handle, name, max_shared_bytes)?;
         let waits = self.0.waiting.iter().any(|waiting| waiting == name);
         Ok(Kernel { _module: self.clone(), handle, name, waits })
     }
@@ -737,22 +728,16 @@ impl Kernel {
     /// # Errors
     /// If the device does not take the PTX, has less shared memory, or `EPOXIDE_PTX` names a file
     /// that cannot be read.
-    pub fn shipped<K: gpu::Entry>(device: &Arc<dyn Device>, max_shared_bytes: u32) -> Result<Kernel> {
+    pub fn shipped<K: gpu::Entry>(device: &Device, max_shared_bytes: u32) -> Result<Kernel> {
         let name = K::INFO.name;
         Module::shipped(device, None, &[name])?.kernel(name, max_shared_bytes)
-    }
-
-    /// The entry's name.
-    #[doc(hidden)]
-    pub fn name(&self) -> &'static str {
-        self.name
     }
 }
 
 /// A recorded piece of stream work.
 #[derive(Debug)]
 pub struct Graph {
-    device: Arc<dyn Device>,
+    device: Device,
     handle: u64,
 }
 
@@ -762,13 +747,13 @@ impl Graph {
     /// # Safety
     /// All recorded addresses are live until the stream has passed the run.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<()> {
-        self.device.graph_launch(self.handle, stream.handle)
+        self.device.driver.graph_launch(self.handle, stream.handle)
     }
 }
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        self.device.graph_destroy(self.handle);
+        self.device.driver.graph_destroy(self.handle);
     }
 }
 

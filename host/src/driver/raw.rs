@@ -1,4 +1,4 @@
-//! Arguments and results of [`Device`](super::Device)'s methods.
+//! Arguments and results of the methods of [`Device`](super::Device).
 
 use epoxide_gpu::layout::DevicePtr;
 
@@ -22,7 +22,6 @@ pub struct DeviceInfo {
     /// PCI bus id, or an empty string.
     pub pci_bus_id: String,
     /// Order of a network card's writes to this device's memory.
-    #[doc(hidden)]
     pub rdma_write_order: RdmaWriteOrder,
 }
 
@@ -44,18 +43,14 @@ pub enum MemoryKind {
     MappedHost,
     /// [`MemoryKind::MappedHost`] that can be exported as a file descriptor, for other processes to
     /// map as ordinary memory.
-    #[doc(hidden)]
     SharedHost,
     /// Device memory by `cuMemAlloc`, which other libraries of a process use. Its free waits and
-    /// blocks other calls like that of [`MemoryKind::MappedHost`]. epoxide itself uses none; tests
-    /// use it to play such a library.
-    #[doc(hidden)]
+    /// blocks other calls like that of [`MemoryKind::MappedHost`]. epoxide itself uses none.
     Unpooled,
 }
 
-/// A raw allocation: the result of [`Device::alloc`](super::Device::alloc) and
-/// [`Device::import`](super::Device::import).
-#[doc(hidden)]
+/// A raw allocation: the result of [`Driver::alloc`](super::Driver::alloc) and
+/// [`Driver::import`](super::Driver::import).
 #[derive(Debug, Clone, Copy)]
 pub struct RawMemory {
     /// The driver's handle for it.
@@ -71,13 +66,11 @@ pub struct RawMemory {
 
 /// A handle of device memory for every host of its NVLink domain: opaque bytes, to be passed on
 /// unchanged.
-#[doc(hidden)]
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct FabricHandle(pub Vec<u8>);
 
 /// In which order a network card's writes to device memory become visible to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-#[doc(hidden)]
 pub enum RdmaWriteOrder {
     /// In none: a counter may be seen before the bytes in front of it.
     None,
@@ -115,7 +108,6 @@ unsafe impl Send for RawStream {}
 unsafe impl Sync for RawStream {}
 
 /// One end of a copy.
-#[doc(hidden)]
 #[derive(Debug, Clone, Copy)]
 pub enum CopyEnd {
     /// A device address.

@@ -33,7 +33,7 @@ impl NoDriverCalls {
     pub(crate) fn check() -> Result<()> {
         match FORBIDDEN.get() {
             None => Ok(()),
-            Some(who) => Err(Error::os(
+            Some(who) => Err(Error::internal(
                 "driver call",
                 format!(
                     "made by {who}, for which running kernels may wait: the call may itself wait for those kernels \

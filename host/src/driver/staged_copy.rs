@@ -21,7 +21,7 @@ enum Way<'a> {
 ///
 /// # Safety
 /// `dst` is device memory of as many bytes, live until this returns.
-pub(super) unsafe fn write(device: &dyn Device, stream: u64, dst: DevicePtr, src: &[u8]) -> Result<()> {
+pub(super) unsafe fn write(device: &Device, stream: u64, dst: DevicePtr, src: &[u8]) -> Result<()> {
     // SAFETY: passed on to the caller.
     unsafe { copy(device, stream, dst, Way::ToDevice(src)) }
 }
@@ -30,12 +30,12 @@ pub(super) unsafe fn write(device: &dyn Device, stream: u64, dst: DevicePtr, src
 ///
 /// # Safety
 /// `src` is device memory of as many bytes, live until this returns.
-pub(super) unsafe fn read(device: &dyn Device, stream: u64, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+pub(super) unsafe fn read(device: &Device, stream: u64, dst: &mut [u8], src: DevicePtr) -> Result<()> {
     // SAFETY: passed on to the caller.
     unsafe { copy(device, stream, src, Way::ToHost(dst)) }
 }
 
-unsafe fn copy(device: &dyn Device, stream: u64, at: DevicePtr, mut way: Way<'_>) -> Result<()> {
+unsafe fn copy(device: &Device, stream: u64, at: DevicePtr, mut way: Way<'_>) -> Result<()> {
     let bytes = match &way {
         Way::ToDevice(src) => src.len(),
         Way::ToHost(dst) => dst.len(),
@@ -43,9 +43,9 @@ unsafe fn copy(device: &dyn Device, stream: u64, at: DevicePtr, mut way: Way<'_>
     if bytes == 0 {
         return Ok(());
     }
-    let piece = match device.staging().take() {
+    let piece = match device.driver.staging().take() {
         Some(piece) => piece,
-        None => Piece(device.alloc(PIECE_BYTES, MemoryKind::MappedHost, "staging of host data")?),
+        None => Piece(device.driver.alloc(PIECE_BYTES, MemoryKind::MappedHost, "staging of host data")?),
     };
     let outcome = (0..bytes).step_by(PIECE_BYTES as usize).try_for_each(|from| {
         let len = (bytes - from).min(PIECE_BYTES as usize);
@@ -56,12 +56,12 @@ unsafe fn copy(device: &dyn Device, stream: u64, at: DevicePtr, mut way: Way<'_>
             match &mut way {
                 Way::ToDevice(src) => {
                     piece.0.host.copy_from_nonoverlapping(src[from..].as_ptr(), len);
-                    device.copy(stream, at, host, len as u64)?;
-                    device.stream_synchronize(stream)
+                    device.driver.copy(stream, at, host, len as u64)?;
+                    device.driver.stream_synchronize(stream)
                 }
                 Way::ToHost(dst) => {
-                    device.copy(stream, host, at, len as u64)?;
-                    device.stream_synchronize(stream)?;
+                    device.driver.copy(stream, host, at, len as u64)?;
+                    device.driver.stream_synchronize(stream)?;
                     dst[from..from + len].as_mut_ptr().copy_from_nonoverlapping(piece.0.host, len);
                     Ok(())
                 }
@@ -69,7 +69,7 @@ unsafe fn copy(device: &dyn Device, stream: u64, at: DevicePtr, mut way: Way<'_>
         }
     });
     if outcome.is_ok() {
-        device.staging().give_back(piece);
+        device.driver.staging().give_back(piece);
     }
     // After an error the stream may still use the piece: it stays taken, until the process ends.
     outcome

@@ -76,12 +76,11 @@ impl fmt::Display for DType {
 pub trait Element: Pod {
     /// The dtype of a [`TypedTensor`] of this type.
     const DTYPE: DType;
+}
 
-    /// Whether a tensor of `dtype` holds values of this type.
-    #[doc(hidden)]
-    fn fits(dtype: DType) -> bool {
-        dtype == Self::DTYPE
-    }
+/// Whether a tensor of `dtype` holds values of type `T`.
+fn fits<T: Element>(dtype: DType) -> bool {
+    dtype == T::DTYPE || (T::DTYPE, dtype) == (DType::Fp8E4m3, DType::Bool)
 }
 
 macro_rules! elements {
@@ -97,14 +96,7 @@ elements! {
     f32: F32;
     i64: I64;
     i32: I32;
-}
-
-impl Element for u8 {
-    const DTYPE: DType = DType::Fp8E4m3;
-
-    fn fits(dtype: DType) -> bool {
-        matches!(dtype, DType::Fp8E4m3 | DType::Bool)
-    }
+    u8: Fp8E4m3;
 }
 
 /// Keeps the memory of a tensor alive.
@@ -191,7 +183,7 @@ impl fmt::Debug for Tensor<'_> {
 
 impl Tensor<'static> {
     /// A tensor of its own memory, with unspecified contents.
-    pub fn alloc(device: &Arc<dyn Device>, dtype: DType, shape: &[u64]) -> Result<Tensor<'static>> {
+    pub fn alloc(device: &Device, dtype: DType, shape: &[u64]) -> Result<Tensor<'static>> {
         let bytes = shape.iter().product::<u64>() * dtype.size();
         let memory = Memory::alloc(device, bytes.max(1), MemoryKind::Device, "tensor")?;
         let tensor = Tensor::in_memory(memory.ptr(), dtype, shape, Arc::new(memory));
@@ -424,7 +416,7 @@ impl<'a> Tensor<'a> {
     }
 
     fn check_element<T: Element>(&self) -> Result<()> {
-        if T::fits(self.dtype) {
+        if fits::<T>(self.dtype) {
             return Ok(());
         }
         Err(Error::DType {

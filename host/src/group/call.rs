@@ -313,7 +313,7 @@ pub enum CallResult {
 
 impl CallResult {
     fn unexpected(self) -> Error {
-        Error::os("process group", format!("the backend gave another kind of outcome: {self:?}"))
+        Error::internal("process group", format!("the backend gave another kind of outcome: {self:?}"))
     }
 
     /// The bytes of [`CallResult::Data`].

@@ -89,8 +89,7 @@ pub enum ReduceOp {
 
 impl ReduceOp {
     /// All of them.
-    #[doc(hidden)]
-    pub const ALL: [ReduceOp; 8] = [
+    pub(crate) const ALL: [ReduceOp; 8] = [
         ReduceOp::Sum,
         ReduceOp::Product,
         ReduceOp::Min,
@@ -106,8 +105,7 @@ impl ReduceOp {
     }
 
     /// Refuses bitwise operations on floats.
-    #[doc(hidden)]
-    pub fn check(self, dtype: ElementType) -> Result<()> {
+    pub(crate) fn check(self, dtype: ElementType) -> Result<()> {
         let bitwise = matches!(self, ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor);
         if bitwise && dtype.is_float() {
             return Err(Error::argument(
@@ -127,15 +125,14 @@ impl fmt::Display for ReduceOp {
 }
 
 /// An element that collectives carry and reduce: `i8 u8 i32 u32 i64 u64 f32 f64 bf16`.
-pub trait Reducible: Pod + Send + sealed::Arithmetic {
-    /// Its code on the wire.
-    #[doc(hidden)]
-    const DTYPE: ElementType;
-}
+pub trait Reducible: Pod + Send + sealed::Arithmetic {}
 
 mod sealed {
     /// The arithmetic of a dtype.
     pub trait Arithmetic: Sized {
+        /// Its code on the wire.
+        const DTYPE: super::ElementType;
+
         fn combine(op: super::ReduceOp, a: Self, b: Self) -> Self;
         fn divide(self, by: u32) -> Self;
     }
@@ -144,10 +141,10 @@ use sealed::Arithmetic;
 
 macro_rules! integers {
     ($($type:ty: $dtype:ident),*) => {$(
-        impl Reducible for $type {
-            const DTYPE: ElementType = ElementType::$dtype;
-        }
+        impl Reducible for $type {}
         impl Arithmetic for $type {
+            const DTYPE: ElementType = ElementType::$dtype;
+
             #[inline(always)]
             fn combine(op: ReduceOp, a: Self, b: Self) -> Self {
                 match op {
@@ -171,10 +168,10 @@ integers!(i8: I8, u8: U8, i32: I32, u32: U32, i64: I64, u64: U64);
 
 macro_rules! floats {
     ($($type:ty: $dtype:ident),*) => {$(
-        impl Reducible for $type {
-            const DTYPE: ElementType = ElementType::$dtype;
-        }
+        impl Reducible for $type {}
         impl Arithmetic for $type {
+            const DTYPE: ElementType = ElementType::$dtype;
+
             #[inline(always)]
             fn combine(op: ReduceOp, a: Self, b: Self) -> Self {
                 match op {
@@ -194,11 +191,11 @@ macro_rules! floats {
 }
 floats!(f32: F32, f64: F64);
 
-impl Reducible for bf16 {
-    const DTYPE: ElementType = ElementType::Bf16;
-}
+impl Reducible for bf16 {}
 
 impl Arithmetic for bf16 {
+    const DTYPE: ElementType = ElementType::Bf16;
+
     #[inline(always)]
     fn combine(op: ReduceOp, a: Self, b: Self) -> Self {
         bf16::from_f32(f32::combine(op, a.to_f32(), b.to_f32()))

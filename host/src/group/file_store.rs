@@ -102,16 +102,9 @@ impl FileStore {
         Ok(FileStore { directory })
     }
 
-    /// Where the store is.
-    #[doc(hidden)]
-    pub fn directory(&self) -> &Path {
-        &self.directory
-    }
-
     /// Gives the store up: every call from now on, and every call that waits now, fails with
     /// `reason` in every process. The last reason stays.
-    #[doc(hidden)]
-    pub fn poison(&self, reason: &str) -> Result<()> {
+    pub(crate) fn poison(&self, reason: &str) -> Result<()> {
         self.replace("poison", "", &self.directory.join(POISON_FILE), reason.as_bytes())
     }
 
@@ -471,7 +464,7 @@ mod tests {
                 scope.spawn(|| {
                     for _ in 0..100 {
                         // A store of its own, as another process would have.
-                        FileStore::new(store.directory()).unwrap().add("n", 1).unwrap();
+                        FileStore::new(&store.directory).unwrap().add("n", 1).unwrap();
                     }
                 });
             }
@@ -543,7 +536,7 @@ mod tests {
         let victim = directory.path().join("victim");
         fs::write(&victim, "of somebody else").unwrap();
         // A member of the directory's group may have put them there.
-        let link = |name: &str| std::os::unix::fs::symlink(&victim, store.directory().join(name)).unwrap();
+        let link = |name: &str| std::os::unix::fs::symlink(&victim, store.directory.join(name)).unwrap();
         link("k.linked");
         link("tmp.0.0");
         link(LOCK_FILE);

@@ -28,22 +28,9 @@ impl HashStore {
 
     /// Gives the store up: every call from now on, and every call that waits now, fails with
     /// `reason`. The first reason stays.
-    #[doc(hidden)]
-    pub fn poison(&self, reason: &str) {
+    pub(crate) fn poison(&self, reason: &str) {
         self.lock().poison.get_or_insert_with(|| reason.to_owned());
         self.changed.notify_all();
-    }
-
-    /// How many keys there are.
-    #[doc(hidden)]
-    pub fn len(&self) -> usize {
-        self.lock().board.len()
-    }
-
-    /// True when there is no key.
-    #[doc(hidden)]
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -14,8 +14,8 @@ use super::store::store_error;
 use super::turns::Core;
 use super::work::Work;
 use super::{ConnectionLimits, JobSecret, ProcessGroup, Store, fds};
-use crate::driver::virt::host_meets;
 use crate::error::{Error, Result};
+use epoxide_vgpu::host_meets;
 
 /// When the ranks of a [`MeshGroup`] connect to each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -34,7 +34,6 @@ pub struct MeshOptions {
     /// How long an operation waits for the other ranks, unless it is given a timeout of its own.
     pub timeout: Duration,
     /// When the ranks connect.
-    #[doc(hidden)]
     pub connect: Connect,
     /// Over what they connect.
     pub sockets: Sockets,
@@ -54,7 +53,6 @@ pub struct MeshOptions {
     pub recorded: usize,
     /// Gets the flight recorder's dumps, beside the file that
     /// [`FLIGHT_RECORDER`](super::FLIGHT_RECORDER) names.
-    #[doc(hidden)]
     pub recorder: Option<Writer>,
 }
 
@@ -163,7 +161,8 @@ impl MeshGroup {
         // ready for any.
         let network = options.connect == Connect::Lazy;
         let listener = options.listen(size, network)?;
-        let address = serde_json::to_vec(&listener.address).map_err(|error| Error::os("serialise", error))?;
+        let address =
+            serde_json::to_vec(&listener.address).map_err(|error| Error::internal("serialise", error))?;
         store.set(&address_key(name, rank), &address)?;
         MeshGroup::assemble(listener, Directory::Store, store, rank, name, members, options)
     }
@@ -195,8 +194,7 @@ impl MeshGroup {
     }
 
     /// The last operations, oldest first.
-    #[doc(hidden)]
-    pub fn flight_record(&self) -> Vec<Entry> {
+    pub(crate) fn flight_record(&self) -> Vec<Entry> {
         self.core.recorder.entries()
     }
 
@@ -247,7 +245,7 @@ impl ProcessGroup for MeshGroup {
     fn split(&self, color: u64) -> Result<Arc<dyn ProcessGroup>> {
         match self.split_group(Some(color), self.rank() as i64)? {
             Some(group) => Ok(Arc::new(group)),
-            None => Err(Error::os("split", "a rank with a color got no group")),
+            None => Err(Error::internal("split", "a rank with a color got no group")),
         }
     }
 

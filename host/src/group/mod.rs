@@ -12,7 +12,7 @@
 //! processes or as threads.
 
 mod board;
-mod call;
+pub(crate) mod call;
 mod collectives;
 mod element;
 mod env;
@@ -33,12 +33,10 @@ pub(crate) mod strangers;
 mod subgroups;
 pub(crate) mod tcp;
 mod turns;
-mod typed;
+pub(crate) mod typed;
 pub(crate) mod work;
 
 pub use call::Message;
-#[doc(hidden)]
-pub use call::{Call, CallResult, Operation, P2p};
 pub use element::{ReduceOp, Reducible};
 pub use env::{RANK, STORE, WORLD_SIZE};
 pub use fds::MAX_FDS;
@@ -46,10 +44,9 @@ pub use file_store::FileStore;
 pub use hash_store::HashStore;
 pub use mesh::{SOCKET_IFNAME, Sockets};
 pub(crate) use mesh::{host_id, interface_address, loopback};
-pub use mesh_group::{MeshGroup, MeshOptions};
+pub use mesh_group::{Connect, MeshGroup, MeshOptions};
 pub use prefix_store::PrefixStore;
 pub use process_group::ProcessGroup;
-#[doc(hidden)]
 pub use recorder::{FLIGHT_RECORDER, Writer};
 pub use rendezvous::{Member, Rendezvous, rendezvous};
 pub use secret::{JOB_SECRET, JOB_SECRET_FILE, JobSecret};

@@ -22,18 +22,6 @@ impl PrefixStore {
         PrefixStore { prefix: prefix.into(), store }
     }
 
-    /// The prefix, without the slash.
-    #[doc(hidden)]
-    pub fn prefix(&self) -> &str {
-        &self.prefix
-    }
-
-    /// The store below.
-    #[doc(hidden)]
-    pub fn underlying(&self) -> &Arc<dyn Store> {
-        &self.store
-    }
-
     fn join(&self, key: &str) -> String {
         format!("{}/{key}", self.prefix)
     }

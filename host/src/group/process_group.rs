@@ -171,7 +171,7 @@ fn call_by_gathering<G: ProcessGroup + ?Sized>(
     };
     let unpack = |payload: &[u8]| {
         blocks::unpack(payload, size as usize)
-            .ok_or_else(|| Error::os("process group", "a peer's parts do not fit the group"))
+            .ok_or_else(|| Error::internal("process group", "a peer's parts do not fit the group"))
     };
     Ok(match call {
         Call::Barrier | Call::MonitoredBarrier => {

@@ -181,8 +181,7 @@ impl JobSecret {
     }
 
     /// Gives it to a process that is to be started, and to no other.
-    #[doc(hidden)]
-    pub fn give_to(&self, command: &mut std::process::Command) {
+    pub(crate) fn give_to(&self, command: &mut std::process::Command) {
         command.env(JOB_SECRET, &*self.0).env_remove(JOB_SECRET_FILE);
     }
 

@@ -81,7 +81,7 @@ impl MeshGroup {
         };
         let address = listener.as_ref().map(|listener| listener.address.clone());
         let ours = Proposal { plan, color, key, address };
-        let bytes = serde_json::to_vec(&ours).map_err(|error| Error::os("serialise", error))?;
+        let bytes = serde_json::to_vec(&ours).map_err(|error| Error::internal("serialise", error))?;
         let name = self.child_name("sub");
         let mut groups: BTreeMap<u64, Vec<(i64, u32, Address)>> = BTreeMap::new();
         for (peer, theirs) in (0u32..).zip(self.all_gather(&bytes)?) {
@@ -106,7 +106,8 @@ impl MeshGroup {
         let size = ranks.len() as u32;
         listener.address.size = size;
         let own = (0u32..).zip(&ranks).find(|(_, (_, peer, _))| *peer == self.rank()).map(|(rank, _)| rank);
-        let rank = own.ok_or_else(|| Error::os("new_group", "the gathered proposals lack this rank's"))?;
+        let rank =
+            own.ok_or_else(|| Error::internal("new_group", "the gathered proposals lack this rank's"))?;
         let members = ranks.iter().map(|(_, peer, _)| self.members[*peer as usize]).collect();
         let resize = |mut address: Address| {
             address.size = size;

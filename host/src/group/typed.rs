@@ -75,13 +75,6 @@ pub trait Collectives: ProcessGroup {
         Ok(())
     }
 
-    /// Runs several collectives in one turn; neighbouring all-reduces of one dtype and operation
-    /// travel as one.
-    #[doc(hidden)]
-    fn coalesce(&self, calls: Vec<Call>) -> Result<Vec<CallResult>> {
-        self.call(Call::Coalesced(calls), self.timeout())?.several()
-    }
-
     /// Reduces `data` elementwise; rank `r` gets the `r`-th piece, of `counts[r]` elements.
     fn reduce_scatter<T: Reducible>(&self, data: &[T], counts: &[usize], op: ReduceOp) -> Result<Vec<T>> {
         let counts = counts.iter().map(|count| (*count * size_of::<T>()) as u64).collect();
@@ -143,13 +136,6 @@ pub trait Collectives: ProcessGroup {
     fn recv<T: Reducible>(&self, from: Option<u32>, tag: u64) -> Result<Message<Vec<T>>> {
         let messages = self.call(Call::P2p(vec![P2p::Recv { from, tag }]), self.timeout())?.messages()?;
         typed(only(messages)?)
-    }
-
-    /// Sends and receives that go on at the same time; gives the messages in the order of the
-    /// receives.
-    #[doc(hidden)]
-    fn batch_send_recv(&self, list: Vec<P2p>) -> Result<Vec<Message>> {
-        self.call(Call::P2p(list), self.timeout())?.messages()
     }
 
     /// [`Collectives::all_reduce`] in the background.
@@ -244,7 +230,7 @@ fn bytes<T: Reducible>(data: &[T]) -> Vec<u8> {
 fn elements<T: Reducible>(bytes: &[u8]) -> Result<Vec<T>> {
     if !bytes.len().is_multiple_of(size_of::<T>()) {
         let reason = format!("{} bytes came, which are no whole number of {}", bytes.len(), T::DTYPE);
-        return Err(Error::os("process group", reason));
+        return Err(Error::internal("process group", reason));
     }
     Ok(bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect())
 }
@@ -276,7 +262,7 @@ fn splits(argument: &'static str, len: usize, splits: &[usize], size: usize) -> 
 }
 
 fn only(mut messages: Vec<Message>) -> Result<Message> {
-    messages.pop().ok_or_else(|| Error::os("recv", "the backend gave no message"))
+    messages.pop().ok_or_else(|| Error::internal("recv", "the backend gave no message"))
 }
 
 fn typed<T: Reducible>(message: Message) -> Result<Message<Vec<T>>> {

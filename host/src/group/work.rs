@@ -73,8 +73,7 @@ impl Work {
     }
 
     /// An operation that has ended.
-    #[doc(hidden)]
-    pub fn ready(result: Result<CallResult>) -> Work {
+    pub(crate) fn ready(result: Result<CallResult>) -> Work {
         Work::of(Arc::new(Promised { result: Mutex::new(Some(result)), ended: Condvar::new() }))
     }
 
@@ -87,8 +86,7 @@ impl Work {
 
 impl<T: 'static> Work<T> {
     /// The same operation, its result turned into another by `convert` once it is asked for.
-    #[doc(hidden)]
-    pub fn map<U>(self, convert: impl FnOnce(T) -> Result<U> + Send + 'static) -> Work<U> {
+    pub(crate) fn map<U>(self, convert: impl FnOnce(T) -> Result<U> + Send + 'static) -> Work<U> {
         let first = self.convert;
         Work { operation: self.operation, convert: Box::new(move |outcome| convert(first(outcome)?)) }
     }

@@ -10,7 +10,8 @@ use super::follow::Followed;
 use super::in_flight::InFlight;
 use crate::driver::{Event, Stream};
 use crate::error::{Error, Result};
-use crate::group::{Operation, ReduceOp, Work};
+use crate::group::call::Operation;
+use crate::group::{ReduceOp, Work};
 use crate::{DType, Tensor};
 
 /// One send or receive of [`Communicator::batch_send_recv`].

@@ -48,7 +48,7 @@ impl Communicator {
     /// for; [`Error::Nccl`]; [`Error::Group`] if a rank does not join within [`Config::timeout`].
     pub fn new(
         library: &Arc<Library>,
-        device: &Arc<dyn Device>,
+        device: &Device,
         id: &UniqueId,
         rank: u32,
         size: u32,
@@ -63,7 +63,7 @@ impl Communicator {
     /// first operation.
     pub fn start(
         library: &Arc<Library>,
-        device: &Arc<dyn Device>,
+        device: &Device,
         id: &UniqueId,
         rank: u32,
         size: u32,
@@ -79,7 +79,7 @@ impl Communicator {
                 format!("ranks of a communicator of {size} are 0..{size}"),
             ));
         }
-        library.check_device(&**device)?;
+        library.check_device(device)?;
         let prepared = Prepared::new(&config, library)?;
         let core = Core::new(
             library.clone(),
@@ -129,7 +129,7 @@ impl Communicator {
     /// same store takes another name. See [`Communicator::new`] and [`UniqueId::over_store`].
     pub fn over_store(
         library: &Arc<Library>,
-        device: &Arc<dyn Device>,
+        device: &Device,
         store: &dyn Store,
         rank: u32,
         size: u32,
@@ -143,7 +143,7 @@ impl Communicator {
     /// [`UniqueId::over_group`].
     pub fn over_group(
         library: &Arc<Library>,
-        device: &Arc<dyn Device>,
+        device: &Device,
         group: &dyn ProcessGroup,
         config: Config,
     ) -> Result<Communicator> {
@@ -395,7 +395,7 @@ impl Communicator {
     }
 
     /// The device of this rank.
-    pub fn device(&self) -> &Arc<dyn Device> {
+    pub fn device(&self) -> &Device {
         &self.core.device
     }
 
@@ -409,7 +409,7 @@ impl Communicator {
     }
 
     /// An error if a tensor or stream is on another device.
-    pub(super) fn check_device(&self, argument: &'static str, device: &Arc<dyn Device>) -> Result<()> {
+    pub(super) fn check_device(&self, argument: &'static str, device: &Device) -> Result<()> {
         let (ours, theirs) = (self.core.device.info(), device.info());
         if ours.ordinal == theirs.ordinal && ours.is_virtual == theirs.is_virtual {
             return Ok(());

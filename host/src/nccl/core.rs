@@ -68,7 +68,7 @@ pub(super) struct Identity {
 /// State shared by a communicator, its operations and its watchdog.
 pub(super) struct Core {
     pub library: Arc<Library>,
-    pub device: Arc<dyn Device>,
+    pub device: Device,
     pub identity: Identity,
     pub recorder: Recorder,
     pub under_way: UnderWay,
@@ -117,7 +117,7 @@ enum Release {
 impl Core {
     pub fn new(
         library: Arc<Library>,
-        device: Arc<dyn Device>,
+        device: Device,
         identity: Identity,
         phase: Phase,
         comm: *mut Comm,
@@ -217,8 +217,8 @@ impl Core {
     /// Runs `call` with the communicator's device current.
     pub fn on_device<T>(&self, call: impl FnOnce() -> T) -> Result<T> {
         let (mut call, mut value) = (Some(call), None);
-        self.device.run_current(&mut || value = call.take().map(|call| call()))?;
-        value.ok_or_else(|| Error::os("nccl", "the device did not run the call"))
+        self.device.driver.run_current(&mut || value = call.take().map(|call| call()))?;
+        value.ok_or_else(|| Error::internal("nccl", "the device did not run the call"))
     }
 
     /// Pauses, longer each time, and asks NCCL how far `comm` is. Ends the pause when the

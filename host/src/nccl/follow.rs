@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::core::{Core, Phase};
 use super::in_flight::{InFlight, Progress};
 use crate::error::{Error, Result};
-use crate::group::CallResult;
+use crate::group::call::CallResult;
 use crate::group::work::Pending;
 
 /// The first pause between two looks of a thread that waits; each is twice as long, up to

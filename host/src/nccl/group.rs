@@ -10,7 +10,8 @@ use super::config::Config;
 use super::library::Library;
 use crate::driver::Device;
 use crate::error::Result;
-use crate::group::{Call, CallResult, JobSecret, ProcessGroup, Work};
+use crate::group::call::{Call, CallResult};
+use crate::group::{JobSecret, ProcessGroup, Work};
 
 /// A [`ProcessGroup`] with a backend for each kind of data, as PyTorch's groups have
 /// (`cpu:gloo,cuda:nccl`). Host data goes over another group, such as a
@@ -32,7 +33,7 @@ impl NcclGroup {
     pub fn new(
         host: Arc<dyn ProcessGroup>,
         library: &Arc<Library>,
-        device: &Arc<dyn Device>,
+        device: &Device,
         config: Config,
     ) -> Result<NcclGroup> {
         let device = Communicator::over_group(library, device, &*host, config)?;

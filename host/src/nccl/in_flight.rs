@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::driver::Event;
 use crate::error::Result;
-use crate::group::Operation;
+use crate::group::call::Operation;
 
 /// How far an operation is.
 #[derive(Debug, Clone)]

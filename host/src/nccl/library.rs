@@ -129,7 +129,7 @@ impl Library {
 
     /// An error if the device's addresses and streams are not of the kind that this library
     /// expects.
-    pub(super) fn check_device(&self, device: &dyn Device) -> Result<()> {
+    pub(super) fn check_device(&self, device: &Device) -> Result<()> {
         let info = device.info();
         if info.is_virtual == self.works_on_host {
             return Ok(());

@@ -17,7 +17,7 @@
 //! use epoxide::nccl::{Communicator, Config, Library, Watchdog};
 //!
 //! /// Sums a tensor over all ranks.
-//! fn sum(device: &Arc<dyn Device>, group: &dyn ProcessGroup) -> epoxide::Result<Vec<f32>> {
+//! fn sum(device: &Device, group: &dyn ProcessGroup) -> epoxide::Result<Vec<f32>> {
 //!     let library = Library::find()?;
 //!     let config = Config {
 //!         timeout: Duration::from_secs(60),

@@ -70,7 +70,7 @@ pub(super) fn meet(setup: &Setup<'_>, address: Result<String>) -> Result<Vec<Gre
         secret: secret.as_ref().is_ok_and(Option::is_some),
         address: address.as_ref().map_err(Error::to_string).cloned(),
     };
-    let bytes = serde_json::to_vec(&ours).map_err(|error| Error::os("serialise", error))?;
+    let bytes = serde_json::to_vec(&ours).map_err(|error| Error::internal("serialise", error))?;
     let all = setup.group.all_gather(&bytes)?;
     // Why this rank cannot take part says more than what the others make of it.
     address?;

@@ -8,7 +8,6 @@ use crate::driver::Memory;
 use crate::error::Error;
 
 /// A queue, and where it leads.
-#[doc(hidden)]
 #[derive(Debug)]
 pub struct Link {
     /// The rank at the other end.
@@ -38,7 +37,6 @@ pub(crate) struct MappedPeer {
 
 /// All queues of a rank, the peers it needs none for, and what receives from its peers. Closed on
 /// drop.
-#[doc(hidden)]
 #[derive(Debug)]
 pub struct Links {
     /// In ascending order of (queue, peer).

@@ -40,9 +40,9 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
         // A driver without fabric handles has none to offer, which is no error.
         let fabric = setup.memory.export_fabric().inspect_err(|error| tracing::debug!("{error}")).ok();
         // Where the host cannot be told, a rank is alone on its own.
-        let here = setup.options.host.clone().unwrap_or_else(host_id);
+        let here = setup.options.hooks.host.clone().unwrap_or_else(host_id);
         let host = if here.is_empty() { format!("rank {}", setup.group.rank()) } else { here };
-        serde_json::to_string(&Offer { host, fabric }).map_err(|error| Error::os("serialise", error))
+        serde_json::to_string(&Offer { host, fabric }).map_err(|error| Error::internal("serialise", error))
     });
     let all = greeting::meet(setup, offer)?;
     let (presence, reader, memory) = prepared?;
@@ -135,7 +135,7 @@ fn agree(setup: &Setup<'_>, attempts: &[(u32, Attempt)]) -> Result<BTreeMap<(u32
         .iter()
         .filter_map(|(peer, attempt)| attempt.as_ref().err().map(|error| (*peer, error.to_string())))
         .collect();
-    let bytes = serde_json::to_vec(&failed).map_err(|error| Error::os("serialise", error))?;
+    let bytes = serde_json::to_vec(&failed).map_err(|error| Error::internal("serialise", error))?;
     let mut verdicts = BTreeMap::new();
     for (rank, bytes) in (0u32..).zip(setup.group.all_gather(&bytes)?) {
         let failed: Vec<(u32, String)> = serde_json::from_slice(&bytes).map_err(|error| {

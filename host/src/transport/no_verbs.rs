@@ -14,11 +14,7 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     Err(unavailable())
 }
 
-pub(super) fn wire_memory(
-    _options: &TransportOptions,
-    _device: &Arc<dyn Device>,
-    _bytes: u64,
-) -> Result<Arc<Memory>> {
+pub(super) fn wire_memory(_options: &TransportOptions, _device: &Device, _bytes: u64) -> Result<Arc<Memory>> {
     Err(unavailable())
 }
 

@@ -29,7 +29,6 @@ pub enum TransportKind {
 
 impl TransportKind {
     /// All of them.
-    #[doc(hidden)]
     pub const ALL: [TransportKind; 5] = [
         TransportKind::Auto,
         TransportKind::Direct,
@@ -80,21 +79,26 @@ pub struct TransportOptions {
     /// thread of its own at the sending end, and with [`TransportKind::Tcp`] a connection and a
     /// thread at the receiving end.
     pub queues_per_peer: u32,
-    /// Makes the queues of this rank worse than they are, for tests. Nothing to what kernels write
-    /// themselves.
-    #[doc(hidden)]
-    pub shaping: Option<Shaping>,
     /// How long a put waits for the network.
     pub timeout: Duration,
-    /// The host that this rank is on: ranks of differing ones do not share memory by descriptors.
-    /// `None`: the system's name. A test plays several hosts with it.
-    #[doc(hidden)]
-    pub host: Option<String>,
     /// Limits on connections to the sockets of [`TransportKind::Tcp`] while ranks connect.
     pub limits: ConnectionLimits,
     /// For [`TransportKind::Verbs`]: which devices, and how. `None`: from the environment
     /// ([`VerbsOptions::from_env`]).
     pub verbs: Option<VerbsOptions>,
+    /// For epoxide's own tests.
+    #[doc(hidden)]
+    pub hooks: Hooks,
+}
+
+/// What tests of epoxide change of a transport.
+#[derive(Debug, Clone, Default)]
+pub struct Hooks {
+    /// Makes the queues of this rank worse than they are. Nothing to what kernels write themselves.
+    pub shaping: Option<Shaping>,
+    /// The host that this rank is on: ranks of differing ones do not share memory by descriptors.
+    /// `None`: the system's name. A test plays several hosts with it.
+    pub host: Option<String>,
 }
 
 /// Most queues to a peer.
@@ -111,11 +115,10 @@ impl TransportOptions {
         TransportOptions {
             kind,
             queues_per_peer,
-            shaping: None,
             timeout: Duration::from_secs(30),
-            host: None,
             limits: ConnectionLimits::default(),
             verbs: None,
+            hooks: Hooks::default(),
         }
     }
 }

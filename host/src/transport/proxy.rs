@@ -59,7 +59,7 @@ pub struct Proxies {
 
 impl Proxies {
     /// Starts a proxy for every queue of `links`; `device` runs the kernels that post.
-    pub fn start(device: &Arc<dyn Device>, mut links: Links) -> Result<Proxies> {
+    pub fn start(device: &Device, mut links: Links) -> Result<Proxies> {
         let queues = links.take();
         let proxies = queues.into_iter().map(|link| Proxy::start(device, link)).collect::<Result<_>>()?;
         Ok(Proxies { proxies, links })
@@ -215,7 +215,7 @@ struct ProxyState {
 
 impl Proxy {
     /// Starts the proxy of a link; `device` runs the kernels that post.
-    pub fn start(device: &Arc<dyn Device>, link: Link) -> Result<Proxy> {
+    pub fn start(device: &Device, link: Link) -> Result<Proxy> {
         let Link { peer, index, queue } = link;
         let ring = Arc::new(Memory::alloc(device, QUEUE_BYTES, MemoryKind::MappedHost, "queue of puts")?);
         let shared = Arc::new(ProxyState::default());
@@ -285,7 +285,7 @@ impl Proxy {
             "queue {} to rank {} {what} since it was told to end {JOIN:?} ago",
             self.queue, self.peer
         );
-        Error::os("proxy", reason)
+        Error::timeout("proxy", reason)
     }
 
     /// Ends the thread. If all that was posted has left within `grace`, the proxy says goodbye;

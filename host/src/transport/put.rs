@@ -10,7 +10,6 @@ use crate::error::Result;
 
 /// Bytes from the own wire memory to a peer's, and the counter behind them. Offsets are in bytes
 /// from the start of wire memory.
-#[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Put {
     /// Where the bytes are here.
@@ -47,7 +46,6 @@ impl Put {
 }
 
 /// An ordered queue to one peer. One thread uses it.
-#[doc(hidden)]
 pub trait PutQueue: Send + Debug {
     /// Starts the puts, in order, as one batch. May wait for the network, not longer than the
     /// queue's timeout.
@@ -82,7 +80,6 @@ pub trait PutQueue: Send + Debug {
 
 /// Ends the waits of a queue, from any thread, and tells any thread which call the queue is in;
 /// clones are the same. The queue is of no use once it is raised.
-#[doc(hidden)]
 #[derive(Debug, Clone, Default)]
 pub struct Interrupt(Arc<State>);
 

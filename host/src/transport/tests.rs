@@ -8,11 +8,17 @@ use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use super::links::{Link, Links};
+use super::open::wire_memory;
+use super::proxy::Proxy;
+use super::put::{Interrupt, Put, PutQueue};
 use super::setup::JOIN;
+use super::shaping::Shaping;
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
-use crate::driver::{Device, DevicePtr, MemoryKind};
-use crate::error::Error;
+use crate::driver::{Device, DevicePtr, Memory, MemoryKind};
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
 use crate::group::launch::run_threads;
 
 /// Longer than anything takes on a busy machine that is meant to end.
@@ -39,7 +45,7 @@ fn part(size: u32, queue: u32, peer: u32) -> u64 {
 
 struct Rank {
     group: Arc<dyn ProcessGroup>,
-    device: Arc<dyn Device>,
+    device: Device,
     memory: Arc<Memory>,
     peers: Vec<u32>,
 }
@@ -305,7 +311,7 @@ fn a_full_ring_backs_up_and_completion_waits_for_the_queue() {
             // The whole ring takes more than four minutes.
             let lag = Duration::from_secs(1);
             let mut options = options(kind, 1);
-            options.shaping = Some(Shaping::new(1).lag(1, 0, lag));
+            options.hooks.shaping = Some(Shaping::new(1).lag(1, 0, lag));
             let start = Instant::now();
             // The number of puts that may have left by now.
             let most = || (start.elapsed().as_nanos() / lag.as_nanos()) as u64;
@@ -344,7 +350,8 @@ fn a_lagging_queue_is_overtaken_by_others_and_keeps_its_own_order() {
             let it = Rank::new(group, bytes(4));
             let mut options = options(kind, 2);
             let lag = Duration::from_millis(300);
-            options.shaping = Some(Shaping::new(5).lag(1, 0, lag).delay_up_to(Duration::from_millis(2)));
+            options.hooks.shaping =
+                Some(Shaping::new(5).lag(1, 0, lag).delay_up_to(Duration::from_millis(2)));
             let start = Instant::now();
             let proxies = it.proxies(&options);
             const COUNT: u64 = 10;
@@ -386,7 +393,7 @@ fn a_narrow_link_carries_no_more_than_it_should() {
     run_threads(2, TIMEOUT, |rank, group| {
         let it = Rank::new(group, bytes(2));
         let mut options = options(TransportKind::Shm, 1);
-        options.shaping = Some(Shaping::new(0).bandwidth(4 << 20));
+        options.hooks.shaping = Some(Shaping::new(0).bandwidth(4 << 20));
         let proxies = it.proxies(&options);
         if rank == 0 {
             let mut poster = Poster::new(&proxies, 0, 1);
@@ -411,7 +418,7 @@ fn over_a_cut_link_nothing_arrives_and_leaving_is_prompt() {
             let it = Rank::new(group, bytes(3));
             let mut options = options(kind, 1);
             let shaping = Shaping::new(0).cut_after(1, 3);
-            options.shaping = Some(shaping.clone());
+            options.hooks.shaping = Some(shaping.clone());
             let mut proxies = it.proxies(&options);
             if rank == 0 {
                 let mut posters = [1, 2].map(|peer| Poster::new(&proxies, 0, peer));
@@ -442,7 +449,7 @@ fn over_a_cut_link_nothing_arrives_and_leaving_is_prompt() {
     run_threads(2, TIMEOUT, |rank, group| {
         let it = Rank::new(group, bytes(2));
         let mut options = options(TransportKind::Shm, 1);
-        options.shaping = Some(Shaping::new(0).cut_after(1, 1));
+        options.hooks.shaping = Some(Shaping::new(0).cut_after(1, 1));
         let mut links = it.connect(&options).unwrap();
         if rank == 0 {
             let queue = &mut links.queues()[0].queue;
@@ -762,7 +769,7 @@ fn a_mapped_peer_that_dies_is_told() {
 
 /// A queue that needs the driver, as none may.
 #[derive(Debug)]
-struct Calling(Arc<dyn Device>);
+struct Calling(Device);
 
 impl PutQueue for Calling {
     fn put_with_counter(&mut self, _puts: &[Put]) -> Result<()> {
@@ -827,7 +834,7 @@ impl PutQueue for Stuck {
 
 #[test]
 fn a_proxy_in_a_call_that_does_not_return_is_named_and_left_behind() {
-    let device: Arc<dyn Device> = VirtualGpu::new(VirtConfig::default());
+    let device: Device = VirtualGpu::new(VirtConfig::default());
     let released = Arc::<AtomicBool>::default();
     let queue = Box::new(Stuck { interrupt: Interrupt::default(), released: released.clone() });
     let link = Link { peer: 1, index: 0, queue };

@@ -47,7 +47,7 @@ fn ranks_must_fill_their_nodes() {
         (2, 9, "1 to 8 ranks"),
         (33, 1, "33 ranks would be 33 nodes; at most 32 are possible"),
     ] {
-        let errors = refusals(ranks, |_, setup| setup.options.ranks_per_node = Some(ranks_per_node));
+        let errors = refusals(ranks, |_, setup| setup.fields().ranks_per_node = Some(ranks_per_node));
         assert_eq!(errors.len() as u32, ranks, "every rank must refuse: {errors:?}");
         let expected = format!("ranks_per_node = {ranks_per_node}: ");
         for error in errors {
@@ -58,7 +58,7 @@ fn ranks_must_fill_their_nodes() {
 
 #[test]
 fn more_ranks_than_a_node_has_need_their_number() {
-    let errors = refusals(65, |_, setup| setup.options.ranks_per_node = None);
+    let errors = refusals(65, |_, setup| setup.fields().ranks_per_node = None);
     let named = |error: &String| error.contains("group size = 65") && error.contains("set ranks_per_node");
     assert!(errors.len() == 65 && errors.iter().all(named), "{errors:?}");
 }
@@ -82,7 +82,7 @@ fn chunks_must_fit_their_rings() {
             ["num_max_rdma_chunked_recv_tokens = 120", "120 % 16 != 0"],
         ),
     ] {
-        let errors = refusals(nodes, |_, setup| setup.options.config = config);
+        let errors = refusals(nodes, |_, setup| setup.fields().config = config);
         assert_eq!(errors.len() as u32, nodes, "every rank must refuse: {errors:?}");
         for error in errors {
             assert!(parts.iter().all(|part| error.contains(part)), "{parts:?}: {error}");
@@ -231,7 +231,7 @@ fn too_many_rows_for_one_rank_are_an_error_on_every_rank_before_any_row_moves() 
 fn wire_memory_that_is_too_small_is_an_error_on_every_rank_and_says_how_much_is_enough() {
     let with = |bytes: u64| {
         let mut setup = setup();
-        setup.options.num_rdma_bytes = Some(bytes);
+        setup.fields().num_rdma_bytes = Some(bytes);
         setup
     };
     let least = match lockstep::run(RANKS, |group| Rank::join(&with(0), group)) {

@@ -9,8 +9,9 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use epoxide::Result;
+use epoxide::internal::transport::Shaping;
 use epoxide::throughput::{CombineRequest, DispatchRequest};
-use epoxide::transport::{Shaping, TransportKind};
+use epoxide::transport::TransportKind;
 use epoxide::{DType, Tensor, TypedTensor};
 use epoxide_gpu::layout::{DevicePtr, row_stride};
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
@@ -47,7 +48,7 @@ impl Network {
         let most = ROWS.iter().max().copied().unwrap_or(0);
         let mut setup = Setup::new(self.ranks(), CHANNELS, MOST_TOKENS, most.into()).nodes(Some(self.place));
         let lag = |shaping: Shaping, peer| shaping.lag(peer, self.late, LAG);
-        setup.options.transport.shaping = Some((0..self.ranks()).fold(Shaping::new(1), lag));
+        setup.fields().transport.hooks.shaping = Some((0..self.ranks()).fold(Shaping::new(1), lag));
         setup
     }
 

@@ -1,8 +1,9 @@
 //! Links between nodes that break.
 
 use epoxide::Error;
+use epoxide::internal::transport::Shaping;
 use epoxide::throughput::DispatchRequest;
-use epoxide::transport::{Shaping, TransportKind};
+use epoxide::transport::TransportKind;
 use epoxide::{DType, Tensor};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
 
@@ -23,7 +24,7 @@ fn a_broken_link_is_named_with_its_lost_puts() {
         let outcome = run_ranks(2, |number, group| {
             let mut setup = Setup::new(2, 1, 2, ROW).nodes(Some(nodes)).timeout(TIMEOUT);
             if number == 1 {
-                setup.options.transport.shaping = Some(Shaping::new(1).cut_after(0, puts));
+                setup.fields().transport.hooks.shaping = Some(Shaping::new(1).cut_after(0, puts));
             }
             let mut rank = Rank::join(&setup, group.clone())?;
             let topk_idx = rank.upload_typed(2, &every_rank)?;

@@ -2,6 +2,7 @@
 //! such node back.
 
 use epoxide::DType;
+use epoxide::internal::Instruments;
 use epoxide::throughput::{CachedDispatchRequest, CombineRequest, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide_testing::oracle;

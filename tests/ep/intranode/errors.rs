@@ -63,7 +63,7 @@ fn rows_must_start_at_multiples_of_16_bytes() {
 fn rows_to_dispatch_must_be_contiguous() {
     // Those of another place, since a dispatch borrows its own.
     let mut setup = setup();
-    setup.options.places = 2;
+    setup.fields().places = 2;
     then_dispatch(setup, |rank, valid, place| {
         let other = rank.buffer.place(1)?;
         let rows = other.combine_rows(DType::Bf16, TOKENS, 8)?;
@@ -229,8 +229,8 @@ fn buffer_options_are_checked() {
         let made = epoxide_testing::lockstep::run(setup.ranks, |group| Rank::join(&setup, group));
         made.err().unwrap_or_else(|| panic!("{setup:?} should be refused"))
     };
-    let shape = |change: &dyn Fn(&mut Shape)| make(&|setup| change(&mut setup.options.shape));
-    let tuning = |change: &dyn Fn(&mut Tuning)| make(&|setup| change(&mut setup.options.tuning));
+    let shape = |change: &dyn Fn(&mut Shape)| make(&|setup| change(&mut setup.fields().shape));
+    let tuning = |change: &dyn Fn(&mut Tuning)| make(&|setup| change(&mut setup.fields().tuning));
     assert_names(&shape(&|s| s.max_row_bytes = 24), &["hidden = 24 bytes per row", "multiple of 16 bytes"]);
     assert_names(&shape(&|s| s.max_row_bytes = 0), &["hidden = 0 bytes per row", "positive"]);
     assert_names(&shape(&|s| s.max_topk = 0), &["num_topk = 0", "1 to 32"]);
@@ -238,15 +238,15 @@ fn buffer_options_are_checked() {
     let parts = ["max_tokens_per_rank = 4294967295", "8589934590 rows for 2 ranks", "31 bits"];
     assert_names(&shape(&|s| s.max_tokens_per_rank = u32::MAX), &parts);
     let none = Config { num_sms: 0, ..Config::default() };
-    assert_names(&make(&|setup| setup.options.config = none), &["num_sms = 0", "0 channels"]);
+    assert_names(&make(&|setup| setup.fields().config = none), &["num_sms = 0", "0 channels"]);
     let many = Config { num_sms: 1000, ..Config::default() };
-    assert_names(&make(&|setup| setup.options.config = many), &["num_sms = 1000", "500 channels"]);
+    assert_names(&make(&|setup| setup.fields().config = many), &["num_sms = 1000", "500 channels"]);
     assert_names(&make(&|setup| setup.ranks = 65), &["group size = 65", "1 to 64 ranks"]);
     assert_names(&tuning(&|t| t.dispatch_warps = 17), &["dispatch_warps = 17", "must be 1 to"]);
     assert_names(&tuning(&|t| t.combine_slots = 1), &["combine_slots = 1", "must be 2 to"]);
     let stagers = tuning(&|t| t.combine_stagers = Some(0));
     assert_names(&stagers, &["combine_stagers = 0", "must be 1 to"]);
-    let error = make(&|setup| setup.options.num_nvl_bytes = Some(1000));
+    let error = make(&|setup| setup.fields().num_nvl_bytes = Some(1000));
     assert_names(&error, &["num_nvl_bytes: needs", "has 1000 bytes"]);
 }
 
@@ -267,9 +267,9 @@ fn too_much(rows: u64) -> (Setup, Case) {
     let to_rank_1 = Routing { num_experts: 4, num_topk: 2, topk_idx: vec![vec![vec![2, 3]; 6]; 2] };
     let case = Case::new(to_rank_1, ROW as u32);
     let mut setup = case.setup();
-    let shape = setup.options.shape;
+    let shape = setup.fields().shape;
     // The pool's bytes for that many rows, found as a user would: from the error of a smaller one.
-    setup.options.num_nvl_bytes = Some(bytes_for_one_row(&setup) + (rows - 1) * bytes_per_row(&shape));
+    setup.fields().num_nvl_bytes = Some(bytes_for_one_row(&setup) + (rows - 1) * bytes_per_row(&shape));
     (setup, case)
 }
 
@@ -354,7 +354,7 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
     // The size in the error is enough, and no more than needed.
     assert_eq!(needed_bytes[0], needed_bytes[1]);
     let mut setup = setup;
-    setup.options.num_nvl_bytes = Some(needed_bytes[0]);
+    setup.fields().num_nvl_bytes = Some(needed_bytes[0]);
     setup.run(|rank| {
         rank.equal("capacity", &[rank.buffer.capacity()], &[sent]);
         rank.check_everything(&case)

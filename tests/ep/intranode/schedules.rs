@@ -4,8 +4,8 @@
 use std::collections::HashSet;
 
 use epoxide::Result;
-use epoxide::driver::virt::{Executor, Machine, VirtConfig};
 use epoxide::internal::Tuning;
+use epoxide::internal::driver::{Executor, Machine};
 use epoxide_testing::{lockstep, tier};
 
 use super::programs::{Program, ROW};
@@ -26,8 +26,7 @@ fn setup(machine: &Machine) -> Setup {
         ..Tuning::default()
     };
     let mut setup = Setup::new(RANKS, CHANNELS, TOKENS, ROW.into()).tuning(tuning);
-    let executor = Executor::Manual(machine.clone());
-    setup.device = VirtConfig { executor, ..setup.device };
+    setup.device.hooks.executor = Executor::Manual(machine.clone());
     setup
 }
 

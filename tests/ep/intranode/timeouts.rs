@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::Error;
-use epoxide::driver::virt::{Executor, Machine};
 use epoxide::group::ProcessGroup;
+use epoxide::internal::driver::{Executor, Machine};
 use epoxide_testing::harness::{PATIENCE, Rank, run_ranks};
 use epoxide_testing::lockstep;
 
@@ -73,7 +73,7 @@ fn on_a_machine_a_deadline_passes_in_virtual_time() {
     let run = || {
         let machine = Machine::new(9);
         let mut setup = Ranks::of_one_node().setup().timeout(VIRTUAL_TIMEOUT);
-        setup.device.executor = Executor::Manual(machine.clone());
+        setup.device.hooks.executor = Executor::Manual(machine.clone());
         let mut ranks = lockstep::run(3, |group| Rank::join(&setup, group)).unwrap();
         let inputs: Vec<_> = ranks.iter().map(|rank| Inputs::upload(&turn, rank).unwrap()).collect();
         let outputs: Vec<_> = ranks

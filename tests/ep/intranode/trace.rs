@@ -1,6 +1,7 @@
 //! Traces: their contents, and that they change no result.
 
 use epoxide::driver::virt::Time;
+use epoxide::internal::Instruments;
 use epoxide_gpu::layout::BlockTrace;
 
 use crate::turns::{Inputs, ROW, Turn, echo};

@@ -51,7 +51,7 @@ impl Rank {
 
     /// The time by which deadlines pass.
     fn now(&self) -> Duration {
-        now(&**self.stream.device())
+        now(self.stream.device())
     }
 
     /// Waits for the stream; the error that the device has recorded.

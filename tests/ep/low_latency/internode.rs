@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use epoxide::driver::Stream;
 use epoxide::driver::virt::{CheckConfig, Checker, Loaded, VirtConfig, VirtualGpu};
+use epoxide::internal::Instruments;
 use epoxide::low_latency::{Buffer, DispatchRequest, Options, Quantise, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, Error, StreamOrder, Tensor, TypedTensor};

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use epoxide::driver::Stream;
 use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::internal::regroup_ahead;
 use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
@@ -221,7 +222,7 @@ fn rounds_go_on_where_the_low_half_of_an_epoch_wraps() {
         let case = LowLatencyCase { rounds: 10, unanswered: 2, nodes, ..case.clone() };
         case.on_threads(|rank| {
             let all: Arc<_> = rank.group.clone();
-            rank.buffer.regroup_ahead(&*all, (1 << 32) - 8)?;
+            regroup_ahead(&mut rank.buffer, &*all, (1 << 32) - 8)?;
             case.step_by_step(rank)
         });
     }

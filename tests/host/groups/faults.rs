@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use epoxide::Error;
 use epoxide::group::{
-    Collectives, HashStore, MeshGroup, MeshOptions, ProcessGroup, ReduceOp, Sockets, Store,
+    Collectives, Connect, HashStore, MeshGroup, MeshOptions, ProcessGroup, ReduceOp, Sockets, Store,
 };
-use epoxide::internal::Connect;
+use epoxide::internal::group::poison;
 use epoxide_testing::tier;
 
 use super::harness::{LATE, PATIENCE, options, threads};
@@ -245,7 +245,7 @@ fn a_store_that_goes_away_after_an_eager_join() {
                 let eager = MeshOptions { connect: Connect::Eager, ..options(PATIENCE) };
                 let group = MeshGroup::new(store.clone(), rank, 3, "g", eager).unwrap();
                 if joined.wait().is_leader() {
-                    store.poison("its host left");
+                    poison(&store, "its host left");
                 }
                 group.all_reduce(&mut [rank], ReduceOp::Sum).unwrap();
                 let pair = group.split_group(Some(0), 0).unwrap().unwrap();

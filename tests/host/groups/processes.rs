@@ -8,9 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use epoxide::Result;
-use epoxide::group::{
-    Collectives, FLIGHT_RECORDER, FileStore, MeshGroup, P2p, ProcessGroup, ReduceOp, Store,
-};
+use epoxide::group::{Collectives, FLIGHT_RECORDER, FileStore, MeshGroup, ProcessGroup, ReduceOp, Store};
+use epoxide::internal::group::{Call, P2p};
 use epoxide_testing::alone::one_test;
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
@@ -61,7 +60,7 @@ fn operation(group: &MeshGroup, mode: &str, round: u32) -> Result<()> {
         _ => {
             let send = P2p::Send { to: (rank + 1) % size, tag: 1, data: vec![1; 9000] };
             let from = Some((rank + size - 1) % size);
-            group.batch_send_recv(vec![send, P2p::Recv { from, tag: 1 }]).map(drop)
+            group.call(Call::P2p(vec![send, P2p::Recv { from, tag: 1 }]), group.timeout()).map(drop)
         }
     }
 }

@@ -6,8 +6,8 @@ use std::os::unix::net::{SocketAddr, UnixStream};
 use std::sync::Arc;
 
 use epoxide::Error;
+use epoxide::group::Connect;
 use epoxide::group::{HashStore, JobSecret, MeshGroup, MeshOptions, ProcessGroup, Sockets, Store};
-use epoxide::internal::Connect;
 use epoxide_testing::tier;
 
 use super::harness::{PATIENCE, options, threads};

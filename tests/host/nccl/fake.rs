@@ -180,7 +180,7 @@ impl Drop for Fake {
     }
 }
 
-pub fn device() -> Arc<dyn Device> {
+pub fn device() -> Device {
     VirtualGpu::new(VirtConfig::default())
 }
 
@@ -201,7 +201,7 @@ pub fn hurried(parent: &Communicator, config: &Config) -> Communicator {
 }
 
 /// A stream and a tensor with these values.
-pub fn tensor(device: &Arc<dyn Device>, values: &[f32]) -> (Stream, Tensor<'static>) {
+pub fn tensor(device: &Device, values: &[f32]) -> (Stream, Tensor<'static>) {
     let stream = Stream::new(device, false).unwrap();
     let tensor = Tensor::from_host(&stream, DType::F32, &[values.len() as u64], values).unwrap();
     (stream, tensor)

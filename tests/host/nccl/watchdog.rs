@@ -4,8 +4,9 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use epoxide::driver::virt::{Executor, Machine, VirtConfig, VirtualGpu};
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::ReduceOp;
+use epoxide::internal::driver::{Executor, Hooks, Machine};
 use epoxide::nccl::{Communicator, Config, DEBUG_INFO_FILE, DEBUG_INFO_PIPE, Watchdog};
 use epoxide_testing::alone;
 
@@ -56,7 +57,10 @@ fn aborts_operations_that_hang_on_the_device_and_dumps() {
         // A device that stands still unless it is driven, so that work in its streams stays under
         // way.
         let machine = Machine::new(1);
-        let config = VirtConfig { executor: Executor::Manual(machine.clone()), ..VirtConfig::default() };
+        let config = VirtConfig {
+            hooks: Hooks { executor: Executor::Manual(machine.clone()), ..Hooks::default() },
+            ..VirtConfig::default()
+        };
         let device = VirtualGpu::new(config);
         let parent = Communicator::new(&fake.library, &device, &fake.id(), 0, 1, patient()).unwrap();
         // The first operation has to end before that.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use epoxide::group::{ConnectionLimits, Store, TcpStore};
-use epoxide::internal::TcpStoreServer;
+use epoxide::internal::group::TcpStoreServer;
 use epoxide_testing::alone::{self, one_test};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 

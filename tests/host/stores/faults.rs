@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use epoxide::group::{Store, TcpStore};
-use epoxide::internal::TcpStoreServer;
+use epoxide::internal::group::TcpStoreServer;
 use epoxide_testing::{HeldPort, alone};
 
 use super::attacks::settle;

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use epoxide::group::{ConnectionLimits, JobSecret, ProcessGroup, Rendezvous, Store, TcpStore};
-use epoxide::internal::TcpStoreServer;
+use epoxide::internal::group::{TcpStoreServer, host_on};
 use rustix::net::sockopt::{set_ipv6_v6only, set_socket_reuseaddr};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with};
 
@@ -97,7 +97,7 @@ fn relayed(ip: IpAddr) -> Option<(TcpStore, Relay)> {
         eprintln!("no IPv6 here: nothing to relay at [::1]");
         return None;
     };
-    let store = TcpStore::host_on(server, PATIENCE, Duration::ZERO, Some(&secret()), &limits());
+    let store = host_on(server, PATIENCE, Duration::ZERO, Some(&secret()), &limits());
     Some((store.unwrap(), Relay::start(listener, (Ipv4Addr::LOCALHOST, port).into())))
 }
 
@@ -171,7 +171,7 @@ fn ranks_at_localhost_leave_no_loopback_address_to_a_relay() {
     assert!(error.contains("take another port"), "{error}");
     drop(listener);
     // The ranks came first: the relay gets neither address, and ranks meet by either.
-    let held = epoxide::group::launch::HeldPort::any().unwrap();
+    let held = epoxide::internal::launch::HeldPort::any().unwrap();
     let port = held.number();
     let first = join(0, port).unwrap();
     let late = TcpListener::bind((Ipv6Addr::LOCALHOST, port)).unwrap_err();

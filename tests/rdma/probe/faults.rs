@@ -4,7 +4,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use epoxide::group::{MeshGroup, ProcessGroup};
-use epoxide::transport::{Links, Put, PutQueue};
+use epoxide::internal::transport::{Links, Put, PutQueue};
 use epoxide::{Error, Result};
 use rustix::process::{Signal, getpid, kill_process};
 use serde_json::Value;

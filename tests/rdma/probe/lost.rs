@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use epoxide::driver::Stream;
 use epoxide::group::{HashStore, MeshGroup, MeshOptions, ProcessGroup};
+use epoxide::internal::transport::Shaping;
 use epoxide::throughput::{Buffer, CombineRequest, Config, DispatchRequest, Options, Place, Received, Shape};
-use epoxide::transport::{Shaping, TransportOptions};
+use epoxide::transport::TransportOptions;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use half::bf16;
@@ -43,7 +44,8 @@ pub fn run(rank: &Rank, how: How) -> Result<()> {
     let mut options = rank.options.clone();
     if rank.rank() == LOST && how != How::Unplugged {
         let shaping = Shaping::new(0);
-        options.shaping = Some(rank.peers().into_iter().fold(shaping, |all, peer| all.lag(peer, 0, LAG)));
+        options.hooks.shaping =
+            Some(rank.peers().into_iter().fold(shaping, |all, peer| all.lag(peer, 0, LAG)));
     }
     let mut nodes = Nodes::new(rank, &rank.group, options)?;
     let mut place = nodes.buffer.place(0)?;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use epoxide::Result;
 use epoxide::group::ProcessGroup as _;
-use epoxide::transport::{Put, PutQueue};
+use epoxide::internal::transport::{Put, PutQueue};
 use rand::{Rng, RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, Memory};
 use epoxide::group::{MeshGroup, ProcessGroup, rendezvous};
-use epoxide::transport::{Links, TransportKind, TransportOptions, connect, wire_memory};
+use epoxide::internal::transport::{Links, connect, wire_memory};
+use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{Error, Result};
 
 /// A rank of the test.
@@ -34,7 +35,7 @@ impl Rank {
     }
 
     /// This rank's GPU, a virtual one; its number, the rank's on its host, picks the network card.
-    pub fn device(&self) -> Arc<dyn Device> {
+    pub fn device(&self) -> Device {
         let ordinal = std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);
         VirtualGpu::new(VirtConfig { ordinal, ..VirtConfig::default() })
     }

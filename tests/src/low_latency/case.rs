@@ -1,7 +1,5 @@
 //! Parameters of a low-latency round trip.
 
-use std::sync::Arc;
-
 use epoxide::driver::Device;
 use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::low_latency::{Options, Quantise, Shape};
@@ -125,7 +123,7 @@ impl LowLatencyCase {
     }
 
     /// A device of a rank.
-    pub fn device(&self, rank: u32) -> Arc<dyn Device> {
+    pub fn device(&self, rank: u32) -> Device {
         let schedule_seed = self.schedule_seed.map(|seed| seed + u64::from(rank));
         let checker = self.checker.clone();
         let config = VirtConfig {

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use super::slot::Slot;
 use epoxide::Result;
-use epoxide::group::{Call, CallResult, ProcessGroup, Work};
+use epoxide::group::{ProcessGroup, Work};
+use epoxide::internal::group::{Call, CallResult};
 
 /// Writes each call to the rank's slot, before and after.
 #[derive(Debug)]

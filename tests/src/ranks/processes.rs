@@ -19,9 +19,9 @@ use super::started::Ranks;
 use super::trace::{self, Thread};
 use super::verdict::RankMain;
 use epoxide::group::FileStore;
-use epoxide::group::launch::{
-    HeldPort, Process, RankEnvironment, RankExit, StoreDirectory, current_exe, die_with_parent,
-};
+use epoxide::group::launch::{RankExit, current_exe};
+use epoxide::internal::group::poison_files;
+use epoxide::internal::launch::{HeldPort, Process, RankEnvironment, StoreDirectory, die_with_parent};
 use epoxide::{Error, Result};
 
 /// How often processes are looked at whose end of the socket stays open when they end.
@@ -160,7 +160,7 @@ impl Ranks for Processes {
     }
 
     fn give_up(&self, reason: &str) {
-        if let Err(error) = self.store.poison(reason) {
+        if let Err(error) = poison_files(&self.store, reason) {
             tracing::warn!("{error}");
         }
     }

@@ -12,8 +12,8 @@ use super::slot::Slot;
 use super::started::Ranks;
 use super::trace::{self, Thread};
 use super::verdict::{RankMain, Verdict};
-use epoxide::group::{HashStore, MeshGroup, MeshOptions, ProcessGroup};
-use epoxide::internal::Connect;
+use epoxide::group::{Connect, HashStore, MeshGroup, MeshOptions, ProcessGroup};
+use epoxide::internal::group::poison;
 use epoxide::{Error, Result};
 
 /// The ranks. Dropping ends them, but for those that hang.
@@ -101,7 +101,7 @@ impl Ranks for Threads {
     }
 
     fn give_up(&self, reason: &str) {
-        self.store.poison(reason);
+        poison(&self.store, reason);
     }
 
     fn trace(&mut self, rank: u32, end: Instant) -> String {

@@ -24,7 +24,7 @@ impl Case {
             .map(|rank| oracle::by_expert(&self.routing, rank, alignment).rows.len() as u64)
             .max();
         let mut setup = self.setup();
-        setup.options.rows_by_expert = Some(most.unwrap_or(0));
+        setup.fields().rows_by_expert = Some(most.unwrap_or(0));
         setup
     }
 

@@ -1,16 +1,16 @@
-//! The methods of [`Device`], each a binding of the context and one call.
+//! The methods of [`Driver`], each a binding of the context and one call.
 
 use std::os::fd::OwnedFd;
 
 use super::device::CudaDevice;
 use super::{context, copy, graph, memory, module, stream};
 use crate::driver::{
-    CopyEnd, Device, DeviceInfo, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream,
+    CopyEnd, DeviceInfo, DevicePtr, Driver, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream,
     Staging, Streams,
 };
 use crate::error::Result;
 
-impl Device for CudaDevice {
+impl Driver for CudaDevice {
     fn info(&self) -> &DeviceInfo {
         &self.info
     }

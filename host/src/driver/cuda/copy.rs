@@ -5,7 +5,7 @@ use super::{ffi, stream};
 use crate::driver::{CopyEnd, DevicePtr};
 use crate::error::Result;
 
-/// [`Device::copy`](crate::driver::Device::copy).
+/// [`Driver::copy`](crate::driver::device::Driver::copy).
 ///
 /// # Safety
 /// Both ranges are live until the stream has passed the copy.
@@ -35,7 +35,7 @@ pub unsafe fn copy(_: &Bound<'_>, stream: u64, dst: CopyEnd, src: CopyEnd, bytes
     }
 }
 
-/// [`Device::fill`](crate::driver::Device::fill).
+/// [`Driver::fill`](crate::driver::device::Driver::fill).
 ///
 /// # Safety
 /// The range is live until the stream has passed the call.

@@ -46,7 +46,7 @@ impl CudaDevice {
     ///
     /// [`Error::Unavailable`](crate::Error::Unavailable) where there is no driver, no such device,
     /// or one that is too old for the kernels.
-    pub fn open(ordinal: u32) -> Result<Arc<dyn Device>> {
+    pub fn open(ordinal: u32) -> Result<Device> {
         let what = || format!("CUDA device {ordinal}");
         let count = context::device_count()?;
         if ordinal >= count {
@@ -78,7 +78,7 @@ impl CudaDevice {
             let _current = Current::set(&context)?;
             MemoryPool::new(device.as_raw())?
         };
-        Ok(Arc::new(CudaDevice {
+        let driver = Arc::new(CudaDevice {
             info,
             device,
             context,
@@ -88,7 +88,8 @@ impl CudaDevice {
             streams: Streams::default(),
             files: Mutex::default(),
             kernels: Mutex::default(),
-        }))
+        });
+        Ok(Device { driver })
     }
 
     /// Binds the primary context to the calling thread.

@@ -46,7 +46,7 @@ impl Origin {
     }
 }
 
-/// [`Device::alloc`](crate::driver::Device::alloc).
+/// [`Driver::alloc`](crate::driver::device::Driver::alloc).
 pub fn alloc(bound: &Bound<'_>, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory> {
     // The driver refuses to allocate nothing.
     let bytes = bytes.max(1);
@@ -62,7 +62,7 @@ pub fn alloc(bound: &Bound<'_>, bytes: u64, kind: MemoryKind, label: &str) -> Re
     }
 }
 
-/// [`Device::free`](crate::driver::Device::free).
+/// [`Driver::free`](crate::driver::device::Driver::free).
 ///
 /// # Safety
 /// No work in flight uses the memory, except for pooled memory in the device's known streams, and
@@ -202,7 +202,7 @@ fn mapped(mapping: Mapping) -> RawMemory {
     RawMemory { handle: Origin::Mapped as u64, ptr, host: std::ptr::null_mut(), bytes }
 }
 
-/// [`Device::export`](crate::driver::Device::export).
+/// [`Driver::export`](crate::driver::device::Driver::export).
 pub fn export(bound: &Bound<'_>, memory: &RawMemory) -> Result<OwnedFd> {
     match Origin::of(memory) {
         Some(Origin::Mapped) => Physical::at(memory.ptr)?.export(),
@@ -215,12 +215,12 @@ pub fn export(bound: &Bound<'_>, memory: &RawMemory) -> Result<OwnedFd> {
     }
 }
 
-/// [`Device::import`](crate::driver::Device::import).
+/// [`Driver::import`](crate::driver::device::Driver::import).
 pub fn import(bound: &Bound<'_>, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory> {
     map_peer(bound, Physical::import(&fd, peer)?, bytes, peer)
 }
 
-/// [`Device::export_fabric`](crate::driver::Device::export_fabric).
+/// [`Driver::export_fabric`](crate::driver::device::Driver::export_fabric).
 pub fn export_fabric(_: &Bound<'_>, memory: &RawMemory) -> Result<FabricHandle> {
     if Origin::of(memory) != Some(Origin::Mapped) {
         let rule = "only MemoryKind::Shareable has a fabric handle";
@@ -229,7 +229,7 @@ pub fn export_fabric(_: &Bound<'_>, memory: &RawMemory) -> Result<FabricHandle> 
     Physical::at(memory.ptr)?.export_fabric()
 }
 
-/// [`Device::import_fabric`](crate::driver::Device::import_fabric).
+/// [`Driver::import_fabric`](crate::driver::device::Driver::import_fabric).
 pub fn import_fabric(bound: &Bound<'_>, handle: &FabricHandle, bytes: u64, peer: &str) -> Result<RawMemory> {
     map_peer(bound, Physical::import_fabric(handle, peer)?, bytes, peer)
 }

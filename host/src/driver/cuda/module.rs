@@ -161,7 +161,7 @@ pub(super) fn param_pointers(params: &[&[u8]]) -> Vec<*mut c_void> {
     params.iter().map(|param| param.as_ptr().cast_mut().cast()).collect()
 }
 
-/// [`Device::launch`](crate::driver::Device::launch).
+/// [`Driver::launch`](crate::driver::device::Driver::launch).
 ///
 /// # Safety
 /// The parameters fit the kernel's signature and every address in them is live until the kernel

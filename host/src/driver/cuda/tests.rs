@@ -1,7 +1,5 @@
 //! Tests that need neither a GPU nor a driver.
 
-use std::sync::Arc;
-
 use super::ffi::CuResult;
 use super::module::{log_text, param_pointers};
 use super::ptx::{self, PtxVersion};
@@ -14,7 +12,7 @@ fn assert_send_sync<T: Send + Sync>() {}
 #[test]
 fn a_device_may_be_used_from_any_thread() {
     assert_send_sync::<CudaDevice>();
-    assert_send_sync::<Arc<dyn Device>>();
+    assert_send_sync::<Device>();
     assert_send_sync::<RawStream>();
 }
 

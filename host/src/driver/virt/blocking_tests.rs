@@ -9,11 +9,12 @@ use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use super::gpu::PAGEABLE_AT_ONCE_BYTES;
+use super::machine::Machine;
 use super::stream::StreamQueue;
 use super::tests::{PTX, Rig, Words, handle, on_both, word};
 use super::*;
 use crate::driver::{
-    CopyEnd, Device, DevicePtr, LaunchConfig, Memory, MemoryKind, Module as OwnedModule, NoDriverCalls,
+    CopyEnd, DevicePtr, Driver, LaunchConfig, Memory, MemoryKind, Module as OwnedModule, NoDriverCalls,
     RawMemory, RawStream, Stream,
 };
 use crate::error::{Error, Result};
@@ -57,7 +58,7 @@ fn await_held(rig: &Rig) {
 fn copy(stream: &Stream, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
     // SAFETY: the tests keep device and mapped memory until the stream is done, and pageable memory
     // until this has returned.
-    unsafe { stream.device().copy(handle(stream), dst, src, bytes) }
+    unsafe { stream.device().driver.copy(handle(stream), dst, src, bytes) }
 }
 
 /// A device whose stream is blocked by a kernel, and an unrelated device.
@@ -177,7 +178,7 @@ fn freeing_what_is_not_stream_ordered_waits_and_holds_others_up() {
 #[test]
 fn loading_a_module_waits_and_holds_others_up() {
     check(Waits::HoldingOthersUp, |scene| {
-        scene.rig.device.module_load(PTX).unwrap();
+        scene.rig.device.driver.module_load(PTX).unwrap();
     });
 }
 
@@ -262,7 +263,7 @@ fn allocating_host_memory_does_not_wait() {
     // Giving it back would.
     for kind in [MemoryKind::MappedHost, MemoryKind::SharedHost, MemoryKind::Unpooled] {
         check(Waits::No, |scene| {
-            scene.rig.device.alloc(4096, kind, "test").unwrap();
+            scene.rig.device.driver.alloc(4096, kind, "test").unwrap();
         });
     }
 }
@@ -409,7 +410,7 @@ struct Handles {
 }
 
 impl Handles {
-    fn new(device: &dyn Device) -> Handles {
+    fn new(device: &dyn Driver) -> Handles {
         let module = device.module_load(PTX).unwrap();
         let stream = device.stream_create(false).unwrap();
         let memory = device.alloc(4, MemoryKind::MappedHost, "test").unwrap();
@@ -427,7 +428,7 @@ impl Handles {
 
 #[test]
 fn every_call_obeys_the_rule() {
-    type Call<'a> = (&'static str, &'a dyn Fn(&dyn Device, &Handles));
+    type Call<'a> = (&'static str, &'a dyn Fn(&dyn Driver, &Handles));
     let config = LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false, dependent: false };
     let fd = || OwnedFd::from(std::io::pipe().unwrap().0);
     let calls: &[Call<'_>] = &[
@@ -482,15 +483,15 @@ fn every_call_obeys_the_rule() {
     ];
     for (name, call) in calls {
         let device = VirtualGpu::new(VirtConfig::default());
-        let handles = Handles::new(&*device);
+        let handles = Handles::new(&*device.driver);
         let rule = NoDriverCalls::new("the test");
         assert!(device.info().is_virtual);
-        device.staging();
-        device.make_progress();
+        device.driver.staging();
+        device.driver.make_progress();
         drop(rule);
         device.free_memory().expect("none of these is a driver call");
         let rule = NoDriverCalls::new("the test");
-        call(&*device, &handles);
+        call(&*device.driver, &handles);
         drop(rule);
         let error = device.free_memory().expect_err(name).to_string();
         assert!(error.contains("made by the test"), "{name}: {error}");
@@ -505,10 +506,10 @@ fn on_an_unusable_device_nothing_waits() {
         rig.wait(&rig.stream, words.ptr(), 1);
         rig.store(&rig.stream(), DevicePtr(8), 1);
         while rig.stream.is_done().is_ok() {
-            rig.device.make_progress();
+            rig.device.driver.make_progress();
         }
         drop((host, words));
-        assert!(rig.device.module_load(PTX).is_err());
+        assert!(rig.device.driver.module_load(PTX).is_err());
         assert!(rig.stream.synchronize().is_err());
     });
 }
@@ -524,7 +525,7 @@ fn a_machine_gives_up_waits_that_never_end() {
     let gave_up = |error: Error| assert!(error.to_string().contains("gave up"), "{error}");
     // Calls without a result take effect in any case.
     drop((memory, module));
-    gave_up(rig.device.module_load(PTX).unwrap_err());
+    gave_up(rig.device.driver.module_load(PTX).unwrap_err());
     let mut host = vec![1; 4096];
     let (dst, src) = (CopyEnd::Host(host.as_mut_ptr()), CopyEnd::Device(data.ptr()));
     gave_up(copy(&rig.stream, dst, src, 4096).unwrap_err());

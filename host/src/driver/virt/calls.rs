@@ -1,4 +1,4 @@
-//! The methods of [`Device`], with the waits of the table in the module above.
+//! The methods of [`Driver`], with the waits of the table in the module above.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use super::state::{Allocation, EventState, LastRecord, LoadedKernel, new_handle}
 use super::stream::{Mark, Op, StreamQueue};
 use super::work::{HostPtr, Source, Target, Transfer};
 use crate::driver::{
-    CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, Staging, Streams,
+    CopyEnd, DeviceInfo, DevicePtr, Driver, LaunchConfig, MemoryKind, RawMemory, RawStream, Staging, Streams,
 };
 use crate::error::{Error, Result};
 use crate::virtual_time::VirtualTime;
@@ -26,10 +26,10 @@ const PAGE: u64 = 4096;
 
 /// How long a thread that polls leaves its processor to the engine's.
 const NAP: Duration = Duration::from_micros(50);
-/// Warp instructions that one [`Device::make_progress`] runs.
+/// Warp instructions that one [`Driver::make_progress`] runs.
 const PROGRESS_SLICE: u64 = 16 * 1024;
 
-impl Device for VirtualGpu {
+impl Driver for VirtualGpu {
     fn info(&self) -> &DeviceInfo {
         &self.shared.info
     }

@@ -33,7 +33,6 @@ pub enum Time {
 
 /// Has a virtual GPU execute no instruction any more, as that of a process which is stopped. Copies
 /// go on.
-#[doc(hidden)]
 #[derive(Debug)]
 pub struct Stop {
     ordinal: u32,
@@ -88,25 +87,35 @@ pub struct VirtConfig {
     /// Draws the order of warps within a grid; without it, warps take turns. A [`Machine`] has its
     /// own seed, which is used where this is `None`.
     pub schedule_seed: Option<u64>,
-    /// How the seed orders the warps.
-    #[doc(hidden)]
-    pub schedule: Schedule,
-    /// The executor of the work.
-    #[doc(hidden)]
-    pub executor: Executor,
     /// Source of `%globaltimer`. A [`Machine`] has its own.
     pub time: Time,
     /// Runs kernels in check mode, and watches the device's memory together with that of all
     /// devices of this process with the same checker. Accesses by other processes are not seen, so
     /// all ranks should be threads of this process.
     pub checker: Option<Checker>,
-    /// Stops the device of its number in the middle of a kernel.
+    /// For epoxide's own tests.
     #[doc(hidden)]
+    pub hooks: Hooks,
+}
+
+/// What tests of epoxide change of a virtual GPU.
+#[derive(Debug, Clone)]
+pub struct Hooks {
+    /// How the seed orders the warps.
+    pub schedule: Schedule,
+    /// The executor of the work.
+    pub executor: Executor,
+    /// Stops the device of its number in the middle of a kernel.
     pub stop: Option<Arc<Stop>>,
     /// Links to other devices have native atomics, as NVLink has. Without, a buffer refuses them;
     /// the memory is the host's either way.
-    #[doc(hidden)]
     pub native_atomics: bool,
+}
+
+impl Default for Hooks {
+    fn default() -> Hooks {
+        Hooks { schedule: Schedule::Random, executor: Executor::Threaded, stop: None, native_atomics: true }
+    }
 }
 
 impl Default for VirtConfig {
@@ -116,12 +125,9 @@ impl Default for VirtConfig {
             sm_count: 132,
             memory_bytes: 16 << 30,
             schedule_seed: None,
-            schedule: Schedule::Random,
-            executor: Executor::Threaded,
             time: Time::OfRanks,
             checker: None,
-            stop: None,
-            native_atomics: true,
+            hooks: Hooks::default(),
         }
     }
 }

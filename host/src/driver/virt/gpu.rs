@@ -57,16 +57,16 @@ impl VirtualGpu {
     /// A new virtual GPU. If its thread cannot be started, its first call fails.
     // Callers hold devices of either driver, always in this form.
     #[allow(clippy::new_ret_no_self)]
-    pub fn new(config: VirtConfig) -> Arc<dyn Device> {
-        Arc::new(VirtualGpu::start(config))
+    pub fn new(config: VirtConfig) -> Device {
+        Device { driver: Arc::new(VirtualGpu::start(config)) }
     }
 
     pub(super) fn start(config: VirtConfig) -> VirtualGpu {
-        let time = match (&config.executor, config.time) {
+        let time = match (&config.hooks.executor, config.time) {
             (Executor::Threaded, Time::OfRanks) => VirtualTime::of_this_thread(),
             _ => None,
         };
-        let (clock, seed) = match &config.executor {
+        let (clock, seed) = match &config.hooks.executor {
             Executor::Threaded => {
                 (time.as_ref().map_or(Clock::Real, VirtualTime::clock), config.schedule_seed)
             }
@@ -88,12 +88,12 @@ impl VirtualGpu {
             sm_count: info.sm_count,
             shared_bytes_per_block: MAX_SHARED_BYTES,
             schedule_seed: seed.map(|seed| mix(seed, u64::from(config.ordinal))),
-            schedule: config.schedule,
+            schedule: config.hooks.schedule,
             clock,
             ..DeviceConfig::default()
         };
-        let shared = Arc::new(GpuCore::new(info, device_config, config.checker, config.stop));
-        let runner = match config.executor {
+        let shared = Arc::new(GpuCore::new(info, device_config, config.checker, config.hooks.stop));
+        let runner = match config.hooks.executor {
             Executor::Threaded => {
                 let (engine, on) = (Engine::new(shared.clone()), time.clone());
                 let builder = std::thread::Builder::new().name(format!("virtual GPU {}", config.ordinal));
@@ -113,7 +113,7 @@ impl VirtualGpu {
             time,
             staging: Staging::default(),
             streams: Streams::default(),
-            native_atomics: config.native_atomics,
+            native_atomics: config.hooks.native_atomics,
         }
     }
 
@@ -196,7 +196,7 @@ impl VirtualGpu {
             if let Source::Host(host) = *source
                 && is_pageable(host, *bytes)
             {
-                // SAFETY: the caller of `Device::copy` has the source readable for `bytes` bytes.
+                // SAFETY: the caller of `Driver::copy` has the source readable for `bytes` bytes.
                 *source = Source::Staged(unsafe { host.read(*bytes) });
                 waits = *bytes > PAGEABLE_AT_ONCE_BYTES;
             }
@@ -221,7 +221,7 @@ impl VirtualGpu {
         if let Some((host, landed)) = landing
             && let Some(bytes) = landed.get()
         {
-            // SAFETY: the caller of `Device::copy` has the target writable for as many bytes until
+            // SAFETY: the caller of `Driver::copy` has the target writable for as many bytes until
             // this returns.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), host.0, bytes.len()) };
         }

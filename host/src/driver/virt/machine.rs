@@ -38,7 +38,7 @@ pub enum Drive {
 }
 
 /// Several virtual GPUs that run only when driven, on the calling thread: in [`Machine::drive`], in
-/// [`Device::make_progress`](crate::driver::Device::make_progress) and in calls that wait. The seed
+/// [`Driver::make_progress`](crate::driver::device::Driver::make_progress) and in calls that wait. The seed
 /// draws the grid whose turn it is, and the length of the turn; `%globaltimer` is a virtual clock.
 /// So a single host thread that makes the same calls gets the same run each time, down to the
 /// interleaving of warps. Clones are the same machine.
@@ -107,7 +107,6 @@ impl Machine {
 
     /// Advances the virtual clock while kernels run, as time passes on a GPU whose blocks do not
     /// progress alike.
-    #[doc(hidden)]
     pub fn advance(&self, time: Duration) {
         self.inner.clock_ns.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
     }

@@ -24,49 +24,43 @@
 //! and the host side of a captured copy, is read when the stream reaches the copy. A free that does
 //! not wait leaves the memory in place until all work enqueued before has ended.
 //!
-//! A driver call by a thread that must not make one ([`NoDriverCalls`](super::NoDriverCalls)) makes
-//! the device unusable. Permitted are [`Device::info`], [`Device::staging`],
-//! [`Device::make_progress`], and the methods by which the host describes and reads mapped memory
-//! ([`Device::describe`] to [`Device::host_reads`]): they are no driver calls.
+//! A driver call by a thread that must not make one (`NoDriverCalls`) makes the device unusable.
+//! Permitted are `info`, `staging`, `make_progress`, and the methods by which the host describes
+//! and reads mapped memory (`describe` to `host_reads`): they are no driver calls.
 //!
-//! The [`Executor`] decides which thread runs the work: a thread per device, or, for runs that can
-//! be repeated exactly, the threads that wait ([`Machine`]). If a machine gives a wait up, the call
-//! fails; calls without a result continue. A device that is dropped abandons the work that it has
-//! not yet run.
+//! Each device has a thread that runs its work. In tests of epoxide whose runs can be repeated
+//! exactly, the threads that wait run it (`Machine`). If a machine gives a wait up, the call fails;
+//! calls without a result continue. A device that is dropped abandons the work that it has not yet
+//! run.
 //!
 //! Capture is thread-local, as with `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`. The capturing thread may
 //! not allocate or load modules, and no thread may synchronise or query a stream under capture.
 //! Such a call invalidates the capture.
 //!
 //! A [`RawStream`] of this driver carries the id of one of the device's own streams
-//! ([`Device::stream_raw`]). So one part of a program can lend its stream to another
-//! ([`Device::stream_adopt`]). Null is one more stream, which all its adopters share. It does not
-//! synchronise with other streams as CUDA's legacy default stream does.
+//! ([`Stream::raw`]). So one part of a program can lend its stream to another ([`Stream::adopt`]).
+//! Null is one more stream, which all its adopters share. It does not synchronise with other
+//! streams as CUDA's legacy default stream does.
 //!
 //! [`Device`]: super::Device
-//! [`Device::info`]: super::Device::info
-//! [`Device::staging`]: super::Device::staging
-//! [`Device::make_progress`]: super::Device::make_progress
-//! [`Device::describe`]: super::Device::describe
-//! [`Device::host_reads`]: super::Device::host_reads
-//! [`Device::stream_raw`]: super::Device::stream_raw
-//! [`Device::stream_adopt`]: super::Device::stream_adopt
 //! [`MemoryKind::MappedHost`]: super::MemoryKind::MappedHost
 //! [`MemoryKind::SharedHost`]: super::MemoryKind::SharedHost
 //! [`MemoryKind::Unpooled`]: super::MemoryKind::Unpooled
 //! [`MemoryKind::Device`]: super::MemoryKind::Device
 //! [`MemoryKind::Shareable`]: super::MemoryKind::Shareable
 //! [`RawStream`]: super::RawStream
+//! [`Stream::adopt`]: super::Stream::adopt
+//! [`Stream::raw`]: super::Stream::raw
 
 #[cfg(test)]
 mod blocking_tests;
 mod calls;
 mod capture;
-mod config;
+pub(crate) mod config;
 mod coverage;
 mod engine;
 mod gpu;
-mod machine;
+pub(crate) mod machine;
 mod mix;
 mod modules;
 mod state;
@@ -75,15 +69,7 @@ mod stream;
 mod tests;
 mod work;
 
-#[doc(hidden)]
-pub use epoxide_vgpu::host_meets;
 pub use epoxide_vgpu::{CheckConfig, Checker, Loaded, Stored};
 
-#[doc(hidden)]
-pub use self::config::Executor;
-#[doc(hidden)]
-pub use self::config::Stop;
 pub use self::config::{Time, VirtConfig};
 pub use self::gpu::VirtualGpu;
-#[doc(hidden)]
-pub use self::machine::{Drive, Machine};

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use epoxide_gpu::layout::Section;
 
+use super::config::{Executor, Hooks};
+use super::machine::{Drive, Machine};
 use super::*;
 use crate::driver::{
     CopyEnd, Device, DevicePtr, Event, Fence, Graph as OwnedGraph, Kernel, LaunchConfig, MappedMemory,
@@ -111,7 +113,7 @@ CAME:
 
 /// A device with the kernels above.
 pub(super) struct Rig {
-    pub(super) device: Arc<dyn Device>,
+    pub(super) device: Device,
     pub(super) module: OwnedModule,
     pub(super) stream: Stream,
     /// The device.
@@ -147,7 +149,7 @@ impl Deref for Words {
 impl Rig {
     fn new(config: VirtConfig) -> Rig {
         let gpu = Arc::new(VirtualGpu::start(config));
-        let device: Arc<dyn Device> = gpu.clone();
+        let device = Device { driver: gpu.clone() };
         let module = OwnedModule::load(&device, PTX).unwrap();
         let stream = Stream::new(&device, false).unwrap();
         Rig { device, module, stream, gpu }
@@ -158,7 +160,10 @@ impl Rig {
     }
 
     pub(super) fn manual(machine: &Machine) -> Rig {
-        Rig::new(VirtConfig { executor: Executor::Manual(machine.clone()), ..VirtConfig::default() })
+        Rig::new(VirtConfig {
+            hooks: Hooks { executor: Executor::Manual(machine.clone()), ..Hooks::default() },
+            ..VirtConfig::default()
+        })
     }
 
     /// To be held where threads are waited for that may wait for this device.
@@ -260,7 +265,7 @@ fn calls_return_before_the_work_is_done() {
         let words = rig.words(2);
         rig.wait(&rig.stream, words.ptr(), 1);
         rig.store(&rig.stream, words.ptr().add(4), 5);
-        rig.device.make_progress();
+        rig.device.driver.make_progress();
         assert!(!rig.stream.is_done().unwrap());
         assert_eq!(word(&words, 1).load(Ordering::Acquire), 0);
         word(&words, 0).store(1, Ordering::Release);
@@ -359,7 +364,7 @@ fn pageable_sources_are_read_at_once_and_mapped_ones_in_order() {
             let dst = CopyEnd::Device(target.ptr().add(at));
             // SAFETY: mapped memory outlives the stream's work; the pageable source is read before
             // this returns.
-            unsafe { rig.device.copy(handle(&rig.stream), dst, CopyEnd::Host(host), 4) }.unwrap();
+            unsafe { rig.device.driver.copy(handle(&rig.stream), dst, CopyEnd::Host(host), 4) }.unwrap();
         };
         copy(0, pageable.as_mut_ptr());
         copy(4, words.host_ptr().wrapping_add(4));
@@ -375,7 +380,7 @@ fn pageable_sources_are_read_at_once_and_mapped_ones_in_order() {
 pub(super) fn handle(stream: &Stream) -> u64 {
     // SAFETY: the stream is the device's own and outlives the handle, which the tests leave to the
     // device.
-    unsafe { stream.device().stream_adopt(stream.raw()) }.unwrap()
+    unsafe { stream.device().driver.stream_adopt(stream.raw()) }.unwrap()
 }
 
 #[test]
@@ -395,8 +400,8 @@ fn a_fault_is_sticky_and_drops_queued_work() {
         same(event.synchronize().unwrap_err());
         same(event.is_done().unwrap_err());
         same(rig.stream.is_done().unwrap_err());
-        same(rig.device.stream_create(false).unwrap_err());
-        same(rig.device.alloc(4, MemoryKind::Device, "late").unwrap_err());
+        same(rig.device.driver.stream_create(false).unwrap_err());
+        same(rig.device.driver.alloc(4, MemoryKind::Device, "late").unwrap_err());
         same(rig.module.kernel("store", 0).unwrap_err());
     });
 }
@@ -552,13 +557,13 @@ fn a_capture_rejects_calls_that_it_cannot_record() {
             event.record(&rig.stream).unwrap();
             side.wait(&event).unwrap();
             rig.add_one(&side, memory.ptr(), 1);
-            assert!(rig.device.capture_end(handle(&side)).is_err());
+            assert!(rig.device.driver.capture_end(handle(&side)).is_err());
         }));
         assert!(refused.contains("not joined"), "{refused}");
         // Neither stream is left in capture mode.
         side.synchronize().unwrap();
         rig.stream.synchronize().unwrap();
-        assert!(rig.device.capture_end(handle(&side)).is_err());
+        assert!(rig.device.driver.capture_end(handle(&side)).is_err());
     });
 }
 
@@ -756,7 +761,11 @@ fn as_a_rank() {
 /// Lets a kernel answer the host in mapped memory, as the kernels `ptx` do it, for some rounds.
 fn answers_to_the_host(ptx: &str, executor: Executor) -> Result<()> {
     let checker = Some(Checker::new(CheckConfig::default()));
-    let rig = Rig::new(VirtConfig { checker, executor, ..VirtConfig::default() });
+    let rig = Rig::new(VirtConfig {
+        checker,
+        hooks: Hooks { executor, ..Hooks::default() },
+        ..VirtConfig::default()
+    });
     let kernel = OwnedModule::load(&rig.device, ptx)?.kernel("answer", 0)?;
     let answers = MappedMemory::alloc(&rig.device, 16, "answers")?;
     answers.describe(&[Section::one("count", 8), Section::one("tag", 8).at(8)]);
@@ -767,7 +776,7 @@ fn answers_to_the_host(ptx: &str, executor: Executor) -> Result<()> {
             rig.stream.launch(&kernel, &config, &[&answers.ptr().0.to_le_bytes(), &round.to_le_bytes()])?;
         }
         while answers.load(8)? != round {
-            rig.device.make_progress();
+            rig.device.driver.make_progress();
         }
         assert_eq!(answers.read_all::<u32>(0, 2)?, [round as u32, 0]);
         assert_eq!(answers.read::<u64>(0)?, round);
@@ -817,14 +826,14 @@ fn a_dropped_device_abandons_spinning_kernels() {
     let device = VirtualGpu::new(VirtConfig::default());
     // They are made by their handles, since nothing else of a device can be given back while a
     // kernel spins.
-    let module = device.module_load(PTX).unwrap();
-    let kernel = device.module_kernel(module, "wait", 0).unwrap();
-    let stream = device.stream_create(false).unwrap();
-    let word = device.alloc(4, MemoryKind::Device, "word").unwrap().ptr;
+    let module = device.driver.module_load(PTX).unwrap();
+    let kernel = device.driver.module_kernel(module, "wait", 0).unwrap();
+    let stream = device.driver.stream_create(false).unwrap();
+    let word = device.driver.alloc(4, MemoryKind::Device, "word").unwrap().ptr;
     let config = LaunchConfig { grid: 1, block: 32, shared_bytes: 0, cooperative: false, dependent: false };
     let params: [&[u8]; 2] = [&word.0.to_le_bytes(), &u32::MAX.to_le_bytes()];
     // SAFETY: the parameters are those of the kernel, and the word is as old as the device.
-    unsafe { device.launch(stream, kernel, &config, &params) }.unwrap();
+    unsafe { device.driver.launch(stream, kernel, &config, &params) }.unwrap();
     drop(device);
 }
 

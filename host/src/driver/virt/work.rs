@@ -26,7 +26,7 @@ impl Launch {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HostPtr(pub(super) *mut u8);
 
-// SAFETY: an address without thread affinity; `Device::copy` has its caller keep the range alive
+// SAFETY: an address without thread affinity; `Driver::copy` has its caller keep the range alive
 // and unshared until the stream has passed the copy.
 unsafe impl Send for HostPtr {}
 
@@ -64,7 +64,7 @@ impl Source {
                 let mut copy = vec![0; bytes as usize].into_boxed_slice();
                 memory.read(*address, &mut copy).map(|()| copy)
             }
-            // SAFETY: the caller of `Device::copy` keeps the source alive until the stream has
+            // SAFETY: the caller of `Driver::copy` keeps the source alive until the stream has
             // passed it.
             Source::Host(host) => Ok(unsafe { host.read(bytes) }),
             Source::Staged(staged) => Ok(staged.clone()),
@@ -100,13 +100,13 @@ impl Transfer {
                     memory.copy_device(*target, *source, *bytes)
                 }
                 (Target::Device(target), Source::Host(source)) => {
-                    // SAFETY: the caller of `Device::copy` keeps the source alive until the stream
+                    // SAFETY: the caller of `Driver::copy` keeps the source alive until the stream
                     // has passed it.
                     unsafe { memory.copy_from_host(*target, source.0, *bytes) }
                 }
                 (Target::Device(target), Source::Staged(source)) => memory.write(*target, source),
                 (Target::Host(target), Source::Device(source)) => {
-                    // SAFETY: the caller of `Device::copy` keeps the target alive until the stream
+                    // SAFETY: the caller of `Driver::copy` keeps the target alive until the stream
                     // has passed it.
                     unsafe { memory.copy_to_host(target.0, *source, *bytes) }
                 }

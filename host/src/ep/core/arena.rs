@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 /// then. Its next user therefore runs behind all work that had been enqueued by then.
 #[derive(Debug)]
 pub struct Arena {
-    device: Arc<dyn Device>,
+    device: Device,
     shelves: Mutex<Shelves>,
 }
 
@@ -75,7 +75,7 @@ impl Pieces {
 }
 
 impl Arena {
-    pub fn new(device: &Arc<dyn Device>) -> Arc<Arena> {
+    pub fn new(device: &Device) -> Arc<Arena> {
         Arc::new(Arena { device: device.clone(), shelves: Mutex::default() })
     }
 
@@ -126,7 +126,10 @@ impl Arena {
     pub fn settle(&self, timeout: Duration) -> Result<()> {
         for (_, fence) in &self.shelves().free {
             if !fence.wait_timeout(timeout)? {
-                return Err(Error::os("capture", format!("work before it has not ended in {timeout:?}")));
+                return Err(Error::timeout(
+                    "capture",
+                    format!("work before it has not ended in {timeout:?}"),
+                ));
             }
         }
         Ok(())

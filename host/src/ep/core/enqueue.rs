@@ -105,7 +105,7 @@ pub struct Enqueuer {
 }
 
 impl Enqueuer {
-    pub fn new(device: &Arc<dyn Device>) -> Result<Arc<Enqueuer>> {
+    pub fn new(device: &Device) -> Result<Arc<Enqueuer>> {
         Ok(Arc::new(Enqueuer {
             comm_stream: Stream::unfenced(device, true)?,
             start: Event::new(device, false)?,

@@ -107,7 +107,7 @@ pub struct Faults {
     rank: u32,
     topology: Topology,
     max_tokens: u32,
-    device: Arc<dyn Device>,
+    device: Device,
     sequence: Arc<Sequence>,
     memory: MappedMemory,
     calls: Box<dyn Calls>,
@@ -133,7 +133,7 @@ impl Faults {
     /// The faults of a new buffer, for up to `max_tokens` tokens of this rank. Reports of other
     /// buffers list the buffer as long as something holds this.
     pub fn new(
-        device: &Arc<dyn Device>,
+        device: &Device,
         sequence: &Arc<Sequence>,
         (rank, topology): (u32, Topology),
         max_tokens: u32,
@@ -278,10 +278,10 @@ impl Faults {
         )
     }
 
-    fn is_on(&self, device: &Arc<dyn Device>) -> bool {
+    fn is_on(&self, device: &Device) -> bool {
         let (own, other) = (&self.device.info().pci_bus_id, &device.info().pci_bus_id);
         // A GPU may have been opened twice; virtual ones have no address.
-        Arc::ptr_eq(&self.device, device) || (!own.is_empty() && own == other)
+        Arc::ptr_eq(&self.device.driver, &device.driver) || (!own.is_empty() && own == other)
     }
 
     /// Whether a kernel of the buffer has recorded that a wait failed.

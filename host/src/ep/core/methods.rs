@@ -1,5 +1,62 @@
 //! The methods that buffers and their options have in both modes.
 
+use super::{HasCore, TracedLaunch};
+use crate::driver::Stream;
+use crate::error::Result;
+use crate::transport::{PutTrace, QueueStats};
+
+/// Measurements of a buffer, for benchmarks and tests.
+pub trait Instruments: HasCore {
+    /// Has the kernels that follow record when each of their blocks reached each phase, up to
+    /// `blocks` blocks in all; launches beyond that go untraced. Kernels without phases, such as
+    /// those of layouts and copies, are not in it.
+    ///
+    /// A CUDA graph that was captured meanwhile keeps writing to the trace: end its use before
+    /// [`Instruments::take_trace`].
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) for no blocks,
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    fn start_trace(&mut self, blocks: u64) -> Result<()> {
+        self.core().start_trace(blocks)
+    }
+
+    /// Ends the trace and reads it: the launches in order, and how many went untraced. Waits for
+    /// the last operation; `stream` carries the copy. Empty without a trace.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
+        self.core().take_trace(stream)
+    }
+
+    /// The ranks of other nodes whose wire memory kernels here write themselves, ascending; queues
+    /// lead to the others.
+    fn mapped_peers(&self) -> Vec<u32> {
+        self.core_ref().network().map_or_else(Vec::new, |network| network.mapped_peers())
+    }
+
+    /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue,
+    /// peer). Empty with one node, and where all peers are mapped.
+    fn wire_stats(&self) -> Vec<(u32, u32, QueueStats)> {
+        self.core_ref().network().map_or_else(Vec::new, |network| network.stats())
+    }
+
+    /// Records when each put is carried out from now on, up to `capacity` of them.
+    fn start_put_trace(&self, capacity: usize) {
+        if let Some(network) = self.core_ref().network() {
+            network.start_trace(capacity);
+        }
+    }
+
+    /// The puts since [`Instruments::start_put_trace`]; ends the recording.
+    fn take_put_trace(&self) -> Vec<PutTrace> {
+        self.core_ref().network().map_or_else(Vec::new, |network| network.take_trace())
+    }
+}
+
+impl<B: HasCore> Instruments for B {}
+
 /// Writes them into an `impl Buffer`, whose field `core` they forward to. Before a method's name:
 /// what its documentation adds in this mode.
 macro_rules! buffer_methods {
@@ -14,7 +71,7 @@ macro_rules! buffer_methods {
         }
 
         /// The device it lives on.
-        pub fn device(&self) -> &Arc<dyn Device> {
+        pub fn device(&self) -> &Device {
             self.core.device()
         }
 
@@ -114,61 +171,9 @@ macro_rules! buffer_methods {
         /// streams.
         ///
         /// # Errors
-        /// [`Error::Os`] where that has not ended after twice the buffer's timeout.
+        /// [`Error::Timeout`] where that has not ended after twice the buffer's timeout.
         pub fn missing_tokens(&self) -> Result<Vec<u32>> {
             self.core.missing_tokens()
-        }
-
-        /// Has the kernels that follow record when each of their blocks reached each phase, up to
-        /// `blocks` blocks in all; launches beyond that go untraced. Kernels without phases, such
-        /// as those of layouts and copies, are not in it.
-        ///
-        /// A CUDA graph that was captured meanwhile keeps writing to the trace: end its use before
-        /// [`Buffer::take_trace`].
-        ///
-        /// # Errors
-        /// [`Error::Argument`] for no blocks, [`Error::OutOfMemory`].
-        #[doc(hidden)]
-        pub fn start_trace(&mut self, blocks: u64) -> Result<()> {
-            self.core.start_trace(blocks)
-        }
-
-        /// Ends the trace and reads it: the launches in order, and how many went untraced. Waits
-        /// for the last operation; `stream` carries the copy. Empty without a trace.
-        ///
-        /// # Errors
-        /// Whatever the driver reports.
-        #[doc(hidden)]
-        pub fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
-            self.core.take_trace(stream)
-        }
-
-        /// The ranks of other nodes whose wire memory kernels here write themselves, ascending;
-        /// queues lead to the others.
-        #[doc(hidden)]
-        pub fn mapped_peers(&self) -> Vec<u32> {
-            self.core.network().map_or_else(Vec::new, |network| network.mapped_peers())
-        }
-
-        /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue,
-        /// peer). Empty with one node, and where all peers are mapped.
-        #[doc(hidden)]
-        pub fn wire_stats(&self) -> Vec<(u32, u32, QueueStats)> {
-            self.core.network().map_or_else(Vec::new, |network| network.stats())
-        }
-
-        /// Records when each put is carried out from now on, up to `capacity` of them.
-        #[doc(hidden)]
-        pub fn start_put_trace(&self, capacity: usize) {
-            if let Some(network) = self.core.network() {
-                network.start_trace(capacity);
-            }
-        }
-
-        /// The puts since [`Buffer::start_put_trace`]; ends the recording.
-        #[doc(hidden)]
-        pub fn take_put_trace(&self) -> Vec<PutTrace> {
-            self.core.network().map_or_else(Vec::new, |network| network.take_trace())
         }
     };
 }
@@ -177,6 +182,7 @@ macro_rules! buffer_methods {
 /// adds in this mode.
 macro_rules! option_methods {
     (
+        $(of $fields:ident;)?
         $(#[$ranks_per_node:meta])* ranks_per_node,
         $(#[$keep_nodes:meta])* keep_nodes,
         $(#[$transport:meta])* transport $(,)?
@@ -184,7 +190,7 @@ macro_rules! option_methods {
         /// Places for received rows, 1 to 64: so many dispatches' results can be in use at once.
         /// Each takes the pool's memory once more.
         pub fn places(mut self, places: u32) -> Self {
-            self.places = places;
+            self$(.$fields)?.places = places;
             self
         }
 
@@ -193,7 +199,7 @@ macro_rules! option_methods {
         /// clock, which stands still while any of them runs
         /// ([`Time::OfRanks`](crate::driver::virt::Time::OfRanks)).
         pub fn timeout(mut self, timeout: Duration) -> Self {
-            self.timeout = timeout;
+            self$(.$fields)?.timeout = timeout;
             self
         }
 
@@ -201,7 +207,7 @@ macro_rules! option_methods {
         /// for kernels that read sums and see no error. Otherwise the memory keeps its previous
         /// contents.
         pub fn nan_on_failure(mut self, nan: bool) -> Self {
-            self.nan_on_failure = nan;
+            self$(.$fields)?.nan_on_failure = nan;
             self
         }
 
@@ -211,7 +217,7 @@ macro_rules! option_methods {
         ///
         $(#[$ranks_per_node])*
         pub fn ranks_per_node(mut self, ranks: u32) -> Self {
-            self.ranks_per_node = Some(ranks);
+            self$(.$fields)?.ranks_per_node = Some(ranks);
             self
         }
 
@@ -219,14 +225,14 @@ macro_rules! option_methods {
         /// or verbs.
         $(#[$keep_nodes])*
         pub fn keep_nodes(mut self) -> Self {
-            self.keep_nodes = true;
+            self$(.$fields)?.keep_nodes = true;
             self
         }
 
         /// The transport of rows between nodes; unused with one node.
         $(#[$transport])*
         pub fn transport(mut self, transport: TransportOptions) -> Self {
-            self.transport = transport;
+            self$(.$fields)?.transport = transport;
             self
         }
     };

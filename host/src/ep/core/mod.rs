@@ -35,6 +35,7 @@ use epoxide_gpu::layout::{Comm, DevicePtr};
 pub use arena::{Arena, Block, Offsets, Pieces};
 pub use enqueue::StreamOrder;
 pub use fault::{Calls, Faults};
+pub use methods::Instruments;
 pub(crate) use methods::{buffer_methods, option_methods};
 pub use network::Network;
 pub use peers::Pools;
@@ -68,7 +69,7 @@ pub struct Core<R> {
     recordings: Recordings,
     /// Where kernels write when their blocks reached each phase, while a caller wants to know.
     trace: Option<Trace>,
-    device: Arc<dyn Device>,
+    device: Device,
     timeout: Duration,
 }
 
@@ -77,6 +78,8 @@ pub trait HasCore {
     type Room;
 
     fn core(&mut self) -> &mut Core<Self::Room>;
+
+    fn core_ref(&self) -> &Core<Self::Room>;
 }
 
 impl<R> Core<R> {
@@ -84,7 +87,7 @@ impl<R> Core<R> {
     /// longest wait for a peer; `max_tokens`: most tokens of this rank; `calls`: how the mode
     /// describes its calls.
     pub fn new(
-        device: &Arc<dyn Device>,
+        device: &Device,
         rank: u32,
         pools: Pools,
         timeout: Duration,
@@ -146,7 +149,7 @@ impl<R> Core<R> {
     }
 
     /// The device.
-    pub fn device(&self) -> &Arc<dyn Device> {
+    pub fn device(&self) -> &Device {
         &self.device
     }
 
@@ -240,7 +243,7 @@ impl<R> Core<R> {
         if !self.wait_all()? {
             let reason =
                 format!("what the device's streams were given has not ended in {:?}", self.patience());
-            return Err(Error::os("missing_tokens", reason));
+            return Err(Error::timeout("missing_tokens", reason));
         }
         let missing = (0..).zip(self.faults.missing()?);
         Ok(missing.filter_map(|(token, is_missing)| (is_missing != 0).then_some(token)).collect())
@@ -304,7 +307,7 @@ impl<R> Core<R> {
     pub fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
         let Some(trace) = self.trace.take() else { return Ok((Vec::new(), 0)) };
         if !self.enqueuer.sequence().wait(self.patience())? {
-            return Err(Error::os("take_trace", "the last operation has not ended"));
+            return Err(Error::timeout("take_trace", "the last operation has not ended"));
         }
         trace.read(stream)
     }

@@ -1,6 +1,6 @@
 //! The way to other nodes: wire memory, the queues to peers and the proxies that serve them.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use epoxide_gpu::layout::QueueHandle;
@@ -26,7 +26,7 @@ impl Network {
     /// Allocates wire memory of `bytes`, finds a way to each of `peers`, and starts the proxies.
     /// Collective.
     pub fn open(
-        device: &Arc<dyn Device>,
+        device: &Device,
         group: &dyn ProcessGroup,
         options: &TransportOptions,
         bytes: u64,

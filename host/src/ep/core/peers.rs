@@ -44,7 +44,7 @@ impl Pools {
     /// protocol cannot use. Also all errors of `alloc`, `meanwhile`, the driver, the transport and
     /// the group.
     pub fn map<T>(
-        device: &Arc<dyn Device>,
+        device: &Device,
         group: &dyn ProcessGroup,
         (nodes, joined): (Topology, Option<Topology>),
         transport: &TransportOptions,
@@ -84,7 +84,7 @@ impl Pools {
     /// in one NVLink domain; `None`, on every rank, where any rank cannot map another's or has no
     /// native atomics there. Collective.
     fn joined(
-        device: &Arc<dyn Device>,
+        device: &Device,
         group: &dyn ProcessGroup,
         topology: Topology,
         transport: &TransportOptions,
@@ -99,7 +99,7 @@ impl Pools {
         let mut map = |peer: u32| -> Result<bool> {
             let Some(mapping) = links.mapped(peer) else { return Ok(false) };
             pools.add(peer as usize, mapping.clone());
-            device.has_native_atomics_with(&String::from_utf8_lossy(&devices[peer as usize]))
+            device.driver.has_native_atomics_with(&String::from_utf8_lossy(&devices[peer as usize]))
         };
         // An error of this rank is one of all: they wait for its answer.
         let are_mapped: Result<bool> = others.iter().try_fold(true, |all, peer| Ok(all & map(*peer)?));
@@ -111,12 +111,7 @@ impl Pools {
 
     /// Exchanges descriptors with the ranks of this node and maps their pools, all as large as
     /// `own`. Collective, among all ranks of the group.
-    fn of_node(
-        device: &Arc<dyn Device>,
-        group: &dyn ProcessGroup,
-        topology: Topology,
-        own: Memory,
-    ) -> Result<Pools> {
+    fn of_node(device: &Device, group: &dyn ProcessGroup, topology: Topology, own: Memory) -> Result<Pools> {
         let rank = group.rank();
         // Only the ranks of a node see each other's pools.
         let node_group;
@@ -132,7 +127,7 @@ impl Pools {
         let others = || devices.iter().enumerate().filter(|(peer, _)| *peer != index);
         let mut unfit = None;
         for (peer, id) in others() {
-            if !device.has_native_atomics_with(&String::from_utf8_lossy(id))? {
+            if !device.driver.has_native_atomics_with(&String::from_utf8_lossy(id))? {
                 unfit = unfit.or(Some(rank_of(peer)));
             }
         }

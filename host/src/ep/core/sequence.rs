@@ -34,7 +34,7 @@ pub struct Turn<'a> {
 }
 
 impl Sequence {
-    pub fn new(device: &Arc<dyn Device>) -> Result<Arc<Sequence>> {
+    pub fn new(device: &Device) -> Result<Arc<Sequence>> {
         Ok(Arc::new(Sequence {
             end: Event::new(device, false)?,
             last: Mutex::default(),

@@ -84,14 +84,14 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         let core = buffer.core();
         let captured = core.recordings.step.take().unwrap_or_default();
         let graph = graph?;
-        let output = output.ok_or_else(|| Error::os("capture", "nothing was recorded"))?;
+        let output = output.ok_or_else(|| Error::internal("capture", "nothing was recorded"))?;
         let (sequence, faults) = (core.enqueuer.sequence().clone(), core.faults.clone());
         Ok(Step { graph, output, captured, sequence, faults })
     }
 
     /// Notes a dispatch for the step that is being captured, if there is one, with its plan where
     /// that can fail. Nothing of the dispatch is borrowed once the captured call has returned.
-    pub fn fills(&mut self, lease: &Arc<Lease<R>>, plan: Option<Arc<dyn Outcome>>) {
+    pub(crate) fn fills(&mut self, lease: &Arc<Lease<R>>, plan: Option<Arc<dyn Outcome>>) {
         if let Some(step) = &mut self.recordings.step {
             lease.detach();
             step.leases.push(lease.clone());

@@ -1,7 +1,5 @@
 //! A trace: when every block of every operation reached each phase, on the device's own clock.
 
-use std::sync::Arc;
-
 use epoxide_gpu::layout::{BlockTrace, DevicePtr};
 
 use crate::driver::{Device, Memory, MemoryKind, Stream};
@@ -30,7 +28,7 @@ pub struct Trace {
 
 impl Trace {
     /// With room for `blocks` blocks in all, at least 1.
-    pub fn new(device: &Arc<dyn Device>, blocks: u64) -> Result<Trace> {
+    pub fn new(device: &Device, blocks: u64) -> Result<Trace> {
         if blocks == 0 {
             return Err(Error::argument("blocks", blocks, "must be at least 1"));
         }

@@ -154,7 +154,7 @@ impl Messages {
                     let there = (DevicePtr(core.pool_addresses()[its as usize]), own);
                     return Ok(direct_route(layout, index, (core.pool().ptr(), its), there));
                 }
-                let no_way = || Error::os("connect", format!("no way to rank {peer}"));
+                let no_way = || Error::internal("connect", format!("no way to rank {peer}"));
                 let way = ways.iter().find(|way| way.peer == peer).ok_or_else(no_way)?;
                 // The number of each in the other's memory.
                 let (its, own) = (among_others(topology, rank, peer), among_others(topology, peer, rank));

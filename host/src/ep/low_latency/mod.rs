@@ -36,14 +36,11 @@ use epoxide_gpu::layout::{
 };
 
 use super::Topology;
-use super::core::{
-    self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, TracedLaunch, agree_on, nanoseconds,
-};
+use super::core::{self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, agree_on, nanoseconds};
 use super::tensor::Owner;
 use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Module, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::transport::{PutTrace, QueueStats};
 
 pub use combine::CombineRequest;
 pub use dispatch::DispatchRequest;
@@ -94,7 +91,7 @@ struct Kernels {
 }
 
 impl Kernels {
-    fn load(device: &Arc<dyn Device>, nodes: u32) -> Result<Kernels> {
+    fn load(device: &Device, nodes: u32) -> Result<Kernels> {
         let infos = if nodes == 1 {
             [LowLatencyDispatch::INFO, LowLatencyCombineBf16::INFO, LowLatencyCombineFp8::INFO]
         } else {
@@ -128,7 +125,7 @@ impl Buffer {
     ///   the transport is missing
     /// * [`Error::Transport`] where ranks of different nodes cannot be joined
     /// * [`Error::OutOfMemory`], and errors of the driver and the group
-    pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
+    pub fn new(device: Device, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
         let rank = group.rank();
         let nodes = Topology::new(group.size(), options.ranks_per_node)?;
         options.validate(nodes)?;
@@ -282,6 +279,10 @@ impl HasCore for Buffer {
 
     fn core(&mut self) -> &mut Core<Room> {
         &mut self.core
+    }
+
+    fn core_ref(&self) -> &Core<Room> {
+        &self.core
     }
 }
 

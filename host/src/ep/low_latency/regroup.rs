@@ -89,7 +89,7 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Argument`] where two ranks claim the same rank of the buffer, and
-    /// [`Error::Mismatch`] where their buffers have different options. [`Error::Os`] where the
+    /// [`Error::Mismatch`] where their buffers have different options. [`Error::Timeout`] where the
     /// device's work does not end within twice the buffer's deadline. Also errors of the group.
     /// Then the buffer is as it was, or cannot be used until a call succeeds.
     pub fn regroup(&mut self, group: &dyn ProcessGroup) -> Result<()> {
@@ -101,12 +101,11 @@ impl Buffer {
     ///
     /// # Errors
     /// The same as [`Buffer::regroup`].
-    #[doc(hidden)]
-    pub fn regroup_ahead(&mut self, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
+    pub(crate) fn regroup_ahead(&mut self, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
         self.core.check_unbroken()?;
         agree(group, &self.options)?;
         if !self.core.wait_all()? {
-            return Err(Error::os("regroup", "what the device's streams were given has not ended"));
+            return Err(Error::timeout("regroup", "what the device's streams were given has not ended"));
         }
         let mut own = LocalState::zeroed();
         let stream = self.core.stream();
@@ -147,7 +146,7 @@ fn settle(proposals: &[Vec<u8>], num_ranks: u32) -> Result<(u32, u64)> {
     let (mut members, mut last) = (0, 0);
     for bytes in proposals {
         let read = bytemuck::try_pod_read_unaligned::<Proposal>(bytes);
-        let Proposal { rank, epoch } = read.map_err(|error| Error::os("regroup", error))?;
+        let Proposal { rank, epoch } = read.map_err(|error| Error::internal("regroup", error))?;
         if rank >= num_ranks.into() || members >> rank & 1 != 0 {
             let rule = format!("must be 0 to {}, and one for each rank of the group", num_ranks - 1);
             return Err(Error::argument("rank of the buffer", rank, rule));

@@ -8,7 +8,7 @@ use super::{Buffer, check_fits};
 use crate::driver::Stream;
 use crate::error::{Error, Result};
 
-/// Which way the bytes of [`Buffer::launch_ceiling`] go.
+/// Which way the bytes of `Buffer::launch_ceiling` go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// Each rank loads its own rows and stores them to its peers, as dispatch does.
@@ -49,8 +49,12 @@ impl Buffer {
     /// # Errors
     /// [`Error::Argument`] and [`Error::Launch`] where the shape does not fit the group, the device
     /// or the pool.
-    #[doc(hidden)]
-    pub fn launch_ceiling(&self, direction: Direction, shape: CeilingShape, stream: &Stream) -> Result<()> {
+    pub(crate) fn launch_ceiling(
+        &self,
+        direction: Direction,
+        shape: CeilingShape,
+        stream: &Stream,
+    ) -> Result<()> {
         let pool = self.comm.pool;
         let side = self.kernels.wire_side().filter(|_| self.comm.num_ranks == 1);
         let between_nodes = side.and_then(WireSide::mapped).zip(self.kernels.wire());

@@ -280,7 +280,7 @@ impl Buffer {
             unsafe {
                 if let (Mode::OneNode(node, _), Some(at)) = (&handle.places.routing, by_expert) {
                     let Some(kernels) = &node.by_expert else {
-                        return Err(Error::os("combine", "kernels of rows by expert were not loaded"));
+                        return Err(Error::internal("combine", "kernels of rows by expert were not loaded"));
                     };
                     if !stage.x.is_null() || may_be_short {
                         let args = ExpertStageArgs {

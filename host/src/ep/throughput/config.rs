@@ -94,8 +94,7 @@ impl Config {
     /// # Errors
     /// [`Error::Argument`] with the rule and its numbers: the NVLink ring is cut into one part per
     /// node, each larger than both chunks.
-    #[doc(hidden)]
-    pub fn check_nodes(&self, nodes: u32) -> Result<()> {
+    pub(crate) fn check_nodes(&self, nodes: u32) -> Result<()> {
         let ring = self.num_max_nvl_chunked_recv_tokens;
         if nodes == 0 || !ring.is_multiple_of(nodes) {
             let rule = format!(

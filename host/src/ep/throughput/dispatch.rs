@@ -377,7 +377,7 @@ impl Buffer {
         lease: Option<Arc<Lease<Room>>>,
         handle: Option<&DispatchHandle>,
     ) -> Result<Arc<Lease<Room>>> {
-        let lease = lease.ok_or_else(|| Error::os("dispatch", "nothing was enqueued"))?;
+        let lease = lease.ok_or_else(|| Error::internal("dispatch", "nothing was enqueued"))?;
         self.core.fills(&lease, handle.map(|handle| handle.0.clone() as Arc<dyn Outcome>));
         Ok(lease)
     }
@@ -624,10 +624,10 @@ impl Buffer {
         places: &Places,
     ) -> Result<()> {
         let (Mode::OneNode(node, routing), Some(at)) = (&places.routing, places.by_expert) else {
-            return Err(Error::os("dispatch", "rows by expert have no plan across nodes"));
+            return Err(Error::internal("dispatch", "rows by expert have no plan across nodes"));
         };
         let Some(kernels) = &node.by_expert else {
-            return Err(Error::os("dispatch", "kernels of rows by expert were not loaded"));
+            return Err(Error::internal("dispatch", "kernels of rows by expert were not loaded"));
         };
         let layout = counts.layout;
         let (topk_idx, narrow_ids) = layout.ids();

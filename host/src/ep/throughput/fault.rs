@@ -233,7 +233,7 @@ impl Buffer {
         let seen = || self.host_counts.load(offset_of!(PlanHeader, tag) as u64);
         let mut last_check = Instant::now();
         let limit = timeout.unwrap_or_default().max(self.options.timeout).saturating_mul(HOST_PATIENCE);
-        let answered = poll(&**self.core.device(), limit, || {
+        let answered = poll(self.core.device(), limit, || {
             if seen()? == tag {
                 return Ok(true);
             }
@@ -244,14 +244,14 @@ impl Buffer {
                 let done = stream.is_done()?;
                 if done && seen()? != tag {
                     self.core.faults().check()?;
-                    return Err(Error::os("notify", "the stream is done but no counts came"));
+                    return Err(Error::internal("notify", "the stream is done but no counts came"));
                 }
             }
             Ok(false)
         })?;
         if !answered {
             self.core.faults().check()?;
-            return Err(Error::os("notify", format!("no answer of the device in {limit:?}")));
+            return Err(Error::timeout("notify", format!("no answer of the device in {limit:?}")));
         }
         self.host_counts.read(0)
     }

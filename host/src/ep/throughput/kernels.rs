@@ -225,12 +225,7 @@ pub struct Loaded {
 impl Loaded {
     /// Loads what operations need of the embedded PTX, or of a file's: within one node, with rows
     /// by expert or without, or across nodes.
-    pub fn new(
-        device: &Arc<dyn Device>,
-        topology: Topology,
-        by_expert: bool,
-        ptx: Option<PathBuf>,
-    ) -> Result<Loaded> {
+    pub fn new(device: &Device, topology: Topology, by_expert: bool, ptx: Option<PathBuf>) -> Result<Loaded> {
         let is_many = topology.ranks_per_node > FEW_RANKS as u32;
         let mut names = vec![DispatchLayout::INFO.name, StageCombine::INFO.name];
         if topology.nodes > 1 {
@@ -304,7 +299,7 @@ pub struct Kernels {
     pub stage_combine: Kernel,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
-    device: Arc<dyn Device>,
+    device: Device,
     tuning: Tuning,
     ptx: Option<PathBuf>,
 }
@@ -312,7 +307,7 @@ pub struct Kernels {
 impl Kernels {
     /// Selects among the loaded kernels.
     pub fn new(
-        device: &Arc<dyn Device>,
+        device: &Device,
         tuning: Tuning,
         loaded: &Loaded,
         network: Option<(WireSide, Wire)>,

@@ -36,15 +36,12 @@ use epoxide_gpu::layout::{
     PlanHeader, PoolLayout, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout, wire_message,
 };
 
-use super::core::{
-    self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, TracedLaunch, agree_on, nanoseconds,
-};
+use super::core::{self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, agree_on, nanoseconds};
 use super::tensor::Owner;
 use super::{DType, Tensor, Topology, TypedTensor};
 use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
-use crate::transport::{PutTrace, QueueStats};
 use crate::virtual_time::spawn;
 
 pub use by_node::NodeCounts;
@@ -54,7 +51,7 @@ pub use config::{Config, low_latency_rdma_size_hint};
 pub use dispatch::{CachedDispatchRequest, Counts, DispatchRequest};
 pub use handle::{DispatchHandle, ExpertRows, InternodeHandle, IntranodeHandle};
 pub use layout::DispatchLayout;
-pub use options::{Options, Shape, Tuning};
+pub use options::{Fields, Options, Shape, Tuning};
 pub use place::{Place, PoolRows};
 pub use received::{Detached, Received};
 
@@ -132,7 +129,7 @@ pub struct Buffer {
     tables: Memory,
     comm: Comm,
     config: Config,
-    options: Options,
+    options: Fields,
     tag: u64,
     row_bytes: RowBytes,
 }
@@ -152,7 +149,8 @@ impl Buffer {
     /// * [`Error::Mismatch`] where ranks give different options
     /// * [`Error::Unavailable`] where GPUs of a node are linked without native atomics (PCIe)
     /// * [`Error::OutOfMemory`], and errors of the driver and the group
-    pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
+    pub fn new(device: Device, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
+        let options = options.fields;
         let rank = group.rank();
         let nodes = Topology::new(group.size(), options.ranks_per_node)?;
         options.tuning.validate()?;
@@ -212,7 +210,8 @@ impl Buffer {
             Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
         let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;
         host_counts.describe(&[Section::one("header", HOST_EXPERTS).of(PLAN_HEADER), experts]);
-        let loaded = loader.join().map_err(|_| Error::os("module load", "the loading thread panicked"))??;
+        let loaded =
+            loader.join().map_err(|_| Error::internal("module load", "the loading thread panicked"))??;
 
         let local = tables.ptr().add(local_at);
         let comm = Comm { pool_table: tables.ptr(), pool: layouts[0], ..core.comm(local) };
@@ -355,8 +354,7 @@ impl Buffer {
 
     /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every
     /// other node.
-    #[doc(hidden)]
-    pub fn count_message_bytes(&self, num_experts: u32) -> u64 {
+    pub(crate) fn count_message_bytes(&self, num_experts: u32) -> u64 {
         let words = wire_message::EXPERT_COUNTS + num_experts / self.num_nodes();
         (words as u64 * 4).next_multiple_of(16)
     }
@@ -367,6 +365,10 @@ impl HasCore for Buffer {
 
     fn core(&mut self) -> &mut Core<Room> {
         &mut self.core
+    }
+
+    fn core_ref(&self) -> &Core<Room> {
+        &self.core
     }
 }
 
@@ -407,7 +409,7 @@ fn agree(
     topology: Topology,
     [rows, joined_rows]: [u64; 2],
     wire: &WireLayout,
-    options: &Options,
+    options: &Fields,
 ) -> Result<()> {
     let (config, transport) = (options.config, &options.transport);
     let ours = vec![

@@ -44,36 +44,28 @@ impl Shape {
 
 /// How to make a [`Buffer`](super::Buffer). The same on every rank.
 #[derive(Debug, Clone)]
-#[non_exhaustive]
 pub struct Options {
-    // The methods of the same names say what these are; tests change them one by one.
-    #[doc(hidden)]
+    pub(crate) fields: Fields,
+}
+
+/// The options one by one; the methods of [`Options`] document them.
+#[derive(Debug, Clone)]
+#[allow(missing_docs)]
+pub struct Fields {
     pub shape: Shape,
-    #[doc(hidden)]
     pub places: u32,
-    #[doc(hidden)]
     pub rows_by_expert: Option<u64>,
-    #[doc(hidden)]
     pub num_nvl_bytes: Option<u64>,
-    #[doc(hidden)]
     pub config: Config,
-    #[doc(hidden)]
     pub timeout: Duration,
-    #[doc(hidden)]
     pub nan_on_failure: bool,
-    #[doc(hidden)]
     pub tuning: Tuning,
-    #[doc(hidden)]
     pub ranks_per_node: Option<u32>,
-    #[doc(hidden)]
     pub keep_nodes: bool,
-    #[doc(hidden)]
     pub transport: TransportOptions,
-    #[doc(hidden)]
     pub num_rdma_bytes: Option<u64>,
     /// A file with the kernels' PTX in place of the embedded one: what `EPOXIDE_PTX` is to a
     /// process, to one buffer.
-    #[doc(hidden)]
     pub ptx: Option<PathBuf>,
 }
 
@@ -81,7 +73,7 @@ impl Options {
     /// Room for the worst case of `shape`, one place, one node, defaults for the rest; 30 s for a
     /// peer.
     pub fn new(shape: Shape) -> Self {
-        Options {
+        let fields = Fields {
             shape,
             places: 1,
             rows_by_expert: None,
@@ -95,10 +87,12 @@ impl Options {
             transport: TransportOptions::new(TransportKind::Auto),
             num_rdma_bytes: None,
             ptx: None,
-        }
+        };
+        Options { fields }
     }
 
     option_methods! {
+        of fields;
         /// Up to 64 ranks that can all map each other's memory are one node, whatever this is. This
         /// does not hold if the transport is one of shm, tcp and verbs, or [`Options::keep_nodes`]
         /// was called.
@@ -113,27 +107,20 @@ impl Options {
     /// [`Shape::most_rows_by_expert`] is the worst case. A dispatch that needs more is an
     /// error on every rank, before any row moves. Within one node.
     pub fn rows_by_expert(mut self, rows: u64) -> Self {
-        self.rows_by_expert = Some(rows);
+        self.fields.rows_by_expert = Some(rows);
         self
     }
 
     /// Bytes to spend on the pool instead of room for the worst case. A dispatch that needs more
     /// rows is an error on every rank, before any row moves. See [`Config::nvl_buffer_size_hint`].
     pub fn num_nvl_bytes(mut self, bytes: u64) -> Self {
-        self.num_nvl_bytes = Some(bytes);
+        self.fields.num_nvl_bytes = Some(bytes);
         self
     }
 
     /// Multiprocessors and channels.
     pub fn config(mut self, config: Config) -> Self {
-        self.config = config;
-        self
-    }
-
-    /// Launch shapes.
-    #[doc(hidden)]
-    pub fn tuning(mut self, tuning: Tuning) -> Self {
-        self.tuning = tuning;
+        self.fields.config = config;
         self
     }
 
@@ -141,7 +128,7 @@ impl Options {
     /// node. A dispatch that needs more is an error on every rank, before any row moves. See
     /// [`Config::rdma_buffer_size_hint`].
     pub fn num_rdma_bytes(mut self, bytes: u64) -> Self {
-        self.num_rdma_bytes = Some(bytes);
+        self.fields.num_rdma_bytes = Some(bytes);
         self
     }
 }

@@ -7,7 +7,7 @@ use epoxide_gpu::layout::{
     Wire, WireLayout, combine_slot_bytes, wire_message,
 };
 
-use super::options::{Options, Shape};
+use super::options::{Fields, Shape};
 use super::place::Room;
 use crate::driver::{DevicePtr, Memory, MemoryKind};
 use crate::ep::Topology;
@@ -34,7 +34,7 @@ impl WireSide {
     pub fn new(
         core: &mut Core<Room>,
         group: &dyn ProcessGroup,
-        options: &Options,
+        options: &Fields,
         layout: WireLayout,
     ) -> Result<(WireSide, Wire)> {
         let (topology, device) = (core.topology(), core.device().clone());

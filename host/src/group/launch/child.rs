@@ -14,7 +14,6 @@ pub fn current_exe() -> Result<Command> {
 }
 
 /// Has the kernel kill the child when the thread that spawns it ends.
-#[doc(hidden)]
 pub fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     let prepare = move || {
@@ -33,7 +32,6 @@ pub fn die_with_parent(command: &mut Command) {
 /// Gives the child the default action for SIGINT and SIGQUIT. This process may ignore them, as a
 /// background job of a script does. The keys of a terminal do not reach a rank's process group, so
 /// such a signal is meant for the rank.
-#[doc(hidden)]
 pub fn heed_interrupts(command: &mut Command) {
     let prepare = || {
         for signal in [libc::SIGINT, libc::SIGQUIT] {

@@ -31,7 +31,6 @@ impl RankExit {
     }
 }
 
-#[doc(hidden)]
 impl From<ExitStatus> for RankExit {
     fn from(status: ExitStatus) -> RankExit {
         match (status.code(), status.signal()) {

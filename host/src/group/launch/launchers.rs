@@ -108,7 +108,7 @@ fn end_key(start: u32, node: u32) -> String {
 }
 
 fn json(value: &impl Serialize) -> Result<Vec<u8>> {
-    serde_json::to_vec(value).map_err(|error| Error::os("JSON", error))
+    serde_json::to_vec(value).map_err(|error| Error::internal("JSON", error))
 }
 
 /// An entry of another launcher.

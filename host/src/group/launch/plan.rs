@@ -34,7 +34,7 @@ impl Nodes {
 /// A launch of ranks on this host, with the environment that torchrun gives them.
 ///
 /// Every rank finds the variables of
-/// [`RankEnvironment::variables`](super::RankEnvironment::variables) in its environment, with
+/// [`RankEnvironment::variables`](super::rank_environment::RankEnvironment::variables) in its environment, with
 /// `OMP_NUM_THREADS` = 1 where there are several ranks and it is unset.
 ///
 /// When a rank fails, the store of the launch is given up and the other ranks get

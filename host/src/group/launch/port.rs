@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 /// serves itself. The launcher of several nodes does so for its ranks.
 ///
 /// ```
-/// let port = epoxide::group::launch::HeldPort::any()?;
+/// let port = epoxide::internal::launch::HeldPort::any()?;
 /// let server = std::net::TcpListener::bind(("127.0.0.1", port.number())).unwrap();
 /// # drop(server);
 /// # Ok::<(), epoxide::Error>(())

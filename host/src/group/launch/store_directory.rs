@@ -25,7 +25,6 @@ const ATTEMPTS: u32 = 100;
 /// directories without a lock, of this user, below the same `TMPDIR`. They must be of this boot of
 /// this kernel, because the locks of another host may be invisible here. A launch leaves nothing
 /// else behind: its sockets have abstract names, its shared memory has none.
-#[doc(hidden)]
 #[derive(Debug)]
 pub struct StoreDirectory {
     /// Where it is.

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
+use super::plan::{Launch, Nodes};
+use super::signals::Signals;
 use super::*;
 use crate::error::{Error, Result};
 use crate::group::env::RANK;

@@ -112,7 +112,6 @@ where
 }
 
 /// The message of a panic.
-#[doc(hidden)]
 pub fn panic_text(panic: &(dyn Any + Send)) -> &str {
     panic
         .downcast_ref::<String>()

@@ -165,7 +165,7 @@ impl Engine {
             return Ok(());
         }
         self.open_network(theirs)?;
-        let address = serde_json::to_vec(&self.ours).map_err(|error| Error::os("serialise", error))?;
+        let address = serde_json::to_vec(&self.ours).map_err(|error| Error::internal("serialise", error))?;
         self.board.set(&address_key(&self.name, self.rank), &address)
     }
 

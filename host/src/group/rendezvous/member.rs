@@ -34,8 +34,7 @@ pub struct Member {
     /// How many ranks its host has, if that is known.
     pub local_size: Option<u32>,
     /// Its launcher.
-    #[doc(hidden)]
-    pub launcher: Launcher,
+    pub(crate) launcher: Launcher,
     /// The name of the variable that `size` came from.
     pub(super) size_name: &'static str,
 }
@@ -93,14 +92,12 @@ impl Member {
     /// `RANK` goes before all others: a torchrun on each of several hosts may itself have been
     /// started by mpirun or srun. Then Open MPI, PMI, Slurm and PMIx are tried. Slurm's variables
     /// count only in a step that srun started: a job's script has them, too, and is not a rank.
-    #[doc(hidden)]
     pub fn detect() -> Result<Option<Member>> {
         Member::from_variables(&env::environment)
     }
 
     /// Like [`Member::detect`] in an environment of the caller's.
-    #[doc(hidden)]
-    pub fn from_variables(variable: Lookup<'_>) -> Result<Option<Member>> {
+    pub(crate) fn from_variables(variable: Lookup<'_>) -> Result<Option<Member>> {
         let set = |name: &str| variable(name).is_some_and(|value| !value.is_empty());
         let in_step = set("SLURM_STEP_ID") || set("SLURM_STEPID");
         let names = if set(RANK) {

@@ -216,7 +216,7 @@ fn agree_on_size(store: &dyn Store, member: &Member) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::group::launch::HeldPort;
+    use crate::group::launch::port::HeldPort;
     use crate::group::{ProcessGroup, RANK, STORE, WORLD_SIZE};
 
     const TIMEOUT: Duration = Duration::from_secs(120);

@@ -121,8 +121,7 @@ impl TcpStore {
     }
 
     /// Like [`TcpStore::host_with`], on a socket that listens already.
-    #[doc(hidden)]
-    pub fn host_on(
+    pub(crate) fn host_on(
         listener: TcpListener,
         timeout: Duration,
         linger: Duration,
@@ -157,17 +156,6 @@ impl TcpStore {
     ) -> Result<TcpStore> {
         let server = TcpStoreServer::start(listeners, terms.clone(), limits)?;
         TcpStore::to_own(server, timeout, linger, terms)
-    }
-
-    /// Like [`TcpStore::host_with`], with a server that runs already.
-    #[doc(hidden)]
-    pub fn with_server(
-        server: TcpStoreServer,
-        timeout: Duration,
-        linger: Duration,
-        secret: Option<&JobSecret>,
-    ) -> Result<TcpStore> {
-        TcpStore::to_own(server, timeout, linger, Terms { secret: secret.cloned(), run: String::new() })
     }
 
     fn to_own(server: TcpStoreServer, timeout: Duration, linger: Duration, terms: Terms) -> Result<TcpStore> {
@@ -210,8 +198,7 @@ impl TcpStore {
         }
     }
 
-    /// How long the server may take to answer from now on; for tests whose server does not.
-    #[doc(hidden)]
+    /// How long the server may take to answer from now on.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
@@ -221,15 +208,8 @@ impl TcpStore {
         self.address.port
     }
 
-    /// True when the server is this store's own.
-    #[doc(hidden)]
-    pub fn is_host(&self) -> bool {
-        self.server.is_some()
-    }
-
     /// Counts this client as arrived, as PyTorch's clients that know the world size do. Returns how
     /// many have.
-    #[doc(hidden)]
     pub fn join(&self) -> Result<u64> {
         let joined = self.call("join", INIT_KEY, self.timeout, |connection, deadline| {
             let message = Message::query(Query::Add).string(INIT_KEY.as_bytes()).number(1);

@@ -22,9 +22,11 @@ use crate::group::secret::{Initiator, Keys, OPENING, PROOF, Purpose};
 use crate::group::{HashStore, JobSecret, MeshGroup, MeshOptions};
 use crate::transport::greeting::{PHASE, VERSION};
 use crate::transport::links::Receiving;
+use crate::transport::proxy::Proxy;
 use crate::transport::put::Put;
+use crate::transport::put::PutQueue;
 use crate::transport::setup::deadline;
-use crate::transport::{Proxy, PutQueue, TransportKind, TransportOptions};
+use crate::transport::{TransportKind, TransportOptions};
 
 const BYTES: u64 = 1 << 20;
 /// Longer than anything takes on a busy machine that is meant to happen.

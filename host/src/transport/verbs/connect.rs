@@ -71,7 +71,7 @@ struct Prepared {
 pub(in crate::transport) fn connect(setup: &Setup<'_>) -> Result<Links> {
     let prepared = greeting::check_arguments(setup).and_then(|()| prepare(setup));
     let address = prepared.as_ref().map_err(Error::clone).and_then(|prepared| {
-        serde_json::to_string(&prepared.offer).map_err(|error| Error::os("serialise", error))
+        serde_json::to_string(&prepared.offer).map_err(|error| Error::internal("serialise", error))
     });
     let all = greeting::meet(setup, address)?;
     let links = prepared.and_then(|prepared| make_links(setup, prepared, &all));

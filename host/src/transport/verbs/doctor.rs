@@ -17,7 +17,7 @@ const TRIAL: u64 = 2 << 20;
 
 /// One check per entry: its name, and what was found, or what is wrong and how to mend it. Wire
 /// memory of each of `gpus` is tried.
-pub fn doctor(gpus: &[Arc<dyn Device>]) -> Vec<(String, Result<String, String>)> {
+pub fn doctor(gpus: &[Device]) -> Vec<(String, Result<String, String>)> {
     let text = |result: Result<String>| result.map_err(|error| error.to_string());
     let options = match VerbsOptions::from_env() {
         Ok(options) => options,
@@ -98,7 +98,7 @@ fn dma_buf(context: &Arc<Context>) -> Result<String> {
 }
 
 /// Which cards the GPU uses, and how those reach its wire memory.
-fn wire_memory(options: &VerbsOptions, gpu: &Arc<dyn Device>) -> Result<String> {
+fn wire_memory(options: &VerbsOptions, gpu: &Device) -> Result<String> {
     let cards = Card::open(options, gpu.info())?;
     let (_, reach) = register::wire_memory(&cards, gpu, TRIAL)?;
     let untried = match reach {

@@ -28,11 +28,7 @@ use crate::error::Result;
 
 /// Allocates wire memory that the rank's network cards reach. It tries device memory by dma-buf,
 /// then by a peer-memory module, then host memory that is mapped into the device.
-pub(super) fn wire_memory(
-    options: &TransportOptions,
-    device: &Arc<dyn Device>,
-    bytes: u64,
-) -> Result<Arc<Memory>> {
+pub(super) fn wire_memory(options: &TransportOptions, device: &Device, bytes: u64) -> Result<Arc<Memory>> {
     let cards = device::Card::open(&settings(options)?, device.info())?;
     let (memory, reach) = register::wire_memory(&cards, device, bytes)?;
     tracing::debug!(cards = cards.len(), bytes, %reach, "wire memory");

@@ -162,11 +162,7 @@ fn weakest(reaches: impl IntoIterator<Item = Result<Reach>>) -> Result<Reach> {
 }
 
 /// Allocates wire memory where all the cards reach it.
-pub(super) fn wire_memory(
-    cards: &[Card],
-    device: &Arc<dyn Device>,
-    bytes: u64,
-) -> Result<(Arc<Memory>, Reach)> {
+pub(super) fn wire_memory(cards: &[Card], device: &Device, bytes: u64) -> Result<(Arc<Memory>, Reach)> {
     place(
         device.info().is_virtual,
         device.info().rdma_write_order,
