@@ -497,6 +497,13 @@ fn inside(at: u32, row_bytes: u32) -> u32 {
     if at < row_bytes { at } else { 0 }
 }
 
+/// Blocks that send pieces: not the last one, if there are others, since it publishes the call
+/// ([`publishes_call`]). The fence of that holds back what its block stores, for a microsecond.
+#[inline(always)]
+fn sending_blocks() -> u32 {
+    (nctaid() - 1).max(1)
+}
+
 /// A piece of a row: the warp that moves it needs no other.
 struct Piece {
     /// A rank, and a token of it or for it.
@@ -506,11 +513,17 @@ struct Piece {
 }
 
 impl Piece {
-    /// Pieces of the grid's warps follow each other on different multiprocessors, from the last
-    /// block on where the first ones have other work.
+    /// The first piece that the warp sends, `u32::MAX` where it sends none. The warps' pieces
+    /// follow each other on different multiprocessors.
     #[inline(always)]
-    fn first_of_warp(from_last: bool) -> u32 {
-        tid() / 32 * nctaid() + if from_last { nctaid() - 1 - ctaid() } else { ctaid() }
+    fn first_to_send() -> u32 {
+        if ctaid() < sending_blocks() { tid() / 32 * sending_blocks() + ctaid() } else { u32::MAX }
+    }
+
+    /// The first piece that the warp receives: from the last block on, since the first ones send.
+    #[inline(always)]
+    fn first_to_receive() -> u32 {
+        tid() / 32 * nctaid() + nctaid() - 1 - ctaid()
     }
 
     /// Piece number `number` of those of `ranks` ranks' tokens, all ranks' first tokens first.

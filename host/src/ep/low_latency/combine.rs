@@ -133,8 +133,8 @@ impl Buffer {
             kernel: Arguments::Combine(args),
             place: place.clone(),
             // A piece of a row to a block, though a warp moves it: pieces on one multiprocessor wait
-            // for each other.
-            send_blocks: self.options.shape.max_tokens * self.num_ranks() * pieces_of(row_bytes as u32),
+            // for each other. One block more publishes the call.
+            send_blocks: self.options.shape.max_tokens * self.num_ranks() * pieces_of(row_bytes as u32) + 1,
             receive_blocks: num_tokens * pieces_of(row_bytes as u32),
             fills: None,
             uses: x.owner().cloned().into_iter().collect(),

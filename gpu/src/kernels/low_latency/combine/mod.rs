@@ -109,7 +109,7 @@ unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineA
         let publishes = publishes_call(&args.common);
         let opening = Opening::load::<true>(&args.common, tid() == 0 || publishes);
         let first = Ahead::of::<SUMMED>(args, ctaid(), sends);
-        let first_piece = Ahead::of_piece(args, Piece::first_of_warp(false), sends);
+        let first_piece = Ahead::of_piece(args, Piece::first_to_send(), sends);
         let most = if sends { Most::of(args) } else { Most { words: 0, packets: 0 } };
         let ranks = first_ranks(args, receives);
         if publishes {

@@ -31,7 +31,7 @@ unsafe fn ranks_of(args: &LowLatencyCombineArgs, token: u32) -> u32 {
 #[inline(always)]
 pub(super) unsafe fn first_ranks(args: &LowLatencyCombineArgs, receives: bool) -> u32 {
     let token = if in_packets(&args.common, args.common.num_tokens) {
-        Piece::of(Piece::first_of_warp(true), args.row_bytes, 1).token
+        Piece::of(Piece::first_to_receive(), args.row_bytes, 1).token
     } else {
         ctaid()
     };
@@ -208,7 +208,7 @@ unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first_ma
     // one writer.
     unsafe {
         let common = &args.common;
-        let (mut number, mut mask) = (Piece::first_of_warp(true), first_mask);
+        let (mut number, mut mask) = (Piece::first_to_receive(), first_mask);
         while number < common.num_tokens * pieces_of(args.row_bytes) {
             let piece = Piece::of(number, args.row_bytes, 1);
             let to = args.combined_x.0 + piece.token as u64 * bf16_bytes::<FP8>(args) as u64;
@@ -267,7 +267,7 @@ pub(super) unsafe fn spoil<const FP8: bool>(args: &LowLatencyCombineArgs) {
     // SAFETY: passed on to the kernel's caller.
     unsafe {
         if in_packets(&args.common, args.common.num_tokens) {
-            spoil_pieces::<FP8>(args, Piece::first_of_warp(true));
+            spoil_pieces::<FP8>(args, Piece::first_to_receive());
         } else {
             spoil_rows::<FP8, 0>(args, Team::block(), ctaid());
         }

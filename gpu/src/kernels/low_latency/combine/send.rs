@@ -5,7 +5,8 @@ use super::super::super::progress::Progress;
 use super::super::fp8::{Sixteen, quantised, scale_offset};
 use super::super::team::Team;
 use super::super::{
-    Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, inside, send_packets, tokens_in_chunk,
+    Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, inside, send_packets, sending_blocks,
+    tokens_in_chunk,
 };
 use super::{add_rows, bf16_bytes, round};
 use crate::layout::{LowLatencyCombineArgs, SCALE_BLOCK, pieces_of, row_stride};
@@ -270,9 +271,9 @@ pub(super) unsafe fn return_pieces<const FP8: bool>(
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let pieces = most * comm.num_ranks * pieces_of(args.row_bytes);
-        let (mut number, mut ahead) = (Piece::first_of_warp(false), first);
+        let (mut number, mut ahead) = (Piece::first_to_send(), first);
         while number < pieces {
-            let next = number + nctaid() * (ntid() / 32);
+            let next = number + sending_blocks() * (ntid() / 32);
             let after = Ahead::of_piece(args, next, true);
             let piece = Piece::of(number, args.row_bytes, comm.num_ranks);
             let is_there = piece.token < ahead.tokens && in_packets(common, ahead.tokens);
