@@ -290,7 +290,7 @@ pub enum Error {
     Timeout {
         /// The call that waited.
         call: &'static str,
-        /// What it waited for, and how long.
+        /// The awaited work, and the length of the wait.
         reason: String,
     },
     /// A fault inside epoxide, or in a back end: no call of the user's explains it. Please report
@@ -299,7 +299,7 @@ pub enum Error {
     Internal {
         /// The part that failed.
         call: &'static str,
-        /// What it found.
+        /// The state that must not occur.
         reason: String,
     },
     /// The operating system refused something.

@@ -116,8 +116,7 @@ impl TcpStore {
         secret: Option<&JobSecret>,
         limits: &ConnectionLimits,
     ) -> Result<TcpStore> {
-        let terms = Terms { secret: secret.cloned(), run: String::new() };
-        TcpStore::serve(vec![listen_all(port)?], timeout, linger, terms, limits)
+        TcpStore::host_on(listen_all(port)?, timeout, linger, secret, limits)
     }
 
     /// Like [`TcpStore::host_with`], on a socket that listens already.
