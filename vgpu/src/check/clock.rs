@@ -183,10 +183,12 @@ fn zip_sorted<'a, K: Ord, V>(a: &'a [(K, V)], b: &'a [(K, V)]) -> impl Iterator<
 }
 
 /// The tick of a key in sorted entries; 0 where there is none.
+#[inline]
 fn tick_of<K: Ord + Copy>(entries: &[(K, u32)], key: K) -> u32 {
     find(entries, key).copied().unwrap_or(0)
 }
 
+#[inline]
 fn find<K: Ord + Copy, V>(entries: &[(K, V)], key: K) -> Option<&V> {
     entries.binary_search_by_key(&key, |e| e.0).ok().map(|at| &entries[at].1)
 }

@@ -130,8 +130,11 @@ impl Lane for bool {
 #[inline(always)]
 pub(crate) fn every_lane<T: Copy + Default>(f: impl Fn(usize) -> T) -> [T; 32] {
     let mut out = [T::default(); 32];
-    for (i, v) in out.iter_mut().enumerate() {
-        *v = f(i);
+    // Without an iterator, whose layers the compiler would unwrap for each of the instructions.
+    let mut i = 0;
+    while i < 32 {
+        out[i] = f(i);
+        i += 1;
     }
     out
 }
@@ -146,6 +149,16 @@ pub(crate) fn lanes(mut mask: u32) -> impl Iterator<Item = usize> {
             i
         })
     })
+}
+
+/// Calls `f` with each lane of a mask, ascending: [`lanes`] as a loop, which compiles faster in
+/// hundreds of instructions.
+#[inline(always)]
+fn each_lane(mut mask: u32, mut f: impl FnMut(usize)) {
+    while mask != 0 {
+        f(mask.trailing_zeros() as usize);
+        mask &= mask - 1;
+    }
 }
 
 /// Whether an operand is read or written.
@@ -164,12 +177,12 @@ pub(crate) struct Sig {
 }
 
 /// Signature entry of a result of type `T`.
-pub(crate) fn def<T: Lane>() -> Sig {
+pub(crate) const fn def<T: Lane>() -> Sig {
     Sig { role: Role::Def, file: T::FILE, bits: T::BITS }
 }
 
 /// Signature entry of an argument of type `T`.
-pub(crate) fn arg<T: Lane>() -> Sig {
+pub(crate) const fn arg<T: Lane>() -> Sig {
     Sig { role: Role::Use, file: T::FILE, bits: T::BITS }
 }
 
@@ -178,7 +191,7 @@ pub(crate) fn arg<T: Lane>() -> Sig {
 #[derive(Clone, Debug)]
 pub(crate) struct Spec {
     pub(crate) f: AluFn,
-    pub(crate) sig: Vec<Sig>,
+    pub(crate) sig: &'static [Sig],
 }
 
 /// Makes a value of a zero-sized closure type out of nothing, so that closures become plain
@@ -192,24 +205,29 @@ fn conjure<F: Copy>() -> F {
     unsafe { std::ptr::NonNull::<F>::dangling().read() }
 }
 
-/// The effect of an arithmetic instruction on the lanes `m`, as a type, so that [`fastest`] can
-/// compile it twice.
+/// The effect of an arithmetic instruction, as a type, so that [`fastest`] can make a function of it.
 trait Apply {
+    /// The effect on the lanes `m`, computed for each of them.
     fn apply(r: &mut Regs, s: &[u32; 6], m: u32);
+    /// The same, computed for all 32 lanes, in the shape that the compiler vectorises.
+    fn apply_wide(r: &mut Regs, s: &[u32; 6], m: u32);
 }
 
 /// The instruction as compiled for the processor at hand. Without the feature `fma` no build
-/// contracts a product and a sum, so both give the same bits.
+/// contracts a product and a sum, so both ways give the same bits.
+///
+/// An x86-64 without AVX2 computes lane by lane. Compiled for its vectors as well, these functions
+/// were three quarters of this crate, and took as much of the time to compile it.
 fn fastest<K: Apply>() -> AluFn {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
-        #[target_feature(enable = "avx2")]
-        fn with_avx2<K: Apply>(r: &mut Regs, s: &[u32; 6], m: u32) {
-            K::apply(r, s, m);
-        }
-        return with_avx2::<K>;
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2"))]
+    fn wide<K: Apply>(r: &mut Regs, s: &[u32; 6], m: u32) {
+        if few(m) { K::apply(r, s, m) } else { K::apply_wide(r, s, m) }
     }
-    K::apply
+    #[cfg(target_arch = "x86_64")]
+    if !is_x86_feature_detected!("avx2") {
+        return K::apply;
+    }
+    wide::<K>
 }
 
 /// Whether so few lanes run that it is faster to compute them one by one than all 32.
@@ -228,12 +246,14 @@ pub(super) fn put<D: Lane>(r: &mut Regs, slot: u32, m: u32, v: &[D; 32]) {
 struct Op1<A, D, F>(PhantomData<(A, D, F)>);
 
 impl<A: Lane, D: Lane, F: Fn(A) -> D + Copy> Apply for Op1<A, D, F> {
-    #[inline(always)]
+    #[inline(never)]
     fn apply(r: &mut Regs, s: &[u32; 6], m: u32) {
         let f = conjure::<F>();
-        if few(m) {
-            return lanes(m).for_each(|i| D::set(r, s[0], i, f(A::get(r, s[1], i))));
-        }
+        each_lane(m, |i| D::set(r, s[0], i, f(A::get(r, s[1], i))));
+    }
+    #[inline(always)]
+    fn apply_wide(r: &mut Regs, s: &[u32; 6], m: u32) {
+        let f = conjure::<F>();
         let a = A::view(r, s[1]);
         let v = every_lane(|i| f(A::at(&a, i)));
         put(r, s[0], m, &v);
@@ -242,53 +262,74 @@ impl<A: Lane, D: Lane, F: Fn(A) -> D + Copy> Apply for Op1<A, D, F> {
 
 /// `d = f(a)`
 pub(crate) fn op1<A: Lane, D: Lane, F: Fn(A) -> D + Copy>(_: F) -> Spec {
-    Spec { f: fastest::<Op1<A, D, F>>(), sig: vec![def::<D>(), arg::<A>()] }
+    Spec { f: fastest::<Op1<A, D, F>>(), sig: const { &[def::<D>(), arg::<A>()] } }
 }
 
 struct Op2<A, B, D, F>(PhantomData<(A, B, D, F)>);
 
 impl<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy> Apply for Op2<A, B, D, F> {
-    #[inline(always)]
+    #[inline(never)]
     fn apply(r: &mut Regs, s: &[u32; 6], m: u32) {
         let f = conjure::<F>();
-        if few(m) {
-            return lanes(m).for_each(|i| D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i))));
-        }
+        each_lane(m, |i| D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i))));
+    }
+    #[inline(always)]
+    fn apply_wide(r: &mut Regs, s: &[u32; 6], m: u32) {
+        let f = conjure::<F>();
         let (a, b) = (A::view(r, s[1]), B::view(r, s[2]));
         let v = every_lane(|i| f(A::at(&a, i), B::at(&b, i)));
         put(r, s[0], m, &v);
     }
 }
 
+/// [`op1`] for an instruction that kernels seldom have, or that the host has no vectors for: lane by
+/// lane always, which is a fifth of the code.
+pub(crate) fn rare1<A: Lane, D: Lane, F: Fn(A) -> D + Copy>(_: F) -> Spec {
+    Spec { f: Op1::<A, D, F>::apply, sig: const { &[def::<D>(), arg::<A>()] } }
+}
+
 /// `d = f(a, b)`
 pub(crate) fn op2<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy>(_: F) -> Spec {
-    Spec { f: fastest::<Op2<A, B, D, F>>(), sig: vec![def::<D>(), arg::<A>(), arg::<B>()] }
+    Spec { f: fastest::<Op2<A, B, D, F>>(), sig: const { &[def::<D>(), arg::<A>(), arg::<B>()] } }
 }
 
 struct Op3<A, B, C, D, F>(PhantomData<(A, B, C, D, F)>);
 
 impl<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy> Apply for Op3<A, B, C, D, F> {
-    #[inline(always)]
+    #[inline(never)]
     fn apply(r: &mut Regs, s: &[u32; 6], m: u32) {
         let f = conjure::<F>();
-        if few(m) {
-            return lanes(m).for_each(|i| {
-                D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i), C::get(r, s[3], i)));
-            });
-        }
+        each_lane(m, |i| {
+            D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i), C::get(r, s[3], i)));
+        });
+    }
+    #[inline(always)]
+    fn apply_wide(r: &mut Regs, s: &[u32; 6], m: u32) {
+        let f = conjure::<F>();
         let (a, b, c) = (A::view(r, s[1]), B::view(r, s[2]), C::view(r, s[3]));
         let v = every_lane(|i| f(A::at(&a, i), B::at(&b, i), C::at(&c, i)));
         put(r, s[0], m, &v);
     }
 }
 
+/// [`op2`] as [`rare1`] is [`op1`].
+pub(crate) fn rare2<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy>(_: F) -> Spec {
+    Spec { f: Op2::<A, B, D, F>::apply, sig: const { &[def::<D>(), arg::<A>(), arg::<B>()] } }
+}
+
 /// `d = f(a, b, c)`
 pub(crate) fn op3<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy>(_: F) -> Spec {
-    let sig = vec![def::<D>(), arg::<A>(), arg::<B>(), arg::<C>()];
+    let sig = const { &[def::<D>(), arg::<A>(), arg::<B>(), arg::<C>()] };
     Spec { f: fastest::<Op3<A, B, C, D, F>>(), sig }
 }
 
-/// `d = f(a, b, c, e)`
+/// [`op3`] as [`rare1`] is [`op1`].
+pub(crate) fn rare3<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy>(_: F) -> Spec {
+    let sig = const { &[def::<D>(), arg::<A>(), arg::<B>(), arg::<C>()] };
+    Spec { f: Op3::<A, B, C, D, F>::apply, sig }
+}
+
+/// `d = f(a, b, c, e)`, lane by lane as well.
 pub(crate) fn op4<A: Lane, B: Lane, C: Lane, E: Lane, D: Lane, F: Fn(A, B, C, E) -> D + Copy>(_: F) -> Spec {
     fn run<A: Lane, B: Lane, C: Lane, E: Lane, D: Lane, F: Fn(A, B, C, E) -> D + Copy>(
         r: &mut Regs,
@@ -296,25 +337,31 @@ pub(crate) fn op4<A: Lane, B: Lane, C: Lane, E: Lane, D: Lane, F: Fn(A, B, C, E)
         m: u32,
     ) {
         let f = conjure::<F>();
-        lanes(m).for_each(|i| {
+        each_lane(m, |i| {
             let (a, b, c) = (A::get(r, s[1], i), B::get(r, s[2], i), C::get(r, s[3], i));
             D::set(r, s[0], i, f(a, b, c, E::get(r, s[4], i)));
         });
     }
-    Spec { f: run::<A, B, C, E, D, F>, sig: vec![def::<D>(), arg::<A>(), arg::<B>(), arg::<C>(), arg::<E>()] }
+    Spec {
+        f: run::<A, B, C, E, D, F>,
+        sig: const { &[def::<D>(), arg::<A>(), arg::<B>(), arg::<C>(), arg::<E>()] },
+    }
 }
 
 /// `d, flag = f(a, b, flag)`: the carry chain. Slots: d, a, b, flag in, flag out.
 pub(crate) fn op_carry<T: Lane, F: Fn(T, T, bool) -> (T, bool) + Copy>(_: F) -> Spec {
     fn run<T: Lane, F: Fn(T, T, bool) -> (T, bool) + Copy>(r: &mut Regs, s: &[u32; 6], m: u32) {
         let f = conjure::<F>();
-        lanes(m).for_each(|i| {
+        each_lane(m, |i| {
             let (v, flag) = f(T::get(r, s[1], i), T::get(r, s[2], i), bool::get(r, s[3], i));
             T::set(r, s[0], i, v);
             bool::set(r, s[4], i, flag);
         });
     }
-    Spec { f: run::<T, F>, sig: vec![def::<T>(), arg::<T>(), arg::<T>(), arg::<bool>(), def::<bool>()] }
+    Spec {
+        f: run::<T, F>,
+        sig: const { &[def::<T>(), arg::<T>(), arg::<T>(), arg::<bool>(), def::<bool>()] },
+    }
 }
 
 /// How `setp` combines the comparison with its predicate operand; the number in slot 5.
@@ -329,34 +376,42 @@ pub(crate) enum Combine {
 struct Setp<T, F>(PhantomData<(T, F)>);
 
 impl<T: Lane, F: Fn(T, T) -> bool + Copy> Apply for Setp<T, F> {
-    #[inline(always)]
+    #[inline(never)]
     fn apply(r: &mut Regs, s: &[u32; 6], m: u32) {
         let f = conjure::<F>();
-        let t = if few(m) {
-            lanes(m).fold(0, |t, i| t | u32::from(f(T::get(r, s[2], i), T::get(r, s[3], i))) << i)
-        } else {
-            let (a, b) = (T::view(r, s[2]), T::view(r, s[3]));
-            mask_of(|i| f(T::at(&a, i), T::at(&b, i)))
-        };
-        let c = r.pred[s[4] as usize];
-        let combine = |t: u32| match s[5] {
-            0 => t,
-            1 => t & c,
-            2 => t | c,
-            _ => t ^ c,
-        };
-        let (p, q) = (combine(t), combine(!t));
-        // p and q are different registers or the sink, so the order does not matter.
-        for (slot, v) in [(s[1], q), (s[0], p)] {
-            let old = &mut r.pred[slot as usize];
-            *old = *old & !m | v & m;
-        }
+        let mut t = 0;
+        each_lane(m, |i| t |= u32::from(f(T::get(r, s[2], i), T::get(r, s[3], i))) << i);
+        put_setp(r, s, m, t);
+    }
+    #[inline(always)]
+    fn apply_wide(r: &mut Regs, s: &[u32; 6], m: u32) {
+        let f = conjure::<F>();
+        let (a, b) = (T::view(r, s[2]), T::view(r, s[3]));
+        let t = mask_of(|i| f(T::at(&a, i), T::at(&b, i)));
+        put_setp(r, s, m, t);
+    }
+}
+
+/// Stores the lanes `m` of the comparison `t`, combined as slot 5 says.
+fn put_setp(r: &mut Regs, s: &[u32; 6], m: u32, t: u32) {
+    let c = r.pred[s[4] as usize];
+    let combine = |t: u32| match s[5] {
+        0 => t,
+        1 => t & c,
+        2 => t | c,
+        _ => t ^ c,
+    };
+    let (p, q) = (combine(t), combine(!t));
+    // p and q are different registers or the sink, so the order does not matter.
+    for (slot, v) in [(s[1], q), (s[0], p)] {
+        let old = &mut r.pred[slot as usize];
+        *old = *old & !m | v & m;
     }
 }
 
 /// `p|q = f(a, b) combined with c`. Slots: p, q, a, b, c, [`Combine`].
 pub(crate) fn op_setp<T: Lane, F: Fn(T, T) -> bool + Copy>(_: F) -> Spec {
-    let sig = vec![def::<bool>(), def::<bool>(), arg::<T>(), arg::<T>(), arg::<bool>()];
+    let sig = const { &[def::<bool>(), def::<bool>(), arg::<T>(), arg::<T>(), arg::<bool>()] };
     Spec { f: fastest::<Setp<T, F>>(), sig }
 }
 
@@ -368,5 +423,5 @@ pub(crate) fn op_pred<F: Fn(u32, u32) -> u32 + Copy>(_: F) -> Spec {
         let d = &mut r.pred[s[0] as usize];
         *d = *d & !m | v & m;
     }
-    Spec { f: run::<F>, sig: vec![def::<bool>(), arg::<bool>(), arg::<bool>()] }
+    Spec { f: run::<F>, sig: const { &[def::<bool>(), arg::<bool>(), arg::<bool>()] } }
 }

@@ -5,7 +5,9 @@ use half::{bf16, f16};
 use super::emit::{Emit, simple};
 use super::types::{Mods, Ty};
 use crate::ast::Operand;
-use crate::exec::lanes::{Combine, Spec, op_carry, op_pred, op_setp, op1, op2, op3, op4};
+use crate::exec::lanes::{
+    Combine, Spec, op_carry, op_pred, op_setp, op1, op2, op3, op4, rare1, rare2, rare3,
+};
 use crate::float::{self, Directed, Half, Round, SCALE, canonical, flush, saturate};
 use crate::ir::{CARRY, File, Init, SINK};
 
@@ -82,31 +84,27 @@ macro_rules! by_round {
     };
 }
 
-fn f32_1<F: Fn(f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
-    match (g.ftz, g.sat) {
-        (false, false) => op1(move |a| canonical(f(a))),
-        (true, false) => op1(move |a| canonical(flush(f(flush(a))))),
-        (false, true) => op1(move |a| saturate(f(a))),
-        (true, true) => op1(move |a| saturate(flush(f(flush(a))))),
-    }
+/// Functions of f32 with the modifiers that only these have, which kernels seldom use.
+macro_rules! f32_forms {
+    ($($name:ident($($arg:ident: $t:ty),*) = $plain:ident or $rare:ident;)*) => {$(
+        fn $name<F: Fn($($t),*) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
+            match (g.ftz, g.sat) {
+                (false, false) => $plain(move |$($arg),*| canonical(f($($arg),*))),
+                (true, false) => $rare(move |$($arg),*| canonical(flush(f($(flush($arg)),*)))),
+                (false, true) => $rare(move |$($arg),*| saturate(f($($arg),*))),
+                (true, true) => $rare(move |$($arg),*| saturate(flush(f($(flush($arg)),*)))),
+            }
+        }
+    )*};
 }
 
-fn f32_2<F: Fn(f32, f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
-    match (g.ftz, g.sat) {
-        (false, false) => op2(move |a, b| canonical(f(a, b))),
-        (true, false) => op2(move |a, b| canonical(flush(f(flush(a), flush(b))))),
-        (false, true) => op2(move |a, b| saturate(f(a, b))),
-        (true, true) => op2(move |a, b| saturate(flush(f(flush(a), flush(b))))),
-    }
-}
-
-fn f32_3<F: Fn(f32, f32, f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
-    match (g.ftz, g.sat) {
-        (false, false) => op3(move |a, b, c| canonical(f(a, b, c))),
-        (true, false) => op3(move |a, b, c| canonical(flush(f(flush(a), flush(b), flush(c))))),
-        (false, true) => op3(move |a, b, c| saturate(f(a, b, c))),
-        (true, true) => op3(move |a, b, c| saturate(flush(f(flush(a), flush(b), flush(c))))),
-    }
+f32_forms! {
+    f32_1(a: f32) = op1 or rare1;
+    f32_2(a: f32, b: f32) = op2 or rare2;
+    f32_3(a: f32, b: f32, c: f32) = op3 or rare3;
+    f32_rare1(a: f32) = rare1 or rare1;
+    f32_rare2(a: f32, b: f32) = rare2 or rare2;
+    f32_rare3(a: f32, b: f32, c: f32) = rare3 or rare3;
 }
 
 /// Applies a function to both halves of a packed pair.
@@ -208,7 +206,7 @@ pub(super) fn decode(m: &mut Mods) -> Result<Emit, String> {
         "copysign" => match m.ty()? {
             // The sign comes from the first operand.
             Ty::F32 => Some(op2(|a: f32, b: f32| b.copysign(a))),
-            Ty::F64 => Some(op2(|a: f64, b: f64| b.copysign(a))),
+            Ty::F64 => Some(rare2(|a: f64, b: f64| b.copysign(a))),
             _ => None,
         },
         "rcp" | "sqrt" | "rsqrt" | "sin" | "cos" | "lg2" | "ex2" | "tanh" => special_function(m)?,
@@ -226,15 +224,15 @@ fn add_sub(m: &mut Mods) -> Result<Option<Spec>, String> {
     let ty = m.ty()?;
     Ok(match ty {
         Ty::F32 if sub => {
-            Some(by_round!(g.round, f32_2(g, |a, b| a - b), R => f32_2(g, |a, b| a.add(-b, R))))
+            Some(by_round!(g.round, f32_2(g, |a, b| a - b), R => f32_rare2(g, |a, b| a.add(-b, R))))
         }
-        Ty::F32 => Some(by_round!(g.round, f32_2(g, |a, b| a + b), R => f32_2(g, |a, b| a.add(b, R)))),
+        Ty::F32 => Some(by_round!(g.round, f32_2(g, |a, b| a + b), R => f32_rare2(g, |a, b| a.add(b, R)))),
         Ty::F64 if g.flush_or_saturate() => None,
         Ty::F64 if sub => {
-            Some(by_round!(g.round, op2(|a: f64, b: f64| a - b), R => op2(|a: f64, b: f64| a.add(-b, R))))
+            Some(by_round!(g.round, rare2(|a: f64, b: f64| a - b), R => rare2(|a: f64, b: f64| a.add(-b, R))))
         }
         Ty::F64 => {
-            Some(by_round!(g.round, op2(|a: f64, b: f64| a + b), R => op2(|a: f64, b: f64| a.add(b, R))))
+            Some(by_round!(g.round, rare2(|a: f64, b: f64| a + b), R => rare2(|a: f64, b: f64| a.add(b, R))))
         }
         Ty::S32 if g.sat && sub => Some(op2(|a: i32, b: i32| a.saturating_sub(b))),
         Ty::S32 if g.sat => Some(op2(|a: i32, b: i32| a.saturating_add(b))),
@@ -286,7 +284,7 @@ fn carry(m: &mut Mods, with_carry: bool) -> Result<Emit, String> {
             if sets { CARRY } else { SINK },
             0,
         ];
-        l.push_alu(spec.f, s, &spec.sig);
+        l.push_alu(spec.f, s, spec.sig);
         Ok(())
     }))
 }
@@ -321,12 +319,14 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
             Ty::F32 | Ty::F64 if add => fma(ty, g),
             Ty::F32 if g.ftz => Some(by_round!(g.round,
                 f32_2(g, |a, b| float::flush_tiny(a * b, || a * SCALE * b)),
-                R => f32_2(g, |a, b| float::flush_tiny(a.mul(b, R), || (a * SCALE).mul(b, R))))),
-            Ty::F32 => Some(by_round!(g.round, f32_2(g, |a, b| a * b), R => f32_2(g, |a, b| a.mul(b, R)))),
-            Ty::F64 if g.flush_or_saturate() => None,
-            Ty::F64 => {
-                Some(by_round!(g.round, op2(|a: f64, b: f64| a * b), R => op2(|a: f64, b: f64| a.mul(b, R))))
+                R => f32_rare2(g, |a, b| float::flush_tiny(a.mul(b, R), || (a * SCALE).mul(b, R))))),
+            Ty::F32 => {
+                Some(by_round!(g.round, f32_2(g, |a, b| a * b), R => f32_rare2(g, |a, b| a.mul(b, R))))
             }
+            Ty::F64 if g.flush_or_saturate() => None,
+            Ty::F64 => Some(
+                by_round!(g.round, rare2(|a: f64, b: f64| a * b), R => rare2(|a: f64, b: f64| a.mul(b, R))),
+            ),
             _ if add || g.any() => None,
             _ => half_2!(ty, H => float::mul_half::<H>),
         });
@@ -335,20 +335,20 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
     if m.base.ends_with("24") {
         // Operands are 24 bits wide.
         return Ok(match (ty, part, add) {
-            (Ty::U32, Part::Low, false) => Some(op2(|a: u32, b: u32| low24(a).wrapping_mul(low24(b)))),
-            (Ty::S32, Part::Low, false) => Some(op2(|a: i32, b: i32| sext24(a).wrapping_mul(sext24(b)))),
+            (Ty::U32, Part::Low, false) => Some(rare2(|a: u32, b: u32| low24(a).wrapping_mul(low24(b)))),
+            (Ty::S32, Part::Low, false) => Some(rare2(|a: i32, b: i32| sext24(a).wrapping_mul(sext24(b)))),
             (Ty::U32, Part::Low, true) => {
-                Some(op3(|a: u32, b: u32, c: u32| low24(a).wrapping_mul(low24(b)).wrapping_add(c)))
+                Some(rare3(|a: u32, b: u32, c: u32| low24(a).wrapping_mul(low24(b)).wrapping_add(c)))
             }
             (Ty::S32, Part::Low, true) => {
-                Some(op3(|a: i32, b: i32, c: i32| sext24(a).wrapping_mul(sext24(b)).wrapping_add(c)))
+                Some(rare3(|a: i32, b: i32, c: i32| sext24(a).wrapping_mul(sext24(b)).wrapping_add(c)))
             }
             // Bits 16 to 47 of the 48-bit product.
             (Ty::U32, Part::High, false) => {
-                Some(op2(|a: u32, b: u32| ((u64::from(low24(a)) * u64::from(low24(b))) >> 16) as u32))
+                Some(rare2(|a: u32, b: u32| ((u64::from(low24(a)) * u64::from(low24(b))) >> 16) as u32))
             }
             (Ty::S32, Part::High, false) => {
-                Some(op2(|a: i32, b: i32| ((i64::from(sext24(a)) * i64::from(sext24(b))) >> 16) as i32))
+                Some(rare2(|a: i32, b: i32| ((i64::from(sext24(a)) * i64::from(sext24(b))) >> 16) as i32))
             }
             _ => None,
         });
@@ -392,13 +392,15 @@ fn fma(ty: Ty, g: Flags) -> Option<Spec> {
     match ty {
         Ty::F32 if g.ftz => Some(by_round!(g.round,
             f32_3(g, |a, b, c| float::flush_tiny(a.mul_add(b, c), || (a * SCALE).mul_add(b, c * SCALE))),
-            R => f32_3(g, |a, b, c| float::flush_tiny(a.fma(b, c, R), || (a * SCALE).fma(b, c * SCALE, R))))),
-        Ty::F32 => Some(by_round!(g.round, f32_3(g, f32::mul_add), R => f32_3(g, |a, b, c| a.fma(b, c, R)))),
+            R => f32_rare3(g, |a, b, c| float::flush_tiny(a.fma(b, c, R), || (a * SCALE).fma(b, c * SCALE, R))))),
+        Ty::F32 => {
+            Some(by_round!(g.round, f32_3(g, f32::mul_add), R => f32_rare3(g, |a, b, c| a.fma(b, c, R))))
+        }
         _ if g.flush_or_saturate() => None,
         _ => Some(by_round!(
             g.round,
-            op3(|a: f64, b: f64, c: f64| a.mul_add(b, c)),
-            R => op3(|a: f64, b: f64, c: f64| a.fma(b, c, R))
+            rare3(|a: f64, b: f64, c: f64| a.mul_add(b, c)),
+            R => rare3(|a: f64, b: f64, c: f64| a.fma(b, c, R))
         )),
     }
 }
@@ -415,24 +417,26 @@ fn div(m: &mut Mods) -> Result<Option<Spec>, String> {
     if m.base == "rem" {
         let ty = m.ty()?;
         // By zero the result is up to the machine.
-        return Ok(integers!(ty, T => op2(|a: T, b: T| if b == 0 { !0 } else { a.wrapping_rem(b) })));
+        return Ok(integers!(ty, T => rare2(|a: T, b: T| if b == 0 { !0 } else { a.wrapping_rem(b) })));
     }
     let (approx, full) = (m.has("approx"), m.has("full"));
     let g = flags(m);
     let ty = m.ty()?;
     Ok(match ty {
         _ if g.sat || (approx || full) && g.round != Round::Nearest => None,
-        Ty::F32 if approx => Some(f32_2(g, float::div_approx)),
+        Ty::F32 if approx => Some(f32_rare2(g, float::div_approx)),
         Ty::F32 if g.ftz => Some(by_round!(g.round,
-            f32_2(g, |a, b| float::flush_tiny(a / b, || a * SCALE / b)),
-            R => f32_2(g, |a, b| float::flush_tiny(a.div(b, R), || (a * SCALE).div(b, R))))),
-        Ty::F32 => Some(by_round!(g.round, f32_2(g, |a, b| a / b), R => f32_2(g, |a, b| a.div(b, R)))),
+            f32_rare2(g, |a, b| float::flush_tiny(a / b, || a * SCALE / b)),
+            R => f32_rare2(g, |a, b| float::flush_tiny(a.div(b, R), || (a * SCALE).div(b, R))))),
+        Ty::F32 => {
+            Some(by_round!(g.round, f32_rare2(g, |a, b| a / b), R => f32_rare2(g, |a, b| a.div(b, R))))
+        }
         _ if g.ftz => None,
         Ty::F64 => {
-            Some(by_round!(g.round, op2(|a: f64, b: f64| a / b), R => op2(|a: f64, b: f64| a.div(b, R))))
+            Some(by_round!(g.round, rare2(|a: f64, b: f64| a / b), R => rare2(|a: f64, b: f64| a.div(b, R))))
         }
         _ if g.any() => None,
-        _ => integers!(ty, T => op2(|a: T, b: T| if b == 0 { !0 } else { a.wrapping_div(b) })),
+        _ => integers!(ty, T => rare2(|a: T, b: T| if b == 0 { !0 } else { a.wrapping_div(b) })),
     })
 }
 
@@ -444,8 +448,8 @@ fn abs_neg(m: &mut Mods) -> Result<Option<Spec>, String> {
         (true, Ty::F32) => Some(f32_1(ftz, |a| -a)),
         (false, Ty::F32) => Some(f32_1(ftz, f32::abs)),
         _ if ftz.ftz => None,
-        (true, Ty::F64) => Some(op1(|a: f64| -a)),
-        (false, Ty::F64) => Some(op1(f64::abs)),
+        (true, Ty::F64) => Some(rare1(|a: f64| -a)),
+        (false, Ty::F64) => Some(rare1(f64::abs)),
         (true, Ty::F16 | Ty::Bf16) => Some(op1(|a: u16| a ^ 0x8000)),
         (false, Ty::F16 | Ty::Bf16) => Some(op1(|a: u16| a & 0x7fff)),
         (true, Ty::F16x2 | Ty::Bf16x2) => Some(op1(|a: u32| a ^ 0x8000_8000)),
@@ -481,8 +485,8 @@ fn min_max(m: &mut Mods) -> Result<Option<Spec>, String> {
         return Ok(half);
     }
     Ok(match (max, ty) {
-        (false, Ty::F64) => Some(op2(float::min::<f64, false>)),
-        (true, Ty::F64) => Some(op2(float::max::<f64, false>)),
+        (false, Ty::F64) => Some(rare2(float::min::<f64, false>)),
+        (true, Ty::F64) => Some(rare2(float::max::<f64, false>)),
         (false, Ty::U16x2) => Some(op2(|a: u32, b: u32| halves(a, b, u16::min))),
         (true, Ty::U16x2) => Some(op2(|a: u32, b: u32| halves(a, b, u16::max))),
         (false, Ty::S16x2) => {
@@ -606,20 +610,20 @@ fn bit_fields(m: &mut Mods) -> Result<Option<Spec>, String> {
         return Ok(match mode {
             _ if !b32 => None,
             None => Some(op3(|a: u32, b: u32, c: u32| permute(a, b, |i| c >> (4 * i)))),
-            Some(0) => Some(op3(|a: u32, b: u32, c: u32| permute(a, b, |i| ((c & 3) + i) & 7))),
-            Some(1) => Some(op3(|a: u32, b: u32, c: u32| permute(a, b, |i| (c & 3).wrapping_sub(i) & 7))),
-            Some(2) => Some(op3(|a: u32, b: u32, c: u32| permute(a, b, |_| c & 3))),
-            Some(3) => Some(op3(|a: u32, b: u32, c: u32| permute(a, b, |i| i.max(c & 3)))),
-            Some(4) => Some(op3(|a: u32, b: u32, c: u32| permute(a, b, |i| i.min(c & 3)))),
-            Some(_) => Some(op3(|a: u32, b: u32, c: u32| permute(a, b, |i| (c & 1) * 2 + (i & 1)))),
+            Some(0) => Some(rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| ((c & 3) + i) & 7))),
+            Some(1) => Some(rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| (c & 3).wrapping_sub(i) & 7))),
+            Some(2) => Some(rare3(|a: u32, b: u32, c: u32| permute(a, b, |_| c & 3))),
+            Some(3) => Some(rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| i.max(c & 3)))),
+            Some(4) => Some(rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| i.min(c & 3)))),
+            Some(_) => Some(rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| (c & 1) * 2 + (i & 1)))),
         });
     }
     if m.base == "bmsk" {
         let clamp = m.one_of(&[("clamp", true), ("wrap", false)]);
         let b32 = m.has("b32");
         return Ok(match (clamp, b32) {
-            (Some(true), true) => Some(op2(|a: u32, b: u32| mask(a.min(32), b.min(32)))),
-            (Some(false), true) => Some(op2(|a: u32, b: u32| mask(a & 31, b & 31))),
+            (Some(true), true) => Some(rare2(|a: u32, b: u32| mask(a.min(32), b.min(32)))),
+            (Some(false), true) => Some(rare2(|a: u32, b: u32| mask(a & 31, b & 31))),
             _ => None,
         });
     }
@@ -628,8 +632,8 @@ fn bit_fields(m: &mut Mods) -> Result<Option<Spec>, String> {
     Ok(match (m.base, ty) {
         ("bfe", Ty::U32) => Some(op3(|a: u32, p: u32, n: u32| extract(a.into(), 32, false, p, n) as u32)),
         ("bfe", Ty::S32) => Some(op3(|a: u32, p: u32, n: u32| extract(a.into(), 32, true, p, n) as u32)),
-        ("bfe", Ty::U64) => Some(op3(|a: u64, p: u32, n: u32| extract(a, 64, false, p, n))),
-        ("bfe", Ty::S64) => Some(op3(|a: u64, p: u32, n: u32| extract(a, 64, true, p, n))),
+        ("bfe", Ty::U64) => Some(rare3(|a: u64, p: u32, n: u32| extract(a, 64, false, p, n))),
+        ("bfe", Ty::S64) => Some(rare3(|a: u64, p: u32, n: u32| extract(a, 64, true, p, n))),
         ("bfi", Ty::B32) => {
             Some(op4(|a: u32, b: u32, p: u32, n: u32| insert(a.into(), b.into(), 32, p, n) as u32))
         }
@@ -640,14 +644,18 @@ fn bit_fields(m: &mut Mods) -> Result<Option<Spec>, String> {
         ("clz", Ty::B64) => Some(op1(|a: u64| a.leading_zeros())),
         ("popc", Ty::B32) => Some(op1(|a: u32| a.count_ones())),
         ("popc", Ty::B64) => Some(op1(|a: u64| a.count_ones())),
-        ("bfind", Ty::U32) if shift_amount => Some(op1(|a: u32| shift_to_top(find(a.into(), 32, false), 31))),
-        ("bfind", Ty::S32) if shift_amount => Some(op1(|a: u32| shift_to_top(find(a.into(), 32, true), 31))),
-        ("bfind", Ty::U64) if shift_amount => Some(op1(|a: u64| shift_to_top(find(a, 64, false), 63))),
-        ("bfind", Ty::S64) if shift_amount => Some(op1(|a: u64| shift_to_top(find(a, 64, true), 63))),
-        ("bfind", Ty::U32) => Some(op1(|a: u32| find(a.into(), 32, false))),
-        ("bfind", Ty::S32) => Some(op1(|a: u32| find(a.into(), 32, true))),
-        ("bfind", Ty::U64) => Some(op1(|a: u64| find(a, 64, false))),
-        ("bfind", Ty::S64) => Some(op1(|a: u64| find(a, 64, true))),
+        ("bfind", Ty::U32) if shift_amount => {
+            Some(rare1(|a: u32| shift_to_top(find(a.into(), 32, false), 31)))
+        }
+        ("bfind", Ty::S32) if shift_amount => {
+            Some(rare1(|a: u32| shift_to_top(find(a.into(), 32, true), 31)))
+        }
+        ("bfind", Ty::U64) if shift_amount => Some(rare1(|a: u64| shift_to_top(find(a, 64, false), 63))),
+        ("bfind", Ty::S64) if shift_amount => Some(rare1(|a: u64| shift_to_top(find(a, 64, true), 63))),
+        ("bfind", Ty::U32) => Some(rare1(|a: u32| find(a.into(), 32, false))),
+        ("bfind", Ty::S32) => Some(rare1(|a: u32| find(a.into(), 32, true))),
+        ("bfind", Ty::U64) => Some(rare1(|a: u64| find(a, 64, false))),
+        ("bfind", Ty::S64) => Some(rare1(|a: u64| find(a, 64, true))),
         _ => None,
     })
 }
@@ -686,10 +694,10 @@ fn dp4a(m: &mut Mods) -> Result<Option<Spec>, String> {
         (0..4).fold(c, |r, k| r.wrapping_add((byte(a, k, sa) * byte(b, k, sb)) as u32))
     }
     Ok(match (m.ty()?, m.ty()?) {
-        (Ty::U32, Ty::U32) => Some(op3(|a: u32, b: u32, c: u32| dot(a, b, c, false, false))),
-        (Ty::U32, Ty::S32) => Some(op3(|a: u32, b: u32, c: u32| dot(a, b, c, false, true))),
-        (Ty::S32, Ty::U32) => Some(op3(|a: u32, b: u32, c: u32| dot(a, b, c, true, false))),
-        (Ty::S32, Ty::S32) => Some(op3(|a: u32, b: u32, c: u32| dot(a, b, c, true, true))),
+        (Ty::U32, Ty::U32) => Some(rare3(|a: u32, b: u32, c: u32| dot(a, b, c, false, false))),
+        (Ty::U32, Ty::S32) => Some(rare3(|a: u32, b: u32, c: u32| dot(a, b, c, false, true))),
+        (Ty::S32, Ty::U32) => Some(rare3(|a: u32, b: u32, c: u32| dot(a, b, c, true, false))),
+        (Ty::S32, Ty::S32) => Some(rare3(|a: u32, b: u32, c: u32| dot(a, b, c, true, true))),
         _ => None,
     })
 }
@@ -698,13 +706,13 @@ fn testp(m: &mut Mods) -> Result<Option<Spec>, String> {
     type Test = (fn() -> Spec, fn() -> Spec);
     macro_rules! test {
         ($f:ident) => {
-            (|| op1(|a: f32| a.$f()), || op1(|a: f64| a.$f()))
+            (|| rare1(|a: f32| a.$f()), || rare1(|a: f64| a.$f()))
         };
     }
     // Zero counts as normal.
     let normal: Test =
-        (|| op1(|a: f32| a.is_normal() || a == 0.0), || op1(|a: f64| a.is_normal() || a == 0.0));
-    let number: Test = (|| op1(|a: f32| !a.is_nan()), || op1(|a: f64| !a.is_nan()));
+        (|| rare1(|a: f32| a.is_normal() || a == 0.0), || rare1(|a: f64| a.is_normal() || a == 0.0));
+    let number: Test = (|| rare1(|a: f32| !a.is_nan()), || rare1(|a: f64| !a.is_nan()));
     let Some((f32_test, f64_test)) = m.one_of::<Test>(&[
         ("finite", test!(is_finite)),
         ("infinite", test!(is_infinite)),
@@ -729,32 +737,32 @@ fn special_function(m: &mut Mods) -> Result<Option<Spec>, String> {
     let ty = m.ty()?;
     Ok(match (m.base, ty) {
         _ if g.sat => None,
-        ("rcp", Ty::F64) if approx => Some(op1(|a: f64| float::upper_word(a, |a| 1.0 / a))),
-        ("rsqrt", Ty::F64) if approx => Some(op1(|a: f64| float::upper_word(a, rsqrt))),
+        ("rcp", Ty::F64) if approx => Some(rare1(|a: f64| float::upper_word(a, |a| 1.0 / a))),
+        ("rsqrt", Ty::F64) if approx => Some(rare1(|a: f64| float::upper_word(a, rsqrt))),
         ("rcp", Ty::F32) if g.ftz => Some(by_round!(g.round,
-            f32_1(g, |a| float::flush_tiny(1.0 / a, || SCALE / a)),
-            R => f32_1(g, |a| float::flush_tiny(1f32.div(a, R), || SCALE.div(a, R))))),
+            f32_rare1(g, |a| float::flush_tiny(1.0 / a, || SCALE / a)),
+            R => f32_rare1(g, |a| float::flush_tiny(1f32.div(a, R), || SCALE.div(a, R))))),
         ("rcp", Ty::F32) => {
-            Some(by_round!(g.round, f32_1(g, |a| 1.0 / a), R => f32_1(g, |a| 1f32.div(a, R))))
+            Some(by_round!(g.round, f32_rare1(g, |a| 1.0 / a), R => f32_rare1(g, |a| 1f32.div(a, R))))
         }
         ("sqrt", Ty::F32) => {
-            Some(by_round!(g.round, f32_1(g, f32::sqrt), R => f32_1(g, |a| Directed::sqrt(a, R))))
+            Some(by_round!(g.round, f32_rare1(g, f32::sqrt), R => f32_rare1(g, |a| Directed::sqrt(a, R))))
         }
         ("rcp", Ty::F64) if !g.ftz => {
-            Some(by_round!(g.round, op1(|a: f64| 1.0 / a), R => op1(|a: f64| 1f64.div(a, R))))
+            Some(by_round!(g.round, rare1(|a: f64| 1.0 / a), R => rare1(|a: f64| 1f64.div(a, R))))
         }
         ("sqrt", Ty::F64) if !g.ftz => {
-            Some(by_round!(g.round, op1(f64::sqrt), R => op1(|a: f64| Directed::sqrt(a, R))))
+            Some(by_round!(g.round, rare1(f64::sqrt), R => rare1(|a: f64| Directed::sqrt(a, R))))
         }
         // The rest are approximations.
         _ if g.round != Round::Nearest => None,
-        ("rsqrt", Ty::F32) => Some(f32_1(g, |a| rsqrt(f64::from(a)) as f32)),
-        ("sin", Ty::F32) => Some(f32_1(g, f32::sin)),
-        ("cos", Ty::F32) => Some(f32_1(g, f32::cos)),
-        ("lg2", Ty::F32) => Some(f32_1(g, f32::log2)),
-        ("ex2", Ty::F32) => Some(f32_1(g, f32::exp2)),
-        ("tanh", Ty::F32) => Some(f32_1(g, f32::tanh)),
-        ("rsqrt", Ty::F64) => Some(op1(rsqrt)),
+        ("rsqrt", Ty::F32) => Some(f32_rare1(g, |a| rsqrt(f64::from(a)) as f32)),
+        ("sin", Ty::F32) => Some(f32_rare1(g, f32::sin)),
+        ("cos", Ty::F32) => Some(f32_rare1(g, f32::cos)),
+        ("lg2", Ty::F32) => Some(f32_rare1(g, f32::log2)),
+        ("ex2", Ty::F32) => Some(f32_rare1(g, f32::exp2)),
+        ("tanh", Ty::F32) => Some(f32_rare1(g, f32::tanh)),
+        ("rsqrt", Ty::F64) => Some(rare1(rsqrt)),
         _ => None,
     })
 }
@@ -867,7 +875,7 @@ fn setp(m: &mut Mods) -> Result<Emit, String> {
         };
         let (a, b) = (l.operand(&ops[1], &spec.sig[2])?, l.operand(&ops[2], &spec.sig[3])?);
         let c = if with { l.source_of::<bool>(&ops[3])? } else { SINK };
-        l.push_alu(spec.f, [p, q, a, b, c, combine as u32], &spec.sig);
+        l.push_alu(spec.f, [p, q, a, b, c, combine as u32], spec.sig);
         Ok(())
     }))
 }
@@ -890,9 +898,9 @@ fn set(m: &mut Mods) -> Result<Emit, String> {
         let (a, b) = (l.operand(&ops[1], &spec.sig[2])?, l.operand(&ops[2], &spec.sig[3])?);
         let c = if with { l.source_of::<bool>(&ops[3])? } else { SINK };
         let d = l.dest_of::<u32>(&ops[0])?;
-        l.push_alu(spec.f, [p, SINK, a, b, c, combine as u32], &spec.sig);
+        l.push_alu(spec.f, [p, SINK, a, b, c, combine as u32], spec.sig);
         let (one, zero) = (l.constant(File::R32, Init::Bits(one)), l.constant(File::R32, Init::Bits(0)));
-        l.push_alu(select.f, [d, one, zero, p, 0, 0], &select.sig);
+        l.push_alu(select.f, [d, one, zero, p, 0, 0], select.sig);
         Ok(())
     }))
 }

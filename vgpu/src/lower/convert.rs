@@ -92,7 +92,7 @@ pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
             }
         };
         if let (Some(spec), true, true) = (&fast, d_bits == to.bits(), a_bits == from.bits()) {
-            l.push_alu(spec.f, [d, a, 0, 0, 0, 0], &spec.sig);
+            l.push_alu(spec.f, [d, a, 0, 0, 0, 0], spec.sig);
             return Ok(());
         }
         let plain_int = to.is_integer() && from.is_integer() && !c.sat;
@@ -103,8 +103,8 @@ pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
                 (true, false) => cut::<u64, u32>(bits, signed),
                 (true, true) => cut::<u64, u64>(bits, signed),
             };
-            let mut sig = spec.sig;
-            (sig[0].bits, sig[1].bits) = (d_bits, a_bits);
+            let wide = [(spec.sig[0], d_bits), (spec.sig[1], a_bits)];
+            let sig = wide.map(|(sig, bits)| Sig { bits, ..sig });
             l.push_alu(spec.f, [d, a, 0, 0, 0, 0], &sig);
             return Ok(());
         }

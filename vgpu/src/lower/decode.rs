@@ -145,7 +145,7 @@ fn mov(m: &mut Mods) -> Result<Emit, String> {
             }
             _ => {
                 let (d, a) = (l.dest(&ops[0], file, bits)?, l.source(&ops[1], file, bits)?);
-                l.push_alu(spec.f, [d, a, a, 0, 0, 0], &spec.sig);
+                l.push_alu(spec.f, [d, a, a, 0, 0, 0], spec.sig);
                 Ok(())
             }
         }
@@ -174,7 +174,7 @@ fn move_wide(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
     }
     let spec = op1(|a: u64| a);
     for (to, from) in sides[0].into_iter().zip(sides[1]) {
-        l.push_alu(spec.f, [to, from, from, 0, 0, 0], &spec.sig);
+        l.push_alu(spec.f, [to, from, from, 0, 0, 0], spec.sig);
     }
     Ok(())
 }

@@ -68,8 +68,8 @@ fn chain<T: Limb>(product: Spec, sum: Spec, with_carry: bool, sets: bool) -> Emi
         let (a, b, c) = (l.source_of::<T>(&ops[1])?, l.source_of::<T>(&ops[2])?, l.source_of::<T>(&ops[3])?);
         let t = l.slot(T::FILE);
         let carry_in = if with_carry { CARRY } else { l.constant(File::Pred, Init::Bits(0)) };
-        l.push_alu(product.f, [t, a, b, 0, 0, 0], &product.sig);
-        l.push_alu(sum.f, [d, t, c, carry_in, if sets { CARRY } else { SINK }, 0], &sum.sig);
+        l.push_alu(product.f, [t, a, b, 0, 0, 0], product.sig);
+        l.push_alu(sum.f, [d, t, c, carry_in, if sets { CARRY } else { SINK }, 0], sum.sig);
         Ok(())
     })
 }

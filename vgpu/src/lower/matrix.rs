@@ -56,7 +56,7 @@ fn row_addresses(l: &mut Lower, op: &(Operand, Pos)) -> Lowered<(u32, Option<u32
     let add = l.constant(if wide { File::R64 } else { File::R32 }, Init::Bits(offset as u64));
     if !wide {
         let sum = op2(u32::wrapping_add);
-        l.push_alu(sum.f, [low, slot, add, 0, 0, 0], &sum.sig);
+        l.push_alu(sum.f, [low, slot, add, 0, 0, 0], sum.sig);
         return Ok((low, None));
     }
     let high = l.slot(File::R32);
@@ -65,7 +65,7 @@ fn row_addresses(l: &mut Lower, op: &(Operand, Pos)) -> Lowered<(u32, Option<u32
         op2(|a: u64, b: u64| (a.wrapping_add(b) >> 32) as u32),
     ];
     for (sum, d) in sums.iter().zip([low, high]) {
-        l.push_alu(sum.f, [d, slot, add, 0, 0, 0], &sum.sig);
+        l.push_alu(sum.f, [d, slot, add, 0, 0, 0], sum.sig);
     }
     Ok((low, Some(high)))
 }
@@ -91,7 +91,7 @@ fn one(
     if !load {
         let parts = [op1(|v: u32| v & 0xffff), op1(|v: u32| v >> 16)];
         for (part, half) in parts.iter().zip(halves) {
-            l.push_alu(part.f, [half, reg, 0, 0, 0, 0], &part.sig);
+            l.push_alu(part.f, [half, reg, 0, 0, 0, 0], part.sig);
         }
     }
     let row_of = [
@@ -105,7 +105,7 @@ fn one(
     }
     if load {
         let join = op2(|low: u32, high: u32| low | high << 16);
-        l.push_alu(join.f, [reg, halves[0], halves[1], 0, 0, 0], &join.sig);
+        l.push_alu(join.f, [reg, halves[0], halves[1], 0, 0, 0], join.sig);
     }
 }
 
@@ -124,7 +124,7 @@ fn element(
     let mask = l.constant(File::R32, Init::Bits(FULL.into()));
     let zero = l.constant(File::R32, Init::Bits(0));
     let source = l.slot(File::R32);
-    l.push_alu(row.f, [source, lane, first, 0, 0, 0], &row.sig);
+    l.push_alu(row.f, [source, lane, first, 0, 0, 0], row.sig);
     let fetch = |l: &mut Lower, a: u32| {
         let d = l.slot(File::R32);
         let op = WarpOp::Shfl { mode: ShflMode::Idx, d, p: SINK, a, lane: source, clamp };
@@ -135,8 +135,8 @@ fn element(
     let high = rows.1.map_or(zero, |high| fetch(l, high));
     let whole = l.slot(File::R64);
     let join = op2(|low: u32, high: u32| u64::from(high) << 32 | u64::from(low));
-    l.push_alu(join.f, [whole, low, high, 0, 0, 0], &join.sig);
-    l.push_alu(at.f, [whole, whole, lane, 0, 0, 0], &at.sig);
+    l.push_alu(join.f, [whole, low, high, 0, 0, 0], join.sig);
+    l.push_alu(at.f, [whole, whole, lane, 0, 0, 0], at.sig);
     Addr { slot: whole, wide: true, offset: 0 }
 }
 

@@ -247,18 +247,18 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
                 let (clear, more) = (op1(|a: u32| a), op2(|a: u32, b: u32| a > b));
                 let both = op_pred(|a, b| a & b);
                 let (without, cut) = (op_pred(|a, b| a & !b), op3(cut));
-                l.push_alu(clear.f, [word, zero, 0, 0, 0, 0], &clear.sig);
-                l.push_alu(more.f, [read, bytes, start, 0, 0, 0], &more.sig);
+                l.push_alu(clear.f, [word, zero, 0, 0, 0, 0], clear.sig);
+                l.push_alu(more.f, [read, bytes, start, 0, 0, 0], more.sig);
                 if guard != NO_GUARD {
                     l.guard = NO_GUARD;
                     let and = if guard & GUARD_NOT != 0 { &without } else { &both };
-                    l.push_alu(and.f, [read, read, guard & !GUARD_NOT, 0, 0, 0], &and.sig);
+                    l.push_alu(and.f, [read, read, guard & !GUARD_NOT, 0, 0, 0], and.sig);
                 }
                 l.guard = read;
                 let at = crate::ir::Addr { offset: from.offset + 4 * k, ..from };
                 l.push(Op::Ld(access(Space::Global, at, 1, [word, SINK, SINK, SINK])));
                 l.guard = guard;
-                l.push_alu(cut.f, [word, word, bytes, start, 0, 0], &cut.sig);
+                l.push_alu(cut.f, [word, word, bytes, start, 0, 0], cut.sig);
             }
         }
         l.push(Op::St(access(Space::Shared, to, n, words)));
@@ -278,7 +278,7 @@ fn read_size(l: &mut Lower, op: &(Operand, Pos), all: u32) -> Lowered<u32> {
     let all = l.constant(File::R32, Init::Bits(all.into()));
     let none = l.constant(File::R32, Init::Bits(0));
     let select = op3(|a: u32, b: u32, p: bool| if p { a } else { b });
-    l.push_alu(select.f, [size, none, all, ignored, 0, 0], &select.sig);
+    l.push_alu(select.f, [size, none, all, ignored, 0, 0], select.sig);
     Ok(size)
 }
 
@@ -393,7 +393,7 @@ pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
             }
             let zero = l.constant(File::R64, Init::Bits(0));
             let spec = op1(|a: u64| a);
-            l.push_alu(spec.f, [d, zero, 0, 0, 0, 0], &spec.sig);
+            l.push_alu(spec.f, [d, zero, 0, 0, 0, 0], spec.sig);
             Ok(())
         }));
     }

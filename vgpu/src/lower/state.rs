@@ -352,7 +352,7 @@ impl<'a> Lower<'a> {
         let d = self.slot(File::Pred);
         let spec = lanes::op_pred(|a, _| !a);
         let guard = std::mem::replace(&mut self.guard, NO_GUARD);
-        self.push_alu(spec.f, [d, p, p, 0, 0, 0], &spec.sig);
+        self.push_alu(spec.f, [d, p, p, 0, 0, 0], spec.sig);
         self.guard = guard;
         d
     }
@@ -453,7 +453,7 @@ impl<'a> Lower<'a> {
         }
         let n = spec.sig.len();
         s[n..n + extra.len()].copy_from_slice(extra);
-        self.push_alu(spec.f, s, &spec.sig);
+        self.push_alu(spec.f, s, spec.sig);
         Ok(())
     }
 
