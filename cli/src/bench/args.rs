@@ -198,9 +198,9 @@ pub struct PlanFlags {
     #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..), default_value_t = Options::DEFAULT_CHUNK_TOKENS, help_heading = LOW)]
     pub chunk_tokens: u32,
     /// With --mode low-latency: most tokens of a rank whose rows return as packets instead of with
-    /// a word for each chunk; 0 for none.
-    #[arg(long, value_name = "N", default_value_t = Options::DEFAULT_PACKET_TOKENS, help_heading = LOW)]
-    pub packet_tokens: u32,
+    /// a word for each chunk; 0 for none [default: 128 for 2 ranks, 64 for 3, 42 for 4, else 32].
+    #[arg(long, value_name = "N", help_heading = LOW)]
+    pub packet_tokens: Option<u32>,
     /// With --mode low-latency: most tokens of a rank that the buffer is made for, as a server has
     /// one buffer for batches of any size [default: --tokens].
     #[arg(long, value_name = "N", help_heading = LOW)]
@@ -337,7 +337,9 @@ impl PlanFlags {
                 combine_dtype: self.combine_dtype.dtype(),
                 combine_rows: self.combine_rows.rows(),
                 chunk_tokens: self.chunk_tokens,
-                packet_tokens: self.packet_tokens,
+                packet_tokens: self
+                    .packet_tokens
+                    .unwrap_or_else(|| Options::default_packet_tokens(topology.ranks())),
                 max_tokens: self.max_tokens,
             }),
             topology,

@@ -194,7 +194,7 @@ mod tests {
         let at = |name| csv::COLUMNS.iter().position(|column| *column == name).unwrap();
         assert_eq!((lines[3][at("phase")], lines[3][at("tokens")]), ("pair", "3"));
         assert_eq!(lines[3][at("slowest_p50_us")], pair.p50_us.to_string());
-        assert_eq!((lines[2][at("phase")], lines[2][at("packet_tokens")]), ("combine", "32"));
+        assert_eq!((lines[2][at("phase")], lines[2][at("packet_tokens")]), ("combine", "128"));
         assert!(!lines[2][at("kernel_us")].is_empty() && lines[3][at("kernel_us")].is_empty());
         let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
         let events = trace["traceEvents"].as_array().unwrap();
@@ -283,7 +283,7 @@ mod tests {
     #[test]
     fn packets_and_words_are_both_measured() {
         for (flags, chunk_tokens, packet_tokens) in
-            [("", 1, 32), ("--packet-tokens 0 --chunk-tokens 2", 2, 0), ("--packet-tokens 3", 1, 3)]
+            [("", 1, 128), ("--packet-tokens 0 --chunk-tokens 2", 2, 0), ("--packet-tokens 3", 1, 3)]
         {
             let points = measured(&format!("{SMALL} {flags}"));
             let key = &points[0].key;

@@ -168,7 +168,7 @@ fn case(setup: &Setup, number: u64, random: bool) -> Result<LowLatencyCase> {
         quantise_back,
         by_expert: number % 3 != 2,
         chunk_tokens: Options::DEFAULT_CHUNK_TOKENS,
-        packet_tokens: Options::DEFAULT_PACKET_TOKENS,
+        packet_tokens: Options::default_packet_tokens(setup.ranks),
         seed: rng.random(),
         ..LowLatencyCase::new(routing, hidden)
     })

@@ -29,7 +29,7 @@ impl PoolLayout {
         let (tokens, topk) = (u64::from(options.shape.max_tokens), u64::from(options.shape.num_topk));
         let (rows, chunks) = (u64::from(num_ranks) * tokens, options.chunks());
         let stride = row_stride(options.shape.hidden * 2);
-        let few = u64::from(num_ranks) * u64::from(options.most_in_packets());
+        let few = u64::from(num_ranks) * u64::from(options.most_in_packets(num_ranks));
         let pieces = u64::from(pieces_of((options.shape.hidden * 2) as u32) * PIECE_PACKET_BYTES);
         let mut array = |name, count, stride| pool.push(Section::array(name, count, stride));
         let mut place = || LowLatencyPlace {

@@ -235,7 +235,7 @@ impl Buffer {
             local_experts: self.local_experts(),
             chunk_tokens: self.options.chunk_tokens,
             phases: 0,
-            packet_tokens: self.options.most_in_packets(),
+            packet_tokens: self.options.most_in_packets(self.num_ranks()),
             reserved: 0,
         }
     }
@@ -295,7 +295,7 @@ fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
         ("num_experts", options.shape.num_experts.to_string()),
         ("places", options.places.to_string()),
         ("chunk_tokens", options.chunk_tokens.to_string()),
-        ("packet_tokens", options.most_in_packets().to_string()),
+        ("packet_tokens", options.most_in_packets(group.size()).to_string()),
         ("ranks_per_node", options.ranks_per_node.unwrap_or(group.size()).to_string()),
         ("keep_nodes", options.keep_nodes.to_string()),
         ("transport", options.transport.kind.to_string()),

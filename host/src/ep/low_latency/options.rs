@@ -33,7 +33,7 @@ pub struct Options {
     pub(super) places: u32,
     pub(super) num_sms: Option<u32>,
     pub(super) chunk_tokens: u32,
-    packet_tokens: u32,
+    packet_tokens: Option<u32>,
     pub(super) timeout: Duration,
     pub(super) nan_on_failure: bool,
     pub(super) ranks_per_node: Option<u32>,
@@ -44,8 +44,13 @@ pub struct Options {
 impl Options {
     /// [`Options::chunk_tokens`] where nothing else is set.
     pub const DEFAULT_CHUNK_TOKENS: u32 = 1;
-    /// [`Options::packet_tokens`] where nothing else is set.
-    pub const DEFAULT_PACKET_TOKENS: u32 = 32;
+
+    /// [`Options::packet_tokens`] where nothing else is set, for a group of `num_ranks`: 128 tokens
+    /// for two ranks, fewer for more, at least 32. The third that packets take more of the links
+    /// grows with the ranks that a token returns from; the time that they save does not.
+    pub fn default_packet_tokens(num_ranks: u32) -> u32 {
+        (128 / num_ranks.saturating_sub(1).max(1)).max(32)
+    }
 
     /// Room for `shape`, one place, all multiprocessors, one node, 30 s for a peer.
     pub fn new(shape: Shape) -> Options {
@@ -54,7 +59,7 @@ impl Options {
             places: 1,
             num_sms: None,
             chunk_tokens: Self::DEFAULT_CHUNK_TOKENS,
-            packet_tokens: Self::DEFAULT_PACKET_TOKENS,
+            packet_tokens: None,
             timeout: Duration::from_secs(30),
             nan_on_failure: true,
             ranks_per_node: None,
@@ -91,9 +96,10 @@ impl Options {
 
     /// Most tokens of a rank for which a combine returns rows as packets of 16 bytes with 12 of
     /// payload; 0 for none. Packets take a third more of the links, but the sender publishes no
-    /// flag after the stores have arrived. No effect across nodes.
+    /// flag after the stores have arrived. No effect across nodes. Where nothing is set,
+    /// [`Options::default_packet_tokens`].
     pub fn packet_tokens(mut self, tokens: u32) -> Options {
-        self.packet_tokens = tokens;
+        self.packet_tokens = Some(tokens);
         self
     }
 
@@ -151,9 +157,10 @@ impl Options {
         Ok(())
     }
 
-    /// Most tokens of a rank whose rows return as packets.
-    pub(super) fn most_in_packets(&self) -> u32 {
-        self.packet_tokens.min(self.shape.max_tokens)
+    /// Most tokens of a rank whose rows return as packets, in a group of `num_ranks`.
+    pub(super) fn most_in_packets(&self, num_ranks: u32) -> u32 {
+        let tokens = self.packet_tokens.unwrap_or(Self::default_packet_tokens(num_ranks));
+        tokens.min(self.shape.max_tokens)
     }
 
     /// Chunks of a rank with all its tokens.
