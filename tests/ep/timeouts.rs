@@ -7,11 +7,10 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use epoxide::StreamOrder;
-use epoxide::internal::driver::driver;
 use epoxide::throughput::{CachedDispatchRequest, DispatchHandle, DispatchRequest, Place, Received};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_names, now, run_ranks};
+use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_names, now, run_ranks, sleep};
 use epoxide_testing::tier;
 
 use crate::gate::Gate;
@@ -40,11 +39,6 @@ pub const TIMEOUT: Duration = Duration::from_millis(1500);
 /// Within this a wait must have been given up.
 pub const SOON: Duration = Duration::from_secs(10);
 const TOKENS: [u32; 4] = [6, 4, 5, 3];
-
-/// Blocks a rank's thread on the clock of the ranks.
-fn sleep(rank: &Rank, duration: Duration) {
-    driver(rank.device()).time().expect("a virtual GPU of a rank that is a thread").sleep(duration);
-}
 
 /// The ranks of a test: three of one node, or two nodes of two. The last one is the one that does
 /// not come.
@@ -298,7 +292,7 @@ fn a_slow_rank_is_waited_for(spread: Spread) {
             let inputs = Inputs::upload(&turn, rank)?;
             rank.synchronize()?;
             if rank.rank == ranks.lost() {
-                sleep(rank, TIMEOUT * 3 / 4);
+                sleep(rank.device(), TIMEOUT * 3 / 4);
             }
             let mut place = rank.place()?;
             let output = dispatch(rank, &mut place, &turn, &inputs)?;
@@ -481,7 +475,7 @@ fn buffers_in_opposite_orders_name_each_other(spread: Spread) {
                 Err(error) => break error,
                 Ok(()) => assert!(earlier.now() - start < SOON, "the wait has not ended"),
             }
-            sleep(&earlier, TIMEOUT / 4);
+            sleep(earlier.device(), TIMEOUT / 4);
         };
         let names = |rank: &Rank| format!("buffer {} of this process has a combine", rank.buffer.id());
         let order = "in the same order on every rank";

@@ -120,6 +120,14 @@ pub fn now(device: &Device) -> Duration {
     driver(device).time().map_or_else(|| START.get_or_init(Instant::now).elapsed(), |time| time.now())
 }
 
+/// Waits until `duration` has passed by the deadlines' time ([`now`]).
+pub fn sleep(device: &Device, duration: Duration) {
+    match driver(device).time() {
+        Some(time) => time.sleep(duration),
+        None => std::thread::sleep(duration),
+    }
+}
+
 /// How ranks are spread over nodes, and what connects these. With [`TransportKind::Auto`] there are
 /// two nodes to a host, so that those of three nodes or more reach each other in different ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -80,7 +80,7 @@ pub unsafe fn warp_aborted(comm: &Comm) -> bool {
 
 /// The value that an expired wait of the operation `epoch` writes to the abort word.
 #[inline(always)]
-fn abort_mark(epoch: u64) -> u32 {
+pub(super) fn abort_mark(epoch: u64) -> u32 {
     (epoch as u32).max(1)
 }
 

@@ -11,7 +11,7 @@ use epoxide::low_latency::{
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{PATIENCE, now, run_ranks};
+use epoxide_testing::harness::{PATIENCE, now, run_ranks, sleep};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
@@ -386,27 +386,45 @@ fn a_rank_that_is_gone_after_some_rounds() {
     });
 }
 
+/// Rank 1 dispatches where the others combine. `is_first`: it is in its call before they begin
+/// theirs.
+fn make_different_calls(rank: &mut Rank, is_first: bool) -> Result<()> {
+    let mut place = rank.buffer.place(0)?;
+    let received = rank.dispatch(&mut place)?;
+    rank.outcome()?;
+    if is_first && rank.number != 1 {
+        rank.group.barrier(PATIENCE)?;
+        // By then rank 1 polls.
+        sleep(rank.stream.device(), DEADLINE / 10);
+    }
+    if rank.number == 1 {
+        drop(received);
+        drop(rank.dispatch(&mut place)?);
+    } else {
+        rank.combine(received)?;
+    }
+    if is_first && rank.number == 1 {
+        rank.group.barrier(PATIENCE)?;
+    }
+    rank.stream.synchronize()?;
+    let error = rank.buffer.check().unwrap_err();
+    let named = match &error {
+        Error::OtherCall { ours, theirs, .. } => (ours.contains("dispatch"), theirs.contains("combine")),
+        other => panic!("{other}"),
+    };
+    assert_eq!(named, (rank.number == 1, rank.number == 1), "{error}");
+    Ok(())
+}
+
 #[test]
 fn ranks_that_make_different_calls() {
-    run(|rank| {
-        let mut place = rank.buffer.place(0)?;
-        let received = rank.dispatch(&mut place)?;
-        rank.outcome()?;
-        if rank.number == 1 {
-            drop(received);
-            drop(rank.dispatch(&mut place)?);
-        } else {
-            rank.combine(received)?;
-        }
-        rank.stream.synchronize()?;
-        let error = rank.buffer.check().unwrap_err();
-        let named = match &error {
-            Error::OtherCall { ours, theirs, .. } => (ours.contains("dispatch"), theirs.contains("combine")),
-            other => panic!("{other}"),
-        };
-        assert_eq!(named, (rank.number == 1, rank.number == 1), "{error}");
-        Ok(())
-    });
+    run(|rank| make_different_calls(rank, false));
+}
+
+/// A block of the others sees the call of rank 1 before the block that publishes their call begins.
+#[test]
+fn a_rank_that_makes_another_call_before_the_others() {
+    run(|rank| make_different_calls(rank, true));
 }
 
 /// The combine of `received`, as a graph.

@@ -22,7 +22,9 @@
 use core::mem::offset_of;
 
 use self::team::Team;
-use super::epoch::{Deadline, Phase, pool_of, record, share, trace, trace_by, wait_at_least_unless};
+use super::epoch::{
+    Deadline, Phase, abort_mark, pool_of, record, share, trace, trace_by, wait_at_least_unless,
+};
 use crate::layout::{
     Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_LEFT_OUT, LOCAL_TICKET, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
     LowLatencyCall, LowLatencyDispatchArgs, LowLatencyTurns, MAX_MEMBERS, PIECE_BYTES, PIECE_PACKET_BYTES,
@@ -208,10 +210,19 @@ impl Opening {
     /// or one of other tokens than the dispatch: graphs may be replayed in any order.
     #[inline(always)]
     fn members<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> u32 {
+        if self.abort != 0 { 0 } else { self.told::<COMBINE>(args) }
+    }
+
+    /// Bits of the ranks that the call is published to. They are the members also where another
+    /// block has met an expired wait or another call in this operation: the rank has entered it,
+    /// and its peers must see with which call.
+    #[inline(always)]
+    fn told<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> u32 {
         let is_wrong = COMBINE & (self.is_unpaired() | (self.tokens != args.num_tokens));
+        let gave_up = (self.abort != 0) & (self.abort != abort_mark(self.epoch()));
         // A group has ranks, and no more than bits.
         let all = u32::MAX >> ((32 - args.comm.num_ranks) & 31);
-        if is_wrong | (self.abort != 0) { 0 } else { all & !self.left_out }
+        if is_wrong | gave_up { 0 } else { all & !self.left_out }
     }
 }
 
@@ -322,7 +333,7 @@ unsafe fn publish_call<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Ope
     unsafe {
         let (comm, lane, epoch) = (&args.comm, laneid(), opening.epoch());
         fence_acq_rel_sys();
-        if lane < FEW_RANKS as u32 && opening.members::<COMBINE>(args) >> lane & 1 != 0 {
+        if lane < FEW_RANKS as u32 && opening.told::<COMBINE>(args) >> lane & 1 != 0 {
             let packet = epoch << 32 | comm.call;
             st_relaxed_sys_u64(pool_of(comm, lane) + call_offset(comm.rank, epoch), packet);
         }
