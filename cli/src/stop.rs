@@ -82,9 +82,7 @@ impl From<Error> for Stop {
                 ..Stop::failed(format!("{message}; if it is only slow, raise --timeout"))
             },
             // The launcher, or the rank that failed, reports why the group was given up.
-            Error::Store { reason, .. } if reason.starts_with("the group was given up") => {
-                Stop { consequence: true, ..Stop::said(FAILED) }
-            }
+            Error::GivenUp { .. } => Stop { consequence: true, ..Stop::said(FAILED) },
             Error::Store { .. } => Stop { consequence: true, ..Stop::failed(message) },
             _ => Stop::failed(message),
         }

@@ -248,6 +248,16 @@ pub enum Error {
         /// The cause.
         reason: String,
     },
+    /// The launch that the rendezvous store is of was given up, because another rank failed.
+    #[error("store: {operation} of key {key:?}: the group was given up: {}", printable(reason))]
+    GivenUp {
+        /// `get`, `set`, `wait`, ...
+        operation: &'static str,
+        /// The key.
+        key: String,
+        /// Why, as the rank that failed or the launcher says it.
+        reason: String,
+    },
     /// An operation of a process group failed: a peer died, left, hung, or gave the group up.
     #[error("group {group:?}, rank {rank}, {operation} #{sequence}: {}", printable(reason))]
     Group {

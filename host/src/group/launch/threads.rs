@@ -36,8 +36,9 @@ impl From<RankFailure> for Error {
 /// Runs `rank_main(rank, group)` on `size` threads that form a group over a [`HashStore`];
 /// collectives wait up to `timeout`. Returns the results, indexed by rank.
 ///
-/// The first rank that fails or panics is reported. The store is then given up, so that ranks which
-/// wait in a call of the group fail at once. All threads are joined in every case.
+/// The first rank that fails or panics is reported. The store is then given up
+/// ([`Error::GivenUp`](crate::Error::GivenUp)), so that ranks which wait in a call of the group fail
+/// at once. All threads are joined in every case.
 ///
 /// ```
 /// use std::time::Duration;
