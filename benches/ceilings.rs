@@ -58,7 +58,7 @@ fn run(wanted: Option<u32>) -> Result<()> {
 
 /// (push, pull) in GB/s by number of blocks.
 fn measure(device: Device, group: &dyn ProcessGroup, row_bytes: u32) -> Result<Vec<[f64; 2]>> {
-    let stream = Stream::new(&device, false)?;
+    let stream = Stream::new(&device)?;
     let shape =
         Shape { max_tokens_per_rank: ROWS, max_row_bytes: row_bytes as u64, max_topk: 1, max_scales: 0 };
     let buffer = Buffer::new(device.clone(), group, Options::new(shape))?;
@@ -77,7 +77,7 @@ fn measure(device: Device, group: &dyn ProcessGroup, row_bytes: u32) -> Result<V
                 let mut times = Vec::new();
                 for _ in 0..ITERATIONS + 3 {
                     group.barrier(group.timeout())?;
-                    let (start, end) = (Event::new(&device, true)?, Event::new(&device, true)?);
+                    let (start, end) = (Event::timed(&device)?, Event::timed(&device)?);
                     start.record(&stream)?;
                     launch_ceiling(&buffer, direction, shape, &stream)?;
                     end.record(&stream)?;

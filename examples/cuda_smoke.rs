@@ -119,7 +119,7 @@ fn one_device(report: &mut Report, device: &Device) {
     report.check("copies and fill", || copies(device));
     report.check("shareable memory is zero", || {
         let memory = Memory::alloc(device, BYTES, MemoryKind::Shareable, "zeroes")?;
-        let words = read_words(&Stream::new(device, false)?, &memory, WORDS)?;
+        let words = read_words(&Stream::new(device)?, &memory, WORDS)?;
         ensure(words.iter().all(|&word| word == 0), "some byte is not zero")?;
         Ok(format!("{} bytes taken for {BYTES}", footprint(&memory)))
     });
@@ -174,13 +174,12 @@ fn one_device(report: &mut Report, device: &Device) {
         Module::load(device, PTX)?.kernel("no_such_kernel", 0)
     });
     report.refuses("2048 threads per block", "launch of bump", || {
-        let (stream, kernel) = (Stream::new(device, false)?, Module::load(device, PTX)?.kernel("bump", 0)?);
+        let (stream, kernel) = (Stream::new(device)?, Module::load(device, PTX)?.kernel("bump", 0)?);
         // SAFETY: the launch is refused, so the null address is not used.
         unsafe { stream.launch(&kernel, &blocks(1, 2048), &[&0u64.to_ne_bytes()]) }
     });
     report.refuses("a cooperative grid that does not fit", "cooperative", || {
-        let (stream, kernel) =
-            (Stream::new(device, false)?, Module::load(device, PTX)?.kernel("grid_meet", 0)?);
+        let (stream, kernel) = (Stream::new(device)?, Module::load(device, PTX)?.kernel("grid_meet", 0)?);
         let config = LaunchConfig { cooperative: true, ..blocks(1 << 20, 1024) };
         // SAFETY: the launch is refused, so the null addresses are not used.
         unsafe { stream.launch(&kernel, &config, &[&0u64.to_ne_bytes(), &0u64.to_ne_bytes()]) }
@@ -210,7 +209,7 @@ fn host_word(memory: &Memory) -> &AtomicU32 {
 }
 
 fn copies(device: &Device) -> Fallible {
-    let stream = Stream::new(device, true)?;
+    let stream = Stream::high_priority(device)?;
     let (first, second) = (
         Memory::alloc(device, BYTES, MemoryKind::Device, "first")?,
         Memory::alloc(device, BYTES, MemoryKind::Device, "second")?,
@@ -243,8 +242,8 @@ fn copies(device: &Device) -> Fallible {
 }
 
 fn mapped_host(device: &Device) -> Fallible {
-    let stream = Stream::new(device, false)?;
-    let event = Event::new(device, false)?;
+    let stream = Stream::new(device)?;
+    let event = Event::new(device)?;
     ensure(event.is_done()?, "an event that was never recorded is not done")?;
     let (flag, reply) = (
         Memory::alloc(device, 4096, MemoryKind::MappedHost, "flag")?,
@@ -280,8 +279,8 @@ fn mapped_host(device: &Device) -> Fallible {
 }
 
 fn wait_between_streams(device: &Device) -> Fallible {
-    let (first, second) = (Stream::new(device, false)?, Stream::new(device, true)?);
-    let event = Event::new(device, false)?;
+    let (first, second) = (Stream::new(device)?, Stream::high_priority(device)?);
+    let event = Event::new(device)?;
     let flag = Memory::alloc(device, 4096, MemoryKind::MappedHost, "flag")?;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     host_word(&flag).store(0, Ordering::Release);
@@ -306,7 +305,7 @@ fn wait_between_streams(device: &Device) -> Fallible {
 }
 
 fn adopted_stream(device: &Device) -> Fallible {
-    let owner = Stream::new(device, false)?;
+    let owner = Stream::new(device)?;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     let bump = kernel(device, "bump")?;
     word.write(&owner, 0, &0u32.to_ne_bytes())?;
@@ -327,8 +326,8 @@ fn adopted_stream(device: &Device) -> Fallible {
 }
 
 fn timing(device: &Device) -> Fallible {
-    let stream = Stream::new(device, false)?;
-    let (start, end) = (Event::new(device, true)?, Event::new(device, true)?);
+    let stream = Stream::new(device)?;
+    let (start, end) = (Event::timed(device)?, Event::timed(device)?);
     let flag = Memory::alloc(device, 4096, MemoryKind::MappedHost, "flag")?;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     host_word(&flag).store(0, Ordering::Release);
@@ -354,7 +353,7 @@ fn timing(device: &Device) -> Fallible {
 }
 
 fn big_shared(device: &Device) -> Fallible {
-    let stream = Stream::new(device, false)?;
+    let stream = Stream::new(device)?;
     let bytes: u32 = 200 * 1024;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     let kernel = Module::load(device, PTX)?.kernel("last_shared_word", bytes)?;
@@ -367,7 +366,7 @@ fn big_shared(device: &Device) -> Fallible {
 }
 
 fn cooperative(device: &Device) -> Fallible {
-    let stream = Stream::new(device, false)?;
+    let stream = Stream::new(device)?;
     let words = Memory::alloc(device, 4096, MemoryKind::Device, "counters")?;
     let grid_meet = kernel(device, "grid_meet")?;
     let grid = device.info().sm_count;
@@ -382,7 +381,7 @@ fn cooperative(device: &Device) -> Fallible {
 }
 
 fn capture(device: &Device) -> Fallible {
-    let stream = Stream::new(device, false)?;
+    let stream = Stream::new(device)?;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     let bump = kernel(device, "bump")?;
     word.write(&stream, 0, &0u32.to_ne_bytes())?;
@@ -425,7 +424,7 @@ fn load_from_threads(devices: &[Device]) -> Fallible {
 
 /// Runs `add_one` on `device` over its own memory.
 fn increment(device: &Device) -> Fallible {
-    let stream = Stream::new(device, false)?;
+    let stream = Stream::new(device)?;
     let memory = Memory::alloc(device, BYTES, MemoryKind::Device, "words")?;
     // SAFETY: the memory outlives the synchronising read below.
     unsafe { stream.fill(memory.ptr(), 0, BYTES)? };
@@ -447,7 +446,7 @@ fn add_one(stream: &Stream, dst: DevicePtr, src: DevicePtr) -> Result<(), Error>
 /// `importer` maps memory of `owner`, reads it by a kernel, writes it by a kernel, and outlives the
 /// owner's mapping.
 fn share(owner: &Device, importer: &Device) -> Fallible {
-    let (owner_stream, stream) = (Stream::new(owner, false)?, Stream::new(importer, false)?);
+    let (owner_stream, stream) = (Stream::new(owner)?, Stream::new(importer)?);
     let original = Memory::alloc(owner, BYTES, MemoryKind::Shareable, "pool")?;
     let local = Memory::alloc(importer, BYTES, MemoryKind::Device, "copy")?;
     let sent: Vec<u8> = (0..WORDS).flat_map(u32::to_ne_bytes).collect();
@@ -475,7 +474,7 @@ fn share(owner: &Device, importer: &Device) -> Fallible {
 /// The same with a second process as the importer, on the last device.
 fn share_with_child(devices: &[Device]) -> Fallible {
     let (owner, importer) = (&devices[0], devices.len() - 1);
-    let stream = Stream::new(owner, false)?;
+    let stream = Stream::new(owner)?;
     let memory = Memory::alloc(owner, BYTES, MemoryKind::Shareable, "pool")?;
     // SAFETY: the memory outlives the synchronise.
     unsafe { stream.fill(memory.ptr(), 0, BYTES)? };
@@ -499,7 +498,7 @@ fn child(args: &[String]) -> Result<(), Box<dyn StdError>> {
     let fd = unsafe { OwnedFd::from_raw_fd(fd.parse()?) };
     let device = CudaDevice::open(ordinal.parse()?)?;
     let peer = import(&device, fd, BYTES, "the parent")?;
-    add_one(&Stream::new(&device, false)?, peer.ptr(), peer.ptr())?;
+    add_one(&Stream::new(&device)?, peer.ptr(), peer.ptr())?;
     Ok(())
 }
 
@@ -511,7 +510,7 @@ fn all_to_all(devices: &[Device]) -> Fallible {
         .collect::<Result<Vec<_>, _>>()?;
     let mut running = Vec::new();
     for device in devices {
-        let (stream, bump) = (Stream::new(device, false)?, kernel(device, "bump")?);
+        let (stream, bump) = (Stream::new(device)?, kernel(device, "bump")?);
         for memory in &owned {
             let peer = import(device, export(memory)?, BYTES, "a peer")?;
             // SAFETY: `running` keeps the mapping until the stream has been waited for.
@@ -521,7 +520,7 @@ fn all_to_all(devices: &[Device]) -> Fallible {
         stream.synchronize()?;
     }
     for (device, memory) in devices.iter().zip(&owned) {
-        let count = read_words(&Stream::new(device, false)?, memory, 1)?[0];
+        let count = read_words(&Stream::new(device)?, memory, 1)?[0];
         let expected = 100 * devices.len() as u32;
         ensure(count == expected, format!("device {} counted {count} of {expected}", device.info().ordinal))?;
     }
@@ -530,8 +529,8 @@ fn all_to_all(devices: &[Device]) -> Fallible {
 
 fn peer_copy(first: &Device, second: &Device) -> Fallible {
     const SIZE: u64 = 256 << 20;
-    let stream = Stream::new(first, false)?;
-    let (start, end) = (Event::new(first, true)?, Event::new(first, true)?);
+    let stream = Stream::new(first)?;
+    let (start, end) = (Event::timed(first)?, Event::timed(first)?);
     let source = Memory::alloc(first, SIZE, MemoryKind::Device, "source")?;
     let target = Memory::alloc(second, SIZE, MemoryKind::Shareable, "target")?;
     let peer = import(first, export(&target)?, SIZE, "the other device")?;
@@ -547,7 +546,7 @@ fn peer_copy(first: &Device, second: &Device) -> Fallible {
     }
     stream.synchronize()?;
     let mut last = [0; 4];
-    target.read(&Stream::new(second, false)?, SIZE - 4, &mut last)?;
+    target.read(&Stream::new(second)?, SIZE - 4, &mut last)?;
     let word = u32::from_ne_bytes(last);
     ensure(word == 0x5a5a_5a5a, format!("{word:#x} came over"))?;
     let gigabytes = 10.0 * SIZE as f64 / f64::from(start.elapsed_ms(&end)?) / 1e6;
@@ -555,7 +554,7 @@ fn peer_copy(first: &Device, second: &Device) -> Fallible {
 }
 
 fn foreign_stream(first: &Device, second: &Device) -> Fallible {
-    let theirs = Stream::new(second, false)?;
+    let theirs = Stream::new(second)?;
     // SAFETY: the stream is live; that it is of the wrong device is what is checked.
     match unsafe { Stream::adopt(first, theirs.raw()) } {
         Err(error @ Error::Argument { .. }) => Ok(format!("-> {error}")),

@@ -210,7 +210,7 @@ impl<'a> Bench<'a> {
             memory.push(import(device, export(&memory[0])?, many::BYTES, "the first device")?);
         }
         let counts = Memory::alloc(first, 4096, MemoryKind::Shareable, "counts")?;
-        let streams = devices.iter().map(|d| Stream::new(d, false)).collect::<Result<_, _>>()?;
+        let streams = devices.iter().map(Stream::new).collect::<Result<_, _>>()?;
         Ok(Self { devices, streams, memory, counts })
     }
 

@@ -62,7 +62,7 @@ fn main() -> ExitCode {
     let options = Options::parse();
     let ended = run_threads(options.ranks, Duration::from_secs(60), |rank, group| {
         let device = open(options.device, rank)?;
-        let stream = Stream::new(&device, false)?;
+        let stream = Stream::new(&device)?;
         let model = Model::new();
         let mut layer = Layer::new(&model, &device, &stream, |shape| {
             Buffer::new(device.clone(), &*group, throughput::Options::new(shape))

@@ -92,7 +92,7 @@ fn compare(device: &Device, path: &Path, found: &mut Differences) -> Fallible<()
     let (grid, block): (u32, u32) = (launch.0.parse()?, launch.1.parse()?);
     let lanes = (grid * block) as usize;
 
-    let stream = Stream::new(device, false)?;
+    let stream = Stream::new(device)?;
     let source = Memory::alloc(device, input.len() as u64, MemoryKind::Device, "in")?;
     let target = Memory::alloc(device, recorded.len() as u64, MemoryKind::Device, "out")?;
     let kernel = Module::load(device, &ptx)?.kernel("fuzz", 0)?;

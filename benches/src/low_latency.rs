@@ -74,7 +74,7 @@ pub(crate) fn measure(
         }
         let buffer = made(device, group, result, || Buffer::new(device.clone(), &**group, options))?;
         result.pool_bytes = buffer.pool_bytes();
-        let stream = Arc::new(Stream::new(device, false)?);
+        let stream = Arc::new(Stream::new(device)?);
         let mut rank = LowLatencyRank { buffer, group: group.clone(), stream };
         watch.doing(group.rank(), &format!("{} tokens", plan.tokens));
         // Right before it is fast, and still right behind it.
@@ -141,7 +141,7 @@ fn times(
     };
     let chain = stream.capture(|| (0..plan.chain()).try_for_each(|_| pair(buffer)))?;
     let device = stream.device().clone();
-    let event = || Event::new(&device, true);
+    let event = || Event::timed(&device);
     // SAFETY: the recorded addresses are the buffer's and the inputs', which live until the stream
     // has been waited for.
     let launch = |graph: &Graph| unsafe { graph.launch(stream) };

@@ -84,7 +84,7 @@ fn high_throughput(
     watch: &dyn Watch,
     result: &mut RankResult,
 ) -> Result<()> {
-    let stream = Stream::new(device, false)?;
+    let stream = Stream::new(device)?;
     let shape = Shape {
         max_tokens_per_rank: plan.tokens,
         max_row_bytes: plan.combine_row_bytes(),

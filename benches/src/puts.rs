@@ -113,7 +113,7 @@ impl Copies {
     fn new(source: &Arc<Memory>, target: &Arc<Memory>) -> Result<Copies> {
         let device = source.device();
         Ok(Copies {
-            stream: Stream::new(device, true)?,
+            stream: Stream::high_priority(device)?,
             events: VecDeque::new(),
             values: Memory::alloc(device, RING_ENTRIES * 8, MemoryKind::MappedHost, "counters")?,
             source: source.clone(),
@@ -144,7 +144,7 @@ impl Copies {
             }
             self.stream.copy(at(&self.target, put.counter), at(&self.values, slot * 8), 8)?;
         }
-        let event = Event::new(self.stream.device(), false)?;
+        let event = Event::new(self.stream.device())?;
         event.record(&self.stream)?;
         self.events.push_back(event);
         Ok(())
@@ -174,7 +174,7 @@ impl<'a> Poster<'a> {
     ) -> Result<Poster<'a>> {
         let (rank, queues) = (group.rank(), options.queues_per_peer);
         let (node, index) = (rank / topology.ranks_per_node, rank % topology.ranks_per_node);
-        let stream = Stream::new(device, false)?;
+        let stream = Stream::new(device)?;
         let region = region.clamp(1, Self::LARGEST).next_multiple_of(128);
         let words = 2 * u64::from(topology.ranks()) * u64::from(queues) * 8;
         let bytes = words.next_multiple_of(128) + (1 + u64::from(topology.nodes)) * region;

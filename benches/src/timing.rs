@@ -33,8 +33,7 @@ impl Bench<'_> {
                 unsafe { self.rig.stream.fill(flush.ptr(), iteration as u8, flush.bytes())? };
             }
             self.barrier()?;
-            let pair =
-                (Event::new(self.rig.buffer.device(), true)?, Event::new(self.rig.buffer.device(), true)?);
+            let pair = (Event::timed(self.rig.buffer.device())?, Event::timed(self.rig.buffer.device())?);
             pair.0.record(&self.rig.stream)?;
             call(self)?;
             pair.1.record(&self.rig.stream)?;
@@ -54,8 +53,7 @@ impl Bench<'_> {
     /// Mean microseconds of calls that follow each other directly: one pair of events around all of
     /// them.
     pub fn back_to_back(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<f64> {
-        let (start, end) =
-            (Event::new(self.rig.buffer.device(), true)?, Event::new(self.rig.buffer.device(), true)?);
+        let (start, end) = (Event::timed(self.rig.buffer.device())?, Event::timed(self.rig.buffer.device())?);
         for _ in 0..self.plan.warmup {
             call(self)?;
             self.watch.step(self.rig.rank);

@@ -123,7 +123,7 @@ fn check_virtual_gpu() -> Result<String> {
         Ok((|| -> Result<String> {
             let device = open_device(DeviceKind::Virtual, 0)?;
             let name = device.info().name.clone();
-            let stream = Stream::new(&device, false)?;
+            let stream = Stream::new(&device)?;
             let shape = Shape { max_tokens_per_rank: 4, max_row_bytes: 16, max_topk: 2, max_scales: 0 };
             let options = Options::new(shape).timeout(TIMEOUT);
             let mut buffer = Buffer::new(device, &*group, options)?;

@@ -195,7 +195,7 @@ fn inspect_rank(
     device: Device,
     group: &Arc<dyn ProcessGroup>,
 ) -> Result<RankInspection> {
-    let stream = Stream::new(&device, false)?;
+    let stream = Stream::new(&device)?;
     let mut buffer = Buffer::new(device, &**group, options)?;
     let order = || StreamOrder::on(&stream);
 

@@ -611,7 +611,7 @@ struct Marks(Vec<Event>);
 
 impl Marks {
     fn mark(&mut self, rig: &Rig) -> Result<()> {
-        let event = Event::new(rig.buffer.device(), true)?;
+        let event = Event::timed(rig.buffer.device())?;
         event.record(&rig.stream)?;
         self.0.push(event);
         Ok(())

@@ -31,7 +31,7 @@
 //!     let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
 //!         // With the feature `cuda`: driver::cuda::CudaDevice::open(rank)?
 //!         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
-//!         let stream = Stream::new(&device, false)?;
+//!         let stream = Stream::new(&device)?;
 //!         let order = StreamOrder::on(&stream);
 //!         let shape = Shape { max_tokens_per_rank: 2, max_row_bytes: 128, max_topk: 2, max_scales: 0 };
 //!         let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
@@ -73,7 +73,7 @@
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
 //!         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
-//!         let stream = Stream::new(&device, false)?;
+//!         let stream = Stream::new(&device)?;
 //!         let order = StreamOrder::on(&stream);
 //!         // Up to 8 tokens of 64 elements from each rank, 2 of 4 experts for each.
 //!         let shape = Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 4 };

@@ -53,7 +53,7 @@
 //!
 //! let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
 //!     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
-//!     let stream = Stream::new(&device, false)?;
+//!     let stream = Stream::new(&device)?;
 //!     // Up to 8 tokens of 64 elements from each rank, each for 2 of 4 experts: 0 and 1 are on rank 0, 2 and 3 on rank 1.
 //!     let shape = Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 4 };
 //!     let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;

@@ -299,7 +299,7 @@ fn low_latency_rounds(
             ..VirtConfig::default()
         };
         let device = VirtualGpu::new(config);
-        let stream = Stream::new(&device, false)?;
+        let stream = Stream::new(&device)?;
         let options = change(
             low_latency::Options::new(low_latency::Shape {
                 max_tokens: TOKENS as u32,

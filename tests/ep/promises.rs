@@ -36,7 +36,7 @@ fn turns<const COUNT: usize>() -> [Turn; COUNT] {
 }
 
 fn event(stream: &Stream) -> Result<Event> {
-    let event = Event::new(stream.device(), false)?;
+    let event = Event::new(stream.device())?;
     event.record(stream)?;
     Ok(event)
 }
@@ -102,7 +102,7 @@ fn check_sums(rank: &mut Rank, what: &str, back: &Combined, turn: &Turn) -> Resu
 fn inputs_may_be_dropped_before_their_dispatch_has_begun() {
     let case = Case::new(turns::<1>()[0].routing.clone(), ROW as u32);
     setup().max_topk(TOPK).run(|rank| {
-        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device(), false)?);
+        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
         let expected = rank.expect(&case);
         let (topk_idx, topk_weights) = rank.topk(&case)?;
         let (x, _) = rank.payload(&case, 0)?;
@@ -138,7 +138,7 @@ fn inputs_may_be_dropped_before_their_dispatch_has_begun() {
 fn sums_that_another_stream_still_reads_are_not_handed_out_again() {
     let [turn] = turns();
     setup().run(|rank| {
-        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device(), false)?);
+        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
         let inputs = Inputs::upload(&turn, rank)?;
         let zeros = vec![vec![0; ROW as usize]; rank.buffer.capacity() as usize];
         let zeros = rank.upload_rows(DType::Bf16, HIDDEN as u64, &zeros)?;
@@ -179,7 +179,7 @@ fn received_rows_that_another_stream_still_reads_are_not_overwritten() {
     // Either drops the rows, or only says that it will not borrow them.
     for is_detached in [false, true] {
         setup().run(|rank| {
-            let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device(), false)?);
+            let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
             let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
             let layout = rank.layout(&inputs[0].topk_idx, first.routing.num_experts)?;
             let next = rank.layout(&inputs[1].topk_idx, second.routing.num_experts)?;
@@ -449,7 +449,7 @@ fn results_are_read_behind_their_operations_on_any_stream() {
     for nodes in SPREADS {
         setup().nodes(nodes).run(|rank| {
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let (stream, other) = (rank.stream.clone(), Stream::new(rank.stream.device(), false)?);
+            let (stream, other) = (rank.stream.clone(), Stream::new(rank.stream.device())?);
             let experts = turn.routing.num_experts;
             let want = turn.sums[rank.rank as usize].concat();
             for order in [StreamOrder::on(&stream), StreamOrder::comm(&stream).asynchronous()] {
@@ -738,7 +738,7 @@ fn an_error_has_the_scope_of_the_ranks_that_see_it() {
 fn calls_on_two_streams_come_in_the_order_in_which_they_were_made() {
     let turns = turns::<10>();
     setup().run(|rank| {
-        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device(), false)?);
+        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
         let stream = rank.stream.clone();
         let inputs: Vec<_> = turns.iter().map(|turn| Inputs::upload(turn, rank)).collect::<Result<_>>()?;
         let mut place = rank.place()?;
@@ -785,7 +785,7 @@ fn received_rows_outlive_their_buffer_and_its_work_in_flight() {
         let (output, back) = echo(&mut rank, &mut place, &inputs[1], first.routing.num_experts)?;
         let received = output.detach();
         let Rank { rank: number, group, stream, buffer, .. } = rank;
-        let side = Stream::new(stream.device(), false)?;
+        let side = Stream::new(stream.device())?;
         while_held(&gate, || drop(buffer));
         stream.synchronize()?;
         let want = second.recv(number);

@@ -451,11 +451,11 @@ fn low_latency_calls(before: Before, calls: Calls) {
         };
         let outcome = run_ranks(num_ranks(3), |number, group| {
             let config = VirtConfig { ordinal: number, sm_count: 4, ..VirtConfig::default() };
-            let stream = Arc::new(Stream::new(&open_device(config)?, false)?);
+            let stream = Arc::new(Stream::new(&open_device(config)?)?);
             let part = group.split((number == GONE).into())?;
             let mut few = Few::new(&stream, &group, &|options| {
-                let nan = leaves == Leaves::Nan;
-                spread(options).packet_tokens(packet_tokens).nan_on_failure(nan).timeout(deadline())
+                let options = spread(options).packet_tokens(packet_tokens).timeout(deadline());
+                if leaves == Leaves::Nan { options } else { options.keep_sums_on_failure() }
             })?;
             let mut place = few.buffer.place(0)?;
             few.set_experts(1.0)?;

@@ -311,7 +311,7 @@ impl Rank {
 
     /// Makes the stream and the buffer. Collective.
     pub fn new(device: Device, group: Arc<dyn ProcessGroup>, options: Options) -> Result<Rank> {
-        let stream = Stream::new(&device, false)?;
+        let stream = Stream::new(&device)?;
         let buffer = Buffer::new(device, &*group, options)?;
         Ok(Rank::with(group, stream, buffer))
     }

@@ -102,7 +102,7 @@ fn load(device: &Device) -> Result<()> {
 }
 
 fn copy(device: &Device) -> Result<()> {
-    let stream = Stream::new(device, false)?;
+    let stream = Stream::new(device)?;
     for bytes in COPIES {
         let memory = Memory::alloc(device, bytes as u64, MemoryKind::Device, "of the neighbour")?;
         let sent: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();

@@ -12,7 +12,7 @@ use epoxide_vgpu::for_each_seed;
 fn the_router_selects_the_largest_logit() {
     for_each_seed(5, |seed| {
         let device = VirtualGpu::new(VirtConfig { schedule_seed: Some(seed), ..VirtConfig::default() });
-        let stream = Stream::new(&device, false).unwrap();
+        let stream = Stream::new(&device).unwrap();
         let x = Tensor::from_host(&stream, DType::Bf16, &[2, 8], &[bf16::ONE; 16]).unwrap();
         // Expert e has the logit 8 * (e % 3): of 0, 8, 16 and 0 the third is the largest.
         let weights: Vec<f32> = (0..32).map(|at| (at % 4 % 3) as f32).collect();

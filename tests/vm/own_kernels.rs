@@ -20,7 +20,7 @@ const PTX: &str = include_str!("../../examples/own-kernels/ptx/own_kernels.sm_90
 fn a_kernel_of_another_crate_runs_on_the_librarys_driver() {
     check_fresh::<VectorAdd>(PTX).unwrap();
     let device = VirtualGpu::new(VirtConfig::default());
-    let stream = Stream::new(&device, false).unwrap();
+    let stream = Stream::new(&device).unwrap();
     let a: Vec<f32> = (0..1000).map(|i| i as f32).collect();
     let a_there = Tensor::from_host(&stream, DType::F32, &[1000], &a).unwrap();
     let out = Tensor::from_host(&stream, DType::F32, &[1000], &[0f32; 1000]).unwrap();

@@ -101,14 +101,14 @@ impl Rank {
     }
 
     fn small(&self) -> Result<(Stream, Tensor<'static>)> {
-        let stream = Stream::new(&self.device, false)?;
+        let stream = Stream::new(&self.device)?;
         let tensor = Tensor::from_host(&stream, DType::F32, &[1024], &[1f32; 1024])?;
         Ok((stream, tensor))
     }
 }
 
 fn together(rank: &Rank, folder: &Path) -> Result<()> {
-    let stream = Stream::new(&rank.device, false)?;
+    let stream = Stream::new(&rank.device)?;
     let all = rank.size;
     let mut made = None;
     rank.stage("create", all, || {
@@ -270,7 +270,7 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
 }
 
 fn killed(rank: &Rank) -> Result<()> {
-    let stream = Stream::new(&rank.device, false)?;
+    let stream = Stream::new(&rank.device)?;
     let (all, survivors) = (rank.size, rank.size - 1);
     let mut made = None;
     rank.stage("create", all, || {

@@ -114,7 +114,7 @@ fn join(rank: &Rank, setup: &Setup, case: &LowLatencyCase) -> epoxide::Result<Lo
         options = options.keep_nodes();
     }
     let buffer = Buffer::new(rank.device.clone(), &*rank.group, options)?;
-    let stream = Arc::new(Stream::new(&rank.device, false)?);
+    let stream = Arc::new(Stream::new(&rank.device)?);
     Ok(LowLatencyRank { buffer, group: rank.group.clone(), stream })
 }
 

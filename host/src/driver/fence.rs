@@ -23,7 +23,7 @@ impl Fence {
             }
             let event = match spare.pop() {
                 Some(event) => event,
-                None => Event::new(device, false)?,
+                None => Event::new(device)?,
             };
             event.record_raw(handle)?;
             events.push((id, event));

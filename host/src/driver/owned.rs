@@ -276,13 +276,20 @@ pub struct Stream {
 
 impl Stream {
     /// A stream of our own that does not synchronise with the default stream.
-    pub fn new(device: &Device, high_priority: bool) -> Result<Stream> {
-        Ok(Stream::listed(device, device.driver.stream_create(high_priority)?, true))
+    pub fn new(device: &Device) -> Result<Stream> {
+        Ok(Stream::listed(device, device.driver.stream_create(false)?, true))
     }
 
-    /// A stream that fences do not come behind: for work that is ordered otherwise.
-    pub(crate) fn unfenced(device: &Device, high_priority: bool) -> Result<Stream> {
-        Ok(Stream::listed(device, device.driver.stream_create(high_priority)?, false))
+    /// The same with the highest priority of the device: its blocks start ahead of those of other
+    /// streams.
+    pub fn high_priority(device: &Device) -> Result<Stream> {
+        Ok(Stream::listed(device, device.driver.stream_create(true)?, true))
+    }
+
+    /// A stream of high priority that fences do not come behind: for work that is ordered
+    /// otherwise.
+    pub(crate) fn unfenced(device: &Device) -> Result<Stream> {
+        Ok(Stream::listed(device, device.driver.stream_create(true)?, false))
     }
 
     fn listed(device: &Device, handle: u64, fenced: bool) -> Stream {
@@ -565,8 +572,17 @@ pub struct Event {
 }
 
 impl Event {
-    /// A new event; with `timing` it can be used in [`Event::elapsed_ms`].
-    pub fn new(device: &Device, timing: bool) -> Result<Event> {
+    /// A new event that records no time.
+    pub fn new(device: &Device) -> Result<Event> {
+        Event::create(device, false)
+    }
+
+    /// A new event that records its time, for [`Event::elapsed_ms`].
+    pub fn timed(device: &Device) -> Result<Event> {
+        Event::create(device, true)
+    }
+
+    fn create(device: &Device, timing: bool) -> Result<Event> {
         Ok(Event { device: device.clone(), handle: device.driver.event_create(timing)?, of: None })
     }
 
@@ -779,7 +795,7 @@ mod tests {
     #[test]
     fn calls_that_break_the_contract_or_fit_another_kernel_are_refused() {
         let device = VirtualGpu::new(VirtConfig::default());
-        let stream = Stream::new(&device, false).unwrap();
+        let stream = Stream::new(&device).unwrap();
         let push = Kernel::shipped::<CeilingPush>(&device, 0).unwrap();
         let zero = bytemuck::Zeroable::zeroed();
         let args = CeilingArgs { row_bytes: 16, stages: 2, fanout: 1, num_ranks: 2, ..zero };

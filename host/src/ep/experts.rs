@@ -294,7 +294,7 @@ fn gcd(a: u64, b: u64) -> u64 {
 /// # use epoxide::half::bf16;
 /// let received = run_threads(2, Duration::from_secs(60), |rank, group| {
 ///     # let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
-///     # let stream = Stream::new(&device, false)?;
+///     # let stream = Stream::new(&device)?;
 ///     # let order = StreamOrder::on(&stream);
 ///     # let shape = Shape { max_tokens_per_rank: 2, max_row_bytes: 128, max_topk: 1, max_scales: 0 };
 ///     # let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;

@@ -136,7 +136,7 @@ pub(crate) trait Outcome: Report {
 /// use epoxide::half::bf16;
 ///
 /// let device = VirtualGpu::new(VirtConfig::default());
-/// let stream = Stream::new(&device, false)?;
+/// let stream = Stream::new(&device)?;
 ///
 /// let x = Tensor::from_host(&stream, DType::Bf16, &[2, 8], &[bf16::ONE; 16])?.named("x of layer 3");
 /// assert_eq!((x.rows(), x.columns(), x.row_bytes()), (2, 8, 16));
@@ -578,7 +578,7 @@ mod tests {
     #[test]
     fn errors_give_the_name_of_a_tensor() {
         let device = VirtualGpu::new(VirtConfig::default());
-        let stream = Stream::new(&device, false).unwrap();
+        let stream = Stream::new(&device).unwrap();
         let plain = Tensor::from_host(&stream, DType::F32, &[1, 4], &[1.0f32; 4]).unwrap();
         let named = plain.clone().named("attention output");
         let text = |error: Error| error.to_string();

@@ -398,7 +398,7 @@ impl Communicator {
             listed = Some(started.clone());
             turn.call(function(operation), |nccl, comm| enqueue(nccl, comm, stream.raw().0))?;
             // In the stream by now: behind it.
-            let event = Event::new(stream.device(), false)?;
+            let event = Event::new(stream.device())?;
             event.record(stream)?;
             started.enqueued(event);
             Ok(started)

@@ -25,7 +25,7 @@
 //!         ..Config::named("gradients")
 //!     };
 //!     let communicator = Communicator::over_group(&library, device, group, config)?;
-//!     let stream = Stream::new(device, false)?;
+//!     let stream = Stream::new(device)?;
 //!     let tensor = Tensor::from_host(&stream, DType::F32, &[1024], &[1.0f32; 1024])?;
 //!     let work = communicator.all_reduce(&tensor, ReduceOp::Sum, &stream)?;
 //!     // Kernels that use the tensor can be launched into the stream now. The host waits here, up to the deadline.

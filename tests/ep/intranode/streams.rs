@@ -109,12 +109,12 @@ fn a_call_on_the_callers_stream_can_be_asynchronous_and_wait_for_an_event() {
     let turn = Turn::random(5, &[8, 5], 1);
     setup.run(|rank| {
         // Inputs come on another stream; the event orders them before the layout.
-        let side = Stream::new(rank.device(), false)?;
+        let side = Stream::new(rank.device())?;
         let inputs = Inputs::upload(&turn, rank)?;
         let topk_idx = Tensor::alloc(rank.device(), DType::I64, inputs.topk_idx.shape())?.typed::<i64>()?;
         // SAFETY: both tensors live until the synchronise below.
         unsafe { side.copy(topk_idx.ptr(), inputs.topk_idx.ptr(), topk_idx.rows() * topk_idx.row_stride())? };
-        let copied = Event::new(rank.device(), false)?;
+        let copied = Event::new(rank.device())?;
         copied.record(&side)?;
         let order = StreamOrder::on(&rank.stream).after(&copied).asynchronous();
         let layout = rank.buffer.get_dispatch_layout(&topk_idx, turn.routing.num_experts, order)?;
@@ -244,7 +244,7 @@ fn check_replays(
 
 /// An event at the end of the stream's work.
 fn event(rank: &Rank) -> Result<Event> {
-    let event = Event::new(rank.device(), false)?;
+    let event = Event::new(rank.device())?;
     event.record(&rank.stream)?;
     Ok(event)
 }

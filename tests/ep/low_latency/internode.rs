@@ -152,7 +152,7 @@ fn one_put_for_each_peer_and_operation() {
 fn the_reason_of_a_failed_put_is_in_the_error() {
     let case = LowLatencyCase::new(routing(&[1, 1], 1, 2, Style::DistinctTopK), 8);
     let outcome = run_ranks(2, |number, group| {
-        let stream = Stream::new(&case.device(number), false)?;
+        let stream = Stream::new(&case.device(number))?;
         let options = Options::new(Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 2 });
         let options = options.ranks_per_node(1).transport(TransportOptions::new(TransportKind::Tcp));
         let options = options.timeout(Duration::from_millis(100));

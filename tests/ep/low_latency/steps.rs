@@ -84,7 +84,7 @@ fn each_run_has_its_own_sums_and_a_peer_that_is_gone_is_no_result() {
 #[test]
 fn steps_on_two_streams_and_eager_calls_follow_each_other() {
     run(|rank| {
-        let streams = [rank.stream.clone(), Arc::new(Stream::new(rank.stream.device(), false)?)];
+        let streams = [rank.stream.clone(), Arc::new(Stream::new(rank.stream.device())?)];
         let mut place = rank.buffer.place(0)?;
         let rows = [rows_of(rank, 3.0)?, rows_of(rank, 5.0)?];
         let steps = [captured(rank, &mut place, &rows[0])?, captured(rank, &mut place, &rows[1])?];

@@ -17,7 +17,7 @@ fn put<T: Element>(stream: &Stream, shape: &[u64], values: &[T]) -> Tensor<'stat
 
 fn operations(communicator: &Communicator) {
     let (rank, size) = (communicator.rank(), communicator.size());
-    let stream = Stream::new(communicator.device(), false).unwrap();
+    let stream = Stream::new(communicator.device()).unwrap();
     let mine = f32::from(rank as u8) + 1.0;
     let all: Vec<f32> = (1..=size).map(|value| value as f32).collect();
 
@@ -108,7 +108,7 @@ fn wrong_arguments_end_nothing() {
     let fake = Fake::new();
     let communicator = fake.single(patient());
     let device = communicator.device().clone();
-    let stream = Stream::new(&device, false).unwrap();
+    let stream = Stream::new(&device).unwrap();
     let tensor = put(&stream, &[4], &[1.0f32; 4]);
     let whole = put(&stream, &[2], &[1i32; 2]);
     let bytes = Tensor::alloc(&device, DType::Fp8E4m3, &[4]).unwrap();
@@ -158,7 +158,7 @@ fn parts_are_ordered_by_key_and_some_ranks_have_none() {
 }
 
 fn operations_of_a_part(part: &Communicator) {
-    let stream = Stream::new(part.device(), false).unwrap();
+    let stream = Stream::new(part.device()).unwrap();
     let tensor = put(&stream, &[1], &[1i32]);
     part.all_reduce(&tensor, ReduceOp::Sum, &stream).unwrap().wait().unwrap();
     assert_eq!(tensor.to_host::<i32>(&stream).unwrap(), [part.size() as i32]);

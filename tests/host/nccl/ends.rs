@@ -323,7 +323,7 @@ fn drop_in_every_state_ends() {
     // Ready, and with an operation that has ended and was not polled.
     drop(fake.single(patient()));
     let communicator = fake.single(patient());
-    let stream = Stream::new(communicator.device(), false).unwrap();
+    let stream = Stream::new(communicator.device()).unwrap();
     let data = Tensor::from_host(&stream, DType::F32, &[1], &[1.0f32]).unwrap();
     let work = communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap();
     drop(communicator);

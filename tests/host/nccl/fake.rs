@@ -202,7 +202,7 @@ pub fn hurried(parent: &Communicator, config: &Config) -> Communicator {
 
 /// A stream and a tensor with these values.
 pub fn tensor(device: &Device, values: &[f32]) -> (Stream, Tensor<'static>) {
-    let stream = Stream::new(device, false).unwrap();
+    let stream = Stream::new(device).unwrap();
     let tensor = Tensor::from_host(&stream, DType::F32, &[values.len() as u64], values).unwrap();
     (stream, tensor)
 }

@@ -11,7 +11,7 @@ use epoxide::{DType, Tensor};
 use super::fake::{Fake, PATIENCE, Version, device, patient};
 
 fn sum(communicator: &Communicator) -> i32 {
-    let stream = Stream::new(communicator.device(), false).unwrap();
+    let stream = Stream::new(communicator.device()).unwrap();
     let tensor = Tensor::from_host(&stream, DType::I32, &[1], &[communicator.rank() as i32 + 1]).unwrap();
     communicator.all_reduce(&tensor, ReduceOp::Sum, &stream).unwrap().wait().unwrap();
     tensor.to_host::<i32>(&stream).unwrap()[0]

@@ -123,7 +123,7 @@ struct Nodes {
 impl Nodes {
     fn new(rank: &Rank, group: &MeshGroup, transport: TransportOptions) -> Result<Nodes> {
         let device = rank.device();
-        let stream = Stream::new(&device, false)?;
+        let stream = Stream::new(&device)?;
         let (own, size) = (group.rank(), group.size());
         let shape = Shape {
             max_tokens_per_rank: TOKENS as u32,

@@ -65,7 +65,7 @@ impl LowLatencyCase {
     pub fn on_threads(&self, main: impl Fn(&mut LowLatencyRank) -> Result<Vec<String>> + Sync) {
         let outcome = run_ranks(self.routing.num_ranks(), |rank, group| {
             let device = self.device(rank);
-            let stream = Stream::new(&device, false)?;
+            let stream = Stream::new(&device)?;
             let buffer = Buffer::new(device, &*group, self.options(rank))?;
             let mut rank = LowLatencyRank { buffer, group, stream: Arc::new(stream) };
             let number = rank.buffer.rank();

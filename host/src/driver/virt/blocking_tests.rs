@@ -387,7 +387,7 @@ fn a_proxy_that_needs_only_memory_lets_a_free_end() {
 fn a_proxy_that_breaks_the_rule_makes_the_device_unusable() {
     let help = |rig: &Rig| {
         let _rule = NoDriverCalls::new("the test's proxy");
-        assert!(Stream::new(&rig.device, false).is_err());
+        assert!(Stream::new(&rig.device).is_err());
     };
     with_a_proxy(help, |rig, _, [freed, helped]| {
         assert_returns(&helped, "the proxy");

@@ -151,7 +151,7 @@ impl Rig {
         let gpu = Arc::new(VirtualGpu::start(config));
         let device = Device { driver: gpu.clone() };
         let module = OwnedModule::load(&device, PTX).unwrap();
-        let stream = Stream::new(&device, false).unwrap();
+        let stream = Stream::new(&device).unwrap();
         Rig { device, module, stream, gpu }
     }
 
@@ -172,11 +172,11 @@ impl Rig {
     }
 
     pub(super) fn stream(&self) -> Stream {
-        Stream::new(&self.device, true).unwrap()
+        Stream::high_priority(&self.device).unwrap()
     }
 
     pub(super) fn event(&self) -> Event {
-        Event::new(&self.device, true).unwrap()
+        Event::timed(&self.device).unwrap()
     }
 
     pub(super) fn kernel(&self, name: &'static str) -> Kernel {
@@ -339,7 +339,7 @@ fn elapsed_time_between_events() {
         end.synchronize().unwrap();
         assert!(start.elapsed_ms(&end).unwrap() > 0.0);
         assert!(end.elapsed_ms(&start).unwrap() < 0.0);
-        let untimed = Event::new(&rig.device, false).unwrap();
+        let untimed = Event::new(&rig.device).unwrap();
         assert!(start.elapsed_ms(&untimed).unwrap_err().to_string().contains("without timing"));
     });
 }

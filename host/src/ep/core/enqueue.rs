@@ -53,7 +53,7 @@ impl<'a> StreamOrder<'a> {
     ///
     /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
     /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
-    /// let stream = Stream::new(&device, false)?;
+    /// let stream = Stream::new(&device)?;
     /// #     let shape = Shape { max_tokens_per_rank: 2, max_row_bytes: 64, max_topk: 1, max_scales: 0 };
     /// #     let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
     /// #     let mut place = buffer.place(0)?;
@@ -107,9 +107,9 @@ pub struct Enqueuer {
 impl Enqueuer {
     pub fn new(device: &Device) -> Result<Arc<Enqueuer>> {
         Ok(Arc::new(Enqueuer {
-            comm_stream: Stream::unfenced(device, true)?,
-            start: Event::new(device, false)?,
-            captured_end: Event::new(device, false)?,
+            comm_stream: Stream::unfenced(device)?,
+            start: Event::new(device)?,
+            captured_end: Event::new(device)?,
             sequence: Sequence::new(device)?,
         }))
     }
@@ -160,7 +160,7 @@ impl Enqueuer {
             outcome.and(turn.end(stream))
         };
         if order.asynchronous && outcome.is_ok() {
-            let event = Event::new(stream.device(), false)?;
+            let event = Event::new(stream.device())?;
             event.record(stream)?;
             return Ok(Some(event));
         }

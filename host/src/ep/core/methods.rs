@@ -203,11 +203,10 @@ macro_rules! option_methods {
             self
         }
 
-        /// Whether a combine that fails writes NaN where it has no sum; by default it does. This is
-        /// for kernels that read sums and see no error. Otherwise the memory keeps its previous
-        /// contents.
-        pub fn nan_on_failure(mut self, nan: bool) -> Self {
-            self$(.$fields)?.nan_on_failure = nan;
+        /// A combine that fails leaves the memory as it was where it has no sum. By default it
+        /// writes NaN there, for kernels that read sums and see no error.
+        pub fn keep_sums_on_failure(mut self) -> Self {
+            self$(.$fields)?.nan_on_failure = false;
             self
         }
 

@@ -36,7 +36,7 @@ pub struct Turn<'a> {
 impl Sequence {
     pub fn new(device: &Device) -> Result<Arc<Sequence>> {
         Ok(Arc::new(Sequence {
-            end: Event::new(device, false)?,
+            end: Event::new(device)?,
             last: Mutex::default(),
             operation: Mutex::default(),
             broken: OnceLock::new(),

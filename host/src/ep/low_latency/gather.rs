@@ -38,7 +38,7 @@ impl Buffer {
     /// # use epoxide::half::bf16;
     /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
     /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
-    /// #     let stream = Stream::new(&device, false)?;
+    /// #     let stream = Stream::new(&device)?;
     /// #     let mut buffer = Buffer::new(device, &*group, Options::new(Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 4 }))?;
     /// #     let mut place = buffer.place(0)?;
     /// #     let order = StreamOrder::on(&stream);

@@ -50,7 +50,7 @@ impl Buffer {
     /// # use epoxide::half::bf16;
     /// let sums = run_threads(3, Duration::from_secs(60), |rank, group| {
     ///     # let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
-    ///     # let stream = Stream::new(&device, false)?;
+    ///     # let stream = Stream::new(&device)?;
     ///     # let order = StreamOrder::on(&stream);
     ///     let options = Options::new(Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 3 }).timeout(Duration::from_millis(100));
     ///     let mut buffer = Buffer::new(device, &*group, options)?;

@@ -94,7 +94,7 @@ const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 ///
 /// let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
 ///     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
-///     let stream = Stream::new(&device, false)?;
+///     let stream = Stream::new(&device)?;
 ///     let order = StreamOrder::on(&stream);
 ///     let shape = Shape { max_tokens_per_rank: 3, max_row_bytes: 32, max_topk: 1, max_scales: 0 };
 ///     let mut buffer = Buffer::new(device, &*group, Options::new(shape).places(2))?;
