@@ -80,8 +80,16 @@ pub unsafe fn warp_aborted(comm: &Comm) -> bool {
 
 /// The value that an expired wait of the operation `epoch` writes to the abort word.
 #[inline(always)]
-pub(super) fn abort_mark(epoch: u64) -> u32 {
+fn abort_mark(epoch: u64) -> u32 {
     (epoch as u32).max(1)
+}
+
+/// Whether a rank with this abort word enters the operation `epoch` no more: a wait of an operation
+/// before has expired. Behind an abort of the same operation it has entered, and its peers must see
+/// with which call.
+#[inline(always)]
+pub(super) fn gave_up_before(abort: u32, epoch: u64) -> bool {
+    (abort != 0) & (abort != abort_mark(epoch))
 }
 
 /// The words that a kernel reads before it enters its operation. They are loaded in front of the
@@ -119,7 +127,7 @@ impl Entry {
     /// to that operation late must find the word that was published in it.
     #[inline(always)]
     pub fn ready_word(&self, comm: &Comm, epoch: u64) -> u64 {
-        if self.abort != 0 && self.abort != abort_mark(epoch) {
+        if gave_up_before(self.abort, epoch) {
             return 0;
         }
         epoch << READY_SHIFT | comm.call | (self.plan & READY_PLANS) as u64

@@ -23,7 +23,7 @@ use core::mem::offset_of;
 
 use self::team::Team;
 use super::epoch::{
-    Deadline, Phase, abort_mark, pool_of, record, share, trace, trace_by, wait_at_least_unless,
+    Deadline, Phase, gave_up_before, pool_of, record, share, trace, trace_by, wait_at_least_unless,
 };
 use crate::layout::{
     Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_LEFT_OUT, LOCAL_TICKET, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
@@ -213,16 +213,14 @@ impl Opening {
         if self.abort != 0 { 0 } else { self.told::<COMBINE>(args) }
     }
 
-    /// Bits of the ranks that the call is published to. They are the members also where another
-    /// block has met an expired wait or another call in this operation: the rank has entered it,
-    /// and its peers must see with which call.
+    /// Bits of the ranks that the call is published to: the members, also behind an abort of this
+    /// operation by another block.
     #[inline(always)]
     fn told<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> u32 {
         let is_wrong = COMBINE & (self.is_unpaired() | (self.tokens != args.num_tokens));
-        let gave_up = (self.abort != 0) & (self.abort != abort_mark(self.epoch()));
         // A group has ranks, and no more than bits.
         let all = u32::MAX >> ((32 - args.comm.num_ranks) & 31);
-        if is_wrong | gave_up { 0 } else { all & !self.left_out }
+        if is_wrong | gave_up_before(self.abort, self.epoch()) { 0 } else { all & !self.left_out }
     }
 }
 
