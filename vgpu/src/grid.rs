@@ -295,21 +295,21 @@ impl Grid {
         self.check.as_ref().map(|check| Past::of(check.end.clone())).unwrap_or_default()
     }
 
-    /// Whether each lane that has read a [`Clock::Stepped`] before its wait, or in it, has read the
-    /// present value. Until then a deadline may have passed that no lane has noticed.
+    /// Whether each lane that has read a [`Clock::Stepped`] before its wait, or in it, has read it
+    /// at `now_ns`, its present value. Until then a deadline may have passed that no lane has
+    /// noticed.
     #[must_use]
-    pub fn has_read_the_clock(&self) -> bool {
+    pub fn has_read_the_clock(&self, now_ns: u64) -> bool {
         let Clock::Stepped(_) = &self.env.clock else { return true };
-        let now = self.env.clock.now_ns();
-        self.blocks.iter().flat_map(|block| &block.warps).all(|warp| warp.behind_the_clock(now) == 0)
+        self.blocks.iter().flat_map(|block| &block.warps).all(|warp| warp.behind_the_clock(now_ns) == 0)
     }
 
-    /// Assumes that lanes which have not read the present value of the clock wait without a
-    /// deadline. [`Grid::has_read_the_clock`] counts them again once they have read the clock.
-    pub fn expect_no_more_readings(&mut self) {
-        let now = self.env.clock.now_ns();
+    /// Assumes that lanes which have not read the clock at `now_ns` wait without a deadline.
+    /// [`Grid::has_read_the_clock`] counts them again once they have read the clock. `now_ns` is
+    /// the value for which that function was asked: by a later one all lanes would be late.
+    pub fn expect_no_more_readings(&mut self, now_ns: u64) {
         for warp in self.blocks.iter_mut().flat_map(|block| &mut block.warps) {
-            warp.clock_readers &= !warp.behind_the_clock(now);
+            warp.clock_readers &= !warp.behind_the_clock(now_ns);
         }
     }
 

@@ -318,23 +318,14 @@ impl<'a, W: Watch> Exec<'a, W> {
             Timer::ClockHi => clock >> 32,
             Timer::Global | Timer::GlobalLo | Timer::GlobalHi => {
                 let mut ns = self.env.clock.now_ns();
-                if matches!(self.env.clock, Clock::Virtual(_)) {
-                    ns += self.executed * crate::device::VIRTUAL_NS_PER_WARP_INSTRUCTION;
+                match self.env.clock {
+                    Clock::Virtual(_) => ns += self.executed * crate::device::VIRTUAL_NS_PER_WARP_INSTRUCTION,
+                    Clock::Stepped(_) => self.saw_the_clock(ns, m),
+                    Clock::Real => {}
                 }
                 if what == Timer::GlobalHi { ns >> 32 } else { ns }
             }
         };
-        let is_global = matches!(what, Timer::Global | Timer::GlobalLo | Timer::GlobalHi);
-        if is_global && let Clock::Stepped(ns) = &self.env.clock {
-            let now = ns.load(Ordering::Relaxed);
-            let seen = if self.warp.clock_seen.0 == now { self.warp.clock_seen.1 } else { 0 };
-            self.warp.clock_seen = (now, seen | m);
-            self.warp.clock_readers |= m;
-            // A loop that looks at nothing but a clock that stands waits for its owner.
-            if self.warp.polls.iter().all(|p| p.addr == TIMER) {
-                self.poll(TIMER, value);
-            }
-        }
         let wide = what.is_wide();
         for i in lanes::lanes(m) {
             if wide {
@@ -342,6 +333,17 @@ impl<'a, W: Watch> Exec<'a, W> {
             } else {
                 self.warp.regs.r32[d as usize][i] = value as u32;
             }
+        }
+    }
+
+    /// The lanes `m` have read `now_ns` from a clock that stands between the steps of its owner.
+    fn saw_the_clock(&mut self, now_ns: u64, m: u32) {
+        let seen = if self.warp.clock_seen.0 == now_ns { self.warp.clock_seen.1 } else { 0 };
+        self.warp.clock_seen = (now_ns, seen | m);
+        self.warp.clock_readers |= m;
+        // A loop that looks at nothing but such a clock waits for its owner.
+        if self.warp.polls.iter().all(|p| p.addr == TIMER) {
+            self.poll(TIMER, now_ns);
         }
     }
 

@@ -329,12 +329,30 @@ fn a_clock_that_stands_is_read_before_its_owner_moves_it_again() {
     loop {
         step(&mut run);
         steps += 1;
-        if run.grid.has_read_the_clock() {
+        if run.grid.has_read_the_clock(3_000) {
             break;
         }
         assert!(steps < 256);
     }
     assert_eq!(run.words(), [7, 0, 7, 2_000], "after {steps} steps");
+}
+
+/// The clock's owner is another thread, and moves it between two questions of this one.
+#[test]
+fn a_clock_that_has_moved_since_it_was_read_is_read_again() {
+    let time = Arc::new(AtomicU64::new(1_000));
+    let dev = DeviceConfig { clock: Clock::Stepped(time.clone()), ..DeviceConfig::default() };
+    let mut run = Run::new(&kernel("", WAIT_WITH_DEADLINE), &[0; 4], launch(1, 1), &dev);
+    for _ in 0..64 {
+        assert_ne!(run.grid.step(10_000).unwrap(), Progress::Running);
+    }
+    assert!(run.grid.has_read_the_clock(1_000));
+    time.store(1_500, std::sync::atomic::Ordering::Relaxed);
+    run.grid.expect_no_more_readings(1_000);
+    assert!(!run.grid.has_read_the_clock(1_500));
+    // A lane that does not read it again before its owner has waited in vain.
+    run.grid.expect_no_more_readings(1_500);
+    assert!(run.grid.has_read_the_clock(1_500));
 }
 
 #[test]

@@ -69,23 +69,28 @@ impl Work {
                 let left = shared.stop.as_ref().map_or(u64::MAX, |stop| stop.left());
                 if left == 0 {
                     // The clock of the ranks does not wait for its warps to read it.
-                    grid.expect_no_more_readings();
+                    grid.expect_no_more_readings(shared.config.clock.now_ns());
                     return Ok(OpProgress::Spinning);
                 }
                 let before = grid.stats().warp_instructions;
                 let mut progress = grid.step(slice.min(left));
                 // Warps look at the clock once in many polls.
-                for _ in 0..CLOCK_PROBES {
-                    if !matches!(progress, Ok(Progress::Spinning)) || grid.has_read_the_clock() {
+                let mut probes = 0;
+                while matches!(progress, Ok(Progress::Spinning)) {
+                    // One reading for both: another rank may move the clock at any moment.
+                    let now_ns = shared.config.clock.now_ns();
+                    if grid.has_read_the_clock(now_ns) {
                         break;
                     }
+                    if probes == CLOCK_PROBES {
+                        grid.expect_no_more_readings(now_ns);
+                        break;
+                    }
+                    probes += 1;
                     progress = grid.step(slice);
                 }
                 if let Some(stop) = &shared.stop {
                     stop.executed(grid.stats().warp_instructions - before);
-                }
-                if matches!(progress, Ok(Progress::Spinning)) {
-                    grid.expect_no_more_readings();
                 }
                 if !matches!(progress, Ok(Progress::Running | Progress::Spinning)) {
                     coverage::note(grid.kernel());
