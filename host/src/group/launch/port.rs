@@ -1,19 +1,18 @@
 //! TCP ports that no other program comes by.
 
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 
-use rustix::net::sockopt::set_socket_reuseaddr;
-use rustix::net::{
-    AddressFamily, SocketAddrAny, SocketFlags, SocketType, bind, getsockname, listen, socket_with,
-};
+use rustix::io::Errno;
+use rustix::net::sockopt::{set_ipv6_v6only, set_socket_reuseaddr};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, listen, socket_with};
 
 use crate::error::{Error, Result};
 
 /// A free TCP port of this host, held until this is dropped.
 ///
-/// The port is bound but not listened on. Meanwhile the kernel assigns it to no socket that asks
-/// for any port, neither to bind nor to connect from. A server that asks for this very port with
+/// The port is bound, for IPv4 and IPv6, but not listened on. Meanwhile the kernel assigns it to no
+/// socket that asks for any port, neither to bind nor to connect from. A server that asks for this very port with
 /// `SO_REUSEADDR`, as the servers of Rust's standard library, PyTorch and libuv do, gets it. The
 /// port can be used again after the server has closed it.
 ///
@@ -51,31 +50,42 @@ impl HeldPort {
 
     /// True where a server could listen at the port now.
     pub fn is_free(&self) -> bool {
-        let probe = || -> rustix::io::Result<()> {
-            let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-            set_socket_reuseaddr(&socket, true)?;
-            bind(&socket, &SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, self.number))?;
-            listen(&socket, 1)
-        };
-        probe().is_ok()
+        bound(self.number).and_then(|socket| listen(&socket, 1)).is_ok()
     }
 
     fn next() -> Result<HeldPort> {
-        let error = |error: rustix::io::Errno| {
-            Error::os("bind", format!("no free TCP port: {error}; see net.ipv4.ip_local_port_range"))
+        let held = || -> rustix::io::Result<HeldPort> {
+            let socket = bound(0)?;
+            let number = SocketAddr::try_from(getsockname(&socket)?)?.port();
+            Ok(HeldPort { _socket: socket, number })
         };
-        let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None);
-        let socket = socket.map_err(error)?;
-        set_socket_reuseaddr(&socket, true).map_err(error)?;
-        bind(&socket, &SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0)).map_err(error)?;
-        let address: SocketAddrAny = getsockname(&socket).map_err(error)?;
-        let address = SocketAddrV4::try_from(address).map_err(error)?;
-        Ok(HeldPort { _socket: socket, number: address.port() })
+        held().map_err(|error| {
+            Error::os("bind", format!("no free TCP port: {error}; see net.ipv4.ip_local_port_range"))
+        })
     }
 
     /// The port.
     pub fn number(&self) -> u16 {
         self.number
+    }
+}
+
+/// A socket that is bound to a port of all addresses, of IPv4 alone on a host without IPv6.
+fn bound(port: u16) -> rustix::io::Result<OwnedFd> {
+    let bound = |family, address: SocketAddr| {
+        let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        set_socket_reuseaddr(&socket, true)?;
+        if address.is_ipv6() {
+            set_ipv6_v6only(&socket, false)?;
+        }
+        bind(&socket, &address)?;
+        Ok(socket)
+    };
+    match bound(AddressFamily::INET6, (Ipv6Addr::UNSPECIFIED, port).into()) {
+        Err(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL) => {
+            bound(AddressFamily::INET, (Ipv4Addr::UNSPECIFIED, port).into())
+        }
+        socket => socket,
     }
 }
 
@@ -131,6 +141,23 @@ mod tests {
         let server = bind_again((Ipv4Addr::UNSPECIFIED, port.number()));
         assert!(!port.is_free());
         drop(server);
+    }
+
+    /// A port that is held for IPv4 alone may be assigned to a socket of IPv6.
+    #[test]
+    fn a_held_port_is_held_for_both_families() {
+        let port = HeldPort::any().unwrap();
+        for (family, address) in [
+            (AddressFamily::INET, SocketAddr::from((Ipv4Addr::LOCALHOST, port.number()))),
+            (AddressFamily::INET6, SocketAddr::from((Ipv6Addr::LOCALHOST, port.number()))),
+        ] {
+            // Hosts without IPv6 have nothing to show for it.
+            if TcpListener::bind((address.ip(), 0)).is_err() {
+                continue;
+            }
+            let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+            assert_eq!(bind(&socket, &address), Err(Errno::ADDRINUSE), "{address}");
+        }
     }
 
     #[test]
