@@ -34,9 +34,10 @@ pub mod ways;
 use epoxide::driver::Device;
 use epoxide::group::launch::run_threads;
 
+pub use epoxide_testing::low_latency::CombineRows;
 pub use error::{Error, Result};
 pub use estimate::Estimate;
-pub use plan::{Baseline, CombineRows, Effort, LowLatency, Plan, TIMEOUT};
+pub use plan::{Baseline, Effort, LowLatency, Plan, TIMEOUT};
 pub use shapes::Shapes;
 pub use watch::Watch;
 

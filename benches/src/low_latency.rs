@@ -17,7 +17,7 @@ use crate::measure::{TRACED_CALLS, made};
 use crate::measured::{LowLatencyTimes, RankResult, Times, TracedCall};
 use crate::plan::chains_of;
 use crate::results::PhaseName;
-use crate::{CombineRows, LowLatency, Plan, TIMEOUT, Watch};
+use crate::{LowLatency, Plan, TIMEOUT, Watch};
 
 /// Rows that a rank sends to others, mean over ranks: a token counts once for each.
 pub(crate) fn remote_rows(plan: &Plan) -> f64 {
@@ -50,7 +50,7 @@ pub(crate) fn measure(
         max_tokens,
         quantise: quantise(plan.dtype),
         quantise_back: quantise(low.combine_dtype),
-        by_expert: low.combine_rows == CombineRows::ByExpert,
+        combine_rows: low.combine_rows,
         seed: plan.seed,
         ..LowLatencyCase::new(plan.low_latency_routing(), plan.hidden as u32)
     };

@@ -8,6 +8,7 @@ use epoxide::DType;
 use epoxide::internal::{Topology, check_nodes};
 use epoxide::throughput::Config;
 use epoxide::transport::{TransportKind, TransportOptions};
+use epoxide_testing::low_latency::CombineRows;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};
 use epoxide_testing::roundtrip::{Case, Scales};
@@ -43,25 +44,6 @@ pub enum Effort {
 pub enum Baseline {
     /// NCCL, by all-to-all and by all-gather + reduce-scatter.
     Nccl,
-}
-
-/// Rows that a low-latency combine takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CombineRows {
-    /// One for each token and expert: combine weights and sums them.
-    ByExpert,
-    /// One for each token and rank, weighted and summed by the experts' kernel.
-    ByRow,
-}
-
-impl CombineRows {
-    /// As flags and results name it.
-    pub fn text(self) -> &'static str {
-        match self {
-            CombineRows::ByExpert => "by-expert",
-            CombineRows::ByRow => "by-row",
-        }
-    }
 }
 
 /// Settings of a low-latency measurement.

@@ -24,7 +24,7 @@
 //! | [`Buffer::dispatch`] | sends each token's row once to every rank with one of its experts; one kernel |
 //! | [`Buffer::dispatch_send`], [`Pending::receive`] | the same in two halves, between which it holds no multiprocessor; [`Buffer::combine_send`] too |
 //! | [`Buffer::gather_by_expert`] | copies received rows together by expert |
-//! | [`Buffer::combine`] | sums and returns the experts' rows: [`CombineRequest::by_expert`] weighs them, [`CombineRequest::by_row`] does not |
+//! | [`Buffer::combine`] | sums and returns the experts' rows: [`CombineRequest::by_expert`] weighs them, [`CombineRequest::by_row`] does not, and [`CombineRequest::in_pool`] reads them where experts left them ([`Received::combine_rows`]) |
 //! | [`Buffer::capture`] | records calls as a [`Step`], which is launched any number of times |
 //! | [`Buffer::regroup`] | goes on without ranks that are gone |
 //!

@@ -4,7 +4,7 @@ use epoxide::DType;
 use epoxide::Result;
 use epoxide::driver::Stream;
 use epoxide::low_latency::{Buffer, Options, Place, Quantise, Shape};
-use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank};
+use epoxide_testing::low_latency::{CombineRows, LowLatencyCase, LowLatencyInputs, LowLatencyRank};
 use epoxide_testing::roundtrip::Case;
 
 use super::exchange::{Exchange, link_rows};
@@ -33,7 +33,7 @@ impl LowLatency {
         // As in high throughput, experts' rank gives back a row for each token.
         let case_of_it = LowLatencyCase {
             quantise,
-            by_expert: false,
+            combine_rows: CombineRows::ByRow,
             seed: plan.seed,
             ..LowLatencyCase::new(case.routing.clone(), hidden)
         };

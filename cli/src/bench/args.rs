@@ -217,6 +217,8 @@ pub enum ReturnedRows {
     ByExpert,
     /// One for each token and rank, summed already.
     ByRow,
+    /// The same, in the pool: within a node.
+    InPool,
 }
 
 impl ReturnedRows {
@@ -225,6 +227,7 @@ impl ReturnedRows {
         match self {
             ReturnedRows::ByExpert => CombineRows::ByExpert,
             ReturnedRows::ByRow => CombineRows::ByRow,
+            ReturnedRows::InPool => CombineRows::InPool,
         }
     }
 }

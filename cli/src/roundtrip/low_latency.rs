@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use epoxide::driver::Stream;
 use epoxide::low_latency::{Buffer, Options, Quantise};
-use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
+use epoxide_testing::low_latency::{CombineRows, LowLatencyCase, LowLatencyRank};
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
 use rand::Rng;
@@ -60,7 +60,7 @@ pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice, publish: Pub
     });
 
     voice.doing("every bit against the oracle");
-    let reports = rank.gather(first_data(rank, &first, &mut low_latency))?;
+    let reports = rank.gather(first_data(setup, rank, &first, &mut low_latency))?;
     let seconds = clock.lap();
     publish(&|report| {
         report.ranks = Ranks::LowLatency(reports.clone());
@@ -71,7 +71,11 @@ pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice, publish: Pub
             return Err(Stop { agreed: true, ..Stop::failed(failure).on_rank(report.rank) });
         }
     }
-    voice.line("[verify] OK (rows by expert and summed already: contents, tables, counts, expert-major copies, exact sums)");
+    let rows =
+        if setup.nodes == 1 { "by expert, summed already, in the pool" } else { "by expert, summed already" };
+    voice.line(format!(
+        "[verify] OK (rows {rows}: contents, tables, counts, expert-major copies, exact sums)"
+    ));
 
     if work.iterations > 0 {
         voice.doing("round trips");
@@ -120,6 +124,7 @@ fn join(rank: &Rank, setup: &Setup, case: &LowLatencyCase) -> epoxide::Result<Lo
 
 /// Round trips of the first data, and what this rank found.
 fn first_data(
+    setup: &Setup,
     rank: &Rank,
     first: &LowLatencyCase,
     low_latency: &mut LowLatencyRank,
@@ -127,8 +132,11 @@ fn first_data(
     let (me, routing) = (rank.rank, &first.routing);
     let mut report =
         LowLatencyRankReport { rank: me, num_tokens: routing.num_tokens(me), ..Default::default() };
-    for by_expert in [true, false] {
-        let case = LowLatencyCase { by_expert, rounds: 2, ..first.clone() };
+    for combine_rows in [CombineRows::ByExpert, CombineRows::ByRow, CombineRows::InPool] {
+        if combine_rows == CombineRows::InPool && setup.nodes > 1 {
+            continue;
+        }
+        let case = LowLatencyCase { combine_rows, rounds: 2, ..first.clone() };
         let differing = case.step_by_step(low_latency)?;
         report.failure = report.failure.or(differing.into_iter().next());
     }
@@ -166,7 +174,12 @@ fn case(setup: &Setup, number: u64, random: bool) -> Result<LowLatencyCase> {
         max_tokens: setup.tokens.max(1),
         quantise,
         quantise_back,
-        by_expert: number % 3 != 2,
+        combine_rows: match number % 6 {
+            // Ranks of one node can gather; odd numbers have rows that are quantised.
+            2 if setup.nodes == 1 => CombineRows::InPool,
+            2 | 5 => CombineRows::ByRow,
+            _ => CombineRows::ByExpert,
+        },
         chunk_tokens: Options::DEFAULT_CHUNK_TOKENS,
         packet_tokens: Options::default_packet_tokens(setup.ranks),
         seed: rng.random(),

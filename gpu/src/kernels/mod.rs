@@ -83,9 +83,9 @@ mod own {
         internode_notify::InternodeNotify,
         layout::DispatchLayout,
         low_latency::{
-            LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineSummed, LowLatencyDispatch,
-            LowLatencyGather, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
-            LowLatencyInternodeDispatch,
+            LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed,
+            LowLatencyDispatch, LowLatencyGather, LowLatencyInternodeCombineBf16,
+            LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
         },
         notify::{Notify, NotifyMany},
     };

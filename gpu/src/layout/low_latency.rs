@@ -24,9 +24,25 @@ pub struct LowLatencyControl {
     /// [`LowLatencyCall`]. A rank is at most one operation ahead of what its peers have yet to
     /// read.
     pub calls: [[u64; 2]; FEW_RANKS],
+    /// `gave_up[src] >= epoch`: rank `src` has ended a dispatch without this one, so that its rows
+    /// are not those of a combine of that epoch any more.
+    pub gave_up: [u64; FEW_RANKS],
 }
 
-layout_assert!(LowLatencyControl, size = (128 + 16) * FEW_RANKS, calls at 128 * FEW_RANKS);
+layout_assert!(LowLatencyControl, size = (128 + 16 + 8) * FEW_RANKS, gave_up at (128 + 16) * FEW_RANKS);
+
+/// Offset of `gave_up[src]` in a low-latency pool, in bytes.
+#[inline(always)]
+pub const fn gave_up_offset(src: u32) -> u64 {
+    (size_of::<LowLatencyControl>() - 8 * FEW_RANKS) as u64 + src as u64 * 8
+}
+
+/// Longest time that a rank reads peers' rows without asking whether they gave up meanwhile, in ns.
+pub const GATHER_NS: u64 = 250_000;
+/// Time between a rank's word that it gave up and the end of the operation, in ns. Within it a peer
+/// that has not seen the word ends a read of [`GATHER_NS`], also where clocks differ and the word
+/// is under way.
+pub const GIVING_UP_NS: u64 = 1_000_000;
 
 /// Offset of `calls[src][epoch % 2]` in a low-latency pool, in bytes.
 #[inline(always)]
@@ -54,7 +70,8 @@ pub struct LowLatencyPlace {
     /// f32 `[num_scales, num_ranks * max_tokens]`.
     pub recv_scales: u64,
     /// Returned rows `[num_ranks * max_tokens]`: row `src * max_tokens + t` is rank `src`'s share
-    /// of this rank's token t, in BF16, or in e4m3 with its f32 scales behind it.
+    /// of this rank's token t, in BF16, or in e4m3 with its f32 scales behind it. Where ranks
+    /// gather, it is this rank's share of rank `src`'s token t, for that rank to read.
     pub returned_x: u64,
     /// Returned rows of a rank with few tokens, in [pieces](PIECE_BYTES):
     /// `[num_ranks * packet_tokens, pieces]`.
@@ -289,7 +306,7 @@ pub struct LowLatencyCall {
     /// The place's index, below 64.
     pub place: u32,
     /// Bytes of a row as it travels, a multiple of 16. Lengths that differ by less than 128 KiB
-    /// have different calls.
+    /// have different calls. 0 where ranks gather rows from the pools.
     pub row_bytes: u32,
     /// Tokens of the rank, at most [`LowLatencyCall::MAX_TOKENS`]: the one thing in which ranks may
     /// differ.

@@ -347,6 +347,8 @@ pub enum Wait {
     /// Nothing: a low-latency combine is of other tokens (`seen`) than the dispatch into its place
     /// (`needed`).
     LowLatencyTokens = 28,
+    /// Nothing: a rank gave up (in operation `seen`) whose rows a low-latency combine read.
+    LowLatencyGaveUp = 29,
 }
 
 impl Wait {

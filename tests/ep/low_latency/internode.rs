@@ -10,7 +10,7 @@ use epoxide::low_latency::{Buffer, DispatchRequest, Options, Quantise, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, Error, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::harness::{Nodes, PATIENCE, run_ranks};
-use epoxide_testing::low_latency::LowLatencyCase;
+use epoxide_testing::low_latency::{CombineRows, LowLatencyCase};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
 
@@ -33,12 +33,12 @@ fn two_nodes_of_two() {
 fn quantised_either_way() {
     const ALL: [Quantise; 3] = [Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo];
     let each = ALL.into_iter().flat_map(|there| ALL.map(|back| (there, back)));
-    let all = each.flat_map(|each| [(each, true), (each, false)]);
+    let all = each.flat_map(|each| [(each, CombineRows::ByExpert), (each, CombineRows::ByRow)]);
     // Every fifth in the default tier: each kind in either direction, by expert and not.
-    for ((quantise, quantise_back), by_expert) in all.step_by(tier::pick(5, 1)) {
+    for ((quantise, quantise_back), combine_rows) in all.step_by(tier::pick(5, 1)) {
         let case = LowLatencyCase::new(routing(&[6, 5, 3], 2, 6, Style::DistinctTopK), 384);
         let nodes = nodes(1, TransportKind::Shm);
-        LowLatencyCase { nodes, quantise, quantise_back, by_expert, ..case }.check();
+        LowLatencyCase { nodes, quantise, quantise_back, combine_rows, ..case }.check();
     }
 }
 

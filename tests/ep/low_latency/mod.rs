@@ -5,6 +5,7 @@ pub mod faults;
 mod gather;
 mod internode;
 mod links;
+mod pooled;
 mod property;
 mod regroup;
 mod rounds;

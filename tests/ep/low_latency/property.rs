@@ -9,7 +9,7 @@ use epoxide::low_latency::Quantise;
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::Nodes;
 use epoxide_testing::ids::{Ids, Logical};
-use epoxide_testing::low_latency::LowLatencyCase;
+use epoxide_testing::low_latency::{CombineRows, LowLatencyCase};
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
 use epoxide_testing::tier;
@@ -44,7 +44,12 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
         1..=3u32,
         0..=3u32,
         1..=3u32,
-        any::<(bool, bool, bool, bool)>(),
+        (
+            prop::sample::select(vec![CombineRows::ByExpert, CombineRows::ByRow, CombineRows::InPool]),
+            any::<bool>(),
+            any::<bool>(),
+            any::<bool>(),
+        ),
         (
             any::<(u64, Option<u32>)>(),
             prop::sample::select(vec![Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo]),
@@ -61,7 +66,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
                 rounds,
                 unanswered,
                 places,
-                (by_expert, weighted, halves, gathers),
+                (combine_rows, weighted, halves, gathers),
                 ((seed, schedule), back),
                 spread,
             ),
@@ -71,12 +76,19 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
                 let divisors: Vec<u32> = (1..=ranks.min(8)).filter(|of| ranks.is_multiple_of(*of)).collect();
                 Nodes { ranks_per_node: *index.get(&divisors), transport, queues: 1 }
             });
+            // Ranks of one node gather rows, as they are.
+            let combine_rows = match combine_rows {
+                CombineRows::InPool if nodes.is_some() => CombineRows::ByRow,
+                rows => rows,
+            };
+            let by_expert = combine_rows == CombineRows::ByExpert;
+            let may_quantise = hidden.is_multiple_of(128) && combine_rows != CombineRows::InPool;
             LowLatencyCase {
                 ids,
                 nodes,
                 quantise,
-                quantise_back: if hidden.is_multiple_of(128) { back } else { Quantise::Not },
-                by_expert,
+                quantise_back: if may_quantise { back } else { Quantise::Not },
+                combine_rows,
                 gathers: gathers && by_expert && quantise == Quantise::Not,
                 weighted: weighted && by_expert,
                 halves,

@@ -3,7 +3,7 @@
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::{DispatchRequest, Quantise};
 use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
-use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
+use epoxide_testing::low_latency::{CombineRows, LowLatencyCase, LowLatencyRank};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
 
@@ -24,10 +24,29 @@ fn entries_without_an_expert_and_experts_twice() {
 #[test]
 fn rows_that_are_summed_already() {
     LowLatencyCase {
-        by_expert: false,
+        combine_rows: CombineRows::ByRow,
         ..LowLatencyCase::new(routing(&[9, 5, 7], 4, 6, Style::WithHoles), 40)
     }
     .check();
+}
+
+/// Ranks with many tokens, with few and with none; rows of several pieces; either half alone.
+#[test]
+fn rows_that_peers_gather_in_the_pool() {
+    for (hidden, halves) in tier::sample([(24, false), (2320, true), (768, false)]) {
+        for checker in [None, Some(Checker::new(CheckConfig::default()))] {
+            LowLatencyCase {
+                combine_rows: CombineRows::InPool,
+                halves,
+                rounds: 4,
+                places: 2,
+                schedule_seed: checker.is_some().then_some(7),
+                checker,
+                ..LowLatencyCase::new(routing(&[23, 3, 0, 9], 4, 8, Style::WithHoles), hidden)
+            }
+            .check();
+        }
+    }
 }
 
 /// Blocks with more than two tokens to sum return rows meanwhile: ranks with many tokens, with few and
@@ -38,7 +57,7 @@ fn rows_return_while_others_are_summed() {
     for (hidden, packet_tokens, chunk_tokens) in tier::sample(cases) {
         for checker in [None, Some(Checker::new(CheckConfig::default()))] {
             LowLatencyCase {
-                by_expert: false,
+                combine_rows: CombineRows::ByRow,
                 packet_tokens,
                 chunk_tokens,
                 sm_count: 2,
@@ -137,11 +156,13 @@ fn quantised_on_the_way() {
 #[test]
 fn quantised_on_the_way_back() {
     for quantise_back in [Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
-        for (packet_tokens, by_expert) in tier::sample([(0, true), (0, false), (8, true), (8, false)]) {
+        use CombineRows::{ByExpert, ByRow};
+        let kinds = [(0, ByExpert), (0, ByRow), (8, ByExpert), (8, ByRow)];
+        for (packet_tokens, combine_rows) in tier::sample(kinds) {
             LowLatencyCase {
                 quantise_back,
                 packet_tokens,
-                by_expert,
+                combine_rows,
                 ..LowLatencyCase::new(routing(&[6, 5], 2, 4, Style::DistinctTopK), 1664)
             }
             .check();

@@ -8,6 +8,28 @@ use crate::harness::{Nodes, PATIENCE};
 use crate::ids::Ids;
 use crate::oracle::Routing;
 
+/// Rows that a combine takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CombineRows {
+    /// One for each token and expert: combine weights and sums them.
+    ByExpert,
+    /// One for each token and rank, weighted and summed by the experts' kernel.
+    ByRow,
+    /// The same, in the pool, where the tokens' owners gather them.
+    InPool,
+}
+
+impl CombineRows {
+    /// As flags and results name it.
+    pub fn text(self) -> &'static str {
+        match self {
+            CombineRows::ByExpert => "by-expert",
+            CombineRows::ByRow => "by-row",
+            CombineRows::InPool => "in-pool",
+        }
+    }
+}
+
 /// One round trip, or several.
 #[derive(Debug, Clone)]
 pub struct LowLatencyCase {
@@ -27,8 +49,8 @@ pub struct LowLatencyCase {
     pub quantise: Quantise,
     /// Quantisation of shares on their way back.
     pub quantise_back: Quantise,
-    /// Whether the experts' rows are given by expert, else summed already.
-    pub by_expert: bool,
+    /// Rows that combine takes.
+    pub combine_rows: CombineRows,
     /// Whether the experts give the rows of the expert-major copy back as they are: bf16, by
     /// expert.
     pub gathers: bool,
@@ -68,7 +90,7 @@ impl LowLatencyCase {
             hidden,
             quantise: Quantise::Not,
             quantise_back: Quantise::Not,
-            by_expert: true,
+            combine_rows: CombineRows::ByExpert,
             gathers: false,
             weighted: true,
             halves: false,

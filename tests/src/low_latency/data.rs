@@ -5,7 +5,7 @@ use rand::Rng;
 
 use epoxide::low_latency::Quantise;
 
-use super::case::LowLatencyCase;
+use super::case::{CombineRows, LowLatencyCase};
 use crate::oracle::{Travel, low_latency_share, low_latency_sum, quantised};
 use crate::payload::{PerToken, bytes_of, per_token, rng_of, rough_bf16};
 
@@ -79,7 +79,8 @@ impl Data {
     fn returned(&self, case: &LowLatencyCase, source: u32, token: u32, dst: u32) -> Option<Vec<f32>> {
         let share = self.share(case, source, token, dst)?;
         // Rows that are summed already are given in bf16.
-        let share = if case.by_expert { share } else { Travel::Bf16.arrives(&share) };
+        let share =
+            if case.combine_rows == CombineRows::ByExpert { share } else { Travel::Bf16.arrives(&share) };
         let travel = match case.quantise_back {
             Quantise::Not => Travel::Bf16,
             Quantise::Fp8 => Travel::Fp8 { power_of_two: false },

@@ -4,10 +4,11 @@ use half::bf16;
 
 use epoxide::Result;
 use epoxide::driver::Stream;
-use epoxide::low_latency::{CombineRequest, DispatchRequest, Quantise};
+use epoxide::low_latency::{CombineRequest, DispatchRequest, Quantise, Received};
 use epoxide::{DType, ExpertMap, Tensor, TypedTensor};
+use epoxide_gpu::layout::row_stride;
 
-use super::case::LowLatencyCase;
+use super::case::{CombineRows, LowLatencyCase};
 use super::data::Data;
 use crate::ids::{Ids, upload_narrow};
 use crate::oracle::{low_latency_plan, rounded};
@@ -21,6 +22,7 @@ pub struct LowLatencyInputs {
     map: Option<ExpertMap>,
     weights: Option<TypedTensor<'static, f32>>,
     pub(super) by_expert: Tensor<'static>,
+    /// Rows of the pool lie [`row_stride`] bytes apart, and so do these for it.
     by_row: Tensor<'static>,
 }
 
@@ -44,16 +46,20 @@ impl LowLatencyInputs {
         let device = stream.device();
         let experts = u64::from(routing.local_experts());
         // Rows that are not there hold what they hold.
-        let by_expert =
-            Tensor::alloc(device, DType::Bf16, &[if case.by_expert { experts * rows } else { 1 }, hidden])?;
-        let by_row = Tensor::alloc(device, DType::Bf16, &[if case.by_expert { 1 } else { rows }, hidden])?;
+        let is_by_expert = case.combine_rows == CombineRows::ByExpert;
+        let (of_experts, of_rows) = if is_by_expert { (experts * rows, 1) } else { (1, rows) };
+        let columns =
+            if case.combine_rows == CombineRows::InPool { row_stride(hidden * 2) / 2 } else { hidden };
+        let by_expert = Tensor::alloc(device, DType::Bf16, &[of_experts, hidden])?;
+        let by_row = Tensor::alloc(device, DType::Bf16, &[of_rows, columns])?;
         let write = |tensor: &Tensor<'_>, row: u64, values: &[bf16]| {
+            let at = tensor.ptr().add(row * tensor.row_bytes());
             // SAFETY: the row is one of the tensor's, and no other code has the tensor yet.
-            unsafe { stream.write(tensor.ptr().add(row * hidden * 2), bytemuck::cast_slice(values)) }
+            unsafe { stream.write(at, bytemuck::cast_slice(values)) }
         };
         if case.gathers {
             // The copy is what fills them.
-        } else if case.by_expert {
+        } else if is_by_expert {
             for (expert, list) in (0..).zip(&plan.expert_rows) {
                 let id = i64::from(rank * routing.local_experts()) + expert as i64;
                 for (at, &(source, token)) in (0..).zip(list) {
@@ -88,12 +94,22 @@ impl LowLatencyInputs {
 
     /// Combine request with its experts' outputs.
     pub fn experts(&self, case: &LowLatencyCase) -> CombineRequest<'_> {
-        let request = if case.by_expert {
-            CombineRequest::by_expert(&self.by_expert)
-        } else {
-            CombineRequest::by_row(&self.by_row)
+        let request = match case.combine_rows {
+            CombineRows::ByExpert => CombineRequest::by_expert(&self.by_expert),
+            CombineRows::ByRow => CombineRequest::by_row(&self.by_row),
+            CombineRows::InPool => CombineRequest::in_pool(),
         };
         request.quantise(case.quantise_back)
+    }
+
+    /// Stands in for experts that leave their rows in the pool.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn leave_rows(&self, received: &Received<'_>, stream: &Stream) -> Result<()> {
+        let rows = received.combine_rows()?;
+        // SAFETY: both have as many rows, so far apart, and outlive the stream's work.
+        unsafe { stream.copy(rows.ptr(), self.by_row.ptr(), rows.rows() * rows.row_stride()) }
     }
 
     /// Its rows.

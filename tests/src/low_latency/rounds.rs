@@ -12,7 +12,7 @@ use epoxide::low_latency::{Buffer, Combined, Place, Received};
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
 
-use super::case::LowLatencyCase;
+use super::case::{CombineRows, LowLatencyCase};
 use super::data::Data;
 use super::inputs::LowLatencyInputs;
 use crate::harness::{PATIENCE, assert_no_failures, run_ranks};
@@ -113,7 +113,7 @@ impl LowLatencyCase {
             let mut note = self.check_received(&received, data, stream, buffer.rank())?;
             note.extend(self.check_gathered(buffer, &received, data, stream)?);
             if self.is_answered(index) {
-                let combined = self.combine(buffer, received, inputs, order)?;
+                let combined = self.combine(buffer, received, inputs, stream)?;
                 let got: Vec<bf16> = combined.x.to_host(stream)?;
                 note.extend(self.check_sums(&got, data, buffer.rank()));
             }
@@ -184,7 +184,7 @@ impl LowLatencyCase {
         if !self.is_answered(index) {
             return Ok(());
         }
-        let combined = self.combine(buffer, received, inputs, order)?;
+        let combined = self.combine(buffer, received, inputs, stream)?;
         let bytes = combined.x.rows() * combined.x.row_bytes();
         // SAFETY: both tensors have so many bytes, and outlive the stream's work: memory goes back
         // behind it.
@@ -211,11 +211,14 @@ impl LowLatencyCase {
         buffer: &mut Buffer,
         received: Received<'p>,
         inputs: &LowLatencyInputs,
-        order: StreamOrder<'_>,
+        stream: &Stream,
     ) -> Result<Combined<'p>> {
-        let rows = inputs.experts(self);
+        let (rows, order) = (inputs.experts(self), StreamOrder::on(stream));
         if self.gathers {
             buffer.gather_by_expert(&received, &inputs.by_expert, None, order)?;
+        }
+        if self.combine_rows == CombineRows::InPool {
+            inputs.leave_rows(&received, stream)?;
         }
         if self.halves {
             buffer.combine_send(received, rows, order)?.receive(order)

@@ -22,8 +22,8 @@ use super::{
     wait_calls, wait_packet, wait_ready,
 };
 use crate::layout::{
-    FEW_RANKS, FEW_TOKENS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs, LowLatencyDispatchArgs, MAX_TOPK,
-    Quantise, SCALE_BLOCK, Wait, phase, row_stride,
+    Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
+    LowLatencyDispatchArgs, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, gave_up_offset, phase, row_stride,
 };
 use crate::simt::*;
 
@@ -508,8 +508,11 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared,
         let (common, comm) = (&args.common, &args.common.comm);
         let thread = tid();
         let epoch = begun.epoch();
-        if !team.has_this_warp() || !wait_calls(common, team, shared, begun) {
+        if !team.has_this_warp() {
             return;
+        }
+        if !wait_calls(common, team, shared, begun) {
+            return say_given_up(comm, epoch);
         }
         if ctaid() == 0 && thread < FEW_RANKS as u32 {
             st_u32(common.tables.num_tokens.0 + thread as u64 * 4, ld_shared_u32(shared.tokens + thread * 4));
@@ -528,6 +531,22 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared,
                 wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows);
             }
             index += nctaid() * team.threads;
+        }
+    }
+}
+
+/// Tells every rank that this one ends the dispatch without all of them. The kernels behind it may
+/// write rows that a late rank still reads in the combine before, so that it waits until that rank
+/// has ended this or will see the word.
+#[inline(always)]
+unsafe fn say_given_up(comm: &Comm, epoch: u64) {
+    // SAFETY: pools are mapped, and the word has this rank as its only writer.
+    unsafe {
+        if tid() < comm.num_ranks {
+            st_relaxed_sys_u64(pool_of(comm, tid()) + gave_up_offset(comm.rank), epoch);
+            fence_acq_rel_sys();
+            let start = globaltimer();
+            while globaltimer() - start < GIVING_UP_NS {}
         }
     }
 }

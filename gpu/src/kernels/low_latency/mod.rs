@@ -11,6 +11,9 @@
 //!   rows within the dispatch.
 //! - The peer reads the rows before it enters the combine that answers the dispatch. It reads rows
 //!   that it returns from where they are within that combine, and their owner waits for them.
+//! - A peer reads combine rows of this rank's pool within its combine. They are written behind this
+//!   rank's next dispatch into the place. A dispatch that ends before a peer has entered it tells
+//!   that peer first ([`gave_up`](crate::layout::LowLatencyControl)).
 //! - A combine ends once all peers have entered it. So a dispatch does not wait if a combine has
 //!   answered the last dispatch into its place.
 //! - A dispatch into a place without an answer waits until all peers have entered it. A peer that
@@ -43,7 +46,9 @@ mod team;
 pub use internode::LOW_LATENCY_INTERNODE_SHARED_BYTES;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
-    combine::{LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineSummed},
+    combine::{
+        LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed,
+    },
     dispatch::LowLatencyDispatch,
     gather::LowLatencyGather,
     internode::{LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch},

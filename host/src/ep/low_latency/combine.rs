@@ -11,36 +11,53 @@ use super::options::Quantise;
 use super::results::{Combined, Received};
 use crate::ep::tensor::Owner;
 use crate::ep::{DType, StreamOrder, Tensor};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Arguments of [`Buffer::combine`]: the experts' results for the rows of a dispatch. `rows` stands
 /// for `num_ranks * max_tokens`. Everything but the values is the same on every rank, but that one
-/// may give rows `by_expert` and another one `by_row`.
+/// may give rows `by_expert` and another one `by_row`. All give them `in_pool`, or none does.
 #[derive(Debug, Clone, Copy)]
 pub struct CombineRequest<'a> {
-    x: &'a Tensor<'a>,
-    is_by_expert: bool,
+    rows: Rows<'a>,
     quantise: Quantise,
     timeout: Option<Duration>,
 }
 
+/// Where a combine finds the experts' results.
+#[derive(Debug, Clone, Copy)]
+enum Rows<'a> {
+    ByExpert(&'a Tensor<'a>),
+    ByRow(&'a Tensor<'a>),
+    InPool,
+}
+
 impl<'a> CombineRequest<'a> {
+    fn of(rows: Rows<'a>) -> Self {
+        CombineRequest { rows, quantise: Quantise::Not, timeout: None }
+    }
+
     /// bf16 `[local_experts * rows, hidden]`: row `e * rows + i` is the result of expert e for row
     /// `expert_rows[e][i]`. Combine sums over a token's experts on this rank, each times its
     /// weight. The sum is accumulated in FP32 in the order of the token's top-k entries and rounded
     /// once.
     pub fn by_expert(x: &'a Tensor<'a>) -> Self {
-        CombineRequest { x, is_by_expert: true, quantise: Quantise::Not, timeout: None }
+        CombineRequest::of(Rows::ByExpert(x))
     }
 
     /// bf16 `[rows, hidden]`, in the order of [`Received::x`]: weighted and summed over this rank's
     /// experts already. Weights of the dispatch are not applied.
     pub fn by_row(x: &'a Tensor<'a>) -> Self {
-        CombineRequest { is_by_expert: false, ..CombineRequest::by_expert(x) }
+        CombineRequest::of(Rows::ByRow(x))
+    }
+
+    /// The same rows, which experts have left in [`Received::combine_rows`]: the tokens' owners read
+    /// them there, and nothing is copied. On every rank or on none; within a node.
+    pub fn in_pool() -> Self {
+        CombineRequest::of(Rows::InPool)
     }
 
     /// Sends each rank's share of a token as e4m3 with a scale for each 128 elements: half the
-    /// bytes. `hidden` must be a multiple of 128.
+    /// bytes. `hidden` must be a multiple of 128, and rows not those of the pool.
     ///
     /// The share is rounded once, from its FP32 sum. The error of each element is at most 16 times
     /// its block's scale, which [`Quantise`] defines. The error of a token's sum is at most that of
@@ -101,10 +118,20 @@ impl Buffer {
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
         let dispatch = received.lease.generation();
         let hidden = self.options.shape.hidden;
-        let CombineRequest { x, is_by_expert, quantise, timeout } = request;
-        let expected = if is_by_expert { self.rows() * u64::from(self.local_experts()) } else { self.rows() };
+        let CombineRequest { rows, quantise, timeout } = request;
+        let (x, experts) = match rows {
+            Rows::ByExpert(x) => (x, self.local_experts()),
+            Rows::ByRow(x) => (x, 1),
+            Rows::InPool => (received.combine_rows()?, 1),
+        };
+        let (is_by_expert, in_pool) = (matches!(rows, Rows::ByExpert(_)), matches!(rows, Rows::InPool));
+        let expected = self.rows() * u64::from(experts);
         x.expect_strided("rows", &[DType::Bf16], &[("rows", Some(expected)), ("hidden", Some(hidden))])?;
         x.expect_rows_of_16("rows")?;
+        if in_pool && quantise != Quantise::Not {
+            let rule = "rows in the pool are read as they are: give them by row to quantise them";
+            return Err(Error::argument("quantise", format!("{quantise:?}"), rule));
+        }
         quantise.check(hidden, x.dtype())?;
         let is_quantised = quantise != Quantise::Not;
         let row_bytes = hidden * if is_quantised { DType::Fp8E4m3 } else { DType::Bf16 }.size();
@@ -112,7 +139,8 @@ impl Buffer {
             is_combine: true,
             has_scales: is_quantised,
             place: place.index(),
-            row_bytes: row_bytes as u32,
+            // None travels from the pool.
+            row_bytes: if in_pool { 0 } else { row_bytes as u32 },
             num_tokens,
         };
         let args = LowLatencyCombineArgs {
@@ -125,19 +153,20 @@ impl Buffer {
             quantise: quantise.on_device(),
             spoils: self.options.nan_on_failure.into(),
         };
+        let uses = x.owner().cloned().into_iter().collect();
         // Readers on other streams must finish first: peers may overwrite the rows once this rank
         // has entered the combine.
         drop(received);
         let operation = Operation {
             name: "low-latency combine",
-            kernel: Arguments::Combine(args),
+            kernel: if in_pool { Arguments::PooledCombine(args) } else { Arguments::Combine(args) },
             place: place.clone(),
             // A piece of a row to a block, though a warp moves it: pieces on one multiprocessor wait
             // for each other. One block more publishes the call.
             send_blocks: self.options.shape.max_tokens * self.num_ranks() * pieces_of(row_bytes as u32) + 1,
             receive_blocks: num_tokens * pieces_of(row_bytes as u32),
             fills: None,
-            uses: x.owner().cloned().into_iter().collect(),
+            uses,
         };
         let lease = place.lease(dispatch);
         let x = Tensor::in_memory(

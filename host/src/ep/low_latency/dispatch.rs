@@ -225,6 +225,10 @@ impl Buffer {
             layout_range: TypedTensor::in_memory(tables.layout_range, &[experts, ranks], owner())
                 .result("layout_range", &outcome),
             event: None,
+            combine_rows: place.room().combine_rows.map(|rows| {
+                let rows = Tensor::in_memory(rows, DType::Bf16, &[self.rows(), hidden], owner());
+                rows.with_row_stride(row_stride(hidden * 2)).named("rows")
+            }),
             num_local_tokens: num_tokens,
             generation: self.generation.clone(),
             lease,

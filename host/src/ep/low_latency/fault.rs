@@ -72,6 +72,14 @@ impl core::Calls for Calls {
             };
             return Some(Error::Broken { call: "low-latency combine", reason });
         }
+        if code == Wait::LowLatencyGaveUp as u64 {
+            let reason = format!(
+                "rank {} gave up, or regrouped, while this rank still read its rows: they may be of a later operation; regroup \
+                 with the ranks that go on",
+                status.peer
+            );
+            return Some(Error::Broken { call: "low-latency combine", reason });
+        }
         None
     }
 
@@ -83,8 +91,12 @@ impl core::Calls for Calls {
     fn describe(&self, word: u64, _epoch: u64) -> String {
         let call = LowLatencyCall::of(word as u32);
         let LowLatencyCall { has_scales, place, row_bytes, .. } = call;
+        let name = name_of(call);
+        if row_bytes == 0 {
+            return format!("{name} in place {place} of rows in the pool");
+        }
         let scales = if has_scales { " and scales" } else { "" };
-        format!("{} in place {place} with {row_bytes} bytes per row{scales}", name_of(call))
+        format!("{name} in place {place} with {row_bytes} bytes per row{scales}")
     }
 }
 

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use epoxide_gpu::kernels::{
     LOW_LATENCY_INTERNODE_SHARED_BYTES, LOW_LATENCY_SHARED_BYTES, LowLatencyCombineBf16,
-    LowLatencyCombineFp8, LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyInternodeCombineBf16,
-    LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, low_latency_dispatch_shared_bytes,
+    LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch,
+    LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
+    low_latency_dispatch_shared_bytes,
 };
 use epoxide_gpu::layout::{
     LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyInternodeCombineArgs,
@@ -44,6 +45,7 @@ pub struct Operation {
 pub enum Arguments {
     Dispatch(LowLatencyDispatchArgs),
     Combine(LowLatencyCombineArgs),
+    PooledCombine(LowLatencyCombineArgs),
 }
 
 /// Which halves of an operation a launch has.
@@ -139,7 +141,7 @@ impl Buffer {
         self.run(order, Some(operation.name), &operation.place, uses, |buffer, stream| {
             let (name, common) = match &mut args {
                 Arguments::Dispatch(args) => ("dispatch", &mut args.common),
-                Arguments::Combine(args) => ("combine", &mut args.common),
+                Arguments::Combine(args) | Arguments::PooledCombine(args) => ("combine", &mut args.common),
             };
             if let Some(lease) = &operation.fills {
                 buffer.core.fills(lease, None);
@@ -147,7 +149,8 @@ impl Buffer {
             common.phases = halves.0;
             common.comm.trace = buffer.core.trace(name, grid);
             let (within, across) = (LOW_LATENCY_SHARED_BYTES, LOW_LATENCY_INTERNODE_SHARED_BYTES);
-            let Kernels { dispatch, combine, quantised_combine, summed_combine, .. } = &buffer.kernels;
+            let Kernels { dispatch, combine, quantised_combine, summed_combine, pooled_combine, .. } =
+                &buffer.kernels;
             // SAFETY: the memory of inputs is freed only behind all work enqueued on streams, and a
             // recording keeps them; the rest is the buffer's. The number of nodes decides both the
             // set of kernels and whether the place has messages.
@@ -160,6 +163,10 @@ impl Buffer {
                     (Arguments::Dispatch(dispatch_args), Some(messages)) => {
                         let args = LowLatencyInternodeDispatchArgs { dispatch: dispatch_args, messages };
                         stream.call(dispatch, grid, THREADS, across, LowLatencyInternodeDispatch::call(args))
+                    }
+                    (Arguments::PooledCombine(args), _) => {
+                        let call = LowLatencyCombinePooled::call(args);
+                        stream.call(pooled_combine, grid, THREADS, within, call)
                     }
                     (Arguments::Combine(args), None) if returns_while_summing(&args, grid) => {
                         let call = LowLatencyCombineSummed::call(args);

@@ -2,7 +2,8 @@
 
 use epoxide_gpu::layout::{
     ControlWord, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, LowLatencyControl, LowLatencyPlace,
-    LowLatencyTables, LowLatencyTurns, MAX_MEMBERS, PIECE_PACKET_BYTES, Section, pieces_of, row_stride,
+    LowLatencyTables, LowLatencyTurns, MAX_MEMBERS, PIECE_PACKET_BYTES, Section, gave_up_offset, pieces_of,
+    row_stride,
 };
 
 use super::options::Options;
@@ -23,6 +24,7 @@ impl PoolLayout {
         const CONTROL: &[Section] = &[
             Section::array("ready", RANKS, size_of::<ControlWord>() as u64),
             Section::array("calls", RANKS, 16).at(size_of::<ControlWord>() as u64 * RANKS),
+            Section::array("gave_up", RANKS, 8).at(gave_up_offset(0)),
         ];
         let mut pool = Pieces::default();
         pool.push(Section::one("control", size_of::<LowLatencyControl>() as u64).of(CONTROL));

@@ -27,8 +27,8 @@ use std::time::Duration;
 
 use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
-    LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineSummed, LowLatencyDispatch,
-    LowLatencyGather, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
+    LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed,
+    LowLatencyDispatch, LowLatencyGather, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
     LowLatencyInternodeDispatch,
 };
 use epoxide_gpu::layout::{
@@ -87,6 +87,8 @@ struct Kernels {
     quantised_combine: Kernel,
     /// Within a node, of many rows that are summed over experts already.
     summed_combine: Kernel,
+    /// Within a node, of rows in the pool.
+    pooled_combine: Kernel,
     gather: Kernel,
 }
 
@@ -102,14 +104,16 @@ impl Kernels {
             ]
         };
         let [dispatch, combine, quantised_combine] = infos.map(|info| info.name);
-        let [summed_combine, gather] = [LowLatencyCombineSummed::INFO.name, LowLatencyGather::INFO.name];
-        let names = [dispatch, combine, quantised_combine, summed_combine, gather];
+        let infos = [LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO, LowLatencyGather::INFO];
+        let [summed_combine, pooled_combine, gather] = infos.map(|info| info.name);
+        let names = [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather];
         let module = Module::shipped(device, None, &names)?;
         Ok(Kernels {
             dispatch: module.kernel(dispatch, 0)?,
             combine: module.kernel(combine, 0)?,
             quantised_combine: module.kernel(quantised_combine, 0)?,
             summed_combine: module.kernel(summed_combine, 0)?,
+            pooled_combine: module.kernel(pooled_combine, 0)?,
             gather: module.kernel(gather, 0)?,
         })
     }
@@ -162,18 +166,21 @@ impl Buffer {
         let comm = Comm { rank, num_ranks: ranks, ..core.comm(tables.ptr()) };
         let tables = Arc::new(tables);
         let at_pool = |offset| core.pool().ptr().add(offset);
-        let within = |at: LowLatencyPlace| (at, None, at_pool(at.recv_x), at_pool(at.recv_scales));
+        let within = |at: LowLatencyPlace| {
+            let combine_rows = Some(at_pool(at.returned_x));
+            (at, None, at_pool(at.recv_x), at_pool(at.recv_scales), combine_rows)
+        };
         let across = |messages: LowLatencyMessages| {
-            (Zeroable::zeroed(), Some(messages), messages.recv_x, messages.recv_scales)
+            (Zeroable::zeroed(), Some(messages), messages.recv_x, messages.recv_scales, None)
         };
         let spots: Vec<_> = match &messages {
             None => layout.places.iter().copied().map(within).collect(),
             Some(messages) => messages.places().iter().copied().map(across).collect(),
         };
         let room = |((at_tables, combined_x), spot)| {
-            let (at, messages, recv_x, recv_scales) = spot;
+            let (at, messages, recv_x, recv_scales, combine_rows) = spot;
             let _tables = tables.clone();
-            Room { at, recv_x, recv_scales, messages, tables: at_tables, combined_x, _tables }
+            Room { at, recv_x, recv_scales, combine_rows, messages, tables: at_tables, combined_x, _tables }
         };
         core.make_places(table_layout.places.into_iter().zip(spots).map(room));
         let generation = Generation::new(core.faults());

@@ -1,10 +1,15 @@
 //! Going on without ranks that have died or left, and with them again.
 
+use std::time::Duration;
+
 use bytemuck::{Pod, Zeroable};
-use epoxide_gpu::layout::{DevicePtr, FEW_RANKS, LocalState, LowLatencyTurns, QUANTUM};
+use epoxide_gpu::layout::{
+    DevicePtr, FEW_RANKS, GIVING_UP_NS, LocalState, LowLatencyTurns, QUANTUM, gave_up_offset,
+};
 
 use super::fault::Generation;
 use super::{Buffer, agree};
+use crate::driver::poll;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
@@ -132,12 +137,28 @@ impl Buffer {
         if let Some(messages) = &self.messages {
             messages.forget_unfinished(stream)?;
         }
+        self.tell_left_out(left_out, epoch + ahead)?;
         self.generation.end(stream)?;
         self.left_out = left_out;
         self.generation = Generation::new(self.core.faults());
         self.sent = None;
         // Every rank must have cleared its state before any rank starts an operation.
         group.barrier(group.timeout())
+    }
+
+    /// Tells the ranks that are left out that this rank's rows are of a later operation from now
+    /// on, as a dispatch that gives up does: one of them may still read rows of the last combine.
+    fn tell_left_out(&self, left_out: u32, epoch: u64) -> Result<()> {
+        if left_out == 0 || self.messages.is_some() {
+            return Ok(());
+        }
+        for rank in (0..self.num_ranks()).filter(|rank| left_out >> rank & 1 != 0) {
+            let word = self.comm.pools[rank as usize].add(gave_up_offset(self.rank()));
+            // SAFETY: the pool is mapped as long as the buffer exists, and the word has this rank as
+            // its only writer.
+            unsafe { self.core.stream().write(word, bytemuck::bytes_of(&epoch))? };
+        }
+        poll(self.core.device(), Duration::from_nanos(GIVING_UP_NS), || Ok(false)).map(drop)
     }
 }
 

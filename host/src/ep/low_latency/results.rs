@@ -9,7 +9,7 @@ use super::fault::Generation;
 use crate::driver::{Event, Memory};
 use crate::ep::core::{Held, Lease};
 use crate::ep::{Tensor, TypedTensor};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Room for the rows of one dispatch and for the sums of its combine.
 /// [`Buffer::place`](super::Buffer::place) hands it out; the holder of the rows of a dispatch
@@ -32,6 +32,8 @@ pub struct Room {
     /// Received rows, and their scales.
     pub recv_x: DevicePtr,
     pub recv_scales: DevicePtr,
+    /// Rows that this rank's experts leave for a combine; none across nodes.
+    pub combine_rows: Option<DevicePtr>,
     /// Arguments of the kernels for it across nodes.
     pub messages: Option<LowLatencyMessages>,
     /// This rank's private tables for it.
@@ -69,6 +71,8 @@ pub struct Received<'p> {
     pub layout_range: TypedTensor<'p, i64>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
+    /// Room in the pool for the rows of its combine; none across nodes.
+    pub(super) combine_rows: Option<Tensor<'p>>,
     pub(super) num_local_tokens: u32,
     /// The generation of the buffer at the dispatch.
     pub(super) generation: Arc<Generation>,
@@ -90,7 +94,23 @@ pub struct Combined<'p> {
     pub(super) place: PhantomData<&'p mut Place>,
 }
 
-impl Received<'_> {
+impl<'p> Received<'p> {
+    /// bf16 `[rows, hidden]` of the pool, in the order of [`Received::x`], for experts to leave
+    /// their results in: [`CombineRequest::in_pool`](super::CombineRequest::in_pool) answers with
+    /// them. They hold anything before. Rows are `row_stride()` bytes apart, a multiple of 128.
+    ///
+    /// They may be written from the end of the dispatch to the start of the combine: peers read
+    /// them within it.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] across nodes, where peers cannot read them.
+    pub fn combine_rows(&self) -> Result<&Tensor<'p>> {
+        self.combine_rows.as_ref().ok_or_else(|| Error::Unavailable {
+            what: "combine_rows".into(),
+            reason: "ranks of other nodes cannot read this rank's pool: give combine its rows by_row".into(),
+        })
+    }
+
     /// Replaces the borrow of the place by a check at run time, whether the rows are still there.
     /// This is for callers that cannot carry lifetimes, and for steps, each run of which brings new
     /// rows.
@@ -107,6 +127,7 @@ impl Received<'_> {
                 src_info: self.src_info.outlive(),
                 layout_range: self.layout_range.outlive(),
                 event: self.event,
+                combine_rows: self.combine_rows.map(Tensor::outlive),
                 num_local_tokens: self.num_local_tokens,
                 generation: self.generation,
                 lease: self.lease,

@@ -21,9 +21,12 @@ use super::{
 use crate::layout::{FEW_RANKS, LowLatencyCombineArgs, MAX_TOPK, Quantise, SCALE_BLOCK, phase};
 use crate::simt::*;
 
+mod pooled;
 mod receive;
 mod send;
 
+#[cfg(not(target_arch = "nvptx64"))]
+pub use self::pooled::LowLatencyCombinePooled;
 pub(super) use self::receive::spoil_rows;
 use self::receive::{first_ranks, receive, spoil};
 pub(super) use self::send::{Ahead, return_row};

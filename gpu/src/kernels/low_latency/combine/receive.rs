@@ -18,7 +18,7 @@ const PIECE_SCALES: u32 = PIECE_BYTES / SCALE_BLOCK;
 
 /// The ranks that a token went to, as bits; none where there is no such token.
 #[inline(always)]
-unsafe fn ranks_of(args: &LowLatencyCombineArgs, token: u32) -> u32 {
+pub(super) unsafe fn ranks_of(args: &LowLatencyCombineArgs, token: u32) -> u32 {
     if token >= args.common.num_tokens {
         return 0;
     }
@@ -301,7 +301,7 @@ pub(in super::super) unsafe fn spoil_rows<const FP8: bool, const BARRIER: u32>(
 
 /// The same in the warp's pieces from the one of number `number` on. The whole warp calls it.
 #[inline(always)]
-unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, mut number: u32) {
+pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, mut number: u32) {
     // SAFETY: the sums have room for every token.
     unsafe {
         let bytes = bf16_bytes::<FP8>(args);
