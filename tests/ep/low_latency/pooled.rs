@@ -135,7 +135,7 @@ fn stopped_combine(
 fn sweep(ranks: u32, go_on: impl Fn(&mut Rank, &dyn ProcessGroup) + Sync) {
     let (told, executed) = stopped_combine(ranks, u64::MAX / 2, &go_on);
     assert!(!told, "it was in time");
-    let points = tier::pick(12, 120);
+    let points = tier::pick(8, 120);
     let told = (0..points).filter(|point| stopped_combine(ranks, executed * point / points, &go_on).0);
     // Of the instructions of a combine those in front of the last row are most.
     assert!(told.count() as u64 * 3 > points, "nearly never told");
