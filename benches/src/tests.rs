@@ -110,7 +110,9 @@ fn kernels_that_sum_wrongly_are_not_measured() {
     std::fs::write(&ptx, epoxide_gpu::PTX.replace("add.rn.f32", "sub.rn.f32")).unwrap();
     let plan = Plan { ptx: Some(ptx), ..plan("--ranks-per-node 2 --topk 4") };
     let error = measure(&plan, open, &()).unwrap_err();
-    let Error::Operation(epoxide::Error::Os { call: "verify", reason }) = &error else { panic!("{error}") };
+    let Error::Operation(epoxide::Error::Os { call: "verify", reason, .. }) = &error else {
+        panic!("{error}")
+    };
     assert!(reason.starts_with("rank ") && reason.contains("combine"), "{reason}");
 }
 

@@ -319,7 +319,27 @@ pub enum Error {
         call: &'static str,
         /// The system's error text.
         reason: String,
+        /// The system's error number, as in errno(3); `None` where no call of the system failed.
+        errno: Option<i32>,
     },
+}
+
+/// An error of a call of the operating system.
+pub(crate) trait OsError: fmt::Display {
+    /// Its number.
+    fn errno(&self) -> Option<i32>;
+}
+
+impl OsError for std::io::Error {
+    fn errno(&self) -> Option<i32> {
+        self.raw_os_error()
+    }
+}
+
+impl OsError for rustix::io::Errno {
+    fn errno(&self) -> Option<i32> {
+        Some(self.raw_os_error())
+    }
 }
 
 /// ` in place P`, which follows the name of an operation, or nothing.
@@ -376,9 +396,22 @@ impl Error {
         Error::Internal { call, reason: reason.to_string() }
     }
 
-    /// An [`Error::Os`] from any displayable cause.
+    /// An [`Error::Os`] from any displayable cause, without a number.
     pub fn os(call: &'static str, reason: impl ToString) -> Self {
-        Error::Os { call, reason: reason.to_string() }
+        Error::Os { call, reason: reason.to_string(), errno: None }
+    }
+
+    /// An [`Error::Os`] with the text and the number of a failed call's error.
+    pub(crate) fn system(call: &'static str, error: impl OsError) -> Self {
+        Error::os(call, &error).with_errno(&error)
+    }
+
+    /// An [`Error::Os`] with the number of its cause.
+    pub(crate) fn with_errno(mut self, cause: &impl OsError) -> Self {
+        if let Error::Os { errno, .. } = &mut self {
+            *errno = cause.errno();
+        }
+        self
     }
 }
 
@@ -392,5 +425,19 @@ mod tests {
         let text = "virtual GPU: out of bounds\n  in kernel 'dispatch'";
         assert_eq!(format!("{error:?}"), text);
         assert_eq!(format!("{:?}", Box::<dyn std::error::Error>::from(error)), text);
+    }
+
+    #[test]
+    fn the_number_of_a_failed_call_is_kept() {
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let error = std::net::TcpListener::bind(taken.local_addr().unwrap()).unwrap_err();
+        let number = |error: &Error| match error {
+            Error::Os { errno, .. } => *errno,
+            error => panic!("{error}"),
+        };
+        assert_eq!(number(&Error::system("bind", error)), Some(libc::EADDRINUSE));
+        let of_context = Error::os("dup", "rank 3").with_errno(&rustix::io::Errno::MFILE);
+        assert_eq!((number(&of_context), of_context.to_string()), (Some(libc::EMFILE), "dup: rank 3".into()));
+        assert_eq!(number(&Error::os("recvmsg", "a second packet")), None);
     }
 }

@@ -230,7 +230,7 @@ pub(super) fn send(
                     "rank {peer}'s socket: {error}; the rank may have died, or runs on another host or in another \
                      network namespace"
                 );
-                return Err(Error::os("connect", reason));
+                return Err(Error::os("connect", reason).with_errno(&error));
             }
         }
     }
@@ -255,9 +255,9 @@ pub(super) fn send(
     if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(Error::os("sendmsg", format!("{} descriptors do not fit a packet", fds.len())));
     }
-    sendmsg(&socket, &[IoSlice::new(&packet)], &mut control, SendFlags::NOSIGNAL)
-        .map(drop)
-        .map_err(|error| Error::os("sendmsg", format!("descriptors to rank {peer}: {error}")))
+    sendmsg(&socket, &[IoSlice::new(&packet)], &mut control, SendFlags::NOSIGNAL).map(drop).map_err(|error| {
+        Error::os("sendmsg", format!("descriptors to rank {peer}: {error}")).with_errno(&error)
+    })
 }
 
 /// Duplicates of descriptors, close-on-exec.
@@ -265,7 +265,7 @@ pub(super) fn duplicate(fds: &[BorrowedFd<'_>]) -> Result<Vec<OwnedFd>> {
     fds.iter()
         .map(|fd| fd.try_clone_to_owned())
         .collect::<std::io::Result<_>>()
-        .map_err(|error| Error::os("fcntl(F_DUPFD_CLOEXEC)", error))
+        .map_err(|error| Error::system("fcntl(F_DUPFD_CLOEXEC)", error))
 }
 
 fn open_socket() -> Result<OwnedFd> {
@@ -274,7 +274,7 @@ fn open_socket() -> Result<OwnedFd> {
 }
 
 fn os(call: &'static str) -> impl Fn(Errno) -> Error {
-    move |errno| Error::os(call, errno)
+    move |errno| Error::system(call, errno)
 }
 
 #[cfg(test)]

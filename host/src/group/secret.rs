@@ -49,7 +49,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
         match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
             Ok(count) => filled += count,
             Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(Error::os("getrandom", error)),
+            Err(error) => return Err(Error::system("getrandom", error)),
         }
     }
     Ok(bytes)

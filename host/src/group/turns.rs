@@ -170,7 +170,7 @@ impl Core {
             let name = format!("epoxide-group-{}", self.rank);
             match spawn(name, move || core.work()) {
                 Ok(worker) => turns.worker = Some(worker),
-                Err(error) => return Work::ready(Err(Error::os("spawn", error))),
+                Err(error) => return Work::ready(Err(Error::system("spawn", error))),
             }
         }
         turns.next += 1;

@@ -510,7 +510,10 @@ impl Core {
                 // The waiting thread may have timed out.
                 let _ = done.send(());
             })
-            .map_err(|error| Error::os("spawn", format!("a communicator is left as it is: {error}")))?;
+            .map_err(|error| {
+                let reason = format!("a communicator is left as it is: {error}");
+                Error::os("spawn", reason).with_errno(&error)
+            })?;
         let timeout = self.identity.close_timeout;
         if let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(timeout) {
             let reason = format!(
@@ -646,5 +649,5 @@ pub(super) fn create_blocking(
         let _ = core.abort(&failure.to_string());
     };
     let thread = std::thread::Builder::new().name("epoxide-nccl-create".into());
-    thread.spawn(run).map(drop).map_err(|error| Error::os("spawn", error))
+    thread.spawn(run).map(drop).map_err(|error| Error::system("spawn", error))
 }

@@ -25,7 +25,7 @@ impl Guard {
         let thread = std::thread::Builder::new()
             .name("epoxide-nccl-watchdog".into())
             .spawn(move || watch(&weak, &told, interval, rank))
-            .map_err(|error| Error::os("spawn", error))?;
+            .map_err(|error| Error::system("spawn", error))?;
         Ok(Guard { stop, thread: Some(thread) })
     }
 }

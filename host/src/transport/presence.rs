@@ -23,7 +23,7 @@ impl Presence {
             let (reader, writer) = std::io::pipe()?;
             Ok((Presence { writer: Some(writer), _reader: reader.try_clone()? }, reader))
         };
-        pipe().map_err(|error: std::io::Error| Error::os("pipe", error))
+        pipe().map_err(|error: std::io::Error| Error::system("pipe", error))
     }
 
     /// Says goodbye.

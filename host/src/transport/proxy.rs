@@ -237,7 +237,7 @@ impl Proxy {
             let _rule = NoDriverCalls::new("a proxy");
             worker.run(&Poller::of_this_thread());
         })
-        .map_err(|error| Error::os("spawn thread", error))?;
+        .map_err(|error| Error::system("spawn thread", error))?;
         Ok(Proxy { peer, queue: index, ring, shared, interrupt, thread: Some(thread) })
     }
 

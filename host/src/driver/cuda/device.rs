@@ -112,7 +112,7 @@ impl CudaDevice {
         let file = files
             .get(&host)
             .ok_or_else(|| Error::argument("memory", format!("{host:#x}"), "it was freed"))?;
-        file.try_clone().map_err(|error| Error::os("dup", error))
+        file.try_clone().map_err(|error| Error::system("dup", error))
     }
 
     fn files(&self) -> MutexGuard<'_, HashMap<u64, OwnedFd>> {

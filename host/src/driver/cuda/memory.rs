@@ -106,7 +106,9 @@ fn on_device(origin: Origin, ptr: CuDevicePtr, bytes: u64) -> RawMemory {
 }
 
 fn alloc_shared_host(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
-    let refused = |call| move |error: rustix::io::Errno| Error::os(call, format!("{error}, for {label}"));
+    let refused = |call| {
+        move |error: rustix::io::Errno| Error::os(call, format!("{error}, for {label}")).with_errno(&error)
+    };
     let file = memfd_create("epoxide", MemfdFlags::CLOEXEC).map_err(refused("memfd_create"))?;
     // Whole huge pages where the system gives them: fewer entries for the device's address
     // translation.

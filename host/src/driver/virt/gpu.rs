@@ -364,7 +364,9 @@ pub(super) fn memory_error(error: MemoryError, what: &str) -> Error {
         MemoryError::OutOfMemory { requested, available } => {
             Error::OutOfMemory { what: what.to_owned(), requested, available }
         }
-        MemoryError::Os { call, message, .. } => Error::os(call, format!("{message}, for {what}")),
+        MemoryError::Os { call, message, errno } => {
+            Error::Os { call, reason: format!("{message}, for {what}"), errno: Some(errno) }
+        }
         other => Error::argument("memory", what, other.to_string()),
     }
 }

@@ -188,7 +188,7 @@ impl Buffer {
             let (device, ptx) = (device.clone(), options.ptx.clone());
             let by_expert = options.rows_by_expert.is_some();
             spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology, by_expert, ptx))
-                .map_err(|error| Error::os("spawn thread", error))
+                .map_err(|error| Error::system("spawn thread", error))
         };
         let (pools, loader) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
         let topology = pools.topology();

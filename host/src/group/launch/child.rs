@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// A [`Command`] for this very executable, without arguments; a start for
 /// [`spawn_ranks`](super::spawn_ranks).
 pub fn current_exe() -> Result<Command> {
-    std::env::current_exe().map(Command::new).map_err(|error| Error::os("current_exe", error))
+    std::env::current_exe().map(Command::new).map_err(|error| Error::system("current_exe", error))
 }
 
 /// Has the kernel kill the child when the thread that spawns it ends.

@@ -73,7 +73,7 @@ impl Heart {
         let signs = Signs { store, node, others, silence, seen: BTreeMap::new(), losses };
         let thread =
             std::thread::Builder::new().name("epoxide-signs".to_owned()).spawn(move || signs.run(&ended));
-        let thread = thread.map_err(|error| Error::os("spawn thread", error))?;
+        let thread = thread.map_err(|error| Error::system("spawn thread", error))?;
         Ok(Heart { beats: Some(beats), thread: Some(thread) })
     }
 }

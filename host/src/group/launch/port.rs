@@ -60,7 +60,8 @@ impl HeldPort {
             Ok(HeldPort { _socket: socket, number })
         };
         held().map_err(|error| {
-            Error::os("bind", format!("no free TCP port: {error}; see net.ipv4.ip_local_port_range"))
+            let reason = format!("no free TCP port: {error}; see net.ipv4.ip_local_port_range");
+            Error::os("bind", reason).with_errno(&error)
         })
     }
 

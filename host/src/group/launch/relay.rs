@@ -99,10 +99,10 @@ pub(super) struct Relay {
 
 impl Relay {
     pub fn start(kind: Kind, streams: Vec<RankOutput>, sinks: Sinks) -> Result<Relay> {
-        let (ended, running) = std::io::pipe().map_err(|error| Error::os("pipe", error))?;
+        let (ended, running) = std::io::pipe().map_err(|error| Error::system("pipe", error))?;
         let builder = std::thread::Builder::new().name(format!("relay {kind:?}"));
         let thread = builder.spawn(move || pump(kind, streams, &sinks, &ended));
-        Ok(Relay { thread: thread.map_err(|error| Error::os("spawn thread", error))?, running })
+        Ok(Relay { thread: thread.map_err(|error| Error::system("spawn thread", error))?, running })
     }
 
     /// Passes on the rest. The reader of the output has unlimited time, but only a little more once

@@ -65,17 +65,20 @@ fn set_action(signal: i32, action: Option<&libc::sigaction>) -> Result<libc::sig
     // run at any time, or was there before.
     match unsafe { libc::sigaction(signal, action, &mut before) } {
         0 => Ok(before),
-        _ => Err(Error::os("sigaction", format!("signal {signal}: {}", std::io::Error::last_os_error()))),
+        _ => {
+            let error = std::io::Error::last_os_error();
+            Err(Error::os("sigaction", format!("signal {signal}: {error}")).with_errno(&error))
+        }
     }
 }
 
 impl Signals {
     /// Starts to catch. One at a time in a process.
     pub fn catch() -> Result<Signals> {
-        let (caught, writer) = std::io::pipe().map_err(|error| Error::os("pipe", error))?;
+        let (caught, writer) = std::io::pipe().map_err(|error| Error::system("pipe", error))?;
         for fd in [caught.as_fd(), writer.as_fd()] {
-            rustix::io::ioctl_fionbio(fd, true).map_err(|error| Error::os("fionbio", error))?;
-            fcntl_setfd(fd, FdFlags::CLOEXEC).map_err(|error| Error::os("fcntl", error))?;
+            rustix::io::ioctl_fionbio(fd, true).map_err(|error| Error::system("fionbio", error))?;
+            fcntl_setfd(fd, FdFlags::CLOEXEC).map_err(|error| Error::system("fcntl", error))?;
         }
         let writer = OwnedFd::from(writer);
         if PIPE.compare_exchange(-1, writer.as_raw_fd(), Ordering::SeqCst, Ordering::SeqCst).is_err() {

@@ -51,7 +51,7 @@ impl StoreDirectory {
                 .map_err(|error| {
                     let reason =
                         format!("{}: {error}; point TMPDIR at a writable directory", parent.display());
-                    Error::os("mkdir", reason)
+                    Error::os("mkdir", reason).with_errno(&error)
                 })?;
             // Another launch's clean-up may have seen it before it was locked.
             if let Some(lock) = lock(directory.path()) {

@@ -202,7 +202,7 @@ impl Launch {
         if let Some((stream, error)) = lost.into_iter().find_map(|(stream, lost)| Some((stream, lost?))) {
             let cause = first.map(|failure| format!("; then {failure}")).unwrap_or_default();
             let reason = format!("{stream}: {error}; the output of the ranks is lost{cause}");
-            return Err(Error::os("write", reason).into());
+            return Err(Error::os("write", reason).with_errno(&error).into());
         }
         let own = first.map(|mut failure| {
             let index = failure.local_rank as usize;
@@ -246,7 +246,7 @@ impl Launch {
         die_with_parent(&mut command);
         command.spawn().map_err(|error| {
             let program = Path::new(command.get_program()).display();
-            Error::os("spawn", format!("rank {}, {program}: {error}", environment.rank()))
+            Error::os("spawn", format!("rank {}, {program}: {error}", environment.rank())).with_errno(&error)
         })
     }
 
@@ -261,6 +261,7 @@ impl Launch {
         let file = folders.try_for_each(own_file::create_folder).and_then(|()| own_file::create(&path));
         file.map(Some).map_err(|error| {
             Error::os("open", format!("{}: {error}; name a writable log directory", path.display()))
+                .with_errno(&error)
         })
     }
 

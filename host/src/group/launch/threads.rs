@@ -95,7 +95,7 @@ where
             match builder.spawn_scoped(scope, as_member(time.clone(), move || run(rank))) {
                 Ok(thread) => threads.push(thread),
                 Err(error) => {
-                    report(rank, Error::os("spawn thread", error));
+                    report(rank, Error::system("spawn thread", error));
                     break;
                 }
             }

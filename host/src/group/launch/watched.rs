@@ -76,8 +76,9 @@ impl Process {
         }
         let Some(pid) = Pid::from_raw(self.child.id() as i32) else { return Ok(None) };
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
-        let status = waitid(WaitId::Pid(pid), options)
-            .map_err(|error| Error::os("waitid", format!("rank {}: {error}", self.rank)))?;
+        let status = waitid(WaitId::Pid(pid), options).map_err(|error| {
+            Error::os("waitid", format!("rank {}: {error}", self.rank)).with_errno(&error)
+        })?;
         if status.is_none() && self.ended.as_ref().is_some_and(readable) {
             // It is dead, but a debugger has still to look at it: from here on it has to be asked.
             self.ended = None;
@@ -163,7 +164,7 @@ impl Watched {
         let mut fds: Vec<PollFd<'_>> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(error) => Err(Error::os("poll", error)),
+            Err(error) => Err(Error::system("poll", error)),
         }
     }
 

@@ -129,8 +129,9 @@ impl Listener {
             rustix::net::listen(&socket, BACKLOG)?;
             Ok((socket.local_addr()?, socket))
         };
-        let (address, socket) =
-            open().map_err(|error: std::io::Error| Error::os("bind", format!("{ip}: {error}")))?;
+        let (address, socket) = open().map_err(|error: std::io::Error| {
+            Error::os("bind", format!("{ip}: {error}")).with_errno(&error)
+        })?;
         self.address.tcp = Some(address);
         self.sockets.push(socket.into());
         Ok(())
@@ -190,7 +191,7 @@ pub(crate) fn interface_address(interface: Option<&str>) -> Result<IpAddr> {
         return Ok(ip);
     }
     let all = || -> Result<Vec<(String, IpAddr)>> {
-        let all = if_addrs::get_if_addrs().map_err(|error| Error::os("getifaddrs", error))?;
+        let all = if_addrs::get_if_addrs().map_err(|error| Error::system("getifaddrs", error))?;
         Ok(all.into_iter().map(|interface| (interface.name.clone(), interface.ip())).collect())
     };
     match wanted {
@@ -253,7 +254,7 @@ fn choose(name: &str, all: &[(String, IpAddr)]) -> Option<IpAddr> {
 }
 
 fn os(call: &'static str) -> impl Fn(Errno) -> Error {
-    move |error| Error::os(call, error)
+    move |error| Error::system(call, error)
 }
 
 #[cfg(test)]

@@ -109,10 +109,11 @@ impl Engine {
         wake: Arc<Wake>,
         limits: &ConnectionLimits,
     ) -> Result<Engine> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| Error::os("epoll", error))?;
+        let epoll =
+            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| Error::system("epoll", error))?;
         let add = |fd: &OwnedFd, key: u64| {
             epoll::add(&epoll, fd, EventData::new_u64(key), EventFlags::IN)
-                .map_err(|error| Error::os("epoll", error))
+                .map_err(|error| Error::system("epoll", error))
         };
         add(&wake.event, WAKE)?;
         for (key, socket) in (LISTENER..).zip(&listener.sockets) {
@@ -187,7 +188,7 @@ impl Engine {
         let index = self.conns.len();
         let key = EventData::new_u64(FIRST_CONN + index as u64);
         epoll::add(&self.epoll, &conn.socket, key, EventFlags::IN)
-            .map_err(|error| Error::os("epoll", error))?;
+            .map_err(|error| Error::system("epoll", error))?;
         self.conns.push(Some(conn));
         Ok(index)
     }
@@ -252,7 +253,7 @@ impl Engine {
         let count = match epoll::wait(&self.epoll, &mut events, Some(&timeout)) {
             Ok(count) => count,
             Err(Errno::INTR) => 0,
-            Err(error) => return Err(Error::os("epoll", error)),
+            Err(error) => return Err(Error::system("epoll", error)),
         };
         for event in &events[..count] {
             let (key, flags) = (event.data.u64(), event.flags);
@@ -285,7 +286,7 @@ impl Engine {
         let flags = if self.listening { EventFlags::IN } else { EventFlags::empty() };
         for (key, socket) in (LISTENER..).zip(&listener.sockets).skip(1) {
             epoll::add(&self.epoll, socket, EventData::new_u64(key), flags)
-                .map_err(|error| Error::os("epoll", error))?;
+                .map_err(|error| Error::system("epoll", error))?;
         }
         Ok(())
     }

@@ -17,7 +17,7 @@ pub(crate) struct Wake {
 impl Wake {
     pub(crate) fn new() -> Result<Wake> {
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| Error::os("eventfd", error))?;
+            .map_err(|error| Error::system("eventfd", error))?;
         Ok(Wake { event, reason: Mutex::default() })
     }
 

@@ -115,7 +115,9 @@ impl Connection {
             let kind = cause.as_ref().map(io::Error::kind);
             closed += u32::from(kind == Some(ErrorKind::ConnectionAborted));
             if let (Some(ErrorKind::PermissionDenied), Some(cause)) = (kind, &cause) {
-                return Err(Error::os("connect", format!("the store server at {address}: {cause}")));
+                return Err(
+                    Error::os("connect", format!("the store server at {address}: {cause}")).with_errno(cause)
+                );
             }
             // A server of another protocol will not be replaced by a store.
             let hopeless = kind == Some(ErrorKind::InvalidData) || closed >= CLOSED;
@@ -131,12 +133,13 @@ impl Connection {
                 _ => None,
             };
             if hopeless || left.is_zero() || stop(warning.as_deref()) {
-                let cause = cause.map(|cause| cause.to_string()).unwrap_or_default();
+                let text = cause.as_ref().map(io::Error::to_string).unwrap_or_default();
                 let reason = format!(
-                    "no store server at {address} within {timeout:?}: {cause}; the rank that hosts it may not have \
+                    "no store server at {address} within {timeout:?}: {text}; the rank that hosts it may not have \
                      started, or have ended, or the address is wrong"
                 );
-                return Err(Error::os("connect", reason));
+                let error = Error::os("connect", reason);
+                return Err(cause.iter().fold(error, Error::with_errno));
             }
             std::thread::sleep(pause.min(left));
             pause = (pause * 2).min(LAST_RETRY);

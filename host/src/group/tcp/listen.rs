@@ -18,7 +18,7 @@ pub(super) fn listen(address: impl ToSocketAddrs + std::fmt::Debug) -> Result<Tc
             ErrorKind::PermissionDenied => "; take a port above 1023",
             _ => "",
         };
-        Error::os("bind", format!("store server at {address:?}: {error}{remedy}"))
+        Error::os("bind", format!("store server at {address:?}: {error}{remedy}")).with_errno(&error)
     })
 }
 
@@ -58,7 +58,7 @@ fn listen_loopback(port: u16) -> Result<Vec<TcpListener>> {
     loop {
         tries += 1;
         let listener = listen((*first, port))?;
-        let taken = listener.local_addr().map_err(|error| Error::os("getsockname", error))?.port();
+        let taken = listener.local_addr().map_err(|error| Error::system("getsockname", error))?.port();
         let rest: Result<Vec<TcpListener>> = others.iter().map(|ip| listen((*ip, taken))).collect();
         match rest {
             Ok(rest) => return Ok([listener].into_iter().chain(rest).collect()),

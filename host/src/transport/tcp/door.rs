@@ -182,7 +182,8 @@ impl Door {
             let address = listener.local_addr()?;
             Ok(Door { listener, address, token, secret: secret.clone(), strangers })
         };
-        open().map_err(|error: std::io::Error| Error::os("listen", format!("{ip}: {error}")))
+        open()
+            .map_err(|error: std::io::Error| Error::os("listen", format!("{ip}: {error}")).with_errno(&error))
     }
 
     pub(super) fn address(&self) -> String {
@@ -211,7 +212,7 @@ impl Door {
                 return Err(setup.ends(peer).error("connect", reason));
             }
             let ready = self.strangers.wait_readable(&self.listener, LOOK);
-            let ready = ready.map_err(|error| Error::os("poll", error))?;
+            let ready = ready.map_err(|error| Error::system("poll", error))?;
             for id in ready.strangers {
                 self.greet(id, setup, &mut accepted)?;
             }

@@ -59,7 +59,7 @@ impl Receivers {
                 }
             };
             let thread = spawn(format!("from {peer} q{queue}"), run);
-            receivers.readers.push((socket, thread.map_err(|error| Error::os("spawn thread", error))?));
+            receivers.readers.push((socket, thread.map_err(|error| Error::system("spawn thread", error))?));
         }
         Ok(receivers)
     }

@@ -150,7 +150,7 @@ impl TcpQueue {
             return Err(self.ends.error("put", reason));
         }
         let mut polled = [PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::OUT)];
-        wait_for(&mut polled, LOOK.min(left(deadline))).map_err(|error| Error::os("poll", error))
+        wait_for(&mut polled, LOOK.min(left(deadline))).map_err(|error| Error::system("poll", error))
     }
 
     /// Why the peer takes nothing any more, if so.

@@ -95,10 +95,10 @@ impl TcpStoreServer {
         terms: Terms,
         limits: &ConnectionLimits,
     ) -> Result<TcpStoreServer> {
-        let os = |call: &'static str| move |error: std::io::Error| Error::os(call, error);
+        let os = |call: &'static str| move |error: std::io::Error| Error::system(call, error);
         for listener in &listeners {
             // Once more, for the longer backlog: all ranks of a job connect at the same time.
-            rustix::net::listen(listener, BACKLOG).map_err(|error| Error::os("listen", error))?;
+            rustix::net::listen(listener, BACKLOG).map_err(|error| Error::system("listen", error))?;
             listener.set_nonblocking(true).map_err(os("set_nonblocking"))?;
         }
         let first = listeners.first().ok_or_else(|| Error::os("listen", "no address to listen at"))?;
