@@ -48,10 +48,15 @@ impl LowLatencyInputs {
         // Rows that are not there hold what they hold.
         let is_by_expert = case.combine_rows == CombineRows::ByExpert;
         let (of_experts, of_rows) = if is_by_expert { (experts * rows, 1) } else { (1, rows) };
-        let columns =
-            if case.combine_rows == CombineRows::InPool { row_stride(hidden * 2) / 2 } else { hidden };
         let by_expert = Tensor::alloc(device, DType::Bf16, &[of_experts, hidden])?;
-        let by_row = Tensor::alloc(device, DType::Bf16, &[of_rows, columns])?;
+        let by_row = if case.combine_rows == CombineRows::InPool {
+            // Gaps, and rows that are not there, are copied with the others, and never read.
+            let columns = row_stride(hidden * 2) / 2;
+            let all = vec![bf16::NAN; (rows * columns) as usize];
+            Tensor::from_host(stream, DType::Bf16, &[rows, columns], &all)?
+        } else {
+            Tensor::alloc(device, DType::Bf16, &[of_rows, hidden])?
+        };
         let write = |tensor: &Tensor<'_>, row: u64, values: &[bf16]| {
             let at = tensor.ptr().add(row * tensor.row_bytes());
             // SAFETY: the row is one of the tensor's, and no other code has the tensor yet.
