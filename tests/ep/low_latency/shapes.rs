@@ -47,6 +47,12 @@ fn rows_that_peers_gather_in_the_pool() {
             .check();
         }
     }
+    LowLatencyCase {
+        combine_rows: CombineRows::InPool,
+        rounds: 3,
+        ..LowLatencyCase::new(routing(&[5, 2], 2, 4, Style::WithHoles), 16)
+    }
+    .check_replayed(tier::pick(4, 20));
 }
 
 /// Blocks with more than two tokens to sum return rows meanwhile: ranks with many tokens, with few and

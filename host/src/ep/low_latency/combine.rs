@@ -153,7 +153,8 @@ impl Buffer {
             quantise: quantise.on_device(),
             spoils: self.options.nan_on_failure.into(),
         };
-        let uses = x.owner().cloned().into_iter().collect();
+        // Rows in the pool live as long as the buffer.
+        let uses = x.owner().filter(|_| !in_pool).cloned().into_iter().collect();
         // Readers on other streams must finish first: peers may overwrite the rows once this rank
         // has entered the combine.
         drop(received);
