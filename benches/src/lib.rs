@@ -28,7 +28,6 @@ pub mod sweep;
 mod timing;
 pub mod trace;
 mod version_1;
-mod watch;
 pub mod ways;
 
 use epoxide::driver::Device;
@@ -37,9 +36,9 @@ use epoxide::group::launch::run_threads;
 pub use epoxide_testing::low_latency::CombineRows;
 pub use error::{Error, Result};
 pub use estimate::Estimate;
+pub use measure::Watch;
 pub use plan::{Baseline, Effort, LowLatency, Plan, TIMEOUT};
 pub use shapes::Shapes;
-pub use watch::Watch;
 
 /// Measures all that a plan asks for on ranks that are threads of this process; `open` makes the
 /// device of a rank. The points, and what each rank measured in the first run.

@@ -18,7 +18,23 @@ use crate::bench::Bench;
 use crate::measured::{RankResult, Samples, Times, TracedCall, WireCount};
 use crate::puts::Poster;
 use crate::results::{Kernels, PhaseName, seconds_since_1970};
-use crate::{Baseline, Effort, Plan, TIMEOUT, Watch, low_latency};
+use crate::{Baseline, Effort, Plan, TIMEOUT, low_latency};
+
+/// Receives the progress of a measurement, from every rank of this process that measures.
+pub trait Watch: Sync {
+    /// Rank `rank` begins with this.
+    fn doing(&self, rank: u32, what: &str) {
+        let _ = (rank, what);
+    }
+
+    /// Rank `rank` has done one more of the measurement's steps.
+    fn step(&self, rank: u32) {
+        let _ = rank;
+    }
+}
+
+/// No progress reports.
+impl Watch for () {}
 
 /// Puts that a trace has room for, of each queue.
 const TRACED_PUTS: usize = 1 << 16;

@@ -7,13 +7,14 @@
 
 use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use epoxide::driver::Event;
 use epoxide::throughput::{CombineRequest, Combined, DispatchLayout, DispatchRequest, PoolRows, Received};
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::compare;
 use epoxide_testing::harness::Rank as Rig;
+use epoxide_testing::neighbour::Neighbour;
 use epoxide_testing::oracle::{Plan, Routing, Style};
 use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};
 use epoxide_testing::roundtrip::{Case, Expected, compare_weights};
@@ -25,13 +26,9 @@ use crate::output::{Voice, complain, duration, json};
 use crate::ranks::{self, Placement, Rank, Run};
 use crate::stop::{Result, Stop};
 
-mod beside;
-mod clock;
 mod low_latency;
 mod report;
 
-use beside::Beside;
-use clock::Clock;
 use report::{ConfigReport, HighThroughput, Publish, RankReport, Ranks, Report};
 
 const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024, num_sms: None };
@@ -623,6 +620,41 @@ impl Marks {
             Some([start, end]) => Ok(start.elapsed_ms(end)?),
             _ => Ok(0.0),
         }
+    }
+}
+
+/// Wall time between calls.
+struct Clock(Instant);
+
+impl Clock {
+    /// Seconds since the last call, or the start.
+    fn lap(&mut self) -> f64 {
+        let seconds = self.0.elapsed().as_secs_f64();
+        self.0 = Instant::now();
+        seconds
+    }
+}
+
+/// Threads that use the rank's device as other libraries do, if a flag asks for them.
+struct Beside(Option<Neighbour>);
+
+impl Beside {
+    fn start(rank: &Rank, is_wanted: bool) -> Beside {
+        // An interpreter has no cycles to spare.
+        let pause = Duration::from_micros(if rank.device.info().is_virtual { 5_000 } else { 100 });
+        Beside(is_wanted.then(|| Neighbour::start(&rank.device, pause)))
+    }
+
+    /// Ends the threads, and with them a test that has passed. Buffers live until then: no rank
+    /// leaves while another still uses its pool.
+    fn end(self, rank: &Rank, voice: &Voice) -> Result<()> {
+        if let Some(neighbour) = self.0 {
+            let calls = rank.gather(neighbour.stop().map_err(Stop::from))?.iter().sum::<u64>();
+            voice.line(format!("[neighbour] OK ({calls} rounds of its threads beside all of this)"));
+        }
+        rank.gather(Ok(()))?;
+        voice.line("PASS");
+        Ok(())
     }
 }
 

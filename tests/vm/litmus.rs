@@ -10,7 +10,7 @@ use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use epoxide_testing::litmus::many;
-use epoxide_testing::litmus::memory::{BYTES, NO_RESULT, RESULTS, Wanted};
+use epoxide_testing::litmus::program::{BYTES, NO_RESULT, RESULTS, Wanted};
 use epoxide_testing::litmus::program::{Form, Program};
 use epoxide_testing::litmus::table::{NEVER_REACHED, NOT_SHOWN, RACY_ELSEWHERE, TESTS, Test, Verdict};
 use epoxide_testing::tier;

@@ -7,7 +7,7 @@ use epoxide::low_latency::{Buffer, Options, Place, Quantise, Shape};
 use epoxide_testing::low_latency::{CombineRows, LowLatencyCase, LowLatencyInputs, LowLatencyRank};
 use epoxide_testing::roundtrip::Case;
 
-use super::exchange::{Exchange, link_rows};
+use super::{Exchange, link_rows};
 use crate::TIMEOUT;
 use crate::bench::Bench;
 use crate::low_latency::Recorded;

@@ -6,20 +6,49 @@
 //! that, which is not timed: its figures are of the exchange alone, less than a user would see. The
 //! page docs/BENCH-METHOD.md lists the advantages of each side.
 
-mod exchange;
 mod low_latency;
 mod nccl;
 
 use epoxide::Result;
+use epoxide::driver::Stream;
 use epoxide_testing::roundtrip::Case;
 
-use self::exchange::Exchange;
 use self::low_latency::LowLatency;
 pub(crate) use self::nccl::Nccl;
 use crate::Baseline;
 use crate::bench::Bench;
 use crate::measured::WaySamples;
 use crate::results::Way;
+
+/// A way on one rank: its calls enqueue, and wait for nothing that the device does.
+pub(crate) trait Exchange {
+    /// Tokens to their experts' ranks.
+    fn dispatch(&self, stream: &Stream) -> Result<()>;
+
+    /// And back.
+    fn combine(&self, stream: &Stream) -> Result<()>;
+
+    /// Whether each combine answers a dispatch of its own.
+    fn in_pairs(&self) -> bool {
+        false
+    }
+
+    /// Returns an error that happened on the device.
+    fn check(&self) -> Result<()>;
+
+    /// Bytes that others send this rank in a dispatch and in a combine, at the least.
+    fn link_bytes(&self) -> (u64, u64);
+}
+
+/// Rows of a dispatch and of a combine that others send a rank.
+pub(crate) fn link_rows(case: &Case, rank: u32) -> (u64, u64) {
+    let (routing, ranks) = (&case.routing, case.routing.num_ranks());
+    let sent = |from: u32, to: u32| {
+        (0..routing.num_tokens(from)).filter(|&token| routing.hits(from, token, to)).count() as u64
+    };
+    let others = || (0..ranks).filter(|&other| other != rank);
+    (others().map(|other| sent(other, rank)).sum(), others().map(|other| sent(rank, other)).sum())
+}
 
 impl Baseline {
     /// Whether this program has it and this machine too.

@@ -14,7 +14,7 @@ use epoxide_testing::payload::{bytes_of, mix};
 use epoxide_testing::roundtrip::Case;
 use half::bf16;
 
-use super::exchange::{Exchange, link_rows};
+use super::{Exchange, link_rows};
 use crate::TIMEOUT;
 use crate::bench::{RETURNED, ROWS};
 

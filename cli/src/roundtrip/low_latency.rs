@@ -10,9 +10,8 @@ use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
 use rand::Rng;
 
-use super::beside::Beside;
-use super::clock::Clock;
 use super::report::{ConfigReport, LowLatencyRankReport, Publish, Ranks};
+use super::{Beside, Clock};
 use crate::options::{RowType, Setup};
 use crate::output::Voice;
 use crate::ranks::{Rank, Run};

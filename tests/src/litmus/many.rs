@@ -6,7 +6,7 @@
 
 use std::fmt::Write;
 
-use super::memory::{LOCATIONS, NO_RESULT, RESULTS, Wanted};
+use super::program::{LOCATIONS, NO_RESULT, RESULTS, Wanted};
 
 /// Most instances of a launch.
 pub const INSTANCES: u64 = 8192;

@@ -2,6 +2,5 @@
 //! [`program`] makes PTX of one, [`many`] of very many instances of it in one launch.
 
 pub mod many;
-pub mod memory;
 pub mod program;
 pub mod table;

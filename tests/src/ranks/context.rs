@@ -4,7 +4,7 @@ use std::panic::resume_unwind;
 use std::sync::{Arc, OnceLock};
 
 use super::noted::Noted;
-use super::skip::{Skip, SkipCode};
+use super::outcome::{Skip, SkipCode};
 use super::slot::Slot;
 use epoxide::Result;
 use epoxide::group::ProcessGroup;

@@ -38,17 +38,14 @@ mod processes;
 mod report;
 mod run;
 mod session;
-mod skip;
 mod slot;
-mod started;
 mod threads;
 mod trace;
 mod verdict;
 
 pub use context::Context;
-pub use outcome::Outcome;
+pub use outcome::{Outcome, SkipCode};
 pub use report::{End, Failed, Kind, RankReport};
 pub use run::Run;
 pub use session::Session;
-pub use skip::SkipCode;
 pub use verdict::IntoVerdict;

@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::time::{Duration, SystemTime};
 
 use super::outcome::Outcome;
-use super::skip::SkipCode;
+use super::outcome::SkipCode;
 use super::verdict::Verdict;
 use epoxide::group::launch::RankExit;
 

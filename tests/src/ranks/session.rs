@@ -12,16 +12,35 @@ use super::context::Context;
 use super::outcome::Outcome;
 use super::processes::Processes;
 use super::report::{End, Failed, Kind, RankReport, evaluate};
-use super::started::Ranks;
 use super::threads::Threads;
 use super::trace;
-use super::verdict::{IntoVerdict, judge};
+use super::verdict::{IntoVerdict, RankMain, judge};
 
 /// How long the other ranks get to end after a rank has failed. They end as soon as they see it, so
 /// only ranks that hang take this long.
 const SETTLE: Duration = Duration::from_secs(30);
 /// How long the others get to skip a test that a rank has skipped, before the group is given up.
 const SKIP_SETTLE: Duration = Duration::from_secs(1);
+
+/// Started ranks of any kind, as the test sees them.
+pub(super) trait Ranks: std::fmt::Debug {
+    /// How many there are.
+    fn size(&self) -> u32;
+    /// Has all ranks run the test of this number.
+    fn begin(&mut self, number: u64, rank_main: Arc<RankMain>);
+    /// The ranks that are through with it since the last call; waits up to `timeout` for one.
+    fn wait(&mut self, timeout: Duration) -> Vec<(u32, End, SystemTime)>;
+    /// Tells the ranks what came of it on all of them.
+    fn conclude(&mut self, outcome: &Outcome);
+    /// Gives the group up.
+    fn give_up(&self, reason: &str);
+    /// State of the rank's thread.
+    fn trace(&mut self, rank: u32, end: Instant) -> String;
+    /// The rank's last operation.
+    fn operation(&self, rank: u32) -> String;
+    /// The last of what it printed.
+    fn output(&self, rank: u32) -> String;
+}
 
 /// How the ranks are started, and for how long they may run.
 #[derive(Debug, Clone)]

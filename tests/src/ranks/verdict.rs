@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::capture::{self, Panic};
 use super::context::Context;
-use super::skip::{Skip, SkipCode};
+use super::outcome::{Skip, SkipCode};
 use epoxide::internal::launch::panic_text;
 
 /// Result of a rank's function: nothing, or a result whose error fails the test.

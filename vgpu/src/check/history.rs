@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use super::clock::{self, Key};
-use super::place::Place;
+use super::watch::Place;
 use crate::ir::{Scope, Sem};
 
 /// Strong writes that are kept of a location.

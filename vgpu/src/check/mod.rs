@@ -22,7 +22,7 @@
 //! | `known.rs` | what has happened before some point |
 //! | `shadow.rs` | for every word, who wrote and who read it |
 //! | `block.rs` | what the lanes of a block know, and how they learn it |
-//! | `watch.rs`, `place.rs` | what the interpreter calls, and where an access goes |
+//! | `watch.rs` | what the interpreter calls, and where an access goes |
 //! | `world.rs` | all of it together, and what the host does |
 //! | `checker.rs` | what a program calls |
 //! | `stores.rs` | how many bytes kernels store and how often they load, where, for tests that count |
@@ -32,19 +32,16 @@
 pub(crate) mod block;
 mod checker;
 pub(crate) mod clock;
-mod config;
 pub(crate) mod grids;
 pub(crate) mod history;
 mod known;
-pub(crate) mod place;
 pub(crate) mod report;
 pub(crate) mod shadow;
 mod stores;
 pub(crate) mod watch;
 pub(crate) mod world;
 
-pub use checker::{Checker, host_meets};
-pub use config::CheckConfig;
+pub use checker::{CheckConfig, Checker, host_meets};
 pub(crate) use known::Known;
 pub use known::{Past, Timeline};
 pub use stores::{Loaded, Stored};

@@ -7,12 +7,26 @@ use super::clock::{self, Key};
 use super::grids::Grids;
 use super::history::Wait;
 use super::known::{GLOBAL, Knows, SHARED};
-use super::place::Place;
 use super::report;
 use super::shadow::{Accessor, How, Record, Shadow, Trouble};
 use super::world::World;
 use crate::fault::FaultKind;
 use crate::ir::{Fence, Scope, Sem};
+
+/// Where an access goes: memory that is watched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    Global {
+        shadow: u32,
+        offset: u64,
+    },
+    /// Offset in the shared window.
+    Shared {
+        offset: u64,
+    },
+    /// A lane's own, or constant.
+    Private,
+}
 
 /// A bulk copy as it is issued.
 pub(crate) struct Copy {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::thread::ThreadId;
 
 use super::block::{Release, Releases};
+use super::checker::CheckConfig;
 use super::clock::{self, Key};
-use super::config::CheckConfig;
 use super::grids::{GridFacts, Grids};
 use super::history::History;
 use super::known::{Known, Knows, Timeline};

@@ -2,8 +2,8 @@
 
 use super::lanes::{lanes, mask_of, put};
 use super::state::{BlockState, Exec, Flow, GroupState, Run, Stop, stop};
-use crate::check::place::Place;
 use crate::check::shadow::How;
+use crate::check::watch::Place;
 use crate::check::watch::Watch;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{

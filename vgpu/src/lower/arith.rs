@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::emit::{Emit, simple};
+use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
 use crate::ast::Operand;
 use crate::exec::lanes::{

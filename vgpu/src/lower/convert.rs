@@ -2,7 +2,7 @@
 
 use half::f16;
 
-use super::emit::{Emit, simple};
+use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
 use crate::exec::lanes::{Lane, Role, Sig, Spec, every_lane, lanes, op1, op2};
 use crate::float::{self, Format, Overflow, Round};

@@ -1,12 +1,29 @@
 //! Decoding of an opcode to the function that handles its operands.
 
-use super::emit::{Emit, plain};
 use super::state::{Lower, Lowered, Patch, timer_register};
 use super::types::{Mods, Ty};
 use super::{arith, call, convert, extended, matrix, mem, sync};
 use crate::ast::{Operand, Pos};
-use crate::exec::lanes::{Lane, Role, Sig, lanes, op1};
+use crate::exec::lanes::{Lane, Role, Sig, Spec, lanes, op1};
 use crate::ir::{File, Op, Regs, SINK};
+
+/// Takes the operands of an instruction with a decoded opcode, and adds the instruction to the
+/// code.
+pub(super) type Emit = Box<dyn Fn(&mut Lower, &[(Operand, Pos)]) -> Lowered<()>>;
+
+/// An instruction without anything to do at run time but `op`; its operands are only counted.
+pub(super) fn plain(op: Op, operands: usize) -> Emit {
+    Box::new(move |l, ops| {
+        l.count(ops, operands..=operands)?;
+        l.push(op);
+        Ok(())
+    })
+}
+
+/// An instruction whose operands are those of its [`Spec`].
+pub(super) fn simple(spec: Spec) -> Emit {
+    Box::new(move |l, ops| l.alu(&spec, ops, &[]))
+}
 
 /// Decodes an opcode with its modifiers. The error names the unsupported part.
 pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {

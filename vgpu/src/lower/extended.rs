@@ -1,6 +1,6 @@
 //! Arithmetic that needs more than one operation of the host: multiply-add in a carry chain.
 
-use super::emit::Emit;
+use super::decode::Emit;
 use super::types::{Mods, Ty};
 use crate::exec::lanes::{Lane, Spec, op_carry, op2};
 use crate::ir::{CARRY, File, Init, SINK};

@@ -5,7 +5,7 @@
 //! `2 (t % 4)` and the next of row `t / 4`; with `.trans`, of column `t / 4`. So each lane gets the
 //! addresses of its rows by shuffles, and then accesses shared memory by itself.
 
-use super::emit::Emit;
+use super::decode::Emit;
 use super::state::{Lower, Lowered};
 use super::types::Mods;
 use crate::ast::{Operand, Pos};

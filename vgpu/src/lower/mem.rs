@@ -1,6 +1,6 @@
 //! Decoding of loads, stores, atomics, address-space instructions and cache hints.
 
-use super::emit::{Emit, plain, simple};
+use super::decode::{Emit, plain, simple};
 use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
 use crate::ast::{Operand, Pos};

@@ -1,6 +1,6 @@
 //! Decoding of fences, barriers, warp-wide instructions and bulk copies.
 
-use super::emit::Emit;
+use super::decode::Emit;
 use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
 use crate::ast::{Operand, Pos};

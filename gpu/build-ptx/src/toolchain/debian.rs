@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use super::compiler::Compiler;
+use super::Compiler;
 use crate::debs;
 use crate::workspace::{self, Workspace, capture};
 

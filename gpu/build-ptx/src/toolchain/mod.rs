@@ -3,18 +3,52 @@
 //! No toolchain ships a prebuilt `core` for nvptx64, so the compiler must come with the source of
 //! its own library.
 
-mod compiler;
 mod debian;
 pub mod rustup;
 
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
 use anyhow::{Context, Result, bail};
 
-pub use compiler::Compiler;
-
-use crate::workspace::{self, Workspace};
+use crate::workspace::{self, Workspace, capture};
 
 /// Names a compiler to use as it is, before any other.
 pub const OVERRIDE: &str = "EPOXIDE_KERNEL_RUSTC";
+
+/// A rustc that comes with the source of its library.
+#[derive(Clone, Debug)]
+pub struct Compiler {
+    /// The program.
+    pub rustc: PathBuf,
+    /// Output of its `-V`.
+    pub version: String,
+    /// The folder with `core`, `alloc` and `std`.
+    pub library: PathBuf,
+    /// Where we found it, in words.
+    pub origin: &'static str,
+}
+
+impl Compiler {
+    /// Runs a compiler's `-V`, and checks that the library source lies beside it.
+    fn probe(rustc: &Path, origin: &'static str) -> Result<Self> {
+        let ask = |arguments: &[&str]| {
+            let mut command = Command::new(rustc);
+            command.args(arguments).env_remove("RUSTUP_TOOLCHAIN");
+            capture(&mut command)
+        };
+        let version = ask(&["-V"])?;
+        let library = Path::new(&ask(&["--print", "sysroot"])?).join("lib/rustlib/src/rust/library");
+        if !library.join("core/Cargo.toml").is_file() {
+            bail!(
+                "{} has no rust-src: {} is missing",
+                rustc.display(),
+                library.join("core/Cargo.toml").display()
+            );
+        }
+        Ok(Self { rustc: rustc.to_owned(), version, library, origin })
+    }
+}
 
 /// A compiler that is already on this machine; `Ok(None)` where there is none.
 pub fn installed(ws: &Workspace) -> Result<Option<Compiler>> {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use super::compiler::Compiler;
+use super::Compiler;
 use crate::workspace::capture;
 
 /// The toolchain that compiles kernels: rustup's name for the release that the committed PTX is of.

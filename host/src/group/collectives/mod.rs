@@ -2,7 +2,6 @@
 //! what is large.
 
 pub(super) mod blocks;
-mod exchange;
 pub(crate) mod p2p;
 mod reductions;
 mod rooted;

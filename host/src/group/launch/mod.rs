@@ -6,7 +6,6 @@ pub(crate) mod exit;
 mod heart;
 mod launchers;
 mod leftovers;
-mod phase;
 pub(crate) mod plan;
 pub(crate) mod port;
 mod processes;

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use super::child::{die_with_parent, heed_interrupts};
 use super::exit::{FirstFailure, LaunchEnd, RankExit};
 use super::launchers::{Interrupted, Launchers, Trouble};
-use super::phase::Phase;
 use super::plan::Launch;
 use super::port::HeldPort;
 use super::rank_environment::RankEnvironment;
@@ -25,6 +24,30 @@ use crate::own_file;
 
 /// How often the other nodes are asked how they are.
 const ASK: Duration = Duration::from_millis(100);
+
+/// How far the end of a launch has come; its parts follow each other in this order.
+#[derive(Clone, Copy)]
+enum Phase {
+    Running,
+    /// A rank has failed; the others may end by themselves until then.
+    Settling(Instant),
+    /// They were asked to end and may take until then.
+    Ending(Instant),
+    /// They were killed, and must be gone by then.
+    Killed(Instant),
+}
+
+impl Phase {
+    /// How long until something has to be done.
+    fn left(self) -> Option<Duration> {
+        match self {
+            Phase::Settling(end) | Phase::Ending(end) | Phase::Killed(end) => {
+                Some(end.saturating_duration_since(Instant::now()))
+            }
+            Phase::Running => None,
+        }
+    }
+}
 
 /// How one start of the ranks ended.
 struct Attempt {

@@ -8,8 +8,8 @@ use std::time::Instant;
 use rustix::net::sockopt;
 
 use super::frame::{MAX_REASON, refusal, word32, word64};
+use super::left;
 use super::receiver::Incoming;
-use super::wait::left;
 use crate::error::{Error, Result};
 use crate::foreign::quoted;
 use crate::group::secret::{

@@ -7,7 +7,11 @@ mod receiver;
 mod sender;
 #[cfg(test)]
 mod tests;
-mod wait;
+
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, Timespec, poll};
+use rustix::io::Errno;
 
 use self::door::{Door, dial};
 pub use self::door::{fuzz_tcp_hello, sample_tcp_hello};
@@ -51,4 +55,19 @@ fn make_links(
         links.push(Link { peer, index, queue: Box::new(TcpQueue::new(setup, ends, socket, signer)?) });
     }
     Ok((links, Receivers::start(setup, incoming)?))
+}
+
+/// The time until a deadline, at least 1 ms.
+fn left(deadline: Instant) -> Duration {
+    // Zero would mean for ever.
+    deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
+}
+
+/// Waits for one of the sockets, or until the time is over.
+fn wait_for(polled: &mut [PollFd<'_>], timeout: Duration) -> Result<(), Errno> {
+    let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
+    match poll(polled, Some(&timeout)) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(error) => Err(error),
+    }
 }

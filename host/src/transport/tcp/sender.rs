@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use super::frame::{FAREWELL, GOODBYE, MAX_REASON, signed_header, word32};
-use super::wait::{left, wait_for};
+use super::{left, wait_for};
 use crate::driver::Memory;
 use crate::error::{Error, Result};
 use crate::foreign::quoted;
