@@ -137,7 +137,7 @@ fn sweep(ranks: u32, go_on: impl Fn(&mut Rank, &dyn ProcessGroup) + Sync) {
     assert!(!told, "it was in time");
     let points = tier::pick(8, 120);
     let told = (0..points).filter(|point| stopped_combine(ranks, executed * point / points, &go_on).0);
-    // Of the instructions of a combine those in front of the last row are most.
+    // Most instructions of a combine lie in front of its last row.
     assert!(told.count() as u64 * 3 > points, "nearly never told");
 }
 

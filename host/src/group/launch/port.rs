@@ -12,9 +12,9 @@ use crate::error::{Error, Result};
 /// A free TCP port of this host, held until this is dropped.
 ///
 /// The port is bound, for IPv4 and IPv6, but not listened on. Meanwhile the kernel assigns it to no
-/// socket that asks for any port, neither to bind nor to connect from. A server that asks for this very port with
-/// `SO_REUSEADDR`, as the servers of Rust's standard library, PyTorch and libuv do, gets it. The
-/// port can be used again after the server has closed it.
+/// socket that asks for any port, neither to bind nor to connect from. A server that asks for this
+/// very port with `SO_REUSEADDR`, as the servers of Rust's standard library, PyTorch and libuv do,
+/// gets it. The port can be used again after the server has closed it.
 ///
 /// So no program comes by the port by chance. A process that tries all ports with `SO_REUSEADDR`
 /// can take it as long as no socket listens, even as another user. The server then fails with
