@@ -3,6 +3,8 @@
 use std::io::{BufRead, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
@@ -35,6 +37,8 @@ pub fn configure(qemu: &mut Command, cpus: u32, memory: u64, kernel: &Path, init
 pub struct Machine {
     qemu: Child,
     log: JoinHandle<Option<u8>>,
+    /// The guest has written its last line.
+    over: Arc<AtomicBool>,
 }
 
 impl Machine {
@@ -47,29 +51,36 @@ impl Machine {
         qemu.stderr(file.try_clone()?);
         let mut qemu = qemu.spawn().context("cannot start qemu-system-x86_64")?;
         let serial = qemu.stdout.take().context("no pipe from QEMU")?;
+        let over = Arc::<AtomicBool>::default();
+        let is_over = over.clone();
         let read = move || {
-            let (mut code, mut over) = (None, false);
+            let mut code = None;
             for line in BufReader::new(serial).split(b'\n').map_while(|line| line.ok()) {
                 let line = plain(&String::from_utf8_lossy(&line));
                 // A log that cannot be written or read by anyone does not stop the machine.
                 let _ = writeln!(file, "{line}");
                 if let Some(word) = line.strip_prefix(EXIT) {
                     // Later kernel messages go to the log alone.
-                    over = true;
+                    is_over.store(true, Ordering::Release);
                     code = word.trim().parse().ok();
                 }
-                if !over {
+                if !is_over.load(Ordering::Acquire) {
                     let _ = writeln!(std::io::stdout(), "{prefix}{line}");
                 }
             }
             code
         };
-        Ok(Machine { qemu, log: std::thread::spawn(read) })
+        Ok(Machine { qemu, log: std::thread::spawn(read), over })
     }
 
     /// Whether it has ended.
     pub fn ended(&mut self) -> bool {
         !matches!(self.qemu.try_wait(), Ok(None))
+    }
+
+    /// Whether it has ended without a last line: its kernel has crashed, say.
+    pub fn crashed(&mut self) -> bool {
+        self.ended() && self.log.is_finished() && !self.over.load(Ordering::Acquire)
     }
 
     /// The program's exit code; none where the machine did not get that far. Switches it off if it
@@ -120,6 +131,19 @@ mod tests {
         assert_eq!(boots("echo a line; printf 'RDMA-VM-EXIT 3\\r\\n'"), Some(3));
         assert_eq!(boots("echo RDMA-VM-EXIT vm"), None);
         assert_eq!(boots("echo kernel panic; exit 0"), None);
+    }
+
+    #[test]
+    fn a_machine_without_a_last_line_has_crashed() {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        for (script, has_crashed) in [("printf 'RDMA-VM-EXIT 0\\r\\n'", false), ("echo kernel panic", true)] {
+            let qemu = &mut Command::new("sh");
+            let mut machine = Machine::boot(qemu.args(["-c", script]), log.path(), String::new()).unwrap();
+            while !machine.ended() || !machine.log.is_finished() {
+                std::thread::yield_now();
+            }
+            assert_eq!(machine.crashed(), has_crashed, "{script}");
+        }
     }
 
     #[test]

@@ -133,7 +133,11 @@ fn boot_and_wait(ws: &Workspace, options: Options) -> Result<Vec<Option<u8>>> {
         let prefix = if vms > 1 { format!("vm{vm}| ") } else { String::new() };
         machines.push(Machine::boot(&mut qemu, &logs.join(format!("vm{vm}.log")), prefix)?);
     }
-    while !machines.iter_mut().all(Machine::ended) && Instant::now() < deadline {
+    // The others would wait for one that has crashed.
+    while !machines.iter_mut().all(Machine::ended)
+        && !machines.iter_mut().any(Machine::crashed)
+        && Instant::now() < deadline
+    {
         std::thread::sleep(Duration::from_millis(20));
     }
     let codes: Vec<Option<u8>> = machines.into_iter().map(Machine::finish).collect();
@@ -149,7 +153,7 @@ fn boot_and_wait(ws: &Workspace, options: Options) -> Result<Vec<Option<u8>>> {
             Some(0) => {}
             Some(code) => eprintln!("vm{vm}: the program's exit code is {code}; log {}", ws.display(&log)),
             None => eprintln!(
-                "vm{vm}: did not come up, or not to an end within {} s; log {}",
+                "vm{vm}: did not come up, or not to an end within {} s, or another one crashed; log {}",
                 options.timeout,
                 ws.display(&log)
             ),
