@@ -9,7 +9,7 @@ use std::time::Duration;
 use epoxide::driver::cuda::{CudaDevice, devices};
 use epoxide::driver::{Device, Event, Stream};
 use epoxide::group::ProcessGroup;
-use epoxide::group::launch::run_threads;
+use epoxide::group::run_threads;
 use epoxide::internal::{CeilingShape, Direction, launch_ceiling};
 use epoxide::throughput::{Buffer, Options, Shape};
 use epoxide::{Error, Result};

@@ -15,7 +15,7 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, Kernel, Stream};
-use epoxide::group::launch::run_threads;
+use epoxide::group::run_threads;
 use epoxide::throughput::{self, Buffer, CombineRequest, Counts, DispatchHandle, DispatchRequest, Place};
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};

@@ -31,7 +31,7 @@ mod version_1;
 pub mod ways;
 
 use epoxide::driver::Device;
-use epoxide::group::launch::run_threads;
+use epoxide::group::run_threads;
 
 pub use epoxide_testing::low_latency::CombineRows;
 pub use error::{Error, Result};

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use epoxide::driver::Stream;
-use epoxide::group::launch::run_threads;
+use epoxide::group::run_threads;
 use epoxide::throughput::{Buffer, Options, Shape};
 use epoxide::{StreamOrder, TypedTensor};
 use epoxide_gpu::layout::FEW_RANKS;
@@ -220,7 +220,7 @@ fn cuda() -> Vec<Finding> {
 }
 
 fn nccl() -> Vec<Finding> {
-    epoxide::nccl::doctor().into_iter().map(from_outcome).collect()
+    epoxide_nccl::doctor().into_iter().map(from_outcome).collect()
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use clap::{Subcommand, value_parser};
 use epoxide::driver::virt::VirtualGpu;
 use epoxide::driver::{Device, Stream};
 use epoxide::group::ProcessGroup;
-use epoxide::group::launch::run_threads;
+use epoxide::group::run_threads;
 use epoxide::internal::{JSON, read_text, read_text_file};
 use epoxide::throughput::{Buffer, Config, DispatchRequest, Options, Shape};
 use epoxide::{DType, Element, StreamOrder, Tensor, TypedTensor};

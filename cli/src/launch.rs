@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-use epoxide::internal::launch::{Launch, LaunchEnd, Nodes, Signals, Sinks};
+use epoxide_launch::{Launch, LaunchEnd, Nodes, Signals, Sinks};
 
 use crate::stop::{Result, Stop};
 

@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use epoxide::driver::Device;
 use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
-use epoxide::group::launch::{RankExit, current_exe, run_threads};
+use epoxide::group::run_threads;
 use epoxide::group::{Member, ProcessGroup, Rendezvous};
 use epoxide::internal::group::member_of;
-use epoxide::internal::launch::{Launch, Signals};
+use epoxide_launch::{Launch, Signals};
+use epoxide_launch::{RankExit, current_exe};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

@@ -3,6 +3,8 @@
 
 pub mod fuzz;
 
+/// Process groups and stores.
+pub use epoxide_group::internal as group;
 pub use epoxide_vgpu::Schedule;
 
 pub use crate::bounded::{JSON, PTX, read_text, read_text_file};
@@ -73,78 +75,6 @@ pub mod driver {
         // SAFETY: passed on to the caller.
         unsafe { stream.copy_ends(dst, src, bytes) }
     }
-}
-
-/// Process groups and stores.
-pub mod group {
-    use std::net::TcpListener;
-    use std::time::Duration;
-
-    pub use crate::group::call::{Call, CallResult, Operation, P2p};
-    pub use crate::group::recorder::{Entry, State};
-    pub use crate::group::tcp::TcpStoreServer;
-
-    use crate::Result;
-    use crate::group::{
-        ConnectionLimits, FileStore, HashStore, JobSecret, Member, MeshGroup, ReduceOp, TcpStore,
-    };
-
-    /// All operations of reductions.
-    pub const REDUCE_OPS: [ReduceOp; 8] = ReduceOp::ALL;
-
-    /// The last operations of a group, oldest first.
-    pub fn flight_record(group: &MeshGroup) -> Vec<Entry> {
-        group.flight_record()
-    }
-
-    /// [`Member::detect`] in an environment of the caller's.
-    ///
-    /// # Errors
-    /// The same.
-    pub fn member_of(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Member>> {
-        Member::from_variables(variable)
-    }
-
-    /// Has every wait for the store fail with this reason, from now on.
-    pub fn poison(store: &HashStore, reason: &str) {
-        store.poison(reason);
-    }
-
-    /// Has every wait for the store fail with this reason, in all processes.
-    ///
-    /// # Errors
-    /// Errors of the file system.
-    pub fn poison_files(store: &FileStore, reason: &str) -> Result<()> {
-        store.poison(reason)
-    }
-
-    /// [`TcpStore::host_with`] on a socket that listens already.
-    ///
-    /// # Errors
-    /// Errors of the operating system.
-    pub fn host_on(
-        listener: TcpListener,
-        timeout: Duration,
-        linger: Duration,
-        secret: Option<&JobSecret>,
-        limits: &ConnectionLimits,
-    ) -> Result<TcpStore> {
-        TcpStore::host_on(listener, timeout, linger, secret, limits)
-    }
-}
-
-/// The launcher of the command `epoxide launch`.
-pub mod launch {
-    pub use crate::group::launch::child::{die_with_parent, heed_interrupts};
-    pub use crate::group::launch::exit::{FirstFailure, LaunchEnd};
-    pub use crate::group::launch::plan::{Launch, Nodes};
-    pub use crate::group::launch::port::HeldPort;
-    pub use crate::group::launch::rank_environment::RankEnvironment;
-    pub use crate::group::launch::relay::Sinks;
-    pub use crate::group::launch::signals::Signals;
-    pub use crate::group::launch::store_directory::StoreDirectory;
-    pub use crate::group::launch::threads::panic_text;
-    pub use crate::group::launch::watched::Process;
 }
 
 /// Queues of puts between nodes.

@@ -22,7 +22,7 @@
 //!
 //! use epoxide::driver::Stream;
 //! use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-//! use epoxide::group::launch::run_threads;
+//! use epoxide::group::run_threads;
 //! use epoxide::half::bf16;
 //! use epoxide::throughput::*;
 //! use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
@@ -66,7 +66,7 @@
 //! use epoxide::driver::Stream;
 //! use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 //! use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
-//! use epoxide::group::launch::run_threads;
+//! use epoxide::group::run_threads;
 //! use epoxide::half::bf16;
 //! use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
 //!
@@ -143,7 +143,6 @@
 //! | none | the virtual GPU; no system library |
 //! | `cuda` | NVIDIA GPUs: `driver::cuda`. Starts without a driver, and builds without a CUDA toolkit once `CUDA_LIBRARY_PATH` is set as below |
 //! | `rdma` | the transport over ibverbs ([`TransportKind::Verbs`](transport::TransportKind)). Starts where `libibverbs.so.1` is |
-//! | `nccl` | a communicator of NVIDIA's NCCL for whatever else is to be sent, with deadlines and abort: the module `nccl`. Starts without libnccl |
 //!
 //! Without a CUDA toolkit the feature `cuda` builds with these lines, in the folder of your crate.
 //! The lines give the linker a file that sends it to the C library; the driver is found when the
@@ -158,23 +157,22 @@
 mod bounded;
 pub mod driver;
 mod ep;
-mod error;
-mod foreign;
-pub mod group;
 #[doc(hidden)]
 pub mod internal;
 pub mod low_latency;
-#[cfg(feature = "nccl")]
-pub mod nccl;
-mod own_file;
 pub mod throughput;
 pub mod transport;
-mod virtual_time;
+
+use epoxide_base::{error, foreign, virtual_time};
 
 pub use ep::{DType, Element, ExpertId, ExpertMap, Placement, StreamOrder, Tensor, TypedTensor};
-pub use error::{Error, Result, Scope};
+#[doc(inline)]
+pub use epoxide_base::{Error, Result, Scope};
 
 /// The device side: kernels and how they are launched, the structs that they share with the host.
 pub use epoxide_gpu as gpu;
+/// Process groups: how ranks find each other and agree before they share memory.
+#[doc(inline)]
+pub use epoxide_group as group;
 /// The crate whose [`bf16`](half::bf16) tensors hold.
 pub use half;

@@ -47,7 +47,7 @@
 //! use epoxide::driver::Stream;
 //! use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 //! use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
-//! use epoxide::group::launch::run_threads;
+//! use epoxide::group::run_threads;
 //! use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
 //! use epoxide::half::bf16;
 //!
@@ -70,7 +70,7 @@
 //! })?;
 //! // Token 0 went to both ranks and comes back as the sum of two rows, token 1 to one of them.
 //! assert_eq!((sums[1][0].to_f32(), sums[1][64].to_f32()), (4.0, 2.0));
-//! # Ok::<(), epoxide::group::launch::RankFailure>(())
+//! # Ok::<(), epoxide::group::RankFailure>(())
 //! ```
 
 pub use crate::ep::core::Step;

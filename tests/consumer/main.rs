@@ -6,7 +6,7 @@ use epoxide::driver::Stream;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::throughput::{Buffer, DispatchRequest, Options, Shape};
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
-use epoxide::group::launch::run_threads;
+use epoxide::group::run_threads;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let received = run_threads(2, Duration::from_secs(60), |rank, group| {

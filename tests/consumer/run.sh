@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What a user of the library gets: the packages as they would be published, unpacked, and a crate outside of this repository with the library as
 # its only dependency and no toolchain file. It is the program of the README, and one that looks for GPUs. It builds on an ordinary compiler,
-# compiles few crates, and runs; so it does with the features `cuda` and `nccl`, by the lines of the README, without a toolkit and a driver.
-# With these features it compiles every example of the library's documentation, too.
+# compiles few crates, and runs; so it does with the feature `cuda` and the crates beside the library, by the lines of the README, without a toolkit
+# and a driver. With these it compiles every example of their documentation, too.
 # With a TOOLCHAIN it is only checked.
 #
 #     tests/consumer/run.sh [TOOLCHAIN]     # [builds with stable, or else what rustup uses outside of this repository]
@@ -11,7 +11,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 # Crates that may be compiled, the consumer itself included.
 most=39
 # What is published, in this order.
-packages=(epoxide-macros epoxide-simt epoxide-gpu epoxide-vgpu epoxide)
+packages=(epoxide-macros epoxide-simt epoxide-gpu epoxide-vgpu epoxide-base epoxide-group epoxide epoxide-launch epoxide-nccl)
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -24,9 +24,12 @@ for package in "${packages[@]}"; do flags+=(--package "$package"); done
 # RUSTC_BOOTSTRAP is set are not those of other commands.
 (($#)) || (
     cd "$root"
-    RUSTC_BOOTSTRAP=1 cargo rustdoc --quiet --package epoxide --lib --features nccl \
-        --target-dir "${CARGO_TARGET_DIR:-target}/public-api" \
-        -- -Z unstable-options --output-format doctest --cap-lints allow
+    for package in epoxide epoxide-group epoxide-launch epoxide-nccl; do
+        RUSTC_BOOTSTRAP=1 cargo rustdoc --quiet --package "$package" --lib \
+            --target-dir "${CARGO_TARGET_DIR:-target}/public-api" \
+            -- -Z unstable-options --output-format doctest --cap-lints allow
+        echo
+    done
 ) >"$folder/examples.json"
 mkdir "$folder/packages"
 for crate in "$folder"/package/package/*.crate; do tar -xzf "$crate" -C "$folder/packages"; done
@@ -57,11 +60,14 @@ version = "0.1.0"
 edition = "2024"
 
 [features]
-cuda = ["epoxide/cuda", "epoxide/nccl"]
+cuda = ["epoxide/cuda", "dep:epoxide-group", "dep:epoxide-launch", "dep:epoxide-nccl"]
 default = []
 
 [dependencies]
 epoxide = "$version"
+epoxide-group = { version = "$version", optional = true }
+epoxide-launch = { version = "$version", optional = true }
+epoxide-nccl = { version = "$version", optional = true }
 
 [patch.crates-io]
 END
@@ -99,7 +105,8 @@ target/debug/gpus
 python3 - "$folder/examples.json" src/bin <<'END'
 import json, pathlib, sys
 
-examples = [e for e in json.load(open(sys.argv[1]))["doctests"] if e["doctest_attributes"]["rust"]]
+crates = [json.loads(line) for line in open(sys.argv[1]) if line.strip()]
+examples = [e for crate in crates for e in crate["doctests"] if e["doctest_attributes"]["rust"]]
 compiled = [e for e in examples if not e["doctest_attributes"]["compile_fail"]]
 for number, example in enumerate(compiled):
     parts = example["doctest_code"]

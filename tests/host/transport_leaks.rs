@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use epoxide::Result;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Memory, MemoryKind};
-use epoxide::group::launch::run_threads;
+use epoxide::group::run_threads;
 use epoxide::internal::transport::{Hooks, Proxies, Shaping, connect};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_testing::alone;

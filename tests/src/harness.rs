@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, DevicePtr, Stream};
 use epoxide::group::ProcessGroup;
-use epoxide::group::launch::{RankFailure, run_threads};
+use epoxide::group::{RankFailure, run_threads};
 use epoxide::internal::driver::driver;
 use epoxide::internal::{self, Fields, Tuning};
 use epoxide::throughput::{

@@ -31,7 +31,7 @@ pub mod selections;
 pub mod sizes;
 pub mod tier;
 
-pub use epoxide::internal::launch::HeldPort;
+pub use epoxide::internal::group::HeldPort;
 
 /// The README's example, compiled and run.
 #[cfg(doctest)]

@@ -1,8 +1,7 @@
-//! `cargo xtask public-api`: the library's public items, one a line, in a committed file. So a
-//! change of the interface shows in the commit that makes it.
+//! `cargo xtask public-api`: the public items of the library's crates, one a line, in a committed
+//! file. So a change of the interface shows in the commit that makes it.
 //!
-//! The list has the items that rustdoc documents with default features: hidden items are no
-//! interface.
+//! The list has the items that rustdoc documents: hidden items are no interface.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -19,9 +18,16 @@ const FILE: &str = "docs/PUBLIC-API.txt";
 /// names. The pinned compiler writes it.
 const JSON_FORMAT: u64 = 57;
 /// The lines above the list.
-const HEADER: &str = "# The public items of the crate `epoxide` with default features, as `cargo xtask public-api` writes them.\n\
-                      # Hidden items are left out, so are implementations that are derived, automatic or for all types, and methods that\n\
-                      # a trait has.\n";
+const HEADER: &str = "# The public items of the library's crates with their features, as `cargo xtask public-api` writes them. Hidden items\n\
+                      # are left out, and so are implementations that are derived, automatic or for all types.\n";
+/// The crates, and the features of which the list has the items.
+const CRATES: [(&str, &[&str]); 5] = [
+    ("epoxide-base", &[]),
+    ("epoxide-group", &[]),
+    ("epoxide", &["cuda"]),
+    ("epoxide-launch", &[]),
+    ("epoxide-nccl", &[]),
+];
 
 /// Flags of the command.
 #[derive(Args)]
@@ -74,33 +80,19 @@ fn write_or_check(ws: &Workspace, options: &Options, list: &str) -> Result<()> {
 /// The list as the sources give it.
 #[cfg(feature = "public-api")]
 fn list(ws: &Workspace) -> Result<String> {
-    let json = rustdoc_json(ws)?;
-    check_format(&workspace::read(&json)?)?;
-    let api = public_api::Builder::from_rustdoc_json(&json)
-        .omit_blanket_impls(true)
-        .omit_auto_trait_impls(true)
-        .omit_auto_derived_impls(true)
-        .build()
-        .with_context(|| format!("cannot read {}", json.display()))?;
-    Ok(render(without_methods_of_traits(api.items().map(ToString::to_string))))
-}
-
-/// Leaves out what stands in implementations of traits: the traits have it. The items come with
-/// each implementation ahead of what is in it.
-fn without_methods_of_traits(items: impl Iterator<Item = String>) -> impl Iterator<Item = String> {
-    let mut in_trait = false;
-    items.filter(move |line| {
-        let is_implementation = line.starts_with("impl");
-        let is_member = ["fn ", "const ", "type ", "unsafe fn "].iter().any(|word| {
-            line.strip_prefix("pub ").is_some_and(|rest| {
-                rest.trim_start_matches("const ").starts_with(word) || rest.starts_with(word)
-            })
-        });
-        if is_implementation || !is_member {
-            in_trait = is_implementation && line.contains(" for ");
-        }
-        is_implementation || !in_trait
-    })
+    let mut items = Vec::new();
+    for (package, features) in CRATES {
+        let json = rustdoc_json(ws, package, features)?;
+        check_format(&workspace::read(&json)?)?;
+        let api = public_api::Builder::from_rustdoc_json(&json)
+            .omit_blanket_impls(true)
+            .omit_auto_trait_impls(true)
+            .omit_auto_derived_impls(true)
+            .build()
+            .with_context(|| format!("cannot read {}", json.display()))?;
+        items.extend(api.items().map(ToString::to_string));
+    }
+    Ok(render(items.into_iter()))
 }
 
 /// The lines, sorted by path. The kind of an item comes before its path and does not count.
@@ -132,19 +124,20 @@ fn changes(committed: &str, fresh: &str) -> Vec<String> {
     changes.into_iter().map(|(line, mark)| format!("{mark} {line}")).collect()
 }
 
-/// Has rustdoc describe the library; the file. The build directory is one of its own. The variable
-/// that allows an unstable option would make cargo rebuild dependencies, back and forth, in a
-/// directory shared with other builds.
-fn rustdoc_json(ws: &Workspace) -> Result<PathBuf> {
+/// Has rustdoc describe a crate; the file. The build directory is one of its own. The variable that
+/// allows an unstable option would make cargo rebuild dependencies, back and forth, in a directory
+/// shared with other builds.
+fn rustdoc_json(ws: &Workspace, package: &str, features: &[&str]) -> Result<PathBuf> {
     let target = ws.target("public-api");
     let mut command = ws.cargo();
     command
-        .args(["rustdoc", "--quiet", "--package", "epoxide", "--lib", "--target-dir"])
+        .args(["rustdoc", "--quiet", "--package", package, "--lib", "--features", &features.join(",")])
+        .arg("--target-dir")
         .arg(&target)
         .args(["--", "-Z", "unstable-options", "--output-format", "json", "--cap-lints", "allow"])
         .env("RUSTC_BOOTSTRAP", "1");
     workspace::run(&mut command)?;
-    Ok(target.join("doc/epoxide.json"))
+    Ok(target.join(format!("doc/{}.json", package.replace('-', "_"))))
 }
 
 /// Refuses what another compiler wrote, before its JSON is taken for something that it is not.
@@ -177,21 +170,6 @@ mod tests {
         let text = render(lines.iter().map(ToString::to_string));
         let list: Vec<&str> = text.lines().filter(|line| !line.starts_with("# ")).collect();
         assert_eq!(list, [lines[1], lines[2], lines[0]]);
-    }
-
-    #[test]
-    fn an_implementation_of_a_trait_is_one_line() {
-        let lines = [
-            "pub struct epoxide::T",
-            "impl epoxide::T",
-            "pub const fn epoxide::T::new() -> Self",
-            "impl core::ops::Drop for epoxide::T",
-            "pub fn epoxide::T::drop(&mut self)",
-            "pub trait epoxide::U",
-            "pub fn epoxide::U::f(&self)",
-        ];
-        let left: Vec<String> = without_methods_of_traits(lines.iter().map(ToString::to_string)).collect();
-        assert_eq!(left, [&lines[..4], &lines[5..]].concat());
     }
 
     #[test]

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use epoxide::driver::{Device, Stream};
 use epoxide::group::{ProcessGroup, ReduceOp};
-use epoxide::nccl::{Communicator, Config, Library, Watchdog};
 use epoxide::{DType, Tensor};
 use epoxide::{Error, Result};
+use epoxide_nccl::{Communicator, Config, Library, Watchdog};
 use epoxide_testing::harness::Rank;
 use epoxide_testing::oracle;
 use epoxide_testing::payload::{bytes_of, mix};

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use epoxide::driver::Device;
-use epoxide::group::launch::run_threads;
+use epoxide::group::run_threads;
 use epoxide::internal::{PTX, read_text_file};
 use epoxide_bench::compare::{Comparison, Verdict};
 use epoxide_bench::results::{Point, Results, Run, percentile, seconds_since_1970};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use epoxide::driver::Device;
 use epoxide::driver::virt::{Time, VirtConfig, VirtualGpu};
-use epoxide::group::launch::run_threads;
+use epoxide::group::run_threads;
 use epoxide::group::{Member, ProcessGroup, Rendezvous};
 use epoxide_bench::measured::RankResult;
 use epoxide_bench::results::Point;

@@ -16,9 +16,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use epoxide::group::FileStore;
-use epoxide::group::launch::current_exe;
-use epoxide::internal::launch::die_with_parent;
-use epoxide::nccl::{DEBUG_INFO_FILE, Library};
+use epoxide_launch::current_exe;
+use epoxide_launch::die_with_parent;
+use epoxide_nccl::{DEBUG_INFO_FILE, Library};
 
 use self::rank::{Act, Rank};
 use crate::options::DeviceKind;

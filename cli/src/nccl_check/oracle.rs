@@ -2,8 +2,8 @@
 
 use epoxide::driver::Stream;
 use epoxide::group::ReduceOp;
-use epoxide::nccl::{Communicator, P2p};
 use epoxide::{DType, Element, Tensor};
+use epoxide_nccl::{Communicator, P2p};
 use half::bf16;
 
 use crate::stop::{Result, Stop};

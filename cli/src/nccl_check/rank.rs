@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use epoxide::driver::Device;
 use epoxide::group::Store;
-use epoxide::nccl::Library;
+use epoxide_nccl::Library;
 
 /// Checks of one set of processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

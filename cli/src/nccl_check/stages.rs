@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use epoxide::driver::{Memory, MemoryKind, Stream};
 use epoxide::group::{MeshGroup, MeshOptions, ProcessGroup, ReduceOp};
-use epoxide::nccl::{Communicator, Config, NcclGroup, Watchdog};
 use epoxide::{DType, Tensor};
+use epoxide_nccl::{Communicator, Config, NcclGroup, Watchdog};
 
 use super::oracle::Check;
 use super::rank::{Act, Rank};
@@ -193,7 +193,7 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
             return Ok(String::new());
         }
         let config = Config { timeout: rank.deadline, ..Config::named("lonely") };
-        let id = epoxide::nccl::UniqueId::new(&rank.library)?;
+        let id = epoxide_nccl::UniqueId::new(&rank.library)?;
         let start = Instant::now();
         let made = Communicator::new(&rank.library, &rank.device, &id, 0, all, config);
         rank.expect_error("creation", start, made)
@@ -202,7 +202,7 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         if rank.rank != 0 {
             return Ok(String::new());
         }
-        let id = epoxide::nccl::UniqueId::new(&rank.library)?;
+        let id = epoxide_nccl::UniqueId::new(&rank.library)?;
         let made = Communicator::start(&rank.library, &rank.device, &id, 0, all, rank.config("lonely"))?;
         std::thread::sleep(Duration::from_millis(500));
         let start = Instant::now();

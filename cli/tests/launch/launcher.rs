@@ -2,7 +2,7 @@
 
 use std::process::{Command, Output, Stdio};
 
-use epoxide::internal::launch::heed_interrupts;
+use epoxide_launch::heed_interrupts;
 
 /// The command, which heeds SIGINT though these tests may be a script's background job, whose
 /// processes ignore it.

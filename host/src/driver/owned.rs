@@ -346,7 +346,7 @@ impl Stream {
     }
 
     /// True while the stream is being captured.
-    pub(crate) fn is_capturing(&self) -> Result<bool> {
+    pub fn is_capturing(&self) -> Result<bool> {
         self.device.driver.stream_is_capturing(self.handle)
     }
 

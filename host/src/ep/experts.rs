@@ -290,7 +290,7 @@ fn gcd(a: u64, b: u64) -> u64 {
 /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 /// # use epoxide::throughput::*;
 /// # use epoxide::{DType, ExpertMap, Placement, StreamOrder, Tensor, TypedTensor};
-/// # use epoxide::group::launch::run_threads;
+/// # use epoxide::group::run_threads;
 /// # use epoxide::half::bf16;
 /// let received = run_threads(2, Duration::from_secs(60), |rank, group| {
 ///     # let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
@@ -313,7 +313,7 @@ fn gcd(a: u64, b: u64) -> u64 {
 ///     Ok(counts)
 /// })?;
 /// assert_eq!(received, [[[0, 2], [0, 0]], [[2, 0], [2, 2]]]);
-/// # Ok::<(), epoxide::group::launch::RankFailure>(())
+/// # Ok::<(), epoxide::group::RankFailure>(())
 /// ```
 #[derive(Clone)]
 pub struct ExpertMap {

@@ -18,7 +18,7 @@ use super::presence::{Life, Presence};
 use super::setup::{LinkEnds, Setup};
 use crate::driver::{FabricHandle, Memory};
 use crate::error::{Error, Result};
-use crate::group::host_id;
+use crate::group::internal::host_id;
 
 /// How a rank's wire memory can be mapped.
 #[derive(Debug, Serialize, Deserialize)]

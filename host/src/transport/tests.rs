@@ -19,7 +19,7 @@ use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::group::launch::run_threads;
+use crate::group::run_threads;
 
 /// Longer than anything takes on a busy machine that is meant to end.
 const TIMEOUT: Duration = Duration::from_secs(120);

@@ -8,10 +8,10 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
 use epoxide::Error;
-use epoxide::group::launch::{RankExit, RankExits, spawn_ranks};
 use epoxide::group::{FileStore, ProcessGroup, STORE, Store, rendezvous};
 use epoxide::throughput::DispatchRequest;
 use epoxide::{DType, Tensor};
+use epoxide_launch::{RankExit, RankExits, spawn_ranks};
 use epoxide_testing::alone::one_test;
 use epoxide_testing::oracle::{Routing, Style};
 

@@ -3,8 +3,8 @@
 use epoxide::Error;
 use epoxide::driver::Stream;
 use epoxide::group::ReduceOp;
-use epoxide::nccl::{Communicator, Config, P2p};
 use epoxide::{DType, Element, Tensor};
+use epoxide_nccl::{Communicator, Config, P2p};
 use half::bf16;
 
 use super::fake::{Fake, Version, patient};

@@ -7,8 +7,8 @@ use std::time::Instant;
 use epoxide::Error;
 use epoxide::driver::{Memory, MemoryKind, Stream};
 use epoxide::group::ReduceOp;
-use epoxide::nccl::{Communicator, Config};
 use epoxide::{DType, Tensor};
+use epoxide_nccl::{Communicator, Config};
 
 use super::fake::{
     Fake, HANG, HANG_FOR_GOOD, HELD, PATIENCE, REMOTE, SOON, device, hurried, impatient, patient, reason,
@@ -72,7 +72,7 @@ fn creation_that_fails_says_why() {
     assert_eq!((call, code), ("ncclCommInitRankConfig", 2));
     assert!(detail.contains("the fake's last error"), "{detail}");
     fake.set("ncclGetUniqueId", 3);
-    assert!(matches!(epoxide::nccl::UniqueId::new(&fake.library), Err(Error::Nccl { code: 3, .. })));
+    assert!(matches!(epoxide_nccl::UniqueId::new(&fake.library), Err(Error::Nccl { code: 3, .. })));
 }
 
 /// Joins two ranks with `config`. The second makes no call; `test` runs on the first.

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, Stream};
-use epoxide::nccl::{Communicator, Config, Library, UniqueId};
 use epoxide::{DType, Tensor};
+use epoxide_nccl::{Communicator, Config, Library, UniqueId};
 use epoxide_testing::fake_nccl;
 
 /// Long enough for calls that do not hang, on a busy machine.

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use epoxide::driver::Stream;
-use epoxide::group::launch::run_threads;
+use epoxide::group::run_threads;
 use epoxide::group::{Collectives, HashStore, ProcessGroup, ReduceOp, Store};
-use epoxide::nccl::{Communicator, Config, NcclGroup};
 use epoxide::{DType, Tensor};
+use epoxide_nccl::{Communicator, Config, NcclGroup};
 
 use super::fake::{Fake, PATIENCE, Version, device, patient};
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use epoxide::driver::{Memory, MemoryKind};
 use epoxide::group::ReduceOp;
-use epoxide::nccl::{Communicator, Config, Watchdog};
+use epoxide_nccl::{Communicator, Config, Watchdog};
 use epoxide_testing::{alone, tier};
 
 use super::fake::{Fake, HANG, HANG_FOR_GOOD, HELD, PATIENCE, SOON, device, hurried, patient, tensor};

@@ -1,7 +1,7 @@
 //! Finding the library and checking what it has.
 
 use epoxide::Error;
-use epoxide::nccl::{Communicator, Config, Library};
+use epoxide_nccl::{Communicator, Config, Library};
 
 use super::fake::{Fake, PATIENCE, Version, device, file, impatient, patient};
 

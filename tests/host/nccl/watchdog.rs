@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::ReduceOp;
 use epoxide::internal::driver::{Executor, Hooks, Machine};
-use epoxide::nccl::{Communicator, Config, DEBUG_INFO_FILE, DEBUG_INFO_PIPE, Watchdog};
+use epoxide_nccl::{Communicator, Config, DEBUG_INFO_FILE, DEBUG_INFO_PIPE, Watchdog};
 use epoxide_testing::alone;
 
 use super::fake::{Fake, HELD, PATIENCE, REMOTE, SOON, hurried, patient, reason, tensor};

@@ -8,8 +8,8 @@ mod session;
 use std::time::{Duration, Instant};
 
 use self::common::{PATIENCE, hurried, processes, sum_of_ranks, threads};
-use epoxide::group::launch::RankExit;
 use epoxide::{Error, Result};
+use epoxide_launch::RankExit;
 use epoxide_testing::ranks::{Context, End, Failed, Kind, Outcome, RankReport, Run, SkipCode};
 
 /// The report about a rank.

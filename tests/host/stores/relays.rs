@@ -171,7 +171,7 @@ fn ranks_at_localhost_leave_no_loopback_address_to_a_relay() {
     assert!(error.contains("take another port"), "{error}");
     drop(listener);
     // The ranks came first: the relay gets neither address, and ranks meet by either.
-    let held = epoxide::internal::launch::HeldPort::any().unwrap();
+    let held = epoxide::internal::group::HeldPort::any().unwrap();
     let port = held.number();
     let first = join(0, port).unwrap();
     let late = TcpListener::bind((Ipv6Addr::LOCALHOST, port)).unwrap_err();

@@ -170,7 +170,7 @@ fn a_store_for_loopback_listens_there_alone() {
             .collect()
     };
     for host in ["127.0.0.1", "localhost", "elsewhere.invalid"] {
-        let held = epoxide::internal::launch::HeldPort::any().unwrap();
+        let held = epoxide::internal::group::HeldPort::any().unwrap();
         let address = format!("tcp://{host}:{}?rank=0&world_size=1", held.number());
         let rendezvous = epoxide::group::Rendezvous::at(&address, PATIENCE).unwrap();
         let listening = sockets(held.number());

@@ -19,10 +19,11 @@ use super::slot::Slot;
 use super::trace::{self, Thread};
 use super::verdict::RankMain;
 use epoxide::group::FileStore;
-use epoxide::group::launch::{RankExit, current_exe};
+use epoxide::internal::group::HeldPort;
 use epoxide::internal::group::poison_files;
-use epoxide::internal::launch::{HeldPort, Process, RankEnvironment, StoreDirectory, die_with_parent};
 use epoxide::{Error, Result};
+use epoxide_launch::{Process, RankEnvironment, StoreDirectory, die_with_parent};
+use epoxide_launch::{RankExit, current_exe};
 
 /// How often processes are looked at whose end of the socket stays open when they end.
 const LOOK: Duration = Duration::from_millis(50);

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use super::outcome::Outcome;
 use super::outcome::SkipCode;
 use super::verdict::Verdict;
-use epoxide::group::launch::RankExit;
+use epoxide_launch::RankExit;
 
 /// How a test ended on one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]

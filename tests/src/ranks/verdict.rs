@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::capture::{self, Panic};
 use super::context::Context;
 use super::outcome::{Skip, SkipCode};
-use epoxide::internal::launch::panic_text;
+use epoxide::internal::group::panic_text;
 
 /// Result of a rank's function: nothing, or a result whose error fails the test.
 pub trait IntoVerdict {

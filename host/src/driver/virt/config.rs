@@ -20,7 +20,7 @@ pub enum Executor {
 /// Where a virtual GPU's `%globaltimer` comes from, and with it every deadline of its kernels.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Time {
-    /// For a device made by a rank of [`run_threads`](crate::group::launch::run_threads): the clock
+    /// For a device made by a rank of [`run_threads`](crate::group::run_threads): the clock
     /// of all ranks; else [`Time::Real`]. The ranks' clock advances only while no rank can do
     /// anything. So a deadline passes at once when a rank does not come, and never because the
     /// machine is busy. Events keep measuring real time.

@@ -62,14 +62,16 @@ impl VirtualGpu {
     }
 
     pub(super) fn start(config: VirtConfig) -> VirtualGpu {
+        epoxide_base::meeting::observe(epoxide_vgpu::host_meets);
         let time = match (&config.hooks.executor, config.time) {
             (Executor::Threaded, Time::OfRanks) => VirtualTime::of_this_thread(),
             _ => None,
         };
         let (clock, seed) = match &config.hooks.executor {
-            Executor::Threaded => {
-                (time.as_ref().map_or(Clock::Real, VirtualTime::clock), config.schedule_seed)
-            }
+            Executor::Threaded => (
+                time.as_ref().map_or(Clock::Real, |time| Clock::Stepped(time.now_ns())),
+                config.schedule_seed,
+            ),
             Executor::Manual(machine) => (machine.clock(), config.schedule_seed.or(Some(machine.seed()))),
         };
         let info = DeviceInfo {

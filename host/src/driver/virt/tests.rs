@@ -723,8 +723,7 @@ fn peers_share_memory() {
 
 #[test]
 fn peers_share_memory_across_processes() {
-    use crate::group::launch::spawn_ranks;
-    use crate::group::launch::tests::one_test;
+    use epoxide_launch::{one_test, spawn_ranks};
     let timeout = Duration::from_secs(120);
     let outcome = spawn_ranks(2, timeout, |_| {
         let mut command = one_test("driver::virt::tests::as_a_rank");

@@ -46,7 +46,7 @@ impl<'a> StreamOrder<'a> {
     /// ```
     /// # use std::time::Duration;
     /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-    /// # use epoxide::group::launch::run_threads;
+    /// # use epoxide::group::run_threads;
     /// use epoxide::driver::Stream;
     /// use epoxide::throughput::*;
     /// use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
@@ -76,7 +76,7 @@ impl<'a> StreamOrder<'a> {
     /// #     combined.combined_x.to_host::<f32>(&stream)
     /// # })?;
     /// # assert_eq!(sums, [vec![0.0; 32], vec![1.0; 32]]);
-    /// # Ok::<(), epoxide::group::launch::RankFailure>(())
+    /// # Ok::<(), epoxide::group::RankFailure>(())
     /// ```
     pub fn comm(stream: &'a Stream) -> Self {
         StreamOrder { on_comm_stream: true, ..StreamOrder::on(stream) }

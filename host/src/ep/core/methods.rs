@@ -195,7 +195,7 @@ macro_rules! option_methods {
         }
 
         /// Longest wait for a peer. On virtual GPUs of
-        /// [`run_threads`](crate::group::launch::run_threads) the deadline is in the ranks' own
+        /// [`run_threads`](crate::group::run_threads) the deadline is in the ranks' own
         /// clock, which stands still while any of them runs
         /// ([`Time::OfRanks`](crate::driver::virt::Time::OfRanks)).
         pub fn timeout(mut self, timeout: Duration) -> Self {

@@ -33,7 +33,7 @@ impl Buffer {
     /// # use epoxide::driver::Stream;
     /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
     /// # use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
-    /// # use epoxide::group::launch::run_threads;
+    /// # use epoxide::group::run_threads;
     /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
     /// # use epoxide::half::bf16;
     /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
@@ -53,7 +53,7 @@ impl Buffer {
     /// #     combined.x.to_host::<bf16>(&stream)
     /// # })?;
     /// # assert_eq!((sums[1][0].to_f32(), sums[1][64].to_f32()), (4.0, 2.0));
-    /// # Ok::<(), epoxide::group::launch::RankFailure>(())
+    /// # Ok::<(), epoxide::group::RankFailure>(())
     /// ```
     ///
     /// Reading `x` or `scales` on the host gives the error of the dispatch or of the copy, if one

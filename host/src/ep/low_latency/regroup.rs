@@ -50,7 +50,7 @@ impl Buffer {
     /// # use epoxide::driver::Stream;
     /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
     /// # use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
-    /// # use epoxide::group::launch::run_threads;
+    /// # use epoxide::group::run_threads;
     /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
     /// # use epoxide::half::bf16;
     /// let sums = run_threads(3, Duration::from_secs(60), |rank, group| {
@@ -81,7 +81,7 @@ impl Buffer {
     ///     Ok(combined.x.to_host::<bf16>(&stream)?[0].to_f32())
     /// })?;
     /// assert_eq!(sums, [1.0, 1.0, 0.0]);
-    /// # Ok::<(), epoxide::group::launch::RankFailure>(())
+    /// # Ok::<(), epoxide::group::RankFailure>(())
     /// ```
     ///
     /// Waits for all work enqueued on streams of the device, and for the ranks. Results of earlier

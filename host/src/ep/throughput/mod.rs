@@ -90,7 +90,7 @@ const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 /// use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 /// use epoxide::throughput::*;
 /// use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
-/// use epoxide::group::launch::run_threads;
+/// use epoxide::group::run_threads;
 ///
 /// let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
 ///     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
@@ -116,7 +116,7 @@ const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 ///     combined.combined_x.to_host::<f32>(&stream)
 /// })?;
 /// assert_eq!(sums, [vec![1.0; 24], vec![1.0; 24]]);
-/// # Ok::<(), epoxide::group::launch::RankFailure>(())
+/// # Ok::<(), epoxide::group::RankFailure>(())
 /// ```
 #[derive(Debug)]
 pub struct Buffer {

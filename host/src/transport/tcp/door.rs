@@ -12,11 +12,11 @@ use super::left;
 use super::receiver::Incoming;
 use crate::error::{Error, Result};
 use crate::foreign::quoted;
-use crate::group::secret::{
-    Initiator, Keys, OPENING, PROOF, Purpose, Responder, Signer, WrongSecret, random,
+use crate::group::internal::{
+    ACCEPT_SLICE, BACKLOG, Initiator, Keys, Next, OPENING, PROOF, Purpose, Responder, Signer, Strangers,
+    WrongSecret, interface_address, loopback, random,
 };
-use crate::group::strangers::{ACCEPT_SLICE, BACKLOG, Next, Strangers};
-use crate::group::{JobSecret, SOCKET_IFNAME, interface_address, loopback};
+use crate::group::{JobSecret, SOCKET_IFNAME};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
 use crate::transport::setup::{LOOK, Setup};
 

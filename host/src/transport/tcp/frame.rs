@@ -7,7 +7,7 @@
 //! If the job has a secret, each header is followed by its signature. So no process between the
 //! ranks can add, repeat, drop or redirect a put.
 
-use crate::group::secret::{Signer, TAG};
+use crate::group::internal::{Signer, TAG};
 use crate::transport::put::Put;
 
 pub(super) const HEADER: usize = 32;

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use super::frame::{FAREWELL, Frame, HEADER, header_length, read_header, refusal};
 use crate::driver::NoDriverCalls;
 use crate::error::{Error, Result};
-use crate::group::secret::{Signer, TAG};
+use crate::group::internal::{Signer, TAG};
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
 use crate::transport::setup::{JOIN, LinkEnds, Setup, WireHost, deadline, store_counter};

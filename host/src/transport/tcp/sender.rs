@@ -13,7 +13,7 @@ use super::{left, wait_for};
 use crate::driver::Memory;
 use crate::error::{Error, Result};
 use crate::foreign::quoted;
-use crate::group::secret::Signer;
+use crate::group::internal::Signer;
 use crate::transport::put::{Interrupt, Put, PutQueue};
 use crate::transport::setup::{LOOK, LinkEnds, Setup, WireHost, deadline};
 

@@ -17,8 +17,8 @@ use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Memory, MemoryKind};
 use crate::group::ConnectionLimits;
-use crate::group::launch::run_threads;
-use crate::group::secret::{Initiator, Keys, OPENING, PROOF, Purpose};
+use crate::group::internal::{Initiator, Keys, OPENING, PROOF, Purpose, Responder};
+use crate::group::run_threads;
 use crate::group::{HashStore, JobSecret, MeshGroup, MeshOptions};
 use crate::transport::greeting::{PHASE, VERSION};
 use crate::transport::links::Receiving;
@@ -314,6 +314,15 @@ fn incoming(socket: TcpStream) -> BTreeMap<(u32, u32), Incoming> {
     BTreeMap::from([((0, 1), Incoming { socket, signer: None })])
 }
 
+/// The keys of the two sides of a connection.
+fn keys() -> (Keys, Keys) {
+    let secret = JobSecret::generate().unwrap();
+    let initiator = Initiator::new(&secret, Purpose::Transport, Vec::new()).unwrap();
+    let (responder, reply) = Responder::new(&secret, Purpose::Transport, b"", &initiator.opening()).unwrap();
+    let (proof, ours) = initiator.answer(&reply).unwrap();
+    (ours, responder.check(&proof).unwrap())
+}
+
 #[test]
 fn a_put_that_the_rank_has_not_signed_is_refused() {
     let first = Put { from: 0, to: 64, bytes: 8, counter: 8, value: 1 };
@@ -321,8 +330,8 @@ fn a_put_that_the_rank_has_not_signed_is_refused() {
     alone(SOON, |setup| {
         for attack in ["unsigned", "changed", "repeated", "left out", "another's"] {
             let (mut theirs, ours) = pair();
-            let (sender, receiver) = Keys::pair();
-            let (mut signer, mut other) = (sender.send, Keys::pair().0.send);
+            let (sender, receiver) = keys();
+            let (mut signer, mut other) = (sender.send, keys().0.send);
             let ours = Incoming { socket: ours, signer: Some(receiver.receive) };
             let receivers = Receivers::start(setup, BTreeMap::from([((0, 1), ours)])).unwrap();
             let good = signed_header(&first, Some(&mut signer));

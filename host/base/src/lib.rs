@@ -1,0 +1,11 @@
+//! The ground of the epoxide crates. Users of the library reach what they need of it through
+//! `epoxide`: [`Error`], [`Result`] and [`Scope`]. The modules are for the crates of the project;
+//! any version may change them.
+
+pub mod error;
+pub mod foreign;
+pub mod meeting;
+pub mod own_file;
+pub mod virtual_time;
+
+pub use error::{Error, Result, Scope};

@@ -1,0 +1,119 @@
+//! Items for the other crates of this repository; users do not need them. They are no public
+//! interface: any version may change them.
+
+pub mod fuzz;
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use crate::call::{Call, CallResult, Operation, P2p};
+pub use crate::env::{
+    LAUNCH, MASTER_ADDR, MASTER_PORT, MAX_RANKS, MAX_RANKS_PER_NODE, RESTART_COUNT, too_many_ranks,
+};
+pub use crate::mesh::{host_id, interface_address, loopback};
+pub use crate::port::HeldPort;
+pub use crate::recorder::{Entry, Recorder, State};
+pub use crate::secret::{
+    Initiator, Keys, OPENING, PROOF, Purpose, Responder, Signer, TAG, WrongSecret, random,
+};
+pub use crate::strangers::{ACCEPT_SLICE, BACKLOG, Next, Strangers};
+pub use crate::tcp::TcpStoreServer;
+pub use crate::threads::panic_text;
+pub use crate::work::Pending;
+
+use crate::error::Result;
+use crate::{ConnectionLimits, FileStore, HashStore, JobSecret, Member, MeshGroup, ReduceOp, TcpStore, Work};
+
+/// All operations of reductions.
+pub const REDUCE_OPS: [ReduceOp; 8] = ReduceOp::ALL;
+
+/// The last operations of a group, oldest first.
+pub fn flight_record(group: &MeshGroup) -> Vec<Entry> {
+    group.flight_record()
+}
+
+/// [`Member::detect`] in an environment of the caller's.
+///
+/// # Errors
+/// The same.
+pub fn member_of(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Member>> {
+    Member::from_variables(variable)
+}
+
+/// Has every wait for the store fail with this reason, from now on.
+pub fn poison(store: &HashStore, reason: &str) {
+    store.poison(reason);
+}
+
+/// Has every wait for the store fail with this reason, in all processes.
+///
+/// # Errors
+/// Errors of the file system.
+pub fn poison_files(store: &FileStore, reason: &str) -> Result<()> {
+    store.poison(reason)
+}
+
+/// Gives a process to be started the secret.
+pub fn give_secret(secret: &JobSecret, command: &mut std::process::Command) {
+    secret.give_to(command);
+}
+
+/// The handle of an operation under way, whose outcome `convert` turns into the result.
+pub fn work_of<T>(
+    operation: Arc<dyn Pending>,
+    convert: impl FnOnce(CallResult) -> Result<T> + Send + 'static,
+) -> Work<T> {
+    Work::of(operation).map(convert)
+}
+
+/// [`TcpStore::host_with`] on a socket that listens already.
+///
+/// # Errors
+/// Errors of the operating system.
+pub fn host_on(
+    listener: TcpListener,
+    timeout: Duration,
+    linger: Duration,
+    secret: Option<&JobSecret>,
+    limits: &ConnectionLimits,
+) -> Result<TcpStore> {
+    TcpStore::host_on(listener, timeout, linger, secret, limits)
+}
+
+/// [`TcpStore::host_with`] for clients that are told `host`: a loopback address is listened at
+/// alone.
+///
+/// # Errors
+/// Where the port is taken.
+pub fn host_at(
+    host: &str,
+    port: u16,
+    timeout: Duration,
+    linger: Duration,
+    secret: Option<&JobSecret>,
+    limits: &ConnectionLimits,
+) -> Result<TcpStore> {
+    TcpStore::host_at("", host, port, timeout, linger, secret, limits)
+}
+
+/// [`TcpStore::connect_with_secret`], but the server may take `answer` to answer. Trying ends with
+/// an error once `stop` returns true. `stop` gets the reason of a long delay once.
+///
+/// # Errors
+/// Where the server is not reached in `timeout`, or `stop` returns true.
+pub fn connect_unless(
+    host: &str,
+    port: u16,
+    secret: Option<&JobSecret>,
+    timeout: Duration,
+    answer: Duration,
+    stop: impl FnMut(Option<&str>) -> bool,
+) -> Result<TcpStore> {
+    TcpStore::connect_unless(host, port, secret, timeout, answer, stop)
+}
+
+/// How long the server of a store stays for the other clients when the store is dropped.
+pub fn set_linger(store: &mut TcpStore, linger: Duration) {
+    store.set_linger(linger);
+}

@@ -1,0 +1,63 @@
+//! Process groups: how ranks find each other and agree before they share memory.
+//!
+//! A [`Store`] is a small key-value board that all ranks see. [`HashStore`] is for threads of one
+//! process, [`FileStore`] for processes that share a directory, and [`TcpStore`] for all others,
+//! those of PyTorch included. [`PrefixStore`] is a part of another store. A [`ProcessGroup`] is
+//! built over a store and offers the collectives that the setup of a buffer needs. This is the
+//! control plane: tokens never go through it.
+//!
+//! Where the job has a [`JobSecret`], stores and groups let in only processes that know it.
+//!
+//! [`rendezvous`] joins the group that the environment names. [`run_threads`] starts ranks as threads
+//! of this process, the crate `epoxide-launch` as processes.
+
+mod board;
+mod call;
+mod collectives;
+mod element;
+mod env;
+mod fds;
+mod file_store;
+mod hash_store;
+#[doc(hidden)]
+pub mod internal;
+mod mesh;
+mod mesh_group;
+mod port;
+mod prefix_store;
+mod process_group;
+mod recorder;
+mod rendezvous;
+mod same_user;
+mod secret;
+mod store;
+mod strangers;
+mod subgroups;
+mod tcp;
+mod threads;
+mod turns;
+mod typed;
+mod work;
+
+use epoxide_base::{error, foreign, own_file, virtual_time};
+
+pub use call::Message;
+pub use element::{ReduceOp, Reducible};
+pub use env::{LOCAL_RANK, LOCAL_WORLD_SIZE, RANK, STORE, WORLD_SIZE};
+pub use epoxide_base::{Error, Result, Scope};
+pub use fds::MAX_FDS;
+pub use file_store::FileStore;
+pub use hash_store::HashStore;
+pub use mesh::{SOCKET_IFNAME, Sockets};
+pub use mesh_group::{Connect, MeshGroup, MeshOptions};
+pub use prefix_store::PrefixStore;
+pub use process_group::ProcessGroup;
+pub use recorder::{FLIGHT_RECORDER, Writer};
+pub use rendezvous::{Member, Rendezvous, rendezvous};
+pub use secret::{JOB_SECRET, JOB_SECRET_FILE, JobSecret};
+pub use store::Store;
+pub use strangers::ConnectionLimits;
+pub use tcp::{DEFAULT_PORT, TcpStore};
+pub use threads::{RankFailure, run_threads};
+pub use typed::Collectives;
+pub use work::Work;

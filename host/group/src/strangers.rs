@@ -1,0 +1,514 @@
+//! Unauthenticated connections: one policy for all listeners.
+//!
+//! Any process that reaches a listener can connect, stay silent, send slowly, or connect by the
+//! thousand. The resources of such a stranger are bounded here, before its bytes are trusted.
+//! [`ConnectionLimits`] bounds its number and its age. The length of a hello bounds its bytes:
+//! later bytes stay in the socket until the hello has been checked. No failure of `accept` ends a
+//! listener. No failure of `accept` ends a listener.
+
+use std::collections::VecDeque;
+use std::mem;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, SocketFlags};
+use rustix::process::{Resource, getrlimit};
+
+use super::secret::{Keys, PROOF, Purpose, REPLY, Responder};
+use super::{JobSecret, same_user};
+
+/// Connections taken from a listener before what is connected gets its turn.
+pub const ACCEPT_SLICE: usize = 64;
+/// Connections that may wait at a listener: all ranks of a job connect at the same time, perhaps
+/// behind strangers. They take no descriptor; the kernel may allow fewer.
+pub const BACKLOG: i32 = 4096;
+/// How long a listener rests after the system had nothing left for a new connection.
+const PAUSE: Duration = Duration::from_millis(50);
+/// No stranger is younger than this when it makes room for another. All ranks of a job connect at
+/// once, and their hellos are on the way.
+const GRACE: Duration = Duration::from_millis(100);
+/// How long a burst of troubles is that is logged once.
+const QUIET: Duration = Duration::from_secs(10);
+
+/// Limits on the connections of a listener.
+///
+/// A connection is a *stranger* until it has authenticated. A rank does so by the token of the
+/// listener, a client of a store server by the protocol's first message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConnectionLimits {
+    /// How many strangers one listener has, beside the connections that it expects. One more, and
+    /// the oldest is closed. Never more than an eighth of the descriptors that the process may have
+    /// (`ulimit -n`). Default: 256.
+    pub strangers: usize,
+    /// Longest time for a stranger to authenticate. Those of a [`MeshGroup`](super::MeshGroup) have
+    /// at least the group's timeout, because a rank sends only while it is in an operation.
+    /// Default: 30 s.
+    pub patience: Duration,
+    /// How many clients a store server has. One more is refused, and those there stay: a client may
+    /// idle for hours in a job. Never more than three quarters of the descriptors that the process
+    /// may have. Default: 16384.
+    pub clients: usize,
+    /// Bytes that a store server holds for its clients in all: requests that have not come in full,
+    /// keys waited for, answers not yet read. When there are more, the client that holds the most
+    /// is closed. Default: 512 MiB.
+    pub client_bytes: usize,
+    /// Bytes that the keys and values of a store server may take, each counted with 64 more. A
+    /// request that would exceed it closes its connection, and the log records it. Default: 1 GiB.
+    pub store_bytes: usize,
+}
+
+impl Default for ConnectionLimits {
+    /// 256 strangers for 30 s, 16384 clients, 512 MiB for clients, 1 GiB for keys and values.
+    fn default() -> ConnectionLimits {
+        ConnectionLimits {
+            strangers: 256,
+            patience: Duration::from_secs(30),
+            clients: 16 << 10,
+            client_bytes: 512 << 20,
+            store_bytes: 1 << 30,
+        }
+    }
+}
+
+/// `parts` eighths of the descriptors that this process may have.
+pub(super) fn descriptors(parts: u64) -> usize {
+    let most = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    usize::try_from(most / 8 * parts).unwrap_or(usize::MAX)
+}
+
+/// An unauthenticated connection.
+#[derive(Debug)]
+pub struct Stranger {
+    /// Never that of another of its listener; later ones have larger ones.
+    pub id: u64,
+    pub socket: OwnedFd,
+    since: Instant,
+    /// Bytes that it has sent, as far as [`Stranger::read`] was asked for.
+    pub hello: Vec<u8>,
+    /// How far it has come with showing that it knows the job's secret.
+    pub challenge: Challenge,
+    /// The keys that sign all later messages, once it has proved the job's secret.
+    pub keys: Option<Keys>,
+}
+
+/// How far a stranger has come with a challenge.
+#[derive(Debug)]
+pub enum Challenge {
+    /// It has not been challenged.
+    Unasked,
+    /// Its proof is to come.
+    Asked(Box<Responder>),
+    /// It knows the secret, or there is none.
+    Passed,
+}
+
+impl Stranger {
+    /// Reads the present bytes among its first `want` bytes; later bytes stay in the socket.
+    pub fn read(&mut self, want: usize) -> Result<bool, String> {
+        let mut buffer = [0; 256];
+        while self.hello.len() < want {
+            let missing = (want - self.hello.len()).min(buffer.len());
+            match rustix::net::recv(&self.socket, &mut buffer[..missing], RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => return Err("closed before its hello".to_owned()),
+                Ok((_, count)) => self.hello.extend_from_slice(&buffer[..count]),
+                Err(Errno::AGAIN) => return Ok(false),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Sends what fits the buffer of a socket to which little was sent before.
+    pub fn send(&self, bytes: &[u8]) -> Result<(), String> {
+        match rustix::net::send(&self.socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            Ok(count) if count == bytes.len() => Ok(()),
+            Ok(_) => Err("it does not take what it is sent".to_owned()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// The reply to the opening that begins at `at` of its hello; its proof is to come.
+    pub fn ask(
+        &mut self,
+        secret: &JobSecret,
+        purpose: Purpose,
+        claims: &[u8],
+        at: usize,
+    ) -> Result<[u8; REPLY], String> {
+        let opening =
+            self.hello.get(at..).and_then(<[u8]>::first_chunk).ok_or("a hello without an opening")?;
+        let (responder, reply) =
+            Responder::new(secret, purpose, claims, opening).map_err(|error| error.to_string())?;
+        self.challenge = Challenge::Asked(Box::new(responder));
+        Ok(reply)
+    }
+
+    /// Takes the proof that begins at `at` of what it has said.
+    pub fn prove(&mut self, at: usize) -> Result<(), String> {
+        let proof = self.hello.get(at..).and_then(<[u8]>::first_chunk::<PROOF>).ok_or("no proof")?;
+        match mem::replace(&mut self.challenge, Challenge::Unasked) {
+            Challenge::Asked(responder) => {
+                self.keys = Some(responder.check(proof).map_err(|wrong| wrong.to_string())?);
+            }
+            Challenge::Unasked | Challenge::Passed => return Err("a proof without a challenge".to_owned()),
+        }
+        self.challenge = Challenge::Passed;
+        Ok(())
+    }
+}
+
+/// The next step for a listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// This stranger is new: its hello may be there.
+    Greet(u64),
+    /// This one has to go, unless its hello has come meanwhile: look, then [`Strangers::close`].
+    LastLook(u64),
+    /// No connection waits, or the listener rests.
+    Nobody,
+}
+
+/// Bytes that can be read without waiting.
+#[derive(Debug)]
+pub struct Ready {
+    pub listener: bool,
+    /// Oldest first.
+    pub strangers: Vec<u64>,
+}
+
+/// The strangers of one listener.
+#[derive(Debug)]
+pub struct Strangers {
+    /// The name of the listener, for the log.
+    what: &'static str,
+    most: usize,
+    patience: Duration,
+    /// How long a stranger keeps its place: [`GRACE`], and other times in tests.
+    grace: Duration,
+    /// How long the listener rests: [`PAUSE`], and other times in tests.
+    pause: Duration,
+    /// Oldest first, by ascending id.
+    waiting: VecDeque<Stranger>,
+    next: u64,
+    accept_again: Option<Instant>,
+    complaints: Complaints,
+}
+
+/// Logs an error once per burst: a stranger could fill the log otherwise.
+#[derive(Debug, Default)]
+pub struct Complaints {
+    quiet_until: Option<Instant>,
+}
+
+impl Complaints {
+    pub fn say(&mut self, trouble: std::fmt::Arguments<'_>) {
+        let now = Instant::now();
+        if self.quiet_until.is_none_or(|until| now >= until) {
+            tracing::warn!("{trouble}");
+            self.quiet_until = Some(now + QUIET);
+        } else {
+            tracing::debug!("{trouble}");
+        }
+    }
+}
+
+impl Strangers {
+    /// None yet, of a listener that waits for `expected` connections.
+    pub fn new(what: &'static str, limits: &ConnectionLimits, expected: usize) -> Strangers {
+        let most = expected.saturating_add(limits.strangers.min(descriptors(1)).max(1));
+        let (waiting, patience) = (VecDeque::new(), limits.patience);
+        Strangers {
+            what,
+            most,
+            patience,
+            grace: GRACE,
+            pause: PAUSE,
+            waiting,
+            next: 0,
+            accept_again: None,
+            complaints: Complaints::default(),
+        }
+    }
+
+    /// Takes a connection from the listener. Call it again until it returns [`Next::Nobody`], but
+    /// no more than [`ACCEPT_SLICE`] times in a row.
+    pub fn accept(&mut self, listener: impl AsFd) -> Next {
+        let knocks = || {
+            let mut polled = [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
+            // Where the system does not say, `accept` does.
+            poll(&mut polled, Some(&Timespec::default())).is_err() || !polled[0].revents().is_empty()
+        };
+        let accept = || rustix::net::accept_with(&listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
+        self.accept_by(knocks, accept)
+    }
+
+    /// Takes a connection from `accept`. `knocks` tells whether there is one: without one, no
+    /// stranger has to make room.
+    fn accept_by(
+        &mut self,
+        knocks: impl FnOnce() -> bool,
+        mut accept: impl FnMut() -> Result<OwnedFd, Errno>,
+    ) -> Next {
+        if self.paused() {
+            return Next::Nobody;
+        }
+        if self.waiting.len() >= self.most
+            && let Some(oldest) = self.waiting.front()
+        {
+            if !knocks() {
+                return Next::Nobody;
+            }
+            let (id, age) = (oldest.id, oldest.since.elapsed());
+            if age < self.grace {
+                self.accept_again = Some(Instant::now() + (self.grace - age));
+                return Next::Nobody;
+            }
+            self.complain("too many connections; the oldest that has not said who it is makes room");
+            return Next::LastLook(id);
+        }
+        for _ in 0..ACCEPT_SLICE {
+            match accept() {
+                Ok(socket) => {
+                    if let Err(reason) = same_user::check(&socket) {
+                        self.complain(&format!("refused a connection: {reason}"));
+                        continue;
+                    }
+                    let id = self.next;
+                    self.next += 1;
+                    let (since, hello, challenge) = (Instant::now(), Vec::new(), Challenge::Unasked);
+                    self.waiting.push_back(Stranger { id, socket, since, hello, challenge, keys: None });
+                    return Next::Greet(id);
+                }
+                Err(Errno::AGAIN) => return Next::Nobody,
+                // This connection broke before it was taken, or a rule of the host forbids it;
+                // there may be others.
+                Err(
+                    Errno::INTR
+                    | Errno::CONNABORTED
+                    | Errno::PERM
+                    | Errno::PROTO
+                    | Errno::NOPROTOOPT
+                    | Errno::OPNOTSUPP
+                    | Errno::NETDOWN
+                    | Errno::NETUNREACH
+                    | Errno::HOSTDOWN
+                    | Errno::HOSTUNREACH
+                    | Errno::NONET,
+                ) => {}
+                // No descriptor or no memory: a stranger's is the first to be given up for another
+                // try.
+                Err(error) => {
+                    self.complain(&format!("accept: {error}; raise the limit on open files (ulimit -n)"));
+                    self.accept_again = Some(Instant::now() + self.pause);
+                    let oldest = self.waiting.front().filter(|oldest| oldest.since.elapsed() >= self.grace);
+                    return oldest.map_or(Next::Nobody, |oldest| Next::LastLook(oldest.id));
+                }
+            }
+        }
+        Next::Nobody
+    }
+
+    /// The oldest, when its time is over: look at it once more, then [`Strangers::close`].
+    pub fn overdue(&self) -> Option<u64> {
+        let oldest = self.waiting.front()?;
+        (oldest.since.elapsed() > self.patience).then_some(oldest.id)
+    }
+
+    /// True while the listener rests; it is not to be waited for then.
+    pub fn paused(&self) -> bool {
+        self.accept_again.is_some_and(|when| Instant::now() < when)
+    }
+
+    /// When to look again though nothing comes in: the end of a rest, or of the oldest one's time.
+    pub fn next_look(&self) -> Option<Duration> {
+        let left = |when: Instant| when.saturating_duration_since(Instant::now());
+        let rest = self.accept_again.map(left).filter(|left| !left.is_zero());
+        let oldest = self.waiting.front().map(|oldest| self.patience.saturating_sub(oldest.since.elapsed()));
+        [rest, oldest].into_iter().flatten().min().map(|left| left.max(Duration::from_millis(1)))
+    }
+
+    /// The connection of this number.
+    pub fn get_mut(&mut self, id: u64) -> Option<&mut Stranger> {
+        let index = self.find(id)?;
+        self.waiting.get_mut(index)
+    }
+
+    /// Takes out one that has authenticated.
+    pub fn take(&mut self, id: u64) -> Option<Stranger> {
+        let index = self.find(id)?;
+        self.waiting.remove(index)
+    }
+
+    /// Closes one, if it is still a stranger.
+    pub fn close(&mut self, id: u64) {
+        drop(self.take(id));
+        // Its descriptor may be what the listener lacked.
+        self.accept_again = None;
+    }
+
+    /// Closes one that is not let in.
+    pub fn refuse(&mut self, id: u64, reason: &str) {
+        self.complain(&format!("refused a connection: {reason}"));
+        self.close(id);
+    }
+
+    /// Waits until the listener or a stranger can be read.
+    pub fn wait_readable(&self, listener: impl AsFd, timeout: Duration) -> Result<Ready, Errno> {
+        // A listener that rests would be readable all the time.
+        let flags = if self.paused() { PollFlags::empty() } else { PollFlags::IN };
+        let mut polled = vec![PollFd::from_borrowed_fd(listener.as_fd(), flags)];
+        polled.extend(self.iter().map(|(_, fd)| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        let timeout =
+            Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
+        match poll(&mut polled, Some(&timeout)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+        let readable = |fd: &PollFd<'_>| !fd.revents().is_empty();
+        let strangers = self.iter().zip(&polled[1..]).filter(|(_, fd)| readable(fd));
+        Ok(Ready { listener: readable(&polled[0]), strangers: strangers.map(|((id, _), _)| id).collect() })
+    }
+
+    /// All, oldest first.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (u64, BorrowedFd<'_>)> {
+        self.waiting.iter().map(|stranger| (stranger.id, stranger.socket.as_fd()))
+    }
+
+    /// True without any connection that still has to authenticate.
+    pub fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// Closes all.
+    pub fn clear(&mut self) {
+        self.waiting.clear();
+    }
+
+    /// Logs what is wrong, once per burst.
+    pub fn complain(&mut self, trouble: &str) {
+        self.complaints.say(format_args!("{}: {trouble}", self.what));
+    }
+
+    fn find(&self, id: u64) -> Option<usize> {
+        self.waiting.binary_search_by_key(&id, |stranger| stranger.id).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    /// Longer than a test takes: no wait for it returns.
+    const LONG: Duration = Duration::from_secs(600);
+
+    /// Strangers of a listener that rests for long, and whose strangers are young for long.
+    fn young(strangers: usize) -> Strangers {
+        Strangers { grace: LONG, pause: LONG, ..Strangers::new("test", &limits(strangers, LONG), 1) }
+    }
+
+    /// The listener's rest is over.
+    fn rested(strangers: &mut Strangers) {
+        strangers.accept_again = Some(Instant::now());
+    }
+
+    /// The listener's rest is over, and its strangers are old.
+    fn grow_old(strangers: &mut Strangers) {
+        strangers.grace = Duration::ZERO;
+        rested(strangers);
+    }
+
+    fn limits(strangers: usize, patience: Duration) -> ConnectionLimits {
+        ConnectionLimits { strangers, patience, ..ConnectionLimits::default() }
+    }
+
+    /// Has a connection come in; the other end, if it was taken.
+    fn come(strangers: &mut Strangers) -> (Next, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut ours = Some(OwnedFd::from(ours));
+        (strangers.accept_by(|| true, || ours.take().ok_or(Errno::AGAIN)), theirs)
+    }
+
+    #[test]
+    fn the_oldest_makes_room_even_after_others_left() {
+        let mut strangers = young(3);
+        let mut ends: Vec<_> = (0..4).map(|_| come(&mut strangers)).collect();
+        assert!((0..).zip(&ends).all(|(id, (next, _))| *next == Next::Greet(id)), "{ends:?}");
+        // One that spoke leaves from the middle.
+        ends[1].1.write_all(b"hello").unwrap();
+        let spoke = strangers.wait_readable(&ends[0].1, LONG).unwrap().strangers;
+        assert_eq!(spoke, [1]);
+        assert!(strangers.get_mut(1).unwrap().read(3).unwrap());
+        assert_eq!(strangers.take(1).unwrap().hello, b"hel", "no more than was asked for");
+        assert_eq!(come(&mut strangers).0, Next::Greet(4));
+        // Hellos may be on the way.
+        assert_eq!(come(&mut strangers).0, Next::Nobody);
+        assert!(strangers.paused() && strangers.next_look().unwrap() <= LONG);
+        grow_old(&mut strangers);
+        for oldest in [0, 2, 3] {
+            assert_eq!(come(&mut strangers).0, Next::LastLook(oldest));
+            strangers.close(oldest);
+            assert!(matches!(come(&mut strangers).0, Next::Greet(_)));
+        }
+        let nobody = strangers.accept_by(|| false, || unreachable!("nobody is there to be taken"));
+        assert_eq!(nobody, Next::Nobody, "nobody makes room for nobody");
+        assert!(!strangers.paused());
+    }
+
+    #[test]
+    fn no_failure_of_accept_is_the_end_or_a_busy_loop() {
+        let mut strangers = young(9);
+        let fail = |strangers: &mut Strangers, error| {
+            let mut calls = 0;
+            let next = strangers.accept_by(
+                || true,
+                || {
+                    calls += 1;
+                    Err(error)
+                },
+            );
+            assert!(calls <= ACCEPT_SLICE);
+            (next, strangers.paused())
+        };
+        for error in [Errno::CONNABORTED, Errno::INTR, Errno::PERM, Errno::PROTO, Errno::AGAIN] {
+            assert_eq!(fail(&mut strangers, error), (Next::Nobody, false), "{error}");
+        }
+        // One that broke does not hide the one behind it.
+        let mut outcomes = vec![Ok(UnixStream::pair().unwrap().0.into()), Err(Errno::CONNABORTED)];
+        assert_eq!(strangers.accept_by(|| true, || outcomes.pop().unwrap()), Next::Greet(0));
+        grow_old(&mut strangers);
+        for error in [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::INVAL] {
+            assert_eq!(fail(&mut strangers, error), (Next::LastLook(0), true), "{error}");
+            assert_eq!(fail(&mut strangers, error), (Next::Nobody, true), "it rests");
+            rested(&mut strangers);
+        }
+        strangers.close(0);
+        assert_eq!(fail(&mut strangers, Errno::MFILE), (Next::Nobody, true), "nobody to give up");
+        rested(&mut strangers);
+        assert_eq!(come(&mut strangers).0, Next::Greet(1));
+    }
+
+    #[test]
+    fn the_silent_are_overdue_in_their_order() {
+        let mut strangers = young(9);
+        let _ends: Vec<_> = (0..2).map(|_| come(&mut strangers)).collect();
+        assert!(strangers.overdue().is_none() && strangers.next_look().is_some());
+        strangers.patience = Duration::ZERO;
+        for oldest in 0..2 {
+            assert_eq!(strangers.overdue(), Some(oldest));
+            strangers.close(oldest);
+        }
+        assert!(strangers.overdue().is_none() && strangers.is_empty() && strangers.next_look().is_none());
+    }
+
+    #[test]
+    fn strangers_leave_the_process_its_descriptors() {
+        let strangers = Strangers::new("test", &limits(usize::MAX, LONG), 5);
+        assert_eq!(strangers.most, descriptors(1).saturating_add(5));
+    }
+}

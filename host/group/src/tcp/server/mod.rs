@@ -1,0 +1,468 @@
+//! The server: one thread, all sockets in one `poll`. It works in slices, so that no client blocks
+//! the others: each turn it reads, does and sends a bounded part for each client.
+
+mod clients;
+mod end;
+mod waits;
+
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt;
+
+use self::clients::Clients;
+use self::end::End;
+use super::admission::{Terms, admit};
+use super::listen::{listen, listen_all};
+use super::protocol::{MAGIC, Message, Query, Request, Violation};
+use crate::error::{Error, Result};
+use crate::secret::Keys;
+use crate::strangers::{
+    ACCEPT_SLICE, BACKLOG, Complaints, ConnectionLimits, Next, Stranger, Strangers, descriptors,
+};
+
+/// Longer than anyone waits, and short enough to be added to the time.
+const MAX_LINGER: Duration = Duration::from_secs(24 * 3600);
+/// Requests of one client before the others get their turn.
+const REQUESTS: usize = 1024;
+/// How often a server that ends looks whether it may.
+const ENDING: Duration = Duration::from_millis(10);
+/// A client's host that says nothing for this long is asked whether it is there ...
+const KEEPALIVE: Duration = Duration::from_secs(60);
+/// ... this often ...
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
+/// ... and is gone when it has not answered as many times.
+const KEEPALIVE_COUNT: u32 = 4;
+
+/// A server of the store protocol, for [`TcpStore`](super::TcpStore) and for PyTorch's clients.
+///
+/// Without a secret any process that reaches the port can read and write the store, as with
+/// PyTorch's. If the job has one, only a [`TcpStore`](super::TcpStore) that knows it can. The
+/// resources of all clients together are bounded by [`ConnectionLimits`]. A client may be idle for
+/// as long as it likes, but its host must be there: the kernel asks it now and then. Dropping the
+/// server closes the port and all connections, and ends its thread; [`TcpStoreServer::finish`] lets
+/// the clients leave first.
+#[derive(Debug)]
+pub struct TcpStoreServer {
+    address: SocketAddr,
+    /// Closing it wakes the thread.
+    wake: Option<UnixStream>,
+    /// Until when the thread goes on after that, while there are clients.
+    until: Arc<Mutex<Option<Instant>>>,
+    held: Arc<Held>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Memory of a server, in bytes; for tests.
+#[derive(Debug, Default)]
+pub struct Held {
+    /// For its clients: requests that have not come in full, waits, answers not yet sent.
+    pub clients: AtomicUsize,
+    /// Keys and values.
+    pub store: AtomicUsize,
+}
+
+impl TcpStoreServer {
+    /// A server at `address`, such as `("127.0.0.1", 0)`; port 0 takes a free one.
+    pub fn bind(address: impl ToSocketAddrs + std::fmt::Debug) -> Result<TcpStoreServer> {
+        TcpStoreServer::from_listener(listen(address)?)
+    }
+
+    /// A server at `port` of all of this host's addresses; port 0 takes a free one.
+    pub fn bind_all(port: u16) -> Result<TcpStoreServer> {
+        TcpStoreServer::from_listener(listen_all(port)?)
+    }
+
+    /// A server on a socket that listens already, for example one that was inherited.
+    pub fn from_listener(listener: TcpListener) -> Result<TcpStoreServer> {
+        TcpStoreServer::with_limits(listener, &ConnectionLimits::default())
+    }
+
+    /// Like [`TcpStoreServer::from_listener`], with other limits than the default.
+    pub fn with_limits(listener: TcpListener, limits: &ConnectionLimits) -> Result<TcpStoreServer> {
+        TcpStoreServer::start(vec![listener], Terms::default(), limits)
+    }
+
+    /// A server that lets in only clients that know the secret of `terms`, where there is one. It
+    /// listens at all of `listeners`; its address is that of the first.
+    pub(super) fn start(
+        listeners: Vec<TcpListener>,
+        terms: Terms,
+        limits: &ConnectionLimits,
+    ) -> Result<TcpStoreServer> {
+        let os = |call: &'static str| move |error: std::io::Error| Error::system(call, error);
+        for listener in &listeners {
+            // Once more, for the longer backlog: all ranks of a job connect at the same time.
+            rustix::net::listen(listener, BACKLOG).map_err(|error| Error::system("listen", error))?;
+            listener.set_nonblocking(true).map_err(os("set_nonblocking"))?;
+        }
+        let first = listeners.first().ok_or_else(|| Error::os("listen", "no address to listen at"))?;
+        let address = first.local_addr().map_err(os("getsockname"))?;
+        let (wake, woken) = UnixStream::pair().map_err(os("socketpair"))?;
+        let until = Arc::new(Mutex::new(None));
+        let held = Arc::new(Held::default());
+        let server = Server {
+            listeners,
+            terms,
+            woken,
+            until: until.clone(),
+            clients: Clients::new(limits.store_bytes),
+            next: 0,
+            strangers: Strangers::new("store server", limits, 0),
+            most_clients: limits.clients.min(descriptors(6)),
+            client_bytes: limits.client_bytes,
+            held: held.clone(),
+            complaints: Complaints::default(),
+        };
+        let thread = std::thread::Builder::new()
+            .name("epoxide-store".to_owned())
+            .spawn(move || server.run())
+            .map_err(os("spawn"))?;
+        Ok(TcpStoreServer { address, wake: Some(wake), until, held, thread: Some(thread) })
+    }
+
+    /// The address it listens at.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The port it listens at.
+    pub fn port(&self) -> u16 {
+        self.address.port()
+    }
+
+    /// Its memory.
+    pub fn held(&self) -> &Held {
+        &self.held
+    }
+
+    /// Ends the server once all clients have left, or when `linger` is over.
+    pub fn finish(mut self, linger: Duration) {
+        self.end(linger);
+    }
+
+    fn end(&mut self, linger: Duration) {
+        *self.until.lock().unwrap_or_else(PoisonError::into_inner) =
+            Some(Instant::now() + linger.min(MAX_LINGER));
+        drop(self.wake.take());
+        if let Some(thread) = self.thread.take() {
+            // It has said why, if it panicked; its sockets are closed in any case.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for TcpStoreServer {
+    fn drop(&mut self) {
+        self.end(Duration::ZERO);
+    }
+}
+
+/// The state of the thread.
+struct Server {
+    listeners: Vec<TcpListener>,
+    terms: Terms,
+    woken: UnixStream,
+    until: Arc<Mutex<Option<Instant>>>,
+    clients: Clients,
+    /// The next connection's number.
+    next: u64,
+    strangers: Strangers,
+    most_clients: usize,
+    client_bytes: usize,
+    held: Arc<Held>,
+    complaints: Complaints,
+}
+
+/// The results of `poll`.
+struct Ready {
+    woken: bool,
+    /// The listeners with connections, by index.
+    listeners: Vec<usize>,
+    strangers: Vec<u64>,
+    readable: Vec<u64>,
+    writable: Vec<u64>,
+}
+
+impl Server {
+    fn run(mut self) {
+        let mut ending = false;
+        loop {
+            if ending {
+                let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
+                let alone = self.clients.connections.is_empty() && self.strangers.is_empty();
+                if alone || until.is_none_or(|until| Instant::now() >= until) {
+                    return;
+                }
+            }
+            let ready = match self.poll(ending) {
+                Ok(ready) => ready,
+                Err(rustix::io::Errno::INTR | rustix::io::Errno::NOMEM) => continue,
+                Err(error) => {
+                    tracing::error!(
+                        "store server at {:?}: poll: {error}",
+                        self.listeners.first().map(TcpListener::local_addr)
+                    );
+                    return;
+                }
+            };
+            ending |= ready.woken;
+            for id in ready.readable {
+                if let Some(connection) = self.clients.connections.get_mut(&id) {
+                    // One that has gone while its answers wait for it to read them cannot be read.
+                    if !connection.takes_requests() {
+                        connection.closed = true;
+                    } else if let Err(Violation(reason)) = connection.receive() {
+                        self.reject(id, &reason);
+                    }
+                }
+                self.serve(id);
+            }
+            for id in self.busy() {
+                self.serve(id);
+            }
+            for id in ready.strangers {
+                self.greet(id);
+            }
+            while let Some(id) = self.strangers.overdue() {
+                self.look_last(id);
+            }
+            for index in ready.listeners {
+                self.accept(index);
+            }
+            self.clients.changed.extend(ready.writable);
+            self.settle();
+            self.bound();
+        }
+    }
+
+    fn poll(&self, ending: bool) -> rustix::io::Result<Ready> {
+        let connections = &self.clients.connections;
+        let mut fds = Vec::with_capacity(3 + self.strangers.iter().len() + connections.len());
+        // Once closed it would be readable for ever.
+        let wake_events = if ending { PollFlags::empty() } else { PollFlags::IN };
+        fds.push(PollFd::new(&self.woken, wake_events));
+        // A listener that rests would be readable all the time.
+        let accept_events = if self.strangers.paused() { PollFlags::empty() } else { PollFlags::IN };
+        fds.extend(self.listeners.iter().map(|listener| PollFd::new(listener, accept_events)));
+        fds.extend(self.strangers.iter().map(|(_, fd)| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        for connection in connections.values() {
+            let mut events = PollFlags::empty();
+            events.set(PollFlags::IN, connection.reads());
+            events.set(PollFlags::OUT, connection.sends());
+            fds.push(PollFd::new(&connection.socket, events));
+        }
+        let busy = connections.values().any(|connection| connection.busy && connection.takes_requests());
+        let now = busy.then_some(Duration::ZERO);
+        let end = ending.then_some(ENDING);
+        let timeout = [now, end, self.strangers.next_look()].into_iter().flatten().min();
+        let timeout = timeout.map(|timeout| Timespec {
+            tv_sec: timeout.as_secs() as i64,
+            tv_nsec: timeout.subsec_nanos().into(),
+        });
+        if ending {
+            // The closed end is always ready: leave it out.
+            poll(&mut fds[1..], timeout.as_ref())?;
+        } else {
+            poll(&mut fds, timeout.as_ref())?;
+        }
+
+        let [wake, sockets @ ..] = fds.as_slice() else {
+            return Err(rustix::io::Errno::INVAL);
+        };
+        let (listeners, sockets) = sockets.split_at(self.listeners.len());
+        let (strangers, sockets) = sockets.split_at(self.strangers.iter().len());
+        let spoke = self.strangers.iter().zip(strangers).filter(|(_, fd)| !fd.revents().is_empty());
+        let having = |flags: PollFlags| {
+            let ids = connections.keys().zip(sockets);
+            ids.filter(move |(_, fd)| fd.revents().intersects(flags)).map(|(id, _)| *id).collect()
+        };
+        Ok(Ready {
+            woken: !ending && !wake.revents().is_empty(),
+            listeners: (0..)
+                .zip(listeners)
+                .filter(|(_, fd)| fd.revents().contains(PollFlags::IN))
+                .map(|(index, _)| index)
+                .collect(),
+            strangers: spoke.map(|((id, _), _)| id).collect(),
+            readable: having(PollFlags::IN | PollFlags::HUP | PollFlags::ERR),
+            writable: having(PollFlags::OUT),
+        })
+    }
+
+    fn accept(&mut self, index: usize) {
+        for _ in 0..ACCEPT_SLICE {
+            let Some(listener) = self.listeners.get(index) else { return };
+            match self.strangers.accept(listener) {
+                Next::Greet(id) => self.greet(id),
+                Next::LastLook(id) => self.look_last(id),
+                Next::Nobody => return,
+            }
+        }
+    }
+
+    /// Reads a stranger's first message: the start of the protocol, or of the challenge if the job
+    /// has a secret.
+    fn greet(&mut self, id: u64) {
+        let Some(stranger) = self.strangers.get_mut(id) else { return };
+        let heard = admit(stranger, &self.terms).and_then(|inside| match inside {
+            true if stranger.keys.is_some() => Ok(true),
+            true => validate(stranger),
+            false => Ok(false),
+        });
+        match heard {
+            Ok(false) => {}
+            Ok(true) if self.clients.connections.len() >= self.most_clients => {
+                self.strangers.close(id);
+                self.complaints.say(format_args!(
+                    "store server: {} clients are connected, and no more are taken; raise ConnectionLimits::clients, or the limit on open files (ulimit -n)",
+                    self.clients.connections.len()
+                ));
+            }
+            Ok(true) => {
+                if let Some(stranger) = self.strangers.take(id) {
+                    self.welcome(TcpStream::from(stranger.socket), stranger.keys);
+                }
+            }
+            Err(reason) => self.strangers.refuse(id, &reason),
+        }
+    }
+
+    /// Closes a stranger, unless it has spoken in the meantime.
+    fn look_last(&mut self, id: u64) {
+        self.greet(id);
+        self.strangers.close(id);
+    }
+
+    fn welcome(&mut self, socket: TcpStream, keys: Option<Keys>) {
+        // Without this the connection would only be slower ...
+        let _ = socket.set_nodelay(true);
+        // ... and without these stay when the client's host vanishes.
+        let _ = sockopt::set_tcp_keepidle(&socket, KEEPALIVE);
+        let _ = sockopt::set_tcp_keepintvl(&socket, KEEPALIVE_INTERVAL);
+        let _ = sockopt::set_tcp_keepcnt(&socket, KEEPALIVE_COUNT);
+        let _ = sockopt::set_socket_keepalive(&socket, true);
+        let id = self.next;
+        self.next += 1;
+        let mut connection = End::new(socket, keys);
+        // The first request is there as a rule.
+        let received = connection.receive();
+        self.clients.connections.insert(id, connection);
+        if let Err(Violation(reason)) = received {
+            self.reject(id, &reason);
+        }
+        self.serve(id);
+    }
+
+    /// Connections with requests that have come in full and wait for their turn.
+    fn busy(&self) -> Vec<u64> {
+        let busy = self.clients.connections.iter().filter(|(_, connection)| connection.busy);
+        busy.map(|(id, _)| *id).collect()
+    }
+
+    /// Answers a slice of the requests that a connection has sent in full.
+    fn serve(&mut self, id: u64) {
+        let Some(connection) = self.clients.connections.get_mut(&id) else { return };
+        // Out of the connection while the requests, which borrow it, change other connections.
+        let mut input = connection.take_input();
+        let mut requests = 0;
+        let outcome = loop {
+            if requests == REQUESTS
+                || self.clients.connections.get(&id).is_none_or(|connection| !connection.takes_requests())
+            {
+                break Ok(true);
+            }
+            requests += 1;
+            let request = match input.next() {
+                Ok(Some(bytes)) => Request::decode(bytes),
+                Ok(None) => break Ok(false),
+                Err(violation) => break Err(violation),
+            };
+            if let Err(violation) = request.and_then(|request| self.clients.answer(id, request)) {
+                break Err(violation);
+            }
+        };
+        self.clients.changed.push(id);
+        let Some(connection) = self.clients.connections.get_mut(&id) else { return };
+        connection.put_back(input);
+        match outcome {
+            Ok(busy) => {
+                connection.busy = busy;
+                // All that it has asked for is done.
+                connection.closed |= connection.ended && !busy;
+            }
+            Err(Violation(reason)) => self.reject(id, &reason),
+        }
+    }
+
+    /// Closes the connection of a client that breaks the protocol.
+    fn reject(&mut self, id: u64, reason: &str) {
+        let Some(connection) = self.clients.connections.get_mut(&id) else { return };
+        let peer = connection.socket.peer_addr();
+        connection.flush();
+        connection.closed = true;
+        self.complaints.say(format_args!("store server: closing the connection of {peer:?}: {reason}"));
+    }
+
+    /// Sends what is to be sent.
+    fn settle(&mut self) {
+        loop {
+            // Which may wake others.
+            self.remove_closed();
+            if self.clients.changed.is_empty() {
+                return;
+            }
+            for id in std::mem::take(&mut self.clients.changed) {
+                if let Some(connection) = self.clients.connections.get_mut(&id) {
+                    connection.flush();
+                    let bytes = connection.bytes() + self.clients.waits.bytes(id);
+                    let before = std::mem::replace(&mut connection.counted, bytes);
+                    let total = self.held.clients.load(Ordering::Relaxed);
+                    self.held.clients.store(total - before + bytes, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Closes those that hold the most while all hold too much.
+    fn bound(&mut self) {
+        self.held.store.store(self.clients.board.bytes(), Ordering::Relaxed);
+        while self.held.clients.load(Ordering::Relaxed) > self.client_bytes
+            && let Some(most) =
+                self.clients.connections.values_mut().max_by_key(|connection| connection.counted)
+        {
+            most.closed = true;
+            let (bytes, peer) = (most.counted, most.socket.peer_addr());
+            self.complaints.say(format_args!(
+                "store server: the clients' requests, waits and unread answers take more than {} bytes; closing the connection of {peer:?}, which \
+                 takes {bytes} of them; send less at once, read the answers, or raise ConnectionLimits::client_bytes",
+                self.client_bytes
+            ));
+            self.settle();
+        }
+    }
+
+    fn remove_closed(&mut self) {
+        let closed = self.clients.connections.iter().filter(|(_, connection)| connection.closed);
+        for id in closed.map(|(id, _)| *id).collect::<Vec<_>>() {
+            if let Some(connection) = self.clients.remove(id) {
+                self.held.clients.fetch_sub(connection.counted, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+/// Checks that a stranger speaks the protocol.
+fn validate(stranger: &mut Stranger) -> std::result::Result<bool, String> {
+    let validate = Message::query(Query::Validate).word(MAGIC).0;
+    let all = stranger.read(validate.len())?;
+    match validate.starts_with(&stranger.hello) {
+        true => Ok(all),
+        false => Err("it does not speak the protocol".to_owned()),
+    }
+}

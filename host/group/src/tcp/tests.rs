@@ -1,0 +1,130 @@
+//! A process between client and server that forwards a challenge unchanged gains nothing behind it.
+
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::time::Duration;
+
+use super::TcpStore;
+use super::admission::{MARK, claims};
+use super::protocol::{MAGIC, Message, Query};
+use super::record::seal;
+use crate::secret::{Initiator, Keys, Purpose, REPLY, Signer};
+use crate::{ConnectionLimits, JobSecret, Store};
+
+const PATIENCE: Duration = Duration::from_secs(120);
+
+fn secret() -> JobSecret {
+    JobSecret::new(&"s".repeat(32)).unwrap()
+}
+
+fn store() -> TcpStore {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let limits = ConnectionLimits::default();
+    TcpStore::host_on(listener, PATIENCE, Duration::ZERO, Some(&secret()), &limits).unwrap()
+}
+
+/// A connection that a client has opened and proved itself on, and its keys.
+fn proven(address: SocketAddr, run: &str) -> Option<(TcpStream, Keys)> {
+    let mut socket = TcpStream::connect(address).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    let initiator = Initiator::new(&secret(), Purpose::Store, claims(run, address)).unwrap();
+    socket.write_all(&[MARK.as_slice(), &initiator.opening()].concat()).unwrap();
+    let mut reply = [0; 8 + REPLY];
+    socket.read_exact(&mut reply).unwrap();
+    let (proof, keys) = initiator.answer(reply[8..].first_chunk().unwrap()).ok()?;
+    socket.write_all(&proof).unwrap();
+    Some((socket, keys))
+}
+
+fn record(signer: &mut Signer, bytes: &[u8]) -> Vec<u8> {
+    let mut record = Vec::new();
+    seal(signer, bytes, &mut record);
+    record
+}
+
+/// True where the server closes the connection without an answer.
+fn is_closed(mut socket: TcpStream) -> bool {
+    let mut rest = Vec::new();
+    let _ = socket.read_to_end(&mut rest);
+    rest.is_empty()
+}
+
+#[test]
+fn requests_behind_a_challenge_that_was_forwarded_change_nothing() {
+    let store = store();
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, store.port()));
+    let hello = Message::query(Query::Validate).word(MAGIC).0;
+    let set = |key| Message::query(Query::Set).key(key).string(b"v").0;
+    // PyTorch's client would go on like this, or a process that has taken the connection over.
+    let (mut socket, _) = proven(address, "").unwrap();
+    let _ = socket.write_all(&[&*hello, &set("plain")].concat());
+    assert!(is_closed(socket));
+    for attack in ["changed", "repeated", "left out", "sent back"] {
+        let (mut socket, mut keys) = proven(address, "").unwrap();
+        let begin = record(&mut keys.send, &hello);
+        let mut next = record(&mut keys.send, &set(attack));
+        match attack {
+            "changed" => next[16] ^= 1,
+            "repeated" => next.clone_from(&begin),
+            "left out" => next = record(&mut keys.send, &set(attack)),
+            _ => next = record(&mut keys.receive, &set(attack)),
+        }
+        let _ = socket.write_all(&[begin, next].concat());
+        assert!(is_closed(socket), "{attack}");
+    }
+    assert_eq!(store.list_keys().unwrap(), [""; 0]);
+    // The same, signed as it must be.
+    let (mut socket, mut keys) = proven(address, "").unwrap();
+    let good = record(&mut keys.send, &[&*hello, &set("good")].concat());
+    socket.write_all(&good).unwrap();
+    assert_eq!(store.get("good", PATIENCE).unwrap(), b"v");
+}
+
+#[test]
+fn a_server_of_another_run_proves_nothing() {
+    let store = store();
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, store.port()));
+    assert!(proven(address, "").is_some());
+    assert!(proven(address, "/run/1").is_none());
+}
+
+#[test]
+fn large_requests_and_answers_travel_in_records() {
+    let store = store();
+    let client = TcpStore::connect_with_secret("127.0.0.1", store.port(), PATIENCE, Some(&secret())).unwrap();
+    let value: Vec<u8> = (0..5_000_000u32).map(|at| at as u8).collect();
+    std::thread::scope(|scope| {
+        let late = scope.spawn(|| client.get("late", PATIENCE).unwrap());
+        for key in ["a", "b", "c", "late"] {
+            store.set(key, &value).unwrap();
+        }
+        assert_eq!(late.join().unwrap(), value);
+    });
+    assert_eq!(client.multi_get(&["a", "b", "c"], PATIENCE).unwrap(), vec![value; 3]);
+}
+
+/// Answers that are not the server's are no answers.
+#[test]
+fn a_client_believes_no_answer_that_the_server_has_not_signed() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = std::thread::spawn(move || {
+        let (mut socket, _) = listener.accept().unwrap();
+        let mut opening = [0; 4 + 32];
+        socket.read_exact(&mut opening).unwrap();
+        let opening = opening[4..].first_chunk().unwrap();
+        let claims = claims("", address);
+        let (_, reply) = crate::secret::Responder::new(&secret(), Purpose::Store, &claims, opening).unwrap();
+        let length = (REPLY as u32).to_le_bytes();
+        socket.write_all(&[MARK.as_slice(), &length, &reply].concat()).unwrap();
+        // A record with the answer to the ping, without a valid signature.
+        let answer = [4u32.to_le_bytes().as_slice(), &[1; 4], &[0; 32]].concat();
+        socket.write_all(&answer).unwrap();
+        let mut rest = Vec::new();
+        let _ = socket.read_to_end(&mut rest);
+    });
+    let client = TcpStore::connect_with_secret("127.0.0.1", address.port(), PATIENCE, Some(&secret()));
+    let error = client.unwrap_err().to_string();
+    assert!(error.contains("not signed with this connection's key"), "{error}");
+    server.join().unwrap();
+}

@@ -1,0 +1,205 @@
+//! Ranks as processes.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use super::plan::{Launch, Nodes};
+use super::signals::Signals;
+use super::*;
+use crate::error::Result;
+use crate::group::{MeshGroup, ProcessGroup, RANK, rendezvous};
+
+/// Longer than anything takes on a busy machine that is meant to end.
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// Tells a re-execution of this test binary what to do.
+const ROLE: &str = "EPOXIDE_TEST_ROLE";
+
+/// This test binary again, as a rank that runs [`as_a_rank`] in `role`.
+fn rank_command(role: &str) -> Result<Command> {
+    let mut command = one_test("tests::as_a_rank");
+    command.env(ROLE, role).stdout(Stdio::null());
+    Ok(command)
+}
+
+/// The ranks of the tests below; does nothing as a test of its own.
+#[test]
+fn as_a_rank() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let group = rendezvous(TIMEOUT);
+    let rank: u32 = std::env::var(RANK).unwrap().parse().unwrap();
+    match role.as_str() {
+        "fds" => exchange_files(&group.unwrap()),
+        "fail" if rank == 1 => std::process::exit(7),
+        "fail" => {
+            // From the connection that breaks, or, when late, from the launcher through the store.
+            let error = group.and_then(|group| group.barrier(TIMEOUT)).unwrap_err();
+            assert!(error.to_string().contains("rank 1"), "{error}");
+        }
+        "hang" if rank == 0 => std::process::abort(),
+        "hang" => std::thread::sleep(TIMEOUT),
+        other => panic!("no role {other}"),
+    }
+}
+
+fn exchange_files(group: &MeshGroup) {
+    let mut own = tempfile::tempfile().unwrap();
+    own.write_all(&[group.rank() as u8]).unwrap();
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    // The first exchange opens what the group keeps.
+    drop(group.exchange_fds(&[own.as_fd()]).unwrap());
+    let before = open();
+    for _ in 0..50 {
+        let all = group.exchange_fds(&[own.as_fd()]).unwrap();
+        for (peer, mut fds) in all.into_iter().enumerate() {
+            assert_eq!(fds.len(), 1);
+            let mut byte = [0xff];
+            File::from(fds.remove(0)).read_exact_at(&mut byte, 0).unwrap();
+            assert_eq!(byte, [peer as u8]);
+        }
+    }
+    let after = open();
+    // No rank may leave, and so close a connection, before all have counted.
+    group.barrier(TIMEOUT).unwrap();
+    assert_eq!(after, before, "descriptors leak");
+}
+
+#[test]
+fn processes_exchange_descriptors() {
+    let outcome = spawn_ranks(3, TIMEOUT, |_| rank_command("fds")).unwrap();
+    assert_eq!(outcome, RankExits { exits: vec![RankExit::Code(0); 3], first_failure: None });
+    assert_eq!(outcome.code(), 0);
+}
+
+#[test]
+fn a_failing_process_fails_the_others_fast() {
+    let start = Instant::now();
+    let outcome = spawn_ranks(3, TIMEOUT, |_| rank_command("fail")).unwrap();
+    assert_eq!(outcome.exits, [RankExit::Code(0), RankExit::Code(7), RankExit::Code(0)]);
+    assert_eq!((outcome.first_failure, outcome.code()), (Some(1), 7));
+    assert!(start.elapsed() < TIMEOUT);
+}
+
+#[test]
+fn a_hanging_process_is_ended() {
+    let outcome = spawn_ranks(2, Duration::from_millis(50), |_| rank_command("hang")).unwrap();
+    let (abort, term) = (Signal::ABORT.as_raw(), Signal::TERM.as_raw());
+    assert_eq!(outcome.exits, [RankExit::Signal(abort), RankExit::Signal(term)]);
+    assert_eq!((outcome.first_failure, outcome.code()), (Some(0), 128 + abort));
+}
+
+#[test]
+fn a_command_that_does_not_start_is_named() {
+    let error = spawn_ranks(2, TIMEOUT, |_| Ok(Command::new("/no/such/program"))).unwrap_err();
+    assert!(error.to_string().contains("rank 0, /no/such/program"), "{error}");
+    assert!(spawn_ranks(0, TIMEOUT, |_| current_exe()).is_err());
+}
+
+/// How many ranks of the launch below have been started.
+const STARTED: &str = "EPOXIDE_TEST_STARTED";
+
+/// The launcher of the test below, which ends itself while it starts its ranks; does nothing as a
+/// test of its own.
+#[test]
+fn as_an_interrupted_launcher() {
+    let Some(path) = std::env::var_os(STARTED) else { return };
+    let mut signals = Signals::catch().unwrap();
+    let launch = Launch { relay: false, ..Launch::new(200) };
+    let started = std::cell::Cell::new(0);
+    let ended = launch.run(Some(&mut signals), |environment| {
+        started.set(started.get() + 1);
+        if environment.rank() == 1 {
+            rustix::process::kill_process(rustix::process::getpid(), Signal::TERM).unwrap();
+        }
+        // Starting a rank takes its time.
+        std::thread::sleep(Duration::from_millis(10));
+        let mut command = Command::new("sleep");
+        command.arg("1000");
+        Ok(command)
+    });
+    let ended = ended.unwrap();
+    assert_eq!((ended.signal, ended.code()), (Some(Signal::TERM.as_raw()), 128 + Signal::TERM.as_raw()));
+    assert_eq!(ended.exits.len(), started.get());
+    std::fs::write(path, started.get().to_string()).unwrap();
+}
+
+#[test]
+fn a_signal_that_comes_while_ranks_are_started_ends_the_launch_at_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("started");
+    let mut launcher = one_test("tests::as_an_interrupted_launcher");
+    let output = launcher.env(STARTED, &path).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    let started: u32 = std::fs::read_to_string(path).unwrap().parse().unwrap();
+    assert!((2..200).contains(&started), "{started} ranks were started");
+}
+
+#[test]
+fn numbers_of_ranks_have_bounds() {
+    for (nodes, ranks, named) in [(1, 1025, "ranks_per_node = 1025"), (65, 1024, "1024 on each of 65 nodes")]
+    {
+        let endpoint = (nodes > 1).then(|| ("h".to_owned(), 5));
+        let nodes = Nodes { count: nodes, rank: 0, endpoint };
+        let launch = Launch { nodes, ..Launch::new(ranks) };
+        let error = launch.run(None, |_| Ok(Command::new("/no/such/program"))).unwrap_err().to_string();
+        assert!(error.contains(named) && error.contains("give the number of"), "{error}");
+    }
+}
+
+/// Where the test below and its launcher meet.
+const MEET: &str = "EPOXIDE_TEST_MEET";
+
+/// The launcher of the test below; does nothing as a test of its own.
+#[test]
+fn as_a_launcher() {
+    let Some(meet) = std::env::var_os(MEET) else { return };
+    let short = Duration::from_millis(500);
+    // The kernel has to have made a zombie of the rank before that.
+    let killed = Duration::from_secs(3);
+    let launch = Launch { settle: short, grace: short, killed, relay: false, ..Launch::new(2) };
+    let error = launch.run(None, |environment| {
+        let mut command = Command::new("sh");
+        let script = match environment.rank() {
+            0 => "while [ ! -e $0/go ]; do sleep 0.02; done; exit 3",
+            _ => "echo $$ > $0/pid; trap '' TERM; while :; do sleep 0.05; done",
+        };
+        command.args(["-c", script]).arg(&meet);
+        Ok(command)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("3s after SIGKILL there is still: rank 1 (process "), "{error}");
+    assert!(error.contains("in state Z"), "{error}");
+}
+
+/// A rank that does not end after SIGKILL, like one in a driver call that does not return. The test
+/// plays it with a process that has ended under a debugger, this process. Its parent gets no exit
+/// status until the debugger has read it.
+#[test]
+fn a_rank_that_does_not_end_though_killed_is_left_behind() {
+    let meet = tempfile::tempdir().unwrap();
+    let mut launcher = one_test("tests::as_a_launcher");
+    let launcher =
+        launcher.env(MEET, meet.path()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let start = Instant::now();
+    let pid: i32 = loop {
+        let text = std::fs::read_to_string(meet.path().join("pid")).unwrap_or_default();
+        if let Ok(pid) = text.trim().parse() {
+            break pid;
+        }
+        assert!(start.elapsed() < TIMEOUT);
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    // SAFETY: of a process that this one's child has started; there are no addresses in it.
+    let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) };
+    let refused = std::io::Error::last_os_error();
+    assert_eq!(seized, 0, "ptrace, which the kernel lets a process do to what it has started: {refused}");
+    std::fs::write(meet.path().join("go"), "").unwrap();
+    let output = launcher.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    assert!(start.elapsed() < TIMEOUT, "{:?}", start.elapsed());
+}

@@ -1,0 +1,100 @@
+//! The record of operations under way.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::driver::Event;
+use crate::error::Result;
+use epoxide_group::internal::Operation;
+
+/// How far an operation is.
+#[derive(Debug, Clone)]
+pub(super) enum Progress {
+    /// NCCL has not put it into the stream yet.
+    Enqueuing,
+    /// It is over when the event has passed.
+    Enqueued(Arc<Event>),
+    /// It is over.
+    Ended(Result<()>),
+}
+
+/// An operation under way, and how it ended.
+#[derive(Debug)]
+pub(super) struct InFlight {
+    pub sequence: u64,
+    pub operation: Operation,
+    pub timeout: Duration,
+    pub deadline: Instant,
+    progress: Mutex<Progress>,
+}
+
+impl InFlight {
+    pub fn new(sequence: u64, operation: Operation, timeout: Duration) -> Arc<InFlight> {
+        let deadline = Instant::now() + timeout;
+        let progress = Mutex::new(Progress::Enqueuing);
+        Arc::new(InFlight { sequence, operation, timeout, deadline, progress })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How far it is. A copy: the driver is not asked about an event under the lock.
+    pub fn progress(&self) -> Progress {
+        self.lock().clone()
+    }
+
+    /// It is in the stream, in front of `event`.
+    pub fn enqueued(&self, event: Event) {
+        *self.lock() = Progress::Enqueued(Arc::new(event));
+    }
+
+    /// Ends it with `result`. If it has ended before, that result stays and is returned.
+    pub fn end(&self, result: &Result<()>) -> Option<Result<()>> {
+        let before = {
+            let mut progress = self.lock();
+            if let Progress::Ended(earlier) = &*progress {
+                return Some(earlier.clone());
+            }
+            std::mem::replace(&mut *progress, Progress::Ended(result.clone()))
+        };
+        // Its event goes back to the driver, and not under the lock.
+        drop(before);
+        None
+    }
+}
+
+/// The operations of a communicator that are under way.
+#[derive(Debug, Default)]
+pub(super) struct UnderWay(Mutex<List>);
+
+#[derive(Debug, Default)]
+struct List {
+    /// The number of the next operation.
+    next: u64,
+    operations: Vec<Arc<InFlight>>,
+}
+
+impl UnderWay {
+    fn lock(&self) -> MutexGuard<'_, List> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lists an operation, with the number it gets.
+    pub fn list(&self, make: impl FnOnce(u64) -> Arc<InFlight>) -> Arc<InFlight> {
+        let mut list = self.lock();
+        let operation = make(list.next);
+        list.next += 1;
+        list.operations.push(operation.clone());
+        operation
+    }
+
+    pub fn unlist(&self, operation: &InFlight) {
+        self.lock().operations.retain(|other| !std::ptr::eq(&**other, operation));
+    }
+
+    /// All of them, in the order of their numbers.
+    pub fn all(&self) -> Vec<Arc<InFlight>> {
+        self.lock().operations.clone()
+    }
+}
