@@ -181,7 +181,8 @@ impl Launch {
             streams[0] = child.stdout.take().map(OwnedFd::from);
             streams[1] = child.stderr.take().map(OwnedFd::from);
             // The logs come last: a rank that runs must be watched whatever happens.
-            ranks.0.push(Process::new(environment.rank(), environment.node, child, self.groups));
+            let process = Process::new(environment.rank(), environment.node, child);
+            ranks.0.push(if self.groups { process.leading_its_group() } else { process });
             for (pipe, name, streams) in streams
                 .into_iter()
                 .zip([("stdout", &mut out), ("stderr", &mut err)])

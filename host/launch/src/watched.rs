@@ -51,12 +51,17 @@ pub struct Process {
 }
 
 impl Process {
-    /// Watches a child, the rank of this number on this node; `leads` says that it was started as a
-    /// process group of its own.
-    pub fn new(rank: u32, node: u32, child: Child, leads: bool) -> Process {
+    /// Watches a child, the rank of this number on this node.
+    pub fn new(rank: u32, node: u32, child: Child) -> Process {
         let pid = Pid::from_raw(child.id() as i32);
         let ended = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        Process { rank, node, child, ended, exit: None, given_up: false, leads }
+        Process { rank, node, child, ended, exit: None, given_up: false, leads: false }
+    }
+
+    /// The child was started as a process group of its own.
+    pub fn leading_its_group(mut self) -> Process {
+        self.leads = true;
+        self
     }
 
     /// Its number.

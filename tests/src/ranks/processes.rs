@@ -106,7 +106,7 @@ impl Processes {
         die_with_parent(&mut command);
         let child = command.spawn().map_err(|error| Error::os("spawn", format!("rank {rank}: {error}")))?;
         let slot = Slot::file(&doing)?;
-        let process = Process::new(rank, environment.node, child, true);
+        let process = Process::new(rank, environment.node, child).leading_its_group();
         Ok(Peer { process, control, line: Vec::new(), slot, thread: None, busy: false })
     }
 }
