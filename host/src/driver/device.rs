@@ -172,6 +172,11 @@ pub trait Driver: Send + Sync + Debug {
     /// The stream is of this device's primary context and outlives the handle.
     unsafe fn stream_adopt(&self, raw: RawStream) -> Result<u64>;
 
+    /// Multiprocessors that the stream's kernels can run on: all, or those of its green context.
+    fn stream_multiprocessors(&self, _stream: u64) -> Result<u32> {
+        Ok(self.info().sm_count)
+    }
+
     /// The stream as other code of this process may adopt it: its `CUstream`, or the virtual GPU's
     /// own token.
     fn stream_raw(&self, stream: u64) -> RawStream;

@@ -272,6 +272,7 @@ pub struct Stream {
     device: Device,
     handle: u64,
     id: u64,
+    multiprocessors: u32,
 }
 
 impl Stream {
@@ -295,7 +296,8 @@ impl Stream {
     fn listed(device: &Device, handle: u64, fenced: bool) -> Stream {
         let id = Streams::new_id();
         device.driver.streams().add(Listed { id, handle, fenced });
-        Stream { device: device.clone(), handle, id }
+        let multiprocessors = device.info().sm_count;
+        Stream { device: device.clone(), handle, id, multiprocessors }
     }
 
     /// The caller's stream. It is used, never synchronised or destroyed.
@@ -305,7 +307,16 @@ impl Stream {
     pub unsafe fn adopt(device: &Device, raw: RawStream) -> Result<Stream> {
         // SAFETY: passed on to the caller.
         let handle = unsafe { device.driver.stream_adopt(raw)? };
-        Ok(Stream::listed(device, handle, true))
+        let multiprocessors = device.driver.stream_multiprocessors(handle)?;
+        let mut stream = Stream::listed(device, handle, true);
+        stream.multiprocessors = multiprocessors;
+        Ok(stream)
+    }
+
+    /// Multiprocessors that its kernels can run on: all of the device, or those of the green context
+    /// that an adopted stream is of.
+    pub fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
     }
 
     /// A number that no other [`Stream`] of this process has or had.

@@ -94,6 +94,10 @@ impl Driver for CudaDevice {
         unsafe { stream::adopt(&self.bind()?, raw) }
     }
 
+    fn stream_multiprocessors(&self, stream: u64) -> Result<u32> {
+        stream::multiprocessors(&self.bind()?, stream)
+    }
+
     fn stream_raw(&self, stream: u64) -> RawStream {
         RawStream(stream::raw(stream))
     }

@@ -17,6 +17,32 @@ pub type FuncLoad = unsafe extern "C" fn(CuFunction) -> CuResult;
 pub type LaunchKernelEx =
     unsafe extern "C" fn(*const LaunchConfigEx, CuFunction, *mut *mut c_void, *mut *mut c_void) -> CuResult;
 
+/// `cuStreamGetGreenCtx`.
+pub type StreamGetGreenCtx = unsafe extern "C" fn(CuStream, *mut *mut c_void) -> CuResult;
+/// `cuGreenCtxGetDevResource`.
+pub type GreenCtxGetDevResource = unsafe extern "C" fn(*mut c_void, *mut DevResource, c_int) -> CuResult;
+
+/// `CUdevResource` of multiprocessors, with room for more than the driver's 144 bytes.
+#[repr(C)]
+#[derive(Debug, Clone)]
+pub struct DevResource {
+    kind: c_int,
+    padding: [u8; 92],
+    pub sm_count: c_uint,
+    rest: [u8; 412],
+}
+
+impl DevResource {
+    /// `CU_DEV_RESOURCE_TYPE_SM`.
+    pub const SM: c_int = 1;
+}
+
+impl Default for DevResource {
+    fn default() -> DevResource {
+        DevResource { kind: 0, padding: [0; 92], sm_count: 0, rest: [0; 412] }
+    }
+}
+
 /// `CUlaunchConfig`.
 #[repr(C)]
 #[derive(Debug)]
@@ -56,6 +82,10 @@ pub struct Late {
     pub func_load: Option<FuncLoad>,
     /// CUDA 11.8: launches with attributes. Used from 12.3 on, when its launches can be captured.
     pub launch_kernel_ex: Option<LaunchKernelEx>,
+    /// CUDA 12.4: the green context of a stream, which has some of the multiprocessors.
+    pub stream_get_green_ctx: Option<StreamGetGreenCtx>,
+    /// CUDA 12.4: the resources of a green context.
+    pub green_ctx_get_dev_resource: Option<GreenCtxGetDevResource>,
 }
 
 /// The table, filled at the first call. The driver must have been initialised.
@@ -78,6 +108,20 @@ pub fn late() -> &'static Late {
         launch_kernel_ex: unsafe {
             std::mem::transmute::<*mut c_void, Option<LaunchKernelEx>>(resolve(c"cuLaunchKernelEx", 12030))
         },
+        // SAFETY: likewise, `(CUstream, CUgreenCtx*)` since 12.4.
+        stream_get_green_ctx: unsafe {
+            std::mem::transmute::<*mut c_void, Option<StreamGetGreenCtx>>(resolve(
+                c"cuStreamGetGreenCtx",
+                12040,
+            ))
+        },
+        // SAFETY: likewise, `(CUgreenCtx, CUdevResource*, CUdevResourceType)` since 12.4.
+        green_ctx_get_dev_resource: unsafe {
+            std::mem::transmute::<*mut c_void, Option<GreenCtxGetDevResource>>(resolve(
+                c"cuGreenCtxGetDevResource",
+                12040,
+            ))
+        },
     })
 }
 
@@ -86,7 +130,7 @@ pub fn require<F>(function: Option<F>, name: &str, since: &str) -> Result<F> {
     function.ok_or_else(|| unavailable(name, format!("this driver lacks the function; it came with {since}")))
 }
 
-fn resolve(name: &CStr, version: c_int) -> *mut c_void {
+pub(super) fn resolve(name: &CStr, version: c_int) -> *mut c_void {
     let mut function = std::ptr::null_mut();
     // SAFETY: `name` is NUL-terminated and the out pointer is valid.
     let found = unsafe { ffi::cuGetProcAddress(name.as_ptr(), &mut function, version, 0) };

@@ -5,6 +5,7 @@
 
 use super::device::Bound;
 use super::ffi::{self, CuContext, CuEvent, CuResult, CuStream};
+use super::late::{self, DevResource};
 use crate::driver::RawStream;
 use crate::error::{Error, Result};
 
@@ -50,6 +51,26 @@ pub unsafe fn adopt(bound: &Bound<'_>, stream: RawStream) -> Result<u64> {
         ));
     }
     Ok(stream.0 as u64 | ADOPTED)
+}
+
+/// Multiprocessors that kernels of the stream can run on: those of its green context, if it has one.
+pub fn multiprocessors(bound: &Bound<'_>, stream: u64) -> Result<u32> {
+    let all = bound.device.info.sm_count;
+    let (Some(context_of), Some(resource_of)) =
+        (late::late().stream_get_green_ctx, late::late().green_ctx_get_dev_resource)
+    else {
+        return Ok(all);
+    };
+    let mut context = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid, and the stream is live.
+    let result = unsafe { context_of(raw(stream), &mut context) };
+    if result != CuResult::SUCCESS || context.is_null() {
+        return Ok(all);
+    }
+    let mut resource = DevResource::default();
+    // SAFETY: a green context, as the driver has just said, and room for what is known of it.
+    unsafe { resource_of(context, &mut resource, DevResource::SM) }.check("cuGreenCtxGetDevResource")?;
+    Ok(resource.sm_count)
 }
 
 /// Destroys a stream of ours; leaves an adopted one alone.

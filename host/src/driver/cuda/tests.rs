@@ -211,3 +211,89 @@ fn the_driver_is_found_at_run_time_and_gets_its_arguments_as_they_are() {
         String::from_utf8_lossy(&output.stderr)
     );
 }
+
+/// A stream of a new green context of this device with at least so many multiprocessors. Neither is
+/// given back.
+fn green_stream(device: &Device, multiprocessors: u32) -> RawStream {
+    use std::ffi::{CStr, c_int, c_uint, c_void};
+
+    use super::ffi::CuStream;
+    use super::late::{DevResource, resolve};
+
+    type GetResource = unsafe extern "C" fn(c_int, *mut DevResource, c_int) -> CuResult;
+    type Split = unsafe extern "C" fn(
+        *mut DevResource,
+        *mut c_uint,
+        *const DevResource,
+        *mut DevResource,
+        c_uint,
+        c_uint,
+    ) -> CuResult;
+    type Describe = unsafe extern "C" fn(*mut *mut c_void, *mut DevResource, c_uint) -> CuResult;
+    type Create = unsafe extern "C" fn(*mut *mut c_void, *mut c_void, c_int, c_uint) -> CuResult;
+    type CreateStream = unsafe extern "C" fn(*mut CuStream, *mut c_void, c_uint, c_int) -> CuResult;
+    // SAFETY: each type is the C signature of that function since CUDA 12.4.
+    unsafe fn function<F: Copy>(name: &CStr) -> F {
+        let found = resolve(name, 12040);
+        assert!(!found.is_null(), "{name:?}");
+        // SAFETY: a function pointer is as large as a pointer, and the caller gives its type.
+        unsafe { std::mem::transmute_copy(&found) }
+    }
+    let ordinal = device.info().ordinal as c_int;
+    let (mut all, mut part, mut rest) =
+        (DevResource::default(), DevResource::default(), DevResource::default());
+    let (mut groups, mut description, mut context) = (1, std::ptr::null_mut(), std::ptr::null_mut());
+    let mut stream: CuStream = std::ptr::null_mut();
+    // SAFETY: the types are those of the functions; all pointers are to values of this function; the
+    // flags ask for a context with streams that do not wait for the default one.
+    unsafe {
+        let get: GetResource = function(c"cuDeviceGetDevResource");
+        get(ordinal, &mut all, DevResource::SM).check("cuDeviceGetDevResource").unwrap();
+        let split: Split = function(c"cuDevSmResourceSplitByCount");
+        split(&mut part, &mut groups, &all, &mut rest, 0, multiprocessors)
+            .check("cuDevSmResourceSplitByCount")
+            .unwrap();
+        let describe: Describe = function(c"cuDevResourceGenerateDesc");
+        describe(&mut description, &mut part, 1).check("cuDevResourceGenerateDesc").unwrap();
+        let create: Create = function(c"cuGreenCtxCreate");
+        create(&mut context, description, ordinal, 1).check("cuGreenCtxCreate").unwrap();
+        let create_stream: CreateStream = function(c"cuGreenCtxStreamCreate");
+        create_stream(&mut stream, context, 1, 0).check("cuGreenCtxStreamCreate").unwrap();
+    }
+    RawStream(stream)
+}
+
+/// Where there is a GPU: an operation with more blocks than the green context of its stream has
+/// multiprocessors ends.
+#[test]
+fn a_green_context_is_enough_for_an_operation_with_more_blocks() {
+    use std::time::Duration;
+
+    use crate::driver::Stream;
+    use crate::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
+    use crate::{DType, StreamOrder, Tensor, TypedTensor};
+
+    const TOKENS: u64 = 128;
+    if devices().is_err() {
+        return;
+    }
+    let sums = crate::group::run_threads(1, Duration::from_secs(60), |_, group| {
+        let device = CudaDevice::open(0)?;
+        // SAFETY: a stream of this device that nobody destroys.
+        let stream = unsafe { Stream::adopt(&device, green_stream(&device, 8)) }?;
+        assert!((8..=16).contains(&stream.multiprocessors()), "{}", stream.multiprocessors());
+        let shape = Shape { max_tokens: TOKENS as u32, hidden: 1024, num_topk: 1, num_experts: 8 };
+        let options = Options::new(shape).timeout(Duration::from_secs(5));
+        let mut buffer = Buffer::new(device, &*group, options)?;
+        let mut place = buffer.place(0)?;
+        let x = vec![half::bf16::ONE; (TOKENS * 1024) as usize];
+        let x = Tensor::from_host(&stream, DType::Bf16, &[TOKENS, 1024], &x)?;
+        let ids: Vec<i64> = (0..TOKENS as i64).map(|token| token % 8).collect();
+        let topk_idx = TypedTensor::from_host(&stream, &[TOKENS, 1], &ids)?;
+        let order = StreamOrder::on(&stream);
+        let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &topk_idx), order)?;
+        let rows = received.x.clone();
+        buffer.combine(received, CombineRequest::by_row(&rows), order)?.x.to_host::<half::bf16>(&stream)
+    });
+    assert!(sums.unwrap()[0].iter().all(|&sum| sum == half::bf16::ONE));
+}

@@ -107,6 +107,9 @@ pub struct Hooks {
     pub executor: Executor,
     /// Stops the device of its number in the middle of a kernel.
     pub stop: Option<Arc<Stop>>,
+    /// Blocks of a kernel that run at a time, where kernels of others hold all other multiprocessors
+    /// for good; `None`: as many as fit on the device.
+    pub max_blocks_resident: Option<u32>,
     /// Links to other devices have native atomics, as NVLink has. Without, a buffer refuses them;
     /// the memory is the host's either way.
     pub native_atomics: bool,
@@ -114,7 +117,13 @@ pub struct Hooks {
 
 impl Default for Hooks {
     fn default() -> Hooks {
-        Hooks { schedule: Schedule::Random, executor: Executor::Threaded, stop: None, native_atomics: true }
+        Hooks {
+            schedule: Schedule::Random,
+            executor: Executor::Threaded,
+            stop: None,
+            max_blocks_resident: None,
+            native_atomics: true,
+        }
     }
 }
 

@@ -92,6 +92,7 @@ impl VirtualGpu {
             schedule_seed: seed.map(|seed| mix(seed, u64::from(config.ordinal))),
             schedule: config.hooks.schedule,
             clock,
+            max_blocks_resident: config.hooks.max_blocks_resident,
             ..DeviceConfig::default()
         };
         let shared = Arc::new(GpuCore::new(info, device_config, config.checker, config.hooks.stop));

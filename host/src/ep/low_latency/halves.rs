@@ -16,7 +16,7 @@ use epoxide_gpu::layout::{
 use super::results::Room;
 use super::results::{Combined, Received};
 use super::{Buffer, Kernels};
-use crate::driver::Event;
+use crate::driver::{Event, Stream};
 use crate::ep::StreamOrder;
 use crate::ep::core::{Lease, PlaceState};
 use crate::ep::tensor::Owner;
@@ -40,6 +40,14 @@ pub struct Operation {
     pub uses: Vec<Owner>,
 }
 
+impl Operation {
+    /// Pieces of work of these halves.
+    fn pieces(&self, halves: Halves) -> u32 {
+        let of = [(phase::SEND, self.send_blocks), (phase::RECEIVE, self.receive_blocks)];
+        of.into_iter().filter(|(half, _)| halves.0 & half != 0).map(|(_, blocks)| blocks).max().unwrap_or(1)
+    }
+}
+
 /// The launch of either kernel.
 #[derive(Debug, Clone, Copy)]
 pub enum Arguments {
@@ -49,7 +57,7 @@ pub enum Arguments {
 }
 
 /// Which halves of an operation a launch has.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Halves(u32);
 
 /// Whether a combine's blocks return rows while they sum. They do where each block has more than
@@ -127,74 +135,91 @@ impl Buffer {
         Ok(Pending { buffer: self, operation, output })
     }
 
-    /// Launches halves of an operation; gives the event of an asynchronous call.
+    /// Launches halves of an operation; gives the event of an asynchronous call. Both halves take
+    /// two launches where not all blocks may be resident at once.
     pub(super) fn launch(
         &mut self,
         order: StreamOrder<'_>,
         operation: &Operation,
         halves: Halves,
     ) -> Result<Option<Event>> {
-        let blocks = [(phase::SEND, operation.send_blocks), (phase::RECEIVE, operation.receive_blocks)];
-        let blocks = blocks.into_iter().filter(|(half, _)| halves.0 & half != 0).map(|(_, blocks)| blocks);
-        let grid = self.blocks_for(blocks.max().unwrap_or(1));
         let (uses, mut args) = (operation.uses.iter().cloned(), operation.kernel);
         self.run(order, Some(operation.name), &operation.place, uses, |buffer, stream| {
-            let (name, common) = match &mut args {
-                Arguments::Dispatch(args) => ("dispatch", &mut args.common),
-                Arguments::Combine(args) | Arguments::PooledCombine(args) => ("combine", &mut args.common),
-            };
             if let Some(lease) = &operation.fills {
                 buffer.core.fills(lease, None);
             }
-            common.phases = halves.0;
-            common.comm.trace = buffer.core.trace(name, grid);
-            let (within, across) = (LOW_LATENCY_SHARED_BYTES, LOW_LATENCY_INTERNODE_SHARED_BYTES);
-            let Kernels { dispatch, combine, quantised_combine, summed_combine, pooled_combine, .. } =
-                &buffer.kernels;
-            // SAFETY: the memory of inputs is freed only behind all work enqueued on streams, and a
-            // recording keeps them; the rest is the buffer's. The number of nodes decides both the
-            // set of kernels and whether the place has messages.
-            unsafe {
-                match (args, operation.place.room().messages) {
-                    (Arguments::Dispatch(args), None) => {
-                        let shared = low_latency_dispatch_shared_bytes(&args);
-                        stream.call(dispatch, grid, THREADS, shared, LowLatencyDispatch::call(args))
+            let blocks = buffer.blocks_for(operation.pieces(halves));
+            let resident = !buffer.options.beside_persistent_kernels && blocks <= stream.multiprocessors();
+            let launches = match halves == Halves::BOTH && !resident {
+                true => [Some(Halves::SEND), Some(Halves::RECEIVE)],
+                false => [Some(halves), None],
+            };
+            for halves in launches.into_iter().flatten() {
+                let grid = buffer.blocks_for(operation.pieces(halves));
+                let (name, common) = match &mut args {
+                    Arguments::Dispatch(args) => ("dispatch", &mut args.common),
+                    Arguments::Combine(args) | Arguments::PooledCombine(args) => {
+                        ("combine", &mut args.common)
                     }
-                    (Arguments::Dispatch(dispatch_args), Some(messages)) => {
-                        let args = LowLatencyInternodeDispatchArgs { dispatch: dispatch_args, messages };
-                        stream.call(dispatch, grid, THREADS, across, LowLatencyInternodeDispatch::call(args))
-                    }
-                    (Arguments::PooledCombine(args), _) => {
-                        let call = LowLatencyCombinePooled::call(args);
-                        stream.call(pooled_combine, grid, THREADS, within, call)
-                    }
-                    (Arguments::Combine(args), None) if returns_while_summing(&args, grid) => {
-                        let call = LowLatencyCombineSummed::call(args);
-                        stream.call(summed_combine, grid, THREADS, within, call)
-                    }
-                    (Arguments::Combine(args), None) if args.quantise == Quantise::Not as u32 => {
-                        stream.call(combine, grid, THREADS, within, LowLatencyCombineBf16::call(args))
-                    }
-                    (Arguments::Combine(args), None) => stream.call(
-                        quantised_combine,
-                        grid,
-                        THREADS,
-                        within,
-                        LowLatencyCombineFp8::call(args),
-                    ),
-                    (Arguments::Combine(args), Some(messages)) => {
-                        let is_quantised = args.quantise != Quantise::Not as u32;
-                        let args = LowLatencyInternodeCombineArgs { combine: args, messages };
-                        if is_quantised {
-                            let call = LowLatencyInternodeCombineFp8::call(args);
-                            stream.call(quantised_combine, grid, THREADS, across, call)
-                        } else {
-                            let call = LowLatencyInternodeCombineBf16::call(args);
-                            stream.call(combine, grid, THREADS, across, call)
-                        }
+                };
+                common.phases = halves.0;
+                common.comm.trace = buffer.core.trace(name, grid);
+                buffer.launch_kernel(stream, operation, args, grid)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Launches the kernel of an operation with so many blocks.
+    fn launch_kernel(
+        &self,
+        stream: &Stream,
+        operation: &Operation,
+        args: Arguments,
+        grid: u32,
+    ) -> Result<()> {
+        let (within, across) = (LOW_LATENCY_SHARED_BYTES, LOW_LATENCY_INTERNODE_SHARED_BYTES);
+        let Kernels { dispatch, combine, quantised_combine, summed_combine, pooled_combine, .. } =
+            &self.kernels;
+        // SAFETY: the memory of inputs is freed only behind all work enqueued on streams, and a
+        // recording keeps them; the rest is the buffer's. The number of nodes decides both the
+        // set of kernels and whether the place has messages.
+        unsafe {
+            match (args, operation.place.room().messages) {
+                (Arguments::Dispatch(args), None) => {
+                    let shared = low_latency_dispatch_shared_bytes(&args);
+                    stream.call(dispatch, grid, THREADS, shared, LowLatencyDispatch::call(args))
+                }
+                (Arguments::Dispatch(dispatch_args), Some(messages)) => {
+                    let args = LowLatencyInternodeDispatchArgs { dispatch: dispatch_args, messages };
+                    stream.call(dispatch, grid, THREADS, across, LowLatencyInternodeDispatch::call(args))
+                }
+                (Arguments::PooledCombine(args), _) => {
+                    let call = LowLatencyCombinePooled::call(args);
+                    stream.call(pooled_combine, grid, THREADS, within, call)
+                }
+                (Arguments::Combine(args), None) if returns_while_summing(&args, grid) => {
+                    let call = LowLatencyCombineSummed::call(args);
+                    stream.call(summed_combine, grid, THREADS, within, call)
+                }
+                (Arguments::Combine(args), None) if args.quantise == Quantise::Not as u32 => {
+                    stream.call(combine, grid, THREADS, within, LowLatencyCombineBf16::call(args))
+                }
+                (Arguments::Combine(args), None) => {
+                    stream.call(quantised_combine, grid, THREADS, within, LowLatencyCombineFp8::call(args))
+                }
+                (Arguments::Combine(args), Some(messages)) => {
+                    let is_quantised = args.quantise != Quantise::Not as u32;
+                    let args = LowLatencyInternodeCombineArgs { combine: args, messages };
+                    if is_quantised {
+                        let call = LowLatencyInternodeCombineFp8::call(args);
+                        stream.call(quantised_combine, grid, THREADS, across, call)
+                    } else {
+                        let call = LowLatencyInternodeCombineBf16::call(args);
+                        stream.call(combine, grid, THREADS, across, call)
                     }
                 }
             }
-        })
+        }
     }
 }

@@ -247,8 +247,8 @@ impl Buffer {
         }
     }
 
-    /// Blocks for so many pieces of work: all of them wait for peers, so that they must fit on the
-    /// device together.
+    /// Blocks for so many pieces of work: at most as many as fit on the device together, since all of
+    /// them wait for peers.
     fn blocks_for(&self, pieces: u32) -> u32 {
         let most = self.core.device().info().sm_count;
         pieces.clamp(1, self.options.num_sms.map_or(most, |num_sms| num_sms.min(most)))

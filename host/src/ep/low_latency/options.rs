@@ -32,6 +32,7 @@ pub struct Options {
     pub(super) shape: Shape,
     pub(super) places: u32,
     pub(super) num_sms: Option<u32>,
+    pub(super) beside_persistent_kernels: bool,
     pub(super) chunk_tokens: u32,
     packet_tokens: Option<u32>,
     pub(super) timeout: Duration,
@@ -58,6 +59,7 @@ impl Options {
             shape,
             places: 1,
             num_sms: None,
+            beside_persistent_kernels: false,
             chunk_tokens: Self::DEFAULT_CHUNK_TOKENS,
             packet_tokens: None,
             timeout: Duration::from_secs(30),
@@ -83,6 +85,21 @@ impl Options {
     /// Most multiprocessors that an operation takes; without, all of the device.
     pub fn num_sms(mut self, num_sms: u32) -> Options {
         self.num_sms = Some(num_sms);
+        self
+    }
+
+    /// Kernels of other streams may hold multiprocessors for as long as they like, as a persistent
+    /// kernel does.
+    ///
+    /// All blocks of an operation must otherwise be resident at once, because blocks that wait for a
+    /// peer keep others of this rank, on which the peer's blocks wait, from a multiprocessor. With
+    /// this option each operation is launched as its two halves, whatever its peers do. Blocks of
+    /// the first wait for nothing, blocks of the second for first halves alone, so a single free
+    /// multiprocessor is enough. The second launch takes a few microseconds. Operations on the
+    /// stream of a green context with fewer multiprocessors than they have blocks are launched like
+    /// that anyway.
+    pub fn beside_persistent_kernels(mut self) -> Options {
+        self.beside_persistent_kernels = true;
         self
     }
 
