@@ -82,9 +82,9 @@ pub struct Late {
     pub func_load: Option<FuncLoad>,
     /// CUDA 11.8: launches with attributes. Used from 12.3 on, when its launches can be captured.
     pub launch_kernel_ex: Option<LaunchKernelEx>,
-    /// CUDA 12.4: the green context of a stream, which has some of the multiprocessors.
+    /// CUDA 12.5: the green context of a stream, which has some of the multiprocessors.
     pub stream_get_green_ctx: Option<StreamGetGreenCtx>,
-    /// CUDA 12.4: the resources of a green context.
+    /// CUDA 12.5: the resources of a green context.
     pub green_ctx_get_dev_resource: Option<GreenCtxGetDevResource>,
 }
 
@@ -108,18 +108,18 @@ pub fn late() -> &'static Late {
         launch_kernel_ex: unsafe {
             std::mem::transmute::<*mut c_void, Option<LaunchKernelEx>>(resolve(c"cuLaunchKernelEx", 12030))
         },
-        // SAFETY: likewise, `(CUstream, CUgreenCtx*)` since 12.4.
+        // SAFETY: likewise, `(CUstream, CUgreenCtx*)` since 12.5.
         stream_get_green_ctx: unsafe {
             std::mem::transmute::<*mut c_void, Option<StreamGetGreenCtx>>(resolve(
                 c"cuStreamGetGreenCtx",
-                12040,
+                12050,
             ))
         },
-        // SAFETY: likewise, `(CUgreenCtx, CUdevResource*, CUdevResourceType)` since 12.4.
+        // SAFETY: likewise, `(CUgreenCtx, CUdevResource*, CUdevResourceType)` since 12.5.
         green_ctx_get_dev_resource: unsafe {
             std::mem::transmute::<*mut c_void, Option<GreenCtxGetDevResource>>(resolve(
                 c"cuGreenCtxGetDevResource",
-                12040,
+                12050,
             ))
         },
     })

@@ -3,6 +3,8 @@
 //! A stream's handle is its `CUstream`; an adopted one carries [`ADOPTED`] as well, a bit no
 //! user-space pointer has.
 
+use std::ffi::c_void;
+
 use super::device::Bound;
 use super::ffi::{self, CuContext, CuEvent, CuResult, CuStream};
 use super::late::{self, DevResource};
@@ -30,7 +32,8 @@ pub fn create(_: &Bound<'_>, high_priority: bool) -> Result<u64> {
     Ok(stream as u64)
 }
 
-/// A handle for the caller's stream.
+/// A handle for the caller's stream: of the device's primary context, or of a green context, which
+/// shares the primary context's memory.
 ///
 /// # Safety
 /// The stream is live.
@@ -38,9 +41,9 @@ pub unsafe fn adopt(bound: &Bound<'_>, stream: RawStream) -> Result<u64> {
     let mut context: CuContext = std::ptr::null_mut();
     // SAFETY: the out pointer is valid; the caller promises a live stream.
     let result = unsafe { ffi::cuStreamGetCtx(stream.0, &mut context) };
-    // A driver may reject the query (for a green context's stream, say); only a clear "no" is an
-    // error.
-    if result == CuResult::SUCCESS && context != bound.device.context.as_raw().cast() {
+    let is_primary = context == bound.device.context.as_raw().cast();
+    // A driver may reject the query; only a clear "no" is an error.
+    if result == CuResult::SUCCESS && !is_primary && green_context(stream.0).is_none() {
         return Err(Error::argument(
             "stream",
             format!("{:p}", stream.0),
@@ -53,20 +56,21 @@ pub unsafe fn adopt(bound: &Bound<'_>, stream: RawStream) -> Result<u64> {
     Ok(stream.0 as u64 | ADOPTED)
 }
 
-/// Multiprocessors that kernels of the stream can run on: those of its green context, if it has one.
-pub fn multiprocessors(bound: &Bound<'_>, stream: u64) -> Result<u32> {
-    let all = bound.device.info.sm_count;
-    let (Some(context_of), Some(resource_of)) =
-        (late::late().stream_get_green_ctx, late::late().green_ctx_get_dev_resource)
-    else {
-        return Ok(all);
-    };
+/// The green context that a live stream is of.
+fn green_context(stream: CuStream) -> Option<*mut c_void> {
+    let context_of = late::late().stream_get_green_ctx?;
     let mut context = std::ptr::null_mut();
     // SAFETY: the out pointer is valid, and the stream is live.
-    let result = unsafe { context_of(raw(stream), &mut context) };
-    if result != CuResult::SUCCESS || context.is_null() {
-        return Ok(all);
-    }
+    let result = unsafe { context_of(stream, &mut context) };
+    (result == CuResult::SUCCESS && !context.is_null()).then_some(context)
+}
+
+/// Multiprocessors that kernels of the stream can run on: those of its green context, if it has one.
+pub fn multiprocessors(bound: &Bound<'_>, stream: u64) -> Result<u32> {
+    let (context, resource_of) = (green_context(raw(stream)), late::late().green_ctx_get_dev_resource);
+    let (Some(context), Some(resource_of)) = (context, resource_of) else {
+        return Ok(bound.device.info.sm_count);
+    };
     let mut resource = DevResource::default();
     // SAFETY: a green context, as the driver has just said, and room for what is known of it.
     unsafe { resource_of(context, &mut resource, DevResource::SM) }.check("cuGreenCtxGetDevResource")?;

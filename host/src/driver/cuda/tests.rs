@@ -232,9 +232,9 @@ fn green_stream(device: &Device, multiprocessors: u32) -> RawStream {
     type Describe = unsafe extern "C" fn(*mut *mut c_void, *mut DevResource, c_uint) -> CuResult;
     type Create = unsafe extern "C" fn(*mut *mut c_void, *mut c_void, c_int, c_uint) -> CuResult;
     type CreateStream = unsafe extern "C" fn(*mut CuStream, *mut c_void, c_uint, c_int) -> CuResult;
-    // SAFETY: each type is the C signature of that function since CUDA 12.4.
+    // SAFETY: each type is the C signature of that function since CUDA 12.5.
     unsafe fn function<F: Copy>(name: &CStr) -> F {
-        let found = resolve(name, 12040);
+        let found = resolve(name, 12050);
         assert!(!found.is_null(), "{name:?}");
         // SAFETY: a function pointer is as large as a pointer, and the caller gives its type.
         unsafe { std::mem::transmute_copy(&found) }
