@@ -22,5 +22,6 @@ mod low_latency;
 mod many;
 mod mapped;
 mod property;
+mod residency;
 mod shapes;
 mod timeouts;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use epoxide_gpu::kernels::DispatchLayout;
 
-use epoxide::driver::{Device, Kernel, Memory, MemoryKind, Stream};
+use epoxide::driver::{Device, Kernel, LaunchConfig, Memory, MemoryKind, Module, Stream};
 use epoxide::internal::driver::{self, CopyEnd};
 use epoxide::{Error, Result};
 
@@ -82,6 +82,68 @@ impl Drop for Neighbour {
     fn drop(&mut self) {
         if let Err(error) = self.end() {
             tracing::warn!("neighbour: {error}");
+        }
+    }
+}
+
+/// Its blocks count themselves at `words`, and end once the next word is not 0.
+const HOLD: &str = "
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry hold(.param .u64 words)
+{
+    .reg .u64 %words;
+    .reg .u32 %value;
+    .reg .pred %go_on;
+    ld.param.u64 %words, [words];
+    red.relaxed.sys.global.add.u32 [%words], 1;
+wait:
+    ld.relaxed.sys.global.u32 %value, [%words+4];
+    setp.eq.u32 %go_on, %value, 0;
+    @%go_on bra wait;
+    ret;
+}
+";
+
+/// Multiprocessors of a GPU that a kernel of another library holds until this is dropped.
+#[derive(Debug)]
+pub struct Held {
+    stream: Stream,
+    control: Stream,
+    words: Memory,
+}
+
+impl Held {
+    /// Holds so many multiprocessors, each by a block that takes all of its shared memory. Waits
+    /// until all of these blocks run. The device must be a GPU: on a virtual one a kernel takes no
+    /// multiprocessor from another one.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn start(device: &Device, multiprocessors: u32) -> Result<Held> {
+        let shared_bytes = device.info().max_shared_bytes_per_block;
+        let kernel = Module::load(device, HOLD)?.kernel("hold", shared_bytes)?;
+        let words = Memory::alloc(device, 8, MemoryKind::Unpooled, "of the neighbour")?;
+        let held = Held { stream: Stream::new(device)?, control: Stream::new(device)?, words };
+        held.words.write(&held.stream, 0, &[0; 8])?;
+        let (grid, address) = (multiprocessors, held.words.ptr().0.to_ne_bytes());
+        let config = LaunchConfig { grid, block: 1, shared_bytes, cooperative: false, dependent: false };
+        // SAFETY: the kernel takes one address, of two words that live until it has ended.
+        unsafe { held.stream.launch(&kernel, &config, &[&address])? };
+        let mut running = [0; 4];
+        while u32::from_ne_bytes(running) < multiprocessors {
+            held.words.read(&held.control, 0, &mut running)?;
+        }
+        Ok(held)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let released = self.words.write(&self.control, 4, &1u32.to_ne_bytes());
+        if let Err(error) = released.and_then(|()| self.stream.synchronize()) {
+            tracing::warn!("a kernel that holds multiprocessors: {error}");
         }
     }
 }

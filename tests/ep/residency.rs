@@ -1,0 +1,169 @@
+//! Operations beside a kernel that holds all multiprocessors but a few, for good: on virtual GPUs one
+//! block of a kernel runs at a time, so that no block may wait for one that comes behind it.
+//!
+//! These tests also run on GPUs: `EPOXIDE_TEST_DEVICE=cuda EPOXIDE_TEST_RANKS=2`, one at a time. A
+//! kernel holds all but two multiprocessors there.
+
+use std::sync::Arc;
+
+use epoxide::driver::virt::VirtConfig;
+use epoxide::driver::{Device, Stream};
+use epoxide::group::ProcessGroup;
+use epoxide::internal::driver::Hooks;
+use epoxide::transport::{TransportKind, TransportOptions};
+use epoxide::{DType, Error, Result, StreamOrder, Tensor, TypedTensor};
+use epoxide::{low_latency, throughput};
+use epoxide_testing::harness::{PATIENCE, num_ranks, on_gpus, open_device, run_ranks};
+use epoxide_testing::neighbour::Held;
+use half::bf16;
+
+const TOKENS: u64 = 40;
+const HIDDEN: u64 = 512;
+/// Rounds, so that operations meet the words of those before.
+const ROUNDS: usize = 3;
+
+/// How ranks are spread.
+const SPREADS: [Option<TransportKind>; 3] = [None, Some(TransportKind::Direct), Some(TransportKind::Shm)];
+
+/// A device of which one block of a kernel, or two multiprocessors, are free.
+fn device(rank: u32) -> Result<Device> {
+    let hooks = Hooks { max_blocks_resident: Some(1), ..Hooks::default() };
+    open_device(VirtConfig { ordinal: rank, sm_count: 8, hooks, ..VirtConfig::default() })
+}
+
+/// Holds all other multiprocessors of a GPU.
+fn hold(device: &Device) -> Result<Option<Held>> {
+    on_gpus().then(|| Held::start(device, device.info().sm_count - 2)).transpose()
+}
+
+/// Rows of which each element is the rank's number and 1, and ids by which each token goes to all
+/// ranks.
+fn inputs(rank: u32, ranks: u32, stream: &Stream) -> Result<(Tensor<'static>, TypedTensor<'static, i64>)> {
+    let x = vec![bf16::from_f32(rank as f32 + 1.0); (TOKENS * HIDDEN) as usize];
+    let ids: Vec<i64> = (0..TOKENS).flat_map(|_| 0..i64::from(ranks)).collect();
+    Ok((
+        Tensor::from_host(stream, DType::Bf16, &[TOKENS, HIDDEN], &x)?,
+        TypedTensor::from_host(stream, &[TOKENS, ranks.into()], &ids)?,
+    ))
+}
+
+/// The sums of rows that all ranks give back as they came.
+fn check(rank: u32, ranks: u32, sums: &Tensor<'_>, stream: &Stream) -> Result<()> {
+    let want = bf16::from_f32((rank + 1) as f32 * ranks as f32);
+    let sums = sums.to_host::<bf16>(stream)?;
+    assert!(sums.len() as u64 == TOKENS * HIDDEN && sums.iter().all(|sum| *sum == want));
+    Ok(())
+}
+
+/// Round trips of high throughput, with rows of a tensor and in the pool.
+fn throughput_rounds(rank: u32, group: &Arc<dyn ProcessGroup>, spread: Option<TransportKind>) -> Result<()> {
+    use throughput::{Buffer, CombineRequest, Config, DispatchRequest, Options, Shape};
+    let (device, ranks) = (device(rank)?, group.size());
+    let stream = Stream::new(&device)?;
+    let shape = Shape {
+        max_tokens_per_rank: TOKENS as u32,
+        max_row_bytes: HIDDEN * 2,
+        max_topk: ranks,
+        max_scales: 0,
+    };
+    let mut options = Options::new(shape).config(Config::with_sms(8)?).timeout(PATIENCE);
+    if let Some(kind) = spread {
+        options = options.ranks_per_node(ranks / 2).transport(TransportOptions::new(kind)).keep_nodes();
+    }
+    let mut buffer = Buffer::new(device.clone(), &**group, options)?;
+    let mut place = buffer.place(0)?;
+    let (x, topk_idx) = inputs(rank, ranks, &stream)?;
+    let held = hold(&device)?;
+    let order = StreamOrder::on(&stream);
+    for _ in 0..ROUNDS {
+        let layout = buffer.get_dispatch_layout(&topk_idx, ranks, order)?;
+        let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &layout), order)?;
+        let of_tensor = CombineRequest::new(&received.recv_x, &received.handle);
+        check(rank, ranks, &buffer.combine(of_tensor, order)?.combined_x, &stream)?;
+        let rows = received.combine_rows(DType::Bf16, HIDDEN)?;
+        let to = rows.tensor();
+        // SAFETY: both are in the pool, which lives as long as the buffer.
+        unsafe { stream.copy(to.ptr(), received.recv_x.ptr(), to.rows() * to.row_stride())? };
+        let in_pool = CombineRequest::new(&rows, &received.handle);
+        check(rank, ranks, &buffer.combine(in_pool, order)?.combined_x, &stream)?;
+    }
+    group.barrier(PATIENCE)?;
+    drop(held);
+    Ok(())
+}
+
+/// Round trips of low latency, whose rows return with words and as packets; `change` sets options.
+fn low_latency_rounds(
+    rank: u32,
+    group: &Arc<dyn ProcessGroup>,
+    spread: Option<TransportKind>,
+    change: impl Fn(low_latency::Options) -> low_latency::Options,
+) -> Result<()> {
+    use low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
+    let (device, ranks) = (device(rank)?, group.size());
+    let stream = Stream::new(&device)?;
+    let shape = Shape { max_tokens: TOKENS as u32, hidden: HIDDEN, num_topk: ranks, num_experts: ranks };
+    for packet_tokens in [0, TOKENS as u32] {
+        let mut options = change(Options::new(shape).packet_tokens(packet_tokens).timeout(PATIENCE));
+        if let Some(kind) = spread {
+            options = options.ranks_per_node(ranks / 2).transport(TransportOptions::new(kind)).keep_nodes();
+        }
+        let mut buffer = Buffer::new(device.clone(), &**group, options)?;
+        let mut place = buffer.place(0)?;
+        let (x, topk_idx) = inputs(rank, ranks, &stream)?;
+        let held = hold(&device)?;
+        let order = StreamOrder::on(&stream);
+        for _ in 0..ROUNDS {
+            let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &topk_idx), order)?;
+            let rows = received.x.clone();
+            let combined = buffer.combine(received, CombineRequest::by_row(&rows), order)?;
+            check(rank, ranks, &combined.x, &stream)?;
+        }
+        if spread.is_none() {
+            let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &topk_idx), order)?;
+            let rows = received.combine_rows()?;
+            assert_eq!(rows.row_stride(), received.x.row_stride());
+            // SAFETY: both are in the pool, which lives as long as the buffer.
+            unsafe { stream.copy(rows.ptr(), received.x.ptr(), rows.rows() * rows.row_stride())? };
+            let combined = buffer.combine(received, CombineRequest::in_pool(), order)?;
+            check(rank, ranks, &combined.x, &stream)?;
+        }
+        group.barrier(PATIENCE)?;
+        drop(held);
+    }
+    Ok(())
+}
+
+/// Spreads that this number of ranks can have.
+fn spreads(ranks: u32) -> impl Iterator<Item = Option<TransportKind>> {
+    SPREADS.into_iter().filter(move |spread| spread.is_none() || ranks.is_multiple_of(2))
+}
+
+#[test]
+fn high_throughput_needs_one_block_at_a_time() {
+    let ranks = num_ranks(4);
+    for spread in spreads(ranks) {
+        run_ranks(ranks, |rank, group| throughput_rounds(rank, &group, spread))
+            .unwrap_or_else(|failure| panic!("{spread:?}: {failure}"));
+    }
+}
+
+#[test]
+fn low_latency_beside_persistent_kernels_needs_one_block_at_a_time() {
+    let ranks = num_ranks(4);
+    for spread in spreads(ranks) {
+        let change = low_latency::Options::beside_persistent_kernels;
+        run_ranks(ranks, |rank, group| low_latency_rounds(rank, &group, spread, change))
+            .unwrap_or_else(|failure| panic!("{spread:?}: {failure}"));
+    }
+}
+
+/// Otherwise it does not, which shows that these tests can fail.
+#[test]
+fn low_latency_needs_all_blocks_of_an_operation_otherwise() {
+    if on_gpus() {
+        return;
+    }
+    let failure = run_ranks(4, |rank, group| low_latency_rounds(rank, &group, None, |options| options));
+    assert!(matches!(failure.unwrap_err().error, Error::PeerTimeout { .. }));
+}
