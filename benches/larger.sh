@@ -170,6 +170,8 @@ all_runs() {
     # What survivors of a rank that stops see, and of a process that is killed.
     test_program survivors 300 survivors
     tier=long test_program killed 120 internode::processes
+    # Beside a kernel that holds all multiprocessors but two.
+    test_program residency 120 residency
 
     if [[ $before || $list ]]; then
         for way in large small; do
@@ -266,7 +268,7 @@ figures() {
         *sanitizer*) grep 'ERROR SUMMARY' "$output" | tail -n 1 ;;
         ab-*) grep -E '^ +[0-9]+ ' "$output" | cut -c 14- ;;
         nccl) grep -E '^ +[0-9]+ ' "$output" ;;
-        survivors | killed) grep '^test result' "$output" ;;
+        survivors | killed | residency) grep '^test result' "$output" ;;
         ll-* | packets-*)
             echo '   tokens dispatch      p99  combine      p99     pair'
             awk '/^ +[0-9]/ && NF == 10 { printf "%9s %8s %8s %8s %8s %8s\n", $2, $4, $5, $6, $7, $9 }' "$output"
