@@ -103,12 +103,9 @@ pub struct IntranodePlaces {
 #[derive(Debug, Clone, Copy)]
 pub struct InternodePlaces {
     pub route: Route,
-    pub gbl_channel_prefix_matrix: DevicePtr,
     pub recv_gbl_channel_prefix_matrix: DevicePtr,
-    pub recv_gbl_rank_prefix_sum: DevicePtr,
     pub channel_counts: DevicePtr,
     pub forward_start: DevicePtr,
-    pub send_nvl_head: DevicePtr,
 }
 
 /// The sizes that a handle's block must have room for.
@@ -127,7 +124,6 @@ impl Places {
     /// Takes a handle's block for a buffer of this mode.
     pub fn take(arena: &Arc<Arena>, mode: &BufferMode, shape: HandleShape) -> Result<(Arc<Block>, Places)> {
         let HandleShape { ranks, nodes, channels, tokens, local_experts, by_expert } = shape;
-        let per_node = (ranks / nodes) as u64;
         let (ranks, nodes, channels) = (ranks as u64, nodes as u64, channels as u64);
         let tokens = tokens as u64;
         let mut pieces = Pieces::default();
@@ -168,12 +164,9 @@ impl Places {
                     matrix("recv_rdma_channel_prefix_matrix", nodes * channels),
                     matrix("recv_rdma_rank_prefix_sum", nodes),
                     matrix("forward_row", relayed * row),
-                    matrix("gbl_channel_prefix_matrix", ranks * channels),
                     matrix("recv_gbl_channel_prefix_matrix", ranks * channels),
-                    matrix("recv_gbl_rank_prefix_sum", ranks),
                     matrix("channel_counts", channels * (ranks + nodes)),
                     matrix("forward_start", nodes * channels * row),
-                    matrix("send_nvl_head", relayed * per_node),
                 ]
             }
         };
@@ -201,12 +194,9 @@ impl Places {
                         num_channels: channels as u32,
                         reserved: 0,
                     },
-                    gbl_channel_prefix_matrix: at(5),
-                    recv_gbl_channel_prefix_matrix: at(6),
-                    recv_gbl_rank_prefix_sum: at(7),
-                    channel_counts: at(8),
-                    forward_start: at(9),
-                    send_nvl_head: at(10),
+                    recv_gbl_channel_prefix_matrix: at(5),
+                    channel_counts: at(6),
+                    forward_start: at(7),
                 };
                 Mode::SeveralNodes(kernels.clone(), places)
             }
@@ -411,6 +401,9 @@ impl IntranodeHandle<'_> {
 /// The matrices of a dispatch across nodes. The *forwarder* is the rank with the sender's index on
 /// the token's destination node. It relays the token to the ranks of its node. `num_nodes` are the
 /// "RDMA ranks" of the interface that the names come from.
+///
+/// No kernel needs the quantities that take a stream: the host computes them, row by row, of those
+/// on the device. It waits for the stream, on which the dispatch ran or which waited for it.
 #[derive(Debug, Clone, Copy)]
 pub struct InternodeHandle<'a> {
     handle: &'a DispatchHandle,
@@ -424,10 +417,20 @@ impl InternodeHandle<'_> {
         self.by_node("rdma_channel_prefix_matrix", self.places.route.rdma_channel_prefix_matrix)
     }
 
-    /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each rank in channels up to and
-    /// with c.
-    pub fn gbl_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
-        self.by_rank("gbl_channel_prefix_matrix", self.places.gbl_channel_prefix_matrix)
+    /// Sender side, `[num_ranks, num_channels]`: tokens for each rank in channels up to and with c.
+    pub fn gbl_channel_prefix_matrix(&self, stream: &Stream) -> Result<Vec<i32>> {
+        let (ranks, channels) = (self.handle.0.num_ranks, self.handle.0.num_channels);
+        // Behind the counts of a channel's tokens by rank are those by node.
+        let columns = ranks + self.num_nodes();
+        let counts = self.handle.matrix("channel_counts", self.places.channel_counts, channels, columns);
+        let counts = counts.values(stream)?;
+        let up_to = |rank: usize| {
+            counts[rank..].iter().step_by(columns as usize).scan(0, |total, count| {
+                *total += count;
+                Some(*total)
+            })
+        };
+        Ok((0..ranks as usize).flat_map(up_to).collect())
     }
 
     /// Forwarder side, i32 `[num_nodes, num_channels]`: tokens that this rank relays from each
@@ -448,10 +451,11 @@ impl InternodeHandle<'_> {
         self.by_rank("recv_gbl_channel_prefix_matrix", self.places.recv_gbl_channel_prefix_matrix)
     }
 
-    /// Receiver side, i32 `[num_ranks]`: rows received from ranks up to and with r.
-    pub fn recv_gbl_rank_prefix_sum(&self) -> TypedTensor<'static, i32> {
-        let ranks = self.handle.0.num_ranks as u64;
-        self.handle.tensor("recv_gbl_rank_prefix_sum", self.places.recv_gbl_rank_prefix_sum, &[ranks])
+    /// Receiver side, `[num_ranks]`: rows received from ranks up to and with r.
+    pub fn recv_gbl_rank_prefix_sum(&self, stream: &Stream) -> Result<Vec<i32>> {
+        let starts = self.recv_gbl_channel_prefix_matrix().values(stream)?;
+        let behind = starts.into_iter().step_by(self.handle.0.num_channels as usize).skip(1);
+        Ok(behind.chain([self.handle.num_recv_tokens(stream)? as i32]).collect())
     }
 
     /// Sender side, i32 `[num_tokens, num_nodes]`: the token's sequence number among those of its
@@ -461,18 +465,31 @@ impl InternodeHandle<'_> {
         self.handle.matrix("send_rdma_head", self.places.route.send_rdma_head, tokens, self.num_nodes())
     }
 
-    /// Forwarder side, i32 `[num_rdma_recv_tokens, ranks_per_node]`: sequence numbers of the tokens
-    /// that this rank relays (by source node, then in the source's order). An entry numbers the
-    /// token in the (channel, source node) stream to a rank of this node, or is -1. Waits for
-    /// `stream` as [`Self::num_rdma_recv_tokens`] does, for the number of tokens.
-    pub fn send_nvl_head(&self, stream: &Stream) -> Result<TypedTensor<'static, i32>> {
-        let rows = self.num_rdma_recv_tokens(stream)?;
-        Ok(self.handle.matrix(
-            "send_nvl_head",
-            self.places.send_nvl_head,
-            rows,
-            self.handle.0.num_ranks / self.num_nodes(),
-        ))
+    /// Forwarder side, `[num_rdma_recv_tokens, ranks_per_node]`: sequence numbers of the tokens that
+    /// this rank relays (by source node, then in the source's order). An entry numbers the token in
+    /// the (channel, source node) stream to a rank of this node, or is -1.
+    pub fn send_nvl_head(&self, stream: &Stream) -> Result<Vec<i32>> {
+        let (tokens, per_node) =
+            (self.num_rdma_recv_tokens(stream)?, (self.handle.0.num_ranks / self.num_nodes()) as usize);
+        let rows = self.handle.matrix("forward_row", self.places.route.forward_row, tokens, SEND_ROW_STRIDE);
+        let (rows, ends) = (rows.values(stream)?, self.recv_rdma_channel_prefix_matrix().values(stream)?);
+        let mut tokens = rows.chunks_exact(SEND_ROW_STRIDE as usize);
+        let mut heads = Vec::with_capacity(tokens.len() * per_node);
+        for ends in ends.chunks_exact(self.handle.0.num_channels as usize) {
+            let mut start = 0;
+            for end in ends {
+                let mut next = vec![0; per_node];
+                for rows in tokens.by_ref().take((end - start) as usize) {
+                    let number = |(row, next): (&i32, &mut i32)| match row {
+                        -1 => -1,
+                        _ => std::mem::replace(next, *next + 1),
+                    };
+                    heads.extend(rows.iter().zip(&mut next).map(number));
+                }
+                start = *end;
+            }
+        }
+        Ok(heads)
     }
 
     /// Tokens that this rank relays, its own ones for its own node included. It returns at once if
