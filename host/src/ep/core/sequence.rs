@@ -66,7 +66,11 @@ impl Sequence {
     /// Records that `call` failed with `error` after peers had begun to depend on it. No operation
     /// can follow.
     pub fn give_up(&self, call: &'static str, error: &Error) {
-        let _ = self.broken.set(Error::Broken { call, reason: error.to_string() });
+        let _ = self.broken.set(Error::Broken {
+            call,
+            reason: error.to_string(),
+            source: Some(Box::new(error.clone())),
+        });
     }
 
     /// An error where no operation can follow.
@@ -123,5 +127,28 @@ impl Turn<'_> {
     pub fn end(mut self, stream: &Stream) -> Result<()> {
         self.last.stream = Some(stream.id());
         self.sequence.end.record(stream)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use super::*;
+    use crate::driver::virt::{VirtConfig, VirtualGpu};
+
+    #[test]
+    fn the_error_that_ended_a_buffer_is_the_source_of_later_ones() {
+        let sequence = Sequence::new(&VirtualGpu::new(VirtConfig::default())).unwrap();
+        sequence.check().unwrap();
+        for call in ["dispatch", "combine"] {
+            sequence.give_up(call, &Error::os("launch", call));
+        }
+        let broken = sequence.check().unwrap_err();
+        assert!(
+            broken.to_string().contains("since dispatch failed half way: launch: dispatch; "),
+            "{broken}"
+        );
+        assert_eq!(broken.source().unwrap().to_string(), "launch: dispatch");
     }
 }

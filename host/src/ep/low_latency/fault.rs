@@ -70,7 +70,7 @@ impl core::Calls for Calls {
                      replay the one that it was captured behind"
                 )
             };
-            return Some(Error::Broken { call: "low-latency combine", reason });
+            return Some(Error::Broken { call: "low-latency combine", reason, source: None });
         }
         if code == Wait::LowLatencyGaveUp as u64 {
             let reason = format!(
@@ -78,7 +78,7 @@ impl core::Calls for Calls {
                  with the ranks that go on",
                 status.peer
             );
-            return Some(Error::Broken { call: "low-latency combine", reason });
+            return Some(Error::Broken { call: "low-latency combine", reason, source: None });
         }
         None
     }

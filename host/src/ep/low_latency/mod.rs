@@ -267,7 +267,7 @@ impl Buffer {
     ) -> Result<Option<Event>> {
         if let Some(call) = self.sent {
             let reason = "its rows have left, but what it brings was not received".into();
-            return Err(Error::Broken { call, reason });
+            return Err(Error::Broken { call, reason, source: None });
         }
         let capturing = self.core.begin(order)?;
         let event = Core::run(self, order, capturing, operation, uses, |buffer, stream| {

@@ -32,7 +32,7 @@ impl core::Calls for Calls {
             let (came, given) = (status.needed, status.seen);
             let reason =
                 format!("{came} rows came, and it was given {given}; combine a tensor of as many as came");
-            Error::Broken { call: "combine", reason }
+            Error::Broken { call: "combine", reason, source: None }
         })
     }
 
