@@ -163,6 +163,7 @@ mod foreign;
 pub mod group;
 #[doc(hidden)]
 pub mod internal;
+mod lock;
 pub mod low_latency;
 #[cfg(feature = "nccl")]
 pub mod nccl;

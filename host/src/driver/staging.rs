@@ -1,8 +1,10 @@
 //! The page-locked memory that host data passes through.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use super::raw::RawMemory;
+
+use crate::lock::lock;
 
 /// Bytes of a piece.
 pub(super) const PIECE_BYTES: u64 = 4 << 20;
@@ -25,21 +27,17 @@ unsafe impl Send for Piece {}
 impl Staging {
     /// A free piece, if there is one. It is the caller's alone until it is given back.
     pub(super) fn take(&self) -> Option<Piece> {
-        self.lock().pop()
+        lock(&self.free).pop()
     }
 
     /// A piece that nothing uses any more.
     pub(super) fn give_back(&self, piece: Piece) {
-        self.lock().push(piece);
+        lock(&self.free).push(piece);
     }
 
     /// The free pieces, for a device that goes and has to give them back one by one.
     #[cfg(feature = "cuda")]
     pub(super) fn drain(&mut self) -> Vec<RawMemory> {
-        self.lock().drain(..).map(|piece| piece.0).collect()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Piece>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.free).drain(..).map(|piece| piece.0).collect()
     }
 }

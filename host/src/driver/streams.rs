@@ -1,7 +1,9 @@
 //! The list of a device's streams.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
+
+use crate::lock::lock;
 
 /// The streams of a device that have an owner ([`Stream`](super::Stream)).
 #[derive(Debug, Default)]
@@ -38,7 +40,7 @@ impl Streams {
     }
 
     pub(super) fn hold(&self) -> Still<'_> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.list)
     }
 
     /// Whether a wait was given up although its work may still run. Its memory is not known here,

@@ -5,12 +5,13 @@ use std::borrow::Cow;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use bytemuck::Pod;
 
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Report, Stream};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Element type of a [`Tensor`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -248,13 +249,13 @@ impl<'a> Tensor<'a> {
 
     fn set_filled(&self, by: Option<Arc<dyn Outcome>>) {
         if let Some(filled) = &self.filled {
-            *filled.lock().unwrap_or_else(PoisonError::into_inner) = by;
+            *lock(filled) = by;
         }
     }
 
     /// The operations that the elements come from.
     fn outcomes(&self) -> impl Iterator<Item = Arc<dyn Outcome>> {
-        let filled = self.filled.as_ref().map(|filled| filled.lock().unwrap_or_else(PoisonError::into_inner));
+        let filled = self.filled.as_ref().map(|filled| lock(filled));
         let filled = filled.and_then(|filled| filled.clone());
         self.outcome.clone().into_iter().chain(filled)
     }

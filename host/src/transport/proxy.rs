@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,7 @@ use super::put::{Interrupt, Put, PutQueue};
 use super::setup::{JOIN, deadline};
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::virtual_time::{Poller, spawn};
 
 /// Most puts that are given to a queue at once.
@@ -299,10 +300,6 @@ impl Drop for Proxy {
     fn drop(&mut self) {
         self.stop(GRACE);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The thread's own.

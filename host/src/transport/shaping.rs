@@ -1,8 +1,10 @@
 //! Worse networks for tests: delays, queues that lag, narrow links, cut links.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
+
+use crate::lock::lock;
 
 /// How to degrade the queues of a rank. Clones are handles of the same links: a link cut by one is
 /// cut for all.
@@ -49,11 +51,11 @@ impl Shaping {
 
     /// Cuts the link to `peer` now: later puts vanish without an error and never complete.
     pub fn cut(&self, peer: u32) {
-        self.cut.lock().unwrap_or_else(PoisonError::into_inner).insert(peer);
+        lock(&self.cut).insert(peer);
     }
 
     pub(super) fn is_cut(&self, peer: u32, puts: u64) -> bool {
         self.cut_after.iter().any(|(cut, after)| *cut == peer && puts >= *after)
-            || self.cut.lock().unwrap_or_else(PoisonError::into_inner).contains(&peer)
+            || lock(&self.cut).contains(&peer)
     }
 }

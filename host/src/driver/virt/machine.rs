@@ -1,7 +1,7 @@
 //! Virtual GPUs that run on the threads of their users, in an order drawn from a seed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use epoxide_vgpu::Clock;
@@ -10,6 +10,7 @@ use super::engine::{Engine, OpProgress};
 use super::mix::{GOLDEN, mix};
 use super::state::GpuCore;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Longest turn of a grid, in warp instructions.
 const LONGEST_SLICE: u64 = 1024;
@@ -113,12 +114,12 @@ impl Machine {
 
     /// Identifies the order in which everything has run so far: equal digests, equal runs.
     pub fn schedule_digest(&self) -> u64 {
-        self.lock().digest
+        lock(&self.inner.run).digest
     }
 
     /// Runs at most about `budget` warp instructions, over all devices.
     pub fn drive(&self, budget: u64) -> Drive {
-        let mut run = self.lock();
+        let mut run = lock(&self.inner.run);
         // The host may have stored a word that a grid polls.
         run.clear_spinning();
         let mut left = budget;
@@ -153,7 +154,7 @@ impl Machine {
             if done()? {
                 return Ok(());
             }
-            let mut run = self.lock();
+            let mut run = lock(&self.inner.run);
             let idle = match run.turn() {
                 Turn::Done => {
                     (stuck_ns, jump_ns, quiet, instructions) = (0, SPIN_NS, None, 0);
@@ -184,7 +185,7 @@ impl Machine {
             } else if since.elapsed() < self.inner.patience {
                 drop(run);
                 std::thread::sleep(NAP);
-                self.lock().clear_spinning();
+                lock(&self.inner.run).clear_spinning();
                 continue;
             } else if idle {
                 return Err(Error::VirtualFault(format!(
@@ -223,15 +224,11 @@ impl Machine {
     }
 
     pub(super) fn add(&self, shared: Arc<GpuCore>) {
-        self.lock().engines.push(Engine::new(shared));
+        lock(&self.inner.run).engines.push(Engine::new(shared));
     }
 
     pub(super) fn remove(&self, shared: &Arc<GpuCore>) {
-        self.lock().engines.retain(|engine| !engine.is_of(shared));
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Run> {
-        self.inner.run.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.inner.run).engines.retain(|engine| !engine.is_of(shared));
     }
 }
 

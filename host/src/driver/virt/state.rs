@@ -15,6 +15,7 @@ use super::stream::{Mark, Op, StreamQueue};
 use super::work::Launch;
 use crate::driver::{DeviceInfo, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::virtual_time::{Membership, VirtualTime};
 
 /// The next handle. Handles are unique in the process, so that one device's handle never names a
@@ -88,7 +89,7 @@ impl GpuCore {
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         // A panic under the lock is a bug; the tables are still the best there is to report it
         // with.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// [`GpuCore::lock`], an error where the device is unusable: for calls that wait.

@@ -2,13 +2,14 @@
 //! allocate.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{ROW_ALIGN, Section};
 
 use crate::driver::{Device, DevicePtr, Event, Fence, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Blocks that are free. A block is freed when its last owner drops it. Streams may still use it
 /// then. Its next user therefore runs behind all work that had been enqueued by then.
@@ -79,16 +80,12 @@ impl Arena {
         Arc::new(Arena { device: device.clone(), shelves: Mutex::default() })
     }
 
-    fn shelves(&self) -> MutexGuard<'_, Shelves> {
-        self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A block for `pieces`: the smallest free block that fits and is at most four times too large.
     /// Among equal sizes it is the one that was freed first. The operation that uses it calls
     /// [`Arena::come_before`].
     pub fn take(self: &Arc<Self>, pieces: &Pieces) -> Result<Block> {
         let bytes = pieces.bytes();
-        let mut shelves = self.shelves();
+        let mut shelves = lock(&self.shelves);
         let fits = |memory: &Memory| (bytes..=bytes * 4).contains(&memory.bytes());
         let best = shelves.free.iter().enumerate().filter(|(_, (memory, _))| fits(memory));
         let best = best.min_by_key(|(_, (memory, _))| memory.bytes()).map(|(at, _)| at);
@@ -106,7 +103,7 @@ impl Arena {
 
     /// Makes `stream` wait for the last users of the blocks that were taken for its next operation.
     pub fn come_before(&self, stream: &Stream) -> Result<()> {
-        let shelves = &mut *self.shelves();
+        let shelves = &mut *lock(&self.shelves);
         while let Some(fence) = shelves.before_next.pop() {
             fence.come_before(stream)?;
             fence.into_spare(&mut shelves.spare_events);
@@ -117,14 +114,14 @@ impl Arena {
     /// The blocks taken for the next operation need no wait: [`Arena::settle`] has seen their last
     /// users end.
     pub fn are_settled(&self) {
-        let shelves = &mut *self.shelves();
+        let shelves = &mut *lock(&self.shelves);
         let fences = shelves.before_next.drain(..);
         fences.for_each(|fence| fence.into_spare(&mut shelves.spare_events));
     }
 
     /// Waits until no stream uses any free block, so that work that is only recorded may use them.
     pub fn settle(&self, timeout: Duration) -> Result<()> {
-        for (_, fence) in &self.shelves().free {
+        for (_, fence) in &lock(&self.shelves).free {
             if !fence.wait_timeout(timeout)? {
                 return Err(Error::timeout(
                     "capture",
@@ -137,9 +134,9 @@ impl Arena {
 
     /// A fence behind all work enqueued on the device's streams so far.
     pub fn fence(&self) -> Result<Fence> {
-        let mut spare = std::mem::take(&mut self.shelves().spare_events);
+        let mut spare = std::mem::take(&mut lock(&self.shelves).spare_events);
         let fence = Fence::new(&self.device, &mut spare);
-        self.shelves().spare_events.append(&mut spare);
+        lock(&self.shelves).spare_events.append(&mut spare);
         fence
     }
 
@@ -154,7 +151,7 @@ impl Arena {
 
     /// Takes the events of a fence back once no stream waits for it.
     pub fn give_back(&self, fence: Fence) {
-        fence.into_spare(&mut self.shelves().spare_events);
+        fence.into_spare(&mut lock(&self.shelves).spare_events);
     }
 }
 
@@ -168,7 +165,7 @@ impl Drop for Block {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
         match self.home.fence() {
-            Ok(fence) => self.home.shelves().free.push_back((memory, fence)),
+            Ok(fence) => lock(&self.home.shelves).free.push_back((memory, fence)),
             // The device cannot be used any more; the driver frees the memory behind its streams.
             Err(error) => tracing::debug!("a block is not used again: {error}"),
         }

@@ -7,7 +7,7 @@
 use std::fmt::Debug;
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
@@ -21,13 +21,10 @@ use crate::driver::{Device, DevicePtr, MappedMemory, Report, Stream};
 use crate::ep::Topology;
 use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// All buffers of this process, and some that were dropped.
 static BUFFERS: Mutex<Vec<Weak<Faults>>> = Mutex::new(Vec::new());
-
-fn buffers() -> MutexGuard<'static, Vec<Weak<Faults>>> {
-    BUFFERS.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The set that a kernel numbers its peers in.
 #[derive(Debug, Clone, Copy)]
@@ -160,7 +157,7 @@ impl Faults {
             network: OnceLock::new(),
             context: Mutex::default(),
         });
-        let mut buffers = buffers();
+        let mut buffers = lock(&BUFFERS);
         buffers.retain(|buffer| buffer.strong_count() > 0);
         buffers.push(Arc::downgrade(&faults));
         Ok(faults)
@@ -203,7 +200,7 @@ impl Faults {
 
     /// Clears the record.
     pub fn clear(&self, stream: &Stream) -> Result<()> {
-        *self.context() = None;
+        *lock(&self.context) = None;
         self.memory.clear(stream)
     }
 
@@ -238,7 +235,7 @@ impl Faults {
             needed,
             seen,
             waited: Duration::from_nanos(waited_ns),
-            beside: self.context().get_or_insert_with(|| self.find_context().into()).clone(),
+            beside: lock(&self.context).get_or_insert_with(|| self.find_context().into()).clone(),
         })
     }
 
@@ -253,10 +250,6 @@ impl Faults {
         }
     }
 
-    fn context(&self) -> MutexGuard<'_, Option<Box<str>>> {
-        self.context.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Possible causes of an expired wait, for the end of its report. They are failures of the
     /// network, and other buffers of this process and device with operations in flight or failed
     /// ones. Empty where there are none.
@@ -265,7 +258,7 @@ impl Faults {
         let network = network.map_or_else(String::new, |network| network.context());
         // An upgraded reference may be the last of a buffer that is just dropped: it must not be
         // dropped while the list is locked.
-        let others: Vec<Arc<Faults>> = buffers().iter().filter_map(Weak::upgrade).collect();
+        let others: Vec<Arc<Faults>> = lock(&BUFFERS).iter().filter_map(Weak::upgrade).collect();
         let others = others.iter().filter(|other| other.id != self.id && other.is_on(&self.device));
         let named = others.filter_map(|other| other.unfinished());
         let named = named.collect::<Vec<_>>().join(" and ");

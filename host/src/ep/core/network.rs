@@ -1,6 +1,6 @@
 //! The way to other nodes: wire memory, the queues to peers and the proxies that serve them.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use epoxide_gpu::layout::QueueHandle;
@@ -8,6 +8,7 @@ use epoxide_gpu::layout::QueueHandle;
 use crate::driver::{Device, DevicePtr};
 use crate::error::Result;
 use crate::group::ProcessGroup;
+use crate::lock::lock;
 use crate::transport::{self, Proxies, PutTrace, QueueStats, TransportOptions, Way};
 
 /// How long queues may continue with posted puts when the buffer is dropped.
@@ -36,10 +37,6 @@ impl Network {
         Ok(Network { proxies: Mutex::new(Proxies::start(device, links)?), ways, bytes })
     }
 
-    fn proxies(&self) -> MutexGuard<'_, Proxies> {
-        self.proxies.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Bytes of wire memory.
     pub fn bytes(&self) -> u64 {
         self.bytes
@@ -53,14 +50,14 @@ impl Network {
     /// A queue to `peer` for kernels that count what they post at `posted`; `None` where there is
     /// no such queue.
     pub fn queue(&self, queue: u32, peer: u32, posted: DevicePtr) -> Option<QueueHandle> {
-        self.proxies().handle(queue, peer).map(|queue| QueueHandle { queue, posted })
+        lock(&self.proxies).handle(queue, peer).map(|queue| QueueHandle { queue, posted })
     }
 
     /// The network's part of the report of an expired wait, each entry with a separator in front.
     /// The entries are the first failure of a queue or of the receiving side, and proxies in a
     /// system call that does not return.
     pub fn context(&self) -> String {
-        let proxies = self.proxies();
+        let proxies = lock(&self.proxies);
         let failure = proxies.failure().map(|failure| format!("; here, {failure}"));
         let calls = proxies.in_calls().into_iter().map(|call| format!("; here, {call}"));
         failure.into_iter().chain(calls).collect()
@@ -75,21 +72,21 @@ impl Network {
     /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue,
     /// peer).
     pub fn stats(&self) -> Vec<(u32, u32, QueueStats)> {
-        self.proxies().all().iter().map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()
+        lock(&self.proxies).all().iter().map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()
     }
 
     /// Records when each put is carried out from now on, up to `capacity` of them.
     pub fn start_trace(&self, capacity: usize) {
-        self.proxies().start_trace(capacity);
+        lock(&self.proxies).start_trace(capacity);
     }
 
     /// The puts since [`Network::start_trace`]; ends the recording.
     pub fn take_trace(&self) -> Vec<PutTrace> {
-        self.proxies().take_trace()
+        lock(&self.proxies).take_trace()
     }
 
     /// Lets the queues finish, notifies the peers and ends all threads.
     pub fn close(&self) {
-        self.proxies().close(GRACE);
+        lock(&self.proxies).close(GRACE);
     }
 }

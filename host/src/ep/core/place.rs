@@ -5,7 +5,7 @@
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use super::arena::Arena;
@@ -13,6 +13,7 @@ use super::step::Overwrites;
 use crate::driver::{DevicePtr, Fence, Memory, Stream, give_up};
 use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Most places of a buffer.
 const MAX_PLACES: u32 = 64;
@@ -162,16 +163,12 @@ impl<R> PlaceState<R> {
         self.pool.memory().ptr().add(offset)
     }
 
-    fn last_lease(&self) -> MutexGuard<'_, LastLease<R>> {
-        self.lease.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Begins a dispatch here, which overwrites the contents. It runs behind all readers of those
     /// rows; see [`PlaceState::come_before`].
     pub fn begin(self: &Arc<Self>) -> Result<Arc<Lease<R>>> {
         self.settle()?;
         let generation = {
-            let mut state = self.last_lease();
+            let mut state = lock(&self.lease);
             state.dispatches += 1;
             state.dispatches
         };
@@ -189,14 +186,14 @@ impl<R> PlaceState<R> {
     /// The only right to the rows of the dispatch `generation`.
     pub fn lease(self: &Arc<Self>, generation: u64) -> Arc<Lease<R>> {
         let lease = Arc::new(Lease { place: self.clone(), generation, detached: AtomicBool::new(false) });
-        self.last_lease().last = Arc::downgrade(&lease);
+        lock(&self.lease).last = Arc::downgrade(&lease);
         lease
     }
 
     /// Records a fence behind all work enqueued by now if a lease has not ended: it is detached,
     /// and its tensors may be in use.
     fn settle(&self) -> Result<()> {
-        let mut state = self.last_lease();
+        let mut state = lock(&self.lease);
         if state.last.strong_count() != 0 {
             let fence = self.arena.fence()?;
             if let Some(before) = state.ended.replace(fence) {
@@ -208,7 +205,7 @@ impl<R> PlaceState<R> {
 
     /// Makes `stream` wait for all work that could read the rows that were here.
     pub fn come_before(&self, stream: &Stream) -> Result<()> {
-        let Some(fence) = self.last_lease().ended.take() else { return Ok(()) };
+        let Some(fence) = lock(&self.lease).ended.take() else { return Ok(()) };
         let outcome = fence.come_before(stream);
         self.arena.give_back(fence);
         outcome
@@ -217,7 +214,7 @@ impl<R> PlaceState<R> {
     /// An error where rows here are borrowed that a run of a captured step would overwrite.
     fn check_free(&self, own: &Arc<Lease<R>>) -> Result<()> {
         // Not under the lock, which the lease takes when it is dropped.
-        let last = self.last_lease().last.clone().upgrade();
+        let last = lock(&self.lease).last.clone().upgrade();
         let is_borrowed =
             |lease: &Arc<Lease<R>>| !Arc::ptr_eq(lease, own) && !lease.detached.load(Ordering::Acquire);
         if last.as_ref().is_some_and(is_borrowed) {
@@ -241,7 +238,7 @@ impl<R: Send + Sync + Debug> Overwrites for Lease<R> {
             self.place.settle()?;
             self.place.come_before(stream)?;
         }
-        self.place.last_lease().last = Arc::downgrade(&self);
+        lock(&self.place.lease).last = Arc::downgrade(&self);
         self.place.generation.store(self.generation, Ordering::Release);
         Ok(())
     }
@@ -289,7 +286,7 @@ impl<R> Lease<R> {
 impl<R> Drop for Lease<R> {
     fn drop(&mut self) {
         let fence = self.place.arena.fence();
-        let mut state = self.place.last_lease();
+        let mut state = lock(&self.place.lease);
         // Another dispatch may have begun here since; it has waited for this one's readers itself.
         if state.dispatches == self.generation || self.place.generation() == self.generation {
             state.ended = fence.inspect_err(|error| tracing::debug!("{error}")).ok();

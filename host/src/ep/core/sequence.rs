@@ -1,11 +1,12 @@
 //! The order of a buffer's operations on the device: one after the other, in whichever streams they
 //! run.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::Duration;
 
 use crate::driver::{Device, Event, Stream};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Where the last operation of a buffer ends. Shared with the steps that were captured with it.
 #[derive(Debug)]
@@ -43,13 +44,9 @@ impl Sequence {
         }))
     }
 
-    fn last(&self) -> MutexGuard<'_, Last> {
-        self.last.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A turn on `stream`, behind the last operation; `operation` names one that waits for peers.
     pub fn begin(&self, stream: &Stream, operation: Option<&'static str>) -> Result<Turn<'_>> {
-        let last = self.last();
+        let last = lock(&self.last);
         if last.closed {
             return Err(Error::StaleHandle("its buffer was dropped".into()));
         }
@@ -58,7 +55,7 @@ impl Sequence {
             stream.wait(&self.end)?;
         }
         if operation.is_some() {
-            *self.operation() = operation;
+            *lock(&self.operation) = operation;
         }
         Ok(Turn { sequence: self, last })
     }
@@ -91,15 +88,11 @@ impl Sequence {
         }
     }
 
-    fn operation(&self) -> MutexGuard<'_, Option<&'static str>> {
-        self.operation.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The last operation that waits for peers, if there was one. Like [`Sequence::has_ended`], it
     /// waits for no turn. The caller may hold a turn of another buffer while the holder of this
     /// one's turn queries that buffer. Waiting would deadlock.
     pub fn last_operation(&self) -> Option<&'static str> {
-        *self.operation()
+        *lock(&self.operation)
     }
 
     /// Whether the last operation has ended. One that is just enqueued has not.
@@ -117,7 +110,7 @@ impl Sequence {
 
     /// Rejects all further operations.
     pub fn close(&self) {
-        self.last().closed = true;
+        lock(&self.last).closed = true;
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::io::{self, ErrorKind};
 use std::net::TcpListener;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use super::admission::Terms;
@@ -15,6 +15,7 @@ use super::server::TcpStoreServer;
 use crate::error::{Error, Result};
 use crate::group::store::{Store, get_timed_out, store_error, wait_timed_out};
 use crate::group::{ConnectionLimits, JobSecret};
+use crate::lock::lock;
 
 /// How often the host looks whether all have joined.
 const JOIN_POLL: Duration = Duration::from_millis(10);
@@ -282,14 +283,14 @@ impl TcpStore {
         exchange: impl FnOnce(&mut Connection, Instant) -> io::Result<T>,
     ) -> Result<T> {
         let deadline = after(timeout);
-        let idle = self.pool.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let idle = lock(&self.pool).pop();
         let mut connection = match idle {
             Some(connection) => connection,
             None => Connection::open(&self.address, deadline, timeout)?,
         };
         match exchange(&mut connection, deadline) {
             Ok(value) => {
-                self.pool.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
+                lock(&self.pool).push(connection);
                 Ok(value)
             }
             // The connection is in the middle of something: it goes.

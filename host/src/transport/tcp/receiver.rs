@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,7 @@ use super::frame::{FAREWELL, Frame, HEADER, header_length, read_header, refusal}
 use crate::driver::NoDriverCalls;
 use crate::error::{Error, Result};
 use crate::group::secret::{Signer, TAG};
+use crate::lock::lock;
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
 use crate::transport::setup::{JOIN, LinkEnds, Setup, WireHost, deadline, store_counter};
@@ -55,7 +56,7 @@ impl Receivers {
                     && !shared.closing.load(Ordering::Acquire)
                 {
                     tracing::debug!("queue {queue}: {error}");
-                    shared.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    lock(&shared.failure).get_or_insert(error);
                 }
             };
             let thread = spawn(format!("from {peer} q{queue}"), run);
@@ -67,7 +68,7 @@ impl Receivers {
 
 impl Receiving for Receivers {
     fn failure(&self) -> Option<Error> {
-        self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.shared.failure).clone()
     }
 
     fn close(&mut self) {

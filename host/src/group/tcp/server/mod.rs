@@ -8,7 +8,7 @@ mod waits;
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -25,6 +25,7 @@ use crate::group::secret::Keys;
 use crate::group::strangers::{
     ACCEPT_SLICE, BACKLOG, Complaints, ConnectionLimits, Next, Stranger, Strangers, descriptors,
 };
+use crate::lock::lock;
 
 /// Longer than anyone waits, and short enough to be added to the time.
 const MAX_LINGER: Duration = Duration::from_secs(24 * 3600);
@@ -147,8 +148,7 @@ impl TcpStoreServer {
     }
 
     fn end(&mut self, linger: Duration) {
-        *self.until.lock().unwrap_or_else(PoisonError::into_inner) =
-            Some(Instant::now() + linger.min(MAX_LINGER));
+        *lock(&self.until) = Some(Instant::now() + linger.min(MAX_LINGER));
         drop(self.wake.take());
         if let Some(thread) = self.thread.take() {
             // It has said why, if it panicked; its sockets are closed in any case.
@@ -194,7 +194,7 @@ impl Server {
         let mut ending = false;
         loop {
             if ending {
-                let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
+                let until = *lock(&self.until);
                 let alone = self.clients.connections.is_empty() && self.strangers.is_empty();
                 if alone || until.is_none_or(|until| Instant::now() >= until) {
                     return;
