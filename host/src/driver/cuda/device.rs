@@ -10,7 +10,7 @@ use cust::device::Device as CustDevice;
 use super::context::{self, Current};
 use super::error::unavailable;
 use super::pool::MemoryPool;
-use super::sharing::{Sharing, sharing};
+use super::vmm::{Sharing, sharing};
 use crate::driver::{Device, DeviceInfo, NoDriverCalls, Staging, Streams};
 use crate::error::{Error, Result};
 use crate::lock::lock;
