@@ -15,7 +15,7 @@ use epoxide_gpu::simt::ptx::CutPtx;
 
 use super::device::Device;
 use super::raw::{CopyEnd, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
-use super::staged_copy;
+use super::staging::{self, HostSide};
 use super::streams::{List, Listed, Streams};
 use crate::bounded::{self, read_text_file};
 use crate::error::{Error, Result};
@@ -437,7 +437,7 @@ impl Stream {
     /// their contents.
     pub unsafe fn write(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { staged_copy::write(&self.device, self.handle, dst, src) }
+        unsafe { staging::copy(&self.device, self.handle, dst, HostSide::Source(src)) }
     }
 
     /// Copies device bytes to the host, through page-locked memory, and waits for it.
@@ -446,7 +446,7 @@ impl Stream {
     /// `dst.len()` bytes from `src` on are live memory of this device.
     pub unsafe fn read(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { staged_copy::read(&self.device, self.handle, dst, src) }
+        unsafe { staging::copy(&self.device, self.handle, src, HostSide::Target(dst)) }
     }
 
     /// Copies between device addresses, in stream order.

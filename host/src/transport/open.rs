@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::links::{Link, Links};
 use super::options::{TransportKind, TransportOptions};
 use super::setup::Setup;
-use super::shaped::Shaped;
+use super::shaping::Shaped;
 use super::{greeting, mapped, shm, tcp, verbs};
 use crate::driver::{Device, Memory, MemoryKind};
 use crate::error::Result;

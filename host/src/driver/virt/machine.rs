@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 use epoxide_vgpu::Clock;
 
 use super::engine::{Engine, OpProgress};
-use super::mix::{GOLDEN, mix};
-use super::state::GpuCore;
+use super::state::{GOLDEN, GpuCore, mix};
 use crate::error::{Error, Result};
 use crate::lock::lock;
 

@@ -7,8 +7,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::cards::{card_of, settings};
-use super::device::Card;
+use super::device::{Card, card_of, settings};
 use super::end::{End, Ends};
 use super::queue::{Remote, VerbsQueue};
 use super::raw::{Behaviour, Qp, Route};
