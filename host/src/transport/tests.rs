@@ -780,10 +780,6 @@ impl PutQueue for Calling {
         Ok(0)
     }
 
-    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
-        Ok(())
-    }
-
     fn close(&mut self) {}
 }
 
@@ -819,10 +815,6 @@ impl PutQueue for Stuck {
 
     fn completed(&mut self) -> Result<u64> {
         Ok(0)
-    }
-
-    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
-        Ok(())
     }
 
     fn close(&mut self) {}
@@ -879,10 +871,6 @@ impl PutQueue for Recording {
 
     fn completed(&mut self) -> Result<u64> {
         Ok(self.completed.load(Ordering::Acquire))
-    }
-
-    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
-        Ok(())
     }
 
     fn close(&mut self) {

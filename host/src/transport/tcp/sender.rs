@@ -201,13 +201,6 @@ impl PutQueue for TcpQueue {
         Ok(self.sent)
     }
 
-    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
-        match &self.failed {
-            Some(error) => Err(error.clone()),
-            None => Ok(()),
-        }
-    }
-
     fn source(&self) -> Option<&Memory> {
         Some(&self.source.memory)
     }
