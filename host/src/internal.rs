@@ -78,16 +78,13 @@ pub mod driver {
 /// Process groups and stores.
 pub mod group {
     use std::net::TcpListener;
-    use std::time::Duration;
 
     pub use crate::group::call::{Call, CallResult, Operation, P2p};
     pub use crate::group::recorder::{Entry, State};
     pub use crate::group::tcp::TcpStoreServer;
 
     use crate::Result;
-    use crate::group::{
-        ConnectionLimits, FileStore, HashStore, JobSecret, Member, MeshGroup, ReduceOp, TcpStore,
-    };
+    use crate::group::{FileStore, HashStore, Member, MeshGroup, ReduceOp, TcpStore, TcpStoreOptions};
 
     /// All operations of reductions.
     pub const REDUCE_OPS: [ReduceOp; 8] = ReduceOp::ALL;
@@ -122,14 +119,8 @@ pub mod group {
     ///
     /// # Errors
     /// Errors of the operating system.
-    pub fn host_on(
-        listener: TcpListener,
-        timeout: Duration,
-        linger: Duration,
-        secret: Option<&JobSecret>,
-        limits: &ConnectionLimits,
-    ) -> Result<TcpStore> {
-        TcpStore::host_on(listener, timeout, linger, secret, limits)
+    pub fn host_on(listener: TcpListener, options: &TcpStoreOptions) -> Result<TcpStore> {
+        TcpStore::host_on(listener, options)
     }
 }
 

@@ -52,6 +52,6 @@ pub use rendezvous::{Member, Rendezvous, rendezvous};
 pub use secret::{JOB_SECRET, JOB_SECRET_FILE, JobSecret};
 pub use store::Store;
 pub use strangers::ConnectionLimits;
-pub use tcp::{DEFAULT_PORT, TcpStore};
+pub use tcp::{DEFAULT_PORT, TcpStore, TcpStoreOptions};
 pub use typed::Collectives;
 pub use work::Work;

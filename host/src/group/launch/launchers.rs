@@ -12,7 +12,7 @@ use super::plan::Launch;
 use super::signals::{Signals, ends};
 use crate::error::{Error, Result};
 use crate::foreign::escaped;
-use crate::group::{ConnectionLimits, JobSecret, Store, TcpStore};
+use crate::group::{JobSecret, Store, TcpStore, TcpStoreOptions};
 
 /// How long the launchers wait for each other to come.
 const JOIN: Duration = Duration::from_secs(300);
@@ -137,8 +137,10 @@ impl Launchers {
         let (host, port) = endpoint;
         let (node, nodes) = (launch.nodes.rank, launch.nodes.count);
         let timeout = launch.node_timeout;
+        let options =
+            TcpStoreOptions { secret: secret.cloned(), linger: LINGER, ..TcpStoreOptions::new(timeout) };
         let store = match node {
-            0 => TcpStore::host_at("", host, *port, timeout, LINGER, secret, &ConnectionLimits::default())?,
+            0 => TcpStore::host_at(host, *port, &options)?,
             _ => {
                 let mut ended = None;
                 let stop = |warning: Option<&str>| {
@@ -148,7 +150,7 @@ impl Launchers {
                     ended = ending(&mut signals);
                     ended.is_some()
                 };
-                let store = TcpStore::connect_unless(host, *port, secret, JOIN, timeout, stop);
+                let store = TcpStore::connect_unless(host, *port, &options, JOIN, stop);
                 match ended {
                     Some(signal) => return Err(Interrupted::Signal(signal)),
                     None => store?,
@@ -378,8 +380,9 @@ mod tests {
 
     #[test]
     fn keys_that_are_set_count_even_if_a_launcher_gave_up_since() {
-        let (timeout, limits) = (Duration::from_secs(60), ConnectionLimits::default());
-        let store = TcpStore::host_at("", "127.0.0.1", 0, timeout, LINGER, None, &limits).unwrap();
+        let timeout = Duration::from_secs(60);
+        let options = TcpStoreOptions { linger: LINGER, ..TcpStoreOptions::new(timeout) };
+        let store = TcpStore::host_at("127.0.0.1", 0, &options).unwrap();
         let launchers = Launchers {
             heart: None,
             losses: Losses::default(),
