@@ -141,6 +141,11 @@ impl Memory {
         unsafe { stream.read(into, self.raw.ptr.add(offset)) }
     }
 
+    /// [`Memory::write`] at an address in it.
+    pub(crate) fn write_at(&self, stream: &Stream, at: DevicePtr, bytes: &[u8]) -> Result<()> {
+        self.write(stream, at.0.wrapping_sub(self.raw.ptr.0), bytes)
+    }
+
     fn check_range(&self, offset: u64, bytes: u64) -> Result<()> {
         let have = self.raw.bytes;
         if offset.checked_add(bytes).is_some_and(|end| end <= have) {

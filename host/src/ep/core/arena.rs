@@ -49,19 +49,25 @@ impl Offsets {
     }
 }
 
-/// The pieces of a block and where each starts.
+/// Regions of memory that follow each other, 128-byte aligned, and where each starts.
 #[derive(Debug, Default)]
 pub struct Pieces {
+    base: DevicePtr,
     sections: Vec<Section>,
     offsets: Offsets,
 }
 
 impl Pieces {
-    /// Reserves room for `piece` and returns its offset.
-    pub fn push(&mut self, piece: Section) -> u64 {
+    /// Reserves room for `piece` and returns its address; as long as no memory is known, its offset.
+    pub fn push(&mut self, piece: Section) -> DevicePtr {
         let offset = self.offsets.take(piece.bytes);
         self.sections.push(piece.at(offset));
-        offset
+        self.base.add(offset)
+    }
+
+    /// Reserves room for `count` elements, `stride` bytes apart.
+    pub fn array(&mut self, name: &'static str, count: u64, stride: u64) -> DevicePtr {
+        self.push(Section::array(name, count, stride))
     }
 
     /// The pieces.
@@ -75,30 +81,52 @@ impl Pieces {
     }
 }
 
+/// Memory of `alloc` for the pieces that `lay_out` reserves. It runs at address 0 first, to compute
+/// the size, and then at the memory's.
+fn lay_out<T>(
+    alloc: impl FnOnce(u64) -> Result<Memory>,
+    lay_out: impl Fn(&mut Pieces) -> T,
+) -> Result<(Memory, T)> {
+    let mut pieces = Pieces::default();
+    lay_out(&mut pieces);
+    let memory = alloc(pieces.bytes())?;
+    pieces = Pieces { base: memory.ptr(), ..Pieces::default() };
+    let parts = lay_out(&mut pieces);
+    memory.describe(pieces.sections());
+    Ok((memory, parts))
+}
+
+/// Device memory for the pieces that `parts` reserves, and what it makes of their addresses.
+pub fn laid_out<T>(device: &Device, label: &str, parts: impl Fn(&mut Pieces) -> T) -> Result<(Memory, T)> {
+    lay_out(|bytes| Memory::alloc(device, bytes, MemoryKind::Device, label), parts)
+}
+
 impl Arena {
     pub fn new(device: &Device) -> Arc<Arena> {
         Arc::new(Arena { device: device.clone(), shelves: Mutex::default() })
     }
 
-    /// A block for `pieces`: the smallest free block that fits and is at most four times too large.
-    /// Among equal sizes it is the one that was freed first. The operation that uses it calls
-    /// [`Arena::come_before`].
-    pub fn take(self: &Arc<Self>, pieces: &Pieces) -> Result<Block> {
-        let bytes = pieces.bytes();
-        let mut shelves = lock(&self.shelves);
+    /// A block for the pieces that `parts` reserves, and what it makes of their addresses. The
+    /// operation that uses the block calls [`Arena::come_before`].
+    pub fn take<T>(self: &Arc<Self>, parts: impl Fn(&mut Pieces) -> T) -> Result<(Arc<Block>, T)> {
+        let (memory, parts) = lay_out(|bytes| self.memory(bytes), parts)?;
+        Ok((Arc::new(Block { ptr: memory.ptr(), memory: Some(memory), home: self.clone() }), parts))
+    }
+
+    /// The smallest free memory that has `bytes` and is at most four times too large. Among equal
+    /// sizes it is the one that was freed first.
+    fn memory(&self, bytes: u64) -> Result<Memory> {
+        let shelves = &mut *lock(&self.shelves);
         let fits = |memory: &Memory| (bytes..=bytes * 4).contains(&memory.bytes());
         let best = shelves.free.iter().enumerate().filter(|(_, (memory, _))| fits(memory));
         let best = best.min_by_key(|(_, (memory, _))| memory.bytes()).map(|(at, _)| at);
-        let memory = match best.and_then(|at| shelves.free.remove(at)) {
+        match best.and_then(|at| shelves.free.remove(at)) {
             Some((memory, behind)) => {
                 shelves.before_next.push(behind);
-                memory
+                Ok(memory)
             }
-            None => Memory::alloc(&self.device, bytes, MemoryKind::Device, "operation outputs")?,
-        };
-        drop(shelves);
-        memory.describe(pieces.sections());
-        Ok(Block { ptr: memory.ptr(), memory: Some(memory), home: self.clone() })
+            None => Memory::alloc(&self.device, bytes, MemoryKind::Device, "operation outputs"),
+        }
     }
 
     /// Makes `stream` wait for the last users of the blocks that were taken for its next operation.

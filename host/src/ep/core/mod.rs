@@ -32,7 +32,7 @@ use std::time::Duration;
 use bytemuck::Zeroable;
 use epoxide_gpu::layout::{Comm, DevicePtr};
 
-pub use arena::{Arena, Block, Offsets, Pieces};
+pub use arena::{Arena, Block, Offsets, Pieces, laid_out};
 pub use enqueue::StreamOrder;
 pub use fault::{Calls, Faults};
 pub use methods::Instruments;

@@ -36,7 +36,9 @@ use epoxide_gpu::layout::{
 };
 
 use super::Topology;
-use super::core::{self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, agree_on, nanoseconds};
+use super::core::{
+    self, Core, HasCore, Pieces, PlaceState, Pools, Step, StreamOrder, agree_on, laid_out, nanoseconds,
+};
 use super::tensor::Owner;
 use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Module, Stream};
 use crate::error::{Error, Result};
@@ -50,7 +52,7 @@ pub use results::{Combined, Detached, Place, Received};
 
 use fault::{Calls, Generation};
 use internode::{MessageLayout, Messages};
-use layout::{PoolLayout, TableLayout};
+use layout::PoolLayout;
 use results::Room;
 
 /// Moves decode-sized batches between ranks, of one node or of several. One per rank; methods are
@@ -153,13 +155,9 @@ impl Buffer {
 
         let calls = Box::new(Calls { num_experts: options.shape.num_experts });
         let mut core = Core::new(&device, rank, pools, options.timeout, options.shape.max_tokens, calls)?;
-        // Laid out at address 0 first, to compute the size.
-        let bytes = TableLayout::new(&options, topology, DevicePtr::NULL).pieces.bytes();
-        let tables = Memory::alloc(&device, bytes, MemoryKind::Device, "low-latency tables")?;
-        let table_layout = TableLayout::new(&options, topology, tables.ptr());
-        tables.write(core.stream(), 0, &vec![0; bytes as usize])?;
-        tables.describe(table_layout.pieces.sections());
-
+        let own = |pieces: &mut Pieces| layout::tables(pieces, &options, topology);
+        let (tables, of_places) = laid_out(&device, "low-latency tables", own)?;
+        tables.write(core.stream(), 0, &vec![0; tables.bytes() as usize])?;
         let messages =
             (topology.nodes > 1).then(|| Messages::new(&mut core, group, &options, &messages)).transpose()?;
         // Kernels of low latency find pools by registers, or by routes.
@@ -182,7 +180,7 @@ impl Buffer {
             let _tables = tables.clone();
             Room { at, recv_x, recv_scales, combine_rows, messages, tables: at_tables, combined_x, _tables }
         };
-        core.make_places(table_layout.places.into_iter().zip(spots).map(room));
+        core.make_places(of_places.into_iter().zip(spots).map(room));
         let generation = Generation::new(core.faults());
         let buffer =
             Buffer { core, kernels, messages, tables, sent: None, left_out: 0, generation, comm, options };

@@ -3,9 +3,7 @@
 use std::time::Duration;
 
 use bytemuck::{Pod, Zeroable};
-use epoxide_gpu::layout::{
-    DevicePtr, FEW_RANKS, GIVING_UP_NS, LocalState, LowLatencyTurns, QUANTUM, gave_up_offset,
-};
+use epoxide_gpu::layout::{FEW_RANKS, GIVING_UP_NS, LocalState, LowLatencyTurns, QUANTUM, gave_up_offset};
 
 use super::fault::Generation;
 use super::{Buffer, agree};
@@ -122,7 +120,6 @@ impl Buffer {
         let ticket = (epoch + ahead) * QUANTUM;
         let state = LocalState { ticket, left_out, ..LocalState::zeroed() };
         self.tables.write(stream, 0, bytemuck::bytes_of(&state))?;
-        let offset = |at: DevicePtr| at.0 - self.tables.ptr().0;
         let chunks = self.options.chunks() as usize;
         // Members may differ in whether the last dispatch was answered. Treat it as unanswered, so
         // that the next one waits for all members.
@@ -130,9 +127,9 @@ impl Buffer {
         for place in self.core.places() {
             let tables = &place.room().tables;
             // Chunks may have been left half sent.
-            self.tables.write(stream, offset(tables.sent), &vec![0; chunks * 8])?;
-            self.tables.write(stream, offset(tables.answered), &vec![0; FEW_RANKS * chunks * 8])?;
-            self.tables.write(stream, offset(tables.turns), bytemuck::bytes_of(&turns))?;
+            self.tables.write_at(stream, tables.sent, &vec![0; chunks * 8])?;
+            self.tables.write_at(stream, tables.answered, &vec![0; FEW_RANKS * chunks * 8])?;
+            self.tables.write_at(stream, tables.turns, bytemuck::bytes_of(&turns))?;
         }
         if let Some(messages) = &self.messages {
             messages.forget_unfinished(stream)?;

@@ -13,7 +13,7 @@ use epoxide_gpu::layout::{
     InternodeDispatchArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape,
 };
 
-use super::handle::{DispatchHandle, HandleShape, Inner, Places};
+use super::handle::{DispatchHandle, HandleShape, HandleTables, Inner};
 use super::kernels::{Mode, RingShape, call_within};
 use super::place::{Place, Room};
 use super::received::Received;
@@ -94,7 +94,7 @@ impl<'a> DispatchRequest<'a> {
 
     /// Brings rows by expert: one for each selection, grouped by local expert, each expert's
     /// segment at a multiple of `alignment` rows, a power of two. [`DispatchHandle::by_expert`] has
-    /// the places of segments. A token that selects an expert twice has two rows there. The sender
+    /// the tables of segments. A token that selects an expert twice has two rows there. The sender
     /// writes each row to its place; there is no second copy.
     ///
     /// The buffer needs [`Options::rows_by_expert`](super::Options::rows_by_expert).
@@ -236,7 +236,8 @@ impl Buffer {
             local_experts,
             by_expert: request.by_expert.then_some(layout.num_topk),
         };
-        let (block, places) = Places::take(self.core.arena(), &self.kernels.mode, shape)?;
+        let mode = &self.kernels.mode;
+        let (block, tables) = self.core.arena().take(|pieces| HandleTables::lay_out(pieces, mode, shape))?;
         self.tag += 1;
         let counts = CountExchange {
             layout,
@@ -257,7 +258,7 @@ impl Buffer {
             // A row by expert is that of an entry, whether or not there are weights.
             metadata.num_topk = layout.num_topk;
         }
-        let (rows, ring) = self.dispatch_args(&payload, place, &places, layout.num_tokens, Some(metadata));
+        let (rows, ring) = self.dispatch_args(&payload, place, &tables, layout.num_tokens, Some(metadata));
 
         let mut header = PlanHeader::default();
         let mut lease = None;
@@ -269,11 +270,11 @@ impl Buffer {
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them.
             unsafe {
-                buffer.launch_notify(stream, &counts, &payload, place, &places)?;
+                buffer.launch_notify(stream, &counts, &payload, place, &tables)?;
                 if counts.by_expert {
-                    buffer.launch_expert_plan(stream, &counts, place, &places)?;
+                    buffer.launch_expert_plan(stream, &counts, place, &tables)?;
                 }
-                let launched = buffer.launch_dispatch(stream, rows, ring, &places);
+                let launched = buffer.launch_dispatch(stream, rows, ring, &tables);
                 if let (Err(error), false) = (&launched, capturing) {
                     // Peers get this rank's counts, and wait for rows that are never sent.
                     buffer.core.give_up("dispatch", error);
@@ -296,7 +297,7 @@ impl Buffer {
         let handle = DispatchHandle(Arc::new(Inner {
             buffer_id: self.core.id(),
             block,
-            places,
+            tables,
             place: place.index(),
             num_tokens: layout.num_tokens,
             num_ranks: self.core.topology().ranks(),
@@ -356,15 +357,15 @@ impl Buffer {
         }
         let payload =
             self.check_payload(request.x, request.x_scales, handle.0.num_tokens, request.timeout)?;
-        let places = &handle.0.places;
-        let (args, ring) = self.dispatch_args(&payload, place, places, handle.0.num_tokens, None);
+        let tables = &handle.0.tables;
+        let (args, ring) = self.dispatch_args(&payload, place, tables, handle.0.num_tokens, None);
         let mut lease = None;
         let uses = owners([Some(request.x), request.x_scales.map(|it| &**it)]).into_iter();
         let uses = uses.chain([handle.0.block.clone() as Owner]);
         let event = self.run(order, capturing, Some("cached dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: as in `dispatch`.
-            unsafe { buffer.launch_dispatch(stream, args, ring, places) }
+            unsafe { buffer.launch_dispatch(stream, args, ring, tables) }
         })?;
         let lease = self.captured_lease(lease, None)?;
         Ok(output_of_rows(&payload, &lease, handle, event))
@@ -468,7 +469,7 @@ impl Buffer {
         &self,
         payload: &Payload,
         place: &PlaceState<Room>,
-        places: &Places,
+        tables: &HandleTables,
         num_tokens: u32,
         metadata: Option<Metadata>,
     ) -> (DispatchArgs, RingShape) {
@@ -493,11 +494,11 @@ impl Buffer {
             scales: payload.scales,
             topk_idx,
             topk_weights,
-            send_row: match places.routing {
-                Mode::OneNode(_, places) => places.send_row,
+            send_row: match tables.routing {
+                Mode::OneNode(_, tables) => tables.send_row,
                 Mode::SeveralNodes(..) => DevicePtr::NULL,
             },
-            header: places.header,
+            header: tables.header,
             num_tokens,
             row_bytes: payload.row_bytes,
             num_scales: payload.num_scales,
@@ -524,7 +525,7 @@ impl Buffer {
         counts: &CountExchange<'_>,
         payload: &Payload,
         place: &PlaceState<Room>,
-        places: &Places,
+        tables: &HandleTables,
     ) -> Result<()> {
         let layout = counts.layout;
         let (num_channels, num_ranks) = (self.config.num_channels(), self.core.topology().ranks());
@@ -539,22 +540,22 @@ impl Buffer {
         comm.pool.rows = counts.capacity;
         // SAFETY: passed on to the caller.
         unsafe {
-            match &places.routing {
+            match &tables.routing {
                 Mode::OneNode(node, routing) => {
                     comm.trace = self.core.trace("notify", num_channels);
                     let args = NotifyArgs {
                         comm,
-                        is_token_in_rank: layout.places.is_token_in_rank,
-                        num_tokens_per_rank: layout.places.num_tokens_per_rank,
-                        num_tokens_per_expert: layout.places.num_tokens_per_expert,
-                        invalid: layout.places.invalid,
-                        header: places.by_expert.map_or(places.header, |at| at.exchange),
+                        is_token_in_rank: layout.tables.is_token_in_rank,
+                        num_tokens_per_rank: layout.tables.num_tokens_per_rank,
+                        num_tokens_per_expert: layout.tables.num_tokens_per_expert,
+                        invalid: layout.tables.invalid,
+                        header: tables.by_expert.map_or(tables.header, |at| at.exchange),
                         rank_prefix_matrix: routing.rank_prefix_matrix,
                         channel_prefix_matrix: routing.channel_prefix_matrix,
                         recv_channel_prefix_matrix: routing.recv_channel_prefix_matrix,
-                        send_head: places.send_head,
+                        send_head: tables.send_head,
                         send_row: routing.send_row,
-                        num_recv_tokens_per_expert: places.num_recv_tokens_per_expert,
+                        num_recv_tokens_per_expert: tables.num_recv_tokens_per_expert,
                         host: counts.host,
                         tag,
                         num_tokens: layout.num_tokens,
@@ -569,8 +570,8 @@ impl Buffer {
                 }
                 Mode::SeveralNodes(nodes, routing) => {
                     let args = InternodeCountArgs {
-                        is_token_in_rank: layout.places.is_token_in_rank,
-                        send_head: places.send_head,
+                        is_token_in_rank: layout.tables.is_token_in_rank,
+                        send_head: tables.send_head,
                         send_rdma_head: routing.route.send_rdma_head,
                         channel_counts: routing.channel_counts,
                         num_tokens: layout.num_tokens,
@@ -584,14 +585,14 @@ impl Buffer {
                         comm,
                         wire: nodes.wire(&self.config),
                         channel_counts: routing.channel_counts,
-                        num_tokens_per_expert: layout.places.num_tokens_per_expert,
-                        invalid: layout.places.invalid,
-                        header: places.header,
+                        num_tokens_per_expert: layout.tables.num_tokens_per_expert,
+                        invalid: layout.tables.invalid,
+                        header: tables.header,
                         rdma_channel_prefix_matrix: routing.route.rdma_channel_prefix_matrix,
                         recv_rdma_channel_prefix_matrix: routing.route.recv_rdma_channel_prefix_matrix,
                         recv_rdma_rank_prefix_sum: routing.route.recv_rdma_rank_prefix_sum,
                         recv_gbl_channel_prefix_matrix: routing.recv_gbl_channel_prefix_matrix,
-                        num_recv_tokens_per_expert: places.num_recv_tokens_per_expert,
+                        num_recv_tokens_per_expert: tables.num_recv_tokens_per_expert,
                         forward_start: routing.forward_start,
                         host: counts.host,
                         tag: counts.tag,
@@ -619,9 +620,9 @@ impl Buffer {
         stream: &Stream,
         counts: &CountExchange<'_>,
         place: &PlaceState<Room>,
-        places: &Places,
+        tables: &HandleTables,
     ) -> Result<()> {
-        let (Mode::OneNode(node, routing), Some(at)) = (&places.routing, places.by_expert) else {
+        let (Mode::OneNode(node, routing), Some(at)) = (&tables.routing, tables.by_expert) else {
             return Err(Error::internal("dispatch", "rows by expert have no plan across nodes"));
         };
         let Some(kernels) = &node.by_expert else {
@@ -632,7 +633,7 @@ impl Buffer {
         let (num_tokens, num_topk) = (layout.num_tokens, layout.num_topk);
         let args = NumberArgs {
             topk_idx,
-            num_tokens_per_expert: layout.places.num_tokens_per_expert,
+            num_tokens_per_expert: layout.tables.num_tokens_per_expert,
             numbers: at.numbers,
             num_tokens,
             num_topk,
@@ -649,7 +650,7 @@ impl Buffer {
             topk_idx,
             numbers: at.numbers,
             exchange: at.exchange,
-            header: places.header,
+            header: tables.header,
             send_row: routing.send_row,
             expert_counts: at.expert_counts,
             expert_starts: at.expert_starts,
@@ -702,9 +703,9 @@ impl Buffer {
         stream: &Stream,
         mut args: DispatchArgs,
         ring: RingShape,
-        places: &Places,
+        tables: &HandleTables,
     ) -> Result<()> {
-        let grid = match &places.routing {
+        let grid = match &tables.routing {
             Mode::OneNode(..) => self.blocks_for(args.num_tokens),
             Mode::SeveralNodes(..) => self.config.num_sms,
         };
@@ -712,11 +713,11 @@ impl Buffer {
         args.comm.trace = self.core.trace("dispatch", grid);
         // SAFETY: passed on to the caller.
         unsafe {
-            match &places.routing {
+            match &tables.routing {
                 Mode::OneNode(node, _) => {
                     let threads = ring.threads() + args.metadata_warps * 32;
                     let shape = (grid, threads, ring.shared_bytes() + JOINED_BYTES);
-                    if let (Some(kernels), Some(_)) = (&node.by_expert, places.by_expert) {
+                    if let (Some(kernels), Some(_)) = (&node.by_expert, tables.by_expert) {
                         let (kernel, (grid, block, shared)) = (&kernels.dispatch, shape);
                         return stream.call(kernel, grid, block, shared, DispatchByExpert::call(args));
                     }
@@ -728,7 +729,7 @@ impl Buffer {
                         dispatch: args,
                         wire: nodes.wire(&self.config),
                         route: routing.route,
-                        send_head: places.send_head,
+                        send_head: tables.send_head,
                         forward_start: routing.forward_start,
                         slot_bytes: SlotShape::new(args.row_bytes, args.num_scales, num_topk).bytes,
                         reserved: 0,

@@ -10,7 +10,7 @@ use super::TypedTensor;
 use super::fault::Plans;
 use super::kernels::{BufferMode, Mode};
 use crate::driver::{Report, Stream};
-use crate::ep::core::{Arena, Block, Pieces};
+use crate::ep::core::{Block, Pieces};
 use crate::ep::tensor::Outcome;
 use crate::error::Result;
 
@@ -26,7 +26,7 @@ pub struct DispatchHandle(pub(super) Arc<Inner>);
 pub struct Inner {
     pub buffer_id: u64,
     pub block: Arc<Block>,
-    pub places: Places,
+    pub tables: HandleTables,
     /// The place that the rows went to.
     pub place: u32,
     pub num_tokens: u32,
@@ -68,17 +68,17 @@ impl Outcome for Inner {
 
 /// Where the parts of a handle's block are.
 #[derive(Debug, Clone)]
-pub struct Places {
+pub struct HandleTables {
     pub header: DevicePtr,
     pub send_head: DevicePtr,
     pub num_recv_tokens_per_expert: DevicePtr,
-    pub by_expert: Option<ExpertPlaces>,
+    pub by_expert: Option<ExpertTables>,
     pub routing: Routing,
 }
 
 /// The parts of a dispatch of rows by expert.
 #[derive(Debug, Clone, Copy)]
-pub struct ExpertPlaces {
+pub struct ExpertTables {
     /// The header of the count exchange, behind which the plan is made.
     pub exchange: DevicePtr,
     pub numbers: DevicePtr,
@@ -90,10 +90,10 @@ pub struct ExpertPlaces {
 }
 
 /// The parts that depend on whether there are several nodes, and the kernels that read them.
-pub type Routing = Mode<IntranodePlaces, InternodePlaces>;
+pub type Routing = Mode<IntranodeTables, InternodeTables>;
 
 #[derive(Debug, Clone, Copy)]
-pub struct IntranodePlaces {
+pub struct IntranodeTables {
     pub rank_prefix_matrix: DevicePtr,
     pub channel_prefix_matrix: DevicePtr,
     pub recv_channel_prefix_matrix: DevicePtr,
@@ -101,7 +101,7 @@ pub struct IntranodePlaces {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub struct InternodePlaces {
+pub struct InternodeTables {
     pub route: Route,
     pub recv_gbl_channel_prefix_matrix: DevicePtr,
     pub channel_counts: DevicePtr,
@@ -120,99 +120,72 @@ pub struct HandleShape {
     pub by_expert: Option<u32>,
 }
 
-impl Places {
-    /// Takes a handle's block for a buffer of this mode.
-    pub fn take(arena: &Arc<Arena>, mode: &BufferMode, shape: HandleShape) -> Result<(Arc<Block>, Places)> {
+impl HandleTables {
+    /// Reserves the parts of a handle of a buffer of this mode.
+    pub fn lay_out(pieces: &mut Pieces, mode: &BufferMode, shape: HandleShape) -> HandleTables {
         let HandleShape { ranks, nodes, channels, tokens, local_experts, by_expert } = shape;
-        let (ranks, nodes, channels) = (ranks as u64, nodes as u64, channels as u64);
-        let tokens = tokens as u64;
-        let mut pieces = Pieces::default();
-        let header = pieces.push(Section::one("header", size_of::<PlanHeader>() as u64).of(PLAN_HEADER));
-        let exchange = by_expert
-            .map(|_| pieces.push(Section::one("exchange", size_of::<PlanHeader>() as u64).of(PLAN_HEADER)));
-        let mut matrix = |name, count| pieces.push(Section::array(name, count, 4));
-        let send_head = matrix("send_head", tokens * ranks);
-        let per_expert = matrix("num_recv_tokens_per_expert", local_experts as u64);
-        let of_experts = by_expert.map(|num_topk| {
-            let (entries, experts) = (tokens * num_topk as u64, local_experts as u64);
-            [
-                matrix("numbers", entries),
-                matrix("expert_counts", experts),
-                matrix("expert_starts", experts + 1),
-                matrix("psum_expert", experts + 1),
-            ]
-        });
-        let row = SEND_ROW_STRIDE as u64;
-        let offsets = match mode {
-            Mode::OneNode(node, ()) => vec![
-                matrix("rank_prefix_matrix", ranks * ranks),
-                matrix("channel_prefix_matrix", ranks * channels),
-                matrix("recv_channel_prefix_matrix", ranks * channels),
-                // A list's entry has two words.
-                matrix(
-                    "send_row",
-                    tokens
-                        * if node.is_many || by_expert.is_some() { 2 * SEND_LIST_STRIDE as u64 } else { row },
-                ),
-            ],
-            Mode::SeveralNodes(kernels, _) => {
-                // Most tokens that this rank relays.
-                let relayed = kernels.wire.layout.slots * nodes;
-                vec![
-                    matrix("send_rdma_head", tokens * nodes),
-                    matrix("rdma_channel_prefix_matrix", nodes * channels),
-                    matrix("recv_rdma_channel_prefix_matrix", nodes * channels),
-                    matrix("recv_rdma_rank_prefix_sum", nodes),
-                    matrix("forward_row", relayed * row),
-                    matrix("recv_gbl_channel_prefix_matrix", ranks * channels),
-                    matrix("channel_counts", channels * (ranks + nodes)),
-                    matrix("forward_start", nodes * channels * row),
-                ]
-            }
-        };
-        let block = Arc::new(arena.take(&pieces)?);
-        let base = block.ptr();
-        let at = |index: usize| base.add(offsets[index]);
-        let routing = match mode {
-            Mode::OneNode(kernels, ()) => {
-                let places = IntranodePlaces {
-                    rank_prefix_matrix: at(0),
-                    channel_prefix_matrix: at(1),
-                    recv_channel_prefix_matrix: at(2),
-                    send_row: at(3),
-                };
-                Mode::OneNode(kernels.clone(), places)
-            }
-            Mode::SeveralNodes(kernels, _) => {
-                let places = InternodePlaces {
-                    route: Route {
-                        send_rdma_head: at(0),
-                        rdma_channel_prefix_matrix: at(1),
-                        recv_rdma_channel_prefix_matrix: at(2),
-                        recv_rdma_rank_prefix_sum: at(3),
-                        forward_row: at(4),
-                        num_channels: channels as u32,
-                        reserved: 0,
-                    },
-                    recv_gbl_channel_prefix_matrix: at(5),
-                    channel_counts: at(6),
-                    forward_start: at(7),
-                };
-                Mode::SeveralNodes(kernels.clone(), places)
-            }
-        };
-        let places = Places {
-            header: base.add(header),
-            send_head: base.add(send_head),
-            num_recv_tokens_per_expert: base.add(per_expert),
-            by_expert: of_experts.zip(by_expert).zip(exchange).map(|((offsets, num_topk), exchange)| {
-                let exchange = base.add(exchange);
-                let [numbers, expert_counts, expert_starts, psum_expert] = offsets.map(|at| base.add(at));
-                ExpertPlaces { exchange, numbers, expert_counts, expert_starts, psum_expert, num_topk }
+        let [ranks, nodes, channels, tokens, experts] =
+            [ranks, nodes, channels, tokens, local_experts].map(u64::from);
+        let header = |name| Section::one(name, size_of::<PlanHeader>() as u64).of(PLAN_HEADER);
+        HandleTables {
+            header: pieces.push(header("header")),
+            send_head: pieces.array("send_head", tokens * ranks, 4),
+            num_recv_tokens_per_expert: pieces.array("num_recv_tokens_per_expert", experts, 4),
+            by_expert: by_expert.map(|num_topk| ExpertTables {
+                exchange: pieces.push(header("exchange")),
+                numbers: pieces.array("numbers", tokens * u64::from(num_topk), 4),
+                expert_counts: pieces.array("expert_counts", experts, 4),
+                expert_starts: pieces.array("expert_starts", experts + 1, 4),
+                psum_expert: pieces.array("psum_expert", experts + 1, 4),
+                num_topk,
             }),
-            routing,
-        };
-        Ok((block, places))
+            routing: match mode {
+                Mode::OneNode(kernels, ()) => {
+                    let is_list = kernels.is_many || by_expert.is_some();
+                    // A list's entry has two words.
+                    let words = if is_list { 2 * SEND_LIST_STRIDE } else { SEND_ROW_STRIDE };
+                    let tables = IntranodeTables {
+                        rank_prefix_matrix: pieces.array("rank_prefix_matrix", ranks * ranks, 4),
+                        channel_prefix_matrix: pieces.array("channel_prefix_matrix", ranks * channels, 4),
+                        recv_channel_prefix_matrix: pieces.array(
+                            "recv_channel_prefix_matrix",
+                            ranks * channels,
+                            4,
+                        ),
+                        send_row: pieces.array("send_row", tokens * u64::from(words), 4),
+                    };
+                    Mode::OneNode(kernels.clone(), tables)
+                }
+                Mode::SeveralNodes(kernels, _) => {
+                    // Most tokens that this rank relays.
+                    let relayed = kernels.wire.layout.slots * nodes;
+                    let row = u64::from(SEND_ROW_STRIDE);
+                    let mut matrix = |name, count| pieces.array(name, count, 4);
+                    let route = Route {
+                        send_rdma_head: matrix("send_rdma_head", tokens * nodes),
+                        rdma_channel_prefix_matrix: matrix("rdma_channel_prefix_matrix", nodes * channels),
+                        recv_rdma_channel_prefix_matrix: matrix(
+                            "recv_rdma_channel_prefix_matrix",
+                            nodes * channels,
+                        ),
+                        recv_rdma_rank_prefix_sum: matrix("recv_rdma_rank_prefix_sum", nodes),
+                        forward_row: matrix("forward_row", relayed * row),
+                        num_channels: shape.channels,
+                        reserved: 0,
+                    };
+                    let tables = InternodeTables {
+                        route,
+                        recv_gbl_channel_prefix_matrix: matrix(
+                            "recv_gbl_channel_prefix_matrix",
+                            ranks * channels,
+                        ),
+                        channel_counts: matrix("channel_counts", channels * (ranks + nodes)),
+                        forward_start: matrix("forward_start", nodes * channels * row),
+                    };
+                    Mode::SeveralNodes(kernels.clone(), tables)
+                }
+            },
+        }
     }
 }
 
@@ -221,7 +194,7 @@ impl Inner {
     pub fn header(&self, stream: &Stream) -> Result<PlanHeader> {
         let mut header = PlanHeader::default();
         // SAFETY: the block holds the header, and lives as long as this.
-        unsafe { stream.read(bytemuck::bytes_of_mut(&mut header), self.places.header)? };
+        unsafe { stream.read(bytemuck::bytes_of_mut(&mut header), self.tables.header)? };
         Ok(header)
     }
 
@@ -235,16 +208,16 @@ impl Inner {
 impl DispatchHandle {
     /// The matrices of a dispatch within one node; `None` across nodes.
     pub fn intranode(&self) -> Option<IntranodeHandle<'_>> {
-        match self.0.places.routing {
-            Mode::OneNode(_, places) => Some(IntranodeHandle { handle: self, places }),
+        match self.0.tables.routing {
+            Mode::OneNode(_, tables) => Some(IntranodeHandle { handle: self, tables }),
             Mode::SeveralNodes(..) => None,
         }
     }
 
     /// The matrices of a dispatch across nodes; `None` within one.
     pub fn internode(&self) -> Option<InternodeHandle<'_>> {
-        match self.0.places.routing {
-            Mode::SeveralNodes(_, places) => Some(InternodeHandle { handle: self, places }),
+        match self.0.tables.routing {
+            Mode::SeveralNodes(_, tables) => Some(InternodeHandle { handle: self, tables }),
             Mode::OneNode(..) => None,
         }
     }
@@ -252,7 +225,7 @@ impl DispatchHandle {
     /// Sender side, i32 `[num_tokens, num_ranks]`: the token's sequence number among those of its
     /// channel for that rank, or -1.
     pub fn send_head(&self) -> TypedTensor<'static, i32> {
-        self.matrix("send_head", self.0.places.send_head, self.0.num_tokens, self.0.num_ranks)
+        self.matrix("send_head", self.0.tables.send_head, self.0.num_tokens, self.0.num_ranks)
     }
 
     /// Receiver side, i32 `[num_experts / num_ranks]`, on the device: selections of each local
@@ -260,7 +233,7 @@ impl DispatchHandle {
     pub fn num_recv_tokens_per_expert(&self) -> TypedTensor<'static, i32> {
         self.tensor(
             "num_recv_tokens_per_expert",
-            self.0.places.num_recv_tokens_per_expert,
+            self.0.tables.num_recv_tokens_per_expert,
             &[self.0.local_experts as u64],
         )
     }
@@ -268,13 +241,13 @@ impl DispatchHandle {
     /// Receiver side: where the rows of each local expert are; `None` unless the dispatch was one
     /// of rows by expert.
     pub fn by_expert(&self) -> Option<ExpertRows<'_>> {
-        self.0.places.by_expert.map(|places| ExpertRows { handle: self, places })
+        self.0.tables.by_expert.map(|tables| ExpertRows { handle: self, tables })
     }
 
     /// Receiver side, i32 `[1]`, on the device: rows received. For rows by expert: the rows of all
     /// segments, padding included.
     pub fn num_recv_tokens_on_device(&self) -> TypedTensor<'static, i32> {
-        let header = self.0.places.header;
+        let header = self.0.tables.header;
         self.tensor(
             "num_recv_tokens_on_device",
             header.add(std::mem::offset_of!(PlanHeader, num_recv_tokens) as u64),
@@ -328,25 +301,25 @@ impl DispatchHandle {
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertRows<'a> {
     handle: &'a DispatchHandle,
-    places: ExpertPlaces,
+    tables: ExpertTables,
 }
 
 impl ExpertRows<'_> {
     /// i32 `[local_experts]`: rows of each expert, without padding.
     pub fn counts(&self) -> TypedTensor<'static, i32> {
-        self.tensor("expert_counts", self.places.expert_counts, 0)
+        self.tensor("expert_counts", self.tables.expert_counts, 0)
     }
 
     /// i32 `[local_experts + 1]`: the first row of each expert's segment, a multiple of the
     /// alignment; then the rows of all segments.
     pub fn starts(&self) -> TypedTensor<'static, i32> {
-        self.tensor("expert_starts", self.places.expert_starts, 1)
+        self.tensor("expert_starts", self.tables.expert_starts, 1)
     }
 
     /// i32 `[local_experts + 1]`: the start of each expert's segment and its rows together; then
     /// the rows of all segments.
     pub fn psum(&self) -> TypedTensor<'static, i32> {
-        self.tensor("psum_expert", self.places.psum_expert, 1)
+        self.tensor("psum_expert", self.tables.psum_expert, 1)
     }
 
     fn tensor(&self, name: &'static str, ptr: DevicePtr, more: u64) -> TypedTensor<'static, i32> {
@@ -358,7 +331,7 @@ impl ExpertRows<'_> {
 #[derive(Debug, Clone, Copy)]
 pub struct IntranodeHandle<'a> {
     handle: &'a DispatchHandle,
-    places: IntranodePlaces,
+    tables: IntranodeTables,
 }
 
 impl IntranodeHandle<'_> {
@@ -370,7 +343,7 @@ impl IntranodeHandle<'_> {
     /// with i to rank j.
     pub fn rank_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         let ranks = self.handle.0.num_ranks;
-        self.handle.matrix("rank_prefix_matrix", self.places.rank_prefix_matrix, ranks, ranks)
+        self.handle.matrix("rank_prefix_matrix", self.tables.rank_prefix_matrix, ranks, ranks)
     }
 
     /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each destination rank in channels
@@ -379,7 +352,7 @@ impl IntranodeHandle<'_> {
         let handle = self.handle;
         handle.matrix(
             "channel_prefix_matrix",
-            self.places.channel_prefix_matrix,
+            self.tables.channel_prefix_matrix,
             handle.0.num_ranks,
             handle.0.num_channels,
         )
@@ -391,7 +364,7 @@ impl IntranodeHandle<'_> {
         let handle = self.handle;
         handle.matrix(
             "recv_channel_prefix_matrix",
-            self.places.recv_channel_prefix_matrix,
+            self.tables.recv_channel_prefix_matrix,
             handle.0.num_ranks,
             handle.0.num_channels,
         )
@@ -407,14 +380,14 @@ impl IntranodeHandle<'_> {
 #[derive(Debug, Clone, Copy)]
 pub struct InternodeHandle<'a> {
     handle: &'a DispatchHandle,
-    places: InternodePlaces,
+    tables: InternodeTables,
 }
 
 impl InternodeHandle<'_> {
     /// Sender side, i32 `[num_nodes, num_channels]`: tokens for each node in channels up to and
     /// with c, each token once per node.
     pub fn rdma_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
-        self.by_node("rdma_channel_prefix_matrix", self.places.route.rdma_channel_prefix_matrix)
+        self.by_node("rdma_channel_prefix_matrix", self.tables.route.rdma_channel_prefix_matrix)
     }
 
     /// Sender side, `[num_ranks, num_channels]`: tokens for each rank in channels up to and with c.
@@ -422,7 +395,7 @@ impl InternodeHandle<'_> {
         let (ranks, channels) = (self.handle.0.num_ranks, self.handle.0.num_channels);
         // Behind the counts of a channel's tokens by rank are those by node.
         let columns = ranks + self.num_nodes();
-        let counts = self.handle.matrix("channel_counts", self.places.channel_counts, channels, columns);
+        let counts = self.handle.matrix("channel_counts", self.tables.channel_counts, channels, columns);
         let counts = counts.values(stream)?;
         let up_to = |rank: usize| {
             counts[rank..].iter().step_by(columns as usize).scan(0, |total, count| {
@@ -436,19 +409,19 @@ impl InternodeHandle<'_> {
     /// Forwarder side, i32 `[num_nodes, num_channels]`: tokens that this rank relays from each
     /// node, in channels up to and with c.
     pub fn recv_rdma_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
-        self.by_node("recv_rdma_channel_prefix_matrix", self.places.route.recv_rdma_channel_prefix_matrix)
+        self.by_node("recv_rdma_channel_prefix_matrix", self.tables.route.recv_rdma_channel_prefix_matrix)
     }
 
     /// Forwarder side, i32 `[num_nodes]`: tokens that this rank relays from nodes up to and with n.
     pub fn recv_rdma_rank_prefix_sum(&self) -> TypedTensor<'static, i32> {
         let nodes = self.num_nodes() as u64;
-        self.handle.tensor("recv_rdma_rank_prefix_sum", self.places.route.recv_rdma_rank_prefix_sum, &[nodes])
+        self.handle.tensor("recv_rdma_rank_prefix_sum", self.tables.route.recv_rdma_rank_prefix_sum, &[nodes])
     }
 
     /// Receiver side, i32 `[num_ranks, num_channels]`: the row of `recv_x` where channel c of a
     /// source rank starts.
     pub fn recv_gbl_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
-        self.by_rank("recv_gbl_channel_prefix_matrix", self.places.recv_gbl_channel_prefix_matrix)
+        self.by_rank("recv_gbl_channel_prefix_matrix", self.tables.recv_gbl_channel_prefix_matrix)
     }
 
     /// Receiver side, `[num_ranks]`: rows received from ranks up to and with r.
@@ -462,7 +435,7 @@ impl InternodeHandle<'_> {
     /// channel for that node, or -1.
     pub fn send_rdma_head(&self) -> TypedTensor<'static, i32> {
         let tokens = self.handle.0.num_tokens;
-        self.handle.matrix("send_rdma_head", self.places.route.send_rdma_head, tokens, self.num_nodes())
+        self.handle.matrix("send_rdma_head", self.tables.route.send_rdma_head, tokens, self.num_nodes())
     }
 
     /// Forwarder side, `[num_rdma_recv_tokens, ranks_per_node]`: sequence numbers of the tokens that
@@ -471,7 +444,7 @@ impl InternodeHandle<'_> {
     pub fn send_nvl_head(&self, stream: &Stream) -> Result<Vec<i32>> {
         let (tokens, per_node) =
             (self.num_rdma_recv_tokens(stream)?, (self.handle.0.num_ranks / self.num_nodes()) as usize);
-        let rows = self.handle.matrix("forward_row", self.places.route.forward_row, tokens, SEND_ROW_STRIDE);
+        let rows = self.handle.matrix("forward_row", self.tables.route.forward_row, tokens, SEND_ROW_STRIDE);
         let (rows, ends) = (rows.values(stream)?, self.recv_rdma_channel_prefix_matrix().values(stream)?);
         let mut tokens = rows.chunks_exact(SEND_ROW_STRIDE as usize);
         let mut heads = Vec::with_capacity(tokens.len() * per_node);
@@ -500,7 +473,7 @@ impl InternodeHandle<'_> {
             return Ok(known);
         }
         let at = std::mem::offset_of!(PlanHeader, num_rdma_recv_tokens) as u64;
-        let count = self.handle.tensor("num_rdma_recv_tokens", self.handle.0.places.header.add(at), &[1]);
+        let count = self.handle.tensor("num_rdma_recv_tokens", self.handle.0.tables.header.add(at), &[1]);
         Ok(count.to_host::<i32>(stream)?[0] as u32)
     }
 
