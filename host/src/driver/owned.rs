@@ -558,10 +558,19 @@ pub(crate) fn poll(
     Ok(true)
 }
 
-/// How the work in front of an event has ended, for the host that waits for the event.
-pub(crate) trait Report: fmt::Debug + Send + Sync {
+/// How enqueued work has ended: that in front of an event, or that a result comes from. A host that
+/// waits for the event, or reads the result, gets the work's error, if there was one.
+pub(crate) trait Outcome: fmt::Debug + Send + Sync {
     /// The error of the work, if it has failed.
     fn report(&self) -> Result<()>;
+
+    /// Has `stream` wait for the last of the work, on whichever stream it runs.
+    fn order_before(&self, stream: &Stream) -> Result<()>;
+
+    /// [`Outcome::report`] where `stream` has passed the work.
+    fn check_behind(&self, _stream: &Stream) -> Result<()> {
+        self.report()
+    }
 }
 
 /// A point in a stream.
@@ -573,7 +582,7 @@ pub(crate) trait Report: fmt::Debug + Send + Sync {
 pub struct Event {
     device: Device,
     handle: u64,
-    of: Option<Arc<dyn Report>>,
+    of: Option<Arc<dyn Outcome>>,
 }
 
 impl Event {
@@ -592,7 +601,7 @@ impl Event {
     }
 
     /// The same event, with the outcome that `report` holds.
-    pub(crate) fn of(mut self, report: Arc<dyn Report>) -> Event {
+    pub(crate) fn of(mut self, report: Arc<dyn Outcome>) -> Event {
         self.of = Some(report);
         self
     }

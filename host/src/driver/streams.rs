@@ -104,7 +104,7 @@ impl Fence {
     }
 
     /// Makes `stream` wait for it. The work of `stream` itself comes before in any case.
-    pub fn come_before(&self, stream: &Stream) -> Result<()> {
+    pub fn order_before(&self, stream: &Stream) -> Result<()> {
         let others = self.0.iter().filter(|(id, _)| *id != stream.id());
         others.map(|(_, event)| event).try_for_each(|event| stream.wait(event))
     }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use bytemuck::Pod;
 
-use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Report, Stream};
+use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Outcome, Stream};
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
@@ -106,18 +106,6 @@ pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 /// The owners of tensors, those that have one.
 pub fn owners<'t, 'a: 't>(tensors: impl IntoIterator<Item = Option<&'t Tensor<'a>>>) -> Vec<Owner> {
     tensors.into_iter().flatten().filter_map(|tensor| tensor.owner().cloned()).collect()
-}
-
-/// Operations that results come from. A host read of a result returns their error instead, if there
-/// was one.
-pub(crate) trait Outcome: Report {
-    /// Has `stream` wait for the last operation of their buffer, on whichever stream it runs.
-    fn come_before(&self, stream: &Stream) -> Result<()>;
-
-    /// The error of the first of them that has failed. `stream` has passed them.
-    fn check_behind(&self, _stream: &Stream) -> Result<()> {
-        self.report()
-    }
 }
 
 /// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone
@@ -360,7 +348,7 @@ impl<'a> Tensor<'a> {
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check_element::<T>()?;
         for outcome in self.outcomes() {
-            outcome.come_before(stream)?;
+            outcome.order_before(stream)?;
         }
         let (rows, row_bytes) = (self.rows() as usize, self.row_bytes() as usize);
         let mut out = vec![T::zeroed(); rows * self.columns() as usize];

@@ -134,7 +134,7 @@ impl Driver for CudaDevice {
         // SAFETY: the stream is live, and its owner holds the list of streams. Its owner gives it
         // back once; the driver lets its work finish.
         self.clean_up(|_| unsafe {
-            self.pool.come_behind(raw(stream));
+            self.pool.order_behind(raw(stream));
             if stream & ADOPTED == 0 {
                 ffi::cuStreamDestroy_v2(raw(stream)).log("cuStreamDestroy");
             }

@@ -107,7 +107,7 @@ impl Arena {
     }
 
     /// A block for the pieces that `parts` reserves, and what it makes of their addresses. The
-    /// operation that uses the block calls [`Arena::come_before`].
+    /// operation that uses the block calls [`Arena::order_before`].
     pub fn take<T>(self: &Arc<Self>, parts: impl Fn(&mut Pieces) -> T) -> Result<(Arc<Block>, T)> {
         let (memory, parts) = lay_out(|bytes| self.memory(bytes), parts)?;
         Ok((Arc::new(Block { ptr: memory.ptr(), memory: Some(memory), home: self.clone() }), parts))
@@ -130,10 +130,10 @@ impl Arena {
     }
 
     /// Makes `stream` wait for the last users of the blocks that were taken for its next operation.
-    pub fn come_before(&self, stream: &Stream) -> Result<()> {
+    pub fn order_before(&self, stream: &Stream) -> Result<()> {
         let shelves = &mut *lock(&self.shelves);
         while let Some(fence) = shelves.before_next.pop() {
-            fence.come_before(stream)?;
+            fence.order_before(stream)?;
             fence.into_spare(&mut shelves.spare_events);
         }
         Ok(())

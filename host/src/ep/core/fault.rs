@@ -17,9 +17,8 @@ use epoxide_gpu::layout::{
 
 use super::network::Network;
 use super::sequence::Sequence;
-use crate::driver::{Device, DevicePtr, MappedMemory, Report, Stream};
+use crate::driver::{Device, DevicePtr, MappedMemory, Outcome, Stream};
 use crate::ep::Topology;
-use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
@@ -114,15 +113,13 @@ pub struct Faults {
     context: Mutex<Option<Box<str>>>,
 }
 
-impl Report for Faults {
+impl Outcome for Faults {
     fn report(&self) -> Result<()> {
         self.check()
     }
-}
 
-impl Outcome for Faults {
-    fn come_before(&self, stream: &Stream) -> Result<()> {
-        self.sequence.come_before(stream)
+    fn order_before(&self, stream: &Stream) -> Result<()> {
+        self.sequence.order_before(stream)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The way to other nodes: wire memory, the queues to peers and the proxies that serve them.
 
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use epoxide_gpu::layout::QueueHandle;
@@ -9,7 +9,7 @@ use crate::driver::{Device, DevicePtr};
 use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::lock::lock;
-use crate::transport::{self, Proxies, PutTrace, QueueStats, TransportOptions, Way};
+use crate::transport::{self, Proxies, TransportOptions, Way};
 
 /// How long queues may continue with posted puts when the buffer is dropped.
 const GRACE: Duration = Duration::from_millis(200);
@@ -50,43 +50,26 @@ impl Network {
     /// A queue to `peer` for kernels that count what they post at `posted`; `None` where there is
     /// no such queue.
     pub fn queue(&self, queue: u32, peer: u32, posted: DevicePtr) -> Option<QueueHandle> {
-        lock(&self.proxies).handle(queue, peer).map(|queue| QueueHandle { queue, posted })
+        self.proxies().handle(queue, peer).map(|queue| QueueHandle { queue, posted })
     }
 
     /// The network's part of the report of an expired wait, each entry with a separator in front.
     /// The entries are the first failure of a queue or of the receiving side, and proxies in a
     /// system call that does not return.
     pub fn context(&self) -> String {
-        let proxies = lock(&self.proxies);
+        let proxies = self.proxies();
         let failure = proxies.failure().map(|failure| format!("; here, {failure}"));
         let calls = proxies.in_calls().into_iter().map(|call| format!("; here, {call}"));
         failure.into_iter().chain(calls).collect()
     }
 
-    /// The ranks whose wire memory kernels here write themselves, ascending; queues lead to the
-    /// others.
-    pub fn mapped_peers(&self) -> Vec<u32> {
-        self.ways.iter().filter(|way| way.mapped.is_some()).map(|way| way.peer).collect()
-    }
-
-    /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue,
-    /// peer).
-    pub fn stats(&self) -> Vec<(u32, u32, QueueStats)> {
-        lock(&self.proxies).all().iter().map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()
-    }
-
-    /// Records when each put is carried out from now on, up to `capacity` of them.
-    pub fn start_trace(&self, capacity: usize) {
-        lock(&self.proxies).start_trace(capacity);
-    }
-
-    /// The puts since [`Network::start_trace`]; ends the recording.
-    pub fn take_trace(&self) -> Vec<PutTrace> {
-        lock(&self.proxies).take_trace()
+    /// The proxies of the queues.
+    pub fn proxies(&self) -> MutexGuard<'_, Proxies> {
+        lock(&self.proxies)
     }
 
     /// Lets the queues finish, notifies the peers and ends all threads.
     pub fn close(&self) {
-        lock(&self.proxies).close(GRACE);
+        self.proxies().close(GRACE);
     }
 }

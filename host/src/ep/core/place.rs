@@ -164,7 +164,7 @@ impl<R> PlaceState<R> {
     }
 
     /// Begins a dispatch here, which overwrites the contents. It runs behind all readers of those
-    /// rows; see [`PlaceState::come_before`].
+    /// rows; see [`PlaceState::order_before`].
     pub fn begin(self: &Arc<Self>) -> Result<Arc<Lease<R>>> {
         self.settle()?;
         let generation = {
@@ -179,7 +179,7 @@ impl<R> PlaceState<R> {
     /// The same, with `stream` behind all readers of the rows that are there.
     pub fn begin_on(self: &Arc<Self>, stream: &Stream) -> Result<Arc<Lease<R>>> {
         let lease = self.begin()?;
-        self.come_before(stream)?;
+        self.order_before(stream)?;
         Ok(lease)
     }
 
@@ -204,9 +204,9 @@ impl<R> PlaceState<R> {
     }
 
     /// Makes `stream` wait for all work that could read the rows that were here.
-    pub fn come_before(&self, stream: &Stream) -> Result<()> {
+    pub fn order_before(&self, stream: &Stream) -> Result<()> {
         let Some(fence) = lock(&self.lease).ended.take() else { return Ok(()) };
-        let outcome = fence.come_before(stream);
+        let outcome = fence.order_before(stream);
         self.arena.give_back(fence);
         outcome
     }
@@ -236,7 +236,7 @@ impl<R: Send + Sync + Debug> Overwrites for Lease<R> {
         // This run waits for readers of the previous run's results on other streams.
         if self.check_current().is_err() {
             self.place.settle()?;
-            self.place.come_before(stream)?;
+            self.place.order_before(stream)?;
         }
         lock(&self.place.lease).last = Arc::downgrade(&self);
         self.place.generation.store(self.generation, Ordering::Release);

@@ -81,7 +81,7 @@ impl Sequence {
     }
 
     /// Makes `stream` wait for the end of the last operation, unless that ran on this stream.
-    pub fn come_before(&self, stream: &Stream) -> Result<()> {
+    pub fn order_before(&self, stream: &Stream) -> Result<()> {
         match self.last.try_lock() {
             Ok(last) if last.stream.is_none_or(|id| id == stream.id()) => Ok(()),
             _ => stream.wait(&self.end),

@@ -7,8 +7,8 @@ use super::fault::Faults;
 use super::place::Lease;
 use super::sequence::Sequence;
 use super::{Core, HasCore, StreamOrder};
-use crate::driver::{Graph, Stream};
-use crate::ep::tensor::{Outcome, Owner};
+use crate::driver::{Graph, Outcome, Stream};
+use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 
 /// Operations that were captured by

@@ -5,10 +5,9 @@ use std::sync::{Arc, OnceLock};
 use epoxide_gpu::layout::{LowLatencyCall, Status, UNKNOWN_EXPERT, UNKNOWN_PLACE, WITH_TABLE, Wait};
 
 use super::Buffer;
-use crate::driver::{Report, Stream};
+use crate::driver::{Outcome, Stream};
 use crate::ep::StreamOrder;
 use crate::ep::core::{self, Faults};
-use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
 
 impl Buffer {
@@ -127,14 +126,12 @@ impl Generation {
     }
 }
 
-impl Report for Generation {
+impl Outcome for Generation {
     fn report(&self) -> Result<()> {
         self.ended.get().cloned().map_or_else(|| self.faults.check(), Err)
     }
-}
 
-impl Outcome for Generation {
-    fn come_before(&self, stream: &Stream) -> Result<()> {
-        self.faults.come_before(stream)
+    fn order_before(&self, stream: &Stream) -> Result<()> {
+        self.faults.order_before(stream)
     }
 }

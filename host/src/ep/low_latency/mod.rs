@@ -96,7 +96,7 @@ struct Kernels {
 
 impl Kernels {
     fn load(device: &Device, nodes: u32) -> Result<Kernels> {
-        let infos = if nodes == 1 {
+        let [dispatch, combine, quantised_combine] = if nodes == 1 {
             [LowLatencyDispatch::INFO, LowLatencyCombineBf16::INFO, LowLatencyCombineFp8::INFO]
         } else {
             [
@@ -105,18 +105,18 @@ impl Kernels {
                 LowLatencyInternodeCombineFp8::INFO,
             ]
         };
-        let [dispatch, combine, quantised_combine] = infos.map(|info| info.name);
-        let infos = [LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO, LowLatencyGather::INFO];
-        let [summed_combine, pooled_combine, gather] = infos.map(|info| info.name);
-        let names = [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather];
-        let module = Module::shipped(device, None, &names)?;
+        let (summed, pooled) = (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO);
+        let infos = [dispatch, combine, quantised_combine, summed, pooled, LowLatencyGather::INFO];
+        let module = Module::shipped(device, None, &infos.map(|info| info.name))?;
+        let kernels = infos.map(|info| module.kernel(info.name, 0));
+        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather] = kernels;
         Ok(Kernels {
-            dispatch: module.kernel(dispatch, 0)?,
-            combine: module.kernel(combine, 0)?,
-            quantised_combine: module.kernel(quantised_combine, 0)?,
-            summed_combine: module.kernel(summed_combine, 0)?,
-            pooled_combine: module.kernel(pooled_combine, 0)?,
-            gather: module.kernel(gather, 0)?,
+            dispatch: dispatch?,
+            combine: combine?,
+            quantised_combine: quantised_combine?,
+            summed_combine: summed_combine?,
+            pooled_combine: pooled_combine?,
+            gather: gather?,
         })
     }
 }
@@ -270,7 +270,7 @@ impl Buffer {
         let capturing = self.core.begin(order)?;
         let event = Core::run(self, order, capturing, operation, uses, |buffer, stream| {
             if !capturing {
-                place.come_before(stream)?;
+                place.order_before(stream)?;
             }
             work(buffer, stream)
         })?;

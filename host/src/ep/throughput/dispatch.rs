@@ -19,9 +19,9 @@ use super::place::{Place, Room};
 use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, check_fits};
-use crate::driver::{Event, Stream};
+use crate::driver::{Event, Outcome, Stream};
 use crate::ep::core::{Lease, PlaceState, nanoseconds};
-use crate::ep::tensor::{Outcome, Owner, owners};
+use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
 /// Threads per block of the notify kernel, as its source fixes them.

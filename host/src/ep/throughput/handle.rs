@@ -9,9 +9,8 @@ use epoxide_gpu::layout::{
 use super::TypedTensor;
 use super::fault::Plans;
 use super::kernels::{BufferMode, Mode};
-use crate::driver::{Report, Stream};
+use crate::driver::{Outcome, Stream};
 use crate::ep::core::{Block, Pieces};
-use crate::ep::tensor::Outcome;
 use crate::error::Result;
 
 /// The routing of one dispatch. It can feed any number of combines and cached dispatches of the
@@ -45,15 +44,13 @@ pub struct Inner {
     pub plans: Arc<Plans>,
 }
 
-impl Report for Inner {
+impl Outcome for Inner {
     fn report(&self) -> Result<()> {
         self.plans.faults().check()
     }
-}
 
-impl Outcome for Inner {
-    fn come_before(&self, stream: &Stream) -> Result<()> {
-        self.plans.faults().come_before(stream)
+    fn order_before(&self, stream: &Stream) -> Result<()> {
+        self.plans.faults().order_before(stream)
     }
 
     /// The buffer's fault. Where the host did not wait for the counts, the plan's as well.
