@@ -150,7 +150,7 @@ impl Buffer {
             combined_x: place.room().combined_x,
             row_bytes: row_bytes as u32,
             by_expert: is_by_expert.into(),
-            quantise: quantise.on_device(),
+            quantise: quantise as u32,
             spoils: self.options.nan_on_failure.into(),
         };
         // Rows in the pool live as long as the buffer.

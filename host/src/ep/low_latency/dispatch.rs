@@ -184,7 +184,7 @@ impl Buffer {
             topk_weights: topk_weights.map_or(null, |weights| weights.ptr()),
             row_bytes: row_bytes as u32,
             num_scales: if scales.is_some() { of_row as u32 } else { 0 },
-            quantise: quantise.on_device(),
+            quantise: quantise as u32,
             narrow_ids: is_narrow(topk_idx),
         };
         let entries = map.map(|map| &**map.entries());

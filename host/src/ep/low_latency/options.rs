@@ -176,14 +176,15 @@ impl Options {
 
 /// How an operation converts BF16 rows on their way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
 pub enum Quantise {
     /// They travel as they are.
-    Not,
+    Not = layout::Quantise::Not as u32,
     /// They travel as e4m3. Each 128 elements have a scale of their own, by which the receiver
     /// multiplies them. It is their largest magnitude (at least 1e-4) over 448.
-    Fp8,
+    Fp8 = layout::Quantise::Fp8 as u32,
     /// The same, with the next larger power of two as scale.
-    Fp8PowerOfTwo,
+    Fp8PowerOfTwo = layout::Quantise::Fp8PowerOfTwo as u32,
 }
 
 impl Quantise {
@@ -195,14 +196,5 @@ impl Quantise {
         }
         let rule = format!("quantising takes bf16 rows with a multiple of {SCALE_BLOCK} elements");
         Err(Error::argument("quantise", format!("{self:?} of {hidden} x {dtype}"), rule))
-    }
-
-    /// The value that kernels get.
-    pub(super) fn on_device(self) -> u32 {
-        match self {
-            Quantise::Not => layout::Quantise::Not as u32,
-            Quantise::Fp8 => layout::Quantise::Fp8 as u32,
-            Quantise::Fp8PowerOfTwo => layout::Quantise::Fp8PowerOfTwo as u32,
-        }
     }
 }
