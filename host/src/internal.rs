@@ -140,7 +140,7 @@ pub mod launch {
 
 /// Queues of puts between nodes.
 pub mod transport {
-    pub use crate::transport::links::{Link, Links};
+    pub use crate::transport::links::{Links, PeerQueue};
     pub use crate::transport::open::{Way, connect, open, wire_memory};
     pub use crate::transport::options::Hooks;
     pub use crate::transport::proxy::{Proxies, Proxy, PutTrace, QueueStats};

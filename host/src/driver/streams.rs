@@ -32,10 +32,6 @@ pub(super) struct Listed {
     pub(super) fenced: bool,
 }
 
-/// The list, held still: none of the streams goes, or begins to be captured by this library,
-/// meanwhile.
-pub(super) type Still<'a> = MutexGuard<'a, List>;
-
 impl Streams {
     /// A number that no other stream of this process has or had: a driver's handle may come back.
     pub(super) fn new_id() -> u64 {
@@ -43,7 +39,9 @@ impl Streams {
         NEXT.fetch_add(1, Ordering::Relaxed)
     }
 
-    pub(super) fn hold(&self) -> Still<'_> {
+    /// The list. Meanwhile none of the streams is destroyed, or begins to be captured by this
+    /// library.
+    pub(super) fn hold(&self) -> MutexGuard<'_, List> {
         lock(&self.list)
     }
 

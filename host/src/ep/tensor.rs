@@ -278,7 +278,7 @@ impl<'a> Tensor<'a> {
     }
 
     /// The same tensor, for callers that ensure its use only while its elements are the holder's.
-    pub(super) fn outlive(self) -> Tensor<'static> {
+    pub(super) fn into_static(self) -> Tensor<'static> {
         let Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, filled, place: _ } = self;
         Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, filled, place: PhantomData }
     }
@@ -546,8 +546,8 @@ impl<'a, T: Element> TypedTensor<'a, T> {
         TypedTensor(Tensor::in_memory(ptr, T::DTYPE, shape, owner), PhantomData)
     }
 
-    pub(super) fn outlive(self) -> TypedTensor<'static, T> {
-        TypedTensor(self.0.outlive(), PhantomData)
+    pub(super) fn into_static(self) -> TypedTensor<'static, T> {
+        TypedTensor(self.0.into_static(), PhantomData)
     }
 
     /// [`Tensor::to_host`] with the elements' own type.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::put::{Interrupt, Put, PutQueue};
-use super::setup::{LOOK, LinkEnds, deadline};
+use super::setup::{LinkEnds, POLL_INTERVAL, deadline};
 use crate::driver::Memory;
 use crate::error::{Error, Result};
 use crate::lock::lock;
@@ -129,7 +129,7 @@ impl Shaped {
             if left.is_zero() {
                 return true;
             }
-            std::thread::sleep(left.min(LOOK));
+            std::thread::sleep(left.min(POLL_INTERVAL));
         }
     }
 

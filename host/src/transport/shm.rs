@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::greeting;
-use super::links::{Link, Links};
+use super::links::{Links, PeerQueue};
 use super::presence::{Life, Neighbours, Presence};
 use super::put::{Put, PutQueue};
 use super::setup::{LinkEnds, Setup, WireHost, store_counter};
@@ -33,7 +33,7 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     })
 }
 
-fn make_links(setup: &Setup<'_>, source: &WireHost, received: Vec<Vec<OwnedFd>>) -> Result<Vec<Link>> {
+fn make_links(setup: &Setup<'_>, source: &WireHost, received: Vec<Vec<OwnedFd>>) -> Result<Vec<PeerQueue>> {
     let mut peers = Vec::new();
     for (peer, fds) in (0u32..).zip(received) {
         if !setup.peers.contains(&peer) {
@@ -58,7 +58,7 @@ fn make_links(setup: &Setup<'_>, source: &WireHost, received: Vec<Vec<OwnedFd>>)
                 life: life.clone(),
                 posted: 0,
             };
-            links.push(Link { peer: *peer, index, queue: Box::new(queue) });
+            links.push(PeerQueue { peer: *peer, index, queue: Box::new(queue) });
         }
     }
     Ok(links)

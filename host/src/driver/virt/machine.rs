@@ -58,10 +58,10 @@ struct Inner {
     patience: Duration,
     /// Counts enqueued ops.
     submissions: AtomicU64,
-    run: Mutex<Run>,
+    run: Mutex<MachineState>,
 }
 
-struct Run {
+struct MachineState {
     engines: Vec<Engine>,
     random: u64,
     digest: u64,
@@ -83,7 +83,7 @@ impl Machine {
     /// threads `patience` (real time) to enqueue work before it moves the virtual clock. Runs are
     /// then as repeatable as the threads are.
     pub fn with_patience(seed: u64, patience: Duration) -> Machine {
-        let run = Run { engines: Vec::new(), random: mix(seed, 0), digest: 0 };
+        let run = MachineState { engines: Vec::new(), random: mix(seed, 0), digest: 0 };
         Machine {
             inner: Arc::new(Inner {
                 seed,
@@ -203,7 +203,7 @@ impl Machine {
         }
     }
 
-    fn give_up(&self, run: &Run, call: &'static str, what: &str) -> Error {
+    fn give_up(&self, run: &MachineState, call: &'static str, what: &str) -> Error {
         let reports: String = run.engines.iter().map(Engine::stuck_report).collect();
         Error::VirtualFault(format!(
             "{call} gave up: {what} (seed {}); a kernel waits for something that no other one, nor this thread, will \
@@ -243,7 +243,7 @@ enum Turn {
     Idle,
 }
 
-impl Run {
+impl MachineState {
     /// Gives one job of one device a turn.
     fn turn(&mut self) -> Turn {
         // Each must collect, whether or not an earlier one did.

@@ -16,11 +16,11 @@ use crate::lock::lock;
 #[derive(Debug)]
 pub struct Arena {
     device: Device,
-    shelves: Mutex<Shelves>,
+    state: Mutex<ArenaState>,
 }
 
 #[derive(Debug, Default)]
-struct Shelves {
+struct ArenaState {
     /// In the order in which they were freed, each with the fence that its next user must wait for.
     free: VecDeque<(Memory, Fence)>,
     /// Behind which the operation must come that is about to be enqueued: it was given blocks.
@@ -103,7 +103,7 @@ pub fn laid_out<T>(device: &Device, label: &str, parts: impl Fn(&mut Pieces) -> 
 
 impl Arena {
     pub fn new(device: &Device) -> Arc<Arena> {
-        Arc::new(Arena { device: device.clone(), shelves: Mutex::default() })
+        Arc::new(Arena { device: device.clone(), state: Mutex::default() })
     }
 
     /// A block for the pieces that `parts` reserves, and what it makes of their addresses. The
@@ -116,13 +116,13 @@ impl Arena {
     /// The smallest free memory that has `bytes` and is at most four times too large. Among equal
     /// sizes it is the one that was freed first.
     fn memory(&self, bytes: u64) -> Result<Memory> {
-        let shelves = &mut *lock(&self.shelves);
+        let state = &mut *lock(&self.state);
         let fits = |memory: &Memory| (bytes..=bytes * 4).contains(&memory.bytes());
-        let best = shelves.free.iter().enumerate().filter(|(_, (memory, _))| fits(memory));
+        let best = state.free.iter().enumerate().filter(|(_, (memory, _))| fits(memory));
         let best = best.min_by_key(|(_, (memory, _))| memory.bytes()).map(|(at, _)| at);
-        match best.and_then(|at| shelves.free.remove(at)) {
+        match best.and_then(|at| state.free.remove(at)) {
             Some((memory, behind)) => {
-                shelves.before_next.push(behind);
+                state.before_next.push(behind);
                 Ok(memory)
             }
             None => Memory::alloc(&self.device, bytes, MemoryKind::Device, "operation outputs"),
@@ -131,25 +131,25 @@ impl Arena {
 
     /// Makes `stream` wait for the last users of the blocks that were taken for its next operation.
     pub fn order_before(&self, stream: &Stream) -> Result<()> {
-        let shelves = &mut *lock(&self.shelves);
-        while let Some(fence) = shelves.before_next.pop() {
+        let state = &mut *lock(&self.state);
+        while let Some(fence) = state.before_next.pop() {
             fence.order_before(stream)?;
-            fence.into_spare(&mut shelves.spare_events);
+            fence.into_spare(&mut state.spare_events);
         }
         Ok(())
     }
 
-    /// The blocks taken for the next operation need no wait: [`Arena::settle`] has seen their last
-    /// users end.
-    pub fn are_settled(&self) {
-        let shelves = &mut *lock(&self.shelves);
-        let fences = shelves.before_next.drain(..);
-        fences.for_each(|fence| fence.into_spare(&mut shelves.spare_events));
+    /// The blocks taken for the next operation need no wait: [`Arena::wait_free`] has seen their
+    /// last users end.
+    pub fn forget_fences(&self) {
+        let state = &mut *lock(&self.state);
+        let fences = state.before_next.drain(..);
+        fences.for_each(|fence| fence.into_spare(&mut state.spare_events));
     }
 
     /// Waits until no stream uses any free block, so that work that is only recorded may use them.
-    pub fn settle(&self, timeout: Duration) -> Result<()> {
-        for (_, fence) in &lock(&self.shelves).free {
+    pub fn wait_free(&self, timeout: Duration) -> Result<()> {
+        for (_, fence) in &lock(&self.state).free {
             if !fence.wait_timeout(timeout)? {
                 return Err(Error::timeout(
                     "capture",
@@ -162,9 +162,9 @@ impl Arena {
 
     /// A fence behind all work enqueued on the device's streams so far.
     pub fn fence(&self) -> Result<Fence> {
-        let mut spare = std::mem::take(&mut lock(&self.shelves).spare_events);
+        let mut spare = std::mem::take(&mut lock(&self.state).spare_events);
         let fence = Fence::new(&self.device, &mut spare);
-        lock(&self.shelves).spare_events.append(&mut spare);
+        lock(&self.state).spare_events.append(&mut spare);
         fence
     }
 
@@ -179,7 +179,7 @@ impl Arena {
 
     /// Takes the events of a fence back once no stream waits for it.
     pub fn give_back(&self, fence: Fence) {
-        fence.into_spare(&mut lock(&self.shelves).spare_events);
+        fence.into_spare(&mut lock(&self.state).spare_events);
     }
 }
 
@@ -193,7 +193,7 @@ impl Drop for Block {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
         match self.home.fence() {
-            Ok(fence) => lock(&self.home.shelves).free.push_back((memory, fence)),
+            Ok(fence) => lock(&self.home.state).free.push_back((memory, fence)),
             // The device cannot be used any more; the driver frees the memory behind its streams.
             Err(error) => tracing::debug!("a block is not used again: {error}"),
         }

@@ -27,7 +27,7 @@ static BUFFERS: Mutex<Vec<Weak<Faults>>> = Mutex::new(Vec::new());
 
 /// The set that a kernel numbers its peers in.
 #[derive(Debug, Clone, Copy)]
-enum Counted {
+enum PeerNumber {
     /// The ranks of this node.
     Node,
     /// All ranks; the rank of this node with the same index relays for that one.
@@ -40,7 +40,7 @@ enum Counted {
 
 /// Kinds of records about a peer.
 #[derive(Debug, Clone, Copy)]
-enum Found {
+enum RecordKind {
     /// The wait of an operation for a word expired. `None`: the recorded call names the operation.
     Late(Option<&'static str>, &'static str),
     /// The same for a packed ready word, which holds its epoch.
@@ -50,37 +50,39 @@ enum Found {
 }
 
 /// All records about peers. The text of any other is the mode's ([`Calls::error`]).
-const FAULTS: [(Wait, Counted, Found); 24] = [
-    (Wait::Counts, Counted::Node, Found::Late(Some("notify"), "counts")),
-    (Wait::DispatchReady, Counted::Node, Found::LateReady("dispatch", "ready")),
-    (Wait::DispatchDone, Counted::Node, Found::Late(Some("dispatch"), "done")),
-    (Wait::CombineReady, Counted::Node, Found::LateReady("combine", "ready")),
-    (Wait::CombineDone, Counted::Node, Found::Late(Some("combine"), "done")),
-    (Wait::Staged, Counted::Node, Found::Late(Some("combine"), "staged rows")),
-    (Wait::OtherCall, Counted::Node, Found::OtherCall),
-    (Wait::NodeCounts, Counted::Rail, Found::Late(Some("notify"), "counts of the node")),
-    (Wait::RelayedCounts, Counted::Relay, Found::Late(Some("notify"), "counts that it relays")),
-    (Wait::DispatchNodeReady, Counted::Rail, Found::LateReady("dispatch", "ready of the node")),
-    (Wait::DispatchArrival, Counted::Rail, Found::Late(Some("dispatch"), "rows of the node")),
-    (Wait::CombineNodeReady, Counted::Rail, Found::LateReady("combine", "ready of the node")),
-    (Wait::CombineArrival, Counted::Rail, Found::Late(Some("combine"), "sums of the node")),
-    (Wait::NotifyQueue, Counted::Rail, Found::Late(Some("notify"), "the queue to it")),
-    (Wait::DispatchQueue, Counted::Rail, Found::Late(Some("dispatch"), "the queue to it")),
-    (Wait::CombineQueue, Counted::Rail, Found::Late(Some("combine"), "the queue to it")),
-    (Wait::OtherNodeCall, Counted::Rail, Found::OtherCall),
-    (Wait::LowLatencyReady, Counted::World, Found::Late(None, "ready")),
-    (Wait::LowLatencyEnter, Counted::World, Found::Late(None, "its call")),
-    (Wait::LowLatencyIds, Counted::World, Found::Late(None, "expert ids")),
-    (Wait::LowLatencyRows, Counted::World, Found::Late(None, "rows")),
-    (Wait::LowLatencyReturned, Counted::World, Found::Late(None, "returned rows")),
-    (Wait::LowLatencyQueue, Counted::World, Found::Late(None, "the queue to it")),
-    (Wait::LowLatencyOtherCall, Counted::World, Found::OtherCall),
+const FAULTS: [(Wait, PeerNumber, RecordKind); 24] = [
+    (Wait::Counts, PeerNumber::Node, RecordKind::Late(Some("notify"), "counts")),
+    (Wait::DispatchReady, PeerNumber::Node, RecordKind::LateReady("dispatch", "ready")),
+    (Wait::DispatchDone, PeerNumber::Node, RecordKind::Late(Some("dispatch"), "done")),
+    (Wait::CombineReady, PeerNumber::Node, RecordKind::LateReady("combine", "ready")),
+    (Wait::CombineDone, PeerNumber::Node, RecordKind::Late(Some("combine"), "done")),
+    (Wait::Staged, PeerNumber::Node, RecordKind::Late(Some("combine"), "staged rows")),
+    (Wait::OtherCall, PeerNumber::Node, RecordKind::OtherCall),
+    (Wait::NodeCounts, PeerNumber::Rail, RecordKind::Late(Some("notify"), "counts of the node")),
+    (Wait::RelayedCounts, PeerNumber::Relay, RecordKind::Late(Some("notify"), "counts that it relays")),
+    (Wait::DispatchNodeReady, PeerNumber::Rail, RecordKind::LateReady("dispatch", "ready of the node")),
+    (Wait::DispatchArrival, PeerNumber::Rail, RecordKind::Late(Some("dispatch"), "rows of the node")),
+    (Wait::CombineNodeReady, PeerNumber::Rail, RecordKind::LateReady("combine", "ready of the node")),
+    (Wait::CombineArrival, PeerNumber::Rail, RecordKind::Late(Some("combine"), "sums of the node")),
+    (Wait::NotifyQueue, PeerNumber::Rail, RecordKind::Late(Some("notify"), "the queue to it")),
+    (Wait::DispatchQueue, PeerNumber::Rail, RecordKind::Late(Some("dispatch"), "the queue to it")),
+    (Wait::CombineQueue, PeerNumber::Rail, RecordKind::Late(Some("combine"), "the queue to it")),
+    (Wait::OtherNodeCall, PeerNumber::Rail, RecordKind::OtherCall),
+    (Wait::LowLatencyReady, PeerNumber::World, RecordKind::Late(None, "ready")),
+    (Wait::LowLatencyEnter, PeerNumber::World, RecordKind::Late(None, "its call")),
+    (Wait::LowLatencyIds, PeerNumber::World, RecordKind::Late(None, "expert ids")),
+    (Wait::LowLatencyRows, PeerNumber::World, RecordKind::Late(None, "rows")),
+    (Wait::LowLatencyReturned, PeerNumber::World, RecordKind::Late(None, "returned rows")),
+    (Wait::LowLatencyQueue, PeerNumber::World, RecordKind::Late(None, "the queue to it")),
+    (Wait::LowLatencyOtherCall, PeerNumber::World, RecordKind::OtherCall),
 ];
 
 /// The row of [`FAULTS`] for a kernel's record.
-fn look_up(code: u64) -> (Counted, Found) {
+fn look_up(code: u64) -> (PeerNumber, RecordKind) {
     let known = FAULTS.iter().find(|(wait, ..)| *wait as u64 == code);
-    known.map_or((Counted::World, Found::Late(Some("unknown"), "unknown")), |&(_, peer, found)| (peer, found))
+    known.map_or((PeerNumber::World, RecordKind::Late(Some("unknown"), "unknown")), |&(_, peer, found)| {
+        (peer, found)
+    })
 }
 
 /// How a mode reads the words that describe its calls.
@@ -214,12 +216,12 @@ impl Faults {
         let (rank, peer) = (self.rank, self.rank_of(code, status.peer as u32));
         let (name, place) = self.calls.name(status.call);
         let (operation, word, seen) = match look_up(code).1 {
-            Found::OtherCall => {
+            RecordKind::OtherCall => {
                 let [ours, theirs] = [needed, seen].map(|word| self.calls.describe(word, epoch));
                 return Err(Error::OtherCall { rank, peer, epoch, ours, theirs });
             }
-            Found::Late(operation, word) => (operation.unwrap_or(name), word, seen),
-            Found::LateReady(operation, word) => (operation, word, ready_epoch(seen, epoch)),
+            RecordKind::Late(operation, word) => (operation.unwrap_or(name), word, seen),
+            RecordKind::LateReady(operation, word) => (operation, word, ready_epoch(seen, epoch)),
         };
         Err(Error::PeerTimeout {
             rank,
@@ -240,10 +242,10 @@ impl Faults {
     fn rank_of(&self, code: u64, number: u32) -> u32 {
         let (topology, node) = (self.topology, self.topology.node(self.rank));
         match look_up(code).0 {
-            Counted::Node => topology.rank(node, number),
-            Counted::Relay => topology.rank(node, topology.index(number)),
-            Counted::Rail => topology.rank(number, topology.index(self.rank)),
-            Counted::World => number,
+            PeerNumber::Node => topology.rank(node, number),
+            PeerNumber::Relay => topology.rank(node, topology.index(number)),
+            PeerNumber::Rail => topology.rank(number, topology.index(self.rank)),
+            PeerNumber::World => number,
         }
     }
 

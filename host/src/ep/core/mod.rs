@@ -287,7 +287,7 @@ impl<R> Core<R> {
             let core = buffer.core();
             if capturing {
                 core.recordings.keep(uses);
-                core.arena.are_settled();
+                core.arena.forget_fences();
             } else {
                 core.arena.order_before(stream)?;
             }

@@ -29,7 +29,7 @@ struct Last {
 
 /// The exclusive right to enqueue an operation.
 #[derive(Debug)]
-pub struct Turn<'a> {
+pub struct Submission<'a> {
     sequence: &'a Sequence,
     last: MutexGuard<'a, Last>,
 }
@@ -44,8 +44,9 @@ impl Sequence {
         }))
     }
 
-    /// A turn on `stream`, behind the last operation; `operation` names one that waits for peers.
-    pub fn begin(&self, stream: &Stream, operation: Option<&'static str>) -> Result<Turn<'_>> {
+    /// Begins an operation on `stream`, behind the last one; `operation` names one that waits for
+    /// peers.
+    pub fn begin(&self, stream: &Stream, operation: Option<&'static str>) -> Result<Submission<'_>> {
         let last = lock(&self.last);
         if last.closed {
             return Err(Error::StaleHandle("its buffer was dropped".into()));
@@ -57,7 +58,7 @@ impl Sequence {
         if operation.is_some() {
             *lock(&self.operation) = operation;
         }
-        Ok(Turn { sequence: self, last })
+        Ok(Submission { sequence: self, last })
     }
 
     /// Records that `call` failed with `error` after peers had begun to depend on it. No operation
@@ -89,8 +90,8 @@ impl Sequence {
     }
 
     /// The last operation that waits for peers, if there was one. Like [`Sequence::has_ended`], it
-    /// waits for no turn. The caller may hold a turn of another buffer while the holder of this
-    /// one's turn queries that buffer. Waiting would deadlock.
+    /// waits for no submission. The caller may hold one of another buffer, while the holder of this
+    /// buffer's queries that buffer. Waiting would deadlock.
     pub fn last_operation(&self) -> Option<&'static str> {
         *lock(&self.operation)
     }
@@ -114,9 +115,9 @@ impl Sequence {
     }
 }
 
-impl Turn<'_> {
-    /// Ends the turn, whose operation was enqueued on `stream`. Call it after an error as well:
-    /// kernels that were launched still run.
+impl Submission<'_> {
+    /// Ends the submission of an operation that was enqueued on `stream`. Call it after an error as
+    /// well: kernels that were launched still run.
     pub fn end(mut self, stream: &Stream) -> Result<()> {
         self.last.stream = Some(stream.id());
         self.sequence.end.record(stream)

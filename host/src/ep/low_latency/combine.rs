@@ -116,7 +116,7 @@ impl Buffer {
     ) -> Result<(Operation, Combined<'p>)> {
         let outcome = self.outcome(order)?;
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
-        let dispatch = received.lease.generation();
+        let dispatch = received.lease.dispatch();
         let hidden = self.options.shape.hidden;
         let CombineRequest { rows, quantise, timeout } = request;
         let (x, experts) = match rows {

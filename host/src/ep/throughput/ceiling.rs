@@ -55,7 +55,7 @@ impl Buffer {
         stream: &Stream,
     ) -> Result<()> {
         let pool = self.comm.pool;
-        let side = self.kernels.wire_side().filter(|_| self.comm.num_ranks == 1);
+        let side = self.kernels.wire_tables().filter(|_| self.comm.num_ranks == 1);
         let between_nodes = side.and_then(|side| side.mapped).zip(self.kernels.wire());
         let (pools, rank, num_ranks, from, to, room) = match between_nodes {
             Some((table, wire)) => {

@@ -10,7 +10,7 @@ use epoxide_gpu::layout::{
     StageArgs, StagedCombineArgs, combine_slot_bytes,
 };
 
-use super::kernels::{Mode, call_within};
+use super::kernels::{Spread, call_within};
 use super::place::PoolRows;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, check_fits};
@@ -212,8 +212,8 @@ impl Buffer {
             combined_x: x_at,
             combined_weights: if num_topk == 0 { null } else { weights_at },
             send_row: match handle.tables.routing {
-                Mode::OneNode(_, tables) => tables.send_row,
-                Mode::SeveralNodes(..) => null,
+                Spread::OneNode(_, tables) => tables.send_row,
+                Spread::SeveralNodes(..) => null,
             },
             header: handle.tables.header,
             num_tokens: handle.num_tokens,
@@ -226,7 +226,7 @@ impl Buffer {
             reserved: 0,
         };
         let staged = match &handle.tables.routing {
-            Mode::OneNode(_, tables) if is_staged => {
+            Spread::OneNode(_, tables) if is_staged => {
                 let ranks = self.core.topology().ranks_per_node;
                 let (channels, num_sms) = (handle.num_channels, self.config.num_sms);
                 let shape = self.kernels.stage_shape(ranks, channels, num_sms, row_bytes as u32);
@@ -257,24 +257,24 @@ impl Buffer {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             let (kernels, sms) = (&buffer.kernels, buffer.core.device().info().sm_count);
             // Rows are copied by as many threads as the kernel can have, however few gather.
-            let (blocks, threads, beside) = match (&handle.tables.routing, staged) {
+            let (blocks, threads, reserved) = match (&handle.tables.routing, staged) {
                 (_, Some((staged, gatherers))) => (staged.stagers + gatherers, STAGED_THREADS, JOINED_BYTES),
-                (Mode::OneNode(..), None) => {
+                (Spread::OneNode(..), None) => {
                     (buffer.blocks_for(handle.num_tokens), ring.threads(), JOINED_BYTES)
                 }
                 // One warp more, which posts puts.
-                (Mode::SeveralNodes(..), None) => {
+                (Spread::SeveralNodes(..), None) => {
                     (buffer.config.num_sms, ring.threads() + 32, PROGRESS_BYTES)
                 }
             };
-            let shape = (blocks, threads, ring.shared_bytes() + beside);
+            let shape = (blocks, threads, ring.shared_bytes() + reserved);
             let (grid, block, shared) = shape;
             args.comm.trace = buffer.core.trace("combine", grid);
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them. The last combine ended when
             // every peer had gathered, so the rows may be written.
             unsafe {
-                if let (Mode::OneNode(node, _), Some(at)) = (&handle.tables.routing, by_expert) {
+                if let (Spread::OneNode(node, _), Some(at)) = (&handle.tables.routing, by_expert) {
                     let Some(kernels) = &node.by_expert else {
                         return Err(Error::internal("combine", "kernels of rows by expert were not loaded"));
                     };
@@ -303,7 +303,7 @@ impl Buffer {
                     stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }
                 match (&handle.tables.routing, staged) {
-                    (Mode::OneNode(node, _), Some((staged, _))) => {
+                    (Spread::OneNode(node, _), Some((staged, _))) => {
                         let args = StagedCombineArgs { combine: args, ..staged };
                         if dtype == DType::F32 {
                             call_within!(stream, node, combine_staged_f32: CombineStagedF32 | CombineStagedManyF32, shape, args)
@@ -311,13 +311,13 @@ impl Buffer {
                             call_within!(stream, node, combine_staged: CombineStagedBf16 | CombineStagedManyBf16, shape, args)
                         }
                     }
-                    (Mode::OneNode(node, _), None) if dtype == DType::F32 => {
+                    (Spread::OneNode(node, _), None) if dtype == DType::F32 => {
                         call_within!(stream, node, combine_f32: CombineF32 | CombineManyF32, shape, args)
                     }
-                    (Mode::OneNode(node, _), None) => {
+                    (Spread::OneNode(node, _), None) => {
                         call_within!(stream, node, combine: CombineBf16 | CombineManyBf16, shape, args)
                     }
-                    (Mode::SeveralNodes(nodes, routing), _) => {
+                    (Spread::SeveralNodes(nodes, routing), _) => {
                         let args = InternodeCombineArgs {
                             combine: args,
                             wire: nodes.wire(&buffer.config),

@@ -13,8 +13,8 @@ use epoxide_gpu::layout::{
     InternodeDispatchArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape,
 };
 
-use super::handle::{DispatchHandle, HandleShape, HandleTables, Inner};
-use super::kernels::{Mode, RingShape, call_within};
+use super::handle::{DispatchHandle, HandleShape, HandleState, HandleTables};
+use super::kernels::{RingShape, Spread, call_within};
 use super::place::{Place, Room};
 use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
@@ -294,7 +294,7 @@ impl Buffer {
         let counts = if exact { self.expert_counts(local_experts)? } else { Vec::new() };
         let num_recv_tokens = exact.then_some(header.num_recv_tokens);
         let num_rdma_recv_tokens = exact.then_some(header.num_rdma_recv_tokens);
-        let handle = DispatchHandle(Arc::new(Inner {
+        let handle = DispatchHandle(Arc::new(HandleState {
             buffer_id: self.core.id(),
             block,
             tables,
@@ -495,8 +495,8 @@ impl Buffer {
             topk_idx,
             topk_weights,
             send_row: match tables.routing {
-                Mode::OneNode(_, tables) => tables.send_row,
-                Mode::SeveralNodes(..) => DevicePtr::NULL,
+                Spread::OneNode(_, tables) => tables.send_row,
+                Spread::SeveralNodes(..) => DevicePtr::NULL,
             },
             header: tables.header,
             num_tokens,
@@ -541,7 +541,7 @@ impl Buffer {
         // SAFETY: passed on to the caller.
         unsafe {
             match &tables.routing {
-                Mode::OneNode(node, routing) => {
+                Spread::OneNode(node, routing) => {
                     comm.trace = self.core.trace("notify", num_channels);
                     let args = NotifyArgs {
                         comm,
@@ -568,7 +568,7 @@ impl Buffer {
                     let shape = (num_channels, NOTIFY_THREADS, notify_shared_bytes(node.is_many));
                     call_within!(stream, node, notify: Notify | NotifyMany, shape, args)
                 }
-                Mode::SeveralNodes(nodes, routing) => {
+                Spread::SeveralNodes(nodes, routing) => {
                     let args = InternodeCountArgs {
                         is_token_in_rank: layout.tables.is_token_in_rank,
                         send_head: tables.send_head,
@@ -622,7 +622,7 @@ impl Buffer {
         place: &PlaceState<Room>,
         tables: &HandleTables,
     ) -> Result<()> {
-        let (Mode::OneNode(node, routing), Some(at)) = (&tables.routing, tables.by_expert) else {
+        let (Spread::OneNode(node, routing), Some(at)) = (&tables.routing, tables.by_expert) else {
             return Err(Error::internal("dispatch", "rows by expert have no plan across nodes"));
         };
         let Some(kernels) = &node.by_expert else {
@@ -706,15 +706,15 @@ impl Buffer {
         tables: &HandleTables,
     ) -> Result<()> {
         let grid = match &tables.routing {
-            Mode::OneNode(..) => self.blocks_for(args.num_tokens),
-            Mode::SeveralNodes(..) => self.config.num_sms,
+            Spread::OneNode(..) => self.blocks_for(args.num_tokens),
+            Spread::SeveralNodes(..) => self.config.num_sms,
         };
         self.describe_rows(RowBytes { recv: args.row_bytes as u64, ..self.row_bytes });
         args.comm.trace = self.core.trace("dispatch", grid);
         // SAFETY: passed on to the caller.
         unsafe {
             match &tables.routing {
-                Mode::OneNode(node, _) => {
+                Spread::OneNode(node, _) => {
                     let threads = ring.threads() + args.metadata_warps * 32;
                     let shape = (grid, threads, ring.shared_bytes() + JOINED_BYTES);
                     if let (Some(kernels), Some(_)) = (&node.by_expert, tables.by_expert) {
@@ -723,7 +723,7 @@ impl Buffer {
                     }
                     call_within!(stream, node, dispatch: Dispatch | DispatchMany, shape, args)
                 }
-                Mode::SeveralNodes(nodes, routing) => {
+                Spread::SeveralNodes(nodes, routing) => {
                     let num_topk = (args.with_metadata != 0).then_some(args.num_topk);
                     let args = InternodeDispatchArgs {
                         dispatch: args,

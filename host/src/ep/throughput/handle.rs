@@ -8,7 +8,7 @@ use epoxide_gpu::layout::{
 
 use super::TypedTensor;
 use super::fault::Plans;
-use super::kernels::{BufferMode, Mode};
+use super::kernels::{BufferSpread, Spread};
 use crate::driver::{Outcome, Stream};
 use crate::ep::core::{Block, Pieces};
 use crate::error::Result;
@@ -19,10 +19,10 @@ use crate::error::Result;
 /// Matrices say which side they belong to: the *sender* owns tokens before dispatch and gets the
 /// sums in combine, the *receiver* runs the experts.
 #[derive(Debug, Clone)]
-pub struct DispatchHandle(pub(super) Arc<Inner>);
+pub struct DispatchHandle(pub(super) Arc<HandleState>);
 
 #[derive(Debug)]
-pub struct Inner {
+pub struct HandleState {
     pub buffer_id: u64,
     pub block: Arc<Block>,
     pub tables: HandleTables,
@@ -44,7 +44,7 @@ pub struct Inner {
     pub plans: Arc<Plans>,
 }
 
-impl Outcome for Inner {
+impl Outcome for HandleState {
     fn report(&self) -> Result<()> {
         self.plans.faults().check()
     }
@@ -87,7 +87,7 @@ pub struct ExpertTables {
 }
 
 /// The parts that depend on whether there are several nodes, and the kernels that read them.
-pub type Routing = Mode<IntranodeTables, InternodeTables>;
+pub type Routing = Spread<IntranodeTables, InternodeTables>;
 
 #[derive(Debug, Clone, Copy)]
 pub struct IntranodeTables {
@@ -119,7 +119,7 @@ pub struct HandleShape {
 
 impl HandleTables {
     /// Reserves the parts of a handle of a buffer of this mode.
-    pub fn lay_out(pieces: &mut Pieces, mode: &BufferMode, shape: HandleShape) -> HandleTables {
+    pub fn lay_out(pieces: &mut Pieces, mode: &BufferSpread, shape: HandleShape) -> HandleTables {
         let HandleShape { ranks, nodes, channels, tokens, local_experts, by_expert } = shape;
         let [ranks, nodes, channels, tokens, experts] =
             [ranks, nodes, channels, tokens, local_experts].map(u64::from);
@@ -137,7 +137,7 @@ impl HandleTables {
                 num_topk,
             }),
             routing: match mode {
-                Mode::OneNode(kernels, ()) => {
+                Spread::OneNode(kernels, ()) => {
                     let is_list = kernels.is_many || by_expert.is_some();
                     // A list's entry has two words.
                     let words = if is_list { 2 * SEND_LIST_STRIDE } else { SEND_ROW_STRIDE };
@@ -151,9 +151,9 @@ impl HandleTables {
                         ),
                         send_row: pieces.array("send_row", tokens * u64::from(words), 4),
                     };
-                    Mode::OneNode(kernels.clone(), tables)
+                    Spread::OneNode(kernels.clone(), tables)
                 }
-                Mode::SeveralNodes(kernels, _) => {
+                Spread::SeveralNodes(kernels, _) => {
                     // Most tokens that this rank relays.
                     let relayed = kernels.wire.layout.slots * nodes;
                     let row = u64::from(SEND_ROW_STRIDE);
@@ -179,14 +179,14 @@ impl HandleTables {
                         channel_counts: matrix("channel_counts", channels * (ranks + nodes)),
                         forward_start: matrix("forward_start", nodes * channels * row),
                     };
-                    Mode::SeveralNodes(kernels.clone(), tables)
+                    Spread::SeveralNodes(kernels.clone(), tables)
                 }
             },
         }
     }
 }
 
-impl Inner {
+impl HandleState {
     /// The plan's header, read behind all work enqueued on `stream`. Waits for that.
     pub fn header(&self, stream: &Stream) -> Result<PlanHeader> {
         let mut header = PlanHeader::default();
@@ -206,16 +206,16 @@ impl DispatchHandle {
     /// The matrices of a dispatch within one node; `None` across nodes.
     pub fn intranode(&self) -> Option<IntranodeHandle<'_>> {
         match self.0.tables.routing {
-            Mode::OneNode(_, tables) => Some(IntranodeHandle { handle: self, tables }),
-            Mode::SeveralNodes(..) => None,
+            Spread::OneNode(_, tables) => Some(IntranodeHandle { handle: self, tables }),
+            Spread::SeveralNodes(..) => None,
         }
     }
 
     /// The matrices of a dispatch across nodes; `None` within one.
     pub fn internode(&self) -> Option<InternodeHandle<'_>> {
         match self.0.tables.routing {
-            Mode::SeveralNodes(_, tables) => Some(InternodeHandle { handle: self, tables }),
-            Mode::OneNode(..) => None,
+            Spread::SeveralNodes(_, tables) => Some(InternodeHandle { handle: self, tables }),
+            Spread::OneNode(..) => None,
         }
     }
 

@@ -58,10 +58,10 @@ pub use place::{Place, PoolRows};
 pub use received::{Detached, Received};
 
 use fault::{Calls, Limits, Plans};
-use kernels::{Kernels, Loaded};
+use kernels::{Kernels, LoadedKernels};
 use place::Room;
 use pool::pool_layouts;
-use wire::{WireSide, wire_layout};
+use wire::{WireTables, wire_layout};
 
 /// Where expert counts start in the host's copy of the counts.
 const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
@@ -189,7 +189,7 @@ impl Buffer {
             }
             let (device, ptx) = (device.clone(), options.ptx.clone());
             let by_expert = options.rows_by_expert.is_some();
-            spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology, by_expert, ptx))
+            spawn("kernels of a buffer".into(), move || LoadedKernels::new(&device, topology, by_expert, ptx))
                 .map_err(|error| Error::system("spawn thread", error))
         };
         let (pools, loader) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
@@ -216,7 +216,7 @@ impl Buffer {
         let comm = Comm { pool_table: pools, pool: layouts[0], ..core.comm(local) };
         let wire = match topology.nodes {
             1 => None,
-            _ => Some(WireSide::new(&mut core, group, &options, wire_layout)?),
+            _ => Some(WireTables::new(&mut core, group, &options, wire_layout)?),
         };
         let kernels = Kernels::new(&device, options.tuning, &loaded, wire)?;
         core.make_places(layouts.iter().map(|&layout| Room {

@@ -20,14 +20,14 @@ const ALIGN: u64 = 128;
 
 /// The tables of a buffer's ways to other nodes.
 #[derive(Debug)]
-pub struct WireSide {
+pub struct WireTables {
     _own: Arc<Memory>,
     _tables: Memory,
     /// Device table of all nodes' wire memory, u64 `[num_nodes]`, where all of it is mapped.
     pub mapped: Option<DevicePtr>,
 }
 
-impl WireSide {
+impl WireTables {
     /// Opens the network to the rank with this one's index on every other node, and writes the
     /// tables. Returns with them what kernels get of the other nodes. Collective.
     pub fn new(
@@ -35,7 +35,7 @@ impl WireSide {
         group: &dyn ProcessGroup,
         options: &Fields,
         layout: WireLayout,
-    ) -> Result<(WireSide, Wire)> {
+    ) -> Result<(WireTables, Wire)> {
         let (topology, device) = (core.topology(), core.device().clone());
         let node = topology.node(group.rank());
         let peers: Vec<u32> = topology.rail(group.rank()).collect();
@@ -96,7 +96,7 @@ impl WireSide {
             layout,
         };
         let all_mapped = ways.iter().all(|way| way.mapped.is_some());
-        Ok((WireSide { _own: own, _tables: tables, mapped: all_mapped.then_some(bases_at) }, wire))
+        Ok((WireTables { _own: own, _tables: tables, mapped: all_mapped.then_some(bases_at) }, wire))
     }
 }
 
@@ -111,24 +111,24 @@ pub fn wire_layout(shape: &Shape, topology: Topology, limit: Option<u64>) -> Res
     let slot_bytes = dispatch.max(combine_slot_bytes(row_bytes, topk)) as u64;
     let lay_out = |slots: u64| {
         let mut offsets = Offsets::default();
-        let mut place = |bytes| offsets.take(bytes);
+        let mut reserve = |bytes| offsets.take(bytes);
         let words = MAX_NODES as u64 * size_of::<ControlWord>() as u64;
         let message_bytes = (wire_message::WORDS as u64 * 4).next_multiple_of(ALIGN);
         let node_bytes = (slots * slot_bytes).next_multiple_of(ALIGN);
         let mut layout = WireLayout {
-            ready: place(words),
-            counts: place(words),
-            arrived: place(MAX_NODES as u64 * MAX_CHANNELS as u64 * 8),
-            messages_out: place(nodes * message_bytes),
-            messages_in: place(nodes * message_bytes),
+            ready: reserve(words),
+            counts: reserve(words),
+            arrived: reserve(MAX_NODES as u64 * MAX_CHANNELS as u64 * 8),
+            messages_out: reserve(nodes * message_bytes),
+            messages_in: reserve(nodes * message_bytes),
             message_bytes,
-            slots_out: place(nodes * node_bytes),
-            slots_in: place(nodes * node_bytes),
+            slots_out: reserve(nodes * node_bytes),
+            slots_in: reserve(nodes * node_bytes),
             node_bytes,
             slots,
             bytes: 0,
         };
-        layout.bytes = place(0);
+        layout.bytes = reserve(0);
         layout
     };
     let wanted = shape.max_tokens_per_rank as u64;

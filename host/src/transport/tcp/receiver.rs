@@ -17,7 +17,7 @@ use crate::group::secret::{Signer, TAG};
 use crate::lock::lock;
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
-use crate::transport::setup::{JOIN, LinkEnds, Setup, WireHost, deadline, store_counter};
+use crate::transport::setup::{JOIN_TIMEOUT, LinkEnds, Setup, WireHost, deadline, store_counter};
 use crate::virtual_time::spawn;
 
 /// A connection of a peer that has been let in.
@@ -79,7 +79,7 @@ impl Receiving for Receivers {
             // Ends the reader's wait.
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
-        let until = deadline(JOIN);
+        let until = deadline(JOIN_TIMEOUT);
         for (_, thread) in self.readers.drain(..) {
             while !thread.is_finished() && Instant::now() < until {
                 std::thread::sleep(Duration::from_micros(200));
@@ -90,7 +90,7 @@ impl Receiving for Receivers {
                 // It keeps the wire memory that it writes to, and its socket.
                 let name = thread.thread().name().unwrap_or_default();
                 tracing::error!(
-                    "left behind: the receiver {name:?} is in recv {JOIN:?} after its socket was shut down"
+                    "left behind: the receiver {name:?} is in recv {JOIN_TIMEOUT:?} after its socket was shut down"
                 );
             }
         }
