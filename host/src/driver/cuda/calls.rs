@@ -115,8 +115,8 @@ impl Driver for CudaDevice {
         let mut context: CuContext = std::ptr::null_mut();
         // SAFETY: the out pointer is valid; the caller promises a live stream.
         let result = unsafe { ffi::cuStreamGetCtx(stream.0, &mut context) };
-        // A driver may reject the query (for a green context's stream, say); only a clear "no" is an
-        // error.
+        // A driver may reject the query (for a green context's stream, say); only a clear "no" is
+        // an error.
         if result == CuResult::SUCCESS && context != self.context.as_raw().cast() {
             let ordinal = self.info.ordinal;
             let rule =

@@ -58,7 +58,8 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// Reserves room for `piece` and returns its address; as long as no memory is known, its offset.
+    /// Reserves room for `piece` and returns its address; its offset, as long as there is no
+    /// memory.
     pub fn push(&mut self, piece: Section) -> DevicePtr {
         let offset = self.offsets.take(piece.bytes);
         self.sections.push(piece.at(offset));

@@ -180,4 +180,15 @@ macro_rules! option_methods {
     };
 }
 
-pub(crate) use {buffer_methods, option_methods};
+/// Writes methods of options and requests that each set the field of their name.
+macro_rules! setters {
+    ($($(#[$doc:meta])* $name:ident: $value:ty;)*) => {$(
+        $(#[$doc])*
+        pub fn $name(mut self, $name: $value) -> Self {
+            self.$name = $name.into();
+            self
+        }
+    )*};
+}
+
+pub(crate) use {buffer_methods, option_methods, setters};

@@ -36,7 +36,7 @@ pub use arena::{Arena, Block, Offsets, Pieces, laid_out};
 pub use enqueue::StreamOrder;
 pub use fault::{Calls, Faults};
 pub use instruments::{Instruments, TracedLaunch};
-pub(crate) use methods::{buffer_methods, option_methods};
+pub(crate) use methods::{buffer_methods, option_methods, setters};
 pub use network::Network;
 pub use peers::Pools;
 pub use place::{Held, Lease, PlaceState, check_count};

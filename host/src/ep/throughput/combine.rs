@@ -15,6 +15,7 @@ use super::place::PoolRows;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, check_fits};
 use crate::driver::Event;
+use crate::ep::core::setters;
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 use std::time::Duration;
@@ -70,24 +71,16 @@ impl<'a> CombineRequest<'a> {
         CombineRequest { rows: rows.into(), topk_weights: None, weights: None, handle, timeout: None }
     }
 
-    /// Weights the rows by expert of this rank's own tokens: that of entry k of token t counts
-    /// `weights[t][k]` times, `[num_tokens, num_topk]`. The product is rounded to FP32, and so is
-    /// each sum.
-    pub fn weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
-        self.weights = Some(weights);
-        self
-    }
-
-    /// Longest wait for a peer, instead of the buffer's.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = Some(timeout);
-        self
-    }
-
-    /// Sums these weights `[num_recv_tokens, num_topk]` the same way; usually `recv_topk_weights`.
-    pub fn topk_weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
-        self.topk_weights = Some(weights);
-        self
+    setters! {
+        /// Weights the rows by expert of this rank's own tokens: that of entry k of token t counts
+        /// `weights[t][k]` times, `[num_tokens, num_topk]`. The product is rounded to FP32, and so
+        /// is each sum.
+        weights: &'a TypedTensor<'a, f32>;
+        /// Longest wait for a peer, instead of the buffer's.
+        timeout: Duration;
+        /// Sums these weights `[num_recv_tokens, num_topk]` the same way; usually
+        /// `recv_topk_weights`.
+        topk_weights: &'a TypedTensor<'a, f32>;
     }
 }
 

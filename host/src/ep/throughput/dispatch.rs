@@ -20,7 +20,7 @@ use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, check_fits};
 use crate::driver::{Event, Outcome, Stream};
-use crate::ep::core::{Lease, PlaceState, nanoseconds};
+use crate::ep::core::{Lease, PlaceState, nanoseconds, setters};
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
@@ -47,7 +47,7 @@ pub enum Counts {
 #[derive(Debug, Clone, Copy)]
 pub struct DispatchRequest<'a> {
     x: &'a Tensor<'a>,
-    x_scales: Option<&'a TypedTensor<'a, f32>>,
+    scales: Option<&'a TypedTensor<'a, f32>>,
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     layout: &'a DispatchLayout<'a>,
     expert_alignment: u32,
@@ -62,7 +62,7 @@ impl<'a> DispatchRequest<'a> {
     pub fn new(x: &'a Tensor<'a>, layout: &'a DispatchLayout<'a>) -> Self {
         DispatchRequest {
             x,
-            x_scales: None,
+            scales: None,
             topk_weights: None,
             layout,
             expert_alignment: 1,
@@ -72,30 +72,21 @@ impl<'a> DispatchRequest<'a> {
         }
     }
 
-    /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with 1-byte
-    /// elements.
-    pub fn scales(mut self, x_scales: &'a TypedTensor<'a, f32>) -> Self {
-        self.x_scales = Some(x_scales);
-        self
-    }
-
-    /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the
-    /// layout was made of.
-    pub fn topk_weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
-        self.topk_weights = Some(weights);
-        self
-    }
-
-    /// Rounds per-expert counts up to multiples of this; nothing else changes. At least 1.
-    pub fn expert_alignment(mut self, alignment: u32) -> Self {
-        self.expert_alignment = alignment;
-        self
+    setters! {
+        /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with
+        /// 1-byte elements.
+        scales: &'a TypedTensor<'a, f32>;
+        /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the
+        /// layout was made of.
+        topk_weights: &'a TypedTensor<'a, f32>;
+        /// Rounds per-expert counts up to multiples of this; nothing else changes. At least 1.
+        expert_alignment: u32;
     }
 
     /// Brings rows by expert: one for each selection, grouped by local expert, each expert's
-    /// segment at a multiple of `alignment` rows, a power of two. [`DispatchHandle::by_expert`] has
-    /// the tables of segments. A token that selects an expert twice has two rows there. The sender
-    /// writes each row to its place; there is no second copy.
+    /// segment at a multiple of `alignment` rows, a power of two. [`DispatchHandle::by_expert`]
+    /// says where the segments are. A token that selects an expert twice has two rows there. The
+    /// sender writes each row to its place; there is no second copy.
     ///
     /// The buffer needs [`Options::rows_by_expert`](super::Options::rows_by_expert).
     /// The same on every rank, but for the alignment.
@@ -105,16 +96,11 @@ impl<'a> DispatchRequest<'a> {
         self
     }
 
-    /// Whether the host waits for the counts.
-    pub fn counts(mut self, counts: Counts) -> Self {
-        self.counts = counts;
-        self
-    }
-
-    /// Longest wait for a peer, instead of the buffer's.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = Some(timeout);
-        self
+    setters! {
+        /// Whether the host waits for the counts.
+        counts: Counts;
+        /// Longest wait for a peer, instead of the buffer's.
+        timeout: Duration;
     }
 }
 
@@ -122,7 +108,7 @@ impl<'a> DispatchRequest<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct CachedDispatchRequest<'a> {
     x: &'a Tensor<'a>,
-    x_scales: Option<&'a TypedTensor<'a, f32>>,
+    scales: Option<&'a TypedTensor<'a, f32>>,
     handle: &'a DispatchHandle,
     timeout: Option<Duration>,
 }
@@ -131,20 +117,15 @@ impl<'a> CachedDispatchRequest<'a> {
     /// Rows `x` to send, `[num_tokens, hidden]`, with the token count of `handle`, along its
     /// routing.
     pub fn new(x: &'a Tensor<'a>, handle: &'a DispatchHandle) -> Self {
-        CachedDispatchRequest { x, x_scales: None, handle, timeout: None }
+        CachedDispatchRequest { x, scales: None, handle, timeout: None }
     }
 
-    /// Longest wait for a peer, instead of the buffer's.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = Some(timeout);
-        self
-    }
-
-    /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with 1-byte
-    /// elements.
-    pub fn scales(mut self, x_scales: &'a TypedTensor<'a, f32>) -> Self {
-        self.x_scales = Some(x_scales);
-        self
+    setters! {
+        /// Longest wait for a peer, instead of the buffer's.
+        timeout: Duration;
+        /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with
+        /// 1-byte elements.
+        scales: &'a TypedTensor<'a, f32>;
     }
 }
 
@@ -206,7 +187,7 @@ impl Buffer {
         self.core.check_place(place)?;
         let layout = request.layout;
         self.check_layout(layout)?;
-        let payload = self.check_payload(request.x, request.x_scales, layout.num_tokens, request.timeout)?;
+        let payload = self.check_payload(request.x, request.scales, layout.num_tokens, request.timeout)?;
         let num_topk = self.check_topk(&request)?;
         if request.by_expert {
             self.check_by_expert(request.expert_alignment)?;
@@ -262,7 +243,7 @@ impl Buffer {
 
         let mut header = PlanHeader::default();
         let mut lease = None;
-        let (scales, weights) = (request.x_scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
+        let (scales, weights) = (request.scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
         let uses = owners([Some(request.x), scales, weights, Some(layout.topk_idx())]).into_iter();
         let uses = uses.chain([layout.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
@@ -355,12 +336,11 @@ impl Buffer {
             let rule = "a cached dispatch across nodes takes more than 3: dispatch anew, or give more";
             return Err(Error::argument("num_sms", self.config.num_sms, rule));
         }
-        let payload =
-            self.check_payload(request.x, request.x_scales, handle.0.num_tokens, request.timeout)?;
+        let payload = self.check_payload(request.x, request.scales, handle.0.num_tokens, request.timeout)?;
         let tables = &handle.0.tables;
         let (args, ring) = self.dispatch_args(&payload, place, tables, handle.0.num_tokens, None);
         let mut lease = None;
-        let uses = owners([Some(request.x), request.x_scales.map(|it| &**it)]).into_iter();
+        let uses = owners([Some(request.x), request.scales.map(|it| &**it)]).into_iter();
         let uses = uses.chain([handle.0.block.clone() as Owner]);
         let event = self.run(order, capturing, Some("cached dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });

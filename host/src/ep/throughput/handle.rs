@@ -435,9 +435,9 @@ impl InternodeHandle<'_> {
         self.handle.matrix("send_rdma_head", self.tables.route.send_rdma_head, tokens, self.num_nodes())
     }
 
-    /// Forwarder side, `[num_rdma_recv_tokens, ranks_per_node]`: sequence numbers of the tokens that
-    /// this rank relays (by source node, then in the source's order). An entry numbers the token in
-    /// the (channel, source node) stream to a rank of this node, or is -1.
+    /// Forwarder side, `[num_rdma_recv_tokens, ranks_per_node]`: sequence numbers of the tokens
+    /// that this rank relays (by source node, then in the source's order). An entry numbers the
+    /// token in the (channel, source node) stream to a rank of this node, or is -1.
     pub fn send_nvl_head(&self, stream: &Stream) -> Result<Vec<i32>> {
         let (tokens, per_node) =
             (self.num_rdma_recv_tokens(stream)?, (self.handle.0.num_ranks / self.num_nodes()) as usize);

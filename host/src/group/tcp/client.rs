@@ -60,8 +60,7 @@ pub struct TcpStoreOptions {
     /// host admits none of PyTorch's clients. Without one any server will do, PyTorch's among them,
     /// and any process that reaches a host's port can read and write all keys.
     pub secret: Option<JobSecret>,
-    /// The name of the run: where there is a secret, that of the server and that of its clients must
-    /// be the same.
+    /// The name of the run: where there is a secret, server and clients must have the same.
     pub run: String,
     /// How long a host's server, which ends with the store, then waits for the other clients to
     /// leave.
@@ -135,8 +134,8 @@ impl TcpStore {
         TcpStore::serve(vec![listener], options)
     }
 
-    /// Like [`TcpStore::host_with`] for clients that are told `host`: a loopback address is listened
-    /// at alone.
+    /// Like [`TcpStore::host_with`] for clients that are told `host`: a loopback address is
+    /// listened at alone.
     pub(crate) fn host_at(host: &str, port: u16, options: &TcpStoreOptions) -> Result<TcpStore> {
         TcpStore::serve(listen_for(host, port)?, options)
     }
@@ -158,8 +157,8 @@ impl TcpStore {
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout, server })
     }
 
-    /// Like [`TcpStore::connect_with`], but tries for `tries`. Trying ends with an error once `stop`
-    /// returns true. `stop` gets the reason of a long delay once.
+    /// Like [`TcpStore::connect_with`], but tries for `tries`. Trying ends with an error once
+    /// `stop` returns true. `stop` gets the reason of a long delay once.
     pub(crate) fn connect_unless(
         host: &str,
         port: u16,
