@@ -236,7 +236,7 @@ impl Server {
                 self.accept(index);
             }
             self.clients.changed.extend(ready.writable);
-            self.settle();
+            self.flush_changed();
             self.bound();
         }
     }
@@ -410,7 +410,7 @@ impl Server {
     }
 
     /// Sends what is to be sent.
-    fn settle(&mut self) {
+    fn flush_changed(&mut self) {
         loop {
             // Which may wake others.
             self.remove_closed();
@@ -443,7 +443,7 @@ impl Server {
                  takes {bytes} of them; send less at once, read the answers, or raise ConnectionLimits::client_bytes",
                 self.client_bytes
             ));
-            self.settle();
+            self.flush_changed();
         }
     }
 
