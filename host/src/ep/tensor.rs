@@ -101,7 +101,7 @@ elements! {
 }
 
 /// Keeps the memory of a tensor alive.
-pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
+pub type Owner = Arc<dyn Any + Send + Sync>;
 
 /// The owners of tensors, those that have one.
 pub fn owners<'t, 'a: 't>(tensors: impl IntoIterator<Item = Option<&'t Tensor<'a>>>) -> Vec<Owner> {

@@ -50,7 +50,7 @@ impl PoolLayout {
 }
 
 /// The number of ranks that kernels expect.
-pub(super) fn most_ranks(topology: Topology) -> u64 {
+pub fn most_ranks(topology: Topology) -> u64 {
     if topology.nodes == 1 { RANKS } else { MAX_MEMBERS as u64 }
 }
 

@@ -37,14 +37,14 @@ fn bytes_per_row(shape: &Shape, topology: Topology) -> u64 {
 const REGIONS: u64 = 9;
 
 /// The bytes of a pool whose places each have room for `rows` rows.
-pub(super) fn pool_bytes(shape: &Shape, topology: Topology, places: u32, rows: u64) -> u64 {
+pub fn pool_bytes(shape: &Shape, topology: Topology, places: u32, rows: u64) -> u64 {
     fixed_bytes(topology) + u64::from(places) * (rows * bytes_per_row(shape, topology) + REGIONS * ROW_ALIGN)
 }
 
 /// The layouts of a pool, one per place, at least one; they differ in where the rows are. Each
 /// place has the rows that `shape` asks for, or `by_expert` where these are more. With `limit`, it
 /// has as many as fit in that many bytes.
-pub(super) fn pool_layouts(
+pub fn pool_layouts(
     shape: &Shape,
     topology: Topology,
     places: u32,
