@@ -191,7 +191,7 @@ impl<'a> Bench<'a> {
     /// Rows that this rank received from ranks up to and with r.
     fn rows_up_to(&self, handle: &DispatchHandle) -> Result<Vec<i32>> {
         if let Some(handle) = handle.internode() {
-            return handle.recv_gbl_rank_prefix_sum().to_host(&self.rig.stream);
+            return handle.recv_gbl_rank_prefix_sum(&self.rig.stream);
         }
         let Some(handle) = handle.intranode() else { return Ok(Vec::new()) };
         let (ranks, me) = (self.plan.topology.ranks() as usize, self.rig.rank as usize);

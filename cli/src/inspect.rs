@@ -229,14 +229,17 @@ fn inspect_rank(
             Channels::Nodes(Box::new(AcrossNodes {
                 num_tokens_per_rdma_rank: per_node.to_host(&stream)?,
                 rdma_channel_prefix_matrix: rows(&stream, &internode.rdma_channel_prefix_matrix())?,
-                gbl_channel_prefix_matrix: rows(&stream, &internode.gbl_channel_prefix_matrix())?,
+                gbl_channel_prefix_matrix: chunked(
+                    &internode.gbl_channel_prefix_matrix(&stream)?,
+                    args.channels,
+                ),
                 recv_rdma_channel_prefix_matrix: rows(&stream, &internode.recv_rdma_channel_prefix_matrix())?,
                 recv_rdma_rank_prefix_sum: internode.recv_rdma_rank_prefix_sum().to_host(&stream)?,
                 recv_gbl_channel_prefix_matrix: rows(&stream, &internode.recv_gbl_channel_prefix_matrix())?,
-                recv_gbl_rank_prefix_sum: internode.recv_gbl_rank_prefix_sum().to_host(&stream)?,
+                recv_gbl_rank_prefix_sum: internode.recv_gbl_rank_prefix_sum(&stream)?,
                 recv_src_meta: meta.chunks_exact(2).map(|pair| [pair[0], pair[1]]).collect(),
                 send_rdma_head: rows(&stream, &internode.send_rdma_head())?,
-                send_nvl_head: rows(&stream, &*internode.send_nvl_head(&stream)?)?,
+                send_nvl_head: chunked(&internode.send_nvl_head(&stream)?, args.ranks_per_node),
             }))
         }
         (None, None) => return Err(Stop::failed("dispatch gave neither kind of matrices")),
@@ -255,8 +258,11 @@ fn inspect_rank(
 
 /// A matrix as a list of rows.
 fn rows<T: Element>(stream: &Stream, matrix: &Tensor) -> Result<Vec<Vec<T>>> {
-    let flat = matrix.to_host::<T>(stream)?;
-    Ok(flat.chunks((matrix.columns() as usize).max(1)).map(<[T]>::to_vec).collect())
+    Ok(chunked(&matrix.to_host::<T>(stream)?, matrix.columns() as u32))
+}
+
+fn chunked<T: Copy>(flat: &[T], columns: u32) -> Vec<Vec<T>> {
+    flat.chunks(columns.max(1) as usize).map(<[T]>::to_vec).collect()
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use clap::ValueEnum;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use epoxide::DType;
 use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig};
 use epoxide::internal::Schedule;
@@ -14,7 +15,7 @@ use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
 use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;
 use epoxide_testing::sizes::Sizes;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::stop::{Result, Stop};
 
@@ -68,33 +69,17 @@ pub enum DeviceKind {
     Cuda,
 }
 
-/// How bytes cross nodes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Transport {
-    /// Direct to the ranks whose memory can be mapped, tcp to the others.
-    Auto,
-    /// Kernels write to mapped memory: one host, or one NVLink domain.
-    Direct,
-    /// Shared host memory of one host.
-    Shm,
-    /// Any network, between host memories.
-    Tcp,
-    /// RDMA: InfiniBand or RoCE, as the EPOXIDE_RDMA_* variables say.
-    Verbs,
-}
-
-impl Transport {
-    /// The library's name for it.
-    pub fn kind(self) -> TransportKind {
-        match self {
-            Transport::Auto => TransportKind::Auto,
-            Transport::Direct => TransportKind::Direct,
-            Transport::Shm => TransportKind::Shm,
-            Transport::Tcp => TransportKind::Tcp,
-            Transport::Verbs => TransportKind::Verbs,
-        }
-    }
+/// The transports, and what `--help` says of each.
+fn transports() -> impl TypedValueParser<Value = TransportKind> {
+    let values = [
+        ("auto", "Direct to the ranks whose memory can be mapped, tcp to the others"),
+        ("direct", "Kernels write to mapped memory: one host, or one NVLink domain"),
+        ("shm", "Shared host memory of one host"),
+        ("tcp", "Any network, between host memories"),
+        ("verbs", "RDMA: InfiniBand or RoCE, as the EPOXIDE_RDMA_* variables say"),
+    ];
+    let values = values.map(|(name, help)| PossibleValue::new(name).help(help));
+    PossibleValuesParser::new(values).try_map(|name| name.parse())
 }
 
 /// Findings of check mode.
@@ -175,8 +160,8 @@ pub struct WorldFlags {
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct NetworkFlags {
     /// How bytes cross nodes; of no effect on one node
-    #[arg(long, value_enum, default_value = "auto")]
-    pub transport: Transport,
+    #[arg(long, value_parser = transports(), default_value = "auto")]
+    pub transport: TransportKind,
 
     /// Queues to each peer on another node, where there are any [default: 8 over shm and tcp on
     /// GPUs, else 1]
@@ -190,7 +175,7 @@ impl NetworkFlags {
         // Beside a virtual GPU all threads want the same processors.
         let default = match device {
             DeviceKind::Virtual => 1,
-            DeviceKind::Cuda => TransportOptions::new(self.transport.kind()).queues_per_peer,
+            DeviceKind::Cuda => TransportOptions::new(self.transport).queues_per_peer,
         };
         self.queues.unwrap_or(default)
     }
@@ -200,7 +185,7 @@ impl NetworkFlags {
         TransportOptions {
             queues_per_peer: self.queues(device),
             timeout,
-            ..TransportOptions::new(self.transport.kind())
+            ..TransportOptions::new(self.transport)
         }
     }
 }
@@ -377,7 +362,8 @@ pub struct Setup {
     /// Which GPUs.
     pub device: DeviceKind,
     /// How bytes cross nodes.
-    pub transport: Transport,
+    #[serde(serialize_with = "by_name")]
+    pub transport: TransportKind,
     /// Queues to each peer on another node.
     pub queues: u32,
     /// Seed of all random data.
@@ -389,6 +375,10 @@ pub struct Setup {
     /// The library's configuration, from `num_sms`.
     #[serde(skip)]
     pub config: Config,
+}
+
+fn by_name<S: Serializer>(kind: &TransportKind, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(kind)
 }
 
 impl RoundTripFlags {

@@ -313,7 +313,7 @@ fn cfg_line(config: &ConfigReport, more: &HighThroughput) -> String {
         let _ = write!(
             line,
             " transport={} one_node={} queues={} rdma_send={} rdma_recv={} wire_bytes={}",
-            s.transport.kind(),
+            s.transport,
             more.is_one_node,
             s.queues,
             s.config.num_max_rdma_chunked_send_tokens,

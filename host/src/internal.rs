@@ -79,7 +79,7 @@ pub mod driver {
 
 /// Queues of puts between nodes.
 pub mod transport {
-    pub use crate::transport::links::{Link, Links};
+    pub use crate::transport::links::{Links, PeerQueue};
     pub use crate::transport::open::{Way, connect, open, wire_memory};
     pub use crate::transport::options::Hooks;
     pub use crate::transport::proxy::{Proxies, Proxy, PutTrace, QueueStats};

@@ -163,7 +163,7 @@ pub mod low_latency;
 pub mod throughput;
 pub mod transport;
 
-use epoxide_base::{error, foreign, virtual_time};
+use epoxide_base::{error, foreign, lock, virtual_time};
 
 pub use ep::{DType, Element, ExpertId, ExpertMap, Placement, StreamOrder, Tensor, TypedTensor};
 #[doc(inline)]

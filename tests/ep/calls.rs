@@ -318,7 +318,7 @@ fn a_dispatch_that_fails_half_way_breaks_the_buffer(spread: Spread) {
                 rank.layout(&inputs.topk_idx, turn.routing.num_experts).map(drop),
             ] {
                 let later = later.expect_err("the buffer is of no use");
-                let Error::Broken { call, reason } = &later else { panic!("{later}") };
+                let Error::Broken { call, reason, .. } = &later else { panic!("{later}") };
                 assert_eq!((*call, reason.contains(REFUSAL)), ("dispatch", true), "{later}");
             }
             assert!(rank.now() - start < SOON, "later calls do not wait");

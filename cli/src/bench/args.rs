@@ -348,7 +348,7 @@ impl PlanFlags {
             topology,
             keep_nodes: self.place.keep_nodes,
             is_virtual: self.device == DeviceKind::Virtual,
-            transport: self.network.transport.kind(),
+            transport: self.network.transport,
             queues: self.network.queues(self.device),
             tokens: self.tokens.unwrap_or(if is_low_latency { 1 } else { defaults.tokens }),
             hidden: self.hidden.unwrap_or(defaults.hidden),

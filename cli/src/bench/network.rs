@@ -106,7 +106,7 @@ impl Args {
             sizes,
             depths,
             topology: place.topology(Mode::Internode, launched)?,
-            transport: self.network.transport.kind(),
+            transport: self.network.transport,
             queues: self.network.queues(self.device),
             one_way: self.one_way,
             mib: self.mib,

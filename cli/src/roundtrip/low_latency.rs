@@ -41,7 +41,7 @@ pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice, publish: Pub
         "[cfg] mode=low-latency nodes={} num_ranks={}{} tokens={} hidden={} experts={} topk={} dtype={} device={:?} seed={:#x} pool_bytes={}",
         setup.nodes,
         setup.ranks,
-        if setup.nodes == 1 { String::new() } else { format!(" transport={}", setup.transport.kind()) },
+        if setup.nodes == 1 { String::new() } else { format!(" transport={}", setup.transport) },
         setup.tokens,
         setup.hidden,
         setup.experts,

@@ -66,8 +66,8 @@ pub fn play(store: &TcpStore, rank: u32, size: u32) {
     // Keys that exist.
     assert!(store.check_all(&[&own, "sum"]).unwrap());
     assert!(!store.check_all(&[&own, "never"]).unwrap());
-    assert!(store.delete_key(&own).unwrap());
-    assert!(!store.delete_key(&own).unwrap());
+    assert!(store.delete(&own).unwrap());
+    assert!(!store.delete(&own).unwrap());
     barrier("deleted");
     if rank == 0 {
         let keys = store.list_keys().unwrap();

@@ -290,11 +290,11 @@ fn attacked(secret: bool, script: &str, attack: impl Fn(u16)) -> Vec<Output> {
 
 #[test]
 fn a_stranger_at_the_launchers_store_ends_nothing() {
-    use epoxide::group::{Store, TcpStore};
+    use epoxide::group::{Store, TcpStore, TcpStoreOptions};
     // Longer than the launchers take to notice a failure.
     let script =
         "touch $READY/$RANK; sleep 2; printf '%s %s\\n' $EPOXIDE_JOB_SECRET ${EPOXIDE_JOB_SECRET_FILE-none}";
-    let connect = |port| TcpStore::connect_with_secret("127.0.0.1", port, PATIENCE, None);
+    let connect = |port| TcpStore::connect_with("127.0.0.1", port, &TcpStoreOptions::new(PATIENCE));
     let outputs = attacked(true, script, |port| {
         let error = connect(port).unwrap_err().to_string();
         assert!(error.contains("lets in only who shows the job's secret"), "{error}");

@@ -156,10 +156,10 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Writes the message for each node, and the sender's prefix matrices.
+    /// Writes the message for each node, and the sender's prefix matrix of nodes.
     #[inline(always)]
     unsafe fn write_messages(&self) {
-        // SAFETY: the matrices are as large as the argument struct documents; messages out are this
+        // SAFETY: the matrix is as large as the argument struct documents; messages out are this
         // rank's until it posts them.
         unsafe {
             let (args, thread) = (self.args, tid());
@@ -172,15 +172,13 @@ impl<'a> Exchange<'a> {
                     let start = total;
                     let count = channel * (ranks + self.nodes) + column;
                     total += ld_u32(args.channel_counts.0 + count as u64 * 4);
-                    let (prefix, node, row) = if column < ranks {
-                        let entry = (column * channels + channel) as u64 * 4;
-                        let node = column / self.per_node;
-                        (args.gbl_channel_prefix_matrix.0 + entry, node, 1 + column % self.per_node)
+                    let (node, row) = if column < ranks {
+                        (column / self.per_node, 1 + column % self.per_node)
                     } else {
                         let entry = ((column - ranks) * channels + channel) as u64 * 4;
-                        (args.rdma_channel_prefix_matrix.0 + entry, column - ranks, 0)
+                        st_u32(args.rdma_channel_prefix_matrix.0 + entry, total);
+                        (column - ranks, 0)
                     };
-                    st_u32(prefix, total);
                     let index = wire_message::CHANNEL_STARTS + row * channels + channel;
                     st_u32(self.outgoing(node) + index as u64 * 4, start);
                     channel += 1;
@@ -361,9 +359,6 @@ impl<'a> Exchange<'a> {
                     let count = ld_shared_u32(at);
                     st_shared_u32(at, total);
                     total += count;
-                    if thread == self.args.comm.rank {
-                        st_u32(self.args.recv_gbl_rank_prefix_sum.0 + source as u64 * 4, total);
-                    }
                     source += 1;
                 }
             }

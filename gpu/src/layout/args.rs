@@ -416,8 +416,6 @@ pub struct InternodeNotifyArgs {
     pub header: DevicePtr,
     /// Out, sender side: i32 `[num_nodes, num_channels]`, inclusive over channels.
     pub rdma_channel_prefix_matrix: DevicePtr,
-    /// Out, sender side: i32 `[num_ranks, num_channels]`, inclusive over channels.
-    pub gbl_channel_prefix_matrix: DevicePtr,
     /// Out, forwarder side: i32 `[num_nodes, num_channels]`, inclusive over channels.
     pub recv_rdma_channel_prefix_matrix: DevicePtr,
     /// Out, forwarder side: i32 `[num_nodes]`, inclusive over source nodes.
@@ -425,8 +423,6 @@ pub struct InternodeNotifyArgs {
     /// Out, receiver side: i32 `[num_ranks, num_channels]`, first row of each source rank's
     /// channel.
     pub recv_gbl_channel_prefix_matrix: DevicePtr,
-    /// Out, receiver side: i32 `[num_ranks]`, inclusive over source ranks.
-    pub recv_gbl_rank_prefix_sum: DevicePtr,
     /// Out: u32 `[experts per rank]`, each rounded up to `expert_alignment`.
     pub num_recv_tokens_per_expert: DevicePtr,
     /// Out, forwarder side: u32 `[num_nodes, num_channels, SEND_ROW_STRIDE]`, first row at each
@@ -452,7 +448,7 @@ pub struct InternodeNotifyArgs {
     pub reserved: u32,
 }
 
-layout_assert!(InternodeNotifyArgs, size = 464, reserved at 460);
+layout_assert!(InternodeNotifyArgs, size = 448, reserved at 444);
 
 /// Arguments of `internode_dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -468,16 +464,13 @@ pub struct InternodeDispatchArgs {
     pub send_head: DevicePtr,
     /// In, of `internode_notify`: u32 `[num_nodes, num_channels, SEND_ROW_STRIDE]`.
     pub forward_start: DevicePtr,
-    /// Out, or in a cached dispatch not used: i32 `[num_rdma_recv_tokens, ranks of a node]`, index
-    /// of a relayed token in the (channel, source node) stream to a rank of this node, or -1.
-    pub send_nvl_head: DevicePtr,
     /// Bytes of a slot, a multiple of 16.
     pub slot_bytes: u32,
     /// Zero.
     pub reserved: u32,
 }
 
-layout_assert!(InternodeDispatchArgs, size = 504, reserved at 500);
+layout_assert!(InternodeDispatchArgs, size = 496, reserved at 492);
 
 /// The routing that a dispatch across nodes leaves for combine and cached dispatches: the sender's
 /// and the receiver's side.

@@ -165,6 +165,8 @@ pub enum Error {
         call: &'static str,
         /// Its error.
         reason: String,
+        /// The same as an error, where a call on the host failed.
+        source: Option<Box<Error>>,
     },
     /// A call of the CUDA driver failed.
     #[error("{call} failed: {name} ({code}){detail}")]

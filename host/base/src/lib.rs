@@ -4,6 +4,7 @@
 
 pub mod error;
 pub mod foreign;
+pub mod lock;
 pub mod meeting;
 pub mod own_file;
 pub mod virtual_time;

@@ -27,9 +27,11 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use crate::lock::lock;
 
 /// The time of a new clock, in nanoseconds.
 const START_NS: u64 = 1_000_000_000;
@@ -145,7 +147,7 @@ impl VirtualTime {
     /// Makes the calling thread a member until the guard is dropped, on the same thread.
     pub fn join(&self) -> Membership {
         let (id, member) = (thread_id(), Arc::new(Member::default()));
-        let mut table = self.table();
+        let mut table = lock(&self.inner.table);
         table.attempt = None;
         let replaced = table.members.insert(id, member.clone());
         drop(table);
@@ -163,20 +165,16 @@ impl VirtualTime {
     pub fn sleep(&self, duration: Duration) {
         let until = self.now() + duration;
         let until_ns = u64::try_from(until.as_nanos()).unwrap_or(u64::MAX);
-        self.table().wakes.push(until_ns);
+        lock(&self.inner.table).wakes.push(until_ns);
         let poller = Poller::new(Some(self));
         while self.now() < until {
             poller.pause();
         }
         drop(poller);
-        let mut table = self.table();
+        let mut table = lock(&self.inner.table);
         if let Some(at) = table.wakes.iter().position(|wake| *wake == until_ns) {
             table.wakes.swap_remove(at);
         }
-    }
-
-    fn table(&self) -> MutexGuard<'_, Table> {
-        self.inner.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn act(&self) {
@@ -307,7 +305,7 @@ pub struct Membership {
 impl Drop for Membership {
     fn drop(&mut self) {
         CURRENT.set(self.before.take());
-        let mut table = self.time.table();
+        let mut table = lock(&self.time.inner.table);
         table.attempt = None;
         match self.replaced.take() {
             Some(replaced) => table.members.insert(self.id, replaced),
@@ -343,14 +341,14 @@ struct Starting(VirtualTime);
 
 impl Starting {
     fn new(time: VirtualTime) -> Starting {
-        time.table().starting += 1;
+        lock(&time.inner.table).starting += 1;
         Starting(time)
     }
 }
 
 impl Drop for Starting {
     fn drop(&mut self) {
-        self.0.table().starting -= 1;
+        lock(&self.0.inner.table).starting -= 1;
     }
 }
 

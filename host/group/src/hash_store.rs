@@ -1,11 +1,12 @@
 //! The store of threads that share a process.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::board::Board;
 use super::store::{Store, counter_error, get_timed_out, poisoned, wait_timed_out};
 use crate::error::Result;
+use crate::lock::lock;
 
 /// A [`Store`] in this process's memory; share it between threads in an `Arc`.
 #[derive(Debug, Default)]
@@ -29,18 +30,13 @@ impl HashStore {
     /// Gives the store up: every call from now on, and every call that waits now, fails with
     /// `reason`. The first reason stays.
     pub(crate) fn poison(&self, reason: &str) {
-        self.lock().poison.get_or_insert_with(|| reason.to_owned());
+        lock(&self.state).poison.get_or_insert_with(|| reason.to_owned());
         self.changed.notify_all();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // No code runs under the lock that could leave the board half changed.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Looks at the board.
     fn read<T>(&self, operation: &'static str, key: &str, look: impl FnOnce(&Board) -> T) -> Result<T> {
-        let state = self.lock();
+        let state = lock(&self.state);
         match &state.poison {
             Some(reason) => Err(poisoned(operation, key, reason)),
             None => Ok(look(&state.board)),
@@ -54,7 +50,7 @@ impl HashStore {
         key: &str,
         change: impl FnOnce(&mut Board) -> T,
     ) -> Result<T> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if let Some(reason) = &state.poison {
             return Err(poisoned(operation, key, reason));
         }
@@ -74,7 +70,7 @@ impl HashStore {
         mut attempt: impl FnMut(&mut Board) -> Option<T>,
     ) -> Result<Option<T>> {
         let start = Instant::now();
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         loop {
             if let Some(reason) = &state.poison {
                 return Err(poisoned(operation, key, reason));

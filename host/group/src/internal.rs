@@ -23,7 +23,7 @@ pub use crate::threads::panic_text;
 pub use crate::work::Pending;
 
 use crate::error::Result;
-use crate::{ConnectionLimits, FileStore, HashStore, JobSecret, Member, MeshGroup, ReduceOp, TcpStore, Work};
+use crate::{FileStore, HashStore, JobSecret, Member, MeshGroup, ReduceOp, TcpStore, TcpStoreOptions, Work};
 
 /// All operations of reductions.
 pub const REDUCE_OPS: [ReduceOp; 8] = ReduceOp::ALL;
@@ -71,14 +71,8 @@ pub fn work_of<T>(
 ///
 /// # Errors
 /// Errors of the operating system.
-pub fn host_on(
-    listener: TcpListener,
-    timeout: Duration,
-    linger: Duration,
-    secret: Option<&JobSecret>,
-    limits: &ConnectionLimits,
-) -> Result<TcpStore> {
-    TcpStore::host_on(listener, timeout, linger, secret, limits)
+pub fn host_on(listener: TcpListener, options: &TcpStoreOptions) -> Result<TcpStore> {
+    TcpStore::host_on(listener, options)
 }
 
 /// [`TcpStore::host_with`] for clients that are told `host`: a loopback address is listened at
@@ -86,31 +80,23 @@ pub fn host_on(
 ///
 /// # Errors
 /// Where the port is taken.
-pub fn host_at(
-    host: &str,
-    port: u16,
-    timeout: Duration,
-    linger: Duration,
-    secret: Option<&JobSecret>,
-    limits: &ConnectionLimits,
-) -> Result<TcpStore> {
-    TcpStore::host_at("", host, port, timeout, linger, secret, limits)
+pub fn host_at(host: &str, port: u16, options: &TcpStoreOptions) -> Result<TcpStore> {
+    TcpStore::host_at(host, port, options)
 }
 
-/// [`TcpStore::connect_with_secret`], but the server may take `answer` to answer. Trying ends with
-/// an error once `stop` returns true. `stop` gets the reason of a long delay once.
+/// [`TcpStore::connect_with`], but tries for `tries`. Trying ends with an error once `stop` returns
+/// true. `stop` gets the reason of a long delay once.
 ///
 /// # Errors
-/// Where the server is not reached in `timeout`, or `stop` returns true.
+/// Where the server is not reached in `tries`, or `stop` returns true.
 pub fn connect_unless(
     host: &str,
     port: u16,
-    secret: Option<&JobSecret>,
-    timeout: Duration,
-    answer: Duration,
+    options: &TcpStoreOptions,
+    tries: Duration,
     stop: impl FnMut(Option<&str>) -> bool,
 ) -> Result<TcpStore> {
-    TcpStore::connect_unless(host, port, secret, timeout, answer, stop)
+    TcpStore::connect_unless(host, port, options, tries, stop)
 }
 
 /// How long the server of a store stays for the other clients when the store is dropped.

@@ -39,7 +39,7 @@ mod turns;
 mod typed;
 mod work;
 
-use epoxide_base::{error, foreign, own_file, virtual_time};
+use epoxide_base::{error, foreign, lock, own_file, virtual_time};
 
 pub use call::Message;
 pub use element::{ReduceOp, Reducible};
@@ -57,7 +57,7 @@ pub use rendezvous::{Member, Rendezvous, rendezvous};
 pub use secret::{JOB_SECRET, JOB_SECRET_FILE, JobSecret};
 pub use store::Store;
 pub use strangers::ConnectionLimits;
-pub use tcp::{DEFAULT_PORT, TcpStore};
+pub use tcp::{DEFAULT_PORT, TcpStore, TcpStoreOptions};
 pub use threads::{RankFailure, run_threads};
 pub use typed::Collectives;
 pub use work::Work;

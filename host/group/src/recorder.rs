@@ -3,12 +3,13 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::io::Write as _;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
 use super::call::Operation;
+use crate::lock::lock;
 use crate::own_file;
 
 /// Variable with the start of the path of the dumps; `.GROUP.rankR.json` is appended. Dumps are for
@@ -108,7 +109,7 @@ impl Recorder {
         root: Option<u32>,
         reduction: Option<String>,
     ) {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = lock(&self.entries);
         while entries.len() >= self.capacity.max(1) {
             entries.pop_front();
         }
@@ -127,7 +128,7 @@ impl Recorder {
 
     /// Ends the operation that started last.
     pub fn end(&self, error: Option<&str>) {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = lock(&self.entries);
         if let Some(entry) = entries.back_mut() {
             entry.end(error);
         }
@@ -135,7 +136,7 @@ impl Recorder {
 
     /// Ends the operation of this number, where several are under way.
     pub fn finish(&self, sequence: u64, error: Option<&str>) {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = lock(&self.entries);
         if let Some(entry) = entries.iter_mut().rev().find(|entry| entry.sequence == sequence) {
             entry.end(error);
         }
@@ -143,7 +144,7 @@ impl Recorder {
 
     /// Oldest first.
     pub fn entries(&self) -> Vec<Entry> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+        lock(&self.entries).iter().cloned().collect()
     }
 
     /// Writes the ring to where the user wants it; a failure to do so is only logged.

@@ -27,13 +27,8 @@ pub trait Store: Send + Sync + Debug {
     /// True when `key` is set now, or its queue is not empty.
     fn check(&self, key: &str) -> Result<bool>;
 
-    /// Removes the value of `key`; true when it was there.
+    /// Removes the value of `key`, as PyTorch's `delete_key` does; true when it was there.
     fn delete(&self, key: &str) -> Result<bool>;
-
-    /// [`Store::delete`] under PyTorch's name.
-    fn delete_key(&self, key: &str) -> Result<bool> {
-        self.delete(key)
-    }
 
     /// True when every one of `keys` would pass [`Store::check`].
     fn check_all(&self, keys: &[&str]) -> Result<bool> {

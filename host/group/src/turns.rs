@@ -1,7 +1,7 @@
 //! One operation of a group at a time, in the order of the calls, from any thread.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -11,6 +11,7 @@ use super::mesh::{Engine, Wake};
 use super::recorder::Recorder;
 use super::work::{Promise, Work};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::virtual_time::spawn;
 
 /// State that the handles and the worker of a group share.
@@ -52,7 +53,7 @@ struct Turn<'a>(&'a Core);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        self.0.turns().serving += 1;
+        lock(&self.0.turns).serving += 1;
         self.0.turned.notify_all();
     }
 }
@@ -63,7 +64,7 @@ struct FailQueued<'a>(&'a Core);
 impl Drop for FailQueued<'_> {
     fn drop(&mut self) {
         let jobs = {
-            let mut turns = self.0.turns();
+            let mut turns = lock(&self.0.turns);
             turns.closing = true;
             turns.serving += turns.jobs.len() as u64;
             std::mem::take(&mut turns.jobs)
@@ -87,17 +88,9 @@ impl Core {
         }
     }
 
-    fn turns(&self) -> MutexGuard<'_, Turns> {
-        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn engine(&self) -> MutexGuard<'_, Engine> {
-        self.engine.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits for the turn of `ticket`.
     fn turn(&self, ticket: u64) -> Result<Turn<'_>> {
-        let turns = self.turns();
+        let turns = lock(&self.turns);
         let turns = self
             .turned
             .wait_while(turns, |turns| turns.serving != ticket)
@@ -117,7 +110,7 @@ impl Core {
             rank: self.rank,
             operation: "after its end",
             sequence: 0,
-            peers: self.turns().failed.clone(),
+            peers: lock(&self.turns).failed.clone(),
             reason: format!("the group is of no use any more, make a new one or shrink it: {reason}"),
         }
     }
@@ -125,12 +118,12 @@ impl Core {
     /// Runs `body` in the calling thread when its turn comes. An error breaks the group.
     pub(crate) fn run<T>(&self, body: impl FnOnce(&mut Engine, &Recorder) -> Result<T>) -> Result<T> {
         let ticket = {
-            let mut turns = self.turns();
+            let mut turns = lock(&self.turns);
             turns.next += 1;
             turns.next - 1
         };
         let _turn = self.turn(ticket)?;
-        let mut engine = self.engine();
+        let mut engine = lock(&self.engine);
         let outcome = body(&mut engine, &self.recorder);
         outcome.inspect_err(|error| self.fail(&mut engine, error))
     }
@@ -150,7 +143,7 @@ impl Core {
     }
 
     fn message_number(&self) -> u64 {
-        let mut turns = self.turns();
+        let mut turns = lock(&self.turns);
         turns.messages += 1;
         turns.messages - 1
     }
@@ -158,7 +151,7 @@ impl Core {
     /// Queues a checked call for the worker, which is started when there is none.
     pub(crate) fn start(self: &Arc<Core>, call: Call, timeout: Duration) -> Work {
         let (work, promise) = Work::pending();
-        let mut turns = self.turns();
+        let mut turns = lock(&self.turns);
         if turns.closing {
             let reason = turns.broken.clone().unwrap_or_default();
             drop(turns);
@@ -186,7 +179,7 @@ impl Core {
     fn work(&self) {
         let _ended = FailQueued(self);
         loop {
-            let turns = self.turns();
+            let turns = lock(&self.turns);
             let idle = |turns: &mut Turns| turns.jobs.is_empty() && !turns.closing;
             let mut turns = self.turned.wait_while(turns, idle).unwrap_or_else(PoisonError::into_inner);
             let Some(job) = turns.jobs.pop_front() else { return };
@@ -198,7 +191,7 @@ impl Core {
                     continue;
                 }
             };
-            let mut engine = self.engine();
+            let mut engine = lock(&self.engine);
             match job.call {
                 Call::P2p(list) => self.send_and_receive(&mut engine, list, job.timeout, job.promise),
                 call => {
@@ -219,7 +212,7 @@ impl Core {
         let more = || {
             let mut promises = promises.borrow_mut();
             let mut lists = Vec::new();
-            let mut turns = self.turns();
+            let mut turns = lock(&self.turns);
             // Tickets between these belong to other threads' operations, which then come first.
             while let Some(job) = turns.jobs.front() {
                 let next = turns.serving + promises.len() as u64;
@@ -245,7 +238,7 @@ impl Core {
         }
         let promises = promises.into_inner();
         // The caller's turn ends by itself; the others' end here.
-        self.turns().serving += promises.len() as u64 - 1;
+        lock(&self.turns).serving += promises.len() as u64 - 1;
         for promise in promises.into_iter().flatten() {
             if let Err(error) = &outcome {
                 promise.complete(Err(error.clone()));
@@ -257,7 +250,7 @@ impl Core {
     fn fail(&self, engine: &mut Engine, error: &Error) {
         let reason = error.to_string();
         {
-            let mut turns = self.turns();
+            let mut turns = lock(&self.turns);
             if turns.broken.is_some() {
                 return;
             }
@@ -273,14 +266,14 @@ impl Core {
     pub(crate) fn abort(&self, reason: &str) {
         self.wake.give_up(reason);
         // The one in the mesh, if any, sees the reason soon and leaves.
-        let mut engine = self.engine();
+        let mut engine = lock(&self.engine);
         let error = engine.error(Vec::new(), format!("the group was given up: {reason}"));
         self.fail(&mut engine, &error);
     }
 
     /// Ranks known to be dead, or to blame for the group's end.
     pub(crate) fn failed_ranks(&self) -> Vec<u32> {
-        self.turns().failed.clone()
+        lock(&self.turns).failed.clone()
     }
 
     /// Ranks that are not there any more, or not yet. Does not break the group.
@@ -292,19 +285,19 @@ impl Core {
     }
 
     pub(crate) fn is_broken(&self) -> bool {
-        self.turns().broken.is_some()
+        lock(&self.turns).broken.is_some()
     }
 
     /// No operation from now on; tells the peers that this rank leaves. Waits for the worker, whose
     /// queue fails.
     pub(crate) fn close(&self, reason: &str) {
         let worker = {
-            let mut turns = self.turns();
+            let mut turns = lock(&self.turns);
             turns.closing = true;
             turns.worker.take()
         };
         let busy = {
-            let turns = self.turns();
+            let turns = lock(&self.turns);
             turns.serving != turns.next
         };
         if busy {
@@ -315,8 +308,8 @@ impl Core {
             // A panic of the worker has shown in the operation that it ran.
             let _ = worker.join();
         }
-        let mut engine = self.engine();
-        let mut turns = self.turns();
+        let mut engine = lock(&self.engine);
+        let mut turns = lock(&self.turns);
         if turns.broken.is_none() {
             turns.broken = Some(reason.to_owned());
             drop(turns);

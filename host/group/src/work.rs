@@ -1,11 +1,12 @@
 //! Handles of operations that go on in the background.
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::CallResult;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Where an operation under way is looked at.
 pub trait Pending: Send + Sync {
@@ -26,23 +27,17 @@ struct Promised {
     ended: Condvar,
 }
 
-impl Promised {
-    fn result(&self) -> MutexGuard<'_, Option<Result<CallResult>>> {
-        self.result.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl Pending for Promised {
     fn outcome(&self) -> Option<Result<CallResult>> {
-        self.result().clone()
+        lock(&self.result).clone()
     }
 
     fn is_over(&self) -> bool {
-        self.result().is_some()
+        lock(&self.result).is_some()
     }
 
     fn wait(&self, until: Option<Instant>) {
-        let mut result = self.result();
+        let mut result = lock(&self.result);
         while result.is_none() {
             result = match until.map(|until| until.saturating_duration_since(Instant::now())) {
                 None => self.ended.wait(result).unwrap_or_else(PoisonError::into_inner),
@@ -128,7 +123,7 @@ pub(crate) struct Promise(Arc<Promised>);
 
 impl Promise {
     pub(crate) fn complete(&self, result: Result<CallResult>) {
-        self.0.result().get_or_insert(result);
+        lock(&self.0.result).get_or_insert(result);
         self.0.ended.notify_all();
     }
 }

@@ -13,7 +13,7 @@ use super::signals::{Signals, ends};
 use crate::error::{Error, Result};
 use crate::foreign::escaped;
 use crate::group::internal::{connect_unless, host_at, set_linger};
-use crate::group::{ConnectionLimits, JobSecret, Store, TcpStore};
+use crate::group::{JobSecret, Store, TcpStore, TcpStoreOptions};
 
 /// How long the launchers wait for each other to come.
 const JOIN: Duration = Duration::from_secs(300);
@@ -138,8 +138,10 @@ impl Launchers {
         let (host, port) = endpoint;
         let (node, nodes) = (launch.nodes.rank, launch.nodes.count);
         let timeout = launch.node_timeout;
+        let options =
+            TcpStoreOptions { secret: secret.cloned(), linger: LINGER, ..TcpStoreOptions::new(timeout) };
         let store = match node {
-            0 => host_at(host, *port, timeout, LINGER, secret, &ConnectionLimits::default())?,
+            0 => host_at(host, *port, &options)?,
             _ => {
                 let mut ended = None;
                 let stop = |warning: Option<&str>| {
@@ -149,7 +151,7 @@ impl Launchers {
                     ended = ending(&mut signals);
                     ended.is_some()
                 };
-                let store = connect_unless(host, *port, secret, JOIN, timeout, stop);
+                let store = connect_unless(host, *port, &options, JOIN, stop);
                 match ended {
                     Some(signal) => return Err(Interrupted::Signal(signal)),
                     None => store?,
@@ -379,8 +381,9 @@ mod tests {
 
     #[test]
     fn keys_that_are_set_count_even_if_a_launcher_gave_up_since() {
-        let (timeout, limits) = (Duration::from_secs(60), ConnectionLimits::default());
-        let store = host_at("127.0.0.1", 0, timeout, LINGER, None, &limits).unwrap();
+        let timeout = Duration::from_secs(60);
+        let options = TcpStoreOptions { linger: LINGER, ..TcpStoreOptions::new(timeout) };
+        let store = host_at("127.0.0.1", 0, &options).unwrap();
         let launchers = Launchers {
             heart: None,
             losses: Losses::default(),

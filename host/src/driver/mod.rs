@@ -14,25 +14,22 @@ pub mod cuda;
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 pub mod cuda {}
 pub(crate) mod device;
-mod fence;
 pub(crate) mod owned;
 pub(crate) mod raw;
 pub(crate) mod rule;
-mod staged_copy;
 pub(crate) mod staging;
 pub(crate) mod streams;
 pub mod virt;
 
 pub use device::Device;
 pub(crate) use device::Driver;
-pub(crate) use fence::Fence;
 pub use owned::{Event, Graph, Kernel, Memory, Module, Stream};
-pub(crate) use owned::{MappedMemory, Report, give_up, poll};
+pub(crate) use owned::{MappedMemory, Outcome, give_up, poll};
 pub(crate) use raw::{CopyEnd, FabricHandle, RawMemory};
 pub use raw::{DeviceInfo, LaunchConfig, MemoryKind, RawStream, RdmaWriteOrder};
 pub(crate) use rule::NoDriverCalls;
 pub(crate) use staging::Staging;
-pub(crate) use streams::Streams;
+pub(crate) use streams::{Fence, Streams};
 
 /// A device address in bytes. On the virtual GPU it is a host virtual address of this process.
 pub use epoxide_gpu::layout::DevicePtr;

@@ -15,7 +15,7 @@ use epoxide_gpu::simt::ptx::CutPtx;
 
 use super::device::Device;
 use super::raw::{CopyEnd, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
-use super::staged_copy;
+use super::staging::{self, HostSide};
 use super::streams::{List, Listed, Streams};
 use crate::bounded::{self, read_text_file};
 use crate::error::{Error, Result};
@@ -139,6 +139,11 @@ impl Memory {
         self.check_range(offset, into.len() as u64)?;
         // SAFETY: as in `write`.
         unsafe { stream.read(into, self.raw.ptr.add(offset)) }
+    }
+
+    /// [`Memory::write`] at an address in it.
+    pub(crate) fn write_at(&self, stream: &Stream, at: DevicePtr, bytes: &[u8]) -> Result<()> {
+        self.write(stream, at.0.wrapping_sub(self.raw.ptr.0), bytes)
     }
 
     fn check_range(&self, offset: u64, bytes: u64) -> Result<()> {
@@ -448,7 +453,7 @@ impl Stream {
     /// their contents.
     pub unsafe fn write(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { staged_copy::write(&self.device, self.handle, dst, src) }
+        unsafe { staging::copy(&self.device, self.handle, dst, HostSide::Source(src)) }
     }
 
     /// Copies device bytes to the host, through page-locked memory, and waits for it.
@@ -457,7 +462,7 @@ impl Stream {
     /// `dst.len()` bytes from `src` on are live memory of this device.
     pub unsafe fn read(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { staged_copy::read(&self.device, self.handle, dst, src) }
+        unsafe { staging::copy(&self.device, self.handle, src, HostSide::Target(dst)) }
     }
 
     /// Copies between device addresses, in stream order.
@@ -564,10 +569,19 @@ pub(crate) fn poll(
     Ok(true)
 }
 
-/// How the work in front of an event has ended, for the host that waits for the event.
-pub(crate) trait Report: fmt::Debug + Send + Sync {
+/// How enqueued work has ended: that in front of an event, or that a result comes from. A host that
+/// waits for the event, or reads the result, gets the work's error, if there was one.
+pub(crate) trait Outcome: fmt::Debug + Send + Sync {
     /// The error of the work, if it has failed.
     fn report(&self) -> Result<()>;
+
+    /// Has `stream` wait for the last of the work, on whichever stream it runs.
+    fn order_before(&self, stream: &Stream) -> Result<()>;
+
+    /// [`Outcome::report`] where `stream` has passed the work.
+    fn check_behind(&self, _stream: &Stream) -> Result<()> {
+        self.report()
+    }
 }
 
 /// A point in a stream.
@@ -579,7 +593,7 @@ pub(crate) trait Report: fmt::Debug + Send + Sync {
 pub struct Event {
     device: Device,
     handle: u64,
-    of: Option<Arc<dyn Report>>,
+    of: Option<Arc<dyn Outcome>>,
 }
 
 impl Event {
@@ -598,7 +612,7 @@ impl Event {
     }
 
     /// The same event, with the outcome that `report` holds.
-    pub(crate) fn of(mut self, report: Arc<dyn Report>) -> Event {
+    pub(crate) fn of(mut self, report: Arc<dyn Outcome>) -> Event {
         self.of = Some(report);
         self
     }

@@ -1,7 +1,13 @@
-//! The list of a device's streams.
+//! The list of a device's streams, and fences: points behind all that they have been given.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
+use std::time::Duration;
+
+use super::device::Device;
+use super::owned::{Event, Stream};
+use crate::error::Result;
+use crate::lock::lock;
 
 /// The streams of a device that have an owner ([`Stream`](super::Stream)).
 #[derive(Debug, Default)]
@@ -26,10 +32,6 @@ pub(super) struct Listed {
     pub(super) fenced: bool,
 }
 
-/// The list, held still: none of the streams goes, or begins to be captured by this library,
-/// meanwhile.
-pub(super) type Still<'a> = MutexGuard<'a, List>;
-
 impl Streams {
     /// A number that no other stream of this process has or had: a driver's handle may come back.
     pub(super) fn new_id() -> u64 {
@@ -37,8 +39,10 @@ impl Streams {
         NEXT.fetch_add(1, Ordering::Relaxed)
     }
 
-    pub(super) fn hold(&self) -> Still<'_> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The list. Meanwhile none of the streams is destroyed, or begins to be captured by this
+    /// library.
+    pub(super) fn hold(&self) -> MutexGuard<'_, List> {
+        lock(&self.list)
     }
 
     /// Whether a wait was given up although its work may still run. Its memory is not known here,
@@ -69,5 +73,53 @@ impl List {
     pub(super) fn fenced(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let fenced = self.streams.iter().filter(|stream| stream.fenced);
         fenced.map(|stream| (stream.id, stream.handle)).chain(self.departed.map(|handle| (0, handle)))
+    }
+}
+
+/// A point behind all work that the listed streams had been given when it was made. Captured work
+/// is left out: it does not run.
+#[derive(Debug)]
+pub struct Fence(Vec<(u64, Event)>);
+
+impl Fence {
+    /// A fence behind all that has been enqueued so far. Takes events from `spare` as far as there
+    /// are any.
+    pub fn new(device: &Device, spare: &mut Vec<Event>) -> Result<Fence> {
+        let list = device.driver.streams().hold();
+        let mut events = Vec::with_capacity(list.streams.len() + 1);
+        for (id, handle) in list.fenced() {
+            if device.driver.stream_is_capturing(handle)? {
+                continue;
+            }
+            let event = match spare.pop() {
+                Some(event) => event,
+                None => Event::new(device)?,
+            };
+            event.record_raw(handle)?;
+            events.push((id, event));
+        }
+        Ok(Fence(events))
+    }
+
+    /// Makes `stream` wait for it. The work of `stream` itself comes before in any case.
+    pub fn order_before(&self, stream: &Stream) -> Result<()> {
+        let others = self.0.iter().filter(|(id, _)| *id != stream.id());
+        others.map(|(_, event)| event).try_for_each(|event| stream.wait(event))
+    }
+
+    /// Waits for it; false where it has not come in time.
+    pub fn wait_timeout(&self, timeout: Duration) -> Result<bool> {
+        for (_, event) in &self.0 {
+            if !event.wait_timeout(timeout)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Its events, for the next fence: a wait is for an event's last record at the time of the
+    /// call.
+    pub fn into_spare(self, spare: &mut Vec<Event>) {
+        spare.extend(self.0.into_iter().map(|(_, event)| event));
     }
 }

@@ -21,7 +21,7 @@ mod private {
 }
 
 /// Whether ids are i32, as the kernels take it.
-pub(super) fn is_narrow(ids: &Tensor<'_>) -> u32 {
+pub fn is_narrow(ids: &Tensor<'_>) -> u32 {
     (ids.dtype() == super::DType::I32).into()
 }
 

@@ -5,12 +5,13 @@ use std::borrow::Cow;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use bytemuck::Pod;
 
-use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Report, Stream};
+use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Outcome, Stream};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Element type of a [`Tensor`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -100,23 +101,11 @@ elements! {
 }
 
 /// Keeps the memory of a tensor alive.
-pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
+pub type Owner = Arc<dyn Any + Send + Sync>;
 
 /// The owners of tensors, those that have one.
 pub fn owners<'t, 'a: 't>(tensors: impl IntoIterator<Item = Option<&'t Tensor<'a>>>) -> Vec<Owner> {
     tensors.into_iter().flatten().filter_map(|tensor| tensor.owner().cloned()).collect()
-}
-
-/// Operations that results come from. A host read of a result returns their error instead, if there
-/// was one.
-pub(crate) trait Outcome: Report {
-    /// Has `stream` wait for the last operation of their buffer, on whichever stream it runs.
-    fn come_before(&self, stream: &Stream) -> Result<()>;
-
-    /// The error of the first of them that has failed. `stream` has passed them.
-    fn check_behind(&self, _stream: &Stream) -> Result<()> {
-        self.report()
-    }
 }
 
 /// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone
@@ -248,13 +237,13 @@ impl<'a> Tensor<'a> {
 
     fn set_filled(&self, by: Option<Arc<dyn Outcome>>) {
         if let Some(filled) = &self.filled {
-            *filled.lock().unwrap_or_else(PoisonError::into_inner) = by;
+            *lock(filled) = by;
         }
     }
 
     /// The operations that the elements come from.
     fn outcomes(&self) -> impl Iterator<Item = Arc<dyn Outcome>> {
-        let filled = self.filled.as_ref().map(|filled| filled.lock().unwrap_or_else(PoisonError::into_inner));
+        let filled = self.filled.as_ref().map(|filled| lock(filled));
         let filled = filled.and_then(|filled| filled.clone());
         self.outcome.clone().into_iter().chain(filled)
     }
@@ -289,7 +278,7 @@ impl<'a> Tensor<'a> {
     }
 
     /// The same tensor, for callers that ensure its use only while its elements are the holder's.
-    pub(super) fn outlive(self) -> Tensor<'static> {
+    pub(super) fn into_static(self) -> Tensor<'static> {
         let Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, filled, place: _ } = self;
         Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, filled, place: PhantomData }
     }
@@ -359,7 +348,7 @@ impl<'a> Tensor<'a> {
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check_element::<T>()?;
         for outcome in self.outcomes() {
-            outcome.come_before(stream)?;
+            outcome.order_before(stream)?;
         }
         let (rows, row_bytes) = (self.rows() as usize, self.row_bytes() as usize);
         let mut out = vec![T::zeroed(); rows * self.columns() as usize];
@@ -557,8 +546,8 @@ impl<'a, T: Element> TypedTensor<'a, T> {
         TypedTensor(Tensor::in_memory(ptr, T::DTYPE, shape, owner), PhantomData)
     }
 
-    pub(super) fn outlive(self) -> TypedTensor<'static, T> {
-        TypedTensor(self.0.outlive(), PhantomData)
+    pub(super) fn into_static(self) -> TypedTensor<'static, T> {
+        TypedTensor(self.0.into_static(), PhantomData)
     }
 
     /// [`Tensor::to_host`] with the elements' own type.

@@ -9,7 +9,7 @@ use crate::error::Error;
 
 /// A queue, and where it leads.
 #[derive(Debug)]
-pub struct Link {
+pub struct PeerQueue {
     /// The rank at the other end.
     pub peer: u32,
     /// Its index among the queues to this peer.
@@ -40,14 +40,14 @@ pub(crate) struct MappedPeer {
 #[derive(Debug)]
 pub struct Links {
     /// In ascending order of (queue, peer).
-    pub(super) links: Vec<Link>,
+    pub(super) links: Vec<PeerQueue>,
     pub(super) mapped: Vec<MappedPeer>,
     pub(super) receiving: Vec<Box<dyn Receiving>>,
 }
 
 impl Links {
     /// The queues, in ascending order of (queue, peer).
-    pub fn queues(&mut self) -> &mut [Link] {
+    pub fn queues(&mut self) -> &mut [PeerQueue] {
         &mut self.links
     }
 
@@ -77,7 +77,7 @@ impl Links {
         self.receiving.append(&mut more.receiving);
     }
 
-    pub(super) fn take(&mut self) -> Vec<Link> {
+    pub(super) fn take(&mut self) -> Vec<PeerQueue> {
         std::mem::take(&mut self.links)
     }
 }

@@ -12,9 +12,9 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::greeting;
-use super::links::{Links, MappedPeer, Receiving};
+use super::links::{Links, MappedPeer};
 use super::options::TransportKind;
-use super::presence::{Life, Presence};
+use super::presence::{Life, Neighbours, Presence};
 use super::setup::{LinkEnds, Setup};
 use crate::driver::{FabricHandle, Memory};
 use crate::error::{Error, Result};
@@ -156,24 +156,5 @@ fn agree(setup: &Setup<'_>, attempts: &[(u32, Attempt)]) -> Result<BTreeMap<(u32
                 .error("connect", reason))
         }
         (None, None) => Ok(verdicts),
-    }
-}
-
-/// The peers on this host, as far as they are alive, and this rank's own sign of life.
-#[derive(Debug)]
-struct Neighbours {
-    presence: Presence,
-    lives: Vec<(LinkEnds, Life)>,
-}
-
-impl Receiving for Neighbours {
-    fn failure(&self) -> Option<Error> {
-        // A peer that has said goodbye wrote all that it had to.
-        let dead = |(ends, life): &(LinkEnds, Life)| life.is_dead().then(|| ends.error("receive", "it died"));
-        self.lives.iter().find_map(dead)
-    }
-
-    fn close(&mut self) {
-        self.presence.leave();
     }
 }

@@ -22,7 +22,6 @@ mod presence;
 pub(crate) mod proxy;
 pub(crate) mod put;
 mod setup;
-mod shaped;
 pub(crate) mod shaping;
 mod shm;
 pub(crate) mod tcp;

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::links::{Link, Links};
+use super::links::{Links, PeerQueue};
 use super::options::{TransportKind, TransportOptions};
 use super::setup::Setup;
-use super::shaped::Shaped;
+use super::shaping::Shaped;
 use super::{greeting, mapped, shm, tcp, verbs};
 use crate::driver::{Device, Memory, MemoryKind};
 use crate::error::Result;
@@ -113,9 +113,9 @@ pub fn connect(
         TransportKind::Verbs => verbs::connect(&setup)?,
     };
     if let Some(shaping) = &options.hooks.shaping {
-        let shape = |Link { peer, index, queue }| {
+        let shape = |PeerQueue { peer, index, queue }| {
             let queue = Box::new(Shaped::new(queue, shaping, setup.ends(peer), index));
-            Link { peer, index, queue }
+            PeerQueue { peer, index, queue }
         };
         links.links = links.take().into_iter().map(shape).collect();
     }

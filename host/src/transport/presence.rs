@@ -6,6 +6,8 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::links::Receiving;
+use super::setup::LinkEnds;
 use crate::error::{Error, Result};
 
 /// This rank's own sign of life.
@@ -68,6 +70,25 @@ impl Life {
         // An interrupted poll says nothing; the next one asks again.
         let _ = poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
         polled[0].revents()
+    }
+}
+
+/// The peers on this host, as far as they are alive, and this rank's own sign of life.
+#[derive(Debug)]
+pub(super) struct Neighbours {
+    pub(super) presence: Presence,
+    pub(super) lives: Vec<(LinkEnds, Life)>,
+}
+
+impl Receiving for Neighbours {
+    fn failure(&self) -> Option<Error> {
+        // A peer that has said goodbye wrote all that it had to.
+        let dead = |(ends, life): &(LinkEnds, Life)| life.is_dead().then(|| ends.error("receive", "it died"));
+        self.lives.iter().find_map(dead)
+    }
+
+    fn close(&mut self) {
+        self.presence.leave();
     }
 }
 

@@ -3,17 +3,18 @@
 use std::collections::VecDeque;
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{PutRequest, QUEUE_BYTES, QueueWords, RING_ENTRIES};
 
-use super::links::{Link, Links};
+use super::links::{Links, PeerQueue};
 use super::put::{Interrupt, Put, PutQueue};
-use super::setup::{JOIN, deadline};
+use super::setup::{JOIN_TIMEOUT, deadline};
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::virtual_time::{Poller, spawn};
 
 /// Most puts that are given to a queue at once.
@@ -171,7 +172,7 @@ fn stop(proxies: &mut [Proxy], grace: Duration) {
             thread.thread().unpark();
         }
     }
-    let until = deadline(JOIN);
+    let until = deadline(JOIN_TIMEOUT);
     while proxies.iter().any(running) && Instant::now() < until {
         std::thread::sleep(Duration::from_micros(200));
     }
@@ -215,8 +216,8 @@ struct ProxyState {
 
 impl Proxy {
     /// Starts the proxy of a link; `device` runs the kernels that post.
-    pub fn start(device: &Device, link: Link) -> Result<Proxy> {
-        let Link { peer, index, queue } = link;
+    pub fn start(device: &Device, link: PeerQueue) -> Result<Proxy> {
+        let PeerQueue { peer, index, queue } = link;
         let ring = Arc::new(Memory::alloc(device, QUEUE_BYTES, MemoryKind::MappedHost, "queue of puts")?);
         let shared = Arc::new(ProxyState::default());
         let interrupt = queue.interrupt();
@@ -282,7 +283,7 @@ impl Proxy {
             None => "is in no call of the system's".to_owned(),
         };
         let reason = format!(
-            "queue {} to rank {} {what} since it was told to end {JOIN:?} ago",
+            "queue {} to rank {} {what} since it was told to end {JOIN_TIMEOUT:?} ago",
             self.queue, self.peer
         );
         Error::timeout("proxy", reason)
@@ -299,10 +300,6 @@ impl Drop for Proxy {
     fn drop(&mut self) {
         self.stop(GRACE);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The thread's own.

@@ -59,8 +59,11 @@ pub trait PutQueue: Send + Debug {
     /// written again. Does not wait.
     fn completed(&mut self) -> Result<u64>;
 
-    /// Waits until all puts have left.
-    fn quiet(&mut self, timeout: Duration) -> Result<()>;
+    /// Waits until all puts have left. The default is that of a queue whose puts have left once
+    /// they are put.
+    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
+        self.completed().map(drop)
+    }
 
     /// Says goodbye: nothing is put after it. A queue that is dropped without it looks to the peer
     /// like one whose rank died.

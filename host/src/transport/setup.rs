@@ -12,9 +12,9 @@ use crate::group::ProcessGroup;
 /// Longest time for a thread to end after it was told to. All its waits poll for that. Only a call
 /// of the system or of a card's driver that does not return takes longer. Then the thread is
 /// leaked, with the memory that it uses.
-pub(super) const JOIN: Duration = Duration::from_secs(5);
+pub(super) const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often a wait looks whether it was interrupted.
-pub(super) const LOOK: Duration = Duration::from_millis(20);
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The end of a wait that starts now.
 pub(super) fn deadline(timeout: Duration) -> Instant {

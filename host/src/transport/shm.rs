@@ -3,13 +3,12 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::greeting;
-use super::links::{Link, Links, Receiving};
-use super::presence::{Life, Presence};
+use super::links::{Links, PeerQueue};
+use super::presence::{Life, Neighbours, Presence};
 use super::put::{Put, PutQueue};
 use super::setup::{LinkEnds, Setup, WireHost, store_counter};
 use crate::driver::Memory;
@@ -27,10 +26,14 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     // The ranks of one host exchange wire memory and a sign of life.
     let received = setup.group.exchange_fds(&[memory.as_fd(), reader.as_fd()])?;
     let links = greeting::agree(setup.group, setup.options.kind, make_links(setup, &source, received))?;
-    Ok(Links { links, mapped: Vec::new(), receiving: vec![Box::new(Left(presence))] })
+    Ok(Links {
+        links,
+        mapped: Vec::new(),
+        receiving: vec![Box::new(Neighbours { presence, lives: Vec::new() })],
+    })
 }
 
-fn make_links(setup: &Setup<'_>, source: &WireHost, received: Vec<Vec<OwnedFd>>) -> Result<Vec<Link>> {
+fn make_links(setup: &Setup<'_>, source: &WireHost, received: Vec<Vec<OwnedFd>>) -> Result<Vec<PeerQueue>> {
     let mut peers = Vec::new();
     for (peer, fds) in (0u32..).zip(received) {
         if !setup.peers.contains(&peer) {
@@ -54,26 +57,11 @@ fn make_links(setup: &Setup<'_>, source: &WireHost, received: Vec<Vec<OwnedFd>>)
                 target: target.clone(),
                 life: life.clone(),
                 posted: 0,
-                failed: None,
             };
-            links.push(Link { peer: *peer, index, queue: Box::new(queue) });
+            links.push(PeerQueue { peer: *peer, index, queue: Box::new(queue) });
         }
     }
     Ok(links)
-}
-
-/// The peers learn here that this rank has left; nothing is received, as they write to memory.
-#[derive(Debug)]
-struct Left(Presence);
-
-impl Receiving for Left {
-    fn failure(&self) -> Option<Error> {
-        None
-    }
-
-    fn close(&mut self) {
-        self.0.leave();
-    }
 }
 
 /// A peer's wire memory as this process has it: ordinary memory, of which no driver knows.
@@ -121,11 +109,10 @@ struct ShmQueue {
     target: Arc<Target>,
     life: Arc<Life>,
     posted: u64,
-    failed: Option<Error>,
 }
 
-impl ShmQueue {
-    fn put(&mut self, puts: &[Put]) -> Result<()> {
+impl PutQueue for ShmQueue {
+    fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
         self.life.check().map_err(|reason| self.ends.error("put", reason))?;
         for put in puts {
             put.check(self.source.bytes()).map_err(|reason| self.ends.error("put", reason))?;
@@ -136,12 +123,8 @@ impl ShmQueue {
             // addresses only.
             unsafe {
                 if put.bytes > 0 {
-                    let from = self.source.at(put.from);
-                    std::ptr::copy_nonoverlapping(
-                        from,
-                        self.target.base.add(put.to as usize),
-                        put.bytes as usize,
-                    );
+                    let to = self.target.base.add(put.to as usize);
+                    std::ptr::copy_nonoverlapping(self.source.at(put.from), to, put.bytes as usize);
                 }
                 store_counter(self.target.base, put.counter, put.value);
             }
@@ -149,35 +132,15 @@ impl ShmQueue {
         }
         Ok(())
     }
-}
-
-impl PutQueue for ShmQueue {
-    fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
-        let outcome = self.put(puts);
-        self.failed = outcome.as_ref().err().cloned();
-        outcome
-    }
 
     fn completed(&mut self) -> Result<u64> {
         Ok(self.posted)
-    }
-
-    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
-        match &self.failed {
-            Some(error) => Err(error.clone()),
-            None => Ok(()),
-        }
     }
 
     fn source(&self) -> Option<&Memory> {
         Some(&self.source.memory)
     }
 
-    fn close(&mut self) {
-        // The peer learns it from this rank's `Presence`, once for all queues.
-        self.failed.get_or_insert_with(|| self.ends.error("put", "this rank has closed the queue"));
-    }
+    // The peer learns it from this rank's `Presence`, once for all queues.
+    fn close(&mut self) {}
 }

@@ -8,11 +8,11 @@ use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::links::{Link, Links};
+use super::links::{Links, PeerQueue};
 use super::open::wire_memory;
 use super::proxy::Proxy;
 use super::put::{Interrupt, Put, PutQueue};
-use super::setup::JOIN;
+use super::setup::JOIN_TIMEOUT;
 use super::shaping::Shaping;
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
@@ -780,10 +780,6 @@ impl PutQueue for Calling {
         Ok(0)
     }
 
-    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
-        Ok(())
-    }
-
     fn close(&mut self) {}
 }
 
@@ -791,7 +787,7 @@ impl PutQueue for Calling {
 fn a_proxy_that_calls_the_driver_makes_the_device_unusable() {
     let device = VirtualGpu::new(VirtConfig::default());
     let queue = Box::new(Calling(device.clone()));
-    let proxy = Proxy::start(&device, Link { peer: 1, index: 0, queue }).unwrap();
+    let proxy = Proxy::start(&device, PeerQueue { peer: 1, index: 0, queue }).unwrap();
     let mut poster = Poster { ring: proxy.handle(), posted: 0 };
     device.free_memory().unwrap();
     poster.post_blindly(tiny(1));
@@ -821,10 +817,6 @@ impl PutQueue for Stuck {
         Ok(0)
     }
 
-    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
-        Ok(())
-    }
-
     fn close(&mut self) {}
 
     fn interrupt(&self) -> Interrupt {
@@ -837,7 +829,7 @@ fn a_proxy_in_a_call_that_does_not_return_is_named_and_left_behind() {
     let device: Device = VirtualGpu::new(VirtConfig::default());
     let released = Arc::<AtomicBool>::default();
     let queue = Box::new(Stuck { interrupt: Interrupt::default(), released: released.clone() });
-    let link = Link { peer: 1, index: 0, queue };
+    let link = PeerQueue { peer: 1, index: 0, queue };
     let links = Links { links: vec![link], mapped: Vec::new(), receiving: Vec::new() };
     let mut proxies = Proxies::start(&device, links).unwrap();
     assert!(proxies.in_calls().is_empty());
@@ -847,7 +839,7 @@ fn a_proxy_in_a_call_that_does_not_return_is_named_and_left_behind() {
     eventually(|| proxies.in_calls() == named);
     let start = Instant::now();
     proxies.close(Duration::ZERO);
-    assert!((JOIN..TIMEOUT).contains(&start.elapsed()), "{:?}", start.elapsed());
+    assert!((JOIN_TIMEOUT..TIMEOUT).contains(&start.elapsed()), "{:?}", start.elapsed());
     let failure = proxies.failure().unwrap().to_string();
     assert!(failure.contains("queue 0 to rank 1 is in ibv_post_send"), "{failure}");
     drop(proxies);
@@ -881,10 +873,6 @@ impl PutQueue for Recording {
         Ok(self.completed.load(Ordering::Acquire))
     }
 
-    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
-        Ok(())
-    }
-
     fn close(&mut self) {
         self.closed.fetch_add(1, Ordering::Release);
     }
@@ -898,7 +886,8 @@ fn proxies_batch_publish_completion_and_say_goodbye_only_when_drained() {
             (Arc::default(), Arc::<AtomicU64>::default(), Arc::<AtomicU64>::default());
         let queue =
             Recording { puts: Arc::clone(&puts), completed: completed.clone(), closed: closed.clone() };
-        let mut proxy = Proxy::start(&device, Link { peer: 3, index: 0, queue: Box::new(queue) }).unwrap();
+        let mut proxy =
+            Proxy::start(&device, PeerQueue { peer: 3, index: 0, queue: Box::new(queue) }).unwrap();
         let mut poster = Poster { ring: proxy.handle(), posted: 0 };
         for value in 1..=100 {
             poster.post(tiny(value));

@@ -50,7 +50,7 @@ fn values() {
         assert!(b.check_all(&[]).unwrap(), "{kind}");
         assert_eq!(a.num_keys().unwrap(), before + 4, "{kind}");
         for key in ["k", "x", "y", "\u{e4}/ \n"] {
-            assert!(b.delete_key(key).unwrap(), "{kind}");
+            assert!(b.delete(key).unwrap(), "{kind}");
             assert!(!a.delete(key).unwrap(), "{kind}");
         }
         assert_eq!(a.num_keys().unwrap(), before, "{kind}");

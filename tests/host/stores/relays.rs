@@ -6,7 +6,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, Tc
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use epoxide::group::{ConnectionLimits, JobSecret, ProcessGroup, Rendezvous, Store, TcpStore};
+use epoxide::group::{
+    ConnectionLimits, JobSecret, ProcessGroup, Rendezvous, Store, TcpStore, TcpStoreOptions,
+};
 use epoxide::internal::group::{TcpStoreServer, host_on};
 use rustix::net::sockopt::{set_ipv6_v6only, set_socket_reuseaddr};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with};
@@ -88,6 +90,10 @@ fn listen_v6(ip: Ipv6Addr, port: u16) -> Option<TcpListener> {
     Some(TcpListener::from(socket))
 }
 
+fn options() -> TcpStoreOptions {
+    TcpStoreOptions { secret: Some(secret()), limits: limits(), ..TcpStoreOptions::new(PATIENCE) }
+}
+
 /// A server at `ip` alone that admits clients with the secret, and a relay at [::1] with the same
 /// port.
 fn relayed(ip: IpAddr) -> Option<(TcpStore, Relay)> {
@@ -97,7 +103,7 @@ fn relayed(ip: IpAddr) -> Option<(TcpStore, Relay)> {
         eprintln!("no IPv6 here: nothing to relay at [::1]");
         return None;
     };
-    let store = host_on(server, PATIENCE, Duration::ZERO, Some(&secret()), &limits());
+    let store = host_on(server, &options());
     Some((store.unwrap(), Relay::start(listener, (Ipv4Addr::LOCALHOST, port).into())))
 }
 
@@ -108,11 +114,11 @@ fn a_relay_at_the_other_loopback_address_learns_and_changes_nothing() {
     let Some((store, relay)) = relayed(Ipv4Addr::LOCALHOST.into()) else { return };
     store.set("key", b"the value of the key").unwrap();
     // Where the relay is, alone: it is found out before the client has proved anything.
-    let by = TcpStore::connect_with_secret("::1", store.port(), PATIENCE, Some(&secret()));
+    let by = TcpStore::connect_with("::1", store.port(), &options());
     let error = by.unwrap_err().to_string();
     assert!(error.contains("something forwards them") && error.contains("[::1]"), "{error}");
     // Both addresses: the client goes on to the server itself.
-    let client = TcpStore::connect_with_secret("localhost", store.port(), PATIENCE, Some(&secret())).unwrap();
+    let client = TcpStore::connect_with("localhost", store.port(), &options()).unwrap();
     assert_eq!(client.get("key", PATIENCE).unwrap(), b"the value of the key");
     client.set("other", b"set by the client").unwrap();
     relay.learnt_nothing(1);
@@ -134,7 +140,7 @@ fn a_store_for_a_host_name_does_not_fall_back_to_ipv4() {
         let error = error.to_string();
         assert!(error.contains(&port.to_string()) && error.contains("take another port"), "{error}");
     };
-    taken(TcpStore::host_with(port, PATIENCE, Duration::ZERO, Some(&secret()), &limits()).unwrap_err());
+    taken(TcpStore::host_with(port, &options()).unwrap_err());
     taken(TcpStoreServer::bind_all(port).unwrap_err());
     let address = format!("tcp://some-host.invalid:{port}?rank=0&world_size=2");
     taken(Rendezvous::at_with(&address, PATIENCE, Some(secret()), limits()).unwrap_err());
@@ -146,7 +152,7 @@ fn a_store_for_a_host_name_does_not_fall_back_to_ipv4() {
 fn a_relay_in_front_of_an_ipv4_server_learns_and_changes_nothing() {
     let Some((store, relay)) = relayed(Ipv4Addr::UNSPECIFIED.into()) else { return };
     store.set("key", b"the value of the key").unwrap();
-    let by = TcpStore::connect_with_secret("::1", store.port(), PATIENCE, Some(&secret()));
+    let by = TcpStore::connect_with("::1", store.port(), &options());
     assert!(by.unwrap_err().to_string().contains("something forwards them"));
     relay.learnt_nothing(1);
     assert_eq!(store.num_keys().unwrap(), 1);

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use epoxide::group::{ConnectionLimits, JobSecret, Store, TcpStore};
+use epoxide::group::{ConnectionLimits, JobSecret, Store, TcpStore, TcpStoreOptions};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 /// The start of PyTorch's clients, and a request to set the key "k" behind it.
@@ -15,7 +15,11 @@ fn secret(character: char) -> JobSecret {
 }
 
 fn host(secret: Option<&JobSecret>) -> TcpStore {
-    TcpStore::host_with(0, PATIENCE, Duration::ZERO, secret, &ConnectionLimits::default()).unwrap()
+    TcpStore::host_with(0, &options(secret)).unwrap()
+}
+
+fn options(secret: Option<&JobSecret>) -> TcpStoreOptions {
+    TcpStoreOptions { secret: secret.cloned(), ..TcpStoreOptions::new(PATIENCE) }
 }
 
 /// The server's answer to these bytes, until it closes the connection.
@@ -35,8 +39,7 @@ fn said(port: u16, bytes: &[u8]) -> Vec<u8> {
 fn clients_with_the_secret_use_the_store() {
     let secret = secret('a');
     let host = host(Some(&secret));
-    let connect =
-        || TcpStore::connect_with_secret("127.0.0.1", host.port(), PATIENCE, Some(&secret)).unwrap();
+    let connect = || TcpStore::connect_with("127.0.0.1", host.port(), &options(Some(&secret))).unwrap();
     let store = connect();
     std::thread::scope(|scope| {
         let late = scope.spawn(|| connect().get("key", PATIENCE));
@@ -46,7 +49,7 @@ fn clients_with_the_secret_use_the_store() {
     assert_eq!(host.add("count", 3).unwrap(), 3);
     // By every address of the host that means it.
     for address in ["localhost", "0.0.0.0", "127.0.0.1", "127.8.7.6"] {
-        let store = TcpStore::connect_with_secret(address, host.port(), PATIENCE, Some(&secret));
+        let store = TcpStore::connect_with(address, host.port(), &options(Some(&secret)));
         store.unwrap_or_else(|error| panic!("{address}: {error}")).set(address, b"").unwrap();
     }
 }
@@ -95,8 +98,7 @@ fn a_missing_wrong_or_superfluous_secret_is_an_error_at_once() {
     ];
     for (port, secret, reason) in cases {
         let start = Instant::now();
-        let error =
-            TcpStore::connect_with_secret("127.0.0.1", port, PATIENCE, secret).unwrap_err().to_string();
+        let error = TcpStore::connect_with("127.0.0.1", port, &options(secret)).unwrap_err().to_string();
         assert!(error.contains(reason) && error.contains(&port.to_string()), "{error}");
         assert!(error.contains("EPOXIDE_JOB_SECRET") || error.contains("give the process"), "{error}");
         assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
@@ -118,7 +120,7 @@ fn a_strangers_refusal_is_shown_as_its_words_without_control_characters() {
         }
     });
     for secret in [None, Some(secret('a'))] {
-        let error = TcpStore::connect_with_secret("127.0.0.1", port, PATIENCE, secret.as_ref()).unwrap_err();
+        let error = TcpStore::connect_with("127.0.0.1", port, &options(secret.as_ref())).unwrap_err();
         let error = error.to_string();
         assert!(!error.chars().any(char::is_control), "{error:?}");
         assert!(error.contains("the listener there, without a proof"), "{error}");
@@ -146,7 +148,7 @@ fn a_server_that_knows_no_challenge_is_named_in_time() {
     let port = listener.local_addr().unwrap().port();
     std::thread::spawn(move || listener.incoming().for_each(drop));
     let start = Instant::now();
-    let error = TcpStore::connect_with_secret("127.0.0.1", port, PATIENCE, Some(&secret('a'))).unwrap_err();
+    let error = TcpStore::connect_with("127.0.0.1", port, &options(Some(&secret('a')))).unwrap_err();
     assert!(error.to_string().contains("as servers of PyTorch do"), "{error}");
     assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
 }

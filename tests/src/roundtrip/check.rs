@@ -601,13 +601,10 @@ impl Rank {
             tensors.extend(
                 [
                     handle.rdma_channel_prefix_matrix(),
-                    handle.gbl_channel_prefix_matrix(),
                     handle.recv_rdma_channel_prefix_matrix(),
                     handle.recv_rdma_rank_prefix_sum(),
                     handle.recv_gbl_channel_prefix_matrix(),
-                    handle.recv_gbl_rank_prefix_sum(),
                     handle.send_rdma_head(),
-                    handle.send_nvl_head(&self.stream)?,
                 ]
                 .map(Tensor::from),
             );

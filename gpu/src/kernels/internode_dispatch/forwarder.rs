@@ -189,9 +189,8 @@ pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, w
                     }
                     start_node = sent.node;
                     let mut token = Metadata::NONE;
-                    let mut head = -1;
                     if lane < comm.num_ranks {
-                        head = ld_shared_u32(tail + SlotShape::HEADS + lane * 4) as i32;
+                        let head = ld_shared_u32(tail + SlotShape::HEADS + lane * 4) as i32;
                         if head >= 0 {
                             row = (start + head as u32) as i32;
                         }
@@ -204,7 +203,7 @@ pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, w
                     }
                     token.send(rows, ld_shared_u32(tail + SlotShape::TOKEN), lane);
                     send_source(args, row, peer, sent.node);
-                    note_rows(args, entry, head, row);
+                    note_rows(args, entry, row);
                 } else if lane < SEND_ROW_STRIDE {
                     row = ld_shared_u32(tail + lane * 4) as i32;
                 }

@@ -29,16 +29,12 @@ pub unsafe fn send_source(args: &InternodeDispatchArgs, row: i32, peer: u64, nod
 /// Notes where a relayed token's rows went, for combine and cached dispatches: lane j those at rank
 /// j.
 #[inline(always)]
-pub unsafe fn note_rows(args: &InternodeDispatchArgs, entry: u32, head: i32, row: i32) {
+pub unsafe fn note_rows(args: &InternodeDispatchArgs, entry: u32, row: i32) {
     // SAFETY: the entry is one of the tokens that this rank relays.
     unsafe {
-        let (lane, per_node) = (laneid(), args.dispatch.comm.num_ranks);
+        let lane = laneid();
         if lane < SEND_ROW_STRIDE {
             st_i32(forward_row(args, entry) + lane as u64 * 4, row);
-        }
-        if lane < per_node {
-            let at = entry as u64 * per_node as u64 + lane as u64;
-            st_i32(args.send_nvl_head.0 + at * 4, head);
         }
     }
 }

@@ -148,7 +148,7 @@ pub unsafe fn send(
                     if node_head >= 0 {
                         let start = shfl_u32(slots, wire.node);
                         let entry = relayed + start + node_head as u32;
-                        note_rows(args, entry, token.head, token.metadata.row);
+                        note_rows(args, entry, token.metadata.row);
                     }
                     pack(args, &shape, &token, sent.token, slot);
                 }

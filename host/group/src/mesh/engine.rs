@@ -13,7 +13,7 @@ use super::address::address_key;
 use super::address::{self, Address, Listener};
 use super::conn::{Broken, Conn};
 use super::frame::{Header, Kind, Signature};
-use super::hello::Gate;
+use super::hello::HelloCheck;
 use super::peers::{Health, Peer};
 use super::wake::Wake;
 use crate::call::Message;
@@ -352,14 +352,14 @@ impl Engine {
     /// Reads the hello of a stranger. Nothing that stands behind a hello is read before the hello
     /// is found to be right.
     fn greet(&mut self, id: u64) {
-        let gate = Gate {
+        let check = HelloCheck {
             name: &self.name,
             rank: self.rank,
             size: self.size,
             address: &self.ours,
             secret: self.secret.as_ref(),
         };
-        match self.strangers.get_mut(id).map(|stranger| gate.hear(stranger)) {
+        match self.strangers.get_mut(id).map(|stranger| check.hear(stranger)) {
             None | Some(Ok(None)) => {}
             Some(Ok(Some(peer))) => self.welcome(id, peer),
             Some(Err(reason)) => self.strangers.refuse(id, &reason),

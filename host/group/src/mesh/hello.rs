@@ -29,7 +29,7 @@ pub(super) fn claims(name: &str, from: u32, to: u32, size: u32, address: &Addres
 }
 
 /// The token and proof that a stranger has to show.
-pub(super) struct Gate<'a> {
+pub(super) struct HelloCheck<'a> {
     pub name: &'a str,
     pub rank: u32,
     pub size: u32,
@@ -37,7 +37,7 @@ pub(super) struct Gate<'a> {
     pub secret: Option<&'a JobSecret>,
 }
 
-impl Gate<'_> {
+impl HelloCheck<'_> {
     /// The rank that a stranger is, once it has shown that it is.
     pub(super) fn hear(&self, stranger: &mut Stranger) -> Result<Option<u32>, String> {
         let token = self.address.token.as_bytes();

@@ -1,11 +1,12 @@
 //! How other threads reach the one that waits in the mesh.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use rustix::event::EventfdFlags;
 
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// An event counter and the reason to give up, if there is one.
 #[derive(Debug)]
@@ -29,14 +30,14 @@ impl Wake {
 
     /// Has every operation fail from now on; the first reason stays.
     pub(crate) fn give_up(&self, reason: &str) {
-        let mut slot = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slot = lock(&self.reason);
         slot.get_or_insert_with(|| reason.to_owned());
         drop(slot);
         self.ring();
     }
 
     pub(crate) fn reason(&self) -> Option<String> {
-        self.reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.reason).clone()
     }
 
     pub(crate) fn clear(&self) {

@@ -16,7 +16,10 @@ pub use site::{fuzz_addresses, sample_addresses};
 
 use super::env::{Lookup, environment};
 use super::mesh_group::Connect;
-use super::{ConnectionLimits, FileStore, JobSecret, MeshGroup, MeshOptions, PrefixStore, Store, TcpStore};
+use super::{
+    ConnectionLimits, FileStore, JobSecret, MeshGroup, MeshOptions, PrefixStore, Store, TcpStore,
+    TcpStoreOptions,
+};
 use crate::error::{Error, Result};
 use crate::foreign::escaped;
 
@@ -176,15 +179,20 @@ fn open(
         format!("/{run}/{}", restarts.as_deref().unwrap_or("0"))
     });
     let start = format!("{PREFIX}{run}");
+    let options = TcpStoreOptions {
+        secret: secret.cloned(),
+        linger: LINGER.min(timeout),
+        limits: limits.clone(),
+        ..TcpStoreOptions::new(timeout)
+    };
+    let of_run = || TcpStoreOptions { run, ..options.clone() };
     let store = match site {
         Site::Directory(path) => return Ok(Arc::new(FileStore::new(path)?)),
         // PyTorch's, which knows no secret. The groups over it still demand one.
-        Site::Agent { host, port } => TcpStore::connect_with_secret(host, *port, timeout, None)?,
-        Site::Rank0 { host, port } if member.rank == 0 => {
-            TcpStore::host_at(&run, host, *port, timeout, LINGER.min(timeout), secret, limits)?
-        }
-        Site::Rank0 { host, port } => TcpStore::connect_to_run(&run, host, *port, timeout, secret)?,
-        Site::Server { host, port } => TcpStore::connect_with_secret(host, *port, timeout, secret)?,
+        Site::Agent { host, port } => TcpStore::connect_with(host, *port, &TcpStoreOptions::new(timeout))?,
+        Site::Rank0 { host, port } if member.rank == 0 => TcpStore::host_at(host, *port, &of_run())?,
+        Site::Rank0 { host, port } => TcpStore::connect_with(host, *port, &of_run())?,
+        Site::Server { host, port } => TcpStore::connect_with(host, *port, &options)?,
     };
     // A server of PyTorch may wait for as many to join.
     store.join()?;

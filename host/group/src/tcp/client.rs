@@ -2,7 +2,7 @@
 
 use std::io::{self, ErrorKind};
 use std::net::TcpListener;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use super::admission::Terms;
@@ -13,6 +13,7 @@ use super::protocol::{
 };
 use super::server::TcpStoreServer;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::store::{Store, get_timed_out, store_error, wait_timed_out};
 use crate::{ConnectionLimits, JobSecret};
 
@@ -49,123 +50,106 @@ impl Drop for Host {
     }
 }
 
-impl TcpStore {
-    /// Connects to the server at `host` and `port`; tries until `timeout` is over, as the server
-    /// may start later. `timeout` stays the time that the server may take to answer.
+/// How to open a [`TcpStore`].
+#[derive(Debug, Clone)]
+pub struct TcpStoreOptions {
+    /// How long to try to connect, as the server may start later; it stays the time that the server
+    /// may take to answer.
+    pub timeout: Duration,
+    /// The job's secret. Server and client prove that they know it before anything else, so that a
+    /// host admits none of PyTorch's clients. Without one any server will do, PyTorch's among them,
+    /// and any process that reaches a host's port can read and write all keys.
+    pub secret: Option<JobSecret>,
+    /// The name of the run: where there is a secret, server and clients must have the same.
+    pub run: String,
+    /// How long a host's server, which ends with the store, then waits for the other clients to
+    /// leave.
+    pub linger: Duration,
+    /// The resources of a host's clients.
+    pub limits: ConnectionLimits,
+}
+
+impl TcpStoreOptions {
+    /// Without a secret, a name and a linger, regardless of the environment.
+    pub fn new(timeout: Duration) -> TcpStoreOptions {
+        let (secret, run) = (None, String::new());
+        TcpStoreOptions { timeout, secret, run, linger: Duration::ZERO, limits: ConnectionLimits::default() }
+    }
+
+    /// With the secret that the environment has, if any ([`JobSecret::from_env`]).
     ///
-    /// If the environment has a job's secret ([`JobSecret::from_env`]), server and client prove
-    /// that they know it before anything else. Otherwise any server will do, PyTorch's among them.
+    /// # Errors
+    /// Where the environment's secret is none.
+    pub fn from_env(timeout: Duration) -> Result<TcpStoreOptions> {
+        Ok(TcpStoreOptions { secret: JobSecret::from_env()?, ..TcpStoreOptions::new(timeout) })
+    }
+
+    fn address(&self, host: &str, port: u16) -> Address {
+        Address { host: host.to_owned(), port, terms: self.terms() }
+    }
+
+    fn terms(&self) -> Terms {
+        Terms { secret: self.secret.clone(), run: self.run.clone() }
+    }
+}
+
+impl TcpStore {
+    /// Connects to the server at `host` and `port`, with [`TcpStoreOptions::from_env`].
+    ///
+    /// # Errors
+    /// As of [`TcpStore::connect_with`], and where the environment's secret is none.
+    pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<TcpStore> {
+        TcpStore::connect_with(host, port, &TcpStoreOptions::from_env(timeout)?)
+    }
+
+    /// Connects to the server at `host` and `port`.
     ///
     /// # Errors
     /// Where no server answers in time; at once where only one of the two has a secret, or they
     /// have different ones.
-    pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<TcpStore> {
-        TcpStore::connect_with_secret(host, port, timeout, JobSecret::from_env()?.as_ref())
-    }
-
-    /// Like [`TcpStore::connect`] with this secret, or none, regardless of the environment.
-    ///
-    /// # Errors
-    /// The same as [`TcpStore::connect`].
-    pub fn connect_with_secret(
-        host: &str,
-        port: u16,
-        timeout: Duration,
-        secret: Option<&JobSecret>,
-    ) -> Result<TcpStore> {
-        TcpStore::connect_to_run("", host, port, timeout, secret)
-    }
-
-    /// Like [`TcpStore::connect_with_secret`], to a server of a run with this name alone, where
-    /// there is a secret.
-    pub(crate) fn connect_to_run(
-        run: &str,
-        host: &str,
-        port: u16,
-        timeout: Duration,
-        secret: Option<&JobSecret>,
-    ) -> Result<TcpStore> {
-        let terms = Terms { secret: secret.cloned(), run: run.to_owned() };
-        TcpStore::new(Address { host: host.to_owned(), port, terms }, timeout, None)
+    pub fn connect_with(host: &str, port: u16, options: &TcpStoreOptions) -> Result<TcpStore> {
+        TcpStore::new(options.address(host, port), options.timeout, None)
     }
 
     /// Starts a server at `port` of this host (0 takes a free one; see [`TcpStore::port`]) and
-    /// connects to it. The server ends with the store; `linger` is how long it then waits for the
-    /// other clients to leave.
-    ///
-    /// If the environment has a job's secret ([`JobSecret::from_env`]), only clients that know it
-    /// are admitted, and so none of PyTorch's. Otherwise any process that reaches the port can read
-    /// and write all keys.
+    /// connects to it, with [`TcpStoreOptions::from_env`]. The server ends with the store; `linger`
+    /// is how long it then waits for the other clients to leave.
     ///
     /// # Errors
     /// Where the port is taken, or the environment's secret is none.
     pub fn host(port: u16, timeout: Duration, linger: Duration) -> Result<TcpStore> {
-        let secret = JobSecret::from_env()?;
-        TcpStore::host_with(port, timeout, linger, secret.as_ref(), &ConnectionLimits::default())
+        TcpStore::host_with(port, &TcpStoreOptions { linger, ..TcpStoreOptions::from_env(timeout)? })
     }
 
-    /// Like [`TcpStore::host`] with this secret, or none, regardless of the environment, and with
-    /// these limits on the resources of clients.
+    /// Starts a server at `port` of this host and connects to it.
     ///
     /// # Errors
     /// Where the port is taken.
-    pub fn host_with(
-        port: u16,
-        timeout: Duration,
-        linger: Duration,
-        secret: Option<&JobSecret>,
-        limits: &ConnectionLimits,
-    ) -> Result<TcpStore> {
-        TcpStore::host_on(listen_all(port)?, timeout, linger, secret, limits)
+    pub fn host_with(port: u16, options: &TcpStoreOptions) -> Result<TcpStore> {
+        TcpStore::host_on(listen_all(port)?, options)
     }
 
     /// Like [`TcpStore::host_with`], on a socket that listens already.
-    pub(crate) fn host_on(
-        listener: TcpListener,
-        timeout: Duration,
-        linger: Duration,
-        secret: Option<&JobSecret>,
-        limits: &ConnectionLimits,
-    ) -> Result<TcpStore> {
-        let terms = Terms { secret: secret.cloned(), run: String::new() };
-        TcpStore::serve(vec![listener], timeout, linger, terms, limits)
+    pub(crate) fn host_on(listener: TcpListener, options: &TcpStoreOptions) -> Result<TcpStore> {
+        TcpStore::serve(vec![listener], options)
     }
 
-    /// Like [`TcpStore::host_with`] for clients of a run with this name that are told `host`: a
-    /// loopback address is listened at alone.
-    pub(crate) fn host_at(
-        run: &str,
-        host: &str,
-        port: u16,
-        timeout: Duration,
-        linger: Duration,
-        secret: Option<&JobSecret>,
-        limits: &ConnectionLimits,
-    ) -> Result<TcpStore> {
-        let terms = Terms { secret: secret.cloned(), run: run.to_owned() };
-        TcpStore::serve(listen_for(host, port)?, timeout, linger, terms, limits)
+    /// Like [`TcpStore::host_with`] for clients that are told `host`: a loopback address is
+    /// listened at alone.
+    pub(crate) fn host_at(host: &str, port: u16, options: &TcpStoreOptions) -> Result<TcpStore> {
+        TcpStore::serve(listen_for(host, port)?, options)
     }
 
-    fn serve(
-        listeners: Vec<TcpListener>,
-        timeout: Duration,
-        linger: Duration,
-        terms: Terms,
-        limits: &ConnectionLimits,
-    ) -> Result<TcpStore> {
-        let server = TcpStoreServer::start(listeners, terms.clone(), limits)?;
-        TcpStore::to_own(server, timeout, linger, terms)
-    }
-
-    fn to_own(server: TcpStoreServer, timeout: Duration, linger: Duration, terms: Terms) -> Result<TcpStore> {
+    fn serve(listeners: Vec<TcpListener>, options: &TcpStoreOptions) -> Result<TcpStore> {
+        let server = TcpStoreServer::start(listeners, options.terms(), &options.limits)?;
         let address = server.address();
         let host = match address.ip() {
             ip if !ip.is_unspecified() => ip.to_string(),
             ip if ip.is_ipv4() => "127.0.0.1".to_owned(),
             _ => "::1".to_owned(),
         };
-        let address = Address { host, port: address.port(), terms };
-        TcpStore::new(address, timeout, Some(Host { server: Some(server), linger }))
+        let server = Host { server: Some(server), linger: options.linger };
+        TcpStore::new(options.address(&host, address.port()), options.timeout, Some(server))
     }
 
     fn new(address: Address, timeout: Duration, server: Option<Host>) -> Result<TcpStore> {
@@ -173,20 +157,18 @@ impl TcpStore {
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout, server })
     }
 
-    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer. Trying
-    /// ends with an error once `stop` returns true. `stop` gets the reason of a long delay once.
+    /// Like [`TcpStore::connect_with`], but tries for `tries`. Trying ends with an error once
+    /// `stop` returns true. `stop` gets the reason of a long delay once.
     pub(crate) fn connect_unless(
         host: &str,
         port: u16,
-        secret: Option<&JobSecret>,
-        timeout: Duration,
-        answer: Duration,
+        options: &TcpStoreOptions,
+        tries: Duration,
         stop: impl FnMut(Option<&str>) -> bool,
     ) -> Result<TcpStore> {
-        let terms = Terms { secret: secret.cloned(), run: String::new() };
-        let address = Address { host: host.to_owned(), port, terms };
-        let connection = Connection::open_unless(&address, after(timeout), timeout, stop)?;
-        Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout: answer, server: None })
+        let address = options.address(host, port);
+        let connection = Connection::open_unless(&address, after(tries), tries, stop)?;
+        Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout: options.timeout, server: None })
     }
 
     /// How long the server stays for the other clients when this store is dropped, where it is this
@@ -282,14 +264,14 @@ impl TcpStore {
         exchange: impl FnOnce(&mut Connection, Instant) -> io::Result<T>,
     ) -> Result<T> {
         let deadline = after(timeout);
-        let idle = self.pool.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let idle = lock(&self.pool).pop();
         let mut connection = match idle {
             Some(connection) => connection,
             None => Connection::open(&self.address, deadline, timeout)?,
         };
         match exchange(&mut connection, deadline) {
             Ok(value) => {
-                self.pool.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
+                lock(&self.pool).push(connection);
                 Ok(value)
             }
             // The connection is in the middle of something: it goes.

@@ -11,7 +11,7 @@ mod server;
 #[cfg(test)]
 mod tests;
 
-pub use client::TcpStore;
+pub use client::{TcpStore, TcpStoreOptions};
 pub use protocol::{DEFAULT_PORT, fuzz_requests, sample_requests};
 pub use record::{fuzz_records, sample_records};
 pub use server::TcpStoreServer;

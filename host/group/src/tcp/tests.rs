@@ -4,12 +4,12 @@ use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
-use super::TcpStore;
 use super::admission::{MARK, claims};
 use super::protocol::{MAGIC, Message, Query};
 use super::record::seal;
+use super::{TcpStore, TcpStoreOptions};
 use crate::secret::{Initiator, Keys, Purpose, REPLY, Signer};
-use crate::{ConnectionLimits, JobSecret, Store};
+use crate::{JobSecret, Store};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -19,8 +19,11 @@ fn secret() -> JobSecret {
 
 fn store() -> TcpStore {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let limits = ConnectionLimits::default();
-    TcpStore::host_on(listener, PATIENCE, Duration::ZERO, Some(&secret()), &limits).unwrap()
+    TcpStore::host_on(listener, &options()).unwrap()
+}
+
+fn options() -> TcpStoreOptions {
+    TcpStoreOptions { secret: Some(secret()), ..TcpStoreOptions::new(PATIENCE) }
 }
 
 /// A connection that a client has opened and proved itself on, and its keys.
@@ -91,7 +94,7 @@ fn a_server_of_another_run_proves_nothing() {
 #[test]
 fn large_requests_and_answers_travel_in_records() {
     let store = store();
-    let client = TcpStore::connect_with_secret("127.0.0.1", store.port(), PATIENCE, Some(&secret())).unwrap();
+    let client = TcpStore::connect_with("127.0.0.1", store.port(), &options()).unwrap();
     let value: Vec<u8> = (0..5_000_000u32).map(|at| at as u8).collect();
     std::thread::scope(|scope| {
         let late = scope.spawn(|| client.get("late", PATIENCE).unwrap());
@@ -123,7 +126,7 @@ fn a_client_believes_no_answer_that_the_server_has_not_signed() {
         let mut rest = Vec::new();
         let _ = socket.read_to_end(&mut rest);
     });
-    let client = TcpStore::connect_with_secret("127.0.0.1", address.port(), PATIENCE, Some(&secret()));
+    let client = TcpStore::connect_with("127.0.0.1", address.port(), &options());
     let error = client.unwrap_err().to_string();
     assert!(error.contains("not signed with this connection's key"), "{error}");
     server.join().unwrap();

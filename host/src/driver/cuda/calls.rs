@@ -1,14 +1,36 @@
-//! The methods of [`Driver`], each a binding of the context and one call.
+//! The methods of [`Driver`]: each binds the context first.
+//!
+//! A stream's handle is its `CUstream`; an adopted one carries [`ADOPTED`] as well, a bit no
+//! user-space pointer has.
 
+use std::ffi::c_void;
 use std::os::fd::OwnedFd;
 
 use super::device::CudaDevice;
-use super::{context, copy, graph, memory, module, stream};
+use super::ffi::{self, CuContext, CuEvent, CuGraph, CuGraphExec, CuResult, CuStream};
+use super::late::{self, DevResource};
+use super::{context, memory, module};
 use crate::driver::{
     CopyEnd, DeviceInfo, DevicePtr, Driver, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream,
     Staging, Streams,
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
+
+pub(super) const ADOPTED: u64 = 1 << 63;
+
+/// The `CUstream` behind a handle.
+pub(super) fn raw(stream: u64) -> CuStream {
+    (stream & !ADOPTED) as CuStream
+}
+
+/// The green context that a live stream is of. It shares the memory of the primary context.
+fn green_context(stream: CuStream) -> Option<*mut c_void> {
+    let context_of = late::late().stream_get_green_ctx?;
+    let mut context = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid, and the stream is live.
+    let result = unsafe { context_of(stream, &mut context) };
+    (result == CuResult::SUCCESS && !context.is_null()).then_some(context)
+}
 
 impl Driver for CudaDevice {
     fn info(&self) -> &DeviceInfo {
@@ -86,95 +108,204 @@ impl Driver for CudaDevice {
     }
 
     fn stream_create(&self, high_priority: bool) -> Result<u64> {
-        stream::create(&self.bind()?, high_priority)
+        let _bound = self.bind()?;
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: both out pointers are valid.
+        unsafe { ffi::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) }
+            .check("cuCtxGetStreamPriorityRange")?;
+        let priority = if high_priority { greatest } else { least };
+        let mut stream: CuStream = std::ptr::null_mut();
+        // SAFETY: the out pointer is valid and a context is bound.
+        unsafe { ffi::cuStreamCreateWithPriority(&mut stream, ffi::CU_STREAM_NON_BLOCKING, priority) }
+            .check("cuStreamCreateWithPriority")?;
+        Ok(stream as u64)
     }
 
-    unsafe fn stream_adopt(&self, raw: RawStream) -> Result<u64> {
-        // SAFETY: passed on to the caller.
-        unsafe { stream::adopt(&self.bind()?, raw) }
+    unsafe fn stream_adopt(&self, stream: RawStream) -> Result<u64> {
+        let _bound = self.bind()?;
+        let mut context: CuContext = std::ptr::null_mut();
+        // SAFETY: the out pointer is valid; the caller promises a live stream.
+        let result = unsafe { ffi::cuStreamGetCtx(stream.0, &mut context) };
+        let is_primary = context == self.context.as_raw().cast();
+        // A driver may reject the query; only a clear "no" is an error.
+        if result == CuResult::SUCCESS && !is_primary && green_context(stream.0).is_none() {
+            let ordinal = self.info.ordinal;
+            let rule =
+                format!("it belongs to another context; pass a stream of device {ordinal}'s primary context");
+            return Err(Error::argument("stream", format!("{:p}", stream.0), rule));
+        }
+        Ok(stream.0 as u64 | ADOPTED)
     }
 
     fn stream_multiprocessors(&self, stream: u64) -> Result<u32> {
-        stream::multiprocessors(&self.bind()?, stream)
+        let _bound = self.bind()?;
+        let (context, resource_of) = (green_context(raw(stream)), late::late().green_ctx_get_dev_resource);
+        let (Some(context), Some(resource_of)) = (context, resource_of) else {
+            return Ok(self.info.sm_count);
+        };
+        let mut resource = DevResource::default();
+        // SAFETY: a green context, as the driver has just said, and room for what is known of it.
+        unsafe { resource_of(context, &mut resource, DevResource::SM) }.check("cuGreenCtxGetDevResource")?;
+        Ok(resource.sm_count)
     }
 
     fn stream_raw(&self, stream: u64) -> RawStream {
-        RawStream(stream::raw(stream))
+        RawStream(raw(stream))
     }
 
     fn stream_destroy(&self, stream: u64) {
-        self.clean_up(|bound| {
-            // SAFETY: the stream is live until the next line, and its owner holds the list of
-            // streams.
-            unsafe { self.pool.come_behind(stream::raw(stream)) };
-            stream::destroy(bound, stream);
+        // SAFETY: the stream is live, and its owner holds the list of streams. Its owner gives it
+        // back once; the driver lets its work finish.
+        self.clean_up(|_| unsafe {
+            self.pool.order_behind(raw(stream));
+            if stream & ADOPTED == 0 {
+                ffi::cuStreamDestroy_v2(raw(stream)).log("cuStreamDestroy");
+            }
         });
     }
 
     fn stream_synchronize(&self, stream: u64) -> Result<()> {
-        stream::synchronize(&self.bind()?, stream)
+        let _bound = self.bind()?;
+        // SAFETY: the stream is live, as the trait demands.
+        unsafe { ffi::cuStreamSynchronize(raw(stream)) }.check("cuStreamSynchronize")
     }
 
     fn stream_query(&self, stream: u64) -> Result<bool> {
-        stream::query(&self.bind()?, stream)
+        let _bound = self.bind()?;
+        // SAFETY: the stream is live, as the trait demands.
+        unsafe { ffi::cuStreamQuery(raw(stream)) }.check_ready("cuStreamQuery")
     }
 
     fn event_create(&self, timing: bool) -> Result<u64> {
-        stream::event_create(&self.bind()?, timing)
+        let _bound = self.bind()?;
+        let flags = if timing { ffi::CU_EVENT_DEFAULT } else { ffi::CU_EVENT_DISABLE_TIMING };
+        let mut event: CuEvent = std::ptr::null_mut();
+        // SAFETY: the out pointer is valid and a context is bound.
+        unsafe { ffi::cuEventCreate(&mut event, flags) }.check("cuEventCreate")?;
+        Ok(event as u64)
     }
 
     fn event_destroy(&self, event: u64) {
-        self.clean_up(|bound| stream::event_destroy(bound, event));
+        // SAFETY: its owner gives it back once; a pending record still completes.
+        self.clean_up(|_| unsafe { ffi::cuEventDestroy_v2(event as CuEvent) }.log("cuEventDestroy"));
     }
 
     fn event_record(&self, event: u64, stream: u64) -> Result<()> {
-        stream::event_record(&self.bind()?, event, stream)
+        let _bound = self.bind()?;
+        // SAFETY: both are live, as the trait demands.
+        unsafe { ffi::cuEventRecord(event as CuEvent, raw(stream)) }.check("cuEventRecord")
     }
 
     fn stream_wait_event(&self, stream: u64, event: u64) -> Result<()> {
-        stream::wait_event(&self.bind()?, stream, event)
+        let _bound = self.bind()?;
+        // SAFETY: both are live, as the trait demands.
+        unsafe { ffi::cuStreamWaitEvent(raw(stream), event as CuEvent, 0) }.check("cuStreamWaitEvent")
     }
 
     fn event_synchronize(&self, event: u64) -> Result<()> {
-        stream::event_synchronize(&self.bind()?, event)
+        let _bound = self.bind()?;
+        // SAFETY: the event is live, as the trait demands.
+        unsafe { ffi::cuEventSynchronize(event as CuEvent) }.check("cuEventSynchronize")
     }
 
     fn event_query(&self, event: u64) -> Result<bool> {
-        stream::event_query(&self.bind()?, event)
+        let _bound = self.bind()?;
+        // SAFETY: the event is live, as the trait demands.
+        unsafe { ffi::cuEventQuery(event as CuEvent) }.check_ready("cuEventQuery")
     }
 
     fn event_elapsed_ms(&self, start: u64, end: u64) -> Result<f32> {
-        stream::event_elapsed_ms(&self.bind()?, start, end)
+        const CALL: &str = "cuEventElapsedTime";
+        let _bound = self.bind()?;
+        let mut milliseconds = 0.0;
+        // SAFETY: both are live, as the trait demands, and the out pointer is valid.
+        let result = unsafe { ffi::cuEventElapsedTime(&mut milliseconds, start as CuEvent, end as CuEvent) };
+        let remedy = match result {
+            CuResult::NOT_READY => "; an event has not passed yet: synchronise with the later one first",
+            CuResult::INVALID_HANDLE => {
+                "; both events must be created with timing, and recorded outside of a capture"
+            }
+            other => return other.check(CALL).map(|()| milliseconds),
+        };
+        Err(result.error_with(CALL, remedy.into()))
     }
 
     unsafe fn copy(&self, stream: u64, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
-        // SAFETY: passed on to the caller.
-        unsafe { copy::copy(&self.bind()?, stream, dst, src, bytes) }
+        let _bound = self.bind()?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (stream, bytes) = (raw(stream), bytes as usize);
+        // SAFETY: passed on to the caller; with unified addressing a host pointer is a valid
+        // CUdeviceptr.
+        unsafe {
+            match (dst, src) {
+                (CopyEnd::Device(dst), CopyEnd::Host(src)) => {
+                    ffi::cuMemcpyHtoDAsync_v2(dst.0, src.cast(), bytes, stream).check("cuMemcpyHtoDAsync")
+                }
+                (CopyEnd::Host(dst), CopyEnd::Device(src)) => {
+                    ffi::cuMemcpyDtoHAsync_v2(dst.cast(), src.0, bytes, stream).check("cuMemcpyDtoHAsync")
+                }
+                (CopyEnd::Device(dst), CopyEnd::Device(src)) => {
+                    ffi::cuMemcpyDtoDAsync_v2(dst.0, src.0, bytes, stream).check("cuMemcpyDtoDAsync")
+                }
+                (CopyEnd::Host(dst), CopyEnd::Host(src)) => {
+                    ffi::cuMemcpyAsync(dst as u64, src as u64, bytes, stream).check("cuMemcpyAsync")
+                }
+            }
+        }
     }
 
     unsafe fn fill(&self, stream: u64, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
+        let _bound = self.bind()?;
+        if bytes == 0 {
+            return Ok(());
+        }
         // SAFETY: passed on to the caller.
-        unsafe { copy::fill(&self.bind()?, stream, dst, value, bytes) }
+        unsafe { ffi::cuMemsetD8Async(dst.0, value, bytes as usize, raw(stream)) }.check("cuMemsetD8Async")
     }
 
     fn stream_is_capturing(&self, stream: u64) -> Result<bool> {
-        stream::is_capturing(&self.bind()?, stream)
+        let _bound = self.bind()?;
+        let mut status = ffi::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is live, as the trait demands, and the out pointer is valid.
+        unsafe { ffi::cuStreamIsCapturing(raw(stream), &mut status) }.check("cuStreamIsCapturing")?;
+        // Also where that capture can no longer be finished.
+        Ok(status != ffi::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
     fn capture_begin(&self, stream: u64) -> Result<()> {
-        graph::begin(&self.bind()?, stream)
+        let _bound = self.bind()?;
+        // Other threads are free to make any call meanwhile; this one must only enqueue.
+        let mode = ffi::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is live, as the trait demands.
+        unsafe { ffi::cuStreamBeginCapture_v2(raw(stream), mode) }.check("cuStreamBeginCapture")
     }
 
     fn capture_end(&self, stream: u64) -> Result<u64> {
-        graph::end(&self.bind()?, stream)
+        let _bound = self.bind()?;
+        let mut graph: CuGraph = std::ptr::null_mut();
+        // SAFETY: the stream is live, as the trait demands, and the out pointer is valid.
+        unsafe { ffi::cuStreamEndCapture(raw(stream), &mut graph) }.check("cuStreamEndCapture")?;
+        let mut exec: CuGraphExec = std::ptr::null_mut();
+        // SAFETY: the graph is the one just recorded, and the out pointer is valid.
+        let instantiated = unsafe { ffi::cuGraphInstantiateWithFlags(&mut exec, graph, 0) };
+        // The executable graph is a copy, so the recording itself can go in either case.
+        // SAFETY: the graph is ours and is not used again.
+        unsafe { ffi::cuGraphDestroy(graph) }.log("cuGraphDestroy");
+        instantiated.check("cuGraphInstantiateWithFlags")?;
+        Ok(exec as u64)
     }
 
     fn graph_launch(&self, graph: u64, stream: u64) -> Result<()> {
-        graph::launch(&self.bind()?, graph, stream)
+        let _bound = self.bind()?;
+        // SAFETY: both are live, as the trait demands.
+        unsafe { ffi::cuGraphLaunch(graph as CuGraphExec, raw(stream)) }.check("cuGraphLaunch")
     }
 
     fn graph_destroy(&self, graph: u64) {
-        self.clean_up(|bound| graph::destroy(bound, graph));
+        // SAFETY: its owner gives it back once; a run in flight completes.
+        self.clean_up(|_| unsafe { ffi::cuGraphExecDestroy(graph as CuGraphExec) }.log("cuGraphExecDestroy"));
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use cust::context::Context;
 use cust::device::Device as CustDevice;
@@ -10,9 +10,10 @@ use cust::device::Device as CustDevice;
 use super::context::{self, Current};
 use super::error::unavailable;
 use super::pool::MemoryPool;
-use super::sharing::{Sharing, sharing};
+use super::vmm::{Sharing, sharing};
 use crate::driver::{Device, DeviceInfo, NoDriverCalls, Staging, Streams};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Kernels are compiled for `sm_90`.
 const OLDEST_COMPUTE_CAPABILITY: (i32, i32) = (9, 0);
@@ -99,32 +100,28 @@ impl CudaDevice {
     }
 
     pub(super) fn keep_file(&self, host: u64, file: OwnedFd) {
-        self.files().insert(host, file);
+        lock(&self.files).insert(host, file);
     }
 
     pub(super) fn take_file(&self, host: u64) -> Option<OwnedFd> {
-        self.files().remove(&host)
+        lock(&self.files).remove(&host)
     }
 
     /// A descriptor of the file that is mapped at this host address.
     pub(super) fn file(&self, host: u64) -> Result<OwnedFd> {
-        let files = self.files();
+        let files = lock(&self.files);
         let file = files
             .get(&host)
             .ok_or_else(|| Error::argument("memory", format!("{host:#x}"), "it was freed"))?;
         file.try_clone().map_err(|error| Error::system("dup", error))
     }
 
-    fn files(&self) -> MutexGuard<'_, HashMap<u64, OwnedFd>> {
-        self.files.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(super) fn remember_kernel(&self, kernel: u64, name: &'static str) {
-        self.kernels.lock().unwrap_or_else(PoisonError::into_inner).insert(kernel, name);
+        lock(&self.kernels).insert(kernel, name);
     }
 
     pub(super) fn kernel_name(&self, kernel: u64) -> &'static str {
-        let kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let kernels = lock(&self.kernels);
         kernels.get(&kernel).copied().unwrap_or("an unknown kernel")
     }
 

@@ -6,8 +6,7 @@ use cust::device::Device as CustDevice;
 
 use super::context::{self, supports};
 use super::error::unavailable;
-use super::sharing::sharing;
-use super::vmm::can_access_peer;
+use super::vmm::{can_access_peer, sharing};
 use super::{ffi, late, ptx};
 use crate::driver::RdmaWriteOrder;
 use crate::error::Result;

@@ -10,12 +10,13 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
+use super::calls::raw;
 use super::context::check_alloc;
 use super::device::Bound;
 use super::error::unavailable;
 use super::ffi::{self, CuDevicePtr, CuResult};
+use super::late;
 use super::vmm::{self, Mapping, Physical};
-use super::{late, stream};
 use crate::driver::{DevicePtr, FabricHandle, MemoryKind, RawMemory};
 use crate::error::{Error, Result};
 
@@ -88,7 +89,7 @@ pub unsafe fn free(bound: &Bound<'_>, memory: &RawMemory) {
 /// freed twice.
 unsafe fn free_pooled(bound: &Bound<'_>, memory: &RawMemory) {
     let list = bound.device.streams.hold();
-    let streams = list.streams.iter().map(|listed| stream::raw(listed.handle));
+    let streams = list.streams.iter().map(|listed| raw(listed.handle));
     // SAFETY: passed on to the caller.
     unsafe { bound.device.pool.free(memory.ptr.0, streams) };
 }

@@ -12,12 +12,11 @@
 //! | `error` | result codes, their names and remedies |
 //! | `context` | start-up, device facts, the primary context, made current on a thread |
 //! | `device` | [`CudaDevice`], and the binding of its context to the calling thread |
-//! | `calls` | the trait, one line per method |
-//! | `memory`, `copy` | allocation; copies and fills |
-//! | `sharing`, `vmm` | what can be shared; export and import through virtual memory management |
+//! | `calls` | the trait: streams, events, copies, capture; what is longer is in the files below |
+//! | `memory` | allocation |
+//! | `vmm` | what can be shared; export and import through virtual memory management |
 //! | `pool` | device memory that comes and goes in stream order |
 //! | `module`, `ptx` | loading PTX, kernels, launches; which driver reads which PTX |
-//! | `stream`, `graph` | streams, events; capture and replay |
 //! | `doctor` | what this machine has and lacks |
 //!
 //! A program with this feature starts on any machine. The first call of the driver loads
@@ -35,20 +34,16 @@
 
 mod calls;
 mod context;
-mod copy;
 mod device;
 mod doctor;
 mod error;
 mod ffi;
-mod graph;
 mod late;
 mod library;
 mod memory;
 mod module;
 mod pool;
 mod ptx;
-mod sharing;
-mod stream;
 mod vmm;
 
 #[cfg(test)]

@@ -2,11 +2,12 @@
 
 use std::ffi::{CString, c_int, c_void};
 
+use super::calls::raw;
 use super::device::Bound;
 use super::error::unavailable;
 use super::ffi::{self, CuFunction, CuModule, CuResult};
 use super::late::{self, LaunchAttribute, LaunchConfigEx};
-use super::{context, ptx, stream};
+use super::{context, ptx};
 use crate::driver::LaunchConfig;
 use crate::error::{Error, Result};
 
@@ -173,7 +174,7 @@ pub unsafe fn launch(
     config: &LaunchConfig,
     params: &[&[u8]],
 ) -> Result<()> {
-    let (function, stream) = (kernel as CuFunction, stream::raw(stream));
+    let (function, stream) = (kernel as CuFunction, raw(stream));
     let mut pointers = param_pointers(params);
     let LaunchConfig { grid, block, shared_bytes, cooperative, dependent } = *config;
     let launch_ex = late::late().launch_kernel_ex.filter(|_| dependent);

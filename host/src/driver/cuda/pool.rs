@@ -101,7 +101,7 @@ impl MemoryPool {
     pub unsafe fn free(&self, ptr: CuDevicePtr, streams: impl Iterator<Item = CuStream>) {
         for stream in streams {
             // SAFETY: passed on to the caller.
-            unsafe { self.come_behind(stream) };
+            unsafe { self.order_behind(stream) };
         }
         // SAFETY: passed on to the caller.
         unsafe { ffi::cuMemFreeAsync(ptr, self.release) }.log("cuMemFreeAsync");
@@ -113,7 +113,7 @@ impl MemoryPool {
     /// # Safety
     /// The stream is live, and the device's list of streams is held: none begins to be captured
     /// meanwhile, and the event is this call's.
-    pub unsafe fn come_behind(&self, stream: CuStream) {
+    pub unsafe fn order_behind(&self, stream: CuStream) {
         let mut status = ffi::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the caller promises a live stream; the out pointer is valid.
         let asked = unsafe { ffi::cuStreamIsCapturing(stream, &mut status) };

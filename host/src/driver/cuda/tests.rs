@@ -3,7 +3,7 @@
 use super::ffi::CuResult;
 use super::module::{log_text, param_pointers};
 use super::ptx::{self, PtxVersion};
-use super::{CudaDevice, devices, doctor, stream};
+use super::{CudaDevice, calls, devices, doctor};
 use crate::driver::{Device, RawStream};
 use crate::error::Error;
 
@@ -138,8 +138,8 @@ fn parameters_become_one_pointer_each_in_order() {
 fn an_adopted_handle_keeps_the_stream_it_stands_for() {
     // The default streams are small integers, real ones are addresses.
     for stream in [0u64, 1, 2, 0x7fff_ffff_fff0] {
-        assert_eq!(stream::raw(stream) as u64, stream);
-        assert_eq!(stream::raw(stream | stream::ADOPTED) as u64, stream);
+        assert_eq!(calls::raw(stream) as u64, stream);
+        assert_eq!(calls::raw(stream | calls::ADOPTED) as u64, stream);
     }
 }
 

@@ -3,22 +3,45 @@
 //!
 //! On drivers without it (WSL, some vGPUs), memory cannot be shared. The older `cuIpc` handles are
 //! not file descriptors and cannot be opened in the process that made them.
-//! [`sharing`](super::sharing::sharing) returns the error.
+//! [`sharing`] returns the error.
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-use super::context::{check_alloc, free_bytes};
-use super::copy::fill;
+use super::context::{attribute, check_alloc, free_bytes, supports};
 use super::device::Bound;
 use super::error::unavailable;
 use super::ffi::{
-    self, CuAllocation, CuDevicePtr, CuMemAccessDesc, CuMemAllocationProp, CuMemLocation, CuResult,
+    self, CuAllocation, CuDevicePtr, CuMemAccessDesc, CuMemAllocationProp, CuMemLocation, CuResult, CuStream,
 };
-use super::sharing::Sharing;
-use super::stream;
 use crate::driver::{DevicePtr, FabricHandle};
 use crate::error::{Error, Result};
+
+/// Features of a device for shareable memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sharing {
+    /// Memory can be created for RDMA by a network card.
+    pub rdma: bool,
+    /// Memory can be given to other hosts of the NVLink domain.
+    pub fabric: bool,
+}
+
+/// The features of a device; the error gives the reason why it cannot share memory.
+pub fn sharing(device: cust::device::Device) -> Result<Sharing> {
+    const REMEDY: &str = "epoxide shares device memory between ranks as file descriptors, which takes bare Linux or a \
+                          virtual machine with the whole GPU passed through, not WSL or a vGPU";
+    let what = || format!("shareable memory of CUDA device {}", device.as_raw());
+    if attribute(device, ffi::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? == 0 {
+        return Err(unavailable(what(), format!("no virtual memory management here; {REMEDY}")));
+    }
+    if attribute(device, ffi::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)? == 0 {
+        return Err(unavailable(what(), format!("no export as a file descriptor here; {REMEDY}")));
+    }
+    Ok(Sharing {
+        rdma: supports(device, ffi::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED),
+        fabric: supports(device, ffi::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED),
+    })
+}
 
 /// Why this device may not touch the peer's memory.
 pub fn no_peer_access(bound: &Bound<'_>, result: CuResult, owner: Option<c_int>, peer: &str) -> Error {
@@ -288,13 +311,19 @@ impl Mapping {
     }
 
     /// Zeroes it, in a stream of its own: the default stream would wait for the caller's work.
-    pub fn zero(&self, bound: &Bound<'_>) -> Result<()> {
-        let stream = stream::create(bound, false)?;
-        // SAFETY: the mapping outlives the synchronise below.
-        let zeroed = unsafe { fill(bound, stream, DevicePtr(self.range.ptr), 0, self.range.bytes as u64) }
-            .and_then(|()| stream::synchronize(bound, stream));
-        stream::destroy(bound, stream);
-        zeroed
+    pub fn zero(&self, _: &Bound<'_>) -> Result<()> {
+        let mut stream: CuStream = std::ptr::null_mut();
+        // SAFETY: the out pointer is valid and a context is bound. The mapping outlives the
+        // synchronise, and the stream has no other user.
+        unsafe {
+            ffi::cuStreamCreateWithPriority(&mut stream, ffi::CU_STREAM_NON_BLOCKING, 0)
+                .check("cuStreamCreateWithPriority")?;
+            let zeroed = ffi::cuMemsetD8Async(self.range.ptr, 0, self.range.bytes, stream)
+                .check("cuMemsetD8Async")
+                .and_then(|()| ffi::cuStreamSynchronize(stream).check("cuStreamSynchronize"));
+            ffi::cuStreamDestroy_v2(stream).log("cuStreamDestroy");
+            zeroed
+        }
     }
 
     /// Gives up ownership: the address and the size, for [`Mapping::from_raw`].

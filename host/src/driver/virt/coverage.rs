@@ -7,10 +7,12 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use epoxide_vgpu::{Kernel, Module};
+
+use crate::lock::lock;
 
 /// Names the folder.
 const DIRECTORY: &str = "EPOXIDE_VGPU_COVERAGE";
@@ -48,7 +50,7 @@ impl Record {
     fn note(&self, kernel: &Kernel) {
         let Some(executed) = kernel.coverage() else { return };
         let key = (kernel.name().to_owned(), kernel.fingerprint());
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kernels = lock(&self.kernels);
         let all = kernels.entry(key.clone()).or_insert_with(|| vec![false; executed.len()]);
         if !merge(all, &executed) {
             return;

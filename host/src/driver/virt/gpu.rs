@@ -9,8 +9,7 @@ use super::capture::Step;
 use super::config::{Executor, Time, VirtConfig};
 use super::engine::Engine;
 use super::machine::Machine;
-use super::mix::mix;
-use super::state::{Allocation, GpuCore, Held, LastRecord, LoadedKernel, State, new_handle};
+use super::state::{Allocation, GpuCore, Held, LastRecord, LoadedKernel, State, mix, new_handle};
 use super::stream::{Mark, Op, StreamQueue};
 use super::work::{HostPtr, Launch, Source, Target, Transfer};
 use crate::driver::{

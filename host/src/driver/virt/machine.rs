@@ -1,15 +1,15 @@
 //! Virtual GPUs that run on the threads of their users, in an order drawn from a seed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use epoxide_vgpu::Clock;
 
 use super::engine::{Engine, OpProgress};
-use super::mix::{GOLDEN, mix};
-use super::state::GpuCore;
+use super::state::{GOLDEN, GpuCore, mix};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Longest turn of a grid, in warp instructions.
 const LONGEST_SLICE: u64 = 1024;
@@ -58,10 +58,10 @@ struct Inner {
     patience: Duration,
     /// Counts enqueued ops.
     submissions: AtomicU64,
-    run: Mutex<Run>,
+    run: Mutex<MachineState>,
 }
 
-struct Run {
+struct MachineState {
     engines: Vec<Engine>,
     random: u64,
     digest: u64,
@@ -83,7 +83,7 @@ impl Machine {
     /// threads `patience` (real time) to enqueue work before it moves the virtual clock. Runs are
     /// then as repeatable as the threads are.
     pub fn with_patience(seed: u64, patience: Duration) -> Machine {
-        let run = Run { engines: Vec::new(), random: mix(seed, 0), digest: 0 };
+        let run = MachineState { engines: Vec::new(), random: mix(seed, 0), digest: 0 };
         Machine {
             inner: Arc::new(Inner {
                 seed,
@@ -113,12 +113,12 @@ impl Machine {
 
     /// Identifies the order in which everything has run so far: equal digests, equal runs.
     pub fn schedule_digest(&self) -> u64 {
-        self.lock().digest
+        lock(&self.inner.run).digest
     }
 
     /// Runs at most about `budget` warp instructions, over all devices.
     pub fn drive(&self, budget: u64) -> Drive {
-        let mut run = self.lock();
+        let mut run = lock(&self.inner.run);
         // The host may have stored a word that a grid polls.
         run.clear_spinning();
         let mut left = budget;
@@ -153,7 +153,7 @@ impl Machine {
             if done()? {
                 return Ok(());
             }
-            let mut run = self.lock();
+            let mut run = lock(&self.inner.run);
             let idle = match run.turn() {
                 Turn::Done => {
                     (stuck_ns, jump_ns, quiet, instructions) = (0, SPIN_NS, None, 0);
@@ -184,7 +184,7 @@ impl Machine {
             } else if since.elapsed() < self.inner.patience {
                 drop(run);
                 std::thread::sleep(NAP);
-                self.lock().clear_spinning();
+                lock(&self.inner.run).clear_spinning();
                 continue;
             } else if idle {
                 return Err(Error::VirtualFault(format!(
@@ -203,7 +203,7 @@ impl Machine {
         }
     }
 
-    fn give_up(&self, run: &Run, call: &'static str, what: &str) -> Error {
+    fn give_up(&self, run: &MachineState, call: &'static str, what: &str) -> Error {
         let reports: String = run.engines.iter().map(Engine::stuck_report).collect();
         Error::VirtualFault(format!(
             "{call} gave up: {what} (seed {}); a kernel waits for something that no other one, nor this thread, will \
@@ -223,15 +223,11 @@ impl Machine {
     }
 
     pub(super) fn add(&self, shared: Arc<GpuCore>) {
-        self.lock().engines.push(Engine::new(shared));
+        lock(&self.inner.run).engines.push(Engine::new(shared));
     }
 
     pub(super) fn remove(&self, shared: &Arc<GpuCore>) {
-        self.lock().engines.retain(|engine| !engine.is_of(shared));
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Run> {
-        self.inner.run.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.inner.run).engines.retain(|engine| !engine.is_of(shared));
     }
 }
 
@@ -247,7 +243,7 @@ enum Turn {
     Idle,
 }
 
-impl Run {
+impl MachineState {
     /// Gives one job of one device a turn.
     fn turn(&mut self) -> Turn {
         // Each must collect, whether or not an earlier one did.

@@ -61,7 +61,6 @@ mod coverage;
 mod engine;
 mod gpu;
 pub(crate) mod machine;
-mod mix;
 mod modules;
 mod state;
 mod stream;

@@ -2,9 +2,11 @@
 //! for every buffer.
 
 use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 
 use epoxide_vgpu::{Module, PtxError};
+
+use crate::lock::lock;
 
 /// Texts that are kept. A program that loads more of them begins anew.
 const KEPT: usize = 32;
@@ -17,7 +19,7 @@ static MODULES: LazyLock<Mutex<HashMap<String, Parsed>>> = LazyLock::new(Mutex::
 /// not share these.
 pub(super) fn parsed(ptx: &str) -> Result<Arc<Module>, PtxError> {
     let cell = {
-        let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut modules = lock(&MODULES);
         match modules.get(ptx) {
             Some(cell) => cell.clone(),
             None => {

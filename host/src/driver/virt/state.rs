@@ -10,11 +10,11 @@ use epoxide_vgpu::{
 
 use super::capture::{Capture, RecordedGraph, Step};
 use super::config::Stop;
-use super::mix::mix;
 use super::stream::{Mark, Op, StreamQueue};
 use super::work::Launch;
 use crate::driver::{DeviceInfo, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::virtual_time::{Membership, VirtualTime};
 
 /// The next handle. Handles are unique in the process, so that one device's handle never names a
@@ -88,7 +88,7 @@ impl GpuCore {
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         // A panic under the lock is a bug; the tables are still the best there is to report it
         // with.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// [`GpuCore::lock`], an error where the device is unusable: for calls that wait.
@@ -432,4 +432,15 @@ pub(super) struct Allocation {
     pub(super) kind: Option<MemoryKind>,
     /// Bytes counted in [`State::used`].
     pub(super) charged: u64,
+}
+
+/// 2^64 divided by the golden ratio: the increment of SplitMix64.
+pub(super) const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Mixes a word into a hash, by the finaliser of SplitMix64.
+pub(super) fn mix(hash: u64, word: u64) -> u64 {
+    let mut z = hash.rotate_left(23) ^ word.wrapping_mul(GOLDEN) ^ GOLDEN;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
 }

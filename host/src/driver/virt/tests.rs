@@ -665,7 +665,7 @@ fn a_fence_comes_behind_all_streams_but_those_that_record() {
             let fence = Fence::new(&rig.device, &mut spare)?;
             assert!(!fence.wait_timeout(Duration::from_millis(5))?, "one stream is not through");
             // Behind the fence for others, and not for the stream that it waits for.
-            fence.come_before(&other)?;
+            fence.order_before(&other)?;
             rig.store(&other, gate.ptr().add(4), 1);
             word(&gate, 0).store(1, Ordering::Release);
             assert!(fence.wait_timeout(Duration::from_secs(120))?);

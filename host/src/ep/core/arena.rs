@@ -2,24 +2,25 @@
 //! allocate.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{ROW_ALIGN, Section};
 
 use crate::driver::{Device, DevicePtr, Event, Fence, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Blocks that are free. A block is freed when its last owner drops it. Streams may still use it
 /// then. Its next user therefore runs behind all work that had been enqueued by then.
 #[derive(Debug)]
 pub struct Arena {
     device: Device,
-    shelves: Mutex<Shelves>,
+    state: Mutex<ArenaState>,
 }
 
 #[derive(Debug, Default)]
-struct Shelves {
+struct ArenaState {
     /// In the order in which they were freed, each with the fence that its next user must wait for.
     free: VecDeque<(Memory, Fence)>,
     /// Behind which the operation must come that is about to be enqueued: it was given blocks.
@@ -48,19 +49,26 @@ impl Offsets {
     }
 }
 
-/// The pieces of a block and where each starts.
+/// Regions of memory that follow each other, 128-byte aligned, and where each starts.
 #[derive(Debug, Default)]
 pub struct Pieces {
+    base: DevicePtr,
     sections: Vec<Section>,
     offsets: Offsets,
 }
 
 impl Pieces {
-    /// Reserves room for `piece` and returns its offset.
-    pub fn push(&mut self, piece: Section) -> u64 {
+    /// Reserves room for `piece` and returns its address; its offset, as long as there is no
+    /// memory.
+    pub fn push(&mut self, piece: Section) -> DevicePtr {
         let offset = self.offsets.take(piece.bytes);
         self.sections.push(piece.at(offset));
-        offset
+        self.base.add(offset)
+    }
+
+    /// Reserves room for `count` elements, `stride` bytes apart.
+    pub fn array(&mut self, name: &'static str, count: u64, stride: u64) -> DevicePtr {
+        self.push(Section::array(name, count, stride))
     }
 
     /// The pieces.
@@ -74,57 +82,75 @@ impl Pieces {
     }
 }
 
+/// Memory of `alloc` for the pieces that `lay_out` reserves. It runs at address 0 first, to compute
+/// the size, and then at the memory's.
+fn lay_out<T>(
+    alloc: impl FnOnce(u64) -> Result<Memory>,
+    lay_out: impl Fn(&mut Pieces) -> T,
+) -> Result<(Memory, T)> {
+    let mut pieces = Pieces::default();
+    lay_out(&mut pieces);
+    let memory = alloc(pieces.bytes())?;
+    pieces = Pieces { base: memory.ptr(), ..Pieces::default() };
+    let parts = lay_out(&mut pieces);
+    memory.describe(pieces.sections());
+    Ok((memory, parts))
+}
+
+/// Device memory for the pieces that `parts` reserves, and what it makes of their addresses.
+pub fn laid_out<T>(device: &Device, label: &str, parts: impl Fn(&mut Pieces) -> T) -> Result<(Memory, T)> {
+    lay_out(|bytes| Memory::alloc(device, bytes, MemoryKind::Device, label), parts)
+}
+
 impl Arena {
     pub fn new(device: &Device) -> Arc<Arena> {
-        Arc::new(Arena { device: device.clone(), shelves: Mutex::default() })
+        Arc::new(Arena { device: device.clone(), state: Mutex::default() })
     }
 
-    fn shelves(&self) -> MutexGuard<'_, Shelves> {
-        self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
+    /// A block for the pieces that `parts` reserves, and what it makes of their addresses. The
+    /// operation that uses the block calls [`Arena::order_before`].
+    pub fn take<T>(self: &Arc<Self>, parts: impl Fn(&mut Pieces) -> T) -> Result<(Arc<Block>, T)> {
+        let (memory, parts) = lay_out(|bytes| self.memory(bytes), parts)?;
+        Ok((Arc::new(Block { ptr: memory.ptr(), memory: Some(memory), home: self.clone() }), parts))
     }
 
-    /// A block for `pieces`: the smallest free block that fits and is at most four times too large.
-    /// Among equal sizes it is the one that was freed first. The operation that uses it calls
-    /// [`Arena::come_before`].
-    pub fn take(self: &Arc<Self>, pieces: &Pieces) -> Result<Block> {
-        let bytes = pieces.bytes();
-        let mut shelves = self.shelves();
+    /// The smallest free memory that has `bytes` and is at most four times too large. Among equal
+    /// sizes it is the one that was freed first.
+    fn memory(&self, bytes: u64) -> Result<Memory> {
+        let state = &mut *lock(&self.state);
         let fits = |memory: &Memory| (bytes..=bytes * 4).contains(&memory.bytes());
-        let best = shelves.free.iter().enumerate().filter(|(_, (memory, _))| fits(memory));
+        let best = state.free.iter().enumerate().filter(|(_, (memory, _))| fits(memory));
         let best = best.min_by_key(|(_, (memory, _))| memory.bytes()).map(|(at, _)| at);
-        let memory = match best.and_then(|at| shelves.free.remove(at)) {
+        match best.and_then(|at| state.free.remove(at)) {
             Some((memory, behind)) => {
-                shelves.before_next.push(behind);
-                memory
+                state.before_next.push(behind);
+                Ok(memory)
             }
-            None => Memory::alloc(&self.device, bytes, MemoryKind::Device, "operation outputs")?,
-        };
-        drop(shelves);
-        memory.describe(pieces.sections());
-        Ok(Block { ptr: memory.ptr(), memory: Some(memory), home: self.clone() })
+            None => Memory::alloc(&self.device, bytes, MemoryKind::Device, "operation outputs"),
+        }
     }
 
     /// Makes `stream` wait for the last users of the blocks that were taken for its next operation.
-    pub fn come_before(&self, stream: &Stream) -> Result<()> {
-        let shelves = &mut *self.shelves();
-        while let Some(fence) = shelves.before_next.pop() {
-            fence.come_before(stream)?;
-            fence.into_spare(&mut shelves.spare_events);
+    pub fn order_before(&self, stream: &Stream) -> Result<()> {
+        let state = &mut *lock(&self.state);
+        while let Some(fence) = state.before_next.pop() {
+            fence.order_before(stream)?;
+            fence.into_spare(&mut state.spare_events);
         }
         Ok(())
     }
 
-    /// The blocks taken for the next operation need no wait: [`Arena::settle`] has seen their last
-    /// users end.
-    pub fn are_settled(&self) {
-        let shelves = &mut *self.shelves();
-        let fences = shelves.before_next.drain(..);
-        fences.for_each(|fence| fence.into_spare(&mut shelves.spare_events));
+    /// The blocks taken for the next operation need no wait: [`Arena::wait_free`] has seen their
+    /// last users end.
+    pub fn forget_fences(&self) {
+        let state = &mut *lock(&self.state);
+        let fences = state.before_next.drain(..);
+        fences.for_each(|fence| fence.into_spare(&mut state.spare_events));
     }
 
     /// Waits until no stream uses any free block, so that work that is only recorded may use them.
-    pub fn settle(&self, timeout: Duration) -> Result<()> {
-        for (_, fence) in &self.shelves().free {
+    pub fn wait_free(&self, timeout: Duration) -> Result<()> {
+        for (_, fence) in &lock(&self.state).free {
             if !fence.wait_timeout(timeout)? {
                 return Err(Error::timeout(
                     "capture",
@@ -137,9 +163,9 @@ impl Arena {
 
     /// A fence behind all work enqueued on the device's streams so far.
     pub fn fence(&self) -> Result<Fence> {
-        let mut spare = std::mem::take(&mut self.shelves().spare_events);
+        let mut spare = std::mem::take(&mut lock(&self.state).spare_events);
         let fence = Fence::new(&self.device, &mut spare);
-        self.shelves().spare_events.append(&mut spare);
+        lock(&self.state).spare_events.append(&mut spare);
         fence
     }
 
@@ -154,7 +180,7 @@ impl Arena {
 
     /// Takes the events of a fence back once no stream waits for it.
     pub fn give_back(&self, fence: Fence) {
-        fence.into_spare(&mut self.shelves().spare_events);
+        fence.into_spare(&mut lock(&self.state).spare_events);
     }
 }
 
@@ -168,7 +194,7 @@ impl Drop for Block {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
         match self.home.fence() {
-            Ok(fence) => self.home.shelves().free.push_back((memory, fence)),
+            Ok(fence) => lock(&self.home.state).free.push_back((memory, fence)),
             // The device cannot be used any more; the driver frees the memory behind its streams.
             Err(error) => tracing::debug!("a block is not used again: {error}"),
         }

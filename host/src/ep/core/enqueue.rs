@@ -153,11 +153,11 @@ impl Enqueuer {
             let outcome = work(stream);
             outcome.and(self.captured_end.record(stream))
         } else {
-            let turn = self.sequence.begin(stream, operation)?;
+            let submission = self.sequence.begin(stream, operation)?;
             let outcome = work(stream);
             // After an error as well: kernels that were launched still run, and the memory they use
             // is given back.
-            outcome.and(turn.end(stream))
+            outcome.and(submission.end(stream))
         };
         if order.asynchronous && outcome.is_ok() {
             let event = Event::new(stream.device())?;

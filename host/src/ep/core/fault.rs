@@ -7,7 +7,7 @@
 use std::fmt::Debug;
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
@@ -17,21 +17,17 @@ use epoxide_gpu::layout::{
 
 use super::network::Network;
 use super::sequence::Sequence;
-use crate::driver::{Device, DevicePtr, MappedMemory, Report, Stream};
+use crate::driver::{Device, DevicePtr, MappedMemory, Outcome, Stream};
 use crate::ep::Topology;
-use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// All buffers of this process, and some that were dropped.
 static BUFFERS: Mutex<Vec<Weak<Faults>>> = Mutex::new(Vec::new());
 
-fn buffers() -> MutexGuard<'static, Vec<Weak<Faults>>> {
-    BUFFERS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// The set that a kernel numbers its peers in.
 #[derive(Debug, Clone, Copy)]
-enum Counted {
+enum PeerNumber {
     /// The ranks of this node.
     Node,
     /// All ranks; the rank of this node with the same index relays for that one.
@@ -44,7 +40,7 @@ enum Counted {
 
 /// Kinds of records about a peer.
 #[derive(Debug, Clone, Copy)]
-enum Found {
+enum RecordKind {
     /// The wait of an operation for a word expired. `None`: the recorded call names the operation.
     Late(Option<&'static str>, &'static str),
     /// The same for a packed ready word, which holds its epoch.
@@ -54,37 +50,39 @@ enum Found {
 }
 
 /// All records about peers. The text of any other is the mode's ([`Calls::error`]).
-const FAULTS: [(Wait, Counted, Found); 24] = [
-    (Wait::Counts, Counted::Node, Found::Late(Some("notify"), "counts")),
-    (Wait::DispatchReady, Counted::Node, Found::LateReady("dispatch", "ready")),
-    (Wait::DispatchDone, Counted::Node, Found::Late(Some("dispatch"), "done")),
-    (Wait::CombineReady, Counted::Node, Found::LateReady("combine", "ready")),
-    (Wait::CombineDone, Counted::Node, Found::Late(Some("combine"), "done")),
-    (Wait::Staged, Counted::Node, Found::Late(Some("combine"), "staged rows")),
-    (Wait::OtherCall, Counted::Node, Found::OtherCall),
-    (Wait::NodeCounts, Counted::Rail, Found::Late(Some("notify"), "counts of the node")),
-    (Wait::RelayedCounts, Counted::Relay, Found::Late(Some("notify"), "counts that it relays")),
-    (Wait::DispatchNodeReady, Counted::Rail, Found::LateReady("dispatch", "ready of the node")),
-    (Wait::DispatchArrival, Counted::Rail, Found::Late(Some("dispatch"), "rows of the node")),
-    (Wait::CombineNodeReady, Counted::Rail, Found::LateReady("combine", "ready of the node")),
-    (Wait::CombineArrival, Counted::Rail, Found::Late(Some("combine"), "sums of the node")),
-    (Wait::NotifyQueue, Counted::Rail, Found::Late(Some("notify"), "the queue to it")),
-    (Wait::DispatchQueue, Counted::Rail, Found::Late(Some("dispatch"), "the queue to it")),
-    (Wait::CombineQueue, Counted::Rail, Found::Late(Some("combine"), "the queue to it")),
-    (Wait::OtherNodeCall, Counted::Rail, Found::OtherCall),
-    (Wait::LowLatencyReady, Counted::World, Found::Late(None, "ready")),
-    (Wait::LowLatencyEnter, Counted::World, Found::Late(None, "its call")),
-    (Wait::LowLatencyIds, Counted::World, Found::Late(None, "expert ids")),
-    (Wait::LowLatencyRows, Counted::World, Found::Late(None, "rows")),
-    (Wait::LowLatencyReturned, Counted::World, Found::Late(None, "returned rows")),
-    (Wait::LowLatencyQueue, Counted::World, Found::Late(None, "the queue to it")),
-    (Wait::LowLatencyOtherCall, Counted::World, Found::OtherCall),
+const FAULTS: [(Wait, PeerNumber, RecordKind); 24] = [
+    (Wait::Counts, PeerNumber::Node, RecordKind::Late(Some("notify"), "counts")),
+    (Wait::DispatchReady, PeerNumber::Node, RecordKind::LateReady("dispatch", "ready")),
+    (Wait::DispatchDone, PeerNumber::Node, RecordKind::Late(Some("dispatch"), "done")),
+    (Wait::CombineReady, PeerNumber::Node, RecordKind::LateReady("combine", "ready")),
+    (Wait::CombineDone, PeerNumber::Node, RecordKind::Late(Some("combine"), "done")),
+    (Wait::Staged, PeerNumber::Node, RecordKind::Late(Some("combine"), "staged rows")),
+    (Wait::OtherCall, PeerNumber::Node, RecordKind::OtherCall),
+    (Wait::NodeCounts, PeerNumber::Rail, RecordKind::Late(Some("notify"), "counts of the node")),
+    (Wait::RelayedCounts, PeerNumber::Relay, RecordKind::Late(Some("notify"), "counts that it relays")),
+    (Wait::DispatchNodeReady, PeerNumber::Rail, RecordKind::LateReady("dispatch", "ready of the node")),
+    (Wait::DispatchArrival, PeerNumber::Rail, RecordKind::Late(Some("dispatch"), "rows of the node")),
+    (Wait::CombineNodeReady, PeerNumber::Rail, RecordKind::LateReady("combine", "ready of the node")),
+    (Wait::CombineArrival, PeerNumber::Rail, RecordKind::Late(Some("combine"), "sums of the node")),
+    (Wait::NotifyQueue, PeerNumber::Rail, RecordKind::Late(Some("notify"), "the queue to it")),
+    (Wait::DispatchQueue, PeerNumber::Rail, RecordKind::Late(Some("dispatch"), "the queue to it")),
+    (Wait::CombineQueue, PeerNumber::Rail, RecordKind::Late(Some("combine"), "the queue to it")),
+    (Wait::OtherNodeCall, PeerNumber::Rail, RecordKind::OtherCall),
+    (Wait::LowLatencyReady, PeerNumber::World, RecordKind::Late(None, "ready")),
+    (Wait::LowLatencyEnter, PeerNumber::World, RecordKind::Late(None, "its call")),
+    (Wait::LowLatencyIds, PeerNumber::World, RecordKind::Late(None, "expert ids")),
+    (Wait::LowLatencyRows, PeerNumber::World, RecordKind::Late(None, "rows")),
+    (Wait::LowLatencyReturned, PeerNumber::World, RecordKind::Late(None, "returned rows")),
+    (Wait::LowLatencyQueue, PeerNumber::World, RecordKind::Late(None, "the queue to it")),
+    (Wait::LowLatencyOtherCall, PeerNumber::World, RecordKind::OtherCall),
 ];
 
 /// The row of [`FAULTS`] for a kernel's record.
-fn look_up(code: u64) -> (Counted, Found) {
+fn look_up(code: u64) -> (PeerNumber, RecordKind) {
     let known = FAULTS.iter().find(|(wait, ..)| *wait as u64 == code);
-    known.map_or((Counted::World, Found::Late(Some("unknown"), "unknown")), |&(_, peer, found)| (peer, found))
+    known.map_or((PeerNumber::World, RecordKind::Late(Some("unknown"), "unknown")), |&(_, peer, found)| {
+        (peer, found)
+    })
 }
 
 /// How a mode reads the words that describe its calls.
@@ -117,15 +115,13 @@ pub struct Faults {
     context: Mutex<Option<Box<str>>>,
 }
 
-impl Report for Faults {
+impl Outcome for Faults {
     fn report(&self) -> Result<()> {
         self.check()
     }
-}
 
-impl Outcome for Faults {
-    fn come_before(&self, stream: &Stream) -> Result<()> {
-        self.sequence.come_before(stream)
+    fn order_before(&self, stream: &Stream) -> Result<()> {
+        self.sequence.order_before(stream)
     }
 }
 
@@ -160,7 +156,7 @@ impl Faults {
             network: OnceLock::new(),
             context: Mutex::default(),
         });
-        let mut buffers = buffers();
+        let mut buffers = lock(&BUFFERS);
         buffers.retain(|buffer| buffer.strong_count() > 0);
         buffers.push(Arc::downgrade(&faults));
         Ok(faults)
@@ -203,7 +199,7 @@ impl Faults {
 
     /// Clears the record.
     pub fn clear(&self, stream: &Stream) -> Result<()> {
-        *self.context() = None;
+        *lock(&self.context) = None;
         self.memory.clear(stream)
     }
 
@@ -220,12 +216,12 @@ impl Faults {
         let (rank, peer) = (self.rank, self.rank_of(code, status.peer as u32));
         let (name, place) = self.calls.name(status.call);
         let (operation, word, seen) = match look_up(code).1 {
-            Found::OtherCall => {
+            RecordKind::OtherCall => {
                 let [ours, theirs] = [needed, seen].map(|word| self.calls.describe(word, epoch));
                 return Err(Error::OtherCall { rank, peer, epoch, ours, theirs });
             }
-            Found::Late(operation, word) => (operation.unwrap_or(name), word, seen),
-            Found::LateReady(operation, word) => (operation, word, ready_epoch(seen, epoch)),
+            RecordKind::Late(operation, word) => (operation.unwrap_or(name), word, seen),
+            RecordKind::LateReady(operation, word) => (operation, word, ready_epoch(seen, epoch)),
         };
         Err(Error::PeerTimeout {
             rank,
@@ -238,7 +234,7 @@ impl Faults {
             needed,
             seen,
             waited: Duration::from_nanos(waited_ns),
-            beside: self.context().get_or_insert_with(|| self.find_context().into()).clone(),
+            beside: lock(&self.context).get_or_insert_with(|| self.find_context().into()).clone(),
         })
     }
 
@@ -246,15 +242,11 @@ impl Faults {
     fn rank_of(&self, code: u64, number: u32) -> u32 {
         let (topology, node) = (self.topology, self.topology.node(self.rank));
         match look_up(code).0 {
-            Counted::Node => topology.rank(node, number),
-            Counted::Relay => topology.rank(node, topology.index(number)),
-            Counted::Rail => topology.rank(number, topology.index(self.rank)),
-            Counted::World => number,
+            PeerNumber::Node => topology.rank(node, number),
+            PeerNumber::Relay => topology.rank(node, topology.index(number)),
+            PeerNumber::Rail => topology.rank(number, topology.index(self.rank)),
+            PeerNumber::World => number,
         }
-    }
-
-    fn context(&self) -> MutexGuard<'_, Option<Box<str>>> {
-        self.context.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Possible causes of an expired wait, for the end of its report. They are failures of the
@@ -265,7 +257,7 @@ impl Faults {
         let network = network.map_or_else(String::new, |network| network.context());
         // An upgraded reference may be the last of a buffer that is just dropped: it must not be
         // dropped while the list is locked.
-        let others: Vec<Arc<Faults>> = buffers().iter().filter_map(Weak::upgrade).collect();
+        let others: Vec<Arc<Faults>> = lock(&BUFFERS).iter().filter_map(Weak::upgrade).collect();
         let others = others.iter().filter(|other| other.id != self.id && other.is_on(&self.device));
         let named = others.filter_map(|other| other.unfinished());
         let named = named.collect::<Vec<_>>().join(" and ");

@@ -1,62 +1,5 @@
 //! The methods that buffers and their options have in both modes.
 
-use super::{HasCore, TracedLaunch};
-use crate::driver::Stream;
-use crate::error::Result;
-use crate::transport::{PutTrace, QueueStats};
-
-/// Measurements of a buffer, for benchmarks and tests.
-pub trait Instruments: HasCore {
-    /// Has the kernels that follow record when each of their blocks reached each phase, up to
-    /// `blocks` blocks in all; launches beyond that go untraced. Kernels without phases, such as
-    /// those of layouts and copies, are not in it.
-    ///
-    /// A CUDA graph that was captured meanwhile keeps writing to the trace: end its use before
-    /// [`Instruments::take_trace`].
-    ///
-    /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) for no blocks,
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
-    fn start_trace(&mut self, blocks: u64) -> Result<()> {
-        self.core().start_trace(blocks)
-    }
-
-    /// Ends the trace and reads it: the launches in order, and how many went untraced. Waits for
-    /// the last operation; `stream` carries the copy. Empty without a trace.
-    ///
-    /// # Errors
-    /// Errors of the driver.
-    fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
-        self.core().take_trace(stream)
-    }
-
-    /// The ranks of other nodes whose wire memory kernels here write themselves, ascending; queues
-    /// lead to the others.
-    fn mapped_peers(&self) -> Vec<u32> {
-        self.core_ref().network().map_or_else(Vec::new, |network| network.mapped_peers())
-    }
-
-    /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue,
-    /// peer). Empty with one node, and where all peers are mapped.
-    fn wire_stats(&self) -> Vec<(u32, u32, QueueStats)> {
-        self.core_ref().network().map_or_else(Vec::new, |network| network.stats())
-    }
-
-    /// Records when each put is carried out from now on, up to `capacity` of them.
-    fn start_put_trace(&self, capacity: usize) {
-        if let Some(network) = self.core_ref().network() {
-            network.start_trace(capacity);
-        }
-    }
-
-    /// The puts since [`Instruments::start_put_trace`]; ends the recording.
-    fn take_put_trace(&self) -> Vec<PutTrace> {
-        self.core_ref().network().map_or_else(Vec::new, |network| network.take_trace())
-    }
-}
-
-impl<B: HasCore> Instruments for B {}
-
 /// Writes them into an `impl Buffer`, whose field `core` they forward to. Before a method's name:
 /// what its documentation adds in this mode.
 macro_rules! buffer_methods {
@@ -237,4 +180,15 @@ macro_rules! option_methods {
     };
 }
 
-pub(crate) use {buffer_methods, option_methods};
+/// Writes methods of options and requests that each set the field of their name.
+macro_rules! setters {
+    ($($(#[$doc:meta])* $name:ident: $value:ty;)*) => {$(
+        $(#[$doc])*
+        pub fn $name(mut self, $name: $value) -> Self {
+            self.$name = $name.into();
+            self
+        }
+    )*};
+}
+
+pub(crate) use {buffer_methods, option_methods, setters};

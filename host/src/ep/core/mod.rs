@@ -10,7 +10,7 @@
 //! | `network.rs` | the way to other nodes |
 //! | `fault.rs` | what kernels record, and the errors made of it |
 //! | `step.rs` | recordings, and what they keep |
-//! | `trace.rs` | when blocks reached their phases |
+//! | `instruments.rs` | when blocks reached their phases; what benchmarks and tests read |
 //! | `methods.rs` | the public methods that buffers and options of both modes have |
 //!
 //! A method that would need to know the mode belongs to the mode.
@@ -18,13 +18,13 @@
 mod arena;
 mod enqueue;
 mod fault;
+mod instruments;
 mod methods;
 mod network;
 mod peers;
 mod place;
 mod sequence;
 mod step;
-mod trace;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,21 +32,20 @@ use std::time::Duration;
 use bytemuck::Zeroable;
 use epoxide_gpu::layout::{Comm, DevicePtr};
 
-pub use arena::{Arena, Block, Offsets, Pieces};
+pub use arena::{Arena, Block, Offsets, Pieces, laid_out};
 pub use enqueue::StreamOrder;
 pub use fault::{Calls, Faults};
-pub use methods::Instruments;
-pub(crate) use methods::{buffer_methods, option_methods};
+pub use instruments::{Instruments, TracedLaunch};
+pub(crate) use methods::{buffer_methods, option_methods, setters};
 pub use network::Network;
 pub use peers::Pools;
 pub use place::{Held, Lease, PlaceState, check_count};
 pub use step::Step;
-pub use trace::TracedLaunch;
 
 use enqueue::Enqueuer;
+use instruments::Trace;
 use place::Pool;
 use step::Recordings;
-use trace::Trace;
 
 use super::Topology;
 use super::tensor::Owner;
@@ -288,33 +287,17 @@ impl<R> Core<R> {
             let core = buffer.core();
             if capturing {
                 core.recordings.keep(uses);
-                core.arena.are_settled();
+                core.arena.forget_fences();
             } else {
-                core.arena.come_before(stream)?;
+                core.arena.order_before(stream)?;
             }
             work(buffer, stream)
         })
     }
 
-    /// Has kernels record when their blocks reach each phase, up to `blocks` blocks in all.
-    pub fn start_trace(&mut self, blocks: u64) -> Result<()> {
-        self.trace = Some(Trace::new(&self.device, blocks)?);
-        Ok(())
-    }
-
-    /// Ends the trace and reads it, behind the last operation: the launches, and how many went
-    /// untraced. Empty without a trace.
-    pub fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
-        let Some(trace) = self.trace.take() else { return Ok((Vec::new(), 0)) };
-        if !self.enqueuer.sequence().wait(self.patience())? {
-            return Err(Error::timeout("take_trace", "the last operation has not ended"));
-        }
-        trace.read(stream)
-    }
-
     /// Where a launch of `blocks` blocks writes its times; null without a trace.
     pub fn trace(&mut self, operation: &'static str, blocks: u32) -> DevicePtr {
-        self.trace.as_mut().map_or(DevicePtr::NULL, |trace| trace.place(operation, blocks))
+        self.trace.as_mut().map_or(DevicePtr::NULL, |trace| trace.reserve(operation, blocks))
     }
 }
 

@@ -1,6 +1,6 @@
 //! The way to other nodes: wire memory, the queues to peers and the proxies that serve them.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use epoxide_gpu::layout::QueueHandle;
@@ -8,7 +8,8 @@ use epoxide_gpu::layout::QueueHandle;
 use crate::driver::{Device, DevicePtr};
 use crate::error::Result;
 use crate::group::ProcessGroup;
-use crate::transport::{self, Proxies, PutTrace, QueueStats, TransportOptions, Way};
+use crate::lock::lock;
+use crate::transport::{self, Proxies, TransportOptions, Way};
 
 /// How long queues may continue with posted puts when the buffer is dropped.
 const GRACE: Duration = Duration::from_millis(200);
@@ -34,10 +35,6 @@ impl Network {
     ) -> Result<Network> {
         let (ways, links) = transport::open(options, device, group, bytes, peers, group.timeout())?;
         Ok(Network { proxies: Mutex::new(Proxies::start(device, links)?), ways, bytes })
-    }
-
-    fn proxies(&self) -> MutexGuard<'_, Proxies> {
-        self.proxies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Bytes of wire memory.
@@ -66,26 +63,9 @@ impl Network {
         failure.into_iter().chain(calls).collect()
     }
 
-    /// The ranks whose wire memory kernels here write themselves, ascending; queues lead to the
-    /// others.
-    pub fn mapped_peers(&self) -> Vec<u32> {
-        self.ways.iter().filter(|way| way.mapped.is_some()).map(|way| way.peer).collect()
-    }
-
-    /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue,
-    /// peer).
-    pub fn stats(&self) -> Vec<(u32, u32, QueueStats)> {
-        self.proxies().all().iter().map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()
-    }
-
-    /// Records when each put is carried out from now on, up to `capacity` of them.
-    pub fn start_trace(&self, capacity: usize) {
-        self.proxies().start_trace(capacity);
-    }
-
-    /// The puts since [`Network::start_trace`]; ends the recording.
-    pub fn take_trace(&self) -> Vec<PutTrace> {
-        self.proxies().take_trace()
+    /// The proxies of the queues.
+    pub fn proxies(&self) -> MutexGuard<'_, Proxies> {
+        lock(&self.proxies)
     }
 
     /// Lets the queues finish, notifies the peers and ends all threads.

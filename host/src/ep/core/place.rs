@@ -5,7 +5,7 @@
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use super::arena::Arena;
@@ -13,6 +13,7 @@ use super::step::Overwrites;
 use crate::driver::{DevicePtr, Fence, Memory, Stream, give_up};
 use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Most places of a buffer.
 const MAX_PLACES: u32 = 64;
@@ -68,7 +69,7 @@ pub struct PlaceState<R> {
     /// Handed out to the caller.
     taken: AtomicBool,
     /// Which dispatch's rows are there.
-    generation: AtomicU64,
+    current: AtomicU64,
     lease: Mutex<LastLease<R>>,
 }
 
@@ -86,7 +87,7 @@ struct LastLease<R> {
 #[derive(Debug)]
 pub struct Lease<R> {
     place: Arc<PlaceState<R>>,
-    generation: u64,
+    dispatch: u64,
     /// Nothing is borrowed any more: each use checks whether the rows are still there.
     detached: AtomicBool,
 }
@@ -132,7 +133,7 @@ impl<R> PlaceState<R> {
             pool,
             arena,
             taken: AtomicBool::new(false),
-            generation: AtomicU64::new(0),
+            current: AtomicU64::new(0),
             lease: Mutex::new(LastLease { dispatches: 0, last: Weak::new(), ended: None }),
         })
     }
@@ -162,41 +163,37 @@ impl<R> PlaceState<R> {
         self.pool.memory().ptr().add(offset)
     }
 
-    fn last_lease(&self) -> MutexGuard<'_, LastLease<R>> {
-        self.lease.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Begins a dispatch here, which overwrites the contents. It runs behind all readers of those
-    /// rows; see [`PlaceState::come_before`].
+    /// rows; see [`PlaceState::order_before`].
     pub fn begin(self: &Arc<Self>) -> Result<Arc<Lease<R>>> {
-        self.settle()?;
-        let generation = {
-            let mut state = self.last_lease();
+        self.fence_readers()?;
+        let dispatch = {
+            let mut state = lock(&self.lease);
             state.dispatches += 1;
             state.dispatches
         };
-        self.generation.store(generation, Ordering::Release);
-        Ok(self.lease(generation))
+        self.current.store(dispatch, Ordering::Release);
+        Ok(self.lease(dispatch))
     }
 
     /// The same, with `stream` behind all readers of the rows that are there.
     pub fn begin_on(self: &Arc<Self>, stream: &Stream) -> Result<Arc<Lease<R>>> {
         let lease = self.begin()?;
-        self.come_before(stream)?;
+        self.order_before(stream)?;
         Ok(lease)
     }
 
-    /// The only right to the rows of the dispatch `generation`.
-    pub fn lease(self: &Arc<Self>, generation: u64) -> Arc<Lease<R>> {
-        let lease = Arc::new(Lease { place: self.clone(), generation, detached: AtomicBool::new(false) });
-        self.last_lease().last = Arc::downgrade(&lease);
+    /// The only right to the rows of the dispatch `dispatch`.
+    pub fn lease(self: &Arc<Self>, dispatch: u64) -> Arc<Lease<R>> {
+        let lease = Arc::new(Lease { place: self.clone(), dispatch, detached: AtomicBool::new(false) });
+        lock(&self.lease).last = Arc::downgrade(&lease);
         lease
     }
 
     /// Records a fence behind all work enqueued by now if a lease has not ended: it is detached,
     /// and its tensors may be in use.
-    fn settle(&self) -> Result<()> {
-        let mut state = self.last_lease();
+    fn fence_readers(&self) -> Result<()> {
+        let mut state = lock(&self.lease);
         if state.last.strong_count() != 0 {
             let fence = self.arena.fence()?;
             if let Some(before) = state.ended.replace(fence) {
@@ -207,9 +204,9 @@ impl<R> PlaceState<R> {
     }
 
     /// Makes `stream` wait for all work that could read the rows that were here.
-    pub fn come_before(&self, stream: &Stream) -> Result<()> {
-        let Some(fence) = self.last_lease().ended.take() else { return Ok(()) };
-        let outcome = fence.come_before(stream);
+    pub fn order_before(&self, stream: &Stream) -> Result<()> {
+        let Some(fence) = lock(&self.lease).ended.take() else { return Ok(()) };
+        let outcome = fence.order_before(stream);
         self.arena.give_back(fence);
         outcome
     }
@@ -217,7 +214,7 @@ impl<R> PlaceState<R> {
     /// An error where rows here are borrowed that a run of a captured step would overwrite.
     fn check_free(&self, own: &Arc<Lease<R>>) -> Result<()> {
         // Not under the lock, which the lease takes when it is dropped.
-        let last = self.last_lease().last.clone().upgrade();
+        let last = lock(&self.lease).last.clone().upgrade();
         let is_borrowed =
             |lease: &Arc<Lease<R>>| !Arc::ptr_eq(lease, own) && !lease.detached.load(Ordering::Acquire);
         if last.as_ref().is_some_and(is_borrowed) {
@@ -228,8 +225,8 @@ impl<R> PlaceState<R> {
     }
 
     /// Which dispatch's rows are there.
-    fn generation(&self) -> u64 {
-        self.generation.load(Ordering::Acquire)
+    fn current(&self) -> u64 {
+        self.current.load(Ordering::Acquire)
     }
 }
 
@@ -238,11 +235,11 @@ impl<R: Send + Sync + Debug> Overwrites for Lease<R> {
         self.place.check_free(&self)?;
         // This run waits for readers of the previous run's results on other streams.
         if self.check_current().is_err() {
-            self.place.settle()?;
-            self.place.come_before(stream)?;
+            self.place.fence_readers()?;
+            self.place.order_before(stream)?;
         }
-        self.place.last_lease().last = Arc::downgrade(&self);
-        self.place.generation.store(self.generation, Ordering::Release);
+        lock(&self.place.lease).last = Arc::downgrade(&self);
+        self.place.current.store(self.dispatch, Ordering::Release);
         Ok(())
     }
 }
@@ -254,8 +251,8 @@ impl<R> Lease<R> {
     }
 
     /// Which dispatch into the place it is for.
-    pub fn generation(&self) -> u64 {
-        self.generation
+    pub fn dispatch(&self) -> u64 {
+        self.dispatch
     }
 
     /// Ends the borrow of the place: later uses check whether the rows are still there.
@@ -274,14 +271,14 @@ impl<R> Lease<R> {
 
     /// An error where a later dispatch has overwritten the rows.
     pub fn check_current(&self) -> Result<()> {
-        if self.place.generation() == self.generation {
+        if self.place.current() == self.dispatch {
             return Ok(());
         }
         Err(Error::StaleHandle(format!(
             "the rows were those of dispatch {} in place {} and have been overwritten since, by dispatch {}",
-            self.generation,
+            self.dispatch,
             self.place.index,
-            self.place.generation()
+            self.place.current()
         )))
     }
 }
@@ -289,9 +286,9 @@ impl<R> Lease<R> {
 impl<R> Drop for Lease<R> {
     fn drop(&mut self) {
         let fence = self.place.arena.fence();
-        let mut state = self.place.last_lease();
+        let mut state = lock(&self.place.lease);
         // Another dispatch may have begun here since; it has waited for this one's readers itself.
-        if state.dispatches == self.generation || self.place.generation() == self.generation {
+        if state.dispatches == self.dispatch || self.place.current() == self.dispatch {
             state.ended = fence.inspect_err(|error| tracing::debug!("{error}")).ok();
         }
     }

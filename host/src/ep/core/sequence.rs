@@ -1,11 +1,12 @@
 //! The order of a buffer's operations on the device: one after the other, in whichever streams they
 //! run.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::Duration;
 
 use crate::driver::{Device, Event, Stream};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Where the last operation of a buffer ends. Shared with the steps that were captured with it.
 #[derive(Debug)]
@@ -28,7 +29,7 @@ struct Last {
 
 /// The exclusive right to enqueue an operation.
 #[derive(Debug)]
-pub struct Turn<'a> {
+pub struct Submission<'a> {
     sequence: &'a Sequence,
     last: MutexGuard<'a, Last>,
 }
@@ -43,13 +44,10 @@ impl Sequence {
         }))
     }
 
-    fn last(&self) -> MutexGuard<'_, Last> {
-        self.last.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// A turn on `stream`, behind the last operation; `operation` names one that waits for peers.
-    pub fn begin(&self, stream: &Stream, operation: Option<&'static str>) -> Result<Turn<'_>> {
-        let last = self.last();
+    /// Begins an operation on `stream`, behind the last one; `operation` names one that waits for
+    /// peers.
+    pub fn begin(&self, stream: &Stream, operation: Option<&'static str>) -> Result<Submission<'_>> {
+        let last = lock(&self.last);
         if last.closed {
             return Err(Error::StaleHandle("its buffer was dropped".into()));
         }
@@ -58,15 +56,19 @@ impl Sequence {
             stream.wait(&self.end)?;
         }
         if operation.is_some() {
-            *self.operation() = operation;
+            *lock(&self.operation) = operation;
         }
-        Ok(Turn { sequence: self, last })
+        Ok(Submission { sequence: self, last })
     }
 
     /// Records that `call` failed with `error` after peers had begun to depend on it. No operation
     /// can follow.
     pub fn give_up(&self, call: &'static str, error: &Error) {
-        let _ = self.broken.set(Error::Broken { call, reason: error.to_string() });
+        let _ = self.broken.set(Error::Broken {
+            call,
+            reason: error.to_string(),
+            source: Some(Box::new(error.clone())),
+        });
     }
 
     /// An error where no operation can follow.
@@ -80,22 +82,18 @@ impl Sequence {
     }
 
     /// Makes `stream` wait for the end of the last operation, unless that ran on this stream.
-    pub fn come_before(&self, stream: &Stream) -> Result<()> {
+    pub fn order_before(&self, stream: &Stream) -> Result<()> {
         match self.last.try_lock() {
             Ok(last) if last.stream.is_none_or(|id| id == stream.id()) => Ok(()),
             _ => stream.wait(&self.end),
         }
     }
 
-    fn operation(&self) -> MutexGuard<'_, Option<&'static str>> {
-        self.operation.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The last operation that waits for peers, if there was one. Like [`Sequence::has_ended`], it
-    /// waits for no turn. The caller may hold a turn of another buffer while the holder of this
-    /// one's turn queries that buffer. Waiting would deadlock.
+    /// waits for no submission. The caller may hold one of another buffer, while the holder of this
+    /// buffer's queries that buffer. Waiting would deadlock.
     pub fn last_operation(&self) -> Option<&'static str> {
-        *self.operation()
+        *lock(&self.operation)
     }
 
     /// Whether the last operation has ended. One that is just enqueued has not.
@@ -113,15 +111,38 @@ impl Sequence {
 
     /// Rejects all further operations.
     pub fn close(&self) {
-        self.last().closed = true;
+        lock(&self.last).closed = true;
     }
 }
 
-impl Turn<'_> {
-    /// Ends the turn, whose operation was enqueued on `stream`. Call it after an error as well:
-    /// kernels that were launched still run.
+impl Submission<'_> {
+    /// Ends the submission of an operation that was enqueued on `stream`. Call it after an error as
+    /// well: kernels that were launched still run.
     pub fn end(mut self, stream: &Stream) -> Result<()> {
         self.last.stream = Some(stream.id());
         self.sequence.end.record(stream)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use super::*;
+    use crate::driver::virt::{VirtConfig, VirtualGpu};
+
+    #[test]
+    fn the_error_that_ended_a_buffer_is_the_source_of_later_ones() {
+        let sequence = Sequence::new(&VirtualGpu::new(VirtConfig::default())).unwrap();
+        sequence.check().unwrap();
+        for call in ["dispatch", "combine"] {
+            sequence.give_up(call, &Error::os("launch", call));
+        }
+        let broken = sequence.check().unwrap_err();
+        assert!(
+            broken.to_string().contains("since dispatch failed half way: launch: dispatch; "),
+            "{broken}"
+        );
+        assert_eq!(broken.source().unwrap().to_string(), "launch: dispatch");
     }
 }

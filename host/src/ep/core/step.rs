@@ -7,8 +7,8 @@ use super::fault::Faults;
 use super::place::Lease;
 use super::sequence::Sequence;
 use super::{Core, HasCore, StreamOrder};
-use crate::driver::{Graph, Stream};
-use crate::ep::tensor::{Outcome, Owner};
+use crate::driver::{Graph, Outcome, Stream};
+use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 
 /// Operations that were captured by
@@ -38,12 +38,12 @@ impl<T> Step<T> {
     /// launch behind it.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.faults.check()?;
-        let turn = self.sequence.begin(stream, Some("step"))?;
+        let submission = self.sequence.begin(stream, Some("step"))?;
         self.captured.begin_again(stream)?;
-        // SAFETY: the step owns the memory that the recording uses. The turn proves that the buffer
-        // is open: dropping the buffer waits for this run, as the end of the turn records it.
+        // SAFETY: the step owns the memory that the recording uses. The submission proves that the
+        // buffer is open: dropping the buffer waits for this run, whose end the submission records.
         let outcome = unsafe { self.graph.launch(stream) };
-        outcome.and(turn.end(stream))
+        outcome.and(submission.end(stream))
     }
 
     /// The return value of the captured call. Its tensors hold the results of the last run.
@@ -74,7 +74,7 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         let order = StreamOrder::on(stream);
         drop(work(buffer, order)?);
         let core = buffer.core();
-        core.arena.settle(core.patience())?;
+        core.arena.wait_free(core.patience())?;
         core.recordings.step = Some(Captured::default());
         let mut output = None;
         let graph = stream.capture(|| {

@@ -9,6 +9,7 @@ use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
 use super::options::Quantise;
 use super::results::{Combined, Received};
+use crate::ep::core::setters;
 use crate::ep::tensor::Owner;
 use crate::ep::{DType, StreamOrder, Tensor};
 use crate::error::{Error, Result};
@@ -56,21 +57,16 @@ impl<'a> CombineRequest<'a> {
         CombineRequest::of(Rows::InPool)
     }
 
-    /// Sends each rank's share of a token as e4m3 with a scale for each 128 elements: half the
-    /// bytes. `hidden` must be a multiple of 128, and rows not those of the pool.
-    ///
-    /// The share is rounded once, from its FP32 sum. The error of each element is at most 16 times
-    /// its block's scale, which [`Quantise`] defines. The error of a token's sum is at most that of
-    /// its shares together, plus the rounding to bf16.
-    pub fn quantise(mut self, quantise: Quantise) -> Self {
-        self.quantise = quantise;
-        self
-    }
-
-    /// Longest wait for a peer, instead of the buffer's.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = Some(timeout);
-        self
+    setters! {
+        /// Sends each rank's share of a token as e4m3 with a scale for each 128 elements: half the
+        /// bytes. `hidden` must be a multiple of 128, and rows not those of the pool.
+        ///
+        /// The share is rounded once, from its FP32 sum. The error of each element is at most 16
+        /// times its block's scale, which [`Quantise`] defines. The error of a token's sum is at
+        /// most that of its shares together, plus the rounding to bf16.
+        quantise: Quantise;
+        /// Longest wait for a peer, instead of the buffer's.
+        timeout: Duration;
     }
 }
 
@@ -116,7 +112,7 @@ impl Buffer {
     ) -> Result<(Operation, Combined<'p>)> {
         let outcome = self.outcome(order)?;
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
-        let dispatch = received.lease.generation();
+        let dispatch = received.lease.dispatch();
         let hidden = self.options.shape.hidden;
         let CombineRequest { rows, quantise, timeout } = request;
         let (x, experts) = match rows {
@@ -150,7 +146,7 @@ impl Buffer {
             combined_x: place.room().combined_x,
             row_bytes: row_bytes as u32,
             by_expert: is_by_expert.into(),
-            quantise: quantise.on_device(),
+            quantise: quantise as u32,
             spoils: self.options.nan_on_failure.into(),
         };
         // Rows in the pool live as long as the buffer.

@@ -13,6 +13,7 @@ use super::layout::most_ranks;
 use super::options::Quantise;
 use super::results::Place;
 use super::results::Received;
+use crate::ep::core::setters;
 use crate::ep::experts::is_narrow;
 use crate::ep::tensor::{Owner, owners};
 use crate::ep::{DType, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTensor};
@@ -45,37 +46,20 @@ impl<'a> DispatchRequest<'a> {
         }
     }
 
-    /// Weights `[num_tokens, num_topk]` of the experts' outputs, for the combine.
-    pub fn topk_weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
-        self.topk_weights = Some(weights);
-        self
-    }
-
-    /// Takes ids for those of logical experts, of which `map` has the places: its physical experts
-    /// are the experts of the buffer. The device looks ids up in the call, and in each replay of a
-    /// graph anew. Ranks may have different maps.
-    pub fn map(mut self, map: &'a ExpertMap) -> Self {
-        self.map = Some(map);
-        self
-    }
-
-    /// Sends scales `[num_tokens, hidden / 128 rounded up]` with fp8 rows.
-    pub fn scales(mut self, scales: &'a TypedTensor<'a, f32>) -> Self {
-        self.scales = Some(scales);
-        self
-    }
-
-    /// Quantises bf16 rows on their way; hidden must be a multiple of 128.
-    pub fn quantise(mut self, quantise: Quantise) -> Self {
-        self.quantise = quantise;
-        self
-    }
-
-    /// Longest wait for a peer, instead of the buffer's: microseconds where a step must not take
-    /// longer.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = Some(timeout);
-        self
+    setters! {
+        /// Weights `[num_tokens, num_topk]` of the experts' outputs, for the combine.
+        topk_weights: &'a TypedTensor<'a, f32>;
+        /// Takes ids for those of logical experts, of which `map` has the places: its physical
+        /// experts are the experts of the buffer. The device looks ids up in the call, and in each
+        /// replay of a graph anew. Ranks may have different maps.
+        map: &'a ExpertMap;
+        /// Sends scales `[num_tokens, hidden / 128 rounded up]` with fp8 rows.
+        scales: &'a TypedTensor<'a, f32>;
+        /// Quantises bf16 rows on their way; hidden must be a multiple of 128.
+        quantise: Quantise;
+        /// Longest wait for a peer, instead of the buffer's: microseconds where a step must not
+        /// take longer.
+        timeout: Duration;
     }
 }
 
@@ -184,7 +168,7 @@ impl Buffer {
             topk_weights: topk_weights.map_or(null, |weights| weights.ptr()),
             row_bytes: row_bytes as u32,
             num_scales: if scales.is_some() { of_row as u32 } else { 0 },
-            quantise: quantise.on_device(),
+            quantise: quantise as u32,
             narrow_ids: is_narrow(topk_idx),
         };
         let entries = map.map(|map| &**map.entries());

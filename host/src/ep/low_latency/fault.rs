@@ -5,10 +5,9 @@ use std::sync::{Arc, OnceLock};
 use epoxide_gpu::layout::{LowLatencyCall, Status, UNKNOWN_EXPERT, UNKNOWN_PLACE, WITH_TABLE, Wait};
 
 use super::Buffer;
-use crate::driver::{Report, Stream};
+use crate::driver::{Outcome, Stream};
 use crate::ep::StreamOrder;
 use crate::ep::core::{self, Faults};
-use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
 
 impl Buffer {
@@ -39,26 +38,21 @@ impl core::Calls for Calls {
         let &Status { code, needed, seen, .. } = status;
         if code == Wait::LowLatencyExpert as u64 {
             let (id, token, with_map) = (seen as i64, needed & !WITH_TABLE, needed & WITH_TABLE != 0);
-            if with_map && id >= 0 && id & UNKNOWN_PLACE != 0 {
+            let of_token = |id: i64| ("topk_idx", format!("{id} of token {token}"));
+            let ((argument, value), rule) = if with_map && id >= 0 && id & UNKNOWN_PLACE != 0 {
                 let value = format!("its entries of expert {} of token {token}", id & !UNKNOWN_PLACE);
-                let rule = format!(
-                    "a physical expert must be -1 or 0 to {}; peers got none of the token for it, and the buffer is of no use after it",
-                    self.num_experts - 1
-                );
-                return Some(Error::argument("map", value, rule));
-            }
-            if with_map {
+                let rule = format!("a physical expert must be -1 or 0 to {}", self.num_experts - 1);
+                (("map", value), rule)
+            } else if with_map {
                 let id = if id >= 0 { id & !UNKNOWN_EXPERT } else { id };
-                let rule = "must be -1 or a logical expert's id, below num_experts of the map; peers got none of the token for it, \
-                            and the buffer is of no use after it";
-                return Some(Error::argument("topk_idx", format!("{id} of token {token}"), rule));
-            }
-            let value = format!("{id} of token {token}");
-            let rule = format!(
-                "must be -1 or an expert's id, 0 to {}; peers got none of the token for it, and the buffer is of no use after it",
-                self.num_experts - 1
-            );
-            return Some(Error::argument("topk_idx", value, rule));
+                let rule = "must be -1 or a logical expert's id, below num_experts of the map";
+                (of_token(id), rule.to_owned())
+            } else {
+                (of_token(id), format!("must be -1 or an expert's id, 0 to {}", self.num_experts - 1))
+            };
+            let rule =
+                format!("{rule}; peers got none of the token for it, and the buffer is of no use after it");
+            return Some(Error::argument(argument, value, rule));
         }
         if code == Wait::LowLatencyUnpaired as u64 || code == Wait::LowLatencyTokens as u64 {
             let reason = if code == Wait::LowLatencyUnpaired as u64 {
@@ -70,7 +64,7 @@ impl core::Calls for Calls {
                      replay the one that it was captured behind"
                 )
             };
-            return Some(Error::Broken { call: "low-latency combine", reason });
+            return Some(Error::Broken { call: "low-latency combine", reason, source: None });
         }
         if code == Wait::LowLatencyGaveUp as u64 {
             let reason = format!(
@@ -78,7 +72,7 @@ impl core::Calls for Calls {
                  with the ranks that go on",
                 status.peer
             );
-            return Some(Error::Broken { call: "low-latency combine", reason });
+            return Some(Error::Broken { call: "low-latency combine", reason, source: None });
         }
         None
     }
@@ -127,14 +121,12 @@ impl Generation {
     }
 }
 
-impl Report for Generation {
+impl Outcome for Generation {
     fn report(&self) -> Result<()> {
         self.ended.get().cloned().map_or_else(|| self.faults.check(), Err)
     }
-}
 
-impl Outcome for Generation {
-    fn come_before(&self, stream: &Stream) -> Result<()> {
-        self.faults.come_before(stream)
+    fn order_before(&self, stream: &Stream) -> Result<()> {
+        self.faults.order_before(stream)
     }
 }

@@ -2,22 +2,22 @@
 
 use epoxide_gpu::layout::{
     DISPATCH_HEADER, DevicePtr, LowLatencyCopies, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute,
-    LowLatencySlot, LowLatencyWords, MAX_MEMBERS, QueueHandle, Section, answer_slot_bytes,
-    low_latency_head_bytes, row_stride,
+    LowLatencySlot, LowLatencyWords, MAX_MEMBERS, QueueHandle, answer_slot_bytes, low_latency_head_bytes,
+    row_stride,
 };
 
 use super::options::Options;
 use super::results::Room;
-use crate::driver::{Memory, MemoryKind, Stream};
+use crate::driver::{Memory, Stream};
 use crate::ep::Topology;
-use crate::ep::core::{Core, Pieces};
+use crate::ep::core::{Core, Pieces, laid_out};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::transport::TransportOptions;
 
 /// Messages of a place in one memory, `[peers]` of each kind: offsets in bytes.
 #[derive(Debug, Clone, Copy)]
-struct PlaceMessages {
+struct MessageOffsets {
     /// Those that arrive.
     dispatch_in: u64,
     answer_in: u64,
@@ -30,7 +30,7 @@ struct PlaceMessages {
 #[derive(Debug)]
 pub struct MessageLayout {
     words: u64,
-    places: Vec<PlaceMessages>,
+    places: Vec<MessageOffsets>,
     dispatch_bytes: u64,
     answer_bytes: u64,
     pub pieces: Pieces,
@@ -47,10 +47,10 @@ impl MessageLayout {
         let answer = |row, scales| u64::from(answer_slot_bytes(row, scales));
         let answer_bytes = tokens * answer(bf16, 0).max(answer(fp8, scales));
         let mut pieces = Pieces::default();
-        let mut array = |name, count: u64, stride| pieces.push(Section::array(name, count, stride));
+        let mut array = |name, count: u64, stride| pieces.array(name, count, stride).0;
         let (all, leaving) = (u64::from(peers), u64::from(if has_puts { peers } else { 0 }));
         let words = array("words", all, size_of::<LowLatencyWords>() as u64);
-        let place = |_| PlaceMessages {
+        let place = |_| MessageOffsets {
             dispatch_in: array("dispatch_in", all, dispatch_bytes),
             answer_in: array("answer_in", all, answer_bytes),
             dispatch_out: array("dispatch_out", leaving, dispatch_bytes),
@@ -78,22 +78,6 @@ impl MessageLayout {
 fn among_others(topology: Topology, owner: u32, peer: u32) -> u32 {
     let of_owner = topology.node(owner);
     if topology.node(peer) < of_owner { peer } else { peer - topology.ranks_per_node }
-}
-
-/// A place's arrays that the rank keeps to itself: offsets in bytes.
-#[derive(Debug, Clone, Copy)]
-struct PlaceTables {
-    routes: u64,
-    recv_x: u64,
-    recv_scales: u64,
-    num_slots: u64,
-    slot_tokens: u64,
-    positions: u64,
-    written: u64,
-    returned: u64,
-    copies: u64,
-    /// Right behind the copies.
-    _heads: u64,
 }
 
 /// The tables of a buffer's messages.
@@ -127,26 +111,34 @@ impl Messages {
         let (tokens, rows) =
             (u64::from(options.shape.max_tokens), u64::from(ranks * options.shape.max_tokens));
         let members = MAX_MEMBERS as u64;
-        let mut pieces = Pieces::default();
-        let mut array = |name, count: u64, stride| pieces.push(Section::array(name, count, stride));
-        let posted = array("posted", u64::from(ranks), 8);
-        let place = |_| PlaceTables {
-            routes: array("routes", u64::from(ranks), size_of::<LowLatencyRoute>() as u64),
-            num_slots: array("num_slots", members, 4),
-            slot_tokens: array("slot_tokens", rows, 4),
-            positions: array("positions", tokens, members * 4),
-            written: array("written", 1, 8),
-            returned: array("returned", members, 8),
-            copies: array("copies", 1, size_of::<LowLatencyCopies>() as u64),
-            _heads: array("heads", rows, u64::from(low_latency_head_bytes(options.shape.num_topk))),
-            recv_x: array("recv_x", rows, row_stride(options.shape.hidden * 2)),
-            recv_scales: array("recv_scales", options.max_scales(), rows * 4),
-        };
-        let places: Vec<PlaceTables> = (0..options.places).map(place).collect();
-        let tables =
-            Memory::alloc(core.device(), pieces.bytes(), MemoryKind::Device, "low-latency messages")?;
-        tables.describe(pieces.sections());
-        tables.write(stream, posted, &vec![0; ranks as usize * 8])?;
+        let head_bytes = u64::from(low_latency_head_bytes(options.shape.num_topk));
+        let (tables, (posted, places)) = laid_out(core.device(), "low-latency messages", |pieces| {
+            let mut array = |name, count: u64, stride| pieces.array(name, count, stride);
+            let posted = array("posted", u64::from(ranks), 8);
+            let place = |_| {
+                let routes = array("routes", u64::from(ranks), size_of::<LowLatencyRoute>() as u64);
+                let num_slots = array("num_slots", members, 4);
+                let slot_tokens = array("slot_tokens", rows, 4);
+                let positions = array("positions", tokens, members * 4);
+                let (written, returned) = (array("written", 1, 8), array("returned", members, 8));
+                let copies = array("copies", 1, size_of::<LowLatencyCopies>() as u64);
+                // Kernels find the heads right behind the copies.
+                array("heads", rows, head_bytes);
+                LowLatencyMessages {
+                    routes,
+                    recv_x: array("recv_x", rows, row_stride(options.shape.hidden * 2)),
+                    recv_scales: array("recv_scales", options.max_scales(), rows * 4),
+                    num_slots,
+                    slot_tokens,
+                    positions,
+                    written,
+                    returned,
+                    copies,
+                }
+            };
+            (posted, (0..options.places).map(place).collect::<Vec<_>>())
+        })?;
+        tables.write_at(stream, posted, &vec![0; ranks as usize * 8])?;
         for (index, place) in places.iter().enumerate() {
             let route = |peer: u32| {
                 if topology.node(peer) == topology.node(rank) {
@@ -162,28 +154,16 @@ impl Messages {
                 if let Some(memory) = &way.mapped {
                     return Ok(direct_route(&wire, index, here, (memory.ptr(), own)));
                 }
-                let posted = tables.ptr().add(posted + u64::from(peer) * 8);
+                let posted = posted.add(u64::from(peer) * 8);
                 let queue = network.queue(0, peer, posted).ok_or_else(no_way)?;
                 Ok(queued_route(&wire, index, here, own, queue))
             };
             let routes = (0..ranks).map(route).collect::<Result<Vec<LowLatencyRoute>>>()?;
-            tables.write(stream, place.routes, bytemuck::cast_slice(&routes))?;
-            tables.write(stream, place.num_slots, &[0; MAX_MEMBERS * 4])?;
-            tables.write(stream, place.copies, &[0; size_of::<LowLatencyCopies>()])?;
+            tables.write_at(stream, place.routes, bytemuck::cast_slice(&routes))?;
+            tables.write_at(stream, place.num_slots, &[0; MAX_MEMBERS * 4])?;
+            tables.write_at(stream, place.copies, &[0; size_of::<LowLatencyCopies>()])?;
         }
-        let at = |offset| tables.ptr().add(offset);
-        let messages = places.iter().map(|place| LowLatencyMessages {
-            routes: at(place.routes),
-            recv_x: at(place.recv_x),
-            recv_scales: at(place.recv_scales),
-            num_slots: at(place.num_slots),
-            slot_tokens: at(place.slot_tokens),
-            positions: at(place.positions),
-            written: at(place.written),
-            returned: at(place.returned),
-            copies: at(place.copies),
-        });
-        let messages = Messages { places: messages.collect(), tables };
+        let messages = Messages { places, tables };
         messages.forget_unfinished(stream)?;
         Ok(messages)
     }
@@ -196,9 +176,8 @@ impl Messages {
     /// Forgets which tokens of an operation had been written, and which rows returned.
     pub fn forget_unfinished(&self, stream: &Stream) -> Result<()> {
         for messages in &self.places {
-            let offset = |at: DevicePtr| at.0 - self.tables.ptr().0;
-            self.tables.write(stream, offset(messages.written), &[0; 8])?;
-            self.tables.write(stream, offset(messages.returned), &[0; MAX_MEMBERS * 8])?;
+            self.tables.write_at(stream, messages.written, &[0; 8])?;
+            self.tables.write_at(stream, messages.returned, &[0; MAX_MEMBERS * 8])?;
         }
         Ok(())
     }

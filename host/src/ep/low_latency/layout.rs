@@ -33,7 +33,7 @@ impl PoolLayout {
         let stride = row_stride(options.shape.hidden * 2);
         let few = u64::from(num_ranks) * u64::from(options.most_in_packets(num_ranks));
         let pieces = u64::from(pieces_of((options.shape.hidden * 2) as u32) * PIECE_PACKET_BYTES);
-        let mut array = |name, count, stride| pool.push(Section::array(name, count, stride));
+        let mut array = |name, count, stride| pool.array(name, count, stride).0;
         let mut place = || LowLatencyPlace {
             arrived: array("arrived", RANKS, chunks * 8),
             returned: array("returned", RANKS, chunks * 8),
@@ -50,46 +50,40 @@ impl PoolLayout {
 }
 
 /// The number of ranks that kernels expect.
-pub(super) fn most_ranks(topology: Topology) -> u64 {
+pub fn most_ranks(topology: Topology) -> u64 {
     if topology.nodes == 1 { RANKS } else { MAX_MEMBERS as u64 }
 }
 
 /// A rank's private memory: the [`LocalState`] first, then for each place the kernels' arguments
 /// and its sums.
-#[derive(Debug)]
-pub struct TableLayout {
-    pub places: Vec<(LowLatencyTables, DevicePtr)>,
-    pub pieces: Pieces,
-}
-
-impl TableLayout {
-    /// In memory at `base`.
-    pub fn new(options: &Options, topology: Topology, base: DevicePtr) -> TableLayout {
-        let mut tables = Pieces::default();
-        tables.push(Section::one("local", size_of::<LocalState>() as u64).of(LOCAL_STATE));
-        let (tokens, topk) = (u64::from(options.shape.max_tokens), u64::from(options.shape.num_topk));
-        let (ranks, chunks) = (u64::from(topology.ranks()), options.chunks());
-        let members = most_ranks(topology);
-        let (rows, experts) = (ranks * tokens, u64::from(options.shape.num_experts) / ranks);
-        let mut array = |name, count, stride| base.add(tables.push(Section::array(name, count, stride)));
-        let mut place = || {
-            let tables = LowLatencyTables {
-                num_tokens: array("num_tokens", members, 4),
-                token_ranks: array("token_ranks", tokens, 4),
-                expert_counts: array("expert_counts", experts, 4),
-                expert_rows: array("expert_rows", experts, rows * 4),
-                src_info: array("src_info", experts, rows * 4),
-                layout_range: array("layout_range", experts, ranks * 8),
-                slots: array("slots", rows, topk * 4),
-                weights: array("row_weights", rows, topk * 4),
-                sent: array("sent", chunks, 8),
-                answered: array("answered", RANKS, chunks * 8),
-                turns: array("turns", 1, size_of::<LowLatencyTurns>() as u64),
-            };
-            (tables, array("combined_x", tokens, options.shape.hidden * 2))
+pub fn tables(
+    pieces: &mut Pieces,
+    options: &Options,
+    topology: Topology,
+) -> Vec<(LowLatencyTables, DevicePtr)> {
+    pieces.push(Section::one("local", size_of::<LocalState>() as u64).of(LOCAL_STATE));
+    let (tokens, topk) = (u64::from(options.shape.max_tokens), u64::from(options.shape.num_topk));
+    let (ranks, chunks) = (u64::from(topology.ranks()), options.chunks());
+    let members = most_ranks(topology);
+    let (rows, experts) = (ranks * tokens, u64::from(options.shape.num_experts) / ranks);
+    let mut array = |name, count, stride| pieces.array(name, count, stride);
+    let place = |_| {
+        let tables = LowLatencyTables {
+            num_tokens: array("num_tokens", members, 4),
+            token_ranks: array("token_ranks", tokens, 4),
+            expert_counts: array("expert_counts", experts, 4),
+            expert_rows: array("expert_rows", experts, rows * 4),
+            src_info: array("src_info", experts, rows * 4),
+            layout_range: array("layout_range", experts, ranks * 8),
+            slots: array("slots", rows, topk * 4),
+            weights: array("row_weights", rows, topk * 4),
+            sent: array("sent", chunks, 8),
+            answered: array("answered", RANKS, chunks * 8),
+            turns: array("turns", 1, size_of::<LowLatencyTurns>() as u64),
         };
-        TableLayout { places: (0..options.places).map(|_| place()).collect(), pieces: tables }
-    }
+        (tables, array("combined_x", tokens, options.shape.hidden * 2))
+    };
+    (0..options.places).map(place).collect()
 }
 
 #[cfg(test)]
@@ -104,11 +98,9 @@ mod tests {
         let options = Options::new(Shape { max_tokens: 5, hidden: 24, num_topk: 3, num_experts: 12 })
             .places(2)
             .chunk_tokens(2);
-        let (pool, own) = (
-            PoolLayout::new(&options, 3),
-            TableLayout::new(&options, Topology::new(3, None).unwrap(), DevicePtr::NULL),
-        );
-        for pieces in [&pool.pieces, &own.pieces] {
+        let (pool, mut own) = (PoolLayout::new(&options, 3), Pieces::default());
+        tables(&mut own, &options, Topology::new(3, None).unwrap());
+        for pieces in [&pool.pieces, &own] {
             let (sections, bytes) = (pieces.sections(), pieces.bytes());
             for pair in sections.windows(2) {
                 assert!(pair[0].offset + pair[0].bytes <= pair[1].offset, "{pair:?}");

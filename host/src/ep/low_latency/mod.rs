@@ -36,7 +36,9 @@ use epoxide_gpu::layout::{
 };
 
 use super::Topology;
-use super::core::{self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, agree_on, nanoseconds};
+use super::core::{
+    self, Core, HasCore, Pieces, PlaceState, Pools, Step, StreamOrder, agree_on, laid_out, nanoseconds,
+};
 use super::tensor::Owner;
 use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Module, Stream};
 use crate::error::{Error, Result};
@@ -50,7 +52,7 @@ pub use results::{Combined, Detached, Place, Received};
 
 use fault::{Calls, Generation};
 use internode::{MessageLayout, Messages};
-use layout::{PoolLayout, TableLayout};
+use layout::PoolLayout;
 use results::Room;
 
 /// Moves decode-sized batches between ranks, of one node or of several. One per rank; methods are
@@ -94,7 +96,7 @@ struct Kernels {
 
 impl Kernels {
     fn load(device: &Device, nodes: u32) -> Result<Kernels> {
-        let infos = if nodes == 1 {
+        let [dispatch, combine, quantised_combine] = if nodes == 1 {
             [LowLatencyDispatch::INFO, LowLatencyCombineBf16::INFO, LowLatencyCombineFp8::INFO]
         } else {
             [
@@ -103,18 +105,18 @@ impl Kernels {
                 LowLatencyInternodeCombineFp8::INFO,
             ]
         };
-        let [dispatch, combine, quantised_combine] = infos.map(|info| info.name);
-        let infos = [LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO, LowLatencyGather::INFO];
-        let [summed_combine, pooled_combine, gather] = infos.map(|info| info.name);
-        let names = [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather];
-        let module = Module::shipped(device, None, &names)?;
+        let (summed, pooled) = (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO);
+        let infos = [dispatch, combine, quantised_combine, summed, pooled, LowLatencyGather::INFO];
+        let module = Module::shipped(device, None, &infos.map(|info| info.name))?;
+        let kernels = infos.map(|info| module.kernel(info.name, 0));
+        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather] = kernels;
         Ok(Kernels {
-            dispatch: module.kernel(dispatch, 0)?,
-            combine: module.kernel(combine, 0)?,
-            quantised_combine: module.kernel(quantised_combine, 0)?,
-            summed_combine: module.kernel(summed_combine, 0)?,
-            pooled_combine: module.kernel(pooled_combine, 0)?,
-            gather: module.kernel(gather, 0)?,
+            dispatch: dispatch?,
+            combine: combine?,
+            quantised_combine: quantised_combine?,
+            summed_combine: summed_combine?,
+            pooled_combine: pooled_combine?,
+            gather: gather?,
         })
     }
 }
@@ -153,13 +155,9 @@ impl Buffer {
 
         let calls = Box::new(Calls { num_experts: options.shape.num_experts });
         let mut core = Core::new(&device, rank, pools, options.timeout, options.shape.max_tokens, calls)?;
-        // Laid out at address 0 first, to compute the size.
-        let bytes = TableLayout::new(&options, topology, DevicePtr::NULL).pieces.bytes();
-        let tables = Memory::alloc(&device, bytes, MemoryKind::Device, "low-latency tables")?;
-        let table_layout = TableLayout::new(&options, topology, tables.ptr());
-        tables.write(core.stream(), 0, &vec![0; bytes as usize])?;
-        tables.describe(table_layout.pieces.sections());
-
+        let own = |pieces: &mut Pieces| layout::tables(pieces, &options, topology);
+        let (tables, of_places) = laid_out(&device, "low-latency tables", own)?;
+        tables.write(core.stream(), 0, &vec![0; tables.bytes() as usize])?;
         let messages =
             (topology.nodes > 1).then(|| Messages::new(&mut core, group, &options, &messages)).transpose()?;
         // Kernels of low latency find pools by registers, or by routes.
@@ -182,7 +180,7 @@ impl Buffer {
             let _tables = tables.clone();
             Room { at, recv_x, recv_scales, combine_rows, messages, tables: at_tables, combined_x, _tables }
         };
-        core.make_places(table_layout.places.into_iter().zip(spots).map(room));
+        core.make_places(of_places.into_iter().zip(spots).map(room));
         let generation = Generation::new(core.faults());
         let buffer =
             Buffer { core, kernels, messages, tables, sent: None, left_out: 0, generation, comm, options };
@@ -267,12 +265,12 @@ impl Buffer {
     ) -> Result<Option<Event>> {
         if let Some(call) = self.sent {
             let reason = "its rows have left, but what it brings was not received".into();
-            return Err(Error::Broken { call, reason });
+            return Err(Error::Broken { call, reason, source: None });
         }
         let capturing = self.core.begin(order)?;
         let event = Core::run(self, order, capturing, operation, uses, |buffer, stream| {
             if !capturing {
-                place.come_before(stream)?;
+                place.order_before(stream)?;
             }
             work(buffer, stream)
         })?;

@@ -6,7 +6,7 @@ use epoxide_gpu::layout::{
     self, FEW_RANKS, LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK,
 };
 
-use crate::ep::core::{check_count, option_methods};
+use crate::ep::core::{check_count, option_methods, setters};
 use crate::ep::{DType, Topology};
 use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
@@ -82,12 +82,6 @@ impl Options {
         transport,
     }
 
-    /// Most multiprocessors that an operation takes; without, all of the device.
-    pub fn num_sms(mut self, num_sms: u32) -> Options {
-        self.num_sms = Some(num_sms);
-        self
-    }
-
     /// Kernels of other streams may hold multiprocessors for as long as they like, as a persistent
     /// kernel does.
     ///
@@ -103,21 +97,18 @@ impl Options {
         self
     }
 
-    /// Tokens of a rank that are published as complete together, at least 1. With fewer, the
-    /// receiver of the first ones can begin earlier. No effect across nodes, where all of a rank's
-    /// tokens for another are one message.
-    pub fn chunk_tokens(mut self, tokens: u32) -> Options {
-        self.chunk_tokens = tokens;
-        self
-    }
-
-    /// Most tokens of a rank for which a combine returns rows as packets of 16 bytes with 12 of
-    /// payload; 0 for none. Packets take a third more of the links, but the sender publishes no
-    /// flag after the stores have arrived. No effect across nodes. Where nothing is set,
-    /// [`Options::default_packet_tokens`].
-    pub fn packet_tokens(mut self, tokens: u32) -> Options {
-        self.packet_tokens = Some(tokens);
-        self
+    setters! {
+        /// Most multiprocessors that an operation takes; without, all of the device.
+        num_sms: u32;
+        /// Tokens of a rank that are published as complete together, at least 1. With fewer, the
+        /// receiver of the first ones can begin earlier. No effect across nodes, where all of a
+        /// rank's tokens for another are one message.
+        chunk_tokens: u32;
+        /// Most tokens of a rank for which a combine returns rows as packets of 16 bytes with 12 of
+        /// payload; 0 for none. Packets take a third more of the links, but the sender publishes no
+        /// flag after the stores have arrived. No effect across nodes. Where nothing is set,
+        /// [`Options::default_packet_tokens`].
+        packet_tokens: u32;
     }
 
     /// An error where an option breaks a rule.
@@ -193,14 +184,15 @@ impl Options {
 
 /// How an operation converts BF16 rows on their way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
 pub enum Quantise {
     /// They travel as they are.
-    Not,
+    Not = layout::Quantise::Not as u32,
     /// They travel as e4m3. Each 128 elements have a scale of their own, by which the receiver
     /// multiplies them. It is their largest magnitude (at least 1e-4) over 448.
-    Fp8,
+    Fp8 = layout::Quantise::Fp8 as u32,
     /// The same, with the next larger power of two as scale.
-    Fp8PowerOfTwo,
+    Fp8PowerOfTwo = layout::Quantise::Fp8PowerOfTwo as u32,
 }
 
 impl Quantise {
@@ -212,14 +204,5 @@ impl Quantise {
         }
         let rule = format!("quantising takes bf16 rows with a multiple of {SCALE_BLOCK} elements");
         Err(Error::argument("quantise", format!("{self:?} of {hidden} x {dtype}"), rule))
-    }
-
-    /// The value that kernels get.
-    pub(super) fn on_device(self) -> u32 {
-        match self {
-            Quantise::Not => layout::Quantise::Not as u32,
-            Quantise::Fp8 => layout::Quantise::Fp8 as u32,
-            Quantise::Fp8PowerOfTwo => layout::Quantise::Fp8PowerOfTwo as u32,
-        }
     }
 }

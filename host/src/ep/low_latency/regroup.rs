@@ -3,9 +3,7 @@
 use std::time::Duration;
 
 use bytemuck::{Pod, Zeroable};
-use epoxide_gpu::layout::{
-    DevicePtr, FEW_RANKS, GIVING_UP_NS, LocalState, LowLatencyTurns, QUANTUM, gave_up_offset,
-};
+use epoxide_gpu::layout::{FEW_RANKS, GIVING_UP_NS, LocalState, LowLatencyTurns, QUANTUM, gave_up_offset};
 
 use super::fault::Generation;
 use super::{Buffer, agree};
@@ -116,13 +114,13 @@ impl Buffer {
         let stream = self.core.stream();
         self.tables.read(stream, 0, bytemuck::bytes_of_mut(&mut own))?;
         let ours = Proposal { rank: self.rank().into(), epoch: own.ticket / QUANTUM };
-        let (members, epoch) = settle(&group.all_gather(bytemuck::bytes_of(&ours))?, self.num_ranks())?;
+        let (members, epoch) =
+            agree_on_members(&group.all_gather(bytemuck::bytes_of(&ours))?, self.num_ranks())?;
 
         let left_out = !members & (u32::MAX >> (32 - self.num_ranks()));
         let ticket = (epoch + ahead) * QUANTUM;
         let state = LocalState { ticket, left_out, ..LocalState::zeroed() };
         self.tables.write(stream, 0, bytemuck::bytes_of(&state))?;
-        let offset = |at: DevicePtr| at.0 - self.tables.ptr().0;
         let chunks = self.options.chunks() as usize;
         // Members may differ in whether the last dispatch was answered. Treat it as unanswered, so
         // that the next one waits for all members.
@@ -130,14 +128,14 @@ impl Buffer {
         for place in self.core.places() {
             let tables = &place.room().tables;
             // Chunks may have been left half sent.
-            self.tables.write(stream, offset(tables.sent), &vec![0; chunks * 8])?;
-            self.tables.write(stream, offset(tables.answered), &vec![0; FEW_RANKS * chunks * 8])?;
-            self.tables.write(stream, offset(tables.turns), bytemuck::bytes_of(&turns))?;
+            self.tables.write_at(stream, tables.sent, &vec![0; chunks * 8])?;
+            self.tables.write_at(stream, tables.answered, &vec![0; FEW_RANKS * chunks * 8])?;
+            self.tables.write_at(stream, tables.turns, bytemuck::bytes_of(&turns))?;
         }
         if let Some(messages) = &self.messages {
             messages.forget_unfinished(stream)?;
         }
-        self.tell_left_out(left_out, epoch + ahead)?;
+        self.publish_left_out(left_out, epoch + ahead)?;
         self.generation.end(stream)?;
         self.left_out = left_out;
         self.generation = Generation::new(self.core.faults());
@@ -148,7 +146,7 @@ impl Buffer {
 
     /// Tells the ranks that are left out that this rank's rows are of a later operation from now
     /// on, as a dispatch that gives up does: one of them may still read rows of the last combine.
-    fn tell_left_out(&self, left_out: u32, epoch: u64) -> Result<()> {
+    fn publish_left_out(&self, left_out: u32, epoch: u64) -> Result<()> {
         if left_out == 0 || self.messages.is_some() {
             return Ok(());
         }
@@ -163,7 +161,7 @@ impl Buffer {
 }
 
 /// The members, as bits, and the last epoch that one of them has ended.
-fn settle(proposals: &[Vec<u8>], num_ranks: u32) -> Result<(u32, u64)> {
+fn agree_on_members(proposals: &[Vec<u8>], num_ranks: u32) -> Result<(u32, u64)> {
     let (mut members, mut last) = (0, 0);
     for bytes in proposals {
         let read = bytemuck::try_pod_read_unaligned::<Proposal>(bytes);
@@ -185,9 +183,9 @@ mod tests {
     #[test]
     fn members_settle_on_the_last_epoch() {
         let say = |rank, epoch| bytemuck::bytes_of(&Proposal { rank, epoch }).to_vec();
-        assert_eq!(settle(&[say(3, 5), say(0, 7)], 4).unwrap(), (0b1001, 7));
+        assert_eq!(agree_on_members(&[say(3, 5), say(0, 7)], 4).unwrap(), (0b1001, 7));
         for wrong in [[say(3, 5), say(3, 5)], [say(4, 5), say(0, 5)], [say(1, 5), vec![0; 3]]] {
-            settle(&wrong, 4).unwrap_err();
+            agree_on_members(&wrong, 4).unwrap_err();
         }
     }
 }

@@ -119,15 +119,15 @@ impl<'p> Received<'p> {
         lease.detach();
         Detached {
             results: Received {
-                x: self.x.outlive(),
-                scales: self.scales.map(TypedTensor::outlive),
-                num_tokens: self.num_tokens.outlive(),
-                expert_counts: self.expert_counts.outlive(),
-                expert_rows: self.expert_rows.outlive(),
-                src_info: self.src_info.outlive(),
-                layout_range: self.layout_range.outlive(),
+                x: self.x.into_static(),
+                scales: self.scales.map(TypedTensor::into_static),
+                num_tokens: self.num_tokens.into_static(),
+                expert_counts: self.expert_counts.into_static(),
+                expert_rows: self.expert_rows.into_static(),
+                src_info: self.src_info.into_static(),
+                layout_range: self.layout_range.into_static(),
                 event: self.event,
-                combine_rows: self.combine_rows.map(Tensor::outlive),
+                combine_rows: self.combine_rows.map(Tensor::into_static),
                 num_local_tokens: self.num_local_tokens,
                 generation: self.generation,
                 lease: self.lease,
@@ -144,7 +144,7 @@ impl Combined<'_> {
         let lease = self.lease.clone();
         lease.detach();
         let results =
-            Combined { x: self.x.outlive(), event: self.event, lease: self.lease, place: PhantomData };
+            Combined { x: self.x.into_static(), event: self.event, lease: self.lease, place: PhantomData };
         Detached { results, lease }
     }
 }

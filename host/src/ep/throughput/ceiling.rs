@@ -3,7 +3,6 @@
 use epoxide_gpu::kernels::{CeilingPull, CeilingPush};
 use epoxide_gpu::layout::{CeilingArgs, ring_bytes};
 
-use super::wire::WireSide;
 use super::{Buffer, check_fits};
 use crate::driver::Stream;
 use crate::error::{Error, Result};
@@ -56,8 +55,8 @@ impl Buffer {
         stream: &Stream,
     ) -> Result<()> {
         let pool = self.comm.pool;
-        let side = self.kernels.wire_side().filter(|_| self.comm.num_ranks == 1);
-        let between_nodes = side.and_then(WireSide::mapped).zip(self.kernels.wire());
+        let side = self.kernels.wire_tables().filter(|_| self.comm.num_ranks == 1);
+        let between_nodes = side.and_then(|side| side.mapped).zip(self.kernels.wire());
         let (pools, rank, num_ranks, from, to, room) = match between_nodes {
             Some((table, wire)) => {
                 let (layout, nodes) = (wire.layout, wire.num_nodes);

@@ -7,18 +7,17 @@ use epoxide_gpu::kernels::{
 };
 use epoxide_gpu::layout::{
     Call, CallKind, CombineArgs, DevicePtr, ExpertCombineArgs, ExpertStageArgs, InternodeCombineArgs,
-    Section, StageArgs, StagedCombineArgs, combine_slot_bytes,
+    StageArgs, StagedCombineArgs, combine_slot_bytes,
 };
 
-use super::kernels::{Mode, call_within};
+use super::kernels::{Spread, call_within};
 use super::place::PoolRows;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, check_fits};
 use crate::driver::Event;
-use crate::ep::core::Pieces;
+use crate::ep::core::setters;
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
-use std::sync::Arc;
 use std::time::Duration;
 
 /// Threads per block of the copy into the pool.
@@ -72,24 +71,16 @@ impl<'a> CombineRequest<'a> {
         CombineRequest { rows: rows.into(), topk_weights: None, weights: None, handle, timeout: None }
     }
 
-    /// Weights the rows by expert of this rank's own tokens: that of entry k of token t counts
-    /// `weights[t][k]` times, `[num_tokens, num_topk]`. The product is rounded to FP32, and so is
-    /// each sum.
-    pub fn weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
-        self.weights = Some(weights);
-        self
-    }
-
-    /// Longest wait for a peer, instead of the buffer's.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = Some(timeout);
-        self
-    }
-
-    /// Sums these weights `[num_recv_tokens, num_topk]` the same way; usually `recv_topk_weights`.
-    pub fn topk_weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
-        self.topk_weights = Some(weights);
-        self
+    setters! {
+        /// Weights the rows by expert of this rank's own tokens: that of entry k of token t counts
+        /// `weights[t][k]` times, `[num_tokens, num_topk]`. The product is rounded to FP32, and so
+        /// is each sum.
+        weights: &'a TypedTensor<'a, f32>;
+        /// Longest wait for a peer, instead of the buffer's.
+        timeout: Duration;
+        /// Sums these weights `[num_recv_tokens, num_topk]` the same way; usually
+        /// `recv_topk_weights`.
+        topk_weights: &'a TypedTensor<'a, f32>;
     }
 }
 
@@ -170,14 +161,12 @@ impl Buffer {
             }
         };
 
-        let by_expert = handle.places.by_expert;
+        let by_expert = handle.tables.by_expert;
         let tokens = handle.num_tokens as u64;
-        let mut pieces = Pieces::default();
-        let x_at = pieces.push(Section::array("combined_x", tokens, row_bytes));
-        let weights_at = pieces.push(Section::array("combined_weights", tokens * num_topk as u64, 4));
-        let block = Arc::new(self.core.arena().take(&pieces)?);
-        let (x_at, weights_at) = (block.ptr().add(x_at), block.ptr().add(weights_at));
-
+        let (block, (x_at, weights_at)) = self.core.arena().take(|pieces| {
+            let x_at = pieces.array("combined_x", tokens, row_bytes);
+            (x_at, pieces.array("combined_weights", tokens * num_topk as u64, 4))
+        })?;
         let pool = self.core.pool().ptr();
         let in_tensor = if let CombineRows::Tensor(x) = request.rows { Some(x) } else { None };
         let is_staged = in_tensor.is_some() && self.core.topology().nodes == 1 && by_expert.is_none();
@@ -205,7 +194,7 @@ impl Buffer {
             rows: pool.add(comm.pool.combine_x),
             weights: weights.map_or(null, Tensor::ptr),
             weight_rows: pool.add(comm.pool.combine_weights),
-            header: handle.places.header,
+            header: handle.tables.header,
             num_rows: given.min(comm.pool.rows),
             row_bytes: row_bytes as u32,
             num_topk,
@@ -215,11 +204,11 @@ impl Buffer {
             comm,
             combined_x: x_at,
             combined_weights: if num_topk == 0 { null } else { weights_at },
-            send_row: match handle.places.routing {
-                Mode::OneNode(_, places) => places.send_row,
-                Mode::SeveralNodes(..) => null,
+            send_row: match handle.tables.routing {
+                Spread::OneNode(_, tables) => tables.send_row,
+                Spread::SeveralNodes(..) => null,
             },
-            header: handle.places.header,
+            header: handle.tables.header,
             num_tokens: handle.num_tokens,
             row_bytes: row_bytes as u32,
             num_topk,
@@ -229,8 +218,8 @@ impl Buffer {
             spoils: self.options.nan_on_failure.into(),
             reserved: 0,
         };
-        let staged = match &handle.places.routing {
-            Mode::OneNode(_, places) if is_staged => {
+        let staged = match &handle.tables.routing {
+            Spread::OneNode(_, tables) if is_staged => {
                 let ranks = self.core.topology().ranks_per_node;
                 let (channels, num_sms) = (handle.num_channels, self.config.num_sms);
                 let shape = self.kernels.stage_shape(ranks, channels, num_sms, row_bytes as u32);
@@ -239,9 +228,9 @@ impl Buffer {
                     x: stage.x,
                     x_stride: stage.x_stride,
                     weights: stage.weights,
-                    rank_prefix_matrix: places.rank_prefix_matrix,
-                    channel_prefix_matrix: places.channel_prefix_matrix,
-                    recv_channel_prefix_matrix: places.recv_channel_prefix_matrix,
+                    rank_prefix_matrix: tables.rank_prefix_matrix,
+                    channel_prefix_matrix: tables.channel_prefix_matrix,
+                    recv_channel_prefix_matrix: tables.recv_channel_prefix_matrix,
                     num_rows: stage.num_rows as u32,
                     stagers: shape.stagers,
                     channels,
@@ -261,24 +250,24 @@ impl Buffer {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             let (kernels, sms) = (&buffer.kernels, buffer.core.device().info().sm_count);
             // Rows are copied by as many threads as the kernel can have, however few gather.
-            let (blocks, threads, beside) = match (&handle.places.routing, staged) {
+            let (blocks, threads, reserved) = match (&handle.tables.routing, staged) {
                 (_, Some((staged, gatherers))) => (staged.stagers + gatherers, STAGED_THREADS, JOINED_BYTES),
-                (Mode::OneNode(..), None) => {
+                (Spread::OneNode(..), None) => {
                     (buffer.blocks_for(handle.num_tokens), ring.threads(), JOINED_BYTES)
                 }
                 // One warp more, which posts puts.
-                (Mode::SeveralNodes(..), None) => {
+                (Spread::SeveralNodes(..), None) => {
                     (buffer.config.num_sms, ring.threads() + 32, PROGRESS_BYTES)
                 }
             };
-            let shape = (blocks, threads, ring.shared_bytes() + beside);
+            let shape = (blocks, threads, ring.shared_bytes() + reserved);
             let (grid, block, shared) = shape;
             args.comm.trace = buffer.core.trace("combine", grid);
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them. The last combine ended when
             // every peer had gathered, so the rows may be written.
             unsafe {
-                if let (Mode::OneNode(node, _), Some(at)) = (&handle.places.routing, by_expert) {
+                if let (Spread::OneNode(node, _), Some(at)) = (&handle.tables.routing, by_expert) {
                     let Some(kernels) = &node.by_expert else {
                         return Err(Error::internal("combine", "kernels of rows by expert were not loaded"));
                     };
@@ -306,8 +295,8 @@ impl Buffer {
                     let call = StageCombine::call(stage);
                     stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }
-                match (&handle.places.routing, staged) {
-                    (Mode::OneNode(node, _), Some((staged, _))) => {
+                match (&handle.tables.routing, staged) {
+                    (Spread::OneNode(node, _), Some((staged, _))) => {
                         let args = StagedCombineArgs { combine: args, ..staged };
                         if dtype == DType::F32 {
                             call_within!(stream, node, combine_staged_f32: CombineStagedF32 | CombineStagedManyF32, shape, args)
@@ -315,13 +304,13 @@ impl Buffer {
                             call_within!(stream, node, combine_staged: CombineStagedBf16 | CombineStagedManyBf16, shape, args)
                         }
                     }
-                    (Mode::OneNode(node, _), None) if dtype == DType::F32 => {
+                    (Spread::OneNode(node, _), None) if dtype == DType::F32 => {
                         call_within!(stream, node, combine_f32: CombineF32 | CombineManyF32, shape, args)
                     }
-                    (Mode::OneNode(node, _), None) => {
+                    (Spread::OneNode(node, _), None) => {
                         call_within!(stream, node, combine: CombineBf16 | CombineManyBf16, shape, args)
                     }
-                    (Mode::SeveralNodes(nodes, routing), _) => {
+                    (Spread::SeveralNodes(nodes, routing), _) => {
                         let args = InternodeCombineArgs {
                             combine: args,
                             wire: nodes.wire(&buffer.config),
@@ -349,7 +338,7 @@ impl Buffer {
     /// An error unless weights are given where rows have them.
     fn check_weights(&self, request: &CombineRequest<'_>) -> Result<()> {
         let handle = &request.handle.0;
-        match (handle.places.by_expert, request.weights) {
+        match (handle.tables.by_expert, request.weights) {
             (None, Some(_)) => {
                 let rule =
                     "only rows by expert are weighted here: dispatch with by_expert, or weight rows before";

@@ -13,15 +13,15 @@ use epoxide_gpu::layout::{
     InternodeDispatchArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape,
 };
 
-use super::handle::{DispatchHandle, HandleShape, Inner, Places};
-use super::kernels::{Mode, RingShape, call_within};
+use super::handle::{DispatchHandle, HandleShape, HandleState, HandleTables};
+use super::kernels::{RingShape, Spread, call_within};
 use super::place::{Place, Room};
 use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, check_fits};
-use crate::driver::{Event, Stream};
-use crate::ep::core::{Lease, PlaceState, nanoseconds};
-use crate::ep::tensor::{Outcome, Owner, owners};
+use crate::driver::{Event, Outcome, Stream};
+use crate::ep::core::{Lease, PlaceState, nanoseconds, setters};
+use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
 /// Threads per block of the notify kernel, as its source fixes them.
@@ -47,7 +47,7 @@ pub enum Counts {
 #[derive(Debug, Clone, Copy)]
 pub struct DispatchRequest<'a> {
     x: &'a Tensor<'a>,
-    x_scales: Option<&'a TypedTensor<'a, f32>>,
+    scales: Option<&'a TypedTensor<'a, f32>>,
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     layout: &'a DispatchLayout<'a>,
     expert_alignment: u32,
@@ -62,7 +62,7 @@ impl<'a> DispatchRequest<'a> {
     pub fn new(x: &'a Tensor<'a>, layout: &'a DispatchLayout<'a>) -> Self {
         DispatchRequest {
             x,
-            x_scales: None,
+            scales: None,
             topk_weights: None,
             layout,
             expert_alignment: 1,
@@ -72,30 +72,21 @@ impl<'a> DispatchRequest<'a> {
         }
     }
 
-    /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with 1-byte
-    /// elements.
-    pub fn scales(mut self, x_scales: &'a TypedTensor<'a, f32>) -> Self {
-        self.x_scales = Some(x_scales);
-        self
-    }
-
-    /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the
-    /// layout was made of.
-    pub fn topk_weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
-        self.topk_weights = Some(weights);
-        self
-    }
-
-    /// Rounds per-expert counts up to multiples of this; nothing else changes. At least 1.
-    pub fn expert_alignment(mut self, alignment: u32) -> Self {
-        self.expert_alignment = alignment;
-        self
+    setters! {
+        /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with
+        /// 1-byte elements.
+        scales: &'a TypedTensor<'a, f32>;
+        /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the
+        /// layout was made of.
+        topk_weights: &'a TypedTensor<'a, f32>;
+        /// Rounds per-expert counts up to multiples of this; nothing else changes. At least 1.
+        expert_alignment: u32;
     }
 
     /// Brings rows by expert: one for each selection, grouped by local expert, each expert's
-    /// segment at a multiple of `alignment` rows, a power of two. [`DispatchHandle::by_expert`] has
-    /// the places of segments. A token that selects an expert twice has two rows there. The sender
-    /// writes each row to its place; there is no second copy.
+    /// segment at a multiple of `alignment` rows, a power of two. [`DispatchHandle::by_expert`]
+    /// says where the segments are. A token that selects an expert twice has two rows there. The
+    /// sender writes each row to its place; there is no second copy.
     ///
     /// The buffer needs [`Options::rows_by_expert`](super::Options::rows_by_expert).
     /// The same on every rank, but for the alignment.
@@ -105,16 +96,11 @@ impl<'a> DispatchRequest<'a> {
         self
     }
 
-    /// Whether the host waits for the counts.
-    pub fn counts(mut self, counts: Counts) -> Self {
-        self.counts = counts;
-        self
-    }
-
-    /// Longest wait for a peer, instead of the buffer's.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = Some(timeout);
-        self
+    setters! {
+        /// Whether the host waits for the counts.
+        counts: Counts;
+        /// Longest wait for a peer, instead of the buffer's.
+        timeout: Duration;
     }
 }
 
@@ -122,7 +108,7 @@ impl<'a> DispatchRequest<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct CachedDispatchRequest<'a> {
     x: &'a Tensor<'a>,
-    x_scales: Option<&'a TypedTensor<'a, f32>>,
+    scales: Option<&'a TypedTensor<'a, f32>>,
     handle: &'a DispatchHandle,
     timeout: Option<Duration>,
 }
@@ -131,20 +117,15 @@ impl<'a> CachedDispatchRequest<'a> {
     /// Rows `x` to send, `[num_tokens, hidden]`, with the token count of `handle`, along its
     /// routing.
     pub fn new(x: &'a Tensor<'a>, handle: &'a DispatchHandle) -> Self {
-        CachedDispatchRequest { x, x_scales: None, handle, timeout: None }
+        CachedDispatchRequest { x, scales: None, handle, timeout: None }
     }
 
-    /// Longest wait for a peer, instead of the buffer's.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = Some(timeout);
-        self
-    }
-
-    /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with 1-byte
-    /// elements.
-    pub fn scales(mut self, x_scales: &'a TypedTensor<'a, f32>) -> Self {
-        self.x_scales = Some(x_scales);
-        self
+    setters! {
+        /// Longest wait for a peer, instead of the buffer's.
+        timeout: Duration;
+        /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with
+        /// 1-byte elements.
+        scales: &'a TypedTensor<'a, f32>;
     }
 }
 
@@ -206,7 +187,7 @@ impl Buffer {
         self.core.check_place(place)?;
         let layout = request.layout;
         self.check_layout(layout)?;
-        let payload = self.check_payload(request.x, request.x_scales, layout.num_tokens, request.timeout)?;
+        let payload = self.check_payload(request.x, request.scales, layout.num_tokens, request.timeout)?;
         let num_topk = self.check_topk(&request)?;
         if request.by_expert {
             self.check_by_expert(request.expert_alignment)?;
@@ -236,7 +217,8 @@ impl Buffer {
             local_experts,
             by_expert: request.by_expert.then_some(layout.num_topk),
         };
-        let (block, places) = Places::take(self.core.arena(), &self.kernels.mode, shape)?;
+        let mode = &self.kernels.mode;
+        let (block, tables) = self.core.arena().take(|pieces| HandleTables::lay_out(pieces, mode, shape))?;
         self.tag += 1;
         let counts = CountExchange {
             layout,
@@ -257,11 +239,11 @@ impl Buffer {
             // A row by expert is that of an entry, whether or not there are weights.
             metadata.num_topk = layout.num_topk;
         }
-        let (rows, ring) = self.dispatch_args(&payload, place, &places, layout.num_tokens, Some(metadata));
+        let (rows, ring) = self.dispatch_args(&payload, place, &tables, layout.num_tokens, Some(metadata));
 
         let mut header = PlanHeader::default();
         let mut lease = None;
-        let (scales, weights) = (request.x_scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
+        let (scales, weights) = (request.scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
         let uses = owners([Some(request.x), scales, weights, Some(layout.topk_idx())]).into_iter();
         let uses = uses.chain([layout.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
@@ -269,11 +251,11 @@ impl Buffer {
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them.
             unsafe {
-                buffer.launch_notify(stream, &counts, &payload, place, &places)?;
+                buffer.launch_notify(stream, &counts, &payload, place, &tables)?;
                 if counts.by_expert {
-                    buffer.launch_expert_plan(stream, &counts, place, &places)?;
+                    buffer.launch_expert_plan(stream, &counts, place, &tables)?;
                 }
-                let launched = buffer.launch_dispatch(stream, rows, ring, &places);
+                let launched = buffer.launch_dispatch(stream, rows, ring, &tables);
                 if let (Err(error), false) = (&launched, capturing) {
                     // Peers get this rank's counts, and wait for rows that are never sent.
                     buffer.core.give_up("dispatch", error);
@@ -293,10 +275,10 @@ impl Buffer {
         let counts = if exact { self.expert_counts(local_experts)? } else { Vec::new() };
         let num_recv_tokens = exact.then_some(header.num_recv_tokens);
         let num_rdma_recv_tokens = exact.then_some(header.num_rdma_recv_tokens);
-        let handle = DispatchHandle(Arc::new(Inner {
+        let handle = DispatchHandle(Arc::new(HandleState {
             buffer_id: self.core.id(),
             block,
-            places,
+            tables,
             place: place.index(),
             num_tokens: layout.num_tokens,
             num_ranks: self.core.topology().ranks(),
@@ -354,17 +336,16 @@ impl Buffer {
             let rule = "a cached dispatch across nodes takes more than 3: dispatch anew, or give more";
             return Err(Error::argument("num_sms", self.config.num_sms, rule));
         }
-        let payload =
-            self.check_payload(request.x, request.x_scales, handle.0.num_tokens, request.timeout)?;
-        let places = &handle.0.places;
-        let (args, ring) = self.dispatch_args(&payload, place, places, handle.0.num_tokens, None);
+        let payload = self.check_payload(request.x, request.scales, handle.0.num_tokens, request.timeout)?;
+        let tables = &handle.0.tables;
+        let (args, ring) = self.dispatch_args(&payload, place, tables, handle.0.num_tokens, None);
         let mut lease = None;
-        let uses = owners([Some(request.x), request.x_scales.map(|it| &**it)]).into_iter();
+        let uses = owners([Some(request.x), request.scales.map(|it| &**it)]).into_iter();
         let uses = uses.chain([handle.0.block.clone() as Owner]);
         let event = self.run(order, capturing, Some("cached dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: as in `dispatch`.
-            unsafe { buffer.launch_dispatch(stream, args, ring, places) }
+            unsafe { buffer.launch_dispatch(stream, args, ring, tables) }
         })?;
         let lease = self.captured_lease(lease, None)?;
         Ok(output_of_rows(&payload, &lease, handle, event))
@@ -468,7 +449,7 @@ impl Buffer {
         &self,
         payload: &Payload,
         place: &PlaceState<Room>,
-        places: &Places,
+        tables: &HandleTables,
         num_tokens: u32,
         metadata: Option<Metadata>,
     ) -> (DispatchArgs, RingShape) {
@@ -493,11 +474,11 @@ impl Buffer {
             scales: payload.scales,
             topk_idx,
             topk_weights,
-            send_row: match places.routing {
-                Mode::OneNode(_, places) => places.send_row,
-                Mode::SeveralNodes(..) => DevicePtr::NULL,
+            send_row: match tables.routing {
+                Spread::OneNode(_, tables) => tables.send_row,
+                Spread::SeveralNodes(..) => DevicePtr::NULL,
             },
-            header: places.header,
+            header: tables.header,
             num_tokens,
             row_bytes: payload.row_bytes,
             num_scales: payload.num_scales,
@@ -524,7 +505,7 @@ impl Buffer {
         counts: &CountExchange<'_>,
         payload: &Payload,
         place: &PlaceState<Room>,
-        places: &Places,
+        tables: &HandleTables,
     ) -> Result<()> {
         let layout = counts.layout;
         let (num_channels, num_ranks) = (self.config.num_channels(), self.core.topology().ranks());
@@ -539,22 +520,22 @@ impl Buffer {
         comm.pool.rows = counts.capacity;
         // SAFETY: passed on to the caller.
         unsafe {
-            match &places.routing {
-                Mode::OneNode(node, routing) => {
+            match &tables.routing {
+                Spread::OneNode(node, routing) => {
                     comm.trace = self.core.trace("notify", num_channels);
                     let args = NotifyArgs {
                         comm,
-                        is_token_in_rank: layout.places.is_token_in_rank,
-                        num_tokens_per_rank: layout.places.num_tokens_per_rank,
-                        num_tokens_per_expert: layout.places.num_tokens_per_expert,
-                        invalid: layout.places.invalid,
-                        header: places.by_expert.map_or(places.header, |at| at.exchange),
+                        is_token_in_rank: layout.tables.is_token_in_rank,
+                        num_tokens_per_rank: layout.tables.num_tokens_per_rank,
+                        num_tokens_per_expert: layout.tables.num_tokens_per_expert,
+                        invalid: layout.tables.invalid,
+                        header: tables.by_expert.map_or(tables.header, |at| at.exchange),
                         rank_prefix_matrix: routing.rank_prefix_matrix,
                         channel_prefix_matrix: routing.channel_prefix_matrix,
                         recv_channel_prefix_matrix: routing.recv_channel_prefix_matrix,
-                        send_head: places.send_head,
+                        send_head: tables.send_head,
                         send_row: routing.send_row,
-                        num_recv_tokens_per_expert: places.num_recv_tokens_per_expert,
+                        num_recv_tokens_per_expert: tables.num_recv_tokens_per_expert,
                         host: counts.host,
                         tag,
                         num_tokens: layout.num_tokens,
@@ -567,10 +548,10 @@ impl Buffer {
                     let shape = (num_channels, NOTIFY_THREADS, notify_shared_bytes(node.is_many));
                     call_within!(stream, node, notify: Notify | NotifyMany, shape, args)
                 }
-                Mode::SeveralNodes(nodes, routing) => {
+                Spread::SeveralNodes(nodes, routing) => {
                     let args = InternodeCountArgs {
-                        is_token_in_rank: layout.places.is_token_in_rank,
-                        send_head: places.send_head,
+                        is_token_in_rank: layout.tables.is_token_in_rank,
+                        send_head: tables.send_head,
                         send_rdma_head: routing.route.send_rdma_head,
                         channel_counts: routing.channel_counts,
                         num_tokens: layout.num_tokens,
@@ -584,16 +565,14 @@ impl Buffer {
                         comm,
                         wire: nodes.wire(&self.config),
                         channel_counts: routing.channel_counts,
-                        num_tokens_per_expert: layout.places.num_tokens_per_expert,
-                        invalid: layout.places.invalid,
-                        header: places.header,
+                        num_tokens_per_expert: layout.tables.num_tokens_per_expert,
+                        invalid: layout.tables.invalid,
+                        header: tables.header,
                         rdma_channel_prefix_matrix: routing.route.rdma_channel_prefix_matrix,
-                        gbl_channel_prefix_matrix: routing.gbl_channel_prefix_matrix,
                         recv_rdma_channel_prefix_matrix: routing.route.recv_rdma_channel_prefix_matrix,
                         recv_rdma_rank_prefix_sum: routing.route.recv_rdma_rank_prefix_sum,
                         recv_gbl_channel_prefix_matrix: routing.recv_gbl_channel_prefix_matrix,
-                        recv_gbl_rank_prefix_sum: routing.recv_gbl_rank_prefix_sum,
-                        num_recv_tokens_per_expert: places.num_recv_tokens_per_expert,
+                        num_recv_tokens_per_expert: tables.num_recv_tokens_per_expert,
                         forward_start: routing.forward_start,
                         host: counts.host,
                         tag: counts.tag,
@@ -621,9 +600,9 @@ impl Buffer {
         stream: &Stream,
         counts: &CountExchange<'_>,
         place: &PlaceState<Room>,
-        places: &Places,
+        tables: &HandleTables,
     ) -> Result<()> {
-        let (Mode::OneNode(node, routing), Some(at)) = (&places.routing, places.by_expert) else {
+        let (Spread::OneNode(node, routing), Some(at)) = (&tables.routing, tables.by_expert) else {
             return Err(Error::internal("dispatch", "rows by expert have no plan across nodes"));
         };
         let Some(kernels) = &node.by_expert else {
@@ -634,7 +613,7 @@ impl Buffer {
         let (num_tokens, num_topk) = (layout.num_tokens, layout.num_topk);
         let args = NumberArgs {
             topk_idx,
-            num_tokens_per_expert: layout.places.num_tokens_per_expert,
+            num_tokens_per_expert: layout.tables.num_tokens_per_expert,
             numbers: at.numbers,
             num_tokens,
             num_topk,
@@ -651,7 +630,7 @@ impl Buffer {
             topk_idx,
             numbers: at.numbers,
             exchange: at.exchange,
-            header: places.header,
+            header: tables.header,
             send_row: routing.send_row,
             expert_counts: at.expert_counts,
             expert_starts: at.expert_starts,
@@ -704,35 +683,34 @@ impl Buffer {
         stream: &Stream,
         mut args: DispatchArgs,
         ring: RingShape,
-        places: &Places,
+        tables: &HandleTables,
     ) -> Result<()> {
-        let grid = match &places.routing {
-            Mode::OneNode(..) => self.blocks_for(args.num_tokens),
-            Mode::SeveralNodes(..) => self.config.num_sms,
+        let grid = match &tables.routing {
+            Spread::OneNode(..) => self.blocks_for(args.num_tokens),
+            Spread::SeveralNodes(..) => self.config.num_sms,
         };
         self.describe_rows(RowBytes { recv: args.row_bytes as u64, ..self.row_bytes });
         args.comm.trace = self.core.trace("dispatch", grid);
         // SAFETY: passed on to the caller.
         unsafe {
-            match &places.routing {
-                Mode::OneNode(node, _) => {
+            match &tables.routing {
+                Spread::OneNode(node, _) => {
                     let threads = ring.threads() + args.metadata_warps * 32;
                     let shape = (grid, threads, ring.shared_bytes() + JOINED_BYTES);
-                    if let (Some(kernels), Some(_)) = (&node.by_expert, places.by_expert) {
+                    if let (Some(kernels), Some(_)) = (&node.by_expert, tables.by_expert) {
                         let (kernel, (grid, block, shared)) = (&kernels.dispatch, shape);
                         return stream.call(kernel, grid, block, shared, DispatchByExpert::call(args));
                     }
                     call_within!(stream, node, dispatch: Dispatch | DispatchMany, shape, args)
                 }
-                Mode::SeveralNodes(nodes, routing) => {
+                Spread::SeveralNodes(nodes, routing) => {
                     let num_topk = (args.with_metadata != 0).then_some(args.num_topk);
                     let args = InternodeDispatchArgs {
                         dispatch: args,
                         wire: nodes.wire(&self.config),
                         route: routing.route,
-                        send_head: places.send_head,
+                        send_head: tables.send_head,
                         forward_start: routing.forward_start,
-                        send_nvl_head: routing.send_nvl_head,
                         slot_bytes: SlotShape::new(args.row_bytes, args.num_scales, num_topk).bytes,
                         reserved: 0,
                     };

@@ -32,7 +32,7 @@ impl core::Calls for Calls {
             let (came, given) = (status.needed, status.seen);
             let reason =
                 format!("{came} rows came, and it was given {given}; combine a tensor of as many as came");
-            Error::Broken { call: "combine", reason }
+            Error::Broken { call: "combine", reason, source: None }
         })
     }
 
@@ -68,7 +68,7 @@ pub struct Plans {
     faults: Arc<Faults>,
     limits: Limits,
     /// Failed plans that [`Plans::check`] has returned.
-    told: AtomicU64,
+    reported: AtomicU64,
 }
 
 /// Limits that the plans of a buffer's dispatches must keep.
@@ -86,7 +86,7 @@ pub struct Limits {
 
 impl Plans {
     pub fn new(faults: Arc<Faults>, limits: Limits) -> Arc<Plans> {
-        Arc::new(Plans { faults, limits, told: AtomicU64::new(0) })
+        Arc::new(Plans { faults, limits, reported: AtomicU64::new(0) })
     }
 
     /// The other faults of the buffer.
@@ -101,7 +101,7 @@ impl Plans {
         let memory = self.faults.memory();
         // The device stores the count with release after the plan, and this load acquires it.
         let mut count = memory.load(RECORD)?;
-        if self.told.swap(count, Ordering::Relaxed) == count {
+        if self.reported.swap(count, Ordering::Relaxed) == count {
             return Ok(());
         }
         loop {

@@ -8,10 +8,9 @@ use epoxide_gpu::layout::{
 
 use super::TypedTensor;
 use super::fault::Plans;
-use super::kernels::{BufferMode, Mode};
-use crate::driver::{Report, Stream};
-use crate::ep::core::{Arena, Block, Pieces};
-use crate::ep::tensor::Outcome;
+use super::kernels::{BufferSpread, Spread};
+use crate::driver::{Outcome, Stream};
+use crate::ep::core::{Block, Pieces};
 use crate::error::Result;
 
 /// The routing of one dispatch. It can feed any number of combines and cached dispatches of the
@@ -20,13 +19,13 @@ use crate::error::Result;
 /// Matrices say which side they belong to: the *sender* owns tokens before dispatch and gets the
 /// sums in combine, the *receiver* runs the experts.
 #[derive(Debug, Clone)]
-pub struct DispatchHandle(pub(super) Arc<Inner>);
+pub struct DispatchHandle(pub(super) Arc<HandleState>);
 
 #[derive(Debug)]
-pub struct Inner {
+pub struct HandleState {
     pub buffer_id: u64,
     pub block: Arc<Block>,
-    pub places: Places,
+    pub tables: HandleTables,
     /// The place that the rows went to.
     pub place: u32,
     pub num_tokens: u32,
@@ -45,15 +44,13 @@ pub struct Inner {
     pub plans: Arc<Plans>,
 }
 
-impl Report for Inner {
+impl Outcome for HandleState {
     fn report(&self) -> Result<()> {
         self.plans.faults().check()
     }
-}
 
-impl Outcome for Inner {
-    fn come_before(&self, stream: &Stream) -> Result<()> {
-        self.plans.faults().come_before(stream)
+    fn order_before(&self, stream: &Stream) -> Result<()> {
+        self.plans.faults().order_before(stream)
     }
 
     /// The buffer's fault. Where the host did not wait for the counts, the plan's as well.
@@ -68,17 +65,17 @@ impl Outcome for Inner {
 
 /// Where the parts of a handle's block are.
 #[derive(Debug, Clone)]
-pub struct Places {
+pub struct HandleTables {
     pub header: DevicePtr,
     pub send_head: DevicePtr,
     pub num_recv_tokens_per_expert: DevicePtr,
-    pub by_expert: Option<ExpertPlaces>,
+    pub by_expert: Option<ExpertTables>,
     pub routing: Routing,
 }
 
 /// The parts of a dispatch of rows by expert.
 #[derive(Debug, Clone, Copy)]
-pub struct ExpertPlaces {
+pub struct ExpertTables {
     /// The header of the count exchange, behind which the plan is made.
     pub exchange: DevicePtr,
     pub numbers: DevicePtr,
@@ -90,10 +87,10 @@ pub struct ExpertPlaces {
 }
 
 /// The parts that depend on whether there are several nodes, and the kernels that read them.
-pub type Routing = Mode<IntranodePlaces, InternodePlaces>;
+pub type Routing = Spread<IntranodeTables, InternodeTables>;
 
 #[derive(Debug, Clone, Copy)]
-pub struct IntranodePlaces {
+pub struct IntranodeTables {
     pub rank_prefix_matrix: DevicePtr,
     pub channel_prefix_matrix: DevicePtr,
     pub recv_channel_prefix_matrix: DevicePtr,
@@ -101,14 +98,11 @@ pub struct IntranodePlaces {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub struct InternodePlaces {
+pub struct InternodeTables {
     pub route: Route,
-    pub gbl_channel_prefix_matrix: DevicePtr,
     pub recv_gbl_channel_prefix_matrix: DevicePtr,
-    pub recv_gbl_rank_prefix_sum: DevicePtr,
     pub channel_counts: DevicePtr,
     pub forward_start: DevicePtr,
-    pub send_nvl_head: DevicePtr,
 }
 
 /// The sizes that a handle's block must have room for.
@@ -123,115 +117,81 @@ pub struct HandleShape {
     pub by_expert: Option<u32>,
 }
 
-impl Places {
-    /// Takes a handle's block for a buffer of this mode.
-    pub fn take(arena: &Arc<Arena>, mode: &BufferMode, shape: HandleShape) -> Result<(Arc<Block>, Places)> {
+impl HandleTables {
+    /// Reserves the parts of a handle of a buffer of this mode.
+    pub fn lay_out(pieces: &mut Pieces, mode: &BufferSpread, shape: HandleShape) -> HandleTables {
         let HandleShape { ranks, nodes, channels, tokens, local_experts, by_expert } = shape;
-        let per_node = (ranks / nodes) as u64;
-        let (ranks, nodes, channels) = (ranks as u64, nodes as u64, channels as u64);
-        let tokens = tokens as u64;
-        let mut pieces = Pieces::default();
-        let header = pieces.push(Section::one("header", size_of::<PlanHeader>() as u64).of(PLAN_HEADER));
-        let exchange = by_expert
-            .map(|_| pieces.push(Section::one("exchange", size_of::<PlanHeader>() as u64).of(PLAN_HEADER)));
-        let mut matrix = |name, count| pieces.push(Section::array(name, count, 4));
-        let send_head = matrix("send_head", tokens * ranks);
-        let per_expert = matrix("num_recv_tokens_per_expert", local_experts as u64);
-        let of_experts = by_expert.map(|num_topk| {
-            let (entries, experts) = (tokens * num_topk as u64, local_experts as u64);
-            [
-                matrix("numbers", entries),
-                matrix("expert_counts", experts),
-                matrix("expert_starts", experts + 1),
-                matrix("psum_expert", experts + 1),
-            ]
-        });
-        let row = SEND_ROW_STRIDE as u64;
-        let offsets = match mode {
-            Mode::OneNode(node, ()) => vec![
-                matrix("rank_prefix_matrix", ranks * ranks),
-                matrix("channel_prefix_matrix", ranks * channels),
-                matrix("recv_channel_prefix_matrix", ranks * channels),
-                // A list's entry has two words.
-                matrix(
-                    "send_row",
-                    tokens
-                        * if node.is_many || by_expert.is_some() { 2 * SEND_LIST_STRIDE as u64 } else { row },
-                ),
-            ],
-            Mode::SeveralNodes(kernels, _) => {
-                // Most tokens that this rank relays.
-                let relayed = kernels.wire.layout.slots * nodes;
-                vec![
-                    matrix("send_rdma_head", tokens * nodes),
-                    matrix("rdma_channel_prefix_matrix", nodes * channels),
-                    matrix("recv_rdma_channel_prefix_matrix", nodes * channels),
-                    matrix("recv_rdma_rank_prefix_sum", nodes),
-                    matrix("forward_row", relayed * row),
-                    matrix("gbl_channel_prefix_matrix", ranks * channels),
-                    matrix("recv_gbl_channel_prefix_matrix", ranks * channels),
-                    matrix("recv_gbl_rank_prefix_sum", ranks),
-                    matrix("channel_counts", channels * (ranks + nodes)),
-                    matrix("forward_start", nodes * channels * row),
-                    matrix("send_nvl_head", relayed * per_node),
-                ]
-            }
-        };
-        let block = Arc::new(arena.take(&pieces)?);
-        let base = block.ptr();
-        let at = |index: usize| base.add(offsets[index]);
-        let routing = match mode {
-            Mode::OneNode(kernels, ()) => {
-                let places = IntranodePlaces {
-                    rank_prefix_matrix: at(0),
-                    channel_prefix_matrix: at(1),
-                    recv_channel_prefix_matrix: at(2),
-                    send_row: at(3),
-                };
-                Mode::OneNode(kernels.clone(), places)
-            }
-            Mode::SeveralNodes(kernels, _) => {
-                let places = InternodePlaces {
-                    route: Route {
-                        send_rdma_head: at(0),
-                        rdma_channel_prefix_matrix: at(1),
-                        recv_rdma_channel_prefix_matrix: at(2),
-                        recv_rdma_rank_prefix_sum: at(3),
-                        forward_row: at(4),
-                        num_channels: channels as u32,
-                        reserved: 0,
-                    },
-                    gbl_channel_prefix_matrix: at(5),
-                    recv_gbl_channel_prefix_matrix: at(6),
-                    recv_gbl_rank_prefix_sum: at(7),
-                    channel_counts: at(8),
-                    forward_start: at(9),
-                    send_nvl_head: at(10),
-                };
-                Mode::SeveralNodes(kernels.clone(), places)
-            }
-        };
-        let places = Places {
-            header: base.add(header),
-            send_head: base.add(send_head),
-            num_recv_tokens_per_expert: base.add(per_expert),
-            by_expert: of_experts.zip(by_expert).zip(exchange).map(|((offsets, num_topk), exchange)| {
-                let exchange = base.add(exchange);
-                let [numbers, expert_counts, expert_starts, psum_expert] = offsets.map(|at| base.add(at));
-                ExpertPlaces { exchange, numbers, expert_counts, expert_starts, psum_expert, num_topk }
+        let [ranks, nodes, channels, tokens, experts] =
+            [ranks, nodes, channels, tokens, local_experts].map(u64::from);
+        let header = |name| Section::one(name, size_of::<PlanHeader>() as u64).of(PLAN_HEADER);
+        HandleTables {
+            header: pieces.push(header("header")),
+            send_head: pieces.array("send_head", tokens * ranks, 4),
+            num_recv_tokens_per_expert: pieces.array("num_recv_tokens_per_expert", experts, 4),
+            by_expert: by_expert.map(|num_topk| ExpertTables {
+                exchange: pieces.push(header("exchange")),
+                numbers: pieces.array("numbers", tokens * u64::from(num_topk), 4),
+                expert_counts: pieces.array("expert_counts", experts, 4),
+                expert_starts: pieces.array("expert_starts", experts + 1, 4),
+                psum_expert: pieces.array("psum_expert", experts + 1, 4),
+                num_topk,
             }),
-            routing,
-        };
-        Ok((block, places))
+            routing: match mode {
+                Spread::OneNode(kernels, ()) => {
+                    let is_list = kernels.is_many || by_expert.is_some();
+                    // A list's entry has two words.
+                    let words = if is_list { 2 * SEND_LIST_STRIDE } else { SEND_ROW_STRIDE };
+                    let tables = IntranodeTables {
+                        rank_prefix_matrix: pieces.array("rank_prefix_matrix", ranks * ranks, 4),
+                        channel_prefix_matrix: pieces.array("channel_prefix_matrix", ranks * channels, 4),
+                        recv_channel_prefix_matrix: pieces.array(
+                            "recv_channel_prefix_matrix",
+                            ranks * channels,
+                            4,
+                        ),
+                        send_row: pieces.array("send_row", tokens * u64::from(words), 4),
+                    };
+                    Spread::OneNode(kernels.clone(), tables)
+                }
+                Spread::SeveralNodes(kernels, _) => {
+                    // Most tokens that this rank relays.
+                    let relayed = kernels.wire.layout.slots * nodes;
+                    let row = u64::from(SEND_ROW_STRIDE);
+                    let mut matrix = |name, count| pieces.array(name, count, 4);
+                    let route = Route {
+                        send_rdma_head: matrix("send_rdma_head", tokens * nodes),
+                        rdma_channel_prefix_matrix: matrix("rdma_channel_prefix_matrix", nodes * channels),
+                        recv_rdma_channel_prefix_matrix: matrix(
+                            "recv_rdma_channel_prefix_matrix",
+                            nodes * channels,
+                        ),
+                        recv_rdma_rank_prefix_sum: matrix("recv_rdma_rank_prefix_sum", nodes),
+                        forward_row: matrix("forward_row", relayed * row),
+                        num_channels: shape.channels,
+                        reserved: 0,
+                    };
+                    let tables = InternodeTables {
+                        route,
+                        recv_gbl_channel_prefix_matrix: matrix(
+                            "recv_gbl_channel_prefix_matrix",
+                            ranks * channels,
+                        ),
+                        channel_counts: matrix("channel_counts", channels * (ranks + nodes)),
+                        forward_start: matrix("forward_start", nodes * channels * row),
+                    };
+                    Spread::SeveralNodes(kernels.clone(), tables)
+                }
+            },
+        }
     }
 }
 
-impl Inner {
+impl HandleState {
     /// The plan's header, read behind all work enqueued on `stream`. Waits for that.
     pub fn header(&self, stream: &Stream) -> Result<PlanHeader> {
         let mut header = PlanHeader::default();
         // SAFETY: the block holds the header, and lives as long as this.
-        unsafe { stream.read(bytemuck::bytes_of_mut(&mut header), self.places.header)? };
+        unsafe { stream.read(bytemuck::bytes_of_mut(&mut header), self.tables.header)? };
         Ok(header)
     }
 
@@ -245,24 +205,24 @@ impl Inner {
 impl DispatchHandle {
     /// The matrices of a dispatch within one node; `None` across nodes.
     pub fn intranode(&self) -> Option<IntranodeHandle<'_>> {
-        match self.0.places.routing {
-            Mode::OneNode(_, places) => Some(IntranodeHandle { handle: self, places }),
-            Mode::SeveralNodes(..) => None,
+        match self.0.tables.routing {
+            Spread::OneNode(_, tables) => Some(IntranodeHandle { handle: self, tables }),
+            Spread::SeveralNodes(..) => None,
         }
     }
 
     /// The matrices of a dispatch across nodes; `None` within one.
     pub fn internode(&self) -> Option<InternodeHandle<'_>> {
-        match self.0.places.routing {
-            Mode::SeveralNodes(_, places) => Some(InternodeHandle { handle: self, places }),
-            Mode::OneNode(..) => None,
+        match self.0.tables.routing {
+            Spread::SeveralNodes(_, tables) => Some(InternodeHandle { handle: self, tables }),
+            Spread::OneNode(..) => None,
         }
     }
 
     /// Sender side, i32 `[num_tokens, num_ranks]`: the token's sequence number among those of its
     /// channel for that rank, or -1.
     pub fn send_head(&self) -> TypedTensor<'static, i32> {
-        self.matrix("send_head", self.0.places.send_head, self.0.num_tokens, self.0.num_ranks)
+        self.matrix("send_head", self.0.tables.send_head, self.0.num_tokens, self.0.num_ranks)
     }
 
     /// Receiver side, i32 `[num_experts / num_ranks]`, on the device: selections of each local
@@ -270,7 +230,7 @@ impl DispatchHandle {
     pub fn num_recv_tokens_per_expert(&self) -> TypedTensor<'static, i32> {
         self.tensor(
             "num_recv_tokens_per_expert",
-            self.0.places.num_recv_tokens_per_expert,
+            self.0.tables.num_recv_tokens_per_expert,
             &[self.0.local_experts as u64],
         )
     }
@@ -278,13 +238,13 @@ impl DispatchHandle {
     /// Receiver side: where the rows of each local expert are; `None` unless the dispatch was one
     /// of rows by expert.
     pub fn by_expert(&self) -> Option<ExpertRows<'_>> {
-        self.0.places.by_expert.map(|places| ExpertRows { handle: self, places })
+        self.0.tables.by_expert.map(|tables| ExpertRows { handle: self, tables })
     }
 
     /// Receiver side, i32 `[1]`, on the device: rows received. For rows by expert: the rows of all
     /// segments, padding included.
     pub fn num_recv_tokens_on_device(&self) -> TypedTensor<'static, i32> {
-        let header = self.0.places.header;
+        let header = self.0.tables.header;
         self.tensor(
             "num_recv_tokens_on_device",
             header.add(std::mem::offset_of!(PlanHeader, num_recv_tokens) as u64),
@@ -338,25 +298,25 @@ impl DispatchHandle {
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertRows<'a> {
     handle: &'a DispatchHandle,
-    places: ExpertPlaces,
+    tables: ExpertTables,
 }
 
 impl ExpertRows<'_> {
     /// i32 `[local_experts]`: rows of each expert, without padding.
     pub fn counts(&self) -> TypedTensor<'static, i32> {
-        self.tensor("expert_counts", self.places.expert_counts, 0)
+        self.tensor("expert_counts", self.tables.expert_counts, 0)
     }
 
     /// i32 `[local_experts + 1]`: the first row of each expert's segment, a multiple of the
     /// alignment; then the rows of all segments.
     pub fn starts(&self) -> TypedTensor<'static, i32> {
-        self.tensor("expert_starts", self.places.expert_starts, 1)
+        self.tensor("expert_starts", self.tables.expert_starts, 1)
     }
 
     /// i32 `[local_experts + 1]`: the start of each expert's segment and its rows together; then
     /// the rows of all segments.
     pub fn psum(&self) -> TypedTensor<'static, i32> {
-        self.tensor("psum_expert", self.places.psum_expert, 1)
+        self.tensor("psum_expert", self.tables.psum_expert, 1)
     }
 
     fn tensor(&self, name: &'static str, ptr: DevicePtr, more: u64) -> TypedTensor<'static, i32> {
@@ -368,7 +328,7 @@ impl ExpertRows<'_> {
 #[derive(Debug, Clone, Copy)]
 pub struct IntranodeHandle<'a> {
     handle: &'a DispatchHandle,
-    places: IntranodePlaces,
+    tables: IntranodeTables,
 }
 
 impl IntranodeHandle<'_> {
@@ -380,7 +340,7 @@ impl IntranodeHandle<'_> {
     /// with i to rank j.
     pub fn rank_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         let ranks = self.handle.0.num_ranks;
-        self.handle.matrix("rank_prefix_matrix", self.places.rank_prefix_matrix, ranks, ranks)
+        self.handle.matrix("rank_prefix_matrix", self.tables.rank_prefix_matrix, ranks, ranks)
     }
 
     /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each destination rank in channels
@@ -389,7 +349,7 @@ impl IntranodeHandle<'_> {
         let handle = self.handle;
         handle.matrix(
             "channel_prefix_matrix",
-            self.places.channel_prefix_matrix,
+            self.tables.channel_prefix_matrix,
             handle.0.num_ranks,
             handle.0.num_channels,
         )
@@ -401,7 +361,7 @@ impl IntranodeHandle<'_> {
         let handle = self.handle;
         handle.matrix(
             "recv_channel_prefix_matrix",
-            self.places.recv_channel_prefix_matrix,
+            self.tables.recv_channel_prefix_matrix,
             handle.0.num_ranks,
             handle.0.num_channels,
         )
@@ -411,68 +371,95 @@ impl IntranodeHandle<'_> {
 /// The matrices of a dispatch across nodes. The *forwarder* is the rank with the sender's index on
 /// the token's destination node. It relays the token to the ranks of its node. `num_nodes` are the
 /// "RDMA ranks" of the interface that the names come from.
+///
+/// No kernel needs the quantities that take a stream: the host computes them, row by row, of those
+/// on the device. It waits for the stream, on which the dispatch ran or which waited for it.
 #[derive(Debug, Clone, Copy)]
 pub struct InternodeHandle<'a> {
     handle: &'a DispatchHandle,
-    places: InternodePlaces,
+    tables: InternodeTables,
 }
 
 impl InternodeHandle<'_> {
     /// Sender side, i32 `[num_nodes, num_channels]`: tokens for each node in channels up to and
     /// with c, each token once per node.
     pub fn rdma_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
-        self.by_node("rdma_channel_prefix_matrix", self.places.route.rdma_channel_prefix_matrix)
+        self.by_node("rdma_channel_prefix_matrix", self.tables.route.rdma_channel_prefix_matrix)
     }
 
-    /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each rank in channels up to and
-    /// with c.
-    pub fn gbl_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
-        self.by_rank("gbl_channel_prefix_matrix", self.places.gbl_channel_prefix_matrix)
+    /// Sender side, `[num_ranks, num_channels]`: tokens for each rank in channels up to and with c.
+    pub fn gbl_channel_prefix_matrix(&self, stream: &Stream) -> Result<Vec<i32>> {
+        let (ranks, channels) = (self.handle.0.num_ranks, self.handle.0.num_channels);
+        // Behind the counts of a channel's tokens by rank are those by node.
+        let columns = ranks + self.num_nodes();
+        let counts = self.handle.matrix("channel_counts", self.tables.channel_counts, channels, columns);
+        let counts = counts.values(stream)?;
+        let up_to = |rank: usize| {
+            counts[rank..].iter().step_by(columns as usize).scan(0, |total, count| {
+                *total += count;
+                Some(*total)
+            })
+        };
+        Ok((0..ranks as usize).flat_map(up_to).collect())
     }
 
     /// Forwarder side, i32 `[num_nodes, num_channels]`: tokens that this rank relays from each
     /// node, in channels up to and with c.
     pub fn recv_rdma_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
-        self.by_node("recv_rdma_channel_prefix_matrix", self.places.route.recv_rdma_channel_prefix_matrix)
+        self.by_node("recv_rdma_channel_prefix_matrix", self.tables.route.recv_rdma_channel_prefix_matrix)
     }
 
     /// Forwarder side, i32 `[num_nodes]`: tokens that this rank relays from nodes up to and with n.
     pub fn recv_rdma_rank_prefix_sum(&self) -> TypedTensor<'static, i32> {
         let nodes = self.num_nodes() as u64;
-        self.handle.tensor("recv_rdma_rank_prefix_sum", self.places.route.recv_rdma_rank_prefix_sum, &[nodes])
+        self.handle.tensor("recv_rdma_rank_prefix_sum", self.tables.route.recv_rdma_rank_prefix_sum, &[nodes])
     }
 
     /// Receiver side, i32 `[num_ranks, num_channels]`: the row of `recv_x` where channel c of a
     /// source rank starts.
     pub fn recv_gbl_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
-        self.by_rank("recv_gbl_channel_prefix_matrix", self.places.recv_gbl_channel_prefix_matrix)
+        self.by_rank("recv_gbl_channel_prefix_matrix", self.tables.recv_gbl_channel_prefix_matrix)
     }
 
-    /// Receiver side, i32 `[num_ranks]`: rows received from ranks up to and with r.
-    pub fn recv_gbl_rank_prefix_sum(&self) -> TypedTensor<'static, i32> {
-        let ranks = self.handle.0.num_ranks as u64;
-        self.handle.tensor("recv_gbl_rank_prefix_sum", self.places.recv_gbl_rank_prefix_sum, &[ranks])
+    /// Receiver side, `[num_ranks]`: rows received from ranks up to and with r.
+    pub fn recv_gbl_rank_prefix_sum(&self, stream: &Stream) -> Result<Vec<i32>> {
+        let starts = self.recv_gbl_channel_prefix_matrix().values(stream)?;
+        let behind = starts.into_iter().step_by(self.handle.0.num_channels as usize).skip(1);
+        Ok(behind.chain([self.handle.num_recv_tokens(stream)? as i32]).collect())
     }
 
     /// Sender side, i32 `[num_tokens, num_nodes]`: the token's sequence number among those of its
     /// channel for that node, or -1.
     pub fn send_rdma_head(&self) -> TypedTensor<'static, i32> {
         let tokens = self.handle.0.num_tokens;
-        self.handle.matrix("send_rdma_head", self.places.route.send_rdma_head, tokens, self.num_nodes())
+        self.handle.matrix("send_rdma_head", self.tables.route.send_rdma_head, tokens, self.num_nodes())
     }
 
-    /// Forwarder side, i32 `[num_rdma_recv_tokens, ranks_per_node]`: sequence numbers of the tokens
+    /// Forwarder side, `[num_rdma_recv_tokens, ranks_per_node]`: sequence numbers of the tokens
     /// that this rank relays (by source node, then in the source's order). An entry numbers the
-    /// token in the (channel, source node) stream to a rank of this node, or is -1. Waits for
-    /// `stream` as [`Self::num_rdma_recv_tokens`] does, for the number of tokens.
-    pub fn send_nvl_head(&self, stream: &Stream) -> Result<TypedTensor<'static, i32>> {
-        let rows = self.num_rdma_recv_tokens(stream)?;
-        Ok(self.handle.matrix(
-            "send_nvl_head",
-            self.places.send_nvl_head,
-            rows,
-            self.handle.0.num_ranks / self.num_nodes(),
-        ))
+    /// token in the (channel, source node) stream to a rank of this node, or is -1.
+    pub fn send_nvl_head(&self, stream: &Stream) -> Result<Vec<i32>> {
+        let (tokens, per_node) =
+            (self.num_rdma_recv_tokens(stream)?, (self.handle.0.num_ranks / self.num_nodes()) as usize);
+        let rows = self.handle.matrix("forward_row", self.tables.route.forward_row, tokens, SEND_ROW_STRIDE);
+        let (rows, ends) = (rows.values(stream)?, self.recv_rdma_channel_prefix_matrix().values(stream)?);
+        let mut tokens = rows.chunks_exact(SEND_ROW_STRIDE as usize);
+        let mut heads = Vec::with_capacity(tokens.len() * per_node);
+        for ends in ends.chunks_exact(self.handle.0.num_channels as usize) {
+            let mut start = 0;
+            for end in ends {
+                let mut next = vec![0; per_node];
+                for rows in tokens.by_ref().take((end - start) as usize) {
+                    let number = |(row, next): (&i32, &mut i32)| match row {
+                        -1 => -1,
+                        _ => std::mem::replace(next, *next + 1),
+                    };
+                    heads.extend(rows.iter().zip(&mut next).map(number));
+                }
+                start = *end;
+            }
+        }
+        Ok(heads)
     }
 
     /// Tokens that this rank relays, its own ones for its own node included. It returns at once if
@@ -483,7 +470,7 @@ impl InternodeHandle<'_> {
             return Ok(known);
         }
         let at = std::mem::offset_of!(PlanHeader, num_rdma_recv_tokens) as u64;
-        let count = self.handle.tensor("num_rdma_recv_tokens", self.handle.0.places.header.add(at), &[1]);
+        let count = self.handle.tensor("num_rdma_recv_tokens", self.handle.0.tables.header.add(at), &[1]);
         Ok(count.to_host::<i32>(stream)?[0] as u32)
     }
 

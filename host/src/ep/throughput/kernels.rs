@@ -15,7 +15,7 @@ use epoxide_gpu::kernels::{
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes};
 
 use super::options::Tuning;
-use super::wire::WireSide;
+use super::wire::WireTables;
 use super::{Config, Topology};
 use crate::driver::{Device, Kernel, Module};
 use crate::error::Result;
@@ -109,7 +109,7 @@ impl RingShape {
 /// with the kernels stored beside them, so that no launch mixes the kernels of one case with the
 /// matrices of the other.
 #[derive(Debug, Clone)]
-pub enum Mode<O, S> {
+pub enum Spread<O, S> {
     /// All ranks map each other's pools.
     OneNode(Arc<OneNode>, O),
     /// Ranks of a node map each other's pools; nodes talk over rails.
@@ -117,7 +117,7 @@ pub enum Mode<O, S> {
 }
 
 /// The mode of a buffer.
-pub type BufferMode = Mode<(), Box<WireSide>>;
+pub type BufferSpread = Spread<(), Box<WireTables>>;
 
 /// The kernels of operations within one node: those for few ranks, or those for many.
 #[derive(Debug)]
@@ -214,7 +214,7 @@ impl SeveralNodes {
 
 /// A module with the kernels that operations need.
 #[derive(Debug)]
-pub struct Loaded {
+pub struct LoadedKernels {
     module: Module,
     shared_limit: u32,
     is_many: bool,
@@ -222,10 +222,15 @@ pub struct Loaded {
     ptx: Option<PathBuf>,
 }
 
-impl Loaded {
+impl LoadedKernels {
     /// Loads what operations need of the embedded PTX, or of a file's: within one node, with rows
     /// by expert or without, or across nodes.
-    pub fn new(device: &Device, topology: Topology, by_expert: bool, ptx: Option<PathBuf>) -> Result<Loaded> {
+    pub fn new(
+        device: &Device,
+        topology: Topology,
+        by_expert: bool,
+        ptx: Option<PathBuf>,
+    ) -> Result<LoadedKernels> {
         let is_many = topology.ranks_per_node > FEW_RANKS as u32;
         let mut names = vec![DispatchLayout::INFO.name, StageCombine::INFO.name];
         if topology.nodes > 1 {
@@ -241,11 +246,11 @@ impl Loaded {
         }
         let module = Module::shipped(device, ptx.as_deref(), &names)?;
         let shared_limit = device.info().max_shared_bytes_per_block;
-        Ok(Loaded { module, shared_limit, is_many, by_expert, ptx })
+        Ok(LoadedKernels { module, shared_limit, is_many, by_expert, ptx })
     }
 
     /// The kernels of all operations, with a network side if there are several nodes.
-    pub fn mode(&self, network: Option<(WireSide, Wire)>) -> Result<BufferMode> {
+    pub fn mode(&self, network: Option<(WireTables, Wire)>) -> Result<BufferSpread> {
         let kernel = |name, shared| self.module.kernel(name, shared);
         Ok(match network {
             None => {
@@ -272,7 +277,7 @@ impl Loaded {
                     combine_staged_f32: kernel(staged_f32, self.shared_limit)?,
                     by_expert: self.by_expert.then(by_expert).transpose()?,
                 };
-                Mode::OneNode(Arc::new(node), ())
+                Spread::OneNode(Arc::new(node), ())
             }
             Some((side, wire)) => {
                 let nodes = SeveralNodes {
@@ -282,7 +287,7 @@ impl Loaded {
                     dispatch: kernel(InternodeDispatch::INFO.name, self.shared_limit)?,
                     combine: kernel(InternodeCombine::INFO.name, self.shared_limit)?,
                 };
-                Mode::SeveralNodes(Arc::new(nodes), Box::new(side))
+                Spread::SeveralNodes(Arc::new(nodes), Box::new(side))
             }
         })
     }
@@ -294,7 +299,7 @@ impl Loaded {
 /// milliseconds to compile each.
 #[derive(Debug)]
 pub struct Kernels {
-    pub mode: BufferMode,
+    pub mode: BufferSpread,
     pub dispatch_layout: Kernel,
     pub stage_combine: Kernel,
     ceiling_push: OnceLock<Kernel>,
@@ -309,8 +314,8 @@ impl Kernels {
     pub fn new(
         device: &Device,
         tuning: Tuning,
-        loaded: &Loaded,
-        network: Option<(WireSide, Wire)>,
+        loaded: &LoadedKernels,
+        network: Option<(WireTables, Wire)>,
     ) -> Result<Kernels> {
         Ok(Kernels {
             mode: loaded.mode(network)?,
@@ -325,18 +330,18 @@ impl Kernels {
     }
 
     /// This rank's side of the network, where there are several nodes.
-    pub fn wire_side(&self) -> Option<&WireSide> {
+    pub fn wire_tables(&self) -> Option<&WireTables> {
         match &self.mode {
-            Mode::OneNode(..) => None,
-            Mode::SeveralNodes(_, side) => Some(side),
+            Spread::OneNode(..) => None,
+            Spread::SeveralNodes(_, side) => Some(side),
         }
     }
 
     /// Where things are in wire memory, where there are several nodes.
     pub fn wire(&self) -> Option<&Wire> {
         match &self.mode {
-            Mode::OneNode(..) => None,
-            Mode::SeveralNodes(nodes, _) => Some(&nodes.wire),
+            Spread::OneNode(..) => None,
+            Spread::SeveralNodes(nodes, _) => Some(&nodes.wire),
         }
     }
 
@@ -365,9 +370,9 @@ impl Kernels {
     /// there is some, and one that polls in any case.
     pub fn metadata_warps(&self, with_metadata: bool) -> u32 {
         match self.mode {
-            Mode::OneNode(..) if with_metadata => self.tuning.dispatch_metadata_warps,
-            Mode::OneNode(..) => 1,
-            Mode::SeveralNodes(..) => 0,
+            Spread::OneNode(..) if with_metadata => self.tuning.dispatch_metadata_warps,
+            Spread::OneNode(..) => 1,
+            Spread::SeveralNodes(..) => 0,
         }
     }
 
@@ -382,15 +387,15 @@ impl Kernels {
     ) -> (RingShape, u32) {
         let t = &self.tuning;
         let warps = match self.mode {
-            Mode::OneNode(..) => t.dispatch_warps,
-            Mode::SeveralNodes(..) => t.internode_dispatch_warps,
+            Spread::OneNode(..) => t.dispatch_warps,
+            Spread::SeveralNodes(..) => t.internode_dispatch_warps,
         };
         let warps = warps.min(DISPATCH_WARPS / num_sms).max(1);
         let pieces = row_bytes.div_ceil(t.dispatch_stage_bytes);
         let piece_bytes = row_bytes.div_ceil(pieces).next_multiple_of(16);
         let metadata = match self.mode {
-            Mode::OneNode(..) => 0,
-            Mode::SeveralNodes(..) => SlotShape::metadata_bytes(num_topk),
+            Spread::OneNode(..) => 0,
+            Spread::SeveralNodes(..) => SlotShape::metadata_bytes(num_topk),
         };
         let stage_bytes = (piece_bytes + bulk_scale_bytes(num_scales) + metadata).next_multiple_of(128);
         let ring = RingShape::fit(stage_bytes, warps, t.dispatch_stages, self.ring_limit());
@@ -403,9 +408,9 @@ impl Kernels {
         let t = &self.tuning;
         // Across nodes half of the blocks gather and half finish.
         let (at_once, most_bytes) = match self.mode {
-            Mode::OneNode(..) if is_staged => (COMBINE_WARPS, MAX_WAITED_SLOT_BYTES),
-            Mode::OneNode(..) => (COMBINE_WARPS, MAX_SLOT_BYTES),
-            Mode::SeveralNodes(..) => (2 * COMBINE_WARPS, MAX_INTERNODE_SLOT_BYTES),
+            Spread::OneNode(..) if is_staged => (COMBINE_WARPS, MAX_WAITED_SLOT_BYTES),
+            Spread::OneNode(..) => (COMBINE_WARPS, MAX_SLOT_BYTES),
+            Spread::SeveralNodes(..) => (2 * COMBINE_WARPS, MAX_INTERNODE_SLOT_BYTES),
         };
         let warps = t.combine_warps.min(at_once / num_sms).clamp(1, self.most_combine_warps(is_staged));
         // A warp's lanes take 512 bytes at a time; whole turns keep all lanes busy.
@@ -425,8 +430,8 @@ impl Kernels {
     /// word for each of its warps.
     fn ring_limit(&self) -> u32 {
         match self.mode {
-            Mode::OneNode(..) => self.shared_limit() - JOINED_BYTES,
-            Mode::SeveralNodes(..) => self.shared_limit() - PROGRESS_BYTES,
+            Spread::OneNode(..) => self.shared_limit() - JOINED_BYTES,
+            Spread::SeveralNodes(..) => self.shared_limit() - PROGRESS_BYTES,
         }
     }
 
@@ -434,9 +439,9 @@ impl Kernels {
     /// is launched with a warp more.
     fn most_combine_warps(&self, is_staged: bool) -> u32 {
         match self.mode {
-            Mode::OneNode(..) if is_staged => <CombineStagedBf16 as gpu::Entry>::INFO.max_threads / 32,
-            Mode::OneNode(..) => 16,
-            Mode::SeveralNodes(..) => <InternodeCombine as gpu::Entry>::INFO.max_threads / 32 - 1,
+            Spread::OneNode(..) if is_staged => <CombineStagedBf16 as gpu::Entry>::INFO.max_threads / 32,
+            Spread::OneNode(..) => 16,
+            Spread::SeveralNodes(..) => <InternodeCombine as gpu::Entry>::INFO.max_threads / 32 - 1,
         }
     }
 }

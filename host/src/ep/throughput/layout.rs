@@ -7,7 +7,7 @@ use epoxide_gpu::layout::{DevicePtr, ExpertTable, LayoutArgs, MAX_TOPK, Section}
 
 use super::{Buffer, DType, StreamOrder, Tensor, TypedTensor};
 use crate::driver::{Event, Stream};
-use crate::ep::core::{Block, Pieces};
+use crate::ep::core::Block;
 use crate::ep::experts::{ExpertId, ExpertMap, is_narrow};
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
@@ -23,7 +23,7 @@ pub struct DispatchLayout<'a> {
     map: Option<ExpertMap>,
     pub(super) buffer: u64,
     pub(super) block: Arc<Block>,
-    pub(super) places: Places,
+    pub(super) tables: LayoutTables,
     pub(super) num_tokens: u32,
     pub(super) num_topk: u32,
     pub(super) num_experts: u32,
@@ -33,7 +33,7 @@ pub struct DispatchLayout<'a> {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub struct Places {
+pub struct LayoutTables {
     pub invalid: DevicePtr,
     pub num_tokens_per_rank: DevicePtr,
     pub num_tokens_per_rdma_rank: DevicePtr,
@@ -53,13 +53,13 @@ impl<'a> DispatchLayout<'a> {
     /// -1; `None` without a map.
     pub fn physical_topk_idx(&self) -> Option<TypedTensor<'static, i32>> {
         let shape = [self.num_tokens as u64, self.num_topk as u64];
-        self.map.as_ref().map(|_| self.tensor("physical_topk_idx", self.places.physical, &shape))
+        self.map.as_ref().map(|_| self.tensor("physical_topk_idx", self.tables.physical, &shape))
     }
 
     /// The ids of physical experts that dispatch reads, with whether they are i32.
     pub(super) fn ids(&self) -> (DevicePtr, u32) {
         match self.map {
-            Some(_) => (self.places.physical, 1),
+            Some(_) => (self.tables.physical, 1),
             None => (self.topk_idx.ptr(), is_narrow(&self.topk_idx)),
         }
     }
@@ -67,7 +67,7 @@ impl<'a> DispatchLayout<'a> {
     /// `[num_ranks]`: tokens for each rank, each token once per rank. Ids out of range are not
     /// counted; [`DispatchLayout::validate`] reports them.
     pub fn num_tokens_per_rank(&self) -> TypedTensor<'static, i32> {
-        self.tensor("num_tokens_per_rank", self.places.num_tokens_per_rank, &[self.num_ranks as u64])
+        self.tensor("num_tokens_per_rank", self.tables.num_tokens_per_rank, &[self.num_ranks as u64])
     }
 
     /// `[num_nodes]`: tokens for each node, each token once per node, the own node included; `None`
@@ -75,19 +75,19 @@ impl<'a> DispatchLayout<'a> {
     pub fn num_tokens_per_rdma_rank(&self) -> Option<TypedTensor<'static, i32>> {
         let shape = [self.num_nodes as u64];
         (self.num_nodes > 1)
-            .then(|| self.tensor("num_tokens_per_rdma_rank", self.places.num_tokens_per_rdma_rank, &shape))
+            .then(|| self.tensor("num_tokens_per_rdma_rank", self.tables.num_tokens_per_rdma_rank, &shape))
     }
 
     /// `[num_experts]`: selections of each expert, with a map of each physical one. Ids out of
     /// range are not counted; [`DispatchLayout::validate`] reports them.
     pub fn num_tokens_per_expert(&self) -> TypedTensor<'static, i32> {
-        self.tensor("num_tokens_per_expert", self.places.num_tokens_per_expert, &[self.num_experts as u64])
+        self.tensor("num_tokens_per_expert", self.tables.num_tokens_per_expert, &[self.num_experts as u64])
     }
 
     /// bool `[num_tokens, num_ranks]`: whether a token has an expert on a rank.
     pub fn is_token_in_rank(&self) -> Tensor<'static> {
         let shape = [self.num_tokens as u64, self.num_ranks as u64];
-        Tensor::in_memory(self.places.is_token_in_rank, DType::Bool, &shape, self.block.clone())
+        Tensor::in_memory(self.tables.is_token_in_rank, DType::Bool, &shape, self.block.clone())
             .named("is_token_in_rank")
     }
 
@@ -105,7 +105,7 @@ impl<'a> DispatchLayout<'a> {
     pub fn validate(&self, stream: &Stream) -> Result<()> {
         let mut word = [0u8; 8];
         // SAFETY: the layout's block holds the word.
-        unsafe { stream.read(&mut word, self.places.invalid)? };
+        unsafe { stream.read(&mut word, self.tables.invalid)? };
         let first = u64::from_le_bytes(word);
         if first == u64::MAX {
             return Ok(());
@@ -197,33 +197,25 @@ impl Buffer {
         self.check_experts(num_experts)?;
 
         let (ranks, tokens) = (self.core.topology().ranks() as u64, num_tokens as u64);
-        let mut pieces = Pieces::default();
-        let invalid = pieces.push(Section::one("invalid", 8));
-        let per_rank = pieces.push(Section::array("num_tokens_per_rank", ranks, 4));
-        let per_node =
-            pieces.push(Section::array("num_tokens_per_rdma_rank", self.core.topology().nodes as u64, 4));
-        let per_expert = pieces.push(Section::array("num_tokens_per_expert", num_experts as u64, 4));
-        let in_rank = pieces.push(Section::array("is_token_in_rank", tokens * ranks, 1));
-        let physical = map.map(|_| pieces.push(Section::array("physical_topk_idx", tokens * num_topk, 4)));
-        let block = Arc::new(self.core.arena().take(&pieces)?);
-        let at = |offset| block.ptr().add(offset);
-        let places = Places {
-            invalid: at(invalid),
-            num_tokens_per_rank: at(per_rank),
-            num_tokens_per_rdma_rank: at(per_node),
-            num_tokens_per_expert: at(per_expert),
-            is_token_in_rank: at(in_rank),
-            physical: physical.map_or(DevicePtr::NULL, at),
-        };
+        let nodes = self.core.topology().nodes as u64;
+        let (block, tables) = self.core.arena().take(|pieces| LayoutTables {
+            invalid: pieces.push(Section::one("invalid", 8)),
+            num_tokens_per_rank: pieces.array("num_tokens_per_rank", ranks, 4),
+            num_tokens_per_rdma_rank: pieces.array("num_tokens_per_rdma_rank", nodes, 4),
+            num_tokens_per_expert: pieces.array("num_tokens_per_expert", num_experts as u64, 4),
+            is_token_in_rank: pieces.array("is_token_in_rank", tokens * ranks, 1),
+            physical: map
+                .map_or(DevicePtr::NULL, |_| pieces.array("physical_topk_idx", tokens * num_topk, 4)),
+        })?;
         let args = LayoutArgs {
             topk_idx: topk_idx.ptr(),
             table: map.map_or_else(ExpertTable::default, ExpertMap::table),
-            physical: places.physical,
-            num_tokens_per_rank: places.num_tokens_per_rank,
-            num_tokens_per_rdma_rank: places.num_tokens_per_rdma_rank,
-            num_tokens_per_expert: places.num_tokens_per_expert,
-            is_token_in_rank: places.is_token_in_rank,
-            invalid: places.invalid,
+            physical: tables.physical,
+            num_tokens_per_rank: tables.num_tokens_per_rank,
+            num_tokens_per_rdma_rank: tables.num_tokens_per_rdma_rank,
+            num_tokens_per_expert: tables.num_tokens_per_expert,
+            is_token_in_rank: tables.is_token_in_rank,
+            invalid: tables.invalid,
             num_tokens,
             num_topk: num_topk as u32,
             num_experts,
@@ -241,8 +233,9 @@ impl Buffer {
             // SAFETY: the memory of block and ids is freed only behind all work enqueued on
             // streams, and a recording keeps them.
             unsafe {
-                stream.fill(places.invalid, 0xff, 8)?;
-                stream.fill(places.num_tokens_per_rank, 0, in_rank - per_rank)?;
+                stream.fill(tables.invalid, 0xff, 8)?;
+                let counts = tables.is_token_in_rank.0 - tables.num_tokens_per_rank.0;
+                stream.fill(tables.num_tokens_per_rank, 0, counts)?;
                 stream.call(&buffer.kernels.dispatch_layout, grid, THREADS, shared, Kernel::call(args))
             }
         })?;
@@ -251,7 +244,7 @@ impl Buffer {
             map: map.cloned(),
             buffer: self.core.id(),
             block,
-            places,
+            tables,
             num_tokens,
             num_topk: num_topk as u32,
             num_experts,

@@ -36,7 +36,9 @@ use epoxide_gpu::layout::{
     PlanHeader, PoolLayout, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout, wire_message,
 };
 
-use super::core::{self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, agree_on, nanoseconds};
+use super::core::{
+    self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, agree_on, laid_out, nanoseconds,
+};
 use super::tensor::Owner;
 use super::{DType, Tensor, Topology, TypedTensor};
 use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
@@ -56,10 +58,10 @@ pub use place::{Place, PoolRows};
 pub use received::{Detached, Received};
 
 use fault::{Calls, Limits, Plans};
-use kernels::{Kernels, Loaded};
+use kernels::{Kernels, LoadedKernels};
 use place::Room;
 use pool::pool_layouts;
-use wire::{WireSide, wire_layout};
+use wire::{WireTables, wire_layout};
 
 /// Where expert counts start in the host's copy of the counts.
 const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
@@ -187,7 +189,7 @@ impl Buffer {
             }
             let (device, ptx) = (device.clone(), options.ptx.clone());
             let by_expert = options.rows_by_expert.is_some();
-            spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology, by_expert, ptx))
+            spawn("kernels of a buffer".into(), move || LoadedKernels::new(&device, topology, by_expert, ptx))
                 .map_err(|error| Error::system("spawn thread", error))
         };
         let (pools, loader) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
@@ -197,15 +199,13 @@ impl Buffer {
         let (max_tokens, timeout) = (options.shape.max_tokens_per_rank, options.timeout);
         let mut core = Core::new(&device, rank, pools, timeout, max_tokens, Box::new(Calls))?;
         let (addresses, comm_stream) = (core.pool_addresses(), core.stream());
-        let local_at = size_of_val(addresses) as u64;
-        let local_bytes = size_of::<LocalState>() as u64;
-        let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;
-        tables.write(comm_stream, 0, bytemuck::cast_slice(addresses))?;
-        tables.write(comm_stream, local_at, &vec![0; local_bytes as usize])?;
-        tables.describe(&[
-            Section::array("pools", addresses.len() as u64, 8),
-            Section::one("local", local_bytes).of(LOCAL_STATE).at(local_at),
-        ]);
+        let (tables, (pools, local)) = laid_out(&device, "peer table", |pieces| {
+            let pools = pieces.array("pools", addresses.len() as u64, 8);
+            let local = Section::one("local", size_of::<LocalState>() as u64).of(LOCAL_STATE);
+            (pools, pieces.push(local))
+        })?;
+        tables.write_at(comm_stream, pools, bytemuck::cast_slice(addresses))?;
+        tables.write_at(comm_stream, local, &[0; size_of::<LocalState>()])?;
         let experts =
             Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
         let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;
@@ -213,11 +213,10 @@ impl Buffer {
         let loaded =
             loader.join().map_err(|_| Error::internal("module load", "the loading thread panicked"))??;
 
-        let local = tables.ptr().add(local_at);
-        let comm = Comm { pool_table: tables.ptr(), pool: layouts[0], ..core.comm(local) };
+        let comm = Comm { pool_table: pools, pool: layouts[0], ..core.comm(local) };
         let wire = match topology.nodes {
             1 => None,
-            _ => Some(WireSide::new(&mut core, group, &options, wire_layout)?),
+            _ => Some(WireTables::new(&mut core, group, &options, wire_layout)?),
         };
         let kernels = Kernels::new(&device, options.tuning, &loaded, wire)?;
         core.make_places(layouts.iter().map(|&layout| Room {

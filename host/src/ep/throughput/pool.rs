@@ -37,14 +37,14 @@ fn bytes_per_row(shape: &Shape, topology: Topology) -> u64 {
 const REGIONS: u64 = 9;
 
 /// The bytes of a pool whose places each have room for `rows` rows.
-pub(super) fn pool_bytes(shape: &Shape, topology: Topology, places: u32, rows: u64) -> u64 {
+pub fn pool_bytes(shape: &Shape, topology: Topology, places: u32, rows: u64) -> u64 {
     fixed_bytes(topology) + u64::from(places) * (rows * bytes_per_row(shape, topology) + REGIONS * ROW_ALIGN)
 }
 
 /// The layouts of a pool, one per place, at least one; they differ in where the rows are. Each
 /// place has the rows that `shape` asks for, or `by_expert` where these are more. With `limit`, it
 /// has as many as fit in that many bytes.
-pub(super) fn pool_layouts(
+pub fn pool_layouts(
     shape: &Shape,
     topology: Topology,
     places: u32,
@@ -96,24 +96,24 @@ pub(super) fn pool_layouts(
 
     let mut offsets = Offsets::default();
     offsets.take(size_of::<Control>() as u64);
-    let mut place = |bytes| offsets.take(bytes);
+    let mut reserve = |bytes| offsets.take(bytes);
     let (topk, stride) = (shape.max_topk as u64, row_stride(shape.max_row_bytes));
-    let messages = place(message_bytes(topology));
+    let messages = reserve(message_bytes(topology));
     let mut of_place = || PoolLayout {
         messages,
-        recv_x: place(rows * stride),
-        recv_scales: place(rows * shape.max_scales as u64 * 4),
-        recv_topk_idx: place(rows * topk * 8),
-        recv_topk_weights: place(rows * topk * 4),
-        recv_src_idx: place(rows * 4),
-        recv_src_meta: place(rows * meta_bytes(topology)),
-        combine_x: place(rows * stride),
-        combine_weights: place(rows * topk * 4),
+        recv_x: reserve(rows * stride),
+        recv_scales: reserve(rows * shape.max_scales as u64 * 4),
+        recv_topk_idx: reserve(rows * topk * 8),
+        recv_topk_weights: reserve(rows * topk * 4),
+        recv_src_idx: reserve(rows * 4),
+        recv_src_meta: reserve(rows * meta_bytes(topology)),
+        combine_x: reserve(rows * stride),
+        combine_weights: reserve(rows * topk * 4),
         rows,
         bytes: 0,
     };
     let mut layouts: Vec<PoolLayout> = (0..places).map(|_| of_place()).collect();
-    let bytes = place(0);
+    let bytes = reserve(0);
     layouts.iter_mut().for_each(|layout| layout.bytes = bytes);
     Ok(layouts)
 }

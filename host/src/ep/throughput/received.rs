@@ -69,10 +69,10 @@ impl<'p> Received<'p> {
     pub fn detach(self) -> Detached {
         self.lease.detach();
         fn free<T: Element>(tensor: Option<TypedTensor<'_, T>>) -> Option<TypedTensor<'static, T>> {
-            tensor.map(TypedTensor::outlive)
+            tensor.map(TypedTensor::into_static)
         }
         Detached(Received {
-            recv_x: self.recv_x.outlive(),
+            recv_x: self.recv_x.into_static(),
             recv_x_scales: free(self.recv_x_scales),
             recv_topk_idx: free(self.recv_topk_idx),
             recv_topk_weights: free(self.recv_topk_weights),

@@ -11,7 +11,7 @@ use super::options::{Fields, Shape};
 use super::place::Room;
 use crate::driver::{DevicePtr, Memory, MemoryKind};
 use crate::ep::Topology;
-use crate::ep::core::{Core, Offsets};
+use crate::ep::core::{Core, Offsets, laid_out};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
 
@@ -20,15 +20,14 @@ const ALIGN: u64 = 128;
 
 /// The tables of a buffer's ways to other nodes.
 #[derive(Debug)]
-pub struct WireSide {
+pub struct WireTables {
     _own: Arc<Memory>,
-    tables: Memory,
-    /// Where in `tables` the addresses of all nodes' wire memory are, u64 `[num_nodes]`, if all of
-    /// it is mapped.
-    bases_at: Option<u64>,
+    _tables: Memory,
+    /// Device table of all nodes' wire memory, u64 `[num_nodes]`, where all of it is mapped.
+    pub mapped: Option<DevicePtr>,
 }
 
-impl WireSide {
+impl WireTables {
     /// Opens the network to the rank with this one's index on every other node, and writes the
     /// tables. Returns with them what kernels get of the other nodes. Collective.
     pub fn new(
@@ -36,7 +35,7 @@ impl WireSide {
         group: &dyn ProcessGroup,
         options: &Fields,
         layout: WireLayout,
-    ) -> Result<(WireSide, Wire)> {
+    ) -> Result<(WireTables, Wire)> {
         let (topology, device) = (core.topology(), core.device().clone());
         let node = topology.node(group.rank());
         let peers: Vec<u32> = topology.rail(group.rank()).collect();
@@ -45,24 +44,31 @@ impl WireSide {
 
         let queues = options.transport.queues_per_peer;
         let entries = (queues * topology.ranks()) as usize;
-        let table_bytes = (entries * size_of::<QueueHandle>()) as u64;
-        let paths_at = table_bytes + entries as u64 * 8;
-        let bases_at = paths_at + topology.nodes as u64 * size_of::<NodePath>() as u64;
-        let bytes = bases_at + topology.nodes as u64 * 8;
-        let tables = Memory::alloc(&device, bytes, MemoryKind::Device, "queue table")?;
+        let nodes = topology.nodes as u64;
+        let (tables, [queues_at, posted_at, paths_at, bases_at]) =
+            laid_out(&device, "queue table", |pieces| {
+                [
+                    Section::array("queues", entries as u64, size_of::<QueueHandle>() as u64)
+                        .of(QUEUE_HANDLE),
+                    Section::array("posted", entries as u64, 8),
+                    Section::array("paths", nodes, size_of::<NodePath>() as u64).of(NODE_PATH),
+                    Section::array("bases", nodes, 8),
+                ]
+                .map(|piece| pieces.push(piece))
+            })?;
         let mut table = vec![QueueHandle::default(); entries];
         for queue in 0..queues {
             for peer in 0..topology.ranks() {
                 // Ranks that this one does not talk to, itself included, keep their placeholder.
                 let at = queue * topology.ranks() + peer;
-                let posted = tables.ptr().add(table_bytes + at as u64 * 8);
+                let posted = posted_at.add(at as u64 * 8);
                 if let Some(handle) = network.queue(queue, peer, posted) {
                     table[at as usize] = handle;
                 }
             }
         }
-        tables.write(stream, 0, bytemuck::cast_slice(&table))?;
-        tables.write(stream, table_bytes, &vec![0; entries * 8])?;
+        tables.write_at(stream, queues_at, bytemuck::cast_slice(&table))?;
+        tables.write_at(stream, posted_at, &vec![0; entries * 8])?;
         let mut paths = vec![NodePath::default(); topology.nodes as usize];
         for way in ways {
             let peer = way.mapped.as_ref().map_or(DevicePtr::NULL, |memory| memory.ptr());
@@ -75,21 +81,14 @@ impl WireSide {
             None => Arc::new(Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "own wire memory")?),
         };
         paths[node as usize] = NodePath { memory: own.ptr(), peer: own.ptr() };
-        tables.write(stream, paths_at, bytemuck::cast_slice(&paths))?;
+        tables.write_at(stream, paths_at, bytemuck::cast_slice(&paths))?;
         let bases: Vec<u64> = paths.iter().map(|path| path.peer.0).collect();
-        tables.write(stream, bases_at, bytemuck::cast_slice(&bases))?;
-        let (entries, nodes) = (entries as u64, topology.nodes as u64);
-        tables.describe(&[
-            Section::array("queues", entries, size_of::<QueueHandle>() as u64).of(QUEUE_HANDLE),
-            Section::array("posted", entries, 8).at(table_bytes),
-            Section::array("paths", nodes, size_of::<NodePath>() as u64).of(NODE_PATH).at(paths_at),
-            Section::array("bases", nodes, 8).at(bases_at),
-        ]);
+        tables.write_at(stream, bases_at, bytemuck::cast_slice(&bases))?;
         let sections = layout.sections();
         ways.iter().map(|way| &way.memory).chain([&own]).for_each(|memory| memory.describe(&sections));
         let wire = Wire {
-            paths: tables.ptr().add(paths_at),
-            queues: tables.ptr(),
+            paths: paths_at,
+            queues: queues_at,
             node,
             num_nodes: topology.nodes,
             num_queues: queues,
@@ -97,12 +96,7 @@ impl WireSide {
             layout,
         };
         let all_mapped = ways.iter().all(|way| way.mapped.is_some());
-        Ok((WireSide { _own: own, tables, bases_at: all_mapped.then_some(bases_at) }, wire))
-    }
-
-    /// Device table of all nodes' wire memory, u64 `[num_nodes]`, where all of it is mapped.
-    pub fn mapped(&self) -> Option<DevicePtr> {
-        self.bases_at.map(|at| self.tables.ptr().add(at))
+        Ok((WireTables { _own: own, _tables: tables, mapped: all_mapped.then_some(bases_at) }, wire))
     }
 }
 
@@ -117,24 +111,24 @@ pub fn wire_layout(shape: &Shape, topology: Topology, limit: Option<u64>) -> Res
     let slot_bytes = dispatch.max(combine_slot_bytes(row_bytes, topk)) as u64;
     let lay_out = |slots: u64| {
         let mut offsets = Offsets::default();
-        let mut place = |bytes| offsets.take(bytes);
+        let mut reserve = |bytes| offsets.take(bytes);
         let words = MAX_NODES as u64 * size_of::<ControlWord>() as u64;
         let message_bytes = (wire_message::WORDS as u64 * 4).next_multiple_of(ALIGN);
         let node_bytes = (slots * slot_bytes).next_multiple_of(ALIGN);
         let mut layout = WireLayout {
-            ready: place(words),
-            counts: place(words),
-            arrived: place(MAX_NODES as u64 * MAX_CHANNELS as u64 * 8),
-            messages_out: place(nodes * message_bytes),
-            messages_in: place(nodes * message_bytes),
+            ready: reserve(words),
+            counts: reserve(words),
+            arrived: reserve(MAX_NODES as u64 * MAX_CHANNELS as u64 * 8),
+            messages_out: reserve(nodes * message_bytes),
+            messages_in: reserve(nodes * message_bytes),
             message_bytes,
-            slots_out: place(nodes * node_bytes),
-            slots_in: place(nodes * node_bytes),
+            slots_out: reserve(nodes * node_bytes),
+            slots_in: reserve(nodes * node_bytes),
             node_bytes,
             slots,
             bytes: 0,
         };
-        layout.bytes = place(0);
+        layout.bytes = reserve(0);
         layout
     };
     let wanted = shape.max_tokens_per_rank as u64;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,9 +14,10 @@ use super::frame::{FAREWELL, Frame, HEADER, header_length, read_header, refusal}
 use crate::driver::NoDriverCalls;
 use crate::error::{Error, Result};
 use crate::group::internal::{Signer, TAG};
+use crate::lock::lock;
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
-use crate::transport::setup::{JOIN, LinkEnds, Setup, WireHost, deadline, store_counter};
+use crate::transport::setup::{JOIN_TIMEOUT, LinkEnds, Setup, WireHost, deadline, store_counter};
 use crate::virtual_time::spawn;
 
 /// A connection of a peer that has been let in.
@@ -55,7 +56,7 @@ impl Receivers {
                     && !shared.closing.load(Ordering::Acquire)
                 {
                     tracing::debug!("queue {queue}: {error}");
-                    shared.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    lock(&shared.failure).get_or_insert(error);
                 }
             };
             let thread = spawn(format!("from {peer} q{queue}"), run);
@@ -67,7 +68,7 @@ impl Receivers {
 
 impl Receiving for Receivers {
     fn failure(&self) -> Option<Error> {
-        self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.shared.failure).clone()
     }
 
     fn close(&mut self) {
@@ -78,7 +79,7 @@ impl Receiving for Receivers {
             // Ends the reader's wait.
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
-        let until = deadline(JOIN);
+        let until = deadline(JOIN_TIMEOUT);
         for (_, thread) in self.readers.drain(..) {
             while !thread.is_finished() && Instant::now() < until {
                 std::thread::sleep(Duration::from_micros(200));
@@ -89,7 +90,7 @@ impl Receiving for Receivers {
                 // It keeps the wire memory that it writes to, and its socket.
                 let name = thread.thread().name().unwrap_or_default();
                 tracing::error!(
-                    "left behind: the receiver {name:?} is in recv {JOIN:?} after its socket was shut down"
+                    "left behind: the receiver {name:?} is in recv {JOIN_TIMEOUT:?} after its socket was shut down"
                 );
             }
         }

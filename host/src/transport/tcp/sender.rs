@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::foreign::quoted;
 use crate::group::internal::Signer;
 use crate::transport::put::{Interrupt, Put, PutQueue};
-use crate::transport::setup::{LOOK, LinkEnds, Setup, WireHost, deadline};
+use crate::transport::setup::{LinkEnds, POLL_INTERVAL, Setup, WireHost, deadline};
 
 /// Puts per system call: two pieces each, of at most 1024.
 const WRITE_PUTS: usize = 256;
@@ -150,7 +150,7 @@ impl TcpQueue {
             return Err(self.ends.error("put", reason));
         }
         let mut polled = [PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::OUT)];
-        wait_for(&mut polled, LOOK.min(left(deadline))).map_err(|error| Error::system("poll", error))
+        wait_for(&mut polled, POLL_INTERVAL.min(left(deadline))).map_err(|error| Error::system("poll", error))
     }
 
     /// Why the peer takes nothing any more, if so.
@@ -199,13 +199,6 @@ impl PutQueue for TcpQueue {
     fn completed(&mut self) -> Result<u64> {
         // The socket holds a copy of the bytes.
         Ok(self.sent)
-    }
-
-    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
-        match &self.failed {
-            Some(error) => Err(error.clone()),
-            None => Ok(()),
-        }
     }
 
     fn source(&self) -> Option<&Memory> {

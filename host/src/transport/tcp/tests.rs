@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::door::{HELLO, TOKEN, hello, read_answer};
+use super::acceptor::{HELLO, TOKEN, hello, read_answer};
 use super::frame::{header, signed_header, word64};
 use super::receiver::Incoming;
 use super::*;
@@ -63,9 +63,9 @@ fn read_to_end(socket: &mut TcpStream) -> String {
 #[test]
 fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
     alone(SOON, |setup| {
-        let mut door = Door::open(setup).unwrap();
-        let address = door.address;
-        let token = door.token;
+        let mut acceptor = Acceptor::open(setup).unwrap();
+        let address = acceptor.address;
+        let token = acceptor.token;
         let good = hello(VERSION, PHASE, &token, 1, 0, BYTES);
         std::thread::scope(|scope| {
             scope.spawn(move || {
@@ -93,7 +93,7 @@ fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
                 read_answer(&mut friend, deadline(SOON)).unwrap();
                 drop(silent);
             });
-            let accepted = door.accept(setup, deadline(SOON)).unwrap();
+            let accepted = acceptor.accept(setup, deadline(SOON)).unwrap();
             assert!(accepted.keys().eq(&[(0, 1)]));
         });
     });
@@ -114,12 +114,12 @@ fn alone_with_a_secret(test: impl Fn(&Setup<'_>)) {
 #[test]
 fn a_token_without_the_secret_is_rejected() {
     alone_with_a_secret(|setup| {
-        let (mut first, mut second) = (Door::open(setup).unwrap(), Door::open(setup).unwrap());
-        let claims = |to: &Door| super::door::claims(setup, 1, 0, 0, to.address);
-        let call = |door: &Door, secret: &JobSecret, claims: Vec<u8>| {
+        let (mut first, mut second) = (Acceptor::open(setup).unwrap(), Acceptor::open(setup).unwrap());
+        let claims = |to: &Acceptor| super::acceptor::claims(setup, 1, 0, 0, to.address);
+        let call = |acceptor: &Acceptor, secret: &JobSecret, claims: Vec<u8>| {
             let initiator = Initiator::new(secret, Purpose::Transport, claims).unwrap();
-            let proof = initiator.proof(&door.token);
-            let hello = hello(VERSION, PHASE, &door.token, 1, 0, BYTES);
+            let proof = initiator.proof(&acceptor.token);
+            let hello = hello(VERSION, PHASE, &acceptor.token, 1, 0, BYTES);
             (initiator.opening(), [&hello, initiator.opening().as_slice(), &proof].concat(), initiator)
         };
         let secret = first.secret.clone().unwrap();
@@ -130,8 +130,8 @@ fn a_token_without_the_secret_is_rejected() {
         // first's.
         let mut replayed = good.clone();
         replayed[16..32].copy_from_slice(&second.token);
-        let connect = |door: &Door, bytes: &[u8]| {
-            let mut socket = TcpStream::connect(door.address).unwrap();
+        let connect = |acceptor: &Acceptor, bytes: &[u8]| {
+            let mut socket = TcpStream::connect(acceptor.address).unwrap();
             socket.write_all(bytes).unwrap();
             socket
         };
@@ -144,7 +144,7 @@ fn a_token_without_the_secret_is_rejected() {
         let mut friend = connect(&first, &good);
         assert!(first.accept(setup, deadline(SOON)).unwrap().keys().eq(&[(0, 1)]));
         refused(stranger);
-        // A replay opens nothing: the door stays open for the rank itself.
+        // A replay opens nothing: the acceptor still admits the rank itself.
         let (_, own, _) = call(&second, &secret, claims(&second));
         let address = second.address;
         std::thread::scope(|scope| {
@@ -188,7 +188,7 @@ fn an_impostor_without_the_secret_gets_no_frames() {
 fn ranks_of_one_host_listen_at_loopback() {
     alone(SOON, |setup| {
         assert!(setup.group.shares_host());
-        assert!(Door::open(setup).unwrap().address.ip().is_loopback());
+        assert!(Acceptor::open(setup).unwrap().address.ip().is_loopback());
     });
 }
 
@@ -198,8 +198,8 @@ fn the_oldest_silent_stranger_makes_room_even_after_rejections() {
         let limits = ConnectionLimits { strangers: 3, ..ConnectionLimits::default() };
         let options = TransportOptions { limits, ..setup.options.clone() };
         let setup = Setup { options: &options, ..*setup };
-        let mut door = Door::open(&setup).unwrap();
-        let (address, good) = (door.address, hello(VERSION, PHASE, &door.token, 1, 0, BYTES));
+        let mut acceptor = Acceptor::open(&setup).unwrap();
+        let (address, good) = (acceptor.address, hello(VERSION, PHASE, &acceptor.token, 1, 0, BYTES));
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 let connect = || TcpStream::connect(address).unwrap();
@@ -219,7 +219,7 @@ fn the_oldest_silent_stranger_makes_room_even_after_rejections() {
                     assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
                 }
             });
-            let accepted = door.accept(&setup, deadline(SOON)).unwrap();
+            let accepted = acceptor.accept(&setup, deadline(SOON)).unwrap();
             assert!(accepted.keys().eq(&[(0, 1)]));
         });
     });
@@ -234,9 +234,9 @@ fn silent_connections_do_not_use_up_the_descriptors() {
         let limit = getrlimit(Resource::Nofile);
         setrlimit(Resource::Nofile, Rlimit { current: Some(256), ..limit }).unwrap();
         return alone(SOON * 3, |setup| {
-            let mut door = Door::open(setup).unwrap();
-            let (address, good) = (door.address, hello(VERSION, PHASE, &door.token, 1, 0, BYTES));
-            eprintln!("door at {address}");
+            let mut acceptor = Acceptor::open(setup).unwrap();
+            let (address, good) = (acceptor.address, hello(VERSION, PHASE, &acceptor.token, 1, 0, BYTES));
+            eprintln!("acceptor at {address}");
             std::io::stdin().read_exact(&mut [0]).unwrap();
             std::thread::scope(|scope| {
                 scope.spawn(move || {
@@ -244,7 +244,7 @@ fn silent_connections_do_not_use_up_the_descriptors() {
                     friend.write_all(&good).unwrap();
                     read_answer(&mut friend, deadline(SOON)).unwrap();
                 });
-                assert_eq!(door.accept(setup, deadline(SOON)).unwrap().len(), 1);
+                assert_eq!(acceptor.accept(setup, deadline(SOON)).unwrap().len(), 1);
             });
         });
     }
@@ -257,7 +257,7 @@ fn silent_connections_do_not_use_up_the_descriptors() {
         .spawn()
         .unwrap();
     let mut lines = BufReader::new(attacked.stderr.take().unwrap()).lines().map(|line| line.unwrap());
-    let address = lines.find_map(|line| line.strip_prefix("door at ").map(str::to_owned)).unwrap();
+    let address = lines.find_map(|line| line.strip_prefix("acceptor at ").map(str::to_owned)).unwrap();
     let silent: Vec<_> =
         (0..300).map(|_| TcpStream::connect_timeout(&address.parse().unwrap(), SOON)).collect();
     attacked.stdin.take().unwrap().write_all(b"g").unwrap();
@@ -274,10 +274,10 @@ fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
             (PHASE, 0, 8, "wire memory of 8 bytes; this rank has 1048576"),
             (PHASE, 5, BYTES, "queue 5 of rank 1 is not expected"),
         ] {
-            let mut door = Door::open(setup).unwrap();
-            let mut socket = TcpStream::connect(door.address).unwrap();
-            socket.write_all(&hello(VERSION, phase, &door.token, 1, queue, memory)).unwrap();
-            let error = door.accept(setup, deadline(SOON)).unwrap_err().to_string();
+            let mut acceptor = Acceptor::open(setup).unwrap();
+            let mut socket = TcpStream::connect(acceptor.address).unwrap();
+            socket.write_all(&hello(VERSION, phase, &acceptor.token, 1, queue, memory)).unwrap();
+            let error = acceptor.accept(setup, deadline(SOON)).unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains("with rank 1"), "{error}");
             let answer = read_answer(&mut socket, deadline(SOON)).unwrap_err();
             assert!(
@@ -285,8 +285,8 @@ fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
                 "{answer}"
             );
         }
-        let mut door = Door::open(setup).unwrap();
-        let error = door.accept(setup, deadline(Duration::from_millis(50))).unwrap_err().to_string();
+        let mut acceptor = Acceptor::open(setup).unwrap();
+        let error = acceptor.accept(setup, deadline(Duration::from_millis(50))).unwrap_err().to_string();
         assert!(error.contains("with rank 1") && error.contains("did not connect within"), "{error}");
     });
 }
@@ -309,7 +309,7 @@ fn wait_for_failure(receivers: &Receivers) -> String {
     }
 }
 
-/// The connection of rank 1, as a door lets it in where the job has no secret.
+/// The connection of rank 1, as an acceptor admits it where the job has no secret.
 fn incoming(socket: TcpStream) -> BTreeMap<(u32, u32), Incoming> {
     BTreeMap::from([((0, 1), Incoming { socket, signer: None })])
 }
@@ -475,7 +475,7 @@ fn a_proxy_ends_promptly_though_its_peer_stalls() {
     alone(NEVER, |setup| {
         let (_theirs, ours) = pair();
         let queue = Box::new(TcpQueue::new(setup, setup.ends(1), ours, None).unwrap());
-        let link = Link { peer: 1, index: 0, queue };
+        let link = PeerQueue { peer: 1, index: 0, queue };
         let mut proxy = Proxy::start(setup.memory.device(), link).unwrap();
         let ring = proxy.handle().0;
         for index in 0..RING_ENTRIES {

@@ -7,16 +7,15 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::cards::{card_of, settings};
-use super::device::Card;
+use super::device::{Card, card_of, settings};
 use super::end::{End, Ends};
 use super::queue::{Remote, VerbsQueue};
-use super::raw::{Behaviour, Qp, Route};
+use super::raw::{Behaviour, Qp, RemoteQp};
 use super::register::Region;
 use crate::error::{Error, Result};
 use crate::transport::VerbsOptions;
 use crate::transport::greeting::{self, Greeting};
-use crate::transport::links::{Link, Links};
+use crate::transport::links::{Links, PeerQueue};
 use crate::transport::setup::Setup;
 
 /// A rank's message to the others. It is JSON, because set-up is rare and a dump can be read.
@@ -135,7 +134,7 @@ fn make_links(setup: &Setup<'_>, mut prepared: Prepared, all: &[Greeting]) -> Re
             card.max_message,
             setup.options.timeout,
         );
-        links.push(Link { peer: own.peer, index: own.queue, queue: Box::new(queue) });
+        links.push(PeerQueue { peer: own.peer, index: own.queue, queue: Box::new(queue) });
         receiving.push(end);
     }
     Ok(Links { links, mapped: Vec::new(), receiving: vec![Box::new(Ends(receiving))] })
@@ -162,7 +161,7 @@ fn far_end<'a>(
 }
 
 /// The way from a card to the peer's end of a connection.
-fn route(setup: &Setup<'_>, card: &Card, end: &Pair, theirs: &CardOffer, peer: u32) -> Result<Route> {
+fn route(setup: &Setup<'_>, card: &Card, end: &Pair, theirs: &CardOffer, peer: u32) -> Result<RemoteQp> {
     let rank = setup.group.rank();
     let mismatch = |what, ours: String, theirs: String| Error::Mismatch { rank, peer, what, ours, theirs };
     let link = |infiniband: bool| if infiniband { "InfiniBand" } else { "Ethernet" }.to_owned();
@@ -182,7 +181,7 @@ fn route(setup: &Setup<'_>, card: &Card, end: &Pair, theirs: &CardOffer, peer: u
             return Err(mismatch("EPOXIDE_RDMA_GID_INDEX", format!("{ours:?}"), format!("{theirs:?}")));
         }
     };
-    Ok(Route {
+    Ok(RemoteQp {
         number: end.number,
         psn: end.psn,
         gid,

@@ -6,7 +6,6 @@
 //! their number. Wire memory is registered whole, with each. Each queue is a connection with a
 //! completion queue of its own, so that a queue that fails takes no other with it.
 
-mod cards;
 mod connect;
 mod device;
 mod doctor;
@@ -21,7 +20,7 @@ use std::sync::Arc;
 pub(super) use connect::connect;
 pub use doctor::doctor;
 
-use self::cards::settings;
+use self::device::settings;
 use super::options::TransportOptions;
 use crate::driver::{Device, Memory};
 use crate::error::Result;

@@ -304,7 +304,7 @@ impl Drop for Cq {
 
 /// Where the other end of a connection is.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Route {
+pub(super) struct RemoteQp {
     /// Its queue pair.
     pub number: u32,
     /// Its first packet number.
@@ -409,7 +409,7 @@ impl Qp {
     }
 
     /// Connects: to initialised, ready to receive, ready to send.
-    pub fn connect(&mut self, route: &Route, behaviour: &Behaviour, psn: u32) -> Result<()> {
+    pub fn connect(&mut self, route: &RemoteQp, behaviour: &Behaviour, psn: u32) -> Result<()> {
         // SAFETY: numbers and a union of bytes, for which zeroes are valid.
         let zero: ib::ibv_qp_attr = unsafe { std::mem::zeroed() };
         let mut init = zero;

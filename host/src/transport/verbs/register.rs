@@ -60,7 +60,7 @@ fn register_with<D: Drivers>(is_host: bool, drivers: &D) -> Result<(D::Region, R
 
 /// Wire memory in the place that the network cards reach: of the device, or, where one cannot reach
 /// that, of the host.
-fn place<M>(
+fn choose<M>(
     is_virtual: bool,
     order: RdmaWriteOrder,
     alloc: impl Fn(MemoryKind) -> Result<M>,
@@ -163,7 +163,7 @@ fn weakest(reaches: impl IntoIterator<Item = Result<Reach>>) -> Result<Reach> {
 
 /// Allocates wire memory where all the cards reach it.
 pub(super) fn wire_memory(cards: &[Card], device: &Device, bytes: u64) -> Result<(Arc<Memory>, Reach)> {
-    place(
+    choose(
         device.info().is_virtual,
         device.info().rdma_write_order,
         |kind| Memory::alloc(device, bytes, kind, "wire memory").map(Arc::new),
@@ -247,27 +247,27 @@ mod tests {
             _ => Err(Error::os("register", "no")),
         };
         assert_eq!(
-            place(false, RdmaWriteOrder::Owner, Ok, |_| Ok(Reach::DmaBuf)).unwrap(),
+            choose(false, RdmaWriteOrder::Owner, Ok, |_| Ok(Reach::DmaBuf)).unwrap(),
             (MemoryKind::Shareable, Reach::DmaBuf)
         );
         assert_eq!(
-            place(false, RdmaWriteOrder::Owner, Ok, only_host).unwrap(),
+            choose(false, RdmaWriteOrder::Owner, Ok, only_host).unwrap(),
             (MemoryKind::MappedHost, Reach::Host)
         );
         // One of two cards reaches it.
         let one_of_two = |kind: &MemoryKind| weakest([Ok(Reach::DmaBuf), only_host(kind)]);
         assert_eq!(
-            place(false, RdmaWriteOrder::Owner, Ok, one_of_two).unwrap(),
+            choose(false, RdmaWriteOrder::Owner, Ok, one_of_two).unwrap(),
             (MemoryKind::MappedHost, Reach::Host)
         );
         assert_eq!(weakest([Ok(Reach::DmaBuf), Ok(Reach::PeerMemory)]).unwrap(), Reach::PeerMemory);
         // The card reaches device memory, but the device could see counters too early there.
-        let unordered = place(false, RdmaWriteOrder::None, Ok, |kind| match kind {
+        let unordered = choose(false, RdmaWriteOrder::None, Ok, |kind| match kind {
             MemoryKind::MappedHost => Ok(Reach::Host),
             _ => Ok(Reach::DmaBuf),
         });
         assert_eq!(unordered.unwrap(), (MemoryKind::MappedHost, Reach::Host));
         // The virtual GPU's memory is host memory: another kind would be no better.
-        assert!(place(true, RdmaWriteOrder::AllDevices, Ok, only_host).is_err());
+        assert!(choose(true, RdmaWriteOrder::AllDevices, Ok, only_host).is_err());
     }
 }

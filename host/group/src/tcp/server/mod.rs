@@ -8,7 +8,7 @@ mod waits;
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -21,6 +21,7 @@ use super::admission::{Terms, admit};
 use super::listen::{listen, listen_all};
 use super::protocol::{MAGIC, Message, Query, Request, Violation};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::secret::Keys;
 use crate::strangers::{
     ACCEPT_SLICE, BACKLOG, Complaints, ConnectionLimits, Next, Stranger, Strangers, descriptors,
@@ -147,8 +148,7 @@ impl TcpStoreServer {
     }
 
     fn end(&mut self, linger: Duration) {
-        *self.until.lock().unwrap_or_else(PoisonError::into_inner) =
-            Some(Instant::now() + linger.min(MAX_LINGER));
+        *lock(&self.until) = Some(Instant::now() + linger.min(MAX_LINGER));
         drop(self.wake.take());
         if let Some(thread) = self.thread.take() {
             // It has said why, if it panicked; its sockets are closed in any case.
@@ -194,7 +194,7 @@ impl Server {
         let mut ending = false;
         loop {
             if ending {
-                let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
+                let until = *lock(&self.until);
                 let alone = self.clients.connections.is_empty() && self.strangers.is_empty();
                 if alone || until.is_none_or(|until| Instant::now() >= until) {
                     return;
@@ -236,7 +236,7 @@ impl Server {
                 self.accept(index);
             }
             self.clients.changed.extend(ready.writable);
-            self.settle();
+            self.flush_changed();
             self.bound();
         }
     }
@@ -410,7 +410,7 @@ impl Server {
     }
 
     /// Sends what is to be sent.
-    fn settle(&mut self) {
+    fn flush_changed(&mut self) {
         loop {
             // Which may wake others.
             self.remove_closed();
@@ -443,7 +443,7 @@ impl Server {
                  takes {bytes} of them; send less at once, read the answers, or raise ConnectionLimits::client_bytes",
                 self.client_bytes
             ));
-            self.settle();
+            self.flush_changed();
         }
     }
 

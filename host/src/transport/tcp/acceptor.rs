@@ -18,7 +18,7 @@ use crate::group::internal::{
 };
 use crate::group::{JobSecret, SOCKET_IFNAME};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
-use crate::transport::setup::{LOOK, Setup};
+use crate::transport::setup::{POLL_INTERVAL, Setup};
 
 pub(super) const TOKEN: usize = 16;
 /// Magic u64, version u32, phase u32, token, rank u32, queue u32, bytes of wire memory u64; little
@@ -144,7 +144,7 @@ fn parse_address(text: &str) -> Option<([u8; TOKEN], SocketAddr)> {
 
 /// Where the peers' connections come in while links are set up.
 #[derive(Debug)]
-pub(super) struct Door {
+pub(super) struct Acceptor {
     listener: TcpListener,
     pub(super) address: SocketAddr,
     /// Keeps strangers out.
@@ -167,8 +167,8 @@ enum Verdict {
     Wrong(u32, String),
 }
 
-impl Door {
-    pub(super) fn open(setup: &Setup<'_>) -> Result<Door> {
+impl Acceptor {
+    pub(super) fn open(setup: &Setup<'_>) -> Result<Acceptor> {
         let (token, secret) = (random()?, setup.group.job_secret()?);
         // An interface that was named is taken in any case.
         let named = std::env::var_os(SOCKET_IFNAME).is_some_and(|name| !name.is_empty());
@@ -180,7 +180,7 @@ impl Door {
             rustix::net::listen(&listener, BACKLOG)?;
             listener.set_nonblocking(true)?;
             let address = listener.local_addr()?;
-            Ok(Door { listener, address, token, secret: secret.clone(), strangers })
+            Ok(Acceptor { listener, address, token, secret: secret.clone(), strangers })
         };
         open()
             .map_err(|error: std::io::Error| Error::os("listen", format!("{ip}: {error}")).with_errno(&error))
@@ -211,7 +211,7 @@ impl Door {
                 );
                 return Err(setup.ends(peer).error("connect", reason));
             }
-            let ready = self.strangers.wait_readable(&self.listener, LOOK);
+            let ready = self.strangers.wait_readable(&self.listener, POLL_INTERVAL);
             let ready = ready.map_err(|error| Error::system("poll", error))?;
             for id in ready.strangers {
                 self.greet(id, setup, &mut accepted)?;
@@ -369,7 +369,7 @@ fn judge(rules: &Rules<'_>, bytes: &[u8]) -> Verdict {
 const SAMPLE_TOKEN: [u8; TOKEN] = *b"0123456789abcdef";
 const SAMPLE_MEMORY: u64 = 1 << 20;
 
-/// Reads a hello as the door does. It admits only a connection with the token and the expected
+/// Reads a hello as the acceptor does. It admits only a connection with the token and the expected
 /// fields, and sends any other a short reason.
 pub fn fuzz_tcp_hello(bytes: &[u8]) {
     let rules = Rules {

@@ -1,0 +1,9 @@
+//! Locks that outlive a panic.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks `mutex`. A panic under the lock is a bug that is reported elsewhere, and what it left is
+/// still the best that there is.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
