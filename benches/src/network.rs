@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::plan::check_count;
 use crate::puts::Poster;
-use crate::results::{Distribution, Kernels, SCHEMA_VERSION, gbps, mean, today};
+use crate::results::{Distribution, SCHEMA_VERSION, gbps, mean, today};
+use crate::versions::Versions;
 use crate::{Error, Result, TIMEOUT};
 
 /// Fewest and most puts that a bandwidth is measured with, on each queue.
@@ -39,7 +40,7 @@ pub struct WirePoint {
     pub is_virtual: bool,
     /// Day of the measurement, UTC.
     pub date: String,
-    /// Commit of the program, as in [`Kernels::commit`]; empty in files of before. No kernel runs.
+    /// Commit of the program, as in [`Versions::commit`]; empty in files of before. No kernel runs.
     #[serde(default)]
     pub commit: String,
     /// Bytes of a put.
@@ -186,7 +187,7 @@ pub fn points(plan: &NetworkPlan, ranks: &[OfRank]) -> Vec<WirePoint> {
                 device: first.device.clone(),
                 is_virtual: first.is_virtual,
                 date: today(),
-                commit: Kernels::commit_of_this_program(),
+                commit: Versions::commit_of_this_program(),
                 message_bytes,
                 depth,
                 one_way: plan.one_way,

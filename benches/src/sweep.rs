@@ -209,12 +209,10 @@ fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
             && (point.warmup, point.iters, point.shapes) == (plan.warmup, plan.iters, plan.shapes)
             && point.runs.len().max(1) == plan.repeat as usize
             && (plan.baseline.is_none() || !point.baselines.is_empty())
-            && plan.graph.is_none_or(|chain| {
-                let pairs = point.pair.iter().map(|pair| pair.chain);
-                let steps = point.graph.iter().map(|step| step.chain);
-                let chains = if point.is_low_latency() { pairs.min() } else { steps.min() };
-                chains == Some(chain)
-            })
+            && plan
+                .pairs()
+                .is_none_or(|(chain, _)| point.pair.as_ref().is_some_and(|pair| pair.chain == chain))
+            && plan.replays().is_none_or(|chain| point.graph.first().is_some_and(|step| step.chain == chain))
     })
 }
 

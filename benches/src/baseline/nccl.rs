@@ -16,7 +16,7 @@ use half::bf16;
 
 use super::{Exchange, link_rows};
 use crate::TIMEOUT;
-use crate::bench::{RETURNED, ROWS};
+use crate::high_throughput::{RETURNED, ROWS};
 
 /// Whole numbers up to here are exact in BF16, and so are sums that stay below.
 const EXACT: u64 = 256;

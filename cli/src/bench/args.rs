@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use epoxide::DType;
 use epoxide::low_latency::Options;
 use epoxide_bench::sweep::Sweep;
-use epoxide_bench::{Baseline, CombineRows, Effort, LowLatency, Plan, Shapes};
+use epoxide_bench::{Baseline, CombineRows, Effort, LowLatencySettings, Plan, Shapes};
 
 use crate::options::{DeviceKind, Mode, NetworkFlags, RowType, WorldFlags};
 use crate::stop::{Result, Stop};
@@ -336,7 +336,7 @@ impl PlanFlags {
             combine_stagers,
         } = self.tuning;
         let plan = Plan {
-            low_latency: is_low_latency.then(|| LowLatency {
+            low_latency: is_low_latency.then(|| LowLatencySettings {
                 combine_dtype: self.combine_dtype.dtype(),
                 combine_rows: self.combine_rows.rows(),
                 chunk_tokens: self.chunk_tokens,
