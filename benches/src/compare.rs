@@ -424,20 +424,8 @@ impl Comparison {
     pub fn text(&self) -> String {
         let width = self.lines.iter().map(|line| line.what.len()).max().unwrap_or(0);
         let mut out = format!(
-            "{:>5} {:>5} {:>7} {:>5} {:<5} {:<width$} {:>8} {:>10} {:>10} {:>7} {:>15} {:>8}  {}",
-            "nodes",
-            "ranks",
-            "tokens",
-            "SMs",
-            "dtype",
-            "phase",
-            "runs",
-            "A us",
-            "B us",
-            "B / A",
-            "95%",
-            "p",
-            "B is"
+            "nodes ranks  tokens   SMs dtype {:<width$}     runs       A us       B us   B / A             95%        p  B is",
+            "phase"
         );
         for line in &self.lines {
             let interval = line.interval.map_or("-".into(), |(low, high)| format!("{low:.3} - {high:.3}"));
@@ -445,22 +433,15 @@ impl Comparison {
                 (true, pairs, _) => format!("{pairs} pairs"),
                 (false, a, b) => format!("{a}, {b}"),
             };
+            let p = line.p.map_or("-".into(), |p| format!("{p:.4}"));
+            let Key { nodes, num_ranks, tokens, num_sms, dtype, .. } = &line.key;
+            let Line { what, median_us: (a, b), ratio, .. } = line;
+            let verdict = line.verdict.text();
             // Writing to a string cannot fail.
-            let _ = write!(
-                out,
-                "\n{:>5} {:>5} {:>7} {:>5} {:<5} {:<width$} {runs:>8} {:>10.1} {:>10.1} {:>7.3} {interval:>15} {:>8}  {}",
-                line.key.nodes,
-                line.key.num_ranks,
-                line.key.tokens,
-                line.key.num_sms,
-                line.key.dtype,
-                line.what,
-                line.median_us.0,
-                line.median_us.1,
-                line.ratio,
-                line.p.map_or("-".into(), |p| format!("{p:.4}")),
-                line.verdict.text()
-            );
+            let _ =
+                write!(out, "\n{nodes:>5} {num_ranks:>5} {tokens:>7} {num_sms:>5} {dtype:<5} {what:<width$}");
+            let _ =
+                write!(out, " {runs:>8} {a:>10.1} {b:>10.1} {ratio:>7.3} {interval:>15} {p:>8}  {verdict}");
         }
         let _ = write!(
             out,

@@ -22,7 +22,7 @@ use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
 use crate::counts::{self, Sizes, TokenCounts, random_topk};
-use crate::results::{PhaseName, Point};
+use crate::results::{Key, PhaseName, Point};
 use crate::{Error, Result};
 
 /// Which kernels the figures are of.
@@ -271,24 +271,14 @@ pub fn check<'a>(points: &'a [Point], figures: &Figures) -> Vec<Checked<'a>> {
 
 /// The results of [`check`], as a table.
 pub fn check_text(checked: &[Checked<'_>]) -> String {
-    let mut out = format!(
-        "{:>5} {:>5} {:>5} {:<5} {:<18} {:>11} {:>11} {:>7}  limit",
-        "nodes", "ranks", "SMs", "dtype", "phase", "measured us", "model us", "error"
-    );
+    let mut out =
+        "nodes ranks   SMs dtype phase              measured us    model us   error  limit".to_owned();
     for c in checked {
-        let _ = write!(
-            out,
-            "\n{:>5} {:>5} {:>5} {:<5} {:<18} {:>11.1} {:>11.1} {:>6.1}%  {}",
-            c.point.key.nodes,
-            c.point.key.num_ranks,
-            c.point.key.num_sms,
-            c.point.key.dtype,
-            c.phase.text(),
-            c.measured_us,
-            c.predicted.us,
-            100.0 * c.error(),
-            c.predicted.limit
-        );
+        let Key { nodes, num_ranks, num_sms, dtype, .. } = &c.point.key;
+        let (phase, measured, error) = (c.phase.text(), c.measured_us, 100.0 * c.error());
+        let Prediction { us, limit, .. } = c.predicted;
+        let _ = write!(out, "\n{nodes:>5} {num_ranks:>5} {num_sms:>5} {dtype:<5} {phase:<18}");
+        let _ = write!(out, " {measured:>11.1} {us:>11.1} {error:>6.1}%  {limit}");
     }
     let worst = checked.iter().map(|c| c.error().abs()).fold(0.0, f64::max);
     let _ = write!(out, "\n{} points, largest error {:.1}%", checked.len(), 100.0 * worst);

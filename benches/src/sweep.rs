@@ -272,10 +272,8 @@ fn append(out: &Path, points: &[Point]) -> Result<()> {
 /// For each phase and size the number of multiprocessors, and across nodes the rows of a put, that
 /// is fastest.
 pub fn summary(points: &[Point]) -> String {
-    let mut lines = vec![format!(
-        "{:<18} {:>5} {:>5} {:>7} {:>5} {:>5} {:>11} {:>11}",
-        "best of the sweep", "nodes", "ranks", "tokens", "SMs", "chunk", "mean us", "links GB/s"
-    )];
+    let mut lines =
+        vec!["best of the sweep  nodes ranks  tokens   SMs chunk     mean us  links GB/s".to_owned()];
     for name in PhaseName::all().filter(|name| *name != PhaseName::CombineStaged) {
         let size = |point: &Point| (point.key.nodes, point.key.num_ranks, point.key.tokens);
         let mut sizes: Vec<(u32, u32, u32)> = points.iter().map(size).collect();
@@ -288,13 +286,10 @@ pub fn summary(points: &[Point]) -> String {
             let best = phases.min_by(|a, b| a.1.call.avg_us.total_cmp(&b.1.call.avg_us));
             let Some((point, phase)) = best else { continue };
             let links = phase.bandwidth.as_ref().map_or("n/a".into(), |bw| format!("{:.1}", bw.links));
-            lines.push(format!(
-                "{:<18} {nodes:>5} {ranks:>5} {tokens:>7} {:>5} {:>5} {:>11.1} {links:>11}",
-                name.text(),
-                point.key.num_sms,
-                point.key.rdma_send.map_or("-".into(), |rows| rows.to_string()),
-                phase.call.avg_us
-            ));
+            let (name, sms, us) = (name.text(), point.key.num_sms, phase.call.avg_us);
+            let chunk = point.key.rdma_send.map_or("-".into(), |rows| rows.to_string());
+            let sizes = format!("{nodes:>5} {ranks:>5} {tokens:>7} {sms:>5} {chunk:>5}");
+            lines.push(format!("{name:<18} {sizes} {us:>11.1} {links:>11}"));
         }
     }
     if let Some(point) = points.iter().find(|point| point.is_virtual) {

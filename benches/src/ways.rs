@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::results::{PhaseName, Point, Slowest, Way};
+use crate::results::{Key, PhaseName, Point, Slowest, Way};
 
 impl Way {
     /// Name above a column.
@@ -50,8 +50,9 @@ pub fn summary(points: &[Point]) -> Option<String> {
     let unit = if first.is_virtual { first.caveat() } else { "us" };
     let chain = first.pair.as_ref().map_or(0, |pair| pair.chain);
     let mut out = format!(
-        "  ways, median of each iteration's slowest rank, {unit}; pair: {chain} one after the other, time of one\n  {:>5} {:>5} {:>7} {:>4} {:<8}",
-        "nodes", "ranks", "tokens", "SMs", ""
+        "  ways, median of each iteration's slowest rank, {unit}; pair: {chain} one after the other, time of one\n  \
+         nodes ranks  tokens  SMs {:8}",
+        ""
     );
     // Writing to a string cannot fail.
     for way in Way::ALL {
@@ -59,13 +60,9 @@ pub fn summary(points: &[Point]) -> Option<String> {
     }
     let _ = write!(out, " | {:>14} | fastest", "epoxide / NCCL");
     for point in &measured {
-        let key = &point.key;
+        let Key { nodes, num_ranks, tokens, num_sms, .. } = &point.key;
         for (step, name) in STEPS.iter().enumerate() {
-            let _ = write!(
-                out,
-                "\n  {:>5} {:>5} {:>7} {:>4} {name:<8}",
-                key.nodes, key.num_ranks, key.tokens, key.num_sms
-            );
+            let _ = write!(out, "\n  {nodes:>5} {num_ranks:>5} {tokens:>7} {num_sms:>4} {name:<8}");
             for way in Way::ALL {
                 let took = point.way(way)[step].map_or("-".into(), |times| format!("{:.1}", times.p50_us));
                 let _ = write!(out, " {took:>15}");

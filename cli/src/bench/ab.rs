@@ -346,8 +346,8 @@ impl Tally {
     fn text(&self) -> String {
         let width = self.lines.iter().map(|(what, _)| what.len()).max().unwrap_or(0);
         let mut out = format!(
-            "{:<width$} {:>9} {:>9} {:>9} {:>9} | {:>9} {:>9} {:>9}\n",
-            "comparisons that call B", "slower", "faster", "noise", "not told", "B / A", "least", "most"
+            "{:<width$}    slower    faster     noise  not told |     B / A     least      most\n",
+            "comparisons that call B"
         );
         for (what, verdicts) in &self.lines {
             let Verdicts { faster, slower, untold, ratios } = verdicts;
