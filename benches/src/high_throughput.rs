@@ -113,9 +113,9 @@ pub(crate) struct Calls {
     pub routing: DispatchHandle,
 }
 
-/// Results of a call.
-pub(crate) enum Called<'p> {
-    Rows(Box<Received<'p>>),
+/// Results of a call: `R` are received rows.
+pub(crate) enum Called<R> {
+    Rows(Box<R>),
     Sums(Tensor<'static>),
 }
 
@@ -143,7 +143,7 @@ impl Calls {
         name: PhaseName,
         buffer: &mut Buffer,
         order: StreamOrder<'_>,
-    ) -> Result<Called<'_>> {
+    ) -> Result<Called<Received<'_>>> {
         let rows;
         let request = match name {
             PhaseName::DispatchCached => {

@@ -9,8 +9,9 @@ use epoxide::low_latency::{Buffer, Options, Place, Quantise, Shape};
 use epoxide::{DType, Error, Result, StreamOrder};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank};
 
+use crate::baseline::link_rows;
 use crate::measure::made;
-use crate::measured::{RankResult, Times};
+use crate::measured::RankResult;
 use crate::results::PhaseName;
 use crate::script::{Front, Mode, Script};
 use crate::{LowLatencySettings, Plan, TIMEOUT, Watch};
@@ -18,11 +19,7 @@ use crate::{LowLatencySettings, Plan, TIMEOUT, Watch};
 /// Rows that a rank sends to others, mean over ranks: a token counts once for each.
 pub(crate) fn remote_rows(plan: &Plan) -> f64 {
     let (routing, ranks) = (plan.low_latency_routing(), plan.topology.ranks());
-    let pairs = (0..ranks).flat_map(|from| (0..ranks).map(move |to| (from, to)));
-    let rows = |(from, to): (u32, u32)| {
-        (0..plan.tokens).filter(|&token| from != to && routing.hits(from, token, to)).count() as f64
-    };
-    pairs.map(rows).sum::<f64>() / f64::from(ranks)
+    (0..ranks).map(|rank| link_rows(&routing, rank).1 as f64).sum::<f64>() / f64::from(ranks)
 }
 
 /// Quantisation of rows on their way as rows of this type.
@@ -93,8 +90,8 @@ pub(crate) struct LowLatency {
     combine: Graph,
     chain: Graph,
     inputs: LowLatencyInputs,
-    case: LowLatencyCase,
-    rank: LowLatencyRank,
+    pub case: LowLatencyCase,
+    pub rank: LowLatencyRank,
 }
 
 impl LowLatency {
@@ -186,16 +183,6 @@ impl Mode for LowLatency {
 
     fn pairs(&mut self, _: u32) -> Result<()> {
         self.launch(&self.chain)
-    }
-
-    /// Nothing is aligned but by the hosts.
-    fn barrier(&mut self) -> Result<()> {
-        self.rank.stream.synchronize()?;
-        self.rank.group.barrier(TIMEOUT)
-    }
-
-    fn others(_: &mut Script<'_, Self>, _: &mut Times) -> Result<()> {
-        Ok(())
     }
 }
 

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::plan::check_count;
 use crate::puts::Poster;
-use crate::results::{Distribution, SCHEMA_VERSION, gbps, mean, today};
+use crate::results::{Distribution, SCHEMA_VERSION, gbps, json_of, mean, today};
 use crate::versions::Versions;
 use crate::{Error, Result, TIMEOUT};
 
@@ -86,7 +86,7 @@ impl WireResults {
     /// # Errors
     /// Where a figure has no JSON form.
     pub fn json(&self) -> Result<String> {
-        serde_json::to_string_pretty(self).map_err(|error| Error::Failed(format!("JSON: {error}")))
+        json_of(self)
     }
 }
 
@@ -166,12 +166,8 @@ pub fn points(plan: &NetworkPlan, ranks: &[OfRank]) -> Vec<WirePoint> {
     let putting = if plan.one_way { plan.topology.ranks_per_node as usize } else { measured.len() };
     let mut points = Vec::new();
     for (index, &message_bytes) in plan.sizes.iter().enumerate() {
-        let timed: Vec<&[f64]> = measured
-            .iter()
-            .map(|of| of[index].latency.as_slice())
-            .filter(|times| !times.is_empty())
-            .collect();
-        let latency = Distribution::new(&timed);
+        let timed = measured.iter().map(|of| of[index].latency.as_slice());
+        let latency = Distribution::new(&timed.filter(|times| !times.is_empty()).collect::<Vec<_>>());
         let puts = plan.puts_of(message_bytes);
         for (at, &depth) in plan.depths.iter().enumerate() {
             let per_rank: Vec<f64> =

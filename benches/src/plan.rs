@@ -182,13 +182,12 @@ const MOST_REPETITIONS: u32 = 100_000;
 
 /// Rejects a number of repetitions that is too small or absurdly large.
 pub(crate) fn check_count(flag: &str, value: u32, least: u32) -> Result<()> {
-    if value < least {
-        return Err(Error::Usage(format!("{flag} {value}: must be at least {least}")));
-    }
-    if value > MOST_REPETITIONS {
-        return Err(Error::Usage(format!("{flag} {value}: must be at most {MOST_REPETITIONS}")));
-    }
-    Ok(())
+    let bound = match value {
+        _ if value < least => format!("at least {least}"),
+        _ if value > MOST_REPETITIONS => format!("at most {MOST_REPETITIONS}"),
+        _ => return Ok(()),
+    };
+    Err(Error::Usage(format!("{flag} {value}: must be {bound}")))
 }
 
 /// A transport in a point's key. Nodes that are kept apart though they could be one are told by it.
@@ -229,13 +228,19 @@ impl Plan {
     /// many calls. Missing where no pairs are timed.
     pub fn pairs(&self) -> Option<(u32, [u32; 2])> {
         match self.low_latency {
+            _ if self.effort == Effort::Phases => None,
             Some(_) => Some((self.graph.unwrap_or(1), [self.warmup.min(2), self.iters.min(20)])),
             None => self.baseline.map(|_| (CHAIN, self.repetitions())),
         }
     }
 
-    /// Bytes of a row of low latency, scales included.
-    pub(crate) fn low_latency_row_bytes(hidden: u64, is_bf16: bool) -> u64 {
+    /// Row type of combine.
+    fn combine_dtype(&self) -> DType {
+        self.low_latency.map_or(DType::Bf16, |low| low.combine_dtype)
+    }
+
+    /// Bytes of a row of BF16, or of FP8 with its scales.
+    pub(crate) fn bytes_of_row(hidden: u64, is_bf16: bool) -> u64 {
         if is_bf16 { hidden * 2 } else { hidden + hidden.div_ceil(ELEMENTS_PER_SCALE) * 4 }
     }
 
@@ -260,7 +265,7 @@ impl Plan {
 
     /// Bytes of one row in dispatch, scales included.
     pub fn dispatch_row_bytes(&self) -> u64 {
-        self.hidden * self.dtype.size() + self.num_scales() * 4
+        self.row_bytes(PhaseName::DispatchCached)
     }
 
     /// Bytes of one row in combine.
@@ -270,11 +275,8 @@ impl Plan {
 
     /// Bytes of a row in `phase`, scales included.
     pub fn row_bytes(&self, phase: PhaseName) -> u64 {
-        if let Some(low) = &self.low_latency {
-            let dtype = if phase.is_dispatch() { self.dtype } else { low.combine_dtype };
-            return Plan::low_latency_row_bytes(self.hidden, dtype == DType::Bf16);
-        }
-        if phase.is_dispatch() { self.dispatch_row_bytes() } else { self.combine_row_bytes() }
+        let dtype = if phase.is_dispatch() { self.dtype } else { self.combine_dtype() };
+        Plan::bytes_of_row(self.hidden, dtype == DType::Bf16)
     }
 
     /// The plan as the buffer ran it: `is_joined` where the ranks of all nodes were one node to it.
@@ -327,14 +329,13 @@ impl Plan {
 
     /// The sizes.
     pub(crate) fn sizes(&self) -> Sizes {
-        let combine_dtype = self.low_latency.map_or(DType::Bf16, |low| low.combine_dtype);
         Sizes {
             ranks: self.topology.ranks(),
             low_latency: self.low_latency.is_some(),
             tokens: self.tokens,
             fewest_tokens: 1,
             hidden: self.hidden,
-            dtype: if self.dtype == DType::Bf16 { combine_dtype } else { self.dtype },
+            dtype: if self.dtype == DType::Bf16 { self.combine_dtype() } else { self.dtype },
             experts: self.experts,
             topk: self.topk,
         }
@@ -427,10 +428,10 @@ impl Plan {
     pub fn steps(&self) -> u64 {
         let calls = u64::from(self.warmup + self.iters);
         let mut of_a_number = self.rounds().len() as u64 * calls;
+        if let Some((chain, [untimed, timed])) = self.pairs() {
+            of_a_number += u64::from(untimed + timed) * u64::from(chain);
+        }
         if self.effort == Effort::Whole {
-            if let Some((chain, [untimed, timed])) = self.pairs() {
-                of_a_number += u64::from(untimed + timed) * u64::from(chain);
-            }
             if self.low_latency.is_none() {
                 // Exact dispatches one by one, and calls back to back.
                 of_a_number += if self.topology.nodes > 1 { 4 } else { 3 } * calls;

@@ -167,23 +167,18 @@ impl Common<'_> {
 
     /// All ranks replay the same steps in the same order.
     fn replays(&self) -> Vec<Replays> {
-        let steps = self.ranks[0].times[self.index].replays.iter().enumerate();
-        let of = |at: usize, pick: fn(&ReplayTimes) -> Option<&Samples>| {
-            let ranks: Option<Vec<&[f64]>> =
-                self.times().map(|times| pick(&times.replays[at]).map(Vec::as_slice)).collect();
-            ranks.map(|ranks| Slowest::new(&ranks))
+        let of = |at: usize, pick: fn(&ReplayTimes) -> &[f64]| {
+            Slowest::new(&self.times().map(|times| pick(&times.replays[at])).collect::<Vec<_>>())
         };
-        steps
-            .filter_map(|(at, step)| {
-                Some(Replays {
-                    calls: step.calls.clone(),
-                    chain: step.chain,
-                    alone: of(at, |times| Some(&times.alone))?,
-                    flushed: of(at, |times| times.flushed.as_ref()),
-                    chained: of(at, |times| Some(&times.chained))?,
-                })
-            })
-            .collect()
+        let flushed = |at| of(at, |times| times.flushed.as_deref().unwrap_or_default());
+        let replays = |(at, step): (usize, &ReplayTimes)| Replays {
+            calls: step.calls.clone(),
+            chain: step.chain,
+            alone: of(at, |times| &times.alone),
+            flushed: step.flushed.as_ref().map(|_| flushed(at)),
+            chained: of(at, |times| &times.chained),
+        };
+        self.ranks[0].times[self.index].replays.iter().enumerate().map(replays).collect()
     }
 
     /// A phase of the point's own, if it was measured.
@@ -229,13 +224,12 @@ impl Common<'_> {
         let call = Distribution::new(&samples);
         let back_to_back: Option<Vec<f64>> = ranks.iter().map(|times| times.back_to_back).collect();
         let back_to_back = back_to_back.map(|ranks| Spread::new(&ranks));
-        let rows = Rows { sent: self.counts, remote: self.remote_rows, tokens: f64::from(self.plan.tokens) };
-        let has_bandwidth = !self.is_virtual && self.plan.low_latency.is_none();
-        let bandwidth = has_bandwidth
-            .then(|| bandwidth(name, &rows, row_bytes, ranks.len(), &call, back_to_back, self.ceiling(name)));
         let slowest = Some(Slowest::new(&samples));
-        let (kernel_us, wire, within) = (None, None, None);
-        Some(Phase { name, row_bytes, call, slowest, kernel_us, back_to_back, wire, bandwidth, within })
+        let (kernel_us, wire, bandwidth, within) = (None, None, None, None);
+        let phase =
+            Phase { name, row_bytes, call, slowest, kernel_us, back_to_back, wire, bandwidth, within };
+        let has_bandwidth = !self.is_virtual && self.plan.low_latency.is_none();
+        Some(Phase { bandwidth: has_bandwidth.then(|| self.bandwidth(&phase)), ..phase })
     }
 
     fn pair(&self) -> Option<Pairs> {
@@ -294,44 +288,27 @@ impl Common<'_> {
             share: alone_us.zip(nvlink_us).map(|(transport, nvlink)| call.avg_us / (transport + nvlink)),
         }
     }
-}
 
-/// Rows of a dispatch per rank.
-pub struct Rows {
-    /// The six metrics.
-    pub sent: TokenCounts<f64>,
-    /// Rows that crossed a link.
-    pub remote: f64,
-    /// Tokens.
-    pub tokens: f64,
-}
-
-/// A phase's bandwidths by every convention.
-pub fn bandwidth(
-    name: PhaseName,
-    rows: &Rows,
-    row_bytes: u64,
-    ranks: usize,
-    call: &Distribution,
-    back_to_back: Option<Spread>,
-    link_ceiling: Option<f64>,
-) -> Bandwidth {
-    let bytes = |rows: f64| rows * row_bytes as f64;
-    let six = if name.is_dispatch() { rows.sent } else { rows.sent.swapped() };
-    Bandwidth {
-        links: gbps(bytes(rows.remote), call.avg_us),
-        link_ceiling,
-        wire: None,
-        wire_ceiling: None,
-        deepep: gbps(bytes(rows.sent.recv_total), call.avg_us),
-        nccl_ep: six.map(|rows| gbps(bytes(rows), call.avg_us)),
-        mscclpp: back_to_back.map(|spread| {
-            let per_rank = gbps(bytes(rows.tokens), spread.avg_us);
-            MscclppBandwidth {
-                per_rank,
-                aggregate: per_rank * ranks as f64,
-                six: six.map(|rows| gbps(bytes(rows), spread.avg_us)),
-            }
-        }),
+    /// A phase's bandwidths by every convention.
+    fn bandwidth(&self, phase: &Phase) -> Bandwidth {
+        let (sent, us) = (self.counts, phase.call.avg_us);
+        let bytes = |rows: f64| rows * phase.row_bytes as f64;
+        let six = if phase.name.is_dispatch() { sent } else { sent.swapped() };
+        Bandwidth {
+            links: gbps(bytes(self.remote_rows), us),
+            link_ceiling: self.ceiling(phase.name),
+            wire: None,
+            wire_ceiling: None,
+            deepep: gbps(bytes(sent.recv_total), us),
+            nccl_ep: six.map(|rows| gbps(bytes(rows), us)),
+            mscclpp: phase.back_to_back.map(|spread| {
+                let per_rank = gbps(bytes(self.plan.tokens.into()), spread.avg_us);
+                MscclppBandwidth {
+                    per_rank,
+                    aggregate: per_rank * self.ranks.len() as f64,
+                    six: six.map(|rows| gbps(bytes(rows), spread.avg_us)),
+                }
+            }),
+        }
     }
 }

@@ -20,10 +20,7 @@ pub(crate) const STEPS: [&[PhaseName]; 5] = [
 ];
 
 /// Output of a step's call, written anew with every replay.
-enum Output {
-    Rows(Box<Detached>),
-    Sums(Tensor<'static>),
-}
+type Output = Called<Detached>;
 
 impl Script<'_, HighThroughput> {
     /// Captures every step, holds its replays against the oracle, and times them. Collective.

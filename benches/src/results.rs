@@ -340,7 +340,7 @@ impl PhaseName {
 }
 
 /// A way to bring tokens to the ranks of their experts and back.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Way {
     /// Cached dispatch, and combine of rows in the pool.
@@ -753,9 +753,9 @@ impl Results {
             assert!(!comparison.text().is_empty());
             let _ = comparison.slower_by(0.01);
         }
-        let figures = crate::model::Figures::h200(50.0, 5.0);
-        let _ = crate::model::check_text(&crate::model::check(&results.points, &figures));
-        let _ = figures.with_ceilings_of(&results.points);
+        let machine = crate::model::Machine::h200(50.0, 5.0);
+        let _ = crate::model::check_text(&crate::model::check(&results.points, &machine));
+        let _ = machine.with_ceilings_of(&results.points);
     }
 
     /// The results as JSON.
@@ -763,8 +763,13 @@ impl Results {
     /// # Errors
     /// Where a figure has no JSON form.
     pub fn json(&self) -> Result<String> {
-        serde_json::to_string_pretty(self).map_err(|error| Error::Failed(format!("JSON: {error}")))
+        json_of(self)
     }
+}
+
+/// A file of results as JSON.
+pub(crate) fn json_of(results: &impl Serialize) -> Result<String> {
+    serde_json::to_string_pretty(results).map_err(|error| Error::Failed(format!("JSON: {error}")))
 }
 
 /// The point that a value holds, in the form of this version.
@@ -835,9 +840,7 @@ pub fn gbps(bytes: f64, us: f64) -> f64 {
 
 /// Today, UTC, `YYYY-MM-DD`.
 pub fn today() -> String {
-    let seconds =
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let (year, month, day) = civil(seconds / 86_400);
+    let (year, month, day) = civil(seconds_since_1970() as u64 / 86_400);
     format!("{year:04}-{month:02}-{day:02}")
 }
 

@@ -46,11 +46,16 @@ pub(crate) trait Mode: Sized {
     /// Enqueues the pairs of a chain, so many.
     fn pairs(&mut self, chain: u32) -> Result<()>;
 
-    /// Enqueues a barrier between the devices.
-    fn barrier(&mut self) -> Result<()>;
+    /// Enqueues a barrier between the devices, for fronts and calls that need one.
+    fn barrier(&mut self) -> Result<()> {
+        Ok(())
+    }
 
     /// Measures what this mode alone has.
-    fn others(script: &mut Script<'_, Self>, times: &mut Times) -> Result<()>;
+    fn others(script: &mut Script<'_, Self>, times: &mut Times) -> Result<()> {
+        let _ = (script, times);
+        Ok(())
+    }
 }
 
 /// Work that is enqueued in front of each round, and not timed.
@@ -106,10 +111,10 @@ impl<'a, M: Mode> Script<'a, M> {
         (0..steps).for_each(|_| self.watch.step(self.group.rank()));
     }
 
-    fn event(&self) -> Result<Event> {
-        let event = Event::timed(self.stream.device())?;
-        event.record(&self.stream)?;
-        Ok(event)
+    /// So many events. They are made before the first is recorded: the host's time for that is none
+    /// of the calls'.
+    fn events(&self, count: usize) -> Result<Vec<Event>> {
+        (0..count).map(|_| Event::timed(self.stream.device())).collect()
     }
 
     fn empty_cache(&self, front: Front<'_>) -> Result<()> {
@@ -147,19 +152,23 @@ impl<'a, M: Mode> Script<'a, M> {
         }
         // The event before the one that ends a call begins it.
         let (mut events, mut ends) = (Vec::new(), Vec::new());
-        for _ in 0..untimed + timed {
+        for round in 0..untimed + timed {
             if let Front::Behind(call) = front {
                 call()?;
             }
             self.empty_cache(front)?;
             self.align(front)?;
-            if events.is_empty() || !matches!(front, Front::Nothing) {
-                events.push(self.event()?);
+            let begins = round == 0 || !matches!(front, Front::Nothing);
+            let mut next = events.len() + usize::from(begins);
+            events.append(&mut self.events(calls + usize::from(begins))?);
+            if begins {
+                events[next - 1].record(&self.stream)?;
             }
             for at in 0..calls {
                 call(self, at)?;
-                ends.push(events.len());
-                events.push(self.event()?);
+                events[next].record(&self.stream)?;
+                ends.push(next);
+                next += 1;
             }
             if matches!(front, Front::Hosts) {
                 self.stream.synchronize()?;
@@ -208,12 +217,13 @@ impl<'a, M: Mode> Script<'a, M> {
             self.step(1);
         }
         self.mode.barrier()?;
-        let start = self.event()?;
+        let events = self.events(2)?;
+        events[0].record(&self.stream)?;
         (0..timed).try_for_each(|_| call(self))?;
-        let end = self.event()?;
+        events[1].record(&self.stream)?;
         self.stream.synchronize()?;
         self.step(timed);
-        Ok(f64::from(start.elapsed_ms(&end)?) * 1e3 / f64::from(timed))
+        Ok(f64::from(events[0].elapsed_ms(&events[1])?) * 1e3 / f64::from(timed))
     }
 
     /// Puts of the proxies so far. All puts of an operation have left when it has ended.

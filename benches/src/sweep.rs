@@ -94,8 +94,8 @@ pub fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
     Ok(std::iter::successors(Some(from), next).take_while(|&at| at <= to).collect())
 }
 
-/// How a sweep is carried out.
-pub struct Run<'a> {
+/// What a sweep is carried out with.
+pub struct Means<'a> {
     /// Gives the places of so many nodes of so many ranks, or the error.
     pub topology: &'a dyn Fn(u32, u32) -> Result<Topology>,
     /// Makes the device of a rank.
@@ -119,17 +119,12 @@ pub struct Swept {
 ///
 /// # Errors
 /// An impossible combination, before any is measured; and errors of the operations.
-pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Run<'_>) -> Result<Swept> {
-    let mut known = if out.exists() && std::fs::metadata(out).is_ok_and(|file| file.len() > 0) {
+pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Means<'_>) -> Result<Swept> {
+    let has_text = || std::fs::metadata(out).is_ok_and(|file| file.len() > 0);
+    if has_text() {
         mend(out)?;
-        if std::fs::metadata(out).is_ok_and(|file| file.len() > 0) {
-            Results::read(out)?.points
-        } else {
-            Vec::new()
-        }
-    } else {
-        Vec::new()
-    };
+    }
+    let mut known = if has_text() { Results::read(out)?.points } else { Vec::new() };
     let mut plan = plan.clone();
     if plan.num_sms.contains(&Plan::ALL_SMS) {
         // Points have the number itself, by which they are found again.
@@ -308,7 +303,7 @@ mod tests {
     }
 
     fn swept(plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Swept> {
-        let how = Run { topology: &topology, open: &open, progress: &|_, _, _| {}, watch: &() };
+        let how = Means { topology: &topology, open: &open, progress: &|_, _, _| {}, watch: &() };
         run(plan, sweep, out, &how)
     }
 

@@ -43,7 +43,7 @@ impl From<LowLatencyV1> for Point {
     fn from(old: LowLatencyV1) -> Point {
         let phase = |name: PhaseName, dtype: &str, slowest: Slowest, within: Within| Phase {
             name,
-            row_bytes: Plan::low_latency_row_bytes(old.key.hidden, dtype == "bf16"),
+            row_bytes: Plan::bytes_of_row(old.key.hidden, dtype == "bf16"),
             call: Distribution::of(slowest.samples_us.clone()),
             slowest: Some(slowest),
             kernel_us: Some(within.done.mean_us),

@@ -40,6 +40,13 @@ impl Point {
         ways.sort_by(|a, b| a.1.total_cmp(&b.1));
         ways
     }
+
+    /// For one of [`STEPS`] the median of the fastest way of epoxide over that of the others.
+    pub fn ratio(&self, step: usize) -> Option<f64> {
+        let ranking = self.ranking(step);
+        let best = |ours| ranking.iter().find(|(way, _)| way.is_ours() == ours).map(|(_, us)| *us);
+        best(true).zip(best(false)).map(|(ours, theirs)| ours / theirs).filter(|ratio| ratio.is_finite())
+    }
 }
 
 /// For each size, and each of dispatch, combine and pair: the times of every way, the fastest way,
@@ -67,12 +74,8 @@ pub fn summary(points: &[Point]) -> Option<String> {
                 let took = point.way(way)[step].map_or("-".into(), |times| format!("{:.1}", times.p50_us));
                 let _ = write!(out, " {took:>15}");
             }
-            let ranking = point.ranking(step);
-            let best = |ours| ranking.iter().find(|(way, _)| way.is_ours() == ours).map(|(_, us)| *us);
-            let ratio = best(true).zip(best(false)).map(|(ours, theirs)| ours / theirs);
-            let ratio =
-                ratio.filter(|ratio| ratio.is_finite()).map_or("-".into(), |ratio| format!("{ratio:.2}"));
-            let _ = write!(out, " | {ratio:>14} | {}", fastest(&ranking));
+            let ratio = point.ratio(step).map_or("-".into(), |ratio| format!("{ratio:.2}"));
+            let _ = write!(out, " | {ratio:>14} | {}", fastest(&point.ranking(step)));
         }
     }
     if first.is_virtual {
@@ -83,12 +86,11 @@ pub fn summary(points: &[Point]) -> Option<String> {
 
 fn fastest(ranking: &[(Way, f64)]) -> String {
     match ranking {
-        [] => "-".into(),
-        [(way, _)] => way.text().into(),
         [(way, us), (next, next_us), ..] if *us > 0.0 => {
             format!("{}: {} takes {:.2} times as long", way.text(), next.text(), next_us / us)
         }
         [(way, _), ..] => way.text().into(),
+        [] => "-".into(),
     }
 }
 

@@ -11,9 +11,9 @@ mod nccl;
 
 use epoxide::Result;
 use epoxide::driver::Stream;
-use epoxide_testing::roundtrip::Case;
+use epoxide_testing::oracle::Routing;
 
-use self::low_latency::LowLatencyWay;
+use self::low_latency::low_latency;
 pub(crate) use self::nccl::Nccl;
 use crate::Baseline;
 use crate::high_throughput::HighThroughput;
@@ -43,8 +43,8 @@ pub(crate) trait Exchange {
 }
 
 /// Rows of a dispatch and of a combine that others send a rank.
-pub(crate) fn link_rows(case: &Case, rank: u32) -> (u64, u64) {
-    let (routing, ranks) = (&case.routing, case.routing.num_ranks());
+pub(crate) fn link_rows(routing: &Routing, rank: u32) -> (u64, u64) {
+    let ranks = routing.num_ranks();
     let sent = |from: u32, to: u32| {
         (0..routing.num_tokens(from)).filter(|&token| routing.hits(from, token, to)).count() as u64
     };
@@ -69,7 +69,7 @@ impl Script<'_, HighThroughput> {
         let mut all = Vec::new();
         if self.plan.has_low_latency() {
             self.settle(Way::LowLatency)?;
-            let exchange = LowLatencyWay::checked(self)?;
+            let exchange = low_latency(self)?;
             all.push(self.time_way(Way::LowLatency, &exchange)?);
         }
         self.settle(Way::NcclAllToAll)?;

@@ -179,7 +179,7 @@ impl<'a> AllToAll<'a> {
             oracle::recv_order(&case.routing, me).into_iter().map(|of| returned(case, me, of)).collect();
         let width = u64::from(case.row_bytes) + case.scale_bytes();
         let home = [to.iter().sum(), case.hidden()];
-        let (dispatched, combined) = link_rows(case, me);
+        let (dispatched, combined) = link_rows(&case.routing, me);
         Ok(AllToAll {
             nccl,
             sent: rig.upload_rows(BYTES, width, &sent)?,

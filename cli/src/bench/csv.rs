@@ -22,19 +22,18 @@ pub fn write(path: &Path, points: &[Point]) -> Result<()> {
 
 /// Writes a table, whose lines have the same columns.
 pub fn write_lines(path: &Path, lines: impl Iterator<Item = Vec<Field>>) -> Result<()> {
-    let text = table(lines).map_err(|error| Stop::failed(format!("CSV: {error}")))?;
-    write_text(path, text.trim_end())
-}
-
-fn table(lines: impl Iterator<Item = Vec<Field>>) -> std::result::Result<String, Box<dyn std::error::Error>> {
     let mut csv = csv::Writer::from_writer(Vec::new());
+    let mut write =
+        |fields: Vec<String>| csv.write_record(fields).map_err(|error| Stop::failed(format!("CSV: {error}")));
     for (at, line) in lines.enumerate() {
+        let (columns, values): (Vec<_>, Vec<_>) = line.into_iter().unzip();
         if at == 0 {
-            csv.write_record(line.iter().map(|(column, _)| column))?;
+            write(columns.into_iter().map(str::to_owned).collect())?;
         }
-        csv.write_record(line.iter().map(|(_, value)| value))?;
+        write(values)?;
     }
-    Ok(String::from_utf8(csv.into_inner()?)?)
+    let text = csv.into_inner().map_err(|error| Stop::failed(format!("CSV: {error}")))?;
+    write_text(path, String::from_utf8_lossy(&text).trim_end())
 }
 
 /// The line of a phase, or of the point's pairs.

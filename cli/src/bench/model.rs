@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::PathBuf;
 
 use epoxide_bench::counts::{self, Sizes, TokenCounts};
-use epoxide_bench::model::{Case, FITTED, Figures, Prediction, check, check_text, sampled};
+use epoxide_bench::model::{Case, FITTED, Machine, Prediction, check, check_text, sampled};
 use epoxide_bench::results::{PhaseName, Results, SCHEMA_VERSION, gbps};
 
 use crate::options::RowType;
@@ -64,13 +64,13 @@ pub struct Args {
 
 /// Predicts or checks, and prints.
 pub fn run(args: &Args) -> Result<()> {
-    let figures = Figures::h200(args.nic_gbps, args.nic_latency_us);
-    let figures = match &args.from {
-        Some(path) => figures.with_ceilings_of(&Results::read(path)?.points)?,
-        None => figures,
+    let machine = Machine::h200(args.nic_gbps, args.nic_latency_us);
+    let machine = match &args.from {
+        Some(path) => machine.with_ceilings_of(&Results::read(path)?.points)?,
+        None => machine,
     };
     if let Some(path) = &args.check {
-        return output::text_line(&check_text(&check(&Results::read(path)?.points, &figures)));
+        return output::text_line(&check_text(&check(&Results::read(path)?.points, &machine)));
     }
     let case = case_of(args)?;
     let tokens = f64::from(args.tokens);
@@ -82,14 +82,14 @@ pub fn run(args: &Args) -> Result<()> {
         }
     };
     let predictions: Vec<Prediction> =
-        PhaseName::HIGH_THROUGHPUT.iter().map(|&phase| case.predict(phase, six, &figures)).collect();
+        PhaseName::HIGH_THROUGHPUT.iter().map(|&phase| case.predict(phase, six, &machine)).collect();
     let text = text(args, &case, six, busiest, &predictions);
     if let Some(path) = &args.json {
         let json = serde_json::json!({
             "schema_version": SCHEMA_VERSION, "predicted": true,
             "nodes": args.nodes, "ranks_per_node": args.ranks_per_node, "tokens": args.tokens, "hidden": args.hidden,
             "experts": args.experts, "topk": args.topk, "num_sms": args.num_sms,
-            "figures": figures, "counts": six, "busiest_rank_recv_tokens": busiest, "phases": predictions,
+            "figures": machine, "counts": six, "busiest_rank_recv_tokens": busiest, "phases": predictions,
         });
         write_text(path, &json.to_string())?;
         if path.as_os_str() == "-" {

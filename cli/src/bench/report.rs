@@ -147,24 +147,18 @@ fn mscclpp_phase(out: &mut String, point: &Point, label: &str, phase: Option<&Ph
 fn setting(out: &mut String, point: &Point) -> Result {
     let key = &point.key;
     let runs = if point.runs.len() > 1 { format!("; {} runs", point.runs.len()) } else { String::new() };
-    let (sms, dtype, seed) = (key.num_sms, &key.dtype, key.seed);
+    let Point { date, device, setup_ms, .. } = point;
+    let Key { num_sms, dtype, seed, .. } = key;
     let routing = point.routing_digest.as_ref().map_or(String::new(), |digest| format!(" routing={digest}"));
-    writeln!(out, "\n  num_sms={sms} dtype={dtype} seed={seed:#x}{routing}; {}{runs}", point.date)?;
+    writeln!(out, "\n  num_sms={num_sms} dtype={dtype} seed={seed:#x}{routing}; {date}{runs}")?;
+    let (major, minor) = (point.driver_version / 1000, point.driver_version % 1000 / 10);
     match point.is_virtual {
         true => writeln!(out, "  device: {}", point.caveat())?,
-        false => {
-            let driver = (point.driver_version / 1000, point.driver_version % 1000 / 10);
-            writeln!(out, "  device: {}, driver for CUDA {}.{}", point.device, driver.0, driver.1)?;
-        }
+        false => writeln!(out, "  device: {device}, driver for CUDA {major}.{minor}")?,
     }
     writeln!(out, "  kernels: {}", point.kernels_text())?;
-    writeln!(
-        out,
-        "  set-up {:.0} ms; pool {:.1} MB, device memory {:.1} MB a rank",
-        point.setup_ms,
-        point.pool_bytes as f64 / 1e6,
-        point.device_bytes as f64 / 1e6
-    )?;
+    let [pool, memory] = [point.pool_bytes, point.device_bytes].map(|bytes| bytes as f64 / 1e6);
+    writeln!(out, "  set-up {setup_ms:.0} ms; pool {pool:.1} MB, device memory {memory:.1} MB a rank")?;
     if let Some(network) = key.network(false, false) {
         writeln!(out, "  network: {network}; wire memory {:.1} MB a rank", point.wire_bytes as f64 / 1e6)?;
     }
