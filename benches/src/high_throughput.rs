@@ -251,7 +251,7 @@ impl Mode for HighThroughput {
                 PhaseName::DispatchCached | PhaseName::CombineInPool => {
                     Some(script.back_to_back(|script| script.mode.call(phase.name))?)
                 }
-                // As MSCCL++'s test times it.
+                // MSCCL++'s test times this one, with the host's wait for the counts.
                 PhaseName::DispatchUncached if plan.topology.nodes > 1 => {
                     Some(script.back_to_back(|script| script.mode.dispatch_exact().map(drop))?)
                 }

@@ -132,7 +132,8 @@ impl LowLatency {
 
     fn launch(&self, graph: &Graph) -> Result<()> {
         // SAFETY: the recorded addresses are of the buffer and the inputs, which `self` keeps until
-        // the stream has been waited for: by `drop` at the latest.
+        // the stream has been waited for: by `drop` at the latest. Other calls in the same place are
+        // on this stream.
         unsafe { graph.launch(&self.rank.stream) }
     }
 }

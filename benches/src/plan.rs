@@ -245,7 +245,7 @@ impl Plan {
     }
 
     /// Replays of a chain, where steps of high throughput are replayed.
-    pub fn replays(&self) -> Option<u32> {
+    pub(crate) fn replays(&self) -> Option<u32> {
         self.graph.filter(|_| self.low_latency.is_none())
     }
 

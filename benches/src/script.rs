@@ -61,7 +61,7 @@ pub(crate) trait Mode: Sized {
 /// Work that is enqueued in front of each round, and not timed.
 #[derive(Clone, Copy)]
 pub(crate) enum Front<'f> {
-    /// None but a barrier of the hosts before the first one. The event that ends a call begins the
+    /// Only a barrier of the hosts before the first round. The event that ends a call begins the
     /// next.
     Nothing,
     /// A barrier of the hosts, once the devices are idle.
@@ -159,16 +159,15 @@ impl<'a, M: Mode> Script<'a, M> {
             self.empty_cache(front)?;
             self.align(front)?;
             let begins = round == 0 || !matches!(front, Front::Nothing);
-            let mut next = events.len() + usize::from(begins);
+            let first = events.len() + usize::from(begins);
             events.append(&mut self.events(calls + usize::from(begins))?);
             if begins {
-                events[next - 1].record(&self.stream)?;
+                events[first - 1].record(&self.stream)?;
             }
-            for at in 0..calls {
+            for (at, end) in (first..first + calls).enumerate() {
                 call(self, at)?;
-                events[next].record(&self.stream)?;
-                ends.push(next);
-                next += 1;
+                events[end].record(&self.stream)?;
+                ends.push(end);
             }
             if matches!(front, Front::Hosts) {
                 self.stream.synchronize()?;

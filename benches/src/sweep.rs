@@ -94,7 +94,7 @@ pub fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
     Ok(std::iter::successors(Some(from), next).take_while(|&at| at <= to).collect())
 }
 
-/// What a sweep is carried out with.
+/// Devices of a sweep, and receivers of its progress.
 pub struct Means<'a> {
     /// Gives the places of so many nodes of so many ranks, or the error.
     pub topology: &'a dyn Fn(u32, u32) -> Result<Topology>,

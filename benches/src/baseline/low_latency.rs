@@ -22,7 +22,7 @@ pub(crate) fn low_latency(script: &Script<'_, HighThroughput>) -> Result<LowLate
         options = options.num_sms(plan.num_sms[0]);
     }
     let buffer = Buffer::new(stream.device().clone(), &*script.group, options)?;
-    // As in high throughput, experts' rank gives back a row for each token.
+    // An expert's rank gives back a row for each token, as in high throughput.
     let case = LowLatencyCase {
         quantise: quantise(plan.dtype),
         combine_rows: CombineRows::ByRow,
