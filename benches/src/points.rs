@@ -26,25 +26,18 @@ pub fn of_runs(plan: &Plan, runs: Vec<Vec<RankResult>>) -> Result<(Vec<Point>, V
 /// As [`points`].
 pub fn by_run(plan: &Plan, runs: Vec<Vec<RankResult>>) -> Result<Vec<Vec<Point>>> {
     let mut ranks: Vec<_> = runs.into_iter().map(Vec::into_iter).collect();
-    let mut all = Vec::new();
-    loop {
+    let runs = std::iter::from_fn(|| {
         let run: Vec<RankResult> = ranks.iter_mut().filter_map(Iterator::next).collect();
-        if run.is_empty() {
-            return Ok(all);
-        }
-        all.push(points(plan, &run)?);
-    }
+        Some(run).filter(|run| !run.is_empty())
+    });
+    runs.map(|run| points(plan, &run)).collect()
 }
 
 /// One point of each, where `runs` have the same points in the same order.
 pub fn join_runs(runs: Vec<Vec<Point>>) -> Vec<Point> {
     let mut runs = runs.into_iter();
     let mut joined = runs.next().unwrap_or_default();
-    for run in runs {
-        for (point, more) in joined.iter_mut().zip(run) {
-            point.add_runs(more);
-        }
-    }
+    runs.for_each(|run| joined.iter_mut().zip(run).for_each(|(point, more)| point.add_runs(more)));
     joined
 }
 
