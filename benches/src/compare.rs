@@ -25,7 +25,7 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::results::{Key, Phase, Point, Run, Slowest, percentile};
+use crate::results::{Key, Phase, Point, Run, Slowest, mean, percentile};
 use crate::{Error, Result};
 
 /// Chance that a comparison of equal things calls any of its phases different.
@@ -132,10 +132,6 @@ struct Timed {
     samples: usize,
 }
 
-/// A line that a point timed: the median over all runs, and the iterations of all runs, as many of
-/// each.
-type Times<'a> = (String, f64, &'a [f64]);
-
 /// Whether two points have the same sizes.
 fn is_like(a: &Point, b: &Point) -> bool {
     let (mut a, mut b) = (Cow::Borrowed(&a.key), Cow::Borrowed(&b.key));
@@ -152,42 +148,11 @@ fn are_runs_of_one(a: &Point, b: &Point) -> bool {
     settings(a) == settings(b)
 }
 
-/// All that can be compared. Nothing of the baselines: whether another program became faster is no
-/// verdict on this one.
-fn times(point: &Point) -> Vec<Times<'_>> {
-    let of_slowest = |what: String, times| {
-        let Slowest { p50_us, samples_us, .. }: &Slowest = times;
-        (what, *p50_us, samples_us.as_slice())
-    };
-    if point.is_low_latency() {
-        let back = point.key.combine_dtype.as_deref().filter(|dtype| *dtype != "bf16");
-        let name = |phase: &Phase| match back.filter(|_| !phase.name.is_dispatch()) {
-            Some(dtype) => format!("{} {dtype}", phase.name.text()),
-            None => phase.name.text().to_owned(),
-        };
-        let phases = point.phases.iter().filter_map(|phase| Some((name(phase), phase.slowest.as_ref()?)));
-        let pair = point.pair.iter().map(|pair| (format!("pair of {}", pair.chain), &pair.period));
-        let kernels = point
-            .phases
-            .iter()
-            .filter_map(|phase| Some((format!("kernel of {}", name(phase)), &phase.within.as_ref()?.done)));
-        return phases.chain(pair).chain(kernels).map(|(what, times)| of_slowest(what, times)).collect();
-    }
-    let phases = point.phases.iter().map(|phase| {
-        let (what, call) = (phase.name.text().to_owned(), &phase.call);
-        (what, call.median_us, call.samples_us.as_slice())
-    });
-    let replays = point.graph.iter().flat_map(|step| {
-        let timings = step.timings().into_iter();
-        timings.filter_map(move |(how, times)| Some(of_slowest(format!("{}, {how}", step.text()), times?)))
-    });
-    phases.chain(replays).collect()
-}
-
-/// All that can be compared of a point whose runs are known.
+/// All that can be compared of a point whose runs are known. Nothing of the baselines: whether
+/// another program became faster is no verdict on this one.
 fn timed(point: &Point) -> Vec<Timed> {
     let runs = point.runs.len();
-    let of = |(what, median_us, samples_us): Times<'_>| {
+    let timed = |what: String, median_us: f64, samples_us: &[f64]| {
         let samples = samples_us.len() / runs;
         let runs_us = match samples {
             // Files without samples have the median alone.
@@ -196,7 +161,27 @@ fn timed(point: &Point) -> Vec<Timed> {
         };
         Timed { what, runs_us, samples }
     };
-    times(point).into_iter().map(of).collect()
+    let of_slowest = |what: String, times: &Slowest| timed(what, times.p50_us, &times.samples_us);
+    let is_low_latency = point.is_low_latency();
+    let back = point.key.combine_dtype.as_deref().filter(|dtype| *dtype != "bf16");
+    let name = |phase: &Phase| match back.filter(|_| !phase.name.is_dispatch()) {
+        Some(dtype) => format!("{} {dtype}", phase.name.text()),
+        None => phase.name.text().to_owned(),
+    };
+    let phases = point.phases.iter().filter_map(|phase| match is_low_latency {
+        true => Some(of_slowest(name(phase), phase.slowest.as_ref()?)),
+        false => Some(timed(name(phase), phase.call.median_us, &phase.call.samples_us)),
+    });
+    let pair = point.pair.iter().filter(|_| is_low_latency);
+    let pair = pair.map(|pair| of_slowest(format!("pair of {}", pair.chain), &pair.period));
+    let kernels = point.phases.iter().filter_map(|phase| {
+        Some(of_slowest(format!("kernel of {}", name(phase)), &phase.within.as_ref()?.done))
+    });
+    let replays = point.graph.iter().flat_map(|step| {
+        let timings = step.timings().into_iter();
+        timings.filter_map(|(how, times)| Some(of_slowest(format!("{}, {how}", step.text()), times?)))
+    });
+    phases.chain(pair).chain(kernels).chain(replays).collect()
 }
 
 /// The points with their runs: several of the same sizes are runs of one thing.
@@ -335,22 +320,13 @@ fn judge(lines: &mut [Line], tolerance: f64) {
 /// chosen at will.
 fn exchange_in_pairs(lines: &[Vec<f64>]) -> Vec<f64> {
     let pairs = lines.first().map_or(0, Vec::len);
-    let seen = vec![false; pairs];
-    let value = |line: &[f64], exchanged: &[bool]| {
-        let sum = line.iter().zip(exchanged).map(|(d, &exchanged)| if exchanged { -d } else { *d }).sum();
-        standing_out(sum, line.iter().map(|d| d * d).sum())
+    let sum = |line: &[f64], exchanged: &[bool]| {
+        line.iter().zip(exchanged).map(|(d, &exchanged)| if exchanged { -d } else { *d }).sum()
     };
-    let mut arrangements = Vec::new();
-    if pairs <= EXACT {
-        // All signs turned are as far from 0, so the last pair may stay.
-        let all = 0..1u32 << pairs.saturating_sub(1);
-        arrangements.extend(all.map(|bits| (0..pairs).map(|pair| bits >> pair & 1 != 0).collect()));
-    } else {
-        let mut rng = ChaCha8Rng::seed_from_u64(2);
-        arrangements.push(seen.clone());
-        arrangements.extend((0..DRAWN).map(|_| (0..pairs).map(|_| rng.random()).collect::<Vec<bool>>()));
-    }
-    shares(lines, &seen, &arrangements, value)
+    // All signs turned are as far from 0, so the last pair may stay.
+    let is_one = |bits: u32| bits < 1 << pairs.saturating_sub(1);
+    let draw = |rng: &mut ChaCha8Rng, arrangement: &mut [bool]| arrangement.fill_with(|| rng.random());
+    shares(lines, &vec![false; pairs], is_one, draw, sum)
 }
 
 /// For each line, how often any line's sides are as far apart if its runs are dealt anew. The first
@@ -360,40 +336,41 @@ fn exchange_between_sides(lines: &[Vec<f64>], of_a: usize) -> Vec<f64> {
     let seen: Vec<bool> = (0..runs).map(|run| run < of_a).collect();
     let centred: Vec<Vec<f64>> =
         lines.iter().map(|line| line.iter().map(|value| value - mean(line)).collect()).collect();
-    let value = |line: &[f64], is_a: &[bool]| {
-        let sum = line.iter().zip(is_a).filter(|(_, is_a)| **is_a).map(|(value, _)| value).sum();
-        standing_out(sum, line.iter().map(|value| value * value).sum())
+    let sum = |line: &[f64], is_a: &[bool]| {
+        line.iter().zip(is_a).filter(|(_, is_a)| **is_a).map(|(value, _)| value).sum()
     };
-    let mut arrangements: Vec<Vec<bool>> = Vec::new();
-    if runs <= EXACT {
-        let all = (0..1u32 << runs).filter(|bits| bits.count_ones() as usize == of_a);
-        arrangements.extend(all.map(|bits| (0..runs).map(|run| bits >> run & 1 != 0).collect()));
-    } else {
-        let mut rng = ChaCha8Rng::seed_from_u64(2);
-        arrangements.push(seen.clone());
-        for _ in 0..DRAWN {
-            let mut dealt = seen.clone();
-            dealt.shuffle(&mut rng);
-            arrangements.push(dealt);
-        }
-    }
-    shares(&centred, &seen, &arrangements, value)
-}
-
-/// The square of a sum over the sum of squares, which no arrangement changes. It grows with
-/// Student's t, and alike for lines with equal numbers of runs, so that lines can be compared.
-fn standing_out(sum: f64, squares: f64) -> f64 {
-    if squares > 0.0 { sum * sum / squares } else { 0.0 }
+    let is_one = |bits: u32| bits.count_ones() as usize == of_a;
+    shares(&centred, &seen, is_one, |rng, arrangement| arrangement.shuffle(rng), sum)
 }
 
 /// For each line the share of arrangements in which any line stands out as much as this one was
-/// seen to.
+/// seen to: the square of the line's sum over the sum of squares, which no arrangement changes. It
+/// grows with Student's t, and alike for lines with equal numbers of runs, so that lines can be
+/// compared. The arrangements are all that `is_one` accepts, or drawn ones where there are many.
 fn shares(
     lines: &[Vec<f64>],
     seen: &[bool],
-    arrangements: &[Vec<bool>],
-    value: impl Fn(&[f64], &[bool]) -> f64,
+    is_one: impl Fn(u32) -> bool,
+    draw: impl Fn(&mut ChaCha8Rng, &mut [bool]),
+    sum: impl Fn(&[f64], &[bool]) -> f64,
 ) -> Vec<f64> {
+    let mut arrangements = Vec::new();
+    if seen.len() <= EXACT {
+        let all = (0..1u32 << seen.len()).filter(|bits| is_one(*bits));
+        arrangements.extend(all.map(|bits| (0..seen.len()).map(|at| bits >> at & 1 != 0).collect()));
+    } else {
+        let mut rng = ChaCha8Rng::seed_from_u64(2);
+        arrangements.push(seen.to_vec());
+        for _ in 0..DRAWN {
+            let mut drawn = seen.to_vec();
+            draw(&mut rng, &mut drawn);
+            arrangements.push(drawn);
+        }
+    }
+    let value = |line: &[f64], arrangement: &[bool]| {
+        let (sum, squares) = (sum(line, arrangement), line.iter().map(|value| value * value).sum::<f64>());
+        if squares > 0.0 { sum * sum / squares } else { 0.0 }
+    };
     let most =
         |arrangement: &Vec<bool>| lines.iter().map(|line| value(line, arrangement)).fold(0.0, f64::max);
     let most: Vec<f64> = arrangements.iter().map(most).collect();
@@ -402,10 +379,6 @@ fn shares(
         most.iter().filter(|most| **most >= own).count() as f64 / most.len() as f64
     };
     lines.iter().map(share).collect()
-}
-
-fn mean(values: &[f64]) -> f64 {
-    crate::results::mean(values)
 }
 
 /// The 95% interval of the ratio B over A over resampled pairs or runs. The same runs give the same
@@ -451,20 +424,8 @@ impl Comparison {
     pub fn text(&self) -> String {
         let width = self.lines.iter().map(|line| line.what.len()).max().unwrap_or(0);
         let mut out = format!(
-            "{:>5} {:>5} {:>7} {:>5} {:<5} {:<width$} {:>8} {:>10} {:>10} {:>7} {:>15} {:>8}  {}",
-            "nodes",
-            "ranks",
-            "tokens",
-            "SMs",
-            "dtype",
-            "phase",
-            "runs",
-            "A us",
-            "B us",
-            "B / A",
-            "95%",
-            "p",
-            "B is"
+            "nodes ranks  tokens   SMs dtype {:<width$}     runs       A us       B us   B / A             95%        p  B is",
+            "phase"
         );
         for line in &self.lines {
             let interval = line.interval.map_or("-".into(), |(low, high)| format!("{low:.3} - {high:.3}"));
@@ -472,22 +433,15 @@ impl Comparison {
                 (true, pairs, _) => format!("{pairs} pairs"),
                 (false, a, b) => format!("{a}, {b}"),
             };
+            let p = line.p.map_or("-".into(), |p| format!("{p:.4}"));
+            let Key { nodes, num_ranks, tokens, num_sms, dtype, .. } = &line.key;
+            let Line { what, median_us: (a, b), ratio, .. } = line;
+            let verdict = line.verdict.text();
             // Writing to a string cannot fail.
-            let _ = write!(
-                out,
-                "\n{:>5} {:>5} {:>7} {:>5} {:<5} {:<width$} {runs:>8} {:>10.1} {:>10.1} {:>7.3} {interval:>15} {:>8}  {}",
-                line.key.nodes,
-                line.key.num_ranks,
-                line.key.tokens,
-                line.key.num_sms,
-                line.key.dtype,
-                line.what,
-                line.median_us.0,
-                line.median_us.1,
-                line.ratio,
-                line.p.map_or("-".into(), |p| format!("{p:.4}")),
-                line.verdict.text()
-            );
+            let _ =
+                write!(out, "\n{nodes:>5} {num_ranks:>5} {tokens:>7} {num_sms:>5} {dtype:<5} {what:<width$}");
+            let _ =
+                write!(out, " {runs:>8} {a:>10.1} {b:>10.1} {ratio:>7.3} {interval:>15} {p:>8}  {verdict}");
         }
         let _ = write!(
             out,

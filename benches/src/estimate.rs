@@ -43,12 +43,11 @@ impl Plan {
         // The pool has room for all tokens of all ranks, once for rows that come and once for those
         // that go back.
         let pool = ranks * f64::from(self.tokens) * (2.0 * row + 16.0 * f64::from(self.topk));
-        let own = (f64::from(self.tokens) * 2.0 + received) * row;
         let most_sms = self.num_sms.iter().copied().max().unwrap_or(0);
         // An all-gather's rows and a reduce-scatter's, once on the device and once where they are
         // made and compared.
         let gathered = if self.baseline.is_some() { ranks * f64::from(self.tokens) * row * 2.0 } else { 0.0 };
-        let own = own + gathered;
+        let own = (f64::from(self.tokens) * 2.0 + received) * row + gathered;
         let host =
             ranks * (RANK_BYTES + SM_BYTES * f64::from(most_sms) + received * row * COPIES + 2.0 * gathered);
         let seconds = self.is_virtual.then(|| {

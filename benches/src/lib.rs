@@ -6,13 +6,11 @@
 //! stored or drawn figures come from those alone.
 
 mod baseline;
-mod bench;
 pub mod compare;
 pub mod counts;
-pub mod digest;
-mod error;
 mod estimate;
 pub mod figures;
+mod high_throughput;
 mod low_latency;
 pub mod measure;
 pub mod measured;
@@ -23,22 +21,59 @@ pub mod points;
 pub mod puts;
 mod replay;
 pub mod results;
-mod shapes;
+mod script;
 pub mod sweep;
-mod timing;
 pub mod trace;
 mod version_1;
+pub mod versions;
 pub mod ways;
 
 use epoxide::driver::Device;
 use epoxide::group::run_threads;
 
 pub use epoxide_testing::low_latency::CombineRows;
-pub use error::{Error, Result};
 pub use estimate::Estimate;
 pub use measure::Watch;
-pub use plan::{Baseline, Effort, LowLatency, Plan, TIMEOUT};
-pub use shapes::Shapes;
+pub use plan::{Baseline, Effort, LowLatencySettings, Plan, Shapes, TIMEOUT};
+
+/// `Result` with [`enum@Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a measurement did not come about.
+#[derive(Clone, thiserror::Error)]
+pub enum Error {
+    /// The request is wrong, or a file has the wrong form.
+    #[error("{0}")]
+    Usage(String),
+    /// This machine, or the library, has no room for the sizes.
+    #[error("{0}")]
+    DoesNotFit(String),
+    /// Something broke, or what was measured contradicts itself.
+    #[error("{0}")]
+    Failed(String),
+    /// An operation failed.
+    #[error(transparent)]
+    Operation(epoxide::Error),
+}
+
+impl std::fmt::Debug for Error {
+    /// The text itself, for a `main` that returns it.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
+}
+
+impl From<epoxide::Error> for Error {
+    /// Devices that are too small are no failure.
+    fn from(error: epoxide::Error) -> Error {
+        match error {
+            epoxide::Error::OutOfMemory { .. } => {
+                Error::DoesNotFit(format!("bench: sizes that do not fit: {error}"))
+            }
+            error => Error::Operation(error),
+        }
+    }
+}
 
 /// Measures all that a plan asks for on ranks that are threads of this process; `open` makes the
 /// device of a rank. The points, and what each rank measured in the first run.

@@ -1,36 +1,36 @@
-//! Times of low-latency dispatch and combine: replays of graphs, one after the other, without a
-//! wait of the host.
+//! Low latency as a mode of the script: replays of graphs, one after the other, without a wait of
+//! the host.
 
 use std::sync::Arc;
-use std::time::Instant;
 
-use epoxide::Result;
-use epoxide::driver::{Device, Event, Graph, Stream};
+use epoxide::driver::{Device, Graph, Stream};
 use epoxide::group::ProcessGroup;
-use epoxide::internal::Instruments;
 use epoxide::low_latency::{Buffer, Options, Place, Quantise, Shape};
-use epoxide::{DType, StreamOrder};
-use epoxide_gpu::layout::BlockTrace;
+use epoxide::{DType, Error, Result, StreamOrder};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank};
 
-use crate::measure::{TRACED_CALLS, made};
-use crate::measured::{LowLatencyTimes, RankResult, Times, TracedCall};
-use crate::plan::chains_of;
+use crate::baseline::link_rows;
+use crate::measure::made;
+use crate::measured::RankResult;
 use crate::results::PhaseName;
-use crate::{LowLatency, Plan, TIMEOUT, Watch};
+use crate::script::{Front, Mode, Script};
+use crate::{LowLatencySettings, Plan, TIMEOUT, Watch};
 
 /// Rows that a rank sends to others, mean over ranks: a token counts once for each.
 pub(crate) fn remote_rows(plan: &Plan) -> f64 {
     let (routing, ranks) = (plan.low_latency_routing(), plan.topology.ranks());
-    let pairs = (0..ranks).flat_map(|from| (0..ranks).map(move |to| (from, to)));
-    let rows = |(from, to): (u32, u32)| {
-        (0..plan.tokens).filter(|&token| from != to && routing.hits(from, token, to)).count() as f64
-    };
-    pairs.map(rows).sum::<f64>() / f64::from(ranks)
+    (0..ranks).map(|rank| link_rows(&routing, rank).1 as f64).sum::<f64>() / f64::from(ranks)
 }
 
-fn quantise(dtype: DType) -> Quantise {
+/// Quantisation of rows on their way as rows of this type.
+pub(crate) fn quantise(dtype: DType) -> Quantise {
     if dtype == DType::Bf16 { Quantise::Not } else { Quantise::Fp8 }
+}
+
+/// Options of a buffer for so many tokens.
+pub(crate) fn options(plan: &Plan, max_tokens: u32) -> Options {
+    let (hidden, num_topk, num_experts) = (plan.hidden, plan.topk, plan.experts);
+    Options::new(Shape { max_tokens, hidden, num_topk, num_experts }).timeout(TIMEOUT)
 }
 
 /// One run on rank `group.rank()`, a buffer for each number of multiprocessors. Collective.
@@ -39,7 +39,7 @@ fn quantise(dtype: DType) -> Quantise {
 /// A received row or a sum differs from the oracle; and errors of the operations.
 pub(crate) fn measure(
     plan: &Plan,
-    low: LowLatency,
+    low: LowLatencySettings,
     device: &Device,
     group: &Arc<dyn ProcessGroup>,
     watch: &dyn Watch,
@@ -54,18 +54,13 @@ pub(crate) fn measure(
         seed: plan.seed,
         ..LowLatencyCase::new(plan.low_latency_routing(), plan.hidden as u32)
     };
+    let chain = plan.pairs().map_or(1, |(chain, _)| chain);
     for &num_sms in &plan.num_sms {
-        let mut options = Options::new(Shape {
-            max_tokens,
-            hidden: plan.hidden,
-            num_topk: plan.topk,
-            num_experts: plan.experts,
-        })
-        .chunk_tokens(low.chunk_tokens)
-        .packet_tokens(low.packet_tokens)
-        .ranks_per_node(plan.topology.ranks_per_node)
-        .transport(plan.transport_options(TIMEOUT))
-        .timeout(TIMEOUT);
+        let mut options = options(plan, max_tokens)
+            .chunk_tokens(low.chunk_tokens)
+            .packet_tokens(low.packet_tokens)
+            .ranks_per_node(plan.topology.ranks_per_node)
+            .transport(plan.transport_options(TIMEOUT));
         if num_sms != Plan::ALL_SMS {
             options = options.num_sms(num_sms);
         }
@@ -75,139 +70,127 @@ pub(crate) fn measure(
         let buffer = made(device, group, result, || Buffer::new(device.clone(), &**group, options))?;
         result.pool_bytes = buffer.pool_bytes();
         let stream = Arc::new(Stream::new(device)?);
-        let mut rank = LowLatencyRank { buffer, group: group.clone(), stream };
-        watch.doing(group.rank(), &format!("{} tokens", plan.tokens));
-        // Right before it is fast, and still right behind it.
-        case.verify(&mut rank)?;
+        let mode = LowLatency::checked(case.clone(), buffer, group, &stream, chain)?;
+        let mut script = Script::new(plan, group, &stream, watch, mode)?;
         let num_sms = if num_sms == Plan::ALL_SMS { device.info().sm_count } else { num_sms };
-        let times = times(plan, num_sms, &case, &mut rank, watch, &mut result.traced)?;
-        result.times.push(times);
-        case.verify(&mut rank)?;
+        result.times.push(script.times(num_sms)?);
+        result.traced.append(&mut script.traced);
+        // Right before it is fast, and still right behind it.
+        script.mode.verify()?;
         group.barrier(TIMEOUT)?;
     }
     Ok(())
 }
 
-/// Graphs of one call each.
-pub(crate) struct Recorded {
-    /// A dispatch.
-    pub dispatch: Graph,
-    /// The combine that answers it.
-    pub combine: Graph,
+/// Low latency on one rank: graphs of one call each and of a chain of pairs. An operation lends its
+/// place to the next, so calls cannot be enqueued one by one from different functions.
+pub(crate) struct LowLatency {
+    // Graphs go before what they were recorded of.
+    dispatch: Graph,
+    combine: Graph,
+    chain: Graph,
+    inputs: LowLatencyInputs,
+    pub case: LowLatencyCase,
+    pub rank: LowLatencyRank,
 }
 
-impl Recorded {
-    /// Replays need the buffer, the inputs and the place for as long as they run.
-    pub fn new(
-        case: &LowLatencyCase,
-        rank: &mut LowLatencyRank,
-        inputs: &LowLatencyInputs,
-        place: &mut Place,
-    ) -> Result<Recorded> {
-        let LowLatencyRank { buffer, stream, .. } = rank;
-        let order = StreamOrder::on(stream);
+impl LowLatency {
+    /// Ready to be timed, behind calls with correct results. Collective.
+    pub fn checked(
+        case: LowLatencyCase,
+        buffer: Buffer,
+        group: &Arc<dyn ProcessGroup>,
+        stream: &Arc<Stream>,
+        chain: u32,
+    ) -> Result<LowLatency> {
+        let mut rank = LowLatencyRank { buffer, group: group.clone(), stream: stream.clone() };
+        case.verify(&mut rank)?;
+        let inputs = case.inputs(&rank)?;
+        let buffer = &mut rank.buffer;
+        let (mut place, order) = (buffer.place(0)?, StreamOrder::on(stream));
         let mut received = None;
         let dispatch = stream.capture(|| {
-            received = Some(buffer.dispatch(place, inputs.request(case.quantise), order)?);
+            received = Some(buffer.dispatch(&mut place, inputs.request(case.quantise), order)?);
             Ok(())
         })?;
         let combine = stream.capture(|| match received.take() {
-            Some(received) => buffer.combine(received, inputs.experts(case), order).map(drop),
-            None => Err(epoxide::Error::Unavailable {
-                what: "combine".into(),
-                reason: "no dispatch before it".into(),
-            }),
+            Some(received) => buffer.combine(received, inputs.experts(&case), order).map(drop),
+            None => {
+                let reason = "no dispatch before it".into();
+                Err(Error::Unavailable { what: "combine".into(), reason })
+            }
         })?;
-        Ok(Recorded { dispatch, combine })
+        let chain = stream.capture(|| enqueue_pairs(&case, buffer, &mut place, &inputs, stream, chain))?;
+        drop(place);
+        Ok(LowLatency { dispatch, combine, chain, inputs, case, rank })
+    }
+
+    /// Replays the graph of a call.
+    pub fn replay(&self, name: PhaseName) -> Result<()> {
+        self.launch(if name.is_dispatch() { &self.dispatch } else { &self.combine })
+    }
+
+    fn launch(&self, graph: &Graph) -> Result<()> {
+        // SAFETY: the recorded addresses are of the buffer and the inputs, which `self` keeps until
+        // the stream has been waited for: by `drop` at the latest. Other calls in the same place are
+        // on this stream.
+        unsafe { graph.launch(&self.rank.stream) }
     }
 }
 
-fn times(
-    plan: &Plan,
-    num_sms: u32,
+fn enqueue_pairs(
     case: &LowLatencyCase,
-    rank: &mut LowLatencyRank,
-    watch: &dyn Watch,
-    traced: &mut Vec<TracedCall>,
-) -> Result<Times> {
-    let inputs = case.inputs(rank)?;
-    let mut place = rank.buffer.place(0)?;
-    let Recorded { dispatch, combine } = Recorded::new(case, rank, &inputs, &mut place)?;
-    let LowLatencyRank { buffer, group, stream } = rank;
+    buffer: &mut Buffer,
+    place: &mut Place,
+    inputs: &LowLatencyInputs,
+    stream: &Stream,
+    pairs: u32,
+) -> Result<()> {
     let order = StreamOrder::on(stream);
-    let mut pair = |buffer: &mut Buffer| {
-        let received = buffer.dispatch(&mut place, inputs.request(case.quantise), order)?;
+    (0..pairs).try_for_each(|_| {
+        let received = buffer.dispatch(place, inputs.request(case.quantise), order)?;
         buffer.combine(received, inputs.experts(case), order).map(drop)
-    };
-    let chain = stream.capture(|| (0..plan.chain()).try_for_each(|_| pair(buffer)))?;
-    let device = stream.device().clone();
-    let event = || Event::timed(&device);
-    // SAFETY: the recorded addresses are the buffer's and the inputs', which live until the stream
-    // has been waited for.
-    let launch = |graph: &Graph| unsafe { graph.launch(stream) };
-    let us = |from: &Event, to: &Event| -> Result<f64> { Ok(f64::from(from.elapsed_ms(to)?) * 1e3) };
-    let mut times = Times { num_sms, ..Times::default() };
-    let mut of = [LowLatencyTimes::default(), LowLatencyTimes::default()];
+    })
+}
 
-    group.barrier(TIMEOUT)?;
-    let mut events = vec![event()?];
-    events[0].record(stream)?;
-    for _ in 0..plan.warmup + plan.iters {
-        for graph in [&dispatch, &combine] {
-            launch(graph)?;
-            let end = event()?;
-            end.record(stream)?;
-            events.push(end);
-        }
-    }
-    for pair in events[1..].chunks(2) {
-        pair[1].synchronize()?;
-        watch.step(group.rank());
-    }
-    stream.synchronize()?;
-    buffer.check()?;
-    let timed = events.windows(2).enumerate().skip(2 * plan.warmup as usize);
-    for (at, ends) in timed {
-        of[at % 2].replays.push(us(&ends[0], &ends[1])?);
+impl Mode for LowLatency {
+    type Buffer = Buffer;
+
+    const FRONT: Front<'static> = Front::Nothing;
+    const FRONT_OF_PAIRS: Front<'static> = Front::Hosts;
+
+    fn buffer(&mut self) -> &mut Buffer {
+        &mut self.rank.buffer
     }
 
-    let [untimed, timed] = chains_of(plan.warmup, plan.iters);
-    for iteration in 0..untimed + timed {
-        group.barrier(TIMEOUT)?;
-        let (start, end) = (event()?, event()?);
-        start.record(stream)?;
-        launch(&chain)?;
-        end.record(stream)?;
-        stream.synchronize()?;
-        (0..plan.chain()).for_each(|_| watch.step(group.rank()));
-        if iteration >= untimed {
-            times.pair.push(us(&start, &end)? / f64::from(plan.chain()));
-        }
+    fn check(&self) -> Result<()> {
+        self.rank.buffer.check()
     }
-    buffer.check()?;
 
-    group.barrier(TIMEOUT)?;
-    let pairs = plan.warmup + plan.iters;
-    let enqueued = Instant::now();
-    buffer.start_trace(2 * u64::from(pairs) * u64::from(device.info().sm_count))?;
-    (0..pairs).try_for_each(|_| pair(buffer))?;
-    let (launches, _) = buffer.take_trace(stream)?;
-    let host = (enqueued, Instant::now());
-    for (at, launch) in launches.into_iter().enumerate().skip(2 * plan.warmup as usize) {
-        let start = launch.blocks.iter().map(|block| block.enter).min().unwrap_or(0);
-        let latest = |of: fn(&BlockTrace) -> u64| {
-            launch.blocks.iter().map(of).max().unwrap_or(0).saturating_sub(start) as f64 / 1e3
-        };
-        let times = &mut of[at % 2];
-        times.sent.push(latest(|block| block.moved));
-        times.entered.push(latest(|block| block.ready));
-        times.done.push(latest(|block| block.done));
-        if times.done.len() <= TRACED_CALLS as usize {
-            let (phase, launches) = (PhaseName::LOW_LATENCY[at % 2], vec![launch]);
-            let (tokens, puts) = (plan.tokens, Vec::new());
-            traced.push(TracedCall { phase, num_sms, tokens, barrier: None, launches, puts, host });
-        }
+    fn verify(&mut self) -> Result<()> {
+        self.case.verify(&mut self.rank)
     }
-    times.low_latency = PhaseName::LOW_LATENCY.into_iter().zip(of).collect();
-    Ok(times)
+
+    fn call(&mut self, name: PhaseName) -> Result<()> {
+        self.replay(name)
+    }
+
+    /// Pairs of single calls: graphs were recorded without a trace.
+    fn traced(&mut self, _: &[PhaseName], rounds: u32) -> Result<()> {
+        let LowLatencyRank { buffer, stream, .. } = &mut self.rank;
+        let mut place = buffer.place(0)?;
+        enqueue_pairs(&self.case, buffer, &mut place, &self.inputs, stream, rounds)
+    }
+
+    fn pairs(&mut self, _: u32) -> Result<()> {
+        self.launch(&self.chain)
+    }
+}
+
+impl Drop for LowLatency {
+    fn drop(&mut self) {
+        // After an error of the timing, replays may be under way. The timing's error already
+        // reports the stream's fault.
+        let _ = self.rank.stream.synchronize();
+    }
 }

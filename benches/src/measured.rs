@@ -4,10 +4,12 @@ use std::time::Instant;
 
 use epoxide::internal::TracedLaunch;
 use epoxide::internal::transport::PutTrace;
+use epoxide_gpu::layout::BlockTrace;
 use serde::{Deserialize, Serialize};
 
 use crate::counts::RankCounts;
-use crate::results::{Kernels, PhaseName, Way};
+use crate::results::{PhaseName, Way};
+use crate::versions::Versions;
 
 /// One traced call.
 #[derive(Debug, Clone)]
@@ -28,16 +30,6 @@ pub struct TracedCall {
     pub host: (Instant, Instant),
 }
 
-impl TracedCall {
-    /// Microseconds from the first block's start to the last block's end.
-    pub fn kernel_us(&self) -> f64 {
-        let blocks = || self.launches.iter().flat_map(|launch| &launch.blocks);
-        let start = blocks().map(|block| block.enter).min().unwrap_or(0);
-        let end = blocks().map(|block| block.done).max().unwrap_or(0);
-        end.saturating_sub(start) as f64 / 1e3
-    }
-}
-
 /// Microseconds of every timed iteration.
 pub type Samples = Vec<f64>;
 
@@ -46,46 +38,67 @@ pub type Samples = Vec<f64>;
 pub struct Times {
     /// Multiprocessors.
     pub num_sms: u32,
-    /// Cached dispatch: one kernel, the whole call.
-    pub dispatch_cached: Samples,
-    /// Uncached dispatch without a wait of the host: both kernels.
-    pub dispatch_uncached: Samples,
+    /// The phases, in order.
+    pub phases: Vec<PhaseTimes>,
+    /// Pairs one after the other, the time of one; empty where [`Plan::pairs`](crate::Plan::pairs)
+    /// asks for none.
+    pub pair: Samples,
     /// Uncached dispatch with exact counts, as the host's clock sees it: the call until it returns.
-    pub dispatch_exact_host: Samples,
-    /// Combine of rows that are in the pool: one kernel, the whole call.
-    pub combine: Samples,
-    /// Combine of rows from elsewhere: copy into the pool and combine.
-    pub combine_staged: Samples,
-    /// Cached dispatches back to back, mean per call.
-    pub dispatch_stream: f64,
-    /// Exact-size dispatches back to back, as MSCCL++'s test times them across nodes; 0 within one.
-    pub dispatch_exact_stream: f64,
-    /// Combines back to back, mean per call.
-    pub combine_stream: f64,
+    /// Empty in low latency.
+    pub exact_dispatch_returns: Samples,
     /// The links' own speed in GB/s with as many blocks: (push, pull).
     pub ceiling: Option<(f64, f64)>,
-    /// Puts of the proxies in each phase's calls.
-    pub wire: Vec<(PhaseName, WireCount)>,
     /// Replays of captured steps; nothing where none were asked for.
     pub replays: Vec<ReplayTimes>,
-    /// Pairs one after the other, the time of one: low latency's, else cached dispatch and combine
-    /// in the pool where there is a baseline.
-    pub pair: Samples,
-    /// Times of low latency; empty in the other modes.
-    pub low_latency: Vec<(PhaseName, LowLatencyTimes)>,
 }
 
-/// One rank's replays of a low-latency operation.
+/// One rank's times of a phase.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct PhaseTimes {
+    /// The phase.
+    pub name: PhaseName,
+    /// Whole calls, each by itself between two events.
+    pub calls: Samples,
+    /// Calls back to back, mean per call; missing where they are not timed so.
+    pub back_to_back: Option<f64>,
+    /// Puts of the proxies in all calls; none of phases that take turns.
+    pub wire: WireCount,
+    /// Times in the kernels, of traced calls apart.
+    pub kernels: KernelTimes,
+}
+
+impl PhaseTimes {
+    /// Times of calls by themselves alone.
+    pub(crate) fn new(name: PhaseName, calls: Samples) -> PhaseTimes {
+        let (wire, kernels) = (WireCount::default(), KernelTimes::default());
+        PhaseTimes { name, calls, back_to_back: None, wire, kernels }
+    }
+}
+
+/// One rank's traced calls of a phase: the time from the start of the first block until the last
+/// one has done something.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct LowLatencyTimes {
-    /// Each replay by itself.
-    pub replays: Samples,
-    /// Traced kernels until the last block has sent its rows.
+pub struct KernelTimes {
+    /// Has sent its rows.
     pub sent: Samples,
-    /// Until it knows of all ranks.
+    /// Knows that all ranks have entered the operation.
     pub entered: Samples,
-    /// Until it is done.
+    /// Is done.
     pub done: Samples,
+}
+
+impl KernelTimes {
+    /// Adds a call.
+    pub(crate) fn add(&mut self, launches: &[TracedLaunch]) {
+        let blocks = || launches.iter().flat_map(|launch| &launch.blocks);
+        let start = blocks().map(|block| block.enter).min().unwrap_or(0);
+        let latest = |of: fn(&BlockTrace) -> u64| {
+            blocks().map(of).max().unwrap_or(0).saturating_sub(start) as f64 / 1e3
+        };
+        self.sent.push(latest(|block| block.moved));
+        self.entered.push(latest(|block| block.ready));
+        self.done.push(latest(|block| block.done));
+    }
 }
 
 /// One rank's replays of one step.
@@ -104,14 +117,14 @@ pub struct ReplayTimes {
 }
 
 impl Times {
-    /// Times of a low-latency operation.
-    pub fn low_latency(&self, name: PhaseName) -> Option<&LowLatencyTimes> {
-        self.low_latency.iter().find(|(phase, _)| *phase == name).map(|(_, times)| times)
+    /// Times of a phase.
+    pub fn phase(&self, name: PhaseName) -> Option<&PhaseTimes> {
+        self.phases.iter().find(|phase| phase.name == name)
     }
 
-    /// Puts of the proxies in all calls of a phase.
-    pub fn wire_of(&self, name: PhaseName) -> Option<WireCount> {
-        self.wire.iter().find(|(phase, _)| *phase == name).map(|(_, count)| *count)
+    /// The same, to be changed.
+    pub fn phase_mut(&mut self, name: PhaseName) -> Option<&mut PhaseTimes> {
+        self.phases.iter_mut().find(|phase| phase.name == name)
     }
 }
 
@@ -129,13 +142,8 @@ pub struct WireCount {
 pub struct WaySamples {
     /// The way.
     pub way: Way,
-    /// Dispatches, each by itself.
-    pub dispatch: Samples,
-    /// Combines.
-    pub combine: Samples,
-    /// Dispatches and combines back to back, mean per call; missing where a combine goes with one
-    /// dispatch alone.
-    pub stream: Option<(f64, f64)>,
+    /// Its dispatch and its combine.
+    pub phases: Vec<PhaseTimes>,
     /// Pairs one after the other, the time of one.
     pub pair: Samples,
     /// Bytes that others send this rank in a dispatch and in a combine, at the least.
@@ -146,7 +154,7 @@ pub struct WaySamples {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct RankResult {
     /// The measured program and kernels.
-    pub kernels: Kernels,
+    pub kernels: Versions,
     /// When the run began, in seconds since 1970.
     pub started: f64,
     /// The device's name.

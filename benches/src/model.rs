@@ -22,7 +22,7 @@ use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
 use crate::counts::{self, Sizes, TokenCounts, random_topk};
-use crate::results::{PhaseName, Point};
+use crate::results::{Key, PhaseName, Point};
 use crate::{Error, Result};
 
 /// Which kernels the figures are of.
@@ -31,7 +31,7 @@ pub const FITTED: &str =
 
 /// Measured figures of a machine. GB/s are 1e9 bytes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Figures {
+pub struct Machine {
     /// Ceiling of pushes over NVLink by multiprocessors, where the links limit: ascending.
     pub push_gbps: Vec<(u32, f64)>,
     /// The same of pulls.
@@ -56,10 +56,10 @@ pub struct Figures {
     pub nic_latency_us: f64,
 }
 
-impl Figures {
+impl Machine {
     /// 8 x H200, 2026-11-20: docs/BENCHMARKS.md.
-    pub fn h200(nic_gbps: f64, nic_latency_us: f64) -> Figures {
-        Figures {
+    pub fn h200(nic_gbps: f64, nic_latency_us: f64) -> Machine {
+        Machine {
             push_gbps: [
                 (12, 321.0),
                 (16, 326.0),
@@ -88,7 +88,7 @@ impl Figures {
     ///
     /// # Errors
     /// Where no point has one.
-    pub fn with_ceilings_of(mut self, points: &[Point]) -> Result<Figures> {
+    pub fn with_ceilings_of(mut self, points: &[Point]) -> Result<Machine> {
         let ceilings = |name: PhaseName, sm_gbps: f64| {
             let mut of_sms: Vec<(u32, f64)> = points
                 .iter()
@@ -159,7 +159,7 @@ pub struct Prediction {
 
 impl Case {
     /// Predicts a phase. `six`: a rank's counts of a dispatch.
-    pub fn predict(&self, phase: PhaseName, six: TokenCounts<f64>, figures: &Figures) -> Prediction {
+    pub fn predict(&self, phase: PhaseName, six: TokenCounts<f64>, machine: &Machine) -> Prediction {
         let per_node = f64::from(self.sizes.ranks_per_node);
         let row = if phase.is_dispatch() { self.dispatch_row_bytes } else { self.combine_row_bytes } as f64;
         // One in `per_node` of a node's rows is for the rank that has them already.
@@ -171,25 +171,25 @@ impl Case {
         let sm_bytes = (six.recv_total + six.send_rdma) * row;
         let sms = f64::from(self.num_sms);
         let (link, sm, fixed) = match phase.is_dispatch() {
-            true => (at(&figures.push_gbps, self.num_sms), figures.sm_push_gbps, figures.dispatch_us),
-            false => (at(&figures.pull_gbps, self.num_sms), figures.sm_pull_gbps, figures.combine_us),
+            true => (at(&machine.push_gbps, self.num_sms), machine.sm_push_gbps, machine.dispatch_us),
+            false => (at(&machine.pull_gbps, self.num_sms), machine.sm_pull_gbps, machine.combine_us),
         };
         let (limit, streaming) = [
             ("SMs", sm_bytes / (sm * sms)),
             ("NVLink", nvlink_bytes / link),
-            ("NIC", nic_bytes / figures.nic_gbps),
+            ("NIC", nic_bytes / machine.nic_gbps),
         ]
         .into_iter()
         .fold(("SMs", 0.0), |slowest, next| if next.1 > slowest.1 { next } else { slowest });
         let extra = match phase {
             PhaseName::DispatchUncached => {
-                figures.notify_us + six.recv_total * figures.metadata_ns / 1e3 / sms
+                machine.notify_us + six.recv_total * machine.metadata_ns / 1e3 / sms
             }
-            PhaseName::CombineStaged => six.recv_total * row / figures.staging_gbps / 1e3,
+            PhaseName::CombineStaged => six.recv_total * row / machine.staging_gbps / 1e3,
             _ => 0.0,
         };
         let over_nic = self.sizes.ranks > self.sizes.ranks_per_node && !self.mapped;
-        let hop = if over_nic { figures.nic_latency_us } else { 0.0 };
+        let hop = if over_nic { machine.nic_latency_us } else { 0.0 };
         Prediction { phase, us: fixed + streaming / 1e3 + extra + hop, nvlink_bytes, nic_bytes, limit }
     }
 }
@@ -232,7 +232,7 @@ impl Checked<'_> {
 }
 
 /// Predicts every measured phase of hardware from its sizes alone.
-pub fn check<'a>(points: &'a [Point], figures: &Figures) -> Vec<Checked<'a>> {
+pub fn check<'a>(points: &'a [Point], machine: &Machine) -> Vec<Checked<'a>> {
     let mut checked = Vec::new();
     for point in points.iter().filter(|point| !point.is_virtual) {
         let key = &point.key;
@@ -261,8 +261,8 @@ pub fn check<'a>(points: &'a [Point], figures: &Figures) -> Vec<Checked<'a>> {
         for phase in &point.phases {
             // Across nodes, the network that was measured with the point.
             let network = phase.bandwidth.as_ref().and_then(|bandwidth| bandwidth.wire_ceiling);
-            let figures = Figures { nic_gbps: network.unwrap_or(figures.nic_gbps), ..figures.clone() };
-            let predicted = case.predict(phase.name, six, &figures);
+            let machine = Machine { nic_gbps: network.unwrap_or(machine.nic_gbps), ..machine.clone() };
+            let predicted = case.predict(phase.name, six, &machine);
             checked.push(Checked { point, phase: phase.name, measured_us: phase.call.avg_us, predicted });
         }
     }
@@ -271,24 +271,14 @@ pub fn check<'a>(points: &'a [Point], figures: &Figures) -> Vec<Checked<'a>> {
 
 /// The results of [`check`], as a table.
 pub fn check_text(checked: &[Checked<'_>]) -> String {
-    let mut out = format!(
-        "{:>5} {:>5} {:>5} {:<5} {:<18} {:>11} {:>11} {:>7}  limit",
-        "nodes", "ranks", "SMs", "dtype", "phase", "measured us", "model us", "error"
-    );
+    let mut out =
+        "nodes ranks   SMs dtype phase              measured us    model us   error  limit".to_owned();
     for c in checked {
-        let _ = write!(
-            out,
-            "\n{:>5} {:>5} {:>5} {:<5} {:<18} {:>11.1} {:>11.1} {:>6.1}%  {}",
-            c.point.key.nodes,
-            c.point.key.num_ranks,
-            c.point.key.num_sms,
-            c.point.key.dtype,
-            c.phase.text(),
-            c.measured_us,
-            c.predicted.us,
-            100.0 * c.error(),
-            c.predicted.limit
-        );
+        let Key { nodes, num_ranks, num_sms, dtype, .. } = &c.point.key;
+        let (phase, measured, error) = (c.phase.text(), c.measured_us, 100.0 * c.error());
+        let Prediction { us, limit, .. } = c.predicted;
+        let _ = write!(out, "\n{nodes:>5} {num_ranks:>5} {num_sms:>5} {dtype:<5} {phase:<18}");
+        let _ = write!(out, " {measured:>11.1} {us:>11.1} {error:>6.1}%  {limit}");
     }
     let worst = checked.iter().map(|c| c.error().abs()).fold(0.0, f64::max);
     let _ = write!(out, "\n{} points, largest error {:.1}%", checked.len(), 100.0 * worst);
@@ -309,10 +299,10 @@ mod tests {
     #[test]
     fn every_measured_point_is_within_15_percent() {
         let points = measured();
-        let own = Figures::h200(50.0, 10.0);
+        let own = Machine::h200(50.0, 10.0);
         let from_file = own.clone().with_ceilings_of(&points).unwrap();
-        for figures in [own, from_file] {
-            let checked = check(&points, &figures);
+        for machine in [own, from_file] {
+            let checked = check(&points, &machine);
             assert_eq!(checked.len(), 36 * 4);
             for c in &checked {
                 let error = c.error();
@@ -342,7 +332,7 @@ mod tests {
         let predict = |nodes, nic| {
             let case = case(nodes, 1024);
             let six = counts::expected(4096.0, case.sizes);
-            case.predict(PhaseName::DispatchCached, six, &Figures::h200(nic, 10.0))
+            case.predict(PhaseName::DispatchCached, six, &Machine::h200(nic, 10.0))
         };
         assert_eq!(predict(1, 50.0).nic_bytes, 0.0);
         assert_eq!(predict(1, 50.0).limit, "NVLink");
@@ -357,7 +347,7 @@ mod tests {
         let over_nic = case(2, 256);
         let six = counts::expected(4096.0, over_nic.sizes);
         let [links, nic] = [over_links, over_nic]
-            .map(|case| case.predict(PhaseName::DispatchCached, six, &Figures::h200(1e6, 10.0)));
+            .map(|case| case.predict(PhaseName::DispatchCached, six, &Machine::h200(1e6, 10.0)));
         assert_eq!((links.nic_bytes, links.limit), (0.0, "NVLink"));
         assert_eq!(links.nvlink_bytes, nic.nvlink_bytes + nic.nic_bytes);
     }
@@ -366,15 +356,20 @@ mod tests {
     fn points_across_nodes_are_checked_with_the_network_they_were_measured_with() {
         let (mut points, _) =
             measured_here("--nodes 2 --ranks-per-node 2 --num-sms 4 --experts 8 --transport tcp");
-        let bandwidth = crate::points::bandwidth;
         let point = &mut points[0];
-        let rows = crate::points::Rows { sent: point.counts, remote: point.remote_rows, tokens: 8.0 };
         point.is_virtual = false;
         for phase in &mut point.phases {
-            let made = bandwidth(phase.name, &rows, phase.row_bytes, 4, &phase.call, None, None);
-            phase.bandwidth = Some(Bandwidth { wire_ceiling: Some(1e-3), ..made });
+            phase.bandwidth = Some(Bandwidth {
+                links: 1.0,
+                link_ceiling: None,
+                wire: None,
+                wire_ceiling: Some(1e-3),
+                deepep: 1.0,
+                nccl_ep: point.counts,
+                mscclpp: None,
+            });
         }
-        let checked = check(&points, &Figures::h200(50.0, 10.0));
+        let checked = check(&points, &Machine::h200(50.0, 10.0));
         assert_eq!(checked.len(), 4);
         for c in &checked {
             let expected = counts::expected(8.0, Sizes { ranks: 4, ranks_per_node: 2, experts: 8, topk: 2 });

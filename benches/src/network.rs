@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::plan::check_count;
 use crate::puts::Poster;
-use crate::results::{Distribution, Kernels, SCHEMA_VERSION, gbps, mean, today};
+use crate::results::{Distribution, SCHEMA_VERSION, gbps, json_of, mean, today};
+use crate::versions::Versions;
 use crate::{Error, Result, TIMEOUT};
 
 /// Fewest and most puts that a bandwidth is measured with, on each queue.
@@ -39,7 +40,7 @@ pub struct WirePoint {
     pub is_virtual: bool,
     /// Day of the measurement, UTC.
     pub date: String,
-    /// Commit of the program, as in [`Kernels::commit`]; empty in files of before. No kernel runs.
+    /// Commit of the program, as in [`Versions::commit`]; empty in files of before. No kernel runs.
     #[serde(default)]
     pub commit: String,
     /// Bytes of a put.
@@ -85,7 +86,7 @@ impl WireResults {
     /// # Errors
     /// Where a figure has no JSON form.
     pub fn json(&self) -> Result<String> {
-        serde_json::to_string_pretty(self).map_err(|error| Error::Failed(format!("JSON: {error}")))
+        json_of(self)
     }
 }
 
@@ -165,12 +166,8 @@ pub fn points(plan: &NetworkPlan, ranks: &[OfRank]) -> Vec<WirePoint> {
     let putting = if plan.one_way { plan.topology.ranks_per_node as usize } else { measured.len() };
     let mut points = Vec::new();
     for (index, &message_bytes) in plan.sizes.iter().enumerate() {
-        let timed: Vec<&[f64]> = measured
-            .iter()
-            .map(|of| of[index].latency.as_slice())
-            .filter(|times| !times.is_empty())
-            .collect();
-        let latency = Distribution::new(&timed);
+        let timed = measured.iter().map(|of| of[index].latency.as_slice());
+        let latency = Distribution::new(&timed.filter(|times| !times.is_empty()).collect::<Vec<_>>());
         let puts = plan.puts_of(message_bytes);
         for (at, &depth) in plan.depths.iter().enumerate() {
             let per_rank: Vec<f64> =
@@ -186,7 +183,7 @@ pub fn points(plan: &NetworkPlan, ranks: &[OfRank]) -> Vec<WirePoint> {
                 device: first.device.clone(),
                 is_virtual: first.is_virtual,
                 date: today(),
-                commit: Kernels::commit_of_this_program(),
+                commit: Versions::commit_of_this_program(),
                 message_bytes,
                 depth,
                 one_way: plan.one_way,

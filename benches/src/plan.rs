@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use epoxide::DType;
-use epoxide::internal::{Topology, check_nodes};
+use epoxide::internal::{Topology, Tuning, check_nodes};
 use epoxide::throughput::Config;
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_testing::low_latency::CombineRows;
@@ -15,16 +15,20 @@ use epoxide_testing::roundtrip::{Case, Scales};
 use epoxide_testing::sizes::Sizes;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
 
 use crate::counts::{self, random_topk};
+use crate::replay::STEPS;
 use crate::results::{Key, LOW_LATENCY, PhaseName};
-use crate::{Error, Result, Shapes};
+use crate::{Error, Result};
 
 /// Longest wait for a peer: the ranks of a virtual GPU share few processors.
 pub const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Steps that are captured and replayed.
-const REPLAYED_STEPS: u32 = 5;
+/// Pairs of high throughput in one timed chain. Few: NCCL is launched call by call. Each launch
+/// takes the host about as long as the smallest calls take a device. It has to be done while the L2
+/// cache is emptied in front of them.
+pub(crate) const CHAIN: u32 = 4;
 /// Fewest multiprocessors of a cached dispatch across nodes.
 const FEWEST_SMS_ACROSS: u32 = 4;
 /// Rows of as many bytes or more do not go by low latency.
@@ -48,7 +52,7 @@ pub enum Baseline {
 
 /// Settings of a low-latency measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LowLatency {
+pub struct LowLatencySettings {
     /// Row type of combine: BF16 or FP8.
     pub combine_dtype: DType,
     /// Rows that combine takes.
@@ -65,7 +69,7 @@ pub struct LowLatency {
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// Low latency is measured; missing: high throughput.
-    pub low_latency: Option<LowLatency>,
+    pub low_latency: Option<LowLatencySettings>,
     /// Nodes and ranks.
     pub topology: Topology,
     /// Whether nodes are kept apart though all ranks can map each other's memory.
@@ -131,24 +135,59 @@ pub struct Plan {
     pub ids: Option<Vec<Vec<i64>>>,
 }
 
+/// Launch shapes that were asked for; the library's own where not.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shapes {
+    /// Warps per block in dispatch.
+    pub dispatch_warps: Option<u32>,
+    /// Warps per block that send metadata, in dispatch within one node.
+    #[serde(default)]
+    pub dispatch_metadata_warps: Option<u32>,
+    /// Most stages per warp in dispatch.
+    pub dispatch_stages: Option<u32>,
+    /// Largest stage in dispatch, in bytes.
+    pub dispatch_stage_bytes: Option<u32>,
+    /// Warps per block in combine.
+    pub combine_warps: Option<u32>,
+    /// Most slots per warp in combine.
+    pub combine_slots: Option<u32>,
+    /// Largest slot in combine, in bytes.
+    pub combine_slot_bytes: Option<u32>,
+    /// Blocks that copy rows into the pool during a combine of a tensor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub combine_stagers: Option<u32>,
+}
+
+impl Shapes {
+    /// The launch shapes, the library's own where none was asked for.
+    pub fn tuning(&self) -> Tuning {
+        let d = Tuning::default();
+        Tuning {
+            dispatch_warps: self.dispatch_warps.unwrap_or(d.dispatch_warps),
+            internode_dispatch_warps: self.dispatch_warps.unwrap_or(d.internode_dispatch_warps),
+            dispatch_metadata_warps: self.dispatch_metadata_warps.unwrap_or(d.dispatch_metadata_warps),
+            dispatch_stages: self.dispatch_stages.unwrap_or(d.dispatch_stages),
+            dispatch_stage_bytes: self.dispatch_stage_bytes.unwrap_or(d.dispatch_stage_bytes),
+            combine_warps: self.combine_warps.unwrap_or(d.combine_warps),
+            combine_slots: self.combine_slots.unwrap_or(d.combine_slots),
+            combine_slot_bytes: self.combine_slot_bytes.unwrap_or(d.combine_slot_bytes),
+            combine_stagers: self.combine_stagers.or(d.combine_stagers),
+        }
+    }
+}
+
 /// Most repetitions of anything: each sample is kept, and what is counted in products of them stays
 /// countable.
 const MOST_REPETITIONS: u32 = 100_000;
 
 /// Rejects a number of repetitions that is too small or absurdly large.
 pub(crate) fn check_count(flag: &str, value: u32, least: u32) -> Result<()> {
-    if value < least {
-        return Err(Error::Usage(format!("{flag} {value}: must be at least {least}")));
-    }
-    if value > MOST_REPETITIONS {
-        return Err(Error::Usage(format!("{flag} {value}: must be at most {MOST_REPETITIONS}")));
-    }
-    Ok(())
-}
-
-/// Untimed and timed replays of chained pairs, each of which is many calls.
-pub(crate) fn chains_of(warmup: u32, iters: u32) -> [u32; 2] {
-    [warmup.min(2), iters.min(20)]
+    let bound = match value {
+        _ if value < least => format!("at least {least}"),
+        _ if value > MOST_REPETITIONS => format!("at most {MOST_REPETITIONS}"),
+        _ => return Ok(()),
+    };
+    Err(Error::Usage(format!("{flag} {value}: must be {bound}")))
 }
 
 /// A transport in a point's key. Nodes that are kept apart though they could be one are told by it.
@@ -175,14 +214,39 @@ impl Plan {
         if self.low_latency.is_some() { &PhaseName::LOW_LATENCY } else { &PhaseName::HIGH_THROUGHPUT }
     }
 
-    /// Bytes of a row of low latency, scales included.
-    pub(crate) fn low_latency_row_bytes(hidden: u64, is_bf16: bool) -> u64 {
+    /// The phases by rounds: those of a round take turns.
+    pub(crate) fn rounds(&self) -> std::slice::Chunks<'static, PhaseName> {
+        self.phases().chunks(if self.low_latency.is_some() { 2 } else { 1 })
+    }
+
+    /// Untimed and timed iterations.
+    pub(crate) fn repetitions(&self) -> [u32; 2] {
+        [self.warmup, self.iters]
+    }
+
+    /// Pairs of a chain, and untimed and timed repetitions of it: a graph in low latency, which has
+    /// many calls. Missing where no pairs are timed.
+    pub fn pairs(&self) -> Option<(u32, [u32; 2])> {
+        match self.low_latency {
+            _ if self.effort == Effort::Phases => None,
+            Some(_) => Some((self.graph.unwrap_or(1), [self.warmup.min(2), self.iters.min(20)])),
+            None => self.baseline.map(|_| (CHAIN, self.repetitions())),
+        }
+    }
+
+    /// Row type of combine.
+    fn combine_dtype(&self) -> DType {
+        self.low_latency.map_or(DType::Bf16, |low| low.combine_dtype)
+    }
+
+    /// Bytes of a row of BF16, or of FP8 with its scales.
+    pub(crate) fn bytes_of_row(hidden: u64, is_bf16: bool) -> u64 {
         if is_bf16 { hidden * 2 } else { hidden + hidden.div_ceil(ELEMENTS_PER_SCALE) * 4 }
     }
 
-    /// Pairs of a graph of low latency.
-    pub(crate) fn chain(&self) -> u32 {
-        self.graph.unwrap_or(1)
+    /// Replays of a chain, where steps of high throughput are replayed.
+    pub(crate) fn replays(&self) -> Option<u32> {
+        self.graph.filter(|_| self.low_latency.is_none())
     }
 
     /// The configuration with `num_sms` multiprocessors.
@@ -201,7 +265,7 @@ impl Plan {
 
     /// Bytes of one row in dispatch, scales included.
     pub fn dispatch_row_bytes(&self) -> u64 {
-        self.hidden * self.dtype.size() + self.num_scales() * 4
+        self.row_bytes(PhaseName::DispatchCached)
     }
 
     /// Bytes of one row in combine.
@@ -211,11 +275,8 @@ impl Plan {
 
     /// Bytes of a row in `phase`, scales included.
     pub fn row_bytes(&self, phase: PhaseName) -> u64 {
-        if let Some(low) = &self.low_latency {
-            let dtype = if phase.is_dispatch() { self.dtype } else { low.combine_dtype };
-            return Plan::low_latency_row_bytes(self.hidden, dtype == DType::Bf16);
-        }
-        if phase.is_dispatch() { self.dispatch_row_bytes() } else { self.combine_row_bytes() }
+        let dtype = if phase.is_dispatch() { self.dtype } else { self.combine_dtype() };
+        Plan::bytes_of_row(self.hidden, dtype == DType::Bf16)
     }
 
     /// The plan as the buffer ran it: `is_joined` where the ranks of all nodes were one node to it.
@@ -268,14 +329,13 @@ impl Plan {
 
     /// The sizes.
     pub(crate) fn sizes(&self) -> Sizes {
-        let combine_dtype = self.low_latency.map_or(DType::Bf16, |low| low.combine_dtype);
         Sizes {
             ranks: self.topology.ranks(),
             low_latency: self.low_latency.is_some(),
             tokens: self.tokens,
             fewest_tokens: 1,
             hidden: self.hidden,
-            dtype: if self.dtype == DType::Bf16 { combine_dtype } else { self.dtype },
+            dtype: if self.dtype == DType::Bf16 { self.combine_dtype() } else { self.dtype },
             experts: self.experts,
             topk: self.topk,
         }
@@ -364,37 +424,32 @@ impl Plan {
         }
     }
 
-    /// Steps of a run, of which [`Watch`](crate::Watch) is told: calls, more or less.
+    /// Steps of a run, of which [`Watch`](crate::Watch) is told: calls, or the pairs of low latency.
     pub fn steps(&self) -> u64 {
         let calls = u64::from(self.warmup + self.iters);
-        if self.low_latency.is_some() {
-            let chains = u64::from(chains_of(self.warmup, self.iters).iter().sum::<u32>());
-            return (calls + chains * u64::from(self.chain())) * self.num_sms.len() as u64;
+        let mut of_a_number = self.rounds().len() as u64 * calls;
+        if let Some((chain, [untimed, timed])) = self.pairs() {
+            of_a_number += u64::from(untimed + timed) * u64::from(chain);
         }
-        let mut of_a_number = self.phases().len() as u64 * calls;
-        if self.effort == Effort::Phases {
-            return of_a_number * self.num_sms.len() as u64;
-        }
-        // Exact dispatches one by one, and calls back to back.
-        of_a_number += if self.topology.nodes > 1 { 4 } else { 3 } * calls;
-        if let Some(chain) = self.graph {
-            of_a_number += u64::from(REPLAYED_STEPS) * calls * (1 + u64::from(chain));
-        }
-        of_a_number * self.num_sms.len() as u64 + self.baseline_steps()
-    }
-
-    /// Steps of the baseline and of what else is measured beside it, and those of pairs of the
-    /// point's own way.
-    fn baseline_steps(&self) -> u64 {
-        let calls = u64::from(self.warmup + self.iters);
-        match self.baseline {
-            None => 0,
-            // Dispatch, combine and pair each; back to back, too, where that can be.
-            Some(Baseline::Nccl) => {
-                let low_latency = if self.has_low_latency() { 3 } else { 0 };
-                calls * (self.num_sms.len() as u64 + low_latency + 2 * 5)
+        if self.effort == Effort::Whole {
+            if self.low_latency.is_none() {
+                // Exact dispatches one by one, and calls back to back.
+                of_a_number += if self.topology.nodes > 1 { 4 } else { 3 } * calls;
+            }
+            if let Some(chain) = self.replays() {
+                let alone = if self.empties_caches() { 2 } else { 1 };
+                of_a_number += STEPS.len() as u64 * calls * (alone + u64::from(chain));
             }
         }
+        // The other ways: dispatch, combine and pairs each; back to back, too, where that can be.
+        let low_latency = if self.has_low_latency() { 2 + u64::from(CHAIN) } else { 0 };
+        let ways = self.baseline.map_or(0, |Baseline::Nccl| low_latency + 2 * (4 + u64::from(CHAIN)));
+        of_a_number * self.num_sms.len() as u64 + ways * calls
+    }
+
+    /// Whether the L2 cache is emptied in front of calls of high throughput.
+    pub(crate) fn empties_caches(&self) -> bool {
+        !self.is_virtual && self.flush_mib > 0
     }
 
     /// Whether sizes and nodes are such that low latency can do it, too.

@@ -209,7 +209,7 @@ impl<'a> Poster<'a> {
         let (own, out, into) = (self.own_word(0), self.region(0), self.region(1 + self.node()));
         self.group.barrier(self.group.timeout())?;
         let start = Instant::now();
-        let mut waits = Wait::new(self.timeout);
+        let mut waits = Wait::new();
         loop {
             let (mut open, mut posted) = (false, false);
             for lane in &mut self.lanes {
@@ -235,9 +235,9 @@ impl<'a> Poster<'a> {
                 break;
             }
             if posted {
-                waits = Wait::new(self.timeout);
+                waits = Wait::new();
             } else {
-                self.pause(&mut waits)?;
+                self.pause(&mut waits, 0)?;
             }
         }
         self.round += 1;
@@ -303,7 +303,7 @@ impl<'a> Poster<'a> {
             (true, true) => Some(way.memory.ptr().0 as *mut u8),
             (true, false) => None,
         };
-        let mut wait = Wait::new(self.timeout);
+        let mut wait = Wait::new();
         loop {
             let seen = if let Some(base) = base {
                 // SAFETY: the word lies in wire memory, which the way keeps, and is only accessed
@@ -318,42 +318,23 @@ impl<'a> Poster<'a> {
             if seen >= self.round {
                 return Ok(());
             }
-            self.pause(&mut wait).map_err(|error| match error {
-                Error::PeerTimeout {
-                    rank, operation, place, word, epoch, needed, waited, beside, ..
-                } => {
-                    let late = [peer].into();
-                    Error::PeerTimeout {
-                        rank,
-                        peer,
-                        operation,
-                        place,
-                        late,
-                        word,
-                        epoch,
-                        needed,
-                        seen,
-                        waited,
-                        beside,
-                    }
-                }
-                error => error,
-            })?;
+            self.pause(&mut wait, lane)?;
         }
     }
 
     /// Waits until at most `most` requests of a lane have not left.
     fn quiet(&mut self, lane: usize, most: u64) -> Result<()> {
-        let mut wait = Wait::new(self.timeout);
+        let mut wait = Wait::new();
         while self.lanes[lane].in_flight()? > most {
-            self.pause(&mut wait)?;
+            self.pause(&mut wait, lane)?;
         }
         Ok(())
     }
 
     /// Gives way to others, which may need the processor to move the bytes, for a small part of the
-    /// wait so far. An error where a queue has failed or the wait takes too long.
-    fn pause(&self, wait: &mut Wait) -> Result<()> {
+    /// wait so far. An error where a queue has failed or the wait takes too long, by the peer of
+    /// `lane`.
+    fn pause(&self, wait: &mut Wait, lane: usize) -> Result<()> {
         match wait.since.elapsed() / 32 {
             short if short < Duration::from_micros(30) => std::thread::yield_now(),
             part => std::thread::sleep(part.min(Duration::from_millis(1))),
@@ -365,11 +346,11 @@ impl<'a> Poster<'a> {
         if let Some(failure) = self.proxies.failure() {
             return Err(failure);
         }
-        if wait.since.elapsed() < wait.longest {
+        if wait.since.elapsed() < self.timeout {
             return Ok(());
         }
         let rank = self.group.rank();
-        let peer = self.lanes.first().map_or(rank, |lane| lane.peer);
+        let peer = self.lanes.get(lane).map_or(rank, |lane| lane.peer);
         Err(Error::PeerTimeout {
             rank,
             peer,
@@ -380,7 +361,7 @@ impl<'a> Poster<'a> {
             epoch: self.round,
             needed: self.round,
             seen: 0,
-            waited: wait.longest,
+            waited: self.timeout,
             beside: "".into(),
         })
     }
@@ -405,11 +386,10 @@ impl<'a> Poster<'a> {
 struct Wait {
     since: Instant,
     turns: u32,
-    longest: Duration,
 }
 
 impl Wait {
-    fn new(longest: Duration) -> Wait {
-        Wait { since: Instant::now(), turns: 0, longest }
+    fn new() -> Wait {
+        Wait { since: Instant::now(), turns: 0 }
     }
 }

@@ -2,15 +2,14 @@
 //! these types.
 
 use std::path::Path;
-use std::sync::LazyLock;
 
 use epoxide::internal::{JSON, read_text_file};
 use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
 use serde::{Deserialize, Serialize};
 
 use crate::counts::TokenCounts;
-use crate::version_1::LowLatencyV1;
-use crate::{Error, Result, Shapes, digest};
+use crate::versions::Versions;
+use crate::{Error, Result, Shapes, version_1};
 
 /// Version of the JSON form. It grows when a field changes its meaning or goes away, not when one
 /// is added.
@@ -35,7 +34,7 @@ pub struct Results {
 }
 
 /// Everything measured with one set of sizes and one number of multiprocessors.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Point {
     /// Version of the form of this line: sweeps write points alone.
     pub schema_version: u32,
@@ -54,7 +53,7 @@ pub struct Point {
     pub date: String,
     /// The measured program and kernels; missing in files of version 1.
     #[serde(default)]
-    pub kernels: Option<Kernels>,
+    pub kernels: Option<Versions>,
     /// Sizes and settings.
     #[serde(flatten)]
     pub key: Key,
@@ -74,7 +73,7 @@ pub struct Point {
     pub wire_bytes: u64,
     /// Device bytes of a rank's whole buffer.
     pub device_bytes: u64,
-    /// Digest of the routing ([`digest::of_routing`]): points with equal digests measured the same.
+    /// Digest of the routing (docs/BENCH-SCHEMA.md): points with equal digests measured the same.
     /// Missing in older files.
     #[serde(default)]
     pub routing_digest: Option<String>,
@@ -114,7 +113,7 @@ pub struct Run {
 }
 
 /// Settings of a point: points with equal keys can be compared.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Key {
     /// Nodes.
     pub nodes: u32,
@@ -163,59 +162,6 @@ pub struct Key {
     pub max_tokens: Option<u32>,
 }
 
-/// The measured program and kernels.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Kernels {
-    /// Commit of the program, with `-dirty` where measured code had changed since; `unknown` where
-    /// it was not built in a repository.
-    pub commit: String,
-    /// Digest of the PTX ([`digest::of_text`]).
-    pub ptx: String,
-    /// Version of the driver; missing on the virtual GPU.
-    pub driver: Option<String>,
-}
-
-impl Kernels {
-    /// The kernels of this program, for a text of PTX.
-    pub(crate) fn of_ptx(ptx: &str, is_virtual: bool) -> Kernels {
-        let driver = if is_virtual { None } else { loaded_driver() };
-        let digest = if ptx == epoxide_gpu::PTX { shipped_digest().to_owned() } else { digest::of_text(ptx) };
-        Kernels { commit: Kernels::commit_of_this_program(), ptx: digest, driver }
-    }
-
-    pub(crate) fn commit_of_this_program() -> String {
-        env!("EPOXIDE_COMMIT").into()
-    }
-
-    /// The kernels, for people.
-    pub fn text(&self) -> String {
-        let driver = self.driver.as_ref().map_or_else(String::new, |driver| format!(", driver {driver}"));
-        let other = match self.ptx == shipped_digest() {
-            true => "",
-            false => " (not those of this program)",
-        };
-        format!("PTX {}{other}, commit {}{driver}", self.ptx, self.commit)
-    }
-}
-
-/// The digest of the kernels of this program.
-fn shipped_digest() -> &'static str {
-    static DIGEST: LazyLock<String> = LazyLock::new(|| digest::of_text(epoxide_gpu::PTX));
-    &DIGEST
-}
-
-/// The version of the NVIDIA driver that the system has loaded.
-fn loaded_driver() -> Option<String> {
-    let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
-    driver_of(&text)
-}
-
-/// The first word of a driver's first line that is a version.
-fn driver_of(text: &str) -> Option<String> {
-    let is_version = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
-    text.lines().next()?.split_whitespace().find(is_version).map(str::to_owned)
-}
-
 impl Key {
     /// An error in a key of a file that was not written by this program.
     fn broken(&self) -> Option<String> {
@@ -238,9 +184,7 @@ impl Key {
         }
         None
     }
-}
 
-impl Key {
     /// Nodes and what joins them, for people, without what is said elsewhere; nothing within one
     /// node.
     pub fn network(&self, without_nodes: bool, without_chunk: bool) -> Option<String> {
@@ -396,7 +340,7 @@ impl PhaseName {
 }
 
 /// A way to bring tokens to the ranks of their experts and back.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Way {
     /// Cached dispatch, and combine of rows in the pool.
@@ -694,7 +638,7 @@ impl Point {
 
     /// The kernels, for people. Files of version 1 have none: the day is all that is known.
     pub fn kernels_text(&self) -> String {
-        self.kernels.as_ref().map_or_else(|| format!("unknown, of {}", self.date), Kernels::text)
+        self.kernels.as_ref().map_or_else(|| format!("unknown, of {}", self.date), Versions::text)
     }
 
     /// Note for every figure and drawing of the point, if the times are not hardware's.
@@ -809,9 +753,9 @@ impl Results {
             assert!(!comparison.text().is_empty());
             let _ = comparison.slower_by(0.01);
         }
-        let figures = crate::model::Figures::h200(50.0, 5.0);
-        let _ = crate::model::check_text(&crate::model::check(&results.points, &figures));
-        let _ = figures.with_ceilings_of(&results.points);
+        let machine = crate::model::Machine::h200(50.0, 5.0);
+        let _ = crate::model::check_text(&crate::model::check(&results.points, &machine));
+        let _ = machine.with_ceilings_of(&results.points);
     }
 
     /// The results as JSON.
@@ -819,8 +763,13 @@ impl Results {
     /// # Errors
     /// Where a figure has no JSON form.
     pub fn json(&self) -> Result<String> {
-        serde_json::to_string_pretty(self).map_err(|error| Error::Failed(format!("JSON: {error}")))
+        json_of(self)
     }
+}
+
+/// A file of results as JSON.
+pub(crate) fn json_of(results: &impl Serialize) -> Result<String> {
+    serde_json::to_string_pretty(results).map_err(|error| Error::Failed(format!("JSON: {error}")))
 }
 
 /// The point that a value holds, in the form of this version.
@@ -828,7 +777,7 @@ fn point_of(value: serde_json::Value) -> std::result::Result<Point, String> {
     let broken = |error: serde_json::Error| format!("not a results file: {error}");
     let is = |name: &str, wanted: &serde_json::Value| value.get(name) == Some(wanted);
     if is("mode", &LOW_LATENCY.into()) && is("schema_version", &OLDEST_VERSION.into()) {
-        return serde_json::from_value::<LowLatencyV1>(value).map(Point::from).map_err(broken);
+        return version_1::point_of(value).map_err(broken);
     }
     let point: Point = serde_json::from_value(value).map_err(broken)?;
     Ok(Point { schema_version: SCHEMA_VERSION, ..point })
@@ -891,9 +840,7 @@ pub fn gbps(bytes: f64, us: f64) -> f64 {
 
 /// Today, UTC, `YYYY-MM-DD`.
 pub fn today() -> String {
-    let seconds =
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let (year, month, day) = civil(seconds / 86_400);
+    let (year, month, day) = civil(seconds_since_1970() as u64 / 86_400);
     format!("{year:04}-{month:02}-{day:02}")
 }
 

@@ -94,8 +94,8 @@ pub fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
     Ok(std::iter::successors(Some(from), next).take_while(|&at| at <= to).collect())
 }
 
-/// How a sweep is carried out.
-pub struct Run<'a> {
+/// Devices of a sweep, and receivers of its progress.
+pub struct Means<'a> {
     /// Gives the places of so many nodes of so many ranks, or the error.
     pub topology: &'a dyn Fn(u32, u32) -> Result<Topology>,
     /// Makes the device of a rank.
@@ -119,17 +119,12 @@ pub struct Swept {
 ///
 /// # Errors
 /// An impossible combination, before any is measured; and errors of the operations.
-pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Run<'_>) -> Result<Swept> {
-    let mut known = if out.exists() && std::fs::metadata(out).is_ok_and(|file| file.len() > 0) {
+pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Means<'_>) -> Result<Swept> {
+    let has_text = || std::fs::metadata(out).is_ok_and(|file| file.len() > 0);
+    if has_text() {
         mend(out)?;
-        if std::fs::metadata(out).is_ok_and(|file| file.len() > 0) {
-            Results::read(out)?.points
-        } else {
-            Vec::new()
-        }
-    } else {
-        Vec::new()
-    };
+    }
+    let mut known = if has_text() { Results::read(out)?.points } else { Vec::new() };
     let mut plan = plan.clone();
     if plan.num_sms.contains(&Plan::ALL_SMS) {
         // Points have the number itself, by which they are found again.
@@ -209,12 +204,10 @@ fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
             && (point.warmup, point.iters, point.shapes) == (plan.warmup, plan.iters, plan.shapes)
             && point.runs.len().max(1) == plan.repeat as usize
             && (plan.baseline.is_none() || !point.baselines.is_empty())
-            && plan.graph.is_none_or(|chain| {
-                let pairs = point.pair.iter().map(|pair| pair.chain);
-                let steps = point.graph.iter().map(|step| step.chain);
-                let chains = if point.is_low_latency() { pairs.min() } else { steps.min() };
-                chains == Some(chain)
-            })
+            && plan
+                .pairs()
+                .is_none_or(|(chain, _)| point.pair.as_ref().is_some_and(|pair| pair.chain == chain))
+            && plan.replays().is_none_or(|chain| point.graph.first().is_some_and(|step| step.chain == chain))
     })
 }
 
@@ -274,10 +267,8 @@ fn append(out: &Path, points: &[Point]) -> Result<()> {
 /// For each phase and size the number of multiprocessors, and across nodes the rows of a put, that
 /// is fastest.
 pub fn summary(points: &[Point]) -> String {
-    let mut lines = vec![format!(
-        "{:<18} {:>5} {:>5} {:>7} {:>5} {:>5} {:>11} {:>11}",
-        "best of the sweep", "nodes", "ranks", "tokens", "SMs", "chunk", "mean us", "links GB/s"
-    )];
+    let mut lines =
+        vec!["best of the sweep  nodes ranks  tokens   SMs chunk     mean us  links GB/s".to_owned()];
     for name in PhaseName::all().filter(|name| *name != PhaseName::CombineStaged) {
         let size = |point: &Point| (point.key.nodes, point.key.num_ranks, point.key.tokens);
         let mut sizes: Vec<(u32, u32, u32)> = points.iter().map(size).collect();
@@ -290,13 +281,10 @@ pub fn summary(points: &[Point]) -> String {
             let best = phases.min_by(|a, b| a.1.call.avg_us.total_cmp(&b.1.call.avg_us));
             let Some((point, phase)) = best else { continue };
             let links = phase.bandwidth.as_ref().map_or("n/a".into(), |bw| format!("{:.1}", bw.links));
-            lines.push(format!(
-                "{:<18} {nodes:>5} {ranks:>5} {tokens:>7} {:>5} {:>5} {:>11.1} {links:>11}",
-                name.text(),
-                point.key.num_sms,
-                point.key.rdma_send.map_or("-".into(), |rows| rows.to_string()),
-                phase.call.avg_us
-            ));
+            let (name, sms, us) = (name.text(), point.key.num_sms, phase.call.avg_us);
+            let chunk = point.key.rdma_send.map_or("-".into(), |rows| rows.to_string());
+            let sizes = format!("{nodes:>5} {ranks:>5} {tokens:>7} {sms:>5} {chunk:>5}");
+            lines.push(format!("{name:<18} {sizes} {us:>11.1} {links:>11}"));
         }
     }
     if let Some(point) = points.iter().find(|point| point.is_virtual) {
@@ -315,7 +303,7 @@ mod tests {
     }
 
     fn swept(plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Swept> {
-        let how = Run { topology: &topology, open: &open, progress: &|_, _, _| {}, watch: &() };
+        let how = Means { topology: &topology, open: &open, progress: &|_, _, _| {}, watch: &() };
         run(plan, sweep, out, &how)
     }
 

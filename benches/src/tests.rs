@@ -253,7 +253,7 @@ fn bytes_on_the_wire_that_the_layout_does_not_predict_end_the_benchmark() {
     let plan = plan("--nodes 2 --ranks-per-node 1 --num-sms 4 --transport shm");
     let (points, mut ranks) = measure(&plan, open, &()).unwrap();
     assert_eq!((points[0].mode.as_str(), points[0].key.transport.as_deref()), ("internode", Some("shm")));
-    ranks[0].times[0].wire[2].1.bytes += 16;
+    ranks[0].times[0].phases[2].wire.bytes += 16;
     let message = points::points(&plan, &ranks).unwrap_err().to_string();
     assert!(message.contains("rank 0") && message.contains("combine in pool"), "{message}");
 }

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::results::{PhaseName, Point, Slowest, Way};
+use crate::results::{Key, PhaseName, Point, Slowest, Way};
 
 impl Way {
     /// Name above a column.
@@ -40,6 +40,13 @@ impl Point {
         ways.sort_by(|a, b| a.1.total_cmp(&b.1));
         ways
     }
+
+    /// For one of [`STEPS`] the median of the fastest way of epoxide over that of the others.
+    pub fn ratio(&self, step: usize) -> Option<f64> {
+        let ranking = self.ranking(step);
+        let best = |ours| ranking.iter().find(|(way, _)| way.is_ours() == ours).map(|(_, us)| *us);
+        best(true).zip(best(false)).map(|(ours, theirs)| ours / theirs).filter(|ratio| ratio.is_finite())
+    }
 }
 
 /// For each size, and each of dispatch, combine and pair: the times of every way, the fastest way,
@@ -50,8 +57,9 @@ pub fn summary(points: &[Point]) -> Option<String> {
     let unit = if first.is_virtual { first.caveat() } else { "us" };
     let chain = first.pair.as_ref().map_or(0, |pair| pair.chain);
     let mut out = format!(
-        "  ways, median of each iteration's slowest rank, {unit}; pair: {chain} one after the other, time of one\n  {:>5} {:>5} {:>7} {:>4} {:<8}",
-        "nodes", "ranks", "tokens", "SMs", ""
+        "  ways, median of each iteration's slowest rank, {unit}; pair: {chain} one after the other, time of one\n  \
+         nodes ranks  tokens  SMs {:8}",
+        ""
     );
     // Writing to a string cannot fail.
     for way in Way::ALL {
@@ -59,23 +67,15 @@ pub fn summary(points: &[Point]) -> Option<String> {
     }
     let _ = write!(out, " | {:>14} | fastest", "epoxide / NCCL");
     for point in &measured {
-        let key = &point.key;
+        let Key { nodes, num_ranks, tokens, num_sms, .. } = &point.key;
         for (step, name) in STEPS.iter().enumerate() {
-            let _ = write!(
-                out,
-                "\n  {:>5} {:>5} {:>7} {:>4} {name:<8}",
-                key.nodes, key.num_ranks, key.tokens, key.num_sms
-            );
+            let _ = write!(out, "\n  {nodes:>5} {num_ranks:>5} {tokens:>7} {num_sms:>4} {name:<8}");
             for way in Way::ALL {
                 let took = point.way(way)[step].map_or("-".into(), |times| format!("{:.1}", times.p50_us));
                 let _ = write!(out, " {took:>15}");
             }
-            let ranking = point.ranking(step);
-            let best = |ours| ranking.iter().find(|(way, _)| way.is_ours() == ours).map(|(_, us)| *us);
-            let ratio = best(true).zip(best(false)).map(|(ours, theirs)| ours / theirs);
-            let ratio =
-                ratio.filter(|ratio| ratio.is_finite()).map_or("-".into(), |ratio| format!("{ratio:.2}"));
-            let _ = write!(out, " | {ratio:>14} | {}", fastest(&ranking));
+            let ratio = point.ratio(step).map_or("-".into(), |ratio| format!("{ratio:.2}"));
+            let _ = write!(out, " | {ratio:>14} | {}", fastest(&point.ranking(step)));
         }
     }
     if first.is_virtual {
@@ -86,12 +86,11 @@ pub fn summary(points: &[Point]) -> Option<String> {
 
 fn fastest(ranking: &[(Way, f64)]) -> String {
     match ranking {
-        [] => "-".into(),
-        [(way, _)] => way.text().into(),
         [(way, us), (next, next_us), ..] if *us > 0.0 => {
             format!("{}: {} takes {:.2} times as long", way.text(), next.text(), next_us / us)
         }
         [(way, _), ..] => way.text().into(),
+        [] => "-".into(),
     }
 }
 

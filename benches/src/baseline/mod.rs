@@ -11,14 +11,16 @@ mod nccl;
 
 use epoxide::Result;
 use epoxide::driver::Stream;
-use epoxide_testing::roundtrip::Case;
+use epoxide_testing::oracle::Routing;
 
-use self::low_latency::LowLatency;
+use self::low_latency::low_latency;
 pub(crate) use self::nccl::Nccl;
 use crate::Baseline;
-use crate::bench::Bench;
-use crate::measured::WaySamples;
-use crate::results::Way;
+use crate::high_throughput::HighThroughput;
+use crate::measured::{PhaseTimes, WaySamples};
+use crate::plan::CHAIN;
+use crate::results::{PhaseName, Way};
+use crate::script::{Front, Script};
 
 /// A way on one rank: its calls enqueue, and wait for nothing that the device does.
 pub(crate) trait Exchange {
@@ -41,8 +43,8 @@ pub(crate) trait Exchange {
 }
 
 /// Rows of a dispatch and of a combine that others send a rank.
-pub(crate) fn link_rows(case: &Case, rank: u32) -> (u64, u64) {
-    let (routing, ranks) = (&case.routing, case.routing.num_ranks());
+pub(crate) fn link_rows(routing: &Routing, rank: u32) -> (u64, u64) {
+    let ranks = routing.num_ranks();
     let sent = |from: u32, to: u32| {
         (0..routing.num_tokens(from)).filter(|&token| routing.hits(from, token, to)).count() as u64
     };
@@ -61,20 +63,20 @@ impl Baseline {
     }
 }
 
-impl Bench<'_> {
+impl Script<'_, HighThroughput> {
     /// Times all other ways, each of which is held against the oracle before. Collective.
-    pub fn others(&mut self, nccl: &Nccl, case: &Case) -> Result<Vec<WaySamples>> {
+    pub fn ways(&mut self, nccl: &Nccl) -> Result<Vec<WaySamples>> {
         let mut all = Vec::new();
         if self.plan.has_low_latency() {
             self.settle(Way::LowLatency)?;
-            let exchange = LowLatency::checked(self, case)?;
+            let exchange = low_latency(self)?;
             all.push(self.time_way(Way::LowLatency, &exchange)?);
         }
         self.settle(Way::NcclAllToAll)?;
-        let all_to_all = nccl.all_to_all(case, &self.rig)?;
+        let all_to_all = nccl.all_to_all(&self.mode.case, &self.mode.rig)?;
         all.push(self.time_way(Way::NcclAllToAll, &all_to_all)?);
         self.settle(Way::NcclAllGather)?;
-        let all_gather = nccl.all_gather(case, &self.rig)?;
+        let all_gather = nccl.all_gather(&self.mode.case, &self.mode.rig)?;
         all.push(self.time_way(Way::NcclAllGather, &all_gather)?);
         Ok(all)
     }
@@ -82,27 +84,33 @@ impl Bench<'_> {
     /// Waits until no rank's device works. Making a way allocates, connects and frees, and a driver
     /// may wait for running work then.
     fn settle(&self, way: Way) -> Result<()> {
-        self.watch.doing(self.rig.rank, way.text());
-        self.rig.stream.synchronize()?;
-        self.rig.group.barrier(self.rig.group.timeout())
+        self.doing(way.text());
+        self.stream.synchronize()?;
+        self.group.barrier(self.group.timeout())
     }
 
     fn time_way(&mut self, way: Way, exchange: &dyn Exchange) -> Result<WaySamples> {
-        let stream = self.rig.stream.clone();
-        let dispatch = self.isolated(true, |_| exchange.dispatch(&stream))?;
-        let before = |_: &mut Self| if exchange.in_pairs() { exchange.dispatch(&stream) } else { Ok(()) };
-        let combine = self.isolated_behind(before, true, |_| exchange.combine(&stream))?;
-        let stream_us = match exchange.in_pairs() {
-            true => None,
-            false => Some((
-                self.back_to_back(|_| exchange.dispatch(&stream))?,
-                self.back_to_back(|_| exchange.combine(&stream))?,
-            )),
+        let stream = self.stream.clone();
+        let (dispatch, combine) = (|| exchange.dispatch(&stream), || exchange.combine(&stream));
+        let in_pairs = exchange.in_pairs();
+        let front = if in_pairs { Front::Behind(&dispatch) } else { Front::EmptiedCaches };
+        let calls =
+            [self.isolated(Front::EmptiedCaches, |_| dispatch())?, self.isolated(front, |_| combine())?];
+        let back_to_back = match in_pairs {
+            true => [None; 2],
+            false => [Some(self.back_to_back(|_| dispatch())?), Some(self.back_to_back(|_| combine())?)],
         };
-        let pair = self.pairs(|_| exchange.dispatch(&stream).and_then(|()| exchange.combine(&stream)))?;
+        let names = [PhaseName::DispatchCached, PhaseName::CombineInPool];
+        let phases = names
+            .into_iter()
+            .zip(calls)
+            .zip(back_to_back)
+            .map(|((name, calls), back_to_back)| PhaseTimes { back_to_back, ..PhaseTimes::new(name, calls) });
+        let pairs = |_: &mut Self| (0..CHAIN).try_for_each(|_| dispatch().and_then(|()| combine()));
+        let pair = self.chains(Front::EmptiedCaches, self.plan.repetitions(), CHAIN, pairs)?;
         exchange.check()?;
         // No rank frees memory that another rank may still access.
         self.settle(way)?;
-        Ok(WaySamples { way, dispatch, combine, stream: stream_us, pair, link_bytes: exchange.link_bytes() })
+        Ok(WaySamples { way, phases: phases.collect(), pair, link_bytes: exchange.link_bytes() })
     }
 }

@@ -16,7 +16,7 @@ use half::bf16;
 
 use super::{Exchange, link_rows};
 use crate::TIMEOUT;
-use crate::bench::{RETURNED, ROWS};
+use crate::high_throughput::{RETURNED, ROWS};
 
 /// Whole numbers up to here are exact in BF16, and so are sums that stay below.
 const EXACT: u64 = 256;
@@ -179,7 +179,7 @@ impl<'a> AllToAll<'a> {
             oracle::recv_order(&case.routing, me).into_iter().map(|of| returned(case, me, of)).collect();
         let width = u64::from(case.row_bytes) + case.scale_bytes();
         let home = [to.iter().sum(), case.hidden()];
-        let (dispatched, combined) = link_rows(case, me);
+        let (dispatched, combined) = link_rows(&case.routing, me);
         Ok(AllToAll {
             nccl,
             sent: rig.upload_rows(BYTES, width, &sent)?,

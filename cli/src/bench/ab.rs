@@ -83,11 +83,17 @@ pub fn run(args: &Args) -> Result<()> {
     let plans = args.sizes.plans()?.into_iter();
     let plans: Vec<Plan> = plans.map(|plan| Plan { no_ceiling: true, ..plan }).collect();
     plans.iter().try_for_each(Plan::check)?;
-    let all_runs = |plan: &Plan| Plan { repeat: runs, effort: Effort::Phases, ..plan.clone() };
+    let effort = if are_here(&plans, &sides) { Effort::Phases } else { Effort::Whole };
+    let all_runs = |plan: &Plan| Plan { repeat: runs, effort, ..plan.clone() };
     announce(&plans.iter().map(all_runs).collect::<Vec<_>>(), args.sizes.leaves_sizes_open());
     let progress = Progress::new("bench ab", u64::from(runs), true);
     let mut runner = Runner::new(plans, sides.clone(), &progress)?;
     args.compare(&sides, &mut || runner.alternate(args.repeat), &progress)
+}
+
+/// Whether runs are made in this process: of one plan and program.
+fn are_here(plans: &[Plan], sides: &[Side; 2]) -> bool {
+    matches!(plans, [plan] if plan.low_latency.is_none() && sides.iter().all(|side| side.program.is_none()))
 }
 
 /// The generator that draws the order within each pair.
@@ -242,18 +248,17 @@ struct Runner<'a> {
 impl<'a> Runner<'a> {
     /// Ready to run: where runs are made here, each side's results have been checked.
     fn new(plans: Vec<Plan>, sides: [Side; 2], progress: &'a Progress) -> Result<Runner<'a>> {
-        let devices = match &plans[..] {
-            [plan] if plan.low_latency.is_none() && sides.iter().all(|side| side.program.is_none()) => {
-                progress.doing(0, "checking results");
-                for side in if sides[0].ptx == sides[1].ptx { &sides[..1] } else { &sides[..] } {
-                    let once = Plan { warmup: 0, iters: 1, graph: None, ..plan_of(plan, side) };
-                    measure_points(&[Plan { effort: Effort::Whole, ..once }], &())?;
-                }
-                let opened = (0..plan.topology.ranks()).map(|rank| open(device_of(plan), rank));
-                Some(opened.collect::<epoxide::Result<Vec<_>>>().map_err(Error::from)?)
+        let mut devices = None;
+        if are_here(&plans, &sides) {
+            let plan = &plans[0];
+            progress.doing(0, "checking results");
+            for side in if sides[0].ptx == sides[1].ptx { &sides[..1] } else { &sides[..] } {
+                let once = Plan { warmup: 0, iters: 1, graph: None, ..plan_of(plan, side) };
+                measure_points(&[Plan { effort: Effort::Whole, ..once }], &())?;
             }
-            _ => None,
-        };
+            let opened = (0..plan.topology.ranks()).map(|rank| open(device_of(plan), rank));
+            devices = Some(opened.collect::<epoxide::Result<Vec<_>>>().map_err(Error::from)?);
+        }
         Ok(Runner { plans, sides, devices, lot: lot(), progress })
     }
 
@@ -346,8 +351,8 @@ impl Tally {
     fn text(&self) -> String {
         let width = self.lines.iter().map(|(what, _)| what.len()).max().unwrap_or(0);
         let mut out = format!(
-            "{:<width$} {:>9} {:>9} {:>9} {:>9} | {:>9} {:>9} {:>9}\n",
-            "comparisons that call B", "slower", "faster", "noise", "not told", "B / A", "least", "most"
+            "{:<width$}    slower    faster     noise  not told |     B / A     least      most\n",
+            "comparisons that call B"
         );
         for (what, verdicts) in &self.lines {
             let Verdicts { faster, slower, untold, ratios } = verdicts;

@@ -5,18 +5,20 @@ use std::path::PathBuf;
 use epoxide::DType;
 use epoxide::low_latency::Options;
 use epoxide_bench::sweep::Sweep;
-use epoxide_bench::{Baseline, CombineRows, Effort, LowLatency, Plan, Shapes};
+use epoxide_bench::{Baseline, CombineRows, Effort, LowLatencySettings, Plan, Shapes};
 
 use crate::options::{DeviceKind, Mode, NetworkFlags, RowType, WorldFlags};
 use crate::stop::{Result, Stop};
 
-/// Sizes where neither flags nor environment give them.
+/// Experts per token where neither flags nor environment give them.
+const TOPK: u32 = 8;
+
+/// Other sizes, likewise.
 struct Defaults {
     tokens: u32,
     hidden: u64,
     /// Experts of all ranks.
     experts: u32,
-    topk: u32,
     num_sms: u32,
     warmup: u32,
     iters: u32,
@@ -28,24 +30,12 @@ impl Defaults {
     /// for ten minutes.
     fn of(device: DeviceKind, ranks: u32) -> Defaults {
         match device {
-            DeviceKind::Cuda => Defaults {
-                tokens: 4096,
-                hidden: 7168,
-                experts: 256,
-                topk: 8,
-                num_sms: 24,
-                warmup: 5,
-                iters: 20,
-            },
-            DeviceKind::Virtual => Defaults {
-                tokens: 64,
-                hidden: 1024,
-                experts: 8 * ranks,
-                topk: 8,
-                num_sms: 8,
-                warmup: 1,
-                iters: 10,
-            },
+            DeviceKind::Cuda => {
+                Defaults { tokens: 4096, hidden: 7168, experts: 256, num_sms: 24, warmup: 5, iters: 20 }
+            }
+            DeviceKind::Virtual => {
+                Defaults { tokens: 64, hidden: 1024, experts: 8 * ranks, num_sms: 8, warmup: 1, iters: 10 }
+            }
         }
     }
 }
@@ -298,16 +288,14 @@ impl PlanFlags {
     /// tokens.
     pub fn plan(&self) -> Result<Plan> {
         let is_low_latency = self.is_low_latency();
-        if self.combine_dtype != RowType::Bf16 && !is_low_latency {
-            return Err(Stop::usage(
-                "--combine-dtype: only with --mode low-latency; otherwise a combine is bf16",
-            ));
-        }
-        if self.combine_rows != ReturnedRows::ByExpert && !is_low_latency {
-            return Err(Stop::usage("--combine-rows: only with --mode low-latency"));
-        }
-        if self.max_tokens.is_some() && !is_low_latency {
-            return Err(Stop::usage("--max-tokens: only with --mode low-latency"));
+        for (flag, is_given, more) in [
+            ("--combine-dtype", self.combine_dtype != RowType::Bf16, "; otherwise a combine is bf16"),
+            ("--combine-rows", self.combine_rows != ReturnedRows::ByExpert, ""),
+            ("--max-tokens", self.max_tokens.is_some(), ""),
+        ] {
+            if is_given && !is_low_latency {
+                return Err(Stop::usage(format!("{flag}: only with --mode low-latency{more}")));
+            }
         }
         if self.num_sms.contains(&0) {
             return Err(Stop::usage("--num-sms 0: must be at least 1"));
@@ -325,18 +313,9 @@ impl PlanFlags {
             }
         };
         let chain = if self.device == DeviceKind::Virtual { 2 } else { 128 };
-        let TuningFlags {
-            dispatch_warps,
-            dispatch_metadata_warps,
-            dispatch_stages,
-            dispatch_stage_bytes,
-            combine_warps,
-            combine_slots,
-            combine_slot_bytes,
-            combine_stagers,
-        } = self.tuning;
+        let tuning = self.tuning;
         let plan = Plan {
-            low_latency: is_low_latency.then(|| LowLatency {
+            low_latency: is_low_latency.then(|| LowLatencySettings {
                 combine_dtype: self.combine_dtype.dtype(),
                 combine_rows: self.combine_rows.rows(),
                 chunk_tokens: self.chunk_tokens,
@@ -353,7 +332,7 @@ impl PlanFlags {
             tokens: self.tokens.unwrap_or(if is_low_latency { 1 } else { defaults.tokens }),
             hidden: self.hidden.unwrap_or(defaults.hidden),
             experts: self.experts.unwrap_or(defaults.experts),
-            topk: self.topk.unwrap_or(defaults.topk),
+            topk: self.topk.unwrap_or(TOPK),
             dtype: self.dtype.dtype(),
             num_sms,
             rdma_send: self.rdma_send,
@@ -374,14 +353,14 @@ impl PlanFlags {
             no_ceiling: self.no_ceiling,
             flush_mib: self.flush_mib,
             shapes: Shapes {
-                dispatch_warps,
-                dispatch_metadata_warps,
-                dispatch_stages,
-                dispatch_stage_bytes,
-                combine_warps,
-                combine_slots,
-                combine_slot_bytes,
-                combine_stagers,
+                dispatch_warps: tuning.dispatch_warps,
+                dispatch_metadata_warps: tuning.dispatch_metadata_warps,
+                dispatch_stages: tuning.dispatch_stages,
+                dispatch_stage_bytes: tuning.dispatch_stage_bytes,
+                combine_warps: tuning.combine_warps,
+                combine_slots: tuning.combine_slots,
+                combine_slot_bytes: tuning.combine_slot_bytes,
+                combine_stagers: tuning.combine_stagers,
             },
             ids: None,
         };

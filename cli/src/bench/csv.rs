@@ -7,64 +7,9 @@ use epoxide_bench::results::{Phase, Point, Slowest};
 use crate::output::write_text;
 use crate::stop::{Result, Stop};
 
-/// The columns, in order. An empty field is a value that there is not: every bandwidth on the
-/// virtual GPU.
-pub const COLUMNS: [&str; 54] = [
-    "mode",
-    "device",
-    "virtual",
-    "clock",
-    "date",
-    "nodes",
-    "num_ranks",
-    "tokens",
-    "hidden",
-    "experts",
-    "topk",
-    "dtype",
-    "num_sms",
-    "transport",
-    "queues",
-    "rdma_send",
-    "phase",
-    "row_bytes",
-    "avg_us",
-    "median_us",
-    "p90_us",
-    "p99_us",
-    "min_rank_us",
-    "max_rank_us",
-    "kernel_us",
-    "seed_avg_us",
-    "send_tokens",
-    "recv_tokens",
-    "links_gbps",
-    "link_ceiling_gbps",
-    "deepep_gbps",
-    "nccl_ep_recv_gbps",
-    "seed_per_rank_gbps",
-    "seed_agg_gbps",
-    "wire_rows",
-    "wire_slot_bytes",
-    "wire_bytes",
-    "transport_us",
-    "nvlink_us",
-    "wire_share",
-    "wire_gbps",
-    "wire_ceiling_gbps",
-    "slowest_p50_us",
-    "slowest_p99_us",
-    "slowest_min_us",
-    "slowest_mean_us",
-    "combine_dtype",
-    "combine_rows",
-    "chunk_tokens",
-    "packet_tokens",
-    "max_tokens",
-    "commit",
-    "ptx_digest",
-    "driver",
-];
+/// A field of a line: the column and the value. An empty value is one that there is not: every
+/// bandwidth on the virtual GPU.
+pub type Field = (&'static str, String);
 
 /// Writes all points.
 pub fn write(path: &Path, points: &[Point]) -> Result<()> {
@@ -72,29 +17,27 @@ pub fn write(path: &Path, points: &[Point]) -> Result<()> {
         let phases = point.phases.iter().map(|phase| record(point, Some(phase), phase.slowest.as_ref()));
         phases.chain(point.pair.iter().map(|pair| record(point, None, Some(&pair.period))))
     });
-    write_lines(path, &COLUMNS, lines.map(Vec::from))
+    write_lines(path, lines)
 }
 
-/// Writes a table.
-pub fn write_lines(path: &Path, columns: &[&str], lines: impl Iterator<Item = Vec<String>>) -> Result<()> {
-    let text = table(columns, lines).map_err(|error| Stop::failed(format!("CSV: {error}")))?;
-    write_text(path, text.trim_end())
-}
-
-fn table(
-    columns: &[&str],
-    lines: impl Iterator<Item = Vec<String>>,
-) -> std::result::Result<String, Box<dyn std::error::Error>> {
+/// Writes a table, whose lines have the same columns.
+pub fn write_lines(path: &Path, lines: impl Iterator<Item = Vec<Field>>) -> Result<()> {
     let mut csv = csv::Writer::from_writer(Vec::new());
-    csv.write_record(columns)?;
-    for line in lines {
-        csv.write_record(line)?;
+    let mut write =
+        |fields: Vec<String>| csv.write_record(fields).map_err(|error| Stop::failed(format!("CSV: {error}")));
+    for (at, line) in lines.enumerate() {
+        let (columns, values): (Vec<_>, Vec<_>) = line.into_iter().unzip();
+        if at == 0 {
+            write(columns.into_iter().map(str::to_owned).collect())?;
+        }
+        write(values)?;
     }
-    Ok(String::from_utf8(csv.into_inner()?)?)
+    let text = csv.into_inner().map_err(|error| Stop::failed(format!("CSV: {error}")))?;
+    write_text(path, String::from_utf8_lossy(&text).trim_end())
 }
 
 /// The line of a phase, or of the point's pairs.
-fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> [String; COLUMNS.len()] {
+fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> Vec<Field> {
     fn text(value: Option<impl ToString>) -> String {
         value.map_or_else(String::new, |value| value.to_string())
     }
@@ -107,60 +50,60 @@ fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> [S
         false => point.counts.swapped(),
     });
     let kernels = point.kernels.as_ref();
-    [
-        point.mode.clone(),
-        point.device.clone(),
-        point.is_virtual.to_string(),
-        point.clock.clone(),
-        point.date.clone(),
-        key.nodes.to_string(),
-        key.num_ranks.to_string(),
-        key.tokens.to_string(),
-        key.hidden.to_string(),
-        key.experts.to_string(),
-        key.topk.to_string(),
-        key.dtype.clone(),
-        key.num_sms.to_string(),
-        text(key.transport.as_ref()),
-        text(key.queues),
-        text(key.rdma_send),
-        phase.map_or("pair", |phase| phase.name.text()).into(),
-        text(phase.map(|phase| phase.row_bytes)),
-        text(call.map(|call| call.avg_us)),
-        text(call.map(|call| call.median_us)),
-        text(call.and_then(|call| call.p90_us)),
-        text(call.map(|call| call.p99_us)),
-        text(call.map(|call| call.min_rank_us)),
-        text(call.map(|call| call.max_rank_us)),
-        text(phase.and_then(|phase| phase.kernel_us)),
-        text(phase.and_then(|phase| phase.back_to_back).map(|spread| spread.avg_us)),
-        text(six.map(|six| six.send_total)),
-        text(six.map(|six| six.recv_total)),
-        text(bandwidth.map(|bandwidth| bandwidth.links)),
-        text(bandwidth.and_then(|bandwidth| bandwidth.link_ceiling)),
-        text(bandwidth.map(|bandwidth| bandwidth.deepep)),
-        text(bandwidth.map(|bandwidth| bandwidth.nccl_ep.recv_total)),
-        text(mscclpp.map(|test| test.per_rank)),
-        text(mscclpp.map(|test| test.aggregate)),
-        text(wire.map(|wire| wire.rows)),
-        text(wire.map(|wire| wire.slot_bytes)),
-        text(wire.map(|wire| wire.bytes)),
-        text(wire.and_then(|wire| wire.transport_us)),
-        text(wire.and_then(|wire| wire.nvlink_us)),
-        text(wire.and_then(|wire| wire.share)),
-        text(bandwidth.and_then(|bandwidth| bandwidth.wire)),
-        text(bandwidth.and_then(|bandwidth| bandwidth.wire_ceiling)),
-        text(slowest.map(|times| times.p50_us)),
-        text(slowest.map(|times| times.p99_us)),
-        text(slowest.map(|times| times.min_us)),
-        text(slowest.map(|times| times.mean_us)),
-        text(key.combine_dtype.as_ref()),
-        text(key.combine_rows.as_ref()),
-        text(key.chunk_tokens),
-        text(key.packet_tokens),
-        text(key.max_tokens),
-        text(kernels.map(|kernels| &kernels.commit)),
-        text(kernels.map(|kernels| &kernels.ptx)),
-        text(kernels.and_then(|kernels| kernels.driver.as_ref())),
+    vec![
+        ("mode", point.mode.clone()),
+        ("device", point.device.clone()),
+        ("virtual", point.is_virtual.to_string()),
+        ("clock", point.clock.clone()),
+        ("date", point.date.clone()),
+        ("nodes", key.nodes.to_string()),
+        ("num_ranks", key.num_ranks.to_string()),
+        ("tokens", key.tokens.to_string()),
+        ("hidden", key.hidden.to_string()),
+        ("experts", key.experts.to_string()),
+        ("topk", key.topk.to_string()),
+        ("dtype", key.dtype.clone()),
+        ("num_sms", key.num_sms.to_string()),
+        ("transport", text(key.transport.as_ref())),
+        ("queues", text(key.queues)),
+        ("rdma_send", text(key.rdma_send)),
+        ("phase", phase.map_or("pair", |phase| phase.name.text()).into()),
+        ("row_bytes", text(phase.map(|phase| phase.row_bytes))),
+        ("avg_us", text(call.map(|call| call.avg_us))),
+        ("median_us", text(call.map(|call| call.median_us))),
+        ("p90_us", text(call.and_then(|call| call.p90_us))),
+        ("p99_us", text(call.map(|call| call.p99_us))),
+        ("min_rank_us", text(call.map(|call| call.min_rank_us))),
+        ("max_rank_us", text(call.map(|call| call.max_rank_us))),
+        ("kernel_us", text(phase.and_then(|phase| phase.kernel_us))),
+        ("seed_avg_us", text(phase.and_then(|phase| phase.back_to_back).map(|spread| spread.avg_us))),
+        ("send_tokens", text(six.map(|six| six.send_total))),
+        ("recv_tokens", text(six.map(|six| six.recv_total))),
+        ("links_gbps", text(bandwidth.map(|bandwidth| bandwidth.links))),
+        ("link_ceiling_gbps", text(bandwidth.and_then(|bandwidth| bandwidth.link_ceiling))),
+        ("deepep_gbps", text(bandwidth.map(|bandwidth| bandwidth.deepep))),
+        ("nccl_ep_recv_gbps", text(bandwidth.map(|bandwidth| bandwidth.nccl_ep.recv_total))),
+        ("seed_per_rank_gbps", text(mscclpp.map(|test| test.per_rank))),
+        ("seed_agg_gbps", text(mscclpp.map(|test| test.aggregate))),
+        ("wire_rows", text(wire.map(|wire| wire.rows))),
+        ("wire_slot_bytes", text(wire.map(|wire| wire.slot_bytes))),
+        ("wire_bytes", text(wire.map(|wire| wire.bytes))),
+        ("transport_us", text(wire.and_then(|wire| wire.transport_us))),
+        ("nvlink_us", text(wire.and_then(|wire| wire.nvlink_us))),
+        ("wire_share", text(wire.and_then(|wire| wire.share))),
+        ("wire_gbps", text(bandwidth.and_then(|bandwidth| bandwidth.wire))),
+        ("wire_ceiling_gbps", text(bandwidth.and_then(|bandwidth| bandwidth.wire_ceiling))),
+        ("slowest_p50_us", text(slowest.map(|times| times.p50_us))),
+        ("slowest_p99_us", text(slowest.map(|times| times.p99_us))),
+        ("slowest_min_us", text(slowest.map(|times| times.min_us))),
+        ("slowest_mean_us", text(slowest.map(|times| times.mean_us))),
+        ("combine_dtype", text(key.combine_dtype.as_ref())),
+        ("combine_rows", text(key.combine_rows.as_ref())),
+        ("chunk_tokens", text(key.chunk_tokens)),
+        ("packet_tokens", text(key.packet_tokens)),
+        ("max_tokens", text(key.max_tokens)),
+        ("commit", text(kernels.map(|kernels| &kernels.commit))),
+        ("ptx_digest", text(kernels.map(|kernels| &kernels.ptx))),
+        ("driver", text(kernels.and_then(|kernels| kernels.driver.as_ref()))),
     ]
 }

@@ -8,7 +8,6 @@ mod ab;
 mod args;
 mod compare;
 mod csv;
-mod low_latency;
 mod model;
 mod network;
 mod plot;
@@ -18,7 +17,7 @@ mod sweep;
 
 use clap::Subcommand;
 use epoxide_bench::results::{Point, Results};
-use epoxide_bench::{Plan, trace, ways};
+use epoxide_bench::{Plan, trace};
 
 pub use args::Args;
 
@@ -108,21 +107,12 @@ fn single(args: &Args, plans: &[Plan]) -> Result<Vec<Point>> {
     if !ranks::speaks() {
         return Ok(points);
     }
-    let text: Vec<String> = match plans.iter().any(|plan| plan.low_latency.is_some()) {
-        true => vec![low_latency::text(&points)],
-        false => {
-            let tables = points.iter().map(report::text).chain(ways::summary(&points));
-            tables.chain([report::legend(&points)]).collect()
-        }
-    };
-    match &args.json {
-        Some(path) => {
-            output::write_text(path, &Results::new(points.clone()).json()?)?;
-            if path.as_os_str() != "-" {
-                output::text_line(text.join("\n").trim_end())?;
-            }
-        }
-        None => output::text_line(text.join("\n").trim_end())?,
+    let text = report::whole(&points);
+    if let Some(path) = &args.json {
+        output::write_text(path, &Results::new(points.clone()).json()?)?;
+    }
+    if args.json.as_ref().is_none_or(|path| path.as_os_str() != "-") {
+        output::text_line(text.trim_end())?;
     }
     if let Some(path) = &args.trace {
         output::write_text(path, &trace::text(&results))?;
@@ -132,6 +122,8 @@ fn single(args: &Args, plans: &[Plan]) -> Result<Vec<Point>> {
 
 #[cfg(test)]
 mod baseline_tests;
+#[cfg(test)]
+mod low_latency_tests;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]

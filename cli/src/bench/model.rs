@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::PathBuf;
 
 use epoxide_bench::counts::{self, Sizes, TokenCounts};
-use epoxide_bench::model::{Case, FITTED, Figures, Prediction, check, check_text, sampled};
+use epoxide_bench::model::{Case, FITTED, Machine, Prediction, check, check_text, sampled};
 use epoxide_bench::results::{PhaseName, Results, SCHEMA_VERSION, gbps};
 
 use crate::options::RowType;
@@ -64,13 +64,13 @@ pub struct Args {
 
 /// Predicts or checks, and prints.
 pub fn run(args: &Args) -> Result<()> {
-    let figures = Figures::h200(args.nic_gbps, args.nic_latency_us);
-    let figures = match &args.from {
-        Some(path) => figures.with_ceilings_of(&Results::read(path)?.points)?,
-        None => figures,
+    let machine = Machine::h200(args.nic_gbps, args.nic_latency_us);
+    let machine = match &args.from {
+        Some(path) => machine.with_ceilings_of(&Results::read(path)?.points)?,
+        None => machine,
     };
     if let Some(path) = &args.check {
-        return output::text_line(&check_text(&check(&Results::read(path)?.points, &figures)));
+        return output::text_line(&check_text(&check(&Results::read(path)?.points, &machine)));
     }
     let case = case_of(args)?;
     let tokens = f64::from(args.tokens);
@@ -82,14 +82,14 @@ pub fn run(args: &Args) -> Result<()> {
         }
     };
     let predictions: Vec<Prediction> =
-        PhaseName::HIGH_THROUGHPUT.iter().map(|&phase| case.predict(phase, six, &figures)).collect();
-    let text = text(args, six, busiest, &predictions);
+        PhaseName::HIGH_THROUGHPUT.iter().map(|&phase| case.predict(phase, six, &machine)).collect();
+    let text = text(args, &case, six, busiest, &predictions);
     if let Some(path) = &args.json {
         let json = serde_json::json!({
             "schema_version": SCHEMA_VERSION, "predicted": true,
             "nodes": args.nodes, "ranks_per_node": args.ranks_per_node, "tokens": args.tokens, "hidden": args.hidden,
             "experts": args.experts, "topk": args.topk, "num_sms": args.num_sms,
-            "figures": figures, "counts": six, "busiest_rank_recv_tokens": busiest, "phases": predictions,
+            "figures": machine, "counts": six, "busiest_rank_recv_tokens": busiest, "phases": predictions,
         });
         write_text(path, &json.to_string())?;
         if path.as_os_str() == "-" {
@@ -129,17 +129,18 @@ fn case_of(args: &Args) -> Result<Case> {
     })
 }
 
-fn text(args: &Args, six: TokenCounts<f64>, busiest: Option<f64>, predictions: &[Prediction]) -> String {
+fn text(
+    args: &Args,
+    case: &Case,
+    six: TokenCounts<f64>,
+    busiest: Option<f64>,
+    predictions: &[Prediction],
+) -> String {
+    let Args { nodes, tokens, hidden, experts, topk, num_sms, nic_gbps, .. } = args;
+    let ranks = nodes * args.ranks_per_node;
     let mut out = format!(
-        "[model] nodes={} num_ranks={} tokens={} hidden={} experts={} topk={} num_sms={} nic={} GB/s: PREDICTED, not measured\n",
-        args.nodes,
-        args.nodes * args.ranks_per_node,
-        args.tokens,
-        args.hidden,
-        args.experts,
-        args.topk,
-        args.num_sms,
-        args.nic_gbps
+        "[model] nodes={nodes} num_ranks={ranks} tokens={tokens} hidden={hidden} experts={experts} topk={topk} num_sms={num_sms} \
+         nic={nic_gbps} GB/s: PREDICTED, not measured\n"
     );
     // Writing to a string cannot fail.
     let _ = writeln!(
@@ -150,27 +151,12 @@ fn text(args: &Args, six: TokenCounts<f64>, busiest: Option<f64>, predictions: &
     if let Some(busiest) = busiest {
         let _ = writeln!(out, "  the busiest rank of the sample receives {busiest:.1}");
     }
-    let _ = write!(
-        out,
-        "  {:<18} {:>10} {:>12} {:>10} {:>12}  limit",
-        "", "us", "NVLink MB", "NIC MB", "DeepEP GB/s"
-    );
-    for p in predictions {
-        let row_bytes = if p.phase.is_dispatch() {
-            args.hidden * args.dtype.dtype().size() + args.dtype.num_scales(args.hidden) * 4
-        } else {
-            args.hidden * 2
-        };
-        let _ = write!(
-            out,
-            "\n  {:<18} {:>10.1} {:>12.1} {:>10.1} {:>12.1}  {}",
-            p.phase.text(),
-            p.us,
-            p.nvlink_bytes / 1e6,
-            p.nic_bytes / 1e6,
-            gbps(six.recv_total * row_bytes as f64, p.us),
-            p.limit
-        );
+    let _ = write!(out, "  {:18}         us    NVLink MB     NIC MB  DeepEP GB/s  limit", "");
+    for &Prediction { phase, us, nvlink_bytes, nic_bytes, limit } in predictions {
+        let row_bytes = if phase.is_dispatch() { case.dispatch_row_bytes } else { case.combine_row_bytes };
+        let (name, nvlink, nic) = (phase.text(), nvlink_bytes / 1e6, nic_bytes / 1e6);
+        let rate = gbps(six.recv_total * row_bytes as f64, us);
+        let _ = write!(out, "\n  {name:<18} {us:>10.1} {nvlink:>12.1} {nic:>10.1} {rate:>12.1}  {limit}");
     }
     out + "\n  " + FITTED
 }

@@ -69,7 +69,7 @@ pub fn run(args: &Args) -> Result<()> {
         return Ok(());
     }
     if let Some(path) = &args.csv {
-        csv::write_lines(path, &COLUMNS, points.iter().map(record))?;
+        csv::write_lines(path, points.iter().map(record))?;
     }
     if let Some(path) = &args.json {
         write_text(path, &WireResults::new(points.clone()).json()?)?;
@@ -121,93 +121,54 @@ impl Args {
 fn text(points: &[WirePoint]) -> String {
     let mut out = String::new();
     let Some(first) = points.first() else { return out };
+    let WirePoint { transport, nodes, num_ranks, queues, one_way, device, date, commit, .. } = first;
     // Writing to a string cannot fail.
     let _ = writeln!(
         out,
-        "[bench wire] transport={} nodes={} num_ranks={} queues={} one_way={} device={:?}; {}, commit {}",
-        first.transport,
-        first.nodes,
-        first.num_ranks,
-        first.queues,
-        first.one_way,
-        first.device,
-        first.date,
-        first.commit
+        "[bench wire] transport={transport} nodes={nodes} num_ranks={num_ranks} queues={queues} one_way={one_way} device={device:?}; {date}, \
+         commit {commit}"
     );
-    let unit = match first.is_virtual {
-        true => {
-            let _ = writeln!(out, "  {CAVEAT}");
-            "virtual GB/s"
-        }
-        false => "GB/s",
-    };
+    if first.is_virtual {
+        let _ = writeln!(out, "  {CAVEAT}");
+    }
+    let unit = if first.is_virtual { "virtual GB/s" } else { "GB/s" };
     let _ = writeln!(
         out,
-        "  GB/s out of a rank to all its peers; latency: half of a put there and one back\n  {:>10} {:>6} {:>8} {:>12} {:>10} \
-         {:>10} {:>12} {:>12} {:>10} {:>10}",
-        "bytes", "depth", "puts", unit, "min rank", "max rank", "puts/s", "latency us", "p90", "p99"
+        "  GB/s out of a rank to all its peers; latency: half of a put there and one back\n  {:>10}  depth     puts {unit:>12}   min rank   max \
+         rank       puts/s   latency us        p90        p99",
+        "bytes"
     );
     for point in points {
-        let _ = writeln!(
-            out,
-            "  {:>10} {:>6} {:>8} {:>12.4} {:>10.4} {:>10.4} {:>12.0} {:>12.1} {:>10.1} {:>10.1}",
-            point.message_bytes,
-            point.depth,
-            point.puts,
-            point.gbps,
-            point.min_rank_gbps,
-            point.max_rank_gbps,
-            point.puts_per_second,
-            point.latency.median_us,
-            point.latency.p90_us.unwrap_or_default(),
-            point.latency.p99_us
-        );
+        let WirePoint { message_bytes, depth, puts, gbps, min_rank_gbps, max_rank_gbps, .. } = point;
+        let (median, p99) = (point.latency.median_us, point.latency.p99_us);
+        let (rate, p90) = (point.puts_per_second, point.latency.p90_us.unwrap_or_default());
+        let _ = write!(out, "  {message_bytes:>10} {depth:>6} {puts:>8} {gbps:>12.4} {min_rank_gbps:>10.4}");
+        let _ = writeln!(out, " {max_rank_gbps:>10.4} {rate:>12.0} {median:>12.1} {p90:>10.1} {p99:>10.1}");
     }
     out.trim_end().to_owned()
 }
 
-/// The columns of `--csv`.
-const COLUMNS: [&str; 18] = [
-    "mode",
-    "transport",
-    "queues",
-    "nodes",
-    "num_ranks",
-    "device",
-    "virtual",
-    "date",
-    "commit",
-    "message_bytes",
-    "depth",
-    "one_way",
-    "puts",
-    "gbps",
-    "puts_per_second",
-    "latency_median_us",
-    "latency_p90_us",
-    "latency_p99_us",
-];
-
-fn record(point: &WirePoint) -> Vec<String> {
+/// The line of a point in `--csv`.
+fn record(point: &WirePoint) -> Vec<csv::Field> {
     vec![
-        point.mode.clone(),
-        point.transport.clone(),
-        point.queues.to_string(),
-        point.nodes.to_string(),
-        point.num_ranks.to_string(),
-        point.device.clone(),
-        point.is_virtual.to_string(),
-        point.date.clone(),
-        point.commit.clone(),
-        point.message_bytes.to_string(),
-        point.depth.to_string(),
-        point.one_way.to_string(),
-        point.puts.to_string(),
-        point.gbps.to_string(),
-        point.puts_per_second.to_string(),
-        point.latency.median_us.to_string(),
-        point.latency.p90_us.map_or_else(String::new, |us| us.to_string()),
-        point.latency.p99_us.to_string(),
+        ("mode", point.mode.clone()),
+        ("transport", point.transport.clone()),
+        ("queues", point.queues.to_string()),
+        ("nodes", point.nodes.to_string()),
+        ("num_ranks", point.num_ranks.to_string()),
+        ("device", point.device.clone()),
+        ("virtual", point.is_virtual.to_string()),
+        ("date", point.date.clone()),
+        ("commit", point.commit.clone()),
+        ("message_bytes", point.message_bytes.to_string()),
+        ("depth", point.depth.to_string()),
+        ("one_way", point.one_way.to_string()),
+        ("puts", point.puts.to_string()),
+        ("gbps", point.gbps.to_string()),
+        ("puts_per_second", point.puts_per_second.to_string()),
+        ("latency_median_us", point.latency.median_us.to_string()),
+        ("latency_p90_us", point.latency.p90_us.map_or_else(String::new, |us| us.to_string())),
+        ("latency_p99_us", point.latency.p99_us.to_string()),
     ]
 }
 
@@ -247,7 +208,7 @@ mod tests {
             assert!(!commit.is_empty() && text.contains(&format!("commit {commit}\n")), "{text}");
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("wire.csv");
-            csv::write_lines(&path, &COLUMNS, points.iter().map(record)).unwrap();
+            csv::write_lines(&path, points.iter().map(record)).unwrap();
             assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), points.len() + 1);
         }
     }

@@ -1,21 +1,38 @@
 //! Points as text.
 
-use std::fmt::Write;
+use std::fmt::{Result, Write};
 
-use epoxide_bench::counts::TokenCounts;
-use epoxide_bench::results::{Phase, PhaseName, Point};
+use epoxide_bench::results::{Distribution, Key, OnWire, Phase, PhaseName, Point, Slowest, Within};
+use epoxide_bench::ways;
 
-/// A point for people: the lines of MSCCL++'s test first.
+/// All points of a run for people.
+pub fn whole(points: &[Point]) -> String {
+    if points.iter().any(Point::is_low_latency) {
+        return low_latency(points);
+    }
+    let tables = points.iter().map(text).chain(ways::summary(points));
+    tables.chain([legend(points)]).collect::<Vec<_>>().join("\n")
+}
+
+/// A point of high throughput for people: the lines of MSCCL++'s test first.
 pub fn text(point: &Point) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.
-    let _ = mscclpp_lines(&mut out, point);
-    let _ = setting(&mut out, point);
-    let _ = distributions(&mut out, point);
-    let _ = on_wire(&mut out, point);
-    let _ = conventions(&mut out, point);
-    let _ = baselines(&mut out, point);
+    for part in [mscclpp_lines, setting, distributions, on_wire, conventions, baselines] {
+        let _ = part(&mut out, point);
+    }
     out + &replays(std::slice::from_ref(point))
+}
+
+/// Points of low latency for people, of one configuration, by numbers of tokens.
+pub fn low_latency(points: &[Point]) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = low_latency_setting(&mut out, points);
+    let _ = low_latency_replays(&mut out, points);
+    let _ = low_latency_kernels(&mut out, points);
+    out + "  words: rows to links: rows that a rank sends to others; sum: of both medians; pair: a dispatch and its combine, in a graph\n  \
+           of many, so that launches and waits overlap; the events around a single replay take 4 to 5 us of it on an H200"
 }
 
 /// Meaning of the tables' words, and the origin of their conventions.
@@ -45,36 +62,26 @@ pub fn legend(points: &[Point]) -> String {
 
 /// Replays of captured graphs, a line for each point and step; nothing where none were measured.
 pub fn replays(points: &[Point]) -> String {
-    let mut out = String::new();
     let lines = || points.iter().flat_map(|point| point.graph.iter().map(move |step| (point, step)));
-    let Some((first, step)) = lines().next() else { return out };
+    let Some((first, step)) = lines().next() else { return String::new() };
     let width = lines().map(|(_, step)| step.text().len()).max().unwrap_or(0);
     let unit = if first.is_virtual { first.caveat() } else { "us" };
-    // Writing to a string cannot fail.
-    let _ = writeln!(
-        out,
-        "\n  graph replays, slowest rank of each iteration, {unit}; chained: {} one after the other, time of one",
-        step.chain
+    let how = ["by itself", "L2 emptied before", "chained"].map(|how| format!(" | {how:<35}")).concat();
+    let titles = " |      p50      p99      min     mean".repeat(3);
+    let mut out = format!(
+        "\n  graph replays, slowest rank of each iteration, {unit}; chained: {} one after the other, time of one\n\
+         {:27}{:width$}{how}\n  nodes ranks  tokens  SMs {:width$}{titles}",
+        step.chain, "", "", ""
     );
-    let _ = write!(out, "  {:>5} {:>5} {:>7} {:>4} {:<width$}", "", "", "", "", "");
-    for how in ["by itself", "L2 emptied before", "chained"] {
-        let _ = write!(out, " | {how:<35}");
-    }
-    let _ = write!(out, "\n  {:>5} {:>5} {:>7} {:>4} {:<width$}", "nodes", "ranks", "tokens", "SMs", "");
-    for _ in 0..3 {
-        let _ = write!(out, " | {:>8} {:>8} {:>8} {:>8}", "p50", "p99", "min", "mean");
-    }
     for (point, step) in lines() {
-        let key = &point.key;
-        let (nodes, ranks, text) = (key.nodes, key.num_ranks, step.text());
-        let _ = write!(out, "\n  {nodes:>5} {ranks:>5} {:>7} {:>4} {text:<width$}", key.tokens, key.num_sms);
+        let Key { nodes, num_ranks, tokens, num_sms, .. } = &point.key;
+        out += &format!("\n  {nodes:>5} {num_ranks:>5} {tokens:>7} {num_sms:>4} {:<width$}", step.text());
         for (_, times) in step.timings() {
-            let _ = match times {
-                Some(t) => {
-                    let (p50, p99, min, mean) = (t.p50_us, t.p99_us, t.min_us, t.mean_us);
-                    write!(out, " | {p50:>8.2} {p99:>8.2} {min:>8.2} {mean:>8.2}")
+            out += &match times {
+                Some(Slowest { p50_us, p99_us, min_us, mean_us, .. }) => {
+                    format!(" | {p50_us:>8.2} {p99_us:>8.2} {min_us:>8.2} {mean_us:>8.2}")
                 }
-                None => write!(out, " | {:>8} {:>8} {:>8} {:>8}", "-", "-", "-", "-"),
+                None => " |        -        -        -        -".into(),
             };
         }
     }
@@ -86,97 +93,72 @@ fn figure(value: Option<f64>) -> String {
     value.map_or("n/a".into(), |value| format!("{value:.2}"))
 }
 
-fn mscclpp_lines(out: &mut String, point: &Point) -> std::fmt::Result {
-    let key = &point.key;
+/// The same in a column.
+fn optional(value: Option<f64>, digits: usize) -> String {
+    value.map_or("-".into(), |value| format!("{value:.digits$}"))
+}
+
+fn mscclpp_lines(out: &mut String, point: &Point) -> Result {
+    let Point { mode, warmup, iters, counts, .. } = point;
+    let Key { nodes, num_ranks, tokens, hidden, experts, topk, .. } = point.key;
     writeln!(
         out,
-        "[bench {} HT] nodes={} num_ranks={} tokens={} hidden={} experts={} topk={} warmup={} iters={}",
-        point.mode,
-        key.nodes,
-        key.num_ranks,
-        key.tokens,
-        key.hidden,
-        key.experts,
-        key.topk,
-        point.warmup,
-        point.iters
+        "[bench {mode} HT] nodes={nodes} num_ranks={num_ranks} tokens={tokens} hidden={hidden} experts={experts} topk={topk} \
+         warmup={warmup} iters={iters}"
     )?;
     // Across nodes MSCCL++'s test times the dispatch that exchanges counts, within one the cached
     // one.
-    let dispatch = if key.nodes > 1 { PhaseName::DispatchUncached } else { PhaseName::DispatchCached };
+    let dispatch = if nodes > 1 { PhaseName::DispatchUncached } else { PhaseName::DispatchCached };
     mscclpp_phase(out, point, "dispatch", point.phase(dispatch))?;
     mscclpp_phase(out, point, "combine ", point.phase(PhaseName::CombineInPool))?;
     let row_bytes = point.phase(PhaseName::DispatchCached).map_or(0, |phase| phase.row_bytes);
-    let count = |tokens: f64| format!("{:.2} MB ({tokens:.1} tok)", tokens * row_bytes as f64 / 1e6);
+    let bytes = counts.map(|tokens| format!("{:.2} MB ({tokens:.1} tok)", tokens * row_bytes as f64 / 1e6));
     writeln!(
         out,
         "  byte counts (per rank avg): total_send={}  rdma_send={}  total_recv={}  rdma_recv={}",
-        count(point.counts.send_total),
-        count(point.counts.send_rdma),
-        count(point.counts.recv_total),
-        count(point.counts.recv_rdma)
+        bytes.send_total, bytes.send_rdma, bytes.recv_total, bytes.recv_rdma
     )?;
-    match key.nodes {
-        1 => Ok(()),
-        // MSCCL++'s test has none; in its form.
-        _ => mscclpp_phase(out, point, "cached  ", point.phase(PhaseName::DispatchCached)),
-    }
+    // MSCCL++'s test has none of the cached one across nodes; in its form.
+    let cached = point.phase(PhaseName::DispatchCached).filter(|_| nodes > 1);
+    mscclpp_phase(out, point, "cached  ", cached)
 }
 
-fn mscclpp_phase(out: &mut String, point: &Point, label: &str, phase: Option<&Phase>) -> std::fmt::Result {
-    let Some(phase) = phase else { return Ok(()) };
-    let Some(time) = phase.back_to_back else { return Ok(()) };
+fn mscclpp_phase(out: &mut String, point: &Point, label: &str, phase: Option<&Phase>) -> Result {
+    let Some((phase, time)) = phase.and_then(|phase| Some((phase, phase.back_to_back?))) else {
+        return Ok(());
+    };
+    let (avg, min, max) = (time.avg_us, figure(time.min_us), figure(time.max_us));
+    write!(out, "  {label}: avg={avg:.2}us min={min}us max={max}us  ")?;
     if point.is_virtual {
-        let (avg, min, max) = (time.avg_us, figure(time.min_us), figure(time.max_us));
-        return writeln!(
-            out,
-            "  {label}: avg={avg:.2}us min={min}us max={max}us  (VIRTUAL GPU: interpreter time)"
-        );
+        return writeln!(out, "(VIRTUAL GPU: interpreter time)");
     }
     let mscclpp = phase.bandwidth.as_ref().and_then(|bandwidth| bandwidth.mscclpp);
-    let six = |pick: fn(&TokenCounts<f64>) -> f64| figure(mscclpp.map(|test| pick(&test.six)));
-    writeln!(
-        out,
-        "  {label}: avg={:.2}us min={}us max={}us  per_rank_bw={} GB/s  agg_bw={} GB/s  (BW @ avg time)",
-        time.avg_us,
-        figure(time.min_us),
-        figure(time.max_us),
-        figure(mscclpp.map(|test| test.per_rank)),
-        figure(mscclpp.map(|test| test.aggregate)),
-    )?;
+    let per_rank = figure(mscclpp.map(|test| test.per_rank));
+    let aggregate = figure(mscclpp.map(|test| test.aggregate));
+    let six = mscclpp.map(|test| test.six.map(Some)).unwrap_or_default().map(figure);
+    writeln!(out, "per_rank_bw={per_rank} GB/s  agg_bw={aggregate} GB/s  (BW @ avg time)")?;
     writeln!(
         out,
         "            send: total={}  nvl={}  rdma={} GB/s  recv: total={}  nvl={}  rdma={} GB/s",
-        six(|six| six.send_total),
-        six(|six| six.send_nvl),
-        six(|six| six.send_rdma),
-        six(|six| six.recv_total),
-        six(|six| six.recv_nvl),
-        six(|six| six.recv_rdma),
+        six.send_total, six.send_nvl, six.send_rdma, six.recv_total, six.recv_nvl, six.recv_rdma
     )
 }
 
-fn setting(out: &mut String, point: &Point) -> std::fmt::Result {
+fn setting(out: &mut String, point: &Point) -> Result {
     let key = &point.key;
     let runs = if point.runs.len() > 1 { format!("; {} runs", point.runs.len()) } else { String::new() };
-    let (sms, dtype, seed) = (key.num_sms, &key.dtype, key.seed);
+    let Point { date, device, setup_ms, .. } = point;
+    let Key { num_sms, dtype, seed, .. } = key;
     let routing = point.routing_digest.as_ref().map_or(String::new(), |digest| format!(" routing={digest}"));
-    writeln!(out, "\n  num_sms={sms} dtype={dtype} seed={seed:#x}{routing}; {}{runs}", point.date)?;
+    writeln!(out, "\n  num_sms={num_sms} dtype={dtype} seed={seed:#x}{routing}; {date}{runs}")?;
+    let (major, minor) = (point.driver_version / 1000, point.driver_version % 1000 / 10);
     match point.is_virtual {
         true => writeln!(out, "  device: {}", point.caveat())?,
-        false => {
-            let driver = (point.driver_version / 1000, point.driver_version % 1000 / 10);
-            writeln!(out, "  device: {}, driver for CUDA {}.{}", point.device, driver.0, driver.1)?;
-        }
+        false => writeln!(out, "  device: {device}, driver for CUDA {major}.{minor}")?,
     }
     writeln!(out, "  kernels: {}", point.kernels_text())?;
-    writeln!(
-        out,
-        "  set-up {:.0} ms; pool {:.1} MB, device memory {:.1} MB a rank",
-        point.setup_ms,
-        point.pool_bytes as f64 / 1e6,
-        point.device_bytes as f64 / 1e6
-    )?;
+    let [pool, memory] = [point.pool_bytes, point.device_bytes].map(|bytes| bytes as f64 / 1e6);
+    writeln!(out, "  set-up {setup_ms:.0} ms; pool {pool:.1} MB, device memory {memory:.1} MB a rank")?;
     if let Some(network) = key.network(false, false) {
         writeln!(out, "  network: {network}; wire memory {:.1} MB a rank", point.wire_bytes as f64 / 1e6)?;
     }
@@ -187,130 +169,77 @@ fn setting(out: &mut String, point: &Point) -> std::fmt::Result {
     )
 }
 
-fn distributions(out: &mut String, point: &Point) -> std::fmt::Result {
-    writeln!(
-        out,
-        "\n  each call by itself{}, between two events; kernel: by the blocks' own clocks, of traced calls apart",
-        if point.is_virtual { "" } else { ", L2 emptied before" }
-    )?;
+fn distributions(out: &mut String, point: &Point) -> Result {
+    let emptied = if point.is_virtual { "" } else { ", L2 emptied before" };
     let unit = if point.is_virtual { "us of an interpreter" } else { "us" };
+    // An interpreter has no links.
+    let links = if point.is_virtual { "" } else { " |    links  ceiling   of it" };
     writeln!(
         out,
-        "  {unit:<22} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}{}",
-        "avg",
-        "median",
-        "p90",
-        "p99",
-        "min rank",
-        "max rank",
-        "kernel",
-        // An interpreter has no links.
-        if point.is_virtual { "" } else { " |    links  ceiling   of it" }
+        "\n  each call by itself{emptied}, between two events; kernel: by the blocks' own clocks, of traced calls apart\n  \
+         {unit:<22}       avg    median       p90       p99  min rank  max rank    kernel{links}"
     )?;
-    let optional = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1}"));
     for phase in &point.phases {
-        let call = &phase.call;
-        write!(
-            out,
-            "  {:<22} {:>9.1} {:>9.1} {:>9} {:>9.1} {:>9.1} {:>9.1} {:>9}",
-            phase.name.text(),
-            call.avg_us,
-            call.median_us,
-            optional(call.p90_us),
-            call.p99_us,
-            call.min_rank_us,
-            call.max_rank_us,
-            optional(phase.kernel_us)
-        )?;
-        match &phase.bandwidth {
-            None => writeln!(out)?,
-            Some(bandwidth) => {
-                let share = bandwidth
-                    .link_ceiling
-                    .map(|ceiling| format!("{:.1}%", 100.0 * bandwidth.links / ceiling));
-                writeln!(
-                    out,
-                    " | {:>8.1} {:>8} {:>7}",
-                    bandwidth.links,
-                    optional(bandwidth.link_ceiling),
-                    share.unwrap_or("-".into())
-                )?;
-            }
+        let Distribution { avg_us, median_us, p99_us, min_rank_us, max_rank_us, .. } = phase.call;
+        let (p90, kernel) = (optional(phase.call.p90_us, 1), optional(phase.kernel_us, 1));
+        let times = format!("{avg_us:>9.1} {median_us:>9.1} {p90:>9} {p99_us:>9.1}");
+        let name = phase.name.text();
+        write!(out, "  {name:<22} {times} {min_rank_us:>9.1} {max_rank_us:>9.1} {kernel:>9}")?;
+        if let Some(bandwidth) = &phase.bandwidth {
+            let (links, ceiling) = (bandwidth.links, bandwidth.link_ceiling);
+            let share = ceiling.map_or("-".into(), |ceiling| format!("{:.1}%", 100.0 * links / ceiling));
+            write!(out, " | {links:>8.1} {:>8} {share:>7}", optional(ceiling, 1))?;
         }
+        writeln!(out)?;
     }
-    writeln!(
-        out,
-        "  an exact-size dispatch returns to the host after {:.1} us",
-        point.exact_dispatch_returns.median_us
-    )
+    let returns = point.exact_dispatch_returns.median_us;
+    writeln!(out, "  an exact-size dispatch returns to the host after {returns:.1} us")
 }
 
 /// Bytes that cross the network, and the call compared with the transport and the links alone.
-fn on_wire(out: &mut String, point: &Point) -> std::fmt::Result {
+fn on_wire(out: &mut String, point: &Point) -> Result {
     if point.key.nodes == 1 {
         return Ok(());
     }
+    let clock = if point.is_virtual { ", wall time of this host" } else { "" };
     writeln!(
         out,
         "\n  on the wire, of a rank and call: equal to what the layout makes of the serial count; transport: the same rows put by \
-         host code{}",
-        if point.is_virtual { ", wall time of this host" } else { "" }
+         host code{clock}\n  {:22}      rows   B a row        bytes    puts | transport us NVLink us   call / their sum",
+        ""
     )?;
-    writeln!(
-        out,
-        "  {:<22} {:>9} {:>9} {:>12} {:>7} | {:>12} {:>9} {:>18}",
-        "", "rows", "B a row", "bytes", "puts", "transport us", "NVLink us", "call / their sum"
-    )?;
-    let optional = |value: Option<f64>, digits| value.map_or("-".into(), |value| format!("{value:.digits$}"));
     for phase in &point.phases {
-        let Some(wire) = &phase.wire else { continue };
-        writeln!(
-            out,
-            "  {:<22} {:>9.1} {:>9} {:>12.1} {:>7.1} | {:>12} {:>9} {:>18}",
-            phase.name.text(),
-            wire.rows,
-            wire.slot_bytes,
-            wire.bytes,
-            wire.puts,
-            optional(wire.transport_us, 1),
-            optional(wire.nvlink_us, 1),
-            optional(wire.share, 2)
-        )?;
+        let Some(OnWire { slot_bytes, rows, bytes, puts, transport_us, nvlink_us, share }) = &phase.wire
+        else {
+            continue;
+        };
+        let (name, transport, nvlink) =
+            (phase.name.text(), optional(*transport_us, 1), optional(*nvlink_us, 1));
+        write!(out, "  {name:<22} {rows:>9.1} {slot_bytes:>9} {bytes:>12.1} {puts:>7.1}")?;
+        writeln!(out, " | {transport:>12} {nvlink:>9} {:>18}", optional(*share, 2))?;
     }
     Ok(())
 }
 
 /// The same calls, cached dispatch and combine in the pool, as others count them.
-fn conventions(out: &mut String, point: &Point) -> std::fmt::Result {
+fn conventions(out: &mut String, point: &Point) -> Result {
     if point.is_virtual {
         return Ok(());
     }
-    writeln!(out, "\n  the same calls as others count them, GB/s at the mean call")?;
     writeln!(
         out,
-        "  {:<10} {:>9} {:>9} | {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
-        "", "DeepEP", "links", "NCCL EP:", "", "", "", "", ""
-    )?;
-    writeln!(
-        out,
-        "  {:<10} {:>9} {:>9} | {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
-        "", "received", "remote", "send", "send nvl", "send rdma", "recv", "recv nvl", "recv rdma"
+        "\n  the same calls as others count them, GB/s at the mean call\n  \
+         {0:10}    DeepEP     links |   NCCL EP: {0:10} {0:10} {0:10} {0:10} {0:10}\n  \
+         {0:10}  received    remote |       send   send nvl  send rdma       recv   recv nvl  recv rdma",
+        ""
     )?;
     for (label, name) in [("dispatch", PhaseName::DispatchCached), ("combine", PhaseName::CombineInPool)] {
         let Some(bandwidth) = point.phase(name).and_then(|phase| phase.bandwidth.as_ref()) else { continue };
-        let six = bandwidth.nccl_ep;
-        writeln!(
-            out,
-            "  {label:<10} {:>9.1} {:>9.1} | {:>10.1} {:>10.1} {:>10.1} {:>10.1} {:>10.1} {:>10.1}",
-            bandwidth.deepep,
-            bandwidth.links,
-            six.send_total,
-            six.send_nvl,
-            six.send_rdma,
-            six.recv_total,
-            six.recv_nvl,
-            six.recv_rdma
-        )?;
+        let (deepep, links) = (bandwidth.deepep, bandwidth.links);
+        let six = bandwidth.nccl_ep.map(|gbps| format!(" {gbps:>10.1}"));
+        write!(out, "  {label:<10} {deepep:>9.1} {links:>9.1} |")?;
+        write!(out, "{}{}{}", six.send_total, six.send_nvl, six.send_rdma)?;
+        writeln!(out, "{}{}{}", six.recv_total, six.recv_nvl, six.recv_rdma)?;
     }
     Ok(())
 }
@@ -318,32 +247,91 @@ fn conventions(out: &mut String, point: &Point) -> std::fmt::Result {
 /// Times of other ways for the same exchange, in the lines of MSCCL++'s test and each call by
 /// itself. Bandwidths are of the rows that epoxide moves, so that the faster way has the higher
 /// one. The column of bytes shows what a way moves besides.
-fn baselines(out: &mut String, point: &Point) -> std::fmt::Result {
+fn baselines(out: &mut String, point: &Point) -> Result {
     for of in &point.baselines {
         let what = if of.way.is_ours() { "whole calls" } else { "the exchange alone" };
         writeln!(out, "\n  [{}] {what}, on the same routing", of.way.text())?;
         mscclpp_phase(out, point, "dispatch", Some(&of.dispatch))?;
         mscclpp_phase(out, point, "combine ", Some(&of.combine))?;
-        let megabytes = |bytes: f64| format!("{:.2} MB", bytes / 1e6);
-        writeln!(
-            out,
-            "  bytes over links (per rank avg): dispatch={} combine={}",
-            megabytes(of.dispatch_link_bytes),
-            megabytes(of.combine_link_bytes)
-        )?;
+        let [there, back] = [of.dispatch_link_bytes, of.combine_link_bytes].map(|bytes| bytes / 1e6);
+        writeln!(out, "  bytes over links (per rank avg): dispatch={there:.2} MB combine={back:.2} MB")?;
         for (label, phase) in [("dispatch", &of.dispatch), ("combine ", &of.combine)] {
-            let call = &phase.call;
-            let links =
-                phase.bandwidth.as_ref().map(|bandwidth| format!("  links={:.1} GB/s", bandwidth.links));
-            writeln!(
-                out,
-                "  {label} by itself: avg={:.1}us median={:.1}us p99={:.1}us{}",
-                call.avg_us,
-                call.median_us,
-                call.p99_us,
-                links.unwrap_or_default()
-            )?;
+            let Distribution { avg_us, median_us, p99_us, .. } = phase.call;
+            write!(out, "  {label} by itself: avg={avg_us:.1}us median={median_us:.1}us p99={p99_us:.1}us")?;
+            if let Some(bandwidth) = &phase.bandwidth {
+                write!(out, "  links={:.1} GB/s", bandwidth.links)?;
+            }
+            writeln!(out)?;
         }
+    }
+    Ok(())
+}
+
+fn low_latency_setting(out: &mut String, points: &[Point]) -> Result {
+    let Some(first) = points.first() else { return Ok(()) };
+    let Key { num_ranks, nodes, hidden, experts, topk, dtype, num_sms, .. } = &first.key;
+    let key = &first.key;
+    let transport = key.transport.as_ref();
+    let nodes = transport.map_or(String::new(), |transport| format!(" nodes={nodes} transport={transport}"));
+    let back = key.combine_dtype.as_deref().unwrap_or_default();
+    let rows = key.combine_rows.as_ref().map_or_else(String::new, |rows| format!(" {rows}"));
+    let [chunk, packet] = [key.chunk_tokens, key.packet_tokens].map(Option::unwrap_or_default);
+    let most = key.max_tokens.map_or_else(String::new, |most| format!(" max_tokens={most}"));
+    writeln!(
+        out,
+        "[bench low-latency] num_ranks={num_ranks}{nodes} hidden={hidden} experts={experts} topk={topk} dispatch={dtype} \
+         combine={back}{rows} num_sms={num_sms} chunk_tokens={chunk} packet_tokens={packet}{most} device={:?}; {}",
+        first.device, first.date
+    )?;
+    writeln!(out, "  kernels: {}", first.kernels_text())?;
+    if first.is_virtual { writeln!(out, "  {}", first.caveat()) } else { Ok(()) }
+}
+
+fn low_latency_phases(points: &[Point]) -> impl Iterator<Item = (&Point, &Phase, &Phase)> {
+    points.iter().filter_map(|point| {
+        let [dispatch, combine] = PhaseName::LOW_LATENCY.map(|name| point.phase(name));
+        Some((point, dispatch?, combine?))
+    })
+}
+
+fn low_latency_replays(out: &mut String, points: &[Point]) -> Result {
+    let chain = points.iter().find_map(|point| Some(point.pair.as_ref()?.chain)).unwrap_or_default();
+    writeln!(
+        out,
+        "  us; of each iteration the slowest rank: replays of a graph each between two events, and per pair of {chain} in one graph\n  \
+         {:5}  tokens rows to links dispatch      p99  combine      p99       sum     pair      p99",
+        "  SMs"
+    )?;
+    for (point, dispatch, combine) in low_latency_phases(points) {
+        let (Some(dispatch), Some(combine), Some(pair)) = (&dispatch.slowest, &combine.slowest, &point.pair)
+        else {
+            continue;
+        };
+        let (Key { num_sms, tokens, .. }, rows) = (&point.key, point.remote_rows);
+        let [there, back, pair] = [dispatch, combine, &pair.period].map(|times| {
+            let Slowest { p50_us, p99_us, .. } = times;
+            format!("{p50_us:>8.1} {p99_us:>8.1}")
+        });
+        let sum = dispatch.p50_us + combine.p50_us;
+        writeln!(out, "  {num_sms:>5} {tokens:>7} {rows:>13.1} {there} {back} {sum:>9.1} {pair}")?;
+    }
+    Ok(())
+}
+
+fn low_latency_kernels(out: &mut String, points: &[Point]) -> Result {
+    writeln!(
+        out,
+        "  us from the start of a kernel's first block to the last that has sent its rows, knows of all ranks, is done; medians\n  \
+         {:5}  tokens dispatch {:17}     combine {:17}",
+        "  SMs", "", ""
+    )?;
+    for (point, dispatch, combine) in low_latency_phases(points) {
+        let (Some(dispatch), Some(combine)) = (&dispatch.within, &combine.within) else { continue };
+        let Key { num_sms, tokens, .. } = &point.key;
+        let [there, back] = [dispatch, combine].map(|Within { sent, entered, done }| {
+            format!("{:>8.1} {:>8.1} {:>8.1}", sent.p50_us, entered.p50_us, done.p50_us)
+        });
+        writeln!(out, "  {num_sms:>5} {tokens:>7} {there}    {back}")?;
     }
     Ok(())
 }

@@ -58,11 +58,11 @@ pub fn measure_points(plans: &[Plan], watch: &dyn Watch) -> Result<(Vec<Point>, 
         let runs = ranks.iter_mut().filter_map(Iterator::next).collect();
         let (points, of_ranks) = points::of_runs(plan, runs)?;
         all.extend(points);
-        match results.is_empty() {
-            true => results = of_ranks,
-            false => {
-                results.iter_mut().zip(of_ranks).for_each(|(rank, more)| rank.traced.extend(more.traced))
-            }
+        for (rank, more) in results.iter_mut().zip(&of_ranks) {
+            rank.traced.extend_from_slice(&more.traced);
+        }
+        if results.is_empty() {
+            results = of_ranks;
         }
     }
     Ok((all, results))

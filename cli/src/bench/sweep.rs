@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use epoxide_bench::results::Point;
-use epoxide_bench::sweep::{self, Run, Sweep, summary};
+use epoxide_bench::sweep::{self, Means, Sweep, summary};
 use epoxide_bench::{Error, Plan, ways};
 
 use super::Args;
@@ -37,7 +37,7 @@ pub fn run(args: &Args, plans: &[Plan], sweep: &Sweep, out: &Path) -> Result<Vec
         );
     };
     let open = |rank| open(args.sizes.device, rank);
-    let how = Run { topology: &topology, open: &open, progress: &progress, watch: &() };
+    let how = Means { topology: &topology, open: &open, progress: &progress, watch: &() };
     let swept = sweep::run(plan, sweep, out, &how);
     drop(bar);
     let swept = swept?;

@@ -17,7 +17,7 @@ use plotters::style::{FontStyle, register_font};
 
 use epoxide::internal::{JSON, read_text_file};
 use epoxide_bench::figures::{self, Figures};
-use epoxide_bench::results::{Key, Phase, PhaseName, Point, Results, Slowest, Way, WayResult};
+use epoxide_bench::results::{Key, Phase, PhaseName, Point, Results, Way, WayResult};
 
 use super::{Args, Axis, Choice, What, check_path};
 use crate::stop::{Result, Stop};
@@ -83,36 +83,35 @@ impl Axis {
 /// below the title, the rest into the titles of panels.
 fn parts(key: &Key, axis: Option<Axis>) -> Vec<String> {
     let per_node = key.num_ranks / key.nodes.max(1);
-    let unless = |these: &[Axis], text: String| {
-        if axis.is_some_and(|axis| these.contains(&axis)) { String::new() } else { text }
-    };
+    let unless = |of: Axis, text: Option<String>| text.filter(|_| axis != Some(of));
     let ranks = match (key.nodes, axis) {
         (1, Some(Axis::Nodes)) | (2.., _) => format!("{per_node} ranks a node"),
         _ => format!("{per_node} ranks"),
     };
-    let share = if key.masked > 0.0 { format!("{} masked", key.masked) } else { String::new() };
-    vec![
-        unless(&[Axis::Nodes], if key.nodes > 1 { format!("{} nodes", key.nodes) } else { String::new() }),
-        unless(&[Axis::Ranks], ranks),
-        unless(&[Axis::Tokens], format!("{} tokens", key.tokens)),
-        unless(&[Axis::Sms], format!("{} SMs", key.num_sms)),
-        key.network(true, true).unwrap_or_default(),
-        unless(
-            &[Axis::RdmaSend],
-            key.rdma_send.map_or_else(String::new, |rows| format!("{rows} rows a put")),
-        ),
-        format!("hidden {}", key.hidden),
-        format!("top-{} of {}", key.topk, key.experts),
-        format!("seed {:#x}", key.seed),
-        share,
-        key.combine_dtype
-            .as_ref()
-            .map_or_else(String::new, |dtype| format!("combine in {}", dtype.to_uppercase())),
-        key.combine_rows.as_ref().map_or_else(String::new, |rows| format!("combine {rows}")),
-        key.chunk_tokens.map_or_else(String::new, |tokens| format!("chunks of {tokens}")),
-        key.packet_tokens.map_or_else(String::new, |tokens| format!("packets up to {tokens} tokens")),
-        key.max_tokens.map_or_else(String::new, |tokens| format!("buffers for {tokens} tokens")),
-    ]
+    let parts = [
+        unless(Axis::Nodes, (key.nodes > 1).then(|| format!("{} nodes", key.nodes))),
+        unless(Axis::Ranks, Some(ranks)),
+        unless(Axis::Tokens, Some(format!("{} tokens", key.tokens))),
+        unless(Axis::Sms, Some(format!("{} SMs", key.num_sms))),
+        key.network(true, true),
+        unless(Axis::RdmaSend, key.rdma_send.map(|rows| format!("{rows} rows a put"))),
+        Some(format!("hidden {}", key.hidden)),
+        Some(format!("top-{} of {}", key.topk, key.experts)),
+        Some(format!("seed {:#x}", key.seed)),
+        (key.masked > 0.0).then(|| format!("{} masked", key.masked)),
+        key.combine_dtype.as_ref().map(|dtype| format!("combine in {}", dtype.to_uppercase())),
+        key.combine_rows.as_ref().map(|rows| format!("combine {rows}")),
+        key.chunk_tokens.map(|tokens| format!("chunks of {tokens}")),
+        key.packet_tokens.map(|tokens| format!("packets up to {tokens} tokens")),
+        key.max_tokens.map(|tokens| format!("buffers for {tokens} tokens")),
+    ];
+    parts.map(Option::unwrap_or_default).into()
+}
+
+/// The parts of a text that there are.
+fn listed(parts: impl IntoIterator<Item = String>) -> String {
+    let parts = parts.into_iter().filter(|part| !part.is_empty());
+    parts.collect::<Vec<_>>().join(", ")
 }
 
 /// One drawing in the grid.
@@ -271,83 +270,61 @@ struct Operation {
 }
 
 /// The figure of a point.
-type Line = fn(&Point, Metric) -> Option<f64>;
+#[derive(Clone, Copy)]
+enum Line {
+    /// Calls of a phase, the mean over ranks.
+    Calls(PhaseName),
+    /// The median of the slowest rank's calls of a phase, or of pairs.
+    Median(Option<PhaseName>),
+    /// The 99th percentile of the same.
+    Tail(Option<PhaseName>),
+}
+
+impl Line {
+    fn of(self, point: &Point, metric: Metric) -> Option<f64> {
+        let slowest = |name: Option<PhaseName>| match name {
+            Some(name) => point.phase(name)?.slowest.as_ref(),
+            None => point.pair.as_ref().map(|pair| &pair.period),
+        };
+        match self {
+            Line::Calls(name) => metric.of(point.phase(name)?),
+            _ if metric != Metric::Time => None,
+            Line::Median(name) => Some(slowest(name)?.p50_us),
+            Line::Tail(name) => Some(slowest(name)?.p99_us),
+        }
+    }
+}
 
 /// Operations that get panels for the points of one mode: pairs as well, if they were measured.
 fn operations(points: &[Source<'_>]) -> std::result::Result<Vec<Operation>, String> {
+    use PhaseName::{CombineInPool, CombineStaged, DispatchCached, DispatchUncached};
     let is_low_latency = |source: &Source<'_>| source.point.is_low_latency();
-    let has_pairs = points.iter().any(|source| source.point.pair.is_some());
     if points.iter().any(is_low_latency) {
         if !points.iter().all(is_low_latency) {
             return Err("some results are of low latency and others are not: draw results of one mode".into());
         }
-        let lines = |median: Line, tail: Line| vec![("median", median), ("99th percentile", tail)];
-        return Ok(vec![
-            Operation {
-                name: "dispatch",
-                lines: lines(
-                    |point, metric| p50(slowest(point, PhaseName::LowLatencyDispatch), metric),
-                    |point, metric| p99(slowest(point, PhaseName::LowLatencyDispatch), metric),
-                ),
-                phase: Some(PhaseName::LowLatencyDispatch),
-            },
-            Operation {
-                name: "combine",
-                lines: lines(
-                    |point, metric| p50(slowest(point, PhaseName::LowLatencyCombine), metric),
-                    |point, metric| p99(slowest(point, PhaseName::LowLatencyCombine), metric),
-                ),
-                phase: Some(PhaseName::LowLatencyCombine),
-            },
-            Operation {
-                name: "pair",
-                lines: lines(
-                    |point, metric| p50(period(point), metric),
-                    |point, metric| p99(period(point), metric),
-                ),
-                phase: None,
-            },
-        ]);
+        let [dispatch, combine] = PhaseName::LOW_LATENCY.map(Some);
+        let operations = [("dispatch", dispatch), ("combine", combine), ("pair", None)];
+        return Ok(operations
+            .map(|(name, phase)| {
+                let lines = vec![("median", Line::Median(phase)), (TAIL, Line::Tail(phase))];
+                Operation { name, lines, phase }
+            })
+            .into());
     }
+    let operation = |name, [first, second]: [(&'static str, PhaseName); 2]| {
+        let lines = [first, second].map(|(text, phase)| (text, Line::Calls(phase)));
+        Operation { name, lines: lines.into(), phase: Some(first.1) }
+    };
     let mut operations = vec![
-        Operation {
-            name: "dispatch",
-            lines: vec![
-                ("cached", |point, metric| metric.of(point.phase(PhaseName::DispatchCached)?)),
-                ("uncached", |point, metric| metric.of(point.phase(PhaseName::DispatchUncached)?)),
-            ],
-            phase: Some(PhaseName::DispatchCached),
-        },
-        Operation {
-            name: "combine",
-            lines: vec![
-                ("in pool", |point, metric| metric.of(point.phase(PhaseName::CombineInPool)?)),
-                ("staged", |point, metric| metric.of(point.phase(PhaseName::CombineStaged)?)),
-            ],
-            phase: Some(PhaseName::CombineInPool),
-        },
+        operation("dispatch", [("cached", DispatchCached), ("uncached", DispatchUncached)]),
+        operation("combine", [("in pool", CombineInPool), ("staged", CombineStaged)]),
     ];
-    if has_pairs {
-        let lines: Vec<(&str, Line)> = vec![("cached, in pool", |point, metric| p50(period(point), metric))];
+    if points.iter().any(|source| source.point.pair.is_some()) {
+        let lines = vec![("cached, in pool", Line::Median(None))];
         operations.push(Operation { name: "pair", lines, phase: None });
     }
     Ok(operations)
-}
-
-fn slowest(point: &Point, name: PhaseName) -> Option<&Slowest> {
-    point.phase(name)?.slowest.as_ref()
-}
-
-fn period(point: &Point) -> Option<&Slowest> {
-    point.pair.as_ref().map(|pair| &pair.period)
-}
-
-fn p50(times: Option<&Slowest>, metric: Metric) -> Option<f64> {
-    times.filter(|_| metric == Metric::Time).map(|times| times.p50_us)
-}
-
-fn p99(times: Option<&Slowest>, metric: Metric) -> Option<f64> {
-    times.filter(|_| metric == Metric::Time).map(|times| times.p99_us)
 }
 
 /// The figure of another way for an operation.
@@ -355,28 +332,17 @@ fn of_way(point: &Point, way: Way, operation: &Operation, metric: Metric) -> Opt
     let result = point.baselines.iter().find(|result| result.way == way)?;
     match operation.phase {
         Some(name) => metric.of(result.phase(name)?),
-        None => p50(Some(&result.pair.period), metric),
+        None => Some(result.pair.period.p50_us).filter(|_| metric == Metric::Time),
     }
 }
 
 /// Baselines measured beside the points of each label: the label's number, and the way.
-fn baselines(labels: &[String], sources: &[Source<'_>]) -> Vec<(usize, Way)> {
-    let position = |way: Way| Way::ALL.into_iter().position(|other| other == way);
-    let of = |source: &Source<'_>| {
-        let entry = source.entry;
-        source
-            .point
-            .baselines
-            .iter()
-            .filter_map(move |result| Some((entry, position(result.way)?)))
-            .collect::<Vec<_>>()
-    };
-    let there: BTreeSet<(usize, usize)> = sources.iter().flat_map(of).collect();
-    there
-        .into_iter()
-        .filter(|(entry, _)| *entry < labels.len())
-        .map(|(entry, at)| (entry, Way::ALL[at]))
-        .collect()
+fn baselines(sources: &[Source<'_>]) -> BTreeSet<(usize, Way)> {
+    let mut ways = BTreeSet::new();
+    for Source { point, entry } in sources {
+        ways.extend(point.baselines.iter().map(|result| (*entry, result.way)));
+    }
+    ways
 }
 
 /// The drawn figures of a phase at a point.
@@ -425,10 +391,8 @@ impl Drawing {
         }
         let axis = choice.x.or_else(longest);
         let is_virtual = sources.iter().any(|source| source.point.is_virtual);
-        let has_bandwidth = sources.iter().any(|source| {
-            let phases = &source.point.phases;
-            phases.iter().any(|phase| phase.bandwidth.is_some())
-        });
+        let mut phases = sources.iter().flat_map(|source| &source.point.phases);
+        let has_bandwidth = phases.any(|phase| phase.bandwidth.is_some());
         let mut metrics = match choice.what {
             What::Auto if axis == Some(Axis::Tokens) => vec![Metric::Time, Metric::Bandwidth],
             What::Auto if has_bandwidth => vec![Metric::Bandwidth],
@@ -487,32 +451,22 @@ impl Drawing {
         let of = |source: &Source<'_>| parts(&source.point.key, Some(axis));
         let (common, differing) = split(&sources.iter().map(of).collect::<Vec<_>>());
         let dtypes: BTreeSet<&str> = sources.iter().map(|source| source.point.key.dtype.as_str()).collect();
-        self.subtitle = common.join(", ");
+        self.subtitle = common;
         if let Some(dtype) = single(&dtypes) {
             self.subtitle += &format!(", dispatch in {}", dtype.to_uppercase());
         }
         let rest = |source: &Source<'_>| {
             let parts = of(source);
-            differing
-                .iter()
-                .map(|&at| parts[at].clone())
-                .filter(|part| !part.is_empty())
-                .collect::<Vec<_>>()
-                .join(", ")
+            listed(differing.iter().map(|&at| parts[at].clone()))
         };
         // In the order of the numbers, not of their texts.
-        let mut rests: Vec<String> = Vec::new();
-        let mut known: BTreeSet<String> = BTreeSet::new();
         let mut sorted: Vec<&Source<'_>> = sources.iter().collect();
         let numbers =
             |key: &Key| (key.nodes, key.num_ranks, key.tokens, key.num_sms, key.rdma_send, key.hidden);
         sorted.sort_by_key(|source| numbers(&source.point.key));
-        for source in sorted {
-            let rest = rest(source);
-            if known.insert(rest.clone()) {
-                rests.push(rest);
-            }
-        }
+        let mut known: BTreeSet<String> = BTreeSet::new();
+        let mut rests: Vec<String> = sorted.into_iter().map(rest).collect();
+        rests.retain(|rest| known.insert(rest.clone()));
         // The points of each panel, in the order they came in.
         let mut groups: BTreeMap<(String, &str), Vec<Source<'_>>> = BTreeMap::new();
         for source in sources {
@@ -533,7 +487,7 @@ impl Drawing {
             })
             .collect();
         let mut ceiling = false;
-        let drawn = baselines(labels, sources);
+        let drawn = baselines(sources);
         let count = metrics.len() * rests.len() * kinds.len();
         if count > MOST_PANELS {
             return Err(format!(
@@ -544,39 +498,21 @@ impl Drawing {
         for &metric in metrics {
             let mut panels = Vec::new();
             for rest_of in &rests {
-                for &(operation, dtype) in &kinds {
+                for &(number, dtype) in &kinds {
                     let members: &[Source<'_>] =
                         groups.get(&(rest_of.clone(), dtype)).map_or(&[], Vec::as_slice);
-                    let number = operation;
                     let operation = &operations[number];
                     let name = operation.name;
-                    let typed = if name != "combine" && dtypes.len() > 1 {
-                        format!(" {}", dtype.to_uppercase())
-                    } else {
-                        String::new()
+                    let typed = match name {
+                        "dispatch" | "pair" if dtypes.len() > 1 => format!(" {}", dtype.to_uppercase()),
+                        _ => String::new(),
                     };
-                    let title = [format!("{name}{typed}"), rest_of.clone()];
-                    let title: Vec<String> = title.into_iter().filter(|part| !part.is_empty()).collect();
-                    let mut panel = Panel {
-                        title: title.join(", "),
-                        x_label: axis.label().into(),
-                        y_label: if metric == Metric::Time {
-                            "median call, us"
-                        } else {
-                            "over the links, GB/s"
-                        }
-                        .into(),
-                        ticks: ticks
-                            .iter()
-                            .enumerate()
-                            .map(|(at, tick)| (at as f64, tick.to_string()))
-                            .collect(),
-                        x_range: (-0.35, ticks.len() as f64 - 0.65),
-                        y_ticks: Vec::new(),
-                        y_range: (0.0, 0.0),
-                        mark: Mark::Dots,
-                        series: Vec::new(),
+                    let title = listed([format!("{name}{typed}"), rest_of.clone()]);
+                    let y_label = match metric {
+                        Metric::Time => "median call, us",
+                        Metric::Bandwidth => "over the links, GB/s",
                     };
+                    let mut panel = Panel::over(title, axis.label(), y_label, &ticks);
                     let place = |point: &Point| ticks.binary_search(&axis.of(&point.key)).unwrap_or(0) as f64;
                     let mut add = |style: Style,
                                    entry: Option<usize>,
@@ -599,7 +535,7 @@ impl Drawing {
                     for (second, (text, line)) in operation.lines.iter().enumerate() {
                         for entry in 0..labels.len() {
                             let style = style(number, second, text, entry, labels.len());
-                            add(style, Some(entry), &|point| line(point, metric));
+                            add(style, Some(entry), &|point| line.of(point, metric));
                         }
                     }
                     for (nth, &(entry, way)) in drawn.iter().enumerate() {
@@ -627,9 +563,8 @@ impl Drawing {
         };
         self.legend = legend(labels, &operations, ceiling);
         self.legend.extend(drawn.iter().enumerate().map(|(nth, &(entry, way))| {
-            let label = [labels[entry].as_str(), way.text()].into_iter().filter(|part| !part.is_empty());
-            let label =
-                if labels.len() > 1 { label.collect::<Vec<_>>().join(", ") } else { way.text().into() };
+            let of = if labels.len() > 1 { labels[entry].clone() } else { String::new() };
+            let label = listed([of, way.text().into()]);
             (label, way_style(labels.len(), nth))
         }));
         Ok(())
@@ -655,17 +590,12 @@ impl Drawing {
         }
         let (common, differing) =
             split(&sampled.iter().map(|source| parts(&source.point.key, None)).collect::<Vec<_>>());
-        self.subtitle = common.join(", ");
+        self.subtitle = common;
         let label = |source: &Source<'_>| {
             let parts = parts(&source.point.key, None);
             let own = differing.iter().map(|&at| parts[at].clone());
             let dtype = source.point.key.dtype.to_uppercase();
-            [labels[source.entry].clone(), dtype]
-                .into_iter()
-                .chain(own)
-                .filter(|part| !part.is_empty())
-                .collect::<Vec<_>>()
-                .join(", ")
+            listed([labels[source.entry].clone(), dtype].into_iter().chain(own))
         };
         let mut ways: Vec<(String, &WayResult)> = Vec::new();
         for source in &sampled {
@@ -674,18 +604,14 @@ impl Drawing {
             }
         }
         for name in PhaseName::all() {
+            let title = name.text().into();
+            let quarters = (0..=4).map(|quarter| 25 * quarter);
             let mut panel = Panel {
-                title: name.text().into(),
-                x_label: "time of a call, us".into(),
-                y_label: "share of the calls".into(),
-                ticks: Vec::new(),
                 x_range: (f64::MAX, 0.0),
-                y_ticks: (0..=4)
-                    .map(|quarter| (25.0 * f64::from(quarter), format!("{}%", 25 * quarter)))
-                    .collect(),
+                y_ticks: quarters.map(|share| (f64::from(share), format!("{share}%"))).collect(),
                 y_range: (0.0, 104.0),
                 mark: Mark::Line,
-                series: Vec::new(),
+                ..Panel::over(title, "time of a call, us", "share of the calls", &[""; 0])
             };
             let own = sampled.iter().enumerate().map(|(at, source)| (at, source.point.phase(name)));
             let others =
@@ -698,10 +624,8 @@ impl Drawing {
                 let both = |(i, &us): (usize, &f64)| [(us, step * i as f64), (us, step * (i + 1) as f64)];
                 panel.x_range.0 = samples.iter().copied().fold(panel.x_range.0, f64::min);
                 panel.x_range.1 = samples.iter().copied().fold(panel.x_range.1, f64::max);
-                let style = Style { color: COLORS[at % COLORS.len()], dashed: false };
-                panel
-                    .series
-                    .push(Series { style, points: samples.iter().enumerate().flat_map(both).collect() });
+                let points = samples.iter().enumerate().flat_map(both).collect();
+                panel.series.push(Series { style: solid(at), points });
             }
             if panel.series.is_empty() {
                 continue;
@@ -715,10 +639,7 @@ impl Drawing {
         self.columns = 2;
         let labels =
             sampled.iter().map(|source| label(source)).chain(ways.iter().map(|(label, _)| label.clone()));
-        let labels = labels.enumerate();
-        self.legend = labels
-            .map(|(at, label)| (label, Style { color: COLORS[at % COLORS.len()], dashed: false }))
-            .collect();
+        self.legend = labels.enumerate().map(|(at, label)| (label, solid(at))).collect();
         Ok(())
     }
 }
@@ -729,14 +650,19 @@ fn single<T: Clone + Ord>(values: &BTreeSet<T>) -> Option<T> {
 }
 
 /// The parts that all lists have in common, and the indices of the others.
-fn split(lists: &[Vec<String>]) -> (Vec<String>, Vec<usize>) {
-    let Some(first) = lists.first() else { return (Vec::new(), Vec::new()) };
+fn split(lists: &[Vec<String>]) -> (String, Vec<usize>) {
+    let Some(first) = lists.first() else { return (String::new(), Vec::new()) };
     let (same, differing): (Vec<usize>, Vec<usize>) =
         (0..first.len()).partition(|&at| lists.iter().all(|list| list[at] == first[at]));
-    (same.into_iter().map(|at| first[at].clone()).filter(|part| !part.is_empty()).collect(), differing)
+    (listed(same.into_iter().map(|at| first[at].clone())), differing)
 }
 
 const CEILING: Style = Style { color: GREY, dashed: true };
+
+/// The line of so manieth color.
+fn solid(nth: usize) -> Style {
+    Style { color: COLORS[nth % COLORS.len()], dashed: false }
+}
 
 /// The name of a 99th percentile, whose line is dashed and has the color of its median.
 const TAIL: &str = "99th percentile";
@@ -761,16 +687,11 @@ fn ratios(
     entries: usize,
     sources: &[Source<'_>],
 ) -> Vec<Panel> {
-    let of = |step: usize, point: &Point| {
-        let ranking = point.ranking(step);
-        let best = |ours| ranking.iter().find(|(way, _)| way.is_ours() == ours).map(|(_, us)| *us);
-        best(true).zip(best(false)).map(|(ours, theirs)| ours / theirs).filter(|ratio| ratio.is_finite())
-    };
     let panel = |(step, operation): (usize, &Operation)| {
         let lines = (0..entries).map(|entry| {
             let of_entry = sources.iter().filter(|source| source.entry == entry);
             let place = |point: &Point| ticks.binary_search(&axis.of(&point.key)).unwrap_or(0) as f64;
-            let ratio = |source: &Source<'_>| Some((place(source.point), of(step, source.point)?));
+            let ratio = |source: &Source<'_>| Some((place(source.point), source.point.ratio(step)?));
             let mut points: Vec<(f64, f64)> = of_entry.filter_map(ratio).collect();
             points.sort_by(|a, b| a.0.total_cmp(&b.0));
             let color = if entries == 1 { BLACK } else { COLORS[entry % COLORS.len()] };
@@ -784,27 +705,19 @@ fn ratios(
 /// A panel of ratios, with a line at 1.
 fn ratio_panel(name: &str, x_label: &str, ticks: &[impl ToString], mut series: Vec<Series>) -> Panel {
     let highest = series.iter().flat_map(|series| &series.points).map(|point| point.1).fold(1.0, f64::max);
-    let x_range = (-0.35, ticks.len() as f64 - 0.65);
-    series.push(Series { style: CEILING, points: vec![(x_range.0, 1.0), (x_range.1, 1.0)] });
+    let (left, right) = x_range(ticks.len());
+    series.push(Series { style: CEILING, points: vec![(left, 1.0), (right, 1.0)] });
     let y_range = (0.0, highest * 1.08);
-    Panel {
-        title: format!("{name}: epoxide / others"),
-        x_label: x_label.into(),
-        y_label: "ratio of the fastest".into(),
-        ticks: ticks.iter().enumerate().map(|(at, tick)| (at as f64, tick.to_string())).collect(),
-        x_range,
-        y_ticks: round_ticks(y_range, 5),
-        y_range,
-        mark: Mark::Dots,
-        series,
-    }
+    let title = format!("{name}: epoxide / others");
+    let y_ticks = round_ticks(y_range, 5);
+    Panel { y_ticks, y_range, series, ..Panel::over(title, x_label, "ratio of the fastest", ticks) }
 }
 
 /// A color that none of so many labels has, as long as there are any.
 fn way_style(labels: usize, nth: usize) -> Style {
     // A single label takes four, one a phase.
     let taken = if labels == 1 { 4 } else { labels };
-    Style { color: COLORS[(taken + nth) % COLORS.len()], dashed: false }
+    solid(taken + nth)
 }
 
 fn legend(labels: &[String], operations: &[Operation], ceiling: bool) -> Vec<(String, Style)> {
@@ -973,21 +886,14 @@ impl Drawing {
                         .collect(),
                 })
             });
-            Panel {
-                title: of.title.clone(),
-                x_label: figures.x_label.clone(),
-                y_label: if bars { "us" } else { "median, us" }.into(),
-                ticks: of.x.iter().enumerate().map(|(at, x)| (at as f64, x.clone())).collect(),
-                x_range: if bars {
-                    (-0.5, of.x.len() as f64 - 0.5)
-                } else {
-                    (-0.35, of.x.len() as f64 - 0.65)
-                },
-                y_ticks: Vec::new(),
-                y_range: (0.0, 0.0),
-                mark: if bars { Mark::Bars(width * 0.92) } else { Mark::Dots },
-                series: series.filter(|series| !series.points.is_empty()).collect(),
+            let y_label = if bars { "us" } else { "median, us" };
+            let mut panel = Panel::over(of.title.clone(), &figures.x_label, y_label, &of.x);
+            panel.series = series.filter(|series| !series.points.is_empty()).collect();
+            if bars {
+                panel.x_range = (-0.5, of.x.len() as f64 - 0.5);
+                panel.mark = Mark::Bars(width * 0.92);
             }
+            panel
         };
         let mut panels: Vec<Panel> = figures.panels.iter().map(panel).collect();
         match bars {
@@ -1124,7 +1030,27 @@ impl ValueFormatter<f64> for Ticked<'_> {
     }
 }
 
+/// The range of an axis with so many positions.
+fn x_range(positions: usize) -> (f64, f64) {
+    (-0.35, positions as f64 - 0.65)
+}
+
 impl Panel {
+    /// A panel without lines over these positions.
+    fn over(title: String, x_label: &str, y_label: &str, ticks: &[impl ToString]) -> Panel {
+        Panel {
+            title,
+            x_label: x_label.into(),
+            y_label: y_label.into(),
+            ticks: ticks.iter().enumerate().map(|(at, tick)| (at as f64, tick.to_string())).collect(),
+            x_range: x_range(ticks.len()),
+            y_ticks: Vec::new(),
+            y_range: (0.0, 0.0),
+            mark: Mark::Dots,
+            series: Vec::new(),
+        }
+    }
+
     fn paint<DB: DrawingBackend>(
         &self,
         area: &Area<DB>,

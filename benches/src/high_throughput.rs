@@ -1,0 +1,443 @@
+//! High throughput as a mode of the script: its calls, checks of their results, and what is
+//! measured in this mode alone.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use epoxide::driver::{Device, Stream};
+use epoxide::group::ProcessGroup;
+use epoxide::internal::{CeilingShape, Direction, Instruments, count_message_bytes, fields, launch_ceiling};
+use epoxide::throughput::{
+    Buffer, CachedDispatchRequest, CombineRequest, Counts, DispatchHandle, DispatchLayout, DispatchRequest,
+    Options, Place, Received, Shape,
+};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
+use epoxide::{Error, Result};
+use epoxide_testing::harness::Rank;
+use epoxide_testing::oracle;
+use epoxide_testing::roundtrip::Case;
+
+use crate::baseline::Nccl;
+use crate::counts::{RankCounts, TokenCounts};
+use crate::measure::made;
+use crate::measured::{RankResult, Times};
+use crate::puts::Poster;
+use crate::results::{PhaseName, mean};
+use crate::script::{Front, Mode, Script};
+use crate::{Baseline, Effort, Plan, TIMEOUT, Watch};
+
+/// Turns of the case: of the rows that are sent, and of those that are given back.
+pub(crate) const ROWS: u64 = 0;
+pub(crate) const RETURNED: u64 = 1;
+
+/// One run on rank `group.rank()`. Collective.
+pub(crate) fn measure(
+    plan: &Plan,
+    device: &Device,
+    group: &Arc<dyn ProcessGroup>,
+    watch: &dyn Watch,
+    result: &mut RankResult,
+) -> Result<()> {
+    // First of all, so that a missing library is reported before anything is made.
+    let nccl = plan.baseline.map(|Baseline::Nccl| Nccl::join(device, group)).transpose()?;
+    let stream = Stream::new(device)?;
+    let topology = plan.topology;
+    let mut options = Options::new(Shape {
+        max_tokens_per_rank: plan.tokens,
+        max_row_bytes: plan.combine_row_bytes(),
+        max_topk: plan.topk,
+        max_scales: plan.num_scales() as u32,
+    })
+    .config(plan.config(plan.num_sms[0])?)
+    .timeout(TIMEOUT)
+    .ranks_per_node(topology.ranks_per_node)
+    .transport(plan.transport_options(TIMEOUT));
+    let fields = fields(&mut options);
+    fields.tuning = plan.shapes.tuning();
+    fields.keep_nodes = plan.keep_nodes;
+    (fields.num_nvl_bytes, fields.num_rdma_bytes) = (plan.nvl_bytes, plan.rdma_bytes);
+    fields.ptx = plan.ptx.clone();
+    let buffer = made(device, group, result, || Buffer::new(device.clone(), &**group, options))?;
+
+    result.is_joined = topology.nodes > 1 && buffer.num_nodes() == 1;
+    let plan = &*plan.as_run(result.is_joined);
+    let topology = plan.topology;
+    result.mapped = topology.nodes > 1 && buffer.mapped_peers().len() as u32 == topology.nodes - 1;
+    let mode = HighThroughput::new(plan, Rank::with(group.clone(), stream, buffer))?;
+    let stream = mode.rig.stream.clone();
+    let mut script = Script::new(plan, group, &stream, watch, mode)?;
+    let whole = plan.effort == Effort::Whole;
+    if whole {
+        script.doing("every bit against the oracle");
+        script.mode.verify()?;
+    }
+    if let Some(nccl) = &nccl {
+        result.others = script.ways(nccl)?;
+        nccl.finalize()?;
+    }
+    if whole && !result.mapped && topology.nodes > 1 && !plan.no_ceiling {
+        script.doing("the transport alone");
+        result.transport_us = script.mode.transport_alone(plan)?;
+    }
+    group.barrier(group.timeout())?;
+    for &num_sms in &plan.num_sms {
+        script.mode.rig.buffer.set_config(plan.config(num_sms)?)?;
+        script.mode.route()?;
+        result.times.push(script.times(num_sms)?);
+        group.barrier(group.timeout())?;
+    }
+    result.counts = script.mode.counts(plan)?;
+    script.mode.check()?;
+    let buffer = &script.mode.rig.buffer;
+    result.pool_bytes = buffer.pool_bytes();
+    result.wire_bytes = buffer.wire_bytes();
+    result.message_bytes = u64::from(topology.nodes - 1) * count_message_bytes(buffer, plan.experts);
+    result.traced = script.traced;
+    Ok(())
+}
+
+/// One rank's operations on the rows of one case, whether they run or are recorded.
+pub(crate) struct Calls {
+    pub place: Place,
+    pub x: Tensor<'static>,
+    pub scales: Option<TypedTensor<'static, f32>>,
+    topk_weights: TypedTensor<'static, f32>,
+    layout: DispatchLayout<'static>,
+    /// Rows that the routing brings here.
+    pub received: u64,
+    /// Elements of a row.
+    pub hidden: u64,
+    /// Rows of a staged combine.
+    pub staged: Tensor<'static>,
+    /// The routing, of as many channels as the buffer has.
+    pub routing: DispatchHandle,
+}
+
+/// Results of a call: `R` are received rows.
+pub(crate) enum Called<R> {
+    Rows(Box<R>),
+    Sums(Tensor<'static>),
+}
+
+impl Calls {
+    fn dispatch(
+        &mut self,
+        buffer: &mut Buffer,
+        order: StreamOrder<'_>,
+        counts: Counts,
+    ) -> Result<Received<'_>> {
+        let request = DispatchRequest::new(&self.x, &self.layout).topk_weights(&self.topk_weights);
+        let request = self.scales.iter().fold(request.counts(counts), DispatchRequest::scales);
+        buffer.dispatch(&mut self.place, request, order)
+    }
+
+    fn dispatch_cached(&mut self, buffer: &mut Buffer, order: StreamOrder<'_>) -> Result<Received<'_>> {
+        let request = CachedDispatchRequest::new(&self.x, &self.routing);
+        let request = self.scales.iter().fold(request, CachedDispatchRequest::scales);
+        buffer.dispatch_cached(&mut self.place, request, order)
+    }
+
+    /// Enqueues a call of a phase.
+    pub fn call(
+        &mut self,
+        name: PhaseName,
+        buffer: &mut Buffer,
+        order: StreamOrder<'_>,
+    ) -> Result<Called<Received<'_>>> {
+        let rows;
+        let request = match name {
+            PhaseName::DispatchCached => {
+                return Ok(Called::Rows(Box::new(self.dispatch_cached(buffer, order)?)));
+            }
+            PhaseName::DispatchUncached => {
+                let counts = Counts::OnDevice { capacity: buffer.capacity() };
+                return Ok(Called::Rows(Box::new(self.dispatch(buffer, order, counts)?)));
+            }
+            PhaseName::CombineInPool => {
+                rows = self.place.combine_rows(DType::Bf16, self.received, self.hidden)?;
+                CombineRequest::new(&rows, &self.routing)
+            }
+            PhaseName::CombineStaged => CombineRequest::new(&self.staged, &self.routing),
+            PhaseName::LowLatencyDispatch | PhaseName::LowLatencyCombine => {
+                return Err(Error::Unavailable {
+                    what: name.text().into(),
+                    reason: "low latency has a buffer of its own".into(),
+                });
+            }
+        };
+        Ok(Called::Sums(buffer.combine(request, order)?.combined_x))
+    }
+}
+
+/// High throughput on one rank.
+pub(crate) struct HighThroughput {
+    pub rig: Rank,
+    pub case: Case,
+    pub calls: Calls,
+    no_rows: Tensor<'static>,
+    /// The layout of no tokens.
+    empty: DispatchLayout<'static>,
+    /// A routing of no tokens: its dispatch is a barrier between the devices.
+    nothing: DispatchHandle,
+}
+
+impl Mode for HighThroughput {
+    type Buffer = Buffer;
+
+    const FRONT: Front<'static> = Front::EmptiedCaches;
+    const FRONT_OF_PAIRS: Front<'static> = Front::EmptiedCaches;
+
+    fn buffer(&mut self) -> &mut Buffer {
+        &mut self.rig.buffer
+    }
+
+    fn check(&self) -> Result<()> {
+        self.rig.buffer.check()
+    }
+
+    fn verify(&mut self) -> Result<()> {
+        let sources = oracle::recv_order(&self.case.routing, self.rig.rank);
+        let output = self.dispatch_exact()?.detach();
+        let (rig, calls, case) = (&mut self.rig, &self.calls, &self.case);
+        rig.check_received(case, ROWS, &sources, "dispatch", output.at(&calls.place)?)?;
+        let target = calls.place.combine_rows(DType::Bf16, sources.len() as u64, calls.hidden)?;
+        rig.write_returned(case, RETURNED, &sources, target.tensor())?;
+        drop(target);
+        for _ in 0..2 {
+            let order = StreamOrder::on(&self.rig.stream);
+            let sums = self.calls.call(PhaseName::CombineInPool, &mut self.rig.buffer, order)?;
+            if let Called::Sums(sums) = sums {
+                self.check_sums("combine", &sums)?;
+            }
+        }
+        self.check()?;
+        self.no_failure()
+    }
+
+    fn call(&mut self, name: PhaseName) -> Result<()> {
+        self.calls.call(name, &mut self.rig.buffer, StreamOrder::on(&self.rig.stream)).map(drop)
+    }
+
+    fn traced(&mut self, names: &[PhaseName], rounds: u32) -> Result<()> {
+        (0..rounds).try_for_each(|_| names.iter().try_for_each(|&name| self.call(name)))
+    }
+
+    fn pairs(&mut self, chain: u32) -> Result<()> {
+        self.traced(&[PhaseName::DispatchCached, PhaseName::CombineInPool], chain)
+    }
+
+    fn barrier(&mut self) -> Result<()> {
+        let request = CachedDispatchRequest::new(&self.no_rows, &self.nothing);
+        let order = StreamOrder::on(&self.rig.stream);
+        self.rig.buffer.dispatch_cached(&mut self.calls.place, request, order).map(drop)
+    }
+
+    fn others(script: &mut Script<'_, Self>, times: &mut Times) -> Result<()> {
+        let (plan, num_sms) = (script.plan, times.num_sms);
+        script.doing("exact-size dispatch");
+        for iteration in 0..plan.warmup + plan.iters {
+            script.step(1);
+            script.mode.barrier()?;
+            script.stream.synchronize()?;
+            let start = Instant::now();
+            drop(script.mode.dispatch_exact()?);
+            if iteration >= plan.warmup {
+                times.exact_dispatch_returns.push(start.elapsed().as_secs_f64() * 1e6);
+            }
+        }
+        script.doing("calls back to back");
+        for phase in &mut times.phases {
+            phase.back_to_back = match phase.name {
+                PhaseName::DispatchCached | PhaseName::CombineInPool => {
+                    Some(script.back_to_back(|script| script.mode.call(phase.name))?)
+                }
+                // MSCCL++'s test times this one, with the host's wait for the counts.
+                PhaseName::DispatchUncached if plan.topology.nodes > 1 => {
+                    Some(script.back_to_back(|script| script.mode.dispatch_exact().map(drop))?)
+                }
+                _ => None,
+            };
+        }
+        let has_links = plan.topology.ranks_per_node > 1 || !script.mode.rig.buffer.mapped_peers().is_empty();
+        if !plan.no_ceiling && has_links && !plan.is_virtual {
+            script.doing("the links' ceiling");
+            let [push, pull] = [Direction::Push, Direction::Pull].map(|way| script.ceiling(way, num_sms));
+            times.ceiling = Some((push?, pull?));
+        }
+        if let Some(chain) = plan.replays() {
+            script.doing("replays of graphs");
+            times.replays = script.replays(chain)?;
+        }
+        Ok(())
+    }
+}
+
+impl HighThroughput {
+    fn new(plan: &Plan, mut rig: Rank) -> Result<Self> {
+        let case = plan.case();
+        let (topk_idx, topk_weights) = rig.topk(&case)?;
+        let (x, scales) = rig.payload(&case, ROWS)?;
+        let (buffer, stream) = (&mut rig.buffer, &rig.stream);
+        let order = StreamOrder::on(stream);
+        let layout = buffer.get_dispatch_layout(&topk_idx, plan.experts, order)?;
+        let no_ids = TypedTensor::<i64>::from_host(stream, &[0, plan.topk as u64], &[])?;
+        let empty = buffer.get_dispatch_layout(&no_ids, plan.experts, order)?;
+        let no_rows = Tensor::alloc(buffer.device(), x.dtype(), &[0, plan.hidden])?;
+        let mut place = buffer.place(0)?;
+        let request = DispatchRequest::new(&no_rows, &empty);
+        let nothing = buffer.dispatch(&mut place, request, order)?.handle;
+        let request = scales.iter().fold(DispatchRequest::new(&x, &layout), DispatchRequest::scales);
+        let routing = buffer.dispatch(&mut place, request, order)?.handle;
+        let received = routing.num_recv_tokens(stream)?.into();
+        let hidden = plan.hidden;
+        let staged = Tensor::alloc(buffer.device(), DType::Bf16, &[received, hidden])?;
+        let calls = Calls { place, x, scales, topk_weights, layout, received, hidden, staged, routing };
+        Ok(HighThroughput { rig, case, calls, no_rows, empty, nothing })
+    }
+
+    /// Routes again, with the buffer's present configuration.
+    fn route(&mut self) -> Result<()> {
+        let (buffer, calls, order) =
+            (&mut self.rig.buffer, &mut self.calls, StreamOrder::on(&self.rig.stream));
+        let request = DispatchRequest::new(&self.no_rows, &self.empty);
+        self.nothing = buffer.dispatch(&mut calls.place, request, order)?.handle;
+        let request = DispatchRequest::new(&calls.x, &calls.layout);
+        let request = calls.scales.iter().fold(request, DispatchRequest::scales);
+        calls.routing = buffer.dispatch(&mut calls.place, request, order)?.handle;
+        Ok(())
+    }
+
+    fn dispatch_exact(&mut self) -> Result<Received<'_>> {
+        self.calls.dispatch(&mut self.rig.buffer, StreamOrder::on(&self.rig.stream), Counts::Exact)
+    }
+
+    /// Notes a difference of a combine's sums from the oracle.
+    pub fn check_sums(&mut self, what: &str, sums: &Tensor) -> Result<()> {
+        let difference = self.rig.compare_sums(&self.case, RETURNED, DType::Bf16, self.calls.hidden, sums)?;
+        self.rig.note(difference.map(|difference| format!("{what}: {difference}")));
+        Ok(())
+    }
+
+    /// An error where a check has failed since the last call.
+    pub fn no_failure(&mut self) -> Result<()> {
+        match self.rig.take_failure() {
+            None => Ok(()),
+            // Not a mismatch between ranks, which are to change what they ask for: the library is
+            // wrong.
+            Some(failure) => Err(Error::os("verify", format!("rank {}: {failure}", self.rig.rank))),
+        }
+    }
+
+    /// Times of the transport alone for the rows of each phase. Host code puts as many bytes to the
+    /// same peers, in puts of as many rows, all ranks at once. Mean of iterations one after the
+    /// other. Collective.
+    fn transport_alone(&self, plan: &Plan) -> Result<Vec<(PhaseName, f64)>> {
+        let options = plan.transport_options(TIMEOUT);
+        let slot = PhaseName::DispatchUncached.slot_bytes(plan.combine_row_bytes(), plan.topk);
+        let region = slot * u64::from(plan.tokens.max(plan.rdma_send));
+        let group = &*self.rig.group;
+        let mut poster = Poster::new(self.rig.device(), group, plan.topology, &options, region)?;
+        let (sent, relayed) = self.rows_by_node()?;
+        let mut times = Vec::new();
+        for name in [PhaseName::DispatchCached, PhaseName::DispatchUncached, PhaseName::CombineInPool] {
+            let slot = name.slot_bytes(plan.row_bytes(name), plan.topk);
+            let rows = if name.is_dispatch() { &sent } else { &relayed };
+            let bytes: Vec<u64> = rows.iter().map(|rows| rows * slot).collect();
+            let message = slot * u64::from(plan.rdma_send);
+            poster.put_all(&bytes, message, Poster::DEEPEST, plan.warmup)?;
+            let took = poster.put_all(&bytes, message, Poster::DEEPEST, plan.iters)?;
+            times.push((name, took.as_secs_f64() * 1e6 / f64::from(plan.iters)));
+        }
+        poster.close()?;
+        Ok(times)
+    }
+
+    /// Rows that this rank received from ranks up to and with r.
+    fn rows_up_to(&self) -> Result<Vec<i32>> {
+        if let Some(handle) = self.calls.routing.internode() {
+            return handle.recv_gbl_rank_prefix_sum(&self.rig.stream);
+        }
+        let Some(handle) = self.calls.routing.intranode() else { return Ok(Vec::new()) };
+        let (ranks, me) = (self.case.routing.num_ranks() as usize, self.rig.rank as usize);
+        let prefix = handle.rank_prefix_matrix().to_host::<i32>(&self.rig.stream)?;
+        Ok((0..ranks).map(|source| prefix[source * ranks + me]).collect())
+    }
+
+    /// Tokens of a dispatch as the handle on the device has them.
+    fn counts(&self, plan: &Plan) -> Result<RankCounts> {
+        let per_node = plan.topology.ranks_per_node as usize;
+        let (me, ends) = (self.rig.rank as usize, self.rows_up_to()?);
+        let starts = std::iter::once(&0).chain(&ends);
+        let from: Vec<u64> = ends.iter().zip(starts).map(|(end, start)| (end - start) as u64).collect();
+        let received = |wanted: &dyn Fn(usize) -> bool| {
+            from.iter().enumerate().filter(|(source, _)| wanted(*source)).map(|(_, rows)| rows).sum::<u64>()
+        };
+        let (sent, relayed) = self.rows_by_node()?;
+        let node = me / per_node;
+        let all: u64 = sent.iter().sum();
+        let total: u64 = from.iter().sum();
+        let near = received(&|source| source / per_node == node);
+        let six = TokenCounts {
+            send_total: all,
+            send_nvl: sent[node],
+            send_rdma: all - sent[node],
+            recv_total: total,
+            recv_nvl: near,
+            recv_rdma: total - near,
+        };
+        Ok(RankCounts {
+            six,
+            relayed: relayed.iter().sum::<u64>() - relayed[node],
+            linked: received(&|source| source % per_node != me % per_node),
+        })
+    }
+
+    /// By node: tokens that this rank sends there, and those from there that it relays, as the
+    /// handle has them.
+    fn rows_by_node(&self) -> Result<(Vec<u64>, Vec<u64>)> {
+        let Some(handle) = self.calls.routing.internode() else {
+            let heads = self.calls.routing.send_head().to_host::<i32>(&self.rig.stream)?;
+            let tokens = heads.chunks(self.case.routing.num_ranks() as usize);
+            let sent = tokens.filter(|token| token.iter().any(|&head| head >= 0)).count() as u64;
+            return Ok((vec![sent], vec![0]));
+        };
+        // Both matrices are inclusive over channels: the last column has a node's tokens.
+        let by_node = |matrix: TypedTensor<'_, i32>| -> Result<Vec<u64>> {
+            let (channels, entries) = (matrix.columns() as usize, matrix.values(&self.rig.stream)?);
+            Ok(entries.chunks(channels).map(|row| row[channels - 1] as u64).collect())
+        };
+        Ok((
+            by_node(handle.rdma_channel_prefix_matrix())?,
+            by_node(handle.recv_rdma_channel_prefix_matrix())?,
+        ))
+    }
+}
+
+impl Script<'_, HighThroughput> {
+    /// GB/s of remote bytes per rank that the bulk copies reach with `blocks` blocks.
+    fn ceiling(&mut self, direction: Direction, blocks: u32) -> Result<f64> {
+        let row_bytes = match direction {
+            Direction::Push => self.mode.calls.x.row_bytes() as u32,
+            Direction::Pull => self.plan.combine_row_bytes() as u32,
+        };
+        let limit = self.stream.device().info().max_shared_bytes_per_block;
+        let topology = &self.plan.topology;
+        let peers = if topology.ranks_per_node > 1 { topology.ranks_per_node } else { topology.nodes } - 1;
+        let mut best = f64::MAX;
+        for warps in [4, 7] {
+            let stages = (limit / (warps * (row_bytes + 8))).min(3);
+            if stages < 2 {
+                continue;
+            }
+            let fanout = 5.min(peers);
+            let shape = CeilingShape { blocks, warps, stages, rows: self.plan.tokens, row_bytes, fanout };
+            let samples = self.isolated(Front::EmptiedCaches, |script| {
+                launch_ceiling(&script.mode.rig.buffer, direction, shape, &script.stream)
+            })?;
+            // The next barrier may not start before all have written.
+            self.mode.barrier()?;
+            best = best.min(mean(&samples) / shape.remote_bytes() as f64);
+        }
+        Ok(1e-3 / best)
+    }
+}

@@ -1,0 +1,195 @@
+//! Tests of runs of low latency, on the virtual GPU.
+
+use epoxide_bench::results::{PhaseName, Results};
+
+use super::report::low_latency as text;
+use super::testing::{Counted, parse};
+use super::*;
+
+const SMALL: &str = "bench --mode low-latency --ranks-per-node 2 --tokens 3 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 1 --graph=1";
+
+fn measured(line: &str) -> Vec<Point> {
+    measure_points(&parse(line).unwrap().plans().unwrap(), &()).unwrap().0
+}
+
+#[test]
+fn every_number_of_tokens_is_measured() {
+    for types in ["bf16 --combine-dtype fp8", "fp8 --combine-dtype bf16"] {
+        let line = "bench --mode low-latency --ranks-per-node 3 --tokens 5 --hidden 128 --experts 6 --topk 2 --warmup 1 --iters 2 --graph=3";
+        let plans = parse(&format!("{line} --dtype {types}")).unwrap().plans().unwrap();
+        let steps = Counted::default();
+        let (points, _) = measure_points(&plans, &steps).unwrap();
+        assert_eq!(steps.of_rank_0(), plans[0].steps());
+        let [point] = &points[..] else { panic!("{points:?}") };
+        assert_eq!(point.pair.as_ref().unwrap().period.samples_us.len(), 2);
+        for phase in &point.phases {
+            let (replays, within) = (phase.slowest.as_ref().unwrap(), phase.within.as_ref().unwrap());
+            let (sent, entered, done) = (&within.sent, &within.entered, &within.done);
+            assert!([replays, sent, entered, done].iter().all(|times| times.samples_us.len() == 2));
+            assert!(sent.min_us > 0.0 && entered.min_us > 0.0, "{within:?}");
+            assert!(sent.p50_us.max(entered.p50_us) <= done.p50_us, "{within:?}");
+        }
+        assert!(point.remote_rows > 0.0 && point.remote_rows <= 10.0, "{point:?}");
+        assert!(text(&points).contains("VIRTUAL GPU"), "{}", text(&points));
+        assert!(Results::new(points.clone()).json().unwrap().contains("\"tokens\": 5"));
+        assert_ne!(Some(&point.key.dtype), point.key.combine_dtype.as_ref());
+        assert_eq!(plans[0].row_bytes(PhaseName::LowLatencyDispatch) == 256, types.starts_with("bf16"));
+    }
+    let tokens = |line: &str| -> Vec<u32> {
+        parse(line).unwrap().plans().unwrap().iter().map(|plan| plan.tokens).collect()
+    };
+    assert_eq!(tokens("bench --mode low-latency"), [1, 2, 4, 8]);
+    assert_eq!(tokens("bench --mode low-latency --device cuda").last(), Some(&1024));
+}
+
+#[test]
+fn repetitions_have_bounds() {
+    for flag in ["--iters", "--warmup", "--graph"] {
+        let line =
+            format!("bench --mode low-latency --ranks-per-node 2 --experts 4 --topk 2 {flag}=4294967295");
+        let message = parse(&line).unwrap().plans().unwrap_err().message.unwrap();
+        assert_eq!(message, format!("{flag} 4294967295: must be at most 100000"));
+    }
+}
+
+#[test]
+fn several_runs_are_stored_as_json_csv_and_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let [json, table, trace] = ["low.json", "low.csv", "low.trace"].map(|name| folder.path().join(name));
+    let mut args = parse(&format!("{SMALL} --repeat 3 --num-sms 2,3")).unwrap();
+    (args.json, args.csv, args.trace) = (Some(json.clone()), Some(table.clone()), Some(trace.clone()));
+    run(&Bench { tool: None, args }).unwrap();
+    let points = Results::read(&json).unwrap().points;
+    assert_eq!(points.iter().map(|point| point.key.num_sms).collect::<Vec<_>>(), [2, 3]);
+    let pair = &points[0].pair.as_ref().unwrap().period;
+    assert_eq!((points[0].runs.len(), pair.samples_us.len()), (3, 3));
+    let table = std::fs::read_to_string(table).unwrap();
+    let lines: Vec<Vec<&str>> = table.lines().map(|line| line.split(',').collect()).collect();
+    // Dispatch, combine and pair of two points.
+    assert!(lines.len() == 7 && lines.iter().all(|line| line.len() == lines[0].len()), "{table}");
+    let at = |name| lines[0].iter().position(|column| *column == name).unwrap();
+    assert_eq!((lines[3][at("phase")], lines[3][at("tokens")]), ("pair", "3"));
+    assert_eq!(lines[3][at("slowest_p50_us")], pair.p50_us.to_string());
+    assert_eq!((lines[2][at("phase")], lines[2][at("packet_tokens")]), ("combine", "128"));
+    assert!(!lines[2][at("kernel_us")].is_empty() && lines[3][at("kernel_us")].is_empty());
+    let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    for name in ["send", "enter", "receive"] {
+        assert!(events.iter().any(|event| event["name"] == name), "{name}");
+    }
+    let spans = events.iter().filter(|event| event["ph"] == "X");
+    assert!(spans.clone().count() > 0 && spans.clone().all(|span| span["dur"].as_f64().unwrap() >= 0.0));
+}
+
+#[test]
+fn a_sweep_goes_on_where_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("low.jsonl");
+    let mut args = parse(SMALL).unwrap();
+    (args.sweep, args.out) = (Some("tokens=1..4,ranks=1,2".parse().unwrap()), Some(out.clone()));
+    run(&Bench { tool: None, args: args.clone() }).unwrap();
+    let lines = std::fs::read_to_string(&out).unwrap();
+    let points = Results::read(&out).unwrap().points;
+    let of = |point: &Point| (point.mode.clone(), point.key.num_ranks, point.key.tokens);
+    let sizes = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)];
+    let sizes = sizes.map(|(ranks, tokens)| ("low-latency".to_owned(), ranks, tokens));
+    assert_eq!(points.iter().map(of).collect::<Vec<_>>(), sizes);
+    run(&Bench { tool: None, args: args.clone() }).unwrap();
+    assert_eq!(std::fs::read_to_string(&out).unwrap(), lines);
+    // Chains of another length are another measurement.
+    args.sizes.graph = Some(2);
+    run(&Bench { tool: None, args }).unwrap();
+    assert_eq!(Results::read(&out).unwrap().points.len(), 12);
+}
+
+#[test]
+fn points_of_version_1_are_read() {
+    let times = |us: f64| serde_json::json!({"p50_us": us, "p99_us": us, "min_us": us, "mean_us": us, "samples_us": [us, us]});
+    let within = serde_json::json!({"sent": times(1.0), "entered": times(2.0), "done": times(3.0)});
+    let old = serde_json::json!({
+        "schema_version": 1, "mode": "low-latency", "device": "GPU", "virtual": false, "date": "2026-11-23",
+        "num_ranks": 2, "nodes": 1, "transport": null, "tokens": 8, "hidden": 256, "experts": 8, "topk": 2,
+        "dtype": "fp8", "combine_dtype": "bf16", "num_sms": 4, "chunk_tokens": 1, "packet_tokens": 32,
+        "dispatch": times(11.0), "combine": times(12.0), "pair": times(13.0), "dispatch_within": within,
+        "combine_within": within, "chain": 128, "remote_rows": 4.5, "routing_digest": "1", "runs": [{"started": 1.0}],
+    });
+    let points = Results::of_text(&old.to_string()).unwrap().points;
+    let [point] = &points[..] else { panic!("{points:?}") };
+    assert_eq!((point.schema_version, point.iters, point.phases[0].row_bytes), (2, 2, 256 + 8));
+    assert_eq!(point.pair.as_ref().map(|pair| (pair.chain, pair.period.p50_us)), Some((128, 13.0)));
+    let text = text(&points);
+    assert!(text.contains("kernels: unknown, of 2026-11-23") && text.contains("     11.0"), "{text}");
+    // It can be compared with points of today, with any seed.
+    let mut new = point.clone();
+    new.key.seed = 7;
+    let compared = epoxide_bench::compare::compare(&points, &[new], 0.01).unwrap().text();
+    assert!(compared.contains("pair of 128") && compared.contains("kernel of dispatch"), "{compared}");
+}
+
+#[test]
+fn nodes_are_measured() {
+    let points = measured(&format!("{SMALL} --nodes 2 --transport shm"));
+    assert_eq!((points[0].key.nodes, points[0].key.transport.as_deref()), (2, Some("shm")));
+    assert!(text(&points).contains("num_ranks=4 nodes=2 transport=shm"), "{}", text(&points));
+    let within = points[0].phases[1].within.as_ref().unwrap();
+    assert!(within.sent.min_us > 0.0 && within.entered.p50_us <= within.done.p50_us, "{within:?}");
+}
+
+#[test]
+fn rows_that_are_summed_already_are_measured() {
+    let of = |flags: &str| measured(&format!("{SMALL} {flags}"));
+    let (by_expert, by_row) = (of(""), of("--combine-rows by-row"));
+    assert_eq!(by_expert[0].key.combine_rows, None);
+    assert_eq!(by_row[0].key.combine_rows.as_deref(), Some("by-row"));
+    assert!(text(&by_row).contains("combine=bf16 by-row"), "{}", text(&by_row));
+    // Different work is not compared.
+    assert!(epoxide_bench::compare::compare(&by_expert, &by_row, 0.01).is_err());
+}
+
+#[test]
+fn a_buffer_for_more_tokens_is_measured() {
+    let of = |flags: &str| measured(&format!("{SMALL} {flags}"));
+    let (own, larger) = (of(""), of("--max-tokens 16"));
+    assert_eq!((own[0].key.max_tokens, larger[0].key.max_tokens), (None, Some(16)));
+    assert!(larger[0].pool_bytes > own[0].pool_bytes);
+    assert!(text(&larger).contains(" max_tokens=16 "), "{}", text(&larger));
+    assert!(epoxide_bench::compare::compare(&own, &larger, 0.01).is_err());
+}
+
+#[test]
+fn packets_and_words_are_both_measured() {
+    for (flags, chunk_tokens, packet_tokens) in
+        [("", 1, 128), ("--packet-tokens 0 --chunk-tokens 2", 2, 0), ("--packet-tokens 3", 1, 3)]
+    {
+        let points = measured(&format!("{SMALL} {flags}"));
+        let key = &points[0].key;
+        assert_eq!((key.chunk_tokens, key.packet_tokens), (Some(chunk_tokens), Some(packet_tokens)));
+        assert!(text(&points).contains(&format!("packet_tokens={packet_tokens}")), "{}", text(&points));
+    }
+}
+
+#[test]
+fn impossible_sizes_are_rejected_by_name() {
+    for (line, part) in [
+        ("--tokens 2000", "--tokens 2000"),
+        ("--experts 7 --ranks-per-node 3", "--experts 7"),
+        ("--topk 33", "--topk 33"),
+        ("--hidden 100", "--hidden 100"),
+        ("--nodes 0", "--nodes 0"),
+        ("--nodes 5 --ranks-per-node 8", "40 ranks in all, and low latency has at most 32"),
+        ("--num-sms 0", "--num-sms 0: must be at least 1"),
+        ("--iters 0", "--iters 0"),
+        ("--tokens 0", "--tokens 0: must be 1 to 1024"),
+        ("--tokens 4 --max-tokens 3", "--max-tokens 3: must be at least --tokens, 4, and at most 1024"),
+        ("--max-tokens 1025", "--max-tokens 1025: must be at least --tokens"),
+        ("--combine-dtype fp8 --hidden 64", "--hidden 64: must be a positive multiple of 128"),
+        ("--hidden 2", "--hidden 2: must be a positive multiple of 8 (rows are multiples of 16 bytes)"),
+        ("--repeat 0", "--repeat 0: must be at least 1"),
+        ("--baseline nccl", "--baseline: not with --mode low-latency; leave the mode out"),
+    ] {
+        let args = parse(&format!("bench --mode low-latency {line}")).unwrap();
+        let stop = run(&Bench { tool: None, args }).unwrap_err();
+        let message = stop.message.unwrap();
+        assert!(stop.code == crate::stop::USAGE && message.contains(part), "{message}");
+    }
+}
