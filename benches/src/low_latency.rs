@@ -74,8 +74,7 @@ pub(crate) fn measure(
         }
         let buffer = made(device, group, result, || Buffer::new(device.clone(), &**group, options))?;
         result.pool_bytes = buffer.pool_bytes();
-        let stream = Arc::new(Stream::new(device)?);
-        let mut rank = LowLatencyRank { buffer, group: group.clone(), stream };
+        let mut rank = LowLatencyRank::with(group.clone(), Stream::new(device)?, buffer);
         watch.doing(group.rank(), &format!("{} tokens", plan.tokens));
         // Right before it is fast, and still right behind it.
         case.verify(&mut rank)?;
@@ -133,7 +132,7 @@ fn times(
     let inputs = case.inputs(rank)?;
     let mut place = rank.buffer.place(0)?;
     let Recorded { dispatch, combine } = Recorded::new(case, rank, &inputs, &mut place)?;
-    let LowLatencyRank { buffer, group, stream } = rank;
+    let LowLatencyRank { buffer, group, stream, .. } = rank;
     let order = StreamOrder::on(stream);
     let mut pair = |buffer: &mut Buffer| {
         let received = buffer.dispatch(&mut place, inputs.request(case.quantise), order)?;

@@ -5,7 +5,6 @@
 //! what was asked for.
 
 mod bench;
-mod cases;
 mod doctor;
 mod inspect;
 mod launch;

@@ -13,6 +13,7 @@ use epoxide::throughput::{Config, Options, Shape};
 use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
 use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;
+use epoxide_testing::roundtrip::Cases;
 use epoxide_testing::sizes::Sizes;
 use serde::Serialize;
 
@@ -355,7 +356,7 @@ pub struct Defaults {
 
 /// Checked and complete values of the flags.
 #[derive(Debug, Clone, Serialize)]
-pub struct Setup {
+pub struct Settings {
     /// How tokens travel.
     pub mode: Mode,
     /// Nodes.
@@ -386,6 +387,9 @@ pub struct Setup {
     pub num_sms: u32,
     /// Longest wait for another rank, in seconds.
     pub timeout: u64,
+    /// Those above that are sizes.
+    #[serde(skip)]
+    pub sizes: Sizes,
     /// The library's configuration, from `num_sms`.
     #[serde(skip)]
     pub config: Config,
@@ -404,8 +408,8 @@ impl RoundTripFlags {
         Duration::from_secs(self.timeout.unwrap_or(default))
     }
 
-    /// The setup that the flags give for these ranks.
-    pub fn resolve(&self, topology: Topology, defaults: Defaults) -> Result<Setup> {
+    /// The settings that the flags give for these ranks.
+    pub fn resolve(&self, topology: Topology, defaults: Defaults) -> Result<Settings> {
         let (ranks, nodes) = (topology.ranks(), topology.nodes);
         let experts = self.experts.unwrap_or(4 * ranks);
         let sizes = Sizes {
@@ -427,7 +431,7 @@ impl RoundTripFlags {
             _ => Config::new(num_sms.unwrap_or(152), 8, 256, 16, 128).map(|config| config.for_nodes(nodes)),
         };
         let config = config.map_err(|error| Stop::usage(format!("--num-sms: {error}")))?;
-        Ok(Setup {
+        Ok(Settings {
             mode: match self.place.mode {
                 Some(Mode::LowLatency) => Mode::LowLatency,
                 _ if nodes == 1 => Mode::Intranode,
@@ -447,12 +451,18 @@ impl RoundTripFlags {
             seed: self.seed,
             num_sms: config.num_sms,
             timeout: self.timeout().as_secs(),
+            sizes,
             config,
         })
     }
 }
 
-impl Setup {
+impl Settings {
+    /// What cases are drawn from.
+    pub fn cases(&self) -> Cases {
+        Cases { sizes: self.sizes, nodes: self.nodes, seed: self.seed }
+    }
+
     /// Options of a buffer that can dispatch these rows and combine rows of bf16.
     pub fn buffer_options(&self) -> Options {
         let shape = Shape {
@@ -503,24 +513,27 @@ mod tests {
 
     #[test]
     fn defaults_follow_the_number_of_ranks() {
-        let setup = parse("").resolve(one_node(8), DEFAULTS).unwrap();
+        let settings = parse("").resolve(one_node(8), DEFAULTS).unwrap();
         assert_eq!(
-            (setup.ranks, setup.tokens, setup.hidden, setup.experts, setup.topk),
+            (settings.ranks, settings.tokens, settings.hidden, settings.experts, settings.topk),
             (8, 128, 1024, 32, 4)
         );
-        assert_eq!((setup.seed, setup.config.num_channels()), (0xA1B2, 10));
-        let setup = parse("").resolve(one_node(2), DEFAULTS).unwrap();
-        assert_eq!((setup.experts, setup.topk), (8, 2));
+        assert_eq!((settings.seed, settings.config.num_channels()), (0xA1B2, 10));
+        let settings = parse("").resolve(one_node(2), DEFAULTS).unwrap();
+        assert_eq!((settings.experts, settings.topk), (8, 2));
     }
 
     #[test]
     fn across_nodes_the_settings_are_those_of_the_original_test() {
-        let setup = parse("").resolve(Topology { nodes: 2, ranks_per_node: 8 }, DEFAULTS).unwrap();
-        assert_eq!((setup.ranks, setup.experts, setup.topk, setup.mode), (16, 64, 4, Mode::Internode));
-        assert_eq!(setup.config, Config::new(152, 8, 256, 16, 128).unwrap());
-        let setup = parse("").resolve(Topology { nodes: 3, ranks_per_node: 2 }, DEFAULTS).unwrap();
-        assert!(check_nodes(&setup.config, 3).is_ok());
-        assert_eq!(fields(&mut setup.buffer_options()).ranks_per_node, Some(2));
+        let settings = parse("").resolve(Topology { nodes: 2, ranks_per_node: 8 }, DEFAULTS).unwrap();
+        assert_eq!(
+            (settings.ranks, settings.experts, settings.topk, settings.mode),
+            (16, 64, 4, Mode::Internode)
+        );
+        assert_eq!(settings.config, Config::new(152, 8, 256, 16, 128).unwrap());
+        let settings = parse("").resolve(Topology { nodes: 3, ranks_per_node: 2 }, DEFAULTS).unwrap();
+        assert!(check_nodes(&settings.config, 3).is_ok());
+        assert_eq!(fields(&mut settings.buffer_options()).ranks_per_node, Some(2));
     }
 
     #[test]
@@ -579,10 +592,10 @@ mod tests {
     fn flags_win() {
         let line =
             "--tokens 0 --hidden 48 --experts 64 --topk 8 --dtype fp8 --seed 17 --num-sms 6 --transport tcp";
-        let setup = parse(line).resolve(one_node(4), DEFAULTS).unwrap();
-        assert_eq!((setup.tokens, setup.hidden, setup.experts, setup.topk), (0, 48, 64, 8));
-        assert_eq!((setup.seed, setup.config.num_channels()), (17, 3));
-        let shape = fields(&mut setup.buffer_options()).shape;
+        let settings = parse(line).resolve(one_node(4), DEFAULTS).unwrap();
+        assert_eq!((settings.tokens, settings.hidden, settings.experts, settings.topk), (0, 48, 64, 8));
+        assert_eq!((settings.seed, settings.config.num_channels()), (17, 3));
+        let shape = fields(&mut settings.buffer_options()).shape;
         assert_eq!((shape.max_row_bytes, shape.max_scales), (96, 1));
     }
 

@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::launch::stop;
-use crate::options::{Check, Defaults, DeviceKind, RoundTripFlags, Setup};
+use crate::options::{Check, Defaults, DeviceKind, RoundTripFlags, Settings};
 use crate::stop::{FAILED, Result, Stop};
 
 /// How long the other ranks get to end when one has failed.
@@ -64,30 +64,24 @@ impl Placement {
     }
 }
 
-/// One rank with its device and its group.
-pub struct Rank {
-    /// Its number.
-    pub rank: u32,
+/// A rank of a run: the settings of all ranks, and its own group and device.
+pub struct RankContext {
+    /// The settings.
+    pub settings: Settings,
+    /// Where the ranks are.
+    pub placement: Placement,
+    /// Checker of the devices, and the kind of its findings.
+    pub checker: Option<(Check, Checker)>,
     /// The group of all ranks.
     pub group: Arc<dyn ProcessGroup>,
     /// Its GPU.
     pub device: Device,
 }
 
-/// State that all ranks of a run share.
-pub struct Run {
-    /// The settings.
-    pub setup: Setup,
-    /// Where the ranks are.
-    pub placement: Placement,
-    /// Checker of the devices, and the kind of its findings.
-    pub checker: Option<(Check, Checker)>,
-}
-
-impl Rank {
+impl RankContext {
     /// True on the rank that speaks for all.
     pub fn is_root(&self) -> bool {
-        self.rank == 0
+        self.group.rank() == 0
     }
 
     /// Every rank's result; or, where any has failed, the same failure on all ranks. Collective.
@@ -112,7 +106,7 @@ pub fn speaks() -> bool {
 pub fn run(
     shared: &RoundTripFlags,
     defaults: Defaults,
-    main: impl Fn(&Rank, &Run) -> Result<()> + Sync,
+    main: impl Fn(&RankContext) -> Result<()> + Sync,
 ) -> Result<()> {
     let placement = Placement::of(shared, defaults, |name| std::env::var(name).ok());
     if shared.virtual_gpu.check.is_some() && shared.device == DeviceKind::Cuda {
@@ -127,6 +121,13 @@ pub fn run(
         }
         DeviceKind::Cuda => open_device(DeviceKind::Cuda, ordinal),
     };
+    // Opens the rank's device and runs `main`.
+    let one_rank = |group: Arc<dyn ProcessGroup>, local_rank: u32, settings: Result<Settings>| {
+        let opened = settings.and_then(|settings| Ok((settings, open(local_rank)?)));
+        let (settings, device) = agree(&*group, opened)?;
+        let checker = shared.virtual_gpu.check.zip(checker.clone());
+        main(&RankContext { settings, placement, checker, group, device })
+    };
     // A rank that fails tells the others once its own device has given up. This may take the host's
     // wait for the counts: twice the timeout.
     let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
@@ -134,25 +135,18 @@ pub fn run(
         Placement::OneRank => {
             let meeting = Rendezvous::from_env(group_timeout)?;
             let group: Arc<dyn ProcessGroup> = Arc::new(meeting.group("world", group_timeout)?);
-            let local_rank = Ok(meeting.member.local_rank.unwrap_or(meeting.member.rank));
-            let outcome = one_rank(&group, local_rank, &main, open, || {
-                let topology = shared.topology(defaults, Some((group.size(), meeting.member.local_size)))?;
-                Ok(Run { setup: shared.resolve(topology, defaults)?, placement, checker: None })
-            });
-            outcome.map_err(|stop| said_by(stop, group.rank()))
+            let (rank, launched) = (group.rank(), Some((group.size(), meeting.member.local_size)));
+            let settings =
+                shared.topology(defaults, launched).and_then(|topology| shared.resolve(topology, defaults));
+            let local_rank = meeting.member.local_rank.unwrap_or(meeting.member.rank);
+            one_rank(group, local_rank, settings).map_err(|stop| said_by(stop, rank))
         }
         Placement::Threads => {
             let topology = shared.topology(defaults, None)?;
-            let (setup, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
-            require_devices(setup.device, ranks)?;
+            let (settings, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
+            require_devices(settings.device, ranks)?;
             let ended = run_threads(ranks, group_timeout, |rank, group| {
-                Ok(one_rank(&group, Ok(rank), &main, open, || {
-                    Ok(Run {
-                        setup: setup.clone(),
-                        placement,
-                        checker: shared.virtual_gpu.check.zip(checker.clone()),
-                    })
-                }))
+                Ok(one_rank(group, rank, Ok(settings.clone())))
             });
             let outcomes = match ended {
                 Ok(outcomes) => outcomes,
@@ -163,8 +157,8 @@ pub fn run(
         }
         Placement::Processes => {
             let topology = shared.topology(defaults, None)?;
-            let (setup, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
-            require_devices(setup.device, ranks)?;
+            let (settings, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
+            require_devices(settings.device, ranks)?;
             let launch = Launch { settle: GRACE, relay: false, ..Launch::new(ranks) };
             let mut signals = Signals::catch()?;
             let ended = launch.run(Some(&mut signals), |_| {
@@ -184,19 +178,6 @@ pub fn run(
             }
         }
     }
-}
-
-/// Opens the rank's device and runs `main`.
-fn one_rank(
-    group: &Arc<dyn ProcessGroup>,
-    local_rank: Result<u32>,
-    main: impl Fn(&Rank, &Run) -> Result<()>,
-    open: impl Fn(u32) -> Result<Device>,
-    run: impl Fn() -> Result<Run>,
-) -> Result<()> {
-    let opened = local_rank.and_then(|local_rank| Ok((run()?, open(local_rank)?)));
-    let (run, device) = agree(&**group, opened)?;
-    main(&Rank { rank: group.rank(), group: group.clone(), device }, &run)
 }
 
 /// Part of a failure that a rank in a process of its own prints: rank 0 prints failures that all

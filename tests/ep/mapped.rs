@@ -131,9 +131,9 @@ fn low_latency_joins_nodes_too() {
         [(TransportKind::Direct, true, 1), (TransportKind::Direct, false, 2), (TransportKind::Shm, true, 2)]
     {
         let case = LowLatencyCase { nodes: nodes(2, transport), joins_nodes, ..case.clone() };
-        case.on_threads(|rank| {
+        case.run(|rank| {
             assert_eq!(rank.buffer.num_nodes(), nodes_of_buffer, "{transport}, {joins_nodes}");
-            case.step_by_step(rank)
+            rank.round_trip(&case)
         });
     }
 }

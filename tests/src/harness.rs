@@ -19,7 +19,9 @@ use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, Element, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 
+use crate::compare::Difference;
 use crate::payload::{bytes_of, values_of};
+use crate::roundtrip::RoundTrip;
 
 /// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout.
 /// A group waits in real time, on a machine that may be busy.
@@ -237,21 +239,33 @@ impl Setup {
     /// Runs `main` on every rank, as threads of a group of their own.
     ///
     /// # Panics
-    /// Where a rank returns an error, panics, or has noted a failed check.
+    /// As [`run_checked`].
     pub fn run<T: Send>(&self, main: impl Fn(&mut Rank) -> Result<T> + Sync) -> Vec<T> {
-        let outcome = run_ranks(self.ranks, |_, group| {
-            let mut rank = Rank::join(self, group)?;
-            let outcome = main(&mut rank).and_then(|value| rank.synchronize().map(|()| value));
-            // Peers may take long to notice; until then, this line shows the reason of their wait.
-            let outcome = outcome.inspect_err(|error| eprintln!("rank {} failed: {error}", rank.rank));
-            let name = |failure| format!("rank {}: {failure}", rank.rank);
-            Ok((outcome?, rank.failures.into_iter().map(name).collect()))
-        });
-        let (values, failures): (Vec<T>, Vec<Vec<String>>) =
-            outcome.unwrap_or_else(|failure| panic!("{failure}")).into_iter().unzip();
-        assert_no_failures(failures.concat());
-        values
+        run_checked(self.ranks, |group| Rank::join(self, group), main)
     }
+}
+
+/// Runs `main` on the ranks that `join` makes of a group, each on a thread.
+///
+/// # Panics
+/// Where a rank returns an error, panics, or has noted a failed check.
+pub fn run_checked<B, T: Send>(
+    ranks: u32,
+    join: impl Fn(Arc<dyn ProcessGroup>) -> Result<Rank<B>> + Sync,
+    main: impl Fn(&mut Rank<B>) -> Result<T> + Sync,
+) -> Vec<T> {
+    let outcome = run_ranks(ranks, |_, group| {
+        let mut rank = join(group)?;
+        let outcome = main(&mut rank).and_then(|value| rank.synchronize().map(|()| value));
+        // Peers may take long to notice; until then, this line shows the reason of their wait.
+        let outcome = outcome.inspect_err(|error| eprintln!("rank {} failed: {error}", rank.rank));
+        let name = |failure| format!("rank {}: {failure}", rank.rank);
+        Ok((outcome?, rank.failures.into_iter().map(name).collect()))
+    });
+    let (values, failures): (Vec<T>, Vec<Vec<String>>) =
+        outcome.unwrap_or_else(|failure| panic!("{failure}")).into_iter().unzip();
+    assert_no_failures(failures.concat());
+    values
 }
 
 /// # Panics
@@ -277,9 +291,9 @@ pub(crate) struct Region {
     pub(crate) is_metadata: bool,
 }
 
-/// One rank of a test.
+/// One rank, with a buffer of either mode.
 #[derive(Debug)]
-pub struct Rank {
+pub struct Rank<B = Buffer> {
     /// Its number.
     pub rank: u32,
     /// The group of all ranks.
@@ -287,7 +301,7 @@ pub struct Rank {
     /// Its stream.
     pub stream: Arc<Stream>,
     /// The buffer under test.
-    pub buffer: Buffer,
+    pub buffer: B,
     /// Whether [`Rank::layout`] and its siblings run on the communication stream.
     pub on_comm_stream: bool,
     /// Checks that failed.
@@ -296,32 +310,33 @@ pub struct Rank {
     pub(crate) regions: Vec<Region>,
 }
 
-impl Rank {
-    /// Makes the device, the stream and the buffer. Collective.
-    pub fn join(setup: &Setup, group: Arc<dyn ProcessGroup>) -> Result<Rank> {
-        let device = open_device(VirtConfig { ordinal: group.rank(), ..setup.device.clone() })?;
-        let mut options = setup.options.clone();
-        let fields = internal::fields(&mut options);
-        if let (TransportKind::Auto, Some(ranks_per_node)) = (fields.transport.kind, fields.ranks_per_node) {
-            let node = group.rank() / ranks_per_node.max(1);
-            fields.transport.hooks.host = Some(format!("host {}", node / 2));
-        }
-        Rank::new(device, group, options)
-    }
-
+impl<B: RoundTrip> Rank<B> {
     /// Makes the stream and the buffer. Collective.
-    pub fn new(device: Device, group: Arc<dyn ProcessGroup>, options: Options) -> Result<Rank> {
+    pub fn new(device: Device, group: Arc<dyn ProcessGroup>, options: B::Options) -> Result<Rank<B>> {
         let stream = Stream::new(&device)?;
-        let buffer = Buffer::new(device, &*group, options)?;
+        let buffer = B::create(device, &*group, options)?;
         Ok(Rank::with(group, stream, buffer))
     }
 
+    /// One round trip of a case, all that it gives compared with the oracle, bit for bit. Gives the
+    /// rows that a dispatch brought. Collective.
+    ///
+    /// Differences are noted and the trip continues, so that the other ranks are not left waiting.
+    ///
+    /// # Errors
+    /// Errors of the operations.
+    pub fn round_trip(&mut self, case: &B::Case) -> Result<u64> {
+        B::round_trip(self, case)
+    }
+}
+
+impl<B> Rank<B> {
     /// A rank of a stream and a buffer that are there.
-    pub fn with(group: Arc<dyn ProcessGroup>, stream: Stream, buffer: Buffer) -> Rank {
+    pub fn with(group: Arc<dyn ProcessGroup>, stream: impl Into<Arc<Stream>>, buffer: B) -> Rank<B> {
         Rank {
             rank: group.rank(),
             group,
-            stream: Arc::new(stream),
+            stream: stream.into(),
             buffer,
             on_comm_stream: false,
             failures: Vec::new(),
@@ -357,6 +372,16 @@ impl Rank {
             None => return,
         };
         self.failures.push(format!("{what}{note}"));
+    }
+
+    /// Notes a difference, if there is one.
+    pub fn note(&mut self, difference: Difference) {
+        self.failures.extend(difference);
+    }
+
+    /// The first failed check since the last call, which takes all of them.
+    pub fn take_failure(&mut self) -> Option<String> {
+        std::mem::take(&mut self.failures).into_iter().next()
     }
 
     /// Notes a failed check unless `holds`.
@@ -413,6 +438,14 @@ impl Rank {
         }
     }
 
+    /// The bytes of a row.
+    pub fn row_of(&self, tensor: &Tensor, row: usize) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; tensor.row_bytes() as usize];
+        // SAFETY: the row is one of the tensor's.
+        unsafe { self.stream.read(&mut bytes, tensor.ptr().add(row as u64 * tensor.row_stride()))? };
+        Ok(bytes)
+    }
+
     /// The bytes of each row.
     pub fn row_bytes(&self, tensor: &Tensor) -> Result<Vec<Vec<u8>>> {
         if tensor.row_bytes() == 0 {
@@ -453,6 +486,20 @@ impl Rank {
             unsafe { self.stream.copy(to, from, bytes)? };
         }
         Ok(copy)
+    }
+}
+
+impl Rank {
+    /// Makes the device, the stream and the buffer. Collective.
+    pub fn join(setup: &Setup, group: Arc<dyn ProcessGroup>) -> Result<Rank> {
+        let device = open_device(VirtConfig { ordinal: group.rank(), ..setup.device.clone() })?;
+        let mut options = setup.options.clone();
+        let fields = internal::fields(&mut options);
+        if let (TransportKind::Auto, Some(ranks_per_node)) = (fields.transport.kind, fields.ranks_per_node) {
+            let node = group.rank() / ranks_per_node.max(1);
+            fields.transport.hooks.host = Some(format!("host {}", node / 2));
+        }
+        Rank::new(device, group, options)
     }
 
     /// The buffer's place 0.

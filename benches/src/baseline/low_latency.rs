@@ -49,7 +49,7 @@ impl LowLatency {
             options = options.num_sms(plan.num_sms[0]);
         }
         let buffer = Buffer::new(rig.device().clone(), &*rig.group, options)?;
-        let mut rank = LowLatencyRank { buffer, group: rig.group.clone(), stream: rig.stream.clone() };
+        let mut rank = LowLatencyRank::with(rig.group.clone(), rig.stream.clone(), buffer);
         case_of_it.verify(&mut rank)?;
         let inputs = case_of_it.inputs(&rank)?;
         let mut place = rank.buffer.place(0)?;

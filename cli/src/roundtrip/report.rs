@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::options::Setup;
-use crate::ranks::{Placement, Rank, Run};
+use crate::options::Settings;
+use crate::ranks::{Placement, RankContext};
 
 /// The object.
 #[derive(Debug, Default, Serialize)]
@@ -11,7 +11,7 @@ pub struct Report {
     pub command: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub config: Option<ConfigReport>,
-    pub ranks: Ranks,
+    pub ranks: RankReports,
     pub times: Times,
     pub iterations: u64,
     pub graph_replays: u64,
@@ -31,7 +31,7 @@ pub type Publish<'a> = &'a dyn Fn(&dyn Fn(&mut Report));
 #[derive(Debug, Clone, Serialize)]
 pub struct ConfigReport {
     #[serde(flatten)]
-    pub setup: Setup,
+    pub settings: Settings,
     pub placement: Placement,
     pub device_name: String,
     /// True where times are those of the virtual GPU, and say nothing of hardware.
@@ -59,11 +59,11 @@ pub struct HighThroughput {
 
 impl ConfigReport {
     /// Settings of either mode.
-    pub fn new(rank: &Rank, run: &Run, capacity_rows: u64, pool_bytes: u64) -> ConfigReport {
-        let info = rank.device.info();
+    pub fn new(context: &RankContext, capacity_rows: u64, pool_bytes: u64) -> ConfigReport {
+        let info = context.device.info();
         ConfigReport {
-            setup: run.setup.clone(),
-            placement: run.placement,
+            settings: context.settings.clone(),
+            placement: context.placement,
             device_name: info.name.clone(),
             device_is_virtual: info.is_virtual,
             capacity_rows,
@@ -76,14 +76,14 @@ impl ConfigReport {
 /// Results of all ranks, in rank order.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
-pub enum Ranks {
+pub enum RankReports {
     HighThroughput(Vec<RankReport>),
     LowLatency(Vec<LowLatencyRankReport>),
 }
 
-impl Default for Ranks {
-    fn default() -> Ranks {
-        Ranks::HighThroughput(Vec::new())
+impl Default for RankReports {
+    fn default() -> RankReports {
+        RankReports::HighThroughput(Vec::new())
     }
 }
 

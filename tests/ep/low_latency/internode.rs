@@ -82,14 +82,14 @@ fn only_the_first_block_polls_host_memory() {
         checker: Some(checker.clone()),
         ..case
     };
-    case.on_threads(|rank| {
+    case.run(|rank| {
         // The peers wait for this rank in each operation, so long that they look for other calls.
-        if rank.buffer.rank() == 1 {
+        if rank.rank == 1 {
             std::thread::sleep(Duration::from_millis(1000));
         }
-        let differing = case.step_by_step(rank)?;
+        rank.round_trip(&case)?;
         rank.group.barrier(PATIENCE)?;
-        if rank.buffer.rank() == 0 {
+        if rank.rank == 0 {
             let is_word = |loaded: &Loaded| loaded.memory == "wire memory" && loaded.part == "words";
             let mut loads = checker.loads();
             loads.retain(is_word);
@@ -107,8 +107,7 @@ fn only_the_first_block_polls_host_memory() {
             let (ranks, rounds, most_rows) = (3, u64::from(rounds), 9 + 5 + 3);
             assert!(of_rows <= ranks * rounds * most_rows * 2, "{of_rows} loads from messages");
         }
-        rank.group.barrier(PATIENCE)?;
-        Ok(differing)
+        rank.group.barrier(PATIENCE)
     });
 }
 
@@ -121,12 +120,12 @@ fn one_put_for_each_peer_and_operation() {
     for (quantise, quantise_back) in [(Quantise::Not, Quantise::Fp8), (Quantise::Fp8, Quantise::Not)] {
         let nodes = nodes(2, TransportKind::Shm);
         let case = LowLatencyCase { nodes, max_tokens, quantise, quantise_back, ..case.clone() };
-        case.on_threads(|rank| {
-            let differing = case.step_by_step(rank)?;
+        case.run(|rank| {
+            rank.round_trip(&case)?;
             // A combine ends when the peers' messages are here, not when the own ones have been
             // counted.
             rank.group.barrier(PATIENCE)?;
-            let number = rank.buffer.rank();
+            let number = rank.rank;
             let rows = |from: u32, to: u32| {
                 (0..case.routing.num_tokens(from)).filter(|&token| case.routing.hits(from, token, to)).count()
             };
@@ -142,7 +141,7 @@ fn one_put_for_each_peer_and_operation() {
                 assert_eq!((stats.puts, stats.bytes), (2, there + back), "rank {number} to {peer}");
             }
             assert_eq!(rank.buffer.wire_stats().len(), 2);
-            Ok(differing)
+            Ok(())
         });
     }
 }

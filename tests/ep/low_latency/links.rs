@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide_gpu::layout::{PIECE_PACKET_BYTES, pieces_of};
+use epoxide_testing::harness::PATIENCE;
 use epoxide_testing::low_latency::{CombineRows, LowLatencyCase};
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::tier;
@@ -94,15 +95,14 @@ fn check(case: &LowLatencyCase) {
     checker.count_stores();
     let case = LowLatencyCase { checker: Some(checker.clone()), ..case.clone() };
     let counted = std::sync::Mutex::new(Vec::new());
-    case.on_threads(|rank| {
-        let differing = case.step_by_step(rank)?;
+    case.run(|rank| {
+        rank.round_trip(&case)?;
         // All pools still exist, and all ranks have finished their stores.
-        rank.group.barrier(epoxide_testing::harness::PATIENCE)?;
-        if rank.buffer.rank() == 0 {
+        rank.group.barrier(PATIENCE)?;
+        if rank.rank == 0 {
             *counted.lock().unwrap() = checker.stores();
         }
-        rank.group.barrier(epoxide_testing::harness::PATIENCE)?;
-        Ok(differing)
+        rank.group.barrier(PATIENCE)
     });
     let counted = counted.into_inner().unwrap();
     let on_links = counted.iter().filter(|stored| stored.by != stored.on);

@@ -67,10 +67,9 @@ fn fail(rank: &mut LowLatencyRank, case: &LowLatencyCase, gone: Gone, is_gone: b
 /// with the oracle.
 fn leave_out_and_take_in(case: &LowLatencyCase, gone: &[u32], when: Gone) {
     let without = case.without(gone);
-    case.on_threads(|rank| {
+    case.run(|rank| {
         case.verify(rank)?;
-        let number = rank.buffer.rank();
-        let (all, is_gone) = (rank.group.clone(), gone.contains(&number));
+        let (all, is_gone) = (rank.group.clone(), gone.contains(&rank.rank));
         let part = all.split(is_gone.into())?;
         all.barrier(PATIENCE)?;
         fail(rank, case, when, is_gone)?;
@@ -85,7 +84,7 @@ fn leave_out_and_take_in(case: &LowLatencyCase, gone: &[u32], when: Gone) {
         rank.group = all;
         rank.buffer.regroup(&*rank.group.clone())?;
         assert_eq!(rank.buffer.members().len(), case.routing.num_ranks() as usize);
-        case.step_by_step(rank)
+        rank.round_trip(case)
     });
 }
 
@@ -149,7 +148,7 @@ fn missed_deadlines_leave_nothing_behind() {
     for seed in 0..tier::pick(2, 6) {
         let nodes = if seed % 2 == 0 { None } else { two_nodes(TransportKind::Shm) };
         let case = LowLatencyCase { nodes, schedule_seed: Some(seed), chunk_tokens: 3, ..case(0) };
-        case.on_threads(|rank| {
+        case.run(|rank| {
             let (inputs, group) = (case.inputs(rank)?, rank.group.clone());
             for _ in 0..4 {
                 let mut place = rank.buffer.place(0)?;
@@ -164,7 +163,7 @@ fn missed_deadlines_leave_nothing_behind() {
                 rank.stream.synchronize()?;
                 rank.buffer.regroup(&*group)?;
             }
-            case.step_by_step(rank)
+            rank.round_trip(&case)
         });
     }
 }
@@ -220,10 +219,10 @@ fn rounds_go_on_where_the_low_half_of_an_epoch_wraps() {
     let shm = Nodes { transport: TransportKind::Shm, ..direct };
     for nodes in [None, Some(direct), Some(shm)] {
         let case = LowLatencyCase { rounds: 10, unanswered: 2, nodes, ..case.clone() };
-        case.on_threads(|rank| {
+        case.run(|rank| {
             let all: Arc<_> = rank.group.clone();
             regroup_ahead(&mut rank.buffer, &*all, (1 << 32) - 8)?;
-            case.step_by_step(rank)
+            rank.round_trip(&case)
         });
     }
 }
@@ -231,8 +230,8 @@ fn rounds_go_on_where_the_low_half_of_an_epoch_wraps() {
 #[test]
 fn captured_steps_follow_the_members_and_rows_from_before_are_stale() {
     let case = LowLatencyCase::new(routing(&[TOKENS as u32; 3], 2, 6, Style::DistinctTopK), HIDDEN as u32);
-    case.on_threads(|rank| {
-        let number = rank.buffer.rank();
+    case.run(|rank| {
+        let number = rank.rank;
         let part = rank.group.split((number == 2).into())?;
         // The first token of each rank goes to ranks 0 and 2, the second to rank 2 alone, the third
         // to 1, the last nowhere.
@@ -271,6 +270,6 @@ fn captured_steps_follow_the_members_and_rows_from_before_are_stale() {
         let all: Arc<_> = rank.group.clone();
         buffer.regroup(&*all)?;
         assert_eq!(replay(buffer)?, [2.0, 1.0, 1.0, 0.0]);
-        Ok(Vec::new())
+        Ok(())
     });
 }

@@ -100,13 +100,13 @@ fn quantised_already() {
         let routing = routing(&[19, 5, 0], 2, 6, Style::WithHoles);
         let checker = Some(Checker::new(CheckConfig::default()));
         let case = LowLatencyCase { sm_count, checker, ..LowLatencyCase::new(routing, 400) };
-        case.on_threads(|rank| dispatch_quantised_rows(&case, rank));
+        case.run(|rank| dispatch_quantised_rows(&case, rank));
     }
 }
 
 /// Dispatches e4m3 rows with scales, and gives the differences from what each rank was to receive.
-fn dispatch_quantised_rows(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<Vec<String>> {
-    let LowLatencyRank { buffer, stream, .. } = rank;
+fn dispatch_quantised_rows(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<()> {
+    let LowLatencyRank { buffer, stream, failures, .. } = rank;
     let (routing, me, hidden) = (&case.routing, buffer.rank(), case.hidden);
     let of_row = hidden.div_ceil(128);
     let row = |source: u32, token: u32| -> Vec<u8> {
@@ -126,7 +126,6 @@ fn dispatch_quantised_rows(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> 
     let received = buffer.dispatch(&mut place, request, StreamOrder::on(stream))?;
     stream.synchronize()?;
     buffer.check()?;
-    let mut differing = Vec::new();
     let received_scales = received.scales.as_ref().map_or(Ok(Vec::new()), |scales| scales.values(stream))?;
     let received_rows = routing.num_ranks() * case.max_tokens;
     for source in 0..routing.num_ranks() {
@@ -138,17 +137,17 @@ fn dispatch_quantised_rows(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> 
                 stream.read(&mut got, received.x.ptr().add(u64::from(number) * received.x.row_stride()))?
             };
             if got != row(source, token) {
-                differing.push(format!("row of token {token} of rank {source}"));
+                failures.push(format!("row of token {token} of rank {source}"));
             }
             for block in 0..of_row {
                 let got = received_scales[(block * received_rows + number) as usize];
                 if got != scale(source, token, block) {
-                    differing.push(format!("scale {block} of token {token} of rank {source} is {got}"));
+                    failures.push(format!("scale {block} of token {token} of rank {source} is {got}"));
                 }
             }
         }
     }
-    Ok(differing)
+    Ok(())
 }
 
 #[test]

@@ -1,12 +1,16 @@
 //! Parameters of a low-latency round trip.
 
+use epoxide::DType;
 use epoxide::driver::Device;
 use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::low_latency::{Options, Quantise, Shape};
+use rand::Rng;
 
 use crate::harness::{Nodes, PATIENCE};
 use crate::ids::Ids;
-use crate::oracle::Routing;
+use crate::oracle::{Routing, Style};
+use crate::roundtrip::{Cases, Draw};
+use crate::sizes::Sizes;
 
 /// Rows that a combine takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -103,6 +107,44 @@ impl LowLatencyCase {
             seed: 1,
             schedule_seed: None,
             checker: None,
+        }
+    }
+
+    /// Case `number` of a run.
+    pub(super) fn draw(cases: &Cases, number: u64, draw: Draw) -> LowLatencyCase {
+        let mut rng = cases.rng(number);
+        let Sizes { ranks, tokens: most, hidden, experts, topk, dtype, .. } = cases.sizes;
+        let tokens: Vec<u32> = (0..ranks)
+            .map(|_| if draw == Draw::Random { rng.random_range(0..=most) } else { most })
+            .collect();
+        let style =
+            if number == 0 { Style::WithHoles } else { Style::ALL[rng.random_range(0..Style::ALL.len())] };
+        let routing = Routing::random(&mut rng, &tokens, topk, experts, style);
+        let quantise = match number % 2 {
+            _ if dtype == DType::Bf16 => Quantise::Not,
+            0 => Quantise::Fp8,
+            _ => Quantise::Fp8PowerOfTwo,
+        };
+        // Blocks of 128 elements have a scale.
+        let quantise_back = match number % 4 {
+            1 if hidden.is_multiple_of(128) => Quantise::Fp8,
+            3 if hidden.is_multiple_of(128) => Quantise::Fp8PowerOfTwo,
+            _ => Quantise::Not,
+        };
+        LowLatencyCase {
+            max_tokens: most.max(1),
+            quantise,
+            quantise_back,
+            combine_rows: match number % 6 {
+                // Ranks of one node can gather; odd numbers have rows that are quantised.
+                2 if cases.nodes == 1 => CombineRows::InPool,
+                2 | 5 => CombineRows::ByRow,
+                _ => CombineRows::ByExpert,
+            },
+            chunk_tokens: Options::DEFAULT_CHUNK_TOKENS,
+            packet_tokens: Options::default_packet_tokens(ranks),
+            seed: rng.random(),
+            ..LowLatencyCase::new(routing, hidden as u32)
         }
     }
 

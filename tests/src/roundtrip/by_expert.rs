@@ -208,14 +208,6 @@ impl Rank {
         }
         Ok(())
     }
-
-    /// The bytes of a row.
-    fn row_of(&self, tensor: &Tensor, row: usize) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; tensor.row_bytes() as usize];
-        // SAFETY: the row is one of the tensor's.
-        unsafe { self.stream.read(&mut bytes, tensor.ptr().add(row as u64 * tensor.row_stride()))? };
-        Ok(bytes)
-    }
 }
 
 /// The rows that are no padding, by their numbers.

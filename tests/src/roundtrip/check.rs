@@ -1,18 +1,21 @@
 //! A round trip on one rank, and its checks.
 
 use epoxide::Result;
+use epoxide::driver::Device;
+use epoxide::group::ProcessGroup;
 use epoxide::throughput::{
-    CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchHandle, DispatchLayout, DispatchRequest,
-    Place, Received,
+    Buffer, CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchHandle, DispatchLayout,
+    DispatchRequest, Options, Place, Received,
 };
 use epoxide::{DType, Tensor, TypedTensor};
 use half::bf16;
 
 use super::case::{Case, Scales};
+use super::{Cases, Draw, Replays, RoundTrip};
 use crate::compare::{self, Difference};
 use crate::harness::{POISON, Rank, Region};
 use crate::ids::{Ids, upload_narrow};
-use crate::oracle::{self, InternodePlan, Plan};
+use crate::oracle::{self, InternodePlan, Plan, Style};
 use crate::payload;
 
 /// Columns that combine's expected values are computed for at a time, to bound memory.
@@ -54,6 +57,86 @@ pub(super) struct Inputs {
 /// Scales on the device.
 pub(super) type DeviceScales = Option<TypedTensor<'static, f32>>;
 
+impl RoundTrip for Buffer {
+    type Case = Case;
+    type Options = Options;
+    const FIRST_NUMBER: u64 = 0;
+
+    fn create(device: Device, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
+        Buffer::new(device, group, options)
+    }
+
+    /// One as routers give them, and one with holes.
+    fn first_cases(cases: &Cases) -> Vec<Case> {
+        let styles = [(1, Style::DistinctTopK), (2, Style::WithHoles)];
+        styles.map(|(number, style)| Case::full_size(cases, number, style)).into()
+    }
+
+    fn case(cases: &Cases, number: u64, draw: Draw) -> Case {
+        // The first numbers are taken.
+        match draw {
+            Draw::Random => Case::random(cases, 3 + number),
+            Draw::Full => Case::full_size(cases, 3 + number, Style::DistinctTopK),
+        }
+    }
+
+    /// Layout, dispatch, combine from a tensor with weights, cached dispatch of other bytes, combine
+    /// from the pool.
+    fn round_trip(rank: &mut Rank, case: &Case) -> Result<u64> {
+        let expected = rank.expect(case);
+        let rows = u64::from(expected.plan.num_recv_tokens);
+        let (inputs, layout) = rank.lay_out(case, &expected)?;
+        let mut place = rank.place()?;
+
+        rank.poison_received(rows)?;
+        let (x, scales) = rank.payload(case, 0)?;
+        let to_send = request(case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact);
+        let output = rank.dispatch(&mut place, to_send)?;
+        rank.learn_regions(&output);
+        rank.check_dispatch(case, 0, &expected, "dispatch", &output)?;
+        let combine = Combine {
+            what: "combine",
+            turn: 1,
+            dtype: DType::Bf16,
+            columns: case.hidden(),
+            given: Given::Tensor,
+            weights: None,
+        };
+        let handle = output.handle.clone();
+        let given = output.recv_topk_weights.clone();
+        let summed = rank.round_trip_of_weights(case);
+        let weights = given.as_ref().map(|given| (given, &summed[..]));
+        rank.check_combine(case, &expected.plan, &handle, None, Combine { weights, ..combine })?;
+        drop((output, given));
+
+        rank.poison_received(rows)?;
+        let (x, scales) = rank.payload(case, 2)?;
+        let cached = rank.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &handle))?;
+        rank.check_received(case, 2, &expected.plan.recv_src, "cached dispatch", &cached)?;
+        drop(cached);
+        let combine = Combine { what: "combine from the pool", turn: 3, given: Given::Pool, ..combine };
+        rank.check_combine(case, &expected.plan, &handle, Some(&place), combine)?;
+
+        for tensor in rank.spoilable(&layout, &handle)? {
+            rank.poison(&tensor)?;
+        }
+        Ok(rows)
+    }
+
+    /// With a new routing and new contents each time.
+    fn replay(rank: &mut Rank, cases: &Cases, replays: u64, step: impl Fn()) -> Result<Replays> {
+        // Case numbers of replays start past those of other round trips.
+        const FIRST_CASE: u64 = 1 << 32;
+        // An argument of the dispatch, so a graph has one.
+        const ALIGNMENT: u32 = 4;
+        let case = |replay: u64| {
+            let style = Style::ALL[replay as usize % Style::ALL.len()];
+            Case { expert_alignment: ALIGNMENT, ..Case::full_size(cases, FIRST_CASE + replay, style) }
+        };
+        rank.replay_graph(case, replays, step)
+    }
+}
+
 impl Rank {
     /// Expected results of this rank, with this buffer's channels and nodes.
     pub fn expect(&self, case: &Case) -> Expected {
@@ -63,16 +146,6 @@ impl Rank {
         let nodes =
             several.then(|| oracle::InternodeOracle::new(&case.routing, self.buffer.ranks_per_node()));
         Expected { plan, internode: nodes.map(|nodes| nodes.plan(self.rank, channels)) }
-    }
-
-    /// Notes a difference, if there is one.
-    pub fn note(&mut self, difference: Difference) {
-        self.failures.extend(difference);
-    }
-
-    /// The first failed check since the last call, which takes all of them.
-    pub fn take_failure(&mut self) -> Option<String> {
-        std::mem::take(&mut self.failures).into_iter().next()
     }
 
     /// This rank's ids and weights of a case, on the device.
@@ -129,54 +202,6 @@ impl Rank {
             }
         }
         self.stream.synchronize()
-    }
-
-    /// One round trip, and all that it gives: layout, dispatch, combine from a tensor with weights,
-    /// cached dispatch of other bytes, combine from the pool. Gives the rows received. Collective.
-    ///
-    /// Differences are noted and the trip continues, so that the other ranks are not left waiting.
-    ///
-    /// # Errors
-    /// Errors of the operations.
-    pub fn round_trip(&mut self, case: &Case) -> Result<u64> {
-        let expected = self.expect(case);
-        let rows = u64::from(expected.plan.num_recv_tokens);
-        let (inputs, layout) = self.lay_out(case, &expected)?;
-        let mut place = self.place()?;
-
-        self.poison_received(rows)?;
-        let (x, scales) = self.payload(case, 0)?;
-        let to_send = request(case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact);
-        let output = self.dispatch(&mut place, to_send)?;
-        self.learn_regions(&output);
-        self.check_dispatch(case, 0, &expected, "dispatch", &output)?;
-        let combine = Combine {
-            what: "combine",
-            turn: 1,
-            dtype: DType::Bf16,
-            columns: case.hidden(),
-            given: Given::Tensor,
-            weights: None,
-        };
-        let handle = output.handle.clone();
-        let given = output.recv_topk_weights.clone();
-        let summed = self.round_trip_of_weights(case);
-        let weights = given.as_ref().map(|given| (given, &summed[..]));
-        self.check_combine(case, &expected.plan, &handle, None, Combine { weights, ..combine })?;
-        drop((output, given));
-
-        self.poison_received(rows)?;
-        let (x, scales) = self.payload(case, 2)?;
-        let cached = self.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &handle))?;
-        self.check_received(case, 2, &expected.plan.recv_src, "cached dispatch", &cached)?;
-        drop(cached);
-        let combine = Combine { what: "combine from the pool", turn: 3, given: Given::Pool, ..combine };
-        self.check_combine(case, &expected.plan, &handle, Some(&place), combine)?;
-
-        for tensor in self.spoilable(&layout, &handle)? {
-            self.poison(&tensor)?;
-        }
-        Ok(rows)
     }
 
     /// All checks of one routing. They are dispatches with and without a wait of the host and

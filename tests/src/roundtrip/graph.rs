@@ -7,6 +7,7 @@ use epoxide::throughput::{
 };
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 
+use super::Replays;
 use super::case::Case;
 use super::check::{DeviceScales, Expected, compare_weights};
 use crate::harness::Rank;
@@ -30,19 +31,13 @@ impl Rank {
     /// Captures layout, dispatch and combine in a graph and replays it `replays` times. `case`
     /// gives the case of a replay. All have one size and one alignment, which are arguments of the
     /// graph. The outputs of a replay are compared with the oracle, and so are those of the same
-    /// calls without the graph right behind it. `step` is called after each. Returns the number of
-    /// verified replays, and of the rows that those received.
-    ///
-    /// Differences are noted.
-    ///
-    /// # Errors
-    /// Errors of the operations.
-    pub fn replay_graph(
+    /// calls without the graph right behind it. `step` is called after each.
+    pub(super) fn replay_graph(
         &mut self,
         case: impl Fn(u64) -> Case,
         replays: u64,
         step: impl Fn(),
-    ) -> Result<(u64, u64)> {
+    ) -> Result<Replays> {
         let first = case(0);
         let inputs = self.graph_inputs(&first)?;
         let mut place = self.place()?;
@@ -50,7 +45,7 @@ impl Rank {
             |buffer: &mut Buffer, order: StreamOrder<'_>| enqueue(buffer, &mut place, order, &first, &inputs);
         let recorded = self.buffer.capture(&self.stream, work)?;
 
-        let (mut verified, mut rows) = (0, 0);
+        let mut found = Replays::default();
         for replay in 0..replays {
             let case = case(replay);
             let fresh = self.graph_inputs(&case)?;
@@ -73,11 +68,11 @@ impl Rank {
             let eager = enqueue(&mut self.buffer, &mut place, order, &case, &inputs)?;
             let what = format!("the same calls without a graph, behind replay {replay}");
             self.verify(&case, 2 * replay + 1, &expected, &place, &eager, &what)?;
-            verified += 1;
-            rows += u64::from(expected.plan.num_recv_tokens);
+            found.verified += 1;
+            found.rows += u64::from(expected.plan.num_recv_tokens);
             step();
         }
-        Ok((verified, rows))
+        Ok(found)
     }
 
     /// This rank's inputs of a case, on the device.
