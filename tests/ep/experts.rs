@@ -236,7 +236,7 @@ fn low_latency_names_ids_and_entries_of_a_map() {
             let mut place = rank.buffer.place(0)?;
             let map = ExpertMap::new(&rank.stream, &Placement::even(6, 3)?)?;
             let mut ids = vec![0i32; 2 * faults::TOKENS as usize];
-            if rank.number == 2 {
+            if rank.rank == 2 {
                 ids[4] = id;
                 map.entries().write(&rank.stream, &[0, 1, 2, 3, 4, entry])?;
             }
@@ -244,7 +244,7 @@ fn low_latency_names_ids_and_entries_of_a_map() {
             let request = low_latency::DispatchRequest::new(&rank.x, &ids).map(&map);
             drop(rank.buffer.dispatch(&mut place, request, StreamOrder::on(&rank.stream))?);
             let outcome = rank.outcome();
-            if rank.number != 2 {
+            if rank.rank != 2 {
                 return outcome;
             }
             assert_eq!(rank.buffer.missing_tokens()?, [2]);

@@ -37,13 +37,12 @@ fn round_trip(nodes: Option<Nodes>, seed: u64, interrupt: impl FnOnce(&Machine))
         setup.device.hooks.schedule = Schedule::Preemptions(3);
     }
     setup.device.hooks.executor = Executor::Manual(machine.clone());
-    let mut ranks =
-        run_ranks(RANKS, |_, group| Rank::join(&setup, group)).unwrap_or_else(|failure| panic!("{failure}"));
+    let mut ranks = run_ranks(RANKS, |_, group| Rank::join(&setup, group));
     let inputs = ranks.iter().map(|rank| Inputs::upload(&turn, rank)).collect::<Result<Vec<_>>>()?;
     let mut sums = Vec::new();
     for (rank, inputs) in ranks.iter_mut().zip(&inputs) {
         let mut place = rank.place()?;
-        sums.push(echo(rank, &mut place, inputs, turn.routing.num_experts)?.1.combined_x);
+        sums.push(echo(rank, &mut place, inputs)?.1.combined_x);
     }
     interrupt(&machine);
     for (rank, sums) in ranks.iter_mut().zip(&sums) {
@@ -111,12 +110,11 @@ fn a_deadline_of_microseconds_is_kept() {
         let mut setup = Setup::new(RANKS, CHANNELS, 24, ROW).max_topk(TOPK);
         setup.fields().timeout = SHORT;
         setup.device.hooks.executor = Executor::Manual(machine.clone());
-        let mut ranks = run_ranks(RANKS, |_, group| Rank::join(&setup, group))
-            .unwrap_or_else(|failure| panic!("{failure}"));
+        let mut ranks = run_ranks(RANKS, |_, group| Rank::join(&setup, group));
         let rank = &mut ranks[0];
         let inputs = Inputs::upload(&turn, rank).unwrap();
         let mut place = rank.place().unwrap();
-        let output = echo(rank, &mut place, &inputs, turn.routing.num_experts).unwrap();
+        let output = echo(rank, &mut place, &inputs).unwrap();
         while machine.drive(1) != Drive::Idle {
             machine.advance(Duration::from_micros(1));
         }

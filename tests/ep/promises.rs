@@ -16,7 +16,7 @@ use epoxide_testing::payload::values_of;
 use epoxide_testing::roundtrip::Case;
 
 use crate::gate::Gate;
-use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo, echo_on};
+use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, check_rows, check_sums, echo, echo_on};
 use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch};
 
 /// An event that has not happened by then is taken to wait.
@@ -87,17 +87,6 @@ fn must_wait(rank: &mut Rank, stream: &Stream, what: &str) -> Result<()> {
     Ok(())
 }
 
-fn check_rows(rank: &mut Rank, what: &str, rows: &Tensor<'_>, want: &[Vec<u8>]) -> Result<()> {
-    let got = rank.row_bytes(rows)?;
-    rank.equal(what, &got[..want.len().min(got.len())], want);
-    Ok(())
-}
-
-fn check_sums(rank: &mut Rank, what: &str, back: &Combined, turn: &Turn) -> Result<()> {
-    let want = &turn.sums[rank.rank as usize];
-    check_rows(rank, what, &back.combined_x, want)
-}
-
 #[test]
 fn inputs_may_be_dropped_before_their_dispatch_has_begun() {
     let case = Case::new(turns::<1>()[0].routing.clone(), ROW as u32);
@@ -143,7 +132,7 @@ fn sums_that_another_stream_still_reads_are_not_handed_out_again() {
         let zeros = vec![vec![0; ROW as usize]; rank.buffer.capacity() as usize];
         let zeros = rank.upload_rows(DType::Bf16, HIDDEN as u64, &zeros)?;
         let mut place = rank.place()?;
-        let (output, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        let (output, back) = echo(rank, &mut place, &inputs)?;
         // No rows are in use any more: it is the sums alone for which a combine can have to wait.
         let handle = output.handle.clone();
         drop(output);
@@ -181,12 +170,9 @@ fn received_rows_that_another_stream_still_reads_are_not_overwritten() {
         setup().run(|rank| {
             let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
             let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
-            let layout = rank.layout(&inputs[0].topk_idx, first.routing.num_experts)?;
-            let next = rank.layout(&inputs[1].topk_idx, second.routing.num_experts)?;
-            let counts = rank.on_device();
+            let (next, counts) = (inputs[1].layout(rank)?, rank.on_device());
             let mut place = rank.place()?;
-            let output =
-                rank.dispatch(&mut place, DispatchRequest::new(&inputs[0].x, &layout).counts(counts))?;
+            let output = inputs[0].dispatch(rank, &mut place)?;
             // Kept, so that it is the rows alone for which a dispatch can have to wait.
             let _handle = output.handle.clone();
 
@@ -215,15 +201,9 @@ fn received_rows_that_another_stream_still_reads_are_not_overwritten() {
 }
 
 /// A step that dispatches and combines; its output is the sums.
-pub fn captured_echo(
-    rank: &mut Rank,
-    place: &mut Place,
-    inputs: &Inputs,
-    experts: u32,
-) -> Result<Step<Combined>> {
+pub fn captured_echo(rank: &mut Rank, place: &mut Place, inputs: &Inputs) -> Result<Step<Combined>> {
     let stream = rank.stream.clone();
-    rank.buffer
-        .capture(&stream, |buffer, order| Ok(echo_on(buffer, place, order, &stream, inputs, experts)?.1))
+    rank.buffer.capture(&stream, |buffer, order| Ok(echo_on(buffer, place, order, &stream, inputs)?.1))
 }
 
 #[test]
@@ -231,12 +211,11 @@ fn a_step_needs_nothing_that_its_caller_keeps() {
     let [first, second] = turns();
     setup().run(|rank| {
         let stream = rank.stream.clone();
-        let experts = first.routing.num_experts;
         let (step, shapes) = {
             let (inputs, mut place) = (Inputs::upload(&first, rank)?, rank.place()?);
             let shapes = [&*inputs.topk_idx, &inputs.x].map(|input| (input.dtype(), input.shape().to_vec()));
             let step = rank.buffer.capture(&stream, |buffer, order| {
-                let (output, back) = echo_on(buffer, &mut place, order, &stream, &inputs, experts)?;
+                let (output, back) = echo_on(buffer, &mut place, order, &stream, &inputs)?;
                 Ok((output.detach(), back))
             })?;
             (step, shapes)
@@ -251,7 +230,7 @@ fn a_step_needs_nothing_that_its_caller_keeps() {
             // Eager work gets all memory that is free by now, and writes it.
             let inputs = Inputs::upload(&second, rank)?;
             for _ in 0..2 {
-                let (output, back) = echo(rank, &mut place, &inputs, experts)?;
+                let (output, back) = echo(rank, &mut place, &inputs)?;
                 check_rows(rank, "eager recv_x", &output.recv_x, &second.recv(rank.rank))?;
                 check_sums(rank, "eager combined_x", &back, &second)?;
             }
@@ -274,8 +253,7 @@ fn a_step_does_not_run_again_once_a_peer_has_gone() {
         setup().nodes(nodes).run(|rank| {
             let stream = rank.stream.clone();
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let experts = turn.routing.num_experts;
-            let step = captured_echo(rank, &mut place, &inputs, experts)?;
+            let step = captured_echo(rank, &mut place, &inputs)?;
             step.launch(&stream)?;
             step.check(&stream)?;
             check_sums(rank, "combined_x", step.output(), &turn)?;
@@ -306,7 +284,7 @@ fn rows_of_a_dispatch_without_a_plan_are_not_read() {
             let stream = rank.stream.clone();
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
             let experts = turn.routing.num_experts;
-            drop(echo(rank, &mut place, &inputs, experts)?);
+            drop(echo(rank, &mut place, &inputs)?);
 
             let mut ids = turn.routing.topk_idx[rank.rank as usize].clone();
             if rank.rank == 1 {
@@ -334,7 +312,7 @@ fn rows_of_a_dispatch_without_a_plan_are_not_read() {
             assert!(matches!(told, Error::InvalidExpert { rank: 1 }), "{told}");
             rank.buffer.check()?;
 
-            let (_output, back) = echo(rank, &mut place, &inputs, experts)?;
+            let (_output, back) = echo(rank, &mut place, &inputs)?;
             check_sums(rank, "combined_x of the next turn", &back, &turn)
         });
     }
@@ -349,8 +327,7 @@ fn the_event_of_a_failed_operation_gives_its_error() {
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
             let stream = rank.stream.clone();
             let order = StreamOrder::on(&stream).asynchronous();
-            let (output, back) =
-                echo_on(&mut rank.buffer, &mut place, order, &stream, &inputs, turn.routing.num_experts)?;
+            let (output, back) = echo_on(&mut rank.buffer, &mut place, order, &stream, &inputs)?;
             let event = back.event.as_ref().expect("the call is asynchronous");
             event.synchronize()?;
             assert!(event.is_done()?);
@@ -380,7 +357,7 @@ fn the_plans_of_steps_that_failed_are_told_of() {
             let stream = rank.stream.clone();
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
             let experts = turn.routing.num_experts;
-            let step = captured_echo(rank, &mut place, &inputs, experts)?;
+            let step = captured_echo(rank, &mut place, &inputs)?;
             let good = turn.routing.topk_idx[rank.rank as usize].concat();
             let mut bad = good.clone();
             if rank.rank == 1 {
@@ -416,9 +393,7 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
         setup.run(|rank| {
             let stream = rank.stream.clone();
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
-            let output = rank.dispatch(&mut place, request)?;
+            let output = inputs.dispatch(rank, &mut place)?;
             let received = output.handle.num_recv_tokens(&stream)?;
             let given = received - u32::from(rank.rank == 1);
             let handle = output.handle.clone();
@@ -450,15 +425,14 @@ fn results_are_read_behind_their_operations_on_any_stream() {
         setup().nodes(nodes).run(|rank| {
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
             let (stream, other) = (rank.stream.clone(), Stream::new(rank.stream.device())?);
-            let experts = turn.routing.num_experts;
             let want = turn.sums[rank.rank as usize].concat();
             for order in [StreamOrder::on(&stream), StreamOrder::comm(&stream).asynchronous()] {
-                let (output, back) = echo_on(&mut rank.buffer, &mut place, order, &stream, &inputs, experts)?;
+                let (output, back) = echo_on(&mut rank.buffer, &mut place, order, &stream, &inputs)?;
                 let sums = back.combined_x.to_host::<u16>(&other)?;
                 assert_eq!(sums.into_iter().flat_map(u16::to_le_bytes).collect::<Vec<_>>(), want);
                 drop(output);
             }
-            let step = captured_echo(rank, &mut place, &inputs, experts)?;
+            let step = captured_echo(rank, &mut place, &inputs)?;
             for turn in 0..2 {
                 if turn == 1 && rank.rank == 1 {
                     return Ok(());
@@ -484,7 +458,7 @@ fn ranks_whose_rows_have_different_types_are_told() {
     for nodes in SPREADS {
         Setup::new(2, 2, 8, ROW).nodes(nodes).run(|rank| {
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+            let layout = inputs.layout(rank)?;
             let floats = tensor(rank, DType::F32, &[inputs.x.rows(), HIDDEN as u64 / 2]);
             let x = if rank.rank == 1 { &floats } else { &inputs.x };
             let error = rank.dispatch(&mut place, DispatchRequest::new(x, &layout)).unwrap_err();
@@ -515,8 +489,7 @@ fn a_failed_combine_leaves_nan_or_right_sums() {
         setup.run(|rank| {
             let stream = rank.stream.clone();
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-            let output = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?;
+            let output = inputs.dispatch_exact(rank, &mut place)?;
             if rank.rank == 1 {
                 return Ok(());
             }
@@ -553,7 +526,7 @@ fn tokens_that_a_replay_leaves_without_sums_are_noted() {
         setup.run(|rank| {
             let stream = rank.stream.clone();
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let step = captured_echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+            let step = captured_echo(rank, &mut place, &inputs)?;
             step.launch(&stream)?;
             step.check(&stream)?;
             assert!(rank.buffer.missing_tokens()?.is_empty());
@@ -589,13 +562,11 @@ fn a_timeout_names_all_ranks_that_did_not_come() {
         setup.fields().timeout = Duration::from_millis(200);
         setup.run(|rank| {
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
             let is_gone = GONE.contains(&rank.rank);
             if !is_combine && is_gone {
                 return Ok(());
             }
-            let output = rank.dispatch(&mut place, request)?;
+            let output = inputs.dispatch(rank, &mut place)?;
             if is_combine {
                 rank.stream.synchronize()?;
                 if is_gone {
@@ -624,9 +595,8 @@ fn a_step_does_not_run_while_rows_in_its_place_are_borrowed() {
     setup().run(|rank| {
         let stream = rank.stream.clone();
         let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-        let experts = turn.routing.num_experts;
-        let step = captured_echo(rank, &mut place, &inputs, experts)?;
-        let (output, _) = echo(rank, &mut place, &inputs, experts)?;
+        let step = captured_echo(rank, &mut place, &inputs)?;
+        let (output, _) = echo(rank, &mut place, &inputs)?;
         refused(step.launch(&stream), &["place = 0", "in use", "drop or detach them"]);
         drop(output);
         step.launch(&stream)?;
@@ -643,14 +613,13 @@ fn a_detached_output_says_that_it_was_overwritten_and_where_it_lies() {
     setup.run(|rank| {
         let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
         let (mut place, other) = (rank.place()?, rank.buffer.place(1)?);
-        let experts = first.routing.num_experts;
-        let detached = echo(rank, &mut place, &inputs[0], experts)?.0.detach();
+        let detached = echo(rank, &mut place, &inputs[0])?.0.detach();
         check_rows(rank, "recv_x", &detached.at(&place)?.recv_x, &first.recv(rank.rank))?;
         let elsewhere = detached.at(&other).expect_err("the rows lie in place 0");
         assert!(matches!(elsewhere, Error::Argument { argument: "place", .. }), "{elsewhere}");
         assert_names(&elsewhere, &["place = 1", "the rows lie in place 0"]);
 
-        let (output, _) = echo(rank, &mut place, &inputs[1], experts)?;
+        let (output, _) = echo(rank, &mut place, &inputs[1])?;
         drop(output);
         let stale = detached.at(&place).expect_err("a dispatch has overwritten the rows");
         assert!(matches!(stale, Error::StaleHandle(_)), "{stale}");
@@ -671,9 +640,8 @@ fn with_two_places_two_results_are_there_at_once() {
         let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
         let mut places = [rank.place()?, rank.buffer.place(1)?];
         let [left, right] = &mut places;
-        let experts = first.routing.num_experts;
-        let (one, one_back) = echo(rank, left, &inputs[0], experts)?;
-        let (two, two_back) = echo(rank, right, &inputs[1], experts)?;
+        let (one, one_back) = echo(rank, left, &inputs[0])?;
+        let (two, two_back) = echo(rank, right, &inputs[1])?;
         rank.check(one.recv_x.ptr() != two.recv_x.ptr(), "places do not overlap");
         for ((output, back), turn) in
             [(&one, &one_back), (&two, &two_back)].into_iter().zip([&first, &second])
@@ -746,7 +714,7 @@ fn calls_on_two_streams_come_in_the_order_in_which_they_were_made() {
         for (index, (turn, inputs)) in turns.iter().zip(&inputs).enumerate() {
             // No event says that the combine comes behind the dispatch, or the next layout behind
             // the combine.
-            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+            let layout = inputs.layout(rank)?;
             gate.hold(&stream)?;
             let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
             let output = rank.buffer.dispatch(&mut place, request, StreamOrder::on(&stream))?;
@@ -775,14 +743,14 @@ fn calls_on_two_streams_come_in_the_order_in_which_they_were_made() {
 fn received_rows_outlive_their_buffer_and_its_work_in_flight() {
     let [first, second] = turns();
     let setup = setup();
-    let outcome = run_ranks(2, |_, group| {
+    run_ranks(2, |_, group| {
         let mut rank = Rank::join(&setup, group)?;
         let gate = Gate::new(rank.device())?;
         let inputs = [Inputs::upload(&first, &rank)?, Inputs::upload(&second, &rank)?];
         let mut place = rank.place()?;
         gate.hold(&rank.stream)?;
-        echo(&mut rank, &mut place, &inputs[0], first.routing.num_experts)?;
-        let (output, back) = echo(&mut rank, &mut place, &inputs[1], first.routing.num_experts)?;
+        echo(&mut rank, &mut place, &inputs[0])?;
+        let (output, back) = echo(&mut rank, &mut place, &inputs[1])?;
         let received = output.detach();
         let Rank { rank: number, group, stream, buffer, .. } = rank;
         let side = Stream::new(stream.device())?;
@@ -803,7 +771,6 @@ fn received_rows_outlive_their_buffer_and_its_work_in_flight() {
         stream.synchronize()?;
         group.barrier(PATIENCE)
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }
 
 #[test]
@@ -815,9 +782,9 @@ fn a_step_whose_buffer_is_gone_does_not_run() {
         let stream = other.stream.clone();
         let inputs = Inputs::upload(&turn, &other)?;
         let mut place = other.place()?;
-        let step = other.buffer.capture(&stream, |buffer, order| {
-            Ok(echo_on(buffer, &mut place, order, &stream, &inputs, turn.routing.num_experts)?.1)
-        })?;
+        let step = other
+            .buffer
+            .capture(&stream, |buffer, order| Ok(echo_on(buffer, &mut place, order, &stream, &inputs)?.1))?;
         step.launch(&stream)?;
         step.check(&stream)?;
         check_sums(rank, "combined_x", step.output(), &turn)?;

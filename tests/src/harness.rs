@@ -93,12 +93,23 @@ impl Drop for Slot {
 /// # Errors
 /// As [`run_threads`].
 #[allow(clippy::result_large_err)] // As of `run_threads`.
-pub fn run_ranks<T: Send>(
+pub fn try_run_ranks<T: Send>(
     count: u32,
     main: impl Fn(u32, Arc<dyn ProcessGroup>) -> Result<T> + Sync,
 ) -> Result<Vec<T>, RankFailure> {
     let _slot = Slot::wait();
     run_threads(count, PATIENCE, main)
+}
+
+/// As [`try_run_ranks`].
+///
+/// # Panics
+/// Where a rank fails.
+pub fn run_ranks<T: Send>(
+    count: u32,
+    main: impl Fn(u32, Arc<dyn ProcessGroup>) -> Result<T> + Sync,
+) -> Vec<T> {
+    try_run_ranks(count, main).unwrap_or_else(|failure| panic!("{failure}"))
 }
 
 /// A virtual GPU, or in its place the GPU of the same number where [`on_gpus`] holds.
@@ -254,7 +265,7 @@ pub fn run_checked<B, T: Send>(
     join: impl Fn(Arc<dyn ProcessGroup>) -> Result<Rank<B>> + Sync,
     main: impl Fn(&mut Rank<B>) -> Result<T> + Sync,
 ) -> Vec<T> {
-    let outcome = run_ranks(ranks, |_, group| {
+    let outcomes = run_ranks(ranks, |_, group| {
         let mut rank = join(group)?;
         let outcome = main(&mut rank).and_then(|value| rank.synchronize().map(|()| value));
         // Peers may take long to notice; until then, this line shows the reason of their wait.
@@ -262,8 +273,7 @@ pub fn run_checked<B, T: Send>(
         let name = |failure| format!("rank {}: {failure}", rank.rank);
         Ok((outcome?, rank.failures.into_iter().map(name).collect()))
     });
-    let (values, failures): (Vec<T>, Vec<Vec<String>>) =
-        outcome.unwrap_or_else(|failure| panic!("{failure}")).into_iter().unzip();
+    let (values, failures): (Vec<T>, Vec<Vec<String>>) = outcomes.into_iter().unzip();
     assert_no_failures(failures.concat());
     values
 }

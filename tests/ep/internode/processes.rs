@@ -58,7 +58,7 @@ fn as_a_rank() {
     let mut rank = Rank::join(&setup(left, 1, transport).timeout(PATIENCE), group).unwrap();
     let inputs = Inputs::upload(&turn, &rank).unwrap();
     let mut place = rank.place().unwrap();
-    let (_, back) = echo(&mut rank, &mut place, &inputs, turn.routing.num_experts).unwrap();
+    let (_, back) = echo(&mut rank, &mut place, &inputs).unwrap();
     rank.synchronize().unwrap();
     let got = rank.row_bytes(&back.combined_x).unwrap();
     rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
@@ -72,7 +72,7 @@ fn turns_until_an_error(group: &Arc<MeshGroup>, transport: TransportKind, after:
     let mut rank = Rank::join(&setup(ranks(), ranks() / 2, transport), group.clone())?;
     let inputs = Inputs::upload(&turn, &rank)?;
     let mut place = rank.place()?;
-    echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?;
+    echo(&mut rank, &mut place, &inputs)?;
     rank.synchronize()?;
     if rank.rank == ranks() - 1 {
         std::thread::spawn(move || {
@@ -82,7 +82,7 @@ fn turns_until_an_error(group: &Arc<MeshGroup>, transport: TransportKind, after:
     }
     let start = Instant::now();
     while start.elapsed() < PATIENCE {
-        echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?;
+        echo(&mut rank, &mut place, &inputs)?;
         rank.stream.synchronize()?;
         rank.buffer.check()?;
     }

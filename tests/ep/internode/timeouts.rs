@@ -5,7 +5,7 @@ use epoxide::internal::transport::Shaping;
 use epoxide::throughput::DispatchRequest;
 use epoxide::transport::TransportKind;
 use epoxide::{DType, Tensor};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
+use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks, try_run_ranks};
 
 use crate::timeouts::TIMEOUT;
 use crate::turns::{HIDDEN, ROW, combine_in_pool};
@@ -21,7 +21,7 @@ fn a_broken_link_is_named_with_its_lost_puts() {
         (2, "dispatch", "rows of the node"),
         (4, "combine", "sums of the node"),
     ] {
-        let outcome = run_ranks(2, |number, group| {
+        let outcome = try_run_ranks(2, |number, group| {
             let mut setup = Setup::new(2, 1, 2, ROW).nodes(Some(nodes)).timeout(TIMEOUT);
             if number == 1 {
                 setup.fields().transport.hooks.shaping = Some(Shaping::new(1).cut_after(0, puts));
@@ -53,7 +53,7 @@ fn a_broken_link_is_named_with_its_lost_puts() {
 #[test]
 fn the_reason_of_a_failed_put_is_in_the_error() {
     let nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Tcp, queues: 1 };
-    let outcome = run_ranks(2, |number, group| {
+    run_ranks(2, |number, group| {
         let setup = Setup::new(2, 1, 2, ROW).nodes(Some(nodes)).timeout(TIMEOUT);
         let mut rank = Rank::join(&setup, group.clone())?;
         if number == 1 {
@@ -75,5 +75,4 @@ fn the_reason_of_a_failed_put_is_in_the_error() {
         }
         Ok(())
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }

@@ -44,7 +44,7 @@ fn the_wire_carries_the_rows_of_the_layout() {
                 let plan =
                     oracle::InternodeOracle::new(&turn.routing, ranks_per_node).plan(rank.rank, CHANNELS);
                 let inputs = Inputs::upload(turn, rank)?;
-                let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+                let layout = inputs.layout(rank)?;
                 if let Some(counted) = layout.num_tokens_per_rdma_rank() {
                     let mut counted: Vec<u32> = rank.values(&counted)?;
                     counted[own as usize] = 0;
@@ -91,7 +91,7 @@ fn one_node_has_no_wire() {
     Setup::new(2, 1, 5, ROW).max_topk(TOPK).nodes(Some(spread)).run(|rank| {
         let inputs = Inputs::upload(&turn, rank)?;
         let mut place = rank.place()?;
-        echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        echo(rank, &mut place, &inputs)?;
         rank.synchronize()?;
         rank.check(rank.buffer.wire_stats().is_empty(), "there is no queue");
         Ok(())

@@ -344,7 +344,7 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
         // The buffer still works, with what fits.
         let turn = Turn::random(4, &[4, 4], 1);
         let inputs = Inputs::upload(&turn, rank)?;
-        let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        let (_, back) = echo(rank, &mut place, &inputs)?;
         let got = rank.row_bytes(&back.combined_x)?;
         rank.equal("combined_x afterwards", &got, &turn.sums[mine]);
         rank.stream.synchronize()?;

@@ -7,7 +7,7 @@ use epoxide_testing::roundtrip::Case;
 use epoxide_testing::tier;
 
 use crate::shapes::routing;
-use crate::turns::{Inputs, ROW, Turn};
+use crate::turns::{Inputs, ROW, Turn, check_sums};
 
 /// Every round trip combines rows of BF16 with weights and rows of FP32 without, from tensors and
 /// from the pool.
@@ -72,18 +72,15 @@ fn a_captured_combine_of_a_tensor_replays() {
             let fresh = Inputs::upload(turn, rank)?;
             inputs.overwrite(rank, &fresh)?;
             step.launch(&stream)?;
-            let got = rank.row_bytes(&step.output().1.combined_x)?;
-            rank.equal(&format!("combined_x of replay {index}"), &got, &turn.sums[rank.rank as usize]);
+            check_sums(rank, &format!("combined_x of replay {index}"), &step.output().1, &turn)?;
             step.check(&stream)?;
             // Another grid in between, of another operation.
-            let layout = rank.layout(&inputs.topk_idx, experts)?;
-            let output = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?;
+            let output = inputs.dispatch_exact(rank, &mut place)?;
             let before = *rank.buffer.config();
             rank.buffer.set_config(Config { num_sms: 2, ..before })?;
             let back = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
             rank.buffer.set_config(before)?;
-            let got = rank.row_bytes(&back.combined_x)?;
-            rank.equal("combined_x without the graph", &got, &turn.sums[rank.rank as usize]);
+            check_sums(rank, "combined_x without the graph", &back, &turn)?;
         }
         Ok(())
     });
@@ -94,15 +91,13 @@ fn ranks_may_gather_with_other_numbers_of_multiprocessors_than_each_other_and_th
     let turn = Turn::random(0, &[26, 15], 2);
     Setup::new(2, 3, 26, ROW).run(|rank| {
         let inputs = Inputs::upload(&turn, rank)?;
-        let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
         let mut place = rank.place()?;
-        let output = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?;
+        let output = inputs.dispatch_exact(rank, &mut place)?;
         let before = *rank.buffer.config();
         for num_sms in [[2, 4], [6, 2], [14, 12], [4, 10]] {
             rank.buffer.set_config(Config { num_sms: num_sms[rank.rank as usize], ..before })?;
             let back = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
-            let got = rank.row_bytes(&back.combined_x)?;
-            rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
+            check_sums(rank, "combined_x", &back, &turn)?;
         }
         Ok(())
     });

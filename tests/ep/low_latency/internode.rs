@@ -3,17 +3,17 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use epoxide::driver::Stream;
+use epoxide::Error;
 use epoxide::driver::virt::{CheckConfig, Checker, Loaded, VirtConfig, VirtualGpu};
 use epoxide::internal::Instruments;
-use epoxide::low_latency::{Buffer, DispatchRequest, Options, Quantise, Shape};
+use epoxide::low_latency::{Buffer, Options, Quantise, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide::{DType, Error, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::harness::{Nodes, PATIENCE, run_ranks};
 use epoxide_testing::low_latency::{CombineRows, LowLatencyCase};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
 
+use super::ones::Ones;
 use crate::shapes::routing;
 
 fn nodes(ranks_per_node: u32, transport: TransportKind) -> Option<Nodes> {
@@ -54,7 +54,7 @@ fn many_ranks() {
 
 #[test]
 fn more_ranks_than_there_may_be() {
-    let outcome = run_ranks(33, |rank, group| {
+    run_ranks(33, |rank, group| {
         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
         let options =
             Options::new(Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 33 }).ranks_per_node(3);
@@ -62,7 +62,6 @@ fn more_ranks_than_there_may_be() {
         assert!(error.contains("at most 32 ranks"), "{error}");
         Ok(())
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }
 
 /// Only block 0 of a kernel polls words in host memory, however long it waits. The other blocks
@@ -150,28 +149,25 @@ fn one_put_for_each_peer_and_operation() {
 #[test]
 fn the_reason_of_a_failed_put_is_in_the_error() {
     let case = LowLatencyCase::new(routing(&[1, 1], 1, 2, Style::DistinctTopK), 8);
-    let outcome = run_ranks(2, |number, group| {
-        let stream = Stream::new(&case.device(number))?;
-        let options = Options::new(Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 2 });
-        let options = options.ranks_per_node(1).transport(TransportOptions::new(TransportKind::Tcp));
-        let options = options.timeout(Duration::from_millis(100));
-        let mut buffer = Buffer::new(stream.device().clone(), &*group, options)?;
+    run_ranks(2, |number, group| {
+        let options = |options: Options| {
+            let options = options.ranks_per_node(1).transport(TransportOptions::new(TransportKind::Tcp));
+            options.timeout(Duration::from_millis(100))
+        };
+        let shape = Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 2 };
+        let mut rank = Ones::new(case.device(number), group.clone(), shape, options, &[1])?;
         if number == 1 {
-            drop(buffer);
+            drop(rank);
             return group.barrier(PATIENCE);
         }
         group.barrier(PATIENCE)?;
-        let x = Tensor::alloc(stream.device(), DType::Bf16, &[1, 8])?;
-        let topk_idx = TypedTensor::from_host(&stream, &[1, 1], &[1i64])?;
-        let mut place = buffer.place(0)?;
-        let request = DispatchRequest::new(&x, &topk_idx);
-        let received = buffer.dispatch(&mut place, request, StreamOrder::on(&stream))?;
-        let read = received.x.to_host::<half::bf16>(&stream).unwrap_err();
-        for error in [read, buffer.check().unwrap_err()] {
+        let mut place = rank.buffer.place(0)?;
+        let received = rank.dispatch(&mut place)?;
+        let read = received.x.to_host::<half::bf16>(&rank.stream).unwrap_err();
+        for error in [read, rank.buffer.check().unwrap_err()] {
             assert!(matches!(error, Error::PeerTimeout { .. }), "{error}");
             assert!(error.to_string().contains("it said goodbye"), "{error}");
         }
         Ok(())
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }
