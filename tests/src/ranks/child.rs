@@ -13,7 +13,7 @@ use super::context::Context;
 use super::outcome::Outcome;
 use super::slot::Slot;
 use super::trace::{self, Thread};
-use super::verdict::Verdict;
+use super::verdict::{Cause, Verdict};
 use epoxide::group::{ProcessGroup, RANK, WORLD_SIZE, rendezvous};
 use epoxide::{Error, Result};
 
@@ -132,7 +132,7 @@ fn astray(number: u64) -> Verdict {
         "test {number} of the session is not reached here: which tests run must not depend on what differs between \
          the parent and its ranks"
     );
-    Verdict::Failed { text, backtrace: None }
+    Verdict::Failed { text, cause: Cause::Own, backtrace: None }
 }
 
 impl Drop for Rank {
