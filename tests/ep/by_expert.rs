@@ -18,7 +18,8 @@ use epoxide_testing::roundtrip::{Case, Scales};
 use epoxide_testing::tier;
 
 use crate::cases;
-use crate::valid::{RANKS, TOKENS, refused, then_dispatch};
+use crate::property::config;
+use crate::valid::{RANKS, TOKENS, Valid, expect_gone, refused, then_dispatch};
 
 fn case(tokens: &[u32], topk: u32, experts: u32, style: Style) -> Case {
     Case::new(Routing::random(&mut rng_of(&[5]), tokens, topk, experts, style), 48)
@@ -95,12 +96,7 @@ fn ranks() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: tier::pick(2, 64),
-        max_shrink_iters: 40,
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(config(64))]
 
     #[test]
     fn every_quantity_equals_the_oracle(case in cases::case(ranks()), alignment in 0..=6u32) {
@@ -217,17 +213,13 @@ fn a_peer_that_is_gone() {
     let mut setup = setup(Some(64));
     setup.fields().timeout = Duration::from_millis(200);
     setup.run(|rank| {
-        let x = ones(rank)?;
-        let ids = rank.upload_typed(2, &vec![vec![0i32, 3]; TOKENS as usize])?;
-        let layout = rank.layout(&ids, 4)?;
-        let mut place = rank.place()?;
+        let (x, valid, mut place) = (ones(rank)?, Valid::new(rank)?, rank.place()?);
         if rank.rank == 1 {
             return rank.stream.synchronize();
         }
-        let output =
-            rank.dispatch(&mut place, request(&x, &layout).counts(Counts::OnDevice { capacity: 64 }))?;
-        let read = output.recv_x.to_host::<u16>(&rank.stream).map(drop);
-        assert!(matches!(read, Err(Error::PeerTimeout { peer: 1, .. })), "{read:?}");
+        let on_device = request(&x, &valid.layout).counts(Counts::OnDevice { capacity: 64 });
+        let output = rank.dispatch(&mut place, on_device)?;
+        expect_gone(output.recv_x.to_host::<u16>(&rank.stream));
         Ok(())
     });
 }
@@ -295,11 +287,8 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
         let mut setup = setup(Some(64));
         setup.fields().timeout = Duration::from_millis(200);
         setup.run(|rank| {
-            let x = ones(rank)?;
-            let ids = rank.upload_typed(2, &vec![vec![0i32, 3]; TOKENS as usize])?;
-            let layout = rank.layout(&ids, 4)?;
-            let mut place = rank.place()?;
-            let on_device = request(&x, &layout).counts(Counts::OnDevice { capacity: 64 });
+            let (x, valid, mut place) = (ones(rank)?, Valid::new(rank)?, rank.place()?);
+            let on_device = request(&x, &valid.layout).counts(Counts::OnDevice { capacity: 64 });
             let handle = rank.dispatch(&mut place, on_device)?.handle;
             // 10 rows came, and 6 of padding.
             let given = if rank.rank == 1 { 15 } else { 16 };

@@ -167,8 +167,7 @@ fn differ(spread: Spread, ours: &[Call], theirs: &[Call]) {
                 // The one before may have been found out by now.
                 let _ = call.make(&mut rank, &mut places, &known);
             }
-            rank.stream.synchronize()?;
-            let error = rank.buffer.check().expect_err("calls that differ");
+            let error = rank.outcome().expect_err("calls that differ");
             let took = rank.now() - start;
             assert!(took < SOON, "noticed after {took:?}: {error}");
             assert_eq!(error.scope(), Scope::ThisRank);
@@ -265,8 +264,7 @@ fn calls_that_agree_pass_in_any_order(spread: Spread) {
             let output = known.inputs.dispatch_exact(rank, &mut places[0])?;
             let got = rank.row_bytes(&output.recv_x)?;
             rank.equal("recv_x after all", &got, &turn.recv(rank.rank));
-            rank.stream.synchronize()?;
-            rank.buffer.check()
+            rank.outcome()
         });
     }
 }
@@ -282,15 +280,13 @@ fn a_dispatch_that_fails_half_way_breaks_the_buffer(spread: Spread) {
         let device = VirtualGpu::new(VirtConfig { ordinal: number, ..setup.device.clone() });
         let failing = FailingDevice::new(device, &["dispatch", "internode_dispatch"]);
         let mut rank = Rank::new(driver::device(failing.clone()), group.clone(), setup.options.clone())?;
-        let inputs = Inputs::upload(&turn, &rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turn.begin(&rank)?;
         let handle = echo(&mut rank, &mut place, &inputs)?.0.handle;
         rank.synchronize()?;
         if number != ranks.lost() {
             let error = inputs.dispatch_exact(&mut rank, &mut place).map(drop).and_then(|()| {
                 // The counts have come; the rows do not.
-                rank.stream.synchronize()?;
-                rank.buffer.check()
+                rank.outcome()
             });
             check_timeout(number, &error.expect_err("a rank sends no rows"), "dispatch");
         } else {

@@ -16,12 +16,12 @@ use epoxide::throughput::{
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
+use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, keep, run_ranks};
 use epoxide_testing::tier;
 use half::bf16;
 
 use crate::low_latency::ones::Ones;
-use crate::promises::{is_nan, keep_on};
+use crate::promises::is_nan;
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, combine_in_pool};
 
 const DEADLINE: Duration = Duration::from_millis(100);
@@ -249,7 +249,7 @@ fn high_throughput_rounds(nodes: Option<Nodes>, rows: Rows, stop: &Arc<Stop>, fa
             let mut complete = true;
             if rank.rank == 0 {
                 let want = &turn.sums[0];
-                let kept = rank.row_bytes(&keep_on(&stream, &back.combined_x, want.len())?)?;
+                let kept = rank.row_bytes(&keep(&stream, &back.combined_x, want.len() as u64)?)?;
                 for (got, want) in kept.iter().zip(want) {
                     assert!(is_nan(got) || got == want, "at {fault:?}: {got:?}, {want:?}");
                 }

@@ -1,16 +1,13 @@
 //! Bad input, on one node and on several: every error names the argument, its value and the rule,
 //! and leaves the buffer usable.
 
-use std::sync::Mutex;
-
 use epoxide::throughput::{Buffer, CachedDispatchRequest, CombineRequest, Counts, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder};
 use epoxide_testing::harness::{Rank, Setup};
-use epoxide_testing::lockstep;
 
 use crate::spread::{Spread, in_every_spread};
-use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch, typed};
+use crate::valid::{EXPERTS, TOKENS, errors_of, refused, setup, tensor, then_dispatch, typed};
 
 in_every_spread! {
     an_expert_id_out_of_range_is_an_error_on_every_rank,
@@ -24,25 +21,15 @@ in_every_spread! {
 /// deadline.
 #[test]
 fn gpus_whose_links_have_no_atomics_make_no_buffer_on_any_rank() {
-    let errors = Mutex::new(Vec::new());
-    let _ = lockstep::run(3, |group| {
+    let errors = errors_of(3, |group| {
         let mut setup = Setup::new(3, 1, TOKENS as u32, 64);
         setup.device.hooks.native_atomics = group.rank() != 1;
-        let made = Rank::join(&setup, group);
-        errors.lock().expect("no panic").extend(made.as_ref().err().map(ToString::to_string));
-        made
+        Rank::join(&setup, group)
     });
-    let errors = errors.into_inner().expect("no panic");
     assert_eq!(errors.len(), 3, "{errors:?}");
     for error in errors {
         assert!(error.contains("ranks 1 and 0 share") && error.contains("no native atomics"), "{error}");
     }
-}
-
-/// One node of two ranks, or two nodes of one.
-fn setup(spread: Spread) -> Setup {
-    let num_channels = if spread == Spread::OneNode { 1 } else { 2 };
-    Setup::new(RANKS, num_channels, TOKENS as u32, 64).nodes(spread.nodes(1))
 }
 
 fn an_expert_id_out_of_range_is_an_error_on_every_rank(spread: Spread) {
@@ -130,19 +117,13 @@ fn ranks_must_make_equal_buffers(spread: Spread) {
     // Rank 2 is the odd one; of two nodes it is on the other one.
     let ranks = if spread == Spread::OneNode { 3 } else { 4 };
     let odd = |change: fn(&mut Setup)| {
-        let errors = Mutex::new(Vec::new());
-        let _ = lockstep::run(ranks, |group| {
+        errors_of(ranks, |group| {
             let mut setup = Setup { ranks, ..setup(spread) }.nodes(spread.nodes(2));
             if group.rank() == 2 {
                 change(&mut setup);
             }
-            let made = Rank::join(&setup, group);
-            errors.lock().expect("no panic").extend(made.as_ref().err().map(ToString::to_string));
-            made
-        });
-        let mut errors = errors.into_inner().expect("no panic");
-        errors.sort();
-        errors
+            Rank::join(&setup, group)
+        })
     };
     let says = |rank: u32| {
         let (peer, ours, theirs) = if rank == 2 { (0, 128, 64) } else { (2, 64, 128) };

@@ -11,7 +11,7 @@ use epoxide::throughput::{Buffer, Counts, Detached, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
 use epoxide::{Element, ExpertId, ExpertMap, Placement, StreamOrder, TypedTensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, Rank, Setup};
+use epoxide_testing::harness::{Nodes, Rank};
 use epoxide_testing::ids::{Ids, Logical};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::{Routing, Style};
@@ -20,7 +20,7 @@ use epoxide_testing::tier;
 
 use crate::low_latency::faults;
 use crate::spread::{Spread, in_every_spread};
-use crate::valid::{EXPERTS, RANKS, TOKENS, refused, then_dispatch};
+use crate::valid::{EXPERTS, TOKENS, refused, setup, then_dispatch};
 
 in_every_spread! {
     ids_of_32_bits,
@@ -85,12 +85,6 @@ fn replicas_take_turns(spread: Spread) {
 
 fn all_experts_on_one_rank(spread: Spread) {
     check_placed(spread, placed(&[&[], &[], &[2, 0, 1], &[]], 3));
-}
-
-/// One node of two ranks, or two nodes of one.
-fn setup(spread: Spread) -> Setup {
-    let num_channels = if spread == Spread::OneNode { 1 } else { 2 };
-    Setup::new(RANKS, num_channels, TOKENS as u32, 64).nodes(spread.nodes(1))
 }
 
 /// Ids of two entries for each token, one of which is `bad` on rank 1.

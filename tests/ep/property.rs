@@ -40,7 +40,7 @@ fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
     })
 }
 
-fn config(cases: u32) -> ProptestConfig {
+pub fn config(cases: u32) -> ProptestConfig {
     ProptestConfig {
         cases: tier::pick((cases / 32).max(1), cases),
         max_shrink_iters: 40,

@@ -15,14 +15,14 @@ use epoxide::throughput::{self, CombineRequest, Place, Received, Step};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, Error, Result, Tensor};
 use epoxide_testing::harness::{
-    Nodes, PATIENCE, Rank, Setup, num_ranks, on_gpus, open_device, try_run_ranks,
+    Nodes, PATIENCE, Rank, Setup, keep, num_ranks, on_gpus, open_device, try_run_ranks,
 };
 use epoxide_testing::payload::{bytes_of, values_of};
 use epoxide_testing::tier;
 use half::bf16;
 
 use crate::low_latency::ones::{CapturedPair, Ones};
-use crate::promises::{captured_echo, is_nan, keep_on, status};
+use crate::promises::{captured_echo, is_nan, status};
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo};
 
 /// The rank that stops.
@@ -133,7 +133,7 @@ fn failed_round(
     let (stream, want) = (rank.stream.clone(), &turn.sums[rank.rank as usize]);
     let what = format!("rank {}, {before:?}, {calls:?}, {leaves:?}", rank.rank);
     let combined = |rank: &Rank, back: &throughput::Combined| -> Result<()> {
-        let kept = rank.row_bytes(&keep_on(&stream, &back.combined_x, want.len())?)?;
+        let kept = rank.row_bytes(&keep(&stream, &back.combined_x, want.len() as u64)?)?;
         check_sums(&what, leaves, &kept, want, &rank.buffer.missing_tokens()?);
         expect_gone(&format!("{what}: combined_x"), back.combined_x.to_host::<u16>(&stream));
         Ok(())
@@ -187,7 +187,7 @@ fn go_on(rank: &Rank, part: Arc<dyn ProcessGroup>, nodes: Option<Nodes>) -> Resu
     let survivors = setup(part.size(), nodes);
     let turn = Turn::random(9, &tokens(part.size()), 1);
     let mut rank = Rank::new(rank.device().clone(), part, survivors.options)?;
-    let (inputs, mut place) = (Inputs::upload(&turn, &rank)?, rank.place()?);
+    let (inputs, mut place) = turn.begin(&rank)?;
     for _ in 0..3 {
         let (output, back) = echo(&mut rank, &mut place, &inputs)?;
         let want = turn.recv(rank.rank);
@@ -208,7 +208,7 @@ fn high_throughput(before: Before, calls: Calls) {
         setup.run(|rank| {
             let (stream, group) = (rank.stream.clone(), rank.group.clone());
             let part = group.split((rank.rank == GONE).into())?;
-            let (inputs, mut place) = (Inputs::upload(&turns[0], rank)?, rank.place()?);
+            let (inputs, mut place) = turns[0].begin(rank)?;
             group.barrier(PATIENCE)?;
             let step = captured_echo(rank, &mut place, &inputs)?;
             for (index, turn) in turns.iter().enumerate() {

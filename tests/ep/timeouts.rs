@@ -120,8 +120,7 @@ fn without_the_last(
         let errors = Mutex::new(BTreeMap::new());
         let outcome = try_run_ranks(ranks.count(), |number, group| {
             let mut rank = Rank::join(&setup, group.clone())?;
-            let inputs = Inputs::upload(&turn, &rank)?;
-            let mut place = rank.place()?;
+            let (inputs, mut place) = turn.begin(&rank)?;
             let handle = echo(&mut rank, &mut place, &inputs)?.0.handle;
             rank.synchronize()?;
             if number != ranks.lost() {
@@ -198,8 +197,7 @@ fn a_group_without_it(ranks: Ranks) {
     let tokens = &TOKENS[..ranks.lost() as usize];
     let turn = Turn::random(1, tokens, ranks.channels());
     Setup::new(ranks.lost(), ranks.channels(), 6, ROW).nodes(ranks.nodes(1)).run(|rank| {
-        let inputs = Inputs::upload(&turn, rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turn.begin(rank)?;
         let (_, back) = echo(rank, &mut place, &inputs)?;
         rank.stream.synchronize()?;
         check_sums(rank, "combined_x", &back, &turn)?;
@@ -231,8 +229,7 @@ fn a_rank_that_does_not_dispatch_shows_without_a_host_wait(spread: Spread) {
 fn without_a_cached_dispatch(spread: Spread, lost: Lost) {
     without_the_last(spread, lost, "dispatch", "ready", |rank, place, inputs, handle| {
         rank.dispatch_cached(place, CachedDispatchRequest::new(&inputs.x, handle))?;
-        rank.stream.synchronize()?;
-        rank.buffer.check()
+        rank.outcome()
     });
 }
 
@@ -247,8 +244,7 @@ fn a_rank_that_dies_before_a_cached_dispatch_is_named(spread: Spread) {
 fn without_a_combine(spread: Spread, lost: Lost) {
     without_the_last(spread, lost, "combine", "ready", |rank, place, _, handle| {
         combine_in_pool(rank, place, handle)?;
-        rank.stream.synchronize()?;
-        rank.buffer.check()
+        rank.outcome()
     });
 }
 
@@ -375,8 +371,7 @@ fn a_buffer_can_be_dropped_with_work_in_flight(spread: Spread) {
         for on_comm_stream in [Some(false), Some(true), None] {
             let outcome = try_run_ranks(ranks.count(), |_, group| {
                 let mut rank = Rank::join(&setup, group)?;
-                let inputs = Inputs::upload(&turn, &rank)?;
-                let mut place = rank.place()?;
+                let (inputs, mut place) = turn.begin(&rank)?;
                 for _ in 0..5 {
                     let order = match on_comm_stream {
                         None => {

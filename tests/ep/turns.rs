@@ -46,6 +46,11 @@ impl Turn {
         Turn { x: x.iter().map(|rows| as_bytes(rows)).collect(), routing, plans, sums }
     }
 
+    /// A rank's inputs, and place 0.
+    pub fn begin(&self, rank: &Rank) -> Result<(Inputs, Place)> {
+        Ok((Inputs::upload(self, rank)?, rank.place()?))
+    }
+
     pub fn recv(&self, rank: u32) -> Vec<Vec<u8>> {
         oracle::recv_rows(&self.plans[rank as usize], &self.x)
     }

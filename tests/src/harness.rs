@@ -328,6 +328,15 @@ impl<B: RoundTrip> Rank<B> {
         Ok(Rank::with(group, stream, buffer))
     }
 
+    /// Waits for the stream; the error that an operation has recorded.
+    ///
+    /// # Errors
+    /// That error, and those of the driver.
+    pub fn outcome(&self) -> Result<()> {
+        self.stream.synchronize()?;
+        self.buffer.recorded()
+    }
+
     /// One round trip of a case, all that it gives compared with the oracle, bit for bit. Gives the
     /// rows that a dispatch brought. Collective.
     ///
@@ -411,16 +420,6 @@ impl<B> Rank<B> {
         Ok(tensor)
     }
 
-    /// A tensor `[rows, columns]` of these values.
-    pub fn upload<T: Element>(
-        &self,
-        dtype: DType,
-        columns: usize,
-        rows: &[Vec<T>],
-    ) -> Result<Tensor<'static>> {
-        Tensor::from_host(&self.stream, dtype, &[rows.len() as u64, columns as u64], &rows.concat())
-    }
-
     /// A typed tensor `[rows, columns]` of these values.
     pub fn upload_typed<T: Element>(
         &self,
@@ -484,18 +483,6 @@ impl<B> Rank<B> {
         // the pool.
         unsafe { self.stream.read(&mut bytes, tensor.ptr())? };
         Ok(bytes)
-    }
-
-    /// A copy of a tensor of the buffer as it is at this point of the stream, its padding left out.
-    pub fn keep(&self, tensor: &Tensor) -> Result<Tensor<'static>> {
-        let copy = Tensor::alloc(self.device(), tensor.dtype(), tensor.shape())?;
-        let bytes = tensor.row_bytes();
-        for row in 0..tensor.rows() {
-            let (to, from) = (copy.ptr().add(row * bytes), tensor.ptr().add(row * tensor.row_stride()));
-            // SAFETY: callers synchronise before they drop the copy, and the buffer after that.
-            unsafe { self.stream.copy(to, from, bytes)? };
-        }
-        Ok(copy)
     }
 }
 
@@ -562,6 +549,21 @@ impl Rank {
     pub fn on_device(&self) -> Counts {
         Counts::OnDevice { capacity: self.buffer.capacity() }
     }
+}
+
+/// A copy of a tensor's first rows as `stream` comes to them, their padding left out.
+///
+/// # Errors
+/// Those of the driver.
+pub fn keep(stream: &Stream, tensor: &Tensor<'_>, rows: u64) -> Result<Tensor<'static>> {
+    let copy = Tensor::alloc(stream.device(), tensor.dtype(), &[rows, tensor.columns()])?;
+    let bytes = tensor.row_bytes();
+    for row in 0..rows {
+        let (to, from) = (copy.ptr().add(row * bytes), tensor.ptr().add(row * tensor.row_stride()));
+        // SAFETY: as the library promises, both stay until the stream has passed the copy.
+        unsafe { stream.copy(to, from, bytes)? };
+    }
+    Ok(copy)
 }
 
 fn order(stream: &Stream, on_comm_stream: bool) -> StreamOrder<'_> {

@@ -2,7 +2,7 @@
 //! rule, and leaves the buffer usable.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::DType;
@@ -13,7 +13,7 @@ use epoxide::{Error, Result};
 use epoxide_testing::lockstep;
 
 use crate::turns::{HIDDEN, Inputs, ROW, Turn, check_sums, echo};
-use crate::valid::{EXPERTS, RANKS, TOKENS, bytes_in_pool, refused, tensor, then_dispatch};
+use crate::valid::{EXPERTS, RANKS, TOKENS, bytes_in_pool, errors_of, refused, tensor, then_dispatch};
 use epoxide_testing::harness::{Nodes, PATIENCE, POISON, Rank, Setup, assert_names};
 
 const NODES_OF_ONE: Nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
@@ -25,17 +25,11 @@ fn setup() -> Setup {
 
 /// Errors of every rank that is rejected, sorted by text.
 fn refusals(ranks: u32, change: impl Fn(u32, &mut Setup) + Sync) -> Vec<String> {
-    let errors = Mutex::new(Vec::new());
-    let _ = lockstep::run(ranks, |group| {
+    errors_of(ranks, |group| {
         let mut setup = Setup { ranks, ..setup() }.nodes(Some(NODES_OF_ONE));
         change(group.rank(), &mut setup);
-        let made = Rank::join(&setup, group);
-        errors.lock().expect("no panic").extend(made.as_ref().err().map(ToString::to_string));
-        made
-    });
-    let mut errors = errors.into_inner().expect("no panic");
-    errors.sort();
-    errors
+        Rank::join(&setup, group)
+    })
 }
 
 #[test]
@@ -163,14 +157,8 @@ impl ProcessGroup for Tampered {
 
 #[test]
 fn a_rank_of_another_version_is_refused() {
-    let errors = Mutex::new(Vec::new());
     let setup = Setup { ranks: 3, ..setup() }.nodes(Some(NODES_OF_ONE));
-    let _ = lockstep::run(3, |group| {
-        let made = Rank::join(&setup, Arc::new(Tampered(group)));
-        errors.lock().expect("no panic").extend(made.as_ref().err().map(ToString::to_string));
-        made
-    });
-    let errors = errors.into_inner().expect("no panic");
+    let errors = errors_of(3, |group| Rank::join(&setup, Arc::new(Tampered(group))));
     let version = env!("CARGO_PKG_VERSION");
     let says = format!("and rank 1 disagree on epoxide's version: {version} here, 9.9.9-other there");
     assert_eq!(errors.iter().filter(|error| error.contains(&says)).count(), 2, "{errors:?}");

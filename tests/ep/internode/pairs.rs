@@ -71,8 +71,7 @@ impl Network {
                 // SAFETY: as above.
                 unsafe { rank.stream.copy(at.sums, back.combined_x.ptr(), pair.x_bytes(rank))? };
             }
-            rank.stream.synchronize()?;
-            rank.buffer.check()?;
+            rank.outcome()?;
             for (number, (pair, at)) in pairs.iter().zip(&memory.places).enumerate() {
                 let mut recv = vec![0; pair.recv_bytes(rank) as usize];
                 let mut sums = vec![0; pair.x_bytes(rank) as usize];

@@ -70,8 +70,7 @@ fn turns_until_an_error(group: &Arc<MeshGroup>, transport: TransportKind, after:
     let turn = Turn::random(0, &tokens(ranks()), 2);
     assert!(ranks().is_multiple_of(2), "{} ranks are not two nodes", ranks());
     let mut rank = Rank::join(&setup(ranks(), ranks() / 2, transport), group.clone())?;
-    let inputs = Inputs::upload(&turn, &rank)?;
-    let mut place = rank.place()?;
+    let (inputs, mut place) = turn.begin(&rank)?;
     echo(&mut rank, &mut place, &inputs)?;
     rank.synchronize()?;
     if rank.rank == ranks() - 1 {
@@ -83,8 +82,7 @@ fn turns_until_an_error(group: &Arc<MeshGroup>, transport: TransportKind, after:
     let start = Instant::now();
     while start.elapsed() < PATIENCE {
         echo(&mut rank, &mut place, &inputs)?;
-        rank.stream.synchronize()?;
-        rank.buffer.check()?;
+        rank.outcome()?;
     }
     Ok(())
 }

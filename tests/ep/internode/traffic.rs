@@ -89,8 +89,7 @@ fn one_node_has_no_wire() {
     let turn = Turn::random(1, &[5, 3], 1);
     let spread = Nodes { ranks_per_node: 2, transport: TransportKind::Shm, queues: 2 };
     Setup::new(2, 1, 5, ROW).max_topk(TOPK).nodes(Some(spread)).run(|rank| {
-        let inputs = Inputs::upload(&turn, rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turn.begin(rank)?;
         echo(rank, &mut place, &inputs)?;
         rank.synchronize()?;
         rank.check(rank.buffer.wire_stats().is_empty(), "there is no queue");

@@ -6,7 +6,7 @@ use epoxide_testing::oracle::Style;
 use epoxide_testing::roundtrip::Case;
 
 use crate::shapes::routing;
-use crate::turns::{Inputs, Turn, check_sums};
+use crate::turns::{Turn, check_sums};
 
 #[test]
 fn a_single_rank() {
@@ -22,8 +22,7 @@ fn a_pool_of_more_than_4_gib() {
     let turn = Turn::random(3, &[6, 5], 1);
     setup.run(|rank| {
         rank.check(rank.buffer.pool_bytes() > 2 << 32, "the pool is large");
-        let inputs = Inputs::upload(&turn, rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turn.begin(rank)?;
         let output = inputs.dispatch_exact(rank, &mut place)?;
         let rows = rank.row_bytes(&output.recv_x)?;
         rank.equal("recv_x", &rows, &turn.recv(rank.rank));

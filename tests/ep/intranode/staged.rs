@@ -57,8 +57,7 @@ fn rows_of_which_a_step_takes_one() {
 fn a_captured_combine_of_a_tensor_replays() {
     let turns: Vec<Turn> = (0..tier::pick(3, 8)).map(|seed| Turn::random(seed, &[9, 2, 6], 2)).collect();
     Setup::new(3, 2, 9, ROW).run(|rank| {
-        let inputs = Inputs::upload(&turns[0], rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turns[0].begin(rank)?;
         let (stream, experts) = (rank.stream.clone(), turns[0].routing.num_experts);
         let step = rank.buffer.capture(&stream, |buffer, order| {
             let layout = buffer.get_dispatch_layout(&inputs.topk_idx, experts, order)?;
@@ -90,8 +89,7 @@ fn a_captured_combine_of_a_tensor_replays() {
 fn ranks_may_gather_with_other_numbers_of_multiprocessors_than_each_other_and_than_the_dispatch() {
     let turn = Turn::random(0, &[26, 15], 2);
     Setup::new(2, 3, 26, ROW).run(|rank| {
-        let inputs = Inputs::upload(&turn, rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turn.begin(rank)?;
         let output = inputs.dispatch_exact(rank, &mut place)?;
         let before = *rank.buffer.config();
         for num_sms in [[2, 4], [6, 2], [14, 12], [4, 10]] {

@@ -8,7 +8,7 @@ use epoxide::throughput::{
 use epoxide::{DType, StreamOrder, Tensor};
 
 use crate::turns::{HIDDEN, Inputs, ROW, Turn, check_sums, echo, echo_on};
-use epoxide_testing::harness::{Rank, Setup};
+use epoxide_testing::harness::{Rank, Setup, keep};
 
 #[test]
 fn two_buffers_at_once() {
@@ -45,8 +45,7 @@ fn the_comm_stream_orders_itself_with_the_caller() {
     let turns: Vec<Turn> = (0..20).map(|seed| Turn::random(seed, &[8, 5], 1)).collect();
     setup.run(|rank| {
         rank.on_comm_stream = true;
-        let inputs = Inputs::upload(&turns[0], rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turns[0].begin(rank)?;
         for (index, turn) in turns.iter().enumerate() {
             // Inputs are written in the caller's stream, over and over in the same place, and so
             // are the rows for combine. The operations run on the other stream. They must wait for
@@ -140,8 +139,7 @@ fn a_graph_replays_with_other_routings() {
     for on_comm_stream in [false, true] {
         Setup::new(3, 2, 9, ROW).run(|rank| {
             rank.on_comm_stream = on_comm_stream;
-            let inputs = Inputs::upload(&turns[0], rank)?;
-            let mut place = rank.place()?;
+            let (inputs, mut place) = turns[0].begin(rank)?;
             let step = capture(rank, &mut place, &inputs)?;
             let (output, back) = step.output();
             for (index, turn) in turns.iter().enumerate() {
@@ -225,7 +223,7 @@ fn check_replays(
     for fresh in fresh {
         inputs.overwrite(rank, fresh)?;
         launch(&rank.stream)?;
-        kept.push(rank.keep(&back.combined_x)?);
+        kept.push(keep(&rank.stream, &back.combined_x, back.combined_x.rows())?);
     }
     rank.stream.synchronize()?;
     for (index, (turn, kept)) in turns.iter().zip(&kept).enumerate() {

@@ -19,8 +19,7 @@ const VIRTUAL_TIMEOUT: Duration = Duration::from_secs(30);
 fn a_rank_that_comes_too_late_is_not_given_rows_that_never_came() {
     let turn = Ranks::of_one_node().turn();
     Ranks::of_one_node().setup().run(|rank| {
-        let inputs = Inputs::upload(&turn, rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turn.begin(rank)?;
         if rank.rank != 2 {
             let error = inputs.dispatch_exact(rank, &mut place).expect_err("rank 2 comes too late");
             assert_eq!(check_timeout(rank.rank, &error, "notify"), (2, "counts"));
@@ -29,10 +28,8 @@ fn a_rank_that_comes_too_late_is_not_given_rows_that_never_came() {
         if rank.rank == 2 {
             // The counts came in time, so the call may succeed; but then the rows did not come, and
             // that must show.
-            let outcome = inputs.dispatch_exact(rank, &mut place).and_then(|output| {
-                rank.stream.synchronize()?;
-                rank.buffer.check().map(|()| output)
-            });
+            let outcome =
+                inputs.dispatch_exact(rank, &mut place).and_then(|output| rank.outcome().map(|()| output));
             match outcome {
                 Err(error) => rank.check(matches!(error, Error::PeerTimeout { .. }), error.to_string()),
                 Ok(output) => {

@@ -4,7 +4,7 @@ use epoxide::driver::virt::Time;
 use epoxide::internal::Instruments;
 use epoxide_gpu::layout::BlockTrace;
 
-use crate::turns::{Inputs, ROW, Turn, check_sums, echo};
+use crate::turns::{ROW, Turn, check_sums, echo};
 use epoxide_testing::harness::Setup;
 
 #[test]
@@ -15,8 +15,7 @@ fn a_trace_holds_every_block_of_every_launch_and_changes_nothing() {
     setup.device.time = Time::Real;
     let turn = Turn::random(5, &[8, 5], 3);
     setup.run(|rank| {
-        let inputs = Inputs::upload(&turn, rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turn.begin(rank)?;
         let (untraced, dropped) = rank.buffer.take_trace(&rank.stream)?;
         rank.check(untraced.is_empty() && dropped == 0, "a trace that was not started");
 

@@ -15,6 +15,7 @@ use epoxide_testing::tier;
 use super::ones::Ones;
 use crate::promises::status;
 use crate::shapes::routing;
+use crate::valid::expect_gone;
 
 const RANKS: u32 = 3;
 pub const TOKENS: u64 = 4;
@@ -158,8 +159,7 @@ fn rows_of_a_failed_dispatch_are_not_read() {
             received.expert_counts.to_host::<i32>(&rank.stream).map(drop),
         ];
         for read in reads {
-            let error = read.expect_err("rank 1 has gone");
-            assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
+            expect_gone(read);
         }
         Ok(())
     });
@@ -258,8 +258,7 @@ fn the_event_of_a_failed_operation_gives_its_error() {
         let event = received.event.as_ref().expect("the call is asynchronous");
         let waits = [event.synchronize(), event.is_done().map(drop), event.wait_timeout(PATIENCE).map(drop)];
         for wait in waits {
-            let error = wait.expect_err("rank 1 has gone");
-            assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
+            expect_gone(wait);
         }
         Ok(())
     });
@@ -348,8 +347,7 @@ fn make_different_calls(rank: &mut Ones, is_first: bool) -> Result<()> {
     if is_first && rank.rank == 1 {
         rank.group.barrier(PATIENCE)?;
     }
-    rank.stream.synchronize()?;
-    let error = rank.buffer.check().unwrap_err();
+    let error = rank.outcome().unwrap_err();
     let named = match &error {
         Error::OtherCall { ours, theirs, .. } => (ours.contains("dispatch"), theirs.contains("combine")),
         other => panic!("{other}"),

@@ -13,9 +13,7 @@ use epoxide::low_latency::{
 };
 use epoxide::throughput::Step;
 use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
-use epoxide_testing::harness::now;
-
-use crate::promises::keep_on;
+use epoxide_testing::harness::{keep, now};
 
 /// A rank, and its inputs.
 pub struct Ones {
@@ -116,7 +114,7 @@ impl Ones {
 
     /// Sums as a kernel reads them, past the check of the tensor.
     pub fn kept(&self, sums: &Tensor<'_>) -> Result<Vec<bf16>> {
-        keep_on(&self.stream, sums, sums.rows() as usize)?.to_host(&self.stream)
+        keep(&self.stream, sums, sums.rows())?.to_host(&self.stream)
     }
 }
 

@@ -83,8 +83,7 @@ fn stopped_combine(
             if stop.left() == 0 {
                 stop.go_on();
             }
-            rank.stream.synchronize()?;
-            match rank.buffer.check() {
+            match rank.outcome() {
                 Err(Error::Broken { reason, .. }) => {
                     assert!(reason.contains("gave up"), "{reason}");
                     told = true;
@@ -139,8 +138,7 @@ fn rows_of_one_rank_in_the_pool_and_of_another_one_in_a_tensor_are_different_cal
         let received = rank.dispatch(&mut place)?;
         let request = if number == 0 { CombineRequest::in_pool() } else { CombineRequest::by_row(&rows) };
         drop(rank.buffer.combine(received, request, order)?);
-        rank.stream.synchronize()?;
-        let error = rank.buffer.check().unwrap_err();
+        let error = rank.outcome().unwrap_err();
         assert_names(&error, &["of rows in the pool", "4608 bytes per row"]);
         group.barrier(PATIENCE)?;
         Ok(())

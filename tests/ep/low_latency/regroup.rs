@@ -17,7 +17,8 @@ use half::bf16;
 use proptest::prelude::*;
 
 use super::ones::Ones;
-use super::property::{case as random_case, config};
+use super::property::case as random_case;
+use crate::property::config;
 use crate::shapes::routing;
 
 const DEADLINE: Duration = Duration::from_millis(150);

@@ -4,7 +4,7 @@ use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::{DispatchRequest, Quantise};
 use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::low_latency::{CombineRows, LowLatencyCase, LowLatencyRank};
-use epoxide_testing::oracle::Style;
+use epoxide_testing::oracle::{Style, recv_order};
 use epoxide_testing::tier;
 
 use crate::shapes::routing;
@@ -106,8 +106,7 @@ fn quantised_already() {
 
 /// Dispatches e4m3 rows with scales, and gives the differences from what each rank was to receive.
 fn dispatch_quantised_rows(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<()> {
-    let LowLatencyRank { buffer, stream, failures, .. } = rank;
-    let (routing, me, hidden) = (&case.routing, buffer.rank(), case.hidden);
+    let (stream, routing, me, hidden) = (&rank.stream.clone(), &case.routing, rank.rank, case.hidden);
     let of_row = hidden.div_ceil(128);
     let row = |source: u32, token: u32| -> Vec<u8> {
         (0..hidden).map(|at| (source * 89 + token * 31 + at * 7) as u8).collect()
@@ -121,30 +120,20 @@ fn dispatch_quantised_rows(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> 
     let x = Tensor::from_host(stream, DType::Fp8E4m3, &shape(hidden), &rows)?;
     let scales = TypedTensor::from_host(stream, &shape(of_row), &values)?;
     let topk_idx = TypedTensor::from_host(stream, &shape(routing.num_topk), &routing.flat_topk_idx(me))?;
-    let mut place = buffer.place(0)?;
+    let mut place = rank.buffer.place(0)?;
     let request = DispatchRequest::new(&x, &topk_idx).scales(&scales);
-    let received = buffer.dispatch(&mut place, request, StreamOrder::on(stream))?;
-    stream.synchronize()?;
-    buffer.check()?;
+    let received = rank.buffer.dispatch(&mut place, request, StreamOrder::on(stream))?;
+    rank.outcome()?;
     let received_scales = received.scales.as_ref().map_or(Ok(Vec::new()), |scales| scales.values(stream))?;
     let received_rows = routing.num_ranks() * case.max_tokens;
-    for source in 0..routing.num_ranks() {
-        for token in (0..routing.num_tokens(source)).filter(|&token| routing.hits(source, token, me)) {
-            let number = source * case.max_tokens + token;
-            let mut got = vec![0u8; hidden as usize];
-            // SAFETY: the row is one of the tensor's.
-            unsafe {
-                stream.read(&mut got, received.x.ptr().add(u64::from(number) * received.x.row_stride()))?
-            };
-            if got != row(source, token) {
-                failures.push(format!("row of token {token} of rank {source}"));
-            }
-            for block in 0..of_row {
-                let got = received_scales[(block * received_rows + number) as usize];
-                if got != scale(source, token, block) {
-                    failures.push(format!("scale {block} of token {token} of rank {source} is {got}"));
-                }
-            }
+    for (source, token) in recv_order(routing, me) {
+        let number = source * case.max_tokens + token;
+        let got = rank.row_of(&received.x, number as usize)?;
+        rank.check(got == row(source, token), format!("row of token {token} of rank {source}"));
+        for block in 0..of_row {
+            let got = received_scales[(block * received_rows + number) as usize];
+            let what = format!("scale {block} of token {token} of rank {source} is {got}");
+            rank.check(got == scale(source, token, block), what);
         }
     }
     Ok(())

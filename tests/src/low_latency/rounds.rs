@@ -35,6 +35,10 @@ impl RoundTrip for Buffer {
         Buffer::new(device, group, options)
     }
 
+    fn recorded(&self) -> Result<()> {
+        self.check()
+    }
+
     /// The same routing with each way back that the nodes allow.
     fn first_cases(cases: &Cases) -> Vec<LowLatencyCase> {
         let mut ways = vec![CombineRows::ByExpert, CombineRows::ByRow, CombineRows::InPool];
@@ -145,8 +149,7 @@ impl LowLatencyCase {
             }
             self.enqueue(&mut rank.buffer, &rank.stream, &mut places, &sums, index, inputs)?;
         }
-        rank.stream.synchronize()?;
-        rank.buffer.check()?;
+        rank.outcome()?;
         self.check_all_sums(rank, &sums, &data)
     }
 

@@ -13,7 +13,7 @@ use half::bf16;
 use super::case::{Case, Scales};
 use super::{Cases, Draw, Replays, RoundTrip};
 use crate::compare::{self, Difference};
-use crate::harness::{POISON, Rank, Region};
+use crate::harness::{POISON, Rank, Region, as_bytes};
 use crate::ids::{Ids, upload_narrow};
 use crate::oracle::{self, InternodePlan, Plan, Style};
 use crate::payload;
@@ -30,13 +30,6 @@ pub struct Expected {
     pub internode: Option<InternodePlan>,
 }
 
-/// Where the rows of a combine are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Given {
-    Tensor,
-    Pool,
-}
-
 /// Parameters of one combine.
 #[derive(Debug, Clone, Copy)]
 struct Combine<'a> {
@@ -44,14 +37,10 @@ struct Combine<'a> {
     turn: u64,
     dtype: DType,
     columns: u64,
-    given: Given,
+    /// Where the rows lie, if not in a tensor.
+    place: Option<&'a Place>,
     /// The returned weights, and their expected sums.
     weights: Option<(&'a TypedTensor<'a, f32>, &'a [f32])>,
-}
-
-/// This rank's part of a case on its device.
-pub(super) struct Inputs {
-    pub(super) topk_weights: TypedTensor<'static, f32>,
 }
 
 /// Scales on the device.
@@ -64,6 +53,10 @@ impl RoundTrip for Buffer {
 
     fn create(device: Device, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
         Buffer::new(device, group, options)
+    }
+
+    fn recorded(&self) -> Result<()> {
+        self.check()
     }
 
     /// One as routers give them, and one with holes.
@@ -85,12 +78,12 @@ impl RoundTrip for Buffer {
     fn round_trip(rank: &mut Rank, case: &Case) -> Result<u64> {
         let expected = rank.expect(case);
         let rows = u64::from(expected.plan.num_recv_tokens);
-        let (inputs, layout) = rank.lay_out(case, &expected)?;
+        let (topk_weights, layout) = rank.lay_out(case, &expected)?;
         let mut place = rank.place()?;
 
         rank.poison_received(rows)?;
         let (x, scales) = rank.payload(case, 0)?;
-        let to_send = request(case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact);
+        let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), Counts::Exact);
         let output = rank.dispatch(&mut place, to_send)?;
         rank.learn_regions(&output);
         rank.check_dispatch(case, 0, &expected, "dispatch", &output)?;
@@ -99,14 +92,14 @@ impl RoundTrip for Buffer {
             turn: 1,
             dtype: DType::Bf16,
             columns: case.hidden(),
-            given: Given::Tensor,
+            place: None,
             weights: None,
         };
         let handle = output.handle.clone();
         let given = output.recv_topk_weights.clone();
         let summed = rank.round_trip_of_weights(case);
         let weights = given.as_ref().map(|given| (given, &summed[..]));
-        rank.check_combine(case, &expected.plan, &handle, None, Combine { weights, ..combine })?;
+        rank.check_combine(case, &expected.plan, &handle, Combine { weights, ..combine })?;
         drop((output, given));
 
         rank.poison_received(rows)?;
@@ -114,8 +107,8 @@ impl RoundTrip for Buffer {
         let cached = rank.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &handle))?;
         rank.check_received(case, 2, &expected.plan.recv_src, "cached dispatch", &cached)?;
         drop(cached);
-        let combine = Combine { what: "combine from the pool", turn: 3, given: Given::Pool, ..combine };
-        rank.check_combine(case, &expected.plan, &handle, Some(&place), combine)?;
+        let combine = Combine { what: "combine from the pool", turn: 3, place: Some(&place), ..combine };
+        rank.check_combine(case, &expected.plan, &handle, combine)?;
 
         for tensor in rank.spoilable(&layout, &handle)? {
             rank.poison(&tensor)?;
@@ -123,17 +116,8 @@ impl RoundTrip for Buffer {
         Ok(rows)
     }
 
-    /// With a new routing and new contents each time.
     fn replay(rank: &mut Rank, cases: &Cases, replays: u64, step: impl Fn()) -> Result<Replays> {
-        // Case numbers of replays start past those of other round trips.
-        const FIRST_CASE: u64 = 1 << 32;
-        // An argument of the dispatch, so a graph has one.
-        const ALIGNMENT: u32 = 4;
-        let case = |replay: u64| {
-            let style = Style::ALL[replay as usize % Style::ALL.len()];
-            Case { expert_alignment: ALIGNMENT, ..Case::full_size(cases, FIRST_CASE + replay, style) }
-        };
-        rank.replay_graph(case, replays, step)
+        rank.replay_graph(cases, replays, step)
     }
 }
 
@@ -214,14 +198,14 @@ impl Rank {
         let expected = self.expect(case);
         let plan = &expected.plan;
         let capacity = self.buffer.capacity();
-        let (inputs, layout) = self.lay_out(case, &expected)?;
+        let (topk_weights, layout) = self.lay_out(case, &expected)?;
         layout.validate(&self.stream)?;
         let mut place = self.place()?;
 
         // Counts stay on the device: the outputs are the whole pool.
         let (x, scales) = self.payload(case, 1)?;
         let counts = self.on_device();
-        let to_send = request(case, &inputs, &layout, &x, scales.as_ref(), counts);
+        let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), counts);
         let whole = self.dispatch(&mut place, to_send)?;
         self.buffer.check_dispatch(&whole.handle, &self.stream)?;
         self.check(whole.num_recv_tokens.is_none(), "num_recv_tokens is unknown without a host wait");
@@ -231,7 +215,7 @@ impl Rank {
 
         // Exact counts, into a poisoned pool.
         self.poison_received(capacity)?;
-        let to_send = request(case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact);
+        let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), Counts::Exact);
         let exact = self.dispatch(&mut place, to_send)?;
         self.equal("num_recv_tokens", exact.num_recv_tokens.as_slice(), &[plan.num_recv_tokens]);
         self.check_dispatch(case, 1, &expected, "exact dispatch", &exact)?;
@@ -275,10 +259,10 @@ impl Rank {
             turn: 3,
             dtype: DType::Bf16,
             columns: columns(DType::Bf16),
-            given: Given::Tensor,
+            place: None,
             weights,
         };
-        self.check_combine(case, plan, &exact, None, first)?;
+        self.check_combine(case, plan, &exact, first)?;
 
         // The handle feeds further combines: other rows, either place, either dtype; so does the
         // older handle.
@@ -289,8 +273,9 @@ impl Rank {
             case.summed_weights(self.rank, per_node, |receiver, source| case.given_weights(receiver, source));
         let given = upload(self, &given)?;
         let weights = Some((&given, &summed[..]));
-        let second = Combine { what: "combine from the pool", turn: 4, given: Given::Pool, weights, ..first };
-        self.check_combine(case, plan, &exact, Some(&place), second)?;
+        let second =
+            Combine { what: "combine from the pool", turn: 4, place: Some(&place), weights, ..first };
+        self.check_combine(case, plan, &exact, second)?;
         // Between nodes rows are summed in BF16 only.
         let dtype = if self.buffer.num_nodes() == 1 { DType::F32 } else { DType::Bf16 };
         let third = Combine {
@@ -301,9 +286,9 @@ impl Rank {
             weights: None,
             ..first
         };
-        self.check_combine(case, plan, &whole, None, third)?;
-        let fourth = Combine { what: "fourth combine", turn: 6, given: Given::Pool, ..third };
-        self.check_combine(case, plan, &last_handle, Some(&place), fourth)?;
+        self.check_combine(case, plan, &whole, third)?;
+        let fourth = Combine { what: "fourth combine", turn: 6, place: Some(&place), ..third };
+        self.check_combine(case, plan, &last_handle, fourth)?;
         if case.dtype == DType::F32 && self.buffer.num_nodes() == 1 {
             self.check_echo(case, &exact, &mut place)?;
         }
@@ -318,7 +303,7 @@ impl Rank {
         let row = |source| case.returned(TURN, 0, source, 0..columns);
         let rows: Vec<Vec<f32>> =
             (0..case.routing.num_tokens(rank)).map(|token| row((rank, token))).collect();
-        let x = self.upload(DType::F32, columns, &rows)?;
+        let x = self.upload_rows(DType::F32, columns as u64, &as_bytes(&rows))?;
         let cached = self.dispatch_cached(place, CachedDispatchRequest::new(&x, handle))?;
         let output = self.combine(CombineRequest::new(&cached.recv_x, handle))?;
         self.stream.synchronize()?;
@@ -334,7 +319,7 @@ impl Rank {
         &mut self,
         case: &Case,
         expected: &Expected,
-    ) -> Result<(Inputs, DispatchLayout<'static>)> {
+    ) -> Result<(TypedTensor<'static, f32>, DispatchLayout<'static>)> {
         let (topk_idx, topk_weights) = self.topk(case)?;
         let layout = match &case.ids {
             Ids::Wide => self.layout(&topk_idx, case.routing.num_experts)?,
@@ -356,7 +341,7 @@ impl Rank {
         };
         let difference = self.compare_layout(&layout, expected)?;
         self.note(difference);
-        Ok((Inputs { topk_weights }, layout))
+        Ok((topk_weights, layout))
     }
 
     /// Compares a layout.
@@ -520,20 +505,19 @@ impl Rank {
         case: &Case,
         plan: &Plan,
         handle: &DispatchHandle,
-        place: Option<&Place>,
         combine: Combine<'_>,
     ) -> Result<()> {
-        let Combine { what, turn, dtype, columns, given, weights } = combine;
+        let Combine { what, turn, dtype, columns, place, weights } = combine;
         let count = plan.recv_src.len() as u64;
         let (tensor, pool);
-        let request = match (given, place) {
-            (Given::Pool, Some(place)) => {
+        let request = match place {
+            Some(place) => {
                 self.poison(place.combine_rows(dtype, self.buffer.capacity(), columns)?.tensor())?;
                 pool = place.combine_rows(dtype, count, columns)?;
                 self.write_returned(case, turn, &plan.recv_src, pool.tensor())?;
                 CombineRequest::new(&pool, handle)
             }
-            _ => {
+            None => {
                 tensor = Tensor::alloc(self.device(), dtype, &[count, columns])?;
                 self.write_returned(case, turn, &plan.recv_src, &tensor)?;
                 CombineRequest::new(&tensor, handle)
@@ -542,8 +526,7 @@ impl Rank {
         let request = weights.iter().fold(request, |request, (given, _)| request.topk_weights(given));
         let output = self.combine(request)?;
         // A rank without tokens reads nothing below, and the inputs must outlive the kernels.
-        self.stream.synchronize()?;
-        self.buffer.check()?;
+        self.outcome()?;
         let sums = self.compare_sums(case, turn, dtype, columns, &output.combined_x)?;
         let summed = compare_weights(self, case, weights.map(|(_, summed)| summed), &output)?;
         self.note(sums.or(summed).map(|difference| format!("{what}: {difference}")));
@@ -664,13 +647,13 @@ pub fn compare_weights(
 
 fn request<'a>(
     case: &Case,
-    inputs: &'a Inputs,
+    topk_weights: &'a TypedTensor<'a, f32>,
     layout: &'a DispatchLayout<'a>,
     x: &'a Tensor<'a>,
     x_scales: Option<&'a TypedTensor<'a, f32>>,
     counts: Counts,
 ) -> DispatchRequest<'a> {
-    let request = DispatchRequest::new(x, layout).topk_weights(&inputs.topk_weights);
+    let request = DispatchRequest::new(x, layout).topk_weights(topk_weights);
     let request = request.expert_alignment(case.expert_alignment).counts(counts);
     x_scales.into_iter().fold(request, DispatchRequest::scales)
 }
@@ -700,9 +683,9 @@ mod tests {
             rank.check(rank.failures.is_empty(), "the round trip itself is right");
             let expected = rank.expect(&case);
             let sources = expected.plan.recv_src.clone();
-            let (inputs, layout) = rank.lay_out(&case, &expected)?;
+            let (topk_weights, layout) = rank.lay_out(&case, &expected)?;
             let (x, scales) = rank.payload(&case, 0)?;
-            let request = request(&case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact);
+            let request = request(&case, &topk_weights, &layout, &x, scales.as_ref(), Counts::Exact);
             let mut place = rank.place()?;
             let output = rank.dispatch(&mut place, request)?;
             let sound = std::mem::take(&mut rank.failures);

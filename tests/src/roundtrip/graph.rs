@@ -7,10 +7,16 @@ use epoxide::throughput::{
 };
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 
-use super::Replays;
 use super::case::Case;
 use super::check::{DeviceScales, Expected, compare_weights};
+use super::{Cases, Replays};
 use crate::harness::Rank;
+use crate::oracle::Style;
+
+/// Case numbers of replays start past those of other round trips.
+const FIRST_CASE: u64 = 1 << 32;
+/// An argument of the dispatch, so a graph has one.
+const ALIGNMENT: u32 = 4;
 
 /// Inputs of a graph: at fixed addresses, rewritten between replays.
 struct Inputs {
@@ -28,16 +34,15 @@ struct Trip {
 }
 
 impl Rank {
-    /// Captures layout, dispatch and combine in a graph and replays it `replays` times. `case`
-    /// gives the case of a replay. All have one size and one alignment, which are arguments of the
-    /// graph. The outputs of a replay are compared with the oracle, and so are those of the same
-    /// calls without the graph right behind it. `step` is called after each.
-    pub(super) fn replay_graph(
-        &mut self,
-        case: impl Fn(u64) -> Case,
-        replays: u64,
-        step: impl Fn(),
-    ) -> Result<Replays> {
+    /// Captures layout, dispatch and combine in a graph and replays it `replays` times, each with
+    /// another routing and other rows. All have one size and one alignment, which are arguments of
+    /// the graph. The outputs of a replay are compared with the oracle, and so are those of the
+    /// same calls without the graph right behind it. `step` is called after each.
+    pub(super) fn replay_graph(&mut self, cases: &Cases, replays: u64, step: impl Fn()) -> Result<Replays> {
+        let case = |replay: u64| {
+            let style = Style::ALL[replay as usize % Style::ALL.len()];
+            Case { expert_alignment: ALIGNMENT, ..Case::full_size(cases, FIRST_CASE + replay, style) }
+        };
         let first = case(0);
         let inputs = self.graph_inputs(&first)?;
         let mut place = self.place()?;

@@ -39,6 +39,12 @@ pub trait RoundTrip: Sized {
     /// Those of the buffer.
     fn create(device: Device, group: &dyn ProcessGroup, options: Self::Options) -> Result<Self>;
 
+    /// The error that an operation has recorded.
+    ///
+    /// # Errors
+    /// That error.
+    fn recorded(&self) -> Result<()>;
+
     /// Cases in front of all others.
     fn first_cases(cases: &Cases) -> Vec<Self::Case>;
 
