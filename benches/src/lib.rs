@@ -33,7 +33,7 @@ pub mod ways;
 use epoxide::driver::Device;
 use epoxide::group::launch::run_threads;
 
-pub use epoxide_testing::low_latency::CombineRows;
+pub use epoxide_testing::low_latency::ReturnPath;
 pub use error::{Error, Result};
 pub use estimate::Estimate;
 pub use measure::Watch;

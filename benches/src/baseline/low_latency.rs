@@ -4,7 +4,7 @@ use epoxide::DType;
 use epoxide::Result;
 use epoxide::driver::Stream;
 use epoxide::low_latency::{Buffer, Options, Place, Quantise, Shape};
-use epoxide_testing::low_latency::{CombineRows, LowLatencyCase, LowLatencyInputs, LowLatencyRank};
+use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank, ReturnPath};
 use epoxide_testing::roundtrip::Case;
 
 use super::{Exchange, link_rows};
@@ -33,7 +33,7 @@ impl LowLatency {
         // As in high throughput, experts' rank gives back a row for each token.
         let case_of_it = LowLatencyCase {
             quantise,
-            combine_rows: CombineRows::ByRow,
+            combine_rows: ReturnPath::ByRow,
             seed: plan.seed,
             ..LowLatencyCase::new(case.routing.clone(), hidden)
         };

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use epoxide::DType;
 use epoxide::low_latency::Options;
 use epoxide_bench::sweep::Sweep;
-use epoxide_bench::{Baseline, CombineRows, Effort, LowLatency, Plan, Shapes};
+use epoxide_bench::{Baseline, Effort, LowLatency, Plan, ReturnPath, Shapes};
 
 use crate::options::{DeviceKind, Mode, NetworkFlags, RowType, WorldFlags};
 use crate::stop::{Result, Stop};
@@ -141,7 +141,7 @@ pub struct PlanFlags {
     /// With --mode low-latency: rows that combine takes: one for each token and expert, which it
     /// weights and sums, or one for each token and rank, summed already.
     #[arg(long, value_enum, default_value = "by-expert", help_heading = LOW)]
-    pub combine_rows: ReturnedRows,
+    pub combine_rows: ReturnPathFlag,
     /// Multiprocessors for each operation; several values make a table [env: across nodes
     /// EPOXIDE_NSM, else EPOXIDE_NUM_SMS] [default: 24, with --mode low-latency all; on the virtual
     /// GPU 8].
@@ -212,7 +212,7 @@ pub struct PlanFlags {
 
 /// Rows that a low-latency combine takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum ReturnedRows {
+pub enum ReturnPathFlag {
     /// One for each token and expert.
     ByExpert,
     /// One for each token and rank, summed already.
@@ -221,13 +221,13 @@ pub enum ReturnedRows {
     InPool,
 }
 
-impl ReturnedRows {
+impl ReturnPathFlag {
     /// As a plan has it.
-    fn rows(self) -> CombineRows {
+    fn rows(self) -> ReturnPath {
         match self {
-            ReturnedRows::ByExpert => CombineRows::ByExpert,
-            ReturnedRows::ByRow => CombineRows::ByRow,
-            ReturnedRows::InPool => CombineRows::InPool,
+            ReturnPathFlag::ByExpert => ReturnPath::ByExpert,
+            ReturnPathFlag::ByRow => ReturnPath::ByRow,
+            ReturnPathFlag::InPool => ReturnPath::InPool,
         }
     }
 }
@@ -303,7 +303,7 @@ impl PlanFlags {
                 "--combine-dtype: only with --mode low-latency; otherwise a combine is bf16",
             ));
         }
-        if self.combine_rows != ReturnedRows::ByExpert && !is_low_latency {
+        if self.combine_rows != ReturnPathFlag::ByExpert && !is_low_latency {
             return Err(Stop::usage("--combine-rows: only with --mode low-latency"));
         }
         if self.max_tokens.is_some() && !is_low_latency {

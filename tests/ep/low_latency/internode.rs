@@ -9,7 +9,7 @@ use epoxide::internal::Instruments;
 use epoxide::low_latency::{Buffer, Options, Quantise, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_testing::harness::{Nodes, PATIENCE, run_ranks};
-use epoxide_testing::low_latency::{CombineRows, LowLatencyCase};
+use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
 
@@ -33,7 +33,7 @@ fn two_nodes_of_two() {
 fn quantised_either_way() {
     const ALL: [Quantise; 3] = [Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo];
     let each = ALL.into_iter().flat_map(|there| ALL.map(|back| (there, back)));
-    let all = each.flat_map(|each| [(each, CombineRows::ByExpert), (each, CombineRows::ByRow)]);
+    let all = each.flat_map(|each| [(each, ReturnPath::ByExpert), (each, ReturnPath::ByRow)]);
     // Every fifth in the default tier: each kind in either direction, by expert and not.
     for ((quantise, quantise_back), combine_rows) in all.step_by(tier::pick(5, 1)) {
         let case = LowLatencyCase::new(routing(&[6, 5, 3], 2, 6, Style::DistinctTopK), 384);

@@ -7,7 +7,7 @@ use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide_gpu::layout::{PIECE_PACKET_BYTES, pieces_of};
 use epoxide_testing::harness::PATIENCE;
-use epoxide_testing::low_latency::{CombineRows, LowLatencyCase};
+use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::tier;
 
@@ -75,7 +75,7 @@ fn travels_back(case: &LowLatencyCase, from: u32) -> (&'static str, u32, u64) {
     let tokens = case.routing.num_tokens(from);
     let has_many = tokens > 2 * case.sm_count && tokens > case.packet_tokens;
     match case.quantise_back {
-        Quantise::Not if case.combine_rows == CombineRows::ByRow && has_many => {
+        Quantise::Not if case.combine_rows == ReturnPath::ByRow && has_many => {
             ("low_latency_combine_summed", case.hidden * 2, 0)
         }
         Quantise::Not => ("low_latency_combine_bf16", case.hidden * 2, 0),
@@ -135,12 +135,7 @@ fn each_kind(case: &LowLatencyCase) {
 fn rows_with_words_go_to_each_rank_once() {
     let case = LowLatencyCase::new(routing(&[9, 6, 0, 7], 5, 8, Style::WithHoles), 256);
     each_kind(&LowLatencyCase { packet_tokens: 0, ..case.clone() });
-    each_kind(&LowLatencyCase {
-        packet_tokens: 0,
-        chunk_tokens: 1,
-        combine_rows: CombineRows::ByRow,
-        ..case
-    });
+    each_kind(&LowLatencyCase { packet_tokens: 0, chunk_tokens: 1, combine_rows: ReturnPath::ByRow, ..case });
 }
 
 #[test]

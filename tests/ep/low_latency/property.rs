@@ -6,7 +6,7 @@ use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::Nodes;
-use epoxide_testing::low_latency::{CombineRows, LowLatencyCase};
+use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
 
 use crate::cases::{draws, routed};
 use crate::property::config;
@@ -29,7 +29,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
         0..=3u32,
         1..=3u32,
         (
-            prop::sample::select(vec![CombineRows::ByExpert, CombineRows::ByRow, CombineRows::InPool]),
+            prop::sample::select(vec![ReturnPath::ByExpert, ReturnPath::ByRow, ReturnPath::InPool]),
             any::<bool>(),
             any::<bool>(),
             any::<bool>(),
@@ -62,11 +62,11 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
             });
             // Ranks of one node gather rows, as they are.
             let combine_rows = match combine_rows {
-                CombineRows::InPool if nodes.is_some() => CombineRows::ByRow,
+                ReturnPath::InPool if nodes.is_some() => ReturnPath::ByRow,
                 rows => rows,
             };
-            let by_expert = combine_rows == CombineRows::ByExpert;
-            let may_quantise = hidden.is_multiple_of(128) && combine_rows != CombineRows::InPool;
+            let by_expert = combine_rows == ReturnPath::ByExpert;
+            let may_quantise = hidden.is_multiple_of(128) && combine_rows != ReturnPath::InPool;
             LowLatencyCase {
                 ids,
                 nodes,

@@ -3,7 +3,7 @@
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::{DispatchRequest, Quantise};
 use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
-use epoxide_testing::low_latency::{CombineRows, LowLatencyCase, LowLatencyRank};
+use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank, ReturnPath};
 use epoxide_testing::oracle::{Style, recv_order};
 use epoxide_testing::tier;
 
@@ -24,7 +24,7 @@ fn entries_without_an_expert_and_experts_twice() {
 #[test]
 fn rows_that_are_summed_already() {
     LowLatencyCase {
-        combine_rows: CombineRows::ByRow,
+        combine_rows: ReturnPath::ByRow,
         ..LowLatencyCase::new(routing(&[9, 5, 7], 4, 6, Style::WithHoles), 40)
     }
     .check();
@@ -36,7 +36,7 @@ fn rows_that_peers_gather_in_the_pool() {
     for (hidden, halves) in tier::sample([(24, false), (2320, true), (768, false)]) {
         for checker in [None, Some(Checker::new(CheckConfig::default()))] {
             LowLatencyCase {
-                combine_rows: CombineRows::InPool,
+                combine_rows: ReturnPath::InPool,
                 halves,
                 rounds: 4,
                 places: 2,
@@ -48,7 +48,7 @@ fn rows_that_peers_gather_in_the_pool() {
         }
     }
     LowLatencyCase {
-        combine_rows: CombineRows::InPool,
+        combine_rows: ReturnPath::InPool,
         rounds: 3,
         ..LowLatencyCase::new(routing(&[5, 2], 2, 4, Style::WithHoles), 16)
     }
@@ -63,7 +63,7 @@ fn rows_return_while_others_are_summed() {
     for (hidden, packet_tokens, chunk_tokens) in tier::sample(cases) {
         for checker in [None, Some(Checker::new(CheckConfig::default()))] {
             LowLatencyCase {
-                combine_rows: CombineRows::ByRow,
+                combine_rows: ReturnPath::ByRow,
                 packet_tokens,
                 chunk_tokens,
                 sm_count: 2,
@@ -150,7 +150,7 @@ fn quantised_on_the_way() {
 #[test]
 fn quantised_on_the_way_back() {
     for quantise_back in [Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
-        use CombineRows::{ByExpert, ByRow};
+        use ReturnPath::{ByExpert, ByRow};
         let kinds = [(0, ByExpert), (0, ByRow), (8, ByExpert), (8, ByRow)];
         for (packet_tokens, combine_rows) in tier::sample(kinds) {
             LowLatencyCase {

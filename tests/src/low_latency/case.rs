@@ -14,7 +14,7 @@ use crate::sizes::Sizes;
 
 /// Rows that a combine takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CombineRows {
+pub enum ReturnPath {
     /// One for each token and expert: combine weights and sums them.
     ByExpert,
     /// One for each token and rank, weighted and summed by the experts' kernel.
@@ -23,13 +23,13 @@ pub enum CombineRows {
     InPool,
 }
 
-impl CombineRows {
+impl ReturnPath {
     /// As flags and results name it.
     pub fn text(self) -> &'static str {
         match self {
-            CombineRows::ByExpert => "by-expert",
-            CombineRows::ByRow => "by-row",
-            CombineRows::InPool => "in-pool",
+            ReturnPath::ByExpert => "by-expert",
+            ReturnPath::ByRow => "by-row",
+            ReturnPath::InPool => "in-pool",
         }
     }
 }
@@ -54,7 +54,7 @@ pub struct LowLatencyCase {
     /// Quantisation of shares on their way back.
     pub quantise_back: Quantise,
     /// Rows that combine takes.
-    pub combine_rows: CombineRows,
+    pub combine_rows: ReturnPath,
     /// Whether the experts give the rows of the expert-major copy back as they are: bf16, by
     /// expert.
     pub gathers: bool,
@@ -94,7 +94,7 @@ impl LowLatencyCase {
             hidden,
             quantise: Quantise::Not,
             quantise_back: Quantise::Not,
-            combine_rows: CombineRows::ByExpert,
+            combine_rows: ReturnPath::ByExpert,
             gathers: false,
             weighted: true,
             halves: false,
@@ -137,9 +137,9 @@ impl LowLatencyCase {
             quantise_back,
             combine_rows: match number % 6 {
                 // Ranks of one node can gather; odd numbers have rows that are quantised.
-                2 if cases.nodes == 1 => CombineRows::InPool,
-                2 | 5 => CombineRows::ByRow,
-                _ => CombineRows::ByExpert,
+                2 if cases.nodes == 1 => ReturnPath::InPool,
+                2 | 5 => ReturnPath::ByRow,
+                _ => ReturnPath::ByExpert,
             },
             chunk_tokens: Options::DEFAULT_CHUNK_TOKENS,
             packet_tokens: Options::default_packet_tokens(ranks),

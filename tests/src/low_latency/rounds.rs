@@ -12,7 +12,7 @@ use epoxide::low_latency::{Buffer, Combined, Options, Place, Received};
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
 
-use super::case::{CombineRows, LowLatencyCase};
+use super::case::{LowLatencyCase, ReturnPath};
 use super::data::Data;
 use super::inputs::LowLatencyInputs;
 use crate::harness::{PATIENCE, Rank, run_checked};
@@ -41,8 +41,8 @@ impl RoundTrip for Buffer {
 
     /// The same routing with each way back that the nodes allow.
     fn first_cases(cases: &Cases) -> Vec<LowLatencyCase> {
-        let mut ways = vec![CombineRows::ByExpert, CombineRows::ByRow, CombineRows::InPool];
-        ways.retain(|way| *way != CombineRows::InPool || cases.nodes == 1);
+        let mut ways = vec![ReturnPath::ByExpert, ReturnPath::ByRow, ReturnPath::InPool];
+        ways.retain(|way| *way != ReturnPath::InPool || cases.nodes == 1);
         let first = LowLatencyCase { rounds: 2, ..LowLatencyCase::draw(cases, 0, Draw::Full) };
         ways.into_iter().map(|combine_rows| LowLatencyCase { combine_rows, ..first.clone() }).collect()
     }
@@ -228,7 +228,7 @@ impl LowLatencyCase {
         if self.gathers {
             buffer.gather_by_expert(&received, &inputs.by_expert, None, order)?;
         }
-        if self.combine_rows == CombineRows::InPool {
+        if self.combine_rows == ReturnPath::InPool {
             inputs.leave_rows(&received, stream)?;
         }
         if self.halves {
