@@ -10,7 +10,7 @@ use epoxide::throughput::{Buffer, CombineRequest, Counts, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, Rank, Setup};
+use epoxide_testing::harness::{NodeLinks, Rank, Setup};
 use epoxide_testing::ids::{Ids, Logical};
 use epoxide_testing::oracle::{self, Routing, Style};
 use epoxide_testing::payload::rng_of;
@@ -90,7 +90,7 @@ fn the_checker_finds_nothing() {
     }
 }
 
-fn ranks() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
+fn ranks() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
     let tokens = prop_oneof![1 => Just(0), 1 => 1..=8u32, 3 => 0..=40u32];
     prop::collection::vec(tokens, 1..=10).prop_map(|tokens| (tokens, None))
 }
@@ -156,7 +156,7 @@ fn arguments_are_checked() {
         refused(rank.dispatch(place, request(&x, &valid.layout)), &parts);
         Ok(())
     });
-    let nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
+    let nodes = NodeLinks { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
     let several = Setup { ..Setup::new(RANKS, 2, TOKENS as u32, 64).nodes(Some(nodes)) };
     then_dispatch(several, |rank, valid, place| {
         let x = ones(rank)?;

@@ -9,7 +9,7 @@ use epoxide::internal::driver;
 use epoxide::throughput::{CachedDispatchRequest, CombineRequest, DispatchHandle, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result, Scope};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks, try_run_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, Rank, Setup, run_ranks, try_run_ranks};
 use epoxide_testing::tier;
 
 use crate::failing::{FailingDevice, REFUSAL};
@@ -114,8 +114,8 @@ struct Known {
 }
 
 /// All ways in which ranks can be spread for these tests: how many there are, and over which nodes.
-fn spreads(spread: Spread) -> Vec<(u32, Option<Nodes>)> {
-    let nodes = |ranks_per_node, transport| Some(Nodes { ranks_per_node, transport, queues: 2 });
+fn spreads(spread: Spread) -> Vec<(u32, Option<NodeLinks>)> {
+    let nodes = |ranks_per_node, transport| Some(NodeLinks { ranks_per_node, transport, queues: 2 });
     match spread {
         Spread::OneNode => vec![(2, None), (3, None)],
         Spread::SeveralNodes => tier::sample([
@@ -128,7 +128,7 @@ fn spreads(spread: Spread) -> Vec<(u32, Option<Nodes>)> {
     }
 }
 
-fn setup(ranks: u32, nodes: Option<Nodes>) -> Setup {
+fn setup(ranks: u32, nodes: Option<NodeLinks>) -> Setup {
     let channels = if nodes.is_some() { 2 } else { 1 };
     // Four bytes an element, so that combines of FP32 rows have room.
     let mut setup = Setup::new(ranks, channels, 6, 2 * ROW).nodes(nodes);

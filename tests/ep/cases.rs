@@ -10,7 +10,7 @@ use epoxide::DType;
 use epoxide::internal::Tuning;
 use epoxide_testing::oracle::{Routing, Style};
 
-use epoxide_testing::harness::Nodes;
+use epoxide_testing::harness::NodeLinks;
 use epoxide_testing::ids::{Ids, Logical};
 use epoxide_testing::roundtrip::{Case, Scales};
 
@@ -73,7 +73,7 @@ pub fn routed(tokens: &[u32], (topk, local_experts, style, seed, ids): Draws) ->
 }
 
 /// Any case on ranks with so many tokens.
-pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<Nodes>)>) -> impl Strategy<Value = Case> {
+pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)>) -> impl Strategy<Value = Case> {
     let routing = (ranks, draws(8)).prop_map(|((tokens, nodes), draws)| (routed(&tokens, draws), nodes));
     // Odd multiples of 16 bytes: rows that are not aligned to more.
     let seeds = (any::<u64>(), any::<Option<u64>>());

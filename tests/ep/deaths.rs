@@ -16,7 +16,7 @@ use epoxide::throughput::{
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, keep, run_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, Rank, Setup, keep, run_ranks};
 use epoxide_testing::tier;
 use half::bf16;
 
@@ -194,12 +194,12 @@ fn call(
     }
 }
 
-fn high_throughput(nodes: Option<Nodes>, rows: Rows) {
+fn high_throughput(nodes: Option<NodeLinks>, rows: Rows) {
     sweep(|stop, fault| high_throughput_rounds(nodes, rows, stop, fault));
 }
 
 /// Whether rank 0 was told.
-fn high_throughput_rounds(nodes: Option<Nodes>, rows: Rows, stop: &Arc<Stop>, fault: Fault) -> bool {
+fn high_throughput_rounds(nodes: Option<NodeLinks>, rows: Rows, stop: &Arc<Stop>, fault: Fault) -> bool {
     let turns: [Turn; ALL_ROUNDS] = std::array::from_fn(|seed| Turn::random(seed as u64, &[8, 5], 1));
     let mut setup = Setup::new(2, 1, 8, ROW).max_topk(TOPK).nodes(nodes);
     setup.fields().timeout = DEADLINE;
@@ -295,7 +295,7 @@ fn within_a_node_with_rows_of_a_tensor() {
 #[test]
 fn across_nodes() {
     for transport in [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp] {
-        high_throughput(Some(Nodes { ranks_per_node: 1, transport, queues: 1 }), Rows::InPool);
+        high_throughput(Some(NodeLinks { ranks_per_node: 1, transport, queues: 1 }), Rows::InPool);
     }
 }
 
@@ -417,7 +417,7 @@ fn other_calls_within_a_node() {
 fn other_calls_across_nodes() {
     use Other::{Combine, Dispatch, Elsewhere, Nothing};
     for transport in [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp] {
-        let nodes = Some(Nodes { ranks_per_node: 1, transport, queues: 1 });
+        let nodes = Some(NodeLinks { ranks_per_node: 1, transport, queues: 1 });
         let others = [Nothing, Dispatch, Elsewhere, Combine];
         other_calls(&others, &all_rounds(&[Dispatch, Combine]), |stop, fault| {
             high_throughput_rounds(nodes, Rows::InPool, stop, fault)

@@ -11,7 +11,7 @@ use epoxide::throughput::{Buffer, Counts, Detached, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
 use epoxide::{Element, ExpertId, ExpertMap, Placement, StreamOrder, TypedTensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, Rank};
+use epoxide_testing::harness::{NodeLinks, Rank};
 use epoxide_testing::ids::{Ids, Logical};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::{Routing, Style};
@@ -314,7 +314,7 @@ fn a_map_changes_between_replays(spread: Spread) {
 fn a_map_changes_between_replays_of_low_latency() {
     let placements = placements();
     let local_experts = most_local_experts(&placements);
-    let several = Nodes { ranks_per_node: 2, transport: TransportKind::Shm, queues: 1 };
+    let several = NodeLinks { ranks_per_node: 2, transport: TransportKind::Shm, queues: 1 };
     for nodes in [None, Some(several)] {
         let case = |logical: &Logical| LowLatencyCase {
             nodes,

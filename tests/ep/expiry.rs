@@ -7,7 +7,7 @@ use epoxide::internal::Schedule;
 use epoxide::internal::driver::{Drive, Executor, Machine};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, Rank, Setup, assert_no_failures, run_ranks};
+use epoxide_testing::harness::{NodeLinks, Rank, Setup, assert_no_failures, run_ranks};
 use epoxide_testing::tier;
 
 use crate::promises::is_nan;
@@ -18,8 +18,8 @@ const CHANNELS: u32 = 2;
 /// Short, so that kernels look at the clock every few polls.
 const DEADLINE: Duration = Duration::from_millis(1);
 
-fn one_rank_a_node() -> Option<Nodes> {
-    Some(Nodes { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })
+fn one_rank_a_node() -> Option<NodeLinks> {
+    Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })
 }
 
 /// Points of the operations at which a deadline passes: some of them in each tier.
@@ -27,7 +27,7 @@ const POINTS: u64 = 1000;
 
 /// A round trip of each rank, all enqueued. `interrupt` then runs with the machine at its
 /// beginning. Afterwards every kernel must end, and a result is right or an error.
-fn round_trip(nodes: Option<Nodes>, seed: u64, interrupt: impl FnOnce(&Machine)) -> Result<()> {
+fn round_trip(nodes: Option<NodeLinks>, seed: u64, interrupt: impl FnOnce(&Machine)) -> Result<()> {
     let turn = Turn::random(seed, &[24, 17], CHANNELS);
     // The ranks' threads meet in the host while they make their buffers.
     let machine = Machine::with_patience(seed, Duration::from_millis(1));
@@ -67,7 +67,7 @@ fn round_trip(nodes: Option<Nodes>, seed: u64, interrupt: impl FnOnce(&Machine))
 }
 
 /// Warp instructions of the round trip, in steps of 256.
-fn length(nodes: Option<Nodes>) -> u64 {
+fn length(nodes: Option<NodeLinks>) -> u64 {
     let mut length = 0;
     let count = |machine: &Machine| {
         while machine.drive(256) != Drive::Idle {
@@ -78,7 +78,7 @@ fn length(nodes: Option<Nodes>) -> u64 {
     length
 }
 
-fn wherever_a_deadline_passes(nodes: Option<Nodes>) {
+fn wherever_a_deadline_passes(nodes: Option<NodeLinks>) {
     let length = length(nodes);
     // With kernels whose posters waited for workers alone, point 237 did not end across nodes.
     for point in (0..POINTS).filter(|point| point % tier::pick(125, 5) == tier::pick(112, 2)) {

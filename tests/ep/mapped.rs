@@ -3,18 +3,18 @@
 use epoxide::DType;
 use epoxide::throughput::{CombineRequest, DispatchRequest};
 use epoxide::transport::TransportKind;
-use epoxide_testing::harness::{Nodes, Rank};
+use epoxide_testing::harness::{NodeLinks, Rank};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::{InternodeOracle, Style};
 use epoxide_testing::roundtrip::{Case, Return};
 
 use crate::shapes::routing;
 
-fn nodes(ranks_per_node: u32, transport: TransportKind) -> Option<Nodes> {
-    Some(Nodes { ranks_per_node, transport, queues: 1 })
+fn nodes(ranks_per_node: u32, transport: TransportKind) -> Option<NodeLinks> {
+    Some(NodeLinks { ranks_per_node, transport, queues: 1 })
 }
 
-fn case(ranks: u32, nodes: Option<Nodes>) -> Case {
+fn case(ranks: u32, nodes: Option<NodeLinks>) -> Case {
     let tokens: Vec<u32> = (0..ranks).map(|rank| [7, 0, 13, 1, 5][rank as usize % 5]).collect();
     Case { nodes, num_channels: 3, ..Case::new(routing(&tokens, 4, 2 * ranks, Style::WithHoles), 48) }
 }

@@ -11,7 +11,7 @@ use epoxide::throughput::{
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result, Scope};
-use epoxide_testing::harness::{Nodes, PATIENCE, POISON, Rank, Setup, assert_names, keep, run_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, POISON, Rank, Setup, assert_names, keep, run_ranks};
 use epoxide_testing::payload::values_of;
 use epoxide_testing::roundtrip::Case;
 
@@ -23,8 +23,8 @@ use crate::valid::{EXPERTS, RANKS, TOKENS, expect_gone, refused, tensor, then_di
 const WHILE: Duration = Duration::from_millis(60);
 
 /// Two ranks on one node, and on two.
-const SPREADS: [Option<Nodes>; 2] =
-    [None, Some(Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 })];
+const SPREADS: [Option<NodeLinks>; 2] =
+    [None, Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 })];
 
 fn setup() -> Setup {
     Setup::new(2, 1, 8, ROW)
@@ -529,7 +529,7 @@ fn tokens_that_a_replay_leaves_without_sums_are_noted() {
 fn a_timeout_names_all_ranks_that_did_not_come() {
     const GONE: [u32; 2] = [1, 3];
     let turn = Turn::random(0, &[8, 5, 7, 6], 1);
-    let each = |transport| Some(Nodes { ranks_per_node: 1, transport, queues: 1 });
+    let each = |transport| Some(NodeLinks { ranks_per_node: 1, transport, queues: 1 });
     let spreads = [None, each(TransportKind::Direct), each(TransportKind::Shm)];
     for (nodes, is_combine) in spreads.into_iter().flat_map(|nodes| [(nodes, false), (nodes, true)]) {
         let mut setup = Setup::new(4, 1, 8, ROW).nodes(nodes);

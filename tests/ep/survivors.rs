@@ -15,7 +15,7 @@ use epoxide::throughput::{self, CombineRequest, Place, Received, Step};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, Error, Result, Tensor};
 use epoxide_testing::harness::{
-    Nodes, PATIENCE, Rank, Setup, keep, num_ranks, on_gpus, open_device, try_run_ranks,
+    NodeLinks, PATIENCE, Rank, Setup, keep, num_ranks, on_gpus, open_device, try_run_ranks,
 };
 use epoxide_testing::payload::{bytes_of, values_of};
 use epoxide_testing::tier;
@@ -63,8 +63,8 @@ fn deadline() -> Duration {
 }
 
 /// One node, and nodes of one rank that map each other's memory.
-fn spreads() -> [Option<Nodes>; 2] {
-    [None, Some(Nodes { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })]
+fn spreads() -> [Option<NodeLinks>; 2] {
+    [None, Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })]
 }
 
 /// All on GPUs, and every third in the default tier on virtual ones.
@@ -100,7 +100,7 @@ fn tokens(ranks: u32) -> Vec<u32> {
     (0..ranks).map(|rank| most - rank % 3).collect()
 }
 
-fn setup(ranks: u32, nodes: Option<Nodes>) -> Setup {
+fn setup(ranks: u32, nodes: Option<NodeLinks>) -> Setup {
     Setup::new(ranks, 1, *tokens(ranks).iter().max().unwrap(), ROW).max_topk(TOPK).nodes(nodes)
 }
 
@@ -183,7 +183,7 @@ fn failed_round(
 }
 
 /// The survivors of a group make a buffer of their own on the same devices.
-fn go_on(rank: &Rank, part: Arc<dyn ProcessGroup>, nodes: Option<Nodes>) -> Result<()> {
+fn go_on(rank: &Rank, part: Arc<dyn ProcessGroup>, nodes: Option<NodeLinks>) -> Result<()> {
     let survivors = setup(part.size(), nodes);
     let turn = Turn::random(9, &tokens(part.size()), 1);
     let mut rank = Rank::new(rank.device().clone(), part, survivors.options)?;

@@ -11,7 +11,7 @@ use epoxide::throughput::{CachedDispatchRequest, DispatchHandle, DispatchRequest
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{
-    Nodes, PATIENCE, Rank, Setup, assert_names, now, run_ranks, sleep, try_run_ranks,
+    NodeLinks, PATIENCE, Rank, Setup, assert_names, now, run_ranks, sleep, try_run_ranks,
 };
 use epoxide_testing::tier;
 
@@ -83,8 +83,8 @@ impl Ranks {
     }
 
     /// So many ranks, of as many nodes if there are several.
-    fn nodes(self, ranks_per_node: u32) -> Option<Nodes> {
-        self.transport.map(|transport| Nodes { ranks_per_node, transport, queues: 2 })
+    fn nodes(self, ranks_per_node: u32) -> Option<NodeLinks> {
+        self.transport.map(|transport| NodeLinks { ranks_per_node, transport, queues: 2 })
     }
 
     pub fn setup(self) -> Setup {

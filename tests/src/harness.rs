@@ -144,7 +144,7 @@ pub fn sleep(device: &Device, duration: Duration) {
 /// How ranks are spread over nodes, and what connects these. With [`TransportKind::Auto`] there are
 /// two nodes to a host, so that those of three nodes or more reach each other in different ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Nodes {
+pub struct NodeLinks {
     /// Ranks of each node.
     pub ranks_per_node: u32,
     /// The transport between them.
@@ -153,7 +153,7 @@ pub struct Nodes {
     pub queues: u32,
 }
 
-impl Nodes {
+impl NodeLinks {
     /// Transport of a rank to other nodes.
     pub fn transport_of(&self, rank: u32) -> TransportOptions {
         let mut options =
@@ -221,7 +221,7 @@ impl Setup {
 
     /// `None`: all ranks are on one node. Nodes are kept apart even if memory is mapped between
     /// them.
-    pub fn nodes(mut self, nodes: Option<Nodes>) -> Setup {
+    pub fn nodes(mut self, nodes: Option<NodeLinks>) -> Setup {
         let ranks = self.ranks;
         let fields = self.fields();
         fields.ranks_per_node = nodes.map(|nodes| nodes.ranks_per_node);

@@ -14,9 +14,9 @@ use epoxide_testing::lockstep;
 
 use crate::turns::{HIDDEN, Inputs, ROW, Turn, check_sums, echo};
 use crate::valid::{EXPERTS, RANKS, TOKENS, bytes_in_pool, errors_of, refused, tensor, then_dispatch};
-use epoxide_testing::harness::{Nodes, PATIENCE, POISON, Rank, Setup, assert_names};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, POISON, Rank, Setup, assert_names};
 
-const NODES_OF_ONE: Nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
+const NODES_OF_ONE: NodeLinks = NodeLinks { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
 
 /// Two nodes of one rank.
 fn setup() -> Setup {
@@ -181,7 +181,7 @@ fn rows_are_summed_in_bf16_only() {
 #[test]
 fn too_many_rows_for_one_rank_are_an_error_on_every_rank_before_any_row_moves() {
     const CAPACITY: u64 = 10;
-    let spread = Nodes { ranks_per_node: 2, ..NODES_OF_ONE };
+    let spread = NodeLinks { ranks_per_node: 2, ..NODES_OF_ONE };
     let setup = Setup::new(4, 2, 6, ROW).nodes(Some(spread));
     let turn = Turn::random(4, &[2, 3, 1, 2], 2);
     setup.run(|rank| {

@@ -7,7 +7,7 @@ use epoxide::transport::TransportKind;
 use epoxide_testing::neighbour::Neighbour;
 
 use crate::turns::{Inputs, ROW, Turn, check_sums, echo};
-use epoxide_testing::harness::{Nodes, Setup};
+use epoxide_testing::harness::{NodeLinks, Setup};
 use epoxide_testing::tier;
 
 const RANKS: u32 = 4;
@@ -17,7 +17,7 @@ const CHANNELS: u32 = 2;
 /// well.
 const PAUSE: Duration = Duration::from_millis(2);
 
-fn pairs_beside_a_neighbour(nodes: Option<Nodes>) {
+fn pairs_beside_a_neighbour(nodes: Option<NodeLinks>) {
     let setup = Setup::new(RANKS, CHANNELS, 6, ROW).nodes(nodes);
     let rounds = setup.run(|rank| {
         let neighbour = Neighbour::start(rank.device(), PAUSE);
@@ -36,7 +36,7 @@ fn pairs_beside_a_neighbour(nodes: Option<Nodes>) {
 }
 
 fn across_nodes(transport: TransportKind) {
-    pairs_beside_a_neighbour(Some(Nodes { ranks_per_node: 2, transport, queues: 2 }));
+    pairs_beside_a_neighbour(Some(NodeLinks { ranks_per_node: 2, transport, queues: 2 }));
 }
 
 #[test]

@@ -13,7 +13,7 @@ use epoxide::{Error, Result};
 use epoxide_testing::alone::one_test;
 
 use crate::turns::{Inputs, ROW, Turn, echo};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_no_failures, num_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, Rank, Setup, assert_no_failures, num_ranks};
 use epoxide_testing::tier;
 
 /// Set where this test binary runs as a rank: the transport, and after how many milliseconds the
@@ -35,7 +35,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 const NO_CODE: Option<i32> = None;
 
 fn setup(ranks: u32, ranks_per_node: u32, transport: TransportKind) -> Setup {
-    let nodes = Nodes { ranks_per_node, transport, queues: 2 };
+    let nodes = NodeLinks { ranks_per_node, transport, queues: 2 };
     Setup::new(ranks, 2, 6, ROW).nodes(Some(nodes)).timeout(TIMEOUT)
 }
 

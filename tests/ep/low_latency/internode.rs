@@ -8,7 +8,7 @@ use epoxide::driver::virt::{CheckConfig, Checker, Loaded, VirtConfig, VirtualGpu
 use epoxide::internal::Instruments;
 use epoxide::low_latency::{Buffer, Options, Quantise, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide_testing::harness::{Nodes, PATIENCE, run_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks};
 use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
@@ -16,8 +16,8 @@ use epoxide_testing::tier;
 use super::ones::Ones;
 use crate::shapes::routing;
 
-fn nodes(ranks_per_node: u32, transport: TransportKind) -> Option<Nodes> {
-    Some(Nodes { ranks_per_node, transport, queues: 1 })
+fn nodes(ranks_per_node: u32, transport: TransportKind) -> Option<NodeLinks> {
+    Some(NodeLinks { ranks_per_node, transport, queues: 1 })
 }
 
 #[test]

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide::transport::TransportKind;
-use epoxide_testing::harness::Nodes;
+use epoxide_testing::harness::NodeLinks;
 use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
 
 use crate::cases::{draws, routed};
@@ -58,7 +58,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
             let ranks = routing.num_ranks();
             let nodes = spread.map(|(index, transport)| {
                 let divisors: Vec<u32> = (1..=ranks.min(8)).filter(|of| ranks.is_multiple_of(*of)).collect();
-                Nodes { ranks_per_node: *index.get(&divisors), transport, queues: 1 }
+                NodeLinks { ranks_per_node: *index.get(&divisors), transport, queues: 1 }
             });
             // Ranks of one node gather rows, as they are.
             let combine_rows = match combine_rows {

@@ -9,7 +9,7 @@ use epoxide::low_latency::{Options, Shape};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, PATIENCE, run_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
@@ -114,8 +114,8 @@ fn one_goes_on_alone() {
     }
 }
 
-fn two_nodes(transport: TransportKind) -> Option<Nodes> {
-    Some(Nodes { ranks_per_node: 2, transport, queues: 1 })
+fn two_nodes(transport: TransportKind) -> Option<NodeLinks> {
+    Some(NodeLinks { ranks_per_node: 2, transport, queues: 1 })
 }
 
 #[test]
@@ -194,8 +194,8 @@ const HIDDEN: u64 = 16;
 #[test]
 fn rounds_go_on_where_the_low_half_of_an_epoch_wraps() {
     let case = LowLatencyCase::new(routing(&[TOKENS as u32; 3], 2, 6, Style::DistinctTopK), HIDDEN as u32);
-    let direct = Nodes { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 };
-    let shm = Nodes { transport: TransportKind::Shm, ..direct };
+    let direct = NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 };
+    let shm = NodeLinks { transport: TransportKind::Shm, ..direct };
     for nodes in [None, Some(direct), Some(shm)] {
         let case = LowLatencyCase { rounds: 10, unanswered: 2, nodes, ..case.clone() };
         case.run(|rank| {

@@ -6,7 +6,7 @@ use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::low_latency::{Options, Quantise, Shape};
 use rand::Rng;
 
-use crate::harness::{Nodes, PATIENCE};
+use crate::harness::{NodeLinks, PATIENCE};
 use crate::ids::Ids;
 use crate::oracle::{Routing, Style};
 use crate::roundtrip::{Cases, Draw};
@@ -42,7 +42,7 @@ pub struct LowLatencyCase {
     /// How they are named.
     pub ids: Ids,
     /// How ranks are spread over nodes; `None`: they are one.
-    pub nodes: Option<Nodes>,
+    pub nodes: Option<NodeLinks>,
     /// Whether nodes whose ranks can map each other's memory are one.
     pub joins_nodes: bool,
     /// Most tokens of a rank: the buffer's size.

@@ -9,7 +9,7 @@ use rand::{Rng, RngCore};
 use rand_chacha::ChaCha8Rng;
 
 use super::Cases;
-use crate::harness::{Nodes, Setup};
+use crate::harness::{NodeLinks, Setup};
 use crate::ids::Ids;
 use crate::oracle::{self, Plan, Routing, Style};
 use crate::payload::{self, ELEMENTS_PER_SCALE, bytes_of, mix, rng_of};
@@ -23,7 +23,7 @@ pub struct Case {
     /// How they are named.
     pub ids: Ids,
     /// Where the ranks are, for [`Case::setup`]. `None`: all on one node.
-    pub nodes: Option<Nodes>,
+    pub nodes: Option<NodeLinks>,
     /// Channels, for [`Case::setup`].
     pub num_channels: u32,
     /// Expert counts are rounded up to multiples of this.
