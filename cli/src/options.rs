@@ -17,7 +17,7 @@ use epoxide_testing::roundtrip::Cases;
 use epoxide_testing::sizes::Sizes;
 use serde::Serialize;
 
-use crate::stop::{Result, Stop};
+use crate::error::{CommandError, Result};
 
 /// How tokens travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
@@ -210,8 +210,9 @@ impl WorldFlags {
     /// Number and places of the ranks: from the flags. In a group of another launcher, its size and
     /// the number of its ranks on this host.
     pub fn topology(&self, default: Mode, group: Option<(u32, Option<u32>)>) -> Result<Topology> {
-        let usage =
-            |flag: &str, value: u32, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
+        let usage = |flag: &str, value: u32, rule: String| {
+            Err(CommandError::usage(format!("{flag} {value}: {rule}")))
+        };
         match (self.mode, self.nodes) {
             (Some(Mode::Intranode), Some(nodes)) if nodes != 1 => {
                 return usage("--nodes", nodes, "--mode intranode has one node".into());
@@ -422,7 +423,7 @@ impl RoundTripFlags {
             experts,
             topk: self.topk.unwrap_or(4.min(ranks)),
         };
-        sizes.check().map_err(Stop::usage)?;
+        sizes.check().map_err(CommandError::usage)?;
         let Sizes { tokens, hidden, topk, .. } = sizes;
         let num_sms = self.num_sms.or(defaults.num_sms);
         // Across nodes, the settings of the test that `roundtrip` is taken from.
@@ -430,7 +431,7 @@ impl RoundTripFlags {
             1 => Config::with_sms(num_sms.unwrap_or(20)),
             _ => Config::new(num_sms.unwrap_or(152), 8, 256, 16, 128).map(|config| config.for_nodes(nodes)),
         };
-        let config = config.map_err(|error| Stop::usage(format!("--num-sms: {error}")))?;
+        let config = config.map_err(|error| CommandError::usage(format!("--num-sms: {error}")))?;
         Ok(Settings {
             mode: match self.place.mode {
                 Some(Mode::LowLatency) => Mode::LowLatency,
@@ -581,10 +582,10 @@ mod tests {
             ("--mode intranode", Some((65, None)), "--ranks-per-node 65"),
             ("--mode intranode --ranks-per-node 4", Some((8, None)), "--ranks-per-node 4"),
         ] {
-            let stop = parse(line).topology(DEFAULTS, group).unwrap_err();
-            assert_eq!(stop.code, crate::stop::USAGE);
-            let named = stop.message.as_deref().is_some_and(|message| message.starts_with(flag));
-            assert!(named, "{line} {group:?}: {stop:?}");
+            let error = parse(line).topology(DEFAULTS, group).unwrap_err();
+            assert_eq!(error.code, crate::error::USAGE);
+            let named = error.message.as_deref().is_some_and(|message| message.starts_with(flag));
+            assert!(named, "{line} {group:?}: {error:?}");
         }
     }
 
@@ -613,11 +614,11 @@ mod tests {
             ("--topk 9 --experts 8", 8, "--topk 9"),
             ("--num-sms 7", 8, "--num-sms"),
         ] {
-            let stop = parse(line).resolve(one_node(ranks), DEFAULTS).unwrap_err();
-            assert_eq!(stop.code, crate::stop::USAGE);
+            let error = parse(line).resolve(one_node(ranks), DEFAULTS).unwrap_err();
+            assert_eq!(error.code, crate::error::USAGE);
             assert!(
-                stop.message.as_deref().is_some_and(|message| message.starts_with(flag)),
-                "{line}: {stop:?}"
+                error.message.as_deref().is_some_and(|message| message.starts_with(flag)),
+                "{line}: {error:?}"
             );
         }
     }

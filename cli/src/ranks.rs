@@ -14,9 +14,9 @@ use epoxide::internal::launch::{Launch, Signals};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::launch::stop;
+use crate::error::{CommandError, FAILED, Result};
+use crate::launch::launch_error;
 use crate::options::{Check, Defaults, DeviceKind, RoundTripFlags, Settings};
-use crate::stop::{FAILED, Result, Stop};
 
 /// How long the other ranks get to end when one has failed.
 const GRACE: Duration = Duration::from_secs(5);
@@ -110,7 +110,7 @@ pub fn run(
 ) -> Result<()> {
     let placement = Placement::of(shared, defaults, |name| std::env::var(name).ok());
     if shared.virtual_gpu.check.is_some() && shared.device == DeviceKind::Cuda {
-        return Err(Stop::usage(
+        return Err(CommandError::usage(
             "--check with --device cuda: it is the virtual GPU that checks; leave --device cuda out",
         ));
     }
@@ -139,7 +139,7 @@ pub fn run(
             let settings =
                 shared.topology(defaults, launched).and_then(|topology| shared.resolve(topology, defaults));
             let local_rank = meeting.member.local_rank.unwrap_or(meeting.member.rank);
-            one_rank(group, local_rank, settings).map_err(|stop| said_by(stop, rank))
+            one_rank(group, local_rank, settings).map_err(|error| said_by(error, rank))
         }
         Placement::Threads => {
             let topology = shared.topology(defaults, None)?;
@@ -150,7 +150,7 @@ pub fn run(
             });
             let outcomes = match ended {
                 Ok(outcomes) => outcomes,
-                Err(failure) => return Err(Stop::from(failure.error).on_rank(failure.rank)),
+                Err(failure) => return Err(CommandError::from(failure.error).on_rank(failure.rank)),
             };
             root_cause((0..).zip(outcomes).filter_map(|(rank, outcome)| Some((rank, outcome.err()?))))
                 .map_or(Ok(()), Err)
@@ -169,12 +169,14 @@ pub fn run(
             let (rank, exit) = match (&ended.failure, ended.signal) {
                 (None, None) => return Ok(()),
                 (Some(failure), _) => (failure.rank, failure.exit),
-                (None, Some(signal)) => return Err(stop(&ended, format!("ended by signal {signal}"))),
+                (None, Some(signal)) => {
+                    return Err(launch_error(&ended, format!("ended by signal {signal}")));
+                }
             };
             match exit {
                 // The rank, or rank 0, has said why.
-                RankExit::Code(code) => Err(Stop::said(u8::try_from(code).unwrap_or(FAILED))),
-                exit => Err(stop(&ended, format!("rank {rank} {exit}; the other ranks were ended"))),
+                RankExit::Code(code) => Err(CommandError::said(u8::try_from(code).unwrap_or(FAILED))),
+                exit => Err(launch_error(&ended, format!("rank {rank} {exit}; the other ranks were ended"))),
             }
         }
     }
@@ -182,11 +184,11 @@ pub fn run(
 
 /// Part of a failure that a rank in a process of its own prints: rank 0 prints failures that all
 /// ranks agree on.
-pub fn said_by(stop: Stop, rank: u32) -> Stop {
-    match stop.agreed {
-        true if rank != 0 => Stop::said(stop.code),
-        true => stop,
-        false => stop.on_rank(rank),
+pub fn said_by(error: CommandError, rank: u32) -> CommandError {
+    match error.agreed {
+        true if rank != 0 => CommandError::said(error.code),
+        true => error,
+        false => error.on_rank(rank),
     }
 }
 
@@ -195,18 +197,18 @@ pub fn gather<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     outcome: Result<T>,
 ) -> Result<Vec<T>> {
-    let broken = |error: serde_json::Error| Stop::failed(format!("a rank's report: {error}"));
+    let broken = |error: serde_json::Error| CommandError::failed(format!("a rank's report: {error}"));
     let message = serde_json::to_vec(&outcome).map_err(broken)?;
-    let (mut results, mut stops) = (Vec::new(), Vec::new());
+    let (mut results, mut errors) = (Vec::new(), Vec::new());
     for (rank, message) in (0..).zip(group.all_gather(&message)?) {
         match serde_json::from_slice::<Result<T>>(&message).map_err(broken)? {
             Ok(result) => results.push(result),
-            Err(stop) => stops.push((rank, stop)),
+            Err(error) => errors.push((rank, error)),
         }
     }
-    match root_cause(stops.into_iter()) {
+    match root_cause(errors.into_iter()) {
         None => Ok(results),
-        Some(stop) => Err(Stop { agreed: true, ..stop }),
+        Some(error) => Err(CommandError { agreed: true, ..error }),
     }
 }
 
@@ -214,17 +216,17 @@ pub fn gather<T: Serialize + DeserializeOwned>(
 fn agree<T>(group: &dyn ProcessGroup, outcome: Result<T>) -> Result<T> {
     match outcome {
         Ok(value) => gather(group, Ok(())).map(|_| value),
-        Err(stop) => gather::<()>(group, Err(stop.clone())).and(Err(stop)),
+        Err(error) => gather::<()>(group, Err(error.clone())).and(Err(error)),
     }
 }
 
 /// The failure to report: of the lowest rank whose failure does not follow from another's.
-fn root_cause(stops: impl Iterator<Item = (u32, Stop)>) -> Option<Stop> {
-    let mut stops: Vec<(u32, Stop)> = stops.collect();
-    stops.sort_by_key(|(rank, stop)| (stop.consequence, *rank));
-    let (rank, stop) = stops.into_iter().next()?;
+fn root_cause(errors: impl Iterator<Item = (u32, CommandError)>) -> Option<CommandError> {
+    let mut errors: Vec<(u32, CommandError)> = errors.collect();
+    errors.sort_by_key(|(rank, error)| (error.consequence, *rank));
+    let (rank, error) = errors.into_iter().next()?;
     // An agreed failure names its rank already, if it has one.
-    Some(if stop.agreed || stop.code != FAILED { stop } else { stop.on_rank(rank) })
+    Some(if error.agreed || error.code != FAILED { error } else { error.on_rank(rank) })
 }
 
 /// Checks that there are `count` devices, before anything is started.
@@ -238,7 +240,7 @@ fn require_devices(kind: DeviceKind, count: u32) -> Result<()> {
                     0 => "leave --device cuda out to use the virtual GPU".to_owned(),
                     _ => format!("use --ranks-per-node {have}"),
                 };
-                return Err(Stop::skipped(format!(
+                return Err(CommandError::skipped(format!(
                     "{count} ranks need {count} GPUs, this machine has {have}; {remedy}"
                 )));
             }
@@ -263,23 +265,23 @@ pub const NO_CUDA: &str =
 /// How many CUDA devices there are.
 #[cfg(feature = "cuda")]
 pub fn cuda_devices() -> Result<u32> {
-    epoxide::driver::cuda::devices().map(|devices| devices.len() as u32).map_err(Stop::from)
+    epoxide::driver::cuda::devices().map(|devices| devices.len() as u32).map_err(CommandError::from)
 }
 
 /// How many CUDA devices there are.
 #[cfg(not(feature = "cuda"))]
 pub fn cuda_devices() -> Result<u32> {
-    Err(Stop::skipped(NO_CUDA))
+    Err(CommandError::skipped(NO_CUDA))
 }
 
 #[cfg(feature = "cuda")]
 fn open_cuda(ordinal: u32) -> Result<Device> {
-    epoxide::driver::cuda::CudaDevice::open(ordinal).map_err(Stop::from)
+    epoxide::driver::cuda::CudaDevice::open(ordinal).map_err(CommandError::from)
 }
 
 #[cfg(not(feature = "cuda"))]
 fn open_cuda(_ordinal: u32) -> Result<Device> {
-    Err(Stop::skipped(NO_CUDA))
+    Err(CommandError::skipped(NO_CUDA))
 }
 
 #[cfg(test)]
@@ -311,9 +313,13 @@ mod tests {
 
     #[test]
     fn the_cause_is_reported_not_its_consequences() {
-        let timeout = Stop { consequence: true, ..Stop::failed("rank 0 waited for rank 2") };
-        let stops = [(0, timeout.clone()), (2, Stop::failed("wrong")), (3, Stop::failed("also wrong"))];
-        let cause = root_cause(stops.into_iter()).unwrap();
+        let timeout = CommandError { consequence: true, ..CommandError::failed("rank 0 waited for rank 2") };
+        let errors = [
+            (0, timeout.clone()),
+            (2, CommandError::failed("wrong")),
+            (3, CommandError::failed("also wrong")),
+        ];
+        let cause = root_cause(errors.into_iter()).unwrap();
         assert_eq!(cause.message.as_deref(), Some("rank 2: wrong"));
         assert!(root_cause([(0, timeout)].into_iter()).is_some());
         assert_eq!(root_cause(std::iter::empty()), None);
@@ -322,13 +328,13 @@ mod tests {
     #[test]
     fn a_failure_of_one_rank_is_agreed_on_by_all() {
         let outcomes = run_threads(3, Duration::from_secs(120), |rank, group| {
-            let outcome = if rank == 1 { Err(Stop::failed("broke")) } else { Ok(rank) };
+            let outcome = if rank == 1 { Err(CommandError::failed("broke")) } else { Ok(rank) };
             Ok((agree(&*group, outcome), gather(&*group, Ok(rank))))
         })
         .unwrap();
         for (agreed, gathered) in outcomes {
-            let stop = agreed.unwrap_err();
-            assert!(stop.agreed && stop.message.as_deref() == Some("rank 1: broke"), "{stop:?}");
+            let error = agreed.unwrap_err();
+            assert!(error.agreed && error.message.as_deref() == Some("rank 1: broke"), "{error:?}");
             assert_eq!(gathered.unwrap(), [0, 1, 2]);
         }
     }

@@ -14,10 +14,10 @@ use epoxide_testing::harness::Rank;
 use epoxide_testing::neighbour::Neighbour;
 use epoxide_testing::roundtrip::{Cases, Draw, Replays, RoundTrip};
 
+use crate::error::{CommandError, Result};
 use crate::options::{Check, Defaults, Mode, RoundTripFlags, Settings};
-use crate::output::{Voice, complain, duration, json};
+use crate::output::{Console, complain, duration, json};
 use crate::ranks::{self, Placement, RankContext};
-use crate::stop::{Result, Stop};
 
 mod high_throughput;
 mod low_latency;
@@ -86,15 +86,16 @@ fn execute(args: &Args) -> (Report, Result<()>) {
     let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
     report.times.total_seconds = start.elapsed().as_secs_f64();
     report.pass = outcome.is_ok();
-    if let Err(stop) = &outcome {
-        (report.exit_code, report.error) = (stop.code, stop.message.clone());
+    if let Err(error) = &outcome {
+        (report.exit_code, report.error) = (error.code, error.message.clone());
     }
     (report, outcome)
 }
 
 fn roundtrip(context: &RankContext, args: &Args, report: &Mutex<Report>) -> Result<()> {
-    let voice = Voice::new(context.is_root(), !args.shared.json);
-    let voice = if context.checker.is_some() { voice.with_progress("roundtrip --check") } else { voice };
+    let console = Console::new(context.is_root(), !args.shared.json);
+    let console =
+        if context.checker.is_some() { console.with_progress("roundtrip --check") } else { console };
     if context.checker.is_some() && context.is_root() {
         complain(&before_check(&context.settings, args));
     }
@@ -104,7 +105,7 @@ fn roundtrip(context: &RankContext, args: &Args, report: &Mutex<Report>) -> Resu
         }
     };
     let cases = context.settings.cases();
-    let script = Script { context, voice, publish: &publish, cases, lap: Instant::now() };
+    let script = Script { context, console, publish: &publish, cases, lap: Instant::now() };
     match context.settings.mode {
         Mode::LowLatency => script.run::<low::Buffer>(args),
         Mode::Intranode | Mode::Internode => script.run::<throughput::Buffer>(args),
@@ -132,7 +133,7 @@ trait Acceptance: RoundTrip {
 /// The test on one rank.
 struct Script<'a> {
     context: &'a RankContext,
-    voice: Voice,
+    console: Console,
     publish: Publish<'a>,
     cases: Cases,
     /// When the last phase has ended.
@@ -144,12 +145,12 @@ impl Script<'_> {
         let (context, publish) = (self.context, self.publish);
         let neighbour = args.neighbour.then(|| start_neighbour(context));
 
-        self.voice.doing("making the buffer");
+        self.console.doing("making the buffer");
         let options = B::options(&context.settings);
         let rank = Rank::<B>::new(context.device.clone(), context.group.clone(), options);
-        let mut rank = context.agree(rank.map_err(Stop::from))?;
+        let mut rank = context.agree(rank.map_err(CommandError::from))?;
         let config = B::config(context, &rank);
-        self.voice.line(cfg_line(&config));
+        self.console.line(cfg_line(&config));
         let seconds = self.lap();
         publish(&|report| {
             report.config = Some(config.clone());
@@ -160,8 +161,8 @@ impl Script<'_> {
 
         let iterations = args.iterations();
         if iterations > 0 {
-            self.voice.doing("round trips");
-            self.voice.count(iterations);
+            self.console.doing("round trips");
+            self.console.count(iterations);
             let (draw, kind) = match args.random {
                 true => (Draw::Random, "random round trips"),
                 false => (Draw::Full, "round trips"),
@@ -169,7 +170,7 @@ impl Script<'_> {
             let rows = self.iterate(&mut rank, iterations, draw);
             let rows = context.gather(rows)?.iter().sum();
             let (seconds, rows) = (self.lap(), B::rows_text(rows));
-            self.voice
+            self.console
                 .line(format!("[iterations] OK ({iterations} {kind}{rows}, 0 mismatches, {seconds:.1} s)"));
             publish(&|report| {
                 report.iterations = iterations;
@@ -179,15 +180,15 @@ impl Script<'_> {
 
         let replays = args.graph_replays;
         if replays > 0 {
-            self.voice.doing("replays of a graph");
-            self.voice.count(replays);
-            let found = B::replay(&mut rank, &self.cases, replays, || self.voice.step());
+            self.console.doing("replays of a graph");
+            self.console.count(replays);
+            let found = B::replay(&mut rank, &self.cases, replays, || self.console.step());
             let found = context.gather(settle(&mut rank, found).map(|found| (found.verified, found.rows)))?;
             let verified = found.first().map_or(0, |(verified, _)| *verified);
             let rows = found.iter().map(|(_, rows)| rows).sum();
             let seconds = self.lap();
             let text = B::replays_text(replays, Replays { verified, rows }, seconds);
-            self.voice.line(format!("[graph] OK ({text})"));
+            self.console.line(format!("[graph] OK ({text})"));
             publish(&|report| {
                 report.graph_replays = replays;
                 report.times.graph_seconds = seconds;
@@ -198,16 +199,16 @@ impl Script<'_> {
             // Any finding ends a run before: all ranks have finished here.
             context.gather(Ok(()))?;
             let accesses = checker.accesses();
-            self.voice.line(checked_line(*check, accesses));
+            self.console.line(checked_line(*check, accesses));
             publish(&|report| report.checked_accesses = Some(accesses));
         }
         if let Some(neighbour) = neighbour {
-            let calls = context.gather(neighbour.stop().map_err(Stop::from))?.iter().sum::<u64>();
-            self.voice.line(format!("[neighbour] OK ({calls} rounds of its threads beside all of this)"));
+            let calls = context.gather(neighbour.stop().map_err(CommandError::from))?.iter().sum::<u64>();
+            self.console.line(format!("[neighbour] OK ({calls} rounds of its threads beside all of this)"));
         }
         // Buffers live until then: no rank leaves while another still uses its pool.
         context.gather(Ok(()))?;
-        self.voice.line("PASS");
+        self.console.line("PASS");
         Ok(())
     }
 
@@ -224,25 +225,27 @@ impl Script<'_> {
             let named = |what: String| format!("iteration {number}: {what}");
             rows += rank
                 .round_trip(&B::case(&self.cases, number, draw))
-                .map_err(Stop::from)
-                .map_err(|stop| Stop { message: stop.message.clone().map(named), ..stop })?;
+                .map_err(CommandError::from)
+                .map_err(|error| CommandError { message: error.message.clone().map(named), ..error })?;
             // The others would wait for a rank that stops here.
             failure = failure.or(rank.take_failure().map(named));
-            self.voice.step();
+            self.console.step();
         }
-        failure.map_or(Ok(rows), |failure| Err(Stop::failed(failure)))
+        failure.map_or(Ok(rows), |failure| Err(CommandError::failed(failure)))
     }
 }
 
 /// The outcome, or the first check that the rank has noted as failed.
 fn settle<B, T>(rank: &mut Rank<B>, outcome: epoxide::Result<T>) -> Result<T> {
     let value = outcome?;
-    rank.take_failure().map_or(Ok(value), |failure| Err(Stop::failed(failure)))
+    rank.take_failure().map_or(Ok(value), |failure| Err(CommandError::failed(failure)))
 }
 
 /// A failed check of a rank, known to all ranks.
 fn failure_of(rank: u32, failure: Option<String>) -> Result<()> {
-    failure.map_or(Ok(()), |failure| Err(Stop { agreed: true, ..Stop::failed(failure).on_rank(rank) }))
+    failure.map_or(Ok(()), |failure| {
+        Err(CommandError { agreed: true, ..CommandError::failed(failure).on_rank(rank) })
+    })
 }
 
 /// Threads that use the rank's device as other libraries do.
@@ -518,13 +521,13 @@ mod tests {
             assert!(!report.pass && report.exit_code == code && report.error.is_some(), "{line}");
         }
         #[cfg(not(feature = "cuda"))]
-        assert_eq!(execute_line("--device cuda").1.unwrap_err().code, crate::stop::SKIPPED);
+        assert_eq!(execute_line("--device cuda").1.unwrap_err().code, crate::error::SKIPPED);
         #[cfg(not(feature = "rdma"))]
         {
             let line = "--nodes 2 --ranks-per-node 1 --tokens 1 --hidden 8 --transport verbs";
-            let stop = execute_line(line).1.unwrap_err();
-            let message = stop.message.unwrap_or_default();
-            assert!(stop.code == crate::stop::SKIPPED && message.contains("--features rdma"), "{message}");
+            let error = execute_line(line).1.unwrap_err();
+            let message = error.message.unwrap_or_default();
+            assert!(error.code == crate::error::SKIPPED && message.contains("--features rdma"), "{message}");
         }
     }
 }

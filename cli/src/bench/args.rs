@@ -7,8 +7,8 @@ use epoxide::low_latency::Options;
 use epoxide_bench::sweep::Sweep;
 use epoxide_bench::{Baseline, Effort, LowLatency, Plan, ReturnPath, Shapes};
 
+use crate::error::{CommandError, Result};
 use crate::options::{DeviceKind, Mode, NetworkFlags, RowType, WorldFlags};
-use crate::stop::{Result, Stop};
 
 /// Sizes where neither flags nor environment give them.
 struct Defaults {
@@ -267,7 +267,7 @@ impl Args {
         let baseline = self.baseline.map(|BaselineName::Nccl| Baseline::Nccl);
         if baseline.is_some() && self.sizes.is_low_latency() {
             let remedy = "leave the mode out: low latency is measured then, too";
-            return Err(Stop::usage(format!("--baseline: not with --mode low-latency; {remedy}")));
+            return Err(CommandError::usage(format!("--baseline: not with --mode low-latency; {remedy}")));
         }
         let plans = self.sizes.plans()?.into_iter();
         Ok(plans.map(|plan| Plan { repeat: self.repeat, baseline, ..plan }).collect())
@@ -299,18 +299,18 @@ impl PlanFlags {
     pub fn plan(&self) -> Result<Plan> {
         let is_low_latency = self.is_low_latency();
         if self.combine_dtype != RowType::Bf16 && !is_low_latency {
-            return Err(Stop::usage(
+            return Err(CommandError::usage(
                 "--combine-dtype: only with --mode low-latency; otherwise a combine is bf16",
             ));
         }
         if self.combine_rows != ReturnPathFlag::ByExpert && !is_low_latency {
-            return Err(Stop::usage("--combine-rows: only with --mode low-latency"));
+            return Err(CommandError::usage("--combine-rows: only with --mode low-latency"));
         }
         if self.max_tokens.is_some() && !is_low_latency {
-            return Err(Stop::usage("--max-tokens: only with --mode low-latency"));
+            return Err(CommandError::usage("--max-tokens: only with --mode low-latency"));
         }
         if self.num_sms.contains(&0) {
-            return Err(Stop::usage("--num-sms 0: must be at least 1"));
+            return Err(CommandError::usage("--num-sms 0: must be at least 1"));
         }
         let mode = if is_low_latency { Mode::LowLatency } else { Mode::Intranode };
         let topology = self.place.topology(mode, super::launched()?)?;
@@ -486,9 +486,9 @@ fn sms_of_environment(
         return Ok(vec![default]);
     };
     let values = text.split(',').map(|part| part.trim().parse::<u32>());
-    values
-        .collect::<std::result::Result<_, _>>()
-        .map_err(|error| Stop::usage(format!("{name}={text}: {error}; give even numbers, such as 16,24")))
+    values.collect::<std::result::Result<_, _>>().map_err(|error| {
+        CommandError::usage(format!("{name}={text}: {error}; give even numbers, such as 16,24"))
+    })
 }
 
 fn parse_share(text: &str) -> std::result::Result<f64, String> {
@@ -514,8 +514,8 @@ mod tests {
         assert_eq!(sms_of_environment(true, 24, variable).unwrap(), [8, 16]);
         assert_eq!(sms_of_environment(false, 24, variable).unwrap(), [4]);
         assert_eq!(sms_of_environment(true, 24, |_| None).unwrap(), [24]);
-        let stop = sms_of_environment(true, 24, |_| Some("many".into())).unwrap_err();
-        assert!(stop.message.unwrap().contains("EPOXIDE_NSM=many"));
+        let error = sms_of_environment(true, 24, |_| Some("many".into())).unwrap_err();
+        assert!(error.message.unwrap().contains("EPOXIDE_NSM=many"));
     }
 
     #[test]

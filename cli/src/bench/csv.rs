@@ -4,8 +4,8 @@ use std::path::Path;
 
 use epoxide_bench::results::{Phase, Point, Slowest};
 
+use crate::error::{CommandError, Result};
 use crate::output::write_text;
-use crate::stop::{Result, Stop};
 
 /// The columns, in order. An empty field is a value that there is not: every bandwidth on the
 /// virtual GPU.
@@ -77,7 +77,7 @@ pub fn write(path: &Path, points: &[Point]) -> Result<()> {
 
 /// Writes a table.
 pub fn write_lines(path: &Path, columns: &[&str], lines: impl Iterator<Item = Vec<String>>) -> Result<()> {
-    let text = table(columns, lines).map_err(|error| Stop::failed(format!("CSV: {error}")))?;
+    let text = table(columns, lines).map_err(|error| CommandError::failed(format!("CSV: {error}")))?;
     write_text(path, text.trim_end())
 }
 

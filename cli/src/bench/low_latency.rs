@@ -312,9 +312,9 @@ mod tests {
             ("--baseline nccl", "--baseline: not with --mode low-latency; leave the mode out"),
         ] {
             let args = parse(&format!("bench --mode low-latency {line}")).unwrap();
-            let stop = run(&Bench { tool: None, args }).unwrap_err();
-            let message = stop.message.unwrap();
-            assert!(stop.code == crate::stop::USAGE && message.contains(part), "{message}");
+            let error = run(&Bench { tool: None, args }).unwrap_err();
+            let message = error.message.unwrap();
+            assert!(error.code == crate::error::USAGE && message.contains(part), "{message}");
         }
     }
 }

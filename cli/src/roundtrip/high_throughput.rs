@@ -15,10 +15,10 @@ use half::bf16;
 
 use super::report::{ConfigReport, HighThroughput, RankReport, RankReports};
 use super::{Acceptance, Script, failure_of, settle};
+use crate::error::{CommandError, Result};
 use crate::options::{RowType, Settings};
-use crate::output::Voice;
+use crate::output::Console;
 use crate::ranks::RankContext;
-use crate::stop::{Result, Stop};
 
 /// How far a received element may be from the rank number it was sent as.
 const RECV_TOLERANCE: f32 = 1e-3;
@@ -54,20 +54,20 @@ impl Acceptance for Buffer {
     }
 
     fn first_checks(script: &mut Script<'_>, rank: &mut Rank) -> Result<()> {
-        script.voice.doing("layout, dispatch and combine of rank numbers");
+        script.console.doing("layout, dispatch and combine of rank numbers");
         let reports = first_data(script, rank)?;
         let seconds = script.lap();
         (script.publish)(&|report| {
             report.ranks = RankReports::HighThroughput(reports.clone());
             report.times.first_data_seconds = seconds;
         });
-        say_first_data(&reports, &script.voice)?;
+        say_first_data(&reports, &script.console)?;
 
-        script.voice.doing("every bit against the oracle");
+        script.console.doing("every bit against the oracle");
         let cases = Buffer::first_cases(&script.cases);
         let rows = cases.iter().try_fold(0, |rows, case| Ok(rows + rank.round_trip(case)?));
         let rows = script.context.gather(settle(rank, rows))?.iter().sum::<u64>();
-        script.voice.line(format!(
+        script.console.line(format!(
             "[verify] OK ({rows} rows of random bytes: contents, order, metadata, handles, cached dispatch, exact sums)"
         ));
         let seconds = script.lap();
@@ -95,7 +95,7 @@ fn first_data(script: &Script<'_>, rank: &mut Rank) -> Result<Vec<RankReport>> {
     let expected = rank.expect(&case);
     let mut marks = Marks::default();
     let (topk_weights, layout) = context.agree(lay_out(rank, &case, &expected, &mut marks))?;
-    script.voice.line("[layout] OK");
+    script.console.line("[layout] OK");
 
     let outcome = (|| {
         let (x, x_scales) = rank_number_rows(&context.settings, rank)?;
@@ -154,7 +154,7 @@ fn lay_out(
     marks.mark(rank)?;
     match rank.compare_layout(&layout, expected)? {
         None => Ok((topk_weights, layout)),
-        Some(difference) => Err(Stop::failed(format!("layout: {difference}"))),
+        Some(difference) => Err(CommandError::failed(format!("layout: {difference}"))),
     }
 }
 
@@ -288,7 +288,7 @@ fn check_sums(rank: &mut Rank, case: &Case, combined: &Combined, report: RankRep
 }
 
 /// Prints what the ranks found with the first data; an error where any found something wrong.
-fn say_first_data(reports: &[RankReport], voice: &Voice) -> Result<()> {
+fn say_first_data(reports: &[RankReport], console: &Console) -> Result<()> {
     let failed = |report: &RankReport, phase: &str, failure: &Option<String>| {
         failure_of(report.rank, failure.as_ref().map(|failure| format!("{phase}: {failure}")))
     };
@@ -296,10 +296,10 @@ fn say_first_data(reports: &[RankReport], voice: &Voice) -> Result<()> {
         failed(report, "dispatch", &report.dispatch_failure)?;
     }
     if let Some(root) = reports.first() {
-        voice.line(format!("[dispatch] OK (recv {} tokens)", root.num_recv_tokens));
+        console.line(format!("[dispatch] OK (recv {} tokens)", root.num_recv_tokens));
     }
     for report in reports {
-        voice.line(format!(
+        console.line(format!(
             "[combine r{}] max|got-expected|={} max|expected|={}",
             report.rank, report.combine_max_abs_difference, report.combine_max_abs_expected
         ));
@@ -334,15 +334,15 @@ mod tests {
 
     #[test]
     fn failures_are_printed_with_the_number_of_their_rank() {
-        let voice = Voice::new(false, false);
+        let console = Console::new(false, false);
         let failure = Some("combined_x, token 3: expected a mean of 4, got 5".to_owned());
         let reports = [
             RankReport::default(),
             RankReport { rank: 1, combine_failure: failure, ..RankReport::default() },
         ];
-        let stop = say_first_data(&reports, &voice).unwrap_err();
-        assert_eq!((stop.code, stop.agreed), (crate::stop::FAILED, true));
+        let error = say_first_data(&reports, &console).unwrap_err();
+        assert_eq!((error.code, error.agreed), (crate::error::FAILED, true));
         let message = "rank 1: combine: combined_x, token 3: expected a mean of 4, got 5";
-        assert_eq!(stop.message.as_deref(), Some(message));
+        assert_eq!(error.message.as_deref(), Some(message));
     }
 }

@@ -8,9 +8,9 @@ use epoxide_testing::roundtrip::{Replays, RoundTrip};
 
 use super::report::{ConfigReport, LowLatencyRankReport, RankReports};
 use super::{Acceptance, Script, failure_of};
+use crate::error::Result;
 use crate::options::Settings;
 use crate::ranks::RankContext;
-use crate::stop::Result;
 
 impl Acceptance for Buffer {
     fn options(settings: &Settings) -> Options {
@@ -32,7 +32,7 @@ impl Acceptance for Buffer {
     }
 
     fn first_checks(script: &mut Script<'_>, rank: &mut LowLatencyRank) -> Result<()> {
-        script.voice.doing("every bit against the oracle");
+        script.console.doing("every bit against the oracle");
         let cases = Buffer::first_cases(&script.cases);
         let rows = cases.iter().try_fold(0, |_, case| rank.round_trip(case));
         let report = rows.map(|rows| LowLatencyRankReport {
@@ -49,7 +49,7 @@ impl Acceptance for Buffer {
         });
         reports.iter().try_for_each(|report| failure_of(report.rank, report.failure.clone()))?;
         let pool = if script.cases.nodes == 1 { ", in the pool" } else { "" };
-        script.voice.line(format!(
+        script.console.line(format!(
             "[verify] OK (rows by expert, summed already{pool}: contents, tables, counts, expert-major copies, exact sums)"
         ));
         Ok(())

@@ -76,7 +76,7 @@ enum Inner {
     /// The ranks are elsewhere, and this is the test.
     Parent(Box<dyn Ranks>),
     /// This process is a rank.
-    Rank(Box<child::Rank>),
+    Rank(Box<child::RankProcess>),
     /// This process is a rank of another session of the same test.
     Elsewhere,
     /// A test has failed.
@@ -103,7 +103,7 @@ impl Session {
             if (&call.site, call.visit) != (&site, visit) {
                 return Ok(session(Inner::Elsewhere));
             }
-            let rank = child::Rank::enter(call).map_err(|error| Failed::to_start(&name, error))?;
+            let rank = child::RankProcess::enter(call).map_err(|error| Failed::to_start(&name, error))?;
             return Ok(session(Inner::Rank(Box::new(rank))));
         }
         let started: epoxide::Result<Box<dyn Ranks>> = if run.processes {
