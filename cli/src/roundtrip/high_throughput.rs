@@ -3,7 +3,7 @@
 
 use epoxide::driver::Event;
 use epoxide::throughput::{
-    Buffer, CombineRequest, Combined, Config, DispatchLayout, DispatchRequest, Options, PoolRows, Received,
+    Buffer, CombineRequest, Combined, Config, DispatchLayout, DispatchRequest, Options, Received,
 };
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::compare;
@@ -13,7 +13,7 @@ use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};
 use epoxide_testing::roundtrip::{Case, Cases, Expected, Replays, RoundTrip, compare_weights};
 use half::bf16;
 
-use super::report::{ConfigReport, HighThroughput, RankReport, RankReports};
+use super::report::{ConfigReport, FirstData, HighThroughput, RankReport};
 use super::{Acceptance, Script, failure_of, settle};
 use crate::error::{CommandError, Result};
 use crate::options::{RowType, Settings};
@@ -58,7 +58,7 @@ impl Acceptance for Buffer {
         let reports = first_data(script, rank)?;
         let seconds = script.lap();
         (script.publish)(&|report| {
-            report.ranks = RankReports::HighThroughput(reports.clone());
+            report.ranks.clone_from(&reports);
             report.times.first_data_seconds = seconds;
         });
         say_first_data(&reports, &script.console)?;
@@ -107,11 +107,24 @@ fn first_data(script: &Script<'_>, rank: &mut Rank) -> Result<Vec<RankReport>> {
         marks.mark(rank)?;
         // Combine follows at once: no barrier and, where the rows can be returned as they are, no
         // look at them either.
-        let staged = expert_rows(rank, &output)?;
-        let request = match &staged {
-            Staged::AsReceived => CombineRequest::new(&output.recv_x, &output.handle),
-            Staged::Converted(rows) => CombineRequest::new(rows, &output.handle),
-            Staged::InPool(rows) => CombineRequest::new(rows, &output.handle),
+        let (recv_x, handle) = (&output.recv_x, &output.handle);
+        let (converted, pooled);
+        let request = if recv_x.dtype() != DType::Bf16 {
+            let values: Vec<bf16> =
+                received_numbers(rank, &output)?.into_iter().map(bf16::from_f32).collect();
+            converted = Tensor::from_host(&rank.stream, DType::Bf16, recv_x.shape(), &values)?;
+            CombineRequest::new(&converted, handle)
+        } else if recv_x.row_stride() == recv_x.row_bytes() {
+            // By the shape alone, not by how many rows came: all ranks return rows in the same way.
+            CombineRequest::new(recv_x, handle)
+        } else {
+            // The pool pads these rows, in both of its regions alike.
+            pooled = output.combine_rows(DType::Bf16, recv_x.columns())?;
+            let (to, bytes) = (pooled.tensor().ptr(), recv_x.rows() * recv_x.row_stride());
+            // SAFETY: both are regions of the own pool with this many rows, and the buffer outlives
+            // the stream's work.
+            unsafe { rank.stream.copy(to, recv_x.ptr(), bytes)? };
+            CombineRequest::new(&pooled, handle)
         };
         let request = output.recv_topk_weights.iter().fold(request, CombineRequest::topk_weights);
         marks.mark(rank)?;
@@ -122,17 +135,21 @@ fn first_data(script: &Script<'_>, rank: &mut Rank) -> Result<Vec<RankReport>> {
         rank.learn_regions(&output);
 
         check_rank_numbers(rank, &expected.plan, &output)?;
-        let report = RankReport {
-            rank: rank.rank,
-            num_tokens: sizes.tokens,
-            num_recv_tokens: output.num_recv_tokens.unwrap_or(0),
+        let mut found = FirstData {
             dispatch_failure: rank.take_failure(),
             layout_ms: marks.elapsed_ms(0)?,
             dispatch_ms: marks.elapsed_ms(2)?,
             combine_ms: marks.elapsed_ms(4)?,
-            ..RankReport::default()
+            ..FirstData::default()
         };
-        check_sums(rank, &case, &combined, report)
+        check_sums(rank, &case, &combined, &mut found)?;
+        Ok(RankReport {
+            rank: rank.rank,
+            num_tokens: sizes.tokens,
+            num_recv_tokens: output.num_recv_tokens.unwrap_or(0),
+            first_data: Some(found),
+            failure: None,
+        })
     })();
     context.gather(outcome)
 }
@@ -200,34 +217,6 @@ fn received_numbers(rank: &Rank, output: &Received) -> Result<Vec<f32>> {
         .collect())
 }
 
-/// Rows that identity experts return, and the place where combine finds them.
-enum Staged<'p> {
-    /// In the received rows themselves.
-    AsReceived,
-    /// In a tensor of bf16.
-    Converted(Tensor<'static>),
-    /// In the place's rows for combine.
-    InPool(PoolRows<'p>),
-}
-
-fn expert_rows<'p>(rank: &Rank, output: &Received<'p>) -> Result<Staged<'p>> {
-    let recv_x = &output.recv_x;
-    if recv_x.dtype() != DType::Bf16 {
-        let values: Vec<bf16> = received_numbers(rank, output)?.into_iter().map(bf16::from_f32).collect();
-        return Ok(Staged::Converted(Tensor::from_host(&rank.stream, DType::Bf16, recv_x.shape(), &values)?));
-    }
-    // By the shape alone, not by how many rows came: all ranks return rows in the same way.
-    if recv_x.row_stride() == recv_x.row_bytes() {
-        return Ok(Staged::AsReceived);
-    }
-    // The pool pads these rows, in both of its regions alike.
-    let rows = output.combine_rows(DType::Bf16, recv_x.columns())?;
-    // SAFETY: both are regions of the own pool with this many rows, and the buffer outlives the
-    // stream's work.
-    unsafe { rank.stream.copy(rows.tensor().ptr(), recv_x.ptr(), recv_x.rows() * recv_x.row_stride())? };
-    Ok(Staged::InPool(rows))
-}
-
 /// Checks the shape of the received rows and, block by block, that each element is its source
 /// rank's number.
 fn check_rank_numbers(rank: &mut Rank, plan: &Plan, output: &Received) -> Result<()> {
@@ -251,18 +240,19 @@ fn check_rank_numbers(rank: &mut Rank, plan: &Plan, output: &Received) -> Result
 
 /// Checks each token's mean, every element, and the weights: a token comes back once from each of
 /// its destinations.
-fn check_sums(rank: &mut Rank, case: &Case, combined: &Combined, report: RankReport) -> Result<RankReport> {
+fn check_sums(rank: &mut Rank, case: &Case, combined: &Combined, found: &mut FirstData) -> Result<()> {
     let (me, routing, hidden) = (rank.rank, &case.routing, case.hidden() as usize);
     let expected: Vec<f32> =
         (0..routing.num_tokens(me)).map(|token| (routing.num_destinations(me, token) * me) as f32).collect();
     let largest = expected.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
     let tolerance = (largest / 64.0).max(1e-2);
-    let mut report = RankReport { combine_max_abs_expected: largest, ..report };
+    found.combine_max_abs_expected = largest;
 
     let shape = [expected.len() as u64, case.hidden()];
     let difference = compare::value("combined_x shape", combined.combined_x.shape(), &shape[..]);
     if difference.is_some() {
-        return Ok(RankReport { combine_failure: difference, ..report });
+        found.combine_failure = difference;
+        return Ok(());
     }
     let got = combined.combined_x.to_host::<bf16>(&rank.stream)?;
     for (token, (row, expected)) in got.chunks_exact(hidden).zip(&expected).enumerate() {
@@ -270,7 +260,7 @@ fn check_sums(rank: &mut Rank, case: &Case, combined: &Combined, report: RankRep
         // Not a number is as far off as can be.
         let distance = |value: f32| if value.is_nan() { f32::MAX } else { (value - expected).abs() };
         let difference = distance(mean as f32);
-        report.combine_max_abs_difference = report.combine_max_abs_difference.max(difference);
+        found.combine_max_abs_difference = found.combine_max_abs_difference.max(difference);
         rank.note(
             (difference > tolerance)
                 .then(|| format!("combined_x, token {token}: expected a mean of {expected}, got {mean}")),
@@ -283,28 +273,27 @@ fn check_sums(rank: &mut Rank, case: &Case, combined: &Combined, report: RankRep
     let weights = rank.round_trip_of_weights(case);
     let difference = compare_weights(rank, case, Some(&weights), combined)?;
     rank.note(difference);
-    report.combine_failure = rank.take_failure();
-    Ok(report)
+    found.combine_failure = rank.take_failure();
+    Ok(())
 }
 
 /// Prints what the ranks found with the first data; an error where any found something wrong.
 fn say_first_data(reports: &[RankReport], console: &Console) -> Result<()> {
-    let failed = |report: &RankReport, phase: &str, failure: &Option<String>| {
-        failure_of(report.rank, failure.as_ref().map(|failure| format!("{phase}: {failure}")))
+    let all = || reports.iter().filter_map(|report| Some((report.rank, report.first_data.as_ref()?)));
+    let failed = |rank: u32, phase: &str, failure: &Option<String>| {
+        failure_of(rank, failure.as_ref().map(|failure| format!("{phase}: {failure}")))
     };
-    for report in reports {
-        failed(report, "dispatch", &report.dispatch_failure)?;
-    }
+    all().try_for_each(|(rank, found)| failed(rank, "dispatch", &found.dispatch_failure))?;
     if let Some(root) = reports.first() {
         console.line(format!("[dispatch] OK (recv {} tokens)", root.num_recv_tokens));
     }
-    for report in reports {
+    for (rank, found) in all() {
         console.line(format!(
-            "[combine r{}] max|got-expected|={} max|expected|={}",
-            report.rank, report.combine_max_abs_difference, report.combine_max_abs_expected
+            "[combine r{rank}] max|got-expected|={} max|expected|={}",
+            found.combine_max_abs_difference, found.combine_max_abs_expected
         ));
     }
-    reports.iter().try_for_each(|report| failed(report, "combine", &report.combine_failure))
+    all().try_for_each(|(rank, found)| failed(rank, "combine", &found.combine_failure))
 }
 
 /// Points of the rank's stream, for the device's time between them.
@@ -336,10 +325,12 @@ mod tests {
     fn failures_are_printed_with_the_number_of_their_rank() {
         let console = Console::new(false, false);
         let failure = Some("combined_x, token 3: expected a mean of 4, got 5".to_owned());
-        let reports = [
-            RankReport::default(),
-            RankReport { rank: 1, combine_failure: failure, ..RankReport::default() },
-        ];
+        let report = |rank, combine_failure| RankReport {
+            rank,
+            first_data: Some(FirstData { combine_failure, ..FirstData::default() }),
+            ..RankReport::default()
+        };
+        let reports = [report(0, None), report(1, failure)];
         let error = say_first_data(&reports, &console).unwrap_err();
         assert_eq!((error.code, error.agreed), (crate::error::FAILED, true));
         let message = "rank 1: combine: combined_x, token 3: expected a mean of 4, got 5";

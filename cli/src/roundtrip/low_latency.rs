@@ -6,7 +6,7 @@ use epoxide::low_latency::{Buffer, Options, Shape};
 use epoxide_testing::low_latency::LowLatencyRank;
 use epoxide_testing::roundtrip::{Replays, RoundTrip};
 
-use super::report::{ConfigReport, LowLatencyRankReport, RankReports};
+use super::report::{ConfigReport, RankReport};
 use super::{Acceptance, Script, failure_of};
 use crate::error::Result;
 use crate::options::Settings;
@@ -35,16 +35,17 @@ impl Acceptance for Buffer {
         script.console.doing("every bit against the oracle");
         let cases = Buffer::first_cases(&script.cases);
         let rows = cases.iter().try_fold(0, |_, case| rank.round_trip(case));
-        let report = rows.map(|rows| LowLatencyRankReport {
+        let report = rows.map(|rows| RankReport {
             rank: rank.rank,
             num_tokens: script.cases.sizes.tokens,
             num_recv_tokens: rows as u32,
+            first_data: None,
             failure: rank.take_failure(),
         });
         let reports = script.context.gather(report.map_err(Into::into))?;
         let seconds = script.lap();
         (script.publish)(&|report| {
-            report.ranks = RankReports::LowLatency(reports.clone());
+            report.ranks.clone_from(&reports);
             report.times.bit_for_bit_seconds = seconds;
         });
         reports.iter().try_for_each(|report| failure_of(report.rank, report.failure.clone()))?;
