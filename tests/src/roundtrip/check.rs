@@ -587,39 +587,16 @@ impl Rank {
 
     /// Memory of a trip that the next one is likely to get again.
     fn spoilable(&self, layout: &DispatchLayout, handle: &DispatchHandle) -> Result<Vec<Tensor<'static>>> {
-        let mut tensors = vec![
+        let mut tensors: Vec<Tensor<'static>> = vec![
             layout.is_token_in_rank(),
             layout.num_tokens_per_rank().into(),
             layout.num_tokens_per_expert().into(),
-            handle.send_head().into(),
-            handle.num_recv_tokens_per_expert().into(),
         ];
         tensors.extend(layout.num_tokens_per_rdma_rank().map(Tensor::from));
-        if let Some(handle) = handle.intranode() {
-            tensors.extend(
-                [
-                    handle.rank_prefix_matrix(),
-                    handle.channel_prefix_matrix(),
-                    handle.recv_channel_prefix_matrix(),
-                ]
-                .map(Tensor::from),
-            );
-        }
-        if let Some(handle) = handle.internode() {
-            tensors.extend(
-                [
-                    handle.rdma_channel_prefix_matrix(),
-                    handle.gbl_channel_prefix_matrix(),
-                    handle.recv_rdma_channel_prefix_matrix(),
-                    handle.recv_rdma_rank_prefix_sum(),
-                    handle.recv_gbl_channel_prefix_matrix(),
-                    handle.recv_gbl_rank_prefix_sum(),
-                    handle.send_rdma_head(),
-                    handle.send_nvl_head(&self.stream)?,
-                ]
-                .map(Tensor::from),
-            );
-        }
+        let tables = compare::tables(&self.stream, handle)?;
+        // The count is a word of the plan's header.
+        let tables = tables.into_iter().filter(|(name, _)| *name != "num_recv_tokens");
+        tensors.extend(tables.map(|(_, table)| Tensor::from(table)));
         Ok(tensors)
     }
 }
