@@ -183,9 +183,9 @@ impl Script<'_> {
             self.console.doing("replays of a graph");
             self.console.count(replays);
             let found = B::replay(&mut rank, &self.cases, replays, || self.console.step());
-            let found = context.gather(settle(&mut rank, found).map(|found| (found.verified, found.rows)))?;
-            let verified = found.first().map_or(0, |(verified, _)| *verified);
-            let rows = found.iter().map(|(_, rows)| rows).sum();
+            let found = context.gather(settle(&mut rank, found))?;
+            let verified = found.first().map_or(0, |found| found.verified);
+            let rows = found.iter().map(|found| found.rows).sum();
             let seconds = self.lap();
             let text = B::replays_text(replays, Replays { verified, rows }, seconds);
             self.console.line(format!("[graph] OK ({text})"));

@@ -1,6 +1,7 @@
 //! Bad input, on one node and on several: every error names the argument, its value and the rule,
 //! and leaves the buffer usable.
 
+use epoxide::internal::Fields;
 use epoxide::throughput::{Buffer, CachedDispatchRequest, CombineRequest, Counts, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder};
@@ -116,11 +117,11 @@ fn shapes_are_checked(spread: Spread) {
 fn ranks_must_make_equal_buffers(spread: Spread) {
     // Rank 2 is the odd one; of two nodes it is on the other one.
     let ranks = if spread == Spread::OneNode { 3 } else { 4 };
-    let odd = |change: fn(&mut Setup)| {
+    let odd = |change: fn(&mut Fields)| {
         errors_of(ranks, |group| {
             let mut setup = Setup { ranks, ..setup(spread) }.nodes(spread.nodes(2));
             if group.rank() == 2 {
-                change(&mut setup);
+                change(setup.fields());
             }
             Rank::join(&setup, group)
         })
@@ -132,39 +133,26 @@ fn ranks_must_make_equal_buffers(spread: Spread) {
              on every rank"
         )
     };
-    let errors = odd(|setup| setup.fields().shape.max_row_bytes = 128);
+    let errors = odd(|fields| fields.shape.max_row_bytes = 128);
     assert_eq!(errors, (0..ranks).map(says).collect::<Vec<_>>());
-    let mut changes = vec![
-        ((|setup| setup.fields().shape.max_topk = 3) as fn(&mut Setup), "max_topk"),
-        (|setup| setup.fields().shape.max_scales = 1, "max_scales"),
-        (|setup| setup.fields().shape.max_tokens_per_rank = 6, "rows of a place in the pool"),
-        (|setup| setup.fields().places = 2, "places"),
-        (|setup| setup.fields().config.num_sms += 2, "num_sms"),
+    let anywhere: [(fn(&mut Fields), &str); 5] = [
+        (|fields| fields.shape.max_topk = 3, "max_topk"),
+        (|fields| fields.shape.max_scales = 1, "max_scales"),
+        (|fields| fields.shape.max_tokens_per_rank = 6, "rows of a place in the pool"),
+        (|fields| fields.places = 2, "places"),
+        (|fields| fields.config.num_sms += 2, "num_sms"),
     ];
-    if spread == Spread::SeveralNodes {
-        changes.extend([
-            ((|setup| setup.fields().ranks_per_node = Some(1)) as fn(&mut Setup), "ranks_per_node"),
-            (|setup| setup.fields().transport.queues_per_peer = 3, "queues_per_peer"),
-            (|setup| setup.fields().transport.kind = TransportKind::Tcp, "transport"),
-            (
-                |setup| setup.fields().config.num_max_nvl_chunked_send_tokens = 7,
-                "num_max_nvl_chunked_send_tokens",
-            ),
-            (
-                |setup| setup.fields().config.num_max_nvl_chunked_recv_tokens = 512,
-                "num_max_nvl_chunked_recv_tokens",
-            ),
-            (
-                |setup| setup.fields().config.num_max_rdma_chunked_send_tokens = 3,
-                "num_max_rdma_chunked_send_tokens",
-            ),
-            (
-                |setup| setup.fields().config.num_max_rdma_chunked_recv_tokens = 516,
-                "num_max_rdma_chunked_recv_tokens",
-            ),
-        ]);
-    }
-    for (change, what) in changes {
+    let on_nodes: [(fn(&mut Fields), &str); 7] = [
+        (|fields| fields.ranks_per_node = Some(1), "ranks_per_node"),
+        (|fields| fields.transport.queues_per_peer = 3, "queues_per_peer"),
+        (|fields| fields.transport.kind = TransportKind::Tcp, "transport"),
+        (|fields| fields.config.num_max_nvl_chunked_send_tokens = 7, "num_max_nvl_chunked_send_tokens"),
+        (|fields| fields.config.num_max_nvl_chunked_recv_tokens = 512, "num_max_nvl_chunked_recv_tokens"),
+        (|fields| fields.config.num_max_rdma_chunked_send_tokens = 3, "num_max_rdma_chunked_send_tokens"),
+        (|fields| fields.config.num_max_rdma_chunked_recv_tokens = 516, "num_max_rdma_chunked_recv_tokens"),
+    ];
+    let on_nodes = if spread == Spread::SeveralNodes { &on_nodes[..] } else { &[] };
+    for &(change, what) in anywhere.iter().chain(on_nodes) {
         let errors = odd(change);
         let named = errors.iter().all(|error| error.contains(&format!("disagree on {what}")));
         assert!(errors.len() as u32 == ranks && named, "{what}: {errors:?}");

@@ -9,7 +9,7 @@ use epoxide::{DType, Tensor, TypedTensor};
 use epoxide_gpu::layout::DevicePtr;
 use epoxide_testing::oracle::Routing;
 
-use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo};
+use crate::turns::{HIDDEN, Inputs, ROW, Turn, check_sums, echo};
 use crate::valid::{EXPERTS, RANKS, TOKENS, Valid, bytes_in_pool, refused, tensor, then_dispatch, typed};
 use epoxide_testing::harness::{POISON, Rank, Setup, assert_names};
 use epoxide_testing::roundtrip::Case;
@@ -345,8 +345,7 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
         let turn = Turn::random(4, &[4, 4], 1);
         let inputs = Inputs::upload(&turn, rank)?;
         let (_, back) = echo(rank, &mut place, &inputs)?;
-        let got = rank.row_bytes(&back.combined_x)?;
-        rank.equal("combined_x afterwards", &got, &turn.sums[mine]);
+        check_sums(rank, "combined_x afterwards", &back, &turn)?;
         rank.stream.synchronize()?;
         Ok(needed_bytes)
     });

@@ -15,6 +15,7 @@ use epoxide::Result;
 use epoxide::driver::Device;
 use epoxide::group::ProcessGroup;
 use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
 
 use crate::harness::Rank;
 use crate::oracle::{Routing, Style};
@@ -66,7 +67,7 @@ pub trait RoundTrip: Sized {
 }
 
 /// Replays of a step.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Replays {
     /// How many were compared with the oracle.
     pub verified: u64,
