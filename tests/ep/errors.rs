@@ -135,14 +135,15 @@ fn ranks_must_make_equal_buffers(spread: Spread) {
     };
     let errors = odd(|fields| fields.shape.max_row_bytes = 128);
     assert_eq!(errors, (0..ranks).map(says).collect::<Vec<_>>());
-    let anywhere: [(fn(&mut Fields), &str); 5] = [
+    type Odd = (fn(&mut Fields), &'static str);
+    let anywhere: [Odd; 5] = [
         (|fields| fields.shape.max_topk = 3, "max_topk"),
         (|fields| fields.shape.max_scales = 1, "max_scales"),
         (|fields| fields.shape.max_tokens_per_rank = 6, "rows of a place in the pool"),
         (|fields| fields.places = 2, "places"),
         (|fields| fields.config.num_sms += 2, "num_sms"),
     ];
-    let on_nodes: [(fn(&mut Fields), &str); 7] = [
+    let on_nodes: [Odd; 7] = [
         (|fields| fields.ranks_per_node = Some(1), "ranks_per_node"),
         (|fields| fields.transport.queues_per_peer = 3, "queues_per_peer"),
         (|fields| fields.transport.kind = TransportKind::Tcp, "transport"),

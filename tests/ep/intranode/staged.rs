@@ -71,7 +71,7 @@ fn a_captured_combine_of_a_tensor_replays() {
             let fresh = Inputs::upload(turn, rank)?;
             inputs.overwrite(rank, &fresh)?;
             step.launch(&stream)?;
-            check_sums(rank, &format!("combined_x of replay {index}"), &step.output().1, &turn)?;
+            check_sums(rank, &format!("combined_x of replay {index}"), &step.output().1, turn)?;
             step.check(&stream)?;
             // Another grid in between, of another operation.
             let output = inputs.dispatch_exact(rank, &mut place)?;
@@ -79,7 +79,7 @@ fn a_captured_combine_of_a_tensor_replays() {
             rank.buffer.set_config(Config { num_sms: 2, ..before })?;
             let back = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
             rank.buffer.set_config(before)?;
-            check_sums(rank, "combined_x without the graph", &back, &turn)?;
+            check_sums(rank, "combined_x without the graph", &back, turn)?;
         }
         Ok(())
     });

@@ -32,7 +32,7 @@ fn two_buffers_at_once() {
         rank.buffer.check()?;
         other.buffer.check()?;
         for (index, (turn, (_, back))) in turns.iter().zip(&outputs).enumerate() {
-            check_sums(rank, &format!("combined_x of turn {index}"), &back, &turn)?;
+            check_sums(rank, &format!("combined_x of turn {index}"), back, turn)?;
         }
         // Neither pool goes before all peers are through with both.
         rank.synchronize()
@@ -54,7 +54,7 @@ fn the_comm_stream_orders_itself_with_the_caller() {
             inputs.overwrite(rank, &fresh)?;
             let (output, back) = echo(rank, &mut place, &inputs)?;
             rank.check(output.event.is_none() && back.event.is_none(), "no events where the caller waits");
-            check_sums(rank, &format!("combined_x of turn {index}"), &back, &turn)?;
+            check_sums(rank, &format!("combined_x of turn {index}"), &back, turn)?;
         }
         rank.stream.synchronize()
     });
@@ -93,7 +93,7 @@ fn asynchronous_calls_are_ordered_by_their_events() {
             let order = StreamOrder::comm(&rank.stream).after(&computed).asynchronous();
             let back = rank.buffer.combine(CombineRequest::new(&rows, &handle), order)?;
             back.event.as_ref().expect("an asynchronous call has an event").synchronize()?;
-            check_sums(rank, &format!("combined_x of turn {index}"), &back, &turn)?;
+            check_sums(rank, &format!("combined_x of turn {index}"), &back, turn)?;
         }
         Ok(())
     });
@@ -149,7 +149,7 @@ fn a_graph_replays_with_other_routings() {
                 let want = turn.recv(rank.rank);
                 let got = rank.row_bytes(&output.at(&place)?.recv_x)?;
                 rank.equal(&format!("recv_x of replay {index}"), &got[..want.len()], &want);
-                check_sums(rank, &format!("combined_x of replay {index}"), &back, &turn)?;
+                check_sums(rank, &format!("combined_x of replay {index}"), back, turn)?;
                 let count = output.handle().num_recv_tokens(&rank.stream)?;
                 rank.equal("num_recv_tokens of a replay", &[count], &[want.len() as u32]);
                 step.check(&rank.stream)?;
@@ -157,7 +157,7 @@ fn a_graph_replays_with_other_routings() {
                 // Calls outside of the graph in between stay in step with it.
                 if index % 3 == 0 {
                     let (_, eager) = echo(rank, &mut place, &fresh)?;
-                    check_sums(rank, "combined_x without the graph", &eager, &turn)?;
+                    check_sums(rank, "combined_x without the graph", &eager, turn)?;
                 }
                 rank.stream.synchronize()?;
             }
