@@ -459,7 +459,7 @@ impl RoundTripFlags {
 }
 
 impl Settings {
-    /// What cases are drawn from.
+    /// Sizes and seed that cases are drawn from.
     pub fn cases(&self) -> Cases {
         Cases { sizes: self.sizes, nodes: self.nodes, seed: self.seed }
     }

@@ -1,7 +1,7 @@
 //! `epoxide roundtrip`: the acceptance test. Layout, dispatch and combine on all ranks, every
 //! result checked.
 //!
-//! [`script`] is the test, for either mode. The first data and rows of random bytes are compared
+//! [`Script::run`] is the test, for either mode. The first data and rows of random bytes are compared
 //! with the oracle. On request follow many random cases, and replays of one graph. [`Acceptance`]
 //! has what differs between the modes, beside [`RoundTrip`].
 
@@ -112,7 +112,7 @@ fn roundtrip(context: &RankContext, args: &Args, report: &Mutex<Report>) -> Resu
     }
 }
 
-/// What the test of a mode has beside its round trips.
+/// A mode in the acceptance test: all that differs beside its round trips.
 trait Acceptance: RoundTrip {
     /// Options of the buffer.
     fn options(settings: &Settings) -> Self::Options;
@@ -221,7 +221,7 @@ impl Script<'_> {
     /// Many round trips, without any barrier between them. Their rows.
     fn iterate<B: Acceptance>(&self, rank: &mut Rank<B>, iterations: u64, draw: Draw) -> Result<u64> {
         let (mut rows, mut failure) = (0, None);
-        for number in B::FIRST_NUMBER..B::FIRST_NUMBER + iterations {
+        for number in (B::FIRST_NUMBER..).take(iterations as usize) {
             let named = |what: String| format!("iteration {number}: {what}");
             rows += rank
                 .round_trip(&B::case(&self.cases, number, draw))

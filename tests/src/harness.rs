@@ -101,7 +101,7 @@ pub fn try_run_ranks<T: Send>(
     run_threads(count, PATIENCE, main)
 }
 
-/// As [`try_run_ranks`].
+/// [`try_run_ranks`] for ranks that must not fail.
 ///
 /// # Panics
 /// Where a rank fails.
@@ -250,7 +250,7 @@ impl Setup {
     /// Runs `main` on every rank, as threads of a group of their own.
     ///
     /// # Panics
-    /// As [`run_checked`].
+    /// See [`run_checked`].
     pub fn run<T: Send>(&self, main: impl Fn(&mut Rank) -> Result<T> + Sync) -> Vec<T> {
         run_checked(self.ranks, |group| Rank::join(self, group), main)
     }
@@ -328,10 +328,10 @@ impl<B: RoundTrip> Rank<B> {
         Ok(Rank::with(group, stream, buffer))
     }
 
-    /// Waits for the stream; the error that an operation has recorded.
+    /// Waits for the stream; Ok unless an operation has recorded an error.
     ///
     /// # Errors
-    /// That error, and those of the driver.
+    /// The recorded error, and those of the driver.
     pub fn outcome(&self) -> Result<()> {
         self.stream.synchronize()?;
         self.buffer.recorded()

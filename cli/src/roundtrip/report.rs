@@ -90,7 +90,7 @@ pub struct RankReport {
     pub failure: Option<String>,
 }
 
-/// What high throughput found with the first data.
+/// Results of high throughput with the first data.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct FirstData {
     pub combine_max_abs_difference: f32,

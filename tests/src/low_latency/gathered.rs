@@ -52,13 +52,14 @@ impl LowLatencyCase {
                     || (vec![BEFORE; row_bytes], vec![untouched; of_row as usize]),
                     |x| self.as_it_travels(x),
                 );
-                let (same, of) = (got[row * row_bytes..][..row_bytes] == bytes, list.get(index));
-                rank.check(same, format!("row {index} of expert {expert} is not as that of {of:?} came"));
+                let of = || format!("row {index} of expert {expert}");
+                let same = got[row * row_bytes..][..row_bytes] == bytes;
+                rank.note((!same).then(|| format!("{} is not as that of {:?} came", of(), list.get(index))));
                 for (block, want) in want.iter().enumerate().filter(|_| !got_scales.is_empty()) {
                     let got = got_scales[(expert * of_row as usize + block) * rows + index];
-                    let of = format!("scale {block} of row {index} of expert {expert}");
                     let is_near = (got - want).abs() <= SCALE_ERROR * want.abs();
-                    rank.check(is_near, format!("{of} is {got}, expected {want}"));
+                    let what = || format!("scale {block} of {} is {got}, expected {want}", of());
+                    rank.note((!is_near).then(what));
                 }
             }
         }

@@ -87,7 +87,7 @@ impl LowLatencyCase {
     /// Runs `main` on ranks that are threads.
     ///
     /// # Panics
-    /// As [`run_checked`].
+    /// See [`run_checked`].
     pub fn run<T: Send>(&self, main: impl Fn(&mut LowLatencyRank) -> Result<T> + Sync) -> Vec<T> {
         let join = |group: Arc<dyn ProcessGroup>| {
             let number = group.rank();

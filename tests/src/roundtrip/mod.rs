@@ -40,10 +40,10 @@ pub trait RoundTrip: Sized {
     /// Those of the buffer.
     fn create(device: Device, group: &dyn ProcessGroup, options: Self::Options) -> Result<Self>;
 
-    /// The error that an operation has recorded.
+    /// Ok unless an operation has recorded an error.
     ///
     /// # Errors
-    /// That error.
+    /// The recorded error.
     fn recorded(&self) -> Result<()>;
 
     /// Cases in front of all others.
@@ -52,7 +52,7 @@ pub trait RoundTrip: Sized {
     /// Case `number`, from [`RoundTrip::FIRST_NUMBER`]. Each number is another case.
     fn case(cases: &Cases, number: u64, draw: Draw) -> Self::Case;
 
-    /// As [`Rank::round_trip`].
+    /// See [`Rank::round_trip`].
     ///
     /// # Errors
     /// Errors of the operations.
@@ -75,7 +75,7 @@ pub struct Replays {
     pub rows: u64,
 }
 
-/// What the cases of a run are drawn from.
+/// Sizes and seed that the cases of a run are drawn from.
 #[derive(Debug, Clone, Copy)]
 pub struct Cases {
     /// The most of each size.
@@ -89,9 +89,9 @@ pub struct Cases {
 /// How large a case is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Draw {
-    /// As large as may be.
+    /// The largest sizes.
     Full,
-    /// Of random sizes, another number of tokens on each rank.
+    /// Random sizes, and another number of tokens on each rank.
     Random,
 }
 
