@@ -31,7 +31,7 @@ pub mod ways;
 use epoxide::driver::Device;
 use epoxide::group::run_threads;
 
-pub use epoxide_testing::low_latency::CombineRows;
+pub use epoxide_testing::low_latency::ReturnPath;
 pub use estimate::Estimate;
 pub use measure::Watch;
 pub use plan::{Baseline, Effort, LowLatencySettings, Plan, Shapes, TIMEOUT};

@@ -103,7 +103,7 @@ impl LowLatency {
         stream: &Arc<Stream>,
         chain: u32,
     ) -> Result<LowLatency> {
-        let mut rank = LowLatencyRank { buffer, group: group.clone(), stream: stream.clone() };
+        let mut rank = LowLatencyRank::with(group.clone(), stream.clone(), buffer);
         case.verify(&mut rank)?;
         let inputs = case.inputs(&rank)?;
         let buffer = &mut rank.buffer;

@@ -8,7 +8,7 @@ use epoxide::DType;
 use epoxide::internal::{Topology, Tuning, check_nodes};
 use epoxide::throughput::Config;
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide_testing::low_latency::CombineRows;
+use epoxide_testing::low_latency::ReturnPath;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};
 use epoxide_testing::roundtrip::{Case, Scales};
@@ -56,7 +56,7 @@ pub struct LowLatencySettings {
     /// Row type of combine: BF16 or FP8.
     pub combine_dtype: DType,
     /// Rows that combine takes.
-    pub combine_rows: CombineRows,
+    pub combine_rows: ReturnPath,
     /// Tokens of a rank that are complete together.
     pub chunk_tokens: u32,
     /// Most tokens of a rank whose rows return as packets.
@@ -416,7 +416,7 @@ impl Plan {
             rdma_send: has_queues.then_some(self.rdma_send),
             combine_dtype: low.map(|low| low.combine_dtype.name().to_string()),
             combine_rows: low
-                .filter(|low| low.combine_rows != CombineRows::ByExpert)
+                .filter(|low| low.combine_rows != ReturnPath::ByExpert)
                 .map(|low| low.combine_rows.text().to_string()),
             chunk_tokens: low.map(|low| low.chunk_tokens),
             packet_tokens: low.map(|low| low.packet_tokens),

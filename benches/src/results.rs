@@ -147,7 +147,7 @@ pub struct Key {
     /// Low latency: row type of combine; missing in the other modes, as the next four.
     #[serde(default)]
     pub combine_dtype: Option<String>,
-    /// Rows that combine takes, as [`CombineRows::text`](crate::CombineRows::text) names them; missing:
+    /// Rows that combine takes, as [`ReturnPath::text`](crate::ReturnPath::text) names them; missing:
     /// by expert.
     #[serde(default)]
     pub combine_rows: Option<String>,

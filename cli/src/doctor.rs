@@ -12,10 +12,10 @@ use epoxide_testing::oracle::{self, Routing};
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
+use crate::error::{CommandError, Result};
 use crate::options::DeviceKind;
 use crate::output;
 use crate::ranks::open_device;
-use crate::stop::{Result, Stop};
 
 /// Longest wait of the self-check.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -81,7 +81,7 @@ pub fn run(args: Args) -> Result<()> {
     }
     // Said already.
     if report.findings.iter().any(|finding| finding.state == State::Broken) {
-        Err(Stop::said(1))
+        Err(CommandError::said(1))
     } else {
         Ok(())
     }
@@ -105,8 +105,8 @@ fn virtual_gpu() -> Finding {
             State::Ok,
             format!("{name}: loads the shipped PTX, and the layout kernel counts right"),
         ),
-        Err(stop) => {
-            let reason = stop.message.unwrap_or_default();
+        Err(error) => {
+            let reason = error.message.unwrap_or_default();
             Finding::new(
                 NAME,
                 State::Broken,
@@ -132,12 +132,12 @@ fn check_virtual_gpu() -> Result<String> {
             let layout = buffer.get_dispatch_layout(&ids, routing.num_experts, StreamOrder::on(&stream))?;
             match compare::layout(&stream, &layout, &oracle::layout(&routing, 0))? {
                 None => Ok(name),
-                Some(difference) => Err(Stop::failed(difference)),
+                Some(difference) => Err(CommandError::failed(difference)),
             }
         })())
     };
-    let outcomes = run_threads(1, TIMEOUT, check).map_err(|failure| Stop::from(failure.error))?;
-    outcomes.into_iter().next().unwrap_or_else(|| Err(Stop::failed("its thread gave no result")))
+    let outcomes = run_threads(1, TIMEOUT, check).map_err(|failure| CommandError::from(failure.error))?;
+    outcomes.into_iter().next().unwrap_or_else(|| Err(CommandError::failed("its thread gave no result")))
 }
 
 fn cores() -> Finding {

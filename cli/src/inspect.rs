@@ -18,9 +18,9 @@ use epoxide_testing::selections::Selections;
 use epoxide_testing::sizes::check_experts;
 use serde::Serialize;
 
+use crate::error::{CommandError, Result};
 use crate::options::VirtualFlags;
 use crate::output;
-use crate::stop::{Result, Stop};
 
 /// Longest wait of a rank for the others.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -92,7 +92,7 @@ fn read(path: &Path) -> Result<(String, String)> {
     } else {
         (path.display().to_string(), read_text_file(path, JSON))
     };
-    let text = text.map_err(|error| Stop::usage(format!("--topk {name}: {error}")))?;
+    let text = text.map_err(|error| CommandError::usage(format!("--topk {name}: {error}")))?;
     Ok((name, text))
 }
 
@@ -100,9 +100,9 @@ fn read(path: &Path) -> Result<(String, String)> {
 fn parse(args: &HandleArgs, name: &str, text: &str) -> Result<Selections> {
     let (nodes, per_node) = (args.nodes, args.ranks_per_node);
     let selections = Selections::parse(text, args.experts)
-        .map_err(|error| Stop::usage(format!("--topk {name}: {error}")))?;
+        .map_err(|error| CommandError::usage(format!("--topk {name}: {error}")))?;
     match selections.ranks.len() {
-        ranks if ranks != args.num_ranks() as usize => Err(Stop::usage(format!(
+        ranks if ranks != args.num_ranks() as usize => Err(CommandError::usage(format!(
             "--topk {name}: {ranks} ranks: --nodes {nodes} with --ranks-per-node {per_node} are {} ranks",
             args.num_ranks()
         ))),
@@ -160,11 +160,11 @@ struct AcrossNodes {
 
 fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
     let (ranks, experts) = (args.num_ranks(), args.experts);
-    check_experts(experts, ranks).map_err(Stop::usage)?;
+    check_experts(experts, ranks).map_err(CommandError::usage)?;
     let selections = parse(args, name, text)?;
     let most = selections.ranks.iter().map(Vec::len).max().unwrap_or(0);
     let max_tokens_per_rank = u32::try_from(most)
-        .map_err(|_| Stop::usage(format!("--topk {name}: {most} tokens on one rank are too many")))?;
+        .map_err(|_| CommandError::usage(format!("--topk {name}: {most} tokens on one rank are too many")))?;
     let shape = Shape {
         max_tokens_per_rank,
         max_row_bytes: HIDDEN * DType::Bf16.size(),
@@ -182,8 +182,8 @@ fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
         let device = VirtualGpu::new(args.virtual_gpu.device(rank, 0, checker.as_ref()));
         Ok(inspect_rank(args, &selections, options.clone(), rank, device, &group))
     });
-    let outcomes = inspected.map_err(|failure| Stop::from(failure.error).on_rank(failure.rank))?;
-    let ranks = (0..).zip(outcomes).map(|(rank, outcome)| outcome.map_err(|stop| stop.on_rank(rank)));
+    let outcomes = inspected.map_err(|failure| CommandError::from(failure.error).on_rank(failure.rank))?;
+    let ranks = (0..).zip(outcomes).map(|(rank, outcome)| outcome.map_err(|error| error.on_rank(rank)));
     Ok(Inspection { ranks: ranks.collect::<Result<_>>()? })
 }
 
@@ -215,7 +215,7 @@ fn inspect_rank(
     buffer.check()?;
 
     let handle = &output.handle;
-    let missing = |name| Stop::failed(format!("dispatch gave no {name}"));
+    let missing = |name| CommandError::failed(format!("dispatch gave no {name}"));
     let channels = match (handle.intranode(), handle.internode()) {
         (Some(intranode), _) => Channels::OneNode {
             rank_prefix_matrix: rows(&stream, &intranode.rank_prefix_matrix())?,
@@ -242,7 +242,7 @@ fn inspect_rank(
                 send_nvl_head: chunked(&internode.send_nvl_head(&stream)?, args.ranks_per_node),
             }))
         }
-        (None, None) => return Err(Stop::failed("dispatch gave neither kind of matrices")),
+        (None, None) => return Err(CommandError::failed("dispatch gave neither kind of matrices")),
     };
     Ok(RankInspection {
         num_tokens_per_rank: layout.num_tokens_per_rank().to_host(&stream)?,
@@ -454,15 +454,15 @@ mod tests {
             ),
             ("--ranks-per-node 2 --experts 6 --nodes 2", "[[], [], [], []]", "--experts 6"),
         ] {
-            let stop = run(line, text).unwrap_err();
-            assert_eq!(stop.code, crate::stop::USAGE);
+            let error = run(line, text).unwrap_err();
+            assert_eq!(error.code, crate::error::USAGE);
             assert!(
-                stop.message.as_deref().is_some_and(|message| message.contains(place)),
-                "{text}: {stop:?}"
+                error.message.as_deref().is_some_and(|message| message.contains(place)),
+                "{text}: {error:?}"
             );
         }
         let long: Value = json!([[vec![0; 33]], []]);
-        assert_eq!(run(two, &long.to_string()).unwrap_err().code, crate::stop::USAGE);
-        assert_eq!(read(Path::new("/no/such/file")).unwrap_err().code, crate::stop::USAGE);
+        assert_eq!(run(two, &long.to_string()).unwrap_err().code, crate::error::USAGE);
+        assert_eq!(read(Path::new("/no/such/file")).unwrap_err().code, crate::error::USAGE);
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use epoxide_launch::{Launch, LaunchEnd, Nodes, Signals, Sinks};
 
-use crate::stop::{Result, Stop};
+use crate::error::{CommandError, Result};
 
 /// Options of `epoxide launch`.
 #[derive(Debug, clap::Args)]
@@ -106,7 +106,7 @@ pub fn run(args: Args) -> Result<()> {
 
 fn run_with(args: Args, signals: Option<&mut Signals>, sinks: Sinks) -> Result<()> {
     let Some((program, arguments)) = args.command.split_first() else {
-        return Err(Stop::usage("launch: give the command of the ranks after --"));
+        return Err(CommandError::usage("launch: give the command of the ranks after --"));
     };
     let default = Launch::new(args.nproc_per_node);
     let launch = Launch {
@@ -130,13 +130,13 @@ fn run_with(args: Args, signals: Option<&mut Signals>, sinks: Sinks) -> Result<(
         (Some(failure), _) => format!("launch: {failure}"),
         (None, Some(signal)) => format!("launch: ended by signal {signal}"),
     };
-    Err(stop(&ended, said))
+    Err(launch_error(&ended, said))
 }
 
 /// How a command ends whose launch did: with the code of that.
-pub fn stop(ended: &LaunchEnd, said: String) -> Stop {
-    let failed = Stop::failed(said);
-    Stop { code: u8::try_from(ended.code()).unwrap_or(failed.code), ..failed }
+pub fn launch_error(ended: &LaunchEnd, said: String) -> CommandError {
+    let failed = CommandError::failed(said);
+    CommandError { code: u8::try_from(ended.code()).unwrap_or(failed.code), ..failed }
 }
 
 #[cfg(test)]
@@ -157,12 +157,12 @@ mod tests {
             script(r#"test "$WORLD_SIZE$LOCAL_WORLD_SIZE" = 33 && test "$RANK" = "$LOCAL_RANK""#),
             Ok(())
         );
-        let stop = script(r#"if [ "$RANK" = 1 ]; then exit 7; fi"#).unwrap_err();
-        assert_eq!((stop.code, stop.message.as_deref()), (7, Some("launch: rank 1 exited with code 7")));
-        let stop = script(r#"if [ "$RANK" = 1 ]; then echo why >&2; kill -9 $$; fi"#).unwrap_err();
+        let error = script(r#"if [ "$RANK" = 1 ]; then exit 7; fi"#).unwrap_err();
+        assert_eq!((error.code, error.message.as_deref()), (7, Some("launch: rank 1 exited with code 7")));
+        let error = script(r#"if [ "$RANK" = 1 ]; then echo why >&2; kill -9 $$; fi"#).unwrap_err();
         let message =
             "launch: rank 1 was ended by signal 9 (SIGKILL); its last lines on standard error:\n  why";
-        assert_eq!((stop.code, stop.message.as_deref()), (128 + 9, Some(message)));
+        assert_eq!((error.code, error.message.as_deref()), (128 + 9, Some(message)));
     }
 
     #[test]
@@ -192,9 +192,9 @@ mod tests {
             (&["--nnodes", "2", "--node-rank", "2"], "node rank = 2"),
         ] {
             let line = [&["--nproc-per-node", "1"], line, &["--", "true"]].concat();
-            let stop = launch(&line).unwrap_err();
-            assert_eq!(stop.code, crate::stop::USAGE);
-            assert!(stop.message.as_deref().is_some_and(|message| message.contains(named)), "{stop:?}");
+            let error = launch(&line).unwrap_err();
+            assert_eq!(error.code, crate::error::USAGE);
+            assert!(error.message.as_deref().is_some_and(|message| message.contains(named)), "{error:?}");
         }
     }
 

@@ -5,8 +5,8 @@
 //! what was asked for.
 
 mod bench;
-mod cases;
 mod doctor;
+mod error;
 mod inspect;
 mod launch;
 mod manual;
@@ -15,7 +15,6 @@ mod options;
 mod output;
 mod ranks;
 mod roundtrip;
-mod stop;
 #[cfg(test)]
 mod testing;
 
@@ -80,11 +79,11 @@ fn main() -> ExitCode {
     };
     match outcome.and_then(|()| output::check_lost()) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(stop) => {
-            if let Some(message) = stop.message {
+        Err(error) => {
+            if let Some(message) = error.message {
                 output::complain(&message);
             }
-            ExitCode::from(stop.code)
+            ExitCode::from(error.code)
         }
     }
 }
@@ -107,9 +106,9 @@ fn say(said: &clap::Error) -> ExitCode {
     match said.print() {
         Err(error) if !said.use_stderr() && error.kind() != std::io::ErrorKind::BrokenPipe => {
             output::complain(&format!("standard output: {error}"));
-            ExitCode::from(stop::FAILED)
+            ExitCode::from(error::FAILED)
         }
-        _ => ExitCode::from(u8::try_from(said.exit_code()).unwrap_or(stop::USAGE)),
+        _ => ExitCode::from(u8::try_from(said.exit_code()).unwrap_or(error::USAGE)),
     }
 }
 

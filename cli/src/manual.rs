@@ -8,9 +8,9 @@ use std::path::PathBuf;
 
 use clap::Command;
 
+use crate::error::{CommandError, Result};
 #[cfg(feature = "manual")]
 use crate::output;
-use crate::stop::{Result, Stop};
 
 /// Options of `epoxide completions`.
 #[derive(Debug, clap::Args)]
@@ -65,11 +65,11 @@ pub fn man(args: &ManArgs, command: Command) -> Result<()> {
         None => {
             let mut page = Vec::new();
             let made = clap_mangen::Man::new(command).render(&mut page);
-            made.map_err(|error| Stop::failed(format!("man: {error}")))?;
+            made.map_err(|error| CommandError::failed(format!("man: {error}")))?;
             output::text_line(String::from_utf8_lossy(&page).trim_end())
         }
         Some(folder) => clap_mangen::generate_to(command, folder).map_err(|error| {
-            Stop::usage(format!("--out {}: {error}; give a folder that is there", folder.display()))
+            CommandError::usage(format!("--out {}: {error}; give a folder that is there", folder.display()))
         }),
     }
 }
@@ -77,13 +77,13 @@ pub fn man(args: &ManArgs, command: Command) -> Result<()> {
 /// Bad usage: the feature is off.
 #[cfg(not(feature = "manual"))]
 pub fn completions(_: &CompletionArgs, _: Command) -> Result<()> {
-    Err(Stop::without_feature("completions", "manual"))
+    Err(CommandError::without_feature("completions", "manual"))
 }
 
 /// Bad usage: the feature is off.
 #[cfg(not(feature = "manual"))]
 pub fn man(_: &ManArgs, _: Command) -> Result<()> {
-    Err(Stop::without_feature("man", "manual"))
+    Err(CommandError::without_feature("man", "manual"))
 }
 
 #[cfg(test)]
@@ -92,7 +92,7 @@ mod tests {
 
     use super::*;
     use crate::Cli;
-    use crate::stop::USAGE;
+    use crate::error::USAGE;
 
     #[cfg(feature = "manual")]
     #[test]
@@ -105,8 +105,8 @@ mod tests {
             let page = std::fs::read_to_string(folder.path().join(name)).unwrap();
             assert!(page.contains(".SH") && page.contains("epoxide"), "{name}");
         }
-        let stop = man(&ManArgs { out: Some("/no/such/folder".into()) }, Cli::command()).unwrap_err();
-        assert!(stop.code == USAGE && stop.message.unwrap().contains("/no/such/folder"));
+        let error = man(&ManArgs { out: Some("/no/such/folder".into()) }, Cli::command()).unwrap_err();
+        assert!(error.code == USAGE && error.message.unwrap().contains("/no/such/folder"));
         for shell in ShellName::value_variants() {
             let script = script(*shell, Cli::command());
             assert!(script.contains("fail-if-slower") && script.contains("ranks-per-node"), "{shell:?}");
@@ -118,9 +118,9 @@ mod tests {
     fn without_the_feature_a_page_is_bad_usage_and_says_how_to_get_it() {
         let of_page = man(&ManArgs { out: None }, Cli::command()).unwrap_err();
         let of_script = completions(&CompletionArgs { shell: ShellName::Bash }, Cli::command()).unwrap_err();
-        for (stop, command) in [(of_page, "man"), (of_script, "completions")] {
-            let message = stop.message.unwrap();
-            assert_eq!(stop.code, USAGE, "{message}");
+        for (error, command) in [(of_page, "man"), (of_script, "completions")] {
+            let message = error.message.unwrap();
+            assert_eq!(error.code, USAGE, "{message}");
             let remedy = format!("`cargo run --release --features manual -- {command} ..`");
             assert!(message.contains(&remedy), "{message}");
         }

@@ -14,10 +14,11 @@ use epoxide::throughput::{Config, Options, Shape};
 use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
 use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;
+use epoxide_testing::roundtrip::Cases;
 use epoxide_testing::sizes::Sizes;
 use serde::{Serialize, Serializer};
 
-use crate::stop::{Result, Stop};
+use crate::error::{CommandError, Result};
 
 /// How tokens travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
@@ -194,8 +195,9 @@ impl WorldFlags {
     /// Number and places of the ranks: from the flags. In a group of another launcher, its size and
     /// the number of its ranks on this host.
     pub fn topology(&self, default: Mode, group: Option<(u32, Option<u32>)>) -> Result<Topology> {
-        let usage =
-            |flag: &str, value: u32, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
+        let usage = |flag: &str, value: u32, rule: String| {
+            Err(CommandError::usage(format!("{flag} {value}: {rule}")))
+        };
         match (self.mode, self.nodes) {
             (Some(Mode::Intranode), Some(nodes)) if nodes != 1 => {
                 return usage("--nodes", nodes, "--mode intranode has one node".into());
@@ -340,7 +342,7 @@ pub struct Defaults {
 
 /// Checked and complete values of the flags.
 #[derive(Debug, Clone, Serialize)]
-pub struct Setup {
+pub struct Settings {
     /// How tokens travel.
     pub mode: Mode,
     /// Nodes.
@@ -372,6 +374,9 @@ pub struct Setup {
     pub num_sms: u32,
     /// Longest wait for another rank, in seconds.
     pub timeout: u64,
+    /// Those above that are sizes.
+    #[serde(skip)]
+    pub sizes: Sizes,
     /// The library's configuration, from `num_sms`.
     #[serde(skip)]
     pub config: Config,
@@ -394,8 +399,8 @@ impl RoundTripFlags {
         Duration::from_secs(self.timeout.unwrap_or(default))
     }
 
-    /// The setup that the flags give for these ranks.
-    pub fn resolve(&self, topology: Topology, defaults: Defaults) -> Result<Setup> {
+    /// The settings that the flags give for these ranks.
+    pub fn resolve(&self, topology: Topology, defaults: Defaults) -> Result<Settings> {
         let (ranks, nodes) = (topology.ranks(), topology.nodes);
         let experts = self.experts.unwrap_or(4 * ranks);
         let sizes = Sizes {
@@ -408,7 +413,7 @@ impl RoundTripFlags {
             experts,
             topk: self.topk.unwrap_or(4.min(ranks)),
         };
-        sizes.check().map_err(Stop::usage)?;
+        sizes.check().map_err(CommandError::usage)?;
         let Sizes { tokens, hidden, topk, .. } = sizes;
         let num_sms = self.num_sms.or(defaults.num_sms);
         // Across nodes, the settings of the test that `roundtrip` is taken from.
@@ -416,8 +421,8 @@ impl RoundTripFlags {
             1 => Config::with_sms(num_sms.unwrap_or(20)),
             _ => Config::new(num_sms.unwrap_or(152), 8, 256, 16, 128).map(|config| config.for_nodes(nodes)),
         };
-        let config = config.map_err(|error| Stop::usage(format!("--num-sms: {error}")))?;
-        Ok(Setup {
+        let config = config.map_err(|error| CommandError::usage(format!("--num-sms: {error}")))?;
+        Ok(Settings {
             mode: match self.place.mode {
                 Some(Mode::LowLatency) => Mode::LowLatency,
                 _ if nodes == 1 => Mode::Intranode,
@@ -437,12 +442,18 @@ impl RoundTripFlags {
             seed: self.seed,
             num_sms: config.num_sms,
             timeout: self.timeout().as_secs(),
+            sizes,
             config,
         })
     }
 }
 
-impl Setup {
+impl Settings {
+    /// Sizes and seed that cases are drawn from.
+    pub fn cases(&self) -> Cases {
+        Cases { sizes: self.sizes, nodes: self.nodes, seed: self.seed }
+    }
+
     /// Options of a buffer that can dispatch these rows and combine rows of bf16.
     pub fn buffer_options(&self) -> Options {
         let shape = Shape {
@@ -493,24 +504,27 @@ mod tests {
 
     #[test]
     fn defaults_follow_the_number_of_ranks() {
-        let setup = parse("").resolve(one_node(8), DEFAULTS).unwrap();
+        let settings = parse("").resolve(one_node(8), DEFAULTS).unwrap();
         assert_eq!(
-            (setup.ranks, setup.tokens, setup.hidden, setup.experts, setup.topk),
+            (settings.ranks, settings.tokens, settings.hidden, settings.experts, settings.topk),
             (8, 128, 1024, 32, 4)
         );
-        assert_eq!((setup.seed, setup.config.num_channels()), (0xA1B2, 10));
-        let setup = parse("").resolve(one_node(2), DEFAULTS).unwrap();
-        assert_eq!((setup.experts, setup.topk), (8, 2));
+        assert_eq!((settings.seed, settings.config.num_channels()), (0xA1B2, 10));
+        let settings = parse("").resolve(one_node(2), DEFAULTS).unwrap();
+        assert_eq!((settings.experts, settings.topk), (8, 2));
     }
 
     #[test]
     fn across_nodes_the_settings_are_those_of_the_original_test() {
-        let setup = parse("").resolve(Topology { nodes: 2, ranks_per_node: 8 }, DEFAULTS).unwrap();
-        assert_eq!((setup.ranks, setup.experts, setup.topk, setup.mode), (16, 64, 4, Mode::Internode));
-        assert_eq!(setup.config, Config::new(152, 8, 256, 16, 128).unwrap());
-        let setup = parse("").resolve(Topology { nodes: 3, ranks_per_node: 2 }, DEFAULTS).unwrap();
-        assert!(check_nodes(&setup.config, 3).is_ok());
-        assert_eq!(fields(&mut setup.buffer_options()).ranks_per_node, Some(2));
+        let settings = parse("").resolve(Topology { nodes: 2, ranks_per_node: 8 }, DEFAULTS).unwrap();
+        assert_eq!(
+            (settings.ranks, settings.experts, settings.topk, settings.mode),
+            (16, 64, 4, Mode::Internode)
+        );
+        assert_eq!(settings.config, Config::new(152, 8, 256, 16, 128).unwrap());
+        let settings = parse("").resolve(Topology { nodes: 3, ranks_per_node: 2 }, DEFAULTS).unwrap();
+        assert!(check_nodes(&settings.config, 3).is_ok());
+        assert_eq!(fields(&mut settings.buffer_options()).ranks_per_node, Some(2));
     }
 
     #[test]
@@ -558,10 +572,10 @@ mod tests {
             ("--mode intranode", Some((65, None)), "--ranks-per-node 65"),
             ("--mode intranode --ranks-per-node 4", Some((8, None)), "--ranks-per-node 4"),
         ] {
-            let stop = parse(line).topology(DEFAULTS, group).unwrap_err();
-            assert_eq!(stop.code, crate::stop::USAGE);
-            let named = stop.message.as_deref().is_some_and(|message| message.starts_with(flag));
-            assert!(named, "{line} {group:?}: {stop:?}");
+            let error = parse(line).topology(DEFAULTS, group).unwrap_err();
+            assert_eq!(error.code, crate::error::USAGE);
+            let named = error.message.as_deref().is_some_and(|message| message.starts_with(flag));
+            assert!(named, "{line} {group:?}: {error:?}");
         }
     }
 
@@ -569,10 +583,10 @@ mod tests {
     fn flags_win() {
         let line =
             "--tokens 0 --hidden 48 --experts 64 --topk 8 --dtype fp8 --seed 17 --num-sms 6 --transport tcp";
-        let setup = parse(line).resolve(one_node(4), DEFAULTS).unwrap();
-        assert_eq!((setup.tokens, setup.hidden, setup.experts, setup.topk), (0, 48, 64, 8));
-        assert_eq!((setup.seed, setup.config.num_channels()), (17, 3));
-        let shape = fields(&mut setup.buffer_options()).shape;
+        let settings = parse(line).resolve(one_node(4), DEFAULTS).unwrap();
+        assert_eq!((settings.tokens, settings.hidden, settings.experts, settings.topk), (0, 48, 64, 8));
+        assert_eq!((settings.seed, settings.config.num_channels()), (17, 3));
+        let shape = fields(&mut settings.buffer_options()).shape;
         assert_eq!((shape.max_row_bytes, shape.max_scales), (96, 1));
     }
 
@@ -590,11 +604,11 @@ mod tests {
             ("--topk 9 --experts 8", 8, "--topk 9"),
             ("--num-sms 7", 8, "--num-sms"),
         ] {
-            let stop = parse(line).resolve(one_node(ranks), DEFAULTS).unwrap_err();
-            assert_eq!(stop.code, crate::stop::USAGE);
+            let error = parse(line).resolve(one_node(ranks), DEFAULTS).unwrap_err();
+            assert_eq!(error.code, crate::error::USAGE);
             assert!(
-                stop.message.as_deref().is_some_and(|message| message.starts_with(flag)),
-                "{line}: {stop:?}"
+                error.message.as_deref().is_some_and(|message| message.starts_with(flag)),
+                "{line}: {error:?}"
             );
         }
     }

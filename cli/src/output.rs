@@ -11,7 +11,7 @@ use epoxide_bench::Watch;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use crate::stop::{Result, Stop};
+use crate::error::{CommandError, Result};
 
 /// Why lines were lost, unless their reader closed the pipe.
 static LOST: OnceLock<String> = OnceLock::new();
@@ -25,7 +25,7 @@ pub fn check_lost() -> Result<()> {
         }
         _ => {}
     }
-    LOST.get().map_or(Ok(()), |lost| Err(Stop::failed(lost)))
+    LOST.get().map_or(Ok(()), |lost| Err(CommandError::failed(lost)))
 }
 
 /// Prints an error, on one line of standard error.
@@ -36,7 +36,8 @@ pub fn complain(message: &str) {
 
 /// Prints one JSON object, a row on a line.
 pub fn json(value: &impl Serialize) -> Result<()> {
-    let text = serde_json::to_string_pretty(value).map_err(|error| Stop::failed(format!("JSON: {error}")))?;
+    let text = serde_json::to_string_pretty(value)
+        .map_err(|error| CommandError::failed(format!("JSON: {error}")))?;
     text_line(&rows_on_lines(&text))
 }
 
@@ -79,8 +80,8 @@ pub fn text_line(text: &str) -> Result<()> {
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
         Ok(()) => Ok(()),
         // The reader has closed the pipe.
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Err(Stop::said(0)),
-        Err(error) => Err(Stop::failed(format!("standard output: {error}"))),
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Err(CommandError::said(0)),
+        Err(error) => Err(CommandError::failed(format!("standard output: {error}"))),
     }
 }
 
@@ -90,7 +91,7 @@ pub fn write_text(path: &Path, text: &str) -> Result<()> {
         return text_line(text);
     }
     std::fs::write(path, format!("{text}\n"))
-        .map_err(|error| Stop::failed(format!("{}: {error}", path.display())))
+        .map_err(|error| CommandError::failed(format!("{}: {error}", path.display())))
 }
 
 /// A time for people.
@@ -246,7 +247,7 @@ impl Drop for Progress {
 
 /// Speaks for a group of ranks: lines on standard output and, on a terminal, a progress line under
 /// them.
-pub struct Voice {
+pub struct Console {
     lines: bool,
     speaks: bool,
     bar: Option<ProgressBar>,
@@ -254,20 +255,20 @@ pub struct Voice {
     progress: Option<Progress>,
 }
 
-impl Voice {
-    /// A voice that prints lines if `lines`, and nothing at all unless `speaks`: one rank of a
+impl Console {
+    /// A console that prints lines if `lines`, and nothing at all unless `speaks`: one rank of a
     /// group does.
-    pub fn new(speaks: bool, lines: bool) -> Voice {
+    pub fn new(speaks: bool, lines: bool) -> Console {
         let bar = (speaks && std::io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::new_spinner();
             bar.enable_steady_tick(Duration::from_millis(100));
             bar
         });
-        Voice { lines: speaks && lines, speaks, bar, progress: None }
+        Console { lines: speaks && lines, speaks, bar, progress: None }
     }
 
     /// Writes progress where standard error is no terminal, too: a line each ten seconds.
-    pub fn with_progress(mut self, name: &'static str) -> Voice {
+    pub fn with_progress(mut self, name: &'static str) -> Console {
         self.progress = (self.speaks && self.bar.is_none()).then(|| Progress::new(name, 0, true));
         self
     }
@@ -328,7 +329,7 @@ impl Voice {
     }
 }
 
-impl Drop for Voice {
+impl Drop for Console {
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();

@@ -15,9 +15,9 @@ use epoxide_launch::{RankExit, current_exe};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::launch::stop;
-use crate::options::{Check, Defaults, DeviceKind, RoundTripFlags, Setup};
-use crate::stop::{FAILED, Result, Stop};
+use crate::error::{CommandError, FAILED, Result};
+use crate::launch::launch_error;
+use crate::options::{Check, Defaults, DeviceKind, RoundTripFlags, Settings};
 
 /// How long the other ranks get to end when one has failed.
 const GRACE: Duration = Duration::from_secs(5);
@@ -65,30 +65,24 @@ impl Placement {
     }
 }
 
-/// One rank with its device and its group.
-pub struct Rank {
-    /// Its number.
-    pub rank: u32,
+/// A rank of a run: the settings of all ranks, and its own group and device.
+pub struct RankContext {
+    /// The settings.
+    pub settings: Settings,
+    /// Where the ranks are.
+    pub placement: Placement,
+    /// Checker of the devices, and the kind of its findings.
+    pub checker: Option<(Check, Checker)>,
     /// The group of all ranks.
     pub group: Arc<dyn ProcessGroup>,
     /// Its GPU.
     pub device: Device,
 }
 
-/// State that all ranks of a run share.
-pub struct Run {
-    /// The settings.
-    pub setup: Setup,
-    /// Where the ranks are.
-    pub placement: Placement,
-    /// Checker of the devices, and the kind of its findings.
-    pub checker: Option<(Check, Checker)>,
-}
-
-impl Rank {
+impl RankContext {
     /// True on the rank that speaks for all.
     pub fn is_root(&self) -> bool {
-        self.rank == 0
+        self.group.rank() == 0
     }
 
     /// Every rank's result; or, where any has failed, the same failure on all ranks. Collective.
@@ -113,11 +107,11 @@ pub fn speaks() -> bool {
 pub fn run(
     shared: &RoundTripFlags,
     defaults: Defaults,
-    main: impl Fn(&Rank, &Run) -> Result<()> + Sync,
+    main: impl Fn(&RankContext) -> Result<()> + Sync,
 ) -> Result<()> {
     let placement = Placement::of(shared, defaults, |name| std::env::var(name).ok());
     if shared.virtual_gpu.check.is_some() && shared.device == DeviceKind::Cuda {
-        return Err(Stop::usage(
+        return Err(CommandError::usage(
             "--check with --device cuda: it is the virtual GPU that checks; leave --device cuda out",
         ));
     }
@@ -128,6 +122,13 @@ pub fn run(
         }
         DeviceKind::Cuda => open_device(DeviceKind::Cuda, ordinal),
     };
+    // Opens the rank's device and runs `main`.
+    let one_rank = |group: Arc<dyn ProcessGroup>, local_rank: u32, settings: Result<Settings>| {
+        let opened = settings.and_then(|settings| Ok((settings, open(local_rank)?)));
+        let (settings, device) = agree(&*group, opened)?;
+        let checker = shared.virtual_gpu.check.zip(checker.clone());
+        main(&RankContext { settings, placement, checker, group, device })
+    };
     // A rank that fails tells the others once its own device has given up. This may take the host's
     // wait for the counts: twice the timeout.
     let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
@@ -135,37 +136,30 @@ pub fn run(
         Placement::OneRank => {
             let meeting = Rendezvous::from_env(group_timeout)?;
             let group: Arc<dyn ProcessGroup> = Arc::new(meeting.group("world", group_timeout)?);
-            let local_rank = Ok(meeting.member.local_rank.unwrap_or(meeting.member.rank));
-            let outcome = one_rank(&group, local_rank, &main, open, || {
-                let topology = shared.topology(defaults, Some((group.size(), meeting.member.local_size)))?;
-                Ok(Run { setup: shared.resolve(topology, defaults)?, placement, checker: None })
-            });
-            outcome.map_err(|stop| said_by(stop, group.rank()))
+            let (rank, launched) = (group.rank(), Some((group.size(), meeting.member.local_size)));
+            let settings =
+                shared.topology(defaults, launched).and_then(|topology| shared.resolve(topology, defaults));
+            let local_rank = meeting.member.local_rank.unwrap_or(meeting.member.rank);
+            one_rank(group, local_rank, settings).map_err(|error| said_by(error, rank))
         }
         Placement::Threads => {
             let topology = shared.topology(defaults, None)?;
-            let (setup, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
-            require_devices(setup.device, ranks)?;
+            let (settings, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
+            require_devices(settings.device, ranks)?;
             let ended = run_threads(ranks, group_timeout, |rank, group| {
-                Ok(one_rank(&group, Ok(rank), &main, open, || {
-                    Ok(Run {
-                        setup: setup.clone(),
-                        placement,
-                        checker: shared.virtual_gpu.check.zip(checker.clone()),
-                    })
-                }))
+                Ok(one_rank(group, rank, Ok(settings.clone())))
             });
             let outcomes = match ended {
                 Ok(outcomes) => outcomes,
-                Err(failure) => return Err(Stop::from(failure.error).on_rank(failure.rank)),
+                Err(failure) => return Err(CommandError::from(failure.error).on_rank(failure.rank)),
             };
             root_cause((0..).zip(outcomes).filter_map(|(rank, outcome)| Some((rank, outcome.err()?))))
                 .map_or(Ok(()), Err)
         }
         Placement::Processes => {
             let topology = shared.topology(defaults, None)?;
-            let (setup, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
-            require_devices(setup.device, ranks)?;
+            let (settings, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
+            require_devices(settings.device, ranks)?;
             let launch = Launch { settle: GRACE, relay: false, ..Launch::new(ranks) };
             let mut signals = Signals::catch()?;
             let ended = launch.run(Some(&mut signals), |_| {
@@ -176,37 +170,26 @@ pub fn run(
             let (rank, exit) = match (&ended.failure, ended.signal) {
                 (None, None) => return Ok(()),
                 (Some(failure), _) => (failure.rank, failure.exit),
-                (None, Some(signal)) => return Err(stop(&ended, format!("ended by signal {signal}"))),
+                (None, Some(signal)) => {
+                    return Err(launch_error(&ended, format!("ended by signal {signal}")));
+                }
             };
             match exit {
                 // The rank, or rank 0, has said why.
-                RankExit::Code(code) => Err(Stop::said(u8::try_from(code).unwrap_or(FAILED))),
-                exit => Err(stop(&ended, format!("rank {rank} {exit}; the other ranks were ended"))),
+                RankExit::Code(code) => Err(CommandError::said(u8::try_from(code).unwrap_or(FAILED))),
+                exit => Err(launch_error(&ended, format!("rank {rank} {exit}; the other ranks were ended"))),
             }
         }
     }
 }
 
-/// Opens the rank's device and runs `main`.
-fn one_rank(
-    group: &Arc<dyn ProcessGroup>,
-    local_rank: Result<u32>,
-    main: impl Fn(&Rank, &Run) -> Result<()>,
-    open: impl Fn(u32) -> Result<Device>,
-    run: impl Fn() -> Result<Run>,
-) -> Result<()> {
-    let opened = local_rank.and_then(|local_rank| Ok((run()?, open(local_rank)?)));
-    let (run, device) = agree(&**group, opened)?;
-    main(&Rank { rank: group.rank(), group: group.clone(), device }, &run)
-}
-
 /// Part of a failure that a rank in a process of its own prints: rank 0 prints failures that all
 /// ranks agree on.
-pub fn said_by(stop: Stop, rank: u32) -> Stop {
-    match stop.agreed {
-        true if rank != 0 => Stop::said(stop.code),
-        true => stop,
-        false => stop.on_rank(rank),
+pub fn said_by(error: CommandError, rank: u32) -> CommandError {
+    match error.agreed {
+        true if rank != 0 => CommandError::said(error.code),
+        true => error,
+        false => error.on_rank(rank),
     }
 }
 
@@ -215,18 +198,18 @@ pub fn gather<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     outcome: Result<T>,
 ) -> Result<Vec<T>> {
-    let broken = |error: serde_json::Error| Stop::failed(format!("a rank's report: {error}"));
+    let broken = |error: serde_json::Error| CommandError::failed(format!("a rank's report: {error}"));
     let message = serde_json::to_vec(&outcome).map_err(broken)?;
-    let (mut results, mut stops) = (Vec::new(), Vec::new());
+    let (mut results, mut errors) = (Vec::new(), Vec::new());
     for (rank, message) in (0..).zip(group.all_gather(&message)?) {
         match serde_json::from_slice::<Result<T>>(&message).map_err(broken)? {
             Ok(result) => results.push(result),
-            Err(stop) => stops.push((rank, stop)),
+            Err(error) => errors.push((rank, error)),
         }
     }
-    match root_cause(stops.into_iter()) {
+    match root_cause(errors.into_iter()) {
         None => Ok(results),
-        Some(stop) => Err(Stop { agreed: true, ..stop }),
+        Some(error) => Err(CommandError { agreed: true, ..error }),
     }
 }
 
@@ -234,17 +217,17 @@ pub fn gather<T: Serialize + DeserializeOwned>(
 fn agree<T>(group: &dyn ProcessGroup, outcome: Result<T>) -> Result<T> {
     match outcome {
         Ok(value) => gather(group, Ok(())).map(|_| value),
-        Err(stop) => gather::<()>(group, Err(stop.clone())).and(Err(stop)),
+        Err(error) => gather::<()>(group, Err(error.clone())).and(Err(error)),
     }
 }
 
 /// The failure to report: of the lowest rank whose failure does not follow from another's.
-fn root_cause(stops: impl Iterator<Item = (u32, Stop)>) -> Option<Stop> {
-    let mut stops: Vec<(u32, Stop)> = stops.collect();
-    stops.sort_by_key(|(rank, stop)| (stop.consequence, *rank));
-    let (rank, stop) = stops.into_iter().next()?;
+fn root_cause(errors: impl Iterator<Item = (u32, CommandError)>) -> Option<CommandError> {
+    let mut errors: Vec<(u32, CommandError)> = errors.collect();
+    errors.sort_by_key(|(rank, error)| (error.consequence, *rank));
+    let (rank, error) = errors.into_iter().next()?;
     // An agreed failure names its rank already, if it has one.
-    Some(if stop.agreed || stop.code != FAILED { stop } else { stop.on_rank(rank) })
+    Some(if error.agreed || error.code != FAILED { error } else { error.on_rank(rank) })
 }
 
 /// Checks that there are `count` devices, before anything is started.
@@ -258,7 +241,7 @@ fn require_devices(kind: DeviceKind, count: u32) -> Result<()> {
                     0 => "leave --device cuda out to use the virtual GPU".to_owned(),
                     _ => format!("use --ranks-per-node {have}"),
                 };
-                return Err(Stop::skipped(format!(
+                return Err(CommandError::skipped(format!(
                     "{count} ranks need {count} GPUs, this machine has {have}; {remedy}"
                 )));
             }
@@ -283,23 +266,23 @@ pub const NO_CUDA: &str =
 /// How many CUDA devices there are.
 #[cfg(feature = "cuda")]
 pub fn cuda_devices() -> Result<u32> {
-    epoxide::driver::cuda::devices().map(|devices| devices.len() as u32).map_err(Stop::from)
+    epoxide::driver::cuda::devices().map(|devices| devices.len() as u32).map_err(CommandError::from)
 }
 
 /// How many CUDA devices there are.
 #[cfg(not(feature = "cuda"))]
 pub fn cuda_devices() -> Result<u32> {
-    Err(Stop::skipped(NO_CUDA))
+    Err(CommandError::skipped(NO_CUDA))
 }
 
 #[cfg(feature = "cuda")]
 fn open_cuda(ordinal: u32) -> Result<Device> {
-    epoxide::driver::cuda::CudaDevice::open(ordinal).map_err(Stop::from)
+    epoxide::driver::cuda::CudaDevice::open(ordinal).map_err(CommandError::from)
 }
 
 #[cfg(not(feature = "cuda"))]
 fn open_cuda(_ordinal: u32) -> Result<Device> {
-    Err(Stop::skipped(NO_CUDA))
+    Err(CommandError::skipped(NO_CUDA))
 }
 
 #[cfg(test)]
@@ -331,9 +314,13 @@ mod tests {
 
     #[test]
     fn the_cause_is_reported_not_its_consequences() {
-        let timeout = Stop { consequence: true, ..Stop::failed("rank 0 waited for rank 2") };
-        let stops = [(0, timeout.clone()), (2, Stop::failed("wrong")), (3, Stop::failed("also wrong"))];
-        let cause = root_cause(stops.into_iter()).unwrap();
+        let timeout = CommandError { consequence: true, ..CommandError::failed("rank 0 waited for rank 2") };
+        let errors = [
+            (0, timeout.clone()),
+            (2, CommandError::failed("wrong")),
+            (3, CommandError::failed("also wrong")),
+        ];
+        let cause = root_cause(errors.into_iter()).unwrap();
         assert_eq!(cause.message.as_deref(), Some("rank 2: wrong"));
         assert!(root_cause([(0, timeout)].into_iter()).is_some());
         assert_eq!(root_cause(std::iter::empty()), None);
@@ -342,13 +329,13 @@ mod tests {
     #[test]
     fn a_failure_of_one_rank_is_agreed_on_by_all() {
         let outcomes = run_threads(3, Duration::from_secs(120), |rank, group| {
-            let outcome = if rank == 1 { Err(Stop::failed("broke")) } else { Ok(rank) };
+            let outcome = if rank == 1 { Err(CommandError::failed("broke")) } else { Ok(rank) };
             Ok((agree(&*group, outcome), gather(&*group, Ok(rank))))
         })
         .unwrap();
         for (agreed, gathered) in outcomes {
-            let stop = agreed.unwrap_err();
-            assert!(stop.agreed && stop.message.as_deref() == Some("rank 1: broke"), "{stop:?}");
+            let error = agreed.unwrap_err();
+            assert!(error.agreed && error.message.as_deref() == Some("rank 1: broke"), "{error:?}");
             assert_eq!(gathered.unwrap(), [0, 1, 2]);
         }
     }

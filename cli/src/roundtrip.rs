@@ -1,45 +1,34 @@
 //! `epoxide roundtrip`: the acceptance test. Layout, dispatch and combine on all ranks, every
 //! result checked.
 //!
-//! The first data is that of MSCCL++'s test: every element of a rank's rows is the rank's number,
-//! and combine is called right behind dispatch. Then come rows of random bytes, compared bit for
-//! bit. On request follow many random cases, and replays of one graph.
+//! [`Script::run`] is the test, for either mode. The first data and rows of random bytes are compared
+//! with the oracle. On request follow many random cases, and replays of one graph. [`Acceptance`]
+//! has what differs between the modes, beside [`RoundTrip`].
 
 use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use epoxide::driver::Event;
-use epoxide::throughput::{CombineRequest, Combined, DispatchLayout, DispatchRequest, PoolRows, Received};
-use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
-use epoxide_testing::compare;
-use epoxide_testing::harness::Rank as Rig;
+use epoxide::{low_latency as low, throughput};
+use epoxide_testing::harness::Rank;
 use epoxide_testing::neighbour::Neighbour;
-use epoxide_testing::oracle::{Plan, Routing, Style};
-use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};
-use epoxide_testing::roundtrip::{Case, Expected, compare_weights};
-use half::bf16;
+use epoxide_testing::roundtrip::{Cases, Draw, Replays, RoundTrip};
 
-use crate::cases;
-use crate::options::{Check, Defaults, Mode, RoundTripFlags, RowType, Setup};
-use crate::output::{Voice, complain, duration, json};
-use crate::ranks::{self, Placement, Rank, Run};
-use crate::stop::{Result, Stop};
+use crate::error::{CommandError, Result};
+use crate::options::{Check, Defaults, Mode, RoundTripFlags, Settings};
+use crate::output::{Console, complain, duration, json};
+use crate::ranks::{self, Placement, RankContext};
 
+mod high_throughput;
 mod low_latency;
 mod report;
 
-use report::{ConfigReport, HighThroughput, Publish, RankReport, Ranks, Report};
+use report::{ConfigReport, Publish, Report};
 
 const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024, num_sms: None };
 /// The same in check mode, in which kernels take ten to fifty times as long.
 const CHECK_DEFAULTS: Defaults =
     Defaults { mode: Mode::Internode, tokens: 32, hidden: 256, num_sms: Some(8) };
-/// How far a received element may be from the rank number it was sent as.
-const RECV_TOLERANCE: f32 = 1e-3;
-/// The fp8 (e4m3) byte of its largest number, 448: scaled, it stands for any rank number.
-const FP8_MAX_BYTE: u8 = 0x7e;
-const FP8_MAX: f32 = 448.0;
 
 /// Options of `epoxide roundtrip`.
 #[derive(Debug, clap::Args)]
@@ -93,117 +82,184 @@ fn execute(args: &Args) -> (Report, Result<()>) {
     let start = Instant::now();
     let report = Mutex::new(Report { command: "roundtrip", ..Report::default() });
     let defaults = if args.shared.virtual_gpu.check.is_some() { CHECK_DEFAULTS } else { DEFAULTS };
-    let outcome = ranks::run(&args.shared, defaults, |rank, run| roundtrip(rank, run, args, &report));
+    let outcome = ranks::run(&args.shared, defaults, |context| roundtrip(context, args, &report));
     let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
     report.times.total_seconds = start.elapsed().as_secs_f64();
     report.pass = outcome.is_ok();
-    if let Err(stop) = &outcome {
-        (report.exit_code, report.error) = (stop.code, stop.message.clone());
+    if let Err(error) = &outcome {
+        (report.exit_code, report.error) = (error.code, error.message.clone());
     }
     (report, outcome)
 }
 
-fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Result<()> {
-    let setup = &run.setup;
-    let voice = Voice::new(rank.is_root(), !args.shared.json);
-    let voice = if run.checker.is_some() { voice.with_progress("roundtrip --check") } else { voice };
-    if run.checker.is_some() && rank.is_root() {
-        complain(&before_check(setup, args));
+fn roundtrip(context: &RankContext, args: &Args, report: &Mutex<Report>) -> Result<()> {
+    let console = Console::new(context.is_root(), !args.shared.json);
+    let console =
+        if context.checker.is_some() { console.with_progress("roundtrip --check") } else { console };
+    if context.checker.is_some() && context.is_root() {
+        complain(&before_check(&context.settings, args));
     }
     let publish = |change: &dyn Fn(&mut Report)| {
-        if rank.is_root() {
+        if context.is_root() {
             change(&mut report.lock().unwrap_or_else(PoisonError::into_inner));
         }
     };
-    if setup.mode == Mode::LowLatency {
-        let (iterations, random) = (args.iterations(), args.random);
-        let work = low_latency::Work {
-            iterations,
-            random,
-            graph_replays: args.graph_replays,
-            neighbour: args.neighbour,
-        };
-        return low_latency::roundtrip(rank, run, work, &voice, &publish);
+    let cases = context.settings.cases();
+    let script = Script { context, console, publish: &publish, cases, lap: Instant::now() };
+    match context.settings.mode {
+        Mode::LowLatency => script.run::<low::Buffer>(args),
+        Mode::Intranode | Mode::Internode => script.run::<throughput::Buffer>(args),
     }
-    let mut clock = Clock(Instant::now());
+}
 
-    let beside = Beside::start(rank, args.neighbour);
+/// A mode in the acceptance test: all that differs beside its round trips.
+trait Acceptance: RoundTrip {
+    /// Options of the buffer.
+    fn options(settings: &Settings) -> Self::Options;
 
-    voice.doing("making the buffer");
-    let rig = Rig::new(rank.device.clone(), rank.group.clone(), setup.buffer_options());
-    let mut rig = rank.agree(rig.map_err(Stop::from))?;
-    let more = high_throughput(setup, &rig);
-    let config = ConfigReport {
-        high_throughput: Some(more.clone()),
-        ..ConfigReport::new(rank, run, rig.buffer.capacity(), rig.buffer.pool_bytes())
-    };
-    voice.line(cfg_line(&config, &more));
-    let seconds = clock.lap();
-    publish(&|report| {
-        report.config = Some(config.clone());
-        report.times.setup_seconds = seconds;
-    });
+    /// The settings, and what follows from them.
+    fn config(context: &RankContext, rank: &Rank<Self>) -> ConfigReport;
 
-    voice.doing("layout, dispatch and combine of rank numbers");
-    let reports = first_data(rank, setup, &mut rig, &voice)?;
-    let seconds = clock.lap();
-    publish(&|report| {
-        report.ranks = Ranks::HighThroughput(reports.clone());
-        report.times.first_data_seconds = seconds;
-    });
-    say_first_data(&reports, &voice)?;
+    /// The first data, and the first cases. Collective.
+    fn first_checks(script: &mut Script<'_>, rank: &mut Rank<Self>) -> Result<()>;
 
-    voice.doing("every bit against the oracle");
-    let rows = rank.gather(bit_for_bit(setup, &mut rig))?.iter().sum::<u64>();
-    voice.line(format!(
-        "[verify] OK ({rows} rows of random bytes: contents, order, metadata, handles, cached dispatch, exact sums)"
-    ));
-    let seconds = clock.lap();
-    publish(&|report| report.times.bit_for_bit_seconds = seconds);
+    /// The part of a line that gives the rows of all round trips.
+    fn rows_text(rows: u64) -> String;
 
-    let iterations = args.iterations();
-    if iterations > 0 {
-        voice.doing("round trips");
-        voice.count(iterations);
-        let rows =
-            rank.gather(iterate(setup, &mut rig, iterations, args.random, &voice))?.iter().sum::<u64>();
-        let seconds = clock.lap();
-        let kind = if args.random { "random round trips" } else { "round trips" };
-        voice.line(format!(
-            "[iterations] OK ({iterations} {kind}, {rows} rows, 0 mismatches, {seconds:.1} s)"
-        ));
+    /// The line about replays.
+    fn replays_text(replays: u64, found: Replays, seconds: f64) -> String;
+}
+
+/// The test on one rank.
+struct Script<'a> {
+    context: &'a RankContext,
+    console: Console,
+    publish: Publish<'a>,
+    cases: Cases,
+    /// When the last phase has ended.
+    lap: Instant,
+}
+
+impl Script<'_> {
+    fn run<B: Acceptance>(mut self, args: &Args) -> Result<()> {
+        let (context, publish) = (self.context, self.publish);
+        let neighbour = args.neighbour.then(|| start_neighbour(context));
+
+        self.console.doing("making the buffer");
+        let options = B::options(&context.settings);
+        let rank = Rank::<B>::new(context.device.clone(), context.group.clone(), options);
+        let mut rank = context.agree(rank.map_err(CommandError::from))?;
+        let config = B::config(context, &rank);
+        self.console.line(cfg_line(&config));
+        let seconds = self.lap();
         publish(&|report| {
-            report.iterations = iterations;
-            report.times.iterations_seconds = seconds;
+            report.config = Some(config.clone());
+            report.times.setup_seconds = seconds;
         });
+
+        B::first_checks(&mut self, &mut rank)?;
+
+        let iterations = args.iterations();
+        if iterations > 0 {
+            self.console.doing("round trips");
+            self.console.count(iterations);
+            let (draw, kind) = match args.random {
+                true => (Draw::Random, "random round trips"),
+                false => (Draw::Full, "round trips"),
+            };
+            let rows = self.iterate(&mut rank, iterations, draw);
+            let rows = context.gather(rows)?.iter().sum();
+            let (seconds, rows) = (self.lap(), B::rows_text(rows));
+            self.console
+                .line(format!("[iterations] OK ({iterations} {kind}{rows}, 0 mismatches, {seconds:.1} s)"));
+            publish(&|report| {
+                report.iterations = iterations;
+                report.times.iterations_seconds = seconds;
+            });
+        }
+
+        let replays = args.graph_replays;
+        if replays > 0 {
+            self.console.doing("replays of a graph");
+            self.console.count(replays);
+            let found = B::replay(&mut rank, &self.cases, replays, || self.console.step());
+            let found = context.gather(settle(&mut rank, found))?;
+            let verified = found.first().map_or(0, |found| found.verified);
+            let rows = found.iter().map(|found| found.rows).sum();
+            let seconds = self.lap();
+            let text = B::replays_text(replays, Replays { verified, rows }, seconds);
+            self.console.line(format!("[graph] OK ({text})"));
+            publish(&|report| {
+                report.graph_replays = replays;
+                report.times.graph_seconds = seconds;
+            });
+        }
+
+        if let Some((check, checker)) = &context.checker {
+            // Any finding ends a run before: all ranks have finished here.
+            context.gather(Ok(()))?;
+            let accesses = checker.accesses();
+            self.console.line(checked_line(*check, accesses));
+            publish(&|report| report.checked_accesses = Some(accesses));
+        }
+        if let Some(neighbour) = neighbour {
+            let calls = context.gather(neighbour.stop().map_err(CommandError::from))?.iter().sum::<u64>();
+            self.console.line(format!("[neighbour] OK ({calls} rounds of its threads beside all of this)"));
+        }
+        // Buffers live until then: no rank leaves while another still uses its pool.
+        context.gather(Ok(()))?;
+        self.console.line("PASS");
+        Ok(())
     }
 
-    if args.graph_replays > 0 {
-        voice.doing("replays of a graph");
-        voice.count(args.graph_replays);
-        let found = rank.gather(replay_graph(setup, &mut rig, args.graph_replays, &voice))?;
-        let rows: u64 = found.iter().map(|(_, rows)| rows).sum();
-        let verified = found.first().map_or(0, |(verified, _)| *verified);
-        let seconds = clock.lap();
-        voice.line(format!(
-            "[graph] OK ({} replays, {verified} verified, each beside an eager run, {rows} rows, 0 mismatches, {seconds:.1} s)",
-            args.graph_replays
-        ));
-        publish(&|report| {
-            report.graph_replays = args.graph_replays;
-            report.times.graph_seconds = seconds;
-        });
+    /// Seconds since the last call, or the start.
+    fn lap(&mut self) -> f64 {
+        let before = std::mem::replace(&mut self.lap, Instant::now());
+        self.lap.duration_since(before).as_secs_f64()
     }
 
-    say_checked(rank, run, &voice, &publish)?;
-    beside.end(rank, &voice)
+    /// Many round trips, without any barrier between them. Their rows.
+    fn iterate<B: Acceptance>(&self, rank: &mut Rank<B>, iterations: u64, draw: Draw) -> Result<u64> {
+        let (mut rows, mut failure) = (0, None);
+        for number in (B::FIRST_NUMBER..).take(iterations as usize) {
+            let named = |what: String| format!("iteration {number}: {what}");
+            rows += rank
+                .round_trip(&B::case(&self.cases, number, draw))
+                .map_err(CommandError::from)
+                .map_err(|error| CommandError { message: error.message.clone().map(named), ..error })?;
+            // The others would wait for a rank that stops here.
+            failure = failure.or(rank.take_failure().map(named));
+            self.console.step();
+        }
+        failure.map_or(Ok(rows), |failure| Err(CommandError::failed(failure)))
+    }
+}
+
+/// The outcome, or the first check that the rank has noted as failed.
+fn settle<B, T>(rank: &mut Rank<B>, outcome: epoxide::Result<T>) -> Result<T> {
+    let value = outcome?;
+    rank.take_failure().map_or(Ok(value), |failure| Err(CommandError::failed(failure)))
+}
+
+/// A failed check of a rank, known to all ranks.
+fn failure_of(rank: u32, failure: Option<String>) -> Result<()> {
+    failure.map_or(Ok(()), |failure| {
+        Err(CommandError { agreed: true, ..CommandError::failed(failure).on_rank(rank) })
+    })
+}
+
+/// Threads that use the rank's device as other libraries do.
+fn start_neighbour(context: &RankContext) -> Neighbour {
+    // An interpreter has no cycles to spare.
+    let pause = Duration::from_micros(if context.device.info().is_virtual { 5_000 } else { 100 });
+    Neighbour::start(&context.device, pause)
 }
 
 /// Estimate of the time of check mode, and the flags for other sizes.
-fn before_check(setup: &Setup, args: &Args) -> String {
+fn before_check(settings: &Settings, args: &Args) -> String {
     let trips = args.iterations() + args.graph_replays;
-    let (ranks, tokens, hidden, sms) = (setup.ranks, setup.tokens, setup.hidden, setup.num_sms);
-    let seconds = duration(check_seconds(setup, trips));
+    let (ranks, tokens, hidden, sms) = (settings.ranks, settings.tokens, settings.hidden, settings.num_sms);
+    let seconds = duration(check_seconds(settings, trips));
     let shared = &args.shared;
     let open = [shared.tokens.is_none(), shared.hidden.is_none(), shared.num_sms.is_none()];
     let remedy = match open.contains(&true) {
@@ -218,31 +274,19 @@ fn before_check(setup: &Setup, args: &Args) -> String {
 /// Estimated seconds of check mode, which runs one warp at a time, with so many round trips behind
 /// the first ones. It was fitted to runs on the two cores that docs/BENCH-NOTES.md names, with an
 /// error of at most a half.
-fn check_seconds(setup: &Setup, trips: u64) -> f64 {
+fn check_seconds(settings: &Settings, trips: u64) -> f64 {
     // Seconds of a rank, of a multiprocessor, of a token, and of an element of a token.
-    let (fixed, of_sm, of_token, of_element) = match (setup.mode, setup.nodes) {
+    let (fixed, of_sm, of_token, of_element) = match (settings.mode, settings.nodes) {
         (Mode::LowLatency, _) => (0.1, 0.032, 4.4e-3, 38e-6),
         (_, 1) => (0.44, 0.021, 3.7e-3, 3.9e-6),
         _ => (0.6, 0.025, 7.4e-3, 7.8e-6),
     };
-    let tokens = f64::from(setup.tokens);
+    let tokens = f64::from(settings.tokens);
     // Blocks without tokens end at once.
-    let sms = f64::from(setup.num_sms.min(setup.tokens.max(2)));
-    let copies = 0.5 + f64::from(setup.topk.min(setup.ranks)) / 8.0;
-    let rows = tokens * copies * (of_token + of_element * setup.hidden as f64);
-    f64::from(setup.ranks) * (fixed + of_sm * sms + rows) * (1.0 + 0.3 * trips as f64)
-}
-
-/// Prints the amount that check mode has checked, once all ranks have finished: any finding ends a
-/// run before.
-fn say_checked(rank: &Rank, run: &Run, voice: &Voice, publish: Publish<'_>) -> Result<()> {
-    if let Some((check, checker)) = &run.checker {
-        rank.gather(Ok(()))?;
-        let accesses = checker.accesses();
-        voice.line(checked_line(*check, accesses));
-        publish(&|report| report.checked_accesses = Some(accesses));
-    }
-    Ok(())
+    let sms = f64::from(settings.num_sms.min(settings.tokens.max(2)));
+    let copies = 0.5 + f64::from(settings.topk.min(settings.ranks)) / 8.0;
+    let rows = tokens * copies * (of_token + of_element * settings.hidden as f64);
+    f64::from(settings.ranks) * (fixed + of_sm * sms + rows) * (1.0 + 0.3 * trips as f64)
 }
 
 fn checked_line(check: Check, accesses: u64) -> String {
@@ -261,44 +305,39 @@ fn count_of(accesses: u64) -> String {
     }
 }
 
-fn high_throughput(setup: &Setup, rig: &Rig) -> HighThroughput {
-    let row_bytes = setup.hidden * DType::Bf16.size();
-    let hint = |hint: fn(&epoxide::throughput::Config, u64, u32, u32) -> u64| {
-        hint(&setup.config, row_bytes, setup.ranks, setup.ranks / setup.nodes)
+fn cfg_line(config: &ConfigReport) -> String {
+    let s = &config.settings;
+    let mut line = String::from("[cfg]");
+    // Writing to a string cannot fail.
+    let mut add = |text: std::fmt::Arguments<'_>| _ = line.write_fmt(text);
+    let mode = match s.mode {
+        Mode::LowLatency => "low-latency",
+        Mode::Intranode => "intranode",
+        Mode::Internode => "internode",
     };
-    HighThroughput {
-        num_channels: setup.config.num_channels(),
-        num_max_nvl_chunked_send_tokens: setup.config.num_max_nvl_chunked_send_tokens,
-        num_max_nvl_chunked_recv_tokens: setup.config.num_max_nvl_chunked_recv_tokens,
-        wire_bytes: rig.buffer.wire_bytes(),
-        is_one_node: rig.buffer.num_nodes() == 1,
-        nvl_buffer_size_hint: hint(epoxide::throughput::Config::nvl_buffer_size_hint),
-        rdma_buffer_size_hint: hint(epoxide::throughput::Config::rdma_buffer_size_hint),
+    add(format_args!(" mode={mode} nodes={} num_ranks={}", s.nodes, s.ranks));
+    if s.mode == Mode::LowLatency && s.nodes > 1 {
+        add(format_args!(" transport={}", s.transport));
     }
-}
-
-fn cfg_line(config: &ConfigReport, more: &HighThroughput) -> String {
-    let s = &config.setup;
-    let placement = match config.placement {
-        Placement::Threads => "threads",
-        Placement::Processes | Placement::OneRank => "processes",
-    };
-    let mut line = format!(
-        "[cfg] mode={} nodes={} num_ranks={} tokens={} hidden={} experts={} topk={} dtype={} device={:?} ({placement})",
-        if s.nodes == 1 { "intranode" } else { "internode" },
-        s.nodes,
-        s.ranks,
+    add(format_args!(
+        " tokens={} hidden={} experts={} topk={} dtype={} device={:?}",
         s.tokens,
         s.hidden,
         s.experts,
         s.topk,
         s.dtype.dtype(),
         config.device_name,
-    );
-    // Writing to a string cannot fail.
-    let _ = write!(
-        line,
-        " seed={:#x} num_sms={} channels={} nvl_send={} nvl_recv={} pool_bytes={} rows={} nvl_hint={} rdma_hint={}",
+    ));
+    let Some(more) = &config.high_throughput else {
+        add(format_args!(" seed={:#x} pool_bytes={}", s.seed, config.pool_bytes));
+        return line;
+    };
+    let placement = match config.placement {
+        Placement::Threads => "threads",
+        Placement::Processes | Placement::OneRank => "processes",
+    };
+    add(format_args!(
+        " ({placement}) seed={:#x} num_sms={} channels={} nvl_send={} nvl_recv={} pool_bytes={} rows={} nvl_hint={} rdma_hint={}",
         s.seed,
         s.num_sms,
         more.num_channels,
@@ -308,10 +347,9 @@ fn cfg_line(config: &ConfigReport, more: &HighThroughput) -> String {
         config.capacity_rows,
         more.nvl_buffer_size_hint,
         more.rdma_buffer_size_hint,
-    );
+    ));
     if s.nodes > 1 {
-        let _ = write!(
-            line,
+        add(format_args!(
             " transport={} one_node={} queues={} rdma_send={} rdma_recv={} wire_bytes={}",
             s.transport,
             more.is_one_node,
@@ -319,347 +357,15 @@ fn cfg_line(config: &ConfigReport, more: &HighThroughput) -> String {
             s.config.num_max_rdma_chunked_send_tokens,
             s.config.num_max_rdma_chunked_recv_tokens,
             more.wire_bytes,
-        );
+        ));
     }
     line
 }
 
-/// The data of MSCCL++'s test. Every rank's report.
-fn first_data(rank: &Rank, setup: &Setup, rig: &mut Rig, voice: &Voice) -> Result<Vec<RankReport>> {
-    let me = rank.rank;
-    let tokens = vec![setup.tokens; setup.ranks as usize];
-    let mut rng = rng_of(&[setup.seed]);
-    let routing = Routing::random(&mut rng, &tokens, setup.topk, setup.experts, Style::DistinctTopK);
-    let case = Case { weight: Some(1.0), seed: setup.seed, ..cases::along(setup, routing, setup.hidden) };
-    let expected = rig.expect(&case);
-    let plan = &expected.plan;
-
-    let mut marks = Marks::default();
-    let (topk_weights, layout) = rank.agree(lay_out(setup, rig, &case, &expected, &mut marks))?;
-    voice.line("[layout] OK");
-
-    let outcome = (|| {
-        let (x, x_scales) = rank_number_rows(setup, rig, me)?;
-        let request = DispatchRequest::new(&x, &layout).topk_weights(&topk_weights);
-        let request = x_scales.iter().fold(request, DispatchRequest::scales);
-        let mut place = rig.place()?;
-        marks.mark(rig)?;
-        let output = rig.buffer.dispatch(&mut place, request, StreamOrder::comm(&rig.stream))?;
-        marks.mark(rig)?;
-        // Combine follows at once: no barrier and, where the rows can be returned as they are, no
-        // look at them either.
-        let staged = expert_rows(rig, &output)?;
-        let request = match &staged {
-            Staged::AsReceived => CombineRequest::new(&output.recv_x, &output.handle),
-            Staged::Converted(rows) => CombineRequest::new(rows, &output.handle),
-            Staged::InPool(rows) => CombineRequest::new(rows, &output.handle),
-        };
-        let request = output.recv_topk_weights.iter().fold(request, CombineRequest::topk_weights);
-        marks.mark(rig)?;
-        let combined = rig.buffer.combine(request, StreamOrder::comm(&rig.stream))?;
-        marks.mark(rig)?;
-        rig.stream.synchronize()?;
-        rig.buffer.check()?;
-        rig.learn_regions(&output);
-
-        let mut report = RankReport {
-            rank: me,
-            num_tokens: setup.tokens,
-            num_recv_tokens: output.num_recv_tokens.unwrap_or(0),
-            dispatch_failure: check_rank_numbers(rig, plan, &output)?,
-            layout_ms: marks.elapsed_ms(0)?,
-            dispatch_ms: marks.elapsed_ms(2)?,
-            combine_ms: marks.elapsed_ms(4)?,
-            ..RankReport::default()
-        };
-        check_sums(rig, &case, me, &combined, &mut report)?;
-        Ok(report)
-    })();
-    rank.gather(outcome)
-}
-
-/// Makes the layout and compares it.
-fn lay_out(
-    setup: &Setup,
-    rig: &mut Rig,
-    case: &Case,
-    expected: &Expected,
-    marks: &mut Marks,
-) -> Result<(TypedTensor<'static, f32>, DispatchLayout<'static>)> {
-    let (topk_idx, topk_weights) = rig.topk(case)?;
-    marks.mark(rig)?;
-    let layout = rig.buffer.get_dispatch_layout(&topk_idx, setup.experts, StreamOrder::comm(&rig.stream))?;
-    marks.mark(rig)?;
-    match rig.compare_layout(&layout, expected)? {
-        None => Ok((topk_weights, layout)),
-        Some(difference) => Err(Stop::failed(format!("layout: {difference}"))),
-    }
-}
-
-/// Rows whose every element is the rank's number, and their scales.
-fn rank_number_rows(
-    setup: &Setup,
-    rig: &Rig,
-    rank: u32,
-) -> Result<(Tensor<'static>, Option<TypedTensor<'static, f32>>)> {
-    let (stream, shape) = (&rig.stream, [u64::from(setup.tokens), setup.hidden]);
-    let elements = setup.tokens as usize * setup.hidden as usize;
-    match setup.dtype {
-        RowType::Bf16 => {
-            let values = vec![bf16::from_f32(rank as f32); elements];
-            Ok((Tensor::from_host(stream, DType::Bf16, &shape, &values)?, None))
-        }
-        RowType::Fp8 => {
-            let bytes = vec![FP8_MAX_BYTE; elements];
-            let shape_of_scales = [u64::from(setup.tokens), setup.dtype.num_scales(setup.hidden)];
-            let scales = vec![rank as f32 / FP8_MAX; shape_of_scales.iter().product::<u64>() as usize];
-            let scales = TypedTensor::from_host(stream, &shape_of_scales, &scales)?;
-            Ok((Tensor::from_host(stream, DType::Fp8E4m3, &shape, &bytes)?, Some(scales)))
-        }
-    }
-}
-
-/// The received rows as numbers.
-fn received_numbers(rig: &Rig, output: &Received) -> Result<Vec<f32>> {
-    let Some(scales) = &output.recv_x_scales else {
-        let values = output.recv_x.to_host::<bf16>(&rig.stream)?;
-        return Ok(values.into_iter().map(bf16::to_f32).collect());
-    };
-    let bytes = output.recv_x.to_host::<u8>(&rig.stream)?;
-    let (hidden, per_row) = (output.recv_x.columns() as usize, scales.columns() as usize);
-    let scales = scales.to_host::<f32>(&rig.stream)?;
-    let rows = bytes.chunks_exact(hidden).zip(scales.chunks_exact(per_row));
-    let value = |byte: u8, scale: f32| if byte == FP8_MAX_BYTE { FP8_MAX * scale } else { f32::NAN };
-    Ok(rows
-        .flat_map(|(row, scales)| {
-            let blocks = row.chunks(ELEMENTS_PER_SCALE as usize).zip(scales);
-            blocks.flat_map(|(block, &scale)| block.iter().map(move |&byte| value(byte, scale)))
-        })
-        .collect())
-}
-
-/// Rows that identity experts return, and the place where combine finds them.
-enum Staged<'p> {
-    /// In the received rows themselves.
-    AsReceived,
-    /// In a tensor of bf16.
-    Converted(Tensor<'static>),
-    /// In the place's rows for combine.
-    InPool(PoolRows<'p>),
-}
-
-fn expert_rows<'p>(rig: &Rig, output: &Received<'p>) -> Result<Staged<'p>> {
-    let recv_x = &output.recv_x;
-    if recv_x.dtype() != DType::Bf16 {
-        let values: Vec<bf16> = received_numbers(rig, output)?.into_iter().map(bf16::from_f32).collect();
-        return Ok(Staged::Converted(Tensor::from_host(&rig.stream, DType::Bf16, recv_x.shape(), &values)?));
-    }
-    // By the shape alone, not by how many rows came: all ranks return rows in the same way.
-    if recv_x.row_stride() == recv_x.row_bytes() {
-        return Ok(Staged::AsReceived);
-    }
-    // The pool pads these rows, in both of its regions alike.
-    let rows = output.combine_rows(DType::Bf16, recv_x.columns())?;
-    // SAFETY: both are regions of the own pool with this many rows, and the buffer outlives the
-    // stream's work.
-    unsafe { rig.stream.copy(rows.tensor().ptr(), recv_x.ptr(), recv_x.rows() * recv_x.row_stride())? };
-    Ok(Staged::InPool(rows))
-}
-
-/// Checks the shape of the received rows and, block by block, that each element is its source
-/// rank's number.
-fn check_rank_numbers(rig: &Rig, plan: &Plan, output: &Received) -> Result<Option<String>> {
-    let (shape, hidden) = (output.recv_x.shape(), output.recv_x.columns());
-    let expected_shape = [u64::from(plan.num_recv_tokens), hidden];
-    if let Some(difference) = compare::value("recv_x shape", shape, &expected_shape[..]) {
-        return Ok(Some(difference));
-    }
-    let values = received_numbers(rig, output)?;
-    for (row, (values, &(source, _))) in values.chunks_exact(hidden as usize).zip(&plan.recv_src).enumerate()
-    {
-        let wrong = |value: &f32| value.is_nan() || (value - source as f32).abs() > RECV_TOLERANCE;
-        if let Some(column) = values.iter().position(wrong) {
-            let got = values[column];
-            return Ok(Some(format!(
-                "recv_x, row {row}, column {column}: expected {source}, the source rank, got {got}"
-            )));
-        }
-    }
-    Ok(None)
-}
-
-/// Checks each token's mean, every element, and the weights: a token comes back once from each of
-/// its destinations.
-fn check_sums(rig: &Rig, case: &Case, me: u32, combined: &Combined, report: &mut RankReport) -> Result<()> {
-    let tokens = case.routing.num_tokens(me);
-    let hidden = case.hidden() as usize;
-    let expected: Vec<f32> =
-        (0..tokens).map(|token| (case.routing.num_destinations(me, token) * me) as f32).collect();
-    let largest = expected.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
-    let tolerance = (largest / 64.0).max(1e-2);
-    report.combine_max_abs_expected = largest;
-
-    let shape = [u64::from(tokens), case.hidden()];
-    if let Some(difference) = compare::value("combined_x shape", combined.combined_x.shape(), &shape[..]) {
-        report.combine_failure = Some(difference);
-        return Ok(());
-    }
-    let got = combined.combined_x.to_host::<bf16>(&rig.stream)?;
-    for (token, (row, expected)) in got.chunks_exact(hidden).zip(&expected).enumerate() {
-        let mean = row.iter().map(|value| f64::from(value.to_f32())).sum::<f64>() / hidden as f64;
-        // Not a number is as far off as can be.
-        let distance = |value: f32| if value.is_nan() { f32::MAX } else { (value - expected).abs() };
-        let difference = distance(mean as f32);
-        report.combine_max_abs_difference = report.combine_max_abs_difference.max(difference);
-        if report.combine_failure.is_none() && difference > tolerance {
-            let failure = format!("combined_x, token {token}: expected a mean of {expected}, got {mean}");
-            report.combine_failure = Some(failure);
-        }
-        let wrong = row.iter().position(|value| distance(value.to_f32()) > tolerance);
-        if let (None, Some(column)) = (&report.combine_failure, wrong) {
-            let failure = format!(
-                "combined_x, token {token}, column {column}: expected {expected}, got {}",
-                row[column]
-            );
-            report.combine_failure = Some(failure);
-        }
-    }
-    if report.combine_failure.is_none() {
-        let expected = rig.round_trip_of_weights(case);
-        report.combine_failure = compare_weights(rig, case, Some(&expected), combined)?;
-    }
-    Ok(())
-}
-
-/// Prints what the ranks found with the first data; an error where any found something wrong.
-fn say_first_data(reports: &[RankReport], voice: &Voice) -> Result<()> {
-    let failed = |report: &RankReport, phase: &str, failure: &Option<String>| {
-        let stop =
-            failure.as_ref().map(|failure| Stop::failed(format!("{phase}: {failure}")).on_rank(report.rank));
-        stop.map_or(Ok(()), |stop| Err(Stop { agreed: true, ..stop }))
-    };
-    for report in reports {
-        failed(report, "dispatch", &report.dispatch_failure)?;
-    }
-    if let Some(root) = reports.first() {
-        voice.line(format!("[dispatch] OK (recv {} tokens)", root.num_recv_tokens));
-    }
-    for report in reports {
-        voice.line(format!(
-            "[combine r{}] max|got-expected|={} max|expected|={}",
-            report.rank, report.combine_max_abs_difference, report.combine_max_abs_expected
-        ));
-    }
-    reports.iter().try_for_each(|report| failed(report, "combine", &report.combine_failure))
-}
-
-/// Round trips of random bytes at full size: one as routers give them, one with holes.
-fn bit_for_bit(setup: &Setup, rig: &mut Rig) -> Result<u64> {
-    let mut rows = 0;
-    for (number, style) in [(1, Style::DistinctTopK), (2, Style::WithHoles)] {
-        rows += rig.round_trip(&cases::full_size(setup, number, style))?;
-    }
-    match rig.take_failure() {
-        None => Ok(rows),
-        Some(failure) => Err(Stop::failed(failure)),
-    }
-}
-
-/// Many round trips, without any barrier between them.
-fn iterate(setup: &Setup, rig: &mut Rig, iterations: u64, random: bool, voice: &Voice) -> Result<u64> {
-    let (mut rows, mut failure) = (0, None);
-    for iteration in 0..iterations {
-        // The first numbers are taken.
-        let number = 3 + iteration;
-        let case = match random {
-            true => cases::random(setup, number),
-            false => cases::full_size(setup, number, Style::DistinctTopK),
-        };
-        let named = |what: String| format!("iteration {iteration}: {what}");
-        rows += rig
-            .round_trip(&case)
-            .map_err(Stop::from)
-            .map_err(|stop| Stop { message: stop.message.clone().map(named), ..stop })?;
-        // The others would wait for a rank that stops here.
-        failure = failure.or(rig.take_failure().map(named));
-        voice.step();
-    }
-    failure.map_or(Ok(rows), |failure| Err(Stop::failed(failure)))
-}
-
-/// Replays one graph, with new routings and rows each time. How many replays were verified, and the
-/// rows that those received.
-fn replay_graph(setup: &Setup, rig: &mut Rig, replays: u64, voice: &Voice) -> Result<(u64, u64)> {
-    // Case numbers of replays start past those of other round trips.
-    const FIRST_CASE: u64 = 1 << 32;
-    // An argument of the dispatch, so a graph has one.
-    const ALIGNMENT: u32 = 4;
-    let case = |replay: u64| {
-        let style = Style::ALL[replay as usize % Style::ALL.len()];
-        Case { expert_alignment: ALIGNMENT, ..cases::full_size(setup, FIRST_CASE + replay, style) }
-    };
-    let found = rig.replay_graph(case, replays, || voice.step())?;
-    rig.take_failure().map_or(Ok(found), |failure| Err(Stop::failed(failure)))
-}
-
-/// Points of the rank's stream, for the device's time between them.
-#[derive(Default)]
-struct Marks(Vec<Event>);
-
-impl Marks {
-    fn mark(&mut self, rig: &Rig) -> Result<()> {
-        let event = Event::timed(rig.buffer.device())?;
-        event.record(&rig.stream)?;
-        self.0.push(event);
-        Ok(())
-    }
-
-    /// Milliseconds from mark `from` to the next; the stream must have passed both.
-    fn elapsed_ms(&self, from: usize) -> Result<f32> {
-        match self.0.get(from..from + 2) {
-            Some([start, end]) => Ok(start.elapsed_ms(end)?),
-            _ => Ok(0.0),
-        }
-    }
-}
-
-/// Wall time between calls.
-struct Clock(Instant);
-
-impl Clock {
-    /// Seconds since the last call, or the start.
-    fn lap(&mut self) -> f64 {
-        let seconds = self.0.elapsed().as_secs_f64();
-        self.0 = Instant::now();
-        seconds
-    }
-}
-
-/// Threads that use the rank's device as other libraries do, if a flag asks for them.
-struct Beside(Option<Neighbour>);
-
-impl Beside {
-    fn start(rank: &Rank, is_wanted: bool) -> Beside {
-        // An interpreter has no cycles to spare.
-        let pause = Duration::from_micros(if rank.device.info().is_virtual { 5_000 } else { 100 });
-        Beside(is_wanted.then(|| Neighbour::start(&rank.device, pause)))
-    }
-
-    /// Ends the threads, and with them a test that has passed. Buffers live until then: no rank
-    /// leaves while another still uses its pool.
-    fn end(self, rank: &Rank, voice: &Voice) -> Result<()> {
-        if let Some(neighbour) = self.0 {
-            let calls = rank.gather(neighbour.stop().map_err(Stop::from))?.iter().sum::<u64>();
-            voice.line(format!("[neighbour] OK ({calls} rounds of its threads beside all of this)"));
-        }
-        rank.gather(Ok(()))?;
-        voice.line("PASS");
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use epoxide_testing::oracle::{Style, recv_order};
+    use epoxide_testing::payload::rng_of;
     use epoxide_testing::tier;
 
     use super::*;
@@ -773,12 +479,9 @@ mod tests {
     fn the_readme_has_the_counts_that_the_defaults_give() {
         let args: Args = crate::testing::parse(["roundtrip"]).unwrap();
         let topology = args.shared.topology(DEFAULTS, None).unwrap();
-        let setup = args.shared.resolve(topology, DEFAULTS).unwrap();
-        let tokens = vec![setup.tokens; setup.ranks as usize];
-        let mut rng = rng_of(&[setup.seed]);
-        let routing = Routing::random(&mut rng, &tokens, setup.topk, setup.experts, Style::DistinctTopK);
-        let to_first = |source| (0..setup.tokens).filter(|&token| routing.hits(source, token, 0)).count();
-        let line = format!("[dispatch] OK (recv {} tokens)", (0..setup.ranks).map(to_first).sum::<usize>());
+        let cases = args.shared.resolve(topology, DEFAULTS).unwrap().cases();
+        let routing = cases.routing(&mut rng_of(&[cases.seed]), Style::DistinctTopK);
+        let line = format!("[dispatch] OK (recv {} tokens)", recv_order(&routing, 0).len());
         assert!(include_str!("../../README.md").contains(&line), "{line}");
     }
 
@@ -788,8 +491,8 @@ mod tests {
             let words = format!("roundtrip --check {line}");
             let args: Args = crate::testing::parse(words.split_whitespace()).unwrap();
             let topology = args.shared.topology(CHECK_DEFAULTS, None).unwrap();
-            let setup = args.shared.resolve(topology, CHECK_DEFAULTS).unwrap();
-            (check_seconds(&setup, args.iterations()), before_check(&setup, &args))
+            let settings = args.shared.resolve(topology, CHECK_DEFAULTS).unwrap();
+            (check_seconds(&settings, args.iterations()), before_check(&settings, &args))
         };
         // The defaults fit into a minute, even on a machine that is two times slower.
         for line in ["", "--mode intranode", "--mode low-latency", "--dtype fp8", "--nodes 2 --transport tcp"]
@@ -818,27 +521,13 @@ mod tests {
             assert!(!report.pass && report.exit_code == code && report.error.is_some(), "{line}");
         }
         #[cfg(not(feature = "cuda"))]
-        assert_eq!(execute_line("--device cuda").1.unwrap_err().code, crate::stop::SKIPPED);
+        assert_eq!(execute_line("--device cuda").1.unwrap_err().code, crate::error::SKIPPED);
         #[cfg(not(feature = "rdma"))]
         {
             let line = "--nodes 2 --ranks-per-node 1 --tokens 1 --hidden 8 --transport verbs";
-            let stop = execute_line(line).1.unwrap_err();
-            let message = stop.message.unwrap_or_default();
-            assert!(stop.code == crate::stop::SKIPPED && message.contains("--features rdma"), "{message}");
+            let error = execute_line(line).1.unwrap_err();
+            let message = error.message.unwrap_or_default();
+            assert!(error.code == crate::error::SKIPPED && message.contains("--features rdma"), "{message}");
         }
-    }
-
-    #[test]
-    fn failures_are_printed_with_the_number_of_their_rank() {
-        let voice = Voice::new(false, false);
-        let failure = Some("combined_x, token 3: expected a mean of 4, got 5".to_owned());
-        let reports = [
-            RankReport::default(),
-            RankReport { rank: 1, combine_failure: failure, ..RankReport::default() },
-        ];
-        let stop = say_first_data(&reports, &voice).unwrap_err();
-        assert_eq!((stop.code, stop.agreed), (crate::stop::FAILED, true));
-        let message = "rank 1: combine: combined_x, token 3: expected a mean of 4, got 5";
-        assert_eq!(stop.message.as_deref(), Some(message));
     }
 }

@@ -10,7 +10,7 @@ use epoxide::throughput::{Buffer, CombineRequest, Counts, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, Rank, Setup};
+use epoxide_testing::harness::{NodeLinks, Rank, Setup};
 use epoxide_testing::ids::{Ids, Logical};
 use epoxide_testing::oracle::{self, Routing, Style};
 use epoxide_testing::payload::rng_of;
@@ -18,7 +18,8 @@ use epoxide_testing::roundtrip::{Case, Scales};
 use epoxide_testing::tier;
 
 use crate::cases;
-use crate::valid::{RANKS, TOKENS, refused, then_dispatch};
+use crate::property::config;
+use crate::valid::{RANKS, TOKENS, Valid, expect_gone, refused, then_dispatch};
 
 fn case(tokens: &[u32], topk: u32, experts: u32, style: Style) -> Case {
     Case::new(Routing::random(&mut rng_of(&[5]), tokens, topk, experts, style), 48)
@@ -89,18 +90,13 @@ fn the_checker_finds_nothing() {
     }
 }
 
-fn ranks() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
+fn ranks() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
     let tokens = prop_oneof![1 => Just(0), 1 => 1..=8u32, 3 => 0..=40u32];
     prop::collection::vec(tokens, 1..=10).prop_map(|tokens| (tokens, None))
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: tier::pick(2, 64),
-        max_shrink_iters: 40,
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(config(64))]
 
     #[test]
     fn every_quantity_equals_the_oracle(case in cases::case(ranks()), alignment in 0..=6u32) {
@@ -160,7 +156,7 @@ fn arguments_are_checked() {
         refused(rank.dispatch(place, request(&x, &valid.layout)), &parts);
         Ok(())
     });
-    let nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
+    let nodes = NodeLinks { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
     let several = Setup { ..Setup::new(RANKS, 2, TOKENS as u32, 64).nodes(Some(nodes)) };
     then_dispatch(several, |rank, valid, place| {
         let x = ones(rank)?;
@@ -217,17 +213,13 @@ fn a_peer_that_is_gone() {
     let mut setup = setup(Some(64));
     setup.fields().timeout = Duration::from_millis(200);
     setup.run(|rank| {
-        let x = ones(rank)?;
-        let ids = rank.upload_typed(2, &vec![vec![0i32, 3]; TOKENS as usize])?;
-        let layout = rank.layout(&ids, 4)?;
-        let mut place = rank.place()?;
+        let (x, valid, mut place) = (ones(rank)?, Valid::new(rank)?, rank.place()?);
         if rank.rank == 1 {
             return rank.stream.synchronize();
         }
-        let output =
-            rank.dispatch(&mut place, request(&x, &layout).counts(Counts::OnDevice { capacity: 64 }))?;
-        let read = output.recv_x.to_host::<u16>(&rank.stream).map(drop);
-        assert!(matches!(read, Err(Error::PeerTimeout { peer: 1, .. })), "{read:?}");
+        let on_device = request(&x, &valid.layout).counts(Counts::OnDevice { capacity: 64 });
+        let output = rank.dispatch(&mut place, on_device)?;
+        expect_gone(output.recv_x.to_host::<u16>(&rank.stream));
         Ok(())
     });
 }
@@ -295,11 +287,8 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
         let mut setup = setup(Some(64));
         setup.fields().timeout = Duration::from_millis(200);
         setup.run(|rank| {
-            let x = ones(rank)?;
-            let ids = rank.upload_typed(2, &vec![vec![0i32, 3]; TOKENS as usize])?;
-            let layout = rank.layout(&ids, 4)?;
-            let mut place = rank.place()?;
-            let on_device = request(&x, &layout).counts(Counts::OnDevice { capacity: 64 });
+            let (x, valid, mut place) = (ones(rank)?, Valid::new(rank)?, rank.place()?);
+            let on_device = request(&x, &valid.layout).counts(Counts::OnDevice { capacity: 64 });
             let handle = rank.dispatch(&mut place, on_device)?.handle;
             // 10 rows came, and 6 of padding.
             let given = if rank.rank == 1 { 15 } else { 16 };

@@ -9,12 +9,12 @@ use epoxide::internal::driver;
 use epoxide::throughput::{CachedDispatchRequest, CombineRequest, DispatchHandle, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result, Scope};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, Rank, Setup, run_ranks, try_run_ranks};
 use epoxide_testing::tier;
 
 use crate::failing::{FailingDevice, REFUSAL};
 use crate::spread::{Spread, in_every_spread};
-use crate::timeouts::{Ranks, SOON, check_timeout, dispatch};
+use crate::timeouts::{Ranks, SOON, check_timeout};
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo};
 
 in_every_spread! {
@@ -78,11 +78,7 @@ impl Call {
 
     fn make(self, rank: &mut Rank, places: &mut [Place], known: &Known) -> Result<()> {
         match self {
-            Dispatch => {
-                let layout = rank.layout(&known.inputs.topk_idx, known.experts)?;
-                let request = DispatchRequest::new(&known.inputs.x, &layout).counts(rank.on_device());
-                rank.dispatch(&mut places[0], request).map(drop)
-            }
+            Dispatch => known.inputs.dispatch(rank, &mut places[0]).map(drop),
             Cached { handle, place, hidden } => {
                 let x = if hidden == SHORT { &known.short } else { &known.inputs.x };
                 let request = CachedDispatchRequest::new(x, &known.handles[handle]);
@@ -111,7 +107,6 @@ impl Call {
 
 /// Inputs of a rank's calls.
 struct Known {
-    experts: u32,
     inputs: Inputs,
     short: epoxide::Tensor<'static>,
     /// Handles of a dispatch to each place.
@@ -119,8 +114,8 @@ struct Known {
 }
 
 /// All ways in which ranks can be spread for these tests: how many there are, and over which nodes.
-fn spreads(spread: Spread) -> Vec<(u32, Option<Nodes>)> {
-    let nodes = |ranks_per_node, transport| Some(Nodes { ranks_per_node, transport, queues: 2 });
+fn spreads(spread: Spread) -> Vec<(u32, Option<NodeLinks>)> {
+    let nodes = |ranks_per_node, transport| Some(NodeLinks { ranks_per_node, transport, queues: 2 });
     match spread {
         Spread::OneNode => vec![(2, None), (3, None)],
         Spread::SeveralNodes => tier::sample([
@@ -133,7 +128,7 @@ fn spreads(spread: Spread) -> Vec<(u32, Option<Nodes>)> {
     }
 }
 
-fn setup(ranks: u32, nodes: Option<Nodes>) -> Setup {
+fn setup(ranks: u32, nodes: Option<NodeLinks>) -> Setup {
     let channels = if nodes.is_some() { 2 } else { 1 };
     // Four bytes an element, so that combines of FP32 rows have room.
     let mut setup = Setup::new(ranks, channels, 6, 2 * ROW).nodes(nodes);
@@ -149,10 +144,10 @@ fn prepare(rank: &mut Rank, turn: &Turn) -> Result<(Vec<Place>, Known)> {
     let mut places = (0..PLACES).map(|place| rank.buffer.place(place)).collect::<Result<Vec<_>>>()?;
     let mut handles = Vec::new();
     for place in &mut places {
-        handles.push(echo(rank, place, &inputs, turn.routing.num_experts)?.0.handle);
+        handles.push(echo(rank, place, &inputs)?.0.handle);
     }
     rank.synchronize()?;
-    Ok((places, Known { experts: turn.routing.num_experts, inputs, short, handles }))
+    Ok((places, Known { inputs, short, handles }))
 }
 
 /// Has the last node make `theirs`, or of one node the last rank, and all others `ours`, and checks
@@ -164,7 +159,7 @@ fn differ(spread: Spread, ours: &[Call], theirs: &[Call]) {
         let calls_of = |rank: u32| if is_other(rank) { theirs } else { ours };
         let (setup, turn) = (setup(ranks, nodes), Turn::random(1, &[5, 6, 3, 4][..ranks as usize], 2));
         let errors = Mutex::new(BTreeMap::new());
-        let outcome = run_ranks(ranks, |number, group| {
+        let outcome = try_run_ranks(ranks, |number, group| {
             let mut rank = Rank::join(&setup, group.clone())?;
             let (mut places, known) = prepare(&mut rank, &turn)?;
             let start = rank.now();
@@ -172,15 +167,14 @@ fn differ(spread: Spread, ours: &[Call], theirs: &[Call]) {
                 // The one before may have been found out by now.
                 let _ = call.make(&mut rank, &mut places, &known);
             }
-            rank.stream.synchronize()?;
-            let error = rank.buffer.check().expect_err("calls that differ");
+            let error = rank.outcome().expect_err("calls that differ");
             let took = rank.now() - start;
             assert!(took < SOON, "noticed after {took:?}: {error}");
             assert_eq!(error.scope(), Scope::ThisRank);
             // From now on every call says the same.
             for later in [
                 calls_of(number)[0].make(&mut rank, &mut places, &known),
-                dispatch(&mut rank, &mut places[0], &turn, &known.inputs).map(drop),
+                known.inputs.dispatch_exact(&mut rank, &mut places[0]).map(drop),
             ] {
                 assert_eq!(later.expect_err("the buffer is of no use").to_string(), error.to_string());
             }
@@ -264,15 +258,13 @@ fn calls_that_agree_pass_in_any_order(spread: Spread) {
                 call.make(rank, &mut places, &known)?;
             }
             // Each dispatch makes another handle, and the ones before stay what they are.
-            let experts = turn.routing.num_experts;
-            let later = echo(rank, &mut places[1], &known.inputs, experts)?.0.handle;
+            let later = echo(rank, &mut places[1], &known.inputs)?.0.handle;
             rank.dispatch_cached(&mut places[0], CachedDispatchRequest::new(&known.inputs.x, &later))?;
             cached(0, 0).make(rank, &mut places, &known)?;
-            let output = dispatch(rank, &mut places[0], &turn, &known.inputs)?;
+            let output = known.inputs.dispatch_exact(rank, &mut places[0])?;
             let got = rank.row_bytes(&output.recv_x)?;
             rank.equal("recv_x after all", &got, &turn.recv(rank.rank));
-            rank.stream.synchronize()?;
-            rank.buffer.check()
+            rank.outcome()
         });
     }
 }
@@ -284,24 +276,22 @@ fn a_dispatch_that_fails_half_way_breaks_the_buffer(spread: Spread) {
         Spread::SeveralNodes => Ranks::on_nodes(TransportKind::Shm),
     };
     let (turn, setup) = (ranks.turn(), ranks.setup());
-    let outcome = run_ranks(ranks.lost() + 1, |number, group| {
+    run_ranks(ranks.lost() + 1, |number, group| {
         let device = VirtualGpu::new(VirtConfig { ordinal: number, ..setup.device.clone() });
         let failing = FailingDevice::new(device, &["dispatch", "internode_dispatch"]);
         let mut rank = Rank::new(driver::device(failing.clone()), group.clone(), setup.options.clone())?;
-        let inputs = Inputs::upload(&turn, &rank)?;
-        let mut place = rank.place()?;
-        let handle = echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?.0.handle;
+        let (inputs, mut place) = turn.begin(&rank)?;
+        let handle = echo(&mut rank, &mut place, &inputs)?.0.handle;
         rank.synchronize()?;
         if number != ranks.lost() {
-            let error = dispatch(&mut rank, &mut place, &turn, &inputs).map(drop).and_then(|()| {
+            let error = inputs.dispatch_exact(&mut rank, &mut place).map(drop).and_then(|()| {
                 // The counts have come; the rows do not.
-                rank.stream.synchronize()?;
-                rank.buffer.check()
+                rank.outcome()
             });
             check_timeout(number, &error.expect_err("a rank sends no rows"), "dispatch");
         } else {
             failing.refuse_next();
-            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+            let layout = inputs.layout(&mut rank)?;
             let request = DispatchRequest::new(&inputs.x, &layout);
             let error =
                 rank.dispatch(&mut place, request).map(drop).expect_err("the driver refuses the launch");
@@ -315,7 +305,7 @@ fn a_dispatch_that_fails_half_way_breaks_the_buffer(spread: Spread) {
                 rank.dispatch(&mut place, request).map(drop),
                 rank.dispatch_cached(&mut place, CachedDispatchRequest::new(&inputs.x, &handle)).map(drop),
                 combine,
-                rank.layout(&inputs.topk_idx, turn.routing.num_experts).map(drop),
+                inputs.layout(&mut rank).map(drop),
             ] {
                 let later = later.expect_err("the buffer is of no use");
                 let Error::Broken { call, reason, .. } = &later else { panic!("{later}") };
@@ -325,5 +315,4 @@ fn a_dispatch_that_fails_half_way_breaks_the_buffer(spread: Spread) {
         }
         group.barrier(PATIENCE)
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }

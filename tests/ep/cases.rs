@@ -10,7 +10,7 @@ use epoxide::DType;
 use epoxide::internal::Tuning;
 use epoxide_testing::oracle::{Routing, Style};
 
-use epoxide_testing::harness::Nodes;
+use epoxide_testing::harness::NodeLinks;
 use epoxide_testing::ids::{Ids, Logical};
 use epoxide_testing::roundtrip::{Case, Scales};
 
@@ -51,27 +51,35 @@ fn tuning() -> impl Strategy<Value = Tuning> {
     prop_oneof![1 => small, 1 => Just(Tuning::default())]
 }
 
-/// Any case on ranks with so many tokens.
-pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<Nodes>)>) -> impl Strategy<Value = Case> {
+/// Draws of a routing: entries of a token, experts of a rank, the style, a seed, and how experts are
+/// named.
+type Draws = (u32, u32, Style, u64, u32);
+
+pub fn draws(most_local_experts: u32) -> impl Strategy<Value = Draws> {
     let style = prop::sample::select(Style::ALL.to_vec());
-    let routing = (ranks, topk(), 1..=8u32, style, any::<u64>(), 0..4u32).prop_map(
-        |((tokens, nodes), topk, local_experts, style, seed, ids)| {
-            let experts = local_experts * tokens.len() as u32;
-            let mut rng = ChaCha8Rng::seed_from_u64(seed);
-            if ids < 2 {
-                let logical = Logical::random(&mut rng, &tokens, topk, style);
-                let routing = logical.routing(logical.local_experts());
-                return (routing, Ids::Placed(Arc::new(logical)), nodes);
-            }
-            let ids = if ids == 2 { Ids::Wide } else { Ids::Narrow };
-            (Routing::random(&mut rng, &tokens, topk, experts, style), ids, nodes)
-        },
-    );
+    (topk(), 1..=most_local_experts, style, any::<u64>(), 0..4u32)
+}
+
+/// The routing of ranks with so many tokens.
+pub fn routed(tokens: &[u32], (topk, local_experts, style, seed, ids): Draws) -> (Routing, Ids) {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    if ids < 2 {
+        let logical = Logical::random(&mut rng, tokens, topk, style);
+        let routing = logical.routing(logical.local_experts());
+        return (routing, Ids::Placed(Arc::new(logical)));
+    }
+    let ids = if ids == 2 { Ids::Wide } else { Ids::Narrow };
+    (Routing::random(&mut rng, tokens, topk, local_experts * tokens.len() as u32, style), ids)
+}
+
+/// Any case on ranks with so many tokens.
+pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)>) -> impl Strategy<Value = Case> {
+    let routing = (ranks, draws(8)).prop_map(|((tokens, nodes), draws)| (routed(&tokens, draws), nodes));
     // Odd multiples of 16 bytes: rows that are not aligned to more.
     let seeds = (any::<u64>(), any::<Option<u64>>());
     (routing, 1..=8u32, 1..=128u32, payload(), 0..=31u32, tuning(), seeds).prop_map(
         |(routing, num_channels, expert_alignment, (dtype, scales), half, tuning, (seed, schedule_seed))| {
-            let (routing, ids, nodes) = routing;
+            let ((routing, ids), nodes) = routing;
             Case {
                 routing,
                 ids,

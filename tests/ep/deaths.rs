@@ -7,19 +7,21 @@ use std::time::Duration;
 
 use epoxide::driver::Stream;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::group::ProcessGroup;
 use epoxide::internal::driver::{Hooks, Stop};
 use epoxide::low_latency::{self, Quantise};
 use epoxide::throughput::{
     CachedDispatchRequest, CombineRequest, Counts, DispatchHandle, DispatchLayout, DispatchRequest, Place,
 };
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
+use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, Rank, Setup, keep, run_ranks};
 use epoxide_testing::tier;
 use half::bf16;
 
-use crate::promises::{is_nan, keep_on};
+use crate::low_latency::ones::Ones;
+use crate::promises::is_nan;
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, combine_in_pool};
 
 const DEADLINE: Duration = Duration::from_millis(100);
@@ -113,6 +115,51 @@ fn bytes(words: Vec<u16>) -> Vec<u8> {
     words.into_iter().flat_map(u16::to_le_bytes).collect()
 }
 
+/// The rounds of a rank. `round` makes the round of a number and gives whether it is the last one,
+/// and asks with each call of it which other call to make. Whether the rank was told of rank 1, and
+/// whether that was at fault.
+fn rounds(
+    (group, stream): (&dyn ProcessGroup, &Stream),
+    (stop, fault): (&Stop, Fault),
+    mut round: impl FnMut(usize, &mut dyn FnMut(Other) -> Option<Other>) -> Result<bool>,
+) -> Result<(bool, bool)> {
+    let number = group.rank();
+    stream.synchronize()?;
+    group.barrier(PATIENCE)?;
+    if let (1, Fault::Stops(after)) = (number, fault) {
+        stop.after(after);
+    }
+    let count = if fault == Fault::Nothing { ROUNDS } else { ALL_ROUNDS };
+    let mut calls = 0;
+    let mut other = |right| {
+        calls += 1;
+        fault.other(number, calls - 1, right)
+    };
+    let mut failed = false;
+    for index in 0..count {
+        let outcome = round(index, &mut other);
+        failed = number == 0 && (matches!(outcome, Ok(true)) || has_failed(&outcome));
+        if !matches!(outcome, Ok(false)) {
+            break;
+        }
+    }
+    let is_at_fault = fault.has_shown(stop);
+    group.barrier(PATIENCE)?;
+    if let (1, Fault::Stops(_)) = (number, fault) {
+        stop.go_on();
+    }
+    stream.synchronize()?;
+    group.barrier(PATIENCE)?;
+    Ok((failed, is_at_fault))
+}
+
+/// Whether rank 0 was told, of the rounds of all ranks.
+fn is_told(outcomes: &[(bool, bool)], fault: Fault) -> bool {
+    let (failed, is_at_fault) = outcomes[0];
+    assert!(is_at_fault || !failed, "at {fault:?}");
+    failed
+}
+
 /// How sums are combined.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Rows {
@@ -147,12 +194,12 @@ fn call(
     }
 }
 
-fn high_throughput(nodes: Option<Nodes>, rows: Rows) {
+fn high_throughput(nodes: Option<NodeLinks>, rows: Rows) {
     sweep(|stop, fault| high_throughput_rounds(nodes, rows, stop, fault));
 }
 
 /// Whether rank 0 was told.
-fn high_throughput_rounds(nodes: Option<Nodes>, rows: Rows, stop: &Arc<Stop>, fault: Fault) -> bool {
+fn high_throughput_rounds(nodes: Option<NodeLinks>, rows: Rows, stop: &Arc<Stop>, fault: Fault) -> bool {
     let turns: [Turn; ALL_ROUNDS] = std::array::from_fn(|seed| Turn::random(seed as u64, &[8, 5], 1));
     let mut setup = Setup::new(2, 1, 8, ROW).max_topk(TOPK).nodes(nodes);
     setup.fields().timeout = DEADLINE;
@@ -162,104 +209,77 @@ fn high_throughput_rounds(nodes: Option<Nodes>, rows: Rows, stop: &Arc<Stop>, fa
         let (stream, mut place) = (rank.stream.clone(), rank.place()?);
         let mut elsewhere = rank.buffer.place(1)?;
         let all: Vec<Inputs> = turns.iter().map(|turn| Inputs::upload(turn, rank)).collect::<Result<_>>()?;
-        stream.synchronize()?;
-        rank.group.barrier(PATIENCE)?;
-        if let (1, Fault::Stops(after)) = (rank.rank, fault) {
-            stop.after(after);
-        }
-        let rounds = if fault == Fault::Nothing { ROUNDS } else { ALL_ROUNDS };
-        let (this, mut calls, mut last) = (rank.rank, 0, None);
-        let mut other = |right| {
-            calls += 1;
-            fault.other(this, calls - 1, right)
-        };
-        let mut failed = false;
-        for (turn, inputs) in turns.iter().zip(&all).take(rounds) {
-            let mut round = || -> Result<bool> {
-                let order = StreamOrder::on(&stream);
-                let experts = turn.routing.num_experts;
-                let layout = rank.buffer.get_dispatch_layout(&inputs.topk_idx, experts, order)?;
-                let mut call = |rank: &mut Rank, place: &mut Place, other, handle: Option<&_>| {
-                    let place = if other == Other::Elsewhere { &mut elsewhere } else { place };
-                    call(rank, place, inputs, &layout, other, handle).map(|()| true)
-                };
-                if let Some(other) = other(Other::Dispatch) {
-                    return call(rank, &mut place, other, last.as_ref());
+        let (group, mut last) = (rank.group.clone(), None);
+        rounds((&*group, &stream), (stop, fault), |index, other| {
+            let (turn, inputs) = (&turns[index], &all[index]);
+            let order = StreamOrder::on(&stream);
+            let layout = inputs.layout(rank)?;
+            let mut call = |rank: &mut Rank, place: &mut Place, other, handle: Option<&_>| {
+                let place = if other == Other::Elsewhere { &mut elsewhere } else { place };
+                call(rank, place, inputs, &layout, other, handle).map(|()| true)
+            };
+            if let Some(other) = other(Other::Dispatch) {
+                return call(rank, &mut place, other, last.as_ref());
+            }
+            let counts = Counts::OnDevice { capacity: rank.buffer.capacity() };
+            let request = DispatchRequest::new(&inputs.x, &layout).counts(counts);
+            let output = rank.buffer.dispatch(&mut place, request, order)?;
+            let handle = last.insert(output.handle.clone());
+            if let Some(other) = other(Other::Combine) {
+                drop(output);
+                return call(rank, &mut place, other, Some(handle));
+            }
+            let back = if rows == Rows::InPool {
+                let in_pool = output.combine_rows(DType::Bf16, HIDDEN as u64)?;
+                let (to, from) = (in_pool.tensor(), &output.recv_x);
+                // SAFETY: both are in the pool, which lives as long as the buffer.
+                unsafe { stream.copy(to.ptr(), from.ptr(), to.rows() * to.row_stride())? };
+                rank.buffer.combine(CombineRequest::new(&in_pool, &output.handle), order)?
+            } else {
+                rank.buffer.combine(CombineRequest::new(&output.recv_x, &output.handle), order)?
+            };
+            let has_received = |rows: &Tensor<'_>| {
+                let received = rows.to_host::<u16>(&stream).map(bytes);
+                if let Ok(received) = &received {
+                    let want = turn.recv(0).concat();
+                    assert!(received[..want.len()] == want, "at {fault:?}: {received:?}");
                 }
-                let counts = Counts::OnDevice { capacity: rank.buffer.capacity() };
-                let request = DispatchRequest::new(&inputs.x, &layout).counts(counts);
-                let output = rank.buffer.dispatch(&mut place, request, order)?;
-                let handle = last.insert(output.handle.clone());
-                if let Some(other) = other(Other::Combine) {
-                    drop(output);
+                !has_failed(&received)
+            };
+            let mut complete = true;
+            if rank.rank == 0 {
+                let want = &turn.sums[0];
+                let kept = rank.row_bytes(&keep(&stream, &back.combined_x, want.len() as u64)?)?;
+                for (got, want) in kept.iter().zip(want) {
+                    assert!(is_nan(got) || got == want, "at {fault:?}: {got:?}, {want:?}");
+                }
+                let missing = rank.buffer.missing_tokens()?;
+                // Plans of two places do not fit together, which ends that dispatch alone.
+                let has_plan = !matches!(fault, Fault::Calls(Other::Elsewhere, _));
+                for (token, (got, want)) in (0..).zip(kept.iter().zip(want)) {
+                    let is_told = missing.contains(&token) || !has_plan;
+                    assert!(is_told || got == want, "at {fault:?}, {token}: {missing:?}");
+                }
+                let sums = back.combined_x.to_host::<u16>(&stream).map(bytes);
+                if let Ok(sums) = &sums {
+                    assert!(*sums == want.concat(), "at {fault:?}: {sums:?}");
+                }
+                complete = !has_failed(&sums) & has_received(&output.recv_x);
+            }
+            // Across nodes it takes more blocks than there are here.
+            if nodes.is_none() {
+                drop(output);
+                if let Some(other) = other(Other::Cached) {
                     return call(rank, &mut place, other, Some(handle));
                 }
-                let back = if rows == Rows::InPool {
-                    let in_pool = output.combine_rows(DType::Bf16, HIDDEN as u64)?;
-                    let (to, from) = (in_pool.tensor(), &output.recv_x);
-                    // SAFETY: both are in the pool, which lives as long as the buffer.
-                    unsafe { stream.copy(to.ptr(), from.ptr(), to.rows() * to.row_stride())? };
-                    rank.buffer.combine(CombineRequest::new(&in_pool, &output.handle), order)?
-                } else {
-                    rank.buffer.combine(CombineRequest::new(&output.recv_x, &output.handle), order)?
-                };
-                let has_received = |rows: &Tensor<'_>| {
-                    let received = rows.to_host::<u16>(&stream).map(bytes);
-                    if let Ok(received) = &received {
-                        let want = turn.recv(0).concat();
-                        assert!(received[..want.len()] == want, "at {fault:?}: {received:?}");
-                    }
-                    !has_failed(&received)
-                };
-                let mut complete = true;
-                if rank.rank == 0 {
-                    let want = &turn.sums[0];
-                    let kept = rank.row_bytes(&keep_on(&stream, &back.combined_x, want.len())?)?;
-                    for (got, want) in kept.iter().zip(want) {
-                        assert!(is_nan(got) || got == want, "at {fault:?}: {got:?}, {want:?}");
-                    }
-                    let missing = rank.buffer.missing_tokens()?;
-                    // Plans of two places do not fit together, which ends that dispatch alone.
-                    let has_plan = !matches!(fault, Fault::Calls(Other::Elsewhere, _));
-                    for (token, (got, want)) in (0..).zip(kept.iter().zip(want)) {
-                        let is_told = missing.contains(&token) || !has_plan;
-                        assert!(is_told || got == want, "at {fault:?}, {token}: {missing:?}");
-                    }
-                    let sums = back.combined_x.to_host::<u16>(&stream).map(bytes);
-                    if let Ok(sums) = &sums {
-                        assert!(*sums == want.concat(), "at {fault:?}: {sums:?}");
-                    }
-                    complete = !has_failed(&sums) & has_received(&output.recv_x);
-                }
-                // Across nodes it takes more blocks than there are here.
-                if nodes.is_none() {
-                    drop(output);
-                    if let Some(other) = other(Other::Cached) {
-                        return call(rank, &mut place, other, Some(handle));
-                    }
-                    let request = CachedDispatchRequest::new(&inputs.x, handle);
-                    let again = rank.buffer.dispatch_cached(&mut place, request, order)?;
-                    complete &= rank.rank != 0 || has_received(&again.recv_x);
-                }
-                Ok(!complete)
-            };
-            let outcome = round();
-            failed = rank.rank == 0 && (matches!(outcome, Ok(true)) || has_failed(&outcome));
-            if !matches!(outcome, Ok(false)) {
-                break;
+                let request = CachedDispatchRequest::new(&inputs.x, handle);
+                let again = rank.buffer.dispatch_cached(&mut place, request, order)?;
+                complete &= rank.rank != 0 || has_received(&again.recv_x);
             }
-        }
-        let is_at_fault = fault.has_shown(stop);
-        rank.group.barrier(PATIENCE)?;
-        if let (1, Fault::Stops(_)) = (rank.rank, fault) {
-            stop.go_on();
-        }
-        stream.synchronize()?;
-        Ok((failed, is_at_fault))
+            Ok(!complete)
+        })
     });
-    let (failed, is_at_fault) = outcomes[0];
-    assert!(is_at_fault || !failed, "at {fault:?}");
-    failed
+    is_told(&outcomes, fault)
 }
 
 #[test]
@@ -275,7 +295,7 @@ fn within_a_node_with_rows_of_a_tensor() {
 #[test]
 fn across_nodes() {
     for transport in [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp] {
-        high_throughput(Some(Nodes { ranks_per_node: 1, transport, queues: 1 }), Rows::InPool);
+        high_throughput(Some(NodeLinks { ranks_per_node: 1, transport, queues: 1 }), Rows::InPool);
     }
 }
 
@@ -290,126 +310,73 @@ fn low_latency_rounds(
     fault: Fault,
 ) -> bool {
     const TOKENS: u64 = 4;
-    const HIDDEN: u64 = 128;
+    let shape = low_latency::Shape { max_tokens: TOKENS as u32, hidden: 128, num_topk: 2, num_experts: 4 };
     let outcomes = run_ranks(2, |number, group| {
-        let config = VirtConfig {
-            ordinal: number,
-            sm_count: 4,
-            hooks: Hooks { stop: Some(stop.clone()), ..Hooks::default() },
-            ..VirtConfig::default()
-        };
-        let device = VirtualGpu::new(config);
-        let stream = Stream::new(&device)?;
-        let options = change(
-            low_latency::Options::new(low_latency::Shape {
-                max_tokens: TOKENS as u32,
-                hidden: HIDDEN,
-                num_topk: 2,
-                num_experts: 4,
-            })
-            .places(2)
-            .timeout(DEADLINE),
-        );
-        let mut buffer = low_latency::Buffer::new(device.clone(), &*group, options)?;
-        let (mut place, mut elsewhere) = (buffer.place(0)?, buffer.place(1)?);
+        let hooks = Hooks { stop: Some(stop.clone()), ..Hooks::default() };
+        let config = VirtConfig { ordinal: number, sm_count: 4, hooks, ..VirtConfig::default() };
+        let options = |options: low_latency::Options| change(options.places(2).timeout(DEADLINE));
         // Tokens for both ranks, for this one and the other alone, and without experts.
-        let topk_idx = TypedTensor::from_host(&stream, &[TOKENS, 2], &[0i64, 3, 1, 0, 2, -1, -1, -1])?;
-        let ranks = [2.0, 1.0, 1.0, 0.0];
-        let numbers = |value: f32, rows: u64| vec![bf16::from_f32(value); (rows * HIDDEN) as usize];
-        let tensor =
-            |value, rows| Tensor::from_host(&stream, DType::Bf16, &[rows, HIDDEN], &numbers(value, rows));
-        let x = tensor(1.0, TOKENS)?;
+        let ids = [0, 3, 1, 0, 2, -1, -1, -1];
+        let mut rank = Ones::new(VirtualGpu::new(config), group.clone(), shape, options, &ids)?;
+        let (mut place, mut elsewhere) = (rank.buffer.place(0)?, rank.buffer.place(1)?);
         let values = [3.0f32, 5.0, 9.0, 17.0];
-        let experts: Vec<Tensor<'static>> =
-            values.iter().map(|value| tensor(*value, buffer.rows())).collect::<Result<_>>()?;
-        stream.synchronize()?;
-        group.barrier(PATIENCE)?;
-        if let (1, Fault::Stops(after)) = (number, fault) {
-            stop.after(after);
-        }
-        let rounds = if fault == Fault::Nothing { ROUNDS } else { ALL_ROUNDS };
-        let mut calls = 0;
-        let mut other = |right| {
-            calls += 1;
-            fault.other(number, calls - 1, right)
-        };
-        let mut failed = false;
-        for (value, experts) in values.iter().zip(&experts).take(rounds) {
-            let order = StreamOrder::on(&stream);
-            let mut round = || -> Result<bool> {
-                let request = low_latency::DispatchRequest::new(&x, &topk_idx);
-                match other(Other::Dispatch) {
-                    None => {}
-                    Some(Other::Nothing) => return Ok(true),
-                    Some(Other::Elsewhere) => {
-                        return buffer.dispatch(&mut elsewhere, request, order).map(|_| true);
-                    }
-                    Some(Other::Quantised) => {
-                        let request = request.quantise(Quantise::Fp8);
-                        return buffer.dispatch(&mut place, request, order).map(|_| true);
-                    }
-                    Some(other) => unreachable!("{other:?}"),
+        let all: Vec<_> = values
+            .iter()
+            .map(|&value| Ok((rank.rows_of(value)?, rank.sums(value)?)))
+            .collect::<Result<_>>()?;
+        let stream = rank.stream.clone();
+        let order = StreamOrder::on(&stream);
+        rounds((&*group, &stream), (stop, fault), |index, other| {
+            let want = &all[index].1;
+            rank.experts = all[index].0.clone();
+            match other(Other::Dispatch) {
+                None => {}
+                Some(Other::Nothing) => return Ok(true),
+                Some(Other::Elsewhere) => return rank.dispatch(&mut elsewhere).map(|_| true),
+                Some(Other::Quantised) => {
+                    let request = low_latency::DispatchRequest::new(&rank.x, &rank.topk_idx);
+                    let request = request.quantise(Quantise::Fp8);
+                    return rank.buffer.dispatch(&mut place, request, order).map(|_| true);
                 }
-                let received = buffer.dispatch(&mut place, request, order)?;
-                let counts = if number == 0 { Some(received.expert_counts.values(&stream)) } else { None };
-                if let Some(Ok(counts)) = &counts {
-                    assert_eq!(counts[..], [4, 2], "at {fault:?}");
-                }
-                let request = low_latency::CombineRequest::by_row(experts);
-                match other(Other::Combine) {
-                    None => {}
-                    Some(Other::Nothing) => return Ok(true),
-                    Some(Other::Quantised) => {
-                        let request = request.quantise(Quantise::Fp8);
-                        return buffer.combine(received, request, order).map(|_| true);
-                    }
-                    Some(other) => {
-                        drop(received);
-                        let place = if other == Other::Elsewhere { &mut elsewhere } else { &mut place };
-                        let request = low_latency::DispatchRequest::new(&x, &topk_idx);
-                        return buffer.dispatch(place, request, order).map(|_| true);
-                    }
-                }
-                let combined = buffer.combine(received, request, order)?;
-                if number == 1 {
-                    return Ok(false);
-                }
-                let kept = Tensor::alloc(&device, DType::Bf16, &[TOKENS, HIDDEN])?;
-                // SAFETY: both have so many bytes, and live until the copy has been read.
-                unsafe { stream.copy(kept.ptr(), combined.x.ptr(), TOKENS * HIDDEN * 2)? };
-                let want = |index: usize| ranks[index / HIDDEN as usize] * value;
-                let kept = kept.to_host::<bf16>(&stream)?;
-                let missing = buffer.missing_tokens()?;
-                for (index, got) in kept.into_iter().enumerate() {
-                    let (got, want) = (got.to_f32(), want(index));
-                    let is_told = missing.contains(&((index / HIDDEN as usize) as u32));
-                    let is_right = got == want || (got.is_nan() && is_told);
-                    assert!(is_right, "at {fault:?}, {index}: {got}, {want}, missing {missing:?}");
-                }
-                let sums = combined.x.to_host::<bf16>(&stream);
-                for (index, got) in sums.iter().flatten().enumerate() {
-                    assert_eq!(got.to_f32(), want(index), "at {fault:?}, {index}");
-                }
-                Ok(has_failed(&sums) | counts.is_some_and(|counts| has_failed(&counts)))
-            };
-            let outcome = round();
-            failed = number == 0 && (matches!(outcome, Ok(true)) || has_failed(&outcome));
-            if !matches!(outcome, Ok(false)) {
-                break;
+                Some(other) => unreachable!("{other:?}"),
             }
-        }
-        let is_at_fault = fault.has_shown(stop);
-        group.barrier(PATIENCE)?;
-        if let (1, Fault::Stops(_)) = (number, fault) {
-            stop.go_on();
-        }
-        stream.synchronize()?;
-        group.barrier(PATIENCE)?;
-        Ok((failed, is_at_fault))
+            let received = rank.dispatch(&mut place)?;
+            let counts = if number == 0 { Some(received.expert_counts.values(&stream)) } else { None };
+            if let Some(Ok(counts)) = &counts {
+                assert_eq!(counts[..], [4, 2], "at {fault:?}");
+            }
+            match other(Other::Combine) {
+                None => {}
+                Some(Other::Nothing) => return Ok(true),
+                Some(Other::Quantised) => {
+                    let request = low_latency::CombineRequest::by_row(&rank.experts).quantise(Quantise::Fp8);
+                    return rank.buffer.combine(received, request, order).map(|_| true);
+                }
+                Some(other) => {
+                    drop(received);
+                    let place = if other == Other::Elsewhere { &mut elsewhere } else { &mut place };
+                    return rank.dispatch(place).map(|_| true);
+                }
+            }
+            let combined = rank.combine(received)?;
+            if number == 1 {
+                return Ok(false);
+            }
+            let kept = rank.kept(&combined.x)?;
+            let missing = rank.buffer.missing_tokens()?;
+            for (index, (got, want)) in kept.iter().zip(want).enumerate() {
+                let is_told = missing.contains(&((index / shape.hidden as usize) as u32));
+                let is_right = got == want || (got.is_nan() && is_told);
+                assert!(is_right, "at {fault:?}, {index}: {got}, {want}, missing {missing:?}");
+            }
+            let sums = combined.x.to_host::<bf16>(&stream);
+            if let Ok(sums) = &sums {
+                assert!(sums == want, "at {fault:?}: {sums:?}");
+            }
+            Ok(has_failed(&sums) | counts.is_some_and(|counts| has_failed(&counts)))
+        })
     });
-    let (failed, is_at_fault) = outcomes.unwrap_or_else(|failure| panic!("{failure}"))[0];
-    assert!(is_at_fault || !failed, "at {fault:?}");
-    failed
+    is_told(&outcomes, fault)
 }
 
 #[test]
@@ -450,7 +417,7 @@ fn other_calls_within_a_node() {
 fn other_calls_across_nodes() {
     use Other::{Combine, Dispatch, Elsewhere, Nothing};
     for transport in [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp] {
-        let nodes = Some(Nodes { ranks_per_node: 1, transport, queues: 1 });
+        let nodes = Some(NodeLinks { ranks_per_node: 1, transport, queues: 1 });
         let others = [Nothing, Dispatch, Elsewhere, Combine];
         other_calls(&others, &all_rounds(&[Dispatch, Combine]), |stop, fault| {
             high_throughput_rounds(nodes, Rows::InPool, stop, fault)

@@ -1,16 +1,14 @@
 //! Bad input, on one node and on several: every error names the argument, its value and the rule,
 //! and leaves the buffer usable.
 
-use std::sync::Mutex;
-
+use epoxide::internal::Fields;
 use epoxide::throughput::{Buffer, CachedDispatchRequest, CombineRequest, Counts, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder};
 use epoxide_testing::harness::{Rank, Setup};
-use epoxide_testing::lockstep;
 
 use crate::spread::{Spread, in_every_spread};
-use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch, typed};
+use crate::valid::{EXPERTS, TOKENS, errors_of, refused, setup, tensor, then_dispatch, typed};
 
 in_every_spread! {
     an_expert_id_out_of_range_is_an_error_on_every_rank,
@@ -24,25 +22,15 @@ in_every_spread! {
 /// deadline.
 #[test]
 fn gpus_whose_links_have_no_atomics_make_no_buffer_on_any_rank() {
-    let errors = Mutex::new(Vec::new());
-    let _ = lockstep::run(3, |group| {
+    let errors = errors_of(3, |group| {
         let mut setup = Setup::new(3, 1, TOKENS as u32, 64);
         setup.device.hooks.native_atomics = group.rank() != 1;
-        let made = Rank::join(&setup, group);
-        errors.lock().expect("no panic").extend(made.as_ref().err().map(ToString::to_string));
-        made
+        Rank::join(&setup, group)
     });
-    let errors = errors.into_inner().expect("no panic");
     assert_eq!(errors.len(), 3, "{errors:?}");
     for error in errors {
         assert!(error.contains("ranks 1 and 0 share") && error.contains("no native atomics"), "{error}");
     }
-}
-
-/// One node of two ranks, or two nodes of one.
-fn setup(spread: Spread) -> Setup {
-    let num_channels = if spread == Spread::OneNode { 1 } else { 2 };
-    Setup::new(RANKS, num_channels, TOKENS as u32, 64).nodes(spread.nodes(1))
 }
 
 fn an_expert_id_out_of_range_is_an_error_on_every_rank(spread: Spread) {
@@ -129,20 +117,14 @@ fn shapes_are_checked(spread: Spread) {
 fn ranks_must_make_equal_buffers(spread: Spread) {
     // Rank 2 is the odd one; of two nodes it is on the other one.
     let ranks = if spread == Spread::OneNode { 3 } else { 4 };
-    let odd = |change: fn(&mut Setup)| {
-        let errors = Mutex::new(Vec::new());
-        let _ = lockstep::run(ranks, |group| {
+    let odd = |change: fn(&mut Fields)| {
+        errors_of(ranks, |group| {
             let mut setup = Setup { ranks, ..setup(spread) }.nodes(spread.nodes(2));
             if group.rank() == 2 {
-                change(&mut setup);
+                change(setup.fields());
             }
-            let made = Rank::join(&setup, group);
-            errors.lock().expect("no panic").extend(made.as_ref().err().map(ToString::to_string));
-            made
-        });
-        let mut errors = errors.into_inner().expect("no panic");
-        errors.sort();
-        errors
+            Rank::join(&setup, group)
+        })
     };
     let says = |rank: u32| {
         let (peer, ours, theirs) = if rank == 2 { (0, 128, 64) } else { (2, 64, 128) };
@@ -151,39 +133,27 @@ fn ranks_must_make_equal_buffers(spread: Spread) {
              on every rank"
         )
     };
-    let errors = odd(|setup| setup.fields().shape.max_row_bytes = 128);
+    let errors = odd(|fields| fields.shape.max_row_bytes = 128);
     assert_eq!(errors, (0..ranks).map(says).collect::<Vec<_>>());
-    let mut changes = vec![
-        ((|setup| setup.fields().shape.max_topk = 3) as fn(&mut Setup), "max_topk"),
-        (|setup| setup.fields().shape.max_scales = 1, "max_scales"),
-        (|setup| setup.fields().shape.max_tokens_per_rank = 6, "rows of a place in the pool"),
-        (|setup| setup.fields().places = 2, "places"),
-        (|setup| setup.fields().config.num_sms += 2, "num_sms"),
+    type Odd = (fn(&mut Fields), &'static str);
+    let anywhere: [Odd; 5] = [
+        (|fields| fields.shape.max_topk = 3, "max_topk"),
+        (|fields| fields.shape.max_scales = 1, "max_scales"),
+        (|fields| fields.shape.max_tokens_per_rank = 6, "rows of a place in the pool"),
+        (|fields| fields.places = 2, "places"),
+        (|fields| fields.config.num_sms += 2, "num_sms"),
     ];
-    if spread == Spread::SeveralNodes {
-        changes.extend([
-            ((|setup| setup.fields().ranks_per_node = Some(1)) as fn(&mut Setup), "ranks_per_node"),
-            (|setup| setup.fields().transport.queues_per_peer = 3, "queues_per_peer"),
-            (|setup| setup.fields().transport.kind = TransportKind::Tcp, "transport"),
-            (
-                |setup| setup.fields().config.num_max_nvl_chunked_send_tokens = 7,
-                "num_max_nvl_chunked_send_tokens",
-            ),
-            (
-                |setup| setup.fields().config.num_max_nvl_chunked_recv_tokens = 512,
-                "num_max_nvl_chunked_recv_tokens",
-            ),
-            (
-                |setup| setup.fields().config.num_max_rdma_chunked_send_tokens = 3,
-                "num_max_rdma_chunked_send_tokens",
-            ),
-            (
-                |setup| setup.fields().config.num_max_rdma_chunked_recv_tokens = 516,
-                "num_max_rdma_chunked_recv_tokens",
-            ),
-        ]);
-    }
-    for (change, what) in changes {
+    let on_nodes: [Odd; 7] = [
+        (|fields| fields.ranks_per_node = Some(1), "ranks_per_node"),
+        (|fields| fields.transport.queues_per_peer = 3, "queues_per_peer"),
+        (|fields| fields.transport.kind = TransportKind::Tcp, "transport"),
+        (|fields| fields.config.num_max_nvl_chunked_send_tokens = 7, "num_max_nvl_chunked_send_tokens"),
+        (|fields| fields.config.num_max_nvl_chunked_recv_tokens = 512, "num_max_nvl_chunked_recv_tokens"),
+        (|fields| fields.config.num_max_rdma_chunked_send_tokens = 3, "num_max_rdma_chunked_send_tokens"),
+        (|fields| fields.config.num_max_rdma_chunked_recv_tokens = 516, "num_max_rdma_chunked_recv_tokens"),
+    ];
+    let on_nodes = if spread == Spread::SeveralNodes { &on_nodes[..] } else { &[] };
+    for &(change, what) in anywhere.iter().chain(on_nodes) {
         let errors = odd(change);
         let named = errors.iter().all(|error| error.contains(&format!("disagree on {what}")));
         assert!(errors.len() as u32 == ranks && named, "{what}: {errors:?}");

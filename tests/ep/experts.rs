@@ -11,7 +11,7 @@ use epoxide::throughput::{Buffer, Counts, Detached, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
 use epoxide::{Element, ExpertId, ExpertMap, Placement, StreamOrder, TypedTensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, Rank, Setup};
+use epoxide_testing::harness::{NodeLinks, Rank};
 use epoxide_testing::ids::{Ids, Logical};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::{Routing, Style};
@@ -20,7 +20,7 @@ use epoxide_testing::tier;
 
 use crate::low_latency::faults;
 use crate::spread::{Spread, in_every_spread};
-use crate::valid::{EXPERTS, RANKS, TOKENS, refused, then_dispatch};
+use crate::valid::{EXPERTS, TOKENS, refused, setup, then_dispatch};
 
 in_every_spread! {
     ids_of_32_bits,
@@ -85,12 +85,6 @@ fn replicas_take_turns(spread: Spread) {
 
 fn all_experts_on_one_rank(spread: Spread) {
     check_placed(spread, placed(&[&[], &[], &[2, 0, 1], &[]], 3));
-}
-
-/// One node of two ranks, or two nodes of one.
-fn setup(spread: Spread) -> Setup {
-    let num_channels = if spread == Spread::OneNode { 1 } else { 2 };
-    Setup::new(RANKS, num_channels, TOKENS as u32, 64).nodes(spread.nodes(1))
 }
 
 /// Ids of two entries for each token, one of which is `bad` on rank 1.
@@ -236,7 +230,7 @@ fn low_latency_names_ids_and_entries_of_a_map() {
             let mut place = rank.buffer.place(0)?;
             let map = ExpertMap::new(&rank.stream, &Placement::even(6, 3)?)?;
             let mut ids = vec![0i32; 2 * faults::TOKENS as usize];
-            if rank.number == 2 {
+            if rank.rank == 2 {
                 ids[4] = id;
                 map.entries().write(&rank.stream, &[0, 1, 2, 3, 4, entry])?;
             }
@@ -244,7 +238,7 @@ fn low_latency_names_ids_and_entries_of_a_map() {
             let request = low_latency::DispatchRequest::new(&rank.x, &ids).map(&map);
             drop(rank.buffer.dispatch(&mut place, request, StreamOrder::on(&rank.stream))?);
             let outcome = rank.outcome();
-            if rank.number != 2 {
+            if rank.rank != 2 {
                 return outcome;
             }
             assert_eq!(rank.buffer.missing_tokens()?, [2]);
@@ -320,14 +314,14 @@ fn a_map_changes_between_replays(spread: Spread) {
 fn a_map_changes_between_replays_of_low_latency() {
     let placements = placements();
     let local_experts = most_local_experts(&placements);
-    let several = Nodes { ranks_per_node: 2, transport: TransportKind::Shm, queues: 1 };
+    let several = NodeLinks { ranks_per_node: 2, transport: TransportKind::Shm, queues: 1 };
     for nodes in [None, Some(several)] {
         let case = |logical: &Logical| LowLatencyCase {
             nodes,
             ..LowLatencyCase::new(logical.routing(local_experts), 24)
         };
-        case(&placements[0]).on_threads(|rank| {
-            let (stream, number) = (rank.stream.clone(), rank.buffer.rank());
+        case(&placements[0]).run(|rank| {
+            let (stream, number) = (rank.stream.clone(), rank.rank);
             let mut place = rank.buffer.place(0)?;
             let placement = placements[0].placement().with_local_experts(local_experts)?;
             let map = ExpertMap::new(&stream, &placement.with_choices(60)?)?;
@@ -337,15 +331,14 @@ fn a_map_changes_between_replays_of_low_latency() {
                 let request = low_latency::DispatchRequest::new(inputs.x(), &ids).map(&map);
                 Ok(buffer.dispatch(&mut place, request, order)?.detach())
             })?;
-            let mut differing = Vec::new();
             for logical in &placements {
                 map.set(&stream, &logical.placement())?;
                 step.launch(&stream)?;
                 step.check(&stream)?;
                 let received = step.output().at(&place)?;
-                differing.extend(case(logical).check_dispatched(received, &stream, number)?);
+                case(logical).check_dispatched(rank, received)?;
             }
-            Ok(differing)
+            Ok(())
         });
     }
 }
@@ -364,23 +357,23 @@ fn a_map_moves_the_experts_of_a_rank_that_is_gone() {
     // Room for three experts on each rank.
     let case =
         |logical: &Logical| LowLatencyCase { max_tokens: 2, ..LowLatencyCase::new(logical.routing(3), 24) };
-    case(&before).on_threads(|rank| {
-        let (stream, number) = (rank.stream.clone(), rank.buffer.rank());
+    case(&before).run(|rank| {
+        let (stream, number) = (rank.stream.clone(), rank.rank);
         let order = StreamOrder::on(&stream);
         let mut place = rank.buffer.place(0)?;
         let map = ExpertMap::new(&stream, &before.placement().with_local_experts(3)?)?;
         let (ids, inputs) = (before.upload(&stream, number)?, case(&before).inputs(rank)?);
         let request = low_latency::DispatchRequest::new(inputs.x(), &ids).map(&map);
         let received = rank.buffer.dispatch(&mut place, request, order)?;
-        let mut differing = case(&before).check_dispatched(&received, &stream, number)?;
+        case(&before).check_dispatched(rank, &received)?;
         drop(received);
         let survivors = rank.group.split((number == 2).into())?;
         if number != 2 {
             rank.buffer.regroup(&*survivors)?;
             map.set(&stream, &after.placement())?;
             let received = rank.buffer.dispatch(&mut place, request, order)?;
-            differing.extend(case(&after).check_dispatched(&received, &stream, number)?);
+            case(&after).check_dispatched(rank, &received)?;
         }
-        Ok(differing)
+        Ok(())
     });
 }

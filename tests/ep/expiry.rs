@@ -7,7 +7,7 @@ use epoxide::internal::Schedule;
 use epoxide::internal::driver::{Drive, Executor, Machine};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, Rank, Setup, assert_no_failures, run_ranks};
+use epoxide_testing::harness::{NodeLinks, Rank, Setup, assert_no_failures, run_ranks};
 use epoxide_testing::tier;
 
 use crate::promises::is_nan;
@@ -18,8 +18,8 @@ const CHANNELS: u32 = 2;
 /// Short, so that kernels look at the clock every few polls.
 const DEADLINE: Duration = Duration::from_millis(1);
 
-fn one_rank_a_node() -> Option<Nodes> {
-    Some(Nodes { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })
+fn one_rank_a_node() -> Option<NodeLinks> {
+    Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })
 }
 
 /// Points of the operations at which a deadline passes: some of them in each tier.
@@ -27,7 +27,7 @@ const POINTS: u64 = 1000;
 
 /// A round trip of each rank, all enqueued. `interrupt` then runs with the machine at its
 /// beginning. Afterwards every kernel must end, and a result is right or an error.
-fn round_trip(nodes: Option<Nodes>, seed: u64, interrupt: impl FnOnce(&Machine)) -> Result<()> {
+fn round_trip(nodes: Option<NodeLinks>, seed: u64, interrupt: impl FnOnce(&Machine)) -> Result<()> {
     let turn = Turn::random(seed, &[24, 17], CHANNELS);
     // The ranks' threads meet in the host while they make their buffers.
     let machine = Machine::with_patience(seed, Duration::from_millis(1));
@@ -37,13 +37,12 @@ fn round_trip(nodes: Option<Nodes>, seed: u64, interrupt: impl FnOnce(&Machine))
         setup.device.hooks.schedule = Schedule::Preemptions(3);
     }
     setup.device.hooks.executor = Executor::Manual(machine.clone());
-    let mut ranks =
-        run_ranks(RANKS, |_, group| Rank::join(&setup, group)).unwrap_or_else(|failure| panic!("{failure}"));
+    let mut ranks = run_ranks(RANKS, |_, group| Rank::join(&setup, group));
     let inputs = ranks.iter().map(|rank| Inputs::upload(&turn, rank)).collect::<Result<Vec<_>>>()?;
     let mut sums = Vec::new();
     for (rank, inputs) in ranks.iter_mut().zip(&inputs) {
         let mut place = rank.place()?;
-        sums.push(echo(rank, &mut place, inputs, turn.routing.num_experts)?.1.combined_x);
+        sums.push(echo(rank, &mut place, inputs)?.1.combined_x);
     }
     interrupt(&machine);
     for (rank, sums) in ranks.iter_mut().zip(&sums) {
@@ -68,7 +67,7 @@ fn round_trip(nodes: Option<Nodes>, seed: u64, interrupt: impl FnOnce(&Machine))
 }
 
 /// Warp instructions of the round trip, in steps of 256.
-fn length(nodes: Option<Nodes>) -> u64 {
+fn length(nodes: Option<NodeLinks>) -> u64 {
     let mut length = 0;
     let count = |machine: &Machine| {
         while machine.drive(256) != Drive::Idle {
@@ -79,7 +78,7 @@ fn length(nodes: Option<Nodes>) -> u64 {
     length
 }
 
-fn wherever_a_deadline_passes(nodes: Option<Nodes>) {
+fn wherever_a_deadline_passes(nodes: Option<NodeLinks>) {
     let length = length(nodes);
     // With kernels whose posters waited for workers alone, point 237 did not end across nodes.
     for point in (0..POINTS).filter(|point| point % tier::pick(125, 5) == tier::pick(112, 2)) {
@@ -111,12 +110,11 @@ fn a_deadline_of_microseconds_is_kept() {
         let mut setup = Setup::new(RANKS, CHANNELS, 24, ROW).max_topk(TOPK);
         setup.fields().timeout = SHORT;
         setup.device.hooks.executor = Executor::Manual(machine.clone());
-        let mut ranks = run_ranks(RANKS, |_, group| Rank::join(&setup, group))
-            .unwrap_or_else(|failure| panic!("{failure}"));
+        let mut ranks = run_ranks(RANKS, |_, group| Rank::join(&setup, group));
         let rank = &mut ranks[0];
         let inputs = Inputs::upload(&turn, rank).unwrap();
         let mut place = rank.place().unwrap();
-        let output = echo(rank, &mut place, &inputs, turn.routing.num_experts).unwrap();
+        let output = echo(rank, &mut place, &inputs).unwrap();
         while machine.drive(1) != Drive::Idle {
             machine.advance(Duration::from_micros(1));
         }

@@ -3,18 +3,18 @@
 use epoxide::DType;
 use epoxide::throughput::{CombineRequest, DispatchRequest};
 use epoxide::transport::TransportKind;
-use epoxide_testing::harness::{Nodes, Rank};
+use epoxide_testing::harness::{NodeLinks, Rank};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::{InternodeOracle, Style};
 use epoxide_testing::roundtrip::{Case, Return};
 
 use crate::shapes::routing;
 
-fn nodes(ranks_per_node: u32, transport: TransportKind) -> Option<Nodes> {
-    Some(Nodes { ranks_per_node, transport, queues: 1 })
+fn nodes(ranks_per_node: u32, transport: TransportKind) -> Option<NodeLinks> {
+    Some(NodeLinks { ranks_per_node, transport, queues: 1 })
 }
 
-fn case(ranks: u32, nodes: Option<Nodes>) -> Case {
+fn case(ranks: u32, nodes: Option<NodeLinks>) -> Case {
     let tokens: Vec<u32> = (0..ranks).map(|rank| [7, 0, 13, 1, 5][rank as usize % 5]).collect();
     Case { nodes, num_channels: 3, ..Case::new(routing(&tokens, 4, 2 * ranks, Style::WithHoles), 48) }
 }
@@ -63,26 +63,24 @@ fn counts_by_node_are_those_of_the_oracle() {
             let tokens = layout.tokens_per_node(per_node, &rank.stream)?;
             rank.equal("num_tokens_per_rdma_rank", &tokens, &plan.num_tokens_per_rdma_rank);
             let got = handle.by_node(per_node, &rank.stream)?;
-            for (what, got, want) in [
+            let matrices = [
                 (
                     "rdma_channel_prefix_matrix",
                     &got.rdma_channel_prefix_matrix,
-                    plan.rdma_channel_prefix_matrix.concat(),
+                    &plan.rdma_channel_prefix_matrix,
                 ),
-                ("send_rdma_head", &got.send_rdma_head, plan.send_rdma_head.concat()),
+                ("send_rdma_head", &got.send_rdma_head, &plan.send_rdma_head),
                 (
                     "recv_gbl_channel_prefix_matrix",
                     &got.recv_gbl_channel_prefix_matrix,
-                    plan.recv_gbl_channel_prefix_matrix.concat(),
+                    &plan.recv_gbl_channel_prefix_matrix,
                 ),
-                (
-                    "recv_gbl_rank_prefix_sum",
-                    &got.recv_gbl_rank_prefix_sum,
-                    plan.recv_gbl_rank_prefix_sum.clone(),
-                ),
-            ] {
-                rank.equal(what, got, &want);
+            ];
+            for (what, got, want) in matrices {
+                rank.equal(what, got, &want.concat());
             }
+            let sums = &plan.recv_gbl_rank_prefix_sum;
+            rank.equal("recv_gbl_rank_prefix_sum", &got.recv_gbl_rank_prefix_sum, sums);
             let same = handle.channel_prefix_matrix().to_host::<i32>(&rank.stream)?;
             rank.equal("gbl_channel_prefix_matrix", &same, &plan.gbl_channel_prefix_matrix.concat());
         }
@@ -131,9 +129,9 @@ fn low_latency_joins_nodes_too() {
         [(TransportKind::Direct, true, 1), (TransportKind::Direct, false, 2), (TransportKind::Shm, true, 2)]
     {
         let case = LowLatencyCase { nodes: nodes(2, transport), joins_nodes, ..case.clone() };
-        case.on_threads(|rank| {
+        case.run(|rank| {
             assert_eq!(rank.buffer.num_nodes(), nodes_of_buffer, "{transport}, {joins_nodes}");
-            case.step_by_step(rank)
+            rank.round_trip(&case)
         });
     }
 }

@@ -11,20 +11,20 @@ use epoxide::throughput::{
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result, Scope};
-use epoxide_testing::harness::{Nodes, PATIENCE, POISON, Rank, Setup, assert_names, run_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, POISON, Rank, Setup, assert_names, keep, run_ranks};
 use epoxide_testing::payload::values_of;
 use epoxide_testing::roundtrip::Case;
 
 use crate::gate::Gate;
-use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo, echo_on};
-use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch};
+use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, check_rows, check_sums, echo, echo_on};
+use crate::valid::{EXPERTS, RANKS, TOKENS, expect_gone, refused, tensor, then_dispatch};
 
 /// An event that has not happened by then is taken to wait.
 const WHILE: Duration = Duration::from_millis(60);
 
 /// Two ranks on one node, and on two.
-const SPREADS: [Option<Nodes>; 2] =
-    [None, Some(Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 })];
+const SPREADS: [Option<NodeLinks>; 2] =
+    [None, Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 })];
 
 fn setup() -> Setup {
     Setup::new(2, 1, 8, ROW)
@@ -33,6 +33,17 @@ fn setup() -> Setup {
 /// Turns of the same shape, and so with memory of the same sizes.
 fn turns<const COUNT: usize>() -> [Turn; COUNT] {
     std::array::from_fn(|seed| Turn::random(seed as u64, &[8, 5], 1))
+}
+
+/// Runs `main` on both spreads, with a turn that either rank may send.
+fn in_both_spreads(main: impl Fn(&mut Rank, &Turn, &Inputs, &mut Place) -> Result<()> + Sync) {
+    let [turn] = turns();
+    for nodes in SPREADS {
+        setup().nodes(nodes).run(|rank| {
+            let (inputs, mut place) = turn.begin(rank)?;
+            main(rank, &turn, &inputs, &mut place)
+        });
+    }
 }
 
 fn event(stream: &Stream) -> Result<Event> {
@@ -51,18 +62,6 @@ fn while_held(gate: &Gate, work: impl FnOnce()) {
         }));
         work();
     });
-}
-
-/// A copy of a tensor's first rows as `stream` comes to them.
-pub fn keep_on(stream: &Stream, tensor: &Tensor<'_>, rows: usize) -> Result<Tensor<'static>> {
-    let copy = Tensor::alloc(stream.device(), tensor.dtype(), &[rows as u64, tensor.columns()])?;
-    let bytes = tensor.row_bytes();
-    for row in 0..rows as u64 {
-        let (to, from) = (copy.ptr().add(row * bytes), tensor.ptr().add(row * tensor.row_stride()));
-        // SAFETY: as the interface promises, both stay until the stream has passed the copy.
-        unsafe { stream.copy(to, from, bytes)? };
-    }
-    Ok(copy)
 }
 
 /// The status of a buffer as a kernel behind what `stream` has in flight finds it.
@@ -85,17 +84,6 @@ fn must_wait(rank: &mut Rank, stream: &Stream, what: &str) -> Result<()> {
     let passed = event(stream)?.wait_timeout(WHILE)?;
     rank.check(!passed, format!("{what} did not wait"));
     Ok(())
-}
-
-fn check_rows(rank: &mut Rank, what: &str, rows: &Tensor<'_>, want: &[Vec<u8>]) -> Result<()> {
-    let got = rank.row_bytes(rows)?;
-    rank.equal(what, &got[..want.len().min(got.len())], want);
-    Ok(())
-}
-
-fn check_sums(rank: &mut Rank, what: &str, back: &Combined, turn: &Turn) -> Result<()> {
-    let want = &turn.sums[rank.rank as usize];
-    check_rows(rank, what, &back.combined_x, want)
 }
 
 #[test]
@@ -143,7 +131,7 @@ fn sums_that_another_stream_still_reads_are_not_handed_out_again() {
         let zeros = vec![vec![0; ROW as usize]; rank.buffer.capacity() as usize];
         let zeros = rank.upload_rows(DType::Bf16, HIDDEN as u64, &zeros)?;
         let mut place = rank.place()?;
-        let (output, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        let (output, back) = echo(rank, &mut place, &inputs)?;
         // No rows are in use any more: it is the sums alone for which a combine can have to wait.
         let handle = output.handle.clone();
         drop(output);
@@ -151,7 +139,7 @@ fn sums_that_another_stream_still_reads_are_not_handed_out_again() {
         side.wait(&event(&rank.stream)?)?;
         gate.hold(&side)?;
         let at = back.combined_x.ptr();
-        let kept = keep_on(&side, &back.combined_x, back.combined_x.rows() as usize)?;
+        let kept = keep(&side, &back.combined_x, back.combined_x.rows())?;
         drop(back);
         let mut later = Vec::new();
         for _ in 0..3 {
@@ -162,8 +150,7 @@ fn sums_that_another_stream_still_reads_are_not_handed_out_again() {
         must_wait(rank, &rank.stream.clone(), "a combine that was given memory which a stream still reads")?;
         gate.open();
         side.synchronize()?;
-        rank.stream.synchronize()?;
-        rank.buffer.check()?;
+        rank.outcome()?;
         check_rows(rank, "the other stream's copy", &kept, &turn.sums[rank.rank as usize])?;
         for back in &later {
             let rows = rank.row_bytes(&back.combined_x)?;
@@ -181,12 +168,9 @@ fn received_rows_that_another_stream_still_reads_are_not_overwritten() {
         setup().run(|rank| {
             let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
             let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
-            let layout = rank.layout(&inputs[0].topk_idx, first.routing.num_experts)?;
-            let next = rank.layout(&inputs[1].topk_idx, second.routing.num_experts)?;
-            let counts = rank.on_device();
+            let (next, counts) = (inputs[1].layout(rank)?, rank.on_device());
             let mut place = rank.place()?;
-            let output =
-                rank.dispatch(&mut place, DispatchRequest::new(&inputs[0].x, &layout).counts(counts))?;
+            let output = inputs[0].dispatch(rank, &mut place)?;
             // Kept, so that it is the rows alone for which a dispatch can have to wait.
             let _handle = output.handle.clone();
 
@@ -197,7 +181,7 @@ fn received_rows_that_another_stream_still_reads_are_not_overwritten() {
                 gate.hold(&side)?;
             }
             let want = first.recv(rank.rank);
-            let kept = keep_on(&side, &output.recv_x, want.len())?;
+            let kept = keep(&side, &output.recv_x, want.len() as u64)?;
             let _detached = is_detached.then_some(output).map(|output| output.detach());
             let request = DispatchRequest::new(&inputs[1].x, &next).counts(counts);
             let output = rank.dispatch(&mut place, request)?;
@@ -215,15 +199,9 @@ fn received_rows_that_another_stream_still_reads_are_not_overwritten() {
 }
 
 /// A step that dispatches and combines; its output is the sums.
-pub fn captured_echo(
-    rank: &mut Rank,
-    place: &mut Place,
-    inputs: &Inputs,
-    experts: u32,
-) -> Result<Step<Combined>> {
+pub fn captured_echo(rank: &mut Rank, place: &mut Place, inputs: &Inputs) -> Result<Step<Combined>> {
     let stream = rank.stream.clone();
-    rank.buffer
-        .capture(&stream, |buffer, order| Ok(echo_on(buffer, place, order, &stream, inputs, experts)?.1))
+    rank.buffer.capture(&stream, |buffer, order| Ok(echo_on(buffer, place, order, &stream, inputs)?.1))
 }
 
 #[test]
@@ -231,12 +209,11 @@ fn a_step_needs_nothing_that_its_caller_keeps() {
     let [first, second] = turns();
     setup().run(|rank| {
         let stream = rank.stream.clone();
-        let experts = first.routing.num_experts;
         let (step, shapes) = {
-            let (inputs, mut place) = (Inputs::upload(&first, rank)?, rank.place()?);
+            let (inputs, mut place) = first.begin(rank)?;
             let shapes = [&*inputs.topk_idx, &inputs.x].map(|input| (input.dtype(), input.shape().to_vec()));
             let step = rank.buffer.capture(&stream, |buffer, order| {
-                let (output, back) = echo_on(buffer, &mut place, order, &stream, &inputs, experts)?;
+                let (output, back) = echo_on(buffer, &mut place, order, &stream, &inputs)?;
                 Ok((output.detach(), back))
             })?;
             (step, shapes)
@@ -251,7 +228,7 @@ fn a_step_needs_nothing_that_its_caller_keeps() {
             // Eager work gets all memory that is free by now, and writes it.
             let inputs = Inputs::upload(&second, rank)?;
             for _ in 0..2 {
-                let (output, back) = echo(rank, &mut place, &inputs, experts)?;
+                let (output, back) = echo(rank, &mut place, &inputs)?;
                 check_rows(rank, "eager recv_x", &output.recv_x, &second.recv(rank.rank))?;
                 check_sums(rank, "eager combined_x", &back, &second)?;
             }
@@ -269,141 +246,120 @@ fn a_step_needs_nothing_that_its_caller_keeps() {
 /// Sums of the run before would pass for results.
 #[test]
 fn a_step_does_not_run_again_once_a_peer_has_gone() {
-    let [turn] = turns();
-    for nodes in SPREADS {
-        setup().nodes(nodes).run(|rank| {
-            let stream = rank.stream.clone();
-            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let experts = turn.routing.num_experts;
-            let step = captured_echo(rank, &mut place, &inputs, experts)?;
-            step.launch(&stream)?;
-            step.check(&stream)?;
-            check_sums(rank, "combined_x", step.output(), &turn)?;
-            assert_eq!(status(&stream, rank.buffer.status_ptr())?, 0);
-            if rank.rank == 1 {
-                return Ok(());
-            }
-            // This run is the first without the peer.
-            step.launch(&stream)?;
-            assert_ne!(status(&stream, rank.buffer.status_ptr())?, 0);
-            let read = step.output().combined_x.to_host::<u16>(&stream).map(drop);
-            let launched = [step.launch(&stream), step.launch(&stream)];
-            for outcome in launched.into_iter().chain([read]) {
-                let error = outcome.expect_err("rank 1 has gone");
-                assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
-            }
-            Ok(())
-        });
-    }
+    in_both_spreads(|rank, turn, inputs, place| {
+        let stream = rank.stream.clone();
+        let step = captured_echo(rank, place, inputs)?;
+        step.launch(&stream)?;
+        step.check(&stream)?;
+        check_sums(rank, "combined_x", step.output(), turn)?;
+        assert_eq!(status(&stream, rank.buffer.status_ptr())?, 0);
+        if rank.rank == 1 {
+            return Ok(());
+        }
+        // This run is the first without the peer.
+        step.launch(&stream)?;
+        assert_ne!(status(&stream, rank.buffer.status_ptr())?, 0);
+        let read = step.output().combined_x.to_host::<u16>(&stream).map(drop);
+        let launched = [step.launch(&stream), step.launch(&stream)];
+        for outcome in launched.into_iter().chain([read]) {
+            expect_gone(outcome);
+        }
+        Ok(())
+    });
 }
 
 /// Sums and rows of the turn before would pass for results.
 #[test]
 fn rows_of_a_dispatch_without_a_plan_are_not_read() {
-    let [turn] = turns();
-    for nodes in SPREADS {
-        setup().nodes(nodes).run(|rank| {
-            let stream = rank.stream.clone();
-            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let experts = turn.routing.num_experts;
-            drop(echo(rank, &mut place, &inputs, experts)?);
+    in_both_spreads(|rank, turn, inputs, place| {
+        let stream = rank.stream.clone();
+        let experts = turn.routing.num_experts;
+        drop(echo(rank, place, inputs)?);
 
-            let mut ids = turn.routing.topk_idx[rank.rank as usize].clone();
-            if rank.rank == 1 {
-                ids[0][0] = experts.into();
-            }
-            let ids = rank.upload_typed(TOPK as usize, &ids)?;
-            let layout = rank.layout(&ids, experts)?;
-            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
-            let output = rank.dispatch(&mut place, request)?;
-            let back = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
-            let sources = output.recv_src_idx.as_ref().expect("the dispatch was not cached");
-            let reads = [
-                output.recv_x.to_host::<u16>(&stream).map(drop),
-                sources.values(&stream).map(drop),
-                output.handle.num_recv_tokens(&stream).map(drop),
-                output.handle.send_head().values(&stream).map(drop),
-                back.combined_x.to_host::<u16>(&stream).map(drop),
-            ];
-            for read in reads {
-                let error = read.expect_err("rank 1 has an id out of range");
-                assert!(matches!(error, Error::InvalidExpert { rank: 1 }), "{error}");
-            }
-            drop((output, back));
-            let told = rank.buffer.check().expect_err("rank 1 has an id out of range");
-            assert!(matches!(told, Error::InvalidExpert { rank: 1 }), "{told}");
-            rank.buffer.check()?;
+        let mut ids = turn.routing.topk_idx[rank.rank as usize].clone();
+        if rank.rank == 1 {
+            ids[0][0] = experts.into();
+        }
+        let ids = rank.upload_typed(TOPK as usize, &ids)?;
+        let layout = rank.layout(&ids, experts)?;
+        let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+        let output = rank.dispatch(place, request)?;
+        let back = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
+        let sources = output.recv_src_idx.as_ref().expect("the dispatch was not cached");
+        let reads = [
+            output.recv_x.to_host::<u16>(&stream).map(drop),
+            sources.values(&stream).map(drop),
+            output.handle.num_recv_tokens(&stream).map(drop),
+            output.handle.send_head().values(&stream).map(drop),
+            back.combined_x.to_host::<u16>(&stream).map(drop),
+        ];
+        for read in reads {
+            let error = read.expect_err("rank 1 has an id out of range");
+            assert!(matches!(error, Error::InvalidExpert { rank: 1 }), "{error}");
+        }
+        drop((output, back));
+        let told = rank.buffer.check().expect_err("rank 1 has an id out of range");
+        assert!(matches!(told, Error::InvalidExpert { rank: 1 }), "{told}");
+        rank.buffer.check()?;
 
-            let (_output, back) = echo(rank, &mut place, &inputs, experts)?;
-            check_sums(rank, "combined_x of the next turn", &back, &turn)
-        });
-    }
+        let (_output, back) = echo(rank, place, inputs)?;
+        check_sums(rank, "combined_x of the next turn", &back, turn)
+    });
 }
 
 /// An engine that waits for an event reads what it likes behind it.
 #[test]
 fn the_event_of_a_failed_operation_gives_its_error() {
-    let [turn] = turns();
-    for nodes in SPREADS {
-        setup().nodes(nodes).run(|rank| {
-            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let stream = rank.stream.clone();
-            let order = StreamOrder::on(&stream).asynchronous();
-            let (output, back) =
-                echo_on(&mut rank.buffer, &mut place, order, &stream, &inputs, turn.routing.num_experts)?;
-            let event = back.event.as_ref().expect("the call is asynchronous");
-            event.synchronize()?;
-            assert!(event.is_done()?);
-            if rank.rank == 1 {
-                return Ok(());
-            }
-            let request = CombineRequest::new(&output.recv_x, &output.handle);
-            let back = rank.buffer.combine(request, order)?;
-            let event = back.event.as_ref().expect("the call is asynchronous");
-            let waits =
-                [event.synchronize(), event.is_done().map(drop), event.wait_timeout(PATIENCE).map(drop)];
-            for wait in waits {
-                let error = wait.expect_err("rank 1 has gone");
-                assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
-            }
-            Ok(())
-        });
-    }
+    in_both_spreads(|rank, _, inputs, place| {
+        let stream = rank.stream.clone();
+        let order = StreamOrder::on(&stream).asynchronous();
+        let (output, back) = echo_on(&mut rank.buffer, place, order, &stream, inputs)?;
+        let event = back.event.as_ref().expect("the call is asynchronous");
+        event.synchronize()?;
+        assert!(event.is_done()?);
+        if rank.rank == 1 {
+            return Ok(());
+        }
+        let request = CombineRequest::new(&output.recv_x, &output.handle);
+        let back = rank.buffer.combine(request, order)?;
+        let event = back.event.as_ref().expect("the call is asynchronous");
+        let waits = [event.synchronize(), event.is_done().map(drop), event.wait_timeout(PATIENCE).map(drop)];
+        for wait in waits {
+            expect_gone(wait);
+        }
+        Ok(())
+    });
 }
 
 /// Steps whose plans fail, more often than the record of failed plans has room for.
 #[test]
 fn the_plans_of_steps_that_failed_are_told_of() {
-    let [turn] = turns();
-    for nodes in SPREADS {
-        setup().nodes(nodes).run(|rank| {
-            let stream = rank.stream.clone();
-            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let experts = turn.routing.num_experts;
-            let step = captured_echo(rank, &mut place, &inputs, experts)?;
-            let good = turn.routing.topk_idx[rank.rank as usize].concat();
-            let mut bad = good.clone();
-            if rank.rank == 1 {
-                bad[0] = experts.into();
-            }
-            for failures in [1, 3, 4, 9] {
-                inputs.topk_idx.write(&stream, &bad)?;
-                for _ in 0..failures {
-                    step.launch(&stream)?;
-                }
-                let read = step.output().combined_x.to_host::<u16>(&stream).map(drop);
-                assert!(matches!(read, Err(Error::InvalidExpert { rank: 1 })), "{read:?}");
-                let told = rank.buffer.check();
-                assert!(matches!(told, Err(Error::InvalidExpert { rank: 1 })), "{told:?}");
-                rank.buffer.check()?;
-                inputs.topk_idx.write(&stream, &good)?;
+    in_both_spreads(|rank, turn, inputs, place| {
+        let stream = rank.stream.clone();
+        let experts = turn.routing.num_experts;
+        let step = captured_echo(rank, place, inputs)?;
+        let good = turn.routing.topk_idx[rank.rank as usize].concat();
+        let mut bad = good.clone();
+        if rank.rank == 1 {
+            bad[0] = experts.into();
+        }
+        for failures in [1, 3, 4, 9] {
+            inputs.topk_idx.write(&stream, &bad)?;
+            for _ in 0..failures {
                 step.launch(&stream)?;
-                check_sums(rank, "combined_x", step.output(), &turn)?;
-                rank.buffer.check()?;
             }
-            Ok(())
-        });
-    }
+            let read = step.output().combined_x.to_host::<u16>(&stream).map(drop);
+            assert!(matches!(read, Err(Error::InvalidExpert { rank: 1 })), "{read:?}");
+            let told = rank.buffer.check();
+            assert!(matches!(told, Err(Error::InvalidExpert { rank: 1 })), "{told:?}");
+            rank.buffer.check()?;
+            inputs.topk_idx.write(&stream, &good)?;
+            step.launch(&stream)?;
+            check_sums(rank, "combined_x", step.output(), turn)?;
+            rank.buffer.check()?;
+        }
+        Ok(())
+    });
 }
 
 /// The sums of one rank would lack rows of another.
@@ -415,10 +371,8 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
         setup.fields().timeout = Duration::from_millis(200);
         setup.run(|rank| {
             let stream = rank.stream.clone();
-            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
-            let output = rank.dispatch(&mut place, request)?;
+            let (inputs, mut place) = turn.begin(rank)?;
+            let output = inputs.dispatch(rank, &mut place)?;
             let received = output.handle.num_recv_tokens(&stream)?;
             let given = received - u32::from(rank.rank == 1);
             let handle = output.handle.clone();
@@ -445,36 +399,31 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
 /// A read on a stream that has not waited for the operation.
 #[test]
 fn results_are_read_behind_their_operations_on_any_stream() {
-    let [turn] = turns();
-    for nodes in SPREADS {
-        setup().nodes(nodes).run(|rank| {
-            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let (stream, other) = (rank.stream.clone(), Stream::new(rank.stream.device())?);
-            let experts = turn.routing.num_experts;
-            let want = turn.sums[rank.rank as usize].concat();
-            for order in [StreamOrder::on(&stream), StreamOrder::comm(&stream).asynchronous()] {
-                let (output, back) = echo_on(&mut rank.buffer, &mut place, order, &stream, &inputs, experts)?;
-                let sums = back.combined_x.to_host::<u16>(&other)?;
-                assert_eq!(sums.into_iter().flat_map(u16::to_le_bytes).collect::<Vec<_>>(), want);
-                drop(output);
+    in_both_spreads(|rank, turn, inputs, place| {
+        let (stream, other) = (rank.stream.clone(), Stream::new(rank.stream.device())?);
+        let want = turn.sums[rank.rank as usize].concat();
+        for order in [StreamOrder::on(&stream), StreamOrder::comm(&stream).asynchronous()] {
+            let (output, back) = echo_on(&mut rank.buffer, place, order, &stream, inputs)?;
+            let sums = back.combined_x.to_host::<u16>(&other)?;
+            assert_eq!(sums.into_iter().flat_map(u16::to_le_bytes).collect::<Vec<_>>(), want);
+            drop(output);
+        }
+        let step = captured_echo(rank, place, inputs)?;
+        for turn in 0..2 {
+            if turn == 1 && rank.rank == 1 {
+                return Ok(());
             }
-            let step = captured_echo(rank, &mut place, &inputs, experts)?;
-            for turn in 0..2 {
-                if turn == 1 && rank.rank == 1 {
-                    return Ok(());
-                }
-                step.launch(&stream)?;
-                let sums = step.output().combined_x.to_host::<u16>(&other);
-                let sums = sums.map(|sums| sums.into_iter().flat_map(u16::to_le_bytes).collect::<Vec<_>>());
-                if turn == 0 {
-                    assert_eq!(sums?, want);
-                } else {
-                    assert!(matches!(sums, Err(Error::PeerTimeout { peer: 1, .. })), "{sums:?}");
-                }
+            step.launch(&stream)?;
+            let sums = step.output().combined_x.to_host::<u16>(&other);
+            let sums = sums.map(|sums| sums.into_iter().flat_map(u16::to_le_bytes).collect::<Vec<_>>());
+            if turn == 0 {
+                assert_eq!(sums?, want);
+            } else {
+                assert!(matches!(sums, Err(Error::PeerTimeout { peer: 1, .. })), "{sums:?}");
             }
-            Ok(())
-        });
-    }
+        }
+        Ok(())
+    });
 }
 
 /// Rows of one byte count and different types.
@@ -483,8 +432,8 @@ fn ranks_whose_rows_have_different_types_are_told() {
     let [turn] = turns();
     for nodes in SPREADS {
         Setup::new(2, 2, 8, ROW).nodes(nodes).run(|rank| {
-            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+            let (inputs, mut place) = turn.begin(rank)?;
+            let layout = inputs.layout(rank)?;
             let floats = tensor(rank, DType::F32, &[inputs.x.rows(), HIDDEN as u64 / 2]);
             let x = if rank.rank == 1 { &floats } else { &inputs.x };
             let error = rank.dispatch(&mut place, DispatchRequest::new(x, &layout)).unwrap_err();
@@ -496,8 +445,7 @@ fn ranks_whose_rows_have_different_types_are_told() {
             // exchange.
             let handle = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?.handle;
             rank.dispatch_cached(&mut place, CachedDispatchRequest::new(x, &handle))?;
-            rank.stream.synchronize()?;
-            let read = rank.buffer.check();
+            let read = rank.outcome();
             let Err(Error::OtherCall { ours, theirs, .. }) = &read else { panic!("{read:?}") };
             assert!(ours != theirs && ours.starts_with("cached dispatch"), "{ours}, {theirs}");
             Ok(())
@@ -514,9 +462,8 @@ fn a_failed_combine_leaves_nan_or_right_sums() {
         setup.fields().timeout = Duration::from_millis(200);
         setup.run(|rank| {
             let stream = rank.stream.clone();
-            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-            let output = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?;
+            let (inputs, mut place) = turn.begin(rank)?;
+            let output = inputs.dispatch_exact(rank, &mut place)?;
             if rank.rank == 1 {
                 return Ok(());
             }
@@ -528,7 +475,7 @@ fn a_failed_combine_leaves_nan_or_right_sums() {
                 CombineRequest::new(&output.recv_x, &output.handle)
             };
             let back = rank.combine(request)?;
-            let kept = keep_on(&stream, &back.combined_x, turn.sums[0].len())?;
+            let kept = keep(&stream, &back.combined_x, turn.sums[0].len() as u64)?;
             let got = rank.row_bytes(&kept)?;
             assert!(matches!(rank.buffer.check(), Err(Error::PeerTimeout { peer: 1, .. })));
             let missing = rank.buffer.missing_tokens()?;
@@ -552,8 +499,8 @@ fn tokens_that_a_replay_leaves_without_sums_are_noted() {
         setup.fields().nan_on_failure = false;
         setup.run(|rank| {
             let stream = rank.stream.clone();
-            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let step = captured_echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+            let (inputs, mut place) = turn.begin(rank)?;
+            let step = captured_echo(rank, &mut place, &inputs)?;
             step.launch(&stream)?;
             step.check(&stream)?;
             assert!(rank.buffer.missing_tokens()?.is_empty());
@@ -570,7 +517,7 @@ fn tokens_that_a_replay_leaves_without_sums_are_noted() {
                 mask.to_host::<i64>(&stream)?.into_iter().flat_map(i64::to_le_bytes).collect();
             assert_eq!(mask[..tokens], [1].repeat(tokens));
             assert_eq!(rank.buffer.missing_tokens()?, (0..tokens as u32).collect::<Vec<_>>());
-            let kept = keep_on(&stream, &step.output().combined_x, tokens)?;
+            let kept = keep(&stream, &step.output().combined_x, tokens as u64)?;
             assert_eq!(rank.row_bytes(&kept)?, turn.sums[0]);
             Ok(())
         });
@@ -582,20 +529,18 @@ fn tokens_that_a_replay_leaves_without_sums_are_noted() {
 fn a_timeout_names_all_ranks_that_did_not_come() {
     const GONE: [u32; 2] = [1, 3];
     let turn = Turn::random(0, &[8, 5, 7, 6], 1);
-    let each = |transport| Some(Nodes { ranks_per_node: 1, transport, queues: 1 });
+    let each = |transport| Some(NodeLinks { ranks_per_node: 1, transport, queues: 1 });
     let spreads = [None, each(TransportKind::Direct), each(TransportKind::Shm)];
     for (nodes, is_combine) in spreads.into_iter().flat_map(|nodes| [(nodes, false), (nodes, true)]) {
         let mut setup = Setup::new(4, 1, 8, ROW).nodes(nodes);
         setup.fields().timeout = Duration::from_millis(200);
         setup.run(|rank| {
-            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+            let (inputs, mut place) = turn.begin(rank)?;
             let is_gone = GONE.contains(&rank.rank);
             if !is_combine && is_gone {
                 return Ok(());
             }
-            let output = rank.dispatch(&mut place, request)?;
+            let output = inputs.dispatch(rank, &mut place)?;
             if is_combine {
                 rank.stream.synchronize()?;
                 if is_gone {
@@ -603,8 +548,7 @@ fn a_timeout_names_all_ranks_that_did_not_come() {
                 }
                 rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
             }
-            rank.stream.synchronize()?;
-            let error = rank.buffer.check().expect_err("two ranks have gone");
+            let error = rank.outcome().expect_err("two ranks have gone");
             let Error::PeerTimeout { peer, place, late, .. } = &error else { panic!("{error}") };
             // The wait that expired first may be for one that has entered, and waits as long
             // itself.
@@ -623,10 +567,9 @@ fn a_step_does_not_run_while_rows_in_its_place_are_borrowed() {
     let [turn] = turns();
     setup().run(|rank| {
         let stream = rank.stream.clone();
-        let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
-        let experts = turn.routing.num_experts;
-        let step = captured_echo(rank, &mut place, &inputs, experts)?;
-        let (output, _) = echo(rank, &mut place, &inputs, experts)?;
+        let (inputs, mut place) = turn.begin(rank)?;
+        let step = captured_echo(rank, &mut place, &inputs)?;
+        let (output, _) = echo(rank, &mut place, &inputs)?;
         refused(step.launch(&stream), &["place = 0", "in use", "drop or detach them"]);
         drop(output);
         step.launch(&stream)?;
@@ -643,14 +586,13 @@ fn a_detached_output_says_that_it_was_overwritten_and_where_it_lies() {
     setup.run(|rank| {
         let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
         let (mut place, other) = (rank.place()?, rank.buffer.place(1)?);
-        let experts = first.routing.num_experts;
-        let detached = echo(rank, &mut place, &inputs[0], experts)?.0.detach();
+        let detached = echo(rank, &mut place, &inputs[0])?.0.detach();
         check_rows(rank, "recv_x", &detached.at(&place)?.recv_x, &first.recv(rank.rank))?;
         let elsewhere = detached.at(&other).expect_err("the rows lie in place 0");
         assert!(matches!(elsewhere, Error::Argument { argument: "place", .. }), "{elsewhere}");
         assert_names(&elsewhere, &["place = 1", "the rows lie in place 0"]);
 
-        let (output, _) = echo(rank, &mut place, &inputs[1], experts)?;
+        let (output, _) = echo(rank, &mut place, &inputs[1])?;
         drop(output);
         let stale = detached.at(&place).expect_err("a dispatch has overwritten the rows");
         assert!(matches!(stale, Error::StaleHandle(_)), "{stale}");
@@ -671,9 +613,8 @@ fn with_two_places_two_results_are_there_at_once() {
         let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
         let mut places = [rank.place()?, rank.buffer.place(1)?];
         let [left, right] = &mut places;
-        let experts = first.routing.num_experts;
-        let (one, one_back) = echo(rank, left, &inputs[0], experts)?;
-        let (two, two_back) = echo(rank, right, &inputs[1], experts)?;
+        let (one, one_back) = echo(rank, left, &inputs[0])?;
+        let (two, two_back) = echo(rank, right, &inputs[1])?;
         rank.check(one.recv_x.ptr() != two.recv_x.ptr(), "places do not overlap");
         for ((output, back), turn) in
             [(&one, &one_back), (&two, &two_back)].into_iter().zip([&first, &second])
@@ -684,8 +625,7 @@ fn with_two_places_two_results_are_there_at_once() {
             let again = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
             check_sums(rank, "combined_x once more", &again, turn)?;
         }
-        rank.stream.synchronize()?;
-        rank.buffer.check()
+        rank.outcome()
     });
 }
 
@@ -746,14 +686,14 @@ fn calls_on_two_streams_come_in_the_order_in_which_they_were_made() {
         for (index, (turn, inputs)) in turns.iter().zip(&inputs).enumerate() {
             // No event says that the combine comes behind the dispatch, or the next layout behind
             // the combine.
-            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+            let layout = inputs.layout(rank)?;
             gate.hold(&stream)?;
             let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
             let output = rank.buffer.dispatch(&mut place, request, StreamOrder::on(&stream))?;
             let request = CombineRequest::new(&output.recv_x, &output.handle);
             let back = rank.buffer.combine(request, StreamOrder::on(&side))?;
-            let rows = keep_on(&stream, &output.recv_x, turn.recv(rank.rank).len())?;
-            kept.push((rows, keep_on(&side, &back.combined_x, back.combined_x.rows() as usize)?));
+            let rows = keep(&stream, &output.recv_x, turn.recv(rank.rank).len() as u64)?;
+            kept.push((rows, keep(&side, &back.combined_x, back.combined_x.rows())?));
             if index < 2 {
                 must_wait(rank, &side, "a combine on another stream than its dispatch")?;
             }
@@ -775,14 +715,14 @@ fn calls_on_two_streams_come_in_the_order_in_which_they_were_made() {
 fn received_rows_outlive_their_buffer_and_its_work_in_flight() {
     let [first, second] = turns();
     let setup = setup();
-    let outcome = run_ranks(2, |_, group| {
+    run_ranks(2, |_, group| {
         let mut rank = Rank::join(&setup, group)?;
         let gate = Gate::new(rank.device())?;
         let inputs = [Inputs::upload(&first, &rank)?, Inputs::upload(&second, &rank)?];
         let mut place = rank.place()?;
         gate.hold(&rank.stream)?;
-        echo(&mut rank, &mut place, &inputs[0], first.routing.num_experts)?;
-        let (output, back) = echo(&mut rank, &mut place, &inputs[1], first.routing.num_experts)?;
+        echo(&mut rank, &mut place, &inputs[0])?;
+        let (output, back) = echo(&mut rank, &mut place, &inputs[1])?;
         let received = output.detach();
         let Rank { rank: number, group, stream, buffer, .. } = rank;
         let side = Stream::new(stream.device())?;
@@ -797,13 +737,12 @@ fn received_rows_outlive_their_buffer_and_its_work_in_flight() {
 
         // A stream has still to read the rows when the last goes that keeps them.
         gate.hold(&side)?;
-        let kept = keep_on(&side, &received.at(&place)?.recv_x, want.len())?;
+        let kept = keep(&side, &received.at(&place)?.recv_x, want.len() as u64)?;
         while_held(&gate, || drop((place, received, back)));
         assert_eq!(kept.to_host::<u16>(&side)?, flat(&want));
         stream.synchronize()?;
         group.barrier(PATIENCE)
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }
 
 #[test]
@@ -813,11 +752,10 @@ fn a_step_whose_buffer_is_gone_does_not_run() {
     setup.run(|rank| {
         let mut other = Rank::new(rank.device().clone(), rank.group.clone(), setup.options.clone())?;
         let stream = other.stream.clone();
-        let inputs = Inputs::upload(&turn, &other)?;
-        let mut place = other.place()?;
-        let step = other.buffer.capture(&stream, |buffer, order| {
-            Ok(echo_on(buffer, &mut place, order, &stream, &inputs, turn.routing.num_experts)?.1)
-        })?;
+        let (inputs, mut place) = turn.begin(&other)?;
+        let step = other
+            .buffer
+            .capture(&stream, |buffer, order| Ok(echo_on(buffer, &mut place, order, &stream, &inputs)?.1))?;
         step.launch(&stream)?;
         step.check(&stream)?;
         check_sums(rank, "combined_x", step.output(), &turn)?;

@@ -3,19 +3,19 @@
 use proptest::prelude::*;
 
 use epoxide::transport::TransportKind;
-use epoxide_testing::harness::Nodes;
+use epoxide_testing::harness::NodeLinks;
 use epoxide_testing::tier;
 
 use crate::cases::case;
 
 /// Tokens of each of 1 to 8 ranks, often none.
-fn one_node() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
+fn one_node() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
     let tokens = prop_oneof![1 => Just(0), 1 => 1..=8u32, 3 => 0..=64u32];
     prop::collection::vec(tokens, 1..=8).prop_map(|tokens| (tokens, None))
 }
 
 /// Few tokens of each of more ranks than kernels keep in registers.
-fn many_ranks() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
+fn many_ranks() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
     let tokens = prop_oneof![1 => Just(0), 3 => 0..=12u32];
     prop::collection::vec(tokens, 9..=tier::pick(16, 64)).prop_map(|tokens| (tokens, None))
 }
@@ -24,7 +24,7 @@ fn many_ranks() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
 const MOST_RANKS: u32 = 8;
 
 /// Tokens of each rank, often none or fewer than channels.
-fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
+fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
     let transport = prop::sample::select(vec![
         TransportKind::Direct,
         TransportKind::Auto,
@@ -35,12 +35,12 @@ fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
         .prop_filter("few ranks", |(nodes, ranks_per_node)| nodes * ranks_per_node <= MOST_RANKS);
     (places, transport, 1..=3u32).prop_flat_map(|((nodes, ranks_per_node), transport, queues)| {
         let tokens = prop_oneof![Just(0u32), Just(1), Just(5), Just(13), 0..=40u32];
-        let place = Nodes { ranks_per_node, transport, queues };
+        let place = NodeLinks { ranks_per_node, transport, queues };
         (prop::collection::vec(tokens, (nodes * ranks_per_node) as usize), Just(Some(place)))
     })
 }
 
-fn config(cases: u32) -> ProptestConfig {
+pub fn config(cases: u32) -> ProptestConfig {
     ProptestConfig {
         cases: tier::pick((cases / 32).max(1), cases),
         max_shrink_iters: 40,

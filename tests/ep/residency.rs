@@ -13,7 +13,7 @@ use epoxide::internal::driver::Hooks;
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, Error, Result, StreamOrder, Tensor, TypedTensor};
 use epoxide::{low_latency, throughput};
-use epoxide_testing::harness::{PATIENCE, num_ranks, on_gpus, open_device, run_ranks};
+use epoxide_testing::harness::{PATIENCE, num_ranks, on_gpus, open_device, run_ranks, try_run_ranks};
 use epoxide_testing::neighbour::Held;
 use half::bf16;
 
@@ -143,8 +143,7 @@ fn spreads(ranks: u32) -> impl Iterator<Item = Option<TransportKind>> {
 fn high_throughput_needs_one_block_at_a_time() {
     let ranks = num_ranks(4);
     for spread in spreads(ranks) {
-        run_ranks(ranks, |rank, group| throughput_rounds(rank, &group, spread))
-            .unwrap_or_else(|failure| panic!("{spread:?}: {failure}"));
+        run_ranks(ranks, |rank, group| throughput_rounds(rank, &group, spread));
     }
 }
 
@@ -153,8 +152,7 @@ fn low_latency_beside_persistent_kernels_needs_one_block_at_a_time() {
     let ranks = num_ranks(4);
     for spread in spreads(ranks) {
         let change = low_latency::Options::beside_persistent_kernels;
-        run_ranks(ranks, |rank, group| low_latency_rounds(rank, &group, spread, change))
-            .unwrap_or_else(|failure| panic!("{spread:?}: {failure}"));
+        run_ranks(ranks, |rank, group| low_latency_rounds(rank, &group, spread, change));
     }
 }
 
@@ -164,6 +162,6 @@ fn low_latency_needs_all_blocks_of_an_operation_otherwise() {
     if on_gpus() {
         return;
     }
-    let failure = run_ranks(4, |rank, group| low_latency_rounds(rank, &group, None, |options| options));
+    let failure = try_run_ranks(4, |rank, group| low_latency_rounds(rank, &group, None, |options| options));
     assert!(matches!(failure.unwrap_err().error, Error::PeerTimeout { .. }));
 }

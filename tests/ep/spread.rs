@@ -1,7 +1,7 @@
 //! One node, or several: most of what is tested must hold on both.
 
 use epoxide::transport::TransportKind;
-use epoxide_testing::harness::Nodes;
+use epoxide_testing::harness::NodeLinks;
 
 /// Where the ranks of a test are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,8 +13,8 @@ pub enum Spread {
 impl Spread {
     /// Nodes of so many ranks with shared memory and two queues between them, where there are
     /// several.
-    pub fn nodes(self, ranks_per_node: u32) -> Option<Nodes> {
-        let nodes = Nodes { ranks_per_node, transport: TransportKind::Shm, queues: 2 };
+    pub fn nodes(self, ranks_per_node: u32) -> Option<NodeLinks> {
+        let nodes = NodeLinks { ranks_per_node, transport: TransportKind::Shm, queues: 2 };
         (self == Spread::SeveralNodes).then_some(nodes)
     }
 }

@@ -7,20 +7,22 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use epoxide::driver::Stream;
+use epoxide::driver::Device;
 use epoxide::driver::virt::VirtConfig;
 use epoxide::group::ProcessGroup;
 use epoxide::low_latency;
-use epoxide::throughput::{self, CombineRequest, Counts, DispatchRequest, Place, Step};
+use epoxide::throughput::{self, CombineRequest, Place, Received, Step};
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
-use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, num_ranks, on_gpus, open_device, run_ranks};
-use epoxide_testing::payload::values_of;
+use epoxide::{DType, Error, Result, Tensor};
+use epoxide_testing::harness::{
+    NodeLinks, PATIENCE, Rank, Setup, keep, num_ranks, on_gpus, open_device, try_run_ranks,
+};
+use epoxide_testing::payload::{bytes_of, values_of};
 use epoxide_testing::tier;
 use half::bf16;
 
-use crate::promises::{captured_echo, is_nan, keep_on, status};
+use crate::low_latency::ones::{CapturedPair, Ones};
+use crate::promises::{captured_echo, is_nan, status};
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo};
 
 /// The rank that stops.
@@ -61,8 +63,8 @@ fn deadline() -> Duration {
 }
 
 /// One node, and nodes of one rank that map each other's memory.
-fn spreads() -> [Option<Nodes>; 2] {
-    [None, Some(Nodes { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })]
+fn spreads() -> [Option<NodeLinks>; 2] {
+    [None, Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })]
 }
 
 /// All on GPUs, and every third in the default tier on virtual ones.
@@ -98,7 +100,7 @@ fn tokens(ranks: u32) -> Vec<u32> {
     (0..ranks).map(|rank| most - rank % 3).collect()
 }
 
-fn setup(ranks: u32, nodes: Option<Nodes>) -> Setup {
+fn setup(ranks: u32, nodes: Option<NodeLinks>) -> Setup {
     Setup::new(ranks, 1, *tokens(ranks).iter().max().unwrap(), ROW).max_topk(TOPK).nodes(nodes)
 }
 
@@ -108,6 +110,16 @@ fn check_complete(rank: &Rank, back: &throughput::Combined, turn: &Turn) -> Resu
     assert_eq!(rank.row_bytes(&back.combined_x)?[..want.len()], want[..]);
     assert!(rank.buffer.missing_tokens()?.is_empty());
     rank.buffer.check()
+}
+
+/// A dispatch of the round in which it stops.
+fn dispatch<'p>(
+    rank: &mut Rank,
+    place: &'p mut Place,
+    inputs: &Inputs,
+    calls: Calls,
+) -> Result<Received<'p>> {
+    if calls == Calls::Exact { inputs.dispatch_exact(rank, place) } else { inputs.dispatch(rank, place) }
 }
 
 /// The round in which it stops, of a survivor.
@@ -121,7 +133,7 @@ fn failed_round(
     let (stream, want) = (rank.stream.clone(), &turn.sums[rank.rank as usize]);
     let what = format!("rank {}, {before:?}, {calls:?}, {leaves:?}", rank.rank);
     let combined = |rank: &Rank, back: &throughput::Combined| -> Result<()> {
-        let kept = rank.row_bytes(&keep_on(&stream, &back.combined_x, want.len())?)?;
+        let kept = rank.row_bytes(&keep(&stream, &back.combined_x, want.len() as u64)?)?;
         check_sums(&what, leaves, &kept, want, &rank.buffer.missing_tokens()?);
         expect_gone(&format!("{what}: combined_x"), back.combined_x.to_host::<u16>(&stream));
         Ok(())
@@ -131,10 +143,7 @@ fn failed_round(
         combined(rank, step.output())?;
         expect_gone(&format!("{what}: the step's check"), step.check(&stream));
     } else {
-        let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-        let request = DispatchRequest::new(&inputs.x, &layout);
-        let request = if calls == Calls::Exact { request } else { request.counts(rank.on_device()) };
-        let output = rank.dispatch(place, request);
+        let output = dispatch(rank, place, inputs, calls);
         if calls == Calls::Exact && before == Before::Dispatch {
             expect_gone(&format!("{what}: a dispatch that waits for counts"), output);
         } else {
@@ -167,23 +176,20 @@ fn failed_round(
     // The buffer is of no use any more.
     for _ in 0..2 {
         expect_gone(&format!("{what}: a launch behind it"), step.launch(&stream));
-        let next = rank.layout(&inputs.topk_idx, turn.routing.num_experts).and_then(|layout| {
-            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
-            rank.dispatch(place, request)
-        });
+        let next = inputs.dispatch(rank, place);
         expect_gone(&format!("{what}: a dispatch behind it"), next);
     }
     Ok(())
 }
 
 /// The survivors of a group make a buffer of their own on the same devices.
-fn go_on(rank: &Rank, part: Arc<dyn ProcessGroup>, nodes: Option<Nodes>) -> Result<()> {
+fn go_on(rank: &Rank, part: Arc<dyn ProcessGroup>, nodes: Option<NodeLinks>) -> Result<()> {
     let survivors = setup(part.size(), nodes);
     let turn = Turn::random(9, &tokens(part.size()), 1);
     let mut rank = Rank::new(rank.device().clone(), part, survivors.options)?;
-    let (inputs, mut place) = (Inputs::upload(&turn, &rank)?, rank.place()?);
+    let (inputs, mut place) = turn.begin(&rank)?;
     for _ in 0..3 {
-        let (output, back) = echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?;
+        let (output, back) = echo(&mut rank, &mut place, &inputs)?;
         let want = turn.recv(rank.rank);
         assert_eq!(rank.row_bytes(&output.recv_x)?[..want.len()], want[..]);
         check_complete(&rank, &back, &turn)?;
@@ -202,9 +208,9 @@ fn high_throughput(before: Before, calls: Calls) {
         setup.run(|rank| {
             let (stream, group) = (rank.stream.clone(), rank.group.clone());
             let part = group.split((rank.rank == GONE).into())?;
-            let (inputs, mut place) = (Inputs::upload(&turns[0], rank)?, rank.place()?);
+            let (inputs, mut place) = turns[0].begin(rank)?;
             group.barrier(PATIENCE)?;
-            let step = captured_echo(rank, &mut place, &inputs, turns[0].routing.num_experts)?;
+            let step = captured_echo(rank, &mut place, &inputs)?;
             for (index, turn) in turns.iter().enumerate() {
                 let mine = rank.rank as usize;
                 inputs.topk_idx.write(&stream, &turn.routing.topk_idx[mine].concat())?;
@@ -216,17 +222,14 @@ fn high_throughput(before: Before, calls: Calls) {
                     step.launch(&stream)?;
                     step.check(&stream)?;
                     check_complete(rank, step.output(), turn)?;
-                    let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+                    let (_, back) = echo(rank, &mut place, &inputs)?;
                     check_complete(rank, &back, turn)?;
                 } else if rank.rank != GONE {
                     failed_round(rank, &mut place, (&inputs, turn), &step, (before, calls, leaves))?;
                 } else if before == Before::Combine {
-                    let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-                    let request = DispatchRequest::new(&inputs.x, &layout);
                     // A dispatch that waits for counts compares calls on the host: all ranks make
                     // the same one.
-                    let counts = if calls == Calls::Exact { Counts::Exact } else { rank.on_device() };
-                    rank.dispatch(&mut place, request.counts(counts))?;
+                    dispatch(rank, &mut place, &inputs, calls)?;
                     stream.synchronize()?;
                     rank.buffer.check()?;
                 }
@@ -265,137 +268,57 @@ fn a_rank_stops_before_the_combine_of_a_step() {
     high_throughput(Before::Combine, Calls::Replayed);
 }
 
-/// A low-latency rank, whose tokens are ones.
-struct Few {
-    number: u32,
-    stream: Arc<Stream>,
-    group: Arc<dyn ProcessGroup>,
-    buffer: low_latency::Buffer,
-    x: Tensor<'static>,
-    topk_idx: TypedTensor<'static, i64>,
-    /// Its values on the host: two for each token.
-    ids: Vec<i64>,
-    /// The experts' outputs: rows of one number.
-    experts: Tensor<'static>,
-}
-
 const EXPERTS_OF_A_RANK: u32 = 2;
 const FEW_HIDDEN: u64 = 128;
 
-impl Few {
-    fn tokens() -> u32 {
-        if on_gpus() { 100 } else { 6 }
-    }
-
-    /// Collective.
-    fn new(
-        stream: &Arc<Stream>,
-        group: &Arc<dyn ProcessGroup>,
-        change: &dyn Fn(low_latency::Options) -> low_latency::Options,
-    ) -> Result<Few> {
-        let (device, tokens) = (stream.device(), Few::tokens());
-        let num_experts = EXPERTS_OF_A_RANK * group.size();
-        let options = change(low_latency::Options::new(low_latency::Shape {
-            max_tokens: tokens,
-            hidden: FEW_HIDDEN,
-            num_topk: 2,
-            num_experts,
-        }));
-        let buffer = low_latency::Buffer::new(device.clone(), &**group, options)?;
-        let experts = i64::from(num_experts);
-        // Each expert by itself and beside another one; every fifth token goes nowhere.
-        let ids = (0..i64::from(tokens)).flat_map(|token| match token % 5 {
-            4 => [-1, -1],
-            _ => [(token * 3 + 1) % experts, if token % 2 == 0 { -1 } else { (token * 3 + 2) % experts }],
-        });
-        let ids: Vec<i64> = ids.collect();
-        let ones = vec![bf16::ONE; u64::from(tokens) as usize * FEW_HIDDEN as usize];
-        Ok(Few {
-            number: group.rank(),
-            x: Tensor::from_host(stream, DType::Bf16, &[tokens.into(), FEW_HIDDEN], &ones)?,
-            topk_idx: TypedTensor::from_host(stream, &[tokens.into(), 2], &ids)?,
-            ids,
-            experts: Tensor::alloc(device, DType::Bf16, &[buffer.rows(), FEW_HIDDEN])?,
-            stream: stream.clone(),
-            group: group.clone(),
-            buffer,
-        })
-    }
-
-    fn set_experts(&self, value: f32) -> Result<()> {
-        let values = vec![bf16::from_f32(value); (self.buffer.rows() * FEW_HIDDEN) as usize];
-        self.experts.write(&self.stream, &values)
-    }
-
-    /// A token's sum: the experts' number from each rank that has one of its experts.
-    fn sums(&self, value: f32) -> Vec<Vec<u8>> {
-        let rank_of = |id: i64| (id >= 0).then_some(id / i64::from(EXPERTS_OF_A_RANK));
-        let sums = self.ids.chunks(2).map(|ids| {
-            let [first, second] = [rank_of(ids[0]), rank_of(ids[1])];
-            let ranks = u8::from(first.is_some()) + u8::from(second.is_some() && second != first);
-            let sum = bf16::from_f32(value * f32::from(ranks));
-            sum.to_le_bytes().repeat(FEW_HIDDEN as usize)
-        });
-        sums.collect()
-    }
-
-    fn dispatch<'p>(&mut self, place: &'p mut low_latency::Place) -> Result<low_latency::Received<'p>> {
-        let request = low_latency::DispatchRequest::new(&self.x, &self.topk_idx);
-        self.buffer.dispatch(place, request, StreamOrder::on(&self.stream))
-    }
-
-    fn combine<'p>(&mut self, received: low_latency::Received<'p>) -> Result<low_latency::Combined<'p>> {
-        let request = low_latency::CombineRequest::by_row(&self.experts);
-        self.buffer.combine(received, request, StreamOrder::on(&self.stream))
-    }
-
-    /// Sums as a kernel reads them, past the check of the tensor.
-    fn kept(&self, sums: &Tensor<'_>) -> Result<Vec<Vec<u8>>> {
-        let kept = Tensor::alloc(self.stream.device(), DType::Bf16, sums.shape())?;
-        let bytes = sums.rows() * sums.row_bytes();
-        // SAFETY: both have so many bytes, and live until the copy has been read.
-        unsafe { self.stream.copy(kept.ptr(), sums.ptr(), bytes)? };
-        let words = kept.to_host::<u16>(&self.stream)?;
-        let rows = words.chunks(FEW_HIDDEN as usize);
-        Ok(rows.map(|row| row.iter().flat_map(|word| word.to_le_bytes()).collect()).collect())
-    }
-
-    /// A round of all ranks of the group.
-    fn complete_round(&mut self, place: &mut low_latency::Place, value: f32) -> Result<()> {
-        self.set_experts(value)?;
-        let received = self.dispatch(place)?;
-        let combined = self.combine(received)?;
-        assert_eq!(self.kept(&combined.x)?, self.sums(value));
-        assert!(self.buffer.missing_tokens()?.is_empty());
-        self.buffer.check()
-    }
+/// A low-latency rank on a device. Collective.
+fn few(
+    device: &Device,
+    group: &Arc<dyn ProcessGroup>,
+    options: impl FnOnce(low_latency::Options) -> low_latency::Options,
+) -> Result<Ones> {
+    let tokens = if on_gpus() { 100 } else { 6 };
+    let num_experts = EXPERTS_OF_A_RANK * group.size();
+    let shape = low_latency::Shape { max_tokens: tokens, hidden: FEW_HIDDEN, num_topk: 2, num_experts };
+    let experts = i64::from(num_experts);
+    // Each expert by itself and beside another one; every fifth token goes nowhere.
+    let ids = (0..i64::from(tokens)).flat_map(|token| match token % 5 {
+        4 => [-1, -1],
+        _ => [(token * 3 + 1) % experts, if token % 2 == 0 { -1 } else { (token * 3 + 2) % experts }],
+    });
+    Ones::new(device.clone(), group.clone(), shape, options, &ids.collect::<Vec<i64>>())
 }
 
-type FewStep = Step<low_latency::Detached<low_latency::Combined<'static>>>;
-
-fn captured_pair(few: &mut Few, place: &mut low_latency::Place) -> Result<FewStep> {
-    let Few { buffer, stream, x, topk_idx, experts, .. } = few;
-    buffer.capture(stream, |buffer, order| {
-        let received = buffer.dispatch(place, low_latency::DispatchRequest::new(x, topk_idx), order)?;
-        Ok(buffer.combine(received, low_latency::CombineRequest::by_row(experts), order)?.detach())
-    })
+/// A round of all ranks of the group.
+fn complete_round(few: &mut Ones, place: &mut low_latency::Place, value: f32) -> Result<()> {
+    few.set_experts(value)?;
+    let received = few.dispatch(place)?;
+    let combined = few.combine(received)?;
+    assert_eq!(few.kept(&combined.x)?, few.sums(value)?);
+    assert!(few.buffer.missing_tokens()?.is_empty());
+    few.buffer.check()
 }
 
 /// The round in which the rank stops, of a survivor.
 fn failed_few(
-    few: &mut Few,
+    few: &mut Ones,
     place: &mut low_latency::Place,
-    step: &FewStep,
+    step: &CapturedPair,
     (before, calls, leaves): (Before, Calls, Leaves),
     value: f32,
 ) -> Result<()> {
-    let (stream, want) = (few.stream.clone(), few.sums(value));
-    let what = format!("rank {}, low latency, {before:?}, {calls:?}, {leaves:?}", few.number);
+    let (stream, want) = (few.stream.clone(), few.sums(value)?);
+    let what = format!("rank {}, low latency, {before:?}, {calls:?}, {leaves:?}", few.rank);
+    let combined = |few: &Ones, sums: &Tensor<'_>| -> Result<()> {
+        let rows = |sums: &[bf16]| sums.chunks(FEW_HIDDEN as usize).map(bytes_of).collect::<Vec<_>>();
+        let missing = few.buffer.missing_tokens()?;
+        check_sums(&what, leaves, &rows(&few.kept(sums)?), &rows(&want), &missing);
+        expect_gone(&format!("{what}: x"), sums.to_host::<bf16>(&stream));
+        Ok(())
+    };
     if calls == Calls::Replayed {
         step.launch(&stream)?;
-        let combined = step.output().at(place)?;
-        check_sums(&what, leaves, &few.kept(&combined.x)?, &want, &few.buffer.missing_tokens()?);
-        expect_gone(&format!("{what}: x"), combined.x.to_host::<bf16>(&stream));
+        combined(few, &step.output().at(place)?.x)?;
         expect_gone(&format!("{what}: the step's check"), step.check(&stream));
     } else {
         let received = few.dispatch(place)?;
@@ -405,9 +328,8 @@ fn failed_few(
         } else {
             received.expert_counts.to_host::<i32>(&stream)?;
             few.buffer.check()?;
-            let combined = few.combine(received)?;
-            check_sums(&what, leaves, &few.kept(&combined.x)?, &want, &few.buffer.missing_tokens()?);
-            expect_gone(&format!("{what}: x"), combined.x.to_host::<bf16>(&stream));
+            let sums = few.combine(received)?;
+            combined(few, &sums.x)?;
         }
     }
     assert_ne!(status(&stream, few.buffer.status_ptr())?, 0, "{what}");
@@ -420,15 +342,18 @@ fn failed_few(
 }
 
 /// The survivors go on with the same buffer, then with one of their own.
-fn go_on_with_few(few: &mut Few, place: &mut low_latency::Place, part: &Arc<dyn ProcessGroup>) -> Result<()> {
+fn go_on_with_few(
+    few: &mut Ones,
+    place: &mut low_latency::Place,
+    part: &Arc<dyn ProcessGroup>,
+) -> Result<()> {
     let gone = i64::from(GONE * EXPERTS_OF_A_RANK)..i64::from((GONE + 1) * EXPERTS_OF_A_RANK);
-    for id in few.ids.iter_mut().filter(|id| gone.contains(id)) {
-        *id = -1;
-    }
-    few.topk_idx.write(&few.stream, &few.ids)?;
+    let mut ids = few.topk_idx.values(&few.stream)?;
+    ids.iter_mut().filter(|id| gone.contains(id)).for_each(|id| *id = -1);
+    few.topk_idx.write(&few.stream, &ids)?;
     few.buffer.regroup(&**part)?;
     for value in [2.0, 11.0] {
-        few.complete_round(place, value)?;
+        complete_round(few, place, value)?;
     }
     few.stream.synchronize()?;
     part.barrier(PATIENCE)
@@ -449,46 +374,42 @@ fn low_latency_calls(before: Before, calls: Calls) {
                 .keep_nodes()
                 .transport(TransportOptions::new(nodes.transport)),
         };
-        let outcome = run_ranks(num_ranks(3), |number, group| {
+        let outcome = try_run_ranks(num_ranks(3), |number, group| {
             let config = VirtConfig { ordinal: number, sm_count: 4, ..VirtConfig::default() };
-            let stream = Arc::new(Stream::new(&open_device(config)?)?);
+            let device = open_device(config)?;
             let part = group.split((number == GONE).into())?;
-            let mut few = Few::new(&stream, &group, &|options| {
+            let mut rank = few(&device, &group, |options| {
                 let options = spread(options).packet_tokens(packet_tokens).timeout(deadline());
                 if leaves == Leaves::Nan { options } else { options.keep_sums_on_failure() }
             })?;
-            let mut place = few.buffer.place(0)?;
-            few.set_experts(1.0)?;
-            stream.synchronize()?;
-            group.barrier(PATIENCE)?;
-            let step = captured_pair(&mut few, &mut place)?;
+            let (stream, mut place) = (rank.stream.clone(), rank.buffer.place(0)?);
+            let meet = || stream.synchronize().and_then(|()| group.barrier(PATIENCE));
+            meet()?;
+            let step = rank.captured(&mut place)?;
             for value in [3.0, 5.0, 9.0] {
-                few.set_experts(value)?;
-                stream.synchronize()?;
-                group.barrier(PATIENCE)?;
+                rank.set_experts(value)?;
+                meet()?;
                 step.launch(&stream)?;
                 step.check(&stream)?;
-                assert_eq!(few.kept(&step.output().at(&place)?.x)?, few.sums(value));
-                few.complete_round(&mut place, value + 1.0)?;
+                assert_eq!(rank.kept(&step.output().at(&place)?.x)?, rank.sums(value)?);
+                complete_round(&mut rank, &mut place, value + 1.0)?;
             }
-            few.set_experts(17.0)?;
-            stream.synchronize()?;
-            group.barrier(PATIENCE)?;
+            rank.set_experts(17.0)?;
+            meet()?;
             if number != GONE {
-                failed_few(&mut few, &mut place, &step, (before, calls, leaves), 17.0)?;
+                failed_few(&mut rank, &mut place, &step, (before, calls, leaves), 17.0)?;
                 drop(step);
-                go_on_with_few(&mut few, &mut place, &part)?;
-                let mut few = Few::new(&stream, &part, &|options| spread(options).timeout(PATIENCE))?;
-                let mut place = few.buffer.place(0)?;
-                few.complete_round(&mut place, 7.0)?;
-                stream.synchronize()?;
+                go_on_with_few(&mut rank, &mut place, &part)?;
+                let mut rank = few(&device, &part, |options| spread(options).timeout(PATIENCE))?;
+                let mut place = rank.buffer.place(0)?;
+                complete_round(&mut rank, &mut place, 7.0)?;
+                rank.stream.synchronize()?;
                 part.barrier(PATIENCE)?;
             } else if before == Before::Combine {
-                drop(few.dispatch(&mut place)?);
-                stream.synchronize()?;
-                few.buffer.check()?;
+                drop(rank.dispatch(&mut place)?);
+                rank.outcome()?;
             }
-            few.group.barrier(PATIENCE)
+            group.barrier(PATIENCE)
         });
         outcome.unwrap_or_else(|failure| panic!("{nodes:?}, {packet_tokens}, {leaves:?}: {failure}"));
     }

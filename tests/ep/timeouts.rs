@@ -7,15 +7,17 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use epoxide::StreamOrder;
-use epoxide::throughput::{CachedDispatchRequest, DispatchHandle, DispatchRequest, Place, Received};
+use epoxide::throughput::{CachedDispatchRequest, DispatchHandle, DispatchRequest, Place};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_names, now, run_ranks, sleep};
+use epoxide_testing::harness::{
+    NodeLinks, PATIENCE, Rank, Setup, assert_names, now, run_ranks, sleep, try_run_ranks,
+};
 use epoxide_testing::tier;
 
 use crate::gate::Gate;
 use crate::spread::{Spread, in_every_spread};
-use crate::turns::{Inputs, ROW, Turn, combine_in_pool, echo};
+use crate::turns::{Inputs, ROW, Turn, check_sums, combine_in_pool, echo};
 
 in_every_spread! {
     a_rank_that_does_not_dispatch_is_named,
@@ -81,8 +83,8 @@ impl Ranks {
     }
 
     /// So many ranks, of as many nodes if there are several.
-    fn nodes(self, ranks_per_node: u32) -> Option<Nodes> {
-        self.transport.map(|transport| Nodes { ranks_per_node, transport, queues: 2 })
+    fn nodes(self, ranks_per_node: u32) -> Option<NodeLinks> {
+        self.transport.map(|transport| NodeLinks { ranks_per_node, transport, queues: 2 })
     }
 
     pub fn setup(self) -> Setup {
@@ -92,17 +94,6 @@ impl Ranks {
     pub fn turn(self) -> Turn {
         Turn::random(0, &TOKENS[..self.count() as usize], self.channels())
     }
-}
-
-/// An exact dispatch of the turn.
-pub fn dispatch<'p>(
-    rank: &mut Rank,
-    place: &'p mut Place,
-    turn: &Turn,
-    inputs: &Inputs,
-) -> Result<Received<'p>> {
-    let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-    rank.dispatch(place, DispatchRequest::new(&inputs.x, &layout))
 }
 
 /// How the last rank is lost.
@@ -122,20 +113,19 @@ fn without_the_last(
     lost: Lost,
     operation: &str,
     word: &str,
-    call: impl Fn(&mut Rank, &mut Place, &Turn, &Inputs, &DispatchHandle) -> Result<()> + Sync,
+    call: impl Fn(&mut Rank, &mut Place, &Inputs, &DispatchHandle) -> Result<()> + Sync,
 ) {
     for ranks in Ranks::all(spread) {
         let (turn, setup) = (ranks.turn(), ranks.setup());
         let errors = Mutex::new(BTreeMap::new());
-        let outcome = run_ranks(ranks.count(), |number, group| {
+        let outcome = try_run_ranks(ranks.count(), |number, group| {
             let mut rank = Rank::join(&setup, group.clone())?;
-            let inputs = Inputs::upload(&turn, &rank)?;
-            let mut place = rank.place()?;
-            let handle = echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?.0.handle;
+            let (inputs, mut place) = turn.begin(&rank)?;
+            let handle = echo(&mut rank, &mut place, &inputs)?.0.handle;
             rank.synchronize()?;
             if number != ranks.lost() {
                 let start = rank.now();
-                let error = call(&mut rank, &mut place, &turn, &inputs, &handle);
+                let error = call(&mut rank, &mut place, &inputs, &handle);
                 let error = error.expect_err("a rank did not come");
                 let took = rank.now() - start;
                 assert!((TIMEOUT..SOON).contains(&took), "noticed after {took:?}");
@@ -143,7 +133,7 @@ fn without_the_last(
                 let start = rank.now();
                 for later in [
                     rank.buffer.check().expect_err("the buffer is of no use"),
-                    dispatch(&mut rank, &mut place, &turn, &inputs).expect_err("the buffer is of no use"),
+                    inputs.dispatch_exact(&mut rank, &mut place).expect_err("the buffer is of no use"),
                     rank.dispatch_cached(&mut place, CachedDispatchRequest::new(&inputs.x, &handle))
                         .expect_err("the buffer is of no use"),
                     combine_in_pool(&mut rank, &place, &handle).expect_err("the buffer is of no use"),
@@ -207,19 +197,17 @@ fn a_group_without_it(ranks: Ranks) {
     let tokens = &TOKENS[..ranks.lost() as usize];
     let turn = Turn::random(1, tokens, ranks.channels());
     Setup::new(ranks.lost(), ranks.channels(), 6, ROW).nodes(ranks.nodes(1)).run(|rank| {
-        let inputs = Inputs::upload(&turn, rank)?;
-        let mut place = rank.place()?;
-        let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        let (inputs, mut place) = turn.begin(rank)?;
+        let (_, back) = echo(rank, &mut place, &inputs)?;
         rank.stream.synchronize()?;
-        let got = rank.row_bytes(&back.combined_x)?;
-        rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
+        check_sums(rank, "combined_x", &back, &turn)?;
         Ok(())
     });
 }
 
 fn without_a_dispatch(spread: Spread, lost: Lost) {
-    without_the_last(spread, lost, "notify", "counts", |rank, place, turn, inputs, _| {
-        dispatch(rank, place, turn, inputs).map(drop)
+    without_the_last(spread, lost, "notify", "counts", |rank, place, inputs, _| {
+        inputs.dispatch_exact(rank, place).map(drop)
     });
 }
 
@@ -232,19 +220,16 @@ fn a_rank_that_dies_before_a_dispatch_is_named(spread: Spread) {
 }
 
 fn a_rank_that_does_not_dispatch_shows_without_a_host_wait(spread: Spread) {
-    without_the_last(spread, Lost::Stalls, "notify", "counts", |rank, place, turn, inputs, _| {
-        let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-        let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
-        let output = rank.dispatch(place, request)?;
+    without_the_last(spread, Lost::Stalls, "notify", "counts", |rank, place, inputs, _| {
+        let output = inputs.dispatch(rank, place)?;
         rank.buffer.check_dispatch(&output.handle, &rank.stream)
     });
 }
 
 fn without_a_cached_dispatch(spread: Spread, lost: Lost) {
-    without_the_last(spread, lost, "dispatch", "ready", |rank, place, _, inputs, handle| {
+    without_the_last(spread, lost, "dispatch", "ready", |rank, place, inputs, handle| {
         rank.dispatch_cached(place, CachedDispatchRequest::new(&inputs.x, handle))?;
-        rank.stream.synchronize()?;
-        rank.buffer.check()
+        rank.outcome()
     });
 }
 
@@ -257,10 +242,9 @@ fn a_rank_that_dies_before_a_cached_dispatch_is_named(spread: Spread) {
 }
 
 fn without_a_combine(spread: Spread, lost: Lost) {
-    without_the_last(spread, lost, "combine", "ready", |rank, place, _, _, handle| {
+    without_the_last(spread, lost, "combine", "ready", |rank, place, _, handle| {
         combine_in_pool(rank, place, handle)?;
-        rank.stream.synchronize()?;
-        rank.buffer.check()
+        rank.outcome()
     });
 }
 
@@ -273,9 +257,9 @@ fn a_rank_that_dies_before_a_combine_is_named(spread: Spread) {
 }
 
 fn operations_queued_behind_an_expired_one_do_not_wait_again(spread: Spread) {
-    without_the_last(spread, Lost::Stalls, "notify", "counts", |rank, place, turn, inputs, _| {
+    without_the_last(spread, Lost::Stalls, "notify", "counts", |rank, place, inputs, _| {
         let queued = (0..30).map(|_| {
-            let (output, back) = echo(rank, place, inputs, turn.routing.num_experts)?;
+            let (output, back) = echo(rank, place, inputs)?;
             Ok((output.detach(), back))
         });
         // The timeout may already show while calls are still being made.
@@ -295,7 +279,7 @@ fn a_slow_rank_is_waited_for(spread: Spread) {
                 sleep(rank.device(), TIMEOUT * 3 / 4);
             }
             let mut place = rank.place()?;
-            let output = dispatch(rank, &mut place, &turn, &inputs)?;
+            let output = inputs.dispatch_exact(rank, &mut place)?;
             let got = rank.row_bytes(&output.recv_x)?;
             rank.equal("recv_x", &got, &turn.recv(rank.rank));
             Ok(())
@@ -318,7 +302,7 @@ fn a_rank_that_computes_for_long_is_waited_for(spread: Spread) {
                 }
             }
             let mut place = rank.place()?;
-            let output = dispatch(rank, &mut place, &turn, &inputs)?;
+            let output = inputs.dispatch_exact(rank, &mut place)?;
             let got = rank.row_bytes(&output.recv_x)?;
             rank.equal("recv_x", &got, &turn.recv(rank.rank));
             Ok(())
@@ -338,14 +322,14 @@ fn without_a_clock(ptx: &str) -> String {
 fn wait_for_a_lost_rank(ranks: Ranks, ptx: &Path) -> (Error, Duration) {
     let (turn, mut setup) = (ranks.turn(), ranks.setup());
     setup.fields().ptx = Some(ptx.to_owned());
-    let outcome = run_ranks(ranks.count(), |number, group| {
+    let outcome = try_run_ranks(ranks.count(), |number, group| {
         let mut rank = Rank::join(&setup, group.clone())?;
         let inputs = Inputs::upload(&turn, &rank)?;
         rank.synchronize()?;
         let mut found = None;
         if number != ranks.lost() {
             let (start, mut place) = (rank.now(), rank.place()?);
-            let error = dispatch(&mut rank, &mut place, &turn, &inputs).map(drop);
+            let error = inputs.dispatch_exact(&mut rank, &mut place).map(drop);
             found = Some((error.expect_err("a rank does not come"), rank.now() - start));
         }
         group.barrier(PATIENCE)?;
@@ -385,14 +369,13 @@ fn a_buffer_can_be_dropped_with_work_in_flight(spread: Spread) {
     for ranks in Ranks::all(spread) {
         let (turn, setup) = (ranks.turn(), ranks.setup().timeout(PATIENCE));
         for on_comm_stream in [Some(false), Some(true), None] {
-            let outcome = run_ranks(ranks.count(), |_, group| {
+            let outcome = try_run_ranks(ranks.count(), |_, group| {
                 let mut rank = Rank::join(&setup, group)?;
-                let inputs = Inputs::upload(&turn, &rank)?;
-                let mut place = rank.place()?;
+                let (inputs, mut place) = turn.begin(&rank)?;
                 for _ in 0..5 {
                     let order = match on_comm_stream {
                         None => {
-                            echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?;
+                            echo(&mut rank, &mut place, &inputs)?;
                             continue;
                         }
                         Some(true) => StreamOrder::comm(&rank.stream).asynchronous(),
@@ -419,7 +402,7 @@ fn a_buffer_can_be_dropped_with_work_in_flight(spread: Spread) {
 fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spread) {
     for ranks in Ranks::all(spread) {
         let (turn, setup) = (ranks.turn(), ranks.setup().timeout(Duration::from_millis(300)));
-        let outcome = run_ranks(ranks.count(), |_, group| {
+        let outcome = try_run_ranks(ranks.count(), |_, group| {
             let mut rank = Rank::join(&setup, group.clone())?;
             let inputs = Inputs::upload(&turn, &rank)?;
             let gate = Gate::new(rank.device())?;
@@ -450,7 +433,7 @@ fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spre
 fn buffers_in_opposite_orders_name_each_other(spread: Spread) {
     let turn = Turn::random(1, &TOKENS[..2], 2);
     let setup = Setup::new(2, 2, 6, ROW).nodes(spread.nodes(1)).timeout(TIMEOUT);
-    let outcome = run_ranks(2, |number, group| {
+    run_ranks(2, |number, group| {
         let mut first = Rank::join(&setup, group.clone())?;
         let mut second = Rank::new(first.device().clone(), group.clone(), setup.options.clone())?;
         second.stream = first.stream.clone();
@@ -459,15 +442,15 @@ fn buffers_in_opposite_orders_name_each_other(spread: Spread) {
         // In one order all is well.
         for rank in [&mut first, &mut second] {
             let mut place = rank.place()?;
-            echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+            echo(rank, &mut place, &inputs)?;
         }
         first.synchronize()?;
         let (mut earlier, mut later) = if number == 0 { (first, second) } else { (second, first) };
         let mut place = earlier.place()?;
-        echo(&mut earlier, &mut place, &inputs, turn.routing.num_experts)?;
+        echo(&mut earlier, &mut place, &inputs)?;
         gate.hold(&earlier.stream)?;
         let mut place = later.place()?;
-        echo(&mut later, &mut place, &inputs, turn.routing.num_experts)?;
+        echo(&mut later, &mut place, &inputs)?;
 
         let start = earlier.now();
         let error = loop {
@@ -489,5 +472,4 @@ fn buffers_in_opposite_orders_name_each_other(spread: Spread) {
         assert_names(&error, &[&names(&earlier), "failed as well on this device", order]);
         group.barrier(PATIENCE)
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }

@@ -6,7 +6,8 @@ use rand_chacha::ChaCha8Rng;
 use epoxide::Result;
 use epoxide::driver::Stream;
 use epoxide::throughput::{
-    Buffer, CombineRequest, Combined, Counts, DispatchHandle, DispatchRequest, Place, Received,
+    Buffer, CombineRequest, Combined, Counts, DispatchHandle, DispatchLayout, DispatchRequest, Place,
+    Received,
 };
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
@@ -45,6 +46,11 @@ impl Turn {
         Turn { x: x.iter().map(|rows| as_bytes(rows)).collect(), routing, plans, sums }
     }
 
+    /// A rank's inputs, and place 0.
+    pub fn begin(&self, rank: &Rank) -> Result<(Inputs, Place)> {
+        Ok((Inputs::upload(self, rank)?, rank.place()?))
+    }
+
     pub fn recv(&self, rank: u32) -> Vec<Vec<u8>> {
         oracle::recv_rows(&self.plans[rank as usize], &self.x)
     }
@@ -54,6 +60,7 @@ impl Turn {
 pub struct Inputs {
     pub topk_idx: TypedTensor<'static, i64>,
     pub x: Tensor<'static>,
+    num_experts: u32,
 }
 
 impl Inputs {
@@ -62,21 +69,41 @@ impl Inputs {
         Ok(Inputs {
             topk_idx: rank.upload_typed(TOPK as usize, &turn.routing.topk_idx[mine])?,
             x: rank.upload_rows(DType::Bf16, HIDDEN as u64, &turn.x[mine])?,
+            num_experts: turn.routing.num_experts,
         })
+    }
+
+    pub fn layout<'a>(&'a self, rank: &mut Rank) -> Result<DispatchLayout<'a>> {
+        rank.layout(&self.topk_idx, self.num_experts)
+    }
+
+    /// A dispatch for whose counts the host does not wait.
+    pub fn dispatch<'p>(&self, rank: &mut Rank, place: &'p mut Place) -> Result<Received<'p>> {
+        let (layout, counts) = (self.layout(rank)?, rank.on_device());
+        rank.dispatch(place, DispatchRequest::new(&self.x, &layout).counts(counts))
+    }
+
+    /// A dispatch for whose counts the host waits.
+    pub fn dispatch_exact<'p>(&self, rank: &mut Rank, place: &'p mut Place) -> Result<Received<'p>> {
+        let layout = self.layout(rank)?;
+        rank.dispatch(place, DispatchRequest::new(&self.x, &layout))
+    }
+
+    pub fn layout_on<'a>(
+        &'a self,
+        buffer: &mut Buffer,
+        order: StreamOrder<'_>,
+    ) -> Result<DispatchLayout<'a>> {
+        buffer.get_dispatch_layout(&self.topk_idx, self.num_experts, order)
     }
 }
 
 /// Dispatches, and returns the rows without a host wait: they are copied from the receive rows to
 /// the combine rows on the device.
-pub fn echo<'p>(
-    rank: &mut Rank,
-    place: &'p mut Place,
-    inputs: &Inputs,
-    num_experts: u32,
-) -> Result<(Received<'p>, Combined)> {
+pub fn echo<'p>(rank: &mut Rank, place: &'p mut Place, inputs: &Inputs) -> Result<(Received<'p>, Combined)> {
     let stream = rank.stream.clone();
     let order = if rank.on_comm_stream { StreamOrder::comm(&stream) } else { StreamOrder::on(&stream) };
-    echo_on(&mut rank.buffer, place, order, &stream, inputs, num_experts)
+    echo_on(&mut rank.buffer, place, order, &stream, inputs)
 }
 
 /// The same where `order` says, which is of `stream`.
@@ -86,9 +113,8 @@ pub fn echo_on<'p>(
     order: StreamOrder<'_>,
     stream: &Stream,
     inputs: &Inputs,
-    num_experts: u32,
 ) -> Result<(Received<'p>, Combined)> {
-    let layout = buffer.get_dispatch_layout(&inputs.topk_idx, num_experts, order)?;
+    let layout = inputs.layout_on(buffer, order)?;
     let counts = Counts::OnDevice { capacity: buffer.capacity() };
     let output = buffer.dispatch(place, DispatchRequest::new(&inputs.x, &layout).counts(counts), order)?;
     let rows = output.combine_rows(DType::Bf16, HIDDEN as u64)?;
@@ -104,4 +130,18 @@ pub fn echo_on<'p>(
 pub fn combine_in_pool(rank: &mut Rank, place: &Place, handle: &DispatchHandle) -> Result<Combined> {
     let rows = place.combine_rows(DType::Bf16, rank.buffer.capacity(), HIDDEN as u64)?;
     rank.combine(CombineRequest::new(&rows, handle))
+}
+
+/// Compares the first rows of a tensor.
+pub fn check_rows(rank: &mut Rank, what: &str, rows: &Tensor<'_>, want: &[Vec<u8>]) -> Result<()> {
+    let got = rank.row_bytes(rows)?;
+    rank.equal(what, &got[..want.len().min(got.len())], want);
+    Ok(())
+}
+
+/// Compares the sums of a turn.
+pub fn check_sums(rank: &mut Rank, what: &str, back: &Combined, turn: &Turn) -> Result<()> {
+    let got = rank.row_bytes(&back.combined_x)?;
+    rank.equal(what, &got, &turn.sums[rank.rank as usize]);
+    Ok(())
 }

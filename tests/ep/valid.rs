@@ -1,10 +1,15 @@
 //! Calls that are refused, between calls that are not.
 
-use epoxide::Result;
+use std::sync::{Arc, Mutex};
+
+use epoxide::group::ProcessGroup;
 use epoxide::throughput::{DispatchLayout, DispatchRequest, Place};
-use epoxide::{DType, Element, Tensor, TypedTensor};
+use epoxide::{DType, Element, Error, Result, Tensor, TypedTensor};
 
 use epoxide_testing::harness::{Rank, Setup, assert_names};
+use epoxide_testing::lockstep;
+
+use crate::spread::Spread;
 
 pub const RANKS: u32 = 2;
 pub const EXPERTS: u32 = 4;
@@ -45,6 +50,12 @@ impl Valid {
     }
 }
 
+/// One node of two ranks, or two nodes of one.
+pub fn setup(spread: Spread) -> Setup {
+    let num_channels = if spread == Spread::OneNode { 1 } else { 2 };
+    Setup::new(RANKS, num_channels, TOKENS as u32, 64).nodes(spread.nodes(1))
+}
+
 /// Runs `bad` on both ranks, then a valid dispatch to the same place.
 pub fn then_dispatch(setup: Setup, bad: impl Fn(&mut Rank, &Valid, &mut Place) -> Result<()> + Sync) {
     setup.run(|rank| {
@@ -71,6 +82,28 @@ pub fn bytes_in_pool(tensor: &Tensor<'_>) -> Tensor<'static> {
     // SAFETY: the pool lives as long as the rank's buffer, and the callers look while no operation
     // runs.
     unsafe { Tensor::from_raw(tensor.ptr(), DType::Fp8E4m3, &shape) }
+}
+
+/// The errors of the ranks that fail to join, sorted.
+pub fn errors_of(ranks: u32, join: impl Fn(Arc<dyn ProcessGroup>) -> Result<Rank> + Sync) -> Vec<String> {
+    let errors = Mutex::new(Vec::new());
+    let _ = lockstep::run(ranks, |group| {
+        let joined = join(group);
+        errors.lock().expect("no panic").extend(joined.as_ref().err().map(ToString::to_string));
+        joined
+    });
+    let mut errors = errors.into_inner().expect("no panic");
+    errors.sort();
+    errors
+}
+
+/// Checks that rank 1 is named as the one that did not come.
+#[track_caller]
+pub fn expect_gone<T>(outcome: Result<T>) {
+    match outcome {
+        Ok(_) => panic!("rank 1 has gone"),
+        Err(error) => assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}"),
+    }
 }
 
 /// The error of a call that must fail.

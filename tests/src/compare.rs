@@ -3,11 +3,11 @@
 
 use std::fmt::{Debug, Display};
 
-use crate::oracle::{self, InternodePlan};
+use crate::oracle::{self, InternodePlan, Plan};
 use epoxide::Result;
 use epoxide::driver::Stream;
 use epoxide::throughput::{DispatchHandle, DispatchLayout};
-use epoxide::{Element, Tensor};
+use epoxide::{Element, Tensor, TypedTensor};
 
 /// The first difference, or none.
 pub type Difference = Option<String>;
@@ -82,75 +82,75 @@ pub fn nodes(stream: &Stream, got: &DispatchLayout, expected: Option<&InternodeP
     }
 }
 
+/// All matrices and lists of a handle that kernels write.
+pub fn tables(handle: &DispatchHandle) -> Vec<(&'static str, TypedTensor<'static, i32>)> {
+    let mut all = vec![
+        ("send_head", handle.send_head()),
+        ("num_recv_tokens_per_expert", handle.num_recv_tokens_per_expert()),
+        ("num_recv_tokens", handle.num_recv_tokens_on_device()),
+    ];
+    if let Some(handle) = handle.intranode() {
+        all.extend([
+            ("rank_prefix_matrix", handle.rank_prefix_matrix()),
+            ("channel_prefix_matrix", handle.channel_prefix_matrix()),
+            ("recv_channel_prefix_matrix", handle.recv_channel_prefix_matrix()),
+        ]);
+    }
+    if let Some(handle) = handle.internode() {
+        all.extend([
+            ("recv_rdma_rank_prefix_sum", handle.recv_rdma_rank_prefix_sum()),
+            ("rdma_channel_prefix_matrix", handle.rdma_channel_prefix_matrix()),
+            ("recv_rdma_channel_prefix_matrix", handle.recv_rdma_channel_prefix_matrix()),
+            ("recv_gbl_channel_prefix_matrix", handle.recv_gbl_channel_prefix_matrix()),
+            ("send_rdma_head", handle.send_rdma_head()),
+        ]);
+    }
+    all
+}
+
 /// Compares all matrices of a handle: `internode` where there are several nodes.
 pub fn handle(
     stream: &Stream,
     got: &DispatchHandle,
-    expected: &oracle::Plan,
+    expected: &Plan,
     internode: Option<&InternodePlan>,
 ) -> Result<Difference> {
+    let words = |some: bool| if some { "several nodes" } else { "one node" };
+    let [want, have] = [internode.is_some(), got.internode().is_some()].map(words);
+    if want != have {
+        return Ok(Some(format!("handle: expected one of {want}, got one of {have}")));
+    }
+    let relayed = got.internode().map_or(Ok(0), |got| got.num_rdma_recv_tokens(stream))?;
+    let (tokens, channels) = (expected.send_head.len(), expected.channel_prefix_matrix[0].len());
+    let mut difference =
+        value("num_rdma_recv_tokens", relayed, internode.map_or(0, InternodePlan::num_rdma_recv_tokens))
+            .or(value("num_tokens", got.num_tokens() as usize, tokens))
+            .or(value("num_channels", got.num_channels() as usize, channels));
+
+    let list = |values: &[i32]| (values.len(), values.to_vec());
+    let matrix = |rows: &Vec<Vec<i32>>| (rows.first().map_or(0, Vec::len), rows.concat());
     let per_expert: Vec<i32> =
         expected.num_recv_tokens_per_expert.iter().map(|&count| count as i32).collect();
-    let list = |values: &[i32]| (values.len(), values.to_vec());
-    let matrix = |rows: &[Vec<i32>]| (rows.first().map_or(0, Vec::len), rows.concat());
-    let mut tables = vec![
-        ("send_head", got.send_head(), matrix(&expected.send_head)),
-        ("num_recv_tokens_per_expert", got.num_recv_tokens_per_expert(), list(&per_expert)),
-        ("num_recv_tokens", got.num_recv_tokens_on_device(), list(&[expected.num_recv_tokens as i32])),
-    ];
-    if let Some(got) = got.intranode() {
-        let all = [
-            ("rank_prefix_matrix", got.rank_prefix_matrix(), &expected.rank_prefix_matrix),
-            ("channel_prefix_matrix", got.channel_prefix_matrix(), &expected.channel_prefix_matrix),
-            (
-                "recv_channel_prefix_matrix",
-                got.recv_channel_prefix_matrix(),
-                &expected.recv_channel_prefix_matrix,
-            ),
-        ];
-        tables.extend(all.map(|(what, got, rows)| (what, got, matrix(rows))));
+    let mut wanted =
+        vec![matrix(&expected.send_head), list(&per_expert), list(&[expected.num_recv_tokens as i32])];
+    if got.intranode().is_some() {
+        let Plan { rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, .. } = expected;
+        wanted.extend([rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix].map(matrix));
     }
-    match (got.internode(), internode) {
-        (Some(got), Some(expected)) => {
-            let sums = (got.recv_rdma_rank_prefix_sum(), list(&expected.recv_rdma_rank_prefix_sum));
-            tables.push(("recv_rdma_rank_prefix_sum", sums.0, sums.1));
-            let all = [
-                (
-                    "rdma_channel_prefix_matrix",
-                    got.rdma_channel_prefix_matrix(),
-                    &expected.rdma_channel_prefix_matrix,
-                ),
-                (
-                    "recv_rdma_channel_prefix_matrix",
-                    got.recv_rdma_channel_prefix_matrix(),
-                    &expected.recv_rdma_channel_prefix_matrix,
-                ),
-                (
-                    "recv_gbl_channel_prefix_matrix",
-                    got.recv_gbl_channel_prefix_matrix(),
-                    &expected.recv_gbl_channel_prefix_matrix,
-                ),
-                ("send_rdma_head", got.send_rdma_head(), &expected.send_rdma_head),
-            ];
-            tables.extend(all.map(|(what, got, rows)| (what, got, matrix(rows))));
-        }
-        (None, None) => {}
-        (got, expected) => {
-            let words = |some: bool| if some { "several nodes" } else { "one node" };
-            return Ok(Some(format!(
-                "handle: expected one of {}, got one of {}",
-                words(expected.is_some()),
-                words(got.is_some())
-            )));
-        }
+    if let Some(expected) = internode {
+        wanted.extend([
+            list(&expected.recv_rdma_rank_prefix_sum),
+            matrix(&expected.rdma_channel_prefix_matrix),
+            matrix(&expected.recv_rdma_channel_prefix_matrix),
+            matrix(&expected.recv_gbl_channel_prefix_matrix),
+            matrix(&expected.send_rdma_head),
+        ]);
+    }
+    for ((what, got), (columns, expected)) in tables(got).iter().zip(wanted) {
+        difference = difference.or(tensor(stream, what, got, columns, &expected)?);
     }
     if let (Some(got), Some(expected)) = (got.internode(), internode) {
-        let relayed = got.num_rdma_recv_tokens(stream)?;
-        let difference = value("num_rdma_recv_tokens", relayed, expected.num_rdma_recv_tokens());
-        if difference.is_some() {
-            return Ok(difference);
-        }
-        let of_host = [
+        for (what, got, (columns, expected)) in [
             (
                 "recv_gbl_rank_prefix_sum",
                 got.recv_gbl_rank_prefix_sum(stream)?,
@@ -162,30 +162,11 @@ pub fn handle(
                 matrix(&expected.gbl_channel_prefix_matrix),
             ),
             ("send_nvl_head", got.send_nvl_head(stream)?, matrix(&expected.send_nvl_head)),
-        ];
-        for (what, got, (columns, expected)) in of_host {
-            let difference = table(what, columns, &got, &expected);
-            if difference.is_some() {
-                return Ok(difference);
-            }
+        ] {
+            difference = difference.or(table(what, columns, &got, &expected));
         }
     }
-    let (tokens, channels) = (expected.send_head.len(), expected.channel_prefix_matrix[0].len());
-    let difference = value("num_tokens", got.num_tokens() as usize, tokens).or(value(
-        "num_channels",
-        got.num_channels() as usize,
-        channels,
-    ));
-    if difference.is_some() {
-        return Ok(difference);
-    }
-    for (what, got, (columns, expected)) in tables {
-        let difference = tensor(stream, what, &got, columns, &expected)?;
-        if difference.is_some() {
-            return Ok(difference);
-        }
-    }
-    Ok(None)
+    Ok(difference)
 }
 
 /// Compares a tensor's shape and values.

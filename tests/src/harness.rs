@@ -19,7 +19,9 @@ use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, Element, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 
+use crate::compare::Difference;
 use crate::payload::{bytes_of, values_of};
+use crate::roundtrip::RoundTrip;
 
 /// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout.
 /// A group waits in real time, on a machine that may be busy.
@@ -91,12 +93,23 @@ impl Drop for Slot {
 /// # Errors
 /// As [`run_threads`].
 #[allow(clippy::result_large_err)] // As of `run_threads`.
-pub fn run_ranks<T: Send>(
+pub fn try_run_ranks<T: Send>(
     count: u32,
     main: impl Fn(u32, Arc<dyn ProcessGroup>) -> Result<T> + Sync,
 ) -> Result<Vec<T>, RankFailure> {
     let _slot = Slot::wait();
     run_threads(count, PATIENCE, main)
+}
+
+/// [`try_run_ranks`] for ranks that must not fail.
+///
+/// # Panics
+/// Where a rank fails.
+pub fn run_ranks<T: Send>(
+    count: u32,
+    main: impl Fn(u32, Arc<dyn ProcessGroup>) -> Result<T> + Sync,
+) -> Vec<T> {
+    try_run_ranks(count, main).unwrap_or_else(|failure| panic!("{failure}"))
 }
 
 /// A virtual GPU, or in its place the GPU of the same number where [`on_gpus`] holds.
@@ -131,7 +144,7 @@ pub fn sleep(device: &Device, duration: Duration) {
 /// How ranks are spread over nodes, and what connects these. With [`TransportKind::Auto`] there are
 /// two nodes to a host, so that those of three nodes or more reach each other in different ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Nodes {
+pub struct NodeLinks {
     /// Ranks of each node.
     pub ranks_per_node: u32,
     /// The transport between them.
@@ -140,7 +153,7 @@ pub struct Nodes {
     pub queues: u32,
 }
 
-impl Nodes {
+impl NodeLinks {
     /// Transport of a rank to other nodes.
     pub fn transport_of(&self, rank: u32) -> TransportOptions {
         let mut options =
@@ -208,7 +221,7 @@ impl Setup {
 
     /// `None`: all ranks are on one node. Nodes are kept apart even if memory is mapped between
     /// them.
-    pub fn nodes(mut self, nodes: Option<Nodes>) -> Setup {
+    pub fn nodes(mut self, nodes: Option<NodeLinks>) -> Setup {
         let ranks = self.ranks;
         let fields = self.fields();
         fields.ranks_per_node = nodes.map(|nodes| nodes.ranks_per_node);
@@ -237,21 +250,32 @@ impl Setup {
     /// Runs `main` on every rank, as threads of a group of their own.
     ///
     /// # Panics
-    /// Where a rank returns an error, panics, or has noted a failed check.
+    /// See [`run_checked`].
     pub fn run<T: Send>(&self, main: impl Fn(&mut Rank) -> Result<T> + Sync) -> Vec<T> {
-        let outcome = run_ranks(self.ranks, |_, group| {
-            let mut rank = Rank::join(self, group)?;
-            let outcome = main(&mut rank).and_then(|value| rank.synchronize().map(|()| value));
-            // Peers may take long to notice; until then, this line shows the reason of their wait.
-            let outcome = outcome.inspect_err(|error| eprintln!("rank {} failed: {error}", rank.rank));
-            let name = |failure| format!("rank {}: {failure}", rank.rank);
-            Ok((outcome?, rank.failures.into_iter().map(name).collect()))
-        });
-        let (values, failures): (Vec<T>, Vec<Vec<String>>) =
-            outcome.unwrap_or_else(|failure| panic!("{failure}")).into_iter().unzip();
-        assert_no_failures(failures.concat());
-        values
+        run_checked(self.ranks, |group| Rank::join(self, group), main)
     }
+}
+
+/// Runs `main` on the ranks that `join` makes of a group, each on a thread.
+///
+/// # Panics
+/// Where a rank returns an error, panics, or has noted a failed check.
+pub fn run_checked<B, T: Send>(
+    ranks: u32,
+    join: impl Fn(Arc<dyn ProcessGroup>) -> Result<Rank<B>> + Sync,
+    main: impl Fn(&mut Rank<B>) -> Result<T> + Sync,
+) -> Vec<T> {
+    let outcomes = run_ranks(ranks, |_, group| {
+        let mut rank = join(group)?;
+        let outcome = main(&mut rank).and_then(|value| rank.synchronize().map(|()| value));
+        // Peers may take long to notice; until then, this line shows the reason of their wait.
+        let outcome = outcome.inspect_err(|error| eprintln!("rank {} failed: {error}", rank.rank));
+        let name = |failure| format!("rank {}: {failure}", rank.rank);
+        Ok((outcome?, rank.failures.into_iter().map(name).collect()))
+    });
+    let (values, failures): (Vec<T>, Vec<Vec<String>>) = outcomes.into_iter().unzip();
+    assert_no_failures(failures.concat());
+    values
 }
 
 /// # Panics
@@ -277,9 +301,9 @@ pub(crate) struct Region {
     pub(crate) is_metadata: bool,
 }
 
-/// One rank of a test.
+/// One rank, with a buffer of either mode.
 #[derive(Debug)]
-pub struct Rank {
+pub struct Rank<B = Buffer> {
     /// Its number.
     pub rank: u32,
     /// The group of all ranks.
@@ -287,7 +311,7 @@ pub struct Rank {
     /// Its stream.
     pub stream: Arc<Stream>,
     /// The buffer under test.
-    pub buffer: Buffer,
+    pub buffer: B,
     /// Whether [`Rank::layout`] and its siblings run on the communication stream.
     pub on_comm_stream: bool,
     /// Checks that failed.
@@ -296,32 +320,42 @@ pub struct Rank {
     pub(crate) regions: Vec<Region>,
 }
 
-impl Rank {
-    /// Makes the device, the stream and the buffer. Collective.
-    pub fn join(setup: &Setup, group: Arc<dyn ProcessGroup>) -> Result<Rank> {
-        let device = open_device(VirtConfig { ordinal: group.rank(), ..setup.device.clone() })?;
-        let mut options = setup.options.clone();
-        let fields = internal::fields(&mut options);
-        if let (TransportKind::Auto, Some(ranks_per_node)) = (fields.transport.kind, fields.ranks_per_node) {
-            let node = group.rank() / ranks_per_node.max(1);
-            fields.transport.hooks.host = Some(format!("host {}", node / 2));
-        }
-        Rank::new(device, group, options)
-    }
-
+impl<B: RoundTrip> Rank<B> {
     /// Makes the stream and the buffer. Collective.
-    pub fn new(device: Device, group: Arc<dyn ProcessGroup>, options: Options) -> Result<Rank> {
+    pub fn new(device: Device, group: Arc<dyn ProcessGroup>, options: B::Options) -> Result<Rank<B>> {
         let stream = Stream::new(&device)?;
-        let buffer = Buffer::new(device, &*group, options)?;
+        let buffer = B::create(device, &*group, options)?;
         Ok(Rank::with(group, stream, buffer))
     }
 
+    /// Waits for the stream; Ok unless an operation has recorded an error.
+    ///
+    /// # Errors
+    /// The recorded error, and those of the driver.
+    pub fn outcome(&self) -> Result<()> {
+        self.stream.synchronize()?;
+        self.buffer.recorded()
+    }
+
+    /// One round trip of a case, all that it gives compared with the oracle, bit for bit. Gives the
+    /// rows that a dispatch brought. Collective.
+    ///
+    /// Differences are noted and the trip continues, so that the other ranks are not left waiting.
+    ///
+    /// # Errors
+    /// Errors of the operations.
+    pub fn round_trip(&mut self, case: &B::Case) -> Result<u64> {
+        B::round_trip(self, case)
+    }
+}
+
+impl<B> Rank<B> {
     /// A rank of a stream and a buffer that are there.
-    pub fn with(group: Arc<dyn ProcessGroup>, stream: Stream, buffer: Buffer) -> Rank {
+    pub fn with(group: Arc<dyn ProcessGroup>, stream: impl Into<Arc<Stream>>, buffer: B) -> Rank<B> {
         Rank {
             rank: group.rank(),
             group,
-            stream: Arc::new(stream),
+            stream: stream.into(),
             buffer,
             on_comm_stream: false,
             failures: Vec::new(),
@@ -359,6 +393,16 @@ impl Rank {
         self.failures.push(format!("{what}{note}"));
     }
 
+    /// Notes a difference, if there is one.
+    pub fn note(&mut self, difference: Difference) {
+        self.failures.extend(difference);
+    }
+
+    /// The first failed check since the last call, which takes all of them.
+    pub fn take_failure(&mut self) -> Option<String> {
+        std::mem::take(&mut self.failures).into_iter().next()
+    }
+
     /// Notes a failed check unless `holds`.
     pub fn check(&mut self, holds: bool, what: impl Into<String>) {
         if !holds {
@@ -374,16 +418,6 @@ impl Rank {
         // SAFETY: the tensor's memory is live and as long as the bytes, which was just checked.
         unsafe { self.stream.write(tensor.ptr(), &bytes)? };
         Ok(tensor)
-    }
-
-    /// A tensor `[rows, columns]` of these values.
-    pub fn upload<T: Element>(
-        &self,
-        dtype: DType,
-        columns: usize,
-        rows: &[Vec<T>],
-    ) -> Result<Tensor<'static>> {
-        Tensor::from_host(&self.stream, dtype, &[rows.len() as u64, columns as u64], &rows.concat())
     }
 
     /// A typed tensor `[rows, columns]` of these values.
@@ -411,6 +445,14 @@ impl Rank {
                 Ok(padded.chunks(stride as usize).flat_map(|row| &row[..bytes as usize]).copied().collect())
             }
         }
+    }
+
+    /// The bytes of a row.
+    pub fn row_of(&self, tensor: &Tensor, row: usize) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; tensor.row_bytes() as usize];
+        // SAFETY: the row is one of the tensor's.
+        unsafe { self.stream.read(&mut bytes, tensor.ptr().add(row as u64 * tensor.row_stride()))? };
+        Ok(bytes)
     }
 
     /// The bytes of each row.
@@ -442,17 +484,19 @@ impl Rank {
         unsafe { self.stream.read(&mut bytes, tensor.ptr())? };
         Ok(bytes)
     }
+}
 
-    /// A copy of a tensor of the buffer as it is at this point of the stream, its padding left out.
-    pub fn keep(&self, tensor: &Tensor) -> Result<Tensor<'static>> {
-        let copy = Tensor::alloc(self.device(), tensor.dtype(), tensor.shape())?;
-        let bytes = tensor.row_bytes();
-        for row in 0..tensor.rows() {
-            let (to, from) = (copy.ptr().add(row * bytes), tensor.ptr().add(row * tensor.row_stride()));
-            // SAFETY: callers synchronise before they drop the copy, and the buffer after that.
-            unsafe { self.stream.copy(to, from, bytes)? };
+impl Rank {
+    /// Makes the device, the stream and the buffer. Collective.
+    pub fn join(setup: &Setup, group: Arc<dyn ProcessGroup>) -> Result<Rank> {
+        let device = open_device(VirtConfig { ordinal: group.rank(), ..setup.device.clone() })?;
+        let mut options = setup.options.clone();
+        let fields = internal::fields(&mut options);
+        if let (TransportKind::Auto, Some(ranks_per_node)) = (fields.transport.kind, fields.ranks_per_node) {
+            let node = group.rank() / ranks_per_node.max(1);
+            fields.transport.hooks.host = Some(format!("host {}", node / 2));
         }
-        Ok(copy)
+        Rank::new(device, group, options)
     }
 
     /// The buffer's place 0.
@@ -505,6 +549,21 @@ impl Rank {
     pub fn on_device(&self) -> Counts {
         Counts::OnDevice { capacity: self.buffer.capacity() }
     }
+}
+
+/// A copy of a tensor's first rows as `stream` comes to them, their padding left out.
+///
+/// # Errors
+/// Those of the driver.
+pub fn keep(stream: &Stream, tensor: &Tensor<'_>, rows: u64) -> Result<Tensor<'static>> {
+    let copy = Tensor::alloc(stream.device(), tensor.dtype(), &[rows, tensor.columns()])?;
+    let bytes = tensor.row_bytes();
+    for row in 0..rows {
+        let (to, from) = (copy.ptr().add(row * bytes), tensor.ptr().add(row * tensor.row_stride()));
+        // SAFETY: as the library promises, both stay until the stream has passed the copy.
+        unsafe { stream.copy(to, from, bytes)? };
+    }
+    Ok(copy)
 }
 
 fn order(stream: &Stream, on_comm_stream: bool) -> StreamOrder<'_> {

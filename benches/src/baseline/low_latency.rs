@@ -3,7 +3,7 @@
 use epoxide::Result;
 use epoxide::driver::Stream;
 use epoxide::low_latency::{Buffer, Quantise};
-use epoxide_testing::low_latency::{CombineRows, LowLatencyCase};
+use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
 
 use super::{Exchange, link_rows};
 use crate::Plan;
@@ -25,7 +25,7 @@ pub(crate) fn low_latency(script: &Script<'_, HighThroughput>) -> Result<LowLate
     // An expert's rank gives back a row for each token, as in high throughput.
     let case = LowLatencyCase {
         quantise: quantise(plan.dtype),
-        combine_rows: CombineRows::ByRow,
+        combine_rows: ReturnPath::ByRow,
         seed: plan.seed,
         ..LowLatencyCase::new(script.mode.case.routing.clone(), plan.hidden as u32)
     };

@@ -21,8 +21,8 @@ use rand_chacha::ChaCha8Rng;
 use super::args::{PlanFlags, flags_of};
 use super::compare::VerdictFlags;
 use super::start::{announce, device_of, launched, measure_points, open};
+use crate::error::{CommandError, Result, SKIPPED, USAGE};
 use crate::output::{self, Progress, write_text};
-use crate::stop::{Result, SKIPPED, Stop, USAGE};
 
 /// Flags of `epoxide bench ab`.
 #[derive(Debug, Clone, clap::Args)]
@@ -71,11 +71,11 @@ struct Side {
 pub fn run(args: &Args) -> Result<()> {
     if launched()?.is_some() {
         let remedy = "start it without one: its ranks are threads then";
-        return Err(Stop::usage(format!("ab: not for ranks that a launcher started; {remedy}")));
+        return Err(CommandError::usage(format!("ab: not for ranks that a launcher started; {remedy}")));
     }
     for (flag, value) in [("--repeat", args.repeat), ("--comparisons", args.comparisons)] {
         if value == 0 {
-            return Err(Stop::usage(format!("{flag} 0: must be at least 1")));
+            return Err(CommandError::usage(format!("{flag} 0: must be at least 1")));
         }
     }
     let sides = args.sides()?;
@@ -127,9 +127,8 @@ impl Side {
     fn program(&self) -> Result<PathBuf> {
         match &self.program {
             Some(program) => Ok(program.clone()),
-            None => {
-                std::env::current_exe().map_err(|error| Stop::failed(format!("ab: this program: {error}")))
-            }
+            None => std::env::current_exe()
+                .map_err(|error| CommandError::failed(format!("ab: this program: {error}"))),
         }
     }
 
@@ -150,9 +149,9 @@ impl Side {
         format!("{side}: {program}, {kernels}")
     }
 
-    fn failed(&self, why: &str) -> Stop {
+    fn failed(&self, why: &str) -> CommandError {
         let program = self.program().unwrap_or_default();
-        Stop::failed(format!("ab: side {}: {}: {why}", self.name, program.display()))
+        CommandError::failed(format!("ab: side {}: {}: {why}", self.name, program.display()))
     }
 
     /// The JSON that a run of the program prints.
@@ -165,14 +164,14 @@ impl Side {
             command.env("EPOXIDE_PTX", ptx);
         }
         let name = || format!("ab: side {}: {}", self.name, program.display());
-        let output = command.output().map_err(|error| Stop::usage(format!("{}: {error}", name())))?;
+        let output = command.output().map_err(|error| CommandError::usage(format!("{}: {error}", name())))?;
         if !output.status.success() {
             let said = String::from_utf8_lossy(&output.stderr);
             let message = format!("{}: {}: {}", name(), output.status, said.lines().last().unwrap_or(""));
             return Err(match output.status.code() {
-                Some(code) if code == i32::from(SKIPPED) => Stop::skipped(message),
-                Some(code) if code == i32::from(USAGE) => Stop::usage(message),
-                _ => Stop::failed(message),
+                Some(code) if code == i32::from(SKIPPED) => CommandError::skipped(message),
+                Some(code) if code == i32::from(USAGE) => CommandError::usage(message),
+                _ => CommandError::failed(message),
             });
         }
         progress.step(0);
@@ -216,7 +215,7 @@ impl Args {
         let this = std::env::current_exe().and_then(std::fs::canonicalize);
         let side = |name, program: &Option<PathBuf>, ptx: &Option<PathBuf>| -> Result<Side> {
             let missing = |flag: &str, path: &Path, error: std::io::Error| {
-                Stop::usage(format!("ab: --{flag} {}: {error}", path.display()))
+                CommandError::usage(format!("ab: --{flag} {}: {error}", path.display()))
             };
             let program = match program {
                 None => None,
@@ -474,9 +473,9 @@ mod tests {
             ("--repeat 0", "--repeat 0"),
             ("--mode low-latency --combine-dtype fp8", "--hidden 64: must be a positive multiple of 128"),
         ] {
-            let stop = run(&args(line)).unwrap_err();
-            assert_eq!(stop.code, USAGE);
-            assert!(stop.message.as_ref().is_some_and(|message| message.contains(part)), "{stop:?}");
+            let error = run(&args(line)).unwrap_err();
+            assert_eq!(error.code, USAGE);
+            assert!(error.message.as_ref().is_some_and(|message| message.contains(part)), "{error:?}");
         }
         let mut args = args("");
         args.sizes.topk = Some(33);

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use epoxide::DType;
 use epoxide::low_latency::Options;
 use epoxide_bench::sweep::Sweep;
-use epoxide_bench::{Baseline, CombineRows, Effort, LowLatencySettings, Plan, Shapes};
+use epoxide_bench::{Baseline, Effort, LowLatencySettings, Plan, ReturnPath, Shapes};
 
+use crate::error::{CommandError, Result};
 use crate::options::{DeviceKind, Mode, NetworkFlags, RowType, WorldFlags};
-use crate::stop::{Result, Stop};
 
 /// Experts per token where neither flags nor environment give them.
 const TOPK: u32 = 8;
@@ -131,7 +131,7 @@ pub struct PlanFlags {
     /// With --mode low-latency: rows that combine takes: one for each token and expert, which it
     /// weights and sums, or one for each token and rank, summed already.
     #[arg(long, value_enum, default_value = "by-expert", help_heading = LOW)]
-    pub combine_rows: ReturnedRows,
+    pub combine_rows: ReturnPathFlag,
     /// Multiprocessors for each operation; several values make a table [env: across nodes
     /// EPOXIDE_NSM, else EPOXIDE_NUM_SMS] [default: 24, with --mode low-latency all; on the virtual
     /// GPU 8].
@@ -202,7 +202,7 @@ pub struct PlanFlags {
 
 /// Rows that a low-latency combine takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum ReturnedRows {
+pub enum ReturnPathFlag {
     /// One for each token and expert.
     ByExpert,
     /// One for each token and rank, summed already.
@@ -211,13 +211,13 @@ pub enum ReturnedRows {
     InPool,
 }
 
-impl ReturnedRows {
+impl ReturnPathFlag {
     /// As a plan has it.
-    fn rows(self) -> CombineRows {
+    fn rows(self) -> ReturnPath {
         match self {
-            ReturnedRows::ByExpert => CombineRows::ByExpert,
-            ReturnedRows::ByRow => CombineRows::ByRow,
-            ReturnedRows::InPool => CombineRows::InPool,
+            ReturnPathFlag::ByExpert => ReturnPath::ByExpert,
+            ReturnPathFlag::ByRow => ReturnPath::ByRow,
+            ReturnPathFlag::InPool => ReturnPath::InPool,
         }
     }
 }
@@ -257,7 +257,7 @@ impl Args {
         let baseline = self.baseline.map(|BaselineName::Nccl| Baseline::Nccl);
         if baseline.is_some() && self.sizes.is_low_latency() {
             let remedy = "leave the mode out: low latency is measured then, too";
-            return Err(Stop::usage(format!("--baseline: not with --mode low-latency; {remedy}")));
+            return Err(CommandError::usage(format!("--baseline: not with --mode low-latency; {remedy}")));
         }
         let plans = self.sizes.plans()?.into_iter();
         Ok(plans.map(|plan| Plan { repeat: self.repeat, baseline, ..plan }).collect())
@@ -290,15 +290,15 @@ impl PlanFlags {
         let is_low_latency = self.is_low_latency();
         for (flag, is_given, more) in [
             ("--combine-dtype", self.combine_dtype != RowType::Bf16, "; otherwise a combine is bf16"),
-            ("--combine-rows", self.combine_rows != ReturnedRows::ByExpert, ""),
+            ("--combine-rows", self.combine_rows != ReturnPathFlag::ByExpert, ""),
             ("--max-tokens", self.max_tokens.is_some(), ""),
         ] {
             if is_given && !is_low_latency {
-                return Err(Stop::usage(format!("{flag}: only with --mode low-latency{more}")));
+                return Err(CommandError::usage(format!("{flag}: only with --mode low-latency{more}")));
             }
         }
         if self.num_sms.contains(&0) {
-            return Err(Stop::usage("--num-sms 0: must be at least 1"));
+            return Err(CommandError::usage("--num-sms 0: must be at least 1"));
         }
         let mode = if is_low_latency { Mode::LowLatency } else { Mode::Intranode };
         let topology = self.place.topology(mode, super::launched()?)?;
@@ -465,9 +465,9 @@ fn sms_of_environment(
         return Ok(vec![default]);
     };
     let values = text.split(',').map(|part| part.trim().parse::<u32>());
-    values
-        .collect::<std::result::Result<_, _>>()
-        .map_err(|error| Stop::usage(format!("{name}={text}: {error}; give even numbers, such as 16,24")))
+    values.collect::<std::result::Result<_, _>>().map_err(|error| {
+        CommandError::usage(format!("{name}={text}: {error}; give even numbers, such as 16,24"))
+    })
 }
 
 fn parse_share(text: &str) -> std::result::Result<f64, String> {
@@ -493,8 +493,8 @@ mod tests {
         assert_eq!(sms_of_environment(true, 24, variable).unwrap(), [8, 16]);
         assert_eq!(sms_of_environment(false, 24, variable).unwrap(), [4]);
         assert_eq!(sms_of_environment(true, 24, |_| None).unwrap(), [24]);
-        let stop = sms_of_environment(true, 24, |_| Some("many".into())).unwrap_err();
-        assert!(stop.message.unwrap().contains("EPOXIDE_NSM=many"));
+        let error = sms_of_environment(true, 24, |_| Some("many".into())).unwrap_err();
+        assert!(error.message.unwrap().contains("EPOXIDE_NSM=many"));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use epoxide_testing::{alone, fake_nccl, tier};
 
 use super::testing::{Counted, flags};
 use super::*;
-use crate::stop::{FAILED, SKIPPED};
+use crate::error::{FAILED, SKIPPED};
 
 /// True if this process has a libnccl, or is meant to have none. Otherwise the test has run in such
 /// a process.
@@ -180,9 +180,9 @@ fn wrong_bytes(test: &str, name: &str, operation: &str) {
     if !alone_with(test, Some(&[&format!("--cfg=wrong=\"{name}\"")])) {
         return;
     }
-    let stop = measure_points(&beside("").plans().unwrap(), &()).unwrap_err();
-    let message = stop.message.unwrap();
-    assert_eq!(stop.code, FAILED, "{message}");
+    let error = measure_points(&beside("").plans().unwrap(), &()).unwrap_err();
+    let message = error.message.unwrap();
+    assert_eq!(error.code, FAILED, "{message}");
     assert!(message.contains(operation) && message.contains("byte 0 of row"), "{message}");
 }
 
@@ -210,9 +210,9 @@ fn without_a_libnccl_the_command_says_what_to_do() {
     if !alone_with("without_a_libnccl_the_command_says_what_to_do", None) {
         return;
     }
-    let stop = run(&Bench { tool: None, args: beside("") }).unwrap_err();
-    let message = stop.message.unwrap();
-    assert_eq!(stop.code, SKIPPED, "{message}");
+    let error = run(&Bench { tool: None, args: beside("") }).unwrap_err();
+    let message = error.message.unwrap();
+    assert_eq!(error.code, SKIPPED, "{message}");
     for part in ["NCCL is not available", "/nowhere/libnccl.so.2", "pip install", NCCL_LIBRARY] {
         assert!(message.contains(part), "{part}: {message}");
     }

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use epoxide_bench::compare::{Comparison, compare};
 use epoxide_bench::results::{Point, Results};
 
+use crate::error::{CommandError, Result};
 use crate::output;
-use crate::stop::{Result, Stop};
 
 /// Flags of `epoxide bench compare`.
 #[derive(Debug, clap::Args)]
@@ -62,7 +62,7 @@ impl VerdictFlags {
             format!("{} ({sizes}) by {:.1} %", line.what, (line.ratio - 1.0) * 100.0)
         };
         let what: Vec<String> = slower.iter().map(what).collect();
-        Err(Stop::failed(format!("compare: B is slower by {percent} % or more: {}", what.join("; "))))
+        Err(CommandError::failed(format!("compare: B is slower by {percent} % or more: {}", what.join("; "))))
     }
 }
 
@@ -78,7 +78,7 @@ fn parse_percent(text: &str) -> std::result::Result<f64, String> {
 pub mod tests {
     use super::*;
     use crate::bench::testing::measured;
-    use crate::stop::{FAILED, USAGE};
+    use crate::error::{FAILED, USAGE};
     use crate::testing::parse;
 
     pub fn verdict(line: &str) -> VerdictFlags {
@@ -126,7 +126,7 @@ pub mod tests {
         let (a, b) = (runs(1.0, 1.0), runs(1.05, 2.0));
         let outcome = |line: &str, a: &[Point], b: &[Point]| {
             let verdict = verdict(line);
-            verdict.say(&verdict.compare(a, b).unwrap()).map_err(|stop| (stop.code, stop.message.unwrap()))
+            verdict.say(&verdict.compare(a, b).unwrap()).map_err(|error| (error.code, error.message.unwrap()))
         };
         assert_eq!(outcome("", &a, &b), Ok(()));
         let (code, message) = outcome("--fail-if-slower 1%", &a, &b).unwrap_err();

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use epoxide_bench::results::{Phase, Point, Slowest};
 
+use crate::error::{CommandError, Result};
 use crate::output::write_text;
-use crate::stop::{Result, Stop};
 
 /// A field of a line: the column and the value. An empty value is one that there is not: every
 /// bandwidth on the virtual GPU.
@@ -23,8 +23,9 @@ pub fn write(path: &Path, points: &[Point]) -> Result<()> {
 /// Writes a table, whose lines have the same columns.
 pub fn write_lines(path: &Path, lines: impl Iterator<Item = Vec<Field>>) -> Result<()> {
     let mut csv = csv::Writer::from_writer(Vec::new());
-    let mut write =
-        |fields: Vec<String>| csv.write_record(fields).map_err(|error| Stop::failed(format!("CSV: {error}")));
+    let mut write = |fields: Vec<String>| {
+        csv.write_record(fields).map_err(|error| CommandError::failed(format!("CSV: {error}")))
+    };
     for (at, line) in lines.enumerate() {
         let (columns, values): (Vec<_>, Vec<_>) = line.into_iter().unzip();
         if at == 0 {
@@ -32,7 +33,7 @@ pub fn write_lines(path: &Path, lines: impl Iterator<Item = Vec<Field>>) -> Resu
         }
         write(values)?;
     }
-    let text = csv.into_inner().map_err(|error| Stop::failed(format!("CSV: {error}")))?;
+    let text = csv.into_inner().map_err(|error| CommandError::failed(format!("CSV: {error}")))?;
     write_text(path, String::from_utf8_lossy(&text).trim_end())
 }
 

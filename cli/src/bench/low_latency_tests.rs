@@ -190,6 +190,6 @@ fn impossible_sizes_are_rejected_by_name() {
         let args = parse(&format!("bench --mode low-latency {line}")).unwrap();
         let stop = run(&Bench { tool: None, args }).unwrap_err();
         let message = stop.message.unwrap();
-        assert!(stop.code == crate::stop::USAGE && message.contains(part), "{message}");
+        assert!(stop.code == crate::error::USAGE && message.contains(part), "{message}");
     }
 }

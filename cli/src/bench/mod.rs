@@ -22,9 +22,9 @@ use epoxide_bench::{Plan, trace};
 pub use args::Args;
 
 use self::start::{announce, launched, measure_points};
+use crate::error::{CommandError, Result};
 use crate::output::{self, Progress};
 use crate::ranks;
-use crate::stop::{Result, Stop};
 
 /// `epoxide bench`.
 #[derive(Debug, clap::Args)]
@@ -77,7 +77,7 @@ pub fn run(bench: &Bench) -> Result<()> {
     }
     if args.sweep.is_some() && launched()?.is_some() {
         let remedy = "start it without a launcher: its ranks are threads then";
-        return Err(Stop::usage(format!("--sweep: not for ranks that a launcher started; {remedy}")));
+        return Err(CommandError::usage(format!("--sweep: not for ranks that a launcher started; {remedy}")));
     }
     let points = match (&args.sweep, &args.out) {
         // Each point says for itself whether it can be.

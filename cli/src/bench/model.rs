@@ -7,9 +7,9 @@ use epoxide_bench::counts::{self, Sizes, TokenCounts};
 use epoxide_bench::model::{Case, FITTED, Machine, Prediction, check, check_text, sampled};
 use epoxide_bench::results::{PhaseName, Results, SCHEMA_VERSION, gbps};
 
+use crate::error::{CommandError, Result};
 use crate::options::RowType;
 use crate::output::{self, write_text};
-use crate::stop::{Result, Stop};
 
 /// Flags of `epoxide bench model`.
 #[derive(Debug, Clone, clap::Args)]
@@ -104,19 +104,19 @@ fn case_of(args: &Args) -> Result<Case> {
         .nodes
         .checked_mul(args.ranks_per_node)
         .filter(|&ranks| (1..=1024).contains(&ranks))
-        .ok_or_else(|| Stop::usage("model: nodes times ranks per node must be 1 to 1024"))?;
+        .ok_or_else(|| CommandError::usage("model: nodes times ranks per node must be 1 to 1024"))?;
     if args.experts == 0 || !args.experts.is_multiple_of(ranks) {
         let why = format!("model: num_experts {} is not divisible by num_ranks {ranks}", args.experts);
-        return Err(Stop::usage(format!(
+        return Err(CommandError::usage(format!(
             "{why}; give --experts {}",
             args.experts.next_multiple_of(ranks).max(ranks)
         )));
     }
     if args.topk == 0 || args.topk > args.experts {
-        return Err(Stop::usage("model: topk must be 1 to the number of experts"));
+        return Err(CommandError::usage("model: topk must be 1 to the number of experts"));
     }
     if args.num_sms == 0 || args.nic_gbps.is_nan() || args.nic_gbps <= 0.0 {
-        return Err(Stop::usage("model: --num-sms and --nic-gbps must be positive"));
+        return Err(CommandError::usage("model: --num-sms and --nic-gbps must be positive"));
     }
     let ranks_per_node = if args.mapped { ranks } else { args.ranks_per_node };
     let row = args.hidden * args.dtype.dtype().size() + args.dtype.num_scales(args.hidden) * 4;

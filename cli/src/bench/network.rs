@@ -9,10 +9,10 @@ use epoxide_bench::sweep::parse_values;
 
 use super::csv;
 use super::start::{launched, on_ranks};
+use crate::error::{CommandError, Result};
 use crate::options::{DeviceKind, Mode, NetworkFlags, WorldFlags};
 use crate::output::{self, Progress, write_text};
 use crate::ranks;
-use crate::stop::{Result, Stop};
 
 /// Note on every figure without hardware behind it.
 const CAVEAT: &str = "VIRTUAL GPU: puts between memories of one host, of no hardware";
@@ -91,8 +91,8 @@ impl Args {
         let values = |flag: &str, texts: &[String]| -> Result<Vec<u64>> {
             let mut values = Vec::new();
             for text in texts {
-                let more =
-                    parse_values(text).map_err(|why| Stop::usage(format!("bench wire: {flag} {why}")))?;
+                let more = parse_values(text)
+                    .map_err(|why| CommandError::usage(format!("bench wire: {flag} {why}")))?;
                 values.extend(more.into_iter().map(u64::from));
             }
             Ok(values)

@@ -16,7 +16,7 @@ use clap::ValueEnum;
 pub use self::drawing::{draw_points, run};
 #[cfg(not(feature = "plots"))]
 pub use self::without::{draw_points, run};
-use crate::stop::{Result, Stop};
+use crate::error::{CommandError, Result};
 
 /// Flags of `epoxide bench plot`.
 #[derive(Debug, clap::Args)]
@@ -82,7 +82,7 @@ pub fn check_path(path: &Path) -> Result<()> {
     without::reject("bench --plot")?;
     match path.extension().and_then(|extension| extension.to_str()) {
         Some("svg" | "png") => Ok(()),
-        _ => Err(Stop::usage(format!("{}: a drawing ends in .svg or .png", path.display()))),
+        _ => Err(CommandError::usage(format!("{}: a drawing ends in .svg or .png", path.display()))),
     }
 }
 
@@ -94,7 +94,7 @@ mod without {
     use epoxide_bench::results::Point;
 
     use super::Args;
-    use crate::stop::{Result, Stop};
+    use crate::error::{CommandError, Result};
 
     pub fn run(_: &Args) -> Result<()> {
         reject("bench plot")
@@ -106,29 +106,29 @@ mod without {
 
     /// The error of `command`, which draws.
     pub fn reject(command: &str) -> Result<()> {
-        Err(Stop::without_feature(command, "plots"))
+        Err(CommandError::without_feature(command, "plots"))
     }
 
     #[cfg(test)]
     mod tests {
         use crate::bench::testing::flags;
-        use crate::stop::USAGE;
+        use crate::error::USAGE;
         use crate::testing::parse;
 
         #[test]
         fn without_the_feature_a_drawing_is_bad_usage_and_says_how_to_get_it() {
             let args: crate::bench::plot::Args = parse(["plot", "a.json", "--out", "a.svg"]).unwrap();
-            let stop = super::run(&args).unwrap_err();
+            let error = super::run(&args).unwrap_err();
             let expected = "bench plot: this program was built without the feature plots; \
                             `cargo run --release --features plots -- bench plot ..` builds it in";
-            assert_eq!((stop.code, stop.message.as_deref()), (USAGE, Some(expected)));
+            assert_eq!((error.code, error.message.as_deref()), (USAGE, Some(expected)));
 
             // Nothing is measured: sizes that cannot be come to light later.
             let mut args = flags("--tokens 0");
             args.plot = Some("a.svg".into());
-            let stop = crate::bench::run(&crate::bench::Bench { tool: None, args }).unwrap_err();
-            let message = stop.message.unwrap();
-            assert_eq!(stop.code, USAGE, "{message}");
+            let error = crate::bench::run(&crate::bench::Bench { tool: None, args }).unwrap_err();
+            let message = error.message.unwrap();
+            assert_eq!(error.code, USAGE, "{message}");
             assert!(message.contains("cargo run --release --features plots -- bench --plot .."), "{message}");
             assert!(!std::path::Path::new("a.svg").exists());
         }

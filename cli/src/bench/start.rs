@@ -12,10 +12,10 @@ use epoxide_bench::{Plan, TIMEOUT, Watch, measure, points};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::error::Result;
 use crate::options::{DeviceKind, Topology};
 use crate::output;
 use crate::ranks;
-use crate::stop::Result;
 
 /// Runs `main` on all ranks of a topology, each with its device; the results in rank order. The
 /// ranks are threads of this process or, where a launcher started it as one of them, processes.
@@ -35,7 +35,7 @@ pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
     let own = outcome.as_ref().ok().cloned();
     let mut results =
         ranks::gather(&*group, outcome.map_err(|error| epoxide_bench::Error::from(error).into()))
-            .map_err(|stop| ranks::said_by(stop, rank))?;
+            .map_err(|error| ranks::said_by(error, rank))?;
     // Traces do not travel: each process has its own.
     if let (Some(own), Some(place)) = (own, results.get_mut(rank as usize)) {
         *place = own;

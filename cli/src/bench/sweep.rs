@@ -9,9 +9,9 @@ use epoxide_bench::{Error, Plan, ways};
 use super::Args;
 use super::report;
 use super::start::{launched, open};
+use crate::error::{CommandError, Result};
 use crate::options::{Mode, WorldFlags};
 use crate::output::{self, Progress};
-use crate::stop::{Result, Stop};
 
 /// Measures what `out` does not hold yet; gives the points of this sweep, old and new.
 pub fn run(args: &Args, plans: &[Plan], sweep: &Sweep, out: &Path) -> Result<Vec<Point>> {
@@ -27,7 +27,7 @@ pub fn run(args: &Args, plans: &[Plan], sweep: &Sweep, out: &Path) -> Result<Vec
         let (nodes, ranks_per_node) = (Some(nodes), Some(ranks_per_node));
         let place = WorldFlags { mode, nodes, ranks_per_node, keep_nodes: plan.keep_nodes };
         let topology = place.topology(mode.unwrap_or(Mode::Intranode), launched);
-        topology.map_err(|stop| Error::Usage(stop.message.unwrap_or_default()))
+        topology.map_err(|error| Error::Usage(error.message.unwrap_or_default()))
     };
     let progress = |group: &Plan, done: usize, total: usize| {
         bar.reached(
@@ -48,7 +48,7 @@ pub fn run(args: &Args, plans: &[Plan], sweep: &Sweep, out: &Path) -> Result<Vec
     if swept.points.is_empty() {
         // Why none can be, the first of them says: bad usage, or a machine that lacks something.
         let (_, reason) =
-            swept.left_out.into_iter().next().ok_or_else(|| Stop::usage("--sweep: no points"))?;
+            swept.left_out.into_iter().next().ok_or_else(|| CommandError::usage("--sweep: no points"))?;
         return Err(reason.into());
     }
     output::text_line(&summary(&swept.points))?;

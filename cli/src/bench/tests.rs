@@ -8,8 +8,8 @@ use epoxide_testing::tier;
 
 use super::testing::{Counted, arguments, flags, measured, parse};
 use super::*;
+use crate::error::{SKIPPED, USAGE};
 use crate::options::{Defaults, Mode, RoundTripFlags};
-use crate::stop::{SKIPPED, USAGE};
 
 /// Times of a phase: calls by themselves, and back to back.
 fn set(times: &mut Times, name: PhaseName, calls: Vec<f64>, back_to_back: f64) {
@@ -187,9 +187,9 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
             "--hidden 65536: a row in combine, of 2 bytes an element, must not exceed the smaller of nvl_bytes / num_ranks = 34080800 and rdma_bytes / num_ranks = 125000",
         ),
     ] {
-        let stop = measure_points(&[arguments(line)], &()).unwrap_err();
-        let message = stop.message.unwrap();
-        assert_eq!(stop.code, USAGE, "{line}: {message}");
+        let error = measure_points(&[arguments(line)], &()).unwrap_err();
+        let message = error.message.unwrap();
+        assert_eq!(error.code, USAGE, "{line}: {message}");
         assert!(message.starts_with(reason), "{line}: {message}");
         // A round trip says the same; it has no iterations to time, and tokens may be none.
         if line.split_whitespace().count() == 2
@@ -220,9 +220,9 @@ fn only_low_latency_chooses_what_rows_return() {
 
 #[test]
 fn sizes_without_room_on_the_device_are_skipped() {
-    let stop = measure_points(&[arguments("--tokens 100000000 --hidden 7168")], &()).unwrap_err();
-    assert_eq!(stop.code, SKIPPED);
-    assert!(stop.message.unwrap().contains("do not fit"));
+    let error = measure_points(&[arguments("--tokens 100000000 --hidden 7168")], &()).unwrap_err();
+    assert_eq!(error.code, SKIPPED);
+    assert!(error.message.unwrap().contains("do not fit"));
 }
 
 #[test]
@@ -329,9 +329,9 @@ fn the_library_is_as_strict_as_the_flags() {
         ("--nodes 2 --num-sms 4 --rdma-send 500", "num_max_rdma_chunked_send_tokens = 500"),
         ("--num-sms 3", "num_sms = 3"),
     ] {
-        let stop = measure_points(&[arguments(line)], &()).unwrap_err();
-        let message = stop.message.unwrap();
-        assert_eq!(stop.code, crate::stop::USAGE, "{message}");
+        let error = measure_points(&[arguments(line)], &()).unwrap_err();
+        let message = error.message.unwrap();
+        assert_eq!(error.code, crate::error::USAGE, "{message}");
         assert!(message.contains(part), "{message}");
     }
 }

@@ -21,10 +21,10 @@ use epoxide_launch::die_with_parent;
 use epoxide_nccl::{DEBUG_INFO_FILE, Library};
 
 use self::rank::{Act, Rank};
+use crate::error::{CommandError, FAILED, Result};
 use crate::options::DeviceKind;
 use crate::output;
 use crate::ranks::{cuda_devices, open_device};
-use crate::stop::{FAILED, Result, Stop};
 
 /// Options of `epoxide nccl-check`.
 #[derive(Debug, Clone, clap::Args)]
@@ -95,7 +95,7 @@ fn run_all(args: &Args) -> Result<()> {
     let have = cuda_devices()?;
     let size = args.ranks.unwrap_or(have.min(4));
     if have < size || size < 2 {
-        return Err(Stop::skipped(format!(
+        return Err(CommandError::skipped(format!(
             "{} ranks need as many GPUs, this machine has {have}",
             size.max(2)
         )));
@@ -103,8 +103,8 @@ fn run_all(args: &Args) -> Result<()> {
     let version = library.version_text();
     output::text_line(&format!("NCCL {version} of {}, {size} ranks", library.path().display()))?;
     for act in Act::ALL {
-        let folder =
-            tempfile::tempdir().map_err(|error| Stop::failed(format!("a folder for the store: {error}")))?;
+        let folder = tempfile::tempdir()
+            .map_err(|error| CommandError::failed(format!("a folder for the store: {error}")))?;
         let mut ranks = Ranks::start(args, act, size, folder.path())?;
         // Each stage has its own deadlines; this is for a rank that does not keep them.
         ranks.finish(act, Instant::now() + Duration::from_secs(args.timeout * 4 + args.deadline * 20))?;
@@ -130,7 +130,8 @@ impl Ranks {
             }
             command.env(DEBUG_INFO_FILE, folder.join("debug_info_"));
             command.envs(act.variables().iter().copied());
-            let started = command.spawn().map_err(|error| Stop::failed(format!("rank {rank}: {error}")))?;
+            let started =
+                command.spawn().map_err(|error| CommandError::failed(format!("rank {rank}: {error}")))?;
             ranks.0.push(started);
         }
         Ok(ranks)
@@ -143,19 +144,22 @@ impl Ranks {
         while let Some(&first) = open.first() {
             for index in open.clone() {
                 let ended = self.0[index].try_wait();
-                let ended = ended.map_err(|error| Stop::failed(format!("rank {index}: {error}")))?;
+                let ended = ended.map_err(|error| CommandError::failed(format!("rank {index}: {error}")))?;
                 let Some(status) = ended else { continue };
                 open.retain(|other| *other != index);
                 let killed = index == last && act != Act::Together;
                 if !as_meant(status, killed) {
                     // It, or rank 0, has said why.
-                    return Err(Stop::failed(format!("{}: rank {index} ended with {status}", act.name())));
+                    return Err(CommandError::failed(format!(
+                        "{}: rank {index} ended with {status}",
+                        act.name()
+                    )));
                 }
             }
             if Instant::now() > until {
                 let text =
                     format!("{}: rank {first} has not ended in time; all ranks are killed", act.name());
-                return Err(Stop::failed(text));
+                return Err(CommandError::failed(text));
             }
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -194,10 +198,10 @@ fn run_rank(args: &Args, place: &RankOf) -> Result<()> {
     };
     // NCCL may still have threads in calls that were given up, which must not keep the process.
     let outcome = stages::run(&rank, &place.folder);
-    if let Err(stop) = &outcome
-        && stop.code == FAILED
+    if let Err(error) = &outcome
+        && error.code == FAILED
     {
-        return Err(stop.clone().on_rank(place.rank));
+        return Err(error.clone().on_rank(place.rank));
     }
     outcome
 }

@@ -6,7 +6,7 @@ use epoxide::{DType, Element, Tensor};
 use epoxide_nccl::{Communicator, P2p};
 use half::bf16;
 
-use crate::stop::{Result, Stop};
+use crate::error::{CommandError, Result};
 
 /// An element that the check makes and compares. Values are small integers, so that no order of
 /// summation rounds.
@@ -85,7 +85,7 @@ impl<'a> Check<'a> {
                     T::DTYPE,
                     T::of(expected(index))
                 );
-                return Err(Stop::failed(text));
+                return Err(CommandError::failed(text));
             }
         }
         self.operations += 1;

@@ -11,8 +11,8 @@ use epoxide_nccl::{Communicator, Config, NcclGroup, Watchdog};
 
 use super::oracle::Check;
 use super::rank::{Act, Rank};
+use crate::error::{CommandError, Result};
 use crate::output;
-use crate::stop::{Result, Stop};
 
 /// Elements of the tensors that are compared.
 const COUNTS: [u64; 3] = [1, 1000, 1 << 18];
@@ -43,7 +43,7 @@ impl Rank {
         let outcome = stage();
         let took = start.elapsed().as_secs_f64() * 1e3;
         let key = |rank: u32| format!("{}/{name}/{rank}", self.act.name());
-        let broken = |error: serde_json::Error| Stop::failed(format!("a rank's report: {error}"));
+        let broken = |error: serde_json::Error| CommandError::failed(format!("a rank's report: {error}"));
         let told = serde_json::to_vec(&outcome.as_ref().map(|detail| (took, detail))).map_err(broken)?;
         self.store.set(&key(self.rank), &told)?;
         let mut slowest = took;
@@ -53,7 +53,7 @@ impl Rank {
             let told = self.store.get(&key(rank), self.timeout)?;
             match serde_json::from_slice::<Result<(f64, String)>>(&told).map_err(broken)? {
                 Ok((took, of_rank)) => (slowest, detail) = (slowest.max(took), of_rank),
-                Err(stop) => failure = Some((rank, stop.message.unwrap_or_default())),
+                Err(error) => failure = Some((rank, error.message.unwrap_or_default())),
             }
         }
         if self.rank == 0 {
@@ -64,7 +64,7 @@ impl Rank {
             })?;
         }
         match failure {
-            Some(_) => outcome.and(Err(Stop::failed(format!("{name} failed on another rank")))),
+            Some(_) => outcome.and(Err(CommandError::failed(format!("{name} failed on another rank")))),
             None => Ok(()),
         }
     }
@@ -79,11 +79,11 @@ impl Rank {
     ) -> Result<String> {
         let took = start.elapsed();
         let Err(error) = outcome else {
-            return Err(Stop::failed(format!("{what} has worked, without its peer")));
+            return Err(CommandError::failed(format!("{what} has worked, without its peer")));
         };
         let most = self.deadline + Config::default().close_timeout;
         if took > most {
-            return Err(Stop::failed(format!(
+            return Err(CommandError::failed(format!(
                 "{what} took {took:.1?} to fail, at most {most:?} is meant: {error}"
             )));
         }
@@ -115,7 +115,7 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         made = Some(rank.communicator(rank.config("all"))?);
         Ok(format!("{all} ranks over a store, without blocking"))
     })?;
-    let communicator = made.ok_or_else(|| Stop::failed("create gave nothing"))?;
+    let communicator = made.ok_or_else(|| CommandError::failed("create gave nothing"))?;
     rank.stage("operations", all, || {
         let mut check = Check::new(&communicator, &stream);
         for count in COUNTS {
@@ -147,7 +147,7 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         communicator.all_reduce(&tensor, ReduceOp::Sum, &stream)?.wait()?;
         let expected = 0x0101_0101 * all as i32;
         if tensor.to_host::<i32>(&stream)?.iter().any(|value| *value != expected) {
-            return Err(Stop::failed("a sum in registered memory is wrong"));
+            return Err(CommandError::failed("a sum in registered memory is wrong"));
         }
         communicator.deregister(registration)?;
         Ok("1 MiB registered, summed, deregistered".into())
@@ -161,7 +161,9 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
             part.finalize()?;
         }
         if part.is_some() != color.is_some() || communicator.splits() != 1 {
-            return Err(Stop::failed("a part where there should be none, or none where there should be one"));
+            return Err(CommandError::failed(
+                "a part where there should be none, or none where there should be one",
+            ));
         }
         Check::new(&communicator, &stream).sum()?;
         Ok("odd and even ranks in reverse order, and with 3 ranks or more one without a color".into())
@@ -172,7 +174,7 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         let group = NcclGroup::new(host, &rank.library, &rank.device, rank.config("group"))?;
         let ranks = group.all_gather(&[rank.rank as u8])?.concat();
         if !ranks.iter().copied().eq(0..all as u8) {
-            return Err(Stop::failed(format!("host data of the group came as {ranks:?}")));
+            return Err(CommandError::failed(format!("host data of the group came as {ranks:?}")));
         }
         Check::new(group.device(), &stream).sum()?;
         let part = group.split_group(u64::from(rank.rank % 2))?;
@@ -185,7 +187,7 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         communicator.finalize()?;
         match communicator.check() {
             Err(_) => Ok("all ranks".into()),
-            Ok(()) => Err(Stop::failed("a communicator that was finalized can still be used")),
+            Ok(()) => Err(CommandError::failed("a communicator that was finalized can still be used")),
         }
     })?;
     rank.stage("creation whose peer never comes", all, || {
@@ -209,7 +211,7 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         made.abort("the check wants it so")?;
         let error = rank.expect_error("wait_ready", start, made.wait_ready())?;
         if !error.contains("the check wants it so") {
-            return Err(Stop::failed(format!("the reason is lost: {error}")));
+            return Err(CommandError::failed(format!("the reason is lost: {error}")));
         }
         Ok(error)
     })?;
@@ -220,7 +222,7 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         let watchdog = Some(Watchdog::default());
         let config = Config { timeout: rank.deadline, watchdog, ..rank.config("watched") };
         let made = parent.split(Some(0), rank.rank as i32, Some(config))?;
-        let made = made.ok_or_else(|| Stop::failed("a split gave nothing"))?;
+        let made = made.ok_or_else(|| CommandError::failed("a split gave nothing"))?;
         Check::new(&made, &stream).sum()?;
         rank.meet("watched")?;
         if rank.rank != 0 {
@@ -233,9 +235,11 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         let outcome = rank.expect_error("all_reduce", start, work.and_then(|work| work.wait()));
         rank.store.set("watched/done", b"")?;
         let text = std::fs::read_to_string(folder.join("debug_info_0"))
-            .map_err(|error| Stop::failed(format!("the watchdog's dump: {error}")))?;
+            .map_err(|error| CommandError::failed(format!("the watchdog's dump: {error}")))?;
         if !text.contains("all_reduce") {
-            return Err(Stop::failed(format!("the watchdog's dump does not name the operation: {text}")));
+            return Err(CommandError::failed(format!(
+                "the watchdog's dump does not name the operation: {text}"
+            )));
         }
         // The kernel has left the stream, and the device works.
         tensor.to_host::<f32>(&stream)?;
@@ -255,7 +259,8 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
             std::thread::sleep(Duration::from_millis(500));
             let start = Instant::now();
             made.abort("the check wants it so")?;
-            let ended = working.join().map_err(|_| Stop::failed("the thread that waited has panicked"))?;
+            let ended =
+                working.join().map_err(|_| CommandError::failed("the thread that waited has panicked"))?;
             rank.expect_error("all_reduce", start, ended)
         });
         rank.store.set("aborted/done", b"")?;
@@ -279,12 +284,12 @@ fn killed(rank: &Rank) -> Result<()> {
         made = Some(communicator);
         Ok(format!("{all} ranks, every operation"))
     })?;
-    let communicator = made.ok_or_else(|| Stop::failed("create gave nothing"))?;
+    let communicator = made.ok_or_else(|| CommandError::failed("create gave nothing"))?;
     rank.meet("before the kill")?;
     if rank.rank == survivors {
         std::thread::sleep(Duration::from_millis(300));
         (rank.die)();
-        return Err(Stop::failed("the rank that is to be killed lives"));
+        return Err(CommandError::failed("the rank that is to be killed lives"));
     }
     rank.stage("a peer is killed", survivors, || {
         let (stream, tensor) = rank.small()?;

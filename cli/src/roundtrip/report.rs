@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::options::Setup;
-use crate::ranks::{Placement, Rank, Run};
+use crate::options::Settings;
+use crate::ranks::{Placement, RankContext};
 
 /// The object.
 #[derive(Debug, Default, Serialize)]
@@ -11,7 +11,8 @@ pub struct Report {
     pub command: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub config: Option<ConfigReport>,
-    pub ranks: Ranks,
+    /// Results of all ranks, in rank order.
+    pub ranks: Vec<RankReport>,
     pub times: Times,
     pub iterations: u64,
     pub graph_replays: u64,
@@ -31,7 +32,7 @@ pub type Publish<'a> = &'a dyn Fn(&dyn Fn(&mut Report));
 #[derive(Debug, Clone, Serialize)]
 pub struct ConfigReport {
     #[serde(flatten)]
-    pub setup: Setup,
+    pub settings: Settings,
     pub placement: Placement,
     pub device_name: String,
     /// True where times are those of the virtual GPU, and say nothing of hardware.
@@ -59,11 +60,11 @@ pub struct HighThroughput {
 
 impl ConfigReport {
     /// Settings of either mode.
-    pub fn new(rank: &Rank, run: &Run, capacity_rows: u64, pool_bytes: u64) -> ConfigReport {
-        let info = rank.device.info();
+    pub fn new(context: &RankContext, capacity_rows: u64, pool_bytes: u64) -> ConfigReport {
+        let info = context.device.info();
         ConfigReport {
-            setup: run.setup.clone(),
-            placement: run.placement,
+            settings: context.settings.clone(),
+            placement: context.placement,
             device_name: info.name.clone(),
             device_is_virtual: info.is_virtual,
             capacity_rows,
@@ -73,26 +74,25 @@ impl ConfigReport {
     }
 }
 
-/// Results of all ranks, in rank order.
-#[derive(Debug, Serialize)]
-#[serde(untagged)]
-pub enum Ranks {
-    HighThroughput(Vec<RankReport>),
-    LowLatency(Vec<LowLatencyRankReport>),
-}
-
-impl Default for Ranks {
-    fn default() -> Ranks {
-        Ranks::HighThroughput(Vec::new())
-    }
-}
-
-/// Results of one rank with the first data.
+/// Results of one rank.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct RankReport {
     pub rank: u32,
     pub num_tokens: u32,
+    /// Rows that the first dispatch brought.
     pub num_recv_tokens: u32,
+    /// Nothing in low latency, whose first data is compared bit for bit: there is no difference to
+    /// give.
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    pub first_data: Option<FirstData>,
+    /// Error in rows, tables or sums of low latency.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub failure: Option<String>,
+}
+
+/// Results of high throughput with the first data.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct FirstData {
     pub combine_max_abs_difference: f32,
     pub combine_max_abs_expected: f32,
     pub layout_ms: f32,
@@ -104,19 +104,6 @@ pub struct RankReport {
     /// Error in the sums.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine_failure: Option<String>,
-}
-
-/// The same in low latency, whose first data is compared bit for bit: there is no difference to
-/// give.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct LowLatencyRankReport {
-    pub rank: u32,
-    pub num_tokens: u32,
-    /// Rows that the first dispatch brought.
-    pub num_recv_tokens: u32,
-    /// Error in rows, tables or sums.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub failure: Option<String>,
 }
 
 /// Seconds of wall time.

@@ -2,7 +2,7 @@
 //! rule, and leaves the buffer usable.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::DType;
@@ -12,11 +12,11 @@ use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::lockstep;
 
-use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo};
-use crate::valid::{EXPERTS, RANKS, TOKENS, bytes_in_pool, refused, tensor, then_dispatch};
-use epoxide_testing::harness::{Nodes, PATIENCE, POISON, Rank, Setup, assert_names};
+use crate::turns::{HIDDEN, Inputs, ROW, Turn, check_sums, echo};
+use crate::valid::{EXPERTS, RANKS, TOKENS, bytes_in_pool, errors_of, refused, tensor, then_dispatch};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, POISON, Rank, Setup, assert_names};
 
-const NODES_OF_ONE: Nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
+const NODES_OF_ONE: NodeLinks = NodeLinks { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
 
 /// Two nodes of one rank.
 fn setup() -> Setup {
@@ -25,17 +25,11 @@ fn setup() -> Setup {
 
 /// Errors of every rank that is rejected, sorted by text.
 fn refusals(ranks: u32, change: impl Fn(u32, &mut Setup) + Sync) -> Vec<String> {
-    let errors = Mutex::new(Vec::new());
-    let _ = lockstep::run(ranks, |group| {
+    errors_of(ranks, |group| {
         let mut setup = Setup { ranks, ..setup() }.nodes(Some(NODES_OF_ONE));
         change(group.rank(), &mut setup);
-        let made = Rank::join(&setup, group);
-        errors.lock().expect("no panic").extend(made.as_ref().err().map(ToString::to_string));
-        made
-    });
-    let mut errors = errors.into_inner().expect("no panic");
-    errors.sort();
-    errors
+        Rank::join(&setup, group)
+    })
 }
 
 #[test]
@@ -163,14 +157,8 @@ impl ProcessGroup for Tampered {
 
 #[test]
 fn a_rank_of_another_version_is_refused() {
-    let errors = Mutex::new(Vec::new());
     let setup = Setup { ranks: 3, ..setup() }.nodes(Some(NODES_OF_ONE));
-    let _ = lockstep::run(3, |group| {
-        let made = Rank::join(&setup, Arc::new(Tampered(group)));
-        errors.lock().expect("no panic").extend(made.as_ref().err().map(ToString::to_string));
-        made
-    });
-    let errors = errors.into_inner().expect("no panic");
+    let errors = errors_of(3, |group| Rank::join(&setup, Arc::new(Tampered(group))));
     let version = env!("CARGO_PKG_VERSION");
     let says = format!("and rank 1 disagree on epoxide's version: {version} here, 9.9.9-other there");
     assert_eq!(errors.iter().filter(|error| error.contains(&says)).count(), 2, "{errors:?}");
@@ -193,7 +181,7 @@ fn rows_are_summed_in_bf16_only() {
 #[test]
 fn too_many_rows_for_one_rank_are_an_error_on_every_rank_before_any_row_moves() {
     const CAPACITY: u64 = 10;
-    let spread = Nodes { ranks_per_node: 2, ..NODES_OF_ONE };
+    let spread = NodeLinks { ranks_per_node: 2, ..NODES_OF_ONE };
     let setup = Setup::new(4, 2, 6, ROW).nodes(Some(spread));
     let turn = Turn::random(4, &[2, 3, 1, 2], 2);
     setup.run(|rank| {
@@ -203,7 +191,7 @@ fn too_many_rows_for_one_rank_are_an_error_on_every_rank_before_any_row_moves() 
         let inputs = Inputs::upload(&turn, rank)?;
         // A dispatch that fits gives the pool's place.
         let mut place = rank.place()?;
-        let (output, _) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        let (output, _) = echo(rank, &mut place, &inputs)?;
         let whole = bytes_in_pool(&output.recv_x);
         rank.synchronize()?;
         rank.poison(&whole)?;
@@ -219,10 +207,9 @@ fn too_many_rows_for_one_rank_are_an_error_on_every_rank_before_any_row_moves() 
         rank.check(rows.iter().all(|&byte| byte == POISON), "no row moved");
 
         // The buffer still works.
-        let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        let (_, back) = echo(rank, &mut place, &inputs)?;
         rank.stream.synchronize()?;
-        let got = rank.row_bytes(&back.combined_x)?;
-        rank.equal("combined_x afterwards", &got, &turn.sums[rank.rank as usize]);
+        check_sums(rank, "combined_x afterwards", &back, &turn)?;
         Ok(())
     });
 }

@@ -17,7 +17,7 @@ use epoxide_gpu::layout::{DevicePtr, row_stride};
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
 use epoxide_testing::payload::{self, PerToken, bytes_of};
 
-use epoxide_testing::harness::{Nodes, Rank, Setup};
+use epoxide_testing::harness::{NodeLinks, Rank, Setup};
 use epoxide_testing::roundtrip::{Case, Return};
 use epoxide_testing::tier;
 
@@ -35,7 +35,7 @@ const LAG: Duration = Duration::from_micros(500);
 /// `nodes` nodes; each rank's queues number `late` lag behind the others.
 struct Network {
     nodes: u32,
-    place: Nodes,
+    place: NodeLinks,
     late: u32,
 }
 
@@ -71,8 +71,7 @@ impl Network {
                 // SAFETY: as above.
                 unsafe { rank.stream.copy(at.sums, back.combined_x.ptr(), pair.x_bytes(rank))? };
             }
-            rank.stream.synchronize()?;
-            rank.buffer.check()?;
+            rank.outcome()?;
             for (number, (pair, at)) in pairs.iter().zip(&memory.places).enumerate() {
                 let mut recv = vec![0; pair.recv_bytes(rank) as usize];
                 let mut sums = vec![0; pair.x_bytes(rank) as usize];
@@ -221,32 +220,32 @@ impl Memory {
 fn pairs_without_a_host_wait() {
     let count =
         std::env::var(PAIRS_VARIABLE).map_or(tier::pick(12, 500), |count| count.parse().expect("a number"));
-    let place = Nodes { ranks_per_node: 2, transport: TransportKind::Shm, queues: QUEUES };
+    let place = NodeLinks { ranks_per_node: 2, transport: TransportKind::Shm, queues: QUEUES };
     Network { nodes: 3, place, late: 1 }.run(count);
 }
 
 /// Queue 0 carries the counts, so other queues' rows come before them.
 #[test]
 fn pairs_whose_counts_are_late() {
-    let place = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: QUEUES };
+    let place = NodeLinks { ranks_per_node: 1, transport: TransportKind::Shm, queues: QUEUES };
     Network { nodes: 3, place, late: 0 }.run(tier::pick(3, 100));
 }
 
 #[test]
 fn pairs_into_mapped_memory() {
-    let place = Nodes { ranks_per_node: 2, transport: TransportKind::Direct, queues: QUEUES };
+    let place = NodeLinks { ranks_per_node: 2, transport: TransportKind::Direct, queues: QUEUES };
     Network { nodes: 3, place, late: 0 }.run(tier::pick(3, 100));
 }
 
 /// Two nodes map each other's memory, the third is reached over tcp.
 #[test]
 fn pairs_in_both_ways_at_once() {
-    let place = Nodes { ranks_per_node: 1, transport: TransportKind::Auto, queues: QUEUES };
+    let place = NodeLinks { ranks_per_node: 1, transport: TransportKind::Auto, queues: QUEUES };
     Network { nodes: 3, place, late: 1 }.run(tier::pick(3, 100));
 }
 
 #[test]
 fn pairs_over_tcp() {
-    let place = Nodes { ranks_per_node: 2, transport: TransportKind::Tcp, queues: QUEUES };
+    let place = NodeLinks { ranks_per_node: 2, transport: TransportKind::Tcp, queues: QUEUES };
     Network { nodes: 2, place, late: 2 }.run(tier::pick(3, 100));
 }

@@ -13,7 +13,7 @@ use epoxide::{Error, Result};
 use epoxide_testing::alone::one_test;
 
 use crate::turns::{Inputs, ROW, Turn, echo};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_no_failures, num_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, Rank, Setup, assert_no_failures, num_ranks};
 use epoxide_testing::tier;
 
 /// Set where this test binary runs as a rank: the transport, and after how many milliseconds the
@@ -35,7 +35,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 const NO_CODE: Option<i32> = None;
 
 fn setup(ranks: u32, ranks_per_node: u32, transport: TransportKind) -> Setup {
-    let nodes = Nodes { ranks_per_node, transport, queues: 2 };
+    let nodes = NodeLinks { ranks_per_node, transport, queues: 2 };
     Setup::new(ranks, 2, 6, ROW).nodes(Some(nodes)).timeout(TIMEOUT)
 }
 
@@ -58,7 +58,7 @@ fn as_a_rank() {
     let mut rank = Rank::join(&setup(left, 1, transport).timeout(PATIENCE), group).unwrap();
     let inputs = Inputs::upload(&turn, &rank).unwrap();
     let mut place = rank.place().unwrap();
-    let (_, back) = echo(&mut rank, &mut place, &inputs, turn.routing.num_experts).unwrap();
+    let (_, back) = echo(&mut rank, &mut place, &inputs).unwrap();
     rank.synchronize().unwrap();
     let got = rank.row_bytes(&back.combined_x).unwrap();
     rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
@@ -70,9 +70,8 @@ fn turns_until_an_error(group: &Arc<MeshGroup>, transport: TransportKind, after:
     let turn = Turn::random(0, &tokens(ranks()), 2);
     assert!(ranks().is_multiple_of(2), "{} ranks are not two nodes", ranks());
     let mut rank = Rank::join(&setup(ranks(), ranks() / 2, transport), group.clone())?;
-    let inputs = Inputs::upload(&turn, &rank)?;
-    let mut place = rank.place()?;
-    echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?;
+    let (inputs, mut place) = turn.begin(&rank)?;
+    echo(&mut rank, &mut place, &inputs)?;
     rank.synchronize()?;
     if rank.rank == ranks() - 1 {
         std::thread::spawn(move || {
@@ -82,9 +81,8 @@ fn turns_until_an_error(group: &Arc<MeshGroup>, transport: TransportKind, after:
     }
     let start = Instant::now();
     while start.elapsed() < PATIENCE {
-        echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?;
-        rank.stream.synchronize()?;
-        rank.buffer.check()?;
+        echo(&mut rank, &mut place, &inputs)?;
+        rank.outcome()?;
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Numbers of nodes and ranks, all transports, and shapes that are of several nodes alone.
 
 use epoxide::transport::TransportKind;
-use epoxide_testing::harness::Nodes;
+use epoxide_testing::harness::NodeLinks;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::roundtrip::Case;
 use epoxide_testing::tier;
@@ -13,7 +13,7 @@ const TRANSPORTS: [TransportKind; 4] =
 
 /// Nodes of so many ranks, shared memory between them, two queues.
 fn on(ranks_per_node: u32, routing: Routing, row_bytes: u32) -> Case {
-    let nodes = Nodes { ranks_per_node, transport: TransportKind::Shm, queues: 2 };
+    let nodes = NodeLinks { ranks_per_node, transport: TransportKind::Shm, queues: 2 };
     Case { nodes: Some(nodes), num_channels: 3, ..Case::new(routing, row_bytes) }
 }
 
@@ -34,7 +34,7 @@ fn world(nodes: u32, ranks_per_node: u32) {
         let case = on(ranks_per_node, routing(&tokens, 4, 2 * ranks, Style::WithHoles), 48);
         // Each queue to a peer of another node has a thread.
         let queues = if ranks < 8 { 2 } else { tier::pick(1, 2) };
-        let case = Case { nodes: Some(Nodes { ranks_per_node, transport, queues }), ..case };
+        let case = Case { nodes: Some(NodeLinks { ranks_per_node, transport, queues }), ..case };
         check(&case);
     }
 }
@@ -74,7 +74,7 @@ fn eight_nodes_of_one() {
 fn more_ranks_than_lanes() {
     let tokens: Vec<u32> = (0..35).map(|rank| [3, 0, 5, 1][rank as usize % 4]).collect();
     let case = on(7, routing(&tokens, 6, 70, Style::WithHoles), 48);
-    let nodes = case.nodes.map(|nodes| Nodes { queues: tier::pick(1, 2), ..nodes });
+    let nodes = case.nodes.map(|nodes| NodeLinks { queues: tier::pick(1, 2), ..nodes });
     check(&Case { num_channels: 2, nodes, ..case });
 }
 
@@ -100,7 +100,7 @@ fn the_worked_example() {
 fn more_channels_than_queues_and_more_queues_than_channels() {
     for (num_channels, queues) in [(7, tier::pick(1, 2)), (1, tier::pick(2, 4))] {
         let case = on(2, routing(&[20, 9, 0, 31], 3, 8, Style::Repeats), 48);
-        let nodes = case.nodes.map(|nodes| Nodes { queues, ..nodes });
+        let nodes = case.nodes.map(|nodes| NodeLinks { queues, ..nodes });
         Case { nodes, num_channels, ..case }.check();
     }
 }

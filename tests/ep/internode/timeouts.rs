@@ -5,7 +5,7 @@ use epoxide::internal::transport::Shaping;
 use epoxide::throughput::DispatchRequest;
 use epoxide::transport::TransportKind;
 use epoxide::{DType, Tensor};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, Rank, Setup, run_ranks, try_run_ranks};
 
 use crate::timeouts::TIMEOUT;
 use crate::turns::{HIDDEN, ROW, combine_in_pool};
@@ -15,13 +15,13 @@ use crate::turns::{HIDDEN, ROW, combine_in_pool};
 #[test]
 fn a_broken_link_is_named_with_its_lost_puts() {
     let every_rank = vec![vec![0i64, 1]; 2];
-    let nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 };
+    let nodes = NodeLinks { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 };
     for (puts, operation, word) in [
         (0, "notify", "counts of the node"),
         (2, "dispatch", "rows of the node"),
         (4, "combine", "sums of the node"),
     ] {
-        let outcome = run_ranks(2, |number, group| {
+        let outcome = try_run_ranks(2, |number, group| {
             let mut setup = Setup::new(2, 1, 2, ROW).nodes(Some(nodes)).timeout(TIMEOUT);
             if number == 1 {
                 setup.fields().transport.hooks.shaping = Some(Shaping::new(1).cut_after(0, puts));
@@ -52,8 +52,8 @@ fn a_broken_link_is_named_with_its_lost_puts() {
 /// Rank 1 has closed its links, and the put of rank 0 fails: the error has the reason.
 #[test]
 fn the_reason_of_a_failed_put_is_in_the_error() {
-    let nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Tcp, queues: 1 };
-    let outcome = run_ranks(2, |number, group| {
+    let nodes = NodeLinks { ranks_per_node: 1, transport: TransportKind::Tcp, queues: 1 };
+    run_ranks(2, |number, group| {
         let setup = Setup::new(2, 1, 2, ROW).nodes(Some(nodes)).timeout(TIMEOUT);
         let mut rank = Rank::join(&setup, group.clone())?;
         if number == 1 {
@@ -75,5 +75,4 @@ fn the_reason_of_a_failed_put_is_in_the_error() {
         }
         Ok(())
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }

@@ -10,7 +10,7 @@ use epoxide_testing::oracle;
 use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
 
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo};
-use epoxide_testing::harness::{Nodes, Rank, Setup};
+use epoxide_testing::harness::{NodeLinks, Rank, Setup};
 
 const CHANNELS: u32 = 3;
 
@@ -31,7 +31,7 @@ fn the_wire_carries_the_rows_of_the_layout() {
     {
         let ranks = nodes * ranks_per_node;
         let tokens: Vec<u32> = (0..ranks).map(|rank| [9, 0, 20, 3][rank as usize % 4]).collect();
-        let spread = Nodes { ranks_per_node, transport, queues: 2 };
+        let spread = NodeLinks { ranks_per_node, transport, queues: 2 };
         let setup = Setup::new(ranks, CHANNELS, 20, ROW).nodes(Some(spread));
         let turns: Vec<Turn> = (0..4).map(|seed| Turn::random(seed, &tokens, CHANNELS)).collect();
         setup.run(|rank| {
@@ -44,7 +44,7 @@ fn the_wire_carries_the_rows_of_the_layout() {
                 let plan =
                     oracle::InternodeOracle::new(&turn.routing, ranks_per_node).plan(rank.rank, CHANNELS);
                 let inputs = Inputs::upload(turn, rank)?;
-                let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+                let layout = inputs.layout(rank)?;
                 if let Some(counted) = layout.num_tokens_per_rdma_rank() {
                     let mut counted: Vec<u32> = rank.values(&counted)?;
                     counted[own as usize] = 0;
@@ -87,11 +87,10 @@ fn the_wire_carries_the_rows_of_the_layout() {
 #[test]
 fn one_node_has_no_wire() {
     let turn = Turn::random(1, &[5, 3], 1);
-    let spread = Nodes { ranks_per_node: 2, transport: TransportKind::Shm, queues: 2 };
+    let spread = NodeLinks { ranks_per_node: 2, transport: TransportKind::Shm, queues: 2 };
     Setup::new(2, 1, 5, ROW).max_topk(TOPK).nodes(Some(spread)).run(|rank| {
-        let inputs = Inputs::upload(&turn, rank)?;
-        let mut place = rank.place()?;
-        echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        let (inputs, mut place) = turn.begin(rank)?;
+        echo(rank, &mut place, &inputs)?;
         rank.synchronize()?;
         rank.check(rank.buffer.wire_stats().is_empty(), "there is no queue");
         Ok(())

@@ -12,7 +12,7 @@ use epoxide::{DType, Tensor, TypedTensor};
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
 use epoxide_testing::{payload, tier};
 
-use epoxide_testing::harness::{Rank, Setup};
+use epoxide_testing::harness::{Rank, Setup, keep};
 use epoxide_testing::roundtrip::{Case, Return};
 
 pub const ROW: u32 = 48;
@@ -112,16 +112,16 @@ impl Program {
                     let request = DispatchRequest::new(&inputs.rows, &layout).counts(counts);
                     let output = rank.dispatch(&mut place, request)?;
                     handle = Some(output.handle);
-                    rank.keep(&output.recv_x)?
+                    keep(&rank.stream, &output.recv_x, output.recv_x.rows())?
                 }
                 (Step::Cached { .. }, Some(handle)) => {
                     let request = CachedDispatchRequest::new(&inputs.rows, handle);
                     let output = rank.dispatch_cached(&mut place, request)?;
-                    rank.keep(&output.recv_x)?
+                    keep(&rank.stream, &output.recv_x, output.recv_x.rows())?
                 }
                 (Step::Combine(_), Some(handle)) => {
                     let output = rank.combine(CombineRequest::new(&inputs.rows, handle))?;
-                    rank.keep(&output.combined_x)?
+                    keep(&rank.stream, &output.combined_x, output.combined_x.rows())?
                 }
                 (_, None) => unreachable!("a program begins with a dispatch"),
             };
@@ -198,8 +198,7 @@ fn run(setup: &Setup, program: &Program) {
                 std::thread::sleep(Duration::from_micros(rng.random_range(0..2000)));
             }
         })?;
-        rank.stream.synchronize()?;
-        rank.buffer.check()?;
+        rank.outcome()?;
         program.check(rank, &kept)
     });
 }

@@ -43,8 +43,7 @@ fn run(seed: u64, program: &Program) -> Result<(u64, Vec<Vec<u8>>)> {
         kept.push(program.enqueue(rank, inputs, || {})?);
     }
     for rank in &ranks {
-        rank.stream.synchronize()?;
-        rank.buffer.check()?;
+        rank.outcome()?;
     }
     let mut results = Vec::new();
     for (rank, kept) in ranks.iter_mut().zip(&kept) {

@@ -1,12 +1,12 @@
 //! Shapes that are of one node alone.
 
-use epoxide::throughput::{CombineRequest, DispatchRequest};
+use epoxide::throughput::CombineRequest;
 use epoxide_testing::harness::Setup;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::roundtrip::Case;
 
 use crate::shapes::routing;
-use crate::turns::{Inputs, Turn};
+use crate::turns::{Turn, check_sums};
 
 #[test]
 fn a_single_rank() {
@@ -22,15 +22,12 @@ fn a_pool_of_more_than_4_gib() {
     let turn = Turn::random(3, &[6, 5], 1);
     setup.run(|rank| {
         rank.check(rank.buffer.pool_bytes() > 2 << 32, "the pool is large");
-        let inputs = Inputs::upload(&turn, rank)?;
-        let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-        let mut place = rank.place()?;
-        let output = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?;
+        let (inputs, mut place) = turn.begin(rank)?;
+        let output = inputs.dispatch_exact(rank, &mut place)?;
         let rows = rank.row_bytes(&output.recv_x)?;
         rank.equal("recv_x", &rows, &turn.recv(rank.rank));
         let back = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
-        let sums = rank.row_bytes(&back.combined_x)?;
-        rank.equal("combined_x", &sums, &turn.sums[rank.rank as usize]);
+        check_sums(rank, "combined_x", &back, &turn)?;
         rank.stream.synchronize()
     });
 }

@@ -7,7 +7,7 @@ use epoxide_testing::roundtrip::Case;
 use epoxide_testing::tier;
 
 use crate::shapes::routing;
-use crate::turns::{Inputs, ROW, Turn};
+use crate::turns::{Inputs, ROW, Turn, check_sums};
 
 /// Every round trip combines rows of BF16 with weights and rows of FP32 without, from tensors and
 /// from the pool.
@@ -57,8 +57,7 @@ fn rows_of_which_a_step_takes_one() {
 fn a_captured_combine_of_a_tensor_replays() {
     let turns: Vec<Turn> = (0..tier::pick(3, 8)).map(|seed| Turn::random(seed, &[9, 2, 6], 2)).collect();
     Setup::new(3, 2, 9, ROW).run(|rank| {
-        let inputs = Inputs::upload(&turns[0], rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turns[0].begin(rank)?;
         let (stream, experts) = (rank.stream.clone(), turns[0].routing.num_experts);
         let step = rank.buffer.capture(&stream, |buffer, order| {
             let layout = buffer.get_dispatch_layout(&inputs.topk_idx, experts, order)?;
@@ -72,18 +71,15 @@ fn a_captured_combine_of_a_tensor_replays() {
             let fresh = Inputs::upload(turn, rank)?;
             inputs.overwrite(rank, &fresh)?;
             step.launch(&stream)?;
-            let got = rank.row_bytes(&step.output().1.combined_x)?;
-            rank.equal(&format!("combined_x of replay {index}"), &got, &turn.sums[rank.rank as usize]);
+            check_sums(rank, &format!("combined_x of replay {index}"), &step.output().1, turn)?;
             step.check(&stream)?;
             // Another grid in between, of another operation.
-            let layout = rank.layout(&inputs.topk_idx, experts)?;
-            let output = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?;
+            let output = inputs.dispatch_exact(rank, &mut place)?;
             let before = *rank.buffer.config();
             rank.buffer.set_config(Config { num_sms: 2, ..before })?;
             let back = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
             rank.buffer.set_config(before)?;
-            let got = rank.row_bytes(&back.combined_x)?;
-            rank.equal("combined_x without the graph", &got, &turn.sums[rank.rank as usize]);
+            check_sums(rank, "combined_x without the graph", &back, turn)?;
         }
         Ok(())
     });
@@ -93,16 +89,13 @@ fn a_captured_combine_of_a_tensor_replays() {
 fn ranks_may_gather_with_other_numbers_of_multiprocessors_than_each_other_and_than_the_dispatch() {
     let turn = Turn::random(0, &[26, 15], 2);
     Setup::new(2, 3, 26, ROW).run(|rank| {
-        let inputs = Inputs::upload(&turn, rank)?;
-        let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-        let mut place = rank.place()?;
-        let output = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?;
+        let (inputs, mut place) = turn.begin(rank)?;
+        let output = inputs.dispatch_exact(rank, &mut place)?;
         let before = *rank.buffer.config();
         for num_sms in [[2, 4], [6, 2], [14, 12], [4, 10]] {
             rank.buffer.set_config(Config { num_sms: num_sms[rank.rank as usize], ..before })?;
             let back = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
-            let got = rank.row_bytes(&back.combined_x)?;
-            rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
+            check_sums(rank, "combined_x", &back, &turn)?;
         }
         Ok(())
     });

@@ -7,8 +7,8 @@ use epoxide::throughput::{
 };
 use epoxide::{DType, StreamOrder, Tensor};
 
-use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo, echo_on};
-use epoxide_testing::harness::{Rank, Setup};
+use crate::turns::{HIDDEN, Inputs, ROW, Turn, check_sums, echo, echo_on};
+use epoxide_testing::harness::{Rank, Setup, keep};
 
 #[test]
 fn two_buffers_at_once() {
@@ -24,7 +24,7 @@ fn two_buffers_at_once() {
             let at = if index % 2 == 0 { &mut *rank } else { &mut other };
             inputs.push(Inputs::upload(turn, at)?);
             let place = &mut places[index % 2];
-            let (output, back) = echo(at, place, &inputs[index], turn.routing.num_experts)?;
+            let (output, back) = echo(at, place, &inputs[index])?;
             outputs.push((output.handle, back));
         }
         rank.stream.synchronize()?;
@@ -32,8 +32,7 @@ fn two_buffers_at_once() {
         rank.buffer.check()?;
         other.buffer.check()?;
         for (index, (turn, (_, back))) in turns.iter().zip(&outputs).enumerate() {
-            let got = rank.row_bytes(&back.combined_x)?;
-            rank.equal(&format!("combined_x of turn {index}"), &got, &turn.sums[rank.rank as usize]);
+            check_sums(rank, &format!("combined_x of turn {index}"), back, turn)?;
         }
         // Neither pool goes before all peers are through with both.
         rank.synchronize()
@@ -46,18 +45,16 @@ fn the_comm_stream_orders_itself_with_the_caller() {
     let turns: Vec<Turn> = (0..20).map(|seed| Turn::random(seed, &[8, 5], 1)).collect();
     setup.run(|rank| {
         rank.on_comm_stream = true;
-        let inputs = Inputs::upload(&turns[0], rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turns[0].begin(rank)?;
         for (index, turn) in turns.iter().enumerate() {
             // Inputs are written in the caller's stream, over and over in the same place, and so
             // are the rows for combine. The operations run on the other stream. They must wait for
             // the writes, and later writes must wait for them.
             let fresh = Inputs::upload(turn, rank)?;
             inputs.overwrite(rank, &fresh)?;
-            let (output, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+            let (output, back) = echo(rank, &mut place, &inputs)?;
             rank.check(output.event.is_none() && back.event.is_none(), "no events where the caller waits");
-            let got = rank.row_bytes(&back.combined_x)?;
-            rank.equal(&format!("combined_x of turn {index}"), &got, &turn.sums[rank.rank as usize]);
+            check_sums(rank, &format!("combined_x of turn {index}"), &back, turn)?;
         }
         rank.stream.synchronize()
     });
@@ -96,8 +93,7 @@ fn asynchronous_calls_are_ordered_by_their_events() {
             let order = StreamOrder::comm(&rank.stream).after(&computed).asynchronous();
             let back = rank.buffer.combine(CombineRequest::new(&rows, &handle), order)?;
             back.event.as_ref().expect("an asynchronous call has an event").synchronize()?;
-            let got = rank.row_bytes(&back.combined_x)?;
-            rank.equal(&format!("combined_x of turn {index}"), &got, &turn.sums[rank.rank as usize]);
+            check_sums(rank, &format!("combined_x of turn {index}"), &back, turn)?;
         }
         Ok(())
     });
@@ -128,11 +124,11 @@ fn a_call_on_the_callers_stream_can_be_asynchronous_and_wait_for_an_event() {
 /// A turn that was captured.
 type CapturedTurn = Step<(Detached, Combined)>;
 
-fn capture(rank: &mut Rank, place: &mut Place, inputs: &Inputs, num_experts: u32) -> Result<CapturedTurn> {
+fn capture(rank: &mut Rank, place: &mut Place, inputs: &Inputs) -> Result<CapturedTurn> {
     let (stream, on_comm_stream) = (rank.stream.clone(), rank.on_comm_stream);
     rank.buffer.capture(&stream, |buffer, order| {
         let order = if on_comm_stream { StreamOrder::comm(&stream) } else { order };
-        let (output, back) = echo_on(buffer, place, order, &stream, inputs, num_experts)?;
+        let (output, back) = echo_on(buffer, place, order, &stream, inputs)?;
         Ok((output.detach(), back))
     })
 }
@@ -143,9 +139,8 @@ fn a_graph_replays_with_other_routings() {
     for on_comm_stream in [false, true] {
         Setup::new(3, 2, 9, ROW).run(|rank| {
             rank.on_comm_stream = on_comm_stream;
-            let inputs = Inputs::upload(&turns[0], rank)?;
-            let mut place = rank.place()?;
-            let step = capture(rank, &mut place, &inputs, turns[0].routing.num_experts)?;
+            let (inputs, mut place) = turns[0].begin(rank)?;
+            let step = capture(rank, &mut place, &inputs)?;
             let (output, back) = step.output();
             for (index, turn) in turns.iter().enumerate() {
                 let fresh = Inputs::upload(turn, rank)?;
@@ -154,17 +149,15 @@ fn a_graph_replays_with_other_routings() {
                 let want = turn.recv(rank.rank);
                 let got = rank.row_bytes(&output.at(&place)?.recv_x)?;
                 rank.equal(&format!("recv_x of replay {index}"), &got[..want.len()], &want);
-                let got = rank.row_bytes(&back.combined_x)?;
-                rank.equal(&format!("combined_x of replay {index}"), &got, &turn.sums[rank.rank as usize]);
+                check_sums(rank, &format!("combined_x of replay {index}"), back, turn)?;
                 let count = output.handle().num_recv_tokens(&rank.stream)?;
                 rank.equal("num_recv_tokens of a replay", &[count], &[want.len() as u32]);
                 step.check(&rank.stream)?;
 
                 // Calls outside of the graph in between stay in step with it.
                 if index % 3 == 0 {
-                    let (_, eager) = echo(rank, &mut place, &fresh, turn.routing.num_experts)?;
-                    let got = rank.row_bytes(&eager.combined_x)?;
-                    rank.equal("combined_x without the graph", &got, &turn.sums[rank.rank as usize]);
+                    let (_, eager) = echo(rank, &mut place, &fresh)?;
+                    check_sums(rank, "combined_x without the graph", &eager, turn)?;
                 }
                 rank.stream.synchronize()?;
             }
@@ -182,7 +175,7 @@ fn replays_need_no_host_wait_between_them() {
         let inputs = Inputs::upload(&turns[0], rank)?;
         let fresh: Vec<_> = turns.iter().map(|turn| Inputs::upload(turn, rank)).collect::<Result<_>>()?;
         let mut place = rank.place()?;
-        let step = capture(rank, &mut place, &inputs, turns[0].routing.num_experts)?;
+        let step = capture(rank, &mut place, &inputs)?;
         check_replays(rank, &turns, &inputs, &fresh, &step.output().1, |stream| step.launch(stream))
     });
 }
@@ -199,15 +192,14 @@ fn a_graph_that_was_captured_without_the_buffer_replays() {
             let inputs = Inputs::upload(&turns[0], rank)?;
             let fresh: Vec<_> = turns.iter().map(|turn| Inputs::upload(turn, rank)).collect::<Result<_>>()?;
             let mut place = rank.place()?;
-            let num_experts = turns[0].routing.num_experts;
             // Once without a graph first: the capture may not allocate, and finds the memory that
             // this gives back.
-            drop(echo(rank, &mut place, &inputs, num_experts)?);
+            drop(echo(rank, &mut place, &inputs)?);
             rank.synchronize()?;
             let mut back = None;
             let stream = rank.stream.clone();
             let graph = stream.capture(|| {
-                back = Some(echo(rank, &mut place, &inputs, num_experts)?.1);
+                back = Some(echo(rank, &mut place, &inputs)?.1);
                 Ok(())
             })?;
             let back = back.expect("the capture has run");
@@ -231,7 +223,7 @@ fn check_replays(
     for fresh in fresh {
         inputs.overwrite(rank, fresh)?;
         launch(&rank.stream)?;
-        kept.push(rank.keep(&back.combined_x)?);
+        kept.push(keep(&rank.stream, &back.combined_x, back.combined_x.rows())?);
     }
     rank.stream.synchronize()?;
     for (index, (turn, kept)) in turns.iter().zip(&kept).enumerate() {

@@ -9,7 +9,7 @@ use epoxide::internal::driver::{Executor, Machine};
 use epoxide_testing::harness::{PATIENCE, Rank, run_ranks};
 use epoxide_testing::lockstep;
 
-use crate::timeouts::{Ranks, check_timeout, dispatch};
+use crate::timeouts::{Ranks, check_timeout};
 use crate::turns::{Inputs, echo};
 
 /// On a machine.
@@ -19,20 +19,17 @@ const VIRTUAL_TIMEOUT: Duration = Duration::from_secs(30);
 fn a_rank_that_comes_too_late_is_not_given_rows_that_never_came() {
     let turn = Ranks::of_one_node().turn();
     Ranks::of_one_node().setup().run(|rank| {
-        let inputs = Inputs::upload(&turn, rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turn.begin(rank)?;
         if rank.rank != 2 {
-            let error = dispatch(rank, &mut place, &turn, &inputs).expect_err("rank 2 comes too late");
+            let error = inputs.dispatch_exact(rank, &mut place).expect_err("rank 2 comes too late");
             assert_eq!(check_timeout(rank.rank, &error, "notify"), (2, "counts"));
         }
         rank.synchronize()?;
         if rank.rank == 2 {
             // The counts came in time, so the call may succeed; but then the rows did not come, and
             // that must show.
-            let outcome = dispatch(rank, &mut place, &turn, &inputs).and_then(|output| {
-                rank.stream.synchronize()?;
-                rank.buffer.check().map(|()| output)
-            });
+            let outcome =
+                inputs.dispatch_exact(rank, &mut place).and_then(|output| rank.outcome().map(|()| output));
             match outcome {
                 Err(error) => rank.check(matches!(error, Error::PeerTimeout { .. }), error.to_string()),
                 Ok(output) => {
@@ -49,7 +46,7 @@ fn a_rank_that_comes_too_late_is_not_given_rows_that_never_came() {
 fn a_rank_that_goes_away_does_not_break_the_others() {
     let turn = Ranks::of_one_node().turn();
     let setup = Ranks::of_one_node().setup();
-    let outcome = run_ranks(3, |_, group: Arc<dyn ProcessGroup>| {
+    run_ranks(3, |_, group: Arc<dyn ProcessGroup>| {
         let mut rank = Rank::join(&setup, group.clone())?;
         let inputs = Inputs::upload(&turn, &rank)?;
         if rank.rank == 2 {
@@ -59,12 +56,11 @@ fn a_rank_that_goes_away_does_not_break_the_others() {
         } else {
             group.barrier(PATIENCE)?;
             let mut place = rank.place()?;
-            let error = dispatch(&mut rank, &mut place, &turn, &inputs).expect_err("rank 2 is gone");
+            let error = inputs.dispatch_exact(&mut rank, &mut place).expect_err("rank 2 is gone");
             assert_eq!(check_timeout(rank.rank, &error, "notify"), (2, "counts"));
         }
         Ok(())
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }
 
 #[test]
@@ -82,7 +78,7 @@ fn on_a_machine_a_deadline_passes_in_virtual_time() {
             .take(2)
             .map(|(rank, inputs)| {
                 let mut place = rank.place().unwrap();
-                let (output, back) = echo(rank, &mut place, inputs, turn.routing.num_experts).unwrap();
+                let (output, back) = echo(rank, &mut place, inputs).unwrap();
                 (output.handle, back)
             })
             .collect();

@@ -4,7 +4,7 @@ use epoxide::driver::virt::Time;
 use epoxide::internal::Instruments;
 use epoxide_gpu::layout::BlockTrace;
 
-use crate::turns::{Inputs, ROW, Turn, echo};
+use crate::turns::{ROW, Turn, check_sums, echo};
 use epoxide_testing::harness::Setup;
 
 #[test]
@@ -15,16 +15,14 @@ fn a_trace_holds_every_block_of_every_launch_and_changes_nothing() {
     setup.device.time = Time::Real;
     let turn = Turn::random(5, &[8, 5], 3);
     setup.run(|rank| {
-        let inputs = Inputs::upload(&turn, rank)?;
-        let mut place = rank.place()?;
+        let (inputs, mut place) = turn.begin(rank)?;
         let (untraced, dropped) = rank.buffer.take_trace(&rank.stream)?;
         rank.check(untraced.is_empty() && dropped == 0, "a trace that was not started");
 
         rank.buffer.start_trace(15)?;
-        let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        let (_, back) = echo(rank, &mut place, &inputs)?;
         let (launches, dropped) = rank.buffer.take_trace(&rank.stream)?;
-        let got = rank.row_bytes(&back.combined_x)?;
-        rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
+        check_sums(rank, "combined_x", &back, &turn)?;
         let shapes: Vec<_> = launches.iter().map(|launch| (launch.operation, launch.blocks.len())).collect();
         // Six multiprocessors: a notify has a block for each channel, the others one for each token
         // at most.
@@ -44,10 +42,9 @@ fn a_trace_holds_every_block_of_every_launch_and_changes_nothing() {
 
         // Room for notify alone: the others run untraced, all the same.
         rank.buffer.start_trace(5)?;
-        let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        let (_, back) = echo(rank, &mut place, &inputs)?;
         let (launches, dropped) = rank.buffer.take_trace(&rank.stream)?;
-        let got = rank.row_bytes(&back.combined_x)?;
-        rank.equal("combined_x without room", &got, &turn.sums[rank.rank as usize]);
+        check_sums(rank, "combined_x without room", &back, &turn)?;
         rank.check(
             launches.len() == 1 && dropped == 2,
             format!("{} launches, {dropped} dropped", launches.len()),

@@ -1,74 +1,35 @@
 //! Ranks that do not come, make another call, or give wrong arguments.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::driver::{Graph, Stream};
-use epoxide::group::ProcessGroup;
-use epoxide::low_latency::{
-    Buffer, CombineRequest, DispatchRequest, Options, Place, Quantise, Received, Shape,
-};
+use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Quantise, Received, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{PATIENCE, now, run_ranks, sleep};
+use epoxide_testing::harness::{PATIENCE, run_ranks, sleep};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
 
+use super::ones::Ones;
 use crate::promises::status;
 use crate::shapes::routing;
+use crate::valid::expect_gone;
 
 const RANKS: u32 = 3;
 pub const TOKENS: u64 = 4;
 pub const HIDDEN: u64 = 16;
 const DEADLINE: Duration = Duration::from_millis(150);
 
-/// A rank with valid inputs.
-pub struct Rank {
-    pub number: u32,
-    pub buffer: Buffer,
-    pub group: Arc<dyn ProcessGroup>,
-    pub options: Options,
-    pub stream: Arc<Stream>,
-    /// Ones, `[TOKENS, HIDDEN]`.
-    pub x: Tensor<'static>,
-    pub topk_idx: TypedTensor<'static, i64>,
-    /// The experts' outputs: rows of ones.
-    pub experts: Tensor<'static>,
-}
-
-impl Rank {
-    pub fn dispatch<'p>(&mut self, place: &'p mut Place) -> Result<Received<'p>> {
-        let request = DispatchRequest::new(&self.x, &self.topk_idx);
-        self.buffer.dispatch(place, request, StreamOrder::on(&self.stream))
-    }
-
-    fn combine(&mut self, received: Received<'_>) -> Result<()> {
-        let rows = CombineRequest::by_row(&self.experts);
-        self.buffer.combine(received, rows, StreamOrder::on(&self.stream)).map(drop)
-    }
-
-    /// The time by which deadlines pass.
-    fn now(&self) -> Duration {
-        now(self.stream.device())
-    }
-
-    /// Waits for the stream; the error that the device has recorded.
-    pub fn outcome(&self) -> Result<()> {
-        self.stream.synchronize()?;
-        self.buffer.check()
-    }
-}
-
 /// Runs `main` on ranks whose waits are short, of one node and of three.
-pub fn run(main: impl Fn(&mut Rank) -> Result<()> + Sync) {
+pub fn run(main: impl Fn(&mut Ones) -> Result<()> + Sync) {
     run_on(|options| options, &main);
     let transport = TransportOptions::new(TransportKind::Tcp);
     run_on(|options| options.ranks_per_node(1).keep_nodes().transport(transport.clone()), &main);
 }
 
-fn run_on(spread: impl Fn(Options) -> Options + Sync, main: &(impl Fn(&mut Rank) -> Result<()> + Sync)) {
+fn run_on(spread: impl Fn(Options) -> Options + Sync, main: &(impl Fn(&mut Ones) -> Result<()> + Sync)) {
     run_of(HIDDEN, None, spread, main);
 }
 
@@ -77,39 +38,25 @@ fn run_of(
     hidden: u64,
     seed: Option<u64>,
     spread: impl Fn(Options) -> Options + Sync,
-    main: &(impl Fn(&mut Rank) -> Result<()> + Sync),
+    main: &(impl Fn(&mut Ones) -> Result<()> + Sync),
 ) {
     let routing = routing(&[TOKENS as u32; RANKS as usize], 2, 6, Style::DistinctTopK);
     let mut case = LowLatencyCase::new(routing, hidden as u32);
     case.schedule_seed = seed;
-    let outcome = run_ranks(RANKS, |number, group| {
-        let device = case.device(number);
-        let stream = Arc::new(Stream::new(&device)?);
-        let options = Options::new(Shape { max_tokens: TOKENS as u32, hidden, num_topk: 2, num_experts: 6 })
-            .timeout(DEADLINE);
-        let options = spread(options);
-        let buffer = Buffer::new(device.clone(), &*group, options.clone())?;
-        let x = vec![half::bf16::ONE; (TOKENS * hidden) as usize];
-        let mut rank = Rank {
-            number,
-            buffer,
-            group: group.clone(),
-            options,
-            x: Tensor::from_host(&stream, DType::Bf16, &[TOKENS, hidden], &x)?,
-            topk_idx: TypedTensor::from_host(&stream, &[TOKENS, 2], &case.routing.flat_topk_idx(number))?,
-            experts: Tensor::from_host(&stream, DType::Bf16, &[3 * TOKENS, hidden], &x.repeat(3))?,
-            stream,
-        };
+    run_ranks(RANKS, |number, group| {
+        let shape = Shape { max_tokens: TOKENS as u32, hidden, num_topk: 2, num_experts: 6 };
+        let options = |options: Options| spread(options.timeout(DEADLINE));
+        let ids = case.routing.flat_topk_idx(number);
+        let mut rank = Ones::new(case.device(number), group.clone(), shape, options, &ids)?;
         group.barrier(PATIENCE)?;
         let outcome = main(&mut rank);
         group.barrier(PATIENCE)?;
         outcome
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }
 
 /// Every rank but 1 runs into its deadline, for rank 1, in `operation`.
-fn expect_timeout(rank: &Rank, operation: &str, start: Duration) {
+fn expect_timeout(rank: &Ones, operation: &str, start: Duration) {
     let error = rank.outcome().unwrap_err();
     let Error::PeerTimeout { peer: 1, operation: ours, waited, .. } = &error else { panic!("{error}") };
     assert_eq!(*ours, operation, "{error}");
@@ -123,7 +70,7 @@ fn expect_timeout(rank: &Rank, operation: &str, start: Duration) {
 #[test]
 fn a_rank_that_is_gone_before_the_dispatch() {
     run(|rank| {
-        if rank.number == 1 {
+        if rank.rank == 1 {
             return Ok(());
         }
         let (start, mut place) = (rank.now(), rank.buffer.place(0)?);
@@ -141,7 +88,7 @@ fn a_rank_that_is_gone_between_dispatch_and_combine() {
         let mut place = rank.buffer.place(0)?;
         let received = rank.dispatch(&mut place)?;
         rank.outcome()?;
-        if rank.number == 1 {
+        if rank.rank == 1 {
             return Ok(());
         }
         let start = rank.now();
@@ -155,7 +102,7 @@ fn a_rank_that_is_gone_between_dispatch_and_combine() {
 #[test]
 fn a_timeout_names_the_operation_that_waited() {
     run(|rank| {
-        if rank.number == 1 {
+        if rank.rank == 1 {
             return Ok(());
         }
         let (start, mut place) = (rank.now(), rank.buffer.place(0)?);
@@ -171,7 +118,7 @@ fn a_timeout_names_the_operation_that_waited() {
 fn a_timeout_names_all_ranks_that_did_not_come() {
     for is_combine in [false, true] {
         run(|rank| {
-            let is_gone = rank.number != 2;
+            let is_gone = rank.rank != 2;
             let mut place = rank.buffer.place(0)?;
             if !is_combine && is_gone {
                 return Ok(());
@@ -203,7 +150,7 @@ fn rows_of_a_failed_dispatch_are_not_read() {
         received.x.to_host::<half::bf16>(&rank.stream)?;
         rank.combine(received)?;
         rank.outcome()?;
-        if rank.number == 1 {
+        if rank.rank == 1 {
             return Ok(());
         }
         let received = rank.dispatch(&mut place)?;
@@ -212,8 +159,7 @@ fn rows_of_a_failed_dispatch_are_not_read() {
             received.expert_counts.to_host::<i32>(&rank.stream).map(drop),
         ];
         for read in reads {
-            let error = read.expect_err("rank 1 has gone");
-            assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
+            expect_gone(read);
         }
         Ok(())
     });
@@ -228,7 +174,7 @@ fn an_expert_major_copy_of_a_failed_dispatch_is_not_read() {
         let by_expert = Tensor::alloc(rank.stream.device(), DType::Bf16, &[rows, HIDDEN])?;
         let earlier_clone = by_expert.clone();
         for turn in 0..2 {
-            if turn == 1 && rank.number == 1 {
+            if turn == 1 && rank.rank == 1 {
                 return Ok(());
             }
             let request = DispatchRequest::new(&rank.x, &rank.topk_idx);
@@ -261,9 +207,9 @@ fn results_are_read_behind_their_operations_on_any_stream_and_stay_failed() {
     run(|rank| {
         let mut place = rank.buffer.place(0)?;
         let other = Stream::new(rank.stream.device())?;
-        let part = rank.group.split((rank.number == 1).into())?;
+        let part = rank.group.split((rank.rank == 1).into())?;
         for turn in 0..2 {
-            if turn == 1 && rank.number == 1 {
+            if turn == 1 && rank.rank == 1 {
                 return Ok(());
             }
             let request = DispatchRequest::new(&rank.x, &rank.topk_idx);
@@ -303,7 +249,7 @@ fn results_are_read_behind_their_operations_on_any_stream_and_stay_failed() {
 fn the_event_of_a_failed_operation_gives_its_error() {
     run(|rank| {
         let mut place = rank.buffer.place(0)?;
-        if rank.number == 1 {
+        if rank.rank == 1 {
             return Ok(());
         }
         let order = StreamOrder::on(&rank.stream).asynchronous();
@@ -312,8 +258,7 @@ fn the_event_of_a_failed_operation_gives_its_error() {
         let event = received.event.as_ref().expect("the call is asynchronous");
         let waits = [event.synchronize(), event.is_done().map(drop), event.wait_timeout(PATIENCE).map(drop)];
         for wait in waits {
-            let error = wait.expect_err("rank 1 has gone");
-            assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
+            expect_gone(wait);
         }
         Ok(())
     });
@@ -322,21 +267,17 @@ fn the_event_of_a_failed_operation_gives_its_error() {
 /// Kernels that read sums see no error.
 #[test]
 fn a_failed_combine_leaves_nan() {
-    let combine = |rank: &mut Rank, quantise: Quantise, is_nan: bool| -> Result<()> {
+    let combine = |rank: &mut Ones, quantise: Quantise, is_nan: bool| -> Result<()> {
         let mut place = rank.buffer.place(0)?;
         let received = rank.dispatch(&mut place)?;
         rank.outcome()?;
         assert_eq!(status(&rank.stream, rank.buffer.status_ptr())?, 0);
-        if rank.number == 1 {
+        if rank.rank == 1 {
             return Ok(());
         }
         let rows = CombineRequest::by_row(&rank.experts).quantise(quantise);
         let combined = rank.buffer.combine(received, rows, StreamOrder::on(&rank.stream))?;
-        // As a kernel would, past the check of the tensor.
-        let sums = Tensor::alloc(rank.stream.device(), DType::Bf16, combined.x.shape())?;
-        // SAFETY: both have so many bytes, and live until the copy has been read.
-        unsafe { rank.stream.copy(sums.ptr(), combined.x.ptr(), sums.rows() * sums.row_bytes())? };
-        let sums = sums.to_host::<half::bf16>(&rank.stream)?;
+        let sums = rank.kept(&combined.x)?;
         assert_eq!(sums.iter().all(|sum| sum.is_nan()), is_nan, "{sums:?}");
         assert_ne!(status(&rank.stream, rank.buffer.status_ptr())?, 0);
         assert_eq!(rank.buffer.missing_tokens()?, (0..TOKENS as u32).collect::<Vec<_>>());
@@ -345,7 +286,7 @@ fn a_failed_combine_leaves_nan() {
     };
     let transport = TransportOptions::new(TransportKind::Direct);
     for quantise in [Quantise::Not, Quantise::Fp8] {
-        let is_nan = |rank: &mut Rank| combine(rank, quantise, true);
+        let is_nan = |rank: &mut Ones| combine(rank, quantise, true);
         run_of(128, None, |options| options, &is_nan);
         // Rows that come back with words, and not as packets.
         run_of(128, None, |options| options.packet_tokens(0), &is_nan);
@@ -356,7 +297,7 @@ fn a_failed_combine_leaves_nan() {
             &is_nan,
         );
     }
-    run_on(|options| options.keep_sums_on_failure(), &|rank: &mut Rank| combine(rank, Quantise::Not, false));
+    run_on(|options| options.keep_sums_on_failure(), &|rank: &mut Ones| combine(rank, Quantise::Not, false));
 }
 
 #[test]
@@ -368,7 +309,7 @@ fn a_rank_that_is_gone_after_some_rounds() {
             rank.combine(received)?;
         }
         rank.outcome()?;
-        if rank.number == 1 {
+        if rank.rank == 1 {
             return Ok(());
         }
         // All that is enqueued behind the first wait that expires ends at once.
@@ -388,31 +329,30 @@ fn a_rank_that_is_gone_after_some_rounds() {
 
 /// Rank 1 dispatches where the others combine. `is_first`: it is in its call before they begin
 /// theirs.
-fn make_different_calls(rank: &mut Rank, is_first: bool) -> Result<()> {
+fn make_different_calls(rank: &mut Ones, is_first: bool) -> Result<()> {
     let mut place = rank.buffer.place(0)?;
     let received = rank.dispatch(&mut place)?;
     rank.outcome()?;
-    if is_first && rank.number != 1 {
+    if is_first && rank.rank != 1 {
         rank.group.barrier(PATIENCE)?;
         // By then rank 1 polls.
         sleep(rank.stream.device(), DEADLINE / 10);
     }
-    if rank.number == 1 {
+    if rank.rank == 1 {
         drop(received);
         drop(rank.dispatch(&mut place)?);
     } else {
         rank.combine(received)?;
     }
-    if is_first && rank.number == 1 {
+    if is_first && rank.rank == 1 {
         rank.group.barrier(PATIENCE)?;
     }
-    rank.stream.synchronize()?;
-    let error = rank.buffer.check().unwrap_err();
+    let error = rank.outcome().unwrap_err();
     let named = match &error {
         Error::OtherCall { ours, theirs, .. } => (ours.contains("dispatch"), theirs.contains("combine")),
         other => panic!("{other}"),
     };
-    assert_eq!(named, (rank.number == 1, rank.number == 1), "{error}");
+    assert_eq!(named, (rank.rank == 1, rank.rank == 1), "{error}");
     Ok(())
 }
 
@@ -428,9 +368,9 @@ fn a_rank_that_makes_another_call_before_the_others() {
 }
 
 /// The combine of `received`, as a graph.
-fn captured_combine(rank: &mut Rank, received: Received<'_>) -> Result<Graph> {
+fn captured_combine(rank: &mut Ones, received: Received<'_>) -> Result<Graph> {
     let stream = rank.stream.clone();
-    stream.capture(|| rank.combine(received))
+    stream.capture(|| rank.combine(received).map(drop))
 }
 
 /// Peers may still sum what the first one returned.
@@ -479,12 +419,12 @@ fn a_combine_that_is_replayed_behind_a_dispatch_of_other_tokens_fails() {
 fn an_expert_id_out_of_range_is_named() {
     run(|rank| {
         let mut place = rank.buffer.place(0)?;
-        if rank.number == 2 {
+        if rank.rank == 2 {
             rank.topk_idx = TypedTensor::from_host(&rank.stream, &[TOKENS, 2], &[0, 1, 2, -1, 4, 6, 5, 5])?;
         }
         drop(rank.dispatch(&mut place)?);
         let outcome = rank.outcome();
-        if rank.number != 2 {
+        if rank.rank != 2 {
             return outcome;
         }
         assert_eq!(rank.buffer.missing_tokens()?, [2]);
@@ -500,14 +440,14 @@ fn an_expert_id_out_of_range_is_named() {
 /// Blocks that begin after the one with the id send their tokens, too.
 #[test]
 fn an_expert_id_out_of_range_holds_no_other_token_back() {
-    let main = |rank: &mut Rank| {
+    let main = |rank: &mut Ones| {
         let mut place = rank.buffer.place(0)?;
-        if rank.number == 2 {
+        if rank.rank == 2 {
             rank.topk_idx = TypedTensor::from_host(&rank.stream, &[TOKENS, 2], &[6, 0, 2, 1, 4, 0, 2, 5])?;
         }
         drop(rank.dispatch(&mut place)?);
         let outcome = rank.outcome();
-        if rank.number != 2 {
+        if rank.rank != 2 {
             return outcome;
         }
         assert!(matches!(outcome, Err(Error::Argument { .. })), "{outcome:?}");
@@ -567,7 +507,7 @@ fn arguments_that_do_not_fit() {
 
 #[test]
 fn options_that_break_a_rule() {
-    let outcome = run_ranks(1, |rank, group| {
+    run_ranks(1, |rank, group| {
         let device = LowLatencyCase::new(routing(&[1], 1, 1, Style::DistinctTopK), 8).device(rank);
         let fails = |options: Options, what: &str| {
             let error = Buffer::new(device.clone(), &*group, options).unwrap_err().to_string();
@@ -587,5 +527,4 @@ fn options_that_break_a_rule() {
         fails(Options::new(shape).ranks_per_node(2), "ranks_per_node");
         Ok(())
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }

@@ -3,21 +3,21 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use epoxide::driver::Stream;
+use epoxide::Error;
 use epoxide::driver::virt::{CheckConfig, Checker, Loaded, VirtConfig, VirtualGpu};
 use epoxide::internal::Instruments;
-use epoxide::low_latency::{Buffer, DispatchRequest, Options, Quantise, Shape};
+use epoxide::low_latency::{Buffer, Options, Quantise, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide::{DType, Error, StreamOrder, Tensor, TypedTensor};
-use epoxide_testing::harness::{Nodes, PATIENCE, run_ranks};
-use epoxide_testing::low_latency::{CombineRows, LowLatencyCase};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks};
+use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
 
+use super::ones::Ones;
 use crate::shapes::routing;
 
-fn nodes(ranks_per_node: u32, transport: TransportKind) -> Option<Nodes> {
-    Some(Nodes { ranks_per_node, transport, queues: 1 })
+fn nodes(ranks_per_node: u32, transport: TransportKind) -> Option<NodeLinks> {
+    Some(NodeLinks { ranks_per_node, transport, queues: 1 })
 }
 
 #[test]
@@ -33,7 +33,7 @@ fn two_nodes_of_two() {
 fn quantised_either_way() {
     const ALL: [Quantise; 3] = [Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo];
     let each = ALL.into_iter().flat_map(|there| ALL.map(|back| (there, back)));
-    let all = each.flat_map(|each| [(each, CombineRows::ByExpert), (each, CombineRows::ByRow)]);
+    let all = each.flat_map(|each| [(each, ReturnPath::ByExpert), (each, ReturnPath::ByRow)]);
     // Every fifth in the default tier: each kind in either direction, by expert and not.
     for ((quantise, quantise_back), combine_rows) in all.step_by(tier::pick(5, 1)) {
         let case = LowLatencyCase::new(routing(&[6, 5, 3], 2, 6, Style::DistinctTopK), 384);
@@ -54,7 +54,7 @@ fn many_ranks() {
 
 #[test]
 fn more_ranks_than_there_may_be() {
-    let outcome = run_ranks(33, |rank, group| {
+    run_ranks(33, |rank, group| {
         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
         let options =
             Options::new(Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 33 }).ranks_per_node(3);
@@ -62,7 +62,6 @@ fn more_ranks_than_there_may_be() {
         assert!(error.contains("at most 32 ranks"), "{error}");
         Ok(())
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }
 
 /// Only block 0 of a kernel polls words in host memory, however long it waits. The other blocks
@@ -82,14 +81,14 @@ fn only_the_first_block_polls_host_memory() {
         checker: Some(checker.clone()),
         ..case
     };
-    case.on_threads(|rank| {
+    case.run(|rank| {
         // The peers wait for this rank in each operation, so long that they look for other calls.
-        if rank.buffer.rank() == 1 {
+        if rank.rank == 1 {
             std::thread::sleep(Duration::from_millis(1000));
         }
-        let differing = case.step_by_step(rank)?;
+        rank.round_trip(&case)?;
         rank.group.barrier(PATIENCE)?;
-        if rank.buffer.rank() == 0 {
+        if rank.rank == 0 {
             let is_word = |loaded: &Loaded| loaded.memory == "wire memory" && loaded.part == "words";
             let mut loads = checker.loads();
             loads.retain(is_word);
@@ -107,8 +106,7 @@ fn only_the_first_block_polls_host_memory() {
             let (ranks, rounds, most_rows) = (3, u64::from(rounds), 9 + 5 + 3);
             assert!(of_rows <= ranks * rounds * most_rows * 2, "{of_rows} loads from messages");
         }
-        rank.group.barrier(PATIENCE)?;
-        Ok(differing)
+        rank.group.barrier(PATIENCE)
     });
 }
 
@@ -121,12 +119,12 @@ fn one_put_for_each_peer_and_operation() {
     for (quantise, quantise_back) in [(Quantise::Not, Quantise::Fp8), (Quantise::Fp8, Quantise::Not)] {
         let nodes = nodes(2, TransportKind::Shm);
         let case = LowLatencyCase { nodes, max_tokens, quantise, quantise_back, ..case.clone() };
-        case.on_threads(|rank| {
-            let differing = case.step_by_step(rank)?;
+        case.run(|rank| {
+            rank.round_trip(&case)?;
             // A combine ends when the peers' messages are here, not when the own ones have been
             // counted.
             rank.group.barrier(PATIENCE)?;
-            let number = rank.buffer.rank();
+            let number = rank.rank;
             let rows = |from: u32, to: u32| {
                 (0..case.routing.num_tokens(from)).filter(|&token| case.routing.hits(from, token, to)).count()
             };
@@ -142,7 +140,7 @@ fn one_put_for_each_peer_and_operation() {
                 assert_eq!((stats.puts, stats.bytes), (2, there + back), "rank {number} to {peer}");
             }
             assert_eq!(rank.buffer.wire_stats().len(), 2);
-            Ok(differing)
+            Ok(())
         });
     }
 }
@@ -151,28 +149,25 @@ fn one_put_for_each_peer_and_operation() {
 #[test]
 fn the_reason_of_a_failed_put_is_in_the_error() {
     let case = LowLatencyCase::new(routing(&[1, 1], 1, 2, Style::DistinctTopK), 8);
-    let outcome = run_ranks(2, |number, group| {
-        let stream = Stream::new(&case.device(number))?;
-        let options = Options::new(Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 2 });
-        let options = options.ranks_per_node(1).transport(TransportOptions::new(TransportKind::Tcp));
-        let options = options.timeout(Duration::from_millis(100));
-        let mut buffer = Buffer::new(stream.device().clone(), &*group, options)?;
+    run_ranks(2, |number, group| {
+        let options = |options: Options| {
+            let options = options.ranks_per_node(1).transport(TransportOptions::new(TransportKind::Tcp));
+            options.timeout(Duration::from_millis(100))
+        };
+        let shape = Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 2 };
+        let mut rank = Ones::new(case.device(number), group.clone(), shape, options, &[1])?;
         if number == 1 {
-            drop(buffer);
+            drop(rank);
             return group.barrier(PATIENCE);
         }
         group.barrier(PATIENCE)?;
-        let x = Tensor::alloc(stream.device(), DType::Bf16, &[1, 8])?;
-        let topk_idx = TypedTensor::from_host(&stream, &[1, 1], &[1i64])?;
-        let mut place = buffer.place(0)?;
-        let request = DispatchRequest::new(&x, &topk_idx);
-        let received = buffer.dispatch(&mut place, request, StreamOrder::on(&stream))?;
-        let read = received.x.to_host::<half::bf16>(&stream).unwrap_err();
-        for error in [read, buffer.check().unwrap_err()] {
+        let mut place = rank.buffer.place(0)?;
+        let received = rank.dispatch(&mut place)?;
+        let read = received.x.to_host::<half::bf16>(&rank.stream).unwrap_err();
+        for error in [read, rank.buffer.check().unwrap_err()] {
             assert!(matches!(error, Error::PeerTimeout { .. }), "{error}");
             assert!(error.to_string().contains("it said goodbye"), "{error}");
         }
         Ok(())
     });
-    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }

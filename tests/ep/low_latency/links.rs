@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide_gpu::layout::{PIECE_PACKET_BYTES, pieces_of};
-use epoxide_testing::low_latency::{CombineRows, LowLatencyCase};
+use epoxide_testing::harness::PATIENCE;
+use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::tier;
 
@@ -74,7 +75,7 @@ fn travels_back(case: &LowLatencyCase, from: u32) -> (&'static str, u32, u64) {
     let tokens = case.routing.num_tokens(from);
     let has_many = tokens > 2 * case.sm_count && tokens > case.packet_tokens;
     match case.quantise_back {
-        Quantise::Not if case.combine_rows == CombineRows::ByRow && has_many => {
+        Quantise::Not if case.combine_rows == ReturnPath::ByRow && has_many => {
             ("low_latency_combine_summed", case.hidden * 2, 0)
         }
         Quantise::Not => ("low_latency_combine_bf16", case.hidden * 2, 0),
@@ -94,15 +95,14 @@ fn check(case: &LowLatencyCase) {
     checker.count_stores();
     let case = LowLatencyCase { checker: Some(checker.clone()), ..case.clone() };
     let counted = std::sync::Mutex::new(Vec::new());
-    case.on_threads(|rank| {
-        let differing = case.step_by_step(rank)?;
+    case.run(|rank| {
+        rank.round_trip(&case)?;
         // All pools still exist, and all ranks have finished their stores.
-        rank.group.barrier(epoxide_testing::harness::PATIENCE)?;
-        if rank.buffer.rank() == 0 {
+        rank.group.barrier(PATIENCE)?;
+        if rank.rank == 0 {
             *counted.lock().unwrap() = checker.stores();
         }
-        rank.group.barrier(epoxide_testing::harness::PATIENCE)?;
-        Ok(differing)
+        rank.group.barrier(PATIENCE)
     });
     let counted = counted.into_inner().unwrap();
     let on_links = counted.iter().filter(|stored| stored.by != stored.on);
@@ -135,12 +135,7 @@ fn each_kind(case: &LowLatencyCase) {
 fn rows_with_words_go_to_each_rank_once() {
     let case = LowLatencyCase::new(routing(&[9, 6, 0, 7], 5, 8, Style::WithHoles), 256);
     each_kind(&LowLatencyCase { packet_tokens: 0, ..case.clone() });
-    each_kind(&LowLatencyCase {
-        packet_tokens: 0,
-        chunk_tokens: 1,
-        combine_rows: CombineRows::ByRow,
-        ..case
-    });
+    each_kind(&LowLatencyCase { packet_tokens: 0, chunk_tokens: 1, combine_rows: ReturnPath::ByRow, ..case });
 }
 
 #[test]

@@ -5,6 +5,7 @@ pub mod faults;
 mod gather;
 mod internode;
 mod links;
+pub mod ones;
 mod pooled;
 mod property;
 mod regroup;

@@ -1,35 +1,19 @@
 //! Random routings, shapes and settings.
 
-use std::sync::Arc;
-
 use proptest::prelude::*;
 
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide::transport::TransportKind;
-use epoxide_testing::harness::Nodes;
-use epoxide_testing::ids::{Ids, Logical};
-use epoxide_testing::low_latency::{CombineRows, LowLatencyCase};
-use epoxide_testing::oracle::{Routing, Style};
-use epoxide_testing::payload::rng_of;
-use epoxide_testing::tier;
+use epoxide_testing::harness::NodeLinks;
+use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
+
+use crate::cases::{draws, routed};
+use crate::property::config;
 
 pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value = LowLatencyCase> {
     let tokens = prop::collection::vec(prop_oneof![1 => Just(0), 4 => 0..=most_tokens], 1..=most_ranks);
-    let topk = prop_oneof![9 => 1..=8u32, 1 => 9..=32u32];
-    let style = prop::sample::select(Style::ALL.to_vec());
-    let routing = (tokens, topk, 1..=6u32, style, any::<u64>(), 0..4u32).prop_map(
-        |(tokens, topk, experts, style, seed, ids)| {
-            let num_experts = experts * tokens.len() as u32;
-            if ids < 2 {
-                let logical = Logical::random(&mut rng_of(&[seed]), &tokens, topk, style);
-                let routing = logical.routing(logical.local_experts());
-                return (routing, Ids::Placed(Arc::new(logical)));
-            }
-            let ids = if ids == 2 { Ids::Wide } else { Ids::Narrow };
-            (Routing::random(&mut rng_of(&[seed]), &tokens, topk, num_experts, style), ids)
-        },
-    );
+    let routing = (tokens, draws(6)).prop_map(|(tokens, draws)| routed(&tokens, draws));
     let row = prop_oneof![
         3 => (1..=40u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),
         // Rows of several pieces.
@@ -45,7 +29,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
         0..=3u32,
         1..=3u32,
         (
-            prop::sample::select(vec![CombineRows::ByExpert, CombineRows::ByRow, CombineRows::InPool]),
+            prop::sample::select(vec![ReturnPath::ByExpert, ReturnPath::ByRow, ReturnPath::InPool]),
             any::<bool>(),
             any::<bool>(),
             any::<bool>(),
@@ -74,15 +58,15 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
             let ranks = routing.num_ranks();
             let nodes = spread.map(|(index, transport)| {
                 let divisors: Vec<u32> = (1..=ranks.min(8)).filter(|of| ranks.is_multiple_of(*of)).collect();
-                Nodes { ranks_per_node: *index.get(&divisors), transport, queues: 1 }
+                NodeLinks { ranks_per_node: *index.get(&divisors), transport, queues: 1 }
             });
             // Ranks of one node gather rows, as they are.
             let combine_rows = match combine_rows {
-                CombineRows::InPool if nodes.is_some() => CombineRows::ByRow,
+                ReturnPath::InPool if nodes.is_some() => ReturnPath::ByRow,
                 rows => rows,
             };
-            let by_expert = combine_rows == CombineRows::ByExpert;
-            let may_quantise = hidden.is_multiple_of(128) && combine_rows != CombineRows::InPool;
+            let by_expert = combine_rows == ReturnPath::ByExpert;
+            let may_quantise = hidden.is_multiple_of(128) && combine_rows != ReturnPath::InPool;
             LowLatencyCase {
                 ids,
                 nodes,
@@ -109,15 +93,6 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
 fn transport() -> impl Strategy<Value = TransportKind> {
     use TransportKind::{Auto, Direct, Shm, Tcp};
     prop::sample::select(vec![Auto, Direct, Shm, Tcp])
-}
-
-pub(super) fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig {
-        cases: tier::pick((cases / 32).max(1), cases),
-        max_shrink_iters: 40,
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    }
 }
 
 proptest! {

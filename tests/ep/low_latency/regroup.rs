@@ -3,21 +3,22 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use epoxide::driver::Stream;
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::internal::regroup_ahead;
-use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest};
+use epoxide::low_latency::{Options, Shape};
 use epoxide::transport::TransportKind;
-use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
+use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, PATIENCE};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
 use half::bf16;
 use proptest::prelude::*;
 
-use super::property::{case as random_case, config};
+use super::ones::Ones;
+use super::property::case as random_case;
+use crate::property::config;
 use crate::shapes::routing;
 
 const DEADLINE: Duration = Duration::from_millis(150);
@@ -67,10 +68,9 @@ fn fail(rank: &mut LowLatencyRank, case: &LowLatencyCase, gone: Gone, is_gone: b
 /// with the oracle.
 fn leave_out_and_take_in(case: &LowLatencyCase, gone: &[u32], when: Gone) {
     let without = case.without(gone);
-    case.on_threads(|rank| {
+    case.run(|rank| {
         case.verify(rank)?;
-        let number = rank.buffer.rank();
-        let (all, is_gone) = (rank.group.clone(), gone.contains(&number));
+        let (all, is_gone) = (rank.group.clone(), gone.contains(&rank.rank));
         let part = all.split(is_gone.into())?;
         all.barrier(PATIENCE)?;
         fail(rank, case, when, is_gone)?;
@@ -85,7 +85,7 @@ fn leave_out_and_take_in(case: &LowLatencyCase, gone: &[u32], when: Gone) {
         rank.group = all;
         rank.buffer.regroup(&*rank.group.clone())?;
         assert_eq!(rank.buffer.members().len(), case.routing.num_ranks() as usize);
-        case.step_by_step(rank)
+        rank.round_trip(case)
     });
 }
 
@@ -114,8 +114,8 @@ fn one_goes_on_alone() {
     }
 }
 
-fn two_nodes(transport: TransportKind) -> Option<Nodes> {
-    Some(Nodes { ranks_per_node: 2, transport, queues: 1 })
+fn two_nodes(transport: TransportKind) -> Option<NodeLinks> {
+    Some(NodeLinks { ranks_per_node: 2, transport, queues: 1 })
 }
 
 #[test]
@@ -149,7 +149,7 @@ fn missed_deadlines_leave_nothing_behind() {
     for seed in 0..tier::pick(2, 6) {
         let nodes = if seed % 2 == 0 { None } else { two_nodes(TransportKind::Shm) };
         let case = LowLatencyCase { nodes, schedule_seed: Some(seed), chunk_tokens: 3, ..case(0) };
-        case.on_threads(|rank| {
+        case.run(|rank| {
             let (inputs, group) = (case.inputs(rank)?, rank.group.clone());
             for _ in 0..4 {
                 let mut place = rank.buffer.place(0)?;
@@ -164,7 +164,7 @@ fn missed_deadlines_leave_nothing_behind() {
                 rank.stream.synchronize()?;
                 rank.buffer.regroup(&*group)?;
             }
-            case.step_by_step(rank)
+            rank.round_trip(&case)
         });
     }
 }
@@ -186,44 +186,22 @@ proptest! {
     }
 }
 
-/// Two entries for each token, with rows of ones for all experts' outputs. So a sum is the number
-/// of ranks that a token went to.
-struct Ones {
-    x: Tensor<'static>,
-    topk_idx: TypedTensor<'static, i64>,
-    shares: Tensor<'static>,
-}
-
 const TOKENS: u64 = 4;
 const HIDDEN: u64 = 16;
-
-impl Ones {
-    fn new(buffer: &Buffer, stream: &Stream, topk_idx: &[i64]) -> Result<Ones> {
-        let ones = |rows: u64| {
-            let values = vec![bf16::ONE; (rows * HIDDEN) as usize];
-            Tensor::from_host(stream, DType::Bf16, &[rows, HIDDEN], &values)
-        };
-        Ok(Ones {
-            x: ones(TOKENS)?,
-            topk_idx: TypedTensor::from_host(stream, &[TOKENS, 2], topk_idx)?,
-            shares: ones(buffer.rows())?,
-        })
-    }
-}
 
 /// After so many operations the low half of their number wraps, which is what most words and
 /// packets hold.
 #[test]
 fn rounds_go_on_where_the_low_half_of_an_epoch_wraps() {
     let case = LowLatencyCase::new(routing(&[TOKENS as u32; 3], 2, 6, Style::DistinctTopK), HIDDEN as u32);
-    let direct = Nodes { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 };
-    let shm = Nodes { transport: TransportKind::Shm, ..direct };
+    let direct = NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 };
+    let shm = NodeLinks { transport: TransportKind::Shm, ..direct };
     for nodes in [None, Some(direct), Some(shm)] {
         let case = LowLatencyCase { rounds: 10, unanswered: 2, nodes, ..case.clone() };
-        case.on_threads(|rank| {
+        case.run(|rank| {
             let all: Arc<_> = rank.group.clone();
             regroup_ahead(&mut rank.buffer, &*all, (1 << 32) - 8)?;
-            case.step_by_step(rank)
+            rank.round_trip(&case)
         });
     }
 }
@@ -231,46 +209,43 @@ fn rounds_go_on_where_the_low_half_of_an_epoch_wraps() {
 #[test]
 fn captured_steps_follow_the_members_and_rows_from_before_are_stale() {
     let case = LowLatencyCase::new(routing(&[TOKENS as u32; 3], 2, 6, Style::DistinctTopK), HIDDEN as u32);
-    case.on_threads(|rank| {
-        let number = rank.buffer.rank();
-        let part = rank.group.split((number == 2).into())?;
+    run_ranks(3, |number, group| {
+        let part = group.split((number == 2).into())?;
         // The first token of each rank goes to ranks 0 and 2, the second to rank 2 alone, the third
         // to 1, the last nowhere.
-        let ones = Ones::new(&rank.buffer, &rank.stream, &[0, 4, 4, 5, 2, 3, -1, -1])?;
+        let ids = [0, 4, 4, 5, 2, 3, -1, -1];
+        let shape = Shape { max_tokens: TOKENS as u32, hidden: HIDDEN, num_topk: 2, num_experts: 6 };
+        let options = |options: Options| options.chunk_tokens(4).packet_tokens(4).timeout(PATIENCE);
+        let mut rank = Ones::new(case.device(number), group.clone(), shape, options, &ids)?;
         let mut place = rank.buffer.place(0)?;
         let sums = Tensor::alloc(rank.stream.device(), DType::Bf16, &[TOKENS, HIDDEN])?;
-        let (stream, buffer) = (rank.stream.clone(), &mut rank.buffer);
+        let stream = rank.stream.clone();
         let step = stream.capture(|| {
-            let order = StreamOrder::on(&stream);
-            let received =
-                buffer.dispatch(&mut place, DispatchRequest::new(&ones.x, &ones.topk_idx), order)?;
-            let combined = buffer.combine(received, CombineRequest::by_row(&ones.shares), order)?;
+            let received = rank.dispatch(&mut place)?;
+            let combined = rank.combine(received)?;
             // SAFETY: both have so many bytes, and live until the last replay has ended.
             unsafe { stream.copy(sums.ptr(), combined.x.ptr(), TOKENS * HIDDEN * 2) }
         })?;
-        let replay = |buffer: &Buffer| -> Result<Vec<f32>> {
+        let replay = |rank: &Ones| -> Result<Vec<f32>> {
             for _ in 0..3 {
                 // SAFETY: the recorded addresses are this function's, which waits below.
                 unsafe { step.launch(&stream)? };
             }
-            stream.synchronize()?;
-            buffer.check()?;
+            rank.outcome()?;
             let all = sums.to_host::<bf16>(&stream)?;
             Ok(all.chunks(HIDDEN as usize).map(|row| row[0].to_f32()).collect())
         };
-        assert_eq!(replay(buffer)?, [2.0, 1.0, 1.0, 0.0]);
-        let order = StreamOrder::on(&stream);
-        let stale = buffer.dispatch(&mut place, DispatchRequest::new(&ones.x, &ones.topk_idx), order)?;
+        assert_eq!(replay(&rank)?, [2.0, 1.0, 1.0, 0.0]);
+        let stale = rank.dispatch(&mut place)?;
         stream.synchronize()?;
         if number != 2 {
-            buffer.regroup(&*part)?;
-            let error = buffer.combine(stale, CombineRequest::by_row(&ones.shares), order).unwrap_err();
+            rank.buffer.regroup(&*part)?;
+            let error = rank.combine(stale).unwrap_err();
             assert!(matches!(error, Error::StaleHandle(_)), "{error}");
-            assert_eq!(replay(buffer)?, [1.0, 0.0, 1.0, 0.0]);
+            assert_eq!(replay(&rank)?, [1.0, 0.0, 1.0, 0.0]);
         }
-        let all: Arc<_> = rank.group.clone();
-        buffer.regroup(&*all)?;
-        assert_eq!(replay(buffer)?, [2.0, 1.0, 1.0, 0.0]);
-        Ok(Vec::new())
+        rank.buffer.regroup(&*group)?;
+        assert_eq!(replay(&rank)?, [2.0, 1.0, 1.0, 0.0]);
+        group.barrier(PATIENCE)
     });
 }

@@ -2,7 +2,7 @@
 //! where the protocol has it wait.
 
 use epoxide::transport::TransportKind;
-use epoxide_testing::harness::Nodes;
+use epoxide_testing::harness::NodeLinks;
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
@@ -15,7 +15,7 @@ fn cases(rounds: u32) -> Vec<LowLatencyCase> {
     let case =
         LowLatencyCase { rounds, ..LowLatencyCase::new(routing(&[3, 5, 0, 2], 3, 8, Style::WithHoles), 16) };
     let across = |transport| LowLatencyCase {
-        nodes: Some(Nodes { ranks_per_node: 2, transport, queues: 1 }),
+        nodes: Some(NodeLinks { ranks_per_node: 2, transport, queues: 1 }),
         ..case.clone()
     };
     let mut cases = vec![case.clone(), across(TransportKind::Shm)];
@@ -87,7 +87,7 @@ fn the_checker_finds_nothing_in_many_rounds() {
                 unanswered: seed as u32 % 4,
                 halves: seed % 2 == 1,
                 gathers: seed % 3 == 2,
-                nodes: (seed % 3 == 1).then_some(Nodes {
+                nodes: (seed % 3 == 1).then_some(NodeLinks {
                     ranks_per_node: 1,
                     transport: if seed < 4 { TransportKind::Direct } else { TransportKind::Shm },
                     queues: 1,

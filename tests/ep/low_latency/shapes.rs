@@ -3,8 +3,8 @@
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::{DispatchRequest, Quantise};
 use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
-use epoxide_testing::low_latency::{CombineRows, LowLatencyCase, LowLatencyRank};
-use epoxide_testing::oracle::Style;
+use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank, ReturnPath};
+use epoxide_testing::oracle::{Style, recv_order};
 use epoxide_testing::tier;
 
 use crate::shapes::routing;
@@ -24,7 +24,7 @@ fn entries_without_an_expert_and_experts_twice() {
 #[test]
 fn rows_that_are_summed_already() {
     LowLatencyCase {
-        combine_rows: CombineRows::ByRow,
+        combine_rows: ReturnPath::ByRow,
         ..LowLatencyCase::new(routing(&[9, 5, 7], 4, 6, Style::WithHoles), 40)
     }
     .check();
@@ -36,7 +36,7 @@ fn rows_that_peers_gather_in_the_pool() {
     for (hidden, halves) in tier::sample([(24, false), (2320, true), (768, false)]) {
         for checker in [None, Some(Checker::new(CheckConfig::default()))] {
             LowLatencyCase {
-                combine_rows: CombineRows::InPool,
+                combine_rows: ReturnPath::InPool,
                 halves,
                 rounds: 4,
                 places: 2,
@@ -48,7 +48,7 @@ fn rows_that_peers_gather_in_the_pool() {
         }
     }
     LowLatencyCase {
-        combine_rows: CombineRows::InPool,
+        combine_rows: ReturnPath::InPool,
         rounds: 3,
         ..LowLatencyCase::new(routing(&[5, 2], 2, 4, Style::WithHoles), 16)
     }
@@ -63,7 +63,7 @@ fn rows_return_while_others_are_summed() {
     for (hidden, packet_tokens, chunk_tokens) in tier::sample(cases) {
         for checker in [None, Some(Checker::new(CheckConfig::default()))] {
             LowLatencyCase {
-                combine_rows: CombineRows::ByRow,
+                combine_rows: ReturnPath::ByRow,
                 packet_tokens,
                 chunk_tokens,
                 sm_count: 2,
@@ -100,14 +100,13 @@ fn quantised_already() {
         let routing = routing(&[19, 5, 0], 2, 6, Style::WithHoles);
         let checker = Some(Checker::new(CheckConfig::default()));
         let case = LowLatencyCase { sm_count, checker, ..LowLatencyCase::new(routing, 400) };
-        case.on_threads(|rank| dispatch_quantised_rows(&case, rank));
+        case.run(|rank| dispatch_quantised_rows(&case, rank));
     }
 }
 
 /// Dispatches e4m3 rows with scales, and gives the differences from what each rank was to receive.
-fn dispatch_quantised_rows(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<Vec<String>> {
-    let LowLatencyRank { buffer, stream, .. } = rank;
-    let (routing, me, hidden) = (&case.routing, buffer.rank(), case.hidden);
+fn dispatch_quantised_rows(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<()> {
+    let (stream, routing, me, hidden) = (&rank.stream.clone(), &case.routing, rank.rank, case.hidden);
     let of_row = hidden.div_ceil(128);
     let row = |source: u32, token: u32| -> Vec<u8> {
         (0..hidden).map(|at| (source * 89 + token * 31 + at * 7) as u8).collect()
@@ -121,34 +120,23 @@ fn dispatch_quantised_rows(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> 
     let x = Tensor::from_host(stream, DType::Fp8E4m3, &shape(hidden), &rows)?;
     let scales = TypedTensor::from_host(stream, &shape(of_row), &values)?;
     let topk_idx = TypedTensor::from_host(stream, &shape(routing.num_topk), &routing.flat_topk_idx(me))?;
-    let mut place = buffer.place(0)?;
+    let mut place = rank.buffer.place(0)?;
     let request = DispatchRequest::new(&x, &topk_idx).scales(&scales);
-    let received = buffer.dispatch(&mut place, request, StreamOrder::on(stream))?;
-    stream.synchronize()?;
-    buffer.check()?;
-    let mut differing = Vec::new();
+    let received = rank.buffer.dispatch(&mut place, request, StreamOrder::on(stream))?;
+    rank.outcome()?;
     let received_scales = received.scales.as_ref().map_or(Ok(Vec::new()), |scales| scales.values(stream))?;
     let received_rows = routing.num_ranks() * case.max_tokens;
-    for source in 0..routing.num_ranks() {
-        for token in (0..routing.num_tokens(source)).filter(|&token| routing.hits(source, token, me)) {
-            let number = source * case.max_tokens + token;
-            let mut got = vec![0u8; hidden as usize];
-            // SAFETY: the row is one of the tensor's.
-            unsafe {
-                stream.read(&mut got, received.x.ptr().add(u64::from(number) * received.x.row_stride()))?
-            };
-            if got != row(source, token) {
-                differing.push(format!("row of token {token} of rank {source}"));
-            }
-            for block in 0..of_row {
-                let got = received_scales[(block * received_rows + number) as usize];
-                if got != scale(source, token, block) {
-                    differing.push(format!("scale {block} of token {token} of rank {source} is {got}"));
-                }
-            }
+    for (source, token) in recv_order(routing, me) {
+        let number = source * case.max_tokens + token;
+        let got = rank.row_of(&received.x, number as usize)?;
+        rank.check(got == row(source, token), format!("row of token {token} of rank {source}"));
+        for block in 0..of_row {
+            let got = received_scales[(block * received_rows + number) as usize];
+            let what = format!("scale {block} of token {token} of rank {source} is {got}");
+            rank.check(got == scale(source, token, block), what);
         }
     }
-    Ok(differing)
+    Ok(())
 }
 
 #[test]
@@ -162,7 +150,7 @@ fn quantised_on_the_way() {
 #[test]
 fn quantised_on_the_way_back() {
     for quantise_back in [Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
-        use CombineRows::{ByExpert, ByRow};
+        use ReturnPath::{ByExpert, ByRow};
         let kinds = [(0, ByExpert), (0, ByRow), (8, ByExpert), (8, ByRow)];
         for (packet_tokens, combine_rows) in tier::sample(kinds) {
             LowLatencyCase {

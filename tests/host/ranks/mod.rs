@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use self::common::{PATIENCE, hurried, processes, sum_of_ranks, threads};
 use epoxide::{Error, Result};
 use epoxide_launch::RankExit;
-use epoxide_testing::ranks::{Context, End, Failed, Kind, Outcome, RankReport, Run, SkipCode};
+use epoxide_testing::ranks::{Cause, Context, End, Failed, Kind, Outcome, RankReport, Run, SkipCode};
 
 /// The report about a rank.
 fn of(failed: &Failed, rank: u32) -> &RankReport {
@@ -61,12 +61,15 @@ fn a_panic_is_reported_with_its_backtrace() {
         assert_eq!(failed.kind, Kind::Failed);
         let first = &failed.ranks[0];
         assert_eq!((first.rank, first.operation.as_str()), (1, "failing"), "{failed}");
-        let End::Failed { text, backtrace: Some(backtrace) } = &first.end else { panic!("{failed}") };
+        let End::Failed { text, cause: Cause::Own, backtrace: Some(backtrace) } = &first.end else {
+            panic!("{failed}")
+        };
         assert!(text.contains("tests/host/ranks/mod.rs") && text.contains("the sum is wrong"), "{text}");
         assert!(backtrace.contains("fails"), "{backtrace}");
         for other in [0, 2] {
             let report = of(&failed, other);
             assert!(report.end.to_string().contains("given up: rank 1: panicked"), "{report}");
+            assert!(matches!(report.end, End::Failed { cause: Cause::Group, .. }), "{report}");
         }
         let whole = failed.to_string();
         assert!(

@@ -1,16 +1,20 @@
 //! Parameters of a low-latency round trip.
 
+use epoxide::DType;
 use epoxide::driver::Device;
 use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::low_latency::{Options, Quantise, Shape};
+use rand::Rng;
 
-use crate::harness::{Nodes, PATIENCE};
+use crate::harness::{NodeLinks, PATIENCE};
 use crate::ids::Ids;
-use crate::oracle::Routing;
+use crate::oracle::{Routing, Style};
+use crate::roundtrip::{Cases, Draw};
+use crate::sizes::Sizes;
 
 /// Rows that a combine takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CombineRows {
+pub enum ReturnPath {
     /// One for each token and expert: combine weights and sums them.
     ByExpert,
     /// One for each token and rank, weighted and summed by the experts' kernel.
@@ -19,13 +23,13 @@ pub enum CombineRows {
     InPool,
 }
 
-impl CombineRows {
+impl ReturnPath {
     /// As flags and results name it.
     pub fn text(self) -> &'static str {
         match self {
-            CombineRows::ByExpert => "by-expert",
-            CombineRows::ByRow => "by-row",
-            CombineRows::InPool => "in-pool",
+            ReturnPath::ByExpert => "by-expert",
+            ReturnPath::ByRow => "by-row",
+            ReturnPath::InPool => "in-pool",
         }
     }
 }
@@ -38,7 +42,7 @@ pub struct LowLatencyCase {
     /// How they are named.
     pub ids: Ids,
     /// How ranks are spread over nodes; `None`: they are one.
-    pub nodes: Option<Nodes>,
+    pub nodes: Option<NodeLinks>,
     /// Whether nodes whose ranks can map each other's memory are one.
     pub joins_nodes: bool,
     /// Most tokens of a rank: the buffer's size.
@@ -50,7 +54,7 @@ pub struct LowLatencyCase {
     /// Quantisation of shares on their way back.
     pub quantise_back: Quantise,
     /// Rows that combine takes.
-    pub combine_rows: CombineRows,
+    pub combine_rows: ReturnPath,
     /// Whether the experts give the rows of the expert-major copy back as they are: bf16, by
     /// expert.
     pub gathers: bool,
@@ -90,7 +94,7 @@ impl LowLatencyCase {
             hidden,
             quantise: Quantise::Not,
             quantise_back: Quantise::Not,
-            combine_rows: CombineRows::ByExpert,
+            combine_rows: ReturnPath::ByExpert,
             gathers: false,
             weighted: true,
             halves: false,
@@ -103,6 +107,44 @@ impl LowLatencyCase {
             seed: 1,
             schedule_seed: None,
             checker: None,
+        }
+    }
+
+    /// Case `number` of a run.
+    pub(super) fn draw(cases: &Cases, number: u64, draw: Draw) -> LowLatencyCase {
+        let mut rng = cases.rng(number);
+        let Sizes { ranks, tokens: most, hidden, experts, topk, dtype, .. } = cases.sizes;
+        let tokens: Vec<u32> = (0..ranks)
+            .map(|_| if draw == Draw::Random { rng.random_range(0..=most) } else { most })
+            .collect();
+        let style =
+            if number == 0 { Style::WithHoles } else { Style::ALL[rng.random_range(0..Style::ALL.len())] };
+        let routing = Routing::random(&mut rng, &tokens, topk, experts, style);
+        let quantise = match number % 2 {
+            _ if dtype == DType::Bf16 => Quantise::Not,
+            0 => Quantise::Fp8,
+            _ => Quantise::Fp8PowerOfTwo,
+        };
+        // Blocks of 128 elements have a scale.
+        let quantise_back = match number % 4 {
+            1 if hidden.is_multiple_of(128) => Quantise::Fp8,
+            3 if hidden.is_multiple_of(128) => Quantise::Fp8PowerOfTwo,
+            _ => Quantise::Not,
+        };
+        LowLatencyCase {
+            max_tokens: most.max(1),
+            quantise,
+            quantise_back,
+            combine_rows: match number % 6 {
+                // Ranks of one node can gather; odd numbers have rows that are quantised.
+                2 if cases.nodes == 1 => ReturnPath::InPool,
+                2 | 5 => ReturnPath::ByRow,
+                _ => ReturnPath::ByExpert,
+            },
+            chunk_tokens: Options::DEFAULT_CHUNK_TOKENS,
+            packet_tokens: Options::default_packet_tokens(ranks),
+            seed: rng.random(),
+            ..LowLatencyCase::new(routing, hidden as u32)
         }
     }
 

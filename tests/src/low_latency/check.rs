@@ -2,115 +2,82 @@
 
 use half::bf16;
 
-use epoxide::driver::Stream;
+use epoxide::Result;
 use epoxide::low_latency::{Quantise, Received};
-use epoxide::{Error, Result};
 
+use super::LowLatencyRank;
 use super::case::LowLatencyCase;
 use super::data::{Data, FP8_ERROR, SCALE_ERROR, numbers, worst_error};
-use crate::oracle::{from_e4m3, low_latency_plan};
+use crate::compare::Difference;
+use crate::oracle::{from_e4m3, low_latency_plan, recv_order};
 
 impl LowLatencyCase {
-    /// Differences from the oracle in a dispatch of the first round's rows.
+    /// Compares a dispatch of the first round's rows with the oracle; differences are noted.
     ///
     /// # Errors
     /// Those of the driver.
-    pub fn check_dispatched(
-        &self,
-        received: &Received<'_>,
-        stream: &Stream,
-        rank: u32,
-    ) -> Result<Vec<String>> {
-        self.check_received(received, &Data::new(self, 0), stream, rank)
+    pub fn check_dispatched(&self, rank: &mut LowLatencyRank, received: &Received<'_>) -> Result<()> {
+        self.check_received(rank, received, &Data::new(self, 0))
     }
 
-    /// Differences from the oracle in a dispatch.
-    ///
-    /// # Errors
-    /// Those of the driver.
+    /// Compares a dispatch with the oracle.
     pub(super) fn check_received(
         &self,
+        rank: &mut LowLatencyRank,
         received: &Received<'_>,
         data: &Data,
-        stream: &Stream,
-        rank: u32,
-    ) -> Result<Vec<String>> {
-        let routing = &self.routing;
-        let (plan, max_tokens) = (low_latency_plan(routing, rank), self.max_tokens);
-        let rows = routing.num_ranks() * max_tokens;
-        let mut differing = Vec::new();
-        let mut equal = |what: String, got: Vec<i64>, want: Vec<i64>| {
-            if got != want {
-                differing.push(format!("{what} = {got:?}, expected {want:?}"));
-            }
-        };
-        let num_tokens = received.num_tokens.values(stream)?;
-        let counts = received.expert_counts.values(stream)?;
-        let (of_expert, info) = (received.expert_rows.values(stream)?, received.src_info.values(stream)?);
-        let ranges = received.layout_range.values(stream)?;
-        let want = (0..num_tokens.len() as u32)
-            .map(|rank| if rank < routing.num_ranks() { routing.num_tokens(rank).into() } else { 0 });
-        equal("num_tokens".into(), num_tokens.iter().map(|&tokens| tokens.into()).collect(), want.collect());
-        for (expert, want) in plan.expert_rows.iter().enumerate() {
-            equal(format!("expert_counts[{expert}]"), vec![counts[expert].into()], vec![want.len() as i64]);
-            let first = expert * rows as usize;
-            let part = |from: &[i32]| {
-                from[first..first + want.len()].iter().map(|&value| value.into()).collect::<Vec<i64>>()
-            };
-            let row = |&(source, token): &(u32, u32)| i64::from(source * max_tokens + token);
-            equal(format!("expert_rows[{expert}]"), part(&of_expert), want.iter().map(row).collect());
-            equal(format!("src_info[{expert}]"), part(&info), want.iter().map(|row| row.1.into()).collect());
-            let ranges = &ranges[expert * routing.num_ranks() as usize..][..routing.num_ranks() as usize];
-            let range = |&(count, begin): &(u32, u32)| i64::from(begin) << 32 | i64::from(count);
-            equal(
-                format!("layout_range[{expert}]"),
-                ranges.to_vec(),
-                plan.layout_range[expert].iter().map(range).collect(),
-            );
+    ) -> Result<()> {
+        let (routing, max_tokens, stream) = (&self.routing, self.max_tokens, rank.stream.clone());
+        let (plan, ranks) = (low_latency_plan(routing, rank.rank), routing.num_ranks());
+        let rows = ranks * max_tokens;
+        let num_tokens = received.num_tokens.values(&stream)?;
+        let mut want: Vec<i32> = (0..ranks).map(|source| routing.num_tokens(source) as i32).collect();
+        want.resize(num_tokens.len(), 0);
+        rank.equal("num_tokens", &num_tokens, &want);
+        let want: Vec<i32> = plan.expert_rows.iter().map(|rows| rows.len() as i32).collect();
+        rank.equal("expert_counts", &received.expert_counts.values(&stream)?[..want.len()], &want);
+        let (of_expert, info) = (received.expert_rows.values(&stream)?, received.src_info.values(&stream)?);
+        let range = |&(count, begin): &(u32, u32)| i64::from(begin) << 32 | i64::from(count);
+        let want: Vec<i64> = plan.layout_range.iter().flatten().map(range).collect();
+        rank.equal("layout_range", &received.layout_range.values(&stream)?[..want.len()], &want);
+        for (expert, list) in plan.expert_rows.iter().enumerate() {
+            let part = expert * rows as usize..expert * rows as usize + list.len();
+            let want: Vec<i32> =
+                list.iter().map(|&(source, token)| (source * max_tokens + token) as i32).collect();
+            rank.equal(&format!("expert_rows[{expert}]"), &of_expert[part.clone()], &want);
+            let want: Vec<i32> = list.iter().map(|&(_, token)| token as i32).collect();
+            rank.equal(&format!("src_info[{expert}]"), &info[part], &want);
         }
         // Rows that were not sent have unspecified contents, and a checker would report a read of
         // them: rows are read one by one.
-        let row_bytes = received.x.row_bytes() as usize;
-        for source in 0..routing.num_ranks() {
-            for token in (0..routing.num_tokens(source)).filter(|&token| routing.hits(source, token, rank)) {
-                let row = u64::from(source * max_tokens + token);
-                let mut got = vec![0u8; row_bytes];
-                // SAFETY: the row is one of the tensor's.
-                unsafe { stream.read(&mut got, received.x.ptr().add(row * received.x.row_stride()))? };
-                let x = &data.x[source as usize][token as usize];
-                let (bytes, scales) = self.as_it_travels(x);
-                if got != bytes {
-                    differing.push(format!("row of token {token} of rank {source} differs"));
-                }
-                if self.quantise == Quantise::Not {
-                    continue;
-                }
-                let tensor = received.scales.as_ref().ok_or_else(|| Error::os("check", "no scales"))?;
-                for (block, &scale) in scales.iter().enumerate() {
-                    let mut got = [0u8; 4];
-                    let at = (block as u64 * u64::from(rows) + row) * 4;
-                    // SAFETY: it is one of the tensor's elements.
-                    unsafe { stream.read(&mut got, tensor.ptr().add(at))? };
-                    let got = f32::from_le_bytes(got);
-                    if (got - scale).abs() > SCALE_ERROR * scale {
-                        differing.push(format!(
-                            "scale {block} of token {token} of rank {source} is {got}, expected {scale}"
-                        ));
-                    }
-                }
-                let values = bytes.iter().enumerate().map(|(at, &byte)| from_e4m3(byte) * scales[at / 128]);
-                let worst = worst_error(&numbers(x), &values.collect::<Vec<f32>>(), &scales);
-                // A power of two may be up to twice the scale: the step is the same in units of it.
-                if worst > FP8_ERROR {
-                    differing.push(format!("token {token} of rank {source} is off by {worst} scales"));
-                }
+        let scales_of = received.scales.as_ref();
+        rank.check(scales_of.is_some() == (self.quantise != Quantise::Not), "scales are those of fp8");
+        for (source, token) in recv_order(routing, rank.rank) {
+            let (row, of) = (source * max_tokens + token, format!("token {token} of rank {source}"));
+            let x = &data.x[source as usize][token as usize];
+            let (bytes, scales) = self.as_it_travels(x);
+            let got = rank.row_of(&received.x, row as usize)?;
+            rank.check(got == bytes, format!("row of {of} differs"));
+            let Some(tensor) = scales_of else { continue };
+            for (block, &scale) in (0..).zip(&scales) {
+                let mut got = [0u8; 4];
+                let at = (block * u64::from(rows) + u64::from(row)) * 4;
+                // SAFETY: it is one of the tensor's elements.
+                unsafe { stream.read(&mut got, tensor.ptr().add(at))? };
+                let got = f32::from_le_bytes(got);
+                let is_near = (got - scale).abs() <= SCALE_ERROR * scale;
+                rank.note((!is_near).then(|| format!("scale {block} of {of} is {got}, expected {scale}")));
             }
+            let values = bytes.iter().enumerate().map(|(at, &byte)| from_e4m3(byte) * scales[at / 128]);
+            let worst = worst_error(&numbers(x), &values.collect::<Vec<f32>>(), &scales);
+            // A power of two may be up to twice the scale: the step is the same in units of it.
+            rank.check(worst <= FP8_ERROR, format!("{of} is off by {worst} scales"));
         }
-        Ok(differing)
+        Ok(())
     }
 
     /// Where sums differ from the oracle.
-    pub(super) fn check_sums(&self, got: &[bf16], data: &Data, rank: u32) -> Option<String> {
+    pub(super) fn compare_sums(&self, got: &[bf16], data: &Data, rank: u32) -> Difference {
         let want = data.combined(self, rank).concat();
         if got.len() != want.len() {
             return Some(format!("combined has {} elements, expected {}", got.len(), want.len()));

@@ -5,7 +5,7 @@ use rand::Rng;
 
 use epoxide::low_latency::Quantise;
 
-use super::case::{CombineRows, LowLatencyCase};
+use super::case::{LowLatencyCase, ReturnPath};
 use crate::oracle::{Travel, low_latency_share, low_latency_sum, quantised};
 use crate::payload::{PerToken, bytes_of, per_token, rng_of, rough_bf16};
 
@@ -80,7 +80,7 @@ impl Data {
         let share = self.share(case, source, token, dst)?;
         // Rows that are summed already are given in bf16.
         let share =
-            if case.combine_rows == CombineRows::ByExpert { share } else { Travel::Bf16.arrives(&share) };
+            if case.combine_rows == ReturnPath::ByExpert { share } else { Travel::Bf16.arrives(&share) };
         let travel = match case.quantise_back {
             Quantise::Not => Travel::Bf16,
             Quantise::Fp8 => Travel::Fp8 { power_of_two: false },

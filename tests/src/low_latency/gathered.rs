@@ -1,10 +1,9 @@
 //! The expert-major copy, against the oracle.
 
-use epoxide::Result;
-use epoxide::driver::Stream;
-use epoxide::low_latency::{Buffer, Received};
-use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
+use epoxide::low_latency::Received;
+use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
 
+use super::LowLatencyRank;
 use super::case::LowLatencyCase;
 use super::data::{Data, SCALE_ERROR};
 use crate::oracle::low_latency_plan;
@@ -13,17 +12,14 @@ use crate::oracle::low_latency_plan;
 const BEFORE: u8 = 0xa5;
 
 impl LowLatencyCase {
-    /// Differences from the oracle in the expert-major copy of a dispatch.
-    ///
-    /// # Errors
-    /// Those of the calls.
+    /// Compares the expert-major copy of a dispatch with the oracle.
     pub(super) fn check_gathered(
         &self,
-        buffer: &mut Buffer,
+        rank: &mut LowLatencyRank,
         received: &Received<'_>,
         data: &Data,
-        stream: &Stream,
-    ) -> Result<Vec<String>> {
+    ) -> Result<()> {
+        let (buffer, stream) = (&mut rank.buffer, &*rank.stream);
         let (experts, rows, hidden) =
             (u64::from(buffer.local_experts()), buffer.rows(), u64::from(self.hidden));
         let of_row = hidden.div_ceil(128);
@@ -45,10 +41,9 @@ impl LowLatencyCase {
         unsafe { stream.read(&mut got, x.ptr())? };
         let got_scales = scales.map_or(Ok(Vec::new()), |scales| scales.values(stream))?;
 
-        let plan = low_latency_plan(&self.routing, buffer.rank());
+        let plan = low_latency_plan(&self.routing, rank.rank);
         let (row_bytes, rows) = (x.row_bytes() as usize, rows as usize);
         let untouched = f32::from_bits(u32::from_ne_bytes([BEFORE; 4]));
-        let mut differing = Vec::new();
         for (expert, list) in plan.expert_rows.iter().enumerate() {
             for index in 0..rows {
                 let row = expert * rows + index;
@@ -57,19 +52,17 @@ impl LowLatencyCase {
                     || (vec![BEFORE; row_bytes], vec![untouched; of_row as usize]),
                     |x| self.as_it_travels(x),
                 );
-                if got[row * row_bytes..][..row_bytes] != bytes {
-                    let of = list.get(index);
-                    differing.push(format!("row {index} of expert {expert} is not as that of {of:?} came"));
-                }
+                let of = || format!("row {index} of expert {expert}");
+                let same = got[row * row_bytes..][..row_bytes] == bytes;
+                rank.note((!same).then(|| format!("{} is not as that of {:?} came", of(), list.get(index))));
                 for (block, want) in want.iter().enumerate().filter(|_| !got_scales.is_empty()) {
                     let got = got_scales[(expert * of_row as usize + block) * rows + index];
-                    if (got - want).abs() > SCALE_ERROR * want.abs() {
-                        let of = format!("scale {block} of row {index} of expert {expert}");
-                        differing.push(format!("{of} is {got}, expected {want}"));
-                    }
+                    let is_near = (got - want).abs() <= SCALE_ERROR * want.abs();
+                    let what = || format!("scale {block} of {} is {got}, expected {want}", of());
+                    rank.note((!is_near).then(what));
                 }
             }
         }
-        Ok(differing)
+        Ok(())
     }
 }

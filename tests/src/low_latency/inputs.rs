@@ -8,7 +8,7 @@ use epoxide::low_latency::{CombineRequest, DispatchRequest, Quantise, Received};
 use epoxide::{DType, ExpertMap, Tensor, TypedTensor};
 use epoxide_gpu::layout::row_stride;
 
-use super::case::{CombineRows, LowLatencyCase};
+use super::case::{LowLatencyCase, ReturnPath};
 use super::data::Data;
 use crate::ids::{Ids, upload_narrow};
 use crate::oracle::{low_latency_plan, rounded};
@@ -46,10 +46,10 @@ impl LowLatencyInputs {
         let device = stream.device();
         let experts = u64::from(routing.local_experts());
         // Rows that are not there hold what they hold.
-        let is_by_expert = case.combine_rows == CombineRows::ByExpert;
+        let is_by_expert = case.combine_rows == ReturnPath::ByExpert;
         let (of_experts, of_rows) = if is_by_expert { (experts * rows, 1) } else { (1, rows) };
         let by_expert = Tensor::alloc(device, DType::Bf16, &[of_experts, hidden])?;
-        let by_row = if case.combine_rows == CombineRows::InPool {
+        let by_row = if case.combine_rows == ReturnPath::InPool {
             // Gaps, and rows that are not there, are copied with the others, and never read.
             let columns = row_stride(hidden * 2) / 2;
             let all = vec![bf16::NAN; (rows * columns) as usize];
@@ -100,9 +100,9 @@ impl LowLatencyInputs {
     /// Combine request with its experts' outputs.
     pub fn experts(&self, case: &LowLatencyCase) -> CombineRequest<'_> {
         let request = match case.combine_rows {
-            CombineRows::ByExpert => CombineRequest::by_expert(&self.by_expert),
-            CombineRows::ByRow => CombineRequest::by_row(&self.by_row),
-            CombineRows::InPool => CombineRequest::in_pool(),
+            ReturnPath::ByExpert => CombineRequest::by_expert(&self.by_expert),
+            ReturnPath::ByRow => CombineRequest::by_row(&self.by_row),
+            ReturnPath::InPool => CombineRequest::in_pool(),
         };
         request.quantise(case.quantise_back)
     }

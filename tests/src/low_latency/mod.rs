@@ -7,6 +7,6 @@ mod gathered;
 mod inputs;
 mod rounds;
 
-pub use case::{CombineRows, LowLatencyCase};
+pub use case::{LowLatencyCase, ReturnPath};
 pub use inputs::LowLatencyInputs;
 pub use rounds::LowLatencyRank;

@@ -6,39 +6,102 @@ use std::time::Duration;
 use half::bf16;
 use rand::Rng;
 
-use epoxide::driver::Stream;
+use epoxide::driver::{Device, Stream};
 use epoxide::group::ProcessGroup;
-use epoxide::low_latency::{Buffer, Combined, Place, Received};
+use epoxide::low_latency::{Buffer, Combined, Options, Place, Received};
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
 
-use super::case::{CombineRows, LowLatencyCase};
+use super::case::{LowLatencyCase, ReturnPath};
 use super::data::Data;
 use super::inputs::LowLatencyInputs;
-use crate::harness::{PATIENCE, assert_no_failures, run_ranks};
+use crate::harness::{PATIENCE, Rank, run_checked};
+use crate::oracle::recv_order;
 use crate::payload::rng_of;
+use crate::roundtrip::{Cases, Draw, Replays, RoundTrip};
 
 /// Rounds whose inputs differ; those behind them have the same again, one after the other.
 const DIFFERENT_ROUNDS: u32 = 16;
 
-/// A rank of a case.
-#[derive(Debug)]
-pub struct LowLatencyRank {
-    /// Its buffer.
-    pub buffer: Buffer,
-    /// All ranks.
-    pub group: Arc<dyn ProcessGroup>,
-    /// Its stream.
-    pub stream: Arc<Stream>,
+/// A rank with a low-latency buffer.
+pub type LowLatencyRank = Rank<Buffer>;
+
+impl RoundTrip for Buffer {
+    type Case = LowLatencyCase;
+    type Options = Options;
+    const FIRST_NUMBER: u64 = 1;
+
+    fn create(device: Device, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
+        Buffer::new(device, group, options)
+    }
+
+    fn recorded(&self) -> Result<()> {
+        self.check()
+    }
+
+    /// The same routing with each way back that the nodes allow.
+    fn first_cases(cases: &Cases) -> Vec<LowLatencyCase> {
+        let mut ways = vec![ReturnPath::ByExpert, ReturnPath::ByRow, ReturnPath::InPool];
+        ways.retain(|way| *way != ReturnPath::InPool || cases.nodes == 1);
+        let first = LowLatencyCase { rounds: 2, ..LowLatencyCase::draw(cases, 0, Draw::Full) };
+        ways.into_iter().map(|combine_rows| LowLatencyCase { combine_rows, ..first.clone() }).collect()
+    }
+
+    fn case(cases: &Cases, number: u64, draw: Draw) -> LowLatencyCase {
+        LowLatencyCase::draw(cases, number, draw)
+    }
+
+    /// All rounds of the case, with a wait of the host after each step.
+    fn round_trip(rank: &mut LowLatencyRank, case: &LowLatencyCase) -> Result<u64> {
+        let mut places = case.places(&rank.buffer)?;
+        let (data, inputs) = case.rounds(rank)?;
+        let stream = rank.stream.clone();
+        for (index, (data, inputs)) in case.in_turn(data.iter().zip(&inputs)) {
+            let noted = rank.failures.len();
+            let place = &mut places[index % case.places as usize];
+            let received = case.dispatch(&mut rank.buffer, place, inputs, StreamOrder::on(&stream))?;
+            case.check_received(rank, &received, data)?;
+            case.check_gathered(rank, &received, data)?;
+            if case.is_answered(index) {
+                let combined = case.combine(&mut rank.buffer, received, inputs, &stream)?;
+                let got: Vec<bf16> = combined.x.to_host(&stream)?;
+                rank.note(case.compare_sums(&got, data, rank.rank));
+            }
+            rank.buffer.check()?;
+            for failure in &mut rank.failures[noted..] {
+                *failure = format!("round {index}: {failure}");
+            }
+        }
+        Ok(recv_order(&case.routing, rank.rank).len() as u64)
+    }
+
+    /// Three rounds of the first case; the sums of the last replay are compared.
+    fn replay(rank: &mut LowLatencyRank, cases: &Cases, replays: u64, step: impl Fn()) -> Result<Replays> {
+        let case = LowLatencyCase { rounds: 3, ..LowLatencyCase::draw(cases, 0, Draw::Full) };
+        case.replay(rank, replays, step)?;
+        Ok(Replays::default())
+    }
 }
 
 impl LowLatencyCase {
+    /// Runs `main` on ranks that are threads.
+    ///
+    /// # Panics
+    /// See [`run_checked`].
+    pub fn run<T: Send>(&self, main: impl Fn(&mut LowLatencyRank) -> Result<T> + Sync) -> Vec<T> {
+        let join = |group: Arc<dyn ProcessGroup>| {
+            let number = group.rank();
+            Rank::new(self.device(number), group, self.options(number))
+        };
+        run_checked(self.routing.num_ranks(), join, main)
+    }
+
     /// Runs it on ranks that are threads, and compares all that there is after each step.
     ///
     /// # Panics
     /// Where anything differs from the oracle.
     pub fn check(&self) {
-        self.on_threads(|rank| self.step_by_step(rank));
+        self.run(|rank| rank.round_trip(self));
     }
 
     /// The same with the host waiting for nothing but, at random, for a moment; sums are compared
@@ -47,35 +110,15 @@ impl LowLatencyCase {
     /// # Panics
     /// Where a sum differs from the oracle.
     pub fn check_chained(&self) {
-        self.on_threads(|rank| self.chained(rank));
+        self.run(|rank| self.chained(rank));
     }
 
     /// The same as one step of all rounds that is captured and run `replays` times.
     ///
     /// # Panics
     /// Where a sum differs from the oracle.
-    pub fn check_replayed(&self, replays: u32) {
-        self.on_threads(|rank| self.replayed(rank, replays));
-    }
-
-    /// Runs `main` on ranks that are threads.
-    ///
-    /// # Panics
-    /// Where a rank fails, or says that something differs.
-    pub fn on_threads(&self, main: impl Fn(&mut LowLatencyRank) -> Result<Vec<String>> + Sync) {
-        let outcome = run_ranks(self.routing.num_ranks(), |rank, group| {
-            let device = self.device(rank);
-            let stream = Stream::new(&device)?;
-            let buffer = Buffer::new(device, &*group, self.options(rank))?;
-            let mut rank = LowLatencyRank { buffer, group, stream: Arc::new(stream) };
-            let number = rank.buffer.rank();
-            let failures = main(&mut rank).inspect_err(|error| eprintln!("rank {number} failed: {error}"))?;
-            rank.stream.synchronize()?;
-            rank.group.barrier(PATIENCE)?;
-            Ok(failures.into_iter().map(|failure| format!("rank {number}: {failure}")).collect::<Vec<_>>())
-        });
-        let failures = outcome.unwrap_or_else(|failure| panic!("{failure}")).concat();
-        assert_no_failures(failures);
+    pub fn check_replayed(&self, replays: u64) {
+        self.run(|rank| self.replay(rank, replays, || ()));
     }
 
     /// Runs it on one rank, and compares all that there is after each step. Collective.
@@ -83,10 +126,8 @@ impl LowLatencyCase {
     /// # Errors
     /// Where anything differs from the oracle, and those of the calls.
     pub fn verify(&self, rank: &mut LowLatencyRank) -> Result<()> {
-        match self.step_by_step(rank)?.into_iter().next() {
-            None => Ok(()),
-            Some(what) => Err(Error::os("verify", what)),
-        }
+        rank.round_trip(self)?;
+        rank.take_failure().map_or(Ok(()), |what| Err(Error::os("verify", what)))
     }
 
     /// A rank's inputs to the calls of the first round.
@@ -94,72 +135,42 @@ impl LowLatencyCase {
     /// # Errors
     /// Those of the driver.
     pub fn inputs(&self, rank: &LowLatencyRank) -> Result<LowLatencyInputs> {
-        LowLatencyInputs::upload(self, &Data::new(self, 0), rank.buffer.rank(), &rank.stream)
+        LowLatencyInputs::upload(self, &Data::new(self, 0), rank.rank, &rank.stream)
     }
 
-    /// The same; gives all that differs.
-    ///
-    /// # Errors
-    /// Those of the calls.
-    pub fn step_by_step(&self, rank: &mut LowLatencyRank) -> Result<Vec<String>> {
-        let mut places = self.places(&rank.buffer)?;
-        let (data, inputs) = self.rounds(rank)?;
-        let mut differing = Vec::new();
-        for (index, (data, inputs)) in self.in_turn(data.iter().zip(&inputs)) {
-            let LowLatencyRank { buffer, stream, .. } = &mut *rank;
-            let order = StreamOrder::on(stream);
-            let place = &mut places[index % self.places as usize];
-            let received = self.dispatch(buffer, place, inputs, order)?;
-            let mut note = self.check_received(&received, data, stream, buffer.rank())?;
-            note.extend(self.check_gathered(buffer, &received, data, stream)?);
-            if self.is_answered(index) {
-                let combined = self.combine(buffer, received, inputs, stream)?;
-                let got: Vec<bf16> = combined.x.to_host(stream)?;
-                note.extend(self.check_sums(&got, data, buffer.rank()));
-            }
-            buffer.check()?;
-            differing.extend(note.into_iter().map(|what| format!("round {index}: {what}")));
-        }
-        Ok(differing)
-    }
-
-    fn chained(&self, rank: &mut LowLatencyRank) -> Result<Vec<String>> {
+    fn chained(&self, rank: &mut LowLatencyRank) -> Result<()> {
         let mut places = self.places(&rank.buffer)?;
         let (data, inputs) = self.rounds(rank)?;
         let sums = self.sums(rank)?;
-        let mut rng = rng_of(&[self.seed, 4, rank.buffer.rank().into()]);
+        let mut rng = rng_of(&[self.seed, 4, rank.rank.into()]);
         for (index, inputs) in self.in_turn(inputs.iter()) {
             if rng.random_bool(0.1) {
                 std::thread::sleep(Duration::from_micros(rng.random_range(0..300)));
             }
-            let LowLatencyRank { buffer, stream, .. } = &mut *rank;
-            self.enqueue(buffer, stream, &mut places, &sums, index, inputs)?;
+            self.enqueue(&mut rank.buffer, &rank.stream, &mut places, &sums, index, inputs)?;
         }
-        rank.stream.synchronize()?;
-        rank.buffer.check()?;
+        rank.outcome()?;
         self.check_all_sums(rank, &sums, &data)
     }
 
-    /// Captures all rounds as one step, and runs it so many times on one rank; gives what differs
-    /// in the end. Collective.
-    ///
-    /// # Errors
-    /// Those of the calls.
-    pub fn replayed(&self, rank: &mut LowLatencyRank, replays: u32) -> Result<Vec<String>> {
+    /// Captures all rounds as one step, and runs it so many times; the sums of the last one are
+    /// compared.
+    fn replay(&self, rank: &mut LowLatencyRank, replays: u64, step: impl Fn()) -> Result<()> {
         let mut places = self.places(&rank.buffer)?;
         let (data, inputs) = self.rounds(rank)?;
         let sums = self.sums(rank)?;
         let stream = rank.stream.clone();
-        let step = rank.buffer.capture(&stream, |buffer, _| {
+        let captured = rank.buffer.capture(&stream, |buffer, _| {
             let mut all = self.in_turn(inputs.iter());
             all.try_for_each(|(index, inputs)| {
                 self.enqueue(buffer, &stream, &mut places, &sums, index, inputs)
             })
         })?;
         for _ in 0..replays {
-            step.launch(&stream)?;
+            captured.launch(&stream)?;
+            step();
         }
-        step.check(&stream)?;
+        captured.check(&stream)?;
         self.check_all_sums(rank, &sums, &data)
     }
 
@@ -217,7 +228,7 @@ impl LowLatencyCase {
         if self.gathers {
             buffer.gather_by_expert(&received, &inputs.by_expert, None, order)?;
         }
-        if self.combine_rows == CombineRows::InPool {
+        if self.combine_rows == ReturnPath::InPool {
             inputs.leave_rows(&received, stream)?;
         }
         if self.halves {
@@ -239,7 +250,7 @@ impl LowLatencyCase {
     fn rounds(&self, rank: &LowLatencyRank) -> Result<(Vec<Data>, Vec<LowLatencyInputs>)> {
         let data: Vec<Data> =
             (0..self.rounds.min(DIFFERENT_ROUNDS)).map(|round| Data::new(self, round)).collect();
-        let upload = |data| LowLatencyInputs::upload(self, data, rank.buffer.rank(), &rank.stream);
+        let upload = |data| LowLatencyInputs::upload(self, data, rank.rank, &rank.stream);
         let inputs = data.iter().map(upload).collect::<Result<Vec<_>>>()?;
         rank.group.barrier(PATIENCE * 4)?;
         Ok((data, inputs))
@@ -247,22 +258,19 @@ impl LowLatencyCase {
 
     /// Room for the sums of all rounds.
     fn sums(&self, rank: &LowLatencyRank) -> Result<Tensor<'static>> {
-        let rows = u64::from(self.routing.num_tokens(rank.buffer.rank())) * u64::from(self.rounds);
+        let rows = u64::from(self.routing.num_tokens(rank.rank)) * u64::from(self.rounds);
         Tensor::alloc(rank.stream.device(), DType::Bf16, &[rows, self.hidden.into()])
     }
 
-    fn check_all_sums(&self, rank: &LowLatencyRank, sums: &Tensor<'_>, data: &[Data]) -> Result<Vec<String>> {
-        let number = rank.buffer.rank();
-        let of_round = (self.routing.num_tokens(number) * self.hidden) as usize;
-        let mut differing = Vec::new();
+    fn check_all_sums(&self, rank: &mut LowLatencyRank, sums: &Tensor<'_>, data: &[Data]) -> Result<()> {
+        let of_round = (self.routing.num_tokens(rank.rank) * self.hidden) as usize;
         for (index, data) in self.in_turn(data.iter()).filter(|(index, _)| self.is_answered(*index)) {
             let mut got = vec![bf16::ZERO; of_round];
             let from = sums.ptr().add((index * of_round * 2) as u64);
             // SAFETY: it is the part of the tensor that a round has.
             unsafe { rank.stream.read(bytemuck::cast_slice_mut(&mut got), from)? };
-            let note = self.check_sums(&got, data, number);
-            differing.extend(note.map(|what| format!("round {index}: {what}")));
+            rank.note(self.compare_sums(&got, data, rank.rank).map(|what| format!("round {index}: {what}")));
         }
-        Ok(differing)
+        Ok(())
     }
 }

@@ -13,7 +13,7 @@ use super::context::Context;
 use super::outcome::Outcome;
 use super::slot::Slot;
 use super::trace::{self, Thread};
-use super::verdict::Verdict;
+use super::verdict::{Cause, Verdict};
 use epoxide::group::{ProcessGroup, RANK, WORLD_SIZE, rendezvous};
 use epoxide::{Error, Result};
 
@@ -74,13 +74,13 @@ pub(super) fn files(call: &Call, rank: u32) -> [PathBuf; 3] {
 
 /// This process, as a rank.
 #[derive(Debug)]
-pub(super) struct Rank {
+pub(super) struct RankProcess {
     control: BufReader<UnixStream>,
     ctx: Context,
 }
 
-impl Rank {
-    pub fn enter(call: &'static Call) -> Result<Rank> {
+impl RankProcess {
+    pub fn enter(call: &'static Call) -> Result<RankProcess> {
         let number = |name: &'static str| {
             let text = std::env::var(name).unwrap_or_default();
             text.parse::<u32>().map_err(|_| Error::argument(name, text, "the test harness sets a number"))
@@ -92,7 +92,7 @@ impl Rank {
         let control = BufReader::new(UnixStream::from(stdin));
         let join = || rendezvous(call.timeout * 2).map(|group| Arc::new(group) as Arc<dyn ProcessGroup>);
         let ctx = Context::new(rank, size, Slot::file(&doing)?, Box::new(join));
-        let mut this = Rank { control, ctx };
+        let mut this = RankProcess { control, ctx };
         this.say(&Said::Here(Thread::current().tid));
         Ok(this)
     }
@@ -132,10 +132,10 @@ fn astray(number: u64) -> Verdict {
         "test {number} of the session is not reached here: which tests run must not depend on what differs between \
          the parent and its ranks"
     );
-    Verdict::Failed { text, backtrace: None }
+    Verdict::Failed { text, cause: Cause::Own, backtrace: None }
 }
 
-impl Drop for Rank {
+impl Drop for RankProcess {
     fn drop(&mut self) {
         if std::thread::panicking() {
             // The test harness of this process reports it, and ends the process.

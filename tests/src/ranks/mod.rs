@@ -48,4 +48,4 @@ pub use outcome::{Outcome, SkipCode};
 pub use report::{End, Failed, Kind, RankReport};
 pub use run::Run;
 pub use session::Session;
-pub use verdict::IntoVerdict;
+pub use verdict::{Cause, IntoVerdict};

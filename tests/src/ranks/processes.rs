@@ -17,7 +17,7 @@ use super::report::End;
 use super::session::Ranks;
 use super::slot::Slot;
 use super::trace::{self, Thread};
-use super::verdict::RankMain;
+use super::verdict::{Cause, RankMain};
 use epoxide::group::FileStore;
 use epoxide::internal::group::HeldPort;
 use epoxide::internal::group::poison_files;
@@ -224,7 +224,8 @@ impl Peer {
                 Ok(Said::Done { .. }) => {}
                 Err(error) => {
                     let text = format!("its message to the test cannot be read: {error}");
-                    ended = Some((End::Failed { text, backtrace: None }, SystemTime::now()));
+                    ended =
+                        Some((End::Failed { text, cause: Cause::Own, backtrace: None }, SystemTime::now()));
                 }
             }
         }

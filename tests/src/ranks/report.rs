@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use super::outcome::Outcome;
 use super::outcome::SkipCode;
-use super::verdict::Verdict;
+use super::verdict::{Cause, Verdict};
 use epoxide_launch::RankExit;
 
 /// How a test ended on one rank.
@@ -25,6 +25,8 @@ pub enum End {
     Failed {
         /// The error, or the panic's place and message.
         text: String,
+        /// Whether another rank's failure came before.
+        cause: Cause,
         /// The panic's backtrace.
         backtrace: Option<String>,
     },
@@ -50,7 +52,7 @@ impl From<Verdict> for End {
         match verdict {
             Verdict::Passed => End::Passed,
             Verdict::Skipped { code, reason } => End::Skipped { code, reason },
-            Verdict::Failed { text, backtrace } => End::Failed { text, backtrace },
+            Verdict::Failed { text, cause, backtrace } => End::Failed { text, cause, backtrace },
         }
     }
 }
@@ -146,9 +148,6 @@ impl Display for Failed {
 
 impl std::error::Error for Failed {}
 
-/// Text that this error has on the ranks that only follow another.
-const CONSEQUENCE: &str = "the group was given up";
-
 /// The outcome of a test, from all ranks.
 pub(super) fn evaluate(
     test: &str,
@@ -171,7 +170,7 @@ pub(super) fn evaluate(
     // A consequence of another rank's end comes after it, for any reading of the clocks.
     ranks.sort_by_key(|(report, at)| {
         let order = match &report.end {
-            End::Failed { text, .. } if text.contains(CONSEQUENCE) => 2,
+            End::Failed { cause: Cause::Group, .. } => 2,
             End::Failed { .. } | End::Died(_) => 0,
             End::Unfinished { .. } => 1,
             End::Skipped { .. } => 3,
@@ -181,7 +180,7 @@ pub(super) fn evaluate(
     });
     let ranks: Vec<RankReport> = ranks.into_iter().map(|(report, _)| report).collect();
     let first = ranks.iter().find(|report| match &report.end {
-        End::Failed { text, .. } => !text.contains(CONSEQUENCE),
+        End::Failed { cause, .. } => *cause == Cause::Own,
         End::Died(_) => true,
         _ => false,
     });

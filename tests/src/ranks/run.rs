@@ -6,40 +6,47 @@ use std::time::Duration;
 use super::context::Context;
 use super::outcome::Outcome;
 use super::report::Failed;
-use super::session::{Session, Settings};
+use super::session::Session;
 use super::verdict::IntoVerdict;
 
 /// How a test is run on several ranks.
 #[derive(Debug, Clone)]
-pub struct Run(Settings);
+pub struct Run {
+    pub(super) size: u32,
+    /// Each rank is a process; else a thread.
+    pub(super) processes: bool,
+    pub(super) timeout: Duration,
+    /// The path of the test, where it is given.
+    pub(super) test: Option<String>,
+}
 
 impl Run {
     /// On `size` ranks, as threads, for at most a minute.
     pub fn new(size: u32) -> Run {
-        Run(Settings { size, processes: false, timeout: Duration::from_secs(60), test: None })
+        Run { size, processes: false, timeout: Duration::from_secs(60), test: None }
     }
 
     /// Each rank is a process.
     pub fn processes(self) -> Run {
-        Run(Settings { processes: true, ..self.0 })
+        Run { processes: true, ..self }
     }
 
     /// Each rank is a thread. One that hangs cannot be ended: it is left behind when the test
     /// fails.
     pub fn threads(self) -> Run {
-        Run(Settings { processes: false, ..self.0 })
+        Run { processes: false, ..self }
     }
 
     /// How long the ranks may take: to start, and for each test of a [`Session`].
     pub fn timeout(self, timeout: Duration) -> Run {
-        Run(Settings { timeout, ..self.0 })
+        Run { timeout, ..self }
     }
 
     /// The path of the test as `cargo test -- --list` prints it, which processes are started with.
     /// Needed only where it cannot be told from the thread's name and the function: in a helper
     /// that is called under `--test-threads=1`.
     pub fn test(self, path: impl Into<String>) -> Run {
-        Run(Settings { test: Some(path.into()), ..self.0 })
+        Run { test: Some(path.into()), ..self }
     }
 
     /// Runs `rank_main` on every rank.
@@ -65,7 +72,7 @@ impl Run {
         rank_main: impl Fn(&Context) -> R + Send + Sync + 'static,
     ) -> Result<Outcome, Failed> {
         let function = std::any::type_name_of_val(&rank_main);
-        Session::open(self.0, Location::caller(), Some(function))?.try_test("", rank_main)
+        Session::open(self, Location::caller(), Some(function))?.try_test("", rank_main)
     }
 
     /// Starts the ranks for several tests.
@@ -74,7 +81,7 @@ impl Run {
     /// Where the ranks cannot be started.
     #[track_caller]
     pub fn session(self) -> Session {
-        match Session::open(self.0, Location::caller(), None) {
+        match Session::open(self, Location::caller(), None) {
             Ok(session) => session,
             Err(failed) => panic!("{failed}"),
         }

@@ -12,6 +12,7 @@ use super::context::Context;
 use super::outcome::Outcome;
 use super::processes::Processes;
 use super::report::{End, Failed, Kind, RankReport, evaluate};
+use super::run::Run;
 use super::threads::Threads;
 use super::trace;
 use super::verdict::{IntoVerdict, RankMain, judge};
@@ -40,17 +41,6 @@ pub(super) trait Ranks: std::fmt::Debug {
     fn operation(&self, rank: u32) -> String;
     /// The last of what it printed.
     fn output(&self, rank: u32) -> String;
-}
-
-/// How the ranks are started, and for how long they may run.
-#[derive(Debug, Clone)]
-pub(super) struct Settings {
-    pub(super) size: u32,
-    /// Each rank is a process; else a thread.
-    pub(super) processes: bool,
-    pub(super) timeout: Duration,
-    /// The path of the test, where it is given.
-    pub(super) test: Option<String>,
 }
 
 /// Ranks, and their group, that run one test after another: starting processes takes longer than
@@ -86,7 +76,7 @@ enum Inner {
     /// The ranks are elsewhere, and this is the test.
     Parent(Box<dyn Ranks>),
     /// This process is a rank.
-    Rank(Box<child::Rank>),
+    Rank(Box<child::RankProcess>),
     /// This process is a rank of another session of the same test.
     Elsewhere,
     /// A test has failed.
@@ -94,11 +84,7 @@ enum Inner {
 }
 
 impl Session {
-    pub(super) fn open(
-        run: Settings,
-        site: &Location<'_>,
-        function: Option<&str>,
-    ) -> Result<Session, Failed> {
+    pub(super) fn open(run: Run, site: &Location<'_>, function: Option<&str>) -> Result<Session, Failed> {
         let path = run.test.clone().or_else(|| test_path(function));
         let name = path.clone().unwrap_or_else(|| "a test".to_owned());
         let session = |inner| Session {
@@ -117,7 +103,7 @@ impl Session {
             if (&call.site, call.visit) != (&site, visit) {
                 return Ok(session(Inner::Elsewhere));
             }
-            let rank = child::Rank::enter(call).map_err(|error| Failed::to_start(&name, error))?;
+            let rank = child::RankProcess::enter(call).map_err(|error| Failed::to_start(&name, error))?;
             return Ok(session(Inner::Rank(Box::new(rank))));
         }
         let started: epoxide::Result<Box<dyn Ranks>> = if run.processes {

@@ -9,23 +9,42 @@ use serde::{Deserialize, Serialize};
 use super::capture::{self, Panic};
 use super::context::Context;
 use super::outcome::{Skip, SkipCode};
+use epoxide::Error;
 use epoxide::internal::group::panic_text;
+
+/// Why a rank failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Cause {
+    /// Something of its own.
+    Own,
+    /// Another rank: an operation of the group failed, or the group was given up.
+    Group,
+}
+
+impl Cause {
+    fn of(error: &dyn Any) -> Cause {
+        match error.downcast_ref() {
+            Some(Error::GivenUp { .. } | Error::Group { .. }) => Cause::Group,
+            _ => Cause::Own,
+        }
+    }
+}
 
 /// Result of a rank's function: nothing, or a result whose error fails the test.
 pub trait IntoVerdict {
-    /// The error's text.
-    fn into_result(self) -> Result<(), String>;
+    /// The error's text, and its cause.
+    fn into_result(self) -> Result<(), (String, Cause)>;
 }
 
 impl IntoVerdict for () {
-    fn into_result(self) -> Result<(), String> {
+    fn into_result(self) -> Result<(), (String, Cause)> {
         Ok(())
     }
 }
 
-impl<E: Display> IntoVerdict for Result<(), E> {
-    fn into_result(self) -> Result<(), String> {
-        self.map_err(|error| error.to_string())
+impl<E: Display + 'static> IntoVerdict for Result<(), E> {
+    fn into_result(self) -> Result<(), (String, Cause)> {
+        self.map_err(|error| (error.to_string(), Cause::of(&error)))
     }
 }
 
@@ -34,7 +53,7 @@ impl<E: Display> IntoVerdict for Result<(), E> {
 pub(super) enum Verdict {
     Passed,
     Skipped { code: SkipCode, reason: String },
-    Failed { text: String, backtrace: Option<String> },
+    Failed { text: String, cause: Cause, backtrace: Option<String> },
 }
 
 /// A rank's function.
@@ -48,7 +67,7 @@ pub(super) fn judge<R: IntoVerdict>(rank_main: impl Fn(&Context) -> R, ctx: &Con
     let panic = capture::disarm();
     match ended {
         Ok(Ok(())) => Verdict::Passed,
-        Ok(Err(text)) => Verdict::Failed { text, backtrace: None },
+        Ok(Err((text, cause))) => Verdict::Failed { text, cause, backtrace: None },
         Err(payload) => of_panic(&*payload, panic),
     }
 }
@@ -58,10 +77,9 @@ fn of_panic(payload: &(dyn Any + Send), panic: Option<Panic>) -> Verdict {
         return Verdict::Skipped { code: skip.code, reason: skip.reason.clone() };
     }
     let text = panic_text(payload);
-    match panic {
-        Some(Panic { place, backtrace }) => {
-            Verdict::Failed { text: format!("panicked at {place}: {text}"), backtrace: Some(backtrace) }
-        }
-        None => Verdict::Failed { text: format!("panicked: {text}"), backtrace: None },
-    }
+    let (text, backtrace) = match panic {
+        Some(Panic { place, backtrace }) => (format!("panicked at {place}: {text}"), Some(backtrace)),
+        None => (format!("panicked: {text}"), None),
+    };
+    Verdict::Failed { text, cause: Cause::Own, backtrace }
 }

@@ -55,7 +55,7 @@ impl Rank {
     pub fn check_by_expert(&mut self, case: &Case, alignment: u32) -> Result<()> {
         let expected = self.expect(case);
         let plan = oracle::by_expert(&case.routing, self.rank, alignment);
-        let (inputs, layout) = self.lay_out(case, &expected)?;
+        let (weights, layout) = self.lay_out(case, &expected)?;
         let mut place = self.place()?;
         let (x, scales) = self.payload(case, 1)?;
         let request = DispatchRequest::new(&x, &layout).by_expert(alignment);
@@ -76,7 +76,7 @@ impl Rank {
         drop(output);
         self.synchronize()?;
 
-        let request = request.topk_weights(&inputs.topk_weights).counts(Counts::Exact);
+        let request = request.topk_weights(&weights).counts(Counts::Exact);
         let output = self.dispatch(&mut place, request)?;
         self.equal("num_recv_tokens", output.num_recv_tokens.as_slice(), &[plan.rows.len() as u32]);
         let aligned: Vec<u32> = plan.starts.windows(2).map(|pair| (pair[1] - pair[0]) as u32).collect();
@@ -93,7 +93,7 @@ impl Rank {
         self.check_rows_by_expert(case, 2, &plan, "cached dispatch by expert", &output)?;
         drop(output);
 
-        let weights = &inputs.topk_weights;
+        let weights = &weights;
         let columns = |dtype: DType| u64::from(case.row_bytes) / dtype.size();
         let combines = [
             (3, DType::Bf16, None, None, &handle),
@@ -194,8 +194,7 @@ impl Rank {
         }
         let request = weights.into_iter().fold(request, CombineRequest::weights);
         let output = self.combine(request)?;
-        self.stream.synchronize()?;
-        self.buffer.check()?;
+        self.outcome()?;
         let got = self.row_bytes(&output.combined_x)?;
         for token in 0..case.routing.num_tokens(self.rank) {
             let ones = vec![1.0; case.routing.num_topk as usize];
@@ -207,14 +206,6 @@ impl Rank {
             self.equal(&name, &got[token as usize], &to_bytes(dtype, &sums));
         }
         Ok(())
-    }
-
-    /// The bytes of a row.
-    fn row_of(&self, tensor: &Tensor, row: usize) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; tensor.row_bytes() as usize];
-        // SAFETY: the row is one of the tensor's.
-        unsafe { self.stream.read(&mut bytes, tensor.ptr().add(row as u64 * tensor.row_stride()))? };
-        Ok(bytes)
     }
 }
 

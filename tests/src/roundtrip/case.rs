@@ -5,12 +5,15 @@ use std::ops::Range;
 use epoxide::DType;
 use epoxide::internal::Tuning;
 use half::bf16;
-use rand::RngCore;
+use rand::{Rng, RngCore};
+use rand_chacha::ChaCha8Rng;
 
-use crate::harness::{Nodes, Setup};
+use super::Cases;
+use crate::harness::{NodeLinks, Setup};
 use crate::ids::Ids;
-use crate::oracle::{self, Plan, Routing};
-use crate::payload::{self, bytes_of, mix, rng_of};
+use crate::oracle::{self, Plan, Routing, Style};
+use crate::payload::{self, ELEMENTS_PER_SCALE, bytes_of, mix, rng_of};
+use crate::sizes::Sizes;
 
 /// Inputs of a round trip: the same on every rank, so that each can compute the others' data.
 #[derive(Debug, Clone)]
@@ -20,7 +23,7 @@ pub struct Case {
     /// How they are named.
     pub ids: Ids,
     /// Where the ranks are, for [`Case::setup`]. `None`: all on one node.
-    pub nodes: Option<Nodes>,
+    pub nodes: Option<NodeLinks>,
     /// Channels, for [`Case::setup`].
     pub num_channels: u32,
     /// Expert counts are rounded up to multiples of this.
@@ -85,6 +88,47 @@ impl Case {
             seed: 1,
             schedule_seed: None,
         }
+    }
+
+    /// Rows of `hidden` elements along a routing, of a run's dtype.
+    pub fn along(cases: &Cases, routing: Routing, hidden: u64) -> Case {
+        let dtype = cases.sizes.dtype;
+        let scales = if dtype.size() == 1 { hidden.div_ceil(ELEMENTS_PER_SCALE) } else { 0 };
+        Case { dtype, scales: Scales::columns(scales), ..Case::new(routing, (hidden * dtype.size()) as u32) }
+    }
+
+    /// Case `number` of a run, of the full size and a style.
+    pub(super) fn full_size(cases: &Cases, number: u64, style: Style) -> Case {
+        let mut rng = cases.rng(number);
+        let routing = cases.routing(&mut rng, style);
+        Case::along(cases, routing, cases.sizes.hidden).draw(&mut rng)
+    }
+
+    /// Case `number` of a run, of random sizes; some ranks have no tokens.
+    pub(super) fn random(cases: &Cases, number: u64) -> Case {
+        let mut rng = cases.rng(number);
+        let Sizes { ranks, tokens, hidden, experts, topk, dtype, .. } = cases.sizes;
+        let most = match rng.random_range(0..4) {
+            0 => tokens.min(3),
+            _ => tokens,
+        };
+        let mut tokens: Vec<u32> = (0..ranks).map(|_| rng.random_range(0..=most)).collect();
+        if rng.random_bool(0.3) {
+            let idle = rng.random_range(0..tokens.len());
+            tokens[idle] = 0;
+        }
+        let style = Style::ALL[rng.random_range(0..Style::ALL.len())];
+        let experts = ranks * rng.random_range(1..=experts / ranks);
+        let topk = rng.random_range(1..=topk);
+        let unit = 16 / dtype.size();
+        let hidden = unit * rng.random_range(1..=hidden / unit);
+        let routing = Routing::random(&mut rng, &tokens, topk, experts, style);
+        Case::along(cases, routing, hidden).draw(&mut rng)
+    }
+
+    fn draw(self, rng: &mut ChaCha8Rng) -> Case {
+        let expert_alignment = [1, 1, 4, 16][rng.random_range(0..4)];
+        Case { expert_alignment, seed: rng.random(), ..self }
     }
 
     /// Buffers that hold just this case; one token where it has none at all.

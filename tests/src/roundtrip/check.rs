@@ -1,18 +1,21 @@
 //! A round trip on one rank, and its checks.
 
 use epoxide::Result;
+use epoxide::driver::Device;
+use epoxide::group::ProcessGroup;
 use epoxide::throughput::{
-    CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchHandle, DispatchLayout, DispatchRequest,
-    Place, Received,
+    Buffer, CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchHandle, DispatchLayout,
+    DispatchRequest, Options, Place, Received,
 };
 use epoxide::{DType, Tensor, TypedTensor};
 use half::bf16;
 
 use super::case::{Case, Scales};
+use super::{Cases, Draw, Replays, RoundTrip};
 use crate::compare::{self, Difference};
-use crate::harness::{POISON, Rank, Region};
+use crate::harness::{POISON, Rank, Region, as_bytes};
 use crate::ids::{Ids, upload_narrow};
-use crate::oracle::{self, InternodePlan, Plan};
+use crate::oracle::{self, InternodePlan, Plan, Style};
 use crate::payload;
 
 /// Columns that combine's expected values are computed for at a time, to bound memory.
@@ -27,13 +30,6 @@ pub struct Expected {
     pub internode: Option<InternodePlan>,
 }
 
-/// Where the rows of a combine are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Given {
-    Tensor,
-    Pool,
-}
-
 /// Parameters of one combine.
 #[derive(Debug, Clone, Copy)]
 struct Combine<'a> {
@@ -41,18 +37,89 @@ struct Combine<'a> {
     turn: u64,
     dtype: DType,
     columns: u64,
-    given: Given,
+    /// Where the rows lie, if not in a tensor.
+    place: Option<&'a Place>,
     /// The returned weights, and their expected sums.
     weights: Option<(&'a TypedTensor<'a, f32>, &'a [f32])>,
 }
 
-/// This rank's part of a case on its device.
-pub(super) struct Inputs {
-    pub(super) topk_weights: TypedTensor<'static, f32>,
-}
-
 /// Scales on the device.
 pub(super) type DeviceScales = Option<TypedTensor<'static, f32>>;
+
+impl RoundTrip for Buffer {
+    type Case = Case;
+    type Options = Options;
+    const FIRST_NUMBER: u64 = 0;
+
+    fn create(device: Device, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
+        Buffer::new(device, group, options)
+    }
+
+    fn recorded(&self) -> Result<()> {
+        self.check()
+    }
+
+    /// One as routers give them, and one with holes.
+    fn first_cases(cases: &Cases) -> Vec<Case> {
+        let styles = [(1, Style::DistinctTopK), (2, Style::WithHoles)];
+        styles.map(|(number, style)| Case::full_size(cases, number, style)).into()
+    }
+
+    fn case(cases: &Cases, number: u64, draw: Draw) -> Case {
+        // The first numbers are taken.
+        match draw {
+            Draw::Random => Case::random(cases, 3 + number),
+            Draw::Full => Case::full_size(cases, 3 + number, Style::DistinctTopK),
+        }
+    }
+
+    /// Layout, dispatch, combine from a tensor with weights, cached dispatch of other bytes, combine
+    /// from the pool.
+    fn round_trip(rank: &mut Rank, case: &Case) -> Result<u64> {
+        let expected = rank.expect(case);
+        let rows = u64::from(expected.plan.num_recv_tokens);
+        let (topk_weights, layout) = rank.lay_out(case, &expected)?;
+        let mut place = rank.place()?;
+
+        rank.poison_received(rows)?;
+        let (x, scales) = rank.payload(case, 0)?;
+        let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), Counts::Exact);
+        let output = rank.dispatch(&mut place, to_send)?;
+        rank.learn_regions(&output);
+        rank.check_dispatch(case, 0, &expected, "dispatch", &output)?;
+        let combine = Combine {
+            what: "combine",
+            turn: 1,
+            dtype: DType::Bf16,
+            columns: case.hidden(),
+            place: None,
+            weights: None,
+        };
+        let handle = output.handle.clone();
+        let given = output.recv_topk_weights.clone();
+        let summed = rank.round_trip_of_weights(case);
+        let weights = given.as_ref().map(|given| (given, &summed[..]));
+        rank.check_combine(case, &expected.plan, &handle, Combine { weights, ..combine })?;
+        drop((output, given));
+
+        rank.poison_received(rows)?;
+        let (x, scales) = rank.payload(case, 2)?;
+        let cached = rank.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &handle))?;
+        rank.check_received(case, 2, &expected.plan.recv_src, "cached dispatch", &cached)?;
+        drop(cached);
+        let combine = Combine { what: "combine from the pool", turn: 3, place: Some(&place), ..combine };
+        rank.check_combine(case, &expected.plan, &handle, combine)?;
+
+        for tensor in rank.spoilable(&layout, &handle)? {
+            rank.poison(&tensor)?;
+        }
+        Ok(rows)
+    }
+
+    fn replay(rank: &mut Rank, cases: &Cases, replays: u64, step: impl Fn()) -> Result<Replays> {
+        rank.replay_graph(cases, replays, step)
+    }
+}
 
 impl Rank {
     /// Expected results of this rank, with this buffer's channels and nodes.
@@ -63,16 +130,6 @@ impl Rank {
         let nodes =
             several.then(|| oracle::InternodeOracle::new(&case.routing, self.buffer.ranks_per_node()));
         Expected { plan, internode: nodes.map(|nodes| nodes.plan(self.rank, channels)) }
-    }
-
-    /// Notes a difference, if there is one.
-    pub fn note(&mut self, difference: Difference) {
-        self.failures.extend(difference);
-    }
-
-    /// The first failed check since the last call, which takes all of them.
-    pub fn take_failure(&mut self) -> Option<String> {
-        std::mem::take(&mut self.failures).into_iter().next()
     }
 
     /// This rank's ids and weights of a case, on the device.
@@ -131,54 +188,6 @@ impl Rank {
         self.stream.synchronize()
     }
 
-    /// One round trip, and all that it gives: layout, dispatch, combine from a tensor with weights,
-    /// cached dispatch of other bytes, combine from the pool. Gives the rows received. Collective.
-    ///
-    /// Differences are noted and the trip continues, so that the other ranks are not left waiting.
-    ///
-    /// # Errors
-    /// Errors of the operations.
-    pub fn round_trip(&mut self, case: &Case) -> Result<u64> {
-        let expected = self.expect(case);
-        let rows = u64::from(expected.plan.num_recv_tokens);
-        let (inputs, layout) = self.lay_out(case, &expected)?;
-        let mut place = self.place()?;
-
-        self.poison_received(rows)?;
-        let (x, scales) = self.payload(case, 0)?;
-        let to_send = request(case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact);
-        let output = self.dispatch(&mut place, to_send)?;
-        self.learn_regions(&output);
-        self.check_dispatch(case, 0, &expected, "dispatch", &output)?;
-        let combine = Combine {
-            what: "combine",
-            turn: 1,
-            dtype: DType::Bf16,
-            columns: case.hidden(),
-            given: Given::Tensor,
-            weights: None,
-        };
-        let handle = output.handle.clone();
-        let given = output.recv_topk_weights.clone();
-        let summed = self.round_trip_of_weights(case);
-        let weights = given.as_ref().map(|given| (given, &summed[..]));
-        self.check_combine(case, &expected.plan, &handle, None, Combine { weights, ..combine })?;
-        drop((output, given));
-
-        self.poison_received(rows)?;
-        let (x, scales) = self.payload(case, 2)?;
-        let cached = self.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &handle))?;
-        self.check_received(case, 2, &expected.plan.recv_src, "cached dispatch", &cached)?;
-        drop(cached);
-        let combine = Combine { what: "combine from the pool", turn: 3, given: Given::Pool, ..combine };
-        self.check_combine(case, &expected.plan, &handle, Some(&place), combine)?;
-
-        for tensor in self.spoilable(&layout, &handle)? {
-            self.poison(&tensor)?;
-        }
-        Ok(rows)
-    }
-
     /// All checks of one routing. They are dispatches with and without a wait of the host and
     /// cached, that they write all of their outputs and nothing else, and four combines. The
     /// combines are in either place, of either dtype and along either handle. Collective.
@@ -189,14 +198,14 @@ impl Rank {
         let expected = self.expect(case);
         let plan = &expected.plan;
         let capacity = self.buffer.capacity();
-        let (inputs, layout) = self.lay_out(case, &expected)?;
+        let (topk_weights, layout) = self.lay_out(case, &expected)?;
         layout.validate(&self.stream)?;
         let mut place = self.place()?;
 
         // Counts stay on the device: the outputs are the whole pool.
         let (x, scales) = self.payload(case, 1)?;
         let counts = self.on_device();
-        let to_send = request(case, &inputs, &layout, &x, scales.as_ref(), counts);
+        let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), counts);
         let whole = self.dispatch(&mut place, to_send)?;
         self.buffer.check_dispatch(&whole.handle, &self.stream)?;
         self.check(whole.num_recv_tokens.is_none(), "num_recv_tokens is unknown without a host wait");
@@ -206,7 +215,7 @@ impl Rank {
 
         // Exact counts, into a poisoned pool.
         self.poison_received(capacity)?;
-        let to_send = request(case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact);
+        let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), Counts::Exact);
         let exact = self.dispatch(&mut place, to_send)?;
         self.equal("num_recv_tokens", exact.num_recv_tokens.as_slice(), &[plan.num_recv_tokens]);
         self.check_dispatch(case, 1, &expected, "exact dispatch", &exact)?;
@@ -250,10 +259,10 @@ impl Rank {
             turn: 3,
             dtype: DType::Bf16,
             columns: columns(DType::Bf16),
-            given: Given::Tensor,
+            place: None,
             weights,
         };
-        self.check_combine(case, plan, &exact, None, first)?;
+        self.check_combine(case, plan, &exact, first)?;
 
         // The handle feeds further combines: other rows, either place, either dtype; so does the
         // older handle.
@@ -264,8 +273,9 @@ impl Rank {
             case.summed_weights(self.rank, per_node, |receiver, source| case.given_weights(receiver, source));
         let given = upload(self, &given)?;
         let weights = Some((&given, &summed[..]));
-        let second = Combine { what: "combine from the pool", turn: 4, given: Given::Pool, weights, ..first };
-        self.check_combine(case, plan, &exact, Some(&place), second)?;
+        let second =
+            Combine { what: "combine from the pool", turn: 4, place: Some(&place), weights, ..first };
+        self.check_combine(case, plan, &exact, second)?;
         // Between nodes rows are summed in BF16 only.
         let dtype = if self.buffer.num_nodes() == 1 { DType::F32 } else { DType::Bf16 };
         let third = Combine {
@@ -276,9 +286,9 @@ impl Rank {
             weights: None,
             ..first
         };
-        self.check_combine(case, plan, &whole, None, third)?;
-        let fourth = Combine { what: "fourth combine", turn: 6, given: Given::Pool, ..third };
-        self.check_combine(case, plan, &last_handle, Some(&place), fourth)?;
+        self.check_combine(case, plan, &whole, third)?;
+        let fourth = Combine { what: "fourth combine", turn: 6, place: Some(&place), ..third };
+        self.check_combine(case, plan, &last_handle, fourth)?;
         if case.dtype == DType::F32 && self.buffer.num_nodes() == 1 {
             self.check_echo(case, &exact, &mut place)?;
         }
@@ -293,7 +303,7 @@ impl Rank {
         let row = |source| case.returned(TURN, 0, source, 0..columns);
         let rows: Vec<Vec<f32>> =
             (0..case.routing.num_tokens(rank)).map(|token| row((rank, token))).collect();
-        let x = self.upload(DType::F32, columns, &rows)?;
+        let x = self.upload_rows(DType::F32, columns as u64, &as_bytes(&rows))?;
         let cached = self.dispatch_cached(place, CachedDispatchRequest::new(&x, handle))?;
         let output = self.combine(CombineRequest::new(&cached.recv_x, handle))?;
         self.stream.synchronize()?;
@@ -309,7 +319,7 @@ impl Rank {
         &mut self,
         case: &Case,
         expected: &Expected,
-    ) -> Result<(Inputs, DispatchLayout<'static>)> {
+    ) -> Result<(TypedTensor<'static, f32>, DispatchLayout<'static>)> {
         let (topk_idx, topk_weights) = self.topk(case)?;
         let layout = match &case.ids {
             Ids::Wide => self.layout(&topk_idx, case.routing.num_experts)?,
@@ -331,7 +341,7 @@ impl Rank {
         };
         let difference = self.compare_layout(&layout, expected)?;
         self.note(difference);
-        Ok((Inputs { topk_weights }, layout))
+        Ok((topk_weights, layout))
     }
 
     /// Compares a layout.
@@ -495,20 +505,19 @@ impl Rank {
         case: &Case,
         plan: &Plan,
         handle: &DispatchHandle,
-        place: Option<&Place>,
         combine: Combine<'_>,
     ) -> Result<()> {
-        let Combine { what, turn, dtype, columns, given, weights } = combine;
+        let Combine { what, turn, dtype, columns, place, weights } = combine;
         let count = plan.recv_src.len() as u64;
         let (tensor, pool);
-        let request = match (given, place) {
-            (Given::Pool, Some(place)) => {
+        let request = match place {
+            Some(place) => {
                 self.poison(place.combine_rows(dtype, self.buffer.capacity(), columns)?.tensor())?;
                 pool = place.combine_rows(dtype, count, columns)?;
                 self.write_returned(case, turn, &plan.recv_src, pool.tensor())?;
                 CombineRequest::new(&pool, handle)
             }
-            _ => {
+            None => {
                 tensor = Tensor::alloc(self.device(), dtype, &[count, columns])?;
                 self.write_returned(case, turn, &plan.recv_src, &tensor)?;
                 CombineRequest::new(&tensor, handle)
@@ -517,8 +526,7 @@ impl Rank {
         let request = weights.iter().fold(request, |request, (given, _)| request.topk_weights(given));
         let output = self.combine(request)?;
         // A rank without tokens reads nothing below, and the inputs must outlive the kernels.
-        self.stream.synchronize()?;
-        self.buffer.check()?;
+        self.outcome()?;
         let sums = self.compare_sums(case, turn, dtype, columns, &output.combined_x)?;
         let summed = compare_weights(self, case, weights.map(|(_, summed)| summed), &output)?;
         self.note(sums.or(summed).map(|difference| format!("{what}: {difference}")));
@@ -579,36 +587,16 @@ impl Rank {
 
     /// Memory of a trip that the next one is likely to get again.
     fn spoilable(&self, layout: &DispatchLayout, handle: &DispatchHandle) -> Result<Vec<Tensor<'static>>> {
-        let mut tensors = vec![
+        let mut tensors: Vec<Tensor<'static>> = vec![
             layout.is_token_in_rank(),
             layout.num_tokens_per_rank().into(),
             layout.num_tokens_per_expert().into(),
-            handle.send_head().into(),
-            handle.num_recv_tokens_per_expert().into(),
         ];
         tensors.extend(layout.num_tokens_per_rdma_rank().map(Tensor::from));
-        if let Some(handle) = handle.intranode() {
-            tensors.extend(
-                [
-                    handle.rank_prefix_matrix(),
-                    handle.channel_prefix_matrix(),
-                    handle.recv_channel_prefix_matrix(),
-                ]
-                .map(Tensor::from),
-            );
-        }
-        if let Some(handle) = handle.internode() {
-            tensors.extend(
-                [
-                    handle.rdma_channel_prefix_matrix(),
-                    handle.recv_rdma_channel_prefix_matrix(),
-                    handle.recv_rdma_rank_prefix_sum(),
-                    handle.recv_gbl_channel_prefix_matrix(),
-                    handle.send_rdma_head(),
-                ]
-                .map(Tensor::from),
-            );
-        }
+        let tables = compare::tables(handle);
+        // The count is a word of the plan's header.
+        let tables = tables.into_iter().filter(|(name, _)| *name != "num_recv_tokens");
+        tensors.extend(tables.map(|(_, table)| Tensor::from(table)));
         Ok(tensors)
     }
 }
@@ -636,13 +624,13 @@ pub fn compare_weights(
 
 fn request<'a>(
     case: &Case,
-    inputs: &'a Inputs,
+    topk_weights: &'a TypedTensor<'a, f32>,
     layout: &'a DispatchLayout<'a>,
     x: &'a Tensor<'a>,
     x_scales: Option<&'a TypedTensor<'a, f32>>,
     counts: Counts,
 ) -> DispatchRequest<'a> {
-    let request = DispatchRequest::new(x, layout).topk_weights(&inputs.topk_weights);
+    let request = DispatchRequest::new(x, layout).topk_weights(topk_weights);
     let request = request.expert_alignment(case.expert_alignment).counts(counts);
     x_scales.into_iter().fold(request, DispatchRequest::scales)
 }
@@ -672,9 +660,9 @@ mod tests {
             rank.check(rank.failures.is_empty(), "the round trip itself is right");
             let expected = rank.expect(&case);
             let sources = expected.plan.recv_src.clone();
-            let (inputs, layout) = rank.lay_out(&case, &expected)?;
+            let (topk_weights, layout) = rank.lay_out(&case, &expected)?;
             let (x, scales) = rank.payload(&case, 0)?;
-            let request = request(&case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact);
+            let request = request(&case, &topk_weights, &layout, &x, scales.as_ref(), Counts::Exact);
             let mut place = rank.place()?;
             let output = rank.dispatch(&mut place, request)?;
             let sound = std::mem::take(&mut rank.failures);

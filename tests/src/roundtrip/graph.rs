@@ -9,7 +9,14 @@ use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 
 use super::case::Case;
 use super::check::{DeviceScales, Expected, compare_weights};
+use super::{Cases, Replays};
 use crate::harness::Rank;
+use crate::oracle::Style;
+
+/// Case numbers of replays start past those of other round trips.
+const FIRST_CASE: u64 = 1 << 32;
+/// An argument of the dispatch, so a graph has one.
+const ALIGNMENT: u32 = 4;
 
 /// Inputs of a graph: at fixed addresses, rewritten between replays.
 struct Inputs {
@@ -27,22 +34,15 @@ struct Trip {
 }
 
 impl Rank {
-    /// Captures layout, dispatch and combine in a graph and replays it `replays` times. `case`
-    /// gives the case of a replay. All have one size and one alignment, which are arguments of the
-    /// graph. The outputs of a replay are compared with the oracle, and so are those of the same
-    /// calls without the graph right behind it. `step` is called after each. Returns the number of
-    /// verified replays, and of the rows that those received.
-    ///
-    /// Differences are noted.
-    ///
-    /// # Errors
-    /// Errors of the operations.
-    pub fn replay_graph(
-        &mut self,
-        case: impl Fn(u64) -> Case,
-        replays: u64,
-        step: impl Fn(),
-    ) -> Result<(u64, u64)> {
+    /// Captures layout, dispatch and combine in a graph and replays it `replays` times, each with
+    /// another routing and other rows. All have one size and one alignment, which are arguments of
+    /// the graph. The outputs of a replay are compared with the oracle, and so are those of the
+    /// same calls without the graph right behind it. `step` is called after each.
+    pub(super) fn replay_graph(&mut self, cases: &Cases, replays: u64, step: impl Fn()) -> Result<Replays> {
+        let case = |replay: u64| {
+            let style = Style::ALL[replay as usize % Style::ALL.len()];
+            Case { expert_alignment: ALIGNMENT, ..Case::full_size(cases, FIRST_CASE + replay, style) }
+        };
         let first = case(0);
         let inputs = self.graph_inputs(&first)?;
         let mut place = self.place()?;
@@ -50,7 +50,7 @@ impl Rank {
             |buffer: &mut Buffer, order: StreamOrder<'_>| enqueue(buffer, &mut place, order, &first, &inputs);
         let recorded = self.buffer.capture(&self.stream, work)?;
 
-        let (mut verified, mut rows) = (0, 0);
+        let mut found = Replays::default();
         for replay in 0..replays {
             let case = case(replay);
             let fresh = self.graph_inputs(&case)?;
@@ -73,11 +73,11 @@ impl Rank {
             let eager = enqueue(&mut self.buffer, &mut place, order, &case, &inputs)?;
             let what = format!("the same calls without a graph, behind replay {replay}");
             self.verify(&case, 2 * replay + 1, &expected, &place, &eager, &what)?;
-            verified += 1;
-            rows += u64::from(expected.plan.num_recv_tokens);
+            found.verified += 1;
+            found.rows += u64::from(expected.plan.num_recv_tokens);
             step();
         }
-        Ok((verified, rows))
+        Ok(found)
     }
 
     /// This rank's inputs of a case, on the device.

@@ -20,7 +20,7 @@ use epoxide_bench::figures::{self, Figures};
 use epoxide_bench::results::{Key, Phase, PhaseName, Point, Results, Way, WayResult};
 
 use super::{Args, Axis, Choice, What, check_path};
-use crate::stop::{Result, Stop};
+use crate::error::{CommandError, Result};
 
 /// The text of every drawing: DejaVu Sans, cut down to the characters that are used
 /// (font/README.md).
@@ -182,7 +182,7 @@ pub fn run(args: &Args) -> Result<()> {
     if let [path] = &args.files[..] {
         let text = read_text_file(path, JSON);
         let figures = text.map_err(|error| error.to_string()).and_then(|text| Figures::of_text(&text));
-        let wrong = |why: String| Stop::usage(format!("{}: {why}", path.display()));
+        let wrong = |why: String| CommandError::usage(format!("{}: {why}", path.display()));
         if let Some(figures) = figures.map_err(wrong)? {
             check_path(&args.out)?;
             return Drawing::of_figures(&figures).map_err(wrong)?.save(&args.out);
@@ -213,7 +213,7 @@ pub fn draw_points(points: &[Point], path: &Path) -> Result<()> {
 /// Draws files to a file.
 pub fn draw(files: &[File], choice: &Choice, path: &Path) -> Result<()> {
     check_path(path)?;
-    let drawing = Drawing::new(files, choice).map_err(|why| Stop::usage(format!("plot: {why}")))?;
+    let drawing = Drawing::new(files, choice).map_err(|why| CommandError::usage(format!("plot: {why}")))?;
     drawing.save(path)
 }
 
@@ -848,7 +848,7 @@ impl Drawing {
     fn save(&self, path: &Path) -> Result<()> {
         register();
         let size = self.size();
-        let broken = |why: String| Stop::failed(format!("{}: {why}", path.display()));
+        let broken = |why: String| CommandError::failed(format!("{}: {why}", path.display()));
         match path.extension().is_some_and(|extension| extension == "svg") {
             true => self.paint(&SVGBackend::new(path, size).into_drawing_area()),
             false => self.paint(&BitMapBackend::new(path, size).into_drawing_area()),

@@ -1,0 +1,103 @@
+//! Why a command ends before its work is done.
+
+use epoxide::Error;
+use serde::{Deserialize, Serialize};
+
+/// `Result` with [`CommandError`].
+pub type Result<T, E = CommandError> = std::result::Result<T, E>;
+
+/// A check failed.
+pub const FAILED: u8 = 1;
+/// Bad usage.
+pub const USAGE: u8 = 2;
+/// This machine lacks what was asked for.
+pub const SKIPPED: u8 = 77;
+
+/// Why a command ends, and with which exit code.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CommandError {
+    /// The exit code.
+    pub code: u8,
+    /// One line with the error and the remedy; `None` if another process prints it.
+    pub message: Option<String>,
+    /// It follows from another rank's trouble, which is the one to report if that is known.
+    pub consequence: bool,
+    /// Every rank of the group ends for this reason, so that one of them can print it for all.
+    pub agreed: bool,
+}
+
+impl CommandError {
+    fn new(code: u8, message: impl Into<String>) -> CommandError {
+        CommandError { code, message: Some(message.into()), consequence: false, agreed: false }
+    }
+
+    /// A check failed, or something broke.
+    pub fn failed(message: impl Into<String>) -> CommandError {
+        CommandError::new(FAILED, message)
+    }
+
+    /// The command line or the input is wrong.
+    pub fn usage(message: impl Into<String>) -> CommandError {
+        CommandError::new(USAGE, message)
+    }
+
+    /// `command` needs a feature of this package that is off: bad usage, with the command line that
+    /// builds it in.
+    #[cfg(not(all(feature = "plots", feature = "manual")))]
+    pub fn without_feature(command: &str, feature: &str) -> CommandError {
+        let remedy = format!("`cargo run --release --features {feature} -- {command} ..` builds it in");
+        CommandError::usage(format!(
+            "{command}: this program was built without the feature {feature}; {remedy}"
+        ))
+    }
+
+    /// This machine lacks what was asked for.
+    pub fn skipped(message: impl Into<String>) -> CommandError {
+        CommandError::new(SKIPPED, format!("skipped: {}", message.into()))
+    }
+
+    /// An exit code whose reason has been said.
+    pub fn said(code: u8) -> CommandError {
+        CommandError { message: None, ..CommandError::new(code, "") }
+    }
+
+    /// The message, with the rank it comes from.
+    pub fn on_rank(mut self, rank: u32) -> CommandError {
+        self.message = self.message.map(|message| format!("rank {rank}: {message}"));
+        self
+    }
+}
+
+impl From<Error> for CommandError {
+    fn from(error: Error) -> CommandError {
+        let message = error.to_string();
+        match error {
+            Error::Argument { .. }
+            | Error::Shape { .. }
+            | Error::DType { .. }
+            | Error::Capacity { .. }
+            | Error::Mismatch { .. } => CommandError::usage(message),
+            Error::Unavailable { .. } => CommandError::skipped(message),
+            // On a virtual GPU a slow machine looks like a peer that hangs.
+            Error::PeerTimeout { .. } => CommandError {
+                consequence: true,
+                ..CommandError::failed(format!("{message}; if it is only slow, raise --timeout"))
+            },
+            // The launcher, or the rank that failed, reports why the group was given up.
+            Error::GivenUp { .. } => CommandError { consequence: true, ..CommandError::said(FAILED) },
+            Error::Store { .. } => CommandError { consequence: true, ..CommandError::failed(message) },
+            _ => CommandError::failed(message),
+        }
+    }
+}
+
+impl From<epoxide_bench::Error> for CommandError {
+    fn from(error: epoxide_bench::Error) -> CommandError {
+        match error {
+            epoxide_bench::Error::Usage(message) => CommandError::usage(message),
+            epoxide_bench::Error::DoesNotFit(message) => CommandError::skipped(message),
+            epoxide_bench::Error::Failed(message) => CommandError::failed(message),
+            epoxide_bench::Error::Operation(error) => CommandError::from(error),
+        }
+    }
+}
