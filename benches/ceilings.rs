@@ -59,8 +59,13 @@ fn run(wanted: Option<u32>) -> Result<()> {
 /// (push, pull) in GB/s by number of blocks.
 fn measure(device: Device, group: &dyn ProcessGroup, row_bytes: u32) -> Result<Vec<[f64; 2]>> {
     let stream = Stream::new(&device)?;
-    let shape =
-        Shape { max_tokens_per_rank: ROWS, max_row_bytes: row_bytes as u64, max_topk: 1, max_scales: 0 };
+    let shape = Shape {
+        max_tokens: ROWS,
+        hidden: row_bytes as u64 / 2,
+        dtype: DType::Bf16,
+        max_topk: 1,
+        max_scales: 0,
+    };
     let buffer = Buffer::new(device.clone(), group, Options::new(shape))?;
     let limit = device.info().max_shared_bytes_per_block;
     let mut results = Vec::new();

@@ -134,8 +134,9 @@ impl Layer {
         buffer: impl FnOnce(throughput::Shape) -> Result<Buffer>,
     ) -> Result<Layer> {
         let buffer = buffer(throughput::Shape {
-            max_tokens_per_rank: TOKENS as u32,
-            max_row_bytes: HIDDEN as u64 * 2,
+            max_tokens: TOKENS as u32,
+            hidden: HIDDEN as u64,
+            dtype: DType::Bf16,
             max_topk: TOPK as u32,
             max_scales: 0,
         })?;

@@ -43,8 +43,9 @@ pub(crate) fn measure(
     let stream = Stream::new(device)?;
     let topology = plan.topology;
     let mut options = Options::new(Shape {
-        max_tokens_per_rank: plan.tokens,
-        max_row_bytes: plan.combine_row_bytes(),
+        max_tokens: plan.tokens,
+        hidden: plan.hidden,
+        dtype: DType::Bf16,
         max_topk: plan.topk,
         max_scales: plan.num_scales() as u32,
     })

@@ -5,7 +5,7 @@ use std::time::Duration;
 use epoxide::driver::Stream;
 use epoxide::group::run_threads;
 use epoxide::throughput::{Buffer, Options, Shape};
-use epoxide::{StreamOrder, TypedTensor};
+use epoxide::{DType, StreamOrder, TypedTensor};
 use epoxide_gpu::layout::FEW_RANKS;
 use epoxide_testing::compare;
 use epoxide_testing::oracle::{self, Routing};
@@ -124,7 +124,8 @@ fn check_virtual_gpu() -> Result<String> {
             let device = open_device(DeviceKind::Virtual, 0)?;
             let name = device.info().name.clone();
             let stream = Stream::new(&device)?;
-            let shape = Shape { max_tokens_per_rank: 4, max_row_bytes: 16, max_topk: 2, max_scales: 0 };
+            let shape =
+                Shape { max_tokens: 4, hidden: 8, dtype: DType::Bf16, max_topk: 2, max_scales: 0 };
             let options = Options::new(shape).timeout(TIMEOUT);
             let mut buffer = Buffer::new(device, &*group, options)?;
             let shape = [u64::from(routing.num_tokens(0)), u64::from(routing.num_topk)];

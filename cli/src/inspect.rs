@@ -163,11 +163,12 @@ fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
     check_experts(experts, ranks).map_err(CommandError::usage)?;
     let selections = parse(args, name, text)?;
     let most = selections.ranks.iter().map(Vec::len).max().unwrap_or(0);
-    let max_tokens_per_rank = u32::try_from(most)
+    let max_tokens = u32::try_from(most)
         .map_err(|_| CommandError::usage(format!("--topk {name}: {most} tokens on one rank are too many")))?;
     let shape = Shape {
-        max_tokens_per_rank,
-        max_row_bytes: HIDDEN * DType::Bf16.size(),
+        max_tokens,
+        hidden: HIDDEN,
+        dtype: DType::Bf16,
         max_topk: selections.num_topk as u32,
         max_scales: 0,
     };

@@ -457,8 +457,9 @@ impl Settings {
     /// Options of a buffer that can dispatch these rows and combine rows of bf16.
     pub fn buffer_options(&self) -> Options {
         let shape = Shape {
-            max_tokens_per_rank: self.tokens,
-            max_row_bytes: self.hidden * DType::Bf16.size(),
+            max_tokens: self.tokens,
+            hidden: self.hidden,
+            dtype: DType::Bf16,
             max_topk: self.topk,
             max_scales: self.dtype.num_scales(self.hidden) as u32,
         };
@@ -587,7 +588,7 @@ mod tests {
         assert_eq!((settings.tokens, settings.hidden, settings.experts, settings.topk), (0, 48, 64, 8));
         assert_eq!((settings.seed, settings.config.num_channels()), (17, 3));
         let shape = fields(&mut settings.buffer_options()).shape;
-        assert_eq!((shape.max_row_bytes, shape.max_scales), (96, 1));
+        assert_eq!((shape.max_row_bytes(), shape.max_scales), (96, 1));
     }
 
     #[test]

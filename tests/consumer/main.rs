@@ -12,7 +12,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let received = run_threads(2, Duration::from_secs(60), |rank, group| {
         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
         let stream = Stream::new(&device)?;
-        let shape = Shape { max_tokens_per_rank: 1, max_row_bytes: 16, max_topk: 1, max_scales: 0 };
+        let shape = Shape { max_tokens: 1, hidden: 4, dtype: DType::I32, max_topk: 1, max_scales: 0 };
         let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
         // The token of each rank goes to the other one.
         let x = Tensor::from_host(&stream, DType::I32, &[1, 4], &[rank as i32; 4])?;

@@ -129,17 +129,17 @@ fn ranks_must_make_equal_buffers(spread: Spread) {
     let says = |rank: u32| {
         let (peer, ours, theirs) = if rank == 2 { (0, 128, 64) } else { (2, 64, 128) };
         format!(
-            "rank {rank} and rank {peer} disagree on max_row_bytes: {ours} here, {theirs} there; collective calls need the same \
+            "rank {rank} and rank {peer} disagree on hidden: {ours} here, {theirs} there; collective calls need the same \
              on every rank"
         )
     };
-    let errors = odd(|fields| fields.shape.max_row_bytes = 128);
+    let errors = odd(|fields| fields.shape.hidden = 64);
     assert_eq!(errors, (0..ranks).map(says).collect::<Vec<_>>());
     type Odd = (fn(&mut Fields), &'static str);
     let anywhere: [Odd; 5] = [
         (|fields| fields.shape.max_topk = 3, "max_topk"),
         (|fields| fields.shape.max_scales = 1, "max_scales"),
-        (|fields| fields.shape.max_tokens_per_rank = 6, "rows of a place in the pool"),
+        (|fields| fields.shape.max_tokens = 6, "rows of a place in the pool"),
         (|fields| fields.places = 2, "places"),
         (|fields| fields.config.num_sms += 2, "num_sms"),
     ];

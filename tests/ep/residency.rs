@@ -61,8 +61,9 @@ fn throughput_rounds(rank: u32, group: &Arc<dyn ProcessGroup>, spread: Option<Tr
     let (device, ranks) = (device(rank)?, group.size());
     let stream = Stream::new(&device)?;
     let shape = Shape {
-        max_tokens_per_rank: TOKENS as u32,
-        max_row_bytes: HIDDEN * 2,
+        max_tokens: TOKENS as u32,
+        hidden: HIDDEN,
+        dtype: DType::Bf16,
         max_topk: ranks,
         max_scales: 0,
     };

@@ -180,8 +180,13 @@ impl Setup {
     /// Small devices, `num_channels` channels, and buffers for up to `tokens` tokens of `row_bytes`
     /// bytes per rank with 8 entries and no scales.
     pub fn new(ranks: u32, num_channels: u32, tokens: u32, row_bytes: u64) -> Setup {
-        let shape =
-            Shape { max_tokens_per_rank: tokens, max_row_bytes: row_bytes, max_topk: 8, max_scales: 0 };
+        let shape = Shape {
+            max_tokens: tokens,
+            hidden: row_bytes / 2,
+            dtype: DType::Bf16,
+            max_topk: 8,
+            max_scales: 0,
+        };
         let config = Config::with_sms(2 * num_channels).expect("an even number of SMs");
         let options = Options::new(shape).config(config);
         let device = VirtConfig { sm_count: 2, ..VirtConfig::default() };

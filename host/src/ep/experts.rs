@@ -296,7 +296,7 @@ fn gcd(a: u64, b: u64) -> u64 {
 ///     # let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
 ///     # let stream = Stream::new(&device)?;
 ///     # let order = StreamOrder::on(&stream);
-///     # let shape = Shape { max_tokens_per_rank: 2, max_row_bytes: 128, max_topk: 1, max_scales: 0 };
+///     # let shape = Shape { max_tokens: 2, hidden: 64, dtype: DType::Bf16, max_topk: 1, max_scales: 0 };
 ///     # let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
 ///     # let mut place = buffer.place(0)?;
 ///     // Three experts, of which rank 0 has two and rank 1 one.

@@ -232,7 +232,7 @@ fn wire_memory_that_is_too_small_is_an_error_on_every_rank_and_says_how_much_is_
         let request = DispatchRequest::new(&x, &layout);
         let mut place = rank.place()?;
         let error = rank.dispatch(&mut place, request).expect_err("5 tokens for one slot");
-        let parts = ["wire memory: needs 5 slots for each node, has 1", "max_tokens_per_rank >= 5"];
+        let parts = ["wire memory: needs 5 slots for each node, has 1", "max_tokens >= 5"];
         assert_names(&error, &parts);
         let handle = rank.dispatch(&mut place, request.counts(rank.on_device()))?.handle;
         refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);

@@ -195,10 +195,10 @@ fn optional_arguments_go_together() {
 fn inputs_beyond_the_buffer_are_named_with_the_option() {
     then_dispatch(setup().max_topk(2).max_scales(3), |rank, valid, place| {
         let x = tensor(rank, DType::Bf16, &[TOKENS, 40]);
-        let parts = ["hidden: needs 80 bytes, has 64 bytes", "max_row_bytes >= 80"];
+        let parts = ["hidden: needs 80 bytes, has 64 bytes", "hidden * dtype.size() >= 80"];
         refused(rank.dispatch(place, valid.request_of(&x)), &parts);
         let too_many = rank.upload_typed(2, &vec![vec![0i64, 3]; TOKENS as usize + 1])?;
-        let parts = ["num_tokens: needs 6 tokens, has 5 tokens", "max_tokens_per_rank >= 6"];
+        let parts = ["num_tokens: needs 6 tokens, has 5 tokens", "max_tokens >= 6"];
         refused(rank.layout(&too_many, EXPERTS), &parts);
         let x = tensor(rank, DType::Fp8E4m3, &[TOKENS, 16]);
         let scales = typed::<f32>(rank, &[TOKENS, 4]);
@@ -231,12 +231,12 @@ fn buffer_options_are_checked() {
     };
     let shape = |change: &dyn Fn(&mut Shape)| make(&|setup| change(&mut setup.fields().shape));
     let tuning = |change: &dyn Fn(&mut Tuning)| make(&|setup| change(&mut setup.fields().tuning));
-    assert_names(&shape(&|s| s.max_row_bytes = 24), &["hidden = 24 bytes per row", "multiple of 16 bytes"]);
-    assert_names(&shape(&|s| s.max_row_bytes = 0), &["hidden = 0 bytes per row", "positive"]);
+    assert_names(&shape(&|s| s.hidden = 12), &["hidden = 24 bytes per row", "multiple of 16 bytes"]);
+    assert_names(&shape(&|s| s.hidden = 0), &["hidden = 0 bytes per row", "positive"]);
     assert_names(&shape(&|s| s.max_topk = 0), &["num_topk = 0", "1 to 32"]);
     assert_names(&shape(&|s| s.max_topk = 33), &["num_topk = 33", "1 to 32"]);
-    let parts = ["max_tokens_per_rank = 4294967295", "8589934590 rows for 2 ranks", "31 bits"];
-    assert_names(&shape(&|s| s.max_tokens_per_rank = u32::MAX), &parts);
+    let parts = ["max_tokens = 4294967295", "8589934590 rows for 2 ranks", "31 bits"];
+    assert_names(&shape(&|s| s.max_tokens = u32::MAX), &parts);
     let none = Config { num_sms: 0, ..Config::default() };
     assert_names(&make(&|setup| setup.fields().config = none), &["num_sms = 0", "0 channels"]);
     let many = Config { num_sms: 1000, ..Config::default() };
@@ -283,7 +283,7 @@ fn bytes_for_one_row(setup: &Setup) -> u64 {
 
 /// A row in the receive pool and in the combine pool, with its metadata.
 fn bytes_per_row(shape: &Shape) -> u64 {
-    2 * shape.max_row_bytes.next_multiple_of(128) + u64::from(shape.max_topk) * (8 + 4 + 4) + 4
+    2 * shape.max_row_bytes().next_multiple_of(128) + u64::from(shape.max_topk) * (8 + 4 + 4) + 4
 }
 
 #[test]
@@ -328,7 +328,7 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
             let have = if counts == (Counts::OnDevice { capacity: 5 }) { 5 } else { 8 };
             let parts =
                 [format!("needs {sent} rows, has {have} rows"), format!("rank 1 would receive {sent} rows")];
-            assert_names(&error, &[&parts[0], &parts[1], "max_tokens_per_rank >= 6"]);
+            assert_names(&error, &[&parts[0], &parts[1], "max_tokens >= 6"]);
             if counts == Counts::Exact {
                 let text = error.to_string();
                 let bytes = text.split("num_nvl_bytes >= ").nth(1).expect("the error says how many bytes");

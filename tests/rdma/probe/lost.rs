@@ -126,8 +126,9 @@ impl Nodes {
         let stream = Stream::new(&device)?;
         let (own, size) = (group.rank(), group.size());
         let shape = Shape {
-            max_tokens_per_rank: TOKENS as u32,
-            max_row_bytes: HIDDEN * 2,
+            max_tokens: TOKENS as u32,
+            hidden: HIDDEN,
+            dtype: DType::Bf16,
             max_topk: size,
             max_scales: 0,
         };

@@ -54,7 +54,7 @@ impl<'a> StreamOrder<'a> {
     /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
     /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
     /// let stream = Stream::new(&device)?;
-    /// #     let shape = Shape { max_tokens_per_rank: 2, max_row_bytes: 64, max_topk: 1, max_scales: 0 };
+    /// #     let shape = Shape { max_tokens: 2, hidden: 32, dtype: DType::Bf16, max_topk: 1, max_scales: 0 };
     /// #     let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
     /// #     let mut place = buffer.place(0)?;
     /// #     let x = Tensor::from_host(&stream, DType::F32, &[2, 16], &[rank as f32; 32])?;

@@ -204,7 +204,7 @@ impl Buffer {
             Counts::Exact => self.capacity(),
             Counts::OnDevice { capacity } => capacity,
         };
-        let option = "max_tokens_per_rank * num_ranks";
+        let option = "max_tokens * num_ranks";
         check_fits(("capacity", "rows"), capacity, self.capacity(), option)?;
 
         let local_experts = layout.num_experts / self.core.topology().ranks();

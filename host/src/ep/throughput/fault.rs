@@ -126,7 +126,7 @@ impl Plans {
         if status == PlanStatus::Slots as u32 {
             let needed = header.detail as u64;
             let remedy = format!(
-                "rank {} has {needed} tokens for one node: create the buffer with max_tokens_per_rank >= {needed}, and with \
+                "rank {} has {needed} tokens for one node: create the buffer with max_tokens >= {needed}, and with \
                  num_rdma_bytes >= {} or none",
                 header.peer,
                 wire_bytes(&limits.shape, self.faults.topology(), needed)
@@ -142,7 +142,7 @@ impl Plans {
                 format!("create the buffer with rows_by_expert >= {needed}")
             } else {
                 format!(
-                    "create the buffer with max_tokens_per_rank >= {} or with num_nvl_bytes >= {}",
+                    "create the buffer with max_tokens >= {} or with num_nvl_bytes >= {}",
                     needed.div_ceil(self.faults.topology().ranks() as u64),
                     pool_bytes(&limits.shape, self.faults.topology(), limits.places, needed)
                 )

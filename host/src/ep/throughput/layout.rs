@@ -150,7 +150,7 @@ impl Buffer {
     /// # Errors
     /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule, [`Error::Capacity`]
     /// where there are more tokens than
-    /// [`Shape::max_tokens_per_rank`](super::Shape::max_tokens_per_rank). An id that is out of
+    /// [`Shape::max_tokens`](super::Shape::max_tokens). An id that is out of
     /// range shows in [`DispatchLayout::validate`], and as an error of the dispatch on every rank.
     pub fn get_dispatch_layout<'a>(
         &mut self,

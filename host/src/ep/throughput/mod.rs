@@ -98,7 +98,7 @@ const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 ///     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
 ///     let stream = Stream::new(&device)?;
 ///     let order = StreamOrder::on(&stream);
-///     let shape = Shape { max_tokens_per_rank: 3, max_row_bytes: 32, max_topk: 1, max_scales: 0 };
+///     let shape = Shape { max_tokens: 3, hidden: 16, dtype: DType::Bf16, max_topk: 1, max_scales: 0 };
 ///     let mut buffer = Buffer::new(device, &*group, Options::new(shape).places(2))?;
 ///     let (mut first, mut second) = (buffer.place(0)?, buffer.place(1)?);
 ///
@@ -172,7 +172,7 @@ impl Buffer {
             [Some(&layouts), joined_layouts.as_ref()].map(|of| of.map_or(0, |layouts| layouts[0].rows));
         agree(group, nodes, rows, &wire_layout, &options)?;
 
-        let largest = options.shape.max_row_bytes;
+        let largest = options.shape.max_row_bytes();
         let row_bytes = RowBytes { recv: largest, combine: largest };
         let of = |topology| joined_layouts.as_ref().filter(|_| Some(topology) == joined).unwrap_or(&layouts);
         let alloc = |topology: Topology| {
@@ -196,7 +196,7 @@ impl Buffer {
         let topology = pools.topology();
         let layouts = of(topology);
 
-        let (max_tokens, timeout) = (options.shape.max_tokens_per_rank, options.timeout);
+        let (max_tokens, timeout) = (options.shape.max_tokens, options.timeout);
         let mut core = Core::new(&device, rank, pools, timeout, max_tokens, Box::new(Calls))?;
         let (addresses, comm_stream) = (core.pool_addresses(), core.stream());
         let (tables, (pools, local)) = laid_out(&device, "peer table", |pieces| {
@@ -306,8 +306,8 @@ impl Buffer {
         let most = (1 << 30) / u64::from(entries);
         match u32::try_from(tokens) {
             Ok(fits) if tokens <= most => {
-                let have = self.options.shape.max_tokens_per_rank;
-                check_fits(("num_tokens", "tokens"), tokens, have.into(), "max_tokens_per_rank")?;
+                let have = self.options.shape.max_tokens;
+                check_fits(("num_tokens", "tokens"), tokens, have.into(), "max_tokens")?;
                 Ok(fits)
             }
             _ => Err(Error::argument("num_tokens", tokens, format!("must be at most {most}"))),
@@ -335,7 +335,12 @@ impl Buffer {
     }
 
     fn check_row_capacity(&self, row_bytes: u64) -> Result<()> {
-        check_fits(("hidden", "bytes"), row_bytes, self.options.shape.max_row_bytes, "max_row_bytes")
+        check_fits(
+            ("hidden", "bytes"),
+            row_bytes,
+            self.options.shape.max_row_bytes(),
+            "hidden * dtype.size()",
+        )
     }
 
     /// [`Core::run`]; an asynchronous call's event reports the buffer's faults.
@@ -419,7 +424,8 @@ fn agree(
         ("places", options.places.to_string()),
         ("rows_by_expert", format!("{:?}", options.rows_by_expert)),
         ("slots of wire memory", wire.slots.to_string()),
-        ("max_row_bytes", options.shape.max_row_bytes.to_string()),
+        ("hidden", options.shape.hidden.to_string()),
+        ("dtype", options.shape.dtype.to_string()),
         ("max_topk", options.shape.max_topk.to_string()),
         ("max_scales", options.shape.max_scales.to_string()),
         ("num_sms", config.num_sms.to_string()),

@@ -6,6 +6,7 @@ use std::time::Duration;
 use epoxide_gpu::kernels::MAX_SLOT_BYTES;
 
 use super::config::Config;
+use crate::ep::DType;
 use crate::ep::core::option_methods;
 use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
@@ -15,9 +16,11 @@ use crate::transport::{TransportKind, TransportOptions};
 pub struct Shape {
     /// Most tokens that any rank sends: a layout of more is refused. A pool has room for this many
     /// from every rank.
-    pub max_tokens_per_rank: u32,
-    /// Largest row in bytes: hidden times element size.
-    pub max_row_bytes: u64,
+    pub max_tokens: u32,
+    /// Elements of a row.
+    pub hidden: u64,
+    /// The largest type of elements: rows of smaller ones fit too.
+    pub dtype: DType,
     /// Most top-k entries per token, 1 to 32.
     pub max_topk: u32,
     /// Most scales per token; 0 where none are used.
@@ -25,18 +28,23 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// Bytes of the largest row.
+    pub fn max_row_bytes(&self) -> u64 {
+        self.hidden.saturating_mul(self.dtype.size())
+    }
+
     /// Most rows by expert that a rank can receive: the argument of [`Options::rows_by_expert`] for
     /// the worst case. The rank has `local_experts` experts and receives from `num_ranks` ranks,
     /// itself included. Segments are aligned to `alignment`.
     ///
     /// ```
     /// # use epoxide::throughput::Shape;
-    /// let shape = Shape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
+    /// let shape = Shape { max_tokens: 4096, hidden: 7168, dtype: DType::Bf16, max_topk: 8, max_scales: 0 };
     /// assert_eq!(shape.most_rows_by_expert(2, 128, 64), 2 * 4096 * 8 + 128 * 63);
     /// ```
     pub fn most_rows_by_expert(&self, num_ranks: u32, local_experts: u32, alignment: u32) -> u64 {
         // An entry is a row, whether or not entries of a token are of different experts.
-        let rows = u64::from(self.max_tokens_per_rank) * u64::from(num_ranks) * u64::from(self.max_topk);
+        let rows = u64::from(self.max_tokens) * u64::from(num_ranks) * u64::from(self.max_topk);
         let padded = u64::from(local_experts).min(rows);
         rows + padded * u64::from(alignment.saturating_sub(1))
     }
@@ -124,7 +132,7 @@ impl Options {
         self
     }
 
-    /// Bytes to spend on wire memory instead of slots for `max_tokens_per_rank` tokens to each
+    /// Bytes to spend on wire memory instead of slots for `max_tokens` tokens to each
     /// node. A dispatch that needs more is an error on every rank, before any row moves. See
     /// [`Config::rdma_buffer_size_hint`].
     pub fn num_rdma_bytes(mut self, bytes: u64) -> Self {

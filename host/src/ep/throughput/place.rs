@@ -77,7 +77,7 @@ impl PlaceState<Room> {
     ) -> Result<PoolRows<'p>> {
         let row_bytes = hidden.saturating_mul(dtype.size());
         if row_bytes > self.room().max_row_bytes {
-            let remedy = format!("create the buffer with max_row_bytes >= {row_bytes}");
+            let remedy = format!("create the buffer with hidden * dtype.size() >= {row_bytes}");
             let (what, have) = (("hidden", "bytes"), self.room().max_row_bytes);
             return Err(Error::capacity(what, row_bytes, have, remedy, Scope::ThisRank));
         }

@@ -30,7 +30,7 @@ fn fixed_bytes(topology: Topology) -> u64 {
 /// Bytes that one row takes in all regions of a place together, their alignment aside.
 fn bytes_per_row(shape: &Shape, topology: Topology) -> u64 {
     let (topk, scales) = (shape.max_topk as u64, shape.max_scales as u64);
-    2 * row_stride(shape.max_row_bytes) + scales * 4 + topk * (8 + 4 + 4) + 4 + meta_bytes(topology)
+    2 * row_stride(shape.max_row_bytes()) + scales * 4 + topk * (8 + 4 + 4) + 4 + meta_bytes(topology)
 }
 
 /// Regions of a place that each may lose up to one alignment.
@@ -52,17 +52,17 @@ pub fn pool_layouts(
     limit: Option<u64>,
 ) -> Result<Vec<PoolLayout>> {
     check_count(places)?;
-    if shape.max_row_bytes == 0 || !shape.max_row_bytes.is_multiple_of(16) {
+    if shape.max_row_bytes() == 0 || !shape.max_row_bytes().is_multiple_of(16) {
         return Err(Error::argument(
             "hidden",
-            format!("{} bytes per row", shape.max_row_bytes),
+            format!("{} bytes per row", shape.max_row_bytes()),
             "hidden * element size must be a positive multiple of 16 bytes",
         ));
     }
     if shape.max_topk == 0 || shape.max_topk > MAX_TOPK {
         return Err(Error::argument("num_topk", shape.max_topk, format!("must be 1 to {MAX_TOPK}")));
     }
-    let wanted = shape.max_tokens_per_rank as u64 * topology.ranks() as u64;
+    let wanted = shape.max_tokens as u64 * topology.ranks() as u64;
     let wanted = wanted.max(by_expert.unwrap_or(0));
     let rows = match limit {
         None => wanted,
@@ -88,8 +88,8 @@ pub fn pool_layouts(
     }
     if rows > i32::MAX as u64 {
         return Err(Error::argument(
-            "max_tokens_per_rank",
-            shape.max_tokens_per_rank,
+            "max_tokens",
+            shape.max_tokens,
             format!("{wanted} rows for {} ranks do not fit in 31 bits", topology.ranks()),
         ));
     }
@@ -97,7 +97,7 @@ pub fn pool_layouts(
     let mut offsets = Offsets::default();
     offsets.take(size_of::<Control>() as u64);
     let mut reserve = |bytes| offsets.take(bytes);
-    let (topk, stride) = (shape.max_topk as u64, row_stride(shape.max_row_bytes));
+    let (topk, stride) = (shape.max_topk as u64, row_stride(shape.max_row_bytes()));
     let messages = reserve(message_bytes(topology));
     let mut of_place = || PoolLayout {
         messages,
@@ -123,9 +123,10 @@ mod tests {
     use epoxide_gpu::layout::Section;
 
     use super::*;
+    use crate::ep::DType;
 
     const SHAPE: Shape =
-        Shape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 56 };
+        Shape { max_tokens: 4096, hidden: 7168, dtype: DType::Bf16, max_topk: 8, max_scales: 56 };
 
     fn one_node(ranks: u32) -> Topology {
         Topology { nodes: 1, ranks_per_node: ranks }

@@ -104,8 +104,8 @@ impl WireTables {
 /// `limit` bytes.
 pub fn wire_layout(shape: &Shape, topology: Topology, limit: Option<u64>) -> Result<WireLayout> {
     let (nodes, topk) = (topology.nodes as u64, shape.max_topk);
-    let row_bytes = u32::try_from(shape.max_row_bytes).map_err(|_| {
-        Error::argument("hidden", format!("{} bytes per row", shape.max_row_bytes), "must fit in 32 bits")
+    let row_bytes = u32::try_from(shape.max_row_bytes()).map_err(|_| {
+        Error::argument("hidden", format!("{} bytes per row", shape.max_row_bytes()), "must fit in 32 bits")
     })?;
     let dispatch = SlotShape::new(row_bytes, shape.max_scales, Some(topk)).bytes;
     let slot_bytes = dispatch.max(combine_slot_bytes(row_bytes, topk)) as u64;
@@ -131,7 +131,7 @@ pub fn wire_layout(shape: &Shape, topology: Topology, limit: Option<u64>) -> Res
         layout.bytes = reserve(0);
         layout
     };
-    let wanted = shape.max_tokens_per_rank as u64;
+    let wanted = shape.max_tokens as u64;
     let Some(limit) = limit else { return Ok(lay_out(wanted)) };
     let least = lay_out(1).bytes;
     if limit < least {
@@ -145,16 +145,17 @@ pub fn wire_layout(shape: &Shape, topology: Topology, limit: Option<u64>) -> Res
 
 /// The bytes that wire memory must have for `slots` tokens of a rank for one node.
 pub fn wire_bytes(shape: &Shape, topology: Topology, slots: u64) -> u64 {
-    let shape = Shape { max_tokens_per_rank: slots.min(u32::MAX as u64) as u32, ..*shape };
+    let shape = Shape { max_tokens: slots.min(u32::MAX as u64) as u32, ..*shape };
     wire_layout(&shape, topology, None).map_or(0, |layout| layout.bytes + 2 * topology.nodes as u64 * ALIGN)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ep::DType;
 
     const SHAPE: Shape =
-        Shape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
+        Shape { max_tokens: 4096, hidden: 7168, dtype: DType::Bf16, max_topk: 8, max_scales: 0 };
     const TOPOLOGY: Topology = Topology { nodes: 2, ranks_per_node: 8 };
 
     #[test]
