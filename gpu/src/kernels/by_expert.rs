@@ -34,7 +34,7 @@ const TOGETHER: u32 = 4;
 /// Numbers the selections of each physical expert, in the order of tokens and entries. A warp takes
 /// an expert, and stops behind the last of its selections.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
+    threads = 512, registers = 64, dependent,
     requires(
         args.num_topk >= 1,
         args.num_topk <= MAX_TOPK,
@@ -82,7 +82,7 @@ pub const PLAN_BY_EXPERT_SHARED_BYTES: u32 = WORDS * 4;
 /// Plans where rows by expert go, behind `notify`. Block 0 plans for what comes here and sends the
 /// ranks their first rows; all blocks list what goes out.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 3, registers = 64, dependent,
+    threads = 512, barriers = 3, registers = 64, dependent,
     requires(
         args.num_topk >= 1,
         args.num_topk <= MAX_TOPK,

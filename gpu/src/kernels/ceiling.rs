@@ -14,10 +14,7 @@ use crate::layout::CeilingArgs;
 use crate::simt::*;
 
 /// Loads each of `rows` local rows once and stores it to `fanout` peers.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
-    requires(args.row_bytes.is_multiple_of(16), args.fanout >= 1, args.fanout < args.num_ranks, args.stages >= 2)
-)]
+#[kernel(threads = 512, registers = 64)]
 pub unsafe fn ceiling_push(args: CeilingArgs) {
     let (lane, step) = (laneid(), nctaid() * (ntid() / 32));
     let first = ctaid() * (ntid() / 32) + tid() / 32;
@@ -59,10 +56,7 @@ pub unsafe fn ceiling_push(args: CeilingArgs) {
 }
 
 /// Loads each of `rows` rows from `fanout` peers and stores them locally.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
-    requires(args.row_bytes.is_multiple_of(16), args.fanout >= 1, args.fanout < args.num_ranks, args.stages >= 2)
-)]
+#[kernel(threads = 512, registers = 64)]
 pub unsafe fn ceiling_pull(args: CeilingArgs) {
     let (lane, step) = (laneid(), nctaid() * (ntid() / 32));
     let first = ctaid() * (ntid() / 32) + tid() / 32;

@@ -25,7 +25,9 @@ use super::rail::{
     rows_arrived, tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows,
 };
 use super::ring::{Ring, Turn, channel_range};
-use crate::layout::{InternodeCombineArgs, MAX_NODES, SEND_ROW_STRIDE, Wait, combine_slot_bytes, ring_bytes};
+use crate::layout::{
+    CombineArgs, InternodeCombineArgs, SEND_ROW_STRIDE, Wait, Wire, combine_slot_bytes, ring_bytes,
+};
 use crate::simt::*;
 
 /// Most bytes of a slot: 32 lanes with seven vectors of 16 bytes each.
@@ -39,26 +41,16 @@ const MAX_TOKENS: u64 = u32::MAX as u64;
 /// The last warp of a block delivers in the gatherer and is idle in the finisher. Shared memory:
 /// the rings, then a word for each warp.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 3, registers = 128,
+    threads = 512, barriers = 3, registers = 128,
     requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
+        ..CombineArgs(args.combine),
+        ..Wire(args.wire),
         args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
         args.slot_bytes >= combine_slot_bytes(args.combine.row_bytes, args.combine.num_topk),
         args.slot_bytes.is_multiple_of(16),
         args.slot_bytes as u64 * args.wire.layout.slots <= args.wire.layout.node_bytes,
         (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
-        args.wire.num_nodes >= 2,
-        args.wire.num_nodes <= MAX_NODES as u32,
         args.combine.comm.num_ranks >= 1,
-        args.wire.num_queues >= 1,
-        args.wire.chunk >= 1,
         args.route.num_channels >= 1,
     )
 )]

@@ -13,7 +13,7 @@ use crate::simt::*;
 /// Numbers the tokens of each channel, for each rank and each node, in token order. One block per
 /// channel.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
+    threads = 512, registers = 64,
     requires(
         args.num_channels >= 1,
         args.num_channels <= MAX_CHANNELS,

@@ -24,8 +24,8 @@ use super::epoch::{
 use super::rail::{Delivery, Operation, Path, Posted, deliver, node_word, wait_quiet};
 use super::verdict::Verdict;
 use crate::layout::{
-    FEW_RANKS, InternodeNotifyArgs, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_WORLD, PlanHeader,
-    PlanStatus, SEND_ROW_STRIDE, Wait, relay_message, wire_message,
+    FEW_RANKS, InternodeNotifyArgs, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_WORLD, PlanHeader, PlanStatus,
+    SEND_ROW_STRIDE, Wait, Wire, relay_message, wire_message,
 };
 use crate::simt::*;
 
@@ -65,15 +65,13 @@ const NONE: u32 = u32::MAX;
 
 /// Exchanges counts across nodes and plans where rows go. One block.
 #[kernel(
-    threads = 1024, min_blocks = 1, barriers = 8, registers = 64,
+    threads = 1024, barriers = 8, registers = 64,
     requires(
         args.num_channels >= 1,
         args.num_channels <= MAX_CHANNELS,
-        args.wire.num_nodes >= 2,
-        args.wire.num_nodes <= MAX_NODES as u32,
+        ..Wire(args.wire),
         args.comm.num_ranks >= 1,
         args.comm.num_ranks <= FEW_RANKS as u32,
-        args.wire.num_queues >= 1,
         args.local_experts >= 1,
         args.local_experts <= MAX_LOCAL_EXPERTS,
         args.expert_alignment >= 1,

@@ -17,7 +17,7 @@ use crate::simt::*;
 /// One warp per token, one lane per top-k entry. Counters gather in shared memory first:
 /// `num_ranks + num_experts + num_nodes` words.
 #[kernel(
-    threads = 1024, min_blocks = 1, barriers = 2, registers = 64, dependent,
+    threads = 1024, barriers = 2, registers = 64, dependent,
     requires(
         args.num_topk >= 1,
         args.num_topk <= MAX_TOPK,

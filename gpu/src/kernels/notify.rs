@@ -17,10 +17,7 @@ use super::epoch::{
 use super::list::entry_at;
 use super::ring::channel_range;
 use super::verdict::Verdict;
-use crate::layout::{
-    FEW_RANKS, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, NotifyArgs, PlanHeader, PlanStatus,
-    SEND_ROW_STRIDE, message,
-};
+use crate::layout::{FEW_RANKS, MAX_RANKS, NotifyArgs, PlanHeader, PlanStatus, SEND_ROW_STRIDE, message};
 use crate::simt::*;
 
 /// Warp w of a block works for destination rank w, and with `MANY` ranks for every 16th from there
@@ -59,17 +56,8 @@ fn signature(args: &NotifyArgs) -> [u32; message::INVALID as usize] {
 
 /// Exchanges counts and plans where rows go. One block per channel.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 4, registers = 128, dependent,
-    requires(
-        args.num_channels >= 1,
-        args.num_channels <= MAX_CHANNELS,
-        args.comm.num_ranks >= 1,
-        args.comm.num_ranks <= FEW_RANKS as u32,
-        args.num_experts >= args.comm.num_ranks,
-        args.num_experts.is_multiple_of(args.comm.num_ranks),
-        args.num_experts / args.comm.num_ranks <= MAX_LOCAL_EXPERTS,
-        args.expert_alignment >= 1,
-    )
+    threads = 512, barriers = 4, registers = 128, dependent,
+    requires(args.comm.num_ranks <= FEW_RANKS as u32)
 )]
 pub unsafe fn notify(args: NotifyArgs) {
     exchange::<false>(&args);
@@ -77,17 +65,8 @@ pub unsafe fn notify(args: NotifyArgs) {
 
 /// The same of up to 64 ranks, for which a token's destinations are listed.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 5, registers = 128, dependent,
-    requires(
-        args.num_channels >= 1,
-        args.num_channels <= MAX_CHANNELS,
-        args.comm.num_ranks >= 1,
-        args.comm.num_ranks <= MAX_RANKS as u32,
-        args.num_experts >= args.comm.num_ranks,
-        args.num_experts.is_multiple_of(args.comm.num_ranks),
-        args.num_experts / args.comm.num_ranks <= MAX_LOCAL_EXPERTS,
-        args.expert_alignment >= 1,
-    )
+    threads = 512, barriers = 5, registers = 128, dependent,
+    requires(args.comm.num_ranks <= MAX_RANKS as u32)
 )]
 pub unsafe fn notify_many(args: NotifyArgs) {
     exchange::<true>(&args);

@@ -1,16 +1,17 @@
 //! One argument struct per kernel of the library; those of the example are in a file of their own.
 
 use bytemuck::{Pod, Zeroable};
+use epoxide_macros::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 use super::experts::ExpertTable;
+use super::limits::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, bulk_scale_bytes};
 use super::pool::Comm;
 use super::wire::Wire;
 
 /// Arguments of `dispatch_layout`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args]
 pub struct LayoutArgs {
     /// In: expert ids or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
@@ -49,8 +50,15 @@ pub struct LayoutArgs {
 layout_assert!(LayoutArgs, size = 104, reserved at 100);
 
 /// Arguments of `notify`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.num_channels >= 1,
+    self.num_channels <= MAX_CHANNELS,
+    self.comm.num_ranks >= 1,
+    self.num_experts >= self.comm.num_ranks,
+    self.num_experts.is_multiple_of(self.comm.num_ranks),
+    self.num_experts / self.comm.num_ranks <= MAX_LOCAL_EXPERTS,
+    self.expert_alignment >= 1,
+))]
 pub struct NotifyArgs {
     /// The peers.
     pub comm: Comm,
@@ -102,8 +110,7 @@ pub struct NotifyArgs {
 layout_assert!(NotifyArgs, size = 336, columns at 332);
 
 /// Arguments of `number_selections`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args]
 pub struct NumberArgs {
     /// In: ids of physical experts or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
@@ -125,8 +132,7 @@ pub struct NumberArgs {
 layout_assert!(NumberArgs, size = 40, narrow_ids at 36);
 
 /// Arguments of `plan_by_expert`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args]
 pub struct ExpertPlanArgs {
     /// The peers.
     pub comm: Comm,
@@ -170,8 +176,17 @@ pub struct ExpertPlanArgs {
 layout_assert!(ExpertPlanArgs, size = 312, reserved at 308);
 
 /// Arguments of `dispatch`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.row_bytes.is_multiple_of(16),
+    self.row_bytes >= 16,
+    self.stages >= 2,
+    self.stages <= 32,
+    self.piece_bytes.is_multiple_of(16),
+    self.piece_bytes >= 16,
+    self.stage_bytes.is_multiple_of(128),
+    self.stage_bytes >= self.piece_bytes + bulk_scale_bytes(self.num_scales),
+    self.local_experts >= 1,
+))]
 pub struct DispatchArgs {
     /// The peers.
     pub comm: Comm,
@@ -218,8 +233,7 @@ pub struct DispatchArgs {
 layout_assert!(DispatchArgs, size = 304, narrow_ids at 300);
 
 /// Arguments of `stage_combine`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(self.row_bytes.is_multiple_of(16), self.x_stride.is_multiple_of(16)))]
 pub struct StageArgs {
     /// The peers.
     pub comm: Comm,
@@ -246,8 +260,7 @@ pub struct StageArgs {
 layout_assert!(StageArgs, size = 272, num_topk at 268);
 
 /// Arguments of `stage_by_expert`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(self.local_experts >= 1))]
 pub struct ExpertStageArgs {
     /// The rows.
     pub stage: StageArgs,
@@ -262,8 +275,7 @@ pub struct ExpertStageArgs {
 layout_assert!(ExpertStageArgs, size = size_of::<StageArgs>() + 24, local_experts at size_of::<StageArgs>() + 16);
 
 /// Arguments of `combine_by_expert_bf16` and `combine_by_expert_f32`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args]
 pub struct ExpertCombineArgs {
     /// Sums, and the ranks.
     pub combine: CombineArgs,
@@ -276,8 +288,16 @@ pub struct ExpertCombineArgs {
 layout_assert!(ExpertCombineArgs, size = size_of::<CombineArgs>() + 16, num_topk at size_of::<CombineArgs>() + 8);
 
 /// Arguments of `combine_bf16` and `combine_f32`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.row_bytes.is_multiple_of(16),
+    self.row_bytes >= 16,
+    self.slots >= 2,
+    self.slots <= 32,
+    self.slot_bytes.is_multiple_of(16),
+    self.slot_bytes >= 16,
+    self.pieces == self.row_bytes.div_ceil(self.slot_bytes),
+    self.pieces >= 1,
+))]
 pub struct CombineArgs {
     /// The peers.
     pub comm: Comm,
@@ -310,8 +330,17 @@ pub struct CombineArgs {
 layout_assert!(CombineArgs, size = 272, reserved at 268);
 
 /// Arguments of `combine_staged_bf16` and `combine_staged_f32`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.combine.comm.num_ranks >= 1,
+    self.x_stride.is_multiple_of(16),
+    self.stagers >= 1,
+    self.channels >= 1,
+    self.parts >= 1,
+    self.channels as u64 * self.parts <= MAX_CHANNELS as u64,
+    self.blocks_per_channel >= 1,
+    self.step_rows >= 1,
+    self.gather_warps >= 1,
+))]
 pub struct StagedCombineArgs {
     /// Sums, and the ranks.
     pub combine: CombineArgs,
@@ -348,8 +377,12 @@ pub struct StagedCombineArgs {
 layout_assert!(StagedCombineArgs, size = 352, parts at 344);
 
 /// Arguments of `ceiling_push` and `ceiling_pull`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.row_bytes.is_multiple_of(16),
+    self.fanout >= 1,
+    self.fanout < self.num_ranks,
+    self.stages >= 2,
+))]
 pub struct CeilingArgs {
     /// Device table of pool addresses by rank, u64.
     pub pools: DevicePtr,
@@ -374,8 +407,7 @@ pub struct CeilingArgs {
 layout_assert!(CeilingArgs, size = 48, fanout at 44);
 
 /// Arguments of `internode_count`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args]
 pub struct InternodeCountArgs {
     /// In, of the layout: u8 `[num_tokens, num_ranks]`.
     pub is_token_in_rank: DevicePtr,
@@ -399,8 +431,7 @@ pub struct InternodeCountArgs {
 layout_assert!(InternodeCountArgs, size = 48, ranks_per_node at 44);
 
 /// Arguments of `internode_notify`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args]
 pub struct InternodeNotifyArgs {
     /// The ranks of this node.
     pub comm: Comm,
@@ -455,8 +486,7 @@ pub struct InternodeNotifyArgs {
 layout_assert!(InternodeNotifyArgs, size = 464, reserved at 460);
 
 /// Arguments of `internode_dispatch`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args]
 pub struct InternodeDispatchArgs {
     /// Rows, metadata, and the ranks of this node; `send_row` is not used.
     pub dispatch: DispatchArgs,
@@ -505,8 +535,7 @@ pub struct Route {
 layout_assert!(Route, size = 48, reserved at 44);
 
 /// Arguments of `internode_combine`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args]
 pub struct InternodeCombineArgs {
     /// Rows, sums, and the ranks of this node; `send_row` is not used.
     pub combine: CombineArgs,

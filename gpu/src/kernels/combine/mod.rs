@@ -34,18 +34,8 @@ pub use sum::{
 /// bytes in flight do not depend on how many ranks a token went to. Shared memory: per warp `slots
 /// * slot_bytes`, then all barriers.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.slots >= 2,
-        args.slots <= 32,
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes >= 16,
-        args.slot_bytes <= MAX_SLOT_BYTES,
-        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
-        args.pieces >= 1,
-    )
+    threads = 512, barriers = 2, registers = 128, dependent,
+    requires(args.slot_bytes <= MAX_SLOT_BYTES)
 )]
 pub unsafe fn combine_bf16(args: CombineArgs) {
     combine::<Bf16, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
@@ -53,18 +43,8 @@ pub unsafe fn combine_bf16(args: CombineArgs) {
 
 /// Sums FP32 rows, otherwise as [`CombineBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.slots >= 2,
-        args.slots <= 32,
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes >= 16,
-        args.slot_bytes <= MAX_SLOT_BYTES,
-        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
-        args.pieces >= 1,
-    )
+    threads = 512, barriers = 2, registers = 128, dependent,
+    requires(args.slot_bytes <= MAX_SLOT_BYTES)
 )]
 pub unsafe fn combine_f32(args: CombineArgs) {
     combine::<F32, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
@@ -72,18 +52,8 @@ pub unsafe fn combine_f32(args: CombineArgs) {
 
 /// Sums BF16 rows of up to 64 ranks, otherwise as [`CombineBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.slots >= 2,
-        args.slots <= 32,
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes >= 16,
-        args.slot_bytes <= MAX_SLOT_BYTES,
-        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
-        args.pieces >= 1,
-    )
+    threads = 512, barriers = 2, registers = 128, dependent,
+    requires(args.slot_bytes <= MAX_SLOT_BYTES)
 )]
 pub unsafe fn combine_many_bf16(args: CombineArgs) {
     combine::<Bf16, Listed, true>(&args, || <Listed as Peers>::new(&args));
@@ -91,18 +61,8 @@ pub unsafe fn combine_many_bf16(args: CombineArgs) {
 
 /// Sums FP32 rows of up to 64 ranks, otherwise as [`CombineBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.slots >= 2,
-        args.slots <= 32,
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes >= 16,
-        args.slot_bytes <= MAX_SLOT_BYTES,
-        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
-        args.pieces >= 1,
-    )
+    threads = 512, barriers = 2, registers = 128, dependent,
+    requires(args.slot_bytes <= MAX_SLOT_BYTES)
 )]
 pub unsafe fn combine_many_f32(args: CombineArgs) {
     combine::<F32, Listed, true>(&args, || <Listed as Peers>::new(&args));
@@ -111,18 +71,8 @@ pub unsafe fn combine_many_f32(args: CombineArgs) {
 /// Sums BF16 rows by expert in FP32, in the order of the token's entries, each times its weight,
 /// and rounds once.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
-    requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-    )
+    threads = 512, barriers = 2, registers = 128, dependent,
+    requires(..CombineArgs(args.combine), args.combine.slot_bytes <= MAX_SLOT_BYTES)
 )]
 pub unsafe fn combine_by_expert_bf16(args: ExpertCombineArgs) {
     combine::<Bf16, ByExpert, true>(&args.combine, || ByExpert::new(&args));
@@ -130,18 +80,8 @@ pub unsafe fn combine_by_expert_bf16(args: ExpertCombineArgs) {
 
 /// Sums FP32 rows by expert, otherwise as [`CombineByExpertBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
-    requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-    )
+    threads = 512, barriers = 2, registers = 128, dependent,
+    requires(..CombineArgs(args.combine), args.combine.slot_bytes <= MAX_SLOT_BYTES)
 )]
 pub unsafe fn combine_by_expert_f32(args: ExpertCombineArgs) {
     combine::<F32, ByExpert, true>(&args.combine, || ByExpert::new(&args));

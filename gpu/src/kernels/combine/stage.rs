@@ -15,10 +15,7 @@ use crate::simt::*;
 
 /// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One
 /// warp per row.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
-    requires(args.row_bytes.is_multiple_of(16), args.x_stride.is_multiple_of(16))
-)]
+#[kernel(threads = 512, registers = 64, dependent)]
 pub unsafe fn stage_combine(args: StageArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
     if ld_u32(args.header.0) != PlanStatus::Ready as u32 {
@@ -47,12 +44,8 @@ pub unsafe fn stage_combine(args: StageArgs) {
 /// Copies the caller's rows by expert into this rank's pool, and no padding. One warp per row; all
 /// experts' rows count through.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
-    requires(
-        args.stage.row_bytes.is_multiple_of(16),
-        args.stage.x_stride.is_multiple_of(16),
-        args.local_experts >= 1,
-    )
+    threads = 512, registers = 64, dependent,
+    requires(..StageArgs(args.stage))
 )]
 pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
     let stage = &args.stage;

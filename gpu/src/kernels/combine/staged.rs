@@ -24,7 +24,7 @@ use crate::kernels::epoch::{
 };
 use crate::kernels::ring::{Ring, Turn, channel_range};
 use crate::layout::{
-    Comm, LOCAL_STARTED, MAX_CHANNELS, STARTED_SHIFT, StagedCombineArgs, Wait, ring_bytes, row_stride,
+    CombineArgs, Comm, LOCAL_STARTED, STARTED_SHIFT, StagedCombineArgs, Wait, ring_bytes, row_stride,
     staged_offset,
 };
 use crate::simt::*;
@@ -35,27 +35,8 @@ const LONGEST_STEP: u32 = 8;
 /// Copies BF16 rows and weights into the pool, and meanwhile sums as [`super::CombineBf16`]. The
 /// first `stagers` blocks that start copy.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
-    requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-        args.combine.comm.num_ranks >= 1,
-        args.x_stride.is_multiple_of(16),
-        args.stagers >= 1,
-        args.channels >= 1,
-        args.parts >= 1,
-        args.channels as u64 * args.parts <= MAX_CHANNELS as u64,
-        args.blocks_per_channel >= 1,
-        args.step_rows >= 1,
-        args.gather_warps >= 1,
-    )
+    threads = 384, barriers = 5, registers = 168, dependent,
+    requires(..CombineArgs(args.combine), args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES)
 )]
 pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
     combine_staged::<Bf16, Ranks, false>(&args);
@@ -63,27 +44,8 @@ pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
 
 /// The same for FP32 rows.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
-    requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-        args.combine.comm.num_ranks >= 1,
-        args.x_stride.is_multiple_of(16),
-        args.stagers >= 1,
-        args.channels >= 1,
-        args.parts >= 1,
-        args.channels as u64 * args.parts <= MAX_CHANNELS as u64,
-        args.blocks_per_channel >= 1,
-        args.step_rows >= 1,
-        args.gather_warps >= 1,
-    )
+    threads = 384, barriers = 5, registers = 168, dependent,
+    requires(..CombineArgs(args.combine), args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES)
 )]
 pub unsafe fn combine_staged_f32(args: StagedCombineArgs) {
     combine_staged::<F32, Ranks, false>(&args);
@@ -91,27 +53,8 @@ pub unsafe fn combine_staged_f32(args: StagedCombineArgs) {
 
 /// The same for BF16 rows of up to 64 ranks.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
-    requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-        args.combine.comm.num_ranks >= 1,
-        args.x_stride.is_multiple_of(16),
-        args.stagers >= 1,
-        args.channels >= 1,
-        args.parts >= 1,
-        args.channels as u64 * args.parts <= MAX_CHANNELS as u64,
-        args.blocks_per_channel >= 1,
-        args.step_rows >= 1,
-        args.gather_warps >= 1,
-    )
+    threads = 384, barriers = 5, registers = 168, dependent,
+    requires(..CombineArgs(args.combine), args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES)
 )]
 pub unsafe fn combine_staged_many_bf16(args: StagedCombineArgs) {
     combine_staged::<Bf16, Listed, true>(&args);
@@ -119,27 +62,8 @@ pub unsafe fn combine_staged_many_bf16(args: StagedCombineArgs) {
 
 /// The same for FP32 rows of up to 64 ranks.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
-    requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-        args.combine.comm.num_ranks >= 1,
-        args.x_stride.is_multiple_of(16),
-        args.stagers >= 1,
-        args.channels >= 1,
-        args.parts >= 1,
-        args.channels as u64 * args.parts <= MAX_CHANNELS as u64,
-        args.blocks_per_channel >= 1,
-        args.step_rows >= 1,
-        args.gather_warps >= 1,
-    )
+    threads = 384, barriers = 5, registers = 168, dependent,
+    requires(..CombineArgs(args.combine), args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES)
 )]
 pub unsafe fn combine_staged_many_f32(args: StagedCombineArgs) {
     combine_staged::<F32, Listed, true>(&args);

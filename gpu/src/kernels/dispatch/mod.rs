@@ -30,20 +30,8 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
 /// peers while the others fill their rings. Shared memory: the rings, then a word for whether the
 /// block has joined.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.stages >= 2,
-        args.stages <= 32,
-        args.piece_bytes.is_multiple_of(16),
-        args.piece_bytes >= 16,
-        args.stage_bytes.is_multiple_of(128),
-        args.stage_bytes >= args.piece_bytes + bulk_scale_bytes(args.num_scales),
-        args.local_experts >= 1,
-        args.num_topk <= 32,
-        args.metadata_warps >= 1,
-    )
+    threads = 384, barriers = 2, registers = 168, dependent,
+    requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch(args: DispatchArgs) {
     send_rows::<false, false>(&args);
@@ -51,20 +39,8 @@ pub unsafe fn dispatch(args: DispatchArgs) {
 
 /// The same to up to 64 ranks, of which lane d has a token's d-th destination.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.stages >= 2,
-        args.stages <= 32,
-        args.piece_bytes.is_multiple_of(16),
-        args.piece_bytes >= 16,
-        args.stage_bytes.is_multiple_of(128),
-        args.stage_bytes >= args.piece_bytes + bulk_scale_bytes(args.num_scales),
-        args.local_experts >= 1,
-        args.num_topk <= 32,
-        args.metadata_warps >= 1,
-    )
+    threads = 384, barriers = 2, registers = 168, dependent,
+    requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch_many(args: DispatchArgs) {
     send_rows::<true, false>(&args);
@@ -73,20 +49,8 @@ pub unsafe fn dispatch_many(args: DispatchArgs) {
 /// The same of rows by expert: lane k has the row of a token's entry k, and several may be of one
 /// rank.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.stages >= 2,
-        args.stages <= 32,
-        args.piece_bytes.is_multiple_of(16),
-        args.piece_bytes >= 16,
-        args.stage_bytes.is_multiple_of(128),
-        args.stage_bytes >= args.piece_bytes + bulk_scale_bytes(args.num_scales),
-        args.local_experts >= 1,
-        args.num_topk <= 32,
-        args.metadata_warps >= 1,
-    )
+    threads = 384, barriers = 2, registers = 168, dependent,
+    requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch_by_expert(args: DispatchArgs) {
     send_rows::<true, true>(&args);

@@ -22,7 +22,9 @@ use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_a
 use super::progress::{Progress, workers};
 use super::rail::{Operation, tell_nodes_ready, wait_mapped_ready};
 use super::ring::Ring;
-use crate::layout::{InternodeDispatchArgs, MAX_NODES, SlotShape, Wait, bulk_scale_bytes, ring_bytes};
+use crate::layout::{
+    DispatchArgs, InternodeDispatchArgs, SlotShape, Wait, Wire, bulk_scale_bytes, ring_bytes,
+};
 use crate::simt::*;
 use forwarder::forward;
 use poster::post_channel;
@@ -32,26 +34,16 @@ use sender::send;
 /// others. The last warp of a block posts puts in the sender and is idle in the forwarder; the
 /// others have a ring each. Shared memory: the rings, then a word for each warp.
 #[kernel(
-    threads = 288, min_blocks = 1, barriers = 3, registers = 200,
+    threads = 288, barriers = 3, registers = 200,
     requires(
-        args.dispatch.row_bytes.is_multiple_of(16),
-        args.dispatch.row_bytes >= 16,
-        args.dispatch.stages >= 2,
-        args.dispatch.stages <= 32,
-        args.dispatch.piece_bytes.is_multiple_of(16),
-        args.dispatch.piece_bytes >= 16,
-        args.dispatch.stage_bytes.is_multiple_of(128),
+        ..DispatchArgs(args.dispatch),
+        ..Wire(args.wire),
         args.dispatch.stage_bytes >= args.dispatch.piece_bytes
             + bulk_scale_bytes(args.dispatch.num_scales)
             + SlotShape::metadata_bytes(args.dispatch.num_topk),
-        args.dispatch.local_experts >= 1,
         args.slot_bytes.is_multiple_of(16),
         args.slot_bytes as u64 * args.wire.layout.slots <= args.wire.layout.node_bytes,
-        args.wire.num_nodes >= 2,
-        args.wire.num_nodes <= MAX_NODES as u32,
         args.dispatch.comm.num_ranks >= 1,
-        args.wire.num_queues >= 1,
-        args.wire.chunk >= 1,
         args.route.num_channels >= 1,
     )
 )]

@@ -23,25 +23,15 @@ use super::{
 };
 use crate::layout::{
     Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
-    LowLatencyDispatchArgs, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, gave_up_offset, phase, row_stride,
+    LowLatencyDispatchArgs, Quantise, SCALE_BLOCK, Wait, gave_up_offset, phase, row_stride,
 };
 use crate::simt::*;
 
 /// Sends rows, or waits for them and lists each expert's rows, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 10, registers = 128, dependent,
+    threads = 512, barriers = 10, registers = 128, dependent,
     shared = super::low_latency_dispatch_shared_bytes(&args),
-    requires(
-        args.common.comm.num_ranks >= 1,
-        args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.common.num_topk >= 1,
-        args.common.num_topk <= MAX_TOPK,
-        args.common.local_experts >= 1,
-        args.common.chunk_tokens >= 1,
-        args.common.num_tokens <= args.common.max_tokens,
-        args.row_bytes.is_multiple_of(16),
-        args.quantise == Quantise::Not as u32 || args.row_bytes.is_multiple_of(SCALE_BLOCK),
-    )
+    requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks <= FEW_RANKS as u32)
 )]
 pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let comm = &args.common.comm;

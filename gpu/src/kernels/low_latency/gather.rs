@@ -24,7 +24,7 @@ const _: () = assert!(SCALES <= 32, "a lane copies one");
 /// Copies each local expert's rows to where the expert's part of the copy begins, one after the
 /// other.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
+    threads = 512, registers = 64, dependent,
     requires(
         args.local_experts >= 1,
         args.row_bytes >= 16,

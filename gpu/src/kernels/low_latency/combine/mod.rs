@@ -18,7 +18,7 @@ use super::team::Team;
 use super::{
     Opening, Piece, Shared, add_share, begin, let_next_launch, note_answer, publish_call, publishes_call,
 };
-use crate::layout::{FEW_RANKS, LowLatencyCombineArgs, MAX_TOPK, Quantise, SCALE_BLOCK, phase};
+use crate::layout::{FEW_RANKS, LowLatencyArgs, LowLatencyCombineArgs, Quantise, SCALE_BLOCK, phase};
 use crate::simt::*;
 
 mod pooled;
@@ -34,19 +34,8 @@ use self::send::{Most, publish_rows, return_pieces, send};
 
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 4, registers = 128, dependent,
-    requires(
-        args.common.comm.num_ranks >= 1,
-        args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.common.num_topk >= 1,
-        args.common.num_topk <= MAX_TOPK,
-        args.common.local_experts >= 1,
-        args.common.chunk_tokens >= 1,
-        args.common.num_tokens <= args.common.max_tokens,
-        args.row_bytes.is_multiple_of(16),
-        args.x_stride.is_multiple_of(16),
-        args.quantise == Quantise::Not as u32,
-    )
+    threads = 512, barriers = 4, registers = 128, dependent,
+    requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks <= FEW_RANKS as u32, args.quantise == Quantise::Not as u32)
 )]
 pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
     combine::<false, false>(&args);
@@ -54,17 +43,11 @@ pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
 
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyCombineBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 4, registers = 128, dependent,
+    threads = 512, barriers = 4, registers = 128, dependent,
     requires(
-        args.common.comm.num_ranks >= 1,
+        ..LowLatencyArgs(args.common),
         args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.common.num_topk >= 1,
-        args.common.num_topk <= MAX_TOPK,
-        args.common.local_experts >= 1,
-        args.common.chunk_tokens >= 1,
-        args.common.num_tokens <= args.common.max_tokens,
         args.row_bytes.is_multiple_of(SCALE_BLOCK),
-        args.x_stride.is_multiple_of(16),
         args.quantise != Quantise::Not as u32,
     )
 )]
@@ -76,20 +59,13 @@ pub unsafe fn low_latency_combine_fp8(args: LowLatencyCombineArgs) {
 /// in one. Some warps return the rows of other ranks while the others sum, which pays where blocks
 /// have several tokens. This rank's own rows are summed from where the experts left them.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 3, registers = 128, dependent,
+    threads = 512, barriers = 3, registers = 128, dependent,
     block = (RETURNING_WARPS + 1 + SUMMING_WARPS) * 32, shared = super::LOW_LATENCY_SHARED_BYTES,
     requires(
-        args.common.comm.num_ranks >= 1,
+        ..LowLatencyArgs(args.common),
         args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.common.num_topk >= 1,
-        args.common.num_topk <= MAX_TOPK,
-        args.common.local_experts >= 1,
-        args.common.chunk_tokens >= 1,
-        args.common.num_tokens <= args.common.max_tokens,
         args.common.num_tokens > args.common.packet_tokens,
         args.common.phases == phase::SEND | phase::RECEIVE,
-        args.row_bytes.is_multiple_of(16),
-        args.x_stride.is_multiple_of(16),
         args.quantise == Quantise::Not as u32,
         args.by_expert == 0,
     )

@@ -18,21 +18,17 @@ use super::super::{
 use super::receive::{ranks_of, spoil_pieces};
 use super::{add_rows, round};
 use crate::layout::{
-    Comm, FEW_RANKS, GATHER_NS, LowLatencyCombineArgs, MAX_TOPK, Quantise, Wait, gave_up_offset, phase,
+    Comm, FEW_RANKS, GATHER_NS, LowLatencyArgs, LowLatencyCombineArgs, Quantise, Wait, gave_up_offset, phase,
     pieces_of, row_stride,
 };
 use crate::simt::*;
 
 /// Sums the BF16 rows of every rank's pool, which are weighted and summed over experts already.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 3, registers = 128, dependent,
+    threads = 512, barriers = 3, registers = 128, dependent,
     requires(
-        args.common.comm.num_ranks >= 1,
+        ..LowLatencyArgs(args.common),
         args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.common.num_topk >= 1,
-        args.common.num_topk <= MAX_TOPK,
-        args.common.num_tokens <= args.common.max_tokens,
-        args.row_bytes.is_multiple_of(16),
         args.quantise == Quantise::Not as u32,
         args.by_expert == 0,
     )

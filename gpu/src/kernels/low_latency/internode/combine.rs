@@ -16,24 +16,15 @@ use super::super::team::Team;
 use super::super::{Begun, Opening, ROWS_AT_ONCE, begin, completes, finish, note_answer};
 use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages};
 use crate::layout::{
-    LowLatencyInternodeCombineArgs, MAX_MEMBERS, MAX_TOPK, Quantise, SCALE_BLOCK, answer_slot_bytes, phase,
+    LowLatencyArgs, LowLatencyCombineArgs, LowLatencyInternodeCombineArgs, Quantise, SCALE_BLOCK,
+    answer_slot_bytes, phase,
 };
 use crate::simt::*;
 
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 6, registers = 128,
-    requires(
-        args.combine.common.comm.num_ranks >= 1,
-        args.combine.common.comm.num_ranks <= MAX_MEMBERS as u32,
-        args.combine.common.num_topk >= 1,
-        args.combine.common.num_topk <= MAX_TOPK,
-        args.combine.common.local_experts >= 1,
-        args.combine.common.num_tokens <= args.combine.common.max_tokens,
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.x_stride.is_multiple_of(16),
-        args.combine.quantise == Quantise::Not as u32,
-    )
+    threads = 512, barriers = 6, registers = 128,
+    requires(..LowLatencyArgs(args.combine.common), ..LowLatencyCombineArgs(args.combine), args.combine.quantise == Quantise::Not as u32)
 )]
 pub unsafe fn low_latency_internode_combine_bf16(args: LowLatencyInternodeCombineArgs) {
     combine::<false>(&args);
@@ -41,16 +32,11 @@ pub unsafe fn low_latency_internode_combine_bf16(args: LowLatencyInternodeCombin
 
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyInternodeCombineBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 6, registers = 128,
+    threads = 512, barriers = 6, registers = 128,
     requires(
-        args.combine.common.comm.num_ranks >= 1,
-        args.combine.common.comm.num_ranks <= MAX_MEMBERS as u32,
-        args.combine.common.num_topk >= 1,
-        args.combine.common.num_topk <= MAX_TOPK,
-        args.combine.common.local_experts >= 1,
-        args.combine.common.num_tokens <= args.combine.common.max_tokens,
+        ..LowLatencyArgs(args.combine.common),
+        ..LowLatencyCombineArgs(args.combine),
         args.combine.row_bytes.is_multiple_of(SCALE_BLOCK),
-        args.combine.x_stride.is_multiple_of(16),
         args.combine.quantise != Quantise::Not as u32,
     )
 )]

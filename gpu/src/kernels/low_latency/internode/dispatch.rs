@@ -18,24 +18,15 @@ use super::super::team::Team;
 use super::super::{Begun, Opening, begin, completes, finish};
 use super::{COPIED, Incoming, Kind, MEMBERS, Route, Shared, deliver, wait_messages, wait_ready};
 use crate::layout::{
-    DISPATCH_HEADER, LowLatencyCall, LowLatencyInternodeDispatchArgs, LowLatencySlot, MAX_MEMBERS, MAX_TOPK,
-    Quantise, SCALE_BLOCK, Wait, low_latency_head_bytes, phase, row_stride,
+    DISPATCH_HEADER, LowLatencyArgs, LowLatencyCall, LowLatencyDispatchArgs, LowLatencyInternodeDispatchArgs,
+    LowLatencySlot, Quantise, SCALE_BLOCK, Wait, low_latency_head_bytes, phase, row_stride,
 };
 use crate::simt::*;
 
 /// Sends rows, or waits for them and lists each expert's rows, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 13, registers = 128,
-    requires(
-        args.dispatch.common.comm.num_ranks >= 1,
-        args.dispatch.common.comm.num_ranks <= MAX_MEMBERS as u32,
-        args.dispatch.common.num_topk >= 1,
-        args.dispatch.common.num_topk <= MAX_TOPK,
-        args.dispatch.common.local_experts >= 1,
-        args.dispatch.common.num_tokens <= args.dispatch.common.max_tokens,
-        args.dispatch.row_bytes.is_multiple_of(16),
-        args.dispatch.quantise == Quantise::Not as u32 || args.dispatch.row_bytes.is_multiple_of(SCALE_BLOCK),
-    )
+    threads = 512, barriers = 13, registers = 128,
+    requires(..LowLatencyArgs(args.dispatch.common), ..LowLatencyDispatchArgs(args.dispatch))
 )]
 pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchArgs) {
     let common = &args.dispatch.common;
