@@ -22,13 +22,13 @@
 #![forbid(unsafe_code)]
 
 use proc_macro::TokenStream;
-use proc_macro2::{TokenStream as TokenStream2, TokenTree};
+use proc_macro2::{Group, TokenStream as TokenStream2, TokenTree};
 use quote::{format_ident, quote};
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{
-    BinOp, Expr, ExprCall, ExprPath, ExprRange, Fields, FnArg, Ident, ItemFn, ItemStruct, LitStr, Pat,
-    RangeLimits, Token, Type, parenthesized, parse_macro_input, parse_quote,
+    Attribute, BinOp, Expr, ExprCall, ExprPath, ExprRange, Fields, FnArg, Ident, ItemFn, ItemStruct, LitStr,
+    Pat, RangeLimits, Signature, Token, Type, Visibility, parenthesized, parse_macro_input, parse_quote,
 };
 
 /// Arguments of `#[kernel]`.
@@ -281,15 +281,15 @@ pub fn device(attr: TokenStream, item: TokenStream) -> TokenStream {
         let error = syn::Error::new_spanned(TokenStream2::from(attr), "device takes nothing");
         return error.into_compile_error().into();
     }
-    let ItemFn { attrs, vis, sig, block } = parse_macro_input!(item as ItemFn);
+    let DeviceFn { attrs, vis, sig, body } = parse_macro_input!(item as DeviceFn);
     let body = match sig.unsafety {
         // SAFETY, in what it writes: the function's own safety section is the contract.
         Some(_) => quote!({
             #[allow(unused_unsafe)]
             // SAFETY: the caller upholds what the function's documentation asks for.
-            unsafe #block
+            unsafe #body
         }),
-        None => quote!(#block),
+        None => quote!(#body),
     };
     quote! {
         #(#attrs)*
@@ -298,6 +298,26 @@ pub fn device(attr: TokenStream, item: TokenStream) -> TokenStream {
         #vis #sig #body
     }
     .into()
+}
+
+/// A function whose body stays as it is written: parsed and printed again, what a macro has put
+/// there could become something else.
+struct DeviceFn {
+    attrs: Vec<Attribute>,
+    vis: Visibility,
+    sig: Signature,
+    body: Group,
+}
+
+impl Parse for DeviceFn {
+    fn parse(input: ParseStream) -> syn::Result<Self> {
+        Ok(DeviceFn {
+            attrs: input.call(Attribute::parse_outer)?,
+            vis: input.parse()?,
+            sig: input.parse()?,
+            body: input.parse()?,
+        })
+    }
 }
 
 /// Attributes that make a struct plain data for host and device.

@@ -2,6 +2,7 @@
 
 use core::marker::PhantomData;
 
+use crate::device;
 use crate::memory::*;
 
 /// A number of four bytes that one instruction moves to or from shared memory.
@@ -26,15 +27,13 @@ macro_rules! elements {
     ($($ty:ty: $from:expr, $into:expr;)*) => { $(
         impl sealed::Sealed for $ty {}
         impl SharedElement for $ty {
-            #[inline(always)]
+            #[device]
             unsafe fn load(s: u32) -> Self {
-                // SAFETY: the caller vouches for `s`.
-                $from(unsafe { ld_shared_u32(s) })
+                $from(ld_shared_u32(s))
             }
-            #[inline(always)]
+            #[device]
             unsafe fn store(s: u32, v: Self) {
-                // SAFETY: the caller vouches for `s`.
-                unsafe { st_shared_u32(s, $into(v)) }
+                st_shared_u32(s, $into(v))
             }
         }
     )* };
@@ -79,20 +78,18 @@ impl<T: SharedElement, const N: usize> SharedArray<T, N> {
     /// # Safety
     /// The launch gives the block this memory, `i` is below `N`, and no other thread writes the
     /// element meanwhile.
-    #[inline(always)]
+    #[device]
     pub unsafe fn ld(self, i: u32) -> T {
-        // SAFETY: the caller vouches for the element.
-        unsafe { T::load(self.at(i)) }
+        T::load(self.at(i))
     }
 
     /// Stores element `i`: `st.shared`.
     ///
     /// # Safety
     /// As [`ld`](Self::ld), and no other thread accesses the element meanwhile.
-    #[inline(always)]
+    #[device]
     pub unsafe fn st(self, i: u32, v: T) {
-        // SAFETY: the caller vouches for the element.
-        unsafe { T::store(self.at(i), v) }
+        T::store(self.at(i), v)
     }
 }
 

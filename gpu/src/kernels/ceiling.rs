@@ -7,8 +7,6 @@
 //! landed. Collectives stand where all lanes of a warp arrive: every condition around them is the
 //! same in all lanes.
 
-use epoxide_macros::kernel;
-
 use super::ring::{Ring, Turn};
 use crate::layout::CeilingArgs;
 use crate::simt::*;

@@ -7,8 +7,6 @@
 
 use core::f32::consts::LOG2_E;
 
-use epoxide_macros::kernel;
-
 use crate::layout::{MoeExpertsArgs, MoeRouterArgs, row_stride};
 use crate::simt::*;
 

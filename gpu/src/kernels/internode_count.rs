@@ -4,8 +4,6 @@
 //! Each entry that it writes has one warp. A warp's ballots stand where all its lanes arrive:
 //! columns and groups of tokens are the same in all lanes.
 
-use epoxide_macros::kernel;
-
 use super::ring::channel_range;
 use crate::layout::{FEW_RANKS, InternodeCountArgs, MAX_CHANNELS, MAX_NODES};
 use crate::simt::*;

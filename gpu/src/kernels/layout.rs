@@ -4,8 +4,6 @@
 //! atomics, in shared memory between two block barriers; each byte of `is_token_in_rank` has one
 //! lane. Collectives stand where all lanes of a warp arrive: a warp has one token.
 
-use epoxide_macros::kernel;
-
 use super::ids::{ld_id, place};
 use crate::layout::{LayoutArgs, MAX_NODES, MAX_TOPK, MAX_WORLD};
 use crate::simt::*;

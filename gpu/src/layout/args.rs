@@ -1,7 +1,7 @@
 //! One argument struct per kernel of the library; those of the example are in a file of their own.
 
 use bytemuck::{Pod, Zeroable};
-use epoxide_macros::kernel_args;
+use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;

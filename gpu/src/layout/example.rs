@@ -1,6 +1,6 @@
 //! The argument structs of the example's kernels.
 
-use epoxide_macros::kernel_args;
+use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;

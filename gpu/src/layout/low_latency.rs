@@ -5,7 +5,7 @@
 //! `s * max_tokens + t`, independent of all other rows: nothing is counted before it is sent.
 
 use bytemuck::{Pod, Zeroable};
-use epoxide_macros::kernel_args;
+use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;

@@ -6,7 +6,7 @@
 //! with the call that the sender has entered.
 
 use bytemuck::{Pod, Zeroable};
-use epoxide_macros::kernel_args;
+use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;

@@ -7,7 +7,7 @@
 //! out.
 
 use bytemuck::{Pod, Zeroable};
-use epoxide_macros::kernel_args;
+use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;

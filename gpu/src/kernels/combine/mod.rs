@@ -11,8 +11,6 @@ mod stage;
 mod staged;
 mod sum;
 
-use epoxide_macros::kernel;
-
 use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, wait_ready};
 use super::ring::{Ring, Turn, block_range};
 use crate::layout::{CombineArgs, ExpertCombineArgs, Wait, ring_bytes};
@@ -87,39 +85,38 @@ pub unsafe fn combine_by_expert_f32(args: ExpertCombineArgs) {
     combine::<F32, ByExpert, true>(&args.combine, || ByExpert::new(&args));
 }
 
-#[inline(always)]
+/// # Safety
+/// Rows were planned inside the pools.
+#[device]
 unsafe fn combine<E: Summand, C: Contributors, const MANY: bool>(
     args: &CombineArgs,
     ranks: impl FnOnce() -> C,
 ) {
-    // SAFETY: as the argument struct documents; rows were planned inside the pools.
-    unsafe {
-        let comm = &args.comm;
-        let (warp, warps) = (tid() / 32, ntid() / 32);
-        trace(comm, Phase::Enter);
-        let entry = Entry::read(comm, args.header.0);
-        let epoch = current_epoch(comm);
-        let ready = entry.ready_word(comm, epoch);
-        if ctaid() == 0 && warp == 0 {
-            tell_ready::<MANY>(comm, ready);
-        }
-        let planned = entry.is_planned();
-        let (begin, end) = block_range(args.num_tokens);
-        let ring = Ring::new(args.slots, args.slot_bytes, warps);
-        let ranks = ranks();
-
-        // This rank's own tables are read while the peers' words are on their way.
-        let gather = Gather::start(args, &ranks, begin, end, warp, warps);
-        let joined = dynamic_shared() + ring_bytes(warps, args.slots, args.slot_bytes);
-        let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
-        if joined && planned {
-            // The peers' rows were released to this thread; the copy engine must see them too.
-            fence_proxy_async_global();
-            let mut sums = Outputs::<false>::new(args);
-            sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, gather);
-        } else {
-            spoil::<false>(args, begin, end, warp, warps);
-        }
-        leave::<MANY>(comm, epoch, joined, Wait::CombineDone);
+    let comm = &args.comm;
+    let (warp, warps) = (tid() / 32, ntid() / 32);
+    trace(comm, Phase::Enter);
+    let entry = Entry::read(comm, args.header.0);
+    let epoch = current_epoch(comm);
+    let ready = entry.ready_word(comm, epoch);
+    if ctaid() == 0 && warp == 0 {
+        tell_ready::<MANY>(comm, ready);
     }
+    let planned = entry.is_planned();
+    let (begin, end) = block_range(args.num_tokens);
+    let ring = Ring::new(args.slots, args.slot_bytes, warps);
+    let ranks = ranks();
+
+    // This rank's own tables are read while the peers' words are on their way.
+    let gather = Gather::start(args, &ranks, begin, end, warp, warps);
+    let joined = dynamic_shared() + ring_bytes(warps, args.slots, args.slot_bytes);
+    let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
+    if joined && planned {
+        // The peers' rows were released to this thread; the copy engine must see them too.
+        fence_proxy_async_global();
+        let mut sums = Outputs::<false>::new(args);
+        sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, gather);
+    } else {
+        spoil::<false>(args, begin, end, warp, warps);
+    }
+    leave::<MANY>(comm, epoch, joined, Wait::CombineDone);
 }

@@ -6,8 +6,6 @@
 
 use core::mem::offset_of;
 
-use epoxide_macros::kernel;
-
 use crate::kernels::epoch::{current_epoch, record};
 use crate::kernels::segments::Segments;
 use crate::layout::{Comm, ExpertStageArgs, PlanHeader, PlanStatus, StageArgs, Wait, row_stride};
@@ -82,21 +80,20 @@ pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
 }
 
 /// How many rows came, by the plan at `header`.
-#[inline(always)]
+///
+/// # Safety
+/// The header is live, and an earlier kernel of the stream wrote it.
+#[device]
 pub(super) unsafe fn rows_of_plan(header: u64) -> u32 {
-    // SAFETY: the caller vouches for a live header, which an earlier kernel of the stream wrote.
-    unsafe { ld_u32(header + offset_of!(PlanHeader, num_recv_tokens) as u64) }
+    ld_u32(header + offset_of!(PlanHeader, num_recv_tokens) as u64)
 }
 
 /// Records that the caller's tensors have fewer rows than came. This rank then does not end the
 /// combine, nor do its peers, whose sums would lack the rows. All threads of a block call it.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn note_missing(comm: &Comm, came: u32, given: u32, epoch: u64) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        if tid() == 0 {
-            record(comm, 0, comm.rank, epoch, came as u64, given as u64, Wait::MissingRows);
-        }
+    if tid() == 0 {
+        record(comm, 0, comm.rank, epoch, came as u64, given as u64, Wait::MissingRows);
     }
 }
 
@@ -104,26 +101,26 @@ pub(super) unsafe fn note_missing(comm: &Comm, came: u32, given: u32, epoch: u64
 pub(super) const IN_FLIGHT_BYTES: u32 = 8 * 512;
 
 /// Copies so many bytes, a multiple of 16, past the L1 cache. The whole warp calls it.
-#[inline(always)]
+///
+/// # Safety
+/// Both addresses are live, for so many bytes.
+#[device]
 pub(super) unsafe fn copy_bytes(from: u64, to: u64, bytes: u32) {
-    // SAFETY: the caller vouches for both addresses.
-    unsafe {
-        let mut at = laneid() * 16;
-        while at + 7 * 512 < bytes {
-            let mut vectors = [[0; 4]; 8];
-            unroll8!(J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
-            unroll8!(J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
-            at += IN_FLIGHT_BYTES;
-        }
-        if at + 3 * 512 < bytes {
-            let mut vectors = [[0; 4]; 4];
-            unroll4!(J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
-            unroll4!(J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
-            at += IN_FLIGHT_BYTES / 2;
-        }
-        while at < bytes {
-            st_v4(to + at as u64, ld_stream_v4(from + at as u64));
-            at += 512;
-        }
+    let mut at = laneid() * 16;
+    while at + 7 * 512 < bytes {
+        let mut vectors = [[0; 4]; 8];
+        unroll8!(J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
+        unroll8!(J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
+        at += IN_FLIGHT_BYTES;
+    }
+    if at + 3 * 512 < bytes {
+        let mut vectors = [[0; 4]; 4];
+        unroll4!(J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
+        unroll4!(J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
+        at += IN_FLIGHT_BYTES / 2;
+    }
+    while at < bytes {
+        st_v4(to + at as u64, ld_stream_v4(from + at as u64));
+        at += 512;
     }
 }

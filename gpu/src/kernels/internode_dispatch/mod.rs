@@ -16,8 +16,6 @@ mod poster;
 mod route;
 mod sender;
 
-use epoxide_macros::kernel;
-
 use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
 use super::rail::{Operation, tell_nodes_ready, wait_mapped_ready};

@@ -9,8 +9,6 @@
 //! nothing. Each sum has one block, or one warp for each piece. Collectives stand where all lanes
 //! of a warp arrive.
 
-use epoxide_macros::kernel;
-
 use super::super::epoch::{Phase, trace};
 use super::super::progress::Progress;
 use super::fp8::from_bf16;
@@ -76,68 +74,65 @@ pub unsafe fn low_latency_combine_summed(args: LowLatencyCombineArgs) {
 
 /// `FP8`: whether rows return as e4m3. `SUMMED`: whether they are summed over experts already, and
 /// warps return rows while others sum.
-#[inline(always)]
+#[device]
 unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineArgs) {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let comm = &args.common.comm;
-        let shared = Shared::lay_out();
-        let sends = args.common.phases & phase::SEND != 0;
-        trace(comm, Phase::Enter);
-        let receives = args.common.phases & phase::RECEIVE != 0;
-        let publishes = publishes_call(&args.common);
-        let opening = Opening::load::<true>(&args.common, tid() == 0 || publishes);
-        let first = Ahead::of::<SUMMED>(args, ctaid(), sends);
-        let first_piece = Ahead::of_piece(args, Piece::first_to_send(), sends);
-        let most = if sends { Most::of(args) } else { Most { words: 0, packets: 0 } };
-        let ranks = first_ranks(args, receives);
-        if publishes {
-            publish_call::<true>(&args.common, &opening);
+    let comm = &args.common.comm;
+    let shared = Shared::lay_out();
+    let sends = args.common.phases & phase::SEND != 0;
+    trace(comm, Phase::Enter);
+    let receives = args.common.phases & phase::RECEIVE != 0;
+    let publishes = publishes_call(&args.common);
+    let opening = Opening::load::<true>(&args.common, tid() == 0 || publishes);
+    let first = Ahead::of::<SUMMED>(args, ctaid(), sends);
+    let first_piece = Ahead::of_piece(args, Piece::first_to_send(), sends);
+    let most = if sends { Most::of(args) } else { Most { words: 0, packets: 0 } };
+    let ranks = first_ranks(args, receives);
+    if publishes {
+        publish_call::<true>(&args.common, &opening);
+    }
+    if laneid() == 0 {
+        st_shared_u32(shared.of_warp + tid() / 32 * 4, ranks);
+    }
+    let mut progress = None;
+    if SUMMED {
+        // Its words are those of `shared.tokens`, which a combine has no other use for.
+        progress = Some(Progress::new(0, RETURNING_WARPS));
+        if tid() < 2 {
+            st_shared_u32(shared.of_source + tid() * 4, 0);
         }
-        if laneid() == 0 {
-            st_shared_u32(shared.of_warp + tid() / 32 * 4, ranks);
+    }
+    let begun = begin::<true>(&args.common, &opening, shared.begun);
+    if sends && begun.takes_part() {
+        if ctaid() == 0 && tid() == 0 {
+            note_answer(&args.common, &opening);
         }
-        let mut progress = None;
-        if SUMMED {
-            // Its words are those of `shared.tokens`, which a combine has no other use for.
-            progress = Some(Progress::new(0, RETURNING_WARPS));
-            if tid() < 2 {
-                st_shared_u32(shared.of_source + tid() * 4, 0);
-            }
-        }
-        let begun = begin::<true>(&args.common, &opening, shared.begun);
-        if sends && begun.takes_part() {
-            if ctaid() == 0 && tid() == 0 {
-                note_answer(&args.common, &opening);
-            }
-            return_pieces::<FP8>(args, most.packets, first_piece, begun.epoch());
-            match &progress {
-                None => send::<FP8, SUMMED, 0>(args, Team::block(), &begun, most.words, first, None),
-                Some(progress) => {
-                    if RETURNING.has_this_warp() {
-                        send::<FP8, SUMMED, 1>(args, RETURNING, &begun, most.words, first, Some(progress));
-                    } else if tid() / 32 == RETURNING_WARPS {
-                        publish_rows(args, &begun, most.words, progress);
-                    }
+        return_pieces::<FP8>(args, most.packets, first_piece, begun.epoch());
+        match &progress {
+            None => send::<FP8, SUMMED, 0>(args, Team::block(), &begun, most.words, first, None),
+            Some(progress) => {
+                if RETURNING.has_this_warp() {
+                    send::<FP8, SUMMED, 1>(args, RETURNING, &begun, most.words, first, Some(progress));
+                } else if tid() / 32 == RETURNING_WARPS {
+                    publish_rows(args, &begun, most.words, progress);
                 }
             }
-            trace(comm, Phase::Moved);
         }
-        let_next_launch(&args.common);
-        if receives {
-            // The operation must not end before all members have entered it: the place's next
-            // dispatch overwrites what they read before that. Sums need not wait for it.
-            let mut is_given_up = !begun.takes_part();
-            if !is_given_up && !SUMMED {
-                is_given_up = receive::<FP8, false, 0>(args, Team::block(), &shared, begun);
-            } else if !is_given_up && SUMMING.has_this_warp() {
-                is_given_up = receive::<FP8, true, 2>(args, SUMMING, &shared, begun);
-            }
-            if barrier_any(is_given_up) {
-                spoil::<FP8>(args);
-            }
-            add_share(comm);
+        trace(comm, Phase::Moved);
+    }
+    let_next_launch(&args.common);
+    if receives {
+        // The operation must not end before all members have entered it: the place's next
+        // dispatch overwrites what they read before that. Sums need not wait for it.
+        let mut is_given_up = !begun.takes_part();
+        if !is_given_up && !SUMMED {
+            is_given_up = receive::<FP8, false, 0>(args, Team::block(), &shared, begun);
+        } else if !is_given_up && SUMMING.has_this_warp() {
+            is_given_up = receive::<FP8, true, 2>(args, SUMMING, &shared, begun);
         }
+        if barrier_any(is_given_up) {
+            spoil::<FP8>(args);
+        }
+        add_share(comm);
     }
 }
 
@@ -150,7 +145,7 @@ const RETURNING: Team<1> = Team { first: 0, threads: RETURNING_WARPS * 32 };
 const SUMMING: Team<2> = Team { first: (RETURNING_WARPS + 1) * 32, threads: SUMMING_WARPS * 32 };
 
 /// Bytes of a BF16 row, as experts made it and as it is summed.
-#[inline(always)]
+#[device]
 pub(super) fn bf16_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
     if FP8 { args.row_bytes * 2 } else { args.row_bytes }
 }
@@ -158,27 +153,24 @@ pub(super) fn bf16_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
 /// Adds to `sums` the vectors at the bytes `at` of several rows: those whose numbers are the bits
 /// `left`, in their order, up to `MOST` of them at a time. `row` gives a row's address and its
 /// weight.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn add_rows<const MOST: usize, const V: usize>(
     mut left: u32,
     at: &[u32; V],
     sums: &mut [[f32; 8]; V],
     row: impl Fn(u32) -> (u64, f32),
 ) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        while MOST >= 4 && left.count_ones() >= 4 {
-            add_some::<4, V>(&mut left, at, sums, &row);
-        }
-        while MOST >= 3 && left.count_ones() >= 3 {
-            add_some::<3, V>(&mut left, at, sums, &row);
-        }
-        while left.count_ones() >= 2 {
-            add_some::<2, V>(&mut left, at, sums, &row);
-        }
-        if left != 0 {
-            add_some::<1, V>(&mut left, at, sums, &row);
-        }
+    while MOST >= 4 && left.count_ones() >= 4 {
+        add_some::<4, V>(&mut left, at, sums, &row);
+    }
+    while MOST >= 3 && left.count_ones() >= 3 {
+        add_some::<3, V>(&mut left, at, sums, &row);
+    }
+    while left.count_ones() >= 2 {
+        add_some::<2, V>(&mut left, at, sums, &row);
+    }
+    if left != 0 {
+        add_some::<1, V>(&mut left, at, sums, &row);
     }
 }
 
@@ -187,48 +179,45 @@ pub(super) unsafe fn add_rows<const MOST: usize, const V: usize>(
 /// The loads have no condition, so that they are in flight together. ptxas gives loads under a
 /// condition the same registers and moves each value on, so that each load waits for the one
 /// before.
-#[inline(always)]
+#[device]
 unsafe fn add_some<const N: usize, const V: usize>(
     left: &mut u32,
     at: &[u32; V],
     sums: &mut [[f32; 8]; V],
     row: &impl Fn(u32) -> (u64, f32),
 ) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (mut vectors, mut weights) = ([[[0; 4]; V]; N], [0.0; N]);
-        let mut of = 0;
-        while of < N {
-            let (from, weight) = row(left.trailing_zeros() & 31);
-            *left &= left.wrapping_sub(1);
-            weights[of] = weight;
-            let mut vector = 0;
-            while vector < V {
-                vectors[of][vector] = ld_stream_v4(from + at[vector] as u64);
-                vector += 1;
-            }
-            of += 1;
+    let (mut vectors, mut weights) = ([[[0; 4]; V]; N], [0.0; N]);
+    let mut of = 0;
+    while of < N {
+        let (from, weight) = row(left.trailing_zeros() & 31);
+        *left &= left.wrapping_sub(1);
+        weights[of] = weight;
+        let mut vector = 0;
+        while vector < V {
+            vectors[of][vector] = ld_stream_v4(from + at[vector] as u64);
+            vector += 1;
         }
-        of = 0;
-        while of < N {
-            let mut vector = 0;
-            while vector < V {
-                add(&mut sums[vector], from_bf16(vectors[of][vector]), weights[of]);
-                vector += 1;
-            }
-            of += 1;
+        of += 1;
+    }
+    of = 0;
+    while of < N {
+        let mut vector = 0;
+        while vector < V {
+            add(&mut sums[vector], from_bf16(vectors[of][vector]), weights[of]);
+            vector += 1;
         }
+        of += 1;
     }
 }
 
 /// Adds eight numbers, `weight` times.
-#[inline(always)]
+#[device]
 pub(super) fn add(sum: &mut [f32; 8], numbers: [f32; 8], weight: f32) {
     unroll8!(J => { sum[J] += numbers[J] * weight });
 }
 
 /// Eight sums as BF16.
-#[inline(always)]
+#[device]
 pub(super) fn round(sum: &[f32; 8]) -> [u32; 4] {
     let mut vector = [0; 4];
     unroll4!(J => { vector[J] = pack_bf16x2(sum[2 * J], sum[2 * J + 1]) });

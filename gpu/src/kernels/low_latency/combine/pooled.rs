@@ -8,8 +8,6 @@
 //! ([`has_one_given_up`]). A piece of a sum has one warp. Collectives stand where all lanes of a warp
 //! arrive: the numbers and masks of pieces are the same in all lanes.
 
-use epoxide_macros::kernel;
-
 use super::super::super::epoch::{Phase, pool_of, record, trace};
 use super::super::{
     Begun, Opening, Piece, Shared, add_share, begin, have_all_entered, inside, last_warp, let_next_launch,
@@ -79,39 +77,36 @@ pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
 /// Whether a member has ended a later dispatch without this rank, or will not enter this combine: its
 /// rows may be others by now, or half of each. A rank that gives up says so [`GIVING_UP_NS`] before it
 /// writes any. So rows are right that are read within [`GATHER_NS`] from here on. It is recorded.
-#[inline(always)]
+///
+/// # Safety
+/// Words are in this rank's own pool.
+#[device]
 unsafe fn has_one_given_up(comm: &Comm, begun: Begun) -> bool {
-    // SAFETY: words are in this rank's own pool.
-    unsafe {
-        let (lane, epoch) = (laneid(), begun.epoch());
-        if lane >= FEW_RANKS as u32 || !begun.has_member(lane) {
-            return false;
-        }
-        let seen = ld_relaxed_sys_u64(pool_of(comm, comm.rank) + gave_up_offset(lane));
-        if seen >= epoch {
-            record(comm, 0, lane, epoch, epoch, seen, Wait::LowLatencyGaveUp);
-        }
-        seen >= epoch
+    let (lane, epoch) = (laneid(), begun.epoch());
+    if lane >= FEW_RANKS as u32 || !begun.has_member(lane) {
+        return false;
     }
+    let seen = ld_relaxed_sys_u64(pool_of(comm, comm.rank) + gave_up_offset(lane));
+    if seen >= epoch {
+        record(comm, 0, lane, epoch, epoch, seen, Wait::LowLatencyGaveUp);
+    }
+    seen >= epoch
 }
 
 /// Sums a piece of the rows of the ranks `mask`. The whole warp calls it.
-#[inline(always)]
+#[device]
 unsafe fn sum(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32) {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let number = comm.rank * common.max_tokens + piece.token;
-        let of_row = common.place.returned_x + number as u64 * row_stride(args.row_bytes as u64);
-        let ats = [piece.at(0), piece.at(1), piece.at(2)];
-        let insides = ats.map(|at| inside(at, args.row_bytes));
-        let mut sums = [[0.0; 8]; 3];
-        add_rows::<2, 3>(mask, &insides, &mut sums, |rank| (pool_of(comm, rank) + of_row, 1.0));
-        let to = args.combined_x.0 + piece.token as u64 * args.row_bytes as u64;
-        unroll3!(V => {
-            if ats[V] < args.row_bytes {
-                st_v4(to + ats[V] as u64, round(&sums[V]));
-            }
-        });
-    }
+    let (common, comm) = (&args.common, &args.common.comm);
+    let number = comm.rank * common.max_tokens + piece.token;
+    let of_row = common.place.returned_x + number as u64 * row_stride(args.row_bytes as u64);
+    let ats = [piece.at(0), piece.at(1), piece.at(2)];
+    let insides = ats.map(|at| inside(at, args.row_bytes));
+    let mut sums = [[0.0; 8]; 3];
+    add_rows::<2, 3>(mask, &insides, &mut sums, |rank| (pool_of(comm, rank) + of_row, 1.0));
+    let to = args.combined_x.0 + piece.token as u64 * args.row_bytes as u64;
+    unroll3!(V => {
+        if ats[V] < args.row_bytes {
+            st_v4(to + ats[V] as u64, round(&sums[V]));
+        }
+    });
 }
