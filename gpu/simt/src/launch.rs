@@ -285,7 +285,11 @@ mod tests {
     }
 
     /// What both kernels below read.
-    #[kernel_args(requires(self.myself >= 1, self.myself.is_power_of_two(), self.first + self.myself <= MOST))]
+    #[kernel_args(requires(
+        self.myself >= 1,
+        self.myself.is_power_of_two(),
+        self.first + self.myself <= MOST,
+    ))]
     pub struct Rows {
         first: u32,
         myself: u32,

@@ -26,7 +26,7 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Loads of a lane that are in flight together: as many as `unroll4` repeats.
+/// Loads of a lane that are in flight together: as many as `unroll!(4, ..)` repeats.
 const TOGETHER: u32 = 4;
 
 /// Numbers the selections of each physical expert, in the order of tokens and entries. A warp takes
@@ -42,19 +42,18 @@ const TOGETHER: u32 = 4;
 pub unsafe fn number_selections(args: NumberArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
     let entries = args.num_tokens * args.num_topk;
-    let mut expert = tid() / 32 * nctaid() + ctaid();
-    while expert < args.num_experts {
+    stride!(expert in tid() / 32 * nctaid() + ctaid()..args.num_experts, nctaid() * warps => {
         let selections = ld_u32(args.num_tokens_per_expert.0 + expert as u64 * 4);
         let (mut first, mut number) = (0, 0);
         while number < selections && first < entries {
             let mut ids = [-1i64; TOGETHER as usize];
-            unroll4!(PART => {
+            unroll!(4, PART => {
                 let entry = first + PART as u32 * 32 + lane;
                 if entry < entries {
                     ids[PART] = ld_id(args.topk_idx, args.narrow_ids, entry as u64);
                 }
             });
-            unroll4!(PART => {
+            unroll!(4, PART => {
                 let hits = ballot(ids[PART] == expert as i64);
                 if ids[PART] == expert as i64 {
                     let entry = first + PART as u32 * 32 + lane;
@@ -65,8 +64,7 @@ pub unsafe fn number_selections(args: NumberArgs) {
             });
             first += TOGETHER * 32;
         }
-        expert += nctaid() * warps;
-    }
+    });
 }
 
 /// Words of shared memory of `plan_by_expert`: what each local expert's segment takes, then where
@@ -162,17 +160,14 @@ unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
     let count = |source: u32, expert: u32| {
         wait_packet::<true>(comm, source, message::EXPERT_COUNTS + expert, epoch).unwrap_or(0)
     };
-    let mut expert = thread;
-    while expert < experts {
-        let (mut rows, mut source) = (0u32, 0);
-        while source < ranks {
+    block_stride!(expert in 0..experts => {
+        let mut rows = 0u32;
+        stride!(source in 0..ranks => {
             rows = rows.saturating_add(count(source, expert));
-            source += 1;
-        }
+        });
         st_u32(args.expert_counts.0 + expert as u64 * 4, rows);
         st_shared_u32(word(SEGMENTS + expert), aligned(rows, args.alignment));
-        expert += ntid();
-    }
+    });
     barrier_sync();
     if thread < 32 {
         // Prefix sums, 32 experts at a time.
@@ -198,19 +193,16 @@ unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
     if thread < ranks {
         send_packet::<true>(comm, thread, message::EXPERT_ROWS, total, epoch);
     }
-    let mut expert = thread;
-    while expert < experts {
+    block_stride!(expert in 0..experts => {
         let start = ld_shared_u32(word(SEGMENTS + expert));
-        let (mut row, mut source) = (start, 0);
-        while source < ranks {
+        let mut row = start;
+        stride!(source in 0..ranks => {
             send_packet::<true>(comm, source, message::EXPERT_STARTS + expert, row, epoch);
             row = row.saturating_add(count(source, expert));
-            source += 1;
-        }
+        });
         st_u32(args.expert_starts.0 + expert as u64 * 4, start);
         st_u32(args.psum_expert.0 + expert as u64 * 4, row);
-        expert += ntid();
-    }
+    });
     if thread == 0 {
         st_u32(args.expert_starts.0 + experts as u64 * 4, total);
         st_u32(args.psum_expert.0 + experts as u64 * 4, total);
@@ -237,8 +229,7 @@ unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
 #[device]
 unsafe fn list_rows(args: &ExpertPlanArgs, epoch: u64) {
     let experts = args.local_experts.max(1);
-    let mut at = ctaid() * ntid() + tid();
-    while at < args.num_tokens * SEND_LIST_STRIDE {
+    grid_stride!(at in 0..args.num_tokens * SEND_LIST_STRIDE => {
         let (token, k) = (at / SEND_LIST_STRIDE, at % SEND_LIST_STRIDE);
         let mut to = -1;
         if k < args.num_topk {
@@ -254,8 +245,7 @@ unsafe fn list_rows(args: &ExpertPlanArgs, epoch: u64) {
             }
         }
         st_i64(entry_at(args.send_row.0, token, k), to);
-        at += nctaid() * ntid();
-    }
+    });
 }
 
 /// Whether every rank has room, by the counts of all ranks: the same verdict on all of them. The
@@ -271,14 +261,14 @@ unsafe fn judge(args: &ExpertPlanArgs, epoch: u64) -> Verdict {
         return verdict;
     }
     let mut rows = [0; 2];
-    unroll2!(HALF => {
+    unroll!(2, HALF => {
         let rank = lane + HALF as u32 * 32;
         if rank < comm.num_ranks {
             rows[HALF] = wait_packet::<true>(comm, rank, message::EXPERT_ROWS, epoch).unwrap_or(0);
         }
     });
     let over = rows.map(|rows| ballot(rows as u64 > comm.pool.rows));
-    unroll2!(HALF => {
+    unroll!(2, HALF => {
         // The first rank of those, of the first half that has one.
         let first = over[HALF].trailing_zeros() & 31;
         let its_rows = shfl_u32(rows[HALF], first);

@@ -28,8 +28,8 @@ pub unsafe fn ceiling_push(args: CeilingArgs) {
         }
         (load, loaded) = (load + step, loaded + 1);
     }
-    let (mut turn, mut row, mut previous) = (Turn::first(), first, 0);
-    while row < args.rows {
+    let (mut turn, mut previous) = (Turn::first(), 0);
+    stride!(row in first..args.rows, step => {
         assume(args.num_ranks - 1 != 0);
         let peer = (args.rank + 1 + (row + lane) % (args.num_ranks - 1)) % args.num_ranks;
         let to = shfl_u64(pool, peer) + args.to + (args.rank * args.rows + row) as u64 * row_bytes;
@@ -48,8 +48,7 @@ pub unsafe fn ceiling_push(args: CeilingArgs) {
         }
         previous = turn.slot;
         turn.advance(&ring);
-        row += step;
-    }
+    });
     bulk_wait::<0>();
 }
 
@@ -79,8 +78,8 @@ pub unsafe fn ceiling_pull(args: CeilingArgs) {
         fetch(loaded, load);
         (load, loaded) = (load + step, loaded + 1);
     }
-    let (mut turn, mut piece, mut previous) = (Turn::first(), first, 0);
-    while piece < pieces {
+    let (mut turn, mut previous) = (Turn::first(), 0);
+    stride!(piece in first..pieces, step => {
         ring.wait(&turn);
         if lane == 0 {
             let to = own + args.to + piece as u64 * row_bytes;
@@ -94,7 +93,6 @@ pub unsafe fn ceiling_pull(args: CeilingArgs) {
         }
         previous = turn.slot;
         turn.advance(&ring);
-        piece += step;
-    }
+    });
     bulk_wait::<0>();
 }

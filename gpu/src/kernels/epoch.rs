@@ -39,7 +39,7 @@ const SHORT_NS: u64 = 2_000_000;
 #[device]
 pub fn pool_of(comm: &Comm, rank: u32) -> u64 {
     let mut pool = 0;
-    unroll8!(RANK => { pool |= comm.pools[RANK].0 & ((rank == RANK as u32) as u64).wrapping_neg() });
+    unroll!(8, RANK => { pool |= comm.pools[RANK].0 & ((rank == RANK as u32) as u64).wrapping_neg() });
     pool
 }
 
@@ -437,12 +437,12 @@ pub unsafe fn wait_packets<const MANY: bool>(
     let count = if MANY { (comm.num_ranks - from).min(FEW_RANKS as u32) } else { comm.num_ranks };
     let (mut seen, mut late) = ([0u64; FEW_RANKS], (1u32 << count) - 1);
     loop {
-        unroll8!(PEER => {
+        unroll!(8, PEER => {
             if late >> PEER & 1 != 0 {
                 seen[PEER] = ld_relaxed_sys_u64(messages + message_offset(from + PEER as u32, word));
             }
         });
-        unroll8!(PEER => {
+        unroll!(8, PEER => {
             if (seen[PEER] >> 32) as u32 == epoch as u32 {
                 late &= !(1 << PEER);
             }
@@ -453,7 +453,7 @@ pub unsafe fn wait_packets<const MANY: bool>(
         let first = late.trailing_zeros();
         if deadline.expired(comm) {
             let mut last = 0;
-            unroll8!(PEER => {
+            unroll!(8, PEER => {
                 if late >> PEER & 1 != 0 {
                     note_late(comm, deadline.waited, from + PEER as u32, Wait::Counts);
                 }

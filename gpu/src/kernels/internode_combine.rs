@@ -284,7 +284,7 @@ impl Sink for Slots<'_> {
         }
         if self.slot != 0 {
             let to = self.slot + (item.piece * rows.slot_bytes) as u64;
-            unroll8!(J => {
+            unroll!(8, J => {
                 let at = laneid() * 16 + J as u32 * 512;
                 if J < vectors_of(true) && at < bytes {
                     st_v4(to + at as u64, vectors[J]);

@@ -27,8 +27,7 @@ pub unsafe fn internode_count(args: InternodeCountArgs) {
     let channel = ctaid();
     let (begin, end) = channel_range(args.num_tokens, args.num_channels, channel);
     // A warp takes a column: a rank, or behind the ranks a node.
-    let mut column = warp;
-    while column < ranks + nodes {
+    stride!(column in warp..ranks + nodes, warps => {
         let (first, width) = if column < ranks {
             (column, 1)
         } else {
@@ -39,11 +38,10 @@ pub unsafe fn internode_count(args: InternodeCountArgs) {
             // Lanes behind the end look at the last token: a branch around the load would come
             // twice, and so would the ballot between its two halves.
             let token = (group + lane).min(end - 1);
-            let (mut hit, mut rank) = (0, first);
-            while rank < first + width {
+            let mut hit = 0;
+            stride!(rank in first..first + width => {
                 hit |= ld_u8(args.is_token_in_rank.0 + token as u64 * ranks as u64 + rank as u64);
-                rank += 1;
-            }
+            });
             let inside = group + lane < end;
             let hits = ballot((hit != 0) & inside);
             if inside {
@@ -62,6 +60,5 @@ pub unsafe fn internode_count(args: InternodeCountArgs) {
         if lane == 0 {
             st_u32(args.channel_counts.0 + (channel * (ranks + nodes) + column) as u64 * 4, count);
         }
-        column += warps;
-    }
+    });
 }

@@ -27,12 +27,6 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Repeats a block for each word of a signature, as `unroll8` does.
-macro_rules! unroll5 {
-    ($n:ident => $body:block) => { unroll5!(@ $n $body 0 1 2 3 4) };
-    (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: u32 = $value; $body } )* };
-}
-
 /// Threads of the one block of `internode_notify`.
 const THREADS: u32 = 1024;
 
@@ -135,11 +129,9 @@ impl<'a> Exchange<'a> {
     /// The host sizes dynamic shared memory for all words.
     #[device]
     unsafe fn new(args: &'a InternodeNotifyArgs) -> Self {
-        let mut i = tid();
-        while i < WORDS {
+        stride!(i in tid()..WORDS, THREADS => {
             st_shared_u32(dynamic_shared() + i * 4, 0);
-            i += THREADS;
-        }
+        });
         let (nodes, per_node) = (args.wire.num_nodes, args.comm.num_ranks);
         Exchange {
             args,
@@ -162,10 +154,9 @@ impl<'a> Exchange<'a> {
         let (args, thread) = (self.args, tid());
         let (ranks, channels) = (self.ranks, self.channels);
         // Sums over channels; a thread takes a column: a rank, or behind the ranks a node.
-        let mut column = thread;
-        while column < ranks + self.nodes {
-            let (mut total, mut channel) = (0, 0);
-            while channel < channels {
+        stride!(column in thread..ranks + self.nodes, THREADS => {
+            let mut total = 0;
+            stride!(channel in 0..channels => {
                 let start = total;
                 let count = channel * (ranks + self.nodes) + column;
                 total += ld_u32(args.channel_counts.0 + count as u64 * 4);
@@ -180,35 +171,29 @@ impl<'a> Exchange<'a> {
                 st_u32(prefix, total);
                 let index = wire_message::CHANNEL_STARTS + row * channels + channel;
                 st_u32(self.outgoing(node) + index as u64 * 4, start);
-                channel += 1;
-            }
+            });
             let index = if column < ranks {
                 wire_message::RANK_COUNTS + column
             } else {
                 wire_message::NODE_COUNTS + column - ranks
             };
-            let mut node = 0;
-            while node < self.nodes {
+            stride!(node in 0..self.nodes => {
                 st_u32(self.outgoing(node) + index as u64 * 4, total);
-                node += 1;
-            }
-            column += THREADS;
-        }
+            });
+        });
         if thread < self.nodes {
             let message = self.outgoing(thread);
-            unroll5!(INDEX => { st_u32(message + INDEX as u64 * 4, self.signature(INDEX)) });
+            unroll!(5, INDEX => { st_u32(message + INDEX as u64 * 4, self.signature(INDEX as u32)) });
             let bad = ld_u64(args.invalid.0) != u64::MAX;
             st_u32(message + wire_message::INVALID as u64 * 4, bad as u32);
         }
         let experts_per_node = self.per_node * self.local_experts;
         assume(experts_per_node >= 1);
-        let mut expert = thread;
-        while expert < self.nodes * experts_per_node {
+        stride!(expert in thread..self.nodes * experts_per_node, THREADS => {
             let count = ld_u32(args.num_tokens_per_expert.0 + expert as u64 * 4);
             let index = wire_message::EXPERT_COUNTS + expert % experts_per_node;
             st_u32(self.outgoing(expert / experts_per_node) + index as u64 * 4, count);
-            expert += THREADS;
-        }
+        });
     }
 
     /// Lane n of the first warp sends node n its message and waits for the one from there.
@@ -252,8 +237,7 @@ impl<'a> Exchange<'a> {
         let (channels, per_node) = (self.channels, self.per_node);
         let head = wire_message::NODE_COUNTS + self.nodes + self.ranks;
         let each = head + channels + self.local_experts;
-        let mut item = tid();
-        while item < self.nodes * per_node * each {
+        stride!(item in tid()..self.nodes * per_node * each, THREADS => {
             let (pair, field) = (item / each, item % each);
             let (node, rank) = (pair / per_node, pair % per_node);
             // (index in the message, index in what is relayed)
@@ -274,8 +258,7 @@ impl<'a> Exchange<'a> {
             let value = ld_u32(self.incoming(node) + from as u64 * 4);
             let to = relay_offset(self.rail(node), to);
             send_packet_at::<false>(&self.args.comm, rank, to, value, self.epoch);
-            item += THREADS;
-        }
+        });
     }
 
     /// Reads the heads of all ranks: whether the words that must agree do, and the tokens of every
@@ -292,39 +275,35 @@ impl<'a> Exchange<'a> {
         // A thread takes a source.
         let mut objection = Verdict { peer: NONE, ..Verdict::OPEN };
         if thread < ranks {
-            unroll5!(INDEX => {
-                let ours = self.signature(INDEX);
-                let theirs = self.packet(thread, wire_message::SIGNATURE + INDEX, ours);
+            unroll!(5, INDEX => {
+                let ours = self.signature(INDEX as u32);
+                let theirs = self.packet(thread, wire_message::SIGNATURE + INDEX as u32, ours);
                 if theirs != ours && objection.status == 0 {
                     let status = PlanStatus::Mismatch as u32;
-                    objection = Verdict { peer: thread, status, detail: INDEX, theirs, ours };
+                    objection = Verdict { peer: thread, status, detail: INDEX as u32, theirs, ours };
                 }
             });
             let invalid = self.packet(thread, wire_message::INVALID, 0);
             if invalid != 0 && objection.status == 0 {
                 (objection.peer, objection.status) = (thread, PlanStatus::InvalidExpert as u32);
             }
-            let mut node = 0;
-            while node < self.nodes {
+            stride!(node in 0..self.nodes => {
                 let count = self.packet(thread, wire_message::NODE_COUNTS + node, 0);
                 if count as u64 > self.args.wire.layout.slots && objection.status == 0 {
                     (objection.peer, objection.status) = (thread, PlanStatus::Slots as u32);
                     objection.detail = count;
                 }
-                node += 1;
-            }
+            });
         }
         self.keep_lowest(objection.peer);
-        let mut pair = thread;
-        while pair < ranks * ranks {
+        stride!(pair in thread..ranks * ranks, THREADS => {
             let (source, rank) = (pair / ranks, pair % ranks);
             let count = self.packet(source, wire_message::RANK_COUNTS + rank, 0);
             red_relaxed_cta_shared_add_u32(word(RECEIVES + rank), count);
             if rank / self.per_node == self.args.wire.node {
                 st_shared_u32(base_word(source, rank % self.per_node), count);
             }
-            pair += THREADS;
-        }
+        });
         objection
     }
 
@@ -352,8 +331,8 @@ impl<'a> Exchange<'a> {
         barrier_sync();
         self.keep_lowest(crowded);
         if thread < self.per_node {
-            let (mut total, mut source) = (0, 0);
-            while source < ranks {
+            let mut total = 0;
+            stride!(source in 0..ranks => {
                 let at = base_word(source, thread);
                 let count = ld_shared_u32(at);
                 st_shared_u32(at, total);
@@ -361,8 +340,7 @@ impl<'a> Exchange<'a> {
                 if thread == self.args.comm.rank {
                     st_u32(self.args.recv_gbl_rank_prefix_sum.0 + source as u64 * 4, total);
                 }
-                source += 1;
-            }
+            });
         }
         barrier_sync();
         let crowded = self.lowest();
@@ -393,8 +371,7 @@ impl<'a> Exchange<'a> {
         let (args, channels) = (self.args, self.channels);
         let relayed =
             |node: u32| ld_u32(self.incoming(node) + (wire_message::NODE_COUNTS + args.wire.node) as u64 * 4);
-        let mut item = tid();
-        while item < self.nodes * channels {
+        stride!(item in tid()..self.nodes * channels, THREADS => {
             let (node, channel) = (item / channels, item % channels);
             let starts = self.incoming(node) + wire_message::CHANNEL_STARTS as u64 * 4;
             let mut end = relayed(node);
@@ -402,23 +379,18 @@ impl<'a> Exchange<'a> {
                 end = ld_u32(starts + (channel + 1) as u64 * 4);
             }
             st_u32(args.recv_rdma_channel_prefix_matrix.0 + item as u64 * 4, end);
-            let mut rank = 0;
-            while rank < self.per_node {
+            stride!(rank in 0..self.per_node => {
                 let base = ld_shared_u32(base_word(self.rail(node), rank));
                 let start = ld_u32(starts + ((1 + rank) * channels + channel) as u64 * 4);
                 st_u32(args.forward_start.0 + (item * SEND_ROW_STRIDE + rank) as u64 * 4, base + start);
-                rank += 1;
-            }
-            item += THREADS;
-        }
+            });
+        });
         let mut total = 0;
         if tid() == 0 {
-            let mut node = 0;
-            while node < self.nodes {
+            stride!(node in 0..self.nodes => {
                 total += relayed(node);
                 st_u32(args.recv_rdma_rank_prefix_sum.0 + node as u64 * 4, total);
-                node += 1;
-            }
+            });
         }
         total
     }
@@ -430,21 +402,17 @@ impl<'a> Exchange<'a> {
     /// Packets are inside the own pool.
     #[device]
     unsafe fn plan_receiving(&self) {
-        let mut item = tid();
-        while item < self.ranks * self.channels {
+        stride!(item in tid()..self.ranks * self.channels, THREADS => {
             let (source, channel) = (item / self.channels, item % self.channels);
             let start = self.packet(source, relay_message::CHANNEL_STARTS + channel, 0);
             let base = ld_shared_u32(base_word(source, self.args.comm.rank));
             st_u32(self.args.recv_gbl_channel_prefix_matrix.0 + item as u64 * 4, base + start);
-            item += THREADS;
-        }
-        let mut item = tid();
-        while item < self.ranks * self.local_experts {
+        });
+        stride!(item in tid()..self.ranks * self.local_experts, THREADS => {
             let (source, expert) = (item / self.local_experts, item % self.local_experts);
             let count = self.packet(source, relay_message::EXPERT_COUNTS + expert, 0);
             red_relaxed_cta_shared_add_u32(word(EXPERTS + expert), count);
-            item += THREADS;
-        }
+        });
     }
 
     /// Writes the selections of each local expert, rounded up, for the device and for the host.
@@ -453,16 +421,15 @@ impl<'a> Exchange<'a> {
     /// There is room for every local expert.
     #[device]
     unsafe fn count_selections(&self) {
-        let (args, mut expert) = (self.args, tid());
-        while expert < self.local_experts {
+        let args = self.args;
+        stride!(expert in tid()..self.local_experts, THREADS => {
             let count = ld_shared_u32(word(EXPERTS + expert));
             let aligned = count.div_ceil(args.expert_alignment) * args.expert_alignment;
             st_u32(args.num_recv_tokens_per_expert.0 + expert as u64 * 4, aligned);
             if !args.host.is_null() {
                 st_u32(args.host.0 + size_of::<PlanHeader>() as u64 + expert as u64 * 4, aligned);
             }
-            expert += THREADS;
-        }
+        });
     }
 
     /// Waits until this rank's messages have left.

@@ -5,25 +5,7 @@
 //! part towards you). `epoch` module holds them; docs/protocol.md explains why no two operations
 //! can meet in a region.
 
-/// Repeats a block with the constant `$n` from 0 to 7: unrolled in the source, so that arrays which
-/// it indexes stay in registers.
-macro_rules! unroll8 {
-    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2 3 4 5 6 7) };
-    (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: usize = $value; $body } )* };
-}
-/// The same from 0 to 3.
-macro_rules! unroll4 {
-    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2 3) };
-}
-/// The same from 0 to 2.
-macro_rules! unroll3 {
-    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2) };
-}
-/// The same from 0 to 1.
-macro_rules! unroll2 {
-    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1) };
-}
-// `unroll8` covers every rank of few.
+// `unroll!(8, ..)` covers every rank of few.
 const _: () = assert!(crate::layout::FEW_RANKS == 8);
 
 mod by_expert;

@@ -43,7 +43,7 @@ pub const fn notify_shared_bytes(many: bool) -> u32 {
 }
 
 /// Loads of a thread that are in flight together, where it goes through tokens: as many as
-/// `unroll4` repeats.
+/// `unroll!(4, ..)` repeats.
 const TOGETHER: usize = 4;
 
 /// The values that must agree between ranks, in the order of `SIGNATURE_NAMES`.
@@ -116,7 +116,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
             let bad = invalid != [-1, -1];
             send_packet::<MANY>(comm, thread, message::INVALID, bad as u32, epoch);
             let signature = signature(args);
-            unroll8!(WORD => {
+            unroll!(8, WORD => {
                 if WORD < signature.len() {
                     let value = signature[WORD % signature.len()];
                     send_packet::<MANY>(comm, thread, message::SIGNATURE + WORD as u32, value, epoch);
@@ -142,26 +142,24 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         count_of_many(args, begin, earlier);
     } else {
         let mut sums = [0u32; FEW_RANKS];
-        let mut token = thread;
-        while token < begin {
+        stride!(token in thread..begin, TOGETHER as u32 * THREADS => {
             // Several tokens a turn, with all their loads in flight together.
             let mut parts = [[0u32; FEW_RANKS]; TOGETHER];
-            unroll4!(PART => {
+            unroll!(4, PART => {
                 let mine = token + PART as u32 * THREADS;
                 let row = args.is_token_in_rank.0 + mine as u64 * ranks as u64;
-                unroll8!(RANK => {
+                unroll!(8, RANK => {
                     parts[PART][RANK] = ld_u8_if((mine < begin) & ((RANK as u32) < ranks), row + RANK as u64);
                 });
             });
-            unroll4!(PART => {
-                unroll8!(RANK => { sums[RANK] += parts[PART][RANK] });
+            unroll!(4, PART => {
+                unroll!(8, RANK => { sums[RANK] += parts[PART][RANK] });
             });
-            token += TOGETHER as u32 * THREADS;
-        }
+        });
         // All warp sums before the first branch: behind one, the compiler may give its sides a
         // copy each of the next sum.
-        unroll8!(RANK => { sums[RANK] = redux_add(sums[RANK]) });
-        unroll8!(RANK => {
+        unroll!(8, RANK => { sums[RANK] = redux_add(sums[RANK]) });
+        unroll!(8, RANK => {
             if lane == 0 && sums[RANK] != 0 {
                 red_relaxed_cta_shared_add_u32(earlier + RANK as u32 * 4, sums[RANK]);
             }
@@ -177,17 +175,16 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
 
     // Warp w numbers this channel's tokens for rank w, 32 at a time, in token order, while the
     // peers' heads are on their way.
-    let mut to = warp;
-    while to < ranks {
-        let (mut group, mut number) = (begin, 0);
-        while group < end {
+    stride!(to in warp..ranks, WARPS => {
+        let mut number = 0;
+        stride!(group in begin..end, TOGETHER as u32 * 32 => {
             let mut wanted = [0u32; TOGETHER];
-            unroll4!(PART => {
+            unroll!(4, PART => {
                 let token = group + PART as u32 * 32 + lane;
                 let at = args.is_token_in_rank.0 + (token * ranks + to) as u64;
                 wanted[PART] = ld_u8_if(token < end, at);
             });
-            unroll4!(PART => {
+            unroll!(4, PART => {
                 let token = group + PART as u32 * 32 + lane;
                 let hits = ballot(wanted[PART] != 0);
                 let index = number + (hits & lanemask_lt()).count_ones();
@@ -197,8 +194,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
                 }
                 number += hits.count_ones();
             });
-            group += TOGETHER as u32 * 32;
-        }
+        });
         if lane == 0 {
             let entry = to * args.num_channels + channel;
             let start = ld_shared_u32(earlier + to * 4);
@@ -207,12 +203,10 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         if !MANY {
             break;
         }
-        to += WARPS;
-    }
+    });
 
     // Collect the heads of all ranks, one packet a thread.
-    let mut packet = thread;
-    while packet < ranks * head_words {
+    stride!(packet in thread..ranks * head_words, THREADS => {
         let (source, word) = (packet / head_words, packet % head_words);
         // A message holds the counts for `ranks` ranks only.
         if word < message::RANK_COUNTS + ranks {
@@ -227,8 +221,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         if !MANY {
             break;
         }
-        packet += THREADS;
-    }
+    });
     barrier_sync();
     trace(comm, Phase::Ready);
 
@@ -240,7 +233,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
     }
     // Lane r looks whether rank r differs. Only where one does, all look for the first.
     let (mut differs, expected) = (0, signature(args));
-    unroll8!(WORD => {
+    unroll!(8, WORD => {
         if WORD <= message::INVALID as usize {
             let ours = if WORD < expected.len() { expected[WORD % expected.len()] } else { 0 };
             differs |= head(lane.min(ranks - 1), WORD as u32) ^ ours;
@@ -267,7 +260,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
     }
     // Lane r: the rows that rank r receives, and of many ranks those of the rank 32 further.
     let mut totals = [0; 2];
-    unroll2!(HALF => {
+    unroll!(2, HALF => {
         let (rank, mut source) = (lane + HALF as u32 * 32, 0);
         while (MANY || HALF == 0) && source < ranks && rank < ranks && status != PlanStatus::Timeout as u32 {
             totals[HALF] += count(source, rank);
@@ -306,21 +299,19 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         let mut first = 0; // row of this channel's first token for that rank
         if to < ranks {
             first = ld_shared_u32(earlier + to * 4);
-            let mut source = 0;
-            while source < comm.rank {
+            stride!(source in 0..comm.rank => {
                 first += count(source, to);
-                source += 1;
-            }
+            });
         }
         let mut token = begin + thread / SEND_ROW_STRIDE;
         while token < end {
             let mut numbers = [0; TOGETHER];
-            unroll4!(PART => {
+            unroll!(4, PART => {
                 let token = token + PART as u32 * (THREADS / SEND_ROW_STRIDE);
                 let at = args.send_head.0 + (token * ranks + to) as u64 * 4;
                 numbers[PART] = ld_i32_if((token < end) & (to < ranks), at, -1);
             });
-            unroll4!(PART => {
+            unroll!(4, PART => {
                 let token = token + PART as u32 * (THREADS / SEND_ROW_STRIDE);
                 if token < end {
                     let row = if numbers[PART] >= 0 { first as i32 + numbers[PART] } else { -1 };
@@ -344,7 +335,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         let (mut total, mut first) = (0, 0);
         loop {
             let Some(values) = wait_packets::<MANY>(comm, first, word, epoch) else { break 'entries };
-            unroll8!(SOURCE => {
+            unroll!(8, SOURCE => {
                 total += values[SOURCE];
                 let source = first + SOURCE as u32;
                 if entry == 0 && source < ranks {
@@ -398,17 +389,16 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
 unsafe fn count_of_many(args: &NotifyArgs, begin: u32, earlier: u32) {
     const TOKENS: u32 = THREADS / MAX_RANKS as u32;
     let (ranks, rank) = (args.comm.num_ranks, tid() % MAX_RANKS as u32);
-    let (mut token, mut sum) = (tid() / MAX_RANKS as u32, 0);
-    while token < begin {
+    let mut sum = 0;
+    stride!(token in tid() / MAX_RANKS as u32..begin, TOGETHER as u32 * TOKENS => {
         let mut parts = [0; TOGETHER];
-        unroll4!(PART => {
+        unroll!(4, PART => {
             let mine = token + PART as u32 * TOKENS;
             let at = args.is_token_in_rank.0 + mine as u64 * ranks as u64 + rank as u64;
             parts[PART] = ld_u8_if((mine < begin) & (rank < ranks), at);
         });
-        unroll4!(PART => { sum += parts[PART] });
-        token += TOGETHER as u32 * TOKENS;
-    }
+        unroll!(4, PART => { sum += parts[PART] });
+    });
     if sum != 0 {
         red_relaxed_cta_shared_add_u32(earlier + rank * 4, sum);
     }
@@ -432,23 +422,21 @@ unsafe fn list_destinations(
 ) {
     let (thread, lane, ranks) = (tid(), laneid(), args.comm.num_ranks);
     if thread < ranks {
-        let (mut first, mut source) = (ld_shared_u32(earlier + thread * 4), 0);
-        while source < args.comm.rank {
+        let mut first = ld_shared_u32(earlier + thread * 4);
+        stride!(source in 0..args.comm.rank => {
             first += count(source, thread);
-            source += 1;
-        }
+        });
         st_shared_u32(starts + thread * 4, first);
     }
     barrier_sync();
-    let mut token = begin + thread / 32;
-    while token < end {
+    stride!(token in begin + thread / 32..end, WARPS => {
         let heads = args.send_head.0 + token as u64 * ranks as u64 * 4;
         let entry = |nth: u32| entry_at(args.send_row.0, token, nth);
         let number = |rank: u32| ld_i32_if(rank < ranks, heads + rank as u64 * 4, -1);
         let numbers = [number(lane), number(lane + 32)];
         let hits = [ballot(numbers[0] >= 0), ballot(numbers[1] >= 0)];
         let before = [0, hits[0].count_ones()];
-        unroll2!(HALF => {
+        unroll!(2, HALF => {
             if numbers[HALF] >= 0 {
                 let rank = lane + HALF as u32 * 32;
                 let row = ld_shared_u32(starts + rank * 4) + numbers[HALF] as u32;
@@ -460,6 +448,5 @@ unsafe fn list_destinations(
         if lane >= before[1] + hits[1].count_ones() {
             st_i64(entry(lane), -1);
         }
-        token += WARPS;
-    }
+    });
 }

@@ -69,11 +69,9 @@ impl Ring {
     #[device]
     pub unsafe fn init(&self) {
         if laneid() == 0 {
-            let mut slot = 0;
-            while slot < self.count {
+            stride!(slot in 0..self.count => {
                 Mbarrier::at(self.barriers + slot * Mbarrier::BYTES).init(1);
-                slot += 1;
-            }
+            });
             // The copy engine completes on them in the async proxy.
             fence_proxy_async_shared();
         }

@@ -24,8 +24,7 @@ pub unsafe fn stage_combine(args: StageArgs) {
         note_missing(&args.comm, rows, given, current_epoch(&args.comm));
         return;
     }
-    let mut row = ctaid() * warps + tid() / 32;
-    while row < rows {
+    stride!(row in ctaid() * warps + tid() / 32..rows, nctaid() * warps => {
         if !args.x.is_null() {
             let from = args.x.0 + row as u64 * args.x_stride;
             let to = args.rows.0 + row as u64 * row_stride(args.row_bytes as u64);
@@ -35,8 +34,7 @@ pub unsafe fn stage_combine(args: StageArgs) {
             let entry = (row as u64 * args.num_topk as u64 + lane as u64) * 4;
             st_f32(args.weight_rows.0 + entry, ld_f32(args.weights.0 + entry));
         }
-        row += nctaid() * warps;
-    }
+    });
 }
 
 /// Copies the caller's rows by expert into this rank's pool, and no padding. One warp per row; all
@@ -59,8 +57,8 @@ pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
         return;
     }
     let (mut number, step) = (tid() / 32 * nctaid() + ctaid(), nctaid() * (ntid() / 32));
-    let (mut first, mut before) = (0, 0);
-    while first < args.local_experts as u32 {
+    let mut before = 0;
+    stride!(first in 0..args.local_experts as u32, 32 => {
         // Lane l has expert `first + l`.
         let expert = first + laneid();
         let is_there = (expert as u64) < args.local_experts;
@@ -75,8 +73,7 @@ pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
             number += step;
         }
         before = segments.end;
-        first += 32;
-    }
+    });
 }
 
 /// How many rows came, by the plan at `header`.
@@ -109,14 +106,14 @@ pub(super) unsafe fn copy_bytes(from: u64, to: u64, bytes: u32) {
     let mut at = laneid() * 16;
     while at + 7 * 512 < bytes {
         let mut vectors = [[0; 4]; 8];
-        unroll8!(J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
-        unroll8!(J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
+        unroll!(8, J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
+        unroll!(8, J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
         at += IN_FLIGHT_BYTES;
     }
     if at + 3 * 512 < bytes {
         let mut vectors = [[0; 4]; 4];
-        unroll4!(J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
-        unroll4!(J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
+        unroll!(4, J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
+        unroll!(4, J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
         at += IN_FLIGHT_BYTES / 2;
     }
     while at < bytes {

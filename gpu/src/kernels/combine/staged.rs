@@ -101,16 +101,14 @@ unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &
             let (nth, of) = (gatherer % each * warps + tid() / 32, each * warps);
             let ring = Ring::new(rows.slots, rows.slot_bytes, warps);
             let (mut to, mut turn) = (Outputs::<true>::new(rows), Turn::first());
-            let mut channel = gatherer / each;
-            while channel < args.channels {
+            stride!(channel in gatherer / each..args.channels, (nctaid() - args.stagers) / each => {
                 let (begin, end) = channel_range(rows.num_tokens, args.channels, channel);
                 let ranks = P::new(rows);
                 let (known, known_of) = (Cell::new(0), Cell::new(u32::MAX));
                 let from = Staged::<P, MANY> { args, ranks, channel, known, known_of };
                 let gather = Gather::start(rows, &from, begin, end, nth, of);
                 sum_rows::<E, _, _, false>(rows, &ring, &mut turn, &from, &mut to, gather);
-                channel += (nctaid() - args.stagers) / each;
-            }
+            });
         }
     }
     if planned && came > args.num_rows && turn == 0 {
@@ -132,12 +130,10 @@ unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &
 unsafe fn spoil_share(args: &StagedCombineArgs, gatherer: u32) {
     let (rows, each, warps) = (&args.combine, args.blocks_per_channel, args.gather_warps);
     core::hint::assert_unchecked(each >= 1);
-    let mut channel = gatherer / each;
-    while channel < args.channels {
+    stride!(channel in gatherer / each..args.channels, (nctaid() - args.stagers) / each => {
         let (begin, end) = channel_range(rows.num_tokens, args.channels, channel);
         spoil::<false>(rows, begin, end, gatherer % each * warps + tid() / 32, each * warps);
-        channel += (nctaid() - args.stagers) / each;
-    }
+    });
 }
 
 /// How many blocks of the operation have started before this one; all threads call it. Blocks start
@@ -190,8 +186,7 @@ unsafe fn stage<const MANY: bool>(args: &StagedCombineArgs, stager: u32, epoch: 
     let (mut staged, mut step_rows, mut more) = (0, args.step_rows, true);
     while more {
         more = false;
-        let mut number = stager;
-        while number < channels * parts * comm.num_ranks {
+        stride!(number in stager..channels * parts * comm.num_ranks, args.stagers => {
             let (place, source) = (number / comm.num_ranks, number % comm.num_ranks);
             let (channel, part) = (place / parts, place % parts);
             let (first, count) = returned(args, comm.rank, source);
@@ -212,8 +207,7 @@ unsafe fn stage<const MANY: bool>(args: &StagedCombineArgs, stager: u32, epoch: 
                     st_release_sys_u64(word, epoch << 32 | now as u64);
                 }
             }
-            number += args.stagers;
-        }
+        });
         staged += step_rows;
         step_rows = (step_rows * 2).min(args.step_rows * LONGEST_STEP);
     }
@@ -232,14 +226,12 @@ unsafe fn copy_rows<const MANY: bool>(args: &StagedCombineArgs, first: u32, coun
     let pool = pool_at::<MANY>(comm, comm.rank);
     // A warp copies as much of a row at a time as it has in flight. A row is not empty.
     let pieces = (rows.row_bytes - 1) / IN_FLIGHT_BYTES + 1;
-    let mut item = warp;
-    while item < count * pieces {
+    stride!(item in warp..count * pieces, warps => {
         let (row, at) = ((first + item / pieces * parts) as u64, item % pieces * IN_FLIGHT_BYTES);
         let from = args.x.0 + row * args.x_stride + at as u64;
         let to = pool + comm.pool.combine_x + row * row_stride(rows.row_bytes as u64) + at as u64;
         copy_bytes(from, to, IN_FLIGHT_BYTES.min(rows.row_bytes - at));
-        item += warps;
-    }
+    });
     let mut row = warp;
     while row < count && !args.weights.is_null() {
         if lane < rows.num_topk {

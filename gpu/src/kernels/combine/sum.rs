@@ -342,7 +342,7 @@ impl<const FEWER: bool> Sink for Outputs<'_, FEWER> {
     unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]) {
         let row = self.0.combined_x.0 + item.token as u64 * self.0.row_bytes as u64;
         let to = row + (item.piece * self.0.slot_bytes) as u64;
-        unroll8!(J => {
+        unroll!(8, J => {
             let at = laneid() * 16 + J as u32 * 512;
             if J < vectors_of(FEWER) && at < bytes {
                 st_v4(to + at as u64, vectors[J]);
@@ -402,7 +402,7 @@ pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
                 its_weight = f32::from_bits(shfl_u32(weight.to_bits(), lanes.trailing_zeros() & 31));
                 lanes &= lanes.wrapping_sub(1);
             }
-            unroll8!(J => {
+            unroll!(8, J => {
                 let at = lane * 16 + J as u32 * 512;
                 if J < vectors_of(C::FEWER) && at < bytes {
                     let vector = ld_shared_v4(buffer + at);
@@ -423,7 +423,7 @@ pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
             contributors -= 1;
         }
         let mut vectors = [[0; 4]; VECTORS];
-        unroll8!(J => {
+        unroll!(8, J => {
             if J < vectors_of(C::FEWER) {
                 vectors[J] = E::round(&sums[J]);
             }
@@ -608,18 +608,17 @@ unsafe fn sum_weights<C: Contributors>(args: &CombineArgs, from: &C, to: u64, ro
     }
     syncwarp();
     let weights = from.weights(row);
-    let (mut total, mut first) = (0.0f32, 0);
-    while first < from.lanes() {
+    let mut total = 0.0f32;
+    stride!(first in 0..from.lanes(), 8 => {
         let mut parts = [0.0f32; 8];
         // All loads first, so that they are in flight together.
-        unroll8!(PART => {
+        unroll!(8, PART => {
             let source = first + PART as u32;
             let (base, row) = (shfl_u64(weights, source), shfl_u32(row as u32, source) as i32);
             parts[PART] = ld_f32_if(active && row >= 0, base + lane as u64 * 4);
         });
         total = parts.into_iter().fold(total, |sum, part| sum + part);
-        first += 8;
-    }
+    });
     if active {
         st_f32(to + lane as u64 * 4, total);
     }

@@ -129,7 +129,7 @@ impl Metadata {
             if !MANY {
                 let at = args.send_row.0 + (token * SEND_ROW_STRIDE) as u64 * 4;
                 let (low, high) = (ld_v4(at), ld_v4(at + 16));
-                unroll8!(RANK => {
+                unroll!(8, RANK => {
                     rows[RANK] = if RANK < 4 { low[RANK % 4] } else { high[RANK % 4] } as i32;
                 });
             }
@@ -161,7 +161,7 @@ impl Metadata {
             }
             return;
         }
-        unroll8!(RANK => {
+        unroll!(8, RANK => {
             if self.rows[RANK] >= 0 {
                 self.send_to(args, expert, RANK as u32, args.comm.pools[RANK].0, self.rows[RANK] as u64);
             }

@@ -25,8 +25,8 @@ impl Metadata {
         let pool = &args.comm.pool;
         // All rows first: the shuffles overlap, and the stores do not wait for them one by one.
         let mut rows = [0i32; FEW_RANKS];
-        unroll8!(RANK => { rows[RANK] = shfl_u32(self.row as u32, RANK as u32) as i32 });
-        unroll8!(RANK => {
+        unroll!(8, RANK => { rows[RANK] = shfl_u32(self.row as u32, RANK as u32) as i32 });
+        unroll!(8, RANK => {
             if rows[RANK] >= 0 {
                 let (base, row) = (args.comm.pools[RANK].0, rows[RANK] as u64);
                 if lane < args.num_topk {

@@ -297,7 +297,7 @@ unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
         fence_acq_rel_sys();
         let (members, epoch) = (begun.members(), begun.epoch());
         let word = common.place.arrived + chunk_offset(common, comm.rank, chunk);
-        unroll8!(RANK => {
+        unroll!(8, RANK => {
             if members >> RANK & 1 != 0 {
                 st_relaxed_sys_u64(comm.pools[RANK].0 + word, epoch);
             }
@@ -344,7 +344,7 @@ unsafe fn send_ids(
     let low = shfl_u32(of_lane, (lane * 2) & 31);
     let high = shfl_u32(of_lane, (lane * 2 + 1) & 31);
     if lane < id_packets(common) {
-        unroll8!(RANK => {
+        unroll!(8, RANK => {
             if members >> RANK & 1 != 0 {
                 let id = |of: u32| if of >> 16 == RANK as u32 { of & 0xffff } else { 0xffff };
                 let packet = epoch << 32 | (id(high) << 16 | id(low)) as u64;
@@ -401,7 +401,7 @@ unsafe fn send_row(
 #[device]
 unsafe fn store(args: &LowLatencyDispatchArgs, row: u32, mask: u32, at: u32, vector: [u32; 4]) {
     let offset = args.common.place.recv_x + row as u64 * row_stride(args.row_bytes as u64) + at as u64;
-    unroll8!(RANK => {
+    unroll!(8, RANK => {
         if mask >> RANK & 1 != 0 {
             st_v4(args.common.comm.pools[RANK].0 + offset, vector);
         }
@@ -413,7 +413,7 @@ unsafe fn store(args: &LowLatencyDispatchArgs, row: u32, mask: u32, at: u32, vec
 unsafe fn store_scale(args: &LowLatencyDispatchArgs, row: u32, mask: u32, scale: u32, value: f32) {
     let rows = (args.common.comm.num_ranks * args.common.max_tokens) as u64;
     let offset = args.common.place.recv_scales + (scale as u64 * rows + row as u64) * 4;
-    unroll8!(RANK => {
+    unroll!(8, RANK => {
         if mask >> RANK & 1 != 0 {
             st_f32(args.common.comm.pools[RANK].0 + offset, value);
         }
@@ -426,8 +426,7 @@ unsafe fn store_scale(args: &LowLatencyDispatchArgs, row: u32, mask: u32, scale:
 #[device]
 unsafe fn send_scales(args: &LowLatencyDispatchArgs, moves: Team<2>, first: u32, count: u32, scales: Scales) {
     let first_row = args.common.comm.rank * args.common.max_tokens + first;
-    let mut index = moves.thread();
-    while index < args.row_scales() * LOW_LATENCY_TOKENS_AT_ONCE {
+    stride!(index in moves.thread()..args.row_scales() * LOW_LATENCY_TOKENS_AT_ONCE, moves.threads => {
         let (scale, number) = (index / LOW_LATENCY_TOKENS_AT_ONCE, index % LOW_LATENCY_TOKENS_AT_ONCE);
         if number < count {
             let value = if args.quantise == Quantise::Not as u32 {
@@ -437,8 +436,7 @@ unsafe fn send_scales(args: &LowLatencyDispatchArgs, moves: Team<2>, first: u32,
             };
             store_scale(args, first_row + number, scales.mask(number), scale, value);
         }
-        index += moves.threads;
-    }
+    });
 }
 
 /// Sends 16 BF16 elements of a row as e4m3, from byte `at` on, and a scale for each block of them,
@@ -484,16 +482,15 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared,
     // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
     let chunks = chunks_of(common, common.max_tokens);
     core::hint::assert_unchecked(chunks >= 1);
-    let mut index = (nctaid() - 1 - ctaid()) * team.threads + thread;
-    while index < comm.num_ranks * chunks {
+    let first = (nctaid() - 1 - ctaid()) * team.threads + thread;
+    stride!(index in first..comm.num_ranks * chunks, nctaid() * team.threads => {
         let (source, chunk) = (index / chunks, index % chunks);
         let tokens = ld_shared_u32(shared.tokens + source * 4);
         if chunk < chunks_of(common, tokens) {
             let word = pool_of(comm, comm.rank) + common.place.arrived + chunk_offset(common, source, chunk);
             wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows);
         }
-        index += nctaid() * team.threads;
-    }
+    });
 }
 
 /// Tells every rank that this one ends the dispatch without all of them. The kernels behind it may
@@ -518,10 +515,10 @@ unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, ep
     let (common, comm) = (&args.common, &args.common.comm);
     let pool = pool_of(comm, comm.rank);
     let mut total = 0;
-    unroll8!(SOURCE => { total += ld_shared_u32(shared.tokens + SOURCE as u32 * 4) });
+    unroll!(8, SOURCE => { total += ld_shared_u32(shared.tokens + SOURCE as u32 * 4) });
     let look = |expert: u32, number: u32| {
         let (mut source, mut token) = (0, number);
-        unroll8!(SOURCE => {
+        unroll!(8, SOURCE => {
             let of_source = ld_shared_u32(shared.tokens + SOURCE as u32 * 4);
             if source == SOURCE as u32 && token >= of_source {
                 (source, token) = (source + 1, token - of_source);
@@ -539,21 +536,18 @@ unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, ep
         wait_packet::<false>(comm, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
     };
     if total <= FEW_TOKENS {
-        let mut expert = tid() / 32 * nctaid() + ctaid();
-        while expert < common.local_experts {
+        let first = tid() / 32 * nctaid() + ctaid();
+        stride!(expert in first..common.local_experts, team.threads / 32 * nctaid() => {
             let is_there = laneid() < total;
             let listed = if is_there { look(expert, laneid()) } else { Listed::NONE };
             list_few_rows(common, shared.tokens, expert, listed, weight);
-            expert += team.threads / 32 * nctaid();
-        }
+        });
     } else {
         let words = Words { of_source: shared.of_source, of_warp: shared.of_warp };
-        let mut expert = ctaid();
-        while expert < common.local_experts {
+        stride!(expert in ctaid()..common.local_experts, nctaid() => {
             let look = |number| look(expert, number);
             list_rows::<false, 1>(common, team, &words, expert, total, look, weight);
-            expert += nctaid();
-        }
+        });
     }
 }
 
@@ -570,17 +564,17 @@ unsafe fn entries_of(
 ) -> (u32, u32) {
     let (common, comm) = (&args.common, &args.common.comm);
     let ids = pool + common.place.ids + ids_offset(common, row);
-    let (mut entries, mut of_others, mut first) = (0, 0, 0);
-    while first < id_packets(common) {
+    let (mut entries, mut of_others) = (0, 0);
+    stride!(first in 0..id_packets(common), 4 => {
         // Four at a time, so that their loads are in flight together; most are there by then.
         let mut seen = [0; 4];
-        unroll4!(J => {
+        unroll!(4, J => {
             let packet = first + J as u32;
             // A load of the first again where there is no such packet.
             let packet = if packet < id_packets(common) { packet } else { first };
             seen[J] = ld_relaxed_sys_u64(ids + packet as u64 * 8);
         });
-        unroll4!(J => {
+        unroll!(4, J => {
             let packet = first + J as u32;
             if packet < id_packets(common) {
                 // A packet that does not come names no expert.
@@ -594,8 +588,7 @@ unsafe fn entries_of(
                 of_others |= ((high == 0xffff) as u32) << (packet * 2 + 1);
             }
         });
-        first += 4;
-    }
+    });
     // An odd number of entries leaves the last packet's upper half without one.
     (entries, of_others & (u32::MAX >> (32 - common.num_topk)))
 }

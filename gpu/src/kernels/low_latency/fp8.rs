@@ -18,7 +18,7 @@ pub(super) type Sixteen = [[f32; 8]; 2];
 #[device]
 pub(super) fn from_bf16(vector: [u32; 4]) -> [f32; 8] {
     let mut numbers = [0.0; 8];
-    unroll4!(J => {
+    unroll!(4, J => {
         numbers[2 * J] = bf16x2_lo(vector[J]);
         numbers[2 * J + 1] = bf16x2_hi(vector[J]);
     });
@@ -29,7 +29,7 @@ pub(super) fn from_bf16(vector: [u32; 4]) -> [f32; 8] {
 #[device]
 pub(super) fn from_e4m3(vector: [u32; 4]) -> Sixteen {
     let mut numbers = [[0.0; 8]; 2];
-    unroll4!(J => {
+    unroll!(4, J => {
         let (low, high) = (unpack_e4m3x2(vector[J] as u16), unpack_e4m3x2((vector[J] >> 16) as u16));
         let half = &mut numbers[J / 2];
         let at = J % 2 * 4;
@@ -48,7 +48,7 @@ pub(super) unsafe fn quantised(numbers: &Sixteen, quantise: u32) -> ([u32; 4], f
     let lane = laneid();
     // Magnitudes of floats order as their bits do.
     let mut amax = 0;
-    unroll8!(J => {
+    unroll!(8, J => {
         let magnitude = |number: f32| number.to_bits() & 0x7fff_ffff;
         amax = amax.max(magnitude(numbers[0][J])).max(magnitude(numbers[1][J]));
     });
@@ -59,7 +59,7 @@ pub(super) unsafe fn quantised(numbers: &Sixteen, quantise: u32) -> ([u32; 4], f
     }
     let (scale, inverse) = scales(f32::from_bits(amax), quantise);
     let mut vector = [0; 4];
-    unroll4!(J => {
+    unroll!(4, J => {
         let half = &numbers[J / 2];
         let at = J % 2 * 4;
         let pack = |at: usize| pack_e4m3x2(half[at] * inverse, half[at + 1] * inverse);

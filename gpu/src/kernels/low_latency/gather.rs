@@ -82,7 +82,7 @@ unsafe fn copy_piece(args: &LowLatencyGatherArgs, expert: u32, index: u32, piece
     let at = |vector: usize| piece * GATHER_BYTES + (vector as u32 * 32 + lane) * 16;
     let mut vectors = [[0; 4]; VECTORS];
     // The loads have no condition, so that all are in flight together.
-    unroll4!(J => { vectors[J] = ld_stream_v4(from + inside(at(J), args.row_bytes) as u64) });
+    unroll!(4, J => { vectors[J] = ld_stream_v4(from + inside(at(J), args.row_bytes) as u64) });
     let scale = piece * SCALES + lane;
     if lane < SCALES && scale < args.num_scales {
         let value = ld_f32(args.recv_scales.0 + (scale as u64 * args.rows as u64 + row as u64) * 4);
@@ -90,7 +90,7 @@ unsafe fn copy_piece(args: &LowLatencyGatherArgs, expert: u32, index: u32, piece
         let of_expert = expert as u64 * args.num_scales as u64 + scale as u64;
         st_f32(args.scales.0 + (of_expert * args.rows as u64 + index as u64) * 4, value);
     }
-    unroll4!(J => {
+    unroll!(4, J => {
         if at(J) < args.row_bytes {
             st_v4(to + at(J) as u64, vectors[J]);
         }

@@ -66,13 +66,12 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
             st_shared_u32(words.of_warp + warp * 4, hits.count_ones());
         }
         team.sync();
-        let (mut before, mut all, mut other) = (0, 0, 0);
-        while other < team.threads / 32 {
+        let (mut before, mut all) = (0, 0);
+        stride!(other in 0..team.threads / 32 => {
             let count = ld_shared_u32(words.of_warp + other * 4);
             before += if other < warp { count } else { 0 };
             all += count;
-            other += 1;
-        }
+        });
         if listed.entries != 0 {
             red_relaxed_cta_shared_add_u32(words.of_source + listed.source * 4, 1);
         }
@@ -85,13 +84,11 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
     if thread < num_ranks {
         let mut begin = 0;
         if MANY {
-            let mut source = 0;
-            while source < thread {
+            stride!(source in 0..thread => {
                 begin += ld_shared_u32(words.of_source + source * 4);
-                source += 1;
-            }
+            });
         } else {
-            unroll8!(SOURCE => {
+            unroll!(8, SOURCE => {
                 let count = ld_shared_u32(words.of_source + SOURCE as u32 * 4);
                 begin += if (SOURCE as u32) < thread { count } else { 0 };
             });
@@ -127,7 +124,7 @@ pub(super) unsafe fn list_few_rows(
     store(args, listed, expert, first + (hits & lanemask_lt()).count_ones(), &weight);
     if lane < num_ranks {
         let mut first_lane = 0;
-        unroll8!(SOURCE => {
+        unroll!(8, SOURCE => {
             let of_source = ld_shared_u32(tokens + SOURCE as u32 * 4);
             first_lane += if (SOURCE as u32) < lane { of_source } else { 0 };
         });

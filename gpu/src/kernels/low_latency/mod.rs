@@ -407,7 +407,7 @@ unsafe fn wait_calls<const BARRIER: u32>(
     team.sync();
     trace(comm, Phase::Ready);
     let mut are_here = begun.takes_part();
-    unroll8!(RANK => { are_here &= ld_shared_u32(shared.tokens + RANK as u32 * 4) != ABSENT });
+    unroll!(8, RANK => { are_here &= ld_shared_u32(shared.tokens + RANK as u32 * 4) != ABSENT });
     are_here
 }
 

@@ -33,7 +33,11 @@ use self::send::{Most, publish_rows, return_pieces, send};
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
     threads = 512, barriers = 4, registers = 128, dependent,
-    requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks <= FEW_RANKS as u32, args.quantise == Quantise::Not as u32)
+    requires(
+        ..LowLatencyArgs(args.common),
+        args.common.comm.num_ranks <= FEW_RANKS as u32,
+        args.quantise == Quantise::Not as u32,
+    )
 )]
 pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
     combine::<false, false>(&args);
@@ -192,20 +196,16 @@ unsafe fn add_some<const N: usize, const V: usize>(
         let (from, weight) = row(left.trailing_zeros() & 31);
         *left &= left.wrapping_sub(1);
         weights[of] = weight;
-        let mut vector = 0;
-        while vector < V {
+        stride!(vector in 0..V => {
             vectors[of][vector] = ld_stream_v4(from + at[vector] as u64);
-            vector += 1;
-        }
+        });
         of += 1;
     }
     of = 0;
     while of < N {
-        let mut vector = 0;
-        while vector < V {
+        stride!(vector in 0..V => {
             add(&mut sums[vector], from_bf16(vectors[of][vector]), weights[of]);
-            vector += 1;
-        }
+        });
         of += 1;
     }
 }
@@ -213,13 +213,13 @@ unsafe fn add_some<const N: usize, const V: usize>(
 /// Adds eight numbers, `weight` times.
 #[device]
 pub(super) fn add(sum: &mut [f32; 8], numbers: [f32; 8], weight: f32) {
-    unroll8!(J => { sum[J] += numbers[J] * weight });
+    unroll!(8, J => { sum[J] += numbers[J] * weight });
 }
 
 /// Eight sums as BF16.
 #[device]
 pub(super) fn round(sum: &[f32; 8]) -> [u32; 4] {
     let mut vector = [0; 4];
-    unroll4!(J => { vector[J] = pack_bf16x2(sum[2 * J], sum[2 * J + 1]) });
+    unroll!(4, J => { vector[J] = pack_bf16x2(sum[2 * J], sum[2 * J + 1]) });
     vector
 }

@@ -104,7 +104,7 @@ unsafe fn sum(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32) {
     let mut sums = [[0.0; 8]; 3];
     add_rows::<2, 3>(mask, &insides, &mut sums, |rank| (pool_of(comm, rank) + of_row, 1.0));
     let to = args.combined_x.0 + piece.token as u64 * args.row_bytes as u64;
-    unroll3!(V => {
+    unroll!(3, V => {
         if ats[V] < args.row_bytes {
             st_v4(to + ats[V] as u64, round(&sums[V]));
         }

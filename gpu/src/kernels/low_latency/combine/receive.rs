@@ -142,23 +142,21 @@ unsafe fn sum<const V: usize, const SUMMED: bool, const BARRIER: u32>(
             (returned + number as u64 * stride, 1.0)
         }
     };
-    let mut at = team.thread() * 16;
-    while at < args.row_bytes {
+    stride!(at in team.thread() * 16..args.row_bytes, V as u32 * team.threads * 16 => {
         let (mut ats, mut sums) = ([0; V], [[0.0; 8]; V]);
-        unroll4!(J => { if J < V { ats[J] = at + J as u32 * team.threads * 16 } });
+        unroll!(4, J => { if J < V { ats[J] = at + J as u32 * team.threads * 16 } });
         let inside = ats.map(|at| inside(at, args.row_bytes));
         if V > 2 {
             add_rows::<2, V>(mask, &inside, &mut sums, row);
         } else {
             add_rows::<4, V>(mask, &inside, &mut sums, row);
         }
-        unroll4!(J => {
+        unroll!(4, J => {
             if J < V && ats[J] < args.row_bytes {
                 st_v4(to + ats[J] as u64, round(&sums[J]));
             }
         });
-        at += V as u32 * team.threads * 16;
-    }
+    });
 }
 
 /// The same of e4m3 rows, which have their scales behind them.
@@ -168,10 +166,9 @@ unsafe fn sum_quantised(args: &LowLatencyCombineArgs, token: u32, mask: u32, to:
     let of_rank = common.max_tokens as u64 * stride;
     let pool = pool_of(&common.comm, common.comm.rank);
     let rows = pool + common.place.returned_x + token as u64 * stride;
-    let mut at = tid() * 16;
-    while at < args.row_bytes {
+    stride!(at in tid() * 16..args.row_bytes, ntid() * 16 => {
         let (mut vectors, mut scales) = ([[0; 4]; FEW_RANKS], [0.0; FEW_RANKS]);
-        unroll8!(RANK => {
+        unroll!(8, RANK => {
             if mask >> RANK & 1 != 0 {
                 let row = rows + RANK as u64 * of_rank;
                 vectors[RANK] = ld_stream_v4(row + at as u64);
@@ -179,7 +176,7 @@ unsafe fn sum_quantised(args: &LowLatencyCombineArgs, token: u32, mask: u32, to:
             }
         });
         let mut sums = [[0.0; 8]; 2];
-        unroll8!(RANK => {
+        unroll!(8, RANK => {
             // A missing row adds zeros.
             let [low, high] = from_e4m3(vectors[RANK]);
             add(&mut sums[0], low, scales[RANK]);
@@ -188,8 +185,7 @@ unsafe fn sum_quantised(args: &LowLatencyCombineArgs, token: u32, mask: u32, to:
         let to = to + at as u64 * 2;
         st_v4(to, round(&sums[0]));
         st_v4(to + 16, round(&sums[1]));
-        at += ntid() * 16;
-    }
+    });
 }
 
 /// Sums what has come back as packets, a piece of a token to a warp. `first_mask`: the ranks of its
@@ -329,9 +325,9 @@ unsafe fn sum_pieces(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32, to:
                 return false;
             }
         };
-        unroll3!(V => { add(&mut sums[V], from_bf16(vectors[V]), 1.0) });
+        unroll!(3, V => { add(&mut sums[V], from_bf16(vectors[V]), 1.0) });
     }
-    unroll3!(V => {
+    unroll!(3, V => {
         let at = piece.at(V as u32);
         if at < args.row_bytes {
             st_v4(to + at as u64, round(&sums[V]));
@@ -381,7 +377,7 @@ unsafe fn sum_quantised_pieces(
         if ballot(is_missing) != 0 {
             return false;
         }
-        unroll3!(V => {
+        unroll!(3, V => {
             let block = V as u32 * (PIECE_SCALES / 3) + laneid() / LANES_PER_SCALE;
             let scale = f32::from_bits(shfl_u32(scale as u32, block));
             let [low, high] = from_e4m3(vectors[V]);
@@ -389,7 +385,7 @@ unsafe fn sum_quantised_pieces(
             add(&mut sums[V][1], high, scale);
         });
     }
-    unroll3!(V => {
+    unroll!(3, V => {
         let at = piece.at(V as u32);
         if at < args.row_bytes {
             let to = to + at as u64 * 2;

@@ -107,8 +107,8 @@ impl Most {
                 most.words = tokens.max(most.words);
             }
         };
-        unroll4!(J => { count(low[J]) });
-        unroll4!(J => { count(high[J]) });
+        unroll!(4, J => { count(low[J]) });
+        unroll!(4, J => { count(high[J]) });
         most
     }
 }
@@ -268,7 +268,7 @@ pub(super) unsafe fn return_pieces<const FP8: bool>(
             let pool = pool_of(comm, piece.rank);
             let vectors = if FP8 {
                 let (vectors, scales) = quantised_piece_of_row(args, &piece, &share);
-                unroll3!(V => {
+                unroll!(3, V => {
                     let at = piece.at(V as u32);
                     if at < args.row_bytes && at.is_multiple_of(SCALE_BLOCK) {
                         let index = at / SCALE_BLOCK;
@@ -296,7 +296,7 @@ unsafe fn piece_of_row(args: &LowLatencyCombineArgs, piece: &Piece, share: &Shar
     let at = [0, 1, 2].map(|vector| inside(piece.at(vector), args.row_bytes));
     add_rows::<2, 3>(share.entries, &at, &mut sums, |entry| share.row(args, entry));
     let mut vectors = [[0; 4]; 3];
-    unroll3!(V => { vectors[V] = round(&sums[V]) });
+    unroll!(3, V => { vectors[V] = round(&sums[V]) });
     vectors
 }
 
@@ -309,7 +309,7 @@ unsafe fn quantised_piece_of_row(
 ) -> ([[u32; 4]; 3], [f32; 3]) {
     let (mut vectors, mut scales) = ([[0; 4]; 3], [0.0; 3]);
     // A vector at a time: the sums of all three leave no registers for loads in flight.
-    unroll3!(V => {
+    unroll!(3, V => {
         let at = piece.at(V as u32);
         let sums = share.sum::<true>(args, at * 2, at * 2 + 16);
         (vectors[V], scales[V]) = quantised(&sums, args.quantise);

@@ -22,7 +22,11 @@ use crate::simt::*;
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
     threads = 512, barriers = 6, registers = 128,
-    requires(..LowLatencyArgs(args.combine.common), ..LowLatencyCombineArgs(args.combine), args.combine.quantise == Quantise::Not as u32)
+    requires(
+        ..LowLatencyArgs(args.combine.common),
+        ..LowLatencyCombineArgs(args.combine),
+        args.combine.quantise == Quantise::Not as u32,
+    )
 )]
 pub unsafe fn low_latency_internode_combine_bf16(args: LowLatencyInternodeCombineArgs) {
     combine::<false>(&args);
@@ -87,7 +91,7 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
     let (num_ranks, warp, lane) = (common.comm.num_ranks, tid() / 32, laneid());
     core::hint::assert_unchecked(num_ranks >= 1);
     let mut most = 0;
-    unroll8!(J => {
+    unroll!(8, J => {
         let [a, b, c, d] = ld_v4(messages.num_slots.0 + J as u64 * 16);
         most = a.max(b).max(c.max(d)).max(most);
     });
@@ -95,8 +99,8 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
     if ctaid() == nctaid() - 1 && begun.has_member(tid()) && ld_shared_u32(shared.slots + tid() * 4) == 0 {
         deliver(common, Route::to(messages, tid()), tid(), Kind::Answer, 0, begun.epoch());
     }
-    let (rows, mut turn, mut number) = (most * num_ranks, 0, ctaid());
-    while number < rows {
+    let (rows, mut turn) = (most * num_ranks, 0);
+    stride!(number in ctaid()..rows, nctaid() => {
         let (index, source) = (number / num_ranks, number % num_ranks);
         if index < ld_shared_u32(shared.slots + source * 4) {
             let first = source * common.max_tokens;
@@ -119,8 +123,7 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
             }
         }
         turn += 1;
-        number += nctaid();
-    }
+    });
 }
 
 /// Adds the row of number `number`, if there is one, to those that have returned to its source.
@@ -146,8 +149,7 @@ unsafe fn say_returned<const FP8: bool>(
 unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &Shared) {
     let (common, messages, thread) = (&args.combine.common, &args.messages, tid());
     let bytes = bf16_bytes::<FP8>(&args.combine);
-    let mut token = ctaid();
-    while token < common.num_tokens {
+    stride!(token in ctaid()..common.num_tokens, nctaid() => {
         if thread < common.comm.num_ranks {
             let position = ld_u32(messages.positions.0 + (token * MEMBERS + thread) as u64 * 4);
             let message = Route::to(messages, thread).arrives(Kind::Answer);
@@ -163,8 +165,7 @@ unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared
         }
         // The addresses are the next token's.
         barrier_sync();
-        token += nctaid();
-    }
+    });
 }
 
 /// The address of the first row of the ranks `left`, which is taken from them; whether there was
@@ -190,14 +191,15 @@ unsafe fn sum(args: &LowLatencyInternodeCombineArgs, shared: &Shared, mask: u32,
         while left != 0 {
             // Four at a time, so that their loads are in flight together.
             let (mut vectors, mut vectors_next) = ([[0; 4]; 4], [[0; 4]; 4]);
-            unroll4!(J => {
+            unroll!(4, J => {
                 let (is_there, row) = next_row(shared, &mut left);
                 vectors[J] = ld_stream_v4_if(is_there, row + at as u64);
-                vectors_next[J] = ld_stream_v4_if(is_there & (next < args.combine.row_bytes), row + next as u64);
+                let has_next = is_there & (next < args.combine.row_bytes);
+                vectors_next[J] = ld_stream_v4_if(has_next, row + next as u64);
             });
             // A missing row adds zeros.
-            unroll4!(J => { add(&mut sums[0], from_bf16(vectors[J]), 1.0) });
-            unroll4!(J => { add(&mut sums[1], from_bf16(vectors_next[J]), 1.0) });
+            unroll!(4, J => { add(&mut sums[0], from_bf16(vectors[J]), 1.0) });
+            unroll!(4, J => { add(&mut sums[1], from_bf16(vectors_next[J]), 1.0) });
         }
         st_v4(to + at as u64, round(&sums[0]));
         if next < args.combine.row_bytes {
@@ -211,17 +213,16 @@ unsafe fn sum(args: &LowLatencyInternodeCombineArgs, shared: &Shared, mask: u32,
 #[device]
 unsafe fn sum_quantised(args: &LowLatencyInternodeCombineArgs, shared: &Shared, mask: u32, to: u64) {
     let row_bytes = args.combine.row_bytes;
-    let mut at = tid() * 16;
-    while at < row_bytes {
+    stride!(at in tid() * 16..row_bytes, ntid() * 16 => {
         let (mut sums, mut left) = ([[0.0; 8]; 2], mask);
         while left != 0 {
             let (mut vectors, mut scales) = ([[0; 4]; 4], [0.0; 4]);
-            unroll4!(J => {
+            unroll!(4, J => {
                 let (is_there, row) = next_row(shared, &mut left);
                 vectors[J] = ld_stream_v4_if(is_there, row + at as u64);
                 scales[J] = ld_f32_if(is_there, row + (row_bytes + at / SCALE_BLOCK * 4) as u64);
             });
-            unroll4!(J => {
+            unroll!(4, J => {
                 // A missing row adds zeros.
                 let [low, high] = from_e4m3(vectors[J]);
                 add(&mut sums[0], low, scales[J]);
@@ -231,6 +232,5 @@ unsafe fn sum_quantised(args: &LowLatencyInternodeCombineArgs, shared: &Shared, 
         let to = to + at as u64 * 2;
         st_v4(to, round(&sums[0]));
         st_v4(to + 16, round(&sums[1]));
-        at += ntid() * 16;
-    }
+    });
 }

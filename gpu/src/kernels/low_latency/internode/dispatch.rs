@@ -124,12 +124,11 @@ unsafe fn count(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, from: u
 /// In lane r, of how many lanes the mask has bit r. The whole warp calls it.
 #[device]
 unsafe fn votes_of(args: &LowLatencyInternodeDispatchArgs, mask: u32) -> u32 {
-    let (lane, mut rank, mut own) = (laneid(), 0, 0);
-    while rank < args.dispatch.common.comm.num_ranks {
+    let (lane, mut own) = (laneid(), 0);
+    stride!(rank in 0..args.dispatch.common.comm.num_ranks => {
         let votes = ballot(mask >> rank & 1 != 0).count_ones();
         own += if lane == rank { votes } else { 0 };
-        rank += 1;
-    }
+    });
     own
 }
 
@@ -162,16 +161,15 @@ unsafe fn owner_of(args: &LowLatencyInternodeDispatchArgs, expert: i64, begun: &
 #[device]
 unsafe fn ranks_of(args: &LowLatencyInternodeDispatchArgs, token: u32, begun: &Begun) -> u32 {
     let topk = args.dispatch.common.num_topk;
-    let (mut entry, mut mask) = (0, 0);
-    while entry < topk {
+    let mut mask = 0;
+    stride!(entry in 0..topk => {
         let (dispatch, at) = (&args.dispatch, (token * topk + entry) as u64);
         let id = ld_id(dispatch.topk_idx, dispatch.narrow_ids, at);
         let expert = place_of(args, id, token);
         if let Some((rank, _)) = owner_of(args, expert, begun) {
             mask |= 1 << rank;
         }
-        entry += 1;
-    }
+    });
     mask
 }
 
@@ -251,8 +249,7 @@ unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, tok
         }
         turn += 1;
     }
-    let mut scale = tid();
-    while scale < dispatch.num_scales {
+    block_stride!(scale in 0..dispatch.num_scales => {
         let value = ld_f32(dispatch.scales.0 + (token * dispatch.num_scales + scale) as u64 * 4);
         let mut left = mask;
         while left != 0 {
@@ -260,8 +257,7 @@ unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, tok
             left &= left - 1;
             st_f32(slot + (dispatch.row_bytes + scale * 4) as u64, value);
         }
-        scale += ntid();
-    }
+    });
 }
 
 /// Adds a token that the block has written, and sends all messages where it was the rank's last. A
@@ -323,17 +319,14 @@ unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun
             incoming.publish(incoming.copy_of_call, begun.epoch() << 32 | call as u64);
         }
     }
-    let mut expert = ctaid();
-    while expert < common.local_experts {
+    stride!(expert in ctaid()..common.local_experts, nctaid() => {
         list_rows(args, shared, expert, all);
-        expert += nctaid();
-    }
-    let mut number = tid() / 32 * nctaid() + (nctaid() - 1 - ctaid());
-    while number < all {
+    });
+    let first = tid() / 32 * nctaid() + (nctaid() - 1 - ctaid());
+    stride!(number in first..all, nctaid() * (ntid() / 32) => {
         let (source, index) = shared.slot(common.comm.num_ranks, number);
         take_row(args, shared, source, index);
-        number += nctaid() * (ntid() / 32);
-    }
+    });
 }
 
 /// Where a slot of a rank's message is.
@@ -353,8 +346,7 @@ unsafe fn copy_heads(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, al
     let (common, layout) = (&args.dispatch.common, slot_of(args));
     // The token's index, and the entries.
     let words = common.num_topk + 1;
-    let mut item = tid();
-    while item < all * words {
+    block_stride!(item in 0..all * words => {
         let (word, (source, index)) = (item % words, shared.slot(common.comm.num_ranks, item / words));
         let (token, entries) = head(args, shared, source, index);
         if shared.address(source) & COPIED != 0 {
@@ -366,8 +358,7 @@ unsafe fn copy_heads(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, al
                 st_u64(entries + entry, ld_u64(slot + layout.entries as u64 + entry));
             }
         }
-        item += ntid();
-    }
+    });
 }
 
 /// Where a slot's head is, copied or not: the token's index, and the entries.
@@ -419,11 +410,11 @@ unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, sour
     while at < dispatch.row_bytes {
         // Four at a time, so that their loads are in flight together.
         let mut vectors = [[0; 4]; 4];
-        unroll4!(J => {
+        unroll!(4, J => {
             let at = at + J as u32 * 512;
             vectors[J] = ld_stream_v4_if(at < dispatch.row_bytes, slot + at as u64);
         });
-        unroll4!(J => {
+        unroll!(4, J => {
             let at = at + J as u32 * 512;
             if at < dispatch.row_bytes {
                 st_v4(to + at as u64, vectors[J]);
@@ -432,12 +423,10 @@ unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, sour
         at += 2048;
     }
     let rows = (common.comm.num_ranks * common.max_tokens) as u64;
-    let mut scale = lane;
-    while scale < scales_of(args) {
+    stride!(scale in lane..scales_of(args), 32 => {
         let value = ld_f32(slot + (dispatch.row_bytes + scale * 4) as u64);
         st_f32(messages.recv_scales.0 + (scale as u64 * rows + row as u64) * 4, value);
-        scale += 32;
-    }
+    });
 }
 
 /// Lists the rows of a local expert; `all`: slots of all messages. All threads of the block call
@@ -454,24 +443,22 @@ unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, exp
         let (token, entries) = head(args, shared, source, index);
         let weights = entries + 4;
         let mut listed = Listed { source, token: token_of(args, token), weights, ..Listed::NONE };
-        let mut first = 0;
-        while first < common.num_topk {
+        stride!(first in 0..common.num_topk, 8 => {
             // Eight at a time, so that their loads are in flight together.
             let mut of = [0; 8];
-            unroll8!(J => {
+            unroll!(8, J => {
                 let entry = first + J as u32;
                 // A load of the first again where there is no such entry.
                 let entry = if entry < common.num_topk { entry } else { first };
                 of[J] = ld_u32(entries + entry as u64 * 8);
             });
-            unroll8!(J => {
+            unroll!(8, J => {
                 let entry = first + J as u32;
                 let is_there = entry < common.num_topk;
                 listed.entries |= ((is_there & (of[J] == expert)) as u32) << (entry & 31);
                 listed.of_others |= ((is_there & (of[J] >= common.local_experts)) as u32) << (entry & 31);
             });
-            first += 8;
-        }
+        });
         listed
     };
     let weight = |listed: &Listed, entry: u32| ld_u32(listed.weights + entry as u64 * 8);

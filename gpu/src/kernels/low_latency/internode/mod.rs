@@ -88,14 +88,13 @@ impl Shared {
     /// The word is the block's; the caller places the barriers.
     #[device]
     unsafe fn slot(&self, num_ranks: u32, number: u32) -> (u32, u32) {
-        let (mut of, mut index, mut rank) = (0, number, 0);
-        while rank < num_ranks {
+        let (mut of, mut index) = (0, number);
+        stride!(rank in 0..num_ranks => {
             let slots = ld_shared_u32(self.slots + rank * 4);
             if of == rank && index >= slots {
                 (of, index) = (of + 1, index - slots);
             }
-            rank += 1;
-        }
+        });
         (of, index)
     }
 
@@ -105,11 +104,10 @@ impl Shared {
     /// The word is the block's; the caller places the barriers.
     #[device]
     unsafe fn all_slots(&self, num_ranks: u32) -> u32 {
-        let (mut all, mut rank) = (0, 0);
-        while rank < num_ranks {
+        let mut all = 0;
+        stride!(rank in 0..num_ranks => {
             all += ld_shared_u32(self.slots + rank * 4);
-            rank += 1;
-        }
+        });
         all
     }
 }
