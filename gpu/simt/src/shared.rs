@@ -95,7 +95,7 @@ impl<T: SharedElement, const N: usize> SharedArray<T, N> {
 
 /// Declares a block's shared memory as a struct of arrays of four-byte numbers.
 ///
-/// The struct is an offset in the shared window. It has a method for each field, and the constant
+/// The struct has the offsets of its fields in the shared window. It has a method for each field, and the constant
 /// `BYTES`, which both sides know. `pub struct` lies in dynamic shared memory, which the launch
 /// gives the block: the kernel's attribute says `shared = Tiles::BYTES`, and the kernel calls
 /// `Tiles::dynamic()`. `pub static struct` has memory of its own, which the PTX declares, and the
@@ -162,7 +162,10 @@ macro_rules! shared {
     }) => {
         $(#[$meta])*
         #[derive(Clone, Copy)]
-        $vis struct $name(u32);
+        #[allow(dead_code)]
+        $vis struct $name {
+            $( $field: $crate::SharedArray<$of, { $len }> ),*
+        }
         const _: () = {
             #[allow(dead_code)]
             #[repr(C, align(16))]
@@ -174,7 +177,13 @@ macro_rules! shared {
                 /// The struct at this offset of the shared window, a multiple of 16.
                 #[inline(always)]
                 $vis const fn at(offset: u32) -> Self {
-                    $name(offset)
+                    $name {
+                        $(
+                            $field: $crate::SharedArray::new(
+                                offset + ::core::mem::offset_of!(Layout, $field) as u32
+                            )
+                        ),*
+                    }
                 }
 
                 $(
@@ -182,7 +191,7 @@ macro_rules! shared {
                     #[inline(always)]
                     #[allow(dead_code)]
                     $vis fn $field(self) -> $crate::SharedArray<$of, { $len }> {
-                        $crate::SharedArray::new(self.0 + ::core::mem::offset_of!(Layout, $field) as u32)
+                        self.$field
                     }
                 )*
             }

@@ -67,13 +67,16 @@ pub unsafe fn number_selections(args: NumberArgs) {
     });
 }
 
-/// Words of shared memory of `plan_by_expert`: what each local expert's segment takes, then where
-/// it begins.
-const SEGMENTS: u32 = 0;
-const WORDS: u32 = SEGMENTS + MAX_LOCAL_EXPERTS + 1;
+shared! {
+    struct PlanShared {
+        /// Rows that each local expert's segment takes, then where it begins; behind them, rows of
+        /// all segments.
+        segments: [u32; MAX_LOCAL_EXPERTS as usize + 1],
+    }
+}
 
 /// Dynamic shared memory of `plan_by_expert`, in bytes.
-pub const PLAN_BY_EXPERT_SHARED_BYTES: u32 = WORDS * 4;
+pub const PLAN_BY_EXPERT_SHARED_BYTES: u32 = PlanShared::BYTES;
 
 /// Plans where rows by expert go, behind `notify`. Block 0 plans for what comes here and sends the
 /// ranks their first rows; all blocks list what goes out.
@@ -135,10 +138,9 @@ unsafe fn answer(args: &ExpertPlanArgs, verdict: Verdict, rows: u32, epoch: u64)
     }
 }
 
-/// Where a word of the block's shared memory is.
 #[device]
-fn word(index: u32) -> u32 {
-    dynamic_shared() + index * 4
+fn segments() -> SharedArray<u32, { MAX_LOCAL_EXPERTS as usize + 1 }> {
+    PlanShared::dynamic().segments()
 }
 
 /// Rows that a segment takes: sums saturate, so that more rows than can be counted are more than
@@ -166,7 +168,7 @@ unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
             rows = rows.saturating_add(count(source, expert));
         });
         st_u32(args.expert_counts.0 + expert as u64 * 4, rows);
-        st_shared_u32(word(SEGMENTS + expert), aligned(rows, args.alignment));
+        st_shared_u32(segments().at(expert), aligned(rows, args.alignment));
     });
     barrier_sync();
     if thread < 32 {
@@ -174,27 +176,27 @@ unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
         let (mut first, mut before) = (0, 0u32);
         while first < experts {
             let expert = first + lane;
-            let rows = if expert < experts { ld_shared_u32(word(SEGMENTS + expert)) } else { 0 };
+            let rows = if expert < experts { segments().ld(expert) } else { 0 };
             let upto = sum_upto(rows, u32::saturating_add);
             let front = shfl_u32(upto, lane.wrapping_sub(1) & 31);
             let front = before.saturating_add(if lane == 0 { 0 } else { front });
             if expert < experts {
-                st_shared_u32(word(SEGMENTS + expert), front);
+                segments().st(expert, front);
             }
             before = before.saturating_add(shfl_u32(upto, 31));
             first += 32;
         }
         if lane == 0 {
-            st_shared_u32(word(SEGMENTS + experts), before);
+            segments().st(experts, before);
         }
     }
     barrier_sync();
-    let total = ld_shared_u32(word(SEGMENTS + experts));
+    let total = segments().ld(experts);
     if thread < ranks {
         send_packet::<true>(comm, thread, message::EXPERT_ROWS, total, epoch);
     }
     block_stride!(expert in 0..experts => {
-        let start = ld_shared_u32(word(SEGMENTS + expert));
+        let start = segments().ld(expert);
         let mut row = start;
         stride!(source in 0..ranks => {
             send_packet::<true>(comm, source, message::EXPERT_STARTS + expert, row, epoch);
@@ -212,8 +214,8 @@ unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
     let mut expert = thread / 32;
     while expert < experts && total as u64 <= comm.pool.rows {
         let rows = ld_u32(args.expert_counts.0 + expert as u64 * 4);
-        let mut row = ld_shared_u32(word(SEGMENTS + expert)) + rows + lane;
-        while row < ld_shared_u32(word(SEGMENTS + expert + 1)) {
+        let mut row = segments().ld(expert) + rows + lane;
+        while row < segments().ld(expert + 1) {
             st_u32(source_of + row as u64 * 4, u32::MAX);
             row += 32;
         }

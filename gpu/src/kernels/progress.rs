@@ -19,7 +19,7 @@ pub const PROGRESS_BYTES: u32 = 128;
 
 /// How far each warp of a block has come, in shared memory: the workers publish, one warp reads.
 pub struct Progress {
-    words: u32,
+    words: SharedArray<u32, 32>,
     workers: u32,
 }
 
@@ -31,9 +31,9 @@ impl Progress {
     /// The host has sized shared memory for them; no thread reads them before the block has met.
     #[device]
     pub unsafe fn new(at: u32, workers: u32) -> Self {
-        let words = dynamic_shared() + at;
+        let words = SharedArray::new(dynamic_shared() + at);
         if tid() < workers {
-            st_shared_u32(words + tid() * 4, 0);
+            words.st(tid(), 0);
         }
         Progress { words, workers }
     }
@@ -45,7 +45,7 @@ impl Progress {
     /// The word is this warp's.
     #[device]
     pub unsafe fn publish(&self, value: u32) {
-        st_release_cta_shared_u32(self.words + tid() / 32 * 4, value)
+        st_release_cta_shared_u32(self.words.at(tid() / 32), value)
     }
 
     /// The progress of the slowest worker. One warp calls it; every worker's stores up to that
@@ -57,7 +57,7 @@ impl Progress {
     pub unsafe fn slowest(&self) -> u32 {
         let mut value = u32::MAX;
         if laneid() < self.workers {
-            value = ld_acquire_cta_shared_u32(self.words + laneid() * 4);
+            value = ld_acquire_cta_shared_u32(self.words.at(laneid()));
         }
         let slowest = redux_min(value);
         syncwarp();

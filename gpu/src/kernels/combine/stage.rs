@@ -39,10 +39,7 @@ pub unsafe fn stage_combine(args: StageArgs) {
 
 /// Copies the caller's rows by expert into this rank's pool, and no padding. One warp per row; all
 /// experts' rows count through.
-#[kernel(
-    threads = 512, registers = 64, dependent,
-    requires(..StageArgs(args.stage))
-)]
+#[kernel(threads = 512, registers = 64, dependent, requires(..StageArgs(args.stage)))]
 pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
     let stage = &args.stage;
     if ld_u32(stage.header.0) != PlanStatus::Ready as u32 {

@@ -15,7 +15,7 @@ use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
 use super::team::Team;
 use super::{
-    Begun, Opening, Scales, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets,
+    Begun, NodeShared, Opening, Scales, begin, chunk_offset, chunks_of, completes, finish, id_packets,
     ids_offset, last_warp, let_next_launch, packet_seen, publish_call, publishes_call, tokens_in_chunk,
     wait_calls, wait_packet, wait_ready,
 };
@@ -33,7 +33,7 @@ use crate::simt::*;
 )]
 pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let comm = &args.common.comm;
-    let shared = Shared::lay_out();
+    let shared = NodeShared::dynamic();
     let sends = args.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
     let publishes = publishes_call(&args.common);
@@ -44,7 +44,7 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     if publishes {
         publish_call::<false>(&args.common, &opening);
     }
-    let begun = begin::<false>(&args.common, &opening, shared.begun);
+    let begun = begin::<false>(&args.common, &opening, shared.begun());
     if sends {
         send(&args, lists, moves, &shared, &begun, tokens, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
@@ -210,7 +210,7 @@ unsafe fn send(
     args: &LowLatencyDispatchArgs,
     lists: Team<1>,
     moves: Team<2>,
-    shared: &Shared,
+    shared: &NodeShared,
     begun: &Begun,
     tokens: Tokens,
     first: Ahead,
@@ -465,7 +465,7 @@ unsafe fn quantise_pair(
 
 /// Says which expert has which rows, and waits for them.
 #[device]
-unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, begun: &Begun) {
+unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeShared, begun: &Begun) {
     let (common, comm) = (&args.common, &args.common.comm);
     let thread = tid();
     let epoch = begun.epoch();
@@ -476,7 +476,7 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared,
         return say_given_up(comm, epoch);
     }
     if ctaid() == 0 && thread < FEW_RANKS as u32 {
-        st_u32(common.tables.num_tokens.0 + thread as u64 * 4, ld_shared_u32(shared.tokens + thread * 4));
+        st_u32(common.tables.num_tokens.0 + thread as u64 * 4, shared.tokens().ld(thread));
     }
     list(args, team, shared, epoch);
     // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
@@ -485,7 +485,7 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared,
     let first = (nctaid() - 1 - ctaid()) * team.threads + thread;
     stride!(index in first..comm.num_ranks * chunks, nctaid() * team.threads => {
         let (source, chunk) = (index / chunks, index % chunks);
-        let tokens = ld_shared_u32(shared.tokens + source * 4);
+        let tokens = shared.tokens().ld(source);
         if chunk < chunks_of(common, tokens) {
             let word = pool_of(comm, comm.rank) + common.place.arrived + chunk_offset(common, source, chunk);
             wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows);
@@ -511,15 +511,15 @@ unsafe fn say_given_up(comm: &Comm, epoch: u64) {
 
 /// Lists the rows of all local experts. All threads of the team call it.
 #[device]
-unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, epoch: u64) {
+unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeShared, epoch: u64) {
     let (common, comm) = (&args.common, &args.common.comm);
     let pool = pool_of(comm, comm.rank);
     let mut total = 0;
-    unroll!(8, SOURCE => { total += ld_shared_u32(shared.tokens + SOURCE as u32 * 4) });
+    unroll!(8, SOURCE => { total += shared.tokens().ld(SOURCE as u32) });
     let look = |expert: u32, number: u32| {
         let (mut source, mut token) = (0, number);
         unroll!(8, SOURCE => {
-            let of_source = ld_shared_u32(shared.tokens + SOURCE as u32 * 4);
+            let of_source = shared.tokens().ld(SOURCE as u32);
             if source == SOURCE as u32 && token >= of_source {
                 (source, token) = (source + 1, token - of_source);
             }
@@ -540,10 +540,10 @@ unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, ep
         stride!(expert in first..common.local_experts, team.threads / 32 * nctaid() => {
             let is_there = laneid() < total;
             let listed = if is_there { look(expert, laneid()) } else { Listed::NONE };
-            list_few_rows(common, shared.tokens, expert, listed, weight);
+            list_few_rows(common, shared.tokens(), expert, listed, weight);
         });
     } else {
-        let words = Words { of_source: shared.of_source, of_warp: shared.of_warp };
+        let words = Words { of_source: shared.of_source().at(0), of_warp: shared.of_warp() };
         stride!(expert in ctaid()..common.local_experts, nctaid() => {
             let look = |number| look(expert, number);
             list_rows::<false, 1>(common, team, &words, expert, total, look, weight);

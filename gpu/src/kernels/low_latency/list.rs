@@ -31,7 +31,7 @@ impl Listed {
 /// lanes.
 pub(super) struct Words {
     pub(super) of_source: u32,
-    pub(super) of_warp: u32,
+    pub(super) of_warp: SharedArray<u32, 32>,
 }
 
 /// Lists the rows of a local expert, by source rank, then by token. All threads of the team call
@@ -63,12 +63,12 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
         let listed = if is_there { look(first + thread) } else { Listed::NONE };
         let hits = ballot(listed.entries != 0);
         if lane == 0 {
-            st_shared_u32(words.of_warp + warp * 4, hits.count_ones());
+            words.of_warp.st(warp, hits.count_ones());
         }
         team.sync();
         let (mut before, mut all) = (0, 0);
         stride!(other in 0..team.threads / 32 => {
-            let count = ld_shared_u32(words.of_warp + other * 4);
+            let count = words.of_warp.ld(other);
             before += if other < warp { count } else { 0 };
             all += count;
         });
@@ -113,7 +113,7 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
 #[device]
 pub(super) unsafe fn list_few_rows(
     args: &LowLatencyArgs,
-    tokens: u32,
+    tokens: SharedArray<u32, FEW_RANKS>,
     expert: u32,
     listed: Listed,
     weight: impl Fn(&Listed, u32) -> u32,
@@ -125,12 +125,12 @@ pub(super) unsafe fn list_few_rows(
     if lane < num_ranks {
         let mut first_lane = 0;
         unroll!(8, SOURCE => {
-            let of_source = ld_shared_u32(tokens + SOURCE as u32 * 4);
+            let of_source = tokens.ld(SOURCE as u32);
             first_lane += if (SOURCE as u32) < lane { of_source } else { 0 };
         });
         let of_lanes_below = |lane: u32| (hits & ((1u64 << lane) - 1) as u32).count_ones();
         let begin = of_lanes_below(first_lane);
-        let count = of_lanes_below(first_lane + ld_shared_u32(tokens + lane * 4)) - begin;
+        let count = of_lanes_below(first_lane + tokens.ld(lane)) - begin;
         let range = args.tables.layout_range.0 + (expert * num_ranks + lane) as u64 * 8;
         st_u64(range, (begin as u64) << 32 | count as u64);
     }

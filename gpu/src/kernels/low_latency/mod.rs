@@ -54,9 +54,22 @@ pub use {
     internode::{LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch},
 };
 
-/// Shared memory of a low-latency kernel, in bytes: tokens of each rank; tokens of an expert from
-/// each rank; rows of an expert that each warp has found; four words of the opening.
-pub const LOW_LATENCY_SHARED_BYTES: u32 = (2 * FEW_RANKS as u32 + 32 + 4) * 4;
+shared! {
+    /// Shared memory of a low-latency kernel.
+    struct NodeShared {
+        /// Tokens of each rank.
+        tokens: [u32; FEW_RANKS],
+        /// Tokens of an expert from each rank.
+        of_source: [u32; FEW_RANKS],
+        /// Rows of an expert that each warp has found.
+        of_warp: [u32; 32],
+        /// The words of [`Begun`].
+        begun: [u32; 4],
+    }
+}
+
+/// Shared memory of a low-latency kernel, in bytes.
+pub const LOW_LATENCY_SHARED_BYTES: u32 = NodeShared::BYTES;
 
 /// Shared memory of a dispatch within a node, in bytes: behind the rest, the ranks that the tokens
 /// that leave together go to, and their scales.
@@ -64,26 +77,10 @@ pub fn low_latency_dispatch_shared_bytes(args: &LowLatencyDispatchArgs) -> u32 {
     LOW_LATENCY_SHARED_BYTES + LOW_LATENCY_TOKENS_AT_ONCE * 4 * (1 + args.row_scales())
 }
 
-/// The parts of shared memory, as offsets in the shared window.
-struct Shared {
-    tokens: u32,
-    of_source: u32,
-    of_warp: u32,
-    begun: u32,
-}
-
-impl Shared {
-    #[device]
-    fn lay_out() -> Shared {
-        let tokens = dynamic_shared();
-        let of_source = tokens + FEW_RANKS as u32 * 4;
-        let of_warp = of_source + FEW_RANKS as u32 * 4;
-        Shared { tokens, of_source, of_warp, begun: of_warp + 32 * 4 }
-    }
-
+impl NodeShared {
     #[device]
     fn scales(&self) -> Scales {
-        Scales { masks: self.tokens + LOW_LATENCY_SHARED_BYTES }
+        Scales { masks: self.tokens.at(0) + Self::BYTES }
     }
 }
 
@@ -234,7 +231,11 @@ impl Opening {
 /// # Safety
 /// Thread 0 writes the words in front of the barrier, and they are not written again.
 #[device]
-unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening, words: u32) -> Begun {
+unsafe fn begin<const COMBINE: bool>(
+    args: &LowLatencyArgs,
+    opening: &Opening,
+    words: SharedArray<u32, 4>,
+) -> Begun {
     if tid() == 0 {
         let (epoch, members) = (opening.epoch(), opening.members::<COMBINE>(args));
         if COMBINE && members == 0 && opening.abort == 0 {
@@ -244,7 +245,7 @@ unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening, w
             record(&args.comm, 0, args.comm.rank, epoch, needed, seen, what);
         }
         let is_answered = opening.is_answered() as u32;
-        st_shared_v4(words, [epoch as u32, (epoch >> 32) as u32, is_answered, members]);
+        st_shared_v4(words.at(0), [epoch as u32, (epoch >> 32) as u32, is_answered, members]);
     }
     barrier_sync();
     Begun { words }
@@ -271,7 +272,7 @@ unsafe fn note_answer(args: &LowLatencyArgs, opening: &Opening) {
 #[derive(Clone, Copy)]
 struct Begun {
     /// The low and the high half of the epoch, whether the place is answered, and the members.
-    words: u32,
+    words: SharedArray<u32, 4>,
 }
 
 impl Begun {
@@ -279,20 +280,20 @@ impl Begun {
     /// Written in front of a barrier of `begin`, and never again.
     #[device]
     unsafe fn epoch(&self) -> u64 {
-        (ld_shared_u32(self.words + 4) as u64) << 32 | ld_shared_u32(self.words) as u64
+        (self.words.ld(1) as u64) << 32 | self.words.ld(0) as u64
     }
 
     /// Whether a combine had answered the last dispatch into the place.
     #[device]
     unsafe fn is_answered(&self) -> bool {
-        ld_shared_u32(self.words + 8) != 0
+        self.words.ld(2) != 0
     }
 
     /// A bit for each rank that is not left out. No rank waits for the others or sends to them.
     /// None where this block takes no part.
     #[device]
     unsafe fn members(&self) -> u32 {
-        ld_shared_u32(self.words + 12)
+        self.words.ld(3)
     }
 
     #[device]
@@ -392,7 +393,7 @@ const ABSENT: u32 = u32::MAX;
 unsafe fn wait_calls<const BARRIER: u32>(
     args: &LowLatencyArgs,
     team: Team<BARRIER>,
-    shared: &Shared,
+    shared: &NodeShared,
     begun: &Begun,
 ) -> bool {
     let (comm, epoch) = (&args.comm, begun.epoch());
@@ -402,12 +403,12 @@ unsafe fn wait_calls<const BARRIER: u32>(
         if begun.has_member(thread) {
             tokens = wait_call(args, thread, epoch).unwrap_or(ABSENT);
         }
-        st_shared_u32(shared.tokens + thread * 4, tokens);
+        shared.tokens().st(thread, tokens);
     }
     team.sync();
     trace(comm, Phase::Ready);
     let mut are_here = begun.takes_part();
-    unroll!(8, RANK => { are_here &= ld_shared_u32(shared.tokens + RANK as u32 * 4) != ABSENT });
+    unroll!(8, RANK => { are_here &= shared.tokens().ld(RANK as u32) != ABSENT });
     are_here
 }
 

@@ -1,5 +1,6 @@
 //! Some of a block's warps, which meet without the others.
 
+use crate::layout::FEW_RANKS;
 use crate::simt::*;
 
 /// Warps of a block that follow each other: the first thread of the first one, and the number of
@@ -51,11 +52,11 @@ impl<const BARRIER: u32> Team<BARRIER> {
     /// # Safety
     /// The whole team calls it.
     #[device]
-    pub(super) unsafe fn any(&self, is: bool, words: u32, vote: u32) -> bool {
+    pub(super) unsafe fn any(&self, is: bool, words: SharedArray<u32, FEW_RANKS>, vote: u32) -> bool {
         if BARRIER == 0 {
             return barrier_any(is);
         }
-        let word = words + (vote & 1) * 4;
+        let word = words.at(vote & 1);
         if is {
             red_relaxed_cta_shared_add_u32(word, 1);
         }

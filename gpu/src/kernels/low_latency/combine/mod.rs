@@ -14,7 +14,7 @@ use super::super::progress::Progress;
 use super::fp8::from_bf16;
 use super::team::Team;
 use super::{
-    Opening, Piece, Shared, add_share, begin, let_next_launch, note_answer, publish_call, publishes_call,
+    NodeShared, Opening, Piece, add_share, begin, let_next_launch, note_answer, publish_call, publishes_call,
 };
 use crate::layout::{FEW_RANKS, LowLatencyArgs, LowLatencyCombineArgs, Quantise, SCALE_BLOCK, phase};
 use crate::simt::*;
@@ -81,7 +81,7 @@ pub unsafe fn low_latency_combine_summed(args: LowLatencyCombineArgs) {
 #[device]
 unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineArgs) {
     let comm = &args.common.comm;
-    let shared = Shared::lay_out();
+    let shared = NodeShared::dynamic();
     let sends = args.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
     let receives = args.common.phases & phase::RECEIVE != 0;
@@ -95,17 +95,17 @@ unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineA
         publish_call::<true>(&args.common, &opening);
     }
     if laneid() == 0 {
-        st_shared_u32(shared.of_warp + tid() / 32 * 4, ranks);
+        shared.of_warp().st(tid() / 32, ranks);
     }
     let mut progress = None;
     if SUMMED {
         // Its words are those of `shared.tokens`, which a combine has no other use for.
         progress = Some(Progress::new(0, RETURNING_WARPS));
         if tid() < 2 {
-            st_shared_u32(shared.of_source + tid() * 4, 0);
+            shared.of_source().st(tid(), 0);
         }
     }
-    let begun = begin::<true>(&args.common, &opening, shared.begun);
+    let begun = begin::<true>(&args.common, &opening, shared.begun());
     if sends && begun.takes_part() {
         if ctaid() == 0 && tid() == 0 {
             note_answer(&args.common, &opening);

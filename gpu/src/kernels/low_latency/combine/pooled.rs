@@ -10,8 +10,8 @@
 
 use super::super::super::epoch::{Phase, pool_of, record, trace};
 use super::super::{
-    Begun, Opening, Piece, Shared, add_share, begin, have_all_entered, inside, last_warp, let_next_launch,
-    note_answer, publish_call, publishes_call,
+    Begun, NodeShared, Opening, Piece, add_share, begin, have_all_entered, inside, last_warp,
+    let_next_launch, note_answer, publish_call, publishes_call,
 };
 use super::receive::{ranks_of, spoil_pieces};
 use super::{add_rows, round};
@@ -33,7 +33,7 @@ use crate::simt::*;
 )]
 pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
     let (common, comm) = (&args.common, &args.common.comm);
-    let shared = Shared::lay_out();
+    let shared = NodeShared::dynamic();
     trace(comm, Phase::Enter);
     let publishes = publishes_call(common);
     let opening = Opening::load::<true>(common, tid() == 0 || publishes);
@@ -42,7 +42,7 @@ pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
     if publishes {
         publish_call::<true>(common, &opening);
     }
-    let begun = begin::<true>(common, &opening, shared.begun);
+    let begun = begin::<true>(common, &opening, shared.begun());
     if common.phases & phase::SEND != 0 && begun.takes_part() && ctaid() == 0 && tid() == 0 {
         note_answer(common, &opening);
     }

@@ -4,8 +4,8 @@ use super::super::super::epoch::{Deadline, note_late, note_missing_token, pool_o
 use super::super::fp8::{LANES_PER_SCALE, from_bf16, from_e4m3, scale_offset};
 use super::super::team::Team;
 use super::super::{
-    Begun, Piece, ROWS_AT_ONCE, Shared, chunk_offset, have_all_entered, in_packets, inside, is_piece_late,
-    last_warp, late_with, load_packets, packet_seen, wait_packets,
+    Begun, NodeShared, Piece, ROWS_AT_ONCE, chunk_offset, have_all_entered, in_packets, inside,
+    is_piece_late, last_warp, late_with, load_packets, packet_seen, wait_packets,
 };
 use super::{add, add_rows, bf16_bytes, round};
 use crate::layout::{
@@ -47,14 +47,14 @@ pub(super) unsafe fn first_ranks(args: &LowLatencyCombineArgs, receives: bool) -
 pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
-    shared: &Shared,
+    shared: &NodeShared,
     begun: Begun,
 ) -> bool {
     let (common, comm) = (&args.common, &args.common.comm);
     let thread = team.thread();
     let mut failed = tid() / 32 == last_warp() && !have_all_entered(common, begun);
     // The mask is the same in all lanes; `redux_or` shows that to the compiler.
-    let mut mask = redux_or(ld_shared_u32(shared.of_warp + tid() / 32 * 4));
+    let mut mask = redux_or(shared.of_warp().ld(tid() / 32));
     if in_packets(common, common.num_tokens) {
         if !failed {
             receive_pieces::<FP8>(args, mask, begun);
@@ -79,7 +79,7 @@ pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER:
             let word = pool + common.place.returned + chunk_offset(common, rank, chunk);
             failed |= !wait_returned(comm, word, rank, begun.epoch());
         }
-        if team.any(failed, shared.of_source, vote) {
+        if team.any(failed, shared.of_source(), vote) {
             spoil_rows::<FP8, BARRIER>(args, team, token);
             return false;
         }

@@ -12,7 +12,7 @@ use super::super::combine::{Ahead, add, bf16_bytes, return_row, round, spoil_row
 use super::super::fp8::{from_bf16, from_e4m3};
 use super::super::team::Team;
 use super::super::{Begun, Opening, ROWS_AT_ONCE, begin, completes, finish, note_answer};
-use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages};
+use super::{Kind, MEMBERS, MemberShared, Route, deliver, wait_messages};
 use crate::layout::{
     LowLatencyArgs, LowLatencyCombineArgs, LowLatencyInternodeCombineArgs, Quantise, SCALE_BLOCK,
     answer_slot_bytes, phase,
@@ -50,15 +50,15 @@ pub unsafe fn low_latency_internode_combine_fp8(args: LowLatencyInternodeCombine
 #[device]
 unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
     let (common, thread) = (&args.combine.common, tid());
-    let shared = Shared::lay_out();
+    let shared = MemberShared::dynamic();
     trace(&common.comm, Phase::Enter);
     let opening = Opening::load::<true>(common, thread == 0);
     if thread < MEMBERS {
         // The slots of the dispatch that is answered, which an earlier kernel has completed.
         // They are read behind the barrier of `begin`.
-        st_shared_u32(shared.slots + thread * 4, ld_u32(args.messages.num_slots.0 + thread as u64 * 4));
+        shared.slots().st(thread, ld_u32(args.messages.num_slots.0 + thread as u64 * 4));
     }
-    let begun = begin::<true>(common, &opening, shared.begun);
+    let begun = begin::<true>(common, &opening, shared.begun());
     if common.phases & phase::SEND != 0 && begun.takes_part() {
         if ctaid() == 0 && thread == 0 {
             note_answer(common, &opening);
@@ -86,7 +86,7 @@ fn stride<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) -> u64 {
 /// Returns this rank's results for the tokens that it received, a row to a block, all sources'
 /// first rows first.
 #[device]
-unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &Shared, begun: &Begun) {
+unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared, begun: &Begun) {
     let (common, messages) = (&args.combine.common, &args.messages);
     let (num_ranks, warp, lane) = (common.comm.num_ranks, tid() / 32, laneid());
     core::hint::assert_unchecked(num_ranks >= 1);
@@ -96,13 +96,13 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
         most = a.max(b).max(c.max(d)).max(most);
     });
     // A source without rows is answered by no other block.
-    if ctaid() == nctaid() - 1 && begun.has_member(tid()) && ld_shared_u32(shared.slots + tid() * 4) == 0 {
+    if ctaid() == nctaid() - 1 && begun.has_member(tid()) && shared.slots().ld(tid()) == 0 {
         deliver(common, Route::to(messages, tid()), tid(), Kind::Answer, 0, begun.epoch());
     }
     let (rows, mut turn) = (most * num_ranks, 0);
     stride!(number in ctaid()..rows, nctaid() => {
         let (index, source) = (number / num_ranks, number % num_ranks);
-        if index < ld_shared_u32(shared.slots + source * 4) {
+        if index < shared.slots().ld(source) {
             let first = source * common.max_tokens;
             let token = ld_u32(messages.slot_tokens.0 + (first + index) as u64 * 4);
             let ahead = Ahead::of_row(&args.combine, source, token, true);
@@ -131,13 +131,13 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
 #[device]
 unsafe fn say_returned<const FP8: bool>(
     args: &LowLatencyInternodeCombineArgs,
-    shared: &Shared,
+    shared: &MemberShared,
     number: u32,
     epoch: u64,
 ) {
     let common = &args.combine.common;
     let (index, source) = (number / common.comm.num_ranks, number % common.comm.num_ranks);
-    let slots = ld_shared_u32(shared.slots + source * 4);
+    let slots = shared.slots().ld(source);
     if index < slots && completes(args.messages.returned.0 + source as u64 * 8, index, slots) {
         let bytes = slots as u64 * stride::<FP8>(args);
         deliver(common, Route::to(&args.messages, source), source, Kind::Answer, bytes, epoch);
@@ -146,7 +146,7 @@ unsafe fn say_returned<const FP8: bool>(
 
 /// Sums what has come back, a token to a block.
 #[device]
-unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &Shared) {
+unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared) {
     let (common, messages, thread) = (&args.combine.common, &args.messages, tid());
     let bytes = bf16_bytes::<FP8>(&args.combine);
     stride!(token in ctaid()..common.num_tokens, nctaid() => {
@@ -174,7 +174,7 @@ unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared
 /// # Safety
 /// The word is the block's; barriers are the caller's.
 #[device]
-unsafe fn next_row(shared: &Shared, left: &mut u32) -> (bool, u64) {
+unsafe fn next_row(shared: &MemberShared, left: &mut u32) -> (bool, u64) {
     let is_there = *left != 0;
     let rank = left.trailing_zeros() & 31;
     *left &= left.wrapping_sub(1);
@@ -183,7 +183,7 @@ unsafe fn next_row(shared: &Shared, left: &mut u32) -> (bool, u64) {
 
 /// Sums BF16 rows of the ranks of `mask`, in their order. All threads of the block call it.
 #[device]
-unsafe fn sum(args: &LowLatencyInternodeCombineArgs, shared: &Shared, mask: u32, to: u64) {
+unsafe fn sum(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared, mask: u32, to: u64) {
     let mut at = tid() * 16;
     while at < args.combine.row_bytes {
         let next = at + ntid() * 16;
@@ -211,7 +211,7 @@ unsafe fn sum(args: &LowLatencyInternodeCombineArgs, shared: &Shared, mask: u32,
 
 /// The same of e4m3 rows, which have their scales behind them.
 #[device]
-unsafe fn sum_quantised(args: &LowLatencyInternodeCombineArgs, shared: &Shared, mask: u32, to: u64) {
+unsafe fn sum_quantised(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared, mask: u32, to: u64) {
     let row_bytes = args.combine.row_bytes;
     stride!(at in tid() * 16..row_bytes, ntid() * 16 => {
         let (mut sums, mut left) = ([[0.0; 8]; 2], mask);

@@ -14,7 +14,7 @@ use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
 use super::super::team::Team;
 use super::super::{Begun, Opening, begin, completes, finish};
-use super::{COPIED, Incoming, Kind, MEMBERS, Route, Shared, deliver, wait_messages, wait_ready};
+use super::{COPIED, Incoming, Kind, MEMBERS, MemberShared, Route, deliver, wait_messages, wait_ready};
 use crate::layout::{
     DISPATCH_HEADER, LowLatencyArgs, LowLatencyCall, LowLatencyDispatchArgs, LowLatencyInternodeDispatchArgs,
     LowLatencySlot, Quantise, SCALE_BLOCK, Wait, low_latency_head_bytes, phase, row_stride,
@@ -28,10 +28,10 @@ use crate::simt::*;
 )]
 pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchArgs) {
     let common = &args.dispatch.common;
-    let shared = Shared::lay_out();
+    let shared = MemberShared::dynamic();
     trace(&common.comm, Phase::Enter);
     let opening = Opening::load::<false>(common, tid() == 0);
-    let begun = begin::<false>(common, &opening, shared.begun);
+    let begun = begin::<false>(common, &opening, shared.begun());
     if common.phases & phase::SEND != 0 {
         send(&args, &shared, &begun);
         trace(&common.comm, Phase::Moved);
@@ -59,7 +59,7 @@ fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
 
 /// Writes this rank's tokens into the messages, a token to a block.
 #[device]
-unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
+unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, begun: &Begun) {
     let (common, messages) = (&args.dispatch.common, &args.messages);
     let (thread, warp) = (tid(), tid() / 32);
     let mut takes_part = begun.takes_part();
@@ -69,7 +69,7 @@ unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &
     }
     if takes_part {
         if thread < MEMBERS {
-            st_shared_u32(shared.of_rank + thread * 4, 0);
+            shared.of_rank().st(thread, 0);
         }
         let (mut token, mut counted) = (ctaid(), 0);
         while token < common.num_tokens {
@@ -79,7 +79,7 @@ unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &
             counted = token;
             barrier_sync();
             if thread < common.comm.num_ranks {
-                let position = ld_shared_u32(shared.of_rank + thread * 4);
+                let position = shared.of_rank().ld(thread);
                 st_u32(messages.positions.0 + (token * MEMBERS + thread) as u64 * 4, position);
                 let at = DISPATCH_HEADER as u64 + position as u64 * slot_of(args).bytes as u64;
                 shared.set_address(thread, Route::to(messages, thread).written(Kind::Dispatch) + at);
@@ -109,7 +109,13 @@ unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &
 /// Adds the tokens from `from` to `to` to those that each rank has in its message. All threads of
 /// the block call it.
 #[device]
-unsafe fn count(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, from: u32, to: u32, begun: &Begun) {
+unsafe fn count(
+    args: &LowLatencyInternodeDispatchArgs,
+    shared: &MemberShared,
+    from: u32,
+    to: u32,
+    begun: &Begun,
+) {
     let (lane, mut turn, mut own) = (laneid(), tid() / 32, 0);
     while from + turn * 32 < to {
         let token = from + turn * 32 + lane;
@@ -117,7 +123,7 @@ unsafe fn count(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, from: u
         turn += ntid() / 32;
     }
     if lane < args.dispatch.common.comm.num_ranks {
-        red_relaxed_cta_shared_add_u32(shared.of_rank + lane * 4, own);
+        red_relaxed_cta_shared_add_u32(shared.of_rank().at(lane), own);
     }
 }
 
@@ -181,7 +187,7 @@ unsafe fn ranks_of(args: &LowLatencyInternodeDispatchArgs, token: u32, begun: &B
 #[device]
 unsafe fn write_entries(
     args: &LowLatencyInternodeDispatchArgs,
-    shared: &Shared,
+    shared: &MemberShared,
     token: u32,
     begun: &Begun,
 ) -> u32 {
@@ -216,7 +222,7 @@ unsafe fn write_entries(
 /// Writes a token's row, as it is or quantised, and its scales into the slots of the ranks of
 /// `mask`. All threads of the block call it.
 #[device]
-unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, token: u32, mask: u32) {
+unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, token: u32, mask: u32) {
     let dispatch = &args.dispatch;
     let mut turn = 0;
     while turn * ntid() * 32 < bytes_of_x(dispatch) {
@@ -298,22 +304,22 @@ unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, begun: &Begun) {
 
 /// Waits for the messages, lists each expert's rows, and copies the rows to their places.
 #[device]
-unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
+unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, begun: &Begun) {
     let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
     if !wait_messages::<true>(common, messages, shared, begun) {
         return;
     }
     if ctaid() == 0 && thread < MEMBERS {
         let at = thread as u64 * 4;
-        st_u32(common.tables.num_tokens.0 + at, ld_shared_u32(shared.tokens + thread * 4));
-        st_u32(messages.num_slots.0 + at, ld_shared_u32(shared.slots + thread * 4));
+        st_u32(common.tables.num_tokens.0 + at, shared.tokens().ld(thread));
+        st_u32(messages.num_slots.0 + at, shared.slots().ld(thread));
     }
     let all = shared.all_slots(common.comm.num_ranks);
     if ctaid() == 0 {
         copy_heads(args, shared, all);
         barrier_sync();
         if begun.has_member(thread) {
-            let tokens = ld_shared_u32(shared.tokens + thread * 4);
+            let tokens = shared.tokens().ld(thread);
             let call = common.comm.call as u32 & !LowLatencyCall::TOKEN_BITS | tokens;
             let incoming = Incoming::of(messages, thread);
             incoming.publish(incoming.copy_of_call, begun.epoch() << 32 | call as u64);
@@ -342,7 +348,7 @@ unsafe fn arrived(args: &LowLatencyInternodeDispatchArgs, source: u32, index: u3
 /// # Safety
 /// The messages are here, and a copy has one writer.
 #[device]
-unsafe fn copy_heads(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, all: u32) {
+unsafe fn copy_heads(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, all: u32) {
     let (common, layout) = (&args.dispatch.common, slot_of(args));
     // The token's index, and the entries.
     let words = common.num_topk + 1;
@@ -368,7 +374,7 @@ unsafe fn copy_heads(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, al
 #[device]
 unsafe fn head(
     args: &LowLatencyInternodeDispatchArgs,
-    shared: &Shared,
+    shared: &MemberShared,
     source: u32,
     index: u32,
 ) -> (u64, u64) {
@@ -396,7 +402,7 @@ unsafe fn token_of(args: &LowLatencyInternodeDispatchArgs, at: u64) -> u32 {
 /// # Safety
 /// A token is in its source's message once.
 #[device]
-unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, source: u32, index: u32) {
+unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, source: u32, index: u32) {
     let (dispatch, common, messages) = (&args.dispatch, &args.dispatch.common, &args.messages);
     let slot = arrived(args, source, index);
     let (first, lane) = (source * common.max_tokens, laneid());
@@ -435,9 +441,9 @@ unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, sour
 /// # Safety
 /// The messages are here.
 #[device]
-unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, expert: u32, all: u32) {
+unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, expert: u32, all: u32) {
     let common = &args.dispatch.common;
-    let words = Words { of_source: shared.of_rank, of_warp: shared.of_warp };
+    let words = Words { of_source: shared.of_rank().at(0), of_warp: shared.of_warp() };
     let look = |number: u32| {
         let (source, index) = shared.slot(common.comm.num_ranks, number);
         let (token, entries) = head(args, shared, source, index);

@@ -34,42 +34,38 @@ pub use {
 
 const MEMBERS: u32 = MAX_MEMBERS as u32;
 
-/// Shared memory of these kernels, in bytes: the low and the high halves of an address for each
-/// rank; tokens and slots of each rank; how many of an expert's rows are of each rank, or of a
-/// token's message before it; how many each warp has found; four words of `begin`.
-pub const LOW_LATENCY_INTERNODE_SHARED_BYTES: u32 = (5 * MEMBERS + 32 + 4) * 4;
-
-/// The parts of shared memory, as offsets in the shared window.
-struct Shared {
-    low: u32,
-    high: u32,
-    tokens: u32,
-    slots: u32,
-    of_rank: u32,
-    of_warp: u32,
-    begun: u32,
+shared! {
+    /// Shared memory of these kernels.
+    struct MemberShared {
+        /// The low half of an address for each rank.
+        low: [u32; MAX_MEMBERS],
+        /// The high half.
+        high: [u32; MAX_MEMBERS],
+        /// Tokens of each rank.
+        tokens: [u32; MAX_MEMBERS],
+        /// Slots of each rank.
+        slots: [u32; MAX_MEMBERS],
+        /// How many of an expert's rows are of each rank, or of a token's message before it.
+        of_rank: [u32; MAX_MEMBERS],
+        /// How many rows each warp has found.
+        of_warp: [u32; 32],
+        /// The words of [`Begun`].
+        begun: [u32; 4],
+    }
 }
 
-impl Shared {
-    #[device]
-    fn lay_out() -> Shared {
-        let low = dynamic_shared();
-        let high = low + MEMBERS * 4;
-        let tokens = high + MEMBERS * 4;
-        let slots = tokens + MEMBERS * 4;
-        let of_rank = slots + MEMBERS * 4;
-        let of_warp = of_rank + MEMBERS * 4;
-        Shared { low, high, tokens, slots, of_rank, of_warp, begun: of_warp + 32 * 4 }
-    }
+/// Shared memory of these kernels, in bytes.
+pub const LOW_LATENCY_INTERNODE_SHARED_BYTES: u32 = MemberShared::BYTES;
 
+impl MemberShared {
     /// Notes an address for a rank.
     ///
     /// # Safety
     /// The word is the block's; the caller places the barriers.
     #[device]
     unsafe fn set_address(&self, rank: u32, address: u64) {
-        st_shared_u32(self.low + rank * 4, address as u32);
-        st_shared_u32(self.high + rank * 4, (address >> 32) as u32);
+        st_shared_u32(self.low().at(rank), address as u32);
+        st_shared_u32(self.high().at(rank), (address >> 32) as u32);
     }
 
     /// The address that was noted for a rank.
@@ -78,7 +74,7 @@ impl Shared {
     /// The word is the block's; the caller places the barriers.
     #[device]
     unsafe fn address(&self, rank: u32) -> u64 {
-        (ld_shared_u32(self.high + rank * 4) as u64) << 32 | ld_shared_u32(self.low + rank * 4) as u64
+        (self.high().ld(rank) as u64) << 32 | self.low().ld(rank) as u64
     }
 
     /// Which rank's slot the one of number `number` is, all ranks' slots behind each other, and its
@@ -90,7 +86,7 @@ impl Shared {
     unsafe fn slot(&self, num_ranks: u32, number: u32) -> (u32, u32) {
         let (mut of, mut index) = (0, number);
         stride!(rank in 0..num_ranks => {
-            let slots = ld_shared_u32(self.slots + rank * 4);
+            let slots = self.slots().ld(rank);
             if of == rank && index >= slots {
                 (of, index) = (of + 1, index - slots);
             }
@@ -106,7 +102,7 @@ impl Shared {
     unsafe fn all_slots(&self, num_ranks: u32) -> u32 {
         let mut all = 0;
         stride!(rank in 0..num_ranks => {
-            all += ld_shared_u32(self.slots + rank * 4);
+            all += self.slots().ld(rank);
         });
         all
     }
@@ -378,7 +374,7 @@ const COPIED: u64 = 1;
 unsafe fn wait_messages<const DISPATCH: bool>(
     args: &LowLatencyArgs,
     messages: &LowLatencyMessages,
-    shared: &Shared,
+    shared: &MemberShared,
     begun: &Begun,
 ) -> bool {
     let (comm, epoch) = (&args.comm, begun.epoch());
@@ -413,8 +409,8 @@ unsafe fn wait_messages<const DISPATCH: bool>(
             }
         }
         if DISPATCH {
-            st_shared_u32(shared.tokens + thread * 4, tokens);
-            st_shared_u32(shared.slots + thread * 4, slots);
+            shared.tokens().st(thread, tokens);
+            shared.slots().st(thread, slots);
         }
     }
     let failed = barrier_any(failed);
