@@ -95,8 +95,8 @@ impl<T: SharedElement, const N: usize> SharedArray<T, N> {
 
 /// Declares a block's shared memory as a struct of arrays of four-byte numbers.
 ///
-/// The struct has the offsets of its fields in the shared window. It has a method for each field, and the constant
-/// `BYTES`, which both sides know. `pub struct` lies in dynamic shared memory, which the launch
+/// The struct has the offsets of its fields in the shared window. It has a method for each field, and
+/// the constant `BYTES`, which both sides know. `pub struct` lies in dynamic shared memory, which the launch
 /// gives the block: the kernel's attribute says `shared = Tiles::BYTES`, and the kernel calls
 /// `Tiles::dynamic()`. `pub static struct` has memory of its own, which the PTX declares, and the
 /// kernel calls `Tiles::get()`.

@@ -15,7 +15,7 @@
 
 use core::mem::offset_of;
 
-use super::epoch::{aborted, current_epoch, pool_at, send_packet, wait_packet};
+use super::epoch::{aborted, current_epoch, pool_at, send_count, wait_count};
 use super::ids::ld_id;
 use super::list::entry_at;
 use super::segments::sum_upto;
@@ -160,7 +160,7 @@ unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
     let comm = &args.comm;
     let (thread, lane, experts, ranks) = (tid(), laneid(), args.local_experts, comm.num_ranks);
     let count = |source: u32, expert: u32| {
-        wait_packet::<true>(comm, source, message::EXPERT_COUNTS + expert, epoch).unwrap_or(0)
+        wait_count::<true>(comm, source, message::EXPERT_COUNTS + expert, epoch).unwrap_or(0)
     };
     block_stride!(expert in 0..experts => {
         let mut rows = 0u32;
@@ -193,13 +193,13 @@ unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
     barrier_sync();
     let total = segments().ld(experts);
     if thread < ranks {
-        send_packet::<true>(comm, thread, message::EXPERT_ROWS, total, epoch);
+        send_count::<true>(comm, thread, message::EXPERT_ROWS, total, epoch);
     }
     block_stride!(expert in 0..experts => {
         let start = segments().ld(expert);
         let mut row = start;
         stride!(source in 0..ranks => {
-            send_packet::<true>(comm, source, message::EXPERT_STARTS + expert, row, epoch);
+            send_count::<true>(comm, source, message::EXPERT_STARTS + expert, row, epoch);
             row = row.saturating_add(count(source, expert));
         });
         st_u32(args.expert_starts.0 + expert as u64 * 4, start);
@@ -239,7 +239,7 @@ unsafe fn list_rows(args: &ExpertPlanArgs, epoch: u64) {
             let id = ld_id(args.topk_idx, args.narrow_ids, entry);
             if id >= 0 {
                 let (rank, local) = (id as u32 / experts, id as u32 % experts);
-                let start = wait_packet::<true>(&args.comm, rank, message::EXPERT_STARTS + local, epoch);
+                let start = wait_count::<true>(&args.comm, rank, message::EXPERT_STARTS + local, epoch);
                 if let Some(start) = start {
                     let row = start.wrapping_add(ld_u32(args.numbers.0 + entry * 4));
                     to = (rank as i64) << 32 | row as i64;
@@ -266,7 +266,7 @@ unsafe fn judge(args: &ExpertPlanArgs, epoch: u64) -> Verdict {
     unroll!(2, HALF => {
         let rank = lane + HALF as u32 * 32;
         if rank < comm.num_ranks {
-            rows[HALF] = wait_packet::<true>(comm, rank, message::EXPERT_ROWS, epoch).unwrap_or(0);
+            rows[HALF] = wait_count::<true>(comm, rank, message::EXPERT_ROWS, epoch).unwrap_or(0);
         }
     });
     let over = rows.map(|rows| ballot(rows as u64 > comm.pool.rows));

@@ -7,7 +7,7 @@ use core::mem::offset_of;
 use crate::layout::{
     BlockTrace, Comm, FEW_RANKS, LATE_PEERS, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_RECORDED, LOCAL_TICKET,
     MAX_WORLD, MISSING_TOKENS, PlanHeader, PlanStatus, QUANTUM, READY_EPOCHS, READY_OTHERS, READY_PLANS,
-    READY_SHIFT, Wait, done_offset, message_offset, ready_offset,
+    READY_SHIFT, Status, Wait, done_offset, message_offset, ready_offset,
 };
 use crate::simt::*;
 
@@ -100,20 +100,20 @@ pub(super) fn gave_up_before(abort: u32, epoch: u64) -> bool {
 /// The words that a kernel reads before it enters its operation. They are loaded in front of the
 /// epoch, so that all loads are in flight together, and used behind it.
 #[derive(Clone, Copy)]
-pub struct Entry {
+pub struct ReadyEntry {
     status: u32,
     plan: u32,
     abort: u32,
 }
 
-impl Entry {
+impl ReadyEntry {
     /// The entry of an operation that goes by the [`PlanHeader`] at `header`.
     ///
     /// # Safety
     /// The header is live, and an earlier kernel of the stream wrote it.
     #[device]
-    pub unsafe fn read(comm: &Comm, header: u64) -> Entry {
-        Entry {
+    pub unsafe fn read(comm: &Comm, header: u64) -> ReadyEntry {
+        ReadyEntry {
             abort: ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT),
             status: ld_u32(header + offset_of!(PlanHeader, status) as u64),
             plan: ld_u32(header + offset_of!(PlanHeader, epoch) as u64),
@@ -147,7 +147,7 @@ impl Entry {
 #[device]
 pub unsafe fn tell_planning<const MANY: bool>(comm: &Comm, epoch: u64) {
     let abort = ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT);
-    let entry = Entry { status: PlanStatus::Empty as u32, plan: epoch as u32, abort };
+    let entry = ReadyEntry { status: PlanStatus::Empty as u32, plan: epoch as u32, abort };
     tell_ready::<MANY>(comm, entry.ready_word(comm, epoch));
 }
 
@@ -189,8 +189,8 @@ pub(super) fn share(b: u32, n: u32) -> u64 {
     ((QUANTUM as u32 * (b + 1)) / n - (QUANTUM as u32 * b) / n) as u64
 }
 
-/// Publishes to every peer that this rank has entered the operation, by [`Entry::ready_word`]. One
-/// warp calls it; lane r stores at rank r.
+/// Publishes to every peer that this rank has entered the operation, by
+/// [`ReadyEntry::ready_word`]. One warp calls it; lane r stores at rank r.
 ///
 /// # Safety
 /// Pools are mapped; the word has this rank as its only writer.
@@ -218,9 +218,9 @@ pub const JOINED_BYTES: u32 = 16;
 /// The words are in this rank's own pool, and `joined` is the block's. The barrier passes on what
 /// the polling lanes acquired.
 #[device]
-pub unsafe fn wait_ready<const MANY: bool>(
+pub unsafe fn wait_ranks_ready<const MANY: bool>(
     comm: &Comm,
-    entry: &Entry,
+    entry: &ReadyEntry,
     epoch: u64,
     ready: u64,
     joined: u32,
@@ -321,8 +321,8 @@ pub(super) unsafe fn is_in_other_call(comm: &Comm, word: u64, peer: u32, epoch: 
 /// Ends a block's part of the operation; all threads call it. Publishes the block's end to every
 /// peer. The last block of the grid waits for all peers and advances the epoch.
 ///
-/// `joined` is the result of [`wait_ready`]. A block whose wait expired moved nothing, so that it
-/// publishes nothing: a late peer must not take missing rows for complete ones.
+/// `joined` is the result of [`wait_ranks_ready`]. A block whose wait expired moved nothing, so
+/// that it publishes nothing: a late peer must not take missing rows for complete ones.
 ///
 /// # Safety
 /// Pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier makes the
@@ -415,8 +415,8 @@ pub(super) unsafe fn wait_at_least_unless(
 /// # Safety
 /// A message has that word, and this rank's pool a message of every peer.
 #[device]
-pub unsafe fn wait_packet<const MANY: bool>(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Option<u32> {
-    wait_packet_at::<MANY>(comm, message_offset(peer, word), peer, epoch, Wait::Counts)
+pub unsafe fn wait_count<const MANY: bool>(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Option<u32> {
+    wait_count_at::<MANY>(comm, message_offset(peer, word), peer, epoch, Wait::Counts)
 }
 
 /// Waits for packet `word` of the count messages of all ranks, or of `MANY` ranks those from `from`
@@ -425,7 +425,7 @@ pub unsafe fn wait_packet<const MANY: bool>(comm: &Comm, peer: u32, word: u32, e
 /// # Safety
 /// The packets are in this rank's own pool. Data and flag are one atomic word.
 #[device]
-pub unsafe fn wait_packets<const MANY: bool>(
+pub unsafe fn wait_counts<const MANY: bool>(
     comm: &Comm,
     from: u32,
     word: u32,
@@ -476,7 +476,7 @@ pub unsafe fn wait_packets<const MANY: bool>(
 /// The packet is in this rank's own pool. Data and flag are one atomic word, so no acquire is
 /// needed.
 #[device]
-pub unsafe fn wait_packet_at<const MANY: bool>(
+pub unsafe fn wait_count_at<const MANY: bool>(
     comm: &Comm,
     offset: u64,
     peer: u32,
@@ -519,8 +519,8 @@ unsafe fn is_sender_in_other_call<const MANY: bool>(comm: &Comm, peer: u32, epoc
 /// # Safety
 /// A message has that word, and the peer's pool a message of this rank.
 #[device]
-pub unsafe fn send_packet<const MANY: bool>(comm: &Comm, peer: u32, word: u32, value: u32, epoch: u64) {
-    send_packet_at::<MANY>(comm, peer, message_offset(comm.rank, word), value, epoch)
+pub unsafe fn send_count<const MANY: bool>(comm: &Comm, peer: u32, word: u32, value: u32, epoch: u64) {
+    send_count_at::<MANY>(comm, peer, message_offset(comm.rank, word), value, epoch)
 }
 
 /// Sends the packet at `offset` of the messages in `peer`'s pool.
@@ -528,7 +528,7 @@ pub unsafe fn send_packet<const MANY: bool>(comm: &Comm, peer: u32, word: u32, v
 /// # Safety
 /// The pool is mapped and this rank is the packet's only writer.
 #[device]
-pub unsafe fn send_packet_at<const MANY: bool>(comm: &Comm, peer: u32, offset: u64, value: u32, epoch: u64) {
+pub unsafe fn send_count_at<const MANY: bool>(comm: &Comm, peer: u32, offset: u64, value: u32, epoch: u64) {
     let packet = pool_at::<MANY>(comm, peer) + comm.pool.messages + offset;
     st_relaxed_sys_u64(packet, epoch << 32 | value as u64);
 }
@@ -632,12 +632,12 @@ pub(super) unsafe fn note(
 ) {
     if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_RECORDED, 0, 1) == 0 {
         let status = comm.status.0;
-        st_relaxed_sys_u64(status + 8, peer as u64);
-        st_relaxed_sys_u64(status + 16, epoch);
-        st_relaxed_sys_u64(status + 24, needed);
-        st_relaxed_sys_u64(status + 32, seen);
-        st_relaxed_sys_u64(status + 40, waited);
-        st_relaxed_sys_u64(status + 48, comm.call);
-        st_release_sys_u64(status, what as u64);
+        st_relaxed_sys_u64(status + offset_of!(Status, peer) as u64, peer as u64);
+        st_relaxed_sys_u64(status + offset_of!(Status, epoch) as u64, epoch);
+        st_relaxed_sys_u64(status + offset_of!(Status, needed) as u64, needed);
+        st_relaxed_sys_u64(status + offset_of!(Status, seen) as u64, seen);
+        st_relaxed_sys_u64(status + offset_of!(Status, waited_ns) as u64, waited);
+        st_relaxed_sys_u64(status + offset_of!(Status, call) as u64, comm.call);
+        st_release_sys_u64(status + offset_of!(Status, code) as u64, what as u64);
     }
 }

@@ -16,7 +16,7 @@ use core::cell::Cell;
 use super::combine::{
     Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VECTORS, spoil, sum_rows, vectors_of,
 };
-use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_aborted};
+use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
 use super::rail::{
     Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, is_in_vain,
@@ -57,7 +57,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     let workers = workers();
     let (channel, finishes) = (ctaid() / 2, ctaid() & 1 == 1);
     trace(comm, Phase::Enter);
-    let entry = Entry::read(comm, rows.header.0);
+    let entry = ReadyEntry::read(comm, rows.header.0);
     let epoch = current_epoch(comm);
     let ready = entry.ready_word(comm, epoch);
     let operation = Operation { epoch, ready, queue_wait: Wait::CombineQueue };

@@ -16,8 +16,8 @@
 use core::mem::offset_of;
 
 use super::epoch::{
-    Phase, aborted, current_epoch, is_in_other_call, send_packet_at, tell_planning, trace,
-    wait_at_least_unless, wait_packet_at,
+    Phase, aborted, current_epoch, is_in_other_call, send_count_at, tell_planning, trace,
+    wait_at_least_unless, wait_count_at,
 };
 use super::rail::{Delivery, Operation, Path, Posted, deliver, node_word, wait_quiet};
 use super::verdict::Verdict;
@@ -257,7 +257,7 @@ impl<'a> Exchange<'a> {
             };
             let value = ld_u32(self.incoming(node) + from as u64 * 4);
             let to = relay_offset(self.rail(node), to);
-            send_packet_at::<false>(&self.args.comm, rank, to, value, self.epoch);
+            send_count_at::<false>(&self.args.comm, rank, to, value, self.epoch);
         });
     }
 
@@ -521,7 +521,7 @@ impl<'a> Exchange<'a> {
     #[device]
     unsafe fn packet(&self, source: u32, index: u32, otherwise: u32) -> u32 {
         let offset = relay_offset(source, index);
-        match wait_packet_at::<false>(&self.args.comm, offset, source, self.epoch, Wait::RelayedCounts) {
+        match wait_count_at::<false>(&self.args.comm, offset, source, self.epoch, Wait::RelayedCounts) {
             Some(value) => value,
             None => {
                 st_shared_u32(word(EXPIRED), 1);

@@ -39,7 +39,6 @@ pub use example::{MoeExperts, MoeRouter};
 /// The library's own kernels, which its host launches, and what it needs to know of them.
 mod own {
     pub use super::by_expert::PLAN_BY_EXPERT_SHARED_BYTES;
-    pub use super::combine::{MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES};
     pub use super::epoch::JOINED_BYTES;
     pub use super::internode_combine::MAX_INTERNODE_SLOT_BYTES;
     pub use super::internode_notify::INTERNODE_NOTIFY_SHARED_BYTES;
@@ -48,6 +47,7 @@ mod own {
     };
     pub use super::notify::notify_shared_bytes;
     pub use super::progress::PROGRESS_BYTES;
+    pub use crate::layout::{MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES};
 
     #[cfg(not(target_arch = "nvptx64"))]
     pub use super::{

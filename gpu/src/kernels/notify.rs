@@ -10,7 +10,7 @@
 use core::mem::offset_of;
 
 use super::epoch::{
-    Phase, aborted, current_epoch, send_packet, tell_planning, trace, wait_packet, wait_packets,
+    Phase, aborted, current_epoch, send_count, tell_planning, trace, wait_count, wait_counts,
 };
 use super::list::entry_at;
 use super::ring::channel_range;
@@ -103,29 +103,29 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
             tell_planning::<MANY>(comm, epoch);
         }
         if peer < ranks {
-            send_packet::<MANY>(comm, peer, message::RANK_COUNTS + rank, tokens as u32, epoch);
+            send_count::<MANY>(comm, peer, message::RANK_COUNTS + rank, tokens as u32, epoch);
         }
         let mut pair = thread + THREADS;
         while MANY && pair < ranks * ranks {
             let (peer, rank) = (pair / ranks, pair % ranks);
             let tokens = ld_u32(args.num_tokens_per_rank.0 + rank as u64 * 4);
-            send_packet::<MANY>(comm, peer, message::RANK_COUNTS + rank, tokens, epoch);
+            send_count::<MANY>(comm, peer, message::RANK_COUNTS + rank, tokens, epoch);
             pair += THREADS;
         }
         if thread < ranks {
             let bad = invalid != [-1, -1];
-            send_packet::<MANY>(comm, thread, message::INVALID, bad as u32, epoch);
+            send_count::<MANY>(comm, thread, message::INVALID, bad as u32, epoch);
             let signature = signature(args);
             unroll!(8, WORD => {
                 if WORD < signature.len() {
                     let value = signature[WORD % signature.len()];
-                    send_packet::<MANY>(comm, thread, message::SIGNATURE + WORD as u32, value, epoch);
+                    send_count::<MANY>(comm, thread, message::SIGNATURE + WORD as u32, value, epoch);
                 }
             });
         }
         while expert < args.num_experts {
             let word = message::EXPERT_COUNTS + expert % local_experts;
-            send_packet::<MANY>(comm, expert / local_experts, word, selected, epoch);
+            send_count::<MANY>(comm, expert / local_experts, word, selected, epoch);
             expert += THREADS;
             selected = selections(expert);
         }
@@ -170,7 +170,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
     // Tell each peer where this channel starts.
     if thread < ranks {
         let start = ld_shared_u32(earlier + thread * 4);
-        send_packet::<MANY>(comm, thread, message::CHANNEL_STARTS + channel, start, epoch);
+        send_count::<MANY>(comm, thread, message::CHANNEL_STARTS + channel, start, epoch);
     }
 
     // Warp w numbers this channel's tokens for rank w, 32 at a time, in token order, while the
@@ -210,7 +210,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         let (source, word) = (packet / head_words, packet % head_words);
         // A message holds the counts for `ranks` ranks only.
         if word < message::RANK_COUNTS + ranks {
-            match wait_packet::<MANY>(comm, source, word, epoch) {
+            match wait_count::<MANY>(comm, source, word, epoch) {
                 Some(value) => st_shared_u32(heads + packet * 4, value),
                 None => {
                     st_shared_u32(heads + packet * 4, 0);
@@ -324,7 +324,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
 
     trace(comm, Phase::Moved);
 
-    // Entry 0: where this channel starts at every source. In block 0 the others: how many
+    // ReadyEntry 0: where this channel starts at every source. In block 0 the others: how many
     // selections each local expert has.
     let agreed = Verdict::agrees(status);
     let entries = if channel == 0 { 1 + local_experts } else { 1 };
@@ -334,7 +334,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
             if entry == 0 { message::CHANNEL_STARTS + channel } else { message::EXPERT_COUNTS + entry - 1 };
         let (mut total, mut first) = (0, 0);
         loop {
-            let Some(values) = wait_packets::<MANY>(comm, first, word, epoch) else { break 'entries };
+            let Some(values) = wait_counts::<MANY>(comm, first, word, epoch) else { break 'entries };
             unroll!(8, SOURCE => {
                 total += values[SOURCE];
                 let source = first + SOURCE as u32;

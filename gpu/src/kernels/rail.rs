@@ -40,7 +40,7 @@ pub struct Delivery {
 #[derive(Clone, Copy)]
 pub struct Operation {
     pub epoch: u64,
-    /// The word by which this rank enters it, [`super::epoch::Entry::ready_word`]; 0 where it
+    /// The word by which this rank enters it, [`super::epoch::ReadyEntry::ready_word`]; 0 where it
     /// publishes none.
     pub ready: u64,
     /// The name of a wait for the proxy in the record of one that expired.

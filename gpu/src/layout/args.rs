@@ -6,7 +6,9 @@ use epoxide_simt::kernel_args;
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 use super::experts::ExpertTable;
-use super::limits::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, bulk_scale_bytes};
+use super::limits::{
+    MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, bulk_scale_bytes,
+};
 use super::pool::Comm;
 use super::wire::Wire;
 
@@ -295,6 +297,7 @@ layout_assert!(ExpertCombineArgs, size = size_of::<CombineArgs>() + 16, num_topk
     self.slots <= 32,
     self.slot_bytes.is_multiple_of(16),
     self.slot_bytes >= 16,
+    self.slot_bytes <= MAX_SLOT_BYTES,
     self.pieces == self.row_bytes.div_ceil(self.slot_bytes),
     self.pieces >= 1,
 ))]
@@ -331,6 +334,7 @@ layout_assert!(CombineArgs, size = 272, reserved at 268);
 
 /// Arguments of `combine_staged_bf16` and `combine_staged_f32`.
 #[kernel_args(requires(
+    self.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
     self.combine.comm.num_ranks >= 1,
     self.x_stride.is_multiple_of(16),
     self.stagers >= 1,

@@ -4,6 +4,8 @@
 //! has words, packets and rows ([`LowLatencyPlace`]). A row of token t from rank s lies at
 //! `s * max_tokens + t`, independent of all other rows: nothing is counted before it is sent.
 
+use core::mem::offset_of;
+
 use bytemuck::{Pod, Zeroable};
 use epoxide_simt::kernel_args;
 
@@ -36,7 +38,7 @@ layout_assert!(LowLatencyControl, size = (128 + 16 + 8) * FEW_RANKS, gave_up at 
 /// Offset of `gave_up[src]` in a low-latency pool, in bytes.
 #[inline(always)]
 pub const fn gave_up_offset(src: u32) -> u64 {
-    (size_of::<LowLatencyControl>() - 8 * FEW_RANKS) as u64 + src as u64 * 8
+    offset_of!(LowLatencyControl, gave_up) as u64 + src as u64 * 8
 }
 
 /// Longest time that a rank reads peers' rows without asking whether they gave up meanwhile, in ns.

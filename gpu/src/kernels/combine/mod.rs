@@ -11,7 +11,7 @@ mod stage;
 mod staged;
 mod sum;
 
-use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, wait_ready};
+use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, wait_ranks_ready};
 use super::ring::{Ring, Turn, block_range};
 use crate::layout::{CombineArgs, ExpertCombineArgs, Wait, ring_bytes};
 use crate::simt::*;
@@ -21,66 +21,45 @@ use sum::{ByExpert, F32, Listed, Peers, Summand};
 pub use stage::{StageByExpert, StageCombine};
 #[cfg(not(target_arch = "nvptx64"))]
 pub use staged::{CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32};
-pub use sum::{
-    Bf16, Contributors, Gather, Item, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Outputs, Ranks, Sink, VECTORS,
-    spoil, sum_rows, vectors_of,
-};
+pub use sum::{Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VECTORS, spoil, sum_rows, vectors_of};
 
 /// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.
 ///
 /// Bulk loads fill a warp's ring of slots, one slot per (piece of a row, contributing rank). So the
 /// bytes in flight do not depend on how many ranks a token went to. Shared memory: per warp `slots
 /// * slot_bytes`, then all barriers.
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    requires(args.slot_bytes <= MAX_SLOT_BYTES)
-)]
+#[kernel(threads = 512, barriers = 2, registers = 128, dependent)]
 pub unsafe fn combine_bf16(args: CombineArgs) {
     combine::<Bf16, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
 }
 
 /// Sums FP32 rows, otherwise as [`CombineBf16`].
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    requires(args.slot_bytes <= MAX_SLOT_BYTES)
-)]
+#[kernel(threads = 512, barriers = 2, registers = 128, dependent)]
 pub unsafe fn combine_f32(args: CombineArgs) {
     combine::<F32, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
 }
 
 /// Sums BF16 rows of up to 64 ranks, otherwise as [`CombineBf16`].
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    requires(args.slot_bytes <= MAX_SLOT_BYTES)
-)]
+#[kernel(threads = 512, barriers = 2, registers = 128, dependent)]
 pub unsafe fn combine_many_bf16(args: CombineArgs) {
     combine::<Bf16, Listed, true>(&args, || <Listed as Peers>::new(&args));
 }
 
 /// Sums FP32 rows of up to 64 ranks, otherwise as [`CombineBf16`].
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    requires(args.slot_bytes <= MAX_SLOT_BYTES)
-)]
+#[kernel(threads = 512, barriers = 2, registers = 128, dependent)]
 pub unsafe fn combine_many_f32(args: CombineArgs) {
     combine::<F32, Listed, true>(&args, || <Listed as Peers>::new(&args));
 }
 
 /// Sums BF16 rows by expert in FP32, in the order of the token's entries, each times its weight,
 /// and rounds once.
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    requires(..CombineArgs(args.combine), args.combine.slot_bytes <= MAX_SLOT_BYTES)
-)]
+#[kernel(threads = 512, barriers = 2, registers = 128, dependent, requires(..CombineArgs(args.combine)))]
 pub unsafe fn combine_by_expert_bf16(args: ExpertCombineArgs) {
     combine::<Bf16, ByExpert, true>(&args.combine, || ByExpert::new(&args));
 }
 
 /// Sums FP32 rows by expert, otherwise as [`CombineByExpertBf16`].
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    requires(..CombineArgs(args.combine), args.combine.slot_bytes <= MAX_SLOT_BYTES)
-)]
+#[kernel(threads = 512, barriers = 2, registers = 128, dependent, requires(..CombineArgs(args.combine)))]
 pub unsafe fn combine_by_expert_f32(args: ExpertCombineArgs) {
     combine::<F32, ByExpert, true>(&args.combine, || ByExpert::new(&args));
 }
@@ -95,7 +74,7 @@ unsafe fn combine<E: Summand, C: Contributors, const MANY: bool>(
     let comm = &args.comm;
     let (warp, warps) = (tid() / 32, ntid() / 32);
     trace(comm, Phase::Enter);
-    let entry = Entry::read(comm, args.header.0);
+    let entry = ReadyEntry::read(comm, args.header.0);
     let epoch = current_epoch(comm);
     let ready = entry.ready_word(comm, epoch);
     if ctaid() == 0 && warp == 0 {
@@ -109,7 +88,7 @@ unsafe fn combine<E: Summand, C: Contributors, const MANY: bool>(
     // This rank's own tables are read while the peers' words are on their way.
     let gather = Gather::start(args, &ranks, begin, end, warp, warps);
     let joined = dynamic_shared() + ring_bytes(warps, args.slots, args.slot_bytes);
-    let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
+    let joined = wait_ranks_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
     if joined && planned {
         // The peers' rows were released to this thread; the copy engine must see them too.
         fence_proxy_async_global();

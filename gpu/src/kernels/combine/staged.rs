@@ -12,12 +12,9 @@
 use core::cell::Cell;
 
 use super::stage::{IN_FLIGHT_BYTES, copy_bytes, note_missing, rows_of_plan};
-use super::sum::{
-    Bf16, Contributors, F32, Gather, Listed, MAX_WAITED_SLOT_BYTES, Outputs, Peers, Ranks, Summand, spoil,
-    sum_rows,
-};
+use super::sum::{Bf16, Contributors, F32, Gather, Listed, Outputs, Peers, Ranks, Summand, spoil, sum_rows};
 use crate::kernels::epoch::{
-    Deadline, Entry, Phase, current_epoch, leave, pool_at, record, tell_ready, trace, wait_ready,
+    Deadline, Phase, ReadyEntry, current_epoch, leave, pool_at, record, tell_ready, trace, wait_ranks_ready,
     warp_aborted,
 };
 use crate::kernels::ring::{Ring, Turn, channel_range};
@@ -32,37 +29,25 @@ const LONGEST_STEP: u32 = 8;
 
 /// Copies BF16 rows and weights into the pool, and meanwhile sums as [`super::CombineBf16`]. The
 /// first `stagers` blocks that start copy.
-#[kernel(
-    threads = 384, barriers = 5, registers = 168, dependent,
-    requires(..CombineArgs(args.combine), args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES)
-)]
+#[kernel(threads = 384, barriers = 5, registers = 168, dependent, requires(..CombineArgs(args.combine)))]
 pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
     combine_staged::<Bf16, Ranks, false>(&args);
 }
 
 /// The same for FP32 rows.
-#[kernel(
-    threads = 384, barriers = 5, registers = 168, dependent,
-    requires(..CombineArgs(args.combine), args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES)
-)]
+#[kernel(threads = 384, barriers = 5, registers = 168, dependent, requires(..CombineArgs(args.combine)))]
 pub unsafe fn combine_staged_f32(args: StagedCombineArgs) {
     combine_staged::<F32, Ranks, false>(&args);
 }
 
 /// The same for BF16 rows of up to 64 ranks.
-#[kernel(
-    threads = 384, barriers = 5, registers = 168, dependent,
-    requires(..CombineArgs(args.combine), args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES)
-)]
+#[kernel(threads = 384, barriers = 5, registers = 168, dependent, requires(..CombineArgs(args.combine)))]
 pub unsafe fn combine_staged_many_bf16(args: StagedCombineArgs) {
     combine_staged::<Bf16, Listed, true>(&args);
 }
 
 /// The same for FP32 rows of up to 64 ranks.
-#[kernel(
-    threads = 384, barriers = 5, registers = 168, dependent,
-    requires(..CombineArgs(args.combine), args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES)
-)]
+#[kernel(threads = 384, barriers = 5, registers = 168, dependent, requires(..CombineArgs(args.combine)))]
 pub unsafe fn combine_staged_many_f32(args: StagedCombineArgs) {
     combine_staged::<F32, Listed, true>(&args);
 }
@@ -73,7 +58,7 @@ pub unsafe fn combine_staged_many_f32(args: StagedCombineArgs) {
 unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &'a StagedCombineArgs) {
     let (rows, comm) = (&args.combine, &args.combine.comm);
     trace(comm, Phase::Enter);
-    let entry = Entry::read(comm, rows.header.0);
+    let entry = ReadyEntry::read(comm, rows.header.0);
     // Loaded with the entry's words, so that a stager does not wait for it.
     let came = rows_of_plan(rows.header.0);
     let epoch = current_epoch(comm);
@@ -92,7 +77,7 @@ unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &
     } else {
         let warps = args.gather_warps;
         let joined = dynamic_shared() + ring_bytes(warps, rows.slots, rows.slot_bytes);
-        let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
+        let joined = wait_ranks_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
         if joined && planned && tid() / 32 < warps {
             // This block is one of those that gather. Those of a channel take its tokens in
             // turn, so that all begin where its rows do.
@@ -142,7 +127,7 @@ unsafe fn spoil_share(args: &StagedCombineArgs, gatherer: u32) {
 ///
 /// # Safety
 /// `local` is live. The ring is laid over the word in shared memory behind the barrier of
-/// `wait_ready`, when all threads have read it.
+/// `wait_ranks_ready`, when all threads have read it.
 #[device]
 unsafe fn starting_order(comm: &Comm, epoch: u64) -> u32 {
     if tid() == 0 {

@@ -5,7 +5,8 @@ use crate::kernels::epoch::{aborted, note_missing_token, pool_of};
 use crate::kernels::list::{Destination, entry_at};
 use crate::kernels::ring::{Ring, Turn};
 use crate::layout::{
-    CombineArgs, ExpertCombineArgs, FEW_RANKS, NAN_BITS, SEND_LIST_STRIDE, SEND_ROW_STRIDE, row_stride,
+    CombineArgs, ExpertCombineArgs, FEW_RANKS, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, NAN_BITS,
+    SEND_LIST_STRIDE, SEND_ROW_STRIDE, row_stride,
 };
 use crate::simt::*;
 
@@ -18,10 +19,9 @@ pub const fn vectors_of(fewer: bool) -> usize {
     if fewer { VECTORS - 1 } else { VECTORS }
 }
 
-/// Most bytes of a slot: 32 lanes with eight vectors of 16 bytes each.
-pub const MAX_SLOT_BYTES: u32 = 32 * 16 * VECTORS as u32;
-/// The same where rows have to be waited for.
-pub const MAX_WAITED_SLOT_BYTES: u32 = 32 * 16 * vectors_of(true) as u32;
+// A slot has so many vectors of each lane.
+const _: () = assert!(MAX_SLOT_BYTES == 32 * 16 * VECTORS as u32);
+const _: () = assert!(MAX_WAITED_SLOT_BYTES == 32 * 16 * vectors_of(true) as u32);
 
 /// The element type of 16 bytes of a row.
 pub trait Summand {

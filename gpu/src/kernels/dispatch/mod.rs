@@ -9,7 +9,9 @@
 mod metadata;
 mod rows;
 
-use super::epoch::{Entry, Phase, current_epoch, leave, pool_at, pool_of, tell_ready, trace, wait_ready};
+use super::epoch::{
+    Phase, ReadyEntry, current_epoch, leave, pool_at, pool_of, tell_ready, trace, wait_ranks_ready,
+};
 use super::list::Destination;
 use super::ring::{Ring, Turn, block_range};
 use crate::layout::{DispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, ring_bytes, row_stride};
@@ -59,7 +61,7 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
     let comm = &args.comm;
     let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32 - args.metadata_warps);
     trace(comm, Phase::Enter);
-    let entry = Entry::read(comm, args.header.0);
+    let entry = ReadyEntry::read(comm, args.header.0);
     let epoch = current_epoch(comm);
     let ready = entry.ready_word(comm, epoch);
     // A dispatch with a count exchange published it in notify.
@@ -104,7 +106,7 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
     let mut entries = Entries::<MANY, BY_EXPERT>::fetch(args, first, end, planned);
     let mut turn = Turn::first();
     let joined = dynamic_shared() + ring_bytes(warps, args.stages, args.stage_bytes);
-    let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::DispatchReady);
+    let joined = wait_ranks_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::DispatchReady);
     if joined && planned {
         // The peers have released the rows to this thread that are overwritten now; the copy
         // engine comes behind that too.

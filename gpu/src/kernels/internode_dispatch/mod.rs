@@ -16,7 +16,7 @@ mod poster;
 mod route;
 mod sender;
 
-use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_aborted};
+use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
 use super::rail::{Operation, tell_nodes_ready, wait_mapped_ready};
 use super::ring::Ring;
@@ -50,7 +50,7 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
     let workers = workers();
     let (channel, forwards) = (ctaid() / 2, ctaid() & 1 == 1);
     trace(comm, Phase::Enter);
-    let entry = Entry::read(comm, rows.header.0);
+    let entry = ReadyEntry::read(comm, rows.header.0);
     let epoch = current_epoch(comm);
     let ready = entry.ready_word(comm, epoch);
     let operation = Operation { epoch, ready, queue_wait: Wait::DispatchQueue };

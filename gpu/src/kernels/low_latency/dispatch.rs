@@ -15,9 +15,9 @@ use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
 use super::team::Team;
 use super::{
-    Begun, NodeShared, Opening, Scales, begin, chunk_offset, chunks_of, completes, finish, id_packets,
+    NodeShared, Opened, Opening, Scales, begin, chunk_offset, chunks_of, completes, finish, id_packets,
     ids_offset, last_warp, let_next_launch, packet_seen, publish_call, publishes_call, tokens_in_chunk,
-    wait_calls, wait_packet, wait_ready,
+    wait_calls, wait_node_members_ready, wait_packet,
 };
 use crate::layout::{
     Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
@@ -40,18 +40,19 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let opening = Opening::load::<false>(&args.common, tid() == 0 || publishes);
     let (lists, moves) = teams(&args.common);
     let tokens = Tokens::of_block(&args.common);
-    let first = Ahead::of(&args, moves, tokens.first, sends & moves.has_this_warp() & !tokens.is_empty());
+    let first =
+        TokenAhead::of(&args, moves, tokens.first, sends & moves.has_this_warp() & !tokens.is_empty());
     if publishes {
         publish_call::<false>(&args.common, &opening);
     }
-    let begun = begin::<false>(&args.common, &opening, shared.begun());
+    let opened = begin::<false>(&args.common, &opening, shared.opened());
     if sends {
-        send(&args, lists, moves, &shared, &begun, tokens, first);
+        send(&args, lists, moves, &shared, &opened, tokens, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
     let_next_launch(&args.common);
     if args.common.phases & phase::RECEIVE != 0 {
-        receive(&args, lists, &shared, &begun);
+        receive(&args, lists, &shared, &opened);
         finish(comm);
     }
 }
@@ -112,36 +113,39 @@ fn has_several(args: &LowLatencyArgs) -> bool {
 }
 
 /// A thread's first loads of a token. Loads that are in flight together take the time of one.
-struct Ahead {
-    entry: Entry,
+struct TokenAhead {
+    entry: TopkEntry,
     /// The thread's share of the first turn through the row.
     pair: Pair,
 }
 
-impl Ahead {
+impl TokenAhead {
     /// Loads for token `token`, if `is_there`.
     ///
     /// # Safety
     /// Inputs are there from the kernel's start.
     #[device]
-    unsafe fn of(args: &LowLatencyDispatchArgs, moves: Team<2>, token: u32, is_there: bool) -> Ahead {
-        Ahead { entry: Entry::of(args, token, is_there), pair: Pair::of(args, moves, token, 0, is_there) }
+    unsafe fn of(args: &LowLatencyDispatchArgs, moves: Team<2>, token: u32, is_there: bool) -> TokenAhead {
+        TokenAhead {
+            entry: TopkEntry::of(args, token, is_there),
+            pair: Pair::of(args, moves, token, 0, is_there),
+        }
     }
 }
 
 /// The lane's entry of a token.
-pub(super) struct Entry {
+pub(super) struct TopkEntry {
     pub(super) id: Id,
     pub(super) weight: f32,
 }
 
-impl Entry {
+impl TopkEntry {
     /// # Safety
     /// Inputs are there from the kernel's start.
     #[device]
-    pub(super) unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, is_there: bool) -> Entry {
+    pub(super) unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, is_there: bool) -> TopkEntry {
         let at = (token * args.common.num_topk + laneid()) as u64;
-        let mut entry = Entry { id: Id::NONE, weight: 1.0 };
+        let mut entry = TopkEntry { id: Id::NONE, weight: 1.0 };
         if is_there && laneid() < args.common.num_topk {
             entry.id = Id::load(args.topk_idx, args.narrow_ids, at);
             if !args.topk_weights.is_null() {
@@ -211,17 +215,17 @@ unsafe fn send(
     lists: Team<1>,
     moves: Team<2>,
     shared: &NodeShared,
-    begun: &Begun,
+    opened: &Opened,
     tokens: Tokens,
-    first: Ahead,
+    first: TokenAhead,
 ) {
     let (common, comm) = (&args.common, &args.common.comm);
     let (thread, warp, lane) = (tid(), tid() / 32, laneid());
-    let mut takes_part = begun.takes_part();
+    let mut takes_part = opened.takes_part();
     // A place that no combine has answered since its last dispatch may be in use: then all wait
     // for all.
-    if !begun.is_answered() {
-        let is_ready = !takes_part || warp != 0 || wait_ready(comm, begun);
+    if !opened.is_answered() {
+        let is_ready = !takes_part || warp != 0 || wait_node_members_ready(comm, opened);
         takes_part &= !barrier_any(!is_ready);
     }
     // The kernel that waits for rows may be another one, of another grid: the turn belongs to
@@ -234,9 +238,9 @@ unsafe fn send(
         // Ids first: all ranks list rows by them while rows are under way.
         let mut token = tokens.first + warp;
         while token < tokens.end && takes_part {
-            let entry = Entry::of(args, token, true);
+            let entry = TopkEntry::of(args, token, true);
             let row = comm.rank * common.max_tokens + token;
-            let mask = send_ids(args, token, row, &entry, true, begun);
+            let mask = send_ids(args, token, row, &entry, true, opened);
             if lane == 0 {
                 st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
             }
@@ -250,19 +254,19 @@ unsafe fn send(
     let scales = if has_several(common) && args.row_scales() != 0 { Some(shared.scales()) } else { None };
     while token < tokens.end && takes_part {
         let row = comm.rank * common.max_tokens + token;
-        let mask = send_ids(args, token, row, &ahead.entry, !overlaps & (warp == 0), begun);
+        let mask = send_ids(args, token, row, &ahead.entry, !overlaps & (warp == 0), opened);
         if !overlaps && thread == 0 {
             st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
         }
         if let Some(scales) = scales
             && moves.thread() == 0
         {
-            scales.put_mask(unsaid, mask);
+            scales.masks.st(unsaid, mask);
         }
         send_row(args, moves, token, row, mask, ahead.pair, scales.map(|scales| (scales, unsaid)));
         // On its way while the block waits below.
         let next = token + 1;
-        ahead = Ahead::of(args, moves, next, next < tokens.end);
+        ahead = TokenAhead::of(args, moves, next, next < tokens.end);
         unsaid += 1;
         if unsaid == LOW_LATENCY_TOKENS_AT_ONCE || next >= tokens.end {
             moves.sync();
@@ -271,7 +275,7 @@ unsafe fn send(
                 moves.sync();
             }
             if warp == last_warp() && lane < unsaid {
-                say_sent(args, token - lane, begun);
+                say_sent(args, token - lane, opened);
             }
             unsaid = 0;
         }
@@ -288,14 +292,14 @@ unsafe fn send(
 /// The fence and each store behind it release the block's stores in front of its barrier, and the
 /// stores that the last of a chunk's blocks has acquired.
 #[device]
-unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
+unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, opened: &Opened) {
     let (common, comm) = (&args.common, &args.common.comm);
     let chunk = token / common.chunk_tokens;
     let parts = tokens_in_chunk(common, common.num_tokens, chunk);
     let word = common.tables.sent.0 + chunk as u64 * 8;
     if completes(word, token - chunk * common.chunk_tokens, parts) {
         fence_acq_rel_sys();
-        let (members, epoch) = (begun.members(), begun.epoch());
+        let (members, epoch) = (opened.members(), opened.epoch());
         let word = common.place.arrived + chunk_offset(common, comm.rank, chunk);
         unroll!(8, RANK => {
             if members >> RANK & 1 != 0 {
@@ -312,13 +316,13 @@ unsafe fn send_ids(
     args: &LowLatencyDispatchArgs,
     token: u32,
     row: u32,
-    entry: &Entry,
+    entry: &TopkEntry,
     sends: bool,
-    begun: &Begun,
+    opened: &Opened,
 ) -> u32 {
     let (common, comm) = (&args.common, &args.common.comm);
-    let (lane, epoch) = (laneid(), begun.epoch());
-    let members = begun.members();
+    let (lane, epoch) = (laneid(), opened.epoch());
+    let members = opened.members();
     let experts = (common.local_experts * comm.num_ranks) as i64;
     let id = entry.id.value(args.narrow_ids);
     let expert = place(&args.table, id, token, comm.rank, experts as u32);
@@ -432,9 +436,9 @@ unsafe fn send_scales(args: &LowLatencyDispatchArgs, moves: Team<2>, first: u32,
             let value = if args.quantise == Quantise::Not as u32 {
                 ld_f32(args.scales.0 + ((first + number) * args.num_scales + scale) as u64 * 4)
             } else {
-                scales.get(number, scale)
+                f32::from_bits(ld_shared_u32(scales.at(number, scale)))
             };
-            store_scale(args, first_row + number, scales.mask(number), scale, value);
+            store_scale(args, first_row + number, scales.masks.ld(number), scale, value);
         }
     });
 }
@@ -456,7 +460,7 @@ unsafe fn quantise_pair(
         store(args, row, mask, at, vector);
         if at.is_multiple_of(SCALE_BLOCK) {
             match scales {
-                Some((scales, number)) => scales.put(number, at / SCALE_BLOCK, scale),
+                Some((scales, number)) => st_shared_u32(scales.at(number, at / SCALE_BLOCK), scale.to_bits()),
                 None => store_scale(args, row, mask, at / SCALE_BLOCK, scale),
             }
         }
@@ -465,14 +469,14 @@ unsafe fn quantise_pair(
 
 /// Says which expert has which rows, and waits for them.
 #[device]
-unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeShared, begun: &Begun) {
+unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeShared, opened: &Opened) {
     let (common, comm) = (&args.common, &args.common.comm);
     let thread = tid();
-    let epoch = begun.epoch();
+    let epoch = opened.epoch();
     if !team.has_this_warp() {
         return;
     }
-    if !wait_calls(common, team, shared, begun) {
+    if !wait_calls(common, team, shared, opened) {
         return say_given_up(comm, epoch);
     }
     if ctaid() == 0 && thread < FEW_RANKS as u32 {

@@ -63,8 +63,8 @@ shared! {
         of_source: [u32; FEW_RANKS],
         /// Rows of an expert that each warp has found.
         of_warp: [u32; 32],
-        /// The words of [`Begun`].
-        begun: [u32; 4],
+        /// The words of [`Opened`].
+        opened: [u32; 4],
     }
 }
 
@@ -80,44 +80,22 @@ pub fn low_latency_dispatch_shared_bytes(args: &LowLatencyDispatchArgs) -> u32 {
 impl NodeShared {
     #[device]
     fn scales(&self) -> Scales {
-        Scales { masks: self.tokens.at(0) + Self::BYTES }
+        Scales { masks: SharedArray::new(self.tokens.at(0) + Self::BYTES) }
     }
 }
 
-/// The tokens of a dispatch that leave together: the ranks that each goes to, as bits, and their
-/// scales `[scales, tokens]`.
+/// The tokens of a dispatch that leave together: the ranks that each goes to, as bits, and behind
+/// those their scales `[scales, tokens]`.
 #[derive(Clone, Copy)]
 struct Scales {
-    masks: u32,
+    masks: SharedArray<u32, { LOW_LATENCY_TOKENS_AT_ONCE as usize }>,
 }
 
 impl Scales {
+    /// Where a scale of token `number` is.
     #[device]
     fn at(self, number: u32, scale: u32) -> u32 {
-        self.masks + (LOW_LATENCY_TOKENS_AT_ONCE * (1 + scale) + number) * 4
-    }
-
-    /// # Safety
-    /// The host has sized shared memory for it; a barrier of the team stands between writers and
-    /// readers.
-    #[device]
-    unsafe fn put_mask(self, number: u32, mask: u32) {
-        st_shared_u32(self.masks + number * 4, mask)
-    }
-
-    #[device]
-    unsafe fn mask(self, number: u32) -> u32 {
-        ld_shared_u32(self.masks + number * 4)
-    }
-
-    #[device]
-    unsafe fn put(self, number: u32, scale: u32, value: f32) {
-        st_shared_u32(self.at(number, scale), value.to_bits())
-    }
-
-    #[device]
-    unsafe fn get(self, number: u32, scale: u32) -> f32 {
-        f32::from_bits(ld_shared_u32(self.at(number, scale)))
+        self.masks.at(LOW_LATENCY_TOKENS_AT_ONCE * (1 + scale) + number)
     }
 }
 
@@ -235,7 +213,7 @@ unsafe fn begin<const COMBINE: bool>(
     args: &LowLatencyArgs,
     opening: &Opening,
     words: SharedArray<u32, 4>,
-) -> Begun {
+) -> Opened {
     if tid() == 0 {
         let (epoch, members) = (opening.epoch(), opening.members::<COMBINE>(args));
         if COMBINE && members == 0 && opening.abort == 0 {
@@ -248,7 +226,7 @@ unsafe fn begin<const COMBINE: bool>(
         st_shared_v4(words.at(0), [epoch as u32, (epoch >> 32) as u32, is_answered, members]);
     }
     barrier_sync();
-    Begun { words }
+    Opened { words }
 }
 
 /// Address of the place's word for the last answered dispatch, [`LowLatencyTurns::answered`].
@@ -270,12 +248,12 @@ unsafe fn note_answer(args: &LowLatencyArgs, opening: &Opening) {
 /// The result of [`begin`], the same in all threads of the block. It stays in shared memory,
 /// because registers are scarce.
 #[derive(Clone, Copy)]
-struct Begun {
+struct Opened {
     /// The low and the high half of the epoch, whether the place is answered, and the members.
     words: SharedArray<u32, 4>,
 }
 
-impl Begun {
+impl Opened {
     /// # Safety
     /// Written in front of a barrier of `begin`, and never again.
     #[device]
@@ -358,10 +336,11 @@ unsafe fn wait_call(args: &LowLatencyArgs, rank: u32, epoch: u64) -> Option<u32>
 /// Waits until every member has entered the operation with the call of this one; false, in all
 /// lanes, when one has not. The whole warp calls it.
 #[device]
-unsafe fn have_all_entered(args: &LowLatencyArgs, begun: Begun) -> bool {
+unsafe fn have_all_entered(args: &LowLatencyArgs, opened: Opened) -> bool {
     let lane = laneid();
-    let is_here =
-        lane >= FEW_RANKS as u32 || !begun.has_member(lane) || wait_call(args, lane, begun.epoch()).is_some();
+    let is_here = lane >= FEW_RANKS as u32
+        || !opened.has_member(lane)
+        || wait_call(args, lane, opened.epoch()).is_some();
     let are_here = ballot(!is_here) == 0;
     trace_by(&args.comm, Phase::Ready, || lane == 0);
     are_here
@@ -394,20 +373,20 @@ unsafe fn wait_calls<const BARRIER: u32>(
     args: &LowLatencyArgs,
     team: Team<BARRIER>,
     shared: &NodeShared,
-    begun: &Begun,
+    opened: &Opened,
 ) -> bool {
-    let (comm, epoch) = (&args.comm, begun.epoch());
+    let (comm, epoch) = (&args.comm, opened.epoch());
     let thread = tid();
     if thread < FEW_RANKS as u32 {
         let mut tokens = 0;
-        if begun.has_member(thread) {
+        if opened.has_member(thread) {
             tokens = wait_call(args, thread, epoch).unwrap_or(ABSENT);
         }
         shared.tokens().st(thread, tokens);
     }
     team.sync();
     trace(comm, Phase::Ready);
-    let mut are_here = begun.takes_part();
+    let mut are_here = opened.takes_part();
     unroll!(8, RANK => { are_here &= shared.tokens().ld(RANK as u32) != ABSENT });
     are_here
 }
@@ -458,10 +437,10 @@ unsafe fn packet_seen(comm: &Comm, packet: u64, seen: u64, peer: u32, epoch: u64
 /// Pools are mapped; the word at a peer has this rank as its only writer, whichever block stores
 /// it.
 #[device]
-unsafe fn wait_ready(comm: &Comm, begun: &Begun) -> bool {
-    let (lane, epoch) = (laneid(), begun.epoch());
+unsafe fn wait_node_members_ready(comm: &Comm, opened: &Opened) -> bool {
+    let (lane, epoch) = (laneid(), opened.epoch());
     let mut ready = true;
-    if begun.has_member(lane) {
+    if opened.has_member(lane) {
         if ctaid() == 0 {
             st_release_sys_u64(pool_of(comm, lane) + ready_offset(comm.rank), epoch);
         }
@@ -602,7 +581,7 @@ unsafe fn is_piece_late([a, b, c, d]: [[u32; 4]; 4], epoch: u32) -> bool {
 /// # Safety
 /// The address is live.
 #[device]
-unsafe fn wait_packets(comm: &Comm, at: u64, seen: [[u32; 4]; 4], epoch: u32) -> Result<[[u32; 4]; 3], u64> {
+unsafe fn wait_piece(comm: &Comm, at: u64, seen: [[u32; 4]; 4], epoch: u32) -> Result<[[u32; 4]; 3], u64> {
     let (mut packets, mut deadline) = (seen, Deadline::start());
     loop {
         let [a, b, c, d] = packets;

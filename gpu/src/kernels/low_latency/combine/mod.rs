@@ -27,8 +27,8 @@ mod send;
 pub use self::pooled::LowLatencyCombinePooled;
 pub(super) use self::receive::spoil_rows;
 use self::receive::{first_ranks, receive, spoil};
-pub(super) use self::send::{Ahead, return_row};
-use self::send::{Most, publish_rows, return_pieces, send};
+use self::send::{ReturnCounts, publish_rows, return_pieces, send};
+pub(super) use self::send::{RowAhead, return_row};
 
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
@@ -87,9 +87,9 @@ unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineA
     let receives = args.common.phases & phase::RECEIVE != 0;
     let publishes = publishes_call(&args.common);
     let opening = Opening::load::<true>(&args.common, tid() == 0 || publishes);
-    let first = Ahead::of::<SUMMED>(args, ctaid(), sends);
-    let first_piece = Ahead::of_piece(args, Piece::first_to_send(), sends);
-    let most = if sends { Most::of(args) } else { Most { words: 0, packets: 0 } };
+    let first = RowAhead::of::<SUMMED>(args, ctaid(), sends);
+    let first_piece = RowAhead::of_piece(args, Piece::first_to_send(), sends);
+    let most = if sends { ReturnCounts::of(args) } else { ReturnCounts { words: 0, packets: 0 } };
     let ranks = first_ranks(args, receives);
     if publishes {
         publish_call::<true>(&args.common, &opening);
@@ -105,19 +105,19 @@ unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineA
             shared.of_source().st(tid(), 0);
         }
     }
-    let begun = begin::<true>(&args.common, &opening, shared.begun());
-    if sends && begun.takes_part() {
+    let opened = begin::<true>(&args.common, &opening, shared.opened());
+    if sends && opened.takes_part() {
         if ctaid() == 0 && tid() == 0 {
             note_answer(&args.common, &opening);
         }
-        return_pieces::<FP8>(args, most.packets, first_piece, begun.epoch());
+        return_pieces::<FP8>(args, most.packets, first_piece, opened.epoch());
         match &progress {
-            None => send::<FP8, SUMMED, 0>(args, Team::block(), &begun, most.words, first, None),
+            None => send::<FP8, SUMMED, 0>(args, Team::block(), &opened, most.words, first, None),
             Some(progress) => {
                 if RETURNING.has_this_warp() {
-                    send::<FP8, SUMMED, 1>(args, RETURNING, &begun, most.words, first, Some(progress));
+                    send::<FP8, SUMMED, 1>(args, RETURNING, &opened, most.words, first, Some(progress));
                 } else if tid() / 32 == RETURNING_WARPS {
-                    publish_rows(args, &begun, most.words, progress);
+                    publish_rows(args, &opened, most.words, progress);
                 }
             }
         }
@@ -127,11 +127,11 @@ unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineA
     if receives {
         // The operation must not end before all members have entered it: the place's next
         // dispatch overwrites what they read before that. Sums need not wait for it.
-        let mut is_given_up = !begun.takes_part();
+        let mut is_given_up = !opened.takes_part();
         if !is_given_up && !SUMMED {
-            is_given_up = receive::<FP8, false, 0>(args, Team::block(), &shared, begun);
+            is_given_up = receive::<FP8, false, 0>(args, Team::block(), &shared, opened);
         } else if !is_given_up && SUMMING.has_this_warp() {
-            is_given_up = receive::<FP8, true, 2>(args, SUMMING, &shared, begun);
+            is_given_up = receive::<FP8, true, 2>(args, SUMMING, &shared, opened);
         }
         if barrier_any(is_given_up) {
             spoil::<FP8>(args);

@@ -10,7 +10,7 @@
 
 use super::super::super::epoch::{Phase, pool_of, record, trace};
 use super::super::{
-    Begun, NodeShared, Opening, Piece, add_share, begin, have_all_entered, inside, last_warp,
+    NodeShared, Opened, Opening, Piece, add_share, begin, have_all_entered, inside, last_warp,
     let_next_launch, note_answer, publish_call, publishes_call,
 };
 use super::receive::{ranks_of, spoil_pieces};
@@ -42,19 +42,19 @@ pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
     if publishes {
         publish_call::<true>(common, &opening);
     }
-    let begun = begin::<true>(common, &opening, shared.begun());
-    if common.phases & phase::SEND != 0 && begun.takes_part() && ctaid() == 0 && tid() == 0 {
+    let opened = begin::<true>(common, &opening, shared.opened());
+    if common.phases & phase::SEND != 0 && opened.takes_part() && ctaid() == 0 && tid() == 0 {
         note_answer(common, &opening);
     }
     trace(comm, Phase::Moved);
     let_next_launch(common);
     if common.phases & phase::RECEIVE != 0 {
         let (first, asks) = (number, tid() / 32 == last_warp());
-        let mut failed = !begun.takes_part() || (asks && !have_all_entered(common, begun));
+        let mut failed = !opened.takes_part() || (asks && !have_all_entered(common, opened));
         failed = barrier_any(failed);
         if !failed {
             let start = globaltimer();
-            failed = asks && has_one_given_up(comm, begun);
+            failed = asks && has_one_given_up(comm, opened);
             while number < common.num_tokens * pieces {
                 let piece = Piece::of(number, args.row_bytes, 1);
                 number += nctaid() * (ntid() / 32);
@@ -64,7 +64,7 @@ pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
             }
             if globaltimer() - start > GATHER_NS {
                 fence_acq_rel_sys();
-                failed |= has_one_given_up(comm, begun);
+                failed |= has_one_given_up(comm, opened);
             }
         }
         if barrier_any(failed) {
@@ -81,9 +81,9 @@ pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
 /// # Safety
 /// Words are in this rank's own pool.
 #[device]
-unsafe fn has_one_given_up(comm: &Comm, begun: Begun) -> bool {
-    let (lane, epoch) = (laneid(), begun.epoch());
-    if lane >= FEW_RANKS as u32 || !begun.has_member(lane) {
+unsafe fn has_one_given_up(comm: &Comm, opened: Opened) -> bool {
+    let (lane, epoch) = (laneid(), opened.epoch());
+    if lane >= FEW_RANKS as u32 || !opened.has_member(lane) {
         return false;
     }
     let seen = ld_relaxed_sys_u64(pool_of(comm, comm.rank) + gave_up_offset(lane));

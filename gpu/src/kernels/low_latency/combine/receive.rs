@@ -4,8 +4,8 @@ use super::super::super::epoch::{Deadline, note_late, note_missing_token, pool_o
 use super::super::fp8::{LANES_PER_SCALE, from_bf16, from_e4m3, scale_offset};
 use super::super::team::Team;
 use super::super::{
-    Begun, NodeShared, Piece, ROWS_AT_ONCE, chunk_offset, have_all_entered, in_packets, inside,
-    is_piece_late, last_warp, late_with, load_packets, packet_seen, wait_packets,
+    NodeShared, Opened, Piece, ROWS_AT_ONCE, chunk_offset, have_all_entered, in_packets, inside,
+    is_piece_late, last_warp, late_with, load_packets, packet_seen, wait_piece,
 };
 use super::{add, add_rows, bf16_bytes, round};
 use crate::layout::{
@@ -48,16 +48,16 @@ pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER:
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
     shared: &NodeShared,
-    begun: Begun,
+    opened: Opened,
 ) -> bool {
     let (common, comm) = (&args.common, &args.common.comm);
     let thread = team.thread();
-    let mut failed = tid() / 32 == last_warp() && !have_all_entered(common, begun);
+    let mut failed = tid() / 32 == last_warp() && !have_all_entered(common, opened);
     // The mask is the same in all lanes; `redux_or` shows that to the compiler.
     let mut mask = redux_or(shared.of_warp().ld(tid() / 32));
     if in_packets(common, common.num_tokens) {
         if !failed {
-            receive_pieces::<FP8>(args, mask, begun);
+            receive_pieces::<FP8>(args, mask, opened);
         }
         return failed;
     }
@@ -67,7 +67,7 @@ pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER:
     // Rows that others of the block return meanwhile come one by one.
     let at_once = if SUMMED { 1 } else { ROWS_AT_ONCE };
     let mut vote = 0;
-    let waits_for = |rank| begun.has_member(rank) & !(SUMMED & (rank == comm.rank));
+    let waits_for = |rank| opened.has_member(rank) & !(SUMMED & (rank == comm.rank));
     while token < common.num_tokens {
         // The block waits for the word of every member, also of one that the token did not go
         // to: its word is on its way as well. It waits for the words of several tokens at once,
@@ -77,7 +77,7 @@ pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER:
         if ahead < at_once && waits_for(rank) && of_lane < common.num_tokens {
             let chunk = of_lane / common.chunk_tokens;
             let word = pool + common.place.returned + chunk_offset(common, rank, chunk);
-            failed |= !wait_returned(comm, word, rank, begun.epoch());
+            failed |= !wait_returned(comm, word, rank, opened.epoch());
         }
         if team.any(failed, shared.of_source(), vote) {
             spoil_rows::<FP8, BARRIER>(args, team, token);
@@ -194,16 +194,16 @@ unsafe fn sum_quantised(args: &LowLatencyCombineArgs, token: u32, mask: u32, to:
 /// # Safety
 /// Packets are in this rank's own pool, and each has one writer.
 #[device]
-unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first_mask: u32, begun: Begun) {
+unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first_mask: u32, opened: Opened) {
     let common = &args.common;
     let (mut number, mut mask) = (Piece::first_to_receive(), first_mask);
     while number < common.num_tokens * pieces_of(args.row_bytes) {
         let piece = Piece::of(number, args.row_bytes, 1);
         let to = args.combined_x.0 + piece.token as u64 * bf16_bytes::<FP8>(args) as u64;
         let is_done = if FP8 {
-            sum_quantised_pieces(args, &piece, mask, to, begun)
+            sum_quantised_pieces(args, &piece, mask, to, opened)
         } else {
-            sum_pieces(args, &piece, mask, to, begun)
+            sum_pieces(args, &piece, mask, to, opened)
         };
         if !is_done {
             return spoil_pieces::<FP8>(args, number);
@@ -308,20 +308,26 @@ pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs,
 /// Sums the ranks' pieces of a BF16 row, and stores the sum in the row at `to`. False when a wait
 /// expired: the same in all lanes. The whole warp calls it.
 #[device]
-unsafe fn sum_pieces(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32, to: u64, begun: Begun) -> bool {
+unsafe fn sum_pieces(
+    args: &LowLatencyCombineArgs,
+    piece: &Piece,
+    mask: u32,
+    to: u64,
+    opened: Opened,
+) -> bool {
     let (common, comm) = (&args.common, &args.common.comm);
     let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
-    let epoch = begun.epoch() as u32;
+    let epoch = opened.epoch() as u32;
     let (mut sums, mut left) = ([[0.0; 8]; 3], mask);
     while left != 0 {
         let from = left.trailing_zeros();
         left &= left - 1;
         let at = packets + piece.offset(common, args.row_bytes, from);
         let seen = load_packets(at);
-        let vectors = match wait_packets(comm, at, seen, epoch) {
+        let vectors = match wait_piece(comm, at, seen, epoch) {
             Ok(vectors) => vectors,
             Err(waited) => {
-                record_late_piece(args, piece, from, left, waited, begun.epoch());
+                record_late_piece(args, piece, from, left, waited, opened.epoch());
                 return false;
             }
         };
@@ -343,11 +349,11 @@ unsafe fn sum_quantised_pieces(
     piece: &Piece,
     mask: u32,
     to: u64,
-    begun: Begun,
+    opened: Opened,
 ) -> bool {
     let (common, comm) = (&args.common, &args.common.comm);
     let pool = pool_of(comm, comm.rank);
-    let epoch = begun.epoch() as u32;
+    let epoch = opened.epoch() as u32;
     let (mut sums, mut left) = ([[[0.0; 8]; 2]; 3], mask);
     while left != 0 {
         let from = left.trailing_zeros();
@@ -361,16 +367,16 @@ unsafe fn sum_quantised_pieces(
             + common.place.returned_scales
             + scale_offset(common, args.row_bytes, from, piece.token, index);
         let mut scale = if is_there { ld_relaxed_sys_u64(of_scale) } else { 0 };
-        let vectors = match wait_packets(comm, at, seen, epoch) {
+        let vectors = match wait_piece(comm, at, seen, epoch) {
             Ok(vectors) => vectors,
             Err(waited) => {
-                record_late_piece(args, piece, from, left, waited, begun.epoch());
+                record_late_piece(args, piece, from, left, waited, opened.epoch());
                 return false;
             }
         };
         let mut is_missing = false;
         if is_there {
-            let epoch = begun.epoch();
+            let epoch = opened.epoch();
             let packet = packet_seen(comm, of_scale, scale, from, epoch, Wait::LowLatencyReturned);
             (scale, is_missing) = (packet.unwrap_or(0) as u64, packet.is_none());
         }

@@ -5,7 +5,7 @@ use super::super::super::progress::Progress;
 use super::super::fp8::{Sixteen, quantised, scale_offset};
 use super::super::team::Team;
 use super::super::{
-    Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, inside, send_packets, sending_blocks,
+    Opened, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, inside, send_packets, sending_blocks,
     tokens_in_chunk,
 };
 use super::{add_rows, bf16_bytes, round};
@@ -16,7 +16,7 @@ use crate::simt::*;
 const WARP_BYTES: u32 = 512;
 
 /// A lane's first loads of a received row. Loads that are in flight together take the time of one.
-pub(in super::super) struct Ahead {
+pub(in super::super) struct RowAhead {
     /// Tokens of the row's source.
     tokens: u32,
     /// The slot of the lane's entry, negative where the expert is on another rank.
@@ -25,7 +25,7 @@ pub(in super::super) struct Ahead {
     weight: f32,
 }
 
-impl Ahead {
+impl RowAhead {
     /// Loads for the row of index `index` in the order in which rows return. `is_there`: whether
     /// the result is used.
     #[device]
@@ -33,16 +33,16 @@ impl Ahead {
         args: &LowLatencyCombineArgs,
         index: u32,
         is_there: bool,
-    ) -> Ahead {
+    ) -> RowAhead {
         let (token, source) = row_at::<SUMMED>(args, index);
-        Ahead::of_row(args, source, token, is_there & (source < args.common.comm.num_ranks))
+        RowAhead::of_row(args, source, token, is_there & (source < args.common.comm.num_ranks))
     }
 
     /// Loads for the row that piece number `number` belongs to.
     #[device]
-    pub(super) unsafe fn of_piece(args: &LowLatencyCombineArgs, number: u32, is_there: bool) -> Ahead {
+    pub(super) unsafe fn of_piece(args: &LowLatencyCombineArgs, number: u32, is_there: bool) -> RowAhead {
         let piece = Piece::of(number, args.row_bytes, args.common.comm.num_ranks);
-        Ahead::of_row(args, piece.rank, piece.token, is_there)
+        RowAhead::of_row(args, piece.rank, piece.token, is_there)
     }
 
     /// # Safety
@@ -54,9 +54,9 @@ impl Ahead {
         source: u32,
         token: u32,
         is_there: bool,
-    ) -> Ahead {
+    ) -> RowAhead {
         let common = &args.common;
-        let mut ahead = Ahead { tokens: 0, slot: -1, weight: 0.0 };
+        let mut ahead = RowAhead { tokens: 0, slot: -1, weight: 0.0 };
         if is_there & (token < common.max_tokens) {
             let (lane, row) = (laneid(), source * common.max_tokens + token);
             ahead.tokens = ld_u32(common.tables.num_tokens.0 + source as u64 * 4);
@@ -87,19 +87,19 @@ fn row_at<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32) -> (u32,
 }
 
 /// The most tokens of any rank that gets its rows behind words, and of any rank that gets packets.
-pub(super) struct Most {
+pub(super) struct ReturnCounts {
     pub(super) words: u32,
     pub(super) packets: u32,
 }
 
-impl Most {
+impl ReturnCounts {
     /// # Safety
     /// A dispatch that an earlier kernel has completed wrote the table.
     #[device]
-    pub(super) unsafe fn of(args: &LowLatencyCombineArgs) -> Most {
+    pub(super) unsafe fn of(args: &LowLatencyCombineArgs) -> ReturnCounts {
         let table = args.common.tables.num_tokens.0;
         let (low, high) = (ld_v4(table), ld_v4(table + 16));
-        let mut most = Most { words: 0, packets: 0 };
+        let mut most = ReturnCounts { words: 0, packets: 0 };
         let mut count = |tokens: u32| {
             if in_packets(&args.common, tokens) {
                 most.packets = tokens.max(most.packets);
@@ -122,9 +122,9 @@ impl Most {
 pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
-    begun: &Begun,
+    opened: &Opened,
     most: u32,
-    first: Ahead,
+    first: RowAhead,
     progress: Option<&Progress>,
 ) {
     let (common, comm) = (&args.common, &args.common.comm);
@@ -134,7 +134,7 @@ pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u3
     while index < rows {
         // On its way while the rows of this one are.
         let next = index + nctaid();
-        let after = Ahead::of::<SUMMED>(args, next, true);
+        let after = RowAhead::of::<SUMMED>(args, next, true);
         let (token, source) = row_at::<SUMMED>(args, index);
         if token < ahead.tokens && !in_packets(common, ahead.tokens) {
             let to = pool_of(comm, source)
@@ -151,7 +151,7 @@ pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u3
         } else if unsaid == ROWS_AT_ONCE || next >= rows {
             team.sync();
             if team.warp() == 0 && lane < unsaid {
-                say_returned::<SUMMED>(args, index - lane * nctaid(), begun.epoch());
+                say_returned::<SUMMED>(args, index - lane * nctaid(), opened.epoch());
             }
             unsaid = 0;
         }
@@ -167,7 +167,7 @@ pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u3
 #[device]
 pub(super) unsafe fn publish_rows(
     args: &LowLatencyCombineArgs,
-    begun: &Begun,
+    opened: &Opened,
     most: u32,
     progress: &Progress,
 ) {
@@ -175,7 +175,7 @@ pub(super) unsafe fn publish_rows(
     while index < rows {
         let written = (progress.slowest() - said).min(32);
         if laneid() < written {
-            say_returned::<true>(args, index + laneid() * nctaid(), begun.epoch());
+            say_returned::<true>(args, index + laneid() * nctaid(), opened.epoch());
         }
         syncwarp();
         (said, index) = (said + written, index + written * nctaid());
@@ -212,7 +212,7 @@ pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
     row: u32,
-    ahead: Ahead,
+    ahead: RowAhead,
     to: u64,
 ) {
     let share = Share::of(args, row, ahead);
@@ -252,7 +252,7 @@ pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
 pub(super) unsafe fn return_pieces<const FP8: bool>(
     args: &LowLatencyCombineArgs,
     most: u32,
-    first: Ahead,
+    first: RowAhead,
     epoch: u64,
 ) {
     let (common, comm) = (&args.common, &args.common.comm);
@@ -260,7 +260,7 @@ pub(super) unsafe fn return_pieces<const FP8: bool>(
     let (mut number, mut ahead) = (Piece::first_to_send(), first);
     while number < pieces {
         let next = number + sending_blocks() * (ntid() / 32);
-        let after = Ahead::of_piece(args, next, true);
+        let after = RowAhead::of_piece(args, next, true);
         let piece = Piece::of(number, args.row_bytes, comm.num_ranks);
         let is_there = piece.token < ahead.tokens && in_packets(common, ahead.tokens);
         let share = Share::of(args, piece.rank * common.max_tokens + piece.token, ahead);
@@ -331,7 +331,7 @@ struct Share {
 impl Share {
     /// The share of row `row`. The whole warp calls it.
     #[device]
-    unsafe fn of(args: &LowLatencyCombineArgs, row: u32, ahead: Ahead) -> Share {
+    unsafe fn of(args: &LowLatencyCombineArgs, row: u32, ahead: RowAhead) -> Share {
         let entries = ballot(ahead.slot >= 0);
         if args.by_expert == 0 {
             return Share { entries: (entries != 0) as u32, slot: row as i32, weight: 1.0 };

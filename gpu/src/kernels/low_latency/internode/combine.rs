@@ -8,10 +8,10 @@
 //! where all lanes of a warp arrive.
 
 use super::super::super::epoch::{Phase, trace};
-use super::super::combine::{Ahead, add, bf16_bytes, return_row, round, spoil_rows};
+use super::super::combine::{RowAhead, add, bf16_bytes, return_row, round, spoil_rows};
 use super::super::fp8::{from_bf16, from_e4m3};
 use super::super::team::Team;
-use super::super::{Begun, Opening, ROWS_AT_ONCE, begin, completes, finish, note_answer};
+use super::super::{Opened, Opening, ROWS_AT_ONCE, begin, completes, finish, note_answer};
 use super::{Kind, MEMBERS, MemberShared, Route, deliver, wait_messages};
 use crate::layout::{
     LowLatencyArgs, LowLatencyCombineArgs, LowLatencyInternodeCombineArgs, Quantise, SCALE_BLOCK,
@@ -58,16 +58,16 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
         // They are read behind the barrier of `begin`.
         shared.slots().st(thread, ld_u32(args.messages.num_slots.0 + thread as u64 * 4));
     }
-    let begun = begin::<true>(common, &opening, shared.begun());
-    if common.phases & phase::SEND != 0 && begun.takes_part() {
+    let opened = begin::<true>(common, &opening, shared.opened());
+    if common.phases & phase::SEND != 0 && opened.takes_part() {
         if ctaid() == 0 && thread == 0 {
             note_answer(common, &opening);
         }
-        send::<FP8>(args, &shared, &begun);
+        send::<FP8>(args, &shared, &opened);
         trace(&common.comm, Phase::Moved);
     }
     if common.phases & phase::RECEIVE != 0 {
-        if wait_messages::<false>(common, &args.messages, &shared, &begun) {
+        if wait_messages::<false>(common, &args.messages, &shared, &opened) {
             receive::<FP8>(args, &shared);
         } else {
             spoil_rows::<FP8, 0>(&args.combine, Team::block(), ctaid());
@@ -86,7 +86,11 @@ fn stride<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) -> u64 {
 /// Returns this rank's results for the tokens that it received, a row to a block, all sources'
 /// first rows first.
 #[device]
-unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared, begun: &Begun) {
+unsafe fn send<const FP8: bool>(
+    args: &LowLatencyInternodeCombineArgs,
+    shared: &MemberShared,
+    opened: &Opened,
+) {
     let (common, messages) = (&args.combine.common, &args.messages);
     let (num_ranks, warp, lane) = (common.comm.num_ranks, tid() / 32, laneid());
     core::hint::assert_unchecked(num_ranks >= 1);
@@ -96,8 +100,8 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
         most = a.max(b).max(c.max(d)).max(most);
     });
     // A source without rows is answered by no other block.
-    if ctaid() == nctaid() - 1 && begun.has_member(tid()) && shared.slots().ld(tid()) == 0 {
-        deliver(common, Route::to(messages, tid()), tid(), Kind::Answer, 0, begun.epoch());
+    if ctaid() == nctaid() - 1 && opened.has_member(tid()) && shared.slots().ld(tid()) == 0 {
+        deliver(common, Route::to(messages, tid()), tid(), Kind::Answer, 0, opened.epoch());
     }
     let (rows, mut turn) = (most * num_ranks, 0);
     stride!(number in ctaid()..rows, nctaid() => {
@@ -105,7 +109,7 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
         if index < shared.slots().ld(source) {
             let first = source * common.max_tokens;
             let token = ld_u32(messages.slot_tokens.0 + (first + index) as u64 * 4);
-            let ahead = Ahead::of_row(&args.combine, source, token, true);
+            let ahead = RowAhead::of_row(&args.combine, source, token, true);
             let to = Route::to(messages, source).written(Kind::Answer);
             return_row::<FP8, 0>(
                 &args.combine,
@@ -119,7 +123,7 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
         if unsaid == ROWS_AT_ONCE || number + nctaid() >= rows {
             barrier_sync();
             if warp == 0 && lane < unsaid {
-                say_returned::<FP8>(args, shared, number - lane * nctaid(), begun.epoch());
+                say_returned::<FP8>(args, shared, number - lane * nctaid(), opened.epoch());
             }
         }
         turn += 1;

@@ -9,12 +9,14 @@
 
 use super::super::super::epoch::{Phase, note, note_missing_token, share, trace};
 use super::super::super::ids::{ld_id, place, recorded_token};
-use super::super::dispatch::{Entry, Pair, bytes_of_x};
+use super::super::dispatch::{Pair, TopkEntry, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
 use super::super::team::Team;
-use super::super::{Begun, Opening, begin, completes, finish};
-use super::{COPIED, Incoming, Kind, MEMBERS, MemberShared, Route, deliver, wait_messages, wait_ready};
+use super::super::{Opened, Opening, begin, completes, finish};
+use super::{
+    COPIED, Incoming, Kind, MEMBERS, MemberShared, Route, deliver, wait_members_ready, wait_messages,
+};
 use crate::layout::{
     DISPATCH_HEADER, LowLatencyArgs, LowLatencyCall, LowLatencyDispatchArgs, LowLatencyInternodeDispatchArgs,
     LowLatencySlot, Quantise, SCALE_BLOCK, Wait, low_latency_head_bytes, phase, row_stride,
@@ -31,13 +33,13 @@ pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchAr
     let shared = MemberShared::dynamic();
     trace(&common.comm, Phase::Enter);
     let opening = Opening::load::<false>(common, tid() == 0);
-    let begun = begin::<false>(common, &opening, shared.begun());
+    let opened = begin::<false>(common, &opening, shared.opened());
     if common.phases & phase::SEND != 0 {
-        send(&args, &shared, &begun);
+        send(&args, &shared, &opened);
         trace(&common.comm, Phase::Moved);
     }
     if common.phases & phase::RECEIVE != 0 {
-        receive(&args, &shared, &begun);
+        receive(&args, &shared, &opened);
         finish(&common.comm);
     }
 }
@@ -59,12 +61,12 @@ fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
 
 /// Writes this rank's tokens into the messages, a token to a block.
 #[device]
-unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, begun: &Begun) {
+unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, opened: &Opened) {
     let (common, messages) = (&args.dispatch.common, &args.messages);
     let (thread, warp) = (tid(), tid() / 32);
-    let mut takes_part = begun.takes_part();
-    if !begun.is_answered() {
-        let is_ready = !takes_part || warp != 0 || wait_ready(common, messages, begun);
+    let mut takes_part = opened.takes_part();
+    if !opened.is_answered() {
+        let is_ready = !takes_part || warp != 0 || wait_members_ready(common, messages, opened);
         takes_part &= !barrier_any(!is_ready);
     }
     if takes_part {
@@ -75,7 +77,7 @@ unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, be
         while token < common.num_tokens {
             // Behind this barrier, all threads have read the shared memory of the token before.
             barrier_sync();
-            count(args, shared, counted, token, begun);
+            count(args, shared, counted, token, opened);
             counted = token;
             barrier_sync();
             if thread < common.comm.num_ranks {
@@ -85,19 +87,19 @@ unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, be
                 shared.set_address(thread, Route::to(messages, thread).written(Kind::Dispatch) + at);
             }
             barrier_sync();
-            let mask = write_entries(args, shared, token, begun);
+            let mask = write_entries(args, shared, token, opened);
             if thread == 0 {
                 st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
             }
             write_row(args, shared, token, mask);
             barrier_sync();
             if warp == 0 {
-                say_written(args, token, begun);
+                say_written(args, token, opened);
             }
             token += nctaid();
         }
         if common.num_tokens == 0 && ctaid() == 0 && warp == 0 {
-            send_messages(args, begun);
+            send_messages(args, opened);
         }
     }
     // As within a node: all threads have read it in front of a barrier.
@@ -114,12 +116,12 @@ unsafe fn count(
     shared: &MemberShared,
     from: u32,
     to: u32,
-    begun: &Begun,
+    opened: &Opened,
 ) {
     let (lane, mut turn, mut own) = (laneid(), tid() / 32, 0);
     while from + turn * 32 < to {
         let token = from + turn * 32 + lane;
-        own += votes_of(args, if token < to { ranks_of(args, token, begun) } else { 0 });
+        own += votes_of(args, if token < to { ranks_of(args, token, opened) } else { 0 });
         turn += ntid() / 32;
     }
     if lane < args.dispatch.common.comm.num_ranks {
@@ -151,13 +153,17 @@ unsafe fn place_of(args: &LowLatencyInternodeDispatchArgs, id: i64, token: u32) 
 /// # Safety
 /// The experts on ranks that are left out add nothing to a token's sum.
 #[device]
-unsafe fn owner_of(args: &LowLatencyInternodeDispatchArgs, expert: i64, begun: &Begun) -> Option<(u32, u32)> {
+unsafe fn owner_of(
+    args: &LowLatencyInternodeDispatchArgs,
+    expert: i64,
+    opened: &Opened,
+) -> Option<(u32, u32)> {
     let common = &args.dispatch.common;
     if expert < 0 || expert >= (common.local_experts * common.comm.num_ranks) as i64 {
         return None;
     }
     let (rank, local) = (expert as u32 / common.local_experts, expert as u32 % common.local_experts);
-    begun.has_member(rank).then_some((rank, local))
+    opened.has_member(rank).then_some((rank, local))
 }
 
 /// The ranks that a token goes to, as bits, by one thread alone.
@@ -165,14 +171,14 @@ unsafe fn owner_of(args: &LowLatencyInternodeDispatchArgs, expert: i64, begun: &
 /// # Safety
 /// Inputs are there from the kernel's start.
 #[device]
-unsafe fn ranks_of(args: &LowLatencyInternodeDispatchArgs, token: u32, begun: &Begun) -> u32 {
+unsafe fn ranks_of(args: &LowLatencyInternodeDispatchArgs, token: u32, opened: &Opened) -> u32 {
     let topk = args.dispatch.common.num_topk;
     let mut mask = 0;
     stride!(entry in 0..topk => {
         let (dispatch, at) = (&args.dispatch, (token * topk + entry) as u64);
         let id = ld_id(dispatch.topk_idx, dispatch.narrow_ids, at);
         let expert = place_of(args, id, token);
-        if let Some((rank, _)) = owner_of(args, expert, begun) {
+        if let Some((rank, _)) = owner_of(args, expert, opened) {
             mask |= 1 << rank;
         }
     });
@@ -189,18 +195,18 @@ unsafe fn write_entries(
     args: &LowLatencyInternodeDispatchArgs,
     shared: &MemberShared,
     token: u32,
-    begun: &Begun,
+    opened: &Opened,
 ) -> u32 {
     let common = &args.dispatch.common;
-    let entry = Entry::of(&args.dispatch, token, true);
+    let entry = TopkEntry::of(&args.dispatch, token, true);
     let experts = (common.local_experts * common.comm.num_ranks) as i64;
     let expert = place_of(args, entry.id.value(args.dispatch.narrow_ids), token);
     if expert >= experts || expert < -1 {
         let (peer, named) = (common.comm.rank, recorded_token(&args.dispatch.table, token));
-        note(&common.comm, 0, peer, begun.epoch(), named, expert as u64, Wait::LowLatencyExpert);
+        note(&common.comm, 0, peer, opened.epoch(), named, expert as u64, Wait::LowLatencyExpert);
         note_missing_token(&common.comm, token);
     }
-    let (rank, local) = owner_of(args, expert, begun).unwrap_or((u32::MAX, 0));
+    let (rank, local) = owner_of(args, expert, opened).unwrap_or((u32::MAX, 0));
     let mask = redux_or(if rank < MEMBERS { 1 << rank } else { 0 });
     let (slot, lane, mut left) = (slot_of(args), laneid(), mask);
     while left != 0 && tid() < 32 {
@@ -269,12 +275,12 @@ unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShare
 /// Adds a token that the block has written, and sends all messages where it was the rank's last. A
 /// warp calls it, behind a barrier of the block.
 #[device]
-unsafe fn say_written(args: &LowLatencyInternodeDispatchArgs, token: u32, begun: &Begun) {
+unsafe fn say_written(args: &LowLatencyInternodeDispatchArgs, token: u32, opened: &Opened) {
     let is_last = laneid() == 0 && completes(args.messages.written.0, token, args.dispatch.common.num_tokens);
     if ballot(is_last) != 0 {
         // `syncwarp` orders the whole warp behind the acquire of the first lane.
         syncwarp();
-        send_messages(args, begun);
+        send_messages(args, opened);
     }
 }
 
@@ -283,7 +289,7 @@ unsafe fn say_written(args: &LowLatencyInternodeDispatchArgs, token: u32, begun:
 /// # Safety
 /// A message's header has this lane as its only writer.
 #[device]
-unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, begun: &Begun) {
+unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, opened: &Opened) {
     let (common, lane) = (&args.dispatch.common, laneid());
     let (mut first, mut slots) = (0, 0);
     while first < common.num_tokens {
@@ -294,19 +300,19 @@ unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, begun: &Begun) {
         slots += votes_of(args, if is_there { mask } else { 0 });
         first += 32;
     }
-    if begun.has_member(lane) {
+    if opened.has_member(lane) {
         let route = Route::to(&args.messages, lane);
         st_u32(route.written(Kind::Dispatch), slots);
         let bytes = DISPATCH_HEADER as u64 + slots as u64 * slot_of(args).bytes as u64;
-        deliver(common, route, lane, Kind::Dispatch, bytes, begun.epoch());
+        deliver(common, route, lane, Kind::Dispatch, bytes, opened.epoch());
     }
 }
 
 /// Waits for the messages, lists each expert's rows, and copies the rows to their places.
 #[device]
-unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, begun: &Begun) {
+unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, opened: &Opened) {
     let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
-    if !wait_messages::<true>(common, messages, shared, begun) {
+    if !wait_messages::<true>(common, messages, shared, opened) {
         return;
     }
     if ctaid() == 0 && thread < MEMBERS {
@@ -318,11 +324,11 @@ unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared,
     if ctaid() == 0 {
         copy_heads(args, shared, all);
         barrier_sync();
-        if begun.has_member(thread) {
+        if opened.has_member(thread) {
             let tokens = shared.tokens().ld(thread);
             let call = common.comm.call as u32 & !LowLatencyCall::TOKEN_BITS | tokens;
             let incoming = Incoming::of(messages, thread);
-            incoming.publish(incoming.copy_of_call, begun.epoch() << 32 | call as u64);
+            incoming.publish(incoming.copy_of_call, opened.epoch() << 32 | call as u64);
         }
     }
     stride!(expert in ctaid()..common.local_experts, nctaid() => {

@@ -16,7 +16,7 @@ use core::mem::offset_of;
 
 use super::super::epoch::{Deadline, Phase, aborted, record, trace};
 use super::super::rail::{Delivery, Operation, post_to};
-use super::{Begun, is_other_call};
+use super::{Opened, is_other_call};
 use crate::layout::{
     Comm, LowLatencyArgs, LowLatencyCall, LowLatencyCopies, LowLatencyMessage, LowLatencyMessages,
     LowLatencyRoute, LowLatencyWords, MAX_MEMBERS, QueueHandle, Wait, low_latency_head_bytes,
@@ -49,8 +49,8 @@ shared! {
         of_rank: [u32; MAX_MEMBERS],
         /// How many rows each warp has found.
         of_warp: [u32; 32],
-        /// The words of [`Begun`].
-        begun: [u32; 4],
+        /// The words of [`Opened`].
+        opened: [u32; 4],
     }
 }
 
@@ -279,15 +279,15 @@ unsafe fn is_given_up(comm: &Comm, polls: &mut u32) -> bool {
 /// # Safety
 /// The words that are waited for are in this rank's memory.
 #[device]
-unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun: &Begun) -> bool {
-    let (lane, epoch) = (laneid(), begun.epoch());
+unsafe fn wait_members_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, opened: &Opened) -> bool {
+    let (lane, epoch) = (laneid(), opened.epoch());
     let mut ready = true;
-    if begun.has_member(lane) {
+    if opened.has_member(lane) {
         if ctaid() == 0 {
             let route = Route::to(messages, lane);
             tell(args, route, lane, (0, 0, 0), READY, epoch << 32 | args.comm.call, epoch);
         }
-        ready = wait_entered(&args.comm, &Incoming::of(messages, lane), lane, epoch);
+        ready = wait_member_entered(&args.comm, &Incoming::of(messages, lane), lane, epoch);
     }
     ballot(!ready) == 0
 }
@@ -300,7 +300,7 @@ unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun
 /// # Safety
 /// The words and their copies are in this rank's memory.
 #[device]
-unsafe fn wait_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> bool {
+unsafe fn wait_member_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> bool {
     let (mut deadline, mut polls) = (Deadline::start(), 0);
     loop {
         let seen = ld_acquire_sys_u64(incoming.ready());
@@ -332,7 +332,7 @@ unsafe fn wait_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) 
 /// The words and their copies are in this rank's memory. The ready word is only compared: it guards
 /// no data, so that its load needs no acquire.
 #[device]
-unsafe fn wait_call(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> Option<u32> {
+unsafe fn wait_message(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> Option<u32> {
     let (mut deadline, mut polls) = (Deadline::start(), 0);
     loop {
         let seen = ld_acquire_sys_u64(incoming.call(epoch));
@@ -375,15 +375,15 @@ unsafe fn wait_messages<const DISPATCH: bool>(
     args: &LowLatencyArgs,
     messages: &LowLatencyMessages,
     shared: &MemberShared,
-    begun: &Begun,
+    opened: &Opened,
 ) -> bool {
-    let (comm, epoch) = (&args.comm, begun.epoch());
-    let (thread, mut failed) = (tid(), !begun.takes_part());
+    let (comm, epoch) = (&args.comm, opened.epoch());
+    let (thread, mut failed) = (tid(), !opened.takes_part());
     if thread < MEMBERS {
         let (mut tokens, mut slots) = (0, 0);
-        if begun.has_member(thread) {
+        if opened.has_member(thread) {
             let incoming = Incoming::of(messages, thread);
-            let call = wait_call(comm, &incoming, thread, epoch);
+            let call = wait_message(comm, &incoming, thread, epoch);
             let is_same =
                 call.is_some_and(|call| (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0);
             if let Some(call) = call {
