@@ -21,8 +21,7 @@ use super::list::entry_at;
 use super::segments::sum_upto;
 use super::verdict::Verdict;
 use crate::layout::{
-    ExpertPlanArgs, MAX_LOCAL_EXPERTS, MAX_RANKS, MAX_TOPK, NumberArgs, PlanHeader, PlanStatus,
-    SEND_LIST_STRIDE, message,
+    ExpertPlanArgs, MAX_LOCAL_EXPERTS, NumberArgs, PlanHeader, PlanStatus, SEND_LIST_STRIDE, message,
 };
 use crate::simt::*;
 
@@ -31,14 +30,7 @@ const TOGETHER: u32 = 4;
 
 /// Numbers the selections of each physical expert, in the order of tokens and entries. A warp takes
 /// an expert, and stops behind the last of its selections.
-#[kernel(
-    threads = 512, registers = 64, dependent,
-    requires(
-        args.num_topk >= 1,
-        args.num_topk <= MAX_TOPK,
-        args.num_experts >= 1,
-    )
-)]
+#[kernel(threads = 512, registers = 64, dependent)]
 pub unsafe fn number_selections(args: NumberArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
     let entries = args.num_tokens * args.num_topk;
@@ -80,18 +72,7 @@ pub const PLAN_BY_EXPERT_SHARED_BYTES: u32 = PlanShared::BYTES;
 
 /// Plans where rows by expert go, behind `notify`. Block 0 plans for what comes here and sends the
 /// ranks their first rows; all blocks list what goes out.
-#[kernel(
-    threads = 512, barriers = 3, registers = 64, dependent,
-    requires(
-        args.num_topk >= 1,
-        args.num_topk <= MAX_TOPK,
-        args.local_experts >= 1,
-        args.local_experts <= MAX_LOCAL_EXPERTS,
-        args.comm.num_ranks >= 1,
-        args.comm.num_ranks <= MAX_RANKS as u32,
-        args.alignment.is_power_of_two(),
-    )
-)]
+#[kernel(threads = 512, barriers = 3, registers = 64, dependent)]
 pub unsafe fn plan_by_expert(args: ExpertPlanArgs) {
     let epoch = current_epoch(&args.comm);
     // The same on every rank, but for one that has given up.

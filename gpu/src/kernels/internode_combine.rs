@@ -23,9 +23,7 @@ use super::rail::{
     rows_arrived, tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows,
 };
 use super::ring::{Ring, Turn, channel_range};
-use crate::layout::{
-    CombineArgs, InternodeCombineArgs, SEND_ROW_STRIDE, Wait, Wire, combine_slot_bytes, ring_bytes,
-};
+use crate::layout::{CombineArgs, InternodeCombineArgs, SEND_ROW_STRIDE, Wait, Wire, ring_bytes};
 use crate::simt::*;
 
 /// Most bytes of a slot: 32 lanes with seven vectors of 16 bytes each.
@@ -44,12 +42,7 @@ const MAX_TOKENS: u64 = u32::MAX as u64;
         ..CombineArgs(args.combine),
         ..Wire(args.wire),
         args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
-        args.slot_bytes >= combine_slot_bytes(args.combine.row_bytes, args.combine.num_topk),
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes as u64 * args.wire.layout.slots <= args.wire.layout.node_bytes,
         (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
-        args.combine.comm.num_ranks >= 1,
-        args.route.num_channels >= 1,
     )
 )]
 pub unsafe fn internode_combine(args: InternodeCombineArgs) {

@@ -5,22 +5,12 @@
 //! columns and groups of tokens are the same in all lanes.
 
 use super::ring::channel_range;
-use crate::layout::{FEW_RANKS, InternodeCountArgs, MAX_CHANNELS, MAX_NODES};
+use crate::layout::InternodeCountArgs;
 use crate::simt::*;
 
 /// Numbers the tokens of each channel, for each rank and each node, in token order. One block per
 /// channel.
-#[kernel(
-    threads = 512, registers = 64,
-    requires(
-        args.num_channels >= 1,
-        args.num_channels <= MAX_CHANNELS,
-        args.ranks_per_node >= 1,
-        args.num_ranks.is_multiple_of(args.ranks_per_node),
-        args.num_ranks / args.ranks_per_node <= MAX_NODES as u32,
-        args.ranks_per_node <= FEW_RANKS as u32,
-    )
-)]
+#[kernel(threads = 512, registers = 64)]
 pub unsafe fn internode_count(args: InternodeCountArgs) {
     let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
     let (ranks, nodes) = (args.num_ranks, args.num_ranks / args.ranks_per_node);

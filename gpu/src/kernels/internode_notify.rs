@@ -22,8 +22,8 @@ use super::epoch::{
 use super::rail::{Delivery, Operation, Path, Posted, deliver, node_word, wait_quiet};
 use super::verdict::Verdict;
 use crate::layout::{
-    FEW_RANKS, InternodeNotifyArgs, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_WORLD, PlanHeader, PlanStatus,
-    SEND_ROW_STRIDE, Wait, Wire, relay_message, wire_message,
+    FEW_RANKS, InternodeNotifyArgs, MAX_LOCAL_EXPERTS, MAX_WORLD, PlanHeader, PlanStatus, SEND_ROW_STRIDE,
+    Wait, Wire, relay_message, wire_message,
 };
 use crate::simt::*;
 
@@ -56,19 +56,7 @@ pub const INTERNODE_NOTIFY_SHARED_BYTES: u32 = WORDS * 4;
 const NONE: u32 = u32::MAX;
 
 /// Exchanges counts across nodes and plans where rows go. One block.
-#[kernel(
-    threads = 1024, barriers = 8, registers = 64,
-    requires(
-        args.num_channels >= 1,
-        args.num_channels <= MAX_CHANNELS,
-        ..Wire(args.wire),
-        args.comm.num_ranks >= 1,
-        args.comm.num_ranks <= FEW_RANKS as u32,
-        args.local_experts >= 1,
-        args.local_experts <= MAX_LOCAL_EXPERTS,
-        args.expert_alignment >= 1,
-    )
-)]
+#[kernel(threads = 1024, barriers = 8, registers = 64, requires(..Wire(args.wire)))]
 pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
     let comm = &args.comm;
     trace(comm, Phase::Enter);

@@ -5,7 +5,7 @@
 //! lane. Collectives stand where all lanes of a warp arrive: a warp has one token.
 
 use super::ids::{ld_id, place};
-use crate::layout::{LayoutArgs, MAX_NODES, MAX_TOPK, MAX_WORLD};
+use crate::layout::LayoutArgs;
 use crate::simt::*;
 
 /// Counts tokens per rank (each token once per rank), per node (once per node) and selections per
@@ -14,20 +14,7 @@ use crate::simt::*;
 ///
 /// One warp per token, one lane per top-k entry. Counters gather in shared memory first:
 /// `num_ranks + num_experts + num_nodes` words.
-#[kernel(
-    threads = 1024, barriers = 2, registers = 64, dependent,
-    requires(
-        args.num_topk >= 1,
-        args.num_topk <= MAX_TOPK,
-        args.num_ranks >= 1,
-        args.num_ranks <= MAX_WORLD as u32,
-        args.ranks_per_node >= 1,
-        args.num_ranks.is_multiple_of(args.ranks_per_node),
-        args.num_ranks / args.ranks_per_node <= MAX_NODES as u32,
-        args.num_experts >= args.num_ranks,
-        args.num_experts.is_multiple_of(args.num_ranks),
-    )
-)]
+#[kernel(threads = 1024, barriers = 2, registers = 64, dependent)]
 pub unsafe fn dispatch_layout(args: LayoutArgs) {
     let (lane, counters) = (laneid(), dynamic_shared());
     let num_nodes = args.num_ranks / args.ranks_per_node;

@@ -7,13 +7,24 @@ use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 use super::experts::ExpertTable;
 use super::limits::{
-    MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, bulk_scale_bytes,
+    FEW_RANKS, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, MAX_SLOT_BYTES, MAX_TOPK, MAX_WAITED_SLOT_BYTES,
+    bulk_scale_bytes,
 };
 use super::pool::Comm;
-use super::wire::Wire;
+use super::wire::{MAX_NODES, MAX_WORLD, Wire, combine_slot_bytes};
 
 /// Arguments of `dispatch_layout`.
-#[kernel_args]
+#[kernel_args(requires(
+    self.num_topk >= 1,
+    self.num_topk <= MAX_TOPK,
+    self.num_ranks >= 1,
+    self.num_ranks <= MAX_WORLD as u32,
+    self.ranks_per_node >= 1,
+    self.num_ranks.is_multiple_of(self.ranks_per_node),
+    self.num_ranks / self.ranks_per_node <= MAX_NODES as u32,
+    self.num_experts >= self.num_ranks,
+    self.num_experts.is_multiple_of(self.num_ranks),
+))]
 pub struct LayoutArgs {
     /// In: expert ids or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
@@ -112,7 +123,7 @@ pub struct NotifyArgs {
 layout_assert!(NotifyArgs, size = 336, columns at 332);
 
 /// Arguments of `number_selections`.
-#[kernel_args]
+#[kernel_args(requires(self.num_topk >= 1, self.num_topk <= MAX_TOPK, self.num_experts >= 1))]
 pub struct NumberArgs {
     /// In: ids of physical experts or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
@@ -134,7 +145,15 @@ pub struct NumberArgs {
 layout_assert!(NumberArgs, size = 40, narrow_ids at 36);
 
 /// Arguments of `plan_by_expert`.
-#[kernel_args]
+#[kernel_args(requires(
+    self.num_topk >= 1,
+    self.num_topk <= MAX_TOPK,
+    self.local_experts >= 1,
+    self.local_experts <= MAX_LOCAL_EXPERTS,
+    self.comm.num_ranks >= 1,
+    self.comm.num_ranks <= MAX_RANKS as u32,
+    self.alignment.is_power_of_two(),
+))]
 pub struct ExpertPlanArgs {
     /// The peers.
     pub comm: Comm,
@@ -411,7 +430,14 @@ pub struct CeilingArgs {
 layout_assert!(CeilingArgs, size = 48, fanout at 44);
 
 /// Arguments of `internode_count`.
-#[kernel_args]
+#[kernel_args(requires(
+    self.num_channels >= 1,
+    self.num_channels <= MAX_CHANNELS,
+    self.ranks_per_node >= 1,
+    self.num_ranks.is_multiple_of(self.ranks_per_node),
+    self.num_ranks / self.ranks_per_node <= MAX_NODES as u32,
+    self.ranks_per_node <= FEW_RANKS as u32,
+))]
 pub struct InternodeCountArgs {
     /// In, of the layout: u8 `[num_tokens, num_ranks]`.
     pub is_token_in_rank: DevicePtr,
@@ -435,7 +461,15 @@ pub struct InternodeCountArgs {
 layout_assert!(InternodeCountArgs, size = 48, ranks_per_node at 44);
 
 /// Arguments of `internode_notify`.
-#[kernel_args]
+#[kernel_args(requires(
+    self.num_channels >= 1,
+    self.num_channels <= MAX_CHANNELS,
+    self.comm.num_ranks >= 1,
+    self.comm.num_ranks <= FEW_RANKS as u32,
+    self.local_experts >= 1,
+    self.local_experts <= MAX_LOCAL_EXPERTS,
+    self.expert_alignment >= 1,
+))]
 pub struct InternodeNotifyArgs {
     /// The ranks of this node.
     pub comm: Comm,
@@ -539,7 +573,13 @@ pub struct Route {
 layout_assert!(Route, size = 48, reserved at 44);
 
 /// Arguments of `internode_combine`.
-#[kernel_args]
+#[kernel_args(requires(
+    self.slot_bytes >= combine_slot_bytes(self.combine.row_bytes, self.combine.num_topk),
+    self.slot_bytes.is_multiple_of(16),
+    self.slot_bytes as u64 * self.wire.layout.slots <= self.wire.layout.node_bytes,
+    self.combine.comm.num_ranks >= 1,
+    self.route.num_channels >= 1,
+))]
 pub struct InternodeCombineArgs {
     /// Rows, sums, and the ranks of this node; `send_row` is not used.
     pub combine: CombineArgs,

@@ -283,7 +283,12 @@ pub struct LowLatencyCombineArgs {
 layout_assert!(LowLatencyCombineArgs, size = size_of::<LowLatencyArgs>() + 40, spoils at size_of::<LowLatencyArgs>() + 36);
 
 /// Arguments of `low_latency_gather`. `rows` stands for `num_ranks * max_tokens`.
-#[kernel_args]
+#[kernel_args(requires(
+    self.local_experts >= 1,
+    self.row_bytes >= 16,
+    self.row_bytes.is_multiple_of(16),
+    self.num_scales <= self.row_bytes.div_ceil(SCALE_BLOCK),
+))]
 pub struct LowLatencyGatherArgs {
     /// In: i32 `[local_experts]`.
     pub expert_counts: DevicePtr,
