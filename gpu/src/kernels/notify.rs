@@ -303,8 +303,8 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
                 first += count(source, to);
             });
         }
-        let mut token = begin + thread / SEND_ROW_STRIDE;
-        while token < end {
+        let step = TOGETHER as u32 * (THREADS / SEND_ROW_STRIDE);
+        stride!(token in begin + thread / SEND_ROW_STRIDE..end, step => {
             let mut numbers = [0; TOGETHER];
             unroll!(4, PART => {
                 let token = token + PART as u32 * (THREADS / SEND_ROW_STRIDE);
@@ -318,13 +318,12 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
                     st_i32(args.send_row.0 + (token * SEND_ROW_STRIDE + to) as u64 * 4, row);
                 }
             });
-            token += TOGETHER as u32 * (THREADS / SEND_ROW_STRIDE);
-        }
+        });
     }
 
     trace(comm, Phase::Moved);
 
-    // ReadyEntry 0: where this channel starts at every source. In block 0 the others: how many
+    // Entry 0: where this channel starts at every source. In block 0 the others: how many
     // selections each local expert has.
     let agreed = Verdict::agrees(status);
     let entries = if channel == 0 { 1 + local_experts } else { 1 };

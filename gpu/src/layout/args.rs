@@ -524,7 +524,12 @@ pub struct InternodeNotifyArgs {
 layout_assert!(InternodeNotifyArgs, size = 464, reserved at 460);
 
 /// Arguments of `internode_dispatch`.
-#[kernel_args]
+#[kernel_args(requires(
+    self.slot_bytes.is_multiple_of(16),
+    self.slot_bytes as u64 * self.wire.layout.slots <= self.wire.layout.node_bytes,
+    self.dispatch.comm.num_ranks >= 1,
+    self.route.num_channels >= 1,
+))]
 pub struct InternodeDispatchArgs {
     /// Rows, metadata, and the ranks of this node; `send_row` is not used.
     pub dispatch: DispatchArgs,

@@ -39,10 +39,6 @@ use sender::send;
         args.dispatch.stage_bytes >= args.dispatch.piece_bytes
             + bulk_scale_bytes(args.dispatch.num_scales)
             + SlotShape::metadata_bytes(args.dispatch.num_topk),
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes as u64 * args.wire.layout.slots <= args.wire.layout.node_bytes,
-        args.dispatch.comm.num_ranks >= 1,
-        args.route.num_channels >= 1,
     )
 )]
 pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {

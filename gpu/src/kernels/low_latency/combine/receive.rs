@@ -255,7 +255,7 @@ pub(super) unsafe fn spoil<const FP8: bool>(args: &LowLatencyCombineArgs) {
     }
 }
 
-/// The same in the block's tokens from `token` on, if it is to, and notes them. All threads of the
+/// The same in the block's tokens from `first` on, if it is to, and notes them. All threads of the
 /// team call it.
 ///
 /// # Safety
@@ -264,10 +264,10 @@ pub(super) unsafe fn spoil<const FP8: bool>(args: &LowLatencyCombineArgs) {
 pub(in super::super) unsafe fn spoil_rows<const FP8: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
-    mut token: u32,
+    first: u32,
 ) {
     let bytes = bf16_bytes::<FP8>(args);
-    while token < args.common.num_tokens {
+    stride!(token in first..args.common.num_tokens, nctaid() => {
         if team.thread() == 0 {
             note_missing_token(&args.common.comm, token);
         }
@@ -276,20 +276,19 @@ pub(in super::super) unsafe fn spoil_rows<const FP8: bool, const BARRIER: u32>(
             st_v4(args.combined_x.0 + token as u64 * bytes as u64 + at as u64, [NAN_BITS; 4]);
             at += team.threads * 16;
         }
-        token += nctaid();
-    }
+    });
 }
 
-/// The same in the warp's pieces from the one of number `number` on. The whole warp calls it.
+/// The same in the warp's pieces from the one of number `first` on. The whole warp calls it.
 ///
 /// # Safety
 /// The sums have room for every token.
 #[device]
-pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, mut number: u32) {
+pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first: u32) {
     let bytes = bf16_bytes::<FP8>(args);
     // Elements are twice as long as they travelled.
     let scale = if FP8 { 2 } else { 1 };
-    while number < args.common.num_tokens * pieces_of(args.row_bytes) {
+    stride!(number in first..args.common.num_tokens * pieces_of(args.row_bytes), nctaid() * (ntid() / 32) => {
         let piece = Piece::of(number, args.row_bytes, 1);
         if laneid() == 0 {
             note_missing_token(&args.common.comm, piece.token);
@@ -301,8 +300,7 @@ pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs,
             st_v4(row + at as u64, [NAN_BITS; 4]);
             at += 512;
         }
-        number += nctaid() * (ntid() / 32);
-    }
+    });
 }
 
 /// Sums the ranks' pieces of a BF16 row, and stores the sum in the row at `to`. False when a wait
