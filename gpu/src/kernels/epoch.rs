@@ -93,7 +93,7 @@ fn abort_mark(epoch: u64) -> u32 {
 /// before has expired. Behind an abort of the same operation it has entered, and its peers must see
 /// with which call.
 #[device]
-pub(super) fn gave_up_before(abort: u32, epoch: u64) -> bool {
+pub fn gave_up_before(abort: u32, epoch: u64) -> bool {
     (abort != 0) & (abort != abort_mark(epoch))
 }
 
@@ -184,7 +184,7 @@ pub unsafe fn trace_by(comm: &Comm, phase: Phase, is_tracer: impl FnOnce() -> bo
 /// The share of [`QUANTUM`] that part `b` of `n` adds, such as a block of a grid; those of all
 /// parts sum to it exactly.
 #[device]
-pub(super) fn share(b: u32, n: u32) -> u64 {
+pub fn share(b: u32, n: u32) -> u64 {
     // 32-bit division on purpose: the 64-bit one is a routine of a hundred instructions.
     ((QUANTUM as u32 * (b + 1)) / n - (QUANTUM as u32 * b) / n) as u64
 }
@@ -247,14 +247,7 @@ pub unsafe fn wait_ranks_ready<const MANY: bool>(
 /// holds its call against that of `ready`: where they differ, that is recorded, and all waits of
 /// this rank end. False then, and when the wait expired.
 #[device]
-pub(super) unsafe fn wait_entered(
-    comm: &Comm,
-    word: u64,
-    ready: u64,
-    peer: u32,
-    epoch: u64,
-    what: Wait,
-) -> bool {
+pub unsafe fn wait_entered(comm: &Comm, word: u64, ready: u64, peer: u32, epoch: u64, what: Wait) -> bool {
     wait_entered_or(comm, word, ready, peer, epoch, (what, Wait::OtherCall), |_| false, || false)
 }
 
@@ -269,7 +262,7 @@ pub(super) unsafe fn wait_entered(
 /// `word` is a live control word.
 #[allow(clippy::too_many_arguments)]
 #[device]
-pub(super) unsafe fn wait_entered_or(
+pub unsafe fn wait_entered_or(
     comm: &Comm,
     word: u64,
     ready: u64,
@@ -309,7 +302,7 @@ pub(super) unsafe fn wait_entered_or(
 /// # Safety
 /// `word` is a live control word. The word guards no data, so that its load needs no acquire.
 #[device]
-pub(super) unsafe fn is_in_other_call(comm: &Comm, word: u64, peer: u32, epoch: u64, other: Wait) -> bool {
+pub unsafe fn is_in_other_call(comm: &Comm, word: u64, peer: u32, epoch: u64, other: Wait) -> bool {
     let seen = ld_relaxed_sys_u64(word);
     let is_other = (seen >> READY_SHIFT == epoch & READY_EPOCHS) & (seen & READY_OTHERS != 0);
     if is_other {
@@ -368,14 +361,7 @@ pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, wha
 
 /// Waits until `*word >= needed`; false when the wait expired.
 #[device]
-pub(super) unsafe fn wait_at_least(
-    comm: &Comm,
-    word: u64,
-    needed: u64,
-    peer: u32,
-    epoch: u64,
-    what: Wait,
-) -> bool {
+pub unsafe fn wait_at_least(comm: &Comm, word: u64, needed: u64, peer: u32, epoch: u64, what: Wait) -> bool {
     wait_at_least_unless(comm, word, needed, peer, epoch, what, || false)
 }
 
@@ -385,7 +371,7 @@ pub(super) unsafe fn wait_at_least(
 /// # Safety
 /// `word` is a live control word.
 #[device]
-pub(super) unsafe fn wait_at_least_unless(
+pub unsafe fn wait_at_least_unless(
     comm: &Comm,
     word: u64,
     needed: u64,
@@ -535,29 +521,29 @@ pub unsafe fn send_count_at<const MANY: bool>(comm: &Comm, peer: u32, offset: u6
 
 /// When a wait began. The clock is read on the first miss, and then every [`POLLS_PER_CHECK`] polls
 /// or, with a short deadline, every [`POLLS_OF_SHORT`].
-pub(super) struct Deadline {
+pub struct Deadline {
     start: u64,
-    pub(super) waited: u64,
+    pub waited: u64,
     polls: u32,
 }
 
 impl Deadline {
     #[device]
-    pub(super) fn start() -> Self {
+    pub fn start() -> Self {
         Deadline { start: 0, waited: 0, polls: 0 }
     }
 
     /// Whether it is time to look at what else may be the matter: after every [`POLLS_PER_CHECK`]
     /// polls.
     #[device]
-    pub(super) fn is_long(&self) -> bool {
+    pub fn is_long(&self) -> bool {
         self.polls.is_multiple_of(POLLS_PER_CHECK)
     }
 
     /// # Safety
     /// The abort word is live.
     #[device]
-    pub(super) unsafe fn expired(&mut self, comm: &Comm) -> bool {
+    pub unsafe fn expired(&mut self, comm: &Comm) -> bool {
         self.polls += 1;
         let polls = if comm.timeout_ns < SHORT_NS { POLLS_OF_SHORT } else { POLLS_PER_CHECK };
         if self.polls & (polls - 1) != 1 {
@@ -578,15 +564,7 @@ impl Deadline {
 /// # Safety
 /// `local` is live.
 #[device]
-pub(super) unsafe fn record(
-    comm: &Comm,
-    waited: u64,
-    peer: u32,
-    epoch: u64,
-    needed: u64,
-    seen: u64,
-    what: Wait,
-) {
+pub unsafe fn record(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u64, seen: u64, what: Wait) {
     note_late(comm, waited, peer, what);
     if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_ABORT, 0, abort_mark(epoch)) == 0 {
         note(comm, waited, peer, epoch, needed, seen, what);
@@ -599,7 +577,7 @@ pub(super) unsafe fn record(
 /// # Safety
 /// Each peer has two words.
 #[device]
-pub(super) unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) {
+pub unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) {
     if waited > comm.timeout_ns / 2 {
         let entry = if what.is_for_entry() { peer } else { MAX_WORLD as u32 + peer };
         st_relaxed_sys_u64(comm.status.0 + LATE_PEERS + entry as u64 * 8, what as u64);
@@ -612,7 +590,7 @@ pub(super) unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) 
 /// The token is one of this rank, each of which has a byte. All writers of a byte store the same
 /// value.
 #[device]
-pub(super) unsafe fn note_missing_token(comm: &Comm, token: u32) {
+pub unsafe fn note_missing_token(comm: &Comm, token: u32) {
     st_relaxed_sys_u8(comm.status.0 + MISSING_TOKENS + token as u64, 1)
 }
 
@@ -621,15 +599,7 @@ pub(super) unsafe fn note_missing_token(comm: &Comm, token: u32) {
 /// # Safety
 /// The winner of the swap is the record's only writer; `code` is released last.
 #[device]
-pub(super) unsafe fn note(
-    comm: &Comm,
-    waited: u64,
-    peer: u32,
-    epoch: u64,
-    needed: u64,
-    seen: u64,
-    what: Wait,
-) {
+pub unsafe fn note(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u64, seen: u64, what: Wait) {
     if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_RECORDED, 0, 1) == 0 {
         let status = comm.status.0;
         st_relaxed_sys_u64(status + offset_of!(Status, peer) as u64, peer as u64);
