@@ -124,8 +124,7 @@ fn check_virtual_gpu() -> Result<String> {
             let device = open_device(DeviceKind::Virtual, 0)?;
             let name = device.info().name.clone();
             let stream = Stream::new(&device)?;
-            let shape =
-                Shape { max_tokens: 4, hidden: 8, dtype: DType::Bf16, max_topk: 2, max_scales: 0 };
+            let shape = Shape { max_tokens: 4, hidden: 8, dtype: DType::Bf16, max_topk: 2, max_scales: 0 };
             let options = Options::new(shape).timeout(TIMEOUT);
             let mut buffer = Buffer::new(device, &*group, options)?;
             let shape = [u64::from(routing.num_tokens(0)), u64::from(routing.num_topk)];

@@ -22,13 +22,13 @@
 #![forbid(unsafe_code)]
 
 use proc_macro::TokenStream;
-use proc_macro2::TokenTree;
+use proc_macro2::{Group, TokenStream as TokenStream2, TokenTree};
 use quote::{format_ident, quote};
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{
-    BinOp, Expr, Fields, FnArg, Ident, ItemFn, ItemStruct, LitStr, Pat, Token, Type, parenthesized,
-    parse_macro_input, parse_quote,
+    Attribute, BinOp, Expr, ExprCall, ExprPath, ExprRange, Fields, FnArg, Ident, ItemFn, ItemStruct, LitStr,
+    Pat, RangeLimits, Signature, Token, Type, Visibility, parenthesized, parse_macro_input, parse_quote,
 };
 
 /// Arguments of `#[kernel]`.
@@ -48,7 +48,7 @@ struct Contract {
     block: Option<Expr>,
     shared: Option<Expr>,
     dependent: bool,
-    requires: Vec<Expr>,
+    requires: Vec<Clause>,
 }
 
 impl Parse for Contract {
@@ -71,10 +71,8 @@ impl Parse for Contract {
             let name = key.to_string();
             match name.as_str() {
                 "requires" => {
-                    let clauses;
-                    parenthesized!(clauses in input);
                     contract.requires =
-                        Punctuated::<Expr, Token![,]>::parse_terminated(&clauses)?.into_iter().collect();
+                        clauses(input)?.into_iter().map(Clause::new).collect::<syn::Result<_>>()?;
                 }
                 "dependent" => contract.dependent = true,
                 "threads" | "min_blocks" | "barriers" | "registers" | "traps" | "local_memory" | "grid"
@@ -102,13 +100,87 @@ impl Parse for Contract {
     }
 }
 
+/// A clause of a kernel's `requires(..)`.
+enum Clause {
+    /// A condition that must hold.
+    Holds(Expr),
+    /// `..Struct(args.field)`: the clauses of a struct of `#[kernel_args]`, and the value.
+    Of(ExprPath, Expr),
+}
+
+impl Clause {
+    fn new(clause: Expr) -> syn::Result<Self> {
+        let Expr::Range(ExprRange { start: None, limits: RangeLimits::HalfOpen(_), end: Some(of), .. }) =
+            clause
+        else {
+            return Ok(Clause::Holds(clause));
+        };
+        match *of {
+            Expr::Call(ExprCall { func, mut args, .. }) if args.len() == 1 => match (*func, args.pop()) {
+                (Expr::Path(path), Some(value)) => Ok(Clause::Of(path, value.into_value())),
+                (func, _) => Err(syn::Error::new_spanned(func, "expected the name of a struct")),
+            },
+            of => Err(syn::Error::new_spanned(of, "expected ..Struct(args.field)")),
+        }
+    }
+
+    /// Host: returns the error of a clause that does not hold.
+    fn check(&self, kernel: &TokenStream2, arguments: &[&Ident]) -> TokenStream2 {
+        match self {
+            Clause::Holds(clause) => {
+                let spelled = |text: String| quote!(::epoxide_simt::__private::String::from(#text));
+                check(clause, kernel, arguments, &spelled)
+            }
+            Clause::Of(_, value) => {
+                let path = quote!(#value).to_string();
+                quote!(::epoxide_simt::launch::Contract::check(&#value, #kernel, #path)?;)
+            }
+        }
+    }
+
+    /// Device: lets the compiler build on it. The host has checked it before the launch. For one,
+    /// divisions by a clause's non-zero value need no trap.
+    fn assume(&self) -> TokenStream2 {
+        match self {
+            Clause::Holds(clause) => quote!(::core::hint::assert_unchecked(#clause);),
+            Clause::Of(name, value) => quote!(#name! { #value }),
+        }
+    }
+}
+
+/// The clauses between parentheses.
+fn clauses(input: ParseStream) -> syn::Result<Vec<Expr>> {
+    let clauses;
+    parenthesized!(clauses in input);
+    Ok(Punctuated::<Expr, Token![,]>::parse_terminated(&clauses)?.into_iter().collect())
+}
+
+/// Returns the error of a condition that does not hold, which looks at `arguments`. `spelled` makes
+/// a `String` of text.
+fn check(
+    clause: &Expr,
+    kernel: &TokenStream2,
+    arguments: &[&Ident],
+    spelled: &dyn Fn(String) -> TokenStream2,
+) -> TokenStream2 {
+    let text = spelled(quote!(#clause).to_string());
+    let values = values_of(clause, arguments, spelled);
+    quote! {
+        if !(#clause) {
+            return ::core::result::Result::Err(::epoxide_simt::launch::ContractError {
+                kernel: #kernel, clause: #text, values: #values,
+            });
+        }
+    }
+}
+
 /// Writes the PTX entry and the host's launcher of an `unsafe fn`.
 ///
 /// | in the attribute | says | default |
 /// |---|---|---|
 /// | `threads = N` | the most threads of a block (`.maxntid`) | must be there |
 /// | `grid = ..`, `block = ..`, `shared = ..` | the shape of a launch: blocks, threads of a block, bytes of dynamic shared memory of a block; `u32` expressions of the parameters | the caller chooses |
-/// | `requires(..)` | clauses over the parameters: checked before every launch, and assumed by the compiler | none |
+/// | `requires(..)` | clauses over the parameters, beside those of the argument struct: checked before every launch, and assumed by the compiler | none |
 /// | `barriers = N` | block barriers (`barrier.sync`, `barrier.red`) in the finished PTX | 0 |
 /// | `registers = N` | the most registers of a thread | 255 |
 /// | `min_blocks = N` | blocks that must fit on one multiprocessor (`.minnctapersm`) | 1 |
@@ -117,7 +189,7 @@ impl Parse for Contract {
 /// | `local_memory = "why"` | the kernel may keep variables in local memory | it may not |
 #[proc_macro_attribute]
 pub fn kernel(attr: TokenStream, item: TokenStream) -> TokenStream {
-    let attribute = proc_macro2::TokenStream::from(attr.clone());
+    let attribute = TokenStream2::from(attr.clone());
     let contract = parse_macro_input!(attr as Contract);
     let function = parse_macro_input!(item as ItemFn);
     expand(attribute, contract, function).unwrap_or_else(syn::Error::into_compile_error).into()
@@ -125,19 +197,80 @@ pub fn kernel(attr: TokenStream, item: TokenStream) -> TokenStream {
 
 /// Makes a struct that a kernel can take as its only parameter: `#[repr(C)]`, plain data, no
 /// padding.
+///
+/// `#[kernel_args(requires(..))]` gives it clauses, which name fields by `self`. Each kernel that
+/// takes the struct requires them in front of its own. A kernel whose struct has this one in a
+/// field says `requires(..Name(args.field))`. Struct and kernels are in one crate.
 #[proc_macro_attribute]
 pub fn kernel_args(attr: TokenStream, item: TokenStream) -> TokenStream {
-    if !attr.is_empty() {
-        let error =
-            syn::Error::new_spanned(proc_macro2::TokenStream::from(attr), "kernel_args takes nothing");
-        return error.into_compile_error().into();
-    }
+    let StructContract(requires) = parse_macro_input!(attr as StructContract);
     let item = parse_macro_input!(item as ItemStruct);
     if !matches!(item.fields, Fields::Named(_)) {
         return syn::Error::new_spanned(item, "name the fields").into_compile_error().into();
     }
     let plain = plain_data();
-    quote!(#plain #item).into()
+    let contract = struct_contract(&item, &requires);
+    quote!(#plain #item #contract).into()
+}
+
+/// Arguments of `#[kernel_args]`.
+struct StructContract(Vec<Expr>);
+
+impl Parse for StructContract {
+    fn parse(input: ParseStream) -> syn::Result<Self> {
+        if input.is_empty() {
+            return Ok(StructContract(Vec::new()));
+        }
+        let key: Ident = input.parse()?;
+        if key != "requires" {
+            return Err(syn::Error::new(key.span(), "expected requires(..)"));
+        }
+        Ok(StructContract(clauses(input)?))
+    }
+}
+
+/// The clauses of a struct: for the host an implementation of `Contract`, for the device a macro
+/// with the struct's name, so that whatever imports the struct imports the macro as well. It puts
+/// the assumptions into the kernel one by one. A function that makes all of them gives other code.
+fn struct_contract(item: &ItemStruct, requires: &[Expr]) -> TokenStream2 {
+    let name = &item.ident;
+    let macro_name = format_ident!("__clauses_of_{name}");
+    let this = format_ident!("self");
+    let spelled = |text: String| quote!(::epoxide_simt::launch::spelled(#text, path));
+    let checks = requires.iter().map(|clause| check(clause, &quote!(kernel), &[&this], &spelled));
+    let names: Vec<_> = (0..requires.len()).map(|n| format_ident!("__clause_{n}")).collect();
+    quote! {
+        #[cfg(not(target_arch = "nvptx64"))]
+        impl ::epoxide_simt::launch::Contract for #name {
+            fn check(
+                &self,
+                kernel: &'static str,
+                path: &str,
+            ) -> ::core::result::Result<(), ::epoxide_simt::launch::ContractError> {
+                let _ = (kernel, path);
+                #(#checks)*
+                ::core::result::Result::Ok(())
+            }
+        }
+
+        #[allow(dead_code)]
+        impl #name {
+            #(
+                #[doc(hidden)]
+                #[inline(always)]
+                pub fn #names(&self) -> bool {
+                    #requires
+                }
+            )*
+        }
+
+        #[allow(unused_macros)]
+        macro_rules! #macro_name {
+            ($args:expr) => { #(::core::hint::assert_unchecked($args.#names());)* };
+        }
+        #[allow(unused_imports)]
+        pub(crate) use #macro_name as #name;
+    }
 }
 
 /// Makes a function that kernels call: always inlined, since PTX of the builder has no functions.
@@ -145,18 +278,18 @@ pub fn kernel_args(attr: TokenStream, item: TokenStream) -> TokenStream {
 #[proc_macro_attribute]
 pub fn device(attr: TokenStream, item: TokenStream) -> TokenStream {
     if !attr.is_empty() {
-        let error = syn::Error::new_spanned(proc_macro2::TokenStream::from(attr), "device takes nothing");
+        let error = syn::Error::new_spanned(TokenStream2::from(attr), "device takes nothing");
         return error.into_compile_error().into();
     }
-    let ItemFn { attrs, vis, sig, block } = parse_macro_input!(item as ItemFn);
+    let DeviceFn { attrs, vis, sig, body } = parse_macro_input!(item as DeviceFn);
     let body = match sig.unsafety {
         // SAFETY, in what it writes: the function's own safety section is the contract.
         Some(_) => quote!({
             #[allow(unused_unsafe)]
             // SAFETY: the caller upholds what the function's documentation asks for.
-            unsafe #block
+            unsafe #body
         }),
-        None => quote!(#block),
+        None => quote!(#body),
     };
     quote! {
         #(#attrs)*
@@ -167,8 +300,28 @@ pub fn device(attr: TokenStream, item: TokenStream) -> TokenStream {
     .into()
 }
 
+/// A function whose body stays as it is written: parsed and printed again, what a macro has put
+/// there could become something else.
+struct DeviceFn {
+    attrs: Vec<Attribute>,
+    vis: Visibility,
+    sig: Signature,
+    body: Group,
+}
+
+impl Parse for DeviceFn {
+    fn parse(input: ParseStream) -> syn::Result<Self> {
+        Ok(DeviceFn {
+            attrs: input.call(Attribute::parse_outer)?,
+            vis: input.parse()?,
+            sig: input.parse()?,
+            body: input.parse()?,
+        })
+    }
+}
+
 /// Attributes that make a struct plain data for host and device.
-fn plain_data() -> proc_macro2::TokenStream {
+fn plain_data() -> TokenStream2 {
     quote! {
         #[derive(
             Clone, Copy, Debug,
@@ -179,11 +332,7 @@ fn plain_data() -> proc_macro2::TokenStream {
     }
 }
 
-fn expand(
-    attribute: proc_macro2::TokenStream,
-    contract: Contract,
-    function: ItemFn,
-) -> syn::Result<proc_macro2::TokenStream> {
+fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn::Result<TokenStream2> {
     let docs: Vec<_> = function.attrs.iter().filter(|a| a.path().is_ident("doc")).collect();
     let name = &function.sig.ident;
     let (body_name, type_name) =
@@ -214,22 +363,17 @@ fn expand(
         ),
     };
     let unpacked = if names.is_empty() { quote!() } else { quote!(let #arg_type { #(#names,)* .. } = #arg;) };
-    let looked_at: Vec<&Ident> = taken.clone();
-
-    let checks = contract.requires.iter().map(|clause| {
-        let text = quote!(#clause).to_string();
-        let values = values_of(clause, &looked_at);
-        quote! {
-            if !(#clause) {
-                return ::core::result::Result::Err(::epoxide_simt::launch::ContractError {
-                    kernel: stringify!(#name), clause: #text, values: #values,
-                });
-            }
-        }
-    });
-    // The host has checked every clause before the launch, so the device may rely on them. For one,
-    // divisions by a clause's non-zero value need no trap.
-    let assumptions = &contract.requires;
+    // The clauses of a struct that kernels share come first.
+    let of_struct = match (&names[..], &arg_type) {
+        ([], Type::Path(of)) if size_of_type(&arg_type).is_err() => Some(Clause::Of(
+            ExprPath { attrs: Vec::new(), qself: None, path: of.path.clone() },
+            parse_quote!(#arg),
+        )),
+        _ => None,
+    };
+    let requires: Vec<_> = of_struct.iter().chain(&contract.requires).collect();
+    let checks = requires.iter().map(|clause| clause.check(&quote!(stringify!(#name)), &taken));
+    let assumptions = requires.iter().map(|clause| clause.assume());
     let source = source_hash([
         attribute,
         quote!(#name),
@@ -276,7 +420,7 @@ fn expand(
             unsafe {
                 #wait
                 #unpacked
-                #(::core::hint::assert_unchecked(#assumptions);)*
+                #(#assumptions)*
                 #block
             }
         }
@@ -371,13 +515,13 @@ fn description(name: &str, arg: &str, dependent: bool, source: u64, local: Optio
 }
 
 /// A hash (FNV-1a) of tokens that no white space and no comment changes.
-fn source_hash(parts: [proc_macro2::TokenStream; 4]) -> u64 {
+fn source_hash(parts: [TokenStream2; 4]) -> u64 {
     fn absorb(hash: &mut u64, text: &str) {
         for byte in text.bytes().chain([0]) {
             *hash = (*hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         }
     }
-    fn walk(hash: &mut u64, tokens: proc_macro2::TokenStream) {
+    fn walk(hash: &mut u64, tokens: TokenStream2) {
         for token in tokens {
             match token {
                 TokenTree::Group(group) => {
@@ -415,7 +559,7 @@ struct Arguments<'f> {
     arg: Ident,
     arg_type: Type,
     /// Where the attribute makes it: its declaration, and the kernel's parameters.
-    declaration: proc_macro2::TokenStream,
+    declaration: TokenStream2,
     names: Vec<&'f Ident>,
 }
 
@@ -475,8 +619,8 @@ fn size_of_type(of: &Type) -> syn::Result<usize> {
 }
 
 /// Values for the error of a clause: both sides of a comparison, or each argument in any other
-/// clause.
-fn values_of(clause: &Expr, arguments: &[&Ident]) -> proc_macro2::TokenStream {
+/// clause. `spelled` makes a `String` of an argument's text.
+fn values_of(clause: &Expr, arguments: &[&Ident], spelled: &dyn Fn(String) -> TokenStream2) -> TokenStream2 {
     if let Expr::Binary(b) = clause
         && is_comparison(&b.op)
     {
@@ -489,7 +633,10 @@ fn values_of(clause: &Expr, arguments: &[&Ident]) -> proc_macro2::TokenStream {
     let pairs = leaves.into_iter().map(|leaf| (quote!(#leaf).to_string().replace(' ', ""), leaf));
     let shown = pairs.filter(|(text, _)| seen.insert(text.clone()));
     let parts: Vec<_> = shown
-        .map(|(text, leaf)| quote!(::epoxide_simt::__private::format!("{} = {:?}", #text, #leaf)))
+        .map(|(text, leaf)| {
+            let text = spelled(text);
+            quote!(::epoxide_simt::__private::format!("{} = {:?}", #text, #leaf))
+        })
         .collect();
     quote! {{
         let parts: &[::epoxide_simt::__private::String] = &[#(#parts),*];

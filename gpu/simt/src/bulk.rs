@@ -4,6 +4,7 @@
 #[cfg(target_arch = "nvptx64")]
 use core::arch::asm;
 
+use super::device;
 use super::mbarrier::{Mbarrier, Ready};
 
 device_fns! {
@@ -64,8 +65,7 @@ device_fns! {
 ///
 /// # Safety
 /// As [`bulk_load_raw`].
-#[inline(always)]
+#[device]
 pub unsafe fn bulk_load(dst_shared: u32, src: u64, bytes: u32, mbar: Mbarrier<Ready>) {
-    // SAFETY: passed on to the caller.
-    unsafe { bulk_load_raw(dst_shared, src, bytes, mbar.offset()) }
+    bulk_load_raw(dst_shared, src, bytes, mbar.offset())
 }

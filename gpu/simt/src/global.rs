@@ -5,6 +5,7 @@ use core::marker::PhantomData;
 
 use bytemuck::{Pod, Zeroable};
 
+use crate::device;
 use crate::device_ptr::DevicePtr;
 use crate::memory::*;
 
@@ -33,15 +34,13 @@ macro_rules! elements {
         impl sealed::Sealed for $ty {}
         impl Element for $ty {
             const BYTES: u64 = $bytes;
-            #[inline(always)]
+            #[device]
             unsafe fn load(p: u64) -> Self {
-                // SAFETY: the caller vouches for `p`.
-                unsafe { $load(p) }
+                $load(p)
             }
-            #[inline(always)]
+            #[device]
             unsafe fn store(p: u64, v: Self) {
-                // SAFETY: the caller vouches for `p`.
-                unsafe { $store(p, v) }
+                $store(p, v)
             }
         }
     )* };
@@ -89,7 +88,7 @@ impl<T> Global<T> {
     }
 
     /// The address of its first element.
-    #[inline(always)]
+    #[device]
     pub const fn address(self) -> u64 {
         self.address.0
     }
@@ -103,7 +102,7 @@ impl<T> From<DevicePtr> for Global<T> {
 
 impl<T: Element> Global<T> {
     /// The address of element `i`, for instructions that take one.
-    #[inline(always)]
+    #[device]
     pub fn at(self, i: u32) -> u64 {
         self.address.0 + i as u64 * T::BYTES
     }
@@ -112,19 +111,17 @@ impl<T: Element> Global<T> {
     ///
     /// # Safety
     /// The array is live and has that element.
-    #[inline(always)]
+    #[device]
     pub unsafe fn ld(self, i: u32) -> T {
-        // SAFETY: the caller vouches for the element.
-        unsafe { T::load(self.at(i)) }
+        T::load(self.at(i))
     }
 
     /// Stores element `i`, weak: `st.global`.
     ///
     /// # Safety
     /// The array is live and writable, and has that element.
-    #[inline(always)]
+    #[device]
     pub unsafe fn st(self, i: u32, v: T) {
-        // SAFETY: the caller vouches for the element.
-        unsafe { T::store(self.at(i), v) }
+        T::store(self.at(i), v)
     }
 }

@@ -59,6 +59,15 @@ pub unsafe trait Entry {
     const INFO: KernelInfo;
 }
 
+/// The clauses of a struct that kernels share. `#[kernel_args]` implements it.
+pub trait Contract: Pod {
+    /// Checks the clauses, in their order. `path` is what kernel `kernel` calls the struct.
+    ///
+    /// # Errors
+    /// The first clause that does not hold.
+    fn check(&self, kernel: &'static str, path: &str) -> Result<(), ContractError>;
+}
+
 /// The shape of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
@@ -130,7 +139,7 @@ impl<K: Entry> Call<K> {
     pub fn shape(&self) -> Result<Shape, ContractError> {
         let missing = |clause| ContractError {
             kernel: K::INFO.name,
-            clause,
+            clause: String::from(clause),
             values: String::from("its attribute names none; launch it with a shape of your own"),
         };
         let grid = self.named.grid.ok_or_else(|| missing("grid = .."))?;
@@ -145,7 +154,9 @@ impl<K: Entry> Call<K> {
     /// or the block is empty or larger than `threads`.
     pub fn shape_of(&self, grid: u32, block: u32, shared_bytes: u32) -> Result<Shape, ContractError> {
         let Named { grid: want_grid, block: want_block, shared_bytes: want_shared } = self.named;
-        let error = |clause, values| Err(ContractError { kernel: K::INFO.name, clause, values });
+        let error = |clause: &str, values| {
+            Err(ContractError { kernel: K::INFO.name, clause: String::from(clause), values })
+        };
         if let Some(want) = want_grid
             && want != grid
         {
@@ -177,8 +188,8 @@ impl<K: Entry> Call<K> {
 pub struct ContractError {
     /// The kernel.
     pub kernel: &'static str,
-    /// The clause as written.
-    pub clause: &'static str,
+    /// The clause as written. In one of the argument struct, the argument's name stands for `self`.
+    pub clause: String,
     /// The values of both sides of a comparison, or the arguments of another clause.
     pub values: String,
 }
@@ -197,12 +208,26 @@ impl fmt::Debug for ContractError {
 
 impl core::error::Error for ContractError {}
 
+/// The text of a clause of an argument struct, with `path` in place of `self`.
+#[doc(hidden)]
+pub fn spelled(text: &str, path: &str) -> String {
+    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    let mut words = text.split("self");
+    let mut spelled = String::from(words.next().unwrap_or_default());
+    for word in words {
+        let is_inside = spelled.ends_with(is_word) || word.starts_with(is_word);
+        spelled.push_str(if is_inside { "self" } else { path });
+        spelled.push_str(word);
+    }
+    spelled
+}
+
 #[cfg(test)]
 mod tests {
     use alloc::string::ToString;
 
     use super::*;
-    use crate::{Global, kernel};
+    use crate::{Global, kernel, kernel_args};
 
     const THREADS: u32 = 64;
 
@@ -257,5 +282,61 @@ mod tests {
         assert_eq!(error.to_string(), "kernel shaped requires len >= 1: 0 against 1");
         let error = Shaped::call(Global::new(16), 3).err().unwrap();
         assert_eq!(error.to_string(), "kernel shaped requires len.is_multiple_of(2): len = 3");
+    }
+
+    /// What both kernels below read.
+    #[kernel_args(requires(
+        self.myself >= 1,
+        self.myself.is_power_of_two(),
+        self.first + self.myself <= MOST,
+    ))]
+    pub struct Rows {
+        first: u32,
+        myself: u32,
+    }
+    const MOST: u32 = 100;
+
+    #[kernel_args]
+    pub struct OfPair {
+        rows: Rows,
+        out: Global<u32>,
+    }
+
+    #[kernel(threads = 128, requires(args.myself < 32))]
+    unsafe fn few_rows(args: Rows) {
+        let _ = args;
+    }
+
+    #[kernel(threads = 128, requires(..Rows(args.rows), args.rows.myself > 2))]
+    unsafe fn nested(args: OfPair) {
+        args.out.st(args.rows.first, args.rows.myself);
+    }
+
+    #[test]
+    fn clauses_of_a_struct_hold_for_each_kernel_that_takes_it() {
+        let text = |rows| match FewRows::call(rows) {
+            Ok(_) => String::new(),
+            Err(error) => error.to_string(),
+        };
+        assert_eq!(text(Rows { first: 0, myself: 8 }), "");
+        assert_eq!(
+            text(Rows { first: 0, myself: 0 }),
+            "kernel few_rows requires args.myself >= 1: 0 against 1"
+        );
+        assert_eq!(
+            text(Rows { first: 0, myself: 3 }),
+            "kernel few_rows requires args.myself.is_power_of_two(): args.myself = 3"
+        );
+        assert_eq!(
+            text(Rows { first: 0, myself: 64 }),
+            "kernel few_rows requires args.myself < 32: 64 against 32"
+        );
+        let of_pair = |first, myself| OfPair { rows: Rows { first, myself }, out: Global::new(16) };
+        let text = |args| Nested::call(args).err().unwrap().to_string();
+        assert_eq!(
+            text(of_pair(99, 4)),
+            "kernel nested requires args.rows.first + args.rows.myself <= MOST: 103 against 100"
+        );
+        assert_eq!(text(of_pair(0, 2)), "kernel nested requires args.rows.myself > 2: 2 against 2");
     }
 }

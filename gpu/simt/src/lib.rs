@@ -96,7 +96,75 @@ pub mod ptx;
 pub use bulk::*;
 pub use convert::*;
 pub use device_ptr::DevicePtr;
-pub use epoxide_macros::{device, kernel, kernel_args};
+/// ```
+/// use epoxide_simt::*;
+///
+/// /// The sum of the first two elements.
+/// ///
+/// /// # Safety
+/// /// The array is live and has two elements.
+/// #[device]
+/// unsafe fn first_two(x: Global<u32>) -> u32 {
+///     x.ld(0) + x.ld(1)
+/// }
+/// ```
+///
+/// A function that is not unsafe itself needs a block for unsafe things, and so does its caller
+/// for a function that is:
+///
+/// ```compile_fail,E0133
+/// # use epoxide_simt::*;
+/// #[device]
+/// fn first(x: Global<u32>) -> u32 {
+///     x.ld(0)
+/// }
+/// ```
+///
+/// ```compile_fail,E0133
+/// # use epoxide_simt::*;
+/// # #[device]
+/// # unsafe fn first_two(x: Global<u32>) -> u32 {
+/// #     x.ld(0) + x.ld(1)
+/// # }
+/// fn caller(x: Global<u32>) -> u32 {
+///     first_two(x)
+/// }
+/// ```
+pub use epoxide_macros::device;
+pub use epoxide_macros::kernel;
+/// ```
+/// use epoxide_simt::*;
+///
+/// #[kernel_args(requires(self.len >= 1))]
+/// pub struct Rows {
+///     pub data: Global<u32>,
+///     pub len: u64,
+/// }
+///
+/// #[kernel(threads = 256, requires(args.len <= 1000))]
+/// pub unsafe fn clear(args: Rows) {
+///     block_stride!(i in 0..args.len as u32 => { args.data.st(i, 0) });
+/// }
+/// # fn main() {
+/// let error = Clear::call(Rows { data: Global::new(16), len: 0 }).err().unwrap();
+/// assert_eq!(error.to_string(), "kernel clear requires args.len >= 1: 0 against 1");
+/// # }
+/// ```
+///
+/// Clauses name fields, and fields have names:
+///
+/// ```compile_fail
+/// #[epoxide_simt::kernel_args(requires(len >= 1))]
+/// pub struct Rows {
+///     pub len: u64,
+/// }
+/// ```
+///
+/// ```compile_fail
+/// #[epoxide_simt::kernel_args]
+/// pub struct Rows(u64);
+/// ```
+pub use epoxide_macros::kernel_args;
 pub use global::{Element, Global};
 pub use memory::*;
 pub use nvvm::assume;

@@ -1,7 +1,33 @@
 //! Loops, and asserts on structs that host and device share.
 
-/// Runs a block for every index of a range, the threads of the whole grid side by side. Thread `t`
-/// of `n` takes the indices `start + t`, `start + t + n`, and so on. Indices are `u32`.
+/// Runs a block for each `step`-th index of a range, for each one where there is no step. The range
+/// is evaluated once, the step in each turn. Indices are numbers of any type.
+///
+/// ```
+/// let mut seen = [0; 10];
+/// epoxide_simt::stride!(i in 2..10, 3 => { seen[i] += 1 });
+/// assert_eq!(seen, [0, 0, 1, 0, 0, 1, 0, 0, 1, 0]);
+/// epoxide_simt::stride!(i in 0..10 => { seen[i] += 1 });
+/// assert_eq!(seen, [1, 1, 2, 1, 1, 2, 1, 1, 2, 1]);
+/// ```
+///
+/// The index grows behind the block, as in a loop that is written out. An iterator would take the
+/// next one first and keep both in registers. So the block has no `continue`; it may `break`.
+#[macro_export]
+macro_rules! stride {
+    ($i:ident in $range:expr => $body:block) => { $crate::stride!($i in $range, 1 => $body) };
+    ($i:ident in $range:expr, $step:expr => $body:block) => {{
+        let ::core::ops::Range { start: mut next, end } = $range;
+        while next < end {
+            let $i = next;
+            $body
+            next += $step;
+        }
+    }};
+}
+
+/// [`stride!`] by the threads of the whole grid, side by side. Thread `t` of `n` takes the indices
+/// `start + t`, `start + t + n`, and so on. Indices are `u32`.
 ///
 /// ```text
 /// grid_stride!(i in 0..len => { out.st(i, a.ld(i)); });
@@ -10,33 +36,22 @@
 /// No collective inside: threads leave the loop at different times.
 #[macro_export]
 macro_rules! grid_stride {
-    ($i:ident in $start:literal .. $end:expr => $body:block) => { $crate::grid_stride!(@ $i, $start, $end, $body) };
-    ($i:ident in ($start:expr) .. $end:expr => $body:block) => { $crate::grid_stride!(@ $i, $start, $end, $body) };
-    (@ $i:ident, $start:expr, $end:expr, $body:block) => {{
-        let (mut next, end): (u32, u32) = ($start + $crate::ctaid() * $crate::ntid() + $crate::tid(), $end);
-        while next < end {
-            let $i = next;
-            $body
-            next += $crate::nctaid() * $crate::ntid();
-        }
+    ($i:ident in $range:expr => $body:block) => {{
+        let range: ::core::ops::Range<u32> = $range;
+        let first = range.start + $crate::ctaid() * $crate::ntid() + $crate::tid();
+        $crate::stride!($i in first..range.end, $crate::nctaid() * $crate::ntid() => $body)
     }};
 }
 
-/// Runs a block for every index of a range, the threads of each block side by side. Thread `t` of
-/// `n` takes the indices `start + t`, `start + t + n`, and so on. Indices are `u32`.
+/// [`stride!`] by the threads of each block, side by side. Thread `t` of `n` takes the indices
+/// `start + t`, `start + t + n`, and so on. Indices are `u32`.
 ///
 /// No collective inside: threads leave the loop at different times.
 #[macro_export]
 macro_rules! block_stride {
-    ($i:ident in $start:literal .. $end:expr => $body:block) => { $crate::block_stride!(@ $i, $start, $end, $body) };
-    ($i:ident in ($start:expr) .. $end:expr => $body:block) => { $crate::block_stride!(@ $i, $start, $end, $body) };
-    (@ $i:ident, $start:expr, $end:expr, $body:block) => {{
-        let (mut next, end): (u32, u32) = ($start + $crate::tid(), $end);
-        while next < end {
-            let $i = next;
-            $body
-            next += $crate::ntid();
-        }
+    ($i:ident in $range:expr => $body:block) => {{
+        let range: ::core::ops::Range<u32> = $range;
+        $crate::stride!($i in range.start + $crate::tid()..range.end, $crate::ntid() => $body)
     }};
 }
 

@@ -6,6 +6,8 @@ use core::marker::PhantomData;
 #[cfg(target_arch = "nvptx64")]
 use core::arch::asm;
 
+use crate::device;
+
 /// State of a barrier whose memory is not initialised.
 #[derive(Clone, Copy)]
 pub struct Uninit;
@@ -28,7 +30,7 @@ impl Mbarrier<Uninit> {
     ///
     /// # Safety
     /// `offset` is inside the block's shared memory, 8-byte aligned, and used for nothing else.
-    #[inline(always)]
+    #[device]
     pub unsafe fn at(offset: u32) -> Self {
         Self { offset, state: PhantomData }
     }
@@ -40,10 +42,9 @@ impl Mbarrier<Uninit> {
     ///
     /// # Safety
     /// No thread uses the barrier yet.
-    #[inline(always)]
+    #[device]
     pub unsafe fn init(self, count: u32) -> Mbarrier<Ready> {
-        // SAFETY: `at` vouched for the offset.
-        unsafe { mbarrier_init(self.offset, count) };
+        mbarrier_init(self.offset, count);
         Mbarrier { offset: self.offset, state: PhantomData }
     }
 
@@ -51,7 +52,7 @@ impl Mbarrier<Uninit> {
     ///
     /// # Safety
     /// It has been, and that is ordered before this call.
-    #[inline(always)]
+    #[device]
     pub unsafe fn assume_ready(self) -> Mbarrier<Ready> {
         Mbarrier { offset: self.offset, state: PhantomData }
     }
@@ -59,7 +60,7 @@ impl Mbarrier<Uninit> {
 
 impl Mbarrier<Ready> {
     /// Offset in the shared window.
-    #[inline(always)]
+    #[device]
     pub fn offset(self) -> u32 {
         self.offset
     }
@@ -69,20 +70,18 @@ impl Mbarrier<Ready> {
     ///
     /// # Safety
     /// The phase still lacks this arrival.
-    #[inline(always)]
+    #[device]
     pub unsafe fn arrive_expect_tx(self, bytes: u32) {
-        // SAFETY: passed on to the caller.
-        unsafe { mbarrier_arrive_expect_tx(self.offset, bytes) }
+        mbarrier_arrive_expect_tx(self.offset, bytes)
     }
 
     /// Waits until the phase of this parity has completed; then the bytes it counted are visible.
     ///
     /// # Safety
     /// The phase will complete: its copies are under way.
-    #[inline(always)]
+    #[device]
     pub unsafe fn wait(self, parity: u32) {
-        // SAFETY: passed on to the caller.
-        while !unsafe { mbarrier_try_wait_parity(self.offset, parity) } {}
+        while !mbarrier_try_wait_parity(self.offset, parity) {}
     }
 }
 

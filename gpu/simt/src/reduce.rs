@@ -1,16 +1,19 @@
 //! Reductions over a warp and over a block.
 
+use crate::device;
 use crate::order::barrier_sync;
 use crate::shared::SharedArray;
 use crate::sreg::{laneid, ntid, tid};
 use crate::warp::shfl_bfly_u32;
 
 /// Combines the values of all lanes, in the same order in every lane.
-#[inline(always)]
+///
+/// # Safety
+/// All 32 lanes call it.
+#[device]
 unsafe fn warp_reduce(mut v: f32, combine: impl Fn(f32, f32) -> f32) -> f32 {
     crate::unroll!(5, N => {
-        // SAFETY: the caller says that all 32 lanes call it.
-        let theirs = unsafe { shfl_bfly_u32::<{ 16 >> N }>(v.to_bits()) };
+        let theirs = shfl_bfly_u32::<{ 16 >> N }>(v.to_bits());
         v = combine(v, f32::from_bits(theirs));
     });
     v
@@ -20,10 +23,9 @@ unsafe fn warp_reduce(mut v: f32, combine: impl Fn(f32, f32) -> f32) -> f32 {
 ///
 /// # Safety
 /// All 32 lanes call it.
-#[inline(always)]
+#[device]
 pub unsafe fn warp_sum_f32(v: f32) -> f32 {
-    // SAFETY: the caller vouches for the lanes.
-    unsafe { warp_reduce(v, |a, b| a + b) }
+    warp_reduce(v, |a, b| a + b)
 }
 
 /// The largest value of all lanes of the warp: five `shfl.sync.bfly.b32` and comparisons. Values
@@ -31,37 +33,35 @@ pub unsafe fn warp_sum_f32(v: f32) -> f32 {
 ///
 /// # Safety
 /// All 32 lanes call it.
-#[inline(always)]
+#[device]
 pub unsafe fn warp_max_f32(v: f32) -> f32 {
-    // SAFETY: the caller vouches for the lanes.
-    unsafe { warp_reduce(v, |a, b| if b > a { b } else { a }) }
+    warp_reduce(v, |a, b| if b > a { b } else { a })
 }
 
 /// Combines the values of all threads of the block. `neutral` changes no value.
-#[inline(always)]
+///
+/// # Safety
+/// All threads of the block call it, in whole warps, and no other code uses `scratch` meanwhile.
+#[device]
 unsafe fn block_reduce(
     v: f32,
     neutral: f32,
     scratch: SharedArray<f32, 32>,
     combine: impl Fn(f32, f32) -> f32,
 ) -> f32 {
-    // SAFETY: the caller says that all threads of the block call it, in whole warps, and gives the
-    // memory to it alone.
-    unsafe {
-        let (lane, warps) = (laneid(), ntid() / 32);
-        let of_warp = warp_reduce(v, &combine);
-        if lane == 0 {
-            scratch.st(tid() / 32, of_warp);
-        }
-        barrier_sync();
-        // Lanes without a warp of their own load the last one's: no branch in front of the
-        // collective.
-        let theirs = scratch.ld(lane.min(warps - 1));
-        let total = warp_reduce(if lane < warps { theirs } else { neutral }, &combine);
-        // The next reduction may write the memory.
-        barrier_sync();
-        total
+    let (lane, warps) = (laneid(), ntid() / 32);
+    let of_warp = warp_reduce(v, &combine);
+    if lane == 0 {
+        scratch.st(tid() / 32, of_warp);
     }
+    barrier_sync();
+    // Lanes without a warp of their own load the last one's: no branch in front of the
+    // collective.
+    let theirs = scratch.ld(lane.min(warps - 1));
+    let total = warp_reduce(if lane < warps { theirs } else { neutral }, &combine);
+    // The next reduction may write the memory.
+    barrier_sync();
+    total
 }
 
 /// The sum over all threads of the block, in a fixed order. Two block barriers.
@@ -69,10 +69,9 @@ unsafe fn block_reduce(
 /// # Safety
 /// All threads of the block call it; the block has whole warps; no other code uses `scratch`
 /// meanwhile.
-#[inline(always)]
+#[device]
 pub unsafe fn block_sum_f32(v: f32, scratch: SharedArray<f32, 32>) -> f32 {
-    // SAFETY: the caller vouches for the threads and the memory.
-    unsafe { block_reduce(v, 0.0, scratch, |a, b| a + b) }
+    block_reduce(v, 0.0, scratch, |a, b| a + b)
 }
 
 /// The largest value of all threads of the block. Two block barriers. Values are numbers.
@@ -80,8 +79,7 @@ pub unsafe fn block_sum_f32(v: f32, scratch: SharedArray<f32, 32>) -> f32 {
 /// # Safety
 /// All threads of the block call it; the block has whole warps; no other code uses `scratch`
 /// meanwhile.
-#[inline(always)]
+#[device]
 pub unsafe fn block_max_f32(v: f32, scratch: SharedArray<f32, 32>) -> f32 {
-    // SAFETY: the caller vouches for the threads and the memory.
-    unsafe { block_reduce(v, f32::NEG_INFINITY, scratch, |a, b| if b > a { b } else { a }) }
+    block_reduce(v, f32::NEG_INFINITY, scratch, |a, b| if b > a { b } else { a })
 }

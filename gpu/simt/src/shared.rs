@@ -2,6 +2,7 @@
 
 use core::marker::PhantomData;
 
+use crate::device;
 use crate::memory::*;
 
 /// A number of four bytes that one instruction moves to or from shared memory.
@@ -26,15 +27,13 @@ macro_rules! elements {
     ($($ty:ty: $from:expr, $into:expr;)*) => { $(
         impl sealed::Sealed for $ty {}
         impl SharedElement for $ty {
-            #[inline(always)]
+            #[device]
             unsafe fn load(s: u32) -> Self {
-                // SAFETY: the caller vouches for `s`.
-                $from(unsafe { ld_shared_u32(s) })
+                $from(ld_shared_u32(s))
             }
-            #[inline(always)]
+            #[device]
             unsafe fn store(s: u32, v: Self) {
-                // SAFETY: the caller vouches for `s`.
-                unsafe { st_shared_u32(s, $into(v)) }
+                st_shared_u32(s, $into(v))
             }
         }
     )* };
@@ -79,27 +78,25 @@ impl<T: SharedElement, const N: usize> SharedArray<T, N> {
     /// # Safety
     /// The launch gives the block this memory, `i` is below `N`, and no other thread writes the
     /// element meanwhile.
-    #[inline(always)]
+    #[device]
     pub unsafe fn ld(self, i: u32) -> T {
-        // SAFETY: the caller vouches for the element.
-        unsafe { T::load(self.at(i)) }
+        T::load(self.at(i))
     }
 
     /// Stores element `i`: `st.shared`.
     ///
     /// # Safety
     /// As [`ld`](Self::ld), and no other thread accesses the element meanwhile.
-    #[inline(always)]
+    #[device]
     pub unsafe fn st(self, i: u32, v: T) {
-        // SAFETY: the caller vouches for the element.
-        unsafe { T::store(self.at(i), v) }
+        T::store(self.at(i), v)
     }
 }
 
 /// Declares a block's shared memory as a struct of arrays of four-byte numbers.
 ///
-/// The struct is an offset in the shared window. It has a method for each field, and the constant
-/// `BYTES`, which both sides know. `pub struct` lies in dynamic shared memory, which the launch
+/// The struct has the offsets of its fields in the shared window. It has a method for each field, and
+/// the constant `BYTES`, which both sides know. `pub struct` lies in dynamic shared memory, which the launch
 /// gives the block: the kernel's attribute says `shared = Tiles::BYTES`, and the kernel calls
 /// `Tiles::dynamic()`. `pub static struct` has memory of its own, which the PTX declares, and the
 /// kernel calls `Tiles::get()`.
@@ -165,7 +162,10 @@ macro_rules! shared {
     }) => {
         $(#[$meta])*
         #[derive(Clone, Copy)]
-        $vis struct $name(u32);
+        #[allow(dead_code)]
+        $vis struct $name {
+            $( $field: $crate::SharedArray<$of, { $len }> ),*
+        }
         const _: () = {
             #[allow(dead_code)]
             #[repr(C, align(16))]
@@ -177,7 +177,13 @@ macro_rules! shared {
                 /// The struct at this offset of the shared window, a multiple of 16.
                 #[inline(always)]
                 $vis const fn at(offset: u32) -> Self {
-                    $name(offset)
+                    $name {
+                        $(
+                            $field: $crate::SharedArray::new(
+                                offset + ::core::mem::offset_of!(Layout, $field) as u32
+                            )
+                        ),*
+                    }
                 }
 
                 $(
@@ -185,7 +191,7 @@ macro_rules! shared {
                     #[inline(always)]
                     #[allow(dead_code)]
                     $vis fn $field(self) -> $crate::SharedArray<$of, { $len }> {
-                        $crate::SharedArray::new(self.0 + ::core::mem::offset_of!(Layout, $field) as u32)
+                        self.$field
                     }
                 )*
             }

@@ -5,6 +5,7 @@ use core::arch::asm;
 
 #[cfg(target_arch = "nvptx64")]
 use super::nvvm;
+use crate::device;
 
 device_fns! {
     /// Waits for all lanes and orders their memory accesses. `bar.warp.sync 0xffffffff;`
@@ -113,8 +114,7 @@ device_fns! {
 ///
 /// # Safety
 /// All 32 lanes call it; `src` is below 32.
-#[inline(always)]
+#[device]
 pub unsafe fn shfl_u64(v: u64, src: u32) -> u64 {
-    // SAFETY: passed on to the caller.
-    unsafe { shfl_u32(v as u32, src) as u64 | (shfl_u32((v >> 32) as u32, src) as u64) << 32 }
+    shfl_u32(v as u32, src) as u64 | (shfl_u32((v >> 32) as u32, src) as u64) << 32
 }

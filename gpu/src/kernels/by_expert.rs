@@ -15,48 +15,37 @@
 
 use core::mem::offset_of;
 
-use epoxide_macros::kernel;
-
-use super::epoch::{aborted, current_epoch, pool_at, send_packet, wait_packet};
+use super::epoch::{aborted, current_epoch, pool_at, send_count, wait_count};
 use super::ids::ld_id;
 use super::list::entry_at;
 use super::segments::sum_upto;
 use super::verdict::Verdict;
 use crate::layout::{
-    ExpertPlanArgs, MAX_LOCAL_EXPERTS, MAX_RANKS, MAX_TOPK, NumberArgs, PlanHeader, PlanStatus,
-    SEND_LIST_STRIDE, message,
+    ExpertPlanArgs, MAX_LOCAL_EXPERTS, NumberArgs, PlanHeader, PlanStatus, SEND_LIST_STRIDE, message,
 };
 use crate::simt::*;
 
-/// Loads of a lane that are in flight together: as many as `unroll4` repeats.
+/// Loads of a lane that are in flight together: as many as `unroll!(4, ..)` repeats.
 const TOGETHER: u32 = 4;
 
 /// Numbers the selections of each physical expert, in the order of tokens and entries. A warp takes
 /// an expert, and stops behind the last of its selections.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
-    requires(
-        args.num_topk >= 1,
-        args.num_topk <= MAX_TOPK,
-        args.num_experts >= 1,
-    )
-)]
+#[kernel(threads = 512, registers = 64, dependent)]
 pub unsafe fn number_selections(args: NumberArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
     let entries = args.num_tokens * args.num_topk;
-    let mut expert = tid() / 32 * nctaid() + ctaid();
-    while expert < args.num_experts {
+    stride!(expert in tid() / 32 * nctaid() + ctaid()..args.num_experts, nctaid() * warps => {
         let selections = ld_u32(args.num_tokens_per_expert.0 + expert as u64 * 4);
         let (mut first, mut number) = (0, 0);
         while number < selections && first < entries {
             let mut ids = [-1i64; TOGETHER as usize];
-            unroll4!(PART => {
+            unroll!(4, PART => {
                 let entry = first + PART as u32 * 32 + lane;
                 if entry < entries {
                     ids[PART] = ld_id(args.topk_idx, args.narrow_ids, entry as u64);
                 }
             });
-            unroll4!(PART => {
+            unroll!(4, PART => {
                 let hits = ballot(ids[PART] == expert as i64);
                 if ids[PART] == expert as i64 {
                     let entry = first + PART as u32 * 32 + lane;
@@ -67,32 +56,23 @@ pub unsafe fn number_selections(args: NumberArgs) {
             });
             first += TOGETHER * 32;
         }
-        expert += nctaid() * warps;
+    });
+}
+
+shared! {
+    struct PlanShared {
+        /// Rows that each local expert's segment takes, then where it begins; behind them, rows of
+        /// all segments.
+        segments: [u32; MAX_LOCAL_EXPERTS as usize + 1],
     }
 }
 
-/// Words of shared memory of `plan_by_expert`: what each local expert's segment takes, then where
-/// it begins.
-const SEGMENTS: u32 = 0;
-const WORDS: u32 = SEGMENTS + MAX_LOCAL_EXPERTS + 1;
-
 /// Dynamic shared memory of `plan_by_expert`, in bytes.
-pub const PLAN_BY_EXPERT_SHARED_BYTES: u32 = WORDS * 4;
+pub const PLAN_BY_EXPERT_SHARED_BYTES: u32 = PlanShared::BYTES;
 
 /// Plans where rows by expert go, behind `notify`. Block 0 plans for what comes here and sends the
 /// ranks their first rows; all blocks list what goes out.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 3, registers = 64, dependent,
-    requires(
-        args.num_topk >= 1,
-        args.num_topk <= MAX_TOPK,
-        args.local_experts >= 1,
-        args.local_experts <= MAX_LOCAL_EXPERTS,
-        args.comm.num_ranks >= 1,
-        args.comm.num_ranks <= MAX_RANKS as u32,
-        args.alignment.is_power_of_two(),
-    )
-)]
+#[kernel(threads = 512, barriers = 3, registers = 64, dependent)]
 pub unsafe fn plan_by_expert(args: ExpertPlanArgs) {
     let epoch = current_epoch(&args.comm);
     // The same on every rank, but for one that has given up.
@@ -127,167 +107,158 @@ pub unsafe fn plan_by_expert(args: ExpertPlanArgs) {
 
 /// Writes the plan's header, and publishes it to a host that waits for it. One thread of the grid
 /// calls it.
-#[inline(always)]
+///
+/// # Safety
+/// Both headers are live.
+#[device]
 unsafe fn answer(args: &ExpertPlanArgs, verdict: Verdict, rows: u32, epoch: u64) {
-    // SAFETY: both headers are live.
-    unsafe {
-        verdict.write(args.header.0, rows, epoch);
-        if !args.host.is_null() {
-            verdict.write(args.host.0, rows, epoch);
-            st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
-        }
+    verdict.write(args.header.0, rows, epoch);
+    if !args.host.is_null() {
+        verdict.write(args.host.0, rows, epoch);
+        st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
     }
 }
 
-/// Where a word of the block's shared memory is.
-#[inline(always)]
-fn word(index: u32) -> u32 {
-    dynamic_shared() + index * 4
+#[device]
+fn segments() -> SharedArray<u32, { MAX_LOCAL_EXPERTS as usize + 1 }> {
+    PlanShared::dynamic().segments()
 }
 
 /// Rows that a segment takes: sums saturate, so that more rows than can be counted are more than
 /// there is room for.
-#[inline(always)]
+#[device]
 fn aligned(rows: u32, alignment: u32) -> u32 {
     rows.saturating_add(alignment - 1) & !(alignment - 1)
 }
 
 /// Plans the segments of the local experts, sends each rank its first rows, and marks what is
 /// padding; gives the rows of all segments. All threads of block 0 call it.
-#[inline(always)]
+///
+/// # Safety
+/// Tables have an entry for each local expert; rows that are marked lie inside the pool.
+#[device]
 unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
-    // SAFETY: tables have an entry for each local expert; rows that are marked lie inside the pool.
-    unsafe {
-        let comm = &args.comm;
-        let (thread, lane, experts, ranks) = (tid(), laneid(), args.local_experts, comm.num_ranks);
-        let count = |source: u32, expert: u32| {
-            wait_packet::<true>(comm, source, message::EXPERT_COUNTS + expert, epoch).unwrap_or(0)
-        };
-        let mut expert = thread;
-        while expert < experts {
-            let (mut rows, mut source) = (0u32, 0);
-            while source < ranks {
-                rows = rows.saturating_add(count(source, expert));
-                source += 1;
+    let comm = &args.comm;
+    let (thread, lane, experts, ranks) = (tid(), laneid(), args.local_experts, comm.num_ranks);
+    let count = |source: u32, expert: u32| {
+        wait_count::<true>(comm, source, message::EXPERT_COUNTS + expert, epoch).unwrap_or(0)
+    };
+    block_stride!(expert in 0..experts => {
+        let mut rows = 0u32;
+        stride!(source in 0..ranks => {
+            rows = rows.saturating_add(count(source, expert));
+        });
+        st_u32(args.expert_counts.0 + expert as u64 * 4, rows);
+        st_shared_u32(segments().at(expert), aligned(rows, args.alignment));
+    });
+    barrier_sync();
+    if thread < 32 {
+        // Prefix sums, 32 experts at a time.
+        let (mut first, mut before) = (0, 0u32);
+        while first < experts {
+            let expert = first + lane;
+            let rows = if expert < experts { segments().ld(expert) } else { 0 };
+            let upto = sum_upto(rows, u32::saturating_add);
+            let front = shfl_u32(upto, lane.wrapping_sub(1) & 31);
+            let front = before.saturating_add(if lane == 0 { 0 } else { front });
+            if expert < experts {
+                segments().st(expert, front);
             }
-            st_u32(args.expert_counts.0 + expert as u64 * 4, rows);
-            st_shared_u32(word(SEGMENTS + expert), aligned(rows, args.alignment));
-            expert += ntid();
+            before = before.saturating_add(shfl_u32(upto, 31));
+            first += 32;
         }
-        barrier_sync();
-        if thread < 32 {
-            // Prefix sums, 32 experts at a time.
-            let (mut first, mut before) = (0, 0u32);
-            while first < experts {
-                let expert = first + lane;
-                let rows = if expert < experts { ld_shared_u32(word(SEGMENTS + expert)) } else { 0 };
-                let upto = sum_upto(rows, u32::saturating_add);
-                let front = shfl_u32(upto, lane.wrapping_sub(1) & 31);
-                let front = before.saturating_add(if lane == 0 { 0 } else { front });
-                if expert < experts {
-                    st_shared_u32(word(SEGMENTS + expert), front);
-                }
-                before = before.saturating_add(shfl_u32(upto, 31));
-                first += 32;
-            }
-            if lane == 0 {
-                st_shared_u32(word(SEGMENTS + experts), before);
-            }
+        if lane == 0 {
+            segments().st(experts, before);
         }
-        barrier_sync();
-        let total = ld_shared_u32(word(SEGMENTS + experts));
-        if thread < ranks {
-            send_packet::<true>(comm, thread, message::EXPERT_ROWS, total, epoch);
-        }
-        let mut expert = thread;
-        while expert < experts {
-            let start = ld_shared_u32(word(SEGMENTS + expert));
-            let (mut row, mut source) = (start, 0);
-            while source < ranks {
-                send_packet::<true>(comm, source, message::EXPERT_STARTS + expert, row, epoch);
-                row = row.saturating_add(count(source, expert));
-                source += 1;
-            }
-            st_u32(args.expert_starts.0 + expert as u64 * 4, start);
-            st_u32(args.psum_expert.0 + expert as u64 * 4, row);
-            expert += ntid();
-        }
-        if thread == 0 {
-            st_u32(args.expert_starts.0 + experts as u64 * 4, total);
-            st_u32(args.psum_expert.0 + experts as u64 * 4, total);
-        }
-        // Padding, a warp to an expert.
-        let source_of = pool_at::<true>(comm, comm.rank) + comm.pool.recv_src_idx;
-        let mut expert = thread / 32;
-        while expert < experts && total as u64 <= comm.pool.rows {
-            let rows = ld_u32(args.expert_counts.0 + expert as u64 * 4);
-            let mut row = ld_shared_u32(word(SEGMENTS + expert)) + rows + lane;
-            while row < ld_shared_u32(word(SEGMENTS + expert + 1)) {
-                st_u32(source_of + row as u64 * 4, u32::MAX);
-                row += 32;
-            }
-            expert += ntid() / 32;
-        }
-        total
     }
+    barrier_sync();
+    let total = segments().ld(experts);
+    if thread < ranks {
+        send_count::<true>(comm, thread, message::EXPERT_ROWS, total, epoch);
+    }
+    block_stride!(expert in 0..experts => {
+        let start = segments().ld(expert);
+        let mut row = start;
+        stride!(source in 0..ranks => {
+            send_count::<true>(comm, source, message::EXPERT_STARTS + expert, row, epoch);
+            row = row.saturating_add(count(source, expert));
+        });
+        st_u32(args.expert_starts.0 + expert as u64 * 4, start);
+        st_u32(args.psum_expert.0 + expert as u64 * 4, row);
+    });
+    if thread == 0 {
+        st_u32(args.expert_starts.0 + experts as u64 * 4, total);
+        st_u32(args.psum_expert.0 + experts as u64 * 4, total);
+    }
+    // Padding, a warp to an expert.
+    let source_of = pool_at::<true>(comm, comm.rank) + comm.pool.recv_src_idx;
+    let mut expert = thread / 32;
+    while expert < experts && total as u64 <= comm.pool.rows {
+        let rows = ld_u32(args.expert_counts.0 + expert as u64 * 4);
+        let mut row = segments().ld(expert) + rows + lane;
+        while row < segments().ld(expert + 1) {
+            st_u32(source_of + row as u64 * 4, u32::MAX);
+            row += 32;
+        }
+        expert += ntid() / 32;
+    }
+    total
 }
 
 /// Lists where each token's rows go: entry k of a token is its row at the rank of its expert k.
-#[inline(always)]
+///
+/// # Safety
+/// A token has a list; ids are those of physical experts, since the plan is ready.
+#[device]
 unsafe fn list_rows(args: &ExpertPlanArgs, epoch: u64) {
-    // SAFETY: a token has a list; ids are those of physical experts, since the plan is ready.
-    unsafe {
-        let experts = args.local_experts.max(1);
-        let mut at = ctaid() * ntid() + tid();
-        while at < args.num_tokens * SEND_LIST_STRIDE {
-            let (token, k) = (at / SEND_LIST_STRIDE, at % SEND_LIST_STRIDE);
-            let mut to = -1;
-            if k < args.num_topk {
-                let entry = token as u64 * args.num_topk as u64 + k as u64;
-                let id = ld_id(args.topk_idx, args.narrow_ids, entry);
-                if id >= 0 {
-                    let (rank, local) = (id as u32 / experts, id as u32 % experts);
-                    let start = wait_packet::<true>(&args.comm, rank, message::EXPERT_STARTS + local, epoch);
-                    if let Some(start) = start {
-                        let row = start.wrapping_add(ld_u32(args.numbers.0 + entry * 4));
-                        to = (rank as i64) << 32 | row as i64;
-                    }
+    let experts = args.local_experts.max(1);
+    grid_stride!(at in 0..args.num_tokens * SEND_LIST_STRIDE => {
+        let (token, k) = (at / SEND_LIST_STRIDE, at % SEND_LIST_STRIDE);
+        let mut to = -1;
+        if k < args.num_topk {
+            let entry = token as u64 * args.num_topk as u64 + k as u64;
+            let id = ld_id(args.topk_idx, args.narrow_ids, entry);
+            if id >= 0 {
+                let (rank, local) = (id as u32 / experts, id as u32 % experts);
+                let start = wait_count::<true>(&args.comm, rank, message::EXPERT_STARTS + local, epoch);
+                if let Some(start) = start {
+                    let row = start.wrapping_add(ld_u32(args.numbers.0 + entry * 4));
+                    to = (rank as i64) << 32 | row as i64;
                 }
             }
-            st_i64(entry_at(args.send_row.0, token, k), to);
-            at += nctaid() * ntid();
         }
-    }
+        st_i64(entry_at(args.send_row.0, token, k), to);
+    });
 }
 
 /// Whether every rank has room, by the counts of all ranks: the same verdict on all of them. The
 /// first warp has it.
-#[inline(always)]
+///
+/// # Safety
+/// Whole warps call it.
+#[device]
 unsafe fn judge(args: &ExpertPlanArgs, epoch: u64) -> Verdict {
-    // SAFETY: the whole warp is here, or none of it.
-    unsafe {
-        let (comm, lane) = (&args.comm, laneid());
-        let mut verdict = Verdict { status: PlanStatus::Ready as u32, ..Verdict::OPEN };
-        if tid() >= 32 {
-            return verdict;
-        }
-        let mut rows = [0; 2];
-        unroll2!(HALF => {
-            let rank = lane + HALF as u32 * 32;
-            if rank < comm.num_ranks {
-                rows[HALF] = wait_packet::<true>(comm, rank, message::EXPERT_ROWS, epoch).unwrap_or(0);
-            }
-        });
-        let over = rows.map(|rows| ballot(rows as u64 > comm.pool.rows));
-        unroll2!(HALF => {
-            // The first rank of those, of the first half that has one.
-            let first = over[HALF].trailing_zeros() & 31;
-            let its_rows = shfl_u32(rows[HALF], first);
-            if over[HALF] != 0 && verdict.status == PlanStatus::Ready as u32 {
-                verdict.status = PlanStatus::Capacity as u32;
-                (verdict.peer, verdict.detail) = (first + HALF as u32 * 32, its_rows);
-            }
-        });
-        verdict
+    let (comm, lane) = (&args.comm, laneid());
+    let mut verdict = Verdict { status: PlanStatus::Ready as u32, ..Verdict::OPEN };
+    if tid() >= 32 {
+        return verdict;
     }
+    let mut rows = [0; 2];
+    unroll!(2, HALF => {
+        let rank = lane + HALF as u32 * 32;
+        if rank < comm.num_ranks {
+            rows[HALF] = wait_count::<true>(comm, rank, message::EXPERT_ROWS, epoch).unwrap_or(0);
+        }
+    });
+    let over = rows.map(|rows| ballot(rows as u64 > comm.pool.rows));
+    unroll!(2, HALF => {
+        // The first rank of those, of the first half that has one.
+        let first = over[HALF].trailing_zeros() & 31;
+        let its_rows = shfl_u32(rows[HALF], first);
+        if over[HALF] != 0 && verdict.status == PlanStatus::Ready as u32 {
+            verdict.status = PlanStatus::Capacity as u32;
+            (verdict.peer, verdict.detail) = (first + HALF as u32 * 32, its_rows);
+        }
+    });
+    verdict
 }

@@ -7,17 +7,12 @@
 //! landed. Collectives stand where all lanes of a warp arrive: every condition around them is the
 //! same in all lanes.
 
-use epoxide_macros::kernel;
-
 use super::ring::{Ring, Turn};
 use crate::layout::CeilingArgs;
 use crate::simt::*;
 
 /// Loads each of `rows` local rows once and stores it to `fanout` peers.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
-    requires(args.row_bytes.is_multiple_of(16), args.fanout >= 1, args.fanout < args.num_ranks, args.stages >= 2)
-)]
+#[kernel(threads = 512, registers = 64)]
 pub unsafe fn ceiling_push(args: CeilingArgs) {
     let (lane, step) = (laneid(), nctaid() * (ntid() / 32));
     let first = ctaid() * (ntid() / 32) + tid() / 32;
@@ -33,8 +28,8 @@ pub unsafe fn ceiling_push(args: CeilingArgs) {
         }
         (load, loaded) = (load + step, loaded + 1);
     }
-    let (mut turn, mut row, mut previous) = (Turn::first(), first, 0);
-    while row < args.rows {
+    let (mut turn, mut previous) = (Turn::first(), 0);
+    stride!(row in first..args.rows, step => {
         assume(args.num_ranks - 1 != 0);
         let peer = (args.rank + 1 + (row + lane) % (args.num_ranks - 1)) % args.num_ranks;
         let to = shfl_u64(pool, peer) + args.to + (args.rank * args.rows + row) as u64 * row_bytes;
@@ -53,16 +48,12 @@ pub unsafe fn ceiling_push(args: CeilingArgs) {
         }
         previous = turn.slot;
         turn.advance(&ring);
-        row += step;
-    }
+    });
     bulk_wait::<0>();
 }
 
 /// Loads each of `rows` rows from `fanout` peers and stores them locally.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
-    requires(args.row_bytes.is_multiple_of(16), args.fanout >= 1, args.fanout < args.num_ranks, args.stages >= 2)
-)]
+#[kernel(threads = 512, registers = 64)]
 pub unsafe fn ceiling_pull(args: CeilingArgs) {
     let (lane, step) = (laneid(), nctaid() * (ntid() / 32));
     let first = ctaid() * (ntid() / 32) + tid() / 32;
@@ -87,8 +78,8 @@ pub unsafe fn ceiling_pull(args: CeilingArgs) {
         fetch(loaded, load);
         (load, loaded) = (load + step, loaded + 1);
     }
-    let (mut turn, mut piece, mut previous) = (Turn::first(), first, 0);
-    while piece < pieces {
+    let (mut turn, mut previous) = (Turn::first(), 0);
+    stride!(piece in first..pieces, step => {
         ring.wait(&turn);
         if lane == 0 {
             let to = own + args.to + piece as u64 * row_bytes;
@@ -102,7 +93,6 @@ pub unsafe fn ceiling_pull(args: CeilingArgs) {
         }
         previous = turn.slot;
         turn.advance(&ring);
-        piece += step;
-    }
+    });
     bulk_wait::<0>();
 }

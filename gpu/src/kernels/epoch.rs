@@ -7,7 +7,7 @@ use core::mem::offset_of;
 use crate::layout::{
     BlockTrace, Comm, FEW_RANKS, LATE_PEERS, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_RECORDED, LOCAL_TICKET,
     MAX_WORLD, MISSING_TOKENS, PlanHeader, PlanStatus, QUANTUM, READY_EPOCHS, READY_OTHERS, READY_PLANS,
-    READY_SHIFT, Wait, done_offset, message_offset, ready_offset,
+    READY_SHIFT, Status, Wait, done_offset, message_offset, ready_offset,
 };
 use crate::simt::*;
 
@@ -36,50 +36,55 @@ const SHORT_NS: u64 = 2_000_000;
 /// The address of rank `rank`'s pool; 0 where there is no such rank. It is chosen among parameters
 /// of the launch without a branch: an index that is not known to the compiler would take them to
 /// local memory, and a branch would part the lanes.
-#[inline(always)]
+#[device]
 pub fn pool_of(comm: &Comm, rank: u32) -> u64 {
     let mut pool = 0;
-    unroll8!(RANK => { pool |= comm.pools[RANK].0 & ((rank == RANK as u32) as u64).wrapping_neg() });
+    unroll!(8, RANK => { pool |= comm.pools[RANK].0 & ((rank == RANK as u32) as u64).wrapping_neg() });
     pool
 }
 
 /// The address of the pool of a rank that there is. `MANY`: among more than [`FEW_RANKS`], by the
 /// table.
-#[inline(always)]
+///
+/// # Safety
+/// The table has every rank, and is not written meanwhile.
+#[device]
 pub unsafe fn pool_at<const MANY: bool>(comm: &Comm, rank: u32) -> u64 {
     if !MANY {
         return pool_of(comm, rank);
     }
-    // SAFETY: the table has every rank, and is not written meanwhile.
-    unsafe { ld_u64(comm.pool_table.0 + rank as u64 * 8) }
+    ld_u64(comm.pool_table.0 + rank as u64 * 8)
 }
 
 /// The epoch of the running operation. Stable for all blocks: only the last one to leave advances
 /// it. An earlier kernel wrote it, so that it needs no acquire, behind which all other loads would
 /// wait.
-#[inline(always)]
+///
+/// # Safety
+/// `local` is live.
+#[device]
 pub unsafe fn current_epoch(comm: &Comm) -> u64 {
-    // SAFETY: `local` is live.
-    unsafe { ld_relaxed_gpu_u64(comm.local.0 + LOCAL_EPOCH) + 1 }
+    ld_relaxed_gpu_u64(comm.local.0 + LOCAL_EPOCH) + 1
 }
 
 /// True once any wait of this rank has expired, or met another call.
-#[inline(always)]
+///
+/// # Safety
+/// `local` is live.
+#[device]
 pub unsafe fn aborted(comm: &Comm) -> bool {
-    // SAFETY: `local` is live.
-    unsafe { ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT) != 0 }
+    ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT) != 0
 }
 
 /// The same, with one answer for the warp, since a wait may expire between the loads of two lanes.
 /// The whole warp calls it.
-#[inline(always)]
+#[device]
 pub unsafe fn warp_aborted(comm: &Comm) -> bool {
-    // SAFETY: the caller ensures that all lanes are here.
-    unsafe { ballot(aborted(comm)) != 0 }
+    ballot(aborted(comm)) != 0
 }
 
 /// The value that an expired wait of the operation `epoch` writes to the abort word.
-#[inline(always)]
+#[device]
 fn abort_mark(epoch: u64) -> u32 {
     (epoch as u32).max(1)
 }
@@ -87,37 +92,36 @@ fn abort_mark(epoch: u64) -> u32 {
 /// Whether a rank with this abort word enters the operation `epoch` no more: a wait of an operation
 /// before has expired. Behind an abort of the same operation it has entered, and its peers must see
 /// with which call.
-#[inline(always)]
-pub(super) fn gave_up_before(abort: u32, epoch: u64) -> bool {
+#[device]
+pub fn gave_up_before(abort: u32, epoch: u64) -> bool {
     (abort != 0) & (abort != abort_mark(epoch))
 }
 
 /// The words that a kernel reads before it enters its operation. They are loaded in front of the
 /// epoch, so that all loads are in flight together, and used behind it.
 #[derive(Clone, Copy)]
-pub struct Entry {
+pub struct ReadyEntry {
     status: u32,
     plan: u32,
     abort: u32,
 }
 
-impl Entry {
+impl ReadyEntry {
     /// The entry of an operation that goes by the [`PlanHeader`] at `header`.
-    #[inline(always)]
-    pub unsafe fn read(comm: &Comm, header: u64) -> Entry {
-        // SAFETY: the caller vouches for a live header, which an earlier kernel of the stream
-        // wrote.
-        unsafe {
-            Entry {
-                abort: ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT),
-                status: ld_u32(header + offset_of!(PlanHeader, status) as u64),
-                plan: ld_u32(header + offset_of!(PlanHeader, epoch) as u64),
-            }
+    ///
+    /// # Safety
+    /// The header is live, and an earlier kernel of the stream wrote it.
+    #[device]
+    pub unsafe fn read(comm: &Comm, header: u64) -> ReadyEntry {
+        ReadyEntry {
+            abort: ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT),
+            status: ld_u32(header + offset_of!(PlanHeader, status) as u64),
+            plan: ld_u32(header + offset_of!(PlanHeader, epoch) as u64),
         }
     }
 
     /// Whether rows have places.
-    #[inline(always)]
+    #[device]
     pub fn is_planned(&self) -> bool {
         self.status == PlanStatus::Ready as u32
     }
@@ -125,7 +129,7 @@ impl Entry {
     /// The word that this rank publishes when it enters the operation: the epoch and its call. It
     /// is 0, and is not published, where a wait of an operation before has expired. Peers that come
     /// to that operation late must find the word that was published in it.
-    #[inline(always)]
+    #[device]
     pub fn ready_word(&self, comm: &Comm, epoch: u64) -> u64 {
         if gave_up_before(self.abort, epoch) {
             return 0;
@@ -137,14 +141,14 @@ impl Entry {
 /// Begins a dispatch with a count exchange: publishes to the ranks of this node that this rank has
 /// entered it, so that all of them are ready by the time that rows move. One warp calls it, in the
 /// kernel that plans; the kernel that moves rows publishes nothing.
-#[inline(always)]
+///
+/// # Safety
+/// The plan that this dispatch goes by is its own.
+#[device]
 pub unsafe fn tell_planning<const MANY: bool>(comm: &Comm, epoch: u64) {
-    // SAFETY: passed on to the caller. The plan that this dispatch goes by is its own.
-    unsafe {
-        let abort = ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT);
-        let entry = Entry { status: PlanStatus::Empty as u32, plan: epoch as u32, abort };
-        tell_ready::<MANY>(comm, entry.ready_word(comm, epoch));
-    }
+    let abort = ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT);
+    let entry = ReadyEntry { status: PlanStatus::Empty as u32, plan: epoch as u32, abort };
+    tell_ready::<MANY>(comm, entry.ready_word(comm, epoch));
 }
 
 /// A phase of a block, as the offset of its time in [`BlockTrace`].
@@ -159,46 +163,45 @@ pub enum Phase {
 
 /// Stores the time at which this block reached `phase`, if the launch has a trace. Thread 0 of the
 /// block does it.
-#[inline(always)]
+#[device]
 pub unsafe fn trace(comm: &Comm, phase: Phase) {
-    // SAFETY: passed on to the caller.
-    unsafe { trace_by(comm, phase, || tid_now() == 0) }
+    trace_by(comm, phase, || tid_now() == 0)
 }
 
 /// The same by the thread for which `is_tracer` holds: one of a block. The address is a parameter
 /// of the launch, so without a trace this is one uniform branch on a constant.
-#[inline(always)]
+///
+/// # Safety
+/// The trace has an entry for every block of the grid.
+#[device]
 pub unsafe fn trace_by(comm: &Comm, phase: Phase, is_tracer: impl FnOnce() -> bool) {
-    // SAFETY: the trace has an entry for every block of the grid.
-    unsafe {
-        if !comm.trace.is_null() && is_tracer() {
-            let entry = comm.trace.0 + ctaid() as u64 * size_of::<BlockTrace>() as u64;
-            st_u64(entry + phase as u64, globaltimer());
-        }
+    if !comm.trace.is_null() && is_tracer() {
+        let entry = comm.trace.0 + ctaid() as u64 * size_of::<BlockTrace>() as u64;
+        st_u64(entry + phase as u64, globaltimer());
     }
 }
 
 /// The share of [`QUANTUM`] that part `b` of `n` adds, such as a block of a grid; those of all
 /// parts sum to it exactly.
-#[inline(always)]
-pub(super) fn share(b: u32, n: u32) -> u64 {
+#[device]
+pub fn share(b: u32, n: u32) -> u64 {
     // 32-bit division on purpose: the 64-bit one is a routine of a hundred instructions.
     ((QUANTUM as u32 * (b + 1)) / n - (QUANTUM as u32 * b) / n) as u64
 }
 
-/// Publishes to every peer that this rank has entered the operation, by [`Entry::ready_word`]. One
-/// warp calls it; lane r stores at rank r.
-#[inline(always)]
+/// Publishes to every peer that this rank has entered the operation, by
+/// [`ReadyEntry::ready_word`]. One warp calls it; lane r stores at rank r.
+///
+/// # Safety
+/// Pools are mapped; the word has this rank as its only writer.
+#[device]
 pub unsafe fn tell_ready<const MANY: bool>(comm: &Comm, ready: u64) {
-    // SAFETY: pools are mapped; the word has this rank as its only writer.
-    unsafe {
-        let lane = laneid();
-        of_lane!(MANY, comm, lane, rank => {
-            if ready != 0 {
-                st_release_sys_u64(pool_at::<MANY>(comm, rank) + ready_offset(comm.rank), ready);
-            }
-        });
-    }
+    let lane = laneid();
+    of_lane!(MANY, comm, lane, rank => {
+        if ready != 0 {
+            st_release_sys_u64(pool_at::<MANY>(comm, rank) + ready_offset(comm.rank), ready);
+        }
+    });
 }
 
 /// Bytes of shared memory in which the wait for the peers publishes its result to the block.
@@ -210,50 +213,42 @@ pub const JOINED_BYTES: u32 = 16;
 ///
 /// The last warp polls for the block, which has the least to do in front of it: more would only
 /// crowd the words that the peers write.
-#[inline(always)]
-pub unsafe fn wait_ready<const MANY: bool>(
+///
+/// # Safety
+/// The words are in this rank's own pool, and `joined` is the block's. The barrier passes on what
+/// the polling lanes acquired.
+#[device]
+pub unsafe fn wait_ranks_ready<const MANY: bool>(
     comm: &Comm,
-    entry: &Entry,
+    entry: &ReadyEntry,
     epoch: u64,
     ready: u64,
     joined: u32,
     what: Wait,
 ) -> bool {
-    // SAFETY: the words are in this rank's own pool, and `joined` is the block's. The barrier
-    // passes on what the polling lanes acquired.
-    unsafe {
-        let lane = laneid();
-        if tid() / 32 == ntid() / 32 - 1 {
-            let mut has_entered = entry.abort == 0;
-            of_lane!(MANY, comm, lane, rank => {
-                let word = pool_at::<MANY>(comm, comm.rank) + ready_offset(rank);
-                has_entered &= wait_entered(comm, word, ready, rank, epoch, what);
-            });
-            let all = ballot(!has_entered) == 0;
-            if lane == 0 {
-                st_shared_u32(joined, all as u32);
-            }
+    let lane = laneid();
+    if tid() / 32 == ntid() / 32 - 1 {
+        let mut has_entered = entry.abort == 0;
+        of_lane!(MANY, comm, lane, rank => {
+            let word = pool_at::<MANY>(comm, comm.rank) + ready_offset(rank);
+            has_entered &= wait_entered(comm, word, ready, rank, epoch, what);
+        });
+        let all = ballot(!has_entered) == 0;
+        if lane == 0 {
+            st_shared_u32(joined, all as u32);
         }
-        barrier_sync();
-        trace(comm, Phase::Ready);
-        ld_shared_u32(joined) != 0
     }
+    barrier_sync();
+    trace(comm, Phase::Ready);
+    ld_shared_u32(joined) != 0
 }
 
 /// Waits until rank `peer` of this node has entered the operation, by its ready word at `word`, and
 /// holds its call against that of `ready`: where they differ, that is recorded, and all waits of
 /// this rank end. False then, and when the wait expired.
-#[inline(always)]
-pub(super) unsafe fn wait_entered(
-    comm: &Comm,
-    word: u64,
-    ready: u64,
-    peer: u32,
-    epoch: u64,
-    what: Wait,
-) -> bool {
-    // SAFETY: passed on to the caller.
-    unsafe { wait_entered_or(comm, word, ready, peer, epoch, (what, Wait::OtherCall), |_| false, || false) }
+#[device]
+pub unsafe fn wait_entered(comm: &Comm, word: u64, ready: u64, peer: u32, epoch: u64, what: Wait) -> bool {
+    wait_entered_or(comm, word, ready, peer, epoch, (what, Wait::OtherCall), |_| false, || false)
 }
 
 /// The same, of a node as well: `others` is what to record where the peer does not come, and where
@@ -262,9 +257,12 @@ pub(super) unsafe fn wait_entered(
 /// `has_passed`: whether the epoch of the word is that of a peer which has been here already.
 /// `is_counting`: whether the peer is in a count exchange that its word does not show. It is called
 /// now and then, and only in a long wait.
+///
+/// # Safety
+/// `word` is a live control word.
 #[allow(clippy::too_many_arguments)]
-#[inline(always)]
-pub(super) unsafe fn wait_entered_or(
+#[device]
+pub unsafe fn wait_entered_or(
     comm: &Comm,
     word: u64,
     ready: u64,
@@ -274,115 +272,106 @@ pub(super) unsafe fn wait_entered_or(
     has_passed: impl Fn(u64) -> bool,
     is_counting: impl Fn() -> bool,
 ) -> bool {
-    // SAFETY: `word` is a live control word.
-    unsafe {
-        let mut deadline = Deadline::start();
-        loop {
-            let seen = ld_acquire_sys_u64(word);
-            let entered = seen >> READY_SHIFT;
-            if entered == epoch & READY_EPOCHS {
-                if seen != ready {
-                    record(comm, 0, peer, epoch, ready, seen, other);
-                }
-                return seen == ready;
+    let mut deadline = Deadline::start();
+    loop {
+        let seen = ld_acquire_sys_u64(word);
+        let entered = seen >> READY_SHIFT;
+        if entered == epoch & READY_EPOCHS {
+            if seen != ready {
+                record(comm, 0, peer, epoch, ready, seen, other);
             }
-            if has_passed(entered) {
-                return true;
-            }
-            if deadline.expired(comm) {
-                record(comm, deadline.waited, peer, epoch, epoch, seen, what);
-                return false;
-            }
-            if comm.call & READY_OTHERS != 0 && deadline.is_long() && is_counting() {
-                record(comm, 0, peer, epoch, ready, epoch << READY_SHIFT, other);
-                return false;
-            }
+            return seen == ready;
+        }
+        if has_passed(entered) {
+            return true;
+        }
+        if deadline.expired(comm) {
+            record(comm, deadline.waited, peer, epoch, epoch, seen, what);
+            return false;
+        }
+        if comm.call & READY_OTHERS != 0 && deadline.is_long() && is_counting() {
+            record(comm, 0, peer, epoch, ready, epoch << READY_SHIFT, other);
+            return false;
         }
     }
 }
 
 /// Whether the ready word at `word` shows a peer, whose counts are waited for, in another call.
 /// Another call is recorded as `other`.
-#[inline(always)]
-pub(super) unsafe fn is_in_other_call(comm: &Comm, word: u64, peer: u32, epoch: u64, other: Wait) -> bool {
-    // SAFETY: `word` is a live control word. The word guards no data, so that its load needs no
-    // acquire.
-    unsafe {
-        let seen = ld_relaxed_sys_u64(word);
-        let is_other = (seen >> READY_SHIFT == epoch & READY_EPOCHS) & (seen & READY_OTHERS != 0);
-        if is_other {
-            record(comm, 0, peer, epoch, epoch << READY_SHIFT, seen, other);
-        }
-        is_other
+///
+/// # Safety
+/// `word` is a live control word. The word guards no data, so that its load needs no acquire.
+#[device]
+pub unsafe fn is_in_other_call(comm: &Comm, word: u64, peer: u32, epoch: u64, other: Wait) -> bool {
+    let seen = ld_relaxed_sys_u64(word);
+    let is_other = (seen >> READY_SHIFT == epoch & READY_EPOCHS) & (seen & READY_OTHERS != 0);
+    if is_other {
+        record(comm, 0, peer, epoch, epoch << READY_SHIFT, seen, other);
     }
+    is_other
 }
 
 /// Ends a block's part of the operation; all threads call it. Publishes the block's end to every
 /// peer. The last block of the grid waits for all peers and advances the epoch.
 ///
-/// `joined` is the result of [`wait_ready`]. A block whose wait expired moved nothing, so that it
-/// publishes nothing: a late peer must not take missing rows for complete ones.
-#[inline(always)]
+/// `joined` is the result of [`wait_ranks_ready`]. A block whose wait expired moved nothing, so
+/// that it publishes nothing: a late peer must not take missing rows for complete ones.
+///
+/// # Safety
+/// Pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier makes the
+/// whole block's work happen before the releases, which are cumulative: no thread needs a fence of
+/// its own.
+#[device]
 pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
-    // SAFETY: pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier
-    // makes the whole block's work happen before the releases, which are cumulative: no thread
-    // needs a fence of its own.
-    unsafe {
-        barrier_sync();
-        if tid() >= 64 {
-            return;
-        }
-        trace(comm, Phase::Moved);
-        let (warp, lane) = (tid() / 32, laneid());
-        let part = share(ctaid(), nctaid());
-        // The fences of the ticket and of the remote adds wait for nothing of each other in two
-        // warps. In one the ticket goes first: behind the adds, its fence would wait for their
-        // round trip.
-        let mut last = false;
-        if warp == 0 && lane == 0 {
-            last = atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, part) + part == epoch * QUANTUM;
-        }
-        let tells = (ntid() > 32) as u32;
-        if joined && warp == tells {
-            of_lane!(MANY, comm, lane, rank => {
-                red_release_sys_add_u64(pool_at::<MANY>(comm, rank) + done_offset(comm.rank), part);
-            });
-        }
-        if ballot(last) == 0 {
-            trace(comm, Phase::Done);
-            return;
-        }
-        of_lane!(MANY, comm, lane, rank => {
-            let word = pool_at::<MANY>(comm, comm.rank) + done_offset(rank);
-            wait_at_least(comm, word, epoch * QUANTUM, rank, epoch, what);
-        });
-        if lane == 0 {
-            // The end of the kernel publishes it; every other block has read the old one before its
-            // ticket.
-            st_u64(comm.local.0 + LOCAL_EPOCH, epoch);
-        }
-        trace(comm, Phase::Done);
+    barrier_sync();
+    if tid() >= 64 {
+        return;
     }
+    trace(comm, Phase::Moved);
+    let (warp, lane) = (tid() / 32, laneid());
+    let part = share(ctaid(), nctaid());
+    // The fences of the ticket and of the remote adds wait for nothing of each other in two
+    // warps. In one the ticket goes first: behind the adds, its fence would wait for their
+    // round trip.
+    let mut last = false;
+    if warp == 0 && lane == 0 {
+        last = atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, part) + part == epoch * QUANTUM;
+    }
+    let tells = (ntid() > 32) as u32;
+    if joined && warp == tells {
+        of_lane!(MANY, comm, lane, rank => {
+            red_release_sys_add_u64(pool_at::<MANY>(comm, rank) + done_offset(comm.rank), part);
+        });
+    }
+    if ballot(last) == 0 {
+        trace(comm, Phase::Done);
+        return;
+    }
+    of_lane!(MANY, comm, lane, rank => {
+        let word = pool_at::<MANY>(comm, comm.rank) + done_offset(rank);
+        wait_at_least(comm, word, epoch * QUANTUM, rank, epoch, what);
+    });
+    if lane == 0 {
+        // The end of the kernel publishes it; every other block has read the old one before its
+        // ticket.
+        st_u64(comm.local.0 + LOCAL_EPOCH, epoch);
+    }
+    trace(comm, Phase::Done);
 }
 
 /// Waits until `*word >= needed`; false when the wait expired.
-#[inline(always)]
-pub(super) unsafe fn wait_at_least(
-    comm: &Comm,
-    word: u64,
-    needed: u64,
-    peer: u32,
-    epoch: u64,
-    what: Wait,
-) -> bool {
-    // SAFETY: passed on to the caller.
-    unsafe { wait_at_least_unless(comm, word, needed, peer, epoch, what, || false) }
+#[device]
+pub unsafe fn wait_at_least(comm: &Comm, word: u64, needed: u64, peer: u32, epoch: u64, what: Wait) -> bool {
+    wait_at_least_unless(comm, word, needed, peer, epoch, what, || false)
 }
 
 /// The same, but the wait ends as well once `is_in_vain` is true. It is called now and then, and
 /// only in a long wait.
-#[inline(always)]
-pub(super) unsafe fn wait_at_least_unless(
+///
+/// # Safety
+/// `word` is a live control word.
+#[device]
+pub unsafe fn wait_at_least_unless(
     comm: &Comm,
     word: u64,
     needed: u64,
@@ -391,248 +380,234 @@ pub(super) unsafe fn wait_at_least_unless(
     what: Wait,
     is_in_vain: impl Fn() -> bool,
 ) -> bool {
-    // SAFETY: `word` is a live control word.
-    unsafe {
-        let mut deadline = Deadline::start();
-        loop {
-            let seen = ld_acquire_sys_u64(word);
-            if seen >= needed {
-                return true;
-            }
-            if deadline.expired(comm) {
-                record(comm, deadline.waited, peer, epoch, needed, seen, what);
-                return false;
-            }
-            if deadline.is_long() && is_in_vain() {
-                return false;
-            }
+    let mut deadline = Deadline::start();
+    loop {
+        let seen = ld_acquire_sys_u64(word);
+        if seen >= needed {
+            return true;
+        }
+        if deadline.expired(comm) {
+            record(comm, deadline.waited, peer, epoch, needed, seen, what);
+            return false;
+        }
+        if deadline.is_long() && is_in_vain() {
+            return false;
         }
     }
 }
 
 /// Waits for packet `word` of the count message from `peer`; `None` when the wait expired.
-#[inline(always)]
-pub unsafe fn wait_packet<const MANY: bool>(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Option<u32> {
-    // SAFETY: a message has that word, and this rank's pool a message of every peer.
-    unsafe { wait_packet_at::<MANY>(comm, message_offset(peer, word), peer, epoch, Wait::Counts) }
+///
+/// # Safety
+/// A message has that word, and this rank's pool a message of every peer.
+#[device]
+pub unsafe fn wait_count<const MANY: bool>(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Option<u32> {
+    wait_count_at::<MANY>(comm, message_offset(peer, word), peer, epoch, Wait::Counts)
 }
 
 /// Waits for packet `word` of the count messages of all ranks, or of `MANY` ranks those from `from`
 /// on: 0 where there is no such rank; `None` when a wait expired.
-#[inline(always)]
-pub unsafe fn wait_packets<const MANY: bool>(
+///
+/// # Safety
+/// The packets are in this rank's own pool. Data and flag are one atomic word.
+#[device]
+pub unsafe fn wait_counts<const MANY: bool>(
     comm: &Comm,
     from: u32,
     word: u32,
     epoch: u64,
 ) -> Option<[u32; FEW_RANKS]> {
-    // SAFETY: the packets are in this rank's own pool. Data and flag are one atomic word.
-    unsafe {
-        let messages = pool_at::<MANY>(comm, comm.rank) + comm.pool.messages;
-        let mut deadline = Deadline::start();
-        let from = if MANY { from } else { 0 };
-        let count = if MANY { (comm.num_ranks - from).min(FEW_RANKS as u32) } else { comm.num_ranks };
-        let (mut seen, mut late) = ([0u64; FEW_RANKS], (1u32 << count) - 1);
-        loop {
-            unroll8!(PEER => {
+    let messages = pool_at::<MANY>(comm, comm.rank) + comm.pool.messages;
+    let mut deadline = Deadline::start();
+    let from = if MANY { from } else { 0 };
+    let count = if MANY { (comm.num_ranks - from).min(FEW_RANKS as u32) } else { comm.num_ranks };
+    let (mut seen, mut late) = ([0u64; FEW_RANKS], (1u32 << count) - 1);
+    loop {
+        unroll!(8, PEER => {
+            if late >> PEER & 1 != 0 {
+                seen[PEER] = ld_relaxed_sys_u64(messages + message_offset(from + PEER as u32, word));
+            }
+        });
+        unroll!(8, PEER => {
+            if (seen[PEER] >> 32) as u32 == epoch as u32 {
+                late &= !(1 << PEER);
+            }
+        });
+        if late == 0 {
+            return Some(seen.map(|packet| packet as u32));
+        }
+        let first = late.trailing_zeros();
+        if deadline.expired(comm) {
+            let mut last = 0;
+            unroll!(8, PEER => {
                 if late >> PEER & 1 != 0 {
-                    seen[PEER] = ld_relaxed_sys_u64(messages + message_offset(from + PEER as u32, word));
+                    note_late(comm, deadline.waited, from + PEER as u32, Wait::Counts);
+                }
+                if PEER as u32 == first {
+                    last = seen[PEER] >> 32;
                 }
             });
-            unroll8!(PEER => {
-                if (seen[PEER] >> 32) as u32 == epoch as u32 {
-                    late &= !(1 << PEER);
-                }
-            });
-            if late == 0 {
-                return Some(seen.map(|packet| packet as u32));
-            }
-            let first = late.trailing_zeros();
-            if deadline.expired(comm) {
-                let mut last = 0;
-                unroll8!(PEER => {
-                    if late >> PEER & 1 != 0 {
-                        note_late(comm, deadline.waited, from + PEER as u32, Wait::Counts);
-                    }
-                    if PEER as u32 == first {
-                        last = seen[PEER] >> 32;
-                    }
-                });
-                record(comm, deadline.waited, from + first, epoch, epoch, last, Wait::Counts);
-                return None;
-            }
-            if deadline.is_long() && is_sender_in_other_call::<MANY>(comm, from + first, epoch) {
-                return None;
-            }
+            record(comm, deadline.waited, from + first, epoch, epoch, last, Wait::Counts);
+            return None;
+        }
+        if deadline.is_long() && is_sender_in_other_call::<MANY>(comm, from + first, epoch) {
+            return None;
         }
     }
 }
 
 /// Waits for the packet at `offset` of the messages in the own pool; `None` when the wait expired.
-#[inline(always)]
-pub unsafe fn wait_packet_at<const MANY: bool>(
+///
+/// # Safety
+/// The packet is in this rank's own pool. Data and flag are one atomic word, so no acquire is
+/// needed.
+#[device]
+pub unsafe fn wait_count_at<const MANY: bool>(
     comm: &Comm,
     offset: u64,
     peer: u32,
     epoch: u64,
     what: Wait,
 ) -> Option<u32> {
-    // SAFETY: the packet is in this rank's own pool. Data and flag are one atomic word, so no
-    // acquire is needed.
-    unsafe {
-        let packet = pool_at::<MANY>(comm, comm.rank) + comm.pool.messages + offset;
-        let mut deadline = Deadline::start();
-        loop {
-            let seen = ld_relaxed_sys_u64(packet);
-            if (seen >> 32) as u32 == epoch as u32 {
-                return Some(seen as u32);
-            }
-            if deadline.expired(comm) {
-                record(comm, deadline.waited, peer, epoch, epoch, seen >> 32, what);
-                return None;
-            }
-            if deadline.is_long() && is_sender_in_other_call::<MANY>(comm, peer, epoch) {
-                return None;
-            }
+    let packet = pool_at::<MANY>(comm, comm.rank) + comm.pool.messages + offset;
+    let mut deadline = Deadline::start();
+    loop {
+        let seen = ld_relaxed_sys_u64(packet);
+        if (seen >> 32) as u32 == epoch as u32 {
+            return Some(seen as u32);
+        }
+        if deadline.expired(comm) {
+            record(comm, deadline.waited, peer, epoch, epoch, seen >> 32, what);
+            return None;
+        }
+        if deadline.is_long() && is_sender_in_other_call::<MANY>(comm, peer, epoch) {
+            return None;
         }
     }
 }
 
 /// Whether the rank of this node that sends the counts of `peer` is in another call, which is then
 /// recorded.
-#[inline(always)]
+///
+/// # Safety
+/// The word is in this rank's own pool.
+#[device]
 unsafe fn is_sender_in_other_call<const MANY: bool>(comm: &Comm, peer: u32, epoch: u64) -> bool {
-    // SAFETY: the word is in this rank's own pool.
-    unsafe {
-        // With several nodes, a rank of this node hands the message on.
-        core::hint::assert_unchecked(comm.num_ranks >= 1);
-        let from = peer % comm.num_ranks;
-        let word = pool_at::<MANY>(comm, comm.rank) + ready_offset(from);
-        is_in_other_call(comm, word, from, epoch, Wait::OtherCall)
-    }
+    // With several nodes, a rank of this node hands the message on.
+    core::hint::assert_unchecked(comm.num_ranks >= 1);
+    let from = peer % comm.num_ranks;
+    let word = pool_at::<MANY>(comm, comm.rank) + ready_offset(from);
+    is_in_other_call(comm, word, from, epoch, Wait::OtherCall)
 }
 
 /// Sends packet `word` of the count message to `peer`.
-#[inline(always)]
-pub unsafe fn send_packet<const MANY: bool>(comm: &Comm, peer: u32, word: u32, value: u32, epoch: u64) {
-    // SAFETY: a message has that word, and the peer's pool a message of this rank.
-    unsafe { send_packet_at::<MANY>(comm, peer, message_offset(comm.rank, word), value, epoch) }
+///
+/// # Safety
+/// A message has that word, and the peer's pool a message of this rank.
+#[device]
+pub unsafe fn send_count<const MANY: bool>(comm: &Comm, peer: u32, word: u32, value: u32, epoch: u64) {
+    send_count_at::<MANY>(comm, peer, message_offset(comm.rank, word), value, epoch)
 }
 
 /// Sends the packet at `offset` of the messages in `peer`'s pool.
-#[inline(always)]
-pub unsafe fn send_packet_at<const MANY: bool>(comm: &Comm, peer: u32, offset: u64, value: u32, epoch: u64) {
-    // SAFETY: the pool is mapped and this rank is the packet's only writer.
-    unsafe {
-        let packet = pool_at::<MANY>(comm, peer) + comm.pool.messages + offset;
-        st_relaxed_sys_u64(packet, epoch << 32 | value as u64);
-    }
+///
+/// # Safety
+/// The pool is mapped and this rank is the packet's only writer.
+#[device]
+pub unsafe fn send_count_at<const MANY: bool>(comm: &Comm, peer: u32, offset: u64, value: u32, epoch: u64) {
+    let packet = pool_at::<MANY>(comm, peer) + comm.pool.messages + offset;
+    st_relaxed_sys_u64(packet, epoch << 32 | value as u64);
 }
 
 /// When a wait began. The clock is read on the first miss, and then every [`POLLS_PER_CHECK`] polls
 /// or, with a short deadline, every [`POLLS_OF_SHORT`].
-pub(super) struct Deadline {
+pub struct Deadline {
     start: u64,
-    pub(super) waited: u64,
+    pub waited: u64,
     polls: u32,
 }
 
 impl Deadline {
-    #[inline(always)]
-    pub(super) fn start() -> Self {
+    #[device]
+    pub fn start() -> Self {
         Deadline { start: 0, waited: 0, polls: 0 }
     }
 
     /// Whether it is time to look at what else may be the matter: after every [`POLLS_PER_CHECK`]
     /// polls.
-    #[inline(always)]
-    pub(super) fn is_long(&self) -> bool {
+    #[device]
+    pub fn is_long(&self) -> bool {
         self.polls.is_multiple_of(POLLS_PER_CHECK)
     }
 
-    #[inline(always)]
-    pub(super) unsafe fn expired(&mut self, comm: &Comm) -> bool {
-        // SAFETY: reads the clock and the abort word.
-        unsafe {
-            self.polls += 1;
-            let polls = if comm.timeout_ns < SHORT_NS { POLLS_OF_SHORT } else { POLLS_PER_CHECK };
-            if self.polls & (polls - 1) != 1 {
-                return false;
-            }
-            if self.start == 0 {
-                self.start = globaltimer();
-                return aborted(comm);
-            }
-            self.waited = globaltimer() - self.start;
-            self.waited > comm.timeout_ns || aborted(comm)
+    /// # Safety
+    /// The abort word is live.
+    #[device]
+    pub unsafe fn expired(&mut self, comm: &Comm) -> bool {
+        self.polls += 1;
+        let polls = if comm.timeout_ns < SHORT_NS { POLLS_OF_SHORT } else { POLLS_PER_CHECK };
+        if self.polls & (polls - 1) != 1 {
+            return false;
         }
+        if self.start == 0 {
+            self.start = globaltimer();
+            return aborted(comm);
+        }
+        self.waited = globaltimer() - self.start;
+        self.waited > comm.timeout_ns || aborted(comm)
     }
 }
 
 /// Records a wait that expired or met another call, and raises the abort word, which ends all other
 /// waits of this rank.
-#[inline(always)]
-pub(super) unsafe fn record(
-    comm: &Comm,
-    waited: u64,
-    peer: u32,
-    epoch: u64,
-    needed: u64,
-    seen: u64,
-    what: Wait,
-) {
-    // SAFETY: `local` is live.
-    unsafe {
-        note_late(comm, waited, peer, what);
-        if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_ABORT, 0, abort_mark(epoch)) == 0 {
-            note(comm, waited, peer, epoch, needed, seen, what);
-        }
+///
+/// # Safety
+/// `local` is live.
+#[device]
+pub unsafe fn record(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u64, seen: u64, what: Wait) {
+    note_late(comm, waited, peer, what);
+    if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_ABORT, 0, abort_mark(epoch)) == 0 {
+        note(comm, waited, peer, epoch, needed, seen, what);
     }
 }
 
 /// Records that the words of `peer` have not come in a wait of `waited` ns. A wait that began
 /// shortly before another one ended it is not recorded: it is no evidence about the peer.
-#[inline(always)]
-pub(super) unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) {
-    // SAFETY: each peer has two words.
-    unsafe {
-        if waited > comm.timeout_ns / 2 {
-            let entry = if what.is_for_entry() { peer } else { MAX_WORLD as u32 + peer };
-            st_relaxed_sys_u64(comm.status.0 + LATE_PEERS + entry as u64 * 8, what as u64);
-        }
+///
+/// # Safety
+/// Each peer has two words.
+#[device]
+pub unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) {
+    if waited > comm.timeout_ns / 2 {
+        let entry = if what.is_for_entry() { peer } else { MAX_WORLD as u32 + peer };
+        st_relaxed_sys_u64(comm.status.0 + LATE_PEERS + entry as u64 * 8, what as u64);
     }
 }
 
 /// Notes that a combine may leave a token without its sum, or a part of it.
-#[inline(always)]
-pub(super) unsafe fn note_missing_token(comm: &Comm, token: u32) {
-    // SAFETY: the caller ensures that the token is one of this rank, each of which has a byte. All
-    // writers of a byte store the same value.
-    unsafe { st_relaxed_sys_u8(comm.status.0 + MISSING_TOKENS + token as u64, 1) }
+///
+/// # Safety
+/// The token is one of this rank, each of which has a byte. All writers of a byte store the same
+/// value.
+#[device]
+pub unsafe fn note_missing_token(comm: &Comm, token: u32) {
+    st_relaxed_sys_u8(comm.status.0 + MISSING_TOKENS + token as u64, 1)
 }
 
 /// Records a failure, unless another one is recorded, and ends nothing.
-#[inline(always)]
-pub(super) unsafe fn note(
-    comm: &Comm,
-    waited: u64,
-    peer: u32,
-    epoch: u64,
-    needed: u64,
-    seen: u64,
-    what: Wait,
-) {
-    // SAFETY: the winner of the swap is the record's only writer; `code` is released last.
-    unsafe {
-        if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_RECORDED, 0, 1) == 0 {
-            let status = comm.status.0;
-            st_relaxed_sys_u64(status + 8, peer as u64);
-            st_relaxed_sys_u64(status + 16, epoch);
-            st_relaxed_sys_u64(status + 24, needed);
-            st_relaxed_sys_u64(status + 32, seen);
-            st_relaxed_sys_u64(status + 40, waited);
-            st_relaxed_sys_u64(status + 48, comm.call);
-            st_release_sys_u64(status, what as u64);
-        }
+///
+/// # Safety
+/// The winner of the swap is the record's only writer; `code` is released last.
+#[device]
+pub unsafe fn note(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u64, seen: u64, what: Wait) {
+    if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_RECORDED, 0, 1) == 0 {
+        let status = comm.status.0;
+        st_relaxed_sys_u64(status + offset_of!(Status, peer) as u64, peer as u64);
+        st_relaxed_sys_u64(status + offset_of!(Status, epoch) as u64, epoch);
+        st_relaxed_sys_u64(status + offset_of!(Status, needed) as u64, needed);
+        st_relaxed_sys_u64(status + offset_of!(Status, seen) as u64, seen);
+        st_relaxed_sys_u64(status + offset_of!(Status, waited_ns) as u64, waited);
+        st_relaxed_sys_u64(status + offset_of!(Status, call) as u64, comm.call);
+        st_release_sys_u64(status + offset_of!(Status, code) as u64, what as u64);
     }
 }

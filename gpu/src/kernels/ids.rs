@@ -15,28 +15,29 @@ impl Id {
 
     /// Id number `at` of `ids`: i32 where they are `narrow`, else i64. The branch is the same in
     /// all lanes.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The entry is live.
+    #[device]
     pub unsafe fn load(ids: DevicePtr, narrow: u32, at: u64) -> Id {
-        // SAFETY: the caller vouches for the entry.
-        unsafe { Id(if narrow == 0 { ld_u64(ids.0 + at * 8) } else { ld_u32(ids.0 + at * 4) as u64 }) }
+        Id(if narrow == 0 { ld_u64(ids.0 + at * 8) } else { ld_u32(ids.0 + at * 4) as u64 })
     }
 
     /// The id as i64, by the same `narrow`.
-    #[inline(always)]
+    #[device]
     pub fn value(self, narrow: u32) -> i64 {
         if narrow == 0 { self.0 as i64 } else { self.0 as i32 as i64 }
     }
 }
 
 /// Id number `at` of `ids`, which is used at once.
-#[inline(always)]
+#[device]
 pub unsafe fn ld_id(ids: DevicePtr, narrow: u32, at: u64) -> i64 {
-    // SAFETY: passed on to the caller.
-    unsafe { Id::load(ids, narrow, at) }.value(narrow)
+    Id::load(ids, narrow, at).value(narrow)
 }
 
 /// A token as it is recorded with an id that is out of range.
-#[inline(always)]
+#[device]
 pub fn recorded_token(table: &ExpertTable, token: u32) -> u64 {
     token as u64 | if table.entries.is_null() { 0 } else { WITH_TABLE }
 }
@@ -44,7 +45,10 @@ pub fn recorded_token(table: &ExpertTable, token: u32) -> u64 {
 /// The physical expert, below `physical`, that `table` gives for the id of an entry of token
 /// `token` of rank `rank`, or -1 for none. Without a table the id itself. An id that names no
 /// expert stays out of range, and so does one whose place is out of range.
-#[inline(always)]
+///
+/// # Safety
+/// The table has so many choices for each of so many experts.
+#[device]
 pub unsafe fn place(table: &ExpertTable, id: i64, token: u32, rank: u32, physical: u32) -> i64 {
     if table.entries.is_null() {
         return id;
@@ -54,8 +58,7 @@ pub unsafe fn place(table: &ExpertTable, id: i64, token: u32, rank: u32, physica
     let choices = table.choices.max(1);
     let choice = (token + rank) % choices;
     let at = table.entries.0 + (id as u64 * choices as u64 + choice as u64) * 4;
-    // SAFETY: the table has so many choices for each of so many experts.
-    let place = unsafe { ld_i32_if(is_known, at, -1) };
+    let place = ld_i32_if(is_known, at, -1);
     if !is_known {
         // Not an id that happens to be a physical one.
         if id >= 0 { id | UNKNOWN_EXPERT } else { id }

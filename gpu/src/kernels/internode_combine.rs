@@ -13,19 +13,17 @@
 
 use core::cell::Cell;
 
-use epoxide_macros::kernel;
-
 use super::combine::{
     Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VECTORS, spoil, sum_rows, vectors_of,
 };
-use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_aborted};
+use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
 use super::rail::{
     Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, is_in_vain,
     rows_arrived, tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows,
 };
 use super::ring::{Ring, Turn, channel_range};
-use crate::layout::{InternodeCombineArgs, MAX_NODES, SEND_ROW_STRIDE, Wait, combine_slot_bytes, ring_bytes};
+use crate::layout::{CombineArgs, InternodeCombineArgs, SEND_ROW_STRIDE, Wait, Wire, ring_bytes};
 use crate::simt::*;
 
 /// Most bytes of a slot: 32 lanes with seven vectors of 16 bytes each.
@@ -39,27 +37,12 @@ const MAX_TOKENS: u64 = u32::MAX as u64;
 /// The last warp of a block delivers in the gatherer and is idle in the finisher. Shared memory:
 /// the rings, then a word for each warp.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 3, registers = 128,
+    threads = 512, barriers = 3, registers = 128,
     requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
+        ..CombineArgs(args.combine),
+        ..Wire(args.wire),
         args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-        args.slot_bytes >= combine_slot_bytes(args.combine.row_bytes, args.combine.num_topk),
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes as u64 * args.wire.layout.slots <= args.wire.layout.node_bytes,
         (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
-        args.wire.num_nodes >= 2,
-        args.wire.num_nodes <= MAX_NODES as u32,
-        args.combine.comm.num_ranks >= 1,
-        args.wire.num_queues >= 1,
-        args.wire.chunk >= 1,
-        args.route.num_channels >= 1,
     )
 )]
 pub unsafe fn internode_combine(args: InternodeCombineArgs) {
@@ -67,7 +50,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     let workers = workers();
     let (channel, finishes) = (ctaid() / 2, ctaid() & 1 == 1);
     trace(comm, Phase::Enter);
-    let entry = Entry::read(comm, rows.header.0);
+    let entry = ReadyEntry::read(comm, rows.header.0);
     let epoch = current_epoch(comm);
     let ready = entry.ready_word(comm, epoch);
     let operation = Operation { epoch, ready, queue_wait: Wait::CombineQueue };
@@ -117,16 +100,16 @@ struct Divisor {
 }
 
 impl Divisor {
-    /// `by` is at least 1.
-    #[inline(always)]
+    /// # Safety
+    /// `by` is at least 1, which spares a trap.
+    #[device]
     unsafe fn new(by: u32) -> Self {
-        // SAFETY: the caller ensures it; it spares a trap.
-        unsafe { core::hint::assert_unchecked(by >= 1) };
+        core::hint::assert_unchecked(by >= 1);
         Divisor { by, reciprocal: u32::MAX / by }
     }
 
     /// Quotient and remainder.
-    #[inline(always)]
+    #[device]
     fn split(&self, number: u32) -> (u32, u32) {
         // Never too large, and too small by one at the most: the reciprocal is at least 2^32 / by -
         // 1, and the number below 2^32.
@@ -154,27 +137,26 @@ struct Order {
 }
 
 impl Order {
-    #[inline(always)]
+    /// # Safety
+    /// The entries lie inside the matrix; the warp is whole here.
+    #[device]
     unsafe fn new(args: &InternodeCombineArgs, channel: u32) -> Self {
-        // SAFETY: the entries lie inside the matrix; the warp is whole here.
-        unsafe {
-            let (wire, route, lane) = (&args.wire, &args.route, laneid());
-            let (mut first, mut count) = (0, 0);
-            if lane < wire.num_nodes {
-                let prefix = route.recv_rdma_channel_prefix_matrix.0;
-                (first, count) = channel_rows(prefix, route.num_channels, lane, channel);
-            }
-            let most = u32::MAX - redux_min(u32::MAX - count);
-            let (chunk, nodes) = (Divisor::new(wire.chunk), Divisor::new(wire.num_nodes));
-            let rounds = chunk.split(most + wire.chunk - 1).0;
-            let end = rounds * wire.chunk * wire.num_nodes;
-            Order { chunk, nodes, own: wire.node, count, first, end }
+        let (wire, route, lane) = (&args.wire, &args.route, laneid());
+        let (mut first, mut count) = (0, 0);
+        if lane < wire.num_nodes {
+            let prefix = route.recv_rdma_channel_prefix_matrix.0;
+            (first, count) = channel_rows(prefix, route.num_channels, lane, channel);
         }
+        let most = u32::MAX - redux_min(u32::MAX - count);
+        let (chunk, nodes) = (Divisor::new(wire.chunk), Divisor::new(wire.num_nodes));
+        let rounds = chunk.split(most + wire.chunk - 1).0;
+        let end = rounds * wire.chunk * wire.num_nodes;
+        Order { chunk, nodes, own: wire.node, count, first, end }
     }
 
     /// The token's node, and which of the tokens from there it is: none, where there are not that
     /// many.
-    #[inline(always)]
+    #[device]
     fn place(&self, token: u32) -> (u32, u32) {
         let ((group, rest), nodes) = (self.chunk.split(token), self.nodes.by);
         let (round, turn) = self.nodes.split(group);
@@ -183,7 +165,7 @@ impl Order {
     }
 
     /// Lane n: how many of node n's tokens come before `token`.
-    #[inline(always)]
+    #[device]
     fn before(&self, token: u32) -> u32 {
         let (group, rest) = self.chunk.split(token);
         let (round, now) = self.nodes.split(group);
@@ -209,30 +191,29 @@ struct Relayed<'a> {
 impl Contributors for Relayed<'_> {
     const FEWER: bool = true;
 
-    #[inline(always)]
+    /// # Safety
+    /// The entries lie inside the table.
+    #[device]
     unsafe fn row(&self, token: u32) -> i32 {
-        // SAFETY: the entries lie inside the table.
-        unsafe {
-            let (node, index) = self.order.place(token);
-            let (table, count) = (shfl_u64(self.table, node), shfl_u32(self.order.count, node));
-            Ranks::row_at(table + index as u64 * SEND_ROW_STRIDE as u64 * 4, index < count)
-        }
+        let (node, index) = self.order.place(token);
+        let (table, count) = (shfl_u64(self.table, node), shfl_u32(self.order.count, node));
+        Ranks::row_at(table + index as u64 * SEND_ROW_STRIDE as u64 * 4, index < count)
     }
 
-    #[inline(always)]
+    #[device]
     fn address(&self, row: i32) -> u64 {
         self.ranks.address(row)
     }
 
-    #[inline(always)]
+    #[device]
     fn weights(&self, row: i32) -> u64 {
         self.ranks.weights(row)
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn wait(&self, _row: i32) {}
 
-    #[inline(always)]
+    #[device]
     fn lanes(&self) -> u32 {
         self.ranks.lanes()
     }
@@ -253,91 +234,92 @@ struct Slots<'a> {
 
 impl Slots<'_> {
     /// The slot for the sum of `token`; 0 where there is no such token.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The whole warp calls it.
+    #[device]
     unsafe fn slot(&self, token: u32) -> u64 {
-        // SAFETY: the warp is whole here.
-        unsafe {
-            let (node, index) = self.order.place(token);
-            let (slots, count) = (shfl_u64(self.slots, node), shfl_u32(self.order.count, node));
-            if index < count { slots + index as u64 * self.args.slot_bytes as u64 } else { 0 }
-        }
+        let (node, index) = self.order.place(token);
+        let (slots, count) = (shfl_u64(self.slots, node), shfl_u32(self.order.count, node));
+        if index < count { slots + index as u64 * self.args.slot_bytes as u64 } else { 0 }
     }
 
     /// Says that the sums of the warp's tokens before `token` are where they go.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// Lane 0 publishes what all lanes wrote before they met.
+    #[device]
     unsafe fn publish(&self, token: u32) {
-        // SAFETY: lane 0 publishes what all lanes wrote before they met.
-        unsafe {
-            syncwarp();
-            if laneid() == 0 {
-                self.progress.publish(token);
-            }
+        syncwarp();
+        if laneid() == 0 {
+            self.progress.publish(token);
         }
     }
 }
 
 impl Sink for Slots<'_> {
-    #[inline(always)]
+    /// # Safety
+    /// The whole warp calls it.
+    #[device]
     unsafe fn weights(&self, token: u32) -> u64 {
-        // SAFETY: the whole warp calls it, as `slot` needs.
-        unsafe {
-            let rows = &self.args.combine;
-            let slot = if rows.combined_weights.is_null() { 0 } else { self.slot(token) };
-            if slot == 0 { 0 } else { slot + rows.row_bytes as u64 }
-        }
+        let rows = &self.args.combine;
+        let slot = if rows.combined_weights.is_null() { 0 } else { self.slot(token) };
+        if slot == 0 { 0 } else { slot + rows.row_bytes as u64 }
     }
 
-    #[inline(always)]
+    /// # Safety
+    /// The slot was planned, and its node is ready.
+    #[device]
     unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]) {
-        // SAFETY: the slot was planned, and its node is ready.
-        unsafe {
-            let rows = &self.args.combine;
-            if item.piece == 0 {
-                self.slot = self.slot(item.token);
-            }
-            if self.slot != 0 {
-                let to = self.slot + (item.piece * rows.slot_bytes) as u64;
-                unroll8!(J => {
-                    let at = laneid() * 16 + J as u32 * 512;
-                    if J < vectors_of(true) && at < bytes {
-                        st_v4(to + at as u64, vectors[J]);
-                    }
-                });
-            }
-            if item.piece + 1 == rows.pieces {
-                self.publish(item.token + self.workers);
-            }
+        let rows = &self.args.combine;
+        if item.piece == 0 {
+            self.slot = self.slot(item.token);
+        }
+        if self.slot != 0 {
+            let to = self.slot + (item.piece * rows.slot_bytes) as u64;
+            unroll!(8, J => {
+                let at = laneid() * 16 + J as u32 * 512;
+                if J < vectors_of(true) && at < bytes {
+                    st_v4(to + at as u64, vectors[J]);
+                }
+            });
+        }
+        if item.piece + 1 == rows.pieces {
+            self.publish(item.token + self.workers);
         }
     }
 }
 
 /// A worker warp of the gatherer: its share of the tokens that this rank relayed on the channel.
-#[inline(always)]
+///
+/// # Safety
+/// Slots were planned inside wire memory.
+#[device]
 unsafe fn gather(args: &InternodeCombineArgs, ring: &Ring, channel: u32, workers: u32, progress: &Progress) {
-    // SAFETY: as the argument struct documents; slots were planned inside wire memory.
-    unsafe {
-        let (rows, wire, route, lane) = (&args.combine, &args.wire, &args.route, laneid());
-        let order = Order::new(args, channel);
-        let (mut table, mut slots) = (0, 0);
-        if lane < wire.num_nodes {
-            let mut entry = order.first;
-            if lane != 0 {
-                entry += ld_u32(route.recv_rdma_rank_prefix_sum.0 + (lane - 1) as u64 * 4);
-            }
-            table = route.forward_row.0 + entry as u64 * SEND_ROW_STRIDE as u64 * 4;
-            slots = Path::to(wire, lane).slots_out(wire, lane) + order.first as u64 * args.slot_bytes as u64;
+    let (rows, wire, route, lane) = (&args.combine, &args.wire, &args.route, laneid());
+    let order = Order::new(args, channel);
+    let (mut table, mut slots) = (0, 0);
+    if lane < wire.num_nodes {
+        let mut entry = order.first;
+        if lane != 0 {
+            entry += ld_u32(route.recv_rdma_rank_prefix_sum.0 + (lane - 1) as u64 * 4);
         }
-        let from = Relayed { order, ranks: Ranks::new(rows, 0), table };
-        let mut to = Slots { args, order, slots, slot: 0, workers, progress };
-        let gather = Gather::start(rows, &from, 0, order.end, tid() / 32, workers);
-        sum_rows::<Bf16, _, _, true>(rows, ring, &mut Turn::first(), &from, &mut to, gather);
-        to.publish(order.end);
+        table = route.forward_row.0 + entry as u64 * SEND_ROW_STRIDE as u64 * 4;
+        slots = Path::to(wire, lane).slots_out(wire, lane) + order.first as u64 * args.slot_bytes as u64;
     }
+    let from = Relayed { order, ranks: Ranks::new(rows, 0), table };
+    let mut to = Slots { args, order, slots, slot: 0, workers, progress };
+    let gather = Gather::start(rows, &from, 0, order.end, tid() / 32, workers);
+    sum_rows::<Bf16, _, _, true>(rows, ring, &mut Turn::first(), &from, &mut to, gather);
+    to.publish(order.end);
 }
 
 /// The last warp of a gatherer: delivers each chunk of sums for a node when it is ready. Lane n
 /// serves node n.
-#[inline(always)]
+///
+/// # Safety
+/// The words at the peers have this rank's queue as their only writer.
+#[device]
 unsafe fn post_sums(
     args: &InternodeCombineArgs,
     channel: u32,
@@ -345,38 +327,35 @@ unsafe fn post_sums(
     progress: &Progress,
     operation: Operation,
 ) {
-    // SAFETY: the words at the peers have this rank's queue as their only writer.
-    unsafe {
-        let (wire, comm) = (&args.wire, &args.combine.comm);
-        // The peers' slots must be free, and a rank that enters late must find this one still here.
-        if !wait_node_ready(comm, wire, operation, Wait::CombineNodeReady) || !planned {
-            return;
-        }
-        let node = laneid();
-        let path = Path::of_lane(wire);
-        let order = Order::new(args, channel);
-        let (mut posted, mut sent) = (Posted::NONE, 0);
-        let mut turns = 0;
-        while ballot(sent < order.count) != 0 && !is_in_vain(comm, &mut turns) {
-            let ready = order.before(progress.slowest());
-            if ready - sent >= wire.chunk || (ready == order.count && ready != sent) {
-                let bytes = args.slot_bytes as u64;
-                let from = (order.first + sent) as u64 * bytes;
-                let delivery = Delivery {
-                    from: wire.layout.slots_out + node as u64 * wire.layout.node_bytes + from,
-                    to: wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes + from,
-                    bytes: (ready - sent) as u64 * bytes,
-                    counter: arrival_word(wire, wire.node, channel),
-                    value: arrival(operation.epoch, ready),
-                };
-                posted = deliver(comm, wire, &path, node, channel, delivery, operation);
-                sent = ready;
-            }
-            syncwarp();
-        }
-        // The slots may be written anew as soon as the operation has ended.
-        wait_quiet(comm, node, posted, operation);
+    let (wire, comm) = (&args.wire, &args.combine.comm);
+    // The peers' slots must be free, and a rank that enters late must find this one still here.
+    if !wait_node_ready(comm, wire, operation, Wait::CombineNodeReady) || !planned {
+        return;
     }
+    let node = laneid();
+    let path = Path::of_lane(wire);
+    let order = Order::new(args, channel);
+    let (mut posted, mut sent) = (Posted::NONE, 0);
+    let mut turns = 0;
+    while ballot(sent < order.count) != 0 && !is_in_vain(comm, &mut turns) {
+        let ready = order.before(progress.slowest());
+        if ready - sent >= wire.chunk || (ready == order.count && ready != sent) {
+            let bytes = args.slot_bytes as u64;
+            let from = (order.first + sent) as u64 * bytes;
+            let delivery = Delivery {
+                from: wire.layout.slots_out + node as u64 * wire.layout.node_bytes + from,
+                to: wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes + from,
+                bytes: (ready - sent) as u64 * bytes,
+                counter: arrival_word(wire, wire.node, channel),
+                value: arrival(operation.epoch, ready),
+            };
+            posted = deliver(comm, wire, &path, node, channel, delivery, operation);
+            sent = ready;
+        }
+        syncwarp();
+    }
+    // The slots may be written anew as soon as the operation has ended.
+    wait_quiet(comm, node, posted, operation);
 }
 
 /// The sums that the nodes sent for this rank's tokens: lane n holds those of node n. A row is the
@@ -393,68 +372,65 @@ struct Nodes<'a> {
 }
 
 impl<'a> Nodes<'a> {
-    #[inline(always)]
+    /// # Safety
+    /// The entries lie inside their arrays.
+    #[device]
     unsafe fn new(args: &'a InternodeCombineArgs, channel: u32, epoch: u64) -> Self {
-        // SAFETY: the entries lie inside their arrays.
-        unsafe {
-            let (wire, lane) = (&args.wire, laneid());
-            let (mut slots, mut word) = (0, 0);
-            if lane < wire.num_nodes {
-                let path = Path::to(wire, lane);
-                word = path.memory + arrival_word(wire, lane, channel);
-                let prefix = args.route.rdma_channel_prefix_matrix.0;
-                let first = channel_rows(prefix, args.route.num_channels, lane, channel).0;
-                slots = path.slots_in(wire, lane) + first as u64 * args.slot_bytes as u64;
-            }
-            Nodes { args, slots, word, epoch, known: Cell::new(0) }
+        let (wire, lane) = (&args.wire, laneid());
+        let (mut slots, mut word) = (0, 0);
+        if lane < wire.num_nodes {
+            let path = Path::to(wire, lane);
+            word = path.memory + arrival_word(wire, lane, channel);
+            let prefix = args.route.rdma_channel_prefix_matrix.0;
+            let first = channel_rows(prefix, args.route.num_channels, lane, channel).0;
+            slots = path.slots_in(wire, lane) + first as u64 * args.slot_bytes as u64;
         }
+        Nodes { args, slots, word, epoch, known: Cell::new(0) }
     }
 }
 
 impl Contributors for Nodes<'_> {
     const FEWER: bool = true;
 
-    #[inline(always)]
+    /// # Safety
+    /// The entry lies inside the matrix.
+    #[device]
     unsafe fn row(&self, token: u32) -> i32 {
-        // SAFETY: the entry lies inside the matrix.
-        unsafe {
-            let (nodes, lane) = (self.args.wire.num_nodes, laneid());
-            let entry = token as u64 * nodes as u64 + lane as u64;
-            ld_i32_if(lane < nodes, self.args.route.send_rdma_head.0 + entry * 4, -1)
-        }
+        let (nodes, lane) = (self.args.wire.num_nodes, laneid());
+        let entry = token as u64 * nodes as u64 + lane as u64;
+        ld_i32_if(lane < nodes, self.args.route.send_rdma_head.0 + entry * 4, -1)
     }
 
-    #[inline(always)]
+    #[device]
     fn address(&self, row: i32) -> u64 {
         self.slots + row as u64 * self.args.slot_bytes as u64
     }
 
-    #[inline(always)]
+    #[device]
     fn weights(&self, row: i32) -> u64 {
         let offset = row as i64 * self.args.slot_bytes as i64 + self.args.combine.row_bytes as i64;
         self.slots.wrapping_add_signed(offset)
     }
 
-    #[inline(always)]
+    /// # Safety
+    /// The word is in this rank's wire memory.
+    #[device]
     unsafe fn wait(&self, row: i32) {
-        // SAFETY: the word is in this rank's wire memory.
-        unsafe {
-            let needed = row as u32 + 1;
-            if needed > self.known.get() {
-                let (args, node) = (self.args, laneid());
-                let (comm, wire) = (&args.combine.comm, &args.wire);
-                if node == wire.node {
-                    wait_own_rows(comm, self.word, needed, self.epoch);
-                } else {
-                    wait_rows(comm, self.word, node, needed, self.epoch, Wait::CombineArrival);
-                }
-                self.known.set(rows_arrived(self.word, self.epoch));
-                fence_proxy_async();
+        let needed = row as u32 + 1;
+        if needed > self.known.get() {
+            let (args, node) = (self.args, laneid());
+            let (comm, wire) = (&args.combine.comm, &args.wire);
+            if node == wire.node {
+                wait_own_rows(comm, self.word, needed, self.epoch);
+            } else {
+                wait_rows(comm, self.word, node, needed, self.epoch, Wait::CombineArrival);
             }
+            self.known.set(rows_arrived(self.word, self.epoch));
+            fence_proxy_async();
         }
     }
 
-    #[inline(always)]
+    #[device]
     fn lanes(&self) -> u32 {
         self.args.wire.num_nodes
     }

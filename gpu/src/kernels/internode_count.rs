@@ -4,33 +4,20 @@
 //! Each entry that it writes has one warp. A warp's ballots stand where all its lanes arrive:
 //! columns and groups of tokens are the same in all lanes.
 
-use epoxide_macros::kernel;
-
 use super::ring::channel_range;
-use crate::layout::{FEW_RANKS, InternodeCountArgs, MAX_CHANNELS, MAX_NODES};
+use crate::layout::InternodeCountArgs;
 use crate::simt::*;
 
 /// Numbers the tokens of each channel, for each rank and each node, in token order. One block per
 /// channel.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
-    requires(
-        args.num_channels >= 1,
-        args.num_channels <= MAX_CHANNELS,
-        args.ranks_per_node >= 1,
-        args.num_ranks.is_multiple_of(args.ranks_per_node),
-        args.num_ranks / args.ranks_per_node <= MAX_NODES as u32,
-        args.ranks_per_node <= FEW_RANKS as u32,
-    )
-)]
+#[kernel(threads = 512, registers = 64)]
 pub unsafe fn internode_count(args: InternodeCountArgs) {
     let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
     let (ranks, nodes) = (args.num_ranks, args.num_ranks / args.ranks_per_node);
     let channel = ctaid();
     let (begin, end) = channel_range(args.num_tokens, args.num_channels, channel);
     // A warp takes a column: a rank, or behind the ranks a node.
-    let mut column = warp;
-    while column < ranks + nodes {
+    stride!(column in warp..ranks + nodes, warps => {
         let (first, width) = if column < ranks {
             (column, 1)
         } else {
@@ -41,11 +28,10 @@ pub unsafe fn internode_count(args: InternodeCountArgs) {
             // Lanes behind the end look at the last token: a branch around the load would come
             // twice, and so would the ballot between its two halves.
             let token = (group + lane).min(end - 1);
-            let (mut hit, mut rank) = (0, first);
-            while rank < first + width {
+            let mut hit = 0;
+            stride!(rank in first..first + width => {
                 hit |= ld_u8(args.is_token_in_rank.0 + token as u64 * ranks as u64 + rank as u64);
-                rank += 1;
-            }
+            });
             let inside = group + lane < end;
             let hits = ballot((hit != 0) & inside);
             if inside {
@@ -64,6 +50,5 @@ pub unsafe fn internode_count(args: InternodeCountArgs) {
         if lane == 0 {
             st_u32(args.channel_counts.0 + (channel * (ranks + nodes) + column) as u64 * 4, count);
         }
-        column += warps;
-    }
+    });
 }

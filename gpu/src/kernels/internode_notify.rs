@@ -15,25 +15,17 @@
 
 use core::mem::offset_of;
 
-use epoxide_macros::kernel;
-
 use super::epoch::{
-    Phase, aborted, current_epoch, is_in_other_call, send_packet_at, tell_planning, trace,
-    wait_at_least_unless, wait_packet_at,
+    Phase, aborted, current_epoch, is_in_other_call, send_count_at, tell_planning, trace,
+    wait_at_least_unless, wait_count_at,
 };
 use super::rail::{Delivery, Operation, Path, Posted, deliver, node_word, wait_quiet};
 use super::verdict::Verdict;
 use crate::layout::{
-    FEW_RANKS, InternodeNotifyArgs, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_WORLD, PlanHeader,
-    PlanStatus, SEND_ROW_STRIDE, Wait, relay_message, wire_message,
+    FEW_RANKS, InternodeNotifyArgs, MAX_LOCAL_EXPERTS, MAX_WORLD, PlanHeader, PlanStatus, SEND_ROW_STRIDE,
+    Wait, Wire, relay_message, wire_message,
 };
 use crate::simt::*;
-
-/// Repeats a block for each word of a signature, as `unroll8` does.
-macro_rules! unroll5 {
-    ($n:ident => $body:block) => { unroll5!(@ $n $body 0 1 2 3 4) };
-    (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: u32 = $value; $body } )* };
-}
 
 /// Threads of the one block of `internode_notify`.
 const THREADS: u32 = 1024;
@@ -64,21 +56,7 @@ pub const INTERNODE_NOTIFY_SHARED_BYTES: u32 = WORDS * 4;
 const NONE: u32 = u32::MAX;
 
 /// Exchanges counts across nodes and plans where rows go. One block.
-#[kernel(
-    threads = 1024, min_blocks = 1, barriers = 8, registers = 64,
-    requires(
-        args.num_channels >= 1,
-        args.num_channels <= MAX_CHANNELS,
-        args.wire.num_nodes >= 2,
-        args.wire.num_nodes <= MAX_NODES as u32,
-        args.comm.num_ranks >= 1,
-        args.comm.num_ranks <= FEW_RANKS as u32,
-        args.wire.num_queues >= 1,
-        args.local_experts >= 1,
-        args.local_experts <= MAX_LOCAL_EXPERTS,
-        args.expert_alignment >= 1,
-    )
-)]
+#[kernel(threads = 1024, barriers = 8, registers = 64, requires(..Wire(args.wire)))]
 pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
     let comm = &args.comm;
     trace(comm, Phase::Enter);
@@ -134,374 +112,345 @@ struct Exchange<'a> {
 
 impl<'a> Exchange<'a> {
     /// Clears shared memory, which is the block's alone.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The host sizes dynamic shared memory for all words.
+    #[device]
     unsafe fn new(args: &'a InternodeNotifyArgs) -> Self {
-        // SAFETY: the host sizes dynamic shared memory for all words.
-        unsafe {
-            let mut i = tid();
-            while i < WORDS {
-                st_shared_u32(dynamic_shared() + i * 4, 0);
-                i += THREADS;
-            }
-            let (nodes, per_node) = (args.wire.num_nodes, args.comm.num_ranks);
-            Exchange {
-                args,
-                epoch: current_epoch(&args.comm),
-                nodes,
-                per_node,
-                ranks: nodes * per_node,
-                channels: args.num_channels,
-                local_experts: args.local_experts,
-            }
+        stride!(i in tid()..WORDS, THREADS => {
+            st_shared_u32(dynamic_shared() + i * 4, 0);
+        });
+        let (nodes, per_node) = (args.wire.num_nodes, args.comm.num_ranks);
+        Exchange {
+            args,
+            epoch: current_epoch(&args.comm),
+            nodes,
+            per_node,
+            ranks: nodes * per_node,
+            channels: args.num_channels,
+            local_experts: args.local_experts,
         }
     }
 
     /// Writes the message for each node, and the sender's prefix matrix of nodes.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The matrix is as large as the argument struct documents; messages out are this rank's until
+    /// it posts them.
+    #[device]
     unsafe fn write_messages(&self) {
-        // SAFETY: the matrix is as large as the argument struct documents; messages out are this
-        // rank's until it posts them.
-        unsafe {
-            let (args, thread) = (self.args, tid());
-            let (ranks, channels) = (self.ranks, self.channels);
-            // Sums over channels; a thread takes a column: a rank, or behind the ranks a node.
-            let mut column = thread;
-            while column < ranks + self.nodes {
-                let (mut total, mut channel) = (0, 0);
-                while channel < channels {
-                    let start = total;
-                    let count = channel * (ranks + self.nodes) + column;
-                    total += ld_u32(args.channel_counts.0 + count as u64 * 4);
-                    let (node, row) = if column < ranks {
-                        (column / self.per_node, 1 + column % self.per_node)
-                    } else {
-                        let entry = ((column - ranks) * channels + channel) as u64 * 4;
-                        st_u32(args.rdma_channel_prefix_matrix.0 + entry, total);
-                        (column - ranks, 0)
-                    };
-                    let index = wire_message::CHANNEL_STARTS + row * channels + channel;
-                    st_u32(self.outgoing(node) + index as u64 * 4, start);
-                    channel += 1;
-                }
-                let index = if column < ranks {
-                    wire_message::RANK_COUNTS + column
+        let (args, thread) = (self.args, tid());
+        let (ranks, channels) = (self.ranks, self.channels);
+        // Sums over channels; a thread takes a column: a rank, or behind the ranks a node.
+        stride!(column in thread..ranks + self.nodes, THREADS => {
+            let mut total = 0;
+            stride!(channel in 0..channels => {
+                let start = total;
+                let count = channel * (ranks + self.nodes) + column;
+                total += ld_u32(args.channel_counts.0 + count as u64 * 4);
+                let (node, row) = if column < ranks {
+                    (column / self.per_node, 1 + column % self.per_node)
                 } else {
-                    wire_message::NODE_COUNTS + column - ranks
+                    let entry = ((column - ranks) * channels + channel) as u64 * 4;
+                    st_u32(args.rdma_channel_prefix_matrix.0 + entry, total);
+                    (column - ranks, 0)
                 };
-                let mut node = 0;
-                while node < self.nodes {
-                    st_u32(self.outgoing(node) + index as u64 * 4, total);
-                    node += 1;
-                }
-                column += THREADS;
-            }
-            if thread < self.nodes {
-                let message = self.outgoing(thread);
-                unroll5!(INDEX => { st_u32(message + INDEX as u64 * 4, self.signature(INDEX)) });
-                let bad = ld_u64(args.invalid.0) != u64::MAX;
-                st_u32(message + wire_message::INVALID as u64 * 4, bad as u32);
-            }
-            let experts_per_node = self.per_node * self.local_experts;
-            assume(experts_per_node >= 1);
-            let mut expert = thread;
-            while expert < self.nodes * experts_per_node {
-                let count = ld_u32(args.num_tokens_per_expert.0 + expert as u64 * 4);
-                let index = wire_message::EXPERT_COUNTS + expert % experts_per_node;
-                st_u32(self.outgoing(expert / experts_per_node) + index as u64 * 4, count);
-                expert += THREADS;
-            }
+                let index = wire_message::CHANNEL_STARTS + row * channels + channel;
+                st_u32(self.outgoing(node) + index as u64 * 4, start);
+            });
+            let index = if column < ranks {
+                wire_message::RANK_COUNTS + column
+            } else {
+                wire_message::NODE_COUNTS + column - ranks
+            };
+            stride!(node in 0..self.nodes => {
+                st_u32(self.outgoing(node) + index as u64 * 4, total);
+            });
+        });
+        if thread < self.nodes {
+            let message = self.outgoing(thread);
+            unroll!(5, INDEX => { st_u32(message + INDEX as u64 * 4, self.signature(INDEX as u32)) });
+            let bad = ld_u64(args.invalid.0) != u64::MAX;
+            st_u32(message + wire_message::INVALID as u64 * 4, bad as u32);
         }
+        let experts_per_node = self.per_node * self.local_experts;
+        assume(experts_per_node >= 1);
+        stride!(expert in thread..self.nodes * experts_per_node, THREADS => {
+            let count = ld_u32(args.num_tokens_per_expert.0 + expert as u64 * 4);
+            let index = wire_message::EXPERT_COUNTS + expert % experts_per_node;
+            st_u32(self.outgoing(expert / experts_per_node) + index as u64 * 4, count);
+        });
     }
 
     /// Lane n of the first warp sends node n its message and waits for the one from there.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The words at the peers have this rank's queue 0 as their only writer. The barrier before it
+    /// publishes the messages to this warp.
+    #[device]
     unsafe fn swap_messages(&self) -> Posted {
-        // SAFETY: the words at the peers have this rank's queue 0 as their only writer. The barrier
-        // before it publishes the messages to this warp.
-        unsafe {
-            let (comm, wire, node) = (&self.args.comm, &self.args.wire, laneid());
-            let mut posted = Posted::NONE;
-            if self.serves_node() {
-                let words = wire_message::EXPERT_COUNTS + self.per_node * self.local_experts;
-                let delivery = Delivery {
-                    from: wire.layout.messages_out + node as u64 * wire.layout.message_bytes,
-                    to: wire.layout.messages_in + wire.node as u64 * wire.layout.message_bytes,
-                    bytes: (words as u64 * 4).next_multiple_of(16),
-                    counter: node_word(wire.layout.counts, wire.node),
-                    value: self.epoch,
-                };
-                let path = Path::to(wire, node);
-                posted = deliver(comm, wire, &path, node, 0, delivery, self.operation());
-                let arrived = path.memory + node_word(wire.layout.counts, node);
-                let ready = path.memory + node_word(wire.layout.ready, node);
-                let is_elsewhere = || is_in_other_call(comm, ready, node, self.epoch, Wait::OtherNodeCall);
-                let (epoch, what) = (self.epoch, Wait::NodeCounts);
-                if !wait_at_least_unless(comm, arrived, epoch, node, epoch, what, is_elsewhere) {
-                    st_shared_u32(word(UNHEARD), 1);
-                }
+        let (comm, wire, node) = (&self.args.comm, &self.args.wire, laneid());
+        let mut posted = Posted::NONE;
+        if self.serves_node() {
+            let words = wire_message::EXPERT_COUNTS + self.per_node * self.local_experts;
+            let delivery = Delivery {
+                from: wire.layout.messages_out + node as u64 * wire.layout.message_bytes,
+                to: wire.layout.messages_in + wire.node as u64 * wire.layout.message_bytes,
+                bytes: (words as u64 * 4).next_multiple_of(16),
+                counter: node_word(wire.layout.counts, wire.node),
+                value: self.epoch,
+            };
+            let path = Path::to(wire, node);
+            posted = deliver(comm, wire, &path, node, 0, delivery, self.operation());
+            let arrived = path.memory + node_word(wire.layout.counts, node);
+            let ready = path.memory + node_word(wire.layout.ready, node);
+            let is_elsewhere = || is_in_other_call(comm, ready, node, self.epoch, Wait::OtherNodeCall);
+            let (epoch, what) = (self.epoch, Wait::NodeCounts);
+            if !wait_at_least_unless(comm, arrived, epoch, node, epoch, what, is_elsewhere) {
+                st_shared_u32(word(UNHEARD), 1);
             }
-            posted
         }
+        posted
     }
 
     /// Hands each rank of this node what concerns it of the messages: their heads, where channels
     /// start, its experts.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The messages have come; packets have this rank as their only writer.
+    #[device]
     unsafe fn relay(&self) {
-        // SAFETY: the messages have come; packets have this rank as their only writer.
-        unsafe {
-            let (channels, per_node) = (self.channels, self.per_node);
-            let head = wire_message::NODE_COUNTS + self.nodes + self.ranks;
-            let each = head + channels + self.local_experts;
-            let mut item = tid();
-            while item < self.nodes * per_node * each {
-                let (pair, field) = (item / each, item % each);
-                let (node, rank) = (pair / per_node, pair % per_node);
-                // (index in the message, index in what is relayed)
-                let (from, to) = if field < wire_message::NODE_COUNTS + self.nodes {
-                    (field, field)
-                } else if field < head {
-                    let index = wire_message::RANK_COUNTS + field - wire_message::NODE_COUNTS - self.nodes;
-                    (index, index)
-                } else if field < head + channels {
-                    let channel = field - head;
-                    let from = wire_message::CHANNEL_STARTS + (1 + rank) * channels + channel;
-                    (from, relay_message::CHANNEL_STARTS + channel)
-                } else {
-                    let expert = field - head - channels;
-                    let from = wire_message::EXPERT_COUNTS + rank * self.local_experts + expert;
-                    (from, relay_message::EXPERT_COUNTS + expert)
-                };
-                let value = ld_u32(self.incoming(node) + from as u64 * 4);
-                let to = relay_offset(self.rail(node), to);
-                send_packet_at::<false>(&self.args.comm, rank, to, value, self.epoch);
-                item += THREADS;
-            }
-        }
+        let (channels, per_node) = (self.channels, self.per_node);
+        let head = wire_message::NODE_COUNTS + self.nodes + self.ranks;
+        let each = head + channels + self.local_experts;
+        stride!(item in tid()..self.nodes * per_node * each, THREADS => {
+            let (pair, field) = (item / each, item % each);
+            let (node, rank) = (pair / per_node, pair % per_node);
+            // (index in the message, index in what is relayed)
+            let (from, to) = if field < wire_message::NODE_COUNTS + self.nodes {
+                (field, field)
+            } else if field < head {
+                let index = wire_message::RANK_COUNTS + field - wire_message::NODE_COUNTS - self.nodes;
+                (index, index)
+            } else if field < head + channels {
+                let channel = field - head;
+                let from = wire_message::CHANNEL_STARTS + (1 + rank) * channels + channel;
+                (from, relay_message::CHANNEL_STARTS + channel)
+            } else {
+                let expert = field - head - channels;
+                let from = wire_message::EXPERT_COUNTS + rank * self.local_experts + expert;
+                (from, relay_message::EXPERT_COUNTS + expert)
+            };
+            let value = ld_u32(self.incoming(node) + from as u64 * 4);
+            let to = relay_offset(self.rail(node), to);
+            send_count_at::<false>(&self.args.comm, rank, to, value, self.epoch);
+        });
     }
 
     /// Reads the heads of all ranks: whether the words that must agree do, and the tokens of every
     /// rank for every rank.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// Packets are inside the own pool.
+    #[device]
     unsafe fn read_heads(&self) -> Verdict {
-        // SAFETY: packets are inside the own pool.
-        unsafe {
-            let (thread, ranks) = (tid(), self.ranks);
-            // The kernel's `requires` clauses guarantee it; it spares a trap in the divisions
-            // below.
-            core::hint::assert_unchecked(ranks >= 1);
-            // A thread takes a source.
-            let mut objection = Verdict { peer: NONE, ..Verdict::OPEN };
-            if thread < ranks {
-                unroll5!(INDEX => {
-                    let ours = self.signature(INDEX);
-                    let theirs = self.packet(thread, wire_message::SIGNATURE + INDEX, ours);
-                    if theirs != ours && objection.status == 0 {
-                        let status = PlanStatus::Mismatch as u32;
-                        objection = Verdict { peer: thread, status, detail: INDEX, theirs, ours };
-                    }
-                });
-                let invalid = self.packet(thread, wire_message::INVALID, 0);
-                if invalid != 0 && objection.status == 0 {
-                    (objection.peer, objection.status) = (thread, PlanStatus::InvalidExpert as u32);
+        let (thread, ranks) = (tid(), self.ranks);
+        // The kernel's `requires` clauses guarantee it; it spares a trap in the divisions
+        // below.
+        core::hint::assert_unchecked(ranks >= 1);
+        // A thread takes a source.
+        let mut objection = Verdict { peer: NONE, ..Verdict::OPEN };
+        if thread < ranks {
+            unroll!(5, INDEX => {
+                let ours = self.signature(INDEX as u32);
+                let theirs = self.packet(thread, wire_message::SIGNATURE + INDEX as u32, ours);
+                if theirs != ours && objection.status == 0 {
+                    let status = PlanStatus::Mismatch as u32;
+                    objection = Verdict { peer: thread, status, detail: INDEX as u32, theirs, ours };
                 }
-                let mut node = 0;
-                while node < self.nodes {
-                    let count = self.packet(thread, wire_message::NODE_COUNTS + node, 0);
-                    if count as u64 > self.args.wire.layout.slots && objection.status == 0 {
-                        (objection.peer, objection.status) = (thread, PlanStatus::Slots as u32);
-                        objection.detail = count;
-                    }
-                    node += 1;
-                }
+            });
+            let invalid = self.packet(thread, wire_message::INVALID, 0);
+            if invalid != 0 && objection.status == 0 {
+                (objection.peer, objection.status) = (thread, PlanStatus::InvalidExpert as u32);
             }
-            self.keep_lowest(objection.peer);
-            let mut pair = thread;
-            while pair < ranks * ranks {
-                let (source, rank) = (pair / ranks, pair % ranks);
-                let count = self.packet(source, wire_message::RANK_COUNTS + rank, 0);
-                red_relaxed_cta_shared_add_u32(word(RECEIVES + rank), count);
-                if rank / self.per_node == self.args.wire.node {
-                    st_shared_u32(base_word(source, rank % self.per_node), count);
+            stride!(node in 0..self.nodes => {
+                let count = self.packet(thread, wire_message::NODE_COUNTS + node, 0);
+                if count as u64 > self.args.wire.layout.slots && objection.status == 0 {
+                    (objection.peer, objection.status) = (thread, PlanStatus::Slots as u32);
+                    objection.detail = count;
                 }
-                pair += THREADS;
-            }
-            objection
+            });
         }
+        self.keep_lowest(objection.peer);
+        stride!(pair in thread..ranks * ranks, THREADS => {
+            let (source, rank) = (pair / ranks, pair % ranks);
+            let count = self.packet(source, wire_message::RANK_COUNTS + rank, 0);
+            red_relaxed_cta_shared_add_u32(word(RECEIVES + rank), count);
+            if rank / self.per_node == self.args.wire.node {
+                st_shared_u32(base_word(source, rank % self.per_node), count);
+            }
+        });
+        objection
     }
 
     /// The verdict, the same on every rank: of the lowest source that objects, else of the lowest
     /// rank whose pool is too small. With the rows that this rank receives. Turns tokens of a
     /// source for a rank into where its block of rows starts there.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// Shared memory is the block's own; barriers are between its writers and readers.
+    #[device]
     unsafe fn judge(&self, objection: &Verdict) -> (u32, u32) {
-        // SAFETY: shared memory is the block's own; barriers are between its writers and readers.
-        unsafe {
-            let (thread, ranks) = (tid(), self.ranks);
-            let objector = self.lowest();
-            if objection.peer != NONE && objection.peer == objector {
-                st_shared_u32(word(VERDICT), objection.status);
-                st_shared_u32(word(VERDICT + 1), objector);
-                st_shared_u32(word(VERDICT + 2), objection.detail);
-                st_shared_u32(word(VERDICT + 3), objection.theirs);
-                st_shared_u32(word(VERDICT + 4), objection.ours);
-            }
-            let mut crowded = NONE;
-            if thread < ranks && ld_shared_u32(word(RECEIVES + thread)) as u64 > self.args.comm.pool.rows {
-                crowded = thread;
-            }
-            barrier_sync();
-            self.keep_lowest(crowded);
-            if thread < self.per_node {
-                let (mut total, mut source) = (0, 0);
-                while source < ranks {
-                    let at = base_word(source, thread);
-                    let count = ld_shared_u32(at);
-                    st_shared_u32(at, total);
-                    total += count;
-                    source += 1;
-                }
-            }
-            barrier_sync();
-            let crowded = self.lowest();
-            if thread == 0 {
-                // A source that objects has stored its verdict above.
-                if self.has_expired() {
-                    st_shared_u32(word(VERDICT), PlanStatus::Timeout as u32);
-                } else if objector == NONE && crowded != NONE {
-                    st_shared_u32(word(VERDICT), PlanStatus::Capacity as u32);
-                    st_shared_u32(word(VERDICT + 1), crowded);
-                    st_shared_u32(word(VERDICT + 2), ld_shared_u32(word(RECEIVES + crowded)));
-                } else if objector == NONE {
-                    st_shared_u32(word(VERDICT), PlanStatus::Ready as u32);
-                }
-            }
-            barrier_sync();
-            let mine = self.args.wire.node * self.per_node + self.args.comm.rank;
-            (ld_shared_u32(word(VERDICT)), ld_shared_u32(word(RECEIVES + mine)))
+        let (thread, ranks) = (tid(), self.ranks);
+        let objector = self.lowest();
+        if objection.peer != NONE && objection.peer == objector {
+            st_shared_u32(word(VERDICT), objection.status);
+            st_shared_u32(word(VERDICT + 1), objector);
+            st_shared_u32(word(VERDICT + 2), objection.detail);
+            st_shared_u32(word(VERDICT + 3), objection.theirs);
+            st_shared_u32(word(VERDICT + 4), objection.ours);
         }
+        let mut crowded = NONE;
+        if thread < ranks && ld_shared_u32(word(RECEIVES + thread)) as u64 > self.args.comm.pool.rows {
+            crowded = thread;
+        }
+        barrier_sync();
+        self.keep_lowest(crowded);
+        if thread < self.per_node {
+            let mut total = 0;
+            stride!(source in 0..ranks => {
+                let at = base_word(source, thread);
+                let count = ld_shared_u32(at);
+                st_shared_u32(at, total);
+                total += count;
+            });
+        }
+        barrier_sync();
+        let crowded = self.lowest();
+        if thread == 0 {
+            // A source that objects has stored its verdict above.
+            if self.has_expired() {
+                st_shared_u32(word(VERDICT), PlanStatus::Timeout as u32);
+            } else if objector == NONE && crowded != NONE {
+                st_shared_u32(word(VERDICT), PlanStatus::Capacity as u32);
+                st_shared_u32(word(VERDICT + 1), crowded);
+                st_shared_u32(word(VERDICT + 2), ld_shared_u32(word(RECEIVES + crowded)));
+            } else if objector == NONE {
+                st_shared_u32(word(VERDICT), PlanStatus::Ready as u32);
+            }
+        }
+        barrier_sync();
+        let mine = self.args.wire.node * self.per_node + self.args.comm.rank;
+        (ld_shared_u32(word(VERDICT)), ld_shared_u32(word(RECEIVES + mine)))
     }
 
     /// Writes the forwarder's plan: how many tokens of each node it relays, and where their rows
     /// go. Thread 0 gets the number of all relayed tokens.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The messages have come, from ranks with as many channels.
+    #[device]
     unsafe fn plan_forwarding(&self) -> u32 {
-        // SAFETY: the messages have come, from ranks with as many channels.
-        unsafe {
-            let (args, channels) = (self.args, self.channels);
-            let relayed = |node: u32| {
-                ld_u32(self.incoming(node) + (wire_message::NODE_COUNTS + args.wire.node) as u64 * 4)
-            };
-            let mut item = tid();
-            while item < self.nodes * channels {
-                let (node, channel) = (item / channels, item % channels);
-                let starts = self.incoming(node) + wire_message::CHANNEL_STARTS as u64 * 4;
-                let mut end = relayed(node);
-                if channel + 1 < channels {
-                    end = ld_u32(starts + (channel + 1) as u64 * 4);
-                }
-                st_u32(args.recv_rdma_channel_prefix_matrix.0 + item as u64 * 4, end);
-                let mut rank = 0;
-                while rank < self.per_node {
-                    let base = ld_shared_u32(base_word(self.rail(node), rank));
-                    let start = ld_u32(starts + ((1 + rank) * channels + channel) as u64 * 4);
-                    st_u32(args.forward_start.0 + (item * SEND_ROW_STRIDE + rank) as u64 * 4, base + start);
-                    rank += 1;
-                }
-                item += THREADS;
+        let (args, channels) = (self.args, self.channels);
+        let relayed =
+            |node: u32| ld_u32(self.incoming(node) + (wire_message::NODE_COUNTS + args.wire.node) as u64 * 4);
+        stride!(item in tid()..self.nodes * channels, THREADS => {
+            let (node, channel) = (item / channels, item % channels);
+            let starts = self.incoming(node) + wire_message::CHANNEL_STARTS as u64 * 4;
+            let mut end = relayed(node);
+            if channel + 1 < channels {
+                end = ld_u32(starts + (channel + 1) as u64 * 4);
             }
-            let mut total = 0;
-            if tid() == 0 {
-                let mut node = 0;
-                while node < self.nodes {
-                    total += relayed(node);
-                    st_u32(args.recv_rdma_rank_prefix_sum.0 + node as u64 * 4, total);
-                    node += 1;
-                }
-            }
-            total
+            st_u32(args.recv_rdma_channel_prefix_matrix.0 + item as u64 * 4, end);
+            stride!(rank in 0..self.per_node => {
+                let base = ld_shared_u32(base_word(self.rail(node), rank));
+                let start = ld_u32(starts + ((1 + rank) * channels + channel) as u64 * 4);
+                st_u32(args.forward_start.0 + (item * SEND_ROW_STRIDE + rank) as u64 * 4, base + start);
+            });
+        });
+        let mut total = 0;
+        if tid() == 0 {
+            stride!(node in 0..self.nodes => {
+                total += relayed(node);
+                st_u32(args.recv_rdma_rank_prefix_sum.0 + node as u64 * 4, total);
+            });
         }
+        total
     }
 
     /// Writes the receiver's plan: where each source's channels start, and how many selections its
     /// experts have.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// Packets are inside the own pool.
+    #[device]
     unsafe fn plan_receiving(&self) {
-        // SAFETY: packets are inside the own pool.
-        unsafe {
-            let mut item = tid();
-            while item < self.ranks * self.channels {
-                let (source, channel) = (item / self.channels, item % self.channels);
-                let start = self.packet(source, relay_message::CHANNEL_STARTS + channel, 0);
-                let base = ld_shared_u32(base_word(source, self.args.comm.rank));
-                st_u32(self.args.recv_gbl_channel_prefix_matrix.0 + item as u64 * 4, base + start);
-                item += THREADS;
-            }
-            let mut item = tid();
-            while item < self.ranks * self.local_experts {
-                let (source, expert) = (item / self.local_experts, item % self.local_experts);
-                let count = self.packet(source, relay_message::EXPERT_COUNTS + expert, 0);
-                red_relaxed_cta_shared_add_u32(word(EXPERTS + expert), count);
-                item += THREADS;
-            }
-        }
+        stride!(item in tid()..self.ranks * self.channels, THREADS => {
+            let (source, channel) = (item / self.channels, item % self.channels);
+            let start = self.packet(source, relay_message::CHANNEL_STARTS + channel, 0);
+            let base = ld_shared_u32(base_word(source, self.args.comm.rank));
+            st_u32(self.args.recv_gbl_channel_prefix_matrix.0 + item as u64 * 4, base + start);
+        });
+        stride!(item in tid()..self.ranks * self.local_experts, THREADS => {
+            let (source, expert) = (item / self.local_experts, item % self.local_experts);
+            let count = self.packet(source, relay_message::EXPERT_COUNTS + expert, 0);
+            red_relaxed_cta_shared_add_u32(word(EXPERTS + expert), count);
+        });
     }
 
     /// Writes the selections of each local expert, rounded up, for the device and for the host.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// There is room for every local expert.
+    #[device]
     unsafe fn count_selections(&self) {
-        // SAFETY: there is room for every local expert.
-        unsafe {
-            let (args, mut expert) = (self.args, tid());
-            while expert < self.local_experts {
-                let count = ld_shared_u32(word(EXPERTS + expert));
-                let aligned = count.div_ceil(args.expert_alignment) * args.expert_alignment;
-                st_u32(args.num_recv_tokens_per_expert.0 + expert as u64 * 4, aligned);
-                if !args.host.is_null() {
-                    st_u32(args.host.0 + size_of::<PlanHeader>() as u64 + expert as u64 * 4, aligned);
-                }
-                expert += THREADS;
+        let args = self.args;
+        stride!(expert in tid()..self.local_experts, THREADS => {
+            let count = ld_shared_u32(word(EXPERTS + expert));
+            let aligned = count.div_ceil(args.expert_alignment) * args.expert_alignment;
+            st_u32(args.num_recv_tokens_per_expert.0 + expert as u64 * 4, aligned);
+            if !args.host.is_null() {
+                st_u32(args.host.0 + size_of::<PlanHeader>() as u64 + expert as u64 * 4, aligned);
             }
-        }
+        });
     }
 
     /// Waits until this rank's messages have left.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The put that a lane waits for is its own.
+    #[device]
     unsafe fn wait_quiet(&self, posted: Posted) {
-        // SAFETY: the put that a lane waits for is its own.
-        unsafe {
-            if self.serves_node() {
-                wait_quiet(&self.args.comm, laneid(), posted, self.operation());
-            }
+        if self.serves_node() {
+            wait_quiet(&self.args.comm, laneid(), posted, self.operation());
         }
     }
 
     /// Writes the header, on the device and last of all for the host. One thread calls it.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// Both are live headers; the barrier before it makes them cover what the block wrote.
+    #[device]
     unsafe fn answer(&self, status: u32, received: u32, relayed: u32) {
-        // SAFETY: both are live headers; the barrier before it makes them cover what the block
-        // wrote.
-        unsafe {
-            let args = self.args;
-            let word_of = |index: u32| ld_shared_u32(word(VERDICT + index));
-            let (peer, detail) = (word_of(1), word_of(2));
-            let verdict = Verdict { status, peer, detail, theirs: word_of(3), ours: word_of(4) };
-            let write = |to: u64| {
-                verdict.write(to, received, self.epoch);
-                st_u32(to + offset_of!(PlanHeader, num_rdma_recv_tokens) as u64, relayed);
-            };
-            write(args.header.0);
-            if args.host.is_null() {
-                verdict.report(&args.comm, received, self.epoch);
-            } else {
-                write(args.host.0);
-                st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
-            }
+        let args = self.args;
+        let word_of = |index: u32| ld_shared_u32(word(VERDICT + index));
+        let (peer, detail) = (word_of(1), word_of(2));
+        let verdict = Verdict { status, peer, detail, theirs: word_of(3), ours: word_of(4) };
+        let write = |to: u64| {
+            verdict.write(to, received, self.epoch);
+            st_u32(to + offset_of!(PlanHeader, num_rdma_recv_tokens) as u64, relayed);
+        };
+        write(args.header.0);
+        if args.host.is_null() {
+            verdict.report(&args.comm, received, self.epoch);
+        } else {
+            write(args.host.0);
+            st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
         }
     }
 
     /// Word `index` of the signature, which must be the same on every rank.
-    #[inline(always)]
+    #[device]
     fn signature(&self, index: u32) -> u32 {
         match index {
             0 => self.args.row_signature,
@@ -513,94 +462,100 @@ impl<'a> Exchange<'a> {
     }
 
     /// The rank on a node that this one exchanges messages with.
-    #[inline(always)]
+    #[device]
     fn rail(&self, node: u32) -> u32 {
         node * self.per_node + self.args.comm.rank
     }
 
     /// True for the lane of the first warp that serves another node.
-    #[inline(always)]
+    #[device]
     fn serves_node(&self) -> bool {
         tid() < self.nodes && tid() != self.args.wire.node
     }
 
-    #[inline(always)]
+    #[device]
     fn operation(&self) -> Operation {
         Operation { epoch: self.epoch, ready: 0, queue_wait: Wait::NotifyQueue }
     }
 
     /// The message for a node. The own node's is where it is read.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The table has an entry for every node.
+    #[device]
     unsafe fn outgoing(&self, node: u32) -> u64 {
-        // SAFETY: the table has an entry for every node.
-        unsafe { Path::to(&self.args.wire, node).message_out(&self.args.wire, node) }
+        Path::to(&self.args.wire, node).message_out(&self.args.wire, node)
     }
 
     /// The message from a node.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The table has an entry for every node.
+    #[device]
     unsafe fn incoming(&self, node: u32) -> u64 {
-        // SAFETY: the table has an entry for every node.
-        unsafe { Path::to(&self.args.wire, node).message_in(&self.args.wire, node) }
+        Path::to(&self.args.wire, node).message_in(&self.args.wire, node)
     }
 
     /// Waits for a packet of the message from rank `source`; `otherwise` where it does not come,
     /// which is noted.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The packet is inside the own pool.
+    #[device]
     unsafe fn packet(&self, source: u32, index: u32, otherwise: u32) -> u32 {
-        // SAFETY: the packet is inside the own pool.
-        unsafe {
-            let offset = relay_offset(source, index);
-            match wait_packet_at::<false>(&self.args.comm, offset, source, self.epoch, Wait::RelayedCounts) {
-                Some(value) => value,
-                None => {
-                    st_shared_u32(word(EXPIRED), 1);
-                    otherwise
-                }
+        let offset = relay_offset(source, index);
+        match wait_count_at::<false>(&self.args.comm, offset, source, self.epoch, Wait::RelayedCounts) {
+            Some(value) => value,
+            None => {
+                st_shared_u32(word(EXPIRED), 1);
+                otherwise
             }
         }
     }
 
     /// Whether a wait has expired, as far as threads have met since.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The words are in the block's shared memory.
+    #[device]
     unsafe fn has_expired(&self) -> bool {
-        // SAFETY: words of the block's shared memory.
-        unsafe { (ld_shared_u32(word(EXPIRED)) | ld_shared_u32(word(UNHEARD))) != 0 }
+        (ld_shared_u32(word(EXPIRED)) | ld_shared_u32(word(UNHEARD))) != 0
     }
 
     /// Keeps the lowest of the block's numbers, for [`Self::lowest`] behind a barrier.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// Shared memory has a word for each warp.
+    #[device]
     unsafe fn keep_lowest(&self, number: u32) {
-        // SAFETY: a word of shared memory for each warp.
-        unsafe {
-            let lowest = redux_min(number);
-            if laneid() == 0 {
-                st_shared_u32(word(LOWEST + tid() / 32), lowest);
-            }
+        let lowest = redux_min(number);
+        if laneid() == 0 {
+            st_shared_u32(word(LOWEST + tid() / 32), lowest);
         }
     }
 
-    #[inline(always)]
+    /// # Safety
+    /// Shared memory has a word for each warp, as many as a warp has lanes; all threads call it.
+    #[device]
     unsafe fn lowest(&self) -> u32 {
-        // SAFETY: shared memory has a word for each warp, as many as a warp has lanes; all threads
-        // call it.
-        unsafe { redux_min(ld_shared_u32(word(LOWEST + laneid()))) }
+        redux_min(ld_shared_u32(word(LOWEST + laneid())))
     }
 }
 
 /// Offset of a word in shared memory.
-#[inline(always)]
+#[device]
 fn word(index: u32) -> u32 {
     dynamic_shared() + index * 4
 }
 
 /// Offset of the word for a source and a rank of this node.
-#[inline(always)]
+#[device]
 fn base_word(source: u32, rank: u32) -> u32 {
     word(BASES + source * FEW_RANKS as u32 + rank)
 }
 
 /// Offset of a packet from the start of the messages in the pool.
-#[inline(always)]
+#[device]
 fn relay_offset(source: u32, word: u32) -> u64 {
     (source as u64 * relay_message::WORDS as u64 + word as u64) * 8
 }

@@ -4,10 +4,8 @@
 //! atomics, in shared memory between two block barriers; each byte of `is_token_in_rank` has one
 //! lane. Collectives stand where all lanes of a warp arrive: a warp has one token.
 
-use epoxide_macros::kernel;
-
 use super::ids::{ld_id, place};
-use crate::layout::{LayoutArgs, MAX_NODES, MAX_TOPK, MAX_WORLD};
+use crate::layout::LayoutArgs;
 use crate::simt::*;
 
 /// Counts tokens per rank (each token once per rank), per node (once per node) and selections per
@@ -16,36 +14,20 @@ use crate::simt::*;
 ///
 /// One warp per token, one lane per top-k entry. Counters gather in shared memory first:
 /// `num_ranks + num_experts + num_nodes` words.
-#[kernel(
-    threads = 1024, min_blocks = 1, barriers = 2, registers = 64, dependent,
-    requires(
-        args.num_topk >= 1,
-        args.num_topk <= MAX_TOPK,
-        args.num_ranks >= 1,
-        args.num_ranks <= MAX_WORLD as u32,
-        args.ranks_per_node >= 1,
-        args.num_ranks.is_multiple_of(args.ranks_per_node),
-        args.num_ranks / args.ranks_per_node <= MAX_NODES as u32,
-        args.num_experts >= args.num_ranks,
-        args.num_experts.is_multiple_of(args.num_ranks),
-    )
-)]
+#[kernel(threads = 1024, barriers = 2, registers = 64, dependent)]
 pub unsafe fn dispatch_layout(args: LayoutArgs) {
     let (lane, counters) = (laneid(), dynamic_shared());
     let num_nodes = args.num_ranks / args.ranks_per_node;
     let (experts_at, nodes_at) = (args.num_ranks, args.num_ranks + args.num_experts);
     let num_counters = nodes_at + num_nodes;
-    let mut i = tid();
-    while i < num_counters {
+    block_stride!(i in 0..num_counters => {
         st_shared_u32(counters + i * 4, 0);
-        i += ntid();
-    }
+    });
     barrier_sync();
 
     let local_experts = args.num_experts / args.num_ranks;
     let warps = ntid() / 32;
-    let mut token = ctaid() * warps + tid() / 32;
-    while token < args.num_tokens {
+    stride!(token in ctaid() * warps + tid() / 32..args.num_tokens, nctaid() * warps => {
         let mut owner = NOBODY;
         if lane < args.num_topk {
             let entry = token as u64 * args.num_topk as u64 + lane as u64;
@@ -63,8 +45,7 @@ pub unsafe fn dispatch_layout(args: LayoutArgs) {
             }
         }
         // 32 ranks at a time, a lane each.
-        let mut first = 0;
-        while first < args.num_ranks {
+        stride!(first in 0..args.num_ranks, 32 => {
             let bit = owner.wrapping_sub(first);
             let ranks = redux_or(if bit < 32 { 1 << bit } else { 0 });
             let rank = first + lane;
@@ -75,20 +56,17 @@ pub unsafe fn dispatch_layout(args: LayoutArgs) {
                     red_relaxed_cta_shared_add_u32(counters + rank * 4, 1);
                 }
             }
-            first += 32;
-        }
+        });
         if num_nodes > 1 {
             let nodes = redux_or(if owner != NOBODY { 1 << (owner / args.ranks_per_node) } else { 0 });
             if nodes >> lane & 1 != 0 {
                 red_relaxed_cta_shared_add_u32(counters + (nodes_at + lane) * 4, 1);
             }
         }
-        token += nctaid() * warps;
-    }
+    });
     barrier_sync();
 
-    let mut i = tid();
-    while i < num_counters {
+    block_stride!(i in 0..num_counters => {
         let count = ld_shared_u32(counters + i * 4);
         if count != 0 {
             let out = if i < experts_at {
@@ -101,8 +79,7 @@ pub unsafe fn dispatch_layout(args: LayoutArgs) {
             // With one node, nodes are not counted.
             red_relaxed_gpu_add_u32(out, count);
         }
-        i += ntid();
-    }
+    });
 }
 
 /// The owner of an entry that selects nothing.

@@ -17,31 +17,37 @@ pub struct Destination {
 
 impl Destination {
     /// The entry at `at` of a list, where it `exists`.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The entry is live.
+    #[device]
     pub unsafe fn at(at: u64, exists: bool) -> Destination {
-        // SAFETY: the caller vouches for the entry.
-        let entry = unsafe { ld_i64_if(exists, at, -1) };
+        let entry = ld_i64_if(exists, at, -1);
         Destination { row: entry as i32, rank: (entry >> 32) as u32 }
     }
 
     /// The lane's destination of `token`, where the token `exists`: a list is as long as a warp.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The token's list is live.
+    #[device]
     pub unsafe fn of_lane(lists: u64, token: u32, exists: bool) -> Destination {
         const { assert!(SEND_LIST_STRIDE == 32) };
-        // SAFETY: the caller vouches for the token's list.
-        unsafe { Destination::at(entry_at(lists, token, laneid()), exists) }
+        Destination::at(entry_at(lists, token, laneid()), exists)
     }
 
     /// The pool of its rank; 0 where there is no row.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// `notify` lists ranks that there are.
+    #[device]
     pub unsafe fn pool(&self, comm: &Comm) -> u64 {
-        // SAFETY: notify lists ranks that there are.
-        unsafe { if self.row >= 0 { pool_at::<true>(comm, self.rank) } else { 0 } }
+        if self.row >= 0 { pool_at::<true>(comm, self.rank) } else { 0 }
     }
 }
 
 /// Where entry `nth` of a token's list is.
-#[inline(always)]
+#[device]
 pub fn entry_at(lists: u64, token: u32, nth: u32) -> u64 {
     lists + (token as u64 * SEND_LIST_STRIDE as u64 + nth as u64) * 8
 }

@@ -5,25 +5,7 @@
 //! part towards you). `epoch` module holds them; docs/protocol.md explains why no two operations
 //! can meet in a region.
 
-/// Repeats a block with the constant `$n` from 0 to 7: unrolled in the source, so that arrays which
-/// it indexes stay in registers.
-macro_rules! unroll8 {
-    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2 3 4 5 6 7) };
-    (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: usize = $value; $body } )* };
-}
-/// The same from 0 to 3.
-macro_rules! unroll4 {
-    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2 3) };
-}
-/// The same from 0 to 2.
-macro_rules! unroll3 {
-    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2) };
-}
-/// The same from 0 to 1.
-macro_rules! unroll2 {
-    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1) };
-}
-// `unroll8` covers every rank of few.
+// `unroll!(8, ..)` covers every rank of few.
 const _: () = assert!(crate::layout::FEW_RANKS == 8);
 
 mod by_expert;
@@ -57,7 +39,6 @@ pub use example::{MoeExperts, MoeRouter};
 /// The library's own kernels, which its host launches, and what it needs to know of them.
 mod own {
     pub use super::by_expert::PLAN_BY_EXPERT_SHARED_BYTES;
-    pub use super::combine::{MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES};
     pub use super::epoch::JOINED_BYTES;
     pub use super::internode_combine::MAX_INTERNODE_SLOT_BYTES;
     pub use super::internode_notify::INTERNODE_NOTIFY_SHARED_BYTES;
@@ -66,6 +47,7 @@ mod own {
     };
     pub use super::notify::notify_shared_bytes;
     pub use super::progress::PROGRESS_BYTES;
+    pub use crate::layout::{MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES};
 
     #[cfg(not(target_arch = "nvptx64"))]
     pub use super::{

@@ -40,7 +40,7 @@ pub struct Delivery {
 #[derive(Clone, Copy)]
 pub struct Operation {
     pub epoch: u64,
-    /// The word by which this rank enters it, [`super::epoch::Entry::ready_word`]; 0 where it
+    /// The word by which this rank enters it, [`super::epoch::ReadyEntry::ready_word`]; 0 where it
     /// publishes none.
     pub ready: u64,
     /// The name of a wait for the proxy in the record of one that expired.
@@ -61,25 +61,27 @@ impl Path {
     pub const NONE: Path = Path { memory: 0, peer: 0 };
 
     /// The way to `node`.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The table has an entry for every node.
+    #[device]
     pub unsafe fn to(wire: &Wire, node: u32) -> Path {
-        // SAFETY: the table has an entry for every node.
-        unsafe {
-            let entry = wire.paths.0 + node as u64 * size_of::<NodePath>() as u64;
-            Path { memory: ld_u64(entry), peer: ld_u64(entry + offset_of!(NodePath, peer) as u64) }
-        }
+        let entry = wire.paths.0 + node as u64 * size_of::<NodePath>() as u64;
+        Path { memory: ld_u64(entry), peer: ld_u64(entry + offset_of!(NodePath, peer) as u64) }
     }
 
     /// Lane n: the way to node n.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The table has an entry for every node.
+    #[device]
     pub unsafe fn of_lane(wire: &Wire) -> Path {
-        // SAFETY: the table has an entry for every node.
-        unsafe { if laneid() < wire.num_nodes { Path::to(wire, laneid()) } else { Path::NONE } }
+        if laneid() < wire.num_nodes { Path::to(wire, laneid()) } else { Path::NONE }
     }
 
     /// Where the slots for `node`, whose path this is, are written: at the peer if its memory is
     /// mapped, else where a put takes them.
-    #[inline(always)]
+    #[device]
     pub fn slots_out(&self, wire: &Wire, node: u32) -> u64 {
         if self.peer != 0 {
             self.peer + wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes
@@ -89,13 +91,13 @@ impl Path {
     }
 
     /// Where the slots from `node` arrive.
-    #[inline(always)]
+    #[device]
     pub fn slots_in(&self, wire: &Wire, node: u32) -> u64 {
         self.memory + wire.layout.slots_in + node as u64 * wire.layout.node_bytes
     }
 
     /// Where the count message for `node` is written, as [`Path::slots_out`].
-    #[inline(always)]
+    #[device]
     pub fn message_out(&self, wire: &Wire, node: u32) -> u64 {
         if self.peer != 0 {
             self.peer + wire.layout.messages_in + wire.node as u64 * wire.layout.message_bytes
@@ -105,28 +107,31 @@ impl Path {
     }
 
     /// Where the count message from `node` arrives.
-    #[inline(always)]
+    #[device]
     pub fn message_in(&self, wire: &Wire, node: u32) -> u64 {
         self.memory + wire.layout.messages_in + node as u64 * wire.layout.message_bytes
     }
 }
 
 /// The queue to `node` that channel `channel` uses.
-#[inline(always)]
+///
+/// # Safety
+/// The table has an entry for every queue and rank.
+#[device]
 unsafe fn queue_of(comm: &Comm, wire: &Wire, node: u32, channel: u32) -> (u64, u64) {
-    // SAFETY: the table has an entry for every queue and rank.
-    unsafe {
-        let peer = node * comm.num_ranks + comm.rank;
-        let entry = (channel % wire.num_queues) * (wire.num_nodes * comm.num_ranks) + peer;
-        let handle = wire.queues.0 + entry as u64 * size_of::<QueueHandle>() as u64;
-        (ld_u64(handle), ld_u64(handle + offset_of!(QueueHandle, posted) as u64))
-    }
+    let peer = node * comm.num_ranks + comm.rank;
+    let entry = (channel % wire.num_queues) * (wire.num_nodes * comm.num_ranks) + peer;
+    let handle = wire.queues.0 + entry as u64 * size_of::<QueueHandle>() as u64;
+    (ld_u64(handle), ld_u64(handle + offset_of!(QueueHandle, posted) as u64))
 }
 
 /// Has `delivery` take place at `node`, whose path is given: where the peer's wire memory is mapped
 /// the bytes are there already, and the counter is released behind them; else the put is posted.
 /// Any one lane calls it; stores that happened before the call are visible before the counter.
-#[inline(always)]
+///
+/// # Safety
+/// The counter lies in the peer's wire memory and has this rank as its only writer.
+#[device]
 pub unsafe fn deliver(
     comm: &Comm,
     wire: &Wire,
@@ -136,19 +141,16 @@ pub unsafe fn deliver(
     delivery: Delivery,
     operation: Operation,
 ) -> Posted {
-    // SAFETY: the counter lies in the peer's wire memory and has this rank as its only writer.
-    unsafe {
-        if path.peer != 0 {
-            st_release_sys_u64(path.peer + delivery.counter, delivery.value);
-            return Posted::NONE;
-        }
-        post(comm, wire, node, channel, delivery, operation)
+    if path.peer != 0 {
+        st_release_sys_u64(path.peer + delivery.counter, delivery.value);
+        return Posted::NONE;
     }
+    post(comm, wire, node, channel, delivery, operation)
 }
 
 /// Posts a put on the queue of `channel` to `node`. Any one lane calls it; stores that happened
 /// before the call are visible to the proxy.
-#[inline(always)]
+#[device]
 unsafe fn post(
     comm: &Comm,
     wire: &Wire,
@@ -157,13 +159,16 @@ unsafe fn post(
     delivery: Delivery,
     operation: Operation,
 ) -> Posted {
-    // SAFETY: passed on to the caller.
-    unsafe { post_to(comm, queue_of(comm, wire, node, channel), node, delivery, operation) }
+    post_to(comm, queue_of(comm, wire, node, channel), node, delivery, operation)
 }
 
 /// The same on a queue of which its memory and the count of what was posted are given; `peer`: whom
 /// a wait for its proxy names.
-#[inline(always)]
+///
+/// # Safety
+/// The queue's memory is mapped. The position is this caller's alone, and its entry free once the
+/// proxy has taken the request that had it before.
+#[device]
 pub unsafe fn post_to(
     comm: &Comm,
     (queue, posted): (u64, u64),
@@ -171,60 +176,58 @@ pub unsafe fn post_to(
     delivery: Delivery,
     operation: Operation,
 ) -> Posted {
-    // SAFETY: the queue's memory is mapped. The position is this caller's alone, and its entry free
-    // once the proxy has taken the request that had it before.
-    unsafe {
-        let ticket = atom_relaxed_gpu_add_u64(posted, 1) + 1;
-        let taken = queue + offset_of!(QueueWords, taken) as u64;
-        if ticket > RING_ENTRIES
-            && !wait_at_least(comm, taken, ticket - RING_ENTRIES, peer, operation.epoch, operation.queue_wait)
-        {
-            return Posted::NONE;
-        }
-        let slot = (ticket - 1) % RING_ENTRIES;
-        let entry = queue + size_of::<QueueWords>() as u64 + slot * size_of::<PutRequest>() as u64;
-        st_u64(entry + offset_of!(PutRequest, from) as u64, delivery.from);
-        st_u64(entry + offset_of!(PutRequest, to) as u64, delivery.to);
-        st_u64(entry + offset_of!(PutRequest, bytes) as u64, delivery.bytes);
-        st_u64(entry + offset_of!(PutRequest, counter) as u64, delivery.counter);
-        st_u64(entry + offset_of!(PutRequest, value) as u64, delivery.value);
-        st_release_sys_u64(entry + offset_of!(PutRequest, ticket) as u64, ticket);
-        Posted { queue, ticket }
+    let ticket = atom_relaxed_gpu_add_u64(posted, 1) + 1;
+    let taken = queue + offset_of!(QueueWords, taken) as u64;
+    if ticket > RING_ENTRIES
+        && !wait_at_least(comm, taken, ticket - RING_ENTRIES, peer, operation.epoch, operation.queue_wait)
+    {
+        return Posted::NONE;
     }
+    let slot = (ticket - 1) % RING_ENTRIES;
+    let entry = queue + size_of::<QueueWords>() as u64 + slot * size_of::<PutRequest>() as u64;
+    st_u64(entry + offset_of!(PutRequest, from) as u64, delivery.from);
+    st_u64(entry + offset_of!(PutRequest, to) as u64, delivery.to);
+    st_u64(entry + offset_of!(PutRequest, bytes) as u64, delivery.bytes);
+    st_u64(entry + offset_of!(PutRequest, counter) as u64, delivery.counter);
+    st_u64(entry + offset_of!(PutRequest, value) as u64, delivery.value);
+    st_release_sys_u64(entry + offset_of!(PutRequest, ticket) as u64, ticket);
+    Posted { queue, ticket }
 }
 
 /// Waits until the bytes of a put have left: the memory that they came from may be written again.
-#[inline(always)]
+///
+/// # Safety
+/// The queue's memory is mapped.
+#[device]
 pub unsafe fn wait_quiet(comm: &Comm, node: u32, posted: Posted, operation: Operation) {
-    // SAFETY: the queue's memory is mapped.
-    unsafe {
-        if posted.ticket != 0 {
-            let completed = posted.queue + offset_of!(QueueWords, completed) as u64;
-            wait_at_least(comm, completed, posted.ticket, node, operation.epoch, operation.queue_wait);
-        }
+    if posted.ticket != 0 {
+        let completed = posted.queue + offset_of!(QueueWords, completed) as u64;
+        wait_at_least(comm, completed, posted.ticket, node, operation.epoch, operation.queue_wait);
     }
 }
 
 /// Tells every other node that this rank has entered the operation. One warp calls it; lane n
 /// publishes to node n.
-#[inline(always)]
+///
+/// # Safety
+/// The word at the peer has this rank as its only writer, through queue 0 if not by a store.
+#[device]
 pub unsafe fn tell_nodes_ready(comm: &Comm, wire: &Wire, operation: Operation) {
-    // SAFETY: the word at the peer has this rank as its only writer, through queue 0 if not by a
-    // store.
-    unsafe {
-        let node = laneid();
-        if node < wire.num_nodes && node != wire.node && operation.ready != 0 {
-            let counter = node_word(wire.layout.ready, wire.node);
-            let delivery = Delivery { from: 0, to: 0, bytes: 0, counter, value: operation.ready };
-            deliver(comm, wire, &Path::to(wire, node), node, 0, delivery, operation);
-        }
+    let node = laneid();
+    if node < wire.num_nodes && node != wire.node && operation.ready != 0 {
+        let counter = node_word(wire.layout.ready, wire.node);
+        let delivery = Delivery { from: 0, to: 0, bytes: 0, counter, value: operation.ready };
+        deliver(comm, wire, &Path::to(wire, node), node, 0, delivery, operation);
     }
 }
 
 /// Waits until every rank of this node has entered the operation, and every node whose wire memory
 /// is mapped: from then on workers write there. All threads call it, of two warps or more. False
 /// when a wait of this rank has expired, or a call differs; the same in all lanes of a warp.
-#[inline(always)]
+///
+/// # Safety
+/// The words are in this rank's own memory. The barrier passes on what the polling lanes acquired.
+#[device]
 pub unsafe fn wait_mapped_ready(
     comm: &Comm,
     wire: &Wire,
@@ -232,29 +235,29 @@ pub unsafe fn wait_mapped_ready(
     of_rank: Wait,
     of_node: Wait,
 ) -> bool {
-    // SAFETY: the words are in this rank's own memory. The barrier passes on what the polling lanes
-    // acquired.
-    unsafe {
-        let (warp, lane) = (tid() / 32, laneid());
-        let Operation { epoch, ready, .. } = operation;
-        if warp == 0 && lane < comm.num_ranks {
-            let word = pool_of(comm, comm.rank) + ready_offset(lane);
-            wait_entered(comm, word, ready, lane, epoch, of_rank);
-        }
-        if warp == 1 && lane < wire.num_nodes && lane != wire.node {
-            let path = Path::to(wire, lane);
-            if path.peer != 0 {
-                wait_node_entered(comm, wire, &path, lane, operation, of_node);
-            }
-        }
-        barrier_sync();
-        trace(comm, Phase::Ready);
-        !warp_aborted(comm)
+    let (warp, lane) = (tid() / 32, laneid());
+    let Operation { epoch, ready, .. } = operation;
+    if warp == 0 && lane < comm.num_ranks {
+        let word = pool_of(comm, comm.rank) + ready_offset(lane);
+        wait_entered(comm, word, ready, lane, epoch, of_rank);
     }
+    if warp == 1 && lane < wire.num_nodes && lane != wire.node {
+        let path = Path::to(wire, lane);
+        if path.peer != 0 {
+            wait_node_entered(comm, wire, &path, lane, operation, of_node);
+        }
+    }
+    barrier_sync();
+    trace(comm, Phase::Ready);
+    !warp_aborted(comm)
 }
 
 /// Waits until `node`, whose path is given, has entered the operation.
-#[inline(always)]
+///
+/// # Safety
+/// The words are in this rank's wire memory. The `counts` word shows whether the node is in a count
+/// exchange.
+#[device]
 unsafe fn wait_node_entered(
     comm: &Comm,
     wire: &Wire,
@@ -263,81 +266,78 @@ unsafe fn wait_node_entered(
     operation: Operation,
     what: Wait,
 ) {
-    // SAFETY: the words are in this rank's wire memory. The `counts` word shows whether the node is
-    // in a count exchange.
-    unsafe {
-        let word = path.memory + node_word(wire.layout.ready, node);
-        let counting = path.memory + node_word(wire.layout.counts, node);
-        let Operation { epoch, ready, .. } = operation;
-        // A node does not need this rank to end an operation, so that it may have entered the next
-        // one. Then it has been here too, and found the calls the same.
-        let has_passed = |entered| entered == (epoch + 1) & READY_EPOCHS;
-        let is_counting = || ld_relaxed_sys_u64(counting) == epoch;
-        let waits = (what, Wait::OtherNodeCall);
-        wait_entered_or(comm, word, ready, node, epoch, waits, has_passed, is_counting);
-    }
+    let word = path.memory + node_word(wire.layout.ready, node);
+    let counting = path.memory + node_word(wire.layout.counts, node);
+    let Operation { epoch, ready, .. } = operation;
+    // A node does not need this rank to end an operation, so that it may have entered the next
+    // one. Then it has been here too, and found the calls the same.
+    let has_passed = |entered| entered == (epoch + 1) & READY_EPOCHS;
+    let is_counting = || ld_relaxed_sys_u64(counting) == epoch;
+    let waits = (what, Wait::OtherNodeCall);
+    wait_entered_or(comm, word, ready, node, epoch, waits, has_passed, is_counting);
 }
 
 /// Lane n waits until node n has entered the operation. One warp calls it. False, in all lanes,
 /// when a wait of this rank has expired, or a call differs.
-#[inline(always)]
+///
+/// # Safety
+/// The words are in this rank's wire memory.
+#[device]
 pub unsafe fn wait_node_ready(comm: &Comm, wire: &Wire, operation: Operation, what: Wait) -> bool {
-    // SAFETY: the words are in this rank's wire memory.
-    unsafe {
-        let node = laneid();
-        if node < wire.num_nodes && node != wire.node {
-            wait_node_entered(comm, wire, &Path::to(wire, node), node, operation, what);
-        }
-        syncwarp();
-        !warp_aborted(comm)
+    let node = laneid();
+    if node < wire.num_nodes && node != wire.node {
+        wait_node_entered(comm, wire, &Path::to(wire, node), node, operation, what);
     }
+    syncwarp();
+    !warp_aborted(comm)
 }
 
 /// Whether a wait of this rank has expired. A warp that waits for others of its block checks it now
 /// and then: those may have given up after an expired wait. The whole warp calls it, in each turn
 /// of its loop; `turns` counts them.
-#[inline(always)]
+#[device]
 pub unsafe fn is_in_vain(comm: &Comm, turns: &mut u32) -> bool {
     *turns += 1;
-    // SAFETY: the caller ensures that all lanes are here.
-    unsafe { turns.is_multiple_of(64) && warp_aborted(comm) }
+    turns.is_multiple_of(64) && warp_aborted(comm)
 }
 
 /// Offset of a node's word in an array of control words that starts at `base`.
-#[inline(always)]
+#[device]
 pub fn node_word(base: u64, node: u32) -> u64 {
     base + node as u64 * size_of::<ControlWord>() as u64
 }
 
 /// Offset in wire memory of the arrival word of a node's channel.
-#[inline(always)]
+#[device]
 pub fn arrival_word(wire: &Wire, node: u32, channel: u32) -> u64 {
     wire.layout.arrived + (node * MAX_CHANNELS + channel) as u64 * 8
 }
 
 /// The value of an arrival word when `rows` rows have come.
-#[inline(always)]
+#[device]
 pub fn arrival(epoch: u64, rows: u32) -> u64 {
     epoch << ARRIVAL_SHIFT | rows as u64
 }
 
 /// How many rows have come so far, by the arrival word at this address. The load acquires: rows
 /// that have come are visible to this lane.
-#[inline(always)]
+///
+/// # Safety
+/// The word is in this rank's wire memory.
+#[device]
 pub unsafe fn rows_arrived(word: u64, epoch: u64) -> u32 {
-    // SAFETY: the word is in this rank's wire memory.
-    unsafe {
-        let seen = ld_acquire_sys_u64(word);
-        if seen >> ARRIVAL_SHIFT == epoch { (seen & ((1 << ARRIVAL_SHIFT) - 1)) as u32 } else { 0 }
-    }
+    let seen = ld_acquire_sys_u64(word);
+    if seen >> ARRIVAL_SHIFT == epoch { (seen & ((1 << ARRIVAL_SHIFT) - 1)) as u32 } else { 0 }
 }
 
 /// Waits until `rows` rows of a node's channel have come, by the arrival word at this address;
 /// false when the wait expired.
-#[inline(always)]
+///
+/// # Safety
+/// The word is in this rank's wire memory.
+#[device]
 pub unsafe fn wait_rows(comm: &Comm, word: u64, node: u32, rows: u32, epoch: u64, what: Wait) -> bool {
-    // SAFETY: the word is in this rank's wire memory.
-    unsafe { wait_at_least(comm, word, arrival(epoch, rows), node, epoch, what) }
+    wait_at_least(comm, word, arrival(epoch, rows), node, epoch, what)
 }
 
 /// Waits until `rows` rows of the own node's channel are there, by the arrival word at this
@@ -345,27 +345,27 @@ pub unsafe fn wait_rows(comm: &Comm, word: u64, node: u32, rows: u32, epoch: u64
 ///
 /// They come from the other block of the channel, which itself waits for other nodes first: its
 /// deadline, which names them, is the one that counts.
-#[inline(always)]
+///
+/// # Safety
+/// The word is in this rank's wire memory.
+#[device]
 pub unsafe fn wait_own_rows(comm: &Comm, word: u64, rows: u32, epoch: u64) -> bool {
-    // SAFETY: the word is in this rank's wire memory.
-    unsafe {
-        while rows_arrived(word, epoch) < rows {
-            if aborted(comm) {
-                return false;
-            }
+    while rows_arrived(word, epoch) < rows {
+        if aborted(comm) {
+            return false;
         }
-        true
     }
+    true
 }
 
 /// Where a channel begins and how many rows it has, from an inclusive prefix matrix
 /// `[.., channels]`: the entry of `row`.
-#[inline(always)]
+///
+/// # Safety
+/// The entry lies inside the matrix.
+#[device]
 pub unsafe fn channel_rows(prefix: u64, channels: u32, row: u32, channel: u32) -> (u32, u32) {
-    // SAFETY: the entry lies inside the matrix.
-    unsafe {
-        let entry = prefix + (row * channels + channel) as u64 * 4;
-        let begin = if channel == 0 { 0 } else { ld_u32(entry - 4) };
-        (begin, ld_u32(entry) - begin)
-    }
+    let entry = prefix + (row * channels + channel) as u64 * 4;
+    let begin = if channel == 0 { 0 } else { ld_u32(entry - 4) };
+    (begin, ld_u32(entry) - begin)
 }

@@ -26,13 +26,13 @@ pub struct Turn {
 
 impl Turn {
     /// The first turn.
-    #[inline(always)]
+    #[device]
     pub fn first() -> Self {
         Turn { slot: 0, parity: 0 }
     }
 
     /// Goes on to the next buffer.
-    #[inline(always)]
+    #[device]
     pub fn advance(&mut self, ring: &Ring) {
         self.slot += 1;
         if self.slot == ring.count {
@@ -44,16 +44,15 @@ impl Turn {
 impl Ring {
     /// Lays the ring out and initialises its barriers. The whole warp calls it, if it is one of the
     /// first `warps`, which are those that have a ring.
-    #[inline(always)]
+    #[device]
     pub unsafe fn new(count: u32, bytes: u32, warps: u32) -> Self {
         let ring = Ring::lay_out(count, bytes, warps);
-        // SAFETY: passed on to the caller.
-        unsafe { ring.init() };
+        ring.init();
         ring
     }
 
     /// Where the warp's ring is, if it is one of the first `warps`.
-    #[inline(always)]
+    #[device]
     pub fn lay_out(count: u32, bytes: u32, warps: u32) -> Self {
         let warp = tid() / 32;
         let (shared, warp_bytes) = (dynamic_shared(), count * bytes);
@@ -63,77 +62,82 @@ impl Ring {
     }
 
     /// Initialises its barriers. The whole warp calls it, if it has a ring.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The host sizes dynamic shared memory for all warps. The barriers are this warp's own, and
+    /// the warp meets before any lane uses them.
+    #[device]
     pub unsafe fn init(&self) {
-        // SAFETY: the host sizes dynamic shared memory for all warps. The barriers are this warp's
-        // own, and the warp meets before any lane uses them.
-        unsafe {
-            if laneid() == 0 {
-                let mut slot = 0;
-                while slot < self.count {
-                    Mbarrier::at(self.barriers + slot * Mbarrier::BYTES).init(1);
-                    slot += 1;
-                }
-                // The copy engine completes on them in the async proxy.
-                fence_proxy_async_shared();
-            }
-            syncwarp();
+        if laneid() == 0 {
+            stride!(slot in 0..self.count => {
+                Mbarrier::at(self.barriers + slot * Mbarrier::BYTES).init(1);
+            });
+            // The copy engine completes on them in the async proxy.
+            fence_proxy_async_shared();
         }
+        syncwarp();
     }
 
     /// Offset of a buffer in the shared window.
-    #[inline(always)]
+    #[device]
     pub fn buffer(&self, slot: u32) -> u32 {
         self.buffers + slot * self.bytes
     }
 
     /// Waits until the load of this turn has landed.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The caller has started that load.
+    #[device]
     pub unsafe fn wait(&self, turn: &Turn) {
-        // SAFETY: the caller has started that load.
-        unsafe { self.barrier(turn.slot).wait(turn.parity) }
+        self.barrier(turn.slot).wait(turn.parity)
     }
 
     /// One lane starts a load into a buffer that is not read any more.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// `from` is live, and no thread reads the buffer.
+    #[device]
     pub unsafe fn load(&self, slot: u32, from: u64, bytes: u32) {
-        // SAFETY: the caller vouches for `from` and ensures that no thread reads the buffer.
-        unsafe {
-            self.expect(slot, bytes);
-            self.load_at(slot, 0, from, bytes);
-        }
+        self.expect(slot, bytes);
+        self.load_at(slot, 0, from, bytes);
     }
 
     /// Says how many bytes this turn's loads will bring; comes before them.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The turn before has been waited for, so the phase lacks its one arrival.
+    #[device]
     pub unsafe fn expect(&self, slot: u32, bytes: u32) {
-        // SAFETY: the turn before has been waited for, so the phase lacks its one arrival.
-        unsafe { self.barrier(slot).arrive_expect_tx(bytes) }
+        self.barrier(slot).arrive_expect_tx(bytes)
     }
 
     /// Starts one of several loads into the buffer, at `offset`.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// `from` is live, and no thread reads the buffer.
+    #[device]
     pub unsafe fn load_at(&self, slot: u32, offset: u32, from: u64, bytes: u32) {
-        // SAFETY: the caller vouches for `from` and for the buffer.
-        unsafe { bulk_load(self.buffer(slot) + offset, from, bytes, self.barrier(slot)) }
+        bulk_load(self.buffer(slot) + offset, from, bytes, self.barrier(slot))
     }
 
-    #[inline(always)]
+    /// # Safety
+    /// `new` initialised it, ordered by its `syncwarp`.
+    #[device]
     unsafe fn barrier(&self, slot: u32) -> Mbarrier<Ready> {
-        // SAFETY: `new` initialised it, ordered by its `syncwarp`.
-        unsafe { Mbarrier::at(self.barriers + slot * Mbarrier::BYTES).assume_ready() }
+        Mbarrier::at(self.barriers + slot * Mbarrier::BYTES).assume_ready()
     }
 }
 
 /// The contiguous range of `count` items that this block owns: sizes differ by at most one.
-#[inline(always)]
+#[device]
 pub fn block_range(count: u32) -> (u32, u32) {
     share_of(count, ctaid(), nctaid())
 }
 
 /// The contiguous range of `count` items that is the share of block `block` of `blocks`: sizes
 /// differ by at most one.
-#[inline(always)]
+#[device]
 pub fn share_of(count: u32, block: u32, blocks: u32) -> (u32, u32) {
     let (each, more) = (count / blocks, count % blocks);
     let begin = block * each + block.min(more);
@@ -142,7 +146,7 @@ pub fn share_of(count: u32, block: u32, blocks: u32) -> (u32, u32) {
 
 /// The channel's range of `num_tokens` tokens: each has `ceil(num_tokens / channels)` until there
 /// are none left.
-#[inline(always)]
+#[device]
 pub fn channel_range(num_tokens: u32, channels: u32, channel: u32) -> (u32, u32) {
     let each = num_tokens.div_ceil(channels);
     let begin = (each * channel).min(num_tokens);

@@ -3,12 +3,11 @@
 use crate::simt::*;
 
 /// The sum of the numbers of all lanes up to this one, by `add`. The whole warp calls it.
-#[inline(always)]
+#[device]
 pub unsafe fn sum_upto(number: u32, add: impl Fn(u32, u32) -> u32) -> u32 {
     let (mut upto, mut distance) = (number, 1);
     while distance < 32 {
-        // SAFETY: the caller ensures that all lanes are here.
-        let of_others = unsafe { shfl_u32(upto, laneid().wrapping_sub(distance) & 31) };
+        let of_others = shfl_u32(upto, laneid().wrapping_sub(distance) & 31);
         upto = add(upto, if laneid() >= distance { of_others } else { 0 });
         distance *= 2;
     }
@@ -30,24 +29,20 @@ pub struct Segments {
 impl Segments {
     /// The segments from number `first` on, of which the lane's has `count` rows; those in front of
     /// them have `before` rows together. The whole warp calls it.
-    #[inline(always)]
+    #[device]
     pub unsafe fn new(first: u32, before: u32, count: u32) -> Segments {
-        // SAFETY: the caller ensures that all lanes are here.
-        unsafe {
-            let upto = sum_upto(count, |a, b| a + b) + before;
-            Segments { first, count, upto, end: shfl_u32(upto, 31) }
-        }
+        let upto = sum_upto(count, |a, b| a + b) + before;
+        Segments { first, count, upto, end: shfl_u32(upto, 31) }
     }
 
     /// The lane whose segment has row `row`, counted through all segments and below `end`, and the
     /// row's index there. The whole warp calls it.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The last lane's sum is above `row`, so not all bits are set.
+    #[device]
     pub unsafe fn find(&self, row: u32) -> (u32, u32) {
-        // SAFETY: the caller ensures that all lanes are here. The last lane's sum is above `row`,
-        // so not all bits are set.
-        unsafe {
-            let lane = ballot(self.upto <= row).count_ones() & 31;
-            (lane, row - shfl_u32(self.upto - self.count, lane))
-        }
+        let lane = ballot(self.upto <= row).count_ones() & 31;
+        (lane, row - shfl_u32(self.upto - self.count, lane))
     }
 }

@@ -25,60 +25,60 @@ impl Verdict {
         Verdict { status: PlanStatus::Empty as u32, peer: 0, detail: 0, theirs: 0, ours: 0 };
 
     /// The verdict in the [`PlanHeader`] at `header`.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The `PlanHeader` is live.
+    #[device]
     pub unsafe fn read(header: u64) -> Verdict {
-        // SAFETY: the caller vouches for a live `PlanHeader`.
-        unsafe {
-            Verdict {
-                status: ld_u32(header + offset_of!(PlanHeader, status) as u64),
-                peer: ld_u32(header + offset_of!(PlanHeader, peer) as u64),
-                detail: ld_u32(header + offset_of!(PlanHeader, detail) as u64),
-                theirs: ld_u32(header + offset_of!(PlanHeader, theirs) as u64),
-                ours: ld_u32(header + offset_of!(PlanHeader, ours) as u64),
-            }
+        Verdict {
+            status: ld_u32(header + offset_of!(PlanHeader, status) as u64),
+            peer: ld_u32(header + offset_of!(PlanHeader, peer) as u64),
+            detail: ld_u32(header + offset_of!(PlanHeader, detail) as u64),
+            theirs: ld_u32(header + offset_of!(PlanHeader, theirs) as u64),
+            ours: ld_u32(header + offset_of!(PlanHeader, ours) as u64),
         }
     }
 
     /// Whether the ranks agree on the shape of the messages, so that all of a message will come.
     /// Ranks that disagree on channels or experts would wait for packets that never come.
-    #[inline(always)]
+    #[device]
     pub fn agrees(status: u32) -> bool {
         status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32
     }
 
     /// Writes it to the [`PlanHeader`] at `header`, with the rows that this rank receives and the
     /// dispatch's epoch: all words but the tag and the relayed tokens.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The `PlanHeader` is live.
+    #[device]
     pub unsafe fn write(&self, header: u64, rows: u32, epoch: u64) {
-        // SAFETY: the caller vouches for a live `PlanHeader`.
-        unsafe {
-            st_u32(header + offset_of!(PlanHeader, status) as u64, self.status);
-            st_u32(header + offset_of!(PlanHeader, num_recv_tokens) as u64, rows);
-            st_u32(header + offset_of!(PlanHeader, peer) as u64, self.peer);
-            st_u32(header + offset_of!(PlanHeader, detail) as u64, self.detail);
-            st_u32(header + offset_of!(PlanHeader, theirs) as u64, self.theirs);
-            st_u32(header + offset_of!(PlanHeader, ours) as u64, self.ours);
-            st_u32(header + offset_of!(PlanHeader, epoch) as u64, epoch as u32);
-        }
+        st_u32(header + offset_of!(PlanHeader, status) as u64, self.status);
+        st_u32(header + offset_of!(PlanHeader, num_recv_tokens) as u64, rows);
+        st_u32(header + offset_of!(PlanHeader, peer) as u64, self.peer);
+        st_u32(header + offset_of!(PlanHeader, detail) as u64, self.detail);
+        st_u32(header + offset_of!(PlanHeader, theirs) as u64, self.theirs);
+        st_u32(header + offset_of!(PlanHeader, ours) as u64, self.ours);
+        st_u32(header + offset_of!(PlanHeader, epoch) as u64, epoch as u32);
     }
 
     /// Reports a plan that is not ready to the host, which does not wait for this dispatch. A wait
     /// that expired has reported itself already. One thread of the grid calls it.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The record lies behind the status. Operations of a buffer follow each other, so this thread
+    /// is its only writer.
+    #[device]
     pub unsafe fn report(&self, comm: &Comm, rows: u32, epoch: u64) {
         if self.status == PlanStatus::Ready as u32 || self.status == PlanStatus::Timeout as u32 {
             return;
         }
-        // SAFETY: the record lies behind the status. Operations of a buffer follow each other, so
-        // this thread is its only writer.
-        unsafe {
-            let record = comm.status.0 + size_of::<Status>() as u64;
-            let count = ld_relaxed_sys_u64(record);
-            let plans = record + offset_of!(FailedPlans, plans) as u64;
-            let plan = plans + count % KEPT_PLANS as u64 * size_of::<FailedPlan>() as u64;
-            self.write(plan, rows, epoch);
-            st_u64(plan + offset_of!(FailedPlan, capacity) as u64, comm.pool.rows);
-            st_release_sys_u64(record, count + 1);
-        }
+        let record = comm.status.0 + size_of::<Status>() as u64;
+        let count = ld_relaxed_sys_u64(record);
+        let plans = record + offset_of!(FailedPlans, plans) as u64;
+        let plan = plans + count % KEPT_PLANS as u64 * size_of::<FailedPlan>() as u64;
+        self.write(plan, rows, epoch);
+        st_u64(plan + offset_of!(FailedPlan, capacity) as u64, comm.pool.rows);
+        st_release_sys_u64(record, count + 1);
     }
 }

@@ -1,16 +1,30 @@
 //! One argument struct per kernel of the library; those of the example are in a file of their own.
 
 use bytemuck::{Pod, Zeroable};
+use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 use super::experts::ExpertTable;
+use super::limits::{
+    FEW_RANKS, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, MAX_SLOT_BYTES, MAX_TOPK, MAX_WAITED_SLOT_BYTES,
+    bulk_scale_bytes,
+};
 use super::pool::Comm;
-use super::wire::Wire;
+use super::wire::{MAX_NODES, MAX_WORLD, Wire, combine_slot_bytes};
 
 /// Arguments of `dispatch_layout`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.num_topk >= 1,
+    self.num_topk <= MAX_TOPK,
+    self.num_ranks >= 1,
+    self.num_ranks <= MAX_WORLD as u32,
+    self.ranks_per_node >= 1,
+    self.num_ranks.is_multiple_of(self.ranks_per_node),
+    self.num_ranks / self.ranks_per_node <= MAX_NODES as u32,
+    self.num_experts >= self.num_ranks,
+    self.num_experts.is_multiple_of(self.num_ranks),
+))]
 pub struct LayoutArgs {
     /// In: expert ids or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
@@ -49,8 +63,15 @@ pub struct LayoutArgs {
 layout_assert!(LayoutArgs, size = 104, reserved at 100);
 
 /// Arguments of `notify`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.num_channels >= 1,
+    self.num_channels <= MAX_CHANNELS,
+    self.comm.num_ranks >= 1,
+    self.num_experts >= self.comm.num_ranks,
+    self.num_experts.is_multiple_of(self.comm.num_ranks),
+    self.num_experts / self.comm.num_ranks <= MAX_LOCAL_EXPERTS,
+    self.expert_alignment >= 1,
+))]
 pub struct NotifyArgs {
     /// The peers.
     pub comm: Comm,
@@ -102,8 +123,7 @@ pub struct NotifyArgs {
 layout_assert!(NotifyArgs, size = 336, columns at 332);
 
 /// Arguments of `number_selections`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(self.num_topk >= 1, self.num_topk <= MAX_TOPK, self.num_experts >= 1))]
 pub struct NumberArgs {
     /// In: ids of physical experts or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
@@ -125,8 +145,15 @@ pub struct NumberArgs {
 layout_assert!(NumberArgs, size = 40, narrow_ids at 36);
 
 /// Arguments of `plan_by_expert`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.num_topk >= 1,
+    self.num_topk <= MAX_TOPK,
+    self.local_experts >= 1,
+    self.local_experts <= MAX_LOCAL_EXPERTS,
+    self.comm.num_ranks >= 1,
+    self.comm.num_ranks <= MAX_RANKS as u32,
+    self.alignment.is_power_of_two(),
+))]
 pub struct ExpertPlanArgs {
     /// The peers.
     pub comm: Comm,
@@ -170,8 +197,17 @@ pub struct ExpertPlanArgs {
 layout_assert!(ExpertPlanArgs, size = 312, reserved at 308);
 
 /// Arguments of `dispatch`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.row_bytes.is_multiple_of(16),
+    self.row_bytes >= 16,
+    self.stages >= 2,
+    self.stages <= 32,
+    self.piece_bytes.is_multiple_of(16),
+    self.piece_bytes >= 16,
+    self.stage_bytes.is_multiple_of(128),
+    self.stage_bytes >= self.piece_bytes + bulk_scale_bytes(self.num_scales),
+    self.local_experts >= 1,
+))]
 pub struct DispatchArgs {
     /// The peers.
     pub comm: Comm,
@@ -218,8 +254,7 @@ pub struct DispatchArgs {
 layout_assert!(DispatchArgs, size = 304, narrow_ids at 300);
 
 /// Arguments of `stage_combine`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(self.row_bytes.is_multiple_of(16), self.x_stride.is_multiple_of(16)))]
 pub struct StageArgs {
     /// The peers.
     pub comm: Comm,
@@ -246,8 +281,7 @@ pub struct StageArgs {
 layout_assert!(StageArgs, size = 272, num_topk at 268);
 
 /// Arguments of `stage_by_expert`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(self.local_experts >= 1))]
 pub struct ExpertStageArgs {
     /// The rows.
     pub stage: StageArgs,
@@ -262,8 +296,7 @@ pub struct ExpertStageArgs {
 layout_assert!(ExpertStageArgs, size = size_of::<StageArgs>() + 24, local_experts at size_of::<StageArgs>() + 16);
 
 /// Arguments of `combine_by_expert_bf16` and `combine_by_expert_f32`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args]
 pub struct ExpertCombineArgs {
     /// Sums, and the ranks.
     pub combine: CombineArgs,
@@ -276,8 +309,17 @@ pub struct ExpertCombineArgs {
 layout_assert!(ExpertCombineArgs, size = size_of::<CombineArgs>() + 16, num_topk at size_of::<CombineArgs>() + 8);
 
 /// Arguments of `combine_bf16` and `combine_f32`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.row_bytes.is_multiple_of(16),
+    self.row_bytes >= 16,
+    self.slots >= 2,
+    self.slots <= 32,
+    self.slot_bytes.is_multiple_of(16),
+    self.slot_bytes >= 16,
+    self.slot_bytes <= MAX_SLOT_BYTES,
+    self.pieces == self.row_bytes.div_ceil(self.slot_bytes),
+    self.pieces >= 1,
+))]
 pub struct CombineArgs {
     /// The peers.
     pub comm: Comm,
@@ -310,8 +352,18 @@ pub struct CombineArgs {
 layout_assert!(CombineArgs, size = 272, reserved at 268);
 
 /// Arguments of `combine_staged_bf16` and `combine_staged_f32`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
+    self.combine.comm.num_ranks >= 1,
+    self.x_stride.is_multiple_of(16),
+    self.stagers >= 1,
+    self.channels >= 1,
+    self.parts >= 1,
+    self.channels as u64 * self.parts <= MAX_CHANNELS as u64,
+    self.blocks_per_channel >= 1,
+    self.step_rows >= 1,
+    self.gather_warps >= 1,
+))]
 pub struct StagedCombineArgs {
     /// Sums, and the ranks.
     pub combine: CombineArgs,
@@ -348,8 +400,12 @@ pub struct StagedCombineArgs {
 layout_assert!(StagedCombineArgs, size = 352, parts at 344);
 
 /// Arguments of `ceiling_push` and `ceiling_pull`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.row_bytes.is_multiple_of(16),
+    self.fanout >= 1,
+    self.fanout < self.num_ranks,
+    self.stages >= 2,
+))]
 pub struct CeilingArgs {
     /// Device table of pool addresses by rank, u64.
     pub pools: DevicePtr,
@@ -374,8 +430,14 @@ pub struct CeilingArgs {
 layout_assert!(CeilingArgs, size = 48, fanout at 44);
 
 /// Arguments of `internode_count`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.num_channels >= 1,
+    self.num_channels <= MAX_CHANNELS,
+    self.ranks_per_node >= 1,
+    self.num_ranks.is_multiple_of(self.ranks_per_node),
+    self.num_ranks / self.ranks_per_node <= MAX_NODES as u32,
+    self.ranks_per_node <= FEW_RANKS as u32,
+))]
 pub struct InternodeCountArgs {
     /// In, of the layout: u8 `[num_tokens, num_ranks]`.
     pub is_token_in_rank: DevicePtr,
@@ -399,8 +461,15 @@ pub struct InternodeCountArgs {
 layout_assert!(InternodeCountArgs, size = 48, ranks_per_node at 44);
 
 /// Arguments of `internode_notify`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.num_channels >= 1,
+    self.num_channels <= MAX_CHANNELS,
+    self.comm.num_ranks >= 1,
+    self.comm.num_ranks <= FEW_RANKS as u32,
+    self.local_experts >= 1,
+    self.local_experts <= MAX_LOCAL_EXPERTS,
+    self.expert_alignment >= 1,
+))]
 pub struct InternodeNotifyArgs {
     /// The ranks of this node.
     pub comm: Comm,
@@ -451,8 +520,12 @@ pub struct InternodeNotifyArgs {
 layout_assert!(InternodeNotifyArgs, size = 448, reserved at 444);
 
 /// Arguments of `internode_dispatch`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.slot_bytes.is_multiple_of(16),
+    self.slot_bytes as u64 * self.wire.layout.slots <= self.wire.layout.node_bytes,
+    self.dispatch.comm.num_ranks >= 1,
+    self.route.num_channels >= 1,
+))]
 pub struct InternodeDispatchArgs {
     /// Rows, metadata, and the ranks of this node; `send_row` is not used.
     pub dispatch: DispatchArgs,
@@ -498,8 +571,13 @@ pub struct Route {
 layout_assert!(Route, size = 48, reserved at 44);
 
 /// Arguments of `internode_combine`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.slot_bytes >= combine_slot_bytes(self.combine.row_bytes, self.combine.num_topk),
+    self.slot_bytes.is_multiple_of(16),
+    self.slot_bytes as u64 * self.wire.layout.slots <= self.wire.layout.node_bytes,
+    self.combine.comm.num_ranks >= 1,
+    self.route.num_channels >= 1,
+))]
 pub struct InternodeCombineArgs {
     /// Rows, sums, and the ranks of this node; `send_row` is not used.
     pub combine: CombineArgs,

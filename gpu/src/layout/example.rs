@@ -1,13 +1,18 @@
 //! The argument structs of the example's kernels.
 
-use bytemuck::{Pod, Zeroable};
+use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 
 /// Arguments of `moe_router`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.hidden.is_multiple_of(8),
+    self.num_experts >= 1,
+    self.num_experts <= 32,
+    self.num_topk >= 1,
+    self.num_topk <= self.num_experts,
+))]
 pub struct MoeRouterArgs {
     /// In: bf16 `[num_tokens, hidden]`, contiguous.
     pub x: DevicePtr,
@@ -30,8 +35,7 @@ pub struct MoeRouterArgs {
 layout_assert!(MoeRouterArgs, size = 48, num_topk at 44);
 
 /// Arguments of `moe_experts`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(self.hidden.is_multiple_of(8), self.num_topk >= 1))]
 pub struct MoeExpertsArgs {
     /// In: received rows, bf16 `[num_rows, hidden]` at the pool's stride.
     pub x: DevicePtr,

@@ -11,6 +11,13 @@ pub const MAX_TOPK: u32 = 32;
 pub const MAX_LOCAL_EXPERTS: u32 = 1024;
 /// Most channels of a `Config`.
 pub const MAX_CHANNELS: u32 = 256;
+/// Most bytes of a slot of a combine's ring: a warp keeps the sums of so many in registers.
+#[doc(hidden)]
+pub const MAX_SLOT_BYTES: u32 = 4096;
+/// The same of a combine of several nodes, or of rows that are staged meanwhile: its warps need
+/// registers for waits.
+#[doc(hidden)]
+pub const MAX_WAITED_SLOT_BYTES: u32 = 3584;
 /// Rows in a pool start at multiples of this many bytes.
 pub const ROW_ALIGN: u64 = 128;
 

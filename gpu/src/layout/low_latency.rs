@@ -4,12 +4,16 @@
 //! has words, packets and rows ([`LowLatencyPlace`]). A row of token t from rank s lies at
 //! `s * max_tokens + t`, independent of all other rows: nothing is counted before it is sent.
 
+use core::mem::offset_of;
+
 use bytemuck::{Pod, Zeroable};
+use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 use super::experts::ExpertTable;
-use super::limits::FEW_RANKS;
+use super::limits::{FEW_RANKS, MAX_TOPK};
+use super::low_latency_internode::MAX_MEMBERS;
 use super::pool::{Comm, ControlWord};
 
 /// Start of every low-latency pool.
@@ -34,7 +38,7 @@ layout_assert!(LowLatencyControl, size = (128 + 16 + 8) * FEW_RANKS, gave_up at 
 /// Offset of `gave_up[src]` in a low-latency pool, in bytes.
 #[inline(always)]
 pub const fn gave_up_offset(src: u32) -> u64 {
-    (size_of::<LowLatencyControl>() - 8 * FEW_RANKS) as u64 + src as u64 * 8
+    offset_of!(LowLatencyControl, gave_up) as u64 + src as u64 * 8
 }
 
 /// Longest time that a rank reads peers' rows without asking whether they gave up meanwhile, in ns.
@@ -163,8 +167,15 @@ pub mod phase {
 }
 
 /// The arguments that all low-latency kernels share.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.comm.num_ranks >= 1,
+    self.comm.num_ranks <= MAX_MEMBERS as u32,
+    self.num_topk >= 1,
+    self.num_topk <= MAX_TOPK,
+    self.local_experts >= 1,
+    self.chunk_tokens >= 1,
+    self.num_tokens <= self.max_tokens,
+))]
 pub struct LowLatencyArgs {
     /// The peers. Its layout of a high-throughput pool is not used, and zero.
     pub comm: Comm,
@@ -193,8 +204,10 @@ pub struct LowLatencyArgs {
 layout_assert!(LowLatencyArgs, size = size_of::<Comm>() + 192, reserved at size_of::<Comm>() + 188);
 
 /// Arguments of `low_latency_dispatch`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.row_bytes.is_multiple_of(16),
+    self.quantise == Quantise::Not as u32 || self.row_bytes.is_multiple_of(SCALE_BLOCK),
+))]
 pub struct LowLatencyDispatchArgs {
     /// Peers, place and shapes.
     pub common: LowLatencyArgs,
@@ -243,8 +256,10 @@ pub enum Quantise {
 pub const SCALE_BLOCK: u32 = 128;
 
 /// Arguments of `low_latency_combine_bf16` and `low_latency_combine_fp8`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.row_bytes.is_multiple_of(16),
+    self.x_stride.is_multiple_of(16),
+))]
 pub struct LowLatencyCombineArgs {
     /// Peers, place and shapes.
     pub common: LowLatencyArgs,
@@ -268,8 +283,12 @@ pub struct LowLatencyCombineArgs {
 layout_assert!(LowLatencyCombineArgs, size = size_of::<LowLatencyArgs>() + 40, spoils at size_of::<LowLatencyArgs>() + 36);
 
 /// Arguments of `low_latency_gather`. `rows` stands for `num_ranks * max_tokens`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.local_experts >= 1,
+    self.row_bytes >= 16,
+    self.row_bytes.is_multiple_of(16),
+    self.num_scales <= self.row_bytes.div_ceil(SCALE_BLOCK),
+))]
 pub struct LowLatencyGatherArgs {
     /// In: i32 `[local_experts]`.
     pub expert_counts: DevicePtr,

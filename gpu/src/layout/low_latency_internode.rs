@@ -6,6 +6,7 @@
 //! with the call that the sender has entered.
 
 use bytemuck::{Pod, Zeroable};
+use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
@@ -149,8 +150,7 @@ pub struct LowLatencyMessages {
 layout_assert!(LowLatencyMessages, size = 72, copies at 64);
 
 /// Arguments of `low_latency_internode_dispatch`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args]
 pub struct LowLatencyInternodeDispatchArgs {
     /// As within a node, without pools and without what is in them.
     pub dispatch: LowLatencyDispatchArgs,
@@ -159,8 +159,7 @@ pub struct LowLatencyInternodeDispatchArgs {
 }
 
 /// Arguments of `low_latency_internode_combine_bf16` and `low_latency_internode_combine_fp8`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args]
 pub struct LowLatencyInternodeCombineArgs {
     /// As within a node, without pools and without what is in them.
     pub combine: LowLatencyCombineArgs,

@@ -7,6 +7,7 @@
 //! out.
 
 use bytemuck::{Pod, Zeroable};
+use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
@@ -125,8 +126,12 @@ layout_assert!(NodePath, size = 16, peer at 8);
 
 /// The paths and queues by which a kernel reaches the other nodes. [`super::Comm`] stands for the
 /// own node: there, `rank` is the index in it.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[kernel_args(requires(
+    self.num_nodes >= 2,
+    self.num_nodes <= MAX_NODES as u32,
+    self.num_queues >= 1,
+    self.chunk >= 1,
+))]
 pub struct Wire {
     /// Table of [`NodePath`], `[num_nodes]`.
     pub paths: DevicePtr,

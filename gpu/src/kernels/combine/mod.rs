@@ -11,9 +11,7 @@ mod stage;
 mod staged;
 mod sum;
 
-use epoxide_macros::kernel;
-
-use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, wait_ready};
+use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, wait_ranks_ready};
 use super::ring::{Ring, Turn, block_range};
 use crate::layout::{CombineArgs, ExpertCombineArgs, Wait, ring_bytes};
 use crate::simt::*;
@@ -23,163 +21,81 @@ use sum::{ByExpert, F32, Listed, Peers, Summand};
 pub use stage::{StageByExpert, StageCombine};
 #[cfg(not(target_arch = "nvptx64"))]
 pub use staged::{CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32};
-pub use sum::{
-    Bf16, Contributors, Gather, Item, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Outputs, Ranks, Sink, VECTORS,
-    spoil, sum_rows, vectors_of,
-};
+pub use sum::{Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VECTORS, spoil, sum_rows, vectors_of};
 
 /// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.
 ///
 /// Bulk loads fill a warp's ring of slots, one slot per (piece of a row, contributing rank). So the
 /// bytes in flight do not depend on how many ranks a token went to. Shared memory: per warp `slots
 /// * slot_bytes`, then all barriers.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.slots >= 2,
-        args.slots <= 32,
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes >= 16,
-        args.slot_bytes <= MAX_SLOT_BYTES,
-        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
-        args.pieces >= 1,
-    )
-)]
+#[kernel(threads = 512, barriers = 2, registers = 128, dependent)]
 pub unsafe fn combine_bf16(args: CombineArgs) {
     combine::<Bf16, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
 }
 
 /// Sums FP32 rows, otherwise as [`CombineBf16`].
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.slots >= 2,
-        args.slots <= 32,
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes >= 16,
-        args.slot_bytes <= MAX_SLOT_BYTES,
-        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
-        args.pieces >= 1,
-    )
-)]
+#[kernel(threads = 512, barriers = 2, registers = 128, dependent)]
 pub unsafe fn combine_f32(args: CombineArgs) {
     combine::<F32, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
 }
 
 /// Sums BF16 rows of up to 64 ranks, otherwise as [`CombineBf16`].
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.slots >= 2,
-        args.slots <= 32,
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes >= 16,
-        args.slot_bytes <= MAX_SLOT_BYTES,
-        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
-        args.pieces >= 1,
-    )
-)]
+#[kernel(threads = 512, barriers = 2, registers = 128, dependent)]
 pub unsafe fn combine_many_bf16(args: CombineArgs) {
     combine::<Bf16, Listed, true>(&args, || <Listed as Peers>::new(&args));
 }
 
 /// Sums FP32 rows of up to 64 ranks, otherwise as [`CombineBf16`].
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.slots >= 2,
-        args.slots <= 32,
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes >= 16,
-        args.slot_bytes <= MAX_SLOT_BYTES,
-        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
-        args.pieces >= 1,
-    )
-)]
+#[kernel(threads = 512, barriers = 2, registers = 128, dependent)]
 pub unsafe fn combine_many_f32(args: CombineArgs) {
     combine::<F32, Listed, true>(&args, || <Listed as Peers>::new(&args));
 }
 
 /// Sums BF16 rows by expert in FP32, in the order of the token's entries, each times its weight,
 /// and rounds once.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
-    requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-    )
-)]
+#[kernel(threads = 512, barriers = 2, registers = 128, dependent, requires(..CombineArgs(args.combine)))]
 pub unsafe fn combine_by_expert_bf16(args: ExpertCombineArgs) {
     combine::<Bf16, ByExpert, true>(&args.combine, || ByExpert::new(&args));
 }
 
 /// Sums FP32 rows by expert, otherwise as [`CombineByExpertBf16`].
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
-    requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-    )
-)]
+#[kernel(threads = 512, barriers = 2, registers = 128, dependent, requires(..CombineArgs(args.combine)))]
 pub unsafe fn combine_by_expert_f32(args: ExpertCombineArgs) {
     combine::<F32, ByExpert, true>(&args.combine, || ByExpert::new(&args));
 }
 
-#[inline(always)]
+/// # Safety
+/// Rows were planned inside the pools.
+#[device]
 unsafe fn combine<E: Summand, C: Contributors, const MANY: bool>(
     args: &CombineArgs,
     ranks: impl FnOnce() -> C,
 ) {
-    // SAFETY: as the argument struct documents; rows were planned inside the pools.
-    unsafe {
-        let comm = &args.comm;
-        let (warp, warps) = (tid() / 32, ntid() / 32);
-        trace(comm, Phase::Enter);
-        let entry = Entry::read(comm, args.header.0);
-        let epoch = current_epoch(comm);
-        let ready = entry.ready_word(comm, epoch);
-        if ctaid() == 0 && warp == 0 {
-            tell_ready::<MANY>(comm, ready);
-        }
-        let planned = entry.is_planned();
-        let (begin, end) = block_range(args.num_tokens);
-        let ring = Ring::new(args.slots, args.slot_bytes, warps);
-        let ranks = ranks();
-
-        // This rank's own tables are read while the peers' words are on their way.
-        let gather = Gather::start(args, &ranks, begin, end, warp, warps);
-        let joined = dynamic_shared() + ring_bytes(warps, args.slots, args.slot_bytes);
-        let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
-        if joined && planned {
-            // The peers' rows were released to this thread; the copy engine must see them too.
-            fence_proxy_async_global();
-            let mut sums = Outputs::<false>::new(args);
-            sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, gather);
-        } else {
-            spoil::<false>(args, begin, end, warp, warps);
-        }
-        leave::<MANY>(comm, epoch, joined, Wait::CombineDone);
+    let comm = &args.comm;
+    let (warp, warps) = (tid() / 32, ntid() / 32);
+    trace(comm, Phase::Enter);
+    let entry = ReadyEntry::read(comm, args.header.0);
+    let epoch = current_epoch(comm);
+    let ready = entry.ready_word(comm, epoch);
+    if ctaid() == 0 && warp == 0 {
+        tell_ready::<MANY>(comm, ready);
     }
+    let planned = entry.is_planned();
+    let (begin, end) = block_range(args.num_tokens);
+    let ring = Ring::new(args.slots, args.slot_bytes, warps);
+    let ranks = ranks();
+
+    // This rank's own tables are read while the peers' words are on their way.
+    let gather = Gather::start(args, &ranks, begin, end, warp, warps);
+    let joined = dynamic_shared() + ring_bytes(warps, args.slots, args.slot_bytes);
+    let joined = wait_ranks_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
+    if joined && planned {
+        // The peers' rows were released to this thread; the copy engine must see them too.
+        fence_proxy_async_global();
+        let mut sums = Outputs::<false>::new(args);
+        sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, gather);
+    } else {
+        spoil::<false>(args, begin, end, warp, warps);
+    }
+    leave::<MANY>(comm, epoch, joined, Wait::CombineDone);
 }

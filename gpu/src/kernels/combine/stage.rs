@@ -6,8 +6,6 @@
 
 use core::mem::offset_of;
 
-use epoxide_macros::kernel;
-
 use crate::kernels::epoch::{current_epoch, record};
 use crate::kernels::segments::Segments;
 use crate::layout::{Comm, ExpertStageArgs, PlanHeader, PlanStatus, StageArgs, Wait, row_stride};
@@ -15,10 +13,7 @@ use crate::simt::*;
 
 /// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One
 /// warp per row.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
-    requires(args.row_bytes.is_multiple_of(16), args.x_stride.is_multiple_of(16))
-)]
+#[kernel(threads = 512, registers = 64, dependent)]
 pub unsafe fn stage_combine(args: StageArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
     if ld_u32(args.header.0) != PlanStatus::Ready as u32 {
@@ -29,8 +24,7 @@ pub unsafe fn stage_combine(args: StageArgs) {
         note_missing(&args.comm, rows, given, current_epoch(&args.comm));
         return;
     }
-    let mut row = ctaid() * warps + tid() / 32;
-    while row < rows {
+    stride!(row in ctaid() * warps + tid() / 32..rows, nctaid() * warps => {
         if !args.x.is_null() {
             let from = args.x.0 + row as u64 * args.x_stride;
             let to = args.rows.0 + row as u64 * row_stride(args.row_bytes as u64);
@@ -40,20 +34,12 @@ pub unsafe fn stage_combine(args: StageArgs) {
             let entry = (row as u64 * args.num_topk as u64 + lane as u64) * 4;
             st_f32(args.weight_rows.0 + entry, ld_f32(args.weights.0 + entry));
         }
-        row += nctaid() * warps;
-    }
+    });
 }
 
 /// Copies the caller's rows by expert into this rank's pool, and no padding. One warp per row; all
 /// experts' rows count through.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
-    requires(
-        args.stage.row_bytes.is_multiple_of(16),
-        args.stage.x_stride.is_multiple_of(16),
-        args.local_experts >= 1,
-    )
-)]
+#[kernel(threads = 512, registers = 64, dependent, requires(..StageArgs(args.stage)))]
 pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
     let stage = &args.stage;
     if ld_u32(stage.header.0) != PlanStatus::Ready as u32 {
@@ -68,8 +54,8 @@ pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
         return;
     }
     let (mut number, step) = (tid() / 32 * nctaid() + ctaid(), nctaid() * (ntid() / 32));
-    let (mut first, mut before) = (0, 0);
-    while first < args.local_experts as u32 {
+    let mut before = 0;
+    stride!(first in 0..args.local_experts as u32, 32 => {
         // Lane l has expert `first + l`.
         let expert = first + laneid();
         let is_there = (expert as u64) < args.local_experts;
@@ -84,26 +70,24 @@ pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
             number += step;
         }
         before = segments.end;
-        first += 32;
-    }
+    });
 }
 
 /// How many rows came, by the plan at `header`.
-#[inline(always)]
+///
+/// # Safety
+/// The header is live, and an earlier kernel of the stream wrote it.
+#[device]
 pub(super) unsafe fn rows_of_plan(header: u64) -> u32 {
-    // SAFETY: the caller vouches for a live header, which an earlier kernel of the stream wrote.
-    unsafe { ld_u32(header + offset_of!(PlanHeader, num_recv_tokens) as u64) }
+    ld_u32(header + offset_of!(PlanHeader, num_recv_tokens) as u64)
 }
 
 /// Records that the caller's tensors have fewer rows than came. This rank then does not end the
 /// combine, nor do its peers, whose sums would lack the rows. All threads of a block call it.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn note_missing(comm: &Comm, came: u32, given: u32, epoch: u64) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        if tid() == 0 {
-            record(comm, 0, comm.rank, epoch, came as u64, given as u64, Wait::MissingRows);
-        }
+    if tid() == 0 {
+        record(comm, 0, comm.rank, epoch, came as u64, given as u64, Wait::MissingRows);
     }
 }
 
@@ -111,26 +95,26 @@ pub(super) unsafe fn note_missing(comm: &Comm, came: u32, given: u32, epoch: u64
 pub(super) const IN_FLIGHT_BYTES: u32 = 8 * 512;
 
 /// Copies so many bytes, a multiple of 16, past the L1 cache. The whole warp calls it.
-#[inline(always)]
+///
+/// # Safety
+/// Both addresses are live, for so many bytes.
+#[device]
 pub(super) unsafe fn copy_bytes(from: u64, to: u64, bytes: u32) {
-    // SAFETY: the caller vouches for both addresses.
-    unsafe {
-        let mut at = laneid() * 16;
-        while at + 7 * 512 < bytes {
-            let mut vectors = [[0; 4]; 8];
-            unroll8!(J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
-            unroll8!(J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
-            at += IN_FLIGHT_BYTES;
-        }
-        if at + 3 * 512 < bytes {
-            let mut vectors = [[0; 4]; 4];
-            unroll4!(J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
-            unroll4!(J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
-            at += IN_FLIGHT_BYTES / 2;
-        }
-        while at < bytes {
-            st_v4(to + at as u64, ld_stream_v4(from + at as u64));
-            at += 512;
-        }
+    let mut at = laneid() * 16;
+    while at + 7 * 512 < bytes {
+        let mut vectors = [[0; 4]; 8];
+        unroll!(8, J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
+        unroll!(8, J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
+        at += IN_FLIGHT_BYTES;
+    }
+    if at + 3 * 512 < bytes {
+        let mut vectors = [[0; 4]; 4];
+        unroll!(4, J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
+        unroll!(4, J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
+        at += IN_FLIGHT_BYTES / 2;
+    }
+    while at < bytes {
+        st_v4(to + at as u64, ld_stream_v4(from + at as u64));
+        at += 512;
     }
 }

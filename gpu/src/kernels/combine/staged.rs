@@ -11,20 +11,15 @@
 
 use core::cell::Cell;
 
-use epoxide_macros::kernel;
-
 use super::stage::{IN_FLIGHT_BYTES, copy_bytes, note_missing, rows_of_plan};
-use super::sum::{
-    Bf16, Contributors, F32, Gather, Listed, MAX_WAITED_SLOT_BYTES, Outputs, Peers, Ranks, Summand, spoil,
-    sum_rows,
-};
+use super::sum::{Bf16, Contributors, F32, Gather, Listed, Outputs, Peers, Ranks, Summand, spoil, sum_rows};
 use crate::kernels::epoch::{
-    Deadline, Entry, Phase, current_epoch, leave, pool_at, record, tell_ready, trace, wait_ready,
+    Deadline, Phase, ReadyEntry, current_epoch, leave, pool_at, record, tell_ready, trace, wait_ranks_ready,
     warp_aborted,
 };
 use crate::kernels::ring::{Ring, Turn, channel_range};
 use crate::layout::{
-    Comm, LOCAL_STARTED, MAX_CHANNELS, STARTED_SHIFT, StagedCombineArgs, Wait, ring_bytes, row_stride,
+    CombineArgs, Comm, LOCAL_STARTED, STARTED_SHIFT, StagedCombineArgs, Wait, ring_bytes, row_stride,
     staged_offset,
 };
 use crate::simt::*;
@@ -34,302 +29,201 @@ const LONGEST_STEP: u32 = 8;
 
 /// Copies BF16 rows and weights into the pool, and meanwhile sums as [`super::CombineBf16`]. The
 /// first `stagers` blocks that start copy.
-#[kernel(
-    threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
-    requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-        args.combine.comm.num_ranks >= 1,
-        args.x_stride.is_multiple_of(16),
-        args.stagers >= 1,
-        args.channels >= 1,
-        args.parts >= 1,
-        args.channels as u64 * args.parts <= MAX_CHANNELS as u64,
-        args.blocks_per_channel >= 1,
-        args.step_rows >= 1,
-        args.gather_warps >= 1,
-    )
-)]
+#[kernel(threads = 384, barriers = 5, registers = 168, dependent, requires(..CombineArgs(args.combine)))]
 pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
     combine_staged::<Bf16, Ranks, false>(&args);
 }
 
 /// The same for FP32 rows.
-#[kernel(
-    threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
-    requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-        args.combine.comm.num_ranks >= 1,
-        args.x_stride.is_multiple_of(16),
-        args.stagers >= 1,
-        args.channels >= 1,
-        args.parts >= 1,
-        args.channels as u64 * args.parts <= MAX_CHANNELS as u64,
-        args.blocks_per_channel >= 1,
-        args.step_rows >= 1,
-        args.gather_warps >= 1,
-    )
-)]
+#[kernel(threads = 384, barriers = 5, registers = 168, dependent, requires(..CombineArgs(args.combine)))]
 pub unsafe fn combine_staged_f32(args: StagedCombineArgs) {
     combine_staged::<F32, Ranks, false>(&args);
 }
 
 /// The same for BF16 rows of up to 64 ranks.
-#[kernel(
-    threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
-    requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-        args.combine.comm.num_ranks >= 1,
-        args.x_stride.is_multiple_of(16),
-        args.stagers >= 1,
-        args.channels >= 1,
-        args.parts >= 1,
-        args.channels as u64 * args.parts <= MAX_CHANNELS as u64,
-        args.blocks_per_channel >= 1,
-        args.step_rows >= 1,
-        args.gather_warps >= 1,
-    )
-)]
+#[kernel(threads = 384, barriers = 5, registers = 168, dependent, requires(..CombineArgs(args.combine)))]
 pub unsafe fn combine_staged_many_bf16(args: StagedCombineArgs) {
     combine_staged::<Bf16, Listed, true>(&args);
 }
 
 /// The same for FP32 rows of up to 64 ranks.
-#[kernel(
-    threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
-    requires(
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.row_bytes >= 16,
-        args.combine.slots >= 2,
-        args.combine.slots <= 32,
-        args.combine.slot_bytes.is_multiple_of(16),
-        args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
-        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
-        args.combine.pieces >= 1,
-        args.combine.comm.num_ranks >= 1,
-        args.x_stride.is_multiple_of(16),
-        args.stagers >= 1,
-        args.channels >= 1,
-        args.parts >= 1,
-        args.channels as u64 * args.parts <= MAX_CHANNELS as u64,
-        args.blocks_per_channel >= 1,
-        args.step_rows >= 1,
-        args.gather_warps >= 1,
-    )
-)]
+#[kernel(threads = 384, barriers = 5, registers = 168, dependent, requires(..CombineArgs(args.combine)))]
 pub unsafe fn combine_staged_many_f32(args: StagedCombineArgs) {
     combine_staged::<F32, Listed, true>(&args);
 }
 
-#[inline(always)]
+/// # Safety
+/// Rows were planned inside the pools.
+#[device]
 unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &'a StagedCombineArgs) {
-    // SAFETY: as the argument struct documents; rows were planned inside the pools.
-    unsafe {
-        let (rows, comm) = (&args.combine, &args.combine.comm);
-        trace(comm, Phase::Enter);
-        let entry = Entry::read(comm, rows.header.0);
-        // Loaded with the entry's words, so that a stager does not wait for it.
-        let came = rows_of_plan(rows.header.0);
-        let epoch = current_epoch(comm);
-        let ready = entry.ready_word(comm, epoch);
-        let turn = starting_order(comm, epoch);
-        if turn == 0 && tid() < 32 {
-            tell_ready::<MANY>(comm, ready);
+    let (rows, comm) = (&args.combine, &args.combine.comm);
+    trace(comm, Phase::Enter);
+    let entry = ReadyEntry::read(comm, rows.header.0);
+    // Loaded with the entry's words, so that a stager does not wait for it.
+    let came = rows_of_plan(rows.header.0);
+    let epoch = current_epoch(comm);
+    let ready = entry.ready_word(comm, epoch);
+    let turn = starting_order(comm, epoch);
+    if turn == 0 && tid() < 32 {
+        tell_ready::<MANY>(comm, ready);
+    }
+    let planned = entry.is_planned();
+    if turn < args.stagers {
+        trace(comm, Phase::Ready);
+        // Where rows are missing, nothing is staged for peers to wait for.
+        if planned && came <= args.num_rows {
+            stage::<MANY>(args, turn, epoch);
         }
-        let planned = entry.is_planned();
-        if turn < args.stagers {
-            trace(comm, Phase::Ready);
-            // Where rows are missing, nothing is staged for peers to wait for.
-            if planned && came <= args.num_rows {
-                stage::<MANY>(args, turn, epoch);
-            }
-        } else {
-            let warps = args.gather_warps;
-            let joined = dynamic_shared() + ring_bytes(warps, rows.slots, rows.slot_bytes);
-            let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
-            if joined && planned && tid() / 32 < warps {
-                // This block is one of those that gather. Those of a channel take its tokens in
-                // turn, so that all begin where its rows do.
-                let (gatherer, each) = (turn - args.stagers, args.blocks_per_channel);
-                core::hint::assert_unchecked(each >= 1);
-                let (nth, of) = (gatherer % each * warps + tid() / 32, each * warps);
-                let ring = Ring::new(rows.slots, rows.slot_bytes, warps);
-                let (mut to, mut turn) = (Outputs::<true>::new(rows), Turn::first());
-                let mut channel = gatherer / each;
-                while channel < args.channels {
-                    let (begin, end) = channel_range(rows.num_tokens, args.channels, channel);
-                    let ranks = P::new(rows);
-                    let (known, known_of) = (Cell::new(0), Cell::new(u32::MAX));
-                    let from = Staged::<P, MANY> { args, ranks, channel, known, known_of };
-                    let gather = Gather::start(rows, &from, begin, end, nth, of);
-                    sum_rows::<E, _, _, false>(rows, &ring, &mut turn, &from, &mut to, gather);
-                    channel += (nctaid() - args.stagers) / each;
-                }
-            }
+    } else {
+        let warps = args.gather_warps;
+        let joined = dynamic_shared() + ring_bytes(warps, rows.slots, rows.slot_bytes);
+        let joined = wait_ranks_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
+        if joined && planned && tid() / 32 < warps {
+            // This block is one of those that gather. Those of a channel take its tokens in
+            // turn, so that all begin where its rows do.
+            let (gatherer, each) = (turn - args.stagers, args.blocks_per_channel);
+            core::hint::assert_unchecked(each >= 1);
+            let (nth, of) = (gatherer % each * warps + tid() / 32, each * warps);
+            let ring = Ring::new(rows.slots, rows.slot_bytes, warps);
+            let (mut to, mut turn) = (Outputs::<true>::new(rows), Turn::first());
+            stride!(channel in gatherer / each..args.channels, (nctaid() - args.stagers) / each => {
+                let (begin, end) = channel_range(rows.num_tokens, args.channels, channel);
+                let ranks = P::new(rows);
+                let (known, known_of) = (Cell::new(0), Cell::new(u32::MAX));
+                let from = Staged::<P, MANY> { args, ranks, channel, known, known_of };
+                let gather = Gather::start(rows, &from, begin, end, nth, of);
+                sum_rows::<E, _, _, false>(rows, &ring, &mut turn, &from, &mut to, gather);
+            });
         }
-        if planned && came > args.num_rows && turn == 0 {
-            note_missing(comm, came, args.num_rows, epoch);
-        }
-        // A wait that expired, in whichever warp, keeps the block from saying that it has done its
-        // part.
-        barrier_sync();
-        let is_sound = !warp_aborted(comm);
-        leave::<MANY>(comm, epoch, is_sound, Wait::CombineDone);
-        if !(is_sound && planned) && turn >= args.stagers && tid() / 32 < args.gather_warps {
-            spoil_share(args, turn - args.stagers);
-        }
+    }
+    if planned && came > args.num_rows && turn == 0 {
+        note_missing(comm, came, args.num_rows, epoch);
+    }
+    // A wait that expired, in whichever warp, keeps the block from saying that it has done its
+    // part.
+    barrier_sync();
+    let is_sound = !warp_aborted(comm);
+    leave::<MANY>(comm, epoch, is_sound, Wait::CombineDone);
+    if !(is_sound && planned) && turn >= args.stagers && tid() / 32 < args.gather_warps {
+        spoil_share(args, turn - args.stagers);
     }
 }
 
 /// Leaves NaN in the tokens of a block that gathers, those that it shares with others of the
 /// channel in turn.
-#[inline(always)]
+#[device]
 unsafe fn spoil_share(args: &StagedCombineArgs, gatherer: u32) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (rows, each, warps) = (&args.combine, args.blocks_per_channel, args.gather_warps);
-        core::hint::assert_unchecked(each >= 1);
-        let mut channel = gatherer / each;
-        while channel < args.channels {
-            let (begin, end) = channel_range(rows.num_tokens, args.channels, channel);
-            spoil::<false>(rows, begin, end, gatherer % each * warps + tid() / 32, each * warps);
-            channel += (nctaid() - args.stagers) / each;
-        }
-    }
+    let (rows, each, warps) = (&args.combine, args.blocks_per_channel, args.gather_warps);
+    core::hint::assert_unchecked(each >= 1);
+    stride!(channel in gatherer / each..args.channels, (nctaid() - args.stagers) / each => {
+        let (begin, end) = channel_range(rows.num_tokens, args.channels, channel);
+        spoil::<false>(rows, begin, end, gatherer % each * warps + tid() / 32, each * warps);
+    });
 }
 
 /// How many blocks of the operation have started before this one; all threads call it. Blocks start
 /// in any order, and where not all fit, some start when others have ended. The blocks with the
 /// lowest numbers do the work that the others wait for.
-#[inline(always)]
+///
+/// # Safety
+/// `local` is live. The ring is laid over the word in shared memory behind the barrier of
+/// `wait_ranks_ready`, when all threads have read it.
+#[device]
 unsafe fn starting_order(comm: &Comm, epoch: u64) -> u32 {
-    // SAFETY: `local` is live. The ring is laid over the word in shared memory behind the barrier
-    // of `wait_ready`, when all threads have read it.
-    unsafe {
-        if tid() == 0 {
-            let started = comm.local.0 + LOCAL_STARTED;
-            // The first block of the operation begins to count. A launch has fewer blocks than
-            // there is room for below the epoch.
-            red_relaxed_gpu_max_u64(started, epoch << STARTED_SHIFT);
-            let count = atom_relaxed_gpu_add_u64(started, 1) as u32;
-            st_shared_u32(dynamic_shared(), count & ((1 << STARTED_SHIFT) - 1));
-        }
-        barrier_sync();
-        ld_shared_u32(dynamic_shared())
+    if tid() == 0 {
+        let started = comm.local.0 + LOCAL_STARTED;
+        // The first block of the operation begins to count. A launch has fewer blocks than
+        // there is room for below the epoch.
+        red_relaxed_gpu_max_u64(started, epoch << STARTED_SHIFT);
+        let count = atom_relaxed_gpu_add_u64(started, 1) as u32;
+        st_shared_u32(dynamic_shared(), count & ((1 << STARTED_SHIFT) - 1));
     }
+    barrier_sync();
+    ld_shared_u32(dynamic_shared())
 }
 
 /// The first of the rows that rank `from` returns to rank `to`, among all that it returns, and how
 /// many there are.
-#[inline(always)]
+///
+/// # Safety
+/// The entries lie inside the matrix.
+#[device]
 unsafe fn returned(args: &StagedCombineArgs, from: u32, to: u32) -> (u32, u32) {
-    // SAFETY: the entries lie inside the matrix.
-    unsafe {
-        let ranks = args.combine.comm.num_ranks;
-        let up_to = |to: u32| ld_u32(args.rank_prefix_matrix.0 + (to * ranks + from) as u64 * 4);
-        let end = up_to(to);
-        let first = if to == 0 { 0 } else { up_to(to - 1) };
-        (first, end - first)
-    }
+    let ranks = args.combine.comm.num_ranks;
+    let up_to = |to: u32| ld_u32(args.rank_prefix_matrix.0 + (to * ranks + from) as u64 * 4);
+    let end = up_to(to);
+    let first = if to == 0 { 0 } else { up_to(to - 1) };
+    (first, end - first)
 }
 
 /// A block that copies: its share of the parts of the channels of all ranks' rows, a step of each
 /// in turn, so that all come along evenly.
-#[inline(always)]
+///
+/// # Safety
+/// Rows were planned inside the pool. The words at the peers have this rank as their only writer,
+/// and of it this block; the barrier makes the whole block's work happen before the release.
+#[device]
 unsafe fn stage<const MANY: bool>(args: &StagedCombineArgs, stager: u32, epoch: u64) {
-    // SAFETY: rows were planned inside the pool. The words at the peers have this rank as their
-    // only writer, and of it this block; the barrier makes the whole block's work happen before the
-    // release.
-    unsafe {
-        let (comm, channels, parts) = (&args.combine.comm, args.channels, args.parts as u32);
-        core::hint::assert_unchecked(parts >= 1 && comm.num_ranks >= 1);
-        // Short steps first, so that peers can begin, then longer ones: a release waits for all
-        // that its block has stored, and a device does one after the other.
-        let (mut staged, mut step_rows, mut more) = (0, args.step_rows, true);
-        while more {
-            more = false;
-            let mut number = stager;
-            while number < channels * parts * comm.num_ranks {
-                let (place, source) = (number / comm.num_ranks, number % comm.num_ranks);
-                let (channel, part) = (place / parts, place % parts);
-                let (first, count) = returned(args, comm.rank, source);
-                let starts = args.recv_channel_prefix_matrix.0 + (source * channels + channel) as u64 * 4;
-                let begin = ld_u32(starts);
-                let end = if channel + 1 < channels { ld_u32(starts + 4) } else { count };
-                // The rows of the channel whose number leaves `part` when divided by `parts`.
-                let rows = (end - begin + (parts - 1 - part)) / parts;
-                if staged < rows {
-                    let step = step_rows.min(rows - staged);
-                    let now = staged + step;
-                    more |= now < rows;
-                    copy_rows::<MANY>(args, first + begin + part + staged * parts, step);
-                    barrier_sync();
-                    // The last warp is the one with least to copy.
-                    if tid() + 32 == ntid() {
-                        let word = pool_at::<MANY>(comm, source) + staged_offset(comm.rank, place);
-                        st_release_sys_u64(word, epoch << 32 | now as u64);
-                    }
+    let (comm, channels, parts) = (&args.combine.comm, args.channels, args.parts as u32);
+    core::hint::assert_unchecked(parts >= 1 && comm.num_ranks >= 1);
+    // Short steps first, so that peers can begin, then longer ones: a release waits for all
+    // that its block has stored, and a device does one after the other.
+    let (mut staged, mut step_rows, mut more) = (0, args.step_rows, true);
+    while more {
+        more = false;
+        stride!(number in stager..channels * parts * comm.num_ranks, args.stagers => {
+            let (place, source) = (number / comm.num_ranks, number % comm.num_ranks);
+            let (channel, part) = (place / parts, place % parts);
+            let (first, count) = returned(args, comm.rank, source);
+            let starts = args.recv_channel_prefix_matrix.0 + (source * channels + channel) as u64 * 4;
+            let begin = ld_u32(starts);
+            let end = if channel + 1 < channels { ld_u32(starts + 4) } else { count };
+            // The rows of the channel whose number leaves `part` when divided by `parts`.
+            let rows = (end - begin + (parts - 1 - part)) / parts;
+            if staged < rows {
+                let step = step_rows.min(rows - staged);
+                let now = staged + step;
+                more |= now < rows;
+                copy_rows::<MANY>(args, first + begin + part + staged * parts, step);
+                barrier_sync();
+                // The last warp is the one with least to copy.
+                if tid() + 32 == ntid() {
+                    let word = pool_at::<MANY>(comm, source) + staged_offset(comm.rank, place);
+                    st_release_sys_u64(word, epoch << 32 | now as u64);
                 }
-                number += args.stagers;
             }
-            staged += step_rows;
-            step_rows = (step_rows * 2).min(args.step_rows * LONGEST_STEP);
-        }
+        });
+        staged += step_rows;
+        step_rows = (step_rows * 2).min(args.step_rows * LONGEST_STEP);
     }
 }
 
 /// Copies `count` rows of a part, and their weights: row `first` and every `parts`-th one behind
 /// it. The whole block calls it.
-#[inline(always)]
+///
+/// # Safety
+/// The tensors have all rows that came, which have room in the pool.
+#[device]
 unsafe fn copy_rows<const MANY: bool>(args: &StagedCombineArgs, first: u32, count: u32) {
-    // SAFETY: the tensors have all rows that came, which have room in the pool.
-    unsafe {
-        let (rows, comm, parts) = (&args.combine, &args.combine.comm, args.parts as u32);
-        let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
-        core::hint::assert_unchecked(parts >= 1);
-        let pool = pool_at::<MANY>(comm, comm.rank);
-        // A warp copies as much of a row at a time as it has in flight. A row is not empty.
-        let pieces = (rows.row_bytes - 1) / IN_FLIGHT_BYTES + 1;
-        let mut item = warp;
-        while item < count * pieces {
-            let (row, at) = ((first + item / pieces * parts) as u64, item % pieces * IN_FLIGHT_BYTES);
-            let from = args.x.0 + row * args.x_stride + at as u64;
-            let to = pool + comm.pool.combine_x + row * row_stride(rows.row_bytes as u64) + at as u64;
-            copy_bytes(from, to, IN_FLIGHT_BYTES.min(rows.row_bytes - at));
-            item += warps;
+    let (rows, comm, parts) = (&args.combine, &args.combine.comm, args.parts as u32);
+    let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
+    core::hint::assert_unchecked(parts >= 1);
+    let pool = pool_at::<MANY>(comm, comm.rank);
+    // A warp copies as much of a row at a time as it has in flight. A row is not empty.
+    let pieces = (rows.row_bytes - 1) / IN_FLIGHT_BYTES + 1;
+    stride!(item in warp..count * pieces, warps => {
+        let (row, at) = ((first + item / pieces * parts) as u64, item % pieces * IN_FLIGHT_BYTES);
+        let from = args.x.0 + row * args.x_stride + at as u64;
+        let to = pool + comm.pool.combine_x + row * row_stride(rows.row_bytes as u64) + at as u64;
+        copy_bytes(from, to, IN_FLIGHT_BYTES.min(rows.row_bytes - at));
+    });
+    let mut row = warp;
+    while row < count && !args.weights.is_null() {
+        if lane < rows.num_topk {
+            let entry = ((first + row * parts) as u64 * rows.num_topk as u64 + lane as u64) * 4;
+            st_f32(pool + comm.pool.combine_weights + entry, ld_f32(args.weights.0 + entry));
         }
-        let mut row = warp;
-        while row < count && !args.weights.is_null() {
-            if lane < rows.num_topk {
-                let entry = ((first + row * parts) as u64 * rows.num_topk as u64 + lane as u64) * 4;
-                st_f32(pool + comm.pool.combine_weights + entry, ld_f32(args.weights.0 + entry));
-            }
-            row += warps;
-        }
+        row += warps;
     }
 }
 
@@ -350,35 +244,33 @@ struct Staged<'a, P, const MANY: bool> {
 impl<'a, P: Peers<'a>, const MANY: bool> Contributors for Staged<'a, P, MANY> {
     const FEWER: bool = true;
 
-    #[inline(always)]
+    #[device]
     unsafe fn row(&self, token: u32) -> i32 {
-        // SAFETY: passed on to the caller.
-        unsafe { self.ranks.row(token) }
+        self.ranks.row(token)
     }
 
-    #[inline(always)]
+    #[device]
     fn address(&self, row: i32) -> u64 {
         self.ranks.address(row)
     }
 
-    #[inline(always)]
+    #[device]
     fn weights(&self, row: i32) -> u64 {
         self.ranks.weights(row)
     }
 
-    #[inline(always)]
+    /// # Safety
+    /// The lane has such a row, so that there is a rank of its number.
+    #[device]
     unsafe fn wait(&self, row: i32) {
-        // SAFETY: the lane has such a row, so that there is a rank of its number.
-        unsafe {
-            let (rank, row) = self.ranks.source(row);
-            if row >= self.known.get() || (MANY && rank != self.known_of.get()) {
-                self.known.set(wait_staged::<MANY>(self.args, self.channel, rank, row));
-                self.known_of.set(rank);
-            }
+        let (rank, row) = self.ranks.source(row);
+        if row >= self.known.get() || (MANY && rank != self.known_of.get()) {
+            self.known.set(wait_staged::<MANY>(self.args, self.channel, rank, row));
+            self.known_of.set(rank);
         }
     }
 
-    #[inline(always)]
+    #[device]
     fn lanes(&self) -> u32 {
         self.ranks.lanes()
     }
@@ -387,36 +279,36 @@ impl<'a, P: Peers<'a>, const MANY: bool> Contributors for Staged<'a, P, MANY> {
 /// Waits until row `row` of rank `peer`, which is of a token of `channel`, may be read, by the copy
 /// engine too. As may all of the channel before the row that this gives: any row, where the wait
 /// expired.
-#[inline(always)]
+///
+/// # Safety
+/// The word is in this rank's own pool.
+#[device]
 unsafe fn wait_staged<const MANY: bool>(args: &StagedCombineArgs, channel: u32, peer: u32, row: u32) -> u32 {
-    // SAFETY: the word is in this rank's own pool.
-    unsafe {
-        let (comm, parts) = (&args.combine.comm, args.parts as u32);
-        let epoch = current_epoch(comm);
-        let mut begin = returned(args, peer, comm.rank).0;
-        if channel != 0 {
-            let earlier = peer * args.channels + channel - 1;
-            begin += ld_u32(args.channel_prefix_matrix.0 + earlier as u64 * 4);
-        }
-        let words = pool_at::<MANY>(comm, comm.rank) + staged_offset(peer, channel * parts);
-        let needed = row - begin + 1;
-        let mut deadline = Deadline::start();
-        // So many of the channel's rows are there without a gap, by the parts so far.
-        let (mut staged, mut part) = (u32::MAX, 0);
-        while part < parts {
-            let seen = ld_acquire_sys_u64(words + part as u64 * 8);
-            let rows = if (seen >> 32) as u32 == epoch as u32 { seen as u32 } else { 0 };
-            let there = rows * parts + part;
-            if there >= needed {
-                staged = staged.min(there);
-                part += 1;
-            } else if deadline.expired(comm) {
-                let (needed, there) = (needed as u64, there as u64);
-                record(comm, deadline.waited, peer, epoch, needed, there, Wait::Staged);
-                return u32::MAX;
-            }
-        }
-        fence_proxy_async_global();
-        begin + staged
+    let (comm, parts) = (&args.combine.comm, args.parts as u32);
+    let epoch = current_epoch(comm);
+    let mut begin = returned(args, peer, comm.rank).0;
+    if channel != 0 {
+        let earlier = peer * args.channels + channel - 1;
+        begin += ld_u32(args.channel_prefix_matrix.0 + earlier as u64 * 4);
     }
+    let words = pool_at::<MANY>(comm, comm.rank) + staged_offset(peer, channel * parts);
+    let needed = row - begin + 1;
+    let mut deadline = Deadline::start();
+    // So many of the channel's rows are there without a gap, by the parts so far.
+    let (mut staged, mut part) = (u32::MAX, 0);
+    while part < parts {
+        let seen = ld_acquire_sys_u64(words + part as u64 * 8);
+        let rows = if (seen >> 32) as u32 == epoch as u32 { seen as u32 } else { 0 };
+        let there = rows * parts + part;
+        if there >= needed {
+            staged = staged.min(there);
+            part += 1;
+        } else if deadline.expired(comm) {
+            let (needed, there) = (needed as u64, there as u64);
+            record(comm, deadline.waited, peer, epoch, needed, there, Wait::Staged);
+            return u32::MAX;
+        }
+    }
+    fence_proxy_async_global();
+    begin + staged
 }

@@ -5,7 +5,8 @@ use crate::kernels::epoch::{aborted, note_missing_token, pool_of};
 use crate::kernels::list::{Destination, entry_at};
 use crate::kernels::ring::{Ring, Turn};
 use crate::layout::{
-    CombineArgs, ExpertCombineArgs, FEW_RANKS, NAN_BITS, SEND_LIST_STRIDE, SEND_ROW_STRIDE, row_stride,
+    CombineArgs, ExpertCombineArgs, FEW_RANKS, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, NAN_BITS,
+    SEND_LIST_STRIDE, SEND_ROW_STRIDE, row_stride,
 };
 use crate::simt::*;
 
@@ -18,10 +19,9 @@ pub const fn vectors_of(fewer: bool) -> usize {
     if fewer { VECTORS - 1 } else { VECTORS }
 }
 
-/// Most bytes of a slot: 32 lanes with eight vectors of 16 bytes each.
-pub const MAX_SLOT_BYTES: u32 = 32 * 16 * VECTORS as u32;
-/// The same where rows have to be waited for.
-pub const MAX_WAITED_SLOT_BYTES: u32 = 32 * 16 * vectors_of(true) as u32;
+// A slot has so many vectors of each lane.
+const _: () = assert!(MAX_SLOT_BYTES == 32 * 16 * VECTORS as u32);
+const _: () = assert!(MAX_WAITED_SLOT_BYTES == 32 * 16 * vectors_of(true) as u32);
 
 /// The element type of 16 bytes of a row.
 pub trait Summand {
@@ -37,7 +37,7 @@ pub struct Bf16;
 pub struct F32;
 
 impl Summand for Bf16 {
-    #[inline(always)]
+    #[device]
     fn add(sum: &mut [f32; 8], v: [u32; 4]) {
         sum[0] += bf16x2_lo(v[0]);
         sum[1] += bf16x2_hi(v[0]);
@@ -49,7 +49,7 @@ impl Summand for Bf16 {
         sum[7] += bf16x2_hi(v[3]);
     }
 
-    #[inline(always)]
+    #[device]
     fn add_weighted(sum: &mut [f32; 8], v: [u32; 4], weight: f32) {
         sum[0] += bf16x2_lo(v[0]) * weight;
         sum[1] += bf16x2_hi(v[0]) * weight;
@@ -61,14 +61,14 @@ impl Summand for Bf16 {
         sum[7] += bf16x2_hi(v[3]) * weight;
     }
 
-    #[inline(always)]
+    #[device]
     fn round(s: &[f32; 8]) -> [u32; 4] {
         [pack_bf16x2(s[0], s[1]), pack_bf16x2(s[2], s[3]), pack_bf16x2(s[4], s[5]), pack_bf16x2(s[6], s[7])]
     }
 }
 
 impl Summand for F32 {
-    #[inline(always)]
+    #[device]
     fn add(sum: &mut [f32; 8], v: [u32; 4]) {
         sum[0] += f32::from_bits(v[0]);
         sum[1] += f32::from_bits(v[1]);
@@ -76,7 +76,7 @@ impl Summand for F32 {
         sum[3] += f32::from_bits(v[3]);
     }
 
-    #[inline(always)]
+    #[device]
     fn add_weighted(sum: &mut [f32; 8], v: [u32; 4], weight: f32) {
         sum[0] += f32::from_bits(v[0]) * weight;
         sum[1] += f32::from_bits(v[1]) * weight;
@@ -84,7 +84,7 @@ impl Summand for F32 {
         sum[3] += f32::from_bits(v[3]) * weight;
     }
 
-    #[inline(always)]
+    #[device]
     fn round(s: &[f32; 8]) -> [u32; 4] {
         [s[0].to_bits(), s[1].to_bits(), s[2].to_bits(), s[3].to_bits()]
     }
@@ -99,7 +99,7 @@ pub trait Contributors {
     /// Whether rows are weighted: [`Contributors::weight`].
     const WEIGHTED: bool = false;
     /// The weight of the lane's row of `token`, where it has one.
-    #[inline(always)]
+    #[device]
     unsafe fn weight(&self, _token: u32) -> f32 {
         1.0
     }
@@ -125,45 +125,48 @@ pub struct Ranks<'a> {
 
 impl<'a> Ranks<'a> {
     /// `table`: i32 `[tokens, SEND_ROW_STRIDE]`.
-    #[inline(always)]
+    #[device]
     pub fn new(args: &'a CombineArgs, table: u64) -> Self {
         Ranks { args, pool: pool_of(&args.comm, laneid()), table }
     }
 
     /// Lane l: rank l's row of the token whose entries begin at `entry`, or -1; -1 in all lanes
     /// unless there is such a token. The function does not wait for its load.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The entries of a token that exists are live.
+    #[device]
     pub unsafe fn row_at(entry: u64, exists: bool) -> i32 {
-        // SAFETY: the caller vouches for the entries of a token that exists.
-        unsafe { ld_i32_if((laneid() < SEND_ROW_STRIDE) & exists, entry + laneid() as u64 * 4, -1) }
+        ld_i32_if((laneid() < SEND_ROW_STRIDE) & exists, entry + laneid() as u64 * 4, -1)
     }
 }
 
 impl Contributors for Ranks<'_> {
     const FEWER: bool = false;
 
-    #[inline(always)]
+    /// # Safety
+    /// The entries lie inside the table.
+    #[device]
     unsafe fn row(&self, token: u32) -> i32 {
-        // SAFETY: the entries lie inside the table.
-        unsafe { Ranks::row_at(self.table + token as u64 * SEND_ROW_STRIDE as u64 * 4, true) }
+        Ranks::row_at(self.table + token as u64 * SEND_ROW_STRIDE as u64 * 4, true)
     }
 
-    #[inline(always)]
+    #[device]
     fn address(&self, row: i32) -> u64 {
         let offset = row as u64 * row_stride(self.args.row_bytes as u64);
         self.pool + self.args.comm.pool.combine_x + offset
     }
 
-    #[inline(always)]
+    #[device]
     fn weights(&self, row: i32) -> u64 {
         let offset = row as i64 * (self.args.num_topk * 4) as i64;
         (self.pool + self.args.comm.pool.combine_weights).wrapping_add_signed(offset)
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn wait(&self, _row: i32) {}
 
-    #[inline(always)]
+    #[device]
     fn lanes(&self) -> u32 {
         FEW_RANKS as u32
     }
@@ -177,12 +180,12 @@ pub trait Peers<'a>: Contributors {
 }
 
 impl<'a> Peers<'a> for Ranks<'a> {
-    #[inline(always)]
+    #[device]
     fn new(args: &'a CombineArgs) -> Self {
         Ranks::new(args, args.send_row.0)
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn source(&self, row: i32) -> (u32, u32) {
         (laneid(), row as u32)
     }
@@ -193,23 +196,23 @@ impl<'a> Peers<'a> for Ranks<'a> {
 pub struct Listed<'a>(&'a CombineArgs);
 
 impl Listed<'_> {
-    #[inline(always)]
+    /// # Safety
+    /// `entry` is that of a row, or -1.
+    #[device]
     unsafe fn destination(&self, entry: i32) -> Destination {
-        // SAFETY: the caller has the entry of a row, or -1.
-        unsafe { Destination::at(entry_at(self.0.send_row.0, 0, entry as u32), entry >= 0) }
+        Destination::at(entry_at(self.0.send_row.0, 0, entry as u32), entry >= 0)
     }
 }
 
 impl<'a> Peers<'a> for Listed<'a> {
-    #[inline(always)]
+    #[device]
     fn new(args: &'a CombineArgs) -> Self {
         Listed(args)
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn source(&self, row: i32) -> (u32, u32) {
-        // SAFETY: passed on to the caller.
-        let Destination { row, rank } = unsafe { self.destination(row) };
+        let Destination { row, rank } = self.destination(row);
         (rank, row as u32)
     }
 }
@@ -217,14 +220,15 @@ impl<'a> Peers<'a> for Listed<'a> {
 impl Contributors for Listed<'_> {
     const FEWER: bool = false;
 
-    #[inline(always)]
+    /// # Safety
+    /// The token has a list.
+    #[device]
     unsafe fn row(&self, token: u32) -> i32 {
         let entry = (token * SEND_LIST_STRIDE + laneid()) as i32;
-        // SAFETY: the token has a list.
-        if unsafe { self.destination(entry) }.row >= 0 { entry } else { -1 }
+        if self.destination(entry).row >= 0 { entry } else { -1 }
     }
 
-    #[inline(always)]
+    #[device]
     fn address(&self, row: i32) -> u64 {
         let offset = |row: i32| row as u64 * row_stride(self.0.row_bytes as u64);
         // SAFETY: `row` gave the entry; pools are mapped.
@@ -234,20 +238,20 @@ impl Contributors for Listed<'_> {
         }
     }
 
-    #[inline(always)]
+    #[device]
     fn weights(&self, row: i32) -> u64 {
         let offset = |row: i32| row as i64 * (self.0.num_topk * 4) as i64;
-        // SAFETY: as above.
+        // SAFETY: as in `address`.
         unsafe {
             let to = self.destination(row);
             (to.pool(&self.0.comm) + self.0.comm.pool.combine_weights).wrapping_add_signed(offset(to.row))
         }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn wait(&self, _row: i32) {}
 
-    #[inline(always)]
+    #[device]
     fn lanes(&self) -> u32 {
         SEND_LIST_STRIDE
     }
@@ -261,7 +265,7 @@ pub struct ByExpert<'a> {
 }
 
 impl<'a> ByExpert<'a> {
-    #[inline(always)]
+    #[device]
     pub fn new(args: &'a ExpertCombineArgs) -> Self {
         ByExpert { listed: Listed(&args.combine), args }
     }
@@ -271,35 +275,35 @@ impl Contributors for ByExpert<'_> {
     const FEWER: bool = false;
     const WEIGHTED: bool = true;
 
-    #[inline(always)]
+    /// # Safety
+    /// The token has so many weights.
+    #[device]
     unsafe fn weight(&self, token: u32) -> f32 {
         let entry = token as u64 * self.args.num_topk + laneid() as u64;
         let is_given = !self.args.weights.is_null() && (laneid() as u64) < self.args.num_topk;
-        // SAFETY: the token has so many weights.
-        let weight = unsafe { ld_f32_if(is_given, self.args.weights.0 + entry * 4) };
+        let weight = ld_f32_if(is_given, self.args.weights.0 + entry * 4);
         if is_given { weight } else { 1.0 }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn row(&self, token: u32) -> i32 {
-        // SAFETY: passed on to the caller.
-        unsafe { self.listed.row(token) }
+        self.listed.row(token)
     }
 
-    #[inline(always)]
+    #[device]
     fn address(&self, row: i32) -> u64 {
         self.listed.address(row)
     }
 
-    #[inline(always)]
+    #[device]
     fn weights(&self, row: i32) -> u64 {
         self.listed.weights(row)
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn wait(&self, _row: i32) {}
 
-    #[inline(always)]
+    #[device]
     fn lanes(&self) -> u32 {
         SEND_LIST_STRIDE
     }
@@ -319,38 +323,41 @@ pub trait Sink {
 pub struct Outputs<'a, const FEWER: bool>(&'a CombineArgs);
 
 impl<'a, const FEWER: bool> Outputs<'a, FEWER> {
-    #[inline(always)]
+    #[device]
     pub fn new(args: &'a CombineArgs) -> Self {
         Outputs(args)
     }
 }
 
 impl<const FEWER: bool> Sink for Outputs<'_, FEWER> {
-    #[inline(always)]
+    #[device]
     unsafe fn weights(&self, token: u32) -> u64 {
         let weights = self.0.combined_weights.0;
         if weights == 0 { 0 } else { weights + token as u64 * self.0.num_topk as u64 * 4 }
     }
 
-    #[inline(always)]
+    /// # Safety
+    /// The output has room for every token.
+    #[device]
     unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]) {
-        // SAFETY: the output has room for every token.
-        unsafe {
-            let row = self.0.combined_x.0 + item.token as u64 * self.0.row_bytes as u64;
-            let to = row + (item.piece * self.0.slot_bytes) as u64;
-            unroll8!(J => {
-                let at = laneid() * 16 + J as u32 * 512;
-                if J < vectors_of(FEWER) && at < bytes {
-                    st_v4(to + at as u64, vectors[J]);
-                }
-            });
-        }
+        let row = self.0.combined_x.0 + item.token as u64 * self.0.row_bytes as u64;
+        let to = row + (item.piece * self.0.slot_bytes) as u64;
+        unroll!(8, J => {
+            let at = laneid() * 16 + J as u32 * 512;
+            if J < vectors_of(FEWER) && at < bytes {
+                st_v4(to + at as u64, vectors[J]);
+            }
+        });
     }
 }
 
 /// Sums the rows of a warp's share of tokens, those of `gather`, which has just started; all warps
 /// with a ring call it.
-#[inline(always)]
+///
+/// # Safety
+/// `from`, `to` and the range are those of the operation, and whole warps call it. Items are the
+/// same in all lanes of a warp.
+#[device]
 pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
     args: &CombineArgs,
     ring: &Ring,
@@ -359,109 +366,104 @@ pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
     to: &mut S,
     gather: Gather<WHOLE>,
 ) {
-    // SAFETY: the caller vouches for `from`, `to` and the range, and has whole warps call it. Items
-    // are the same in all lanes of a warp.
-    unsafe {
-        let lane = laneid();
-        let mut load = gather;
-        let (mut filled, mut slot) = (0, turn.slot);
-        while filled < args.slots && load.bits != 0 {
-            load_piece(ring, args, from, &load, slot);
-            load.advance(args, from);
-            filled += 1;
-            slot = if slot + 1 == ring.count { 0 } else { slot + 1 };
+    let lane = laneid();
+    let mut load = gather;
+    let (mut filled, mut slot) = (0, turn.slot);
+    while filled < args.slots && load.bits != 0 {
+        load_piece(ring, args, from, &load, slot);
+        load.advance(args, from);
+        filled += 1;
+        slot = if slot + 1 == ring.count { 0 } else { slot + 1 };
+    }
+    let mut sum = gather;
+    let mut item = gather.first;
+    while item.token < gather.end {
+        // Tokens that went nowhere are not in the gather's sequence.
+        let gathered = sum.item == item;
+        if item.piece == 0 {
+            let weights = to.weights(item.token);
+            if weights != 0 {
+                sum_weights(args, from, weights, if gathered { sum.row } else { -1 });
+            }
         }
-        let mut sum = gather;
-        let mut item = gather.first;
-        while item.token < gather.end {
-            // Tokens that went nowhere are not in the gather's sequence.
-            let gathered = sum.item == item;
-            if item.piece == 0 {
-                let weights = to.weights(item.token);
-                if weights != 0 {
-                    sum_weights(args, from, weights, if gathered { sum.row } else { -1 });
-                }
+        let bytes = item.bytes(args);
+        let mut sums = [[0.0f32; 8]; VECTORS];
+        let mut contributors = if gathered { sum.bits.count_ones() } else { 0 };
+        // With weights: the lanes that have a row, and the lane's weight.
+        let (mut lanes, mut weight) = (sum.bits, 1.0);
+        if C::WEIGHTED && gathered {
+            weight = from.weight(item.token);
+        }
+        while contributors != 0 {
+            ring.wait(turn);
+            let buffer = ring.buffer(turn.slot);
+            let mut its_weight = 1.0;
+            if C::WEIGHTED {
+                its_weight = f32::from_bits(shfl_u32(weight.to_bits(), lanes.trailing_zeros() & 31));
+                lanes &= lanes.wrapping_sub(1);
             }
-            let bytes = item.bytes(args);
-            let mut sums = [[0.0f32; 8]; VECTORS];
-            let mut contributors = if gathered { sum.bits.count_ones() } else { 0 };
-            // With weights: the lanes that have a row, and the lane's weight.
-            let (mut lanes, mut weight) = (sum.bits, 1.0);
-            if C::WEIGHTED && gathered {
-                weight = from.weight(item.token);
-            }
-            while contributors != 0 {
-                ring.wait(turn);
-                let buffer = ring.buffer(turn.slot);
-                let mut its_weight = 1.0;
-                if C::WEIGHTED {
-                    its_weight = f32::from_bits(shfl_u32(weight.to_bits(), lanes.trailing_zeros() & 31));
-                    lanes &= lanes.wrapping_sub(1);
-                }
-                unroll8!(J => {
-                    let at = lane * 16 + J as u32 * 512;
-                    if J < vectors_of(C::FEWER) && at < bytes {
-                        let vector = ld_shared_v4(buffer + at);
-                        if C::WEIGHTED {
-                            E::add_weighted(&mut sums[J], vector, its_weight);
-                        } else {
-                            E::add(&mut sums[J], vector);
-                        }
+            unroll!(8, J => {
+                let at = lane * 16 + J as u32 * 512;
+                if J < vectors_of(C::FEWER) && at < bytes {
+                    let vector = ld_shared_v4(buffer + at);
+                    if C::WEIGHTED {
+                        E::add_weighted(&mut sums[J], vector, its_weight);
+                    } else {
+                        E::add(&mut sums[J], vector);
                     }
-                });
-                // All lanes have read the slot: fill it again.
-                syncwarp();
-                if load.bits != 0 {
-                    load_piece(ring, args, from, &load, turn.slot);
-                    load.advance(args, from);
-                }
-                turn.advance(ring);
-                contributors -= 1;
-            }
-            let mut vectors = [[0; 4]; VECTORS];
-            unroll8!(J => {
-                if J < vectors_of(C::FEWER) {
-                    vectors[J] = E::round(&sums[J]);
                 }
             });
-            to.store(item, bytes, vectors);
-            if gathered {
-                sum.next_item(args, from);
+            // All lanes have read the slot: fill it again.
+            syncwarp();
+            if load.bits != 0 {
+                load_piece(ring, args, from, &load, turn.slot);
+                load.advance(args, from);
             }
-            item = item.next::<WHOLE>(args, gather.step);
+            turn.advance(ring);
+            contributors -= 1;
         }
+        let mut vectors = [[0; 4]; VECTORS];
+        unroll!(8, J => {
+            if J < vectors_of(C::FEWER) {
+                vectors[J] = E::round(&sums[J]);
+            }
+        });
+        to.store(item, bytes, vectors);
+        if gathered {
+            sum.next_item(args, from);
+        }
+        item = item.next::<WHOLE>(args, gather.step);
     }
 }
 
 /// Records the tokens whose sums may be missing or wrong, because the kernel's wait expired or it
 /// had no plan, and stores NaN there if `args.spoils`. The share is that of [`sum_rows`]. The whole
 /// warp calls it.
-#[inline(always)]
+///
+/// # Safety
+/// The outputs have room for every token. This warp alone writes the item, and has done so before.
+#[device]
 pub unsafe fn spoil<const WHOLE: bool>(args: &CombineArgs, begin: u32, end: u32, nth: u32, of: u32) {
-    // SAFETY: the outputs have room for every token. This warp alone writes the item, and has done
-    // so before.
-    unsafe {
-        // A plan that failed ends its dispatch alone.
-        let is_missing = laneid() == 0 && aborted(&args.comm);
-        let (mut item, step) = Item::share::<WHOLE>(args, begin, nth, of);
-        while item.token < end {
-            let row = args.combined_x.0 + item.token as u64 * args.row_bytes as u64;
-            let (to, bytes) = (row + (item.piece * args.slot_bytes) as u64, item.bytes(args));
-            let mut at = laneid() * 16;
-            while at < bytes && args.spoils != 0 {
-                st_v4(to + at as u64, [NAN_BITS; 4]);
-                at += 512;
-            }
-            if is_missing {
-                note_missing_token(&args.comm, item.token);
-            }
-            let has_weights = laneid() < args.num_topk && !args.combined_weights.is_null();
-            if item.piece == 0 && has_weights && args.spoils != 0 {
-                let entry = item.token as u64 * args.num_topk as u64 + laneid() as u64;
-                st_f32(args.combined_weights.0 + entry * 4, f32::from_bits(NAN_BITS));
-            }
-            item = item.next::<WHOLE>(args, step);
+    // A plan that failed ends its dispatch alone.
+    let is_missing = laneid() == 0 && aborted(&args.comm);
+    let (mut item, step) = Item::share::<WHOLE>(args, begin, nth, of);
+    while item.token < end {
+        let row = args.combined_x.0 + item.token as u64 * args.row_bytes as u64;
+        let (to, bytes) = (row + (item.piece * args.slot_bytes) as u64, item.bytes(args));
+        let mut at = laneid() * 16;
+        while at < bytes && args.spoils != 0 {
+            st_v4(to + at as u64, [NAN_BITS; 4]);
+            at += 512;
         }
+        if is_missing {
+            note_missing_token(&args.comm, item.token);
+        }
+        let has_weights = laneid() < args.num_topk && !args.combined_weights.is_null();
+        if item.piece == 0 && has_weights && args.spoils != 0 {
+            let entry = item.token as u64 * args.num_topk as u64 + laneid() as u64;
+            st_f32(args.combined_weights.0 + entry * 4, f32::from_bits(NAN_BITS));
+        }
+        item = item.next::<WHOLE>(args, step);
     }
 }
 
@@ -475,13 +477,13 @@ pub struct Item {
 
 impl Item {
     /// The `n`-th item from piece 0 of `token` on.
-    #[inline(always)]
+    #[device]
     fn nth(args: &CombineArgs, token: u32, n: u32) -> Self {
         Item { token: token + n / args.pieces, piece: n % args.pieces }
     }
 
     /// The first item of the `nth` of `of` warps from `begin` on, and the step to its next.
-    #[inline(always)]
+    #[device]
     fn share<const WHOLE: bool>(args: &CombineArgs, begin: u32, nth: u32, of: u32) -> (Item, Item) {
         if WHOLE {
             return (Item { token: begin + nth, piece: 0 }, Item { token: of, piece: 0 });
@@ -490,7 +492,7 @@ impl Item {
     }
 
     /// The warp's next item: the next piece of the row, or of pieces the one `step` further on.
-    #[inline(always)]
+    #[device]
     fn next<const WHOLE: bool>(self, args: &CombineArgs, step: Item) -> Self {
         if WHOLE {
             let ends = self.piece + 1 == args.pieces;
@@ -504,7 +506,7 @@ impl Item {
         Item { token: self.token + step.token + carry, piece: piece - carry * args.pieces }
     }
 
-    #[inline(always)]
+    #[device]
     fn bytes(self, args: &CombineArgs) -> u32 {
         (args.row_bytes - self.piece * args.slot_bytes).min(args.slot_bytes)
     }
@@ -532,7 +534,10 @@ impl<const WHOLE: bool> Gather<WHOLE> {
     /// takes whole rows, every `of`-th: what there is to find out of a token is found out once. Or
     /// it takes pieces, where there are too few tokens for all warps to have as many. The whole
     /// warp calls it.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The range is one of tokens that there are; the whole warp calls it.
+    #[device]
     pub unsafe fn start<C: Contributors>(
         args: &CombineArgs,
         from: &C,
@@ -541,90 +546,90 @@ impl<const WHOLE: bool> Gather<WHOLE> {
         nth: u32,
         of: u32,
     ) -> Self {
-        // SAFETY: the caller vouches for the range; the whole warp is here.
-        unsafe {
-            let (first, step) = Item::share::<WHOLE>(args, begin, nth, of);
-            let next_row = row_before(from, first.token, end);
-            let mut gather =
-                Gather { first, item: first, next: first, step, end, bits: 0, row: -1, next_row };
-            gather.next_item(args, from);
-            gather
-        }
+        let (first, step) = Item::share::<WHOLE>(args, begin, nth, of);
+        let next_row = row_before(from, first.token, end);
+        let mut gather = Gather { first, item: first, next: first, step, end, bits: 0, row: -1, next_row };
+        gather.next_item(args, from);
+        gather
     }
 
     /// Goes on to the next item that has contributors.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// `row` is called for tokens of the range only.
+    #[device]
     unsafe fn next_item<C: Contributors>(&mut self, args: &CombineArgs, from: &C) {
-        // SAFETY: `row` is called for tokens of the range only.
-        unsafe {
-            loop {
-                (self.item, self.row) = (self.next, self.next_row);
-                self.next = self.item.next::<WHOLE>(args, self.step);
-                if !WHOLE || self.next.token != self.item.token {
-                    self.next_row = row_before(from, self.next.token, self.end);
-                }
-                self.bits = ballot(self.row >= 0);
-                if self.bits != 0 || self.item.token >= self.end {
-                    return;
-                }
+        loop {
+            (self.item, self.row) = (self.next, self.next_row);
+            self.next = self.item.next::<WHOLE>(args, self.step);
+            if !WHOLE || self.next.token != self.item.token {
+                self.next_row = row_before(from, self.next.token, self.end);
+            }
+            self.bits = ballot(self.row >= 0);
+            if self.bits != 0 || self.item.token >= self.end {
+                return;
             }
         }
     }
 
     /// Goes on to the next contributor or item.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// `bits` is the same in all lanes, so that the whole warp calls it.
+    #[device]
     unsafe fn advance<C: Contributors>(&mut self, args: &CombineArgs, from: &C) {
-        // SAFETY: `bits` is the same in all lanes, so that the whole warp calls it.
-        unsafe {
-            self.bits &= self.bits - 1;
-            if self.bits == 0 {
-                self.next_item(args, from);
-            }
+        self.bits &= self.bits - 1;
+        if self.bits == 0 {
+            self.next_item(args, from);
         }
     }
 }
 
 /// The lane's row of `token`, or -1; also -1 from `end` on.
-#[inline(always)]
+///
+/// # Safety
+/// The token is in the range.
+#[device]
 unsafe fn row_before<C: Contributors>(from: &C, token: u32, end: u32) -> i32 {
-    // SAFETY: the token is in the range.
-    unsafe { if token < end { from.row(token) } else { -1 } }
+    if token < end { from.row(token) } else { -1 }
 }
 
 /// Lane k: sums entry k of a token's weights over its contributors, to entry k at `to`.
-#[inline(always)]
+///
+/// # Safety
+/// Rows were planned inside their memory; they are read behind the wait, and the warp meets behind
+/// it.
+#[device]
 unsafe fn sum_weights<C: Contributors>(args: &CombineArgs, from: &C, to: u64, row: i32) {
-    // SAFETY: rows were planned inside their memory; they are read behind the wait, and the warp
-    // meets behind it.
-    unsafe {
-        let lane = laneid();
-        let active = lane < args.num_topk;
-        if row >= 0 {
-            from.wait(row);
-        }
-        syncwarp();
-        let weights = from.weights(row);
-        let (mut total, mut first) = (0.0f32, 0);
-        while first < from.lanes() {
-            let mut parts = [0.0f32; 8];
-            // All loads first, so that they are in flight together.
-            unroll8!(PART => {
-                let source = first + PART as u32;
-                let (base, row) = (shfl_u64(weights, source), shfl_u32(row as u32, source) as i32);
-                parts[PART] = ld_f32_if(active && row >= 0, base + lane as u64 * 4);
-            });
-            total = parts.into_iter().fold(total, |sum, part| sum + part);
-            first += 8;
-        }
-        if active {
-            st_f32(to + lane as u64 * 4, total);
-        }
+    let lane = laneid();
+    let active = lane < args.num_topk;
+    if row >= 0 {
+        from.wait(row);
+    }
+    syncwarp();
+    let weights = from.weights(row);
+    let mut total = 0.0f32;
+    stride!(first in 0..from.lanes(), 8 => {
+        let mut parts = [0.0f32; 8];
+        // All loads first, so that they are in flight together.
+        unroll!(8, PART => {
+            let source = first + PART as u32;
+            let (base, row) = (shfl_u64(weights, source), shfl_u32(row as u32, source) as i32);
+            parts[PART] = ld_f32_if(active && row >= 0, base + lane as u64 * 4);
+        });
+        total = parts.into_iter().fold(total, |sum, part| sum + part);
+    });
+    if active {
+        st_f32(to + lane as u64 * 4, total);
     }
 }
 
 /// The lane that holds the contributor's address starts the load, into a slot that no lane reads
 /// any more.
-#[inline(always)]
+///
+/// # Safety
+/// The piece lies inside the contributor's row.
+#[device]
 unsafe fn load_piece<C: Contributors, const WHOLE: bool>(
     ring: &Ring,
     args: &CombineArgs,
@@ -632,14 +637,11 @@ unsafe fn load_piece<C: Contributors, const WHOLE: bool>(
     piece: &Gather<WHOLE>,
     slot: u32,
 ) {
-    // SAFETY: the piece lies inside the contributor's row.
-    unsafe {
-        if piece.bits.trailing_zeros() == laneid() {
-            from.wait(piece.row);
-            let offset = (piece.item.piece * args.slot_bytes) as u64;
-            // The slot was read by ordinary loads; the copy engine writes it next.
-            fence_proxy_async_shared();
-            ring.load(slot, from.address(piece.row) + offset, piece.item.bytes(args));
-        }
+    if piece.bits.trailing_zeros() == laneid() {
+        from.wait(piece.row);
+        let offset = (piece.item.piece * args.slot_bytes) as u64;
+        // The slot was read by ordinary loads; the copy engine writes it next.
+        fence_proxy_async_shared();
+        ring.load(slot, from.address(piece.row) + offset, piece.item.bytes(args));
     }
 }

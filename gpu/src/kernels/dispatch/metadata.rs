@@ -25,7 +25,7 @@ pub struct Metadata {
 }
 
 /// Tokens that a warp takes together.
-#[inline(always)]
+#[device]
 pub fn tokens_at_once(args: &DispatchArgs) -> u32 {
     // A clamp instead of a test, so that no division needs a trap. A token has at most 32 entries.
     32 / args.num_topk.clamp(1, 32)
@@ -41,29 +41,23 @@ pub struct Entries<const MANY: bool, const BY_EXPERT: bool> {
 impl<const MANY: bool, const BY_EXPERT: bool> Entries<MANY, BY_EXPERT> {
     /// Reads those of the tokens from `first` on that are before `end`, ahead of their use.
     /// `planned`: whether rows have places.
-    #[inline(always)]
+    #[device]
     pub unsafe fn fetch(args: &DispatchArgs, first: u32, end: u32, planned: bool) -> Self {
-        // SAFETY: passed on to the caller.
-        unsafe {
-            if BY_EXPERT {
-                let by_expert = Selection::fetch(args, first, if planned { end } else { first });
-                Entries { of_rows: Metadata::NONE, by_expert }
-            } else {
-                Entries { of_rows: Metadata::fetch::<MANY>(args, first, end), by_expert: Selection::NONE }
-            }
+        if BY_EXPERT {
+            let by_expert = Selection::fetch(args, first, if planned { end } else { first });
+            Entries { of_rows: Metadata::NONE, by_expert }
+        } else {
+            Entries { of_rows: Metadata::fetch::<MANY>(args, first, end), by_expert: Selection::NONE }
         }
     }
 
     /// Sends them.
-    #[inline(always)]
+    #[device]
     pub unsafe fn send(&self, args: &DispatchArgs) {
-        // SAFETY: passed on to the caller.
-        unsafe {
-            if BY_EXPERT {
-                self.by_expert.send(args);
-            } else {
-                self.of_rows.send::<MANY>(args);
-            }
+        if BY_EXPERT {
+            self.by_expert.send(args);
+        } else {
+            self.of_rows.send::<MANY>(args);
         }
     }
 }
@@ -81,35 +75,35 @@ impl Selection {
     const NONE: Selection = Selection { to: Destination { row: -1, rank: 0 }, token: 0, k: 0, weight: 0.0 };
 
     /// The lane's, of those of the tokens from `first` on that are before `end`.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The entries of tokens before `end` lie inside their tensors and lists.
+    #[device]
     unsafe fn fetch(args: &DispatchArgs, first: u32, end: u32) -> Selection {
-        // SAFETY: the entries of tokens before `end` lie inside their tensors and lists.
-        unsafe {
-            let (lane, columns) = (laneid(), args.num_topk.clamp(1, 32));
-            let (nth, k) = (lane / columns, lane % columns);
-            let token = first + nth;
-            let exists = (nth < tokens_at_once(args)) & (token < end);
-            let to = Destination::at(entry_at(args.send_row.0, token, k), exists);
-            let entry = token as u64 * args.num_topk as u64 + k as u64;
-            let is_weighted = exists & !args.topk_weights.is_null();
-            let weight = ld_f32_if(is_weighted, args.topk_weights.0 + entry * 4);
-            Selection { to, token, k, weight }
-        }
+        let (lane, columns) = (laneid(), args.num_topk.clamp(1, 32));
+        let (nth, k) = (lane / columns, lane % columns);
+        let token = first + nth;
+        let exists = (nth < tokens_at_once(args)) & (token < end);
+        let to = Destination::at(entry_at(args.send_row.0, token, k), exists);
+        let entry = token as u64 * args.num_topk as u64 + k as u64;
+        let is_weighted = exists & !args.topk_weights.is_null();
+        let weight = ld_f32_if(is_weighted, args.topk_weights.0 + entry * 4);
+        Selection { to, token, k, weight }
     }
 
     /// Writes where the selection's row comes from, and its weight.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The row was planned inside the pool; this is its only writer.
+    #[device]
     unsafe fn send(&self, args: &DispatchArgs) {
-        // SAFETY: the row was planned inside the pool; this is its only writer.
-        unsafe {
-            if self.to.row >= 0 {
-                let (pool, base, row) = (&args.comm.pool, self.to.pool(&args.comm), self.to.row as u64);
-                st_u32(base + pool.recv_src_idx + row * 4, self.token);
-                st_u32(base + pool.recv_topk_idx + row * 8, args.comm.rank);
-                st_u32(base + pool.recv_topk_idx + row * 8 + 4, self.k);
-                if !args.topk_weights.is_null() {
-                    st_f32(base + pool.recv_topk_weights + row * 4, self.weight);
-                }
+        if self.to.row >= 0 {
+            let (pool, base, row) = (&args.comm.pool, self.to.pool(&args.comm), self.to.row as u64);
+            st_u32(base + pool.recv_src_idx + row * 4, self.token);
+            st_u32(base + pool.recv_topk_idx + row * 8, args.comm.rank);
+            st_u32(base + pool.recv_topk_idx + row * 8 + 4, self.k);
+            if !args.topk_weights.is_null() {
+                st_f32(base + pool.recv_topk_weights + row * 4, self.weight);
             }
         }
     }
@@ -120,77 +114,74 @@ impl Metadata {
         Metadata { token: u32::MAX, k: 0, rows: [-1; FEW_RANKS], id: Id::NONE, weight: 0.0 };
 
     /// Reads the entries of the tokens from `first` on that are before `end`, ahead of their use.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The entries of tokens before `end` lie inside their tensors.
+    #[device]
     pub unsafe fn fetch<const MANY: bool>(args: &DispatchArgs, first: u32, end: u32) -> Metadata {
-        // SAFETY: the entries of tokens before `end` lie inside their tensors.
-        unsafe {
-            let (lane, columns) = (laneid(), args.num_topk.clamp(1, 32));
-            let (nth, k) = (lane / columns, lane % columns);
-            let token = first + nth;
-            let exists = (nth < tokens_at_once(args)) & (token < end);
-            let (mut id, mut weight) = (Id::NONE, 0.0);
-            let mut rows = [-1; FEW_RANKS];
-            if exists {
-                if !MANY {
-                    let at = args.send_row.0 + (token * SEND_ROW_STRIDE) as u64 * 4;
-                    let (low, high) = (ld_v4(at), ld_v4(at + 16));
-                    unroll8!(RANK => {
-                        rows[RANK] = if RANK < 4 { low[RANK % 4] } else { high[RANK % 4] } as i32;
-                    });
-                }
-                if k < args.num_topk {
-                    let entry = token as u64 * args.num_topk as u64 + k as u64;
-                    id = Id::load(args.topk_idx, args.narrow_ids, entry);
-                    weight = ld_f32(args.topk_weights.0 + entry * 4);
-                }
+        let (lane, columns) = (laneid(), args.num_topk.clamp(1, 32));
+        let (nth, k) = (lane / columns, lane % columns);
+        let token = first + nth;
+        let exists = (nth < tokens_at_once(args)) & (token < end);
+        let (mut id, mut weight) = (Id::NONE, 0.0);
+        let mut rows = [-1; FEW_RANKS];
+        if exists {
+            if !MANY {
+                let at = args.send_row.0 + (token * SEND_ROW_STRIDE) as u64 * 4;
+                let (low, high) = (ld_v4(at), ld_v4(at + 16));
+                unroll!(8, RANK => {
+                    rows[RANK] = if RANK < 4 { low[RANK % 4] } else { high[RANK % 4] } as i32;
+                });
             }
-            Metadata { token: if exists { token } else { u32::MAX }, k, rows, id, weight }
+            if k < args.num_topk {
+                let entry = token as u64 * args.num_topk as u64 + k as u64;
+                id = Id::load(args.topk_idx, args.narrow_ids, entry);
+                weight = ld_f32(args.topk_weights.0 + entry * 4);
+            }
         }
+        Metadata { token: if exists { token } else { u32::MAX }, k, rows, id, weight }
     }
 
     /// Writes source index, local expert ids and weights to every rank that wants the lane's token.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// Rows were planned inside the pools; this is the entry's only writer.
+    #[device]
     pub unsafe fn send<const MANY: bool>(&self, args: &DispatchArgs) {
-        // SAFETY: rows were planned inside the pools; this is the entry's only writer.
-        unsafe {
-            let expert = self.id.value(args.narrow_ids);
-            if MANY {
-                let mut nth = if self.token == u32::MAX { SEND_LIST_STRIDE } else { 0 };
-                while nth < SEND_LIST_STRIDE {
-                    let to = Destination::at(entry_at(args.send_row.0, self.token, nth), true);
-                    if to.row < 0 {
-                        break;
-                    }
-                    self.send_to(args, expert, to.rank, to.pool(&args.comm), to.row as u64);
-                    nth += 1;
+        let expert = self.id.value(args.narrow_ids);
+        if MANY {
+            let mut nth = if self.token == u32::MAX { SEND_LIST_STRIDE } else { 0 };
+            while nth < SEND_LIST_STRIDE {
+                let to = Destination::at(entry_at(args.send_row.0, self.token, nth), true);
+                if to.row < 0 {
+                    break;
                 }
-                return;
+                self.send_to(args, expert, to.rank, to.pool(&args.comm), to.row as u64);
+                nth += 1;
             }
-            unroll8!(RANK => {
-                if self.rows[RANK] >= 0 {
-                    self.send_to(args, expert, RANK as u32, args.comm.pools[RANK].0, self.rows[RANK] as u64);
-                }
-            });
+            return;
         }
+        unroll!(8, RANK => {
+            if self.rows[RANK] >= 0 {
+                self.send_to(args, expert, RANK as u32, args.comm.pools[RANK].0, self.rows[RANK] as u64);
+            }
+        });
     }
 
     /// The same of physical expert `expert` to rank `rank`, whose pool begins at `base`.
-    #[inline(always)]
+    #[device]
     unsafe fn send_to(&self, args: &DispatchArgs, expert: i64, rank: u32, base: u64, row: u64) {
-        // SAFETY: passed on to the caller.
-        unsafe {
-            let pool = &args.comm.pool;
-            if self.k < args.num_topk {
-                let first = rank * args.local_experts;
-                let local = expert - first as i64;
-                let here = local >= 0 && local < args.local_experts as i64;
-                let entry = row * args.num_topk as u64 + self.k as u64;
-                st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });
-                st_f32(base + pool.recv_topk_weights + entry * 4, if here { self.weight } else { 0.0 });
-            }
-            if self.k == 0 {
-                st_u32(base + pool.recv_src_idx + row * 4, self.token);
-            }
+        let pool = &args.comm.pool;
+        if self.k < args.num_topk {
+            let first = rank * args.local_experts;
+            let local = expert - first as i64;
+            let here = local >= 0 && local < args.local_experts as i64;
+            let entry = row * args.num_topk as u64 + self.k as u64;
+            st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });
+            st_f32(base + pool.recv_topk_weights + entry * 4, if here { self.weight } else { 0.0 });
+        }
+        if self.k == 0 {
+            st_u32(base + pool.recv_src_idx + row * 4, self.token);
         }
     }
 }

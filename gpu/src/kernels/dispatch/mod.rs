@@ -9,9 +9,9 @@
 mod metadata;
 mod rows;
 
-use epoxide_macros::kernel;
-
-use super::epoch::{Entry, Phase, current_epoch, leave, pool_at, pool_of, tell_ready, trace, wait_ready};
+use super::epoch::{
+    Phase, ReadyEntry, current_epoch, leave, pool_at, pool_of, tell_ready, trace, wait_ranks_ready,
+};
 use super::list::Destination;
 use super::ring::{Ring, Turn, block_range};
 use crate::layout::{DispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, ring_bytes, row_stride};
@@ -30,20 +30,8 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
 /// peers while the others fill their rings. Shared memory: the rings, then a word for whether the
 /// block has joined.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.stages >= 2,
-        args.stages <= 32,
-        args.piece_bytes.is_multiple_of(16),
-        args.piece_bytes >= 16,
-        args.stage_bytes.is_multiple_of(128),
-        args.stage_bytes >= args.piece_bytes + bulk_scale_bytes(args.num_scales),
-        args.local_experts >= 1,
-        args.num_topk <= 32,
-        args.metadata_warps >= 1,
-    )
+    threads = 384, barriers = 2, registers = 168, dependent,
+    requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch(args: DispatchArgs) {
     send_rows::<false, false>(&args);
@@ -51,20 +39,8 @@ pub unsafe fn dispatch(args: DispatchArgs) {
 
 /// The same to up to 64 ranks, of which lane d has a token's d-th destination.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.stages >= 2,
-        args.stages <= 32,
-        args.piece_bytes.is_multiple_of(16),
-        args.piece_bytes >= 16,
-        args.stage_bytes.is_multiple_of(128),
-        args.stage_bytes >= args.piece_bytes + bulk_scale_bytes(args.num_scales),
-        args.local_experts >= 1,
-        args.num_topk <= 32,
-        args.metadata_warps >= 1,
-    )
+    threads = 384, barriers = 2, registers = 168, dependent,
+    requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch_many(args: DispatchArgs) {
     send_rows::<true, false>(&args);
@@ -73,164 +49,149 @@ pub unsafe fn dispatch_many(args: DispatchArgs) {
 /// The same of rows by expert: lane k has the row of a token's entry k, and several may be of one
 /// rank.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.stages >= 2,
-        args.stages <= 32,
-        args.piece_bytes.is_multiple_of(16),
-        args.piece_bytes >= 16,
-        args.stage_bytes.is_multiple_of(128),
-        args.stage_bytes >= args.piece_bytes + bulk_scale_bytes(args.num_scales),
-        args.local_experts >= 1,
-        args.num_topk <= 32,
-        args.metadata_warps >= 1,
-    )
+    threads = 384, barriers = 2, registers = 168, dependent,
+    requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch_by_expert(args: DispatchArgs) {
     send_rows::<true, true>(&args);
 }
 
-#[inline(always)]
+#[device]
 unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs) {
-    // SAFETY: as the argument struct documents; the head of the file states why it is sound.
-    unsafe {
-        let comm = &args.comm;
-        let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32 - args.metadata_warps);
-        trace(comm, Phase::Enter);
-        let entry = Entry::read(comm, args.header.0);
-        let epoch = current_epoch(comm);
-        let ready = entry.ready_word(comm, epoch);
-        // A dispatch with a count exchange published it in notify.
-        if args.with_metadata == 0 && ctaid() == 0 && warp == 0 {
-            tell_ready::<MANY>(comm, ready);
-        }
-
-        // With no valid plan, no row moves; the words still do, so that the next operation finds
-        // them in step.
-        let planned = entry.is_planned();
-        let (begin, end) = block_range(args.num_tokens);
-        // A warp that moves rows finds no entries to send, and one that sends metadata no rows to
-        // move.
-        let (each, mut first, mut begin) = (tokens_at_once(args), end, begin + warp);
-        let ring = Ring::lay_out(args.stages, args.stage_bytes, warps);
-        if warp < warps {
-            ring.init();
-        } else {
-            if args.with_metadata != 0 {
-                first = begin - warp + (warp - warps) * each;
-            }
-            begin = end;
-        }
-
-        // Fill the ring while the peers' words are on their way.
-        let mut load = Cursor::new(begin, warps);
-        while planned && load.piece < args.stages && load.token < end {
-            load_piece(&ring, args, &load, load.piece);
-            load.advance(args);
-        }
-
-        // Lane r: the row at rank r; of many ranks, the lane's destination. Read a turn ahead.
-        let rows_of = |token: u32| {
-            if MANY {
-                return Destination::of_lane(args.send_row.0, token, planned & (token < end));
-            }
-            let entry = args.send_row.0 + (token * SEND_ROW_STRIDE + lane) as u64 * 4;
-            let row = ld_i32_if((lane < SEND_ROW_STRIDE) & planned & (token < end), entry, -1);
-            Destination { row, rank: lane }
-        };
-        let mut next = rows_of(begin);
-        let mut entries = Entries::<MANY, BY_EXPERT>::fetch(args, first, end, planned);
-        let mut turn = Turn::first();
-        let joined = dynamic_shared() + ring_bytes(warps, args.stages, args.stage_bytes);
-        let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::DispatchReady);
-        if joined && planned {
-            // The peers have released the rows to this thread that are overwritten now; the copy
-            // engine comes behind that too.
-            fence_proxy_async_global();
-            while first < end {
-                let these = entries;
-                first += args.metadata_warps * each;
-                entries = Entries::<MANY, BY_EXPERT>::fetch(args, first, end, planned);
-                these.send(args);
-            }
-            let mut peer = if MANY { 0 } else { pool_of(comm, lane) };
-            let own = pool_at::<MANY>(comm, comm.rank);
-            // The rank of the lane's row, and the lane that has the own one's.
-            let (mut to, mut own_lane) = (lane, comm.rank);
-            let mut row = -1;
-            let mut send = Cursor::new(begin, warps);
-            let mut previous = 0;
-            while send.token < end {
-                if send.offset == 0 {
-                    (row, to) = (next.row, next.rank);
-                    if MANY {
-                        peer = next.pool(comm);
-                    }
-                    if MANY && !BY_EXPERT {
-                        own_lane = ballot(row >= 0 && to == comm.rank).trailing_zeros();
-                    }
-                    next = rows_of(send.token + warps);
-                    if args.num_scales != 0 && bulk_scale_bytes(args.num_scales) == 0 {
-                        let scale_bytes = args.num_scales as u64 * 4;
-                        let to = scale_place(args, peer, row);
-                        copy_scales(args.scales.0 + send.token as u64 * scale_bytes, args.num_scales, to);
-                    }
-                }
-                let (bytes, buffer) = (send.bytes(args), ring.buffer(turn.slot));
-                let row_offset = comm.pool.recv_x + send.offset as u64;
-                let stride = row_stride(args.row_bytes as u64);
-                ring.wait(&turn);
-                if row >= 0 {
-                    if to != comm.rank {
-                        bulk_store(peer + row_offset + row as u64 * stride, buffer, bytes);
-                    }
-                    let scale_bytes = bulk_scale_bytes(args.num_scales);
-                    if scale_bytes != 0 && send.offset == 0 {
-                        bulk_store(scale_place(args, peer, row), buffer + args.piece_bytes, scale_bytes);
-                    }
-                }
-                bulk_commit();
-                if BY_EXPERT {
-                    let mut own_rows = ballot(row >= 0 && to == comm.rank);
-                    while own_rows != 0 {
-                        let own_row = shfl_u32(row as u32, own_rows.trailing_zeros());
-                        own_rows &= own_rows - 1;
-                        store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
-                    }
-                } else {
-                    // -1 where the own rank is no destination.
-                    let own_row = shfl_u32(row as u32, own_lane & 31) as i32;
-                    let own_row = if MANY && own_lane == 32 { -1 } else { own_row };
-                    if own_row >= 0 {
-                        store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
-                    }
-                }
-
-                // Refill the stage before this one: its store has had a whole turn to read it.
-                if load.token < end && send.piece >= 1 {
-                    bulk_wait_read::<1>();
-                    syncwarp();
-                    load_piece(&ring, args, &load, previous);
-                    load.advance(args);
-                }
-                previous = turn.slot;
-                turn.advance(&ring);
-                send.advance(args);
-            }
-            // The stores have landed for this thread, so that the releases in `leave` pass them on:
-            // no proxy fence.
-            bulk_wait::<0>();
-        } else {
-            // The loads in flight must land before the block gives its shared memory back.
-            let mut loaded = load.piece;
-            while loaded != 0 {
-                ring.wait(&turn);
-                turn.advance(&ring);
-                loaded -= 1;
-            }
-        }
-        leave::<MANY>(comm, epoch, joined, Wait::DispatchDone);
+    let comm = &args.comm;
+    let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32 - args.metadata_warps);
+    trace(comm, Phase::Enter);
+    let entry = ReadyEntry::read(comm, args.header.0);
+    let epoch = current_epoch(comm);
+    let ready = entry.ready_word(comm, epoch);
+    // A dispatch with a count exchange published it in notify.
+    if args.with_metadata == 0 && ctaid() == 0 && warp == 0 {
+        tell_ready::<MANY>(comm, ready);
     }
+
+    // With no valid plan, no row moves; the words still do, so that the next operation finds
+    // them in step.
+    let planned = entry.is_planned();
+    let (begin, end) = block_range(args.num_tokens);
+    // A warp that moves rows finds no entries to send, and one that sends metadata no rows to
+    // move.
+    let (each, mut first, mut begin) = (tokens_at_once(args), end, begin + warp);
+    let ring = Ring::lay_out(args.stages, args.stage_bytes, warps);
+    if warp < warps {
+        ring.init();
+    } else {
+        if args.with_metadata != 0 {
+            first = begin - warp + (warp - warps) * each;
+        }
+        begin = end;
+    }
+
+    // Fill the ring while the peers' words are on their way.
+    let mut load = Cursor::new(begin, warps);
+    while planned && load.piece < args.stages && load.token < end {
+        load_piece(&ring, args, &load, load.piece);
+        load.advance(args);
+    }
+
+    // Lane r: the row at rank r; of many ranks, the lane's destination. Read a turn ahead.
+    let rows_of = |token: u32| {
+        if MANY {
+            return Destination::of_lane(args.send_row.0, token, planned & (token < end));
+        }
+        let entry = args.send_row.0 + (token * SEND_ROW_STRIDE + lane) as u64 * 4;
+        let row = ld_i32_if((lane < SEND_ROW_STRIDE) & planned & (token < end), entry, -1);
+        Destination { row, rank: lane }
+    };
+    let mut next = rows_of(begin);
+    let mut entries = Entries::<MANY, BY_EXPERT>::fetch(args, first, end, planned);
+    let mut turn = Turn::first();
+    let joined = dynamic_shared() + ring_bytes(warps, args.stages, args.stage_bytes);
+    let joined = wait_ranks_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::DispatchReady);
+    if joined && planned {
+        // The peers have released the rows to this thread that are overwritten now; the copy
+        // engine comes behind that too.
+        fence_proxy_async_global();
+        while first < end {
+            let these = entries;
+            first += args.metadata_warps * each;
+            entries = Entries::<MANY, BY_EXPERT>::fetch(args, first, end, planned);
+            these.send(args);
+        }
+        let mut peer = if MANY { 0 } else { pool_of(comm, lane) };
+        let own = pool_at::<MANY>(comm, comm.rank);
+        // The rank of the lane's row, and the lane that has the own one's.
+        let (mut to, mut own_lane) = (lane, comm.rank);
+        let mut row = -1;
+        let mut send = Cursor::new(begin, warps);
+        let mut previous = 0;
+        while send.token < end {
+            if send.offset == 0 {
+                (row, to) = (next.row, next.rank);
+                if MANY {
+                    peer = next.pool(comm);
+                }
+                if MANY && !BY_EXPERT {
+                    own_lane = ballot(row >= 0 && to == comm.rank).trailing_zeros();
+                }
+                next = rows_of(send.token + warps);
+                if args.num_scales != 0 && bulk_scale_bytes(args.num_scales) == 0 {
+                    let scale_bytes = args.num_scales as u64 * 4;
+                    let to = scale_place(args, peer, row);
+                    copy_scales(args.scales.0 + send.token as u64 * scale_bytes, args.num_scales, to);
+                }
+            }
+            let (bytes, buffer) = (send.bytes(args), ring.buffer(turn.slot));
+            let row_offset = comm.pool.recv_x + send.offset as u64;
+            let stride = row_stride(args.row_bytes as u64);
+            ring.wait(&turn);
+            if row >= 0 {
+                if to != comm.rank {
+                    bulk_store(peer + row_offset + row as u64 * stride, buffer, bytes);
+                }
+                let scale_bytes = bulk_scale_bytes(args.num_scales);
+                if scale_bytes != 0 && send.offset == 0 {
+                    bulk_store(scale_place(args, peer, row), buffer + args.piece_bytes, scale_bytes);
+                }
+            }
+            bulk_commit();
+            if BY_EXPERT {
+                let mut own_rows = ballot(row >= 0 && to == comm.rank);
+                while own_rows != 0 {
+                    let own_row = shfl_u32(row as u32, own_rows.trailing_zeros());
+                    own_rows &= own_rows - 1;
+                    store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+                }
+            } else {
+                // -1 where the own rank is no destination.
+                let own_row = shfl_u32(row as u32, own_lane & 31) as i32;
+                let own_row = if MANY && own_lane == 32 { -1 } else { own_row };
+                if own_row >= 0 {
+                    store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+                }
+            }
+
+            // Refill the stage before this one: its store has had a whole turn to read it.
+            if load.token < end && send.piece >= 1 {
+                bulk_wait_read::<1>();
+                syncwarp();
+                load_piece(&ring, args, &load, previous);
+                load.advance(args);
+            }
+            previous = turn.slot;
+            turn.advance(&ring);
+            send.advance(args);
+        }
+        // The stores have landed for this thread, so that the releases in `leave` pass them on:
+        // no proxy fence.
+        bulk_wait::<0>();
+    } else {
+        // The loads in flight must land before the block gives its shared memory back.
+        let mut loaded = load.piece;
+        while loaded != 0 {
+            ring.wait(&turn);
+            turn.advance(&ring);
+            loaded -= 1;
+        }
+    }
+    leave::<MANY>(comm, epoch, joined, Wait::DispatchDone);
 }

@@ -14,17 +14,17 @@ pub struct Cursor {
 }
 
 impl Cursor {
-    #[inline(always)]
+    #[device]
     pub fn new(token: u32, step: u32) -> Self {
         Cursor { token, offset: 0, piece: 0, step }
     }
 
-    #[inline(always)]
+    #[device]
     pub fn bytes(&self, args: &DispatchArgs) -> u32 {
         (args.row_bytes - self.offset).min(args.piece_bytes)
     }
 
-    #[inline(always)]
+    #[device]
     pub fn advance(&mut self, args: &DispatchArgs) {
         self.piece += 1;
         self.offset += args.piece_bytes;
@@ -36,14 +36,14 @@ impl Cursor {
 
 /// Lane 0 starts the load of a piece of x, and of the token's scales with its first, into a stage
 /// that is not read any more.
-#[inline(always)]
+///
+/// # Safety
+/// The piece lies inside `x`, the scales inside `scales`.
+#[device]
 pub unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor, stage: u32) {
-    // SAFETY: the piece lies inside `x`, the scales inside `scales`.
-    unsafe {
-        let row = args.x.0 + piece.token as u64 * args.row_bytes as u64;
-        let scales = args.scales.0 + piece.token as u64 * bulk_scale_bytes(args.num_scales) as u64;
-        load_stage(ring, args, stage, row, scales, Tail::NONE, piece.offset);
-    }
+    let row = args.x.0 + piece.token as u64 * args.row_bytes as u64;
+    let scales = args.scales.0 + piece.token as u64 * bulk_scale_bytes(args.num_scales) as u64;
+    load_stage(ring, args, stage, row, scales, Tail::NONE, piece.offset);
 }
 
 /// Bytes that are loaded into a stage with the first piece of a row, behind the scales; multiples
@@ -58,7 +58,7 @@ impl Tail {
     pub const NONE: Tail = Tail { from: 0, bytes: 0 };
 
     /// Where it is in a stage.
-    #[inline(always)]
+    #[device]
     pub fn offset(args: &DispatchArgs) -> u32 {
         args.piece_bytes + bulk_scale_bytes(args.num_scales)
     }
@@ -66,7 +66,10 @@ impl Tail {
 
 /// Lane 0 starts the load of the piece at `offset` of a row. With the first piece it starts those
 /// of the row's tail, and of its scales where the copy engine moves them.
-#[inline(always)]
+///
+/// # Safety
+/// The row, its scales and its tail are live, and no thread reads the stage.
+#[device]
 pub unsafe fn load_stage(
     ring: &Ring,
     args: &DispatchArgs,
@@ -76,57 +79,53 @@ pub unsafe fn load_stage(
     tail: Tail,
     offset: u32,
 ) {
-    // SAFETY: the caller vouches for the row, its scales and its tail, and ensures that no thread
-    // reads the stage.
-    unsafe {
-        if laneid() == 0 {
-            let bytes = (args.row_bytes - offset).min(args.piece_bytes);
-            let (mut scale_bytes, mut tail_bytes) = (0, 0);
-            if offset == 0 {
-                (scale_bytes, tail_bytes) = (bulk_scale_bytes(args.num_scales), tail.bytes);
-            }
-            // Own rows were read by ordinary loads; the copy engine writes the stage next.
-            fence_proxy_async_shared();
-            ring.expect(stage, bytes + scale_bytes + tail_bytes);
-            ring.load_at(stage, 0, row + offset as u64, bytes);
-            if scale_bytes != 0 {
-                ring.load_at(stage, args.piece_bytes, scales, scale_bytes);
-            }
-            if tail_bytes != 0 {
-                ring.load_at(stage, Tail::offset(args), tail.from, tail_bytes);
-            }
+    if laneid() == 0 {
+        let bytes = (args.row_bytes - offset).min(args.piece_bytes);
+        let (mut scale_bytes, mut tail_bytes) = (0, 0);
+        if offset == 0 {
+            (scale_bytes, tail_bytes) = (bulk_scale_bytes(args.num_scales), tail.bytes);
+        }
+        // Own rows were read by ordinary loads; the copy engine writes the stage next.
+        fence_proxy_async_shared();
+        ring.expect(stage, bytes + scale_bytes + tail_bytes);
+        ring.load_at(stage, 0, row + offset as u64, bytes);
+        if scale_bytes != 0 {
+            ring.load_at(stage, args.piece_bytes, scales, scale_bytes);
+        }
+        if tail_bytes != 0 {
+            ring.load_at(stage, Tail::offset(args), tail.from, tail_bytes);
         }
     }
 }
 
 /// Copies a piece by ordinary stores: 16 bytes a lane, four at a time in flight.
-#[inline(always)]
+///
+/// # Safety
+/// `to` is live; the piece is in the buffer.
+#[device]
 pub unsafe fn store_plain(to: u64, buffer: u32, bytes: u32, lane: u32) {
-    // SAFETY: the caller vouches for `to`; the piece is in the buffer.
-    unsafe {
-        let mut at = lane * 16;
-        while at + 3 * 512 < bytes {
-            let vectors = [
-                ld_shared_v4(buffer + at),
-                ld_shared_v4(buffer + at + 512),
-                ld_shared_v4(buffer + at + 1024),
-                ld_shared_v4(buffer + at + 1536),
-            ];
-            st_v4(to + at as u64, vectors[0]);
-            st_v4(to + at as u64 + 512, vectors[1]);
-            st_v4(to + at as u64 + 1024, vectors[2]);
-            st_v4(to + at as u64 + 1536, vectors[3]);
-            at += 2048;
-        }
-        while at < bytes {
-            st_v4(to + at as u64, ld_shared_v4(buffer + at));
-            at += 512;
-        }
+    let mut at = lane * 16;
+    while at + 3 * 512 < bytes {
+        let vectors = [
+            ld_shared_v4(buffer + at),
+            ld_shared_v4(buffer + at + 512),
+            ld_shared_v4(buffer + at + 1024),
+            ld_shared_v4(buffer + at + 1536),
+        ];
+        st_v4(to + at as u64, vectors[0]);
+        st_v4(to + at as u64 + 512, vectors[1]);
+        st_v4(to + at as u64 + 1024, vectors[2]);
+        st_v4(to + at as u64 + 1536, vectors[3]);
+        at += 2048;
+    }
+    while at < bytes {
+        st_v4(to + at as u64, ld_shared_v4(buffer + at));
+        at += 512;
     }
 }
 
 /// Where a row's scales go in the pool `pool`; 0 where the row is -1.
-#[inline(always)]
+#[device]
 pub fn scale_place(args: &DispatchArgs, pool: u64, row: i32) -> u64 {
     let offset = row as u64 * args.num_scales as u64 * 4;
     if row >= 0 { pool + args.comm.pool.recv_scales + offset } else { 0 }
@@ -134,26 +133,26 @@ pub fn scale_place(args: &DispatchArgs, pool: u64, row: i32) -> u64 {
 
 /// Copies a token's scales to the address that each lane names, 0 for none, where the copy engine
 /// cannot. The whole warp calls it.
-#[inline(always)]
+///
+/// # Safety
+/// The addresses are live.
+#[device]
 pub unsafe fn copy_scales(from: u64, num_scales: u32, to: u64) {
-    // SAFETY: the caller vouches for the addresses.
-    unsafe {
-        let wanted = ballot(to != 0);
-        // All lanes take the same number of turns, so that the shuffles stay full.
-        let (mut column, mut first) = (laneid(), 0);
-        while first < num_scales {
-            let active = column < num_scales;
-            let scale = ld_f32_if(active, from + column as u64 * 4);
-            let mut left = wanted;
-            while left != 0 {
-                let to = shfl_u64(to, left.trailing_zeros());
-                left &= left - 1;
-                if active {
-                    st_f32(to + column as u64 * 4, scale);
-                }
+    let wanted = ballot(to != 0);
+    // All lanes take the same number of turns, so that the shuffles stay full.
+    let (mut column, mut first) = (laneid(), 0);
+    while first < num_scales {
+        let active = column < num_scales;
+        let scale = ld_f32_if(active, from + column as u64 * 4);
+        let mut left = wanted;
+        while left != 0 {
+            let to = shfl_u64(to, left.trailing_zeros());
+            left &= left - 1;
+            if active {
+                st_f32(to + column as u64 * 4, scale);
             }
-            first += 32;
-            column += 32;
         }
+        first += 32;
+        column += 32;
     }
 }

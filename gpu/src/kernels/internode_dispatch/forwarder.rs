@@ -33,200 +33,198 @@ struct Walk {
 }
 
 impl Walk {
-    #[inline(always)]
+    /// # Safety
+    /// The whole warp calls it.
+    #[device]
     unsafe fn new(args: &InternodeDispatchArgs, rows: u32, workers: u32) -> Self {
-        // SAFETY: the warp is whole here.
-        unsafe {
-            let wire = &args.wire;
-            let most = u32::MAX - redux_min(u32::MAX - rows);
-            let warp = tid() / 32;
-            // The node behind the own one comes first, so that not all ranks begin with the same.
-            let node = if wire.node + 1 == wire.num_nodes { 0 } else { wire.node + 1 };
-            let mut walk = Walk {
-                rows,
-                most,
-                chunk: wire.chunk,
-                node,
-                row: warp,
-                from: 0,
-                offset: 0,
-                warp,
-                workers,
-                num_nodes: wire.num_nodes,
-                own: wire.node,
-            };
-            walk.settle();
-            walk
-        }
+        let wire = &args.wire;
+        let most = u32::MAX - redux_min(u32::MAX - rows);
+        let warp = tid() / 32;
+        // The node behind the own one comes first, so that not all ranks begin with the same.
+        let node = if wire.node + 1 == wire.num_nodes { 0 } else { wire.node + 1 };
+        let mut walk = Walk {
+            rows,
+            most,
+            chunk: wire.chunk,
+            node,
+            row: warp,
+            from: 0,
+            offset: 0,
+            warp,
+            workers,
+            num_nodes: wire.num_nodes,
+            own: wire.node,
+        };
+        walk.settle();
+        walk
     }
 
     /// True behind the last row.
-    #[inline(always)]
+    #[device]
     fn ended(&self) -> bool {
         self.from >= self.most
     }
 
     /// Goes on until the row is one of the chunk and of the node.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The walk is the same in all lanes.
+    #[device]
     unsafe fn settle(&mut self) {
-        // SAFETY: the walk is the same in all lanes.
-        unsafe {
-            while !self.ended() {
-                let count = shfl_u32(self.rows, self.node);
-                if self.row < count && self.row - self.from < self.chunk {
-                    return;
-                }
-                self.node = if self.node + 1 == self.num_nodes { 0 } else { self.node + 1 };
-                if self.node == self.own {
-                    self.node = if self.node + 1 == self.num_nodes { 0 } else { self.node + 1 };
-                    self.from += self.chunk;
-                }
-                // The warp's first row that is not before the chunk.
-                let before = self.from.saturating_sub(self.warp).div_ceil(self.workers);
-                self.row = self.warp + before * self.workers;
+        while !self.ended() {
+            let count = shfl_u32(self.rows, self.node);
+            if self.row < count && self.row - self.from < self.chunk {
+                return;
             }
+            self.node = if self.node + 1 == self.num_nodes { 0 } else { self.node + 1 };
+            if self.node == self.own {
+                self.node = if self.node + 1 == self.num_nodes { 0 } else { self.node + 1 };
+                self.from += self.chunk;
+            }
+            // The warp's first row that is not before the chunk.
+            let before = self.from.saturating_sub(self.warp).div_ceil(self.workers);
+            self.row = self.warp + before * self.workers;
         }
     }
 
-    #[inline(always)]
+    /// # Safety
+    /// The walk is the same in all lanes, so that the whole warp calls `settle`.
+    #[device]
     unsafe fn advance(&mut self, row_bytes: u32, piece_bytes: u32) {
-        // SAFETY: the walk is the same in all lanes, so that the whole warp calls `settle`.
-        unsafe {
-            self.offset += piece_bytes;
-            if self.offset >= row_bytes {
-                self.offset = 0;
-                self.row += self.workers;
-                self.settle();
-            }
+        self.offset += piece_bytes;
+        if self.offset >= row_bytes {
+            self.offset = 0;
+            self.row += self.workers;
+            self.settle();
         }
     }
 }
 
 /// A worker warp of the forwarder: its share of what arrives on the channel.
-#[inline(always)]
+///
+/// # Safety
+/// Rows were planned inside the pools, and a slot is read behind the arrival word of its node. The
+/// walks are the same in all lanes, so that the warp is whole where it shuffles.
+#[device]
 pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers: u32, epoch: u64) {
-    // SAFETY: rows were planned inside the pools, and a slot is read behind the arrival word of its
-    // node. The walks are the same in all lanes, so that the warp is whole where it shuffles.
-    unsafe {
-        let (rows, wire) = (&args.dispatch, &args.wire);
-        let (comm, lane) = (&rows.comm, laneid());
-        let shape = slot_shape(args);
-        let peer = pool_of(comm, lane);
+    let (rows, wire) = (&args.dispatch, &args.wire);
+    let (comm, lane) = (&rows.comm, laneid());
+    let shape = slot_shape(args);
+    let peer = pool_of(comm, lane);
 
-        // Lane n: what comes on the channel from node n: how many rows, their slots and arrival
-        // word, and where they are among the relayed tokens.
-        let (mut count, mut entries) = (0, 0);
-        let (mut slots, mut word) = (0, 0);
-        if lane < wire.num_nodes {
-            let path = Path::to(wire, lane);
-            word = path.memory + arrival_word(wire, lane, channel);
-            let prefix = args.route.recv_rdma_channel_prefix_matrix.0;
-            let first;
-            (first, count) = channel_rows(prefix, args.route.num_channels, lane, channel);
-            slots = path.slots_in(wire, lane) + first as u64 * args.slot_bytes as u64;
-            entries = relayed_before(args, lane) + first;
-            if lane == wire.node {
-                count = 0;
+    // Lane n: what comes on the channel from node n: how many rows, their slots and arrival
+    // word, and where they are among the relayed tokens.
+    let (mut count, mut entries) = (0, 0);
+    let (mut slots, mut word) = (0, 0);
+    if lane < wire.num_nodes {
+        let path = Path::to(wire, lane);
+        word = path.memory + arrival_word(wire, lane, channel);
+        let prefix = args.route.recv_rdma_channel_prefix_matrix.0;
+        let first;
+        (first, count) = channel_rows(prefix, args.route.num_channels, lane, channel);
+        slots = path.slots_in(wire, lane) + first as u64 * args.slot_bytes as u64;
+        entries = relayed_before(args, lane) + first;
+        if lane == wire.node {
+            count = 0;
+        }
+    }
+    let slot_of = |walk: &Walk| shfl_u64(slots, walk.node) + walk.row as u64 * args.slot_bytes as u64;
+    // Lane n: rows of node n known to have arrived.
+    let mut arrived = 0;
+    let mut load = Walk::new(args, count, workers);
+    let mut sent = load;
+    let (mut turn, mut load_slot, mut in_flight) = (Turn::first(), 0, 0);
+    let mut row = -1;
+    // Lane j: where the rows of the channel from `start_node` begin at rank j.
+    let (mut start, mut start_node) = (0, u32::MAX);
+    while !sent.ended() {
+        while in_flight + 1 < rows.stages && !load.ended() {
+            if shfl_u32(arrived, load.node) <= load.row {
+                let word = shfl_u64(word, load.node);
+                let seen = shfl_u32(rows_arrived(word, epoch), 0);
+                // `syncwarp` orders every lane behind the acquire of lane 0.
+                syncwarp();
+                if lane == load.node {
+                    arrived = seen;
+                }
+                if seen <= load.row {
+                    if in_flight != 0 {
+                        break;
+                    }
+                    let what = Wait::DispatchArrival;
+                    let came = wait_rows(comm, word, load.node, load.row + 1, epoch, what);
+                    if ballot(came) != u32::MAX {
+                        return;
+                    }
+                    continue;
+                }
+                fence_proxy_async();
+            }
+            let slot = slot_of(&load);
+            // Behind the row: its metadata, or in a cached dispatch where it went, so that no
+            // warp waits for a load of its own.
+            let entry = shfl_u32(entries, load.node) + load.row;
+            let tail = if rows.with_metadata != 0 {
+                Tail { from: slot + shape.meta as u64, bytes: SlotShape::metadata_bytes(rows.num_topk) }
+            } else {
+                Tail { from: forward_row(args, entry), bytes: FORWARD_ROW_BYTES }
+            };
+            load_stage(ring, rows, load_slot, slot, slot + shape.scales as u64, tail, load.offset);
+            load_slot = if load_slot + 1 == ring.count { 0 } else { load_slot + 1 };
+            in_flight += 1;
+            load.advance(rows.row_bytes, rows.piece_bytes);
+        }
+
+        let offset = sent.offset;
+        let (bytes, buffer) = ((rows.row_bytes - offset).min(rows.piece_bytes), ring.buffer(turn.slot));
+        ring.wait(&turn);
+        if offset == 0 {
+            let entry = shfl_u32(entries, sent.node) + sent.row;
+            let tail = buffer + Tail::offset(rows);
+            row = -1;
+            if rows.with_metadata != 0 {
+                if sent.node != start_node && lane < comm.num_ranks {
+                    start = ld_u32(forward_start(args, sent.node, channel) + lane as u64 * 4);
+                }
+                start_node = sent.node;
+                let mut token = Metadata::NONE;
+                if lane < comm.num_ranks {
+                    let head = ld_shared_u32(tail + SlotShape::HEADS + lane * 4) as i32;
+                    if head >= 0 {
+                        row = (start + head as u32) as i32;
+                    }
+                }
+                token.row = row;
+                if lane < rows.num_topk {
+                    let at = tail + SlotShape::TOPK + lane * 4;
+                    token.expert = ld_shared_u32(at) as i32 as i64;
+                    token.weight = f32::from_bits(ld_shared_u32(at + rows.num_topk * 4));
+                }
+                token.send(rows, ld_shared_u32(tail + SlotShape::TOKEN), lane);
+                send_source(args, row, peer, sent.node);
+                note_rows(args, entry, row);
+            } else if lane < SEND_ROW_STRIDE {
+                row = ld_shared_u32(tail + lane * 4) as i32;
+            }
+            if rows.num_scales != 0 && bulk_scale_bytes(rows.num_scales) == 0 {
+                let scales = slot_of(&sent) + shape.scales as u64;
+                copy_scales(scales, rows.num_scales, scale_place(rows, peer, row));
             }
         }
-        let slot_of = |walk: &Walk| shfl_u64(slots, walk.node) + walk.row as u64 * args.slot_bytes as u64;
-        // Lane n: rows of node n known to have arrived.
-        let mut arrived = 0;
-        let mut load = Walk::new(args, count, workers);
-        let mut sent = load;
-        let (mut turn, mut load_slot, mut in_flight) = (Turn::first(), 0, 0);
-        let mut row = -1;
-        // Lane j: where the rows of the channel from `start_node` begin at rank j.
-        let (mut start, mut start_node) = (0, u32::MAX);
-        while !sent.ended() {
-            while in_flight + 1 < rows.stages && !load.ended() {
-                if shfl_u32(arrived, load.node) <= load.row {
-                    let word = shfl_u64(word, load.node);
-                    let seen = shfl_u32(rows_arrived(word, epoch), 0);
-                    // `syncwarp` orders every lane behind the acquire of lane 0.
-                    syncwarp();
-                    if lane == load.node {
-                        arrived = seen;
-                    }
-                    if seen <= load.row {
-                        if in_flight != 0 {
-                            break;
-                        }
-                        let what = Wait::DispatchArrival;
-                        let came = wait_rows(comm, word, load.node, load.row + 1, epoch, what);
-                        if ballot(came) != u32::MAX {
-                            return;
-                        }
-                        continue;
-                    }
-                    fence_proxy_async();
-                }
-                let slot = slot_of(&load);
-                // Behind the row: its metadata, or in a cached dispatch where it went, so that no
-                // warp waits for a load of its own.
-                let entry = shfl_u32(entries, load.node) + load.row;
-                let tail = if rows.with_metadata != 0 {
-                    Tail { from: slot + shape.meta as u64, bytes: SlotShape::metadata_bytes(rows.num_topk) }
-                } else {
-                    Tail { from: forward_row(args, entry), bytes: FORWARD_ROW_BYTES }
-                };
-                load_stage(ring, rows, load_slot, slot, slot + shape.scales as u64, tail, load.offset);
-                load_slot = if load_slot + 1 == ring.count { 0 } else { load_slot + 1 };
-                in_flight += 1;
-                load.advance(rows.row_bytes, rows.piece_bytes);
+        if row >= 0 {
+            let stride = row_stride(rows.row_bytes as u64);
+            bulk_store(peer + comm.pool.recv_x + offset as u64 + row as u64 * stride, buffer, bytes);
+            let scale_bytes = if offset == 0 { bulk_scale_bytes(rows.num_scales) } else { 0 };
+            if scale_bytes != 0 {
+                bulk_store(scale_place(rows, peer, row), buffer + rows.piece_bytes, scale_bytes);
             }
-
-            let offset = sent.offset;
-            let (bytes, buffer) = ((rows.row_bytes - offset).min(rows.piece_bytes), ring.buffer(turn.slot));
-            ring.wait(&turn);
-            if offset == 0 {
-                let entry = shfl_u32(entries, sent.node) + sent.row;
-                let tail = buffer + Tail::offset(rows);
-                row = -1;
-                if rows.with_metadata != 0 {
-                    if sent.node != start_node && lane < comm.num_ranks {
-                        start = ld_u32(forward_start(args, sent.node, channel) + lane as u64 * 4);
-                    }
-                    start_node = sent.node;
-                    let mut token = Metadata::NONE;
-                    if lane < comm.num_ranks {
-                        let head = ld_shared_u32(tail + SlotShape::HEADS + lane * 4) as i32;
-                        if head >= 0 {
-                            row = (start + head as u32) as i32;
-                        }
-                    }
-                    token.row = row;
-                    if lane < rows.num_topk {
-                        let at = tail + SlotShape::TOPK + lane * 4;
-                        token.expert = ld_shared_u32(at) as i32 as i64;
-                        token.weight = f32::from_bits(ld_shared_u32(at + rows.num_topk * 4));
-                    }
-                    token.send(rows, ld_shared_u32(tail + SlotShape::TOKEN), lane);
-                    send_source(args, row, peer, sent.node);
-                    note_rows(args, entry, row);
-                } else if lane < SEND_ROW_STRIDE {
-                    row = ld_shared_u32(tail + lane * 4) as i32;
-                }
-                if rows.num_scales != 0 && bulk_scale_bytes(rows.num_scales) == 0 {
-                    let scales = slot_of(&sent) + shape.scales as u64;
-                    copy_scales(scales, rows.num_scales, scale_place(rows, peer, row));
-                }
-            }
-            if row >= 0 {
-                let stride = row_stride(rows.row_bytes as u64);
-                bulk_store(peer + comm.pool.recv_x + offset as u64 + row as u64 * stride, buffer, bytes);
-                let scale_bytes = if offset == 0 { bulk_scale_bytes(rows.num_scales) } else { 0 };
-                if scale_bytes != 0 {
-                    bulk_store(scale_place(rows, peer, row), buffer + rows.piece_bytes, scale_bytes);
-                }
-            }
-            bulk_commit();
-            // The stage before this one has been read: it is free for the next load.
-            bulk_wait_read::<1>();
-            syncwarp();
-            in_flight -= 1;
-            turn.advance(ring);
-            sent.advance(rows.row_bytes, rows.piece_bytes);
         }
+        bulk_commit();
+        // The stage before this one has been read: it is free for the next load.
+        bulk_wait_read::<1>();
+        syncwarp();
+        in_flight -= 1;
+        turn.advance(ring);
+        sent.advance(rows.row_bytes, rows.piece_bytes);
     }
 }

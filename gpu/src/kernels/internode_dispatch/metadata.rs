@@ -17,30 +17,30 @@ impl Metadata {
     pub const NONE: Metadata = Metadata { row: -1, expert: -1, weight: 0.0 };
 
     /// Writes source index, local expert ids and weights to every rank that wants the token.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// Rows were planned inside the pools; this is the row's only writer.
+    #[device]
     pub unsafe fn send(&self, args: &DispatchArgs, token: u32, lane: u32) {
-        // SAFETY: rows were planned inside the pools; this is the row's only writer.
-        unsafe {
-            let pool = &args.comm.pool;
-            // All rows first: the shuffles overlap, and the stores do not wait for them one by one.
-            let mut rows = [0i32; FEW_RANKS];
-            unroll8!(RANK => { rows[RANK] = shfl_u32(self.row as u32, RANK as u32) as i32 });
-            unroll8!(RANK => {
-                if rows[RANK] >= 0 {
-                    let (base, row) = (args.comm.pools[RANK].0, rows[RANK] as u64);
-                    if lane < args.num_topk {
-                        let first = args.first_expert + RANK as u32 * args.local_experts;
-                        let local = self.expert - first as i64;
-                        let here = local >= 0 && local < args.local_experts as i64;
-                        let entry = row * args.num_topk as u64 + lane as u64;
-                        st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });
-                        st_f32(base + pool.recv_topk_weights + entry * 4, if here { self.weight } else { 0.0 });
-                    }
-                    if lane == 0 {
-                        st_u32(base + pool.recv_src_idx + row * 4, token);
-                    }
+        let pool = &args.comm.pool;
+        // All rows first: the shuffles overlap, and the stores do not wait for them one by one.
+        let mut rows = [0i32; FEW_RANKS];
+        unroll!(8, RANK => { rows[RANK] = shfl_u32(self.row as u32, RANK as u32) as i32 });
+        unroll!(8, RANK => {
+            if rows[RANK] >= 0 {
+                let (base, row) = (args.comm.pools[RANK].0, rows[RANK] as u64);
+                if lane < args.num_topk {
+                    let first = args.first_expert + RANK as u32 * args.local_experts;
+                    let local = self.expert - first as i64;
+                    let here = local >= 0 && local < args.local_experts as i64;
+                    let entry = row * args.num_topk as u64 + lane as u64;
+                    st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });
+                    st_f32(base + pool.recv_topk_weights + entry * 4, if here { self.weight } else { 0.0 });
                 }
-            });
-        }
+                if lane == 0 {
+                    st_u32(base + pool.recv_src_idx + row * 4, token);
+                }
+            }
+        });
     }
 }

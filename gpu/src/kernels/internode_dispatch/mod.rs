@@ -16,13 +16,13 @@ mod poster;
 mod route;
 mod sender;
 
-use epoxide_macros::kernel;
-
-use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_aborted};
+use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
 use super::rail::{Operation, tell_nodes_ready, wait_mapped_ready};
 use super::ring::Ring;
-use crate::layout::{InternodeDispatchArgs, MAX_NODES, SlotShape, Wait, bulk_scale_bytes, ring_bytes};
+use crate::layout::{
+    DispatchArgs, InternodeDispatchArgs, SlotShape, Wait, Wire, bulk_scale_bytes, ring_bytes,
+};
 use crate::simt::*;
 use forwarder::forward;
 use poster::post_channel;
@@ -32,27 +32,13 @@ use sender::send;
 /// others. The last warp of a block posts puts in the sender and is idle in the forwarder; the
 /// others have a ring each. Shared memory: the rings, then a word for each warp.
 #[kernel(
-    threads = 288, min_blocks = 1, barriers = 3, registers = 200,
+    threads = 288, barriers = 3, registers = 200,
     requires(
-        args.dispatch.row_bytes.is_multiple_of(16),
-        args.dispatch.row_bytes >= 16,
-        args.dispatch.stages >= 2,
-        args.dispatch.stages <= 32,
-        args.dispatch.piece_bytes.is_multiple_of(16),
-        args.dispatch.piece_bytes >= 16,
-        args.dispatch.stage_bytes.is_multiple_of(128),
+        ..DispatchArgs(args.dispatch),
+        ..Wire(args.wire),
         args.dispatch.stage_bytes >= args.dispatch.piece_bytes
             + bulk_scale_bytes(args.dispatch.num_scales)
             + SlotShape::metadata_bytes(args.dispatch.num_topk),
-        args.dispatch.local_experts >= 1,
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes as u64 * args.wire.layout.slots <= args.wire.layout.node_bytes,
-        args.wire.num_nodes >= 2,
-        args.wire.num_nodes <= MAX_NODES as u32,
-        args.dispatch.comm.num_ranks >= 1,
-        args.wire.num_queues >= 1,
-        args.wire.chunk >= 1,
-        args.route.num_channels >= 1,
     )
 )]
 pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
@@ -60,7 +46,7 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
     let workers = workers();
     let (channel, forwards) = (ctaid() / 2, ctaid() & 1 == 1);
     trace(comm, Phase::Enter);
-    let entry = Entry::read(comm, rows.header.0);
+    let entry = ReadyEntry::read(comm, rows.header.0);
     let epoch = current_epoch(comm);
     let ready = entry.ready_word(comm, epoch);
     let operation = Operation { epoch, ready, queue_wait: Wait::DispatchQueue };

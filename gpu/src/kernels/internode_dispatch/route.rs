@@ -5,7 +5,7 @@ use crate::layout::{InternodeDispatchArgs, SEND_ROW_STRIDE, SlotShape};
 use crate::simt::*;
 
 /// The slots of this operation.
-#[inline(always)]
+#[device]
 pub fn slot_shape(args: &InternodeDispatchArgs) -> SlotShape {
     let rows = &args.dispatch;
     let topk = if rows.with_metadata != 0 { Some(rows.num_topk) } else { None };
@@ -13,29 +13,29 @@ pub fn slot_shape(args: &InternodeDispatchArgs) -> SlotShape {
 }
 
 /// Writes the source of a row to every rank of this node that gets it: lane j to rank j.
-#[inline(always)]
+///
+/// # Safety
+/// The row was planned inside the pool.
+#[device]
 pub unsafe fn send_source(args: &InternodeDispatchArgs, row: i32, peer: u64, node: u32) {
-    // SAFETY: the row was planned inside the pool.
-    unsafe {
-        let wanted = ballot(row >= 0);
-        if row >= 0 {
-            let meta = peer + args.dispatch.comm.pool.recv_src_meta + row as u64 * 8;
-            st_u32(meta, node);
-            st_u32(meta + 4, wanted);
-        }
+    let wanted = ballot(row >= 0);
+    if row >= 0 {
+        let meta = peer + args.dispatch.comm.pool.recv_src_meta + row as u64 * 8;
+        st_u32(meta, node);
+        st_u32(meta + 4, wanted);
     }
 }
 
 /// Notes where a relayed token's rows went, for combine and cached dispatches: lane j those at rank
 /// j.
-#[inline(always)]
+///
+/// # Safety
+/// The entry is one of the tokens that this rank relays.
+#[device]
 pub unsafe fn note_rows(args: &InternodeDispatchArgs, entry: u32, row: i32) {
-    // SAFETY: the entry is one of the tokens that this rank relays.
-    unsafe {
-        let lane = laneid();
-        if lane < SEND_ROW_STRIDE {
-            st_i32(forward_row(args, entry) + lane as u64 * 4, row);
-        }
+    let lane = laneid();
+    if lane < SEND_ROW_STRIDE {
+        st_i32(forward_row(args, entry) + lane as u64 * 4, row);
     }
 }
 
@@ -45,24 +45,24 @@ const _: () =
     assert!(FORWARD_ROW_BYTES.is_multiple_of(16) && FORWARD_ROW_BYTES <= SlotShape::metadata_bytes(0));
 
 /// Where a relayed token's rows at the ranks of this node are noted.
-#[inline(always)]
+#[device]
 pub fn forward_row(args: &InternodeDispatchArgs, entry: u32) -> u64 {
     args.route.forward_row.0 + entry as u64 * FORWARD_ROW_BYTES as u64
 }
 
 /// Where the first rows of a node's channel are at the ranks of this node: address of the entry for
 /// rank 0.
-#[inline(always)]
+#[device]
 pub fn forward_start(args: &InternodeDispatchArgs, node: u32, channel: u32) -> u64 {
     let entry = (node * args.route.num_channels + channel) * SEND_ROW_STRIDE;
     args.forward_start.0 + entry as u64 * 4
 }
 
 /// Tokens that this rank relays for the nodes before `node`.
-#[inline(always)]
+///
+/// # Safety
+/// The entry lies inside the array.
+#[device]
 pub unsafe fn relayed_before(args: &InternodeDispatchArgs, node: u32) -> u32 {
-    // SAFETY: the entry lies inside the array.
-    unsafe {
-        if node == 0 { 0 } else { ld_u32(args.route.recv_rdma_rank_prefix_sum.0 + (node - 1) as u64 * 4) }
-    }
+    if node == 0 { 0 } else { ld_u32(args.route.recv_rdma_rank_prefix_sum.0 + (node - 1) as u64 * 4) }
 }

@@ -38,40 +38,39 @@ impl Token {
         Token { head: -1, node_head: -1, world_head: -1, id: Id::NONE, metadata: Metadata::NONE };
 
     /// Reads a token's entries, a turn before they are used.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The entries lie inside their tensors.
+    #[device]
     unsafe fn fetch(args: &InternodeDispatchArgs, token: u32, end: u32) -> Token {
-        // SAFETY: the entries lie inside their tensors.
-        unsafe {
-            let (rows, wire, lane) = (&args.dispatch, &args.wire, laneid());
-            let (nodes, per_node) = (wire.num_nodes, rows.comm.num_ranks);
-            let mut this = Token::NONE;
-            if token < end {
-                if lane < per_node {
-                    let entry =
-                        token as u64 * (nodes * per_node) as u64 + (wire.node * per_node + lane) as u64;
-                    this.head = ld_i32(args.send_head.0 + entry * 4);
-                }
-                if lane < nodes {
-                    let entry = token as u64 * nodes as u64 + lane as u64;
-                    this.node_head = ld_i32(args.route.send_rdma_head.0 + entry * 4);
-                }
-                if rows.with_metadata != 0 && lane < nodes * per_node {
-                    let entry = token as u64 * (nodes * per_node) as u64 + lane as u64;
-                    this.world_head = ld_i32(args.send_head.0 + entry * 4);
-                }
-                if rows.with_metadata != 0 && lane < rows.num_topk {
-                    let entry = token as u64 * rows.num_topk as u64 + lane as u64;
-                    this.id = Id::load(rows.topk_idx, rows.narrow_ids, entry);
-                    this.metadata.weight = ld_f32(rows.topk_weights.0 + entry * 4);
-                }
+        let (rows, wire, lane) = (&args.dispatch, &args.wire, laneid());
+        let (nodes, per_node) = (wire.num_nodes, rows.comm.num_ranks);
+        let mut this = Token::NONE;
+        if token < end {
+            if lane < per_node {
+                let entry = token as u64 * (nodes * per_node) as u64 + (wire.node * per_node + lane) as u64;
+                this.head = ld_i32(args.send_head.0 + entry * 4);
             }
-            this
+            if lane < nodes {
+                let entry = token as u64 * nodes as u64 + lane as u64;
+                this.node_head = ld_i32(args.route.send_rdma_head.0 + entry * 4);
+            }
+            if rows.with_metadata != 0 && lane < nodes * per_node {
+                let entry = token as u64 * (nodes * per_node) as u64 + lane as u64;
+                this.world_head = ld_i32(args.send_head.0 + entry * 4);
+            }
+            if rows.with_metadata != 0 && lane < rows.num_topk {
+                let entry = token as u64 * rows.num_topk as u64 + lane as u64;
+                this.id = Id::load(rows.topk_idx, rows.narrow_ids, entry);
+                this.metadata.weight = ld_f32(rows.topk_weights.0 + entry * 4);
+            }
         }
+        this
     }
 
     /// Makes it the token at hand. This is not done when the token is fetched, because using a
     /// value waits for its load.
-    #[inline(always)]
+    #[device]
     fn arrive(&mut self, rows: &DispatchArgs, starts: u32) {
         self.metadata.expert = self.id.value(rows.narrow_ids);
         if self.head >= 0 {
@@ -81,7 +80,10 @@ impl Token {
 }
 
 /// A worker warp of the sender: its share of the channel's tokens.
-#[inline(always)]
+///
+/// # Safety
+/// Rows and slots were planned inside their memory.
+#[device]
 pub unsafe fn send(
     args: &InternodeDispatchArgs,
     ring: &Ring,
@@ -89,193 +91,185 @@ pub unsafe fn send(
     workers: u32,
     progress: &Progress,
 ) {
-    // SAFETY: as the argument struct documents; rows and slots were planned inside their memory.
-    unsafe {
-        let (rows, wire) = (&args.dispatch, &args.wire);
-        let (comm, lane, warp) = (&rows.comm, laneid(), tid() / 32);
-        let shape = slot_shape(args);
-        let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
-        let first = begin + warp;
+    let (rows, wire) = (&args.dispatch, &args.wire);
+    let (comm, lane, warp) = (&rows.comm, laneid(), tid() / 32);
+    let shape = slot_shape(args);
+    let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
+    let first = begin + warp;
 
-        let peer = pool_of(comm, lane);
-        let own = shfl_u64(peer, comm.rank);
-        // Lane j: where this channel's rows start at rank j. Lane n: where its slots for node n
-        // start.
-        let mut starts = 0;
-        if lane < comm.num_ranks {
-            starts = ld_u32(forward_start(args, wire.node, channel) + lane as u64 * 4);
-        }
-        let (mut slots, mut slot_base) = (0, 0);
-        let mut mapped = false;
-        if lane < wire.num_nodes {
-            let prefix = args.route.rdma_channel_prefix_matrix.0;
-            slots = channel_rows(prefix, args.route.num_channels, lane, channel).0;
-            let path = Path::to(wire, lane);
-            slot_base = path.slots_out(wire, lane);
-            mapped = (path.peer != 0) & (lane != wire.node);
-        }
-        let any_mapped = ballot(mapped) != 0;
-        let relayed = relayed_before(args, wire.node);
+    let peer = pool_of(comm, lane);
+    let own = shfl_u64(peer, comm.rank);
+    // Lane j: where this channel's rows start at rank j. Lane n: where its slots for node n
+    // start.
+    let mut starts = 0;
+    if lane < comm.num_ranks {
+        starts = ld_u32(forward_start(args, wire.node, channel) + lane as u64 * 4);
+    }
+    let (mut slots, mut slot_base) = (0, 0);
+    let mut mapped = false;
+    if lane < wire.num_nodes {
+        let prefix = args.route.rdma_channel_prefix_matrix.0;
+        slots = channel_rows(prefix, args.route.num_channels, lane, channel).0;
+        let path = Path::to(wire, lane);
+        slot_base = path.slots_out(wire, lane);
+        mapped = (path.peer != 0) & (lane != wire.node);
+    }
+    let any_mapped = ballot(mapped) != 0;
+    let relayed = relayed_before(args, wire.node);
 
-        let mut load = Cursor::new(first, workers);
-        while load.piece < rows.stages && load.token < end {
-            load_piece(ring, rows, &load, load.piece);
+    let mut load = Cursor::new(first, workers);
+    while load.piece < rows.stages && load.token < end {
+        load_piece(ring, rows, &load, load.piece);
+        load.advance(rows);
+    }
+    let mut turn = Turn::first();
+    let mut next = Token::fetch(args, first, end);
+    let mut token = Token::NONE;
+    let (mut slot, mut previous) = (0, 0);
+    let pieces = rows.row_bytes.div_ceil(rows.piece_bytes).max(1);
+    assume(pieces >= 1);
+    let mut sent = Cursor::new(first, workers);
+    while sent.token < end {
+        if sent.offset == 0 {
+            token = next;
+            token.arrive(rows, starts);
+            next = Token::fetch(args, sent.token + workers, end);
+            // Lane n: the token's slot for another node, or 0.
+            slot = 0;
+            if token.node_head >= 0 && lane != wire.node {
+                slot = slot_base + (slots + token.node_head as u32) as u64 * args.slot_bytes as u64;
+            }
+            if rows.with_metadata != 0 {
+                token.metadata.send(rows, sent.token, lane);
+                send_source(args, token.metadata.row, peer, wire.node);
+                // Tokens for this node do not pass the wire, but are noted with those that the
+                // forwarder relays.
+                let node_head = shfl_u32(token.node_head as u32, wire.node) as i32;
+                if node_head >= 0 {
+                    let start = shfl_u32(slots, wire.node);
+                    let entry = relayed + start + node_head as u32;
+                    note_rows(args, entry, token.metadata.row);
+                }
+                pack(args, &shape, &token, sent.token, slot);
+            }
+            if rows.num_scales != 0 && bulk_scale_bytes(rows.num_scales) == 0 {
+                let from = rows.scales.0 + sent.token as u64 * rows.num_scales as u64 * 4;
+                copy_scales(from, rows.num_scales, scale_place(rows, peer, token.metadata.row));
+                copy_scales(from, rows.num_scales, if slot != 0 { slot + shape.scales as u64 } else { 0 });
+            }
+        }
+        let (bytes, buffer) = (sent.bytes(rows), ring.buffer(turn.slot));
+        let row_offset = comm.pool.recv_x + sent.offset as u64;
+        let stride = row_stride(rows.row_bytes as u64);
+        let scale_bytes = if sent.offset == 0 { bulk_scale_bytes(rows.num_scales) } else { 0 };
+        ring.wait(&turn);
+        let row = token.metadata.row;
+        if row >= 0 {
+            if lane != comm.rank {
+                bulk_store(peer + row_offset + row as u64 * stride, buffer, bytes);
+            }
+            if scale_bytes != 0 {
+                bulk_store(scale_place(rows, peer, row), buffer + rows.piece_bytes, scale_bytes);
+            }
+        }
+        if slot != 0 && mapped {
+            bulk_store(slot + sent.offset as u64, buffer, bytes);
+            if scale_bytes != 0 {
+                bulk_store(slot + shape.scales as u64, buffer + rows.piece_bytes, scale_bytes);
+            }
+        }
+        bulk_commit();
+        // Into the host's memory by ordinary stores: a warp that waits for bulk stores there
+        // flushes the bus, which takes 1.6 us and is done for one warp of the device after the
+        // other.
+        let mut on_host = ballot((slot != 0) & !mapped);
+        while on_host != 0 {
+            let to = shfl_u64(slot, on_host.trailing_zeros());
+            on_host &= on_host - 1;
+            store_plain(to + sent.offset as u64, buffer, bytes, lane);
+            if scale_bytes != 0 {
+                store_plain(to + shape.scales as u64, buffer + rows.piece_bytes, scale_bytes, lane);
+            }
+        }
+        let own_row = shfl_u32(row as u32, comm.rank) as i32;
+        if own_row >= 0 {
+            store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+        }
+
+        // Refill the stage before this one: its store has had a whole turn to read it.
+        if load.token < end && sent.piece >= 1 {
+            bulk_wait_read::<1>();
+            syncwarp();
+            load_piece(ring, rows, &load, previous);
             load.advance(rows);
         }
-        let mut turn = Turn::first();
-        let mut next = Token::fetch(args, first, end);
-        let mut token = Token::NONE;
-        let (mut slot, mut previous) = (0, 0);
-        let pieces = rows.row_bytes.div_ceil(rows.piece_bytes).max(1);
-        assume(pieces >= 1);
-        let mut sent = Cursor::new(first, workers);
-        while sent.token < end {
-            if sent.offset == 0 {
-                token = next;
-                token.arrive(rows, starts);
-                next = Token::fetch(args, sent.token + workers, end);
-                // Lane n: the token's slot for another node, or 0.
-                slot = 0;
-                if token.node_head >= 0 && lane != wire.node {
-                    slot = slot_base + (slots + token.node_head as u32) as u64 * args.slot_bytes as u64;
-                }
-                if rows.with_metadata != 0 {
-                    token.metadata.send(rows, sent.token, lane);
-                    send_source(args, token.metadata.row, peer, wire.node);
-                    // Tokens for this node do not pass the wire, but are noted with those that the
-                    // forwarder relays.
-                    let node_head = shfl_u32(token.node_head as u32, wire.node) as i32;
-                    if node_head >= 0 {
-                        let start = shfl_u32(slots, wire.node);
-                        let entry = relayed + start + node_head as u32;
-                        note_rows(args, entry, token.metadata.row);
-                    }
-                    pack(args, &shape, &token, sent.token, slot);
-                }
-                if rows.num_scales != 0 && bulk_scale_bytes(rows.num_scales) == 0 {
-                    let from = rows.scales.0 + sent.token as u64 * rows.num_scales as u64 * 4;
-                    copy_scales(from, rows.num_scales, scale_place(rows, peer, token.metadata.row));
-                    copy_scales(
-                        from,
-                        rows.num_scales,
-                        if slot != 0 { slot + shape.scales as u64 } else { 0 },
-                    );
-                }
+        previous = turn.slot;
+        turn.advance(ring);
+        sent.advance(rows);
+        if sent.offset == 0 {
+            // The pieces that are packed by now: all but the last ones, where bulk stores carry
+            // them.
+            let mut packed = sent.piece;
+            if any_mapped {
+                bulk_wait::<UNFINISHED>();
+                packed = packed.saturating_sub(UNFINISHED);
+                // The wait keeps a warp from running ahead of the links, which saves 40 us in
+                // 520. Without it, some blocks take most of the links and end early, and the
+                // others alone do not fill them.
+                fence_proxy_async();
             }
-            let (bytes, buffer) = (sent.bytes(rows), ring.buffer(turn.slot));
-            let row_offset = comm.pool.recv_x + sent.offset as u64;
-            let stride = row_stride(rows.row_bytes as u64);
-            let scale_bytes = if sent.offset == 0 { bulk_scale_bytes(rows.num_scales) } else { 0 };
-            ring.wait(&turn);
-            let row = token.metadata.row;
-            if row >= 0 {
-                if lane != comm.rank {
-                    bulk_store(peer + row_offset + row as u64 * stride, buffer, bytes);
-                }
-                if scale_bytes != 0 {
-                    bulk_store(scale_place(rows, peer, row), buffer + rows.piece_bytes, scale_bytes);
-                }
-            }
-            if slot != 0 && mapped {
-                bulk_store(slot + sent.offset as u64, buffer, bytes);
-                if scale_bytes != 0 {
-                    bulk_store(slot + shape.scales as u64, buffer + rows.piece_bytes, scale_bytes);
-                }
-            }
-            bulk_commit();
-            // Into the host's memory by ordinary stores: a warp that waits for bulk stores there
-            // flushes the bus, which takes 1.6 us and is done for one warp of the device after the
-            // other.
-            let mut on_host = ballot((slot != 0) & !mapped);
-            while on_host != 0 {
-                let to = shfl_u64(slot, on_host.trailing_zeros());
-                on_host &= on_host - 1;
-                store_plain(to + sent.offset as u64, buffer, bytes, lane);
-                if scale_bytes != 0 {
-                    store_plain(to + shape.scales as u64, buffer + rows.piece_bytes, scale_bytes, lane);
-                }
-            }
-            let own_row = shfl_u32(row as u32, comm.rank) as i32;
-            if own_row >= 0 {
-                store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
-            }
-
-            // Refill the stage before this one: its store has had a whole turn to read it.
-            if load.token < end && sent.piece >= 1 {
-                bulk_wait_read::<1>();
-                syncwarp();
-                load_piece(ring, rows, &load, previous);
-                load.advance(rows);
-            }
-            previous = turn.slot;
-            turn.advance(ring);
-            sent.advance(rows);
-            if sent.offset == 0 {
-                // The pieces that are packed by now: all but the last ones, where bulk stores carry
-                // them.
-                let mut packed = sent.piece;
-                if any_mapped {
-                    bulk_wait::<UNFINISHED>();
-                    packed = packed.saturating_sub(UNFINISHED);
-                    // The wait keeps a warp from running ahead of the links, which saves 40 us in
-                    // 520. Without it, some blocks take most of the links and end early, and the
-                    // others alone do not fill them.
-                    fence_proxy_async();
-                }
-                say_packed(progress, packed / pieces, first - begin, workers);
-            }
+            say_packed(progress, packed / pieces, first - begin, workers);
         }
-        bulk_wait::<0>();
-        say_packed(progress, sent.piece / pieces, end - begin + warp, workers);
     }
+    bulk_wait::<0>();
+    say_packed(progress, sent.piece / pieces, end - begin + warp, workers);
 }
 
 /// Tells the warp that posts that this warp has packed `count` tokens: the first that it lacks,
 /// counted from the channel's first.
-#[inline(always)]
+///
+/// # Safety
+/// Lane 0 publishes what all lanes wrote before they met; their bulk stores have completed.
+#[device]
 unsafe fn say_packed(progress: &Progress, count: u32, first: u32, workers: u32) {
-    // SAFETY: lane 0 publishes what all lanes wrote before they met; their bulk stores have
-    // completed.
-    unsafe {
-        syncwarp();
-        if laneid() == 0 {
-            progress.publish(first + count * workers);
-        }
+    syncwarp();
+    if laneid() == 0 {
+        progress.publish(first + count * workers);
     }
 }
 
 /// Writes a token's metadata into its slots; lane n has the address of the one for node n, or 0.
-#[inline(always)]
+///
+/// # Safety
+/// The slots are inside wire memory.
+#[device]
 unsafe fn pack(args: &InternodeDispatchArgs, shape: &SlotShape, entries: &Token, token: u32, slot: u64) {
-    // SAFETY: the slots are inside wire memory.
-    unsafe {
-        let (rows, metadata, lane) = (&args.dispatch, &entries.metadata, laneid());
-        let per_node = rows.comm.num_ranks;
-        let world = args.wire.num_nodes * per_node;
-        let heads = args.send_head.0 + token as u64 * world as u64 * 4;
-        let mut nodes = ballot(slot != 0);
-        while nodes != 0 {
-            let node = nodes.trailing_zeros();
-            nodes &= nodes - 1;
-            let meta = shfl_u64(slot, node) + shape.meta as u64;
-            let rank = node * per_node + lane;
-            // Fetched ahead if all ranks' fit: a load here would hold the warp up for each node.
-            let fetched = shfl_u32(entries.world_head as u32, rank.min(31)) as i32;
-            if lane < FEW_RANKS as u32 {
-                let mut head = -1;
-                if lane < per_node {
-                    head = if world <= 32 { fetched } else { ld_i32(heads + rank as u64 * 4) };
-                }
-                st_i32(meta + SlotShape::HEADS as u64 + lane as u64 * 4, head);
+    let (rows, metadata, lane) = (&args.dispatch, &entries.metadata, laneid());
+    let per_node = rows.comm.num_ranks;
+    let world = args.wire.num_nodes * per_node;
+    let heads = args.send_head.0 + token as u64 * world as u64 * 4;
+    let mut nodes = ballot(slot != 0);
+    while nodes != 0 {
+        let node = nodes.trailing_zeros();
+        nodes &= nodes - 1;
+        let meta = shfl_u64(slot, node) + shape.meta as u64;
+        let rank = node * per_node + lane;
+        // Fetched ahead if all ranks' fit: a load here would hold the warp up for each node.
+        let fetched = shfl_u32(entries.world_head as u32, rank.min(31)) as i32;
+        if lane < FEW_RANKS as u32 {
+            let mut head = -1;
+            if lane < per_node {
+                head = if world <= 32 { fetched } else { ld_i32(heads + rank as u64 * 4) };
             }
-            if lane == 0 {
-                st_u32(meta + SlotShape::TOKEN as u64, token);
-            }
-            if lane < rows.num_topk {
-                let at = meta + SlotShape::TOPK as u64 + lane as u64 * 4;
-                st_i32(at, metadata.expert as i32);
-                st_f32(at + rows.num_topk as u64 * 4, metadata.weight);
-            }
+            st_i32(meta + SlotShape::HEADS as u64 + lane as u64 * 4, head);
+        }
+        if lane == 0 {
+            st_u32(meta + SlotShape::TOKEN as u64, token);
+        }
+        if lane < rows.num_topk {
+            let at = meta + SlotShape::TOPK as u64 + lane as u64 * 4;
+            st_i32(at, metadata.expert as i32);
+            st_f32(at + rows.num_topk as u64 * 4, metadata.weight);
         }
     }
 }

@@ -9,61 +9,50 @@
 //! writers and the readers of each word of shared memory. Collectives stand where all lanes of a
 //! warp arrive.
 
-use epoxide_macros::kernel;
-
 use super::super::epoch::{Phase, note, note_missing_token, pool_of, share, trace, trace_by, wait_at_least};
 use super::super::ids::{Id, place, recorded_token};
 use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
 use super::team::Team;
 use super::{
-    Begun, Opening, Scales, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets,
+    NodeShared, Opened, Opening, Scales, begin, chunk_offset, chunks_of, completes, finish, id_packets,
     ids_offset, last_warp, let_next_launch, packet_seen, publish_call, publishes_call, tokens_in_chunk,
-    wait_calls, wait_packet, wait_ready,
+    wait_calls, wait_node_members_ready, wait_packet,
 };
 use crate::layout::{
     Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
-    LowLatencyDispatchArgs, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, gave_up_offset, phase, row_stride,
+    LowLatencyDispatchArgs, Quantise, SCALE_BLOCK, Wait, gave_up_offset, phase, row_stride,
 };
 use crate::simt::*;
 
 /// Sends rows, or waits for them and lists each expert's rows, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 10, registers = 128, dependent,
+    threads = 512, barriers = 10, registers = 128, dependent,
     shared = super::low_latency_dispatch_shared_bytes(&args),
-    requires(
-        args.common.comm.num_ranks >= 1,
-        args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.common.num_topk >= 1,
-        args.common.num_topk <= MAX_TOPK,
-        args.common.local_experts >= 1,
-        args.common.chunk_tokens >= 1,
-        args.common.num_tokens <= args.common.max_tokens,
-        args.row_bytes.is_multiple_of(16),
-        args.quantise == Quantise::Not as u32 || args.row_bytes.is_multiple_of(SCALE_BLOCK),
-    )
+    requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks <= FEW_RANKS as u32)
 )]
 pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let comm = &args.common.comm;
-    let shared = Shared::lay_out();
+    let shared = NodeShared::dynamic();
     let sends = args.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
     let publishes = publishes_call(&args.common);
     let opening = Opening::load::<false>(&args.common, tid() == 0 || publishes);
     let (lists, moves) = teams(&args.common);
     let tokens = Tokens::of_block(&args.common);
-    let first = Ahead::of(&args, moves, tokens.first, sends & moves.has_this_warp() & !tokens.is_empty());
+    let first =
+        TokenAhead::of(&args, moves, tokens.first, sends & moves.has_this_warp() & !tokens.is_empty());
     if publishes {
         publish_call::<false>(&args.common, &opening);
     }
-    let begun = begin::<false>(&args.common, &opening, shared.begun);
+    let opened = begin::<false>(&args.common, &opening, shared.opened());
     if sends {
-        send(&args, lists, moves, &shared, &begun, tokens, first);
+        send(&args, lists, moves, &shared, &opened, tokens, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
     let_next_launch(&args.common);
     if args.common.phases & phase::RECEIVE != 0 {
-        receive(&args, lists, &shared, &begun);
+        receive(&args, lists, &shared, &opened);
         finish(comm);
     }
 }
@@ -74,7 +63,7 @@ const LISTING_WARPS: u32 = 8;
 /// The warps that list received rows, and those that move rows. Where a block has one token, all
 /// warps move it, and then all but the last one list rows; where it has more, half of them list
 /// while the other half moves rows.
-#[inline(always)]
+#[device]
 fn teams(args: &LowLatencyArgs) -> (Team<1>, Team<2>) {
     let (all, listing) = (ntid(), LISTING_WARPS * 32);
     if overlaps(args) {
@@ -85,7 +74,7 @@ fn teams(args: &LowLatencyArgs) -> (Team<1>, Team<2>) {
 }
 
 /// Whether a block lists rows while it moves rows.
-#[inline(always)]
+#[device]
 fn overlaps(args: &LowLatencyArgs) -> bool {
     args.phases == phase::SEND | phase::RECEIVE && args.num_tokens > nctaid() && last_warp() >= LISTING_WARPS
 }
@@ -99,7 +88,7 @@ struct Tokens {
 }
 
 impl Tokens {
-    #[inline(always)]
+    #[device]
     fn of_block(args: &LowLatencyArgs) -> Tokens {
         let mut each = 1;
         if has_several(args) {
@@ -111,57 +100,59 @@ impl Tokens {
         Tokens { first, end: (first + each).min(args.num_tokens) }
     }
 
-    #[inline(always)]
+    #[device]
     fn is_empty(self) -> bool {
         self.first >= self.end
     }
 }
 
 /// Whether blocks send more than one token.
-#[inline(always)]
+#[device]
 fn has_several(args: &LowLatencyArgs) -> bool {
     args.num_tokens > nctaid()
 }
 
 /// A thread's first loads of a token. Loads that are in flight together take the time of one.
-struct Ahead {
-    entry: Entry,
+struct TokenAhead {
+    entry: TopkEntry,
     /// The thread's share of the first turn through the row.
     pair: Pair,
 }
 
-impl Ahead {
+impl TokenAhead {
     /// Loads for token `token`, if `is_there`.
-    #[inline(always)]
-    unsafe fn of(args: &LowLatencyDispatchArgs, moves: Team<2>, token: u32, is_there: bool) -> Ahead {
-        // SAFETY: inputs are there from the kernel's start.
-        unsafe {
-            Ahead { entry: Entry::of(args, token, is_there), pair: Pair::of(args, moves, token, 0, is_there) }
+    ///
+    /// # Safety
+    /// Inputs are there from the kernel's start.
+    #[device]
+    unsafe fn of(args: &LowLatencyDispatchArgs, moves: Team<2>, token: u32, is_there: bool) -> TokenAhead {
+        TokenAhead {
+            entry: TopkEntry::of(args, token, is_there),
+            pair: Pair::of(args, moves, token, 0, is_there),
         }
     }
 }
 
 /// The lane's entry of a token.
-pub(super) struct Entry {
+pub(super) struct TopkEntry {
     pub(super) id: Id,
     pub(super) weight: f32,
 }
 
-impl Entry {
-    #[inline(always)]
-    pub(super) unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, is_there: bool) -> Entry {
-        // SAFETY: inputs are there from the kernel's start.
-        unsafe {
-            let at = (token * args.common.num_topk + laneid()) as u64;
-            let mut entry = Entry { id: Id::NONE, weight: 1.0 };
-            if is_there && laneid() < args.common.num_topk {
-                entry.id = Id::load(args.topk_idx, args.narrow_ids, at);
-                if !args.topk_weights.is_null() {
-                    entry.weight = ld_f32(args.topk_weights.0 + at * 4);
-                }
+impl TopkEntry {
+    /// # Safety
+    /// Inputs are there from the kernel's start.
+    #[device]
+    pub(super) unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, is_there: bool) -> TopkEntry {
+        let at = (token * args.common.num_topk + laneid()) as u64;
+        let mut entry = TopkEntry { id: Id::NONE, weight: 1.0 };
+        if is_there && laneid() < args.common.num_topk {
+            entry.id = Id::load(args.topk_idx, args.narrow_ids, at);
+            if !args.topk_weights.is_null() {
+                entry.weight = ld_f32(args.topk_weights.0 + at * 4);
             }
-            entry
         }
+        entry
     }
 }
 
@@ -175,7 +166,7 @@ pub(super) struct Pair {
 
 impl Pair {
     /// Offsets of the two in the row at `x`.
-    #[inline(always)]
+    #[device]
     pub(super) fn offsets<const BARRIER: u32>(
         args: &LowLatencyDispatchArgs,
         moves: Team<BARRIER>,
@@ -190,7 +181,10 @@ impl Pair {
     }
 
     /// Zeros where the row ends before them.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// Loads that are made lie in the row.
+    #[device]
     pub(super) unsafe fn of<const BARRIER: u32>(
         args: &LowLatencyDispatchArgs,
         moves: Team<BARRIER>,
@@ -198,100 +192,94 @@ impl Pair {
         turn: u32,
         is_there: bool,
     ) -> Pair {
-        // SAFETY: loads that are made lie in the row.
-        unsafe {
-            let bytes = bytes_of_x(args);
-            let from = args.x.0 + token as u64 * bytes as u64;
-            let (first, second) = Pair::offsets(args, moves, turn);
-            Pair {
-                first: ld_stream_v4_if(is_there & (first < bytes), from + first as u64),
-                second: ld_stream_v4_if(is_there & (second < bytes), from + second as u64),
-            }
+        let bytes = bytes_of_x(args);
+        let from = args.x.0 + token as u64 * bytes as u64;
+        let (first, second) = Pair::offsets(args, moves, turn);
+        Pair {
+            first: ld_stream_v4_if(is_there & (first < bytes), from + first as u64),
+            second: ld_stream_v4_if(is_there & (second < bytes), from + second as u64),
         }
     }
 }
 
 /// Bytes of a row at `x`.
-#[inline(always)]
+#[device]
 pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
     if args.quantise == Quantise::Not as u32 { args.row_bytes } else { args.row_bytes * 2 }
 }
 
 /// Sends the block's tokens.
-#[inline(always)]
+#[device]
 unsafe fn send(
     args: &LowLatencyDispatchArgs,
     lists: Team<1>,
     moves: Team<2>,
-    shared: &Shared,
-    begun: &Begun,
+    shared: &NodeShared,
+    opened: &Opened,
     tokens: Tokens,
-    first: Ahead,
+    first: TokenAhead,
 ) {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let (thread, warp, lane) = (tid(), tid() / 32, laneid());
-        let mut takes_part = begun.takes_part();
-        // A place that no combine has answered since its last dispatch may be in use: then all wait
-        // for all.
-        if !begun.is_answered() {
-            let is_ready = !takes_part || warp != 0 || wait_ready(comm, begun);
-            takes_part &= !barrier_any(!is_ready);
-        }
-        // The kernel that waits for rows may be another one, of another grid: the turn belongs to
-        // this half. All threads have read it in front of a barrier.
-        if thread == 0 {
-            red_relaxed_gpu_add_u64(common.tables.turns.0, share(ctaid(), nctaid()));
-        }
-        let overlaps = overlaps(common);
-        if overlaps && lists.has_this_warp() {
-            // Ids first: all ranks list rows by them while rows are under way.
-            let mut token = tokens.first + warp;
-            while token < tokens.end && takes_part {
-                let entry = Entry::of(args, token, true);
-                let row = comm.rank * common.max_tokens + token;
-                let mask = send_ids(args, token, row, &entry, true, begun);
-                if lane == 0 {
-                    st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
-                }
-                token += LISTING_WARPS;
-            }
-        }
-        if !moves.has_this_warp() {
-            return;
-        }
-        let (mut token, mut ahead, mut unsaid) = (tokens.first, first, 0);
-        let scales = if has_several(common) && args.row_scales() != 0 { Some(shared.scales()) } else { None };
+    let (common, comm) = (&args.common, &args.common.comm);
+    let (thread, warp, lane) = (tid(), tid() / 32, laneid());
+    let mut takes_part = opened.takes_part();
+    // A place that no combine has answered since its last dispatch may be in use: then all wait
+    // for all.
+    if !opened.is_answered() {
+        let is_ready = !takes_part || warp != 0 || wait_node_members_ready(comm, opened);
+        takes_part &= !barrier_any(!is_ready);
+    }
+    // The kernel that waits for rows may be another one, of another grid: the turn belongs to
+    // this half. All threads have read it in front of a barrier.
+    if thread == 0 {
+        red_relaxed_gpu_add_u64(common.tables.turns.0, share(ctaid(), nctaid()));
+    }
+    let overlaps = overlaps(common);
+    if overlaps && lists.has_this_warp() {
+        // Ids first: all ranks list rows by them while rows are under way.
+        let mut token = tokens.first + warp;
         while token < tokens.end && takes_part {
+            let entry = TopkEntry::of(args, token, true);
             let row = comm.rank * common.max_tokens + token;
-            let mask = send_ids(args, token, row, &ahead.entry, !overlaps & (warp == 0), begun);
-            if !overlaps && thread == 0 {
+            let mask = send_ids(args, token, row, &entry, true, opened);
+            if lane == 0 {
                 st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
             }
-            if let Some(scales) = scales
-                && moves.thread() == 0
-            {
-                scales.put_mask(unsaid, mask);
-            }
-            send_row(args, moves, token, row, mask, ahead.pair, scales.map(|scales| (scales, unsaid)));
-            // On its way while the block waits below.
-            let next = token + 1;
-            ahead = Ahead::of(args, moves, next, next < tokens.end);
-            unsaid += 1;
-            if unsaid == LOW_LATENCY_TOKENS_AT_ONCE || next >= tokens.end {
-                moves.sync();
-                if let Some(scales) = scales {
-                    send_scales(args, moves, next - unsaid, unsaid, scales);
-                    moves.sync();
-                }
-                if warp == last_warp() && lane < unsaid {
-                    say_sent(args, token - lane, begun);
-                }
-                unsaid = 0;
-            }
-            token = next;
+            token += LISTING_WARPS;
         }
+    }
+    if !moves.has_this_warp() {
+        return;
+    }
+    let (mut token, mut ahead, mut unsaid) = (tokens.first, first, 0);
+    let scales = if has_several(common) && args.row_scales() != 0 { Some(shared.scales()) } else { None };
+    while token < tokens.end && takes_part {
+        let row = comm.rank * common.max_tokens + token;
+        let mask = send_ids(args, token, row, &ahead.entry, !overlaps & (warp == 0), opened);
+        if !overlaps && thread == 0 {
+            st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
+        }
+        if let Some(scales) = scales
+            && moves.thread() == 0
+        {
+            scales.masks.st(unsaid, mask);
+        }
+        send_row(args, moves, token, row, mask, ahead.pair, scales.map(|scales| (scales, unsaid)));
+        // On its way while the block waits below.
+        let next = token + 1;
+        ahead = TokenAhead::of(args, moves, next, next < tokens.end);
+        unsaid += 1;
+        if unsaid == LOW_LATENCY_TOKENS_AT_ONCE || next >= tokens.end {
+            moves.sync();
+            if let Some(scales) = scales {
+                send_scales(args, moves, next - unsaid, unsaid, scales);
+                moves.sync();
+            }
+            if warp == last_warp() && lane < unsaid {
+                say_sent(args, token - lane, opened);
+            }
+            unsaid = 0;
+        }
+        token = next;
     }
 }
 
@@ -299,91 +287,87 @@ unsafe fn send(
 /// chunk to all members. The last warp calls it, which waits until all of it has arrived: that
 /// takes as long as the links do. The warp does nothing else from the block's last row on, and the
 /// others do not wait for it.
-#[inline(always)]
-unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
-    // SAFETY: passed on to the caller. The fence and each store behind it release the block's
-    // stores in front of its barrier, and the stores that the last of a chunk's blocks has
-    // acquired.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let chunk = token / common.chunk_tokens;
-        let parts = tokens_in_chunk(common, common.num_tokens, chunk);
-        let word = common.tables.sent.0 + chunk as u64 * 8;
-        if completes(word, token - chunk * common.chunk_tokens, parts) {
-            fence_acq_rel_sys();
-            let (members, epoch) = (begun.members(), begun.epoch());
-            let word = common.place.arrived + chunk_offset(common, comm.rank, chunk);
-            unroll8!(RANK => {
-                if members >> RANK & 1 != 0 {
-                    st_relaxed_sys_u64(comm.pools[RANK].0 + word, epoch);
-                }
-            });
-        }
+///
+/// # Safety
+/// The fence and each store behind it release the block's stores in front of its barrier, and the
+/// stores that the last of a chunk's blocks has acquired.
+#[device]
+unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, opened: &Opened) {
+    let (common, comm) = (&args.common, &args.common.comm);
+    let chunk = token / common.chunk_tokens;
+    let parts = tokens_in_chunk(common, common.num_tokens, chunk);
+    let word = common.tables.sent.0 + chunk as u64 * 8;
+    if completes(word, token - chunk * common.chunk_tokens, parts) {
+        fence_acq_rel_sys();
+        let (members, epoch) = (opened.members(), opened.epoch());
+        let word = common.place.arrived + chunk_offset(common, comm.rank, chunk);
+        unroll!(8, RANK => {
+            if members >> RANK & 1 != 0 {
+                st_relaxed_sys_u64(comm.pools[RANK].0 + word, epoch);
+            }
+        });
     }
 }
 
 /// The ranks that a token goes to, as bits. `sends`: whether to send every member the token's
 /// entries for its experts, with their weights. The whole warp calls it.
-#[inline(always)]
+#[device]
 unsafe fn send_ids(
     args: &LowLatencyDispatchArgs,
     token: u32,
     row: u32,
-    entry: &Entry,
+    entry: &TopkEntry,
     sends: bool,
-    begun: &Begun,
+    opened: &Opened,
 ) -> u32 {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let (lane, epoch) = (laneid(), begun.epoch());
-        let members = begun.members();
-        let experts = (common.local_experts * comm.num_ranks) as i64;
-        let id = entry.id.value(args.narrow_ids);
-        let expert = place(&args.table, id, token, comm.rank, experts as u32);
-        let is_id = expert >= 0 && expert < experts;
-        if expert >= experts || expert < -1 {
-            // Peers get the token's other entries, and the tokens of blocks that begin later.
-            let named = recorded_token(&args.table, token);
-            note(comm, 0, comm.rank, epoch, named, expert as u64, Wait::LowLatencyExpert);
-            note_missing_token(comm, token);
-        }
-        let expert = expert as u32;
-        let rank = expert / common.local_experts;
-        let local = expert - rank * common.local_experts;
-        // The experts on ranks that are left out add nothing to a token's sum.
-        let is_known = is_id && members >> (rank & 31) & 1 != 0;
-        let mask = redux_or(if is_known { 1 << rank } else { 0 });
-        if !sends {
-            return mask;
-        }
-        // Lane w has packet w, of the entries 2 w and 2 w + 1; lanes from 16 on have none, and
-        // their sources are any.
-        let of_lane = if is_known { rank << 16 | local } else { u32::MAX };
-        let low = shfl_u32(of_lane, (lane * 2) & 31);
-        let high = shfl_u32(of_lane, (lane * 2 + 1) & 31);
-        if lane < id_packets(common) {
-            unroll8!(RANK => {
-                if members >> RANK & 1 != 0 {
-                    let id = |of: u32| if of >> 16 == RANK as u32 { of & 0xffff } else { 0xffff };
-                    let packet = epoch << 32 | (id(high) << 16 | id(low)) as u64;
-                    let at = comm.pools[RANK].0 + common.place.ids + ids_offset(common, row);
-                    st_relaxed_sys_u64(at + lane as u64 * 8, packet);
-                }
-            });
-        }
-        if is_known {
-            let at = pool_of(comm, rank) + common.place.weights + (row * common.num_topk + lane) as u64 * 8;
-            st_relaxed_sys_u64(at, epoch << 32 | entry.weight.to_bits() as u64);
-        }
-        mask
+    let (common, comm) = (&args.common, &args.common.comm);
+    let (lane, epoch) = (laneid(), opened.epoch());
+    let members = opened.members();
+    let experts = (common.local_experts * comm.num_ranks) as i64;
+    let id = entry.id.value(args.narrow_ids);
+    let expert = place(&args.table, id, token, comm.rank, experts as u32);
+    let is_id = expert >= 0 && expert < experts;
+    if expert >= experts || expert < -1 {
+        // Peers get the token's other entries, and the tokens of blocks that begin later.
+        let named = recorded_token(&args.table, token);
+        note(comm, 0, comm.rank, epoch, named, expert as u64, Wait::LowLatencyExpert);
+        note_missing_token(comm, token);
     }
+    let expert = expert as u32;
+    let rank = expert / common.local_experts;
+    let local = expert - rank * common.local_experts;
+    // The experts on ranks that are left out add nothing to a token's sum.
+    let is_known = is_id && members >> (rank & 31) & 1 != 0;
+    let mask = redux_or(if is_known { 1 << rank } else { 0 });
+    if !sends {
+        return mask;
+    }
+    // Lane w has packet w, of the entries 2 w and 2 w + 1; lanes from 16 on have none, and
+    // their sources are any.
+    let of_lane = if is_known { rank << 16 | local } else { u32::MAX };
+    let low = shfl_u32(of_lane, (lane * 2) & 31);
+    let high = shfl_u32(of_lane, (lane * 2 + 1) & 31);
+    if lane < id_packets(common) {
+        unroll!(8, RANK => {
+            if members >> RANK & 1 != 0 {
+                let id = |of: u32| if of >> 16 == RANK as u32 { of & 0xffff } else { 0xffff };
+                let packet = epoch << 32 | (id(high) << 16 | id(low)) as u64;
+                let at = comm.pools[RANK].0 + common.place.ids + ids_offset(common, row);
+                st_relaxed_sys_u64(at + lane as u64 * 8, packet);
+            }
+        });
+    }
+    if is_known {
+        let at = pool_of(comm, rank) + common.place.weights + (row * common.num_topk + lane) as u64 * 8;
+        st_relaxed_sys_u64(at, epoch << 32 | entry.weight.to_bits() as u64);
+    }
+    mask
 }
 
 /// Sends a row to the ranks of `mask`, as it is or quantised, with its scales; those of a quantised
 /// row are left in `scales`, if there are such, with the number of the token there. All threads of
 /// the team call it.
-#[inline(always)]
+#[device]
 unsafe fn send_row(
     args: &LowLatencyDispatchArgs,
     moves: Team<2>,
@@ -393,89 +377,75 @@ unsafe fn send_row(
     first: Pair,
     scales: Option<(Scales, u32)>,
 ) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (mut turn, mut pair) = (0, first);
-        while turn * moves.threads * 32 < bytes_of_x(args) {
-            if args.quantise == Quantise::Not as u32 {
-                let (first, second) = Pair::offsets(args, moves, turn);
-                if first < args.row_bytes {
-                    store(args, row, mask, first, pair.first);
-                }
-                if second < args.row_bytes {
-                    store(args, row, mask, second, pair.second);
-                }
-            } else {
-                quantise_pair(args, row, mask, Pair::offsets(args, moves, turn).0 / 2, pair, scales);
+    let (mut turn, mut pair) = (0, first);
+    while turn * moves.threads * 32 < bytes_of_x(args) {
+        if args.quantise == Quantise::Not as u32 {
+            let (first, second) = Pair::offsets(args, moves, turn);
+            if first < args.row_bytes {
+                store(args, row, mask, first, pair.first);
             }
-            turn += 1;
-            pair = Pair::of(args, moves, token, turn, true);
+            if second < args.row_bytes {
+                store(args, row, mask, second, pair.second);
+            }
+        } else {
+            quantise_pair(args, row, mask, Pair::offsets(args, moves, turn).0 / 2, pair, scales);
         }
-        let mut scale = moves.thread();
-        while scale < args.num_scales && scales.is_none() {
-            let value = ld_f32(args.scales.0 + (token * args.num_scales + scale) as u64 * 4);
-            store_scale(args, row, mask, scale, value);
-            scale += moves.threads;
-        }
+        turn += 1;
+        pair = Pair::of(args, moves, token, turn, true);
+    }
+    let mut scale = moves.thread();
+    while scale < args.num_scales && scales.is_none() {
+        let value = ld_f32(args.scales.0 + (token * args.num_scales + scale) as u64 * 4);
+        store_scale(args, row, mask, scale, value);
+        scale += moves.threads;
     }
 }
 
 /// Stores 16 bytes of a row, from byte `at` on, at the ranks of `mask`.
-#[inline(always)]
+#[device]
 unsafe fn store(args: &LowLatencyDispatchArgs, row: u32, mask: u32, at: u32, vector: [u32; 4]) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let offset = args.common.place.recv_x + row as u64 * row_stride(args.row_bytes as u64) + at as u64;
-        unroll8!(RANK => {
-            if mask >> RANK & 1 != 0 {
-                st_v4(args.common.comm.pools[RANK].0 + offset, vector);
-            }
-        });
-    }
+    let offset = args.common.place.recv_x + row as u64 * row_stride(args.row_bytes as u64) + at as u64;
+    unroll!(8, RANK => {
+        if mask >> RANK & 1 != 0 {
+            st_v4(args.common.comm.pools[RANK].0 + offset, vector);
+        }
+    });
 }
 
 /// Stores a scale of a row at the ranks of `mask`.
-#[inline(always)]
+#[device]
 unsafe fn store_scale(args: &LowLatencyDispatchArgs, row: u32, mask: u32, scale: u32, value: f32) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let rows = (args.common.comm.num_ranks * args.common.max_tokens) as u64;
-        let offset = args.common.place.recv_scales + (scale as u64 * rows + row as u64) * 4;
-        unroll8!(RANK => {
-            if mask >> RANK & 1 != 0 {
-                st_f32(args.common.comm.pools[RANK].0 + offset, value);
-            }
-        });
-    }
+    let rows = (args.common.comm.num_ranks * args.common.max_tokens) as u64;
+    let offset = args.common.place.recv_scales + (scale as u64 * rows + row as u64) * 4;
+    unroll!(8, RANK => {
+        if mask >> RANK & 1 != 0 {
+            st_f32(args.common.comm.pools[RANK].0 + offset, value);
+        }
+    });
 }
 
 /// Sends the scales of `count` tokens from `first` on, of which `scales` has the ranks, and the
 /// scales if rows are quantised on their way. All threads of the team call it: adjacent lanes store
 /// adjacent tokens' words.
-#[inline(always)]
+#[device]
 unsafe fn send_scales(args: &LowLatencyDispatchArgs, moves: Team<2>, first: u32, count: u32, scales: Scales) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let first_row = args.common.comm.rank * args.common.max_tokens + first;
-        let mut index = moves.thread();
-        while index < args.row_scales() * LOW_LATENCY_TOKENS_AT_ONCE {
-            let (scale, number) = (index / LOW_LATENCY_TOKENS_AT_ONCE, index % LOW_LATENCY_TOKENS_AT_ONCE);
-            if number < count {
-                let value = if args.quantise == Quantise::Not as u32 {
-                    ld_f32(args.scales.0 + ((first + number) * args.num_scales + scale) as u64 * 4)
-                } else {
-                    scales.get(number, scale)
-                };
-                store_scale(args, first_row + number, scales.mask(number), scale, value);
-            }
-            index += moves.threads;
+    let first_row = args.common.comm.rank * args.common.max_tokens + first;
+    stride!(index in moves.thread()..args.row_scales() * LOW_LATENCY_TOKENS_AT_ONCE, moves.threads => {
+        let (scale, number) = (index / LOW_LATENCY_TOKENS_AT_ONCE, index % LOW_LATENCY_TOKENS_AT_ONCE);
+        if number < count {
+            let value = if args.quantise == Quantise::Not as u32 {
+                ld_f32(args.scales.0 + ((first + number) * args.num_scales + scale) as u64 * 4)
+            } else {
+                f32::from_bits(ld_shared_u32(scales.at(number, scale)))
+            };
+            store_scale(args, first_row + number, scales.masks.ld(number), scale, value);
         }
-    }
+    });
 }
 
 /// Sends 16 BF16 elements of a row as e4m3, from byte `at` on, and a scale for each block of them,
 /// to the ranks of `mask`. The whole warp calls it.
-#[inline(always)]
+#[device]
 unsafe fn quantise_pair(
     args: &LowLatencyDispatchArgs,
     row: u32,
@@ -484,124 +454,110 @@ unsafe fn quantise_pair(
     pair: Pair,
     scales: Option<(Scales, u32)>,
 ) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let numbers = [from_bf16(pair.first), from_bf16(pair.second)];
-        let (vector, scale) = quantised(&numbers, args.quantise);
-        if at < args.row_bytes {
-            store(args, row, mask, at, vector);
-            if at.is_multiple_of(SCALE_BLOCK) {
-                match scales {
-                    Some((scales, number)) => scales.put(number, at / SCALE_BLOCK, scale),
-                    None => store_scale(args, row, mask, at / SCALE_BLOCK, scale),
-                }
+    let numbers = [from_bf16(pair.first), from_bf16(pair.second)];
+    let (vector, scale) = quantised(&numbers, args.quantise);
+    if at < args.row_bytes {
+        store(args, row, mask, at, vector);
+        if at.is_multiple_of(SCALE_BLOCK) {
+            match scales {
+                Some((scales, number)) => st_shared_u32(scales.at(number, at / SCALE_BLOCK), scale.to_bits()),
+                None => store_scale(args, row, mask, at / SCALE_BLOCK, scale),
             }
         }
     }
 }
 
 /// Says which expert has which rows, and waits for them.
-#[inline(always)]
-unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let thread = tid();
-        let epoch = begun.epoch();
-        if !team.has_this_warp() {
-            return;
-        }
-        if !wait_calls(common, team, shared, begun) {
-            return say_given_up(comm, epoch);
-        }
-        if ctaid() == 0 && thread < FEW_RANKS as u32 {
-            st_u32(common.tables.num_tokens.0 + thread as u64 * 4, ld_shared_u32(shared.tokens + thread * 4));
-        }
-        list(args, team, shared, epoch);
-        // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
-        let chunks = chunks_of(common, common.max_tokens);
-        core::hint::assert_unchecked(chunks >= 1);
-        let mut index = (nctaid() - 1 - ctaid()) * team.threads + thread;
-        while index < comm.num_ranks * chunks {
-            let (source, chunk) = (index / chunks, index % chunks);
-            let tokens = ld_shared_u32(shared.tokens + source * 4);
-            if chunk < chunks_of(common, tokens) {
-                let word =
-                    pool_of(comm, comm.rank) + common.place.arrived + chunk_offset(common, source, chunk);
-                wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows);
-            }
-            index += nctaid() * team.threads;
-        }
+#[device]
+unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeShared, opened: &Opened) {
+    let (common, comm) = (&args.common, &args.common.comm);
+    let thread = tid();
+    let epoch = opened.epoch();
+    if !team.has_this_warp() {
+        return;
     }
+    if !wait_calls(common, team, shared, opened) {
+        return say_given_up(comm, epoch);
+    }
+    if ctaid() == 0 && thread < FEW_RANKS as u32 {
+        st_u32(common.tables.num_tokens.0 + thread as u64 * 4, shared.tokens().ld(thread));
+    }
+    list(args, team, shared, epoch);
+    // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
+    let chunks = chunks_of(common, common.max_tokens);
+    core::hint::assert_unchecked(chunks >= 1);
+    let first = (nctaid() - 1 - ctaid()) * team.threads + thread;
+    stride!(index in first..comm.num_ranks * chunks, nctaid() * team.threads => {
+        let (source, chunk) = (index / chunks, index % chunks);
+        let tokens = shared.tokens().ld(source);
+        if chunk < chunks_of(common, tokens) {
+            let word = pool_of(comm, comm.rank) + common.place.arrived + chunk_offset(common, source, chunk);
+            wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows);
+        }
+    });
 }
 
 /// Tells every rank that this one ends the dispatch without all of them. The kernels behind it may
 /// write rows that a late rank still reads in the combine before, so that it waits until that rank
 /// has ended this or will see the word.
-#[inline(always)]
+///
+/// # Safety
+/// Pools are mapped, and the word has this rank as its only writer.
+#[device]
 unsafe fn say_given_up(comm: &Comm, epoch: u64) {
-    // SAFETY: pools are mapped, and the word has this rank as its only writer.
-    unsafe {
-        if tid() < comm.num_ranks {
-            st_relaxed_sys_u64(pool_of(comm, tid()) + gave_up_offset(comm.rank), epoch);
-            fence_acq_rel_sys();
-            let start = globaltimer();
-            while globaltimer() - start < GIVING_UP_NS {}
-        }
+    if tid() < comm.num_ranks {
+        st_relaxed_sys_u64(pool_of(comm, tid()) + gave_up_offset(comm.rank), epoch);
+        fence_acq_rel_sys();
+        let start = globaltimer();
+        while globaltimer() - start < GIVING_UP_NS {}
     }
 }
 
 /// Lists the rows of all local experts. All threads of the team call it.
-#[inline(always)]
-unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, epoch: u64) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let pool = pool_of(comm, comm.rank);
-        let mut total = 0;
-        unroll8!(SOURCE => { total += ld_shared_u32(shared.tokens + SOURCE as u32 * 4) });
-        let look = |expert: u32, number: u32| {
-            let (mut source, mut token) = (0, number);
-            unroll8!(SOURCE => {
-                let of_source = ld_shared_u32(shared.tokens + SOURCE as u32 * 4);
-                if source == SOURCE as u32 && token >= of_source {
-                    (source, token) = (source + 1, token - of_source);
-                }
-            });
-            let listed = Listed { source, token, ..Listed::NONE };
-            let (entries, of_others) = entries_of(args, pool, listed.row(common), source, expert, epoch);
-            let weights = pool + common.place.weights + (listed.row(common) * common.num_topk) as u64 * 8;
-            Listed { entries, of_others, weights, ..listed }
-        };
-        let weight = |listed: &Listed, entry: u32| {
-            let packet = listed.weights + entry as u64 * 8;
-            // A weight that does not come is recorded as an error, so that the value here does not
-            // matter.
-            wait_packet::<false>(comm, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
-        };
-        if total <= FEW_TOKENS {
-            let mut expert = tid() / 32 * nctaid() + ctaid();
-            while expert < common.local_experts {
-                let is_there = laneid() < total;
-                let listed = if is_there { look(expert, laneid()) } else { Listed::NONE };
-                list_few_rows(common, shared.tokens, expert, listed, weight);
-                expert += team.threads / 32 * nctaid();
+#[device]
+unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeShared, epoch: u64) {
+    let (common, comm) = (&args.common, &args.common.comm);
+    let pool = pool_of(comm, comm.rank);
+    let mut total = 0;
+    unroll!(8, SOURCE => { total += shared.tokens().ld(SOURCE as u32) });
+    let look = |expert: u32, number: u32| {
+        let (mut source, mut token) = (0, number);
+        unroll!(8, SOURCE => {
+            let of_source = shared.tokens().ld(SOURCE as u32);
+            if source == SOURCE as u32 && token >= of_source {
+                (source, token) = (source + 1, token - of_source);
             }
-        } else {
-            let words = Words { of_source: shared.of_source, of_warp: shared.of_warp };
-            let mut expert = ctaid();
-            while expert < common.local_experts {
-                let look = |number| look(expert, number);
-                list_rows::<false, 1>(common, team, &words, expert, total, look, weight);
-                expert += nctaid();
-            }
-        }
+        });
+        let listed = Listed { source, token, ..Listed::NONE };
+        let (entries, of_others) = entries_of(args, pool, listed.row(common), source, expert, epoch);
+        let weights = pool + common.place.weights + (listed.row(common) * common.num_topk) as u64 * 8;
+        Listed { entries, of_others, weights, ..listed }
+    };
+    let weight = |listed: &Listed, entry: u32| {
+        let packet = listed.weights + entry as u64 * 8;
+        // A weight that does not come is recorded as an error, so that the value here does not
+        // matter.
+        wait_packet::<false>(comm, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
+    };
+    if total <= FEW_TOKENS {
+        let first = tid() / 32 * nctaid() + ctaid();
+        stride!(expert in first..common.local_experts, team.threads / 32 * nctaid() => {
+            let is_there = laneid() < total;
+            let listed = if is_there { look(expert, laneid()) } else { Listed::NONE };
+            list_few_rows(common, shared.tokens(), expert, listed, weight);
+        });
+    } else {
+        let words = Words { of_source: shared.of_source().at(0), of_warp: shared.of_warp() };
+        stride!(expert in ctaid()..common.local_experts, nctaid() => {
+            let look = |number| look(expert, number);
+            list_rows::<false, 1>(common, team, &words, expert, total, look, weight);
+        });
     }
 }
 
 /// The entries of a row, as bits, that are for the local expert `expert`, and those that are for no
 /// expert of this rank; also those of which a wait expired.
-#[inline(always)]
+#[device]
 unsafe fn entries_of(
     args: &LowLatencyDispatchArgs,
     pool: u64,
@@ -610,37 +566,33 @@ unsafe fn entries_of(
     expert: u32,
     epoch: u64,
 ) -> (u32, u32) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let ids = pool + common.place.ids + ids_offset(common, row);
-        let (mut entries, mut of_others, mut first) = (0, 0, 0);
-        while first < id_packets(common) {
-            // Four at a time, so that their loads are in flight together; most are there by then.
-            let mut seen = [0; 4];
-            unroll4!(J => {
-                let packet = first + J as u32;
-                // A load of the first again where there is no such packet.
-                let packet = if packet < id_packets(common) { packet } else { first };
-                seen[J] = ld_relaxed_sys_u64(ids + packet as u64 * 8);
-            });
-            unroll4!(J => {
-                let packet = first + J as u32;
-                if packet < id_packets(common) {
-                    // A packet that does not come names no expert.
-                    let at = ids + packet as u64 * 8;
-                    let pair = packet_seen(comm, at, seen[J], source, epoch, Wait::LowLatencyIds);
-                    let pair = pair.unwrap_or(u32::MAX);
-                    let (low, high) = (pair & 0xffff, pair >> 16);
-                    entries |= ((low == expert) as u32) << (packet * 2);
-                    entries |= ((high == expert) as u32) << (packet * 2 + 1);
-                    of_others |= ((low == 0xffff) as u32) << (packet * 2);
-                    of_others |= ((high == 0xffff) as u32) << (packet * 2 + 1);
-                }
-            });
-            first += 4;
-        }
-        // An odd number of entries leaves the last packet's upper half without one.
-        (entries, of_others & (u32::MAX >> (32 - common.num_topk)))
-    }
+    let (common, comm) = (&args.common, &args.common.comm);
+    let ids = pool + common.place.ids + ids_offset(common, row);
+    let (mut entries, mut of_others) = (0, 0);
+    stride!(first in 0..id_packets(common), 4 => {
+        // Four at a time, so that their loads are in flight together; most are there by then.
+        let mut seen = [0; 4];
+        unroll!(4, J => {
+            let packet = first + J as u32;
+            // A load of the first again where there is no such packet.
+            let packet = if packet < id_packets(common) { packet } else { first };
+            seen[J] = ld_relaxed_sys_u64(ids + packet as u64 * 8);
+        });
+        unroll!(4, J => {
+            let packet = first + J as u32;
+            if packet < id_packets(common) {
+                // A packet that does not come names no expert.
+                let at = ids + packet as u64 * 8;
+                let pair = packet_seen(comm, at, seen[J], source, epoch, Wait::LowLatencyIds);
+                let pair = pair.unwrap_or(u32::MAX);
+                let (low, high) = (pair & 0xffff, pair >> 16);
+                entries |= ((low == expert) as u32) << (packet * 2);
+                entries |= ((high == expert) as u32) << (packet * 2 + 1);
+                of_others |= ((low == 0xffff) as u32) << (packet * 2);
+                of_others |= ((high == 0xffff) as u32) << (packet * 2 + 1);
+            }
+        });
+    });
+    // An odd number of entries leaves the last packet's upper half without one.
+    (entries, of_others & (u32::MAX >> (32 - common.num_topk)))
 }

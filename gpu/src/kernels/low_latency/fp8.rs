@@ -15,10 +15,10 @@ const LEAST_AMAX: f32 = 1e-4;
 pub(super) type Sixteen = [[f32; 8]; 2];
 
 /// The numbers of 16 bytes of BF16.
-#[inline(always)]
+#[device]
 pub(super) fn from_bf16(vector: [u32; 4]) -> [f32; 8] {
     let mut numbers = [0.0; 8];
-    unroll4!(J => {
+    unroll!(4, J => {
         numbers[2 * J] = bf16x2_lo(vector[J]);
         numbers[2 * J + 1] = bf16x2_hi(vector[J]);
     });
@@ -26,10 +26,10 @@ pub(super) fn from_bf16(vector: [u32; 4]) -> [f32; 8] {
 }
 
 /// The numbers of 16 bytes of e4m3, without their scale.
-#[inline(always)]
+#[device]
 pub(super) fn from_e4m3(vector: [u32; 4]) -> Sixteen {
     let mut numbers = [[0.0; 8]; 2];
-    unroll4!(J => {
+    unroll!(4, J => {
         let (low, high) = (unpack_e4m3x2(vector[J] as u16), unpack_e4m3x2((vector[J] >> 16) as u16));
         let half = &mut numbers[J / 2];
         let at = J % 2 * 4;
@@ -43,37 +43,34 @@ pub(super) fn from_e4m3(vector: [u32; 4]) -> Sixteen {
 
 /// 16 numbers as e4m3, and the scale of the block that the lanes of eight such have together. The
 /// whole warp calls it, with whole blocks one after the other.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn quantised(numbers: &Sixteen, quantise: u32) -> ([u32; 4], f32) {
-    // SAFETY: the caller ensures that all lanes are here.
-    unsafe {
-        let lane = laneid();
-        // Magnitudes of floats order as their bits do.
-        let mut amax = 0;
-        unroll8!(J => {
-            let magnitude = |number: f32| number.to_bits() & 0x7fff_ffff;
-            amax = amax.max(magnitude(numbers[0][J])).max(magnitude(numbers[1][J]));
-        });
-        let mut step = 1;
-        while step < LANES_PER_SCALE {
-            amax = amax.max(shfl_u32(amax, lane ^ step));
-            step *= 2;
-        }
-        let (scale, inverse) = scales(f32::from_bits(amax), quantise);
-        let mut vector = [0; 4];
-        unroll4!(J => {
-            let half = &numbers[J / 2];
-            let at = J % 2 * 4;
-            let pack = |at: usize| pack_e4m3x2(half[at] * inverse, half[at + 1] * inverse);
-            vector[J] = pack(at) | pack(at + 2) << 16;
-        });
-        (vector, scale)
+    let lane = laneid();
+    // Magnitudes of floats order as their bits do.
+    let mut amax = 0;
+    unroll!(8, J => {
+        let magnitude = |number: f32| number.to_bits() & 0x7fff_ffff;
+        amax = amax.max(magnitude(numbers[0][J])).max(magnitude(numbers[1][J]));
+    });
+    let mut step = 1;
+    while step < LANES_PER_SCALE {
+        amax = amax.max(shfl_u32(amax, lane ^ step));
+        step *= 2;
     }
+    let (scale, inverse) = scales(f32::from_bits(amax), quantise);
+    let mut vector = [0; 4];
+    unroll!(4, J => {
+        let half = &numbers[J / 2];
+        let at = J % 2 * 4;
+        let pack = |at: usize| pack_e4m3x2(half[at] * inverse, half[at + 1] * inverse);
+        vector[J] = pack(at) | pack(at + 2) << 16;
+    });
+    (vector, scale)
 }
 
 /// The scale of a block with the largest magnitude `amax`, and the scale's inverse. An e4m3 number
 /// times the scale is the original number; that number times the inverse is the e4m3 number.
-#[inline(always)]
+#[device]
 fn scales(amax: f32, quantise: u32) -> (f32, f32) {
     // Not `max`, which takes a NaN for a small number.
     let amax = if amax < LEAST_AMAX { LEAST_AMAX } else { amax };
@@ -89,7 +86,7 @@ fn scales(amax: f32, quantise: u32) -> (f32, f32) {
 
 /// Offset of the packet of a scale, in bytes from the start of an array
 /// `[num_ranks * packet_tokens, row_bytes / 128 rounded up]`.
-#[inline(always)]
+#[device]
 pub(super) fn scale_offset(args: &LowLatencyArgs, row_bytes: u32, rank: u32, token: u32, index: u32) -> u64 {
     let of_row = row_bytes.div_ceil(SCALE_BLOCK);
     ((rank * args.packet_tokens + token) * of_row + index) as u64 * 8

@@ -6,8 +6,6 @@
 //! rows are checked before use, because the caller's code could have written to them. Loops are the
 //! same for all lanes of a warp, so that collectives stand where all of them arrive.
 
-use epoxide_macros::kernel;
-
 use super::super::segments::Segments;
 use super::inside;
 use crate::layout::{LowLatencyGatherArgs, SCALE_BLOCK, row_stride};
@@ -23,15 +21,7 @@ const _: () = assert!(SCALES <= 32, "a lane copies one");
 
 /// Copies each local expert's rows to where the expert's part of the copy begins, one after the
 /// other.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
-    requires(
-        args.local_experts >= 1,
-        args.row_bytes >= 16,
-        args.row_bytes.is_multiple_of(16),
-        args.num_scales <= args.row_bytes.div_ceil(SCALE_BLOCK),
-    )
-)]
+#[kernel(threads = 512, registers = 64, dependent)]
 pub unsafe fn low_latency_gather(args: LowLatencyGatherArgs) {
     let pieces = args.row_bytes.div_ceil(GATHER_BYTES);
     let mut experts = experts_from(&args, 0, 0);
@@ -54,47 +44,47 @@ pub unsafe fn low_latency_gather(args: LowLatencyGatherArgs) {
 
 /// The rows of the local experts from `first` on, one to a lane; those in front of them have
 /// `before` rows. The whole warp calls it.
-#[inline(always)]
+///
+/// # Safety
+/// Loads that are made lie in the table; all lanes are here.
+#[device]
 unsafe fn experts_from(args: &LowLatencyGatherArgs, first: u32, before: u32) -> Segments {
-    // SAFETY: loads that are made lie in the table; the caller ensures that all lanes are here.
-    unsafe {
-        let expert = first + laneid();
-        let mut count = 0;
-        if expert < args.local_experts {
-            count = ld_u32(args.expert_counts.0 + expert as u64 * 4).min(args.rows);
-        }
-        Segments::new(first, before, count)
+    let expert = first + laneid();
+    let mut count = 0;
+    if expert < args.local_experts {
+        count = ld_u32(args.expert_counts.0 + expert as u64 * 4).min(args.rows);
     }
+    Segments::new(first, before, count)
 }
 
 /// Copies piece `piece` of an expert's row `index`, with the scales of its elements. The whole warp
 /// calls it.
-#[inline(always)]
+///
+/// # Safety
+/// The row is one of those received.
+#[device]
 unsafe fn copy_piece(args: &LowLatencyGatherArgs, expert: u32, index: u32, piece: u32) {
-    // SAFETY: passed on to the kernel's caller; the row is one of those received.
-    unsafe {
-        let slot = (expert * args.rows + index) as u64;
-        let row = ld_u32(args.expert_rows.0 + slot * 4);
-        if row >= args.rows {
-            return;
-        }
-        let (lane, bytes) = (laneid(), args.row_bytes as u64);
-        let (from, to) = (args.recv_x.0 + row as u64 * row_stride(bytes), args.x.0 + slot * bytes);
-        let at = |vector: usize| piece * GATHER_BYTES + (vector as u32 * 32 + lane) * 16;
-        let mut vectors = [[0; 4]; VECTORS];
-        // The loads have no condition, so that all are in flight together.
-        unroll4!(J => { vectors[J] = ld_stream_v4(from + inside(at(J), args.row_bytes) as u64) });
-        let scale = piece * SCALES + lane;
-        if lane < SCALES && scale < args.num_scales {
-            let value = ld_f32(args.recv_scales.0 + (scale as u64 * args.rows as u64 + row as u64) * 4);
-            // An expert's scales are transposed, as those received are.
-            let of_expert = expert as u64 * args.num_scales as u64 + scale as u64;
-            st_f32(args.scales.0 + (of_expert * args.rows as u64 + index as u64) * 4, value);
-        }
-        unroll4!(J => {
-            if at(J) < args.row_bytes {
-                st_v4(to + at(J) as u64, vectors[J]);
-            }
-        });
+    let slot = (expert * args.rows + index) as u64;
+    let row = ld_u32(args.expert_rows.0 + slot * 4);
+    if row >= args.rows {
+        return;
     }
+    let (lane, bytes) = (laneid(), args.row_bytes as u64);
+    let (from, to) = (args.recv_x.0 + row as u64 * row_stride(bytes), args.x.0 + slot * bytes);
+    let at = |vector: usize| piece * GATHER_BYTES + (vector as u32 * 32 + lane) * 16;
+    let mut vectors = [[0; 4]; VECTORS];
+    // The loads have no condition, so that all are in flight together.
+    unroll!(4, J => { vectors[J] = ld_stream_v4(from + inside(at(J), args.row_bytes) as u64) });
+    let scale = piece * SCALES + lane;
+    if lane < SCALES && scale < args.num_scales {
+        let value = ld_f32(args.recv_scales.0 + (scale as u64 * args.rows as u64 + row as u64) * 4);
+        // An expert's scales are transposed, as those received are.
+        let of_expert = expert as u64 * args.num_scales as u64 + scale as u64;
+        st_f32(args.scales.0 + (of_expert * args.rows as u64 + index as u64) * 4, value);
+    }
+    unroll!(4, J => {
+        if at(J) < args.row_bytes {
+            st_v4(to + at(J) as u64, vectors[J]);
+        }
+    });
 }

@@ -21,7 +21,7 @@ impl Listed {
     pub(super) const NONE: Listed = Listed { source: 0, token: 0, entries: 0, of_others: 0, weights: 0 };
 
     /// Where a received row is that has it.
-    #[inline(always)]
+    #[device]
     pub(super) fn row(&self, args: &LowLatencyArgs) -> u32 {
         self.source * args.max_tokens + self.token
     }
@@ -31,14 +31,17 @@ impl Listed {
 /// lanes.
 pub(super) struct Words {
     pub(super) of_source: u32,
-    pub(super) of_warp: u32,
+    pub(super) of_warp: SharedArray<u32, 32>,
 }
 
 /// Lists the rows of a local expert, by source rank, then by token. All threads of the team call
 /// it. `total`: tokens of all sources; `look` returns the token of a number, by source, then by
 /// token; `weight` returns the bits of the weight of an entry of the expert. `MANY`: whether there
 /// may be more than [`FEW_RANKS`] ranks.
-#[inline(always)]
+///
+/// # Safety
+/// An expert's tables are one block's, and so is shared memory.
+#[device]
 pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
     args: &LowLatencyArgs,
     team: Team<BARRIER>,
@@ -48,104 +51,97 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
     look: impl Fn(u32) -> Listed,
     weight: impl Fn(&Listed, u32) -> u32,
 ) {
-    // SAFETY: passed on to the caller: an expert's tables are one block's, and so is shared memory.
-    unsafe {
-        let num_ranks = args.comm.num_ranks;
-        let (thread, warp, lane) = (tid(), tid() / 32, laneid());
-        let rows = num_ranks * args.max_tokens;
-        if thread < if MANY { MAX_MEMBERS } else { FEW_RANKS } as u32 {
-            st_shared_u32(words.of_source + thread * 4, 0);
-        }
-        let (mut first, mut found) = (0, 0);
-        while first < total {
-            let is_there = first + thread < total;
-            let listed = if is_there { look(first + thread) } else { Listed::NONE };
-            let hits = ballot(listed.entries != 0);
-            if lane == 0 {
-                st_shared_u32(words.of_warp + warp * 4, hits.count_ones());
-            }
-            team.sync();
-            let (mut before, mut all, mut other) = (0, 0, 0);
-            while other < team.threads / 32 {
-                let count = ld_shared_u32(words.of_warp + other * 4);
-                before += if other < warp { count } else { 0 };
-                all += count;
-                other += 1;
-            }
-            if listed.entries != 0 {
-                red_relaxed_cta_shared_add_u32(words.of_source + listed.source * 4, 1);
-            }
-            let slot = expert * rows + found + before + (hits & lanemask_lt()).count_ones();
-            store(args, listed, expert, slot, &weight);
-            (first, found) = (first + team.threads, found + all);
-            team.sync();
+    let num_ranks = args.comm.num_ranks;
+    let (thread, warp, lane) = (tid(), tid() / 32, laneid());
+    let rows = num_ranks * args.max_tokens;
+    if thread < if MANY { MAX_MEMBERS } else { FEW_RANKS } as u32 {
+        st_shared_u32(words.of_source + thread * 4, 0);
+    }
+    let (mut first, mut found) = (0, 0);
+    while first < total {
+        let is_there = first + thread < total;
+        let listed = if is_there { look(first + thread) } else { Listed::NONE };
+        let hits = ballot(listed.entries != 0);
+        if lane == 0 {
+            words.of_warp.st(warp, hits.count_ones());
         }
         team.sync();
-        if thread < num_ranks {
-            let mut begin = 0;
-            if MANY {
-                let mut source = 0;
-                while source < thread {
-                    begin += ld_shared_u32(words.of_source + source * 4);
-                    source += 1;
-                }
-            } else {
-                unroll8!(SOURCE => {
-                    let count = ld_shared_u32(words.of_source + SOURCE as u32 * 4);
-                    begin += if (SOURCE as u32) < thread { count } else { 0 };
-                });
-            }
-            let count = ld_shared_u32(words.of_source + thread * 4);
-            let range = args.tables.layout_range.0 + (expert * num_ranks + thread) as u64 * 8;
-            st_u64(range, (begin as u64) << 32 | count as u64);
+        let (mut before, mut all) = (0, 0);
+        stride!(other in 0..team.threads / 32 => {
+            let count = words.of_warp.ld(other);
+            before += if other < warp { count } else { 0 };
+            all += count;
+        });
+        if listed.entries != 0 {
+            red_relaxed_cta_shared_add_u32(words.of_source + listed.source * 4, 1);
         }
-        if thread == 0 {
-            st_u32(args.tables.expert_counts.0 + expert as u64 * 4, found);
-        }
-        // The words are the next expert's.
+        let slot = expert * rows + found + before + (hits & lanemask_lt()).count_ones();
+        store(args, listed, expert, slot, &weight);
+        (first, found) = (first + team.threads, found + all);
         team.sync();
     }
+    team.sync();
+    if thread < num_ranks {
+        let mut begin = 0;
+        if MANY {
+            stride!(source in 0..thread => {
+                begin += ld_shared_u32(words.of_source + source * 4);
+            });
+        } else {
+            unroll!(8, SOURCE => {
+                let count = ld_shared_u32(words.of_source + SOURCE as u32 * 4);
+                begin += if (SOURCE as u32) < thread { count } else { 0 };
+            });
+        }
+        let count = ld_shared_u32(words.of_source + thread * 4);
+        let range = args.tables.layout_range.0 + (expert * num_ranks + thread) as u64 * 8;
+        st_u64(range, (begin as u64) << 32 | count as u64);
+    }
+    if thread == 0 {
+        st_u32(args.tables.expert_counts.0 + expert as u64 * 4, found);
+    }
+    // The words are the next expert's.
+    team.sync();
 }
 
 /// The same of [`FEW_TOKENS`](crate::layout::FEW_TOKENS) tokens at most: a warp's lanes have one
 /// each in `listed`, by source, then by token, and it needs no other warp. `tokens`: words of
 /// shared memory, each source's number of them. The whole warp calls it.
-#[inline(always)]
+///
+/// # Safety
+/// An expert's tables are one warp's, and the words are not written meanwhile.
+#[device]
 pub(super) unsafe fn list_few_rows(
     args: &LowLatencyArgs,
-    tokens: u32,
+    tokens: SharedArray<u32, FEW_RANKS>,
     expert: u32,
     listed: Listed,
     weight: impl Fn(&Listed, u32) -> u32,
 ) {
-    // SAFETY: passed on to the caller: an expert's tables are one warp's, and the words are not
-    // written meanwhile.
-    unsafe {
-        let (lane, num_ranks) = (laneid(), args.comm.num_ranks);
-        let hits = ballot(listed.entries != 0);
-        let first = expert * num_ranks * args.max_tokens;
-        store(args, listed, expert, first + (hits & lanemask_lt()).count_ones(), &weight);
-        if lane < num_ranks {
-            let mut first_lane = 0;
-            unroll8!(SOURCE => {
-                let of_source = ld_shared_u32(tokens + SOURCE as u32 * 4);
-                first_lane += if (SOURCE as u32) < lane { of_source } else { 0 };
-            });
-            let of_lanes_below = |lane: u32| (hits & ((1u64 << lane) - 1) as u32).count_ones();
-            let begin = of_lanes_below(first_lane);
-            let count = of_lanes_below(first_lane + ld_shared_u32(tokens + lane * 4)) - begin;
-            let range = args.tables.layout_range.0 + (expert * num_ranks + lane) as u64 * 8;
-            st_u64(range, (begin as u64) << 32 | count as u64);
-        }
-        if lane == 0 {
-            st_u32(args.tables.expert_counts.0 + expert as u64 * 4, hits.count_ones());
-        }
+    let (lane, num_ranks) = (laneid(), args.comm.num_ranks);
+    let hits = ballot(listed.entries != 0);
+    let first = expert * num_ranks * args.max_tokens;
+    store(args, listed, expert, first + (hits & lanemask_lt()).count_ones(), &weight);
+    if lane < num_ranks {
+        let mut first_lane = 0;
+        unroll!(8, SOURCE => {
+            let of_source = tokens.ld(SOURCE as u32);
+            first_lane += if (SOURCE as u32) < lane { of_source } else { 0 };
+        });
+        let of_lanes_below = |lane: u32| (hits & ((1u64 << lane) - 1) as u32).count_ones();
+        let begin = of_lanes_below(first_lane);
+        let count = of_lanes_below(first_lane + tokens.ld(lane)) - begin;
+        let range = args.tables.layout_range.0 + (expert * num_ranks + lane) as u64 * 8;
+        st_u64(range, (begin as u64) << 32 | count as u64);
+    }
+    if lane == 0 {
+        st_u32(args.tables.expert_counts.0 + expert as u64 * 4, hits.count_ones());
     }
 }
 
 /// Stores a token in the tables of the expert. Row `slot` of the tables is the token's where it has
 /// entries for the expert.
-#[inline(always)]
+#[device]
 unsafe fn store(
     args: &LowLatencyArgs,
     mut listed: Listed,
@@ -153,25 +149,22 @@ unsafe fn store(
     slot: u32,
     weight: &impl Fn(&Listed, u32) -> u32,
 ) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let row = listed.row(args);
-        if listed.entries != 0 {
-            st_i32(args.tables.expert_rows.0 + slot as u64 * 4, row as i32);
-            st_i32(args.tables.src_info.0 + slot as u64 * 4, listed.token as i32);
-            while listed.entries != 0 {
-                let entry = listed.entries.trailing_zeros();
-                let of_row = (row * args.num_topk + entry) as u64 * 4;
-                st_i32(args.tables.slots.0 + of_row, slot as i32);
-                st_u32(args.tables.weights.0 + of_row, weight(&listed, entry));
-                listed.entries &= listed.entries - 1;
-            }
+    let row = listed.row(args);
+    if listed.entries != 0 {
+        st_i32(args.tables.expert_rows.0 + slot as u64 * 4, row as i32);
+        st_i32(args.tables.src_info.0 + slot as u64 * 4, listed.token as i32);
+        while listed.entries != 0 {
+            let entry = listed.entries.trailing_zeros();
+            let of_row = (row * args.num_topk + entry) as u64 * 4;
+            st_i32(args.tables.slots.0 + of_row, slot as i32);
+            st_u32(args.tables.weights.0 + of_row, weight(&listed, entry));
+            listed.entries &= listed.entries - 1;
         }
-        // The others' entries have no block or warp of their own.
-        while expert == 0 && listed.of_others != 0 {
-            let entry = listed.of_others.trailing_zeros();
-            st_i32(args.tables.slots.0 + (row * args.num_topk + entry) as u64 * 4, -1);
-            listed.of_others &= listed.of_others - 1;
-        }
+    }
+    // The others' entries have no block or warp of their own.
+    while expert == 0 && listed.of_others != 0 {
+        let entry = listed.of_others.trailing_zeros();
+        st_i32(args.tables.slots.0 + (row * args.num_topk + entry) as u64 * 4, -1);
+        listed.of_others &= listed.of_others - 1;
     }
 }

@@ -54,9 +54,22 @@ pub use {
     internode::{LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch},
 };
 
-/// Shared memory of a low-latency kernel, in bytes: tokens of each rank; tokens of an expert from
-/// each rank; rows of an expert that each warp has found; four words of the opening.
-pub const LOW_LATENCY_SHARED_BYTES: u32 = (2 * FEW_RANKS as u32 + 32 + 4) * 4;
+shared! {
+    /// Shared memory of a low-latency kernel.
+    struct NodeShared {
+        /// Tokens of each rank.
+        tokens: [u32; FEW_RANKS],
+        /// Tokens of an expert from each rank.
+        of_source: [u32; FEW_RANKS],
+        /// Rows of an expert that each warp has found.
+        of_warp: [u32; 32],
+        /// The words of [`Opened`].
+        opened: [u32; 4],
+    }
+}
+
+/// Shared memory of a low-latency kernel, in bytes.
+pub const LOW_LATENCY_SHARED_BYTES: u32 = NodeShared::BYTES;
 
 /// Shared memory of a dispatch within a node, in bytes: behind the rest, the ranks that the tokens
 /// that leave together go to, and their scales.
@@ -64,65 +77,25 @@ pub fn low_latency_dispatch_shared_bytes(args: &LowLatencyDispatchArgs) -> u32 {
     LOW_LATENCY_SHARED_BYTES + LOW_LATENCY_TOKENS_AT_ONCE * 4 * (1 + args.row_scales())
 }
 
-/// The parts of shared memory, as offsets in the shared window.
-struct Shared {
-    tokens: u32,
-    of_source: u32,
-    of_warp: u32,
-    begun: u32,
-}
-
-impl Shared {
-    #[inline(always)]
-    fn lay_out() -> Shared {
-        let tokens = dynamic_shared();
-        let of_source = tokens + FEW_RANKS as u32 * 4;
-        let of_warp = of_source + FEW_RANKS as u32 * 4;
-        Shared { tokens, of_source, of_warp, begun: of_warp + 32 * 4 }
-    }
-
-    #[inline(always)]
+impl NodeShared {
+    #[device]
     fn scales(&self) -> Scales {
-        Scales { masks: self.tokens + LOW_LATENCY_SHARED_BYTES }
+        Scales { masks: SharedArray::new(self.tokens.at(0) + Self::BYTES) }
     }
 }
 
-/// The tokens of a dispatch that leave together: the ranks that each goes to, as bits, and their
-/// scales `[scales, tokens]`.
+/// The tokens of a dispatch that leave together: the ranks that each goes to, as bits, and behind
+/// those their scales `[scales, tokens]`.
 #[derive(Clone, Copy)]
 struct Scales {
-    masks: u32,
+    masks: SharedArray<u32, { LOW_LATENCY_TOKENS_AT_ONCE as usize }>,
 }
 
 impl Scales {
-    #[inline(always)]
+    /// Where a scale of token `number` is.
+    #[device]
     fn at(self, number: u32, scale: u32) -> u32 {
-        self.masks + (LOW_LATENCY_TOKENS_AT_ONCE * (1 + scale) + number) * 4
-    }
-
-    #[inline(always)]
-    unsafe fn put_mask(self, number: u32, mask: u32) {
-        // SAFETY: the host has sized shared memory for it; a barrier of the team stands between
-        // writers and readers.
-        unsafe { st_shared_u32(self.masks + number * 4, mask) }
-    }
-
-    #[inline(always)]
-    unsafe fn mask(self, number: u32) -> u32 {
-        // SAFETY: as above.
-        unsafe { ld_shared_u32(self.masks + number * 4) }
-    }
-
-    #[inline(always)]
-    unsafe fn put(self, number: u32, scale: u32, value: f32) {
-        // SAFETY: as above.
-        unsafe { st_shared_u32(self.at(number, scale), value.to_bits()) }
-    }
-
-    #[inline(always)]
-    unsafe fn get(self, number: u32, scale: u32) -> f32 {
-        // SAFETY: as above.
-        f32::from_bits(unsafe { ld_shared_u32(self.at(number, scale)) })
+        self.masks.at(LOW_LATENCY_TOKENS_AT_ONCE * (1 + scale) + number)
     }
 }
 
@@ -133,19 +106,19 @@ const ROWS_AT_ONCE: u32 = 4;
 /// Adds a part's share to the word at `word`, behind the block's stores, and returns whether it was
 /// the last part. After the last part, the stores of all other parts are visible. Called behind a
 /// barrier of the block.
-#[inline(always)]
+///
+/// # Safety
+/// The word is live.
+#[device]
 unsafe fn completes(word: u64, part: u32, parts: u32) -> bool {
     // No other block has a part, and the caller's barrier orders this block's own stores.
     if parts == 1 {
         return true;
     }
-    // SAFETY: the caller vouches for the word.
-    unsafe {
-        // `parts >= 1`: callers pass a part of a non-empty set.
-        core::hint::assert_unchecked(parts >= 1);
-        let share = share(part, parts);
-        (atom_acq_rel_gpu_add_u64(word, share) + share).is_multiple_of(QUANTUM)
-    }
+    // `parts >= 1`: callers pass a part of a non-empty set.
+    core::hint::assert_unchecked(parts >= 1);
+    let share = share(part, parts);
+    (atom_acq_rel_gpu_add_u64(word, share) + share).is_multiple_of(QUANTUM)
 }
 
 /// The words of device memory that decide how an operation begins. One thread loads them for its
@@ -164,47 +137,47 @@ struct Opening {
 
 impl Opening {
     /// Loads the words where `is_needed`: in thread 0, and in the warp that publishes the call.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// `local`, the place's turns and its tables are live. Other blocks add to the ticket and the
+    /// turns meanwhile, which makes both loads strong; the quotients do not change before this
+    /// block has added its shares.
+    #[device]
     unsafe fn load<const COMBINE: bool>(args: &LowLatencyArgs, is_needed: bool) -> Opening {
         let mut it = Opening { ticket: 0, turns: 0, answered: 0, left_out: 0, abort: 0, tokens: 0 };
         if is_needed {
-            // SAFETY: `local`, the place's turns and its tables are live. Other blocks add to the
-            // ticket and the turns meanwhile, which makes both loads strong; the quotients do not
-            // change before this block has added its shares.
-            unsafe {
-                it.ticket = ld_relaxed_gpu_u64(args.comm.local.0 + LOCAL_TICKET);
-                it.turns = ld_relaxed_gpu_u64(args.tables.turns.0);
-                it.answered = ld_relaxed_gpu_u64(answered_at(args));
-                it.abort = ld_relaxed_gpu_u32(args.comm.local.0 + LOCAL_ABORT);
-                it.left_out = ld_u32(args.comm.local.0 + LOCAL_LEFT_OUT);
-                if COMBINE {
-                    it.tokens = ld_u32(args.tables.num_tokens.0 + args.comm.rank as u64 * 4);
-                }
+            it.ticket = ld_relaxed_gpu_u64(args.comm.local.0 + LOCAL_TICKET);
+            it.turns = ld_relaxed_gpu_u64(args.tables.turns.0);
+            it.answered = ld_relaxed_gpu_u64(answered_at(args));
+            it.abort = ld_relaxed_gpu_u32(args.comm.local.0 + LOCAL_ABORT);
+            it.left_out = ld_u32(args.comm.local.0 + LOCAL_LEFT_OUT);
+            if COMBINE {
+                it.tokens = ld_u32(args.tables.num_tokens.0 + args.comm.rank as u64 * 4);
             }
         }
         it
     }
 
-    #[inline(always)]
+    #[device]
     fn epoch(&self) -> u64 {
         self.ticket / QUANTUM + 1
     }
 
     /// Dispatches into the place before, modulo 2^32.
-    #[inline(always)]
+    #[device]
     fn dispatches(&self) -> u32 {
         (self.turns / QUANTUM) as u32
     }
 
     /// Whether a combine has answered the last dispatch into the place.
-    #[inline(always)]
+    #[device]
     fn is_answered(&self) -> bool {
         self.dispatches() == self.answered as u32
     }
 
     /// Whether no dispatch came to the place of this combine. Another block of the combine may have
     /// stored its answer already.
-    #[inline(always)]
+    #[device]
     fn is_unpaired(&self) -> bool {
         self.is_answered() & ((self.answered >> 32) as u32 != self.epoch() as u32)
     }
@@ -213,14 +186,14 @@ impl Opening {
     /// wait expired in an operation before sends nothing any more, so that no peer takes its
     /// unfinished work for complete. Nor does a combine that no dispatch has filled the place for,
     /// or one of other tokens than the dispatch: graphs may be replayed in any order.
-    #[inline(always)]
+    #[device]
     fn members<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> u32 {
         if self.abort != 0 { 0 } else { self.told::<COMBINE>(args) }
     }
 
     /// Bits of the ranks that the call is published to: the members, also behind an abort of this
     /// operation by another block.
-    #[inline(always)]
+    #[device]
     fn told<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> u32 {
         let is_wrong = COMBINE & (self.is_unpaired() | (self.tokens != args.num_tokens));
         // A group has ranks, and no more than bits.
@@ -232,96 +205,96 @@ impl Opening {
 /// Begins a block's part of the operation; all threads call it. Thread 0 decides for the block by
 /// `opening`, since a wait may expire meanwhile in another one. `words`: four words of shared
 /// memory.
-#[inline(always)]
-unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening, words: u32) -> Begun {
-    // SAFETY: thread 0 writes the words in front of the barrier, and they are not written again.
-    unsafe {
-        if tid() == 0 {
-            let (epoch, members) = (opening.epoch(), opening.members::<COMBINE>(args));
-            if COMBINE && members == 0 && opening.abort == 0 {
-                let is_unpaired = opening.is_unpaired();
-                let what = if is_unpaired { Wait::LowLatencyUnpaired } else { Wait::LowLatencyTokens };
-                let (needed, seen) = (opening.tokens as u64, args.num_tokens as u64);
-                record(&args.comm, 0, args.comm.rank, epoch, needed, seen, what);
-            }
-            let is_answered = opening.is_answered() as u32;
-            st_shared_v4(words, [epoch as u32, (epoch >> 32) as u32, is_answered, members]);
+///
+/// # Safety
+/// Thread 0 writes the words in front of the barrier, and they are not written again.
+#[device]
+unsafe fn begin<const COMBINE: bool>(
+    args: &LowLatencyArgs,
+    opening: &Opening,
+    words: SharedArray<u32, 4>,
+) -> Opened {
+    if tid() == 0 {
+        let (epoch, members) = (opening.epoch(), opening.members::<COMBINE>(args));
+        if COMBINE && members == 0 && opening.abort == 0 {
+            let is_unpaired = opening.is_unpaired();
+            let what = if is_unpaired { Wait::LowLatencyUnpaired } else { Wait::LowLatencyTokens };
+            let (needed, seen) = (opening.tokens as u64, args.num_tokens as u64);
+            record(&args.comm, 0, args.comm.rank, epoch, needed, seen, what);
         }
-        barrier_sync();
-        Begun { words }
+        let is_answered = opening.is_answered() as u32;
+        st_shared_v4(words.at(0), [epoch as u32, (epoch >> 32) as u32, is_answered, members]);
     }
+    barrier_sync();
+    Opened { words }
 }
 
 /// Address of the place's word for the last answered dispatch, [`LowLatencyTurns::answered`].
-#[inline(always)]
+#[device]
 fn answered_at(args: &LowLatencyArgs) -> u64 {
     args.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64
 }
 
 /// Says that a combine answers the dispatch in its place. Thread 0 of the grid calls it, which has
 /// loaded `opening`.
-#[inline(always)]
+///
+/// # Safety
+/// The place's turns are live. Other blocks of this operation may read the word before or after.
+#[device]
 unsafe fn note_answer(args: &LowLatencyArgs, opening: &Opening) {
-    // SAFETY: the place's turns are live. Other blocks of this operation may read the word before
-    // or after.
-    unsafe {
-        st_relaxed_sys_u64(answered_at(args), opening.epoch() << 32 | opening.dispatches() as u64);
-    }
+    st_relaxed_sys_u64(answered_at(args), opening.epoch() << 32 | opening.dispatches() as u64);
 }
 
 /// The result of [`begin`], the same in all threads of the block. It stays in shared memory,
 /// because registers are scarce.
 #[derive(Clone, Copy)]
-struct Begun {
+struct Opened {
     /// The low and the high half of the epoch, whether the place is answered, and the members.
-    words: u32,
+    words: SharedArray<u32, 4>,
 }
 
-impl Begun {
-    #[inline(always)]
+impl Opened {
+    /// # Safety
+    /// Written in front of a barrier of `begin`, and never again.
+    #[device]
     unsafe fn epoch(&self) -> u64 {
-        // SAFETY: written in front of a barrier of `begin`, and never again.
-        unsafe { (ld_shared_u32(self.words + 4) as u64) << 32 | ld_shared_u32(self.words) as u64 }
+        (self.words.ld(1) as u64) << 32 | self.words.ld(0) as u64
     }
 
     /// Whether a combine had answered the last dispatch into the place.
-    #[inline(always)]
+    #[device]
     unsafe fn is_answered(&self) -> bool {
-        // SAFETY: as above.
-        unsafe { ld_shared_u32(self.words + 8) != 0 }
+        self.words.ld(2) != 0
     }
 
     /// A bit for each rank that is not left out. No rank waits for the others or sends to them.
     /// None where this block takes no part.
-    #[inline(always)]
+    #[device]
     unsafe fn members(&self) -> u32 {
-        // SAFETY: as above.
-        unsafe { ld_shared_u32(self.words + 12) }
+        self.words.ld(3)
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn takes_part(&self) -> bool {
-        // SAFETY: as above.
-        unsafe { self.members() != 0 }
+        self.members() != 0
     }
 
     /// Whether a rank, or any other number, is that of a member.
-    #[inline(always)]
+    #[device]
     unsafe fn has_member(&self, rank: u32) -> bool {
-        // SAFETY: passed on to the caller.
-        rank < MAX_MEMBERS as u32 && unsafe { self.members() } >> rank & 1 != 0
+        rank < MAX_MEMBERS as u32 && self.members() >> rank & 1 != 0
     }
 }
 
 /// Whether this warp publishes the call of the operation: the last one of the last block, since it
 /// has the least else to do.
-#[inline(always)]
+#[device]
 fn publishes_call(args: &LowLatencyArgs) -> bool {
     args.phases & phase::SEND != 0 && ctaid() == nctaid() - 1 && tid() / 32 == last_warp()
 }
 
 /// The last warp of a block.
-#[inline(always)]
+#[device]
 fn last_warp() -> u32 {
     ntid() / 32 - 1
 }
@@ -329,60 +302,59 @@ fn last_warp() -> u32 {
 /// Publishes to every member that this rank has entered the operation, with which call. The warp of
 /// [`publishes_call`] calls it ahead of the block's first barrier, with its own loaded words. So
 /// the fence runs while the loads are in flight.
-#[inline(always)]
+///
+/// # Safety
+/// Pools are mapped; the packet has this rank as its only writer. Fence and store release it,
+/// because it also publishes that the kernels before have ended.
+#[device]
 unsafe fn publish_call<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening) {
-    // SAFETY: pools are mapped; the packet has this rank as its only writer. Fence and store
-    // release it, because it also publishes that the kernels before have ended.
-    unsafe {
-        let (comm, lane, epoch) = (&args.comm, laneid(), opening.epoch());
-        fence_acq_rel_sys();
-        if lane < FEW_RANKS as u32 && opening.told::<COMBINE>(args) >> lane & 1 != 0 {
-            let packet = epoch << 32 | comm.call;
-            st_relaxed_sys_u64(pool_of(comm, lane) + call_offset(comm.rank, epoch), packet);
-        }
+    let (comm, lane, epoch) = (&args.comm, laneid(), opening.epoch());
+    fence_acq_rel_sys();
+    if lane < FEW_RANKS as u32 && opening.told::<COMBINE>(args) >> lane & 1 != 0 {
+        let packet = epoch << 32 | comm.call;
+        st_relaxed_sys_u64(pool_of(comm, lane) + call_offset(comm.rank, epoch), packet);
     }
 }
 
 /// Waits until a rank has entered the operation with the call of this one, and gives its number of
 /// tokens; `None` where the wait expired or the rank came with another call, which is recorded.
-#[inline(always)]
+///
+/// # Safety
+/// Packets are in this rank's own pool.
+#[device]
 unsafe fn wait_call(args: &LowLatencyArgs, rank: u32, epoch: u64) -> Option<u32> {
-    // SAFETY: packets are in this rank's own pool.
-    unsafe {
-        let comm = &args.comm;
-        let packet = pool_of(comm, comm.rank) + call_offset(rank, epoch);
-        let call = wait_packet::<true>(comm, packet, rank, epoch, Wait::LowLatencyEnter)?;
-        if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 {
-            return Some((call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens));
-        }
-        record(comm, 0, rank, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
-        None
+    let comm = &args.comm;
+    let packet = pool_of(comm, comm.rank) + call_offset(rank, epoch);
+    let call = wait_packet::<true>(comm, packet, rank, epoch, Wait::LowLatencyEnter)?;
+    if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 {
+        return Some((call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens));
     }
+    record(comm, 0, rank, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
+    None
 }
 
 /// Waits until every member has entered the operation with the call of this one; false, in all
 /// lanes, when one has not. The whole warp calls it.
-#[inline(always)]
-unsafe fn have_all_entered(args: &LowLatencyArgs, begun: Begun) -> bool {
-    // SAFETY: the caller ensures that all lanes are here.
-    unsafe {
-        let lane = laneid();
-        let is_here = lane >= FEW_RANKS as u32
-            || !begun.has_member(lane)
-            || wait_call(args, lane, begun.epoch()).is_some();
-        let are_here = ballot(!is_here) == 0;
-        trace_by(&args.comm, Phase::Ready, || lane == 0);
-        are_here
-    }
+#[device]
+unsafe fn have_all_entered(args: &LowLatencyArgs, opened: Opened) -> bool {
+    let lane = laneid();
+    let is_here = lane >= FEW_RANKS as u32
+        || !opened.has_member(lane)
+        || wait_call(args, lane, opened.epoch()).is_some();
+    let are_here = ballot(!is_here) == 0;
+    trace_by(&args.comm, Phase::Ready, || lane == 0);
+    are_here
 }
 
 /// The wait that a rank whose rows do not come is late for: its entry into the operation, or
 /// `rows`.
-#[inline(always)]
+///
+/// # Safety
+/// Packets are in this rank's own pool. The packet guards no data, so that its load needs no
+/// acquire.
+#[device]
 unsafe fn late_with(comm: &Comm, rank: u32, epoch: u64, rows: Wait) -> Wait {
-    // SAFETY: packets are in this rank's own pool. The packet guards no data, so that its load
-    // needs no acquire.
-    let seen = unsafe { ld_relaxed_sys_u64(pool_of(comm, comm.rank) + call_offset(rank, epoch)) };
+    let seen = ld_relaxed_sys_u64(pool_of(comm, comm.rank) + call_offset(rank, epoch));
     if (seen >> 32) as u32 == epoch as u32 { rows } else { Wait::LowLatencyEnter }
 }
 
@@ -392,37 +364,40 @@ const ABSENT: u32 = u32::MAX;
 /// Waits until every member has entered the operation with the call of this one, and notes their
 /// numbers of tokens, none of who is left out; all threads of the team call it. False when one has
 /// not: the same in all threads.
-#[inline(always)]
+///
+/// # Safety
+/// Packets are in this rank's own pool; each word of shared memory has one writer, and a barrier
+/// behind it.
+#[device]
 unsafe fn wait_calls<const BARRIER: u32>(
     args: &LowLatencyArgs,
     team: Team<BARRIER>,
-    shared: &Shared,
-    begun: &Begun,
+    shared: &NodeShared,
+    opened: &Opened,
 ) -> bool {
-    // SAFETY: packets are in this rank's own pool; each word of shared memory has one writer, and a
-    // barrier behind it.
-    unsafe {
-        let (comm, epoch) = (&args.comm, begun.epoch());
-        let thread = tid();
-        if thread < FEW_RANKS as u32 {
-            let mut tokens = 0;
-            if begun.has_member(thread) {
-                tokens = wait_call(args, thread, epoch).unwrap_or(ABSENT);
-            }
-            st_shared_u32(shared.tokens + thread * 4, tokens);
+    let (comm, epoch) = (&args.comm, opened.epoch());
+    let thread = tid();
+    if thread < FEW_RANKS as u32 {
+        let mut tokens = 0;
+        if opened.has_member(thread) {
+            tokens = wait_call(args, thread, epoch).unwrap_or(ABSENT);
         }
-        team.sync();
-        trace(comm, Phase::Ready);
-        let mut are_here = begun.takes_part();
-        unroll8!(RANK => { are_here &= ld_shared_u32(shared.tokens + RANK as u32 * 4) != ABSENT });
-        are_here
+        shared.tokens().st(thread, tokens);
     }
+    team.sync();
+    trace(comm, Phase::Ready);
+    let mut are_here = opened.takes_part();
+    unroll!(8, RANK => { are_here &= shared.tokens().ld(RANK as u32) != ABSENT });
+    are_here
 }
 
 /// Waits for the packet at `packet` in the own pool; `None` when the wait expired. `ACQUIRE`:
 /// whether the stores before the packet's release are visible after the wait. A packet's own data
 /// needs no acquire, and relaxed loads are many times cheaper.
-#[inline(always)]
+///
+/// # Safety
+/// The address is live.
+#[device]
 unsafe fn wait_packet<const ACQUIRE: bool>(
     comm: &Comm,
     packet: u64,
@@ -430,90 +405,88 @@ unsafe fn wait_packet<const ACQUIRE: bool>(
     epoch: u64,
     what: Wait,
 ) -> Option<u32> {
-    // SAFETY: the caller vouches for the address.
-    unsafe {
-        let mut deadline = Deadline::start();
-        loop {
-            let seen = if ACQUIRE { ld_acquire_sys_u64(packet) } else { ld_relaxed_sys_u64(packet) };
-            if (seen >> 32) as u32 == epoch as u32 {
-                return Some(seen as u32);
-            }
-            if deadline.expired(comm) {
-                record(comm, deadline.waited, peer, epoch, epoch, seen >> 32, what);
-                return None;
-            }
+    let mut deadline = Deadline::start();
+    loop {
+        let seen = if ACQUIRE { ld_acquire_sys_u64(packet) } else { ld_relaxed_sys_u64(packet) };
+        if (seen >> 32) as u32 == epoch as u32 {
+            return Some(seen as u32);
+        }
+        if deadline.expired(comm) {
+            record(comm, deadline.waited, peer, epoch, epoch, seen >> 32, what);
+            return None;
         }
     }
 }
 
 /// The same of a packet that `seen` was loaded from before, without acquiring.
-#[inline(always)]
+///
+/// # Safety
+/// The address is live.
+#[device]
 unsafe fn packet_seen(comm: &Comm, packet: u64, seen: u64, peer: u32, epoch: u64, what: Wait) -> Option<u32> {
     if (seen >> 32) as u32 == epoch as u32 {
         return Some(seen as u32);
     }
-    // SAFETY: the caller vouches for the address.
-    unsafe { wait_packet::<false>(comm, packet, peer, epoch, what) }
+    wait_packet::<false>(comm, packet, peer, epoch, what)
 }
 
 /// Publishes this rank's entry into a dispatch and waits for the entry of all members. The place
 /// may still be in use. One warp of a block calls it, each block before it sends.
-#[inline(always)]
-unsafe fn wait_ready(comm: &Comm, begun: &Begun) -> bool {
-    // SAFETY: pools are mapped; the word at a peer has this rank as its only writer, whichever
-    // block stores it.
-    unsafe {
-        let (lane, epoch) = (laneid(), begun.epoch());
-        let mut ready = true;
-        if begun.has_member(lane) {
-            if ctaid() == 0 {
-                st_release_sys_u64(pool_of(comm, lane) + ready_offset(comm.rank), epoch);
-            }
-            let pool = pool_of(comm, comm.rank);
-            let is_in_other_call = || is_other_call(comm, pool + call_offset(lane, epoch), lane, epoch);
-            let word = pool + ready_offset(lane);
-            let what = Wait::LowLatencyReady;
-            ready = wait_at_least_unless(comm, word, epoch, lane, epoch, what, is_in_other_call);
+///
+/// # Safety
+/// Pools are mapped; the word at a peer has this rank as its only writer, whichever block stores
+/// it.
+#[device]
+unsafe fn wait_node_members_ready(comm: &Comm, opened: &Opened) -> bool {
+    let (lane, epoch) = (laneid(), opened.epoch());
+    let mut ready = true;
+    if opened.has_member(lane) {
+        if ctaid() == 0 {
+            st_release_sys_u64(pool_of(comm, lane) + ready_offset(comm.rank), epoch);
         }
-        ballot(!ready) == 0
+        let pool = pool_of(comm, comm.rank);
+        let is_in_other_call = || is_other_call(comm, pool + call_offset(lane, epoch), lane, epoch);
+        let word = pool + ready_offset(lane);
+        let what = Wait::LowLatencyReady;
+        ready = wait_at_least_unless(comm, word, epoch, lane, epoch, what, is_in_other_call);
     }
+    ballot(!ready) == 0
 }
 
 /// Whether the packet at `packet` shows rank `peer` in the operation `epoch` with another call.
 /// Another call is recorded.
-#[inline(always)]
+///
+/// # Safety
+/// The address is live. The packet guards no data, so that its load needs no acquire.
+#[device]
 unsafe fn is_other_call(comm: &Comm, packet: u64, peer: u32, epoch: u64) -> bool {
-    // SAFETY: the caller vouches for the address. The packet guards no data, so that its load needs
-    // no acquire.
-    unsafe {
-        let seen = ld_relaxed_sys_u64(packet);
-        let differs = (seen ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
-        let is_other = (seen >> 32) as u32 == epoch as u32 && differs;
-        if is_other {
-            let theirs = seen as u32 as u64;
-            record(comm, 0, peer, epoch, comm.call, theirs, Wait::LowLatencyOtherCall);
-        }
-        is_other
+    let seen = ld_relaxed_sys_u64(packet);
+    let differs = (seen ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
+    let is_other = (seen >> 32) as u32 == epoch as u32 && differs;
+    if is_other {
+        let theirs = seen as u32 as u64;
+        record(comm, 0, peer, epoch, comm.call, theirs, Wait::LowLatencyOtherCall);
     }
+    is_other
 }
 
 /// Whether a rank with so many tokens gets its rows back as packets. Then no block waits for stores
 /// to arrive before it publishes them: the packets are the rows.
-#[inline(always)]
+#[device]
 fn in_packets(args: &LowLatencyArgs, tokens: u32) -> bool {
     tokens <= args.packet_tokens
 }
 
 /// The offset `at`, or that of the row's start where the row ends before it: a lane loads something
 /// there that it does not use.
-#[inline(always)]
+#[device]
 fn inside(at: u32, row_bytes: u32) -> u32 {
     if at < row_bytes { at } else { 0 }
 }
 
 /// Blocks that send pieces: not the last one, if there are others, since it publishes the call
 /// ([`publishes_call`]). The fence of that holds back what its block stores, for a microsecond.
-#[inline(always)]
+#[device]
 fn sending_blocks() -> u32 {
     (nctaid() - 1).max(1)
 }
@@ -529,19 +502,19 @@ struct Piece {
 impl Piece {
     /// The first piece that the warp sends, `u32::MAX` where it sends none. The warps' pieces
     /// follow each other on different multiprocessors.
-    #[inline(always)]
+    #[device]
     fn first_to_send() -> u32 {
         if ctaid() < sending_blocks() { tid() / 32 * sending_blocks() + ctaid() } else { u32::MAX }
     }
 
     /// The first piece that the warp receives: from the last block on, since the first ones send.
-    #[inline(always)]
+    #[device]
     fn first_to_receive() -> u32 {
         tid() / 32 * nctaid() + nctaid() - 1 - ctaid()
     }
 
     /// Piece number `number` of those of `ranks` ranks' tokens, all ranks' first tokens first.
-    #[inline(always)]
+    #[device]
     fn of(number: u32, row_bytes: u32, ranks: u32) -> Piece {
         let pieces = pieces_of(row_bytes);
         // SAFETY: a row has bytes, and a group ranks: the kernels' contracts.
@@ -552,14 +525,14 @@ impl Piece {
 
     /// Where the lane's vector `vector`, 0 to 2, begins in the row, in bytes: behind its end where
     /// there is none.
-    #[inline(always)]
+    #[device]
     fn at(&self, vector: u32) -> u32 {
         self.index * PIECE_BYTES + (vector * 32 + laneid()) * 16
     }
 
     /// Offset of its packets, in bytes from the start of an array
     /// `[num_ranks * packet_tokens, pieces]`.
-    #[inline(always)]
+    #[device]
     fn offset(&self, args: &LowLatencyArgs, row_bytes: u32, rank: u32) -> u64 {
         let row = rank * args.packet_tokens + self.token;
         (row * pieces_of(row_bytes) + self.index) as u64 * PIECE_PACKET_BYTES as u64
@@ -567,65 +540,64 @@ impl Piece {
 }
 
 /// Stores a lane's packets of the piece at `at`.
-#[inline(always)]
+///
+/// # Safety
+/// The address is live.
+#[device]
 unsafe fn send_packets(at: u64, vectors: &[[u32; 4]; 3], epoch: u64) {
-    // SAFETY: the caller vouches for the address.
-    unsafe {
-        let (at, [a, b, c], epoch) = (at + laneid() as u64 * 16, vectors, epoch as u32);
-        st_relaxed_sys_b128(at, [a[0], a[1], a[2], epoch]);
-        st_relaxed_sys_b128(at + 512, [b[0], b[1], b[2], epoch]);
-        st_relaxed_sys_b128(at + 1024, [c[0], c[1], c[2], epoch]);
-        st_relaxed_sys_b128(at + 1536, [a[3], b[3], c[3], epoch]);
-    }
+    let (at, [a, b, c], epoch) = (at + laneid() as u64 * 16, vectors, epoch as u32);
+    st_relaxed_sys_b128(at, [a[0], a[1], a[2], epoch]);
+    st_relaxed_sys_b128(at + 512, [b[0], b[1], b[2], epoch]);
+    st_relaxed_sys_b128(at + 1024, [c[0], c[1], c[2], epoch]);
+    st_relaxed_sys_b128(at + 1536, [a[3], b[3], c[3], epoch]);
 }
 
 /// A lane's packets of the piece at `at`, as far as they are there.
-#[inline(always)]
+///
+/// # Safety
+/// The address is live.
+#[device]
 unsafe fn load_packets(at: u64) -> [[u32; 4]; 4] {
-    // SAFETY: the caller vouches for the address.
-    unsafe {
-        let at = at + laneid() as u64 * 16;
-        [
-            ld_relaxed_sys_b128(at),
-            ld_relaxed_sys_b128(at + 512),
-            ld_relaxed_sys_b128(at + 1024),
-            ld_relaxed_sys_b128(at + 1536),
-        ]
-    }
+    let at = at + laneid() as u64 * 16;
+    [
+        ld_relaxed_sys_b128(at),
+        ld_relaxed_sys_b128(at + 512),
+        ld_relaxed_sys_b128(at + 1024),
+        ld_relaxed_sys_b128(at + 1536),
+    ]
 }
 
 /// Whether a packet of the piece that `packets` are of has not come. The whole warp calls it.
-#[inline(always)]
+#[device]
 unsafe fn is_piece_late([a, b, c, d]: [[u32; 4]; 4], epoch: u32) -> bool {
     let late = (a[3] ^ epoch) | (b[3] ^ epoch) | (c[3] ^ epoch) | (d[3] ^ epoch);
-    // SAFETY: the caller ensures that all lanes are here.
-    unsafe { ballot(late != 0) != 0 }
+    ballot(late != 0) != 0
 }
 
 /// Waits until all packets of the piece at `at` are there, of which `seen` was loaded before, and
 /// gives the lane's vectors; in all lanes the ns that it waited when the wait expired, which the
 /// caller records. The whole warp calls it.
-#[inline(always)]
-unsafe fn wait_packets(comm: &Comm, at: u64, seen: [[u32; 4]; 4], epoch: u32) -> Result<[[u32; 4]; 3], u64> {
-    // SAFETY: the caller vouches for the address.
-    unsafe {
-        let (mut packets, mut deadline) = (seen, Deadline::start());
-        loop {
-            let [a, b, c, d] = packets;
-            if !is_piece_late(packets, epoch) {
-                return Ok([[a[0], a[1], a[2], d[0]], [b[0], b[1], b[2], d[1]], [c[0], c[1], c[2], d[2]]]);
-            }
-            if ballot(deadline.expired(comm)) != 0 {
-                return Err(deadline.waited);
-            }
-            packets = load_packets(at);
+///
+/// # Safety
+/// The address is live.
+#[device]
+unsafe fn wait_piece(comm: &Comm, at: u64, seen: [[u32; 4]; 4], epoch: u32) -> Result<[[u32; 4]; 3], u64> {
+    let (mut packets, mut deadline) = (seen, Deadline::start());
+    loop {
+        let [a, b, c, d] = packets;
+        if !is_piece_late(packets, epoch) {
+            return Ok([[a[0], a[1], a[2], d[0]], [b[0], b[1], b[2], d[1]], [c[0], c[1], c[2], d[2]]]);
         }
+        if ballot(deadline.expired(comm)) != 0 {
+            return Err(deadline.waited);
+        }
+        packets = load_packets(at);
     }
 }
 
 /// Lets the next kernel of the stream launch while this one waits, where it has few tokens. With
 /// more tokens that does not pay: 128 take 0.4 us longer.
-#[inline(always)]
+#[device]
 fn let_next_launch(args: &LowLatencyArgs) {
     if in_packets(args, args.num_tokens) {
         griddepcontrol_launch_dependents();
@@ -633,55 +605,55 @@ fn let_next_launch(args: &LowLatencyArgs) {
 }
 
 /// Ends a block's part of the operation; all threads call it.
-#[inline(always)]
+///
+/// # Safety
+/// All threads are here.
+#[device]
 unsafe fn finish(comm: &Comm) {
-    // SAFETY: the caller ensures that all threads are here.
-    unsafe {
-        barrier_sync();
-        add_share(comm);
-    }
+    barrier_sync();
+    add_share(comm);
 }
 
 /// Adds the block's share to the ticket. All threads call it, behind a barrier with which the
 /// block's part of the operation ends.
-#[inline(always)]
+///
+/// # Safety
+/// `local` is live. The end of the kernel publishes the ticket to the next one.
+#[device]
 unsafe fn add_share(comm: &Comm) {
-    // SAFETY: `local` is live. The end of the kernel publishes the ticket to the next one.
-    unsafe {
-        trace(comm, Phase::Done);
-        if tid_now() == 0 {
-            red_relaxed_gpu_add_u64(comm.local.0 + LOCAL_TICKET, share(ctaid(), nctaid()));
-        }
+    trace(comm, Phase::Done);
+    if tid_now() == 0 {
+        red_relaxed_gpu_add_u64(comm.local.0 + LOCAL_TICKET, share(ctaid(), nctaid()));
     }
 }
 
 /// Tokens of chunk `chunk` of a rank with `num_tokens` tokens.
-#[inline(always)]
+#[device]
 fn tokens_in_chunk(args: &LowLatencyArgs, num_tokens: u32, chunk: u32) -> u32 {
     (num_tokens - chunk * args.chunk_tokens).min(args.chunk_tokens)
 }
 
 /// Chunks of a rank with `num_tokens` tokens.
-#[inline(always)]
+#[device]
 fn chunks_of(args: &LowLatencyArgs, num_tokens: u32) -> u32 {
     num_tokens.div_ceil(args.chunk_tokens)
 }
 
 /// Offset of a chunk's word of rank `rank`, in bytes from the start of an array
 /// `[FEW_RANKS, chunks]`.
-#[inline(always)]
+#[device]
 fn chunk_offset(args: &LowLatencyArgs, rank: u32, chunk: u32) -> u64 {
     (rank * chunks_of(args, args.max_tokens) + chunk) as u64 * 8
 }
 
 /// Packets with the expert ids of a token.
-#[inline(always)]
+#[device]
 fn id_packets(args: &LowLatencyArgs) -> u32 {
     args.num_topk.div_ceil(2)
 }
 
 /// Offset of a row's first packet of ids, in bytes from the start of a place's.
-#[inline(always)]
+#[device]
 fn ids_offset(args: &LowLatencyArgs, row: u32) -> u64 {
     (row * id_packets(args)) as u64 * 8
 }

@@ -1,5 +1,6 @@
 //! Some of a block's warps, which meet without the others.
 
+use crate::layout::FEW_RANKS;
 use crate::simt::*;
 
 /// Warps of a block that follow each other: the first thread of the first one, and the number of
@@ -11,7 +12,7 @@ pub(super) struct Team<const BARRIER: u32> {
 }
 
 impl Team<0> {
-    #[inline(always)]
+    #[device]
     pub(super) fn block() -> Self {
         Team { first: 0, threads: ntid() }
     }
@@ -19,25 +20,25 @@ impl Team<0> {
 
 impl<const BARRIER: u32> Team<BARRIER> {
     /// Whether this thread's warp is one of the team.
-    #[inline(always)]
+    #[device]
     pub(super) fn has_this_warp(&self) -> bool {
         (tid() / 32).wrapping_sub(self.first / 32) < self.threads / 32
     }
 
     /// The number of this thread in the team.
-    #[inline(always)]
+    #[device]
     pub(super) fn thread(&self) -> u32 {
         tid() - self.first
     }
 
     /// The number of this thread's warp in the team.
-    #[inline(always)]
+    #[device]
     pub(super) fn warp(&self) -> u32 {
         tid() / 32 - self.first / 32
     }
 
     /// Warps of the team.
-    #[inline(always)]
+    #[device]
     pub(super) fn warps(&self) -> u32 {
         self.threads / 32
     }
@@ -47,32 +48,32 @@ impl<const BARRIER: u32> Team<BARRIER> {
     /// them, so that no word is written before all have read it.
     ///
     /// Words, since no barrier takes the vote of some of a block's warps (docs/KERNELS.md).
-    #[inline(always)]
-    pub(super) unsafe fn any(&self, is: bool, words: u32, vote: u32) -> bool {
-        // SAFETY: the caller ensures that the whole team calls it.
-        unsafe {
-            if BARRIER == 0 {
-                return barrier_any(is);
-            }
-            let word = words + (vote & 1) * 4;
-            if is {
-                red_relaxed_cta_shared_add_u32(word, 1);
-            }
-            self.sync();
-            ld_shared_u32(word) != 0
+    ///
+    /// # Safety
+    /// The whole team calls it.
+    #[device]
+    pub(super) unsafe fn any(&self, is: bool, words: SharedArray<u32, FEW_RANKS>, vote: u32) -> bool {
+        if BARRIER == 0 {
+            return barrier_any(is);
         }
+        let word = words.at(vote & 1);
+        if is {
+            red_relaxed_cta_shared_add_u32(word, 1);
+        }
+        self.sync();
+        ld_shared_u32(word) != 0
     }
 
     /// Waits for the whole team.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The whole team calls it.
+    #[device]
     pub(super) unsafe fn sync(&self) {
-        // SAFETY: the caller ensures that the whole team calls it.
-        unsafe {
-            if BARRIER == 0 {
-                barrier_sync();
-            } else {
-                barrier_sync_part::<BARRIER>(self.threads);
-            }
+        if BARRIER == 0 {
+            barrier_sync();
+        } else {
+            barrier_sync_part::<BARRIER>(self.threads);
         }
     }
 }

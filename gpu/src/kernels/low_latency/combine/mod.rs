@@ -9,16 +9,14 @@
 //! nothing. Each sum has one block, or one warp for each piece. Collectives stand where all lanes
 //! of a warp arrive.
 
-use epoxide_macros::kernel;
-
 use super::super::epoch::{Phase, trace};
 use super::super::progress::Progress;
 use super::fp8::from_bf16;
 use super::team::Team;
 use super::{
-    Opening, Piece, Shared, add_share, begin, let_next_launch, note_answer, publish_call, publishes_call,
+    NodeShared, Opening, Piece, add_share, begin, let_next_launch, note_answer, publish_call, publishes_call,
 };
-use crate::layout::{FEW_RANKS, LowLatencyCombineArgs, MAX_TOPK, Quantise, SCALE_BLOCK, phase};
+use crate::layout::{FEW_RANKS, LowLatencyArgs, LowLatencyCombineArgs, Quantise, SCALE_BLOCK, phase};
 use crate::simt::*;
 
 mod pooled;
@@ -29,22 +27,15 @@ mod send;
 pub use self::pooled::LowLatencyCombinePooled;
 pub(super) use self::receive::spoil_rows;
 use self::receive::{first_ranks, receive, spoil};
-pub(super) use self::send::{Ahead, return_row};
-use self::send::{Most, publish_rows, return_pieces, send};
+use self::send::{ReturnCounts, publish_rows, return_pieces, send};
+pub(super) use self::send::{RowAhead, return_row};
 
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 4, registers = 128, dependent,
+    threads = 512, barriers = 4, registers = 128, dependent,
     requires(
-        args.common.comm.num_ranks >= 1,
+        ..LowLatencyArgs(args.common),
         args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.common.num_topk >= 1,
-        args.common.num_topk <= MAX_TOPK,
-        args.common.local_experts >= 1,
-        args.common.chunk_tokens >= 1,
-        args.common.num_tokens <= args.common.max_tokens,
-        args.row_bytes.is_multiple_of(16),
-        args.x_stride.is_multiple_of(16),
         args.quantise == Quantise::Not as u32,
     )
 )]
@@ -54,17 +45,11 @@ pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
 
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyCombineBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 4, registers = 128, dependent,
+    threads = 512, barriers = 4, registers = 128, dependent,
     requires(
-        args.common.comm.num_ranks >= 1,
+        ..LowLatencyArgs(args.common),
         args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.common.num_topk >= 1,
-        args.common.num_topk <= MAX_TOPK,
-        args.common.local_experts >= 1,
-        args.common.chunk_tokens >= 1,
-        args.common.num_tokens <= args.common.max_tokens,
         args.row_bytes.is_multiple_of(SCALE_BLOCK),
-        args.x_stride.is_multiple_of(16),
         args.quantise != Quantise::Not as u32,
     )
 )]
@@ -76,20 +61,13 @@ pub unsafe fn low_latency_combine_fp8(args: LowLatencyCombineArgs) {
 /// in one. Some warps return the rows of other ranks while the others sum, which pays where blocks
 /// have several tokens. This rank's own rows are summed from where the experts left them.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 3, registers = 128, dependent,
+    threads = 512, barriers = 3, registers = 128, dependent,
     block = (RETURNING_WARPS + 1 + SUMMING_WARPS) * 32, shared = super::LOW_LATENCY_SHARED_BYTES,
     requires(
-        args.common.comm.num_ranks >= 1,
+        ..LowLatencyArgs(args.common),
         args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.common.num_topk >= 1,
-        args.common.num_topk <= MAX_TOPK,
-        args.common.local_experts >= 1,
-        args.common.chunk_tokens >= 1,
-        args.common.num_tokens <= args.common.max_tokens,
         args.common.num_tokens > args.common.packet_tokens,
         args.common.phases == phase::SEND | phase::RECEIVE,
-        args.row_bytes.is_multiple_of(16),
-        args.x_stride.is_multiple_of(16),
         args.quantise == Quantise::Not as u32,
         args.by_expert == 0,
     )
@@ -100,68 +78,65 @@ pub unsafe fn low_latency_combine_summed(args: LowLatencyCombineArgs) {
 
 /// `FP8`: whether rows return as e4m3. `SUMMED`: whether they are summed over experts already, and
 /// warps return rows while others sum.
-#[inline(always)]
+#[device]
 unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineArgs) {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let comm = &args.common.comm;
-        let shared = Shared::lay_out();
-        let sends = args.common.phases & phase::SEND != 0;
-        trace(comm, Phase::Enter);
-        let receives = args.common.phases & phase::RECEIVE != 0;
-        let publishes = publishes_call(&args.common);
-        let opening = Opening::load::<true>(&args.common, tid() == 0 || publishes);
-        let first = Ahead::of::<SUMMED>(args, ctaid(), sends);
-        let first_piece = Ahead::of_piece(args, Piece::first_to_send(), sends);
-        let most = if sends { Most::of(args) } else { Most { words: 0, packets: 0 } };
-        let ranks = first_ranks(args, receives);
-        if publishes {
-            publish_call::<true>(&args.common, &opening);
+    let comm = &args.common.comm;
+    let shared = NodeShared::dynamic();
+    let sends = args.common.phases & phase::SEND != 0;
+    trace(comm, Phase::Enter);
+    let receives = args.common.phases & phase::RECEIVE != 0;
+    let publishes = publishes_call(&args.common);
+    let opening = Opening::load::<true>(&args.common, tid() == 0 || publishes);
+    let first = RowAhead::of::<SUMMED>(args, ctaid(), sends);
+    let first_piece = RowAhead::of_piece(args, Piece::first_to_send(), sends);
+    let most = if sends { ReturnCounts::of(args) } else { ReturnCounts { words: 0, packets: 0 } };
+    let ranks = first_ranks(args, receives);
+    if publishes {
+        publish_call::<true>(&args.common, &opening);
+    }
+    if laneid() == 0 {
+        shared.of_warp().st(tid() / 32, ranks);
+    }
+    let mut progress = None;
+    if SUMMED {
+        // Its words are those of `shared.tokens`, which a combine has no other use for.
+        progress = Some(Progress::new(0, RETURNING_WARPS));
+        if tid() < 2 {
+            shared.of_source().st(tid(), 0);
         }
-        if laneid() == 0 {
-            st_shared_u32(shared.of_warp + tid() / 32 * 4, ranks);
+    }
+    let opened = begin::<true>(&args.common, &opening, shared.opened());
+    if sends && opened.takes_part() {
+        if ctaid() == 0 && tid() == 0 {
+            note_answer(&args.common, &opening);
         }
-        let mut progress = None;
-        if SUMMED {
-            // Its words are those of `shared.tokens`, which a combine has no other use for.
-            progress = Some(Progress::new(0, RETURNING_WARPS));
-            if tid() < 2 {
-                st_shared_u32(shared.of_source + tid() * 4, 0);
-            }
-        }
-        let begun = begin::<true>(&args.common, &opening, shared.begun);
-        if sends && begun.takes_part() {
-            if ctaid() == 0 && tid() == 0 {
-                note_answer(&args.common, &opening);
-            }
-            return_pieces::<FP8>(args, most.packets, first_piece, begun.epoch());
-            match &progress {
-                None => send::<FP8, SUMMED, 0>(args, Team::block(), &begun, most.words, first, None),
-                Some(progress) => {
-                    if RETURNING.has_this_warp() {
-                        send::<FP8, SUMMED, 1>(args, RETURNING, &begun, most.words, first, Some(progress));
-                    } else if tid() / 32 == RETURNING_WARPS {
-                        publish_rows(args, &begun, most.words, progress);
-                    }
+        return_pieces::<FP8>(args, most.packets, first_piece, opened.epoch());
+        match &progress {
+            None => send::<FP8, SUMMED, 0>(args, Team::block(), &opened, most.words, first, None),
+            Some(progress) => {
+                if RETURNING.has_this_warp() {
+                    send::<FP8, SUMMED, 1>(args, RETURNING, &opened, most.words, first, Some(progress));
+                } else if tid() / 32 == RETURNING_WARPS {
+                    publish_rows(args, &opened, most.words, progress);
                 }
             }
-            trace(comm, Phase::Moved);
         }
-        let_next_launch(&args.common);
-        if receives {
-            // The operation must not end before all members have entered it: the place's next
-            // dispatch overwrites what they read before that. Sums need not wait for it.
-            let mut is_given_up = !begun.takes_part();
-            if !is_given_up && !SUMMED {
-                is_given_up = receive::<FP8, false, 0>(args, Team::block(), &shared, begun);
-            } else if !is_given_up && SUMMING.has_this_warp() {
-                is_given_up = receive::<FP8, true, 2>(args, SUMMING, &shared, begun);
-            }
-            if barrier_any(is_given_up) {
-                spoil::<FP8>(args);
-            }
-            add_share(comm);
+        trace(comm, Phase::Moved);
+    }
+    let_next_launch(&args.common);
+    if receives {
+        // The operation must not end before all members have entered it: the place's next
+        // dispatch overwrites what they read before that. Sums need not wait for it.
+        let mut is_given_up = !opened.takes_part();
+        if !is_given_up && !SUMMED {
+            is_given_up = receive::<FP8, false, 0>(args, Team::block(), &shared, opened);
+        } else if !is_given_up && SUMMING.has_this_warp() {
+            is_given_up = receive::<FP8, true, 2>(args, SUMMING, &shared, opened);
         }
+        if barrier_any(is_given_up) {
+            spoil::<FP8>(args);
+        }
+        add_share(comm);
     }
 }
 
@@ -174,7 +149,7 @@ const RETURNING: Team<1> = Team { first: 0, threads: RETURNING_WARPS * 32 };
 const SUMMING: Team<2> = Team { first: (RETURNING_WARPS + 1) * 32, threads: SUMMING_WARPS * 32 };
 
 /// Bytes of a BF16 row, as experts made it and as it is summed.
-#[inline(always)]
+#[device]
 pub(super) fn bf16_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
     if FP8 { args.row_bytes * 2 } else { args.row_bytes }
 }
@@ -182,27 +157,24 @@ pub(super) fn bf16_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
 /// Adds to `sums` the vectors at the bytes `at` of several rows: those whose numbers are the bits
 /// `left`, in their order, up to `MOST` of them at a time. `row` gives a row's address and its
 /// weight.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn add_rows<const MOST: usize, const V: usize>(
     mut left: u32,
     at: &[u32; V],
     sums: &mut [[f32; 8]; V],
     row: impl Fn(u32) -> (u64, f32),
 ) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        while MOST >= 4 && left.count_ones() >= 4 {
-            add_some::<4, V>(&mut left, at, sums, &row);
-        }
-        while MOST >= 3 && left.count_ones() >= 3 {
-            add_some::<3, V>(&mut left, at, sums, &row);
-        }
-        while left.count_ones() >= 2 {
-            add_some::<2, V>(&mut left, at, sums, &row);
-        }
-        if left != 0 {
-            add_some::<1, V>(&mut left, at, sums, &row);
-        }
+    while MOST >= 4 && left.count_ones() >= 4 {
+        add_some::<4, V>(&mut left, at, sums, &row);
+    }
+    while MOST >= 3 && left.count_ones() >= 3 {
+        add_some::<3, V>(&mut left, at, sums, &row);
+    }
+    while left.count_ones() >= 2 {
+        add_some::<2, V>(&mut left, at, sums, &row);
+    }
+    if left != 0 {
+        add_some::<1, V>(&mut left, at, sums, &row);
     }
 }
 
@@ -211,50 +183,39 @@ pub(super) unsafe fn add_rows<const MOST: usize, const V: usize>(
 /// The loads have no condition, so that they are in flight together. ptxas gives loads under a
 /// condition the same registers and moves each value on, so that each load waits for the one
 /// before.
-#[inline(always)]
+#[device]
 unsafe fn add_some<const N: usize, const V: usize>(
     left: &mut u32,
     at: &[u32; V],
     sums: &mut [[f32; 8]; V],
     row: &impl Fn(u32) -> (u64, f32),
 ) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (mut vectors, mut weights) = ([[[0; 4]; V]; N], [0.0; N]);
-        let mut of = 0;
-        while of < N {
-            let (from, weight) = row(left.trailing_zeros() & 31);
-            *left &= left.wrapping_sub(1);
-            weights[of] = weight;
-            let mut vector = 0;
-            while vector < V {
-                vectors[of][vector] = ld_stream_v4(from + at[vector] as u64);
-                vector += 1;
-            }
-            of += 1;
-        }
-        of = 0;
-        while of < N {
-            let mut vector = 0;
-            while vector < V {
-                add(&mut sums[vector], from_bf16(vectors[of][vector]), weights[of]);
-                vector += 1;
-            }
-            of += 1;
-        }
-    }
+    let (mut vectors, mut weights) = ([[[0; 4]; V]; N], [0.0; N]);
+    stride!(of in 0..N => {
+        let (from, weight) = row(left.trailing_zeros() & 31);
+        *left &= left.wrapping_sub(1);
+        weights[of] = weight;
+        stride!(vector in 0..V => {
+            vectors[of][vector] = ld_stream_v4(from + at[vector] as u64);
+        });
+    });
+    stride!(of in 0..N => {
+        stride!(vector in 0..V => {
+            add(&mut sums[vector], from_bf16(vectors[of][vector]), weights[of]);
+        });
+    });
 }
 
 /// Adds eight numbers, `weight` times.
-#[inline(always)]
+#[device]
 pub(super) fn add(sum: &mut [f32; 8], numbers: [f32; 8], weight: f32) {
-    unroll8!(J => { sum[J] += numbers[J] * weight });
+    unroll!(8, J => { sum[J] += numbers[J] * weight });
 }
 
 /// Eight sums as BF16.
-#[inline(always)]
+#[device]
 pub(super) fn round(sum: &[f32; 8]) -> [u32; 4] {
     let mut vector = [0; 4];
-    unroll4!(J => { vector[J] = pack_bf16x2(sum[2 * J], sum[2 * J + 1]) });
+    unroll!(4, J => { vector[J] = pack_bf16x2(sum[2 * J], sum[2 * J + 1]) });
     vector
 }

@@ -8,38 +8,32 @@
 //! ([`has_one_given_up`]). A piece of a sum has one warp. Collectives stand where all lanes of a warp
 //! arrive: the numbers and masks of pieces are the same in all lanes.
 
-use epoxide_macros::kernel;
-
 use super::super::super::epoch::{Phase, pool_of, record, trace};
 use super::super::{
-    Begun, Opening, Piece, Shared, add_share, begin, have_all_entered, inside, last_warp, let_next_launch,
-    note_answer, publish_call, publishes_call,
+    NodeShared, Opened, Opening, Piece, add_share, begin, have_all_entered, inside, last_warp,
+    let_next_launch, note_answer, publish_call, publishes_call,
 };
 use super::receive::{ranks_of, spoil_pieces};
 use super::{add_rows, round};
 use crate::layout::{
-    Comm, FEW_RANKS, GATHER_NS, LowLatencyCombineArgs, MAX_TOPK, Quantise, Wait, gave_up_offset, phase,
+    Comm, FEW_RANKS, GATHER_NS, LowLatencyArgs, LowLatencyCombineArgs, Quantise, Wait, gave_up_offset, phase,
     pieces_of, row_stride,
 };
 use crate::simt::*;
 
 /// Sums the BF16 rows of every rank's pool, which are weighted and summed over experts already.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 3, registers = 128, dependent,
+    threads = 512, barriers = 3, registers = 128, dependent,
     requires(
-        args.common.comm.num_ranks >= 1,
+        ..LowLatencyArgs(args.common),
         args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.common.num_topk >= 1,
-        args.common.num_topk <= MAX_TOPK,
-        args.common.num_tokens <= args.common.max_tokens,
-        args.row_bytes.is_multiple_of(16),
         args.quantise == Quantise::Not as u32,
         args.by_expert == 0,
     )
 )]
 pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
     let (common, comm) = (&args.common, &args.common.comm);
-    let shared = Shared::lay_out();
+    let shared = NodeShared::dynamic();
     trace(comm, Phase::Enter);
     let publishes = publishes_call(common);
     let opening = Opening::load::<true>(common, tid() == 0 || publishes);
@@ -48,19 +42,19 @@ pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
     if publishes {
         publish_call::<true>(common, &opening);
     }
-    let begun = begin::<true>(common, &opening, shared.begun);
-    if common.phases & phase::SEND != 0 && begun.takes_part() && ctaid() == 0 && tid() == 0 {
+    let opened = begin::<true>(common, &opening, shared.opened());
+    if common.phases & phase::SEND != 0 && opened.takes_part() && ctaid() == 0 && tid() == 0 {
         note_answer(common, &opening);
     }
     trace(comm, Phase::Moved);
     let_next_launch(common);
     if common.phases & phase::RECEIVE != 0 {
         let (first, asks) = (number, tid() / 32 == last_warp());
-        let mut failed = !begun.takes_part() || (asks && !have_all_entered(common, begun));
+        let mut failed = !opened.takes_part() || (asks && !have_all_entered(common, opened));
         failed = barrier_any(failed);
         if !failed {
             let start = globaltimer();
-            failed = asks && has_one_given_up(comm, begun);
+            failed = asks && has_one_given_up(comm, opened);
             while number < common.num_tokens * pieces {
                 let piece = Piece::of(number, args.row_bytes, 1);
                 number += nctaid() * (ntid() / 32);
@@ -70,7 +64,7 @@ pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
             }
             if globaltimer() - start > GATHER_NS {
                 fence_acq_rel_sys();
-                failed |= has_one_given_up(comm, begun);
+                failed |= has_one_given_up(comm, opened);
             }
         }
         if barrier_any(failed) {
@@ -83,39 +77,36 @@ pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
 /// Whether a member has ended a later dispatch without this rank, or will not enter this combine: its
 /// rows may be others by now, or half of each. A rank that gives up says so [`GIVING_UP_NS`] before it
 /// writes any. So rows are right that are read within [`GATHER_NS`] from here on. It is recorded.
-#[inline(always)]
-unsafe fn has_one_given_up(comm: &Comm, begun: Begun) -> bool {
-    // SAFETY: words are in this rank's own pool.
-    unsafe {
-        let (lane, epoch) = (laneid(), begun.epoch());
-        if lane >= FEW_RANKS as u32 || !begun.has_member(lane) {
-            return false;
-        }
-        let seen = ld_relaxed_sys_u64(pool_of(comm, comm.rank) + gave_up_offset(lane));
-        if seen >= epoch {
-            record(comm, 0, lane, epoch, epoch, seen, Wait::LowLatencyGaveUp);
-        }
-        seen >= epoch
+///
+/// # Safety
+/// Words are in this rank's own pool.
+#[device]
+unsafe fn has_one_given_up(comm: &Comm, opened: Opened) -> bool {
+    let (lane, epoch) = (laneid(), opened.epoch());
+    if lane >= FEW_RANKS as u32 || !opened.has_member(lane) {
+        return false;
     }
+    let seen = ld_relaxed_sys_u64(pool_of(comm, comm.rank) + gave_up_offset(lane));
+    if seen >= epoch {
+        record(comm, 0, lane, epoch, epoch, seen, Wait::LowLatencyGaveUp);
+    }
+    seen >= epoch
 }
 
 /// Sums a piece of the rows of the ranks `mask`. The whole warp calls it.
-#[inline(always)]
+#[device]
 unsafe fn sum(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32) {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let number = comm.rank * common.max_tokens + piece.token;
-        let of_row = common.place.returned_x + number as u64 * row_stride(args.row_bytes as u64);
-        let ats = [piece.at(0), piece.at(1), piece.at(2)];
-        let insides = ats.map(|at| inside(at, args.row_bytes));
-        let mut sums = [[0.0; 8]; 3];
-        add_rows::<2, 3>(mask, &insides, &mut sums, |rank| (pool_of(comm, rank) + of_row, 1.0));
-        let to = args.combined_x.0 + piece.token as u64 * args.row_bytes as u64;
-        unroll3!(V => {
-            if ats[V] < args.row_bytes {
-                st_v4(to + ats[V] as u64, round(&sums[V]));
-            }
-        });
-    }
+    let (common, comm) = (&args.common, &args.common.comm);
+    let number = comm.rank * common.max_tokens + piece.token;
+    let of_row = common.place.returned_x + number as u64 * row_stride(args.row_bytes as u64);
+    let ats = [piece.at(0), piece.at(1), piece.at(2)];
+    let insides = ats.map(|at| inside(at, args.row_bytes));
+    let mut sums = [[0.0; 8]; 3];
+    add_rows::<2, 3>(mask, &insides, &mut sums, |rank| (pool_of(comm, rank) + of_row, 1.0));
+    let to = args.combined_x.0 + piece.token as u64 * args.row_bytes as u64;
+    unroll!(3, V => {
+        if ats[V] < args.row_bytes {
+            st_v4(to + ats[V] as u64, round(&sums[V]));
+        }
+    });
 }

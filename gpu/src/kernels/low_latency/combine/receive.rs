@@ -4,8 +4,8 @@ use super::super::super::epoch::{Deadline, note_late, note_missing_token, pool_o
 use super::super::fp8::{LANES_PER_SCALE, from_bf16, from_e4m3, scale_offset};
 use super::super::team::Team;
 use super::super::{
-    Begun, Piece, ROWS_AT_ONCE, Shared, chunk_offset, have_all_entered, in_packets, inside, is_piece_late,
-    last_warp, late_with, load_packets, packet_seen, wait_packets,
+    NodeShared, Opened, Piece, ROWS_AT_ONCE, chunk_offset, have_all_entered, in_packets, inside,
+    is_piece_late, last_warp, late_with, load_packets, packet_seen, wait_piece,
 };
 use super::{add, add_rows, bf16_bytes, round};
 use crate::layout::{
@@ -17,115 +17,113 @@ use crate::simt::*;
 const PIECE_SCALES: u32 = PIECE_BYTES / SCALE_BLOCK;
 
 /// The ranks that a token went to, as bits; none where there is no such token.
-#[inline(always)]
+///
+/// # Safety
+/// A dispatch that an earlier kernel has completed wrote the table.
+#[device]
 pub(super) unsafe fn ranks_of(args: &LowLatencyCombineArgs, token: u32) -> u32 {
     if token >= args.common.num_tokens {
         return 0;
     }
-    // SAFETY: a dispatch that an earlier kernel has completed wrote the table.
-    unsafe { ld_u32(args.common.tables.token_ranks.0 + token as u64 * 4) }
+    ld_u32(args.common.tables.token_ranks.0 + token as u64 * 4)
 }
 
 /// The ranks that the first token went to of which the warp sums a row or a piece; none where not
 /// `receives`. [`receive`] finds them in the warp's word of shared memory: registers are scarce.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn first_ranks(args: &LowLatencyCombineArgs, receives: bool) -> u32 {
     let token = if in_packets(&args.common, args.common.num_tokens) {
         Piece::of(Piece::first_to_receive(), args.row_bytes, 1).token
     } else {
         ctaid()
     };
-    // SAFETY: passed on to the caller.
-    unsafe { ranks_of(args, if receives { token } else { u32::MAX }) }
+    ranks_of(args, if receives { token } else { u32::MAX })
 }
 
 /// Sums what has come back, a token to a block, while the last warp waits until all members have
 /// entered the combine. Gives whether one has not and sums are to be spoiled. All threads of the
 /// team call it.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
-    shared: &Shared,
-    begun: Begun,
+    shared: &NodeShared,
+    opened: Opened,
 ) -> bool {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let thread = team.thread();
-        let mut failed = tid() / 32 == last_warp() && !have_all_entered(common, begun);
-        // The mask is the same in all lanes; `redux_or` shows that to the compiler.
-        let mut mask = redux_or(ld_shared_u32(shared.of_warp + tid() / 32 * 4));
-        if in_packets(common, common.num_tokens) {
-            if !failed {
-                receive_pieces::<FP8>(args, mask, begun);
-            }
-            return failed;
+    let (common, comm) = (&args.common, &args.common.comm);
+    let thread = team.thread();
+    let mut failed = tid() / 32 == last_warp() && !have_all_entered(common, opened);
+    // The mask is the same in all lanes; `redux_or` shows that to the compiler.
+    let mut mask = redux_or(shared.of_warp().ld(tid() / 32));
+    if in_packets(common, common.num_tokens) {
+        if !failed {
+            receive_pieces::<FP8>(args, mask, opened);
         }
-        let pool = pool_of(comm, comm.rank);
-        let bytes = bf16_bytes::<FP8>(args);
-        let (mut token, stride) = (ctaid(), nctaid());
-        // Rows that others of the block return meanwhile come one by one.
-        let at_once = if SUMMED { 1 } else { ROWS_AT_ONCE };
-        let mut vote = 0;
-        let waits_for = |rank| begun.has_member(rank) & !(SUMMED & (rank == comm.rank));
-        while token < common.num_tokens {
-            // The block waits for the word of every member, also of one that the token did not go
-            // to: its word is on its way as well. It waits for the words of several tokens at once,
-            // which takes the time of one.
-            let (rank, ahead) = (thread % FEW_RANKS as u32, thread / FEW_RANKS as u32);
-            let of_lane = token + ahead * stride;
-            if ahead < at_once && waits_for(rank) && of_lane < common.num_tokens {
-                let chunk = of_lane / common.chunk_tokens;
-                let word = pool + common.place.returned + chunk_offset(common, rank, chunk);
-                failed |= !wait_returned(comm, word, rank, begun.epoch());
-            }
-            if team.any(failed, shared.of_source, vote) {
-                spoil_rows::<FP8, BARRIER>(args, team, token);
-                return false;
-            }
-            vote += 1;
-            let end = (token + at_once * stride).min(common.num_tokens);
-            while token < end {
-                let to = args.combined_x.0 + token as u64 * bytes as u64;
-                let next_mask = ranks_of(args, token + stride);
-                if FP8 {
-                    sum_quantised(args, token, mask, to);
-                } else if SUMMED {
-                    sum::<4, SUMMED, BARRIER>(args, team, token, mask, to);
-                } else {
-                    sum::<2, SUMMED, BARRIER>(args, team, token, mask, to);
-                }
-                (token, mask) = (token + stride, next_mask);
-            }
-        }
-        failed
+        return failed;
     }
+    let pool = pool_of(comm, comm.rank);
+    let bytes = bf16_bytes::<FP8>(args);
+    let (mut token, stride) = (ctaid(), nctaid());
+    // Rows that others of the block return meanwhile come one by one.
+    let at_once = if SUMMED { 1 } else { ROWS_AT_ONCE };
+    let mut vote = 0;
+    let waits_for = |rank| opened.has_member(rank) & !(SUMMED & (rank == comm.rank));
+    while token < common.num_tokens {
+        // The block waits for the word of every member, also of one that the token did not go
+        // to: its word is on its way as well. It waits for the words of several tokens at once,
+        // which takes the time of one.
+        let (rank, ahead) = (thread % FEW_RANKS as u32, thread / FEW_RANKS as u32);
+        let of_lane = token + ahead * stride;
+        if ahead < at_once && waits_for(rank) && of_lane < common.num_tokens {
+            let chunk = of_lane / common.chunk_tokens;
+            let word = pool + common.place.returned + chunk_offset(common, rank, chunk);
+            failed |= !wait_returned(comm, word, rank, opened.epoch());
+        }
+        if team.any(failed, shared.of_source(), vote) {
+            spoil_rows::<FP8, BARRIER>(args, team, token);
+            return false;
+        }
+        vote += 1;
+        let end = (token + at_once * stride).min(common.num_tokens);
+        while token < end {
+            let to = args.combined_x.0 + token as u64 * bytes as u64;
+            let next_mask = ranks_of(args, token + stride);
+            if FP8 {
+                sum_quantised(args, token, mask, to);
+            } else if SUMMED {
+                sum::<4, SUMMED, BARRIER>(args, team, token, mask, to);
+            } else {
+                sum::<2, SUMMED, BARRIER>(args, team, token, mask, to);
+            }
+            (token, mask) = (token + stride, next_mask);
+        }
+    }
+    failed
 }
 
 /// Waits until a rank has returned a chunk, by the word at `word`; false when the wait expired.
-#[inline(always)]
+///
+/// # Safety
+/// The word is in this rank's own pool.
+#[device]
 unsafe fn wait_returned(comm: &Comm, word: u64, rank: u32, epoch: u64) -> bool {
-    // SAFETY: the word is in this rank's own pool.
-    unsafe {
-        let mut deadline = Deadline::start();
-        loop {
-            let seen = ld_acquire_sys_u64(word);
-            if seen >= epoch {
-                return true;
-            }
-            if deadline.expired(comm) {
-                let what = late_with(comm, rank, epoch, Wait::LowLatencyReturned);
-                record(comm, deadline.waited, rank, epoch, epoch, seen, what);
-                return false;
-            }
+    let mut deadline = Deadline::start();
+    loop {
+        let seen = ld_acquire_sys_u64(word);
+        if seen >= epoch {
+            return true;
+        }
+        if deadline.expired(comm) {
+            let what = late_with(comm, rank, epoch, Wait::LowLatencyReturned);
+            record(comm, deadline.waited, rank, epoch, epoch, seen, what);
+            return false;
         }
     }
 }
 
 /// Sums the ranks' BF16 rows of a token. All threads of the team call it. `V`: vectors of a row
 /// that a thread has in flight.
-#[inline(always)]
+#[device]
 unsafe fn sum<const V: usize, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
@@ -133,102 +131,91 @@ unsafe fn sum<const V: usize, const SUMMED: bool, const BARRIER: u32>(
     mask: u32,
     to: u64,
 ) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (common, rank) = (&args.common, args.common.comm.rank);
-        let (stride, max_tokens) = (row_stride(args.row_bytes as u64), common.max_tokens);
-        let returned = pool_of(&common.comm, rank) + common.place.returned_x;
-        let row = |from: u32| {
-            let number = from * max_tokens + token;
-            if SUMMED && from == rank {
-                (args.x.0 + number as u64 * args.x_stride, 1.0)
-            } else {
-                (returned + number as u64 * stride, 1.0)
-            }
-        };
-        let mut at = team.thread() * 16;
-        while at < args.row_bytes {
-            let (mut ats, mut sums) = ([0; V], [[0.0; 8]; V]);
-            unroll4!(J => { if J < V { ats[J] = at + J as u32 * team.threads * 16 } });
-            let inside = ats.map(|at| inside(at, args.row_bytes));
-            if V > 2 {
-                add_rows::<2, V>(mask, &inside, &mut sums, row);
-            } else {
-                add_rows::<4, V>(mask, &inside, &mut sums, row);
-            }
-            unroll4!(J => {
-                if J < V && ats[J] < args.row_bytes {
-                    st_v4(to + ats[J] as u64, round(&sums[J]));
-                }
-            });
-            at += V as u32 * team.threads * 16;
+    let (common, rank) = (&args.common, args.common.comm.rank);
+    let (stride, max_tokens) = (row_stride(args.row_bytes as u64), common.max_tokens);
+    let returned = pool_of(&common.comm, rank) + common.place.returned_x;
+    let row = |from: u32| {
+        let number = from * max_tokens + token;
+        if SUMMED && from == rank {
+            (args.x.0 + number as u64 * args.x_stride, 1.0)
+        } else {
+            (returned + number as u64 * stride, 1.0)
         }
-    }
+    };
+    stride!(at in team.thread() * 16..args.row_bytes, V as u32 * team.threads * 16 => {
+        let (mut ats, mut sums) = ([0; V], [[0.0; 8]; V]);
+        unroll!(4, J => { if J < V { ats[J] = at + J as u32 * team.threads * 16 } });
+        let inside = ats.map(|at| inside(at, args.row_bytes));
+        if V > 2 {
+            add_rows::<2, V>(mask, &inside, &mut sums, row);
+        } else {
+            add_rows::<4, V>(mask, &inside, &mut sums, row);
+        }
+        unroll!(4, J => {
+            if J < V && ats[J] < args.row_bytes {
+                st_v4(to + ats[J] as u64, round(&sums[J]));
+            }
+        });
+    });
 }
 
 /// The same of e4m3 rows, which have their scales behind them.
-#[inline(always)]
+#[device]
 unsafe fn sum_quantised(args: &LowLatencyCombineArgs, token: u32, mask: u32, to: u64) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (common, stride) = (&args.common, row_stride(bf16_bytes::<true>(args) as u64));
-        let of_rank = common.max_tokens as u64 * stride;
-        let pool = pool_of(&common.comm, common.comm.rank);
-        let rows = pool + common.place.returned_x + token as u64 * stride;
-        let mut at = tid() * 16;
-        while at < args.row_bytes {
-            let (mut vectors, mut scales) = ([[0; 4]; FEW_RANKS], [0.0; FEW_RANKS]);
-            unroll8!(RANK => {
-                if mask >> RANK & 1 != 0 {
-                    let row = rows + RANK as u64 * of_rank;
-                    vectors[RANK] = ld_stream_v4(row + at as u64);
-                    scales[RANK] = ld_f32(row + (args.row_bytes + at / SCALE_BLOCK * 4) as u64);
-                }
-            });
-            let mut sums = [[0.0; 8]; 2];
-            unroll8!(RANK => {
-                // A missing row adds zeros.
-                let [low, high] = from_e4m3(vectors[RANK]);
-                add(&mut sums[0], low, scales[RANK]);
-                add(&mut sums[1], high, scales[RANK]);
-            });
-            let to = to + at as u64 * 2;
-            st_v4(to, round(&sums[0]));
-            st_v4(to + 16, round(&sums[1]));
-            at += ntid() * 16;
-        }
-    }
+    let (common, stride) = (&args.common, row_stride(bf16_bytes::<true>(args) as u64));
+    let of_rank = common.max_tokens as u64 * stride;
+    let pool = pool_of(&common.comm, common.comm.rank);
+    let rows = pool + common.place.returned_x + token as u64 * stride;
+    stride!(at in tid() * 16..args.row_bytes, ntid() * 16 => {
+        let (mut vectors, mut scales) = ([[0; 4]; FEW_RANKS], [0.0; FEW_RANKS]);
+        unroll!(8, RANK => {
+            if mask >> RANK & 1 != 0 {
+                let row = rows + RANK as u64 * of_rank;
+                vectors[RANK] = ld_stream_v4(row + at as u64);
+                scales[RANK] = ld_f32(row + (args.row_bytes + at / SCALE_BLOCK * 4) as u64);
+            }
+        });
+        let mut sums = [[0.0; 8]; 2];
+        unroll!(8, RANK => {
+            // A missing row adds zeros.
+            let [low, high] = from_e4m3(vectors[RANK]);
+            add(&mut sums[0], low, scales[RANK]);
+            add(&mut sums[1], high, scales[RANK]);
+        });
+        let to = to + at as u64 * 2;
+        st_v4(to, round(&sums[0]));
+        st_v4(to + 16, round(&sums[1]));
+    });
 }
 
 /// Sums what has come back as packets, a piece of a token to a warp. `first_mask`: the ranks of its
 /// first one.
-#[inline(always)]
-unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first_mask: u32, begun: Begun) {
-    // SAFETY: passed on to the kernel's caller. Packets are in this rank's own pool, and each has
-    // one writer.
-    unsafe {
-        let common = &args.common;
-        let (mut number, mut mask) = (Piece::first_to_receive(), first_mask);
-        while number < common.num_tokens * pieces_of(args.row_bytes) {
-            let piece = Piece::of(number, args.row_bytes, 1);
-            let to = args.combined_x.0 + piece.token as u64 * bf16_bytes::<FP8>(args) as u64;
-            let is_done = if FP8 {
-                sum_quantised_pieces(args, &piece, mask, to, begun)
-            } else {
-                sum_pieces(args, &piece, mask, to, begun)
-            };
-            if !is_done {
-                return spoil_pieces::<FP8>(args, number);
-            }
-            number += nctaid() * (ntid() / 32);
-            mask = ranks_of(args, Piece::of(number, args.row_bytes, 1).token);
+///
+/// # Safety
+/// Packets are in this rank's own pool, and each has one writer.
+#[device]
+unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first_mask: u32, opened: Opened) {
+    let common = &args.common;
+    let (mut number, mut mask) = (Piece::first_to_receive(), first_mask);
+    while number < common.num_tokens * pieces_of(args.row_bytes) {
+        let piece = Piece::of(number, args.row_bytes, 1);
+        let to = args.combined_x.0 + piece.token as u64 * bf16_bytes::<FP8>(args) as u64;
+        let is_done = if FP8 {
+            sum_quantised_pieces(args, &piece, mask, to, opened)
+        } else {
+            sum_pieces(args, &piece, mask, to, opened)
+        };
+        if !is_done {
+            return spoil_pieces::<FP8>(args, number);
         }
+        number += nctaid() * (ntid() / 32);
+        mask = ranks_of(args, Piece::of(number, args.row_bytes, 1).token);
     }
 }
 
 /// Records that the piece of rank `from` has not come, behind an expired wait of `waited` ns. It
 /// also notes the ranks of `left` that are late. The whole warp calls it.
-#[inline(always)]
+#[device]
 unsafe fn record_late_piece(
     args: &LowLatencyCombineArgs,
     piece: &Piece,
@@ -237,186 +224,178 @@ unsafe fn record_late_piece(
     waited: u64,
     epoch: u64,
 ) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
-        let mut is_first = true;
-        loop {
-            let seen = load_packets(packets + piece.offset(common, args.row_bytes, from));
-            if (is_piece_late(seen, epoch as u32) || is_first) && laneid() == 0 {
-                let what = late_with(comm, from, epoch, Wait::LowLatencyReturned);
-                if is_first {
-                    record(comm, waited, from, epoch, epoch, seen[0][3] as u64, what);
-                } else {
-                    note_late(comm, waited, from, what);
-                }
+    let (common, comm) = (&args.common, &args.common.comm);
+    let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
+    let mut is_first = true;
+    loop {
+        let seen = load_packets(packets + piece.offset(common, args.row_bytes, from));
+        if (is_piece_late(seen, epoch as u32) || is_first) && laneid() == 0 {
+            let what = late_with(comm, from, epoch, Wait::LowLatencyReturned);
+            if is_first {
+                record(comm, waited, from, epoch, epoch, seen[0][3] as u64, what);
+            } else {
+                note_late(comm, waited, from, what);
             }
-            if left == 0 {
-                return;
-            }
-            (from, is_first) = (left.trailing_zeros(), false);
-            left &= left - 1;
         }
+        if left == 0 {
+            return;
+        }
+        (from, is_first) = (left.trailing_zeros(), false);
+        left &= left - 1;
     }
 }
 
 /// Leaves NaN in the sums of this block, because a rank has not come.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn spoil<const FP8: bool>(args: &LowLatencyCombineArgs) {
-    // SAFETY: passed on to the kernel's caller.
-    unsafe {
-        if in_packets(&args.common, args.common.num_tokens) {
-            spoil_pieces::<FP8>(args, Piece::first_to_receive());
-        } else {
-            spoil_rows::<FP8, 0>(args, Team::block(), ctaid());
-        }
+    if in_packets(&args.common, args.common.num_tokens) {
+        spoil_pieces::<FP8>(args, Piece::first_to_receive());
+    } else {
+        spoil_rows::<FP8, 0>(args, Team::block(), ctaid());
     }
 }
 
-/// The same in the block's tokens from `token` on, if it is to, and notes them. All threads of the
+/// The same in the block's tokens from `first` on, if it is to, and notes them. All threads of the
 /// team call it.
-#[inline(always)]
+///
+/// # Safety
+/// The sums have room for every token.
+#[device]
 pub(in super::super) unsafe fn spoil_rows<const FP8: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
-    mut token: u32,
+    first: u32,
 ) {
-    // SAFETY: the sums have room for every token.
-    unsafe {
-        let bytes = bf16_bytes::<FP8>(args);
-        while token < args.common.num_tokens {
-            if team.thread() == 0 {
-                note_missing_token(&args.common.comm, token);
-            }
-            let mut at = team.thread() * 16;
-            while at < bytes && args.spoils != 0 {
-                st_v4(args.combined_x.0 + token as u64 * bytes as u64 + at as u64, [NAN_BITS; 4]);
-                at += team.threads * 16;
-            }
-            token += nctaid();
+    let bytes = bf16_bytes::<FP8>(args);
+    stride!(token in first..args.common.num_tokens, nctaid() => {
+        if team.thread() == 0 {
+            note_missing_token(&args.common.comm, token);
         }
-    }
+        let mut at = team.thread() * 16;
+        while at < bytes && args.spoils != 0 {
+            st_v4(args.combined_x.0 + token as u64 * bytes as u64 + at as u64, [NAN_BITS; 4]);
+            at += team.threads * 16;
+        }
+    });
 }
 
-/// The same in the warp's pieces from the one of number `number` on. The whole warp calls it.
-#[inline(always)]
-pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, mut number: u32) {
-    // SAFETY: the sums have room for every token.
-    unsafe {
-        let bytes = bf16_bytes::<FP8>(args);
-        // Elements are twice as long as they travelled.
-        let scale = if FP8 { 2 } else { 1 };
-        while number < args.common.num_tokens * pieces_of(args.row_bytes) {
-            let piece = Piece::of(number, args.row_bytes, 1);
-            if laneid() == 0 {
-                note_missing_token(&args.common.comm, piece.token);
-            }
-            let row = args.combined_x.0 + piece.token as u64 * bytes as u64;
-            let end = ((piece.index + 1) * PIECE_BYTES * scale).min(bytes);
-            let mut at = piece.index * PIECE_BYTES * scale + laneid() * 16;
-            while at < end && args.spoils != 0 {
-                st_v4(row + at as u64, [NAN_BITS; 4]);
-                at += 512;
-            }
-            number += nctaid() * (ntid() / 32);
+/// The same in the warp's pieces from the one of number `first` on. The whole warp calls it.
+///
+/// # Safety
+/// The sums have room for every token.
+#[device]
+pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first: u32) {
+    let bytes = bf16_bytes::<FP8>(args);
+    // Elements are twice as long as they travelled.
+    let scale = if FP8 { 2 } else { 1 };
+    stride!(number in first..args.common.num_tokens * pieces_of(args.row_bytes), nctaid() * (ntid() / 32) => {
+        let piece = Piece::of(number, args.row_bytes, 1);
+        if laneid() == 0 {
+            note_missing_token(&args.common.comm, piece.token);
         }
-    }
+        let row = args.combined_x.0 + piece.token as u64 * bytes as u64;
+        let end = ((piece.index + 1) * PIECE_BYTES * scale).min(bytes);
+        let mut at = piece.index * PIECE_BYTES * scale + laneid() * 16;
+        while at < end && args.spoils != 0 {
+            st_v4(row + at as u64, [NAN_BITS; 4]);
+            at += 512;
+        }
+    });
 }
 
 /// Sums the ranks' pieces of a BF16 row, and stores the sum in the row at `to`. False when a wait
 /// expired: the same in all lanes. The whole warp calls it.
-#[inline(always)]
-unsafe fn sum_pieces(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32, to: u64, begun: Begun) -> bool {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
-        let epoch = begun.epoch() as u32;
-        let (mut sums, mut left) = ([[0.0; 8]; 3], mask);
-        while left != 0 {
-            let from = left.trailing_zeros();
-            left &= left - 1;
-            let at = packets + piece.offset(common, args.row_bytes, from);
-            let seen = load_packets(at);
-            let vectors = match wait_packets(comm, at, seen, epoch) {
-                Ok(vectors) => vectors,
-                Err(waited) => {
-                    record_late_piece(args, piece, from, left, waited, begun.epoch());
-                    return false;
-                }
-            };
-            unroll3!(V => { add(&mut sums[V], from_bf16(vectors[V]), 1.0) });
-        }
-        unroll3!(V => {
-            let at = piece.at(V as u32);
-            if at < args.row_bytes {
-                st_v4(to + at as u64, round(&sums[V]));
+#[device]
+unsafe fn sum_pieces(
+    args: &LowLatencyCombineArgs,
+    piece: &Piece,
+    mask: u32,
+    to: u64,
+    opened: Opened,
+) -> bool {
+    let (common, comm) = (&args.common, &args.common.comm);
+    let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
+    let epoch = opened.epoch() as u32;
+    let (mut sums, mut left) = ([[0.0; 8]; 3], mask);
+    while left != 0 {
+        let from = left.trailing_zeros();
+        left &= left - 1;
+        let at = packets + piece.offset(common, args.row_bytes, from);
+        let seen = load_packets(at);
+        let vectors = match wait_piece(comm, at, seen, epoch) {
+            Ok(vectors) => vectors,
+            Err(waited) => {
+                record_late_piece(args, piece, from, left, waited, opened.epoch());
+                return false;
             }
-        });
-        true
+        };
+        unroll!(3, V => { add(&mut sums[V], from_bf16(vectors[V]), 1.0) });
     }
+    unroll!(3, V => {
+        let at = piece.at(V as u32);
+        if at < args.row_bytes {
+            st_v4(to + at as u64, round(&sums[V]));
+        }
+    });
+    true
 }
 
 /// The same of e4m3 rows, whose scales come as packets of their own.
-#[inline(always)]
+#[device]
 unsafe fn sum_quantised_pieces(
     args: &LowLatencyCombineArgs,
     piece: &Piece,
     mask: u32,
     to: u64,
-    begun: Begun,
+    opened: Opened,
 ) -> bool {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let pool = pool_of(comm, comm.rank);
-        let epoch = begun.epoch() as u32;
-        let (mut sums, mut left) = ([[[0.0; 8]; 2]; 3], mask);
-        while left != 0 {
-            let from = left.trailing_zeros();
-            left &= left - 1;
-            // All first loads are in flight together.
-            let at = pool + common.place.returned_packets + piece.offset(common, args.row_bytes, from);
-            let seen = load_packets(at);
-            let index = piece.index * PIECE_SCALES + laneid();
-            let is_there = laneid() < PIECE_SCALES && index * SCALE_BLOCK < args.row_bytes;
-            let of_scale = pool
-                + common.place.returned_scales
-                + scale_offset(common, args.row_bytes, from, piece.token, index);
-            let mut scale = if is_there { ld_relaxed_sys_u64(of_scale) } else { 0 };
-            let vectors = match wait_packets(comm, at, seen, epoch) {
-                Ok(vectors) => vectors,
-                Err(waited) => {
-                    record_late_piece(args, piece, from, left, waited, begun.epoch());
-                    return false;
-                }
-            };
-            let mut is_missing = false;
-            if is_there {
-                let epoch = begun.epoch();
-                let packet = packet_seen(comm, of_scale, scale, from, epoch, Wait::LowLatencyReturned);
-                (scale, is_missing) = (packet.unwrap_or(0) as u64, packet.is_none());
-            }
-            if ballot(is_missing) != 0 {
+    let (common, comm) = (&args.common, &args.common.comm);
+    let pool = pool_of(comm, comm.rank);
+    let epoch = opened.epoch() as u32;
+    let (mut sums, mut left) = ([[[0.0; 8]; 2]; 3], mask);
+    while left != 0 {
+        let from = left.trailing_zeros();
+        left &= left - 1;
+        // All first loads are in flight together.
+        let at = pool + common.place.returned_packets + piece.offset(common, args.row_bytes, from);
+        let seen = load_packets(at);
+        let index = piece.index * PIECE_SCALES + laneid();
+        let is_there = laneid() < PIECE_SCALES && index * SCALE_BLOCK < args.row_bytes;
+        let of_scale = pool
+            + common.place.returned_scales
+            + scale_offset(common, args.row_bytes, from, piece.token, index);
+        let mut scale = if is_there { ld_relaxed_sys_u64(of_scale) } else { 0 };
+        let vectors = match wait_piece(comm, at, seen, epoch) {
+            Ok(vectors) => vectors,
+            Err(waited) => {
+                record_late_piece(args, piece, from, left, waited, opened.epoch());
                 return false;
             }
-            unroll3!(V => {
-                let block = V as u32 * (PIECE_SCALES / 3) + laneid() / LANES_PER_SCALE;
-                let scale = f32::from_bits(shfl_u32(scale as u32, block));
-                let [low, high] = from_e4m3(vectors[V]);
-                add(&mut sums[V][0], low, scale);
-                add(&mut sums[V][1], high, scale);
-            });
+        };
+        let mut is_missing = false;
+        if is_there {
+            let epoch = opened.epoch();
+            let packet = packet_seen(comm, of_scale, scale, from, epoch, Wait::LowLatencyReturned);
+            (scale, is_missing) = (packet.unwrap_or(0) as u64, packet.is_none());
         }
-        unroll3!(V => {
-            let at = piece.at(V as u32);
-            if at < args.row_bytes {
-                let to = to + at as u64 * 2;
-                st_v4(to, round(&sums[V][0]));
-                st_v4(to + 16, round(&sums[V][1]));
-            }
+        if ballot(is_missing) != 0 {
+            return false;
+        }
+        unroll!(3, V => {
+            let block = V as u32 * (PIECE_SCALES / 3) + laneid() / LANES_PER_SCALE;
+            let scale = f32::from_bits(shfl_u32(scale as u32, block));
+            let [low, high] = from_e4m3(vectors[V]);
+            add(&mut sums[V][0], low, scale);
+            add(&mut sums[V][1], high, scale);
         });
-        true
     }
+    unroll!(3, V => {
+        let at = piece.at(V as u32);
+        if at < args.row_bytes {
+            let to = to + at as u64 * 2;
+            st_v4(to, round(&sums[V][0]));
+            st_v4(to + 16, round(&sums[V][1]));
+        }
+    });
+    true
 }

@@ -5,7 +5,7 @@ use super::super::super::progress::Progress;
 use super::super::fp8::{Sixteen, quantised, scale_offset};
 use super::super::team::Team;
 use super::super::{
-    Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, inside, send_packets, sending_blocks,
+    Opened, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, inside, send_packets, sending_blocks,
     tokens_in_chunk,
 };
 use super::{add_rows, bf16_bytes, round};
@@ -16,7 +16,7 @@ use crate::simt::*;
 const WARP_BYTES: u32 = 512;
 
 /// A lane's first loads of a received row. Loads that are in flight together take the time of one.
-pub(in super::super) struct Ahead {
+pub(in super::super) struct RowAhead {
     /// Tokens of the row's source.
     tokens: u32,
     /// The slot of the lane's entry, negative where the expert is on another rank.
@@ -25,64 +25,61 @@ pub(in super::super) struct Ahead {
     weight: f32,
 }
 
-impl Ahead {
+impl RowAhead {
     /// Loads for the row of index `index` in the order in which rows return. `is_there`: whether
     /// the result is used.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn of<const SUMMED: bool>(
         args: &LowLatencyCombineArgs,
         index: u32,
         is_there: bool,
-    ) -> Ahead {
+    ) -> RowAhead {
         let (token, source) = row_at::<SUMMED>(args, index);
-        // SAFETY: passed on to the caller.
-        unsafe { Ahead::of_row(args, source, token, is_there & (source < args.common.comm.num_ranks)) }
+        RowAhead::of_row(args, source, token, is_there & (source < args.common.comm.num_ranks))
     }
 
     /// Loads for the row that piece number `number` belongs to.
-    #[inline(always)]
-    pub(super) unsafe fn of_piece(args: &LowLatencyCombineArgs, number: u32, is_there: bool) -> Ahead {
+    #[device]
+    pub(super) unsafe fn of_piece(args: &LowLatencyCombineArgs, number: u32, is_there: bool) -> RowAhead {
         let piece = Piece::of(number, args.row_bytes, args.common.comm.num_ranks);
-        // SAFETY: passed on to the caller.
-        unsafe { Ahead::of_row(args, piece.rank, piece.token, is_there) }
+        RowAhead::of_row(args, piece.rank, piece.token, is_there)
     }
 
-    #[inline(always)]
+    /// # Safety
+    /// Tables have all rows; a dispatch that an earlier kernel has completed wrote the entries that
+    /// are used.
+    #[device]
     pub(in super::super) unsafe fn of_row(
         args: &LowLatencyCombineArgs,
         source: u32,
         token: u32,
         is_there: bool,
-    ) -> Ahead {
-        // SAFETY: tables have all rows; a dispatch that an earlier kernel has completed wrote the
-        // entries that are used.
-        unsafe {
-            let common = &args.common;
-            let mut ahead = Ahead { tokens: 0, slot: -1, weight: 0.0 };
-            if is_there & (token < common.max_tokens) {
-                let (lane, row) = (laneid(), source * common.max_tokens + token);
-                ahead.tokens = ld_u32(common.tables.num_tokens.0 + source as u64 * 4);
-                if lane < common.num_topk {
-                    let entry = (row * common.num_topk + lane) as u64;
-                    ahead.slot = ld_i32(common.tables.slots.0 + entry * 4);
-                    ahead.weight = ld_f32(common.tables.weights.0 + entry * 4);
-                }
+    ) -> RowAhead {
+        let common = &args.common;
+        let mut ahead = RowAhead { tokens: 0, slot: -1, weight: 0.0 };
+        if is_there & (token < common.max_tokens) {
+            let (lane, row) = (laneid(), source * common.max_tokens + token);
+            ahead.tokens = ld_u32(common.tables.num_tokens.0 + source as u64 * 4);
+            if lane < common.num_topk {
+                let entry = (row * common.num_topk + lane) as u64;
+                ahead.slot = ld_i32(common.tables.slots.0 + entry * 4);
+                ahead.weight = ld_f32(common.tables.weights.0 + entry * 4);
             }
-            ahead
         }
+        ahead
     }
 }
 
 /// Ranks that rows return to: a rank that sums rows from where the experts left them does not
 /// return its own.
-#[inline(always)]
+#[device]
 fn sources<const SUMMED: bool>(args: &LowLatencyCombineArgs) -> u32 {
     args.common.comm.num_ranks - SUMMED as u32
 }
 
 /// Token and source rank of the row of index `index` in the order in which rows return: all
 /// sources' first tokens first. Where there is no source, the rank is that of none.
-#[inline(always)]
+#[device]
 fn row_at<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32) -> (u32, u32) {
     let sources = sources::<SUMMED>(args).max(1);
     let (token, source) = (index / sources, index % sources);
@@ -90,30 +87,29 @@ fn row_at<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32) -> (u32,
 }
 
 /// The most tokens of any rank that gets its rows behind words, and of any rank that gets packets.
-pub(super) struct Most {
+pub(super) struct ReturnCounts {
     pub(super) words: u32,
     pub(super) packets: u32,
 }
 
-impl Most {
-    #[inline(always)]
-    pub(super) unsafe fn of(args: &LowLatencyCombineArgs) -> Most {
-        // SAFETY: a dispatch that an earlier kernel has completed wrote the table.
-        unsafe {
-            let table = args.common.tables.num_tokens.0;
-            let (low, high) = (ld_v4(table), ld_v4(table + 16));
-            let mut most = Most { words: 0, packets: 0 };
-            let mut count = |tokens: u32| {
-                if in_packets(&args.common, tokens) {
-                    most.packets = tokens.max(most.packets);
-                } else {
-                    most.words = tokens.max(most.words);
-                }
-            };
-            unroll4!(J => { count(low[J]) });
-            unroll4!(J => { count(high[J]) });
-            most
-        }
+impl ReturnCounts {
+    /// # Safety
+    /// A dispatch that an earlier kernel has completed wrote the table.
+    #[device]
+    pub(super) unsafe fn of(args: &LowLatencyCombineArgs) -> ReturnCounts {
+        let table = args.common.tables.num_tokens.0;
+        let (low, high) = (ld_v4(table), ld_v4(table + 16));
+        let mut most = ReturnCounts { words: 0, packets: 0 };
+        let mut count = |tokens: u32| {
+            if in_packets(&args.common, tokens) {
+                most.packets = tokens.max(most.packets);
+            } else {
+                most.words = tokens.max(most.words);
+            }
+        };
+        unroll!(4, J => { count(low[J]) });
+        unroll!(4, J => { count(high[J]) });
+        most
     }
 }
 
@@ -122,137 +118,129 @@ impl Most {
 /// team call it. `most`: the most tokens of a rank that gets its rows behind words. `progress`:
 /// where the team publishes how many rows it has written, if another warp publishes them to their
 /// owners.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
-    begun: &Begun,
+    opened: &Opened,
     most: u32,
-    first: Ahead,
+    first: RowAhead,
     progress: Option<&Progress>,
 ) {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let lane = laneid();
-        let (rows, mut unsaid) = (most * sources::<SUMMED>(args), 0);
-        let (mut index, mut ahead) = (ctaid(), first);
-        while index < rows {
-            // On its way while the rows of this one are.
-            let next = index + nctaid();
-            let after = Ahead::of::<SUMMED>(args, next, true);
-            let (token, source) = row_at::<SUMMED>(args, index);
-            if token < ahead.tokens && !in_packets(common, ahead.tokens) {
-                let to = pool_of(comm, source)
-                    + common.place.returned_x
-                    + (comm.rank * common.max_tokens + token) as u64
-                        * row_stride(bf16_bytes::<FP8>(args) as u64);
-                return_row::<FP8, BARRIER>(args, team, source * common.max_tokens + token, ahead, to);
-            }
-            unsaid += 1;
-            if let Some(progress) = progress {
-                syncwarp();
-                if lane == 0 {
-                    progress.publish(unsaid);
-                }
-            } else if unsaid == ROWS_AT_ONCE || next >= rows {
-                team.sync();
-                if team.warp() == 0 && lane < unsaid {
-                    say_returned::<SUMMED>(args, index - lane * nctaid(), begun.epoch());
-                }
-                unsaid = 0;
-            }
-            (index, ahead) = (next, after);
+    let (common, comm) = (&args.common, &args.common.comm);
+    let lane = laneid();
+    let (rows, mut unsaid) = (most * sources::<SUMMED>(args), 0);
+    let (mut index, mut ahead) = (ctaid(), first);
+    while index < rows {
+        // On its way while the rows of this one are.
+        let next = index + nctaid();
+        let after = RowAhead::of::<SUMMED>(args, next, true);
+        let (token, source) = row_at::<SUMMED>(args, index);
+        if token < ahead.tokens && !in_packets(common, ahead.tokens) {
+            let to = pool_of(comm, source)
+                + common.place.returned_x
+                + (comm.rank * common.max_tokens + token) as u64 * row_stride(bf16_bytes::<FP8>(args) as u64);
+            return_row::<FP8, BARRIER>(args, team, source * common.max_tokens + token, ahead, to);
         }
+        unsaid += 1;
+        if let Some(progress) = progress {
+            syncwarp();
+            if lane == 0 {
+                progress.publish(unsaid);
+            }
+        } else if unsaid == ROWS_AT_ONCE || next >= rows {
+            team.sync();
+            if team.warp() == 0 && lane < unsaid {
+                say_returned::<SUMMED>(args, index - lane * nctaid(), opened.epoch());
+            }
+            unsaid = 0;
+        }
+        (index, ahead) = (next, after);
     }
 }
 
 /// Publishes to their owners the rows that the block returns, as soon as `progress` shows that they
 /// are written. One warp calls it.
-#[inline(always)]
+///
+/// # Safety
+/// Reading `progress` acquires the stores of every warp up to the progress of the slowest one.
+#[device]
 pub(super) unsafe fn publish_rows(
     args: &LowLatencyCombineArgs,
-    begun: &Begun,
+    opened: &Opened,
     most: u32,
     progress: &Progress,
 ) {
-    // SAFETY: passed on to the kernel's caller. Reading `progress` acquires the stores of every
-    // warp up to the progress of the slowest one.
-    unsafe {
-        let (rows, mut said, mut index) = (most * sources::<true>(args), 0, ctaid());
-        while index < rows {
-            let written = (progress.slowest() - said).min(32);
-            if laneid() < written {
-                say_returned::<true>(args, index + laneid() * nctaid(), begun.epoch());
-            }
-            syncwarp();
-            (said, index) = (said + written, index + written * nctaid());
+    let (rows, mut said, mut index) = (most * sources::<true>(args), 0, ctaid());
+    while index < rows {
+        let written = (progress.slowest() - said).min(32);
+        if laneid() < written {
+            say_returned::<true>(args, index + laneid() * nctaid(), opened.epoch());
         }
+        syncwarp();
+        (said, index) = (said + written, index + written * nctaid());
     }
 }
 
 /// Adds the row of index `index`, if there is one, to the returned rows of its chunk. After the
 /// last one it publishes the chunk to the owner.
-#[inline(always)]
+///
+/// # Safety
+/// The store releases what the block did in front of its barrier, and what the last of a chunk's
+/// blocks has acquired.
+#[device]
 unsafe fn say_returned<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32, epoch: u64) {
-    // SAFETY: passed on to the caller. The store releases what the block did in front of its
-    // barrier, and what the last of a chunk's blocks has acquired.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let (token, source) = row_at::<SUMMED>(args, index);
-        let tokens = ld_u32(common.tables.num_tokens.0 + source as u64 * 4);
-        if token >= tokens || in_packets(common, tokens) {
-            return;
-        }
-        let chunk = token / common.chunk_tokens;
-        let parts = tokens_in_chunk(common, tokens, chunk);
-        let word = common.tables.answered.0 + chunk_offset(common, source, chunk);
-        if completes(word, token - chunk * common.chunk_tokens, parts) {
-            let word = pool_of(comm, source) + common.place.returned;
-            st_release_sys_u64(word + chunk_offset(common, comm.rank, chunk), epoch);
-        }
+    let (common, comm) = (&args.common, &args.common.comm);
+    let (token, source) = row_at::<SUMMED>(args, index);
+    let tokens = ld_u32(common.tables.num_tokens.0 + source as u64 * 4);
+    if token >= tokens || in_packets(common, tokens) {
+        return;
+    }
+    let chunk = token / common.chunk_tokens;
+    let parts = tokens_in_chunk(common, tokens, chunk);
+    let word = common.tables.answered.0 + chunk_offset(common, source, chunk);
+    if completes(word, token - chunk * common.chunk_tokens, parts) {
+        let word = pool_of(comm, source) + common.place.returned;
+        st_release_sys_u64(word + chunk_offset(common, comm.rank, chunk), epoch);
     }
 }
 
 /// Writes this rank's share of the received row `row` to `to`, if it has one. All threads of the
 /// team call it.
-#[inline(always)]
+#[device]
 pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
     row: u32,
-    ahead: Ahead,
+    ahead: RowAhead,
     to: u64,
 ) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let share = Share::of(args, row, ahead);
-        let (lane, bytes) = (laneid(), bf16_bytes::<FP8>(args));
-        // Whole warps go on together, since lanes ask each other; a lane has two vectors of each
-        // entry, so that their loads are in flight together: a turn's and those of another one, or
-        // the two that make one of e4m3.
-        let (mut turn, warps) = (team.warp(), team.warps());
-        while turn * WARP_BYTES < args.row_bytes && share.entries != 0 {
-            let own = turn * WARP_BYTES + lane * 16;
-            let at = if FP8 { own * 2 } else { own };
-            let next = if FP8 { at + 16 } else { at + warps * WARP_BYTES };
-            turn += if FP8 { warps } else { 2 * warps };
-            let sums = share.sum::<FP8>(args, at, next);
-            if FP8 {
-                let (vector, scale) = quantised(&sums, args.quantise);
-                if own < args.row_bytes {
-                    st_v4(to + own as u64, vector);
-                    if own.is_multiple_of(SCALE_BLOCK) {
-                        st_f32(to + (args.row_bytes + own / SCALE_BLOCK * 4) as u64, scale);
-                    }
+    let share = Share::of(args, row, ahead);
+    let (lane, bytes) = (laneid(), bf16_bytes::<FP8>(args));
+    // Whole warps go on together, since lanes ask each other; a lane has two vectors of each
+    // entry, so that their loads are in flight together: a turn's and those of another one, or
+    // the two that make one of e4m3.
+    let (mut turn, warps) = (team.warp(), team.warps());
+    while turn * WARP_BYTES < args.row_bytes && share.entries != 0 {
+        let own = turn * WARP_BYTES + lane * 16;
+        let at = if FP8 { own * 2 } else { own };
+        let next = if FP8 { at + 16 } else { at + warps * WARP_BYTES };
+        turn += if FP8 { warps } else { 2 * warps };
+        let sums = share.sum::<FP8>(args, at, next);
+        if FP8 {
+            let (vector, scale) = quantised(&sums, args.quantise);
+            if own < args.row_bytes {
+                st_v4(to + own as u64, vector);
+                if own.is_multiple_of(SCALE_BLOCK) {
+                    st_f32(to + (args.row_bytes + own / SCALE_BLOCK * 4) as u64, scale);
                 }
-            } else {
-                if at < bytes {
-                    st_v4(to + at as u64, round(&sums[0]));
-                }
-                if next < bytes {
-                    st_v4(to + next as u64, round(&sums[1]));
-                }
+            }
+        } else {
+            if at < bytes {
+                st_v4(to + at as u64, round(&sums[0]));
+            }
+            if next < bytes {
+                st_v4(to + next as u64, round(&sums[1]));
             }
         }
     }
@@ -260,82 +248,73 @@ pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
 
 /// Returns the rows of ranks that get them as packets, a piece to a warp. `most`: tokens of such a
 /// rank.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn return_pieces<const FP8: bool>(
     args: &LowLatencyCombineArgs,
     most: u32,
-    first: Ahead,
+    first: RowAhead,
     epoch: u64,
 ) {
-    // SAFETY: passed on to the kernel's caller.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let pieces = most * comm.num_ranks * pieces_of(args.row_bytes);
-        let (mut number, mut ahead) = (Piece::first_to_send(), first);
-        while number < pieces {
-            let next = number + sending_blocks() * (ntid() / 32);
-            let after = Ahead::of_piece(args, next, true);
-            let piece = Piece::of(number, args.row_bytes, comm.num_ranks);
-            let is_there = piece.token < ahead.tokens && in_packets(common, ahead.tokens);
-            let share = Share::of(args, piece.rank * common.max_tokens + piece.token, ahead);
-            if is_there && share.entries != 0 {
-                let pool = pool_of(comm, piece.rank);
-                let vectors = if FP8 {
-                    let (vectors, scales) = quantised_piece_of_row(args, &piece, &share);
-                    unroll3!(V => {
-                        let at = piece.at(V as u32);
-                        if at < args.row_bytes && at.is_multiple_of(SCALE_BLOCK) {
-                            let index = at / SCALE_BLOCK;
-                            let at = scale_offset(common, args.row_bytes, comm.rank, piece.token, index);
-                            let packet = epoch << 32 | scales[V].to_bits() as u64;
-                            st_relaxed_sys_u64(pool + common.place.returned_scales + at, packet);
-                        }
-                    });
-                    vectors
-                } else {
-                    piece_of_row(args, &piece, &share)
-                };
-                let at = common.place.returned_packets + piece.offset(common, args.row_bytes, comm.rank);
-                send_packets(pool + at, &vectors, epoch);
-            }
-            (number, ahead) = (next, after);
+    let (common, comm) = (&args.common, &args.common.comm);
+    let pieces = most * comm.num_ranks * pieces_of(args.row_bytes);
+    let (mut number, mut ahead) = (Piece::first_to_send(), first);
+    while number < pieces {
+        let next = number + sending_blocks() * (ntid() / 32);
+        let after = RowAhead::of_piece(args, next, true);
+        let piece = Piece::of(number, args.row_bytes, comm.num_ranks);
+        let is_there = piece.token < ahead.tokens && in_packets(common, ahead.tokens);
+        let share = Share::of(args, piece.rank * common.max_tokens + piece.token, ahead);
+        if is_there && share.entries != 0 {
+            let pool = pool_of(comm, piece.rank);
+            let vectors = if FP8 {
+                let (vectors, scales) = quantised_piece_of_row(args, &piece, &share);
+                unroll!(3, V => {
+                    let at = piece.at(V as u32);
+                    if at < args.row_bytes && at.is_multiple_of(SCALE_BLOCK) {
+                        let index = at / SCALE_BLOCK;
+                        let at = scale_offset(common, args.row_bytes, comm.rank, piece.token, index);
+                        let packet = epoch << 32 | scales[V].to_bits() as u64;
+                        st_relaxed_sys_u64(pool + common.place.returned_scales + at, packet);
+                    }
+                });
+                vectors
+            } else {
+                piece_of_row(args, &piece, &share)
+            };
+            let at = common.place.returned_packets + piece.offset(common, args.row_bytes, comm.rank);
+            send_packets(pool + at, &vectors, epoch);
         }
+        (number, ahead) = (next, after);
     }
 }
 
 /// A lane's vectors of this rank's share of a token; any numbers behind the row's end. The whole
 /// warp calls it.
-#[inline(always)]
+#[device]
 unsafe fn piece_of_row(args: &LowLatencyCombineArgs, piece: &Piece, share: &Share) -> [[u32; 4]; 3] {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let mut sums = [[0.0; 8]; 3];
-        let at = [0, 1, 2].map(|vector| inside(piece.at(vector), args.row_bytes));
-        add_rows::<2, 3>(share.entries, &at, &mut sums, |entry| share.row(args, entry));
-        let mut vectors = [[0; 4]; 3];
-        unroll3!(V => { vectors[V] = round(&sums[V]) });
-        vectors
-    }
+    let mut sums = [[0.0; 8]; 3];
+    let at = [0, 1, 2].map(|vector| inside(piece.at(vector), args.row_bytes));
+    add_rows::<2, 3>(share.entries, &at, &mut sums, |entry| share.row(args, entry));
+    let mut vectors = [[0; 4]; 3];
+    unroll!(3, V => { vectors[V] = round(&sums[V]) });
+    vectors
 }
 
 /// The same as e4m3, with the scale of each vector's block. The whole warp calls it.
-#[inline(always)]
+#[device]
 unsafe fn quantised_piece_of_row(
     args: &LowLatencyCombineArgs,
     piece: &Piece,
     share: &Share,
 ) -> ([[u32; 4]; 3], [f32; 3]) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (mut vectors, mut scales) = ([[0; 4]; 3], [0.0; 3]);
-        // A vector at a time: the sums of all three leave no registers for loads in flight.
-        unroll3!(V => {
-            let at = piece.at(V as u32);
-            let sums = share.sum::<true>(args, at * 2, at * 2 + 16);
-            (vectors[V], scales[V]) = quantised(&sums, args.quantise);
-        });
-        (vectors, scales)
-    }
+    let (mut vectors, mut scales) = ([[0; 4]; 3], [0.0; 3]);
+    // A vector at a time: the sums of all three leave no registers for loads in flight.
+    unroll!(3, V => {
+        let at = piece.at(V as u32);
+        let sums = share.sum::<true>(args, at * 2, at * 2 + 16);
+        (vectors[V], scales[V]) = quantised(&sums, args.quantise);
+    });
+    (vectors, scales)
 }
 
 /// The part of a received row that returns.
@@ -351,10 +330,9 @@ struct Share {
 
 impl Share {
     /// The share of row `row`. The whole warp calls it.
-    #[inline(always)]
-    unsafe fn of(args: &LowLatencyCombineArgs, row: u32, ahead: Ahead) -> Share {
-        // SAFETY: the caller ensures that all lanes are here.
-        let entries = unsafe { ballot(ahead.slot >= 0) };
+    #[device]
+    unsafe fn of(args: &LowLatencyCombineArgs, row: u32, ahead: RowAhead) -> Share {
+        let entries = ballot(ahead.slot >= 0);
         if args.by_expert == 0 {
             return Share { entries: (entries != 0) as u32, slot: row as i32, weight: 1.0 };
         }
@@ -363,32 +341,26 @@ impl Share {
 
     /// The sums of a lane's vectors from the bytes `at` and `next` of the experts' rows on; any
     /// numbers behind a row's end. The whole warp calls it.
-    #[inline(always)]
+    #[device]
     unsafe fn sum<const FP8: bool>(&self, args: &LowLatencyCombineArgs, at: u32, next: u32) -> Sixteen {
-        // SAFETY: passed on to the caller.
-        unsafe {
-            let bytes = bf16_bytes::<FP8>(args);
-            let mut sums = [[0.0; 8]; 2];
-            let at = [inside(at, bytes), inside(next, bytes)];
-            let row = |entry| self.row(args, entry);
-            // Four at a time would spill registers of the FP8 kernel.
-            if FP8 {
-                add_rows::<3, 2>(self.entries, &at, &mut sums, row);
-            } else {
-                add_rows::<4, 2>(self.entries, &at, &mut sums, row);
-            }
-            sums
+        let bytes = bf16_bytes::<FP8>(args);
+        let mut sums = [[0.0; 8]; 2];
+        let at = [inside(at, bytes), inside(next, bytes)];
+        let row = |entry| self.row(args, entry);
+        // Four at a time would spill registers of the FP8 kernel.
+        if FP8 {
+            add_rows::<3, 2>(self.entries, &at, &mut sums, row);
+        } else {
+            add_rows::<4, 2>(self.entries, &at, &mut sums, row);
         }
+        sums
     }
 
     /// Where the row of an entry is, and its weight. The whole warp calls it.
-    #[inline(always)]
+    #[device]
     unsafe fn row(&self, args: &LowLatencyCombineArgs, entry: u32) -> (u64, f32) {
-        // SAFETY: the caller ensures that all lanes are here.
-        unsafe {
-            let slot = shfl_u32(self.slot as u32, entry);
-            let weight = f32::from_bits(shfl_u32(self.weight.to_bits(), entry));
-            (args.x.0 + slot as u64 * args.x_stride, weight)
-        }
+        let slot = shfl_u32(self.slot as u32, entry);
+        let weight = f32::from_bits(shfl_u32(self.weight.to_bits(), entry));
+        (args.x.0 + slot as u64 * args.x_stride, weight)
     }
 }

@@ -7,31 +7,24 @@
 //! stands between the writers and the readers of each word of shared memory. Collectives stand
 //! where all lanes of a warp arrive.
 
-use epoxide_macros::kernel;
-
 use super::super::super::epoch::{Phase, trace};
-use super::super::combine::{Ahead, add, bf16_bytes, return_row, round, spoil_rows};
+use super::super::combine::{RowAhead, add, bf16_bytes, return_row, round, spoil_rows};
 use super::super::fp8::{from_bf16, from_e4m3};
 use super::super::team::Team;
-use super::super::{Begun, Opening, ROWS_AT_ONCE, begin, completes, finish, note_answer};
-use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages};
+use super::super::{Opened, Opening, ROWS_AT_ONCE, begin, completes, finish, note_answer};
+use super::{Kind, MEMBERS, MemberShared, Route, deliver, wait_messages};
 use crate::layout::{
-    LowLatencyInternodeCombineArgs, MAX_MEMBERS, MAX_TOPK, Quantise, SCALE_BLOCK, answer_slot_bytes, phase,
+    LowLatencyArgs, LowLatencyCombineArgs, LowLatencyInternodeCombineArgs, Quantise, SCALE_BLOCK,
+    answer_slot_bytes, phase,
 };
 use crate::simt::*;
 
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 6, registers = 128,
+    threads = 512, barriers = 6, registers = 128,
     requires(
-        args.combine.common.comm.num_ranks >= 1,
-        args.combine.common.comm.num_ranks <= MAX_MEMBERS as u32,
-        args.combine.common.num_topk >= 1,
-        args.combine.common.num_topk <= MAX_TOPK,
-        args.combine.common.local_experts >= 1,
-        args.combine.common.num_tokens <= args.combine.common.max_tokens,
-        args.combine.row_bytes.is_multiple_of(16),
-        args.combine.x_stride.is_multiple_of(16),
+        ..LowLatencyArgs(args.combine.common),
+        ..LowLatencyCombineArgs(args.combine),
         args.combine.quantise == Quantise::Not as u32,
     )
 )]
@@ -41,16 +34,11 @@ pub unsafe fn low_latency_internode_combine_bf16(args: LowLatencyInternodeCombin
 
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyInternodeCombineBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 6, registers = 128,
+    threads = 512, barriers = 6, registers = 128,
     requires(
-        args.combine.common.comm.num_ranks >= 1,
-        args.combine.common.comm.num_ranks <= MAX_MEMBERS as u32,
-        args.combine.common.num_topk >= 1,
-        args.combine.common.num_topk <= MAX_TOPK,
-        args.combine.common.local_experts >= 1,
-        args.combine.common.num_tokens <= args.combine.common.max_tokens,
+        ..LowLatencyArgs(args.combine.common),
+        ..LowLatencyCombineArgs(args.combine),
         args.combine.row_bytes.is_multiple_of(SCALE_BLOCK),
-        args.combine.x_stride.is_multiple_of(16),
         args.combine.quantise != Quantise::Not as u32,
     )
 )]
@@ -59,40 +47,37 @@ pub unsafe fn low_latency_internode_combine_fp8(args: LowLatencyInternodeCombine
 }
 
 /// `FP8`: whether rows return as e4m3.
-#[inline(always)]
+#[device]
 unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let (common, thread) = (&args.combine.common, tid());
-        let shared = Shared::lay_out();
-        trace(&common.comm, Phase::Enter);
-        let opening = Opening::load::<true>(common, thread == 0);
-        if thread < MEMBERS {
-            // The slots of the dispatch that is answered, which an earlier kernel has completed.
-            // They are read behind the barrier of `begin`.
-            st_shared_u32(shared.slots + thread * 4, ld_u32(args.messages.num_slots.0 + thread as u64 * 4));
+    let (common, thread) = (&args.combine.common, tid());
+    let shared = MemberShared::dynamic();
+    trace(&common.comm, Phase::Enter);
+    let opening = Opening::load::<true>(common, thread == 0);
+    if thread < MEMBERS {
+        // The slots of the dispatch that is answered, which an earlier kernel has completed.
+        // They are read behind the barrier of `begin`.
+        shared.slots().st(thread, ld_u32(args.messages.num_slots.0 + thread as u64 * 4));
+    }
+    let opened = begin::<true>(common, &opening, shared.opened());
+    if common.phases & phase::SEND != 0 && opened.takes_part() {
+        if ctaid() == 0 && thread == 0 {
+            note_answer(common, &opening);
         }
-        let begun = begin::<true>(common, &opening, shared.begun);
-        if common.phases & phase::SEND != 0 && begun.takes_part() {
-            if ctaid() == 0 && thread == 0 {
-                note_answer(common, &opening);
-            }
-            send::<FP8>(args, &shared, &begun);
-            trace(&common.comm, Phase::Moved);
+        send::<FP8>(args, &shared, &opened);
+        trace(&common.comm, Phase::Moved);
+    }
+    if common.phases & phase::RECEIVE != 0 {
+        if wait_messages::<false>(common, &args.messages, &shared, &opened) {
+            receive::<FP8>(args, &shared);
+        } else {
+            spoil_rows::<FP8, 0>(&args.combine, Team::block(), ctaid());
         }
-        if common.phases & phase::RECEIVE != 0 {
-            if wait_messages::<false>(common, &args.messages, &shared, &begun) {
-                receive::<FP8>(args, &shared);
-            } else {
-                spoil_rows::<FP8, 0>(&args.combine, Team::block(), ctaid());
-            }
-            finish(&common.comm);
-        }
+        finish(&common.comm);
     }
 }
 
 /// Bytes from one returned row to the next.
-#[inline(always)]
+#[device]
 fn stride<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) -> u64 {
     let bytes = args.combine.row_bytes;
     answer_slot_bytes(bytes, if FP8 { bytes / SCALE_BLOCK } else { 0 }) as u64
@@ -100,170 +85,156 @@ fn stride<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) -> u64 {
 
 /// Returns this rank's results for the tokens that it received, a row to a block, all sources'
 /// first rows first.
-#[inline(always)]
-unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &Shared, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let (common, messages) = (&args.combine.common, &args.messages);
-        let (num_ranks, warp, lane) = (common.comm.num_ranks, tid() / 32, laneid());
-        core::hint::assert_unchecked(num_ranks >= 1);
-        let mut most = 0;
-        unroll8!(J => {
-            let [a, b, c, d] = ld_v4(messages.num_slots.0 + J as u64 * 16);
-            most = a.max(b).max(c.max(d)).max(most);
-        });
-        // A source without rows is answered by no other block.
-        if ctaid() == nctaid() - 1 && begun.has_member(tid()) && ld_shared_u32(shared.slots + tid() * 4) == 0
-        {
-            deliver(common, Route::to(messages, tid()), tid(), Kind::Answer, 0, begun.epoch());
-        }
-        let (rows, mut turn, mut number) = (most * num_ranks, 0, ctaid());
-        while number < rows {
-            let (index, source) = (number / num_ranks, number % num_ranks);
-            if index < ld_shared_u32(shared.slots + source * 4) {
-                let first = source * common.max_tokens;
-                let token = ld_u32(messages.slot_tokens.0 + (first + index) as u64 * 4);
-                let ahead = Ahead::of_row(&args.combine, source, token, true);
-                let to = Route::to(messages, source).written(Kind::Answer);
-                return_row::<FP8, 0>(
-                    &args.combine,
-                    Team::block(),
-                    first + token,
-                    ahead,
-                    to + index as u64 * stride::<FP8>(args),
-                );
-            }
-            let unsaid = turn % ROWS_AT_ONCE + 1;
-            if unsaid == ROWS_AT_ONCE || number + nctaid() >= rows {
-                barrier_sync();
-                if warp == 0 && lane < unsaid {
-                    say_returned::<FP8>(args, shared, number - lane * nctaid(), begun.epoch());
-                }
-            }
-            turn += 1;
-            number += nctaid();
-        }
+#[device]
+unsafe fn send<const FP8: bool>(
+    args: &LowLatencyInternodeCombineArgs,
+    shared: &MemberShared,
+    opened: &Opened,
+) {
+    let (common, messages) = (&args.combine.common, &args.messages);
+    let (num_ranks, warp, lane) = (common.comm.num_ranks, tid() / 32, laneid());
+    core::hint::assert_unchecked(num_ranks >= 1);
+    let mut most = 0;
+    unroll!(8, J => {
+        let [a, b, c, d] = ld_v4(messages.num_slots.0 + J as u64 * 16);
+        most = a.max(b).max(c.max(d)).max(most);
+    });
+    // A source without rows is answered by no other block.
+    if ctaid() == nctaid() - 1 && opened.has_member(tid()) && shared.slots().ld(tid()) == 0 {
+        deliver(common, Route::to(messages, tid()), tid(), Kind::Answer, 0, opened.epoch());
     }
+    let (rows, mut turn) = (most * num_ranks, 0);
+    stride!(number in ctaid()..rows, nctaid() => {
+        let (index, source) = (number / num_ranks, number % num_ranks);
+        if index < shared.slots().ld(source) {
+            let first = source * common.max_tokens;
+            let token = ld_u32(messages.slot_tokens.0 + (first + index) as u64 * 4);
+            let ahead = RowAhead::of_row(&args.combine, source, token, true);
+            let to = Route::to(messages, source).written(Kind::Answer);
+            return_row::<FP8, 0>(
+                &args.combine,
+                Team::block(),
+                first + token,
+                ahead,
+                to + index as u64 * stride::<FP8>(args),
+            );
+        }
+        let unsaid = turn % ROWS_AT_ONCE + 1;
+        if unsaid == ROWS_AT_ONCE || number + nctaid() >= rows {
+            barrier_sync();
+            if warp == 0 && lane < unsaid {
+                say_returned::<FP8>(args, shared, number - lane * nctaid(), opened.epoch());
+            }
+        }
+        turn += 1;
+    });
 }
 
 /// Adds the row of number `number`, if there is one, to those that have returned to its source.
 /// After the last one it sends the message.
-#[inline(always)]
+#[device]
 unsafe fn say_returned<const FP8: bool>(
     args: &LowLatencyInternodeCombineArgs,
-    shared: &Shared,
+    shared: &MemberShared,
     number: u32,
     epoch: u64,
 ) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let common = &args.combine.common;
-        let (index, source) = (number / common.comm.num_ranks, number % common.comm.num_ranks);
-        let slots = ld_shared_u32(shared.slots + source * 4);
-        if index < slots && completes(args.messages.returned.0 + source as u64 * 8, index, slots) {
-            let bytes = slots as u64 * stride::<FP8>(args);
-            deliver(common, Route::to(&args.messages, source), source, Kind::Answer, bytes, epoch);
-        }
+    let common = &args.combine.common;
+    let (index, source) = (number / common.comm.num_ranks, number % common.comm.num_ranks);
+    let slots = shared.slots().ld(source);
+    if index < slots && completes(args.messages.returned.0 + source as u64 * 8, index, slots) {
+        let bytes = slots as u64 * stride::<FP8>(args);
+        deliver(common, Route::to(&args.messages, source), source, Kind::Answer, bytes, epoch);
     }
 }
 
 /// Sums what has come back, a token to a block.
-#[inline(always)]
-unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &Shared) {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let (common, messages, thread) = (&args.combine.common, &args.messages, tid());
-        let bytes = bf16_bytes::<FP8>(&args.combine);
-        let mut token = ctaid();
-        while token < common.num_tokens {
-            if thread < common.comm.num_ranks {
-                let position = ld_u32(messages.positions.0 + (token * MEMBERS + thread) as u64 * 4);
-                let message = Route::to(messages, thread).arrives(Kind::Answer);
-                shared.set_address(thread, message + position as u64 * stride::<FP8>(args));
-            }
-            barrier_sync();
-            let mask = ld_u32(common.tables.token_ranks.0 + token as u64 * 4);
-            let to = args.combine.combined_x.0 + token as u64 * bytes as u64;
-            if FP8 {
-                sum_quantised(args, shared, mask, to);
-            } else {
-                sum(args, shared, mask, to);
-            }
-            // The addresses are the next token's.
-            barrier_sync();
-            token += nctaid();
+#[device]
+unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared) {
+    let (common, messages, thread) = (&args.combine.common, &args.messages, tid());
+    let bytes = bf16_bytes::<FP8>(&args.combine);
+    stride!(token in ctaid()..common.num_tokens, nctaid() => {
+        if thread < common.comm.num_ranks {
+            let position = ld_u32(messages.positions.0 + (token * MEMBERS + thread) as u64 * 4);
+            let message = Route::to(messages, thread).arrives(Kind::Answer);
+            shared.set_address(thread, message + position as u64 * stride::<FP8>(args));
         }
-    }
+        barrier_sync();
+        let mask = ld_u32(common.tables.token_ranks.0 + token as u64 * 4);
+        let to = args.combine.combined_x.0 + token as u64 * bytes as u64;
+        if FP8 {
+            sum_quantised(args, shared, mask, to);
+        } else {
+            sum(args, shared, mask, to);
+        }
+        // The addresses are the next token's.
+        barrier_sync();
+    });
 }
 
 /// The address of the first row of the ranks `left`, which is taken from them; whether there was
 /// one.
-#[inline(always)]
-unsafe fn next_row(shared: &Shared, left: &mut u32) -> (bool, u64) {
+///
+/// # Safety
+/// The word is the block's; barriers are the caller's.
+#[device]
+unsafe fn next_row(shared: &MemberShared, left: &mut u32) -> (bool, u64) {
     let is_there = *left != 0;
     let rank = left.trailing_zeros() & 31;
     *left &= left.wrapping_sub(1);
-    // SAFETY: the word is the block's; barriers are the caller's.
-    (is_there, unsafe { shared.address(rank) })
+    (is_there, shared.address(rank))
 }
 
 /// Sums BF16 rows of the ranks of `mask`, in their order. All threads of the block call it.
-#[inline(always)]
-unsafe fn sum(args: &LowLatencyInternodeCombineArgs, shared: &Shared, mask: u32, to: u64) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let mut at = tid() * 16;
-        while at < args.combine.row_bytes {
-            let next = at + ntid() * 16;
-            let (mut sums, mut left) = ([[0.0; 8]; 2], mask);
-            while left != 0 {
-                // Four at a time, so that their loads are in flight together.
-                let (mut vectors, mut vectors_next) = ([[0; 4]; 4], [[0; 4]; 4]);
-                unroll4!(J => {
-                    let (is_there, row) = next_row(shared, &mut left);
-                    vectors[J] = ld_stream_v4_if(is_there, row + at as u64);
-                    vectors_next[J] = ld_stream_v4_if(is_there & (next < args.combine.row_bytes), row + next as u64);
-                });
-                // A missing row adds zeros.
-                unroll4!(J => { add(&mut sums[0], from_bf16(vectors[J]), 1.0) });
-                unroll4!(J => { add(&mut sums[1], from_bf16(vectors_next[J]), 1.0) });
-            }
-            st_v4(to + at as u64, round(&sums[0]));
-            if next < args.combine.row_bytes {
-                st_v4(to + next as u64, round(&sums[1]));
-            }
-            at = next + ntid() * 16;
+#[device]
+unsafe fn sum(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared, mask: u32, to: u64) {
+    let mut at = tid() * 16;
+    while at < args.combine.row_bytes {
+        let next = at + ntid() * 16;
+        let (mut sums, mut left) = ([[0.0; 8]; 2], mask);
+        while left != 0 {
+            // Four at a time, so that their loads are in flight together.
+            let (mut vectors, mut vectors_next) = ([[0; 4]; 4], [[0; 4]; 4]);
+            unroll!(4, J => {
+                let (is_there, row) = next_row(shared, &mut left);
+                vectors[J] = ld_stream_v4_if(is_there, row + at as u64);
+                let has_next = is_there & (next < args.combine.row_bytes);
+                vectors_next[J] = ld_stream_v4_if(has_next, row + next as u64);
+            });
+            // A missing row adds zeros.
+            unroll!(4, J => { add(&mut sums[0], from_bf16(vectors[J]), 1.0) });
+            unroll!(4, J => { add(&mut sums[1], from_bf16(vectors_next[J]), 1.0) });
         }
+        st_v4(to + at as u64, round(&sums[0]));
+        if next < args.combine.row_bytes {
+            st_v4(to + next as u64, round(&sums[1]));
+        }
+        at = next + ntid() * 16;
     }
 }
 
 /// The same of e4m3 rows, which have their scales behind them.
-#[inline(always)]
-unsafe fn sum_quantised(args: &LowLatencyInternodeCombineArgs, shared: &Shared, mask: u32, to: u64) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let row_bytes = args.combine.row_bytes;
-        let mut at = tid() * 16;
-        while at < row_bytes {
-            let (mut sums, mut left) = ([[0.0; 8]; 2], mask);
-            while left != 0 {
-                let (mut vectors, mut scales) = ([[0; 4]; 4], [0.0; 4]);
-                unroll4!(J => {
-                    let (is_there, row) = next_row(shared, &mut left);
-                    vectors[J] = ld_stream_v4_if(is_there, row + at as u64);
-                    scales[J] = ld_f32_if(is_there, row + (row_bytes + at / SCALE_BLOCK * 4) as u64);
-                });
-                unroll4!(J => {
-                    // A missing row adds zeros.
-                    let [low, high] = from_e4m3(vectors[J]);
-                    add(&mut sums[0], low, scales[J]);
-                    add(&mut sums[1], high, scales[J]);
-                });
-            }
-            let to = to + at as u64 * 2;
-            st_v4(to, round(&sums[0]));
-            st_v4(to + 16, round(&sums[1]));
-            at += ntid() * 16;
+#[device]
+unsafe fn sum_quantised(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared, mask: u32, to: u64) {
+    let row_bytes = args.combine.row_bytes;
+    stride!(at in tid() * 16..row_bytes, ntid() * 16 => {
+        let (mut sums, mut left) = ([[0.0; 8]; 2], mask);
+        while left != 0 {
+            let (mut vectors, mut scales) = ([[0; 4]; 4], [0.0; 4]);
+            unroll!(4, J => {
+                let (is_there, row) = next_row(shared, &mut left);
+                vectors[J] = ld_stream_v4_if(is_there, row + at as u64);
+                scales[J] = ld_f32_if(is_there, row + (row_bytes + at / SCALE_BLOCK * 4) as u64);
+            });
+            unroll!(4, J => {
+                // A missing row adds zeros.
+                let [low, high] = from_e4m3(vectors[J]);
+                add(&mut sums[0], low, scales[J]);
+                add(&mut sums[1], high, scales[J]);
+            });
         }
-    }
+        let to = to + at as u64 * 2;
+        st_v4(to, round(&sums[0]));
+        st_v4(to + 16, round(&sums[1]));
+    });
 }

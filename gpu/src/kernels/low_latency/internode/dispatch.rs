@@ -7,54 +7,45 @@
 //! row has one warp. A barrier stands between the writers and the readers of each word of shared
 //! memory. Collectives stand where all lanes of a warp arrive.
 
-use epoxide_macros::kernel;
-
 use super::super::super::epoch::{Phase, note, note_missing_token, share, trace};
 use super::super::super::ids::{ld_id, place, recorded_token};
-use super::super::dispatch::{Entry, Pair, bytes_of_x};
+use super::super::dispatch::{Pair, TopkEntry, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
 use super::super::team::Team;
-use super::super::{Begun, Opening, begin, completes, finish};
-use super::{COPIED, Incoming, Kind, MEMBERS, Route, Shared, deliver, wait_messages, wait_ready};
+use super::super::{Opened, Opening, begin, completes, finish};
+use super::{
+    COPIED, Incoming, Kind, MEMBERS, MemberShared, Route, deliver, wait_members_ready, wait_messages,
+};
 use crate::layout::{
-    DISPATCH_HEADER, LowLatencyCall, LowLatencyInternodeDispatchArgs, LowLatencySlot, MAX_MEMBERS, MAX_TOPK,
-    Quantise, SCALE_BLOCK, Wait, low_latency_head_bytes, phase, row_stride,
+    DISPATCH_HEADER, LowLatencyArgs, LowLatencyCall, LowLatencyDispatchArgs, LowLatencyInternodeDispatchArgs,
+    LowLatencySlot, Quantise, SCALE_BLOCK, Wait, low_latency_head_bytes, phase, row_stride,
 };
 use crate::simt::*;
 
 /// Sends rows, or waits for them and lists each expert's rows, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 13, registers = 128,
-    requires(
-        args.dispatch.common.comm.num_ranks >= 1,
-        args.dispatch.common.comm.num_ranks <= MAX_MEMBERS as u32,
-        args.dispatch.common.num_topk >= 1,
-        args.dispatch.common.num_topk <= MAX_TOPK,
-        args.dispatch.common.local_experts >= 1,
-        args.dispatch.common.num_tokens <= args.dispatch.common.max_tokens,
-        args.dispatch.row_bytes.is_multiple_of(16),
-        args.dispatch.quantise == Quantise::Not as u32 || args.dispatch.row_bytes.is_multiple_of(SCALE_BLOCK),
-    )
+    threads = 512, barriers = 13, registers = 128,
+    requires(..LowLatencyArgs(args.dispatch.common), ..LowLatencyDispatchArgs(args.dispatch))
 )]
 pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchArgs) {
     let common = &args.dispatch.common;
-    let shared = Shared::lay_out();
+    let shared = MemberShared::dynamic();
     trace(&common.comm, Phase::Enter);
     let opening = Opening::load::<false>(common, tid() == 0);
-    let begun = begin::<false>(common, &opening, shared.begun);
+    let opened = begin::<false>(common, &opening, shared.opened());
     if common.phases & phase::SEND != 0 {
-        send(&args, &shared, &begun);
+        send(&args, &shared, &opened);
         trace(&common.comm, Phase::Moved);
     }
     if common.phases & phase::RECEIVE != 0 {
-        receive(&args, &shared, &begun);
+        receive(&args, &shared, &opened);
         finish(&common.comm);
     }
 }
 
 /// Scales of a row as it travels.
-#[inline(always)]
+#[device]
 fn scales_of(args: &LowLatencyInternodeDispatchArgs) -> u32 {
     if args.dispatch.quantise == Quantise::Not as u32 {
         args.dispatch.num_scales
@@ -63,354 +54,337 @@ fn scales_of(args: &LowLatencyInternodeDispatchArgs) -> u32 {
     }
 }
 
-#[inline(always)]
+#[device]
 fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
     LowLatencySlot::new(args.dispatch.row_bytes, scales_of(args), args.dispatch.common.num_topk)
 }
 
 /// Writes this rank's tokens into the messages, a token to a block.
-#[inline(always)]
-unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let (common, messages) = (&args.dispatch.common, &args.messages);
-        let (thread, warp) = (tid(), tid() / 32);
-        let mut takes_part = begun.takes_part();
-        if !begun.is_answered() {
-            let is_ready = !takes_part || warp != 0 || wait_ready(common, messages, begun);
-            takes_part &= !barrier_any(!is_ready);
+#[device]
+unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, opened: &Opened) {
+    let (common, messages) = (&args.dispatch.common, &args.messages);
+    let (thread, warp) = (tid(), tid() / 32);
+    let mut takes_part = opened.takes_part();
+    if !opened.is_answered() {
+        let is_ready = !takes_part || warp != 0 || wait_members_ready(common, messages, opened);
+        takes_part &= !barrier_any(!is_ready);
+    }
+    if takes_part {
+        if thread < MEMBERS {
+            shared.of_rank().st(thread, 0);
         }
-        if takes_part {
-            if thread < MEMBERS {
-                st_shared_u32(shared.of_rank + thread * 4, 0);
+        let (mut token, mut counted) = (ctaid(), 0);
+        while token < common.num_tokens {
+            // Behind this barrier, all threads have read the shared memory of the token before.
+            barrier_sync();
+            count(args, shared, counted, token, opened);
+            counted = token;
+            barrier_sync();
+            if thread < common.comm.num_ranks {
+                let position = shared.of_rank().ld(thread);
+                st_u32(messages.positions.0 + (token * MEMBERS + thread) as u64 * 4, position);
+                let at = DISPATCH_HEADER as u64 + position as u64 * slot_of(args).bytes as u64;
+                shared.set_address(thread, Route::to(messages, thread).written(Kind::Dispatch) + at);
             }
-            let (mut token, mut counted) = (ctaid(), 0);
-            while token < common.num_tokens {
-                // Behind this barrier, all threads have read the shared memory of the token before.
-                barrier_sync();
-                count(args, shared, counted, token, begun);
-                counted = token;
-                barrier_sync();
-                if thread < common.comm.num_ranks {
-                    let position = ld_shared_u32(shared.of_rank + thread * 4);
-                    st_u32(messages.positions.0 + (token * MEMBERS + thread) as u64 * 4, position);
-                    let at = DISPATCH_HEADER as u64 + position as u64 * slot_of(args).bytes as u64;
-                    shared.set_address(thread, Route::to(messages, thread).written(Kind::Dispatch) + at);
-                }
-                barrier_sync();
-                let mask = write_entries(args, shared, token, begun);
-                if thread == 0 {
-                    st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
-                }
-                write_row(args, shared, token, mask);
-                barrier_sync();
-                if warp == 0 {
-                    say_written(args, token, begun);
-                }
-                token += nctaid();
+            barrier_sync();
+            let mask = write_entries(args, shared, token, opened);
+            if thread == 0 {
+                st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
             }
-            if common.num_tokens == 0 && ctaid() == 0 && warp == 0 {
-                send_messages(args, begun);
+            write_row(args, shared, token, mask);
+            barrier_sync();
+            if warp == 0 {
+                say_written(args, token, opened);
             }
+            token += nctaid();
         }
-        // As within a node: all threads have read it in front of a barrier.
-        if thread == 0 {
-            red_relaxed_gpu_add_u64(common.tables.turns.0, share(ctaid(), nctaid()));
+        if common.num_tokens == 0 && ctaid() == 0 && warp == 0 {
+            send_messages(args, opened);
         }
+    }
+    // As within a node: all threads have read it in front of a barrier.
+    if thread == 0 {
+        red_relaxed_gpu_add_u64(common.tables.turns.0, share(ctaid(), nctaid()));
     }
 }
 
 /// Adds the tokens from `from` to `to` to those that each rank has in its message. All threads of
 /// the block call it.
-#[inline(always)]
-unsafe fn count(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, from: u32, to: u32, begun: &Begun) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (lane, mut turn, mut own) = (laneid(), tid() / 32, 0);
-        while from + turn * 32 < to {
-            let token = from + turn * 32 + lane;
-            own += votes_of(args, if token < to { ranks_of(args, token, begun) } else { 0 });
-            turn += ntid() / 32;
-        }
-        if lane < args.dispatch.common.comm.num_ranks {
-            red_relaxed_cta_shared_add_u32(shared.of_rank + lane * 4, own);
-        }
+#[device]
+unsafe fn count(
+    args: &LowLatencyInternodeDispatchArgs,
+    shared: &MemberShared,
+    from: u32,
+    to: u32,
+    opened: &Opened,
+) {
+    let (lane, mut turn, mut own) = (laneid(), tid() / 32, 0);
+    while from + turn * 32 < to {
+        let token = from + turn * 32 + lane;
+        own += votes_of(args, if token < to { ranks_of(args, token, opened) } else { 0 });
+        turn += ntid() / 32;
+    }
+    if lane < args.dispatch.common.comm.num_ranks {
+        red_relaxed_cta_shared_add_u32(shared.of_rank().at(lane), own);
     }
 }
 
 /// In lane r, of how many lanes the mask has bit r. The whole warp calls it.
-#[inline(always)]
+#[device]
 unsafe fn votes_of(args: &LowLatencyInternodeDispatchArgs, mask: u32) -> u32 {
-    // SAFETY: the caller ensures that all lanes are here.
-    unsafe {
-        let (lane, mut rank, mut own) = (laneid(), 0, 0);
-        while rank < args.dispatch.common.comm.num_ranks {
-            let votes = ballot(mask >> rank & 1 != 0).count_ones();
-            own += if lane == rank { votes } else { 0 };
-            rank += 1;
-        }
-        own
-    }
+    let (lane, mut own) = (laneid(), 0);
+    stride!(rank in 0..args.dispatch.common.comm.num_ranks => {
+        let votes = ballot(mask >> rank & 1 != 0).count_ones();
+        own += if lane == rank { votes } else { 0 };
+    });
+    own
 }
 
 /// The physical expert of an id of a token.
-#[inline(always)]
+#[device]
 unsafe fn place_of(args: &LowLatencyInternodeDispatchArgs, id: i64, token: u32) -> i64 {
     let common = &args.dispatch.common;
     let experts = common.local_experts * common.comm.num_ranks;
-    // SAFETY: passed on to the caller.
-    unsafe { place(&args.dispatch.table, id, token, common.comm.rank, experts) }
+    place(&args.dispatch.table, id, token, common.comm.rank, experts)
 }
 
 /// The member that a physical expert is of, with the id on that rank.
-#[inline(always)]
-unsafe fn owner_of(args: &LowLatencyInternodeDispatchArgs, expert: i64, begun: &Begun) -> Option<(u32, u32)> {
+///
+/// # Safety
+/// The experts on ranks that are left out add nothing to a token's sum.
+#[device]
+unsafe fn owner_of(
+    args: &LowLatencyInternodeDispatchArgs,
+    expert: i64,
+    opened: &Opened,
+) -> Option<(u32, u32)> {
     let common = &args.dispatch.common;
     if expert < 0 || expert >= (common.local_experts * common.comm.num_ranks) as i64 {
         return None;
     }
     let (rank, local) = (expert as u32 / common.local_experts, expert as u32 % common.local_experts);
-    // SAFETY: passed on to the caller. The experts on ranks that are left out add nothing to a
-    // token's sum.
-    unsafe { begun.has_member(rank).then_some((rank, local)) }
+    opened.has_member(rank).then_some((rank, local))
 }
 
 /// The ranks that a token goes to, as bits, by one thread alone.
-#[inline(always)]
-unsafe fn ranks_of(args: &LowLatencyInternodeDispatchArgs, token: u32, begun: &Begun) -> u32 {
-    // SAFETY: inputs are there from the kernel's start.
-    unsafe {
-        let topk = args.dispatch.common.num_topk;
-        let (mut entry, mut mask) = (0, 0);
-        while entry < topk {
-            let (dispatch, at) = (&args.dispatch, (token * topk + entry) as u64);
-            let id = ld_id(dispatch.topk_idx, dispatch.narrow_ids, at);
-            let expert = place_of(args, id, token);
-            if let Some((rank, _)) = owner_of(args, expert, begun) {
-                mask |= 1 << rank;
-            }
-            entry += 1;
+///
+/// # Safety
+/// Inputs are there from the kernel's start.
+#[device]
+unsafe fn ranks_of(args: &LowLatencyInternodeDispatchArgs, token: u32, opened: &Opened) -> u32 {
+    let topk = args.dispatch.common.num_topk;
+    let mut mask = 0;
+    stride!(entry in 0..topk => {
+        let (dispatch, at) = (&args.dispatch, (token * topk + entry) as u64);
+        let id = ld_id(dispatch.topk_idx, dispatch.narrow_ids, at);
+        let expert = place_of(args, id, token);
+        if let Some((rank, _)) = owner_of(args, expert, opened) {
+            mask |= 1 << rank;
         }
-        mask
-    }
+    });
+    mask
 }
 
 /// The ranks that a token goes to, as bits; writes its index and its entries into their slots. All
 /// threads of the block call it.
-#[inline(always)]
+///
+/// # Safety
+/// The first warp alone writes.
+#[device]
 unsafe fn write_entries(
     args: &LowLatencyInternodeDispatchArgs,
-    shared: &Shared,
+    shared: &MemberShared,
     token: u32,
-    begun: &Begun,
+    opened: &Opened,
 ) -> u32 {
-    // SAFETY: passed on to the kernel's caller. The first warp alone writes.
-    unsafe {
-        let common = &args.dispatch.common;
-        let entry = Entry::of(&args.dispatch, token, true);
-        let experts = (common.local_experts * common.comm.num_ranks) as i64;
-        let expert = place_of(args, entry.id.value(args.dispatch.narrow_ids), token);
-        if expert >= experts || expert < -1 {
-            let (peer, named) = (common.comm.rank, recorded_token(&args.dispatch.table, token));
-            note(&common.comm, 0, peer, begun.epoch(), named, expert as u64, Wait::LowLatencyExpert);
-            note_missing_token(&common.comm, token);
-        }
-        let (rank, local) = owner_of(args, expert, begun).unwrap_or((u32::MAX, 0));
-        let mask = redux_or(if rank < MEMBERS { 1 << rank } else { 0 });
-        let (slot, lane, mut left) = (slot_of(args), laneid(), mask);
-        while left != 0 && tid() < 32 {
-            let to = left.trailing_zeros();
-            left &= left - 1;
-            let at = shared.address(to);
-            if lane == 0 {
-                st_u32(at + slot.token as u64, token);
-            }
-            if lane < common.num_topk {
-                let at = at + slot.entries as u64 + lane as u64 * 8;
-                st_u32(at, if rank == to { local } else { u32::MAX });
-                st_f32(at + 4, entry.weight);
-            }
-        }
-        mask
+    let common = &args.dispatch.common;
+    let entry = TopkEntry::of(&args.dispatch, token, true);
+    let experts = (common.local_experts * common.comm.num_ranks) as i64;
+    let expert = place_of(args, entry.id.value(args.dispatch.narrow_ids), token);
+    if expert >= experts || expert < -1 {
+        let (peer, named) = (common.comm.rank, recorded_token(&args.dispatch.table, token));
+        note(&common.comm, 0, peer, opened.epoch(), named, expert as u64, Wait::LowLatencyExpert);
+        note_missing_token(&common.comm, token);
     }
+    let (rank, local) = owner_of(args, expert, opened).unwrap_or((u32::MAX, 0));
+    let mask = redux_or(if rank < MEMBERS { 1 << rank } else { 0 });
+    let (slot, lane, mut left) = (slot_of(args), laneid(), mask);
+    while left != 0 && tid() < 32 {
+        let to = left.trailing_zeros();
+        left &= left - 1;
+        let at = shared.address(to);
+        if lane == 0 {
+            st_u32(at + slot.token as u64, token);
+        }
+        if lane < common.num_topk {
+            let at = at + slot.entries as u64 + lane as u64 * 8;
+            st_u32(at, if rank == to { local } else { u32::MAX });
+            st_f32(at + 4, entry.weight);
+        }
+    }
+    mask
 }
 
 /// Writes a token's row, as it is or quantised, and its scales into the slots of the ranks of
 /// `mask`. All threads of the block call it.
-#[inline(always)]
-unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, token: u32, mask: u32) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let dispatch = &args.dispatch;
-        let mut turn = 0;
-        while turn * ntid() * 32 < bytes_of_x(dispatch) {
-            let pair = Pair::of(dispatch, Team::block(), token, turn, true);
-            let (first, second) = Pair::offsets(dispatch, Team::block(), turn);
-            if dispatch.quantise == Quantise::Not as u32 {
-                let mut left = mask;
-                while left != 0 {
-                    let at = shared.address(left.trailing_zeros());
-                    left &= left - 1;
-                    if first < dispatch.row_bytes {
-                        st_v4(at + first as u64, pair.first);
-                    }
-                    if second < dispatch.row_bytes {
-                        st_v4(at + second as u64, pair.second);
-                    }
-                }
-            } else {
-                let numbers = [from_bf16(pair.first), from_bf16(pair.second)];
-                let (vector, scale) = quantised(&numbers, dispatch.quantise);
-                let (at, mut left) = (first / 2, mask);
-                while left != 0 && at < dispatch.row_bytes {
-                    let slot = shared.address(left.trailing_zeros());
-                    left &= left - 1;
-                    st_v4(slot + at as u64, vector);
-                    if at.is_multiple_of(SCALE_BLOCK) {
-                        st_f32(slot + (dispatch.row_bytes + at / SCALE_BLOCK * 4) as u64, scale);
-                    }
-                }
-            }
-            turn += 1;
-        }
-        let mut scale = tid();
-        while scale < dispatch.num_scales {
-            let value = ld_f32(dispatch.scales.0 + (token * dispatch.num_scales + scale) as u64 * 4);
+#[device]
+unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, token: u32, mask: u32) {
+    let dispatch = &args.dispatch;
+    let mut turn = 0;
+    while turn * ntid() * 32 < bytes_of_x(dispatch) {
+        let pair = Pair::of(dispatch, Team::block(), token, turn, true);
+        let (first, second) = Pair::offsets(dispatch, Team::block(), turn);
+        if dispatch.quantise == Quantise::Not as u32 {
             let mut left = mask;
             while left != 0 {
+                let at = shared.address(left.trailing_zeros());
+                left &= left - 1;
+                if first < dispatch.row_bytes {
+                    st_v4(at + first as u64, pair.first);
+                }
+                if second < dispatch.row_bytes {
+                    st_v4(at + second as u64, pair.second);
+                }
+            }
+        } else {
+            let numbers = [from_bf16(pair.first), from_bf16(pair.second)];
+            let (vector, scale) = quantised(&numbers, dispatch.quantise);
+            let (at, mut left) = (first / 2, mask);
+            while left != 0 && at < dispatch.row_bytes {
                 let slot = shared.address(left.trailing_zeros());
                 left &= left - 1;
-                st_f32(slot + (dispatch.row_bytes + scale * 4) as u64, value);
+                st_v4(slot + at as u64, vector);
+                if at.is_multiple_of(SCALE_BLOCK) {
+                    st_f32(slot + (dispatch.row_bytes + at / SCALE_BLOCK * 4) as u64, scale);
+                }
             }
-            scale += ntid();
         }
+        turn += 1;
     }
+    block_stride!(scale in 0..dispatch.num_scales => {
+        let value = ld_f32(dispatch.scales.0 + (token * dispatch.num_scales + scale) as u64 * 4);
+        let mut left = mask;
+        while left != 0 {
+            let slot = shared.address(left.trailing_zeros());
+            left &= left - 1;
+            st_f32(slot + (dispatch.row_bytes + scale * 4) as u64, value);
+        }
+    });
 }
 
 /// Adds a token that the block has written, and sends all messages where it was the rank's last. A
 /// warp calls it, behind a barrier of the block.
-#[inline(always)]
-unsafe fn say_written(args: &LowLatencyInternodeDispatchArgs, token: u32, begun: &Begun) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let is_last =
-            laneid() == 0 && completes(args.messages.written.0, token, args.dispatch.common.num_tokens);
-        if ballot(is_last) != 0 {
-            // `syncwarp` orders the whole warp behind the acquire of the first lane.
-            syncwarp();
-            send_messages(args, begun);
-        }
+#[device]
+unsafe fn say_written(args: &LowLatencyInternodeDispatchArgs, token: u32, opened: &Opened) {
+    let is_last = laneid() == 0 && completes(args.messages.written.0, token, args.dispatch.common.num_tokens);
+    if ballot(is_last) != 0 {
+        // `syncwarp` orders the whole warp behind the acquire of the first lane.
+        syncwarp();
+        send_messages(args, opened);
     }
 }
 
 /// Sends each member the message for it. A warp calls it, behind all that was written.
-#[inline(always)]
-unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, begun: &Begun) {
-    // SAFETY: passed on to the caller. A message's header has this lane as its only writer.
-    unsafe {
-        let (common, lane) = (&args.dispatch.common, laneid());
-        let (mut first, mut slots) = (0, 0);
-        while first < common.num_tokens {
-            let token = first + lane;
-            let is_there = token < common.num_tokens;
-            let at = common.tables.token_ranks.0 + if is_there { token as u64 * 4 } else { 0 };
-            let mask = ld_u32(at);
-            slots += votes_of(args, if is_there { mask } else { 0 });
-            first += 32;
-        }
-        if begun.has_member(lane) {
-            let route = Route::to(&args.messages, lane);
-            st_u32(route.written(Kind::Dispatch), slots);
-            let bytes = DISPATCH_HEADER as u64 + slots as u64 * slot_of(args).bytes as u64;
-            deliver(common, route, lane, Kind::Dispatch, bytes, begun.epoch());
-        }
+///
+/// # Safety
+/// A message's header has this lane as its only writer.
+#[device]
+unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, opened: &Opened) {
+    let (common, lane) = (&args.dispatch.common, laneid());
+    let (mut first, mut slots) = (0, 0);
+    while first < common.num_tokens {
+        let token = first + lane;
+        let is_there = token < common.num_tokens;
+        let at = common.tables.token_ranks.0 + if is_there { token as u64 * 4 } else { 0 };
+        let mask = ld_u32(at);
+        slots += votes_of(args, if is_there { mask } else { 0 });
+        first += 32;
+    }
+    if opened.has_member(lane) {
+        let route = Route::to(&args.messages, lane);
+        st_u32(route.written(Kind::Dispatch), slots);
+        let bytes = DISPATCH_HEADER as u64 + slots as u64 * slot_of(args).bytes as u64;
+        deliver(common, route, lane, Kind::Dispatch, bytes, opened.epoch());
     }
 }
 
 /// Waits for the messages, lists each expert's rows, and copies the rows to their places.
-#[inline(always)]
-unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the file states the rest.
-    unsafe {
-        let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
-        if !wait_messages::<true>(common, messages, shared, begun) {
-            return;
-        }
-        if ctaid() == 0 && thread < MEMBERS {
-            let at = thread as u64 * 4;
-            st_u32(common.tables.num_tokens.0 + at, ld_shared_u32(shared.tokens + thread * 4));
-            st_u32(messages.num_slots.0 + at, ld_shared_u32(shared.slots + thread * 4));
-        }
-        let all = shared.all_slots(common.comm.num_ranks);
-        if ctaid() == 0 {
-            copy_heads(args, shared, all);
-            barrier_sync();
-            if begun.has_member(thread) {
-                let tokens = ld_shared_u32(shared.tokens + thread * 4);
-                let call = common.comm.call as u32 & !LowLatencyCall::TOKEN_BITS | tokens;
-                let incoming = Incoming::of(messages, thread);
-                incoming.publish(incoming.copy_of_call, begun.epoch() << 32 | call as u64);
-            }
-        }
-        let mut expert = ctaid();
-        while expert < common.local_experts {
-            list_rows(args, shared, expert, all);
-            expert += nctaid();
-        }
-        let mut number = tid() / 32 * nctaid() + (nctaid() - 1 - ctaid());
-        while number < all {
-            let (source, index) = shared.slot(common.comm.num_ranks, number);
-            take_row(args, shared, source, index);
-            number += nctaid() * (ntid() / 32);
+#[device]
+unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, opened: &Opened) {
+    let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
+    if !wait_messages::<true>(common, messages, shared, opened) {
+        return;
+    }
+    if ctaid() == 0 && thread < MEMBERS {
+        let at = thread as u64 * 4;
+        st_u32(common.tables.num_tokens.0 + at, shared.tokens().ld(thread));
+        st_u32(messages.num_slots.0 + at, shared.slots().ld(thread));
+    }
+    let all = shared.all_slots(common.comm.num_ranks);
+    if ctaid() == 0 {
+        copy_heads(args, shared, all);
+        barrier_sync();
+        if opened.has_member(thread) {
+            let tokens = shared.tokens().ld(thread);
+            let call = common.comm.call as u32 & !LowLatencyCall::TOKEN_BITS | tokens;
+            let incoming = Incoming::of(messages, thread);
+            incoming.publish(incoming.copy_of_call, opened.epoch() << 32 | call as u64);
         }
     }
+    stride!(expert in ctaid()..common.local_experts, nctaid() => {
+        list_rows(args, shared, expert, all);
+    });
+    let first = tid() / 32 * nctaid() + (nctaid() - 1 - ctaid());
+    stride!(number in first..all, nctaid() * (ntid() / 32) => {
+        let (source, index) = shared.slot(common.comm.num_ranks, number);
+        take_row(args, shared, source, index);
+    });
 }
 
 /// Where a slot of a rank's message is.
-#[inline(always)]
+#[device]
 unsafe fn arrived(args: &LowLatencyInternodeDispatchArgs, source: u32, index: u32) -> u64 {
-    // SAFETY: passed on to the caller.
-    let message = unsafe { Route::to(&args.messages, source).arrives(Kind::Dispatch) };
+    let message = Route::to(&args.messages, source).arrives(Kind::Dispatch);
     message + DISPATCH_HEADER as u64 + index as u64 * slot_of(args).bytes as u64
 }
 
 /// Copies the heads of messages in host memory, [`COPIED`], for the other blocks: each would load
 /// them from there. All threads of the first block call it.
-#[inline(always)]
-unsafe fn copy_heads(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, all: u32) {
-    // SAFETY: passed on to the caller; the messages are here, and a copy has one writer.
-    unsafe {
-        let (common, layout) = (&args.dispatch.common, slot_of(args));
-        // The token's index, and the entries.
-        let words = common.num_topk + 1;
-        let mut item = tid();
-        while item < all * words {
-            let (word, (source, index)) = (item % words, shared.slot(common.comm.num_ranks, item / words));
-            let (token, entries) = head(args, shared, source, index);
-            if shared.address(source) & COPIED != 0 {
-                let slot = arrived(args, source, index);
-                if word == 0 {
-                    st_u32(token, ld_u32(slot + layout.token as u64));
-                } else {
-                    let entry = (word - 1) as u64 * 8;
-                    st_u64(entries + entry, ld_u64(slot + layout.entries as u64 + entry));
-                }
+///
+/// # Safety
+/// The messages are here, and a copy has one writer.
+#[device]
+unsafe fn copy_heads(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, all: u32) {
+    let (common, layout) = (&args.dispatch.common, slot_of(args));
+    // The token's index, and the entries.
+    let words = common.num_topk + 1;
+    block_stride!(item in 0..all * words => {
+        let (word, (source, index)) = (item % words, shared.slot(common.comm.num_ranks, item / words));
+        let (token, entries) = head(args, shared, source, index);
+        if shared.address(source) & COPIED != 0 {
+            let slot = arrived(args, source, index);
+            if word == 0 {
+                st_u32(token, ld_u32(slot + layout.token as u64));
+            } else {
+                let entry = (word - 1) as u64 * 8;
+                st_u64(entries + entry, ld_u64(slot + layout.entries as u64 + entry));
             }
-            item += ntid();
         }
-    }
+    });
 }
 
 /// Where a slot's head is, copied or not: the token's index, and the entries.
-#[inline(always)]
+///
+/// # Safety
+/// `wait_messages` has set the addresses.
+#[device]
 unsafe fn head(
     args: &LowLatencyInternodeDispatchArgs,
-    shared: &Shared,
+    shared: &MemberShared,
     source: u32,
     index: u32,
 ) -> (u64, u64) {
-    // SAFETY: `wait_messages` has set the addresses.
-    let address = unsafe { shared.address(source) };
+    let address = shared.address(source);
     if address & COPIED != 0 {
         let bytes = low_latency_head_bytes(args.dispatch.common.num_topk);
         let at = (address ^ COPIED) + (index * bytes) as u64;
@@ -421,86 +395,84 @@ unsafe fn head(
 }
 
 /// The index at `at` of a slot's token on its rank.
-#[inline(always)]
+///
+/// # Safety
+/// The result is an index for any word that a peer stores.
+#[device]
 unsafe fn token_of(args: &LowLatencyInternodeDispatchArgs, at: u64) -> u32 {
-    // SAFETY: passed on to the caller. The result is an index for any word that a peer stores.
-    unsafe { ld_u32(at).min(args.dispatch.common.max_tokens - 1) }
+    ld_u32(at).min(args.dispatch.common.max_tokens - 1)
 }
 
 /// Puts a row and its scales where they belong. The whole warp calls it.
-#[inline(always)]
-unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, source: u32, index: u32) {
-    // SAFETY: passed on to the caller; a token is in its source's message once.
-    unsafe {
-        let (dispatch, common, messages) = (&args.dispatch, &args.dispatch.common, &args.messages);
-        let slot = arrived(args, source, index);
-        let (first, lane) = (source * common.max_tokens, laneid());
-        let token = token_of(args, head(args, shared, source, index).0);
-        let row = first + token;
-        if lane == 0 {
-            st_u32(messages.slot_tokens.0 + (first + index) as u64 * 4, token);
-        }
-        let to = messages.recv_x.0 + row as u64 * row_stride(dispatch.row_bytes as u64);
-        let mut at = lane * 16;
-        while at < dispatch.row_bytes {
-            // Four at a time, so that their loads are in flight together.
-            let mut vectors = [[0; 4]; 4];
-            unroll4!(J => {
-                let at = at + J as u32 * 512;
-                vectors[J] = ld_stream_v4_if(at < dispatch.row_bytes, slot + at as u64);
-            });
-            unroll4!(J => {
-                let at = at + J as u32 * 512;
-                if at < dispatch.row_bytes {
-                    st_v4(to + at as u64, vectors[J]);
-                }
-            });
-            at += 2048;
-        }
-        let rows = (common.comm.num_ranks * common.max_tokens) as u64;
-        let mut scale = lane;
-        while scale < scales_of(args) {
-            let value = ld_f32(slot + (dispatch.row_bytes + scale * 4) as u64);
-            st_f32(messages.recv_scales.0 + (scale as u64 * rows + row as u64) * 4, value);
-            scale += 32;
-        }
+///
+/// # Safety
+/// A token is in its source's message once.
+#[device]
+unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, source: u32, index: u32) {
+    let (dispatch, common, messages) = (&args.dispatch, &args.dispatch.common, &args.messages);
+    let slot = arrived(args, source, index);
+    let (first, lane) = (source * common.max_tokens, laneid());
+    let token = token_of(args, head(args, shared, source, index).0);
+    let row = first + token;
+    if lane == 0 {
+        st_u32(messages.slot_tokens.0 + (first + index) as u64 * 4, token);
     }
+    let to = messages.recv_x.0 + row as u64 * row_stride(dispatch.row_bytes as u64);
+    let mut at = lane * 16;
+    while at < dispatch.row_bytes {
+        // Four at a time, so that their loads are in flight together.
+        let mut vectors = [[0; 4]; 4];
+        unroll!(4, J => {
+            let at = at + J as u32 * 512;
+            vectors[J] = ld_stream_v4_if(at < dispatch.row_bytes, slot + at as u64);
+        });
+        unroll!(4, J => {
+            let at = at + J as u32 * 512;
+            if at < dispatch.row_bytes {
+                st_v4(to + at as u64, vectors[J]);
+            }
+        });
+        at += 2048;
+    }
+    let rows = (common.comm.num_ranks * common.max_tokens) as u64;
+    stride!(scale in lane..scales_of(args), 32 => {
+        let value = ld_f32(slot + (dispatch.row_bytes + scale * 4) as u64);
+        st_f32(messages.recv_scales.0 + (scale as u64 * rows + row as u64) * 4, value);
+    });
 }
 
 /// Lists the rows of a local expert; `all`: slots of all messages. All threads of the block call
 /// it.
-#[inline(always)]
-unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, expert: u32, all: u32) {
-    // SAFETY: passed on to the caller; the messages are here.
-    unsafe {
-        let common = &args.dispatch.common;
-        let words = Words { of_source: shared.of_rank, of_warp: shared.of_warp };
-        let look = |number: u32| {
-            let (source, index) = shared.slot(common.comm.num_ranks, number);
-            let (token, entries) = head(args, shared, source, index);
-            let weights = entries + 4;
-            let mut listed = Listed { source, token: token_of(args, token), weights, ..Listed::NONE };
-            let mut first = 0;
-            while first < common.num_topk {
-                // Eight at a time, so that their loads are in flight together.
-                let mut of = [0; 8];
-                unroll8!(J => {
-                    let entry = first + J as u32;
-                    // A load of the first again where there is no such entry.
-                    let entry = if entry < common.num_topk { entry } else { first };
-                    of[J] = ld_u32(entries + entry as u64 * 8);
-                });
-                unroll8!(J => {
-                    let entry = first + J as u32;
-                    let is_there = entry < common.num_topk;
-                    listed.entries |= ((is_there & (of[J] == expert)) as u32) << (entry & 31);
-                    listed.of_others |= ((is_there & (of[J] >= common.local_experts)) as u32) << (entry & 31);
-                });
-                first += 8;
-            }
-            listed
-        };
-        let weight = |listed: &Listed, entry: u32| ld_u32(listed.weights + entry as u64 * 8);
-        super::super::list::list_rows::<true, 0>(common, Team::block(), &words, expert, all, look, weight);
-    }
+///
+/// # Safety
+/// The messages are here.
+#[device]
+unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, expert: u32, all: u32) {
+    let common = &args.dispatch.common;
+    let words = Words { of_source: shared.of_rank().at(0), of_warp: shared.of_warp() };
+    let look = |number: u32| {
+        let (source, index) = shared.slot(common.comm.num_ranks, number);
+        let (token, entries) = head(args, shared, source, index);
+        let weights = entries + 4;
+        let mut listed = Listed { source, token: token_of(args, token), weights, ..Listed::NONE };
+        stride!(first in 0..common.num_topk, 8 => {
+            // Eight at a time, so that their loads are in flight together.
+            let mut of = [0; 8];
+            unroll!(8, J => {
+                let entry = first + J as u32;
+                // A load of the first again where there is no such entry.
+                let entry = if entry < common.num_topk { entry } else { first };
+                of[J] = ld_u32(entries + entry as u64 * 8);
+            });
+            unroll!(8, J => {
+                let entry = first + J as u32;
+                let is_there = entry < common.num_topk;
+                listed.entries |= ((is_there & (of[J] == expert)) as u32) << (entry & 31);
+                listed.of_others |= ((is_there & (of[J] >= common.local_experts)) as u32) << (entry & 31);
+            });
+        });
+        listed
+    };
+    let weight = |listed: &Listed, entry: u32| ld_u32(listed.weights + entry as u64 * 8);
+    super::super::list::list_rows::<true, 0>(common, Team::block(), &words, expert, all, look, weight);
 }

@@ -16,7 +16,7 @@ use core::mem::offset_of;
 
 use super::super::epoch::{Deadline, Phase, aborted, record, trace};
 use super::super::rail::{Delivery, Operation, post_to};
-use super::{Begun, is_other_call};
+use super::{Opened, is_other_call};
 use crate::layout::{
     Comm, LowLatencyArgs, LowLatencyCall, LowLatencyCopies, LowLatencyMessage, LowLatencyMessages,
     LowLatencyRoute, LowLatencyWords, MAX_MEMBERS, QueueHandle, Wait, low_latency_head_bytes,
@@ -34,78 +34,76 @@ pub use {
 
 const MEMBERS: u32 = MAX_MEMBERS as u32;
 
-/// Shared memory of these kernels, in bytes: the low and the high halves of an address for each
-/// rank; tokens and slots of each rank; how many of an expert's rows are of each rank, or of a
-/// token's message before it; how many each warp has found; four words of `begin`.
-pub const LOW_LATENCY_INTERNODE_SHARED_BYTES: u32 = (5 * MEMBERS + 32 + 4) * 4;
-
-/// The parts of shared memory, as offsets in the shared window.
-struct Shared {
-    low: u32,
-    high: u32,
-    tokens: u32,
-    slots: u32,
-    of_rank: u32,
-    of_warp: u32,
-    begun: u32,
+shared! {
+    /// Shared memory of these kernels.
+    struct MemberShared {
+        /// The low half of an address for each rank.
+        low: [u32; MAX_MEMBERS],
+        /// The high half.
+        high: [u32; MAX_MEMBERS],
+        /// Tokens of each rank.
+        tokens: [u32; MAX_MEMBERS],
+        /// Slots of each rank.
+        slots: [u32; MAX_MEMBERS],
+        /// How many of an expert's rows are of each rank, or of a token's message before it.
+        of_rank: [u32; MAX_MEMBERS],
+        /// How many rows each warp has found.
+        of_warp: [u32; 32],
+        /// The words of [`Opened`].
+        opened: [u32; 4],
+    }
 }
 
-impl Shared {
-    #[inline(always)]
-    fn lay_out() -> Shared {
-        let low = dynamic_shared();
-        let high = low + MEMBERS * 4;
-        let tokens = high + MEMBERS * 4;
-        let slots = tokens + MEMBERS * 4;
-        let of_rank = slots + MEMBERS * 4;
-        let of_warp = of_rank + MEMBERS * 4;
-        Shared { low, high, tokens, slots, of_rank, of_warp, begun: of_warp + 32 * 4 }
-    }
+/// Shared memory of these kernels, in bytes.
+pub const LOW_LATENCY_INTERNODE_SHARED_BYTES: u32 = MemberShared::BYTES;
 
+impl MemberShared {
     /// Notes an address for a rank.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The word is the block's; the caller places the barriers.
+    #[device]
     unsafe fn set_address(&self, rank: u32, address: u64) {
-        // SAFETY: the word is the block's; the caller places the barriers.
-        unsafe {
-            st_shared_u32(self.low + rank * 4, address as u32);
-            st_shared_u32(self.high + rank * 4, (address >> 32) as u32);
-        }
+        st_shared_u32(self.low().at(rank), address as u32);
+        st_shared_u32(self.high().at(rank), (address >> 32) as u32);
     }
 
     /// The address that was noted for a rank.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The word is the block's; the caller places the barriers.
+    #[device]
     unsafe fn address(&self, rank: u32) -> u64 {
-        // SAFETY: the word is the block's; the caller places the barriers.
-        unsafe {
-            (ld_shared_u32(self.high + rank * 4) as u64) << 32 | ld_shared_u32(self.low + rank * 4) as u64
-        }
+        (self.high().ld(rank) as u64) << 32 | self.low().ld(rank) as u64
     }
 
     /// Which rank's slot the one of number `number` is, all ranks' slots behind each other, and its
     /// number there; the number of ranks where there is no such slot.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The word is the block's; the caller places the barriers.
+    #[device]
     unsafe fn slot(&self, num_ranks: u32, number: u32) -> (u32, u32) {
-        let (mut of, mut index, mut rank) = (0, number, 0);
-        while rank < num_ranks {
-            // SAFETY: the word is the block's; the caller places the barriers.
-            let slots = unsafe { ld_shared_u32(self.slots + rank * 4) };
+        let (mut of, mut index) = (0, number);
+        stride!(rank in 0..num_ranks => {
+            let slots = self.slots().ld(rank);
             if of == rank && index >= slots {
                 (of, index) = (of + 1, index - slots);
             }
-            rank += 1;
-        }
+        });
         (of, index)
     }
 
     /// Slots of all ranks.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The word is the block's; the caller places the barriers.
+    #[device]
     unsafe fn all_slots(&self, num_ranks: u32) -> u32 {
-        let (mut all, mut rank) = (0, 0);
-        while rank < num_ranks {
-            // SAFETY: the word is the block's; the caller places the barriers.
-            all += unsafe { ld_shared_u32(self.slots + rank * 4) };
-            rank += 1;
-        }
+        let mut all = 0;
+        stride!(rank in 0..num_ranks => {
+            all += self.slots().ld(rank);
+        });
         all
     }
 }
@@ -115,35 +113,34 @@ impl Shared {
 struct Route(u64);
 
 impl Route {
-    #[inline(always)]
+    #[device]
     fn to(messages: &LowLatencyMessages, rank: u32) -> Route {
         Route(messages.routes.0 + rank as u64 * size_of::<LowLatencyRoute>() as u64)
     }
 
     /// The u64 of a [`LowLatencyRoute`] at this offset.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// The table has an entry for every rank, which the host wrote.
+    #[device]
     unsafe fn field(&self, offset: usize) -> u64 {
-        // SAFETY: the table has an entry for every rank, which the host wrote.
-        unsafe { ld_u64(self.0 + offset as u64) }
+        ld_u64(self.0 + offset as u64)
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn words_in(&self) -> u64 {
-        // SAFETY: as above.
-        unsafe { self.field(offset_of!(LowLatencyRoute, words_in)) }
+        self.field(offset_of!(LowLatencyRoute, words_in))
     }
 
     /// A field of a message, of which both offsets are given.
-    #[inline(always)]
+    #[device]
     unsafe fn written(&self, kind: Kind) -> u64 {
-        // SAFETY: as above.
-        unsafe { self.field(kind as usize + offset_of!(LowLatencyMessage, written)) }
+        self.field(kind as usize + offset_of!(LowLatencyMessage, written))
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn arrives(&self, kind: Kind) -> u64 {
-        // SAFETY: as above.
-        unsafe { self.field(kind as usize + offset_of!(LowLatencyMessage, arrives)) }
+        self.field(kind as usize + offset_of!(LowLatencyMessage, arrives))
     }
 }
 
@@ -159,7 +156,7 @@ enum Kind {
 const READY: u64 = offset_of!(LowLatencyWords, ready) as u64;
 
 /// Offset of the packet of an operation in [`LowLatencyWords`].
-#[inline(always)]
+#[device]
 fn call_at(epoch: u64) -> u64 {
     offset_of!(LowLatencyWords, calls) as u64 + (epoch & 1) * 8
 }
@@ -167,20 +164,24 @@ fn call_at(epoch: u64) -> u64 {
 /// Publishes to a rank that this one has entered the operation, with its call, behind `bytes` bytes
 /// of the message for that rank. Any one lane calls it. Stores that happened before the call are
 /// visible before the packet.
-#[inline(always)]
+///
+/// # Safety
+/// The offsets are those of a message, which the host laid out.
+#[device]
 unsafe fn deliver(args: &LowLatencyArgs, route: Route, rank: u32, kind: Kind, bytes: u64, epoch: u64) {
-    // SAFETY: the offsets are those of a message, which the host laid out.
-    unsafe {
-        let from = route.field(kind as usize + offset_of!(LowLatencyMessage, from));
-        let to = route.field(kind as usize + offset_of!(LowLatencyMessage, to));
-        let packet = epoch << 32 | args.comm.call;
-        tell(args, route, rank, (from, to, bytes), call_at(epoch), packet, epoch);
-    }
+    let from = route.field(kind as usize + offset_of!(LowLatencyMessage, from));
+    let to = route.field(kind as usize + offset_of!(LowLatencyMessage, to));
+    let packet = epoch << 32 | args.comm.call;
+    tell(args, route, rank, (from, to, bytes), call_at(epoch), packet, epoch);
 }
 
 /// Stores `value` in the word at `word` of those that this rank writes for another one, behind the
 /// bytes of a put: from, to and how many.
-#[inline(always)]
+///
+/// # Safety
+/// The words have this rank as their only writer, through its one queue to the peer where they are
+/// not mapped.
+#[device]
 unsafe fn tell(
     args: &LowLatencyArgs,
     route: Route,
@@ -190,21 +191,17 @@ unsafe fn tell(
     value: u64,
     epoch: u64,
 ) {
-    // SAFETY: the words have this rank as their only writer, through its one queue to the peer
-    // where they are not mapped.
-    unsafe {
-        let words = route.field(offset_of!(LowLatencyRoute, words_out));
-        if words != 0 {
-            st_release_sys_u64(words + word, value);
-            return;
-        }
-        let counter = route.field(offset_of!(LowLatencyRoute, words_to)) + word;
-        let queue = offset_of!(LowLatencyRoute, queue);
-        let queue = (route.field(queue), route.field(queue + offset_of!(QueueHandle, posted)));
-        let delivery = Delivery { from, to, bytes, counter, value };
-        let operation = Operation { epoch, ready: 0, queue_wait: Wait::LowLatencyQueue };
-        post_to(&args.comm, queue, rank, delivery, operation);
+    let words = route.field(offset_of!(LowLatencyRoute, words_out));
+    if words != 0 {
+        st_release_sys_u64(words + word, value);
+        return;
     }
+    let counter = route.field(offset_of!(LowLatencyRoute, words_to)) + word;
+    let queue = offset_of!(LowLatencyRoute, queue);
+    let queue = (route.field(queue), route.field(queue + offset_of!(QueueHandle, posted)));
+    let delivery = Delivery { from, to, bytes, counter, value };
+    let operation = Operation { epoch, ready: 0, queue_wait: Wait::LowLatencyQueue };
+    post_to(&args.comm, queue, rank, delivery, operation);
 }
 
 /// The words that a rank writes for this one, as a block of this rank polls them.
@@ -222,47 +219,46 @@ struct Incoming {
 }
 
 impl Incoming {
-    #[inline(always)]
+    /// # Safety
+    /// The table of routes and the copies have an entry for every rank.
+    #[device]
     unsafe fn of(messages: &LowLatencyMessages, rank: u32) -> Incoming {
-        // SAFETY: the table of routes and the copies have an entry for every rank.
-        unsafe {
-            let route = Route::to(messages, rank);
-            let copy = messages.copies.0 + rank as u64 * 8;
-            Incoming {
-                words: route.words_in(),
-                copy_of_call: copy + offset_of!(LowLatencyCopies, calls) as u64,
-                copy_of_ready: copy + offset_of!(LowLatencyCopies, ready) as u64,
-                is_on_host: route.field(offset_of!(LowLatencyRoute, words_out)) == 0,
-            }
+        let route = Route::to(messages, rank);
+        let copy = messages.copies.0 + rank as u64 * 8;
+        Incoming {
+            words: route.words_in(),
+            copy_of_call: copy + offset_of!(LowLatencyCopies, calls) as u64,
+            copy_of_ready: copy + offset_of!(LowLatencyCopies, ready) as u64,
+            is_on_host: route.field(offset_of!(LowLatencyRoute, words_out)) == 0,
         }
     }
 
     /// Whether this block polls copies. It must not load from `words` then.
-    #[inline(always)]
+    #[device]
     fn is_copied(&self) -> bool {
         self.is_on_host && ctaid() != 0
     }
 
     /// Where this block polls the packet of an operation.
-    #[inline(always)]
+    #[device]
     fn call(&self, epoch: u64) -> u64 {
         if self.is_copied() { self.copy_of_call } else { self.words + call_at(epoch) }
     }
 
     /// Where this block polls the ready word.
-    #[inline(always)]
+    #[device]
     fn ready(&self) -> u64 {
         if self.is_copied() { self.copy_of_ready } else { self.words + READY }
     }
 
     /// Publishes a word that this block has acquired to the blocks that poll its copy.
-    #[inline(always)]
+    ///
+    /// # Safety
+    /// A copy is written by one lane of block 0 alone, which has this rank.
+    #[device]
     unsafe fn publish(&self, copy: u64, seen: u64) {
-        // SAFETY: a copy is written by one lane of block 0 alone, which has this rank.
-        unsafe {
-            if self.is_on_host && !self.is_copied() {
-                st_release_sys_u64(copy, seen);
-            }
+        if self.is_on_host && !self.is_copied() {
+            st_release_sys_u64(copy, seen);
         }
     }
 }
@@ -271,60 +267,59 @@ impl Incoming {
 /// deadline and names who is late: it raises the abort word wherever it does not publish. A missing
 /// copy is no evidence about its peer, because packets of a dispatch are published when all have
 /// come.
-#[inline(always)]
+#[device]
 unsafe fn is_given_up(comm: &Comm, polls: &mut u32) -> bool {
     *polls += 1;
-    // SAFETY: passed on to the caller.
-    unsafe { polls.is_multiple_of(4) && aborted(comm) }
+    polls.is_multiple_of(4) && aborted(comm)
 }
 
 /// Publishes this rank's entry into a dispatch and waits for the entry of all members, as within a
 /// node. The place may still be in use.
-#[inline(always)]
-unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun: &Begun) -> bool {
-    // SAFETY: the words that are waited for are in this rank's memory.
-    unsafe {
-        let (lane, epoch) = (laneid(), begun.epoch());
-        let mut ready = true;
-        if begun.has_member(lane) {
-            if ctaid() == 0 {
-                let route = Route::to(messages, lane);
-                tell(args, route, lane, (0, 0, 0), READY, epoch << 32 | args.comm.call, epoch);
-            }
-            ready = wait_entered(&args.comm, &Incoming::of(messages, lane), lane, epoch);
+///
+/// # Safety
+/// The words that are waited for are in this rank's memory.
+#[device]
+unsafe fn wait_members_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, opened: &Opened) -> bool {
+    let (lane, epoch) = (laneid(), opened.epoch());
+    let mut ready = true;
+    if opened.has_member(lane) {
+        if ctaid() == 0 {
+            let route = Route::to(messages, lane);
+            tell(args, route, lane, (0, 0, 0), READY, epoch << 32 | args.comm.call, epoch);
         }
-        ballot(!ready) == 0
+        ready = wait_member_entered(&args.comm, &Incoming::of(messages, lane), lane, epoch);
     }
+    ballot(!ready) == 0
 }
 
 /// Waits until the ready word of a rank shows that the rank has entered this operation. The result
 /// is false when the wait expired, or when the rank came with another call. The word has the low
 /// half of the epoch, which wraps. The rank may have entered the next operation, and then waits
 /// there for this one.
-#[inline(always)]
-unsafe fn wait_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> bool {
-    // SAFETY: the words and their copies are in this rank's memory.
-    unsafe {
-        let (mut deadline, mut polls) = (Deadline::start(), 0);
-        loop {
-            let seen = ld_acquire_sys_u64(incoming.ready());
-            if ((seen >> 32) as u32).wrapping_sub(epoch as u32) <= 1 {
-                incoming.publish(incoming.copy_of_ready, seen);
-                return true;
-            }
-            if incoming.is_copied() {
-                if is_given_up(comm, &mut polls) {
-                    return false;
-                }
-                continue;
-            }
-            if deadline.expired(comm) {
-                record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyReady);
+///
+/// # Safety
+/// The words and their copies are in this rank's memory.
+#[device]
+unsafe fn wait_member_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> bool {
+    let (mut deadline, mut polls) = (Deadline::start(), 0);
+    loop {
+        let seen = ld_acquire_sys_u64(incoming.ready());
+        if ((seen >> 32) as u32).wrapping_sub(epoch as u32) <= 1 {
+            incoming.publish(incoming.copy_of_ready, seen);
+            return true;
+        }
+        if incoming.is_copied() {
+            if is_given_up(comm, &mut polls) {
                 return false;
             }
-            if deadline.is_long() && is_other_call(comm, incoming.call(epoch), rank, epoch) {
-                return false;
-            }
+            continue;
+        }
+        if deadline.expired(comm) {
+            record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyReady);
+            return false;
+        }
+        if deadline.is_long() && is_other_call(comm, incoming.call(epoch), rank, epoch) {
+            return false;
         }
     }
 }
@@ -332,33 +327,33 @@ unsafe fn wait_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) 
 /// Waits until a rank's message has come, and returns its call, which the caller publishes; `None`
 /// when the wait expired. A rank that waits for this one in another call will not send the message:
 /// then the result is that other call.
-#[inline(always)]
-unsafe fn wait_call(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> Option<u32> {
-    // SAFETY: the words and their copies are in this rank's memory. The ready word is only
-    // compared: it guards no data, so that its load needs no acquire.
-    unsafe {
-        let (mut deadline, mut polls) = (Deadline::start(), 0);
-        loop {
-            let seen = ld_acquire_sys_u64(incoming.call(epoch));
-            if (seen >> 32) as u32 == epoch as u32 {
-                return Some(seen as u32);
-            }
-            if incoming.is_copied() {
-                if is_given_up(comm, &mut polls) {
-                    return None;
-                }
-                continue;
-            }
-            if deadline.expired(comm) {
-                record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyEnter);
+///
+/// # Safety
+/// The words and their copies are in this rank's memory. The ready word is only compared: it guards
+/// no data, so that its load needs no acquire.
+#[device]
+unsafe fn wait_message(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> Option<u32> {
+    let (mut deadline, mut polls) = (Deadline::start(), 0);
+    loop {
+        let seen = ld_acquire_sys_u64(incoming.call(epoch));
+        if (seen >> 32) as u32 == epoch as u32 {
+            return Some(seen as u32);
+        }
+        if incoming.is_copied() {
+            if is_given_up(comm, &mut polls) {
                 return None;
             }
-            if deadline.is_long() {
-                let ready = ld_relaxed_sys_u64(incoming.words + READY);
-                let is_other = (ready ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
-                if (ready >> 32) as u32 == epoch as u32 && is_other {
-                    return Some(ready as u32);
-                }
+            continue;
+        }
+        if deadline.expired(comm) {
+            record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyEnter);
+            return None;
+        }
+        if deadline.is_long() {
+            let ready = ld_relaxed_sys_u64(incoming.words + READY);
+            let is_other = (ready ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
+            if (ready >> 32) as u32 == epoch as u32 && is_other {
+                return Some(ready as u32);
             }
         }
     }
@@ -371,54 +366,54 @@ const COPIED: u64 = 1;
 /// tokens each has; all threads of the block call it. `DISPATCH`: notes as well the address of each
 /// message, or of the copies of its heads, and its number of slots. In a combine they are in
 /// `shared` already. False when one has not come: the same in all threads.
-#[inline(always)]
+///
+/// # Safety
+/// Packets are in this rank's memory, and their loads acquire the messages in front of them. Each
+/// word of shared memory has one writer, and a barrier behind it.
+#[device]
 unsafe fn wait_messages<const DISPATCH: bool>(
     args: &LowLatencyArgs,
     messages: &LowLatencyMessages,
-    shared: &Shared,
-    begun: &Begun,
+    shared: &MemberShared,
+    opened: &Opened,
 ) -> bool {
-    // SAFETY: packets are in this rank's memory, and their loads acquire the messages in front of
-    // them. Each word of shared memory has one writer, and a barrier behind it.
-    unsafe {
-        let (comm, epoch) = (&args.comm, begun.epoch());
-        let (thread, mut failed) = (tid(), !begun.takes_part());
-        if thread < MEMBERS {
-            let (mut tokens, mut slots) = (0, 0);
-            if begun.has_member(thread) {
-                let incoming = Incoming::of(messages, thread);
-                let call = wait_call(comm, &incoming, thread, epoch);
-                let is_same =
-                    call.is_some_and(|call| (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0);
-                if let Some(call) = call {
-                    // A dispatch publishes it behind the heads of the message.
-                    if !(DISPATCH && is_same) {
-                        incoming.publish(incoming.copy_of_call, epoch << 32 | call as u64);
-                    }
-                    if is_same {
-                        tokens = (call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens);
-                    } else {
-                        record(comm, 0, thread, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
-                    }
+    let (comm, epoch) = (&args.comm, opened.epoch());
+    let (thread, mut failed) = (tid(), !opened.takes_part());
+    if thread < MEMBERS {
+        let (mut tokens, mut slots) = (0, 0);
+        if opened.has_member(thread) {
+            let incoming = Incoming::of(messages, thread);
+            let call = wait_message(comm, &incoming, thread, epoch);
+            let is_same =
+                call.is_some_and(|call| (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0);
+            if let Some(call) = call {
+                // A dispatch publishes it behind the heads of the message.
+                if !(DISPATCH && is_same) {
+                    incoming.publish(incoming.copy_of_call, epoch << 32 | call as u64);
                 }
-                failed = !is_same;
-                if DISPATCH && is_same {
-                    let header = Route::to(messages, thread).arrives(Kind::Dispatch);
-                    let copied = messages.num_slots.0 + thread as u64 * 4;
-                    slots = ld_u32(if incoming.is_copied() { copied } else { header }).min(tokens);
-                    let heads = messages.copies.0
-                        + size_of::<LowLatencyCopies>() as u64
-                        + (thread * args.max_tokens * low_latency_head_bytes(args.num_topk)) as u64;
-                    shared.set_address(thread, if incoming.is_on_host { heads | COPIED } else { header });
+                if is_same {
+                    tokens = (call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens);
+                } else {
+                    record(comm, 0, thread, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
                 }
             }
-            if DISPATCH {
-                st_shared_u32(shared.tokens + thread * 4, tokens);
-                st_shared_u32(shared.slots + thread * 4, slots);
+            failed = !is_same;
+            if DISPATCH && is_same {
+                let header = Route::to(messages, thread).arrives(Kind::Dispatch);
+                let copied = messages.num_slots.0 + thread as u64 * 4;
+                slots = ld_u32(if incoming.is_copied() { copied } else { header }).min(tokens);
+                let heads = messages.copies.0
+                    + size_of::<LowLatencyCopies>() as u64
+                    + (thread * args.max_tokens * low_latency_head_bytes(args.num_topk)) as u64;
+                shared.set_address(thread, if incoming.is_on_host { heads | COPIED } else { header });
             }
         }
-        let failed = barrier_any(failed);
-        trace(comm, Phase::Ready);
-        !failed
+        if DISPATCH {
+            shared.tokens().st(thread, tokens);
+            shared.slots().st(thread, slots);
+        }
     }
+    let failed = barrier_any(failed);
+    trace(comm, Phase::Ready);
+    !failed
 }
