@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use rustix::process::{Pid, PidfdFlags, Signal, getpgid, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::group::internal::LAUNCH;
 
@@ -28,7 +28,10 @@ pub(super) fn end(directory: &Path) {
         // Its number says little: it may end and another get it. The descriptor always refers to
         // the same process.
         let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
-        let of_a_rank = getpgid(Some(pid)).is_ok_and(|group| groups.contains(&group.as_raw_nonzero().get()));
+        // The group of a thread of the kernel is 0, which rustix's `getpgid` takes for impossible.
+        // SAFETY: the call takes a number and accesses no memory.
+        let group = unsafe { libc::getpgid(pid.as_raw_nonzero().get()) };
+        let of_a_rank = groups.contains(&group);
         let environment = if of_a_rank { std::fs::read(entry.path().join("environ")) } else { continue };
         if environment.is_ok_and(|text| text.split(|byte| *byte == 0).any(|variable| variable == own)) {
             tracing::info!(pid = pid.as_raw_nonzero().get(), "ending what a killed launcher has left");
