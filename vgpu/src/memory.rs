@@ -412,9 +412,11 @@ impl Memory {
         if let Some(region) = globals.get(&id) {
             return Ok(region.clone());
         }
-        let region = Arc::new(self.alloc(init.len() as u64, "module variables")?);
-        // SAFETY: the source is a live slice; the region was just made with this length.
-        unsafe { self.copy_from_host(region.addr, init.as_ptr(), init.len() as u64)? };
+        // The variables count as written, by no actor: a module is loaded before all launches.
+        let region = Arc::new(self.alloc_zeroed(init.len() as u64, "module variables")?);
+        // SAFETY: the region is new, has at least this many bytes, and no other code has its
+        // address yet.
+        unsafe { std::slice::from_raw_parts_mut(region.addr as *mut u8, init.len()) }.copy_from_slice(init);
         globals.insert(id, region.clone());
         Ok(region)
     }
