@@ -6,7 +6,7 @@
 //! full warp is a loop the compiler vectorises. Immediates and read-only special registers are
 //! slots as well, filled when the warp starts: an operand is always just a slot number.
 
-use crate::ast::Source;
+use crate::ptx::Source;
 
 /// Named barriers per block.
 pub(crate) const BARRIERS: usize = 16;

@@ -3,10 +3,10 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::ast::SourceLine;
 use crate::fault::{LaunchError, UnwrittenRegister};
 use crate::ir::{File, Init, Inst, Origin};
 use crate::machine::Argument;
+use crate::ptx::{self, SourceLine};
 
 /// A parameter of a kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -210,7 +210,6 @@ impl Kernel {
     }
 
     fn named(&self, at: SourceLine) -> Option<(String, u32)> {
-        let (_, path) = self.files.iter().find(|(n, _)| *n == at.file && at.line != 0)?;
-        Some((path.clone(), at.line))
+        ptx::ast::place(&self.files, at)
     }
 }

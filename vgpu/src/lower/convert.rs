@@ -67,7 +67,7 @@ pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
     Ok(Box::new(move |l, ops| {
         l.count(ops, 2..=2)?;
         // Registers may be wider than the types.
-        let wider = |t: Ty, r: Option<(File, u32, u32)>, op: &(crate::ast::Operand, crate::ast::Pos)| match r
+        let wider = |t: Ty, r: Option<(File, u32, u32)>, op: &(crate::ptx::Operand, crate::ptx::Span)| match r
         {
             Some((File::Pred, ..)) => Err((op.1, "cvt does not take predicates".to_string())),
             Some((_, bits, _)) if bits < t.bits() || t.is_float() && bits != t.bits() => {

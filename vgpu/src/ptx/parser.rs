@@ -1,13 +1,16 @@
-//! PTX text to [`ast`](crate::ast). Knows the grammar, not the instructions.
+//! PTX text to [`ast`](super::ast). Knows the grammar, not the instructions.
 
 use std::collections::HashMap;
 
+use super::ast::*;
+use super::lexer::{Tok, Token, error_at, tokenize};
 use crate::PtxError;
-use crate::ast::*;
-use crate::lexer::{Tok, Token, error_at, tokenize};
 
-/// Parses one module.
-pub(crate) fn parse(text: &str) -> Result<File, PtxError> {
+/// Parses one module. Knows the grammar, not the instructions: an unknown one is no error.
+///
+/// # Errors
+/// Text that is not PTX, with its place.
+pub fn parse(text: &str) -> Result<File, PtxError> {
     let tokens = tokenize(text)?;
     let lines = text.lines().collect();
     let mut p = Parser {
@@ -81,7 +84,7 @@ impl Locs {
         if own.file == home {
             self.latest_home = Some(own);
         }
-        self.source = Some(Source { innermost: line_of(place), own });
+        self.source = Some(Source { innermost: line_of(place), column: place[2], own });
     }
 }
 
@@ -117,12 +120,17 @@ impl<'a> Parser<'a> {
         t
     }
 
-    fn pos(&self) -> Pos {
-        let t = self.peek();
-        Pos { line: t.line, column: t.column }
+    fn pos(&self) -> Span {
+        self.peek().span
     }
 
-    fn error<T>(&self, at: Pos, message: impl Into<String>) -> Result<T, PtxError> {
+    /// From `start` to the last token that was taken.
+    fn since(&self, start: Span) -> Span {
+        let end = self.at.checked_sub(1).map_or(start.end, |last| self.tokens[last].span.end);
+        Span { end, ..start }
+    }
+
+    fn error<T>(&self, at: Span, message: impl Into<String>) -> Result<T, PtxError> {
         Err(error_at(self.text, at.line, at.column, message))
     }
 
@@ -186,7 +194,7 @@ impl<'a> Parser<'a> {
     }
 
     fn skip_line(&mut self, line: usize) {
-        while self.peek().line == line && self.peek().tok != Tok::Eof {
+        while self.pos().line == line && self.peek().tok != Tok::Eof {
             self.at += 1;
         }
     }
@@ -217,9 +225,7 @@ impl<'a> Parser<'a> {
                 Tok::Word(".version") => {
                     self.at += 1;
                     let version = match self.next().tok {
-                        Tok::Decimal(v) => {
-                            v.split_once('.').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)))
-                        }
+                        Tok::Decimal(v) => v.parse().ok(),
                         _ => None,
                     };
                     match version {
@@ -231,7 +237,8 @@ impl<'a> Parser<'a> {
                     self.at += 1;
                     self.file.target = self.word("a target such as sm_90")?.to_string();
                     while self.eat(',') {
-                        self.word("a target option")?;
+                        let option = self.word("a target option")?.to_string();
+                        self.file.target_options.push(option);
                     }
                 }
                 Tok::Word(".address_size") => {
@@ -266,8 +273,8 @@ impl<'a> Parser<'a> {
                 _ => return self.unexpected("a module-level directive"),
             }
         }
-        if self.file.version == (0, 0) {
-            return self.error(Pos { line: 1, column: 1 }, "no .version directive");
+        if self.file.version == Version::default() {
+            return self.error(Span { line: 1, column: 1, ..Span::default() }, "no .version directive");
         }
         Ok(())
     }
@@ -294,9 +301,9 @@ impl<'a> Parser<'a> {
                 // `, function_name X, inlined_at F L C` stands on the line. `// inlined_at F L`
                 // gives the same where ptxas must not see it: ptxas rejects a call site that has no
                 // `.loc` of its own.
-                let inlined_at = self.lines.get(t.line - 1).and_then(|text| inlined_at(text));
+                let inlined_at = self.lines.get(t.span.line - 1).and_then(|text| inlined_at(text));
                 self.locs.add([file, line, column], inlined_at);
-                self.skip_line(t.line);
+                self.skip_line(t.span.line);
             }
             _ => {
                 while !self.eat(';') {
@@ -310,9 +317,17 @@ impl<'a> Parser<'a> {
     }
 
     fn entry(&mut self) -> Result<Entry, PtxError> {
-        let name = self.word("a kernel name")?.to_string();
-        let params = self.params()?;
-        let mut e = Entry { name, params, max_threads: None, required_block: None, body: vec![] };
+        let pos = self.pos();
+        let mut e = Entry {
+            pos,
+            name: self.word("a kernel name")?.to_string(),
+            params: self.params()?,
+            max_block: None,
+            max_threads: None,
+            required_block: None,
+            min_blocks_per_sm: None,
+            body: vec![],
+        };
         loop {
             let pos = self.pos();
             match self.peek().tok {
@@ -328,12 +343,17 @@ impl<'a> Parser<'a> {
                     let Some(n) = dims.iter().try_fold(1u32, |a, &d| a.checked_mul(d)) else {
                         return self.error(pos, "block dimensions overflow");
                     };
+                    e.max_block = Some(dims);
                     e.max_threads = Some(e.max_threads.map_or(n, |m| m.min(n)));
                     if w == ".reqntid" {
                         e.required_block = Some(dims);
                     }
                 }
-                Tok::Word(".minnctapersm" | ".maxnctapersm" | ".maxnreg" | ".maxclusterrank") => {
+                Tok::Word(".minnctapersm") => {
+                    self.at += 1;
+                    e.min_blocks_per_sm = Some(self.int32("a count")?);
+                }
+                Tok::Word(".maxnctapersm" | ".maxnreg" | ".maxclusterrank") => {
                     self.at += 1;
                     self.int("a count")?;
                 }
@@ -349,12 +369,13 @@ impl<'a> Parser<'a> {
     /// `(results) name (params)` and a body, or `;` where it is only declared.
     fn function(&mut self) -> Result<Function, PtxError> {
         let results = self.params()?;
+        let pos = self.pos();
         let name = self.word("a function name")?.to_string();
         let params = self.params()?;
         self.eat_word(".noreturn");
         self.locs = Locs::default();
         let body = if self.eat(';') { None } else { Some(self.body()?) };
-        Ok(Function { name, results, params, body })
+        Ok(Function { pos, name, results, params, body })
     }
 
     /// `(.param .., ..)`, or nothing.
@@ -420,8 +441,8 @@ impl<'a> Parser<'a> {
             ".global" => VarSpace::Global,
             ".const" => VarSpace::Const,
             ".shared" => VarSpace::Shared,
-            // Arguments of a function call lie in local memory; see `lower::call`.
-            ".local" | ".param" => VarSpace::Local,
+            ".local" => VarSpace::Local,
+            ".param" => VarSpace::Param,
             w => return self.error(self.pos(), format!("unknown state space '{w}'")),
         };
         let (mut align, mut elem, mut lanes, mut ty) = (None, None, 1, "");
@@ -473,7 +494,7 @@ impl<'a> Parser<'a> {
             }
             let mut init = vec![];
             if self.eat('=') {
-                if matches!(space, VarSpace::Shared | VarSpace::Local) {
+                if !matches!(space, VarSpace::Global | VarSpace::Const) {
                     return self.error(pos, "only .global and .const variables can have an initialiser");
                 }
                 self.initializer(ty, elem, 0, &mut init)?;
@@ -561,7 +582,7 @@ impl<'a> Parser<'a> {
                     self.at += 1;
                     let negated = self.eat('!');
                     let p = self.word("a predicate register")?.to_string();
-                    let inst = self.instruction(Some((p, negated)))?;
+                    let inst = self.instruction(pos, Some((p, negated)))?;
                     out.push(Stmt::Inst(inst));
                 }
                 Tok::Word(w) if w.starts_with('.') => {
@@ -572,7 +593,7 @@ impl<'a> Parser<'a> {
                         self.at += 2;
                         out.push(self.label(pos, w.to_string())?);
                     } else {
-                        let inst = self.instruction(None)?;
+                        let inst = self.instruction(pos, None)?;
                         out.push(Stmt::Inst(inst));
                     }
                 }
@@ -581,7 +602,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    fn label(&mut self, pos: Pos, name: String) -> Result<Stmt, PtxError> {
+    fn label(&mut self, pos: Span, name: String) -> Result<Stmt, PtxError> {
         if !self.eat_word(".branchtargets") {
             return Ok(Stmt::Label { pos, name });
         }
@@ -597,7 +618,7 @@ impl<'a> Parser<'a> {
         Ok(Stmt::Targets { pos, name, labels })
     }
 
-    fn registers(&mut self, pos: Pos, out: &mut Vec<Stmt>) -> Result<(), PtxError> {
+    fn registers(&mut self, pos: Span, out: &mut Vec<Stmt>) -> Result<(), PtxError> {
         let ty = self.word("a register type")?.to_string();
         loop {
             let name = self.word("a register name")?.to_string();
@@ -617,10 +638,12 @@ impl<'a> Parser<'a> {
         self.expect(';')
     }
 
-    fn instruction(&mut self, guard: Option<(String, bool)>) -> Result<Instruction, PtxError> {
+    /// `start`: where its guard begins, or the opcode.
+    fn instruction(&mut self, start: Span, guard: Option<(String, bool)>) -> Result<Instruction, PtxError> {
         let pos = self.pos();
         let opcode = self.word("an instruction")?.to_string();
         let mut operands = vec![];
+        let mut whole = self.since(start);
         while !self.eat(';') {
             let at = self.pos();
             if !operands.is_empty() {
@@ -635,8 +658,9 @@ impl<'a> Parser<'a> {
             } else {
                 self.operand()?
             });
+            whole = self.since(start);
         }
-        Ok(Instruction { pos, guard, opcode, operands, source: self.locs.source })
+        Ok(Instruction { pos, whole, guard, opcode, operands, source: self.locs.source })
     }
 
     fn list(&mut self) -> Result<Operand, PtxError> {
@@ -652,7 +676,7 @@ impl<'a> Parser<'a> {
         Ok(Operand::List(items))
     }
 
-    fn operand(&mut self) -> Result<(Operand, Pos), PtxError> {
+    fn operand(&mut self) -> Result<(Operand, Span), PtxError> {
         let pos = self.pos();
         let op = match self.peek().tok {
             Tok::Punct('!') => {
@@ -696,9 +720,9 @@ impl<'a> Parser<'a> {
         };
         if self.eat('|') {
             let second = self.simple()?;
-            return Ok((Operand::Pair(Box::new(op), Box::new(second)), pos));
+            return Ok((Operand::Pair(Box::new(op), Box::new(second)), self.since(pos)));
         }
-        Ok((op, pos))
+        Ok((op, self.since(pos)))
     }
 
     fn simple(&mut self) -> Result<Operand, PtxError> {
@@ -766,18 +790,20 @@ $L__info_string0:
 "
         );
         let f = parse(&text).unwrap();
-        assert_eq!((f.version, f.target.as_str()), ((8, 4), "sm_90"));
+        assert_eq!((f.version.to_string(), f.target.as_str()), ("8.4".to_string(), "sm_90"));
+        assert_eq!(f.target_options, ["debug"]);
         assert_eq!(f.files, vec![(1, "/src/k.rs".to_string())]);
         assert_eq!(f.variables[0].bytes, None);
         assert_eq!(f.variables[1].init, vec![1, 2, 3, 255, 0, 0, 0, 0]);
         let e = &f.entries[0];
         assert_eq!(e.max_threads, Some(128));
         assert_eq!(e.params.iter().map(|p| (p.size, p.align)).collect::<Vec<_>>(), vec![(8, 8), (24, 8)]);
-        let insts: Vec<_> =
-            e.body.iter().filter_map(|s| if let Stmt::Inst(i) = s { Some(i) } else { None }).collect();
+        let insts: Vec<_> = e.instructions().collect();
+        assert_eq!(insts[2].whole.of(&text), "@!p bra $L1");
+        assert_eq!(insts[0].operands[1].1.of(&text), "[k_param_1+8]");
         assert_eq!(insts.len(), 4);
         let line = |file, line| SourceLine { file, line };
-        assert_eq!(insts[1].source, Some(Source { innermost: line(1, 9), own: line(1, 9) }));
+        assert_eq!(insts[1].source, Some(Source { innermost: line(1, 9), column: 3, own: line(1, 9) }));
         assert_eq!(insts[1].operands[2].0, Operand::Int(-1));
         assert_eq!(insts[2].guard, Some(("p".to_string(), true)));
         assert_eq!(e.body.iter().filter(|s| matches!(s, Stmt::Open)).count(), 1);
@@ -786,9 +812,8 @@ $L__info_string0:
     /// File and line of the innermost and of the kernel's own line, for each instruction.
     fn sources(body: &str) -> Vec<[u32; 4]> {
         let f = parse(&format!("{HEAD}.visible .entry k()\n{{\n{body}\n}}")).unwrap();
-        let insts =
-            f.entries[0].body.iter().filter_map(|s| if let Stmt::Inst(i) = s { Some(i) } else { None });
-        insts
+        f.entries[0]
+            .instructions()
             .map(|i| i.source.unwrap_or_default())
             .map(|s| [s.innermost.file, s.innermost.line, s.own.file, s.own.line])
             .collect()
@@ -854,7 +879,7 @@ $L__info_string0:
         assert!(f.functions[0].body.is_none());
         assert_eq!(f.functions[1].params[0].size, 12);
         assert_eq!(f.functions[1].results[0].name, "r");
-        let call = f.entries[0].body.iter().find_map(|s| if let Stmt::Inst(i) = s { Some(i) } else { None });
+        let call = f.entries[0].instructions().next();
         let operands: Vec<_> = call.unwrap().operands.iter().map(|o| o.0.clone()).collect();
         let name = |n: &str| Operand::Name(n.to_string());
         let list = |n: &str| Operand::List(vec![name(n)]);

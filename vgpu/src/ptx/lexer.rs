@@ -4,6 +4,7 @@
 //! [`Tok::Word`], and so is a register such as `%tid.x`. PTX never puts white space inside them,
 //! and the decoder needs them whole.
 
+use super::Span;
 use crate::PtxError;
 
 /// Kind of a token.
@@ -27,12 +28,11 @@ pub(crate) enum Tok<'a> {
     Eof,
 }
 
-/// A token and where it starts (both counted from 1).
+/// A token and its place.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Token<'a> {
     pub(crate) tok: Tok<'a>,
-    pub(crate) line: usize,
-    pub(crate) column: usize,
+    pub(crate) span: Span,
 }
 
 /// Builds an error that quotes the source line.
@@ -58,6 +58,7 @@ pub(crate) fn tokenize(text: &str) -> Result<Vec<Token<'_>>, PtxError> {
         let c = bytes[i];
         let column = i - line_start + 1;
         let rest = &bytes[i..];
+        let span = |len: usize| Span { line, column, start: i, end: i + len };
         match c {
             b'\n' => {
                 line += 1;
@@ -91,12 +92,12 @@ pub(crate) fn tokenize(text: &str) -> Result<Vec<Token<'_>>, PtxError> {
                 if rest.get(k) != Some(&b'"') {
                     return Err(error_at(text, line, column, "string without an end"));
                 }
-                out.push(Token { tok: Tok::Str(&text[i + 1..i + k]), line, column });
+                out.push(Token { tok: Tok::Str(&text[i + 1..i + k]), span: span(k + 1) });
                 i += k + 1;
             }
             b'0'..=b'9' => {
                 let (tok, len) = number(text, i, line, column)?;
-                out.push(Token { tok, line, column });
+                out.push(Token { tok, span: span(len) });
                 i += len;
             }
             _ if is_word_start(c) => {
@@ -110,11 +111,11 @@ pub(crate) fn tokenize(text: &str) -> Result<Vec<Token<'_>>, PtxError> {
                         break;
                     }
                 }
-                out.push(Token { tok: Tok::Word(&text[i..i + k]), line, column });
+                out.push(Token { tok: Tok::Word(&text[i..i + k]), span: span(k) });
                 i += k;
             }
             _ if c.is_ascii_graphic() => {
-                out.push(Token { tok: Tok::Punct(c as char), line, column });
+                out.push(Token { tok: Tok::Punct(c as char), span: span(1) });
                 i += 1;
             }
             _ => {
@@ -123,7 +124,8 @@ pub(crate) fn tokenize(text: &str) -> Result<Vec<Token<'_>>, PtxError> {
             }
         }
     }
-    out.push(Token { tok: Tok::Eof, line, column: bytes.len() - line_start + 1 });
+    let span = Span { line, column: i - line_start + 1, start: i, end: i };
+    out.push(Token { tok: Tok::Eof, span });
     Ok(out)
 }
 
@@ -215,7 +217,7 @@ mod tests {
     fn comments_and_labels() {
         let t = tokenize("// a\n/* b\n c */ $L1: bra").unwrap();
         assert_eq!(t[0].tok, Tok::Word("$L1"));
-        assert_eq!((t[0].line, t[0].column), (3, 7));
+        assert_eq!((t[0].span.line, t[0].span.column), (3, 7));
         assert_eq!(t[1].tok, Tok::Punct(':'));
         assert!(tokenize("/* open").is_err());
         assert!(tokenize("\"open").is_err());
