@@ -27,7 +27,6 @@ pub mod lint;
 pub mod metadata;
 pub mod nvvm;
 pub mod postprocess;
-mod ptx;
 pub mod ptxas;
 pub mod sources;
 pub mod toolchain;

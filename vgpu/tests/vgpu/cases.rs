@@ -143,8 +143,11 @@ fn variant(path: &Path, text: &str, name: &str, has_variants: bool) -> Variant {
             *own = general;
         }
     }
-    let broken =
-        if has_variants { name != "" && values("passes").is_empty() } else { !values("report").is_empty() };
+    let broken = if has_variants {
+        !name.is_empty() && values("passes").is_empty()
+    } else {
+        !values("report").is_empty()
+    };
     let seeds = match one("seeds", "every") {
         "every" => Seeds::Every,
         "most" => Seeds::Most,

@@ -8,8 +8,7 @@
 
 use std::collections::HashMap;
 
-use super::flow::Flow;
-use super::text::{Entry, Statement};
+use epoxide_vgpu::ptx::{Entry, Flow, Instruction, Operand, Scopes, Stmt};
 
 /// How a value differs between the lanes of a warp.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -31,7 +30,7 @@ impl Value {
 
 /// Values that differ between the lanes of a kernel's warps, and blocks in which lanes are apart.
 pub struct Lanes<'a> {
-    body: &'a [Statement],
+    body: &'a [Stmt],
     uses: Vec<Uses>,
     /// Value of each definition.
     values: Vec<Value>,
@@ -48,12 +47,12 @@ struct Uses {
     guard: Vec<usize>,
     written: Vec<usize>,
     /// The operands that are not written.
-    read: Vec<Operand>,
+    read: Vec<Read>,
 }
 
-/// Contents of an operand.
+/// Contents of an operand that is read.
 #[derive(Default)]
-struct Operand {
+struct Read {
     /// The definitions that reach it.
     definitions: Vec<usize>,
     /// The special register that it is.
@@ -65,10 +64,11 @@ impl<'a> Lanes<'a> {
     /// Works it out for a kernel.
     pub fn of(entry: &'a Entry) -> Self {
         let flow = Flow::of(&entry.body);
+        let meetings = flow.post_dominators();
         let (uses, definitions) = uses(&entry.body, &flow);
         let mut block_of = vec![0; entry.body.len()];
-        for (block, it) in flow.blocks.iter().enumerate() {
-            block_of[it.statements.clone()].fill(block);
+        for (block, statements) in flow.blocks.iter().enumerate() {
+            block_of[statements.clone()].fill(block);
         }
         let mut lanes = Self {
             body: &entry.body,
@@ -76,7 +76,7 @@ impl<'a> Lanes<'a> {
             values: vec![Value::Uniform; definitions],
             block_of,
             apart: vec![None; flow.blocks.len()],
-            flat: entry.directives.contains(".maxntid") && entry.directives.contains(", 1, 1"),
+            flat: entry.max_block.is_some_and(|[_, y, z]| y == 1 && z == 1),
         };
         let mut parted = vec![false; flow.blocks.len()];
         let mut changed = true;
@@ -89,13 +89,14 @@ impl<'a> Lanes<'a> {
                     lanes.values[*definition] = value.max(lanes.values[*definition]);
                 }
             }
-            for (block, it) in flow.blocks.iter().enumerate() {
-                let last = it.statements.end - 1;
-                if parted[block] || it.successors.len() < 2 || lanes.of_branch(last) == Value::Uniform {
+            for (block, statements) in flow.blocks.iter().enumerate() {
+                let last = statements.end - 1;
+                let ways = flow.successors[block].len() + usize::from(flow.exits[block]);
+                if parted[block] || ways < 2 || lanes.of_branch(last) == Value::Uniform {
                     continue;
                 }
                 (parted[block], changed) = (true, true);
-                for decided in flow.decided_by(block) {
+                for decided in flow.decided_by(block, meetings[block]) {
                     // The one that comes last in the text is as a rule the innermost.
                     lanes.apart[decided] = lanes.apart[decided].max(Some(last));
                 }
@@ -104,9 +105,9 @@ impl<'a> Lanes<'a> {
         lanes
     }
 
-    /// The branch that has parted the lanes that come by a statement; both are indices in the body.
-    pub fn apart_since(&self, index: usize) -> Option<usize> {
-        self.apart[self.block_of[index]]
+    /// The branch that has parted the lanes that come by the statement of this index in the body.
+    pub fn apart_since(&self, index: usize) -> Option<&'a Instruction> {
+        self.apart[self.block_of[index]].and_then(|branch| instruction(&self.body[branch]))
     }
 
     /// Whether the guard of a statement lets some lanes by and others not.
@@ -121,13 +122,13 @@ impl<'a> Lanes<'a> {
     /// Whether the lanes take a branch differently: by its guard, or by the index of an indexed
     /// one.
     fn of_branch(&self, index: usize) -> Value {
-        let indexed = self.body[index].is("brx");
+        let indexed = instruction(&self.body[index]).is_some_and(|inst| inst.is("brx"));
         let operands =
             self.uses[index].read.iter().filter(|_| indexed).map(|operand| self.of_operand(operand));
         operands.fold(self.of_guard(index), Value::join)
     }
 
-    fn of_operand(&self, operand: &Operand) -> Value {
+    fn of_operand(&self, operand: &Read) -> Value {
         self.join(&operand.definitions, operand.special)
     }
 
@@ -138,7 +139,8 @@ impl<'a> Lanes<'a> {
 
     /// The value that a statement writes.
     fn result(&self, index: usize) -> Value {
-        let (statement, uses) = (&self.body[index], &self.uses[index]);
+        let Some(inst) = instruction(&self.body[index]) else { return Value::Uniform };
+        let uses = &self.uses[index];
         // Where lanes are apart some of them may have another value from another place, or from
         // another turn of a loop. Under a guard that differs, so may those that keep the old value.
         if self.apart_since(index).is_some() || self.of_guard(index) != Value::Uniform {
@@ -146,24 +148,24 @@ impl<'a> Lanes<'a> {
         }
         let operands: Vec<Value> = uses.read.iter().map(|operand| self.of_operand(operand)).collect();
         let number = |at: usize| uses.read.get(at).and_then(|operand| operand.number);
-        let is = |names: &[&str]| names.iter().any(|name| statement.is(name));
+        let is = |names: &[&str]| names.contains(&inst.base());
         let all_uniform = operands.iter().all(|value| *value == Value::Uniform);
 
-        if is(&["vote", "redux"]) || statement.is("match") && statement.has_modifier("all") {
+        if is(&["vote", "redux"]) || inst.is("match") && inst.has("all") {
             return Value::Uniform;
         }
         // Votes of the whole block.
-        if statement.is("barrier") && statement.has_modifier("red") {
+        if inst.is("barrier") && inst.has("red") {
             return Value::Uniform;
         }
-        if statement.is("shfl") {
-            let broadcast = statement.has_modifier("idx") && operands.get(1) == Some(&Value::Uniform);
+        if inst.is("shfl") {
+            let broadcast = inst.has("idx") && operands.get(1) == Some(&Value::Uniform);
             return if broadcast { Value::Uniform } else { Value::Differs };
         }
         // Each lane has its own turn, or its own copy, or may be answered another way.
         let own = is(&["atom", "elect", "activemask", "match"])
-            || statement.is("mbarrier")
-            || statement.is("ld") && statement.has_modifier("local");
+            || inst.is("mbarrier")
+            || inst.is("ld") && inst.has("local");
         if own {
             return Value::Differs;
         }
@@ -179,11 +181,11 @@ impl<'a> Lanes<'a> {
             }
             let whole = |bound: Option<u64>| bound.is_some_and(|bound| bound % 32 == 0);
             let same = match number(1) {
-                Some(bits) if statement.is("shr") => bits >= 5,
-                Some(mask) if statement.is("and") => mask % 32 == 0,
-                bound if statement.is("setp") && operands.len() == 2 => {
-                    let below = ["lt", "ge", "lo", "hs"].iter().any(|name| statement.has_modifier(name));
-                    let upto = ["le", "gt", "ls", "hi"].iter().any(|name| statement.has_modifier(name));
+                Some(bits) if inst.is("shr") => bits >= 5,
+                Some(mask) if inst.is("and") => mask % 32 == 0,
+                bound if inst.is("setp") && operands.len() == 2 => {
+                    let below = ["lt", "ge", "lo", "hs"].iter().any(|name| inst.has(name));
+                    let upto = ["le", "gt", "ls", "hi"].iter().any(|name| inst.has(name));
                     below && whole(bound) || upto && whole(bound.map(|bound| bound + 1))
                 }
                 _ => false,
@@ -194,9 +196,13 @@ impl<'a> Lanes<'a> {
     }
 }
 
+fn instruction(stmt: &Stmt) -> Option<&Instruction> {
+    if let Stmt::Inst(inst) = stmt { Some(inst) } else { None }
+}
+
 /// Reads and writes of every statement, and the number of definitions. A register is not the same
 /// value everywhere: each use has the definitions that reach it.
-fn uses(body: &[Statement], flow: &Flow) -> (Vec<Uses>, usize) {
+fn uses(body: &[Stmt], flow: &Flow) -> (Vec<Uses>, usize) {
     let named = registers(body);
     // All definitions, by register; each is a number.
     let mut of_register: HashMap<usize, Vec<usize>> = HashMap::new();
@@ -214,42 +220,38 @@ fn uses(body: &[Statement], flow: &Flow) -> (Vec<Uses>, usize) {
     let pass = |reaching: &mut Vec<bool>, index: usize, all: &[Uses]| {
         for (register, definition) in named[index].written.iter().zip(&all[index].written) {
             // Under a guard the old value may stay.
-            if body[index].guard().is_none() {
+            if named[index].guard.is_none() {
                 of_register[register].iter().for_each(|other| reaching[*other] = false);
             }
             reaching[*definition] = true;
         }
     };
-    let mut at_start = vec![vec![false; count]; flow.blocks.len() + 1];
+    let mut at_start = vec![vec![false; count]; flow.blocks.len()];
     let mut open: Vec<usize> = (0..flow.blocks.len()).rev().collect();
     while let Some(block) = open.pop() {
         let mut reaching = at_start[block].clone();
-        flow.blocks[block].statements.clone().for_each(|index| pass(&mut reaching, index, &all));
-        for successor in &flow.blocks[block].successors {
-            let known = &mut at_start[*successor];
-            let news = reaching.iter().zip(&*known).any(|(here, there)| *here && !there);
-            if news {
+        flow.blocks[block].clone().for_each(|index| pass(&mut reaching, index, &all));
+        for &successor in &flow.successors[block] {
+            let known = &mut at_start[successor];
+            if reaching.iter().zip(&*known).any(|(here, there)| *here && !there) {
                 known.iter_mut().zip(&reaching).for_each(|(there, here)| *there |= here);
-                if *successor != flow.exit() {
-                    open.push(*successor);
-                }
+                open.push(successor);
             }
         }
     }
-    for (block, it) in flow.blocks.iter().enumerate() {
-        let mut reaching = std::mem::take(&mut at_start[block]);
-        for index in it.statements.clone() {
+    for (statements, mut reaching) in flow.blocks.iter().zip(at_start) {
+        for index in statements.clone() {
             let reached = |registers: &[usize]| -> Vec<usize> {
                 let definitions = registers.iter().filter_map(|register| of_register.get(register)).flatten();
                 definitions.copied().filter(|definition| reaching[*definition]).collect()
             };
             let names = &named[index];
-            let read = names.read.iter().map(|(operand, registers)| Operand {
+            let read = names.read.iter().map(|(operand, registers)| Read {
                 definitions: reached(registers),
-                special: words(operand).find_map(special),
-                number: number(operand),
+                special: operand.names().into_iter().find_map(special),
+                number: if let Operand::Int(number) = operand { u64::try_from(*number).ok() } else { None },
             });
-            let (guard, read) = (reached(&names.guard), read.collect());
+            let (guard, read) = (reached(names.guard.as_slice()), read.collect());
             (all[index].guard, all[index].read) = (guard, read);
             pass(&mut reaching, index, &all);
         }
@@ -258,67 +260,45 @@ fn uses(body: &[Statement], flow: &Flow) -> (Vec<Uses>, usize) {
 }
 
 /// The registers of one statement, as numbers.
+#[derive(Default)]
 struct Names<'a> {
-    guard: Vec<usize>,
+    guard: Option<usize>,
     written: Vec<usize>,
     /// The operands that are not written, with their registers.
-    read: Vec<(&'a str, Vec<usize>)>,
+    read: Vec<(&'a Operand, Vec<usize>)>,
 }
 
 /// The registers of every statement. A name that a scope declares is another register in each
 /// scope.
-fn registers(body: &[Statement]) -> Vec<Names<'_>> {
-    let mut numbers: HashMap<&str, usize> = HashMap::new();
-    let mut count = 0;
-    let mut all = Vec::with_capacity(body.len());
-    for statement in body {
-        // `.reg .pred q` in a scope: from here on the name is this one.
-        if let Some(declared) = statement.text.strip_prefix(".reg ") {
-            for name in
-                declared.split([' ', ',']).filter(|word| !word.starts_with('.') && !word.contains('<'))
-            {
-                numbers.insert(name, count);
-                count += 1;
-            }
+fn registers<'a>(body: &'a [Stmt]) -> Vec<Names<'a>> {
+    let scopes = Scopes::of(body);
+    let mut numbers: HashMap<(usize, &'a str), usize> = HashMap::new();
+    for (stmt, &scope) in body.iter().zip(&scopes.at) {
+        if let Stmt::Reg { name, count: None, .. } = stmt {
+            let next = numbers.len();
+            numbers.insert((scope, name), next);
         }
-        let mut registers = |operand| {
-            let mut found = Vec::new();
-            for word in words(operand).filter(|word| special(word).is_none()) {
-                if word.starts_with('%') && !numbers.contains_key(word) {
-                    numbers.insert(word, count);
-                    count += 1;
-                }
-                found.extend(numbers.get(word).copied());
-            }
-            found
-        };
-        let guard = statement.guard().map_or_else(Vec::new, &mut registers);
-        let (mut written, mut read) = (Vec::new(), Vec::new());
-        for (at, operand) in statement.operands().into_iter().enumerate() {
-            if at == 0 && writes_first(statement, operand) {
-                written = registers(operand);
-            } else {
-                read.push((operand, registers(operand)));
-            }
-        }
-        all.push(Names { guard, written, read });
     }
-    all
-}
-
-/// Whether an instruction writes its first operand, which is this one. Stores and their like have
-/// an address there.
-fn writes_first(statement: &Statement, operand: &str) -> bool {
-    const READ_ONLY: [&str; 11] =
-        ["bra", "brx", "bar", "barrier", "fence", "membar", "cp", "nanosleep", "ret", "exit", "trap"];
-    let votes = statement.is("barrier") && statement.has_modifier("red");
-    !operand.starts_with('[') && (votes || !READ_ONLY.iter().any(|name| statement.is(name)))
-}
-
-/// Names, registers and numbers; a special register keeps its dot.
-fn words(operand: &str) -> impl Iterator<Item = &str> {
-    let inside = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '$' | '%' | '.');
-    operand.split(move |c| !inside(c)).filter(|word| !word.is_empty())
+    let of_statement = |(index, stmt)| {
+        let Some(inst) = instruction(stmt) else { return Names::default() };
+        let mut number = |name: &'a str| {
+            scopes.find(index, name, &numbers).copied().unwrap_or_else(|| {
+                let next = numbers.len();
+                numbers.insert((0, name), next);
+                next
+            })
+        };
+        let guard = inst.guard.as_ref().map(|(name, _)| number(name));
+        let mut registers = |operand: &'a Operand| -> Vec<usize> {
+            let names = operand.names().into_iter().filter(|name| special(name).is_none());
+            names.map(&mut number).collect()
+        };
+        let written = inst.destination().map_or_else(Vec::new, &mut registers);
+        let read = inst.operands.iter().skip(usize::from(inst.destination().is_some()));
+        let read = read.map(|(operand, _)| (operand, registers(operand))).collect();
+        Names { guard, written, read }
+    };
+    body.iter().enumerate().map(of_statement).collect()
 }
 
 /// How a special register differs between lanes; `None` for what is none. Lanes may read a clock
@@ -343,9 +323,4 @@ fn special(word: &str) -> Option<Value> {
     }
     let is = |names: &[&str]| names.iter().any(|name| word.starts_with(name));
     if is(&DIFFER) { Some(Value::Differs) } else { is(&SAME).then_some(Value::Uniform) }
-}
-
-/// The number that an operand is, if it is one that is not negative.
-fn number(operand: &str) -> Option<u64> {
-    operand.strip_prefix("0x").map_or_else(|| operand.parse().ok(), |hex| u64::from_str_radix(hex, 16).ok())
 }
