@@ -80,7 +80,7 @@ pub(crate) enum Init {
 
 impl Init {
     /// Its value is not the same in all warps of a grid.
-    pub(crate) fn tells_warps_apart(self) -> bool {
+    pub(crate) fn differs_by_warp(self) -> bool {
         matches!(self, Init::Special(Special::Tid(_) | Special::WarpId | Special::Ctaid(_) | Special::SmId))
     }
 }

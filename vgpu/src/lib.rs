@@ -66,7 +66,6 @@ mod memory;
 mod memory_error;
 mod module;
 pub mod ptx;
-mod rng;
 mod seeds;
 
 pub use check::{CheckConfig, Checker, Loaded, Past, Stored, Timeline, host_meets};

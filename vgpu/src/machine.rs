@@ -13,7 +13,7 @@ use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::memory_error::MemoryError;
 use crate::module::Module;
-use crate::rng::Rng;
+use crate::seeds::Rng;
 
 /// Longest turn of a device, in warp instructions, unless the machine has another.
 const LONGEST_TURN: u64 = 1024;
@@ -153,7 +153,7 @@ impl<T: Number> Array<T> {
     /// Copies `numbers` to its begin.
     ///
     /// # Errors
-    /// There are more than it has room for; or in check mode, a kernel that is not done uses it.
+    /// It has too little room for them; or in check mode, a kernel that is not done uses it.
     pub fn upload(&self, numbers: &[T]) -> Result<(), MachineError> {
         let mut bytes = Vec::with_capacity(size_of_val(numbers));
         numbers.iter().for_each(|number| number.put(&mut bytes));
@@ -314,7 +314,7 @@ impl Machine {
     /// The memory of a device.
     ///
     /// # Errors
-    /// There is no such device.
+    /// No such device.
     pub fn memory(&self, device: usize) -> Result<&Memory, MachineError> {
         Ok(&self.device(device)?.memory)
     }
@@ -326,7 +326,7 @@ impl Machine {
     /// Memory of a device for `len` numbers, which hold poison. `label` names it in reports.
     ///
     /// # Errors
-    /// There is no such device, or no memory.
+    /// No such device, or no memory.
     pub fn alloc<T: Number>(&self, device: usize, label: &str, len: usize) -> Result<Array<T>, MachineError> {
         let memory = self.device(device)?.memory.clone();
         let region = memory.alloc((len * size_of::<T>()) as u64, label)?;
@@ -336,7 +336,7 @@ impl Machine {
     /// Memory of a device that holds `numbers`.
     ///
     /// # Errors
-    /// There is no such device, or no memory.
+    /// No such device, or no memory.
     pub fn upload<T: Number>(
         &self,
         device: usize,
@@ -351,7 +351,7 @@ impl Machine {
     /// The same memory as device `device` addresses it: a peer mapping.
     ///
     /// # Errors
-    /// There is no such device, or the operating system maps no more.
+    /// No such device, or the operating system maps no more.
     pub fn map<T: Number>(&self, device: usize, array: &Array<T>) -> Result<Array<T>, MachineError> {
         let memory = self.device(device)?.memory.clone();
         let region = memory.import(array.region.export()?, array.region.bytes(), array.region.label())?;

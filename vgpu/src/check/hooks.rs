@@ -6,9 +6,9 @@ use super::block::{BlockCheck, Release, Releases};
 use super::clock::{self, Key};
 use super::grids::Grids;
 use super::history::Wait;
-use super::known::{GLOBAL, Knows, SHARED};
+use super::past::{GLOBAL, PastView, SHARED};
 use super::report;
-use super::shadow::{Accessor, How, Record, Shadow, Trouble};
+use super::shadow::{Accessor, How, Record, Shadow, ViolationAt};
 use super::world::World;
 use crate::fault::FaultKind;
 use crate::ir::{Fence, Scope, Sem};
@@ -48,13 +48,13 @@ const HOST_READS: Duration = Duration::from_micros(50);
 pub(crate) type Stale = Vec<(u64, u32)>;
 
 /// Watches the warp that runs. Without checks it is `()`, whose methods are empty and cost nothing.
-pub(crate) trait Watch {
+pub(crate) trait Hooks {
     const ON: bool;
     /// Loads may see older values.
     fn weak_memory(&self) -> bool {
         false
     }
-    fn read(&mut self, _: Place, _bytes: u64, _lane: usize, _pc: u32, _: How) -> Result<(), Trouble> {
+    fn read(&mut self, _: Place, _bytes: u64, _lane: usize, _pc: u32, _: How) -> Result<(), ViolationAt> {
         Ok(())
     }
     /// Whether the values of a load come later than they could.
@@ -76,7 +76,7 @@ pub(crate) trait Watch {
         _: How,
         _now: &[u8],
         _new: &[u8],
-    ) -> Result<bool, Trouble> {
+    ) -> Result<bool, ViolationAt> {
         Ok(false)
     }
     /// The lanes of a mask have read the last write of a location, or the one before.
@@ -91,17 +91,17 @@ pub(crate) trait Watch {
     fn complete_mbarrier(&mut self, _offset: u64) {}
     fn pass_mbarrier(&mut self, _mask: u32, _offset: u64) {}
     /// A bulk copy is issued. The error names the wrong end, and whether that is the written one.
-    fn copy(&mut self, _: &Copy) -> Result<Stale, (Place, bool, Trouble)> {
+    fn copy(&mut self, _: &Copy) -> Result<Stale, (Place, bool, ViolationAt)> {
         Ok(vec![])
     }
     fn waited(&mut self, _lane: usize, _pc: u32, _group: u32, _landed: bool) {}
-    /// The fault for a trouble with an access by a lane.
+    /// The fault for a violation by an access of a lane.
     #[allow(clippy::too_many_arguments)] // A report needs all of them.
     fn describe(
         &self,
         label: String,
         _: Place,
-        _: Trouble,
+        _: ViolationAt,
         _lane: usize,
         _pc: u32,
         _: How,
@@ -111,18 +111,18 @@ pub(crate) trait Watch {
     }
 }
 
-impl Watch for () {
+impl Hooks for () {
     const ON: bool = false;
 }
 
 /// Watches one warp of a block.
-pub(crate) struct Watcher<'a> {
+pub(crate) struct CheckHooks<'a> {
     pub(crate) world: &'a mut World,
     pub(crate) block: &'a mut BlockCheck,
     pub(crate) warp: u32,
 }
 
-impl Watcher<'_> {
+impl CheckHooks<'_> {
     fn record(&self, lane: usize, pc: u32, how: How, write: bool) -> Record {
         let key = self.block.key(self.warp);
         let (actor, lanes) = if write { (clock::lane(key, lane), 0) } else { (key, 1 << lane) };
@@ -133,24 +133,23 @@ impl Watcher<'_> {
         clock::lane(self.block.key(self.warp), lane)
     }
 
-    /// Whether a finding is a fault. With weak memory only, the kernel's results show the fault
-    /// instead.
-    fn judge<T: Default>(&self, result: Result<T, Trouble>) -> Result<T, Trouble> {
+    /// Drops a violation if only weak memory is simulated: the kernel's results show it then.
+    fn drop_if_only_weak<T: Default>(&self, result: Result<T, ViolationAt>) -> Result<T, ViolationAt> {
         if self.world.config.races { result } else { Ok(result.unwrap_or_default()) }
     }
 
     /// Gives the shadow of a place, the offset in it, and the lane's causal past.
-    fn look(&mut self, place: Place, lane: usize) -> Option<(&mut Shadow, &Grids, u64, Knows<'_>)> {
-        let Watcher { world, block, warp } = self;
+    fn look(&mut self, place: Place, lane: usize) -> Option<(&mut Shadow, &Grids, u64, PastView<'_>)> {
+        let CheckHooks { world, block, warp } = self;
         let World { shadows, grids, .. } = &mut **world;
         match place {
             Place::Private => None,
             Place::Shared { offset } => {
-                let (shared, knows) = block.shared_and_knows(*warp, lane)?;
-                Some((shared, grids, offset, knows))
+                let (shared, view) = block.shared_and_view(*warp, lane)?;
+                Some((shared, grids, offset, view))
             }
             Place::Global { shadow, offset } => {
-                Some((shadows.get_mut(shadow as usize)?, grids, offset, block.knows(*warp, lane)?))
+                Some((shadows.get_mut(shadow as usize)?, grids, offset, block.view(*warp, lane)?))
             }
         }
     }
@@ -160,26 +159,26 @@ impl Watcher<'_> {
     }
 }
 
-impl Watch for Watcher<'_> {
+impl Hooks for CheckHooks<'_> {
     const ON: bool = true;
 
     fn weak_memory(&self) -> bool {
         self.world.config.weak_memory.is_some()
     }
 
-    fn read(&mut self, place: Place, bytes: u64, lane: usize, pc: u32, how: How) -> Result<(), Trouble> {
+    fn read(&mut self, place: Place, bytes: u64, lane: usize, pc: u32, how: How) -> Result<(), ViolationAt> {
         self.world.accesses += 1;
         let record = self.record(lane, pc, how, false);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.loads.add(own, place, 1);
-        let Some((shadow, grids, at, knows)) = self.look(place, lane) else { return Ok(()) };
-        let who = Accessor { record, own, published: None, knows };
+        let Some((shadow, grids, at, view)) = self.look(place, lane) else { return Ok(()) };
+        let who = Accessor { record, own, published: None, view };
         let result = shadow.read(grids, at, bytes, &who);
         // In weak-memory mode it may see something else.
         if how.strong.is_some() && !weak_memory {
             shadow.saw(grids, at, bytes, &who);
         }
-        self.judge(result)
+        self.drop_if_only_weak(result)
     }
 
     fn defers_load(&mut self) -> bool {
@@ -190,8 +189,8 @@ impl Watch for Watcher<'_> {
         let record = self.record(lane, 0, how, false);
         let own = self.own(lane);
         let older = self.world.rng.below(3) == 0;
-        let (shadow, grids, at, knows) = self.look(place, lane)?;
-        let who = Accessor { record, own, published: None, knows };
+        let (shadow, grids, at, view) = self.look(place, lane)?;
+        let who = Accessor { record, own, published: None, view };
         let words = shadow.stale(grids, at, bytes, &who)?;
         if older {
             return Some([0, 2].map(|low| u64::from(words[low]) | u64::from(words[low + 1]) << 32));
@@ -210,13 +209,13 @@ impl Watch for Watcher<'_> {
         how: How,
         now: &[u8],
         new: &[u8],
-    ) -> Result<bool, Trouble> {
+    ) -> Result<bool, ViolationAt> {
         self.world.accesses += 1;
         let record = self.record(lane, pc, how, true);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.stores.add(own, place, now.len() as u64);
-        let Some((shadow, grids, at, knows)) = self.look(place, lane) else { return Ok(false) };
-        let who = Accessor { record, own, published: None, knows };
+        let Some((shadow, grids, at, view)) = self.look(place, lane) else { return Ok(false) };
+        let who = Accessor { record, own, published: None, view };
         let part =
             |word: u64| (word.max(at) - at) as usize..((word + 4).min(at + now.len() as u64) - at) as usize;
         let before = |word: u64| {
@@ -234,7 +233,7 @@ impl Watch for Watcher<'_> {
             |word| now.get(part(word)) == new.get(part(word)),
             |word| if weak_memory { before(word) } else { None },
         );
-        self.judge(result)
+        self.drop_if_only_weak(result)
     }
 
     fn observe(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope, older: bool) {
@@ -246,11 +245,11 @@ impl Watch for Watcher<'_> {
         let acquire = matches!(sem, Sem::Acquire | Sem::AcqRel);
         if self.hidden(place) {
             if acquire && scope == Scope::Sys {
-                self.block.learn(self.warp, mask, &self.world.outside);
+                self.block.acquire(self.warp, mask, &self.world.outside);
             }
             return;
         }
-        let Watcher { world, block, warp } = self;
+        let CheckHooks { world, block, warp } = self;
         let seen = |found: &Releases| if older { found.before.clone() } else { found.last.clone() };
         let found = match place {
             Place::Private => None,
@@ -277,7 +276,7 @@ impl Watch for Watcher<'_> {
         };
         let own = self.own(lane);
         let hidden = self.hidden(place);
-        let Watcher { world, block, .. } = self;
+        let CheckHooks { world, block, .. } = self;
         let releases = match place {
             Place::Private => return,
             Place::Shared { offset } => block.releases.entry(offset).or_default(),
@@ -287,7 +286,7 @@ impl Watch for Watcher<'_> {
         world.history.wrote(&mut releases.writes, (own, pc), manner, rmw, release.is_some());
         if hidden {
             if let Some(r) = release.filter(|r| r.scope == Scope::Sys) {
-                world.outside.join(&r.known);
+                world.outside.join(&r.past);
                 // The host polls such words. A sleep now and then gives it time to read the present
                 // value.
                 if world.rng.below(4) == 0 {
@@ -305,11 +304,12 @@ impl Watch for Watcher<'_> {
         world.chains += 1;
         new.chain = world.chains;
         // A chain of read-modify-writes goes on from the releases before it.
-        let alike = |r: &&mut Release| r.scope == new.scope && world.grids.alike(new.scope, r.by, new.by);
-        match releases.last.iter_mut().find(alike) {
+        let same_chain =
+            |r: &&mut Release| r.scope == new.scope && world.grids.same_scopes(new.scope, r.by, new.by);
+        match releases.last.iter_mut().find(same_chain) {
             Some(old) => {
                 old.shared |= old.by != new.by;
-                old.known.join(&new.known);
+                old.past.join(&new.past);
             }
             None => releases.last.push(new),
         }
@@ -344,7 +344,7 @@ impl Watch for Watcher<'_> {
         self.block.pass_mbarrier(self.warp, mask, offset);
     }
 
-    fn copy(&mut self, copy: &Copy) -> Result<Stale, (Place, bool, Trouble)> {
+    fn copy(&mut self, copy: &Copy) -> Result<Stale, (Place, bool, ViolationAt)> {
         let Copy { src, dst, bytes, lane, pc, mbar, committed } = *copy;
         let warp = self.block.key(self.warp);
         let (reads, writes) = match mbar {
@@ -360,16 +360,16 @@ impl Watch for Watcher<'_> {
         self.world.stores.add(warp, dst, bytes);
         let how = How::BULK;
         let record = |(actor, tick)| Record { actor, tick, lanes: 0, pc, how, bytes: 0 };
-        self.block.settle(self.warp, lane);
-        let known = self.block.known(self.warp, lane);
-        let published = [SHARED, GLOBAL].map(|space| self.block.published(self.warp, lane, &known, space));
+        self.block.join_acquired(self.warp, lane);
+        let past = self.block.past(self.warp, lane);
+        let published = [SHARED, GLOBAL].map(|space| self.block.published(self.warp, lane, &past, space));
         let who = |place, actor| {
             let space = if matches!(place, Place::Shared { .. }) { SHARED } else { GLOBAL };
             Accessor {
                 record: record(actor),
                 own: 0,
                 published: Some(&published[space]),
-                knows: Knows::all(&known),
+                view: PastView::all(&past),
             }
         };
         let mut old = vec![];
@@ -393,12 +393,12 @@ impl Watch for Watcher<'_> {
         let read = self
             .look(src, lane)
             .map_or(Ok(()), |(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader));
-        self.judge(read).map_err(|trouble| (src, false, trouble))?;
+        self.drop_if_only_weak(read).map_err(|violation| (src, false, violation))?;
         let writer = who(dst, writes);
         let wrote = self.look(dst, lane).map_or(Ok(false), |(shadow, grids, at, _)| {
             shadow.write(grids, at, bytes, &writer, |_| false, |_| None)
         });
-        self.judge(wrote.map(drop)).map_err(|trouble| (dst, true, trouble))?;
+        self.drop_if_only_weak(wrote.map(drop)).map_err(|violation| (dst, true, violation))?;
         Ok(old)
     }
 
@@ -413,16 +413,16 @@ impl Watch for Watcher<'_> {
         &self,
         label: String,
         place: Place,
-        trouble: Trouble,
+        violation: ViolationAt,
         lane: usize,
         pc: u32,
         how: How,
         write: bool,
     ) -> FaultKind {
         let mine = self.record(lane, pc, how, write);
-        let known = self.block.known(self.warp, lane);
+        let past = self.block.past(self.warp, lane);
         let me =
-            report::Me { record: &mine, own: self.own(lane), wrote: write, known: &known, block: self.block };
-        report::fault(self.world, label, place, trouble, &me)
+            report::Me { record: &mine, own: self.own(lane), wrote: write, past: &past, block: self.block };
+        report::fault(self.world, label, place, violation, &me)
     }
 }

@@ -6,14 +6,14 @@ use super::grids::Grids;
 
 /// The causal past of a stream, an event or a host thread.
 #[derive(Clone, Debug, Default)]
-pub struct Past(pub(super) Known);
+pub struct Past(pub(super) CausalPast);
 
 impl Past {
-    pub(crate) fn of(known: Known) -> Self {
-        Self(known)
+    pub(crate) fn of(past: CausalPast) -> Self {
+        Self(past)
     }
 
-    pub(crate) fn known(&self) -> &Known {
+    pub(crate) fn inner(&self) -> &CausalPast {
         &self.0
     }
 
@@ -29,24 +29,24 @@ pub struct Timeline(pub(super) Key);
 
 /// The causal past of an actor.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Known {
+pub(crate) struct CausalPast {
     pub(crate) all: VectorClock,
     /// The part of it that bulk copies may rely on, in shared and in global memory: accesses before
     /// a proxy fence.
     pub(crate) published: [VectorClock; 2],
 }
 
-/// Indices of [`Known::published`].
+/// Indices of [`CausalPast::published`].
 pub(crate) const SHARED: usize = 0;
 pub(crate) const GLOBAL: usize = 1;
 
-impl Known {
-    pub(crate) fn join(&mut self, other: &Known) {
+impl CausalPast {
+    pub(crate) fn join(&mut self, other: &CausalPast) {
         self.all.join(&other.all);
-        let alike = |known: &Known| known.published[SHARED].same(&known.published[GLOBAL]);
-        let both = alike(self) && alike(other);
+        let equal = |past: &CausalPast| past.published[SHARED].same(&past.published[GLOBAL]);
+        let both_equal = equal(self) && equal(other);
         self.published[SHARED].join(&other.published[SHARED]);
-        if both {
+        if both_equal {
             self.published[GLOBAL] = self.published[SHARED].clone();
         } else {
             self.published[GLOBAL].join(&other.published[GLOBAL]);
@@ -54,11 +54,11 @@ impl Known {
     }
 
     /// Whether both are the same for certain.
-    pub(crate) fn same(&self, other: &Known) -> bool {
+    pub(crate) fn same(&self, other: &CausalPast) -> bool {
         self.all.same(&other.all) && self.published.iter().zip(&other.published).all(|(a, b)| a.same(b))
     }
 
-    /// Learns something that is known in every proxy.
+    /// Adds everything up to tick `tick` of `key`, for every proxy.
     pub(crate) fn raise(&mut self, key: Key, tick: u32) {
         self.all.raise(key, tick);
         self.published.iter_mut().for_each(|p| p.raise(key, tick));
@@ -72,28 +72,28 @@ impl Known {
 
 /// Causal past that an acquire took over from a chain.
 #[derive(Clone, Debug)]
-pub(crate) struct Heard {
+pub(crate) struct Acquired {
     pub(super) chain: u64,
-    pub(super) known: Known,
-    /// Whether `known` is joined into the lane's causal past.
-    pub(super) settled: bool,
+    pub(super) past: CausalPast,
+    /// Whether `past` is joined into the lane's causal past.
+    pub(super) joined: bool,
 }
 
 /// The causal past of a lane without its own accesses, in parts that count as if they were joined.
 #[derive(Clone, Copy)]
-pub(crate) struct Knows<'a> {
-    pub(super) known: &'a Known,
-    pub(super) heard: &'a [Heard],
+pub(crate) struct PastView<'a> {
+    pub(super) past: &'a CausalPast,
+    pub(super) acquired: &'a [Acquired],
 }
 
-impl<'a> Knows<'a> {
-    pub(crate) fn all(known: &'a Known) -> Self {
-        Self { known, heard: &[] }
+impl<'a> PastView<'a> {
+    pub(crate) fn all(past: &'a CausalPast) -> Self {
+        Self { past, acquired: &[] }
     }
 
-    /// Whether tick `tick` of `key` is known.
-    pub(crate) fn has(&self, grids: &Grids, key: Key, tick: u32) -> bool {
-        let heard = self.heard.iter().filter(|h| !h.settled).map(|h| &h.known);
-        std::iter::once(self.known).chain(heard).any(|known| grids.known(&known.all, key, tick))
+    /// Whether it includes tick `tick` of `key`.
+    pub(crate) fn includes(&self, grids: &Grids, key: Key, tick: u32) -> bool {
+        let acquired = self.acquired.iter().filter(|h| !h.joined).map(|h| &h.past);
+        std::iter::once(self.past).chain(acquired).any(|past| grids.includes_tick(&past.all, key, tick))
     }
 }

@@ -7,13 +7,13 @@
 
 /// Sets of lanes without a common one. Lanes of one set have gone the same way since they last met.
 #[derive(Debug, Default)]
-pub(super) struct Together {
+pub(super) struct Converged {
     sets: Vec<u32>,
     /// The instruction that last took lanes apart.
     pub(super) parted_at: u32,
 }
 
-impl Together {
+impl Converged {
     /// A warp begins: all of its lanes are together.
     pub(super) fn start(&mut self, live: u32) {
         self.sets.clear();
@@ -54,7 +54,7 @@ mod tests {
 
     #[test]
     fn lanes_part_and_meet() {
-        let mut lanes = Together::default();
+        let mut lanes = Converged::default();
         lanes.start(0xff);
         // A split by all lanes, or by none, separates no lanes.
         lanes.part(0xff, 3);

@@ -449,7 +449,7 @@ mod tests {
     #[test]
     fn keeping_low_bits_is_what_an_integer_conversion_does() {
         let types = [Ty::U8, Ty::S8, Ty::U16, Ty::S16, Ty::U32, Ty::S32, Ty::U64, Ty::S64];
-        let mut rng = crate::rng::Rng::new(5);
+        let mut rng = crate::seeds::Rng::new(5);
         let words: [u64; 32] = std::array::from_fn(|_| rng.next());
         for (to, from) in types.into_iter().flat_map(|to| types.map(|from| (to, from))) {
             let Some((bits, signed)) = kept(to, from) else { continue };

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use crate::exec::lanes::{self, Role, Sig, Spec};
-use crate::exec::shared::SHARED_BASE;
+use crate::exec::state::SHARED_BASE;
 use crate::ir::{Addr, AluFn, CARRY, File, Init, Inst, NO_GUARD, Op, Origin, SINK, Special, Timer};
 use crate::ptx::{self, Operand, Span, VarSpace};
 

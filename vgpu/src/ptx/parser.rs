@@ -1,4 +1,4 @@
-//! PTX text to [`ast`](super::ast). Knows the grammar, not the instructions.
+//! PTX text to [`ast`](super::ast). PastView the grammar, not the instructions.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,7 @@ use super::ast::*;
 use super::lexer::{Tok, Token, error_at, tokenize};
 use crate::PtxError;
 
-/// Parses one module. Knows the grammar, not the instructions: an unknown one is no error.
+/// Parses one module. PastView the grammar, not the instructions: an unknown one is no error.
 ///
 /// # Errors
 /// Text that is not PTX, with its place.
@@ -821,12 +821,12 @@ $L__info_string0:
 
     #[test]
     fn the_kernels_own_line_is_where_the_chain_of_inlining_meets_its_file() {
-        // As LLVM writes it: each caller's place has a `.loc` of its own, with its own caller.
+        // LLVM writes it so: each caller's place has a `.loc` of its own, with its own caller.
         let nested = ".loc 1 10 1\n.loc 1 20 5, function_name $L, inlined_at 1 10 1
             .loc 3 30 7, function_name $L+8, inlined_at 1 20 5
             .loc 2 40 9, function_name $L+4, inlined_at 3 30 7\nret;";
         assert_eq!(sources(nested), [[2, 40, 1, 20]]);
-        // As we ship it, in a comment.
+        // In a comment, as in shipped PTX.
         let shipped = ".loc 1 10 0\nret;\n.loc\t2 40 9 // inlined_at 1 25\nret;\n.loc 1 26 1\nret;";
         assert_eq!(sources(shipped), [[1, 10, 1, 10], [2, 40, 1, 25], [1, 26, 1, 26]]);
         // Nothing of the kernel's file in the chain: its outermost place.

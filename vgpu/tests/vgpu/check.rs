@@ -356,7 +356,7 @@ fn unwritten_memory_is_poison_that_depends_on_the_seed() {
     assert_eq!(one, same);
     for (a, b) in one.iter().zip(&other) {
         assert_ne!(a, b, "the seed draws the poison");
-        // As an integer it is far below zero, as a float as well, in both halves: nothing that
+        // Read as an integer it is far below zero, as a float as well, in both halves: nothing that
         // passes for a result.
         for value in [a, b] {
             assert!(value >> 60 == 15 && value >> 28 & 15 == 15, "{value:#x}");
