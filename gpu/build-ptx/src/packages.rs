@@ -1,4 +1,5 @@
-//! Debian packages, unpacked and never installed.
+//! Packages with programs in them, unpacked and never installed: those of Debian, and Python wheels,
+//! as which NVIDIA and others publish their tools.
 
 use std::path::Path;
 use std::process::Command;
@@ -36,4 +37,19 @@ pub fn unpack(dir: &Path, root: &Path) -> Result<()> {
         std::fs::remove_file(&package)?;
     }
     Ok(())
+}
+
+/// Downloads a wheel, such as `name==1.2.3`, without what it depends on, and unpacks it into `dir`.
+pub fn unpack_wheel(wheel: &str, dir: &Path) -> Result<()> {
+    let packed = dir.join("wheel");
+    workspace::fresh_dir(&packed)?;
+    let mut pip = Command::new("python3");
+    pip.args(["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]);
+    capture(pip.arg(&packed).arg(wheel))?;
+    let file = workspace::files(&packed, "whl")?
+        .into_iter()
+        .next()
+        .with_context(|| format!("pip left no wheel in {}", packed.display()))?;
+    capture(Command::new("python3").args(["-m", "zipfile", "-e"]).arg(&file).arg(dir))?;
+    std::fs::remove_dir_all(&packed).with_context(|| format!("cannot remove {}", packed.display()))
 }
