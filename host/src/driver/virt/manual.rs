@@ -26,7 +26,7 @@ const ENDLESS: u64 = 1 << 33;
 /// How long a host thread sleeps before it looks again whether another one has enqueued anything.
 const NAP: Duration = Duration::from_micros(100);
 
-/// Result of [`Machine::drive`].
+/// Result of [`ManualGpus::drive`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Drive {
     /// Work ran; there may be more.
@@ -37,18 +37,18 @@ pub enum Drive {
     Idle,
 }
 
-/// Several virtual GPUs that run only when driven, on the calling thread: in [`Machine::drive`], in
-/// [`Driver::make_progress`](crate::driver::device::Driver::make_progress) and in calls that wait. The seed
-/// draws the grid whose turn it is, and the length of the turn; `%globaltimer` is a virtual clock.
-/// So a single host thread that makes the same calls gets the same run each time, down to the
-/// interleaving of warps. Clones are the same machine.
+/// Several virtual GPUs that run only when driven, on the calling thread: in [`ManualGpus::drive`],
+/// in [`Driver::make_progress`](crate::driver::device::Driver::make_progress) and in calls that
+/// wait. The seed draws the grid whose turn it is, and the length of the turn; `%globaltimer` is a
+/// virtual clock. So a single host thread that makes the same calls gets the same run each time,
+/// down to the interleaving of warps. Clones are the same GPUs.
 ///
 /// A call that waits while all grids only spin moves the clock forward in growing steps, so that
 /// the kernels' own deadlines expire. It fails with a report of every stuck warp in two cases.
 /// Either grids still spin 1000 virtual seconds later, or kernels run without any coming to an end.
 /// A call without a result continues as if it had waited.
 #[derive(Clone)]
-pub struct Machine {
+pub struct ManualGpus {
     inner: Arc<Inner>,
 }
 
@@ -67,24 +67,24 @@ struct Run {
     digest: u64,
 }
 
-impl std::fmt::Debug for Machine {
+impl std::fmt::Debug for ManualGpus {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Machine").field("seed", &self.inner.seed).finish_non_exhaustive()
+        f.debug_struct("ManualGpus").field("seed", &self.inner.seed).finish_non_exhaustive()
     }
 }
 
-impl Machine {
-    /// A machine without devices, for a single host thread.
-    pub fn new(seed: u64) -> Machine {
-        Machine::with_patience(seed, Duration::ZERO)
+impl ManualGpus {
+    /// No devices yet, for a single host thread.
+    pub fn new(seed: u64) -> ManualGpus {
+        ManualGpus::with_patience(seed, Duration::ZERO)
     }
 
-    /// A machine for several host threads. A call that waits while all grids spin gives the other
+    /// The same for several host threads. A call that waits while all grids spin gives the other
     /// threads `patience` (real time) to enqueue work before it moves the virtual clock. Runs are
     /// then as repeatable as the threads are.
-    pub fn with_patience(seed: u64, patience: Duration) -> Machine {
+    pub fn with_patience(seed: u64, patience: Duration) -> ManualGpus {
         let run = Run { engines: Vec::new(), random: mix(seed, 0), digest: 0 };
-        Machine {
+        ManualGpus {
             inner: Arc::new(Inner {
                 seed,
                 clock_ns: Arc::default(),
