@@ -109,7 +109,7 @@ pub struct Grid {
     blocks: Vec<Block>,
     /// How many fit.
     resident: u32,
-    /// As long as more fit, one is admitted in so many slices.
+    /// While more fit, one block is admitted in so many slices.
     admit_one_in: u64,
     next_block: u64,
     total_blocks: u64,

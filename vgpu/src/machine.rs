@@ -382,8 +382,8 @@ impl Machine {
     /// The same with the arguments by themselves, in the order of the kernel's parameters.
     ///
     /// # Errors
-    /// As [`launch`](Self::launch); and if number or sizes of the arguments are not those of the
-    /// parameters.
+    /// Those of [`launch`](Self::launch). Also, number and sizes of the arguments must be those of
+    /// the parameters.
     pub fn launch_with(
         &mut self,
         device: usize,

@@ -1,5 +1,5 @@
-//! Packages with programs in them, unpacked and never installed: those of Debian, and Python wheels,
-//! as which NVIDIA and others publish their tools.
+//! Packages with programs in them, unpacked and never installed: those of Debian, and the Python
+//! wheels that NVIDIA and others publish their tools as.
 
 use std::path::Path;
 use std::process::Command;

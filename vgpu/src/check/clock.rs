@@ -398,7 +398,8 @@ impl VectorClock {
         tick_of(&self.root().timelines, key)
     }
 
-    /// Whether tick `tick` of `key` is included, by an entry of its own, or by its warp's or block's.
+    /// Whether tick `tick` of `key` is included, by an entry of its own, of its warp or of its
+    /// block.
     /// The end of its grid is the caller's to look for.
     pub(crate) fn includes(&self, key: Key, tick: u32) -> bool {
         if is_timeline(key) {

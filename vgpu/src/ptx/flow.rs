@@ -187,7 +187,7 @@ impl Scopes {
         scopes
     }
 
-    /// What a name means at a statement. `declared` has scopes and names.
+    /// The declaration that a name refers to at a statement. `declared` has scopes and names.
     #[must_use]
     pub fn find<'a, T>(
         &self,

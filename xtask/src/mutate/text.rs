@@ -1,6 +1,6 @@
 //! PTX as lines, each with its kernel's own Rust line. A line holds one statement, as LLVM writes
-//! it, or a block, `{ .reg .pred p; mbarrier.. }`. A faulty text has as many lines as the sound one,
-//! so that line numbers mean the same in both.
+//! it, or a block, `{ .reg .pred p; mbarrier.. }`. A faulty text has as many lines as the sound
+//! one, so that line numbers mean the same in both.
 
 use std::collections::BTreeMap;
 

@@ -91,7 +91,7 @@ fn inline_assembly(text: &str) -> Vec<Range<usize>> {
     for (number, line) in (1..).zip(text.lines()) {
         match line.trim().strip_prefix("//").map(str::trim) {
             Some("begin inline asm") => found.push(number..usize::MAX),
-            Some("end inline asm") => found.iter_mut().for_each(|lines| lines.end = lines.end.min(number)),
+            Some("end inline asm") => found.last_mut().into_iter().for_each(|lines| lines.end = number),
             _ => {}
         }
     }
