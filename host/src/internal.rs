@@ -28,7 +28,7 @@ pub mod driver {
     pub use crate::driver::staging::Staging;
     pub use crate::driver::streams::Streams;
     pub use crate::driver::virt::config::{Executor, Hooks, Stop};
-    pub use crate::driver::virt::machine::{Drive, Machine};
+    pub use crate::driver::virt::manual::{Drive, ManualGpus};
 
     use crate::Result;
     use crate::driver::{Device, Memory, Stream};

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use epoxide::internal::Schedule;
-use epoxide::internal::driver::{Drive, Executor, Machine};
+use epoxide::internal::driver::{Drive, Executor, ManualGpus};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{NodeLinks, Rank, Setup, assert_no_failures, run_ranks};
@@ -27,10 +27,10 @@ const POINTS: u64 = 1000;
 
 /// A round trip of each rank, all enqueued. `interrupt` then runs with the machine at its
 /// beginning. Afterwards every kernel must end, and a result is right or an error.
-fn round_trip(nodes: Option<NodeLinks>, seed: u64, interrupt: impl FnOnce(&Machine)) -> Result<()> {
+fn round_trip(nodes: Option<NodeLinks>, seed: u64, interrupt: impl FnOnce(&ManualGpus)) -> Result<()> {
     let turn = Turn::random(seed, &[24, 17], CHANNELS);
     // The ranks' threads meet in the host while they make their buffers.
-    let machine = Machine::with_patience(seed, Duration::from_millis(1));
+    let machine = ManualGpus::with_patience(seed, Duration::from_millis(1));
     let mut setup = Setup::new(RANKS, CHANNELS, 24, ROW).max_topk(TOPK).nodes(nodes);
     setup.fields().timeout = DEADLINE;
     if seed % 2 == 1 {
@@ -69,7 +69,7 @@ fn round_trip(nodes: Option<NodeLinks>, seed: u64, interrupt: impl FnOnce(&Machi
 /// Warp instructions of the round trip, in steps of 256.
 fn length(nodes: Option<NodeLinks>) -> u64 {
     let mut length = 0;
-    let count = |machine: &Machine| {
+    let count = |machine: &ManualGpus| {
         while machine.drive(256) != Drive::Idle {
             length += 256;
         }
@@ -82,7 +82,7 @@ fn wherever_a_deadline_passes(nodes: Option<NodeLinks>) {
     let length = length(nodes);
     // With kernels whose posters waited for workers alone, point 237 did not end across nodes.
     for point in (0..POINTS).filter(|point| point % tier::pick(125, 5) == tier::pick(112, 2)) {
-        let interrupt = |machine: &Machine| {
+        let interrupt = |machine: &ManualGpus| {
             machine.drive(length * point / POINTS);
             machine.advance(2 * DEADLINE);
         };
@@ -106,7 +106,7 @@ fn a_deadline_of_microseconds_is_kept() {
     const SHORT: Duration = Duration::from_micros(50);
     let turn = Turn::random(0, &[24, 17], CHANNELS);
     for seed in 0..8 {
-        let machine = Machine::with_patience(seed, Duration::from_millis(1));
+        let machine = ManualGpus::with_patience(seed, Duration::from_millis(1));
         let mut setup = Setup::new(RANKS, CHANNELS, 24, ROW).max_topk(TOPK);
         setup.fields().timeout = SHORT;
         setup.device.hooks.executor = Executor::Manual(machine.clone());

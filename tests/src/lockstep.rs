@@ -10,8 +10,8 @@ use epoxide::{Error, Result};
 /// Runs `rank_main(group)` on a thread per rank, of which only one runs at any time. A rank runs
 /// until it waits for the others in a call of its group; then it is the next rank's turn. So the
 /// ranks take the same steps in the same order in every run, collective calls included. On virtual
-/// GPUs of one [`Machine`](epoxide::internal::driver::Machine) the device work does too. Returns the
-/// results, indexed by rank.
+/// GPUs of one [`ManualGpus`](epoxide::internal::driver::ManualGpus) the device work does too.
+/// Returns the results, indexed by rank.
 ///
 /// # Errors
 /// The error of the lowest rank that failed.

@@ -4,8 +4,6 @@
 //! `EPOXIDE_LITMUS_RUNS` is the number of runs of each test, which differ by seed. Without it the
 //! tier decides.
 
-use std::sync::Arc;
-
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -15,14 +13,12 @@ use epoxide_testing::litmus::program::{Form, Program};
 use epoxide_testing::litmus::table::{NEVER_REACHED, NOT_SHOWN, RACY_ELSEWHERE, TESTS, Test, Verdict};
 use epoxide_testing::tier;
 use epoxide_vgpu::{
-    CheckConfig, Checker, DeviceConfig, FaultKind, Grid, GridConfig, Kernel, Memory, Module, Progress,
-    Region, Schedule,
+    Argument, Array, CheckConfig, DeviceConfig, FaultKind, GridConfig, Machine, MachineError, Module,
+    Schedule,
 };
-use rand::{Rng, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 
-/// Most steps of a run.
-const ROUNDS: usize = 100_000;
+/// Most warp instructions of a run without progress.
+const LIMIT: u64 = 100_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RunOutcome {
@@ -55,100 +51,75 @@ struct Ready {
     test: &'static Test,
     program: Program,
     /// The kernels of each device.
-    kernels: Vec<Vec<Arc<Kernel>>>,
+    modules: Vec<Module>,
 }
 
 impl Ready {
-    fn new(test: &'static Test) -> Self {
-        let program = Program::new(test.text, Form::One);
-        let kernels = program
-            .devices
-            .iter()
-            .map(|d| {
-                let module =
-                    Module::parse(&d.ptx).unwrap_or_else(|e| panic!("{}: {e}\n{}", test.text, d.ptx));
-                (0..d.kernels).map(|k| module.kernel(&format!("k{k}")).expect("a kernel")).collect()
-            })
-            .collect();
-        Self { test, program, kernels }
+    fn new(test: &'static Test, form: Form) -> Self {
+        let program = Program::new(test.text, form);
+        let parse = |ptx: &str| Module::parse(ptx).unwrap_or_else(|e| panic!("{}: {e}\n{ptx}", test.text));
+        let modules = program.devices.iter().map(|device| parse(&device.ptx)).collect();
+        Self { test, program, modules }
     }
 
-    /// The PTX of all devices, for messages.
-    fn ptx(&self) -> String {
-        self.program.devices.iter().map(|d| d.ptx.as_str()).collect()
+    /// A machine for a run, whose devices take turns of up to `turn` warp instructions.
+    fn machine(&self, config: DeviceConfig, races: bool, turn: u64) -> Machine {
+        let weak_memory = config.schedule_seed.filter(|_| !races);
+        let check = CheckConfig { races, weak_memory, strict_exits: false };
+        let config = DeviceConfig { livelock_limit: Some(LIMIT), ..config };
+        Machine::with_config(self.modules.len(), config, Some(check)).with_longest_turn(turn)
     }
+
+    /// Runs what was launched to its end; `None` for a race that the test may have.
+    fn run(&self, machine: &mut Machine) -> Option<()> {
+        let Test { number, text, .. } = self.test;
+        match machine.run() {
+            Ok(()) => Some(()),
+            Err(MachineError::Fault(fault))
+                if matches!(fault.kind, FaultKind::Race(_)) && self.may_race() =>
+            {
+                None
+            }
+            Err(error) => {
+                let ptx: String = self.program.devices.iter().map(|d| d.ptx.as_str()).collect();
+                panic!("#{number} {text}: {error}\n{ptx}")
+            }
+        }
+    }
+
+    fn may_race(&self) -> bool {
+        self.test.verdict == Verdict::Racy || elsewhere(self.test)
+    }
+}
+
+/// A buffer of the first device, and how every device addresses it.
+fn on_all_devices(machine: &Machine, buf: Array<u32>) -> Vec<Array<u32>> {
+    let near: Vec<_> = (1..machine.devices()).map(|d| machine.map(d, &buf).expect("memory")).collect();
+    std::iter::once(buf).chain(near).collect()
 }
 
 /// Runs a test once.
 fn run(ready: &Ready, seed: u64, races: bool) -> RunOutcome {
-    let Ready { test, program, kernels } = ready;
-    let weak_memory = (!races).then_some(seed);
-    let checker = Checker::new(CheckConfig { races, weak_memory, strict_exits: false });
-    let memories: Vec<Memory> =
-        program.devices.iter().map(|_| Memory::checked(seed, Some(checker.clone()))).collect();
-    let first = memories[0].alloc(BYTES, "litmus").expect("memory");
-    let rest: Vec<Region> = memories[1..]
-        .iter()
-        .map(|m| m.import(first.export().expect("a descriptor"), BYTES, "litmus").expect("memory"))
-        .collect();
-    let regions: Vec<&Region> = std::iter::once(&first).chain(&rest).collect();
+    let Ready { program, modules, .. } = ready;
+    let schedule = if seed.is_multiple_of(2) { Schedule::Random } else { Schedule::Preemptions(3) };
+    let config = DeviceConfig { schedule_seed: Some(seed), schedule, ..DeviceConfig::default() };
+    let mut machine = ready.machine(config, races, 1);
     let mut words = vec![0u32; BYTES as usize / 4];
     words[RESULTS as usize / 4..].fill(NO_RESULT);
     program.initial.iter().for_each(|&(at, v)| words[at as usize / 4] = v);
-    let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
-    memories[0].write(first.addr(), &bytes).expect("a first write");
-
-    let schedule = if seed.is_multiple_of(2) { Schedule::Random } else { Schedule::Preemptions(3) };
-    let config = DeviceConfig { schedule_seed: Some(seed), schedule, ..DeviceConfig::default() };
-    let launch = |device: usize, kernel: usize| {
-        let d = &program.devices[device];
-        let shape = GridConfig { grid: [d.blocks, 1, 1], block: [d.threads, 1, 1], dynamic_shared_bytes: 0 };
-        let params = regions[device].addr().to_ne_bytes();
-        Grid::new(kernels[device][kernel].clone(), memories[device].clone(), &config, shape, &params)
-            .unwrap_or_else(|e| panic!("{}: {e}", test.number))
-    };
-    let mut order = ChaCha8Rng::seed_from_u64(seed);
-    // The running grid of each device, and the index of its kernel.
-    let mut running: Vec<Option<(Grid, usize)>> =
-        (0..program.devices.len()).map(|d| Some((launch(d, 0), 0))).collect();
-    for _ in 0..ROUNDS {
-        let live: Vec<usize> = (0..running.len()).filter(|&d| running[d].is_some()).collect();
-        if live.is_empty() {
-            break;
-        }
-        let device = live[order.random_range(0..live.len())];
-        let Some((grid, kernel)) = &mut running[device] else { continue };
-        match grid.step(1) {
-            Ok(Progress::Done) => {
-                let next = *kernel + 1;
-                let more = next < kernels[device].len();
-                running[device] = more.then(|| (launch(device, next), next));
-            }
-            Ok(_) => {}
-            Err(fault) if matches!(fault.kind, FaultKind::Race(_)) && races => {
-                let expected = test.verdict == Verdict::Racy || elsewhere(test);
-                assert!(
-                    expected,
-                    "#{} {} (seed {seed}) has no race, but: {fault}\n{}",
-                    test.number,
-                    test.text,
-                    ready.ptx()
-                );
-                return RunOutcome::Race;
-            }
-            Err(fault) => panic!("#{} {} (seed {seed}): {fault}\n{}", test.number, test.text, ready.ptx()),
+    let bufs = on_all_devices(&machine, machine.upload(0, "litmus", &words).expect("memory"));
+    for (device, d) in program.devices.iter().enumerate() {
+        let shape = GridConfig::new(d.blocks, d.threads, 0);
+        for kernel in 0..d.kernels {
+            let name = format!("k{kernel}");
+            machine.launch_with(device, &modules[device], &name, shape, &[&bufs[device]]).expect("a kernel");
         }
     }
-    assert!(
-        running.iter().all(Option::is_none),
-        "#{} (seed {seed}) does not end\n{}",
-        test.number,
-        ready.ptx()
-    );
-    let mut bytes = vec![0; BYTES as usize];
-    memories[0].read(first.addr(), &mut bytes).expect("the results");
-    let word = |at: u64| u32::from_ne_bytes(std::array::from_fn(|i| bytes[at as usize + i]));
-    let holds = |wanted: &[Wanted]| wanted.iter().all(|&(at, v)| word(at) == v);
+    if ready.run(&mut machine).is_none() {
+        return RunOutcome::Race;
+    }
+    let words = bufs[0].download().expect("the results");
+    let holds = |wanted: &[Wanted]| wanted.iter().all(|&(at, v)| words[at as usize / 4] == v);
     match (holds(&program.wanted), holds(&program.guards)) {
         (true, _) => RunOutcome::Met,
         (_, true) => RunOutcome::Reached,
@@ -196,8 +167,8 @@ fn all_tests(judge: impl Fn(&'static Test) -> Option<String> + Sync) -> Vec<Stri
 fn races_are_reported_and_nothing_else() {
     let rarest = AtomicU64::new(0);
     let missed = all_tests(|test| {
-        let ready = Ready::new(test);
-        let due = test.verdict == Verdict::Racy || elsewhere(test);
+        let ready = Ready::new(test, Form::One);
+        let due = ready.may_race();
         let runs = if due { runs().something } else { runs().nothing };
         let raced = (0..runs).find(|&seed| run(&ready, seed, true) == RunOutcome::Race);
         rarest.fetch_max(raced.unwrap_or_default(), Ordering::Relaxed);
@@ -211,7 +182,7 @@ fn races_are_reported_and_nothing_else() {
 fn weak_memory_shows_what_the_model_allows() {
     let (rarest, rarest_guards) = (AtomicU64::new(0), AtomicU64::new(0));
     let wrong = all_tests(|test| {
-        let ready = Ready::new(test);
+        let ready = Ready::new(test, Form::One);
         let expected = test.verdict != Verdict::Forbidden && NOT_SHOWN.iter().all(|(n, _)| *n != test.number);
         let reachable = NEVER_REACHED.iter().all(|(n, _)| *n != test.number);
         let (mut seen, mut reached) = (None, false);
@@ -245,80 +216,44 @@ type Counts = [u32; 3];
 
 /// Runs two groups of instances of a test in one launch for each kernel, beside a stress block, as
 /// `examples/litmus.rs` does on a GPU. None if a race ended it that the test may have.
-fn run_many(test: &Test, program: &Program, races: bool) -> Option<Counts> {
+fn run_many(ready: &Ready, races: bool) -> Option<Counts> {
+    let Ready { program, modules, test } = ready;
     let seed = u64::from(test.number);
     let (groups, stride, stress) = (2, many::STRIDE[0] as u32, 1);
     let instances = groups * program.packed;
-    let weak_memory = (!races).then_some(seed);
-    let checker = Checker::new(CheckConfig { races, weak_memory, strict_exits: false });
-    let memories: Vec<Memory> =
-        program.devices.iter().map(|_| Memory::checked(seed, Some(checker.clone()))).collect();
-    let counts = memories[0].alloc(12, "counts").expect("memory");
-    let first = memories[0].alloc(many::BYTES, "litmus").expect("memory");
-    let rest: Vec<Region> = memories[1..]
-        .iter()
-        .map(|m| m.import(first.export().expect("a descriptor"), many::BYTES, "litmus").expect("memory"))
-        .collect();
-    let bases: Vec<u64> = std::iter::once(&first).chain(&rest).map(Region::addr).collect();
-    memories[0].write(counts.addr(), &[0; 12]).expect("zeroes");
-    let scratch = vec![0; (many::BYTES - many::SCRATCH_AT) as usize];
-    memories[0].write(first.addr() + many::SCRATCH_AT, &scratch).expect("zeroes");
-
-    let modules: Vec<Module> = program
-        .devices
-        .iter()
-        .map(|d| Module::parse(&d.ptx).unwrap_or_else(|e| panic!("{}: {e}\n{}", test.text, d.ptx)))
-        .collect();
     let config = DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() };
-    let grid =
-        |device: usize, name: &str, [blocks, threads]: [u32; 2], addresses: &[u64], numbers: &[u32]| {
-            let shape = GridConfig { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_shared_bytes: 0 };
-            let addresses = addresses.iter().flat_map(|v| v.to_ne_bytes());
-            let params: Vec<u8> = addresses.chain(numbers.iter().flat_map(|v| v.to_ne_bytes())).collect();
-            let kernel = modules[device].kernel(name).expect("a kernel");
-            Grid::new(kernel, memories[device].clone(), &config, shape, &params)
-                .unwrap_or_else(|e| panic!("#{}: {e}", test.number))
-        };
-    // Whether the grid has ended; None for a race that the test may have.
-    let step = |grid: &mut Grid| match grid.step(16) {
-        Ok(progress) => Some(progress == Progress::Done),
-        Err(f)
-            if matches!(f.kind, FaultKind::Race(_)) && (test.verdict == Verdict::Racy || elsewhere(test)) =>
-        {
-            None
-        }
-        Err(fault) => {
-            panic!("#{} {}: {fault}\n{}", test.number, test.text, program.devices[0].ptx)
-        }
+    let mut machine = ready.machine(config, races, 16);
+    let counts = machine.upload(0, "counts", &[0u32; 3]).expect("memory");
+    let bufs =
+        on_all_devices(&machine, machine.alloc(0, "litmus", many::BYTES as usize / 4).expect("memory"));
+    let first = bufs[0].addr();
+    let scratch = many::BYTES - many::SCRATCH_AT;
+    machine.memory(0).and_then(|m| Ok(m.fill(first + many::SCRATCH_AT, 0, scratch)?)).expect("zeroes");
+    let results = first + many::RESULTS_AT;
+
+    let once = |machine: &mut Machine, kernel: &str, arguments: &[&dyn Argument]| {
+        let shape = GridConfig::new(1, 64, 0);
+        machine.launch_with(0, &modules[0], kernel, shape, arguments).expect("a kernel");
+        ready.run(machine)
     };
-    let [buf, results] = [0, many::RESULTS_AT].map(|at| bases[0] + at);
-    let mut clear = grid(0, "clear", [1, 64], &[buf, results], &[stride, instances]);
-    while !step(&mut clear)? {}
-    let launch = |d: usize, k: usize| {
-        let device = &program.devices[d];
-        let addresses = [0, many::RESULTS_AT, many::SCRATCH_AT].map(|at| bases[d] + at);
-        let shape = [stress + device.blocks * groups, device.threads];
+    once(&mut machine, "clear", &[&first, &results, &stride, &instances])?;
+    for (at, device) in program.devices.iter().enumerate() {
+        let addresses = [0, many::RESULTS_AT, many::SCRATCH_AT].map(|offset| bufs[at].addr() + offset);
         let (shift, seed, spread, warm, zero) = (1, 7, 64, 1, 0);
-        let numbers = [groups, stride, shift, seed, spread, warm, stress, zero];
-        grid(d, &format!("k{k}"), shape, &addresses, &numbers)
-    };
-    // The running grid of each device, and the index of its kernel.
-    let mut running: Vec<Option<(Grid, usize)>> =
-        (0..program.devices.len()).map(|d| Some((launch(d, 0), 0))).collect();
-    while running.iter().any(Option::is_some) {
-        for (device, slot) in running.iter_mut().enumerate() {
-            let Some((grid, kernel)) = slot else { continue };
-            if step(grid)? {
-                let next = *kernel + 1;
-                *slot = (next < program.devices[device].kernels).then(|| (launch(device, next), next));
-            }
+        let numbers: [u32; 8] = [groups, stride, shift, seed, spread, warm, stress, zero];
+        let addresses = addresses.iter().map(|address| address as &dyn Argument);
+        let arguments: Vec<_> =
+            addresses.chain(numbers.iter().map(|number| number as &dyn Argument)).collect();
+        let shape = GridConfig::new(stress + device.blocks * groups, device.threads, 0);
+        for kernel in 0..device.kernels {
+            machine
+                .launch_with(at, &modules[at], &format!("k{kernel}"), shape, &arguments)
+                .expect("a kernel");
         }
     }
-    let mut check = grid(0, "check", [1, 64], &[buf, results, counts.addr()], &[stride, instances]);
-    while !step(&mut check)? {}
-    let mut bytes = [0; 12];
-    memories[0].read(counts.addr(), &mut bytes).expect("the counts");
-    Some([0, 4, 8].map(|i| u32::from_ne_bytes(std::array::from_fn(|b| bytes[i + b]))))
+    ready.run(&mut machine)?;
+    once(&mut machine, "check", &[&first, &results, &counts, &stride, &instances])?;
+    counts.download().expect("the counts").try_into().ok()
 }
 
 /// GPUs get the same tests, and these have no races of their own.
@@ -326,9 +261,9 @@ fn run_many(test: &Test, program: &Program, races: bool) -> Option<Counts> {
 fn many_instances_in_one_launch_are_tests_as_well() {
     let (mut shown, mut late) = (0, 0);
     for test in tier::sample(&TESTS) {
-        let program = Program::new(test.text, Form::Many);
-        run_many(test, &program, true);
-        let counts = run_many(test, &program, false).expect("races are not watched");
+        let ready = Ready::new(test, Form::Many);
+        run_many(&ready, true);
+        let counts = run_many(&ready, false).expect("races are not watched");
         assert!(
             test.verdict != Verdict::Forbidden || counts[1] == 0,
             "#{} {}: {counts:?}",

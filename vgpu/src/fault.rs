@@ -39,6 +39,28 @@ pub enum LaunchError {
         /// Bytes given.
         actual: usize,
     },
+    /// The number of arguments is not that of the parameters.
+    #[error("kernel '{kernel}' takes {expected} arguments, {actual} were given")]
+    ArgumentCount {
+        /// Kernel name.
+        kernel: String,
+        /// Parameters of the kernel.
+        expected: usize,
+        /// Arguments given.
+        actual: usize,
+    },
+    /// An argument is larger or smaller than its parameter.
+    #[error("parameter '{param}' of kernel '{kernel}' has {expected} bytes, its argument has {actual}")]
+    ArgumentBytes {
+        /// Kernel name.
+        kernel: String,
+        /// Parameter name.
+        param: String,
+        /// Bytes the kernel declares.
+        expected: usize,
+        /// Bytes of the argument.
+        actual: usize,
+    },
     /// A grid or block dimension is zero or too large.
     #[error("bad launch of '{kernel}': {what} is {value:?} (each must be from 1 to {max:?})")]
     Dimension {

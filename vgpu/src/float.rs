@@ -546,7 +546,7 @@ mod tests {
 
     #[test]
     fn conversions_agree_with_the_host() {
-        let mut r = crate::rng::Rng::new(1);
+        let mut r = crate::seeds::Rng::new(1);
         for i in 0..200_000u64 {
             let b = if i < 70_000 { i << 16 } else { r.next() } as u32;
             let v = f32::from_bits(b);
@@ -589,7 +589,7 @@ mod tests {
 
     #[test]
     fn exact_arithmetic_rounds_to_nearest_as_the_host_does() {
-        let mut r = crate::rng::Rng::new(2);
+        let mut r = crate::seeds::Rng::new(2);
         let same =
             |a: f64, b: f64| assert!(a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan(), "{a:e} {b:e}");
         for i in 0..200_000u64 {

@@ -4,11 +4,11 @@ use std::collections::VecDeque;
 
 use crate::check::block::BlockCheck;
 use crate::check::clock::{MAX_BLOCKS, MAX_GRIDS};
-use crate::check::watch::{Watch, Watcher};
-use crate::check::{Checker, Known, Past, Timeline};
+use crate::check::hooks::{CheckHooks, Hooks};
+use crate::check::{CausalPast, Checker, Past, Timeline};
 use crate::device::{Clock, DeviceConfig, GridConfig, Schedule};
 use crate::exec::bulk_queue::BulkQueue;
-use crate::exec::shared::{SHARED_BASE, SharedMemory};
+use crate::exec::state::{SHARED_BASE, SharedMemory};
 use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp};
 use crate::fault::{
     Fault, FaultKind, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep, WaitingFor,
@@ -16,7 +16,7 @@ use crate::fault::{
 use crate::ir::{BARRIERS, Fence, File, Init, Op, Regs, Special};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
-use crate::rng::{Rng, mix};
+use crate::seeds::{Rng, mix};
 use std::sync::Arc;
 
 /// Slices of a run among which preemptions are drawn.
@@ -42,7 +42,7 @@ const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65535, 65535];
 pub enum Progress {
     /// All blocks have ended.
     Done,
-    /// There is more to do.
+    /// More work remains.
     Running,
     /// Every live warp only waits for memory that someone else must change. The caller should let
     /// other devices run, or yield its thread, before it calls again.
@@ -82,10 +82,10 @@ struct GridCheck {
     checker: Checker,
     /// Number of the grid. `start` and `end` are the causal pasts at its start and at its end.
     number: u32,
-    start: Known,
-    end: Known,
+    start: CausalPast,
+    end: CausalPast,
     /// The grid has no timeline, so the host acquires its end directly.
-    tells_host: bool,
+    host_acquires_end: bool,
     /// The kernel has fences that lend their order to relaxed accesses.
     has_fences: bool,
     strict_exits: bool,
@@ -109,7 +109,7 @@ pub struct Grid {
     blocks: Vec<Block>,
     /// How many fit.
     resident: u32,
-    /// As long as more fit, one is admitted in so many slices.
+    /// While more fit, one block is admitted in so many slices.
     admit_one_in: u64,
     next_block: u64,
     total_blocks: u64,
@@ -124,7 +124,7 @@ pub struct Grid {
     stats: Stats,
     livelock_limit: u64,
     /// Warp instructions when a block last began or ended, or all warps only waited.
-    settled_at: u64,
+    progress_at: u64,
     /// Counts slices that changed something. A warp whose `idle_epoch` is the present epoch has
     /// been idle since.
     epoch: u64,
@@ -218,7 +218,7 @@ impl Grid {
                     return Err(LaunchError::UnwrittenRegister { kernel, read });
                 }
                 let mut world = checker.world();
-                let mut start = order.map_or_else(|| world.host_known(), |(_, past)| past.known().clone());
+                let mut start = order.map_or_else(|| world.host_past(), |(_, past)| past.inner().clone());
                 let shape = [cfg.grid[0], cfg.grid[1]];
                 let (on, kernel) = (order.map(|o| o.0), env.kernel.clone());
                 let strict_exits = world.config.strict_exits;
@@ -235,9 +235,9 @@ impl Grid {
                     .code
                     .iter()
                     .any(|i| matches!(i.op, Op::Fence(Fence::AcqRel(_) | Fence::Sc(_))));
-                let (end, tells_host) = (start.clone(), order.is_none());
+                let (end, host_acquires_end) = (start.clone(), order.is_none());
                 let checker = checker.clone();
-                Some(GridCheck { checker, number, start, end, tells_host, has_fences, strict_exits })
+                Some(GridCheck { checker, number, start, end, host_acquires_end, has_fences, strict_exits })
             }
             None => None,
         };
@@ -265,7 +265,7 @@ impl Grid {
             digest: 0,
             stats: Stats::default(),
             livelock_limit,
-            settled_at: 0,
+            progress_at: 0,
             epoch: 1,
             idle: 0,
             fault: None,
@@ -320,7 +320,7 @@ impl Grid {
         self.digest
     }
 
-    /// Whether another block fits beside those that are resident.
+    /// Whether one more block fits.
     fn has_room(&self) -> bool {
         self.blocks.len() < self.resident as usize && self.next_block < self.total_blocks
     }
@@ -357,7 +357,7 @@ impl Grid {
         let linear = self.next_block;
         self.next_block += 1;
         self.live_blocks += 1;
-        self.settled_at = self.stats.warp_instructions;
+        self.progress_at = self.stats.warp_instructions;
         let [gx, gy, _] = self.config.grid.map(u64::from);
         let ctaid = [linear % gx, linear / gx % gy, linear / gx / gy].map(|v| v as u32);
         let kernel = &self.env.kernel;
@@ -377,7 +377,7 @@ impl Grid {
         b.priority.iter_mut().for_each(|p| *p = self.rng.next());
         b.ready = b.state.warps;
         b.idle_epoch.fill(0);
-        let around = Surroundings {
+        let inputs = SpecialInputs {
             ctaid,
             cfg: self.config,
             static_shared: kernel.static_shared,
@@ -387,7 +387,7 @@ impl Grid {
         };
         let regs = self.registers.get_or_insert_with(|| {
             let mut regs = poisoned_registers(kernel.slots, self.env.poison);
-            kernel.inits.iter().for_each(|init| around.initialise(&mut regs, kernel, 0, init));
+            kernel.inits.iter().for_each(|init| inputs.initialise(&mut regs, kernel, 0, init));
             regs
         });
         for (w, warp) in (0..).zip(&mut b.warps) {
@@ -395,8 +395,8 @@ impl Grid {
             let live = if lanes == 32 { u32::MAX } else { (1 << lanes) - 1 };
             warp.regs.resize(kernel.slots);
             kernel.alive_at_start.iter().for_each(|&(file, slot)| warp.regs.copy(regs, file, slot));
-            let own = kernel.inits.iter().filter(|(_, _, init)| init.tells_warps_apart());
-            own.for_each(|init| around.initialise(&mut warp.regs, kernel, w, init));
+            let own = kernel.inits.iter().filter(|(_, _, init)| init.differs_by_warp());
+            own.for_each(|init| inputs.initialise(&mut warp.regs, kernel, w, init));
             warp.local.clear();
             warp.local.resize(kernel.local_bytes as usize * 32 / 8, self.env.poison);
             warp.start(w, live);
@@ -441,7 +441,7 @@ impl Grid {
                         if self.may_be_stalled()? {
                             continue;
                         }
-                        self.settled_at = self.stats.warp_instructions;
+                        self.progress_at = self.stats.warp_instructions;
                         return Ok(Progress::Spinning);
                     }
                     // Several at a time: all of them have to find out that they wait before the
@@ -538,7 +538,7 @@ impl Grid {
                     &self.env,
                     state,
                     warp,
-                    Watcher { world: &mut world, block, warp: pick.warp },
+                    CheckHooks { world: &mut world, block, warp: pick.warp },
                     budget,
                 )
             }
@@ -598,7 +598,7 @@ impl Grid {
             let pc = block.warps.iter().flat_map(|w| w.groups.first()).map(|g| g.pc).next().unwrap_or(0);
             return Err(self.deadlock(pick, pc));
         }
-        let instructions = self.stats.warp_instructions - self.settled_at;
+        let instructions = self.stats.warp_instructions - self.progress_at;
         if instructions > self.livelock_limit {
             let groups = &self.blocks[pick.block as usize].warps[pick.warp as usize].groups;
             let pc = groups.first().map_or(0, |g| g.pc);
@@ -658,14 +658,14 @@ impl Grid {
         }
         self.live_blocks -= 1;
         self.stats.blocks_done += 1;
-        self.settled_at = self.stats.warp_instructions;
+        self.progress_at = self.stats.warp_instructions;
         if let (Some(check), Some(block)) = (&mut self.check, self.blocks[slot as usize].check.take()) {
             check.end.join(&block.end());
             if self.live_blocks == 0 && self.next_block >= self.total_blocks {
                 let mut world = check.checker.world();
                 world.end_grid(check.number, &mut check.end);
-                if check.tells_host {
-                    world.host_learns(&check.end);
+                if check.host_acquires_end {
+                    world.host_acquires_past(&check.end);
                 }
             }
         }
@@ -877,7 +877,7 @@ fn poisoned_registers([n32, n64, np]: [u32; 3], poison: u64) -> Regs {
 }
 
 /// Runs a warp for a slice; an error with the instruction where it stopped.
-fn run_warp<W: Watch>(
+fn run_warp<W: Hooks>(
     env: &Env,
     block: &mut BlockState,
     warp: &mut Warp,
@@ -889,7 +889,7 @@ fn run_warp<W: Watch>(
 }
 
 /// Inputs of a block's special registers.
-struct Surroundings {
+struct SpecialInputs {
     ctaid: [u32; 3],
     cfg: GridConfig,
     static_shared: u32,
@@ -899,7 +899,7 @@ struct Surroundings {
     globals: u64,
 }
 
-impl Surroundings {
+impl SpecialInputs {
     /// Sets a register of a warp to its initial value.
     fn initialise(
         &self,
@@ -924,8 +924,8 @@ impl Surroundings {
 }
 
 /// Value of a special register for one lane of a warp.
-fn special(s: Special, warp: u32, lane: u32, around: &Surroundings) -> u64 {
-    let Surroundings { ctaid, cfg, static_shared, sm, sm_count, .. } = *around;
+fn special(s: Special, warp: u32, lane: u32, inputs: &SpecialInputs) -> u64 {
+    let SpecialInputs { ctaid, cfg, static_shared, sm, sm_count, .. } = *inputs;
     let linear = warp * 32 + lane;
     let [bx, by, bz] = cfg.block;
     let v = match s {

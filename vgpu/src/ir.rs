@@ -6,7 +6,7 @@
 //! full warp is a loop the compiler vectorises. Immediates and read-only special registers are
 //! slots as well, filled when the warp starts: an operand is always just a slot number.
 
-use crate::ast::Source;
+use crate::ptx::Source;
 
 /// Named barriers per block.
 pub(crate) const BARRIERS: usize = 16;
@@ -80,7 +80,7 @@ pub(crate) enum Init {
 
 impl Init {
     /// Its value is not the same in all warps of a grid.
-    pub(crate) fn tells_warps_apart(self) -> bool {
+    pub(crate) fn differs_by_warp(self) -> bool {
         matches!(self, Init::Special(Special::Tid(_) | Special::WarpId | Special::Ctaid(_) | Special::SmId))
     }
 }

@@ -3,9 +3,10 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::ast::SourceLine;
-use crate::fault::UnwrittenRegister;
+use crate::fault::{LaunchError, UnwrittenRegister};
 use crate::ir::{File, Init, Inst, Origin};
+use crate::machine::Argument;
+use crate::ptx::{self, SourceLine};
 
 /// A parameter of a kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -88,6 +89,32 @@ impl Kernel {
     #[must_use]
     pub fn param_bytes(&self) -> usize {
         self.param_bytes
+    }
+
+    /// The parameter block for these arguments, in the order of the parameters.
+    ///
+    /// # Errors
+    /// Number or sizes of the arguments are not those of the parameters.
+    pub fn pack(&self, arguments: &[&dyn Argument]) -> Result<Vec<u8>, LaunchError> {
+        let (kernel, expected) = (self.name.clone(), self.params.len());
+        if arguments.len() != expected {
+            return Err(LaunchError::ArgumentCount { kernel, expected, actual: arguments.len() });
+        }
+        let mut block = vec![];
+        for (param, argument) in self.params.iter().zip(arguments) {
+            block.resize(param.offset, 0);
+            argument.pack(&mut block);
+            let (expected, actual) = (param.size, block.len() - param.offset);
+            if expected != actual {
+                return Err(LaunchError::ArgumentBytes {
+                    kernel,
+                    param: param.name.clone(),
+                    expected,
+                    actual,
+                });
+            }
+        }
+        Ok(block)
     }
 
     /// Bytes of static shared memory per block.
@@ -183,7 +210,6 @@ impl Kernel {
     }
 
     fn named(&self, at: SourceLine) -> Option<(String, u32)> {
-        let (_, path) = self.files.iter().find(|(n, _)| *n == at.file && at.line != 0)?;
-        Some((path.clone(), at.line))
+        ptx::ast::place(&self.files, at)
     }
 }

@@ -9,6 +9,7 @@
 //!   gives its line.
 //! - [`Memory`] is the memory that a device can address. Device addresses are host addresses of
 //!   this process; memory can be exported to and imported from other processes.
+//! - [`ptx`] reads PTX for tools: statements with their places, and control flow.
 //! - [`Grid`] is a launched kernel. It runs while [`Grid::step`] is called, on the caller's thread,
 //!   and can be paused at any time; streams and devices are the caller's business.
 //!
@@ -50,7 +51,6 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod ast;
 mod check;
 mod device;
 mod exec;
@@ -59,15 +59,13 @@ mod float;
 mod grid;
 mod ir;
 mod kernel;
-mod lexer;
 mod lower;
 mod machine;
 mod mbarrier;
 mod memory;
 mod memory_error;
 mod module;
-mod parser;
-mod rng;
+pub mod ptx;
 mod seeds;
 
 pub use check::{CheckConfig, Checker, Loaded, Past, Stored, Timeline, host_meets};
@@ -80,7 +78,7 @@ pub use fault::{
 };
 pub use grid::{Grid, Progress, Stats};
 pub use kernel::{InstructionPlace, Kernel, ParamInfo};
-pub use machine::{Array, Machine, MachineError, Number};
+pub use machine::{Argument, Array, Machine, MachineError, Number};
 pub use memory::{Memory, Region};
 pub use memory_error::{MemoryError, NearRegion};
 pub use module::Module;

@@ -13,9 +13,9 @@ use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::memory_error::MemoryError;
 use crate::module::Module;
-use crate::rng::Rng;
+use crate::seeds::Rng;
 
-/// Longest turn of a grid, in warp instructions.
+/// Longest turn of a device, in warp instructions, unless the machine has another.
 const LONGEST_TURN: u64 = 1024;
 /// How far the clock advances when all grids only wait, in nanoseconds; twice as far each time.
 const FIRST_JUMP_NS: u64 = 1_000;
@@ -73,11 +73,17 @@ impl From<Fault> for MachineError {
 }
 
 /// A number as it lies in device memory.
-pub trait Number: Copy + sealed::Sealed {
+pub trait Number: Copy + Argument + sealed::Sealed {
     /// Appends its bytes.
     fn put(self, bytes: &mut Vec<u8>);
     /// The number of these bytes, as many as it has.
     fn get(bytes: &[u8]) -> Self;
+}
+
+/// An argument of a kernel: a number, or the address of an [`Array`].
+pub trait Argument {
+    /// Appends its bytes, as the parameter block holds them.
+    fn pack(&self, params: &mut Vec<u8>);
 }
 
 mod sealed {
@@ -87,6 +93,11 @@ mod sealed {
 macro_rules! numbers {
     ($($ty:ty),*) => { $(
         impl sealed::Sealed for $ty {}
+        impl Argument for $ty {
+            fn pack(&self, params: &mut Vec<u8>) {
+                self.put(params);
+            }
+        }
         impl Number for $ty {
             fn put(self, bytes: &mut Vec<u8>) {
                 bytes.extend_from_slice(&self.to_ne_bytes());
@@ -142,11 +153,17 @@ impl<T: Number> Array<T> {
     /// Copies `numbers` to its begin.
     ///
     /// # Errors
-    /// There are more than it has room for; or in check mode, a kernel that is not done uses it.
+    /// It has too little room for them; or in check mode, a kernel that is not done uses it.
     pub fn upload(&self, numbers: &[T]) -> Result<(), MachineError> {
         let mut bytes = Vec::with_capacity(size_of_val(numbers));
         numbers.iter().for_each(|number| number.put(&mut bytes));
         Ok(self.memory.write(self.addr(), &bytes)?)
+    }
+}
+
+impl<T: Number> Argument for Array<T> {
+    fn pack(&self, params: &mut Vec<u8>) {
+        self.addr().put(params);
     }
 }
 
@@ -197,7 +214,7 @@ struct Device {
 /// let module = Module::parse(ptx)?;
 /// let mut machine = Machine::checked(1, 7);
 /// let out = machine.alloc::<u32>(0, "out", 32)?;
-/// machine.launch(0, &module, "square", GridConfig::new(1, 32, 0), &out.addr().to_ne_bytes())?;
+/// machine.launch_with(0, &module, "square", GridConfig::new(1, 32, 0), &[&out])?;
 /// machine.run()?;
 /// assert_eq!(out.download()?[5], 25);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -208,6 +225,12 @@ pub struct Machine {
     checker: Option<Checker>,
     clock_ns: Arc<AtomicU64>,
     rng: Rng,
+    longest_turn: u64,
+}
+
+/// Devices whose schedules are drawn from a seed.
+fn seeded(seed: u64) -> DeviceConfig {
+    DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() }
 }
 
 impl std::fmt::Debug for Machine {
@@ -221,34 +244,38 @@ impl Machine {
     /// deadlocks are checked.
     #[must_use]
     pub fn new(devices: usize) -> Machine {
-        Machine::build(devices, None, None)
+        Machine::with_config(devices, DeviceConfig::default(), None)
     }
 
     /// The same with a seed: the order of warps and devices, and when bulk copies land, are drawn
     /// from it.
     #[must_use]
     pub fn seeded(devices: usize, seed: u64) -> Machine {
-        Machine::build(devices, Some(seed), None)
+        Machine::with_config(devices, seeded(seed), None)
     }
 
     /// A machine in check mode: races between lanes, blocks, devices, bulk copies and the host are
     /// faults, and so are reads of unwritten memory.
     #[must_use]
     pub fn checked(devices: usize, seed: u64) -> Machine {
-        Machine::build(devices, Some(seed), Some(CheckConfig::default()))
+        Machine::checked_with(devices, seed, CheckConfig::default())
     }
 
     /// A machine with the checks of `check`, with weak memory for instance.
     #[must_use]
     pub fn checked_with(devices: usize, seed: u64, check: CheckConfig) -> Machine {
-        Machine::build(devices, Some(seed), Some(check))
+        Machine::with_config(devices, seeded(seed), Some(check))
     }
 
-    fn build(devices: usize, seed: Option<u64>, check: Option<CheckConfig>) -> Machine {
+    /// A machine of devices with this configuration, in check mode if `check` says what to check.
+    /// Its clock is virtual, whatever the configuration's is.
+    #[must_use]
+    pub fn with_config(devices: usize, config: DeviceConfig, check: Option<CheckConfig>) -> Machine {
+        let seed = config.schedule_seed.unwrap_or(0);
         let checker = check.map(Checker::new);
         let clock_ns = Arc::new(AtomicU64::new(0));
         let device = |_| Device {
-            memory: Memory::checked(seed.unwrap_or(0), checker.clone()),
+            memory: Memory::checked(seed, checker.clone()),
             queue: VecDeque::new(),
             running: None,
             timeline: checker.as_ref().map(Checker::timeline),
@@ -257,15 +284,39 @@ impl Machine {
         };
         Machine {
             devices: (0..devices).map(device).collect(),
-            config: DeviceConfig {
-                schedule_seed: seed,
-                clock: Clock::Virtual(clock_ns.clone()),
-                ..DeviceConfig::default()
-            },
+            config: DeviceConfig { clock: Clock::Virtual(clock_ns.clone()), ..config },
             checker,
             clock_ns,
-            rng: Rng::new(seed.unwrap_or(0)),
+            rng: Rng::new(seed),
+            longest_turn: LONGEST_TURN,
         }
+    }
+
+    /// Limits the turn of a device to this many warp instructions, so that kernels of several
+    /// devices interleave more finely.
+    #[must_use]
+    pub fn with_longest_turn(self, warp_instructions: u64) -> Machine {
+        Machine { longest_turn: warp_instructions.max(1), ..self }
+    }
+
+    /// The checker; `None` without check mode.
+    #[must_use]
+    pub fn checker(&self) -> Option<&Checker> {
+        self.checker.as_ref()
+    }
+
+    /// The number of devices.
+    #[must_use]
+    pub fn devices(&self) -> usize {
+        self.devices.len()
+    }
+
+    /// The memory of a device.
+    ///
+    /// # Errors
+    /// No such device.
+    pub fn memory(&self, device: usize) -> Result<&Memory, MachineError> {
+        Ok(&self.device(device)?.memory)
     }
 
     fn device(&self, device: usize) -> Result<&Device, MachineError> {
@@ -275,7 +326,7 @@ impl Machine {
     /// Memory of a device for `len` numbers, which hold poison. `label` names it in reports.
     ///
     /// # Errors
-    /// There is no such device, or no memory.
+    /// No such device, or no memory.
     pub fn alloc<T: Number>(&self, device: usize, label: &str, len: usize) -> Result<Array<T>, MachineError> {
         let memory = self.device(device)?.memory.clone();
         let region = memory.alloc((len * size_of::<T>()) as u64, label)?;
@@ -285,7 +336,7 @@ impl Machine {
     /// Memory of a device that holds `numbers`.
     ///
     /// # Errors
-    /// There is no such device, or no memory.
+    /// No such device, or no memory.
     pub fn upload<T: Number>(
         &self,
         device: usize,
@@ -300,7 +351,7 @@ impl Machine {
     /// The same memory as device `device` addresses it: a peer mapping.
     ///
     /// # Errors
-    /// There is no such device, or the operating system maps no more.
+    /// No such device, or the operating system maps no more.
     pub fn map<T: Number>(&self, device: usize, array: &Array<T>) -> Result<Array<T>, MachineError> {
         let memory = self.device(device)?.memory.clone();
         let region = memory.import(array.region.export()?, array.region.bytes(), array.region.label())?;
@@ -322,14 +373,27 @@ impl Machine {
         params: &[u8],
     ) -> Result<(), MachineError> {
         self.device(device)?;
-        let found = module.kernel(kernel).ok_or_else(|| {
-            let names: Vec<_> = module.kernels().map(|kernel| kernel.name().to_owned()).collect();
-            MachineError::NoKernel { kernel: kernel.to_owned(), known: names.join(", ") }
-        })?;
         let past = self.checker.as_ref().map(Checker::host_past).unwrap_or_default();
-        let launch = Launch { kernel: found, shape, params: params.to_vec(), past };
+        let launch = Launch { kernel: find(module, kernel)?, shape, params: params.to_vec(), past };
         self.devices[device].queue.push_back(launch);
         Ok(())
+    }
+
+    /// The same with the arguments by themselves, in the order of the kernel's parameters.
+    ///
+    /// # Errors
+    /// Those of [`launch`](Self::launch). Also, number and sizes of the arguments must be those of
+    /// the parameters.
+    pub fn launch_with(
+        &mut self,
+        device: usize,
+        module: &Module,
+        kernel: &str,
+        shape: GridConfig,
+        arguments: &[&dyn Argument],
+    ) -> Result<(), MachineError> {
+        let params = find(module, kernel)?.pack(arguments)?;
+        self.launch(device, module, kernel, shape, &params)
     }
 
     /// Runs all kernels to their ends.
@@ -372,7 +436,7 @@ impl Machine {
             }
             let awake: Vec<usize> = busy.into_iter().filter(|&at| !self.devices[at].spins).collect();
             let at = awake[self.rng.below(awake.len() as u64) as usize];
-            let turn = 1 + self.rng.below(LONGEST_TURN);
+            let turn = 1 + self.rng.below(self.longest_turn);
             match self.devices[at].step(turn)? {
                 Progress::Spinning => self.devices[at].spins = true,
                 Progress::Running | Progress::Done => {
@@ -389,6 +453,13 @@ impl Machine {
             self.devices.iter().enumerate().filter_map(|(at, device)| Some((at, device.running.as_ref()?)));
         grids.map(|(at, grid)| format!("\ndevice {at}: {}", grid.stuck_report())).collect()
     }
+}
+
+fn find(module: &Module, kernel: &str) -> Result<Arc<Kernel>, MachineError> {
+    module.kernel(kernel).ok_or_else(|| {
+        let names: Vec<_> = module.kernels().map(|kernel| kernel.name()).collect();
+        MachineError::NoKernel { kernel: kernel.to_owned(), known: names.join(", ") }
+    })
 }
 
 impl Device {
@@ -449,7 +520,7 @@ mod tests {
         for mut machine in [Machine::new(1), Machine::seeded(1, 3), Machine::checked(1, 3)] {
             let word = machine.upload(0, "word", &[5u32]).unwrap();
             for _ in 0..3 {
-                machine.launch(0, &module, "add", ONE, &word.addr().to_ne_bytes()).unwrap();
+                machine.launch_with(0, &module, "add", ONE, &[&word]).unwrap();
             }
             machine.run().unwrap();
             assert_eq!(word.download().unwrap(), [8]);
@@ -463,8 +534,8 @@ mod tests {
             let mut machine = Machine::checked(2, seed);
             let words = machine.upload(0, "words", &[0u32, 0]).unwrap();
             let peer = machine.map(1, &words).unwrap();
-            machine.launch(0, &module, "wait", ONE, &words.addr().to_ne_bytes()).unwrap();
-            machine.launch(1, &module, "write", ONE, &peer.addr().to_ne_bytes()).unwrap();
+            machine.launch_with(0, &module, "wait", ONE, &[&words]).unwrap();
+            machine.launch_with(1, &module, "write", ONE, &[&peer]).unwrap();
             machine.run().unwrap();
             assert_eq!(words.download().unwrap(), [8, 1]);
         });
@@ -476,8 +547,8 @@ mod tests {
         let mut machine = Machine::checked(2, 1);
         let word = machine.upload(0, "word", &[0u32, 0]).unwrap();
         let peer = machine.map(1, &word).unwrap();
-        machine.launch(0, &module, "add", ONE, &word.addr().to_ne_bytes()).unwrap();
-        machine.launch(1, &module, "add", ONE, &peer.addr().to_ne_bytes()).unwrap();
+        machine.launch_with(0, &module, "add", ONE, &[&word]).unwrap();
+        machine.launch_with(1, &module, "add", ONE, &[&peer]).unwrap();
         let error = machine.run().unwrap_err();
         assert!(matches!(error, MachineError::Fault(_)), "{error}");
         assert!(error.to_string().contains("data race"), "{error}");
@@ -489,10 +560,10 @@ mod tests {
         let module = module();
         let mut machine = Machine::new(2);
         let words = machine.upload(0, "words", &[0u32, 0]).unwrap();
-        machine.launch(0, &module, "wait", ONE, &words.addr().to_ne_bytes()).unwrap();
+        machine.launch_with(0, &module, "wait", ONE, &[&words]).unwrap();
         let error = machine.run().unwrap_err().to_string();
         assert!(error.contains("only wait") && error.contains("device 0"), "{error}");
-        machine.launch(0, &module, "add", ONE, &words.addr().to_ne_bytes()).unwrap();
+        machine.launch_with(0, &module, "add", ONE, &[&words]).unwrap();
         machine.run().unwrap();
         assert_eq!(words.download().unwrap(), [1, 0]);
     }
@@ -504,6 +575,12 @@ mod tests {
         assert_eq!(error, "device 1 of a machine with 1: they are numbered from 0");
         let error = machine.launch(0, &module(), "sub", ONE, &[0; 8]).unwrap_err().to_string();
         assert_eq!(error, "the module has no kernel 'sub'; it has add, wait, write");
+        let call = |arguments: &[&dyn Argument]| {
+            let module = module();
+            Machine::new(1).launch_with(0, &module, "add", ONE, arguments).unwrap_err().to_string()
+        };
+        assert_eq!(call(&[]), "kernel 'add' takes 1 arguments, 0 were given");
+        assert_eq!(call(&[&5u32]), "parameter 'at' of kernel 'add' has 8 bytes, its argument has 4");
         let array = machine.alloc::<half::bf16>(0, "x", 2).unwrap();
         array.upload(&[half::bf16::ONE; 2]).unwrap();
         assert!(!array.is_empty() && array.len() == 2);

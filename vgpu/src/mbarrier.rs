@@ -51,7 +51,7 @@ impl Mbarrier {
             | 0b10 << 62
     }
 
-    fn settle(&mut self) {
+    fn complete_phase(&mut self) {
         if self.pending == 0 && self.tx == 0 {
             self.phase ^= 1;
             self.pending = self.expected;
@@ -76,7 +76,7 @@ impl Mbarrier {
             return Err(format!("{count} arrivals, {} are pending in this phase", self.pending));
         }
         self.pending -= count;
-        self.settle();
+        self.complete_phase();
         Ok(())
     }
 
@@ -91,13 +91,13 @@ impl Mbarrier {
 
     pub(crate) fn expect_tx(&mut self, bytes: u32) -> Result<(), String> {
         self.add_tx(i64::from(bytes))?;
-        self.settle();
+        self.complete_phase();
         Ok(())
     }
 
     pub(crate) fn complete_tx(&mut self, bytes: u32) -> Result<(), String> {
         self.add_tx(-i64::from(bytes))?;
-        self.settle();
+        self.complete_phase();
         Ok(())
     }
 

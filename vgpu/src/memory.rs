@@ -17,12 +17,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::check::Checker;
-use crate::check::shadow::Trouble;
+use crate::check::shadow::ViolationAt;
 use crate::check::shadow::{Names, Shadow};
 use crate::check::world::World;
 use crate::fault::FaultKind;
 use crate::memory_error::{MemoryError, NearRegion, PAGE};
-use crate::rng::mix;
+use crate::seeds::mix;
 
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -209,7 +209,7 @@ fn host_race(
     world: &World,
     table: &Table,
     shadow: u32,
-    (offset, wrong): Trouble,
+    (offset, wrong): ViolationAt,
     write: bool,
 ) -> MemoryError {
     MemoryError::Race {
@@ -412,9 +412,11 @@ impl Memory {
         if let Some(region) = globals.get(&id) {
             return Ok(region.clone());
         }
-        let region = Arc::new(self.alloc(init.len() as u64, "module variables")?);
-        // SAFETY: the source is a live slice; the region was just made with this length.
-        unsafe { self.copy_from_host(region.addr, init.as_ptr(), init.len() as u64)? };
+        // The variables count as written, by no actor: a module is loaded before all launches.
+        let region = Arc::new(self.alloc_zeroed(init.len() as u64, "module variables")?);
+        // SAFETY: the region is new, has at least this many bytes, and no other code has its
+        // address yet.
+        unsafe { std::slice::from_raw_parts_mut(region.addr as *mut u8, init.len()) }.copy_from_slice(init);
         globals.insert(id, region.clone());
         Ok(region)
     }
@@ -438,7 +440,7 @@ impl Memory {
         let Some(checker) = self.checker() else { return Ok(()) };
         let mut world = checker.world();
         let outcome = world.host_access(found.shadow, addr - found.start, bytes, write);
-        outcome.map_err(|trouble| host_race(&world, table, found.shadow, trouble, write))
+        outcome.map_err(|violation| host_race(&world, table, found.shadow, violation, write))
     }
 
     /// Loads the 8-byte word at `addr` for host code, with acquire. Releases by kernels there with
@@ -457,7 +459,7 @@ impl Memory {
         let mut world = checker.world();
         let value = word.load(Ordering::Acquire);
         let outcome = world.host_acquires(found.shadow, addr - found.start);
-        outcome.map_err(|trouble| host_race(&world, &table, found.shadow, trouble, false))?;
+        outcome.map_err(|violation| host_race(&world, &table, found.shadow, violation, false))?;
         Ok(value)
     }
 

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::fault::PtxError;
 use crate::kernel::Kernel;
-use crate::{lower, parser};
+use crate::{lower, ptx};
 
 /// A parsed PTX module.
 #[derive(Debug)]
 pub struct Module {
-    version: (u32, u32),
+    version: ptx::Version,
     target: String,
     kernels: BTreeMap<String, Arc<Kernel>>,
 }
@@ -21,7 +21,7 @@ impl Module {
     /// an error here.
     pub fn parse(text: &str) -> Result<Self, PtxError> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
-        let file = parser::parse(text)?;
+        let file = ptx::parse(text)?;
         let kernels = lower::module(text, &file, NEXT_ID.fetch_add(1, Ordering::Relaxed))?;
         let kernels = kernels.into_iter().map(|k| (k.name.clone(), Arc::new(k))).collect();
         Ok(Self { version: file.version, target: file.target, kernels })
@@ -44,9 +44,9 @@ impl Module {
         self.kernels.values().any(|kernel| kernel.globals.is_some())
     }
 
-    /// `.version`: major, minor.
+    /// `.version`.
     #[must_use]
-    pub fn version(&self) -> (u32, u32) {
+    pub fn version(&self) -> ptx::Version {
         self.version
     }
 

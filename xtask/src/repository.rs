@@ -38,10 +38,10 @@ pub fn test_file(ws: &Workspace, job: &Job, file: &Path, selection: &[String]) -
 #[cfg(test)]
 mod tests {
     use super::*;
+    use epoxide_build_ptx::described;
     use epoxide_build_ptx::kernels::Kernels;
     use epoxide_build_ptx::lint::{Expect, run};
     use epoxide_build_ptx::toolchain::rustup::CHANNEL;
-    use epoxide_build_ptx::{backend, described};
 
     #[test]
     fn the_builder_pins_the_compiler_of_this_repository() {
@@ -59,7 +59,7 @@ mod tests {
     #[test]
     fn ptx_that_nobody_would_ship() {
         let described = described::kernels(epoxide_gpu::PTX);
-        let version = backend::PtxVersion { major: 8, minor: 4 };
+        let version = epoxide_vgpu::ptx::Version { major: 8, minor: 4 };
         let expect = Expect { described: &described, version, target: "sm_90" };
         let samples = epoxide_testing::fuzz::sample_ptx(epoxide_gpu::PTX);
         epoxide_testing::fuzz::run("ptx lints", 500, &samples, |bytes| {

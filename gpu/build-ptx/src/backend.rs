@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use clap::ValueEnum;
+use epoxide_vgpu::ptx::Version;
 
 /// A way from Rust to PTX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -19,10 +20,10 @@ impl Backend {
     ///
     /// It decides the oldest driver that loads the PTX: 8.4 needs R550. libNVVM 12.9 writes 8.8
     /// (R575) and cannot be told otherwise.
-    pub const fn version_ceiling(self) -> PtxVersion {
+    pub const fn version_ceiling(self) -> Version {
         match self {
-            Self::InTree => PtxVersion { major: 8, minor: 4 },
-            Self::Nvvm => PtxVersion { major: 8, minor: 8 },
+            Self::InTree => Version { major: 8, minor: 4 },
+            Self::Nvvm => Version { major: 8, minor: 8 },
         }
     }
 }
@@ -33,31 +34,6 @@ impl fmt::Display for Backend {
             Self::InTree => "in-tree",
             Self::Nvvm => "nvvm",
         })
-    }
-}
-
-/// A PTX ISA version, as in `.version 8.4`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct PtxVersion {
-    /// The number before the dot.
-    pub major: u32,
-    /// The number after the dot.
-    pub minor: u32,
-}
-
-impl fmt::Display for PtxVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.major, self.minor)
-    }
-}
-
-impl FromStr for PtxVersion {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let parts = text.split_once('.').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
-        let (major, minor) = parts.ok_or_else(|| format!("`{text}` is not a PTX version"))?;
-        Ok(Self { major, minor })
     }
 }
 
@@ -110,9 +86,9 @@ mod tests {
 
     #[test]
     fn versions_compare_by_number() {
-        let version = |text: &str| text.parse::<PtxVersion>().unwrap();
+        let version = |text: &str| text.parse::<Version>().unwrap();
         assert!(version("8.10") > version("8.4"));
         assert!(version("9.0") > version("8.10"));
-        assert!("8".parse::<PtxVersion>().is_err());
+        assert!("8".parse::<Version>().is_err());
     }
 }

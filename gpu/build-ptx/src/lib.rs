@@ -17,7 +17,6 @@ pub mod backend;
 pub mod build;
 pub mod check;
 pub mod command;
-mod debs;
 pub mod described;
 pub mod doctor;
 pub mod header;
@@ -26,12 +25,11 @@ pub mod kernels;
 pub mod lint;
 pub mod metadata;
 pub mod nvvm;
+#[doc(hidden)]
+pub mod packages;
 pub mod postprocess;
-mod ptx;
 pub mod ptxas;
 pub mod sources;
 pub mod toolchain;
-#[doc(hidden)]
-pub mod wheel;
 #[doc(hidden)]
 pub mod workspace;

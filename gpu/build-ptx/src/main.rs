@@ -12,7 +12,7 @@ use epoxide_build_ptx::{doctor, nvvm};
 /// Exit code where a part that this command cannot fetch by itself is missing from the machine.
 const EXIT_MISSING_PARTS: u8 = 2;
 
-/// As cargo calls it: with the name of the subcommand as the first argument.
+/// The command as cargo calls it: with the name of the subcommand as the first argument.
 #[derive(Parser)]
 #[command(name = "cargo", bin_name = "cargo", version, disable_help_subcommand = true)]
 struct Cli {

@@ -13,7 +13,6 @@
 
 use crate::described::{self, KernelInfo};
 use crate::header::Header;
-use crate::ptx::split_comment;
 
 /// The PTX to ship, from what the compiler wrote. An entry without a description gets no launch
 /// bounds; the lints report it.
@@ -106,6 +105,20 @@ fn is_compiler_remark(line: &str) -> bool {
 fn is_asm_mark(line: &str) -> bool {
     let comment = line.trim_start().strip_prefix("//").map(str::trim);
     matches!(comment, Some("begin inline asm" | "end inline asm"))
+}
+
+/// Cuts a `//` comment off, leaving quoted text alone.
+fn split_comment(line: &str) -> (&str, &str) {
+    let mut quoted = false;
+    let bytes = line.as_bytes();
+    for (i, byte) in bytes.iter().enumerate() {
+        match byte {
+            b'"' => quoted = !quoted,
+            b'/' if !quoted && bytes.get(i + 1) == Some(&b'/') => return (&line[..i], &line[i + 2..]),
+            _ => {}
+        }
+    }
+    (line, "")
 }
 
 /// Paths and their numbers, from `.file <number> "<path>"`.

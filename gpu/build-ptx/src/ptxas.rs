@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::described::{self, KernelInfo};
 use crate::lint::Finding;
-use crate::wheel;
+use crate::packages;
 use crate::workspace::{self, Workspace};
 
 /// The Python wheel that holds ptxas, and the version the project tests with.
@@ -62,7 +62,7 @@ fn fetch(ws: &Workspace) -> Result<PathBuf> {
     println!("fetching ptxas ({WHEEL})");
     let partial = ws.target("ptxas.partial");
     workspace::fresh_dir(&partial)?;
-    wheel::unpack(WHEEL, &partial).context(NEEDS)?;
+    packages::unpack_wheel(WHEEL, &partial).context(NEEDS)?;
     make_executable(&partial.join(IN_WHEEL))?;
     workspace::publish_dir(&partial, &ws.target("ptxas"))?;
     Ok(fetched(ws))

@@ -7,6 +7,7 @@ use std::process::Output;
 use epoxide_gpu::layout::ARRIVAL_SHIFT;
 use epoxide_testing::alone::one_test;
 use epoxide_testing::tier;
+use epoxide_vgpu::ptx::{self, Operand};
 
 use super::pairs::PAIRS_VARIABLE;
 
@@ -15,28 +16,23 @@ const PTX: &str = "EPOXIDE_PTX";
 
 /// The kernels with a fault: the comparison of an arrival word's epoch with the running one
 /// compares the epoch with itself. The word's rows then count as arrived at any time.
-fn without_epochs(ptx: &str) -> String {
-    let shift = format!(", {ARRIVAL_SHIFT};");
+fn without_epochs(text: &str) -> String {
+    let shift = Operand::Int(ARRIVAL_SHIFT.into());
     let mut epoch = None;
-    let mut changed = 0;
-    let mut mutated = String::new();
-    for line in ptx.lines() {
-        let words: Vec<&str> = line.split([' ', '\t', ',', ';']).filter(|word| !word.is_empty()).collect();
-        match (words.as_slice(), epoch) {
-            (["shr.u64", register, ..], _) if line.ends_with(&shift) => epoch = Some(*register),
-            ([compare, predicate, left, _], Some(register))
-                if compare.starts_with("setp.") && *left == register =>
-            {
-                changed += 1;
-                mutated += &format!("\t{compare} \t{predicate}, {left}, {left};\n");
-                continue;
+    let mut edits = vec![];
+    let file = ptx::parse(text).unwrap();
+    for inst in file.entries.iter().flat_map(|entry| entry.instructions()) {
+        match inst.operands.as_slice() {
+            [(register, _), _, (by, _)] if inst.opcode == "shr.u64" && *by == shift => epoch = Some(register),
+            [_, (left, kept), (_, lost)] if inst.is("setp") && Some(left) == epoch => {
+                edits.push((lost.start..lost.end, kept.of(text)));
             }
             _ => {}
         }
-        mutated += line;
-        mutated.push('\n');
     }
-    assert!(changed > 0, "no kernel compares the epoch of an arrival word");
+    assert!(!edits.is_empty(), "no kernel compares the epoch of an arrival word");
+    let mut mutated = text.to_owned();
+    edits.into_iter().rev().for_each(|(lost, kept)| mutated.replace_range(lost, kept));
     mutated
 }
 

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 
 use epoxide::Result;
 use epoxide::internal::Tuning;
-use epoxide::internal::driver::{Executor, Machine};
+use epoxide::internal::driver::{Executor, ManualGpus};
 use epoxide_testing::{lockstep, tier};
 
 use super::programs::{Program, ROW};
@@ -17,7 +17,7 @@ const CHANNELS: u32 = 2;
 
 /// The setup on devices of one machine. Rings are as short as they can be, so that every buffer is
 /// used again and again.
-fn setup(machine: &Machine) -> Setup {
+fn setup(machine: &ManualGpus) -> Setup {
     let tuning = Tuning {
         dispatch_warps: 1 + (machine.seed() % 2) as u32,
         dispatch_stages: 2,
@@ -33,7 +33,7 @@ fn setup(machine: &Machine) -> Setup {
 /// Runs a program with nothing but one last wait; gives the digest of the schedule, and all that
 /// came out, checked.
 fn run(seed: u64, program: &Program) -> Result<(u64, Vec<Vec<u8>>)> {
-    let machine = Machine::new(seed);
+    let machine = ManualGpus::new(seed);
     let setup = setup(&machine);
     // Only making the buffers needs the ranks to wait for each other in the host.
     let mut ranks = lockstep::run(setup.ranks, |group| Rank::join(&setup, group))?;

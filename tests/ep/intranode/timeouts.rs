@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use epoxide::Error;
 use epoxide::group::ProcessGroup;
-use epoxide::internal::driver::{Executor, Machine};
+use epoxide::internal::driver::{Executor, ManualGpus};
 use epoxide_testing::harness::{PATIENCE, Rank, run_ranks};
 use epoxide_testing::lockstep;
 
@@ -67,7 +67,7 @@ fn a_rank_that_goes_away_does_not_break_the_others() {
 fn on_a_machine_a_deadline_passes_in_virtual_time() {
     let turn = Ranks::of_one_node().turn();
     let run = || {
-        let machine = Machine::new(9);
+        let machine = ManualGpus::new(9);
         let mut setup = Ranks::of_one_node().setup().timeout(VIRTUAL_TIMEOUT);
         setup.device.hooks.executor = Executor::Manual(machine.clone());
         let mut ranks = lockstep::run(3, |group| Rank::join(&setup, group)).unwrap();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::ReduceOp;
-use epoxide::internal::driver::{Executor, Hooks, Machine};
+use epoxide::internal::driver::{Executor, Hooks, ManualGpus};
 use epoxide_nccl::{Communicator, Config, DEBUG_INFO_FILE, DEBUG_INFO_PIPE, Watchdog};
 use epoxide_testing::alone;
 
@@ -56,7 +56,7 @@ fn aborts_operations_that_hang_on_the_device_and_dumps() {
         let fake = Fake::new();
         // A device that stands still unless it is driven, so that work in its streams stays under
         // way.
-        let machine = Machine::new(1);
+        let machine = ManualGpus::new(1);
         let config = VirtConfig {
             hooks: Hooks { executor: Executor::Manual(machine.clone()), ..Hooks::default() },
             ..VirtConfig::default()

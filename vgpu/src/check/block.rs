@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use super::clock::{self, Key, VectorClock};
 use super::grids::Grids;
 use super::history::Writes;
-use super::known::{GLOBAL, Heard, Known, Knows, SHARED};
+use super::past::{Acquired, CausalPast, GLOBAL, PastView, SHARED};
 use super::shadow::Shadow;
 use crate::exec::lanes::lanes;
 use crate::ir::{BARRIERS, FULL, Fence, Scope};
@@ -21,7 +21,7 @@ pub(crate) struct Release {
     /// Number of the chain; [`OUTSIDE`] is the chain of hidden memory. The causal past of a chain
     /// only grows.
     pub(crate) chain: u64,
-    pub(crate) known: Known,
+    pub(crate) past: CausalPast,
 }
 
 /// The release patterns that reads of a location observe.
@@ -38,55 +38,55 @@ pub(crate) struct Releases {
 
 /// All that was released to hidden memory, as a chain.
 const OUTSIDE: u64 = 0;
-/// Chains that a lane remembers.
-const MOST_HEARD: usize = 16;
+/// Most chains whose acquired pasts a lane keeps apart.
+const MOST_ACQUIRED: usize = 16;
 
 /// Causal past of a lane.
 #[derive(Clone, Debug, Default)]
 struct Lane {
-    known: Known,
+    past: CausalPast,
     /// Results of the lane's last acquires. A polling loop acquires at many turns, and its last
-    /// result includes the earlier ones. So the results are joined into `known` only before the
-    /// lane releases.
-    heard: Vec<Heard>,
+    /// result includes the earlier ones. So the results are joined into `past` only before the lane
+    /// releases.
+    acquired: Vec<Acquired>,
     /// Causal past at the last fence. A strong store after the fence publishes it.
-    fence: Option<(Scope, Known)>,
+    fence: Option<(Scope, CausalPast)>,
     /// Releases that relaxed reads have observed. A fence after the reads acquires them.
     seen: Vec<(Scope, Release)>,
 }
 
 impl Lane {
-    /// Learns `known` from a chain.
-    fn learn(&mut self, chain: u64, known: &Known) {
-        match self.heard.iter_mut().find(|h| h.chain == chain) {
-            Some(last) if last.known.same(known) => {}
-            Some(last) => (last.known, last.settled) = (known.clone(), false),
+    /// Acquires `past`, the causal past of a chain.
+    fn acquire(&mut self, chain: u64, past: &CausalPast) {
+        match self.acquired.iter_mut().find(|h| h.chain == chain) {
+            Some(last) if last.past.same(past) => {}
+            Some(last) => (last.past, last.joined) = (past.clone(), false),
             None => {
-                if self.heard.len() == MOST_HEARD {
-                    self.settle();
-                    self.heard.remove(0);
+                if self.acquired.len() == MOST_ACQUIRED {
+                    self.join_acquired();
+                    self.acquired.remove(0);
                 }
-                self.heard.push(Heard { chain, known: known.clone(), settled: false });
+                self.acquired.push(Acquired { chain, past: past.clone(), joined: false });
             }
         }
     }
 
-    /// Joins the results of all acquires into `known`.
-    fn settle(&mut self) {
-        for heard in self.heard.iter_mut().filter(|h| !h.settled) {
-            self.known.join(&heard.known);
-            heard.settled = true;
+    /// Joins the results of all acquires into `past`.
+    fn join_acquired(&mut self) {
+        for acquired in self.acquired.iter_mut().filter(|h| !h.joined) {
+            self.past.join(&acquired.past);
+            acquired.joined = true;
         }
     }
 
-    fn knows(&self) -> Knows<'_> {
-        Knows { known: &self.known, heard: &self.heard }
+    fn view(&self) -> PastView<'_> {
+        PastView { past: &self.past, acquired: &self.acquired }
     }
 
     /// Joins the lane's causal past into `all`.
-    fn tell(&self, all: &mut Known) {
-        all.join(&self.known);
-        self.heard.iter().filter(|h| !h.settled).for_each(|h| all.join(&h.known));
+    fn add_to(&self, all: &mut CausalPast) {
+        all.join(&self.past);
+        self.acquired.iter().filter(|h| !h.joined).for_each(|h| all.join(&h.past));
     }
 }
 
@@ -94,7 +94,7 @@ impl Lane {
 #[derive(Debug, Default)]
 struct Warp {
     key: Key,
-    /// Moves on whenever a lane publishes.
+    /// Increases by 1 whenever a lane publishes.
     tick: u32,
     threads: u32,
     groups: Vec<(u32, Lane)>,
@@ -114,15 +114,15 @@ struct Mbarrier {
     /// Phases completed.
     phases: u32,
     /// Joined causal pasts of the lanes that have arrived in this phase.
-    arrived: Known,
+    arrived: CausalPast,
     /// Joined causal pasts of the lanes that arrived in the last phase, and of its copies.
-    completed: Known,
+    completed: CausalPast,
 }
 
 /// A block barrier that fills.
 #[derive(Debug, Default)]
 struct Gathering {
-    known: Known,
+    past: CausalPast,
     /// Warps that have arrived with all of their threads, and their ticks.
     whole: Vec<(u32, u32)>,
 }
@@ -135,7 +135,7 @@ pub(crate) struct BlockCheck {
     pub(crate) releases: HashMap<u64, Releases>,
     /// Causal pasts gathered from the warps that have arrived, and those of the last completion.
     gathering: [Gathering; BARRIERS],
-    opened: [Known; BARRIERS],
+    opened: [CausalPast; BARRIERS],
     /// Barriers that all warps have passed with all of their threads.
     passed: u32,
     mbarriers: HashMap<u64, Mbarrier>,
@@ -168,12 +168,12 @@ impl Warp {
     }
 
     /// Joins the causal pasts and the own accesses of the lanes of `mask`. Moves the tick.
-    fn publish(&mut self, mask: u32) -> Known {
-        let mut all = Known::default();
+    fn publish(&mut self, mask: u32) -> CausalPast {
+        let mut all = CausalPast::default();
         for (lanes, lane) in &mut self.groups {
             if *lanes & mask != 0 {
-                lane.settle();
-                all.join(&lane.known);
+                lane.join_acquired();
+                all.join(&lane.past);
             }
         }
         if mask & self.threads == self.threads {
@@ -200,35 +200,35 @@ impl Warp {
         }
     }
 
-    /// Gives the lanes of `mask` one causal past from here on.
-    fn unite(&mut self, mask: u32, known: &Known) {
-        // Fences and loose reads stay each lane's own.
+    /// Makes one group of the lanes of `mask`, with this causal past.
+    fn merge(&mut self, mask: u32, past: &CausalPast) {
+        // Lanes with fences or relaxed reads of their own stay in their groups.
         if self
             .groups
             .iter()
             .any(|(lanes, lane)| lanes & mask != 0 && (lane.fence.is_some() || !lane.seen.is_empty()))
         {
-            self.each(mask, |lane| lane.known = known.clone());
+            self.each(mask, |lane| lane.past = past.clone());
             return;
         }
-        let mut heard: Vec<Heard> = vec![];
+        let mut acquired: Vec<Acquired> = vec![];
         for (lanes, lane) in self.groups.iter_mut().filter(|(lanes, _)| lanes & mask != 0) {
             *lanes &= !mask;
-            let theirs = if *lanes == 0 { std::mem::take(&mut lane.heard) } else { lane.heard.clone() };
-            heard.extend(theirs.into_iter().filter(|h| h.settled));
+            let theirs = if *lanes == 0 { std::mem::take(&mut lane.acquired) } else { lane.acquired.clone() };
+            acquired.extend(theirs.into_iter().filter(|h| h.joined));
         }
-        heard.truncate(MOST_HEARD);
+        acquired.truncate(MOST_ACQUIRED);
         self.groups.retain(|(lanes, _)| *lanes != 0);
-        self.groups.push((mask, Lane { known: known.clone(), heard, ..Lane::default() }));
+        self.groups.push((mask, Lane { past: past.clone(), acquired, ..Lane::default() }));
     }
 }
 
 impl BlockCheck {
-    pub(crate) fn new(grid: u32, block: u64, threads: u32, start: &Known, has_fences: bool) -> Self {
+    pub(crate) fn new(grid: u32, block: u64, threads: u32, start: &CausalPast, has_fences: bool) -> Self {
         let warps = (0..threads.div_ceil(32)).map(|w| {
             let count = (threads - w * 32).min(32);
             let mask = if count == 32 { FULL } else { (1 << count) - 1 };
-            let lane = Lane { known: start.clone(), ..Lane::default() };
+            let lane = Lane { past: start.clone(), ..Lane::default() };
             Warp {
                 key: clock::warp(grid, block, w),
                 tick: 1,
@@ -257,47 +257,50 @@ impl BlockCheck {
         self.warps[warp as usize].tick
     }
 
-    pub(crate) fn knows(&self, warp: u32, lane: usize) -> Option<Knows<'_>> {
-        Some(self.warps[warp as usize].lane(lane)?.knows())
+    pub(crate) fn view(&self, warp: u32, lane: usize) -> Option<PastView<'_>> {
+        Some(self.warps[warp as usize].lane(lane)?.view())
     }
 
     /// The shadow of shared memory, and the causal past of a lane.
-    pub(crate) fn shared_and_knows(&mut self, warp: u32, lane: usize) -> Option<(&mut Shadow, Knows<'_>)> {
-        Some((&mut self.shared, self.warps[warp as usize].lane(lane)?.knows()))
+    pub(crate) fn shared_and_view(&mut self, warp: u32, lane: usize) -> Option<(&mut Shadow, PastView<'_>)> {
+        Some((&mut self.shared, self.warps[warp as usize].lane(lane)?.view()))
     }
 
     /// The causal past of a lane, without its own accesses.
-    pub(crate) fn known(&self, warp: u32, lane: usize) -> Known {
-        let mut known = Known::default();
+    pub(crate) fn past(&self, warp: u32, lane: usize) -> CausalPast {
+        let mut past = CausalPast::default();
         if let Some(lane) = self.warps[warp as usize].lane(lane) {
-            lane.tell(&mut known);
+            lane.add_to(&mut past);
         }
-        known
+        past
     }
 
     /// Joins a lane's acquires before it releases.
-    pub(crate) fn settle(&mut self, warp: u32, lane: usize) {
+    pub(crate) fn join_acquired(&mut self, warp: u32, lane: usize) {
         let groups = &mut self.warps[warp as usize].groups;
-        groups.iter_mut().filter(|(lanes, _)| lanes >> lane & 1 != 0).for_each(|(_, lane)| lane.settle());
+        groups
+            .iter_mut()
+            .filter(|(lanes, _)| lanes >> lane & 1 != 0)
+            .for_each(|(_, lane)| lane.join_acquired());
     }
 
     /// The release pattern of a release by `lane`.
     pub(crate) fn release(&mut self, warp: u32, lane: usize, scope: Scope) -> Release {
         let warp = &mut self.warps[warp as usize];
         let by = clock::lane(warp.key, lane);
-        Release { scope, by, shared: false, chain: 0, known: warp.publish(1 << lane) }
+        Release { scope, by, shared: false, chain: 0, past: warp.publish(1 << lane) }
     }
 
     /// The release pattern of a relaxed store by `lane` behind a fence.
     pub(crate) fn fenced(&mut self, warp: u32, lane: usize, scope: Scope) -> Option<Release> {
         let warp = &self.warps[warp as usize];
-        let (fence, known) = warp.lane(lane)?.fence.as_ref()?;
+        let (fence, past) = warp.lane(lane)?.fence.as_ref()?;
         let by = clock::lane(warp.key, lane);
-        Some(Release { scope: scope.min(*fence), by, shared: false, chain: 0, known: known.clone() })
+        Some(Release { scope: scope.min(*fence), by, shared: false, chain: 0, past: past.clone() })
     }
 
-    /// The lanes of `mask` observe release patterns by a read of scope `scope`: with an acquire
-    /// they learn them, else a fence may later.
+    /// The lanes of `mask` observe release patterns by a read of scope `scope`: an acquire takes
+    /// them over, and so does a fence behind a relaxed read.
     pub(crate) fn observe(
         &mut self,
         grids: &Grids,
@@ -320,7 +323,7 @@ impl BlockCheck {
         warp.each(mask, |lane| {
             for r in &fitting {
                 if acquire {
-                    lane.learn(r.chain, &r.known);
+                    lane.acquire(r.chain, &r.past);
                 } else {
                     lane.seen.retain(|(_, old)| old.by != r.by);
                     lane.seen.push((scope, Release::clone(r)));
@@ -330,15 +333,15 @@ impl BlockCheck {
     }
 
     /// Adds the releases to hidden memory so far to the causal pasts of the lanes.
-    pub(crate) fn learn(&mut self, warp: u32, mask: u32, outside: &Known) {
-        self.warps[warp as usize].each(mask, |lane| lane.learn(OUTSIDE, outside));
+    pub(crate) fn acquire(&mut self, warp: u32, mask: u32, outside: &CausalPast) {
+        self.warps[warp as usize].each(mask, |lane| lane.acquire(OUTSIDE, outside));
     }
 
-    /// Accesses that a bulk copy by a lane with causal past `known` may rely on in a space:
+    /// Accesses that a bulk copy by a lane with causal past `past` may rely on in a space:
     /// published accesses, those of the lane itself included.
-    pub(crate) fn published(&self, warp: u32, lane: usize, known: &Known, space: usize) -> VectorClock {
+    pub(crate) fn published(&self, warp: u32, lane: usize, past: &CausalPast, space: usize) -> VectorClock {
         let warp = &self.warps[warp as usize];
-        let mut published = known.published[space].clone();
+        let mut published = past.published[space].clone();
         if warp.fenced[space][lane] > 0 {
             published.raise(clock::lane(warp.key, lane), warp.fenced[space][lane]);
         }
@@ -361,8 +364,8 @@ impl BlockCheck {
                 for (space, on) in [(SHARED, shared), (GLOBAL, global)] {
                     if on {
                         w.each(mask, |lane| {
-                            lane.settle();
-                            lane.known.published[space] = lane.known.all.clone();
+                            lane.join_acquired();
+                            lane.past.published[space] = lane.past.all.clone();
                         });
                         lanes(mask).for_each(|l| w.fenced[space][l] = w.tick);
                     }
@@ -373,24 +376,24 @@ impl BlockCheck {
                 let sequential = matches!(fence, Fence::Sc(_));
                 for l in lanes(mask) {
                     let own = clock::lane(w.key, l);
-                    let mut learnt: Vec<Known> = vec![];
+                    let mut acquired: Vec<CausalPast> = vec![];
                     if sequential {
-                        learnt.extend(
+                        acquired.extend(
                             fences
                                 .values()
                                 .filter(|f| grids.mutual(f.scope, f.by, scope, own))
-                                .map(|f| f.known.clone()),
+                                .map(|f| f.past.clone()),
                         );
                     }
                     w.each(1 << l, |lane| {
-                        learnt.iter().for_each(|k| lane.known.join(k));
+                        acquired.iter().for_each(|k| lane.past.join(k));
                         for (read, r) in std::mem::take(&mut lane.seen) {
                             if grids.mutual(r.scope, r.by, scope.min(read), own) {
-                                lane.known.join(&r.known);
+                                lane.past.join(&r.past);
                             }
                         }
                     });
-                    let known = w.publish(1 << l);
+                    let past = w.publish(1 << l);
                     if sequential {
                         let place = (scope, clock::block_of(own));
                         let all = fences.entry(place).or_insert_with(|| Release {
@@ -398,11 +401,11 @@ impl BlockCheck {
                             by: own,
                             shared: true,
                             chain: 0,
-                            known: Known::default(),
+                            past: CausalPast::default(),
                         });
-                        all.known.join(&known);
+                        all.past.join(&past);
                     }
-                    w.each(1 << l, |lane| lane.fence = Some((scope, known.clone())));
+                    w.each(1 << l, |lane| lane.fence = Some((scope, past.clone())));
                 }
             }
         }
@@ -414,15 +417,15 @@ impl BlockCheck {
         if mask == warp.threads && matches!(warp.groups.as_slice(), [(lanes, _)] if *lanes == mask) {
             // The causal pasts are equal already, except for the lanes' own accesses: no copies.
             let (lanes, mut lane) = warp.groups.swap_remove(0);
-            lane.settle();
-            lane.known.all.raise(warp.key, warp.tick);
-            warp.add_fenced(mask, &mut lane.known.published);
+            lane.join_acquired();
+            lane.past.all.raise(warp.key, warp.tick);
+            warp.add_fenced(mask, &mut lane.past.published);
             warp.groups.push((lanes, lane));
             warp.tick += 1;
             return;
         }
-        let known = warp.publish(mask);
-        warp.unite(mask, &known);
+        let past = warp.publish(mask);
+        warp.merge(mask, &past);
     }
 
     /// A warp with these lanes arrives at a block barrier.
@@ -432,38 +435,38 @@ impl BlockCheck {
         if mask & w.threads == w.threads {
             gathering.whole.push((warp, w.tick));
         }
-        gathering.known.join(&w.publish(mask));
+        gathering.past.join(&w.publish(mask));
     }
 
     /// A block barrier completes.
     pub(crate) fn complete(&mut self, barrier: usize) {
-        let Gathering { mut known, mut whole } = std::mem::take(&mut self.gathering[barrier]);
+        let Gathering { mut past, mut whole } = std::mem::take(&mut self.gathering[barrier]);
         whole.sort_unstable();
         whole.dedup_by_key(|w| w.0);
         if whole.len() == self.warps.len() {
-            // One entry then stands for all warps.
+            // One entry replaces those of all warps.
             self.passed += 1;
             let ticks = whole.into_iter().map(|w| w.1).collect();
-            known.all.pass_barrier(self.warps[0].key, self.passed, ticks);
+            past.all.pass_barrier(self.warps[0].key, self.passed, ticks);
         }
-        self.opened[barrier] = known;
+        self.opened[barrier] = past;
     }
 
     /// Lanes go on behind a block barrier.
     pub(crate) fn pass(&mut self, warp: u32, mask: u32, barrier: usize) {
-        let known = self.opened[barrier].clone();
+        let past = self.opened[barrier].clone();
         // The gathered causal past includes the lane's own accesses.
         let warp = &mut self.warps[warp as usize];
         let covers_all = mask & warp.threads == warp.threads;
         if covers_all {
-            let mut all = known;
+            let mut all = past;
             for (_, lane) in &mut warp.groups {
-                lane.settle();
-                all.join(&lane.known);
+                lane.join_acquired();
+                all.join(&lane.past);
             }
-            warp.unite(mask, &all);
+            warp.merge(mask, &all);
         } else {
-            warp.each(mask, |lane| lane.known.join(&known));
+            warp.each(mask, |lane| lane.past.join(&past));
         }
     }
 
@@ -471,16 +474,16 @@ impl BlockCheck {
         let index = self.mbarriers.get(&offset).map_or(self.mbarriers.len(), |m| (m.key & 0x7fff) as usize);
         let phases = self.mbarriers.get(&offset).map_or(0, |m| m.phases + 1);
         let key = clock::mbarrier(self.warps[0].key, index);
-        let (arrived, completed) = (Known::default(), Known::default());
+        let (arrived, completed) = (CausalPast::default(), CausalPast::default());
         let fresh = Mbarrier { key, init: pc, arrival: None, phases, arrived, completed };
         self.mbarriers.insert(offset, fresh);
     }
 
     /// A lane arrives at an mbarrier, which releases the lane's causal past to the block.
     pub(crate) fn arrive_mbarrier(&mut self, warp: u32, lane: usize, pc: u32, offset: u64) {
-        let known = self.warps[warp as usize].publish(1 << lane);
+        let past = self.warps[warp as usize].publish(1 << lane);
         if let Some(m) = self.mbarriers.get_mut(&offset) {
-            m.arrived.join(&known);
+            m.arrived.join(&past);
             m.arrival = Some(pc);
         }
     }
@@ -506,7 +509,7 @@ impl BlockCheck {
     /// The lanes of a mask have seen the last phase complete.
     pub(crate) fn pass_mbarrier(&mut self, warp: u32, mask: u32, offset: u64) {
         if let Some(m) = self.mbarriers.get(&offset) {
-            self.warps[warp as usize].each(mask, |lane| lane.known.join(&m.completed));
+            self.warps[warp as usize].each(mask, |lane| lane.past.join(&m.completed));
         }
     }
 
@@ -518,17 +521,17 @@ impl BlockCheck {
         let w = &mut self.warps[warp as usize];
         let key = w.key;
         w.each(1 << lane, |l| {
-            l.known.raise(clock::store_reads(key, lane), group);
+            l.past.raise(clock::store_reads(key, lane), group);
             if landed {
-                l.known.raise(clock::store_writes(key, lane), group);
+                l.past.raise(clock::store_writes(key, lane), group);
             }
         });
     }
 
     /// Joined causal pasts of all lanes at the end of the block.
-    pub(crate) fn end(&self) -> Known {
-        let mut all = Known::default();
-        self.warps.iter().flat_map(|w| &w.groups).for_each(|(_, lane)| lane.tell(&mut all));
+    pub(crate) fn end(&self) -> CausalPast {
+        let mut all = CausalPast::default();
+        self.warps.iter().flat_map(|w| &w.groups).for_each(|(_, lane)| lane.add_to(&mut all));
         all
     }
 }

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::known::{Past, Timeline};
+use super::past::{Past, Timeline};
 use super::stores::{Loaded, Stored};
 use super::world::{ACTING, Host, World};
 
@@ -70,22 +70,22 @@ impl Checker {
                 *checker = Some(self.clone());
             }
         });
-        Past(self.world().host_known())
+        Past(self.world().host_past())
     }
 
     /// The calling thread has waited for `past`.
     pub fn host_waited(&self, past: &Past) {
-        self.world().host_learns(&past.0);
+        self.world().host_acquires_past(&past.0);
     }
 
     /// Runs `f`, which accesses memory as work of the stream `timeline` does that comes after
     /// `past`; afterwards `past` has it too.
     pub fn act<T>(&self, timeline: Timeline, past: &mut Past, f: impl FnOnce() -> T) -> T {
-        let acting = Host { timeline: timeline.0, known: std::mem::take(&mut past.0), loaded: None };
+        let acting = Host { timeline: timeline.0, past: std::mem::take(&mut past.0), loaded: None };
         let before = ACTING.replace(Some(acting));
         let result = f();
         if let Some(host) = ACTING.replace(before) {
-            past.0 = host.known;
+            past.0 = host.past;
         }
         result
     }
@@ -126,8 +126,8 @@ impl Checker {
 pub fn host_meets() {
     let Some(checker) = WATCHED_BY.with_borrow(Clone::clone) else { return };
     let mut world = checker.world();
-    let known = world.host().known.clone();
-    world.meeting.join(&known);
+    let past = world.host().past.clone();
+    world.meeting.join(&past);
     let meeting = world.meeting.clone();
-    world.host().known.join(&meeting);
+    world.host().past.join(&meeting);
 }

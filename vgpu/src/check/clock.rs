@@ -161,7 +161,7 @@ struct Root {
     grids: Vec<(u32, Arc<GridPart>)>,
 }
 
-/// Up to which tick everything of which actor is known.
+/// The last tick of each actor that is included.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct VectorClock(Option<Arc<Root>>);
 
@@ -242,7 +242,7 @@ impl BlockPart {
         warp_number(within).and_then(|w| barrier.ticks.get(w)).is_some_and(|&t| t >= tick)
     }
 
-    fn knows(&self, within: Within, tick: u32) -> bool {
+    fn includes(&self, within: Within, tick: u32) -> bool {
         self.passed(within, tick)
             || tick_of(&self.entries, within) >= tick
             || is_lane(within) && tick_of(&self.entries, warp_of(within)) >= tick
@@ -270,7 +270,7 @@ impl BlockPart {
 
 impl Part for BlockPart {
     fn covers(&self, other: &Self) -> bool {
-        self.barriers() >= other.barriers() && other.entries.iter().all(|&(w, t)| self.knows(w, t))
+        self.barriers() >= other.barriers() && other.entries.iter().all(|&(w, t)| self.includes(w, t))
     }
 
     fn join(a: &Self, b: &Self) -> Self {
@@ -393,23 +393,24 @@ impl VectorClock {
         Arc::make_mut(find_or(blocks, block_number(key), Default::default))
     }
 
-    /// Up to which tick a timeline is known.
+    /// The last tick of a timeline that is included.
     pub(crate) fn timeline(&self, key: Key) -> u32 {
         tick_of(&self.root().timelines, key)
     }
 
-    /// Whether tick `tick` of `key` is known, by an entry of its own, or by its warp's or block's.
+    /// Whether tick `tick` of `key` is included, by an entry of its own, of its warp or of its
+    /// block.
     /// The end of its grid is the caller's to look for.
-    pub(crate) fn knows(&self, key: Key, tick: u32) -> bool {
+    pub(crate) fn includes(&self, key: Key, tick: u32) -> bool {
         if is_timeline(key) {
             return self.timeline(key) >= tick;
         }
-        self.part(key).is_some_and(|part| part.knows(key as Within, tick))
+        self.part(key).is_some_and(|part| part.includes(key as Within, tick))
     }
 
     /// Learns `key` up to `tick`.
     pub(crate) fn raise(&mut self, key: Key, tick: u32) {
-        if self.knows(key, tick) {
+        if self.includes(key, tick) {
             return;
         }
         if is_timeline(key) {
@@ -465,20 +466,20 @@ impl VectorClock {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rng::Rng;
+    use crate::seeds::Rng;
 
     #[test]
     fn a_warp_stands_for_its_lanes() {
         let w = warp(3, 7, 2);
         let mut c = VectorClock::default();
         c.raise(lane(w, 5), 4);
-        assert!(c.knows(lane(w, 5), 4) && !c.knows(lane(w, 5), 5) && !c.knows(lane(w, 6), 1));
+        assert!(c.includes(lane(w, 5), 4) && !c.includes(lane(w, 5), 5) && !c.includes(lane(w, 6), 1));
         c.raise(w, 6);
-        assert!(c.knows(lane(w, 5), 6) && c.knows(lane(w, 31), 6));
+        assert!(c.includes(lane(w, 5), 6) && c.includes(lane(w, 31), 6));
         assert_eq!(c.len(), 1, "the lane's entry says nothing that the warp's does not");
-        assert!(!c.knows(store_reads(w, 5), 1), "bulk stores are no accesses of the lane");
+        assert!(!c.includes(store_reads(w, 5), 1), "bulk stores are no accesses of the lane");
         c.raise(lane(w, 5), 9);
-        assert!(c.knows(lane(w, 5), 9) && !c.knows(lane(w, 4), 9));
+        assert!(c.includes(lane(w, 5), 9) && !c.includes(lane(w, 4), 9));
     }
 
     #[test]
@@ -521,7 +522,7 @@ mod tests {
             }) {
                 let key = lane(warp(1, block, w), l);
                 let want = maps.iter().any(|m| m.get(&key).is_some_and(|&t| t >= tick));
-                assert_eq!(a.knows(key, tick), want);
+                assert_eq!(a.includes(key, tick), want);
             }
         }
     }

@@ -27,11 +27,11 @@ impl Grids {
     }
 
     /// Whether `clock` includes tick `tick` of `key`.
-    pub(crate) fn known(&self, clock: &VectorClock, key: Key, tick: u32) -> bool {
-        clock.knows(key, tick) || self.facts(key).is_some_and(|g| clock.timeline(g.timeline) >= g.tick)
+    pub(crate) fn includes_tick(&self, clock: &VectorClock, key: Key, tick: u32) -> bool {
+        clock.includes(key, tick) || self.facts(key).is_some_and(|g| clock.timeline(g.timeline) >= g.tick)
     }
 
-    /// Whether the scope of an access of `of` takes in `other`.
+    /// Whether the scope of an access by `of` includes `other`.
     fn includes(&self, scope: Scope, of: Key, other: Key) -> bool {
         match scope {
             Scope::Sys => true,
@@ -43,14 +43,14 @@ impl Grids {
         }
     }
 
-    /// Whether no scope separates two actors. Each scope of another actor includes both or neither.
-    /// Accesses of scope `scope` by either include the same others.
-    pub(crate) fn alike(&self, scope: Scope, a: Key, b: Key) -> bool {
+    /// Whether two actors are in the same block (scope .cta) or on the same device (otherwise), so
+    /// that their releases can share a chain: any scope includes both or neither of them.
+    pub(crate) fn same_scopes(&self, scope: Scope, a: Key, b: Key) -> bool {
         let narrowest = if scope == Scope::Cta { Scope::Cta } else { Scope::Gpu };
         self.includes(narrowest, a, b)
     }
 
-    /// Whether two scopes take in each other's actor.
+    /// Whether the scopes of two accesses include each other's actor.
     pub(crate) fn mutual(&self, a: Scope, of_a: Key, b: Scope, of_b: Key) -> bool {
         self.includes(a, of_a, of_b) && self.includes(b, of_b, of_a)
     }

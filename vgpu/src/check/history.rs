@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use super::clock::{self, Key};
-use super::watch::Place;
+use super::hooks::Place;
 use crate::ir::{Scope, Sem};
 
 /// Strong writes that are kept of a location.

@@ -18,30 +18,30 @@
 //! | file | |
 //! |---|---|
 //! | `clock.rs` | vector clocks |
-//! | `grids.rs` | the grids, and whom a scope takes in |
-//! | `known.rs` | what has happened before some point |
-//! | `shadow.rs` | for every word, who wrote and who read it |
-//! | `block.rs` | what the lanes of a block know, and how they learn it |
-//! | `watch.rs` | what the interpreter calls, and where an access goes |
-//! | `world.rs` | all of it together, and what the host does |
-//! | `checker.rs` | what a program calls |
-//! | `stores.rs` | how many bytes kernels store and how often they load, where, for tests that count |
-//! | `history.rs` | by which reads an order was meant to come about |
-//! | `report.rs` | what was found, in words |
+//! | `grids.rs` | launched grids, and the actors that a scope includes |
+//! | `past.rs` | causal pasts |
+//! | `shadow.rs` | the last writes and reads of every word |
+//! | `block.rs` | causal pasts of the lanes of a block, and the operations that extend them |
+//! | `hooks.rs` | the interpreter's calls, and the memory that an access goes to |
+//! | `world.rs` | the state of a checker, and accesses by the host |
+//! | `checker.rs` | the public interface |
+//! | `stores.rs` | counts of stored bytes and of loads, for tests |
+//! | `history.rs` | recent synchronisation, for the part of a report on what was seen |
+//! | `report.rs` | reports as text |
 
 pub(crate) mod block;
 mod checker;
 pub(crate) mod clock;
 pub(crate) mod grids;
 pub(crate) mod history;
-mod known;
+pub(crate) mod hooks;
+mod past;
 pub(crate) mod report;
 pub(crate) mod shadow;
 mod stores;
-pub(crate) mod watch;
 pub(crate) mod world;
 
 pub use checker::{CheckConfig, Checker, host_meets};
-pub(crate) use known::Known;
-pub use known::{Past, Timeline};
+pub(crate) use past::CausalPast;
+pub use past::{Past, Timeline};
 pub use stores::{Loaded, Stored};

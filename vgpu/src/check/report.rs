@@ -4,9 +4,9 @@ use super::block::BlockCheck;
 use super::clock::{self, Key};
 use super::grids::Grids;
 use super::history::{Sight, Step, Strong};
-use super::known::Known;
-use super::shadow::{How, Record, Wrong};
-use super::watch::Place;
+use super::hooks::Place;
+use super::past::CausalPast;
+use super::shadow::{How, Record, Violation};
 use super::world::World;
 use crate::fault::{Attempt, FaultKind, Launch, Party, Race};
 use crate::ir::{Scope, Sem};
@@ -17,7 +17,7 @@ pub(crate) struct Me<'a> {
     /// The lane.
     pub(crate) own: Key,
     pub(crate) wrote: bool,
-    pub(crate) known: &'a Known,
+    pub(crate) past: &'a CausalPast,
     pub(crate) block: &'a BlockCheck,
 }
 
@@ -78,10 +78,10 @@ fn actor_of(record: &Record) -> Key {
 
 /// The synchronisation that would have ordered the two accesses.
 fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> String {
-    let Me { record: mine, own, known, .. } = *me;
+    let Me { record: mine, own, past, .. } = *me;
     let wait = if other_wrote { "wait_group (without .read)" } else { "wait_group.read" };
     let theirs = actor_of(other);
-    let ordered = grids.known(&known.all, theirs, other.tick);
+    let ordered = grids.includes_tick(&past.all, theirs, other.tick);
     let order = || match (clock::place_of(own), clock::place_of(theirs)) {
         (Some((_, Some((w, _)))), Some((_, Some((v, _)))))
             if clock::block_of(own) == clock::block_of(theirs) =>
@@ -194,12 +194,12 @@ fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Ve
     found
 }
 
-/// The fault for a trouble at a place that `label` names.
+/// The fault for a violation at a place that `label` names.
 pub(crate) fn fault(
     world: &World,
     label: String,
     place: Place,
-    (at, wrong): (u64, Wrong),
+    (at, violation): (u64, Violation),
     me: &Me<'_>,
 ) -> FaultKind {
     let space = if matches!(place, Place::Shared { .. }) { "shared" } else { "global" };
@@ -207,9 +207,9 @@ pub(crate) fn fault(
         Place::Global { shadow, .. } => world.part(shadow, at),
         _ => String::new(),
     };
-    match wrong {
-        Wrong::Unwritten => FaultKind::Unwritten { space, label, offset: at, part, bytes: 4 },
-        Wrong::Race { other, wrote: other_wrote } => FaultKind::Race(Box::new(Race {
+    match violation {
+        Violation::Unwritten => FaultKind::Unwritten { space, label, offset: at, part, bytes: 4 },
+        Violation::Race { other, wrote: other_wrote } => FaultKind::Race(Box::new(Race {
             space,
             label,
             offset: at,
@@ -223,11 +223,11 @@ pub(crate) fn fault(
 }
 
 /// A race of the host, or of a copy in a stream.
-pub(crate) fn host_race(world: &World, wrong: Wrong, write: bool) -> String {
+pub(crate) fn host_race(world: &World, violation: Violation, write: bool) -> String {
     let what = if write { "write" } else { "read" };
-    match wrong {
-        Wrong::Unwritten => format!("the {what} finds unwritten memory"),
-        Wrong::Race { other, wrote } => {
+    match violation {
+        Violation::Unwritten => format!("the {what} finds unwritten memory"),
+        Violation::Race { other, wrote } => {
             let other = party(&world.grids, manner(other.how, wrote), actor_of(&other), other.pc, 0);
             format!(
                 "a {what} by the host or a stream, not ordered behind a {other}\n  missing: a wait of the host, the order of a stream, \
@@ -238,7 +238,7 @@ pub(crate) fn host_race(world: &World, wrong: Wrong, write: bool) -> String {
     }
 }
 
-/// The word that the host has loaded last, if there is something wrong with how it was written.
+/// The word that the host has loaded last, if there is something violation with how it was written.
 fn host_attempt(world: &World) -> Option<String> {
     let loaded = world.hosts.get(&std::thread::current().id())?.loaded?;
     let write = world.releases.get(&loaded)?.writes.last()?;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::clock::{self, Key, VectorClock};
 use super::grids::Grids;
-use super::known::Knows;
+use super::past::PastView;
 use crate::ir::{Scope, Sem};
 
 /// Words in a page of shadow, which comes to be when it is first touched.
@@ -168,17 +168,17 @@ pub(crate) struct Shadow {
     pub(crate) origin: Option<(u64, Arc<str>)>,
 }
 
-/// Why an access is wrong.
+/// Rule that an access breaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wrong {
+pub(crate) enum Violation {
     /// It races with this one. `wrote`: with a write.
     Race { other: Record, wrote: bool },
     /// The access reads unwritten bytes.
     Unwritten,
 }
 
-/// At which byte of its memory an access went wrong, and why.
-pub(crate) type Trouble = (u64, Wrong);
+/// A violation, and the byte of its memory that it is at.
+pub(crate) type ViolationAt = (u64, Violation);
 
 /// The actor of an access, and its causal past.
 pub(crate) struct Accessor<'a> {
@@ -186,7 +186,7 @@ pub(crate) struct Accessor<'a> {
     /// The lane's own key. Its causal past need not include its own accesses. Bulk copies have no
     /// such key.
     pub(crate) own: Key,
-    pub(crate) knows: Knows<'a>,
+    pub(crate) view: PastView<'a>,
     /// For a bulk copy: the generic accesses that it may rely on.
     pub(crate) published: Option<&'a VectorClock>,
 }
@@ -201,7 +201,7 @@ fn by_lane(record: &Record) -> impl Iterator<Item = Key> + use<> {
 impl Accessor<'_> {
     fn after(&self, grids: &Grids, key: Key, record: &Record) -> bool {
         if record.how.bulk {
-            return self.knows.has(grids, key, record.tick);
+            return self.view.includes(grids, key, record.tick);
         }
         (key == self.own && !self.record.how.bulk) || self.after_tick(grids, key, record.tick)
     }
@@ -209,8 +209,8 @@ impl Accessor<'_> {
     /// Whether the access comes after all accesses of an actor up to a tick, bulk copies excepted.
     fn after_tick(&self, grids: &Grids, key: Key, tick: u32) -> bool {
         match self.published {
-            Some(published) => grids.known(published, key, tick),
-            None => self.knows.has(grids, key, tick),
+            Some(published) => grids.includes_tick(published, key, tick),
+            None => self.view.includes(grids, key, tick),
         }
     }
 
@@ -305,7 +305,7 @@ impl Shadow {
         at: u64,
         bytes: u64,
         who: &Accessor,
-    ) -> Result<(), (u64, Wrong)> {
+    ) -> Result<(), ViolationAt> {
         if self.hidden {
             return Ok(());
         }
@@ -317,7 +317,7 @@ impl Shadow {
             for unit in self.units(w, mask) {
                 let mut cell = self.cell(unit);
                 if !cell.written {
-                    return Err((unit.at(), Wrong::Unwritten));
+                    return Err((unit.at(), Violation::Unwritten));
                 }
                 let last = cell.write;
                 if last.actor != 0 && last != fine {
@@ -328,7 +328,7 @@ impl Shadow {
                         // Says nothing of other words that the same thread wrote.
                         cell = self.cell(unit);
                     } else {
-                        return Err((unit.at(), Wrong::Race { other: last, wrote: true }));
+                        return Err((unit.at(), Violation::Race { other: last, wrote: true }));
                     }
                 }
                 let old = cell.read;
@@ -352,7 +352,13 @@ impl Shadow {
 
     /// Checks a host read of `bytes` bytes at `at` of hidden memory: the read must come after all
     /// kernels' writes there. Nothing is noted.
-    pub(crate) fn take(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Result<(), Trouble> {
+    pub(crate) fn take(
+        &mut self,
+        grids: &Grids,
+        at: u64,
+        bytes: u64,
+        who: &Accessor,
+    ) -> Result<(), ViolationAt> {
         let mut fine = NOBODY;
         for (w, mask) in Self::words(at, bytes) {
             for unit in self.units(w, mask) {
@@ -361,7 +367,7 @@ impl Shadow {
                     continue;
                 }
                 if !who.after(grids, last.actor, &last) {
-                    return Err((unit.at(), Wrong::Race { other: last, wrote: true }));
+                    return Err((unit.at(), Violation::Race { other: last, wrote: true }));
                 }
                 fine = last;
             }
@@ -381,7 +387,7 @@ impl Shadow {
         who: &Accessor,
         unchanged: impl Fn(u64) -> bool,
         before: impl Fn(u64) -> Option<u32>,
-    ) -> Result<bool, (u64, Wrong)> {
+    ) -> Result<bool, ViolationAt> {
         // Neighbouring words mostly have the same history.
         let (mut fine, mut harmless) = (NOBODY, NOBODY);
         let mut strong_before = false;
@@ -406,7 +412,7 @@ impl Shadow {
                     && !(!last.how.rmw && !me.how.rmw && unchanged(4 * w))
                 {
                     if !(seen && self.observed(grids, unit, who)) {
-                        return Err((unit.at(), Wrong::Race { other: last, wrote: true }));
+                        return Err((unit.at(), Violation::Race { other: last, wrote: true }));
                     }
                 } else {
                     fine = last;
@@ -415,14 +421,14 @@ impl Shadow {
                     |r: &Record| r.actor != 0 && by_lane(r).any(|key| !this.gets_on_with(grids, key, r));
                 if read != harmless {
                     if clash(&read) {
-                        return Err((unit.at(), Wrong::Race { other: read, wrote: false }));
+                        return Err((unit.at(), Violation::Race { other: read, wrote: false }));
                     }
                     harmless = read;
                 }
                 if crowded {
                     let readers = self.readers.remove(&unit).unwrap_or_default();
                     if let Some(other) = readers.by_actor.into_values().flatten().find(clash) {
-                        return Err((unit.at(), Wrong::Race { other, wrote: false }));
+                        return Err((unit.at(), Violation::Race { other, wrote: false }));
                     }
                 }
                 if seen {

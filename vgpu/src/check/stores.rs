@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use super::clock::{self, Key};
-use super::watch::Place;
+use super::hooks::Place;
 
 /// Bytes that the kernels of one name on one device stored in one part of a piece of memory, bulk
 /// copies and atomics included.

@@ -10,17 +10,17 @@ use super::checker::CheckConfig;
 use super::clock::{self, Key};
 use super::grids::{GridFacts, Grids};
 use super::history::History;
-use super::known::{Known, Knows, Timeline};
-use super::shadow::{Accessor, How, Record, Shadow, Trouble, Wrong};
+use super::past::{CausalPast, PastView, Timeline};
+use super::shadow::{Accessor, How, Record, Shadow, Violation, ViolationAt};
 use super::stores::{Counts, Loaded, Stored};
 use crate::ir::{Scope, Sem};
-use crate::rng::Rng;
+use crate::seeds::Rng;
 
 /// A host thread, or the work of a stream while a thread carries it out.
 #[derive(Debug, Default)]
 pub(super) struct Host {
     pub(super) timeline: Key,
-    pub(super) known: Known,
+    pub(super) past: CausalPast,
     /// The word of mapped memory that it has loaded last: shadow and offset.
     pub(super) loaded: Option<(u32, u64)>,
 }
@@ -47,13 +47,13 @@ pub(crate) struct World {
     /// Chains of releases so far: the number of the last.
     pub(super) chains: u64,
     /// Causal past that was released to hidden memory, for acquires there.
-    pub(crate) outside: Known,
+    pub(crate) outside: CausalPast,
     pub(crate) history: History,
     /// Causal past of the last sequentially consistent fences, by scope and by block.
     pub(crate) fences: HashMap<(Scope, Key), Release>,
     pub(super) hosts: HashMap<ThreadId, Host>,
     /// Causal past that host threads have published ([`host_meets`]).
-    pub(super) meeting: Known,
+    pub(super) meeting: CausalPast,
     pub(super) timelines: u64,
     pub(super) ticks: u32,
     pub(crate) rng: Rng,
@@ -80,11 +80,11 @@ impl World {
             free_shadows: vec![],
             releases: HashMap::new(),
             chains: 0,
-            outside: Known::default(),
+            outside: CausalPast::default(),
             history: History::default(),
             fences: HashMap::new(),
             hosts: HashMap::new(),
-            meeting: Known::default(),
+            meeting: CausalPast::default(),
             timelines: 0,
             ticks: 0,
             rng: Rng::new(config.weak_memory.unwrap_or(0)),
@@ -144,21 +144,21 @@ impl World {
     }
 
     /// The causal past of this thread, or of the stream that it acts for.
-    pub(crate) fn host_known(&mut self) -> Known {
+    pub(crate) fn host_past(&mut self) -> CausalPast {
         ACTING
-            .with_borrow(|acting| acting.as_ref().map(|host| host.known.clone()))
-            .unwrap_or_else(|| self.host().known.clone())
+            .with_borrow(|acting| acting.as_ref().map(|host| host.past.clone()))
+            .unwrap_or_else(|| self.host().past.clone())
     }
 
-    pub(crate) fn host_learns(&mut self, known: &Known) {
-        self.host().known.join(known);
+    pub(crate) fn host_acquires_past(&mut self, past: &CausalPast) {
+        self.host().past.join(past);
     }
 
     /// Begins a grid after the causal past `start`, on a timeline or on one of its own. Returns its
     /// number.
     pub(crate) fn begin_grid(
         &mut self,
-        start: &mut Known,
+        start: &mut CausalPast,
         timeline: Option<Timeline>,
         device: u64,
         kernel: Arc<crate::kernel::Kernel>,
@@ -181,11 +181,11 @@ impl World {
     }
 
     /// Ends a grid: `known` then includes all of it.
-    pub(crate) fn end_grid(&mut self, grid: u32, known: &mut Known) {
+    pub(crate) fn end_grid(&mut self, grid: u32, past: &mut CausalPast) {
         if let Some(facts) = self.grids.0.get(grid as usize - 1) {
-            known.all.raise(facts.timeline, facts.tick);
+            past.all.raise(facts.timeline, facts.tick);
         }
-        known.publish_all();
+        past.publish_all();
     }
 
     /// Name of byte `at` of shadow `number`; empty if it has none.
@@ -261,26 +261,26 @@ impl World {
         at: u64,
         bytes: u64,
         write: bool,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), ViolationAt> {
         self.host_touches(number, at, bytes, write, How::WEAK)
     }
 
     /// An acquire load of scope `.sys` by the host of the 8-byte word at `at` in shadow `number`.
     /// The releases there join the host's causal past.
-    pub(crate) fn host_acquires(&mut self, number: u32, at: u64) -> Result<(), Trouble> {
+    pub(crate) fn host_acquires(&mut self, number: u32, at: u64) -> Result<(), ViolationAt> {
         self.host_touches(number, at, 8, false, How::generic(Sem::Acquire, Scope::Sys, 8, false))?;
         self.host().loaded = Some((number, at));
-        let mut learnt = Known::default();
+        let mut acquired = CausalPast::default();
         if self.shadows.get(number as usize).is_some_and(|shadow| shadow.hidden) {
-            learnt.join(&self.outside);
+            acquired.join(&self.outside);
         } else {
             let Some(releases) = self.releases.get(&(number, at)) else { return Ok(()) };
             // A narrower scope does not include the host.
-            releases.last.iter().filter(|r| r.scope == Scope::Sys).for_each(|r| learnt.join(&r.known));
+            releases.last.iter().filter(|r| r.scope == Scope::Sys).for_each(|r| acquired.join(&r.past));
         }
-        let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(|host| host.known.join(&learnt)));
+        let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(|host| host.past.join(&acquired)));
         if acted.is_none() {
-            self.host_learns(&learnt);
+            self.host_acquires_past(&acquired);
         }
         Ok(())
     }
@@ -292,24 +292,24 @@ impl World {
         bytes: u64,
         write: bool,
         how: How,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), ViolationAt> {
         if number == 0 {
             return Ok(());
         }
         let tick = self.next_tick();
-        let mut known = Known::default();
+        let mut past = CausalPast::default();
         let mut timeline = 0;
         let mut note = |host: &mut Host| {
             timeline = host.timeline;
-            known = host.known.clone();
-            host.known.raise(host.timeline, tick);
+            past = host.past.clone();
+            host.past.raise(host.timeline, tick);
         };
         let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(&mut note).is_some());
         if !acted {
             note(self.host());
         }
         let record = Record { actor: timeline, tick, lanes: 0, pc: 0, how, bytes: 0 };
-        let who = Accessor { record, own: timeline, published: None, knows: Knows::all(&known) };
+        let who = Accessor { record, own: timeline, published: None, view: PastView::all(&past) };
         let World { shadows, grids, config, .. } = self;
         let shadow = &mut shadows[number as usize];
         let result = if shadow.hidden {
@@ -323,7 +323,7 @@ impl World {
         };
         match result {
             // The host may read unwritten memory, as a debugger does.
-            Err(trouble @ (_, Wrong::Race { .. })) if config.races => Err(trouble),
+            Err(violation @ (_, Violation::Race { .. })) if config.races => Err(violation),
             _ => Ok(()),
         }
     }

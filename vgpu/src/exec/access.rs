@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 use half::{bf16, f16};
 
 use super::lanes::lanes;
-use super::shared::window;
 use super::simd;
+use super::state::window;
 use super::state::{Exec, Flow, LateLoad, Run, stop};
+use crate::check::hooks::Hooks;
+use crate::check::hooks::Place;
 use crate::check::shadow::How;
-use crate::check::shadow::Trouble;
-use crate::check::watch::Place;
-use crate::check::watch::Watch;
+use crate::check::shadow::ViolationAt;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::float::{canonical, flush};
 use crate::ir::{Access, Addr, Atomic, FULL, Op, Rmw, SINK, Sem, Space};
@@ -84,7 +84,7 @@ mod whole {
     /// Writes them.
     ///
     /// # Safety
-    /// As of [`read`].
+    /// The same conditions as for [`read`].
     pub(super) unsafe fn write(p: *mut u8, halves: [u64; 2]) {
         // SAFETY: as in `read`.
         unsafe {
@@ -115,7 +115,7 @@ mod whole {
     /// Writes them.
     ///
     /// # Safety
-    /// As of [`read`].
+    /// The same conditions as for [`read`].
     pub(super) unsafe fn write(p: *mut u8, halves: [u64; 2]) {
         let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         for (at, half) in [0, 8].into_iter().zip(halves) {
@@ -231,7 +231,7 @@ enum Footprint {
 const LOADS: usize = 0;
 const STORES: usize = 1;
 
-impl<W: Watch> Exec<'_, W> {
+impl<W: Hooks> Exec<'_, W> {
     /// Pointer for an access of `bytes` bytes to global memory.
     #[inline(always)]
     pub(super) fn global(&mut self, cache: usize, addr: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
@@ -417,7 +417,7 @@ impl<W: Watch> Exec<'_, W> {
             self.pointer(LOADS, a.space, addr[i], size, i)?;
             let place = self.place(LOADS, a.space, addr[i]);
             let result = self.watch.read(place, size, i, self.pc, how);
-            result.or_else(|trouble| self.blame(place, trouble, i, how, false))?;
+            result.or_else(|violation| self.blame(place, violation, i, how, false))?;
         }
         Ok(())
     }
@@ -615,7 +615,7 @@ impl<W: Watch> Exec<'_, W> {
             }
             let size = size as usize;
             let result = self.watch.write(place, i, self.pc, how, &now[..size], &new[..size]);
-            let strong_before = result.or_else(|trouble| self.blame(place, trouble, i, how, true))?;
+            let strong_before = result.or_else(|violation| self.blame(place, violation, i, how, true))?;
             // SAFETY: `pointer` checked bounds and alignment of the whole vector.
             unsafe { self.store_lane(a, p, i) };
             if a.sem == Sem::Weak && !strong_before {
@@ -731,7 +731,7 @@ impl<W: Watch> Exec<'_, W> {
                 let now = unsafe { read(p, a.bytes, Ordering::Relaxed) };
                 let n = a.bytes as usize;
                 let result = self.watch.write(place, i, self.pc, how, &now.to_ne_bytes()[..n], &[]);
-                result.or_else(|trouble| self.blame(place, trouble, i, how, true))?;
+                result.or_else(|violation| self.blame(place, violation, i, how, true))?;
             }
             // SAFETY: `pointer` checked bounds and alignment.
             let old = unsafe { rmw(p, a.bytes, op, x, y) };
@@ -772,7 +772,7 @@ impl<W: Watch> Exec<'_, W> {
     pub(super) fn blame<T>(
         &self,
         place: Place,
-        trouble: Trouble,
+        violation: ViolationAt,
         lane: usize,
         how: How,
         write: bool,
@@ -781,7 +781,7 @@ impl<W: Watch> Exec<'_, W> {
             Place::Global { shadow, .. } => self.env.table.label_of(shadow).unwrap_or("memory").to_string(),
             _ => String::new(),
         };
-        stop(self.watch.describe(label, place, trouble, lane, self.pc, how, write), Some(lane))
+        stop(self.watch.describe(label, place, violation, lane, self.pc, how, write), Some(lane))
     }
 
     /// Offset in the shared window of an address that an instruction takes in `space` (shared or

@@ -10,13 +10,13 @@ use std::ops::Range;
 use super::bulk_queue::{End, PIECES, Pending, Stage};
 use super::lanes::lanes;
 use super::state::{BlockState, Env, Exec, Run, stop};
+use crate::check::hooks::Place;
+use crate::check::hooks::{Copy, Hooks};
 use crate::check::shadow::How;
-use crate::check::watch::Place;
-use crate::check::watch::{Copy, Watch};
 use crate::fault::FaultKind;
 use crate::ir::{Addr, BulkOp};
 use crate::memory::Table;
-use crate::rng::Rng;
+use crate::seeds::Rng;
 
 /// One in so many copies lands as late as possible, so that a missing wait shows.
 const LATE_ONE_IN: u64 = 8;
@@ -115,11 +115,11 @@ impl BlockState {
                     _ => p.advance_to(
                         self,
                         table,
-                        if p.has_come_to(Stage::Read) { Stage::Landed } else { Stage::Read },
+                        if p.has_reached(Stage::Read) { Stage::Landed } else { Stage::Read },
                     ),
                 },
             };
-            let landed = p.has_come_to(Stage::Landed);
+            let landed = p.has_reached(Stage::Landed);
             let done = done.and_then(|()| match p.mbar {
                 Some(mbar) if landed => self.complete_tx(mbar, p.bytes),
                 _ => Ok(()),
@@ -156,7 +156,7 @@ impl BlockState {
     }
 }
 
-impl<W: Watch> Exec<'_, W> {
+impl<W: Hooks> Exec<'_, W> {
     pub(super) fn bulk(&mut self, op: &BulkOp, m: u32) -> Run<()> {
         let env = self.env;
         for i in lanes(m) {
@@ -233,7 +233,9 @@ impl<W: Watch> Exec<'_, W> {
             };
             match self.watch.copy(&copy) {
                 Ok(old) => stale = old,
-                Err((place, write, trouble)) => return self.blame(place, trouble, lane, How::BULK, write),
+                Err((place, write, violation)) => {
+                    return self.blame(place, violation, lane, How::BULK, write);
+                }
             }
         }
         self.changed();

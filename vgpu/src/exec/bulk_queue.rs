@@ -1,6 +1,6 @@
 //! The bulk copies of a block that are under way.
 
-use crate::check::watch::Stale;
+use crate::check::hooks::Stale;
 
 /// Most pieces of a copy.
 pub(super) const PIECES: usize = 4;
@@ -12,7 +12,7 @@ pub(super) enum End {
     Shared(u64),
 }
 
-/// How far a piece has come.
+/// Progress of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Stage {
     Issued,
@@ -34,7 +34,8 @@ pub(super) struct Pending {
     /// Buffer of the bytes read, and the stage of each piece.
     pub(super) data: Vec<u8>,
     pub(super) pieces: [Stage; PIECES],
-    /// Whether it moves only when nothing else can run. Drawn when it might first have moved.
+    /// Whether it proceeds only when no warp can run: the latest legal completion. Drawn when it
+    /// might first have proceeded.
     pub(super) late: Option<bool>,
     /// Whether a wait for the read of its source has returned.
     pub(super) awaited: bool,
@@ -52,7 +53,7 @@ impl Pending {
         units * piece / PIECES * 16..units * (piece + 1) / PIECES * 16
     }
 
-    pub(super) fn has_come_to(&self, stage: Stage) -> bool {
+    pub(super) fn has_reached(&self, stage: Stage) -> bool {
         self.pieces.iter().all(|&piece| piece >= stage)
     }
 }

@@ -11,16 +11,15 @@
 pub(crate) mod access;
 mod bulk;
 pub(crate) mod bulk_queue;
+mod converged;
 pub(crate) mod lanes;
-pub(crate) mod shared;
 mod simd;
-mod state;
+pub(crate) mod state;
 mod sync;
-mod together;
 
 use std::sync::atomic::Ordering;
 
-use crate::check::watch::Watch;
+use crate::check::hooks::Hooks;
 use crate::device::Clock;
 use crate::fault::FaultKind;
 use crate::ir::{GUARD_NOT, Inst, NO_GUARD, Op, Timer};
@@ -36,7 +35,7 @@ const GROUP_FUEL: u32 = 4096;
 /// Stands for the clock among the addresses that a warp polls.
 const TIMER: u64 = u64::MAX;
 
-impl<'a, W: Watch> Exec<'a, W> {
+impl<'a, W: Hooks> Exec<'a, W> {
     pub(crate) fn new(env: &'a Env, block: &'a mut BlockState, warp: &'a mut Warp, watch: W) -> Self {
         Exec {
             kernel: &env.kernel,
@@ -252,10 +251,10 @@ impl<'a, W: Watch> Exec<'a, W> {
     fn branch(&mut self, m: u32, target: u32) -> Flow {
         let fallthrough = self.pc + 1;
         if m != self.mask {
-            self.warp.together.part(m, self.pc);
+            self.warp.converged.part(m, self.pc);
             // Hardware promises nowhere that the arms join again by themselves.
             let one_in = self.env.apart_one_in;
-            let draw = crate::rng::mix(self.env.poison ^ (self.env.executed + self.executed));
+            let draw = crate::seeds::mix(self.env.poison ^ (self.env.executed + self.executed));
             if one_in != 0 && draw.is_multiple_of(one_in) {
                 self.apart = true;
             }
@@ -287,7 +286,7 @@ impl<'a, W: Watch> Exec<'a, W> {
             };
             let same = lanes::lanes(todo).filter(|&i| row[i] == row[lane]).fold(0, |a, i| a | 1 << i);
             todo &= !same;
-            self.warp.together.part(same, self.pc);
+            self.warp.converged.part(same, self.pc);
             self.push(same, target, GroupState::Ready);
         }
         Ok(Flow::Gone)
@@ -361,7 +360,7 @@ impl<'a, W: Watch> Exec<'a, W> {
     /// Keeps the lanes `m` of the running group; the others go on at the next instruction.
     fn split_off(&mut self, m: u32) {
         if m != self.mask {
-            self.warp.together.part(m, self.pc);
+            self.warp.converged.part(m, self.pc);
             self.push(self.mask & !m, self.pc + 1, GroupState::Ready);
             self.mask = m;
         }

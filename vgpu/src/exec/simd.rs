@@ -168,7 +168,7 @@ mod tests {
 
     #[test]
     fn against_the_definition() {
-        let mut r = crate::rng::Rng::new(3);
+        let mut r = crate::seeds::Rng::new(3);
         let words: [u32; 32] = std::array::from_fn(|_| r.next() as u32);
         let want = words.iter().enumerate().fold(0, |mask, (i, w)| mask | (w >> 31) << i);
         assert_eq!(top_bits(&words), want);

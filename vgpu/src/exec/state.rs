@@ -4,9 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::bulk_queue::BulkQueue;
+use super::converged::Converged;
 use super::lanes;
-use super::shared::SharedMemory;
-use super::together::Together;
 use crate::device::Clock;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{Access, BARRIERS, Regs};
@@ -111,7 +110,7 @@ pub(crate) struct Warp {
     pub(crate) index: u32,
     /// Lanes that have not exited.
     pub(crate) live: u32,
-    pub(super) together: Together,
+    pub(super) converged: Converged,
     pub(crate) regs: Regs,
     /// Local memory, lane after lane.
     pub(crate) local: Vec<u64>,
@@ -138,7 +137,7 @@ impl Warp {
     pub(crate) fn start(&mut self, index: u32, live: u32) {
         self.index = index;
         self.live = live;
-        self.together.start(live);
+        self.converged.start(live);
         self.groups.clear();
         self.groups.push(Group {
             mask: live,
@@ -238,10 +237,10 @@ impl BlockState {
             let message = format!("{} threads have arrived, {expected} were expected", b.arrived);
             return Err(FaultKind::BadBarrier { barrier: id, message });
         }
-        self.settle(id)
+        self.complete_barrier(id)
     }
 
-    pub(super) fn settle(&mut self, id: u32) -> Result<(), FaultKind> {
+    pub(super) fn complete_barrier(&mut self, id: u32) -> Result<(), FaultKind> {
         let b = &mut self.barriers[id as usize];
         if self.strict_exits && b.all && b.arrived != 0 && self.exited_warps != 0 {
             let message = format!(
@@ -261,7 +260,7 @@ impl BlockState {
     /// A warp has ended: barriers that wait for all threads no longer wait for it.
     pub(crate) fn warp_exited(&mut self) -> Result<(), FaultKind> {
         self.exited_warps += 1;
-        (0..BARRIERS as u32).try_for_each(|id| self.settle(id))
+        (0..BARRIERS as u32).try_for_each(|id| self.complete_barrier(id))
     }
 }
 
@@ -354,4 +353,41 @@ pub(crate) struct Exec<'a, W> {
     /// [`Group::spins`] of the running group.
     pub(super) spins: bool,
     pub(crate) watch: W,
+}
+
+/// First valid offset of the shared window. As on sm_90, the first KiB belongs to the system; so
+/// offset 0, the usual sign of a missing initialisation, is a fault.
+pub(crate) const SHARED_BASE: u32 = 1024;
+
+/// Shared memory of one block.
+#[derive(Debug, Default)]
+pub(crate) struct SharedMemory {
+    words: Vec<u128>,
+    bytes: u64,
+}
+
+impl SharedMemory {
+    /// Memory of `bytes` bytes that holds `poison` everywhere.
+    pub(crate) fn reset(&mut self, bytes: u32, poison: u64) {
+        let word = u128::from(poison) << 64 | u128::from(poison);
+        self.words.clear();
+        // 128-byte alignment is by offset only: nothing looks at the host address.
+        self.words.resize(bytes.div_ceil(16) as usize, word);
+        self.bytes = u64::from(bytes);
+    }
+
+    /// Pointer to `offset` of the window, if `bytes` bytes from there on exist.
+    pub(crate) fn pointer(&mut self, offset: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
+        let at = offset.wrapping_sub(u64::from(SHARED_BASE));
+        if at > self.bytes || bytes > self.bytes - at {
+            return Err(window("shared", offset, bytes, u64::from(SHARED_BASE), self.bytes));
+        }
+        // SAFETY: `at` is inside of (or one past) the allocation, which has at least `self.bytes`
+        // bytes.
+        Ok(unsafe { self.words.as_mut_ptr().cast::<u8>().add(at as usize) })
+    }
+}
+
+pub(super) fn window(space: &'static str, offset: u64, bytes: u64, start: u64, len: u64) -> FaultKind {
+    FaultKind::OutOfWindow { space, offset, bytes, start, end: start + len }
 }

@@ -2,16 +2,16 @@
 
 use super::lanes::{lanes, mask_of, put};
 use super::state::{BlockState, Exec, Flow, GroupState, Run, Stop, stop};
+use crate::check::hooks::Hooks;
+use crate::check::hooks::Place;
 use crate::check::shadow::How;
-use crate::check::watch::Place;
-use crate::check::watch::Watch;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{
     Addr, BARRIERS, BarrierKind, MbarOp, Op, Rmw, SINK, Scope, Sem, ShflMode, Space, Votes, WarpOp,
 };
 use crate::mbarrier::Mbarrier;
 
-impl<W: Watch> Exec<'_, W> {
+impl<W: Hooks> Exec<'_, W> {
     /// Executes a warp-wide instruction for every member mask whose lanes have all arrived; the
     /// other lanes wait.
     pub(super) fn warp_wide(&mut self, op: &WarpOp, mask_slot: u32) -> Run<Flow> {
@@ -24,7 +24,7 @@ impl<W: Watch> Exec<'_, W> {
             let here = mask_of(|i| masks[i] == mask) & todo;
             todo &= !here;
             if here != self.mask {
-                self.warp.together.part(here, self.pc);
+                self.warp.converged.part(here, self.pc);
             }
             if here & !mask != 0 {
                 let kind = FaultKind::BadMemberMask { mask, lanes: here };
@@ -41,7 +41,7 @@ impl<W: Watch> Exec<'_, W> {
                 || matches!(op, WarpOp::Sync) && self.release_elsewhere(needed & !here, mask)
             {
                 if matches!(op, WarpOp::Sync) {
-                    self.warp.together.meet(here);
+                    self.warp.converged.meet(here);
                     if W::ON {
                         self.watch.sync_warp(mask & self.warp.live);
                     }
@@ -217,11 +217,11 @@ impl<W: Watch> Exec<'_, W> {
     /// itself.
     fn comes_together(&self, barrier: u32) -> Run<()> {
         let first = self.mask.trailing_zeros();
-        let (together, live) = (self.warp.together.with(first) & self.warp.live, self.warp.live);
+        let (together, live) = (self.warp.converged.with(first) & self.warp.live, self.warp.live);
         if together == live {
             return Ok(());
         }
-        let parted_on = self.kernel.origin(self.warp.together.parted_at).0;
+        let parted_on = self.kernel.origin(self.warp.converged.parted_at).0;
         stop(FaultKind::ApartAtBarrier { barrier, together, live, parted_on }, Some(first as usize))
     }
 
@@ -262,7 +262,7 @@ impl<W: Watch> Exec<'_, W> {
         if union == 0 || union != self.warp.live {
             return Ok(());
         }
-        self.warp.together.meet(union);
+        self.warp.converged.meet(union);
         for g in &mut self.warp.groups {
             if here(g.state).is_none() {
                 continue;
@@ -444,7 +444,7 @@ impl<W: Watch> Exec<'_, W> {
         } else {
             self.watch.read(place, 8, lane, self.pc, how)
         };
-        result.or_else(|trouble| self.blame(place, trouble, lane, how, write))?;
+        result.or_else(|violation| self.blame(place, violation, lane, how, write))?;
         match op {
             MbarOp::Init { .. } => self.watch.init_mbarrier(self.pc, offset),
             MbarOp::Arrive { .. } => self.watch.arrive_mbarrier(lane, self.pc, offset),

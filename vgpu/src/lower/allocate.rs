@@ -9,12 +9,13 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::flow::{ControlFlow, Set, Touch};
-use super::unwritten::unwritten;
+use super::dataflow::{Set, Touch, unwritten};
 use crate::exec::lanes::{Role, Sig};
 use crate::ir::{
     Access, Addr, BulkOp, CARRY, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, SINK, Votes, WarpOp,
 };
+use crate::ptx::Flow;
+use crate::ptx::flow::Leave;
 
 /// Shows every register of an instruction, its guard aside, to `f`. `sig` describes the slots of
 /// [`Op::Alu`].
@@ -186,7 +187,17 @@ pub(super) fn allocate(
         })
         .collect();
 
-    let flow = ControlFlow::new(code, tables);
+    let flow = Flow::new(code.len(), |i| {
+        let (targets, exits) = match code[i].op {
+            Op::Bra { target } => (vec![target as usize], false),
+            Op::BrxIdx { table, .. } => {
+                (tables[table as usize].iter().map(|&target| target as usize).collect(), false)
+            }
+            Op::Exit | Op::Trap => (vec![], true),
+            _ => return None,
+        };
+        Some(Leave { targets, exits, continues: code[i].guard != NO_GUARD })
+    });
     let mut written = Set::new(total);
     (0..total).filter(|&r| pinned[r]).for_each(|r| written.insert(r));
     let unwritten = unwritten(&flow, &touches, &written);
@@ -270,7 +281,7 @@ struct Liveness {
 }
 
 impl Liveness {
-    fn new(flow: &ControlFlow, touches: &[Vec<Touch>], total: usize) -> Self {
+    fn new(flow: &Flow, touches: &[Vec<Touch>], total: usize) -> Self {
         let mut live = Liveness { into: vec![Set::new(total); flow.blocks.len()] };
         let mut before = vec![vec![]; flow.blocks.len()];
         for (b, successors) in flow.successors.iter().enumerate() {
@@ -299,7 +310,7 @@ impl Liveness {
     }
 
     /// Sets `set` to the slots that are alive at the end of a block.
-    fn out(&self, flow: &ControlFlow, b: usize, set: &mut Set) {
+    fn out(&self, flow: &Flow, b: usize, set: &mut Set) {
         set.clear();
         for &next in &flow.successors[b] {
             set.absorb(&self.into[next]);

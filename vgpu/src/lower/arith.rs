@@ -4,12 +4,12 @@ use half::{bf16, f16};
 
 use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
-use crate::ast::Operand;
 use crate::exec::lanes::{
     Combine, Spec, op_carry, op_pred, op_setp, op1, op2, op3, op4, rare1, rare2, rare3,
 };
 use crate::float::{self, Directed, Half, Round, SCALE, canonical, flush, saturate};
 use crate::ir::{CARRY, File, Init, SINK};
+use crate::ptx::Operand;
 
 /// Evaluates an expression with a type alias bound to the Rust type of a PTX type; `None` for other
 /// types.

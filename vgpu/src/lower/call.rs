@@ -7,11 +7,11 @@
 //! meet at the warp-wide instructions in it.
 
 use super::state::{Binding, Call, Lower, Lowered, Scope, describe};
-use crate::ast::{Operand, Param, Pos};
 use crate::ir::{GUARD_NOT, NO_GUARD, Op};
+use crate::ptx::{Operand, Param, Span};
 
 /// `call {(results),} name {, (arguments)}`
-pub(super) fn call(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
+pub(super) fn call(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
     l.count(ops, 1..=3)?;
     let empty = (Operand::List(vec![]), l.pos);
     let (results, rest) = match &ops[0].0 {
@@ -63,7 +63,7 @@ pub(super) fn call(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
 }
 
 /// `ret`: the end of the kernel, or of the function that is being put in place.
-pub(super) fn ret(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
+pub(super) fn ret(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
     l.count(ops, 0..=0)?;
     let at = l.code.len();
     match l.calls.last_mut() {
@@ -77,7 +77,7 @@ pub(super) fn ret(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
 }
 
 /// Gives the caller's arguments the function's parameter names.
-fn bind(l: &mut Lower, scope: &mut Scope, given: &(Operand, Pos), wanted: &[Param]) -> Lowered<()> {
+fn bind(l: &mut Lower, scope: &mut Scope, given: &(Operand, Span), wanted: &[Param]) -> Lowered<()> {
     let pos = given.1;
     let Operand::List(given) = &given.0 else {
         return Err((pos, format!("{} stands where a list is needed", describe(&given.0))));

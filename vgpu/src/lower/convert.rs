@@ -67,7 +67,7 @@ pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
     Ok(Box::new(move |l, ops| {
         l.count(ops, 2..=2)?;
         // Registers may be wider than the types.
-        let wider = |t: Ty, r: Option<(File, u32, u32)>, op: &(crate::ast::Operand, crate::ast::Pos)| match r
+        let wider = |t: Ty, r: Option<(File, u32, u32)>, op: &(crate::ptx::Operand, crate::ptx::Span)| match r
         {
             Some((File::Pred, ..)) => Err((op.1, "cvt does not take predicates".to_string())),
             Some((_, bits, _)) if bits < t.bits() || t.is_float() && bits != t.bits() => {
@@ -449,7 +449,7 @@ mod tests {
     #[test]
     fn keeping_low_bits_is_what_an_integer_conversion_does() {
         let types = [Ty::U8, Ty::S8, Ty::U16, Ty::S16, Ty::U32, Ty::S32, Ty::U64, Ty::S64];
-        let mut rng = crate::rng::Rng::new(5);
+        let mut rng = crate::seeds::Rng::new(5);
         let words: [u64; 32] = std::array::from_fn(|_| rng.next());
         for (to, from) in types.into_iter().flat_map(|to| types.map(|from| (to, from))) {
             let Some((bits, signed)) = kept(to, from) else { continue };

@@ -3,13 +3,13 @@
 use super::state::{Lower, Lowered, Patch, timer_register};
 use super::types::{Mods, Ty};
 use super::{arith, call, convert, extended, matrix, mem, sync};
-use crate::ast::{Operand, Pos};
 use crate::exec::lanes::{Lane, Role, Sig, Spec, lanes, op1};
 use crate::ir::{File, Op, Regs, SINK};
+use crate::ptx::{Operand, Span};
 
 /// Takes the operands of an instruction with a decoded opcode, and adds the instruction to the
 /// code.
-pub(super) type Emit = Box<dyn Fn(&mut Lower, &[(Operand, Pos)]) -> Lowered<()>>;
+pub(super) type Emit = Box<dyn Fn(&mut Lower, &[(Operand, Span)]) -> Lowered<()>>;
 
 /// An instruction without anything to do at run time but `op`; its operands are only counted.
 pub(super) fn plain(op: Op, operands: usize) -> Emit {
@@ -110,7 +110,7 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
     Ok(emit)
 }
 
-fn branch(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
+fn branch(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
     l.count(ops, 1..=1)?;
     let (Operand::Name(name), pos) = &ops[0] else {
         return l.error("a branch needs a label");
@@ -121,7 +121,7 @@ fn branch(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
     Ok(())
 }
 
-fn indexed_branch(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
+fn indexed_branch(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
     l.count(ops, 2..=2)?;
     let index = l.source_of::<u32>(&ops[0])?;
     let (Operand::Name(name), pos) = &ops[1] else {
@@ -170,7 +170,7 @@ fn mov(m: &mut Mods) -> Result<Emit, String> {
 }
 
 /// `mov.b128`: between registers of 128 bits, and their halves.
-fn move_wide(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
+fn move_wide(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
     l.count(ops, 2..=2)?;
     if ops.iter().all(|op| matches!(op.0, Operand::Vector(_))) {
         return l.error("one side is a 128-bit register");
@@ -200,8 +200,8 @@ fn move_wide(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
 fn move_parts(
     l: &mut Lower,
     parts: &[Operand],
-    pos: Pos,
-    whole: &(Operand, Pos),
+    pos: Span,
+    whole: &(Operand, Span),
     file: File,
     bits: u32,
     role: Role,

@@ -8,9 +8,9 @@
 use super::decode::Emit;
 use super::state::{Lower, Lowered};
 use super::types::Mods;
-use crate::ast::{Operand, Pos};
 use crate::exec::lanes::{op1, op2};
 use crate::ir::{Access, Addr, FULL, File, Init, Op, SINK, Scope, Sem, ShflMode, Space, Special, WarpOp};
+use crate::ptx::{Operand, Span};
 
 pub(super) fn transfer(m: &mut Mods) -> Result<Emit, String> {
     let load = m.base == "ldmatrix";
@@ -50,7 +50,7 @@ pub(super) fn transfer(m: &mut Mods) -> Result<Emit, String> {
 
 /// The address that each lane gives, in two halves, since shuffles take 32 bits; the second is
 /// missing in a 32-bit address.
-fn row_addresses(l: &mut Lower, op: &(Operand, Pos)) -> Lowered<(u32, Option<u32>)> {
+fn row_addresses(l: &mut Lower, op: &(Operand, Span)) -> Lowered<(u32, Option<u32>)> {
     let Addr { slot, wide, offset } = l.address(op)?;
     let low = l.slot(File::R32);
     let add = l.constant(if wide { File::R64 } else { File::R32 }, Init::Bits(offset as u64));

@@ -3,10 +3,10 @@
 use super::decode::{Emit, plain, simple};
 use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
-use crate::ast::{Operand, Pos};
 use crate::exec::access::{LOCAL_TAG, PARAM_TAG, SHARED_TAG};
 use crate::exec::lanes::{Lane, op_pred, op1, op2, op3};
 use crate::ir::{Access, Atomic, File, GUARD_NOT, Init, NO_GUARD, Op, Rmw, SINK, Scope, Sem, Space};
+use crate::ptx::{Operand, Span};
 
 const SPACES: &[(&str, Space)] = &[
     ("global", Space::Global),
@@ -96,7 +96,7 @@ fn shape(m: &mut Mods) -> Result<Shape, String> {
 }
 
 /// The registers of a load or store and whether they are 64 bits wide.
-fn registers(l: &mut Lower, op: &(Operand, Pos), s: &Shape, dest: bool) -> Lowered<(bool, [u32; 4])> {
+fn registers(l: &mut Lower, op: &(Operand, Span), s: &Shape, dest: bool) -> Lowered<(bool, [u32; 4])> {
     if s.whole {
         let [low, high] = if dest && op.0 == Operand::Sink { [SINK; 2] } else { l.halves(op)? };
         return Ok((true, [low, high, SINK, SINK]));
@@ -140,7 +140,7 @@ fn registers(l: &mut Lower, op: &(Operand, Pos), s: &Shape, dest: bool) -> Lower
     Ok((wide.unwrap_or(natural == File::R64), regs))
 }
 
-fn access(l: &mut Lower, ops: &[(Operand, Pos)], s: &Shape, dest: bool) -> Lowered<Access> {
+fn access(l: &mut Lower, ops: &[(Operand, Span)], s: &Shape, dest: bool) -> Lowered<Access> {
     let n = 2 + usize::from(s.policy);
     l.count(ops, n..=n)?;
     if s.policy {
@@ -268,7 +268,7 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
 
 /// Number of bytes that `cp.async` reads: a number, or all or none by a predicate that ignores the
 /// source.
-fn read_size(l: &mut Lower, op: &(Operand, Pos), all: u32) -> Lowered<u32> {
+fn read_size(l: &mut Lower, op: &(Operand, Span), all: u32) -> Lowered<u32> {
     let predicate = matches!(op.0, Operand::Not(_)) || matches!(l.any_register(op)?, Some((File::Pred, ..)));
     if !predicate {
         return l.source_of::<u32>(op);

@@ -8,29 +8,28 @@ mod allocate;
 mod arith;
 mod call;
 mod convert;
+mod dataflow;
 pub(crate) mod decode;
 mod extended;
-mod flow;
 mod matrix;
 mod mem;
 mod state;
 mod sync;
 mod types;
-mod unwritten;
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
-use crate::ast::{self, Pos, Stmt, VarSpace};
 use crate::fault::PtxError;
 use crate::ir::{File, GUARD_NOT, NO_GUARD, Op, Origin, count_straight_runs};
 use crate::kernel::{Globals, Kernel, ParamInfo};
-use crate::lexer::error_at;
+use crate::ptx::lexer::error_at;
+use crate::ptx::{self, Span, Stmt, VarSpace};
 use state::{Binding, Lower, Lowered, Patch, Scope};
 
 /// Lowers all kernels of a file.
-pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec<Kernel>, PtxError> {
-    let at = |(pos, message): (Pos, String)| error_at(text, pos.line, pos.column, message);
+pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Vec<Kernel>, PtxError> {
+    let at = |(pos, message): (Span, String)| error_at(text, pos.line, pos.column, message);
     let mut shared = HashMap::new();
     let mut globals = HashMap::new();
     let mut init = vec![];
@@ -49,7 +48,9 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
                 init.extend_from_slice(&v.init);
                 init.resize(offset + bytes, 0);
             }
-            VarSpace::Local => return Err(at((v.pos, "local variable outside of a kernel".into()))),
+            VarSpace::Local | VarSpace::Param => {
+                return Err(at((v.pos, "local variable outside of a kernel".into())));
+            }
         }
     }
     // A definition comes after the declaration of the same name, and takes its place.
@@ -65,7 +66,7 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
         for p in &e.params {
             let offset = param_bytes.next_multiple_of(p.align);
             param_bytes = offset + p.size;
-            l.bind(Pos::default(), &p.name, Binding::Param { offset: offset as u64 }).map_err(at)?;
+            l.bind(Span::default(), &p.name, Binding::Param { offset: offset as u64 }).map_err(at)?;
             params.push(ParamInfo { name: p.name.clone(), offset, size: p.size, align: p.align });
         }
         l.body(&e.body).map_err(at)?;
@@ -132,7 +133,7 @@ impl Lower<'_> {
         Ok(())
     }
 
-    fn instruction(&mut self, inst: &ast::Instruction) -> Lowered<()> {
+    fn instruction(&mut self, inst: &ptx::Instruction) -> Lowered<()> {
         self.pos = inst.pos;
         self.origin = Origin { ptx_line: inst.pos.line as u32, source: inst.source.unwrap_or_default() };
         self.guard = NO_GUARD;

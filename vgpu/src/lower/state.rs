@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
-use crate::ast::{self, Operand, Pos, VarSpace};
 use crate::exec::lanes::{self, Role, Sig, Spec};
-use crate::exec::shared::SHARED_BASE;
+use crate::exec::state::SHARED_BASE;
 use crate::ir::{Addr, AluFn, CARRY, File, Init, Inst, NO_GUARD, Op, Origin, SINK, Special, Timer};
+use crate::ptx::{self, Operand, Span, VarSpace};
 
 /// Most registers of a kernel. The live registers of each block are a set, and a short text must
 /// not use up all memory.
@@ -14,7 +14,7 @@ const MAX_REGISTERS: u32 = 1 << 16;
 const MAX_BYTES: u32 = 1 << 24;
 
 /// An error with its place; the text line is added at the end.
-pub(crate) type Lowered<T> = Result<T, (Pos, String)>;
+pub(crate) type Lowered<T> = Result<T, (Span, String)>;
 
 /// Meaning of a name.
 #[derive(Clone, Debug)]
@@ -33,7 +33,7 @@ pub(super) enum Binding {
 #[derive(Debug)]
 pub(super) struct Fixup {
     pub(super) name: String,
-    pub(super) pos: Pos,
+    pub(super) pos: Span,
     pub(super) place: Patch,
 }
 
@@ -58,9 +58,9 @@ pub(super) struct Call {
 
 /// Lowers one kernel.
 pub(crate) struct Lower<'a> {
-    pub(super) module_shared: &'a HashMap<&'a str, &'a ast::Variable>,
+    pub(super) module_shared: &'a HashMap<&'a str, &'a ptx::Variable>,
     pub(super) module_globals: &'a HashMap<&'a str, u64>,
-    pub(super) functions: &'a HashMap<&'a str, &'a ast::Function>,
+    pub(super) functions: &'a HashMap<&'a str, &'a ptx::Function>,
     /// The module's shared variables that the kernel names.
     pub(super) shared_named: HashMap<&'a str, Binding>,
     pub(super) scopes: Vec<Scope>,
@@ -82,14 +82,14 @@ pub(crate) struct Lower<'a> {
     /// The guard, the origin and the place of the instruction in hand.
     pub(super) guard: u32,
     pub(super) origin: Origin,
-    pub(super) pos: Pos,
+    pub(super) pos: Span,
 }
 
 impl<'a> Lower<'a> {
     pub(super) fn new(
-        module_shared: &'a HashMap<&'a str, &'a ast::Variable>,
+        module_shared: &'a HashMap<&'a str, &'a ptx::Variable>,
         module_globals: &'a HashMap<&'a str, u64>,
-        functions: &'a HashMap<&'a str, &'a ast::Function>,
+        functions: &'a HashMap<&'a str, &'a ptx::Function>,
     ) -> Self {
         Lower {
             module_shared,
@@ -112,11 +112,11 @@ impl<'a> Lower<'a> {
             local_bytes: 0,
             guard: NO_GUARD,
             origin: Origin::default(),
-            pos: Pos::default(),
+            pos: Span::default(),
         }
     }
 
-    pub(super) fn bind(&mut self, pos: Pos, name: &str, binding: Binding) -> Lowered<()> {
+    pub(super) fn bind(&mut self, pos: Span, name: &str, binding: Binding) -> Lowered<()> {
         let scope = self.scopes.last_mut().ok_or((pos, "unbalanced '}'".to_string()))?;
         match scope.names.insert(name.to_string(), binding) {
             None => Ok(()),
@@ -142,17 +142,17 @@ impl<'a> Lower<'a> {
         Ok(())
     }
 
-    pub(super) fn fixup(&mut self, name: &str, pos: Pos, place: Patch) {
+    pub(super) fn fixup(&mut self, name: &str, pos: Span, place: Patch) {
         if let Some(scope) = self.scopes.last_mut() {
             scope.fixups.push(Fixup { name: name.to_string(), pos, place });
         }
     }
 
-    pub(super) fn registers(&mut self, pos: Pos, ty: &str, name: &str, count: Option<u32>) -> Lowered<()> {
+    pub(super) fn registers(&mut self, pos: Span, ty: &str, name: &str, count: Option<u32>) -> Lowered<()> {
         let (file, bits) = match ty {
             ".pred" => (File::Pred, 1),
             ".b128" => return self.wide_registers(pos, name, count),
-            _ => match crate::parser::type_bytes(ty) {
+            _ => match crate::ptx::parser::type_bytes(ty) {
                 Some(8) => (File::R64, 64),
                 Some(b) => (File::R32, b as u32 * 8),
                 None => return Err((pos, format!("unknown register type '{ty}'"))),
@@ -180,7 +180,7 @@ impl<'a> Lower<'a> {
 
     /// Registers of 128 bits: two of 64 behind each other, which only moves, loads and stores of
     /// 128 bits take.
-    fn wide_registers(&mut self, pos: Pos, name: &str, count: Option<u32>) -> Lowered<()> {
+    fn wide_registers(&mut self, pos: Span, name: &str, count: Option<u32>) -> Lowered<()> {
         let all = self.slots.iter().sum::<u32>().saturating_add(count.unwrap_or(1).saturating_mul(2));
         if all > MAX_REGISTERS {
             return Err((
@@ -202,7 +202,7 @@ impl<'a> Lower<'a> {
     }
 
     /// The halves of a register of 128 bits, the low one first.
-    pub(super) fn halves(&mut self, op: &(Operand, Pos)) -> Lowered<[u32; 2]> {
+    pub(super) fn halves(&mut self, op: &(Operand, Span)) -> Lowered<[u32; 2]> {
         match self.any_register(op)? {
             Some((_, 128, slot)) => Ok([slot, slot + 1]),
             _ => Err((op.1, format!("{} is not a 128-bit register", describe(&op.0)))),
@@ -217,7 +217,7 @@ impl<'a> Lower<'a> {
         })
     }
 
-    pub(super) fn variable(&mut self, v: &ast::Variable) -> Lowered<()> {
+    pub(super) fn variable(&mut self, v: &ptx::Variable) -> Lowered<()> {
         let Some(bytes) = v.bytes else {
             return Err((v.pos, format!("variable '{}' needs a length here", v.name)));
         };
@@ -228,7 +228,8 @@ impl<'a> Lower<'a> {
             VarSpace::Shared => {
                 Binding::Shared { offset: self.place_shared(bytes, align).ok_or_else(too_large)? }
             }
-            VarSpace::Local => {
+            // Arguments of a function call lie in local memory; see `lower::call`.
+            VarSpace::Local | VarSpace::Param => {
                 let offset = place(&mut self.local_bytes, bytes, align).ok_or_else(too_large)?;
                 Binding::Local { offset: offset.into() }
             }
@@ -259,7 +260,7 @@ impl<'a> Lower<'a> {
         slot
     }
 
-    pub(super) fn lookup(&mut self, name: &str, pos: Pos) -> Lowered<Binding> {
+    pub(super) fn lookup(&mut self, name: &str, pos: Span) -> Lowered<Binding> {
         if let Some(b) = self.scopes.iter().rev().find_map(|s| s.names.get(name)) {
             return Ok(b.clone());
         }
@@ -310,7 +311,7 @@ impl<'a> Lower<'a> {
     /// Checks the number of operands.
     pub(super) fn count(
         &self,
-        ops: &[(Operand, Pos)],
+        ops: &[(Operand, Span)],
         allowed: std::ops::RangeInclusive<usize>,
     ) -> Lowered<()> {
         if allowed.contains(&ops.len()) {
@@ -322,7 +323,7 @@ impl<'a> Lower<'a> {
     }
 
     /// A source operand of a file and width.
-    pub(super) fn source(&mut self, op: &(Operand, Pos), file: File, bits: u32) -> Lowered<u32> {
+    pub(super) fn source(&mut self, op: &(Operand, Span), file: File, bits: u32) -> Lowered<u32> {
         let pos = op.1;
         let mask = if bits >= 64 { u64::MAX } else { (1 << bits) - 1 };
         let value = match &op.0 {
@@ -343,7 +344,7 @@ impl<'a> Lower<'a> {
         Ok(self.constant(file, Init::Bits(value)))
     }
 
-    pub(super) fn source_of<T: lanes::Lane>(&mut self, op: &(Operand, Pos)) -> Lowered<u32> {
+    pub(super) fn source_of<T: lanes::Lane>(&mut self, op: &(Operand, Span)) -> Lowered<u32> {
         self.source(op, T::FILE, T::BITS)
     }
 
@@ -357,7 +358,7 @@ impl<'a> Lower<'a> {
         d
     }
 
-    pub(super) fn named_source(&mut self, name: &str, pos: Pos, file: File, bits: u32) -> Lowered<u32> {
+    pub(super) fn named_source(&mut self, name: &str, pos: Span, file: File, bits: u32) -> Lowered<u32> {
         let shadowed = self.scopes.iter().any(|s| s.names.contains_key(name));
         if let (Some(init), false) = (special_register(name), shadowed) {
             // All of them are 32 bits wide, but for the one that is 64.
@@ -389,7 +390,7 @@ impl<'a> Lower<'a> {
     }
 
     /// A destination register; `_` gives the sink.
-    pub(super) fn dest(&mut self, op: &(Operand, Pos), file: File, bits: u32) -> Lowered<u32> {
+    pub(super) fn dest(&mut self, op: &(Operand, Span), file: File, bits: u32) -> Lowered<u32> {
         match &op.0 {
             Operand::Sink => Ok(SINK),
             Operand::Name(name) => match self.lookup(name, op.1)? {
@@ -403,13 +404,13 @@ impl<'a> Lower<'a> {
         }
     }
 
-    pub(super) fn dest_of<T: lanes::Lane>(&mut self, op: &(Operand, Pos)) -> Lowered<u32> {
+    pub(super) fn dest_of<T: lanes::Lane>(&mut self, op: &(Operand, Span)) -> Lowered<u32> {
         self.dest(op, T::FILE, T::BITS)
     }
 
     /// A register that may be wider than the type it holds (loads, stores, conversions): file,
     /// width, slot.
-    pub(super) fn any_register(&mut self, op: &(Operand, Pos)) -> Lowered<Option<(File, u32, u32)>> {
+    pub(super) fn any_register(&mut self, op: &(Operand, Span)) -> Lowered<Option<(File, u32, u32)>> {
         match &op.0 {
             Operand::Name(name) if special_register(name).is_none() => match self.lookup(name, op.1)? {
                 Binding::Reg { file, bits, slot } => Ok(Some((file, bits, slot))),
@@ -420,7 +421,7 @@ impl<'a> Lower<'a> {
     }
 
     /// `[base + offset]`.
-    pub(super) fn address(&mut self, op: &(Operand, Pos)) -> Lowered<Addr> {
+    pub(super) fn address(&mut self, op: &(Operand, Span)) -> Lowered<Addr> {
         let Operand::Address { base, offset } = &op.0 else {
             return Err((op.1, format!("{} stands where an address is needed", describe(&op.0))));
         };
@@ -445,7 +446,7 @@ impl<'a> Lower<'a> {
 
     /// Emits an arithmetic instruction whose operands are in the order of its signature; `extra`
     /// fills the slots behind them.
-    pub(super) fn alu(&mut self, spec: &Spec, ops: &[(Operand, Pos)], extra: &[u32]) -> Lowered<()> {
+    pub(super) fn alu(&mut self, spec: &Spec, ops: &[(Operand, Span)], extra: &[u32]) -> Lowered<()> {
         self.count(ops, spec.sig.len()..=spec.sig.len())?;
         let mut s = [SINK; 6];
         for (i, (sig, op)) in spec.sig.iter().zip(ops).enumerate() {
@@ -457,7 +458,7 @@ impl<'a> Lower<'a> {
         Ok(())
     }
 
-    pub(super) fn operand(&mut self, op: &(Operand, Pos), sig: &Sig) -> Lowered<u32> {
+    pub(super) fn operand(&mut self, op: &(Operand, Span), sig: &Sig) -> Lowered<u32> {
         match sig.role {
             Role::Def => self.dest(op, sig.file, sig.bits),
             Role::Use => self.source(op, sig.file, sig.bits),

@@ -3,10 +3,10 @@
 use super::decode::Emit;
 use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
-use crate::ast::{Operand, Pos};
 use crate::ir::{
     BarrierKind, BulkOp, Fence, File, MbarOp, Op, Rmw, SINK, Scope, ShflMode, Space, Votes, WarpOp,
 };
+use crate::ptx::{Operand, Span};
 
 const SCOPES: &[&str] = &["cta", "cluster", "gpu", "sys"];
 const SHARED: &[(&str, ())] = &[("shared", ()), ("shared::cta", ()), ("shared::cluster", ())];
@@ -105,14 +105,14 @@ fn vote(m: &mut Mods, aligned: bool) -> Result<Emit, String> {
 }
 
 /// `d` or `d|p`.
-fn pair(op: &(Operand, Pos)) -> ((Operand, Pos), Option<(Operand, Pos)>) {
+fn pair(op: &(Operand, Span)) -> ((Operand, Span), Option<(Operand, Span)>) {
     match &op.0 {
         Operand::Pair(a, b) => ((Operand::clone(a), op.1), Some((Operand::clone(b), op.1))),
         other => ((other.clone(), op.1), None),
     }
 }
 
-fn optional_pred(l: &mut Lower, op: &Option<(Operand, Pos)>) -> Lowered<u32> {
+fn optional_pred(l: &mut Lower, op: &Option<(Operand, Span)>) -> Lowered<u32> {
     op.as_ref().map_or(Ok(SINK), |op| l.dest(op, File::Pred, 1))
 }
 
@@ -273,7 +273,7 @@ pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
         return m.unsupported();
     }
     Ok(Box::new(move |l, ops| {
-        let push = |l: &mut Lower, op: MbarOp, addr: &(Operand, Pos)| {
+        let push = |l: &mut Lower, op: MbarOp, addr: &(Operand, Span)| {
             let addr = l.address(addr)?;
             l.push(Op::Mbar { op, addr, space });
             Ok(())

@@ -2,7 +2,8 @@
 //! `tier` picks how much a test tries.
 
 use epoxide_vgpu::{
-    DeviceConfig, Fault, FaultKind, Grid, GridConfig, Memory, Module, Progress, PtxError, Region,
+    CheckConfig, DeviceConfig, Fault, FaultKind, Grid, GridConfig, Machine, MachineError, Memory, Module,
+    Progress, PtxError, Region, Schedule,
 };
 
 /// The variable that names the tier: `default` or `long`. tests/src/tier.rs reads the same one.
@@ -18,6 +19,43 @@ pub fn tier<T>(default: T, long: T) -> T {
         Ok("long") => long,
         Ok(other) => panic!("{TIER} = {other:?}, but the tiers are \"default\" and \"long\""),
     }
+}
+
+/// Returns how many seeds a correct kernel must pass.
+pub fn correct_seeds() -> u64 {
+    tier(200, 2000)
+}
+
+/// Returns how many seeds of a broken kernel must each be reported.
+pub fn broken_seeds() -> u64 {
+    tier(24, 240)
+}
+
+/// Whether one seed runs alone: nothing is to be counted then.
+pub fn replaying() -> bool {
+    std::env::var_os("EPOXIDE_VGPU_SEED").is_some()
+}
+
+/// A device whose schedule is drawn from a seed, in one of two manners.
+pub fn device(seed: u64) -> DeviceConfig {
+    let schedule = if seed.is_multiple_of(2) { Schedule::Random } else { Schedule::Preemptions(3) };
+    DeviceConfig { schedule_seed: Some(seed), schedule, ..DeviceConfig::default() }
+}
+
+/// Runs a kernel by itself, on a buffer of which word `i` holds `i << 32`, so that flags of 32 bits
+/// begin as 0.
+pub fn run_numbered(
+    module: &Module,
+    shape: GridConfig,
+    seed: u64,
+    check: Option<CheckConfig>,
+) -> Result<Vec<u64>, MachineError> {
+    let mut machine = Machine::with_config(1, device(seed), check);
+    let words: Vec<u64> = (0..64).map(|i| i << 32).collect();
+    let buf = machine.upload(0, "buf", &words)?;
+    machine.launch_with(0, module, "k", shape, &[&buf])?;
+    machine.run()?;
+    buf.download()
 }
 
 /// Start of every test module.

@@ -7,7 +7,7 @@
 
 mod host;
 
-use epoxide_vgpu::FaultKind;
+use epoxide_vgpu::{Argument, FaultKind};
 use half::{bf16, f16};
 use host::*;
 
@@ -19,7 +19,7 @@ fn vector_add() {
     on_every_schedule("elementwise", |gpu| {
         let (a, b, c) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<f32>(n));
         gpu.launch("vector_add", 4, 256, &[&a, &b, &c, &(n as i32)]);
-        assert_eq!(c.read(), sum);
+        assert_eq!(c.download().unwrap(), sum);
     });
 }
 
@@ -31,7 +31,7 @@ fn saxpy_rounds_once() {
         let (x, y) = (gpu.buffer(&x), gpu.buffer(&y));
         // Fewer threads than vectors, so that the loop goes around.
         gpu.launch("saxpy", 2, 64, &[&1.7f32, &x, &y, &256]);
-        assert_eq!(y.read(), expected);
+        assert_eq!(y.download().unwrap(), expected);
     });
 }
 
@@ -50,7 +50,7 @@ fn stencil_in_tiles_with_halos() {
     on_every_schedule("elementwise", |gpu| {
         let (a, b) = (gpu.buffer(&image), gpu.zeros::<f32>(width * height));
         gpu.launch("stencil", [3, 2, 1], [16, 16, 1], &[&a, &b, &(width as i32), &(height as i32)]);
-        assert_eq!(b.read(), expected);
+        assert_eq!(b.download().unwrap(), expected);
     });
 }
 
@@ -62,7 +62,7 @@ fn transpose_through_padded_tiles() {
     on_every_schedule("elementwise", |gpu| {
         let (a, b) = (gpu.buffer(&m), gpu.zeros::<u32>(m.len()));
         gpu.launch("transpose", [3, 2, 1], [32, 8, 1], &[&a, &b, &(width as i32), &(height as i32)]);
-        assert_eq!(b.read(), expected);
+        assert_eq!(b.download().unwrap(), expected);
     });
 }
 
@@ -79,7 +79,7 @@ fn grids_have_three_dimensions() {
     on_every_schedule("elementwise", |gpu| {
         let out = gpu.zeros::<u32>(expected.len());
         gpu.launch("grid_3d", grid, block, &[&out]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -104,7 +104,7 @@ fn softmax_within_a_few_units() {
         let (a, b) = (gpu.buffer(&x), gpu.zeros::<f32>(x.len()));
         gpu.launch("softmax", rows as u32, 128, &[&a, &b, &(columns as i32)]);
         // Two exponentials of 2 units, a sum of 300 terms and a division.
-        assert_close(&b.read(), &expected, 2e-6);
+        assert_close(&b.download().unwrap(), &expected, 2e-6);
     });
 }
 
@@ -142,7 +142,7 @@ fn divisions_of_all_widths() {
     on_every_schedule("elementwise", |gpu| {
         let (a, b, out) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<i64>(12 * n));
         gpu.launch("divide", 2, 128, &[&a, &b, &out, &(n as i32)]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -164,7 +164,7 @@ fn pairs_of_halves() {
     on_every_schedule("elementwise", |gpu| {
         let (x, y) = (gpu.buffer(&bits(&x)), gpu.buffer(&bits(&y)));
         gpu.launch("half_pairs", 2, 128, &[&pair, &x, &y, &256]);
-        assert_eq!(y.read(), expected);
+        assert_eq!(y.download().unwrap(), expected);
     });
 }
 
@@ -177,7 +177,7 @@ fn bf16_by_way_of_f32() {
     on_every_schedule("elementwise", |gpu| {
         let (x, y) = (gpu.buffer(&bits), gpu.zeros::<u16>(n));
         gpu.launch("bf16_scale", 2, 96, &[&x, &1.37f32, &y, &(n as i32)]);
-        assert_eq!(y.read(), expected);
+        assert_eq!(y.download().unwrap(), expected);
     });
 }
 
@@ -194,7 +194,7 @@ fn block_sums_by_shuffles() {
     on_every_schedule("reduce", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<u32>(blocks));
         gpu.launch("reduce_shuffle", blocks as u32, threads as u32, &[&x, &out, &(n as i32)]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -215,7 +215,7 @@ fn block_sums_by_a_tree_in_dynamic_shared_memory() {
     on_every_schedule("reduce", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<f32>(4));
         gpu.launch_with("reduce_tree", 4, 256, 1024, &[&x, &out]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -228,7 +228,7 @@ fn the_last_block_sums_up() {
         let (x, parts) = (gpu.buffer(&x), gpu.zeros::<u32>(50));
         let (ticket, out) = (gpu.zeros::<u32>(1), gpu.zeros::<u32>(1));
         gpu.launch("reduce_last_block", 50, 256, &[&x, &parts, &ticket, &out, &(n as i32)]);
-        assert_eq!((out.read()[0], ticket.read()[0]), (expected, 50));
+        assert_eq!((out.download().unwrap()[0], ticket.download().unwrap()[0]), (expected, 50));
     });
 }
 
@@ -245,7 +245,7 @@ fn warp_reductions_by_redux() {
     on_every_schedule("reduce", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<i32>(32));
         gpu.launch("reduce_redux", 2, 128, &[&x, &out]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -269,11 +269,11 @@ fn scans_within_warps_and_blocks() {
     on_every_schedule("scan", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<u32>(1024));
         gpu.launch("warp_scan", 4, 256, &[&x, &out]);
-        assert_eq!(out.read(), running(&x.read(), 32));
+        assert_eq!(out.download().unwrap(), running(&x.download().unwrap(), 32));
         gpu.launch("scan_hillis_steele", 4, 256, &[&x, &out]);
-        assert_eq!(out.read(), running(&x.read(), 256));
+        assert_eq!(out.download().unwrap(), running(&x.download().unwrap(), 256));
         gpu.launch("scan_blelloch", 2, 256, &[&x, &out]);
-        assert_eq!(out.read(), exclusive);
+        assert_eq!(out.download().unwrap(), exclusive);
     });
 }
 
@@ -286,7 +286,7 @@ fn a_scan_over_blocks_looks_back() {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<u32>(n));
         let (states, ticket) = (gpu.zeros::<u64>(20), gpu.zeros::<u32>(1));
         gpu.launch("scan_look_back", 20, 128, &[&x, &out, &states, &ticket, &(n as i32)]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -304,7 +304,7 @@ fn a_tiled_matrix_product() {
         let (a, b, c) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<f32>(m * n));
         let sizes = [m, n, k].map(|v| v as i32);
         gpu.launch("sgemm_tiled", [4, 3, 1], [16, 16, 1], &[&a, &b, &c, &sizes[0], &sizes[1], &sizes[2]]);
-        assert_eq!(c.read(), expected);
+        assert_eq!(c.download().unwrap(), expected);
     });
 }
 
@@ -316,7 +316,7 @@ fn a_matrix_product_in_registers() {
     on_every_schedule("matmul", |gpu| {
         let (a, b, c) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<f32>(m * n));
         gpu.launch_with("sgemm_registers", [1, 2, 1], 256, 8192, &[&a, &b, &c, &(n as i32), &(k as i32)]);
-        assert_eq!(c.read(), expected);
+        assert_eq!(c.download().unwrap(), expected);
     });
 }
 
@@ -334,7 +334,7 @@ fn a_matrix_product_of_bytes() {
     on_every_schedule("matmul", |gpu| {
         let (a, b, c) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<i32>(n * n));
         gpu.launch("igemm_dp4a", [2, 4, 1], [16, 8, 1], &[&a, &b, &c, &(n as i32), &(k4 as i32)]);
-        assert_eq!(c.read(), expected);
+        assert_eq!(c.download().unwrap(), expected);
     });
 }
 
@@ -349,10 +349,10 @@ fn histograms_by_atomics() {
     on_every_schedule("histogram", |gpu| {
         let (input, bins) = (gpu.buffer(&bytes), gpu.zeros::<u32>(256));
         gpu.launch("histogram_shared", 3, 128, &[&input, &bins, &(n as i32)]);
-        assert_eq!(bins.read(), counts);
+        assert_eq!(bins.download().unwrap(), counts);
         let (input, bins) = (gpu.buffer(&x), gpu.zeros::<u64>(61));
         gpu.launch("histogram_global", 12, 256, &[&input, &bins, &(n as i32)]);
-        assert_eq!(bins.read(), sums);
+        assert_eq!(bins.download().unwrap(), sums);
     });
 }
 
@@ -364,7 +364,7 @@ fn digits_are_counted_by_matching() {
     on_every_schedule("histogram", |gpu| {
         let (x, counts) = (gpu.buffer(&x), gpu.zeros::<u32>(64));
         gpu.launch("radix_count", 4, 128, &[&x, &counts, &12]);
-        assert_eq!(counts.read(), expected);
+        assert_eq!(counts.download().unwrap(), expected);
     });
 }
 
@@ -377,8 +377,8 @@ fn compaction_keeps_every_odd_element() {
     on_every_schedule("histogram", |gpu| {
         let (x, out, count) = (gpu.buffer(&x), gpu.zeros::<u32>(n), gpu.zeros::<u32>(1));
         gpu.launch("compact", 5, 256, &[&x, &out, &count, &(n as i32)]);
-        let kept = count.read()[0] as usize;
-        let mut got = out.read()[..kept].to_vec();
+        let kept = count.download().unwrap()[0] as usize;
+        let mut got = out.download().unwrap()[..kept].to_vec();
         got.sort_unstable();
         assert_eq!(got, expected);
     });
@@ -392,7 +392,7 @@ fn the_largest_double_by_compare_and_swap() {
     on_every_schedule("histogram", |gpu| {
         let (x, top) = (gpu.buffer(&x), gpu.buffer(&[-1e300f64]));
         gpu.launch("atomic_max_double", 3, 256, &[&x, &top, &(n as i32)]);
-        assert_eq!(top.read(), [expected]);
+        assert_eq!(top.download().unwrap(), [expected]);
     });
 }
 
@@ -418,7 +418,7 @@ fn every_atomic_operation() {
     on_every_schedule("histogram", |gpu| {
         let (x, out, sum) = (gpu.buffer(&x), gpu.buffer(&[start; 10]), gpu.zeros::<f32>(1));
         gpu.launch("atomic_zoo", 3, 64, &[&x, &out, &sum, &limit]);
-        assert_eq!((out.read(), sum.read()[0]), (expected.clone(), total as f32));
+        assert_eq!((out.download().unwrap(), sum.download().unwrap()[0]), (expected.clone(), total as f32));
     });
 }
 
@@ -428,7 +428,7 @@ fn a_list_loses_nothing() {
     on_every_schedule("histogram", |gpu| {
         let (head, next) = (gpu.buffer(&[u32::MAX]), gpu.zeros::<u32>(n));
         gpu.launch("push_list", 5, 128, &[&head, &next, &(n as i32)]);
-        let (next, mut at, mut seen) = (next.read(), head.read()[0], vec![]);
+        let (next, mut at, mut seen) = (next.download().unwrap(), head.download().unwrap()[0], vec![]);
         while at != u32::MAX {
             seen.push(at);
             assert!(seen.len() <= n, "the list has a loop");
@@ -451,13 +451,13 @@ fn bitonic_sorts_in_warps_and_blocks() {
             all.chunks_mut(width).for_each(<[u32]>::sort_unstable);
             all
         };
-        assert_eq!(keys.read(), sorted(32));
+        assert_eq!(keys.download().unwrap(), sorted(32));
         let (keys, places) = (gpu.buffer(&x), gpu.buffer(&values));
         gpu.launch("sort_block", 2, 256, &[&keys, &places]);
-        assert_eq!(keys.read(), sorted(1024));
+        assert_eq!(keys.download().unwrap(), sorted(1024));
         // The values have moved with their keys.
-        let moved: Vec<u32> = places.read().iter().map(|i| x[*i as usize]).collect();
-        assert_eq!(moved, keys.read());
+        let moved: Vec<u32> = places.download().unwrap().iter().map(|i| x[*i as usize]).collect();
+        assert_eq!(moved, keys.download().unwrap());
     });
 }
 
@@ -469,7 +469,10 @@ fn a_radix_sort_is_stable() {
     on_every_schedule("sort", |gpu| {
         let (keys, values) = (gpu.buffer(&x), gpu.buffer(&(0..512).collect::<Vec<u32>>()));
         gpu.launch("sort_radix", 2, 256, &[&keys, &values]);
-        assert_eq!(keys.read().into_iter().zip(values.read()).collect::<Vec<_>>(), expected);
+        assert_eq!(
+            keys.download().unwrap().into_iter().zip(values.download().unwrap()).collect::<Vec<_>>(),
+            expected
+        );
     });
 }
 
@@ -491,7 +494,7 @@ fn a_warp_fetches_tiles_for_the_others() {
         on_every_schedule("async", |gpu| {
             let (x, out) = (gpu.buffer(&x), gpu.zeros::<u32>(3 * 128));
             gpu.launch("produce_consume", 3, 160, &[&x, &out, &(tiles as i32)]);
-            assert_eq!(out.read(), expected);
+            assert_eq!(out.download().unwrap(), expected);
         });
     }
 }
@@ -504,7 +507,7 @@ fn tiles_leave_by_bulk_copies() {
     on_every_schedule("async", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<f32>(2 * tiles * 128));
         gpu.launch("bulk_store", 2, 128, &[&x, &out, &0.3f32, &(tiles as i32)]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -521,7 +524,7 @@ fn tiles_come_by_asynchronous_copies_of_threads() {
     on_every_schedule("async", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<u32>(2 * 64));
         gpu.launch("copy_pipeline", 2, 64, &[&x, &out, &(tiles as i32)]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -540,7 +543,7 @@ fn the_barrier_of_the_library() {
     on_every_schedule("async", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<u32>(256));
         gpu.launch("library_barrier", 2, 128, &[&x, &out, &rounds]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -557,7 +560,7 @@ fn blocks_meet_at_a_barrier_in_memory() {
         let both: Vec<u32> = start.iter().copied().chain(vec![0; n]).collect();
         let (cells, arrived, round) = (gpu.buffer(&both), gpu.zeros::<u32>(1), gpu.zeros::<u32>(1));
         gpu.launch("grid_barrier", blocks, 64, &[&cells, &arrived, &round, &steps]);
-        assert_eq!(cells.read()[n..], expected);
+        assert_eq!(cells.download().unwrap()[n..], expected);
     });
 }
 
@@ -567,7 +570,7 @@ fn a_lock_lets_every_lane_in_once() {
     on_every_schedule("sync", |gpu| {
         let (lock, value) = (gpu.zeros::<u32>(1), gpu.buffer(&[1u32]));
         gpu.launch("spin_lock", 3, 64, &[&lock, &value]);
-        assert_eq!(value.read(), [expected]);
+        assert_eq!(value.download().unwrap(), [expected]);
     });
 }
 
@@ -578,7 +581,7 @@ fn pairs_of_warps_have_barriers_of_their_own() {
     on_every_schedule("sync", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<u32>(128));
         gpu.launch("named_barriers", 2, 128, &[&x, &out]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -604,7 +607,7 @@ fn barriers_count_votes() {
     on_every_schedule("sync", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<i32>(12));
         gpu.launch("block_votes", 3, 96, &[&x, &out]);
-        assert_eq!(out.read().iter().map(|v| *v & 0xff).collect::<Vec<i32>>(), expected);
+        assert_eq!(out.download().unwrap().iter().map(|v| *v & 0xff).collect::<Vec<i32>>(), expected);
     });
 }
 
@@ -626,7 +629,7 @@ fn lanes_pass_mail_in_shared_memory() {
     on_every_schedule("sync", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<u32>(256));
         gpu.launch("warp_mailbox", 2, 128, &[&x, &out]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -638,7 +641,7 @@ fn arrays_in_local_memory() {
     on_every_schedule("control", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<i32>(96 * 16));
         gpu.launch("local_array", 2, 48, &[&x, &out]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -677,7 +680,7 @@ fn a_switch_jumps_through_a_table() {
     on_every_schedule("control", |gpu| {
         let (p, out) = (gpu.buffer(&program), gpu.zeros::<u32>(128));
         gpu.launch("interpreter", 2, 32, &[&p, &(length as i32), &out]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -699,7 +702,7 @@ fn functions_are_called_with_structures() {
     on_every_schedule("control", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<i64>(256));
         gpu.launch("calls", 2, 32, &[&x, &out]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -710,7 +713,7 @@ fn an_assertion_that_fails_stops_the_kernel() {
     on_every_schedule("control", |gpu| {
         let (good, out) = (gpu.buffer(&x), gpu.zeros::<u32>(64));
         gpu.launch("checked", 1, 64, &[&good, &out, &100]);
-        assert_eq!(out.read(), plus_one);
+        assert_eq!(out.download().unwrap(), plus_one);
         let mut bad = x.clone();
         bad[45] = 100;
         let bad = gpu.buffer(&bad);
@@ -733,9 +736,9 @@ fn tables_of_constants_and_variables_of_the_module() {
     on_every_schedule("control", |gpu| {
         let (x, out, sum) = (gpu.buffer(&bytes), gpu.zeros::<u32>(96), gpu.zeros::<u32>(1));
         gpu.launch("crc32", 3, 32, &[&x, &out]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
         gpu.launch("read_total", 1, 1, &[&sum]);
-        assert_eq!(sum.read(), [total]);
+        assert_eq!(sum.download().unwrap(), [total]);
     });
 }
 
@@ -757,7 +760,7 @@ fn lanes_loop_as_long_as_they_need() {
     on_every_schedule("control", |gpu| {
         let (x, count, top) = (gpu.buffer(&x), gpu.zeros::<u32>(n), gpu.zeros::<u64>(n));
         gpu.launch("collatz", 2, 64, &[&x, &count, &top, &(n as i32)]);
-        assert_eq!((count.read(), top.read()), (steps.clone(), peaks.clone()));
+        assert_eq!((count.download().unwrap(), top.download().unwrap()), (steps.clone(), peaks.clone()));
     });
 }
 
@@ -777,7 +780,7 @@ fn products_of_128_bits() {
     on_every_schedule("control", |gpu| {
         let (a, b, out) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<u64>(128));
         gpu.launch("multiply_128", 2, 32, &[&a, &b, &out]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -818,11 +821,11 @@ fn functions_of_the_library_keep_their_bounds() {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<f32>(1024));
         gpu.launch("functions_f32", 2, 64, &[&x, &out]);
         // At most 4 units in the last place, by the tables of CUDA.
-        assert_close(&out.read(), &expected, 4.0 / f64::from(1 << 23));
+        assert_close(&out.download().unwrap(), &expected, 4.0 / f64::from(1 << 23));
         let (x, out) = (gpu.buffer(&double), gpu.zeros::<f64>(768));
         gpu.launch("functions_f64", 2, 64, &[&x, &out]);
         // At most 2 units, and another one of the host.
-        assert_close(&out.read(), &expected_double, 3.0 * f64::EPSILON);
+        assert_close(&out.download().unwrap(), &expected_double, 3.0 * f64::EPSILON);
     });
 }
 
@@ -840,9 +843,9 @@ fn clang_triad_and_dot_in_f64() {
     on_every_schedule("plain", |gpu| {
         let (a, b, c, d) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<f64>(n), gpu.zeros::<f64>(4));
         gpu.launch("triad", 4, 160, &[&a, &b, &c, &1.1f64, &(n as i32)]);
-        assert_eq!(c.read(), triad);
+        assert_eq!(c.download().unwrap(), triad);
         gpu.launch("dot", 4, 128, &[&a, &b, &d]);
-        assert_eq!(d.read(), dots);
+        assert_eq!(d.download().unwrap(), dots);
     });
 }
 
@@ -854,7 +857,7 @@ fn clang_primes_by_a_function_called_twice() {
     on_every_schedule("plain", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<u8>(264));
         gpu.launch("primes", 11, 24, &[&x, &out]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -868,7 +871,7 @@ fn clang_running_maximum_of_a_warp() {
     on_every_schedule("plain", |gpu| {
         let (x, out) = (gpu.buffer(&x), gpu.zeros::<i32>(128));
         gpu.launch("warp_maximum", 2, 64, &[&x, &out]);
-        assert_eq!(out.read(), expected);
+        assert_eq!(out.download().unwrap(), expected);
     });
 }
 
@@ -892,7 +895,7 @@ fn clang_blurs_bytes() {
     on_every_schedule("plain", |gpu| {
         let (a, b) = (gpu.buffer(&image), gpu.zeros::<u8>(image.len()));
         gpu.launch("blur", 8, 100, &[&a, &b, &width, &height]);
-        assert_eq!(b.read(), expected);
+        assert_eq!(b.download().unwrap(), expected);
     });
 }
 
@@ -916,7 +919,7 @@ fn clang_plays_life() {
     on_every_schedule("plain", |gpu| {
         let rows = gpu.buffer(&start);
         gpu.launch("life", 1, n as u32, &[&rows, &generations]);
-        assert_eq!(rows.read(), expected);
+        assert_eq!(rows.download().unwrap(), expected);
     });
 }
 
@@ -935,7 +938,10 @@ fn clang_groups_by_keys() {
         let (k, v) = (gpu.buffer(&keys), gpu.buffer(&values));
         let (s, f, m) = (gpu.zeros::<i32>(10), gpu.zeros::<f32>(10), gpu.buffer(&[i32::MAX; 10]));
         gpu.launch("group_by", 5, 64, &[&k, &v, &s, &f, &m]);
-        assert_eq!((s.read(), f.read(), m.read()), (sums.to_vec(), floats.to_vec(), least.to_vec()));
+        assert_eq!(
+            (s.download().unwrap(), f.download().unwrap(), m.download().unwrap()),
+            (sums.to_vec(), floats.to_vec(), least.to_vec())
+        );
     });
 }
 
@@ -947,7 +953,7 @@ fn triton_vector_add() {
     on_every_schedule("t_vector_add", |gpu| {
         let (a, b, c) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<f32>(n));
         gpu.launch("t_vector_add", 3, 128, &[&a, &b, &c, &(n as i32)]);
-        assert_eq!(c.read(), sum);
+        assert_eq!(c.download().unwrap(), sum);
     });
 }
 
@@ -961,7 +967,7 @@ fn triton_softmax_within_a_few_units() {
         gpu.launch_with("t_softmax", rows as u32, 128, 16, &[&a, &b, &(columns as i32)]);
         // The exponential of an approximation: its argument, of at most 20, is scaled by a rounded
         // factor.
-        assert_close(&b.read(), &expected, 1e-5);
+        assert_close(&b.download().unwrap(), &expected, 1e-5);
     });
 }
 
@@ -987,7 +993,7 @@ fn triton_layer_norm_within_a_few_units() {
         let arguments: [&dyn Argument; 6] = [&x, &w, &b, &y, &(columns as i32), &1e-5f32];
         gpu.launch_with("t_layer_norm", rows as u32, 128, 16, &arguments);
         // Absolute, since bias and product may cancel; values are below 50.
-        for (got, want) in y.read().iter().zip(&expected) {
+        for (got, want) in y.download().unwrap().iter().zip(&expected) {
             assert!((f64::from(*got) - want).abs() < 2e-5, "{got} instead of {want}");
         }
     });
@@ -1003,7 +1009,7 @@ fn triton_matrix_product() {
         let sizes = [m, n, k].map(|v| v as i32);
         let arguments: [&dyn Argument; 6] = [&a, &b, &c, &sizes[0], &sizes[1], &sizes[2]];
         gpu.launch_with("t_matmul", [2, 2, 1], 128, 8192, &arguments);
-        assert_eq!(c.read(), expected);
+        assert_eq!(c.download().unwrap(), expected);
     });
 }
 
@@ -1016,7 +1022,7 @@ fn triton_sums_columns() {
     on_every_schedule("t_column_sum", |gpu| {
         let (x, y) = (gpu.buffer(&x), gpu.zeros::<u32>(columns));
         gpu.launch_with("t_column_sum", 2, 128, 512, &[&x, &y, &(rows as i32), &(columns as i32)]);
-        assert_eq!(y.read(), expected);
+        assert_eq!(y.download().unwrap(), expected);
     });
 }
 
@@ -1026,7 +1032,7 @@ fn triton_running_sums() {
     on_every_schedule("t_cumsum", |gpu| {
         let (x, y) = (gpu.buffer(&x), gpu.zeros::<u32>(2048));
         gpu.launch_with("t_cumsum", 2, 128, 128, &[&x, &y]);
-        assert_eq!(y.read(), running(&x.read(), 1024));
+        assert_eq!(y.download().unwrap(), running(&x.download().unwrap(), 1024));
     });
 }
 
@@ -1039,7 +1045,7 @@ fn triton_histogram() {
     on_every_schedule("t_histogram", |gpu| {
         let (x, y) = (gpu.buffer(&x), gpu.zeros::<u32>(64));
         gpu.launch_with("t_histogram", 3, 128, 256, &[&x, &y, &(n as i32)]);
-        assert_eq!(y.read(), expected);
+        assert_eq!(y.download().unwrap(), expected);
     });
 }
 
@@ -1057,7 +1063,7 @@ fn triton_argmax_takes_the_first() {
     on_every_schedule("t_argmax", |gpu| {
         let (x, v, i) = (gpu.buffer(&x), gpu.zeros::<i32>(rows), gpu.zeros::<i32>(rows));
         gpu.launch_with("t_argmax", rows as u32, 128, 32, &[&x, &v, &i, &(columns as i32)]);
-        assert_eq!((v.read(), i.read()), (values.clone(), places.clone()));
+        assert_eq!((v.download().unwrap(), i.download().unwrap()), (values.clone(), places.clone()));
     });
 }
 
@@ -1071,7 +1077,7 @@ fn triton_gathers_rows() {
     on_every_schedule("t_gather", |gpu| {
         let (t, i, y) = (gpu.buffer(&table), gpu.buffer(&index), gpu.zeros::<f32>(picks * width));
         gpu.launch("t_gather", picks as u32, 128, &[&t, &i, &y, &(width as i32)]);
-        assert_eq!(y.read(), expected);
+        assert_eq!(y.download().unwrap(), expected);
     });
 }
 
@@ -1083,7 +1089,7 @@ fn triton_sorts() {
     on_every_schedule("t_sort", |gpu| {
         let (x, y) = (gpu.buffer(&x), gpu.zeros::<i32>(512));
         gpu.launch_with("t_sort", 2, 128, 1024, &[&x, &y]);
-        assert_eq!(y.read(), expected);
+        assert_eq!(y.download().unwrap(), expected);
     });
 }
 
@@ -1099,7 +1105,7 @@ fn triton_transposes_halves_by_ldmatrix() {
         let (x, y) = (gpu.buffer(&bits), gpu.zeros::<u16>(m * n));
         let sizes = [m as i32, n as i32];
         gpu.launch_with("t_transpose_half", [2, 2, 1], 128, 4096, &[&x, &y, &sizes[0], &sizes[1]]);
-        assert_eq!(y.read(), expected);
+        assert_eq!(y.download().unwrap(), expected);
     });
 }
 
@@ -1126,6 +1132,6 @@ fn triton_random_numbers() {
     on_every_schedule("t_philox", |gpu| {
         let y = gpu.zeros::<u32>(512);
         gpu.launch("t_philox", 2, 128, &[&y, &77]);
-        assert_eq!(y.read(), expected);
+        assert_eq!(y.download().unwrap(), expected);
     });
 }

@@ -261,7 +261,7 @@ fn no_compiler_leaves_a_register_unwritten() {
 fn module_properties() {
     let text = kernel("", "").replace(".visible .entry k", ".visible .entry first(\n.param .b8 a,\n.param .align 16 .b8 b[20],\n.param .u16 c\n)\n{ ret; }\n.weak .entry k");
     let m = Module::parse(&text).unwrap();
-    assert_eq!((m.version(), m.target()), ((8, 4), "sm_90"));
+    assert_eq!((m.version().to_string().as_str(), m.target()), ("8.4", "sm_90"));
     assert_eq!(m.kernels().map(|k| k.name().to_string()).collect::<Vec<_>>(), ["first", "k"]);
     let k = m.kernel("first").unwrap();
     assert_eq!(

@@ -5,6 +5,7 @@
 mod apart;
 mod arithmetic;
 mod block;
+mod cases;
 mod check;
 mod common;
 mod convert;

@@ -45,7 +45,7 @@ pub fn failures(printed: &str, cargo: Result<(), String>) -> Vec<Failure> {
 /// The output of a program so far.
 #[derive(Debug, Default)]
 struct Program {
-    /// As [`Failure::program`] has it; empty before the first program.
+    /// The same as [`Failure::program`]; empty before the first program.
     name: String,
     /// From lines such as `test NAME ... FAILED`.
     failed_lines: Vec<String>,

@@ -674,7 +674,7 @@ fn integer_conversions(t: &mut Table) {
     }
     for int in bytes_too() {
         for format in [F16, Bf16, F32, F64] {
-            // There are no conversions between bytes and bf16.
+            // PTX has no conversions between bytes and bf16.
             if format == Bf16 && int.bits == 8 {
                 continue;
             }

@@ -15,9 +15,9 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
-use epoxide_vgpu::{DeviceConfig, Grid, GridConfig, Memory, Progress};
+use epoxide_vgpu::{GridConfig, Machine};
 
 use crate::workspace;
 use forms::Form;
@@ -77,27 +77,13 @@ pub fn run(options: &Options) -> Result<()> {
 /// Runs a module on the virtual GPU and returns the words of `out`.
 fn execute(module: &Module) -> Result<Vec<u64>> {
     let parsed = epoxide_vgpu::Module::parse(&module.text)?;
-    let kernel = parsed.kernel("fuzz").context("the module has no kernel fuzz")?;
-    let memory = Memory::new();
-    let input: Vec<u8> = module.input().iter().flat_map(|word| word.to_ne_bytes()).collect();
-    let mut output = vec![0; module.uses.len() * LANES * 8];
-    let (source, target) =
-        (memory.alloc(input.len() as u64, "in")?, memory.alloc(output.len() as u64, "out")?);
-    memory.write(source.addr(), &input)?;
-    memory.write(target.addr(), &output)?;
-    let params = [source.addr().to_ne_bytes(), target.addr().to_ne_bytes()].concat();
-    let launch =
-        GridConfig { grid: [BLOCKS as u32, 1, 1], block: [THREADS as u32, 1, 1], dynamic_shared_bytes: 0 };
-    let mut grid = Grid::new(kernel, memory.clone(), &DeviceConfig::default(), launch, &params)?;
-    loop {
-        match grid.step(1_000_000)? {
-            Progress::Done => break,
-            Progress::Running => {}
-            Progress::Spinning => bail!("the kernel spins"),
-        }
-    }
-    memory.read(target.addr(), &mut output)?;
-    Ok(output.as_chunks().0.iter().map(|word| u64::from_ne_bytes(*word)).collect())
+    let mut machine = Machine::new(1);
+    let input = machine.upload(0, "in", &module.input())?;
+    let output = machine.upload(0, "out", &vec![0u64; module.uses.len() * LANES])?;
+    let shape = GridConfig::new(BLOCKS as u32, THREADS as u32, 0);
+    machine.launch_with(0, &parsed, "fuzz", shape, &[&input, &output])?;
+    machine.run()?;
+    Ok(output.download()?)
 }
 
 /// Results that differ, by form: how many, and the first.

@@ -1,20 +1,26 @@
 //! PTX as lines, each with its kernel's own Rust line. A line holds one statement, as LLVM writes
-//! it. A faulty text has as many lines as the sound one, so that line numbers mean the same in
-//! both.
+//! it, or a block, `{ .reg .pred p; mbarrier.. }`. A faulty text has as many lines as the sound
+//! one, so that line numbers mean the same in both.
+
+use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
-use epoxide_vgpu::{InstructionPlace, Module};
+use epoxide_vgpu::ptx::{self, Instruction, Stmt};
 
 /// Rust file and line.
 pub type Place = (String, u32);
 
 /// A line of a kernel.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Line {
     /// Number in the text, from 1.
     pub number: usize,
-    /// The statement, a label, or a remark.
+    /// The line as it is, trimmed: a statement, a label, or a remark.
     pub text: String,
+    /// Its instructions, each with its operands as written.
+    instructions: Vec<(Instruction, Vec<String>)>,
+    /// Whether a label stands here.
+    labelled: bool,
     /// Where it stands in the kernel; `None` for what is no instruction.
     pub own: Option<Place>,
     /// Where it was inlined from, if it was.
@@ -32,103 +38,90 @@ pub struct Body {
 
 /// The bodies of these kernels, in this order; those that the text lacks are left out.
 pub fn bodies(text: &str, kernels: &[&str]) -> Result<Vec<Body>> {
-    let module = Module::parse(text).context("the PTX to make faults in")?;
-    let lines: Vec<&str> = text.lines().collect();
-    let bodies = kernels.iter().filter_map(|name| module.kernel(name)).map(|kernel| {
-        let places: Vec<InstructionPlace> = kernel.places().collect();
-        let first = places.iter().map(|place| place.ptx_line).min().unwrap_or(1);
-        let last = places.iter().map(|place| place.ptx_line).max().unwrap_or(0);
-        let body = (first..=last).map(|number| {
-            let place = places.iter().find(|place| place.ptx_line == number);
-            Line {
-                number,
-                text: lines.get(number - 1).copied().unwrap_or("").trim().to_owned(),
-                own: place.and_then(|place| place.source.clone()),
-                inlined: place.and_then(|place| place.inlined.clone()),
+    let file = ptx::parse(text).context("the PTX to make faults in")?;
+    let texts: Vec<&str> = text.lines().collect();
+    let bodies = kernels.iter().filter_map(|name| file.entries.iter().find(|entry| entry.name == *name));
+    let body = |entry: &ptx::Entry| {
+        let mut lines: BTreeMap<usize, Line> = BTreeMap::new();
+        for stmt in &entry.body {
+            match stmt {
+                Stmt::Label { pos, .. } => lines.entry(pos.line).or_default().labelled = true,
+                Stmt::Inst(inst) => {
+                    let line = lines.entry(inst.whole.line).or_default();
+                    if let (Some(source), true) = (inst.source, line.instructions.is_empty()) {
+                        line.own = file.place(source.own);
+                        line.inlined =
+                            file.place(source.innermost).filter(|_| source.innermost != source.own);
+                    }
+                    let operands = inst.operands.iter().map(|(_, span)| span.of(text).to_owned()).collect();
+                    line.instructions.push((inst.clone(), operands));
+                }
+                _ => {}
             }
-        });
-        Body { kernel: kernel.name().to_owned(), lines: body.collect() }
-    });
-    Ok(bodies.collect())
+        }
+        let mut numbers = entry.instructions().map(|inst| inst.whole.line);
+        let (first, last) = (numbers.next().unwrap_or(1), numbers.last().unwrap_or(0));
+        let line = |number: usize| {
+            let line = lines.remove(&number).unwrap_or_default();
+            Line { number, text: texts.get(number - 1).map_or("", |text| text.trim()).to_owned(), ..line }
+        };
+        Body { kernel: entry.name.clone(), lines: (first..=last).map(line).collect() }
+    };
+    Ok(bodies.map(body).collect())
 }
 
 impl Line {
-    /// Opcode with modifiers: that of the main instruction where the line is a block of its own,
-    /// `{ .reg .pred p; mbarrier.. }`. Empty for labels, directives and remarks.
+    /// The main instruction. The other instructions of a block prepare it or take its result.
+    fn main(&self) -> Option<&(Instruction, Vec<String>)> {
+        let is_main = |(inst, _): &&(Instruction, _)| ["mbarrier", "vote"].contains(&inst.base());
+        self.instructions.iter().find(is_main).or(self.instructions.first())
+    }
+
+    /// Whether the line is a block of its own.
+    fn is_block(&self) -> bool {
+        self.text.starts_with('{')
+    }
+
+    /// Opcode with modifiers, of the main instruction in a block. Empty for labels, directives and
+    /// remarks.
     pub fn opcode(&self) -> &str {
-        let mut rest = self.text.as_str();
-        if let Some(block) = rest.strip_prefix('{') {
-            // The instruction after the declaration. The block's other instructions prepare it or
-            // take its result.
-            let mut parts = block.split(';').map(str::trim).filter(|part| !part.starts_with(".reg"));
-            let main = |part: &&str| ["mbarrier", "vote"].iter().any(|name| part.starts_with(name));
-            rest = parts.clone().find(main).or_else(|| parts.next()).unwrap_or("");
-        }
-        if rest.starts_with('@') {
-            rest = rest.split_once([' ', '\t']).map_or("", |(_, rest)| rest.trim_start());
-        }
-        let word = rest.split([' ', '\t', ';']).next().unwrap_or("");
-        let is_opcode = word.starts_with(|c: char| c.is_ascii_lowercase()) && !word.ends_with(':');
-        if is_opcode { word } else { "" }
+        self.main().map_or("", |(inst, _)| &inst.opcode)
     }
 
     /// Whether control can enter or leave here: labels and branches.
     pub fn ends_block(&self) -> bool {
-        self.text.ends_with(':')
-            || ["bra", "brx", "ret", "exit"].iter().any(|op| self.opcode().starts_with(op))
+        self.labelled
+            || self.main().is_some_and(|(inst, _)| ["bra", "brx", "ret", "exit"].contains(&inst.base()))
     }
 
     /// The operands of a statement that is no block, as written.
     pub fn operands(&self) -> Vec<&str> {
-        let Some((_, rest)) = self.text.split_once(self.opcode()) else { return Vec::new() };
-        rest.trim().trim_end_matches(';').split(',').map(str::trim).collect()
+        let operands = self.main().filter(|_| !self.is_block()).map(|(_, operands)| operands);
+        operands.into_iter().flatten().map(String::as_str).collect()
     }
 
     /// All registers of the line.
     pub fn registers(&self) -> Vec<&str> {
-        let mut found = Vec::new();
-        for (at, _) in self.text.match_indices('%') {
-            let rest = &self.text[at + 1..];
-            let end = rest.find(|c: char| !c.is_ascii_alphanumeric()).unwrap_or(rest.len());
-            // Special registers such as %tid.x have no number.
-            if rest[..end].ends_with(|c: char| c.is_ascii_digit()) {
-                found.push(&self.text[at..at + 1 + end]);
-            }
-        }
-        found
+        let names = self.instructions.iter().flat_map(|(inst, _)| {
+            let guard = inst.guard.iter().map(|(name, _)| name.as_str());
+            guard.chain(inst.operands.iter().flat_map(|(operand, _)| operand.names()))
+        });
+        names.filter(is_register).collect()
     }
 
     /// The registers that the line writes; of a block, all it names.
     pub fn writes(&self) -> Vec<&str> {
-        const NONE: [&str; 12] = [
-            "st.",
-            "red.",
-            "bra",
-            "bar",
-            "fence",
-            "cp.",
-            "ret",
-            "exit",
-            "trap",
-            "nanosleep",
-            "mbarrier.init",
-            "mbarrier.arrive",
-        ];
-        let (opcode, registers) = (self.opcode(), self.registers());
-        if self.text.starts_with('{') {
-            return registers;
+        if self.is_block() {
+            return self.registers();
         }
-        if opcode.is_empty() || NONE.iter().any(|prefix| opcode.starts_with(prefix)) {
-            return Vec::new();
-        }
-        let guard = usize::from(self.text.starts_with('@'));
-        let after = self.text.split_once(opcode).map_or("", |(_, rest)| rest.trim_start());
-        let many = match after.strip_prefix('{') {
-            Some(vector) => vector.split('}').next().unwrap_or("").matches('%').count(),
-            None => 1,
-        };
-        registers.into_iter().skip(guard).take(many).collect()
+        let destination = self.main().and_then(|(inst, _)| inst.destination());
+        destination.map_or_else(Vec::new, |operand| operand.names()).into_iter().filter(is_register).collect()
     }
+}
+
+/// Special registers such as `%tid.x` have no number.
+fn is_register(name: &&str) -> bool {
+    name.starts_with('%') && name.ends_with(|c: char| c.is_ascii_digit())
 }
 
 /// The text with some lines replaced: `(number, new text)`.
@@ -146,8 +139,10 @@ pub fn with_lines(text: &str, edits: &[(usize, String)]) -> String {
 mod tests {
     use super::*;
 
+    /// The line between two others.
     fn line(text: &str) -> Line {
-        Line { number: 1, text: text.to_owned(), own: None, inlined: None }
+        let text = format!(".version 8.4\n.entry k()\n{{\nret;\n{text}\nret;\n}}");
+        bodies(&text, &["k"]).unwrap().remove(0).lines.remove(1)
     }
 
     #[test]

@@ -3,8 +3,10 @@
 //! A collective must stay whole, but LLVM does not model that. It may copy one into both arms of a
 //! branch, where each copy waits for lanes that wait in the other.
 
-use super::finding::Finding;
-use crate::ptx::{Entry, Lanes, Module, Statement};
+use epoxide_vgpu::ptx::{Entry, Instruction, Operand, Stmt};
+
+use super::lanes::Lanes;
+use super::{Finding, Module};
 
 const RULE: &str = "collectives";
 
@@ -12,77 +14,77 @@ const RULE: &str = "collectives";
 /// branch or guard that lanes take differently.
 pub fn check(module: &Module) -> Vec<Finding> {
     let mut findings = Vec::new();
-    for entry in &module.entries {
+    for entry in &module.file.entries {
         let lanes = Lanes::of(entry);
-        for (index, statement) in entry.body.iter().enumerate().filter(|(_, it)| is_collective(it)) {
+        for (index, inst) in instructions(entry).filter(|(_, inst)| is_collective(inst)) {
             let message = if lanes.guard_differs(index) {
-                format!("`{}`: its guard differs between lanes, and it needs them all", statement.text)
+                format!("`{}`: its guard differs between lanes, and it needs them all", module.show(inst))
             } else if let Some(branch) = lanes.apart_since(index) {
-                let branch = &entry.body[branch];
-                let mut copies = copies(entry, index);
-                copies.retain(|copy| lanes.apart_since(*copy).is_some());
-                let cause = if copies.is_empty() {
+                let copies = copies(entry, index, inst);
+                let copies = copies.filter(|(copy, _)| lanes.apart_since(*copy).is_some());
+                let lines: Vec<_> = copies.map(|(_, copy)| copy.whole.line.to_string()).collect();
+                let cause = if lines.is_empty() {
                     "move it in front of the branch".to_owned()
                 } else {
-                    let lines: Vec<_> =
-                        copies.iter().map(|copy| entry.body[*copy].line.to_string()).collect();
                     format!(
                         "the compiler has copied it, see line {}: leave it no reason to",
                         lines.join(" and ")
                     )
                 };
-                let source =
-                    module.source(entry, branch.line).map_or_else(String::new, |at| format!(" ({at})"));
+                let source = module.source(branch).map_or_else(String::new, |at| format!(" ({at})"));
                 format!(
                     "`{}` needs all lanes, which the branch `{}` on line {}{source} parts: {cause}",
-                    statement.text, branch.text, branch.line
+                    module.show(inst),
+                    module.show(branch),
+                    branch.whole.line
                 )
             } else {
                 continue;
             };
-            findings.push(Finding::new(RULE, statement.line, message));
+            findings.push(Finding::new(RULE, inst.whole.line, message));
         }
     }
     findings
 }
 
-/// Whether lanes wait for each other here, all 32. Block barriers are counted by a rule of their
-/// own, and the unaligned kind may be reached in several places.
-fn is_collective(statement: &Statement) -> bool {
-    let of_a_block = statement.is("barrier") || statement.is("bar") && !statement.has_modifier("warp");
-    // The last operand is the mask. Matrix instructions have none: their last one is a list of
-    // registers.
-    let masked = statement.operands().last().is_some_and(|mask| mask.starts_with('%'));
-    statement.has_modifier("sync") && !of_a_block && !masked
+/// The instructions of a kernel, with their indices in its body.
+fn instructions(entry: &Entry) -> impl Iterator<Item = (usize, &Instruction)> {
+    let indexed = entry.body.iter().enumerate();
+    indexed.filter_map(|(at, stmt)| if let Stmt::Inst(inst) = stmt { Some((at, inst)) } else { None })
 }
 
-/// Other statements that do the same and come from the same place in the source.
-fn copies(entry: &Entry, index: usize) -> Vec<usize> {
-    let mut places = Vec::with_capacity(entry.body.len());
-    let mut place = None;
-    for statement in &entry.body {
-        place = if statement.text.starts_with(".loc") { Some(statement.text.as_str()) } else { place };
-        places.push(place);
-    }
-    let same = |other: &usize| {
-        *other != index
-            && places[index].is_some()
-            && places[*other] == places[index]
-            && entry.body[*other].opcode() == entry.body[index].opcode()
-    };
-    (0..entry.body.len()).filter(same).collect()
+/// Whether lanes wait for each other here, all 32. Block barriers are counted by a rule of their
+/// own, and the unaligned kind may be reached in several places.
+fn is_collective(inst: &Instruction) -> bool {
+    let of_a_block = inst.is("barrier") || inst.is("bar") && !inst.has("warp");
+    // The last operand is the mask. Matrix instructions have none: their last one is a list of
+    // registers.
+    let mask = inst.operands.last();
+    let masked = mask.is_some_and(|(mask, _)| matches!(mask, Operand::Name(name) if name.starts_with('%')));
+    inst.has("sync") && !of_a_block && !masked
+}
+
+/// Other instructions that do the same and come from the same place in the source.
+fn copies<'a>(
+    entry: &'a Entry,
+    index: usize,
+    inst: &'a Instruction,
+) -> impl Iterator<Item = (usize, &'a Instruction)> {
+    instructions(entry).filter(move |(other, copy)| {
+        *other != index && inst.source.is_some() && copy.source == inst.source && copy.opcode == inst.opcode
+    })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{assert_one, entry};
+    use super::super::testing::{assert_one, of, text};
     use super::*;
 
     const SHUFFLE: &str = "shfl.sync.idx.b32 %r9, %r8, 0, 31, 0xffffffff;\n";
 
     /// Findings for a branch on `%p1`, which `set` sets, with the shuffle in one arm.
     fn under(set: &str) -> Vec<Finding> {
-        check(&entry(&format!("{set}\n@%p1 bra $L1;\n{SHUFFLE}$L1:\nret;")))
+        of(&format!("{set}\n@%p1 bra $L1;\n{SHUFFLE}$L1:\nret;"), check)
     }
 
     #[test]
@@ -90,7 +92,7 @@ mod tests {
         let body = format!(
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p1, %r1, 0;\n@%p1 bra $L1;\nst.global.b32 [%rd1], %r1;\n$L1:\n{SHUFFLE}ret;"
         );
-        assert_eq!(check(&entry(&body)), []);
+        assert_eq!(of(&body, check), []);
     }
 
     #[test]
@@ -100,12 +102,12 @@ mod tests {
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p1, %r1, 0;\n@%p1 bra $L1;\n{place}{SHUFFLE}st.global.b32 [%rd1], %r9;\nbra.uni $L2;\n\
              $L1:\n{place}{SHUFFLE}$L2:\nret;"
         );
-        let findings = check(&entry(&body));
+        let findings = of(&body, check);
         assert_eq!(findings.iter().map(|finding| finding.line).collect::<Vec<_>>(), [15, 20]);
         assert!(findings[0].message.contains("has copied it, see line 20"), "{findings:?}");
         assert!(findings[1].message.contains("`@%p1 bra $L1` on line 13"), "{findings:?}");
         // Copies under a branch that all lanes take the same way are sound.
-        assert_eq!(check(&entry(&body.replace("%laneid", "%ctaid.x"))), []);
+        assert_eq!(of(&body.replace("%laneid", "%ctaid.x"), check), []);
     }
 
     #[test]
@@ -122,14 +124,14 @@ mod tests {
             let body = format!(
                 "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p1, %r1, 0;\n@%p1 bra $L1;\n{collective};\n$L1:\nret;"
             );
-            assert_one(&check(&entry(&body)), "move it in front of the branch");
+            assert_one(&of(&body, check), "move it in front of the branch");
         }
         // Some lanes may meet by a mask of theirs, and whole blocks in several places.
         for passes in ["bar.warp.sync %r2", "barrier.sync 0", "cp.async.bulk.commit_group"] {
             let body = format!(
                 "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p1, %r1, 0;\n@%p1 bra $L1;\n{passes};\n$L1:\nret;"
             );
-            assert_eq!(check(&entry(&body)), []);
+            assert_eq!(of(&body, check), []);
         }
     }
 
@@ -183,20 +185,19 @@ mod tests {
 
     #[test]
     fn threads_of_blocks_with_two_dimensions_are_no_warps() {
-        let mut module = entry(&format!(
-            "mov.u32 %r1, %tid.x;\nsetp.lt.u32 %p1, %r1, 32;\n@%p1 bra $L1;\n{SHUFFLE}$L1:\nret;"
-        ));
-        assert_eq!(check(&module), []);
-        module.entries[0].directives = ".maxntid 16, 16, 1".to_owned();
-        assert_one(&check(&module), "needs all lanes");
+        let body =
+            format!("mov.u32 %r1, %tid.x;\nsetp.lt.u32 %p1, %r1, 32;\n@%p1 bra $L1;\n{SHUFFLE}$L1:\nret;");
+        assert_eq!(of(&body, check), []);
+        let flat = text(&body).replace(".maxntid 256, 1, 1", ".maxntid 16, 16, 1");
+        assert_one(&check(&Module::read(&flat).unwrap()), "needs all lanes");
     }
 
     #[test]
     fn guards_and_the_rest_behind_a_return_count_too() {
         let lane = "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p1, %r1, 0;\n";
-        assert_one(&check(&entry(&format!("{lane}@%p1 {SHUFFLE}ret;"))), "its guard differs");
-        assert_one(&check(&entry(&format!("{lane}@%p1 ret;\n{SHUFFLE}ret;"))), "`@%p1 ret` on line 13");
+        assert_one(&of(&format!("{lane}@%p1 {SHUFFLE}ret;"), check), "its guard differs");
+        assert_one(&of(&format!("{lane}@%p1 ret;\n{SHUFFLE}ret;"), check), "`@%p1 ret` on line 13");
         let round = format!("{lane}$L1:\n{SHUFFLE}@%p1 bra $L1;\nret;");
-        assert_one(&check(&entry(&round)), "`@%p1 bra $L1` on line 15");
+        assert_one(&of(&round, check), "`@%p1 bra $L1` on line 15");
     }
 }

@@ -1,8 +1,9 @@
 //! The entries, their launch bounds and their parameters are those of its description.
 
-use super::finding::Finding;
+use epoxide_vgpu::ptx::Entry;
+
+use super::{Finding, Module};
 use crate::described::{self, KernelInfo};
-use crate::ptx::{Entry, Module};
 
 const RULE: &str = "entries";
 
@@ -10,18 +11,18 @@ const RULE: &str = "entries";
 pub fn check(module: &Module, described: &[KernelInfo]) -> Vec<Finding> {
     let mut findings = Vec::new();
     for kernel in described {
-        if !module.entries.iter().any(|entry| entry.name == kernel.name) {
+        if !module.file.entries.iter().any(|entry| entry.name == kernel.name) {
             let message = format!("no entry `{}`, which the PTX describes", kernel.name);
             findings.push(Finding::new(RULE, 0, message));
         }
     }
-    for entry in &module.entries {
+    for entry in &module.file.entries {
         match described::find(described, &entry.name) {
             Some(kernel) => compare(entry, kernel, &mut findings),
             None => {
                 let message =
                     format!("entry `{}` has no description: make kernels with `#[kernel]`", entry.name);
-                findings.push(Finding::new(RULE, entry.line, message));
+                findings.push(Finding::new(RULE, entry.pos.line, message));
             }
         }
     }
@@ -30,13 +31,12 @@ pub fn check(module: &Module, described: &[KernelInfo]) -> Vec<Finding> {
 
 fn compare(entry: &Entry, kernel: &KernelInfo, findings: &mut Vec<Finding>) {
     let name = &entry.name;
-    let mut report = |message: String| findings.push(Finding::new(RULE, entry.line, message));
+    let mut report = |message: String| findings.push(Finding::new(RULE, entry.pos.line, message));
 
-    let bound = |directive: &str| number_after(&entry.directives, directive);
-    if bound(".maxntid") != Some(kernel.max_threads) {
+    if entry.max_block.map(|block| block[0]) != Some(kernel.max_threads) {
         report(format!("`{name}` lacks `.maxntid {}, 1, 1`", kernel.max_threads));
     }
-    if bound(".minnctapersm").unwrap_or(0) != kernel.min_blocks_per_sm {
+    if entry.min_blocks_per_sm.unwrap_or(0) != kernel.min_blocks_per_sm {
         report(format!("`{name}` lacks `.minnctapersm {}`", kernel.min_blocks_per_sm));
     }
 
@@ -55,12 +55,6 @@ fn compare(entry: &Entry, kernel: &KernelInfo, findings: &mut Vec<Finding>) {
     }
 }
 
-fn number_after(directives: &str, directive: &str) -> Option<u32> {
-    let mut words = directives.split([' ', ',']).filter(|word| !word.is_empty());
-    words.find(|word| *word == directive)?;
-    words.next()?.parse().ok()
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::testing::{assert_one, text};
@@ -69,7 +63,7 @@ mod tests {
 
     fn findings(text: &str, names: &[&str]) -> Vec<Finding> {
         let described: Vec<_> = names.iter().map(|name| kernel(name)).collect();
-        check(&Module::read(text), &described)
+        check(&Module::read(text).unwrap(), &described)
     }
 
     #[test]

@@ -1,62 +1,62 @@
 //! Everything is inlined: no functions, no calls, no runtime of the compiler's.
 
-use super::finding::Finding;
-use crate::ptx::{Module, Statement};
+use super::{Finding, Module};
 
 const RULE: &str = "functions";
 
 const RUNTIME: [&str; 4] = ["vprintf", "malloc", "free", "__assert_fail"];
 
-/// Refuses `.func`, `call` and the names of runtime and panic functions.
+/// Rejects `.func`, `call` and the names of runtime and panic functions.
 pub fn check(module: &Module) -> Vec<Finding> {
     let mut findings = Vec::new();
-    for header in &module.functions {
+    for function in &module.file.functions {
+        let line = function.pos.line;
         let message = format!(
             "`{}`: inline it: a function that kernels call is `#[device]` or `#[inline(always)]`",
-            header.text
+            module.line(line)
         );
-        findings.push(Finding::new(RULE, header.line, message));
+        findings.push(Finding::new(RULE, line, message));
     }
-    let bodies = module.instructions().map(|(_, statement)| statement);
-    for statement in module.items.iter().chain(bodies) {
-        if statement.is("call") {
-            findings.push(Finding::new(RULE, statement.line, format!("a call: `{}`", statement.text)));
-        } else if let Some(symbol) = runtime_symbol(statement) {
-            let message = format!("`{symbol}`: kernels use neither a runtime nor panic messages");
-            findings.push(Finding::new(RULE, statement.line, message));
-        }
+    let forbidden = |symbol: &str| {
+        (RUNTIME.contains(&symbol) || symbol.contains("panic"))
+            .then(|| format!("`{symbol}`: kernels use neither a runtime nor panic messages"))
+    };
+    for variable in &module.file.variables {
+        findings.extend(forbidden(&variable.name).map(|why| Finding::new(RULE, variable.pos.line, why)));
+    }
+    for (_, inst) in module.instructions() {
+        let message = if inst.is("call") {
+            Some(format!("a call: `{}`", module.show(inst)))
+        } else {
+            inst.operands.iter().flat_map(|(operand, _)| operand.names()).find_map(forbidden)
+        };
+        findings.extend(message.map(|message| Finding::new(RULE, inst.whole.line, message)));
     }
     findings
 }
 
-fn runtime_symbol(statement: &Statement) -> Option<&str> {
-    if statement.text.starts_with(".file") {
-        return None;
-    }
-    statement.words().find(|word| RUNTIME.contains(word) || word.contains("panic"))
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{assert_one, entry};
+    use super::super::testing::{assert_one, of, text};
     use super::*;
 
     #[test]
     fn inlined_code_passes() {
-        assert_eq!(check(&entry(".file 1 \"rust/core/src/panic.rs\"\nadd.s32 %r1, %r1, 1;\nret;")), []);
+        assert_eq!(of(".file 1 \"rust/core/src/panic.rs\"\nadd.s32 %r1, %r1, 1;\nret;", check), []);
     }
 
     #[test]
     fn functions_fail() {
-        assert_one(&check(&Module::read(".extern .func helper (.param .b64 a);")), "inline it");
-        assert_one(&check(&Module::read(".func helper()\n{\nret;\n}")), "inline it");
+        let with = |function: &str| check(&Module::read(&(text("ret;") + function)).unwrap());
+        assert_one(&with(".extern .func helper (.param .b64 a);"), "inline it");
+        assert_one(&with(".func helper()\n{\nret;\n}"), "inline it");
     }
 
     #[test]
     fn calls_and_runtime_symbols_fail() {
-        assert_one(&check(&entry("call.uni (r), helper, (p);")), "a call");
-        assert_one(&check(&entry("mov.u64 %rd1, vprintf;")), "`vprintf`");
+        assert_one(&of("call.uni (r), helper, (p);", check), "a call");
+        assert_one(&of("mov.u64 %rd1, vprintf;", check), "`vprintf`");
         let symbol = "mov.u64 %rd1, _ZN4core9panicking5panic17hE;";
-        assert_one(&check(&entry(symbol)), "panic messages");
+        assert_one(&of(symbol, check), "panic messages");
     }
 }

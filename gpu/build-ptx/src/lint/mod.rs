@@ -1,41 +1,144 @@
 //! Requirements of every PTX file, from any compiler.
 //!
 //! LLVM does not read inline PTX, and several constructs compile to something legal but wrong:
-//! these lints are the net. Each rule is one small file, with a snippet that passes and one that
-//! does not. Exceptions are in the kernel's attribute, which the PTX repeats.
+//! these lints are the net. They read PTX as the virtual GPU does. Each rule comes with a snippet
+//! that passes and one that does not. Exceptions are in the kernel's attribute, which the PTX
+//! repeats.
 
 mod arithmetic;
-mod atomics;
 mod barriers;
 mod collectives;
 mod dependent;
 mod entries;
-mod finding;
 mod functions;
-mod locals;
+mod lanes;
+mod memory;
 mod module;
 mod opcodes;
-mod readonly;
-mod rules;
-#[cfg(test)]
-mod testing;
 
+use std::fmt;
 use std::path::Path;
 
 use anyhow::{Result, ensure};
+use epoxide_vgpu::PtxError;
+use epoxide_vgpu::ptx::{self, Entry, File, Instruction, Version};
 
-pub use self::finding::{Expect, Finding};
-pub use self::rules::run;
+use crate::described::KernelInfo;
 use crate::job::Job;
 use crate::workspace::Workspace;
 use crate::{described, ptxas};
+
+/// Something a rule found wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// The rule's name.
+    pub rule: &'static str,
+    /// The line in the PTX file, from 1; 0 where it is about the file as a whole.
+    pub line: usize,
+    /// The error and its remedy.
+    pub message: String,
+}
+
+impl Finding {
+    /// A finding about one line, or about the whole file (line 0).
+    pub fn new(rule: &'static str, line: usize, message: impl Into<String>) -> Self {
+        Self { rule, line, message: message.into() }
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.line > 0 {
+            write!(f, "line {}: ", self.line)?;
+        }
+        write!(f, "{} [{}]", self.message, self.rule)
+    }
+}
+
+/// Requirements of a file.
+pub struct Expect<'a> {
+    /// The kernels it must hold, as it describes them.
+    pub described: &'a [KernelInfo],
+    /// The highest `.version` allowed.
+    pub version: Version,
+    /// The `.target`, such as `sm_90`.
+    pub target: &'a str,
+}
+
+/// A module, with its text.
+pub(crate) struct Module<'a> {
+    text: &'a str,
+    file: File,
+}
+
+impl<'a> Module<'a> {
+    fn read(text: &'a str) -> Result<Self, PtxError> {
+        Ok(Self { text, file: ptx::parse(text)? })
+    }
+
+    /// All instructions, each with the entry it belongs to.
+    fn instructions(&self) -> impl Iterator<Item = (&Entry, &Instruction)> {
+        self.file.entries.iter().flat_map(|entry| entry.instructions().map(move |inst| (entry, inst)))
+    }
+
+    /// The text of an instruction, white space reduced to single blanks.
+    fn show(&self, inst: &Instruction) -> String {
+        inst.whole.of(self.text).split_whitespace().collect::<Vec<_>>().join(" ")
+    }
+
+    /// The line of this number, trimmed.
+    fn line(&self, number: usize) -> &str {
+        self.text.lines().nth(number.wrapping_sub(1)).unwrap_or("").trim()
+    }
+
+    /// The number of the first line that holds `part`; 0 if none does.
+    fn line_with(&self, part: &str) -> usize {
+        self.text.lines().position(|line| line.contains(part)).map_or(0, |at| at + 1)
+    }
+
+    /// The Rust source of an instruction: the place itself, and the place in the kernel's own code
+    /// where it was inlined.
+    fn source(&self, inst: &Instruction) -> Option<String> {
+        let source = inst.source?;
+        let [here, own] = [source.innermost, source.own]
+            .map(|at| self.file.place(at).map(|(path, line)| format!("{path}:{line}")));
+        let here = here?;
+        Some(own.filter(|own| *own != here).map_or(here.clone(), |own| format!("{here}, inlined at {own}")))
+    }
+}
+
+/// Runs every rule that needs nothing but the text.
+pub fn run(text: &str, expect: &Expect) -> Vec<Finding> {
+    let module = match Module::read(text) {
+        Ok(module) => module,
+        Err(error) => return vec![opcodes::refused(&error)],
+    };
+    let mut findings = entries::check(&module, expect.described);
+    findings.extend(functions::check(&module));
+    findings.extend(memory::check(&module, expect.described));
+    findings.extend(barriers::check(&module, expect.described));
+    findings.extend(dependent::check(&module, expect.described));
+    findings.extend(collectives::check(&module));
+    findings.extend(arithmetic::check(&module, expect.described));
+    findings.extend(module::check(&module, expect));
+    findings.extend(opcodes::check(&module));
+    for finding in &mut findings {
+        let mut instructions = module.instructions().map(|(_, inst)| inst);
+        let inst = instructions.find(|inst| inst.whole.line == finding.line);
+        if let Some(source) = inst.and_then(|inst| module.source(inst)) {
+            finding.message += &format!(" ({source})");
+        }
+    }
+    findings.sort_by_key(|finding| finding.line);
+    findings
+}
 
 /// Lints a PTX file by text and by ptxas, prints what each kernel uses, and fails on any finding.
 pub fn lint_file(ws: &Workspace, job: &Job, file: &Path, text: &str) -> Result<()> {
     let described = described::kernels(text);
     let expect =
         Expect { described: &described, version: job.backend.version_ceiling(), target: job.arch.sm() };
-    let mut findings = rules::run(text, &expect);
+    let mut findings = run(text, &expect);
     match ptxas::find(ws) {
         Some(ptxas) => match ptxas::assemble(&ptxas, file, job.arch.sm()) {
             Ok(usages) => {
@@ -52,4 +155,73 @@ pub fn lint_file(ws: &Workspace, job: &Job, file: &Path, text: &str) -> Result<(
     ensure!(findings.is_empty(), "{}: {} lint findings", ws.display(file), findings.len());
     println!("{}: lints pass ({} kernels)", ws.display(file), described.len());
     Ok(())
+}
+
+/// Snippets for the rules' tests.
+#[cfg(test)]
+mod testing {
+    use super::{Finding, Module};
+
+    /// A module with one entry `copy(src: u64, n: u32)` around `body`, launch bounds included; the
+    /// body starts on line 11.
+    pub fn text(body: &str) -> String {
+        let params = "\t.param .u64 copy_param_0,\n\t.param .u32 copy_param_1\n";
+        let bounds = ".maxntid 256, 1, 1\n.minnctapersm 2\n";
+        format!(
+            ".version 8.4\n.target sm_90\n.address_size 64\n.visible .entry copy(\n{params})\n{bounds}{{\n{body}\n}}\n"
+        )
+    }
+
+    /// The findings of a rule on the module with this body.
+    pub fn of(body: &str, check: impl Fn(&Module) -> Vec<Finding>) -> Vec<Finding> {
+        let text = text(body);
+        check(&Module::read(&text).unwrap_or_else(|error| panic!("{error}")))
+    }
+
+    /// Asserts one finding whose message holds `part`.
+    pub fn assert_one(findings: &[Finding], part: &str) {
+        assert_eq!(findings.len(), 1, "{findings:?}");
+        assert!(findings[0].message.contains(part), "{findings:?}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::described::samples::kernel;
+
+    const VERSION: Version = Version { major: 8, minor: 4 };
+
+    #[test]
+    fn findings_come_in_line_order_and_name_their_rule() {
+        let described = [kernel("copy")];
+        let expect = Expect { described: &described, version: VERSION, target: "sm_90" };
+        let text = testing::text("membar.gl;\nbar.sync 0;\ntrap;\nret;");
+        let findings = run(&text, &expect);
+        let rules: Vec<_> = findings.iter().map(|finding| finding.rule).collect();
+        assert!(rules.contains(&"atomics") && rules.contains(&"barriers") && rules.contains(&"arithmetic"));
+        assert!(findings.is_sorted_by_key(|finding| finding.line));
+        let shown = findings.iter().find(|finding| finding.rule == "atomics").unwrap().to_string();
+        assert!(shown.starts_with("line 11: ") && shown.ends_with("[atomics]"), "{shown}");
+    }
+
+    #[test]
+    fn sources_name_the_kernel_too() {
+        let body = ".loc 1 7 3\nmembar.gl;\n.loc 2 9 1 // inlined_at 1 8\nmembar.sys;\nret;";
+        let files = ".file 1 \"gpu/src/kernels/f.rs\"\n.file 2 \"rust/c.rs\"\n";
+        let text = testing::text(body) + files;
+        let findings = run(&text, &Expect { described: &[], version: VERSION, target: "sm_90" });
+        let ends = |end: &str| findings.iter().any(|finding| finding.message.ends_with(end));
+        assert!(ends("(gpu/src/kernels/f.rs:7)"), "{findings:?}");
+        assert!(ends("(rust/c.rs:9, inlined at gpu/src/kernels/f.rs:8)"), "{findings:?}");
+    }
+
+    #[test]
+    fn text_that_is_no_ptx_is_one_finding() {
+        let findings = run(
+            &testing::text("add.s32 %r1 %r2;"),
+            &Expect { described: &[], version: VERSION, target: "sm_90" },
+        );
+        testing::assert_one(&findings, "expected ','");
+    }
 }

@@ -1,50 +1,41 @@
 //! The module's own declarations: version, target, variables, and source paths that name no
 //! machine.
 
-use super::finding::{Expect, Finding};
-use crate::backend::PtxVersion;
-use crate::ptx::Module;
+use epoxide_vgpu::ptx::VarSpace;
+
+use super::{Expect, Finding, Module};
 
 const RULE: &str = "module";
 
-/// Module-scope `.global` and `.const` variables that may exist. Each is state shared by all
-/// launches.
-const VARIABLES_ALLOWED: [&str; 0] = [];
-
-/// Checks `.version`, `.target`, `.address_size`, module-scope variables and `.file` paths.
+/// Checks `.version`, `.target`, module-scope variables and `.file` paths.
 pub fn check(module: &Module, expect: &Expect) -> Vec<Finding> {
     let mut findings = Vec::new();
-    let value = |directive: &str| {
-        module.items.iter().find_map(|item| Some((item.line, item.text.strip_prefix(directive)?.trim())))
-    };
-
-    let (line, version) = value(".version").unwrap_or_default();
-    let in_range = version.parse::<PtxVersion>().is_ok_and(|version| version <= expect.version);
-    if !in_range {
-        let message =
-            format!("`.version {version}`: at most {} loads on the drivers we support", expect.version);
+    let file = &module.file;
+    if file.version > expect.version {
+        let message = format!(
+            "`.version {}`: at most {} loads on the drivers we support",
+            file.version, expect.version
+        );
+        findings.push(Finding::new(RULE, module.line_with(".version"), message));
+    }
+    if file.target != expect.target || !file.target_options.is_empty() {
+        let line = module.line_with(".target");
+        let message = format!("`{}`: expected {}", module.line(line), expect.target);
         findings.push(Finding::new(RULE, line, message));
     }
-    let (line, target) = value(".target").unwrap_or_default();
-    if target != expect.target {
-        findings.push(Finding::new(RULE, line, format!("`.target {target}`: expected {}", expect.target)));
-    }
-    let (line, size) = value(".address_size").unwrap_or_default();
-    if size != "64" {
-        findings.push(Finding::new(RULE, line, format!("`.address_size {size}`: expected 64")));
-    }
-
-    for item in &module.items {
-        let variable = item.text.split(' ').any(|word| word == ".global" || word == ".const");
-        if variable && !item.words().any(|word| VARIABLES_ALLOWED.contains(&word)) {
-            let message = format!("`{}`: a variable at module scope; a constant became memory", item.text);
-            findings.push(Finding::new(RULE, item.line, message));
-        }
-        if item.text.starts_with(".file") && item.text.contains("\"/") {
+    for variable in &file.variables {
+        if matches!(variable.space, VarSpace::Global | VarSpace::Const) {
+            let line = variable.pos.line;
             let message =
-                format!("`{}`: an absolute path; the text must not depend on the checkout", item.text);
-            findings.push(Finding::new(RULE, item.line, message));
+                format!("`{}`: a variable at module scope; a constant became memory", module.line(line));
+            findings.push(Finding::new(RULE, line, message));
         }
+    }
+    for (number, path) in file.files.iter().filter(|(_, path)| path.starts_with('/')) {
+        let message = format!(
+            "`.file {number} \"{path}\"`: an absolute path; the text must not depend on the checkout"
+        );
+        findings.push(Finding::new(RULE, module.line_with(&format!("\"{path}\"")), message));
     }
     findings
 }
@@ -53,10 +44,11 @@ pub fn check(module: &Module, expect: &Expect) -> Vec<Finding> {
 mod tests {
     use super::super::testing::{assert_one, text};
     use super::*;
+    use epoxide_vgpu::ptx::Version;
 
     fn findings(text: &str) -> Vec<Finding> {
-        let version = PtxVersion { major: 8, minor: 4 };
-        check(&Module::read(text), &Expect { described: &[], version, target: "sm_90" })
+        let version = Version { major: 8, minor: 4 };
+        check(&Module::read(text).unwrap(), &Expect { described: &[], version, target: "sm_90" })
     }
 
     fn with(item: &str) -> String {
@@ -73,7 +65,8 @@ mod tests {
         assert_one(&findings(&text("ret;").replace("8.4", "8.5")), "`.version 8.5`");
         assert_one(&findings(&text("ret;").replace("sm_90", "sm_100")), "expected sm_90");
         assert_one(&findings(&text("ret;").replace("sm_90", "sm_90, debug")), "expected sm_90");
-        assert_one(&findings(&text("ret;").replace("_size 64", "_size 32")), "expected 64");
+        let narrow = text("ret;").replace("_size 64", "_size 32");
+        assert!(Module::read(&narrow).is_err_and(|error| error.message.contains("only .address_size 64")));
     }
 
     #[test]

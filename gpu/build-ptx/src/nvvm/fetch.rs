@@ -8,10 +8,10 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 
 use super::parts::{self, Missing, MissingParts, Part, Places};
-use super::toolchain::{TOOLCHAIN, rustup_run};
+use super::{TOOLCHAIN, rustup_run};
+use crate::packages;
 use crate::toolchain::rustup;
 use crate::workspace::{self, Workspace, capture};
-use crate::{debs, wheel};
 
 /// The wheels that make a CUDA root, with the folder that each has for its files. They are what the
 /// back end was tested with, and the last of CUDA 12.
@@ -90,7 +90,7 @@ fn fetch_cuda(dir: &Path) -> Result<()> {
     workspace::fresh_dir(&root)?;
     for (wheel, folder) in CUDA_WHEELS {
         println!("fetching {wheel}");
-        wheel::unpack(wheel, &partial).context("fetching CUDA's wheels needs python3 with pip")?;
+        packages::unpack_wheel(wheel, &partial).context("fetching CUDA's wheels needs python3 with pip")?;
         for part in ["nvvm", "include"] {
             let from = partial.join(folder).join(part);
             let to = root.join(part);
@@ -107,15 +107,15 @@ fn fetch_cuda(dir: &Path) -> Result<()> {
 }
 
 fn fetch_packages(dir: &Path, name: &str, packages: &[&str]) -> Result<()> {
-    debs::check_tools()?;
+    packages::check_tools()?;
     println!("fetching {}", packages.join(", "));
     let partial = dir.join(format!("{name}.partial"));
-    debs::with_fresh_lists(|| {
+    packages::with_fresh_lists(|| {
         workspace::fresh_dir(&partial)?;
-        debs::download(&partial, packages)
+        packages::download(&partial, packages)
     })?;
     let root = partial.join("root");
-    debs::unpack(&partial, &root)?;
+    packages::unpack(&partial, &root)?;
     workspace::publish_dir(&root, &dir.join(name))?;
     std::fs::remove_dir_all(&partial).with_context(|| format!("cannot remove {}", partial.display()))
 }

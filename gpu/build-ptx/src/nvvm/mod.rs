@@ -5,20 +5,19 @@
 
 mod fetch;
 mod parts;
-mod toolchain;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use anyhow::Result;
+
 use self::parts::BACKEND_VAR;
-use self::toolchain::rustup_run;
 use crate::backend::Arch;
 use crate::job::{Job, TARGET};
-use crate::workspace::Workspace;
+use crate::workspace::{self, Workspace, capture};
 
 pub use fetch::fetch;
 pub use parts::{MissingParts, Parts};
-pub use toolchain::compiler_version;
 
 /// Flags that decide what the PTX says, without the back end's own path and `-arch`.
 const CODEGEN: [&str; 8] = [
@@ -65,6 +64,47 @@ pub fn command(ws: &Workspace, job: &Job, parts: Option<&Parts>) -> Command {
 /// The file that the build leaves.
 pub fn product(ws: &Workspace, job: &Job) -> PathBuf {
     job.target_dir(ws).join(TARGET).join(format!("release/{}.ptx", job.kernels.library))
+}
+
+/// The toolchain that the back end is written for.
+const TOOLCHAIN: &str = "nightly-2026-04-02";
+
+/// rustup's proxy, because the back end works with one toolchain only, the whole of it; without the
+/// settings of the cargo that runs us.
+fn rustup_run(ws: &Workspace) -> Command {
+    let mut command = Command::new("rustup");
+    for (key, value) in ws.cargo().get_envs() {
+        match value {
+            Some(value) => command.env(key, value),
+            None => command.env_remove(key),
+        };
+    }
+    command.args(["run", TOOLCHAIN]);
+    command
+}
+
+/// Output of `-V` of the back end's rustc.
+pub fn compiler_version() -> Result<String> {
+    capture(Command::new("rustup").args(["run", TOOLCHAIN, "rustc", "-V"]).env_remove("RUSTUP_TOOLCHAIN"))
+}
+
+/// Whether that toolchain is installed, with the components that the back end takes.
+fn has_toolchain() -> bool {
+    let sysroot = capture(
+        Command::new("rustup")
+            .args(["run", TOOLCHAIN, "rustc", "--print", "sysroot"])
+            .env_remove("RUSTUP_TOOLCHAIN"),
+    );
+    let Ok(sysroot) = sysroot else { return false };
+    let rustlib = Path::new(&sysroot).join("lib/rustlib");
+    // The compiler's own crates are what rustc-dev brings.
+    let compiler = rustlib.join(format!("{}-unknown-linux-gnu/lib", std::env::consts::ARCH));
+    let has_compiler = workspace::files(&compiler, "rmeta").is_ok_and(|files| {
+        files.iter().any(|file| {
+            file.file_name().is_some_and(|name| name.to_string_lossy().starts_with("librustc_middle"))
+        })
+    });
+    rustlib.join("src/rust/library/core/Cargo.toml").is_file() && has_compiler
 }
 
 #[cfg(test)]

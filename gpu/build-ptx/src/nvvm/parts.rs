@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::toolchain::{TOOLCHAIN, has_toolchain};
+use super::{TOOLCHAIN, has_toolchain};
 use crate::workspace::{self, Workspace, capture, env_path};
 
 /// Names the back end's library.

@@ -7,7 +7,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use super::Compiler;
-use crate::debs;
+use crate::packages;
 use crate::workspace::{self, Workspace, capture};
 
 /// Requirements of [`fetch`].
@@ -39,11 +39,11 @@ pub fn installed(ws: &Workspace) -> Result<Compiler> {
 
 /// Downloads and unpacks the packages. An interrupted download starts again.
 pub fn fetch(ws: &Workspace) -> Result<()> {
-    debs::check_tools()?;
+    packages::check_tools()?;
     println!("fetching Debian's rustc and its library source (about 140 MB)");
     let partial = ws.target("kernel-toolchain.partial");
-    debs::with_fresh_lists(|| download(&partial))?;
-    debs::unpack(&partial, &partial.join("root"))?;
+    packages::with_fresh_lists(|| download(&partial))?;
+    packages::unpack(&partial, &partial.join("root"))?;
     let wrapper = partial.join("rustc");
     workspace::write(&wrapper, WRAPPER)?;
     capture(Command::new("chmod").arg("755").arg(&wrapper))?;
@@ -55,7 +55,7 @@ fn download(into: &Path) -> Result<()> {
     let library = dependency("libstd-rust-web-dev", "libstd-rust-web-")?;
     let llvm = dependency(&library, "libllvm")?;
     workspace::fresh_dir(into)?;
-    debs::download(into, &[&PACKAGES[..], &[&library, &llvm]].concat())
+    packages::download(into, &[&PACKAGES[..], &[&library, &llvm]].concat())
 }
 
 /// The package with this prefix that `package` depends on.

@@ -2,6 +2,8 @@
 
 use std::ffi::{CString, c_int, c_void};
 
+use epoxide_vgpu::ptx::Version;
+
 use super::calls::raw;
 use super::device::Bound;
 use super::error::unavailable;
@@ -61,7 +63,7 @@ fn load_error(bound: &Bound<'_>, result: CuResult, text: &str, errors: &str, inf
     let log = if errors.is_empty() { infos } else { errors };
     match result {
         CuResult::UNSUPPORTED_PTX_VERSION => {
-            let what = match ptx::version_of(text) {
+            let what = match Version::of(text) {
                 Some(version) => format!("PTX {version}"),
                 None => "the PTX module".into(),
             };

@@ -1,25 +1,12 @@
 //! Which driver reads which PTX version.
 
-use std::fmt;
-
-/// A PTX ISA version, as a module's `.version` directive gives it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct PtxVersion {
-    pub major: u32,
-    pub minor: u32,
-}
-
-impl fmt::Display for PtxVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.major, self.minor)
-    }
-}
+use epoxide_vgpu::ptx::Version;
 
 /// One release of the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DriverRelease {
     /// The newest PTX it reads.
-    pub ptx: PtxVersion,
+    pub ptx: Version,
     /// Its CUDA version, as `cuDriverGetVersion` reports it.
     pub cuda: u32,
     /// Its release branch: 580 for R580.
@@ -44,24 +31,16 @@ const RELEASES: [DriverRelease; 13] = [
 ];
 
 const fn release(major: u32, minor: u32, cuda: u32, branch: u32) -> DriverRelease {
-    DriverRelease { ptx: PtxVersion { major, minor }, cuda, branch }
-}
-
-/// The `.version` of a PTX module.
-pub fn version_of(ptx: &str) -> Option<PtxVersion> {
-    let line = ptx.lines().map(str::trim_start).find_map(|line| line.strip_prefix(".version"))?;
-    let number = line.split("//").next()?.trim();
-    let (major, minor) = number.split_once('.')?;
-    Some(PtxVersion { major: major.parse().ok()?, minor: minor.parse().ok()? })
+    DriverRelease { ptx: Version { major, minor }, cuda, branch }
 }
 
 /// The oldest driver release that reads this PTX; `None` for PTX newer than the table.
-pub fn oldest_driver_for(version: PtxVersion) -> Option<DriverRelease> {
+pub fn oldest_driver_for(version: Version) -> Option<DriverRelease> {
     RELEASES.into_iter().find(|release| release.ptx >= version)
 }
 
 /// The newest PTX that a driver of this CUDA version reads, as far as the table goes.
-pub fn newest_ptx_for(cuda: u32) -> Option<PtxVersion> {
+pub fn newest_ptx_for(cuda: u32) -> Option<Version> {
     RELEASES.into_iter().rev().find(|release| release.cuda <= cuda).map(|release| release.ptx)
 }
 
@@ -73,7 +52,7 @@ pub fn cuda_version_text(cuda: u32) -> String {
 /// The error text for a module whose PTX is too new for a driver of CUDA version `cuda`, with the
 /// remedy.
 pub fn too_new(ptx: &str, cuda: u32) -> String {
-    let wanted = match version_of(ptx) {
+    let wanted = match Version::of(ptx) {
         Some(version) => format!("the module is PTX {version}"),
         None => "the module has no readable .version".into(),
     };
@@ -81,7 +60,7 @@ pub fn too_new(ptx: &str, cuda: u32) -> String {
         Some(newest) => format!("this driver (CUDA {}) reads up to PTX {newest}", cuda_version_text(cuda)),
         None => format!("this driver is of CUDA {}", cuda_version_text(cuda)),
     };
-    let remedy = match version_of(ptx).map(oldest_driver_for) {
+    let remedy = match Version::of(ptx).map(oldest_driver_for) {
         Some(Some(release)) => {
             format!("install driver R{} (CUDA {}) or newer", release.branch, cuda_version_text(release.cuda))
         }

@@ -1,9 +1,10 @@
 //! Tests that need neither a GPU nor a driver.
 
+use epoxide_vgpu::ptx::Version;
+
 use super::ffi::CuResult;
 use super::module::{log_text, param_pointers};
-use super::ptx::{self, PtxVersion};
-use super::{CudaDevice, calls, devices, doctor};
+use super::{CudaDevice, calls, devices, doctor, ptx};
 use crate::driver::{Device, RawStream};
 use crate::error::Error;
 
@@ -81,7 +82,7 @@ fn not_ready_is_no_error() {
 
 #[test]
 fn ptx_versions_are_read_from_the_directive() {
-    let version = |text| ptx::version_of(text).map(|version| (version.major, version.minor));
+    let version = |text| Version::of(text).map(|version| (version.major, version.minor));
     assert_eq!(version("// head .version 1.0\n\n.version 8.4 // note\n.target sm_90"), Some((8, 4)));
     assert_eq!(version("  .version\t7.8\n"), Some((7, 8)));
     assert_eq!(version(".target sm_90"), None);
@@ -91,7 +92,7 @@ fn ptx_versions_are_read_from_the_directive() {
 #[test]
 fn each_ptx_version_names_the_oldest_driver() {
     let branch =
-        |major, minor| ptx::oldest_driver_for(PtxVersion { major, minor }).map(|release| release.branch);
+        |major, minor| ptx::oldest_driver_for(Version { major, minor }).map(|release| release.branch);
     assert_eq!(branch(7, 0), Some(520));
     assert_eq!(branch(8, 0), Some(525));
     assert_eq!(branch(8, 2), Some(535));

@@ -9,7 +9,7 @@ use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use super::gpu::PAGEABLE_AT_ONCE_BYTES;
-use super::machine::Machine;
+use super::manual::ManualGpus;
 use super::stream::StreamQueue;
 use super::tests::{PTX, Rig, Words, handle, on_both, word};
 use super::*;
@@ -128,7 +128,7 @@ enum Waits {
 /// another device return while the kernel runs, and that all return in the end.
 #[track_caller]
 fn check(waits: Waits, call: impl Fn(&Scene) + Sync) {
-    let machine = Machine::with_patience(3, PATIENCE);
+    let machine = ManualGpus::with_patience(3, PATIENCE);
     let devices = [(Rig::threaded(), Rig::threaded()), (Rig::manual(&machine), Rig::manual(&machine))];
     for (rig, elsewhere) in devices {
         let scene = Scene::new(rig, elsewhere);
@@ -339,7 +339,7 @@ fn ask(rig: &Rig) -> Words {
 /// word. `check` gets receivers for the return of the free and of the helper; it may release the
 /// kernel itself.
 fn with_a_proxy(help: impl Fn(&Rig) + Sync, check: impl Fn(&Rig, &Words, [Receiver<()>; 2])) {
-    let machine = Machine::with_patience(4, PATIENCE);
+    let machine = ManualGpus::with_patience(4, PATIENCE);
     for rig in [Rig::threaded(), Rig::manual(&machine)] {
         let memory = rig.alloc(4096, MemoryKind::Unpooled);
         let words = ask(&rig);
@@ -516,7 +516,7 @@ fn on_an_unusable_device_nothing_waits() {
 
 #[test]
 fn a_machine_gives_up_waits_that_never_end() {
-    let rig = Rig::manual(&Machine::new(6));
+    let rig = Rig::manual(&ManualGpus::new(6));
     let gate = rig.words(1);
     let data = rig.alloc(4096, MemoryKind::Device);
     let memory = rig.alloc(4096, MemoryKind::Unpooled);
@@ -541,7 +541,7 @@ fn a_machine_gives_up_waits_that_never_end() {
 
 #[test]
 fn on_a_machine_a_free_waits_for_deadlines_in_virtual_time() {
-    let machine = Machine::new(8);
+    let machine = ManualGpus::new(8);
     let rig = Rig::manual(&machine);
     let words = rig.words(2);
     let ns = 50_000_000_000u64;
@@ -556,7 +556,7 @@ fn on_a_machine_a_free_waits_for_deadlines_in_virtual_time() {
 
 #[test]
 fn a_single_thread_makes_room_on_a_machine_by_running_it() {
-    let rig = Rig::manual(&Machine::new(2));
+    let rig = Rig::manual(&ManualGpus::new(2));
     let words = rig.words(1);
     for _ in 0..2000 {
         rig.add_one(&rig.stream, words.ptr(), 1);

@@ -10,7 +10,7 @@ use epoxide_vgpu::{PtxError, Region};
 use super::capture::{Capture, RecordedGraph, Step};
 use super::coverage;
 use super::gpu::{Runner, VirtualGpu, memory_error};
-use super::machine::Drive;
+use super::manual::Drive;
 use super::modules;
 use super::state::{Allocation, EventState, LastRecord, LoadedKernel, new_handle};
 use super::stream::{Mark, Op, StreamQueue};
@@ -422,7 +422,7 @@ impl Driver for VirtualGpu {
 
     fn make_progress(&self) -> bool {
         match &self.runner {
-            Runner::Machine(machine) if machine.drive(PROGRESS_SLICE) == Drive::Ran => return true,
+            Runner::Manual(gpus) if gpus.drive(PROGRESS_SLICE) == Drive::Ran => return true,
             // With a clock of the ranks, `Poller::pause` sleeps.
             Runner::Thread(_) if self.time.is_none() => std::thread::sleep(NAP),
             _ => std::thread::yield_now(),

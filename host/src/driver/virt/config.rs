@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use epoxide_vgpu::{Checker, Schedule};
 
-use super::machine::Machine;
+use super::manual::ManualGpus;
 
 /// Executor of a virtual GPU's work.
 #[derive(Debug, Clone, Default)]
@@ -14,7 +14,7 @@ pub enum Executor {
     #[default]
     Threaded,
     /// The threads that wait for it, in seeded order.
-    Manual(Machine),
+    Manual(ManualGpus),
 }
 
 /// Where a virtual GPU's `%globaltimer` comes from, and with it every deadline of its kernels.
@@ -84,10 +84,10 @@ pub struct VirtConfig {
     pub sm_count: u32,
     /// Device memory in bytes. Only written pages cost real memory.
     pub memory_bytes: u64,
-    /// Draws the order of warps within a grid; without it, warps take turns. A [`Machine`] has its
-    /// own seed, which is used where this is `None`.
+    /// Draws the order of warps within a grid; without it, warps take turns. A [`ManualGpus`] has
+    /// its own seed, which is used where this is `None`.
     pub schedule_seed: Option<u64>,
-    /// Source of `%globaltimer`. A [`Machine`] has its own.
+    /// Source of `%globaltimer`. A [`ManualGpus`] has its own.
     pub time: Time,
     /// Runs kernels in check mode, and watches the device's memory together with that of all
     /// devices of this process with the same checker. Accesses by other processes are not seen, so

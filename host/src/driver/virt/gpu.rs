@@ -8,7 +8,7 @@ use epoxide_vgpu::{Clock, DeviceConfig, GridConfig, MemoryError, Region};
 use super::capture::Step;
 use super::config::{Executor, Time, VirtConfig};
 use super::engine::Engine;
-use super::machine::Machine;
+use super::manual::ManualGpus;
 use super::state::{Allocation, GpuCore, Held, LastRecord, LoadedKernel, State, mix, new_handle};
 use super::stream::{Mark, Op, StreamQueue};
 use super::work::{HostPtr, Launch, Source, Target, Transfer};
@@ -43,7 +43,7 @@ pub struct VirtualGpu {
 pub(super) enum Runner {
     /// `None` if the thread could not be started; the device has the reason as its fault.
     Thread(Option<JoinHandle<()>>),
-    Machine(Machine),
+    Manual(ManualGpus),
 }
 
 impl std::fmt::Debug for VirtualGpu {
@@ -104,9 +104,9 @@ impl VirtualGpu {
                     thread.map_err(|error| shared.fail(&format!("no thread for it: {error}"))).ok(),
                 )
             }
-            Executor::Manual(machine) => {
-                machine.add(shared.clone());
-                Runner::Machine(machine)
+            Executor::Manual(gpus) => {
+                gpus.add(shared.clone());
+                Runner::Manual(gpus)
             }
         };
         VirtualGpu {
@@ -123,7 +123,7 @@ impl VirtualGpu {
     pub(super) fn submitted(&self) {
         match &self.runner {
             Runner::Thread(_) => self.shared.work.notify_one(),
-            Runner::Machine(machine) => machine.submitted(),
+            Runner::Manual(gpus) => gpus.submitted(),
         }
     }
 
@@ -131,7 +131,7 @@ impl VirtualGpu {
     /// calls get through meanwhile, unless the calling thread holds the context's lock.
     pub(super) fn wait_until(&self, call: &'static str, done: impl Fn(&State) -> bool) -> Result<()> {
         match &self.runner {
-            Runner::Machine(machine) => machine.run_until(call, || Ok(done(&*self.shared.usable()?)))?,
+            Runner::Manual(gpus) => gpus.run_until(call, || Ok(done(&*self.shared.usable()?)))?,
             Runner::Thread(_) => {
                 let mut state = self.shared.usable()?;
                 while !done(&state) {
@@ -347,7 +347,7 @@ impl VirtualGpu {
 impl Drop for VirtualGpu {
     fn drop(&mut self) {
         match &mut self.runner {
-            Runner::Machine(machine) => machine.remove(&self.shared),
+            Runner::Manual(gpus) => gpus.remove(&self.shared),
             Runner::Thread(thread) => {
                 self.shared.lock().shutdown = true;
                 self.shared.work.notify_one();

@@ -29,7 +29,7 @@
 //! and reads mapped memory (`describe` to `host_reads`): they are no driver calls.
 //!
 //! Each device has a thread that runs its work. In tests of epoxide whose runs can be repeated
-//! exactly, the threads that wait run it (`Machine`). If a machine gives a wait up, the call fails;
+//! exactly, the threads that wait run it (`ManualGpus`). If these give a wait up, the call fails;
 //! calls without a result continue. A device that is dropped abandons the work that it has not yet
 //! run.
 //!
@@ -60,7 +60,7 @@ pub(crate) mod config;
 mod coverage;
 mod engine;
 mod gpu;
-pub(crate) mod machine;
+pub(crate) mod manual;
 mod modules;
 mod state;
 mod stream;

@@ -9,7 +9,7 @@ use std::time::Duration;
 use epoxide_gpu::layout::Section;
 
 use super::config::{Executor, Hooks};
-use super::machine::{Drive, Machine};
+use super::manual::{Drive, ManualGpus};
 use super::*;
 use crate::driver::{
     CopyEnd, Device, DevicePtr, Event, Fence, Graph as OwnedGraph, Kernel, LaunchConfig, MappedMemory,
@@ -159,7 +159,7 @@ impl Rig {
         Rig::new(VirtConfig::default())
     }
 
-    pub(super) fn manual(machine: &Machine) -> Rig {
+    pub(super) fn manual(machine: &ManualGpus) -> Rig {
         Rig::new(VirtConfig {
             hooks: Hooks { executor: Executor::Manual(machine.clone()), ..Hooks::default() },
             ..VirtConfig::default()
@@ -236,7 +236,7 @@ pub(super) fn word(memory: &Memory, index: u64) -> &AtomicU32 {
 /// Runs a test on a threaded device and on one that is driven by hand.
 pub(super) fn on_both(test: impl Fn(Rig)) {
     test(Rig::threaded());
-    test(Rig::manual(&Machine::new(7)));
+    test(Rig::manual(&ManualGpus::new(7)));
 }
 
 #[test]
@@ -277,7 +277,7 @@ fn calls_return_before_the_work_is_done() {
 /// A deadline is about work that does not end, not about a machine that has no time for the host.
 #[test]
 fn a_wait_goes_on_while_the_host_runs_the_work() {
-    let rig = Rig::manual(&Machine::new(7));
+    let rig = Rig::manual(&ManualGpus::new(7));
     let memory = rig.alloc(400, MemoryKind::Device);
     let event = rig.event();
     for _ in 0..30 {
@@ -346,7 +346,7 @@ fn elapsed_time_between_events() {
 
 #[test]
 fn elapsed_time_of_an_event_to_come_is_an_error() {
-    let rig = Rig::manual(&Machine::new(1));
+    let rig = Rig::manual(&ManualGpus::new(1));
     let (start, end) = (rig.event(), rig.event());
     start.record(&rig.stream).unwrap();
     end.record(&rig.stream).unwrap();
@@ -704,7 +704,7 @@ fn handles_of_another_device_are_refused() {
 
 #[test]
 fn peers_share_memory() {
-    let machine = Machine::new(3);
+    let machine = ManualGpus::new(3);
     for (a, b) in [(Rig::threaded(), Rig::threaded()), (Rig::manual(&machine), Rig::manual(&machine))] {
         let pool = a.alloc(8, MemoryKind::Shareable);
         let peer = Memory::import(&b.device, pool.export().unwrap(), 8, "rank 0").unwrap();
@@ -785,7 +785,7 @@ fn answers_to_the_host(ptx: &str, executor: Executor) -> Result<()> {
 
 #[test]
 fn host_reads_of_mapped_memory_are_checked() {
-    for executor in [Executor::Threaded, Executor::Manual(Machine::new(7))] {
+    for executor in [Executor::Threaded, Executor::Manual(ManualGpus::new(7))] {
         answers_to_the_host(PTX, executor.clone()).unwrap();
         let relaxed = PTX.replace("st.release.sys.global.u64", "st.relaxed.sys.global.u64");
         let error = answers_to_the_host(&relaxed, executor.clone()).unwrap_err();
@@ -838,7 +838,7 @@ fn a_dropped_device_abandons_spinning_kernels() {
 
 /// Two devices hand a word to and fro; returns the machine's digest.
 fn ping_pong(seed: u64) -> u64 {
-    let machine = Machine::new(seed);
+    let machine = ManualGpus::new(seed);
     let rigs = [Rig::manual(&machine), Rig::manual(&machine)];
     let pool = rigs[0].alloc(8, MemoryKind::Shareable);
     let peer = Memory::import(&rigs[1].device, pool.export().unwrap(), 8, "rank 0").unwrap();
@@ -866,7 +866,7 @@ fn a_seed_fixes_the_whole_run() {
 
 #[test]
 fn a_wait_in_vain_is_reported() {
-    let machine = Machine::new(5);
+    let machine = ManualGpus::new(5);
     let rig = Rig::manual(&machine);
     let words = rig.words(1);
     rig.wait(&rig.stream, words.ptr(), 1);
@@ -879,7 +879,7 @@ fn a_wait_in_vain_is_reported() {
 
 #[test]
 fn large_grids_that_spin_are_found_to() {
-    let machine = Machine::new(9);
+    let machine = ManualGpus::new(9);
     let rigs = [Rig::manual(&machine), Rig::manual(&machine)];
     let words: Vec<Words> = rigs.iter().map(|rig| rig.words(1)).collect();
     for (rig, words) in rigs.iter().zip(&words) {
@@ -894,7 +894,7 @@ fn large_grids_that_spin_are_found_to() {
 
 #[test]
 fn deadlines_of_kernels_expire_in_virtual_time() {
-    let machine = Machine::new(5);
+    let machine = ManualGpus::new(5);
     let rig = Rig::manual(&machine);
     let words = rig.words(2);
     let ns = 100_000_000_000u64;
@@ -917,7 +917,7 @@ fn deadlines_of_kernels_expire_in_virtual_time() {
 
 #[test]
 fn a_patient_machine_lets_other_threads_enqueue() {
-    let machine = Machine::with_patience(5, Duration::from_secs(120));
+    let machine = ManualGpus::with_patience(5, Duration::from_secs(120));
     let (a, b) = (Rig::manual(&machine), Rig::manual(&machine));
     let pool = a.alloc(4, MemoryKind::Shareable);
     std::thread::scope(|scope| {

@@ -1,12 +1,12 @@
 //! The host's side of the tests of foreign PTX: loads a file, launches its kernels, and compares.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
-use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use epoxide_vgpu::{
-    CheckConfig, Checker, DeviceConfig, Fault, Grid, GridConfig, Memory, Module, Progress, Region,
+    Argument, Array, CheckConfig, DeviceConfig, Fault, GridConfig, Machine, MachineError, Module, Number,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -42,8 +42,8 @@ fn module(name: &str) -> Option<Arc<Module>> {
 
 /// A device on which one file of PTX is loaded.
 pub struct Gpu {
-    memory: Memory,
-    config: DeviceConfig,
+    machine: RefCell<Machine>,
+    seed: Option<u64>,
     module: Arc<Module>,
     /// Name of the type in PTX, for messages.
     kind: &'static str,
@@ -56,64 +56,11 @@ pub fn on_every_schedule(file: &str, test: impl Fn(&Gpu)) {
     let plain = module(&format!("unoptimised/{file}"));
     for (kind, module) in [("optimised", Some(optimised)), ("unoptimised", plain)] {
         let Some(module) = module else { continue };
-        for (schedule_seed, check) in schedules() {
-            let config = DeviceConfig { schedule_seed, ..DeviceConfig::default() };
-            let checker = check.then(|| Checker::new(CheckConfig::default()));
-            let memory = Memory::checked(schedule_seed.unwrap_or(0), checker);
-            test(&Gpu { memory, config, module: module.clone(), kind });
+        for (seed, check) in schedules() {
+            let config = DeviceConfig { schedule_seed: seed, ..DeviceConfig::default() };
+            let machine = Machine::with_config(1, config, check.then(CheckConfig::default));
+            test(&Gpu { machine: RefCell::new(machine), seed, module: module.clone(), kind });
         }
-    }
-}
-
-/// Numbers as they lie in memory.
-pub trait Number: Copy + Default {
-    fn bytes(self) -> Vec<u8>;
-    fn of(bytes: &[u8]) -> Self;
-}
-
-/// An argument of a kernel.
-pub trait Argument {
-    fn encoded(&self) -> Vec<u8>;
-}
-
-macro_rules! numbers {
-    ($($t:ty),*) => {$(
-        impl Number for $t {
-            fn bytes(self) -> Vec<u8> {
-                self.to_ne_bytes().to_vec()
-            }
-            fn of(bytes: &[u8]) -> Self {
-                <$t>::from_ne_bytes(bytes.try_into().unwrap())
-            }
-        }
-        impl Argument for $t {
-            fn encoded(&self) -> Vec<u8> {
-                self.bytes()
-            }
-        }
-    )*};
-}
-numbers!(u8, u16, u32, u64, i32, i64, f32, f64);
-
-/// An array in the device's memory.
-pub struct Buffer<T> {
-    memory: Memory,
-    region: Region,
-    len: usize,
-    of: PhantomData<T>,
-}
-
-impl<T: Number> Buffer<T> {
-    pub fn read(&self) -> Vec<T> {
-        let mut bytes = vec![0; self.len * size_of::<T>()];
-        self.memory.read(self.region.addr(), &mut bytes).unwrap();
-        bytes.chunks(size_of::<T>()).map(T::of).collect()
-    }
-}
-
-impl<T> Argument for Buffer<T> {
-    fn encoded(&self) -> Vec<u8> {
-        self.region.addr().bytes()
     }
 }
 
@@ -133,14 +80,11 @@ impl From<[u32; 3]> for Shape {
 }
 
 impl Gpu {
-    pub fn buffer<T: Number>(&self, values: &[T]) -> Buffer<T> {
-        let bytes: Vec<u8> = values.iter().flat_map(|v| v.bytes()).collect();
-        let region = self.memory.alloc(bytes.len() as u64, "buffer").unwrap();
-        self.memory.write(region.addr(), &bytes).unwrap();
-        Buffer { memory: self.memory.clone(), region, len: values.len(), of: PhantomData }
+    pub fn buffer<T: Number>(&self, values: &[T]) -> Array<T> {
+        self.machine.borrow().upload(0, "buffer", values).unwrap()
     }
 
-    pub fn zeros<T: Number>(&self, len: usize) -> Buffer<T> {
+    pub fn zeros<T: Number + Default>(&self, len: usize) -> Array<T> {
         self.buffer(&vec![T::default(); len])
     }
 
@@ -167,7 +111,7 @@ impl Gpu {
     ) {
         let config = GridConfig { grid: grid.into().0, block: block.into().0, dynamic_shared_bytes };
         if let Err(fault) = self.run(kernel, config, arguments) {
-            panic!("{kernel}, {}, seed {:?}: {fault}", self.kind, self.config.schedule_seed);
+            panic!("{kernel}, {}, seed {:?}: {fault}", self.kind, self.seed);
         }
     }
 
@@ -182,32 +126,20 @@ impl Gpu {
     ) -> Fault {
         let config = GridConfig { grid: grid.into().0, block: block.into().0, dynamic_shared_bytes: 0 };
         match self.run(kernel, config, arguments) {
-            Err(fault) => *fault,
-            Ok(()) => panic!("{kernel} did not fault"),
+            Err(MachineError::Fault(fault)) => *fault,
+            other => panic!("{kernel} did not fault: {other:?}"),
         }
     }
 
-    #[track_caller]
-    fn run(&self, name: &str, config: GridConfig, arguments: &[&dyn Argument]) -> Result<(), Box<Fault>> {
+    fn run(&self, name: &str, shape: GridConfig, arguments: &[&dyn Argument]) -> Result<(), MachineError> {
         let kernel = self.module.kernel(name).unwrap_or_else(|| panic!("no kernel '{name}'"));
         // Triton adds pointers to scratch memory, which its kernels here do not use: they stay
         // null.
-        let mut block = vec![0; kernel.param_bytes()];
-        for (p, a) in kernel.params().iter().zip(arguments) {
-            let bytes = a.encoded();
-            assert_eq!(bytes.len(), p.size, "{name}: parameter {}", p.name);
-            block[p.offset..p.offset + p.size].copy_from_slice(&bytes);
-        }
-        assert!(arguments.len() <= kernel.params().len(), "{name}: too many arguments");
-        let mut grid = Grid::new(kernel, self.memory.clone(), &self.config, config, &block).unwrap();
-        for _ in 0..1_000_000 {
-            match grid.step(10_000)? {
-                Progress::Done => return Ok(()),
-                Progress::Running => {}
-                Progress::Spinning => panic!("{name} spins: {}", grid.stuck_report()),
-            }
-        }
-        panic!("{name} does not end: {}", grid.stuck_report());
+        let mut all = arguments.to_vec();
+        all.resize(kernel.params().len().max(all.len()), &0u64);
+        let mut machine = self.machine.borrow_mut();
+        machine.launch_with(0, &self.module, name, shape, &all)?;
+        machine.run()
     }
 }
 

@@ -1,0 +1,326 @@
+//! Divergence of a warp's lanes, by the origins of values: a branch parts the lanes if its guard
+//! differs between them.
+//!
+//! A read at an address that all lanes share counts as the same in all lanes, though memory may
+//! change between two lanes' reads. So does a thread's number without its lowest five bits, where
+//! blocks have one dimension. In doubt a value differs. The tests are those of the rule on warp
+//! collectives, the user of this module.
+
+use std::collections::HashMap;
+
+use epoxide_vgpu::ptx::{Entry, Flow, Instruction, Operand, Scopes, Stmt};
+
+/// How a value differs between the lanes of a warp.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum Value {
+    /// The same in all lanes.
+    #[default]
+    Uniform,
+    /// The thread's number in a block of one dimension: a multiple of 32, and the lane.
+    Thread,
+    /// It may be another one in each lane.
+    Differs,
+}
+
+impl Value {
+    fn join(self, other: Value) -> Value {
+        if self == other { self } else { Value::Differs }
+    }
+}
+
+/// Values that differ between the lanes of a kernel's warps, and blocks in which lanes are apart.
+pub struct Lanes<'a> {
+    body: &'a [Stmt],
+    uses: Vec<Uses>,
+    /// Value of each definition.
+    values: Vec<Value>,
+    block_of: Vec<usize>,
+    /// The statement that is the nearest branch to part the lanes, by block.
+    apart: Vec<Option<usize>>,
+    /// Whether blocks have one dimension.
+    flat: bool,
+}
+
+/// Definitions of registers that one statement reads and writes.
+#[derive(Default)]
+struct Uses {
+    guard: Vec<usize>,
+    written: Vec<usize>,
+    /// The operands that are not written.
+    read: Vec<Read>,
+}
+
+/// Contents of an operand that is read.
+#[derive(Default)]
+struct Read {
+    /// The definitions that reach it.
+    definitions: Vec<usize>,
+    /// The special register that it is.
+    special: Option<Value>,
+    number: Option<u64>,
+}
+
+impl<'a> Lanes<'a> {
+    /// Works it out for a kernel.
+    pub fn of(entry: &'a Entry) -> Self {
+        let flow = Flow::of(&entry.body);
+        let meetings = flow.post_dominators();
+        let (uses, definitions) = uses(&entry.body, &flow);
+        let mut block_of = vec![0; entry.body.len()];
+        for (block, statements) in flow.blocks.iter().enumerate() {
+            block_of[statements.clone()].fill(block);
+        }
+        let mut lanes = Self {
+            body: &entry.body,
+            uses,
+            values: vec![Value::Uniform; definitions],
+            block_of,
+            apart: vec![None; flow.blocks.len()],
+            flat: entry.max_block.is_some_and(|[_, y, z]| y == 1 && z == 1),
+        };
+        let mut parted = vec![false; flow.blocks.len()];
+        let mut changed = true;
+        // Values only come to differ and blocks to be apart, so that this ends.
+        while std::mem::take(&mut changed) {
+            for index in 0..lanes.body.len() {
+                let value = lanes.result(index);
+                for definition in &lanes.uses[index].written {
+                    changed |= value > lanes.values[*definition];
+                    lanes.values[*definition] = value.max(lanes.values[*definition]);
+                }
+            }
+            for (block, statements) in flow.blocks.iter().enumerate() {
+                let last = statements.end - 1;
+                let ways = flow.successors[block].len() + usize::from(flow.exits[block]);
+                if parted[block] || ways < 2 || lanes.of_branch(last) == Value::Uniform {
+                    continue;
+                }
+                (parted[block], changed) = (true, true);
+                for decided in flow.decided_by(block, meetings[block]) {
+                    // The one that comes last in the text is as a rule the innermost.
+                    lanes.apart[decided] = lanes.apart[decided].max(Some(last));
+                }
+            }
+        }
+        lanes
+    }
+
+    /// The branch that has parted the lanes that come by the statement of this index in the body.
+    pub fn apart_since(&self, index: usize) -> Option<&'a Instruction> {
+        self.apart[self.block_of[index]].and_then(|branch| instruction(&self.body[branch]))
+    }
+
+    /// Whether the guard of a statement lets some lanes by and others not.
+    pub fn guard_differs(&self, index: usize) -> bool {
+        self.of_guard(index) != Value::Uniform
+    }
+
+    fn of_guard(&self, index: usize) -> Value {
+        self.join(&self.uses[index].guard, None)
+    }
+
+    /// Whether the lanes take a branch differently: by its guard, or by the index of an indexed
+    /// one.
+    fn of_branch(&self, index: usize) -> Value {
+        let indexed = instruction(&self.body[index]).is_some_and(|inst| inst.is("brx"));
+        let operands =
+            self.uses[index].read.iter().filter(|_| indexed).map(|operand| self.of_operand(operand));
+        operands.fold(self.of_guard(index), Value::join)
+    }
+
+    fn of_operand(&self, operand: &Read) -> Value {
+        self.join(&operand.definitions, operand.special)
+    }
+
+    fn join(&self, definitions: &[usize], special: Option<Value>) -> Value {
+        let values = definitions.iter().map(|definition| self.values[*definition]);
+        special.into_iter().chain(values).reduce(Value::join).unwrap_or_default()
+    }
+
+    /// The value that a statement writes.
+    fn result(&self, index: usize) -> Value {
+        let Some(inst) = instruction(&self.body[index]) else { return Value::Uniform };
+        let uses = &self.uses[index];
+        // Where lanes are apart some of them may have another value from another place, or from
+        // another turn of a loop. Under a guard that differs, so may those that keep the old value.
+        if self.apart_since(index).is_some() || self.of_guard(index) != Value::Uniform {
+            return Value::Differs;
+        }
+        let operands: Vec<Value> = uses.read.iter().map(|operand| self.of_operand(operand)).collect();
+        let number = |at: usize| uses.read.get(at).and_then(|operand| operand.number);
+        let is = |names: &[&str]| names.contains(&inst.base());
+        let all_uniform = operands.iter().all(|value| *value == Value::Uniform);
+
+        if is(&["vote", "redux"]) || inst.is("match") && inst.has("all") {
+            return Value::Uniform;
+        }
+        // Votes of the whole block.
+        if inst.is("barrier") && inst.has("red") {
+            return Value::Uniform;
+        }
+        if inst.is("shfl") {
+            let broadcast = inst.has("idx") && operands.get(1) == Some(&Value::Uniform);
+            return if broadcast { Value::Uniform } else { Value::Differs };
+        }
+        // Each lane has its own turn, or its own copy, or may be answered another way.
+        let own = is(&["atom", "elect", "activemask", "match"])
+            || inst.is("mbarrier")
+            || inst.is("ld") && inst.has("local");
+        if own {
+            return Value::Differs;
+        }
+        if all_uniform {
+            return Value::Uniform;
+        }
+        if self.flat
+            && operands.first() == Some(&Value::Thread)
+            && operands[1..].iter().all(|it| *it == Value::Uniform)
+        {
+            if is(&["mov", "cvt"]) && operands.len() == 1 {
+                return Value::Thread;
+            }
+            let whole = |bound: Option<u64>| bound.is_some_and(|bound| bound % 32 == 0);
+            let same = match number(1) {
+                Some(bits) if inst.is("shr") => bits >= 5,
+                Some(mask) if inst.is("and") => mask % 32 == 0,
+                bound if inst.is("setp") && operands.len() == 2 => {
+                    let below = ["lt", "ge", "lo", "hs"].iter().any(|name| inst.has(name));
+                    let upto = ["le", "gt", "ls", "hi"].iter().any(|name| inst.has(name));
+                    below && whole(bound) || upto && whole(bound.map(|bound| bound + 1))
+                }
+                _ => false,
+            };
+            return if same { Value::Uniform } else { Value::Differs };
+        }
+        Value::Differs
+    }
+}
+
+fn instruction(stmt: &Stmt) -> Option<&Instruction> {
+    if let Stmt::Inst(inst) = stmt { Some(inst) } else { None }
+}
+
+/// Reads and writes of every statement, and the number of definitions. A register is not the same
+/// value everywhere: each use has the definitions that reach it.
+fn uses(body: &[Stmt], flow: &Flow) -> (Vec<Uses>, usize) {
+    let named = registers(body);
+    // All definitions, by register; each is a number.
+    let mut of_register: HashMap<usize, Vec<usize>> = HashMap::new();
+    let mut count = 0;
+    let mut all: Vec<Uses> = Vec::with_capacity(body.len());
+    for names in &named {
+        let written = count..count + names.written.len();
+        count = written.end;
+        for (register, definition) in names.written.iter().zip(written.clone()) {
+            of_register.entry(*register).or_default().push(definition);
+        }
+        all.push(Uses { written: written.collect(), ..Uses::default() });
+    }
+    // The definitions behind a statement.
+    let pass = |reaching: &mut Vec<bool>, index: usize, all: &[Uses]| {
+        for (register, definition) in named[index].written.iter().zip(&all[index].written) {
+            // Under a guard the old value may stay.
+            if named[index].guard.is_none() {
+                of_register[register].iter().for_each(|other| reaching[*other] = false);
+            }
+            reaching[*definition] = true;
+        }
+    };
+    let mut at_start = vec![vec![false; count]; flow.blocks.len()];
+    let mut open: Vec<usize> = (0..flow.blocks.len()).rev().collect();
+    while let Some(block) = open.pop() {
+        let mut reaching = at_start[block].clone();
+        flow.blocks[block].clone().for_each(|index| pass(&mut reaching, index, &all));
+        for &successor in &flow.successors[block] {
+            let known = &mut at_start[successor];
+            if reaching.iter().zip(&*known).any(|(here, there)| *here && !there) {
+                known.iter_mut().zip(&reaching).for_each(|(there, here)| *there |= here);
+                open.push(successor);
+            }
+        }
+    }
+    for (statements, mut reaching) in flow.blocks.iter().zip(at_start) {
+        for index in statements.clone() {
+            let reached = |registers: &[usize]| -> Vec<usize> {
+                let definitions = registers.iter().filter_map(|register| of_register.get(register)).flatten();
+                definitions.copied().filter(|definition| reaching[*definition]).collect()
+            };
+            let names = &named[index];
+            let read = names.read.iter().map(|(operand, registers)| Read {
+                definitions: reached(registers),
+                special: operand.names().into_iter().find_map(special),
+                number: if let Operand::Int(number) = operand { u64::try_from(*number).ok() } else { None },
+            });
+            let (guard, read) = (reached(names.guard.as_slice()), read.collect());
+            (all[index].guard, all[index].read) = (guard, read);
+            pass(&mut reaching, index, &all);
+        }
+    }
+    (all, count)
+}
+
+/// The registers of one statement, as numbers.
+#[derive(Default)]
+struct Names<'a> {
+    guard: Option<usize>,
+    written: Vec<usize>,
+    /// The operands that are not written, with their registers.
+    read: Vec<(&'a Operand, Vec<usize>)>,
+}
+
+/// The registers of every statement. A name that a scope declares is another register in each
+/// scope.
+fn registers<'a>(body: &'a [Stmt]) -> Vec<Names<'a>> {
+    let scopes = Scopes::of(body);
+    let mut numbers: HashMap<(usize, &'a str), usize> = HashMap::new();
+    for (stmt, &scope) in body.iter().zip(&scopes.at) {
+        if let Stmt::Reg { name, count: None, .. } = stmt {
+            let next = numbers.len();
+            numbers.insert((scope, name), next);
+        }
+    }
+    let of_statement = |(index, stmt)| {
+        let Some(inst) = instruction(stmt) else { return Names::default() };
+        let mut number = |name: &'a str| {
+            scopes.find(index, name, &numbers).copied().unwrap_or_else(|| {
+                let next = numbers.len();
+                numbers.insert((0, name), next);
+                next
+            })
+        };
+        let guard = inst.guard.as_ref().map(|(name, _)| number(name));
+        let mut registers = |operand: &'a Operand| -> Vec<usize> {
+            let names = operand.names().into_iter().filter(|name| special(name).is_none());
+            names.map(&mut number).collect()
+        };
+        let written = inst.destination().map_or_else(Vec::new, &mut registers);
+        let read = inst.operands.iter().skip(usize::from(inst.destination().is_some()));
+        let read = read.map(|(operand, _)| (operand, registers(operand))).collect();
+        Names { guard, written, read }
+    };
+    body.iter().enumerate().map(of_statement).collect()
+}
+
+/// How a special register differs between lanes; `None` for what is none. Lanes may read a clock
+/// one after the other.
+fn special(word: &str) -> Option<Value> {
+    const DIFFER: [&str; 5] = ["%tid", "%laneid", "%lanemask", "%clock", "%globaltimer"];
+    const SAME: [&str; 11] = [
+        "%ctaid",
+        "%ntid",
+        "%nctaid",
+        "%warpid",
+        "%nwarpid",
+        "%smid",
+        "%nsmid",
+        "%gridid",
+        "%envreg",
+        "%dynamic_smem",
+        "%total_smem",
+    ];
+    if word == "%tid.x" {
+        return Some(Value::Thread);
+    }
+    let is = |names: &[&str]| names.iter().any(|name| word.starts_with(name));
+    if is(&DIFFER) { Some(Value::Differs) } else { is(&SAME).then_some(Value::Uniform) }
+}

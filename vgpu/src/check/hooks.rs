@@ -1,0 +1,428 @@
+//! Hooks that the interpreter calls in check mode.
+
+use std::time::Duration;
+
+use super::block::{BlockCheck, Release, Releases};
+use super::clock::{self, Key};
+use super::grids::Grids;
+use super::history::Wait;
+use super::past::{GLOBAL, PastView, SHARED};
+use super::report;
+use super::shadow::{Accessor, How, Record, Shadow, ViolationAt};
+use super::world::World;
+use crate::fault::FaultKind;
+use crate::ir::{Fence, Scope, Sem};
+
+/// Where an access goes: memory that is watched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    Global {
+        shadow: u32,
+        offset: u64,
+    },
+    /// Offset in the shared window.
+    Shared {
+        offset: u64,
+    },
+    /// A lane's own, or constant.
+    Private,
+}
+
+/// A bulk copy as it is issued.
+pub(crate) struct Copy {
+    pub(crate) src: Place,
+    pub(crate) dst: Place,
+    pub(crate) bytes: u64,
+    pub(crate) lane: usize,
+    pub(crate) pc: u32,
+    /// Shared offset of the mbarrier that it completes on.
+    pub(crate) mbar: Option<u64>,
+    /// Groups that its lane committed before.
+    pub(crate) committed: u32,
+}
+
+/// How long a kernel rests after a release that the host may wait for.
+const HOST_READS: Duration = Duration::from_micros(50);
+
+/// Words of a copy's source that it reads as they were before: offset in the source, value.
+pub(crate) type Stale = Vec<(u64, u32)>;
+
+/// Watches the warp that runs. Without checks it is `()`, whose methods are empty and cost nothing.
+pub(crate) trait Hooks {
+    const ON: bool;
+    /// Loads may see older values.
+    fn weak_memory(&self) -> bool {
+        false
+    }
+    fn read(&mut self, _: Place, _bytes: u64, _lane: usize, _pc: u32, _: How) -> Result<(), ViolationAt> {
+        Ok(())
+    }
+    /// Whether the values of a load come later than they could.
+    fn defers_load(&mut self) -> bool {
+        false
+    }
+    /// The older value that a load sees instead, if it does, with that of the 8 bytes behind it
+    /// where they are read at once.
+    fn stale(&mut self, _: Place, _bytes: u64, _lane: usize, _: How) -> Option<[u64; 2]> {
+        None
+    }
+    /// `now` is the value in memory, `new` the value to be written. Returns whether the place held
+    /// a strong write.
+    fn write(
+        &mut self,
+        _: Place,
+        _lane: usize,
+        _pc: u32,
+        _: How,
+        _now: &[u8],
+        _new: &[u8],
+    ) -> Result<bool, ViolationAt> {
+        Ok(false)
+    }
+    /// The lanes of a mask have read the last write of a location, or the one before.
+    fn observe(&mut self, _: Place, _mask: u32, _pc: u32, _: Sem, _: Scope, _older: bool) {}
+    /// A lane has written a location.
+    fn wrote(&mut self, _: Place, _lane: usize, _pc: u32, _: Sem, _: Scope, _rmw: bool) {}
+    fn fence(&mut self, _mask: u32, _: Fence) {}
+    fn sync_warp(&mut self, _mask: u32) {}
+    fn arrive(&mut self, _mask: u32, _barrier: u32) {}
+    fn init_mbarrier(&mut self, _pc: u32, _offset: u64) {}
+    fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64) {}
+    fn complete_mbarrier(&mut self, _offset: u64) {}
+    fn pass_mbarrier(&mut self, _mask: u32, _offset: u64) {}
+    /// A bulk copy is issued. The error names the wrong end, and whether that is the written one.
+    fn copy(&mut self, _: &Copy) -> Result<Stale, (Place, bool, ViolationAt)> {
+        Ok(vec![])
+    }
+    fn waited(&mut self, _lane: usize, _pc: u32, _group: u32, _landed: bool) {}
+    /// The fault for a violation by an access of a lane.
+    #[allow(clippy::too_many_arguments)] // A report needs all of them.
+    fn describe(
+        &self,
+        label: String,
+        _: Place,
+        _: ViolationAt,
+        _lane: usize,
+        _pc: u32,
+        _: How,
+        _write: bool,
+    ) -> FaultKind {
+        FaultKind::Unsupported(format!("a report on '{label}' without checks"))
+    }
+}
+
+impl Hooks for () {
+    const ON: bool = false;
+}
+
+/// Watches one warp of a block.
+pub(crate) struct CheckHooks<'a> {
+    pub(crate) world: &'a mut World,
+    pub(crate) block: &'a mut BlockCheck,
+    pub(crate) warp: u32,
+}
+
+impl CheckHooks<'_> {
+    fn record(&self, lane: usize, pc: u32, how: How, write: bool) -> Record {
+        let key = self.block.key(self.warp);
+        let (actor, lanes) = if write { (clock::lane(key, lane), 0) } else { (key, 1 << lane) };
+        Record { actor, tick: self.block.tick(self.warp), lanes, pc, how, bytes: 0 }
+    }
+
+    fn own(&self, lane: usize) -> Key {
+        clock::lane(self.block.key(self.warp), lane)
+    }
+
+    /// Drops a violation if only weak memory is simulated: the kernel's results show it then.
+    fn drop_if_only_weak<T: Default>(&self, result: Result<T, ViolationAt>) -> Result<T, ViolationAt> {
+        if self.world.config.races { result } else { Ok(result.unwrap_or_default()) }
+    }
+
+    /// Gives the shadow of a place, the offset in it, and the lane's causal past.
+    fn look(&mut self, place: Place, lane: usize) -> Option<(&mut Shadow, &Grids, u64, PastView<'_>)> {
+        let CheckHooks { world, block, warp } = self;
+        let World { shadows, grids, .. } = &mut **world;
+        match place {
+            Place::Private => None,
+            Place::Shared { offset } => {
+                let (shared, view) = block.shared_and_view(*warp, lane)?;
+                Some((shared, grids, offset, view))
+            }
+            Place::Global { shadow, offset } => {
+                Some((shadows.get_mut(shadow as usize)?, grids, offset, block.view(*warp, lane)?))
+            }
+        }
+    }
+
+    fn hidden(&self, place: Place) -> bool {
+        matches!(place, Place::Global { shadow, .. } if self.world.shadows.get(shadow as usize).is_none_or(|s| s.hidden))
+    }
+}
+
+impl Hooks for CheckHooks<'_> {
+    const ON: bool = true;
+
+    fn weak_memory(&self) -> bool {
+        self.world.config.weak_memory.is_some()
+    }
+
+    fn read(&mut self, place: Place, bytes: u64, lane: usize, pc: u32, how: How) -> Result<(), ViolationAt> {
+        self.world.accesses += 1;
+        let record = self.record(lane, pc, how, false);
+        let (own, weak_memory) = (self.own(lane), self.weak_memory());
+        self.world.loads.add(own, place, 1);
+        let Some((shadow, grids, at, view)) = self.look(place, lane) else { return Ok(()) };
+        let who = Accessor { record, own, published: None, view };
+        let result = shadow.read(grids, at, bytes, &who);
+        // In weak-memory mode it may see something else.
+        if how.strong.is_some() && !weak_memory {
+            shadow.saw(grids, at, bytes, &who);
+        }
+        self.drop_if_only_weak(result)
+    }
+
+    fn defers_load(&mut self) -> bool {
+        self.world.rng.below(4) == 0
+    }
+
+    fn stale(&mut self, place: Place, bytes: u64, lane: usize, how: How) -> Option<[u64; 2]> {
+        let record = self.record(lane, 0, how, false);
+        let own = self.own(lane);
+        let older = self.world.rng.below(3) == 0;
+        let (shadow, grids, at, view) = self.look(place, lane)?;
+        let who = Accessor { record, own, published: None, view };
+        let words = shadow.stale(grids, at, bytes, &who)?;
+        if older {
+            return Some([0, 2].map(|low| u64::from(words[low]) | u64::from(words[low + 1]) << 32));
+        }
+        if how.strong.is_some() {
+            shadow.saw(grids, at, bytes, &who);
+        }
+        None
+    }
+
+    fn write(
+        &mut self,
+        place: Place,
+        lane: usize,
+        pc: u32,
+        how: How,
+        now: &[u8],
+        new: &[u8],
+    ) -> Result<bool, ViolationAt> {
+        self.world.accesses += 1;
+        let record = self.record(lane, pc, how, true);
+        let (own, weak_memory) = (self.own(lane), self.weak_memory());
+        self.world.stores.add(own, place, now.len() as u64);
+        let Some((shadow, grids, at, view)) = self.look(place, lane) else { return Ok(false) };
+        let who = Accessor { record, own, published: None, view };
+        let part =
+            |word: u64| (word.max(at) - at) as usize..((word + 4).min(at + now.len() as u64) - at) as usize;
+        let before = |word: u64| {
+            let mut bytes = [0; 4];
+            let old = now.get(part(word))?;
+            let from = (word.max(at) - word) as usize;
+            bytes.get_mut(from..from + old.len())?.copy_from_slice(old);
+            Some(u32::from_le_bytes(bytes))
+        };
+        let result = shadow.write(
+            grids,
+            at,
+            now.len() as u64,
+            &who,
+            |word| now.get(part(word)) == new.get(part(word)),
+            |word| if weak_memory { before(word) } else { None },
+        );
+        self.drop_if_only_weak(result)
+    }
+
+    fn observe(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope, older: bool) {
+        if sem == Sem::Weak || place == Place::Private {
+            return;
+        }
+        let lane = mask.trailing_zeros() as usize % 32;
+        self.world.history.read((self.own(lane), pc), (sem, scope), place);
+        let acquire = matches!(sem, Sem::Acquire | Sem::AcqRel);
+        if self.hidden(place) {
+            if acquire && scope == Scope::Sys {
+                self.block.acquire(self.warp, mask, &self.world.outside);
+            }
+            return;
+        }
+        let CheckHooks { world, block, warp } = self;
+        let seen = |found: &Releases| if older { found.before.clone() } else { found.last.clone() };
+        let found = match place {
+            Place::Private => None,
+            Place::Shared { offset } => block.releases.get(&offset).map(seen),
+            Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)).map(seen),
+        };
+        let Some(mut found) = found else { return };
+        if older {
+            // An older release gets a chain of its own: the chain's present past would include
+            // later releases.
+            for release in &mut found {
+                world.chains += 1;
+                release.chain = world.chains;
+            }
+        }
+        block.observe(&world.grids, *warp, mask, scope, acquire, &found);
+    }
+
+    fn wrote(&mut self, place: Place, lane: usize, pc: u32, sem: Sem, scope: Scope, rmw: bool) {
+        let release = match sem {
+            Sem::Release | Sem::AcqRel => Some(self.block.release(self.warp, lane, scope)),
+            Sem::Relaxed | Sem::Acquire => self.block.fenced(self.warp, lane, scope),
+            Sem::Weak => None,
+        };
+        let own = self.own(lane);
+        let hidden = self.hidden(place);
+        let CheckHooks { world, block, .. } = self;
+        let releases = match place {
+            Place::Private => return,
+            Place::Shared { offset } => block.releases.entry(offset).or_default(),
+            Place::Global { shadow, offset } => world.releases.entry((shadow, offset)).or_default(),
+        };
+        let manner = (sem, scope);
+        world.history.wrote(&mut releases.writes, (own, pc), manner, rmw, release.is_some());
+        if hidden {
+            if let Some(r) = release.filter(|r| r.scope == Scope::Sys) {
+                world.outside.join(&r.past);
+                // The host polls such words. A sleep now and then gives it time to read the present
+                // value.
+                if world.rng.below(4) == 0 {
+                    std::thread::sleep(HOST_READS);
+                }
+            }
+            return;
+        }
+        releases.before.clone_from(&releases.last);
+        // A release write followed by strong writes of the same thread is still a release pattern,
+        // and so is a chain of read-modify-writes.
+        let goes_on = sem == Sem::Relaxed && release.is_none();
+        releases.last.retain(|r| rmw || goes_on && r.by == own && !r.shared);
+        let Some(mut new) = release else { return };
+        world.chains += 1;
+        new.chain = world.chains;
+        // A chain of read-modify-writes goes on from the releases before it.
+        let same_chain =
+            |r: &&mut Release| r.scope == new.scope && world.grids.same_scopes(new.scope, r.by, new.by);
+        match releases.last.iter_mut().find(same_chain) {
+            Some(old) => {
+                old.shared |= old.by != new.by;
+                old.past.join(&new.past);
+            }
+            None => releases.last.push(new),
+        }
+    }
+
+    fn fence(&mut self, mask: u32, fence: Fence) {
+        let World { grids, fences, .. } = &mut *self.world;
+        self.block.fence(grids, fences, self.warp, mask, fence);
+    }
+
+    fn sync_warp(&mut self, mask: u32) {
+        self.block.sync_warp(self.warp, mask);
+    }
+
+    fn arrive(&mut self, mask: u32, barrier: u32) {
+        self.block.arrive(self.warp, mask, barrier as usize);
+    }
+
+    fn init_mbarrier(&mut self, pc: u32, offset: u64) {
+        self.block.init_mbarrier(pc, offset);
+    }
+
+    fn arrive_mbarrier(&mut self, lane: usize, pc: u32, offset: u64) {
+        self.block.arrive_mbarrier(self.warp, lane, pc, offset);
+    }
+
+    fn complete_mbarrier(&mut self, offset: u64) {
+        self.block.complete_mbarrier(offset);
+    }
+
+    fn pass_mbarrier(&mut self, mask: u32, offset: u64) {
+        self.block.pass_mbarrier(self.warp, mask, offset);
+    }
+
+    fn copy(&mut self, copy: &Copy) -> Result<Stale, (Place, bool, ViolationAt)> {
+        let Copy { src, dst, bytes, lane, pc, mbar, committed } = *copy;
+        let warp = self.block.key(self.warp);
+        let (reads, writes) = match mbar {
+            Some(offset) => {
+                let actor = self.block.load_actor(offset);
+                (actor, actor)
+            }
+            None => {
+                let group = committed + 1;
+                ((clock::store_reads(warp, lane), group), (clock::store_writes(warp, lane), group))
+            }
+        };
+        self.world.stores.add(warp, dst, bytes);
+        let how = How::BULK;
+        let record = |(actor, tick)| Record { actor, tick, lanes: 0, pc, how, bytes: 0 };
+        self.block.join_acquired(self.warp, lane);
+        let past = self.block.past(self.warp, lane);
+        let published = [SHARED, GLOBAL].map(|space| self.block.published(self.warp, lane, &past, space));
+        let who = |place, actor| {
+            let space = if matches!(place, Place::Shared { .. }) { SHARED } else { GLOBAL };
+            Accessor {
+                record: record(actor),
+                own: 0,
+                published: Some(&published[space]),
+                view: PastView::all(&past),
+            }
+        };
+        let mut old = vec![];
+        if self.weak_memory() {
+            let reader = who(src, reads);
+            let mut picks = vec![];
+            if let Some((shadow, grids, at, _)) = self.look(src, lane) {
+                for o in (0..bytes).step_by(4) {
+                    if let Some([value, ..]) = shadow.stale(grids, at + o, 4, &reader) {
+                        picks.push((o, value));
+                    }
+                }
+            }
+            for pick in picks {
+                if self.world.rng.below(2) == 0 {
+                    old.push(pick);
+                }
+            }
+        }
+        let reader = who(src, reads);
+        let read = self
+            .look(src, lane)
+            .map_or(Ok(()), |(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader));
+        self.drop_if_only_weak(read).map_err(|violation| (src, false, violation))?;
+        let writer = who(dst, writes);
+        let wrote = self.look(dst, lane).map_or(Ok(false), |(shadow, grids, at, _)| {
+            shadow.write(grids, at, bytes, &writer, |_| false, |_| None)
+        });
+        self.drop_if_only_weak(wrote.map(drop)).map_err(|violation| (dst, true, violation))?;
+        Ok(old)
+    }
+
+    fn waited(&mut self, lane: usize, pc: u32, group: u32, landed: bool) {
+        if group > 0 {
+            self.world.history.waited(self.own(lane), Wait { pc, group, landed });
+        }
+        self.block.waited(self.warp, lane, group, landed);
+    }
+
+    fn describe(
+        &self,
+        label: String,
+        place: Place,
+        violation: ViolationAt,
+        lane: usize,
+        pc: u32,
+        how: How,
+        write: bool,
+    ) -> FaultKind {
+        let mine = self.record(lane, pc, how, write);
+        let past = self.block.past(self.warp, lane);
+        let me =
+            report::Me { record: &mine, own: self.own(lane), wrote: write, past: &past, block: self.block };
+        report::fault(self.world, label, place, violation, &me)
+    }
+}

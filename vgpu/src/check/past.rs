@@ -1,0 +1,99 @@
+//! Causal past: vector clocks of everything that a lane, stream or host thread has synchronised
+//! with.
+
+use super::clock::{Key, VectorClock};
+use super::grids::Grids;
+
+/// The causal past of a stream, an event or a host thread.
+#[derive(Clone, Debug, Default)]
+pub struct Past(pub(super) CausalPast);
+
+impl Past {
+    pub(crate) fn of(past: CausalPast) -> Self {
+        Self(past)
+    }
+
+    pub(crate) fn inner(&self) -> &CausalPast {
+        &self.0
+    }
+
+    /// This and `other` have both happened.
+    pub fn join(&mut self, other: &Past) {
+        self.0.join(&other.0);
+    }
+}
+
+/// Something that does one thing after the other: a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timeline(pub(super) Key);
+
+/// The causal past of an actor.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct CausalPast {
+    pub(crate) all: VectorClock,
+    /// The part of it that bulk copies may rely on, in shared and in global memory: accesses before
+    /// a proxy fence.
+    pub(crate) published: [VectorClock; 2],
+}
+
+/// Indices of [`CausalPast::published`].
+pub(crate) const SHARED: usize = 0;
+pub(crate) const GLOBAL: usize = 1;
+
+impl CausalPast {
+    pub(crate) fn join(&mut self, other: &CausalPast) {
+        self.all.join(&other.all);
+        let equal = |past: &CausalPast| past.published[SHARED].same(&past.published[GLOBAL]);
+        let both_equal = equal(self) && equal(other);
+        self.published[SHARED].join(&other.published[SHARED]);
+        if both_equal {
+            self.published[GLOBAL] = self.published[SHARED].clone();
+        } else {
+            self.published[GLOBAL].join(&other.published[GLOBAL]);
+        }
+    }
+
+    /// Whether both are the same for certain.
+    pub(crate) fn same(&self, other: &CausalPast) -> bool {
+        self.all.same(&other.all) && self.published.iter().zip(&other.published).all(|(a, b)| a.same(b))
+    }
+
+    /// Adds everything up to tick `tick` of `key`, for every proxy.
+    pub(crate) fn raise(&mut self, key: Key, tick: u32) {
+        self.all.raise(key, tick);
+        self.published.iter_mut().for_each(|p| p.raise(key, tick));
+    }
+
+    /// Kernel boundaries and the host order all proxies.
+    pub(crate) fn publish_all(&mut self) {
+        self.published = [self.all.clone(), self.all.clone()];
+    }
+}
+
+/// Causal past that an acquire took over from a chain.
+#[derive(Clone, Debug)]
+pub(crate) struct Acquired {
+    pub(super) chain: u64,
+    pub(super) past: CausalPast,
+    /// Whether `past` is joined into the lane's causal past.
+    pub(super) joined: bool,
+}
+
+/// The causal past of a lane without its own accesses, in parts that count as if they were joined.
+#[derive(Clone, Copy)]
+pub(crate) struct PastView<'a> {
+    pub(super) past: &'a CausalPast,
+    pub(super) acquired: &'a [Acquired],
+}
+
+impl<'a> PastView<'a> {
+    pub(crate) fn all(past: &'a CausalPast) -> Self {
+        Self { past, acquired: &[] }
+    }
+
+    /// Whether it includes tick `tick` of `key`.
+    pub(crate) fn includes(&self, grids: &Grids, key: Key, tick: u32) -> bool {
+        let acquired = self.acquired.iter().filter(|h| !h.joined).map(|h| &h.past);
+        std::iter::once(self.past).chain(acquired).any(|past| grids.includes_tick(&past.all, key, tick))
+    }
+}
