@@ -127,7 +127,7 @@ fn ranks_must_make_equal_buffers(spread: Spread) {
         })
     };
     let says = |rank: u32| {
-        let (peer, ours, theirs) = if rank == 2 { (0, 128, 64) } else { (2, 64, 128) };
+        let (peer, ours, theirs) = if rank == 2 { (0, 64, 32) } else { (2, 32, 64) };
         format!(
             "rank {rank} and rank {peer} disagree on hidden: {ours} here, {theirs} there; collective calls need the same \
              on every rank"

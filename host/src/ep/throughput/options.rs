@@ -38,7 +38,7 @@ impl Shape {
     /// itself included. Segments are aligned to `alignment`.
     ///
     /// ```
-    /// # use epoxide::throughput::Shape;
+    /// # use epoxide::{DType, throughput::Shape};
     /// let shape = Shape { max_tokens: 4096, hidden: 7168, dtype: DType::Bf16, max_topk: 8, max_scales: 0 };
     /// assert_eq!(shape.most_rows_by_expert(2, 128, 64), 2 * 4096 * 8 + 128 * 63);
     /// ```
