@@ -117,11 +117,12 @@ impl<'a, M: Mode> Script<'a, M> {
         (0..count).map(|_| Event::timed(self.stream.device())).collect()
     }
 
-    fn empty_cache(&self, front: Front<'_>) -> Result<()> {
+    /// Writes another value in each round.
+    fn empty_cache(&self, front: Front<'_>, round: u32) -> Result<()> {
         match (front, &self.flush) {
             // SAFETY: the memory lives as long as the script, which waits for the stream.
             (Front::EmptiedCaches | Front::Behind(_), Some(flush)) => unsafe {
-                self.stream.fill(flush.ptr(), 0, flush.bytes())
+                self.stream.fill(flush.ptr(), round as u8, flush.bytes())
             },
             _ => Ok(()),
         }
@@ -156,7 +157,7 @@ impl<'a, M: Mode> Script<'a, M> {
             if let Front::Behind(call) = front {
                 call()?;
             }
-            self.empty_cache(front)?;
+            self.empty_cache(front, round)?;
             self.align(front)?;
             let begins = round == 0 || !matches!(front, Front::Nothing);
             let first = events.len() + usize::from(begins);
@@ -288,7 +289,7 @@ impl<'a, M: Mode> Script<'a, M> {
             let buffer = self.mode.buffer();
             buffer.start_trace(u64::from(blocks) * calls as u64)?;
             buffer.start_put_trace(TRACED_PUTS);
-            self.empty_cache(M::FRONT)?;
+            self.empty_cache(M::FRONT, 0)?;
             self.stream.synchronize()?;
             if !is_aligned {
                 self.group.barrier(TIMEOUT)?;

@@ -59,6 +59,15 @@ pub mod driver {
         Memory::import(device, fd, bytes, peer)
     }
 
+    /// A stream that no fence comes behind, as one of another library: memory is reused whether or
+    /// not its work has ended.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn unfenced_stream(device: &Device) -> Result<Stream> {
+        Stream::unfenced(device)
+    }
+
     /// Bytes taken from the device, rounding included.
     pub fn footprint(memory: &Memory) -> u64 {
         memory.footprint()

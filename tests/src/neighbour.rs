@@ -3,7 +3,7 @@
 //! device.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -106,43 +106,56 @@ wait:
 }
 ";
 
-/// Multiprocessors of a GPU that a kernel of another library holds until this is dropped.
+/// A kernel of another library that holds multiprocessors of a GPU until this is dropped.
 #[derive(Debug)]
-pub struct Held {
+pub struct Holder {
     stream: Stream,
-    control: Stream,
+    kernel: Kernel,
     words: Memory,
 }
 
-impl Held {
-    /// Holds so many multiprocessors, each by a block that takes all of its shared memory. Waits
-    /// until all of these blocks run. The device must be a GPU: on a virtual one a kernel takes no
-    /// multiprocessor from another one.
+impl Holder {
+    /// Loads the kernel. Call it on all ranks before any of them holds: the driver may wait for the
+    /// kernels of all devices of the process here. The device must be a GPU: on a virtual one a
+    /// kernel takes no multiprocessor from another one.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn start(device: &Device, multiprocessors: u32) -> Result<Held> {
-        let shared_bytes = device.info().max_shared_bytes_per_block;
-        let kernel = Module::load(device, HOLD)?.kernel("hold", shared_bytes)?;
-        let words = Memory::alloc(device, 8, MemoryKind::Unpooled, "of the neighbour")?;
-        let held = Held { stream: Stream::new(device)?, control: Stream::new(device)?, words };
-        held.words.write(&held.stream, 0, &[0; 8])?;
-        let (grid, address) = (multiprocessors, held.words.ptr().0.to_ne_bytes());
+    pub fn new(device: &Device) -> Result<Holder> {
+        let kernel = Module::load(device, HOLD)?.kernel("hold", device.info().max_shared_bytes_per_block)?;
+        let words = Memory::alloc(device, 8, MemoryKind::MappedHost, "of the neighbour")?;
+        Ok(Holder { stream: driver::unfenced_stream(device)?, kernel, words })
+    }
+
+    /// Holds so many multiprocessors, each by a block that takes all of its shared memory. Waits
+    /// until all of these blocks run.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn hold(&self, multiprocessors: u32) -> Result<()> {
+        let shared_bytes = self.stream.device().info().max_shared_bytes_per_block;
+        let (grid, address) = (multiprocessors, self.words.ptr().0.to_ne_bytes());
         let config = LaunchConfig { grid, block: 1, shared_bytes, cooperative: false, dependent: false };
         // SAFETY: the kernel takes one address, of two words that live until it has ended.
-        unsafe { held.stream.launch(&kernel, &config, &[&address])? };
-        let mut running = [0; 4];
-        while u32::from_ne_bytes(running) < multiprocessors {
-            held.words.read(&held.control, 0, &mut running)?;
+        unsafe { self.stream.launch(&self.kernel, &config, &[&address])? };
+        while self.word(0).load(Ordering::Relaxed) < multiprocessors {
+            std::thread::yield_now();
         }
-        Ok(held)
+        Ok(())
+    }
+
+    /// A word that the kernel uses too.
+    fn word(&self, number: usize) -> &AtomicU32 {
+        // SAFETY: one of two aligned words of mapped memory that lives as long as this. Only atomic
+        // accesses are made to it.
+        unsafe { AtomicU32::from_ptr(self.words.host_ptr().cast::<u32>().add(number)) }
     }
 }
 
-impl Drop for Held {
+impl Drop for Holder {
     fn drop(&mut self) {
-        let released = self.words.write(&self.control, 4, &1u32.to_ne_bytes());
-        if let Err(error) = released.and_then(|()| self.stream.synchronize()) {
+        self.word(1).store(1, Ordering::Relaxed);
+        if let Err(error) = self.stream.synchronize() {
             tracing::warn!("a kernel that holds multiprocessors: {error}");
         }
     }
