@@ -25,11 +25,9 @@ pub mod kernels;
 pub mod lint;
 pub mod metadata;
 pub mod nvvm;
-#[doc(hidden)]
 pub mod packages;
 pub mod postprocess;
 pub mod ptxas;
 pub mod sources;
 pub mod toolchain;
-#[doc(hidden)]
 pub mod workspace;

@@ -12,11 +12,9 @@ pub const MAX_LOCAL_EXPERTS: u32 = 1024;
 /// Most channels of a `Config`.
 pub const MAX_CHANNELS: u32 = 256;
 /// Most bytes of a slot of a combine's ring: a warp keeps the sums of so many in registers.
-#[doc(hidden)]
 pub const MAX_SLOT_BYTES: u32 = 4096;
 /// The same of a combine of several nodes, or of rows that are staged meanwhile: its warps need
 /// registers for waits.
-#[doc(hidden)]
 pub const MAX_WAITED_SLOT_BYTES: u32 = 3584;
 /// Rows in a pool start at multiples of this many bytes.
 pub const ROW_ALIGN: u64 = 128;
@@ -32,7 +30,6 @@ pub const fn row_stride(row_bytes: u64) -> u64 {
 
 /// Bytes of a token's scales that dispatch moves by bulk copy, behind the row in its stage; 0 where
 /// they are not a multiple of 16 bytes or too many, and go by ordinary stores.
-#[doc(hidden)]
 #[inline(always)]
 pub const fn bulk_scale_bytes(num_scales: u32) -> u32 {
     if num_scales.is_multiple_of(4) && num_scales <= 1024 { num_scales * 4 } else { 0 }
