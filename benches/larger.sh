@@ -167,7 +167,7 @@ all_runs() {
     for type in bf16 fp8; do
         bench ht-$type 100 "${one_node[@]}" "${large[@]}" --num-sms "$sms" --iters "$most_iters" --dtype $type
     done
-    # What survivors of a rank that stops see, and of a process that is killed.
+    # Survivors of a rank that stops, and of a process that is killed.
     test_program survivors 300 survivors
     tier=long test_program killed 120 internode::processes
     # Beside a kernel that holds all multiprocessors but two.

@@ -95,7 +95,7 @@ IFS=, read -r -a ll_tokens <<<"$tokens"
 [[ $work == /* ]] || work=$PWD/$work
 [[ $program == /* ]] || program=$PWD/$program
 
-# What the machine lacks, for all peers that were chosen, before anything is fetched.
+# Names all that the machine lacks for the chosen peers, before anything is fetched.
 missing=()
 
 # need PEER WHAT COMMAND..: WHAT is missing where the command fails.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a user of the library gets: the packages as they would be published, unpacked, and a crate outside of this repository with the library as
+# The library as a user gets it: the packages as they would be published, unpacked, and a crate outside of this repository with the library as
 # its only dependency and no toolchain file. It is the program of the README, and one that looks for GPUs. It builds on an ordinary compiler,
 # compiles few crates, and runs; so it does with the feature `cuda` and the crates beside the library, by the lines of the README, without a toolkit
 # and a driver. With these it compiles every example of their documentation, too.
@@ -10,7 +10,7 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 # Crates that may be compiled, the consumer itself included.
 most=39
-# What is published, in this order.
+# The published packages, in this order.
 packages=(epoxide-macros epoxide-simt epoxide-gpu epoxide-vgpu epoxide-base epoxide-group epoxide epoxide-launch epoxide-nccl)
 
 folder=$(mktemp -d)

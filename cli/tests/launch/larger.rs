@@ -19,7 +19,7 @@ fn every_run_passes_on_virtual_gpus() {
     let out = folder.path().to_str().unwrap();
     // All runs that are possible here, without those that need another program or NVIDIA's tools.
     let listed = text(&larger(&["--list", "--gpus", "2"]).stdout);
-    let needs_more = ["survivors", "killed", "ab-", "sanitizer"];
+    let needs_more = ["survivors", "killed", "residency", "ab-", "sanitizer"];
     let can_run = listed.lines().filter(|name| !needs_more.iter().any(|word| name.contains(word)));
     let runs: Vec<&str> = can_run.step_by(tier::pick(5, 1)).collect();
     let program = env!("CARGO_BIN_EXE_epoxide");

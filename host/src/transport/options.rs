@@ -91,7 +91,7 @@ pub struct TransportOptions {
     pub hooks: Hooks,
 }
 
-/// What tests of epoxide change of a transport.
+/// Settings of a transport for tests of epoxide.
 #[derive(Debug, Clone, Default)]
 pub struct Hooks {
     /// Makes the queues of this rank worse than they are. Nothing to what kernels write themselves.

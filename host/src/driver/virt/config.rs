@@ -98,7 +98,7 @@ pub struct VirtConfig {
     pub hooks: Hooks,
 }
 
-/// What tests of epoxide change of a virtual GPU.
+/// Settings of a virtual GPU for tests of epoxide.
 #[derive(Debug, Clone)]
 pub struct Hooks {
     /// How the seed orders the warps.
