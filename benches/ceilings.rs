@@ -62,7 +62,7 @@ fn measure(device: Device, group: &dyn ProcessGroup, row_bytes: u32) -> Result<V
     let shape = Shape {
         max_tokens: ROWS,
         hidden: row_bytes as u64 / 2,
-        dtype: DType::Bf16,
+        dtype: epoxide::DType::Bf16,
         max_topk: 1,
         max_scales: 0,
     };
