@@ -38,15 +38,19 @@ fn device(rank: u32) -> Result<Device> {
     open_device(VirtConfig { ordinal: rank, sm_count: 8, hooks, ..VirtConfig::default() })
 }
 
-/// A kernel that is to hold all other multiprocessors, on GPUs.
-fn holder(device: &Device) -> Result<Option<Holder>> {
-    on_gpus().then(|| Holder::new(device)).transpose()
-}
-
-/// Starts it, once all ranks have come so far.
-fn hold(holder: Option<&Holder>, device: &Device, group: &dyn ProcessGroup) -> Result<()> {
-    group.barrier(PATIENCE)?;
-    holder.map_or(Ok(()), |holder| holder.hold(device.info().sm_count - 2))
+/// Makes rounds on a rank. From the second one on a kernel holds all other multiprocessors of a
+/// GPU.
+fn rounds(device: &Device, group: &dyn ProcessGroup, mut round: impl FnMut() -> Result<()>) -> Result<()> {
+    let holder = on_gpus().then(|| Holder::new(device)).transpose()?;
+    for number in 0..ROUNDS {
+        if number == 1 {
+            // Once all ranks have made theirs.
+            group.barrier(PATIENCE)?;
+            holder.iter().try_for_each(|holder| holder.hold(device.info().sm_count - 2))?;
+        }
+        round()?;
+    }
+    group.barrier(PATIENCE)
 }
 
 /// Rows of which each element is the rank's number and 1, and ids by which each token goes to all
@@ -87,11 +91,8 @@ fn throughput_rounds(rank: u32, group: &Arc<dyn ProcessGroup>, spread: Option<Tr
     let mut buffer = Buffer::new(device.clone(), &**group, options)?;
     let mut place = buffer.place(0)?;
     let (x, topk_idx) = inputs(rank, ranks, &stream)?;
-    let (holder, order) = (holder(&device)?, StreamOrder::on(&stream));
-    for round in 0..ROUNDS {
-        if round == 1 {
-            hold(holder.as_ref(), &device, &**group)?;
-        }
+    let order = StreamOrder::on(&stream);
+    rounds(&device, &**group, || {
         let layout = buffer.get_dispatch_layout(&topk_idx, ranks, order)?;
         let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &layout), order)?;
         let of_tensor = CombineRequest::new(&received.recv_x, &received.handle);
@@ -101,11 +102,8 @@ fn throughput_rounds(rank: u32, group: &Arc<dyn ProcessGroup>, spread: Option<Tr
         // SAFETY: both are in the pool, which lives as long as the buffer.
         unsafe { stream.copy(to.ptr(), received.recv_x.ptr(), to.rows() * to.row_stride())? };
         let in_pool = CombineRequest::new(&rows, &received.handle);
-        check(rank, ranks, &buffer.combine(in_pool, order)?.combined_x, &stream)?;
-    }
-    group.barrier(PATIENCE)?;
-    drop(holder);
-    Ok(())
+        check(rank, ranks, &buffer.combine(in_pool, order)?.combined_x, &stream)
+    })
 }
 
 /// Round trips of low latency, whose rows return with words and as packets; `change` sets options.
@@ -127,17 +125,14 @@ fn low_latency_rounds(
         let mut buffer = Buffer::new(device.clone(), &**group, options)?;
         let mut place = buffer.place(0)?;
         let (x, topk_idx) = inputs(rank, ranks, &stream)?;
-        let (holder, order) = (holder(&device)?, StreamOrder::on(&stream));
-        for round in 0..ROUNDS {
-            if round == 1 {
-                hold(holder.as_ref(), &device, &**group)?;
-            }
+        let order = StreamOrder::on(&stream);
+        rounds(&device, &**group, || {
             let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &topk_idx), order)?;
             let rows = received.x.clone();
             let combined = buffer.combine(received, CombineRequest::by_row(&rows), order)?;
             check(rank, ranks, &combined.x, &stream)?;
             if spread.is_some() {
-                continue;
+                return Ok(());
             }
             let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &topk_idx), order)?;
             let rows = received.combine_rows()?;
@@ -145,10 +140,8 @@ fn low_latency_rounds(
             // SAFETY: both are in the pool, which lives as long as the buffer.
             unsafe { stream.copy(rows.ptr(), received.x.ptr(), rows.rows() * rows.row_stride())? };
             let combined = buffer.combine(received, CombineRequest::in_pool(), order)?;
-            check(rank, ranks, &combined.x, &stream)?;
-        }
-        group.barrier(PATIENCE)?;
-        drop(holder);
+            check(rank, ranks, &combined.x, &stream)
+        })?;
     }
     Ok(())
 }
