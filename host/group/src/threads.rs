@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::mesh_group::Connect;
 use crate::virtual_time::{VirtualTime, as_member};
 use crate::{HashStore, MeshGroup, MeshOptions, ProcessGroup};
@@ -59,7 +60,7 @@ where
     let store = Arc::new(HashStore::new());
     let first_failure = Mutex::new(None);
     let report = |rank: u32, error: Error| {
-        let mut first = first_failure.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut first = lock(&first_failure);
         if first.is_none() {
             // Before the poison, so that what it causes elsewhere is not taken for the first
             // failure.

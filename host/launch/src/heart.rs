@@ -3,12 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::group::{Store, TcpStore};
+use crate::lock::lock;
 
 /// Signs in the time after which a launcher counts as lost: one that is late, or a store that is
 /// slow, is no loss.
@@ -37,7 +38,7 @@ impl Losses {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, String>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

@@ -17,7 +17,7 @@ mod supervisor;
 mod tests;
 mod watched;
 
-use epoxide_base::{error, foreign, own_file};
+use epoxide_base::{error, foreign, lock, own_file};
 use epoxide_group as group;
 
 pub use child::{current_exe, die_with_parent, heed_interrupts, one_test};

@@ -4,13 +4,14 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{PipeReader, PipeWriter, Write};
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// A longer line is cut, so that a rank that writes no line ends does not fill this process's
 /// memory.
@@ -45,7 +46,7 @@ impl Sinks {
 
     /// Writes whole lines.
     fn write(&self, kind: Kind, lines: &[u8]) -> std::io::Result<()> {
-        let mut pair = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pair = lock(&self.0);
         let sink = if kind == Kind::Out { &mut pair.out } else { &mut pair.err };
         sink.write_all(lines)?;
         sink.flush()

@@ -19,6 +19,7 @@ use super::library::Library;
 use super::registration::Registrations;
 use crate::driver::Device;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use epoxide::internal::driver::driver;
 use epoxide_group::internal::Recorder;
 
@@ -139,7 +140,7 @@ impl Core {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     pub fn phase(&self) -> Phase {

@@ -1,10 +1,11 @@
 //! The record of operations under way.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::driver::Event;
 use crate::error::Result;
+use crate::lock::lock;
 use epoxide_group::internal::Operation;
 
 /// How far an operation is.
@@ -36,7 +37,7 @@ impl InFlight {
     }
 
     fn lock(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.progress)
     }
 
     /// How far it is. A copy: the driver is not asked about an event under the lock.
@@ -77,7 +78,7 @@ struct List {
 
 impl UnderWay {
     fn lock(&self) -> MutexGuard<'_, List> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Lists an operation, with the number it gets.

@@ -62,7 +62,7 @@ mod unique_id;
 mod watchdog;
 
 use epoxide::driver;
-use epoxide_base::{error, foreign, own_file};
+use epoxide_base::{error, foreign, lock, own_file};
 
 pub use collectives::P2p;
 pub use communicator::Communicator;

@@ -2,10 +2,11 @@
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::driver::Memory;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Memory that is registered with a [`Communicator`], as [`Communicator::register`] gives it. It
 /// stays so until [`Communicator::deregister`], or until the communicator goes, which releases all
@@ -41,7 +42,7 @@ pub(super) struct Registrations(Mutex<Vec<Registered>>);
 
 impl Registrations {
     fn lock(&self) -> MutexGuard<'_, Vec<Registered>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     pub fn keep(&self, handle: Handle, memory: Arc<Memory>) -> Registration {

@@ -9,6 +9,7 @@ use super::config::Watchdog;
 use super::core::{Core, Phase};
 use super::debug_info::Pipe;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// The watchdog's thread; stopped and joined on drop.
 #[derive(Debug)]
@@ -32,7 +33,7 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *lock(&self.stop.0) = true;
         self.stop.1.notify_all();
         if let Some(thread) = self.thread.take() {
             // It may be in an abort, which ends by its own deadline. A panic of it has been
@@ -45,7 +46,7 @@ impl Drop for Guard {
 fn watch(core: &Weak<Core>, stop: &(Mutex<bool>, Condvar), interval: Duration, rank: u32) {
     let mut pipe = Pipe::open(rank);
     loop {
-        let told = stop.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let told = lock(&stop.0);
         let told = stop.1.wait_timeout_while(told, interval, |told| !*told);
         if *told.unwrap_or_else(PoisonError::into_inner).0 {
             return;
