@@ -77,6 +77,21 @@ fn rows_return_while_others_are_summed() {
     }
 }
 
+/// Blocks list rows while they move one row, or two: ranks with few tokens, with more and with many.
+#[test]
+fn rows_are_listed_while_others_move() {
+    for quantise in tier::sample([Quantise::Not, Quantise::Fp8]) {
+        LowLatencyCase {
+            quantise,
+            sm_count: 40,
+            schedule_seed: Some(3),
+            checker: Some(Checker::new(CheckConfig::default())),
+            ..LowLatencyCase::new(routing(&[36, 9, 66], 2, 6, Style::WithHoles), 144)
+        }
+        .check();
+    }
+}
+
 /// Scales of up to eight tokens of a block leave together; here a block has eleven, or fewer than eight.
 #[test]
 fn scales_of_several_tokens() {

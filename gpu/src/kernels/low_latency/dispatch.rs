@@ -60,9 +60,9 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
 /// Warps that list rows while the others of a block move them.
 const LISTING_WARPS: u32 = 8;
 
-/// The warps that list received rows, and those that move rows. Where a block has one token, all
-/// warps move it, and then all but the last one list rows; where it has more, half of them list
-/// while the other half moves rows.
+/// The warps that list received rows, and those that move rows. Where a block has one of few tokens,
+/// all warps move it, and then all but the last one list rows; otherwise half of them list while
+/// the other half moves rows.
 #[device]
 fn teams(args: &LowLatencyArgs) -> (Team<1>, Team<2>) {
     let (all, listing) = (ntid(), LISTING_WARPS * 32);
@@ -76,7 +76,9 @@ fn teams(args: &LowLatencyArgs) -> (Team<1>, Team<2>) {
 /// Whether a block lists rows while it moves rows.
 #[device]
 fn overlaps(args: &LowLatencyArgs) -> bool {
-    args.phases == phase::SEND | phase::RECEIVE && args.num_tokens > nctaid() && last_warp() >= LISTING_WARPS
+    args.phases == phase::SEND | phase::RECEIVE
+        && (has_several(args) || args.num_tokens > FEW_TOKENS)
+        && last_warp() >= LISTING_WARPS
 }
 
 /// Tokens of this rank that a block sends, one after the other, so that words in adjacent memory
