@@ -6,6 +6,7 @@
 //! stored or drawn figures come from those alone.
 
 mod baseline;
+mod between;
 pub mod compare;
 pub mod counts;
 mod estimate;

@@ -10,9 +10,10 @@ use epoxide::{DType, Error, Result, StreamOrder};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank};
 
 use crate::baseline::link_rows;
+use crate::between::Between;
 use crate::measure::made;
-use crate::measured::RankResult;
-use crate::results::PhaseName;
+use crate::measured::{RankResult, Times};
+use crate::results::{PhaseName, percentile};
 use crate::script::{Front, Mode, Script};
 use crate::{LowLatencySettings, Plan, TIMEOUT, Watch};
 
@@ -55,6 +56,7 @@ pub(crate) fn measure(
         ..LowLatencyCase::new(plan.low_latency_routing(), plan.hidden as u32)
     };
     let chain = plan.pairs().map_or(1, |(chain, _)| chain);
+    let between = |stream: &Arc<Stream>| low.between_us.map(|us| Between::new(stream, us)).transpose();
     for &num_sms in &plan.num_sms {
         let mut options = options(plan, max_tokens)
             .chunk_tokens(low.chunk_tokens)
@@ -70,7 +72,7 @@ pub(crate) fn measure(
         let buffer = made(device, group, result, || Buffer::new(device.clone(), &**group, options))?;
         result.pool_bytes = buffer.pool_bytes();
         let stream = Arc::new(Stream::new(device)?);
-        let mode = LowLatency::checked(case.clone(), buffer, group, &stream, chain)?;
+        let mode = LowLatency::checked(case.clone(), buffer, group, &stream, (chain, between(&stream)?))?;
         let mut script = Script::new(plan, group, &stream, watch, mode)?;
         let num_sms = if num_sms == Plan::ALL_SMS { device.info().sm_count } else { num_sms };
         result.times.push(script.times(num_sms)?);
@@ -89,19 +91,23 @@ pub(crate) struct LowLatency {
     dispatch: Graph,
     combine: Graph,
     chain: Graph,
+    /// A chain of what stands between the calls alone.
+    alone: Option<Graph>,
+    _between: Option<Between>,
     inputs: LowLatencyInputs,
     pub case: LowLatencyCase,
     pub rank: LowLatencyRank,
 }
 
 impl LowLatency {
-    /// Ready to be timed, behind calls with correct results. Collective.
+    /// Ready to be timed, behind calls with correct results. A chain has so many pairs, with this
+    /// between their calls. Collective.
     pub fn checked(
         case: LowLatencyCase,
         buffer: Buffer,
         group: &Arc<dyn ProcessGroup>,
         stream: &Arc<Stream>,
-        chain: u32,
+        (pairs, between): (u32, Option<Between>),
     ) -> Result<LowLatency> {
         let mut rank = LowLatencyRank::with(group.clone(), stream.clone(), buffer);
         case.verify(&mut rank)?;
@@ -120,9 +126,12 @@ impl LowLatency {
                 Err(Error::Unavailable { what: "combine".into(), reason })
             }
         })?;
-        let chain = stream.capture(|| enqueue_pairs(&case, buffer, &mut place, &inputs, stream, chain))?;
+        let enqueue = || enqueue_pairs(&case, buffer, &mut place, &inputs, stream, (pairs, between.as_ref()));
+        let chain = stream.capture(enqueue)?;
         drop(place);
-        Ok(LowLatency { dispatch, combine, chain, inputs, case, rank })
+        let alone = |between: &Between| stream.capture(|| (0..2 * pairs).try_for_each(|_| between.enqueue()));
+        let alone = between.as_ref().map(alone).transpose()?;
+        Ok(LowLatency { dispatch, combine, chain, alone, _between: between, inputs, case, rank })
     }
 
     /// Replays the graph of a call.
@@ -144,12 +153,15 @@ fn enqueue_pairs(
     place: &mut Place,
     inputs: &LowLatencyInputs,
     stream: &Stream,
-    pairs: u32,
+    (pairs, between): (u32, Option<&Between>),
 ) -> Result<()> {
     let order = StreamOrder::on(stream);
+    let pause = || between.map_or(Ok(()), Between::enqueue);
     (0..pairs).try_for_each(|_| {
         let received = buffer.dispatch(place, inputs.request(case.quantise), order)?;
-        buffer.combine(received, inputs.experts(case), order).map(drop)
+        pause()?;
+        drop(buffer.combine(received, inputs.experts(case), order)?);
+        pause()
     })
 }
 
@@ -179,11 +191,25 @@ impl Mode for LowLatency {
     fn traced(&mut self, _: &[PhaseName], rounds: u32) -> Result<()> {
         let LowLatencyRank { buffer, stream, .. } = &mut self.rank;
         let mut place = buffer.place(0)?;
-        enqueue_pairs(&self.case, buffer, &mut place, &self.inputs, stream, rounds)
+        enqueue_pairs(&self.case, buffer, &mut place, &self.inputs, stream, (rounds, None))
     }
 
     fn pairs(&mut self, _: u32) -> Result<()> {
         self.launch(&self.chain)
+    }
+
+    /// Takes the time of what stands between the calls from that of the pairs.
+    fn others(script: &mut Script<'_, Self>, times: &mut Times) -> Result<()> {
+        let (Some((chain, repetitions)), true) = (script.plan.pairs(), script.mode.alone.is_some()) else {
+            return Ok(());
+        };
+        script.doing("what stands between the calls");
+        let alone = script.chains(Self::FRONT_OF_PAIRS, repetitions, chain, |script| {
+            script.mode.alone.as_ref().map_or(Ok(()), |alone| script.mode.launch(alone))
+        })?;
+        let alone = percentile(&alone, 0.5);
+        times.pair.iter_mut().for_each(|us| *us = (*us - alone).max(0.0));
+        Ok(())
     }
 }
 

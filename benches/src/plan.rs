@@ -63,6 +63,9 @@ pub struct LowLatencySettings {
     pub packet_tokens: u32,
     /// Most tokens of a rank that the buffer is made for; missing: those that are measured.
     pub max_tokens: Option<u32>,
+    /// Microseconds of a kernel that stands in for the experts behind each dispatch of a chain of
+    /// pairs, and for the next layer behind each combine; missing: none.
+    pub between_us: Option<u32>,
 }
 
 /// Sizes and settings of a measurement.
@@ -232,6 +235,11 @@ impl Plan {
             Some(_) => Some((self.graph.unwrap_or(1), [self.warmup.min(2), self.iters.min(20)])),
             None => self.baseline.map(|_| (CHAIN, self.repetitions())),
         }
+    }
+
+    /// Microseconds of the stand-ins between the calls of a chain.
+    fn between_us(&self) -> Option<u32> {
+        self.low_latency.and_then(|low| low.between_us)
     }
 
     /// Row type of combine.
@@ -421,6 +429,7 @@ impl Plan {
             chunk_tokens: low.map(|low| low.chunk_tokens),
             packet_tokens: low.map(|low| low.packet_tokens),
             max_tokens: low.and_then(|low| low.max_tokens),
+            between_us: low.and_then(|low| low.between_us),
         }
     }
 
@@ -429,7 +438,8 @@ impl Plan {
         let calls = u64::from(self.warmup + self.iters);
         let mut of_a_number = self.rounds().len() as u64 * calls;
         if let Some((chain, [untimed, timed])) = self.pairs() {
-            of_a_number += u64::from(untimed + timed) * u64::from(chain);
+            let chains = if self.between_us().is_some() { 2 } else { 1 };
+            of_a_number += chains * u64::from(untimed + timed) * u64::from(chain);
         }
         if self.effort == Effort::Whole {
             if self.low_latency.is_none() {

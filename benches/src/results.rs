@@ -160,6 +160,9 @@ pub struct Key {
     /// Most tokens of a rank that the buffer was made for; missing: `tokens`.
     #[serde(default)]
     pub max_tokens: Option<u32>,
+    /// Microseconds of the kernel behind each call of a chain of pairs; missing: none.
+    #[serde(default)]
+    pub between_us: Option<u32>,
 }
 
 impl Key {

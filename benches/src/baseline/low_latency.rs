@@ -29,7 +29,7 @@ pub(crate) fn low_latency(script: &Script<'_, HighThroughput>) -> Result<LowLate
         seed: plan.seed,
         ..LowLatencyCase::new(script.mode.case.routing.clone(), plan.hidden as u32)
     };
-    LowLatency::checked(case, buffer, &script.group, stream, 1)
+    LowLatency::checked(case, buffer, &script.group, stream, (1, None))
 }
 
 impl Exchange for LowLatency {

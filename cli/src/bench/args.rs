@@ -195,6 +195,11 @@ pub struct PlanFlags {
     /// one buffer for batches of any size [default: --tokens].
     #[arg(long, value_name = "N", help_heading = LOW)]
     pub max_tokens: Option<u32>,
+    /// With --mode low-latency: put a kernel of so many microseconds on all multiprocessors behind
+    /// each call of a chain of pairs, as a model's experts and next layer are. It displaces the
+    /// calls' instructions from caches. Its own time is taken off the pairs'.
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = LOW)]
+    pub between_us: Option<u32>,
     /// Launch shapes.
     #[command(flatten)]
     pub tuning: TuningFlags,
@@ -292,6 +297,7 @@ impl PlanFlags {
             ("--combine-dtype", self.combine_dtype != RowType::Bf16, "; otherwise a combine is bf16"),
             ("--combine-rows", self.combine_rows != ReturnPathFlag::ByExpert, ""),
             ("--max-tokens", self.max_tokens.is_some(), ""),
+            ("--between-us", self.between_us.is_some(), ""),
         ] {
             if is_given && !is_low_latency {
                 return Err(CommandError::usage(format!("{flag}: only with --mode low-latency{more}")));
@@ -323,6 +329,7 @@ impl PlanFlags {
                     .packet_tokens
                     .unwrap_or_else(|| Options::default_packet_tokens(topology.ranks())),
                 max_tokens: self.max_tokens,
+                between_us: self.between_us,
             }),
             topology,
             keep_nodes: self.place.keep_nodes,
@@ -412,6 +419,9 @@ pub fn flags_of(plans: &[Plan]) -> Vec<String> {
         flag("packet-tokens", low.packet_tokens.to_string());
         if let Some(most) = low.max_tokens {
             flag("max-tokens", most.to_string());
+        }
+        if let Some(us) = low.between_us {
+            flag("between-us", us.to_string());
         }
         return flags;
     }

@@ -103,6 +103,7 @@ fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> Ve
         ("chunk_tokens", text(key.chunk_tokens)),
         ("packet_tokens", text(key.packet_tokens)),
         ("max_tokens", text(key.max_tokens)),
+        ("between_us", text(key.between_us)),
         ("commit", text(kernels.map(|kernels| &kernels.commit))),
         ("ptx_digest", text(kernels.map(|kernels| &kernels.ptx))),
         ("driver", text(kernels.and_then(|kernels| kernels.driver.as_ref()))),

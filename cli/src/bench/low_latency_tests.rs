@@ -156,6 +156,16 @@ fn a_buffer_for_more_tokens_is_measured() {
     assert!(epoxide_bench::compare::compare(&own, &larger, 0.01).is_err());
 }
 
+/// On the virtual GPU a call takes as long with something before it as without.
+#[test]
+fn pairs_with_something_between_their_calls_are_measured() {
+    let of = |flags: &str| measured(&format!("{SMALL} {flags}"));
+    let (close, apart) = (of(""), of("--between-us 3"));
+    assert_eq!((close[0].key.between_us, apart[0].key.between_us), (None, Some(3)));
+    assert!(text(&apart).contains(" between_us=3 "), "{}", text(&apart));
+    assert!(epoxide_bench::compare::compare(&close, &apart, 0.01).is_err());
+}
+
 #[test]
 fn packets_and_words_are_both_measured() {
     for (flags, chunk_tokens, packet_tokens) in

@@ -277,10 +277,11 @@ fn low_latency_setting(out: &mut String, points: &[Point]) -> Result {
     let rows = key.combine_rows.as_ref().map_or_else(String::new, |rows| format!(" {rows}"));
     let [chunk, packet] = [key.chunk_tokens, key.packet_tokens].map(Option::unwrap_or_default);
     let most = key.max_tokens.map_or_else(String::new, |most| format!(" max_tokens={most}"));
+    let between = key.between_us.map_or_else(String::new, |us| format!(" between_us={us}"));
     writeln!(
         out,
         "[bench low-latency] num_ranks={num_ranks}{nodes} hidden={hidden} experts={experts} topk={topk} dispatch={dtype} \
-         combine={back}{rows} num_sms={num_sms} chunk_tokens={chunk} packet_tokens={packet}{most} device={:?}; {}",
+         combine={back}{rows} num_sms={num_sms} chunk_tokens={chunk} packet_tokens={packet}{most}{between} device={:?}; {}",
         first.device, first.date
     )?;
     writeln!(out, "  kernels: {}", first.kernels_text())?;

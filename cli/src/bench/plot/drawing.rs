@@ -104,6 +104,7 @@ fn parts(key: &Key, axis: Option<Axis>) -> Vec<String> {
         key.chunk_tokens.map(|tokens| format!("chunks of {tokens}")),
         key.packet_tokens.map(|tokens| format!("packets up to {tokens} tokens")),
         key.max_tokens.map(|tokens| format!("buffers for {tokens} tokens")),
+        key.between_us.map(|us| format!("{us} us between calls")),
     ];
     parts.map(Option::unwrap_or_default).into()
 }
