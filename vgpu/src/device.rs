@@ -1,7 +1,8 @@
 //! Configuration of a virtual GPU (size, scheduler, clock) and of a launch.
 
-use std::sync::Arc;
+use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Where `%globaltimer` comes from.
 #[derive(Clone, Debug, Default)]
@@ -37,6 +38,53 @@ impl Clock {
         if let Clock::Virtual(ns) = self {
             ns.fetch_add(warp_instructions * VIRTUAL_NS_PER_WARP_INSTRUCTION, Ordering::Relaxed);
         }
+    }
+}
+
+/// Destination of `printf` in kernels: the standard output, or a writer of the host's. Clones are
+/// the same destination. Each call writes its text at once, in the order in which the calls ran.
+#[derive(Clone, Default)]
+pub struct Output(Option<Arc<Mutex<dyn Write + Send>>>);
+
+impl Output {
+    /// Writes to `writer`, such as a file. A failed write is ignored, as on a GPU, whose buffer may
+    /// overflow.
+    #[must_use]
+    pub fn to(writer: impl Write + Send + 'static) -> Self {
+        Self(Some(Arc::new(Mutex::new(writer))))
+    }
+
+    /// Keeps the text in memory. `text` has what kernels have printed so far.
+    #[must_use]
+    pub fn to_text(text: &Arc<Mutex<String>>) -> Self {
+        Self::to(Text(text.clone()))
+    }
+
+    pub(crate) fn print(&self, text: &[u8]) {
+        // The return value of the call says nothing of the writer, so there is nobody to tell.
+        let _ = match &self.0 {
+            Some(writer) => writer.lock().unwrap_or_else(PoisonError::into_inner).write_all(text),
+            None => std::io::stdout().lock().write_all(text),
+        };
+    }
+}
+
+impl std::fmt::Debug for Output {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.0.is_some() { "Output::to(..)" } else { "Output::default()" })
+    }
+}
+
+struct Text(Arc<Mutex<String>>);
+
+impl Write for Text {
+    fn write(&mut self, text: &[u8]) -> std::io::Result<usize> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.push_str(&String::from_utf8_lossy(text));
+        Ok(text.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 
@@ -82,6 +130,8 @@ pub struct DeviceConfig {
     /// with [`FaultKind::Livelock`](crate::FaultKind::Livelock). `None`: [`CHECKED_LIVELOCK_LIMIT`]
     /// in check mode, no limit otherwise.
     pub livelock_limit: Option<u64>,
+    /// Destination of `printf` in kernels.
+    pub output: Output,
 }
 
 /// Default of [`DeviceConfig::livelock_limit`] in check mode: seconds of a loop that only computes,
@@ -99,6 +149,7 @@ impl Default for DeviceConfig {
             clock: Clock::Real,
             max_blocks_resident: None,
             livelock_limit: None,
+            output: Output::default(),
         }
     }
 }

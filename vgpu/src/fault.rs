@@ -107,6 +107,18 @@ pub enum LaunchError {
         /// Device limit in bytes.
         max: u32,
     },
+    /// A cooperative launch of more blocks than the device holds at a time.
+    #[error(
+        "cooperative launch of '{kernel}': {blocks} blocks, of which the device holds {resident} at a time; launch fewer blocks, or smaller ones"
+    )]
+    NotResident {
+        /// Kernel name.
+        kernel: String,
+        /// Blocks asked for.
+        blocks: u64,
+        /// Blocks that fit on the device together.
+        resident: u64,
+    },
     /// Too many blocks for the keys of check mode.
     #[error(
         "kernel '{kernel}' has {blocks} blocks: check mode tells 2^20 of a grid apart, and 2^27 grids; check a smaller launch"
@@ -125,8 +137,8 @@ pub enum LaunchError {
         /// The first such read.
         read: Box<UnwrittenRegister>,
     },
-    /// Module variables could not be allocated.
-    #[error("module variables: {0}")]
+    /// Memory of the launch itself, such as that of module variables, could not be allocated.
+    #[error("memory of the launch: {0}")]
     Memory(#[from] MemoryError),
 }
 

@@ -32,6 +32,19 @@ const SLICE: u64 = 256;
 /// slices.
 const MAX_ADMISSION_BITS: u64 = 10;
 
+/// Bytes of the workspace of a cooperative grid: its length, and a barrier of all blocks, 32 bits
+/// each (`cooperative_groups/details/driver_abi.h`). The kernel's environment registers 1 and 2 have
+/// the high and the low half of its address.
+const WORKSPACE_BYTES: u64 = 8;
+
+/// Whether the blocks of a grid may rely on each other's presence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Residency {
+    InTurn,
+    /// A cooperative launch.
+    Together,
+}
+
 /// Limits of sm_90.
 const MAX_THREADS: u32 = 1024;
 const MAX_BLOCK: [u32; 3] = [1024, 1024, 64];
@@ -131,6 +144,8 @@ pub struct Grid {
     idle: usize,
     fault: Option<Fault>,
     globals: Option<Arc<Region>>,
+    /// The workspace of a cooperative grid.
+    workspace: Option<Region>,
     /// Initial registers that all warps share. A warp copies those of them that it may read before
     /// it writes them.
     registers: Option<Regs>,
@@ -172,7 +187,48 @@ impl Grid {
         params: &[u8],
         order: Option<(Timeline, &Past)>,
     ) -> Result<Self, LaunchError> {
+        Self::launch_as(Residency::InTurn, kernel, memory, dev, cfg, params, order)
+    }
+
+    /// The same for a cooperative launch: all blocks are resident together, and may wait for each
+    /// other by `cooperative_groups::this_grid().sync()`. Under [`Grid::launch`] that function
+    /// traps, as on a GPU.
+    ///
+    /// # Errors
+    /// Those of [`Grid::launch`]; also where the blocks do not all fit on the device.
+    pub fn launch_cooperative(
+        kernel: Arc<Kernel>,
+        memory: Memory,
+        dev: &DeviceConfig,
+        cfg: GridConfig,
+        params: &[u8],
+        order: Option<(Timeline, &Past)>,
+    ) -> Result<Self, LaunchError> {
+        Self::launch_as(Residency::Together, kernel, memory, dev, cfg, params, order)
+    }
+
+    pub(crate) fn launch_as(
+        residency: Residency,
+        kernel: Arc<Kernel>,
+        memory: Memory,
+        dev: &DeviceConfig,
+        cfg: GridConfig,
+        params: &[u8],
+        order: Option<(Timeline, &Past)>,
+    ) -> Result<Self, LaunchError> {
         check_launch(&kernel, dev, &cfg, params)?;
+        let threads = cfg.block.iter().product::<u32>();
+        let shared = kernel.static_shared + cfg.dynamic_shared_bytes;
+        let total_blocks: u64 = cfg.grid.iter().map(|&d| u64::from(d)).product();
+        let resident = u64::from(dev.resident_blocks(threads, shared));
+        let workspace = match residency {
+            Residency::InTurn => None,
+            Residency::Together if total_blocks > resident => {
+                let kernel = kernel.name.clone();
+                return Err(LaunchError::NotResident { kernel, blocks: total_blocks, resident });
+            }
+            Residency::Together => Some(memory.alloc_zeroed(WORKSPACE_BYTES, "workspace of the grid")?),
+        };
         let globals = match &kernel.globals {
             Some(g) => Some(memory.module_globals(g.module_id, &g.init)?),
             None => None,
@@ -190,14 +246,12 @@ impl Grid {
             params: block,
             clock: dev.clock.clone(),
             poison: memory.poison(),
+            output: dev.output.clone(),
             apart_one_in: if memory.checker().is_some() { 4 } else { 16 },
             executed: 0,
             kernel,
         };
-        let threads = cfg.block.iter().product::<u32>();
-        let shared = env.kernel.static_shared + cfg.dynamic_shared_bytes;
-        let total_blocks = cfg.grid.iter().map(|&d| u64::from(d)).product();
-        let resident = u64::from(dev.resident_blocks(threads, shared)).min(total_blocks) as u32;
+        let resident = resident.min(total_blocks) as u32;
         let mut rng = Rng::new(dev.schedule_seed.unwrap_or(memory.poison()));
         let schedule = if dev.schedule_seed.is_some() { dev.schedule } else { Schedule::RoundRobin };
         let mut preemptions = vec![];
@@ -270,6 +324,7 @@ impl Grid {
             idle: 0,
             fault: None,
             globals,
+            workspace,
             registers: None,
             copying: vec![],
         };
@@ -384,6 +439,7 @@ impl Grid {
             sm: b.sm,
             sm_count: self.sm_count,
             globals: self.globals.as_ref().map_or(0, |r| r.addr()),
+            workspace: self.workspace.as_ref().map_or(0, Region::addr),
         };
         let regs = self.registers.get_or_insert_with(|| {
             let mut regs = poisoned_registers(kernel.slots, self.env.poison);
@@ -897,6 +953,7 @@ struct SpecialInputs {
     sm_count: u32,
     /// Where the module's variables are.
     globals: u64,
+    workspace: u64,
 }
 
 impl SpecialInputs {
@@ -925,7 +982,7 @@ impl SpecialInputs {
 
 /// Value of a special register for one lane of a warp.
 fn special(s: Special, warp: u32, lane: u32, inputs: &SpecialInputs) -> u64 {
-    let SpecialInputs { ctaid, cfg, static_shared, sm, sm_count, .. } = *inputs;
+    let SpecialInputs { ctaid, cfg, static_shared, sm, sm_count, workspace, .. } = *inputs;
     let linear = warp * 32 + lane;
     let [bx, by, bz] = cfg.block;
     let v = match s {
@@ -945,6 +1002,8 @@ fn special(s: Special, warp: u32, lane: u32, inputs: &SpecialInputs) -> u64 {
         Special::LaneMaskLe => (1 << lane) | ((1 << lane) - 1),
         Special::LaneMaskGt => !((1 << lane) | ((1 << lane) - 1)),
         Special::LaneMaskGe => !((1u32 << lane) - 1),
+        Special::WorkspaceLow => workspace as u32,
+        Special::WorkspaceHigh => (workspace >> 32) as u32,
         Special::DynamicSmemSize => cfg.dynamic_shared_bytes,
         Special::TotalSmemSize => static_shared + cfg.dynamic_shared_bytes,
         // Grids are not numbered; a cluster is one block.

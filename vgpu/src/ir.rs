@@ -103,6 +103,10 @@ pub(crate) enum Special {
     LaneMaskGe,
     LaneMaskGt,
     GridId,
+    /// The low and the high half of the address of the grid's workspace; 0 unless the launch is
+    /// cooperative.
+    WorkspaceLow,
+    WorkspaceHigh,
     DynamicSmemSize,
     TotalSmemSize,
     /// A cluster is always one block: ids are 0, counts are 1.
@@ -200,6 +204,8 @@ pub(crate) struct Access {
     pub(crate) signed: bool,
     /// The elements are the halves of one value of 128 bits, which is read and written whole.
     pub(crate) whole: bool,
+    /// The program promises that nobody writes the memory while the kernel runs (`ld.global.nc`).
+    pub(crate) read_only: bool,
     pub(crate) regs: [u32; 4],
 }
 
@@ -459,6 +465,12 @@ pub(crate) enum Op {
         state: u32,
     },
     Bulk(BulkOp),
+    /// `vprintf`: addresses of the format and of the arguments, and its result.
+    Print {
+        format: u32,
+        arguments: u32,
+        d: u32,
+    },
     /// Gives way to other warps.
     Sleep,
     Exit,

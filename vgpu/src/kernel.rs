@@ -1,5 +1,6 @@
 //! A loaded kernel and facts about its instructions.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -26,6 +27,8 @@ pub struct ParamInfo {
 pub(crate) struct Globals {
     pub(crate) module_id: u64,
     pub(crate) init: Vec<u8>,
+    /// Offset and length of each variable, by name.
+    pub(crate) variables: BTreeMap<String, (u64, u64)>,
 }
 
 /// A kernel, ready to run.
@@ -51,6 +54,9 @@ pub struct Kernel {
     pub(crate) unwritten: Vec<(u32, String)>,
     /// Bytes of local memory per lane.
     pub(crate) local_bytes: u32,
+    /// It reads the address of the workspace of a cooperative grid. Its unaligned block barriers are
+    /// those of CUDA's library then.
+    pub(crate) reads_workspace: bool,
     pub(crate) globals: Option<Arc<Globals>>,
     /// `.file` table, shared by the kernels of a module.
     pub(crate) files: Arc<Vec<(u32, String)>>,

@@ -70,7 +70,8 @@ mod seeds;
 
 pub use check::{CheckConfig, Checker, Loaded, Past, Stored, Timeline, host_meets};
 pub use device::{
-    CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig, Schedule, VIRTUAL_NS_PER_WARP_INSTRUCTION,
+    CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig, Output, Schedule,
+    VIRTUAL_NS_PER_WARP_INSTRUCTION,
 };
 pub use fault::{
     Attempt, Fault, FaultKind, Launch, LaunchError, Party, PtxError, Race, StuckReport, StuckWarp, Trace,

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::check::{CheckConfig, Checker, Past, Timeline};
 use crate::device::{Clock, DeviceConfig, GridConfig};
 use crate::fault::{Fault, LaunchError};
-use crate::grid::{Grid, Progress};
+use crate::grid::{Grid, Progress, Residency};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::memory_error::MemoryError;
@@ -52,6 +52,34 @@ pub enum MachineError {
         kernel: String,
         /// The names of those that are there.
         known: String,
+    },
+    /// The module has no such variable.
+    #[error("the module has no variable '{variable}'; it has {known}")]
+    NoVariable {
+        /// The name that was given.
+        variable: String,
+        /// The names of those that are there.
+        known: String,
+    },
+    /// The length of a variable is no multiple of the numbers that it was asked for in.
+    #[error("variable '{variable}' has {bytes} bytes, which are no whole numbers of {each} bytes")]
+    VariableBytes {
+        /// Name of the variable.
+        variable: String,
+        /// Its length in bytes.
+        bytes: usize,
+        /// Bytes of a number.
+        each: usize,
+    },
+    /// An upload is longer than its array.
+    #[error("{given} numbers for an array of {len} in '{label}'; upload at most as many as it has")]
+    TooMany {
+        /// The label of its memory.
+        label: String,
+        /// Numbers of the array.
+        len: usize,
+        /// Numbers given.
+        given: usize,
     },
     /// All kernels wait for events that no kernel will cause.
     #[error(
@@ -112,11 +140,13 @@ macro_rules! numbers {
 }
 numbers!(u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, half::bf16, half::f16);
 
-/// An array in the memory of a device. Dropping it frees it.
+/// An array in the memory of a device. Dropping it frees it, unless it is a variable of a module.
 #[derive(Debug)]
 pub struct Array<T> {
     memory: Memory,
-    region: Region,
+    region: Arc<Region>,
+    /// Where it begins in the region, in bytes.
+    offset: u64,
     len: usize,
     of: PhantomData<T>,
 }
@@ -125,7 +155,7 @@ impl<T: Number> Array<T> {
     /// The device address of its first number, for parameters of kernels.
     #[must_use]
     pub fn addr(&self) -> u64 {
-        self.region.addr()
+        self.region.addr() + self.offset
     }
 
     /// How many numbers it has.
@@ -155,6 +185,14 @@ impl<T: Number> Array<T> {
     /// # Errors
     /// It has too little room for them; or in check mode, a kernel that is not done uses it.
     pub fn upload(&self, numbers: &[T]) -> Result<(), MachineError> {
+        if numbers.len() > self.len {
+            // The region of a variable goes on behind it.
+            return Err(MachineError::TooMany {
+                label: self.region.label().to_owned(),
+                len: self.len,
+                given: numbers.len(),
+            });
+        }
         let mut bytes = Vec::with_capacity(size_of_val(numbers));
         numbers.iter().for_each(|number| number.put(&mut bytes));
         Ok(self.memory.write(self.addr(), &bytes)?)
@@ -169,6 +207,7 @@ impl<T: Number> Argument for Array<T> {
 
 /// A kernel that was enqueued.
 struct Launch {
+    residency: Residency,
     kernel: Arc<Kernel>,
     shape: GridConfig,
     params: Vec<u8>,
@@ -330,7 +369,7 @@ impl Machine {
     pub fn alloc<T: Number>(&self, device: usize, label: &str, len: usize) -> Result<Array<T>, MachineError> {
         let memory = self.device(device)?.memory.clone();
         let region = memory.alloc((len * size_of::<T>()) as u64, label)?;
-        Ok(Array { memory, region, len, of: PhantomData })
+        Ok(Array { memory, region: Arc::new(region), offset: 0, len, of: PhantomData })
     }
 
     /// Memory of a device that holds `numbers`.
@@ -355,7 +394,30 @@ impl Machine {
     pub fn map<T: Number>(&self, device: usize, array: &Array<T>) -> Result<Array<T>, MachineError> {
         let memory = self.device(device)?.memory.clone();
         let region = memory.import(array.region.export()?, array.region.bytes(), array.region.label())?;
-        Ok(Array { memory, region, len: array.len, of: PhantomData })
+        Ok(Array { memory, region: Arc::new(region), offset: array.offset, len: array.len, of: PhantomData })
+    }
+
+    /// The `.global` or `.const` variable `name` of a module on a device, as numbers. It holds its
+    /// initial value until a kernel or [`Array::upload`] writes it.
+    ///
+    /// # Errors
+    /// No such device, no such variable, or its length is not that of whole numbers.
+    pub fn variable<T: Number>(
+        &self,
+        device: usize,
+        module: &Module,
+        name: &str,
+    ) -> Result<Array<T>, MachineError> {
+        let memory = self.device(device)?.memory.clone();
+        let Some((region, offset, bytes)) = memory.variable_in(module, name)? else {
+            let known: Vec<_> = module.variables().map(|(name, _)| name).collect();
+            return Err(MachineError::NoVariable { variable: name.to_owned(), known: known.join(", ") });
+        };
+        let (bytes, each) = (bytes as usize, size_of::<T>());
+        if !bytes.is_multiple_of(each) {
+            return Err(MachineError::VariableBytes { variable: name.to_owned(), bytes, each });
+        }
+        Ok(Array { memory, region, offset, len: bytes / each, of: PhantomData })
     }
 
     /// Enqueues a kernel on a device, behind those that are there. `params` are the bytes of its
@@ -372,9 +434,40 @@ impl Machine {
         shape: GridConfig,
         params: &[u8],
     ) -> Result<(), MachineError> {
+        self.enqueue(Residency::InTurn, device, find(module, kernel)?, shape, params)
+    }
+
+    /// Enqueues a cooperative launch: all blocks are resident together, as kernels with
+    /// `cooperative_groups::this_grid().sync()` need. That function traps in other launches, as on a
+    /// GPU.
+    ///
+    /// # Errors
+    /// Those of [`launch_with`](Self::launch_with). [`run`](Self::run) reports a grid of which not
+    /// all blocks fit on the device.
+    pub fn launch_cooperative(
+        &mut self,
+        device: usize,
+        module: &Module,
+        kernel: &str,
+        shape: GridConfig,
+        arguments: &[&dyn Argument],
+    ) -> Result<(), MachineError> {
+        let kernel = find(module, kernel)?;
+        let params = kernel.pack(arguments)?;
+        self.enqueue(Residency::Together, device, kernel, shape, &params)
+    }
+
+    fn enqueue(
+        &mut self,
+        residency: Residency,
+        device: usize,
+        kernel: Arc<Kernel>,
+        shape: GridConfig,
+        params: &[u8],
+    ) -> Result<(), MachineError> {
         self.device(device)?;
         let past = self.checker.as_ref().map(Checker::host_past).unwrap_or_default();
-        let launch = Launch { kernel: find(module, kernel)?, shape, params: params.to_vec(), past };
+        let launch = Launch { residency, kernel, shape, params: params.to_vec(), past };
         self.devices[device].queue.push_back(launch);
         Ok(())
     }
@@ -471,8 +564,9 @@ impl Device {
         let Some(launch) = self.queue.pop_front() else { return Ok(()) };
         self.past.join(&launch.past);
         let order = self.timeline.map(|timeline| (timeline, &self.past));
-        let Launch { kernel, shape, params, .. } = launch;
-        self.running = Some(Grid::launch(kernel, self.memory.clone(), config, shape, &params, order)?);
+        let Launch { residency, kernel, shape, params, .. } = launch;
+        let memory = self.memory.clone();
+        self.running = Some(Grid::launch_as(residency, kernel, memory, config, shape, &params, order)?);
         self.spins = false;
         Ok(())
     }

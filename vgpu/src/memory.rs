@@ -22,6 +22,7 @@ use crate::check::shadow::{Names, Shadow};
 use crate::check::world::World;
 use crate::fault::FaultKind;
 use crate::memory_error::{MemoryError, NearRegion, PAGE};
+use crate::module::Module;
 use crate::seeds::mix;
 
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
@@ -182,7 +183,8 @@ struct AddressSpace {
     checker: Option<Checker>,
     /// Contents of fresh memory.
     poison: u64,
-    /// `.global`/`.const` variables of each module, by module id; made at the first launch.
+    /// `.global`/`.const` variables of each module, by module id; made at the first launch
+    /// or look at a variable.
     globals: Mutex<HashMap<u64, Arc<Region>>>,
 }
 
@@ -419,6 +421,25 @@ impl Memory {
         unsafe { std::slice::from_raw_parts_mut(region.addr as *mut u8, init.len()) }.copy_from_slice(init);
         globals.insert(id, region.clone());
         Ok(region)
+    }
+
+    /// The device address and the length in bytes of a `.global` or `.const` variable of a module;
+    /// `None` if it has no variable of this name. Each device has its own copy, which holds the
+    /// initial value until a kernel or the host writes it.
+    pub fn variable(&self, module: &Module, name: &str) -> Result<Option<(u64, u64)>, MemoryError> {
+        let found = self.variable_in(module, name)?;
+        Ok(found.map(|(region, offset, bytes)| (region.addr() + offset, bytes)))
+    }
+
+    /// The region of a module's variables, and the offset and length of one of them.
+    pub(crate) fn variable_in(
+        &self,
+        module: &Module,
+        name: &str,
+    ) -> Result<Option<(Arc<Region>, u64, u64)>, MemoryError> {
+        let Some(globals) = module.globals() else { return Ok(None) };
+        let Some(&(offset, bytes)) = globals.variables.get(name) else { return Ok(None) };
+        Ok(Some((self.module_globals(globals.module_id, &globals.init)?, offset, bytes)))
     }
 
     /// Checks that `addr .. addr + bytes` lies inside one live region.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::fault::PtxError;
-use crate::kernel::Kernel;
+use crate::kernel::{Globals, Kernel};
 use crate::{lower, ptx};
 
 /// A parsed PTX module.
@@ -14,6 +14,7 @@ pub struct Module {
     version: ptx::Version,
     target: String,
     kernels: BTreeMap<String, Arc<Kernel>>,
+    globals: Option<Arc<Globals>>,
 }
 
 impl Module {
@@ -22,9 +23,10 @@ impl Module {
     pub fn parse(text: &str) -> Result<Self, PtxError> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let file = ptx::parse(text)?;
-        let kernels = lower::module(text, &file, NEXT_ID.fetch_add(1, Ordering::Relaxed))?;
+        let lower::Loaded { kernels, globals } =
+            lower::module(text, &file, NEXT_ID.fetch_add(1, Ordering::Relaxed))?;
         let kernels = kernels.into_iter().map(|k| (k.name.clone(), Arc::new(k))).collect();
-        Ok(Self { version: file.version, target: file.target, kernels })
+        Ok(Self { version: file.version, target: file.target, kernels, globals })
     }
 
     /// The kernel of this name.
@@ -41,7 +43,18 @@ impl Module {
     /// Whether it has variables of its own, of which each load of the module has a copy.
     #[must_use]
     pub fn has_globals(&self) -> bool {
-        self.kernels.values().any(|kernel| kernel.globals.is_some())
+        self.globals.is_some()
+    }
+
+    /// The names of its `.global` and `.const` variables with their lengths in bytes.
+    /// [`Memory::variable`](crate::Memory::variable) gives the address on a device.
+    pub fn variables(&self) -> impl Iterator<Item = (&str, u64)> {
+        let variables = self.globals.iter().flat_map(|globals| &globals.variables);
+        variables.map(|(name, &(_, bytes))| (name.as_str(), bytes))
+    }
+
+    pub(crate) fn globals(&self) -> Option<&Arc<Globals>> {
+        self.globals.as_ref()
     }
 
     /// `.version`.

@@ -131,6 +131,8 @@ struct Gathering {
 #[derive(Debug)]
 pub(crate) struct BlockCheck {
     warps: Vec<Warp>,
+    /// The causal past at the begin of the kernel.
+    pub(crate) start: CausalPast,
     pub(crate) shared: Shadow,
     pub(crate) releases: HashMap<u64, Releases>,
     /// Causal pasts gathered from the warps that have arrived, and those of the last completion.
@@ -239,6 +241,7 @@ impl BlockCheck {
         });
         Self {
             warps: warps.collect(),
+            start: start.clone(),
             shared: Shadow::default(),
             releases: HashMap::new(),
             gathering: Default::default(),

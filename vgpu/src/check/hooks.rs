@@ -171,9 +171,19 @@ impl Hooks for CheckHooks<'_> {
         let record = self.record(lane, pc, how, false);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.loads.add(own, place, 1);
+        let start = how.read_only.then(|| self.block.start.clone());
         let Some((shadow, grids, at, view)) = self.look(place, lane) else { return Ok(()) };
         let who = Accessor { record, own, published: None, view };
         let result = shadow.read(grids, at, bytes, &who);
+        let result = match (result, start) {
+            (Ok(()), Some(start)) => {
+                let begin = Accessor { own: 0, view: PastView::all(&start), ..who };
+                let result = shadow.take(grids, at, bytes, &begin);
+                shadow.read_only(at, bytes, record);
+                result
+            }
+            (result, _) => result,
+        };
         // In weak-memory mode it may see something else.
         if how.strong.is_some() && !weak_memory {
             shadow.saw(grids, at, bytes, &who);

@@ -91,6 +91,12 @@ impl<'a> PastView<'a> {
         Self { past, acquired: &[] }
     }
 
+    /// Whether it includes tick `tick` of the timeline `key`.
+    pub(crate) fn includes_all(&self, key: Key, tick: u32) -> bool {
+        let acquired = self.acquired.iter().filter(|h| !h.joined).map(|h| &h.past);
+        std::iter::once(self.past).chain(acquired).any(|past| past.all.timeline(key) >= tick)
+    }
+
     /// Whether it includes tick `tick` of `key`.
     pub(crate) fn includes(&self, grids: &Grids, key: Key, tick: u32) -> bool {
         let acquired = self.acquired.iter().filter(|h| !h.joined).map(|h| &h.past);

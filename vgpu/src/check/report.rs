@@ -37,6 +37,7 @@ fn manner(how: How, wrote: bool) -> String {
         (false, false) => "read",
     };
     match (how.bulk, how.strong) {
+        (false, None) if how.read_only => "read by ld.global.nc".into(),
         (true, _) => format!("{what} by a bulk copy"),
         (false, None) => format!("weak {what}"),
         (false, Some(scope)) => format!("strong {what} of scope {}", scope_name(scope)),
@@ -100,6 +101,11 @@ fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> Str
         }
         _ => "a wait of the host, or the order of a stream",
     };
+    if mine.how.read_only || other.how.read_only {
+        return "ld.global.nc is for memory that no thread, peer or copy writes while its kernel runs: a plain ld.global \
+                with an order of its own, or a kernel boundary between the two"
+            .into();
+    }
     match (mine.how.bulk, other.how.bulk) {
         (_, true) => format!("the copy was not seen to complete: its mbarrier's phase, or {wait} by its own thread, and from there {}", order()),
         (true, false) if ordered => {

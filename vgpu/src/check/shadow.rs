@@ -40,16 +40,18 @@ pub(crate) struct How {
     pub(crate) bulk: bool,
     /// A read and a write in one.
     pub(crate) rmw: bool,
+    /// A read by `ld.global.nc`: the memory must not change while the kernel runs.
+    pub(crate) read_only: bool,
 }
 
 impl How {
     /// A plain access in the generic proxy.
-    pub(crate) const WEAK: How = How { strong: None, size: 0, bulk: false, rmw: false };
-    pub(crate) const BULK: How = How { strong: None, size: 0, bulk: true, rmw: false };
+    pub(crate) const WEAK: How = How { strong: None, size: 0, bulk: false, rmw: false, read_only: false };
+    pub(crate) const BULK: How = How { bulk: true, ..How::WEAK };
 
     /// An access in the generic proxy, of elements of `size` bytes.
     pub(crate) fn generic(sem: Sem, scope: Scope, size: u8, rmw: bool) -> Self {
-        Self { strong: (sem != Sem::Weak).then_some(scope), size, bulk: false, rmw }
+        Self { strong: (sem != Sem::Weak).then_some(scope), size, rmw, ..How::WEAK }
     }
 }
 
@@ -68,6 +70,8 @@ struct Cell {
     crowded: bool,
     /// Strong reads of the last write are in `Shadow::seen`.
     seen: bool,
+    /// Kernels that read it as read-only memory are in `Shadow::read_only`.
+    read_only: bool,
     /// The word before the last write, where it is known; of a byte, that byte of it counts.
     before: Option<u32>,
 }
@@ -79,6 +83,7 @@ const UNTOUCHED: Cell = Cell {
     split: false,
     crowded: false,
     seen: false,
+    read_only: false,
     before: None,
 };
 
@@ -155,6 +160,8 @@ pub(crate) struct Shadow {
     /// The write comes before all accesses after one of these reads. The other accesses of its
     /// thread do not.
     seen: HashMap<Unit, Vec<(Key, u32)>>,
+    /// Reads by `ld.global.nc` since the last write, the first of each kernel.
+    read_only: HashMap<Unit, Vec<Record>>,
     /// Memory that is also accessed outside of the checker. Checked are only read-modify-writes
     /// against each other, and host reads by [`Memory::host_reads`](crate::Memory::host_reads)
     /// against kernels' writes.
@@ -224,6 +231,15 @@ impl Accessor<'_> {
             && grids.mutual(mine, self.own, theirs, key)
     }
 
+    /// Whether the access comes after the whole kernel of an actor.
+    fn after_kernel_of(&self, grids: &Grids, key: Key) -> bool {
+        let Some(facts) = grids.facts(key) else { return true };
+        match self.published {
+            Some(published) => published.timeline(facts.timeline) >= facts.tick,
+            None => self.view.includes_all(facts.timeline, facts.tick),
+        }
+    }
+
     fn gets_on_with(&self, grids: &Grids, key: Key, record: &Record) -> bool {
         self.after(grids, key, record) || self.morally_strong(grids, key, record)
     }
@@ -283,6 +299,9 @@ impl Shadow {
         self.split.insert(word, [cell; 4]);
         if let Some(readers) = self.readers.remove(&whole) {
             self.readers.extend(bytes_of(word, 15).map(|unit| (unit, readers.clone())));
+        }
+        if let Some(readers) = self.read_only.remove(&whole) {
+            self.read_only.extend(bytes_of(word, 15).map(|unit| (unit, readers.clone())));
         }
         if let Some(seen) = self.seen.remove(&whole) {
             self.seen.extend(bytes_of(word, 15).map(|unit| (unit, seen.clone())));
@@ -350,8 +369,27 @@ impl Shadow {
         Ok(())
     }
 
-    /// Checks a host read of `bytes` bytes at `at` of hidden memory: the read must come after all
-    /// kernels' writes there. Nothing is noted.
+    /// Notes a read by `ld.global.nc`, which [`Shadow::read`] has noted as a read.
+    pub(crate) fn read_only(&mut self, at: u64, bytes: u64, record: Record) {
+        if self.hidden {
+            return;
+        }
+        for (w, mask) in Self::words(at, bytes) {
+            let me = Record { bytes: mask, ..record };
+            for unit in self.units(w, mask) {
+                self.cell(unit).read_only = true;
+                let readers = self.read_only.entry(unit).or_default();
+                let grid = clock::grid_of(me.actor);
+                if !readers.iter().any(|r| clock::grid_of(r.actor) == grid) {
+                    readers.push(me);
+                }
+            }
+        }
+    }
+
+    /// Checks a read of `bytes` bytes at `at` against the last writes: it must come after all of
+    /// them. Nothing is noted. Host reads of hidden memory are checked so, and reads by
+    /// `ld.global.nc`, for which `who` is the begin of their kernel.
     pub(crate) fn take(
         &mut self,
         grids: &Grids,
@@ -399,6 +437,7 @@ impl Shadow {
             for unit in self.units(w, mask) {
                 let cell = self.cell(unit);
                 let (last, read, crowded, seen) = (cell.write, cell.read, cell.crowded, cell.seen);
+                let read_only = std::mem::take(&mut cell.read_only);
                 (cell.write, cell.read, cell.before) = (me, NOBODY, value_before);
                 (cell.written, cell.crowded, cell.seen) = (true, false, false);
                 if self.hidden && !(me.how.rmw && last.how.rmw) {
@@ -419,6 +458,12 @@ impl Shadow {
                 }
                 let clash =
                     |r: &Record| r.actor != 0 && by_lane(r).any(|key| !this.gets_on_with(grids, key, r));
+                if read_only
+                    && let Some(readers) = self.read_only.remove(&unit)
+                    && let Some(other) = readers.into_iter().find(|r| !this.after_kernel_of(grids, r.actor))
+                {
+                    return Err((unit.at(), Violation::Race { other, wrote: false }));
+                }
                 if read != harmless {
                     if clash(&read) {
                         return Err((unit.at(), Violation::Race { other: read, wrote: false }));
@@ -519,6 +564,7 @@ impl Shadow {
             for unit in self.units(w, mask) {
                 *self.cell(unit) = UNTOUCHED;
                 self.readers.remove(&unit);
+                self.read_only.remove(&unit);
                 self.seen.remove(&unit);
             }
             if mask == 15 {

@@ -426,7 +426,7 @@ impl<W: Hooks> Exec<'_, W> {
     pub(super) fn load(&mut self, a: &Access, m: u32) -> Run<Flow> {
         let size = u64::from(a.bytes) * u64::from(a.n);
         if W::ON {
-            let how = How::generic(a.sem, a.scope, a.unit(), false);
+            let how = How { read_only: a.read_only, ..How::generic(a.sem, a.scope, a.unit(), false) };
             self.watch_load(a, &self.addresses(&a.addr), size, how, m)?;
         }
         let together = m == FULL && a.sem == Sem::Weak && !self.watch.weak_memory();
@@ -765,6 +765,18 @@ impl<W: Hooks> Exec<'_, W> {
         };
         self.pc += 1;
         Ok(if spins { Flow::GiveWay } else { Flow::Next })
+    }
+
+    /// A weak read of `bytes` (1, 4 or 8) by one lane.
+    pub(super) fn read_generic(&mut self, addr: u64, bytes: u64, lane: usize) -> Run<u64> {
+        let p = self.pointer(LOADS, Space::Generic, addr, bytes, lane)?;
+        if W::ON {
+            let (place, how) = (self.place(LOADS, Space::Generic, addr), How::WEAK);
+            let result = self.watch.read(place, bytes, lane, self.pc, how);
+            result.or_else(|violation| self.blame(place, violation, lane, how, false))?;
+        }
+        // SAFETY: `pointer` checked bounds and alignment.
+        Ok(unsafe { read(p, bytes as u8, Ordering::Relaxed) })
     }
 
     /// The fault for an access that went wrong.

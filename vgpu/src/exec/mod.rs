@@ -13,6 +13,7 @@ mod bulk;
 pub(crate) mod bulk_queue;
 mod converged;
 pub(crate) mod lanes;
+mod print;
 mod simd;
 pub(crate) mod state;
 mod sync;
@@ -227,6 +228,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             Op::Mbar { op, addr, space } => return self.mbarrier(op, addr, *space, m),
             Op::PendingCount { d, state } => self.pending_count(*d, *state, m)?,
             Op::Bulk(op) => self.bulk(op, m)?,
+            Op::Print { format, arguments, d } => self.print(*format, *arguments, *d, m)?,
             Op::Sleep => {
                 self.pc += 1;
                 return Ok(Flow::GiveWay);

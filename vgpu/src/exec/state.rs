@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::bulk_queue::BulkQueue;
 use super::converged::Converged;
 use super::lanes;
-use crate::device::Clock;
+use crate::device::{Clock, Output};
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{Access, BARRIERS, Regs};
 use crate::kernel::Kernel;
@@ -275,6 +275,7 @@ pub(crate) struct Env {
     pub(crate) clock: Clock,
     /// Seed of the contents of unwritten memory and registers.
     pub(crate) poison: u64,
+    pub(crate) output: Output,
     /// How often lanes that diverged stay apart until a warp-wide instruction joins them: one time
     /// in so many; 0 for never.
     pub(crate) apart_one_in: u64,

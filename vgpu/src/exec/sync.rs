@@ -197,7 +197,7 @@ impl<W: Hooks> Exec<'_, W> {
         }
         if aligned {
             self.one_aligned_barrier(number)?;
-        } else {
+        } else if !(self.kernel.reads_workspace && threads.is_none()) {
             self.comes_together(number)?;
         }
         let arrive_only = kind == BarrierKind::Arrive;
@@ -214,7 +214,8 @@ impl<W: Hooks> Exec<'_, W> {
     /// Checks that the lanes of a warp are sure to reach a barrier together, unless it is aligned.
     /// By the manual each lane waits. On GPUs, lanes of a diverged warp were seen to pass such a
     /// barrier (docs/KERNELS.md). In front of an aligned barrier the assembler converges the warp
-    /// itself.
+    /// itself. CUDA's `this_grid().sync()` relies on the manual; in kernels that have it, its barriers
+    /// pass.
     fn comes_together(&self, barrier: u32) -> Run<()> {
         let first = self.mask.trailing_zeros();
         let (together, live) = (self.warp.converged.with(first) & self.warp.live, self.warp.live);

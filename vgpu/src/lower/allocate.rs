@@ -113,6 +113,10 @@ fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) 
                 }
             }
         }
+        Op::Print { format, arguments, d } => {
+            [format, arguments].into_iter().for_each(|s| f(R64, Use, s));
+            f(R32, Def, d);
+        }
         Op::PendingCount { d, state } => {
             f(R64, Use, state);
             f(R32, Def, d);

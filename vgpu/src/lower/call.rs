@@ -6,8 +6,8 @@
 //! supported this way. Lanes of a warp that call the same function from different places do not
 //! meet at the warp-wide instructions in it.
 
-use super::state::{Binding, Call, Lower, Lowered, Scope, describe};
-use crate::ir::{GUARD_NOT, NO_GUARD, Op};
+use super::state::{self, Binding, Call, Lower, Lowered, describe};
+use crate::ir::{Access, Addr, File, GUARD_NOT, Init, NO_GUARD, Op, SINK, Scope, Sem, Space};
 use crate::ptx::{Operand, Param, Span};
 
 /// `call {(results),} name {, (arguments)}`
@@ -30,6 +30,9 @@ pub(super) fn call(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
             l.push(Op::Trap);
             return Ok(());
         }
+        if name == "vprintf" {
+            return print(l, results, rest.get(1).unwrap_or(&empty));
+        }
         return Err((pos, format!("function '{name}' is defined elsewhere")));
     };
     // Functions that call others twice grow without bounds.
@@ -40,7 +43,7 @@ pub(super) fn call(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
         return Err((pos, format!("'{name}' calls itself, which is not supported")));
     }
 
-    let mut inside = Scope::default();
+    let mut inside = state::Scope::default();
     bind(l, &mut inside, results, &f.results)?;
     bind(l, &mut inside, rest.get(1).unwrap_or(&empty), &f.params)?;
     // Lanes that do not take part go around the body.
@@ -62,6 +65,51 @@ pub(super) fn call(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
     Ok(())
 }
 
+/// `call (result), vprintf, (format, arguments)`: the only function of the system besides
+/// `__assertfail`.
+fn print(l: &mut Lower, results: &(Operand, Span), arguments: &(Operand, Span)) -> Lowered<()> {
+    let given = |op: &(Operand, Span), wanted: usize| match &op.0 {
+        Operand::List(list) if list.len() == wanted => Ok(list.clone()),
+        _ => Err((op.1, format!("vprintf takes 2 addresses and returns 1 value; {wanted} expected here"))),
+    };
+    let (results, arguments) = (given(results, 1)?, given(arguments, 2)?);
+    let mut variable = |name: &Operand| {
+        let Operand::Name(name) = name else {
+            return Err((l.pos, format!("{} cannot be passed, only a .param variable", describe(name))));
+        };
+        match l.lookup(name, l.pos)? {
+            Binding::Local { offset } => Ok(offset),
+            _ => Err((l.pos, format!("'{name}' is not a .param variable"))),
+        }
+    };
+    let result = variable(&results[0])?;
+    let addresses = [variable(&arguments[0])?, variable(&arguments[1])?];
+    let access = |l: &mut Lower, offset: u64, bytes: u8, wide: bool, reg: u32| Access {
+        space: Space::Local,
+        sem: Sem::Weak,
+        scope: Scope::Cta,
+        addr: Addr { slot: l.constant(File::R64, Init::Bits(offset)), wide: true, offset: 0 },
+        bytes,
+        n: 1,
+        wide,
+        signed: false,
+        whole: false,
+        read_only: false,
+        regs: [reg, SINK, SINK, SINK],
+    };
+    let [format, arguments] = addresses.map(|offset| {
+        let slot = l.slot(File::R64);
+        let load = access(l, offset, 8, true, slot);
+        l.push(Op::Ld(load));
+        slot
+    });
+    let d = l.slot(File::R32);
+    l.push(Op::Print { format, arguments, d });
+    let store = access(l, result, 4, false, d);
+    l.push(Op::St(store));
+    Ok(())
+}
+
 /// `ret`: the end of the kernel, or of the function that is being put in place.
 pub(super) fn ret(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
     l.count(ops, 0..=0)?;
@@ -77,7 +125,7 @@ pub(super) fn ret(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
 }
 
 /// Gives the caller's arguments the function's parameter names.
-fn bind(l: &mut Lower, scope: &mut Scope, given: &(Operand, Span), wanted: &[Param]) -> Lowered<()> {
+fn bind(l: &mut Lower, scope: &mut state::Scope, given: &(Operand, Span), wanted: &[Param]) -> Lowered<()> {
     let pos = given.1;
     let Operand::List(given) = &given.0 else {
         return Err((pos, format!("{} stands where a list is needed", describe(&given.0))));

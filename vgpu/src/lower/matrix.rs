@@ -152,6 +152,7 @@ fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
         wide: false,
         signed: false,
         whole: false,
+        read_only: false,
         regs,
     };
     if load { Op::Ld(a) } else { Op::St(a) }

@@ -33,7 +33,6 @@ const CACHE_HINTS: &[&str] = &[
     "cv",
     "wb",
     "wt",
-    "nc",
     "L1::evict_normal",
     "L1::evict_unchanged",
     "L1::evict_first",
@@ -69,6 +68,8 @@ struct Shape {
     ty: Ty,
     /// One value of 128 bits, in two halves.
     whole: bool,
+    /// `.nc`, and all of `ldu`.
+    read_only: bool,
     /// A 64-bit cache policy operand comes last.
     policy: bool,
 }
@@ -83,16 +84,17 @@ fn shape(m: &mut Mods) -> Result<Shape, String> {
     let scope = m.one_of(SCOPES).unwrap_or(Scope::Sys);
     let space = m.one_of(SPACES).unwrap_or(Space::Generic);
     m.ignore(CACHE_HINTS);
+    let read_only = m.base == "ldu" || m.base == "ld" && m.has("nc");
     let policy = m.has("L2::cache_hint");
     if m.has("b128") {
-        return Ok(Shape { space, sem, scope, n: 2, ty: Ty::B64, whole: true, policy });
+        return Ok(Shape { space, sem, scope, n: 2, ty: Ty::B64, whole: true, read_only, policy });
     }
     let n = m.one_of(&[("v2", 2), ("v4", 4)]).unwrap_or(1);
     let ty = m.ty()?;
     if ty == Ty::Pred || matches!(ty, Ty::E4m3x2 | Ty::E5m2x2) || ty.bits() / 8 * n > 16 {
         return m.unsupported();
     }
-    Ok(Shape { space, sem, scope, n: n as u8, ty, whole: false, policy })
+    Ok(Shape { space, sem, scope, n: n as u8, ty, whole: false, read_only, policy })
 }
 
 /// The registers of a load or store and whether they are 64 bits wide.
@@ -162,6 +164,7 @@ fn access(l: &mut Lower, ops: &[(Operand, Span)], s: &Shape, dest: bool) -> Lowe
         wide,
         signed: s.ty.is_signed(),
         whole: s.whole,
+        read_only: s.read_only,
         regs,
     })
 }
@@ -231,6 +234,7 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
             wide: false,
             signed: false,
             whole: false,
+            read_only: false,
             regs,
         };
         if ops.len() == 3 + policy {

@@ -21,14 +21,20 @@ use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
 use crate::fault::PtxError;
-use crate::ir::{File, GUARD_NOT, NO_GUARD, Op, Origin, count_straight_runs};
+use crate::ir::{File, GUARD_NOT, Init, NO_GUARD, Op, Origin, Special, count_straight_runs};
 use crate::kernel::{Globals, Kernel, ParamInfo};
 use crate::ptx::lexer::error_at;
 use crate::ptx::{self, Span, Stmt, VarSpace};
 use state::{Binding, Lower, Lowered, Patch, Scope};
 
+/// The kernels of a file, and its `.global` and `.const` variables, if it has any.
+pub(crate) struct Loaded {
+    pub(crate) kernels: Vec<Kernel>,
+    pub(crate) globals: Option<Arc<Globals>>,
+}
+
 /// Lowers all kernels of a file.
-pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Vec<Kernel>, PtxError> {
+pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Loaded, PtxError> {
     let at = |(pos, message): (Span, String)| error_at(text, pos.line, pos.column, message);
     let mut shared = HashMap::new();
     let mut globals = HashMap::new();
@@ -55,7 +61,12 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Vec
     }
     // A definition comes after the declaration of the same name, and takes its place.
     let functions: HashMap<_, _> = file.functions.iter().map(|f| (f.name.as_str(), f)).collect();
-    let globals_init = (!init.is_empty()).then(|| Arc::new(Globals { module_id, init }));
+    let placed = file
+        .variables
+        .iter()
+        .filter_map(|v| Some((v.name.clone(), (*globals.get(v.name.as_str())?, v.bytes? as u64))));
+    let variables = placed.collect();
+    let globals_init = (!init.is_empty()).then(|| Arc::new(Globals { module_id, init, variables }));
     let files = Arc::new(file.files.clone());
     let text_arc: Arc<str> = text.into();
     let mut kernels: Vec<Kernel> = vec![];
@@ -73,6 +84,9 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Vec
         let allocated = allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);
         count_straight_runs(&mut l.code);
         // A register without a name is the lowering's own, copied from registers that were read.
+        let reads_workspace = l.inits.iter().any(|(_, _, init)| {
+            matches!(init, Init::Special(Special::WorkspaceLow | Special::WorkspaceHigh))
+        });
         let named = |(pc, file, slot)| Some((pc, l.name_of(file, slot)?));
         let unwritten = allocated.unwritten.into_iter().filter_map(named).collect();
         kernels.push(Kernel {
@@ -90,13 +104,14 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Vec
             alive_at_start: allocated.alive,
             unwritten,
             local_bytes: l.local_bytes.next_multiple_of(16),
+            reads_workspace,
             globals: globals_init.clone(),
             files: files.clone(),
             text: text_arc.clone(),
             executed: OnceLock::new(),
         });
     }
-    Ok(kernels)
+    Ok(Loaded { kernels, globals: globals_init })
 }
 
 impl Lower<'_> {

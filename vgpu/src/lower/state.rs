@@ -512,10 +512,20 @@ pub(super) fn special_register(name: &str) -> Option<Init> {
         ("lanemask_ge", None) => Special::LaneMaskGe,
         ("lanemask_gt", None) => Special::LaneMaskGt,
         ("gridid", None) => Special::GridId,
+        // The driver's registers. CUDA's cooperative groups know two of them.
+        ("envreg1", None) => Special::WorkspaceHigh,
+        ("envreg2", None) => Special::WorkspaceLow,
+        (name, None) if driver_register(name) => Special::Zero,
         ("dynamic_smem_size", None) => Special::DynamicSmemSize,
         ("total_smem_size", None) => Special::TotalSmemSize,
         _ => return None,
     }))
+}
+
+/// Whether the name is one of `envreg0` to `envreg31`.
+fn driver_register(name: &str) -> bool {
+    let number = name.strip_prefix("envreg").and_then(|number| number.parse::<u8>().ok());
+    number.is_some_and(|number| number < 32)
 }
 
 /// Special registers that change while a warp runs, with their width.

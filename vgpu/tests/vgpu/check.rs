@@ -555,3 +555,51 @@ fn freed_memory_is_called_by_its_name() {
         assert!(error.to_string().ends_with("is in 'victim' + 0x8, which has been freed"), "{error}");
     }
 }
+
+/// Reads word 1 through the read-only cache, publishes that, and ends.
+const READ_ONLY: &str = "ld.global.nc.u64 %rd1, [%rd40+8]; st.global.u64 [%rd40+16], %rd1;
+     mov.u32 %r1, 1; st.release.sys.global.u32 [%rd40], %r1;";
+/// Waits for it and then writes word 1.
+const WRITE_BEHIND_IT: &str = "WAIT: ld.acquire.sys.global.u32 %r1, [%rd40]; setp.eq.u32 %p1, %r1, 0;
+     @%p1 bra WAIT; st.global.u64 [%rd40+8], 7;";
+
+#[test]
+fn a_peer_may_not_write_what_a_kernel_reads_as_read_only_memory() {
+    let run = |seed, reader: &str| {
+        let mut machine = Machine::with_config(2, device(seed), Some(CheckConfig::default()));
+        let words = machine.upload(0, "words", &[0u64, 5, 0]).unwrap();
+        let peer = machine.map(1, &words).unwrap();
+        machine.launch_with(0, &parse(reader), "k", launch(1, 1), &[&words]).unwrap();
+        machine.launch_with(1, &parse(WRITE_BEHIND_IT), "k", launch(1, 1), &[&peer]).unwrap();
+        machine.run()
+    };
+    // The order of the two suffices for a plain load.
+    for_each_seed(correct_seeds(), |seed| run(seed, &READ_ONLY.replace(".nc", "")).unwrap());
+    for_each_seed(broken_seeds(), |seed| match run(seed, READ_ONLY) {
+        // By the end of the reader's kernel its peer may not know of it: there is no wait for that.
+        Err(MachineError::Fault(fault)) => {
+            let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
+            assert_eq!(race.other.launch, Launch::OtherDevice);
+            assert!(race.missing.contains("ld.global.nc"), "{fault}");
+        }
+        other => panic!("{other:?}"),
+    });
+}
+
+#[test]
+fn read_only_memory_may_change_between_kernels() {
+    let [reader, writer] = [READ_ONLY, WRITE_BEHIND_IT].map(parse);
+    for_each_seed(correct_seeds(), |seed| {
+        let mut machine = Machine::with_config(1, device(seed), Some(CheckConfig::default()));
+        let words = machine.upload(0, "words", &[0u64, 5, 0]).unwrap();
+        for module in [&reader, &writer, &reader] {
+            machine.launch_with(0, module, "k", launch(1, 1), &[&words]).unwrap();
+        }
+        machine.run().unwrap();
+        assert_eq!(words.download().unwrap()[2], 7);
+        words.upload(&[0, 6]).unwrap();
+        machine.launch_with(0, &reader, "k", launch(1, 1), &[&words]).unwrap();
+        machine.run().unwrap();
+        assert_eq!(words.download().unwrap()[2], 6);
+    });
+}

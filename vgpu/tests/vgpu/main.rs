@@ -15,4 +15,5 @@ mod memory;
 mod random;
 mod schedule;
 mod stores;
+mod system;
 mod warp;
