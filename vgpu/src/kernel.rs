@@ -1,5 +1,6 @@
 //! A loaded kernel and facts about its instructions.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -26,6 +27,8 @@ pub struct ParamInfo {
 pub(crate) struct Globals {
     pub(crate) module_id: u64,
     pub(crate) init: Vec<u8>,
+    /// Offset and length of each variable, in bytes, by name.
+    pub(crate) places: HashMap<String, (u64, u64)>,
 }
 
 /// A kernel, ready to run.
@@ -121,6 +124,12 @@ impl Kernel {
     #[must_use]
     pub fn static_shared_bytes(&self) -> u32 {
         self.static_shared
+    }
+
+    /// Bytes of local memory per lane.
+    #[must_use]
+    pub fn local_bytes(&self) -> u32 {
+        self.local_bytes
     }
 
     /// Most threads per block (`.maxntid`, `.reqntid`), when declared.

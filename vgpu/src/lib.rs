@@ -79,7 +79,7 @@ pub use fault::{
 pub use grid::{Grid, Progress, Stats};
 pub use kernel::{InstructionPlace, Kernel, ParamInfo};
 pub use machine::{Argument, Array, Machine, MachineError, Number};
-pub use memory::{Memory, Region};
+pub use memory::{Memory, Region, Reservation};
 pub use memory_error::{MemoryError, NearRegion};
 pub use module::Module;
 pub use seeds::for_each_seed;

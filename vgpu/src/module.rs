@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::fault::PtxError;
-use crate::kernel::Kernel;
+use crate::kernel::{Globals, Kernel};
+use crate::memory::{Memory, Region};
+use crate::memory_error::MemoryError;
 use crate::{lower, ptx};
 
 /// A parsed PTX module.
@@ -14,6 +16,7 @@ pub struct Module {
     version: ptx::Version,
     target: String,
     kernels: BTreeMap<String, Arc<Kernel>>,
+    globals: Option<Arc<Globals>>,
 }
 
 impl Module {
@@ -22,9 +25,9 @@ impl Module {
     pub fn parse(text: &str) -> Result<Self, PtxError> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let file = ptx::parse(text)?;
-        let kernels = lower::module(text, &file, NEXT_ID.fetch_add(1, Ordering::Relaxed))?;
+        let (kernels, globals) = lower::module(text, &file, NEXT_ID.fetch_add(1, Ordering::Relaxed))?;
         let kernels = kernels.into_iter().map(|k| (k.name.clone(), Arc::new(k))).collect();
-        Ok(Self { version: file.version, target: file.target, kernels })
+        Ok(Self { version: file.version, target: file.target, kernels, globals })
     }
 
     /// The kernel of this name.
@@ -41,7 +44,30 @@ impl Module {
     /// Whether it has variables of its own, of which each load of the module has a copy.
     #[must_use]
     pub fn has_globals(&self) -> bool {
-        self.kernels.values().any(|kernel| kernel.globals.is_some())
+        self.globals.is_some()
+    }
+
+    /// Where a `.global` or `.const` variable lies: its offset in [`Module::variables`] and its
+    /// length, in bytes.
+    #[must_use]
+    pub fn variable(&self, name: &str) -> Option<(u64, u64)> {
+        self.globals.as_ref()?.places.get(name).copied()
+    }
+
+    /// The module's variables on a device, with their initial contents if nothing has used them
+    /// yet; `None` if it has none.
+    ///
+    /// # Errors
+    /// The device has no memory left for them.
+    pub fn variables(&self, memory: &Memory) -> Result<Option<Arc<Region>>, MemoryError> {
+        self.globals.as_ref().map(|g| memory.module_globals(g.module_id, &g.init)).transpose()
+    }
+
+    /// Frees the module's variables on a device, once no kernel that runs uses them.
+    pub fn unload(&self, memory: &Memory) {
+        if let Some(globals) = &self.globals {
+            memory.forget_module_globals(globals.module_id);
+        }
     }
 
     /// `.version`.

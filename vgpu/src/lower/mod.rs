@@ -27,11 +27,16 @@ use crate::ptx::lexer::error_at;
 use crate::ptx::{self, Span, Stmt, VarSpace};
 use state::{Binding, Lower, Lowered, Patch, Scope};
 
-/// Lowers all kernels of a file.
-pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Vec<Kernel>, PtxError> {
+/// Lowers all kernels of a file, and lays its variables out.
+pub(crate) fn module(
+    text: &str,
+    file: &ptx::File,
+    module_id: u64,
+) -> Result<(Vec<Kernel>, Option<Arc<Globals>>), PtxError> {
     let at = |(pos, message): (Span, String)| error_at(text, pos.line, pos.column, message);
     let mut shared = HashMap::new();
     let mut globals = HashMap::new();
+    let mut places = HashMap::new();
     let mut init = vec![];
     for v in &file.variables {
         match v.space {
@@ -44,6 +49,7 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Vec
                 };
                 let offset = init.len().next_multiple_of(v.align.max(1));
                 globals.insert(v.name.as_str(), offset as u64);
+                places.insert(v.name.clone(), (offset as u64, bytes as u64));
                 init.resize(offset, 0);
                 init.extend_from_slice(&v.init);
                 init.resize(offset + bytes, 0);
@@ -55,7 +61,7 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Vec
     }
     // A definition comes after the declaration of the same name, and takes its place.
     let functions: HashMap<_, _> = file.functions.iter().map(|f| (f.name.as_str(), f)).collect();
-    let globals_init = (!init.is_empty()).then(|| Arc::new(Globals { module_id, init }));
+    let globals_init = (!init.is_empty()).then(|| Arc::new(Globals { module_id, init, places }));
     let files = Arc::new(file.files.clone());
     let text_arc: Arc<str> = text.into();
     let mut kernels: Vec<Kernel> = vec![];
@@ -96,7 +102,7 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Vec
             executed: OnceLock::new(),
         });
     }
-    Ok(kernels)
+    Ok((kernels, globals_init))
 }
 
 impl Lower<'_> {
