@@ -156,7 +156,8 @@ impl Default for DeviceConfig {
 
 impl DeviceConfig {
     /// How many blocks of this shape are resident at a time.
-    pub(crate) fn resident_blocks(&self, threads: u32, shared_bytes: u32) -> u32 {
+    #[must_use]
+    pub fn resident_blocks(&self, threads: u32, shared_bytes: u32) -> u32 {
         self.max_blocks_resident
             .unwrap_or_else(|| {
                 let threads = threads.next_multiple_of(32).max(32);

@@ -879,6 +879,21 @@ impl Grid {
     }
 }
 
+impl Kernel {
+    /// Checks a launch on such a device without making a [`Grid`].
+    ///
+    /// # Errors
+    /// The shape, the length of the parameter block, or the shared memory is not allowed.
+    pub fn check_launch(
+        &self,
+        dev: &DeviceConfig,
+        cfg: &GridConfig,
+        params: &[u8],
+    ) -> Result<(), LaunchError> {
+        check_launch(self, dev, cfg, params)
+    }
+}
+
 fn check_launch(
     kernel: &Kernel,
     dev: &DeviceConfig,

@@ -27,7 +27,7 @@ pub struct ParamInfo {
 pub(crate) struct Globals {
     pub(crate) module_id: u64,
     pub(crate) init: Vec<u8>,
-    /// Offset and length of each variable, by name.
+    /// Offset and length of each variable, in bytes, by name.
     pub(crate) variables: BTreeMap<String, (u64, u64)>,
 }
 
@@ -127,6 +127,12 @@ impl Kernel {
     #[must_use]
     pub fn static_shared_bytes(&self) -> u32 {
         self.static_shared
+    }
+
+    /// Bytes of local memory per lane.
+    #[must_use]
+    pub fn local_bytes(&self) -> u32 {
+        self.local_bytes
     }
 
     /// Most threads per block (`.maxntid`, `.reqntid`), when declared.

@@ -11,7 +11,8 @@
 //!   this process; memory can be exported to and imported from other processes.
 //! - [`ptx`] reads PTX for tools: statements with their places, and control flow.
 //! - [`Grid`] is a launched kernel. It runs while [`Grid::step`] is called, on the caller's thread,
-//!   and can be paused at any time; streams and devices are the caller's business.
+//!   and can be paused at any time.
+//! - [`stream`] has the parts of a driver: queues of work, events, captures.
 //!
 //! Every access is checked for bounds and alignment. A [`Fault`] names kernel, block, warp, lane,
 //! PTX line and Rust line. A deadlock names every warp and the event that it waits for. With a
@@ -67,6 +68,7 @@ mod memory_error;
 mod module;
 pub mod ptx;
 mod seeds;
+pub mod stream;
 
 pub use check::{CheckConfig, Checker, Loaded, Past, Stored, Timeline, host_meets};
 pub use device::{
@@ -80,7 +82,7 @@ pub use fault::{
 pub use grid::{Grid, Progress, Stats};
 pub use kernel::{InstructionPlace, Kernel, ParamInfo};
 pub use machine::{Argument, Array, Machine, MachineError, Number};
-pub use memory::{Memory, Region};
+pub use memory::{Memory, Region, Reservation};
 pub use memory_error::{MemoryError, NearRegion};
 pub use module::Module;
 pub use seeds::for_each_seed;

@@ -26,7 +26,7 @@ use crate::module::Module;
 use crate::seeds::mix;
 
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 fn os(call: &'static str) -> impl Fn(rustix::io::Errno) -> MemoryError {
     move |e| MemoryError::Os { call, errno: e.raw_os_error(), message: e.to_string() }
@@ -38,6 +38,53 @@ struct Mapping {
     ptr: NonNull<u8>,
     /// Bytes mapped (whole pages).
     mapped: usize,
+    /// The reservation that it lies in. Then the reservation unmaps it.
+    within: Option<Arc<Mapping>>,
+}
+
+/// A range of addresses for mappings that [`Memory::import_at`] places. Nothing else gets these
+/// addresses until the reservation and everything that was placed in it are gone.
+#[derive(Clone, Debug)]
+pub struct Reservation(Arc<Mapping>);
+
+impl Reservation {
+    /// Reserves `bytes` bytes, in whole pages, at a multiple of `align`, a power of two.
+    ///
+    /// # Errors
+    /// The operating system has no such range.
+    pub fn new(bytes: u64, align: u64) -> Result<Reservation, MemoryError> {
+        let none = || MemoryError::OutOfMemory { requested: bytes, available: 0 };
+        let align = align.max(PAGE);
+        let pages = bytes.max(1).checked_next_multiple_of(PAGE).ok_or_else(none)?;
+        let length = pages.checked_add(align - PAGE).filter(|_| align.is_power_of_two()).ok_or_else(none)?;
+        let (none_yet, flags) = (ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE);
+        // SAFETY: a fresh mapping at an address of the kernel's choice disturbs no existing memory.
+        let start = unsafe { mmap_anonymous(std::ptr::null_mut(), length as usize, none_yet, flags) }
+            .map_err(os("mmap"))?
+            .cast::<u8>();
+        let before = (start as usize).next_multiple_of(align as usize) - start as usize;
+        let (first, behind) = (start.wrapping_add(before), length as usize - before - pages as usize);
+        for (at, bytes) in [(start, before), (first.wrapping_add(pages as usize), behind)] {
+            if bytes > 0 {
+                // SAFETY: the range is part of the mapping made above, and nothing has its address.
+                let _ = unsafe { munmap(at.cast(), bytes) };
+            }
+        }
+        let ptr = NonNull::new(first).ok_or_else(none)?;
+        Ok(Reservation(Arc::new(Mapping { ptr, mapped: pages as usize, within: None })))
+    }
+
+    /// The first address.
+    #[must_use]
+    pub fn addr(&self) -> u64 {
+        self.0.ptr.as_ptr() as u64
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.0.mapped as u64
+    }
 }
 
 // SAFETY: a mapping is plain shared memory; every access through the pointer is raw or atomic, see
@@ -48,6 +95,9 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if self.within.is_some() {
+            return;
+        }
         // SAFETY: `ptr` and `mapped` are the address and length of an mmap, and no snapshot lists
         // this mapping any more.
         let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.mapped) };
@@ -335,7 +385,7 @@ impl Memory {
         let made = memfd_create("epoxide-vgpu", MemfdFlags::CLOEXEC)
             .map_err(os("memfd_create"))
             .and_then(|fd| ftruncate(&fd, rounded).map_err(os("ftruncate")).map(|()| fd))
-            .and_then(|fd| self.map(fd, bytes, label, rounded, filled));
+            .and_then(|fd| self.map(fd, bytes, label, rounded, filled, None));
         if made.is_err() {
             self.shared.used.fetch_sub(rounded, Ordering::Relaxed);
         }
@@ -349,7 +399,53 @@ impl Memory {
         if actual < bytes {
             return Err(MemoryError::ImportTooSmall { wanted: bytes, actual });
         }
-        self.map(fd, bytes, label, 0, true)
+        self.map(fd, bytes, label, 0, true, None)
+    }
+
+    /// The same at address `at` in a reservation, in the place of what was there. Both `at` and
+    /// `bytes` must be multiples of 4096, since the rest of a page would be replaced as well.
+    ///
+    /// # Errors
+    /// The range is not inside of the reservation or not whole pages, or those of
+    /// [`Memory::import`].
+    pub fn import_at(
+        &self,
+        (reservation, at): (&Reservation, u64),
+        fd: OwnedFd,
+        bytes: u64,
+        label: &str,
+    ) -> Result<Region, MemoryError> {
+        let actual = u64::try_from(fstat(&fd).map_err(os("fstat"))?.st_size).unwrap_or(0);
+        if actual < bytes {
+            return Err(MemoryError::ImportTooSmall { wanted: bytes, actual });
+        }
+        if let Some(addr) = [at, bytes].into_iter().find(|value| !value.is_multiple_of(PAGE)) {
+            return Err(MemoryError::Misaligned { addr, align: PAGE });
+        }
+        let offset = at.wrapping_sub(reservation.addr());
+        if offset >= reservation.bytes() || bytes > reservation.bytes() - offset || bytes == 0 {
+            return Err(MemoryError::OutOfBounds { addr: at, bytes, nearest: None });
+        }
+        self.map(fd, bytes, label, 0, true, Some((reservation, at)))
+    }
+
+    /// The memory of another device at the same address, as devices with unified addressing have
+    /// it.
+    ///
+    /// # Errors
+    /// The region has been freed.
+    pub fn share(&self, region: &Region) -> Result<Region, MemoryError> {
+        let table = region.memory.snapshot();
+        let Some(entry) = table.entries.iter().find(|entry| entry.addr == region.addr) else {
+            return Err(MemoryError::OutOfBounds { addr: region.addr, bytes: region.bytes, nearest: None });
+        };
+        Ok(self.enter(
+            entry.mapping.clone(),
+            region.fd.clone(),
+            region.bytes,
+            &region.label,
+            (0, true, region.backing),
+        ))
     }
 
     /// Maps a file. `filled`: its contents count as written, if this is the first mapping of it
@@ -361,6 +457,7 @@ impl Memory {
         label: &str,
         charged: u64,
         filled: bool,
+        place: Option<(&Reservation, u64)>,
     ) -> Result<Region, MemoryError> {
         let backing = match self.checker() {
             Some(_) => fstat(&fd).map(|s| Some((s.st_dev, s.st_ino))).map_err(os("fstat"))?,
@@ -369,16 +466,34 @@ impl Memory {
         let mapped = usize::try_from(bytes.max(1).next_multiple_of(PAGE))
             .map_err(|_| MemoryError::OutOfMemory { requested: bytes, available: u64::MAX })?;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let (at, flags) = match place {
+            Some((_, at)) => (at as *mut _, MapFlags::SHARED | MapFlags::FIXED),
+            None => (std::ptr::null_mut(), MapFlags::SHARED),
+        };
         // SAFETY: a fresh mapping at an address of the kernel's choice disturbs no existing memory.
-        let ptr = unsafe { mmap(std::ptr::null_mut(), mapped, prot, MapFlags::SHARED, &fd, 0) }
-            .map_err(os("mmap"))?;
+        // One at a fixed address lies inside of a reservation, where memory is only accessed as the
+        // module page says, so that it may be replaced at any time.
+        let ptr = unsafe { mmap(at, mapped, prot, flags, &fd, 0) }.map_err(os("mmap"))?;
         let ptr = NonNull::new(ptr.cast::<u8>()).ok_or(MemoryError::Os {
             call: "mmap",
             errno: 0,
             message: "returned the null page".into(),
         })?;
-        let mapping = Arc::new(Mapping { ptr, mapped });
-        let addr = ptr.as_ptr() as u64;
+        let within = place.map(|(reservation, _)| reservation.0.clone());
+        let mapping = Arc::new(Mapping { ptr, mapped, within });
+        Ok(self.enter(mapping, Arc::new(fd), bytes, label, (charged, filled, backing)))
+    }
+
+    /// Enters a mapping into the table.
+    fn enter(
+        &self,
+        mapping: Arc<Mapping>,
+        fd: Arc<OwnedFd>,
+        bytes: u64,
+        label: &str,
+        (charged, filled, backing): (u64, bool, Option<(u64, u64)>),
+    ) -> Region {
+        let addr = mapping.ptr.as_ptr() as u64;
         let label: Arc<str> = label.into();
         let shadow = match (self.checker(), backing) {
             (Some(checker), Some(backing)) => {
@@ -388,7 +503,7 @@ impl Memory {
         };
         let entry = Entry { addr, bytes, label: label.clone(), shadow, mapping };
         self.change(|table| table.insert(entry));
-        Ok(Region { memory: self.clone(), addr, bytes, label, fd, charged, backing, shadow })
+        Region { memory: self.clone(), addr, bytes, label, fd, charged, backing, shadow }
     }
 
     fn change(&self, f: impl FnOnce(&mut Table)) {
@@ -440,6 +555,12 @@ impl Memory {
         let Some(globals) = module.globals() else { return Ok(None) };
         let Some(&(offset, bytes)) = globals.variables.get(name) else { return Ok(None) };
         Ok(Some((self.module_globals(globals.module_id, &globals.init)?, offset, bytes)))
+    }
+
+    /// Frees the variables of module `id`.
+    pub(crate) fn forget_module_globals(&self, id: u64) {
+        let region = self.shared.globals.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+        drop(region);
     }
 
     /// Checks that `addr .. addr + bytes` lies inside one live region.
@@ -561,7 +682,7 @@ pub struct Region {
     addr: u64,
     bytes: u64,
     label: Arc<str>,
-    fd: OwnedFd,
+    fd: Arc<OwnedFd>,
     /// Bytes counted against the limit.
     charged: u64,
     /// Device and inode of the file, where a checker watches it.
@@ -622,7 +743,7 @@ impl Region {
 
     /// A file descriptor that [`Memory::import`] accepts, here or in another process.
     pub fn export(&self) -> Result<OwnedFd, MemoryError> {
-        rustix::io::fcntl_dupfd_cloexec(&self.fd, 0).map_err(os("fcntl(F_DUPFD_CLOEXEC)"))
+        rustix::io::fcntl_dupfd_cloexec(&*self.fd, 0).map_err(os("fcntl(F_DUPFD_CLOEXEC)"))
     }
 }
 
@@ -736,6 +857,50 @@ mod tests {
         assert_eq!(out, [9; 4]);
         let e = n.import(b.export().unwrap(), 5000, "c").unwrap_err();
         assert_eq!(e, MemoryError::ImportTooSmall { wanted: 5000, actual: 4096 });
+    }
+
+    #[test]
+    fn devices_share_memory_at_one_address() {
+        let (m, n) = (Memory::new(), Memory::new());
+        let a = m.alloc(100, "a").unwrap();
+        let b = n.share(&a).unwrap();
+        assert_eq!((a.addr(), a.bytes()), (b.addr(), b.bytes()));
+        drop(a);
+        n.write(b.addr(), &[5; 4]).unwrap();
+        assert!(m.check(b.addr(), 4).is_err());
+    }
+
+    #[test]
+    fn mappings_are_placed_in_a_reservation() {
+        let m = Memory::new();
+        let wide = Reservation::new(4 * PAGE, 1 << 21).unwrap();
+        assert_eq!((wide.addr() % (1 << 21), wide.bytes()), (0, 4 * PAGE));
+        let file = |byte| {
+            let region = m.alloc(PAGE, "backing").unwrap();
+            m.fill(region.addr(), byte, PAGE).unwrap();
+            region.export().unwrap()
+        };
+        let (at, next) = (wide.addr() + PAGE, wide.addr() + 2 * PAGE);
+        let first = m.import_at((&wide, at), file(1), PAGE, "first").unwrap();
+        let second = m.import_at((&wide, next), file(2), PAGE, "second").unwrap();
+        let byte = |addr: u64| {
+            let mut byte = [0];
+            m.read(addr, &mut byte).map(|()| byte[0])
+        };
+        assert_eq!((first.addr(), byte(at), byte(next)), (at, Ok(1), Ok(2)));
+        drop(first);
+        assert!(byte(at).is_err());
+        let again = m.import_at((&wide, at), file(3), PAGE, "again").unwrap();
+        assert_eq!((byte(at), byte(next)), (Ok(3), Ok(2)));
+        for (at, bytes) in
+            [(at + 1, PAGE), (at, PAGE + 1), (at + 2 * PAGE, 2 * PAGE), (at, 0), (at - 2 * PAGE, PAGE)]
+        {
+            assert!(m.import_at((&wide, at), file(4), bytes, "no").is_err());
+        }
+        drop(wide);
+        drop(second);
+        assert_eq!((again.addr(), byte(at)), (at, Ok(3)));
+        assert!(Reservation::new(u64::MAX, PAGE).is_err() && Reservation::new(PAGE, 3 * PAGE).is_err());
     }
 
     #[test]

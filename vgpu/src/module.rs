@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::fault::PtxError;
 use crate::kernel::{Globals, Kernel};
+use crate::memory::Memory;
 use crate::{lower, ptx};
 
 /// A parsed PTX module.
@@ -47,10 +48,17 @@ impl Module {
     }
 
     /// The names of its `.global` and `.const` variables with their lengths in bytes.
-    /// [`Memory::variable`](crate::Memory::variable) gives the address on a device.
+    /// [`Memory::variable`] gives the address on a device.
     pub fn variables(&self) -> impl Iterator<Item = (&str, u64)> {
         let variables = self.globals.iter().flat_map(|globals| &globals.variables);
         variables.map(|(name, &(_, bytes))| (name.as_str(), bytes))
+    }
+
+    /// Frees the module's variables on a device, once no kernel that runs uses them.
+    pub fn unload(&self, memory: &Memory) {
+        if let Some(globals) = &self.globals {
+            memory.forget_module_globals(globals.module_id);
+        }
     }
 
     pub(crate) fn globals(&self) -> Option<&Arc<Globals>> {

@@ -17,7 +17,7 @@ mod state;
 mod sync;
 mod types;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, OnceLock};
 
 use crate::fault::PtxError;
@@ -38,6 +38,7 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Loa
     let at = |(pos, message): (Span, String)| error_at(text, pos.line, pos.column, message);
     let mut shared = HashMap::new();
     let mut globals = HashMap::new();
+    let mut variables = BTreeMap::new();
     let mut init = vec![];
     for v in &file.variables {
         match v.space {
@@ -50,6 +51,7 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Loa
                 };
                 let offset = init.len().next_multiple_of(v.align.max(1));
                 globals.insert(v.name.as_str(), offset as u64);
+                variables.insert(v.name.clone(), (offset as u64, bytes as u64));
                 init.resize(offset, 0);
                 init.extend_from_slice(&v.init);
                 init.resize(offset + bytes, 0);
@@ -61,11 +63,6 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Loa
     }
     // A definition comes after the declaration of the same name, and takes its place.
     let functions: HashMap<_, _> = file.functions.iter().map(|f| (f.name.as_str(), f)).collect();
-    let placed = file
-        .variables
-        .iter()
-        .filter_map(|v| Some((v.name.clone(), (*globals.get(v.name.as_str())?, v.bytes? as u64))));
-    let variables = placed.collect();
     let globals_init = (!init.is_empty()).then(|| Arc::new(Globals { module_id, init, variables }));
     let files = Arc::new(file.files.clone());
     let text_arc: Arc<str> = text.into();

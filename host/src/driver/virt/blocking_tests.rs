@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use super::gpu::PAGEABLE_AT_ONCE_BYTES;
 use super::manual::ManualGpus;
-use super::stream::StreamQueue;
 use super::tests::{PTX, Rig, Words, handle, on_both, word};
 use super::*;
 use crate::driver::{
@@ -151,7 +150,7 @@ fn check(waits: Waits, call: impl Fn(&Scene) + Sync) {
                 assert_waits(&returned, "the call");
             }
             assert!(
-                !scene.rig.gpu.shared.lock().queues.values().all(StreamQueue::is_idle),
+                !scene.rig.gpu.shared.lock().queues.values().all(epoxide_vgpu::stream::Queue::is_idle),
                 "the kernel has ended"
             );
             word(&scene.gate, 0).store(1, Ordering::Release);

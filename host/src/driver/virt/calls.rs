@@ -5,16 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide_gpu::layout::Section;
+use epoxide_vgpu::stream::{Capture, HostPtr, Mark, Op, Queue, Source, Target, Transfer};
 use epoxide_vgpu::{PtxError, Region};
 
-use super::capture::{Capture, RecordedGraph, Step};
 use super::coverage;
 use super::gpu::{Runner, VirtualGpu, memory_error};
 use super::manual::Drive;
 use super::modules;
 use super::state::{Allocation, EventState, LastRecord, LoadedKernel, new_handle};
-use super::stream::{Mark, Op, StreamQueue};
-use super::work::{HostPtr, Source, Target, Transfer};
+use super::work::Recorded;
 use crate::driver::{
     CopyEnd, DeviceInfo, DevicePtr, Driver, LaunchConfig, MemoryKind, RawMemory, RawStream, Staging, Streams,
 };
@@ -195,7 +194,7 @@ impl Driver for VirtualGpu {
         let launch = self.prepare(&kernel, config, params)?;
         self.shared.check_launch(&launch)?;
         if let Some((capture, lane)) = state.recording(id)? {
-            capture.work(lane, Step::Launch(launch));
+            capture.work(lane, Recorded::Launch(launch));
             return Ok(());
         }
         let op = self.shared.launch_op(&mut state, launch);
@@ -208,7 +207,7 @@ impl Driver for VirtualGpu {
     fn stream_create(&self, _high_priority: bool) -> Result<u64> {
         let mut state = self.shared.enter()?;
         let handle = new_handle();
-        state.queues.insert(handle, StreamQueue::default());
+        state.queues.insert(handle, Queue::default());
         state.handles.insert(handle, handle);
         Ok(handle)
     }
@@ -220,7 +219,7 @@ impl Driver for VirtualGpu {
                 Some(id) => id,
                 None => {
                     let id = new_handle();
-                    state.queues.insert(id, StreamQueue::default());
+                    state.queues.insert(id, Queue::default());
                     *state.default_queue.insert(id)
                 }
             },
@@ -387,14 +386,17 @@ impl Driver for VirtualGpu {
                 self.check_range("dst", address, bytes)?;
                 Target::Device(address.0)
             }
-            CopyEnd::Host(host) => Target::Host(HostPtr(host)),
+            // SAFETY: the caller of `Driver::copy` keeps the target alive until the stream has
+            // passed it.
+            CopyEnd::Host(host) => Target::Host(unsafe { HostPtr::new(host) }),
         };
         let source = match src {
             CopyEnd::Device(address) => {
                 self.check_range("src", address, bytes)?;
                 Source::Device(address.0)
             }
-            CopyEnd::Host(host) => Source::Host(HostPtr(host)),
+            // SAFETY: as for the target.
+            CopyEnd::Host(host) => Source::Host(unsafe { HostPtr::new(host) }),
         };
         let is_null = |end: CopyEnd| matches!(end, CopyEnd::Host(host) if host.is_null());
         if is_null(dst) || is_null(src) {
@@ -483,14 +485,10 @@ impl Driver for VirtualGpu {
 
     fn graph_launch(&self, graph: u64, stream: u64) -> Result<()> {
         let (id, mut state) = self.enter_stream("graph_launch", stream)?;
-        let RecordedGraph { steps, .. } = self.shared.graph(&mut state, graph)?.clone();
+        let recorded = self.shared.graph(&mut state, graph)?.clone();
         if let Some((capture, lane)) = state.recording(id)? {
             // In one lane, the recorded order is order enough.
-            for (_, step) in steps.iter() {
-                if let Step::Launch(_) | Step::Transfer(_) = step {
-                    capture.work(lane, step.clone());
-                }
-            }
+            recorded.work().for_each(|work| capture.work(lane, work.clone()));
             return Ok(());
         }
         self.shared.enqueue_graph(&mut state, graph, id)?;

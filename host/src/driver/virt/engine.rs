@@ -4,12 +4,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use epoxide_vgpu::stream::Transfer;
 use epoxide_vgpu::{Clock, Grid, Past, Progress, Timeline};
 
 use super::coverage;
 use super::state::{GpuCore, State};
-use super::stream::Op;
-use super::work::{Launch, Transfer};
+use super::work::{Enqueued, Launch};
 use crate::virtual_time::{Poller, VirtualTime};
 
 /// Warp instructions that a grid runs before the next one has its turn.
@@ -216,9 +216,9 @@ impl Engine {
             let mut passed = false;
             for (id, queue) in &mut state.queues {
                 let work = match queue.next_work(now_ns, &mut passed) {
-                    Some(Op::Launch(launch, seed)) => Work::Launch(launch, seed),
-                    Some(Op::Transfer(transfer)) => Work::Transfer(transfer),
-                    Some(Op::Record(_) | Op::Wait(_)) | None => continue,
+                    Some(Enqueued::Launch(launch, seed)) => Work::Launch(launch, seed),
+                    Some(Enqueued::Transfer(transfer)) => Work::Transfer(transfer),
+                    None => continue,
                 };
                 let order = self.shared.checker.as_ref().map(|checker| {
                     let timeline = *queue.timeline.get_or_insert_with(|| checker.timeline());
@@ -259,11 +259,7 @@ impl Engine {
             let job = self.jobs.remove(index);
             let mut state = self.shared.lock();
             if let Some(queue) = state.queues.get_mut(&job.queue) {
-                queue.busy = false;
-                queue.completed += 1;
-                if let Some((_, past)) = &job.order {
-                    queue.past.join(past);
-                }
+                queue.finish_work(job.order.as_ref().map(|(_, past)| past));
             }
             let released = state.take_released();
             drop(state);

@@ -3,15 +3,14 @@
 use std::sync::{Arc, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
+use epoxide_vgpu::stream::{HostPtr, Mark, Op, Queue, Source, Target, Transfer};
 use epoxide_vgpu::{Clock, DeviceConfig, GridConfig, MemoryError, Region};
 
-use super::capture::Step;
 use super::config::{Executor, Time, VirtConfig};
 use super::engine::Engine;
 use super::manual::ManualGpus;
 use super::state::{Allocation, GpuCore, Held, LastRecord, LoadedKernel, State, mix, new_handle};
-use super::stream::{Mark, Op, StreamQueue};
-use super::work::{HostPtr, Launch, Source, Target, Transfer};
+use super::work::{Enqueued, Launch, Recorded};
 use crate::driver::{
     Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RdmaWriteOrder, Staging, Streams,
 };
@@ -155,7 +154,7 @@ impl VirtualGpu {
             let mut state = self.shared.enter()?;
             let id = self.shared.queue_id(&state, stream)?;
             self.shared.host_enqueues(&mut state, id);
-            let has_room = |state: &State| state.queues.get(&id).is_none_or(StreamQueue::has_room);
+            let has_room = |state: &State| state.queues.get(&id).is_none_or(Queue::has_room);
             if has_room(&state) {
                 return Ok((id, state));
             }
@@ -186,12 +185,13 @@ impl VirtualGpu {
         mut transfer: Transfer,
     ) -> Result<()> {
         if let Some((capture, lane)) = state.recording(id)? {
-            capture.work(lane, Step::Transfer(transfer));
+            capture.work(lane, Recorded::Transfer(transfer));
             return Ok(());
         }
         // Staging may take a while: not under the lock.
         drop(state);
-        let is_pageable = |host: HostPtr, bytes: u64| self.shared.memory.check(host.0 as u64, bytes).is_err();
+        let is_pageable =
+            |host: HostPtr, bytes: u64| self.shared.memory.check(host.as_ptr() as u64, bytes).is_err();
         let mut waits = false;
         let mut landing = None;
         if let Transfer::Copy { target, source, bytes } = &mut transfer {
@@ -213,7 +213,7 @@ impl VirtualGpu {
         }
         let mut state = self.shared.enter()?;
         let (id, queue) = self.shared.queue(&mut state, stream)?;
-        queue.push(Op::Transfer(transfer));
+        queue.push(Op::Work(Enqueued::Transfer(transfer)));
         let until = [(id, queue.submitted)];
         drop(state);
         self.submitted();
@@ -225,7 +225,7 @@ impl VirtualGpu {
         {
             // SAFETY: the caller of `Driver::copy` has the target writable for as many bytes until
             // this returns.
-            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), host.0, bytes.len()) };
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), host.as_ptr(), bytes.len()) };
         }
         Ok(())
     }

@@ -55,7 +55,6 @@
 #[cfg(test)]
 mod blocking_tests;
 mod calls;
-mod capture;
 pub(crate) mod config;
 mod coverage;
 mod engine;
@@ -63,7 +62,6 @@ mod gpu;
 pub(crate) mod manual;
 mod modules;
 mod state;
-mod stream;
 #[cfg(test)]
 mod tests;
 mod work;

@@ -4,14 +4,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
+use epoxide_vgpu::stream::{Capture, Graph, Mark, Op, Queue};
 use epoxide_vgpu::{
     Checker, DeviceConfig, Grid, Kernel, LaunchError, Memory, Module, Past, Region, Timeline,
 };
 
-use super::capture::{Capture, RecordedGraph, Step};
 use super::config::Stop;
-use super::stream::{Mark, Op, StreamQueue};
-use super::work::Launch;
+use super::work::{Enqueued, Launch, Recorded};
 use crate::driver::{DeviceInfo, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
 use crate::lock::lock;
@@ -147,7 +146,11 @@ impl GpuCore {
     }
 
     /// The queue that a stream handle stands for, and its id.
-    pub(super) fn queue<'a>(&self, state: &'a mut State, stream: u64) -> Result<(u64, &'a mut StreamQueue)> {
+    pub(super) fn queue<'a>(
+        &self,
+        state: &'a mut State,
+        stream: u64,
+    ) -> Result<(u64, &'a mut Queue<Enqueued>)> {
         let id = self.queue_id(state, stream)?;
         state.queues.get_mut(&id).map(|queue| (id, queue)).ok_or_else(|| self.unknown("stream", stream))
     }
@@ -164,7 +167,7 @@ impl GpuCore {
         state.kernels.get(&kernel).ok_or_else(|| self.unknown("kernel", kernel))
     }
 
-    pub(super) fn graph<'a>(&self, state: &'a mut State, graph: u64) -> Result<&'a mut RecordedGraph> {
+    pub(super) fn graph<'a>(&self, state: &'a mut State, graph: u64) -> Result<&'a mut Graph<Recorded>> {
         state.graphs.get_mut(&graph).ok_or_else(|| self.unknown("graph", graph))
     }
 
@@ -195,41 +198,27 @@ impl GpuCore {
     }
 
     /// The op of the next launch, with a schedule seed of its own where the device has one.
-    pub(super) fn launch_op(&self, state: &mut State, launch: Launch) -> Op {
-        state.launches += 1;
-        Op::Launch(Box::new(launch), self.config.schedule_seed.map(|seed| mix(seed, state.launches)))
+    pub(super) fn launch_op(&self, state: &mut State, launch: Launch) -> Op<Enqueued> {
+        Op::Work(self.next_launch(&mut state.launches, launch))
+    }
+
+    fn next_launch(&self, launches: &mut u64, launch: Launch) -> Enqueued {
+        *launches += 1;
+        Enqueued::Launch(Box::new(launch), self.config.schedule_seed.map(|seed| mix(seed, *launches)))
     }
 
     /// Enqueues a graph's steps: lane 0 in `queue_id`, the other lanes in queues of their own that
     /// begin with it and that it waits for.
     pub(super) fn enqueue_graph(&self, state: &mut State, handle: u64, queue_id: u64) -> Result<()> {
-        let graph = self.graph(state, handle)?.clone();
-        let marks: Vec<Arc<Mark>> = (0..graph.marks).map(|_| Arc::default()).collect();
-        let mut lanes: Vec<Vec<Op>> = (0..graph.lanes).map(|_| Vec::new()).collect();
-        for (lane, step) in graph.steps.iter() {
-            lanes[*lane].push(match step {
-                Step::Launch(launch) => self.launch_op(state, launch.clone()),
-                Step::Transfer(transfer) => Op::Transfer(transfer.clone()),
-                Step::Record(mark) => Op::Record(marks[*mark].clone()),
-                Step::Wait(mark) => Op::Wait(marks[*mark].clone()),
-            });
-        }
-        let (begin, end) = (Arc::new(Mark::default()), Arc::new(Mark::default()));
-        let previous = self.graph(state, handle)?.last_launch.replace(end.clone());
-        for (lane, ops) in lanes.into_iter().enumerate() {
-            if lane == 0 {
-                let queue = state.queues.entry(queue_id).or_default();
-                previous.iter().for_each(|mark| queue.push(Op::Wait(mark.clone())));
-                queue.push(Op::Record(begin.clone()));
-                ops.into_iter().for_each(|op| queue.push(op));
-                queue.push(Op::Record(end.clone()));
-            } else {
-                let mut queue = StreamQueue { closed: true, ..StreamQueue::default() };
-                queue.push(Op::Wait(begin.clone()));
-                ops.into_iter().for_each(|op| queue.push(op));
-                state.queues.insert(new_handle(), queue);
-            }
-        }
+        let mut launches = state.launches;
+        let (ops, side) = self.graph(state, handle)?.launch(|work| match work {
+            Recorded::Launch(launch) => self.next_launch(&mut launches, launch.clone()),
+            Recorded::Transfer(transfer) => Enqueued::Transfer(transfer.clone()),
+        });
+        state.launches = launches;
+        let queue = state.queues.entry(queue_id).or_default();
+        ops.into_iter().for_each(|op| queue.push(op));
+        side.into_iter().for_each(|queue| drop(state.queues.insert(new_handle(), queue)));
         Ok(())
     }
 }
@@ -266,15 +255,15 @@ pub(super) type Until = Vec<(u64, u64)>;
 #[derive(Default)]
 pub(super) struct State {
     /// All queues, in order of creation: streams, and the side lanes of running graphs.
-    pub(super) queues: BTreeMap<u64, StreamQueue>,
+    pub(super) queues: BTreeMap<u64, Queue<Enqueued>>,
     /// Stream handles. Several may refer to one queue; the handle of the queue's owner is the
     /// queue's id.
     pub(super) handles: HashMap<u64, u64>,
     /// The queue that stands for a caller's null stream.
     pub(super) default_queue: Option<u64>,
     pub(super) events: HashMap<u64, EventState>,
-    pub(super) captures: HashMap<u64, Capture>,
-    pub(super) graphs: HashMap<u64, RecordedGraph>,
+    pub(super) captures: HashMap<u64, Capture<Recorded>>,
+    pub(super) graphs: HashMap<u64, Graph<Recorded>>,
     pub(super) modules: HashMap<u64, Arc<Module>>,
     pub(super) kernels: HashMap<u64, LoadedKernel>,
     pub(super) allocations: HashMap<u64, Allocation>,
@@ -358,7 +347,7 @@ impl State {
 
     /// The capture of a queue, if it is being captured; an error once the capture cannot be
     /// finished any more.
-    pub(super) fn recording(&mut self, queue: u64) -> Result<Option<(&mut Capture, usize)>> {
+    pub(super) fn recording(&mut self, queue: u64) -> Result<Option<(&mut Capture<Recorded>, usize)>> {
         let Some((id, lane)) = self.queues.get(&queue).and_then(|queue| queue.capture) else {
             return Ok(None);
         };

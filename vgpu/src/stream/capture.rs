@@ -3,14 +3,13 @@
 use std::sync::Arc;
 use std::thread::ThreadId;
 
-use super::stream::Mark;
-use super::work::{Launch, Transfer};
+use super::{Mark, Op, Queue};
 
 /// A recorded op.
 #[derive(Debug, Clone)]
-pub(super) enum Step {
-    Launch(Launch),
-    Transfer(Transfer),
+pub enum Step<W> {
+    /// Work.
+    Work(W),
     /// Passes the mark of this number.
     Record(usize),
     /// Waits for the mark of this number.
@@ -19,22 +18,25 @@ pub(super) enum Step {
 
 /// A recording under way. Lane 0 is the stream it began on. Streams that wait for an event recorded
 /// in it join as further lanes, and must be joined back before it ends.
-pub(super) struct Capture {
+#[derive(Debug)]
+pub struct Capture<W> {
     /// The streams, by lane.
-    pub(super) lanes: Vec<u64>,
+    pub lanes: Vec<u64>,
     /// The thread that began it; it may not make calls that cannot be recorded.
-    pub(super) thread: ThreadId,
+    pub thread: ThreadId,
     /// Why it cannot be finished any more.
-    pub(super) invalid: Option<String>,
-    steps: Vec<(usize, Step)>,
+    pub invalid: Option<String>,
+    steps: Vec<(usize, Step<W>)>,
     /// `seen[a][b]`: how many ops of lane `b` come before the end of lane `a`.
     seen: Vec<Vec<usize>>,
     /// For each mark, `seen` of its lane when it was recorded.
     marks: Vec<Vec<usize>>,
 }
 
-impl Capture {
-    pub(super) fn new(stream: u64) -> Capture {
+impl<W> Capture<W> {
+    /// A capture by the calling thread that begins on `stream`.
+    #[must_use]
+    pub fn new(stream: u64) -> Self {
         Capture {
             lanes: vec![stream],
             thread: std::thread::current().id(),
@@ -46,7 +48,7 @@ impl Capture {
     }
 
     /// Adds a stream and returns its lane.
-    pub(super) fn join(&mut self, stream: u64) -> usize {
+    pub fn join(&mut self, stream: u64) -> usize {
         self.lanes.push(stream);
         for seen in &mut self.seen {
             seen.push(0);
@@ -55,14 +57,14 @@ impl Capture {
         self.lanes.len() - 1
     }
 
-    /// Records a launch or a transfer.
-    pub(super) fn work(&mut self, lane: usize, step: Step) {
+    /// Records work.
+    pub fn work(&mut self, lane: usize, work: W) {
         self.seen[lane][lane] += 1;
-        self.steps.push((lane, step));
+        self.steps.push((lane, Step::Work(work)));
     }
 
     /// Records an event; returns the mark's number.
-    pub(super) fn record(&mut self, lane: usize) -> usize {
+    pub fn record(&mut self, lane: usize) -> usize {
         self.marks.push(self.seen[lane].clone());
         let mark = self.marks.len() - 1;
         self.steps.push((lane, Step::Record(mark)));
@@ -70,7 +72,7 @@ impl Capture {
     }
 
     /// Makes a lane wait for a mark.
-    pub(super) fn wait(&mut self, lane: usize, mark: usize) {
+    pub fn wait(&mut self, lane: usize, mark: usize) {
         // The mark may be older than some lanes: its missing entries count as 0.
         for (seen, at_mark) in self.seen[lane].iter_mut().zip(&self.marks[mark]) {
             *seen = (*seen).max(*at_mark);
@@ -78,14 +80,17 @@ impl Capture {
         self.steps.push((lane, Step::Wait(mark)));
     }
 
-    /// The recording, or a stream with work that lane 0 does not wait for.
-    pub(super) fn finish(self) -> Result<RecordedGraph, u64> {
+    /// The recording.
+    ///
+    /// # Errors
+    /// A stream with work that lane 0 does not wait for.
+    pub fn finish(self) -> Result<Graph<W>, u64> {
         for (lane, stream) in self.lanes.iter().enumerate().skip(1) {
             if self.seen[0][lane] < self.seen[lane][lane] {
                 return Err(*stream);
             }
         }
-        Ok(RecordedGraph {
+        Ok(Graph {
             steps: self.steps.into(),
             lanes: self.lanes.len(),
             marks: self.marks.len(),
@@ -96,22 +101,58 @@ impl Capture {
 
 /// A finished recording.
 #[derive(Debug, Clone)]
-pub(super) struct RecordedGraph {
+pub struct Graph<W> {
     /// In recorded order, each with its lane.
-    pub(super) steps: Arc<[(usize, Step)]>,
-    pub(super) lanes: usize,
-    pub(super) marks: usize,
+    steps: Arc<[(usize, Step<W>)]>,
+    lanes: usize,
+    marks: usize,
     /// The end of the last launch: a graph does not overlap itself.
-    pub(super) last_launch: Option<Arc<Mark>>,
+    last_launch: Option<Arc<Mark>>,
+}
+
+impl<W> Graph<W> {
+    /// All work in recorded order.
+    pub fn work(&self) -> impl Iterator<Item = &W> {
+        self.steps.iter().filter_map(|(_, step)| match step {
+            Step::Work(work) => Some(work),
+            Step::Record(_) | Step::Wait(_) => None,
+        })
+    }
+
+    /// A launch: the ops of the stream that launches it, and further queues for the other lanes.
+    /// These begin with that stream, and it waits for them. `work` makes what is enqueued.
+    pub fn launch<E>(&mut self, mut work: impl FnMut(&W) -> E) -> (Vec<Op<E>>, Vec<Queue<E>>) {
+        let marks: Vec<Arc<Mark>> = (0..self.marks).map(|_| Arc::default()).collect();
+        let (begin, end) = (Arc::new(Mark::default()), Arc::new(Mark::default()));
+        let previous = self.last_launch.replace(end.clone());
+        let mut stream: Vec<Op<E>> = previous.into_iter().map(Op::Wait).collect();
+        stream.push(Op::Record(begin.clone()));
+        let side = || Queue {
+            ops: [Op::Wait(begin.clone())].into(),
+            submitted: 1,
+            closed: true,
+            ..Queue::default()
+        };
+        let mut sides: Vec<Queue<E>> = (1..self.lanes).map(|_| side()).collect();
+        for (lane, step) in self.steps.iter() {
+            let op = match step {
+                Step::Work(recorded) => Op::Work(work(recorded)),
+                Step::Record(mark) => Op::Record(marks[*mark].clone()),
+                Step::Wait(mark) => Op::Wait(marks[*mark].clone()),
+            };
+            match lane.checked_sub(1) {
+                None => stream.push(op),
+                Some(side) => sides[side].push(op),
+            }
+        }
+        stream.push(Op::Record(end));
+        (stream, sides)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn fill() -> Step {
-        Step::Transfer(Transfer::Fill { target: 0, value: 0, bytes: 0 })
-    }
 
     #[test]
     fn work_of_a_forked_lane_must_be_joined() {
@@ -120,10 +161,10 @@ mod tests {
         let side = capture.join(11);
         capture.wait(side, fork);
         assert_eq!(side, 1);
-        capture.work(side, fill());
+        capture.work(side, ());
         let joined = capture.record(side);
         capture.wait(0, joined);
-        capture.work(side, fill());
+        capture.work(side, ());
         assert_eq!(capture.finish().err(), Some(11));
     }
 
@@ -134,10 +175,10 @@ mod tests {
         let (a, b) = (capture.join(11), capture.join(12));
         capture.wait(a, fork);
         capture.wait(b, fork);
-        capture.work(a, fill());
+        capture.work(a, ());
         let done_a = capture.record(a);
         capture.wait(b, done_a);
-        capture.work(b, fill());
+        capture.work(b, ());
         let done_b = capture.record(b);
         capture.wait(0, done_b);
         let graph = capture.finish().unwrap_or_else(|stream| panic!("stream {stream} is not joined"));
