@@ -68,7 +68,10 @@ mod module;
 pub mod ptx;
 mod seeds;
 
-pub use check::{CheckConfig, Checker, Loaded, Past, Stored, Timeline, host_meets};
+pub use check::{
+    AcceptList, Accepted, Assumptions, CheckConfig, Checker, Class, Loaded, Past, Report, ReportPlace,
+    Stored, Timeline, host_meets,
+};
 pub use device::{
     CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig, Schedule, VIRTUAL_NS_PER_WARP_INSTRUCTION,
 };
