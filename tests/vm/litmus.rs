@@ -65,7 +65,7 @@ impl Ready {
     /// A machine for a run, whose devices take turns of up to `turn` warp instructions.
     fn machine(&self, config: DeviceConfig, races: bool, turn: u64) -> Machine {
         let weak_memory = config.schedule_seed.filter(|_| !races);
-        let check = CheckConfig { races, weak_memory, strict_exits: false };
+        let check = CheckConfig { races, weak_memory, ..CheckConfig::default() };
         let config = DeviceConfig { livelock_limit: Some(LIMIT), ..config };
         Machine::with_config(self.modules.len(), config, Some(check)).with_longest_turn(turn)
     }

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::check::Class;
+use crate::kernel::Kernel;
 use crate::memory_error::{MemoryError, NearRegion, Spot, place};
 
 /// PTX that cannot be loaded, with the place.
@@ -256,6 +258,7 @@ impl fmt::Display for Attempt {
 
 /// Two accesses without an order between them, at least one of them a write.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Race {
     /// `global` or `shared`.
     pub space: &'static str,
@@ -274,11 +277,30 @@ pub struct Race {
     /// The synchronisation that was seen between the two, from the earlier access to the later.
     /// Without one: the last reads of the later access's block.
     pub attempts: Vec<Attempt>,
+    /// [`Class::Corrupts`], [`Class::Model`] or [`Class::Proxy`].
+    pub class: Class,
+}
+
+impl Default for Race {
+    /// A race of which nothing is known yet.
+    fn default() -> Self {
+        Self {
+            space: "global",
+            label: String::new(),
+            offset: 0,
+            part: String::new(),
+            access: String::new(),
+            other: Party::default(),
+            missing: String::new(),
+            attempts: vec![],
+            class: Class::Corrupts,
+        }
+    }
 }
 
 impl fmt::Display for Race {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { space, label, offset, part, access, other, missing, attempts } = self;
+        let Self { space, label, offset, part, access, other, missing, attempts, class: _ } = self;
         let place = Spot { label, offset: *offset, part };
         write!(
             f,
@@ -380,6 +402,11 @@ pub enum FaultKind {
         /// The error.
         message: String,
     },
+    /// A block ended while a bulk copy of its own may still have used its shared memory.
+    CopyOutlivesBlock {
+        /// The error.
+        message: String,
+    },
     /// Check mode: two accesses that nothing orders.
     Race(Box<Race>),
     /// Check mode: a read of unwritten memory.
@@ -409,6 +436,56 @@ pub enum FaultKind {
     },
     /// Something that is in PTX but not in this virtual GPU, noticed only when it ran.
     Unsupported(String),
+}
+
+impl FaultKind {
+    /// A short name, as lists of accepted reports and tools use it.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            FaultKind::OutOfBounds { nearest: Some(near), .. } if near.freed => "use-after-free",
+            FaultKind::OutOfBounds { .. } | FaultKind::OutOfWindow { .. } => "out-of-bounds",
+            FaultKind::Misaligned { .. } => "misaligned",
+            FaultKind::Trap => "trap",
+            FaultKind::DivergentBarrier { .. } => "divergent-barrier",
+            FaultKind::ApartAtBarrier { .. } => "apart-at-barrier",
+            FaultKind::BadBarrier { .. } => "bad-barrier",
+            FaultKind::BadMemberMask { .. } => "bad-member-mask",
+            FaultKind::AbsentMembers { .. } => "absent-members",
+            FaultKind::Mbarrier { .. } => "mbarrier",
+            FaultKind::BulkCopy { .. } => "bulk-copy",
+            FaultKind::CopyOutlivesBlock { .. } => "copy-outlives-block",
+            FaultKind::Race(race) if race.class == Class::Proxy => "missing-proxy-fence",
+            FaultKind::Race(_) => "race",
+            FaultKind::Unwritten { .. } => "unwritten-read",
+            FaultKind::Deadlock(_) => "deadlock",
+            FaultKind::Livelock { .. } => "livelock",
+            FaultKind::Unsupported(_) => "unsupported",
+        }
+    }
+
+    /// The class that it belongs to.
+    #[must_use]
+    pub fn class(&self) -> Class {
+        match self {
+            FaultKind::OutOfBounds { nearest: Some(near), .. } if near.freed => Class::Lifetime,
+            FaultKind::Unwritten { .. } | FaultKind::CopyOutlivesBlock { .. } => Class::Lifetime,
+            FaultKind::OutOfBounds { .. }
+            | FaultKind::OutOfWindow { .. }
+            | FaultKind::Misaligned { .. }
+            | FaultKind::BulkCopy { .. } => Class::Bounds,
+            FaultKind::Race(race) => race.class,
+            FaultKind::DivergentBarrier { .. }
+            | FaultKind::ApartAtBarrier { .. }
+            | FaultKind::BadBarrier { .. }
+            | FaultKind::BadMemberMask { .. }
+            | FaultKind::AbsentMembers { .. }
+            | FaultKind::Mbarrier { .. }
+            | FaultKind::Deadlock(_)
+            | FaultKind::Livelock { .. } => Class::Synchronisation,
+            FaultKind::Trap | FaultKind::Unsupported(_) => Class::Stopped,
+        }
+    }
 }
 
 impl fmt::Display for FaultKind {
@@ -449,7 +526,9 @@ impl fmt::Display for FaultKind {
             FaultKind::Mbarrier { offset, message } => {
                 write!(f, "mbarrier at shared offset {offset:#x}: {message}")
             }
-            FaultKind::BulkCopy { message } => write!(f, "bulk copy: {message}"),
+            FaultKind::BulkCopy { message } | FaultKind::CopyOutlivesBlock { message } => {
+                write!(f, "bulk copy: {message}")
+            }
             FaultKind::Race(race) => write!(f, "{race}"),
             FaultKind::Unwritten { space, label, offset, part, bytes } => {
                 let place = Spot { label, offset: *offset, part };
@@ -486,6 +565,26 @@ pub struct TraceStep {
     pub ptx_text: String,
     /// Rust file and line in the kernel, when the PTX carries line information.
     pub source: Option<(String, u32)>,
+}
+
+/// Steps of a warp that a fault lists.
+const TRACED_STEPS: usize = 12;
+
+impl TraceStep {
+    /// Instructions as reports name them.
+    pub(crate) fn list(kernel: &Kernel, steps: impl Iterator<Item = u32>) -> Vec<TraceStep> {
+        let mut steps: Vec<TraceStep> = steps.map(|pc| TraceStep::at(kernel, pc)).collect();
+        // Keep only the last instruction of a Rust line that became several.
+        steps.dedup_by(|a, b| a.source.is_some() && a.source == b.source);
+        steps.truncate(TRACED_STEPS);
+        steps
+    }
+
+    /// An instruction as reports name it.
+    pub(crate) fn at(kernel: &Kernel, pc: u32) -> TraceStep {
+        let (ptx_line, ptx_text, source) = kernel.origin(pc);
+        TraceStep { ptx_line, ptx_text, source }
+    }
 }
 
 impl fmt::Display for Trace {

@@ -22,9 +22,6 @@ use std::sync::Arc;
 /// Slices of a run among which preemptions are drawn.
 const PREEMPTION_SPAN: u64 = 20_000;
 
-/// Steps of a warp that a fault lists.
-const TRACED_STEPS: usize = 12;
-
 /// Warp instructions per turn with the round-robin scheduler.
 const SLICE: u64 = 256;
 
@@ -247,7 +244,11 @@ impl Grid {
             clock: dev.clock.clone(),
             poison: memory.poison(),
             output: dev.output.clone(),
-            apart_one_in: if memory.checker().is_some() { 4 } else { 16 },
+            apart_one_in: match memory.checker() {
+                Some(checker) if checker.world().config.assume.converged_warps => 0,
+                Some(_) => 4,
+                None => 16,
+            },
             executed: 0,
             kernel,
         };
@@ -710,7 +711,16 @@ impl Grid {
 
     fn retire(&mut self, slot: u32) -> Result<(), Box<Fault>> {
         if let Err(late) = self.blocks[slot as usize].state.finish_bulk(&self.env.table) {
-            return Err(self.late_fault(slot, late));
+            let fault = self.late_fault(slot, late);
+            let FaultKind::CopyOutlivesBlock { .. } = fault.kind else { return Err(fault) };
+            match &self.check {
+                Some(check) => check.checker.world().reports.note(fault)?,
+                None => return Err(fault),
+            }
+            // The shared memory is still there.
+            let state = &mut self.blocks[slot as usize].state;
+            let done = state.progress_bulk(&self.env.table, None);
+            done.map_err(|late| self.late_fault(slot, late))?;
         }
         self.live_blocks -= 1;
         self.stats.blocks_done += 1;
@@ -782,12 +792,6 @@ impl Grid {
         })
     }
 
-    /// An instruction as reports name it.
-    fn step_at(&self, pc: u32) -> TraceStep {
-        let (ptx_line, ptx_text, source) = self.env.kernel.origin(pc);
-        TraceStep { ptx_line, ptx_text, source }
-    }
-
     /// Last steps of a warp before instruction `pc`; for a race also those of the other warp, if it
     /// is still resident.
     fn traces(&self, at: WarpRef, pc: u32, kind: &FaultKind) -> Vec<Trace> {
@@ -802,12 +806,8 @@ impl Grid {
         }
         let trace = |at: WarpRef| {
             let block = &self.blocks[at.block as usize];
-            let steps = block.warps.get(at.warp as usize)?.trace.steps.iter().rev();
-            let mut steps: Vec<TraceStep> =
-                steps.filter(|step| **step != pc).map(|step| self.step_at(*step)).collect();
-            // Keep only the last instruction of a Rust line that became several.
-            steps.dedup_by(|a, b| a.source.is_some() && a.source == b.source);
-            steps.truncate(TRACED_STEPS);
+            let recent = block.warps.get(at.warp as usize)?.trace.before(pc);
+            let steps = TraceStep::list(&self.env.kernel, recent);
             let trace = Trace { block: block.state.ctaid, warp: at.warp, steps };
             (!trace.steps.is_empty()).then_some(trace)
         };
@@ -860,7 +860,7 @@ impl Grid {
                         _ => None,
                     };
                     let pcs = past.into_iter().flat_map(|(init, arrival)| [Some(init), arrival]).flatten();
-                    let mbarrier = pcs.map(|pc| self.step_at(pc)).collect();
+                    let mbarrier = pcs.map(|pc| TraceStep::at(kernel, pc)).collect();
                     warps.push(StuckWarp {
                         block: block.state.ctaid,
                         warp: warp.index,

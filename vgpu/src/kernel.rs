@@ -214,6 +214,11 @@ impl Kernel {
         (line, text, self.named(o.source.own))
     }
 
+    /// PTX line of instruction `pc`.
+    pub(crate) fn line(&self, pc: u32) -> u32 {
+        self.origins.get(pc as usize).map_or(0, |origin| origin.ptx_line)
+    }
+
     /// The Rust file and line that instruction `pc` was inlined from, when that is not the kernel's
     /// own line.
     pub(crate) fn inlined(&self, pc: u32) -> Option<(String, u32)> {

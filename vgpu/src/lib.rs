@@ -70,7 +70,10 @@ pub mod ptx;
 mod seeds;
 pub mod stream;
 
-pub use check::{CheckConfig, Checker, Loaded, Past, Stored, Timeline, host_meets};
+pub use check::{
+    AcceptList, Accepted, Assumptions, CheckConfig, Checker, Class, Loaded, Past, Report, ReportPlace,
+    Stored, Timeline, host_meets,
+};
 pub use device::{
     CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig, Output, Schedule,
     VIRTUAL_NS_PER_WARP_INSTRUCTION,

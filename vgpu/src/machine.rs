@@ -5,8 +5,8 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::check::{CheckConfig, Checker, Past, Timeline};
-use crate::device::{Clock, DeviceConfig, GridConfig};
+use crate::check::{CheckConfig, Checker, Past, Report, Timeline};
+use crate::device::{CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig};
 use crate::fault::{Fault, LaunchError};
 use crate::grid::{Grid, Progress, Residency};
 use crate::kernel::Kernel;
@@ -23,6 +23,10 @@ const FIRST_JUMP_NS: u64 = 1_000;
 const LONGEST_JUMP_NS: u64 = 10_000_000_000;
 /// How long all grids may only wait, in nanoseconds of the virtual clock.
 const STUCK_NS: u64 = 1_000_000_000_000;
+
+/// Most warp instructions that a grid of a [`Machine`] runs without progress in fast mode, unless
+/// [`DeviceConfig::livelock_limit`] says otherwise: half a minute of a loop that only computes.
+const FAST_LIVELOCK_LIMIT: u64 = 4 * CHECKED_LIVELOCK_LIMIT;
 
 /// The report of a [`Machine`]. `Debug` is the text as well, so that `unwrap` shows it.
 #[derive(Clone, thiserror::Error)]
@@ -265,6 +269,8 @@ pub struct Machine {
     clock_ns: Arc<AtomicU64>,
     rng: Rng,
     longest_turn: u64,
+    /// The faults that have ended runs.
+    faults: Vec<Report>,
 }
 
 /// Devices whose schedules are drawn from a seed.
@@ -311,6 +317,9 @@ impl Machine {
     #[must_use]
     pub fn with_config(devices: usize, config: DeviceConfig, check: Option<CheckConfig>) -> Machine {
         let seed = config.schedule_seed.unwrap_or(0);
+        // A kernel that waits in a ring with itself would otherwise run for ever.
+        let fallback = if check.is_some() { CHECKED_LIVELOCK_LIMIT } else { FAST_LIVELOCK_LIMIT };
+        let livelock_limit = config.livelock_limit.or(Some(fallback));
         let checker = check.map(Checker::new);
         let clock_ns = Arc::new(AtomicU64::new(0));
         let device = |_| Device {
@@ -323,11 +332,12 @@ impl Machine {
         };
         Machine {
             devices: (0..devices).map(device).collect(),
-            config: DeviceConfig { clock: Clock::Virtual(clock_ns.clone()), ..config },
+            config: DeviceConfig { clock: Clock::Virtual(clock_ns.clone()), livelock_limit, ..config },
             checker,
             clock_ns,
             rng: Rng::new(seed),
             longest_turn: LONGEST_TURN,
+            faults: vec![],
         }
     }
 
@@ -342,6 +352,15 @@ impl Machine {
     #[must_use]
     pub fn checker(&self) -> Option<&Checker> {
         self.checker.as_ref()
+    }
+
+    /// The reports so far of a machine that collects them ([`CheckConfig::collect`]). A fault that
+    /// ended a run is among them, in fast mode too.
+    #[must_use]
+    pub fn reports(&self) -> Vec<Report> {
+        let mut all = self.checker.as_ref().map(Checker::reports).unwrap_or_default();
+        Report::merge(&mut all, self.faults.clone());
+        all
     }
 
     /// The number of devices.
@@ -493,9 +512,13 @@ impl Machine {
     ///
     /// # Errors
     /// The first fault, or a report of all waits if no kernel can proceed. The remaining work is
-    /// dropped then.
+    /// dropped then. A machine that collects reports returns no error for those that it collects:
+    /// see [`reports`](Self::reports).
     pub fn run(&mut self) -> Result<(), MachineError> {
         let result = self.run_all();
+        if let Err(MachineError::Fault(fault)) = &result {
+            self.faults.push(Report::new(Fault::clone(fault)));
+        }
         for device in &mut self.devices {
             if let Some(checker) = &self.checker {
                 checker.host_waited(&device.past);

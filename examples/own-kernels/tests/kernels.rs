@@ -43,7 +43,7 @@ fn on_machines(devices: usize, test: impl Fn(Machine)) {
     epoxide_vgpu::for_each_seed(10, |seed| {
         test(Machine::checked(devices, seed));
         // Without reports: what the model allows becomes a result.
-        let weak = CheckConfig { races: false, weak_memory: Some(seed), strict_exits: false };
+        let weak = CheckConfig { races: false, weak_memory: Some(seed), ..CheckConfig::default() };
         test(Machine::checked_with(devices, seed, weak));
     });
 }

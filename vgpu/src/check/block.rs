@@ -34,7 +34,13 @@ pub(crate) struct Releases {
     pub(crate) before: Vec<Release>,
     /// The strong writes of the location, for reports.
     pub(crate) writes: Writes,
+    /// For reports: accesses before fences that stood ahead of a barrier before its last write, and
+    /// the narrowest scope of these fences.
+    pub(crate) ahead: Option<Fenced>,
 }
+
+/// A fence's scope, and the causal past there.
+pub(crate) type Fenced = (Scope, CausalPast);
 
 /// All that was released to hidden memory, as a chain.
 const OUTSIDE: u64 = 0;
@@ -50,7 +56,10 @@ struct Lane {
     /// releases.
     acquired: Vec<Acquired>,
     /// Causal past at the last fence. A strong store after the fence publishes it.
-    fence: Option<(Scope, CausalPast)>,
+    fence: Option<Fenced>,
+    /// Causal pasts at the fences of all lanes that met this one at a barrier afterwards, joined,
+    /// and the narrowest of their scopes. The model lets no store of this lane publish them.
+    ahead: Option<Fenced>,
     /// Releases that relaxed reads have observed. A fence after the reads acquires them.
     seen: Vec<(Scope, Release)>,
 }
@@ -90,6 +99,18 @@ impl Lane {
     }
 }
 
+/// Adds fenced causal pasts to others.
+pub(super) fn join_fenced(all: &mut Option<Fenced>, more: &Option<Fenced>) {
+    match (all, more) {
+        (_, None) => {}
+        (Some((scope, past)), Some((narrower, more))) => {
+            *scope = (*scope).min(*narrower);
+            past.join(more);
+        }
+        (all, Some(_)) => all.clone_from(more),
+    }
+}
+
 /// The lanes of a warp, in groups with equal causal pasts.
 #[derive(Debug, Default)]
 struct Warp {
@@ -102,6 +123,8 @@ struct Warp {
     /// in global memory. Kept outside the groups: it would split lanes whose causal pasts are equal
     /// otherwise.
     fenced: [[u32; 32]; 2],
+    /// For reports: the tick at each lane's last collective, which orders no memory.
+    met: [u32; 32],
 }
 
 /// An mbarrier.
@@ -123,6 +146,8 @@ struct Mbarrier {
 #[derive(Debug, Default)]
 struct Gathering {
     past: CausalPast,
+    /// Causal pasts at the fences of the lanes that have arrived.
+    fenced: Option<Fenced>,
     /// Warps that have arrived with all of their threads, and their ticks.
     whole: Vec<(u32, u32)>,
 }
@@ -138,6 +163,8 @@ pub(crate) struct BlockCheck {
     /// Causal pasts gathered from the warps that have arrived, and those of the last completion.
     gathering: [Gathering; BARRIERS],
     opened: [CausalPast; BARRIERS],
+    /// The fenced causal pasts of the last completions.
+    opened_fenced: [Option<Fenced>; BARRIERS],
     /// Barriers that all warps have passed with all of their threads.
     passed: u32,
     mbarriers: HashMap<u64, Mbarrier>,
@@ -202,6 +229,24 @@ impl Warp {
         }
     }
 
+    /// The joined causal pasts of the lanes of `mask` at their fences, and at fences ahead of
+    /// barriers that they have passed.
+    fn fences_of(&self, mask: u32) -> Option<Fenced> {
+        let mut all = None;
+        for (_, lane) in self.groups.iter().filter(|(lanes, _)| lanes & mask != 0) {
+            join_fenced(&mut all, &lane.fence);
+            join_fenced(&mut all, &lane.ahead);
+        }
+        all
+    }
+
+    /// The lanes of `mask` are behind a barrier, ahead of which these fences stood.
+    fn fences_stood_ahead(&mut self, mask: u32, fences: &Option<Fenced>) {
+        if fences.is_some() {
+            self.each(mask, |lane| lane.ahead.clone_from(fences));
+        }
+    }
+
     /// Makes one group of the lanes of `mask`, with this causal past.
     fn merge(&mut self, mask: u32, past: &CausalPast) {
         // Lanes with fences or relaxed reads of their own stay in their groups.
@@ -237,6 +282,7 @@ impl BlockCheck {
                 threads: mask,
                 groups: vec![(mask, lane)],
                 fenced: [[0; 32]; 2],
+                met: [0; 32],
             }
         });
         Self {
@@ -246,6 +292,7 @@ impl BlockCheck {
             releases: HashMap::new(),
             gathering: Default::default(),
             opened: Default::default(),
+            opened_fenced: Default::default(),
             passed: 0,
             mbarriers: HashMap::new(),
             has_fences,
@@ -294,12 +341,39 @@ impl BlockCheck {
         Release { scope, by, shared: false, chain: 0, past: warp.publish(1 << lane) }
     }
 
-    /// The release pattern of a relaxed store by `lane` behind a fence.
-    pub(crate) fn fenced(&mut self, warp: u32, lane: usize, scope: Scope) -> Option<Release> {
+    /// The release pattern of a relaxed store by `lane` behind a fence. `assumed`: fences ahead of a
+    /// barrier count as well ([`Assumptions::fence_before_barrier`]).
+    ///
+    /// [`Assumptions::fence_before_barrier`]: crate::Assumptions::fence_before_barrier
+    pub(crate) fn fenced(&mut self, warp: u32, lane: usize, scope: Scope, assumed: bool) -> Option<Release> {
         let warp = &self.warps[warp as usize];
-        let (fence, past) = warp.lane(lane)?.fence.as_ref()?;
         let by = clock::lane(warp.key, lane);
-        Some(Release { scope: scope.min(*fence), by, shared: false, chain: 0, past: past.clone() })
+        let Lane { fence, ahead, .. } = warp.lane(lane)?;
+        let mut fence = fence.clone();
+        // A wide fence of its own is not narrowed by those of others.
+        let narrower = |(own, _): &Fenced| ahead.as_ref().is_some_and(|a| a.0 < *own);
+        if assumed && !fence.as_ref().is_some_and(narrower) {
+            join_fenced(&mut fence, ahead);
+        }
+        let (fence, past) = fence?;
+        Some(Release { scope: scope.min(fence), by, shared: false, chain: 0, past })
+    }
+
+    /// Accesses before fences that stood ahead of a barrier, as seen from `lane` behind it.
+    pub(crate) fn fenced_ahead(&self, warp: u32, lane: usize) -> Option<Fenced> {
+        self.warps[warp as usize].lane(lane)?.ahead.clone()
+    }
+
+    /// The lanes of `mask` have executed a collective, which orders no memory.
+    pub(crate) fn meet(&mut self, warp: u32, mask: u32) {
+        let warp = &mut self.warps[warp as usize];
+        lanes(mask).for_each(|l| warp.met[l] = warp.tick);
+        warp.tick += 1;
+    }
+
+    /// Whether lane `lane` of a warp has executed a collective since tick `tick`.
+    pub(crate) fn has_met_since(&self, warp: u32, lane: u32, tick: u32) -> bool {
+        self.warps.get(warp as usize).is_some_and(|warp| warp.met[lane as usize % 32] >= tick)
     }
 
     /// The lanes of `mask` observe release patterns by a read of scope `scope`: an acquire takes
@@ -408,7 +482,7 @@ impl BlockCheck {
                         });
                         all.past.join(&past);
                     }
-                    w.each(1 << l, |lane| lane.fence = Some((scope, past.clone())));
+                    w.each(1 << l, |lane| (lane.fence, lane.ahead) = (Some((scope, past.clone())), None));
                 }
             }
         }
@@ -417,18 +491,21 @@ impl BlockCheck {
     /// `bar.warp.sync` by the lanes of `mask`.
     pub(crate) fn sync_warp(&mut self, warp: u32, mask: u32) {
         let warp = &mut self.warps[warp as usize];
+        let fenced = if self.has_fences { warp.fences_of(mask) } else { None };
         if mask == warp.threads && matches!(warp.groups.as_slice(), [(lanes, _)] if *lanes == mask) {
             // The causal pasts are equal already, except for the lanes' own accesses: no copies.
             let (lanes, mut lane) = warp.groups.swap_remove(0);
             lane.join_acquired();
             lane.past.all.raise(warp.key, warp.tick);
             warp.add_fenced(mask, &mut lane.past.published);
+            lane.ahead = fenced;
             warp.groups.push((lanes, lane));
             warp.tick += 1;
             return;
         }
         let past = warp.publish(mask);
         warp.merge(mask, &past);
+        warp.fences_stood_ahead(mask, &fenced);
     }
 
     /// A warp with these lanes arrives at a block barrier.
@@ -438,12 +515,15 @@ impl BlockCheck {
         if mask & w.threads == w.threads {
             gathering.whole.push((warp, w.tick));
         }
+        if self.has_fences {
+            join_fenced(&mut gathering.fenced, &w.fences_of(mask));
+        }
         gathering.past.join(&w.publish(mask));
     }
 
     /// A block barrier completes.
     pub(crate) fn complete(&mut self, barrier: usize) {
-        let Gathering { mut past, mut whole } = std::mem::take(&mut self.gathering[barrier]);
+        let Gathering { mut past, fenced, mut whole } = std::mem::take(&mut self.gathering[barrier]);
         whole.sort_unstable();
         whole.dedup_by_key(|w| w.0);
         if whole.len() == self.warps.len() {
@@ -453,6 +533,7 @@ impl BlockCheck {
             past.all.pass_barrier(self.warps[0].key, self.passed, ticks);
         }
         self.opened[barrier] = past;
+        self.opened_fenced[barrier] = fenced;
     }
 
     /// Lanes go on behind a block barrier.
@@ -471,6 +552,7 @@ impl BlockCheck {
         } else {
             warp.each(mask, |lane| lane.past.join(&past));
         }
+        warp.fences_stood_ahead(mask, &self.opened_fenced[barrier]);
     }
 
     pub(crate) fn init_mbarrier(&mut self, pc: u32, offset: u64) {

@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::past::{Past, Timeline};
+use super::reports::Report;
 use super::stores::{Loaded, Stored};
 use super::world::{ACTING, Host, World};
 
@@ -20,12 +21,71 @@ pub struct CheckConfig {
     /// Report block barriers for all threads that some warps wait at and others end without, which
     /// the hardware lets pass.
     pub strict_exits: bool,
+    /// So many reports are collected ([`Checker::reports`]) before one is a fault. A race and a
+    /// read of unwritten memory are collected: the access then happens as it would without checks.
+    /// A bad address ends its kernel at once. 0: the first report is a fault.
+    pub collect: usize,
+    /// What may be relied on beyond the memory model.
+    pub assume: Assumptions,
+}
+
+/// Properties of hardware beyond the memory model that a program relies on. With none, reports are
+/// by the letter of the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Assumptions {
+    /// Threads fence and then meet at a barrier: a relaxed store or atomic operation of any of them
+    /// behind the barrier is a release of the accesses before all of these fences. By the model, a
+    /// fence makes releases of its own thread's stores only.
+    pub fence_before_barrier: bool,
+    /// Lanes of a warp that execute an instruction together are in step: accesses before it come
+    /// before those behind it, for all of them. `elect.sync`, shuffles and votes order memory, and
+    /// lanes meet where the arms of a branch join. By the model, only `bar.warp.sync` does.
+    pub converged_warps: bool,
+}
+
+impl Assumptions {
+    /// Their names.
+    pub const NAMES: [&str; 2] = ["FenceBeforeBarrier", "ConvergedWarps"];
+
+    /// Adds the assumption of this name.
+    ///
+    /// # Errors
+    /// There is no such assumption; the text lists those that there are.
+    pub fn state(&mut self, name: &str) -> Result<(), String> {
+        match name {
+            "FenceBeforeBarrier" => self.fence_before_barrier = true,
+            "ConvergedWarps" => self.converged_warps = true,
+            _ => {
+                return Err(format!(
+                    "no assumption is called '{name}': there are {}",
+                    Self::NAMES.join(" and ")
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl CheckConfig {
+    /// Checks races and collects up to 100 reports.
+    #[must_use]
+    pub fn collecting() -> Self {
+        Self { collect: 100, ..Self::default() }
+    }
 }
 
 impl Default for CheckConfig {
-    /// Checks races; loads return the values that the order of execution gives.
+    /// Checks races; loads return the values that the order of execution gives; the first report is
+    /// a fault.
     fn default() -> Self {
-        Self { races: true, weak_memory: None, strict_exits: false }
+        Self {
+            races: true,
+            weak_memory: None,
+            strict_exits: false,
+            collect: 0,
+            assume: Assumptions::default(),
+        }
     }
 }
 
@@ -95,6 +155,13 @@ impl Checker {
     #[must_use]
     pub fn accesses(&self) -> u64 {
         self.world().accesses
+    }
+
+    /// The reports collected so far ([`CheckConfig::collect`]), one for each kind and pair of lines,
+    /// in the order in which they were first met.
+    #[must_use]
+    pub fn reports(&self) -> Vec<Report> {
+        self.world().reports.all().to_vec()
     }
 
     /// Has stores counted from here on, for [`Checker::stores`].

@@ -1,14 +1,16 @@
 //! Hooks that the interpreter calls in check mode.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::block::{BlockCheck, Release, Releases};
+use super::block::{BlockCheck, Release, Releases, join_fenced};
 use super::clock::{self, Key};
 use super::grids::Grids;
 use super::history::Wait;
-use super::past::{GLOBAL, PastView, SHARED};
+use super::past::{CausalPast, GLOBAL, PastView, SHARED};
 use super::report;
-use super::shadow::{Accessor, How, Record, Shadow, ViolationAt};
+use super::reports::Pair;
+use super::shadow::{Accessor, How, Record, Shadow, Violation, ViolationAt};
 use super::world::World;
 use crate::fault::FaultKind;
 use crate::ir::{Fence, Scope, Sem};
@@ -44,6 +46,20 @@ pub(crate) struct Copy {
 /// How long a kernel rests after a release that the host may wait for.
 const HOST_READS: Duration = Duration::from_micros(50);
 
+/// An access that breaks a rule.
+pub(crate) struct Blamed {
+    /// Names the memory.
+    pub(crate) label: String,
+    pub(crate) place: Place,
+    pub(crate) violation: ViolationAt,
+    pub(crate) lane: usize,
+    pub(crate) pc: u32,
+    pub(crate) how: How,
+    pub(crate) write: bool,
+    /// Lanes that execute the instruction together.
+    pub(crate) beside: u32,
+}
+
 /// Words of a copy's source that it reads as they were before: offset in the source, value.
 pub(crate) type Stale = Vec<(u64, u32)>;
 
@@ -54,8 +70,8 @@ pub(crate) trait Hooks {
     fn weak_memory(&self) -> bool {
         false
     }
-    fn read(&mut self, _: Place, _bytes: u64, _lane: usize, _pc: u32, _: How) -> Result<(), ViolationAt> {
-        Ok(())
+    fn read(&mut self, _: Place, _bytes: u64, _lane: usize, _pc: u32, _: How) -> Option<ViolationAt> {
+        None
     }
     /// Whether the values of a load come later than they could.
     fn defers_load(&mut self) -> bool {
@@ -67,7 +83,7 @@ pub(crate) trait Hooks {
         None
     }
     /// `now` is the value in memory, `new` the value to be written. Returns whether the place held
-    /// a strong write.
+    /// a strong write, and a violation.
     fn write(
         &mut self,
         _: Place,
@@ -76,8 +92,8 @@ pub(crate) trait Hooks {
         _: How,
         _now: &[u8],
         _new: &[u8],
-    ) -> Result<bool, ViolationAt> {
-        Ok(false)
+    ) -> (bool, Option<ViolationAt>) {
+        (false, None)
     }
     /// The lanes of a mask have read the last write of a location, or the one before.
     fn observe(&mut self, _: Place, _mask: u32, _pc: u32, _: Sem, _: Scope, _older: bool) {}
@@ -85,29 +101,25 @@ pub(crate) trait Hooks {
     fn wrote(&mut self, _: Place, _lane: usize, _pc: u32, _: Sem, _: Scope, _rmw: bool) {}
     fn fence(&mut self, _mask: u32, _: Fence) {}
     fn sync_warp(&mut self, _mask: u32) {}
+    /// The lanes of a mask have executed a collective that orders no memory.
+    fn collective(&mut self, _mask: u32) {}
+    /// The lanes of a mask are about to execute an instruction that concerns others.
+    fn together(&mut self, _mask: u32) {}
     fn arrive(&mut self, _mask: u32, _barrier: u32) {}
     fn init_mbarrier(&mut self, _pc: u32, _offset: u64) {}
     fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64) {}
     fn complete_mbarrier(&mut self, _offset: u64) {}
     fn pass_mbarrier(&mut self, _mask: u32, _offset: u64) {}
-    /// A bulk copy is issued. The error names the wrong end, and whether that is the written one.
-    fn copy(&mut self, _: &Copy) -> Result<Stale, (Place, bool, ViolationAt)> {
-        Ok(vec![])
+    /// A bulk copy is issued. Its violations name the wrong end, and whether that is the written
+    /// one.
+    fn copy(&mut self, _: &Copy) -> (Stale, Vec<(Place, bool, ViolationAt)>) {
+        (vec![], vec![])
     }
     fn waited(&mut self, _lane: usize, _pc: u32, _group: u32, _landed: bool) {}
-    /// The fault for a violation by an access of a lane.
-    #[allow(clippy::too_many_arguments)] // A report needs all of them.
-    fn describe(
-        &self,
-        label: String,
-        _: Place,
-        _: ViolationAt,
-        _lane: usize,
-        _pc: u32,
-        _: How,
-        _write: bool,
-    ) -> FaultKind {
-        FaultKind::Unsupported(format!("a report on '{label}' without checks"))
+    /// Reports a violation by an access of a lane, with the steps of its warp before. The fault, if
+    /// the run must end.
+    fn report(&mut self, blamed: &Blamed, _recent: impl Iterator<Item = u32>) -> Option<FaultKind> {
+        Some(FaultKind::Unsupported(format!("a report on '{}' without checks", blamed.label)))
     }
 }
 
@@ -134,8 +146,29 @@ impl CheckHooks<'_> {
     }
 
     /// Drops a violation if only weak memory is simulated: the kernel's results show it then.
-    fn drop_if_only_weak<T: Default>(&self, result: Result<T, ViolationAt>) -> Result<T, ViolationAt> {
-        if self.world.config.races { result } else { Ok(result.unwrap_or_default()) }
+    fn unless_only_weak(&self, found: Option<ViolationAt>) -> Option<ViolationAt> {
+        found.filter(|_| self.world.config.races)
+    }
+
+    /// The lines of a violation by a lane with this causal past, and the kind.
+    fn pair(&self, blamed: &Blamed, past: &CausalPast) -> Pair {
+        let grids = &self.world.grids;
+        let line = |actor: Key, pc: u32| {
+            let kernel = grids.facts(actor).map(|facts| &facts.kernel);
+            kernel.map_or((0, 0), |kernel| (Arc::as_ptr(kernel) as usize, kernel.line(pc)))
+        };
+        let own = self.own(blamed.lane);
+        let here = line(own, blamed.pc);
+        match blamed.violation.1 {
+            Violation::Unwritten => ("unwritten-read", [here; 2]),
+            Violation::Race { other, .. } => {
+                let there = line(other.actor, other.pc);
+                // A missing proxy fence is another report than a missing order.
+                let proxy = report::lacks_proxy_fence(grids, blamed.how, own, past, &other);
+                let kind = if proxy { "missing-proxy-fence" } else { "race" };
+                (kind, [here.min(there), here.max(there)])
+            }
+        }
     }
 
     /// Gives the shadow of a place, the offset in it, and the lane's causal past.
@@ -166,29 +199,25 @@ impl Hooks for CheckHooks<'_> {
         self.world.config.weak_memory.is_some()
     }
 
-    fn read(&mut self, place: Place, bytes: u64, lane: usize, pc: u32, how: How) -> Result<(), ViolationAt> {
+    fn read(&mut self, place: Place, bytes: u64, lane: usize, pc: u32, how: How) -> Option<ViolationAt> {
         self.world.accesses += 1;
         let record = self.record(lane, pc, how, false);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.loads.add(own, place, 1);
         let start = how.read_only.then(|| self.block.start.clone());
-        let Some((shadow, grids, at, view)) = self.look(place, lane) else { return Ok(()) };
+        let Some((shadow, grids, at, view)) = self.look(place, lane) else { return None };
         let who = Accessor { record, own, published: None, view };
-        let result = shadow.read(grids, at, bytes, &who);
-        let result = match (result, start) {
-            (Ok(()), Some(start)) => {
-                let begin = Accessor { own: 0, view: PastView::all(&start), ..who };
-                let result = shadow.take(grids, at, bytes, &begin);
-                shadow.read_only(at, bytes, record);
-                result
-            }
-            (result, _) => result,
-        };
+        let mut found = shadow.read(grids, at, bytes, &who);
+        if let (None, Some(start)) = (&found, start) {
+            let begin = Accessor { own: 0, view: PastView::all(&start), ..who };
+            found = shadow.take(grids, at, bytes, &begin).err();
+            shadow.read_only(at, bytes, record);
+        }
         // In weak-memory mode it may see something else.
         if how.strong.is_some() && !weak_memory {
             shadow.saw(grids, at, bytes, &who);
         }
-        self.drop_if_only_weak(result)
+        self.unless_only_weak(found)
     }
 
     fn defers_load(&mut self) -> bool {
@@ -219,12 +248,12 @@ impl Hooks for CheckHooks<'_> {
         how: How,
         now: &[u8],
         new: &[u8],
-    ) -> Result<bool, ViolationAt> {
+    ) -> (bool, Option<ViolationAt>) {
         self.world.accesses += 1;
         let record = self.record(lane, pc, how, true);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.stores.add(own, place, now.len() as u64);
-        let Some((shadow, grids, at, view)) = self.look(place, lane) else { return Ok(false) };
+        let Some((shadow, grids, at, view)) = self.look(place, lane) else { return (false, None) };
         let who = Accessor { record, own, published: None, view };
         let part =
             |word: u64| (word.max(at) - at) as usize..((word + 4).min(at + now.len() as u64) - at) as usize;
@@ -235,7 +264,7 @@ impl Hooks for CheckHooks<'_> {
             bytes.get_mut(from..from + old.len())?.copy_from_slice(old);
             Some(u32::from_le_bytes(bytes))
         };
-        let result = shadow.write(
+        let (strong_before, found) = shadow.write(
             grids,
             at,
             now.len() as u64,
@@ -243,7 +272,7 @@ impl Hooks for CheckHooks<'_> {
             |word| now.get(part(word)) == new.get(part(word)),
             |word| if weak_memory { before(word) } else { None },
         );
-        self.drop_if_only_weak(result)
+        (strong_before, self.unless_only_weak(found))
     }
 
     fn observe(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope, older: bool) {
@@ -281,8 +310,15 @@ impl Hooks for CheckHooks<'_> {
     fn wrote(&mut self, place: Place, lane: usize, pc: u32, sem: Sem, scope: Scope, rmw: bool) {
         let release = match sem {
             Sem::Release | Sem::AcqRel => Some(self.block.release(self.warp, lane, scope)),
-            Sem::Relaxed | Sem::Acquire => self.block.fenced(self.warp, lane, scope),
+            Sem::Relaxed | Sem::Acquire => {
+                let assumed = self.world.config.assume.fence_before_barrier;
+                self.block.fenced(self.warp, lane, scope, assumed)
+            }
             Sem::Weak => None,
+        };
+        let ahead = match sem {
+            Sem::Relaxed | Sem::Acquire => self.block.fenced_ahead(self.warp, lane),
+            _ => None,
         };
         let own = self.own(lane);
         let hidden = self.hidden(place);
@@ -294,6 +330,11 @@ impl Hooks for CheckHooks<'_> {
         };
         let manner = (sem, scope);
         world.history.wrote(&mut releases.writes, (own, pc), manner, rmw, release.is_some());
+        if rmw {
+            join_fenced(&mut releases.ahead, &ahead);
+        } else {
+            releases.ahead = ahead;
+        }
         if hidden {
             if let Some(r) = release.filter(|r| r.scope == Scope::Sys) {
                 world.outside.join(&r.past);
@@ -354,7 +395,7 @@ impl Hooks for CheckHooks<'_> {
         self.block.pass_mbarrier(self.warp, mask, offset);
     }
 
-    fn copy(&mut self, copy: &Copy) -> Result<Stale, (Place, bool, ViolationAt)> {
+    fn copy(&mut self, copy: &Copy) -> (Stale, Vec<(Place, bool, ViolationAt)>) {
         let Copy { src, dst, bytes, lane, pc, mbar, committed } = *copy;
         let warp = self.block.key(self.warp);
         let (reads, writes) = match mbar {
@@ -399,17 +440,17 @@ impl Hooks for CheckHooks<'_> {
                 }
             }
         }
+        let mut violations = vec![];
         let reader = who(src, reads);
-        let read = self
-            .look(src, lane)
-            .map_or(Ok(()), |(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader));
-        self.drop_if_only_weak(read).map_err(|violation| (src, false, violation))?;
+        let read =
+            self.look(src, lane).and_then(|(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader));
+        violations.extend(self.unless_only_weak(read).map(|violation| (src, false, violation)));
         let writer = who(dst, writes);
-        let wrote = self.look(dst, lane).map_or(Ok(false), |(shadow, grids, at, _)| {
-            shadow.write(grids, at, bytes, &writer, |_| false, |_| None)
+        let wrote = self.look(dst, lane).and_then(|(shadow, grids, at, _)| {
+            shadow.write(grids, at, bytes, &writer, |_| false, |_| None).1
         });
-        self.drop_if_only_weak(wrote.map(drop)).map_err(|violation| (dst, true, violation))?;
-        Ok(old)
+        violations.extend(self.unless_only_weak(wrote).map(|violation| (dst, true, violation)));
+        (old, violations)
     }
 
     fn waited(&mut self, lane: usize, pc: u32, group: u32, landed: bool) {
@@ -419,20 +460,35 @@ impl Hooks for CheckHooks<'_> {
         self.block.waited(self.warp, lane, group, landed);
     }
 
-    fn describe(
-        &self,
-        label: String,
-        place: Place,
-        violation: ViolationAt,
-        lane: usize,
-        pc: u32,
-        how: How,
-        write: bool,
-    ) -> FaultKind {
-        let mine = self.record(lane, pc, how, write);
-        let past = self.block.past(self.warp, lane);
-        let me =
-            report::Me { record: &mine, own: self.own(lane), wrote: write, past: &past, block: self.block };
-        report::fault(self.world, label, place, violation, &me)
+    fn collective(&mut self, mask: u32) {
+        if self.world.config.assume.converged_warps {
+            self.block.sync_warp(self.warp, mask);
+        } else {
+            self.block.meet(self.warp, mask);
+        }
+    }
+
+    fn together(&mut self, mask: u32) {
+        if self.world.config.assume.converged_warps && !mask.is_power_of_two() {
+            self.block.sync_warp(self.warp, mask);
+        }
+    }
+
+    fn report(&mut self, blamed: &Blamed, recent: impl Iterator<Item = u32>) -> Option<FaultKind> {
+        let past = self.block.past(self.warp, blamed.lane);
+        let pair = self.pair(blamed, &past);
+        if self.world.reports.count_again(&pair) {
+            return None;
+        }
+        let &Blamed { lane, pc, how, write, beside, place, violation, .. } = blamed;
+        let (own, mine) = (self.own(lane), self.record(lane, pc, how, write));
+        let me = report::Me { record: &mine, own, wrote: write, past: &past, block: self.block, beside };
+        let kind = report::fault(self.world, blamed.label.clone(), place, violation, &me);
+        if self.world.reports.is_full() {
+            return Some(kind);
+        }
+        let fault = report::collected(&self.world.grids, kind, own, pc, recent);
+        self.world.reports.add(pair, fault);
+        None
     }
 }

@@ -28,6 +28,7 @@
 //! | `stores.rs` | counts of stored bytes and of loads, for tests |
 //! | `history.rs` | recent synchronisation, for the part of a report on what was seen |
 //! | `report.rs` | reports as text |
+//! | `reports.rs` | collected reports, their classes, and lists of accepted ones |
 
 pub(crate) mod block;
 mod checker;
@@ -37,11 +38,13 @@ pub(crate) mod history;
 pub(crate) mod hooks;
 mod past;
 pub(crate) mod report;
+mod reports;
 pub(crate) mod shadow;
 mod stores;
 pub(crate) mod world;
 
-pub use checker::{CheckConfig, Checker, host_meets};
+pub use checker::{Assumptions, CheckConfig, Checker, host_meets};
 pub(crate) use past::CausalPast;
 pub use past::{Past, Timeline};
+pub use reports::{AcceptList, Accepted, Class, Report, ReportPlace};
 pub use stores::{Loaded, Stored};

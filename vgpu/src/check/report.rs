@@ -6,9 +6,10 @@ use super::grids::Grids;
 use super::history::{Sight, Step, Strong};
 use super::hooks::Place;
 use super::past::CausalPast;
+use super::reports::Class;
 use super::shadow::{How, Record, Violation};
 use super::world::World;
-use crate::fault::{Attempt, FaultKind, Launch, Party, Race};
+use crate::fault::{Attempt, Fault, FaultKind, Launch, Party, Race, Trace, TraceStep};
 use crate::ir::{Scope, Sem};
 
 /// The access that was stopped, and the causal past of its lane.
@@ -19,6 +20,8 @@ pub(crate) struct Me<'a> {
     pub(crate) wrote: bool,
     pub(crate) past: &'a CausalPast,
     pub(crate) block: &'a BlockCheck,
+    /// Lanes that execute the instruction together.
+    pub(crate) beside: u32,
 }
 
 fn scope_name(scope: Scope) -> &'static str {
@@ -77,12 +80,78 @@ fn actor_of(record: &Record) -> Key {
     }
 }
 
+/// Whether an access of manner `how` by the lane `own` with causal past `past` is a bulk copy that is
+/// ordered behind a generic one, and lacks a proxy fence alone.
+pub(crate) fn lacks_proxy_fence(
+    grids: &Grids,
+    how: How,
+    own: Key,
+    past: &CausalPast,
+    other: &Record,
+) -> bool {
+    how.bulk && !other.how.bulk && is_ordered(grids, own, past, other)
+}
+
+/// Whether an access of a lane with causal past `past`, without its own accesses, is behind another.
+fn is_ordered(grids: &Grids, own: Key, past: &CausalPast, other: &Record) -> bool {
+    let theirs = actor_of(other);
+    theirs == own || grids.includes_tick(&past.all, theirs, other.tick)
+}
+
+/// The assumption under which a race would be none, and the edge that is missing without it. Memory
+/// that `ld.global.nc` reads must not change, whatever is ordered.
+fn assumption(world: &World, me: &Me<'_>, other: &Record, way: &[Step]) -> Option<String> {
+    if me.record.how.read_only || other.how.read_only {
+        return None;
+    }
+    let theirs = actor_of(other);
+    let place = clock::place_of(theirs).and_then(|(_, within)| within);
+    if let Some((warp, Some(lane))) = place
+        && !me.record.how.bulk
+        && !other.how.bulk
+        && theirs & !clock::WITHIN_WARP == me.own & !clock::WITHIN_WARP
+        && other.pc != me.record.pc
+    {
+        let collective = me.block.has_met_since(warp, lane, other.tick);
+        if me.beside >> lane & 1 != 0 || collective {
+            let there = if collective {
+                "a collective such as elect.sync or shfl.sync stands there, which orders no memory"
+            } else {
+                "they run in step here, which orders no memory"
+            };
+            return Some(format!(
+                "bar.warp.sync between the lanes ({there}; assume ConvergedWarps to rely on it)"
+            ));
+        }
+    }
+    let first = way.first()?;
+    let releases = match first.read.place {
+        Place::Private => None,
+        Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)),
+        Place::Shared { offset } => me.block.releases.get(&offset),
+    };
+    let (scope, ahead) = releases?.ahead.as_ref()?;
+    let acquired = (0..).zip(way).all(|(at, Step { read, write })| {
+        let reaches = |write: &Strong| {
+            let scope = if at == 0 { write.scope.min(*scope) } else { write.scope };
+            world.grids.mutual(read.scope, read.by, scope, write.by)
+        };
+        write.as_ref().is_some_and(reaches) && matches!(read.sem, Sem::Acquire | Sem::AcqRel)
+    });
+    let fenced = world.grids.includes_tick(&ahead.all, theirs, other.tick);
+    (fenced && acquired).then(|| {
+        "a fence behind the barrier, by the thread that sets the flag: the fence of the earlier access stands ahead of the \
+         barrier, and so makes no release of another thread's store (assume FenceBeforeBarrier to rely on it)"
+            .into()
+    })
+}
+
 /// The synchronisation that would have ordered the two accesses.
 fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> String {
     let Me { record: mine, own, past, .. } = *me;
     let wait = if other_wrote { "wait_group (without .read)" } else { "wait_group.read" };
     let theirs = actor_of(other);
-    let ordered = grids.includes_tick(&past.all, theirs, other.tick);
+    let ordered = is_ordered(grids, own, past, other);
     let order = || match (clock::place_of(own), clock::place_of(theirs)) {
         (Some((_, Some((w, _)))), Some((_, Some((v, _)))))
             if clock::block_of(own) == clock::block_of(theirs) =>
@@ -150,6 +219,9 @@ fn read_attempt(grids: &Grids, step: &Step, me: Key) -> Attempt {
         () if !write.releases => NO_RELEASE,
         () if !grids.mutual(scope, by, write.scope, write.by) => NO_REACH,
         () if !acquires => "orders nothing, unless a fence follows: the read is no acquire",
+        () if !matches!(write.sem, Sem::Release | Sem::AcqRel) => {
+            "orders what its thread did before its fence, and what this thread does behind the read"
+        }
         () => "orders what its thread did before the write, and what this thread does behind the read",
     };
     Attempt { what, of, verdict: verdict.into() }
@@ -158,8 +230,9 @@ fn read_attempt(grids: &Grids, step: &Step, me: Key) -> Attempt {
 /// Most blocks of earlier kernels whose reads are searched.
 const MOST_EARLIER: usize = 64;
 
-/// The synchronisation between the two accesses that was seen, with the step at which it failed.
-fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Vec<Attempt> {
+/// The synchronisation between the two accesses that was seen, with the step at which it failed,
+/// and the chain of reads that leads from the earlier block to the later, if there is one.
+fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> (Vec<Attempt>, Vec<Step>) {
     let theirs = actor_of(other);
     let mut found = vec![];
     if let (true, Some((_, Some((_, Some(lane)))))) = (other.how.bulk, clock::place_of(theirs)) {
@@ -195,9 +268,29 @@ fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Ve
     let earlier = earlier.filter(|block| device(*block) == device(here)).take(MOST_EARLIER);
     let mut starts = std::iter::once(here).chain(earlier);
     let way = of.and_then(|of| starts.find_map(|start| world.history.way(start, of, writes)));
-    let way = way.unwrap_or_else(|| world.history.last_reads(here, of, writes));
-    found.extend(way.iter().map(|step| read_attempt(&world.grids, step, me.own)));
-    found
+    let steps = way.clone().unwrap_or_else(|| world.history.last_reads(here, of, writes));
+    found.extend(steps.iter().map(|step| read_attempt(&world.grids, step, me.own)));
+    (found, way.unwrap_or_default())
+}
+
+/// A fault that is collected, so that no grid has described where it is.
+pub(crate) fn collected(
+    grids: &Grids,
+    kind: FaultKind,
+    own: Key,
+    pc: u32,
+    recent: impl Iterator<Item = u32>,
+) -> Fault {
+    let Party { kernel, block, warp, lane, ptx_line, ptx_text, source, .. } =
+        party(grids, String::new(), own, pc, own);
+    let warp = warp.unwrap_or_default();
+    let (mut inlined, mut steps) = (None, vec![]);
+    if let Some(facts) = grids.facts(own) {
+        inlined = facts.kernel.inlined(pc);
+        steps = TraceStep::list(&facts.kernel, recent);
+    }
+    let traces = if steps.is_empty() { vec![] } else { vec![Trace { block, warp, steps }] };
+    Fault { kernel, block, warp, lane, ptx_line, ptx_text, source, inlined, kind, traces }
 }
 
 /// The fault for a violation at a place that `label` names.
@@ -215,16 +308,28 @@ pub(crate) fn fault(
     };
     match violation {
         Violation::Unwritten => FaultKind::Unwritten { space, label, offset: at, part, bytes: 4 },
-        Violation::Race { other, wrote: other_wrote } => FaultKind::Race(Box::new(Race {
-            space,
-            label,
-            offset: at,
-            part,
-            access: manner(me.record.how, me.wrote),
-            other: party(&world.grids, manner(other.how, other_wrote), actor_of(&other), other.pc, me.own),
-            missing: missing(&world.grids, me, &other, other_wrote),
-            attempts: attempts(world, me, &other, other_wrote),
-        })),
+        Violation::Race { other, wrote: other_wrote } => {
+            let grids = &world.grids;
+            let (attempts, way) = attempts(world, me, &other, other_wrote);
+            let assumed = assumption(world, me, &other, &way);
+            let class = match assumed {
+                _ if lacks_proxy_fence(grids, me.record.how, me.own, me.past, &other) => Class::Proxy,
+                Some(_) => Class::Model,
+                None => Class::Corrupts,
+            };
+            let missing = assumed.unwrap_or_else(|| missing(grids, me, &other, other_wrote));
+            FaultKind::Race(Box::new(Race {
+                space,
+                label,
+                offset: at,
+                part,
+                access: manner(me.record.how, me.wrote),
+                other: party(grids, manner(other.how, other_wrote), actor_of(&other), other.pc, me.own),
+                missing,
+                attempts,
+                class,
+            }))
+        }
     }
 }
 

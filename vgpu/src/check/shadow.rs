@@ -317,17 +317,13 @@ impl Shadow {
         })
     }
 
-    /// Notes a read of `bytes` bytes at `at`. The error gives the byte and the reason.
-    pub(crate) fn read(
-        &mut self,
-        grids: &Grids,
-        at: u64,
-        bytes: u64,
-        who: &Accessor,
-    ) -> Result<(), ViolationAt> {
+    /// Notes a read of `bytes` bytes at `at`. Returns the first violation, if there is one: the byte and
+    /// the reason.
+    pub(crate) fn read(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Option<ViolationAt> {
         if self.hidden {
-            return Ok(());
+            return None;
         }
+        let mut found = None;
         // Neighbouring words mostly have the same history.
         let (mut fine, mut replaceable) = (NOBODY, NOBODY);
         for (w, mask) in Self::words(at, bytes) {
@@ -336,7 +332,8 @@ impl Shadow {
             for unit in self.units(w, mask) {
                 let mut cell = self.cell(unit);
                 if !cell.written {
-                    return Err((unit.at(), Violation::Unwritten));
+                    found = found.or(Some((unit.at(), Violation::Unwritten)));
+                    continue;
                 }
                 let last = cell.write;
                 if last.actor != 0 && last != fine {
@@ -347,7 +344,8 @@ impl Shadow {
                         // Says nothing of other words that the same thread wrote.
                         cell = self.cell(unit);
                     } else {
-                        return Err((unit.at(), Violation::Race { other: last, wrote: true }));
+                        found = found.or(Some((unit.at(), Violation::Race { other: last, wrote: true })));
+                        cell = self.cell(unit);
                     }
                 }
                 let old = cell.read;
@@ -366,7 +364,7 @@ impl Shadow {
                 }
             }
         }
-        Ok(())
+        found
     }
 
     /// Notes a read by `ld.global.nc`, which [`Shadow::read`] has noted as a read.
@@ -413,10 +411,10 @@ impl Shadow {
         Ok(())
     }
 
-    /// Notes a write of `bytes` bytes at `at`. Returns whether the range held a strong write. Weak
-    /// writes of equal values do no harm, so `unchanged` tells whether a word of memory already
-    /// holds the written value. `before` gives the old value of the written bytes of a word, if it
-    /// is known.
+    /// Notes a write of `bytes` bytes at `at`. Returns whether the range held a strong write, and
+    /// the first violation, if there is one. Weak writes of equal values do no harm, so `unchanged`
+    /// tells whether a word of memory already holds the written value. `before` gives the old value
+    /// of the written bytes of a word, if it is known.
     pub(crate) fn write(
         &mut self,
         grids: &Grids,
@@ -425,10 +423,11 @@ impl Shadow {
         who: &Accessor,
         unchanged: impl Fn(u64) -> bool,
         before: impl Fn(u64) -> Option<u32>,
-    ) -> Result<bool, ViolationAt> {
+    ) -> (bool, Option<ViolationAt>) {
         // Neighbouring words mostly have the same history.
         let (mut fine, mut harmless) = (NOBODY, NOBODY);
-        let mut strong_before = false;
+        let (mut strong_before, mut found) = (false, None);
+        let race = |unit: Unit, other, wrote| Some((unit.at(), Violation::Race { other, wrote }));
         for (w, mask) in Self::words(at, bytes) {
             let mut me = who.record;
             me.bytes = mask;
@@ -451,7 +450,7 @@ impl Shadow {
                     && !(!last.how.rmw && !me.how.rmw && unchanged(4 * w))
                 {
                     if !(seen && self.observed(grids, unit, who)) {
-                        return Err((unit.at(), Violation::Race { other: last, wrote: true }));
+                        found = found.or(race(unit, last, true));
                     }
                 } else {
                     fine = last;
@@ -462,18 +461,19 @@ impl Shadow {
                     && let Some(readers) = self.read_only.remove(&unit)
                     && let Some(other) = readers.into_iter().find(|r| !this.after_kernel_of(grids, r.actor))
                 {
-                    return Err((unit.at(), Violation::Race { other, wrote: false }));
+                    found = found.or(race(unit, other, false));
                 }
                 if read != harmless {
                     if clash(&read) {
-                        return Err((unit.at(), Violation::Race { other: read, wrote: false }));
+                        found = found.or(race(unit, read, false));
+                    } else {
+                        harmless = read;
                     }
-                    harmless = read;
                 }
                 if crowded {
                     let readers = self.readers.remove(&unit).unwrap_or_default();
                     if let Some(other) = readers.by_actor.into_values().flatten().find(clash) {
-                        return Err((unit.at(), Violation::Race { other, wrote: false }));
+                        found = found.or(race(unit, other, false));
                     }
                 }
                 if seen {
@@ -484,7 +484,7 @@ impl Shadow {
                 self.join(w);
             }
         }
-        Ok(strong_before)
+        (strong_before, found)
     }
 
     /// A write had all bytes of a word: they have one history again.

@@ -11,6 +11,7 @@ use super::clock::{self, Key};
 use super::grids::{GridFacts, Grids};
 use super::history::History;
 use super::past::{CausalPast, PastView, Timeline};
+use super::reports::Reports;
 use super::shadow::{Accessor, How, Record, Shadow, Violation, ViolationAt};
 use super::stores::{Counts, Loaded, Stored};
 use crate::ir::{Scope, Sem};
@@ -49,6 +50,7 @@ pub(crate) struct World {
     /// Causal past that was released to hidden memory, for acquires there.
     pub(crate) outside: CausalPast,
     pub(crate) history: History,
+    pub(crate) reports: Reports,
     /// Causal past of the last sequentially consistent fences, by scope and by block.
     pub(crate) fences: HashMap<(Scope, Key), Release>,
     pub(super) hosts: HashMap<ThreadId, Host>,
@@ -82,6 +84,7 @@ impl World {
             chains: 0,
             outside: CausalPast::default(),
             history: History::default(),
+            reports: Reports::new(config.collect),
             fences: HashMap::new(),
             hosts: HashMap::new(),
             meeting: CausalPast::default(),
@@ -312,18 +315,18 @@ impl World {
         let who = Accessor { record, own: timeline, published: None, view: PastView::all(&past) };
         let World { shadows, grids, config, .. } = self;
         let shadow = &mut shadows[number as usize];
-        let result = if shadow.hidden {
+        let found = if shadow.hidden {
             // Host writes to hidden memory are not checked: the checker sees no other host accesses
             // there. Strong host reads are polls.
-            if write || how.strong.is_some() { Ok(()) } else { shadow.take(grids, at, bytes, &who) }
+            if write || how.strong.is_some() { None } else { shadow.take(grids, at, bytes, &who).err() }
         } else if write {
-            shadow.write(grids, at, bytes, &who, |_| false, |_| None).map(drop)
+            shadow.write(grids, at, bytes, &who, |_| false, |_| None).1
         } else {
             shadow.read(grids, at, bytes, &who)
         };
-        match result {
+        match found {
             // The host may read unwritten memory, as a debugger does.
-            Err(violation @ (_, Violation::Race { .. })) if config.races => Err(violation),
+            Some(violation @ (_, Violation::Race { .. })) if config.races => Err(violation),
             _ => Ok(()),
         }
     }

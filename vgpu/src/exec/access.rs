@@ -9,7 +9,7 @@ use super::simd;
 use super::state::window;
 use super::state::{Exec, Flow, LateLoad, Run, stop};
 use crate::check::hooks::Hooks;
-use crate::check::hooks::Place;
+use crate::check::hooks::{Blamed, Place};
 use crate::check::shadow::How;
 use crate::check::shadow::ViolationAt;
 use crate::fault::{FaultKind, WaitingFor};
@@ -416,8 +416,9 @@ impl<W: Hooks> Exec<'_, W> {
         for i in lanes(m) {
             self.pointer(LOADS, a.space, addr[i], size, i)?;
             let place = self.place(LOADS, a.space, addr[i]);
-            let result = self.watch.read(place, size, i, self.pc, how);
-            result.or_else(|violation| self.blame(place, violation, i, how, false))?;
+            if let Some(violation) = self.watch.read(place, size, i, self.pc, how) {
+                self.blame(place, violation, i, how, false)?;
+            }
         }
         Ok(())
     }
@@ -614,8 +615,11 @@ impl<W: Hooks> Exec<'_, W> {
                 now[e * n..][..n].copy_from_slice(&old.to_ne_bytes()[..n]);
             }
             let size = size as usize;
-            let result = self.watch.write(place, i, self.pc, how, &now[..size], &new[..size]);
-            let strong_before = result.or_else(|violation| self.blame(place, violation, i, how, true))?;
+            let (strong_before, violation) =
+                self.watch.write(place, i, self.pc, how, &now[..size], &new[..size]);
+            if let Some(violation) = violation {
+                self.blame(place, violation, i, how, true)?;
+            }
             // SAFETY: `pointer` checked bounds and alignment of the whole vector.
             unsafe { self.store_lane(a, p, i) };
             if a.sem == Sem::Weak && !strong_before {
@@ -730,8 +734,10 @@ impl<W: Hooks> Exec<'_, W> {
                 // SAFETY: `pointer` checked bounds and alignment.
                 let now = unsafe { read(p, a.bytes, Ordering::Relaxed) };
                 let n = a.bytes as usize;
-                let result = self.watch.write(place, i, self.pc, how, &now.to_ne_bytes()[..n], &[]);
-                result.or_else(|violation| self.blame(place, violation, i, how, true))?;
+                let (_, violation) = self.watch.write(place, i, self.pc, how, &now.to_ne_bytes()[..n], &[]);
+                if let Some(violation) = violation {
+                    self.blame(place, violation, i, how, true)?;
+                }
             }
             // SAFETY: `pointer` checked bounds and alignment.
             let old = unsafe { rmw(p, a.bytes, op, x, y) };
@@ -772,28 +778,31 @@ impl<W: Hooks> Exec<'_, W> {
         let p = self.pointer(LOADS, Space::Generic, addr, bytes, lane)?;
         if W::ON {
             let (place, how) = (self.place(LOADS, Space::Generic, addr), How::WEAK);
-            let result = self.watch.read(place, bytes, lane, self.pc, how);
-            result.or_else(|violation| self.blame(place, violation, lane, how, false))?;
+            if let Some(violation) = self.watch.read(place, bytes, lane, self.pc, how) {
+                self.blame(place, violation, lane, how, false)?;
+            }
         }
         // SAFETY: `pointer` checked bounds and alignment.
         Ok(unsafe { read(p, bytes as u8, Ordering::Relaxed) })
     }
 
-    /// The fault for an access that went wrong.
+    /// Reports an access that went wrong: a fault, unless the checker collects its reports.
     #[cold]
-    pub(super) fn blame<T>(
-        &self,
+    pub(super) fn blame(
+        &mut self,
         place: Place,
         violation: ViolationAt,
         lane: usize,
         how: How,
         write: bool,
-    ) -> Run<T> {
+    ) -> Run<()> {
         let label = match place {
             Place::Global { shadow, .. } => self.env.table.label_of(shadow).unwrap_or("memory").to_string(),
             _ => String::new(),
         };
-        stop(self.watch.describe(label, place, violation, lane, self.pc, how, write), Some(lane))
+        let blamed = Blamed { label, place, violation, lane, pc: self.pc, how, write, beside: self.mask };
+        let recent = self.warp.trace.before(self.pc);
+        self.watch.report(&blamed, recent).map_or(Ok(()), |kind| stop(kind, Some(lane)))
     }
 
     /// Offset in the shared window of an address that an instruction takes in `space` (shared or

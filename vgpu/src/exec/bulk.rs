@@ -150,7 +150,7 @@ impl BlockState {
                 End::Global(_) => continue,
             };
             let message = format!("the block has ended, and {what} before the last thread ends");
-            return Err((FaultKind::BulkCopy { message }, p.warp, p.pc));
+            return Err((FaultKind::CopyOutlivesBlock { message }, p.warp, p.pc));
         }
         self.progress_bulk(table, None).map(|_| ())
     }
@@ -231,11 +231,10 @@ impl<W: Hooks> Exec<'_, W> {
                 mbar,
                 committed: group,
             };
-            match self.watch.copy(&copy) {
-                Ok(old) => stale = old,
-                Err((place, write, violation)) => {
-                    return self.blame(place, violation, lane, How::BULK, write);
-                }
+            let (old, violations) = self.watch.copy(&copy);
+            stale = old;
+            for (place, write, violation) in violations {
+                self.blame(place, violation, lane, How::BULK, write)?;
             }
         }
         self.changed();

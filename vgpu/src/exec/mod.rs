@@ -187,6 +187,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
         }
         if W::ON && inst.op.concerns_others() {
             self.warp.trace.add(self.pc);
+            self.watch.together(self.mask);
         }
         if W::ON && !self.warp.late.is_empty() {
             self.take_late(&inst.op, m)?;

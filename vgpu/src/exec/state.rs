@@ -79,6 +79,11 @@ impl RecentSteps {
         }
         self.steps.push_back(pc);
     }
+
+    /// The steps other than `pc`, latest first.
+    pub(crate) fn before(&self, pc: u32) -> impl Iterator<Item = u32> + '_ {
+        self.steps.iter().rev().copied().filter(move |step| *step != pc)
+    }
 }
 
 /// A load under weak memory whose values are still to be delivered.

@@ -45,6 +45,8 @@ impl<W: Hooks> Exec<'_, W> {
                     if W::ON {
                         self.watch.sync_warp(mask & self.warp.live);
                     }
+                } else if W::ON {
+                    self.watch.collective(here);
                 }
                 self.execute_warp_op(op, here, mask);
                 done |= here;
@@ -440,12 +442,14 @@ impl<W: Hooks> Exec<'_, W> {
             }
             _ => (How::generic(Sem::Relaxed, Scope::Cta, 8, true), true),
         };
-        let result = if write {
-            self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]).map(drop)
+        let violation = if write {
+            self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]).1
         } else {
             self.watch.read(place, 8, lane, self.pc, how)
         };
-        result.or_else(|violation| self.blame(place, violation, lane, how, write))?;
+        if let Some(violation) = violation {
+            self.blame(place, violation, lane, how, write)?;
+        }
         match op {
             MbarOp::Init { .. } => self.watch.init_mbarrier(self.pc, offset),
             MbarOp::Arrive { .. } => self.watch.arrive_mbarrier(lane, self.pc, offset),

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use epoxide_vgpu::{CheckConfig, FaultKind, GridConfig, MachineError, Module, for_each_seed};
+use epoxide_vgpu::{Assumptions, CheckConfig, FaultKind, GridConfig, MachineError, Module, for_each_seed};
 
 use crate::common::{broken_seeds, correct_seeds, kernel, launch, replaying, run_numbered};
 
@@ -36,7 +36,10 @@ struct Variant {
     shape: GridConfig,
     /// The mode, given a seed; `None` is fast mode.
     modes: Vec<fn(u64) -> Option<CheckConfig>>,
+    assume: Assumptions,
     result: Vec<(usize, u64)>,
+    /// The class of the report of a broken kernel, where the file gives one.
+    class: Option<String>,
     /// Parts of the report of a broken kernel.
     reports: Vec<String>,
     /// `None` for a kernel that passes.
@@ -50,7 +53,9 @@ fn mode(name: &str) -> fn(u64) -> Option<CheckConfig> {
         "fast" => |_| None,
         "check" => |_| Some(CheckConfig::default()),
         "strict" => |_| Some(CheckConfig { strict_exits: true, ..CheckConfig::default() }),
-        "weak" => |seed| Some(CheckConfig { races: false, weak_memory: Some(seed), strict_exits: false }),
+        "weak" => {
+            |seed| Some(CheckConfig { races: false, weak_memory: Some(seed), ..CheckConfig::default() })
+        }
         _ => panic!("no mode '{name}'"),
     }
 }
@@ -105,7 +110,7 @@ fn variant(path: &Path, text: &str, name: &str, has_variants: bool) -> Variant {
             body.push(line);
         }
     }
-    const KEYS: [&str; 6] = ["launch", "mode", "result", "report", "seeds", "passes"];
+    const KEYS: [&str; 8] = ["launch", "mode", "assume", "result", "report", "class", "seeds", "passes"];
     for (_, setting) in &settings {
         assert!(KEYS.contains(&setting.split(':').next().unwrap()), "{title}: no setting '{setting}'");
     }
@@ -159,7 +164,13 @@ fn variant(path: &Path, text: &str, name: &str, has_variants: bool) -> Variant {
         let (word, value) = text.split_once('=').expect("WORD = VALUE");
         (number(word.trim()) as usize, number(value.trim()))
     };
+    let mut assume = Assumptions::default();
+    for name in values("assume") {
+        assume.state(name).unwrap_or_else(|e| panic!("{title}: {e}"));
+    }
     Variant {
+        assume,
+        class: values("class").first().map(|&class| class.to_owned()),
         module: Module::parse(&ptx).unwrap_or_else(|e| panic!("{title}: {e}")),
         name: title,
         shape: launch(number(blocks) as u32, number(threads) as u32),
@@ -173,11 +184,16 @@ fn variant(path: &Path, text: &str, name: &str, has_variants: bool) -> Variant {
 }
 
 impl Variant {
+    fn run(&self, mode: fn(u64) -> Option<CheckConfig>, seed: u64) -> Result<Vec<u64>, MachineError> {
+        let check = mode(seed).map(|check| CheckConfig { assume: self.assume, ..check });
+        run_numbered(&self.module, self.shape, seed, check)
+    }
+
     fn check(&self) {
         let Some(seeds) = self.broken else {
             return for_each_seed(correct_seeds(), |seed| {
                 for mode in &self.modes {
-                    let got = run_numbered(&self.module, self.shape, seed, mode(seed));
+                    let got = self.run(*mode, seed);
                     self.assert_result(&got.unwrap_or_else(|e| panic!("{}: {e}", self.name)));
                 }
             });
@@ -185,7 +201,7 @@ impl Variant {
         let runs = if seeds == Seeds::Every { broken_seeds() } else { correct_seeds() };
         for mode in &self.modes {
             let mut found = 0;
-            for_each_seed(runs, |seed| match run_numbered(&self.module, self.shape, seed, mode(seed)) {
+            for_each_seed(runs, |seed| match self.run(*mode, seed) {
                 Err(error) => {
                     self.assert_report(&error);
                     found += 1;
@@ -218,6 +234,9 @@ impl Variant {
             assert!(text.contains(part), "{name}: does not say '{part}': {text}");
         }
         let MachineError::Fault(fault) = error else { return };
+        if let Some(class) = &self.class {
+            assert_eq!(fault.kind.class().name(), class, "{name}: {text}");
+        }
         let mut lines = vec![(fault.ptx_line, &fault.ptx_text)];
         let [a, b] = &self.marks;
         let at_marks = if let FaultKind::Race(race) = &fault.kind {

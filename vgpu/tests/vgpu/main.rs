@@ -13,6 +13,7 @@ mod foreign;
 mod load;
 mod memory;
 mod random;
+mod reports;
 mod schedule;
 mod stores;
 mod system;

@@ -1,0 +1,414 @@
+//! Collected reports: one for each pair of lines, its class, and lists of accepted ones.
+
+use std::collections::HashMap;
+
+use crate::fault::{Fault, FaultKind};
+
+/// The kind of trouble that a report shows, the worst first. Each class has a rule that the checker decides from
+/// what it has seen in the run, without an assumption on hardware.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Class {
+    /// A race that no stated assumption mends: nothing orders the two accesses. Another schedule,
+    /// or weak memory ([`CheckConfig::weak_memory`](crate::CheckConfig::weak_memory)), may give
+    /// other results.
+    Corrupts,
+    /// A race by the letter of the memory model only: one of the [`Assumptions`](crate::Assumptions)
+    /// orders the two accesses, and the report names it.
+    Model,
+    /// The accesses are ordered, but one of them is a bulk copy, and there is no
+    /// `fence.proxy.async` between the ordering and the copy.
+    Proxy,
+    /// Memory is used before its first write, after it was freed, or by a copy that outlives its
+    /// block.
+    Lifetime,
+    /// An address outside of its memory, or misaligned.
+    Bounds,
+    /// A barrier, a mask, an mbarrier or a wait is used wrongly, or nothing can go on.
+    Synchronisation,
+    /// The kernel stopped itself, or it uses something that the virtual GPU lacks.
+    Stopped,
+}
+
+impl Class {
+    /// All of them.
+    pub const ALL: [Class; 7] = [
+        Class::Corrupts,
+        Class::Model,
+        Class::Proxy,
+        Class::Lifetime,
+        Class::Bounds,
+        Class::Synchronisation,
+        Class::Stopped,
+    ];
+
+    /// The name in reports and files, such as `corrupts`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Class::Corrupts => "corrupts",
+            Class::Model => "model",
+            Class::Proxy => "proxy",
+            Class::Lifetime => "lifetime",
+            Class::Bounds => "bounds",
+            Class::Synchronisation => "synchronisation",
+            Class::Stopped => "stopped",
+        }
+    }
+
+    /// The rule, as a sentence.
+    #[must_use]
+    pub fn rule(self) -> &'static str {
+        match self {
+            Class::Corrupts => {
+                "Nothing orders two accesses: another schedule or weak memory may give other results."
+            }
+            Class::Model => {
+                "The memory model does not order two accesses, but an assumption that can be stated does."
+            }
+            Class::Proxy => {
+                "Two accesses are ordered, but no fence.proxy.async stands between the order and a bulk copy."
+            }
+            Class::Lifetime => {
+                "Memory is used before its first write, after its end, or by a copy that outlives its block."
+            }
+            Class::Bounds => "An address is outside of its memory, or misaligned.",
+            Class::Synchronisation => {
+                "A barrier, a mask, an mbarrier or a wait is used wrongly, or nothing can go on."
+            }
+            Class::Stopped => "The kernel stopped itself, or it uses something that the virtual GPU lacks.",
+        }
+    }
+}
+
+impl std::fmt::Display for Class {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A line of a kernel that a report names.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ReportPlace {
+    /// Kernel name; empty for the host and for copies in a stream.
+    pub kernel: String,
+    /// Line in the PTX text, from 1.
+    pub ptx_line: usize,
+    /// The PTX line.
+    pub ptx_text: String,
+    /// File and line of the kernel's source, when the PTX carries line information.
+    pub source: Option<(String, u32)>,
+}
+
+/// A report that was collected: the first occurrence at a pair of lines, and how many there were.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// The first occurrence.
+    pub fault: Fault,
+    /// Occurrences at this pair of lines, the first one included.
+    pub occurrences: u64,
+}
+
+impl Report {
+    /// A report of a fault that occurred once.
+    #[must_use]
+    pub fn new(fault: Fault) -> Self {
+        Self { fault, occurrences: 1 }
+    }
+
+    /// The class of the first occurrence.
+    #[must_use]
+    pub fn class(&self) -> Class {
+        self.fault.kind.class()
+    }
+
+    /// The kind, such as `race`; see [`FaultKind::name`].
+    #[must_use]
+    pub fn kind(&self) -> &'static str {
+        self.fault.kind.name()
+    }
+
+    /// The line of the access that was noticed, and for a race that of the access before it.
+    #[must_use]
+    pub fn places(&self) -> Vec<ReportPlace> {
+        let Fault { kernel, ptx_line, ptx_text, source, kind, .. } = &self.fault;
+        let here = ReportPlace {
+            kernel: kernel.clone(),
+            ptx_line: *ptx_line,
+            ptx_text: ptx_text.trim().to_owned(),
+            source: source.clone(),
+        };
+        let FaultKind::Race(race) = kind else { return vec![here] };
+        let there = ReportPlace {
+            kernel: race.other.kernel.clone(),
+            ptx_line: race.other.ptx_line,
+            ptx_text: race.other.ptx_text.trim().to_owned(),
+            source: race.other.source.clone(),
+        };
+        vec![here, there]
+    }
+
+    /// Whether it is of the same kind at the same pair of lines, in either order.
+    #[must_use]
+    pub fn is_alike(&self, other: &Report) -> bool {
+        let key = |report: &Report| {
+            let mut places: Vec<_> =
+                report.places().into_iter().map(|place| (place.kernel, place.ptx_line)).collect();
+            places.sort();
+            places
+        };
+        self.kind() == other.kind() && key(self) == key(other)
+    }
+
+    /// Adds the reports `more` of another run to `all`: those at pairs of lines that are there
+    /// already raise the counts, and take their place if they are of an earlier class.
+    pub fn merge(all: &mut Vec<Report>, more: Vec<Report>) {
+        for report in more {
+            match all.iter_mut().find(|known| known.is_alike(&report)) {
+                Some(known) => {
+                    known.occurrences += report.occurrences;
+                    if report.class() < known.class() {
+                        known.fault = report.fault;
+                    }
+                }
+                None => all.push(report),
+            }
+        }
+    }
+}
+
+/// An access's line in a kernel: the identity of the kernel, and the PTX line.
+type Line = (usize, u32);
+/// A pair of lines in order, and the kind.
+pub(super) type Pair = (&'static str, [Line; 2]);
+
+/// The reports that a checker has collected.
+#[derive(Debug, Default)]
+pub(crate) struct Reports {
+    /// Reports that are collected at the most.
+    pub(crate) limit: usize,
+    all: Vec<Report>,
+    known: HashMap<Pair, usize>,
+}
+
+impl Reports {
+    pub(super) fn new(limit: usize) -> Self {
+        Self { limit, ..Self::default() }
+    }
+
+    /// Whether a report at these lines was collected before, which counts one more then.
+    pub(super) fn count_again(&mut self, pair: &Pair) -> bool {
+        let known = self.known.get(pair).and_then(|&at| self.all.get_mut(at));
+        known.map(|report| report.occurrences += 1).is_some()
+    }
+
+    /// Whether a new report ends the run.
+    pub(crate) fn is_full(&self) -> bool {
+        self.all.len() >= self.limit
+    }
+
+    pub(super) fn add(&mut self, pair: Pair, fault: Fault) {
+        self.known.insert(pair, self.all.len());
+        self.all.push(Report::new(fault));
+    }
+
+    /// Notes a fault whose lines have not been looked up. Returns it if there is no room.
+    pub(crate) fn note(&mut self, fault: Box<Fault>) -> Result<(), Box<Fault>> {
+        let report = Report::new(*fault);
+        if let Some(known) = self.all.iter_mut().find(|known| known.is_alike(&report)) {
+            known.occurrences += 1;
+        } else if self.is_full() {
+            return Err(Box::new(report.fault));
+        } else {
+            self.all.push(report);
+        }
+        Ok(())
+    }
+
+    pub(super) fn all(&self) -> &[Report] {
+        &self.all
+    }
+}
+
+/// A line of an [`AcceptList`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Accepted {
+    /// Line in the file, from 1.
+    pub line: usize,
+    /// The kind of the reports, or `*`.
+    pub kind: String,
+    /// A part of the name of one of the kernels, or `*`.
+    pub kernel: String,
+    /// One or two places: `ptx:LINE` or `FILE:LINE`, of which `FILE` is the end of a path.
+    pub places: Vec<String>,
+    /// Why these reports are accepted.
+    pub reason: String,
+    used: bool,
+}
+
+impl Accepted {
+    fn fits(&self, report: &Report, name_of: &dyn Fn(&str) -> String) -> bool {
+        let places = report.places();
+        let kernel = |place: &ReportPlace| {
+            self.kernel == "*"
+                || place.kernel.contains(&self.kernel)
+                || name_of(&place.kernel).contains(&self.kernel)
+        };
+        let at = |text: &String, place: &ReportPlace| match text.split_once("ptx:") {
+            Some(("", line)) => line.parse() == Ok(place.ptx_line),
+            _ => place.source.as_ref().is_some_and(|(file, line)| {
+                let full = format!("{file}:{line}");
+                full.strip_suffix(text.as_str()).is_some_and(|head| head.is_empty() || head.ends_with('/'))
+            }),
+        };
+        let fit = match (self.places.as_slice(), places.as_slice()) {
+            ([one], all) => all.iter().any(|place| at(one, place)),
+            ([a, b], [x, y]) => at(a, x) && at(b, y) || at(a, y) && at(b, x),
+            _ => false,
+        };
+        fit && (self.kind == "*" || self.kind == report.kind()) && places.iter().any(kernel)
+    }
+}
+
+/// Reports that are known and accepted, from a file.
+///
+/// A line of the file is `KIND KERNEL PLACE [PLACE] -- REASON`; empty lines and lines that begin
+/// with `#` are left out. `KIND` is a [`Report::kind`] or `*`. `KERNEL` is a part of the name of a
+/// kernel, mangled or not, or `*`. A place is `ptx:LINE`, or `FILE:LINE` with the end of the path of
+/// a source file. An entry with one place accepts the reports of which either side is there.
+///
+/// ```
+/// let list = epoxide_vgpu::AcceptList::parse(
+///     "race dispatch intranode.cu:470 intranode.cu:360 -- the ring has room for all tokens",
+/// )?;
+/// assert_eq!(list.entries()[0].reason, "the ring has room for all tokens");
+/// # Ok::<(), String>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AcceptList(Vec<Accepted>);
+
+impl AcceptList {
+    /// Reads the text of a file.
+    ///
+    /// # Errors
+    /// A line without its parts, with its number.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let mut entries = vec![];
+        for (line, content) in (1..).zip(text.lines().map(str::trim)) {
+            if content.is_empty() || content.starts_with('#') {
+                continue;
+            }
+            let (head, reason) = content.split_once(" -- ").map_or((content, ""), |(a, b)| (a, b.trim()));
+            let words: Vec<&str> = head.split_whitespace().collect();
+            let ([kind, kernel, places @ ..], false) = (words.as_slice(), reason.is_empty()) else {
+                return Err(format!("line {line}: '{content}' is not KIND KERNEL PLACE [PLACE] -- REASON"));
+            };
+            let is_place = |place: &&str| {
+                place.rsplit_once(':').is_some_and(|(file, n)| !file.is_empty() && n.parse::<u32>().is_ok())
+            };
+            if !(1..=2).contains(&places.len()) || !places.iter().all(is_place) {
+                return Err(format!(
+                    "line {line}: needs one or two places such as ptx:120 or kernel.cu:17 between the kernel and ' -- '"
+                ));
+            }
+            entries.push(Accepted {
+                line,
+                kind: (*kind).to_owned(),
+                kernel: (*kernel).to_owned(),
+                places: places.iter().map(|&place| place.to_owned()).collect(),
+                reason: reason.to_owned(),
+                used: false,
+            });
+        }
+        Ok(Self(entries))
+    }
+
+    /// The reason for which a report is accepted, if it is. `name_of` gives the readable name of a
+    /// kernel. All entries that fit count as used.
+    pub fn accepts(&mut self, report: &Report, name_of: &dyn Fn(&str) -> String) -> Option<String> {
+        let mut reason = None;
+        for entry in self.0.iter_mut().filter(|entry| entry.fits(report, name_of)) {
+            entry.used = true;
+            reason.get_or_insert_with(|| entry.reason.clone());
+        }
+        reason
+    }
+
+    /// All entries.
+    #[must_use]
+    pub fn entries(&self) -> &[Accepted] {
+        &self.0
+    }
+
+    /// The entries that have accepted nothing.
+    pub fn unused(&self) -> impl Iterator<Item = &Accepted> {
+        self.0.iter().filter(|entry| !entry.used)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fault::{Party, Race};
+
+    fn race(here: (&str, usize), there: (&str, usize)) -> Report {
+        let source = |line: usize| Some(("/src/a/ring.cu".to_owned(), line as u32));
+        let other =
+            Party { kernel: there.0.into(), ptx_line: there.1, source: source(there.1), ..Party::default() };
+        let race = Race { other, class: Class::Corrupts, ..Race::default() };
+        Report::new(Fault {
+            kernel: here.0.into(),
+            block: [0; 3],
+            warp: 0,
+            lane: None,
+            ptx_line: here.1,
+            ptx_text: String::new(),
+            source: source(here.1),
+            inlined: None,
+            kind: FaultKind::Race(Box::new(race)),
+            traces: vec![],
+        })
+    }
+
+    #[test]
+    fn reports_of_several_runs_merge_by_their_lines_in_either_order() {
+        let mut all = vec![race(("a", 3), ("b", 5))];
+        Report::merge(&mut all, vec![race(("b", 5), ("a", 3)), race(("a", 5), ("b", 3))]);
+        assert_eq!(all.iter().map(|report| report.occurrences).collect::<Vec<_>>(), [2, 1]);
+    }
+
+    #[test]
+    fn an_accept_list_matches_kinds_kernels_and_places() {
+        let accepts = |text: &str| {
+            let mut list = AcceptList::parse(text).unwrap();
+            let found = list.accepts(&race(("_Z1av", 3), ("b", 5)), &|name| name.replace("_Z1av", "a()"));
+            assert_eq!(list.unused().count(), usize::from(found.is_none()), "{text}");
+            found.is_some()
+        };
+        for text in [
+            "race a() ptx:3 ptx:5 -- known",
+            "* * ptx:5 ptx:3 -- known",
+            "race b ring.cu:5 -- known",
+            "race _Z1av a/ring.cu:3 ptx:5 -- known",
+        ] {
+            assert!(accepts(text), "{text}");
+        }
+        for text in [
+            "unwritten-read a ptx:3 -- another kind",
+            "race c ptx:3 -- another kernel",
+            "race a ptx:4 -- another line",
+            "race a ptx:3 ptx:3 -- another pair",
+            "race a ing.cu:3 -- a part of a file's name",
+        ] {
+            assert!(!accepts(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_bad_line_of_an_accept_list_is_named() {
+        for text in ["race a ptx:3", "race -- why", "race a b -- why", "race a ptx:1 ptx:2 ptx:3 -- why"] {
+            let error = AcceptList::parse(&format!("# list\n\n{text}\n")).unwrap_err();
+            assert!(error.starts_with("line 3: "), "{error}");
+        }
+    }
+}
