@@ -43,6 +43,9 @@ pub(crate) const F32: Format =
     Format { mantissa: 23, exponent: 8, max: 0x7f7f_ffff, nan: 0x7fff_ffff, infinite: true };
 pub(crate) const F16: Format = Format { mantissa: 10, exponent: 5, max: 0x7bff, nan: 0x7fff, infinite: true };
 pub(crate) const BF16: Format = Format { mantissa: 7, exponent: 8, max: 0x7f7f, nan: 0x7fff, infinite: true };
+/// The first 19 bits of 32.
+pub(crate) const TF32: Format =
+    Format { mantissa: 10, exponent: 8, max: 0x3_fbff, nan: 0x3_ffff, infinite: true };
 pub(crate) const E4M3: Format = Format { mantissa: 3, exponent: 4, max: 0x7e, nan: 0x7f, infinite: false };
 pub(crate) const E5M2: Format = Format { mantissa: 2, exponent: 5, max: 0x7b, nan: 0x7f, infinite: true };
 

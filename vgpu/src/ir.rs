@@ -6,6 +6,7 @@
 //! full warp is a loop the compiler vectorises. Immediates and read-only special registers are
 //! slots as well, filled when the warp starts: an operand is always just a slot number.
 
+use crate::exec::mma::Mma;
 use crate::ptx::Source;
 
 /// Named barriers per block.
@@ -314,6 +315,13 @@ pub(crate) enum WarpOp {
         d: u32,
         p: u32,
     },
+    /// Adds the product of `a` and `b` to `d`, in place.
+    Mma {
+        mma: Mma,
+        d: [u32; 4],
+        a: [u32; 4],
+        b: [u32; 2],
+    },
 }
 
 /// Modes of `shfl.sync`.
@@ -523,3 +531,6 @@ pub(crate) struct Origin {
     /// Lines in the source; line 0 when unknown.
     pub(crate) source: Source,
 }
+
+// An instruction is a cache line.
+const _: () = assert!(size_of::<Inst>() <= 64);

@@ -13,6 +13,7 @@ mod bulk;
 pub(crate) mod bulk_queue;
 mod converged;
 pub(crate) mod lanes;
+pub(crate) mod mma;
 mod print;
 mod simd;
 pub(crate) mod state;

@@ -165,6 +165,7 @@ impl<W: Hooks> Exec<'_, W> {
                 };
                 put(regs, d, here, &[r; 32]);
             }
+            WarpOp::Mma { mma, d, a, b } => mma.multiply(regs, &d, &a, &b),
             WarpOp::Elect { d, p } => {
                 // Which lane is up to the hardware, but it is always the same one for a mask: here
                 // the lowest.

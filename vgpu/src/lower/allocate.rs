@@ -74,6 +74,12 @@ fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) 
                     f(R32, Use, a);
                     f(R32, Def, d);
                 }
+                WarpOp::Mma { mma, d, a, b } => {
+                    let [na, nb, nd] = mma.registers();
+                    // The lowering's own registers: they are written in front of it and read behind it.
+                    d[..nd].iter_mut().for_each(|s| f(R32, Use, s));
+                    a[..na].iter_mut().chain(&mut b[..nb]).for_each(|s| f(R32, Use, s));
+                }
                 WarpOp::Elect { d, p } => {
                     f(R32, Def, d);
                     f(Pred, Def, p);

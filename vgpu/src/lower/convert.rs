@@ -4,8 +4,8 @@ use half::f16;
 
 use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
-use crate::exec::lanes::{Lane, Role, Sig, Spec, every_lane, lanes, op1, op2};
-use crate::float::{self, Format, Overflow, Round};
+use crate::exec::lanes::{Lane, Role, Sig, Spec, every_lane, lanes, op1, op2, rare1};
+use crate::float::{self, F32, Format, Overflow, Round, TF32};
 use crate::ir::{AluFn, File, Regs};
 
 const ROUND: &[(&str, (Round, bool))] = &[
@@ -38,6 +38,9 @@ struct Conversion {
 pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
     if m.has("pack") {
         return m.unsupported();
+    }
+    if m.has("tf32") {
+        return to_tf32(m);
     }
     let round = m.one_of(ROUND);
     let (ftz, satfinite, relu, sat) = (m.has("ftz"), m.has("satfinite"), m.has("relu"), m.has("sat"));
@@ -430,6 +433,38 @@ fn packed(c: &Conversion) -> Option<Spec> {
         (Ty::F16x2, Ty::E5m2x2, NEAREST, (false, true)) => op1(|v: u16| widen(v, E5M2, true)),
         _ => return None,
     })
+}
+
+/// `cvt.{rn,rna,rz}{.relu}{.satfinite}.tf32.f32`: a number of 32 bits whose last 13 are 0.
+fn to_tf32(m: &mut Mods) -> Result<Emit, String> {
+    fn narrow(v: f32, round: Round, finite: bool, relu: bool) -> u32 {
+        let overflow = if finite { Overflow::Finite } else { Overflow::Ieee };
+        let bits = float::convert(v.to_bits().into(), F32, TF32, round, overflow) as u32;
+        match () {
+            () if v.is_nan() => 0x7fff_ffff,
+            () if relu && v.is_sign_negative() => 0,
+            () => bits << 13,
+        }
+    }
+    let round = m.one_of(&[("rn", Round::Nearest), ("rna", Round::Away), ("rz", Round::Zero)]);
+    let (finite, relu) = (m.has("satfinite"), m.has("relu"));
+    if !m.has("f32") {
+        return m.unsupported();
+    }
+    let spec = match (round, finite, relu) {
+        (Some(Round::Nearest), false, false) => rare1(|v: f32| narrow(v, Round::Nearest, false, false)),
+        (Some(Round::Nearest), false, true) => rare1(|v: f32| narrow(v, Round::Nearest, false, true)),
+        (Some(Round::Nearest), true, false) => rare1(|v: f32| narrow(v, Round::Nearest, true, false)),
+        (Some(Round::Nearest), true, true) => rare1(|v: f32| narrow(v, Round::Nearest, true, true)),
+        (Some(Round::Zero), false, false) => rare1(|v: f32| narrow(v, Round::Zero, false, false)),
+        (Some(Round::Zero), false, true) => rare1(|v: f32| narrow(v, Round::Zero, false, true)),
+        (Some(Round::Zero), true, false) => rare1(|v: f32| narrow(v, Round::Zero, true, false)),
+        (Some(Round::Zero), true, true) => rare1(|v: f32| narrow(v, Round::Zero, true, true)),
+        (Some(Round::Away), false, false) => rare1(|v: f32| narrow(v, Round::Away, false, false)),
+        (Some(Round::Away), true, false) => rare1(|v: f32| narrow(v, Round::Away, true, false)),
+        _ => return m.unsupported(),
+    };
+    Ok(simple(spec))
 }
 
 #[cfg(test)]

@@ -99,6 +99,7 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
         "mbarrier" => sync::mbarrier(m)?,
         "cp" => sync::bulk(m)?,
         "ldmatrix" | "stmatrix" => matrix::transfer(m)?,
+        "mma" => matrix::multiply(m)?,
         "shfl" | "vote" | "match" | "redux" | "elect" => sync::warp_wide(m)?,
         "mad" | "madc" => match extended::decode(m)? {
             Some(emit) => emit,

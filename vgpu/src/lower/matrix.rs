@@ -1,5 +1,5 @@
-//! `ldmatrix` and `stmatrix`: 8 x 8 matrices of 16-bit elements between shared memory and the
-//! registers of a warp.
+//! `ldmatrix` and `stmatrix`, 8 x 8 matrices of 16-bit elements between shared memory and the
+//! registers of a warp, and `mma.sync`, products of matrices in registers.
 //!
 //! Lane `8 m + r` gives the address of row `r` of matrix `m`, and lane `t` holds elements
 //! `2 (t % 4)` and the next of row `t / 4`; with `.trans`, of column `t / 4`. So each lane gets the
@@ -9,6 +9,7 @@ use super::decode::Emit;
 use super::state::{Lower, Lowered};
 use super::types::Mods;
 use crate::exec::lanes::{op1, op2};
+use crate::exec::mma::{Element, Mma, Sum};
 use crate::ir::{Access, Addr, FULL, File, Init, Op, SINK, Scope, Sem, ShflMode, Space, Special, WarpOp};
 use crate::ptx::{Operand, Span};
 
@@ -156,4 +157,96 @@ fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
         regs,
     };
     if load { Op::Ld(a) } else { Op::St(a) }
+}
+
+/// `mma.sync.aligned.SHAPE.row.col{.satfinite}.D.A.B.C`: of the types for dense matrices, the floats
+/// of 8 to 32 bits and the integers of 8.
+pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
+    let whole = m.has("sync") & m.has("aligned") & m.has("row") & m.has("col");
+    let shapes = [
+        ("m8n8k16", (8, 16)),
+        ("m16n8k4", (16, 4)),
+        ("m16n8k8", (16, 8)),
+        ("m16n8k16", (16, 16)),
+        ("m16n8k32", (16, 32)),
+    ];
+    let Some((rows, k)) = m.one_of(&shapes) else { return m.unsupported() };
+    let saturates = m.has("satfinite");
+    // The last four modifiers are the types of D, A, B and C.
+    let names: Vec<&str> = m.names().collect();
+    let &[.., d, a, b, c] = names.as_slice() else { return m.unsupported() };
+    m.ignore(&[d, a, b, c]);
+    let element = |name| {
+        Some(match name {
+            "f16" => Element::F16,
+            "bf16" => Element::Bf16,
+            "tf32" => Element::Tf32,
+            "e4m3" => Element::E4m3,
+            "e5m2" => Element::E5m2,
+            "u8" => Element::U8,
+            "s8" => Element::S8,
+            _ => return None,
+        })
+    };
+    let sum = match d {
+        "f32" => Sum::F32,
+        "f16" => Sum::F16,
+        "s32" if saturates => Sum::SaturatedS32,
+        "s32" => Sum::S32,
+        _ => return m.unsupported(),
+    };
+    let (Some(a), Some(b)) = (element(a), element(b)) else { return m.unsupported() };
+    use Element::{Bf16, E4m3, E5m2, F16, S8, Tf32, U8};
+    let exists = match (a, b) {
+        (F16, F16) => rows == 16 && matches!(k, 8 | 16) && matches!(sum, Sum::F32 | Sum::F16),
+        (Bf16, Bf16) => rows == 16 && matches!(k, 8 | 16) && sum == Sum::F32,
+        (Tf32, Tf32) => matches!(k, 4 | 8) && sum == Sum::F32,
+        (E4m3 | E5m2, E4m3 | E5m2) => {
+            rows == 16 && matches!(k, 16 | 32) && matches!(sum, Sum::F32 | Sum::F16)
+        }
+        (U8 | S8, U8 | S8) => matches!(k, 16 | 32) && matches!(sum, Sum::S32 | Sum::SaturatedS32),
+        _ => false,
+    };
+    let floats_saturate = saturates && sum != Sum::SaturatedS32;
+    if !whole || !exists || floats_saturate || c != d {
+        return m.unsupported();
+    }
+    let mma = Mma { rows, k, a, b, sum };
+    Ok(Box::new(move |l, ops| product(l, mma, ops)))
+}
+
+fn product(l: &mut Lower, mma: Mma, ops: &[(Operand, Span)]) -> Lowered<()> {
+    l.count(ops, 4..=4)?;
+    let [na, nb, nd] = mma.registers();
+    let parts = |(op, pos): &(Operand, Span), wanted: usize| {
+        let parts = match op {
+            Operand::Vector(parts) => parts.clone(),
+            other => vec![other.clone()],
+        };
+        match parts.len() == wanted {
+            true => Ok(parts.into_iter().map(|part| (part, *pos)).collect::<Vec<_>>()),
+            false => Err((*pos, format!("{} registers given, {wanted} expected", parts.len()))),
+        }
+    };
+    let (mut a, mut b, mut sums) = ([SINK; 4], [SINK; 2], [SINK; 4]);
+    for (slot, op) in a.iter_mut().zip(parts(&ops[1], na)?) {
+        *slot = l.source_of::<u32>(&op)?;
+    }
+    for (slot, op) in b.iter_mut().zip(parts(&ops[2], nb)?) {
+        *slot = l.source_of::<u32>(&op)?;
+    }
+    // D may be registers of A or B, so the sums have registers of their own.
+    let copy = op1(|a: u32| a);
+    for (slot, op) in sums.iter_mut().zip(parts(&ops[3], nd)?) {
+        let from = l.source_of::<u32>(&op)?;
+        *slot = l.slot(File::R32);
+        l.push_alu(copy.f, [*slot, from, 0, 0, 0, 0], copy.sig);
+    }
+    let mask = l.constant(File::R32, Init::Bits(FULL.into()));
+    l.push(Op::Warp { op: WarpOp::Mma { mma, d: sums, a, b }, mask });
+    for (slot, op) in sums.into_iter().zip(parts(&ops[0], nd)?) {
+        let to = l.dest_of::<u32>(&op)?;
+        l.push_alu(copy.f, [to, slot, 0, 0, 0, 0], copy.sig);
+    }
+    Ok(())
 }

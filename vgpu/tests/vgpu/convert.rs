@@ -142,6 +142,21 @@ fn packed_conversions_put_the_first_source_high() {
 }
 
 #[test]
+fn tf32_keeps_ten_bits() {
+    let (tie, odd_tie) = (0x3f80_1000, 0x3f80_3000);
+    for (mode, of_tie, of_odd_tie) in [("rn", 0x3f80_0000, 0x3f80_4000), ("rna", 0x3f80_2000, 0x3f80_4000)] {
+        check(&format!("cvt.{mode}.tf32.f32 %r0, %r1;"), &[tie], of_tie);
+        check(&format!("cvt.{mode}.tf32.f32 %r0, %r1;"), &[odd_tie], of_odd_tie);
+        check(&format!("cvt.{mode}.tf32.f32 %r0, %r1;"), &[f(f32::MAX)], f(f32::INFINITY));
+    }
+    check("cvt.rz.tf32.f32 %r0, %r1;", &[odd_tie | 0xfff], 0x3f80_2000);
+    check("cvt.rn.satfinite.tf32.f32 %r0, %r1;", &[f(f32::MIN)], 0xff7f_e000);
+    check("cvt.rn.relu.tf32.f32 %r0, %r1;", &[f(-1.0)], 0);
+    check("cvt.rn.tf32.f32 %r0, %r1;", &[f(f32::NAN)], 0x7fff_ffff);
+    check("cvt.rn.tf32.f32 %r0, %r1;", &[0x0000_3000], 0x0000_4000);
+}
+
+#[test]
 fn illegal_conversions_are_rejected() {
     for op in [
         "cvt.f32.s32 %r0, %r1;",            // Must say how to round.
@@ -149,6 +164,8 @@ fn illegal_conversions_are_rejected() {
         "cvt.rni.f32.f64 %r0, %rd1;",       // Integral rounding between formats.
         "cvt.rn.s32.f32 %r0, %r1;",         // Needs the integral form.
         "cvt.rn.e4m3x2.f32 %h0, %r1, %r2;", // Needs satfinite.
+        "cvt.tf32.f32 %r0, %r1;",           // Must say how to round.
+        "cvt.rna.relu.tf32.f32 %r0, %r1;",  // Only with the other modes.
         "cvt.u32.u16 %r0, %r1, %r2;",       // Three operands.
         "cvt.u64.u32 %r0, %r1;",            // Destination too narrow.
     ] {

@@ -7,7 +7,7 @@
 
 mod host;
 
-use epoxide_vgpu::{Argument, FaultKind};
+use epoxide_vgpu::{Argument, FaultKind, Number};
 use half::{bf16, f16};
 use host::*;
 
@@ -1011,6 +1011,41 @@ fn triton_matrix_product() {
         gpu.launch_with("t_matmul", [2, 2, 1], 128, 8192, &arguments);
         assert_eq!(c.download().unwrap(), expected);
     });
+}
+
+/// Whole numbers up to 7, whose products have exact sums in every order.
+fn small(n: usize, seed: u64) -> Vec<i8> {
+    words(n, seed).into_iter().map(|v| (v % 15) as i8 - 7).collect()
+}
+
+/// The product by `t_dot_{kind}` of matrices that divide no tile, in numbers of one type.
+fn dot<T: Number, D: Number + PartialEq + std::fmt::Debug + Default>(
+    kind: &str,
+    number: impl Fn(i8) -> T,
+    sum: impl Fn(i32) -> D,
+) {
+    let (m, n, k) = (40usize, 72usize, 80usize);
+    let (a, b) = (small(m * k, 70), small(k * n, 71));
+    let element = |row: usize, column: usize| {
+        (0..k).map(|at| i32::from(a[row * k + at]) * i32::from(b[at * n + column])).sum()
+    };
+    let expected: Vec<D> = (0..m * n).map(|at| sum(element(at / n, at % n))).collect();
+    let [a, b] = [&a, &b].map(|of| of.iter().map(|&v| number(v)).collect::<Vec<T>>());
+    on_every_schedule(&format!("t_dot_{kind}"), |gpu| {
+        let (a, b, c) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<D>(m * n));
+        let sizes = [m, n, k].map(|v| v as i32);
+        let arguments: [&dyn Argument; 6] = [&a, &b, &c, &sizes[0], &sizes[1], &sizes[2]];
+        gpu.launch_with("t_dot", [2, 2, 1], 128, 48 << 10, &arguments);
+        assert_eq!(c.download().unwrap(), expected);
+    });
+}
+
+#[test]
+fn triton_products_on_tensor_cores() {
+    dot("bf16", |v| bf16::from_f32(v.into()), |v| v as f32);
+    dot("f16", |v| f16::from_f32(v.into()), |v| v as f32);
+    dot("tf32", f32::from, |v| v as f32);
+    dot("s8", |v| v, |v| v);
 }
 
 #[test]

@@ -12,6 +12,7 @@ mod convert;
 mod foreign;
 mod load;
 mod memory;
+mod mma;
 mod random;
 mod reports;
 mod schedule;

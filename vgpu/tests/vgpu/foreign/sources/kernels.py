@@ -118,6 +118,20 @@ def t_philox(y, seed, BLOCK: tl.constexpr):
     tl.store(y + i, tl.randint(seed, i))
 
 
+@triton.jit
+def t_dot(a, b, c, m, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TYPE: tl.constexpr):
+    rows = tl.program_id(0) * M + tl.arange(0, M)
+    columns = tl.program_id(1) * N + tl.arange(0, N)
+    inner = tl.arange(0, K)
+    total = tl.zeros((M, N), dtype=TYPE)
+    for k0 in range(0, k, K):
+        at = k0 + inner
+        x = tl.load(a + rows[:, None] * k + at[None, :], mask=(rows[:, None] < m) & (at[None, :] < k), other=0)
+        y = tl.load(b + at[:, None] * n + columns[None, :], mask=(at[:, None] < k) & (columns[None, :] < n), other=0)
+        total = tl.dot(x, y, total)
+    tl.store(c + rows[:, None] * n + columns[None, :], total, mask=(rows[:, None] < m) & (columns[None, :] < n))
+
+
 F, I, H = "*fp32", "*i32", "*fp16"
 KERNELS = [
     (t_vector_add, {"a": F, "b": F, "c": F, "n": "i32"}, {"BLOCK": 1024}),
@@ -141,3 +155,19 @@ for function, types, constants in KERNELS:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True})
     name = function.__name__
     (folder / f"{name}.ptx").write_text(f"// Triton {triton.__version__}\n{compiled.asm['ptx']}")
+
+# Products on the tensor cores of sm_80, which sm_90 has as well: mma.sync.
+SIZES = {"m": "i32", "n": "i32", "k": "i32"}
+for kind, pointer, total in [
+    ("bf16", "*bf16", tl.float32),
+    ("f16", "*fp16", tl.float32),
+    ("tf32", "*fp32", tl.float32),
+    ("s8", "*i8", tl.int32),
+]:
+    constants = {"M": 32, "N": 64, "K": 32, "TYPE": total}
+    signature = {"a": pointer, "b": pointer, "c": I if kind == "s8" else F} | SIZES
+    signature |= {name: "constexpr" for name in constants}
+    source = ASTSource(fn=t_dot, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 4})
+    assert compiled.metadata.shared <= 48 << 10, "the tests give 48 KiB"
+    (folder / f"t_dot_{kind}.ptx").write_text(f"// Triton {triton.__version__}\n{compiled.asm['ptx']}")

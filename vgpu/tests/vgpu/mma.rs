@@ -1,0 +1,340 @@
+//! `mma.sync` against a host oracle. The places of the elements in the registers are those of the
+//! PTX manual, section "Matrix multiply-accumulate operation using mma instruction", written down
+//! element by element as its tables have them.
+
+use epoxide_vgpu::{CheckConfig, FaultKind, GridConfig, Machine, MachineError, Module, supported_opcode};
+use half::{bf16, f16};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::common::{device, kernel, launch, reject, tier};
+
+/// A type of elements: its name, its bytes, and the bits and the value of a number that it has.
+#[derive(Clone, Copy)]
+struct Type {
+    name: &'static str,
+    bytes: usize,
+    bits: fn(f64) -> u32,
+}
+
+const F16: Type = Type { name: "f16", bytes: 2, bits: |x| f16::from_f64(x).to_bits().into() };
+const BF16: Type = Type { name: "bf16", bytes: 2, bits: |x| bf16::from_f64(x).to_bits().into() };
+// Bits below the mantissa of tf32 do not count.
+const TF32: Type = Type { name: "tf32", bytes: 4, bits: |x| (x as f32).to_bits() | 0x1555 };
+const F32: Type = Type { name: "f32", bytes: 4, bits: |x| (x as f32).to_bits() };
+const U8: Type = Type { name: "u8", bytes: 1, bits: |x| (x as u8).into() };
+const S8: Type = Type { name: "s8", bytes: 1, bits: |x| (x as i8 as u8).into() };
+const S32: Type = Type { name: "s32", bytes: 4, bits: |x| x as i64 as u32 };
+const E4M3: Type = Type { name: "e4m3", bytes: 1, bits: |x| small(x, 3, 7) };
+const E5M2: Type = Type { name: "e5m2", bytes: 1, bits: |x| small(x, 2, 15) };
+
+/// The bits of a normal number, or 0, that a float with few bits has exactly.
+fn small(x: f64, mantissa: u32, bias: i32) -> u32 {
+    let bits = x.to_bits();
+    if x == 0.0 {
+        return 0;
+    }
+    let exponent = (bits >> 52 & 0x7ff) as i32 - 1023 + bias;
+    let fraction = bits << 12 >> (64 - mantissa);
+    assert!(exponent > 0 && fraction << (64 - mantissa) == bits << 12, "{x} is not exact");
+    (bits >> 63 << 7) as u32 | (exponent as u32) << mantissa | fraction as u32
+}
+
+/// A product: `[rows, k]` by `[k, 8]`.
+struct Shape {
+    rows: usize,
+    k: usize,
+    a: Type,
+    b: Type,
+    sum: Type,
+    saturates: bool,
+}
+
+fn shape(rows: usize, k: usize, a: Type, b: Type, sum: Type) -> Shape {
+    Shape { rows, k, a, b, sum, saturates: false }
+}
+
+/// Row and column in A of element `i` of a lane.
+fn place_a(shape: &Shape, group: usize, thread: usize, i: usize) -> (usize, usize) {
+    match (shape.rows, shape.k, shape.a.bytes) {
+        (8, 16, 1) => (group, thread * 4 + i),
+        (16, 8, 2) => (if i < 2 { group } else { group + 8 }, thread * 2 + (i & 1)),
+        (16, 16, 2) => (
+            if matches!(i, 0 | 1 | 4 | 5) { group } else { group + 8 },
+            if i < 4 { thread * 2 + (i & 1) } else { thread * 2 + (i & 1) + 8 },
+        ),
+        (16, 4, 4) => (if i == 0 { group } else { group + 8 }, thread),
+        (16, 8, 4) => {
+            (if matches!(i, 0 | 2) { group } else { group + 8 }, if i < 2 { thread } else { thread + 4 })
+        }
+        (16, 16, 1) => (if i < 4 { group } else { group + 8 }, thread * 4 + (i & 3)),
+        (16, 32, 1) => (
+            if matches!(i, 0..4 | 8..12) { group } else { group + 8 },
+            if i < 8 { thread * 4 + (i & 3) } else { thread * 4 + (i & 3) + 16 },
+        ),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Row and column in B.
+fn place_b(shape: &Shape, group: usize, thread: usize, i: usize) -> (usize, usize) {
+    let row = match (shape.k, shape.b.bytes) {
+        (16, 1) => thread * 4 + i,
+        (8, 2) => thread * 2 + i,
+        (16, 2) => {
+            if i < 2 {
+                thread * 2 + (i & 1)
+            } else {
+                thread * 2 + (i & 1) + 8
+            }
+        }
+        (4, 4) => thread,
+        (8, 4) => {
+            if i == 0 {
+                thread
+            } else {
+                thread + 4
+            }
+        }
+        (32, 1) => {
+            if i < 4 {
+                thread * 4 + (i & 3)
+            } else {
+                thread * 4 + (i & 3) + 16
+            }
+        }
+        other => panic!("{other:?}"),
+    };
+    (row, group)
+}
+
+/// Row and column in C and D.
+fn place_d(group: usize, thread: usize, i: usize) -> (usize, usize) {
+    (if i < 2 { group } else { group + 8 }, thread * 2 + (i & 1))
+}
+
+type Matrix = Vec<Vec<f64>>;
+
+/// The registers of a matrix, 32 lanes each.
+fn registers(
+    matrix: &Matrix,
+    ty: Type,
+    elements: usize,
+    place: impl Fn(usize, usize, usize) -> (usize, usize),
+) -> Vec<[u32; 32]> {
+    let each = 4 / ty.bytes;
+    let mut registers = vec![[0; 32]; elements / each];
+    for lane in 0..32 {
+        for i in 0..elements {
+            let (row, column) = place(lane / 4, lane % 4, i);
+            registers[i / each][lane] |= (ty.bits)(matrix[row][column]) << (8 * ty.bytes * (i % each));
+        }
+    }
+    registers
+}
+
+impl Shape {
+    fn opcode(&self) -> String {
+        let Shape { rows, k, a, b, sum, saturates } = self;
+        let saturates = if *saturates { ".satfinite" } else { "" };
+        format!("mma.sync.aligned.m{rows}n8k{k}.row.col{saturates}.{0}.{1}.{2}.{0}", sum.name, a.name, b.name)
+    }
+
+    /// The kernel: registers of A, B and C from the buffer, and those of D behind them.
+    fn module(&self, a: usize, b: usize, c: usize) -> Module {
+        let list = |from: usize, n: usize| {
+            let names: Vec<_> = (from..from + n).map(|r| format!("%r{r}")).collect();
+            format!("{{{}}}", names.join(", "))
+        };
+        let all = a + b + c;
+        let loads: String =
+            (0..all).map(|r| format!("ld.global.u32 %r{r}, [%rd42+{}];\n", 256 * r)).collect();
+        // D in registers of A, which are read.
+        let stores: String =
+            (0..c).map(|r| format!("st.global.u32 [%rd42+{}], %r{r};\n", 256 * (all + r))).collect();
+        let mma =
+            format!("{} {}, {}, {}, {};", self.opcode(), list(0, c), list(0, a), list(a, b), list(a + b, c));
+        let text = kernel("", &format!("{loads}{mma}\n{stores}"));
+        Module::parse(&text).unwrap_or_else(|e| panic!("{e}"))
+    }
+
+    /// The bits of D.
+    fn run(&self, a: &Matrix, b: &Matrix, c: &Matrix, check: Option<CheckConfig>) -> Vec<Vec<u32>> {
+        let sums = self.rows * 8 / 32;
+        let of_a = registers(a, self.a, self.rows * self.k / 32, |g, t, i| place_a(self, g, t, i));
+        let of_b = registers(b, self.b, self.k * 8 / 32, |g, t, i| place_b(self, g, t, i));
+        let of_c = registers(c, self.sum, sums, place_d);
+        let module = self.module(of_a.len(), of_b.len(), of_c.len());
+        let words: Vec<u64> =
+            of_a.iter().chain(&of_b).chain(&of_c).chain(&of_c).flatten().map(|&v| v.into()).collect();
+        let mut machine = Machine::with_config(1, device(3), check);
+        let buf = machine.upload(0, "buf", &words).unwrap();
+        machine.launch_with(0, &module, "k", launch(1, 32), &[&buf]).unwrap();
+        machine.run().unwrap();
+        let words = buf.download().unwrap();
+        let out = &words[words.len() - 32 * of_c.len()..];
+        let each = 4 / self.sum.bytes;
+        let mut d = vec![vec![0; 8]; self.rows];
+        for lane in 0..32 {
+            for i in 0..sums {
+                let (row, column) = place_d(lane / 4, lane % 4, i);
+                let register = out[i / each * 32 + lane] as u32;
+                let bits = register >> (8 * self.sum.bytes * (i % each));
+                d[row][column] = if self.sum.bytes == 2 { bits & 0xffff } else { bits };
+            }
+        }
+        d
+    }
+
+    /// The sums, each in the order of k in double precision.
+    fn exact(&self, a: &Matrix, b: &Matrix, c: &Matrix) -> Matrix {
+        let sum = |row: usize, column: usize| {
+            (0..self.k).fold(c[row][column], |sum, k| sum + a[row][k] * b[k][column])
+        };
+        (0..self.rows).map(|row| (0..8).map(|column| sum(row, column)).collect()).collect()
+    }
+}
+
+fn matrix(rows: usize, columns: usize, mut value: impl FnMut() -> f64) -> Matrix {
+    (0..rows).map(|_| (0..columns).map(|_| value()).collect()).collect()
+}
+
+fn all_shapes() -> Vec<Shape> {
+    let mut shapes = vec![
+        shape(16, 8, F16, F16, F32),
+        shape(16, 16, F16, F16, F32),
+        shape(16, 8, F16, F16, F16),
+        shape(16, 16, F16, F16, F16),
+        shape(16, 8, BF16, BF16, F32),
+        shape(16, 16, BF16, BF16, F32),
+        shape(16, 4, TF32, TF32, F32),
+        shape(16, 8, TF32, TF32, F32),
+        shape(16, 32, E4M3, E5M2, F32),
+        shape(16, 32, E5M2, E4M3, F16),
+        shape(16, 16, E4M3, E4M3, F32),
+    ];
+    for (a, b) in [(S8, S8), (U8, S8), (S8, U8), (U8, U8)] {
+        shapes.push(shape(8, 16, a, b, S32));
+        shapes.push(shape(16, 16, a, b, S32));
+        shapes.push(shape(16, 32, a, b, S32));
+    }
+    shapes
+}
+
+#[test]
+fn products_of_small_whole_numbers_are_exact() {
+    // Whole numbers up to 6 and sums up to 2048 are exact in all of the types.
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    for shape in all_shapes() {
+        let name = shape.opcode();
+        assert!(supported_opcode(&name), "{name}");
+        for check in [None, Some(CheckConfig::default())] {
+            for _ in 0..tier(2, 20) {
+                let mut whole = |ty: Type, most: i32| {
+                    f64::from(rng.random_range(if ty.name == "u8" { 0 } else { -most }..=most))
+                };
+                let a = matrix(shape.rows, shape.k, || whole(shape.a, 6));
+                let b = matrix(shape.k, 8, || whole(shape.b, 6));
+                let c = matrix(shape.rows, 8, || whole(S32, 500));
+                let expected: Vec<Vec<u32>> = shape
+                    .exact(&a, &b, &c)
+                    .into_iter()
+                    .map(|row| row.into_iter().map(shape.sum.bits).collect())
+                    .collect();
+                assert_eq!(shape.run(&a, &b, &c, check), expected, "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_are_rounded_once() {
+    let mut rng = ChaCha8Rng::seed_from_u64(2);
+    for ty in [F16, BF16, TF32] {
+        for k in if ty.bytes == 4 { [4, 8] } else { [8, 16] } {
+            let shape = shape(16, k, ty, ty, F32);
+            // Numbers of 8 significant bits, which all types have, over many powers of 2.
+            let mut number = || {
+                let (mantissa, exponent) = (rng.random_range(-255..=255), rng.random_range(-12..4));
+                f64::from(mantissa) * 2f64.powi(exponent)
+            };
+            let (a, b) = (matrix(16, k, &mut number), matrix(k, 8, &mut number));
+            let c = matrix(16, 8, &mut number);
+            let rounded = |x: f64| (x as f32).to_bits();
+            let expected: Vec<Vec<u32>> = shape
+                .exact(&a, &b, &c)
+                .into_iter()
+                .map(|row| row.into_iter().map(rounded).collect())
+                .collect();
+            assert_eq!(shape.run(&a, &b, &c, None), expected, "{}", shape.opcode());
+        }
+    }
+}
+
+#[test]
+fn integer_sums_wrap_or_saturate() {
+    for saturates in [false, true] {
+        let shape = Shape { saturates, ..shape(16, 32, U8, U8, S32) };
+        let (a, b) = (matrix(16, 32, || 255.0), matrix(32, 8, || 255.0));
+        let c = matrix(16, 8, || f64::from(i32::MAX) - 3.0);
+        let sum = i64::from(i32::MAX) - 3 + 32 * 255 * 255;
+        let expected = if saturates { i32::MAX as u32 } else { sum as u32 };
+        assert_eq!(shape.run(&a, &b, &c, None), vec![vec![expected; 8]; 16]);
+    }
+}
+
+#[test]
+fn special_numbers_go_through() {
+    let shape = shape(16, 16, F16, F16, F32);
+    let (mut a, b) = (matrix(16, 16, || 1.0), matrix(16, 8, || 1.0));
+    let c = matrix(16, 8, || 0.0);
+    (a[3][7], a[4][2], a[5][0], a[5][1]) = (f64::INFINITY, f64::NAN, f64::INFINITY, f64::NEG_INFINITY);
+    // The smallest f16, which is no normal number, counts.
+    a[6] = vec![2f64.powi(-24); 16];
+    let d = shape.run(&a, &b, &c, None);
+    assert_eq!(d[3], [f32::INFINITY.to_bits(); 8]);
+    assert_eq!([d[4][0], d[5][7]], [0x7fff_ffff; 2]);
+    assert_eq!(d[6], [(16.0 * 2f32.powi(-24)).to_bits(); 8]);
+}
+
+#[test]
+fn every_lane_takes_part() {
+    let shape = shape(16, 8, BF16, BF16, F32);
+    let module = shape.module(2, 1, 4);
+    let run = |threads, check| {
+        let mut machine = Machine::with_config(1, device(1), check);
+        let buf = machine.upload(0, "buf", &[0u64; 32 * 11]).unwrap();
+        machine.launch_with(0, &module, "k", GridConfig::new(1, threads, 0), &[&buf]).unwrap();
+        machine.run()
+    };
+    run(32, Some(CheckConfig::default())).unwrap();
+    let Err(MachineError::Fault(fault)) = run(16, Some(CheckConfig::default())) else { panic!("passes") };
+    assert!(matches!(fault.kind, FaultKind::AbsentMembers { absent: 0xffff_0000, .. }), "{fault}");
+}
+
+#[test]
+fn what_is_no_product_is_refused() {
+    for opcode in [
+        "mma.sync.aligned.m16n8k16.row.row.f32.f16.f16.f32",
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.bf16.f32",
+        "mma.sync.aligned.m16n8k16.row.col.f16.bf16.bf16.f16",
+        "mma.sync.aligned.m16n8k16.row.col.satfinite.f32.f16.f16.f32",
+        "mma.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32",
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f16",
+        "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32",
+        "mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
+        "mma.sync.aligned.m16n8k16.row.col.f32",
+        "mma.sync",
+    ] {
+        assert!(!supported_opcode(opcode), "{opcode}");
+    }
+    let registers = |n: usize| format!("{{{}}}", vec!["%r1"; n].join(", "));
+    for (counts, what) in
+        [([4, 3, 2, 4], "3 registers given, 4 expected"), ([4, 4, 2, 5], "5 registers given")]
+    {
+        let operands: Vec<_> = counts.iter().map(|&n| registers(n)).collect();
+        let error =
+            reject(&format!("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {};", operands.join(", ")));
+        assert!(error.message.contains(what), "{error}");
+    }
+}
