@@ -203,6 +203,9 @@ pub struct Party {
     pub ptx_text: String,
     /// Rust file and line, when the PTX carries line information.
     pub source: Option<(String, u32)>,
+    /// Rust file and line of the inlined function that the instruction belongs to, when that is
+    /// another line.
+    pub inlined: Option<(String, u32)>,
 }
 
 impl Party {
@@ -228,8 +231,8 @@ impl fmt::Display for Party {
         if let Some(lane) = self.lane {
             write!(f, ", lane {lane}")?;
         }
-        if let Some((file, line)) = &self.source {
-            write!(f, "\n    at {file}:{line}")?;
+        if let Some(source) = &self.source {
+            write!(f, "\n    {}", At(source, self.inlined.as_ref()))?;
         }
         write!(f, "\n    PTX line {}: {}", self.ptx_line, self.ptx_text.trim())
     }

@@ -214,9 +214,14 @@ impl Kernel {
         (line, text, self.named(o.source.own))
     }
 
-    /// PTX line of instruction `pc`.
-    pub(crate) fn line(&self, pc: u32) -> u32 {
-        self.origins.get(pc as usize).map_or(0, |origin| origin.ptx_line)
+    /// Source lines of instruction `pc`: the kernel's own and that of the inlined function. Without
+    /// line information, the PTX line and nothing.
+    pub(crate) fn lines(&self, pc: u32) -> [SourceLine; 2] {
+        let Origin { ptx_line, source } = self.origins.get(pc as usize).copied().unwrap_or_default();
+        if source.own.line == 0 {
+            return [SourceLine { file: u32::MAX, line: ptx_line }, SourceLine::default()];
+        }
+        [source.own, source.innermost]
     }
 
     /// The Rust file and line that instruction `pc` was inlined from, when that is not the kernel's

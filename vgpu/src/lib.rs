@@ -87,7 +87,7 @@ pub use kernel::{InstructionPlace, Kernel, ParamInfo};
 pub use machine::{Argument, Array, Machine, MachineError, Number};
 pub use memory::{Memory, Region, Reservation};
 pub use memory_error::{MemoryError, NearRegion};
-pub use module::Module;
+pub use module::{Module, Refusal};
 pub use seeds::for_each_seed;
 
 /// Whether the virtual GPU supports an opcode, given with all of its modifiers

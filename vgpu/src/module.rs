@@ -9,6 +9,15 @@ use crate::kernel::{Globals, Kernel};
 use crate::memory::Memory;
 use crate::{lower, ptx};
 
+/// Something in PTX that the virtual GPU refuses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// The kernel that it keeps from running; empty if that is every kernel of the module.
+    pub kernel: String,
+    /// The place and the reason.
+    pub error: PtxError,
+}
+
 /// A parsed PTX module.
 #[derive(Debug)]
 pub struct Module {
@@ -28,6 +37,25 @@ impl Module {
             lower::module(text, &file, NEXT_ID.fetch_add(1, Ordering::Relaxed))?;
         let kernels = kernels.into_iter().map(|k| (k.name.clone(), Arc::new(k))).collect();
         Ok(Self { version: file.version, target: file.target, kernels, globals })
+    }
+
+    /// All that [`parse`](Self::parse) would refuse, not only the first: empty if it accepts the
+    /// text. Text that is not PTX has one error, because nothing behind it can be read.
+    #[must_use]
+    pub fn refusals(text: &str) -> Vec<Refusal> {
+        let file = match ptx::parse(text) {
+            Ok(file) => file,
+            Err(error) => return vec![Refusal { kernel: String::new(), error }],
+        };
+        let mut all: Vec<Refusal> = vec![];
+        for (kernel, error) in lower::refusals(text, &file) {
+            let refusal = Refusal { kernel, error };
+            // A function is lowered once for each call.
+            if !all.contains(&refusal) {
+                all.push(refusal);
+            }
+        }
+        all
     }
 
     /// The kernel of this name.

@@ -9,7 +9,7 @@ use super::grids::Grids;
 use super::history::Wait;
 use super::past::{CausalPast, GLOBAL, PastView, SHARED};
 use super::report;
-use super::reports::Pair;
+use super::reports::{Line, Pair};
 use super::shadow::{Accessor, How, Record, Shadow, Violation, ViolationAt};
 use super::world::World;
 use crate::fault::FaultKind;
@@ -155,7 +155,7 @@ impl CheckHooks<'_> {
         let grids = &self.world.grids;
         let line = |actor: Key, pc: u32| {
             let kernel = grids.facts(actor).map(|facts| &facts.kernel);
-            kernel.map_or((0, 0), |kernel| (Arc::as_ptr(kernel) as usize, kernel.line(pc)))
+            kernel.map_or_else(Line::default, |kernel| (Arc::as_ptr(kernel) as usize, kernel.lines(pc)))
         };
         let own = self.own(blamed.lane);
         let here = line(own, blamed.pc);

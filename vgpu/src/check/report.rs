@@ -69,6 +69,7 @@ fn party(grids: &Grids, access: String, actor: Key, pc: u32, me: Key) -> Party {
         ptx_line,
         ptx_text,
         source,
+        inlined: facts.kernel.inlined(pc),
     }
 }
 
@@ -281,14 +282,10 @@ pub(crate) fn collected(
     pc: u32,
     recent: impl Iterator<Item = u32>,
 ) -> Fault {
-    let Party { kernel, block, warp, lane, ptx_line, ptx_text, source, .. } =
+    let Party { kernel, block, warp, lane, ptx_line, ptx_text, source, inlined, .. } =
         party(grids, String::new(), own, pc, own);
     let warp = warp.unwrap_or_default();
-    let (mut inlined, mut steps) = (None, vec![]);
-    if let Some(facts) = grids.facts(own) {
-        inlined = facts.kernel.inlined(pc);
-        steps = TraceStep::list(&facts.kernel, recent);
-    }
+    let steps = grids.facts(own).map(|facts| TraceStep::list(&facts.kernel, recent)).unwrap_or_default();
     let traces = if steps.is_empty() { vec![] } else { vec![Trace { block, warp, steps }] };
     Fault { kernel, block, warp, lane, ptx_line, ptx_text, source, inlined, kind, traces }
 }

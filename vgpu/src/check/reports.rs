@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use crate::fault::{Fault, FaultKind};
+use crate::fault::{Fault, FaultKind, Party};
+use crate::ptx::SourceLine;
 
 /// The kind of trouble that a report shows, the worst first. Each class has a rule that the checker decides from
 /// what it has seen in the run, without an assumption on hardware.
@@ -98,9 +99,25 @@ pub struct ReportPlace {
     pub ptx_text: String,
     /// File and line of the kernel's source, when the PTX carries line information.
     pub source: Option<(String, u32)>,
+    /// File and line of the inlined function that the instruction belongs to, when that is another
+    /// line.
+    pub inlined: Option<(String, u32)>,
+}
+
+impl ReportPlace {
+    /// Whether both are the same line of the source of the same kernel; without line information,
+    /// the same line of PTX. An unrolled loop has many lines of PTX for one of the source.
+    #[must_use]
+    pub fn is_same_line(&self, other: &ReportPlace) -> bool {
+        let line = |place: &ReportPlace| place.source.is_none().then_some(place.ptx_line);
+        self.kernel == other.kernel
+            && (&self.source, &self.inlined) == (&other.source, &other.inlined)
+            && line(self) == line(other)
+    }
 }
 
 /// A report that was collected: the first occurrence at a pair of lines, and how many there were.
+/// [`ReportPlace::is_same_line`] says which lines are the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     /// The first occurrence.
@@ -131,19 +148,22 @@ impl Report {
     /// The line of the access that was noticed, and for a race that of the access before it.
     #[must_use]
     pub fn places(&self) -> Vec<ReportPlace> {
-        let Fault { kernel, ptx_line, ptx_text, source, kind, .. } = &self.fault;
+        let Fault { kernel, ptx_line, ptx_text, source, inlined, kind, .. } = &self.fault;
         let here = ReportPlace {
             kernel: kernel.clone(),
             ptx_line: *ptx_line,
             ptx_text: ptx_text.trim().to_owned(),
             source: source.clone(),
+            inlined: inlined.clone(),
         };
         let FaultKind::Race(race) = kind else { return vec![here] };
+        let Party { kernel, ptx_line, ptx_text, source, inlined, .. } = &race.other;
         let there = ReportPlace {
-            kernel: race.other.kernel.clone(),
-            ptx_line: race.other.ptx_line,
-            ptx_text: race.other.ptx_text.trim().to_owned(),
-            source: race.other.source.clone(),
+            kernel: kernel.clone(),
+            ptx_line: *ptx_line,
+            ptx_text: ptx_text.trim().to_owned(),
+            source: source.clone(),
+            inlined: inlined.clone(),
         };
         vec![here, there]
     }
@@ -151,13 +171,14 @@ impl Report {
     /// Whether it is of the same kind at the same pair of lines, in either order.
     #[must_use]
     pub fn is_alike(&self, other: &Report) -> bool {
-        let key = |report: &Report| {
-            let mut places: Vec<_> =
-                report.places().into_iter().map(|place| (place.kernel, place.ptx_line)).collect();
-            places.sort();
-            places
+        let same = match (self.places().as_slice(), other.places().as_slice()) {
+            ([a], [x]) => a.is_same_line(x),
+            ([a, b], [x, y]) => {
+                a.is_same_line(x) && b.is_same_line(y) || a.is_same_line(y) && b.is_same_line(x)
+            }
+            _ => false,
         };
-        self.kind() == other.kind() && key(self) == key(other)
+        same && self.kind() == other.kind()
     }
 
     /// Adds the reports `more` of another run to `all`: those at pairs of lines that are there
@@ -177,8 +198,10 @@ impl Report {
     }
 }
 
-/// An access's line in a kernel: the identity of the kernel, and the PTX line.
-type Line = (usize, u32);
+/// An access's line in a kernel: the identity of the kernel, and [`Kernel::lines`].
+///
+/// [`Kernel::lines`]: crate::Kernel
+pub(super) type Line = (usize, [SourceLine; 2]);
 /// A pair of lines in order, and the kind.
 pub(super) type Pair = (&'static str, [Line; 2]);
 
@@ -256,7 +279,7 @@ impl Accepted {
         };
         let at = |text: &String, place: &ReportPlace| match text.split_once("ptx:") {
             Some(("", line)) => line.parse() == Ok(place.ptx_line),
-            _ => place.source.as_ref().is_some_and(|(file, line)| {
+            _ => [&place.source, &place.inlined].into_iter().flatten().any(|(file, line)| {
                 let full = format!("{file}:{line}");
                 full.strip_suffix(text.as_str()).is_some_and(|head| head.is_empty() || head.ends_with('/'))
             }),
@@ -275,7 +298,7 @@ impl Accepted {
 /// A line of the file is `KIND KERNEL PLACE [PLACE] -- REASON`; empty lines and lines that begin
 /// with `#` are left out. `KIND` is a [`Report::kind`] or `*`. `KERNEL` is a part of the name of a
 /// kernel, mangled or not, or `*`. A place is `ptx:LINE`, or `FILE:LINE` with the end of the path of
-/// a source file. An entry with one place accepts the reports of which either side is there.
+/// a source file: that of the kernel, or that of a function inlined there. An entry with one place accepts the reports of which either side is there.
 ///
 /// ```
 /// let list = epoxide_vgpu::AcceptList::parse(
@@ -349,7 +372,7 @@ impl AcceptList {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fault::{Party, Race};
+    use crate::fault::Race;
 
     fn race(here: (&str, usize), there: (&str, usize)) -> Report {
         let source = |line: usize| Some(("/src/a/ring.cu".to_owned(), line as u32));

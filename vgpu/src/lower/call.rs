@@ -55,7 +55,8 @@ pub(super) fn call(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
     let outside = std::mem::replace(&mut l.scopes, vec![inside]);
     l.calls.push(Call { name: name.clone(), returns: vec![] });
     l.statements(body)?;
-    l.close_scope()?;
+    let closed = l.close_scope();
+    l.unless_noted(closed)?;
     l.scopes = outside;
     let end = l.code.len() as u32;
     let returns = l.calls.pop().map_or(vec![], |c| c.returns);

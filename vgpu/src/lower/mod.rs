@@ -35,6 +35,26 @@ pub(crate) struct Loaded {
 
 /// Lowers all kernels of a file.
 pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Loaded, PtxError> {
+    load(text, file, module_id, None)
+}
+
+/// Lowers all kernels of a file as far as possible. Returns all that stands in the way, each with
+/// its kernel.
+pub(crate) fn refusals(text: &str, file: &ptx::File) -> Vec<(String, PtxError)> {
+    let mut refused = vec![];
+    if let Err(error) = load(text, file, 0, Some(&mut refused)) {
+        refused.push((String::new(), error));
+    }
+    refused
+}
+
+/// With `refused`, errors of kernels go there, and such kernels are left out.
+fn load(
+    text: &str,
+    file: &ptx::File,
+    module_id: u64,
+    mut refused: Option<&mut Vec<(String, PtxError)>>,
+) -> Result<Loaded, PtxError> {
     let at = |(pos, message): (Span, String)| error_at(text, pos.line, pos.column, message);
     let mut shared = HashMap::new();
     let mut globals = HashMap::new();
@@ -69,6 +89,7 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Loa
     let mut kernels: Vec<Kernel> = vec![];
     for e in &file.entries {
         let mut l = Lower::new(&shared, &globals, &functions);
+        l.refused = refused.is_some().then(Vec::new);
         let mut params = vec![];
         let mut param_bytes = 0usize;
         for p in &e.params {
@@ -78,6 +99,10 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Loa
             params.push(ParamInfo { name: p.name.clone(), offset, size: p.size, align: p.align });
         }
         l.body(&e.body).map_err(at)?;
+        if let (Some(all), Some(errors)) = (&mut refused, l.refused.take_if(|errors| !errors.is_empty())) {
+            all.extend(errors.into_iter().map(|error| (e.name.clone(), at(error))));
+            continue;
+        }
         let allocated = allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);
         count_straight_runs(&mut l.code);
         // A register without a name is the lowering's own, copied from registers that were read.
@@ -117,30 +142,37 @@ impl Lower<'_> {
         // Falling off the end is a return; it also keeps every branch target inside of the code.
         self.guard = NO_GUARD;
         self.push(Op::Exit);
-        self.close_scope()
+        let closed = self.close_scope();
+        self.unless_noted(closed)
     }
 
     fn statements(&mut self, body: &[Stmt]) -> Lowered<()> {
         for stmt in body {
-            match stmt {
-                Stmt::Open => self.scopes.push(Scope::default()),
-                Stmt::Close => self.close_scope()?,
-                Stmt::Reg { pos, ty, name, count } => self.registers(*pos, ty, name, *count)?,
-                Stmt::Var(v) => self.variable(v)?,
-                Stmt::Label { pos, name } => {
-                    let pc = self.code.len() as u32;
-                    self.bind(*pos, name, Binding::Label { pc })?;
-                }
-                Stmt::Targets { pos, name, labels } => {
-                    let table = self.tables.len() as u32;
-                    self.tables.push(vec![0; labels.len()]);
-                    self.bind(*pos, name, Binding::Targets { table })?;
-                    for (i, (label, pos)) in labels.iter().enumerate() {
-                        self.fixup(label, *pos, Patch::Table(table, i));
-                    }
-                }
-                Stmt::Inst(inst) => self.instruction(inst)?,
+            let done = self.statement(stmt);
+            self.unless_noted(done)?;
+        }
+        Ok(())
+    }
+
+    fn statement(&mut self, stmt: &Stmt) -> Lowered<()> {
+        match stmt {
+            Stmt::Open => self.scopes.push(Scope::default()),
+            Stmt::Close => self.close_scope()?,
+            Stmt::Reg { pos, ty, name, count } => self.registers(*pos, ty, name, *count)?,
+            Stmt::Var(v) => self.variable(v)?,
+            Stmt::Label { pos, name } => {
+                let pc = self.code.len() as u32;
+                self.bind(*pos, name, Binding::Label { pc })?;
             }
+            Stmt::Targets { pos, name, labels } => {
+                let table = self.tables.len() as u32;
+                self.tables.push(vec![0; labels.len()]);
+                self.bind(*pos, name, Binding::Targets { table })?;
+                for (i, (label, pos)) in labels.iter().enumerate() {
+                    self.fixup(label, *pos, Patch::Table(table, i));
+                }
+            }
+            Stmt::Inst(inst) => self.instruction(inst)?,
         }
         Ok(())
     }

@@ -83,6 +83,8 @@ pub(crate) struct Lower<'a> {
     pub(super) guard: u32,
     pub(super) origin: Origin,
     pub(super) pos: Span,
+    /// Errors, where all of them are wanted and not only the first.
+    pub(super) refused: Option<Vec<(Span, String)>>,
 }
 
 impl<'a> Lower<'a> {
@@ -113,6 +115,18 @@ impl<'a> Lower<'a> {
             guard: NO_GUARD,
             origin: Origin::default(),
             pos: Span::default(),
+            refused: None,
+        }
+    }
+
+    /// Notes an error, where all of them are wanted.
+    pub(super) fn unless_noted(&mut self, done: Lowered<()>) -> Lowered<()> {
+        match (done, &mut self.refused) {
+            (Err(error), Some(all)) => {
+                all.push(error);
+                Ok(())
+            }
+            (done, _) => done,
         }
     }
 

@@ -164,7 +164,7 @@ impl Operand {
 }
 
 /// File number and line.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SourceLine {
     /// Number of the file, as `.file` gives it.
     pub file: u32,

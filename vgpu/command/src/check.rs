@@ -1,0 +1,87 @@
+//! `vgpu check`: everything in PTX files that the virtual GPU refuses.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use epoxide_vgpu::{Class, Module, Refusal, ptx};
+use serde_json::{Map, json};
+
+use crate::names::readable;
+use crate::output::{Document, Finding, Format, Place, Verdict, read};
+
+/// Arguments of the command.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// PTX files
+    #[arg(required = true)]
+    files: Vec<PathBuf>,
+    /// Form of the output
+    #[arg(long, value_enum, default_value = "text")]
+    format: Format,
+}
+
+/// Lists what is refused in each file.
+///
+/// # Errors
+/// A file cannot be read.
+pub fn run(args: &Args) -> Result<Verdict> {
+    let mut document = Document { command: "check", findings: vec![], notes: vec![], more: Map::new() };
+    let mut files = vec![];
+    for path in &args.files {
+        let text = read(path)?;
+        let refusals = Module::refusals(&text);
+        let kernels = ptx::parse(&text).map_or(0, |file| file.entries.len());
+        let mut refused: Vec<&str> = refusals.iter().map(|refusal| refusal.kernel.as_str()).collect();
+        refused.sort_unstable();
+        refused.dedup();
+        // What is in no kernel keeps all of them from running.
+        let runs = if refused.contains(&"") { 0 } else { kernels - refused.len() };
+        document.notes.push(format!("{}: {runs} of {kernels} kernels run", path.display()));
+        files.push(json!({ "file": path.display().to_string(), "kernels": kernels, "run": runs }));
+        document.findings.extend(refusals.iter().map(|refusal| finding(path, &text, refusal)));
+    }
+    document.more.insert("files".into(), json!(files));
+    document.print(args.format)
+}
+
+fn finding(path: &Path, text: &str, Refusal { kernel, error, .. }: &Refusal) -> Finding {
+    let kernel = readable(kernel);
+    let source = source_of(text, error.line);
+    let mut message = String::new();
+    if !kernel.is_empty() {
+        message += &format!("  in kernel '{kernel}'\n");
+    }
+    if let Some((file, line)) = &source {
+        message += &format!("  at {file}:{line}\n");
+    }
+    message += &format!("  {}:{}:{}: {}", path.display(), error.line, error.column, error.message);
+    message += &format!("\n  | {}", error.source_line.trim());
+    let place = Place {
+        kernel,
+        ptx: path.to_owned(),
+        ptx_line: error.line,
+        ptx_text: error.source_line.trim().to_owned(),
+        source,
+    };
+    Finding {
+        kind: "refused".into(),
+        class: Class::Stopped,
+        text: message,
+        places: vec![place],
+        occurrences: 1,
+        seeds: vec![],
+        accepted: None,
+    }
+}
+
+/// The line of the source that an instruction at a line of the PTX comes from.
+fn source_of(text: &str, line: usize) -> Option<(String, u32)> {
+    let file = ptx::parse(text).ok()?;
+    let functions = file.functions.iter().filter_map(|function| function.body.as_ref());
+    let bodies = file.entries.iter().map(|entry| &entry.body).chain(functions);
+    let source = bodies.flatten().find_map(|stmt| match stmt {
+        ptx::Stmt::Inst(inst) if inst.pos.line == line => inst.source,
+        _ => None,
+    });
+    file.place(source?.own)
+}

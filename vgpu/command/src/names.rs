@@ -1,0 +1,88 @@
+//! Readable names of kernels, and kernels by a part of their name.
+
+use anyhow::{Result, bail};
+use epoxide_vgpu::Module;
+
+/// The name of a kernel as its source has it. A name that no compiler has mangled is returned as it
+/// is.
+pub fn readable(name: &str) -> String {
+    if let Ok(rust) = rustc_demangle::try_demangle(name) {
+        // Without the hash behind it.
+        return format!("{rust:#}");
+    }
+    cpp_demangle::Symbol::new(name).ok().and_then(|symbol| symbol.demangle().ok()).unwrap_or(name.to_owned())
+}
+
+/// Puts readable names in the place of those that stand in quotes in a report.
+pub fn make_readable(text: &str, module: &Module) -> String {
+    module.kernels().fold(text.to_owned(), |text, kernel| {
+        let name = kernel.name();
+        text.replace(&format!("'{name}'"), &format!("'{}'", readable(name)))
+    })
+}
+
+/// The kernel whose name is `wanted`, or the only one of whose name, as the source has it, `wanted`
+/// is a part. Without `wanted`, the only kernel.
+pub fn find(module: &Module, wanted: Option<&str>) -> Result<String> {
+    let all: Vec<String> = module.kernels().map(|kernel| kernel.name().to_owned()).collect();
+    let list =
+        |names: &[String]| names.iter().map(|name| format!("\n  {}", readable(name))).collect::<String>();
+    let Some(wanted) = wanted else {
+        return match all.as_slice() {
+            [] => bail!("the file has no kernel"),
+            [one] => Ok(one.clone()),
+            _ => bail!("the file has several kernels, so name one of them:{}", list(&all)),
+        };
+    };
+    let exact = all.iter().find(|name| *name == wanted || readable(name) == wanted);
+    if let Some(name) = exact {
+        return Ok(name.clone());
+    }
+    let fits = |name: &&String| readable(name).contains(wanted) || name.contains(wanted);
+    let found: Vec<String> = all.iter().filter(fits).cloned().collect();
+    match found.as_slice() {
+        [] => bail!("no kernel has '{wanted}' in its name; the file has:{}", list(&all)),
+        [one] => Ok(one.clone()),
+        _ => bail!("several kernels have '{wanted}' in their names:{}", list(&found)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn module(names: &[&str]) -> Module {
+        let kernels: String = names.iter().map(|name| format!(".entry {name}() {{ ret; }}\n")).collect();
+        Module::parse(&format!(".version 8.4\n.target sm_90\n.address_size 64\n{kernels}")).unwrap()
+    }
+
+    #[test]
+    fn names_of_three_compilers_are_readable() {
+        assert_eq!(readable("_Z5saxpyfPKfPfj"), "saxpy(float, float const*, float*, unsigned int)");
+        assert_eq!(readable("_ZN4core3fmt5write17h0123456789abcdefE"), "core::fmt::write");
+        assert_eq!(readable("triton_kernel"), "triton_kernel");
+    }
+
+    #[test]
+    fn a_kernel_is_found_by_a_part_of_its_name() {
+        let two = module(&["_Z3addPfj", "_Z4add2Pfj"]);
+        assert_eq!(find(&two, Some("add2")).unwrap(), "_Z4add2Pfj");
+        assert_eq!(find(&two, Some("add(")).unwrap(), "_Z3addPfj");
+        assert_eq!(find(&two, Some("_Z3addPfj")).unwrap(), "_Z3addPfj");
+        for (wanted, error) in [
+            (Some("add"), "several kernels have"),
+            (Some("sub"), "no kernel has"),
+            (None, "name one of them"),
+        ] {
+            let text = find(&two, wanted).unwrap_err().to_string();
+            assert!(text.contains(error) && text.contains("add2(float*, unsigned int)"), "{text}");
+        }
+        assert_eq!(find(&module(&["k"]), None).unwrap(), "k");
+    }
+
+    #[test]
+    fn reports_are_made_readable() {
+        let text = make_readable("in kernel '_Z3addPfj', block", &module(&["_Z3addPfj"]));
+        assert_eq!(text, "in kernel 'add(float*, unsigned int)', block");
+    }
+}

@@ -1,0 +1,403 @@
+//! `vgpu run`: runs a kernel under one or many seeds, and reports what it does wrong.
+
+use std::ops::Range;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail, ensure};
+use epoxide_vgpu::{
+    AcceptList, Array, Assumptions, CheckConfig, Class, DeviceConfig, GridConfig, LaunchError, Machine,
+    MachineError, Module, Report,
+};
+use serde_json::{Map, Value, json};
+
+use crate::argument::{Argument, Buffer};
+use crate::names;
+use crate::output::{Document, Finding, Format, MOST_SEEDS, Place, Verdict, read};
+
+/// Shown below the flags.
+pub const HELP: &str = "Arguments of the kernel, one --arg each, in order:
+  u32:5  f32:1.5  i64:-1  ..    a number: u8 i8 u16 i16 u32 i32 u64 i64 f16 bf16 f32 f64
+  buf:f32:1024                  the address of a buffer of 1024 numbers; nothing was written to it
+  buf:u32:256=zero              filled with 0; or iota (0, 1, 2, ..), fill(VALUE), random, random(SEED)
+  buf:u8:64=@input.bin          the bytes of a file; the count may be left out: buf:u8=@input.bin
+  device                        the number of the device, from 0 (32 bits); for --devices
+  peer:0                        the buffer of argument 0 of the next device, as this one addresses it
+  bytes:00ff10                  bytes in hexadecimal, for parameters that are structs
+
+Examples:
+  vgpu run k.ptx saxpy --grid 4 --block 256 --arg f32:2 --arg buf:f32:1024=iota --arg buf:f32:1024=zero --out 2
+  vgpu run k.ptx --grid 8 --block 128 --arg buf:u32:8=zero --check --seeds 0..100 --format sarif
+
+A line of the file that --accept names is KIND KERNEL PLACE [PLACE] -- REASON. KIND and KERNEL may be *.
+A place is ptx:LINE, or FILE:LINE with the end of the path of a source file:
+  race reduce reduce.cu:41 reduce.cu:57 -- the values are the same
+
+Exit codes: 0 nothing to report or all accepted, 1 reports, 2 bad usage or a launch that cannot start.";
+
+/// Numbers that are printed of a buffer.
+const MOST_PRINTED: usize = 256;
+
+/// Arguments of the command.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// PTX file; of CUDA sources `nvcc -ptx -lineinfo` makes one
+    file: PathBuf,
+    /// Kernel: its name, or a part of it as the source has it. May be left out if there is only one
+    kernel: Option<String>,
+    /// Blocks: X, X,Y or X,Y,Z
+    #[arg(long, default_value = "1", value_parser = dimensions)]
+    grid: [u32; 3],
+    /// Threads per block: X, X,Y or X,Y,Z
+    #[arg(long, default_value = "32", value_parser = dimensions)]
+    block: [u32; 3],
+    /// Dynamic shared memory per block, in bytes
+    #[arg(long, value_name = "BYTES", default_value_t = 0)]
+    shared: u32,
+    /// An argument of the kernel; see below
+    #[arg(long = "arg", value_name = "ARG", allow_hyphen_values = true)]
+    arguments: Vec<Argument>,
+    /// Devices. Each runs the kernel, with buffers of its own
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    devices: u32,
+    /// Print the buffer of argument N (from 0) of device 0 behind the last run, or write it to a file
+    #[arg(long = "out", value_name = "N[=FILE]", value_parser = output)]
+    outputs: Vec<(usize, Option<PathBuf>)>,
+    /// Report races, missing fences and reads of unwritten memory
+    #[arg(long)]
+    check: bool,
+    /// Let reads see older values where the memory model allows it, so that a missing fence shows in
+    /// the results
+    #[arg(long, conflicts_with = "check")]
+    weak: bool,
+    /// Seeds of the runs, each of which takes another order of warps: FIRST..END, or one
+    #[arg(long, value_name = "A..B", default_value = "0..1", value_parser = seeds)]
+    seeds: Range<u64>,
+    /// File with reports that are accepted; see below
+    #[arg(long, value_name = "FILE")]
+    accept: Option<PathBuf>,
+    /// Assume what the memory model does not promise: FenceBeforeBarrier, ConvergedWarps
+    #[arg(long, value_name = "NAME")]
+    assume: Vec<String>,
+    /// Most reports that are collected in a run
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    reports: usize,
+    /// Most warp instructions without progress, before a kernel is taken to hang
+    #[arg(long, value_name = "N")]
+    steps: Option<u64>,
+    /// Multiprocessors of a device
+    #[arg(long, value_name = "N", default_value_t = 132, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    sms: u32,
+    /// Form of the output
+    #[arg(long, value_enum, default_value = "text")]
+    format: Format,
+}
+
+fn dimensions(text: &str) -> Result<[u32; 3]> {
+    let mut all = [1; 3];
+    let parts: Vec<&str> = text.split([',', 'x']).collect();
+    ensure!(parts.len() <= 3, "'{text}' has more than three dimensions");
+    for (dimension, part) in all.iter_mut().zip(parts) {
+        *dimension = part.trim().parse().with_context(|| format!("'{part}' is no number"))?;
+    }
+    Ok(all)
+}
+
+fn output(text: &str) -> Result<(usize, Option<PathBuf>)> {
+    let (number, file) = text.split_once('=').map_or((text, None), |(n, file)| (n, Some(file.into())));
+    Ok((number.parse().with_context(|| format!("'{number}' is no argument's number"))?, file))
+}
+
+fn seeds(text: &str) -> Result<Range<u64>> {
+    let number = |text: &str| text.parse::<u64>().with_context(|| format!("'{text}' is no seed"));
+    let range = match text.split_once("..") {
+        Some((first, end)) => number(first)?..number(end)?,
+        None => number(text)?..number(text)?.checked_add(1).context("the seed is too large")?,
+    };
+    ensure!(!range.is_empty(), "'{text}' has no seed");
+    Ok(range)
+}
+
+/// An argument as the parameter block holds it.
+struct Packed(Vec<u8>);
+
+impl epoxide_vgpu::Argument for Packed {
+    fn pack(&self, params: &mut Vec<u8>) {
+        params.extend_from_slice(&self.0);
+    }
+}
+
+/// What a run has come to.
+#[derive(Default)]
+struct Outcome {
+    reports: Vec<Report>,
+    /// A hang of all kernels, or a launch that check mode refuses.
+    other: Option<Finding>,
+    /// The bytes of the buffers that are asked for.
+    outputs: Vec<Vec<u8>>,
+}
+
+impl Args {
+    fn check_config(&self) -> Result<Option<CheckConfig>> {
+        let mut assume = Assumptions::default();
+        for name in &self.assume {
+            assume.state(name).map_err(anyhow::Error::msg)?;
+        }
+        let base = CheckConfig { assume, collect: self.reports, ..CheckConfig::default() };
+        Ok(match (self.check, self.weak) {
+            (true, _) => Some(base),
+            (_, true) => Some(CheckConfig { races: false, ..base }),
+            _ => {
+                ensure!(
+                    self.assume.is_empty() && self.accept.is_none(),
+                    "--assume and --accept are for --check"
+                );
+                None
+            }
+        })
+    }
+
+    /// Argument `number`, which has to be a buffer.
+    fn buffer(&self, number: usize) -> Result<&Buffer> {
+        match self.arguments.get(number) {
+            Some(Argument::Buffer(buffer)) => Ok(buffer),
+            _ => bail!("argument {number} is no buffer: arguments are counted from 0"),
+        }
+    }
+
+    fn run_seed(
+        &self,
+        module: &Module,
+        kernel: &str,
+        seed: u64,
+        check: Option<CheckConfig>,
+    ) -> Result<Outcome> {
+        let config = DeviceConfig {
+            schedule_seed: Some(seed),
+            livelock_limit: self.steps,
+            sm_count: self.sms,
+            ..DeviceConfig::default()
+        };
+        let check = check.map(|check| CheckConfig { weak_memory: (!check.races).then_some(seed), ..check });
+        let devices = self.devices as usize;
+        let mut machine = Machine::with_config(devices, config, check);
+        let mut buffers: Vec<Vec<Option<Array<u8>>>> = vec![];
+        for device in 0..devices {
+            let mut own = vec![];
+            for (number, argument) in self.arguments.iter().enumerate() {
+                let Argument::Buffer(buffer) = argument else {
+                    own.push(None);
+                    continue;
+                };
+                let filled = buffer.fill()?;
+                let array = machine.alloc::<u8>(device, &format!("argument {number}"), filled.len)?;
+                if let Some(bytes) = filled.bytes {
+                    array.upload(&bytes)?;
+                }
+                own.push(Some(array));
+            }
+            buffers.push(own);
+        }
+        // Mappings live until the run is over.
+        let mut mapped = vec![];
+        let shape = GridConfig { grid: self.grid, block: self.block, dynamic_shared_bytes: self.shared };
+        for device in 0..devices {
+            let mut packed = vec![];
+            for (argument, own) in self.arguments.iter().zip(&buffers[device]) {
+                packed.push(Packed(match (argument, own) {
+                    (Argument::Value(bytes), _) => bytes.clone(),
+                    (Argument::Device, _) => (device as u32).to_ne_bytes().to_vec(),
+                    (Argument::Peer(number), _) => {
+                        self.buffer(*number)?;
+                        let peer = buffers[(device + 1) % devices][*number].as_ref();
+                        let map = machine.map(device, peer.context("no such buffer")?)?;
+                        let address = map.addr().to_ne_bytes().to_vec();
+                        mapped.push(map);
+                        address
+                    }
+                    (Argument::Buffer(_), own) => own.as_ref().map_or(0, Array::addr).to_ne_bytes().to_vec(),
+                }));
+            }
+            let arguments: Vec<&dyn epoxide_vgpu::Argument> =
+                packed.iter().map(|packed| packed as &dyn epoxide_vgpu::Argument).collect();
+            machine.launch_with(device, module, kernel, shape, &arguments)?;
+        }
+        let ended = machine.run();
+        let mut outcome = Outcome { reports: machine.reports(), ..Outcome::default() };
+        match ended {
+            Ok(()) => {
+                for (number, _) in &self.outputs {
+                    let array = buffers[0][*number].as_ref().context("no such buffer")?;
+                    outcome.outputs.push(array.download()?);
+                }
+            }
+            // The fault is among the reports.
+            Err(MachineError::Fault(_)) => {}
+            Err(MachineError::Launch(LaunchError::UnwrittenRegister { read, .. })) => {
+                let place = Place {
+                    kernel: names::readable(kernel),
+                    ptx: self.file.clone(),
+                    ptx_line: read.ptx_line,
+                    ptx_text: read.ptx_text.trim().to_owned(),
+                    source: read.source.clone(),
+                };
+                outcome.other =
+                    Some(Args::other("unwritten-register", Class::Lifetime, format!("{read}"), Some(place)));
+            }
+            Err(error @ MachineError::Stuck(_)) => {
+                outcome.other = Some(Args::other("hang", Class::Synchronisation, error.to_string(), None));
+            }
+            Err(error) => return Err(error.into()),
+        }
+        Ok(outcome)
+    }
+
+    fn other(kind: &str, class: Class, text: String, place: Option<Place>) -> Finding {
+        Finding {
+            kind: kind.into(),
+            class,
+            text: format!("  {text}"),
+            places: place.into_iter().collect(),
+            occurrences: 1,
+            seeds: vec![],
+            accepted: None,
+        }
+    }
+}
+
+/// Reports of several runs, each with the seeds that showed it.
+#[derive(Default)]
+struct Collected {
+    reports: Vec<Report>,
+    seeds: Vec<Vec<u64>>,
+    others: Vec<Finding>,
+}
+
+impl Collected {
+    fn add(&mut self, seed: u64, Outcome { reports, other, .. }: &Outcome) {
+        for report in reports {
+            let known = self.reports.iter().position(|known| known.is_alike(report));
+            let at = known.unwrap_or(self.reports.len());
+            Report::merge(&mut self.reports, vec![report.clone()]);
+            self.seeds.resize(self.reports.len(), vec![]);
+            note(&mut self.seeds[at], seed);
+        }
+        if let Some(other) = other {
+            match self.others.iter_mut().find(|known| known.kind == other.kind) {
+                Some(known) => {
+                    known.occurrences += 1;
+                    note(&mut known.seeds, seed);
+                }
+                None => self.others.push(Finding { seeds: vec![seed], ..other.clone() }),
+            }
+        }
+    }
+}
+
+fn note(seeds: &mut Vec<u64>, seed: u64) {
+    if seeds.len() < MOST_SEEDS {
+        seeds.push(seed);
+    }
+}
+
+/// Runs the kernel under all seeds, and prints the reports.
+///
+/// # Errors
+/// Bad usage: a file that cannot be read, PTX that cannot be loaded, a kernel or arguments that do
+/// not fit.
+pub fn run(args: &Args) -> Result<Verdict> {
+    let text = read(&args.file)?;
+    let module = Module::parse(&text).with_context(|| {
+        format!("{} cannot be loaded; `vgpu check` lists all reasons", args.file.display())
+    })?;
+    let kernel = names::find(&module, args.kernel.as_deref())?;
+    let check = args.check_config()?;
+    for (number, _) in &args.outputs {
+        args.buffer(*number)?;
+    }
+    let mut accepts = match &args.accept {
+        None => AcceptList::default(),
+        Some(path) => {
+            let list = AcceptList::parse(&read(path)?).map_err(anyhow::Error::msg);
+            list.with_context(|| format!("{}", path.display()))?
+        }
+    };
+    let mut collected = Collected::default();
+    let mut last = vec![];
+    let mut first: Option<(u64, Vec<Vec<u8>>)> = None;
+    let mut differs = None;
+    for seed in args.seeds.clone() {
+        let outcome = args.run_seed(&module, &kernel, seed, check)?;
+        collected.add(seed, &outcome);
+        if outcome.outputs.len() == args.outputs.len() {
+            match &first {
+                Some((of, outputs)) if *outputs != outcome.outputs => {
+                    differs.get_or_insert((*of, seed));
+                }
+                Some(_) => {}
+                None => first = Some((seed, outcome.outputs.clone())),
+            }
+            last = outcome.outputs;
+        }
+    }
+    let mut document = Document { command: "run", findings: vec![], notes: vec![], more: Map::new() };
+    for (report, seeds) in collected.reports.iter().zip(&collected.seeds) {
+        let text = names::make_readable(&format!("  {}", report.fault), &module);
+        let accepted = accepts.accepts(report, &names::readable);
+        let finding = Finding::of(&args.file, report, text);
+        document.findings.push(Finding { seeds: seeds.clone(), accepted, ..finding });
+    }
+    document.findings.extend(
+        collected
+            .others
+            .into_iter()
+            .map(|finding| Finding { text: names::make_readable(&finding.text, &module), ..finding }),
+    );
+    document.findings.sort_by_key(|finding| finding.class);
+    let outputs = write_outputs(args, &last, &mut document)?;
+    if let Some((one, other)) = differs {
+        document.notes.push(format!("the outputs differ between seeds {one} and {other}"));
+    }
+    let unused: Vec<String> = accepts
+        .unused()
+        .map(|entry| format!("line {} of the accept list has accepted nothing: {}", entry.line, entry.reason))
+        .collect();
+    document.notes.extend(unused.iter().cloned());
+    let open = document.findings.iter().filter(|finding| finding.accepted.is_none()).count();
+    let accepted = document.findings.len() - open;
+    document.notes.push(format!(
+        "{}: {} runs, {open} reports{}",
+        names::readable(&kernel),
+        args.seeds.end - args.seeds.start,
+        if accepted == 0 { String::new() } else { format!(", {accepted} accepted") }
+    ));
+    document.more = Map::from_iter([
+        ("file".to_owned(), json!(args.file.display().to_string())),
+        ("kernel".to_owned(), json!(names::readable(&kernel))),
+        ("seeds".to_owned(), json!([args.seeds.start, args.seeds.end])),
+        ("outputs".to_owned(), outputs),
+        ("outputs_differ".to_owned(), json!(differs.map(|(one, other)| [one, other]))),
+        ("unused_accepts".to_owned(), json!(unused)),
+    ]);
+    document.print(args.format)
+}
+
+/// Writes the buffers that are asked for to their files; the others become notes. Returns them as
+/// JSON.
+fn write_outputs(args: &Args, last: &[Vec<u8>], document: &mut Document) -> Result<Value> {
+    let mut all = vec![];
+    for ((number, file), bytes) in args.outputs.iter().zip(last) {
+        let ty = args.buffer(*number)?.ty;
+        if let Some(file) = file {
+            std::fs::write(file, bytes).with_context(|| format!("cannot write {}", file.display()))?;
+            all.push(json!({ "argument": number, "file": file.display().to_string() }));
+            continue;
+        }
+        let numbers = bytes.chunks_exact(ty.size()).map(|number| ty.show(number));
+        let shown: Vec<String> = numbers.take(MOST_PRINTED).collect();
+        let more = bytes.len() / ty.size() - shown.len();
+        let rest = if more == 0 { String::new() } else { format!(" and {more} more") };
+        document.notes.push(format!("argument {number}: {}{rest}", shown.join(" ")));
+        all.push(json!({ "argument": number, "numbers": shown, "more": more }));
+    }
+    Ok(json!(all))
+}

@@ -1,0 +1,345 @@
+//! The command `vgpu` as a user calls it: output in all forms, and exit codes.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+/// A file of this folder.
+fn file(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/command").join(name)
+}
+
+/// Calls the command. Gives the exit code and standard output, or standard error where there is no
+/// other output.
+fn vgpu(arguments: &[&str]) -> (i32, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_vgpu")).args(arguments).output().unwrap();
+    let Output { status, stdout, stderr } = output;
+    let text = String::from_utf8(if stdout.is_empty() { stderr } else { stdout }).unwrap();
+    (status.code().unwrap(), text)
+}
+
+/// `vgpu run` of a kernel of `last_block.ptx`.
+fn run(kernel: &str, more: &[&str]) -> (i32, String) {
+    let ptx = file("last_block.ptx");
+    vgpu(&[&["run", ptx.to_str().unwrap(), kernel], more].concat())
+}
+
+const LAST_BLOCK: [&str; 10] =
+    ["--grid", "4", "--block", "1", "--arg", "buf:f32:4", "--arg", "buf:u32:1=zero", "--arg", "buf:f32:1"];
+
+fn last_block(more: &[&str]) -> (i32, String) {
+    run("last_block", &[&LAST_BLOCK, more].concat())
+}
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"))
+}
+
+/// Fails unless a document has the parts that SARIF 2.1.0 requires, and indices that lead somewhere.
+fn assert_is_sarif(document: &Value) {
+    assert_eq!(document["version"], "2.1.0");
+    assert!(document["$schema"].as_str().unwrap().ends_with("sarif-2.1.0.json"));
+    let location = |location: &Value| {
+        let physical = &location["physicalLocation"];
+        let uri = physical["artifactLocation"]["uri"].as_str().unwrap();
+        assert!(!uri.is_empty() && !uri.contains(' '), "{uri}");
+        assert!(physical["region"]["startLine"].as_u64().unwrap() >= 1);
+        for logical in location["logicalLocations"].as_array().into_iter().flatten() {
+            assert!(!logical["fullyQualifiedName"].as_str().unwrap().is_empty());
+        }
+    };
+    for run in document["runs"].as_array().unwrap() {
+        let driver = &run["tool"]["driver"];
+        assert_eq!(driver["name"], "vgpu");
+        let rules = driver["rules"].as_array().unwrap();
+        for rule in rules {
+            assert!(rule["id"].is_string() && rule["shortDescription"]["text"].is_string());
+        }
+        for invocation in run["invocations"].as_array().unwrap() {
+            assert!(invocation["executionSuccessful"].is_boolean());
+            for note in invocation["toolExecutionNotifications"].as_array().unwrap() {
+                assert!(note["message"]["text"].is_string());
+            }
+        }
+        for result in run["results"].as_array().unwrap() {
+            assert!(result["message"]["text"].is_string());
+            assert!(["error", "warning", "note"].contains(&result["level"].as_str().unwrap()));
+            let rule = &rules[result["ruleIndex"].as_u64().unwrap() as usize];
+            assert_eq!(rule["id"], result["ruleId"]);
+            assert!(result["occurrenceCount"].as_u64().unwrap() >= 1);
+            result["locations"].as_array().into_iter().flatten().for_each(location);
+            for related in result["relatedLocations"].as_array().into_iter().flatten() {
+                location(related);
+                assert!(related["id"].is_u64());
+            }
+            for print in result["partialFingerprints"].as_object().into_iter().flatten() {
+                assert!(print.1.is_string());
+            }
+            for suppression in result["suppressions"].as_array().into_iter().flatten() {
+                assert_eq!(suppression["kind"], "external");
+            }
+        }
+    }
+}
+
+#[test]
+fn without_checks_a_kernel_runs_and_its_buffers_are_printed_or_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("parts.bin");
+    let written = format!("0={}", path.display());
+    let (code, text) = last_block(&["--out", "2", "--out", &written]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("argument 2: 6\n"), "{text}");
+    assert!(text.ends_with("last_block(float*, unsigned int*, float*): 1 runs, 0 reports\n"), "{text}");
+    let parts: Vec<u8> = (0..4).flat_map(|part| (part as f32).to_ne_bytes()).collect();
+    assert_eq!(std::fs::read(&path).unwrap(), parts);
+    // The file is an input as well.
+    let input = format!("buf:f32=@{}", path.display());
+    let (code, text) = run("waits", &["--arg", &input]);
+    assert_eq!(code, 1, "its first word is 0: {text}");
+}
+
+#[test]
+fn a_race_is_reported_with_names_lines_seeds_and_a_class() {
+    let (code, text) = last_block(&["--check", "--seeds", "0..20"]);
+    assert_eq!(code, 1, "{text}");
+    for part in [
+        "race (corrupts), ",
+        ", seeds 0, ",
+        "at kernels/last_block.cu:4",
+        "at kernels/last_block.cu:7",
+        "in kernel 'last_block(float*, unsigned int*, float*)', block",
+        "no fence stands before it",
+        "20 runs, 1 reports",
+    ] {
+        assert!(text.contains(part), "without '{part}': {text}");
+    }
+    assert!(!text.contains("_Z10"), "{text}");
+}
+
+#[test]
+fn a_kernel_with_its_fences_has_no_report() {
+    let text = std::fs::read_to_string(file("last_block.ptx")).unwrap();
+    let mut mended = tempfile::NamedTempFile::new().unwrap();
+    std::io::Write::write_all(&mut mended, text.replace("//FENCE", "membar.gl;").as_bytes()).unwrap();
+    let path = mended.path().to_str().unwrap();
+    let call = [&["run", path, "last_block"], &LAST_BLOCK[..], &["--seeds", "0..20", "--out", "2"]].concat();
+    for mode in ["--check", "--weak"] {
+        let (code, text) = vgpu(&[&call[..], &[mode]].concat());
+        assert_eq!(code, 0, "{text}");
+        assert!(text.contains("argument 2: 6\n") && !text.contains("differ"), "{text}");
+    }
+    // Without the fences, weak memory shows in the results.
+    let (code, text) = last_block(&["--weak", "--seeds", "0..200", "--out", "2"]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("the outputs differ between seeds"), "{text}");
+}
+
+#[test]
+fn an_accept_list_silences_reports_and_names_entries_without_use() {
+    let mut list = tempfile::NamedTempFile::new().unwrap();
+    let lines = "# known\n\
+                 race last_block( last_block.cu:7 last_block.cu:4 -- found by the tests\n\
+                 race * ptx:1 -- stale\n";
+    std::io::Write::write_all(&mut list, lines.as_bytes()).unwrap();
+    let path = list.path().to_str().unwrap();
+    let (code, text) = last_block(&["--check", "--seeds", "0..5", "--accept", path]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("accepted: race (corrupts), ") && text.contains("found by the tests"), "{text}");
+    assert!(text.contains("line 3 of the accept list has accepted nothing: stale"), "{text}");
+    assert!(text.contains("0 reports, 1 accepted"), "{text}");
+    let (_, text) = last_block(&["--check", "--accept", path, "--format", "sarif"]);
+    let sarif = json(&text);
+    assert_is_sarif(&sarif);
+    let suppressions = &sarif["runs"][0]["results"][0]["suppressions"];
+    assert_eq!(suppressions[0]["justification"], "found by the tests");
+    let (_, text) = last_block(&["--check", "--accept", path, "--format", "json"]);
+    assert_eq!(json(&text)["reports"][0]["accepted"], "found by the tests");
+}
+
+#[test]
+fn json_and_sarif_have_the_lines_of_both_sides() {
+    let (code, text) = last_block(&["--check", "--seeds", "3", "--format", "json"]);
+    assert_eq!(code, 1);
+    let document = json(&text);
+    assert_eq!(document["kernel"], "last_block(float*, unsigned int*, float*)");
+    assert_eq!(document["seeds"], serde_json::json!([3, 4]));
+    let report = &document["reports"][0];
+    assert_eq!((&report["kind"], &report["class"]), (&"race".into(), &"corrupts".into()));
+    assert!(report["occurrences"].as_u64().unwrap() >= 1);
+    let places = report["places"].as_array().unwrap();
+    let mut lines: Vec<u64> = places.iter().map(|place| place["line"].as_u64().unwrap()).collect();
+    lines.sort_unstable();
+    assert_eq!(lines, [4, 7]);
+    let ptx = std::fs::read_to_string(file("last_block.ptx")).unwrap();
+    for place in places {
+        let line = ptx.lines().nth(place["ptx_line"].as_u64().unwrap() as usize - 1).unwrap();
+        assert_eq!(line.trim(), place["ptx_text"].as_str().unwrap());
+    }
+
+    let (code, text) = last_block(&["--check", "--seeds", "3", "--format", "sarif"]);
+    assert_eq!(code, 1);
+    let sarif = json(&text);
+    assert_is_sarif(&sarif);
+    let results = sarif["runs"][0]["results"].as_array().unwrap();
+    assert_eq!((results.len(), &results[0]["level"]), (1, &"error".into()));
+    let physical = &results[0]["locations"][0]["physicalLocation"];
+    assert_eq!(physical["artifactLocation"]["uri"], "kernels/last_block.cu");
+    let related = results[0]["relatedLocations"].as_array().unwrap();
+    assert_eq!(related.len(), 3, "the other side, and both in the PTX: {related:?}");
+
+    // Documents without results are documents too.
+    let (code, text) = last_block(&["--format", "sarif"]);
+    assert_eq!(code, 0);
+    assert_is_sarif(&json(&text));
+}
+
+#[test]
+fn faults_hangs_and_unwritten_registers_are_reports() {
+    let word = ["--block", "1", "--arg", "buf:u32:1=zero"];
+    for (kernel, more, parts) in [
+        ("beyond", &[][..], &["out-of-bounds (bounds)", "'argument 0'"][..]),
+        ("beyond", &["--check"], &["out-of-bounds (bounds)"]),
+        ("waits", &[], &["hang (synchronisation)", "spins on"]),
+        ("waits", &["--check"], &["hang (synchronisation)"]),
+        ("register", &["--check", "--seeds", "0..3"], &["unwritten-register (lifetime), 3 times", "'%r1'"]),
+    ] {
+        let (code, text) = run(kernel, &[&word, more].concat());
+        assert_eq!(code, 1, "{kernel}: {text}");
+        for part in parts {
+            assert!(text.contains(part), "{kernel}, without '{part}': {text}");
+        }
+        let (code, text) = run(kernel, &[&word, more, &["--format", "sarif"]].concat());
+        assert_eq!(code, 1, "{kernel}: {text}");
+        assert_is_sarif(&json(&text));
+    }
+}
+
+#[test]
+fn devices_address_each_others_buffers() {
+    let arguments = ["--block", "1", "--arg", "buf:u32:4=iota", "--arg", "peer:0", "--arg", "device"];
+    let (code, text) = run("peers", &[&arguments[..], &["--devices", "2", "--check", "--out", "0"]].concat());
+    assert_eq!(code, 0, "{text}");
+    // Device 0 has read word 1 of device 1.
+    assert!(text.contains("argument 0: 5 1 1 3\n"), "{text}");
+}
+
+#[test]
+fn assumptions_and_limits_are_taken() {
+    let (code, text) =
+        last_block(&["--check", "--assume", "FenceBeforeBarrier", "--assume", "ConvergedWarps"]);
+    assert_eq!(code, 1, "no fence stands anywhere: {text}");
+    // The first report ends each run.
+    let (code, text) = last_block(&["--check", "--reports", "0", "--seeds", "0..4"]);
+    assert_eq!(code, 1, "{text}");
+    assert!(text.contains("race (corrupts), 4 times"), "{text}");
+}
+
+#[test]
+fn bad_usage_ends_with_2_and_says_what_is_wrong() {
+    let missing = file("missing.ptx");
+    let refused = file("refused.ptx");
+    let arguments = |list: &[&'static str]| -> Vec<&'static str> { list.to_vec() };
+    for (more, error) in [
+        (arguments(&["--arg", "u32:1"]), "takes 3 arguments, 1 were given"),
+        ([&LAST_BLOCK[..9], &["u8:1"]].concat(), "has 8 bytes, its argument has 1"),
+        ([&LAST_BLOCK[..], &["--out", "3"]].concat(), "argument 3 is no buffer"),
+        ([&LAST_BLOCK[4..], &["--block", "2000"]].concat(), "must be from 1 to [1024, 1024, 64]"),
+        (
+            [&LAST_BLOCK[..], &["--check", "--assume", "Nothing"]].concat(),
+            "FenceBeforeBarrier and ConvergedWarps",
+        ),
+        ([&LAST_BLOCK[..], &["--assume", "ConvergedWarps"]].concat(), "are for --check"),
+        (arguments(&["--seeds", "3..3"]), "has no seed"),
+        (arguments(&["--grid", "1,2,3,4"]), "more than three dimensions"),
+        (arguments(&["--arg", "buf:f32:4=@/nonexistent"]), "cannot read /nonexistent"),
+        (arguments(&["--nothing"]), "--nothing"),
+    ] {
+        let (code, text) = run("last_block", &more);
+        assert_eq!(code, 2, "{more:?}: {text}");
+        assert!(text.contains(error), "{more:?}, without '{error}': {text}");
+    }
+    for (call, error) in [
+        (vec!["run", missing.to_str().unwrap()], "cannot read"),
+        (vec!["run", refused.to_str().unwrap()], "`vgpu check` lists all reasons"),
+        (vec!["check", missing.to_str().unwrap()], "cannot read"),
+        (vec![], "Usage"),
+    ] {
+        let (code, text) = vgpu(&call);
+        assert_eq!(code, 2, "{call:?}: {text}");
+        assert!(text.contains(error), "{call:?}, without '{error}': {text}");
+    }
+    let (code, text) = run("a", &[]);
+    assert_eq!(code, 2);
+    assert!(text.contains("several kernels have 'a' in their names"), "{text}");
+}
+
+#[test]
+fn help_says_what_exit_codes_mean() {
+    for call in [&["--help"][..], &["run", "--help"]] {
+        let (code, text) = vgpu(call);
+        assert_eq!(code, 0);
+        assert!(text.contains("Exit codes:") && text.contains("bad usage"), "{text}");
+    }
+}
+
+#[test]
+fn check_lists_everything_that_is_refused() {
+    let path = file("refused.ptx");
+    let path = path.to_str().unwrap();
+    let (code, text) = vgpu(&["check", path]);
+    assert_eq!(code, 1, "{text}");
+    for part in [
+        "in kernel 'first()'",
+        "at kernels/refused.cu:12",
+        "refused.ptx:17:5: instruction 'frobnicate' is not supported",
+        "refused.ptx:18:",
+        "refused.ptx:20:",
+        "in kernel 'calls'",
+        "refused.ptx:9:",
+        "refused.ptx:32:",
+        "1 of 3 kernels run",
+    ] {
+        assert!(text.contains(part), "without '{part}': {text}");
+    }
+    let (code, text) = vgpu(&["check", path, "--format", "json"]);
+    assert_eq!(code, 1);
+    let lines: Vec<u64> = json(&text)["reports"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|report| report["places"][0]["ptx_line"].as_u64().unwrap())
+        .collect();
+    // The function is called twice, and refused once.
+    assert_eq!(lines, [17, 18, 20, 9, 32]);
+    let (_, text) = vgpu(&["check", path, "--format", "sarif"]);
+    assert_is_sarif(&json(&text));
+    let good = file("last_block.ptx");
+    let (code, text) = vgpu(&["check", good.to_str().unwrap()]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.ends_with("5 of 5 kernels run\n"), "{text}");
+}
+
+#[test]
+fn coverage_counts_instructions_and_kernels() {
+    let [good, bad] = ["last_block.ptx", "refused.ptx"].map(file);
+    let files = [good.to_str().unwrap(), bad.to_str().unwrap()];
+    let (code, text) = vgpu(&["coverage", files[0]]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("(100.00 %)") && text.contains("5 of 5 kernels run"), "{text}");
+    let (code, text) = vgpu(&["coverage", files[0], files[1], "--format", "json"]);
+    assert_eq!(code, 1, "{text}");
+    let document = json(&text);
+    let [all, supported] = ["all", "supported"].map(|key| document["instructions"][key].as_u64().unwrap());
+    assert_eq!(all - supported, 3);
+    assert_eq!(document["kernels"], serde_json::json!({ "all": 8, "run": 6 }));
+    let opcodes = document["opcodes"].as_array().unwrap();
+    let find = |name: &str| opcodes.iter().find(|opcode| opcode["opcode"] == name).unwrap();
+    assert_eq!(find("frobnicate.u32")["count"], 2);
+    assert_eq!(find("atom.global.add.u32")["supported"], true);
+    let (_, text) = vgpu(&["coverage", "--all", files[1]]);
+    assert!(text.contains("  ret") && text.contains("unsupported-opcode (stopped), 2 times"), "{text}");
+    let (_, text) = vgpu(&["coverage", files[1], "--format", "sarif"]);
+    assert_is_sarif(&json(&text));
+}
