@@ -53,9 +53,9 @@ enum Command {
         /// its header names]
         #[arg(long, value_enum)]
         backend: Option<Backend>,
-        /// The architecture it is for
-        #[arg(long, default_value = "sm_90")]
-        arch: Arch,
+        /// The architecture it is for [default: that of the committed one]
+        #[arg(long)]
+        arch: Option<Arch>,
     },
     /// Lint a PTX file, and run the tests with it in place of the embedded PTX
     PtxTest {
@@ -65,9 +65,9 @@ enum Command {
         /// its header names]
         #[arg(long, value_enum)]
         backend: Option<Backend>,
-        /// The architecture it is for
-        #[arg(long, default_value = "sm_90")]
-        arch: Arch,
+        /// The architecture it is for [default: that of the committed one]
+        #[arg(long)]
+        arch: Option<Arch>,
         /// Arguments of `cargo test --release` in place of all tests that launch kernels
         #[arg(last = true)]
         selection: Vec<String>,

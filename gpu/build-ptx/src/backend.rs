@@ -47,9 +47,35 @@ impl Arch {
         &self.0
     }
 
+    /// The number: 90 of `sm_90` and of `sm_90a`.
+    pub fn number(&self) -> u32 {
+        number(&self.0).unwrap_or_default()
+    }
+
+    /// The architectures that this project looks at on which PTX for this one runs too, because the
+    /// driver compiles it there. PTX for `sm_90a` or `sm_100f` runs on no newer ones.
+    pub fn newer(&self) -> impl Iterator<Item = Arch> + '_ {
+        const KNOWN: [&str; 3] = ["sm_90", "sm_100", "sm_120"];
+        let forward = !self.0.ends_with(['a', 'f']);
+        let known = KNOWN.into_iter().map(|name| Arch(name.to_owned()));
+        known.filter(move |arch| forward && arch.number() > self.number())
+    }
+
     /// `compute_90`, as libNVVM calls it.
     pub fn compute(&self) -> String {
         self.0.replacen("sm_", "compute_", 1)
+    }
+}
+
+/// The number in `sm_90` and `sm_90a`.
+fn number(name: &str) -> Option<u32> {
+    name.strip_prefix("sm_")?.trim_end_matches(['a', 'f']).parse().ok()
+}
+
+impl Default for Arch {
+    /// `sm_90`.
+    fn default() -> Self {
+        Self("sm_90".to_owned())
     }
 }
 
@@ -63,11 +89,10 @@ impl FromStr for Arch {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let number = text.strip_prefix("sm_").unwrap_or_default().trim_end_matches(['a', 'f']);
-        match number.parse::<u32>() {
-            Ok(90..) => Ok(Self(text.to_owned())),
-            Ok(_) => Err("the kernels use instructions of sm_90 and later".to_owned()),
-            Err(_) => Err("expected a name such as sm_90".to_owned()),
+        match number(text) {
+            Some(80..) => Ok(Self(text.to_owned())),
+            Some(_) => Err("the functions of epoxide-simt are for sm_80 and later".to_owned()),
+            None => Err("expected a name such as sm_90".to_owned()),
         }
     }
 }
@@ -80,8 +105,20 @@ mod tests {
     fn architectures() {
         assert_eq!("sm_90".parse::<Arch>().unwrap().compute(), "compute_90");
         assert!("sm_90a".parse::<Arch>().is_ok());
-        assert!("sm_80".parse::<Arch>().is_err());
+        assert!("sm_75".parse::<Arch>().is_err());
         assert!("90".parse::<Arch>().is_err());
+    }
+
+    #[test]
+    fn ptx_runs_on_newer_architectures_unless_it_is_for_one_alone() {
+        let newer = |text: &str| {
+            let arch = text.parse::<Arch>().unwrap();
+            arch.newer().map(|arch| arch.sm().to_owned()).collect::<Vec<_>>()
+        };
+        assert_eq!(newer("sm_80"), ["sm_90", "sm_100", "sm_120"]);
+        assert_eq!(newer("sm_90"), ["sm_100", "sm_120"]);
+        assert_eq!(newer("sm_90a"), [""; 0]);
+        assert_eq!(newer("sm_120"), [""; 0]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::header::Header;
 use crate::job::Job;
 use crate::lint::lint_file;
 use crate::workspace::{Workspace, read, write};
-use crate::{postprocess, sources};
+use crate::{described, postprocess, ptxas, sources};
 
 /// How many differing lines to show.
 const SHOWN: usize = 5;
@@ -18,7 +18,7 @@ const SHOWN: usize = 5;
 /// Checks the committed PTX, or what another back end's build has left.
 ///
 /// 1. Its header's fingerprint and flags are those of the sources. This needs no compiler.
-/// 2. It passes the lints.
+/// 2. It passes the lints, and ptxas assembles it for the newer architectures that run it too.
 /// 3. A rebuild gives the same text, where the compiler is the one in the header. With another
 ///    compiler, the rebuilt PTX must pass the lints and `test` instead.
 pub fn run(ws: &Workspace, job: &Job, test: &dyn Fn(&Path) -> Result<()>) -> Result<()> {
@@ -29,6 +29,7 @@ pub fn run(ws: &Workspace, job: &Job, test: &dyn Fn(&Path) -> Result<()>) -> Res
     check_header(ws, job, &header)?;
     println!("{}: header matches the sources", ws.display(&job.out));
     lint_file(ws, job, &job.out, &text)?;
+    check_newer(ws, job, &text)?;
 
     let builder = match Builder::find(ws, job.backend) {
         Ok(builder) => builder,
@@ -46,6 +47,16 @@ pub fn run(ws: &Workspace, job: &Job, test: &dyn Fn(&Path) -> Result<()>) -> Res
     write(&file, &fresh)?;
     lint_file(ws, job, &file, &fresh)?;
     test(&file).with_context(|| format!("PTX compiled by {}", builder.version()))
+}
+
+fn check_newer(ws: &Workspace, job: &Job, text: &str) -> Result<()> {
+    let Some(ptxas) = ptxas::find(ws) else { return Ok(()) };
+    let findings = ptxas::check_newer(&ptxas, &job.out, &job.arch, &described::kernels(text));
+    for finding in &findings {
+        eprintln!("{}: {finding}", ws.display(&job.out));
+    }
+    ensure!(findings.is_empty(), "{}: {} findings on newer GPUs", ws.display(&job.out), findings.len());
+    Ok(())
 }
 
 /// Remedy for stale or missing PTX.

@@ -17,9 +17,9 @@ pub struct BuildPtx {
     /// The compiler back end: rustc's own nvptx64 target, or Rust-CUDA's rustc_codegen_nvvm
     #[arg(long, value_enum, default_value_t = Backend::InTree)]
     pub backend: Backend,
-    /// The GPU architecture
-    #[arg(long, default_value = "sm_90")]
-    pub arch: Arch,
+    /// The oldest GPUs that are to run the PTX [default: `arch` in [package.metadata.ptx], or sm_90]
+    #[arg(long)]
+    pub arch: Option<Arch>,
     /// Check that the committed PTX is what the sources give; write nothing
     #[arg(long, conflicts_with = "print_command")]
     pub check: bool,

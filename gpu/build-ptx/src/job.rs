@@ -29,16 +29,17 @@ pub struct Job {
 }
 
 impl Job {
-    /// A job; without `out` it is about the file in the package's folder `ptx/`, or for nvvm about
+    /// A job; without `arch` it is for the kernels' own architecture, without `out` it is about the file in the package's folder `ptx/`, or for nvvm about
     /// a file under `target/`.
     pub fn new(
         ws: &Workspace,
         kernels: Kernels,
         command: &str,
         backend: Backend,
-        arch: Arch,
+        arch: Option<Arch>,
         out: Option<PathBuf>,
     ) -> Self {
+        let arch = arch.unwrap_or_else(|| kernels.arch.clone());
         let mut job = Self { kernels, command: command.to_owned(), backend, arch, out: PathBuf::new() };
         job.out = out.unwrap_or_else(|| job.default_out(ws));
         job
@@ -60,7 +61,7 @@ impl Job {
         kernels: Kernels,
         command: &str,
         backend: Option<Backend>,
-        arch: Arch,
+        arch: Option<Arch>,
         file: Option<PathBuf>,
     ) -> Result<Self> {
         let backend = match (backend, &file) {

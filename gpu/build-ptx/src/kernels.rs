@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
+use crate::backend::Arch;
 use crate::metadata::{Metadata, list};
 use crate::workspace::Workspace;
 
@@ -22,6 +23,8 @@ pub struct Kernels {
     pub dir: PathBuf,
     /// Name of its PTX files: `name` of `[package.metadata.ptx]`, or the library's name.
     pub stem: String,
+    /// The oldest GPUs that its kernels are for: `arch` of `[package.metadata.ptx]`, or sm_90.
+    pub arch: Arch,
 }
 
 impl Kernels {
@@ -63,8 +66,14 @@ impl Kernels {
             })?
             .replace('-', "_");
         let stem = package["metadata"]["ptx"]["name"].as_str().map_or_else(|| library.clone(), str::to_owned);
+        let arch = match package["metadata"]["ptx"]["arch"].as_str() {
+            Some(text) => text.parse().map_err(|error| {
+                anyhow::anyhow!("package `{name}`, `arch = \"{text}\"` in [package.metadata.ptx]: {error}")
+            })?,
+            None => Arch::default(),
+        };
         let dir = folder(package).with_context(|| format!("cargo metadata names no folder of `{name}`"))?;
-        Ok(Self { package: name.to_owned(), library, dir, stem })
+        Ok(Self { package: name.to_owned(), library, dir, stem, arch })
     }
 }
 
@@ -112,10 +121,15 @@ mod tests {
     }
 
     #[test]
-    fn the_manifest_can_name_the_file() {
+    fn the_manifest_can_name_the_file_and_the_oldest_gpus() {
         let mut gpu = package("gpu", Value::Null, "/w/gpu");
-        gpu["metadata"] = serde_json::json!({ "ptx": { "name": "all" } });
-        assert_eq!(choose(&[gpu], None, "/w").unwrap().stem, "all");
+        assert_eq!(choose(std::slice::from_ref(&gpu), None, "/w").unwrap().arch.sm(), "sm_90");
+        gpu["metadata"] = serde_json::json!({ "ptx": { "name": "all", "arch": "sm_80" } });
+        let found = choose(&[gpu.clone()], None, "/w").unwrap();
+        assert_eq!((found.stem.as_str(), found.arch.sm()), ("all", "sm_80"));
+        gpu["metadata"]["ptx"]["arch"] = "sm_70".into();
+        let error = choose(&[gpu], None, "/w").unwrap_err().to_string();
+        assert!(error.contains("package `gpu`") && error.contains("sm_80 and later"), "{error}");
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
+use crate::backend::Arch;
 use crate::described::{self, KernelInfo};
 use crate::lint::Finding;
 use crate::packages;
@@ -89,17 +90,51 @@ pub fn assemble(ptxas: &Path, file: &Path, sm: &str) -> Result<Vec<Usage>> {
     Ok(parse(&report))
 }
 
+/// The most bytes that a kernel may spill on architectures newer than its PTX is for. The driver
+/// compiles it there with the same launch bounds, and another assembler may be a few registers
+/// short.
+const SPILLS_ON_NEWER: u32 = 64;
+
+/// Assembles a PTX file for the newer architectures that run it too, and holds what its kernels use
+/// there to their attributes.
+pub fn check_newer(ptxas: &Path, file: &Path, arch: &Arch, described: &[KernelInfo]) -> Vec<Finding> {
+    let check = |newer: Arch| match assemble(ptxas, file, newer.sm()) {
+        Ok(usages) => {
+            let spilling = usages.iter().filter(|usage| usage.spills > 0).count();
+            let most = usages.iter().map(|usage| usage.spills).max().unwrap_or(0);
+            println!("{newer} runs it too: {spilling} kernels spill, at most {most} bytes");
+            let mut findings = check_with(&usages, described, SPILLS_ON_NEWER);
+            findings.iter_mut().for_each(|finding| finding.message += &format!(" on {newer}"));
+            findings
+        }
+        Err(error) => vec![Finding::new(RULE, 0, format!("{newer}: {error:#}"))],
+    };
+    std::thread::scope(|scope| {
+        let checks: Vec<_> = arch.newer().map(|newer| scope.spawn(move || check(newer))).collect();
+        let findings = checks.into_iter().map(|check| match check.join() {
+            Ok(findings) => findings,
+            Err(panic) => std::panic::resume_unwind(panic),
+        });
+        findings.collect::<Vec<_>>().concat()
+    })
+}
+
 /// Holds the usage to the kernels' attributes: no stack, no spills, registers within the ceiling.
 pub fn check(usages: &[Usage], described: &[KernelInfo]) -> Vec<Finding> {
+    check_with(usages, described, 0)
+}
+
+/// The same with this many bytes of spills, and of stack for them.
+fn check_with(usages: &[Usage], described: &[KernelInfo], spills: u32) -> Vec<Finding> {
     let mut findings = Vec::new();
     let mut report = |message: String| findings.push(Finding::new(RULE, 0, message));
     for usage in usages {
         let Some(kernel) = described::find(described, &usage.entry) else { continue };
         let name = &kernel.name;
-        if usage.stack > 0 && kernel.local_depot_allowed.is_none() {
+        if usage.stack > spills && kernel.local_depot_allowed.is_none() {
             report(format!("`{name}` has {} bytes of stack per thread, expected none", usage.stack));
         }
-        if usage.spills > 0 {
+        if usage.spills > spills {
             report(format!("`{name}` spills {} bytes of registers per thread", usage.spills));
         }
         if usage.registers > kernel.max_registers {
@@ -190,5 +225,8 @@ ptxas info    : Used 8 registers, used 0 barriers
         assert!(messages[0].contains("72 bytes of stack"));
         assert!(messages[1].contains("spills 12"));
         assert!(messages[2].contains("70 registers"));
+        let few = check_with(&usages, &[kernel("copy")], 12);
+        assert!(few.iter().all(|finding| !finding.message.contains("spills")), "{few:?}");
+        assert_eq!(check_with(&usages, &[kernel("copy")], 11).len(), 3);
     }
 }

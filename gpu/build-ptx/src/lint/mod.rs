@@ -15,6 +15,7 @@ mod lanes;
 mod memory;
 mod module;
 mod opcodes;
+mod target;
 
 use std::fmt;
 use std::path::Path;
@@ -122,6 +123,7 @@ pub fn run(text: &str, expect: &Expect) -> Vec<Finding> {
     findings.extend(arithmetic::check(&module, expect.described));
     findings.extend(module::check(&module, expect));
     findings.extend(opcodes::check(&module));
+    findings.extend(target::check(&module));
     for finding in &mut findings {
         let mut instructions = module.instructions().map(|(_, inst)| inst);
         let inst = instructions.find(|inst| inst.whole.line == finding.line);

@@ -117,9 +117,9 @@ mod tests {
             library: "k".into(),
             dir: "/w/k".into(),
             stem: "k".into(),
+            arch: "sm_90".parse().unwrap(),
         };
-        let arch = "sm_90".parse().unwrap();
-        Job::new(&Workspace::at("/w"), kernels, "cargo build-ptx", crate::backend::Backend::Nvvm, arch, None)
+        Job::new(&Workspace::at("/w"), kernels, "cargo build-ptx", crate::backend::Backend::Nvvm, None, None)
     }
 
     #[test]
