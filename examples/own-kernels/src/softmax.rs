@@ -21,7 +21,10 @@ pub const MAX_SOFTMAX_COLUMNS: u32 = 12_000;
 #[kernel(
     threads = 256, block = 256, grid = rows, shared = RowScratch::BYTES + columns * 4,
     barriers = 4, registers = 40,
-    requires(rows >= 1, columns >= 1, columns <= MAX_SOFTMAX_COLUMNS, rows <= u32::MAX / MAX_SOFTMAX_COLUMNS)
+    requires(
+        rows >= 1, columns >= 4, columns.is_multiple_of(4), columns <= MAX_SOFTMAX_COLUMNS,
+        rows <= u32::MAX / MAX_SOFTMAX_COLUMNS,
+    )
 )]
 pub unsafe fn softmax(x: Global<f32>, out: Global<f32>, rows: u32, columns: u32) {
     let _ = rows;
@@ -29,23 +32,38 @@ pub unsafe fn softmax(x: Global<f32>, out: Global<f32>, rows: u32, columns: u32)
     let row = SharedArray::<f32, { MAX_SOFTMAX_COLUMNS as usize }>::new(dynamic_shared() + RowScratch::BYTES);
     let first = ctaid() * columns;
 
+    // Sixteen columns of a thread at a time: four loads are under way before the first is looked at. A
+    // thread that has fewer loads the row's last ones in their place, which change no maximum.
     let mut largest = f32::NEG_INFINITY;
-    block_stride!(c in 0..columns => {
-        let v = x.ld(first + c);
-        row.st(c, v);
-        largest = if v > largest { v } else { largest };
+    stride!(c in tid() * 4..columns, 4 * ntid() * 4 => {
+        let mut v = [[0.0; 4]; 4];
+        unroll!(4, N => {
+            v[N] = x.ld_v4(first + (c + N as u32 * ntid() * 4).min(columns - 4));
+        });
+        unroll!(4, N => {
+            let at = c + N as u32 * ntid() * 4;
+            if at < columns {
+                row.st_v4(at, v[N]);
+            }
+            unroll!(4, I => {
+                largest = if v[N][I] > largest { v[N][I] } else { largest };
+            });
+        });
     });
     let largest = block_max_f32(largest, scratch.warps());
 
     let mut sum = 0.0;
-    block_stride!(c in 0..columns => {
-        let power = ex2_approx((row.ld(c) - largest) * LOG2_E);
-        row.st(c, power);
-        sum += power;
+    stride!(c in tid() * 4..columns, ntid() * 4 => {
+        let mut v = row.ld_v4(c);
+        unroll!(4, I => {
+            v[I] = ex2_approx((v[I] - largest) * LOG2_E);
+            sum += v[I];
+        });
+        row.st_v4(c, v);
     });
-    let sum = block_sum_f32(sum, scratch.warps());
+    let scale = 1.0 / block_sum_f32(sum, scratch.warps());
 
-    block_stride!(c in 0..columns => {
-        out.st(first + c, row.ld(c) / sum);
+    stride!(c in tid() * 4..columns, ntid() * 4 => {
+        out.st_v4(first + c, row.ld_v4(c).map(|v| v * scale));
     });
 }

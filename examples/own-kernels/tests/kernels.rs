@@ -1,52 +1,13 @@
-//! The kernels on the virtual GPU: right results on every schedule, and no race.
+//! The kernels on the virtual GPU: right results on every schedule, and no race. With the feature `cuda`,
+//! on a GPU as well.
 
-use std::sync::OnceLock;
+mod gpus;
 
 use epoxide_simt::launch::{Call, ContractError, Entry};
-use epoxide_simt::{Element, Global, ptx};
-use epoxide_vgpu::{Array, CheckConfig, GridConfig, Machine, MachineError, Module, Number};
+use epoxide_simt::{Global, ptx};
+use epoxide_vgpu::{Machine, MachineError, Module};
+use gpus::{Array, Gpus, launch_virtual, on_gpus, virtual_ptx};
 use own_kernels::*;
-
-/// The committed PTX, parsed once.
-fn module() -> &'static Module {
-    static MODULE: OnceLock<Module> = OnceLock::new();
-    MODULE.get_or_init(|| Module::parse(PTX).unwrap_or_else(|error| panic!("{error}")))
-}
-
-/// Enqueues a call, in the shape that the kernel's attribute gives it.
-fn launch<K: Entry>(machine: &mut Machine, device: usize, call: Result<Call<K>, ContractError>) {
-    ptx::check_fresh::<K>(PTX).unwrap();
-    launch_of(machine, device, module(), call);
-}
-
-fn launch_of<K: Entry>(
-    machine: &mut Machine,
-    device: usize,
-    module: &Module,
-    call: Result<Call<K>, ContractError>,
-) {
-    let call = call.unwrap();
-    let shape = call.shape().unwrap();
-    let shape = GridConfig::new(shape.grid, shape.block, shape.shared_bytes);
-    machine.launch(device, module, call.name(), shape, call.param()).unwrap();
-}
-
-/// An array as a parameter.
-fn global<T: Number + Element>(array: &Array<T>) -> Global<T> {
-    Global::new(array.addr())
-}
-
-/// Runs a test on machines of `devices` devices: in order, then in check mode with memory as it runs and
-/// as weak as the model allows, on schedules drawn from 10 seeds.
-fn on_machines(devices: usize, test: impl Fn(Machine)) {
-    test(Machine::new(devices));
-    epoxide_vgpu::for_each_seed(10, |seed| {
-        test(Machine::checked(devices, seed));
-        // Without reports: what the model allows becomes a result.
-        let weak = CheckConfig { races: false, weak_memory: Some(seed), strict_exits: false };
-        test(Machine::checked_with(devices, seed, weak));
-    });
-}
 
 /// Numbers that look random, the same in every run.
 fn numbers(len: usize) -> Vec<u32> {
@@ -68,47 +29,50 @@ fn floats(len: usize) -> Vec<f32> {
 #[test]
 fn the_ptx_has_the_kernels_of_this_crate_and_no_others() {
     let names: Vec<_> = ptx::CutPtx::new(PTX).names().collect();
-    assert_eq!(names, ["exchange", "histogram", "matrix_product", "softmax", "sum", "vector_add"]);
+    assert_eq!(
+        names,
+        ["exchange", "histogram", "matrix_product", "matrix_product_bf16", "softmax", "sum", "vector_add"]
+    );
 }
 
 #[test]
 fn vectors_are_added() {
-    on_machines(1, |mut machine| {
+    on_gpus(1, |mut gpus| {
         let (a, b) = (floats(1000), floats(2000)[1000..].to_vec());
-        let (da, db) = (machine.upload(0, "a", &a).unwrap(), machine.upload(0, "b", &b).unwrap());
-        let out = machine.alloc::<f32>(0, "out", 1000).unwrap();
-        launch(&mut machine, 0, VectorAdd::call(global(&da), global(&db), global(&out), 1000));
-        machine.run().unwrap();
+        let (da, db) = (gpus.upload(0, "a", &a), gpus.upload(0, "b", &b));
+        let out = gpus.alloc::<f32>(0, "out", 1000);
+        gpus.launch(0, VectorAdd::call(da.global(), db.global(), out.global(), 1000));
+        gpus.run();
         let want: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
-        assert_eq!(out.download().unwrap(), want);
+        assert_eq!(out.download(), want);
     });
 }
 
 #[test]
 fn two_launches_reduce_an_array() {
-    on_machines(1, |mut machine| {
+    on_gpus(1, |mut gpus| {
         let x = floats(3000);
-        let dx = machine.upload(0, "x", &x).unwrap();
-        let sums = machine.alloc::<f32>(0, "sums", 5).unwrap();
-        let all = machine.alloc::<f32>(0, "all", 1).unwrap();
-        launch(&mut machine, 0, Sum::call(global(&dx), global(&sums), 3000, 5));
-        launch(&mut machine, 0, Sum::call(global(&sums), global(&all), 5, 1));
-        machine.run().unwrap();
+        let dx = gpus.upload(0, "x", &x);
+        let sums = gpus.alloc::<f32>(0, "sums", 5);
+        let all = gpus.alloc::<f32>(0, "all", 1);
+        gpus.launch(0, Sum::call(dx.global(), sums.global(), 3000, 5));
+        gpus.launch(0, Sum::call(sums.global(), all.global(), 5, 1));
+        gpus.run();
         // Exact in any order, so the order does not matter here.
-        assert_eq!(all.download().unwrap(), [x.iter().sum::<f32>()]);
+        assert_eq!(all.download(), [x.iter().sum::<f32>()]);
     });
 }
 
 #[test]
 fn rows_of_a_softmax_are_those_of_the_host() {
-    on_machines(1, |mut machine| {
+    on_gpus(1, |mut gpus| {
         let (rows, columns) = (3, 300);
         let x = floats(rows * columns);
-        let dx = machine.upload(0, "x", &x).unwrap();
-        let out = machine.alloc::<f32>(0, "out", rows * columns).unwrap();
-        launch(&mut machine, 0, Softmax::call(global(&dx), global(&out), rows as u32, columns as u32));
-        machine.run().unwrap();
-        for (row, got) in x.chunks(columns).zip(out.download().unwrap().chunks(columns)) {
+        let dx = gpus.upload(0, "x", &x);
+        let out = gpus.alloc::<f32>(0, "out", rows * columns);
+        gpus.launch(0, Softmax::call(dx.global(), out.global(), rows as u32, columns as u32));
+        gpus.run();
+        for (row, got) in x.chunks(columns).zip(out.download().chunks(columns)) {
             let powers: Vec<f64> = row.iter().map(|v| f64::from(*v).exp()).collect();
             let sum: f64 = powers.iter().sum();
             for (power, got) in powers.iter().zip(got) {
@@ -121,15 +85,14 @@ fn rows_of_a_softmax_are_those_of_the_host() {
 
 #[test]
 fn a_matrix_product_is_that_of_the_host_bit_for_bit() {
-    on_machines(1, |mut machine| {
+    on_gpus(1, |mut gpus| {
         let (m, n, k) = (32, 48, 32);
         let (a, b) = (floats(m * k), floats(k * n));
-        let (da, db) = (machine.upload(0, "a", &a).unwrap(), machine.upload(0, "b", &b).unwrap());
-        let c = machine.alloc::<f32>(0, "c", m * n).unwrap();
-        let call =
-            MatrixProduct::call(global(&da), global(&db), global(&c), m as u32, n as u32, k as u32);
-        launch(&mut machine, 0, call);
-        machine.run().unwrap();
+        let (da, db) = (gpus.upload(0, "a", &a), gpus.upload(0, "b", &b));
+        let c = gpus.alloc::<f32>(0, "c", m * n);
+        let call = MatrixProduct::call(da.global(), db.global(), c.global(), m as u32, n as u32, k as u32);
+        gpus.launch(0, call);
+        gpus.run();
         let mut want = vec![0.0f32; m * n];
         for i in 0..m {
             for j in 0..n {
@@ -138,8 +101,42 @@ fn a_matrix_product_is_that_of_the_host_bit_for_bit() {
                 }
             }
         }
-        assert_eq!(c.download().unwrap(), want);
+        assert_eq!(c.download(), want);
     });
+}
+
+/// Multiplies matrices of small integers, whose sums are exact, on tensor cores.
+#[cfg(feature = "cuda")]
+fn multiply_on_tensor_cores(mut gpus: Gpus, m: usize, n: usize, k: usize) {
+    let small = |len, from: usize| -> Vec<f32> {
+        numbers(from + len)[from..].iter().map(|n| (n % 16) as f32 - 8.0).collect()
+    };
+    let (a, b) = (small(m * k, 0), small(k * n, 77));
+    let pairs = |numbers: &[f32]| -> Vec<u32> {
+        numbers.chunks(2).map(|pair| pair[0].to_bits() >> 16 | pair[1].to_bits()).collect()
+    };
+    let (da, db) = (gpus.upload(0, "a", &pairs(&a)), gpus.upload(0, "b", &pairs(&b)));
+    let c = gpus.alloc::<f32>(0, "c", m * n);
+    let (da, db, dc) = (da.global(), db.global(), c.global());
+    gpus.launch(0, MatrixProductBf16::call(da, db, dc, m as u32, n as u32, k as u32));
+    gpus.run();
+    let mut want = vec![0.0f32; m * n];
+    for i in 0..m {
+        for l in 0..k {
+            for j in 0..n {
+                want[i * n + j] += a[i * k + l] * b[l * n + j];
+            }
+        }
+    }
+    assert!(c.download() == want, "a sum differs");
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn a_matrix_product_on_tensor_cores_is_exact_where_sums_are() {
+    gpus::on_real_gpus(1, |gpus| multiply_on_tensor_cores(gpus, 128, 128, 128));
+    // Blocks in both directions, and more tiles than stages.
+    gpus::on_real_gpus(1, |gpus| multiply_on_tensor_cores(gpus, 256, 384, 160));
 }
 
 /// The values of the histogram tests, their bins, and the counts that they should give.
@@ -153,13 +150,13 @@ fn counted() -> (Vec<u32>, u32, Vec<u32>) {
 
 #[test]
 fn a_histogram_counts_every_value_once() {
-    on_machines(1, |mut machine| {
+    on_gpus(1, |mut gpus| {
         let (values, bins, want) = counted();
-        let dv = machine.upload(0, "values", &values).unwrap();
-        let counts = machine.upload(0, "counts", &vec![0u32; bins as usize]).unwrap();
-        launch(&mut machine, 0, Histogram::call(global(&dv), global(&counts), 5000, bins));
-        machine.run().unwrap();
-        assert_eq!(counts.download().unwrap(), want);
+        let dv = gpus.upload(0, "values", &values);
+        let counts = gpus.upload(0, "counts", &vec![0u32; bins as usize]);
+        gpus.launch(0, Histogram::call(dv.global(), counts.global(), 5000, bins));
+        gpus.run();
+        assert_eq!(counts.download(), want);
     });
 }
 
@@ -173,26 +170,26 @@ struct Rank {
 }
 
 impl Rank {
-    fn new(machine: &Machine, rank: usize, x: &[u32]) -> Rank {
+    fn new(gpus: &Gpus, rank: usize, x: &[u32]) -> Rank {
         Rank {
-            x: machine.upload(rank, "x", x).unwrap(),
-            out: machine.alloc(rank, "out", x.len()).unwrap(),
-            mailbox: machine.alloc(rank, "mailbox", 2 * x.len()).unwrap(),
-            flag: machine.upload(rank, "flag", &[0]).unwrap(),
-            expired: machine.upload(rank, "expired", &[0]).unwrap(),
+            x: gpus.upload(rank, "x", x),
+            out: gpus.alloc(rank, "out", x.len()),
+            mailbox: gpus.alloc(rank, "mailbox", 2 * x.len()),
+            flag: gpus.upload(rank, "flag", &[0]),
+            expired: gpus.upload(rank, "expired", &[0]),
         }
     }
 
     /// The call of a turn. `peer_mailbox` and `peer_flag` are the peer's, as this rank addresses them.
     fn call(&self, peer_mailbox: &Array<u32>, peer_flag: &Array<u64>, turn: u32) -> ExchangeArgs {
         ExchangeArgs {
-            x: global(&self.x),
-            out: global(&self.out),
-            peer_mailbox: global(peer_mailbox),
-            peer_flag: global(peer_flag),
-            mailbox: global(&self.mailbox),
-            flag: global(&self.flag),
-            expired: global(&self.expired),
+            x: self.x.global(),
+            out: self.out.global(),
+            peer_mailbox: peer_mailbox.global(),
+            peer_flag: peer_flag.global(),
+            mailbox: self.mailbox.global(),
+            flag: self.flag.global(),
+            expired: self.expired.global(),
             timeout_ns: 10_000_000_000,
             len: self.x.len() as u32,
             turn,
@@ -202,37 +199,39 @@ impl Rank {
 
 #[test]
 fn two_ranks_exchange_their_vectors_turn_after_turn() {
-    on_machines(2, |mut machine| {
+    on_gpus(2, |mut gpus| {
         let xs = [numbers(300), numbers(600)[300..].to_vec()];
-        let ranks = [0, 1].map(|rank| Rank::new(&machine, rank, &xs[rank]));
+        let ranks = [0, 1].map(|rank| Rank::new(&gpus, rank, &xs[rank]));
         let peers = [0, 1].map(|rank: usize| {
             let peer = &ranks[1 - rank];
-            (machine.map(rank, &peer.mailbox).unwrap(), machine.map(rank, &peer.flag).unwrap())
+            (gpus.map(rank, &peer.mailbox), gpus.map(rank, &peer.flag))
         });
         for turn in 1..=3 {
             for rank in [0, 1] {
                 let (mailbox, flag) = &peers[rank];
-                launch(&mut machine, rank, Exchange::call(ranks[rank].call(mailbox, flag, turn)));
+                gpus.launch(rank, Exchange::call(ranks[rank].call(mailbox, flag, turn)));
             }
         }
-        machine.run().unwrap();
+        gpus.run();
         let want: Vec<u32> = xs[0].iter().zip(&xs[1]).map(|(a, b)| a.wrapping_add(*b)).collect();
         for rank in &ranks {
-            assert_eq!(rank.expired.download().unwrap(), [0]);
-            assert_eq!(rank.out.download().unwrap(), want);
+            assert_eq!(rank.expired.download(), [0]);
+            assert_eq!(rank.out.download(), want);
         }
     });
 }
 
 #[test]
 fn a_rank_whose_peer_never_comes_gives_up() {
-    let mut machine = Machine::checked(2, 1);
-    let ranks = [0, 1].map(|rank| Rank::new(&machine, rank, &[1, 2, 3]));
-    let mailbox = machine.map(0, &ranks[1].mailbox).unwrap();
-    let flag = machine.map(0, &ranks[1].flag).unwrap();
-    launch(&mut machine, 0, Exchange::call(ranks[0].call(&mailbox, &flag, 1)));
-    machine.run().unwrap();
-    assert_eq!(ranks[0].expired.download().unwrap(), [EXCHANGE_BLOCKS]);
+    on_gpus(2, |mut gpus| {
+        let ranks = [0, 1].map(|rank| Rank::new(&gpus, rank, &[1, 2, 3]));
+        let mailbox = gpus.map(0, &ranks[1].mailbox);
+        let flag = gpus.map(0, &ranks[1].flag);
+        let args = ExchangeArgs { timeout_ns: 1_000_000, ..ranks[0].call(&mailbox, &flag, 1) };
+        gpus.launch(0, Exchange::call(args));
+        gpus.run();
+        assert_eq!(ranks[0].expired.download(), [EXCHANGE_BLOCKS]);
+    });
 }
 
 /// Calls for devices.
@@ -243,17 +242,19 @@ fn report_of<K: Entry, M>(
     kernel: &str,
     edit: (&str, &str),
     devices: usize,
-    calls: impl Fn(&Machine) -> (Calls<K>, M),
+    calls: impl Fn(&Gpus) -> (Calls<K>, M),
 ) -> MachineError {
-    let (before, body) = PTX.split_once(&format!(".visible .entry {kernel}(")).unwrap();
+    let ptx = virtual_ptx();
+    let (before, body) = ptx.split_once(&format!(".visible .entry {kernel}(")).unwrap();
     assert!(body.contains(edit.0), "{kernel} has no {}", edit.0);
     let broken = format!("{before}.visible .entry {kernel}({}", body.replacen(edit.0, edit.1, 1));
     let module = Module::parse(&broken).unwrap();
     for seed in 0..20 {
-        let mut machine = Machine::checked(devices, seed);
-        let (calls, _memory) = calls(&machine);
+        let mut gpus = Gpus::Virtual(Machine::checked(devices, seed));
+        let (calls, _memory) = calls(&gpus);
+        let machine = gpus.machine();
         for (device, call) in calls {
-            launch_of(&mut machine, device, &module, call);
+            launch_virtual(machine, device, &module, &call.unwrap());
         }
         if let Err(error) = machine.run() {
             return error;
@@ -265,10 +266,10 @@ fn report_of<K: Entry, M>(
 #[test]
 fn a_barrier_that_is_missing_is_reported_with_the_line_of_the_kernel() {
     let (values, bins, _) = counted();
-    let error = report_of::<Histogram, _>("histogram", ("barrier.sync 0;", ""), 1, |machine| {
-        let dv = machine.upload(0, "values", &values).unwrap();
-        let counts = machine.upload(0, "counts", &vec![0u32; bins as usize]).unwrap();
-        let call = Histogram::call(global(&dv), global(&counts), 5000, bins);
+    let error = report_of::<Histogram, _>("histogram", ("barrier.sync 0;", ""), 1, |gpus| {
+        let dv = gpus.upload(0, "values", &values);
+        let counts = gpus.upload(0, "counts", &vec![0u32; bins as usize]);
+        let call = Histogram::call(dv.global(), counts.global(), 5000, bins);
         (vec![(0, call)], (dv, counts))
     });
     let text = error.to_string();
@@ -278,11 +279,11 @@ fn a_barrier_that_is_missing_is_reported_with_the_line_of_the_kernel() {
 #[test]
 fn a_release_that_is_missing_is_reported_across_ranks() {
     let edit = ("red.release.sys.global.add.u64", "red.relaxed.sys.global.add.u64");
-    let error = report_of::<Exchange, _>("exchange", edit, 2, |machine| {
-        let ranks = [0, 1].map(|rank| Rank::new(machine, rank, &[1, 2, 3]));
+    let error = report_of::<Exchange, _>("exchange", edit, 2, |gpus| {
+        let ranks = [0, 1].map(|rank| Rank::new(gpus, rank, &[1, 2, 3]));
         let peers = [0, 1].map(|rank: usize| {
             let peer = &ranks[1 - rank];
-            (machine.map(rank, &peer.mailbox).unwrap(), machine.map(rank, &peer.flag).unwrap())
+            (gpus.map(rank, &peer.mailbox), gpus.map(rank, &peer.flag))
         });
         let call = |rank: usize| Exchange::call(ranks[rank].call(&peers[rank].0, &peers[rank].1, 1));
         (vec![(0, call(0)), (1, call(1))], (ranks, peers))
@@ -295,10 +296,7 @@ fn a_release_that_is_missing_is_reported_across_ranks() {
 fn a_clause_that_does_not_hold_is_an_error_before_the_launch() {
     let nothing = Global::new(0);
     let error = MatrixProduct::call(nothing, nothing, nothing, 16, 24, 16).err().unwrap();
-    assert_eq!(
-        error.to_string(),
-        "kernel matrix_product requires n.is_multiple_of(16): n = 24"
-    );
+    assert_eq!(error.to_string(), "kernel matrix_product requires n.is_multiple_of(16): n = 24");
     let call = Histogram::call(Global::new(0), Global::new(0), 100, 50).unwrap();
     let error = call.shape_of(1, 256, 199).unwrap_err().to_string();
     assert!(error.contains("200 bytes of shared memory, 199 were given"), "{error}");

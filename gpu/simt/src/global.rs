@@ -125,3 +125,35 @@ impl<T: Element> Global<T> {
         T::store(self.at(i), v)
     }
 }
+
+/// Four elements at once, 16 bytes.
+macro_rules! vectors {
+    ($($ty:ty: $from:expr, $into:expr;)*) => { $(
+        impl Global<$ty> {
+            /// Loads elements `i` to `i + 3`, weak: `ld.global.v4.b32`.
+            ///
+            /// # Safety
+            /// The array is live and has those elements; their address is a multiple of 16.
+            #[device]
+            pub unsafe fn ld_v4(self, i: u32) -> [$ty; 4] {
+                ld_v4(self.at(i)).map($from)
+            }
+
+            /// Stores elements `i` to `i + 3`, weak: `st.global.v4.b32`.
+            ///
+            /// # Safety
+            /// The array is live and writable, and has those elements; their address is a multiple of
+            /// 16.
+            #[device]
+            pub unsafe fn st_v4(self, i: u32, v: [$ty; 4]) {
+                st_v4(self.at(i), v.map($into))
+            }
+        }
+    )* };
+}
+
+vectors! {
+    u32: |v| v, |v| v;
+    i32: |v| v as i32, |v| v as u32;
+    f32: f32::from_bits, f32::to_bits;
+}

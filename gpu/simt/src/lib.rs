@@ -79,6 +79,7 @@ mod device_ptr;
 mod entry;
 mod global;
 mod loops;
+mod matrix;
 mod memory;
 mod nvvm;
 mod order;
@@ -166,6 +167,7 @@ pub use epoxide_macros::kernel;
 /// ```
 pub use epoxide_macros::kernel_args;
 pub use global::{Element, Global};
+pub use matrix::*;
 pub use memory::*;
 pub use nvvm::assume;
 pub use order::*;

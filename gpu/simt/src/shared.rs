@@ -198,3 +198,24 @@ macro_rules! shared {
         };
     };
 }
+
+impl<const N: usize> SharedArray<f32, N> {
+    /// Loads elements `i` to `i + 3`: `ld.shared.v4.b32`.
+    ///
+    /// # Safety
+    /// The launch gives the block this memory, `i + 3` is below `N`, their offset is a multiple of
+    /// 16, and no other thread writes the elements meanwhile.
+    #[device]
+    pub unsafe fn ld_v4(self, i: u32) -> [f32; 4] {
+        ld_shared_v4(self.at(i)).map(f32::from_bits)
+    }
+
+    /// Stores elements `i` to `i + 3`: `st.shared.v4.b32`.
+    ///
+    /// # Safety
+    /// As [`ld_v4`](Self::ld_v4), and no other thread accesses the elements meanwhile.
+    #[device]
+    pub unsafe fn st_v4(self, i: u32, v: [f32; 4]) {
+        st_shared_v4(self.at(i), v.map(f32::to_bits))
+    }
+}
