@@ -43,9 +43,9 @@ struct Contract {
     registers: Expr,
     traps: Expr,
     local_memory: Option<LitStr>,
-    /// The shape of a launch, in terms of the arguments.
-    grid: Option<Expr>,
-    block: Option<Expr>,
+    /// The shape of a launch, in terms of the arguments; `shared` also of `block`.
+    grid: Option<Count>,
+    block: Option<Count>,
     shared: Option<Expr>,
     dependent: bool,
     requires: Vec<Clause>,
@@ -75,8 +75,9 @@ impl Parse for Contract {
                         clauses(input)?.into_iter().map(Clause::new).collect::<syn::Result<_>>()?;
                 }
                 "dependent" => contract.dependent = true,
-                "threads" | "min_blocks" | "barriers" | "registers" | "traps" | "local_memory" | "grid"
-                | "block" | "shared" => {
+                "grid" => contract.grid = Some(input.parse()?),
+                "block" => contract.block = Some(input.parse()?),
+                "threads" | "min_blocks" | "barriers" | "registers" | "traps" | "local_memory" | "shared" => {
                     input.parse::<Token![=]>()?;
                     match name.as_str() {
                         "threads" => contract.threads = Some(input.parse()?),
@@ -85,8 +86,6 @@ impl Parse for Contract {
                         "registers" => contract.registers = input.parse()?,
                         "traps" => contract.traps = input.parse()?,
                         "local_memory" => contract.local_memory = Some(input.parse()?),
-                        "grid" => contract.grid = Some(input.parse()?),
-                        "block" => contract.block = Some(input.parse()?),
                         _ => contract.shared = Some(input.parse()?),
                     }
                 }
@@ -97,6 +96,25 @@ impl Parse for Contract {
             }
         }
         Ok(contract)
+    }
+}
+
+/// A number of blocks or of threads: behind the name in the attribute.
+enum Count {
+    /// `= N`
+    Exactly(Expr),
+    /// `>= N`
+    AtLeast(Expr),
+}
+
+impl Parse for Count {
+    fn parse(input: ParseStream) -> syn::Result<Self> {
+        if input.peek(Token![>=]) {
+            input.parse::<Token![>=]>()?;
+            return Ok(Count::AtLeast(input.parse()?));
+        }
+        input.parse::<Token![=]>()?;
+        Ok(Count::Exactly(input.parse()?))
     }
 }
 
@@ -179,7 +197,8 @@ fn check(
 /// | in the attribute | says | default |
 /// |---|---|---|
 /// | `threads = N` | the most threads of a block (`.maxntid`) | must be there |
-/// | `grid = ..`, `block = ..`, `shared = ..` | the shape of a launch: blocks, threads of a block, bytes of dynamic shared memory of a block; `u32` expressions of the parameters | the caller chooses |
+/// | `grid = ..`, `block = ..`, `shared = ..` | the shape of a launch: blocks, threads of a block, bytes of dynamic shared memory of a block; `u32` expressions of the parameters, evaluated behind `requires`. `shared` may name `block`, the threads of the launch | the caller chooses |
+/// | `grid >= ..`, `block >= ..` | the least number; the caller chooses one | 1 |
 /// | `requires(..)` | clauses over the parameters, beside those of the argument struct: checked before every launch, and assumed by the compiler | none |
 /// | `barriers = N` | block barriers (`barrier.sync`, `barrier.red`) in the finished PTX | 0 |
 /// | `registers = N` | the most registers of a thread | 255 |
@@ -384,11 +403,27 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         quote!(#block),
     ]);
     let Contract { min_blocks, barriers, registers, traps, local_memory, dependent, .. } = &contract;
-    let named = [&contract.grid, &contract.block, &contract.shared].map(|of| match of {
-        Some(expression) => quote!(::core::option::Option::Some(#expression)),
+    let [grid, block_threads] = [&contract.grid, &contract.block].map(|of| match of {
+        Some(Count::Exactly(count)) => {
+            quote!(::core::option::Option::Some(::epoxide_simt::launch::Count::Exactly(#count)))
+        }
+        Some(Count::AtLeast(count)) => {
+            quote!(::core::option::Option::Some(::epoxide_simt::launch::Count::AtLeast(#count)))
+        }
         None => quote!(::core::option::Option::None),
     });
-    let [grid, block_threads, shared_bytes] = named;
+    let shared_bytes = match &contract.shared {
+        Some(bytes) => quote! {{
+            #[allow(unused_variables)]
+            let bytes: fn(&#arg_type, u32) -> u32 = |__arguments: &#arg_type, block: u32| {
+                let #arg = *__arguments;
+                #unpacked
+                #bytes
+            };
+            ::core::option::Option::Some(bytes)
+        }},
+        None => quote!(::core::option::Option::None),
+    };
     // In front of everything else, so that a launch may count on it.
     let wait = dependent.then(|| quote! { ::epoxide_simt::griddepcontrol_wait(); });
     let allowed = match local_memory {

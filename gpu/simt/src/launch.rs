@@ -79,20 +79,42 @@ pub struct Shape {
     pub shared_bytes: u32,
 }
 
+/// A number of blocks or of threads by the kernel's attribute.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub enum Count {
+    /// `grid = ..`
+    Exactly(u32),
+    /// `grid >= ..`
+    AtLeast(u32),
+}
+
+impl Count {
+    /// The clause that a number does not fulfil, and what it asks for.
+    fn broken_by(self, given: u32) -> Option<(&'static str, String)> {
+        match self {
+            Count::Exactly(want) if given != want => Some(("= ..", format!("{want}"))),
+            Count::AtLeast(want) if given < want => Some((">= ..", format!("at least {want}"))),
+            _ => None,
+        }
+    }
+}
+
 /// The shape of a launch by the kernel's attribute, for the arguments of a call. `None`:
 /// it says nothing.
 #[doc(hidden)]
-#[derive(Clone, Copy, Debug)]
-pub struct Named {
-    pub grid: Option<u32>,
-    pub block: Option<u32>,
-    pub shared_bytes: Option<u32>,
+#[derive(Clone, Copy)]
+pub struct Named<A> {
+    pub grid: Option<Count>,
+    pub block: Option<Count>,
+    /// The bytes of dynamic shared memory, for the arguments and the threads of a block.
+    pub shared_bytes: Option<fn(&A, u32) -> u32>,
 }
 
 /// A checked call of kernel `K`: only its `call` makes one.
 pub struct Call<K: Entry> {
     args: K::Args,
-    named: Named,
+    named: Named<K::Args>,
     kernel: PhantomData<K>,
 }
 
@@ -106,7 +128,8 @@ impl<K: Entry> fmt::Debug for Call<K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Call")
             .field("kernel", &K::INFO.name)
-            .field("named", &self.named)
+            .field("grid", &self.named.grid)
+            .field("block", &self.named.block)
             .finish_non_exhaustive()
     }
 }
@@ -117,7 +140,7 @@ impl<K: Entry> Call<K> {
     /// # Safety
     /// Every clause of the kernel's contract holds for `args`.
     #[doc(hidden)]
-    pub unsafe fn checked(args: K::Args, named: Named) -> Self {
+    pub unsafe fn checked(args: K::Args, named: Named<K::Args>) -> Self {
         Call { args, named, kernel: PhantomData }
     }
 
@@ -135,16 +158,17 @@ impl<K: Entry> Call<K> {
     /// dynamic shared memory.
     ///
     /// # Errors
-    /// The attribute names no grid or no block, or the block is empty or larger than `threads`.
+    /// The attribute names no grid or no block, or only a least number; or the block is empty or
+    /// larger than `threads`.
     pub fn shape(&self) -> Result<Shape, ContractError> {
-        let missing = |clause| ContractError {
-            kernel: K::INFO.name,
-            clause: String::from(clause),
-            values: String::from("its attribute names none; launch it with a shape of your own"),
+        let missing = |clause| {
+            let remedy = "its attribute names none; launch it with a shape of your own";
+            broken::<K>(String::from(clause), String::from(remedy))
         };
-        let grid = self.named.grid.ok_or_else(|| missing("grid = .."))?;
-        let block = self.named.block.ok_or_else(|| missing("block = .."))?;
-        self.shape_of(grid, block, self.named.shared_bytes.unwrap_or(0))
+        let Some(Count::Exactly(grid)) = self.named.grid else { return Err(missing("grid = ..")) };
+        let Some(Count::Exactly(block)) = self.named.block else { return Err(missing("block = ..")) };
+        let shape = self.launches(grid, block)?;
+        Ok(Shape { shared_bytes: self.needed_shared_bytes(block), ..shape })
     }
 
     /// A shape of the caller's, held to what the kernel's attribute says.
@@ -153,34 +177,43 @@ impl<K: Entry> Call<K> {
     /// The attribute names another grid, another block or more shared memory; or the grid is empty,
     /// or the block is empty or larger than `threads`.
     pub fn shape_of(&self, grid: u32, block: u32, shared_bytes: u32) -> Result<Shape, ContractError> {
-        let Named { grid: want_grid, block: want_block, shared_bytes: want_shared } = self.named;
-        let error = |clause: &str, values| {
-            Err(ContractError { kernel: K::INFO.name, clause: String::from(clause), values })
-        };
-        if let Some(want) = want_grid
-            && want != grid
-        {
-            return error("grid = ..", format!("{want} blocks, {grid} were given"));
+        let shape = self.launches(grid, block)?;
+        let want = self.needed_shared_bytes(block);
+        if shared_bytes < want {
+            let values = format!("{want} bytes of shared memory, {shared_bytes} were given");
+            return Err(broken::<K>(String::from("shared = .."), values));
         }
-        if let Some(want) = want_block
-            && want != block
+        Ok(Shape { shared_bytes, ..shape })
+    }
+
+    /// So many blocks of so many threads, if the attribute allows that, without shared memory.
+    fn launches(&self, grid: u32, block: u32) -> Result<Shape, ContractError> {
+        for (what, unit, count, given) in
+            [("grid", "blocks", self.named.grid, grid), ("block", "threads", self.named.block, block)]
         {
-            return error("block = ..", format!("{want} threads, {block} were given"));
-        }
-        if let Some(want) = want_shared
-            && shared_bytes < want
-        {
-            return error("shared = ..", format!("{want} bytes of shared memory, {shared_bytes} were given"));
+            if let Some((clause, want)) = count.and_then(|count| count.broken_by(given)) {
+                let values = format!("{want} {unit}, {given} were given");
+                return Err(broken::<K>(format!("{what} {clause}"), values));
+            }
         }
         if grid == 0 {
-            return error("grid >= 1", String::from("0 against 1"));
+            return Err(broken::<K>(String::from("grid >= 1"), String::from("0 against 1")));
         }
         if !(1..=K::INFO.max_threads).contains(&block) {
-            let most = K::INFO.max_threads;
-            return error("1 <= block <= threads", format!("{block} threads in a block of at most {most}"));
+            let values = format!("{block} threads in a block of at most {}", K::INFO.max_threads);
+            return Err(broken::<K>(String::from("1 <= block <= threads"), values));
         }
-        Ok(Shape { grid, block, shared_bytes })
+        Ok(Shape { grid, block, shared_bytes: 0 })
     }
+
+    /// The bytes of dynamic shared memory that a block of so many threads must have.
+    fn needed_shared_bytes(&self, block: u32) -> u32 {
+        self.named.shared_bytes.map_or(0, |bytes| bytes(&self.args, block))
+    }
+}
+
+fn broken<K: Entry>(clause: String, values: String) -> ContractError {
+    ContractError { kernel: K::INFO.name, clause, values }
 }
 
 /// A clause of a kernel's contract that does not hold.
@@ -274,6 +307,23 @@ mod tests {
         for (grid, block) in [(0, 32), (1, 0), (1, 129)] {
             assert!(call.shape_of(grid, block, 0).is_err(), "{grid} {block}");
         }
+    }
+
+    /// Takes more blocks or threads too. Shared memory is by the threads of a block.
+    #[kernel(threads = 128, grid >= 2, block >= len, shared = block * 4 + len)]
+    unsafe fn roomy(out: Global<u32>, len: u32) {
+        out.st(0, len);
+    }
+
+    #[test]
+    fn a_least_number_is_held_and_shared_memory_follows_the_block() {
+        let call = Roomy::call(Global::new(16), 40).unwrap();
+        assert_eq!(call.shape_of(5, 64, 296).unwrap(), Shape { grid: 5, block: 64, shared_bytes: 296 });
+        let text = |grid, block, shared| call.shape_of(grid, block, shared).unwrap_err().to_string();
+        assert_eq!(text(1, 64, 296), "kernel roomy requires grid >= ..: at least 2 blocks, 1 were given");
+        assert!(text(2, 39, 296).contains("block >= ..: at least 40 threads, 39 were given"));
+        assert!(text(2, 64, 295).contains("296 bytes of shared memory, 295 were given"));
+        assert!(call.shape().unwrap_err().to_string().contains("grid = .."), "a least number is no shape");
     }
 
     #[test]

@@ -30,7 +30,7 @@ const TOGETHER: u32 = 4;
 
 /// Numbers the selections of each physical expert, in the order of tokens and entries. A warp takes
 /// an expert, and stops behind the last of its selections.
-#[kernel(threads = 512, registers = 64, dependent)]
+#[kernel(threads = 512, registers = 64, dependent, block >= 32)]
 pub unsafe fn number_selections(args: NumberArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
     let entries = args.num_tokens * args.num_topk;
@@ -72,7 +72,10 @@ pub const PLAN_BY_EXPERT_SHARED_BYTES: u32 = PlanShared::BYTES;
 
 /// Plans where rows by expert go, behind `notify`. Block 0 plans for what comes here and sends the
 /// ranks their first rows; all blocks list what goes out.
-#[kernel(threads = 512, barriers = 3, registers = 64, dependent)]
+#[kernel(
+    threads = 512, barriers = 3, registers = 64, dependent,
+    block >= 32, shared = PLAN_BY_EXPERT_SHARED_BYTES
+)]
 pub unsafe fn plan_by_expert(args: ExpertPlanArgs) {
     let epoch = current_epoch(&args.comm);
     // The same on every rank, but for one that has given up.

@@ -12,7 +12,10 @@ use crate::layout::CeilingArgs;
 use crate::simt::*;
 
 /// Loads each of `rows` local rows once and stores it to `fanout` peers.
-#[kernel(threads = 512, registers = 64)]
+#[kernel(
+    threads = 512, registers = 64, block >= 32,
+    shared = crate::layout::shared_with_rings(block / 32, args.stages, args.row_bytes, 0)
+)]
 pub unsafe fn ceiling_push(args: CeilingArgs) {
     let (lane, step) = (laneid(), nctaid() * (ntid() / 32));
     let first = ctaid() * (ntid() / 32) + tid() / 32;
@@ -53,7 +56,10 @@ pub unsafe fn ceiling_push(args: CeilingArgs) {
 }
 
 /// Loads each of `rows` rows from `fanout` peers and stores them locally.
-#[kernel(threads = 512, registers = 64)]
+#[kernel(
+    threads = 512, registers = 64, block >= 32,
+    shared = crate::layout::shared_with_rings(block / 32, args.stages, args.row_bytes, 0)
+)]
 pub unsafe fn ceiling_pull(args: CeilingArgs) {
     let (lane, step) = (laneid(), nctaid() * (ntid() / 32));
     let first = ctaid() * (ntid() / 32) + tid() / 32;

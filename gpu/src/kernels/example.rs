@@ -15,7 +15,7 @@ use crate::simt::*;
 ///
 /// One warp per token, one lane per expert. A logit is summed in FP32 from the first element to the
 /// last, each product rounded, so that a host can repeat it bit for bit. Logits must be numbers.
-#[kernel(threads = 256, registers = 64)]
+#[kernel(threads = 256, registers = 64, block >= 32)]
 pub unsafe fn moe_router(args: MoeRouterArgs) {
     let (lane, warps, experts) = (laneid(), ntid() / 32, args.num_experts);
     // Lanes without an expert of their own repeat the last one: collectives need all lanes.
@@ -57,7 +57,7 @@ pub unsafe fn moe_router(args: MoeRouterArgs) {
 ///
 /// A block takes every n-th row, a thread two columns at a time. How many rows there are is read on
 /// the device, so no host has to know.
-#[kernel(threads = 256, registers = 64)]
+#[kernel(threads = 256, registers = 64, block >= 32)]
 pub unsafe fn moe_experts(args: MoeExpertsArgs) {
     let hidden = args.hidden as u64;
     let stride = row_stride(hidden * 2);

@@ -38,6 +38,10 @@ const MAX_TOKENS: u64 = u32::MAX as u64;
 /// the rings, then a word for each warp.
 #[kernel(
     threads = 512, barriers = 3, registers = 128,
+    grid = args.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.combine.slots, args.combine.slot_bytes, super::progress::PROGRESS_BYTES
+    ),
     requires(
         ..CombineArgs(args.combine),
         ..Wire(args.wire),

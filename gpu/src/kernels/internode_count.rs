@@ -10,7 +10,7 @@ use crate::simt::*;
 
 /// Numbers the tokens of each channel, for each rank and each node, in token order. One block per
 /// channel.
-#[kernel(threads = 512, registers = 64)]
+#[kernel(threads = 512, registers = 64, grid = args.num_channels, block >= 32)]
 pub unsafe fn internode_count(args: InternodeCountArgs) {
     let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
     let (ranks, nodes) = (args.num_ranks, args.num_ranks / args.ranks_per_node);

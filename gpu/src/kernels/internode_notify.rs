@@ -56,7 +56,11 @@ pub const INTERNODE_NOTIFY_SHARED_BYTES: u32 = WORDS * 4;
 const NONE: u32 = u32::MAX;
 
 /// Exchanges counts across nodes and plans where rows go. One block.
-#[kernel(threads = 1024, barriers = 8, registers = 64, requires(..Wire(args.wire)))]
+#[kernel(
+    threads = 1024, barriers = 8, registers = 64,
+    grid = 1, block = THREADS, shared = INTERNODE_NOTIFY_SHARED_BYTES,
+    requires(..Wire(args.wire))
+)]
 pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
     let comm = &args.comm;
     trace(comm, Phase::Enter);

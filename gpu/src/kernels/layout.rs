@@ -14,7 +14,12 @@ use crate::simt::*;
 ///
 /// One warp per token, one lane per top-k entry. Counters gather in shared memory first:
 /// `num_ranks + num_experts + num_nodes` words.
-#[kernel(threads = 1024, barriers = 2, registers = 64, dependent)]
+#[kernel(
+    threads = 1024, barriers = 2, registers = 64, dependent, block >= 32,
+    shared = (args.num_ranks + args.num_ranks / args.ranks_per_node)
+        .saturating_add(args.num_experts)
+        .saturating_mul(4)
+)]
 pub unsafe fn dispatch_layout(args: LayoutArgs) {
     let (lane, counters) = (laneid(), dynamic_shared());
     let num_nodes = args.num_ranks / args.ranks_per_node;

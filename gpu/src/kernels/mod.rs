@@ -82,7 +82,10 @@ mod tests {
     use bytemuck::Zeroable;
 
     use crate::kernels::{InternodeCount, StageCombine};
-    use crate::layout::{InternodeCountArgs, LowLatencyCombineArgs, StageArgs, phase};
+    use crate::layout::{
+        DispatchArgs, InternodeCountArgs, LowLatencyCombineArgs, NotifyArgs, StageArgs, StagedCombineArgs,
+        phase, ring_bytes,
+    };
 
     #[test]
     fn a_clause_that_does_not_hold_shows_its_values() {
@@ -123,6 +126,51 @@ mod tests {
         assert!(combine.shape_of(1, 512, bytes).is_ok());
         assert_eq!(clause_of(256, bytes), "block = ..");
         assert_eq!(clause_of(512, bytes - 1), "shared = ..");
+    }
+
+    #[test]
+    fn the_count_exchange_has_one_shape() {
+        let mut args = NotifyArgs::zeroed();
+        (args.comm.num_ranks, args.num_experts, args.num_channels, args.expert_alignment) = (2, 4, 3, 1);
+        let call = super::Notify::call(args).unwrap();
+        let shape = call.shape().unwrap();
+        assert_eq!((shape.grid, shape.block), (3, 512));
+        assert_eq!(shape.shared_bytes, super::notify_shared_bytes(false));
+        // The kernel's threads stride by a constant: fewer would leave out tokens.
+        assert_eq!(call.shape_of(3, 256, shape.shared_bytes).unwrap_err().clause, "block = ..");
+        assert_eq!(call.shape_of(2, 512, shape.shared_bytes).unwrap_err().clause, "grid = ..");
+    }
+
+    #[test]
+    fn a_launch_has_room_for_the_rings_of_its_warps() {
+        let mut args = DispatchArgs::zeroed();
+        (args.row_bytes, args.piece_bytes, args.stage_bytes, args.stages) = (256, 256, 256, 3);
+        (args.local_experts, args.metadata_warps) = (1, 2);
+        let call = super::Dispatch::call(args).unwrap();
+        let bytes = |warps| ring_bytes(warps, 3, 256) + super::JOINED_BYTES;
+        assert!(call.shape_of(5, 128, bytes(2)).is_ok());
+        assert_eq!(call.shape_of(5, 128, bytes(2) - 1).unwrap_err().clause, "shared = ..");
+        assert_eq!(call.shape_of(5, 160, bytes(2)).unwrap_err().clause, "shared = ..");
+        assert_eq!(call.shape_of(5, 64, bytes(2)).unwrap_err().clause, "block >= ..");
+        // Rings that no launch has room for are none that fit because a product overflows.
+        let huge = DispatchArgs { stage_bytes: u32::MAX - 127, ..args };
+        let call = super::Dispatch::call(huge).unwrap();
+        assert_eq!(call.shape_of(5, 128, u32::MAX - 1).unwrap_err().clause, "shared = ..");
+    }
+
+    #[test]
+    fn a_staged_combine_has_blocks_that_gather() {
+        let mut args = StagedCombineArgs::zeroed();
+        let rows = &mut args.combine;
+        (rows.row_bytes, rows.slots, rows.slot_bytes, rows.pieces) = (16, 2, 16, 1);
+        rows.comm.num_ranks = 2;
+        (args.stagers, args.channels, args.parts, args.blocks_per_channel) = (4, 2, 1, 2);
+        (args.step_rows, args.gather_warps) = (1, 3);
+        let call = super::CombineStagedBf16::call(args).unwrap();
+        let bytes = ring_bytes(3, 2, 16) + super::JOINED_BYTES;
+        assert!(call.shape_of(6, 96, bytes).is_ok());
+        assert_eq!(call.shape_of(5, 96, bytes).unwrap_err().clause, "grid >= ..");
+        assert_eq!(call.shape_of(6, 64, bytes).unwrap_err().clause, "block >= ..");
     }
 
     #[test]

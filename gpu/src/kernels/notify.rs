@@ -55,6 +55,7 @@ fn signature(args: &NotifyArgs) -> [u32; message::INVALID as usize] {
 /// Exchanges counts and plans where rows go. One block per channel.
 #[kernel(
     threads = 512, barriers = 4, registers = 128, dependent,
+    grid = args.num_channels, block = THREADS, shared = notify_shared_bytes(false),
     requires(args.comm.num_ranks <= FEW_RANKS as u32)
 )]
 pub unsafe fn notify(args: NotifyArgs) {
@@ -64,6 +65,7 @@ pub unsafe fn notify(args: NotifyArgs) {
 /// The same of up to 64 ranks, for which a token's destinations are listed.
 #[kernel(
     threads = 512, barriers = 5, registers = 128, dependent,
+    grid = args.num_channels, block = THREADS, shared = notify_shared_bytes(true),
     requires(args.comm.num_ranks <= MAX_RANKS as u32)
 )]
 pub unsafe fn notify_many(args: NotifyArgs) {

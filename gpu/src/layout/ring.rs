@@ -9,3 +9,10 @@ use crate::simt::mbarrier::Mbarrier;
 pub const fn ring_bytes(warps: u32, count: u32, bytes: u32) -> u32 {
     warps * count * (bytes + Mbarrier::BYTES)
 }
+
+/// Bytes of shared memory of a launch with such rings and `behind` bytes after them. It saturates:
+/// no launch is given that much.
+pub const fn shared_with_rings(warps: u32, count: u32, bytes: u32, behind: u32) -> u32 {
+    let rings = warps.saturating_mul(count).saturating_mul(bytes.saturating_add(Mbarrier::BYTES));
+    rings.saturating_add(behind)
+}

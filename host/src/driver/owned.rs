@@ -395,7 +395,7 @@ impl Stream {
         shared_bytes: u32,
         call: std::result::Result<Call<K>, ContractError>,
     ) -> Result<()> {
-        let call = call.map_err(broken)?;
+        let call = kernel.takes(call)?;
         let shape = call.shape_of(grid, block, shared_bytes).map_err(broken)?;
         // SAFETY: the caller vouches for the addresses.
         unsafe { self.launch_checked(kernel, shape, &call) }
@@ -414,7 +414,7 @@ impl Stream {
         kernel: &Kernel,
         call: std::result::Result<Call<K>, ContractError>,
     ) -> Result<()> {
-        let call = call.map_err(broken)?;
+        let call = kernel.takes(call)?;
         let shape = call.shape().map_err(broken)?;
         // SAFETY: the caller vouches for the addresses.
         unsafe { self.launch_checked(kernel, shape, &call) }
@@ -430,10 +430,6 @@ impl Stream {
         shape: gpu::Shape,
         call: &Call<K>,
     ) -> Result<()> {
-        if kernel.name != K::INFO.name {
-            let rule = format!("its arguments were given to {}", kernel.name);
-            return Err(Error::Launch { kernel: K::INFO.name, rule });
-        }
         let config = LaunchConfig {
             grid: shape.grid,
             block: shape.block,
@@ -772,6 +768,16 @@ impl Kernel {
     pub fn shipped<K: gpu::Entry>(device: &Device, max_shared_bytes: u32) -> Result<Kernel> {
         let name = K::INFO.name;
         Module::shipped(device, None, &[name])?.kernel(name, max_shared_bytes)
+    }
+
+    /// The call, if its clauses hold and this is its kernel.
+    fn takes<K: gpu::Entry>(&self, call: std::result::Result<Call<K>, ContractError>) -> Result<Call<K>> {
+        let call = call.map_err(broken)?;
+        if self.name == K::INFO.name {
+            return Ok(call);
+        }
+        let rule = format!("its arguments were given to {}", self.name);
+        Err(Error::Launch { kernel: K::INFO.name, rule })
     }
 }
 

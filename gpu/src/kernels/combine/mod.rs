@@ -28,38 +28,58 @@ pub use sum::{Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VECTORS, s
 /// Bulk loads fill a warp's ring of slots, one slot per (piece of a row, contributing rank). So the
 /// bytes in flight do not depend on how many ranks a token went to. Shared memory: per warp `slots
 /// * slot_bytes`, then all barriers.
-#[kernel(threads = 512, barriers = 2, registers = 128, dependent)]
+#[kernel(
+    threads = 512, barriers = 2, registers = 128, dependent,
+    block >= 32, shared = shared_bytes(&args, block)
+)]
 pub unsafe fn combine_bf16(args: CombineArgs) {
     combine::<Bf16, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
 }
 
 /// Sums FP32 rows, otherwise as [`CombineBf16`].
-#[kernel(threads = 512, barriers = 2, registers = 128, dependent)]
+#[kernel(
+    threads = 512, barriers = 2, registers = 128, dependent,
+    block >= 32, shared = shared_bytes(&args, block)
+)]
 pub unsafe fn combine_f32(args: CombineArgs) {
     combine::<F32, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
 }
 
 /// Sums BF16 rows of up to 64 ranks, otherwise as [`CombineBf16`].
-#[kernel(threads = 512, barriers = 2, registers = 128, dependent)]
+#[kernel(
+    threads = 512, barriers = 2, registers = 128, dependent,
+    block >= 32, shared = shared_bytes(&args, block)
+)]
 pub unsafe fn combine_many_bf16(args: CombineArgs) {
     combine::<Bf16, Listed, true>(&args, || <Listed as Peers>::new(&args));
 }
 
 /// Sums FP32 rows of up to 64 ranks, otherwise as [`CombineBf16`].
-#[kernel(threads = 512, barriers = 2, registers = 128, dependent)]
+#[kernel(
+    threads = 512, barriers = 2, registers = 128, dependent,
+    block >= 32, shared = shared_bytes(&args, block)
+)]
 pub unsafe fn combine_many_f32(args: CombineArgs) {
     combine::<F32, Listed, true>(&args, || <Listed as Peers>::new(&args));
 }
 
 /// Sums BF16 rows by expert in FP32, in the order of the token's entries, each times its weight,
 /// and rounds once.
-#[kernel(threads = 512, barriers = 2, registers = 128, dependent, requires(..CombineArgs(args.combine)))]
+#[kernel(
+    threads = 512, barriers = 2, registers = 128, dependent,
+    block >= 32, shared = shared_bytes(&args.combine, block),
+    requires(..CombineArgs(args.combine))
+)]
 pub unsafe fn combine_by_expert_bf16(args: ExpertCombineArgs) {
     combine::<Bf16, ByExpert, true>(&args.combine, || ByExpert::new(&args));
 }
 
 /// Sums FP32 rows by expert, otherwise as [`CombineByExpertBf16`].
-#[kernel(threads = 512, barriers = 2, registers = 128, dependent, requires(..CombineArgs(args.combine)))]
+#[kernel(
+    threads = 512, barriers = 2, registers = 128, dependent,
+    block >= 32, shared = shared_bytes(&args.combine, block),
+    requires(..CombineArgs(args.combine))
+)]
 pub unsafe fn combine_by_expert_f32(args: ExpertCombineArgs) {
     combine::<F32, ByExpert, true>(&args.combine, || ByExpert::new(&args));
 }
@@ -98,4 +118,10 @@ unsafe fn combine<E: Summand, C: Contributors, const MANY: bool>(
         spoil::<false>(args, begin, end, warp, warps);
     }
     leave::<MANY>(comm, epoch, joined, Wait::CombineDone);
+}
+
+/// Shared memory of a block of so many threads: the rings, then a word for whether it has joined.
+#[cfg(not(target_arch = "nvptx64"))]
+fn shared_bytes(args: &CombineArgs, block: u32) -> u32 {
+    crate::layout::shared_with_rings(block / 32, args.slots, args.slot_bytes, super::epoch::JOINED_BYTES)
 }

@@ -13,7 +13,7 @@ use crate::simt::*;
 
 /// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One
 /// warp per row.
-#[kernel(threads = 512, registers = 64, dependent)]
+#[kernel(threads = 512, registers = 64, dependent, block >= 32)]
 pub unsafe fn stage_combine(args: StageArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
     if ld_u32(args.header.0) != PlanStatus::Ready as u32 {
@@ -39,7 +39,7 @@ pub unsafe fn stage_combine(args: StageArgs) {
 
 /// Copies the caller's rows by expert into this rank's pool, and no padding. One warp per row; all
 /// experts' rows count through.
-#[kernel(threads = 512, registers = 64, dependent, requires(..StageArgs(args.stage)))]
+#[kernel(threads = 512, registers = 64, dependent, block >= 32, requires(..StageArgs(args.stage)))]
 pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
     let stage = &args.stage;
     if ld_u32(stage.header.0) != PlanStatus::Ready as u32 {

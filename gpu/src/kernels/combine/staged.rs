@@ -29,25 +29,41 @@ const LONGEST_STEP: u32 = 8;
 
 /// Copies BF16 rows and weights into the pool, and meanwhile sums as [`super::CombineBf16`]. The
 /// first `stagers` blocks that start copy.
-#[kernel(threads = 384, barriers = 5, registers = 168, dependent, requires(..CombineArgs(args.combine)))]
+#[kernel(
+    threads = 384, barriers = 5, registers = 168, dependent,
+    grid >= least_blocks(&args), block >= least_threads(&args), shared = shared_bytes(&args),
+    requires(..CombineArgs(args.combine))
+)]
 pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
     combine_staged::<Bf16, Ranks, false>(&args);
 }
 
 /// The same for FP32 rows.
-#[kernel(threads = 384, barriers = 5, registers = 168, dependent, requires(..CombineArgs(args.combine)))]
+#[kernel(
+    threads = 384, barriers = 5, registers = 168, dependent,
+    grid >= least_blocks(&args), block >= least_threads(&args), shared = shared_bytes(&args),
+    requires(..CombineArgs(args.combine))
+)]
 pub unsafe fn combine_staged_f32(args: StagedCombineArgs) {
     combine_staged::<F32, Ranks, false>(&args);
 }
 
 /// The same for BF16 rows of up to 64 ranks.
-#[kernel(threads = 384, barriers = 5, registers = 168, dependent, requires(..CombineArgs(args.combine)))]
+#[kernel(
+    threads = 384, barriers = 5, registers = 168, dependent,
+    grid >= least_blocks(&args), block >= least_threads(&args), shared = shared_bytes(&args),
+    requires(..CombineArgs(args.combine))
+)]
 pub unsafe fn combine_staged_many_bf16(args: StagedCombineArgs) {
     combine_staged::<Bf16, Listed, true>(&args);
 }
 
 /// The same for FP32 rows of up to 64 ranks.
-#[kernel(threads = 384, barriers = 5, registers = 168, dependent, requires(..CombineArgs(args.combine)))]
+#[kernel(
+    threads = 384, barriers = 5, registers = 168, dependent,
+    grid >= least_blocks(&args), block >= least_threads(&args), shared = shared_bytes(&args),
+    requires(..CombineArgs(args.combine))
+)]
 pub unsafe fn combine_staged_many_f32(args: StagedCombineArgs) {
     combine_staged::<F32, Listed, true>(&args);
 }
@@ -311,4 +327,25 @@ unsafe fn wait_staged<const MANY: bool>(args: &StagedCombineArgs, channel: u32, 
     }
     fence_proxy_async_global();
     begin + staged
+}
+
+/// Blocks that a launch has at least: those that copy, and those that gather one channel.
+#[cfg(not(target_arch = "nvptx64"))]
+fn least_blocks(args: &StagedCombineArgs) -> u32 {
+    args.stagers.saturating_add(args.blocks_per_channel)
+}
+
+/// Threads that a block has at least: the warps that gather.
+#[cfg(not(target_arch = "nvptx64"))]
+fn least_threads(args: &StagedCombineArgs) -> u32 {
+    args.gather_warps.saturating_mul(32)
+}
+
+/// Shared memory of a block: the rings of the warps that gather, then a word for whether it has
+/// joined.
+#[cfg(not(target_arch = "nvptx64"))]
+fn shared_bytes(args: &StagedCombineArgs) -> u32 {
+    let rows = &args.combine;
+    let joined = super::super::epoch::JOINED_BYTES;
+    crate::layout::shared_with_rings(args.gather_warps, rows.slots, rows.slot_bytes, joined)
 }

@@ -31,6 +31,7 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
 /// block has joined.
 #[kernel(
     threads = 384, barriers = 2, registers = 168, dependent,
+    block >= least_threads(&args), shared = shared_bytes(&args, block),
     requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch(args: DispatchArgs) {
@@ -40,6 +41,7 @@ pub unsafe fn dispatch(args: DispatchArgs) {
 /// The same to up to 64 ranks, of which lane d has a token's d-th destination.
 #[kernel(
     threads = 384, barriers = 2, registers = 168, dependent,
+    block >= least_threads(&args), shared = shared_bytes(&args, block),
     requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch_many(args: DispatchArgs) {
@@ -50,6 +52,7 @@ pub unsafe fn dispatch_many(args: DispatchArgs) {
 /// rank.
 #[kernel(
     threads = 384, barriers = 2, registers = 168, dependent,
+    block >= least_threads(&args), shared = shared_bytes(&args, block),
     requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch_by_expert(args: DispatchArgs) {
@@ -194,4 +197,17 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
         }
     }
     leave::<MANY>(comm, epoch, joined, Wait::DispatchDone);
+}
+
+/// Threads that a block has at least: the warps that send metadata, and one with a ring.
+#[cfg(not(target_arch = "nvptx64"))]
+fn least_threads(args: &DispatchArgs) -> u32 {
+    args.metadata_warps.saturating_add(1).saturating_mul(32)
+}
+
+/// Shared memory of a block of so many threads: the rings, then a word for whether it has joined.
+#[cfg(not(target_arch = "nvptx64"))]
+fn shared_bytes(args: &DispatchArgs, block: u32) -> u32 {
+    let warps = block / 32 - args.metadata_warps;
+    crate::layout::shared_with_rings(warps, args.stages, args.stage_bytes, super::epoch::JOINED_BYTES)
 }

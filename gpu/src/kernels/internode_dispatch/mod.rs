@@ -33,6 +33,10 @@ use sender::send;
 /// others have a ring each. Shared memory: the rings, then a word for each warp.
 #[kernel(
     threads = 288, barriers = 3, registers = 200,
+    grid = args.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.dispatch.stages, args.dispatch.stage_bytes, super::progress::PROGRESS_BYTES
+    ),
     requires(
         ..DispatchArgs(args.dispatch),
         ..Wire(args.wire),

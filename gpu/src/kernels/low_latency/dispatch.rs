@@ -28,7 +28,7 @@ use crate::simt::*;
 /// Sends rows, or waits for them and lists each expert's rows, or both.
 #[kernel(
     threads = 512, barriers = 10, registers = 128, dependent,
-    shared = super::low_latency_dispatch_shared_bytes(&args),
+    block = 512, shared = super::low_latency_dispatch_shared_bytes(&args),
     requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks <= FEW_RANKS as u32)
 )]
 pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {

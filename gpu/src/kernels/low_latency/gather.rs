@@ -21,7 +21,7 @@ const _: () = assert!(SCALES <= 32, "a lane copies one");
 
 /// Copies each local expert's rows to where the expert's part of the copy begins, one after the
 /// other.
-#[kernel(threads = 512, registers = 64, dependent)]
+#[kernel(threads = 512, registers = 64, dependent, block >= 32)]
 pub unsafe fn low_latency_gather(args: LowLatencyGatherArgs) {
     let pieces = args.row_bytes.div_ceil(GATHER_BYTES);
     let mut experts = experts_from(&args, 0, 0);

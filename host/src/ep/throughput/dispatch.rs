@@ -4,9 +4,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use epoxide_gpu::kernels::{
-    Dispatch, DispatchByExpert, DispatchMany, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCount,
-    InternodeDispatch, InternodeNotify, JOINED_BYTES, Notify, NotifyMany, NumberSelections,
-    PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert, notify_shared_bytes,
+    Dispatch, DispatchByExpert, DispatchMany, InternodeCount, InternodeDispatch, InternodeNotify,
+    JOINED_BYTES, Notify, NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES,
+    PlanByExpert,
 };
 use epoxide_gpu::layout::{
     CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, ExpertPlanArgs, InternodeCountArgs,
@@ -24,8 +24,8 @@ use crate::ep::core::{Lease, PlaceState, nanoseconds, setters};
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
-/// Threads per block of the notify kernel, as its source fixes them.
-const NOTIFY_THREADS: u32 = 512;
+/// Threads per block of the kernels that count tokens and plan rows by expert.
+const PLAN_THREADS: u32 = 512;
 /// Threads per block of the kernel that numbers selections.
 const NUMBER_THREADS: u32 = 512;
 
@@ -545,8 +545,11 @@ impl Buffer {
                         row_signature: payload.row_bytes | payload.dtype.code(),
                         columns,
                     };
-                    let shape = (num_channels, NOTIFY_THREADS, notify_shared_bytes(node.is_many));
-                    call_within!(stream, node, notify: Notify | NotifyMany, shape, args)
+                    if node.is_many {
+                        stream.launch_call(&node.notify, NotifyMany::call(args))
+                    } else {
+                        stream.launch_call(&node.notify, Notify::call(args))
+                    }
                 }
                 Spread::SeveralNodes(nodes, routing) => {
                     let args = InternodeCountArgs {
@@ -559,7 +562,7 @@ impl Buffer {
                         num_ranks,
                         ranks_per_node: self.ranks_per_node(),
                     };
-                    stream.call(&nodes.count, num_channels, NOTIFY_THREADS, 0, InternodeCount::call(args))?;
+                    stream.call(&nodes.count, num_channels, PLAN_THREADS, 0, InternodeCount::call(args))?;
                     comm.trace = self.core.trace("notify", 1);
                     let args = InternodeNotifyArgs {
                         comm,
@@ -583,9 +586,7 @@ impl Buffer {
                         columns,
                         reserved: 0,
                     };
-                    let (threads, shared) =
-                        (InternodeNotify::INFO.max_threads, INTERNODE_NOTIFY_SHARED_BYTES);
-                    stream.call(&nodes.notify, 1, threads, shared, InternodeNotify::call(args))
+                    stream.launch_call(&nodes.notify, InternodeNotify::call(args))
                 }
             }
         }
@@ -649,7 +650,7 @@ impl Buffer {
         unsafe {
             stream.call(&kernels.number, grid, NUMBER_THREADS, 0, NumberSelections::call(args))?;
             let grid = self.blocks_for(num_tokens);
-            stream.call(&kernels.plan, grid, NOTIFY_THREADS, shared, PlanByExpert::call(plan))
+            stream.call(&kernels.plan, grid, PLAN_THREADS, shared, PlanByExpert::call(plan))
         }
     }
 

@@ -33,6 +33,7 @@ pub(super) use self::send::{RowAhead, return_row};
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
     threads = 512, barriers = 4, registers = 128, dependent,
+    block = 512, shared = super::LOW_LATENCY_SHARED_BYTES,
     requires(
         ..LowLatencyArgs(args.common),
         args.common.comm.num_ranks <= FEW_RANKS as u32,
@@ -46,6 +47,7 @@ pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyCombineBf16`].
 #[kernel(
     threads = 512, barriers = 4, registers = 128, dependent,
+    block = 512, shared = super::LOW_LATENCY_SHARED_BYTES,
     requires(
         ..LowLatencyArgs(args.common),
         args.common.comm.num_ranks <= FEW_RANKS as u32,

@@ -24,6 +24,7 @@ use crate::simt::*;
 /// Sums the BF16 rows of every rank's pool, which are weighted and summed over experts already.
 #[kernel(
     threads = 512, barriers = 3, registers = 128, dependent,
+    block = 512, shared = super::super::LOW_LATENCY_SHARED_BYTES,
     requires(
         ..LowLatencyArgs(args.common),
         args.common.comm.num_ranks <= FEW_RANKS as u32,

@@ -22,6 +22,7 @@ use crate::simt::*;
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
     threads = 512, barriers = 6, registers = 128,
+    block = 512, shared = super::LOW_LATENCY_INTERNODE_SHARED_BYTES,
     requires(
         ..LowLatencyArgs(args.combine.common),
         ..LowLatencyCombineArgs(args.combine),
@@ -35,6 +36,7 @@ pub unsafe fn low_latency_internode_combine_bf16(args: LowLatencyInternodeCombin
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyInternodeCombineBf16`].
 #[kernel(
     threads = 512, barriers = 6, registers = 128,
+    block = 512, shared = super::LOW_LATENCY_INTERNODE_SHARED_BYTES,
     requires(
         ..LowLatencyArgs(args.combine.common),
         ..LowLatencyCombineArgs(args.combine),

@@ -26,6 +26,7 @@ use crate::simt::*;
 /// Sends rows, or waits for them and lists each expert's rows, or both.
 #[kernel(
     threads = 512, barriers = 13, registers = 128,
+    block = 512, shared = super::LOW_LATENCY_INTERNODE_SHARED_BYTES,
     requires(..LowLatencyArgs(args.dispatch.common), ..LowLatencyDispatchArgs(args.dispatch))
 )]
 pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchArgs) {
