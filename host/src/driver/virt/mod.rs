@@ -57,7 +57,6 @@ mod blocking_tests;
 mod calls;
 mod capture;
 pub(crate) mod config;
-mod coverage;
 mod engine;
 mod gpu;
 pub(crate) mod manual;
