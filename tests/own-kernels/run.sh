@@ -51,10 +51,13 @@ patches epoxide-macros epoxide-simt epoxide-vgpu >>Cargo.toml
 cargo --version
 
 start=$SECONDS
-cargo test 2>&1 | tee test.log
+EPOXIDE_VGPU_COVERAGE=$folder/coverage cargo test 2>&1 | tee test.log
 printf 'built and tested in %s s\n' $((SECONDS - start))
 # A warning here would be one in every crate of kernels.
 if grep '^warning' test.log; then fail 'the template has warnings'; fi
+# Its tests and examples for a GPU compile where there is none, and no CUDA.
+cargo check --features cuda --tests --examples 2>&1 | tee cuda.log
+if grep '^warning' cuda.log; then fail 'the template has warnings with the feature cuda'; fi
 
 builder=$folder/packages/epoxide-build-ptx-$version
 patches epoxide-vgpu >>"$builder/Cargo.toml"
@@ -66,6 +69,9 @@ cargo build-ptx
 compared() { grep -v -e '^// sources: ' "$1"; }
 diff <(compared committed.ptx) <(compared ptx/own_kernels.sm_80.ptx) || fail 'another PTX than the committed one'
 cargo build-ptx --check
+# The tests have executed every line of a kernel, and the report names the crate's own files.
+cargo build-ptx --coverage "$folder/coverage" --missed | tee coverage.log
+grep -qE '^vector_add .* 100\.0$' coverage.log || fail 'the tests of vector_add miss lines of it'
 
 # An edit that was not built yet.
 sed -i 's/a.ld(i) + b.ld(i)/a.ld(i) - b.ld(i)/' src/vector_add.rs

@@ -11,10 +11,10 @@ use epoxide::Error;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Module, Stream};
 use epoxide::{DType, Tensor};
-use epoxide_simt::ptx::check_fresh;
+use epoxide_simt::ptx::{CutPtx, check_fresh};
 use vector_add::VectorAdd;
 
-const PTX: &str = include_str!("../../examples/own-kernels/ptx/own_kernels.sm_90.ptx");
+const PTX: &str = include_str!("../../examples/own-kernels/ptx/own_kernels.sm_80.ptx");
 
 #[test]
 fn a_kernel_of_another_crate_runs_on_the_librarys_driver() {
@@ -24,7 +24,8 @@ fn a_kernel_of_another_crate_runs_on_the_librarys_driver() {
     let a: Vec<f32> = (0..1000).map(|i| i as f32).collect();
     let a_there = Tensor::from_host(&stream, DType::F32, &[1000], &a).unwrap();
     let out = Tensor::from_host(&stream, DType::F32, &[1000], &[0f32; 1000]).unwrap();
-    let kernel = Module::load(&device, PTX).unwrap().kernel(VectorAdd::INFO.name, 0).unwrap();
+    let ptx = CutPtx::new(PTX).only(&[VectorAdd::INFO.name]);
+    let kernel = Module::load(&device, &ptx).unwrap().kernel(VectorAdd::INFO.name, 0).unwrap();
     let call = |len| VectorAdd::call(a_there.ptr().into(), a_there.ptr().into(), out.ptr().into(), len);
     // SAFETY: the tensors have as many elements as the call says.
     unsafe { stream.launch_call(&kernel, call(1000)).unwrap() };

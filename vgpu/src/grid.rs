@@ -6,6 +6,7 @@ use crate::check::block::BlockCheck;
 use crate::check::clock::{MAX_BLOCKS, MAX_GRIDS};
 use crate::check::hooks::{CheckHooks, Hooks};
 use crate::check::{CausalPast, Checker, Past, Timeline};
+use crate::coverage;
 use crate::device::{Clock, DeviceConfig, GridConfig, Schedule};
 use crate::exec::bulk_queue::BulkQueue;
 use crate::exec::state::{SHARED_BASE, SharedMemory};
@@ -230,6 +231,7 @@ impl Grid {
             Some(g) => Some(memory.module_globals(g.module_id, &g.init)?),
             None => None,
         };
+        coverage::prepare(&kernel);
         let mut block = vec![0u128; params.len().div_ceil(16)];
         for (word, bytes) in block.iter_mut().zip(params.chunks(16)) {
             let mut b = [0; 16];
@@ -468,7 +470,11 @@ impl Grid {
         if let Some(fault) = &self.fault {
             return Err(fault.clone());
         }
-        self.run(max_warp_instructions).map_err(|fault| {
+        let outcome = self.run(max_warp_instructions);
+        if !matches!(outcome, Ok(Progress::Running | Progress::Spinning)) {
+            coverage::note(&self.env.kernel);
+        }
+        outcome.map_err(|fault| {
             self.fault = Some(*fault.clone());
             *fault
         })

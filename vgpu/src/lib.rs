@@ -19,6 +19,10 @@
 //! seed, the scheduler and the completion of bulk copies are drawn from it, and the same seed takes
 //! the same path again.
 //!
+//! Where the environment variable `EPOXIDE_VGPU_COVERAGE` names a folder, each process writes there
+//! which instructions it has executed; `cargo build-ptx --coverage` makes a table of kernels and
+//! Rust lines of it.
+//!
 //! ```
 //! use epoxide_vgpu::{DeviceConfig, Grid, GridConfig, Memory, Module, Progress};
 //!
@@ -53,6 +57,7 @@
 //! ```
 
 mod check;
+mod coverage;
 mod device;
 mod exec;
 mod fault;

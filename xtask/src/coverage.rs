@@ -1,23 +1,13 @@
 //! `cargo xtask kernel-coverage`: which instructions and Rust lines of the kernels a test run
 //! executes.
-//!
-//! The virtual driver writes what each process executes into the folder that
-//! `EPOXIDE_VGPU_COVERAGE` names; this merges it.
 
-use std::collections::BTreeMap;
-use std::fmt::Write as _;
-use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use clap::Args;
-use epoxide_vgpu::{Kernel, Module};
+use epoxide_build_ptx::coverage::{self, DIRECTORY_VARIABLE, Missed};
 
 use crate::workspace::{self, Workspace};
-
-/// Tells the virtual driver where to write.
-pub const DIRECTORY_VARIABLE: &str = "EPOXIDE_VGPU_COVERAGE";
 
 /// Round trips of the default run, as arguments of `epoxide`.
 const ROUNDTRIPS: [&str; 4] = [
@@ -57,13 +47,8 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
             directory
         }
     };
-    let module = Module::parse(epoxide_gpu::PTX).context("the committed PTX")?;
-    let covered = merge(&module, &directory)?;
-    let rows: Vec<Row> = covered.iter().map(|(kernel, executed)| row(kernel, executed)).collect();
-    print!("{}", table(&rows));
-    if options.missed {
-        print!("{}", missed(&rows));
-    }
+    let missed = if options.missed { Missed::Listed } else { Missed::Counted };
+    print!("{}", coverage::report(epoxide_gpu::PTX, &directory, missed)?);
     Ok(())
 }
 
@@ -84,171 +69,4 @@ fn commands(ws: &Workspace, tests: &[String]) -> Vec<Command> {
     let binary = ["run", "--quiet", "--release", "--package", "epoxide-cli", "--bin", "epoxide", "--"];
     let roundtrips = ROUNDTRIPS.iter().map(|arguments| cargo(&[&binary[..], &words(arguments)].concat()));
     roundtrips.chain([test(&words(TESTS))]).collect()
-}
-
-/// Executed instructions of all runs that left their files in `directory`, kernel by kernel. Files
-/// about other PTX are left out.
-pub fn merge(module: &Module, directory: &Path) -> Result<Vec<(Arc<Kernel>, Vec<bool>)>> {
-    let mut all: BTreeMap<String, (Arc<Kernel>, Vec<bool>)> = BTreeMap::new();
-    for kernel in module.kernels() {
-        let key = format!("{}-{:016x}", kernel.name(), kernel.fingerprint());
-        all.insert(key, (kernel.clone(), vec![false; kernel.instruction_count()]));
-    }
-    let reading = || format!("cannot read {}", directory.display());
-    let mut files = 0;
-    for entry in std::fs::read_dir(directory).with_context(reading)? {
-        let path = entry.with_context(reading)?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let Some(key) = name.strip_suffix(".cover").and_then(|stem| stem.rsplit_once('-')) else { continue };
-        let Some((_, executed)) = all.get_mut(key.0) else { continue };
-        let text = workspace::read(&path)?;
-        ensure!(
-            text.len() == executed.len(),
-            "{}: {} instructions, the kernel has {}; remove the folder and run again",
-            path.display(),
-            text.len(),
-            executed.len()
-        );
-        executed.iter_mut().zip(text.bytes()).for_each(|(all, byte)| *all |= byte == b'1');
-        files += 1;
-    }
-    ensure!(
-        files > 0,
-        "{}: no run of the committed PTX has left a file there; the tests must run on the virtual GPU, and without EPOXIDE_PTX",
-        directory.display()
-    );
-    Ok(all.into_values().collect())
-}
-
-/// Coverage of one kernel.
-struct Row {
-    kernel: String,
-    /// Instructions executed, and all.
-    instructions: (usize, usize),
-    /// Rust lines by file: the number, and whether it was executed. Those of the standard library
-    /// are left out.
-    lines: BTreeMap<String, BTreeMap<u32, bool>>,
-}
-
-fn row(kernel: &Kernel, executed: &[bool]) -> Row {
-    let mut lines: BTreeMap<String, BTreeMap<u32, bool>> = BTreeMap::new();
-    let mut count = (0, 0);
-    for (place, &executed) in kernel.places().zip(executed) {
-        // The end that the virtual GPU puts behind a kernel has the line of the `ret` before it.
-        count = (count.0 + usize::from(executed), count.1 + 1);
-        for (file, line) in place.source.into_iter().chain(place.inlined) {
-            if file.starts_with("gpu/") {
-                *lines.entry(file).or_default().entry(line).or_default() |= executed;
-            }
-        }
-    }
-    Row { kernel: kernel.name().to_owned(), instructions: count, lines }
-}
-
-fn table(rows: &[Row]) -> String {
-    let mut text =
-        format!("{:<20} {:>15} {:>7} {:>12} {:>7}\n", "kernel", "instructions", "%", "Rust lines", "%");
-    let percent = |(part, all): (usize, usize)| 100.0 * part as f64 / all.max(1) as f64;
-    let mut line = |name: &str, instructions: (usize, usize), lines: (usize, usize)| {
-        let of = |(part, all): (usize, usize)| format!("{part}/{all}");
-        let _ = writeln!(
-            text,
-            "{name:<20} {:>15} {:>7.1} {:>12} {:>7.1}",
-            of(instructions),
-            percent(instructions),
-            of(lines),
-            percent(lines)
-        );
-    };
-    let add = |a: (usize, usize), b: (usize, usize)| (a.0 + b.0, a.1 + b.1);
-    let mut sum = ((0, 0), (0, 0));
-    for row in rows {
-        let all = row.lines.values().flat_map(BTreeMap::values);
-        let lines = all.fold((0, 0), |sum, &executed| add(sum, (usize::from(executed), 1)));
-        sum = (add(sum.0, row.instructions), add(sum.1, lines));
-        line(&row.kernel, row.instructions, lines);
-    }
-    line("all", sum.0, sum.1);
-    text
-}
-
-/// The lines that were never executed, a kernel's file per line.
-fn missed(rows: &[Row]) -> String {
-    let mut text = String::new();
-    for row in rows {
-        if row.instructions.0 == 0 {
-            let _ = writeln!(text, "{} never runs", row.kernel);
-            continue;
-        }
-        for (file, lines) in &row.lines {
-            let missed = lines.iter().filter(|(_, executed)| !**executed).map(|(line, _)| *line);
-            let list = ranges(missed);
-            if !list.is_empty() {
-                let _ = writeln!(text, "{} never runs {file}: {list}", row.kernel);
-            }
-        }
-    }
-    text
-}
-
-/// `3, 5-7` for 3, 5, 6, 7.
-fn ranges(lines: impl Iterator<Item = u32>) -> String {
-    let mut ranges: Vec<(u32, u32)> = Vec::new();
-    for line in lines {
-        match ranges.last_mut() {
-            Some((_, last)) if *last + 1 == line => *last = line,
-            _ => ranges.push((line, line)),
-        }
-    }
-    let shown = ranges.iter().map(|(first, last)| match first == last {
-        true => first.to_string(),
-        false => format!("{first}-{last}"),
-    });
-    shown.collect::<Vec<_>>().join(", ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const PTX: &str = ".version 8.4\n.target sm_90\n.address_size 64\n.entry k()\n{\n.reg .b32 %r<2>;\n.loc 1 7 0\n\
-                       mov.b32 %r1, 1;\n.loc 2 9 0 // inlined_at 1 8\nmov.b32 %r1, 2;\n.loc 3 1 0 // inlined_at 1 7\nret;\n}\n\
-                       .file 1 \"gpu/src/k.rs\"\n.file 2 \"gpu/src/m.rs\"\n.file 3 \"rust/core/a.rs\"\n";
-
-    #[test]
-    fn files_of_all_processes_are_merged() {
-        let module = Module::parse(PTX).unwrap();
-        let kernel = module.kernel("k").unwrap();
-        let directory = tempfile::tempdir().unwrap();
-        assert!(
-            merge(&module, directory.path()).unwrap_err().to_string().contains("no run of the committed PTX")
-        );
-        let write = |name: String, text: &str| std::fs::write(directory.path().join(name), text).unwrap();
-        write(format!("k-{:016x}-1.2.cover", kernel.fingerprint()), "1000");
-        write(format!("k-{:016x}-3.4.cover", kernel.fingerprint()), "0010");
-        write(format!("k-{:016x}-5.6.cover.partial", kernel.fingerprint()), "01");
-        write("k-0123456789abcdef-1.2.cover".to_owned(), "0100");
-        let merged = merge(&module, directory.path()).unwrap();
-        assert_eq!(merged[0].1, [true, false, true, false]);
-
-        let rows = [row(&merged[0].0, &merged[0].1)];
-        assert_eq!(rows[0].instructions, (2, 4));
-        let table = table(&rows);
-        assert!(
-            table.contains("k                                2/4    50.0          1/3    33.3\n"),
-            "{table}"
-        );
-        assert_eq!(missed(&rows), "k never runs gpu/src/k.rs: 8\nk never runs gpu/src/m.rs: 9\n");
-
-        assert_eq!(ranges([3, 5, 6, 7, 9].into_iter()), "3, 5-7, 9");
-        assert_eq!(missed(&[row(&merged[0].0, &[false; 4])]), "k never runs\n");
-
-        write(format!("k-{:016x}-7.8.cover", kernel.fingerprint()), "00");
-        assert!(
-            merge(&module, directory.path())
-                .unwrap_err()
-                .to_string()
-                .contains("2 instructions, the kernel has 4")
-        );
-    }
 }

@@ -6,7 +6,7 @@ mod gpus;
 use epoxide_simt::launch::{Call, ContractError, Entry};
 use epoxide_simt::{Global, ptx};
 use epoxide_vgpu::{Machine, MachineError, Module};
-use gpus::{Array, Gpus, launch_virtual, on_gpus, virtual_ptx};
+use gpus::{Array, Gpus, launch_virtual, on_gpus};
 use own_kernels::*;
 
 /// Numbers that look random, the same in every run.
@@ -105,35 +105,37 @@ fn a_matrix_product_is_that_of_the_host_bit_for_bit() {
     });
 }
 
-#[cfg(feature = "cuda")]
-#[test]
-fn a_matrix_product_on_tensor_cores_is_exact_where_sums_are() {
-    gpus::on_real_gpus(1, |mut gpus| {
-        // More tiles than stages, and blocks in both directions.
-        let (m, n, k) = (256, 256, 160);
-        let small = |len, from| -> Vec<f32> {
-            numbers(from + len)[from..].iter().map(|n| (n % 16) as f32 - 8.0).collect()
-        };
-        let (a, b) = (small(m * k, 0), small(k * n, 77));
-        let pairs = |numbers: &[f32]| -> Vec<u32> {
-            numbers.chunks(2).map(|pair| pair[0].to_bits() >> 16 | pair[1].to_bits()).collect()
-        };
-        let (da, db) = (gpus.upload(0, "a", &pairs(&a)), gpus.upload(0, "b", &pairs(&b)));
-        let c = gpus.alloc::<f32>(0, "c", m * n);
-        let call =
-            MatrixProductBf16::call(da.global(), db.global(), c.global(), m as u32, n as u32, k as u32);
-        gpus.launch(0, call);
-        gpus.run();
-        let mut want = vec![0.0f32; m * n];
-        for i in 0..m {
-            for l in 0..k {
-                for j in 0..n {
-                    want[i * n + j] += a[i * k + l] * b[l * n + j];
-                }
+/// Multiplies matrices of small integers, whose sums are exact, on tensor cores.
+fn multiply_on_tensor_cores(mut gpus: Gpus, m: usize, n: usize, k: usize) {
+    let small = |len, from: usize| -> Vec<f32> {
+        numbers(from + len)[from..].iter().map(|n| (n % 16) as f32 - 8.0).collect()
+    };
+    let (a, b) = (small(m * k, 0), small(k * n, 77));
+    let pairs = |numbers: &[f32]| -> Vec<u32> {
+        numbers.chunks(2).map(|pair| pair[0].to_bits() >> 16 | pair[1].to_bits()).collect()
+    };
+    let (da, db) = (gpus.upload(0, "a", &pairs(&a)), gpus.upload(0, "b", &pairs(&b)));
+    let c = gpus.alloc::<f32>(0, "c", m * n);
+    let (da, db, dc) = (da.global(), db.global(), c.global());
+    gpus.launch(0, MatrixProductBf16::call(da, db, dc, m as u32, n as u32, k as u32));
+    gpus.run();
+    let mut want = vec![0.0f32; m * n];
+    for i in 0..m {
+        for l in 0..k {
+            for j in 0..n {
+                want[i * n + j] += a[i * k + l] * b[l * n + j];
             }
         }
-        assert!(c.download() == want, "a sum differs");
-    });
+    }
+    assert!(c.download() == want, "a sum differs");
+}
+
+#[test]
+fn a_matrix_product_on_tensor_cores_is_exact_where_sums_are() {
+    on_gpus(1, |gpus| multiply_on_tensor_cores(gpus, 128, 128, 128));
+    // Blocks in both directions, and more tiles than stages.
+    #[cfg(feature = "cuda")]
+    gpus::on_real_gpus(1, |gpus| multiply_on_tensor_cores(gpus, 256, 384, 160));
 }
 
 /// The values of the histogram tests, their bins, and the counts that they should give.
@@ -241,8 +243,7 @@ fn report_of<K: Entry, M>(
     devices: usize,
     calls: impl Fn(&Gpus) -> (Calls<K>, M),
 ) -> MachineError {
-    let ptx = virtual_ptx();
-    let (before, body) = ptx.split_once(&format!(".visible .entry {kernel}(")).unwrap();
+    let (before, body) = PTX.split_once(&format!(".visible .entry {kernel}(")).unwrap();
     assert!(body.contains(edit.0), "{kernel} has no {}", edit.0);
     let broken = format!("{before}.visible .entry {kernel}({}", body.replacen(edit.0, edit.1, 1));
     let module = Module::parse(&broken).unwrap();

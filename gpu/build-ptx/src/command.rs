@@ -6,9 +6,10 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use crate::backend::{Arch, Backend};
+use crate::coverage::{self, Missed};
 use crate::job::Job;
 use crate::kernels::Kernels;
-use crate::workspace::Workspace;
+use crate::workspace::{Workspace, read};
 use crate::{build, check, nvvm, ptxas};
 
 /// The options of a build.
@@ -23,6 +24,13 @@ pub struct BuildPtx {
     /// Check that the committed PTX is what the sources give; write nothing
     #[arg(long, conflicts_with = "print_command")]
     pub check: bool,
+    /// Report which instructions and Rust lines the tests have executed that ran with
+    /// EPOXIDE_VGPU_COVERAGE=DIR, and stop
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["check", "print_command"])]
+    pub coverage: Option<PathBuf>,
+    /// List the lines that were never executed
+    #[arg(long, requires = "coverage")]
+    pub missed: bool,
     /// Fetch ptxas first where this machine has none
     #[arg(long)]
     pub fetch_ptxas: bool,
@@ -59,6 +67,11 @@ impl BuildPtx {
         let here = std::env::current_dir().context("the current folder")?;
         let kernels = Kernels::find(ws, self.package.as_deref(), &here)?;
         let job = Job::new(ws, kernels, command, self.backend, self.arch, self.out);
+        if let Some(directory) = &self.coverage {
+            let missed = if self.missed { Missed::Listed } else { Missed::Counted };
+            print!("{}", coverage::report(&read(&job.out)?, directory, missed)?);
+            return Ok(());
+        }
         match (self.print_command, self.check) {
             (true, _) => build::print_command(ws, &job),
             (_, true) => check::run(ws, &job, &|file| test(ws, &job, file)),

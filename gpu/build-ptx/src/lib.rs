@@ -10,6 +10,7 @@
 //! 3. [`lint`] holds it to rules that neither compiler nor assembler checks, and to the kernels'
 //!    own descriptions.
 //! 4. [`check`] says whether committed PTX is what the sources give.
+//! 5. [`coverage`] says which lines of the kernels a test run has executed.
 
 #![forbid(unsafe_code)]
 
@@ -17,6 +18,7 @@ pub mod backend;
 pub mod build;
 pub mod check;
 pub mod command;
+pub mod coverage;
 pub mod described;
 pub mod doctor;
 pub mod header;

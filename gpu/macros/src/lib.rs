@@ -367,19 +367,17 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
     let Some(threads) = &contract.threads else {
         return Err(syn::Error::new_spanned(name, "a kernel names its most threads per block: threads = N"));
     };
-    let Arguments { arg, arg_type, declaration, names } =
+    let Arguments { arg, arg_type, declaration, names, reserved } =
         arguments(&parameters, &type_name, &function.sig.inputs)?;
     let types: Vec<_> = match &names[..] {
         [] => vec![&arg_type],
         _ => parameters.iter().map(|(_, of)| *of).collect(),
     };
-    // Parameters of a call, and the argument struct made of them: reserved fields are zero.
+    // Parameters of a call, and the argument struct made of them: the reserved field is zero.
+    let padding = reserved.then(|| quote!(reserved: 0,));
     let (taken, made): (Vec<_>, _) = match &names[..] {
         [] => (vec![&arg], quote!(#arg)),
-        names => (
-            names.to_vec(),
-            quote!(#arg_type { #(#names,)* ..::epoxide_simt::__private::bytemuck::Zeroable::zeroed() }),
-        ),
+        names => (names.to_vec(), quote!(#arg_type { #(#names,)* #padding })),
     };
     let unpacked = if names.is_empty() { quote!() } else { quote!(let #arg_type { #(#names,)* .. } = #arg;) };
     // The clauses of a struct that kernels share come first.
@@ -596,6 +594,8 @@ struct Arguments<'f> {
     /// Where the attribute makes it: its declaration, and the kernel's parameters.
     declaration: TokenStream2,
     names: Vec<&'f Ident>,
+    /// Whether that struct ends with a reserved field.
+    reserved: bool,
 }
 
 fn arguments<'f>(
@@ -610,6 +610,7 @@ fn arguments<'f>(
             arg_type: (*of).clone(),
             declaration: quote!(),
             names: Vec::new(),
+            reserved: false,
         }),
         several => {
             let struct_name = format_ident!("{type_name}Args");
@@ -632,6 +633,7 @@ fn arguments<'f>(
                     pub struct #struct_name { #(#fields,)* #reserved }
                 },
                 names: several.iter().map(|(name, _)| *name).collect(),
+                reserved: odd,
             })
         }
     }

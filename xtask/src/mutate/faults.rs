@@ -6,30 +6,6 @@ use std::fmt;
 
 use super::text::{Body, Line, Place};
 
-/// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are
-/// for benchmarks and examples.
-pub const KERNELS: [&str; 19] = [
-    "dispatch_layout",
-    "notify",
-    "dispatch",
-    "stage_combine",
-    "combine_bf16",
-    "combine_staged_bf16",
-    "internode_count",
-    "internode_notify",
-    "internode_dispatch",
-    "internode_combine",
-    "low_latency_dispatch",
-    "low_latency_combine_bf16",
-    "low_latency_combine_fp8",
-    "low_latency_combine_summed",
-    "low_latency_combine_pooled",
-    "low_latency_gather",
-    "low_latency_internode_dispatch",
-    "low_latency_internode_combine_bf16",
-    "low_latency_internode_combine_fp8",
-];
-
 /// Kind of fault in a faulty kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {

@@ -119,14 +119,13 @@ pub fn why(ws: &Workspace, fault: &Fault) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::faults::KERNELS;
-    use super::super::{faults, text};
+    use super::super::{faults, names, text};
     use super::*;
 
     #[test]
     fn every_reason_is_needed() {
         let ws = crate::repository::find().unwrap();
-        let faults = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &KERNELS).unwrap());
+        let faults = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &names(epoxide_gpu::PTX)).unwrap());
         let reasons: Vec<_> = faults.iter().filter_map(|fault| why(&ws, fault)).collect();
         assert!(HARMLESS.iter().all(|harmless| reasons.contains(&harmless.why)));
         assert!(reasons.len() < faults.len() / 4);

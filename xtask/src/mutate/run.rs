@@ -7,12 +7,13 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use epoxide_build_ptx::coverage;
 use epoxide_vgpu::Module;
 use serde_json::{Value, json};
 
 use super::faults::Fault;
 use super::text::Place;
-use crate::{coverage, workspace};
+use crate::workspace;
 
 /// Turns the race checker on.
 const CHECK: &[&str] = &["--check"];

@@ -129,16 +129,10 @@ impl<T: Value> Array<T> {
     }
 }
 
-/// The kernels of the committed PTX that virtual GPUs run. They have no `mma.sync`.
-pub fn virtual_ptx() -> String {
-    let cut = ptx::CutPtx::new(PTX);
-    cut.only(&cut.names().filter(|name| *name != "matrix_product_bf16").collect::<Vec<_>>())
-}
-
-/// The same, parsed once.
+/// The committed PTX, parsed once.
 fn module() -> &'static Module {
     static MODULE: OnceLock<Module> = OnceLock::new();
-    MODULE.get_or_init(|| Module::parse(&virtual_ptx()).unwrap_or_else(|error| panic!("{error}")))
+    MODULE.get_or_init(|| Module::parse(PTX).unwrap_or_else(|error| panic!("{error}")))
 }
 
 /// Enqueues a call of a kernel in some module.

@@ -8,7 +8,6 @@ use epoxide_gpu::layout::Section;
 use epoxide_vgpu::stream::{Capture, HostPtr, Mark, Op, Queue, Source, Target, Transfer};
 use epoxide_vgpu::{PtxError, Region};
 
-use super::coverage;
 use super::gpu::{Runner, VirtualGpu, memory_error};
 use super::manual::Drive;
 use super::modules;
@@ -158,7 +157,6 @@ impl Driver for VirtualGpu {
             let PtxError { line, column, message, source_line } = error;
             Error::Ptx(format!("line {line}, column {column}: {message}\n  | {}", source_line.trim_end()))
         })?;
-        coverage::prepare(&module);
         let handle = new_handle();
         self.shared.usable()?.modules.insert(handle, module);
         Ok(handle)

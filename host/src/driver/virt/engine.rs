@@ -7,7 +7,6 @@ use std::time::Duration;
 use epoxide_vgpu::stream::Transfer;
 use epoxide_vgpu::{Clock, Grid, Past, Progress, Timeline};
 
-use super::coverage;
 use super::state::{GpuCore, State};
 use super::work::{Enqueued, Launch};
 use crate::virtual_time::{Poller, VirtualTime};
@@ -91,9 +90,6 @@ impl Work {
                 }
                 if let Some(stop) = &shared.stop {
                     stop.executed(grid.stats().warp_instructions - before);
-                }
-                if !matches!(progress, Ok(Progress::Running | Progress::Spinning)) {
-                    coverage::note(grid.kernel());
                 }
                 match progress.map_err(|fault| fault.to_string())? {
                     Progress::Done => {

@@ -56,7 +56,6 @@
 mod blocking_tests;
 mod calls;
 pub(crate) mod config;
-mod coverage;
 mod engine;
 mod gpu;
 pub(crate) mod manual;

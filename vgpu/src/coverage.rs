@@ -1,4 +1,4 @@
-//! Which instructions of the kernels a run executed, for `cargo xtask kernel-coverage`.
+//! Which instructions of the kernels a process executed, for `cargo build-ptx --coverage`.
 //!
 //! `EPOXIDE_VGPU_COVERAGE` names a folder. Every process keeps a file there for each kernel that it
 //! has run: `<kernel>-<fingerprint>-<process>.cover`, with `1` for each executed instruction and
@@ -7,12 +7,10 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{LazyLock, Mutex};
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use epoxide_vgpu::{Kernel, Module};
-
-use crate::lock::lock;
+use crate::kernel::Kernel;
 
 /// Names the folder.
 const DIRECTORY: &str = "EPOXIDE_VGPU_COVERAGE";
@@ -32,15 +30,15 @@ static RECORD: LazyLock<Option<Record>> = LazyLock::new(|| {
     Some(Record { directory: directory.into(), process, kernels: Mutex::default() })
 });
 
-/// Turns on coverage for the kernels of a module, if the environment asks for it.
-pub(super) fn prepare(module: &Module) {
+/// Turns on coverage for a kernel, if the environment asks for it.
+pub(crate) fn prepare(kernel: &Kernel) {
     if RECORD.is_some() {
-        module.kernels().for_each(|kernel| kernel.record_coverage());
+        kernel.record_coverage();
     }
 }
 
 /// Adds a kernel's executed instructions to this process's record.
-pub(super) fn note(kernel: &Kernel) {
+pub(crate) fn note(kernel: &Kernel) {
     if let Some(record) = &*RECORD {
         record.note(kernel);
     }
@@ -50,7 +48,7 @@ impl Record {
     fn note(&self, kernel: &Kernel) {
         let Some(executed) = kernel.coverage() else { return };
         let key = (kernel.name().to_owned(), kernel.fingerprint());
-        let mut kernels = lock(&self.kernels);
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         let all = kernels.entry(key.clone()).or_insert_with(|| vec![false; executed.len()]);
         if !merge(all, &executed) {
             return;
@@ -59,7 +57,7 @@ impl Record {
         let file = format!("{}-{:016x}-{}.cover", key.0, key.1, self.process);
         // Under the lock: a later state must not be replaced by an earlier one.
         if let Err(error) = replace(&self.directory, &file, &text) {
-            tracing::warn!("{DIRECTORY}: {file} cannot be written to {}: {error}", self.directory.display());
+            eprintln!("{DIRECTORY}: {file} cannot be written to {}: {error}", self.directory.display());
         }
     }
 }
@@ -89,7 +87,7 @@ mod tests {
     #[test]
     fn a_file_has_a_digit_for_each_instruction() {
         let ptx = ".version 8.4\n.target sm_90\n.address_size 64\n.entry k()\n{\n.reg .b32 %r<2>;\nmov.b32 %r1, 1;\nret;\n}";
-        let module = Module::parse(ptx).unwrap();
+        let module = crate::Module::parse(ptx).unwrap();
         let kernel = module.kernel("k").unwrap();
         let directory = tempfile::tempdir().unwrap();
         let record = Record {
@@ -104,11 +102,9 @@ mod tests {
         kernel.record_coverage();
         record.note(&kernel);
         assert!(!file.exists(), "nothing has run");
-        let launch = epoxide_vgpu::GridConfig { grid: [1; 3], block: [32, 1, 1], dynamic_shared_bytes: 0 };
-        let memory = epoxide_vgpu::Memory::new();
-        let mut grid =
-            epoxide_vgpu::Grid::new(kernel.clone(), memory, &Default::default(), launch, &[]).unwrap();
-        assert_eq!(grid.step(1000).unwrap(), epoxide_vgpu::Progress::Done);
+        let (launch, memory) = (crate::GridConfig::new(1, 32, 0), crate::Memory::new());
+        let mut grid = crate::Grid::new(kernel.clone(), memory, &Default::default(), launch, &[]).unwrap();
+        assert_eq!(grid.step(1000).unwrap(), crate::Progress::Done);
         record.note(&kernel);
         // Behind the last instruction stands an end that is never reached.
         assert_eq!(std::fs::read_to_string(&file).unwrap(), "110");
