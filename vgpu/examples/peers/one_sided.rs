@@ -199,7 +199,7 @@ pub fn run(module: &Module, seed: u64, check: Option<CheckConfig>) -> Result<Out
                 let of = peers[rank].get(peer).map(|peer| [peer.rows.addr(), peer.experts.addr()]);
                 pointers.addresses(of.into_iter().flatten(), MOST_PAYLOADS);
             }
-            let bytes = [HIDDEN as u64 * 2 | (TOP_K as u64 * 4) << 32, 0, 0];
+            let bytes = [(HIDDEN as u64 * 2) | ((TOP_K as u64 * 4) << 32), 0, 0];
             bytes.into_iter().for_each(|two| pointers.put(two));
             pointers.addresses(peers[rank].iter().map(|peer| peer.dispatch_flags.addr()), MOST_RANKS);
             [&flag_val.addr(), &send_counters.addr()].into_iter().for_each(|at| pointers.put(*at));

@@ -179,7 +179,7 @@ impl Hooks for CheckHooks<'_> {
             (Ok(()), Some(start)) => {
                 let begin = Accessor { own: 0, view: PastView::all(&start), ..who };
                 let result = shadow.take(grids, at, bytes, &begin);
-                shadow.read_only(at, bytes, record);
+                shadow.read_only(grids, at, bytes, &begin);
                 result
             }
             (result, _) => result,

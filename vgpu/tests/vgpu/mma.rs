@@ -124,10 +124,10 @@ fn registers(
 ) -> Vec<[u32; 32]> {
     let each = 4 / ty.bytes;
     let mut registers = vec![[0; 32]; elements / each];
-    for lane in 0..32 {
-        for i in 0..elements {
+    for i in 0..elements {
+        for (lane, register) in registers[i / each].iter_mut().enumerate() {
             let (row, column) = place(lane / 4, lane % 4, i);
-            registers[i / each][lane] |= (ty.bits)(matrix[row][column]) << (8 * ty.bytes * (i % each));
+            *register |= (ty.bits)(matrix[row][column]) << (8 * ty.bytes * (i % each));
         }
     }
     registers
