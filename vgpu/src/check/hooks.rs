@@ -211,7 +211,7 @@ impl Hooks for CheckHooks<'_> {
         if let (None, Some(start)) = (&found, start) {
             let begin = Accessor { own: 0, view: PastView::all(&start), ..who };
             found = shadow.take(grids, at, bytes, &begin).err();
-            shadow.read_only(at, bytes, record);
+            shadow.read_only(grids, at, bytes, &begin);
         }
         // In weak-memory mode it may see something else.
         if how.strong.is_some() && !weak_memory {

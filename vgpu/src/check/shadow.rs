@@ -367,18 +367,20 @@ impl Shadow {
         found
     }
 
-    /// Notes a read by `ld.global.nc`, which [`Shadow::read`] has noted as a read.
-    pub(crate) fn read_only(&mut self, at: u64, bytes: u64, record: Record) {
+    /// Notes a read by `ld.global.nc`, which [`Shadow::read`] has noted as a read. `begin` is the
+    /// begin of its kernel: what comes after this kernel comes after those that had ended by then.
+    pub(crate) fn read_only(&mut self, grids: &Grids, at: u64, bytes: u64, begin: &Accessor) {
         if self.hidden {
             return;
         }
         for (w, mask) in Self::words(at, bytes) {
-            let me = Record { bytes: mask, ..record };
+            let me = Record { bytes: mask, ..begin.record };
             for unit in self.units(w, mask) {
                 self.cell(unit).read_only = true;
                 let readers = self.read_only.entry(unit).or_default();
                 let grid = clock::grid_of(me.actor);
                 if !readers.iter().any(|r| clock::grid_of(r.actor) == grid) {
+                    readers.retain(|r| !begin.after_kernel_of(grids, r.actor));
                     readers.push(me);
                 }
             }

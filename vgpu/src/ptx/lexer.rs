@@ -135,8 +135,9 @@ fn number(text: &str, start: usize, line: usize, column: usize) -> Result<(Tok<'
     while len < bytes.len() && bytes[len].is_ascii_alphanumeric() {
         len += 1;
     }
-    // `8.4`, but not the `1.` of a malformed word.
-    if bytes.get(len) == Some(&b'.') && bytes.get(len + 1).is_some_and(u8::is_ascii_digit) {
+    // `8.4` and `0.`, but not the `1.` of a malformed word.
+    let whole = bytes[..len].iter().all(u8::is_ascii_digit);
+    if whole && bytes.get(len) == Some(&b'.') && !bytes.get(len + 1).is_some_and(|b| is_word_start(*b)) {
         len += 1;
         while len < bytes.len() && bytes[len].is_ascii_digit() {
             len += 1;
@@ -197,9 +198,10 @@ mod tests {
     #[test]
     fn numbers() {
         assert_eq!(
-            toks("8.4 0x1F 017 0b101 42U 0f3F800000 0d3FF0000000000000"),
+            toks("8.4 0. 0x1F 017 0b101 42U 0f3F800000 0d3FF0000000000000"),
             vec![
                 Tok::Decimal("8.4"),
+                Tok::Decimal("0."),
                 Tok::Int(31),
                 Tok::Int(15),
                 Tok::Int(5),

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::common::{device, kernel, launch, reject, tier};
+use crate::common::{device, kernel, launch, reject, run_body, tier};
 
 /// A type of elements: its name, its bytes, and the bits and the value of a number that it has.
 #[derive(Clone, Copy)]
@@ -124,10 +124,10 @@ fn registers(
 ) -> Vec<[u32; 32]> {
     let each = 4 / ty.bytes;
     let mut registers = vec![[0; 32]; elements / each];
-    for lane in 0..32 {
-        for i in 0..elements {
+    for i in 0..elements {
+        for (lane, register) in registers[i / each].iter_mut().enumerate() {
             let (row, column) = place(lane / 4, lane % 4, i);
-            registers[i / each][lane] |= (ty.bits)(matrix[row][column]) << (8 * ty.bytes * (i % each));
+            *register |= (ty.bits)(matrix[row][column]) << (8 * ty.bytes * (i % each));
         }
     }
     registers
@@ -295,6 +295,17 @@ fn special_numbers_go_through() {
     assert_eq!(d[3], [f32::INFINITY.to_bits(); 8]);
     assert_eq!([d[4][0], d[5][7]], [0x7fff_ffff; 2]);
     assert_eq!(d[6], [(16.0 * 2f32.powi(-24)).to_bits(); 8]);
+}
+
+#[test]
+fn constants_and_unused_results_stand_in_vectors() {
+    // As FlashInfer has it: two sums begin with 0, and two are not wanted.
+    let body = "mov.f32 %r1, 0f40000000; mov.b32 %r2, 0x3c003c00; mov.f32 %r5, 0f7fc00000;
+        mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%r3, _, %r5, _}, {%r2, %r2}, {%r2}, {%r1, 0., 1.5, 0.};
+        cvt.u64.u32 %rd1, %r3; cvt.u64.u32 %rd2, %r5; shl.b64 %rd2, %rd2, 32; or.b64 %rd1, %rd1, %rd2;
+        st.global.u64 [%rd42], %rd1;";
+    let expected = u64::from(10f32.to_bits()) | u64::from(9.5f32.to_bits()) << 32;
+    assert_eq!(run_body("", body, 32, &[0; 32]), [expected; 32]);
 }
 
 #[test]

@@ -95,8 +95,7 @@ fn printed(format: &str, arguments: &[(u64, u64)]) -> String {
     machine.launch_with(0, &module, "k", GridConfig::new(1, 1, 0), &[&out]).unwrap();
     machine.run().unwrap();
     assert_eq!(out.download().unwrap(), [arguments.len() as u64]);
-    let text = text.lock().unwrap().clone();
-    text
+    text.lock().unwrap().clone()
 }
 
 #[test]
@@ -118,7 +117,7 @@ fn printf_rounds_and_pads_as_c_does() {
         ("%.0a", float(1.5), "0x2p+0"),
         ("%a", float(4e-320), "0x0.0000000001fap-1022"),
         ("%+.3f", float(2.5), "+2.500"),
-        ("%08.2f", float(-3.14159), "-0003.14"),
+        ("%08.2f", float(-3.5), "-0003.50"),
         ("%.0f", float(0.5), "0"),
         ("%.0f", float(1.5), "2"),
         ("%5.1f|", float(f64::INFINITY), "  inf|"),
