@@ -130,6 +130,11 @@ impl<T> Out<T> {
         Ok(())
     }
 
+    /// Whether it is null.
+    pub(crate) fn is_null(self) -> bool {
+        self.0.is_null()
+    }
+
     /// The error of [`Out::put`] before the call has an effect.
     pub(crate) fn required(self) -> Res {
         if self.0.is_null() { Err(INVALID_VALUE) } else { Ok(()) }
@@ -175,8 +180,18 @@ impl<T: Copy> In<T> {
         if count > 0 && self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: not null if there are any, so valid for all reads of the call, as the type says.
-        Ok((0..count).map(|at| unsafe { self.0.add(at).read_unaligned() }).collect())
+        let mut all: Vec<T> = vec![];
+        all.try_reserve_exact(count).map_err(|_| OUT_OF_MEMORY)?;
+        if count > 0 {
+            // SAFETY: the source is not null, so valid for all reads of the call, as the type says;
+            // the vector has room for `count` values, which are `Copy`.
+            unsafe {
+                let bytes = count * size_of::<T>();
+                std::ptr::copy_nonoverlapping(self.0.cast::<u8>(), all.as_mut_ptr().cast::<u8>(), bytes);
+                all.set_len(count);
+            }
+        }
+        Ok(all)
     }
 }
 

@@ -12,11 +12,13 @@
 //! | `work`, `engine` | work of streams, and the thread of each device that runs it |
 //! | `symbols` | `cuGetProcAddress`, and the functions that exist but are not supported |
 //! | `calls` | the functions, by subject |
+//! | `run` | `vgpu_run`: one launch, without a driver |
 
 pub mod abi;
 pub mod calls;
 mod config;
 mod engine;
+pub mod run;
 mod symbols;
 mod work;
 mod world;

@@ -48,8 +48,8 @@ enum Function {
     Callback(unsafe extern "C" fn(Handle, CUresult, *mut c_void), Handle),
 }
 
-// SAFETY: `cuLaunchHostFunc` and `cuStreamAddCallback` have the caller pass a function and data that
-// a thread of the driver may use.
+// SAFETY: callers of `cuLaunchHostFunc` and `cuStreamAddCallback` pass a function and data that a
+// thread of the driver may use.
 unsafe impl Send for HostCall {}
 // SAFETY: as above; `&HostCall` gives out nothing but the call.
 unsafe impl Sync for HostCall {}
@@ -58,7 +58,8 @@ impl HostCall {
     /// A call of `cuLaunchHostFunc`.
     ///
     /// # Safety
-    /// `function` may be called with `data` in another thread, until the stream has passed the call.
+    /// `function` may be called with `data` in another thread, until the stream has passed the
+    /// call.
     pub(crate) unsafe fn host(function: unsafe extern "C" fn(*mut c_void), data: *mut c_void) -> HostCall {
         HostCall { function: Function::Host(function), data }
     }
@@ -66,7 +67,7 @@ impl HostCall {
     /// A call of `cuStreamAddCallback`.
     ///
     /// # Safety
-    /// As [`HostCall::host`].
+    /// The same as that of [`HostCall::host`].
     pub(crate) unsafe fn callback(
         function: unsafe extern "C" fn(Handle, CUresult, *mut c_void),
         stream: Handle,

@@ -397,7 +397,7 @@ pub(crate) struct Tables {
     pub(crate) has_engine: Vec<bool>,
 }
 
-/// What a capture forbids its thread.
+/// Whether a capture forbids calls of its thread that it cannot record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum CaptureMode {
     Strict,

@@ -111,7 +111,7 @@ fn load_file(to: Out<Handle>, path: In<c_char>) -> Res {
 
 fn read_file(path: In<c_char>) -> Res<String> {
     let bytes = std::fs::read(path.text()?).map_err(|_| FILE_NOT_FOUND)?;
-    // As a C string: the text ends with the first zero.
+    // The text ends with the first zero, like a C string.
     let text: Vec<u8> = bytes.into_iter().take_while(|byte| *byte != 0).collect();
     String::from_utf8(text).map_err(|_| {
         Options::none().report("the file is not PTX text; virtual GPUs run PTX");

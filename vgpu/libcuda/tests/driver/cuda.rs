@@ -16,59 +16,7 @@ pub const NOT_READY: Code = 600;
 /// Kernels with an address `at` as parameter. `add` adds `value` to word `tid` of each of `blocks`
 /// rows, `wait` polls word 1 until it is not 0 and copies it to word 0, `far` reads word 0 and
 /// stores 7 there, `race` stores in word 0 by all threads and reads it.
-pub const PTX: &str = "
-.version 7.8
-.target sm_90
-.address_size 64
-.visible .global .align 4 .u32 counter[2] = {5, 6};
-.visible .entry add(.param .u64 at, .param .u32 value)
-{
-.reg .b32 %r<6>;
-.reg .b64 %rd<4>;
-ld.param.u64 %rd1, [at];
-ld.param.u32 %r1, [value];
-mov.u32 %r2, %tid.x;
-mov.u32 %r3, %ctaid.x;
-mov.u32 %r4, %ntid.x;
-mad.lo.u32 %r2, %r3, %r4, %r2;
-mul.wide.u32 %rd2, %r2, 4;
-add.u64 %rd3, %rd1, %rd2;
-ld.global.u32 %r5, [%rd3];
-add.u32 %r5, %r5, %r1;
-st.global.u32 [%rd3], %r5;
-ret;
-}
-.visible .entry wait(.param .u64 at)
-{
-.reg .pred %p;
-.reg .b32 %r<2>;
-.reg .b64 %rd<2>;
-ld.param.u64 %rd1, [at];
-L:
-ld.acquire.sys.global.u32 %r1, [%rd1+4];
-setp.eq.u32 %p, %r1, 0;
-@%p bra L;
-st.global.u32 [%rd1], %r1;
-ret;
-}
-.visible .entry count()
-{
-.reg .b32 %r<2>;
-ld.global.u32 %r1, [counter+4];
-add.u32 %r1, %r1, 1;
-st.global.u32 [counter+4], %r1;
-ret;
-}
-.visible .entry race(.param .u64 at)
-{
-.reg .b32 %r<2>;
-.reg .b64 %rd<2>;
-ld.param.u64 %rd1, [at];
-mov.u32 %r1, %ctaid.x;
-st.global.u32 [%rd1], %r1;
-ret;
-}
-";
+pub const PTX: &str = include_str!("kernels.ptx");
 
 pub fn library_path() -> PathBuf {
     let program = std::env::current_exe().expect("this program has a path");

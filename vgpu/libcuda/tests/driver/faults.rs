@@ -59,6 +59,28 @@ fn null_arguments_are_errors_and_never_crash() {
     assert!(said.len() > 200 && names.len() == said.len(), "{report}");
 }
 
+/// Tests whose words are not ordered by the memory model: a fill sets the flag that a kernel polls.
+const RACES: [&str; 3] = [
+    "streams::a_kernel_may_wait_for_work_of_another_stream",
+    "streams::events_order_streams_and_measure_time",
+    "streams::the_default_stream_waits_for_blocking_streams_and_they_for_it",
+];
+
+#[test]
+fn check_mode_reports_the_tests_with_races_and_no_others() {
+    let program = std::env::current_exe().expect("this program has a path");
+    let child = Command::new(program)
+        .args(["--skip", "faults::check_mode", "--skip", "faults::null_arguments", "--skip", "program::"])
+        .env("EPOXIDE_VGPU_CHECK", "1")
+        .output()
+        .expect("the program starts again");
+    let out = String::from_utf8_lossy(&child.stdout);
+    let mut failed: Vec<&str> =
+        out.lines().filter_map(|line| line.strip_prefix("test ")?.strip_suffix(" ... FAILED")).collect();
+    failed.sort_unstable();
+    assert_eq!(failed, RACES, "{out}\n{}", String::from_utf8_lossy(&child.stderr));
+}
+
 fn call_everything_with_nulls() {
     type Function = unsafe extern "C" fn(
         usize,

@@ -75,7 +75,7 @@ fn errors_of_ptx_name_the_line_in_the_log() {
     ));
     let log = CStr::from_bytes_until_nul(&log).unwrap().to_string_lossy();
     assert_eq!(code, 218, "CUDA_ERROR_INVALID_PTX");
-    assert!(log.contains("line 15") && log.contains("no.such.instruction"), "{log}");
+    assert!(log.contains("line 14") && log.contains("no.such.instruction"), "{log}");
     let elf = cu!(cuModuleLoadData(&mut module => *mut Handle, c"\x7fELF".as_ptr() => *const i8));
     assert_eq!(elf, 209, "CUDA_ERROR_NO_BINARY_FOR_GPU");
 }
