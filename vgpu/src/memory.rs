@@ -546,6 +546,11 @@ impl Memory {
         Ok(found.map(|(region, offset, bytes)| (region.addr() + offset, bytes)))
     }
 
+    /// The memory of all of a module's variables on this device; `None` if it has none.
+    pub fn variables(&self, module: &Module) -> Result<Option<Arc<Region>>, MemoryError> {
+        module.globals().map(|globals| self.module_globals(globals.module_id, &globals.init)).transpose()
+    }
+
     /// The region of a module's variables, and the offset and length of one of them.
     pub(crate) fn variable_in(
         &self,

@@ -1,0 +1,225 @@
+//! Capture and graphs. A graph is made by a capture; one of nodes is not supported, unless empty.
+
+use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
+
+use epoxide_vgpu::stream::{Capture, Graph};
+
+use super::api;
+use crate::abi::*;
+use crate::world::{CaptureMode, RELAXED, THREAD_MODE, Tables, world};
+
+fn begin(stream: Handle, mode: c_int) -> Res {
+    let mut tables = world()?.lock();
+    if stream <= 1 || tables.contexts.values().any(|context| context.legacy == stream) {
+        return Err(STREAM_CAPTURE_UNSUPPORTED);
+    }
+    let stream = tables.resolve(stream)?;
+    let mode = match mode {
+        0 | 1 => CaptureMode::Strict,
+        RELAXED => CaptureMode::Relaxed,
+        _ => return Err(INVALID_VALUE),
+    };
+    if tables.stream(stream)?.queue.capture.is_some() {
+        return Err(INVALID_VALUE);
+    }
+    let id = tables.new_handle() as u64;
+    tables.captures.insert(id, (Capture::new(stream as u64), mode));
+    tables.stream(stream)?.queue.capture = Some((id, 0));
+    Ok(())
+}
+
+fn end(stream: Handle, to: Out<Handle>) -> Res {
+    let mut tables = world()?.lock();
+    let stream = tables.resolve(stream)?;
+    let id = match tables.stream(stream)?.queue.capture {
+        None => return Err(INVALID_VALUE),
+        Some((id, 0)) => id,
+        Some(_) => return Err(STREAM_CAPTURE_UNMATCHED),
+    };
+    let own_thread = |(capture, mode): &(Capture<_>, CaptureMode)| {
+        *mode == CaptureMode::Relaxed || capture.thread == std::thread::current().id()
+    };
+    if !tables.captures.get(&id).is_some_and(own_thread) {
+        return Err(STREAM_CAPTURE_WRONG_THREAD);
+    }
+    let (capture, _) = tables.captures.remove(&id).ok_or(INVALID_VALUE)?;
+    for lane in &capture.lanes {
+        if let Some(stream) = tables.streams.get_mut(&(*lane as Handle)) {
+            stream.queue.capture = None;
+        }
+    }
+    to.put(0)?;
+    if capture.invalid.is_some() {
+        return Err(STREAM_CAPTURE_INVALIDATED);
+    }
+    let graph = capture.finish().map_err(|_| STREAM_CAPTURE_UNJOINED)?;
+    let handle = tables.new_handle();
+    tables.graphs.insert(handle, Some(graph));
+    to.put(handle)
+}
+
+fn instantiate(to: Out<Handle>, graph: Handle) -> Res {
+    let mut tables = world()?.lock();
+    to.required()?;
+    let graph = tables.graphs.get(&graph).ok_or(INVALID_VALUE)?.clone();
+    let handle = tables.new_handle();
+    tables.executables.insert(handle, graph);
+    to.put(handle)
+}
+
+/// State and number of the capture of a stream.
+fn capture_state(tables: &mut Tables, stream: Handle) -> Res<(c_int, u64)> {
+    // Such a call is allowed on the legacy stream, which is never captured.
+    let stream = tables.resolve(stream)?;
+    Ok(match tables.stream(stream)?.queue.capture {
+        None => (0, 0),
+        Some((id, _)) => {
+            let valid = tables.captures.get(&id).is_some_and(|(capture, _)| capture.invalid.is_none());
+            (if valid { 1 } else { 2 }, id)
+        }
+    })
+}
+
+api! {
+    /// Begins a capture.
+    fn cuStreamBeginCapture_v2(stream: Handle, mode: c_int) {
+        begin(stream, mode)
+    }
+
+    /// Ends a capture and makes the graph.
+    fn cuStreamEndCapture(stream: Handle, graph: Out<Handle>) {
+        end(stream, graph)
+    }
+
+    /// Whether a stream is captured.
+    fn cuStreamIsCapturing(stream: Handle, status: Out<c_int>) {
+        status.put(capture_state(&mut world()?.lock(), stream)?.0)
+    }
+
+    /// State and number of the capture; the graph and its nodes are null.
+    fn cuStreamGetCaptureInfo_v2(
+        stream: Handle,
+        status: Out<c_int>,
+        id: Out<u64>,
+        graph: Out<Handle>,
+        nodes: Out<Handle>,
+        node_count: Out<usize>,
+    ) {
+        let (state, number) = capture_state(&mut world()?.lock(), stream)?;
+        status.put(state)?;
+        id.put_optional(number);
+        graph.put_optional(0);
+        nodes.put_optional(0);
+        node_count.put_optional(0);
+        Ok(())
+    }
+
+    /// The same; edges are null.
+    fn cuStreamGetCaptureInfo_v3(
+        stream: Handle,
+        status: Out<c_int>,
+        id: Out<u64>,
+        graph: Out<Handle>,
+        nodes: Out<Handle>,
+        edges: Out<Handle>,
+        node_count: Out<usize>,
+    ) {
+        let (state, number) = capture_state(&mut world()?.lock(), stream)?;
+        status.put(state)?;
+        id.put_optional(number);
+        graph.put_optional(0);
+        nodes.put_optional(0);
+        edges.put_optional(0);
+        node_count.put_optional(0);
+        Ok(())
+    }
+
+    /// Exchanges the capture mode of the thread. In relaxed mode no call is forbidden.
+    fn cuThreadExchangeStreamCaptureMode(mode: Out<c_int>) {
+        world()?;
+        let new = mode.before().get()?;
+        if !(0..=RELAXED).contains(&new) {
+            return Err(INVALID_VALUE);
+        }
+        mode.put(THREAD_MODE.replace(new))
+    }
+
+    /// Makes a graph without nodes.
+    fn cuGraphCreate(graph: Out<Handle>, flags: c_uint) {
+        let mut tables = world()?.lock();
+        graph.required()?;
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        let handle = tables.new_handle();
+        tables.graphs.insert(handle, None);
+        graph.put(handle)
+    }
+
+    /// Makes a graph ready to launch.
+    fn cuGraphInstantiate_v2(exec: Out<Handle>, graph: Handle, _node: Out<Handle>, _log: Out<c_char>, _bytes: usize) {
+        instantiate(exec, graph)
+    }
+
+    /// Makes a graph ready to launch. Flags change nothing.
+    fn cuGraphInstantiateWithFlags(exec: Out<Handle>, graph: Handle, _flags: c_ulonglong) {
+        instantiate(exec, graph)
+    }
+
+    /// Makes a graph ready to launch.
+    fn cuGraphInstantiateWithParams(exec: Out<Handle>, graph: Handle, params: Out<u64>) {
+        params.required()?;
+        instantiate(exec, graph)
+    }
+
+    /// Uploads a graph, which does nothing.
+    fn cuGraphUpload(exec: Handle, stream: Handle) {
+        let mut tables = world()?.lock();
+        tables.resolve(stream)?;
+        tables.executables.get(&exec).map(drop).ok_or(INVALID_VALUE)
+    }
+
+    /// Launches a graph in a stream.
+    fn cuGraphLaunch(exec: Handle, stream: Handle) {
+        let world = world()?;
+        let mut tables = world.lock();
+        let stream = tables.resolve(stream)?;
+        let Some(mut graph) = tables.executables.get(&exec).ok_or(INVALID_VALUE)?.clone() else { return Ok(()) };
+        if let Some((capture, lane)) = tables.recording(stream)? {
+            // In one lane, the recorded order is order enough.
+            graph.work().for_each(|work| capture.work(lane, work.clone()));
+            return Ok(());
+        }
+        let (ops, sides) = graph.launch(Clone::clone);
+        tables.executables.insert(exec, Some(graph));
+        let context = tables.stream(stream)?.context;
+        for queue in sides {
+            let side = tables.new_stream(context, crate::world::NON_BLOCKING, 0)?;
+            tables.stream(side)?.queue = queue;
+        }
+        for op in ops {
+            tables = world.enqueue(tables, stream, op)?;
+        }
+        Ok(())
+    }
+
+    /// Destroys a graph.
+    fn cuGraphDestroy(graph: Handle) {
+        world()?.lock().graphs.remove(&graph).map(drop).ok_or(INVALID_VALUE)
+    }
+
+    /// Destroys an instance of a graph. Launches that run go on.
+    fn cuGraphExecDestroy(exec: Handle) {
+        world()?.lock().executables.remove(&exec).map(drop).ok_or(INVALID_VALUE)
+    }
+
+    /// A copy of a graph.
+    fn cuGraphClone(copy: Out<Handle>, graph: Handle) {
+        let mut tables = world()?.lock();
+        copy.required()?;
+        let graph: Option<Graph<_>> = tables.graphs.get(&graph).ok_or(INVALID_VALUE)?.clone();
+        let handle = tables.new_handle();
+        tables.graphs.insert(handle, graph);
+        copy.put(handle)
+    }
+}

@@ -1,0 +1,168 @@
+//! `vgpu_run`: one launch on a virtual GPU, without a driver. `include/vgpu.h` declares it; a test
+//! compares the two.
+
+use std::ffi::{c_char, c_int, c_uint};
+
+use epoxide_vgpu::{CheckConfig, DeviceConfig, GridConfig, Machine, MachineError, Module};
+
+use crate::abi::{In, Out, Res};
+
+/// Kinds of arguments, as in the header.
+const VALUE: c_int = 0;
+const IN: c_int = 1;
+const OUT: c_int = 2;
+const IN_OUT: c_int = 3;
+
+/// Results, as in the header.
+const OK: c_int = 0;
+const BAD_ARGUMENT: c_int = 1;
+const BAD_PTX: c_int = 2;
+const BAD_LAUNCH: c_int = 3;
+const FAULT: c_int = 4;
+
+/// `vgpu_arg`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct VgpuArg {
+    /// The value, or the contents of the array.
+    pub data: Out<u8>,
+    /// Its length in bytes.
+    pub bytes: usize,
+    /// 0 is a value, 1 an input, 2 an output, 3 both.
+    pub kind: c_int,
+}
+
+/// `vgpu_options`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct VgpuOptions {
+    /// Not 0: draws the order of warps.
+    pub seed: u64,
+    /// Not 0: most warp instructions without progress.
+    pub max_warp_instructions: u64,
+    /// Not 0: check mode.
+    pub check: c_int,
+}
+
+/// An error: the result and its explanation.
+type Failure = (c_int, String);
+
+fn bad(what: impl Into<String>) -> Failure {
+    (BAD_ARGUMENT, what.into())
+}
+
+fn failed(error: MachineError) -> Failure {
+    let result = match error {
+        MachineError::Launch(_) | MachineError::Memory(_) => BAD_LAUNCH,
+        _ => FAULT,
+    };
+    (result, error.to_string())
+}
+
+fn given<T>(what: &str, value: Res<T>) -> Result<T, Failure> {
+    value.map_err(|_| bad(format!("{what} is null")))
+}
+
+fn extents(what: &str, at: In<c_uint>) -> Result<[u32; 3], Failure> {
+    let all = given(what, at.get_all(3))?;
+    Ok([all[0], all[1], all[2]])
+}
+
+fn run(
+    (ptx, entry): (In<c_char>, In<c_char>),
+    shape: GridConfig,
+    args: &[VgpuArg],
+    options: VgpuOptions,
+) -> Result<(), Failure> {
+    let (ptx, entry) = (given("ptx", ptx.text())?, given("entry", entry.text())?);
+    let module = Module::parse(&ptx).map_err(|error| (BAD_PTX, error.to_string()))?;
+    let kernel = module.kernel(&entry).ok_or_else(|| {
+        let names: Vec<&str> = module.kernels().map(|kernel| kernel.name()).collect();
+        bad(format!("the PTX has no kernel '{entry}'; it has {}", names.join(", ")))
+    })?;
+    if args.len() != kernel.params().len() {
+        let (takes, got) = (kernel.params().len(), args.len());
+        return Err(bad(format!("kernel '{entry}' takes {takes} arguments, {got} were given")));
+    }
+    let config = DeviceConfig {
+        schedule_seed: Some(options.seed).filter(|seed| *seed != 0),
+        livelock_limit: Some(options.max_warp_instructions).filter(|limit| *limit != 0),
+        ..DeviceConfig::default()
+    };
+    let mut machine = Machine::with_config(1, config, (options.check != 0).then(CheckConfig::default));
+    let mut params = vec![0; kernel.param_bytes()];
+    let mut arrays = vec![];
+    for (param, arg) in kernel.params().iter().zip(args) {
+        let read =
+            || given(&format!("data of parameter '{}'", param.name), arg.data.before().get_all(arg.bytes));
+        let value = match arg.kind {
+            VALUE => read()?,
+            IN | OUT | IN_OUT => {
+                let array = match arg.kind {
+                    OUT => machine.alloc::<u8>(0, &param.name, arg.bytes),
+                    _ => machine.upload(0, &param.name, &read()?),
+                };
+                let array = array.map_err(failed)?;
+                let addr = array.addr().to_ne_bytes().to_vec();
+                arrays.push((array, arg));
+                addr
+            }
+            kind => return Err(bad(format!("parameter '{}' has kind {kind}: 0 to 3 exist", param.name))),
+        };
+        if value.len() != param.size {
+            let (name, size, got) = (&param.name, param.size, value.len());
+            return Err(bad(format!("parameter '{name}' has {size} bytes, its argument has {got}")));
+        }
+        params[param.offset..param.offset + param.size].copy_from_slice(&value);
+    }
+    machine.launch(0, &module, &entry, shape, &params).map_err(failed)?;
+    machine.run().map_err(failed)?;
+    let mut results = vec![];
+    for (array, arg) in arrays.iter().filter(|(_, arg)| arg.kind != IN) {
+        // An output that the kernel has not written is its fault.
+        results.push((arg.data, array.download().map_err(|error| (FAULT, error.to_string()))?));
+    }
+    for (to, bytes) in results {
+        if !bytes.is_empty() {
+            given("data of an output", to.put_all(bytes))?;
+        }
+    }
+    Ok(())
+}
+
+/// Runs one kernel; see the header.
+///
+/// # Safety
+/// Pointers are null or valid as the header describes.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)] // They are those of the header.
+pub unsafe extern "C" fn vgpu_run(
+    ptx: In<c_char>,
+    entry: In<c_char>,
+    grid: In<c_uint>,
+    block: In<c_uint>,
+    dynamic_shared: c_uint,
+    args: In<VgpuArg>,
+    num_args: usize,
+    options: In<VgpuOptions>,
+    report: Out<c_char>,
+    report_bytes: usize,
+) -> c_int {
+    let all = || {
+        let shape = GridConfig {
+            grid: extents("grid", grid)?,
+            block: extents("block", block)?,
+            dynamic_shared_bytes: dynamic_shared,
+        };
+        let options =
+            if options.is_null() { VgpuOptions::default() } else { given("options", options.get())? };
+        run((ptx, entry), shape, &given("args", args.get_all(num_args))?, options)
+    };
+    let (result, text) = all().err().unwrap_or((OK, String::new()));
+    if report_bytes > 0 && !report.is_null() {
+        let text = text.bytes().take(report_bytes - 1).chain([0]);
+        // The buffer is not null.
+        let _ = report.put_all(text.map(|byte| byte as c_char));
+    }
+    result
+}

@@ -1,0 +1,87 @@
+//! Work of streams: launches, copies, host functions, frees.
+
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex};
+
+use epoxide_vgpu::stream::Transfer;
+use epoxide_vgpu::{GridConfig, Kernel};
+
+use crate::abi::{CUresult, Handle};
+use crate::world::Allocation;
+
+/// Work in a queue, or recorded by a capture.
+#[derive(Clone)]
+pub(crate) enum Work {
+    Launch(Arc<Launch>),
+    Transfer(Transfer),
+    Host(HostCall),
+    /// Memory that is freed in stream order, once.
+    Free(Arc<Mutex<Option<Allocation>>>),
+}
+
+/// A kernel with its arguments, checked.
+pub(crate) struct Launch {
+    pub(crate) kernel: Arc<Kernel>,
+    pub(crate) config: GridConfig,
+    pub(crate) params: Vec<u8>,
+}
+
+impl Launch {
+    /// How many warps it has.
+    pub(crate) fn warps(&self) -> u64 {
+        let blocks: u64 = self.config.grid.iter().map(|extent| u64::from(*extent)).product();
+        let threads: u64 = self.config.block.iter().map(|extent| u64::from(*extent)).product();
+        blocks * threads.div_ceil(32)
+    }
+}
+
+/// A function of the program, to be called in stream order.
+#[derive(Clone, Copy)]
+pub(crate) struct HostCall {
+    function: Function,
+    data: *mut c_void,
+}
+
+#[derive(Clone, Copy)]
+enum Function {
+    Host(unsafe extern "C" fn(*mut c_void)),
+    Callback(unsafe extern "C" fn(Handle, CUresult, *mut c_void), Handle),
+}
+
+// SAFETY: callers of `cuLaunchHostFunc` and `cuStreamAddCallback` pass a function and data that a
+// thread of the driver may use.
+unsafe impl Send for HostCall {}
+// SAFETY: as above; `&HostCall` gives out nothing but the call.
+unsafe impl Sync for HostCall {}
+
+impl HostCall {
+    /// A call of `cuLaunchHostFunc`.
+    ///
+    /// # Safety
+    /// `function` may be called with `data` in another thread, until the stream has passed the
+    /// call.
+    pub(crate) unsafe fn host(function: unsafe extern "C" fn(*mut c_void), data: *mut c_void) -> HostCall {
+        HostCall { function: Function::Host(function), data }
+    }
+
+    /// A call of `cuStreamAddCallback`.
+    ///
+    /// # Safety
+    /// The same as that of [`HostCall::host`].
+    pub(crate) unsafe fn callback(
+        function: unsafe extern "C" fn(Handle, CUresult, *mut c_void),
+        stream: Handle,
+        data: *mut c_void,
+    ) -> HostCall {
+        HostCall { function: Function::Callback(function, stream), data }
+    }
+
+    pub(crate) fn run(self) {
+        match self.function {
+            // SAFETY: the caller of the constructor keeps both valid until the stream has passed.
+            Function::Host(function) => unsafe { function(self.data) },
+            // SAFETY: as above.
+            Function::Callback(function, stream) => unsafe { function(stream, 0, self.data) },
+        }
+    }
+}

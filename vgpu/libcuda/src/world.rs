@@ -1,0 +1,686 @@
+//! All state of the library: devices and their memory, and the tables from handles to objects.
+//!
+//! Devices have unified addresses. Every region lies at one address in the memory of its device, of
+//! the peers that may access it, and in `World::all`, which copies use.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::ThreadId;
+
+use epoxide_vgpu::stream::{Capture, Graph, Mark, Op, Queue};
+use epoxide_vgpu::{
+    CheckConfig, Checker, Clock, DeviceConfig, Kernel, Memory, MemoryError, Module, Region, Reservation,
+};
+
+use crate::abi::*;
+use crate::config::Config;
+use crate::engine;
+use crate::work::Work;
+
+/// The legacy default stream, and the one of the calling thread.
+pub(crate) const LEGACY: Handle = 1;
+pub(crate) const PER_THREAD: Handle = 2;
+
+static WORLD: OnceLock<Result<World, CUresult>> = OnceLock::new();
+
+thread_local! {
+    /// The contexts of this thread, current one last.
+    pub(crate) static CONTEXTS: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
+    /// The capture mode of this thread.
+    pub(crate) static THREAD_MODE: Cell<i32> = const { Cell::new(0) };
+}
+
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+pub(crate) const RELAXED: i32 = 2;
+
+/// The devices, and everything that the program has made.
+pub(crate) struct World {
+    pub(crate) config: Config,
+    pub(crate) devices: Vec<Device>,
+    /// All memory of all devices, as copies see it.
+    pub(crate) all: Memory,
+    pub(crate) checker: Option<Checker>,
+    tables: Mutex<Tables>,
+    /// Signalled when there may be work for an engine.
+    pub(crate) work: Condvar,
+    /// Signalled when work is done or has failed.
+    pub(crate) done: Condvar,
+    /// Counts turns in which anything happened, on any device.
+    pub(crate) progress: AtomicU64,
+}
+
+/// A device.
+pub(crate) struct Device {
+    pub(crate) memory: Memory,
+    pub(crate) config: DeviceConfig,
+}
+
+/// Initialises the library, once.
+pub(crate) fn initialise() -> Res {
+    let world = WORLD.get_or_init(|| match Config::from_environment() {
+        Ok(config) => Ok(World::new(config)),
+        Err(message) => {
+            eprintln!("libcuda of virtual GPUs: {message}");
+            Err(INVALID_VALUE)
+        }
+    });
+    let world = world.as_ref().map_err(|code| *code)?;
+    if world.devices.is_empty() { Err(NO_DEVICE) } else { Ok(()) }
+}
+
+/// The world, after `cuInit`.
+pub(crate) fn world() -> Res<&'static World> {
+    match WORLD.get() {
+        Some(Ok(world)) => Ok(world),
+        Some(Err(code)) => Err(*code),
+        None => Err(NOT_INITIALIZED),
+    }
+}
+
+impl World {
+    fn new(config: Config) -> World {
+        // Each region has a file descriptor.
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
+        // Where that fails, the limit is as it was.
+        let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised);
+        let checker = config.check.then(|| Checker::new(CheckConfig::default()));
+        let seed = config.seed.unwrap_or(0);
+        let device = |number: u32| {
+            let memory = Memory::checked(seed ^ u64::from(number), checker.clone());
+            if let Some(checker) = &checker {
+                checker.number_device(&memory, number);
+            }
+            let config =
+                DeviceConfig { schedule_seed: config.seed, clock: Clock::Real, ..DeviceConfig::default() };
+            Device { memory, config }
+        };
+        World {
+            devices: (0..config.devices).map(device).collect(),
+            all: Memory::checked(seed, checker.clone()),
+            checker,
+            tables: Mutex::new(Tables::new(config.devices)),
+            work: Condvar::new(),
+            done: Condvar::new(),
+            progress: AtomicU64::new(0),
+            config,
+        }
+    }
+
+    /// The tables.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Tables> {
+        // No code panics while it changes the tables.
+        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The device of this number.
+    pub(crate) fn device(&self, device: CUdevice) -> Res<&Device> {
+        usize::try_from(device).ok().and_then(|at| self.devices.get(at)).ok_or(INVALID_DEVICE)
+    }
+
+    /// Waits until `done` gives a result.
+    pub(crate) fn wait<'a, T>(
+        &'a self,
+        mut tables: MutexGuard<'a, Tables>,
+        mut done: impl FnMut(&mut Tables) -> Res<Option<T>>,
+    ) -> Res<(MutexGuard<'a, Tables>, T)> {
+        loop {
+            if let Some(result) = done(&mut tables)? {
+                return Ok((tables, result));
+            }
+            tables = self.done.wait(tables).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Waits until a stream has done all that is enqueued in it now.
+    pub(crate) fn synchronise<'a>(
+        &'a self,
+        mut tables: MutexGuard<'a, Tables>,
+        streams: &[Handle],
+    ) -> Res<MutexGuard<'a, Tables>> {
+        let mut until = vec![];
+        for handle in streams {
+            let stream = tables.stream(*handle)?;
+            until.push((*handle, stream.context, stream.queue.submitted));
+        }
+        let (tables, ()) = self.wait(tables, |tables| {
+            for (handle, context, submitted) in &until {
+                tables.observe(*context)?;
+                if tables.streams.get(handle).is_some_and(|stream| stream.queue.completed < *submitted) {
+                    return Ok(None);
+                }
+            }
+            Ok(Some(()))
+        })?;
+        self.host_waited(&tables);
+        Ok(tables)
+    }
+
+    /// In check mode: the calling thread has waited for all work that is done. Threads of the
+    /// program synchronise in ways that the checker does not see, so they count as one.
+    pub(crate) fn host_waited(&self, tables: &Tables) {
+        if let Some(checker) = &self.checker {
+            tables.streams.values().for_each(|stream| checker.host_waited(&stream.queue.past));
+            epoxide_vgpu::host_meets();
+        }
+    }
+
+    /// Enqueues an op in a stream that is not captured, after waiting for room in it. Work of the
+    /// legacy default stream and of blocking streams waits for each other.
+    pub(crate) fn enqueue(
+        &'static self,
+        tables: MutexGuard<'static, Tables>,
+        stream: Handle,
+        op: Op<Work>,
+    ) -> Res<MutexGuard<'static, Tables>> {
+        let (mut tables, ()) = self.wait(tables, |tables| {
+            let stream = tables.stream(stream)?;
+            let (context, room) = (stream.context, stream.queue.has_room());
+            tables.usable(context)?;
+            Ok(room.then_some(()))
+        })?;
+        if let Some(checker) = &self.checker {
+            let past = checker.host_past();
+            epoxide_vgpu::host_meets();
+            let queue = &mut tables.stream(stream)?.queue;
+            queue.past.join(&past);
+            queue.past.join(&checker.host_past());
+        }
+        tables.order_with_legacy(stream, self.checker.is_some());
+        let context = tables.stream(stream)?.context;
+        let is_alive = tables.is_alive(context);
+        let own = tables.stream(stream)?;
+        own.queue.push(op);
+        if !is_alive {
+            own.queue.abandon(Clock::Real.now_ns());
+        }
+        let device = own.device;
+        if !std::mem::replace(&mut tables.has_engine[device], true) {
+            engine::start(self, device)?;
+        }
+        self.work.notify_all();
+        Ok(tables)
+    }
+
+    /// Maps memory into the memories that may access it: of `owner`, its peers, and all devices
+    /// where there is no owner.
+    pub(crate) fn share(&self, tables: &Tables, owner: Option<usize>, region: &Region) -> Res<Vec<Shared>> {
+        let mut shared = vec![];
+        for (device, Device { memory, .. }) in self.devices.iter().enumerate() {
+            if owner.is_none_or(|owner| tables.peers.contains_key(&(device, owner))) {
+                shared.push(Shared {
+                    device: Some(device),
+                    _region: memory.share(region).map_err(memory_code)?,
+                });
+            }
+        }
+        if owner.is_some() {
+            shared.push(Shared { device: None, _region: self.all.share(region).map_err(memory_code)? });
+        }
+        Ok(shared)
+    }
+}
+
+/// A region in the memory of another device, or of [`World::all`].
+pub(crate) struct Shared {
+    pub(crate) device: Option<usize>,
+    pub(crate) _region: Region,
+}
+
+/// The code of an error of memory.
+pub(crate) fn memory_code(error: MemoryError) -> CUresult {
+    match error {
+        MemoryError::OutOfMemory { .. } => OUT_OF_MEMORY,
+        MemoryError::OutOfBounds { .. } | MemoryError::ImportTooSmall { .. } => INVALID_VALUE,
+        MemoryError::Misaligned { .. } => MISALIGNED_ADDRESS,
+        MemoryError::Race { .. } => LAUNCH_FAILED,
+        MemoryError::Os { .. } => OPERATING_SYSTEM,
+        _ => UNKNOWN,
+    }
+}
+
+/// A context.
+pub(crate) struct Context {
+    pub(crate) device: usize,
+    pub(crate) primary: bool,
+    pub(crate) flags: u32,
+    pub(crate) limits: HashMap<u32, usize>,
+    pub(crate) cache_config: i32,
+    pub(crate) shared_config: i32,
+    /// The fault that made it unusable.
+    pub(crate) error: Option<CUresult>,
+    /// A call that waits or queries has returned the fault.
+    pub(crate) is_error_seen: bool,
+    pub(crate) legacy: Handle,
+    pub(crate) of_threads: HashMap<ThreadId, Handle>,
+}
+
+/// A primary context's users.
+#[derive(Default)]
+pub(crate) struct Primary {
+    pub(crate) context: Option<Handle>,
+    pub(crate) users: u32,
+    pub(crate) flags: u32,
+}
+
+/// A stream.
+pub(crate) struct Stream {
+    pub(crate) context: Handle,
+    pub(crate) device: usize,
+    pub(crate) flags: u32,
+    pub(crate) priority: i32,
+    pub(crate) number: u64,
+    pub(crate) queue: Queue<Work>,
+}
+
+/// `CU_STREAM_NON_BLOCKING`.
+pub(crate) const NON_BLOCKING: u32 = 1;
+
+/// An event.
+pub(crate) struct Event {
+    pub(crate) context: Handle,
+    pub(crate) timing: bool,
+    pub(crate) last: LastRecord,
+}
+
+/// The last record of an event.
+#[derive(Clone)]
+pub(crate) enum LastRecord {
+    Never,
+    Stream(Arc<Mark>),
+    /// In a capture, as the mark of this number.
+    Capture(u64, usize),
+}
+
+/// A loaded module.
+pub(crate) struct Loaded {
+    pub(crate) context: Handle,
+    pub(crate) module: Arc<Module>,
+    /// Where its variables are mapped.
+    pub(crate) _shared: Vec<Shared>,
+    pub(crate) functions: HashMap<String, Handle>,
+}
+
+/// A kernel of a module.
+#[derive(Clone)]
+pub(crate) struct Function {
+    pub(crate) module: Handle,
+    pub(crate) kernel: Arc<Kernel>,
+    pub(crate) max_dynamic_shared: u32,
+    pub(crate) carveout: i32,
+}
+
+/// A library: a module that is loaded into each context at its first use there.
+pub(crate) struct Library {
+    pub(crate) ptx: Arc<str>,
+    pub(crate) modules: HashMap<Handle, Handle>,
+    pub(crate) kernels: HashMap<String, Handle>,
+}
+
+/// Kind of an allocation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    Device,
+    /// Page-locked host memory.
+    Host,
+    Managed,
+    /// Memory of another process.
+    Ipc,
+    /// A mapping at a reserved address.
+    Mapping,
+}
+
+/// Memory at an address.
+pub(crate) struct Allocation {
+    pub(crate) kind: Kind,
+    pub(crate) context: Option<Handle>,
+    /// The device that it counts for.
+    pub(crate) device: Option<usize>,
+    pub(crate) bytes: u64,
+    pub(crate) id: u64,
+    pub(crate) host_flags: u32,
+    /// Counts against the device's memory.
+    pub(crate) charged: bool,
+    /// The memory, which [`World::all`] has for host memory and mappings, else the device.
+    pub(crate) region: Region,
+    pub(crate) shared: Vec<Shared>,
+    /// The handle of the physical memory of a mapping.
+    pub(crate) physical: Option<u64>,
+    /// The file that other processes open: `cuIpcGetMemHandle` was called.
+    pub(crate) exported: Option<OwnedFd>,
+}
+
+/// Physical memory of `cuMemCreate`.
+pub(crate) struct Physical {
+    pub(crate) fd: OwnedFd,
+    pub(crate) bytes: u64,
+    /// The device that it counts for; `None` for imported memory.
+    pub(crate) device: Option<usize>,
+    pub(crate) properties: CUmemAllocationProp,
+    /// Its handle and its mappings.
+    pub(crate) users: u32,
+    /// Keeps the checker's record of its contents.
+    pub(crate) _region: Region,
+}
+
+/// The tables. Handles are unique in the process.
+pub(crate) struct Tables {
+    next: Handle,
+    pub(crate) contexts: HashMap<Handle, Context>,
+    pub(crate) primaries: Vec<Primary>,
+    pub(crate) streams: BTreeMap<Handle, Stream>,
+    pub(crate) events: HashMap<Handle, Event>,
+    pub(crate) modules: HashMap<Handle, Loaded>,
+    pub(crate) functions: HashMap<Handle, Function>,
+    pub(crate) libraries: HashMap<Handle, Library>,
+    /// Library and name of each `CUkernel`.
+    pub(crate) kernels: HashMap<Handle, (Handle, String)>,
+    /// By address.
+    pub(crate) allocations: BTreeMap<u64, Allocation>,
+    pub(crate) captures: HashMap<u64, (Capture<Work>, CaptureMode)>,
+    pub(crate) graphs: HashMap<Handle, Option<Graph<Work>>>,
+    pub(crate) executables: HashMap<Handle, Option<Graph<Work>>>,
+    pub(crate) reservations: BTreeMap<u64, Reservation>,
+    pub(crate) physical: HashMap<u64, Physical>,
+    /// Device and release threshold of each memory pool.
+    pub(crate) pools: HashMap<Handle, (usize, u64)>,
+    pub(crate) default_pools: Vec<Handle>,
+    pub(crate) current_pools: Vec<Handle>,
+    /// `(a, b)`: device a accesses the memory of device b, as this context asked for.
+    pub(crate) peers: HashMap<(usize, usize), Handle>,
+    /// Bytes of each device in use.
+    pub(crate) used: Vec<u64>,
+    pub(crate) has_engine: Vec<bool>,
+}
+
+/// Whether a capture forbids calls of its thread that it cannot record.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum CaptureMode {
+    Strict,
+    Relaxed,
+}
+
+impl Tables {
+    fn new(devices: u32) -> Tables {
+        let devices = devices as usize;
+        let mut tables = Tables {
+            next: 0x4000_0000,
+            contexts: HashMap::new(),
+            primaries: (0..devices).map(|_| Primary::default()).collect(),
+            streams: BTreeMap::new(),
+            events: HashMap::new(),
+            modules: HashMap::new(),
+            functions: HashMap::new(),
+            libraries: HashMap::new(),
+            kernels: HashMap::new(),
+            allocations: BTreeMap::new(),
+            captures: HashMap::new(),
+            graphs: HashMap::new(),
+            executables: HashMap::new(),
+            reservations: BTreeMap::new(),
+            physical: HashMap::new(),
+            pools: HashMap::new(),
+            default_pools: vec![],
+            current_pools: vec![],
+            peers: HashMap::new(),
+            used: vec![0; devices],
+            has_engine: vec![false; devices],
+        };
+        for device in 0..devices {
+            let pool = tables.new_handle();
+            tables.pools.insert(pool, (device, 0));
+            tables.default_pools.push(pool);
+        }
+        tables.current_pools = tables.default_pools.clone();
+        tables
+    }
+
+    pub(crate) fn new_handle(&mut self) -> Handle {
+        self.next += 16;
+        self.next
+    }
+
+    /// The current context of the calling thread, unless a fault has made it unusable.
+    pub(crate) fn current(&self) -> Res<Handle> {
+        let current = CONTEXTS.with_borrow(|contexts| contexts.last().copied()).ok_or(INVALID_CONTEXT)?;
+        self.usable(current)?;
+        Ok(current)
+    }
+
+    /// The error of a fault, once a call has seen it by [`Tables::observe`]. Until then work is
+    /// accepted, and dropped. So results of calls do not depend on how fast a kernel fails.
+    pub(crate) fn usable(&self, context: Handle) -> Res {
+        let context = self.contexts.get(&context).ok_or(INVALID_CONTEXT)?;
+        match context.error.filter(|_| context.is_error_seen) {
+            Some(code) => Err(code),
+            None => Ok(()),
+        }
+    }
+
+    /// The error of a fault, for calls that wait or query.
+    pub(crate) fn observe(&mut self, context: Handle) -> Res {
+        let own = self.context(context)?;
+        own.is_error_seen |= own.error.is_some();
+        self.usable(context)
+    }
+
+    /// Whether work of a context runs.
+    pub(crate) fn is_alive(&self, context: Handle) -> bool {
+        self.contexts.get(&context).is_some_and(|context| context.error.is_none())
+    }
+
+    pub(crate) fn context(&mut self, handle: Handle) -> Res<&mut Context> {
+        self.contexts.get_mut(&handle).ok_or(INVALID_CONTEXT)
+    }
+
+    pub(crate) fn device_of(&self, context: Handle) -> Res<usize> {
+        Ok(self.contexts.get(&context).ok_or(INVALID_CONTEXT)?.device)
+    }
+
+    pub(crate) fn stream(&mut self, handle: Handle) -> Res<&mut Stream> {
+        self.streams.get_mut(&handle).ok_or(INVALID_HANDLE)
+    }
+
+    pub(crate) fn event(&mut self, handle: Handle) -> Res<&mut Event> {
+        self.events.get_mut(&handle).ok_or(INVALID_HANDLE)
+    }
+
+    /// The stream that a caller's handle stands for: null and the legacy handle are the default
+    /// stream of the current context. Its context must be usable.
+    pub(crate) fn resolve(&mut self, handle: Handle) -> Res<Handle> {
+        let stream = match handle {
+            0 | LEGACY => {
+                let current = self.current()?;
+                self.context(current)?.legacy
+            }
+            PER_THREAD => {
+                let current = self.current()?;
+                let thread = std::thread::current().id();
+                match self.context(current)?.of_threads.get(&thread) {
+                    Some(stream) => *stream,
+                    None => {
+                        let stream = self.new_stream(current, 0, 0)?;
+                        self.context(current)?.of_threads.insert(thread, stream);
+                        stream
+                    }
+                }
+            }
+            handle => handle,
+        };
+        let context = self.stream(stream)?.context;
+        self.usable(context)?;
+        Ok(stream)
+    }
+
+    pub(crate) fn new_stream(&mut self, context: Handle, flags: u32, priority: i32) -> Res<Handle> {
+        let device = self.device_of(context)?;
+        let handle = self.new_handle();
+        let (number, queue) = (handle as u64, Queue::default());
+        self.streams.insert(handle, Stream { context, device, flags, priority, number, queue });
+        Ok(handle)
+    }
+
+    /// All streams of a context.
+    pub(crate) fn streams_of(&self, context: Handle) -> Vec<Handle> {
+        let own = self.streams.iter().filter(|(_, stream)| stream.context == context);
+        own.map(|(handle, _)| *handle).collect()
+    }
+
+    /// Has the next op of a stream wait as the legacy default stream demands: that one for all
+    /// blocking streams, and these for it. `idle_too`: also for streams that are done, whose causal
+    /// pasts count in check mode.
+    fn order_with_legacy(&mut self, handle: Handle, idle_too: bool) {
+        let Some(stream) = self.streams.get(&handle) else { return };
+        if stream.flags & NON_BLOCKING != 0 {
+            return;
+        }
+        let Some(context) = self.contexts.get(&stream.context) else { return };
+        let (own, legacy) = (stream.context, context.legacy);
+        let others: Vec<Handle> = if handle == legacy {
+            let blocking = |stream: &Stream| {
+                stream.context == own && stream.flags & NON_BLOCKING == 0 && !stream.queue.closed
+            };
+            self.streams.iter().filter(|(_, stream)| blocking(stream)).map(|(handle, _)| *handle).collect()
+        } else {
+            vec![legacy]
+        };
+        for other in others.into_iter().filter(|other| *other != handle) {
+            let Some(queue) = self.streams.get_mut(&other).map(|stream| &mut stream.queue) else { continue };
+            if queue.capture.is_some() || (queue.is_idle() && !idle_too) {
+                continue;
+            }
+            let mark = Arc::new(Mark::default());
+            queue.push(Op::Record(mark.clone()));
+            if let Some(stream) = self.streams.get_mut(&handle) {
+                stream.queue.push(Op::Wait(mark));
+            }
+        }
+    }
+
+    /// Ends the access of device `own` to the memory of device `other`.
+    pub(crate) fn close_to_peer(&mut self, own: usize, other: usize) {
+        self.peers.remove(&(own, other));
+        for allocation in self.allocations.values_mut().filter(|allocation| allocation.device == Some(other))
+        {
+            if matches!(allocation.kind, Kind::Device | Kind::Ipc) {
+                allocation.shared.retain(|shared| shared.device != Some(own));
+            }
+        }
+    }
+
+    /// The allocation that holds an address.
+    pub(crate) fn allocation_at(&self, addr: u64) -> Option<(u64, &Allocation)> {
+        let (start, allocation) = self.allocations.range(..=addr).next_back()?;
+        (addr - start < allocation.bytes).then_some((*start, allocation))
+    }
+
+    /// The capture that records a stream, with its lane.
+    pub(crate) fn recording(&mut self, stream: Handle) -> Res<Option<(&mut Capture<Work>, usize)>> {
+        let Some((id, lane)) = self.stream(stream)?.queue.capture else { return Ok(None) };
+        let Some((capture, _)) = self.captures.get_mut(&id) else { return Ok(None) };
+        if capture.invalid.is_some() {
+            return Err(STREAM_CAPTURE_INVALIDATED);
+        }
+        Ok(Some((capture, lane)))
+    }
+
+    /// An error, and the end of the capture's validity, if the stream is captured.
+    pub(crate) fn forbid_on_captured(&mut self, stream: Handle) -> Res {
+        let Some((id, _)) = self.stream(stream)?.queue.capture else { return Ok(()) };
+        if let Some((capture, _)) = self.captures.get_mut(&id) {
+            capture.invalid.get_or_insert_with(String::new);
+        }
+        Err(STREAM_CAPTURE_UNSUPPORTED)
+    }
+
+    /// An error, and the end of the capture's validity, if the calling thread captures.
+    pub(crate) fn forbid_while_capturing(&mut self) -> Res {
+        if THREAD_MODE.get() == RELAXED {
+            return Ok(());
+        }
+        let thread = std::thread::current().id();
+        let strict = |(capture, mode): &&mut (Capture<Work>, CaptureMode)| {
+            capture.thread == thread && *mode == CaptureMode::Strict
+        };
+        match self.captures.values_mut().find(strict) {
+            Some((capture, _)) => {
+                capture.invalid.get_or_insert_with(String::new);
+                Err(STREAM_CAPTURE_UNSUPPORTED)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Makes a context unusable: drops the work of its streams.
+    pub(crate) fn fail(&mut self, context: Handle, code: CUresult) {
+        if let Some(context) = self.contexts.get_mut(&context) {
+            context.error.get_or_insert(code);
+        }
+        let now_ns = Clock::Real.now_ns();
+        for stream in self.streams.values_mut().filter(|stream| stream.context == context) {
+            stream.queue.abandon(now_ns);
+        }
+    }
+
+    /// Removes what belongs to a context. The memory is to be dropped without the lock.
+    pub(crate) fn remove_context(&mut self, handle: Handle) -> Vec<Allocation> {
+        self.fail(handle, INVALID_CONTEXT);
+        self.contexts.remove(&handle);
+        let peers: Vec<(usize, usize)> =
+            self.peers.iter().filter(|(_, context)| **context == handle).map(|(pair, _)| *pair).collect();
+        for (own, other) in peers {
+            self.close_to_peer(own, other);
+        }
+        self.streams.retain(|_, stream| stream.context != handle);
+        self.events.retain(|_, event| event.context != handle);
+        let gone: Vec<Handle> =
+            self.modules.iter().filter(|(_, module)| module.context == handle).map(|(own, _)| *own).collect();
+        gone.into_iter().for_each(|module| drop(self.remove_module(module)));
+        for library in self.libraries.values_mut() {
+            library.modules.remove(&handle);
+        }
+        let own = self.allocations.iter().filter(|(_, allocation)| allocation.context == Some(handle));
+        let addresses: Vec<u64> = own.map(|(addr, _)| *addr).collect();
+        addresses.into_iter().filter_map(|addr| self.remove_allocation(addr)).collect()
+    }
+
+    pub(crate) fn remove_module(&mut self, handle: Handle) -> Option<Loaded> {
+        let module = self.modules.remove(&handle)?;
+        self.functions.retain(|_, function| function.module != handle);
+        Some(module)
+    }
+
+    pub(crate) fn remove_allocation(&mut self, addr: u64) -> Option<Allocation> {
+        let allocation = self.allocations.remove(&addr)?;
+        if let (true, Some(device)) = (allocation.charged, allocation.device) {
+            self.used[device] -= allocation.bytes;
+        }
+        if let Some(physical) = allocation.physical {
+            self.release_physical(physical);
+        }
+        Some(allocation)
+    }
+
+    /// Ends one use of physical memory.
+    pub(crate) fn release_physical(&mut self, handle: u64) {
+        let Some(physical) = self.physical.get_mut(&handle) else { return };
+        physical.users -= 1;
+        if physical.users == 0 {
+            let (bytes, device) = (physical.bytes, physical.device);
+            if let Some(device) = device {
+                self.used[device] -= bytes;
+            }
+            self.physical.remove(&handle);
+        }
+    }
+}
+
+impl World {
+    /// Notes that something has happened.
+    pub(crate) fn made_progress(&self) {
+        self.progress.fetch_add(1, Ordering::Relaxed);
+    }
+}

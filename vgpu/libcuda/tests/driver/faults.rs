@@ -1,0 +1,117 @@
+//! Faults of kernels, and arguments that are null.
+
+use std::collections::HashSet;
+use std::process::Command;
+
+use crate::cuda::*;
+
+#[test]
+fn a_fault_makes_its_context_unusable_and_no_other() {
+    let other = Context::on(0);
+    let module = Module::load();
+    let kept = upload(&[1]);
+    let failing = Context::on(0);
+    let (bad, own) = (Module::load(), stream(1));
+    ok!(cuStreamSynchronize(own => Handle));
+    bad.add(own, [1, 1], 64, 1);
+    // Whether the kernel has failed already or not, the fault shows when somebody waits.
+    let mut end = event();
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    record(end, own);
+    bad.add(own, [1, 1], 64, 1);
+    assert_eq!(cu!(cuStreamSynchronize(own => Handle)), 700, "CUDA_ERROR_ILLEGAL_ADDRESS");
+    let mut addr = 0u64;
+    assert_eq!(cu!(cuMemAlloc_v2(&mut addr => *mut u64, 4 => usize)), 700);
+    assert_eq!(cu!(cuEventCreate(&mut end => *mut Handle, 0 => u32)), 700);
+    drop(failing);
+    other.make_current();
+    module.add(0, [1, 1], kept, 1);
+    assert_eq!(download(kept, 1), [2]);
+}
+
+#[test]
+fn functions_that_are_not_supported_say_so() {
+    assert_eq!(
+        cu!(cuArrayCreate_v2(std::ptr::null_mut() => *mut Handle, std::ptr::null() => *const u8)),
+        801
+    );
+}
+
+/// Set in the process that calls everything.
+const CHILD: &str = "EPOXIDE_TEST_ROLE";
+
+#[test]
+fn null_arguments_are_errors_and_never_crash() {
+    if std::env::var_os(CHILD).is_some() {
+        return call_everything_with_nulls();
+    }
+    let program = std::env::current_exe().expect("this program has a path");
+    let child = Command::new(program)
+        .args(["faults::null_arguments_are_errors_and_never_crash", "--exact", "--nocapture"])
+        .env(CHILD, "nulls")
+        .output()
+        .expect("the program starts again");
+    let (out, report) = (String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+    assert!(child.status.success() && out.contains("1 passed"), "{}: {out}\n{report}", child.status);
+    // Each function that is not supported says so at its first call alone.
+    let said: Vec<&str> = report.lines().filter(|line| line.ends_with("is not supported")).collect();
+    let names: HashSet<&str> = said.iter().copied().collect();
+    assert!(said.len() > 200 && names.len() == said.len(), "{report}");
+}
+
+/// Tests whose words are not ordered by the memory model: a fill sets the flag that a kernel polls.
+const RACES: [&str; 3] = [
+    "streams::a_kernel_may_wait_for_work_of_another_stream",
+    "streams::events_order_streams_and_measure_time",
+    "streams::the_default_stream_waits_for_blocking_streams_and_they_for_it",
+];
+
+#[test]
+fn check_mode_reports_the_tests_with_races_and_no_others() {
+    let program = std::env::current_exe().expect("this program has a path");
+    let child = Command::new(program)
+        .args(["--skip", "faults::check_mode", "--skip", "faults::null_arguments", "--skip", "program::"])
+        .env("EPOXIDE_VGPU_CHECK", "1")
+        .output()
+        .expect("the program starts again");
+    let out = String::from_utf8_lossy(&child.stdout);
+    let mut failed: Vec<&str> =
+        out.lines().filter_map(|line| line.strip_prefix("test ")?.strip_suffix(" ... FAILED")).collect();
+    failed.sort_unstable();
+    assert_eq!(failed, RACES, "{out}\n{}", String::from_utf8_lossy(&child.stderr));
+}
+
+fn call_everything_with_nulls() {
+    type Function = unsafe extern "C" fn(
+        usize,
+        usize,
+        usize,
+        usize,
+        usize,
+        usize,
+        usize,
+        usize,
+        usize,
+        usize,
+        usize,
+        usize,
+    ) -> Code;
+    let mut called = 0;
+    for with_context in [false, true] {
+        let context = with_context.then(|| Context::on(0));
+        for name in epoxide_vgpu_cuda::names() {
+            // SAFETY: all arguments are zeros, which each function takes as nulls, numbers or
+            // handles. C ignores those that are too many.
+            unsafe {
+                let function = library().get::<Function>(name.as_bytes()).expect(name);
+                function(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+            }
+            called += 1;
+            if let Some(context) = &context {
+                // Some take the current context off.
+                context.make_current();
+            }
+        }
+    }
+    assert!(called > 600, "{called}");
+}

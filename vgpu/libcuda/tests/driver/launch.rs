@@ -1,0 +1,140 @@
+//! Modules and launches.
+
+use std::ffi::{CStr, CString, c_void};
+
+use crate::cuda::*;
+
+#[test]
+fn a_kernel_adds_to_what_was_uploaded() {
+    let _context = Context::on(0);
+    let module = Module::load();
+    let words: Vec<u32> = (0..256).collect();
+    let addr = upload(&words);
+    module.add(0, [4, 64], addr, 10);
+    assert_eq!(download(addr, 256), (10..266).collect::<Vec<u32>>());
+    ok!(cuMemFree_v2(addr => u64));
+    assert_eq!(cu!(cuMemFree_v2(addr => u64)), INVALID_VALUE);
+}
+
+#[test]
+fn parameters_may_be_in_a_buffer() {
+    let _context = Context::on(0);
+    let module = Module::load();
+    let addr = upload(&[1]);
+    let mut buffer = [0u8; 12];
+    buffer[..8].copy_from_slice(&addr.to_ne_bytes());
+    buffer[8..].copy_from_slice(&41u32.to_ne_bytes());
+    let mut bytes = buffer.len();
+    let mut extra = [
+        std::ptr::without_provenance_mut(1),
+        buffer.as_mut_ptr().cast(),
+        std::ptr::without_provenance_mut(2),
+        (&raw mut bytes).cast(),
+        std::ptr::null_mut(),
+    ];
+    let (function, none) = (module.function("add"), std::ptr::null_mut());
+    ok!(cuLaunchKernel(
+        function => Handle, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => Handle,
+        none => *mut *mut c_void, extra.as_mut_ptr() => *mut *mut c_void,
+    ));
+    assert_eq!(download(addr, 1), [42]);
+}
+
+#[test]
+fn variables_belong_to_the_load_of_a_module() {
+    let _context = Context::on(0);
+    let modules = [Module::load(), Module::load()];
+    let find = |module: &Module| {
+        let (mut addr, mut bytes) = (0, 0);
+        let name = c"counter".as_ptr();
+        ok!(cuModuleGetGlobal_v2(&mut addr => *mut u64, &mut bytes => *mut usize, module.0 => Handle, name => *const i8));
+        assert_eq!(bytes, 8);
+        addr
+    };
+    let counters = modules.each_ref().map(find);
+    modules[0].try_launch("count", 0, [1, 1], &mut []);
+    modules[0].try_launch("count", 0, [1, 1], &mut []);
+    assert_eq!(counters.map(|addr| download(addr, 2)), [vec![5, 8], vec![5, 6]]);
+    ok!(cuModuleUnload(modules[0].0 => Handle));
+    let mut word = 0u32;
+    let code = cu!(cuMemcpyDtoH_v2(&raw mut word => *mut u32, counters[0] => u64, 4 => usize));
+    assert_eq!((code, download(counters[1], 2)), (INVALID_VALUE, vec![5, 6]));
+}
+
+#[test]
+fn errors_of_ptx_name_the_line_in_the_log() {
+    let _context = Context::on(0);
+    let text = CString::new(PTX.replace("mad.lo.u32", "no.such.instruction")).unwrap();
+    let mut log = [0u8; 200];
+    let keys = [5, 6];
+    let values = [log.as_mut_ptr() as usize, log.len()];
+    let mut module: Handle = 0;
+    let code = cu!(cuModuleLoadDataEx(
+        &mut module => *mut Handle, text.as_ptr() => *const i8, 2 => u32, keys.as_ptr() => *const i32,
+        values.as_ptr() => *const usize,
+    ));
+    let log = CStr::from_bytes_until_nul(&log).unwrap().to_string_lossy();
+    assert_eq!(code, 218, "CUDA_ERROR_INVALID_PTX");
+    assert!(log.contains("line 14") && log.contains("no.such.instruction"), "{log}");
+    let elf = cu!(cuModuleLoadData(&mut module => *mut Handle, c"\x7fELF".as_ptr() => *const i8));
+    assert_eq!(elf, 209, "CUDA_ERROR_NO_BINARY_FOR_GPU");
+}
+
+#[test]
+fn launches_are_checked_before_they_run() {
+    let _context = Context::on(0);
+    let module = Module::load();
+    let mut addr = upload(&[0]);
+    let mut value = 1u32;
+    let mut params = [(&raw mut addr).cast(), (&raw mut value).cast()];
+    for shape in [[0, 1], [1, 0], [1, 1025]] {
+        assert_eq!(module.try_launch("add", 0, shape, &mut params), INVALID_VALUE, "{shape:?}");
+    }
+    assert_eq!(module.try_launch("add", 0x1234, [1, 1], &mut params), 400, "CUDA_ERROR_INVALID_HANDLE");
+    assert_eq!(download(addr, 1), [0]);
+}
+
+#[test]
+fn libraries_are_loaded_into_each_context_that_uses_them() {
+    let text = CString::new(PTX).unwrap();
+    let (mut library, mut kernel) = (0, 0);
+    let (keys, values): (*const i32, *const usize) = (std::ptr::null(), std::ptr::null());
+    let _first = Context::on(0);
+    ok!(cuLibraryLoadData(
+        &mut library => *mut Handle, text.as_ptr() => *const i8, keys => *const i32, values => *const usize, 0 => u32,
+        keys => *const i32, values => *const usize, 0 => u32,
+    ));
+    ok!(cuLibraryGetKernel(&mut kernel => *mut Handle, library => Handle, c"add".as_ptr() => *const i8));
+    for device in [0, 1] {
+        let _context = Context::on(device);
+        let (mut addr, mut value) = (upload(&[1, 2]), 5u32);
+        let mut params: [*mut c_void; 2] = [(&raw mut addr).cast(), (&raw mut value).cast()];
+        ok!(cuLaunchKernel(
+            kernel => Handle, 1 => u32, 1 => u32, 1 => u32, 2 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => Handle,
+            params.as_mut_ptr() => *mut *mut c_void, std::ptr::null_mut() => *mut *mut c_void,
+        ));
+        assert_eq!(download(addr, 2), [6, 7]);
+    }
+    ok!(cuLibraryUnload(library => Handle));
+}
+
+#[test]
+fn the_newest_function_that_a_version_has_is_found() {
+    let find = |name: &CStr, version: i32| {
+        let (mut addr, mut status) = (0usize, -1);
+        let code = cu!(cuGetProcAddress_v2(
+            name.as_ptr() => *const i8, &mut addr => *mut usize, version => i32, 0 => u64, &mut status => *mut i32,
+        ));
+        (code, addr, status)
+    };
+    let symbol = |name: &[u8]| {
+        // SAFETY: the address alone is compared.
+        let symbol = unsafe { library().get::<unsafe extern "C" fn()>(name) }.unwrap();
+        *symbol as usize
+    };
+    assert_eq!(find(c"cuMemAlloc", 12000), (0, symbol(b"cuMemAlloc_v2"), 0));
+    assert_eq!(find(c"cuCtxCreate", 11000), (0, symbol(b"cuCtxCreate_v2"), 0));
+    assert_eq!(find(c"cuCtxCreate", 13000), (0, symbol(b"cuCtxCreate_v4"), 0));
+    assert_eq!(find(c"cuEventElapsedTime", 12000), (0, symbol(b"cuEventElapsedTime"), 0));
+    assert_eq!(find(c"cuNoSuchFunction", 13000), (500, 0, 1));
+}

@@ -1,0 +1,11 @@
+//! The library as programs use it: loaded by name, called through C's calling convention.
+//!
+//! `cuda` loads it and wraps the calls. Each other module tests one part.
+
+mod cuda;
+mod faults;
+mod launch;
+mod memory;
+mod program;
+mod sharing;
+mod streams;

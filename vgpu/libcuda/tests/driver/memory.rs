@@ -1,0 +1,89 @@
+//! Memory: fills, host memory, facts about addresses.
+
+use crate::cuda::*;
+
+#[test]
+fn fills_have_elements_of_one_two_and_four_bytes() {
+    let _context = Context::on(0);
+    let addr = upload(&[0; 4]);
+    ok!(cuMemsetD32_v2(addr => u64, 0x0102_0304 => u32, 4 => usize));
+    ok!(cuMemsetD16_v2(addr + 4 => u64, 0xa0b0 => u16, 2 => usize));
+    ok!(cuMemsetD8_v2(addr + 9 => u64, 0xff => u8, 3 => usize));
+    assert_eq!(download(addr, 4), [0x0102_0304, 0xa0b0_a0b0, 0xffff_ff04, 0x0102_0304]);
+    assert_ne!(cu!(cuMemsetD8_v2(addr + 4090 => u64, 0 => u8, 100 => usize)), 0);
+    assert_eq!(cu!(cuMemsetD32_v2(addr + 2 => u64, 0 => u32, 1 => usize)), INVALID_VALUE);
+}
+
+#[test]
+fn host_and_managed_memory_have_one_address_everywhere() {
+    let _context = Context::on(1);
+    let module = Module::load();
+    let (mut host, mut managed) = (0u64, 0u64);
+    ok!(cuMemHostAlloc(&mut host => *mut u64, 64 => usize, 0 => u32));
+    ok!(cuMemAllocManaged(&mut managed => *mut u64, 64 => usize, 1 => u32));
+    for addr in [host, managed] {
+        let word = addr as *mut u32;
+        // SAFETY: the memory is this process's, and no kernel runs.
+        unsafe { word.write(30) };
+        module.add(0, [1, 1], addr, 12);
+        ok!(cuCtxSynchronize());
+        // SAFETY: as above.
+        assert_eq!(unsafe { word.read() }, 42);
+    }
+    let attribute = |attribute: i32, addr: u64| {
+        let mut value = 0u64;
+        let code = cu!(cuPointerGetAttribute(&mut value => *mut u64, attribute => i32, addr => u64));
+        (code, value)
+    };
+    assert_eq!((attribute(2, host), attribute(2, managed), attribute(8, managed)), ((0, 1), (0, 2), (0, 1)));
+    assert_eq!((attribute(9, managed + 60), attribute(11, managed + 60)), ((0, 1), (0, managed)));
+    assert_eq!(attribute(2, 64).0, INVALID_VALUE);
+    ok!(cuMemFreeHost(host => u64));
+    ok!(cuMemFree_v2(managed => u64));
+}
+
+#[test]
+fn memory_is_limited_and_counted() {
+    let _context = Context::on(1);
+    let info = || {
+        let (mut free, mut total) = (0, 0);
+        ok!(cuMemGetInfo_v2(&mut free => *mut usize, &mut total => *mut usize));
+        (free, total)
+    };
+    let (_, total) = info();
+    let mut addr = 0u64;
+    assert_eq!(cu!(cuMemAlloc_v2(&mut addr => *mut u64, total + 1 => usize)), 2, "CUDA_ERROR_OUT_OF_MEMORY");
+    assert_eq!(cu!(cuMemAlloc_v2(&mut addr => *mut u64, 0 => usize)), INVALID_VALUE);
+    assert_eq!(cu!(cuMemAlloc_v2(std::ptr::null_mut() => *mut u64, 4 => usize)), INVALID_VALUE);
+}
+
+#[test]
+fn memory_is_freed_in_stream_order() {
+    let _context = Context::on(0);
+    let (module, stream) = (Module::load(), stream(1));
+    let mut addr = 0u64;
+    let result = upload(&[0]);
+    ok!(cuMemAllocAsync(&mut addr => *mut u64, 4 => usize, stream => Handle));
+    ok!(cuMemsetD32Async(addr => u64, 1 => u32, 1 => usize, stream => Handle));
+    module.add(stream, [1, 1], addr, 1);
+    ok!(cuMemcpyDtoDAsync_v2(result => u64, addr => u64, 4 => usize, stream => Handle));
+    ok!(cuMemFreeAsync(addr => u64, stream => Handle));
+    assert_eq!(cu!(cuMemFreeAsync(addr => u64, stream => Handle)), INVALID_VALUE);
+    ok!(cuStreamSynchronize(stream => Handle));
+    assert_eq!(download(result, 1), [2]);
+}
+
+#[test]
+fn rows_are_copied_by_their_pitch() {
+    let _context = Context::on(0);
+    let addr = upload(&[0; 8]);
+    let from: Vec<u32> = (1..=6).collect();
+    #[repr(C)]
+    struct Side(usize, usize, u32, *const u32, u64, usize, usize);
+    #[repr(C)]
+    struct Copy(Side, Side, usize, usize);
+    let host = Side(4, 0, 1, from.as_ptr(), 0, 0, 12);
+    let device = Side(0, 0, 2, std::ptr::null(), addr, 0, 16);
+    ok!(cuMemcpy2D_v2(&Copy(host, device, 8, 2) => *const Copy));
+    assert_eq!(download(addr, 8), [2, 3, 0, 0, 5, 6, 0, 0]);
+}

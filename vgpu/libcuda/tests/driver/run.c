@@ -1,0 +1,35 @@
+/* Prints the layout of vgpu.h, a line for each number, and runs a kernel by it. */
+#include <stdio.h>
+#include <string.h>
+
+#include "vgpu.h"
+
+int main(int argc, char **argv) {
+    static char ptx[1 << 16], report[1 << 12];
+    unsigned words[64], value = 5, grid[3] = {2, 1, 1}, block[3] = {32, 1, 1};
+    vgpu_arg args[] = {{words, sizeof words, VGPU_IN_OUT}, {&value, sizeof value, VGPU_VALUE}};
+    vgpu_options options;
+    FILE *file;
+
+    printf("%zu %zu %zu %zu\n", sizeof(vgpu_arg), offsetof(vgpu_arg, data), offsetof(vgpu_arg, bytes),
+           offsetof(vgpu_arg, kind));
+    printf("%zu %zu %zu %zu\n", sizeof(vgpu_options), offsetof(vgpu_options, seed),
+           offsetof(vgpu_options, max_warp_instructions), offsetof(vgpu_options, check));
+
+    if (argc != 2 || !(file = fopen(argv[1], "r"))) return 1;
+    ptx[fread(ptx, 1, sizeof ptx - 1, file)] = 0;
+    fclose(file);
+    for (unsigned i = 0; i < 64; i++) words[i] = i;
+    if (vgpu_run(ptx, "add", grid, block, 0, args, 2, NULL, report, sizeof report) != VGPU_OK) {
+        puts(report);
+        return 2;
+    }
+    for (unsigned i = 0; i < 64; i++)
+        if (words[i] != i + 5) return 3;
+
+    memset(&options, 0, sizeof options);
+    options.check = 1;
+    printf("%d\n", vgpu_run(ptx, "race", grid, block, 0, args, 1, &options, report, sizeof report));
+    puts(report);
+    return 0;
+}

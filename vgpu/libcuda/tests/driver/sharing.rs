@@ -1,0 +1,114 @@
+//! Peers, virtual memory management, memory of other processes.
+
+use std::ffi::c_void;
+
+use crate::cuda::*;
+
+const MIB: usize = 1 << 20;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Properties {
+    kind: i32,
+    handle_types: i32,
+    location: [i32; 2],
+    win32: usize,
+    flags: [u8; 8],
+}
+
+#[repr(C)]
+struct Access {
+    location: [i32; 2],
+    flags: i32,
+}
+
+fn properties(device: i32) -> Properties {
+    Properties { kind: 1, handle_types: 1, location: [1, device], win32: 0, flags: [0; 8] }
+}
+
+#[test]
+fn a_peer_needs_access_for_kernels_and_none_for_copies() {
+    let first = Context::on(0);
+    let addr = upload(&[5]);
+    let second = Context::on(1);
+    assert_eq!(download(addr, 1), [5]);
+    let lacking = Context::on(1);
+    Module::load().add(0, [1, 1], addr, 1);
+    assert_eq!(cu!(cuCtxSynchronize()), 700, "CUDA_ERROR_ILLEGAL_ADDRESS");
+    drop(lacking);
+    second.make_current();
+    ok!(cuCtxEnablePeerAccess(first.0 => Handle, 0 => u32));
+    assert_eq!(cu!(cuCtxEnablePeerAccess(first.0 => Handle, 0 => u32)), 704);
+    Module::load().add(0, [1, 1], addr, 1);
+    assert_eq!(download(addr, 1), [6]);
+    first.make_current();
+    let later = upload(&[1]);
+    second.make_current();
+    Module::load().add(0, [1, 1], later, 1);
+    assert_eq!(download(later, 1), [2]);
+    ok!(cuCtxDisablePeerAccess(first.0 => Handle));
+}
+
+#[test]
+fn physical_memory_is_mapped_in_reserved_addresses() {
+    let _context = Context::on(0);
+    let module = Module::load();
+    let (mut unit, prop) = (0usize, properties(0));
+    ok!(cuMemGetAllocationGranularity(&mut unit => *mut usize, &prop => *const Properties, 0 => i32));
+    assert_eq!(unit, 2 * MIB);
+    let mut base = 0u64;
+    ok!(cuMemAddressReserve(&mut base => *mut u64, 3 * unit => usize, 0 => usize, 0 => u64, 0 => u64));
+    let mut handles = [0u64; 2];
+    for (at, handle) in handles.iter_mut().enumerate() {
+        ok!(cuMemCreate(handle => *mut u64, unit => usize, &prop => *const Properties, 0 => u64));
+        ok!(cuMemMap(base + (at * unit) as u64 => u64, unit => usize, 0 => usize, *handle => u64, 0 => u64));
+    }
+    let access = Access { location: [1, 0], flags: 3 };
+    ok!(cuMemSetAccess(base => u64, 2 * unit => usize, &access => *const Access, 1 => usize));
+    // Words on both sides of the border between the mappings, by one copy and one kernel.
+    let border = base + unit as u64 - 8;
+    let words = [1u32, 2, 3, 4];
+    ok!(cuMemcpyHtoD_v2(border => u64, words.as_ptr() => *const u32, 16 => usize));
+    module.add(0, [1, 4], border, 10);
+    assert_eq!(download(border, 4), [11, 12, 13, 14]);
+
+    // The same memory, exported and imported, at the third place.
+    let (mut fd, mut again) = (-1i32, 0u64);
+    ok!(cuMemExportToShareableHandle(&mut fd => *mut i32, handles[1] => u64, 1 => i32, 0 => u64));
+    ok!(cuMemImportFromShareableHandle(&mut again => *mut u64, fd as usize as *mut c_void => *mut c_void, 1 => i32));
+    let third = base + 2 * unit as u64;
+    ok!(cuMemMap(third => u64, unit => usize, 0 => usize, again => u64, 0 => u64));
+    assert_eq!(download(third, 2), [13, 14]);
+    assert_eq!(cu!(cuMemAddressFree(base => u64, 3 * unit => usize)), INVALID_VALUE);
+    for handle in [handles[0], handles[1], again] {
+        ok!(cuMemRelease(handle => u64));
+    }
+    ok!(cuMemUnmap(base => u64, 3 * unit => usize));
+    let mut word = 0u32;
+    let gone = cu!(cuMemcpyDtoH_v2(&mut word => *mut u32, border => u64, 4 => usize));
+    assert_eq!(gone, INVALID_VALUE);
+    ok!(cuMemAddressFree(base => u64, 3 * unit => usize));
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct IpcHandle([u8; 64]);
+
+#[test]
+fn an_allocation_is_opened_by_its_handle() {
+    let _context = Context::on(0);
+    let addr = upload(&[1, 2]);
+    let mut handle = IpcHandle([0; 64]);
+    ok!(cuIpcGetMemHandle(&mut handle => *mut IpcHandle, addr => u64));
+    let mut other = 0u64;
+    ok!(cuIpcOpenMemHandle_v2(&mut other => *mut u64, handle => IpcHandle, 1 => u32));
+    assert_ne!(other, addr);
+    Module::load().add(0, [1, 2], other, 1);
+    assert_eq!(download(addr, 2), [2, 3]);
+    ok!(cuIpcCloseMemHandle(other => u64));
+    let wrong = IpcHandle([7; 64]);
+    assert_eq!(
+        cu!(cuIpcOpenMemHandle_v2(&mut other => *mut u64, wrong => IpcHandle, 1 => u32)),
+        INVALID_VALUE
+    );
+}

@@ -1,0 +1,136 @@
+//! Order of streams, events, host functions, captures.
+
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::cuda::*;
+
+#[test]
+fn a_kernel_may_wait_for_work_of_another_stream() {
+    let _context = Context::on(0);
+    let (module, waits, stores) = (Module::load(), stream(1), stream(1));
+    let addr = upload(&[0, 0]);
+    module.launch_at("wait", waits, [1, 1], addr);
+    assert_eq!(cu!(cuStreamQuery(waits => Handle)), NOT_READY);
+    ok!(cuMemsetD32Async(addr + 4 => u64, 9 => u32, 1 => usize, stores => Handle));
+    ok!(cuStreamSynchronize(waits => Handle));
+    assert_eq!(download(addr, 2), [9, 9]);
+}
+
+#[test]
+fn a_kernel_may_wait_for_the_host_and_for_another_device() {
+    let first = Context::on(0);
+    let (module, own) = (Module::load(), stream(1));
+    let mut flags = 0u64;
+    ok!(cuMemHostAlloc(&mut flags => *mut u64, 8 => usize, 0 => u32));
+    module.launch_at("wait", own, [1, 1], flags);
+    // SAFETY: the word is in mapped memory of 8 bytes, and aligned.
+    let flag = unsafe { AtomicU32::from_ptr((flags + 4) as *mut u32) };
+    flag.store(3, Ordering::Release);
+    ok!(cuStreamSynchronize(own => Handle));
+
+    flag.store(0, Ordering::Release);
+    module.launch_at("wait", own, [1, 1], flags);
+    let second = Context::on(1);
+    Module::load().add(0, [1, 1], flags + 4, 8);
+    ok!(cuCtxSynchronize());
+    drop(second);
+    first.make_current();
+    ok!(cuStreamSynchronize(own => Handle));
+    // SAFETY: as above.
+    assert_eq!(unsafe { (flags as *const u32).read() }, 8);
+}
+
+#[test]
+fn events_order_streams_and_measure_time() {
+    let _context = Context::on(0);
+    let (module, streams, [begin, end]) = (Module::load(), [stream(1), stream(1)], [event(), event()]);
+    let addr = upload(&[0, 0]);
+    assert_eq!(cu!(cuEventQuery(end => Handle)), 0);
+    record(begin, streams[0]);
+    module.launch_at("wait", streams[0], [1, 1], addr);
+    record(end, streams[0]);
+    wait(streams[1], end);
+    module.add(streams[1], [1, 1], addr, 1);
+    assert_eq!(cu!(cuEventQuery(end => Handle)), NOT_READY);
+    let mut ms = -1f32;
+    let elapsed = cu!(cuEventElapsedTime(&mut ms => *mut f32, begin => Handle, end => Handle));
+    assert_eq!(elapsed, NOT_READY);
+    let third = stream(1);
+    ok!(cuMemsetD32Async(addr + 4 => u64, 5 => u32, 1 => usize, third => Handle));
+    ok!(cuStreamSynchronize(streams[1] => Handle));
+    assert_eq!(download(addr, 1), [6]);
+    ok!(cuEventSynchronize(end => Handle));
+    ok!(cuEventElapsedTime(&mut ms => *mut f32, begin => Handle, end => Handle));
+    assert!(ms > 0.0, "{ms}");
+}
+
+#[test]
+fn the_default_stream_waits_for_blocking_streams_and_they_for_it() {
+    let _context = Context::on(0);
+    let (module, blocking) = (Module::load(), stream(0));
+    let addr = upload(&[0, 0]);
+    module.launch_at("wait", blocking, [1, 1], addr);
+    // The copy is behind the kernel, and the second kernel behind the copy.
+    ok!(cuMemcpyDtoDAsync_v2(addr + 4 => u64, addr => u64, 4 => usize, 0 => Handle));
+    module.add(blocking, [1, 2], addr, 1);
+    assert_eq!(cu!(cuStreamQuery(0 => Handle)), NOT_READY);
+    let free = stream(1);
+    ok!(cuMemsetD32Async(addr + 4 => u64, 7 => u32, 1 => usize, free => Handle));
+    ok!(cuCtxSynchronize());
+    assert_eq!(download(addr, 2), [8, 8]);
+}
+
+unsafe extern "C" fn add_ten(data: *mut c_void) {
+    // SAFETY: the test passes a word that outlives the stream's work.
+    let word = unsafe { &*data.cast::<AtomicU32>() };
+    word.fetch_add(10, Ordering::Relaxed);
+}
+
+#[test]
+fn host_functions_are_called_in_stream_order() {
+    let _context = Context::on(0);
+    let (module, own) = (Module::load(), stream(1));
+    let mut host = 0u64;
+    ok!(cuMemHostAlloc(&mut host => *mut u64, 4 => usize, 0 => u32));
+    module.add(own, [1, 1], host, 1);
+    ok!(cuLaunchHostFunc(own => Handle, add_ten => unsafe extern "C" fn(*mut c_void), host as *mut c_void => *mut c_void));
+    module.add(own, [1, 1], host, 1);
+    ok!(cuStreamSynchronize(own => Handle));
+    // SAFETY: mapped memory of this test.
+    assert_eq!(unsafe { (host as *const u32).read() }, 12);
+}
+
+#[test]
+fn a_captured_graph_forks_and_joins_and_runs_again() {
+    let _context = Context::on(0);
+    let (module, streams, [fork, join]) = (Module::load(), [stream(1), stream(1)], [event(), event()]);
+    let addr = upload(&[1, 10]);
+    ok!(cuStreamBeginCapture_v2(streams[0] => Handle, 1 => i32));
+    record(fork, streams[0]);
+    wait(streams[1], fork);
+    module.add(streams[0], [1, 1], addr, 1);
+    module.add(streams[1], [1, 1], addr + 4, 10);
+    record(join, streams[1]);
+    wait(streams[0], join);
+    module.add(streams[0], [1, 2], addr, 100);
+    let mut free = 0u64;
+    assert_eq!(cu!(cuStreamQuery(stream(1) => Handle)), 0);
+    let (mut graph, mut exec) = (0, 0);
+    ok!(cuStreamEndCapture(streams[0] => Handle, &mut graph => *mut Handle));
+    ok!(cuGraphInstantiateWithFlags(&mut exec => *mut Handle, graph => Handle, 0 => u64));
+    ok!(cuGraphDestroy(graph => Handle));
+    assert_eq!(download(addr, 2), [1, 10]);
+    for _ in 0..3 {
+        ok!(cuGraphLaunch(exec => Handle, streams[1] => Handle));
+    }
+    ok!(cuStreamSynchronize(streams[1] => Handle));
+    assert_eq!(download(addr, 2), [304, 340]);
+    ok!(cuGraphExecDestroy(exec => Handle));
+
+    // A call that a capture forbids ends it.
+    ok!(cuStreamBeginCapture_v2(streams[0] => Handle, 1 => i32));
+    assert_eq!(cu!(cuMemAlloc_v2(&mut free => *mut u64, 4 => usize)), 900);
+    assert_eq!(cu!(cuStreamEndCapture(streams[0] => Handle, &mut graph => *mut Handle)), 901);
+    ok!(cuStreamSynchronize(streams[0] => Handle));
+}

@@ -1,0 +1,37 @@
+"""Runs kernels through the Python module. The argument is a file with the kernels of the tests."""
+
+import array
+import sys
+
+import epoxide_vgpu as vgpu
+
+ptx = open(sys.argv[1]).read()
+
+words = array.array("I", range(64))
+vgpu.run(ptx, "add", 2, 32, [words, vgpu.u32(5)])
+assert list(words) == list(range(5, 69)), words
+
+data = bytearray(4)
+vgpu.run(ptx, "add", (1, 1, 1), [1], [data, vgpu.value(b"\x01\x02\x03\x04")], check=True, seed=7)
+assert data == b"\x01\x02\x03\x04", data
+
+
+def error(kind, text, *args, **options):
+    try:
+        vgpu.run(*args, **options)
+    except vgpu.VgpuError as error:
+        assert error.kind == kind and text in str(error), (error.kind, str(error))
+    else:
+        raise AssertionError(f"no error: {text}")
+
+
+error("fault", "data race", ptx, "race", 2, 32, [words], check=True)
+error("fault", "unwritten", ptx, "add", 2, 32, [vgpu.out(words), vgpu.u32(1)], check=True)
+error("fault", "outside of every region", ptx, "add", 4, 512, [words, vgpu.u32(1)])
+error("bad argument", "takes 2 arguments, 1 were given", ptx, "add", 1, 1, [words])
+error("bad argument", "has 4 bytes, its argument has 8", ptx, "add", 1, 1, [words, vgpu.f64(1)])
+error("bad argument", "no kernel 'sub'", ptx, "sub", 1, 1, [])
+error("bad PTX", "nonsense", "nonsense", "add", 1, 1, [])
+error("bad launch", "block is [2048, 1, 1]", ptx, "add", 1, 2048, [words, vgpu.u32(1)])
+assert list(words) == list(range(5, 69)), words
+print("ok")
