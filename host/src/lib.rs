@@ -165,7 +165,7 @@ pub mod transport;
 
 use epoxide_base::{error, foreign, lock, virtual_time};
 
-pub use ep::{DType, Element, ExpertId, ExpertMap, Placement, StreamOrder, Tensor, TypedTensor};
+pub use ep::{DType, Element, ExpertId, ExpertMap, Placement, Sizes, StreamOrder, Tensor, TypedTensor};
 #[doc(inline)]
 pub use epoxide_base::{Error, Result, Scope};
 

@@ -10,6 +10,7 @@
 //! | `network.rs` | the way to other nodes |
 //! | `fault.rs` | what kernels record, and the errors made of it |
 //! | `step.rs` | recordings, and what they keep |
+//! | `sizes.rs` | the sizes of a buffer that does not exist yet |
 //! | `instruments.rs` | when blocks reached their phases; what benchmarks and tests read |
 //! | `methods.rs` | the public methods that buffers and options of both modes have |
 //!
@@ -24,6 +25,7 @@ mod network;
 mod peers;
 mod place;
 mod sequence;
+mod sizes;
 mod step;
 
 use std::sync::Arc;
@@ -40,6 +42,7 @@ pub(crate) use methods::{buffer_methods, option_methods, setters};
 pub use network::Network;
 pub use peers::Pools;
 pub use place::{Held, Lease, PlaceState, check_count};
+pub use sizes::Sizes;
 pub use step::Step;
 
 use enqueue::Enqueuer;

@@ -93,7 +93,7 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
     /// that can fail. Nothing of the dispatch is borrowed once the captured call has returned.
     pub(crate) fn fills(&mut self, lease: &Arc<Lease<R>>, plan: Option<Arc<dyn Outcome>>) {
         if let Some(step) = &mut self.recordings.step {
-            lease.detach();
+            lease.record();
             step.leases.push(lease.clone());
             step.plans.extend(plan);
         }

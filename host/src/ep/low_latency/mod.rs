@@ -32,7 +32,7 @@ use epoxide_gpu::kernels::{
     LowLatencyInternodeDispatch,
 };
 use epoxide_gpu::layout::{
-    Comm, DevicePtr, FEW_RANKS, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
+    Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
 };
 
 use super::Topology;
@@ -147,8 +147,7 @@ impl Buffer {
             pool.describe(pieces.sections());
             Ok(pool)
         };
-        let joined = nodes.joined(options.transport.kind, options.keep_nodes);
-        let joined = joined.filter(|_| ranks <= FEW_RANKS as u32);
+        let joined = options.joined(nodes);
         let load = |topology: Topology| Kernels::load(&device, topology.nodes);
         let (pools, kernels) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
         let topology = pools.topology();
