@@ -311,3 +311,114 @@ fn the_worst_rows_by_expert() {
     assert_eq!(shape.most_rows_by_expert(RANKS, 8), 2 * rows + 2 * 7);
     assert_eq!(shape.most_rows_by_expert(RANKS, 0), shape.most_rows_by_expert(RANKS, 1));
 }
+
+/// Tokens of the batches below, at most; every token has an expert on each rank but for one entry.
+const MOST: u64 = 6;
+
+fn ids_of_batch() -> Vec<i64> {
+    let mut ids: Vec<i64> = (0..MOST).flat_map(|_| [0, 3]).collect();
+    ids[2] = -1;
+    ids
+}
+
+/// Sums of ones where the first `tokens` tokens are there.
+fn sums_of_ones(tokens: i32, columns: usize) -> Vec<f32> {
+    let ranks = |token: u64| {
+        if i64::from(tokens) <= token as i64 {
+            0.0
+        } else if token == 1 {
+            1.0
+        } else {
+            2.0
+        }
+    };
+    (0..MOST).flat_map(|token| vec![ranks(token); columns]).collect()
+}
+
+/// What `num_tokens` may be: all, none, some, and numbers out of range.
+const NUMBERS: [i32; 5] = [MOST as i32, 0, 2, -1, i32::MAX];
+
+#[test]
+fn the_device_knows_how_many_tokens_there_are_in_high_throughput() {
+    Setup::new(RANKS, 1, MOST as u32, 128).run(|rank| {
+        let stream = rank.stream.clone();
+        let shape = [MOST, 2];
+        let wide = TypedTensor::from_host(&stream, &shape, &ids_of_batch())?;
+        let narrow: Vec<i32> = ids_of_batch().iter().map(|&id| id as i32).collect();
+        let narrow = TypedTensor::from_host(&stream, &shape, &narrow)?;
+        let number = TypedTensor::from_host(&stream, &[1], &[0i32])?;
+        for tokens in NUMBERS {
+            number.write(&stream, &[tokens])?;
+            let there = (tokens.max(0) as usize).min(MOST as usize) * 2;
+            let want: Vec<i64> =
+                (0..).zip(ids_of_batch()).map(|(at, id)| if at < there { id } else { -1 }).collect();
+            let order = StreamOrder::on(&stream);
+            let got = rank.buffer.first_tokens(&wide, &number, order)?.values(&stream)?;
+            rank.equal("i64", &got, &want);
+            let got = rank.buffer.first_tokens(&narrow, &number, order)?.values(&stream)?;
+            rank.equal("i32", &got, &want.iter().map(|&id| id as i32).collect::<Vec<_>>());
+        }
+        let two = TypedTensor::from_host(&stream, &[2], &[0i32; 2])?;
+        let order = StreamOrder::on(&stream);
+        refused(rank.buffer.first_tokens(&wide, &two, order), &["num_tokens has shape [2]", "[count = 1]"]);
+        let flat = TypedTensor::from_host(&stream, &[MOST], &[0i64; MOST as usize])?;
+        refused(rank.buffer.first_tokens(&flat, &number, order), &["topk_idx has shape [6]"]);
+
+        let x = Tensor::from_host(&stream, DType::F32, &[MOST, 32], &[1.0f32; 32 * MOST as usize])?;
+        let out = tensor(rank, DType::F32, &[MOST, 32]);
+        let mut place = rank.place()?;
+        let counts = rank.on_device();
+        let step = rank.buffer.capture(&stream, |buffer, order| {
+            let ids = buffer.first_tokens(&wide, &number, order)?;
+            let layout = buffer.get_dispatch_layout(&ids, 4, order)?;
+            let received =
+                buffer.dispatch(&mut place, DispatchRequest::new(&x, &layout).counts(counts), order)?;
+            let request = CombineRequest::new(&received.recv_x, &received.handle);
+            buffer.combine_into(request, &out, None, order)?;
+            Ok(())
+        })?;
+        for tokens in NUMBERS {
+            number.write(&stream, &[tokens])?;
+            step.launch(&stream)?;
+            step.check(&stream)?;
+            let got = out.to_host::<f32>(&stream)?;
+            rank.equal(&format!("{tokens} tokens"), &got, &sums_of_ones(tokens, 32));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn the_device_knows_how_many_tokens_there_are_in_low_latency() {
+    let case = LowLatencyCase::new(routing(&[MOST as u32; 2], 2, 4, Style::DistinctTopK), 64);
+    for nodes in [None, Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 })] {
+        LowLatencyCase { nodes, ..case.clone() }.run(|rank| {
+            let LowLatencyRank { buffer, stream, .. } = rank;
+            let (stream, ones) = (stream.clone(), half::bf16::ONE);
+            let topk_idx = TypedTensor::from_host(&stream, &[MOST, 2], &ids_of_batch())?;
+            let number = TypedTensor::from_host(&stream, &[1], &[0i32])?;
+            let x = Tensor::from_host(&stream, DType::Bf16, &[MOST, 64], &[ones; 64 * MOST as usize])?;
+            let rows = vec![ones; 64 * buffer.rows() as usize];
+            let rows = Tensor::from_host(&stream, DType::Bf16, &[buffer.rows(), 64], &rows)?;
+            let out = Tensor::alloc(stream.device(), DType::Bf16, &[MOST, 64])?;
+            let mut place = buffer.place(0)?;
+            let step = buffer.capture(&stream, |buffer, order| {
+                let ids = buffer.first_tokens(&topk_idx, &number, order)?;
+                let received =
+                    buffer.dispatch(&mut place, low_latency::DispatchRequest::new(&x, &ids), order)?;
+                let request = low_latency::CombineRequest::by_row(&rows);
+                buffer.combine_into(received, request, &out, order)?;
+                Ok(())
+            })?;
+            for tokens in NUMBERS {
+                number.write(&stream, &[tokens])?;
+                step.launch(&stream)?;
+                step.check(&stream)?;
+                let got: Vec<f32> =
+                    out.to_host::<half::bf16>(&stream)?.iter().map(|sum| sum.to_f32()).collect();
+                rank.equal(&format!("{tokens} tokens"), &got, &sums_of_ones(tokens, 64));
+            }
+            Ok(())
+        });
+    }
+}

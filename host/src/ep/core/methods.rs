@@ -6,7 +6,8 @@ macro_rules! buffer_methods {
     (
         $(#[$capture:meta])* capture,
         $(#[$status_ptr:meta])* status_ptr,
-        $(#[$missing_ptr:meta])* missing_ptr $(,)?
+        $(#[$missing_ptr:meta])* missing_ptr,
+        $(#[$first_tokens:meta])* first_tokens $(,)?
     ) => {
         /// Its number among the buffers that this process has made, by which errors name it.
         pub fn id(&self) -> u64 {
@@ -117,6 +118,30 @@ macro_rules! buffer_methods {
         /// [`Error::Timeout`] where that has not ended after twice the buffer's timeout.
         pub fn missing_tokens(&self) -> Result<Vec<u32>> {
             self.core.missing_tokens()
+        }
+
+        /// The ids of `topk_idx` `[max_tokens, num_topk]` for its first `num_tokens` tokens, and -1
+        /// behind them. `num_tokens` i32 `[1]` is on the device: a captured step serves batches of any
+        /// size. Tokens without an id go nowhere and get a sum of 0, so that a combine still writes
+        /// `max_tokens` rows. A number below 0 counts as 0, one above `max_tokens` as `max_tokens`.
+        ///
+        $(#[$first_tokens])*
+        ///
+        /// Local to this rank; a kernel of its own in front of the operation, which for the host and
+        /// its checks has `max_tokens` tokens. Does not wait for the host; can be captured. An
+        /// asynchronous call gives no event: the buffer's next operation follows it in any case.
+        ///
+        /// # Errors
+        /// [`Error::DType`](crate::Error::DType), [`Error::Shape`](crate::Error::Shape) and
+        /// [`Error::Argument`](crate::Error::Argument) where a tensor breaks a rule, and errors of the
+        /// driver.
+        pub fn first_tokens<T: crate::ExpertId>(
+            &mut self,
+            topk_idx: &crate::TypedTensor<'_, T>,
+            num_tokens: &crate::TypedTensor<'_, i32>,
+            order: StreamOrder<'_>,
+        ) -> Result<crate::TypedTensor<'static, T>> {
+            core::first_tokens(self, topk_idx, num_tokens, order)
         }
     };
 }

@@ -8,6 +8,7 @@ use super::place::Lease;
 use super::sequence::Sequence;
 use super::{Core, HasCore, StreamOrder};
 use crate::driver::{Graph, Outcome, Stream};
+use crate::ep::Tensor;
 use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 
@@ -72,8 +73,11 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         mut work: impl FnMut(&mut B, StreamOrder<'_>) -> Result<T>,
     ) -> Result<Step<T>> {
         let order = StreamOrder::on(stream);
-        drop(work(buffer, order)?);
+        buffer.core().recordings.is_rehearsal = true;
+        let rehearsed = work(buffer, order);
         let core = buffer.core();
+        core.recordings.is_rehearsal = false;
+        drop(rehearsed?);
         core.arena.wait_free(core.patience())?;
         core.recordings.step = Some(Captured::default());
         let mut output = None;
@@ -87,6 +91,14 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         let output = output.ok_or_else(|| Error::internal("capture", "nothing was recorded"))?;
         let (sequence, faults) = (core.enqueuer.sequence().clone(), core.faults.clone());
         Ok(Step { graph, output, captured, sequence, faults })
+    }
+
+    /// Notes that `of` fills a tensor of the caller's, which then owns `of`. Not before a recording:
+    /// memory that the tensor owns could not be taken again for it.
+    pub fn fills_tensor(&self, tensor: &Tensor<'_>, of: &Arc<impl Outcome + 'static>) {
+        if !self.recordings.is_rehearsal {
+            tensor.is_filled_by(of);
+        }
     }
 
     /// Notes a dispatch for the step that is being captured, if there is one, with its plan where
@@ -107,6 +119,8 @@ pub struct Recordings {
     step: Option<Captured>,
     /// Inputs and outputs of recordings made otherwise, whose end is unknown.
     kept: Vec<Owner>,
+    /// The run of a captured call that comes before its recording, which takes the same memory again.
+    is_rehearsal: bool,
 }
 
 impl Recordings {

@@ -27,9 +27,9 @@ use std::time::Duration;
 
 use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
-    LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed,
-    LowLatencyDispatch, LowLatencyGather, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
-    LowLatencyInternodeDispatch,
+    FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled,
+    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyGather, LowLatencyInternodeCombineBf16,
+    LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
 };
 use epoxide_gpu::layout::{
     Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
@@ -92,6 +92,7 @@ struct Kernels {
     /// Within a node, of rows in the pool.
     pooled_combine: Kernel,
     gather: Kernel,
+    first_tokens: Kernel,
 }
 
 impl Kernels {
@@ -106,10 +107,11 @@ impl Kernels {
             ]
         };
         let (summed, pooled) = (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO);
-        let infos = [dispatch, combine, quantised_combine, summed, pooled, LowLatencyGather::INFO];
+        let (gather, first) = (LowLatencyGather::INFO, FirstTokens::INFO);
+        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first];
         let module = Module::shipped(device, None, &infos.map(|info| info.name))?;
         let kernels = infos.map(|info| module.kernel(info.name, 0));
-        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather] = kernels;
+        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather, first] = kernels;
         Ok(Kernels {
             dispatch: dispatch?,
             combine: combine?,
@@ -117,6 +119,7 @@ impl Kernels {
             summed_combine: summed_combine?,
             pooled_combine: pooled_combine?,
             gather: gather?,
+            first_tokens: first?,
         })
     }
 }
@@ -197,6 +200,8 @@ impl Buffer {
         /// as well, from its dispatch on. Shares of experts on ranks that a regroup left out are
         /// not counted: they are those that are not among [`Buffer::members`].
         missing_ptr,
+        /// [`DispatchRequest::new`] takes the result.
+        first_tokens,
     }
 
     /// Experts of each rank.
@@ -287,6 +292,10 @@ impl HasCore for Buffer {
 
     fn core_ref(&self) -> &Core<Room> {
         &self.core
+    }
+
+    fn first_tokens(&self) -> &Kernel {
+        &self.kernels.first_tokens
     }
 }
 

@@ -205,7 +205,7 @@ impl Buffer {
         let outs = outs.map(|(_, out)| out);
         let event = self.launch_combine(&request, order, capturing, sums, at, owners(outs))?;
         for out in outs.into_iter().flatten() {
-            out.is_filled_by(&request.handle.0);
+            self.core.fills_tensor(out, &request.handle.0);
         }
         Ok(event)
     }

@@ -146,9 +146,9 @@ impl Buffer {
                 }
             }
         })?;
-        out.is_filled_by(&handle);
+        self.core.fills_tensor(out, &handle);
         if let Some(weights) = out_topk_weights {
-            weights.is_filled_by(&handle);
+            self.core.fills_tensor(weights, &handle);
         }
         Ok(event)
     }

@@ -43,7 +43,7 @@ use super::core::{
 };
 use super::tensor::Owner;
 use super::{DType, Tensor, Topology, TypedTensor};
-use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
+use crate::driver::{Device, Event, Kernel, MappedMemory, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
 use crate::virtual_time::spawn;
@@ -252,6 +252,8 @@ impl Buffer {
         /// A dispatch with [`Counts::OnDevice`] whose plan fails leaves the bytes as they are: no
         /// sum of it is made.
         missing_ptr,
+        /// [`Buffer::get_dispatch_layout`] takes the result.
+        first_tokens,
     }
 
     /// The configuration it was made with.
@@ -375,6 +377,10 @@ impl HasCore for Buffer {
 
     fn core_ref(&self) -> &Core<Room> {
         &self.core
+    }
+
+    fn first_tokens(&self) -> &Kernel {
+        &self.kernels.first_tokens
     }
 }
 
