@@ -85,6 +85,20 @@ macro_rules! buffer_methods {
             Core::capture(self, stream, work)
         }
 
+        /// Begins the run of calls that another library records next, such as a framework that
+        /// captures a whole step. Until [`Buffer::end_rehearsal`] operations keep their memory, as
+        /// recorded ones do; the recording finds it then, since nothing can be allocated within one.
+        /// [`Buffer::capture`] does without.
+        pub fn begin_rehearsal(&mut self) {
+            self.core.begin_rehearsal();
+        }
+
+        /// Ends the run, and frees the memory of its operations for the recording. Synchronise the
+        /// stream before the recording begins, which waits for nothing outside of it.
+        pub fn end_rehearsal(&mut self) {
+            self.core.end_rehearsal();
+        }
+
         /// Device address of the buffer's status, 8 bytes in mapped host memory. It is 0 until an
         /// operation fails so that the buffer cannot be used any more, then another number. A
         /// kernel of the caller's own that runs behind an operation reads whether that operation

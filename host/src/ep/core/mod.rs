@@ -298,6 +298,7 @@ impl<R> Core<R> {
                 core.recordings.keep(uses);
                 core.arena.forget_fences();
             } else {
+                core.recordings.rehearse(uses);
                 core.arena.order_before(stream)?;
             }
             work(buffer, stream)

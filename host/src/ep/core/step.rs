@@ -73,10 +73,10 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         mut work: impl FnMut(&mut B, StreamOrder<'_>) -> Result<T>,
     ) -> Result<Step<T>> {
         let order = StreamOrder::on(stream);
-        buffer.core().recordings.is_rehearsal = true;
+        buffer.core().begin_rehearsal();
         let rehearsed = work(buffer, order);
         let core = buffer.core();
-        core.recordings.is_rehearsal = false;
+        core.end_rehearsal();
         drop(rehearsed?);
         core.arena.wait_free(core.patience())?;
         core.recordings.step = Some(Captured::default());
@@ -93,10 +93,20 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         Ok(Step { graph, output, captured, sequence, faults })
     }
 
+    /// Operations from here on keep their memory, as recorded ones do.
+    pub fn begin_rehearsal(&mut self) {
+        self.recordings.rehearsed.get_or_insert_default();
+    }
+
+    /// Frees the memory that operations have kept.
+    pub fn end_rehearsal(&mut self) {
+        self.recordings.rehearsed = None;
+    }
+
     /// Notes that `of` fills a tensor of the caller's, which then owns `of`. Not before a recording:
     /// memory that the tensor owns could not be taken again for it.
-    pub fn fills_tensor(&self, tensor: &Tensor<'_>, of: &Arc<impl Outcome + 'static>) {
-        if !self.recordings.is_rehearsal {
+    pub(crate) fn fills_tensor(&self, tensor: &Tensor<'_>, of: &Arc<impl Outcome + 'static>) {
+        if self.recordings.rehearsed.is_none() {
             tensor.is_filled_by(of);
         }
     }
@@ -119,11 +129,19 @@ pub struct Recordings {
     step: Option<Captured>,
     /// Inputs and outputs of recordings made otherwise, whose end is unknown.
     kept: Vec<Owner>,
-    /// The run of a captured call that comes before its recording, which takes the same memory again.
-    is_rehearsal: bool,
+    /// Of the run before a recording, its inputs and outputs: the recording keeps as many, which so
+    /// are there.
+    rehearsed: Option<Vec<Owner>>,
 }
 
 impl Recordings {
+    /// Keeps inputs and outputs of a call that runs before it is recorded.
+    pub fn rehearse(&mut self, uses: impl IntoIterator<Item = Owner>) {
+        if let Some(rehearsed) = &mut self.rehearsed {
+            rehearsed.extend(uses);
+        }
+    }
+
     /// Keeps inputs and outputs of a call that is recorded, for as long as the recording may run.
     pub fn keep(&mut self, uses: impl IntoIterator<Item = Owner>) {
         match &mut self.step {
