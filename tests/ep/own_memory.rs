@@ -422,3 +422,32 @@ fn the_device_knows_how_many_tokens_there_are_in_low_latency() {
         });
     }
 }
+
+/// A recording keeps the tables of each layer, and so does the run in front of it: nothing is
+/// allocated while it records.
+#[test]
+fn a_step_of_several_layers_finds_its_memory() {
+    Setup::new(RANKS, 1, MOST as u32, 128).run(|rank| {
+        let stream = rank.stream.clone();
+        let ids = TypedTensor::from_host(&stream, &[MOST, 2], &ids_of_batch())?;
+        let x = Tensor::from_host(&stream, DType::F32, &[MOST, 32], &[1.0f32; 32 * MOST as usize])?;
+        let outs = [0; 3].map(|_| tensor(rank, DType::F32, &[MOST, 32]));
+        let (mut place, counts) = (rank.place()?, rank.on_device());
+        let step = rank.buffer.capture(&stream, |buffer, order| {
+            let inputs = [&x, &outs[0], &outs[1]];
+            for (x, out) in inputs.into_iter().zip(&outs) {
+                let layout = buffer.get_dispatch_layout(&ids, 4, order)?;
+                let request = DispatchRequest::new(x, &layout).counts(counts);
+                let received = buffer.dispatch(&mut place, request, order)?;
+                let request = CombineRequest::new(&received.recv_x, &received.handle);
+                buffer.combine_into(request, out, None, order)?;
+            }
+            Ok(())
+        })?;
+        step.launch(&stream)?;
+        step.check(&stream)?;
+        let want: Vec<f32> = sums_of_ones(i32::MAX, 32).into_iter().map(|sum| sum * sum * sum).collect();
+        rank.equal("sums of three layers", &outs[2].to_host::<f32>(&stream)?, &want);
+        Ok(())
+    });
+}

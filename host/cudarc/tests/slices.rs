@@ -46,12 +46,8 @@ impl Rank {
         let context = CudaContext::new(rank as usize).expect("a GPU");
         let stream = context.new_stream().expect("a stream");
         let lent = LentStream::new(&stream)?;
-        let shape = Shape {
-            max_tokens: TOKENS as u32,
-            hidden: HIDDEN as u64,
-            num_topk: ranks,
-            num_experts: ranks,
-        };
+        let shape =
+            Shape { max_tokens: TOKENS as u32, hidden: HIDDEN as u64, num_topk: ranks, num_experts: ranks };
         let options = Options::new(shape).timeout(Duration::from_secs(20));
         let buffer = Buffer::new(lent.device().clone(), &*group, options)?;
         let place = buffer.place(0)?;
@@ -66,9 +62,8 @@ impl Rank {
         let order = StreamOrder::on(&self.lent);
         let topk = u64::from(self.group.size());
         // SAFETY: all calls run on the stream; slices of a recording outlive it in these tests.
-        let (x, ids) = unsafe {
-            (self.lent.input(x, &ROWS)?, self.lent.input(&self.topk_idx, &[TOKENS as u64, topk])?)
-        };
+        let (x, ids) =
+            unsafe { (self.lent.input(x, &ROWS)?, self.lent.input(&self.topk_idx, &[TOKENS as u64, topk])?) };
         let received = self.buffer.dispatch(&mut self.place, DispatchRequest::new(&x, &ids), order)?;
         let rows = received.x.clone();
         // SAFETY: as above.
