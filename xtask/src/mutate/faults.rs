@@ -8,8 +8,7 @@ use super::text::{Body, Line, Place};
 
 /// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are
 /// for benchmarks and examples.
-pub const KERNELS: [&str; 20] = [
-    "first_tokens",
+pub const KERNELS: [&str; 19] = [
     "dispatch_layout",
     "notify",
     "dispatch",
