@@ -191,7 +191,7 @@ fn arguments_are_checked() {
         let error = unsafe { rank.lent.input(&few, &[u64::MAX, 2]) }.unwrap_err();
         assert!(matches!(error, Error::Shape { .. }), "{error}");
         // SAFETY: as above.
-        unsafe { rank.lent.input(&few, &[2, 8])? };
+        drop(unsafe { rank.lent.input(&few, &[2, 8])? });
         Ok(())
     });
 }
