@@ -105,6 +105,8 @@
 //! | to know which experts a received row is for | [`Received`](throughput::Received): `recv_topk_idx` has the ids of this rank's experts, -1 for others. A token comes once, however many of them it has: add what they make of it, weighted, before combine, which sums the ranks' rows and weighs nothing |
 //! | to work on the received rows with kernels of your own or of a framework | [`Tensor::ptr`](Tensor::ptr), [`Stream::adopt`](driver::Stream::adopt), [`gpu`] |
 //! | a tensor in memory of another owner | [`Tensor::from_raw`](Tensor::from_raw) |
+//! | outputs in memory of your own, its size before there is a buffer | [`throughput`](throughput#whose-memory), [`low_latency`](low_latency#whose-memory) |
+//! | a group by the 128 bytes of a unique id, as with NCCL | [`group::UniqueId`] |
 //! | the host never to wait, and CUDA graphs | [`Counts::OnDevice`](throughput::Counts), [`Buffer::capture`](throughput::Buffer::capture) |
 //! | experts that write where combine reads | [`Received::combine_rows`](throughput::Received::combine_rows) |
 //! | communication beside computation | [`StreamOrder::comm`](StreamOrder::comm) |
@@ -165,7 +167,7 @@ pub mod transport;
 
 use epoxide_base::{error, foreign, lock, virtual_time};
 
-pub use ep::{DType, Element, ExpertId, ExpertMap, Placement, StreamOrder, Tensor, TypedTensor};
+pub use ep::{DType, Element, ExpertId, ExpertMap, Placement, Sizes, StreamOrder, Tensor, TypedTensor};
 #[doc(inline)]
 pub use epoxide_base::{Error, Result, Scope};
 

@@ -25,10 +25,25 @@
 //! | [`Buffer::dispatch_send`], [`Pending::receive`] | the same in two halves, between which it holds no multiprocessor; [`Buffer::combine_send`] too |
 //! | [`Buffer::gather_by_expert`] | copies received rows together by expert |
 //! | [`Buffer::combine`] | sums and returns the experts' rows: [`CombineRequest::by_expert`] weighs them, [`CombineRequest::by_row`] does not, and [`CombineRequest::in_pool`] reads them where experts left them ([`Received::combine_rows`]) |
+//! | [`Buffer::combine_into`], [`Buffer::combine_send_into`] | the same with the sums in a tensor of the caller's |
+//! | [`Buffer::first_tokens`] | ids of a batch whose size only the device knows |
 //! | [`Buffer::capture`] | records calls as a [`Step`], which is launched any number of times |
 //! | [`Buffer::regroup`] | goes on without ranks that are gone |
 //!
 //! Every rank makes the same calls in the same order.
+//!
+//! # Whose memory
+//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] give the sizes of all of it before there is
+//! a buffer.
+//!
+//! | | in memory of the buffer | in memory of the caller |
+//! |---|---|---|
+//! | received rows | the [`Place`]: peers write there, mapped once when the buffer was made; [`Place::recv_x_ptr`] never changes | [`Buffer::gather_by_expert`], a copy by this rank's kernel |
+//! | rows for a combine | [`Received::combine_rows`]: peers read there, within a node | any tensor; this rank's kernel sends them |
+//! | sums | the place ([`Combined`]) | [`Buffer::combine_into`]: this rank's kernel writes there, nothing is copied |
+//!
+//! A dispatch and its combine can be two calls of the caller's: [`Received::detach`] gives up the
+//! lifetime, [`Detached::attach`] takes it again for the combine.
 //!
 //! # Errors
 //! If a rank has died, operations end at their deadlines, and a host read of their results returns

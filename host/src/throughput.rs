@@ -23,6 +23,9 @@
 //! | [`Buffer::dispatch_cached`] | the same along the routing of an earlier dispatch, without counts | no |
 //! | [`Received::combine_rows`] | gives rows in the pool, so that experts write where combine reads | no |
 //! | [`Buffer::combine`] | sums a token's rows from all ranks in FP32 and rank order; it weighs nothing | no |
+//! | [`Buffer::combine_into`] | the same with the sums in tensors of the caller's | no |
+//! | [`Buffer::copy_received`] | copies received rows into a tensor of the caller's; local | no |
+//! | [`Buffer::first_tokens`] | ids of a batch whose size only the device knows; local | no |
 //! | [`Buffer::capture`] | records calls as a [`Step`], for CUDA graphs | no |
 //! | [`Buffer::check`] | returns the error of an operation that has failed by now | no |
 //!
@@ -30,6 +33,20 @@
 //! Received rows are grouped by source rank and sorted by token ([`Received`]).
 //! `recv_topk_idx` has the local ids of this rank's experts, -1 for others. A token comes once,
 //! however many of this rank's experts it has: add their results, weighted, before the combine.
+//!
+//! # Whose memory
+//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] give the sizes of all of it before there is
+//! a buffer.
+//!
+//! | | in memory of the buffer | in memory of the caller |
+//! |---|---|---|
+//! | received rows | the [`Place`]: peers write there, mapped once when the buffer was made; [`Place::recv_x_ptr`] never changes | [`Buffer::copy_received`], a copy by this rank's kernel |
+//! | rows for a combine | [`Place::combine_rows`]: peers read there, nothing is copied | any tensor, copied into the pool while peers gather |
+//! | sums | [`Buffer::combine`] allocates them | [`Buffer::combine_into`]: this rank's kernel writes there, nothing is copied |
+//! | inputs | | any tensor; a [`DispatchLayout`] and a [`DispatchHandle`] own their tables |
+//!
+//! A dispatch and its combine can be two calls of the caller's: [`Received::detach`] gives up the
+//! lifetime, and the handle owns all that the combine needs.
 //!
 //! # Errors
 //! Calls only enqueue work. A host read of a result ([`Tensor::to_host`](crate::Tensor::to_host))

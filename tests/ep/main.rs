@@ -10,6 +10,7 @@ mod experts;
 mod expiry;
 mod failing;
 mod gate;
+mod own_memory;
 mod promises;
 mod spread;
 mod survivors;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-use epoxide::driver::{Device, DevicePtr, Stream};
+use epoxide::driver::{Device, DevicePtr, Event, Stream};
 use epoxide::group::ProcessGroup;
 use epoxide::group::{RankFailure, run_threads};
 use epoxide::internal::driver::driver;
@@ -548,6 +548,17 @@ impl Rank {
     /// [`Buffer::combine`].
     pub fn combine(&mut self, request: CombineRequest<'_>) -> Result<Combined> {
         self.buffer.combine(request, order(&self.stream, self.on_comm_stream))
+    }
+
+    /// [`Buffer::combine_into`].
+    pub fn combine_into(
+        &mut self,
+        request: CombineRequest<'_>,
+        out: &Tensor<'_>,
+        out_topk_weights: Option<&TypedTensor<'_, f32>>,
+    ) -> Result<Option<Event>> {
+        let order = order(&self.stream, self.on_comm_stream);
+        self.buffer.combine_into(request, out, out_topk_weights, order)
     }
 
     /// Counts that the host does not wait for, with room for all that the pool can hold.

@@ -14,6 +14,7 @@ mod combine;
 mod dispatch;
 mod epoch;
 mod example;
+mod first_tokens;
 mod ids;
 mod internode_combine;
 mod internode_count;
@@ -59,6 +60,7 @@ mod own {
             StageByExpert, StageCombine,
         },
         dispatch::{Dispatch, DispatchByExpert, DispatchMany},
+        first_tokens::FirstTokens,
         internode_combine::InternodeCombine,
         internode_count::InternodeCount,
         internode_dispatch::InternodeDispatch,

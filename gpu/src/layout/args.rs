@@ -122,6 +122,27 @@ pub struct NotifyArgs {
 
 layout_assert!(NotifyArgs, size = 336, columns at 332);
 
+/// Arguments of `first_tokens`.
+#[kernel_args(requires(self.num_topk >= 1, self.num_topk <= MAX_TOPK))]
+pub struct FirstTokensArgs {
+    /// In: ids, i64 or i32 `[max_tokens, num_topk]`.
+    pub topk_idx: DevicePtr,
+    /// In: i32 `[1]`, how many of the tokens are there.
+    pub num_tokens: DevicePtr,
+    /// Out: ids of the same type and shape, -1 for tokens that are not there.
+    pub out: DevicePtr,
+    /// Tokens of both tensors.
+    pub max_tokens: u32,
+    /// Entries per token.
+    pub num_topk: u32,
+    /// 1 where ids are i32.
+    pub narrow_ids: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+layout_assert!(FirstTokensArgs, size = 40, reserved at 36);
+
 /// Arguments of `number_selections`.
 #[kernel_args(requires(self.num_topk >= 1, self.num_topk <= MAX_TOPK, self.num_experts >= 1))]
 pub struct NumberArgs {

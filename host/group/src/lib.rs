@@ -8,7 +8,8 @@
 //!
 //! Where the job has a [`JobSecret`], stores and groups let in only processes that know it.
 //!
-//! [`rendezvous`] joins the group that the environment names. [`run_threads`] starts ranks as threads
+//! [`rendezvous`] joins the group that the environment names, a [`UniqueId`] one that a rank has made,
+//! as with NCCL. [`run_threads`] starts ranks as threads
 //! of this process, the crate `epoxide-launch` as processes.
 
 mod board;
@@ -53,7 +54,7 @@ pub use mesh_group::{Connect, MeshGroup, MeshOptions};
 pub use prefix_store::PrefixStore;
 pub use process_group::ProcessGroup;
 pub use recorder::{FLIGHT_RECORDER, Writer};
-pub use rendezvous::{Member, Rendezvous, rendezvous};
+pub use rendezvous::{Member, Rendezvous, UniqueId, rendezvous};
 pub use secret::{JOB_SECRET, JOB_SECRET_FILE, JobSecret};
 pub use store::Store;
 pub use strangers::ConnectionLimits;

@@ -16,7 +16,7 @@ mod tensor;
 pub mod throughput;
 pub mod topology;
 
-pub use core::StreamOrder;
+pub use core::{Sizes, StreamOrder};
 pub use experts::{ExpertId, ExpertMap, Placement};
 pub use tensor::{DType, Element, Tensor, TypedTensor};
 use topology::Topology;

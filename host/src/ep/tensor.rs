@@ -464,6 +464,25 @@ impl<'a> Tensor<'a> {
         Ok(())
     }
 
+    /// Checks that it shares no byte with `other`, which an operation reads while it writes this one.
+    pub(crate) fn expect_apart(&self, name: &'static str, other: &Tensor<'_>, others: &str) -> Result<()> {
+        let bytes = |tensor: &Tensor<'_>| match tensor.rows() {
+            0 => tensor.ptr.0..tensor.ptr.0,
+            rows => tensor.ptr.0..tensor.ptr.0 + (rows - 1) * tensor.row_stride + tensor.row_bytes(),
+        };
+        let (own, read) = (bytes(self), bytes(other));
+        if own.start.max(read.start) >= own.end.min(read.end) {
+            return Ok(());
+        }
+        let rule = format!(
+            "it shares memory with {}, {:#x} to {:#x}, which is read meanwhile: give memory of its own",
+            other.called_as(others),
+            read.start,
+            read.end
+        );
+        Err(Error::argument(name, format!("{:#x} to {:#x}", own.start, own.end), rule))
+    }
+
     /// Checks that rows can be moved in units of 16 bytes.
     pub(crate) fn expect_rows_of_16(&self, name: &'static str) -> Result<()> {
         let bytes = self.row_bytes();

@@ -76,6 +76,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
                 gathers: gathers && by_expert && quantise == Quantise::Not,
                 weighted: weighted && by_expert,
                 halves,
+                own_memory: seed % 2 == 1,
                 chunk_tokens,
                 packet_tokens,
                 sm_count,

@@ -3,7 +3,7 @@
 
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::NodeLinks;
-use epoxide_testing::low_latency::LowLatencyCase;
+use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
 
@@ -37,6 +37,22 @@ fn calls_in_halves() {
         let rounds = tier::pick(5, 7);
         LowLatencyCase { rounds, halves: true, places: 2, unanswered: 3, ..case }
             .check_replayed(tier::pick(2, 5));
+    }
+}
+
+#[test]
+fn sums_in_memory_of_the_caller() {
+    for (number, case) in cases(tier::pick(4, 100)).into_iter().enumerate() {
+        for combine_rows in [ReturnPath::ByExpert, ReturnPath::ByRow, ReturnPath::InPool] {
+            if combine_rows == ReturnPath::InPool && case.nodes.is_some() {
+                continue;
+            }
+            let halves = (combine_rows == ReturnPath::ByRow) == (number == 0);
+            let own = LowLatencyCase { own_memory: true, combine_rows, halves, ..case.clone() };
+            own.check_chained();
+            LowLatencyCase { rounds: 3, places: 2, ..own.clone() }.check();
+            LowLatencyCase { rounds: 3, unanswered: 3, places: 2, ..own }.check_replayed(tier::pick(2, 5));
+        }
     }
 }
 

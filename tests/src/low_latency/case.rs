@@ -62,6 +62,8 @@ pub struct LowLatencyCase {
     pub weighted: bool,
     /// Whether each call is made in two halves.
     pub halves: bool,
+    /// Whether sums go to a tensor of the caller's, and dispatches are detached until their combine.
+    pub own_memory: bool,
     /// Tokens of a chunk.
     pub chunk_tokens: u32,
     /// Most tokens of a rank whose rows return as packets.
@@ -98,6 +100,7 @@ impl LowLatencyCase {
             gathers: false,
             weighted: true,
             halves: false,
+            own_memory: false,
             chunk_tokens: 4,
             packet_tokens: 4,
             sm_count: 3,

@@ -8,7 +8,7 @@ use rand::Rng;
 
 use epoxide::driver::{Device, Stream};
 use epoxide::group::ProcessGroup;
-use epoxide::low_latency::{Buffer, Combined, Options, Place, Received};
+use epoxide::low_latency::{Buffer, CombineRequest, Combined, Options, Place, Received};
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
 
@@ -62,7 +62,15 @@ impl RoundTrip for Buffer {
             let received = case.dispatch(&mut rank.buffer, place, inputs, StreamOrder::on(&stream))?;
             case.check_received(rank, &received, data)?;
             case.check_gathered(rank, &received, data)?;
-            if case.is_answered(index) {
+            if case.is_answered(index) && case.own_memory {
+                let rows = case.routing.num_tokens(rank.rank).into();
+                let out = Tensor::alloc(stream.device(), DType::Bf16, &[rows, case.hidden.into()])?;
+                let received = received.detach();
+                received.at(place)?;
+                let received = received.attach(place)?;
+                case.combine_into(&mut rank.buffer, received, inputs, &out, &stream)?;
+                rank.note(case.compare_sums(&out.to_host(&stream)?, data, rank.rank));
+            } else if case.is_answered(index) {
                 let combined = case.combine(&mut rank.buffer, received, inputs, &stream)?;
                 let got: Vec<bf16> = combined.x.to_host(&stream)?;
                 rank.note(case.compare_sums(&got, data, rank.rank));
@@ -195,8 +203,17 @@ impl LowLatencyCase {
         if !self.is_answered(index) {
             return Ok(());
         }
+        let (tokens, hidden) = (self.routing.num_tokens(buffer.rank()).into(), u64::from(self.hidden));
+        let bytes = tokens * hidden * 2;
+        if self.own_memory {
+            let received = received.detach().attach(place)?;
+            // SAFETY: it is a part of the sums, which outlive the stream's work.
+            let out = unsafe {
+                Tensor::from_raw(sums.ptr().add(index as u64 * bytes), DType::Bf16, &[tokens, hidden])
+            };
+            return self.combine_into(buffer, received, inputs, &out, stream);
+        }
         let combined = self.combine(buffer, received, inputs, stream)?;
-        let bytes = combined.x.rows() * combined.x.row_bytes();
         // SAFETY: both tensors have so many bytes, and outlive the stream's work: memory goes back
         // behind it.
         unsafe { stream.copy(sums.ptr().add(index as u64 * bytes), combined.x.ptr(), bytes) }
@@ -217,6 +234,40 @@ impl LowLatencyCase {
         }
     }
 
+    /// Does the experts' work on received rows; gives the request of their combine.
+    fn work<'a>(
+        &self,
+        buffer: &mut Buffer,
+        received: &Received<'_>,
+        inputs: &'a LowLatencyInputs,
+        stream: &Stream,
+    ) -> Result<CombineRequest<'a>> {
+        if self.gathers {
+            buffer.gather_by_expert(received, &inputs.by_expert, None, StreamOrder::on(stream))?;
+        }
+        if self.combine_rows == ReturnPath::InPool {
+            inputs.leave_rows(received, stream)?;
+        }
+        Ok(inputs.experts(self))
+    }
+
+    fn combine_into(
+        &self,
+        buffer: &mut Buffer,
+        received: Received<'_>,
+        inputs: &LowLatencyInputs,
+        out: &Tensor<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let (rows, order) = (self.work(buffer, &received, inputs, stream)?, StreamOrder::on(stream));
+        if self.halves {
+            buffer.combine_send_into(received, rows, out, order)?.receive(order)?;
+        } else {
+            buffer.combine_into(received, rows, out, order)?;
+        }
+        Ok(())
+    }
+
     fn combine<'p>(
         &self,
         buffer: &mut Buffer,
@@ -224,13 +275,7 @@ impl LowLatencyCase {
         inputs: &LowLatencyInputs,
         stream: &Stream,
     ) -> Result<Combined<'p>> {
-        let (rows, order) = (inputs.experts(self), StreamOrder::on(stream));
-        if self.gathers {
-            buffer.gather_by_expert(&received, &inputs.by_expert, None, order)?;
-        }
-        if self.combine_rows == ReturnPath::InPool {
-            inputs.leave_rows(&received, stream)?;
-        }
+        let (rows, order) = (self.work(buffer, &received, inputs, stream)?, StreamOrder::on(stream));
         if self.halves {
             buffer.combine_send(received, rows, order)?.receive(order)
         } else {

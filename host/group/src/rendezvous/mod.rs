@@ -6,6 +6,7 @@
 mod member;
 mod site;
 mod slurm;
+mod unique_id;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,6 +14,7 @@ use std::time::Duration;
 pub use member::Member;
 use site::Site;
 pub use site::{fuzz_addresses, sample_addresses};
+pub use unique_id::UniqueId;
 
 use super::env::{Lookup, environment};
 use super::mesh_group::Connect;

@@ -172,6 +172,39 @@ pub(super) fn retain_primary(device: CustDevice) -> Result<Context> {
     context
 }
 
+/// The ordinal of the device whose primary context is current on this thread.
+///
+/// # Errors
+/// [`Error::Unavailable`] where no context is current, or another one than the primary.
+pub(super) fn current_ordinal() -> Result<u32> {
+    initialise()?;
+    let what = "this thread's current CUDA device";
+    let mut current: CuContext = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid.
+    unsafe { ffi::cuCtxGetCurrent(&mut current) }.check("cuCtxGetCurrent")?;
+    if current.is_null() {
+        let rule = "no context is current: call cudaSetDevice or cuCtxSetCurrent on this thread first, or \
+                    name the device with CudaDevice::open";
+        return Err(unavailable(what, rule));
+    }
+    let mut device = 0;
+    // SAFETY: the out pointer is valid and a context is current.
+    unsafe { ffi::cuCtxGetDevice(&mut device) }.check("cuCtxGetDevice")?;
+    let mut primary: CuContext = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid and the device exists, since it has a context.
+    unsafe { ffi::cuDevicePrimaryCtxRetain(&mut primary, device) }.check("cuDevicePrimaryCtxRetain")?;
+    // SAFETY: gives back the retain above, once.
+    unsafe { ffi::cuDevicePrimaryCtxRelease_v2(device) }.log("cuDevicePrimaryCtxRelease");
+    if primary != current {
+        let rule = format!(
+            "a context of device {device} is current that is not its primary one, which epoxide uses: \
+             make the primary context current, as the CUDA runtime and cudarc do"
+        );
+        return Err(unavailable(what, rule));
+    }
+    Ok(device as u32)
+}
+
 /// A context that is current on this thread.
 ///
 /// On drop, the thread's previous context becomes current again, if there was another one. So a

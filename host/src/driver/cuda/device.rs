@@ -93,6 +93,16 @@ impl CudaDevice {
         Ok(Device { driver })
     }
 
+    /// Opens the device that is current on the calling thread, as `cudaSetDevice`, cudarc's
+    /// `bind_to_thread` and PyTorch's `torch.cuda.set_device` set it.
+    ///
+    /// # Errors
+    /// As [`CudaDevice::open`]. [`Error::Unavailable`](crate::Error::Unavailable) where no context is
+    /// current, or another one than the device's primary context.
+    pub fn current() -> Result<Device> {
+        CudaDevice::open(context::current_ordinal()?)
+    }
+
     /// Binds the primary context to the calling thread.
     pub(super) fn bind(&self) -> Result<Bound<'_>> {
         NoDriverCalls::check().inspect_err(|error| tracing::error!("{error}"))?;

@@ -201,6 +201,7 @@ unsafe extern "C" {
     pub fn cuDevicePrimaryCtxRelease_v2(device: CuDevice) -> CuResult;
     pub fn cuCtxGetCurrent(context: *mut CuContext) -> CuResult;
     pub fn cuCtxSetCurrent(context: CuContext) -> CuResult;
+    pub fn cuCtxGetDevice(device: *mut CuDevice) -> CuResult;
     pub fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> CuResult;
 
     pub fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CuResult;

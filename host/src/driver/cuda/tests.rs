@@ -40,6 +40,20 @@ fn opening_a_device_that_is_not_there_is_unavailable() {
 }
 
 #[test]
+fn a_thread_without_a_context_has_no_current_device() {
+    match CudaDevice::current() {
+        Err(Error::Unavailable { what, reason }) => {
+            assert!(
+                ["the CUDA driver", "this thread's current CUDA device"].contains(&what.as_str()),
+                "{what}"
+            );
+            assert!(reason.contains(';') || reason.contains("CudaDevice::open"), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
 fn the_doctor_answers_without_a_gpu() {
     let report = doctor();
     assert_eq!(report[0].0, "CUDA driver");

@@ -6,7 +6,8 @@ macro_rules! buffer_methods {
     (
         $(#[$capture:meta])* capture,
         $(#[$status_ptr:meta])* status_ptr,
-        $(#[$missing_ptr:meta])* missing_ptr $(,)?
+        $(#[$missing_ptr:meta])* missing_ptr,
+        $(#[$first_tokens:meta])* first_tokens $(,)?
     ) => {
         /// Its number among the buffers that this process has made, by which errors name it.
         pub fn id(&self) -> u64 {
@@ -84,6 +85,20 @@ macro_rules! buffer_methods {
             Core::capture(self, stream, work)
         }
 
+        /// Begins the run of calls that another library records next, such as a framework that
+        /// captures a whole step. Until [`Buffer::end_rehearsal`] operations keep their memory, as
+        /// recorded ones do; the recording finds it then, since nothing can be allocated within one.
+        /// [`Buffer::capture`] does without.
+        pub fn begin_rehearsal(&mut self) {
+            self.core.begin_rehearsal();
+        }
+
+        /// Ends the run, and frees the memory of its operations for the recording. Synchronise the
+        /// stream before the recording begins, which waits for nothing outside of it.
+        pub fn end_rehearsal(&mut self) {
+            self.core.end_rehearsal();
+        }
+
         /// Device address of the buffer's status, 8 bytes in mapped host memory. It is 0 until an
         /// operation fails so that the buffer cannot be used any more, then another number. A
         /// kernel of the caller's own that runs behind an operation reads whether that operation
@@ -117,6 +132,30 @@ macro_rules! buffer_methods {
         /// [`Error::Timeout`] where that has not ended after twice the buffer's timeout.
         pub fn missing_tokens(&self) -> Result<Vec<u32>> {
             self.core.missing_tokens()
+        }
+
+        /// The ids of `topk_idx` `[max_tokens, num_topk]` for its first `num_tokens` tokens, and -1
+        /// behind them. `num_tokens` i32 `[1]` is on the device: a captured step serves batches of any
+        /// size. Tokens without an id go nowhere and get a sum of 0, so that a combine still writes
+        /// `max_tokens` rows. A number below 0 counts as 0, one above `max_tokens` as `max_tokens`.
+        ///
+        $(#[$first_tokens])*
+        ///
+        /// Local to this rank; a kernel of its own in front of the operation, which for the host and
+        /// its checks has `max_tokens` tokens. Does not wait for the host; can be captured. An
+        /// asynchronous call gives no event: the buffer's next operation follows it in any case.
+        ///
+        /// # Errors
+        /// [`Error::DType`](crate::Error::DType), [`Error::Shape`](crate::Error::Shape) and
+        /// [`Error::Argument`](crate::Error::Argument) where a tensor breaks a rule, and errors of the
+        /// driver.
+        pub fn first_tokens<T: crate::ExpertId>(
+            &mut self,
+            topk_idx: &crate::TypedTensor<'_, T>,
+            num_tokens: &crate::TypedTensor<'_, i32>,
+            order: StreamOrder<'_>,
+        ) -> Result<crate::TypedTensor<'static, T>> {
+            core::first_tokens(self, topk_idx, num_tokens, order)
         }
     };
 }

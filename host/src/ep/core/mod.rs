@@ -10,6 +10,8 @@
 //! | `network.rs` | the way to other nodes |
 //! | `fault.rs` | what kernels record, and the errors made of it |
 //! | `step.rs` | recordings, and what they keep |
+//! | `first_tokens.rs` | batches whose size only the device knows |
+//! | `sizes.rs` | the sizes of a buffer that does not exist yet |
 //! | `instruments.rs` | when blocks reached their phases; what benchmarks and tests read |
 //! | `methods.rs` | the public methods that buffers and options of both modes have |
 //!
@@ -18,12 +20,14 @@
 mod arena;
 mod enqueue;
 mod fault;
+mod first_tokens;
 mod instruments;
 mod methods;
 mod network;
 mod peers;
 mod place;
 mod sequence;
+mod sizes;
 mod step;
 
 use std::sync::Arc;
@@ -35,11 +39,13 @@ use epoxide_gpu::layout::{Comm, DevicePtr};
 pub use arena::{Arena, Block, Offsets, Pieces, laid_out};
 pub use enqueue::StreamOrder;
 pub use fault::{Calls, Faults};
+pub use first_tokens::first_tokens;
 pub use instruments::{Instruments, TracedLaunch};
 pub(crate) use methods::{buffer_methods, option_methods, setters};
 pub use network::Network;
 pub use peers::Pools;
 pub use place::{Held, Lease, PlaceState, check_count};
+pub use sizes::Sizes;
 pub use step::Step;
 
 use enqueue::Enqueuer;
@@ -49,7 +55,7 @@ use step::Recordings;
 
 use super::Topology;
 use super::tensor::Owner;
-use crate::driver::{Device, Event, Memory, Stream};
+use crate::driver::{Device, Event, Kernel, Memory, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::transport::TransportOptions;
@@ -79,6 +85,9 @@ pub trait HasCore {
     fn core(&mut self) -> &mut Core<Self::Room>;
 
     fn core_ref(&self) -> &Core<Self::Room>;
+
+    /// The kernel of [`first_tokens`].
+    fn first_tokens(&self) -> &Kernel;
 }
 
 impl<R> Core<R> {
@@ -289,6 +298,7 @@ impl<R> Core<R> {
                 core.recordings.keep(uses);
                 core.arena.forget_fences();
             } else {
+                core.recordings.rehearse(uses);
                 core.arena.order_before(stream)?;
             }
             work(buffer, stream)

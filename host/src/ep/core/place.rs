@@ -90,6 +90,8 @@ pub struct Lease<R> {
     dispatch: u64,
     /// Nothing is borrowed any more: each use checks whether the rows are still there.
     detached: AtomicBool,
+    /// Its dispatch is part of a step, which brings new rows when it runs: it stays detached.
+    recorded: AtomicBool,
 }
 
 /// A place that is handed out. Others can have it once this is dropped.
@@ -185,7 +187,8 @@ impl<R> PlaceState<R> {
 
     /// The only right to the rows of the dispatch `dispatch`.
     pub fn lease(self: &Arc<Self>, dispatch: u64) -> Arc<Lease<R>> {
-        let lease = Arc::new(Lease { place: self.clone(), dispatch, detached: AtomicBool::new(false) });
+        let (detached, recorded) = (AtomicBool::new(false), AtomicBool::new(false));
+        let lease = Arc::new(Lease { place: self.clone(), dispatch, detached, recorded });
         lock(&self.lease).last = Arc::downgrade(&lease);
         lease
     }
@@ -258,6 +261,17 @@ impl<R> Lease<R> {
     /// Ends the borrow of the place: later uses check whether the rows are still there.
     pub fn detach(&self) {
         self.detached.store(true, Ordering::Release);
+    }
+
+    /// Ends the borrow for good: its dispatch is part of a step.
+    pub fn record(&self) {
+        self.recorded.store(true, Ordering::Release);
+        self.detach();
+    }
+
+    /// The place is borrowed again, unless the dispatch is part of a step.
+    pub fn attach(&self) {
+        self.detached.store(self.recorded.load(Ordering::Acquire), Ordering::Release);
     }
 
     /// An error unless `place` is the one that detached rows lie in, and they are still there.

@@ -8,6 +8,7 @@ use super::place::Lease;
 use super::sequence::Sequence;
 use super::{Core, HasCore, StreamOrder};
 use crate::driver::{Graph, Outcome, Stream};
+use crate::ep::Tensor;
 use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 
@@ -72,8 +73,11 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         mut work: impl FnMut(&mut B, StreamOrder<'_>) -> Result<T>,
     ) -> Result<Step<T>> {
         let order = StreamOrder::on(stream);
-        drop(work(buffer, order)?);
+        buffer.core().begin_rehearsal();
+        let rehearsed = work(buffer, order);
         let core = buffer.core();
+        core.end_rehearsal();
+        drop(rehearsed?);
         core.arena.wait_free(core.patience())?;
         core.recordings.step = Some(Captured::default());
         let mut output = None;
@@ -89,11 +93,29 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         Ok(Step { graph, output, captured, sequence, faults })
     }
 
+    /// Operations from here on keep their memory, as recorded ones do.
+    pub fn begin_rehearsal(&mut self) {
+        self.recordings.rehearsed.get_or_insert_default();
+    }
+
+    /// Frees the memory that operations have kept.
+    pub fn end_rehearsal(&mut self) {
+        self.recordings.rehearsed = None;
+    }
+
+    /// Notes that `of` fills a tensor of the caller's, which then owns `of`. Not before a recording:
+    /// memory that the tensor owns could not be taken again for it.
+    pub(crate) fn fills_tensor(&self, tensor: &Tensor<'_>, of: &Arc<impl Outcome + 'static>) {
+        if self.recordings.rehearsed.is_none() {
+            tensor.is_filled_by(of);
+        }
+    }
+
     /// Notes a dispatch for the step that is being captured, if there is one, with its plan where
     /// that can fail. Nothing of the dispatch is borrowed once the captured call has returned.
     pub(crate) fn fills(&mut self, lease: &Arc<Lease<R>>, plan: Option<Arc<dyn Outcome>>) {
         if let Some(step) = &mut self.recordings.step {
-            lease.detach();
+            lease.record();
             step.leases.push(lease.clone());
             step.plans.extend(plan);
         }
@@ -107,9 +129,19 @@ pub struct Recordings {
     step: Option<Captured>,
     /// Inputs and outputs of recordings made otherwise, whose end is unknown.
     kept: Vec<Owner>,
+    /// Of the run before a recording, its inputs and outputs: the recording keeps as many, which so
+    /// are there.
+    rehearsed: Option<Vec<Owner>>,
 }
 
 impl Recordings {
+    /// Keeps inputs and outputs of a call that runs before it is recorded.
+    pub fn rehearse(&mut self, uses: impl IntoIterator<Item = Owner>) {
+        if let Some(rehearsed) = &mut self.rehearsed {
+            rehearsed.extend(uses);
+        }
+    }
+
     /// Keeps inputs and outputs of a call that is recorded, for as long as the recording may run.
     pub fn keep(&mut self, uses: impl IntoIterator<Item = Owner>) {
         match &mut self.step {

@@ -3,12 +3,13 @@
 use std::marker::PhantomData;
 use std::time::Duration;
 
-use epoxide_gpu::layout::{LowLatencyCall, LowLatencyCombineArgs, pieces_of};
+use epoxide_gpu::layout::{DevicePtr, LowLatencyCall, LowLatencyCombineArgs, pieces_of};
 
 use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
 use super::options::Quantise;
 use super::results::{Combined, Received};
+use crate::driver::Event;
 use crate::ep::core::setters;
 use crate::ep::tensor::Owner;
 use crate::ep::{DType, StreamOrder, Tensor};
@@ -104,6 +105,65 @@ impl Buffer {
         self.send(order, operation, combined)
     }
 
+    /// [`Buffer::combine`] with the sums in a tensor of the caller's: `out`, bf16
+    /// `[num_tokens, hidden]`. The receiving rank's kernel writes there; nothing needs to be
+    /// registered, and nothing is copied. The values are those of [`Combined::x`]. The place is free
+    /// for a dispatch at once. Gives the event of an asynchronous call.
+    ///
+    /// Reading `out` on the host gives the error of the combine, if it has failed, until
+    /// [`Tensor::write`] fills it.
+    ///
+    /// # Errors
+    /// The same as [`Buffer::dispatch`]. [`Error::DType`], [`Error::Shape`] and [`Error::Argument`]
+    /// where `out` breaks a rule or shares memory with the rows.
+    pub fn combine_into(
+        &mut self,
+        received: Received<'_>,
+        request: CombineRequest<'_>,
+        out: &Tensor<'_>,
+        order: StreamOrder<'_>,
+    ) -> Result<Option<Event>> {
+        let operation = self.prepare_combine_into(received, request, out)?;
+        let event = self.launch(order, &operation, Halves::BOTH)?;
+        out.is_filled_by(&self.outcome(order)?);
+        Ok(event)
+    }
+
+    /// The first half of [`Buffer::combine_into`]. The second is [`Pending::receive`].
+    ///
+    /// # Errors
+    /// The same as [`Buffer::combine_into`].
+    pub fn combine_send_into<'b, 'o>(
+        &'b mut self,
+        received: Received<'_>,
+        request: CombineRequest<'_>,
+        out: &'o Tensor<'o>,
+        order: StreamOrder<'_>,
+    ) -> Result<Pending<'b, &'o Tensor<'o>>> {
+        let operation = self.prepare_combine_into(received, request, out)?;
+        self.send(order, operation, out)
+    }
+
+    fn prepare_combine_into(
+        &self,
+        received: Received<'_>,
+        request: CombineRequest<'_>,
+        out: &Tensor<'_>,
+    ) -> Result<Operation> {
+        let hidden = self.options.shape.hidden;
+        let dims = [("num_tokens", Some(received.num_local_tokens.into())), ("hidden", Some(hidden))];
+        out.expect("out", &[DType::Bf16], &dims)?;
+        out.expect_rows_of_16("out")?;
+        let rows = match request.rows {
+            Rows::ByExpert(rows) | Rows::ByRow(rows) => rows,
+            Rows::InPool => received.combine_rows()?,
+        };
+        out.expect_apart("out", rows, "rows")?;
+        let mut operation = self.combine_operation(received, request, out.ptr())?;
+        operation.uses.extend(out.owner().cloned());
+        Ok(operation)
+    }
+
     fn prepare_combine<'p>(
         &self,
         received: Received<'p>,
@@ -111,8 +171,24 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<(Operation, Combined<'p>)> {
         let outcome = self.outcome(order)?;
+        let (num_tokens, dispatch) = (received.num_local_tokens, received.lease.dispatch());
+        let combined_x = self.place_of(&received)?.room().combined_x;
+        let operation = self.combine_operation(received, request, combined_x)?;
+        let lease = operation.place.lease(dispatch);
+        let shape = [num_tokens.into(), self.options.shape.hidden];
+        let x = Tensor::in_memory(combined_x, DType::Bf16, &shape, lease.clone() as Owner)
+            .result("combined", &outcome);
+        Ok((operation, Combined { x, event: None, lease, place: PhantomData }))
+    }
+
+    /// The combine of `received` with its sums at `combined_x`.
+    fn combine_operation(
+        &self,
+        received: Received<'_>,
+        request: CombineRequest<'_>,
+        combined_x: DevicePtr,
+    ) -> Result<Operation> {
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
-        let dispatch = received.lease.dispatch();
         let hidden = self.options.shape.hidden;
         let CombineRequest { rows, quantise, timeout } = request;
         let (x, experts) = match rows {
@@ -143,7 +219,7 @@ impl Buffer {
             common: self.args(&place, call, timeout),
             x: x.ptr(),
             x_stride: x.row_stride(),
-            combined_x: place.room().combined_x,
+            combined_x,
             row_bytes: row_bytes as u32,
             by_expert: is_by_expert.into(),
             quantise: quantise as u32,
@@ -154,7 +230,7 @@ impl Buffer {
         // Readers on other streams must finish first: peers may overwrite the rows once this rank
         // has entered the combine.
         drop(received);
-        let operation = Operation {
+        Ok(Operation {
             name: "low-latency combine",
             kernel: if in_pool { Arguments::PooledCombine(args) } else { Arguments::Combine(args) },
             place: place.clone(),
@@ -164,15 +240,6 @@ impl Buffer {
             receive_blocks: num_tokens * pieces_of(row_bytes as u32),
             fills: None,
             uses,
-        };
-        let lease = place.lease(dispatch);
-        let x = Tensor::in_memory(
-            place.room().combined_x,
-            DType::Bf16,
-            &[num_tokens.into(), hidden],
-            lease.clone() as Owner,
-        )
-        .result("combined", &outcome);
-        Ok((operation, Combined { x, event: None, lease, place: PhantomData }))
+        })
     }
 }

@@ -17,9 +17,9 @@ use super::results::Room;
 use super::results::{Combined, Received};
 use super::{Buffer, Kernels};
 use crate::driver::{Event, Stream};
-use crate::ep::StreamOrder;
 use crate::ep::core::{Lease, PlaceState};
 use crate::ep::tensor::Owner;
+use crate::ep::{StreamOrder, Tensor};
 use crate::error::Result;
 
 /// Threads of a block.
@@ -108,6 +108,20 @@ impl<'p> Pending<'_, Combined<'p>> {
     pub fn receive(self, order: StreamOrder<'_>) -> Result<Combined<'p>> {
         let (event, output) = self.launch(order)?;
         Ok(Combined { event, ..output })
+    }
+}
+
+impl Pending<'_, &Tensor<'_>> {
+    /// Launches the second half of [`Buffer::combine_send_into`]: waits for the peers' rows, and sums
+    /// into the tensor that was given there. Gives the event of an asynchronous call.
+    ///
+    /// # Errors
+    /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
+    pub fn receive(self, order: StreamOrder<'_>) -> Result<Option<Event>> {
+        let outcome = self.buffer.outcome(order)?;
+        let (event, out) = self.launch(order)?;
+        out.is_filled_by(&outcome);
+        Ok(event)
     }
 }
 

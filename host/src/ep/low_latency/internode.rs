@@ -108,35 +108,8 @@ impl Messages {
         let (ways, stream) = (network.ways(), core.stream());
         ways.iter().for_each(|way| way.memory.describe(wire.pieces.sections()));
 
-        let (tokens, rows) =
-            (u64::from(options.shape.max_tokens), u64::from(ranks * options.shape.max_tokens));
-        let members = MAX_MEMBERS as u64;
-        let head_bytes = u64::from(low_latency_head_bytes(options.shape.num_topk));
         let (tables, (posted, places)) = laid_out(core.device(), "low-latency messages", |pieces| {
-            let mut array = |name, count: u64, stride| pieces.array(name, count, stride);
-            let posted = array("posted", u64::from(ranks), 8);
-            let place = |_| {
-                let routes = array("routes", u64::from(ranks), size_of::<LowLatencyRoute>() as u64);
-                let num_slots = array("num_slots", members, 4);
-                let slot_tokens = array("slot_tokens", rows, 4);
-                let positions = array("positions", tokens, members * 4);
-                let (written, returned) = (array("written", 1, 8), array("returned", members, 8));
-                let copies = array("copies", 1, size_of::<LowLatencyCopies>() as u64);
-                // Kernels find the heads right behind the copies.
-                array("heads", rows, head_bytes);
-                LowLatencyMessages {
-                    routes,
-                    recv_x: array("recv_x", rows, row_stride(options.shape.hidden * 2)),
-                    recv_scales: array("recv_scales", options.max_scales(), rows * 4),
-                    num_slots,
-                    slot_tokens,
-                    positions,
-                    written,
-                    returned,
-                    copies,
-                }
-            };
-            (posted, (0..options.places).map(place).collect::<Vec<_>>())
+            message_tables(pieces, options, topology)
         })?;
         tables.write_at(stream, posted, &vec![0; ranks as usize * 8])?;
         for (index, place) in places.iter().enumerate() {
@@ -181,6 +154,42 @@ impl Messages {
         }
         Ok(())
     }
+}
+
+/// A rank's own tables of messages: the word of puts posted to each rank, then for each place the
+/// kernels' arguments and the received rows.
+pub fn message_tables(
+    pieces: &mut Pieces,
+    options: &Options,
+    topology: Topology,
+) -> (DevicePtr, Vec<LowLatencyMessages>) {
+    let (tokens, ranks) = (u64::from(options.shape.max_tokens), u64::from(topology.ranks()));
+    let (rows, members) = (ranks * tokens, MAX_MEMBERS as u64);
+    let head_bytes = u64::from(low_latency_head_bytes(options.shape.num_topk));
+    let mut array = |name, count: u64, stride| pieces.array(name, count, stride);
+    let posted = array("posted", ranks, 8);
+    let place = |_| {
+        let routes = array("routes", ranks, size_of::<LowLatencyRoute>() as u64);
+        let num_slots = array("num_slots", members, 4);
+        let slot_tokens = array("slot_tokens", rows, 4);
+        let positions = array("positions", tokens, members * 4);
+        let (written, returned) = (array("written", 1, 8), array("returned", members, 8));
+        let copies = array("copies", 1, size_of::<LowLatencyCopies>() as u64);
+        // Kernels find the heads right behind the copies.
+        array("heads", rows, head_bytes);
+        LowLatencyMessages {
+            routes,
+            recv_x: array("recv_x", rows, row_stride(options.shape.hidden * 2)),
+            recv_scales: array("recv_scales", options.max_scales(), rows * 4),
+            num_slots,
+            slot_tokens,
+            positions,
+            written,
+            returned,
+            copies,
+        }
+    };
+    (posted, (0..options.places).map(place).collect())
 }
 
 /// The route to a peer whose memory is mapped: the address of both memories, and the other rank's

@@ -27,12 +27,12 @@ use std::time::Duration;
 
 use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
-    LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed,
-    LowLatencyDispatch, LowLatencyGather, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
-    LowLatencyInternodeDispatch,
+    FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled,
+    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyGather, LowLatencyInternodeCombineBf16,
+    LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
 };
 use epoxide_gpu::layout::{
-    Comm, DevicePtr, FEW_RANKS, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
+    Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
 };
 
 use super::Topology;
@@ -92,6 +92,7 @@ struct Kernels {
     /// Within a node, of rows in the pool.
     pooled_combine: Kernel,
     gather: Kernel,
+    first_tokens: Kernel,
 }
 
 impl Kernels {
@@ -106,10 +107,11 @@ impl Kernels {
             ]
         };
         let (summed, pooled) = (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO);
-        let infos = [dispatch, combine, quantised_combine, summed, pooled, LowLatencyGather::INFO];
+        let (gather, first) = (LowLatencyGather::INFO, FirstTokens::INFO);
+        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first];
         let module = Module::shipped(device, None, &infos.map(|info| info.name))?;
         let kernels = infos.map(|info| module.kernel(info.name, 0));
-        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather] = kernels;
+        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather, first] = kernels;
         Ok(Kernels {
             dispatch: dispatch?,
             combine: combine?,
@@ -117,6 +119,7 @@ impl Kernels {
             summed_combine: summed_combine?,
             pooled_combine: pooled_combine?,
             gather: gather?,
+            first_tokens: first?,
         })
     }
 }
@@ -147,8 +150,7 @@ impl Buffer {
             pool.describe(pieces.sections());
             Ok(pool)
         };
-        let joined = nodes.joined(options.transport.kind, options.keep_nodes);
-        let joined = joined.filter(|_| ranks <= FEW_RANKS as u32);
+        let joined = options.joined(nodes);
         let load = |topology: Topology| Kernels::load(&device, topology.nodes);
         let (pools, kernels) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
         let topology = pools.topology();
@@ -198,6 +200,8 @@ impl Buffer {
         /// as well, from its dispatch on. Shares of experts on ranks that a regroup left out are
         /// not counted: they are those that are not among [`Buffer::members`].
         missing_ptr,
+        /// [`DispatchRequest::new`] takes the result.
+        first_tokens,
     }
 
     /// Experts of each rank.
@@ -288,6 +292,10 @@ impl HasCore for Buffer {
 
     fn core_ref(&self) -> &Core<Room> {
         &self.core
+    }
+
+    fn first_tokens(&self) -> &Kernel {
+        &self.kernels.first_tokens
     }
 }
 

@@ -6,8 +6,10 @@ use epoxide_gpu::layout::{
     self, FEW_RANKS, LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK,
 };
 
-use crate::ep::core::{check_count, option_methods, setters};
-use crate::ep::{DType, Topology};
+use super::internode::{MessageLayout, message_tables};
+use super::layout::{PoolLayout, tables};
+use crate::ep::core::{Pieces, check_count, option_methods, setters};
+use crate::ep::{DType, Sizes, Topology};
 use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
 
@@ -22,6 +24,26 @@ pub struct Shape {
     pub num_topk: u32,
     /// Experts on all ranks together.
     pub num_experts: u32,
+}
+
+impl Shape {
+    /// Most rows by expert that a rank can receive from `num_ranks` ranks, itself included: a row for
+    /// each token and each of its experts here. Segments are aligned to `alignment` rows; 1 is without
+    /// padding.
+    ///
+    /// ```
+    /// # use epoxide::low_latency::Shape;
+    /// let shape = Shape { max_tokens: 128, hidden: 7168, num_topk: 8, num_experts: 256 };
+    /// assert_eq!(shape.most_rows_by_expert(8, 64), 8 * 128 * 8 + 32 * 63);
+    /// // With fewer experts on a rank than entries, a token has at most a row for each of them.
+    /// assert_eq!(Shape { num_experts: 16, ..shape }.most_rows_by_expert(8, 1), 8 * 128 * 2);
+    /// ```
+    pub fn most_rows_by_expert(&self, num_ranks: u32, alignment: u32) -> u64 {
+        let experts = u64::from(self.num_experts.div_ceil(num_ranks.max(1)));
+        let of_token = experts.min(self.num_topk.into());
+        let rows = u64::from(num_ranks) * u64::from(self.max_tokens) * of_token;
+        rows + experts.min(rows) * u64::from(alignment.saturating_sub(1))
+    }
 }
 
 /// How to make a low-latency [`Buffer`](super::Buffer). The same on every rank.
@@ -109,6 +131,46 @@ impl Options {
         /// flag after the stores have arrived. No effect across nodes. Where nothing is set,
         /// [`Options::default_packet_tokens`].
         packet_tokens: u32;
+    }
+
+    /// The memory and the rows of each rank's buffer in a group of `num_ranks`.
+    ///
+    /// ```
+    /// # use epoxide::low_latency::{Options, Shape};
+    /// let shape = Shape { max_tokens: 128, hidden: 7168, num_topk: 8, num_experts: 256 };
+    /// let sizes = Options::new(shape).sizes(8)?;
+    /// assert_eq!((sizes.rows, sizes.wire_bytes), (8 * 128, 0));
+    /// # Ok::<(), epoxide::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where an option breaks a rule.
+    pub fn sizes(&self, num_ranks: u32) -> Result<Sizes> {
+        let nodes = Topology::new(num_ranks, self.ranks_per_node)?;
+        self.validate(nodes)?;
+        let rows = u64::from(num_ranks) * u64::from(self.shape.max_tokens);
+        let sizes = |nodes: Topology| {
+            let (mut own, per_node) = (Pieces::default(), nodes.ranks_per_node);
+            tables(&mut own, self, nodes);
+            if nodes.nodes == 1 {
+                let pool_bytes = PoolLayout::new(self, num_ranks).pieces.bytes();
+                return Sizes { rows, pool_bytes, wire_bytes: 0, own_bytes: own.bytes() };
+            }
+            message_tables(&mut own, self, nodes);
+            Sizes {
+                rows,
+                pool_bytes: MessageLayout::new(self, per_node, false).pieces.bytes(),
+                wire_bytes: MessageLayout::new(self, num_ranks - per_node, true).pieces.bytes(),
+                own_bytes: own.bytes(),
+            }
+        };
+        Ok(sizes(nodes).or_more(self.joined(nodes).map(sizes)))
+    }
+
+    /// The ranks of several nodes as one node, where that is to be tried.
+    pub(super) fn joined(&self, nodes: Topology) -> Option<Topology> {
+        let joined = nodes.joined(self.transport.kind, self.keep_nodes);
+        joined.filter(|joined| joined.ranks() <= FEW_RANKS as u32)
     }
 
     /// An error where an option breaks a rule.

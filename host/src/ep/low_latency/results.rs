@@ -22,6 +22,18 @@ impl Place {
     pub fn index(&self) -> u32 {
         self.0.place().index()
     }
+
+    /// Address of the first received row, the first one of [`Received::x`]. It is the same for each
+    /// dispatch to this place, so that kernels can be told it once.
+    pub fn recv_x_ptr(&self) -> DevicePtr {
+        self.0.place().room().recv_x
+    }
+
+    /// Address of the first one of [`Received::combine_rows`], the same for each dispatch to this
+    /// place; `None` across nodes.
+    pub fn combine_rows_ptr(&self) -> Option<DevicePtr> {
+        self.0.place().room().combine_rows
+    }
 }
 
 /// Received rows, their tables, and sums.
@@ -171,6 +183,66 @@ impl Detached<Received<'static>> {
     /// them, [`Error::Argument`](crate::Error::Argument) where they lie in another place.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Received<'p>> {
         self.check(place).map(|()| &self.results)
+    }
+}
+
+impl Detached<Received<'static>> {
+    /// The rows with a borrow of `place` again, for the combine. A dispatch and its combine can so be
+    /// two calls of the caller's, between which only this and the [`Place`] are kept, without a
+    /// lifetime.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use epoxide::driver::Stream;
+    /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+    /// # use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
+    /// # use epoxide::group::run_threads;
+    /// # use epoxide::half::bf16;
+    /// use epoxide::low_latency::*;
+    ///
+    /// struct Layer {
+    ///     buffer: Buffer,
+    ///     place: Place,
+    ///     sent: Option<Detached<Received<'static>>>,
+    /// }
+    ///
+    /// impl Layer {
+    ///     fn dispatch(&mut self, request: DispatchRequest<'_>, order: StreamOrder<'_>) -> Result<()> {
+    ///         self.sent = Some(self.buffer.dispatch(&mut self.place, request, order)?.detach());
+    ///         Ok(())
+    ///     }
+    ///
+    ///     fn combine(&mut self, rows: &Tensor<'_>, out: &Tensor<'_>, order: StreamOrder<'_>) -> Result<()> {
+    ///         let sent = self.sent.take().expect("a dispatch comes first");
+    ///         let received = sent.attach(&mut self.place)?;
+    ///         self.buffer.combine_into(received, CombineRequest::by_row(rows), out, order)?;
+    ///         Ok(())
+    ///     }
+    /// }
+    /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
+    /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+    /// #     let stream = Stream::new(&device)?;
+    /// #     let shape = Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 4 };
+    /// #     let buffer = Buffer::new(device, &*group, Options::new(shape))?;
+    /// #     let mut layer = Layer { place: buffer.place(0)?, buffer, sent: None };
+    /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32 + 1.0); 128])?;
+    /// #     let topk_idx = TypedTensor::from_host(&stream, &[2, 2], &[0i64, 3, 1, -1])?;
+    /// #     let out = Tensor::alloc(stream.device(), DType::Bf16, &[2, 64])?;
+    /// #     layer.dispatch(DispatchRequest::new(&x, &topk_idx), StreamOrder::on(&stream))?;
+    /// #     let rows = Tensor::from_host(&stream, DType::Bf16, &[16, 64], &[bf16::ONE; 1024])?;
+    /// #     layer.combine(&rows, &out, StreamOrder::on(&stream))?;
+    /// #     out.to_host::<bf16>(&stream)
+    /// # })?;
+    /// # assert_eq!((sums[1][0].to_f32(), sums[1][64].to_f32()), (2.0, 1.0));
+    /// # Ok::<(), epoxide::group::RankFailure>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Detached::at`].
+    pub fn attach<'p>(self, place: &'p mut Place) -> Result<Received<'p>> {
+        self.check(place)?;
+        self.lease.attach();
+        Ok(self.results)
     }
 }
 

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use std::time::Duration;
 
 /// Threads per block of the copy into the pool.
-const STAGE_THREADS: u32 = 512;
+pub(super) const STAGE_THREADS: u32 = 512;
 /// Threads per block of a combine that copies meanwhile.
 const STAGED_THREADS: u32 = CombineStagedBf16::INFO.max_threads;
 
@@ -100,6 +100,23 @@ pub struct Combined {
     pub event: Option<Event>,
 }
 
+/// The type and the sizes of a combine's sums.
+#[derive(Debug, Clone, Copy)]
+struct Sums {
+    dtype: DType,
+    tokens: u64,
+    hidden: u64,
+    /// Entries of each token whose weights are summed; 0 for none.
+    num_topk: u32,
+}
+
+impl Sums {
+    /// Bytes of a row, as [`Buffer::check_combine`] has found them to fit.
+    fn row_bytes(&self) -> u32 {
+        (self.hidden * self.dtype.size()) as u32
+    }
+}
+
 impl Buffer {
     /// Brings the rows back to the owners of their tokens and sums them. Collective; does not wait
     /// for the host.
@@ -110,9 +127,94 @@ impl Buffer {
     /// [`Buffer::check`].
     pub fn combine(&mut self, request: CombineRequest<'_>, order: StreamOrder<'_>) -> Result<Combined> {
         let capturing = self.core.begin(order)?;
+        let sums = self.check_combine(&request)?;
+        let Sums { dtype, tokens, hidden, num_topk } = sums;
+        let (block, at) = self.core.arena().take(|pieces| {
+            let x = pieces.array("combined_x", tokens, sums.row_bytes().into());
+            (x, pieces.array("combined_weights", tokens * u64::from(num_topk), 4))
+        })?;
+        let event = self.launch_combine(&request, order, capturing, sums, at, [block.clone() as Owner])?;
+        let handle = &request.handle.0;
+        let weights = || {
+            TypedTensor::in_memory(at.1, &[tokens, num_topk.into()], block.clone())
+                .result("combined_topk_weights", handle)
+        };
+        Ok(Combined {
+            combined_x: Tensor::in_memory(at.0, dtype, &[tokens, hidden], block.clone())
+                .result("combined_x", handle),
+            combined_topk_weights: request.topk_weights.map(|_| weights()),
+            event,
+        })
+    }
+
+    /// [`Buffer::combine`] with the sums in tensors of the caller's, whose fields of [`Combined`]
+    /// have the values: `out` `[num_tokens, hidden]`, dtype of the rows, and `out_topk_weights`
+    /// `[num_tokens, num_topk]` where the request has
+    /// [`topk_weights`](CombineRequest::topk_weights). The receiving rank's kernel writes there;
+    /// nothing needs to be registered, and nothing is copied or allocated. Gives the event of an
+    /// asynchronous call.
+    ///
+    /// Reading them on the host gives the error of the combine, if it has failed, until
+    /// [`Tensor::write`] fills them.
+    ///
+    /// # Errors
+    /// As [`Buffer::combine`]. [`Error::DType`], [`Error::Shape`] and [`Error::Argument`] where a
+    /// tensor breaks a rule, shares memory with an input, is missing or superfluous.
+    pub fn combine_into(
+        &mut self,
+        request: CombineRequest<'_>,
+        out: &Tensor<'_>,
+        out_topk_weights: Option<&TypedTensor<'_, f32>>,
+        order: StreamOrder<'_>,
+    ) -> Result<Option<Event>> {
+        let capturing = self.core.begin(order)?;
+        let sums = self.check_combine(&request)?;
+        let tokens = ("num_tokens", Some(sums.tokens));
+        out.expect("out", &[sums.dtype], &[tokens, ("hidden", Some(sums.hidden))])?;
+        out.expect_rows_of_16("out")?;
+        match (out_topk_weights, request.topk_weights) {
+            (None, None) => {}
+            (Some(given), Some(_)) => {
+                let dims = [tokens, ("num_topk", Some(sums.num_topk.into()))];
+                given.expect("out_topk_weights", &[DType::F32], &dims)?;
+            }
+            (None, Some(_)) => {
+                let rule =
+                    format!("the request has topk_weights: give f32 [{}, {}]", sums.tokens, sums.num_topk);
+                return Err(Error::argument("out_topk_weights", "none", rule));
+            }
+            (Some(_), None) => {
+                let rule = "the request has no topk_weights to sum: leave them out";
+                return Err(Error::argument("out_topk_weights", "given", rule));
+            }
+        }
+        let outs = [("out", Some(out)), ("out_topk_weights", out_topk_weights.map(|it| &**it))];
+        let rows = match request.rows {
+            CombineRows::Tensor(x) => x,
+            CombineRows::InPool(given) => given.tensor(),
+        };
+        let inputs = [("rows", Some(rows)), ("topk_weights", request.topk_weights.map(|it| &**it))];
+        let inputs = inputs.into_iter().chain([("weights", request.weights.map(|it| &**it))]);
+        for (other, read) in inputs {
+            for (name, out) in outs {
+                let pair = out.zip(read);
+                pair.map_or(Ok(()), |(out, read)| out.expect_apart(name, read, other))?;
+            }
+        }
+        let at = (out.ptr(), out_topk_weights.map_or(DevicePtr::NULL, |weights| weights.ptr()));
+        let outs = outs.map(|(_, out)| out);
+        let event = self.launch_combine(&request, order, capturing, sums, at, owners(outs))?;
+        for out in outs.into_iter().flatten() {
+            self.core.fills_tensor(out, &request.handle.0);
+        }
+        Ok(event)
+    }
+
+    /// Checks the arguments of a combine; gives the type and the sizes of its sums.
+    fn check_combine(&self, request: &CombineRequest<'_>) -> Result<Sums> {
         let handle = &request.handle.0;
         self.check_handle(request.handle)?;
-        self.check_weights(&request)?;
+        self.check_weights(request)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
         let dtypes =
             if self.core.topology().nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
@@ -160,13 +262,25 @@ impl Buffer {
                 weights.columns() as u32
             }
         };
+        Ok(Sums { dtype, tokens: handle.num_tokens.into(), hidden, num_topk })
+    }
 
+    /// Enqueues a combine that leaves its sums and those of weights at `sums_at`, in memory that
+    /// `outputs` own.
+    fn launch_combine(
+        &mut self,
+        request: &CombineRequest<'_>,
+        order: StreamOrder<'_>,
+        capturing: bool,
+        sums: Sums,
+        (x_at, weights_at): (DevicePtr, DevicePtr),
+        outputs: impl IntoIterator<Item = Owner>,
+    ) -> Result<Option<Event>> {
+        let handle = &request.handle.0;
+        let Sums { dtype, num_topk, .. } = sums;
+        let row_bytes = sums.row_bytes();
+        let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
         let by_expert = handle.tables.by_expert;
-        let tokens = handle.num_tokens as u64;
-        let (block, (x_at, weights_at)) = self.core.arena().take(|pieces| {
-            let x_at = pieces.array("combined_x", tokens, row_bytes);
-            (x_at, pieces.array("combined_weights", tokens * num_topk as u64, 4))
-        })?;
         let pool = self.core.pool().ptr();
         let in_tensor = if let CombineRows::Tensor(x) = request.rows { Some(x) } else { None };
         let is_staged = in_tensor.is_some() && self.core.topology().nodes == 1 && by_expert.is_none();
@@ -176,7 +290,7 @@ impl Buffer {
             (_, true) => CallKind::CombineStagedBf16,
             (_, false) => CallKind::CombineBf16,
         };
-        let call = Call { kind, place: handle.place, row_bytes: row_bytes as u32, columns: num_topk };
+        let call = Call { kind, place: handle.place, row_bytes, columns: num_topk };
         let comm = self.comm_in(&self.core.places()[handle.place as usize], call, request.timeout);
         let null = DevicePtr::NULL;
         let weights = request.topk_weights.map(|weights| &**weights);
@@ -196,10 +310,10 @@ impl Buffer {
             weight_rows: pool.add(comm.pool.combine_weights),
             header: handle.tables.header,
             num_rows: given.min(comm.pool.rows),
-            row_bytes: row_bytes as u32,
+            row_bytes,
             num_topk,
         };
-        let ring = self.kernels.combine_ring(row_bytes as u32, self.config.num_sms, is_staged);
+        let ring = self.kernels.combine_ring(row_bytes, self.config.num_sms, is_staged);
         let mut args = CombineArgs {
             comm,
             combined_x: x_at,
@@ -210,11 +324,11 @@ impl Buffer {
             },
             header: handle.tables.header,
             num_tokens: handle.num_tokens,
-            row_bytes: row_bytes as u32,
+            row_bytes,
             num_topk,
             slots: ring.count,
             slot_bytes: ring.bytes,
-            pieces: (row_bytes as u32).div_ceil(ring.bytes),
+            pieces: row_bytes.div_ceil(ring.bytes),
             spoils: self.options.nan_on_failure.into(),
             reserved: 0,
         };
@@ -222,7 +336,7 @@ impl Buffer {
             Spread::OneNode(_, tables) if is_staged => {
                 let ranks = self.core.topology().ranks_per_node;
                 let (channels, num_sms) = (handle.num_channels, self.config.num_sms);
-                let shape = self.kernels.stage_shape(ranks, channels, num_sms, row_bytes as u32);
+                let shape = self.kernels.stage_shape(ranks, channels, num_sms, row_bytes);
                 let args = StagedCombineArgs {
                     combine: args,
                     x: stage.x,
@@ -245,9 +359,9 @@ impl Buffer {
         };
         let entry_weights = request.weights.map(|weights| &**weights);
         let uses = owners([in_tensor, weights, entry_weights]).into_iter();
-        let uses = uses.chain([request.handle.0.block.clone() as Owner, block.clone() as Owner]);
-        let event = self.run(order, capturing, Some("combine"), uses, |buffer, stream| {
-            buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
+        let uses = uses.chain([request.handle.0.block.clone() as Owner]).chain(outputs);
+        self.run(order, capturing, Some("combine"), uses, |buffer, stream| {
+            buffer.describe_rows(RowBytes { combine: row_bytes.into(), ..buffer.row_bytes });
             let (kernels, sms) = (&buffer.kernels, buffer.core.device().info().sm_count);
             // Rows are copied by as many threads as the kernel can have, however few gather.
             let (blocks, threads, reserved) = match (&handle.tables.routing, staged) {
@@ -322,16 +436,6 @@ impl Buffer {
                     }
                 }
             }
-        })?;
-        let weights_out = |_: &TypedTensor<'_, f32>| {
-            TypedTensor::in_memory(weights_at, &[tokens, num_topk as u64], block.clone())
-                .result("combined_topk_weights", handle)
-        };
-        Ok(Combined {
-            combined_x: Tensor::in_memory(x_at, dtype, &[tokens, hidden], block.clone())
-                .result("combined_x", handle),
-            combined_topk_weights: request.topk_weights.map(weights_out),
-            event,
         })
     }
 

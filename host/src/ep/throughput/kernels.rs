@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use epoxide_gpu::kernels::{
     self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16, CombineByExpertF32, CombineF32,
     CombineManyBf16, CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16,
-    CombineStagedManyF32, Dispatch, DispatchByExpert, DispatchLayout, DispatchMany,
+    CombineStagedManyF32, Dispatch, DispatchByExpert, DispatchLayout, DispatchMany, FirstTokens,
     INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
     JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany,
     NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert, StageByExpert, StageCombine,
@@ -232,7 +232,7 @@ impl LoadedKernels {
         ptx: Option<PathBuf>,
     ) -> Result<LoadedKernels> {
         let is_many = topology.ranks_per_node > FEW_RANKS as u32;
-        let mut names = vec![DispatchLayout::INFO.name, StageCombine::INFO.name];
+        let mut names = vec![DispatchLayout::INFO.name, StageCombine::INFO.name, FirstTokens::INFO.name];
         if topology.nodes > 1 {
             names.extend([
                 InternodeCount::INFO.name,
@@ -302,6 +302,7 @@ pub struct Kernels {
     pub mode: BufferSpread,
     pub dispatch_layout: Kernel,
     pub stage_combine: Kernel,
+    pub first_tokens: Kernel,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
     device: Device,
@@ -321,6 +322,7 @@ impl Kernels {
             mode: loaded.mode(network)?,
             dispatch_layout: loaded.module.kernel(DispatchLayout::INFO.name, loaded.shared_limit)?,
             stage_combine: loaded.module.kernel(StageCombine::INFO.name, 0)?,
+            first_tokens: loaded.module.kernel(FirstTokens::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
             device: device.clone(),

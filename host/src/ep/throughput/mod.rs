@@ -6,6 +6,7 @@
 //! | `options.rs`, `config.rs` | how a buffer is made, channels and launch shapes |
 //! | `layout.rs`, `dispatch.rs`, `combine.rs` | the operations |
 //! | `received.rs`, `handle.rs`, `by_node.rs` | their results |
+//! | `copy.rs` | the copy of received rows into tensors of the caller's |
 //! | `place.rs`, `pool.rs` | what is in a place, and where in the pool |
 //! | `wire.rs` | wire memory, and the tables of the ways to other nodes |
 //! | `kernels.rs` | the loaded kernels, and the shapes of their launches |
@@ -16,6 +17,7 @@ mod by_node;
 mod ceiling;
 mod combine;
 mod config;
+mod copy;
 mod dispatch;
 mod fault;
 mod handle;
@@ -41,7 +43,7 @@ use super::core::{
 };
 use super::tensor::Owner;
 use super::{DType, Tensor, Topology, TypedTensor};
-use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
+use crate::driver::{Device, Event, Kernel, MappedMemory, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
 use crate::virtual_time::spawn;
@@ -250,6 +252,8 @@ impl Buffer {
         /// A dispatch with [`Counts::OnDevice`] whose plan fails leaves the bytes as they are: no
         /// sum of it is made.
         missing_ptr,
+        /// [`Buffer::get_dispatch_layout`] takes the result.
+        first_tokens,
     }
 
     /// The configuration it was made with.
@@ -373,6 +377,10 @@ impl HasCore for Buffer {
 
     fn core_ref(&self) -> &Core<Room> {
         &self.core
+    }
+
+    fn first_tokens(&self) -> &Kernel {
+        &self.kernels.first_tokens
     }
 }
 

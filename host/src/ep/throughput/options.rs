@@ -6,8 +6,10 @@ use std::time::Duration;
 use epoxide_gpu::kernels::MAX_SLOT_BYTES;
 
 use super::config::Config;
-use crate::ep::DType;
+use super::pool::pool_layouts;
+use super::wire::wire_layout;
 use crate::ep::core::option_methods;
+use crate::ep::{DType, Sizes, Topology};
 use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
 
@@ -108,6 +110,33 @@ impl Options {
         /// Rows are relayed, and a token's sum is rounded once for each node.
         keep_nodes,
         transport,
+    }
+
+    /// The memory and the rows of each rank's buffer in a group of `num_ranks`. `rows` counts rows by
+    /// expert as well.
+    ///
+    /// ```
+    /// # use epoxide::{DType, throughput::{Options, Shape}};
+    /// let shape = Shape { max_tokens: 4096, hidden: 7168, dtype: DType::Bf16, max_topk: 8, max_scales: 0 };
+    /// let sizes = Options::new(shape).sizes(8)?;
+    /// assert_eq!(sizes.rows, 8 * 4096);
+    /// assert!(sizes.pool_bytes > 2 * sizes.rows * 2 * 7168);
+    /// # Ok::<(), epoxide::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Argument`] and [`Error::Capacity`] where an option breaks a rule.
+    pub fn sizes(&self, num_ranks: u32) -> Result<Sizes> {
+        let Fields { shape, places, rows_by_expert, num_nvl_bytes, num_rdma_bytes, .. } = self.fields.clone();
+        let sizes = |nodes: Topology| -> Result<Sizes> {
+            let layout = pool_layouts(&shape, nodes, places, rows_by_expert, num_nvl_bytes)?[0];
+            let wire_bytes =
+                if nodes.nodes > 1 { wire_layout(&shape, nodes, num_rdma_bytes)?.bytes } else { 0 };
+            Ok(Sizes { rows: layout.rows, pool_bytes: layout.bytes, wire_bytes, own_bytes: 0 })
+        };
+        let nodes = Topology::new(num_ranks, self.fields.ranks_per_node)?;
+        let joined = nodes.joined(self.fields.transport.kind, self.fields.keep_nodes);
+        Ok(sizes(nodes)?.or_more(joined.map(sizes).transpose()?))
     }
 
     /// Room for so many rows by expert in each place, padding included, for dispatches with

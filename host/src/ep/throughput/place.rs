@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use epoxide_gpu::layout::{PoolLayout, row_stride};
+use epoxide_gpu::layout::{DevicePtr, PoolLayout, row_stride};
 
 use crate::ep::core::{Held, PlaceState};
 use crate::ep::tensor::{Element, Owner};
@@ -24,6 +24,26 @@ impl Place {
     /// Its index in the buffer.
     pub fn index(&self) -> u32 {
         self.0.place().index()
+    }
+
+    /// Address of the first received row. It is the same for each dispatch to this place, so that
+    /// kernels can be told it once; rows are `row_stride()` bytes of
+    /// [`recv_x`](super::Received::recv_x) apart. Reading there is right from the end of a dispatch
+    /// to the start of the next one here.
+    pub fn recv_x_ptr(&self) -> DevicePtr {
+        self.0.place().at(self.0.place().room().layout.recv_x)
+    }
+
+    /// Address of the first weight of [`recv_topk_weights`](super::Received::recv_topk_weights), the
+    /// same for each dispatch to this place.
+    pub fn recv_topk_weights_ptr(&self) -> DevicePtr {
+        self.0.place().at(self.0.place().room().layout.recv_topk_weights)
+    }
+
+    /// Address of the first row that peers gather from, the same for each combine from this place;
+    /// [`Place::combine_rows`] has the rows.
+    pub fn combine_rows_ptr(&self) -> DevicePtr {
+        self.0.place().at(self.0.place().room().layout.combine_x)
     }
 
     /// Rows here that peers gather from, for a combine without a dispatch before it, such as that
