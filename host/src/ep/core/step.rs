@@ -72,7 +72,8 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         mut work: impl FnMut(&mut B, StreamOrder<'_>) -> Result<T>,
     ) -> Result<Step<T>> {
         let order = StreamOrder::on(stream);
-        drop(work(buffer, order)?);
+        let arena = buffer.core().arena.clone();
+        drop(arena.rehearse(|| work(buffer, order))?);
         let core = buffer.core();
         core.arena.wait_free(core.patience())?;
         core.recordings.step = Some(Captured::default());
