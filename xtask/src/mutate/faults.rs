@@ -8,7 +8,7 @@ use super::text::{Body, Line, Place};
 
 /// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are
 /// for benchmarks and examples.
-pub const KERNELS: [&str; 19] = [
+pub const KERNELS: [&str; 21] = [
     "dispatch_layout",
     "notify",
     "dispatch",
@@ -20,12 +20,14 @@ pub const KERNELS: [&str; 19] = [
     "internode_dispatch",
     "internode_combine",
     "low_latency_dispatch",
+    "low_latency_dispatch_by_expert",
     "low_latency_combine_bf16",
     "low_latency_combine_fp8",
     "low_latency_combine_summed",
     "low_latency_combine_pooled",
     "low_latency_gather",
     "low_latency_internode_dispatch",
+    "low_latency_internode_dispatch_by_expert",
     "low_latency_internode_combine_bf16",
     "low_latency_internode_combine_fp8",
 ];
