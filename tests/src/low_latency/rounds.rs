@@ -12,7 +12,7 @@ use epoxide::low_latency::{Buffer, Combined, Options, Place, Received};
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
 
-use super::case::{LowLatencyCase, ReturnPath};
+use super::case::{LowLatencyCase, ReturnPath, Segments};
 use super::data::Data;
 use super::inputs::LowLatencyInputs;
 use crate::harness::{PATIENCE, Rank, run_checked};
@@ -39,12 +39,15 @@ impl RoundTrip for Buffer {
         self.check()
     }
 
-    /// The same routing with each way back that the nodes allow.
+    /// The same routing with each way back that the nodes allow, and with rows by expert.
     fn first_cases(cases: &Cases) -> Vec<LowLatencyCase> {
         let mut ways = vec![ReturnPath::ByExpert, ReturnPath::ByRow, ReturnPath::InPool];
         ways.retain(|way| *way != ReturnPath::InPool || cases.nodes == 1);
         let first = LowLatencyCase { rounds: 2, ..LowLatencyCase::draw(cases, 0, Draw::Full) };
-        ways.into_iter().map(|combine_rows| LowLatencyCase { combine_rows, ..first.clone() }).collect()
+        let segments = Segments::of_draws(cases.sizes.experts);
+        let by_expert = LowLatencyCase { combine_rows: ReturnPath::ByExpert, segments, ..first.clone() };
+        let ways = ways.into_iter().map(|combine_rows| LowLatencyCase { combine_rows, ..first.clone() });
+        ways.chain([by_expert]).collect()
     }
 
     fn case(cases: &Cases, number: u64, draw: Draw) -> LowLatencyCase {
@@ -62,6 +65,7 @@ impl RoundTrip for Buffer {
             let received = case.dispatch(&mut rank.buffer, place, inputs, StreamOrder::on(&stream))?;
             case.check_received(rank, &received, data)?;
             case.check_gathered(rank, &received, data)?;
+            case.check_segments(rank, &received, inputs, data)?;
             if case.is_answered(index) {
                 let combined = case.combine(&mut rank.buffer, received, inputs, &stream)?;
                 let got: Vec<bf16> = combined.x.to_host(&stream)?;
@@ -224,8 +228,14 @@ impl LowLatencyCase {
         inputs: &LowLatencyInputs,
         stream: &Stream,
     ) -> Result<Combined<'p>> {
-        let (rows, order) = (inputs.experts(self), StreamOrder::on(stream));
-        if self.gathers {
+        let order = StreamOrder::on(stream);
+        // Experts that work in place.
+        let in_place = received.by_expert.as_ref().and_then(|rows| rows.recv_x.clone());
+        let rows = match &in_place {
+            Some(x) if self.gathers => inputs.returning(self, x),
+            _ => inputs.experts(self),
+        };
+        if self.gathers && self.segments.is_none() {
             buffer.gather_by_expert(&received, &inputs.by_expert, None, order)?;
         }
         if self.combine_rows == ReturnPath::InPool {
