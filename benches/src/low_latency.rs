@@ -7,7 +7,7 @@ use epoxide::driver::{Device, Graph, Stream};
 use epoxide::group::ProcessGroup;
 use epoxide::low_latency::{Buffer, Options, Place, Quantise, Shape};
 use epoxide::{DType, Error, Result, StreamOrder};
-use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank};
+use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank, RowMemory, Segments};
 
 use crate::baseline::link_rows;
 use crate::between::Between;
@@ -52,6 +52,9 @@ pub(crate) fn measure(
         quantise: quantise(plan.dtype),
         quantise_back: quantise(low.combine_dtype),
         combine_rows: low.combine_rows,
+        segments: low
+            .rows_by_expert
+            .map(|alignment| Segments { memory: RowMemory::Caller, ..Segments::aligned(alignment) }),
         seed: plan.seed,
         ..LowLatencyCase::new(plan.low_latency_routing(), plan.hidden as u32)
     };
@@ -68,6 +71,9 @@ pub(crate) fn measure(
         }
         if plan.keep_nodes {
             options = options.keep_nodes();
+        }
+        if let Some(rows) = case.room_by_expert() {
+            options = options.rows_by_expert(rows);
         }
         let buffer = made(device, group, result, || Buffer::new(device.clone(), &**group, options))?;
         result.pool_bytes = buffer.pool_bytes();

@@ -57,6 +57,8 @@ pub struct LowLatencySettings {
     pub combine_dtype: DType,
     /// Rows that combine takes.
     pub combine_rows: ReturnPath,
+    /// The dispatch brings rows by expert, in segments that begin at multiples of this.
+    pub rows_by_expert: Option<u32>,
     /// Tokens of a rank that are complete together.
     pub chunk_tokens: u32,
     /// Most tokens of a rank whose rows return as packets.
@@ -426,6 +428,7 @@ impl Plan {
             combine_rows: low
                 .filter(|low| low.combine_rows != ReturnPath::ByExpert)
                 .map(|low| low.combine_rows.text().to_string()),
+            rows_by_expert: low.and_then(|low| low.rows_by_expert),
             chunk_tokens: low.map(|low| low.chunk_tokens),
             packet_tokens: low.map(|low| low.packet_tokens),
             max_tokens: low.and_then(|low| low.max_tokens),

@@ -144,13 +144,16 @@ pub struct Key {
     /// Rows of a put; likewise.
     #[serde(default)]
     pub rdma_send: Option<u32>,
-    /// Low latency: row type of combine; missing in the other modes, as the next four.
+    /// Low latency: row type of combine; missing in the other modes, as the next five.
     #[serde(default)]
     pub combine_dtype: Option<String>,
     /// Rows that combine takes, as [`ReturnPath::text`](crate::ReturnPath::text) names them; missing:
     /// by expert.
     #[serde(default)]
     pub combine_rows: Option<String>,
+    /// Rows come by expert as well, in segments that begin at multiples of this.
+    #[serde(default)]
+    pub rows_by_expert: Option<u32>,
     /// Tokens of a rank that are complete together.
     #[serde(default)]
     pub chunk_tokens: Option<u32>,

@@ -88,8 +88,9 @@
 //! # Ok::<(), epoxide::group::RankFailure>(())
 //! ```
 
+pub use crate::ep::ExpertRows;
 pub use crate::ep::core::Step;
 pub use crate::ep::low_latency::{
     Buffer, CombineRequest, Combined, Detached, DispatchRequest, Options, Pending, Place, Quantise, Received,
-    Shape,
+    ReceivedByExpert, Shape,
 };

@@ -59,9 +59,10 @@
 //! [`Options::ranks_per_node`] spreads the ranks over nodes, and [`Options::transport`]
 //! joins these. Ranks that can all map each other's memory are one node.
 
+pub use crate::ep::ExpertRows;
 pub use crate::ep::core::Step;
 pub use crate::ep::throughput::{
     Buffer, CachedDispatchRequest, CombineRequest, CombineRows, Combined, Config, Counts, Detached,
-    DispatchHandle, DispatchLayout, DispatchRequest, ExpertRows, InternodeHandle, IntranodeHandle,
-    NodeCounts, Options, Place, PoolRows, Received, Shape, low_latency_rdma_size_hint,
+    DispatchHandle, DispatchLayout, DispatchRequest, InternodeHandle, IntranodeHandle, NodeCounts, Options,
+    Place, PoolRows, Received, Shape, low_latency_rdma_size_hint,
 };

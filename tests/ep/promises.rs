@@ -204,6 +204,27 @@ pub fn captured_echo(rank: &mut Rank, place: &mut Place, inputs: &Inputs) -> Res
     rank.buffer.capture(&stream, |buffer, order| Ok(echo_on(buffer, place, order, &stream, inputs)?.1))
 }
 
+/// A recording keeps memory that its first run has used again and again.
+#[test]
+fn a_step_may_drop_results_that_it_records() {
+    let [first, _] = turns();
+    setup().run(|rank| {
+        let (stream, (inputs, mut place)) = (rank.stream.clone(), first.begin(rank)?);
+        let step = rank.buffer.capture(&stream, |buffer, order| {
+            for _ in 0..3 {
+                drop(echo_on(buffer, &mut place, order, &stream, &inputs)?);
+            }
+            Ok(echo_on(buffer, &mut place, order, &stream, &inputs)?.1)
+        })?;
+        for run in 0..2 {
+            step.launch(&stream)?;
+            step.check(&stream)?;
+            check_sums(rank, &format!("combined_x of run {run}"), step.output(), &first)?;
+        }
+        Ok(())
+    });
+}
+
 #[test]
 fn a_step_needs_nothing_that_its_caller_keeps() {
     let [first, second] = turns();

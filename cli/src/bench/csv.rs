@@ -100,6 +100,7 @@ fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> Ve
         ("slowest_mean_us", text(slowest.map(|times| times.mean_us))),
         ("combine_dtype", text(key.combine_dtype.as_ref())),
         ("combine_rows", text(key.combine_rows.as_ref())),
+        ("rows_by_expert", text(key.rows_by_expert)),
         ("chunk_tokens", text(key.chunk_tokens)),
         ("packet_tokens", text(key.packet_tokens)),
         ("max_tokens", text(key.max_tokens)),

@@ -147,6 +147,16 @@ fn rows_that_are_summed_already_are_measured() {
 }
 
 #[test]
+fn rows_by_expert_are_measured() {
+    let of = |flags: &str| measured(&format!("{SMALL} {flags}"));
+    let (without, with) = (of(""), of("--rows-by-expert 8"));
+    assert_eq!((without[0].key.rows_by_expert, with[0].key.rows_by_expert), (None, Some(8)));
+    assert!(text(&with).contains("dispatch=bf16 rows_by_expert=8 combine=bf16"), "{}", text(&with));
+    // Different work is not compared.
+    assert!(epoxide_bench::compare::compare(&without, &with, 0.01).is_err());
+}
+
+#[test]
 fn a_buffer_for_more_tokens_is_measured() {
     let of = |flags: &str| measured(&format!("{SMALL} {flags}"));
     let (own, larger) = (of(""), of("--max-tokens 16"));

@@ -275,12 +275,13 @@ fn low_latency_setting(out: &mut String, points: &[Point]) -> Result {
     let nodes = transport.map_or(String::new(), |transport| format!(" nodes={nodes} transport={transport}"));
     let back = key.combine_dtype.as_deref().unwrap_or_default();
     let rows = key.combine_rows.as_ref().map_or_else(String::new, |rows| format!(" {rows}"));
+    let segments = key.rows_by_expert.map_or_else(String::new, |rows| format!(" rows_by_expert={rows}"));
     let [chunk, packet] = [key.chunk_tokens, key.packet_tokens].map(Option::unwrap_or_default);
     let most = key.max_tokens.map_or_else(String::new, |most| format!(" max_tokens={most}"));
     let between = key.between_us.map_or_else(String::new, |us| format!(" between_us={us}"));
     writeln!(
         out,
-        "[bench low-latency] num_ranks={num_ranks}{nodes} hidden={hidden} experts={experts} topk={topk} dispatch={dtype} \
+        "[bench low-latency] num_ranks={num_ranks}{nodes} hidden={hidden} experts={experts} topk={topk} dispatch={dtype}{segments} \
          combine={back}{rows} num_sms={num_sms} chunk_tokens={chunk} packet_tokens={packet}{most}{between} device={:?}; {}",
         first.device, first.date
     )?;

@@ -210,7 +210,7 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
 
 #[test]
 fn only_low_latency_chooses_what_rows_return() {
-    for flag in ["--combine-dtype fp8", "--combine-rows by-row"] {
+    for flag in ["--combine-dtype fp8", "--combine-rows by-row", "--rows-by-expert 8"] {
         let args = parse(&format!("bench {flag}")).unwrap();
         let message = args.plans().unwrap_err().message.unwrap();
         let name = flag.split(' ').next().unwrap();

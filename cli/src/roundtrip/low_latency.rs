@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use epoxide::low_latency::{Buffer, Options, Shape};
-use epoxide_testing::low_latency::LowLatencyRank;
+use epoxide_testing::low_latency::{LowLatencyRank, Segments};
 use epoxide_testing::roundtrip::{Replays, RoundTrip};
 
 use super::report::{ConfigReport, RankReport};
@@ -14,16 +14,21 @@ use crate::ranks::RankContext;
 
 impl Acceptance for Buffer {
     fn options(settings: &Settings) -> Options {
-        let options = Options::new(Shape {
+        let shape = Shape {
             max_tokens: settings.tokens.max(1),
             hidden: settings.hidden,
             num_topk: settings.topk,
             num_experts: settings.experts,
-        })
-        .timeout(Duration::from_secs(settings.timeout))
-        .num_sms(settings.num_sms)
-        .ranks_per_node(settings.ranks / settings.nodes)
-        .transport(settings.network());
+        };
+        let options = Options::new(shape)
+            .timeout(Duration::from_secs(settings.timeout))
+            .num_sms(settings.num_sms)
+            .ranks_per_node(settings.ranks / settings.nodes)
+            .transport(settings.network());
+        let options = match Segments::of_draws(settings.experts) {
+            Some(of) => options.rows_by_expert(shape.most_rows_by_expert(settings.ranks, of.alignment)),
+            None => options,
+        };
         if settings.keep_nodes { options.keep_nodes() } else { options }
     }
 
@@ -51,7 +56,7 @@ impl Acceptance for Buffer {
         reports.iter().try_for_each(|report| failure_of(report.rank, report.failure.clone()))?;
         let pool = if script.cases.nodes == 1 { ", in the pool" } else { "" };
         script.console.line(format!(
-            "[verify] OK (rows by expert, summed already{pool}: contents, tables, counts, expert-major copies, exact sums)"
+            "[verify] OK (rows by expert, summed already{pool}: contents, tables, counts, expert-major copies and segments, exact sums)"
         ));
         Ok(())
     }

@@ -240,6 +240,54 @@ impl LowLatencyDispatchArgs {
     }
 }
 
+/// Where a dispatch puts rows by expert. `rows` is the room, in rows of all segments.
+#[kernel_args(requires(
+    self.alignment.is_power_of_two(),
+    self.x_stride.is_multiple_of(16),
+))]
+pub struct LowLatencyExpertRows {
+    /// Out: rows `[rows]`, a row for each selection.
+    pub x: DevicePtr,
+    /// Bytes from one row of `x` to the next, a multiple of 16.
+    pub x_stride: u64,
+    /// Out, where rows have scales: f32 `[num_scales, rows]`.
+    pub scales: DevicePtr,
+    /// Out: i32 `[local_experts]`, rows of each, without padding.
+    pub expert_counts: DevicePtr,
+    /// Out: i32 `[local_experts + 1]`, where each expert's segment begins; then the rows of all.
+    pub expert_starts: DevicePtr,
+    /// Out: i32 `[local_experts + 1]`, where each expert's rows end; then the rows of all segments.
+    pub psum_expert: DevicePtr,
+    /// Out: i32 `[num_ranks * max_tokens, num_topk]`, the row of each entry of a received row, or
+    /// -1. In place of [`LowLatencyTables::slots`] in a combine.
+    pub slots: DevicePtr,
+    /// Out: i32 `[rows]`, the token's index on its source rank, or -1 in padding.
+    pub src_idx: DevicePtr,
+    /// Out: i32 `[rows, 2]`, the source rank, and which entry selected the expert.
+    pub src_entry: DevicePtr,
+    /// Out: f32 `[rows]`, the weights of the selections.
+    pub weights: DevicePtr,
+    /// Room, in rows.
+    pub rows: u32,
+    /// Segments begin at multiples of this, a power of two.
+    pub alignment: u32,
+}
+
+layout_assert!(LowLatencyExpertRows, size = 88, alignment at 84);
+
+/// Most experts of all ranks where rows come by expert: a block counts their selections in shared
+/// memory.
+pub const MAX_EXPERTS_OF_ROWS: u32 = 4096;
+
+/// Arguments of `low_latency_dispatch_by_expert`.
+#[kernel_args]
+pub struct LowLatencyExpertDispatchArgs {
+    /// As without rows by expert.
+    pub dispatch: LowLatencyDispatchArgs,
+    /// Where rows go.
+    pub to: LowLatencyExpertRows,
+}
+
 /// The quantisation of rows in a low-latency operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]

@@ -10,7 +10,7 @@ use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
-use super::low_latency::{LowLatencyCombineArgs, LowLatencyDispatchArgs};
+use super::low_latency::{LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyExpertRows};
 use super::wire::{QueueHandle, SLOT_ALIGN};
 
 /// Most ranks of a low-latency buffer across nodes: a bit, and a lane, for each.
@@ -156,6 +156,15 @@ pub struct LowLatencyInternodeDispatchArgs {
     pub dispatch: LowLatencyDispatchArgs,
     /// Messages of the place.
     pub messages: LowLatencyMessages,
+}
+
+/// Arguments of `low_latency_internode_dispatch_by_expert`.
+#[kernel_args]
+pub struct LowLatencyInternodeExpertDispatchArgs {
+    /// As without rows by expert.
+    pub dispatch: LowLatencyInternodeDispatchArgs,
+    /// Where rows go.
+    pub to: LowLatencyExpertRows,
 }
 
 /// Arguments of `low_latency_internode_combine_bf16` and `low_latency_internode_combine_fp8`.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use epoxide_gpu::layout::{ExpertTable, MAX_LOCAL_EXPERTS, MAX_WORLD};
+use epoxide_gpu::layout::{DevicePtr, ExpertTable, MAX_LOCAL_EXPERTS, MAX_WORLD};
 
 use super::{Element, Tensor, TypedTensor};
 use crate::driver::Stream;
@@ -23,6 +23,84 @@ mod private {
 /// Whether ids are i32, as the kernels take it.
 pub fn is_narrow(ids: &Tensor<'_>) -> u32 {
     (ids.dtype() == super::DType::I32).into()
+}
+
+/// Where the rows of each local expert are, on the device, where rows came by expert.
+///
+/// | of local expert e | |
+/// |---|---|
+/// | its rows are | `starts[e]` to `starts[e] + counts[e] - 1` |
+/// | behind them | padding to `starts[e + 1] - 1`, whose `recv_src_idx` is -1 |
+/// | `psum[e]` | `starts[e] + counts[e]`, as grouped GEMMs take it |
+#[derive(Debug, Clone)]
+pub struct ExpertRows<'p> {
+    counts: TypedTensor<'p, i32>,
+    starts: TypedTensor<'p, i32>,
+    psum: TypedTensor<'p, i32>,
+}
+
+impl<'p> ExpertRows<'p> {
+    /// Of tables of counts, starts and sums, which `tensor` makes by name, address and shape.
+    pub(super) fn new(
+        [counts, starts, psum]: [DevicePtr; 3],
+        local_experts: u32,
+        tensor: impl Fn(&'static str, DevicePtr, &[u64]) -> TypedTensor<'p, i32>,
+    ) -> Self {
+        let experts = u64::from(local_experts);
+        ExpertRows {
+            counts: tensor("expert_counts", counts, &[experts]),
+            starts: tensor("expert_starts", starts, &[experts + 1]),
+            psum: tensor("psum_expert", psum, &[experts + 1]),
+        }
+    }
+
+    /// i32 `[local_experts]`: rows of each expert, without padding.
+    pub fn counts(&self) -> TypedTensor<'p, i32> {
+        self.counts.clone()
+    }
+
+    /// i32 `[local_experts + 1]`: the first row of each expert's segment, a multiple of the
+    /// alignment; then the rows of all segments.
+    pub fn starts(&self) -> TypedTensor<'p, i32> {
+        self.starts.clone()
+    }
+
+    /// i32 `[local_experts + 1]`: the start of each expert's segment and its rows together; then
+    /// the rows of all segments.
+    pub fn psum(&self) -> TypedTensor<'p, i32> {
+        self.psum.clone()
+    }
+
+    pub(super) fn into_static(self) -> ExpertRows<'static> {
+        ExpertRows {
+            counts: self.counts.into_static(),
+            starts: self.starts.into_static(),
+            psum: self.psum.into_static(),
+        }
+    }
+}
+
+/// Most rows by expert of so many tokens of each rank: one for each entry, and the padding of each
+/// expert that has rows.
+pub fn most_rows_by_expert(
+    num_ranks: u32,
+    max_tokens: u32,
+    num_topk: u32,
+    local_experts: u32,
+    alignment: u32,
+) -> u64 {
+    // An entry is a row, whether or not entries of a token are of different experts.
+    let rows = u64::from(max_tokens) * u64::from(num_ranks) * u64::from(num_topk);
+    let padded = u64::from(local_experts).min(rows);
+    rows + padded * u64::from(alignment.saturating_sub(1))
+}
+
+/// An error unless segments can have this alignment.
+pub fn check_alignment(alignment: u32) -> Result<()> {
+    if alignment.is_power_of_two() {
+        return Ok(());
+    }
+    Err(Error::argument("alignment", alignment, "segments begin at multiples of a power of two"))
 }
 
 /// Most choices of an [`ExpertMap`] for each expert.

@@ -17,6 +17,6 @@ pub mod throughput;
 pub mod topology;
 
 pub use core::{Sizes, StreamOrder};
-pub use experts::{ExpertId, ExpertMap, Placement};
+pub use experts::{ExpertId, ExpertMap, ExpertRows, Placement};
 pub use tensor::{DType, Element, Tensor, TypedTensor};
 use topology::Topology;

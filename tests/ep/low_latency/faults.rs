@@ -200,6 +200,42 @@ fn an_expert_major_copy_of_a_failed_dispatch_is_not_read() {
     });
 }
 
+/// Rows by expert are in the caller's tensor, tables in the place.
+#[test]
+fn rows_by_expert_of_a_failed_dispatch_are_not_read() {
+    let main = |rank: &mut Ones| {
+        let mut place = rank.buffer.place(0)?;
+        let recv_x = Tensor::alloc(rank.stream.device(), DType::Bf16, &[30, HIDDEN])?;
+        for turn in 0..2 {
+            if turn == 1 && rank.rank == 1 {
+                return Ok(());
+            }
+            let request = DispatchRequest::new(&rank.x, &rank.topk_idx).by_expert(4).recv_x(&recv_x);
+            let received = rank.buffer.dispatch(&mut place, request, StreamOrder::on(&rank.stream))?;
+            if turn == 0 {
+                rank.combine(received)?;
+                continue;
+            }
+            let by_expert = received.by_expert.as_ref().expect("asked for");
+            let stream = &*rank.stream;
+            let reads = [
+                recv_x.to_host::<half::bf16>(stream).map(drop),
+                by_expert.experts.psum().values(stream).map(drop),
+                by_expert.recv_src_idx.values(stream).map(drop),
+                by_expert.recv_topk_weights.values(stream).map(drop),
+            ];
+            for read in reads {
+                expect_gone(read);
+            }
+        }
+        Ok(())
+    };
+    run_on(|options| options.rows_by_expert(30), &main);
+    let transport = TransportOptions::new(TransportKind::Tcp);
+    let spread = |options: Options| options.ranks_per_node(1).keep_nodes().transport(transport.clone());
+    run_on(|options| spread(options.rows_by_expert(30)), &main);
+}
+
 /// A read on a stream that has not waited for the operation, and of a failed one once the ranks
 /// have regrouped.
 #[test]

@@ -7,13 +7,16 @@ use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide_gpu::layout::{PIECE_PACKET_BYTES, pieces_of};
 use epoxide_testing::harness::PATIENCE;
-use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
-use epoxide_testing::oracle::{Routing, Style};
+use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath, Segments};
+use epoxide_testing::oracle::{Routing, Style, by_expert};
 use epoxide_testing::tier;
 
 use crate::shapes::routing;
 
-const DISPATCH: &str = "low_latency_dispatch";
+/// The kernel of a case's dispatches.
+fn dispatch_of(case: &LowLatencyCase) -> &'static str {
+    if case.segments.is_some() { "low_latency_dispatch_by_expert" } else { "low_latency_dispatch" }
+}
 
 /// Bytes by kernel, sending rank, receiving rank and part of the receiver's pool; parts with none
 /// are left out.
@@ -21,7 +24,7 @@ type Links = BTreeMap<(&'static str, u32, u32, &'static str), u64>;
 
 /// Expected bytes between the ranks of a case in one round trip, from the routing alone.
 fn predicted(case: &LowLatencyCase) -> Links {
-    let routing = &case.routing;
+    let (routing, dispatch) = (&case.routing, dispatch_of(case));
     let ranks = 0..routing.num_ranks();
     let links = ranks.clone().flat_map(|from| ranks.clone().map(move |to| (from, to)));
     let mut all = Links::new();
@@ -38,16 +41,16 @@ fn predicted(case: &LowLatencyCase) -> Links {
         let row_bytes = case.hidden * if is_fp8 { 1 } else { 2 };
         let scales = if is_fp8 { u64::from(case.hidden / 128) } else { 0 };
         let chunks = |tokens: u64| tokens.div_ceil(case.chunk_tokens.into());
-        add(DISPATCH, "recv_x", rows * u64::from(row_bytes));
-        add(DISPATCH, "recv_scales", rows * scales * 4);
-        add(DISPATCH, "arrived", chunks(tokens) * 8);
-        add(DISPATCH, "control.calls", 8);
+        add(dispatch, "recv_x", rows * u64::from(row_bytes));
+        add(dispatch, "recv_scales", rows * scales * 4);
+        add(dispatch, "arrived", chunks(tokens) * 8);
+        add(dispatch, "control.calls", 8);
         // The ids of all tokens, two to a packet, and a weight for each entry that is for the
         // receiver.
-        add(DISPATCH, "ids", tokens * u64::from(routing.num_topk.div_ceil(2)) * 8);
+        add(dispatch, "ids", tokens * u64::from(routing.num_topk.div_ceil(2)) * 8);
         let entries = routing.topk_idx[from as usize].iter().flatten();
         add(
-            DISPATCH,
+            dispatch,
             "weights",
             entries.filter(|&&expert| routing.owner(expert) == Some(to)).count() as u64 * 8,
         );
@@ -93,18 +96,19 @@ fn rows_between(routing: &Routing, from: u32, to: u32) -> u64 {
 fn check(case: &LowLatencyCase) {
     let checker = Checker::new(CheckConfig::default());
     checker.count_stores();
+    checker.count_loads();
     let case = LowLatencyCase { checker: Some(checker.clone()), ..case.clone() };
-    let counted = std::sync::Mutex::new(Vec::new());
+    let counted = std::sync::Mutex::new((Vec::new(), Vec::new()));
     case.run(|rank| {
         rank.round_trip(&case)?;
         // All pools still exist, and all ranks have finished their stores.
         rank.group.barrier(PATIENCE)?;
         if rank.rank == 0 {
-            *counted.lock().unwrap() = checker.stores();
+            *counted.lock().unwrap() = (checker.stores(), checker.loads());
         }
         rank.group.barrier(PATIENCE)
     });
-    let counted = counted.into_inner().unwrap();
+    let (counted, loads) = counted.into_inner().unwrap();
     let on_links = counted.iter().filter(|stored| stored.by != stored.on);
     let got: BTreeMap<_, u64> = on_links
         .map(|stored| {
@@ -119,6 +123,21 @@ fn check(case: &LowLatencyCase) {
         .map(|key| format!("{key:?}: {:?}, predicted {:?}", got.get(key), want.get(key)))
         .collect();
     assert!(differing.is_empty(), "{}\n{case:?}", differing.join("\n"));
+    let Some(segments) = case.segments else { return };
+    // Within a rank: a row is read once, and stored once for each selection.
+    let (routing, kernel, row_bytes) = (&case.routing, dispatch_of(&case), u64::from(case.hidden) * 2);
+    for rank in 0..routing.num_ranks() {
+        let plan = by_expert(routing, rank, segments.alignment);
+        let selections = plan.counts.iter().map(|count| *count as u64).sum::<u64>();
+        let is_own = |by: u32, on: u32, of: &str| by == rank && on == rank && of == kernel;
+        let stored = counted.iter().filter(|it| is_own(it.by, it.on, &it.kernel));
+        let stored = stored.filter(|it| it.part == "recv_x_by_expert").map(|it| it.bytes);
+        assert_eq!(stored.sum::<u64>(), selections * row_bytes, "stored by rank {rank}");
+        let loaded = loads.iter().filter(|it| is_own(it.by, it.on, &it.kernel));
+        let loaded = loaded.filter(|it| it.part == "recv_x").map(|it| it.loads * 16);
+        let rows: u64 = (0..routing.num_ranks()).map(|from| rows_between(routing, from, rank)).sum();
+        assert_eq!(loaded.sum::<u64>(), rows * row_bytes, "loaded by rank {rank}");
+    }
 }
 
 /// Kinds of rows: bf16 and both kinds of fp8, either way.
@@ -146,6 +165,15 @@ fn rows_in_packets_go_to_each_rank_once() {
     }
     // Some ranks with packets, some with words.
     each_kind(&LowLatencyCase { packet_tokens: 5, ..case });
+}
+
+/// Rows of whole pieces, so that every load is of another part of the row.
+#[test]
+fn rows_by_expert_cost_the_links_nothing_and_are_read_once() {
+    for style in [Style::WithHoles, Style::Repeats] {
+        let case = LowLatencyCase::new(routing(&[9, 6, 0, 7], 5, 8, style), 1024);
+        check(&LowLatencyCase { segments: Some(Segments::aligned(16)), ..case });
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Low latency on virtual GPUs, against the oracle.
 
 mod acceptance;
+mod by_expert;
 pub mod faults;
 mod gather;
 mod internode;

@@ -6,7 +6,7 @@ use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::NodeLinks;
-use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
+use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath, RowMemory, Segments};
 
 use crate::cases::{draws, routed};
 use crate::property::config;
@@ -37,6 +37,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
         (
             any::<(u64, Option<u32>)>(),
             prop::sample::select(vec![Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo]),
+            prop::option::of(segments()),
         ),
         prop_oneof![1 => Just(None), 1 => (any::<prop::sample::Index>(), transport()).prop_map(Some)],
     );
@@ -51,7 +52,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
                 unanswered,
                 places,
                 (combine_rows, weighted, halves, gathers),
-                ((seed, schedule), back),
+                ((seed, schedule), back, segments),
                 spread,
             ),
         )| {
@@ -74,6 +75,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
                 quantise_back: if may_quantise { back } else { Quantise::Not },
                 combine_rows,
                 gathers: gathers && by_expert && quantise == Quantise::Not,
+                segments,
                 weighted: weighted && by_expert,
                 halves,
                 own_memory: seed % 2 == 1,
@@ -89,6 +91,15 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
             }
         },
     )
+}
+
+fn segments() -> impl Strategy<Value = Segments> {
+    let memory = prop::sample::select(vec![RowMemory::Library, RowMemory::Caller]);
+    (0..=7u32, memory, any::<bool>()).prop_map(|(power, memory, unweighted)| Segments {
+        alignment: 1 << power,
+        memory,
+        unweighted,
+    })
 }
 
 fn transport() -> impl Strategy<Value = TransportKind> {

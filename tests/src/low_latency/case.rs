@@ -4,6 +4,7 @@ use epoxide::DType;
 use epoxide::driver::Device;
 use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::low_latency::{Options, Quantise, Shape};
+use epoxide_gpu::layout::MAX_EXPERTS_OF_ROWS;
 use rand::Rng;
 
 use crate::harness::{NodeLinks, PATIENCE};
@@ -34,6 +35,38 @@ impl ReturnPath {
     }
 }
 
+/// Rows by expert that a dispatch brings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Segments {
+    /// Segments begin at multiples of it.
+    pub alignment: u32,
+    /// Whose memory they come to.
+    pub memory: RowMemory,
+    /// Whether a combine of such rows leaves the weights out.
+    pub unweighted: bool,
+}
+
+impl Segments {
+    /// Those of drawn cases, whose buffers have so many experts.
+    pub fn of_draws(experts: u32) -> Option<Segments> {
+        (experts <= MAX_EXPERTS_OF_ROWS).then(|| Segments::aligned(8))
+    }
+
+    /// In memory of the library's, weighted.
+    pub fn aligned(alignment: u32) -> Segments {
+        Segments { alignment, memory: RowMemory::Library, unweighted: false }
+    }
+}
+
+/// Whose memory rows by expert come to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowMemory {
+    /// Memory of the dispatch.
+    Library,
+    /// A tensor of the caller.
+    Caller,
+}
+
 /// One round trip, or several.
 #[derive(Debug, Clone)]
 pub struct LowLatencyCase {
@@ -55,9 +88,11 @@ pub struct LowLatencyCase {
     pub quantise_back: Quantise,
     /// Rows that combine takes.
     pub combine_rows: ReturnPath,
-    /// Whether the experts give the rows of the expert-major copy back as they are: bf16, by
-    /// expert.
+    /// Whether the experts give the rows of the expert-major copy back as they are, or those of
+    /// `segments`: bf16, by expert.
     pub gathers: bool,
+    /// Whether the dispatch brings rows by expert.
+    pub segments: Option<Segments>,
     /// Whether tokens have weights, else 1.
     pub weighted: bool,
     /// Whether each call is made in two halves.
@@ -98,6 +133,7 @@ impl LowLatencyCase {
             quantise_back: Quantise::Not,
             combine_rows: ReturnPath::ByExpert,
             gathers: false,
+            segments: None,
             weighted: true,
             halves: false,
             own_memory: false,
@@ -144,6 +180,7 @@ impl LowLatencyCase {
                 2 | 5 => ReturnPath::ByRow,
                 _ => ReturnPath::ByExpert,
             },
+            segments: Segments::of_draws(experts).filter(|_| number % 4 == 3),
             chunk_tokens: Options::DEFAULT_CHUNK_TOKENS,
             packet_tokens: Options::default_packet_tokens(ranks),
             seed: rng.random(),
@@ -166,19 +203,32 @@ impl LowLatencyCase {
         case
     }
 
-    /// The options of a rank's buffer.
-    pub fn options(&self, rank: u32) -> Options {
-        let routing = &self.routing;
-        let options = Options::new(Shape {
+    /// Room for rows by expert, if the dispatch brings such.
+    pub fn room_by_expert(&self) -> Option<u64> {
+        self.segments
+            .map(|segments| self.shape().most_rows_by_expert(self.routing.num_ranks(), segments.alignment))
+    }
+
+    fn shape(&self) -> Shape {
+        Shape {
             max_tokens: self.max_tokens,
             hidden: self.hidden.into(),
-            num_topk: routing.num_topk,
-            num_experts: routing.num_experts,
-        })
-        .places(self.places)
-        .chunk_tokens(self.chunk_tokens)
-        .packet_tokens(self.packet_tokens)
-        .timeout(PATIENCE);
+            num_topk: self.routing.num_topk,
+            num_experts: self.routing.num_experts,
+        }
+    }
+
+    /// The options of a rank's buffer.
+    pub fn options(&self, rank: u32) -> Options {
+        let options = Options::new(self.shape())
+            .places(self.places)
+            .chunk_tokens(self.chunk_tokens)
+            .packet_tokens(self.packet_tokens)
+            .timeout(PATIENCE);
+        let options = match self.room_by_expert() {
+            Some(rows) => options.rows_by_expert(rows),
+            None => options,
+        };
         match self.nodes {
             None => options,
             Some(nodes) => {

@@ -69,8 +69,11 @@ impl Data {
 
     /// A rank's share of a token.
     pub(super) fn share(&self, case: &LowLatencyCase, source: u32, token: u32, dst: u32) -> Option<Vec<f32>> {
-        let weights = &self.weights[source as usize][token as usize];
-        low_latency_share(&case.routing, weights, source, token, dst, |expert| {
+        let mut weights = self.weights[source as usize][token as usize].clone();
+        if case.combine_rows == ReturnPath::ByExpert && case.segments.is_some_and(|it| it.unweighted) {
+            weights.fill(1.0);
+        }
+        low_latency_share(&case.routing, &weights, source, token, dst, |expert| {
             self.output(case, expert, source, token)
         })
     }

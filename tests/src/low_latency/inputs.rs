@@ -8,10 +8,11 @@ use epoxide::low_latency::{CombineRequest, DispatchRequest, Quantise, Received};
 use epoxide::{DType, ExpertMap, Tensor, TypedTensor};
 use epoxide_gpu::layout::row_stride;
 
-use super::case::{LowLatencyCase, ReturnPath};
+use super::case::{LowLatencyCase, ReturnPath, RowMemory, Segments};
 use super::data::Data;
+use super::segments::mark;
 use crate::ids::{Ids, upload_narrow};
-use crate::oracle::{low_latency_plan, rounded};
+use crate::oracle::{by_expert as by_expert_plan, low_latency_plan, rounded};
 
 /// A rank's inputs to one round's calls.
 #[derive(Debug)]
@@ -24,6 +25,10 @@ pub struct LowLatencyInputs {
     pub(super) by_expert: Tensor<'static>,
     /// Rows of the pool lie [`row_stride`] bytes apart, and so do these for it.
     by_row: Tensor<'static>,
+    segments: Option<Segments>,
+    /// Memory for rows by expert and their scales, where it is the caller's and not `by_expert`.
+    recv_x: Option<Tensor<'static>>,
+    recv_x_scales: Option<TypedTensor<'static, f32>>,
 }
 
 impl LowLatencyInputs {
@@ -48,7 +53,26 @@ impl LowLatencyInputs {
         // Rows that are not there hold what they hold.
         let is_by_expert = case.combine_rows == ReturnPath::ByExpert;
         let (of_experts, of_rows) = if is_by_expert { (experts * rows, 1) } else { (1, rows) };
+        let of_experts = case.room_by_expert().filter(|_| is_by_expert).unwrap_or(of_experts);
         let by_expert = Tensor::alloc(device, DType::Bf16, &[of_experts, hidden])?;
+        // Padding must keep what it holds.
+        let marked = |rows: u64, columns: u64, dtype: DType| {
+            let tensor = Tensor::alloc(device, dtype, &[rows, columns])?;
+            mark(stream, &tensor).map(|()| tensor)
+        };
+        let (mut recv_x, mut recv_x_scales) = (None, None);
+        if let Some(room) = case.room_by_expert()
+            && case.segments.is_some_and(|it| it.memory == RowMemory::Caller)
+        {
+            match case.quantise {
+                Quantise::Not if case.gathers => mark(stream, &by_expert)?,
+                Quantise::Not => recv_x = Some(marked(room, hidden, DType::Bf16)?),
+                _ => {
+                    recv_x = Some(marked(room, hidden, DType::Fp8E4m3)?);
+                    recv_x_scales = Some(marked(hidden.div_ceil(128), room, DType::F32)?.typed()?);
+                }
+            }
+        }
         let by_row = if case.combine_rows == ReturnPath::InPool {
             // Gaps, and rows that are not there, are copied with the others, and never read.
             let columns = row_stride(hidden * 2) / 2;
@@ -64,6 +88,12 @@ impl LowLatencyInputs {
         };
         if case.gathers {
             // The copy is what fills them.
+        } else if let Some(segments) = case.segments.filter(|_| is_by_expert) {
+            let rows = by_expert_plan(routing, rank, segments.alignment).rows;
+            for (row, (source, token, k)) in (0..).zip(rows).filter_map(|(row, of)| Some((row, of?))) {
+                let id = routing.topk_idx[source as usize][token as usize][k as usize];
+                write(&by_expert, row, &data.output(case, id, source, token))?;
+            }
         } else if is_by_expert {
             for (expert, list) in (0..).zip(&plan.expert_rows) {
                 let id = i64::from(rank * routing.local_experts()) + expert as i64;
@@ -94,13 +124,28 @@ impl LowLatencyInputs {
             weights,
             by_expert,
             by_row,
+            segments: case.segments,
+            recv_x,
+            recv_x_scales,
         })
     }
 
     /// Combine request with its experts' outputs.
     pub fn experts(&self, case: &LowLatencyCase) -> CombineRequest<'_> {
+        self.returning(case, &self.by_expert)
+    }
+
+    /// The same with other rows where they are by expert.
+    pub(super) fn returning<'a>(
+        &'a self,
+        case: &LowLatencyCase,
+        by_expert: &'a Tensor<'a>,
+    ) -> CombineRequest<'a> {
         let request = match case.combine_rows {
-            ReturnPath::ByExpert => CombineRequest::by_expert(&self.by_expert),
+            ReturnPath::ByExpert if case.segments.is_some_and(|it| it.unweighted) => {
+                CombineRequest::by_expert(by_expert).unweighted()
+            }
+            ReturnPath::ByExpert => CombineRequest::by_expert(by_expert),
             ReturnPath::ByRow => CombineRequest::by_row(&self.by_row),
             ReturnPath::InPool => CombineRequest::in_pool(),
         };
@@ -117,6 +162,13 @@ impl LowLatencyInputs {
         unsafe { stream.copy(rows.ptr(), self.by_row.ptr(), rows.rows() * rows.row_stride()) }
     }
 
+    /// Where rows by expert come, if it is memory of the caller's: rows and scales.
+    pub(super) fn given(&self) -> Option<(&Tensor<'static>, Option<&TypedTensor<'static, f32>>)> {
+        let segments = self.segments?;
+        let rows = self.recv_x.as_ref().unwrap_or(&self.by_expert);
+        (segments.memory == RowMemory::Caller).then_some((rows, self.recv_x_scales.as_ref()))
+    }
+
     /// Its rows.
     pub fn x(&self) -> &Tensor<'static> {
         &self.x
@@ -129,6 +181,11 @@ impl LowLatencyInputs {
             None => DispatchRequest::new(&self.x, &self.topk_idx),
         };
         let request = self.map.iter().fold(request, DispatchRequest::map).quantise(quantise);
+        let request = self.segments.iter().fold(request, |it, segments| it.by_expert(segments.alignment));
+        let request = match self.given() {
+            None => request,
+            Some((x, scales)) => scales.into_iter().fold(request.recv_x(x), DispatchRequest::recv_x_scales),
+        };
         match &self.weights {
             Some(weights) => request.topk_weights(weights),
             None => request,

@@ -6,7 +6,8 @@ mod data;
 mod gathered;
 mod inputs;
 mod rounds;
+mod segments;
 
-pub use case::{LowLatencyCase, ReturnPath};
+pub use case::{LowLatencyCase, ReturnPath, RowMemory, Segments};
 pub use inputs::LowLatencyInputs;
 pub use rounds::LowLatencyRank;

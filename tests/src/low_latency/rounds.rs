@@ -12,7 +12,7 @@ use epoxide::low_latency::{Buffer, CombineRequest, Combined, Options, Place, Rec
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
 
-use super::case::{LowLatencyCase, ReturnPath};
+use super::case::{LowLatencyCase, ReturnPath, Segments};
 use super::data::Data;
 use super::inputs::LowLatencyInputs;
 use crate::harness::{PATIENCE, Rank, run_checked};
@@ -39,12 +39,15 @@ impl RoundTrip for Buffer {
         self.check()
     }
 
-    /// The same routing with each way back that the nodes allow.
+    /// The same routing with each way back that the nodes allow, and with rows by expert.
     fn first_cases(cases: &Cases) -> Vec<LowLatencyCase> {
         let mut ways = vec![ReturnPath::ByExpert, ReturnPath::ByRow, ReturnPath::InPool];
         ways.retain(|way| *way != ReturnPath::InPool || cases.nodes == 1);
         let first = LowLatencyCase { rounds: 2, ..LowLatencyCase::draw(cases, 0, Draw::Full) };
-        ways.into_iter().map(|combine_rows| LowLatencyCase { combine_rows, ..first.clone() }).collect()
+        let segments = Segments::of_draws(cases.sizes.experts);
+        let by_expert = LowLatencyCase { combine_rows: ReturnPath::ByExpert, segments, ..first.clone() };
+        let ways = ways.into_iter().map(|combine_rows| LowLatencyCase { combine_rows, ..first.clone() });
+        ways.chain([by_expert]).collect()
     }
 
     fn case(cases: &Cases, number: u64, draw: Draw) -> LowLatencyCase {
@@ -62,6 +65,7 @@ impl RoundTrip for Buffer {
             let received = case.dispatch(&mut rank.buffer, place, inputs, StreamOrder::on(&stream))?;
             case.check_received(rank, &received, data)?;
             case.check_gathered(rank, &received, data)?;
+            case.check_segments(rank, &received, inputs, data)?;
             if case.is_answered(index) && case.own_memory {
                 let rows = case.routing.num_tokens(rank.rank).into();
                 let out = Tensor::alloc(stream.device(), DType::Bf16, &[rows, case.hidden.into()])?;
@@ -234,21 +238,26 @@ impl LowLatencyCase {
         }
     }
 
-    /// Does the experts' work on received rows; gives the request of their combine.
+    /// Does the experts' work on received rows; gives the request of their combine. `in_place` has the
+    /// rows by expert, where there are such.
     fn work<'a>(
         &self,
         buffer: &mut Buffer,
         received: &Received<'_>,
+        in_place: Option<&'a Tensor<'a>>,
         inputs: &'a LowLatencyInputs,
         stream: &Stream,
     ) -> Result<CombineRequest<'a>> {
-        if self.gathers {
+        if self.gathers && self.segments.is_none() {
             buffer.gather_by_expert(received, &inputs.by_expert, None, StreamOrder::on(stream))?;
         }
         if self.combine_rows == ReturnPath::InPool {
             inputs.leave_rows(received, stream)?;
         }
-        Ok(inputs.experts(self))
+        Ok(match in_place {
+            Some(x) if self.gathers => inputs.returning(self, x),
+            _ => inputs.experts(self),
+        })
     }
 
     fn combine_into(
@@ -259,7 +268,9 @@ impl LowLatencyCase {
         out: &Tensor<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let (rows, order) = (self.work(buffer, &received, inputs, stream)?, StreamOrder::on(stream));
+        let in_place = rows_in_place(&received);
+        let rows = self.work(buffer, &received, in_place.as_ref(), inputs, stream)?;
+        let order = StreamOrder::on(stream);
         if self.halves {
             buffer.combine_send_into(received, rows, out, order)?.receive(order)?;
         } else {
@@ -275,7 +286,9 @@ impl LowLatencyCase {
         inputs: &LowLatencyInputs,
         stream: &Stream,
     ) -> Result<Combined<'p>> {
-        let (rows, order) = (self.work(buffer, &received, inputs, stream)?, StreamOrder::on(stream));
+        let in_place = rows_in_place(&received);
+        let rows = self.work(buffer, &received, in_place.as_ref(), inputs, stream)?;
+        let order = StreamOrder::on(stream);
         if self.halves {
             buffer.combine_send(received, rows, order)?.receive(order)
         } else {
@@ -318,4 +331,9 @@ impl LowLatencyCase {
         }
         Ok(())
     }
+}
+
+/// Rows by expert, on which experts work in place.
+fn rows_in_place<'p>(received: &Received<'p>) -> Option<Tensor<'p>> {
+    received.by_expert.as_ref().and_then(|rows| rows.recv_x.clone())
 }

@@ -11,6 +11,7 @@
 
 use super::super::epoch::{Phase, note, note_missing_token, pool_of, share, trace, trace_by, wait_at_least};
 use super::super::ids::{Id, place, recorded_token};
+use super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch};
 use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
 use super::team::Team;
@@ -21,7 +22,8 @@ use super::{
 };
 use crate::layout::{
     Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
-    LowLatencyDispatchArgs, Quantise, SCALE_BLOCK, Wait, gave_up_offset, phase, row_stride,
+    LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs, LowLatencyExpertRows, Quantise, SCALE_BLOCK, Wait,
+    gave_up_offset, phase, row_stride,
 };
 use crate::simt::*;
 
@@ -53,6 +55,48 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let_next_launch(&args.common);
     if args.common.phases & phase::RECEIVE != 0 {
         receive(&args, lists, &shared, &opened);
+        finish(comm);
+    }
+}
+
+/// The same as [`LowLatencyDispatch`], and copies each row to the segments of its experts as soon as
+/// it has come.
+#[kernel(
+    threads = 512, barriers = 19, registers = 128, dependent,
+    shared = super::low_latency_by_expert_shared_bytes(&args),
+    requires(
+        ..LowLatencyArgs(args.dispatch.common),
+        ..LowLatencyDispatchArgs(args.dispatch),
+        ..LowLatencyExpertRows(args.to),
+        args.dispatch.common.comm.num_ranks <= FEW_RANKS as u32,
+    )
+)]
+pub unsafe fn low_latency_dispatch_by_expert(args: LowLatencyExpertDispatchArgs) {
+    let comm = &args.dispatch.common.comm;
+    let shared = NodeShared::dynamic();
+    let sends = args.dispatch.common.phases & phase::SEND != 0;
+    trace(comm, Phase::Enter);
+    let publishes = publishes_call(&args.dispatch.common);
+    let opening = Opening::load::<false>(&args.dispatch.common, tid() == 0 || publishes);
+    let (lists, moves) = teams(&args.dispatch.common);
+    let tokens = Tokens::of_block(&args.dispatch.common);
+    let first = TokenAhead::of(
+        &args.dispatch,
+        moves,
+        tokens.first,
+        sends & moves.has_this_warp() & !tokens.is_empty(),
+    );
+    if publishes {
+        publish_call::<false>(&args.dispatch.common, &opening);
+    }
+    let opened = begin::<false>(&args.dispatch.common, &opening, shared.opened());
+    if sends {
+        send(&args.dispatch, lists, moves, &shared, &opened, tokens, first);
+        trace_by(comm, Phase::Moved, || tid() == moves.first);
+    }
+    let_next_launch(&args.dispatch.common);
+    if args.dispatch.common.phases & phase::RECEIVE != 0 {
+        receive_by_expert(&args, lists, &shared, &opened);
         finish(comm);
     }
 }
@@ -497,6 +541,151 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeSha
             wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows);
         }
     });
+}
+
+/// The same, and copies rows to the segments of their experts.
+#[device]
+unsafe fn receive_by_expert(
+    args: &LowLatencyExpertDispatchArgs,
+    team: Team<1>,
+    shared: &NodeShared,
+    opened: &Opened,
+) {
+    let (dispatched, common) = (&args.dispatch, &args.dispatch.common);
+    let (thread, epoch, ranks) = (tid(), opened.epoch(), common.comm.num_ranks);
+    if !team.has_this_warp() {
+        return;
+    }
+    if !wait_calls(common, team, shared, opened) {
+        return say_given_up(&common.comm, epoch);
+    }
+    if ctaid() == 0 && thread < FEW_RANKS as u32 {
+        st_u32(common.tables.num_tokens.0 + thread as u64 * 4, shared.tokens().ld(thread));
+    }
+    list(dispatched, team, shared, epoch);
+    let shape = RowShape { bytes: dispatched.row_bytes, scales: dispatched.row_scales() };
+    let at = dynamic_shared() + super::low_latency_dispatch_shared_bytes(dispatched);
+    let scratch = Scratch { at, ranks, experts: common.local_experts };
+    let pool = pool_of(&common.comm, common.comm.rank);
+    let come = Coming { args: dispatched, shared, pool, epoch };
+    Placing { args: common, to: &args.to, shape, team, scratch, come: &come }.place_rows();
+}
+
+/// Waits for the rows of a source's chunk; false when the wait expired.
+///
+/// # Safety
+/// The word is in this rank's own pool.
+#[device]
+unsafe fn wait_chunk(args: &LowLatencyDispatchArgs, source: u32, chunk: u32, epoch: u64) -> bool {
+    let (common, comm) = (&args.common, &args.common.comm);
+    let word = pool_of(comm, comm.rank) + common.place.arrived + chunk_offset(common, source, chunk);
+    wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows)
+}
+
+/// The tokens of all ranks within a node, of which ids come first, as packets.
+struct Coming<'a> {
+    args: &'a LowLatencyDispatchArgs,
+    shared: &'a NodeShared,
+    /// This rank's pool.
+    pool: u64,
+    epoch: u64,
+}
+
+impl Coming<'_> {
+    /// The row of a token among those received.
+    #[device]
+    fn row_of(&self, source: u32, index: u32) -> u32 {
+        source * self.args.common.max_tokens + index
+    }
+
+    /// Where a packet of a token's ids is.
+    #[device]
+    fn ids(&self, source: u32, index: u32, pair: u32) -> u64 {
+        let common = &self.args.common;
+        self.pool + common.place.ids + ids_offset(common, self.row_of(source, index)) + pair as u64 * 8
+    }
+}
+
+impl Arrivals for Coming<'_> {
+    #[device]
+    unsafe fn count(&self, source: u32) -> u32 {
+        self.shared.tokens().ld(source)
+    }
+
+    #[device]
+    unsafe fn all(&self) -> u32 {
+        let mut all = 0;
+        unroll!(8, SOURCE => { all += self.shared.tokens().ld(SOURCE as u32) });
+        all
+    }
+
+    #[device]
+    unsafe fn find(&self, number: u32) -> (u32, u32) {
+        let (mut source, mut index) = (0, number);
+        unroll!(8, SOURCE => {
+            let of_source = self.shared.tokens().ld(SOURCE as u32);
+            if source == SOURCE as u32 && index >= of_source {
+                (source, index) = (source + 1, index - of_source);
+            }
+        });
+        (source, index)
+    }
+
+    #[device]
+    unsafe fn load(&self, source: u32, index: u32, pair: u32) -> u64 {
+        ld_relaxed_sys_u64(self.ids(source, index, pair))
+    }
+
+    #[device]
+    unsafe fn pair(&self, seen: u64, source: u32, index: u32, pair: u32) -> (u32, u32) {
+        let (comm, at) = (&self.args.common.comm, self.ids(source, index, pair));
+        // A packet that does not come names no expert.
+        let ids = packet_seen(comm, at, seen, source, self.epoch, Wait::LowLatencyIds).unwrap_or(u32::MAX);
+        (ids & 0xffff, ids >> 16)
+    }
+
+    #[device]
+    unsafe fn weight(&self, source: u32, index: u32, entry: u32) -> u32 {
+        let common = &self.args.common;
+        let at = (self.row_of(source, index) * common.num_topk + entry) as u64 * 8;
+        let packet = self.pool + common.place.weights + at;
+        // A weight that does not come is recorded as an error.
+        wait_packet::<false>(&common.comm, packet, source, self.epoch, Wait::LowLatencyIds).unwrap_or(0)
+    }
+
+    #[device]
+    unsafe fn token(&self, _: u32, index: u32) -> u32 {
+        index
+    }
+
+    #[device]
+    unsafe fn wait(&self, source: u32, index: u32) -> bool {
+        let chunk_tokens = self.args.common.chunk_tokens;
+        core::hint::assert_unchecked(chunk_tokens >= 1);
+        wait_chunk(self.args, source, index / chunk_tokens, self.epoch)
+    }
+
+    #[device]
+    unsafe fn row(&self, source: u32, index: u32) -> u64 {
+        let stride = row_stride(self.args.row_bytes as u64);
+        self.pool + self.args.common.place.recv_x + self.row_of(source, index) as u64 * stride
+    }
+
+    #[device]
+    unsafe fn scale(&self, source: u32, index: u32, scale: u32) -> f32 {
+        let common = &self.args.common;
+        let rows = (common.comm.num_ranks * common.max_tokens) as u64;
+        let at = (scale as u64 * rows + self.row_of(source, index) as u64) * 4;
+        ld_f32(self.pool + common.place.recv_scales + at)
+    }
+
+    #[device]
+    unsafe fn home(&self, _: u32, _: u32) -> Option<Home> {
+        None
+    }
+
+    #[device]
+    unsafe fn note(&self, _: u32, _: u32) {}
 }
 
 /// Tells every rank that this one ends the dispatch without all of them. The kernels behind it may

@@ -24,17 +24,19 @@
 
 use core::mem::offset_of;
 
+use self::by_expert::Scratch;
 use self::team::Team;
 use super::epoch::{
     Deadline, Phase, gave_up_before, pool_of, record, share, trace, trace_by, wait_at_least_unless,
 };
 use crate::layout::{
     Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_LEFT_OUT, LOCAL_TICKET, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
-    LowLatencyCall, LowLatencyDispatchArgs, LowLatencyTurns, MAX_MEMBERS, PIECE_BYTES, PIECE_PACKET_BYTES,
-    QUANTUM, Wait, call_offset, phase, pieces_of, ready_offset,
+    LowLatencyCall, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs, LowLatencyTurns, MAX_MEMBERS,
+    PIECE_BYTES, PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, phase, pieces_of, ready_offset,
 };
 use crate::simt::*;
 
+mod by_expert;
 mod combine;
 mod dispatch;
 mod fp8;
@@ -43,15 +45,18 @@ mod internode;
 mod list;
 mod team;
 
-pub use internode::LOW_LATENCY_INTERNODE_SHARED_BYTES;
+pub use internode::{LOW_LATENCY_INTERNODE_SHARED_BYTES, low_latency_internode_by_expert_shared_bytes};
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
     combine::{
         LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed,
     },
-    dispatch::LowLatencyDispatch,
+    dispatch::{LowLatencyDispatch, LowLatencyDispatchByExpert},
     gather::LowLatencyGather,
-    internode::{LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch},
+    internode::{
+        LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
+        LowLatencyInternodeDispatchByExpert,
+    },
 };
 
 shared! {
@@ -75,6 +80,14 @@ pub const LOW_LATENCY_SHARED_BYTES: u32 = NodeShared::BYTES;
 /// that leave together go to, and their scales.
 pub fn low_latency_dispatch_shared_bytes(args: &LowLatencyDispatchArgs) -> u32 {
     LOW_LATENCY_SHARED_BYTES + LOW_LATENCY_TOKENS_AT_ONCE * 4 * (1 + args.row_scales())
+}
+
+/// Shared memory of a dispatch within a node that brings rows by expert, in bytes: behind the rest,
+/// the words of its counts and places.
+pub fn low_latency_by_expert_shared_bytes(args: &LowLatencyExpertDispatchArgs) -> u32 {
+    let common = &args.dispatch.common;
+    low_latency_dispatch_shared_bytes(&args.dispatch)
+        + Scratch::bytes(common.comm.num_ranks, common.local_experts)
 }
 
 impl NodeShared {

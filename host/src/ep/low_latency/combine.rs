@@ -21,8 +21,16 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy)]
 pub struct CombineRequest<'a> {
     rows: Rows<'a>,
+    weights: Weights,
     quantise: Quantise,
     timeout: Option<Duration>,
+}
+
+/// What a combine multiplies rows by expert by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Weights {
+    OfDispatch,
+    Ones,
 }
 
 /// Where a combine finds the experts' results.
@@ -35,13 +43,17 @@ enum Rows<'a> {
 
 impl<'a> CombineRequest<'a> {
     fn of(rows: Rows<'a>) -> Self {
-        CombineRequest { rows, quantise: Quantise::Not, timeout: None }
+        CombineRequest { rows, weights: Weights::OfDispatch, quantise: Quantise::Not, timeout: None }
     }
 
     /// bf16 `[local_experts * rows, hidden]`: row `e * rows + i` is the result of expert e for row
     /// `expert_rows[e][i]`. Combine sums over a token's experts on this rank, each times its
     /// weight. The sum is accumulated in FP32 in the order of the token's top-k entries and rounded
     /// once.
+    ///
+    /// If the dispatch brought rows [by expert](super::DispatchRequest::by_expert), they are the
+    /// results for those: bf16 `[rows_by_expert, hidden]`, in the same order. Padding may hold
+    /// anything, and is not read.
     pub fn by_expert(x: &'a Tensor<'a>) -> Self {
         CombineRequest::of(Rows::ByExpert(x))
     }
@@ -56,6 +68,13 @@ impl<'a> CombineRequest<'a> {
     /// them there, and nothing is copied. On every rank or on none; within a node.
     pub fn in_pool() -> Self {
         CombineRequest::of(Rows::InPool)
+    }
+
+    /// Sums rows by expert as they are, without weights: the experts have applied them already.
+    /// [`CombineRequest::by_row`] and [`CombineRequest::in_pool`] do so anyway.
+    pub fn unweighted(mut self) -> Self {
+        self.weights = Weights::Ones;
+        self
     }
 
     setters! {
@@ -172,7 +191,7 @@ impl Buffer {
     ) -> Result<(Operation, Combined<'p>)> {
         let outcome = self.outcome(order)?;
         let (num_tokens, dispatch) = (received.num_local_tokens, received.lease.dispatch());
-        let combined_x = self.place_of(&received)?.room().combined_x;
+        let combined_x = self.place_of(&received)?.room().own.combined_x;
         let operation = self.combine_operation(received, request, combined_x)?;
         let lease = operation.place.lease(dispatch);
         let shape = [num_tokens.into(), self.options.shape.hidden];
@@ -190,14 +209,16 @@ impl Buffer {
     ) -> Result<Operation> {
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
         let hidden = self.options.shape.hidden;
-        let CombineRequest { rows, quantise, timeout } = request;
+        let CombineRequest { rows, weights, quantise, timeout } = request;
         let (x, experts) = match rows {
             Rows::ByExpert(x) => (x, self.local_experts()),
             Rows::ByRow(x) => (x, 1),
             Rows::InPool => (received.combine_rows()?, 1),
         };
+        let segments = place.room().own.by_expert.filter(|_| received.by_expert.is_some());
         let (is_by_expert, in_pool) = (matches!(rows, Rows::ByExpert(_)), matches!(rows, Rows::InPool));
-        let expected = self.rows() * u64::from(experts);
+        let segments = segments.filter(|_| is_by_expert);
+        let expected = segments.map_or(self.rows() * u64::from(experts), |to| to.rows.into());
         x.expect_strided("rows", &[DType::Bf16], &[("rows", Some(expected)), ("hidden", Some(hidden))])?;
         x.expect_rows_of_16("rows")?;
         if in_pool && quantise != Quantise::Not {
@@ -215,8 +236,15 @@ impl Buffer {
             row_bytes: if in_pool { 0 } else { row_bytes as u32 },
             num_tokens,
         };
+        let mut common = self.args(&place, call, timeout);
+        if let Some(to) = segments {
+            common.tables.slots = to.slots;
+        }
+        if weights == Weights::Ones {
+            common.tables.weights = self.unit_weights;
+        }
         let args = LowLatencyCombineArgs {
-            common: self.args(&place, call, timeout),
+            common,
             x: x.ptr(),
             x_stride: x.row_stride(),
             combined_x,

@@ -1,20 +1,22 @@
 //! Low-latency dispatch: rows go to the ranks that hold their experts.
 
 use std::marker::PhantomData;
+use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    DevicePtr, ExpertTable, FEW_TOKENS, LowLatencyCall, LowLatencyDispatchArgs, SCALE_BLOCK, row_stride,
+    DevicePtr, ExpertTable, FEW_TOKENS, LowLatencyCall, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
+    LowLatencyExpertRows, SCALE_BLOCK, row_stride,
 };
 
 use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
 use super::layout::most_ranks;
 use super::options::Quantise;
-use super::results::Place;
-use super::results::Received;
-use crate::ep::core::setters;
-use crate::ep::experts::is_narrow;
+use super::results::{Place, Received, ReceivedByExpert, Room};
+use crate::driver::Outcome;
+use crate::ep::core::{Block, PlaceState, setters};
+use crate::ep::experts::{ExpertRows, check_alignment, is_narrow};
 use crate::ep::tensor::{Owner, owners};
 use crate::ep::{DType, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
@@ -28,6 +30,9 @@ pub struct DispatchRequest<'a> {
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     scales: Option<&'a TypedTensor<'a, f32>>,
     quantise: Quantise,
+    by_expert: Option<u32>,
+    recv_x: Option<&'a Tensor<'a>>,
+    recv_x_scales: Option<&'a TypedTensor<'a, f32>>,
     timeout: Option<Duration>,
 }
 
@@ -42,11 +47,67 @@ impl<'a> DispatchRequest<'a> {
             topk_weights: None,
             scales: None,
             quantise: Quantise::Not,
+            by_expert: None,
+            recv_x: None,
+            recv_x_scales: None,
             timeout: None,
         }
     }
 
+    /// Brings rows by expert as well: one for each selection, grouped by local expert, each expert's
+    /// segment at a multiple of `alignment` rows, a power of two. [`Received::by_expert`] has them,
+    /// and says where the segments are. A token that selects an expert twice has two rows there.
+    /// The kernel that receives a row copies it to its segments as soon as it has come, so the time
+    /// follows the rows that came, and not the room for them.
+    ///
+    /// The buffer needs [`Options::rows_by_expert`](super::Options::rows_by_expert). Each rank
+    /// decides for itself. [`CombineRequest::by_expert`](super::CombineRequest::by_expert) takes the
+    /// experts' results in the same order.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use epoxide::driver::Stream;
+    /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+    /// # use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
+    /// # use epoxide::group::run_threads;
+    /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
+    /// # use epoxide::half::bf16;
+    /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
+    /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+    /// #     let stream = Stream::new(&device)?;
+    /// let shape = Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 4 };
+    /// let rows = shape.most_rows_by_expert(group.size(), 8);
+    /// let mut buffer = Buffer::new(device, &*group, Options::new(shape).rows_by_expert(rows))?;
+    /// #     let mut place = buffer.place(0)?;
+    /// #     let order = StreamOrder::on(&stream);
+    /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32 + 1.0); 128])?;
+    /// #     let topk_idx = TypedTensor::from_host(&stream, &[2, 2], &[0i64, 3, 1, -1])?;
+    /// // Rows of the grouped GEMM, whose memory keeps its address.
+    /// let recv_x = Tensor::alloc(stream.device(), DType::Bf16, &[rows, 64])?;
+    /// let request = DispatchRequest::new(&x, &topk_idx).by_expert(8).recv_x(&recv_x);
+    /// let received = buffer.dispatch(&mut place, request, order)?;
+    /// let by_expert = received.by_expert.as_ref().expect("asked for");
+    /// let psum = by_expert.experts.psum();
+    /// // The experts work on `recv_x` here, in place, by `psum`.
+    /// #     let ends = psum.values(&stream)?;
+    /// #     assert_eq!(ends, if rank == 0 { [2, 10, 16] } else { [0, 2, 8] });
+    /// let combined = buffer.combine(received, CombineRequest::by_expert(&recv_x), order)?;
+    /// #     combined.x.to_host::<bf16>(&stream)
+    /// # })?;
+    /// # assert_eq!((sums[1][0].to_f32(), sums[1][64].to_f32()), (4.0, 2.0));
+    /// # Ok::<(), epoxide::group::RankFailure>(())
+    /// ```
+    pub fn by_expert(mut self, alignment: u32) -> Self {
+        self.by_expert = Some(alignment);
+        self
+    }
+
     setters! {
+        /// Puts rows by expert here, `[rows_by_expert, hidden]` of the dtype that they travel in. It
+        /// may be any memory of this rank's device.
+        recv_x: &'a Tensor<'a>;
+        /// Puts the scales of fp8 rows by expert here, `[hidden / 128 rounded up, rows_by_expert]`.
+        recv_x_scales: &'a TypedTensor<'a, f32>;
         /// Weights `[num_tokens, num_topk]` of the experts' outputs, for the combine.
         topk_weights: &'a TypedTensor<'a, f32>;
         /// Takes ids for those of logical experts, of which `map` has the places: its physical
@@ -108,7 +169,7 @@ impl Buffer {
         let outcome = self.outcome(order)?;
         let place = place.0.place();
         self.core.check_place(place)?;
-        let DispatchRequest { x, topk_idx, map, topk_weights, scales, quantise, timeout } = request;
+        let DispatchRequest { x, topk_idx, map, topk_weights, scales, quantise, timeout, .. } = request;
         let (hidden, num_tokens) = (self.options.shape.hidden, self.check_tokens(x.rows())?);
         let tokens = Some(u64::from(num_tokens));
         x.expect("x", &[DType::Bf16, DType::Fp8E4m3], &[("num_tokens", tokens), ("hidden", Some(hidden))])?;
@@ -173,20 +234,52 @@ impl Buffer {
         };
         let entries = map.map(|map| &**map.entries());
         let uses = [Some(x), Some(topk_idx), entries, topk_weights.map(|it| &**it), scales.map(|it| &**it)];
+        let mut uses = owners(uses);
+        let given = [
+            request.recv_x.map(|it| ("recv_x", it)),
+            request.recv_x_scales.map(|it| ("recv_x_scales", &**it)),
+        ];
+        if let (None, Some((argument, _))) = (request.by_expert, given.into_iter().flatten().next()) {
+            let rule = "only rows by expert go there: ask for them with by_expert, or leave it out";
+            return Err(Error::argument(argument, "given", rule));
+        }
+        let rows_by_expert = match request.by_expert {
+            None => None,
+            Some(alignment) => Some(self.rows_by_expert(place, &request, alignment, dtype, with_scales)?),
+        };
         let lease = place.begin()?;
+        let owner = || lease.clone() as Owner;
+        let mut by_expert = None;
+        if let Some((to, block)) = &rows_by_expert {
+            uses.extend(owners(given.map(|it| it.map(|(_, tensor)| tensor))));
+            uses.extend(block.clone().map(|block| block as Owner));
+            given.into_iter().flatten().for_each(|(_, tensor)| tensor.is_filled_by(&outcome));
+            by_expert = Some(received_by_expert(
+                to,
+                block.as_ref(),
+                &request,
+                (dtype, hidden, with_scales, self.local_experts()),
+                &outcome,
+                owner,
+            ));
+        }
         let operation = Operation {
             name: "low-latency dispatch",
-            kernel: Arguments::Dispatch(args),
+            kernel: match &rows_by_expert {
+                None => Arguments::Dispatch(args),
+                Some((to, _)) => {
+                    Arguments::DispatchByExpert(LowLatencyExpertDispatchArgs { dispatch: args, to: *to })
+                }
+            },
             place: place.clone(),
             send_blocks: self.dispatch_blocks(num_tokens),
-            receive_blocks: self.receive_blocks(),
+            receive_blocks: self.receive_blocks(rows_by_expert.is_some()),
             fills: Some(lease.clone()),
-            uses: owners(uses),
+            uses,
         };
-        let owner = || lease.clone() as Owner;
         let (rows, experts, ranks) =
             (self.rows(), u64::from(self.local_experts()), u64::from(self.num_ranks()));
-        let tables = &place.room().tables;
+        let tables = &place.room().own.tables;
         let x = Tensor::in_memory(place.room().recv_x, dtype, &[rows, hidden], owner());
         let of_experts =
             |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).result(name, &outcome);
@@ -208,6 +301,7 @@ impl Buffer {
             src_info: of_experts("src_info", tables.src_info),
             layout_range: TypedTensor::in_memory(tables.layout_range, &[experts, ranks], owner())
                 .result("layout_range", &outcome),
+            by_expert,
             event: None,
             combine_rows: place.room().combine_rows.map(|rows| {
                 let rows = Tensor::in_memory(rows, DType::Bf16, &[self.rows(), hidden], owner());
@@ -237,15 +331,71 @@ impl Buffer {
     /// Blocks of the second half, which list the rows of experts. Across nodes they also copy rows
     /// to their places, several rows per block. With few tokens each warp lists an expert, and a
     /// block has two: with 15, a pair of 16 tokens took 1.1 us longer.
-    fn receive_blocks(&self) -> u32 {
+    ///
+    /// Rows by expert are copied by as many blocks as there are rows.
+    fn receive_blocks(&self, by_expert: bool) -> u32 {
         const ROWS_OF_BLOCK: u32 = 16;
         const EXPERTS_OF_BLOCK: u32 = 2;
         let (rows, experts) = (self.num_ranks() * self.options.shape.max_tokens, self.local_experts());
         match self.core.topology().nodes {
+            _ if by_expert => rows.max(experts),
             1 if rows <= FEW_TOKENS => experts.div_ceil(EXPERTS_OF_BLOCK),
             1 => experts,
             _ => rows.div_ceil(ROWS_OF_BLOCK).max(experts),
         }
+    }
+
+    /// Where rows by expert go, and the block that they are in if it is not the caller's.
+    fn rows_by_expert(
+        &self,
+        place: &PlaceState<Room>,
+        request: &DispatchRequest<'_>,
+        alignment: u32,
+        dtype: DType,
+        with_scales: bool,
+    ) -> Result<(LowLatencyExpertRows, Option<Arc<Block>>)> {
+        check_alignment(alignment)?;
+        let Some(tables) = place.room().own.by_expert else {
+            let rule = "the buffer has no room for them: create it with Options::rows_by_expert";
+            return Err(Error::argument("by_expert", "asked for", rule));
+        };
+        let (rows, hidden) = (u64::from(tables.rows), self.options.shape.hidden);
+        let most = self.options.shape.most_rows_by_expert(self.num_ranks(), alignment);
+        if most > rows {
+            let rule = format!(
+                "up to {most} rows can come then, and the buffer has room for {rows}: \
+                 create it with rows_by_expert >= {most}"
+            );
+            return Err(Error::argument("alignment", alignment, rule));
+        }
+        let room = ("rows_by_expert", Some(rows));
+        if let Some(x) = request.recv_x {
+            x.expect_strided("recv_x", &[dtype], &[room, ("hidden", Some(hidden))])?;
+            x.expect_rows_of_16("recv_x")?;
+        }
+        let of_row = hidden.div_ceil(SCALE_BLOCK.into());
+        if let Some(scales) = request.recv_x_scales {
+            if !with_scales {
+                let rule = "the rows have no scales: leave it out";
+                return Err(Error::argument("recv_x_scales", "given", rule));
+            }
+            scales.expect("recv_x_scales", &[DType::F32], &[("hidden / 128", Some(of_row)), room])?;
+        }
+        let x_stride = request.recv_x.map_or(hidden * dtype.size(), Tensor::row_stride);
+        let (mut x, mut block) = (request.recv_x.map(Tensor::ptr), None);
+        let mut scales = request.recv_x_scales.map(|scales| scales.ptr());
+        let needs_scales = with_scales && scales.is_none();
+        if x.is_none() || needs_scales {
+            let (needs_x, arena) = (x.is_none(), self.core.arena());
+            let (taken, (x_at, scales_at)) = arena.take(|pieces| {
+                let x_at = needs_x.then(|| pieces.array("recv_x_by_expert", rows, x_stride));
+                (x_at, needs_scales.then(|| pieces.array("recv_x_scales_by_expert", of_row, rows * 4)))
+            })?;
+            (block, x, scales) = (Some(taken), x.or(x_at), scales.or(scales_at));
+        }
+        let null = DevicePtr::NULL;
+        let (x, scales) = (x.unwrap_or(null), scales.unwrap_or(null));
+        Ok((LowLatencyExpertRows { x, x_stride, scales, alignment, ..tables }, block))
     }
 
     fn check_tokens(&self, tokens: u64) -> Result<u32> {
@@ -255,5 +405,35 @@ impl Buffer {
         }
         let rule = format!("the buffer was made for at most {most}: create it with max_tokens >= {tokens}");
         Err(Error::argument("num_tokens", tokens, rule))
+    }
+}
+
+/// What a dispatch brings by expert: rows of this dtype and length, with scales or without. `owner`
+/// keeps the place's tables; `block` has what is not in the caller's memory.
+fn received_by_expert<'p>(
+    to: &LowLatencyExpertRows,
+    block: Option<&Arc<Block>>,
+    request: &DispatchRequest<'_>,
+    (dtype, hidden, with_scales, local_experts): (DType, u64, bool, u32),
+    outcome: &Arc<impl Outcome + 'static>,
+    owner: impl Fn() -> Owner,
+) -> ReceivedByExpert<'p> {
+    let rows = u64::from(to.rows);
+    let in_block = |is_given: bool| block.filter(|_| !is_given).map(|block| block.clone() as Owner);
+    let recv_x = in_block(request.recv_x.is_some());
+    let scales = in_block(request.recv_x_scales.is_some()).filter(|_| with_scales);
+    let of_row = hidden.div_ceil(SCALE_BLOCK.into());
+    let table = |name, ptr, shape: &[u64]| TypedTensor::in_memory(ptr, shape, owner()).result(name, outcome);
+    ReceivedByExpert {
+        recv_x: recv_x
+            .map(|owner| Tensor::in_memory(to.x, dtype, &[rows, hidden], owner).result("recv_x", outcome)),
+        recv_x_scales: scales.map(|owner| {
+            TypedTensor::in_memory(to.scales, &[of_row, rows], owner).result("recv_x_scales", outcome)
+        }),
+        recv_topk_weights: TypedTensor::in_memory(to.weights, &[rows], owner())
+            .result("recv_topk_weights", outcome),
+        recv_src_idx: table("recv_src_idx", to.src_idx, &[rows]),
+        recv_src_entry: table("recv_src_entry", to.src_entry, &[rows, 2]),
+        experts: ExpertRows::new([to.expert_counts, to.expert_starts, to.psum_expert], local_experts, table),
     }
 }

@@ -101,8 +101,8 @@ impl Buffer {
             }
         };
         let args = LowLatencyGatherArgs {
-            expert_counts: place.room().tables.expert_counts,
-            expert_rows: place.room().tables.expert_rows,
+            expert_counts: place.room().own.tables.expert_counts,
+            expert_rows: place.room().own.tables.expert_rows,
             recv_x: place.room().recv_x,
             recv_scales: place.room().recv_scales,
             x: x.ptr(),

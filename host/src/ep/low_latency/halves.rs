@@ -5,12 +5,14 @@ use std::sync::Arc;
 use epoxide_gpu::kernels::{
     LOW_LATENCY_INTERNODE_SHARED_BYTES, LOW_LATENCY_SHARED_BYTES, LowLatencyCombineBf16,
     LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch,
-    LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
-    low_latency_dispatch_shared_bytes,
+    LowLatencyDispatchByExpert, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
+    LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert, low_latency_by_expert_shared_bytes,
+    low_latency_dispatch_shared_bytes, low_latency_internode_by_expert_shared_bytes,
 };
 use epoxide_gpu::layout::{
-    LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyInternodeCombineArgs,
-    LowLatencyInternodeDispatchArgs, Quantise, phase,
+    LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
+    LowLatencyInternodeCombineArgs, LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs,
+    Quantise, phase,
 };
 
 use super::results::Room;
@@ -20,7 +22,7 @@ use crate::driver::{Event, Stream};
 use crate::ep::core::{Lease, PlaceState};
 use crate::ep::tensor::Owner;
 use crate::ep::{StreamOrder, Tensor};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Threads of a block.
 const THREADS: u32 = LowLatencyDispatch::INFO.max_threads;
@@ -52,6 +54,7 @@ impl Operation {
 #[derive(Debug, Clone, Copy)]
 pub enum Arguments {
     Dispatch(LowLatencyDispatchArgs),
+    DispatchByExpert(LowLatencyExpertDispatchArgs),
     Combine(LowLatencyCombineArgs),
     PooledCombine(LowLatencyCombineArgs),
 }
@@ -172,6 +175,7 @@ impl Buffer {
                 let grid = buffer.blocks_for(operation.pieces(halves));
                 let (name, common) = match &mut args {
                     Arguments::Dispatch(args) => ("dispatch", &mut args.common),
+                    Arguments::DispatchByExpert(args) => ("dispatch", &mut args.dispatch.common),
                     Arguments::Combine(args) | Arguments::PooledCombine(args) => {
                         ("combine", &mut args.common)
                     }
@@ -207,6 +211,28 @@ impl Buffer {
                 (Arguments::Dispatch(dispatch_args), Some(messages)) => {
                     let args = LowLatencyInternodeDispatchArgs { dispatch: dispatch_args, messages };
                     stream.call(dispatch, grid, THREADS, across, LowLatencyInternodeDispatch::call(args))
+                }
+                (Arguments::DispatchByExpert(args), messages) => {
+                    let Some(kernel) = &self.kernels.dispatch_by_expert else {
+                        let rule =
+                            "the buffer has no kernel for them: create it with Options::rows_by_expert";
+                        return Err(Error::argument("by_expert", "asked for", rule));
+                    };
+                    match messages {
+                        None => {
+                            let shared = low_latency_by_expert_shared_bytes(&args);
+                            let call = LowLatencyDispatchByExpert::call(args);
+                            stream.call(kernel, grid, THREADS, shared, call)
+                        }
+                        Some(messages) => {
+                            let dispatch =
+                                LowLatencyInternodeDispatchArgs { dispatch: args.dispatch, messages };
+                            let args = LowLatencyInternodeExpertDispatchArgs { dispatch, to: args.to };
+                            let shared = low_latency_internode_by_expert_shared_bytes(&args);
+                            let call = LowLatencyInternodeDispatchByExpert::call(args);
+                            stream.call(kernel, grid, THREADS, shared, call)
+                        }
+                    }
                 }
                 (Arguments::PooledCombine(args), _) => {
                     let call = LowLatencyCombinePooled::call(args);

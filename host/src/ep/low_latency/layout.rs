@@ -1,9 +1,10 @@
 //! Where things are in a low-latency pool, and in the memory that a rank keeps to itself.
 
+use bytemuck::Zeroable;
 use epoxide_gpu::layout::{
-    ControlWord, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, LowLatencyControl, LowLatencyPlace,
-    LowLatencyTables, LowLatencyTurns, MAX_MEMBERS, PIECE_PACKET_BYTES, Section, gave_up_offset, pieces_of,
-    row_stride,
+    ControlWord, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, LowLatencyControl, LowLatencyExpertRows,
+    LowLatencyPlace, LowLatencyTables, LowLatencyTurns, MAX_MEMBERS, PIECE_PACKET_BYTES, Section,
+    gave_up_offset, pieces_of, row_stride,
 };
 
 use super::options::Options;
@@ -54,13 +55,20 @@ pub fn most_ranks(topology: Topology) -> u64 {
     if topology.nodes == 1 { RANKS } else { MAX_MEMBERS as u64 }
 }
 
-/// A rank's private memory: the [`LocalState`] first, then for each place the kernels' arguments
-/// and its sums.
-pub fn tables(
-    pieces: &mut Pieces,
-    options: &Options,
-    topology: Topology,
-) -> Vec<(LowLatencyTables, DevicePtr)> {
+/// A place's parts of a rank's private memory.
+#[derive(Debug, Clone, Copy)]
+pub struct PlaceTables {
+    /// The kernels' arguments.
+    pub tables: LowLatencyTables,
+    /// Those of rows by expert, if there is room for such.
+    pub by_expert: Option<LowLatencyExpertRows>,
+    /// Sums.
+    pub combined_x: DevicePtr,
+}
+
+/// A rank's private memory: the [`LocalState`] first, then the parts of each place. Also where the
+/// weights are of rows that have none, f32 `[num_ranks * max_tokens, num_topk]`.
+pub fn tables(pieces: &mut Pieces, options: &Options, topology: Topology) -> (Vec<PlaceTables>, DevicePtr) {
     pieces.push(Section::one("local", size_of::<LocalState>() as u64).of(LOCAL_STATE));
     let (tokens, topk) = (u64::from(options.shape.max_tokens), u64::from(options.shape.num_topk));
     let (ranks, chunks) = (u64::from(topology.ranks()), options.chunks());
@@ -81,9 +89,22 @@ pub fn tables(
             answered: array("answered", RANKS, chunks * 8),
             turns: array("turns", 1, size_of::<LowLatencyTurns>() as u64),
         };
-        (tables, array("combined_x", tokens, options.shape.hidden * 2))
+        let by_expert = options.rows_by_expert.map(|room| LowLatencyExpertRows {
+            expert_counts: array("counts_by_expert", experts, 4),
+            expert_starts: array("expert_starts", experts + 1, 4),
+            psum_expert: array("psum_expert", experts + 1, 4),
+            slots: array("slots_by_expert", rows, topk * 4),
+            src_idx: array("recv_src_idx", room, 4),
+            src_entry: array("recv_src_entry", room, 8),
+            weights: array("recv_topk_weights", room, 4),
+            rows: room as u32,
+            ..Zeroable::zeroed()
+        });
+        let combined_x = array("combined_x", tokens, options.shape.hidden * 2);
+        PlaceTables { tables, by_expert, combined_x }
     };
-    (0..options.places).map(place).collect()
+    let places = (0..options.places).map(place).collect();
+    (places, array("unit_weights", rows, topk * 4))
 }
 
 #[cfg(test)]
@@ -97,7 +118,8 @@ mod tests {
     fn nothing_overlaps_and_everything_has_a_name() {
         let options = Options::new(Shape { max_tokens: 5, hidden: 24, num_topk: 3, num_experts: 12 })
             .places(2)
-            .chunk_tokens(2);
+            .chunk_tokens(2)
+            .rows_by_expert(40);
         let (pool, mut own) = (PoolLayout::new(&options, 3), Pieces::default());
         tables(&mut own, &options, Topology::new(3, None).unwrap());
         for pieces in [&pool.pieces, &own] {

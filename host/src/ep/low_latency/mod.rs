@@ -28,8 +28,9 @@ use std::time::Duration;
 use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
     FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled,
-    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyGather, LowLatencyInternodeCombineBf16,
-    LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
+    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyGather,
+    LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
+    LowLatencyInternodeDispatchByExpert,
 };
 use epoxide_gpu::layout::{
     Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
@@ -48,7 +49,7 @@ pub use combine::CombineRequest;
 pub use dispatch::DispatchRequest;
 pub use halves::Pending;
 pub use options::{Options, Quantise, Shape};
-pub use results::{Combined, Detached, Place, Received};
+pub use results::{Combined, Detached, Place, Received, ReceivedByExpert};
 
 use fault::{Calls, Generation};
 use internode::{MessageLayout, Messages};
@@ -71,6 +72,8 @@ pub struct Buffer {
     /// Where there are several nodes.
     messages: Option<Messages>,
     tables: Arc<Memory>,
+    /// f32 `[rows, num_topk]` of ones: the weights of rows that are summed without.
+    unit_weights: DevicePtr,
     /// The operation whose rows have left and which has not been received yet.
     sent: Option<&'static str>,
     /// A bit for each rank that is left out.
@@ -93,10 +96,12 @@ struct Kernels {
     pooled_combine: Kernel,
     gather: Kernel,
     first_tokens: Kernel,
+    /// A dispatch that brings rows by expert, where the buffer has room for them.
+    dispatch_by_expert: Option<Kernel>,
 }
 
 impl Kernels {
-    fn load(device: &Device, nodes: u32) -> Result<Kernels> {
+    fn load(device: &Device, nodes: u32, has_rows_by_expert: bool) -> Result<Kernels> {
         let [dispatch, combine, quantised_combine] = if nodes == 1 {
             [LowLatencyDispatch::INFO, LowLatencyCombineBf16::INFO, LowLatencyCombineFp8::INFO]
         } else {
@@ -109,7 +114,14 @@ impl Kernels {
         let (summed, pooled) = (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO);
         let (gather, first) = (LowLatencyGather::INFO, FirstTokens::INFO);
         let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first];
-        let module = Module::shipped(device, None, &infos.map(|info| info.name))?;
+        let by_expert = match nodes {
+            1 => LowLatencyDispatchByExpert::INFO,
+            _ => LowLatencyInternodeDispatchByExpert::INFO,
+        };
+        let mut names = infos.map(|info| info.name).to_vec();
+        names.extend(has_rows_by_expert.then_some(by_expert.name));
+        let module = Module::shipped(device, None, &names)?;
+        let load_by_expert = || module.kernel(by_expert.name, 0);
         let kernels = infos.map(|info| module.kernel(info.name, 0));
         let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather, first] = kernels;
         Ok(Kernels {
@@ -120,6 +132,7 @@ impl Kernels {
             pooled_combine: pooled_combine?,
             gather: gather?,
             first_tokens: first?,
+            dispatch_by_expert: has_rows_by_expert.then(load_by_expert).transpose()?,
         })
     }
 }
@@ -151,15 +164,19 @@ impl Buffer {
             Ok(pool)
         };
         let joined = options.joined(nodes);
-        let load = |topology: Topology| Kernels::load(&device, topology.nodes);
+        let has_rows_by_expert = options.rows_by_expert.is_some();
+        let load = |topology: Topology| Kernels::load(&device, topology.nodes, has_rows_by_expert);
         let (pools, kernels) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
         let topology = pools.topology();
 
         let calls = Box::new(Calls { num_experts: options.shape.num_experts });
         let mut core = Core::new(&device, rank, pools, options.timeout, options.shape.max_tokens, calls)?;
         let own = |pieces: &mut Pieces| layout::tables(pieces, &options, topology);
-        let (tables, of_places) = laid_out(&device, "low-latency tables", own)?;
+        let (tables, (of_places, unit_weights)) = laid_out(&device, "low-latency tables", own)?;
         tables.write(core.stream(), 0, &vec![0; tables.bytes() as usize])?;
+        let entries = u64::from(ranks * options.shape.max_tokens * options.shape.num_topk);
+        let ones = 1f32.to_ne_bytes().repeat(entries as usize);
+        tables.write(core.stream(), unit_weights.0 - tables.ptr().0, &ones)?;
         let messages =
             (topology.nodes > 1).then(|| Messages::new(&mut core, group, &options, &messages)).transpose()?;
         // Kernels of low latency find pools by registers, or by routes.
@@ -177,15 +194,24 @@ impl Buffer {
             None => layout.places.iter().copied().map(within).collect(),
             Some(messages) => messages.places().iter().copied().map(across).collect(),
         };
-        let room = |((at_tables, combined_x), spot)| {
+        let room = |(own, spot)| {
             let (at, messages, recv_x, recv_scales, combine_rows) = spot;
-            let _tables = tables.clone();
-            Room { at, recv_x, recv_scales, combine_rows, messages, tables: at_tables, combined_x, _tables }
+            Room { at, recv_x, recv_scales, combine_rows, messages, own, _tables: tables.clone() }
         };
         core.make_places(of_places.into_iter().zip(spots).map(room));
         let generation = Generation::new(core.faults());
-        let buffer =
-            Buffer { core, kernels, messages, tables, sent: None, left_out: 0, generation, comm, options };
+        let buffer = Buffer {
+            core,
+            kernels,
+            messages,
+            tables,
+            unit_weights,
+            sent: None,
+            left_out: 0,
+            generation,
+            comm,
+            options,
+        };
         // No peer may write before every mapping stands.
         group.barrier(group.timeout())?;
         Ok(buffer)
@@ -237,7 +263,7 @@ impl Buffer {
         LowLatencyArgs {
             comm: Comm { call: call.bits().into(), timeout_ns, ..self.comm },
             place: place.room().at,
-            tables: place.room().tables,
+            tables: place.room().own.tables,
             num_tokens: call.num_tokens,
             max_tokens: self.options.shape.max_tokens,
             num_topk: self.options.shape.num_topk,

@@ -3,12 +3,14 @@
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    self, FEW_RANKS, LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK,
+    self, FEW_RANKS, LowLatencyCall, MAX_EXPERTS_OF_ROWS, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK,
+    SCALE_BLOCK,
 };
 
 use super::internode::{MessageLayout, message_tables};
 use super::layout::{PoolLayout, tables};
 use crate::ep::core::{Pieces, check_count, option_methods, setters};
+use crate::ep::experts::most_rows_by_expert;
 use crate::ep::{DType, Sizes, Topology};
 use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
@@ -27,22 +29,17 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Most rows by expert that a rank can receive from `num_ranks` ranks, itself included: a row for
-    /// each token and each of its experts here. Segments are aligned to `alignment` rows; 1 is without
-    /// padding.
+    /// Most rows by expert that one of `num_ranks` ranks can receive, where segments are aligned to
+    /// `alignment`: the argument of [`Options::rows_by_expert`]. Padding is in it.
     ///
     /// ```
     /// # use epoxide::low_latency::Shape;
     /// let shape = Shape { max_tokens: 128, hidden: 7168, num_topk: 8, num_experts: 256 };
     /// assert_eq!(shape.most_rows_by_expert(8, 64), 8 * 128 * 8 + 32 * 63);
-    /// // With fewer experts on a rank than entries, a token has at most a row for each of them.
-    /// assert_eq!(Shape { num_experts: 16, ..shape }.most_rows_by_expert(8, 1), 8 * 128 * 2);
     /// ```
     pub fn most_rows_by_expert(&self, num_ranks: u32, alignment: u32) -> u64 {
-        let experts = u64::from(self.num_experts.div_ceil(num_ranks.max(1)));
-        let of_token = experts.min(self.num_topk.into());
-        let rows = u64::from(num_ranks) * u64::from(self.max_tokens) * of_token;
-        rows + experts.min(rows) * u64::from(alignment.saturating_sub(1))
+        let local_experts = self.num_experts / num_ranks.max(1);
+        most_rows_by_expert(num_ranks, self.max_tokens, self.num_topk, local_experts, alignment)
     }
 }
 
@@ -56,6 +53,7 @@ pub struct Options {
     pub(super) num_sms: Option<u32>,
     pub(super) beside_persistent_kernels: bool,
     pub(super) chunk_tokens: u32,
+    pub(super) rows_by_expert: Option<u64>,
     packet_tokens: Option<u32>,
     pub(super) timeout: Duration,
     pub(super) nan_on_failure: bool,
@@ -83,6 +81,7 @@ impl Options {
             num_sms: None,
             beside_persistent_kernels: false,
             chunk_tokens: Self::DEFAULT_CHUNK_TOKENS,
+            rows_by_expert: None,
             packet_tokens: None,
             timeout: Duration::from_secs(30),
             nan_on_failure: true,
@@ -131,6 +130,12 @@ impl Options {
         /// flag after the stores have arrived. No effect across nodes. Where nothing is set,
         /// [`Options::default_packet_tokens`].
         packet_tokens: u32;
+        /// Room for so many rows by expert, padding included, in each place:
+        /// [`DispatchRequest::by_expert`](super::DispatchRequest::by_expert).
+        /// [`Shape::most_rows_by_expert`] is the number; no host waits for counts, so a buffer must
+        /// have room for the worst case. The room takes 16 bytes for each row. Rows themselves are
+        /// in memory of the call, or in the caller's.
+        rows_by_expert: u64;
     }
 
     /// The memory and the rows of each rank's buffer in a group of `num_ranks`.
@@ -220,6 +225,16 @@ impl Options {
         check_count(self.places)?;
         if self.chunk_tokens == 0 {
             return refuse("chunk_tokens", 0, "must be at least 1".into());
+        }
+        if let Some(rows) = self.rows_by_expert {
+            if rows == 0 || rows > i32::MAX as u64 {
+                let rule = format!("must be 1 to {}: rows are numbered with 31 bits", i32::MAX);
+                return refuse("rows_by_expert", rows, rule);
+            }
+            if self.shape.num_experts > MAX_EXPERTS_OF_ROWS {
+                let rule = format!("must be at most {MAX_EXPERTS_OF_ROWS} where rows come by expert");
+                return refuse("num_experts", self.shape.num_experts.into(), rule);
+            }
         }
         if self.num_sms == Some(0) {
             return refuse("num_sms", 0, "must be at least 1".into());

@@ -126,7 +126,7 @@ impl Buffer {
         // that the next one waits for all members.
         let turns = LowLatencyTurns { dispatches: 0, answered: u64::MAX };
         for place in self.core.places() {
-            let tables = &place.room().tables;
+            let tables = &place.room().own.tables;
             // Chunks may have been left half sent.
             self.tables.write_at(stream, tables.sent, &vec![0; chunks * 8])?;
             self.tables.write_at(stream, tables.answered, &vec![0; FEW_RANKS * chunks * 8])?;

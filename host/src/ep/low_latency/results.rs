@@ -3,12 +3,13 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use epoxide_gpu::layout::{DevicePtr, LowLatencyMessages, LowLatencyPlace, LowLatencyTables};
+use epoxide_gpu::layout::{DevicePtr, LowLatencyMessages, LowLatencyPlace};
 
 use super::fault::Generation;
+use super::layout::PlaceTables;
 use crate::driver::{Event, Memory};
 use crate::ep::core::{Held, Lease};
-use crate::ep::{Tensor, TypedTensor};
+use crate::ep::{ExpertRows, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 /// Room for the rows of one dispatch and for the sums of its combine.
@@ -49,9 +50,7 @@ pub struct Room {
     /// Arguments of the kernels for it across nodes.
     pub messages: Option<LowLatencyMessages>,
     /// This rank's private tables for it.
-    pub tables: LowLatencyTables,
-    /// Where sums go.
-    pub combined_x: DevicePtr,
+    pub own: PlaceTables,
     /// The memory of its tables.
     pub _tables: Arc<Memory>,
 }
@@ -81,6 +80,9 @@ pub struct Received<'p> {
     /// `[local_experts, num_ranks]`: for each source rank, the number of an expert's rows in the
     /// low 32 bits. The high 32 bits hold their first index in `expert_rows[expert]`.
     pub layout_range: TypedTensor<'p, i64>,
+    /// The rows once more, by expert; `None` unless
+    /// [`DispatchRequest::by_expert`](super::DispatchRequest::by_expert) asked for them.
+    pub by_expert: Option<ReceivedByExpert<'p>>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
     /// Room in the pool for the rows of its combine; none across nodes.
@@ -90,6 +92,43 @@ pub struct Received<'p> {
     pub(super) generation: Arc<Generation>,
     pub(super) lease: Arc<Lease<Room>>,
     pub(super) place: PhantomData<&'p mut Place>,
+}
+
+/// Received rows by expert: one for each selection, grouped by local expert, and of an expert by
+/// source rank, token and entry. `rows` stands for [`Options::rows_by_expert`]; rows behind the
+/// last segment hold anything, and of padding only `recv_src_idx` is defined.
+///
+/// [`Options::rows_by_expert`]: super::Options::rows_by_expert
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct ReceivedByExpert<'p> {
+    /// `[rows, hidden]`, contiguous; `None` where they are in the caller's memory. Experts may work
+    /// in place.
+    pub recv_x: Option<Tensor<'p>>,
+    /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column. `None` where
+    /// rows have none, or have them in the caller's memory.
+    pub recv_x_scales: Option<TypedTensor<'p, f32>>,
+    /// `[rows]`: the weight of the selection, 1 where the dispatch had no weights.
+    pub recv_topk_weights: TypedTensor<'p, f32>,
+    /// `[rows]`: the token's index on its source rank; -1 in padding.
+    pub recv_src_idx: TypedTensor<'p, i32>,
+    /// `[rows, 2]`: the source rank, and which of the token's entries selected the expert.
+    pub recv_src_entry: TypedTensor<'p, i32>,
+    /// Where the rows of each local expert are.
+    pub experts: ExpertRows<'p>,
+}
+
+impl ReceivedByExpert<'_> {
+    fn into_static(self) -> ReceivedByExpert<'static> {
+        ReceivedByExpert {
+            recv_x: self.recv_x.map(Tensor::into_static),
+            recv_x_scales: self.recv_x_scales.map(TypedTensor::into_static),
+            recv_topk_weights: self.recv_topk_weights.into_static(),
+            recv_src_idx: self.recv_src_idx.into_static(),
+            recv_src_entry: self.recv_src_entry.into_static(),
+            experts: self.experts.into_static(),
+        }
+    }
 }
 
 /// The result of a combine, in the place of the dispatch that it answers.
@@ -138,6 +177,7 @@ impl<'p> Received<'p> {
                 expert_rows: self.expert_rows.into_static(),
                 src_info: self.src_info.into_static(),
                 layout_range: self.layout_range.into_static(),
+                by_expert: self.by_expert.map(ReceivedByExpert::into_static),
                 event: self.event,
                 combine_rows: self.combine_rows.map(Tensor::into_static),
                 num_local_tokens: self.num_local_tokens,

@@ -21,6 +21,7 @@ use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, check_fits};
 use crate::driver::{Event, Outcome, Stream};
 use crate::ep::core::{Lease, PlaceState, nanoseconds, setters};
+use crate::ep::experts::check_alignment;
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
@@ -660,13 +661,7 @@ impl Buffer {
             let rule = "rows come by expert within one node: dispatch without by_expert across nodes";
             return Err(Error::argument("by_expert", format!("{} nodes", self.core.topology().nodes), rule));
         }
-        if !alignment.is_power_of_two() {
-            return Err(Error::argument(
-                "alignment",
-                alignment,
-                "segments begin at multiples of a power of two",
-            ));
-        }
+        check_alignment(alignment)?;
         if self.options.rows_by_expert.is_none() {
             let rule = "the buffer has no room for them: create it with Options::rows_by_expert";
             return Err(Error::argument("by_expert", "asked for", rule));

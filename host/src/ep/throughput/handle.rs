@@ -10,6 +10,7 @@ use super::TypedTensor;
 use super::fault::Plans;
 use super::kernels::{BufferSpread, Spread};
 use crate::driver::{Outcome, Stream};
+use crate::ep::ExpertRows;
 use crate::ep::core::{Block, Pieces};
 use crate::error::Result;
 
@@ -237,8 +238,11 @@ impl DispatchHandle {
 
     /// Receiver side: where the rows of each local expert are; `None` unless the dispatch was one
     /// of rows by expert.
-    pub fn by_expert(&self) -> Option<ExpertRows<'_>> {
-        self.0.tables.by_expert.map(|tables| ExpertRows { handle: self, tables })
+    pub fn by_expert(&self) -> Option<ExpertRows<'static>> {
+        self.0.tables.by_expert.map(|tables| {
+            let ptrs = [tables.expert_counts, tables.expert_starts, tables.psum_expert];
+            ExpertRows::new(ptrs, self.0.local_experts, |name, ptr, shape| self.tensor(name, ptr, shape))
+        })
     }
 
     /// Receiver side, i32 `[1]`, on the device: rows received. For rows by expert: the rows of all
@@ -285,42 +289,6 @@ impl DispatchHandle {
 
     fn tensor(&self, name: &'static str, ptr: DevicePtr, shape: &[u64]) -> TypedTensor<'static, i32> {
         TypedTensor::in_memory(ptr, shape, self.0.block.clone()).result(name, &self.0)
-    }
-}
-
-/// Where the rows of each local expert are, on the device.
-///
-/// | of local expert e | |
-/// |---|---|
-/// | its rows are | `starts[e]` to `starts[e] + counts[e] - 1` |
-/// | behind them | padding to `starts[e + 1] - 1`, whose `recv_src_idx` is -1 |
-/// | `psum[e]` | `starts[e] + counts[e]`, as grouped GEMMs take it |
-#[derive(Debug, Clone, Copy)]
-pub struct ExpertRows<'a> {
-    handle: &'a DispatchHandle,
-    tables: ExpertTables,
-}
-
-impl ExpertRows<'_> {
-    /// i32 `[local_experts]`: rows of each expert, without padding.
-    pub fn counts(&self) -> TypedTensor<'static, i32> {
-        self.tensor("expert_counts", self.tables.expert_counts, 0)
-    }
-
-    /// i32 `[local_experts + 1]`: the first row of each expert's segment, a multiple of the
-    /// alignment; then the rows of all segments.
-    pub fn starts(&self) -> TypedTensor<'static, i32> {
-        self.tensor("expert_starts", self.tables.expert_starts, 1)
-    }
-
-    /// i32 `[local_experts + 1]`: the start of each expert's segment and its rows together; then
-    /// the rows of all segments.
-    pub fn psum(&self) -> TypedTensor<'static, i32> {
-        self.tensor("psum_expert", self.tables.psum_expert, 1)
-    }
-
-    fn tensor(&self, name: &'static str, ptr: DevicePtr, more: u64) -> TypedTensor<'static, i32> {
-        self.handle.tensor(name, ptr, &[self.handle.0.local_experts as u64 + more])
     }
 }
 

@@ -53,7 +53,7 @@ pub use ceiling::{CeilingShape, Direction};
 pub use combine::{CombineRequest, CombineRows, Combined};
 pub use config::{Config, low_latency_rdma_size_hint};
 pub use dispatch::{CachedDispatchRequest, Counts, DispatchRequest};
-pub use handle::{DispatchHandle, ExpertRows, InternodeHandle, IntranodeHandle};
+pub use handle::{DispatchHandle, InternodeHandle, IntranodeHandle};
 pub use layout::DispatchLayout;
 pub use options::{Fields, Options, Shape, Tuning};
 pub use place::{Place, PoolRows};

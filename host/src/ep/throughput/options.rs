@@ -9,6 +9,7 @@ use super::config::Config;
 use super::pool::pool_layouts;
 use super::wire::wire_layout;
 use crate::ep::core::option_methods;
+use crate::ep::experts::most_rows_by_expert;
 use crate::ep::{DType, Sizes, Topology};
 use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
@@ -45,10 +46,7 @@ impl Shape {
     /// assert_eq!(shape.most_rows_by_expert(2, 128, 64), 2 * 4096 * 8 + 128 * 63);
     /// ```
     pub fn most_rows_by_expert(&self, num_ranks: u32, local_experts: u32, alignment: u32) -> u64 {
-        // An entry is a row, whether or not entries of a token are of different experts.
-        let rows = u64::from(self.max_tokens) * u64::from(num_ranks) * u64::from(self.max_topk);
-        let padded = u64::from(local_experts).min(rows);
-        rows + padded * u64::from(alignment.saturating_sub(1))
+        most_rows_by_expert(num_ranks, self.max_tokens, self.max_topk, local_experts, alignment)
     }
 }
 

@@ -9,6 +9,7 @@
 
 use super::super::super::epoch::{Phase, note, note_missing_token, share, trace};
 use super::super::super::ids::{ld_id, place, recorded_token};
+use super::super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch, home_of};
 use super::super::dispatch::{Pair, TopkEntry, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
@@ -18,8 +19,9 @@ use super::{
     COPIED, Incoming, Kind, MEMBERS, MemberShared, Route, deliver, wait_members_ready, wait_messages,
 };
 use crate::layout::{
-    DISPATCH_HEADER, LowLatencyArgs, LowLatencyCall, LowLatencyDispatchArgs, LowLatencyInternodeDispatchArgs,
-    LowLatencySlot, Quantise, SCALE_BLOCK, Wait, low_latency_head_bytes, phase, row_stride,
+    DISPATCH_HEADER, LowLatencyArgs, LowLatencyCall, LowLatencyDispatchArgs, LowLatencyExpertRows,
+    LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs, LowLatencySlot, Quantise,
+    SCALE_BLOCK, Wait, low_latency_head_bytes, phase, row_stride,
 };
 use crate::simt::*;
 
@@ -41,6 +43,33 @@ pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchAr
     }
     if common.phases & phase::RECEIVE != 0 {
         receive(&args, &shared, &opened);
+        finish(&common.comm);
+    }
+}
+
+/// The same as [`LowLatencyInternodeDispatch`], and copies each row to the segments of its experts
+/// when it is copied to its place.
+#[kernel(
+    threads = 512, barriers = 22, registers = 128,
+    shared = super::low_latency_internode_by_expert_shared_bytes(&args),
+    requires(
+        ..LowLatencyArgs(args.dispatch.dispatch.common),
+        ..LowLatencyDispatchArgs(args.dispatch.dispatch),
+        ..LowLatencyExpertRows(args.to),
+    )
+)]
+pub unsafe fn low_latency_internode_dispatch_by_expert(args: LowLatencyInternodeExpertDispatchArgs) {
+    let (dispatched, common) = (&args.dispatch, &args.dispatch.dispatch.common);
+    let shared = MemberShared::dynamic();
+    trace(&common.comm, Phase::Enter);
+    let opening = Opening::load::<false>(common, tid() == 0);
+    let opened = begin::<false>(common, &opening, shared.opened());
+    if common.phases & phase::SEND != 0 {
+        send(dispatched, &shared, &opened);
+        trace(&common.comm, Phase::Moved);
+    }
+    if common.phases & phase::RECEIVE != 0 {
+        receive_by_expert(&args, &shared, &opened);
         finish(&common.comm);
     }
 }
@@ -340,6 +369,128 @@ unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared,
         let (source, index) = shared.slot(common.comm.num_ranks, number);
         take_row(args, shared, source, index);
     });
+}
+
+/// The same, and copies rows to the segments of their experts.
+#[device]
+unsafe fn receive_by_expert(
+    expert_args: &LowLatencyInternodeExpertDispatchArgs,
+    shared: &MemberShared,
+    opened: &Opened,
+) {
+    let args = &expert_args.dispatch;
+    let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
+    if !wait_messages::<true>(common, messages, shared, opened) {
+        return;
+    }
+    if ctaid() == 0 && thread < MEMBERS {
+        let at = thread as u64 * 4;
+        st_u32(common.tables.num_tokens.0 + at, shared.tokens().ld(thread));
+        st_u32(messages.num_slots.0 + at, shared.slots().ld(thread));
+    }
+    let all = shared.all_slots(common.comm.num_ranks);
+    if ctaid() == 0 {
+        copy_heads(args, shared, all);
+        barrier_sync();
+        if opened.has_member(thread) {
+            let tokens = shared.tokens().ld(thread);
+            let call = common.comm.call as u32 & !LowLatencyCall::TOKEN_BITS | tokens;
+            let incoming = Incoming::of(messages, thread);
+            incoming.publish(incoming.copy_of_call, opened.epoch() << 32 | call as u64);
+        }
+    }
+    stride!(expert in ctaid()..common.local_experts, nctaid() => {
+        list_rows(args, shared, expert, all);
+    });
+    let (at, ranks) = (dynamic_shared() + MemberShared::BYTES, common.comm.num_ranks);
+    let scratch = Scratch { at, ranks, experts: common.local_experts };
+    let come = Messages { args, shared, all };
+    let (to, shape, team) = (&expert_args.to, come.shape(), Team::block());
+    Placing { args: common, to, shape, team, scratch, come: &come }.place_rows();
+}
+
+/// The slots of all messages, which are here.
+struct Messages<'a> {
+    args: &'a LowLatencyInternodeDispatchArgs,
+    shared: &'a MemberShared,
+    all: u32,
+}
+
+impl Messages<'_> {
+    #[device]
+    fn shape(&self) -> RowShape {
+        RowShape { bytes: self.args.dispatch.row_bytes, scales: scales_of(self.args) }
+    }
+}
+
+impl Arrivals for Messages<'_> {
+    #[device]
+    unsafe fn count(&self, source: u32) -> u32 {
+        self.shared.slots().ld(source)
+    }
+
+    #[device]
+    unsafe fn all(&self) -> u32 {
+        self.all
+    }
+
+    #[device]
+    unsafe fn find(&self, number: u32) -> (u32, u32) {
+        self.shared.slot(self.args.dispatch.common.comm.num_ranks, number)
+    }
+
+    #[device]
+    unsafe fn load(&self, source: u32, index: u32, pair: u32) -> u64 {
+        let entries = head(self.args, self.shared, source, index).1 + pair as u64 * 16;
+        let has_high = pair * 2 + 1 < self.args.dispatch.common.num_topk;
+        // A load of the first one again where there is no second.
+        let high = ld_u32(if has_high { entries + 8 } else { entries });
+        (if has_high { high } else { u32::MAX } as u64) << 32 | ld_u32(entries) as u64
+    }
+
+    #[device]
+    unsafe fn pair(&self, seen: u64, _: u32, _: u32, _: u32) -> (u32, u32) {
+        (seen as u32, (seen >> 32) as u32)
+    }
+
+    #[device]
+    unsafe fn weight(&self, source: u32, index: u32, entry: u32) -> u32 {
+        ld_u32(head(self.args, self.shared, source, index).1 + entry as u64 * 8 + 4)
+    }
+
+    #[device]
+    unsafe fn token(&self, source: u32, index: u32) -> u32 {
+        token_of(self.args, head(self.args, self.shared, source, index).0)
+    }
+
+    #[device]
+    unsafe fn wait(&self, _: u32, _: u32) -> bool {
+        true
+    }
+
+    #[device]
+    unsafe fn row(&self, source: u32, index: u32) -> u64 {
+        arrived(self.args, source, index)
+    }
+
+    #[device]
+    unsafe fn scale(&self, source: u32, index: u32, scale: u32) -> f32 {
+        ld_f32(arrived(self.args, source, index) + (self.args.dispatch.row_bytes + scale * 4) as u64)
+    }
+
+    #[device]
+    unsafe fn home(&self, source: u32, index: u32) -> Option<Home> {
+        let (common, messages) = (&self.args.dispatch.common, &self.args.messages);
+        let (first, rows) = (source * common.max_tokens, common.comm.num_ranks * common.max_tokens);
+        let row = first + self.token(source, index);
+        Some(home_of(messages.recv_x.0, messages.recv_scales.0, self.shape(), row, rows))
+    }
+
+    #[device]
+    unsafe fn note(&self, source: u32, index: u32) {
+        let at = (source * self.args.dispatch.common.max_tokens + index) as u64 * 4;
+        st_u32(self.args.messages.slot_tokens.0 + at, self.token(source, index));
+    }
 }
 
 /// Where a slot of a rank's message is.

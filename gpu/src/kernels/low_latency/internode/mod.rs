@@ -16,10 +16,12 @@ use core::mem::offset_of;
 
 use super::super::epoch::{Deadline, Phase, aborted, record, trace};
 use super::super::rail::{Delivery, Operation, post_to};
+use super::by_expert::Scratch;
 use super::{Opened, is_other_call};
 use crate::layout::{
-    Comm, LowLatencyArgs, LowLatencyCall, LowLatencyCopies, LowLatencyMessage, LowLatencyMessages,
-    LowLatencyRoute, LowLatencyWords, MAX_MEMBERS, QueueHandle, Wait, low_latency_head_bytes,
+    Comm, LowLatencyArgs, LowLatencyCall, LowLatencyCopies, LowLatencyInternodeExpertDispatchArgs,
+    LowLatencyMessage, LowLatencyMessages, LowLatencyRoute, LowLatencyWords, MAX_MEMBERS, QueueHandle, Wait,
+    low_latency_head_bytes,
 };
 use crate::simt::*;
 
@@ -29,7 +31,7 @@ mod dispatch;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
     combine::{LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8},
-    dispatch::LowLatencyInternodeDispatch,
+    dispatch::{LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert},
 };
 
 const MEMBERS: u32 = MAX_MEMBERS as u32;
@@ -56,6 +58,13 @@ shared! {
 
 /// Shared memory of these kernels, in bytes.
 pub const LOW_LATENCY_INTERNODE_SHARED_BYTES: u32 = MemberShared::BYTES;
+
+/// Shared memory of a dispatch that brings rows by expert, in bytes: behind the rest, the words of
+/// its counts and places.
+pub fn low_latency_internode_by_expert_shared_bytes(args: &LowLatencyInternodeExpertDispatchArgs) -> u32 {
+    let common = &args.dispatch.dispatch.common;
+    MemberShared::BYTES + Scratch::bytes(common.comm.num_ranks, common.local_experts)
+}
 
 impl MemberShared {
     /// Notes an address for a rank.

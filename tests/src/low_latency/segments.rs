@@ -1,0 +1,79 @@
+//! Rows by expert that a dispatch brings, against the oracle.
+
+use epoxide::driver::Stream;
+use epoxide::low_latency::Received;
+use epoxide::{Result, Tensor};
+
+use super::LowLatencyRank;
+use super::case::LowLatencyCase;
+use super::data::{Data, SCALE_ERROR};
+use super::inputs::LowLatencyInputs;
+use crate::oracle::by_expert;
+
+/// Contents of the caller's memory before: rows that are not sent must keep them.
+const BEFORE: u8 = 0xa5;
+
+/// Fills a tensor with [`BEFORE`].
+pub(super) fn mark(stream: &Stream, tensor: &Tensor<'_>) -> Result<()> {
+    let bytes = vec![BEFORE; (tensor.rows() * tensor.row_bytes()) as usize];
+    // SAFETY: the tensor is contiguous, and has so many bytes.
+    unsafe { stream.write(tensor.ptr(), &bytes) }
+}
+
+impl LowLatencyCase {
+    /// Compares the rows by expert of a dispatch with the oracle.
+    pub(super) fn check_segments(
+        &self,
+        rank: &mut LowLatencyRank,
+        received: &Received<'_>,
+        inputs: &LowLatencyInputs,
+        data: &Data,
+    ) -> Result<()> {
+        let Some(segments) = self.segments else {
+            rank.check(received.by_expert.is_none(), "rows by expert were not asked for");
+            return Ok(());
+        };
+        let got = received.by_expert.as_ref().expect("they were asked for");
+        let plan = by_expert(&self.routing, rank.rank, segments.alignment);
+        let stream = rank.stream.clone();
+        rank.equal("counts by expert", &got.experts.counts().values(&stream)?, &plan.counts);
+        rank.equal("starts", &got.experts.starts().values(&stream)?, &plan.starts);
+        rank.equal("psum", &got.experts.psum().values(&stream)?, &plan.psum);
+        let src_idx = got.recv_src_idx.values(&stream)?;
+        let want: Vec<i32> = plan.rows.iter().map(|of| of.map_or(-1, |(_, token, _)| token as i32)).collect();
+        rank.equal("recv_src_idx", &src_idx[..want.len()], &want);
+        let entries = got.recv_src_entry.values(&stream)?;
+        let weights = got.recv_topk_weights.values(&stream)?;
+        let given = inputs.given();
+        let x = given.map_or_else(|| got.recv_x.as_ref().expect("in memory of the library's"), |it| it.0);
+        let scales = given.map_or(got.recv_x_scales.as_ref(), |it| it.1);
+        rank.check(got.recv_x.is_none() == given.is_some(), "rows are in the memory that was given");
+        for (row, of) in plan.rows.iter().enumerate() {
+            if of.is_none() && given.is_none() {
+                continue;
+            }
+            let got = rank.row_of(x, row)?;
+            let Some((source, token, k)) = *of else {
+                rank.check(got.iter().all(|byte| *byte == BEFORE), format!("padding row {row} was written"));
+                continue;
+            };
+            let what = format!("row {row}, of entry {k} of token {token} of rank {source}");
+            rank.check(entries[2 * row..][..2] == [source as i32, k as i32], format!("entry of {what}"));
+            let weight = data.weights[source as usize][token as usize][k as usize];
+            rank.check(weights[row].to_bits() == weight.to_bits(), format!("weight of {what}"));
+            let (bytes, want) = self.as_it_travels(&data.x[source as usize][token as usize]);
+            rank.check(got == bytes, format!("{what} differs"));
+            for (block, want) in want.iter().enumerate() {
+                let tensor = scales.expect("fp8 rows have scales");
+                let mut got = [0u8; 4];
+                let at = (block as u64 * tensor.columns() + row as u64) * 4;
+                // SAFETY: it is one of the tensor's elements.
+                unsafe { stream.read(&mut got, tensor.ptr().add(at))? };
+                let got = f32::from_le_bytes(got);
+                let is_near = (got - want).abs() <= SCALE_ERROR * want;
+                rank.note((!is_near).then(|| format!("scale {block} of {what} is {got}, expected {want}")));
+            }
+        }
+        Ok(())
+    }
+}
