@@ -306,7 +306,8 @@ fn sizes_of_low_latency_are_those_of_the_buffer() {
 
 #[test]
 fn the_worst_rows_by_expert() {
-    // Each token of both ranks may select the two experts of a rank, in whose segments padding follows.
+    // Each token of both ranks may select the two experts of a rank, in whose segments padding
+    // follows.
     let shape = low_latency::Shape { max_tokens: 3, hidden: 64, num_topk: 4, num_experts: 4 };
     let rows = 2 * 3;
     assert_eq!(shape.most_rows_by_expert(RANKS, 1), 2 * rows);
@@ -337,7 +338,7 @@ fn sums_of_ones(tokens: i32, columns: usize) -> Vec<f32> {
     (0..MOST).flat_map(|token| vec![ranks(token); columns]).collect()
 }
 
-/// What `num_tokens` may be: all, none, some, and numbers out of range.
+/// Values of `num_tokens`: all, none, some, and numbers out of range.
 const NUMBERS: [i32; 5] = [MOST as i32, 0, 2, -1, i32::MAX];
 
 #[test]

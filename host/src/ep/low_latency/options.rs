@@ -27,9 +27,9 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Most rows by expert that a rank can receive from `num_ranks` ranks, itself included: a row for
-    /// each token and each of its experts here. Segments are aligned to `alignment` rows; 1 is without
-    /// padding.
+    /// Most rows by expert that a rank can receive from `num_ranks` ranks, itself included: a row
+    /// for each token and each of its experts here. Segments are aligned to `alignment` rows; 1 is
+    /// without padding.
     ///
     /// ```
     /// # use epoxide::low_latency::Shape;
