@@ -1,14 +1,14 @@
 //! The C interface that a server in the manner of PegaInfer asks of a library of expert parallelism
 //! (`DeepEpAbi`), over epoxide's public interface.
 //!
-//! The server gives raw pointers and a raw stream, captures whole decode steps, and keeps all memory:
-//! [`Info`] gives the sizes before it allocates. Rows come by expert ("expanded"): a row for each
-//! local expert of a token, segments aligned to [`Params::expert_alignment`]. Weights of rows by
-//! expert come beside them; the server applies them in the experts' epilogue.
+//! The server gives raw pointers and a raw stream, captures whole decode steps, and keeps all
+//! memory: [`Info`] gives the sizes before it allocates. Rows come by expert ("expanded"): a row
+//! for each local expert of a token, segments aligned to [`Params::expert_alignment`]. Weights of
+//! rows by expert come beside them; the server applies them in the experts' epilogue.
 //!
-//! No call allocates within a capture, and none copies rows: peers write to the pool, whose addresses
-//! [`Info`] has. A server that gives memory of its own for rows instead gets them copied, by a kernel
-//! whose cost follows rows.
+//! No call allocates within a capture, and none copies rows: peers write to the pool, whose
+//! addresses [`Info`] has. A server that gives memory of its own for rows instead gets them copied,
+//! by a kernel whose cost follows rows.
 
 use std::ffi::{CString, c_char, c_void};
 use std::time::Duration;
@@ -122,13 +122,14 @@ impl Context {
 /// A tensor of the server's.
 ///
 /// # Safety
-/// The memory is live until the stream has passed the call, and as long as a graph that recorded it.
+/// The memory is live until the stream has passed the call, and as long as a graph that recorded
+/// it.
 unsafe fn tensor<'a, T: Element>(at: u64, shape: &[u64]) -> TypedTensor<'a, T> {
     // SAFETY: passed on to the caller.
     unsafe { TypedTensor::from_raw(DevicePtr(at), shape) }
 }
 
-/// What a dispatch reads and writes, as device addresses; the server's.
+/// Device addresses that a dispatch reads and writes; the server's.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Dispatch {
@@ -143,8 +144,8 @@ pub struct Dispatch {
     pub recv_x: u64,
     /// Out: f32 `[worst_expanded]`; [`Info::recv_topk_weights`] spares the copy.
     pub recv_topk_weights: u64,
-    /// Out: i32 `[local_experts + 1]`, the aligned start of each expert's segment plus its rows; then
-    /// the rows of all segments.
+    /// Out: i32 `[local_experts + 1]`, the aligned start of each expert's segment plus its rows;
+    /// then the rows of all segments.
     pub psum_expert: u64,
 }
 
@@ -152,7 +153,7 @@ impl Context {
     /// Sends rows; the host waits for the counts where it is told to.
     ///
     /// # Safety
-    /// That of [`tensor`], for all addresses.
+    /// The promise of [`tensor`], for all addresses.
     unsafe fn send(&mut self, call: &Dispatch, counts: Counts) -> Result<()> {
         let Context { params, buffer, place, stream: Some(stream), .. } = self else { return no_stream() };
         let order = StreamOrder::on(stream);
@@ -175,7 +176,7 @@ impl Context {
     /// Brings rows to where the server wants them. Nothing moves that is there already.
     ///
     /// # Safety
-    /// That of [`tensor`], for all addresses.
+    /// The promise of [`tensor`], for all addresses.
     unsafe fn receive(&mut self, call: &Dispatch) -> Result<()> {
         let Context { info, buffer, place, sent: Some(sent), stream: Some(stream), .. } = self else {
             return no_dispatch();
@@ -203,7 +204,7 @@ impl Context {
     /// Sums the experts' rows, unweighted, into `out`.
     ///
     /// # Safety
-    /// That of [`tensor`], for all addresses.
+    /// The promise of [`tensor`], for all addresses.
     unsafe fn combine(&mut self, x: u64, num_tokens: u64, out: u64) -> Result<()> {
         let Context { params, info, buffer, place, stream: Some(stream), .. } = self else {
             return no_stream();
@@ -252,8 +253,8 @@ pub unsafe extern "C" fn unique_id(id: *mut u8) -> i32 {
     0
 }
 
-/// Joins the group as `rank`; null where that fails. Collective. `device` stands in for the thread's
-/// current device, which `CudaDevice::current` is on a GPU.
+/// Joins the group as `rank`; null where that fails. Collective. `device` stands in for the
+/// thread's current device, which `CudaDevice::current` is on a GPU.
 ///
 /// # Safety
 /// `id` has 128 bytes.
@@ -303,12 +304,12 @@ pub extern "C" fn rehearse(context: &mut Context, begins: u32) {
 
 /// Waits for nothing: brings rows by expert, as many as come. Can be captured.
 ///
-/// `psum_rank` and `recv_src_metadata` of DeepEP are for its combine alone; here the context has what
-/// the combine needs.
+/// `psum_rank` and `recv_src_metadata` of DeepEP are for its combine alone; here the context has
+/// what the combine needs.
 ///
 /// # Safety
-/// The stream outlives the context. All addresses are live until the stream has passed the call, and
-/// as long as a graph that recorded it.
+/// The stream outlives the context. All addresses are live until the stream has passed the call,
+/// and as long as a graph that recorded it.
 pub unsafe extern "C" fn decode_dispatch(context: &mut Context, stream: *mut c_void, call: &Dispatch) -> i32 {
     let counts = Counts::OnDevice { capacity: context.info.worst_expanded };
     // SAFETY: passed on to the caller.
@@ -321,7 +322,7 @@ pub unsafe extern "C" fn decode_dispatch(context: &mut Context, stream: *mut c_v
 /// Sums rows by expert, unweighted, into `out` bf16 `[num_tokens, hidden]`. Can be captured.
 ///
 /// # Safety
-/// As of [`decode_dispatch`].
+/// The same as [`decode_dispatch`].
 pub unsafe extern "C" fn decode_combine(
     context: &mut Context,
     stream: *mut c_void,
@@ -337,7 +338,7 @@ pub unsafe extern "C" fn decode_combine(
 /// Prefill, first part: sends rows. The counts are on their way to the host when it returns.
 ///
 /// # Safety
-/// As of [`decode_dispatch`].
+/// The same as [`decode_dispatch`].
 pub unsafe extern "C" fn prefill_send(context: &mut Context, stream: *mut c_void, call: &Dispatch) -> i32 {
     // SAFETY: passed on to the caller.
     let outcome = unsafe { context.on(stream).and_then(|()| context.send(call, Counts::Exact)) };
@@ -356,7 +357,7 @@ pub extern "C" fn prefill_wait_counts(context: &mut Context) -> i64 {
 /// Prefill, third part: brings rows to where the server wants them, as many as it was told.
 ///
 /// # Safety
-/// As of [`decode_dispatch`].
+/// The same as [`decode_dispatch`].
 pub unsafe extern "C" fn prefill_recv(context: &mut Context, stream: *mut c_void, call: &Dispatch) -> i32 {
     // SAFETY: passed on to the caller.
     let outcome = unsafe { context.on(stream).and_then(|()| context.receive(call)) };

@@ -6,8 +6,9 @@
 //! ```
 //!
 //! A captured decode step of three layers holds, for each layer: two fills and a kernel for the
-//! layout, four kernels for the dispatch (counts, numbers, plan, rows), a copy of `psum_expert`, and a
-//! kernel each for the staging check and the combine. Nothing is copied but that table.
+//! layout, four kernels for the dispatch (counts, numbers, plan, rows), a copy of `psum_expert`, and
+//! a kernel for the combine. The experts stand in between, here a copy of the rows. No other row is
+//! copied.
 
 mod adapter;
 
@@ -167,7 +168,8 @@ impl Batch {
         Batch { tokens: (0..RANKS).map(|rank| (0..tokens(rank)).map(|_| token()).collect()).collect() }
     }
 
-    /// What a rank's experts get, by expert: the token and its weight, by source rank, then by token.
+    /// The rows of a rank's experts, by expert: the token and its weight, by source rank, then by
+    /// token.
     fn received(&self, rank: u32) -> Vec<Vec<(&Token, f32)>> {
         let local = MODEL.num_experts / RANKS;
         let of_expert = |expert: u32| {
@@ -182,7 +184,7 @@ impl Batch {
     }
 }
 
-/// What an expert makes of an element, before its weight.
+/// An expert's result for an element, before its weight.
 fn expert_of(expert: i32, element: f32) -> f32 {
     element * (expert + 1) as f32
 }
@@ -240,7 +242,8 @@ impl Server {
     fn decode(&mut self, batch: &Batch, rows: Rows) -> Result<()> {
         let tokens = self.upload(batch)?;
         let (call, stream) = (self.call(self.memory.x.ptr(), tokens, rows), self.stream.raw().0);
-        // SAFETY: all addresses are the server's memory or the pool's, which outlive the stream's work.
+        // SAFETY: all addresses are the server's memory or the pool's, which outlive the stream's
+        // work.
         let dispatched = unsafe { adapter::decode_dispatch(self.context(), stream, &call) };
         self.succeeded(dispatched);
         self.work_and_combine(batch, &call, tokens, rows)

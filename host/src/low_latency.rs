@@ -33,8 +33,8 @@
 //! Every rank makes the same calls in the same order.
 //!
 //! # Whose memory
-//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] give the sizes of all of it before there is
-//! a buffer.
+//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] give the sizes of all of it before there
+//! is a buffer.
 //!
 //! | | in memory of the buffer | in memory of the caller |
 //! |---|---|---|

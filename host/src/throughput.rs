@@ -35,8 +35,8 @@
 //! however many of this rank's experts it has: add their results, weighted, before the combine.
 //!
 //! # Whose memory
-//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] give the sizes of all of it before there is
-//! a buffer.
+//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] give the sizes of all of it before there
+//! is a buffer.
 //!
 //! | | in memory of the buffer | in memory of the caller |
 //! |---|---|---|

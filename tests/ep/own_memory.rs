@@ -1,6 +1,7 @@
 //! Memory of the caller's: sums in its tensors, a dispatch and its combine as two calls, and sizes
 //! before there is a buffer. Round trips of `epoxide_testing` compare the sums.
 
+use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency;
 use epoxide::throughput::{CombineRequest, Counts, DispatchRequest};
 use epoxide::transport::TransportKind;
@@ -87,7 +88,8 @@ fn a_failed_combine_is_an_error_of_the_tensor_that_it_fills() {
 
 /// Dispatches of a case, exact and with counts on the device, whose rows are copied.
 fn copies(case: &Case, alignment: Option<u32>) {
-    let setup = if alignment.is_some() { case.setup_by_expert(4) } else { case.setup() };
+    let mut setup = if alignment.is_some() { case.setup_by_expert(4) } else { case.setup() };
+    setup.device.checker = Some(Checker::new(CheckConfig::default()));
     setup.run(|rank| {
         let (topk_idx, topk_weights) = rank.topk(case)?;
         let layout = rank.layout(&topk_idx, case.routing.num_experts)?;
@@ -304,7 +306,8 @@ fn sizes_of_low_latency_are_those_of_the_buffer() {
 
 #[test]
 fn the_worst_rows_by_expert() {
-    // Each token of both ranks may select the two experts of a rank, in whose segments padding follows.
+    // Each token of both ranks may select the two experts of a rank, in whose segments padding
+    // follows.
     let shape = low_latency::Shape { max_tokens: 3, hidden: 64, num_topk: 4, num_experts: 4 };
     let rows = 2 * 3;
     assert_eq!(shape.most_rows_by_expert(RANKS, 1), 2 * rows);
@@ -335,12 +338,14 @@ fn sums_of_ones(tokens: i32, columns: usize) -> Vec<f32> {
     (0..MOST).flat_map(|token| vec![ranks(token); columns]).collect()
 }
 
-/// What `num_tokens` may be: all, none, some, and numbers out of range.
+/// Values of `num_tokens`: all, none, some, and numbers out of range.
 const NUMBERS: [i32; 5] = [MOST as i32, 0, 2, -1, i32::MAX];
 
 #[test]
 fn the_device_knows_how_many_tokens_there_are_in_high_throughput() {
-    Setup::new(RANKS, 1, MOST as u32, 128).run(|rank| {
+    let mut setup = Setup::new(RANKS, 1, MOST as u32, 128);
+    setup.device.checker = Some(Checker::new(CheckConfig::default()));
+    setup.run(|rank| {
         let stream = rank.stream.clone();
         let shape = [MOST, 2];
         let wide = TypedTensor::from_host(&stream, &shape, &ids_of_batch())?;
@@ -392,7 +397,8 @@ fn the_device_knows_how_many_tokens_there_are_in_high_throughput() {
 fn the_device_knows_how_many_tokens_there_are_in_low_latency() {
     let case = LowLatencyCase::new(routing(&[MOST as u32; 2], 2, 4, Style::DistinctTopK), 64);
     for nodes in [None, Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 })] {
-        LowLatencyCase { nodes, ..case.clone() }.run(|rank| {
+        let checker = Some(Checker::new(CheckConfig::default()));
+        LowLatencyCase { nodes, checker, ..case.clone() }.run(|rank| {
             let LowLatencyRank { buffer, stream, .. } = rank;
             let (stream, ones) = (stream.clone(), half::bf16::ONE);
             let topk_idx = TypedTensor::from_host(&stream, &[MOST, 2], &ids_of_batch())?;

@@ -14,10 +14,11 @@ use epoxide::{Element, Error, Result, Tensor, TypedTensor};
 use crate::LentStream;
 use crate::stream::error;
 
-/// A slice of cudarc's as a tensor, and the guard of its use. It derefs to [`TypedTensor`], and so to
-/// [`Tensor`](epoxide::Tensor).
+/// A slice of cudarc's as a tensor, and the guard of its use. It derefs to [`TypedTensor`], and so
+/// to [`Tensor`](epoxide::Tensor).
 ///
-/// Dropping it records the use in the slice's events, unless the stream was captured when it was made.
+/// Dropping it records the use in the slice's events, unless the stream was captured when it was
+/// made.
 #[must_use = "its drop records the use of the slice: keep it until the call is enqueued"]
 pub struct Lent<'a, T> {
     tensor: TypedTensor<'a, T>,
@@ -67,10 +68,10 @@ impl LentStream {
     /// elements. The stream waits for all uses of the slice.
     ///
     /// # Safety
-    /// As of [`LentStream::input`].
+    /// The same as [`LentStream::input`].
     ///
     /// # Errors
-    /// As of [`LentStream::input`].
+    /// The same as [`LentStream::input`].
     pub unsafe fn output<'a, T: Element>(
         &'a self,
         slice: &'a mut impl DevicePtrMut<T>,
@@ -146,17 +147,17 @@ impl LentStream {
         Ok(Lent { tensor, _guard: Some(guard) })
     }
 
-    /// Memory of epoxide's, such as received rows, as a slice of cudarc's, for its kernels. Those of
-    /// other streams than this one wait for the work that this one has now.
+    /// Memory of epoxide's, such as received rows, as a slice of cudarc's, for its kernels. Those
+    /// of other streams than this one wait for the work that this one has now.
     ///
     /// # Safety
     /// Work that uses the slice is enqueued before the result is dropped, on this stream or on one
     /// that this one then waits for.
     ///
     /// # Errors
-    /// [`Error::Argument`] where rows have padding between them, as rows of a pool do whose bytes are
-    /// no multiple of 128, and while the stream is captured: take the slice before, or give kernels
-    /// the address. Errors that cudarc reports.
+    /// [`Error::Argument`] where rows have padding between them, as rows of a pool do whose bytes
+    /// are no multiple of 128, and while the stream is captured: take the slice before, or give
+    /// kernels the address. Errors that cudarc reports.
     pub unsafe fn slice<'a, T: Element>(&self, tensor: &'a TypedTensor<'_, T>) -> Result<LentSlice<'a, T>> {
         if !tensor.is_contiguous() {
             let rule = format!("rows must be contiguous, {} bytes apart, to be a slice", tensor.row_bytes());
@@ -168,8 +169,8 @@ impl LentStream {
         }
         self.cudarc().context().bind_to_thread().map_err(error("cuCtxSetCurrent"))?;
         let len = (tensor.rows() * tensor.columns()) as usize;
-        // SAFETY: the tensor's memory holds so many elements. The slice never frees it: LentSlice gives
-        // out views alone, and leaks the slice.
+        // SAFETY: the tensor's memory holds so many elements. The slice never frees it: LentSlice
+        // gives out views alone, and leaks the slice.
         let slice = unsafe { self.cudarc().upgrade_device_ptr(tensor.ptr().0, len) };
         let mut lent = LentSlice { slice: ManuallyDrop::new(slice), tensor: PhantomData };
         // The tensor's contents are work of this stream's.
@@ -207,7 +208,8 @@ impl<T> Drop for LentSlice<'_, T> {
     fn drop(&mut self) {
         // SAFETY: it is taken once, here.
         let slice = unsafe { ManuallyDrop::take(&mut self.slice) };
-        // Destroys the events, and leaves the memory to epoxide. The slice's stream waits for its uses.
+        // Destroys the events, and leaves the memory to epoxide. The slice's stream waits for its
+        // uses.
         slice.leak();
     }
 }

@@ -34,7 +34,7 @@
 //! # }
 //! ```
 //!
-//! # Who owns what
+//! # Ownership
 //!
 //! | | owner | freed |
 //! |---|---|---|
@@ -44,11 +44,11 @@
 //! | the context | both: cudarc and epoxide retain the primary context of the device | with the last of them |
 //!
 //! # Order
-//! cudarc orders streams by two events of each slice. [`LentStream::input`] makes the stream wait for
-//! the last write of the slice, [`LentStream::output`] for all its uses. Dropping the result, the
-//! *guard*, records the use. Drop it once the call is enqueued; an
-//! [`asynchronous`](epoxide::StreamOrder::asynchronous) call is enqueued on the stream once that waits
-//! for the call's event.
+//! cudarc orders streams by two events of each slice. [`LentStream::input`] makes the stream wait
+//! for the last write of the slice, [`LentStream::output`] for all its uses. Dropping the result,
+//! the *guard*, records the use. Drop it once the call is enqueued; an
+//! [`asynchronous`](epoxide::StreamOrder::asynchronous) call is enqueued on the stream once that
+//! waits for the call's event.
 //!
 //! # Graphs
 //! While the stream is captured nothing is waited for, and nothing is recorded: an event of a

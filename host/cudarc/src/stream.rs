@@ -11,7 +11,8 @@ use epoxide::{Error, Result};
 /// A stream of cudarc's that epoxide enqueues work on. It derefs to [`Stream`].
 ///
 /// epoxide uses the stream, and never synchronises or destroys it. The legacy default stream, which
-/// `CudaContext::default_stream` is, works as well, but waits for all others and cannot be captured.
+/// `CudaContext::default_stream` is, works as well, but waits for all others and cannot be
+/// captured.
 #[derive(Debug)]
 pub struct LentStream {
     // Before cudarc's, which it uses.
@@ -35,8 +36,8 @@ impl LentStream {
     /// The stream, on a device that is open already.
     ///
     /// # Errors
-    /// [`Error::Argument`] where the stream is of another device or the device is not an NVIDIA GPU,
-    /// [`Error::Unavailable`] where its context is not the primary one; errors of the driver.
+    /// [`Error::Argument`] where the stream is of another device or the device is not an NVIDIA
+    /// GPU, [`Error::Unavailable`] where its context is not the primary one; errors of the driver.
     pub fn on(device: &Device, stream: &Arc<CudaStream>) -> Result<LentStream> {
         let (info, ordinal) = (device.info(), stream.context().ordinal());
         if info.is_virtual || info.ordinal as usize != ordinal {

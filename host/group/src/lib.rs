@@ -8,8 +8,8 @@
 //!
 //! Where the job has a [`JobSecret`], stores and groups let in only processes that know it.
 //!
-//! [`rendezvous`] joins the group that the environment names, a [`UniqueId`] one that a rank has made,
-//! as with NCCL. [`run_threads`] starts ranks as threads
+//! [`rendezvous`] joins the group that the environment names, a [`UniqueId`] one that a rank has
+//! made, as with NCCL. [`run_threads`] starts ranks as threads
 //! of this process, the crate `epoxide-launch` as processes.
 
 mod board;

@@ -464,7 +464,8 @@ impl<'a> Tensor<'a> {
         Ok(())
     }
 
-    /// Checks that it shares no byte with `other`, which an operation reads while it writes this one.
+    /// Checks that it shares no byte with `other`, which an operation reads while it writes this
+    /// one.
     pub(crate) fn expect_apart(&self, name: &'static str, other: &Tensor<'_>, others: &str) -> Result<()> {
         let bytes = |tensor: &Tensor<'_>| match tensor.rows() {
             0 => tensor.ptr.0..tensor.ptr.0,

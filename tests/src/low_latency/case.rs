@@ -97,7 +97,8 @@ pub struct LowLatencyCase {
     pub weighted: bool,
     /// Whether each call is made in two halves.
     pub halves: bool,
-    /// Whether sums go to a tensor of the caller's, and dispatches are detached until their combine.
+    /// Whether sums go to a tensor of the caller's, and dispatches are detached until their
+    /// combine.
     pub own_memory: bool,
     /// Tokens of a chunk.
     pub chunk_tokens: u32,

@@ -35,9 +35,11 @@ static SERVERS: LazyLock<Mutex<HashMap<[u8; UniqueId::BYTES], TcpStore>>> = Lazy
 /// The identity of a group for its ranks: 128 bytes, as NCCL's `ncclUniqueId` has.
 ///
 /// One process makes it; the caller brings its bytes to all ranks, which join with
-/// [`UniqueId::group`]. It is good for one group. It has the address and the port of a store that the
-/// process serves, and a secret that all connections of the group prove: share it like a password.
-/// The environment's secret and addresses play no part, but for [`SOCKET_IFNAME`](crate::SOCKET_IFNAME).
+/// [`UniqueId::group`]. It is good for one group. It has the address and the port of a store that
+/// the process serves, and a secret that all connections of the group prove: share it like a
+/// password. The environment's secret and addresses play no part, but for [`SOCKET_IFNAME`].
+///
+/// [`SOCKET_IFNAME`]: crate::SOCKET_IFNAME
 ///
 /// ```
 /// use std::time::Duration;
@@ -72,11 +74,13 @@ impl UniqueId {
     pub const BYTES: usize = 128;
 
     /// A new one. This process serves the group's store from now on, at a free port of the address
-    /// by which other hosts reach it ([`SOCKET_IFNAME`](crate::SOCKET_IFNAME)). Usually rank 0 makes it. The server ends
+    /// by which other hosts reach it ([`SOCKET_IFNAME`]). Usually rank 0 makes it. The server ends
     /// with the group of the first rank of this process that joins; without one, with the process.
     ///
+    /// [`SOCKET_IFNAME`]: crate::SOCKET_IFNAME
+    ///
     /// # Errors
-    /// Where [`SOCKET_IFNAME`](crate::SOCKET_IFNAME) names no interface, or the system has no port or no random numbers.
+    /// Where [`SOCKET_IFNAME`] names no interface, or the system has no port or no random numbers.
     pub fn new() -> Result<UniqueId> {
         let ip = interface_address(None)?;
         let mut bytes = [0; UniqueId::BYTES];

@@ -97,8 +97,8 @@ impl CudaDevice {
     /// `bind_to_thread` and PyTorch's `torch.cuda.set_device` set it.
     ///
     /// # Errors
-    /// As [`CudaDevice::open`]. [`Error::Unavailable`](crate::Error::Unavailable) where no context is
-    /// current, or another one than the device's primary context.
+    /// The same as [`CudaDevice::open`]. [`Error::Unavailable`](crate::Error::Unavailable) where no
+    /// context is current, or another one than the device's primary context.
     pub fn current() -> Result<Device> {
         CudaDevice::open(context::current_ordinal()?)
     }

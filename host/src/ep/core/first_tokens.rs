@@ -50,8 +50,8 @@ pub fn first_tokens<B: HasCore, T: ExpertId>(
     let uses = uses.chain([block.clone() as Owner]);
     Core::run(buffer, order, capturing, None, uses, |buffer, stream| {
         let grid = (args.max_tokens * args.num_topk).div_ceil(THREADS).clamp(1, MOST_BLOCKS);
-        // SAFETY: the memory of tensors and block is freed only behind all work enqueued on streams,
-        // and a recording keeps them.
+        // SAFETY: the memory of tensors and block is freed only behind all work enqueued on
+        // streams, and a recording keeps them.
         unsafe { stream.call(buffer.first_tokens(), grid, THREADS, 0, FirstTokens::call(args)) }
     })?;
     Ok(TypedTensor::in_memory(out, &[max_tokens, num_topk], block).named("topk_idx"))

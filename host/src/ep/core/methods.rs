@@ -87,8 +87,8 @@ macro_rules! buffer_methods {
 
         /// Begins the run of calls that another library records next, such as a framework that
         /// captures a whole step. Until [`Buffer::end_rehearsal`] operations keep their memory, as
-        /// recorded ones do; the recording finds it then, since nothing can be allocated within one.
-        /// [`Buffer::capture`] does without.
+        /// recorded ones do; the recording finds it then, since nothing can be allocated within
+        /// one. [`Buffer::capture`] does without.
         pub fn begin_rehearsal(&mut self) {
             self.core.begin_rehearsal();
         }
@@ -135,20 +135,21 @@ macro_rules! buffer_methods {
         }
 
         /// The ids of `topk_idx` `[max_tokens, num_topk]` for its first `num_tokens` tokens, and -1
-        /// behind them. `num_tokens` i32 `[1]` is on the device: a captured step serves batches of any
-        /// size. Tokens without an id go nowhere and get a sum of 0, so that a combine still writes
-        /// `max_tokens` rows. A number below 0 counts as 0, one above `max_tokens` as `max_tokens`.
+        /// behind them. `num_tokens` i32 `[1]` is on the device: a captured step serves batches of
+        /// any size. Tokens without an id go nowhere and get a sum of 0, so that a combine still
+        /// writes `max_tokens` rows. A number below 0 counts as 0, one above `max_tokens` as
+        /// `max_tokens`.
         ///
         $(#[$first_tokens])*
         ///
-        /// Local to this rank; a kernel of its own in front of the operation, which for the host and
-        /// its checks has `max_tokens` tokens. Does not wait for the host; can be captured. An
+        /// Local to this rank; a kernel of its own in front of the operation, which for the host
+        /// and its checks has `max_tokens` tokens. Does not wait for the host; can be captured. An
         /// asynchronous call gives no event: the buffer's next operation follows it in any case.
         ///
         /// # Errors
         /// [`Error::DType`](crate::Error::DType), [`Error::Shape`](crate::Error::Shape) and
-        /// [`Error::Argument`](crate::Error::Argument) where a tensor breaks a rule, and errors of the
-        /// driver.
+        /// [`Error::Argument`](crate::Error::Argument) where a tensor breaks a rule, and errors of
+        /// the driver.
         pub fn first_tokens<T: crate::ExpertId>(
             &mut self,
             topk_idx: &crate::TypedTensor<'_, T>,

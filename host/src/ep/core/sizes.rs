@@ -5,8 +5,8 @@
 /// [`low_latency::Options::sizes`](crate::low_latency::Options::sizes) compute them before there is
 /// a device or a group.
 ///
-/// Nodes whose memory is mapped become one node when the buffer is made. Each size is then the larger
-/// one of both.
+/// Nodes whose memory is mapped become one node when the buffer is made. Each size is then the
+/// larger one of both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Sizes {
@@ -17,8 +17,8 @@ pub struct Sizes {
     pub pool_bytes: u64,
     /// Bytes that other nodes write to; 0 with one node.
     pub wire_bytes: u64,
-    /// Device bytes of this rank alone: in low latency sums and tables, across nodes received rows as
-    /// well. In high throughput 0: outputs and handles take memory as operations need it.
+    /// Device bytes of this rank alone: in low latency sums and tables, across nodes received rows
+    /// as well. In high throughput 0: outputs and handles take memory as operations need it.
     pub own_bytes: u64,
 }
 

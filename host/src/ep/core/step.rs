@@ -103,8 +103,8 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         self.recordings.rehearsed = None;
     }
 
-    /// Notes that `of` fills a tensor of the caller's, which then owns `of`. Not before a recording:
-    /// memory that the tensor owns could not be taken again for it.
+    /// Notes that `of` fills a tensor of the caller's, which then owns `of`. Not before a
+    /// recording: memory that the tensor owns could not be taken again for it.
     pub(crate) fn fills_tensor(&self, tensor: &Tensor<'_>, of: &Arc<impl Outcome + 'static>) {
         if self.recordings.rehearsed.is_none() {
             tensor.is_filled_by(of);
@@ -129,8 +129,8 @@ pub struct Recordings {
     step: Option<Captured>,
     /// Inputs and outputs of recordings made otherwise, whose end is unknown.
     kept: Vec<Owner>,
-    /// Of the run before a recording, its inputs and outputs: the recording keeps as many, which so
-    /// are there.
+    /// Inputs and outputs of the run before a recording. The recording keeps as many, which are free
+    /// by then.
     rehearsed: Option<Vec<Owner>>,
 }
 

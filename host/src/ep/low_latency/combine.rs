@@ -126,8 +126,8 @@ impl Buffer {
 
     /// [`Buffer::combine`] with the sums in a tensor of the caller's: `out`, bf16
     /// `[num_tokens, hidden]`. The receiving rank's kernel writes there; nothing needs to be
-    /// registered, and nothing is copied. The values are those of [`Combined::x`]. The place is free
-    /// for a dispatch at once. Gives the event of an asynchronous call.
+    /// registered, and nothing is copied. The values are those of [`Combined::x`]. The place is
+    /// free for a dispatch at once. Gives the event of an asynchronous call.
     ///
     /// Reading `out` on the host gives the error of the combine, if it has failed, until
     /// [`Tensor::write`] fills it.

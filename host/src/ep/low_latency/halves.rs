@@ -115,8 +115,8 @@ impl<'p> Pending<'_, Combined<'p>> {
 }
 
 impl Pending<'_, &Tensor<'_>> {
-    /// Launches the second half of [`Buffer::combine_send_into`]: waits for the peers' rows, and sums
-    /// into the tensor that was given there. Gives the event of an asynchronous call.
+    /// Launches the second half of [`Buffer::combine_send_into`]: waits for the peers' rows, and
+    /// sums into the tensor that was given there. Gives the event of an asynchronous call.
     ///
     /// # Errors
     /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].

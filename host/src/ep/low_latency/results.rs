@@ -227,8 +227,8 @@ impl Detached<Received<'static>> {
 }
 
 impl Detached<Received<'static>> {
-    /// The rows with a borrow of `place` again, for the combine. A dispatch and its combine can so be
-    /// two calls of the caller's, between which only this and the [`Place`] are kept, without a
+    /// The rows with a borrow of `place` again, for the combine. A dispatch and its combine can so
+    /// be two calls of the caller's, between which only this and the [`Place`] are kept, without a
     /// lifetime.
     ///
     /// ```
@@ -247,13 +247,13 @@ impl Detached<Received<'static>> {
     /// }
     ///
     /// impl Layer {
-    ///     fn dispatch(&mut self, request: DispatchRequest<'_>, order: StreamOrder<'_>) -> Result<()> {
-    ///         self.sent = Some(self.buffer.dispatch(&mut self.place, request, order)?.detach());
-    ///         Ok(())
+    ///     fn dispatch(&mut self, request: DispatchRequest<'_>, order: StreamOrder<'_>) ->
+    /// Result<()> { self.sent = Some(self.buffer.dispatch(&mut self.place, request,
+    /// order)?.detach()); Ok(())
     ///     }
     ///
-    ///     fn combine(&mut self, rows: &Tensor<'_>, out: &Tensor<'_>, order: StreamOrder<'_>) -> Result<()> {
-    ///         let sent = self.sent.take().expect("a dispatch comes first");
+    ///     fn combine(&mut self, rows: &Tensor<'_>, out: &Tensor<'_>, order: StreamOrder<'_>) ->
+    /// Result<()> { let sent = self.sent.take().expect("a dispatch comes first");
     ///         let received = sent.attach(&mut self.place)?;
     ///         self.buffer.combine_into(received, CombineRequest::by_row(rows), out, order)?;
     ///         Ok(())
@@ -265,7 +265,8 @@ impl Detached<Received<'static>> {
     /// #     let shape = Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 4 };
     /// #     let buffer = Buffer::new(device, &*group, Options::new(shape))?;
     /// #     let mut layer = Layer { place: buffer.place(0)?, buffer, sent: None };
-    /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32 + 1.0); 128])?;
+    /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32
+    /// + 1.0); 128])?;
     /// #     let topk_idx = TypedTensor::from_host(&stream, &[2, 2], &[0i64, 3, 1, -1])?;
     /// #     let out = Tensor::alloc(stream.device(), DType::Bf16, &[2, 64])?;
     /// #     layer.dispatch(DispatchRequest::new(&x, &topk_idx), StreamOrder::on(&stream))?;
@@ -278,7 +279,7 @@ impl Detached<Received<'static>> {
     /// ```
     ///
     /// # Errors
-    /// As [`Detached::at`].
+    /// The same as [`Detached::at`].
     pub fn attach<'p>(self, place: &'p mut Place) -> Result<Received<'p>> {
         self.check(place)?;
         self.lease.attach();

@@ -158,8 +158,8 @@ impl Buffer {
     /// [`Tensor::write`] fills them.
     ///
     /// # Errors
-    /// As [`Buffer::combine`]. [`Error::DType`], [`Error::Shape`] and [`Error::Argument`] where a
-    /// tensor breaks a rule, shares memory with an input, is missing or superfluous.
+    /// The same as [`Buffer::combine`]. [`Error::DType`], [`Error::Shape`] and [`Error::Argument`]
+    /// where a tensor breaks a rule, shares memory with an input, is missing or superfluous.
     pub fn combine_into(
         &mut self,
         request: CombineRequest<'_>,

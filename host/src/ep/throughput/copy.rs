@@ -11,19 +11,20 @@ use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
 impl Buffer {
-    /// Copies received rows into `out`, a tensor of the caller's, `[num_recv_tokens, hidden]` of the
-    /// dtype of [`Received::recv_x`], in the order of its rows. A kernel of this rank copies as many
-    /// rows as came, whatever room there is. Padding of rows by expert is not copied; rows of `out`
-    /// behind the last one stay as they are. `out_topk_weights` gets [`Received::recv_topk_weights`],
-    /// of the same shape. Scales, ids and sources stay in the place.
+    /// Copies received rows into `out`, a tensor of the caller's, `[num_recv_tokens, hidden]` of
+    /// the dtype of [`Received::recv_x`], in the order of its rows. A kernel of this rank copies as
+    /// many rows as came, whatever room there is. Padding of rows by expert is not copied; rows of
+    /// `out` behind the last one stay as they are. `out_topk_weights` gets
+    /// [`Received::recv_topk_weights`], of the same shape. Scales, ids and sources stay in the
+    /// place.
     ///
-    /// Senders write to the pool, which all of them map; memory of the caller's cannot be mapped like
-    /// it. Kernels that read [`Place::recv_x_ptr`](super::Place::recv_x_ptr), which never changes, do
-    /// without the copy.
+    /// Senders write to the pool, which all of them map; memory of the caller's cannot be mapped
+    /// like it. Kernels that read [`Place::recv_x_ptr`](super::Place::recv_x_ptr), which never
+    /// changes, do without the copy.
     ///
-    /// Only this rank takes part; the host waits for nothing, nothing is allocated, and the call can
-    /// be captured. Gives the event of an asynchronous call. Reading `out` on the host gives the error
-    /// of the dispatch, if it has failed, until [`Tensor::write`] fills it.
+    /// Only this rank takes part; the host waits for nothing, nothing is allocated, and the call
+    /// can be captured. Gives the event of an asynchronous call. Reading `out` on the host gives
+    /// the error of the dispatch, if it has failed, until [`Tensor::write`] fills it.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -37,10 +38,12 @@ impl Buffer {
     /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
     /// #     let stream = Stream::new(&device)?;
     /// #     let order = StreamOrder::on(&stream);
-    /// #     let shape = Shape { max_tokens: 2, hidden: 64, dtype: DType::Bf16, max_topk: 2, max_scales: 0 };
+    /// #     let shape = Shape { max_tokens: 2, hidden: 64, dtype: DType::Bf16, max_topk: 2,
+    /// max_scales: 0 };
     /// #     let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
     /// #     let mut place = buffer.place(0)?;
-    /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32 + 1.0); 128])?;
+    /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32
+    /// + 1.0); 128])?;
     /// #     let topk_idx = TypedTensor::from_host(&stream, &[2, 2], &[0i64, 3, 1, -1])?;
     /// #     let layout = buffer.get_dispatch_layout(&topk_idx, 4, order)?;
     /// let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &layout), order)?;
@@ -55,9 +58,9 @@ impl Buffer {
     /// ```
     ///
     /// # Errors
-    /// [`Error::DType`], [`Error::Shape`] and [`Error::Argument`] where a tensor breaks a rule, such as
-    /// that rows have a multiple of 128 bytes. [`Error::StaleHandle`] where a later dispatch has
-    /// overwritten the rows. Also errors of [`Buffer::check`] and of the driver.
+    /// [`Error::DType`], [`Error::Shape`] and [`Error::Argument`] where a tensor breaks a rule,
+    /// such as that rows have a multiple of 128 bytes. [`Error::StaleHandle`] where a later
+    /// dispatch has overwritten the rows. Also errors of [`Buffer::check`] and of the driver.
     pub fn copy_received(
         &mut self,
         received: &Received<'_>,

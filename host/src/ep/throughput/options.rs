@@ -42,8 +42,8 @@ impl Shape {
     ///
     /// ```
     /// # use epoxide::{DType, throughput::Shape};
-    /// let shape = Shape { max_tokens: 4096, hidden: 7168, dtype: DType::Bf16, max_topk: 8, max_scales: 0 };
-    /// assert_eq!(shape.most_rows_by_expert(2, 128, 64), 2 * 4096 * 8 + 128 * 63);
+    /// let shape = Shape { max_tokens: 4096, hidden: 7168, dtype: DType::Bf16, max_topk: 8,
+    /// max_scales: 0 }; assert_eq!(shape.most_rows_by_expert(2, 128, 64), 2 * 4096 * 8 + 128 * 63);
     /// ```
     pub fn most_rows_by_expert(&self, num_ranks: u32, local_experts: u32, alignment: u32) -> u64 {
         most_rows_by_expert(num_ranks, self.max_tokens, self.max_topk, local_experts, alignment)
@@ -110,13 +110,13 @@ impl Options {
         transport,
     }
 
-    /// The memory and the rows of each rank's buffer in a group of `num_ranks`. `rows` counts rows by
-    /// expert as well.
+    /// The memory and the rows of each rank's buffer in a group of `num_ranks`. `rows` counts rows
+    /// by expert as well.
     ///
     /// ```
     /// # use epoxide::{DType, throughput::{Options, Shape}};
-    /// let shape = Shape { max_tokens: 4096, hidden: 7168, dtype: DType::Bf16, max_topk: 8, max_scales: 0 };
-    /// let sizes = Options::new(shape).sizes(8)?;
+    /// let shape = Shape { max_tokens: 4096, hidden: 7168, dtype: DType::Bf16, max_topk: 8,
+    /// max_scales: 0 }; let sizes = Options::new(shape).sizes(8)?;
     /// assert_eq!(sizes.rows, 8 * 4096);
     /// assert!(sizes.pool_bytes > 2 * sizes.rows * 2 * 7168);
     /// # Ok::<(), epoxide::Error>(())

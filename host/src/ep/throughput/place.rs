@@ -34,8 +34,8 @@ impl Place {
         self.0.place().at(self.0.place().room().layout.recv_x)
     }
 
-    /// Address of the first weight of [`recv_topk_weights`](super::Received::recv_topk_weights), the
-    /// same for each dispatch to this place.
+    /// Address of the first weight of [`recv_topk_weights`](super::Received::recv_topk_weights),
+    /// the same for each dispatch to this place.
     pub fn recv_topk_weights_ptr(&self) -> DevicePtr {
         self.0.place().at(self.0.place().room().layout.recv_topk_weights)
     }
