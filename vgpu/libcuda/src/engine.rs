@@ -14,7 +14,7 @@ use epoxide_vgpu::stream::Transfer;
 use epoxide_vgpu::{Clock, DeviceConfig, Fault, FaultKind, Grid, LaunchError, Past, Progress, Timeline};
 
 use crate::abi::*;
-use crate::work::{Launch, Work};
+use crate::work::{HostCall, Launch, Work};
 use crate::world::{Stream, Tables, World, memory_code};
 
 /// Warp instructions that a grid runs before the next one has its turn.
@@ -42,6 +42,8 @@ enum Running {
     Grid(Box<Grid>, u64),
     Transfer(Transfer),
     Host(JoinHandle<()>),
+    /// A host function for which the system had no thread.
+    Call(HostCall),
     Nothing,
 }
 
@@ -199,10 +201,7 @@ impl Engine {
                     Work::Transfer(transfer) => Running::Transfer(transfer),
                     Work::Host(call) => match std::thread::Builder::new().spawn(move || call.run()) {
                         Ok(thread) => Running::Host(thread),
-                        Err(_) => {
-                            call.run();
-                            Running::Nothing
-                        }
+                        Err(_) => Running::Call(call),
                     },
                     Work::Free(allocation) => {
                         drop(allocation.lock().unwrap_or_else(PoisonError::into_inner).take());
@@ -301,6 +300,10 @@ impl Job {
                 Ok(Turn::Ended)
             }
             Running::Host(thread) => Ok(if thread.is_finished() { Turn::Ended } else { Turn::Waits }),
+            Running::Call(call) => {
+                call.run();
+                Ok(Turn::Ended)
+            }
             Running::Nothing => Ok(Turn::Ended),
         }
     }

@@ -39,6 +39,8 @@ pub(crate) const RELAXED: i32 = 2;
 /// The devices, and everything that the program has made.
 pub(crate) struct World {
     pub(crate) config: Config,
+    /// The process that called `cuInit`.
+    process: u32,
     pub(crate) devices: Vec<Device>,
     /// All memory of all devices, as copies see it.
     pub(crate) all: Memory,
@@ -71,9 +73,10 @@ pub(crate) fn initialise() -> Res {
     if world.devices.is_empty() { Err(NO_DEVICE) } else { Ok(()) }
 }
 
-/// The world, after `cuInit`.
+/// The world, after `cuInit`. A forked process has none: it lacks the threads of the devices.
 pub(crate) fn world() -> Res<&'static World> {
     match WORLD.get() {
+        Some(Ok(world)) if world.process != std::process::id() => Err(NOT_INITIALIZED),
         Some(Ok(world)) => Ok(world),
         Some(Err(code)) => Err(*code),
         None => Err(NOT_INITIALIZED),
@@ -106,6 +109,7 @@ impl World {
             work: Condvar::new(),
             done: Condvar::new(),
             progress: AtomicU64::new(0),
+            process: std::process::id(),
             config,
         }
     }
@@ -198,8 +202,9 @@ impl World {
             own.queue.abandon(Clock::Real.now_ns());
         }
         let device = own.device;
-        if !std::mem::replace(&mut tables.has_engine[device], true) {
+        if !tables.has_engine[device] {
             engine::start(self, device)?;
+            tables.has_engine[device] = true;
         }
         self.work.notify_all();
         Ok(tables)

@@ -137,8 +137,9 @@ api! {
             LastRecord::Never => Ok(()),
             LastRecord::Stream(mark) => {
                 if own.is_some() {
-                    // Work before the capture counts as done when the graph is launched.
-                    return if mark.passed_ns().is_some() { Ok(()) } else { Err(STREAM_CAPTURE_ISOLATION) };
+                    // The graph cannot wait for work outside of it. The capture is not valid any more.
+                    let _ = tables.forbid_on_captured(stream);
+                    return Err(STREAM_CAPTURE_ISOLATION);
                 }
                 world.enqueue(tables, stream, Op::Wait(mark)).map(drop)
             }

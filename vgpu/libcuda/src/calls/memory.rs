@@ -140,6 +140,19 @@ impl Side {
         }
     }
 
+    /// An error unless all bytes of a device's side lie in regions.
+    fn check(self, world: &World, tables: &Tables, bytes: u64) -> Res {
+        let mut done = 0;
+        while let Side::Device(addr) = self.at(done)
+            && done < bytes
+        {
+            let length = (bytes - done).min(self.at(done).run(tables));
+            world.all.check(addr, length).map_err(memory_code)?;
+            done += length;
+        }
+        Ok(())
+    }
+
     /// How many bytes lie in one region from here on.
     fn run(self, tables: &Tables) -> u64 {
         match self {
@@ -173,6 +186,8 @@ fn copy(world: &'static World, stream: Handle, dst: Side, src: Side, bytes: u64,
     if wait == Wait::Done {
         tables.forbid_while_capturing()?;
     }
+    dst.check(world, &tables, bytes)?;
+    src.check(world, &tables, bytes)?;
     let captured = tables.recording(stream)?.is_some();
     let mut landings = vec![];
     let mut done = 0;
@@ -242,13 +257,12 @@ fn fill(stream: Handle, dst: u64, value: u32, width: usize, count: usize, wait: 
     if !dst.is_multiple_of(width as u64) || dst == 0 {
         return Err(INVALID_VALUE);
     }
-    world.all.check(dst, 1).map_err(memory_code)?;
     let stream = tables.resolve(stream)?;
+    Side::Device(dst).check(world, &tables, bytes)?;
     let element = &value.to_le_bytes()[..width];
     let mut done = 0;
     while done < bytes {
         let length = (bytes - done).min(Side::Device(dst + done).run(&tables));
-        world.all.check(dst + done, length).map_err(memory_code)?;
         let transfer = if element.iter().all(|byte| *byte == element[0]) {
             Transfer::Fill { target: dst + done, value: element[0], bytes: length }
         } else {

@@ -37,7 +37,7 @@ fn functions_that_are_not_supported_say_so() {
     );
 }
 
-/// Set in the process that calls everything.
+/// Set in a process that a test starts to run the rest of itself.
 const CHILD: &str = "EPOXIDE_TEST_ROLE";
 
 #[test]
@@ -57,6 +57,25 @@ fn null_arguments_are_errors_and_never_crash() {
     let said: Vec<&str> = report.lines().filter(|line| line.ends_with("is not supported")).collect();
     let names: HashSet<&str> = said.iter().copied().collect();
     assert!(said.len() > 200 && names.len() == said.len(), "{report}");
+}
+
+#[test]
+fn kernels_that_only_wait_end_after_the_time_that_is_set() {
+    if std::env::var_os(CHILD).is_some() {
+        let _context = Context::on(0);
+        Module::load().launch_at("wait", 0, [1, 1], upload(&[0, 0]));
+        assert_eq!(cu!(cuCtxSynchronize()), 702, "CUDA_ERROR_LAUNCH_TIMEOUT");
+        return;
+    }
+    let program = std::env::current_exe().expect("this program has a path");
+    let child = Command::new(program)
+        .args(["faults::kernels_that_only_wait_end_after_the_time_that_is_set", "--exact", "--nocapture"])
+        .envs([(CHILD, "waits"), ("EPOXIDE_VGPU_STUCK_SECONDS", "1")])
+        .output()
+        .expect("the program starts again");
+    let report = String::from_utf8_lossy(&child.stderr);
+    assert!(child.status.success() && report.contains("kernel 'wait': 1 groups of lanes"), "{report}");
+    assert!(report.contains("spins on") && report.contains("EPOXIDE_VGPU_STUCK_SECONDS"), "{report}");
 }
 
 /// Tests whose words are not ordered by the memory model: a fill sets the flag that a kernel polls.

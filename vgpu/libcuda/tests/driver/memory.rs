@@ -15,6 +15,30 @@ fn fills_have_elements_of_one_two_and_four_bytes() {
 }
 
 #[test]
+fn copies_past_the_end_are_errors_of_the_call() {
+    let _context = Context::on(0);
+    let (addr, bytes, mut to) = (upload(&[1, 2]), 8, [0u32; 2048]);
+    let name = c"counter".as_ptr();
+    let (module, mut counter, mut length) = (Module::load(), 0, 0);
+    ok!(cuModuleGetGlobal_v2(
+        &mut counter => *mut u64, &mut length => *mut usize, module.0 => Handle, name => *const i8,
+    ));
+    for start in [addr, counter] {
+        let to = to.as_mut_ptr();
+        ok!(cuMemcpyDtoH_v2(to => *mut u32, start => u64, bytes => usize));
+        assert_eq!(cu!(cuMemcpyDtoH_v2(to => *mut u32, start => u64, bytes + 1 => usize)), INVALID_VALUE);
+        assert_eq!(cu!(cuMemcpyHtoD_v2(start + 4 => u64, to => *const u32, bytes => usize)), INVALID_VALUE);
+        assert_eq!(cu!(cuMemcpyDtoD_v2(start => u64, addr + 4 => u64, bytes => usize)), INVALID_VALUE);
+    }
+    assert_eq!(download(addr, 2), [1, 2]);
+    assert_eq!(
+        cu!(cuMemcpyDtoH_v2(std::ptr::null_mut() => *mut u32, addr => u64, bytes => usize)),
+        INVALID_VALUE
+    );
+    assert_eq!(cu!(cuMemcpyHtoD_v2(64 => u64, to.as_ptr() => *const u32, bytes => usize)), INVALID_VALUE);
+}
+
+#[test]
 fn host_and_managed_memory_have_one_address_everywhere() {
     let _context = Context::on(1);
     let module = Module::load();

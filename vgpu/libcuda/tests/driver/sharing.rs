@@ -1,6 +1,7 @@
 //! Peers, virtual memory management, memory of other processes.
 
 use std::ffi::c_void;
+use std::process::Command;
 
 use crate::cuda::*;
 
@@ -94,8 +95,26 @@ fn physical_memory_is_mapped_in_reserved_addresses() {
 #[derive(Clone, Copy)]
 struct IpcHandle([u8; 64]);
 
+/// Has the handle, in the process that opens it.
+const HANDLE: &str = "EPOXIDE_TEST_MARK";
+
+fn part_of_another_process(digits: &str) {
+    let mut handle = IpcHandle([0; 64]);
+    for (at, byte) in handle.0.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).expect("two digits");
+    }
+    let _context = Context::on(1);
+    let mut addr = 0u64;
+    ok!(cuIpcOpenMemHandle_v2(&mut addr => *mut u64, handle => IpcHandle, 1 => u32));
+    Module::load().add(0, [1, 2], addr, 10);
+    assert_eq!(download(addr, 2), [12, 13]);
+}
+
 #[test]
 fn an_allocation_is_opened_by_its_handle() {
+    if let Ok(digits) = std::env::var(HANDLE) {
+        return part_of_another_process(&digits);
+    }
     let _context = Context::on(0);
     let addr = upload(&[1, 2]);
     let mut handle = IpcHandle([0; 64]);
@@ -106,6 +125,16 @@ fn an_allocation_is_opened_by_its_handle() {
     Module::load().add(0, [1, 2], other, 1);
     assert_eq!(download(addr, 2), [2, 3]);
     ok!(cuIpcCloseMemHandle(other => u64));
+
+    // The same in a process of its own.
+    let digits: String = handle.0.iter().map(|byte| format!("{byte:02x}")).collect();
+    let child = Command::new(std::env::current_exe().expect("this program has a path"))
+        .args(["sharing::an_allocation_is_opened_by_its_handle", "--exact"])
+        .env(HANDLE, digits)
+        .output()
+        .expect("the program starts again");
+    assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
+    assert_eq!(download(addr, 2), [12, 13]);
     let wrong = IpcHandle([7; 64]);
     assert_eq!(
         cu!(cuIpcOpenMemHandle_v2(&mut other => *mut u64, wrong => IpcHandle, 1 => u32)),

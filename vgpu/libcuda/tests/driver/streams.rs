@@ -132,5 +132,12 @@ fn a_captured_graph_forks_and_joins_and_runs_again() {
     ok!(cuStreamBeginCapture_v2(streams[0] => Handle, 1 => i32));
     assert_eq!(cu!(cuMemAlloc_v2(&mut free => *mut u64, 4 => usize)), 900);
     assert_eq!(cu!(cuStreamEndCapture(streams[0] => Handle, &mut graph => *mut Handle)), 901);
+
+    // So does a wait for work outside of it.
+    let outside = event();
+    record(outside, streams[1]);
+    ok!(cuStreamBeginCapture_v2(streams[0] => Handle, 1 => i32));
+    assert_eq!(cu!(cuStreamWaitEvent(streams[0] => Handle, outside => Handle, 0 => u32)), 905);
+    assert_eq!(cu!(cuStreamEndCapture(streams[0] => Handle, &mut graph => *mut Handle)), 901);
     ok!(cuStreamSynchronize(streams[0] => Handle));
 }
