@@ -101,8 +101,9 @@ pub(crate) trait Hooks {
     fn wrote(&mut self, _: Place, _lane: usize, _pc: u32, _: Sem, _: Scope, _rmw: bool) {}
     fn fence(&mut self, _mask: u32, _: Fence) {}
     fn sync_warp(&mut self, _mask: u32) {}
-    /// The lanes of a mask have executed a collective that orders no memory.
-    fn collective(&mut self, _mask: u32) {}
+    /// The lanes of a mask have run in step, or have met at a collective, which orders no memory.
+    /// They are about to take different ways.
+    fn in_step(&mut self, _mask: u32) {}
     /// The lanes of a mask are about to execute an instruction that concerns others.
     fn together(&mut self, _mask: u32) {}
     fn arrive(&mut self, _mask: u32, _barrier: u32) {}
@@ -454,11 +455,11 @@ impl Hooks for CheckHooks<'_> {
         self.block.waited(self.warp, lane, group, landed);
     }
 
-    fn collective(&mut self, mask: u32) {
+    fn in_step(&mut self, mask: u32) {
         if self.world.config.assume.converged_warps {
             self.block.sync_warp(self.warp, mask);
         } else {
-            self.block.meet(self.warp, mask);
+            self.block.in_step(self.warp, mask);
         }
     }
 

@@ -107,18 +107,13 @@ fn assumption(world: &World, me: &Me<'_>, other: &Record, way: &[Step]) -> Optio
         && !other.how.bulk
         && theirs & !clock::WITHIN_WARP == me.own & !clock::WITHIN_WARP
         && other.pc != me.record.pc
+        && me.block.is_in_step(warp, me.beside, lane as usize, other.tick)
     {
-        let collective = me.block.has_met_since(warp, lane, other.tick);
-        if me.beside >> lane & 1 != 0 || collective {
-            let there = if collective {
-                "a collective such as elect.sync or shfl.sync stands there, which orders no memory"
-            } else {
-                "they run in step here, which orders no memory"
-            };
-            return Some(format!(
-                "bar.warp.sync between the lanes ({there}; assume ConvergedWarps to rely on it)"
-            ));
-        }
+        return Some(
+            "bar.warp.sync between the lanes (running in step orders no memory, and neither does a collective such as elect.sync; \
+             assume ConvergedWarps to rely on it)"
+                .into(),
+        );
     }
     let first = way.first()?;
     let releases = match first.read.place {
