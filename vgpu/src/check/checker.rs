@@ -23,7 +23,8 @@ pub struct CheckConfig {
     pub strict_exits: bool,
     /// So many reports are collected ([`Checker::reports`]) before one is a fault. A race and a
     /// read of unwritten memory are collected: the access then happens as it would without checks.
-    /// A bad address ends its kernel at once. 0: the first report is a fault.
+    /// A bad address ends its kernel at once. 0: the first report is a fault, and a race between
+    /// lanes that have run in step is of the class [`Class::Corrupts`](crate::Class::Corrupts).
     pub collect: usize,
     /// What may be relied on beyond the memory model.
     pub assume: Assumptions,

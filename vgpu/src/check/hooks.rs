@@ -205,7 +205,7 @@ impl Hooks for CheckHooks<'_> {
         let record = self.record(lane, pc, how, false);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.loads.add(own, place, 1);
-        let Some((shadow, grids, at, view)) = self.look(place, lane) else { return None };
+        let (shadow, grids, at, view) = self.look(place, lane)?;
         let who = Accessor { record, own, published: None, view };
         let found = shadow.read(grids, at, bytes, &who);
         // In weak-memory mode it may see something else.
@@ -458,7 +458,8 @@ impl Hooks for CheckHooks<'_> {
     fn in_step(&mut self, mask: u32) {
         if self.world.config.assume.converged_warps {
             self.block.sync_warp(self.warp, mask);
-        } else {
+        } else if self.world.config.collect > 0 {
+            // Only a class depends on it, and the shadow of a word that a warp polls grows.
             self.block.in_step(self.warp, mask);
         }
     }

@@ -115,7 +115,8 @@ fn assumption(world: &World, me: &Me<'_>, other: &Record, way: &[Step]) -> Optio
                 .into(),
         );
     }
-    let first = way.first()?;
+    // A bulk copy would need a proxy fence as well.
+    let first = way.first().filter(|_| !me.record.how.bulk)?;
     let releases = match first.read.place {
         Place::Private => None,
         Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)),
