@@ -80,7 +80,8 @@ pub struct DeviceConfig {
     /// Most warp instructions that a grid may run without progress. Progress is the begin or the
     /// end of a block, or a time at which all warps only wait for others. Beyond, it is stopped
     /// with [`FaultKind::Livelock`](crate::FaultKind::Livelock). `None`: [`CHECKED_LIVELOCK_LIMIT`]
-    /// in check mode, no limit otherwise.
+    /// in check mode, no limit otherwise; four times as many for a [`Machine`](crate::Machine)
+    /// without checks.
     pub livelock_limit: Option<u64>,
 }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail, ensure};
 use epoxide_vgpu::{
     AcceptList, Array, Assumptions, CheckConfig, Class, DeviceConfig, GridConfig, LaunchError, Machine,
-    MachineError, Module, Report,
+    MachineError, Module, Refusal, Report,
 };
 use serde_json::{Map, Value, json};
 
@@ -306,10 +306,16 @@ fn note(seeds: &mut Vec<u64>, seed: u64) {
 /// not fit.
 pub fn run(args: &Args) -> Result<Verdict> {
     let text = read(&args.file)?;
-    let module = Module::parse(&text).with_context(|| {
-        format!("{} cannot be loaded; `vgpu check` lists all reasons", args.file.display())
-    })?;
-    let kernel = names::find(&module, args.kernel.as_deref())?;
+    let loaded = Module::parse_supported(&text);
+    let (module, refusals) = loaded.with_context(|| format!("{} cannot be loaded", args.file.display()))?;
+    let mut all: Vec<&str> = module.kernels().map(|kernel| kernel.name()).collect();
+    all.extend(refusals.iter().map(|refusal| refusal.kernel.as_str()));
+    all.sort_unstable();
+    all.dedup();
+    let kernel = names::find(&all, args.kernel.as_deref())?;
+    if let Some(Refusal { error, .. }) = refusals.iter().find(|refusal| refusal.kernel == kernel) {
+        bail!("the kernel cannot be loaded; `vgpu check` lists all reasons: {error}");
+    }
     let check = args.check_config()?;
     for (number, _) in &args.outputs {
         args.buffer(*number)?;

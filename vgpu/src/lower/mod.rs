@@ -32,14 +32,16 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Vec
     kernels(text, file, module_id, None)
 }
 
-/// Lowers all kernels of a file as far as possible. Returns all that stands in the way, each with
-/// its kernel.
-pub(crate) fn refusals(text: &str, file: &ptx::File) -> Vec<(String, PtxError)> {
+/// Lowers the kernels of a file that are supported. Also returns all that stands in the way of the
+/// others, each with its kernel.
+pub(crate) fn supported(
+    text: &str,
+    file: &ptx::File,
+    module_id: u64,
+) -> Result<(Vec<Kernel>, Vec<(String, PtxError)>), PtxError> {
     let mut refused = vec![];
-    if let Err(error) = kernels(text, file, 0, Some(&mut refused)) {
-        refused.push((String::new(), error));
-    }
-    refused
+    let kernels = kernels(text, file, module_id, Some(&mut refused))?;
+    Ok((kernels, refused))
 }
 
 /// With `refused`, errors of kernels go there, and such kernels are left out.
