@@ -49,8 +49,7 @@ impl Module {
         let file = ptx::parse(text)?;
         let (kernels, refused) = lower::supported(text, &file, next_id())?;
         let mut refusals: Vec<Refusal> = vec![];
-        for (kernel, error) in refused {
-            let refusal = Refusal { kernel, error };
+        for refusal in refused {
             // A function is lowered once for each call.
             if !refusals.contains(&refusal) {
                 refusals.push(refusal);

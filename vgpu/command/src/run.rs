@@ -59,14 +59,15 @@ pub struct Args {
     /// Devices. Each runs the kernel, with buffers of its own
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     devices: u32,
-    /// Print the buffer of argument N (from 0) of device 0 behind the last run, or write it to a file
+    /// Print the buffer of argument N (from 0) of device 0 behind the last run, or write it to a
+    /// file
     #[arg(long = "out", value_name = "N[=FILE]", value_parser = output)]
     outputs: Vec<(usize, Option<PathBuf>)>,
     /// Report races, missing fences and reads of unwritten memory
     #[arg(long)]
     check: bool,
-    /// Let reads see older values where the memory model allows it, so that a missing fence shows in
-    /// the results
+    /// Let reads see older values where the memory model allows it, so that a missing fence shows
+    /// in the results
     #[arg(long, conflicts_with = "check")]
     weak: bool,
     /// Seeds of the runs, each of which takes another order of warps: FIRST..END, or one
@@ -126,7 +127,7 @@ impl epoxide_vgpu::Argument for Packed {
     }
 }
 
-/// What a run has come to.
+/// The outcome of a run.
 #[derive(Default)]
 struct Outcome {
     reports: Vec<Report>,

@@ -123,8 +123,8 @@ struct Warp {
     /// in global memory. Kept outside the groups: it would split lanes whose causal pasts are equal
     /// otherwise.
     fenced: [[u32; 32]; 2],
-    /// For reports, by lane: up to which tick of each other lane it has gone on in step, which orders
-    /// no memory. `None` before the lanes first parted.
+    /// For reports, by lane: up to which tick of each other lane it has gone on in step, which
+    /// orders no memory. `None` before the lanes first parted.
     in_step: Option<Box<[[u32; 32]; 32]>>,
 }
 
@@ -339,8 +339,8 @@ impl BlockCheck {
         Release { scope, by, shared: false, chain: 0, past: warp.publish(1 << lane) }
     }
 
-    /// The release pattern of a relaxed store by `lane` behind a fence. `assumed`: fences ahead of a
-    /// barrier count as well ([`Assumptions::fence_before_barrier`]).
+    /// The release pattern of a relaxed store by `lane` behind a fence. `assumed`: fences ahead of
+    /// a barrier count as well ([`Assumptions::fence_before_barrier`]).
     ///
     /// [`Assumptions::fence_before_barrier`]: crate::Assumptions::fence_before_barrier
     pub(crate) fn fenced(&mut self, warp: u32, lane: usize, scope: Scope, assumed: bool) -> Option<Release> {

@@ -80,8 +80,8 @@ fn actor_of(record: &Record) -> Key {
     }
 }
 
-/// Whether an access of manner `how` by the lane `own` with causal past `past` is a bulk copy that is
-/// ordered behind a generic one, and lacks a proxy fence alone.
+/// Whether an access of manner `how` by the lane `own` with causal past `past` is a bulk copy that
+/// is ordered behind a generic one, and lacks a proxy fence alone.
 pub(crate) fn lacks_proxy_fence(
     grids: &Grids,
     how: How,
@@ -92,7 +92,8 @@ pub(crate) fn lacks_proxy_fence(
     how.bulk && !other.how.bulk && is_ordered(grids, own, past, other)
 }
 
-/// Whether an access of a lane with causal past `past`, without its own accesses, is behind another.
+/// Whether an access of a lane with causal past `past`, without its own accesses, is behind
+/// another.
 fn is_ordered(grids: &Grids, own: Key, past: &CausalPast, other: &Record) -> bool {
     let theirs = actor_of(other);
     theirs == own || grids.includes_tick(&past.all, theirs, other.tick)

@@ -23,6 +23,7 @@ use std::sync::{Arc, OnceLock};
 use crate::fault::PtxError;
 use crate::ir::{File, GUARD_NOT, NO_GUARD, Op, Origin, count_straight_runs};
 use crate::kernel::{Globals, Kernel, ParamInfo};
+use crate::module::Refusal;
 use crate::ptx::lexer::error_at;
 use crate::ptx::{self, Span, Stmt, VarSpace};
 use state::{Binding, Lower, Lowered, Patch, Scope};
@@ -38,7 +39,7 @@ pub(crate) fn supported(
     text: &str,
     file: &ptx::File,
     module_id: u64,
-) -> Result<(Vec<Kernel>, Vec<(String, PtxError)>), PtxError> {
+) -> Result<(Vec<Kernel>, Vec<Refusal>), PtxError> {
     let mut refused = vec![];
     let kernels = kernels(text, file, module_id, Some(&mut refused))?;
     Ok((kernels, refused))
@@ -49,7 +50,7 @@ fn kernels(
     text: &str,
     file: &ptx::File,
     module_id: u64,
-    mut refused: Option<&mut Vec<(String, PtxError)>>,
+    mut refused: Option<&mut Vec<Refusal>>,
 ) -> Result<Vec<Kernel>, PtxError> {
     let at = |(pos, message): (Span, String)| error_at(text, pos.line, pos.column, message);
     let mut shared = HashMap::new();
@@ -94,7 +95,8 @@ fn kernels(
         }
         l.body(&e.body).map_err(at)?;
         if let (Some(all), Some(errors)) = (&mut refused, l.refused.take_if(|errors| !errors.is_empty())) {
-            all.extend(errors.into_iter().map(|error| (e.name.clone(), at(error))));
+            let kernel = || e.name.clone();
+            all.extend(errors.into_iter().map(|error| Refusal { kernel: kernel(), error: at(error) }));
             continue;
         }
         let allocated = allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);
