@@ -82,7 +82,8 @@ pub struct Args {
     /// Most reports that are collected in a run
     #[arg(long, value_name = "N", default_value_t = 100)]
     reports: usize,
-    /// Most warp instructions without progress, before a kernel is taken to hang
+    /// Most warp instructions while no block begins or ends, before a kernel is taken to hang; 2^28
+    /// by default
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
     /// Multiprocessors of a device
