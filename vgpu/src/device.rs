@@ -128,13 +128,14 @@ pub struct DeviceConfig {
     /// Most warp instructions that a grid may run without progress. Progress is the begin or the
     /// end of a block, or a time at which all warps only wait for others. Beyond, it is stopped
     /// with [`FaultKind::Livelock`](crate::FaultKind::Livelock). `None`: [`CHECKED_LIVELOCK_LIMIT`]
-    /// in check mode, no limit otherwise.
+    /// in check mode and on a [`Machine`](crate::Machine), no limit otherwise.
     pub livelock_limit: Option<u64>,
     /// Destination of `printf` in kernels.
     pub output: Output,
 }
 
-/// Default of [`DeviceConfig::livelock_limit`] in check mode: seconds of a loop that only computes,
+/// Default of [`DeviceConfig::livelock_limit`] in check mode and on a
+/// [`Machine`](crate::Machine): seconds of a loop that only computes,
 /// minutes of one that accesses memory.
 pub const CHECKED_LIVELOCK_LIMIT: u64 = 1 << 28;
 

@@ -5,6 +5,8 @@
 //!
 //! - [`Machine`] is devices with their memory and a stream each: ten lines from PTX to a result.
 //!   The items below are its parts.
+//! - [`Report`]s are what check mode collects, with a [`Class`] each; [`Assumptions`] and an
+//!   [`AcceptList`] leave some out.
 //! - [`Module::parse`] turns PTX text into [`Kernel`]s. An unknown instruction is an error that
 //!   gives its line.
 //! - [`Memory`] is the memory that a device can address. Device addresses are host addresses of
@@ -94,6 +96,11 @@ pub use memory::{Memory, Region, Reservation};
 pub use memory_error::{MemoryError, NearRegion};
 pub use module::{Module, Refusal};
 pub use seeds::for_each_seed;
+
+/// The examples of the README are compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
 
 /// Whether the virtual GPU supports an opcode, given with all of its modifiers
 /// (`ld.global.v4.u32`). Only [`Module::parse`] checks operands.

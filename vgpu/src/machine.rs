@@ -24,10 +24,6 @@ const LONGEST_JUMP_NS: u64 = 10_000_000_000;
 /// How long all grids may only wait, in nanoseconds of the virtual clock.
 const STUCK_NS: u64 = 1_000_000_000_000;
 
-/// Most warp instructions that a grid of a [`Machine`] runs without progress in fast mode, unless
-/// [`DeviceConfig::livelock_limit`] says otherwise: half a minute of a loop that only computes.
-const FAST_LIVELOCK_LIMIT: u64 = 4 * CHECKED_LIVELOCK_LIMIT;
-
 /// The report of a [`Machine`]. `Debug` is the text as well, so that `unwrap` shows it.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
@@ -318,8 +314,7 @@ impl Machine {
     pub fn with_config(devices: usize, config: DeviceConfig, check: Option<CheckConfig>) -> Machine {
         let seed = config.schedule_seed.unwrap_or(0);
         // A kernel that waits in a ring with itself would otherwise run for ever.
-        let fallback = if check.is_some() { CHECKED_LIVELOCK_LIMIT } else { FAST_LIVELOCK_LIMIT };
-        let livelock_limit = config.livelock_limit.or(Some(fallback));
+        let livelock_limit = config.livelock_limit.or(Some(CHECKED_LIVELOCK_LIMIT));
         let checker = check.map(Checker::new);
         let clock_ns = Arc::new(AtomicU64::new(0));
         let device = |_| Device {

@@ -27,35 +27,52 @@ pub struct Module {
     globals: Option<Arc<Globals>>,
 }
 
+/// A number that tells modules apart.
+fn next_id() -> u64 {
+    static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+    NEXT_ID.fetch_add(1, Ordering::Relaxed)
+}
+
 impl Module {
     /// Parses and checks PTX. An instruction or modifier that the virtual GPU does not support is
     /// an error here.
     pub fn parse(text: &str) -> Result<Self, PtxError> {
-        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let file = ptx::parse(text)?;
-        let lower::Loaded { kernels, globals } =
-            lower::module(text, &file, NEXT_ID.fetch_add(1, Ordering::Relaxed))?;
-        let kernels = kernels.into_iter().map(|k| (k.name.clone(), Arc::new(k))).collect();
-        Ok(Self { version: file.version, target: file.target, kernels, globals })
+        let loaded = lower::module(text, &file, next_id())?;
+        Ok(Self::of(file, loaded))
+    }
+
+    /// The same without the kernels that the virtual GPU does not support, and with all reasons for
+    /// which it does not.
+    ///
+    /// # Errors
+    /// Text that is not PTX, and module variables that cannot be made.
+    pub fn parse_supported(text: &str) -> Result<(Self, Vec<Refusal>), PtxError> {
+        let file = ptx::parse(text)?;
+        let (loaded, refused) = lower::supported(text, &file, next_id())?;
+        let mut refusals: Vec<Refusal> = vec![];
+        for refusal in refused {
+            // A function is lowered once for each call.
+            if !refusals.contains(&refusal) {
+                refusals.push(refusal);
+            }
+        }
+        Ok((Self::of(file, loaded), refusals))
     }
 
     /// All that [`parse`](Self::parse) would refuse, not only the first: empty if it accepts the
     /// text. Text that is not PTX has one error, because nothing behind it can be read.
     #[must_use]
     pub fn refusals(text: &str) -> Vec<Refusal> {
-        let file = match ptx::parse(text) {
-            Ok(file) => file,
-            Err(error) => return vec![Refusal { kernel: String::new(), error }],
-        };
-        let mut all: Vec<Refusal> = vec![];
-        for (kernel, error) in lower::refusals(text, &file) {
-            let refusal = Refusal { kernel, error };
-            // A function is lowered once for each call.
-            if !all.contains(&refusal) {
-                all.push(refusal);
-            }
+        match Self::parse_supported(text) {
+            Ok((_, refusals)) => refusals,
+            Err(error) => vec![Refusal { kernel: String::new(), error }],
         }
-        all
+    }
+
+    fn of(file: ptx::File, lower::Loaded { kernels, globals }: lower::Loaded) -> Self {
+        let kernels = kernels.into_iter().map(|k| (k.name.clone(), Arc::new(k))).collect();
+        Self { version: file.version, target: file.target, kernels, globals }
     }
 
     /// The kernel of this name.

@@ -141,7 +141,7 @@ impl Type {
     }
 }
 
-/// What a buffer holds at first.
+/// The first contents of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Contents {
     /// Nothing was written: a kernel that reads it is reported in check mode.
@@ -240,7 +240,7 @@ impl FromStr for Buffer {
     }
 }
 
-/// The first contents of a buffer.
+/// The bytes of a buffer as a run begins.
 pub struct Filled {
     /// Length in bytes.
     pub len: usize,

@@ -34,7 +34,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
         let mut refused: Vec<&str> = refusals.iter().map(|refusal| refusal.kernel.as_str()).collect();
         refused.sort_unstable();
         refused.dedup();
-        // What is in no kernel keeps all of them from running.
+        // An error outside of all kernels keeps all of them from running.
         let runs = if refused.contains(&"") { 0 } else { kernels - refused.len() };
         document.notes.push(format!("{}: {runs} of {kernels} kernels run", path.display()));
         files.push(json!({ "file": path.display().to_string(), "kernels": kernels, "run": runs }));

@@ -1,5 +1,5 @@
-//! The `vgpu` command: runs PTX on the CPU, and reports races, missing fences, unwritten memory, bad
-//! addresses and hangs.
+//! The `vgpu` command: runs PTX on the CPU, and reports races, missing fences, unwritten memory,
+//! bad addresses and hangs.
 //!
 //! Exit codes: 0 nothing to report, 1 reports, 2 bad usage.
 
@@ -14,7 +14,8 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Runs PTX on the CPU, and reports races, missing fences, unwritten memory, bad addresses and hangs.
+/// Runs PTX on the CPU, and reports races, missing fences, unwritten memory, bad addresses and
+/// hangs.
 #[derive(Debug, Parser)]
 #[command(name = "vgpu", version, about, after_help = EXIT_CODES)]
 struct Cli {

@@ -23,26 +23,25 @@ pub fn make_readable(text: &str, module: &Module) -> String {
 
 /// The kernel whose name is `wanted`, or the only one of whose name, as the source has it, `wanted`
 /// is a part. Without `wanted`, the only kernel.
-pub fn find(module: &Module, wanted: Option<&str>) -> Result<String> {
-    let all: Vec<String> = module.kernels().map(|kernel| kernel.name().to_owned()).collect();
+pub fn find(all: &[&str], wanted: Option<&str>) -> Result<String> {
     let list =
-        |names: &[String]| names.iter().map(|name| format!("\n  {}", readable(name))).collect::<String>();
+        |names: &[&str]| names.iter().map(|name| format!("\n  {}", readable(name))).collect::<String>();
     let Some(wanted) = wanted else {
-        return match all.as_slice() {
+        return match all {
             [] => bail!("the file has no kernel"),
-            [one] => Ok(one.clone()),
-            _ => bail!("the file has several kernels, so name one of them:{}", list(&all)),
+            [one] => Ok((*one).to_owned()),
+            _ => bail!("the file has several kernels, so name one of them:{}", list(all)),
         };
     };
-    let exact = all.iter().find(|name| *name == wanted || readable(name) == wanted);
+    let exact = all.iter().find(|name| **name == wanted || readable(name) == wanted);
     if let Some(name) = exact {
-        return Ok(name.clone());
+        return Ok((*name).to_owned());
     }
-    let fits = |name: &&String| readable(name).contains(wanted) || name.contains(wanted);
-    let found: Vec<String> = all.iter().filter(fits).cloned().collect();
+    let fits = |name: &&str| readable(name).contains(wanted) || name.contains(wanted);
+    let found: Vec<&str> = all.iter().copied().filter(fits).collect();
     match found.as_slice() {
-        [] => bail!("no kernel has '{wanted}' in its name; the file has:{}", list(&all)),
-        [one] => Ok(one.clone()),
+        [] => bail!("no kernel has '{wanted}' in its name; the file has:{}", list(all)),
+        [one] => Ok((*one).to_owned()),
         _ => bail!("several kernels have '{wanted}' in their names:{}", list(&found)),
     }
 }
@@ -65,7 +64,7 @@ mod tests {
 
     #[test]
     fn a_kernel_is_found_by_a_part_of_its_name() {
-        let two = module(&["_Z3addPfj", "_Z4add2Pfj"]);
+        let two = ["_Z3addPfj", "_Z4add2Pfj"];
         assert_eq!(find(&two, Some("add2")).unwrap(), "_Z4add2Pfj");
         assert_eq!(find(&two, Some("add(")).unwrap(), "_Z3addPfj");
         assert_eq!(find(&two, Some("_Z3addPfj")).unwrap(), "_Z3addPfj");
@@ -77,7 +76,7 @@ mod tests {
             let text = find(&two, wanted).unwrap_err().to_string();
             assert!(text.contains(error) && text.contains("add2(float*, unsigned int)"), "{text}");
         }
-        assert_eq!(find(&module(&["k"]), None).unwrap(), "k");
+        assert_eq!(find(&["k"], None).unwrap(), "k");
     }
 
     #[test]

@@ -21,7 +21,7 @@ pub enum Format {
     Sarif,
 }
 
-/// What the exit code says.
+/// The meaning of the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     Clean,

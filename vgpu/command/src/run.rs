@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail, ensure};
 use epoxide_vgpu::{
     AcceptList, Array, Assumptions, CheckConfig, Class, DeviceConfig, GridConfig, LaunchError, Machine,
-    MachineError, Module, Report,
+    MachineError, Module, Refusal, Report,
 };
 use serde_json::{Map, Value, json};
 
@@ -59,14 +59,15 @@ pub struct Args {
     /// Devices. Each runs the kernel, with buffers of its own
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     devices: u32,
-    /// Print the buffer of argument N (from 0) of device 0 behind the last run, or write it to a file
+    /// Print the buffer of argument N (from 0) of device 0 behind the last run, or write it to a
+    /// file
     #[arg(long = "out", value_name = "N[=FILE]", value_parser = output)]
     outputs: Vec<(usize, Option<PathBuf>)>,
     /// Report races, missing fences and reads of unwritten memory
     #[arg(long)]
     check: bool,
-    /// Let reads see older values where the memory model allows it, so that a missing fence shows in
-    /// the results
+    /// Let reads see older values where the memory model allows it, so that a missing fence shows
+    /// in the results
     #[arg(long, conflicts_with = "check")]
     weak: bool,
     /// Seeds of the runs, each of which takes another order of warps: FIRST..END, or one
@@ -81,7 +82,8 @@ pub struct Args {
     /// Most reports that are collected in a run
     #[arg(long, value_name = "N", default_value_t = 100)]
     reports: usize,
-    /// Most warp instructions without progress, before a kernel is taken to hang
+    /// Most warp instructions while no block begins or ends, before a kernel is taken to hang; 2^28
+    /// by default
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
     /// Multiprocessors of a device
@@ -126,7 +128,7 @@ impl epoxide_vgpu::Argument for Packed {
     }
 }
 
-/// What a run has come to.
+/// The outcome of a run.
 #[derive(Default)]
 struct Outcome {
     reports: Vec<Report>,
@@ -306,10 +308,16 @@ fn note(seeds: &mut Vec<u64>, seed: u64) {
 /// not fit.
 pub fn run(args: &Args) -> Result<Verdict> {
     let text = read(&args.file)?;
-    let module = Module::parse(&text).with_context(|| {
-        format!("{} cannot be loaded; `vgpu check` lists all reasons", args.file.display())
-    })?;
-    let kernel = names::find(&module, args.kernel.as_deref())?;
+    let loaded = Module::parse_supported(&text);
+    let (module, refusals) = loaded.with_context(|| format!("{} cannot be loaded", args.file.display()))?;
+    let mut all: Vec<&str> = module.kernels().map(|kernel| kernel.name()).collect();
+    all.extend(refusals.iter().map(|refusal| refusal.kernel.as_str()));
+    all.sort_unstable();
+    all.dedup();
+    let kernel = names::find(&all, args.kernel.as_deref())?;
+    if let Some(Refusal { error, .. }) = refusals.iter().find(|refusal| refusal.kernel == kernel) {
+        bail!("the kernel cannot be loaded; `vgpu check` lists all reasons: {error}");
+    }
     let check = args.check_config()?;
     for (number, _) in &args.outputs {
         args.buffer(*number)?;

@@ -123,8 +123,9 @@ struct Warp {
     /// in global memory. Kept outside the groups: it would split lanes whose causal pasts are equal
     /// otherwise.
     fenced: [[u32; 32]; 2],
-    /// For reports: the tick at each lane's last collective, which orders no memory.
-    met: [u32; 32],
+    /// For reports, by lane: up to which tick of each other lane it has gone on in step, which
+    /// orders no memory. `None` before the lanes first parted.
+    in_step: Option<Box<[[u32; 32]; 32]>>,
 }
 
 /// An mbarrier.
@@ -282,7 +283,7 @@ impl BlockCheck {
                 threads: mask,
                 groups: vec![(mask, lane)],
                 fenced: [[0; 32]; 2],
-                met: [0; 32],
+                in_step: None,
             }
         });
         Self {
@@ -341,8 +342,8 @@ impl BlockCheck {
         Release { scope, by, shared: false, chain: 0, past: warp.publish(1 << lane) }
     }
 
-    /// The release pattern of a relaxed store by `lane` behind a fence. `assumed`: fences ahead of a
-    /// barrier count as well ([`Assumptions::fence_before_barrier`]).
+    /// The release pattern of a relaxed store by `lane` behind a fence. `assumed`: fences ahead of
+    /// a barrier count as well ([`Assumptions::fence_before_barrier`]).
     ///
     /// [`Assumptions::fence_before_barrier`]: crate::Assumptions::fence_before_barrier
     pub(crate) fn fenced(&mut self, warp: u32, lane: usize, scope: Scope, assumed: bool) -> Option<Release> {
@@ -364,16 +365,24 @@ impl BlockCheck {
         self.warps[warp as usize].lane(lane)?.ahead.clone()
     }
 
-    /// The lanes of `mask` have executed a collective, which orders no memory.
-    pub(crate) fn meet(&mut self, warp: u32, mask: u32) {
+    /// The lanes of `mask` have run in step up to here.
+    pub(crate) fn in_step(&mut self, warp: u32, mask: u32) {
         let warp = &mut self.warps[warp as usize];
-        lanes(mask).for_each(|l| warp.met[l] = warp.tick);
+        let ticks = warp.in_step.get_or_insert_default();
+        let mut all = [0; 32];
+        for lane in lanes(mask) {
+            all.iter_mut().zip(&ticks[lane]).for_each(|(all, tick)| *all = (*all).max(*tick));
+        }
+        lanes(mask).for_each(|lane| all[lane] = warp.tick);
+        lanes(mask).for_each(|lane| ticks[lane] = all);
         warp.tick += 1;
     }
 
-    /// Whether lane `lane` of a warp has executed a collective since tick `tick`.
-    pub(crate) fn has_met_since(&self, warp: u32, lane: u32, tick: u32) -> bool {
-        self.warps.get(warp as usize).is_some_and(|warp| warp.met[lane as usize % 32] >= tick)
+    /// Whether one of the lanes of `mask` has gone on in step with lane `lane` since its tick
+    /// `tick`, or does so now.
+    pub(crate) fn is_in_step(&self, warp: u32, mask: u32, lane: usize, tick: u32) -> bool {
+        let ticks = self.warps.get(warp as usize).and_then(|warp| warp.in_step.as_ref());
+        mask >> lane & 1 != 0 || ticks.is_some_and(|ticks| lanes(mask).any(|l| ticks[l][lane % 32] >= tick))
     }
 
     /// The lanes of `mask` observe release patterns by a read of scope `scope`: an acquire takes

@@ -23,9 +23,10 @@ pub struct CheckConfig {
     pub strict_exits: bool,
     /// So many reports are collected ([`Checker::reports`]) before one is a fault. A race and a
     /// read of unwritten memory are collected: the access then happens as it would without checks.
-    /// A bad address ends its kernel at once. 0: the first report is a fault.
+    /// A bad address ends its kernel at once. 0: the first report is a fault, and a race between
+    /// lanes that have run in step is of the class [`Class::Corrupts`](crate::Class::Corrupts).
     pub collect: usize,
-    /// What may be relied on beyond the memory model.
+    /// Properties beyond the memory model that may be relied on.
     pub assume: Assumptions,
 }
 
@@ -51,7 +52,7 @@ impl Assumptions {
     /// Adds the assumption of this name.
     ///
     /// # Errors
-    /// There is no such assumption; the text lists those that there are.
+    /// The name is unknown; the text lists the known ones.
     pub fn state(&mut self, name: &str) -> Result<(), String> {
         match name {
             "FenceBeforeBarrier" => self.fence_before_barrier = true,
@@ -157,8 +158,8 @@ impl Checker {
         self.world().accesses
     }
 
-    /// The reports collected so far ([`CheckConfig::collect`]), one for each kind and pair of lines,
-    /// in the order in which they were first met.
+    /// The reports collected so far ([`CheckConfig::collect`]), one for each kind and pair of
+    /// lines, in the order in which they were first met.
     #[must_use]
     pub fn reports(&self) -> Vec<Report> {
         self.world().reports.all().to_vec()

@@ -101,8 +101,9 @@ pub(crate) trait Hooks {
     fn wrote(&mut self, _: Place, _lane: usize, _pc: u32, _: Sem, _: Scope, _rmw: bool) {}
     fn fence(&mut self, _mask: u32, _: Fence) {}
     fn sync_warp(&mut self, _mask: u32) {}
-    /// The lanes of a mask have executed a collective that orders no memory.
-    fn collective(&mut self, _mask: u32) {}
+    /// The lanes of a mask have run in step, or have met at a collective, which orders no memory.
+    /// They are about to take different ways.
+    fn in_step(&mut self, _mask: u32) {}
     /// The lanes of a mask are about to execute an instruction that concerns others.
     fn together(&mut self, _mask: u32) {}
     fn arrive(&mut self, _mask: u32, _barrier: u32) {}
@@ -205,7 +206,7 @@ impl Hooks for CheckHooks<'_> {
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.loads.add(own, place, 1);
         let start = how.read_only.then(|| self.block.start.clone());
-        let Some((shadow, grids, at, view)) = self.look(place, lane) else { return None };
+        let (shadow, grids, at, view) = self.look(place, lane)?;
         let who = Accessor { record, own, published: None, view };
         let mut found = shadow.read(grids, at, bytes, &who);
         if let (None, Some(start)) = (&found, start) {
@@ -460,11 +461,12 @@ impl Hooks for CheckHooks<'_> {
         self.block.waited(self.warp, lane, group, landed);
     }
 
-    fn collective(&mut self, mask: u32) {
+    fn in_step(&mut self, mask: u32) {
         if self.world.config.assume.converged_warps {
             self.block.sync_warp(self.warp, mask);
-        } else {
-            self.block.meet(self.warp, mask);
+        } else if self.world.config.collect > 0 {
+            // Only a class depends on it, and the shadow of a word that a warp polls grows.
+            self.block.in_step(self.warp, mask);
         }
     }
 

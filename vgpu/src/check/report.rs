@@ -81,8 +81,8 @@ fn actor_of(record: &Record) -> Key {
     }
 }
 
-/// Whether an access of manner `how` by the lane `own` with causal past `past` is a bulk copy that is
-/// ordered behind a generic one, and lacks a proxy fence alone.
+/// Whether an access of manner `how` by the lane `own` with causal past `past` is a bulk copy that
+/// is ordered behind a generic one, and lacks a proxy fence alone.
 pub(crate) fn lacks_proxy_fence(
     grids: &Grids,
     how: How,
@@ -93,7 +93,8 @@ pub(crate) fn lacks_proxy_fence(
     how.bulk && !other.how.bulk && is_ordered(grids, own, past, other)
 }
 
-/// Whether an access of a lane with causal past `past`, without its own accesses, is behind another.
+/// Whether an access of a lane with causal past `past`, without its own accesses, is behind
+/// another.
 fn is_ordered(grids: &Grids, own: Key, past: &CausalPast, other: &Record) -> bool {
     let theirs = actor_of(other);
     theirs == own || grids.includes_tick(&past.all, theirs, other.tick)
@@ -112,20 +113,16 @@ fn assumption(world: &World, me: &Me<'_>, other: &Record, way: &[Step]) -> Optio
         && !other.how.bulk
         && theirs & !clock::WITHIN_WARP == me.own & !clock::WITHIN_WARP
         && other.pc != me.record.pc
+        && me.block.is_in_step(warp, me.beside, lane as usize, other.tick)
     {
-        let collective = me.block.has_met_since(warp, lane, other.tick);
-        if me.beside >> lane & 1 != 0 || collective {
-            let there = if collective {
-                "a collective such as elect.sync or shfl.sync stands there, which orders no memory"
-            } else {
-                "they run in step here, which orders no memory"
-            };
-            return Some(format!(
-                "bar.warp.sync between the lanes ({there}; assume ConvergedWarps to rely on it)"
-            ));
-        }
+        return Some(
+            "bar.warp.sync between the lanes (running in step orders no memory, and neither does a collective such as elect.sync; \
+             assume ConvergedWarps to rely on it)"
+                .into(),
+        );
     }
-    let first = way.first()?;
+    // A bulk copy would need a proxy fence as well.
+    let first = way.first().filter(|_| !me.record.how.bulk)?;
     let releases = match first.read.place {
         Place::Private => None,
         Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)),

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use crate::fault::{Fault, FaultKind, Party};
 use crate::ptx::SourceLine;
 
-/// The kind of trouble that a report shows, the worst first. Each class has a rule that the checker decides from
-/// what it has seen in the run, without an assumption on hardware.
+/// The kind of trouble that a report shows, the worst first. Each class has a rule that the checker
+/// decides from what it has seen in the run, without an assumption on hardware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Class {
@@ -14,8 +14,8 @@ pub enum Class {
     /// or weak memory ([`CheckConfig::weak_memory`](crate::CheckConfig::weak_memory)), may give
     /// other results.
     Corrupts,
-    /// A race by the letter of the memory model only: one of the [`Assumptions`](crate::Assumptions)
-    /// orders the two accesses, and the report names it.
+    /// A race by the letter of the memory model only: one of the
+    /// [`Assumptions`](crate::Assumptions) orders the two accesses, and the report names it.
     Model,
     /// The accesses are ordered, but one of them is a bulk copy, and there is no
     /// `fence.proxy.async` between the ordering and the copy.
@@ -297,8 +297,9 @@ impl Accepted {
 ///
 /// A line of the file is `KIND KERNEL PLACE [PLACE] -- REASON`; empty lines and lines that begin
 /// with `#` are left out. `KIND` is a [`Report::kind`] or `*`. `KERNEL` is a part of the name of a
-/// kernel, mangled or not, or `*`. A place is `ptx:LINE`, or `FILE:LINE` with the end of the path of
-/// a source file: that of the kernel, or that of a function inlined there. An entry with one place accepts the reports of which either side is there.
+/// kernel, mangled or not, or `*`. A place is `ptx:LINE`, or `FILE:LINE` with the end of the path
+/// of a source file: that of the kernel, or that of a function inlined there. An entry with one
+/// place accepts the reports of which either side is there.
 ///
 /// ```
 /// let list = epoxide_vgpu::AcceptList::parse(

@@ -317,8 +317,8 @@ impl Shadow {
         })
     }
 
-    /// Notes a read of `bytes` bytes at `at`. Returns the first violation, if there is one: the byte and
-    /// the reason.
+    /// Notes a read of `bytes` bytes at `at`. Returns the first violation, if there is one: the
+    /// byte and the reason.
     pub(crate) fn read(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Option<ViolationAt> {
         if self.hidden {
             return None;

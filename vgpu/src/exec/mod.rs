@@ -255,6 +255,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
     fn branch(&mut self, m: u32, target: u32) -> Flow {
         let fallthrough = self.pc + 1;
         if m != self.mask {
+            self.watch.in_step(self.mask);
             self.warp.converged.part(m, self.pc);
             // Hardware promises nowhere that the arms join again by themselves.
             let one_in = self.env.apart_one_in;
@@ -280,6 +281,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
 
     fn indexed_branch(&mut self, m: u32, index: u32, table: &[u32]) -> Run<Flow> {
         self.split_off(m);
+        self.watch.in_step(m);
         let row = self.warp.regs.r32[index as usize];
         let mut todo = m;
         while todo != 0 {
@@ -298,6 +300,9 @@ impl<'a, W: Hooks> Exec<'a, W> {
 
     fn exit(&mut self, m: u32) -> Run<Flow> {
         self.side_effect = true;
+        if m != self.mask {
+            self.watch.in_step(self.mask);
+        }
         self.warp.live &= !m;
         self.mask &= !m;
         // Groups that wait for lanes of this warp must check again.
@@ -364,6 +369,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
     /// Keeps the lanes `m` of the running group; the others go on at the next instruction.
     fn split_off(&mut self, m: u32) {
         if m != self.mask {
+            self.watch.in_step(self.mask);
             self.warp.converged.part(m, self.pc);
             self.push(self.mask & !m, self.pc + 1, GroupState::Ready);
             self.mask = m;

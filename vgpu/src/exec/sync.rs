@@ -46,7 +46,7 @@ impl<W: Hooks> Exec<'_, W> {
                         self.watch.sync_warp(mask & self.warp.live);
                     }
                 } else if W::ON {
-                    self.watch.collective(here);
+                    self.watch.in_step(here);
                 }
                 self.execute_warp_op(op, here, mask);
                 done |= here;

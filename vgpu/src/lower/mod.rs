@@ -23,6 +23,7 @@ use std::sync::{Arc, OnceLock};
 use crate::fault::PtxError;
 use crate::ir::{File, GUARD_NOT, Init, NO_GUARD, Op, Origin, Special, count_straight_runs};
 use crate::kernel::{Globals, Kernel, ParamInfo};
+use crate::module::Refusal;
 use crate::ptx::lexer::error_at;
 use crate::ptx::{self, Span, Stmt, VarSpace};
 use state::{Binding, Lower, Lowered, Patch, Scope};
@@ -38,14 +39,16 @@ pub(crate) fn module(text: &str, file: &ptx::File, module_id: u64) -> Result<Loa
     load(text, file, module_id, None)
 }
 
-/// Lowers all kernels of a file as far as possible. Returns all that stands in the way, each with
-/// its kernel.
-pub(crate) fn refusals(text: &str, file: &ptx::File) -> Vec<(String, PtxError)> {
+/// Lowers the kernels of a file that are supported. Also returns all that stands in the way of the
+/// others, each with its kernel.
+pub(crate) fn supported(
+    text: &str,
+    file: &ptx::File,
+    module_id: u64,
+) -> Result<(Loaded, Vec<Refusal>), PtxError> {
     let mut refused = vec![];
-    if let Err(error) = load(text, file, 0, Some(&mut refused)) {
-        refused.push((String::new(), error));
-    }
-    refused
+    let loaded = load(text, file, module_id, Some(&mut refused))?;
+    Ok((loaded, refused))
 }
 
 /// With `refused`, errors of kernels go there, and such kernels are left out.
@@ -53,7 +56,7 @@ fn load(
     text: &str,
     file: &ptx::File,
     module_id: u64,
-    mut refused: Option<&mut Vec<(String, PtxError)>>,
+    mut refused: Option<&mut Vec<Refusal>>,
 ) -> Result<Loaded, PtxError> {
     let at = |(pos, message): (Span, String)| error_at(text, pos.line, pos.column, message);
     let mut shared = HashMap::new();
@@ -100,7 +103,8 @@ fn load(
         }
         l.body(&e.body).map_err(at)?;
         if let (Some(all), Some(errors)) = (&mut refused, l.refused.take_if(|errors| !errors.is_empty())) {
-            all.extend(errors.into_iter().map(|error| (e.name.clone(), at(error))));
+            let kernel = || e.name.clone();
+            all.extend(errors.into_iter().map(|error| Refusal { kernel: kernel(), error: at(error) }));
             continue;
         }
         let allocated = allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);

@@ -185,7 +185,9 @@ fn variant(path: &Path, text: &str, name: &str, has_variants: bool) -> Variant {
 
 impl Variant {
     fn run(&self, mode: fn(u64) -> Option<CheckConfig>, seed: u64) -> Result<Vec<u64>, MachineError> {
-        let check = mode(seed).map(|check| CheckConfig { assume: self.assume, ..check });
+        // A class is decided of reports that are collected.
+        let collect = usize::from(self.class.is_some());
+        let check = mode(seed).map(|check| CheckConfig { assume: self.assume, collect, ..check });
         run_numbered(&self.module, self.shape, seed, check)
     }
 

@@ -43,7 +43,7 @@ pub fn device(seed: u64) -> DeviceConfig {
 }
 
 /// Runs a kernel by itself, on a buffer of which word `i` holds `i << 32`, so that flags of 32 bits
-/// begin as 0.
+/// begin as 0. A report that is collected is an error too.
 pub fn run_numbered(
     module: &Module,
     shape: GridConfig,
@@ -54,8 +54,11 @@ pub fn run_numbered(
     let words: Vec<u64> = (0..64).map(|i| i << 32).collect();
     let buf = machine.upload(0, "buf", &words)?;
     machine.launch_with(0, module, "k", shape, &[&buf])?;
-    machine.run()?;
-    buf.download()
+    let ended = machine.run();
+    match machine.reports().into_iter().next() {
+        Some(first) => Err(MachineError::Fault(Box::new(first.fault))),
+        None => ended.and_then(|()| buf.download()),
+    }
 }
 
 /// Start of every test module.

@@ -289,6 +289,57 @@ fn garbage_never_panics() {
     }
 }
 
+#[test]
+fn all_refusals_of_a_module_are_listed_with_their_kernels() {
+    let text = format!(
+        "{HEAD}.func helper() {{ .reg .b32 %r<2>;
+         bad.u32 %r1, %r1;
+         ret; }}
+         .entry first() {{ .reg .b32 %r<2>;
+         call helper, ();
+         call helper, ();
+         add.u32 %r1, %r5, 1;
+         bra NOWHERE;
+         worse.u32 %r1; }}
+         .entry second() {{ ret; }}
+         .entry third() {{ call helper, (); ret; }}"
+    );
+    let refusals = Module::refusals(&text);
+    let found: Vec<_> = refusals.iter().map(|r| (r.kernel.as_str(), r.error.line - 3)).collect();
+    // A function is named once for each kernel that calls it. A label is missing at the end.
+    assert_eq!(found, [("first", 2), ("first", 7), ("first", 9), ("first", 8), ("third", 2)]);
+    assert!(refusals[0].error.message.contains("'bad'"), "{}", refusals[0].error);
+    for (text, what) in [("nothing", "expected"), (".extern .global .b32 x[];", "defined elsewhere")] {
+        let refusals = Module::refusals(&format!("{HEAD}{text}"));
+        let [only] = refusals.as_slice() else { panic!("{refusals:?}") };
+        assert!(only.kernel.is_empty() && only.error.message.contains(what), "{}", only.error);
+    }
+}
+
+/// A line less breaks most kernels in one of many ways.
+#[test]
+fn there_are_refusals_where_a_module_does_not_load_and_only_there() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vgpu/foreign/ptx");
+    let mut broken = 0;
+    for name in ["control", "reduce", "async", "sync"] {
+        let text = std::fs::read_to_string(folder.join(name).with_extension("ptx")).unwrap();
+        assert!(Module::refusals(&text).is_empty(), "{name}");
+        let lines: Vec<&str> = text.lines().collect();
+        for left_out in (0..lines.len()).step_by(tier(97, 7)) {
+            let text = [&lines[..left_out], &lines[left_out + 1..]].concat().join("\n");
+            let refusals = Module::refusals(&text);
+            match Module::parse(&text) {
+                Ok(_) => assert!(refusals.is_empty(), "{name}, line {left_out}: {refusals:?}"),
+                Err(error) => {
+                    assert!(refusals.iter().any(|refusal| refusal.error == error), "{name}, line {left_out}");
+                    broken += 1;
+                }
+            }
+        }
+    }
+    assert!(broken > 0);
+}
+
 /// Numbers and nesting in a short text must not take all memory or all of the stack.
 #[test]
 fn modules_that_are_too_large_are_rejected() {

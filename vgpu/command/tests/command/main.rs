@@ -36,7 +36,8 @@ fn json(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"))
 }
 
-/// Fails unless a document has the parts that SARIF 2.1.0 requires, and indices that lead somewhere.
+/// Fails unless a document has the parts that SARIF 2.1.0 requires, and indices that lead
+/// somewhere.
 fn assert_is_sarif(document: &Value) {
     assert_eq!(document["version"], "2.1.0");
     assert!(document["$schema"].as_str().unwrap().ends_with("sarif-2.1.0.json"));
@@ -262,7 +263,8 @@ fn bad_usage_ends_with_2_and_says_what_is_wrong() {
     }
     for (call, error) in [
         (vec!["run", missing.to_str().unwrap()], "cannot read"),
-        (vec!["run", refused.to_str().unwrap()], "`vgpu check` lists all reasons"),
+        (vec!["run", refused.to_str().unwrap()], "several kernels"),
+        (vec!["run", refused.to_str().unwrap(), "first"], "`vgpu check` lists all reasons"),
         (vec!["check", missing.to_str().unwrap()], "cannot read"),
         (vec![], "Usage"),
     ] {
@@ -315,6 +317,9 @@ fn check_lists_everything_that_is_refused() {
     assert_eq!(lines, [17, 18, 20, 9, 32]);
     let (_, text) = vgpu(&["check", path, "--format", "sarif"]);
     assert_is_sarif(&json(&text));
+    // A refusal in one kernel leaves the others alone.
+    let (code, text) = vgpu(&["run", path, "clean"]);
+    assert_eq!(code, 0, "{text}");
     let good = file("last_block.ptx");
     let (code, text) = vgpu(&["check", good.to_str().unwrap()]);
     assert_eq!(code, 0, "{text}");
