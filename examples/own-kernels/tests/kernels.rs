@@ -133,7 +133,8 @@ fn multiply_on_tensor_cores(mut gpus: Gpus, m: usize, n: usize, k: usize) {
 #[test]
 fn a_matrix_product_on_tensor_cores_is_exact_where_sums_are() {
     on_gpus(1, |gpus| multiply_on_tensor_cores(gpus, 128, 128, 128));
-    // Blocks in both directions, and more tiles than stages.
+    // Blocks in both directions, and on a GPU more tiles too.
+    multiply_on_tensor_cores(Gpus::Virtual(Machine::new(1)), 256, 384, 32);
     #[cfg(feature = "cuda")]
     gpus::on_real_gpus(1, |gpus| multiply_on_tensor_cores(gpus, 256, 384, 160));
 }
