@@ -45,7 +45,8 @@ impl RoundTrip for Buffer {
         ways.retain(|way| *way != ReturnPath::InPool || cases.nodes == 1);
         let first = LowLatencyCase { rounds: 2, ..LowLatencyCase::draw(cases, 0, Draw::Full) };
         let segments = Segments::of_draws(cases.sizes.experts);
-        let by_expert = LowLatencyCase { combine_rows: ReturnPath::ByExpert, segments, ..first.clone() };
+        let by_expert =
+            LowLatencyCase { combine_rows: ReturnPath::ByExpert, segments, rounds: 1, ..first.clone() };
         let ways = ways.into_iter().map(|combine_rows| LowLatencyCase { combine_rows, ..first.clone() });
         ways.chain([by_expert]).collect()
     }
