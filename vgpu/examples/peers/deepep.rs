@@ -70,8 +70,7 @@ pub fn run(module: &Module, seed: u64, check: Option<CheckConfig>) -> Result<Out
     }
     let mut kept: Vec<Box<dyn Any>> = vec![];
     let mut received = vec![];
-    for rank in 0..RANKS {
-        let tokens = TOKENS[rank];
+    for (rank, tokens) in TOKENS.into_iter().enumerate() {
         let mapped: Result<Vec<_>, _> = own.iter().map(|buffer| machine.map(rank, buffer)).collect();
         let mapped = mapped?;
         let pointers: Vec<u64> = mapped.iter().map(|buffer| buffer.addr()).collect();
