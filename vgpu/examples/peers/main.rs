@@ -2,11 +2,12 @@
 //! stored list. `vgpu/peers/check.sh` compiles the kernels and calls it; `vgpu/peers/README.md`
 //! tells what was found.
 //!
-//! `cargo run --release -p epoxide-vgpu --example peers -- one-sided LIST STEP=FILE.ptx..`
+//! `cargo run --release -p epoxide-vgpu --example peers -- PROJECT LIST STEP=FILE.ptx..`
 //!
 //! A step is the project's source as it is, or with the repairs of all steps before it. Each runs
 //! with a number of seeds; a run ends at its first report. The list has the reports of each step.
 
+mod deepep;
 mod one_sided;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -46,6 +47,19 @@ fn named(error: &MachineError) -> String {
     }
 }
 
+/// The name of the one kernel whose mangled name has all of these parts.
+fn kernel(module: &Module, parts: &[&str]) -> Result<String, Box<dyn Error>> {
+    let names: Vec<_> = module
+        .kernels()
+        .map(|kernel| kernel.name())
+        .filter(|name| parts.iter().all(|part| name.contains(part)))
+        .collect();
+    match names.as_slice() {
+        [name] => Ok((*name).to_owned()),
+        names => Err(format!("{} kernels with {parts:?} in their name", names.len()).into()),
+    }
+}
+
 /// A list: steps in order, with the reports of each.
 fn read_list(text: &str) -> BTreeMap<String, BTreeSet<String>> {
     let mut steps = BTreeMap::new();
@@ -64,11 +78,12 @@ fn read_list(text: &str) -> BTreeMap<String, BTreeSet<String>> {
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [project, list, steps @ ..] = arguments.as_slice() else {
-        return Err("usage: peers one-sided LIST STEP=FILE.ptx ..".into());
+        return Err("usage: peers PROJECT LIST STEP=FILE.ptx ..".into());
     };
     let run = match project.as_str() {
         "one-sided" => one_sided::run,
-        other => return Err(format!("no project '{other}': there is one-sided").into()),
+        "deepep" => deepep::run,
+        other => return Err(format!("no project '{other}': there are one-sided and deepep").into()),
     };
     let text = std::fs::read_to_string(list).map_err(|error| format!("{list}: {error}"))?;
     let expected = read_list(&text);

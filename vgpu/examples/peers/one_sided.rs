@@ -10,7 +10,7 @@ use std::error::Error;
 use epoxide_vgpu::{Argument, Array, CheckConfig, GridConfig, Machine, MachineError, Module};
 use half::bf16;
 
-use crate::{Outcome, named};
+use crate::{Outcome, kernel, named};
 
 const RANKS: usize = 2;
 const TOP_K: usize = 4;
@@ -121,19 +121,6 @@ fn rank_of(expert: usize) -> usize {
 
 fn value(round: usize, rank: usize, token: usize, at: usize) -> f32 {
     ((round * 7 + rank * 5 + token * 3 + at) % 13) as f32 - 6.0
-}
-
-/// The name of the one kernel whose mangled name has all of these parts.
-fn kernel(module: &Module, parts: &[&str]) -> Result<String, Box<dyn Error>> {
-    let names: Vec<_> = module
-        .kernels()
-        .map(|kernel| kernel.name())
-        .filter(|name| parts.iter().all(|part| name.contains(part)))
-        .collect();
-    match names.as_slice() {
-        [name] => Ok((*name).to_owned()),
-        names => Err(format!("{} kernels with {parts:?} in their name", names.len()).into()),
-    }
 }
 
 /// One run; an error if the kernels cannot be launched at all.

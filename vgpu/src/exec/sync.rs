@@ -217,8 +217,7 @@ impl<W: Hooks> Exec<'_, W> {
     /// Checks that the lanes of a warp are sure to reach a barrier together, unless it is aligned.
     /// By the manual each lane waits. On GPUs, lanes of a diverged warp were seen to pass such a
     /// barrier (docs/KERNELS.md). In front of an aligned barrier the assembler converges the warp
-    /// itself. CUDA's `this_grid().sync()` relies on the manual; in kernels that have it, its barriers
-    /// pass.
+    /// itself. CUDA's `this_grid().sync()` relies on the manual, so its barriers pass.
     fn comes_together(&self, barrier: u32) -> Run<()> {
         let first = self.mask.trailing_zeros();
         let (together, live) = (self.warp.converged.with(first) & self.warp.live, self.warp.live);

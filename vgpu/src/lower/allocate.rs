@@ -76,7 +76,7 @@ fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) 
                 }
                 WarpOp::Mma { mma, d, a, b } => {
                     let [na, nb, nd] = mma.registers();
-                    // The lowering's own registers: they are written in front of it and read behind it.
+                    // The lowering's own registers, written in front of it and read behind it.
                     d[..nd].iter_mut().for_each(|s| f(R32, Use, s));
                     a[..na].iter_mut().chain(&mut b[..nb]).for_each(|s| f(R32, Use, s));
                 }
