@@ -306,12 +306,12 @@ fn sizes_of_low_latency_are_those_of_the_buffer() {
 
 #[test]
 fn the_worst_rows_by_expert() {
-    // Each token of both ranks may select the two experts of a rank, in whose segments padding
-    // follows.
+    // All entries of each token of both ranks may select the two experts of a rank, in whose segments
+    // padding follows. An entry is a row, an expert that a token has twice included.
     let shape = low_latency::Shape { max_tokens: 3, hidden: 64, num_topk: 4, num_experts: 4 };
-    let rows = 2 * 3;
-    assert_eq!(shape.most_rows_by_expert(RANKS, 1), 2 * rows);
-    assert_eq!(shape.most_rows_by_expert(RANKS, 8), 2 * rows + 2 * 7);
+    let rows = 2 * 3 * 4;
+    assert_eq!(shape.most_rows_by_expert(RANKS, 1), rows);
+    assert_eq!(shape.most_rows_by_expert(RANKS, 8), rows + 2 * 7);
     assert_eq!(shape.most_rows_by_expert(RANKS, 0), shape.most_rows_by_expert(RANKS, 1));
 }
 

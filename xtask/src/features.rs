@@ -23,20 +23,24 @@ fn features(ws: &Workspace, selection: &[&str]) -> BTreeMap<String, BTreeSet<Str
     features
 }
 
+/// Selects the default members of the workspace.
+const DEFAULT: [&str; 3] = ["--workspace", "--exclude", "epoxide-cudarc"];
+
 #[test]
 fn commands_share_one_build_of_every_crate() {
     let ws = crate::repository::find().unwrap();
     let build = ["--edges", "normal,build"];
     let of_command = features(&ws, &[&["--package", "epoxide-cli"], &build[..]].concat());
-    let mut of_tests = features(&ws, &["--workspace", "--edges", "normal,build,dev"]);
+    let mut of_tests = features(&ws, &[&DEFAULT[..], &["--edges", "normal,build,dev"]].concat());
     // Packages that only tests compile are not shared, and neither is the command itself.
     of_tests.retain(|package, _| of_command.contains_key(package) && !package.starts_with("epoxide-cli "));
     assert!(of_tests.keys().any(|package| package.starts_with("epoxide-vgpu ")), "{of_tests:?}");
+    let with = |features: &'static str| [&DEFAULT[..], &["--features", features]].concat();
     for (command, selection) in [
-        ("cargo run --release", &["--workspace"][..]),
+        ("cargo run --release", &DEFAULT[..]),
         ("cargo run --release -p epoxide-cli", &["--package", "epoxide-cli"]),
-        ("cargo run --release --features plots,manual", &["--workspace", "--features", "plots,manual"]),
-        ("cargo run --release --features cuda,rdma", &["--workspace", "--features", "cuda,rdma"]),
+        ("cargo run --release --features plots,manual", &with("plots,manual")),
+        ("cargo run --release --features cuda,rdma", &with("cuda,rdma")),
         ("cargo xtask", &["--package", "xtask"]),
     ] {
         for (package, asked) in features(&ws, &[selection, &build].concat()) {
@@ -63,7 +67,7 @@ fn features_of_the_command_reach_its_crates() {
     let ws = crate::repository::find().unwrap();
     let named = ["--features", "cuda,rdma,plots,manual", "--edges", "normal,build"];
     let of_two = features(&ws, &[&["--package", "epoxide", "--package", "epoxide-cli"], &named[..]].concat());
-    let of_all = features(&ws, &[&["--workspace"], &named[..]].concat());
+    let of_all = features(&ws, &[&DEFAULT[..], &named[..]].concat());
     let ours: Vec<_> = of_two.iter().filter(|(package, _)| package.starts_with("epoxide")).collect();
     assert!(ours.len() >= 6, "{ours:?}");
     for (package, features) in ours {
