@@ -167,6 +167,9 @@ all_runs() {
     for type in bf16 fp8; do
         bench ht-$type 100 "${one_node[@]}" "${large[@]}" --num-sms "$sms" --iters "$most_iters" --dtype $type
     done
+    # Rows by expert, and pairs with something between their calls, as a model has them.
+    bench ll-by-expert 120 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --rows-by-expert 64
+    bench ll-between 120 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --combine-rows by-row --between-us 20
     # Survivors of a rank that stops, and of a process that is killed.
     test_program survivors 300 survivors
     tier=long test_program killed 120 internode::processes

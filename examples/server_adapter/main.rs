@@ -75,7 +75,7 @@ struct Memory {
     out: Tensor<'static>,
 }
 
-/// Whose memory rows are in.
+/// The owner of the memory that rows are in.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Rows {
     OfServer,

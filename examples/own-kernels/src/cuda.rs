@@ -27,7 +27,7 @@ impl Gpu {
     /// A new stream of GPU `ordinal`. The driver compiles the PTX for the GPU that it finds.
     ///
     /// # Errors
-    /// There is no such GPU, or it is older than the PTX.
+    /// The machine has no such GPU, or it is older than the PTX.
     pub fn open(ordinal: usize) -> Result<Gpu> {
         let context = CudaContext::new(ordinal)?;
         let module = context.load_module(Ptx::from_src(crate::PTX))?;

@@ -83,7 +83,7 @@ fn pair(low: f32, high: f32) -> u64 {
     low.to_bits() as u64 | (high.to_bits() as u64) << 32
 }
 
-/// What a thread copies of each tile: a piece of 16 bytes of two rows of each operand.
+/// A thread's share of the copy of a tile: a piece of 16 bytes of two rows of each operand.
 #[derive(Clone, Copy)]
 struct Copies {
     /// Addresses in tile 0.
@@ -127,7 +127,7 @@ impl Copies {
     }
 }
 
-/// What a lane holds of a tile: pieces of four matrices of 16 x 16 of `a`, and of two of `b`.
+/// A lane's part of a tile: pieces of four matrices of 16 x 16 of `a`, and of two of `b`.
 #[derive(Clone, Copy)]
 struct Pieces {
     /// The first row and column of the warp's sums, in the block's.

@@ -40,7 +40,7 @@ pub struct ExpertRows<'p> {
 }
 
 impl<'p> ExpertRows<'p> {
-    /// Of tables of counts, starts and sums, which `tensor` makes by name, address and shape.
+    /// Makes them of tables of counts, starts and sums; `tensor` makes one by name, address and shape.
     pub(super) fn new(
         [counts, starts, psum]: [DevicePtr; 3],
         local_experts: u32,

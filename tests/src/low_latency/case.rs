@@ -40,7 +40,7 @@ impl ReturnPath {
 pub struct Segments {
     /// Segments begin at multiples of it.
     pub alignment: u32,
-    /// Whose memory they come to.
+    /// The owner of the memory that they come to.
     pub memory: RowMemory,
     /// Whether a combine of such rows leaves the weights out.
     pub unweighted: bool,
@@ -58,7 +58,7 @@ impl Segments {
     }
 }
 
-/// Whose memory rows by expert come to.
+/// The owner of the memory that rows by expert come to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowMemory {
     /// Memory of the dispatch.

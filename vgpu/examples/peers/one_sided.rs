@@ -154,7 +154,7 @@ pub fn run(module: &Module, seed: u64, check: Option<CheckConfig>) -> Result<Out
     }
 
     let mut outs = vec![];
-    // What kernels use lives as long as the machine runs.
+    // Memory that kernels use lives as long as the machine runs.
     let mut kept: Vec<Box<dyn Any>> = vec![];
     for rank in 0..RANKS {
         let tokens = TOKENS[rank];

@@ -35,7 +35,7 @@ fn printing(check: Option<CheckConfig>) -> (Machine, Arc<Mutex<String>>) {
 
 #[test]
 fn printf_formats_as_c_does() {
-    // What glibc's printf prints for the same arguments.
+    // The text that glibc's printf gives for the same arguments.
     let expected = "plain\n\
         -42|  -42|-42  |-0042|-42|-42|-042|   -42|4294967254|-42\n\
         ffffffd6|FFFFFFD6|0xffffffd6|37777777726|037777777726|123456789abc|-20015998343868|20015998343868\n\
@@ -102,7 +102,7 @@ fn printed(format: &str, arguments: &[(u64, u64)]) -> String {
 fn printf_rounds_and_pads_as_c_does() {
     let float = |x: f64| (8, x.to_bits());
     let int = |n: i32| (4, u64::from(n as u32));
-    // What glibc's printf prints.
+    // The text that glibc's printf gives.
     for (format, argument, expected) in [
         ("%#.0f", float(1.0), "1."),
         ("%#g", float(1.0), "1.00000"),

@@ -133,8 +133,8 @@ struct Share {
 }
 
 impl Share {
-    /// Of `count` tokens, whose rows have so many pieces. Where there are more blocks than tokens,
-    /// several blocks have parts of the same row.
+    /// The share of `count` tokens, whose rows have so many pieces. Where there are more blocks than
+    /// tokens, several blocks have parts of the same row.
     #[device]
     fn of(count: u32, pieces: u32) -> Share {
         let (block, blocks) = (ctaid(), nctaid());
@@ -158,7 +158,7 @@ pub(super) struct Placing<'a, C, const BARRIER: u32> {
     /// The warps that place rows.
     pub(super) team: Team<BARRIER>,
     pub(super) scratch: Scratch,
-    /// What comes.
+    /// The tokens that come.
     pub(super) come: &'a C,
 }
 

@@ -26,7 +26,7 @@ pub struct CombineRequest<'a> {
     timeout: Option<Duration>,
 }
 
-/// What a combine multiplies rows by expert by.
+/// The factors of rows by expert in a combine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Weights {
     OfDispatch,

@@ -408,7 +408,7 @@ impl Buffer {
     }
 }
 
-/// What a dispatch brings by expert: rows of this dtype and length, with scales or without. `owner`
+/// The result of a dispatch by expert: rows of this dtype and length, with scales or without. `owner`
 /// keeps the place's tables; `block` has what is not in the caller's memory.
 fn received_by_expert<'p>(
     to: &LowLatencyExpertRows,
