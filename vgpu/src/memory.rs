@@ -32,14 +32,24 @@ fn os(call: &'static str) -> impl Fn(rustix::io::Errno) -> MemoryError {
     move |e| MemoryError::Os { call, errno: e.raw_os_error(), message: e.to_string() }
 }
 
-/// A mapping of a memfd. Unmapped when the last user is gone.
+/// Mapped memory.
 #[derive(Debug)]
 struct Mapping {
     ptr: NonNull<u8>,
-    /// Bytes mapped (whole pages).
+    /// Bytes mapped (whole pages, unless it is the program's).
     mapped: usize,
-    /// The reservation that it lies in. Then the reservation unmaps it.
-    within: Option<Arc<Mapping>>,
+    unmapped_by: UnmappedBy,
+}
+
+/// The one that unmaps a [`Mapping`].
+#[derive(Debug)]
+enum UnmappedBy {
+    /// Its last user.
+    Itself,
+    /// The reservation that it lies in.
+    Reservation(#[allow(dead_code, reason = "it is kept mapped")] Arc<Mapping>),
+    /// The program that lent it.
+    Program,
 }
 
 /// A range of addresses for mappings that [`Memory::import_at`] places. Nothing else gets these
@@ -71,7 +81,7 @@ impl Reservation {
             }
         }
         let ptr = NonNull::new(first).ok_or_else(none)?;
-        Ok(Reservation(Arc::new(Mapping { ptr, mapped: pages as usize, within: None })))
+        Ok(Reservation(Arc::new(Mapping { ptr, mapped: pages as usize, unmapped_by: UnmappedBy::Itself })))
     }
 
     /// The first address.
@@ -95,7 +105,7 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        if self.within.is_some() {
+        if !matches!(self.unmapped_by, UnmappedBy::Itself) {
             return;
         }
         // SAFETY: `ptr` and `mapped` are the address and length of an mmap, and no snapshot lists
@@ -448,6 +458,23 @@ impl Memory {
         ))
     }
 
+    /// Memory of the program's at its own address, for kernels too, as page-locked memory that was
+    /// registered is. Checks leave it out, because plain host code writes it. It does not count
+    /// against the limit.
+    ///
+    /// # Safety
+    /// `bytes` bytes at `ptr` can be read and written until the region and all that
+    /// [`Memory::share`] has made of it are gone and no grid runs that was launched before. Others
+    /// access them by raw pointers and atomics alone meanwhile.
+    pub unsafe fn lend(&self, ptr: NonNull<u8>, bytes: usize, label: &str) -> Region {
+        let mapping = Arc::new(Mapping { ptr, mapped: bytes, unmapped_by: UnmappedBy::Program });
+        // No file has this number, and no other memory this address.
+        let backing = self.checker().map(|_| (u64::MAX, ptr.as_ptr() as u64));
+        let region = self.enter(mapping, None, bytes as u64, label, (0, true, backing));
+        region.hide();
+        region
+    }
+
     /// Maps a file. `filled`: its contents count as written, if this is the first mapping of it
     /// that the checker sees.
     fn map(
@@ -479,16 +506,19 @@ impl Memory {
             errno: 0,
             message: "returned the null page".into(),
         })?;
-        let within = place.map(|(reservation, _)| reservation.0.clone());
-        let mapping = Arc::new(Mapping { ptr, mapped, within });
-        Ok(self.enter(mapping, Arc::new(fd), bytes, label, (charged, filled, backing)))
+        let unmapped_by = match place {
+            Some((reservation, _)) => UnmappedBy::Reservation(reservation.0.clone()),
+            None => UnmappedBy::Itself,
+        };
+        let mapping = Arc::new(Mapping { ptr, mapped, unmapped_by });
+        Ok(self.enter(mapping, Some(Arc::new(fd)), bytes, label, (charged, filled, backing)))
     }
 
     /// Enters a mapping into the table.
     fn enter(
         &self,
         mapping: Arc<Mapping>,
-        fd: Arc<OwnedFd>,
+        fd: Option<Arc<OwnedFd>>,
         bytes: u64,
         label: &str,
         (charged, filled, backing): (u64, bool, Option<(u64, u64)>),
@@ -687,7 +717,8 @@ pub struct Region {
     addr: u64,
     bytes: u64,
     label: Arc<str>,
-    fd: Arc<OwnedFd>,
+    /// Its file; missing where the program lent it.
+    fd: Option<Arc<OwnedFd>>,
     /// Bytes counted against the limit.
     charged: u64,
     /// Device and inode of the file, where a checker watches it.
@@ -747,8 +778,13 @@ impl Region {
     }
 
     /// A file descriptor that [`Memory::import`] accepts, here or in another process.
+    ///
+    /// # Errors
+    /// The memory has no file ([`Memory::lend`]), or the process has too many files open.
     pub fn export(&self) -> Result<OwnedFd, MemoryError> {
-        rustix::io::fcntl_dupfd_cloexec(&*self.fd, 0).map_err(os("fcntl(F_DUPFD_CLOEXEC)"))
+        let dup = "fcntl(F_DUPFD_CLOEXEC)";
+        let fd = self.fd.as_ref().ok_or_else(|| os(dup)(rustix::io::Errno::BADF))?;
+        rustix::io::fcntl_dupfd_cloexec(&**fd, 0).map_err(os(dup))
     }
 }
 

@@ -177,7 +177,7 @@ unsupported! {
     cuLibraryGetManaged cuLibraryGetUnifiedFunction cuLogsCurrent cuLogsDumpToFile cuLogsDumpToMemory
     cuLogsRegisterCallback cuLogsUnregisterCallback cuMemBatchDecompressAsync
     cuMemDiscardAndPrefetchBatchAsync cuMemDiscardBatchAsync cuMemGetDefaultMemPool
-    cuMemGetHandleForAddressRange cuMemGetMemPool cuMemHostRegister_v2 cuMemHostUnregister
+    cuMemGetHandleForAddressRange cuMemGetMemPool
     cuMemMapArrayAsync cuMemPoolExportPointer cuMemPoolExportToShareableHandle cuMemPoolGetAccess
     cuMemPoolImportFromShareableHandle cuMemPoolImportPointer cuMemPoolSetAccess cuMemPrefetchBatchAsync
     cuMemRangeGetAttribute cuMemRangeGetAttributes cuMemSetMemPool cuMemcpy3DAsync_v2

@@ -331,6 +331,8 @@ pub(crate) enum Kind {
     Device,
     /// Page-locked host memory.
     Host,
+    /// Memory of the program that it registered as page-locked.
+    Registered,
     Managed,
     /// Memory of another process.
     Ipc,

@@ -1,6 +1,7 @@
 //! Memory: allocation, copies, fills, facts about addresses.
 
 use std::ffi::{c_int, c_uint, c_ushort, c_void};
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
@@ -78,6 +79,43 @@ fn allocate(kind: Kind, bytes: usize, host_flags: u32) -> Res<u64> {
     };
     tables.allocations.insert(addr, allocation);
     Ok(addr)
+}
+
+/// Enters memory of the program's at its own address.
+fn register(addr: u64, bytes: usize, flags: u32) -> Res {
+    let world = world()?;
+    let ptr =
+        NonNull::new(std::ptr::with_exposed_provenance_mut::<u8>(addr as usize)).ok_or(INVALID_VALUE)?;
+    let end = addr.checked_add(bytes as u64).filter(|_| bytes > 0 && flags <= 15).ok_or(INVALID_VALUE)?;
+    let mut tables = world.lock();
+    let context = tables.current()?;
+    let device = tables.device_of(context)?;
+    tables.forbid_while_capturing()?;
+    let before = tables.allocations.range(..end).next_back();
+    if before.is_some_and(|(start, allocation)| start + allocation.bytes > addr) {
+        return Err(HOST_MEMORY_ALREADY_REGISTERED);
+    }
+    let id = next_number();
+    // SAFETY: the caller of the API registers memory that it keeps until it has unregistered it, and
+    // that waits for the work of the context; plain code of the program accesses it as it does
+    // page-locked memory.
+    let region = unsafe { world.all.lend(ptr, bytes, &format!("registered memory {id}")) };
+    let shared = world.share(&tables, None, &region)?;
+    let allocation = Allocation {
+        kind: Kind::Registered,
+        context: Some(context),
+        device: Some(device),
+        bytes: bytes as u64,
+        id,
+        host_flags: flags,
+        charged: false,
+        region,
+        shared,
+        physical: None,
+        exported: None,
+    };
+    tables.allocations.insert(addr, allocation);
+    Ok(())
 }
 
 /// Frees memory of this kind, after the work of its context.
@@ -345,9 +383,9 @@ fn pointer_attribute(world: &World, tables: &Tables, attribute: c_int, addr: u64
     let kind = allocation.kind;
     match attribute {
         1 => to.cast().put(allocation.context.unwrap_or(0)),
-        2 => to.cast().put(if kind == Kind::Host { 1u32 } else { 2 }),
+        2 => to.cast().put(if matches!(kind, Kind::Host | Kind::Registered) { 1u32 } else { 2 }),
         3 => to.cast().put(addr),
-        4 if matches!(kind, Kind::Host | Kind::Managed) => to.cast().put(addr),
+        4 if matches!(kind, Kind::Host | Kind::Registered | Kind::Managed) => to.cast().put(addr),
         6 => to.cast().put(0u32),
         7 => to.cast().put(allocation.id),
         8 => to.cast().put(u32::from(kind == Kind::Managed)),
@@ -447,12 +485,28 @@ api! {
         if addr == 0 { Err(INVALID_VALUE) } else { free(addr, &[Kind::Host]) }
     }
 
+    /// Makes memory of the program's page-locked, so that all devices may access it at its address.
+    fn cuMemHostRegister_v2(addr: u64, bytes: usize, flags: c_uint) {
+        register(addr, bytes, flags)
+    }
+
+    /// Ends that, after the work of its context.
+    fn cuMemHostUnregister(addr: u64) {
+        if addr == 0 {
+            return Err(INVALID_VALUE);
+        }
+        free(addr, &[Kind::Registered]).map_err(|code| match code {
+            INVALID_VALUE => HOST_MEMORY_NOT_REGISTERED,
+            other => other,
+        })
+    }
+
     /// The device address of page-locked host memory: the same.
     fn cuMemHostGetDevicePointer_v2(to: Out<CUdeviceptr>, addr: u64, flags: c_uint) {
         let tables = world()?.lock();
         tables.current()?;
         let (_, allocation) = tables.allocation_at(addr).ok_or(INVALID_VALUE)?;
-        if flags != 0 || !matches!(allocation.kind, Kind::Host | Kind::Managed) {
+        if flags != 0 || !matches!(allocation.kind, Kind::Host | Kind::Registered | Kind::Managed) {
             return Err(INVALID_VALUE);
         }
         to.put(addr)
@@ -462,7 +516,7 @@ api! {
     fn cuMemHostGetFlags(flags: Out<c_uint>, addr: u64) {
         let tables = world()?.lock();
         let (_, allocation) = tables.allocation_at(addr).ok_or(INVALID_VALUE)?;
-        if allocation.kind != Kind::Host {
+        if !matches!(allocation.kind, Kind::Host | Kind::Registered) {
             return Err(INVALID_VALUE);
         }
         // With unified addresses all of it is portable and mapped.

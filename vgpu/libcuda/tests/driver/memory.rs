@@ -1,5 +1,7 @@
 //! Memory: fills, host memory, facts about addresses.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use crate::cuda::*;
 
 #[test]
@@ -64,6 +66,33 @@ fn host_and_managed_memory_have_one_address_everywhere() {
     assert_eq!(attribute(2, 64).0, INVALID_VALUE);
     ok!(cuMemFreeHost(host => u64));
     ok!(cuMemFree_v2(managed => u64));
+}
+
+#[test]
+fn memory_of_the_program_is_registered_and_keeps_its_address() {
+    let _context = Context::on(1);
+    let module = Module::load();
+    let words: Vec<AtomicU32> = (0..64).map(AtomicU32::new).collect();
+    let (addr, bytes) = (words.as_ptr() as u64, size_of_val(&words[..]));
+    let register = |addr: u64, bytes: usize| cu!(cuMemHostRegister_v2(addr => u64, bytes => usize, 2 => u32));
+    assert_eq!(register(0, 64), INVALID_VALUE);
+    assert_eq!(register(addr, 0), INVALID_VALUE);
+    assert_eq!(register(addr, bytes), 0);
+    // A part of it, and memory around it.
+    for (addr, bytes) in [(addr + 8, 4), (addr - 4, 8), (addr - 64, bytes + 128)] {
+        assert_eq!(register(addr, bytes), 712);
+    }
+    let mut device = 0u64;
+    ok!(cuMemHostGetDevicePointer_v2(&mut device => *mut u64, addr + 4 => u64, 0 => u32));
+    assert_eq!(device, addr + 4);
+    module.add(0, [1, 32], addr, 100);
+    ok!(cuCtxSynchronize());
+    let values: Vec<u32> = words.iter().map(|word| word.load(Ordering::Relaxed)).collect();
+    assert_eq!(values, (0..64).map(|at| if at < 32 { at + 100 } else { at }).collect::<Vec<_>>());
+    ok!(cuMemHostUnregister(addr => u64));
+    assert_eq!(cu!(cuMemHostUnregister(addr => u64)), 713);
+    assert_eq!(register(addr, bytes), 0);
+    ok!(cuMemHostUnregister(addr => u64));
 }
 
 #[test]
