@@ -86,7 +86,7 @@ fn rows_are_listed_while_others_move() {
             sm_count: 40,
             schedule_seed: Some(3),
             checker: Some(Checker::new(CheckConfig::default())),
-            ..LowLatencyCase::new(routing(&[36, 9, 66], 2, 6, Style::WithHoles), 144)
+            ..LowLatencyCase::new(routing(&[36, 9, 66], 2, 6, Style::WithHoles), 128)
         }
         .check();
     }
