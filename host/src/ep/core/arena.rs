@@ -23,8 +23,6 @@ pub struct Arena {
 struct ArenaState {
     /// In the order in which they were freed, each with the fence that its next user must wait for.
     free: VecDeque<(Memory, Fence)>,
-    /// Blocks that were freed since [`Arena::rehearse`], if it has not ended.
-    rehearsed: Option<VecDeque<(Memory, Fence)>>,
     /// Behind which the operation must come that is about to be enqueued: it was given blocks.
     before_next: Vec<Fence>,
     spare_events: Vec<Event>,
@@ -150,16 +148,6 @@ impl Arena {
         fences.for_each(|fence| fence.into_spare(&mut state.spare_events));
     }
 
-    /// Runs `work` without a second use of blocks that it frees. A recording keeps each block that
-    /// it uses, so as many must be free behind its first run as that was given.
-    pub fn rehearse<T>(&self, work: impl FnOnce() -> T) -> T {
-        lock(&self.state).rehearsed = Some(VecDeque::new());
-        let result = work();
-        let state = &mut *lock(&self.state);
-        state.free.extend(state.rehearsed.take().into_iter().flatten());
-        result
-    }
-
     /// Waits until no stream uses any free block, so that work that is only recorded may use them.
     pub fn wait_free(&self, timeout: Duration) -> Result<()> {
         for (_, fence) in &lock(&self.state).free {
@@ -206,10 +194,7 @@ impl Drop for Block {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
         match self.home.fence() {
-            Ok(fence) => {
-                let state = &mut *lock(&self.home.state);
-                state.rehearsed.as_mut().unwrap_or(&mut state.free).push_back((memory, fence));
-            }
+            Ok(fence) => lock(&self.home.state).free.push_back((memory, fence)),
             // The device cannot be used any more; the driver frees the memory behind its streams.
             Err(error) => tracing::debug!("a block is not used again: {error}"),
         }

@@ -265,8 +265,8 @@ impl Detached<Received<'static>> {
     /// #     let shape = Shape { max_tokens: 8, hidden: 64, num_topk: 2, num_experts: 4 };
     /// #     let buffer = Buffer::new(device, &*group, Options::new(shape))?;
     /// #     let mut layer = Layer { place: buffer.place(0)?, buffer, sent: None };
-    /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32
-    /// + 1.0); 128])?;
+    /// #     let numbers = [bf16::from_f32(rank as f32 + 1.0); 128];
+    /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &numbers)?;
     /// #     let topk_idx = TypedTensor::from_host(&stream, &[2, 2], &[0i64, 3, 1, -1])?;
     /// #     let out = Tensor::alloc(stream.device(), DType::Bf16, &[2, 64])?;
     /// #     layer.dispatch(DispatchRequest::new(&x, &topk_idx), StreamOrder::on(&stream))?;

@@ -38,12 +38,12 @@ impl Buffer {
     /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
     /// #     let stream = Stream::new(&device)?;
     /// #     let order = StreamOrder::on(&stream);
-    /// #     let shape = Shape { max_tokens: 2, hidden: 64, dtype: DType::Bf16, max_topk: 2,
-    /// max_scales: 0 };
+    /// #     let dtype = DType::Bf16;
+    /// #     let shape = Shape { max_tokens: 2, hidden: 64, dtype, max_topk: 2, max_scales: 0 };
     /// #     let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
     /// #     let mut place = buffer.place(0)?;
-    /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32
-    /// + 1.0); 128])?;
+    /// #     let numbers = [bf16::from_f32(rank as f32 + 1.0); 128];
+    /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &numbers)?;
     /// #     let topk_idx = TypedTensor::from_host(&stream, &[2, 2], &[0i64, 3, 1, -1])?;
     /// #     let layout = buffer.get_dispatch_layout(&topk_idx, 4, order)?;
     /// let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &layout), order)?;
