@@ -80,6 +80,22 @@ fn capture_state(tables: &mut Tables, stream: Handle) -> Res<(c_int, u64)> {
     })
 }
 
+/// State and number of the capture of a stream. The graph, its nodes and edges are null.
+fn capture_info(
+    stream: Handle,
+    status: Out<c_int>,
+    id: Out<u64>,
+    of_graph: [Out<Handle>; 3],
+    node_count: Out<usize>,
+) -> Res {
+    let (state, number) = capture_state(&mut world()?.lock(), stream)?;
+    status.put(state)?;
+    id.put_optional(number);
+    of_graph.into_iter().for_each(|handle| handle.put_optional(0));
+    node_count.put_optional(0);
+    Ok(())
+}
+
 api! {
     /// Begins a capture.
     fn cuStreamBeginCapture_v2(stream: Handle, mode: c_int) {
@@ -105,13 +121,7 @@ api! {
         nodes: Out<Handle>,
         node_count: Out<usize>,
     ) {
-        let (state, number) = capture_state(&mut world()?.lock(), stream)?;
-        status.put(state)?;
-        id.put_optional(number);
-        graph.put_optional(0);
-        nodes.put_optional(0);
-        node_count.put_optional(0);
-        Ok(())
+        capture_info(stream, status, id, [graph, nodes, Out::null()], node_count)
     }
 
     /// The same; edges are null.
@@ -124,14 +134,7 @@ api! {
         edges: Out<Handle>,
         node_count: Out<usize>,
     ) {
-        let (state, number) = capture_state(&mut world()?.lock(), stream)?;
-        status.put(state)?;
-        id.put_optional(number);
-        graph.put_optional(0);
-        nodes.put_optional(0);
-        edges.put_optional(0);
-        node_count.put_optional(0);
-        Ok(())
+        capture_info(stream, status, id, [graph, nodes, edges], node_count)
     }
 
     /// Exchanges the capture mode of the thread. In relaxed mode no call is forbidden.
