@@ -36,10 +36,14 @@ const MAX_ADMISSION_BITS: u64 = 10;
 const WORKSPACE_BYTES: u64 = 8;
 
 /// Whether the blocks of a grid may rely on each other's presence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Residency {
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Residency {
+    /// Blocks may run one behind the other.
+    #[default]
     InTurn,
-    /// A cooperative launch.
+    /// A cooperative launch: all blocks are resident together, and may wait for each other by
+    /// `cooperative_groups::this_grid().sync()`. In other launches that function traps, as on a
+    /// GPU.
     Together,
 }
 
@@ -171,41 +175,17 @@ impl Grid {
         cfg: GridConfig,
         params: &[u8],
     ) -> Result<Self, LaunchError> {
-        Self::launch(kernel, memory, dev, cfg, params, None)
+        Self::launch(Residency::InTurn, kernel, memory, dev, cfg, params, None)
     }
 
     /// The same as work of a stream. In check mode, `timeline` is the stream, and the grid comes
     /// after the given [`Past`], not after the calling thread's past. [`Grid::past`] then gives the
     /// past for the work behind it.
-    pub fn launch(
-        kernel: Arc<Kernel>,
-        memory: Memory,
-        dev: &DeviceConfig,
-        cfg: GridConfig,
-        params: &[u8],
-        order: Option<(Timeline, &Past)>,
-    ) -> Result<Self, LaunchError> {
-        Self::launch_as(Residency::InTurn, kernel, memory, dev, cfg, params, order)
-    }
-
-    /// The same for a cooperative launch: all blocks are resident together, and may wait for each
-    /// other by `cooperative_groups::this_grid().sync()`. Under [`Grid::launch`] that function
-    /// traps, as on a GPU.
     ///
     /// # Errors
-    /// Those of [`Grid::launch`]; also where the blocks do not all fit on the device.
-    pub fn launch_cooperative(
-        kernel: Arc<Kernel>,
-        memory: Memory,
-        dev: &DeviceConfig,
-        cfg: GridConfig,
-        params: &[u8],
-        order: Option<(Timeline, &Past)>,
-    ) -> Result<Self, LaunchError> {
-        Self::launch_as(Residency::Together, kernel, memory, dev, cfg, params, order)
-    }
-
-    pub(crate) fn launch_as(
+    /// The launch is not allowed; also where blocks are to be resident together and do not all fit
+    /// on the device.
+    pub fn launch(
         residency: Residency,
         kernel: Arc<Kernel>,
         memory: Memory,
@@ -225,7 +205,10 @@ impl Grid {
                 let kernel = kernel.name.clone();
                 return Err(LaunchError::NotResident { kernel, blocks: total_blocks, resident });
             }
-            Residency::Together => Some(memory.alloc_zeroed(WORKSPACE_BYTES, "workspace of the grid")?),
+            Residency::Together if kernel.reads_workspace => {
+                Some(memory.alloc_zeroed(WORKSPACE_BYTES, "workspace of the grid")?)
+            }
+            Residency::Together => None,
         };
         let globals = match &kernel.globals {
             Some(g) => Some(memory.module_globals(g.module_id, &g.init)?),

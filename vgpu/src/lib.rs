@@ -89,7 +89,7 @@ pub use fault::{
     Attempt, Fault, FaultKind, Launch, LaunchError, Party, PtxError, Race, StuckReport, StuckWarp, Trace,
     TraceStep, UnwrittenRegister, WaitingFor,
 };
-pub use grid::{Grid, Progress, Stats};
+pub use grid::{Grid, Progress, Residency, Stats};
 pub use kernel::{InstructionPlace, Kernel, ParamInfo};
 pub use machine::{Argument, Array, Machine, MachineError, Number};
 pub use memory::{Memory, Region, Reservation};

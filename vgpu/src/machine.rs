@@ -451,6 +451,23 @@ impl Machine {
         self.enqueue(Residency::InTurn, device, find(module, kernel)?, shape, params)
     }
 
+    /// The same with the arguments by themselves, in the order of the kernel's parameters.
+    ///
+    /// # Errors
+    /// Those of [`launch`](Self::launch). Also, number and sizes of the arguments must be those of
+    /// the parameters.
+    pub fn launch_with(
+        &mut self,
+        device: usize,
+        module: &Module,
+        kernel: &str,
+        shape: GridConfig,
+        arguments: &[&dyn Argument],
+    ) -> Result<(), MachineError> {
+        let params = find(module, kernel)?.pack(arguments)?;
+        self.launch(device, module, kernel, shape, &params)
+    }
+
     /// Enqueues a cooperative launch: all blocks are resident together, as kernels with
     /// `cooperative_groups::this_grid().sync()` need. That function traps in other launches, as on a
     /// GPU.
@@ -484,23 +501,6 @@ impl Machine {
         let launch = Launch { residency, kernel, shape, params: params.to_vec(), past };
         self.devices[device].queue.push_back(launch);
         Ok(())
-    }
-
-    /// The same with the arguments by themselves, in the order of the kernel's parameters.
-    ///
-    /// # Errors
-    /// Those of [`launch`](Self::launch). Also, number and sizes of the arguments must be those of
-    /// the parameters.
-    pub fn launch_with(
-        &mut self,
-        device: usize,
-        module: &Module,
-        kernel: &str,
-        shape: GridConfig,
-        arguments: &[&dyn Argument],
-    ) -> Result<(), MachineError> {
-        let params = find(module, kernel)?.pack(arguments)?;
-        self.launch(device, module, kernel, shape, &params)
     }
 
     /// Runs all kernels to their ends.
@@ -584,7 +584,7 @@ impl Device {
         let order = self.timeline.map(|timeline| (timeline, &self.past));
         let Launch { residency, kernel, shape, params, .. } = launch;
         let memory = self.memory.clone();
-        self.running = Some(Grid::launch_as(residency, kernel, memory, config, shape, &params, order)?);
+        self.running = Some(Grid::launch(residency, kernel, memory, config, shape, &params, order)?);
         self.spins = false;
         Ok(())
     }

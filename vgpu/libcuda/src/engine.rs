@@ -274,8 +274,16 @@ impl Job {
                 let config = DeviceConfig { schedule_seed: *seed, ..device.config.clone() };
                 let order = self.order.as_ref().map(|(timeline, past)| (*timeline, past));
                 let (kernel, memory) = (launch.kernel.clone(), device.memory.clone());
-                let grid = Grid::launch(kernel, memory, &config, launch.config, &launch.params, order)
-                    .map_err(|error| (launch_code(&error), error.to_string()))?;
+                let grid = Grid::launch(
+                    launch.residency,
+                    kernel,
+                    memory,
+                    &config,
+                    launch.config,
+                    &launch.params,
+                    order,
+                )
+                .map_err(|error| (launch_code(&error), error.to_string()))?;
                 self.running = Running::Grid(Box::new(grid), launch.warps());
                 Ok(Turn::Runs)
             }

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
 
 use epoxide_vgpu::stream::Transfer;
-use epoxide_vgpu::{GridConfig, Kernel};
+use epoxide_vgpu::{GridConfig, Kernel, Residency};
 
 use crate::abi::{CUresult, Handle};
 use crate::world::Allocation;
@@ -22,6 +22,7 @@ pub(crate) enum Work {
 /// A kernel with its arguments, checked.
 pub(crate) struct Launch {
     pub(crate) kernel: Arc<Kernel>,
+    pub(crate) residency: Residency,
     pub(crate) config: GridConfig,
     pub(crate) params: Vec<u8>,
 }

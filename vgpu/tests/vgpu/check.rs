@@ -4,7 +4,7 @@
 
 use epoxide_vgpu::{
     CheckConfig, Checker, Fault, FaultKind, Grid, GridConfig, Launch, Machine, MachineError, Memory,
-    MemoryError, Module, Past, Progress, Region, Trace, for_each_seed,
+    MemoryError, Module, Past, Progress, Region, Residency, Trace, for_each_seed,
 };
 
 use crate::cases::SHARED;
@@ -82,7 +82,8 @@ impl Device {
     fn start_in(&self, module: &Module, shape: GridConfig, past: &Past) -> Grid {
         let (kernel, params) = (module.kernel("k").unwrap(), self.buf.addr().to_ne_bytes());
         let order = Some((self.checker().timeline(), past));
-        Grid::launch(kernel, self.memory.clone(), &device(self.seed), shape, &params, order).unwrap()
+        let (residency, memory) = (Residency::InTurn, self.memory.clone());
+        Grid::launch(residency, kernel, memory, &device(self.seed), shape, &params, order).unwrap()
     }
 
     /// Runs a launch of one thread to its end.

@@ -4,7 +4,7 @@ use std::sync::{Arc, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
 use epoxide_vgpu::stream::{HostPtr, Mark, Op, Queue, Source, Target, Transfer};
-use epoxide_vgpu::{Clock, DeviceConfig, GridConfig, MemoryError, Region};
+use epoxide_vgpu::{Clock, DeviceConfig, GridConfig, MemoryError, Region, Residency};
 
 use super::config::{Executor, Time, VirtConfig};
 use super::engine::Engine;
@@ -327,12 +327,13 @@ impl VirtualGpu {
                 )));
             }
         }
+        let residency = if config.cooperative { Residency::Together } else { Residency::InTurn };
         let config = GridConfig {
             grid: [config.grid, 1, 1],
             block: [config.block, 1, 1],
             dynamic_shared_bytes: config.shared_bytes,
         };
-        Ok(Launch { name: kernel.name, kernel: kernel.kernel.clone(), config, params: packed })
+        Ok(Launch { name: kernel.name, kernel: kernel.kernel.clone(), residency, config, params: packed })
     }
 
     /// Number of blocks of this shape that fit on the device at once. An SM has 2048 threads, 32

@@ -185,7 +185,7 @@ impl GpuCore {
     ) -> Result<Grid, LaunchError> {
         let config = DeviceConfig { schedule_seed, ..self.config.clone() };
         let (kernel, memory) = (launch.kernel.clone(), self.memory.clone());
-        Grid::launch(kernel, memory, &config, launch.config, &launch.params, order)
+        Grid::launch(launch.residency, kernel, memory, &config, launch.config, &launch.params, order)
     }
 
     /// Refuses a launch that the device cannot run.

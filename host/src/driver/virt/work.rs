@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use epoxide_vgpu::stream::Transfer;
-use epoxide_vgpu::{GridConfig, Kernel};
+use epoxide_vgpu::{GridConfig, Kernel, Residency};
 
 /// Work as a call enqueues it or a capture records it.
 #[derive(Debug, Clone)]
@@ -24,6 +24,7 @@ pub(super) enum Enqueued {
 pub(super) struct Launch {
     pub(super) name: &'static str,
     pub(super) kernel: Arc<Kernel>,
+    pub(super) residency: Residency,
     pub(super) config: GridConfig,
     pub(super) params: Box<[u8]>,
 }

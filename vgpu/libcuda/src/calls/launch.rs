@@ -3,7 +3,7 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_uint};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use epoxide_vgpu::{DeviceConfig, GridConfig, Kernel};
+use epoxide_vgpu::{DeviceConfig, GridConfig, Kernel, Residency};
 
 use super::api;
 use super::device::MAX_SHARED_BYTES;
@@ -148,7 +148,7 @@ struct Shape {
     block: [c_uint; 3],
     dynamic_shared_bytes: c_uint,
     stream: Handle,
-    cooperative: bool,
+    residency: Residency,
 }
 
 fn launch(function: Handle, shape: &Shape, params: In<In<u8>>, extra: In<usize>) -> Res {
@@ -170,7 +170,7 @@ fn launch(function: Handle, shape: &Shape, params: In<In<u8>>, extra: In<usize>)
     if shape.dynamic_shared_bytes > function.max_dynamic_shared {
         return Err(INVALID_VALUE);
     }
-    if shape.cooperative {
+    if shape.residency == Residency::Together {
         let threads = shape.block.iter().product();
         let fit = blocks_per_sm(&kernel, threads, shape.dynamic_shared_bytes.into());
         let blocks: u64 = shape.grid.iter().map(|extent| u64::from(*extent)).product();
@@ -178,7 +178,7 @@ fn launch(function: Handle, shape: &Shape, params: In<In<u8>>, extra: In<usize>)
             return Err(COOPERATIVE_LAUNCH_TOO_LARGE);
         }
     }
-    let launch = Arc::new(Launch { kernel, config, params });
+    let launch = Arc::new(Launch { kernel, residency: shape.residency, config, params });
     submit(world, tables, stream, Work::Launch(launch)).map(drop)
 }
 
@@ -369,7 +369,8 @@ api! {
         extra: In<usize>,
     ) {
         let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
-        launch(function, &Shape { grid, block, dynamic_shared_bytes, stream, cooperative: false }, params, extra)
+        let shape = Shape { grid, block, dynamic_shared_bytes, stream, residency: Residency::InTurn };
+        launch(function, &shape, params, extra)
     }
 
     /// Launches a kernel whose blocks are all resident at once.
@@ -386,7 +387,7 @@ api! {
         params: In<In<u8>>,
     ) {
         let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
-        let shape = Shape { grid, block, dynamic_shared_bytes, stream, cooperative: true };
+        let shape = Shape { grid, block, dynamic_shared_bytes, stream, residency: Residency::Together };
         launch(function, &shape, params, In::null())
     }
 
@@ -394,13 +395,13 @@ api! {
     /// only affects speed changes nothing.
     fn cuLaunchKernelEx(config: In<CUlaunchConfig>, function: Handle, params: In<In<u8>>, extra: In<usize>) {
         let config = config.get()?;
-        let mut cooperative = false;
+        let mut residency = Residency::InTurn;
         for attribute in config.attributes.get_all(config.attribute_count as usize)? {
             let [low, high] = [attribute.value[0] as u32, (attribute.value[0] >> 32) as u32];
             match attribute.id {
                 // Ignored, the window of the cache, synchronisation policy, priority, domains.
                 0 | 1 | 3 | 5 | 8 | 9 | 10 => {}
-                2 => cooperative = low != 0,
+                2 => residency = if low == 0 { Residency::InTurn } else { Residency::Together },
                 4 if (low, high, attribute.value[1] as u32) == (1, 1, 1) => {}
                 // Overlap with the kernel before it is allowed, not demanded.
                 6 => {}
@@ -411,6 +412,6 @@ api! {
             }
         }
         let CUlaunchConfig { grid, block, dynamic_shared_bytes, stream, .. } = config;
-        launch(function, &Shape { grid, block, dynamic_shared_bytes, stream, cooperative }, params, extra)
+        launch(function, &Shape { grid, block, dynamic_shared_bytes, stream, residency }, params, extra)
     }
 }

@@ -94,6 +94,27 @@ fn launches_are_checked_before_they_run() {
     assert_eq!(download(addr, 1), [0]);
 }
 
+/// CUDA's barrier of a grid stands on a workspace, which a cooperative launch alone gives.
+#[test]
+fn blocks_of_a_cooperative_launch_have_a_workspace() {
+    let _context = Context::on(0);
+    let module = Module::load();
+    let mut addr = upload(&[7]);
+    let function = module.function("has_workspace");
+    let mut params = [(&raw mut addr).cast::<c_void>()];
+    for (cooperative, expected) in [(false, 0), (true, 1)] {
+        let code = if cooperative {
+            cu!(cuLaunchCooperativeKernel(
+                function => Handle, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 0 => u32,
+                0 => Handle, params.as_mut_ptr() => *mut *mut c_void,
+            ))
+        } else {
+            module.try_launch("has_workspace", 0, [1, 1], &mut params)
+        };
+        assert_eq!((code, download(addr, 1)), (0, vec![expected]));
+    }
+}
+
 #[test]
 fn libraries_are_loaded_into_each_context_that_uses_them() {
     let text = CString::new(PTX).unwrap();
