@@ -31,6 +31,11 @@ impl Gpu {
     pub fn open(ordinal: usize) -> Result<Gpu> {
         let context = CudaContext::new(ordinal)?;
         let module = context.load_module(Ptx::from_src(crate::PTX))?;
+        for name in ptx::CutPtx::new(crate::PTX).names() {
+            // Loads its code. By itself the driver loads code at the first launch, and may wait for all
+            // kernels that run by then: also for one that waits for the kernel to be launched.
+            module.load_function(name)?.num_regs()?;
+        }
         Ok(Gpu { stream: context.new_stream()?, module })
     }
 
