@@ -204,6 +204,20 @@ device_fns! {
         };
     }
 
+    /// Arrives at the barrier that other warps wait at with [`barrier_sync_part`], and goes on: what the
+    /// thread has stored is visible to them behind it. `threads`: those that arrive and those that
+    /// wait. `bar.warp.sync 0xffffffff; barrier.arrive BARRIER, threads;`
+    ///
+    /// # Safety
+    /// Every live thread of these warps reaches it, and every one of the others the wait.
+    pub unsafe fn barrier_arrive_part<const BARRIER: u32>(threads: u32) {
+        // SAFETY: the caller vouches for the arrival count, and with it for the lanes of each warp.
+        unsafe {
+            super::warp::syncwarp();
+            asm!("barrier.arrive {b}, {n};", b = const BARRIER, n = in(reg32) threads, options(nostack));
+        };
+    }
+
     /// Sleeps for up to about `ns` nanoseconds. `nanosleep.u32 ns;`
     pub fn nanosleep(ns: u32) {
         // SAFETY: touches no memory; the clobber keeps polling loops honest.

@@ -89,7 +89,7 @@ pub(super) struct Scratch {
 impl Scratch {
     /// Bytes of the words for so many ranks, and experts of each.
     pub(super) const fn bytes(ranks: u32, experts: u32) -> u32 {
-        ((ranks + 2) * experts + TOKENS * MAX_TOPK + MAX_MEMBERS as u32 + 1) * 4
+        ((ranks + 2) * experts + 1 + 2 * TOKENS * MAX_TOPK + 3 * MAX_MEMBERS as u32) * 4
     }
 
     /// First the selections of a local expert by a rank, and in the high half those in front of the
@@ -111,24 +111,67 @@ impl Scratch {
         self.next(self.ranks + 1, expert) + 4
     }
 
-    /// First the expert, then the place of an entry of the block's token of number `number`.
+    /// The source and the expert of an entry of the round's token of number `number`, as
+    /// [`key_of`] gives them.
     #[device]
-    fn entry(self, number: u32, entry: u32) -> u32 {
+    fn key(self, number: u32, entry: u32) -> u32 {
         self.end(self.experts) + (number * MAX_TOPK + entry) * 4
+    }
+
+    /// The place of that entry.
+    #[device]
+    fn place(self, number: u32, entry: u32) -> u32 {
+        self.key(TOKENS + number, entry)
     }
 
     /// The first of a rank's tokens that the block has.
     #[device]
     fn first(self, source: u32) -> u32 {
-        self.entry(TOKENS, source)
+        self.place(TOKENS, source)
     }
+
+    /// Which parts of the rows of a rank's tokens the block has, [`Share::parts`].
+    #[device]
+    fn parts(self, source: u32) -> u32 {
+        self.first(2 * MAX_MEMBERS as u32 + source)
+    }
+
+    /// Tokens that the block has of the ranks up to the one of turn `turn`.
+    #[device]
+    fn upto(self, turn: u32) -> u32 {
+        self.first(MAX_MEMBERS as u32 + turn)
+    }
+}
+
+impl Scratch {
+    /// Zeroes the counts. The team has a barrier behind it, and then places rows.
+    #[device]
+    pub(super) unsafe fn clear<const BARRIER: u32>(self, team: Team<BARRIER>) {
+        stride!(word in team.thread()..self.ranks * self.experts, team.threads => {
+            st_shared_u32(self.next(0, word), 0);
+        });
+    }
+}
+
+/// A word that all lanes have loaded from the same address. The shuffle says so to the checks of the
+/// PTX, which do not see it where the compiler has computed the address twice. The whole warp calls
+/// it.
+#[device]
+unsafe fn same(word: u32) -> u32 {
+    shfl_u32(word, 0)
+}
+
+/// A source and a local expert as one word.
+#[device]
+fn key_of(source: u32, expert: u32) -> u32 {
+    source << 16 | expert
 }
 
 /// Tokens of a rank that a block has, and which parts of their rows.
 struct Share {
     first: u32,
     end: u32,
-    part: u32,
+    /// The number of parts of a row, and in the high half the block's.
     parts: u32,
 }
 
@@ -141,12 +184,36 @@ impl Share {
         if count >= blocks {
             let each = count.div_ceil(blocks);
             let first = (block * each).min(count);
-            return Share { first, end: (first + each).min(count), part: 0, parts: 1 };
+            return Share { first, end: (first + each).min(count), parts: 1 };
         }
         let parts = (blocks / count.max(1)).min(pieces).max(1);
         let first = (block / parts).min(count);
-        Share { first, end: (first + 1).min(count), part: block % parts, parts }
+        Share { first, end: (first + 1).min(count), parts: (block % parts) << 16 | parts }
     }
+}
+
+/// A token of a source rank.
+#[derive(Clone, Copy)]
+struct Token {
+    source: u32,
+    index: u32,
+}
+
+/// A lane's entry of a token, of which `seen` was loaded. `None` in the place of the token where
+/// the warp has none.
+struct Entry {
+    token: Option<Token>,
+    seen: u64,
+}
+
+/// Pairs of entries whose loads a thread has in flight together.
+const PAIRS: usize = 4;
+
+/// Pairs of entries of some tokens, as they were loaded.
+struct Pairs {
+    seen: [u64; PAIRS],
+    sources: [u32; PAIRS],
+    indices: [u32; PAIRS],
 }
 
 /// The placing of rows by a block.
@@ -155,7 +222,7 @@ pub(super) struct Placing<'a, C, const BARRIER: u32> {
     /// Where rows go.
     pub(super) to: &'a LowLatencyExpertRows,
     pub(super) shape: RowShape,
-    /// The warps that place rows.
+    /// The warps that place rows, at least [`TOKENS`].
     pub(super) team: Team<BARRIER>,
     pub(super) scratch: Scratch,
     /// The tokens that come.
@@ -164,120 +231,197 @@ pub(super) struct Placing<'a, C, const BARRIER: u32> {
 
 impl<C: Arrivals, const BARRIER: u32> Placing<'_, C, BARRIER> {
     /// Copies rows to the segments of their experts as they come, and writes the tables of the
-    /// segments. All threads of the team call it.
+    /// segments. All threads of the team call it, behind a barrier and [`Scratch::clear`].
     #[device]
     pub(super) unsafe fn place_rows(&self) {
-        let Placing { args, shape, team, scratch, come, .. } = *self;
+        let Placing { args, shape, team, scratch, .. } = *self;
         // SAFETY: a grid has blocks, and a row bytes.
         core::hint::assert_unchecked(nctaid() >= 1 && shape.bytes >= 1);
-        let pieces = shape.bytes.div_ceil(PIECE);
-        stride!(word in team.thread()..args.comm.num_ranks * args.local_experts, team.threads => {
-            st_shared_u32(scratch.next(0, word), 0);
-        });
-        if team.thread() < args.comm.num_ranks {
-            let share = Share::of(come.count(team.thread()), pieces);
-            st_shared_u32(scratch.first(team.thread()), share.first);
-        }
-        team.sync();
         self.count_selections();
         team.sync();
-        self.lay_out_segments();
+        let all = same(ld_shared_u32(scratch.upto(args.comm.num_ranks - 1)));
+        // On its way while segments are laid out.
+        let mut ahead = self.entry(team.warp());
+        if team.warp() == 0 {
+            self.lay_out_segments();
+        }
         team.sync();
         self.write_tables();
-        // The own rows first: they are here before those of other ranks.
-        stride!(turn in 0..args.comm.num_ranks => {
-            let source = args.comm.rank + turn;
-            let source = if source < args.comm.num_ranks { source } else { source - args.comm.num_ranks };
-            let share = Share::of(come.count(source), pieces);
-            stride!(first in share.first..share.end, TOKENS => {
-                let count = (share.end - first).min(TOKENS);
-                self.find_places((source, first, count));
-                self.wait_for_rows((source, first, count), &share);
-                team.sync();
-                self.copy_rows((source, first, count), &share);
-                // The words are the next tokens'.
-                team.sync();
-            });
+        stride!(first in 0..all, TOKENS => {
+            let place = self.find_places(&ahead);
+            let placed = ahead;
+            ahead = self.entry(first + TOKENS + team.warp());
+            self.write_rows(&placed, place);
+            self.copy_rows(first, (all - first).min(TOKENS));
+            // The words are the next tokens'.
+            team.sync();
         });
     }
 
+    /// Leaves in shared memory which tokens the block has, its own rank's first: they need not come.
+    /// A whole warp calls it.
+    #[device]
+    unsafe fn share_out(&self) {
+        let Placing { args, shape, scratch, come, .. } = *self;
+        let (mut first, mut before) = (0, 0);
+        while first < args.comm.num_ranks {
+            let turn = first + laneid();
+            let mut count = 0;
+            if turn < args.comm.num_ranks {
+                let source = self.source(turn);
+                let share = Share::of(come.count(source), shape.bytes.div_ceil(PIECE));
+                st_shared_u32(scratch.first(source), share.first);
+                st_shared_u32(scratch.parts(source), share.parts);
+                count = share.end - share.first;
+            }
+            let upto = before + sum_upto(count, |a, b| a + b);
+            if turn < args.comm.num_ranks {
+                st_shared_u32(scratch.upto(turn), upto);
+            }
+            (first, before) = (first + 32, shfl_u32(upto, 31));
+        }
+    }
+
+    /// The rank whose turn it is.
+    #[device]
+    unsafe fn source(&self, turn: u32) -> u32 {
+        let (source, ranks) = (self.args.comm.rank + turn, self.args.comm.num_ranks);
+        if source < ranks { source } else { source - ranks }
+    }
+
+    /// The block's token of number `number`, if it has so many. The whole warp calls it.
+    #[device]
+    unsafe fn token(&self, number: u32) -> Option<Token> {
+        let Placing { args, scratch, .. } = *self;
+        let mut turn = 0;
+        stride!(first in 0..args.comm.num_ranks, 32 => {
+            let of_lane = first + laneid();
+            let is_before = of_lane < args.comm.num_ranks && ld_shared_u32(scratch.upto(of_lane)) <= number;
+            turn += ballot(is_before).count_ones();
+        });
+        if turn >= args.comm.num_ranks {
+            return None;
+        }
+        let before = if turn == 0 { 0 } else { ld_shared_u32(scratch.upto(turn - 1)) };
+        let source = self.source(turn);
+        Some(Token { source, index: ld_shared_u32(scratch.first(source)) + number - before })
+    }
+
+    /// Loads the lane's entry of the block's token of number `number`, as far as it has come. The
+    /// whole warp calls it.
+    #[device]
+    unsafe fn entry(&self, number: u32) -> Entry {
+        let (mut entry, lane) = (Entry { token: None, seen: 0 }, laneid());
+        if self.team.warp() < TOKENS
+            && let Some(token) = self.token(number)
+        {
+            entry.token = Some(token);
+            if lane < self.args.num_topk {
+                entry.seen = self.come.load(token.source, token.index, lane / 2);
+            }
+        }
+        entry
+    }
+
     /// Counts the selections of each local expert by each rank, and those in front of the block's
-    /// tokens.
+    /// tokens, which are known behind it.
     #[device]
     unsafe fn count_selections(&self) {
+        let Placing { args, team, come, .. } = *self;
+        // A token has a power of two of numbers, so that nothing is divided.
+        let pairs = args.num_topk.div_ceil(2);
+        let shift = u32::BITS - (pairs - 1).leading_zeros();
+        let all = come.all() << shift;
+        let mut first = team.thread();
+        let mut loaded = self.load_pairs(first, all, shift);
+        // While those are on their way.
+        if team.warp() == 0 {
+            self.share_out();
+        }
+        team.sync();
+        while first < all {
+            self.count_pairs(first, all, shift, &loaded);
+            first += team.threads * PAIRS as u32;
+            loaded = self.load_pairs(first, all, shift);
+        }
+    }
+
+    /// Loads [`PAIRS`] pairs of entries, a team's threads apart, so that they are in flight together:
+    /// those from number `first` on of `all`, a token's in `1 << shift` numbers.
+    #[device]
+    unsafe fn load_pairs(&self, first: u32, all: u32, shift: u32) -> Pairs {
+        let mut it = Pairs { seen: [0; PAIRS], sources: [0; PAIRS], indices: [0; PAIRS] };
+        let pairs = self.args.num_topk.div_ceil(2);
+        unroll!(4, J => {
+            let number = first + J as u32 * self.team.threads;
+            if number < all {
+                let pair = number & ((1 << shift) - 1);
+                (it.sources[J], it.indices[J]) = self.come.find(number >> shift);
+                // A load of the first again where there is no such pair.
+                let pair = if pair < pairs { pair } else { 0 };
+                it.seen[J] = self.come.load(it.sources[J], it.indices[J], pair);
+            }
+        });
+        it
+    }
+
+    /// Counts those pairs.
+    #[device]
+    unsafe fn count_pairs(&self, first: u32, all: u32, shift: u32, loaded: &Pairs) {
         let Placing { args, team, scratch, come, .. } = *self;
         let pairs = args.num_topk.div_ceil(2);
-        core::hint::assert_unchecked(pairs >= 1);
-        let all = come.all() * pairs;
-        stride!(first in team.thread()..all, team.threads * 4 => {
-            // Four at a time, so that their loads are in flight together.
-            let (mut seen, mut sources, mut indices) = ([0; 4], [0; 4], [0; 4]);
-            unroll!(4, J => {
-                let number = first + J as u32 * team.threads;
-                // A load of the first again where there is no such pair.
-                let number = if number < all { number } else { first };
-                (sources[J], indices[J]) = come.find(number / pairs);
-                seen[J] = come.load(sources[J], indices[J], number % pairs);
-            });
-            unroll!(4, J => {
-                let number = first + J as u32 * team.threads;
-                if number < all {
-                    let (source, index) = (sources[J], indices[J]);
-                    let (low, high) = come.pair(seen[J], source, index, number % pairs);
-                    let is_in_front = index < ld_shared_u32(scratch.first(source));
-                    let more = 1 + if is_in_front { 1 << 16 } else { 0 };
-                    if low < args.local_experts {
-                        red_relaxed_cta_shared_add_u32(scratch.next(source, low), more);
-                    }
-                    if high < args.local_experts {
-                        red_relaxed_cta_shared_add_u32(scratch.next(source, high), more);
-                    }
+        unroll!(4, J => {
+            let number = first + J as u32 * team.threads;
+            let pair = number & ((1 << shift) - 1);
+            if number < all && pair < pairs {
+                let (source, index) = (loaded.sources[J], loaded.indices[J]);
+                let (low, high) = come.pair(loaded.seen[J], source, index, pair);
+                let is_in_front = index < ld_shared_u32(scratch.first(source));
+                let more = 1 + if is_in_front { 1 << 16 } else { 0 };
+                if low < args.local_experts {
+                    red_relaxed_cta_shared_add_u32(scratch.next(source, low), more);
                 }
-            });
+                if high < args.local_experts {
+                    red_relaxed_cta_shared_add_u32(scratch.next(source, high), more);
+                }
+            }
         });
     }
 
     /// Lays the segments out, one behind the other, and leaves in shared memory where they begin and
-    /// end, and where the next selection of each rank goes.
+    /// end, and where the next selection of each rank goes. A whole warp calls it: its lanes have
+    /// adjacent experts, so that it takes one sum over lanes and no barrier.
     #[device]
     unsafe fn lay_out_segments(&self) {
-        let Placing { args, to, team, scratch, .. } = *self;
+        let Placing { args, to, scratch, .. } = *self;
         let (lane, experts, ranks) = (laneid(), args.local_experts, args.comm.num_ranks);
-        stride!(expert in team.thread()..experts, team.threads => {
+        let each = experts.div_ceil(32);
+        let first = (lane * each).min(experts);
+        let end = (first + each).min(experts);
+        let aligned = |rows: u32| (rows + to.alignment - 1) & !(to.alignment - 1);
+        let mut of_lane = 0;
+        stride!(expert in first..end => {
             let mut rows = 0;
             stride!(source in 0..ranks => {
                 rows += ld_shared_u32(scratch.next(source, expert)) & 0xffff;
             });
-            st_shared_u32(scratch.start(expert), (rows + to.alignment - 1) & !(to.alignment - 1));
+            of_lane += aligned(rows);
         });
-        team.sync();
-        if team.warp() == 0 {
-            // Prefix sums, 32 experts at a time.
-            let (mut first, mut before) = (0, 0);
-            while first < experts {
-                let expert = first + lane;
-                let rows = if expert < experts { ld_shared_u32(scratch.start(expert)) } else { 0 };
-                let upto = sum_upto(rows, |a, b| a + b);
-                if expert < experts {
-                    st_shared_u32(scratch.start(expert), before + upto - rows);
-                }
-                before += shfl_u32(upto, 31);
-                first += 32;
-            }
-            if lane == 0 {
-                st_shared_u32(scratch.start(experts), before);
-            }
-        }
-        team.sync();
-        stride!(expert in team.thread()..experts, team.threads => {
-            let mut row = ld_shared_u32(scratch.start(expert));
+        let mut start = sum_upto(of_lane, |a, b| a + b) - of_lane;
+        stride!(expert in first..end => {
+            let mut row = start;
             stride!(source in 0..ranks => {
                 let of = ld_shared_u32(scratch.next(source, expert));
                 st_shared_u32(scratch.next(source, expert), row + (of >> 16));
                 row += of & 0xffff;
             });
+            st_shared_u32(scratch.start(expert), start);
             st_shared_u32(scratch.end(expert), row);
+            start += aligned(row - start);
         });
+        if lane == 31 {
+            st_shared_u32(scratch.start(experts), start);
+        }
     }
 
     /// Writes the tables of the block's experts, and marks padding.
@@ -305,128 +449,151 @@ impl<C: Arrivals, const BARRIER: u32> Placing<'_, C, BARRIER> {
         }
     }
 
-    /// Leaves in shared memory where the entries of a source's `count` tokens from `first` on go.
+    /// Leaves in shared memory where the entries of the round's tokens go, and gives the place of
+    /// the lane's entry.
     #[device]
-    unsafe fn find_places(&self, (source, first, count): (u32, u32, u32)) {
+    unsafe fn find_places(&self, entry: &Entry) -> u32 {
         let Placing { args, to, team, scratch, come, .. } = *self;
-        let (lane, topk) = (laneid(), args.num_topk);
-        if team.warp() < count && lane < topk {
-            let (index, pair) = (first + team.warp(), lane / 2);
-            let (low, high) = come.pair(come.load(source, index, pair), source, index, pair);
-            st_shared_u32(scratch.entry(team.warp(), lane), if lane % 2 == 0 { low } else { high });
+        let (lane, topk, number) = (laneid(), args.num_topk, team.warp());
+        let mut key = NOWHERE;
+        if let Some(Token { source, index }) = entry.token
+            && lane < topk
+        {
+            let (low, high) = come.pair(entry.seen, source, index, lane / 2);
+            let expert = if lane.is_multiple_of(2) { low } else { high };
+            if expert < args.local_experts {
+                key = key_of(source, expert);
+            }
         }
+        if entry.token.is_some() && lane < topk {
+            st_shared_u32(scratch.key(number, lane), key);
+        }
+        // Those in front of this one: of the token, which may select an expert twice, and of the
+        // source's other tokens in the round.
+        let mut earlier = 0;
+        stride!(of_token in 0..topk => {
+            earlier += (shfl_u32(key, of_token) == key && of_token < lane) as u32;
+        });
         team.sync();
-        if team.warp() == 0 {
-            stride!(number in 0..count => {
-                let mut expert = NOWHERE;
-                if lane < topk {
-                    expert = ld_shared_u32(scratch.entry(number, lane));
-                }
-                // A token may select an expert twice.
-                let mut earlier = 0;
-                stride!(entry in 0..topk => {
-                    let other = shfl_u32(expert, entry);
-                    earlier += (other == expert && entry < lane) as u32;
+        let mut place = NOWHERE;
+        if let Some(Token { source, index }) = entry.token {
+            let others = number.min(index - ld_shared_u32(scratch.first(source)));
+            stride!(other in number - others..number => {
+                stride!(of_other in 0..topk => {
+                    earlier += (ld_shared_u32(scratch.key(other, of_other)) == key) as u32;
                 });
-                let mut place = NOWHERE;
-                if expert < args.local_experts {
-                    place = ld_shared_u32(scratch.next(source, expert)) + earlier;
-                }
-                syncwarp();
-                if expert < args.local_experts {
-                    red_relaxed_cta_shared_add_u32(scratch.next(source, expert), 1);
-                }
-                syncwarp();
-                if lane < topk {
-                    st_shared_u32(scratch.entry(number, lane), if place < to.rows { place } else { NOWHERE });
-                }
             });
+            if key != NOWHERE {
+                place = ld_shared_u32(scratch.next(key >> 16, key & 0xffff)) + earlier;
+                place = if place < to.rows { place } else { NOWHERE };
+            }
+            if lane < topk {
+                st_shared_u32(scratch.place(number, lane), place);
+            }
         }
         team.sync();
+        if key != NOWHERE {
+            red_relaxed_cta_shared_add_u32(scratch.next(key >> 16, key & 0xffff), 1);
+        }
+        place
     }
 
-    /// Writes the tables of the rows of these tokens, and waits for the rows, a warp for each. Rows that
-    /// do not come go nowhere.
+    /// Writes the tables of a token's rows; `place`: where the lane's entry goes.
     #[device]
-    unsafe fn wait_for_rows(&self, (source, first, count): (u32, u32, u32), share: &Share) {
-        let Placing { args, to, team, scratch, come, .. } = *self;
+    unsafe fn write_rows(&self, entry: &Entry, place: u32) {
+        let Placing { args, to, scratch, come, .. } = *self;
         let (lane, topk) = (laneid(), args.num_topk);
-        if team.warp() >= count {
-            return;
-        }
-        let index = first + team.warp();
-        if share.part == 0 && lane == 0 {
-            come.note(source, index);
-        }
-        if share.part == 0 && lane < topk {
-            let token = come.token(source, index);
-            let place = ld_shared_u32(scratch.entry(team.warp(), lane));
-            let row = source * args.max_tokens + token;
-            st_u32(to.slots.0 + (row * topk + lane) as u64 * 4, place);
-            if place != NOWHERE {
-                st_u32(to.src_idx.0 + place as u64 * 4, token);
-                st_u64(to.src_entry.0 + place as u64 * 8, (lane as u64) << 32 | source as u64);
-                st_u32(to.weights.0 + place as u64 * 4, come.weight(source, index, lane));
+        if let Some(Token { source, index }) = entry.token
+            && ld_shared_u32(scratch.parts(source)) >> 16 == 0
+        {
+            if lane == 0 {
+                come.note(source, index);
             }
-        }
-        let has_come = lane != 0 || come.wait(source, index);
-        if ballot(!has_come) != 0 && lane < topk {
-            st_shared_u32(scratch.entry(team.warp(), lane), NOWHERE);
-        }
-    }
-
-    /// Copies the block's parts of the rows of these tokens to where their entries go, a piece to a
-    /// warp: a row is read once.
-    #[device]
-    unsafe fn copy_rows(&self, (source, first, count): (u32, u32, u32), share: &Share) {
-        let Placing { args, to, shape, team, scratch, come } = *self;
-        let (lane, topk) = (laneid(), args.num_topk);
-        let pieces = shape.bytes.div_ceil(PIECE);
-        // SAFETY: a row has no fewer pieces than parts.
-        core::hint::assert_unchecked(share.parts >= 1);
-        let of_part = (pieces + share.parts - 1 - share.part) / share.parts;
-        core::hint::assert_unchecked(of_part >= 1);
-        stride!(number in team.warp()..count * of_part, team.warps() => {
-            let (token, piece) = (number / of_part, share.part + number % of_part * share.parts);
-            let index = first + token;
-            let mut place = NOWHERE;
             if lane < topk {
-                place = ld_shared_u32(scratch.entry(token, lane));
-            }
-            let (mut left, home) = (ballot(place != NOWHERE), come.home(source, index));
-            if left != 0 || home.is_some() {
-                let at = |vector: usize| piece * PIECE + (vector as u32 * 32 + lane) * 16;
-                let (from, mut vectors) = (come.row(source, index), [[0; 4]; VECTORS]);
-                // The loads have no condition, so that all are in flight together.
-                unroll!(4, J => { vectors[J] = ld_stream_v4(from + inside(at(J), shape.bytes) as u64) });
-                let scale = piece * SCALES + lane;
-                let has_scale = lane < SCALES && scale < shape.scales;
-                let value = if has_scale { come.scale(source, index, scale) } else { 0.0 };
-                if let Some(home) = home {
-                    unroll!(4, J => {
-                        if at(J) < shape.bytes {
-                            st_v4(home.row + at(J) as u64, vectors[J]);
-                        }
-                    });
-                    if has_scale {
-                        st_f32(home.scales + scale as u64 * home.stride, value);
-                    }
+                let token = come.token(source, index);
+                let row = source * args.max_tokens + token;
+                st_u32(to.slots.0 + (row * topk + lane) as u64 * 4, place);
+                if place != NOWHERE {
+                    st_u32(to.src_idx.0 + place as u64 * 4, token);
+                    st_u64(to.src_entry.0 + place as u64 * 8, (lane as u64) << 32 | source as u64);
+                    st_u32(to.weights.0 + place as u64 * 4, come.weight(source, index, lane));
                 }
-                while left != 0 {
-                    let row = shfl_u32(place, left.trailing_zeros() & 31) as u64;
-                    left &= left.wrapping_sub(1);
-                    let x = to.x.0 + row * to.x_stride;
-                    unroll!(4, J => {
-                        if at(J) < shape.bytes {
-                            st_v4(x + at(J) as u64, vectors[J]);
-                        }
-                    });
-                    if has_scale {
-                        st_f32(to.scales.0 + (scale as u64 * to.rows as u64 + row) * 4, value);
-                    }
+            }
+        }
+    }
+
+    /// Copies the block's parts of the rows of the round's `count` tokens from number `first` on to
+    /// where their entries go, as they come, a piece to a warp: a row is read once.
+    #[device]
+    unsafe fn copy_rows(&self, first: u32, count: u32) {
+        let Placing { shape, team, scratch, .. } = *self;
+        let pieces = shape.bytes.div_ceil(PIECE);
+        // SAFETY: a row has bytes.
+        core::hint::assert_unchecked(pieces >= 1);
+        // From the last warp on: the first ones write tables.
+        let from = team.warps() - 1 - team.warp();
+        stride!(item in from..count * pieces, team.warps() => {
+            let (number, piece) = (item / pieces, item % pieces);
+            if let Some(token) = self.token(first + number) {
+                let parts = same(ld_shared_u32(scratch.parts(token.source)));
+                core::hint::assert_unchecked(parts & 0xffff >= 1);
+                if piece % (parts & 0xffff) == parts >> 16 {
+                    self.copy_piece(number, token, piece);
                 }
             }
         });
+    }
+
+    /// Copies a piece of the row of the round's token of number `number`. The whole warp calls it.
+    #[device]
+    unsafe fn copy_piece(&self, number: u32, Token { source, index }: Token, piece: u32) {
+        let Placing { args, to, shape, scratch, come, .. } = *self;
+        let (lane, topk) = (laneid(), args.num_topk);
+        let has_come = lane != 0 || come.wait(source, index);
+        // Orders the other lanes' loads behind lane 0's wait.
+        syncwarp();
+        let mut place = NOWHERE;
+        if lane < topk {
+            place = ld_shared_u32(scratch.place(number, lane));
+        }
+        // A row that does not come goes nowhere.
+        if ballot(!has_come) != 0 {
+            return;
+        }
+        let (mut left, home) = (ballot(place != NOWHERE), come.home(source, index));
+        if left == 0 && home.is_none() {
+            return;
+        }
+        let at = |vector: usize| piece * PIECE + (vector as u32 * 32 + lane) * 16;
+        let (from, mut vectors) = (come.row(source, index), [[0; 4]; VECTORS]);
+        // The loads have no condition, so that all are in flight together.
+        unroll!(4, J => { vectors[J] = ld_stream_v4(from + inside(at(J), shape.bytes) as u64) });
+        let scale = piece * SCALES + lane;
+        let has_scale = lane < SCALES && scale < shape.scales;
+        let value = if has_scale { come.scale(source, index, scale) } else { 0.0 };
+        if let Some(home) = home {
+            unroll!(4, J => {
+                if at(J) < shape.bytes {
+                    st_v4(home.row + at(J) as u64, vectors[J]);
+                }
+            });
+            if has_scale {
+                st_f32(home.scales + scale as u64 * home.stride, value);
+            }
+        }
+        while left != 0 {
+            let row = shfl_u32(place, left.trailing_zeros() & 31) as u64;
+            left &= left.wrapping_sub(1);
+            let x = to.x.0 + row * to.x_stride;
+            unroll!(4, J => {
+                if at(J) < shape.bytes {
+                    st_v4(x + at(J) as u64, vectors[J]);
+                }
+            });
+            if has_scale {
+                st_f32(to.scales.0 + (scale as u64 * to.rows as u64 + row) * 4, value);
+            }
+        }
     }
 }
 

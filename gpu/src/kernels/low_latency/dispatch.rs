@@ -16,9 +16,9 @@ use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
 use super::team::Team;
 use super::{
-    NodeShared, Opened, Opening, Scales, begin, chunk_offset, chunks_of, completes, finish, id_packets,
-    ids_offset, last_warp, let_next_launch, packet_seen, publish_call, publishes_call, tokens_in_chunk,
-    wait_calls, wait_node_members_ready, wait_packet,
+    NodeShared, Opened, Opening, Scales, begin, chunk_offset, chunks_of, completes, finish, have_all_called,
+    id_packets, ids_offset, last_warp, let_next_launch, packet_seen, publish_call, publishes_call,
+    tokens_in_chunk, wait_calls, wait_node_members_ready, wait_packet,
 };
 use crate::layout::{
     Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
@@ -62,8 +62,8 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
 /// The same as [`LowLatencyDispatch`], and copies each row to the segments of its experts as soon as
 /// it has come.
 #[kernel(
-    threads = 512, barriers = 19, registers = 128, dependent,
-    shared = super::low_latency_by_expert_shared_bytes(&args),
+    threads = 512, barriers = 17, registers = 128, dependent,
+    block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.common),
         ..LowLatencyDispatchArgs(args.dispatch),
@@ -96,7 +96,7 @@ pub unsafe fn low_latency_dispatch_by_expert(args: LowLatencyExpertDispatchArgs)
     }
     let_next_launch(&args.dispatch.common);
     if args.dispatch.common.phases & phase::RECEIVE != 0 {
-        receive_by_expert(&args, lists, &shared, &opened);
+        receive_by_expert(&args, &shared, &opened);
         finish(comm);
     }
 }
@@ -543,32 +543,50 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeSha
     });
 }
 
+/// Warps that list rows while the others place them. Kernels behind this one need the lists; the
+/// places of rows come first.
+const LISTING_BESIDE: u32 = 4;
+
+/// The warps that place rows, and those that list them: behind those that move rows meanwhile,
+/// the same.
+#[device]
+fn teams_by_expert(args: &LowLatencyArgs) -> (Team<1>, Team<3>) {
+    let all = last_warp() * 32;
+    let placing = if overlaps(args) { LISTING_WARPS } else { last_warp() - LISTING_BESIDE } * 32;
+    (Team { first: 0, threads: placing }, Team { first: placing, threads: all - placing })
+}
+
 /// The same, and copies rows to the segments of their experts.
 #[device]
-unsafe fn receive_by_expert(
-    args: &LowLatencyExpertDispatchArgs,
-    team: Team<1>,
-    shared: &NodeShared,
-    opened: &Opened,
-) {
+unsafe fn receive_by_expert(args: &LowLatencyExpertDispatchArgs, shared: &NodeShared, opened: &Opened) {
     let (dispatched, common) = (&args.dispatch, &args.dispatch.common);
     let (thread, epoch, ranks) = (tid(), opened.epoch(), common.comm.num_ranks);
-    if !team.has_this_warp() {
+    let (places, lists) = teams_by_expert(common);
+    let both = places.threads + lists.threads;
+    if lists.has_this_warp() {
+        barrier_sync_part::<4>(both);
+        if have_all_called(shared, opened) {
+            list(dispatched, lists, shared, epoch);
+        }
+    }
+    if !places.has_this_warp() {
         return;
     }
-    if !wait_calls(common, team, shared, opened) {
+    let at = dynamic_shared() + super::low_latency_dispatch_shared_bytes(dispatched);
+    let scratch = Scratch { at, ranks, experts: common.local_experts };
+    scratch.clear(places);
+    let are_here = wait_calls(common, places, shared, opened);
+    barrier_arrive_part::<4>(both);
+    if !are_here {
         return say_given_up(&common.comm, epoch);
     }
     if ctaid() == 0 && thread < FEW_RANKS as u32 {
         st_u32(common.tables.num_tokens.0 + thread as u64 * 4, shared.tokens().ld(thread));
     }
-    list(dispatched, team, shared, epoch);
     let shape = RowShape { bytes: dispatched.row_bytes, scales: dispatched.row_scales() };
-    let at = dynamic_shared() + super::low_latency_dispatch_shared_bytes(dispatched);
-    let scratch = Scratch { at, ranks, experts: common.local_experts };
     let pool = pool_of(&common.comm, common.comm.rank);
     let come = Coming { args: dispatched, shared, pool, epoch };
-    Placing { args: common, to: &args.to, shape, team, scratch, come: &come }.place_rows();
+    Placing { args: common, to: &args.to, shape, team: places, scratch, come: &come }.place_rows();
 }
 
 /// Waits for the rows of a source's chunk; false when the wait expired.
@@ -592,6 +610,16 @@ struct Coming<'a> {
 }
 
 impl Coming<'_> {
+    /// Whether rows of this source are taken from the input, which is there from the kernel's start:
+    /// this rank's own, as they are, unless another kernel has sent them.
+    #[device]
+    fn is_here(&self, source: u32) -> bool {
+        let common = &self.args.common;
+        source == common.comm.rank
+            && self.args.quantise == Quantise::Not as u32
+            && common.phases == phase::SEND | phase::RECEIVE
+    }
+
     /// The row of a token among those received.
     #[device]
     fn row_of(&self, source: u32, index: u32) -> u32 {
@@ -660,6 +688,9 @@ impl Arrivals for Coming<'_> {
 
     #[device]
     unsafe fn wait(&self, source: u32, index: u32) -> bool {
+        if self.is_here(source) {
+            return true;
+        }
         let chunk_tokens = self.args.common.chunk_tokens;
         core::hint::assert_unchecked(chunk_tokens >= 1);
         wait_chunk(self.args, source, index / chunk_tokens, self.epoch)
@@ -667,6 +698,9 @@ impl Arrivals for Coming<'_> {
 
     #[device]
     unsafe fn row(&self, source: u32, index: u32) -> u64 {
+        if self.is_here(source) {
+            return self.args.x.0 + (index * self.args.row_bytes) as u64;
+        }
         let stride = row_stride(self.args.row_bytes as u64);
         self.pool + self.args.common.place.recv_x + self.row_of(source, index) as u64 * stride
     }
@@ -674,6 +708,9 @@ impl Arrivals for Coming<'_> {
     #[device]
     unsafe fn scale(&self, source: u32, index: u32, scale: u32) -> f32 {
         let common = &self.args.common;
+        if self.is_here(source) {
+            return ld_f32(self.args.scales.0 + (index * self.args.num_scales + scale) as u64 * 4);
+        }
         let rows = (common.comm.num_ranks * common.max_tokens) as u64;
         let at = (scale as u64 * rows + self.row_of(source, index) as u64) * 4;
         ld_f32(self.pool + common.place.recv_scales + at)
@@ -706,7 +743,12 @@ unsafe fn say_given_up(comm: &Comm, epoch: u64) {
 
 /// Lists the rows of all local experts. All threads of the team call it.
 #[device]
-unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeShared, epoch: u64) {
+unsafe fn list<const BARRIER: u32>(
+    args: &LowLatencyDispatchArgs,
+    team: Team<BARRIER>,
+    shared: &NodeShared,
+    epoch: u64,
+) {
     let (common, comm) = (&args.common, &args.common.comm);
     let pool = pool_of(comm, comm.rank);
     let mut total = 0;
@@ -731,7 +773,7 @@ unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeShared
         wait_packet::<false>(comm, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
     };
     if total <= FEW_TOKENS {
-        let first = tid() / 32 * nctaid() + ctaid();
+        let first = team.warp() * nctaid() + ctaid();
         stride!(expert in first..common.local_experts, team.threads / 32 * nctaid() => {
             let is_there = laneid() < total;
             let listed = if is_there { look(expert, laneid()) } else { Listed::NONE };
@@ -741,7 +783,7 @@ unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeShared
         let words = Words { of_source: shared.of_source().at(0), of_warp: shared.of_warp() };
         stride!(expert in ctaid()..common.local_experts, nctaid() => {
             let look = |number| look(expert, number);
-            list_rows::<false, 1>(common, team, &words, expert, total, look, weight);
+            list_rows::<false, BARRIER>(common, team, &words, expert, total, look, weight);
         });
     }
 }

@@ -52,7 +52,7 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
     weight: impl Fn(&Listed, u32) -> u32,
 ) {
     let num_ranks = args.comm.num_ranks;
-    let (thread, warp, lane) = (tid(), tid() / 32, laneid());
+    let (thread, warp, lane) = (team.thread(), team.warp(), laneid());
     let rows = num_ranks * args.max_tokens;
     if thread < if MANY { MAX_MEMBERS } else { FEW_RANKS } as u32 {
         st_shared_u32(words.of_source + thread * 4, 0);

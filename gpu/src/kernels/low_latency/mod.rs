@@ -399,6 +399,12 @@ unsafe fn wait_calls<const BARRIER: u32>(
     }
     team.sync();
     trace(comm, Phase::Ready);
+    have_all_called(shared, opened)
+}
+
+/// The result of [`wait_calls`], behind a barrier.
+#[device]
+unsafe fn have_all_called(shared: &NodeShared, opened: &Opened) -> bool {
     let mut are_here = opened.takes_part();
     unroll!(8, RANK => { are_here &= shared.tokens().ld(RANK as u32) != ABSENT });
     are_here

@@ -50,7 +50,7 @@ pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchAr
 /// The same as [`LowLatencyInternodeDispatch`], and copies each row to the segments of its experts
 /// when it is copied to its place.
 #[kernel(
-    threads = 512, barriers = 22, registers = 128,
+    threads = 512, barriers = 19, registers = 128,
     shared = super::low_latency_internode_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.dispatch.common),
@@ -342,6 +342,9 @@ unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, opened: &Opened)
 #[device]
 unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, opened: &Opened) {
     let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
+    let (at, ranks) = (dynamic_shared() + MemberShared::BYTES, common.comm.num_ranks);
+    let scratch = Scratch { at, ranks, experts: common.local_experts };
+    scratch.clear(Team::block());
     if !wait_messages::<true>(common, messages, shared, opened) {
         return;
     }
@@ -380,6 +383,9 @@ unsafe fn receive_by_expert(
 ) {
     let args = &expert_args.dispatch;
     let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
+    let (at, ranks) = (dynamic_shared() + MemberShared::BYTES, common.comm.num_ranks);
+    let scratch = Scratch { at, ranks, experts: common.local_experts };
+    scratch.clear(Team::block());
     if !wait_messages::<true>(common, messages, shared, opened) {
         return;
     }
@@ -399,14 +405,13 @@ unsafe fn receive_by_expert(
             incoming.publish(incoming.copy_of_call, opened.epoch() << 32 | call as u64);
         }
     }
-    stride!(expert in ctaid()..common.local_experts, nctaid() => {
-        list_rows(args, shared, expert, all);
-    });
-    let (at, ranks) = (dynamic_shared() + MemberShared::BYTES, common.comm.num_ranks);
-    let scratch = Scratch { at, ranks, experts: common.local_experts };
     let come = Messages { args, shared, all };
     let (to, shape, team) = (&expert_args.to, come.shape(), Team::block());
     Placing { args: common, to, shape, team, scratch, come: &come }.place_rows();
+    // Kernels behind this one need the lists.
+    stride!(expert in ctaid()..common.local_experts, nctaid() => {
+        list_rows(args, shared, expert, all);
+    });
 }
 
 /// The slots of all messages, which are here.
