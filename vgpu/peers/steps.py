@@ -36,10 +36,11 @@ def write(source, folder, name, repairs, added=()):
     print(name)
 
 
-def with_and_without(source, folder, repairs, added=()):
-    """Steps: the source as shipped, with all repairs, and without each one of them."""
-    write(source, folder, "as-shipped", [], added)
-    write(source, folder, "repaired", repairs, added)
+def with_and_without(source, folder, repairs, added=(), cuts=()):
+    """Steps: the source as shipped, with all repairs, and without each one of them. All steps have
+    the edits `cuts`, which leave kernels out."""
+    write(source, folder, "as-shipped", [*cuts], added)
+    write(source, folder, "repaired", [*cuts, *repairs], added)
     for left_out in repairs:
         others = [repair for repair in repairs if repair is not left_out]
-        write(source, folder, f"without-{left_out[0]}", others, added)
+        write(source, folder, f"without-{left_out[0]}", [*cuts, *others], added)
