@@ -116,8 +116,8 @@ pub trait Number: Copy + Argument + sealed::Sealed {
     fn get(bytes: &[u8]) -> Self;
 }
 
-/// Arguments of a kernel: a number, the address of an [`Array`], or a Rust array of numbers, which is
-/// a parameter for each of them.
+/// Arguments of a kernel: a number, the address of an [`Array`], or a Rust array of numbers, which
+/// is a parameter for each of them.
 pub trait Argument {
     /// Appends its bytes, as the parameter block holds them.
     fn pack(&self, params: &mut Vec<u8>);

@@ -1,8 +1,8 @@
 //! DeepEP V1's kernels within a node (`intranode.cu`), between two virtual GPUs.
 //!
-//! Each rank launches what `Buffer.dispatch` and `Buffer.combine` do, with experts that return their
-//! rows. Rings are small, so that slots are used again. Numbers are small whole ones, so that sums
-//! are exact.
+//! Each rank launches what `Buffer.dispatch` and `Buffer.combine` do, with experts that return
+//! their rows. Rings are small, so that slots are used again. Numbers are small whole ones, so that
+//! sums are exact.
 
 use std::error::Error;
 

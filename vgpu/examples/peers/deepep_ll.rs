@@ -55,8 +55,7 @@ pub fn run(case: &Case) -> Result<Found, Box<dyn Error>> {
         machine.variable::<u64>(rank, module, "peer_heaps")?.upload(&heap.addrs(rank))?;
     }
     let mut results = vec![];
-    for rank in 0..RANKS {
-        let tokens = TOKENS[rank];
+    for (rank, tokens) in TOKENS.into_iter().enumerate() {
         let at = |offset: usize| heap.of(rank).addr() + offset as u64;
         let counts = |half: usize| at(half * COUNTS);
         let send = |half: usize| at(2 * COUNTS + half * AREA);

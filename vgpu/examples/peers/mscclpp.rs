@@ -110,7 +110,7 @@ pub fn run(case: &Case) -> Result<Found, Box<dyn Error>> {
         (0..RANKS).map(|rank| machine.upload(rank, "flags", &[1u32; 16])).collect::<Result<_, _>>()?;
 
     let mut results = vec![];
-    for rank in 0..RANKS {
+    for (rank, flags) in flags.iter().enumerate() {
         let remote = |scratch: &Symmetric<i32>| {
             let addrs: Vec<u64> = peers(rank).map(|peer| scratch.on(rank)[peer].addr()).collect();
             machine.upload(rank, "remote memories", &addrs)
@@ -118,7 +118,7 @@ pub fn run(case: &Case) -> Result<Found, Box<dyn Error>> {
         let (rsag_remote, pipeline_remote) = (remote(&rsag_scratch)?, remote(&pipeline_scratch)?);
         let rsag_channels = rsag_sem.base(&machine, rank, blocks)?;
         let pipeline_channels = pipeline_sem.base(&machine, rank, reduce + receive)?;
-        for launch in 0..LAUNCHES {
+        for (launch, fullmesh_result) in fullmesh_results.iter().enumerate() {
             let input = |machine: &Machine, len: usize| {
                 machine.upload(
                     rank,
@@ -136,7 +136,7 @@ pub fn run(case: &Case) -> Result<Found, Box<dyn Error>> {
             #[rustfmt::skip]
             machine.launch_with(rank, module, &packet, grid(blocks), &[
                 &x, packet_scratch.of(rank), &out, &channels, &null_offset, &(8 * packet_half as u64),
-                &ranks, &(PACKET_LEN as u64), &flags[rank], &64u32, &2u32,
+                &ranks, &(PACKET_LEN as u64), flags, &64u32, &2u32,
             ])?;
             results.push(("packets", launch, rank, out));
 
@@ -156,7 +156,7 @@ pub fn run(case: &Case) -> Result<Found, Box<dyn Error>> {
             ])?;
             results.push(("pipeline", launch, rank, out));
 
-            let (x, out) = (input(&machine, FULLMESH_LEN)?, &fullmesh_results[launch]);
+            let (x, out) = (input(&machine, FULLMESH_LEN)?, fullmesh_result);
             let channels = fullmesh_sem.memory(&machine, rank, blocks, &fullmesh_scratch, x.addr())?;
             let out_channels = fullmesh_sem.memory(&machine, rank, blocks, out, 0)?;
             #[rustfmt::skip]
