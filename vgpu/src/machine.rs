@@ -171,7 +171,8 @@ impl<T: Number, const N: usize> Argument for [T; N] {
     }
 }
 
-/// An array in the memory of a device. Dropping it frees it, unless it is a variable of a module.
+/// An array in the memory of a device. Dropping it frees it, unless it is a variable of a module or
+/// an argument of a kernel that has not ended.
 #[derive(Debug)]
 pub struct Array<T> {
     memory: Memory,
