@@ -4,24 +4,26 @@
 #
 #   vgpu/peers/check.sh one-sided [WORK]
 #   vgpu/peers/check.sh deepep [WORK] CHECKOUT
+#   vgpu/peers/check.sh deepep-ll [WORK] CHECKOUT
+#   vgpu/peers/check.sh mscclpp [WORK] CHECKOUT
 #
 # WORK keeps what is downloaded and compiled; without it, it is a folder that goes away. CHECKOUT is a
 # git repository of the project, with or without a work tree.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-usage='usage: check.sh one-sided [WORK] | check.sh deepep [WORK] CHECKOUT'
+usage='usage: check.sh one-sided [WORK] | check.sh deepep|deepep-ll|mscclpp [WORK] CHECKOUT'
 project=${1:?$usage}
 shift
 checkout=
 case $project in
 one-sided) ;;
-deepep)
+deepep | deepep-ll | mscclpp)
     [ $# -gt 0 ] || { echo "$usage" >&2; exit 2; }
     for last; do :; done
     checkout=$last
     [ $# -gt 1 ] || set --
     ;;
-*) echo "no project '$project': there are one-sided and deepep" >&2; exit 2 ;;
+*) echo "no project '$project': there are one-sided, deepep, deepep-ll and mscclpp" >&2; exit 2 ;;
 esac
 if [ $# -gt 0 ]; then
     mkdir -p "$1"
@@ -53,16 +55,24 @@ one-sided)
     }
     data=$work/flashinfer/flashinfer/data
     source=$data/csrc/nv_internal/tensorrt_llm/kernels/communicationKernels/moeAlltoAllKernels.cu
-    script=one_sided.py
+    file=moeAlltoAllKernels.cu script=one_sided.py
     set -- -DENABLE_BF16 -DENABLE_FP8 "-I$data/include" "-I$data/csrc" "-I$data/csrc/nv_internal" \
         "-I$data/csrc/nv_internal/include" "-I$data/spdlog/include"
     ;;
-deepep)
+deepep | deepep-ll)
     mkdir -p "$work/DeepEP"
     git -C "$checkout" archive 567632d csrc | tar -x -C "$work/DeepEP"
-    source=$work/DeepEP/csrc/kernels/intranode.cu
-    script=deepep.py
-    set -- -DDISABLE_NVSHMEM "-I$work/DeepEP/csrc" "-I$work/DeepEP/csrc/kernels"
+    source=$work/DeepEP/csrc/kernels
+    file=intranode.cu script=deepep.py
+    [ "$project" = deepep ] || file=internode_ll.cu script=deepep_ll.py
+    set -- -DDISABLE_NVSHMEM
+    ;;
+mscclpp)
+    mkdir -p "$work/MSCCLPP"
+    git -C "$checkout" archive 1f5f065d include src | tar -x -C "$work/MSCCLPP"
+    source=$work/MSCCLPP
+    file=src/ext/collectives/allreduce/kernels.cu script=mscclpp.py
+    set -- -DMSCCLPP_USE_CUDA -Iinclude -Isrc/core/include -Isrc/ext/collectives/include
     ;;
 esac
 
@@ -71,8 +81,8 @@ arguments=
 for step in $steps; do
     ptx=$work/$project/$step/kernels.ptx
     # Line information says which line a report is at.
-    "$cuda/bin/nvcc" -std=c++17 -arch=sm_90a -ptx -lineinfo -w --expt-relaxed-constexpr \
-        "-I$cuda/include/cccl" "$@" -o "$ptx" "$work/$project/$step/$(basename "$source")"
+    (cd "$work/$project/$step" && "$cuda/bin/nvcc" -std=c++17 -arch=sm_90a -ptx -lineinfo -w \
+        --expt-relaxed-constexpr "-I$cuda/include/cccl" "$@" -o kernels.ptx "$file")
     arguments="$arguments $step=$ptx"
 done
 cd "$here/../.."

@@ -1,54 +1,145 @@
 """Writes the sources of each step of `deepep`: usage `deepep.py SOURCE FOLDER`.
 
-SOURCE is `csrc/kernels/intranode.cu` of DeepEP V1. Steps replace within lines, so the numbers of all
-lines stay. Prints the steps in order.
+SOURCE is the folder `csrc/kernels` of DeepEP V1. Prints the steps in order.
 """
 
-import pathlib
 import sys
 
-# Each step repairs one place, and keeps the repairs in front of it.
-STEPS = [
-    ("as-shipped", None, None),
+import steps
+
+FILE = "intranode.cu"
+REPAIRS = [
+    # Threads fence, then meet, then one of them adds: only its own fence makes that a release.
+    (
+        "release-at-the-barrier",
+        [("utils.cuh", "atomicAdd_system(barrier_signal_ptrs", "memory_fence(); atomicAdd_system(barrier_signal_ptrs", None)],
+    ),
+    (
+        "acquire-at-the-barrier",
+        [("utils.cuh", "ld_volatile_global(barrier_signal_ptrs", "ld_acquire_sys_global(barrier_signal_ptrs", None)],
+    ),
+    # The comment above these lines says that every element is written.
+    (
+        "counts-in-all-columns",
+        [
+            (
+                FILE,
+                "per_rank_buffer[rank * kNumRanks + thread_id] = num_tokens_per_rank[thread_id];",
+                "for (int j = 0; j < kNumRanks; ++j) per_rank_buffer[rank * kNumRanks + j] = num_tokens_per_rank[j];",
+                None,
+            )
+        ],
+    ),
     (
         "fence-before-the-bulk-load",
-        "tma_load_1d(tma_buffer, shifted_buffer_x_int4 + i * half_hidden_int4,",
-        'asm volatile("fence.proxy.async;"); tma_load_1d(tma_buffer, shifted_buffer_x_int4 + i * half_hidden_int4,',
+        [(FILE, "tma_load_1d(tma_buffer, shifted", 'asm volatile("fence.proxy.async;"); tma_load_1d(tma_buffer, shifted', None)],
     ),
-    # The project's own switch, `DISABLE_AGGRESSIVE_PTX_INSTRS`, for this file.
-    ("no-read-only-loads", "", "#define DISABLE_AGGRESSIVE_PTX_INSTRS\n#line 1\n"),
+    # The project's own switch, `DISABLE_AGGRESSIVE_PTX_INSTRS`.
+    ("no-read-only-loads-of-slots", [("utils.cuh", "#ifndef DISABLE_AGGRESSIVE_PTX_INSTRS", "#if 0", 0)]),
+    ("no-read-only-load-of-heads", [(FILE, "__ldg(send_head + token_idx", "*(send_head + token_idx", None)]),
     (
-        "heads-release",
-        "st_relaxed_sys_global(channel_head_idx.buffer(), cached_channel_head_idx);",
-        "st_release_sys_global(channel_head_idx.buffer(), cached_channel_head_idx);",
-    ),
-    (
-        "senders-acquire-heads",
-        "cached_channel_tail_idx - ld_volatile_global(channel_head_idx.buffer());",
-        "cached_channel_tail_idx - ld_acquire_sys_global(channel_head_idx.buffer());",
+        "dispatch-releases-heads",
+        [(FILE, "st_relaxed_sys_global(channel_head_idx.buffer()", "st_release_sys_global(channel_head_idx.buffer()", None)],
     ),
     (
-        "block-waits-for-its-last-store",
-        "num_tokens_to_recv -= num_recv_tokens;",
-        "num_tokens_to_recv -= num_recv_tokens; tma_store_wait<0>();",
+        "dispatch-acquires-heads",
+        [
+            (
+                FILE,
+                "cached_channel_tail_idx - ld_volatile_global(channel_head_idx.buffer())",
+                "cached_channel_tail_idx - ld_acquire_sys_global(channel_head_idx.buffer())",
+                None,
+            )
+        ],
+    ),
+    (
+        "dispatch-waits-for-its-last-store",
+        [(FILE, "num_tokens_to_recv -= num_recv_tokens;", "num_tokens_to_recv -= num_recv_tokens; tma_store_wait<0>();", None)],
+    ),
+    (
+        "combine-acquires-heads",
+        [
+            (
+                FILE,
+                "current_channel_tail_idx - ld_volatile_global(channel_head_idx.buffer())",
+                "current_channel_tail_idx - ld_acquire_sys_global(channel_head_idx.buffer())",
+                None,
+            )
+        ],
+    ),
+    # Volatile words of shared memory hand the tail on to the warps that read the slots.
+    (
+        "combine-hands-the-tail-on",
+        [
+            (
+                FILE,
+                "channel_tail_idx[lane_id] = ld_acquire_sys_global(channel_tail_idx_ptr);",
+                "int tail = ld_acquire_sys_global(channel_tail_idx_ptr); memory_fence_cta(); channel_tail_idx[lane_id] = tail;",
+                None,
+            ),
+            (
+                FILE,
+                "                __syncwarp();\n\n                // Broadcast current heads",
+                "                memory_fence_cta(); __syncwarp();\n\n                // Broadcast current heads",
+                None,
+            ),
+        ],
+    ),
+    # And others hand the heads back.
+    (
+        "combine-hands-heads-back",
+        [
+            (
+                FILE,
+                "                if (lane_id < kNumRanks)\n                    warp_channel_head_idx[recv_warp_id][lane_id] = (",
+                "                __syncwarp(); memory_fence_cta(); if (lane_id < kNumRanks)\n                    warp_channel_head_idx[recv_warp_id][lane_id] = (",
+                None,
+            ),
+            (
+                FILE,
+                "            __syncwarp();\n            if (elect_one_sync())\n                warp_retired[",
+                "            __syncwarp(); memory_fence_cta();\n            if (elect_one_sync())\n                warp_retired[",
+                None,
+            ),
+            (
+                FILE,
+                "st_relaxed_sys_global(channel_head_idx_ptr,",
+                "memory_fence(), st_relaxed_sys_global(channel_head_idx_ptr,",
+                None,
+            ),
+        ],
+    ),
+    # Lanes beyond the ranks have no tail.
+    (
+        "no-tails-of-lanes-without-ranks",
+        [
+            (
+                FILE,
+                "channel_tail_idx[lane_id] <= expected_head and expected_head >= 0",
+                "expected_head >= 0 and channel_tail_idx[lane_id] <= expected_head",
+                None,
+            )
+        ],
+    ),
+    (
+        "combine-waits-for-its-last-store",
+        [
+            (
+                FILE,
+                "            // Retired\n            __syncwarp();",
+                "            // Retired\n            tma_store_wait<0>(); __syncwarp();",
+                None,
+            )
+        ],
     ),
 ]
 
 
 def main():
-    source, folder = map(pathlib.Path, sys.argv[1:])
-    text = source.read_text()
-    for name, old, new in STEPS:
-        if old == "":
-            text = new + text
-        elif old:
-            assert old in text, f"{source} has no {old!r}: another version?"
-            # Dispatch comes before combine, which has some of the same lines.
-            text = text.replace(old, new, 1)
-        to = folder / name
-        to.mkdir(parents=True, exist_ok=True)
-        (to / source.name).write_text(text)
-        print(name)
+    source, folder = sys.argv[1:]
+    steps.with_and_without(source, folder, REPAIRS)
+    # A run of the repaired source with rings of 8 slots.
+    steps.write(source, folder, "repaired-ring-of-8", REPAIRS)
 
 
 main()

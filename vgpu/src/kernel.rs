@@ -103,14 +103,16 @@ impl Kernel {
     /// Number or sizes of the arguments are not those of the parameters.
     pub fn pack(&self, arguments: &[&dyn Argument]) -> Result<Vec<u8>, LaunchError> {
         let (kernel, expected) = (self.name.clone(), self.params.len());
-        if arguments.len() != expected {
-            return Err(LaunchError::ArgumentCount { kernel, expected, actual: arguments.len() });
+        let mut values = vec![];
+        arguments.iter().for_each(|argument| argument.pack_each(&mut values));
+        if values.len() != expected {
+            return Err(LaunchError::ArgumentCount { kernel, expected, actual: values.len() });
         }
         let mut block = vec![];
-        for (param, argument) in self.params.iter().zip(arguments) {
+        for (param, value) in self.params.iter().zip(values) {
             block.resize(param.offset, 0);
-            argument.pack(&mut block);
-            let (expected, actual) = (param.size, block.len() - param.offset);
+            block.extend_from_slice(&value);
+            let (expected, actual) = (param.size, value.len());
             if expected != actual {
                 return Err(LaunchError::ArgumentBytes {
                     kernel,

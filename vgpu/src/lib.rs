@@ -76,6 +76,7 @@ mod module;
 pub mod ptx;
 mod seeds;
 pub mod stream;
+mod symmetric;
 
 pub use check::{
     AcceptList, Accepted, Assumptions, CheckConfig, Checker, Class, Loaded, Past, Report, ReportPlace,
@@ -96,6 +97,7 @@ pub use memory::{Memory, Region, Reservation};
 pub use memory_error::{MemoryError, NearRegion};
 pub use module::{Module, Refusal};
 pub use seeds::for_each_seed;
+pub use symmetric::Symmetric;
 
 /// The examples of the README are compiled and run.
 #[cfg(doctest)]

@@ -53,6 +53,14 @@ pub enum MachineError {
         /// The names of those that are there.
         known: String,
     },
+    /// No name of a kernel has all of the given parts, or several have.
+    #[error("{} kernels of the module have {parts:?} in their name: {}", found.len(), found.join(", "))]
+    NotOneKernel {
+        /// The parts that were given.
+        parts: Vec<String>,
+        /// The names that have them all.
+        found: Vec<String>,
+    },
     /// The module has no such variable.
     #[error("the module has no variable '{variable}'; it has {known}")]
     NoVariable {
@@ -108,10 +116,23 @@ pub trait Number: Copy + Argument + sealed::Sealed {
     fn get(bytes: &[u8]) -> Self;
 }
 
-/// An argument of a kernel: a number, or the address of an [`Array`].
+/// Arguments of a kernel: a number, the address of an [`Array`], or a Rust array of numbers, which
+/// is a parameter for each of them.
 pub trait Argument {
     /// Appends its bytes, as the parameter block holds them.
     fn pack(&self, params: &mut Vec<u8>);
+
+    /// Appends the bytes of each parameter that it is. One, unless the type has it otherwise.
+    fn pack_each(&self, values: &mut Vec<Vec<u8>>) {
+        let mut value = vec![];
+        self.pack(&mut value);
+        values.push(value);
+    }
+
+    /// Device memory that the launch keeps allocated until its kernel has ended.
+    fn region(&self) -> Option<Arc<Region>> {
+        None
+    }
 }
 
 mod sealed {
@@ -140,7 +161,18 @@ macro_rules! numbers {
 }
 numbers!(u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, half::bf16, half::f16);
 
-/// An array in the memory of a device. Dropping it frees it, unless it is a variable of a module.
+impl<T: Number, const N: usize> Argument for [T; N] {
+    fn pack(&self, params: &mut Vec<u8>) {
+        self.iter().for_each(|number| number.put(params));
+    }
+
+    fn pack_each(&self, values: &mut Vec<Vec<u8>>) {
+        self.iter().for_each(|number| number.pack_each(values));
+    }
+}
+
+/// An array in the memory of a device. Dropping it frees it, unless it is a variable of a module or
+/// an argument of a kernel that has not ended.
 #[derive(Debug)]
 pub struct Array<T> {
     memory: Memory,
@@ -203,6 +235,10 @@ impl<T: Number> Argument for Array<T> {
     fn pack(&self, params: &mut Vec<u8>) {
         self.addr().put(params);
     }
+
+    fn region(&self) -> Option<Arc<Region>> {
+        Some(self.region.clone())
+    }
 }
 
 /// A kernel that was enqueued.
@@ -211,6 +247,8 @@ struct Launch {
     kernel: Arc<Kernel>,
     shape: GridConfig,
     params: Vec<u8>,
+    /// Memory of the arguments.
+    memory: Vec<Arc<Region>>,
     /// The causal past of the host when it enqueued the kernel.
     past: Past,
 }
@@ -220,6 +258,8 @@ struct Device {
     memory: Memory,
     queue: VecDeque<Launch>,
     running: Option<Grid>,
+    /// Memory of the arguments of the kernel that runs.
+    arguments: Vec<Arc<Region>>,
     timeline: Option<Timeline>,
     /// The causal past of the next kernel.
     past: Past,
@@ -321,6 +361,7 @@ impl Machine {
             memory: Memory::checked(seed, checker.clone()),
             queue: VecDeque::new(),
             running: None,
+            arguments: vec![],
             timeline: checker.as_ref().map(Checker::timeline),
             past: Past::default(),
             spins: false,
@@ -448,10 +489,11 @@ impl Machine {
         shape: GridConfig,
         params: &[u8],
     ) -> Result<(), MachineError> {
-        self.enqueue(Residency::InTurn, device, find(module, kernel)?, shape, params)
+        self.enqueue(Residency::InTurn, device, find(module, kernel)?, shape, params.to_vec(), vec![])
     }
 
-    /// The same with the arguments by themselves, in the order of the kernel's parameters.
+    /// The same with the arguments by themselves, in the order of the kernel's parameters. Arrays
+    /// among them stay allocated until the kernel has ended, even if they are dropped before.
     ///
     /// # Errors
     /// Those of [`launch`](Self::launch). Also, number and sizes of the arguments must be those of
@@ -464,8 +506,7 @@ impl Machine {
         shape: GridConfig,
         arguments: &[&dyn Argument],
     ) -> Result<(), MachineError> {
-        let params = find(module, kernel)?.pack(arguments)?;
-        self.launch(device, module, kernel, shape, &params)
+        self.enqueue_with(Residency::InTurn, device, find(module, kernel)?, shape, arguments)
     }
 
     /// Enqueues a cooperative launch: all blocks are resident together, as kernels with
@@ -483,9 +524,20 @@ impl Machine {
         shape: GridConfig,
         arguments: &[&dyn Argument],
     ) -> Result<(), MachineError> {
-        let kernel = find(module, kernel)?;
+        self.enqueue_with(Residency::Together, device, find(module, kernel)?, shape, arguments)
+    }
+
+    fn enqueue_with(
+        &mut self,
+        residency: Residency,
+        device: usize,
+        kernel: Arc<Kernel>,
+        shape: GridConfig,
+        arguments: &[&dyn Argument],
+    ) -> Result<(), MachineError> {
         let params = kernel.pack(arguments)?;
-        self.enqueue(Residency::Together, device, kernel, shape, &params)
+        let memory = arguments.iter().filter_map(|argument| argument.region()).collect();
+        self.enqueue(residency, device, kernel, shape, params, memory)
     }
 
     fn enqueue(
@@ -494,11 +546,12 @@ impl Machine {
         device: usize,
         kernel: Arc<Kernel>,
         shape: GridConfig,
-        params: &[u8],
+        params: Vec<u8>,
+        memory: Vec<Arc<Region>>,
     ) -> Result<(), MachineError> {
         self.device(device)?;
         let past = self.checker.as_ref().map(Checker::host_past).unwrap_or_default();
-        let launch = Launch { residency, kernel, shape, params: params.to_vec(), past };
+        let launch = Launch { residency, kernel, shape, params, memory, past };
         self.devices[device].queue.push_back(launch);
         Ok(())
     }
@@ -519,6 +572,7 @@ impl Machine {
                 checker.host_waited(&device.past);
             }
             device.running = None;
+            device.arguments.clear();
             device.queue.clear();
         }
         result
@@ -582,7 +636,8 @@ impl Device {
         let Some(launch) = self.queue.pop_front() else { return Ok(()) };
         self.past.join(&launch.past);
         let order = self.timeline.map(|timeline| (timeline, &self.past));
-        let Launch { residency, kernel, shape, params, .. } = launch;
+        let Launch { residency, kernel, shape, params, memory: arguments, .. } = launch;
+        self.arguments = arguments;
         let memory = self.memory.clone();
         self.running = Some(Grid::launch(residency, kernel, memory, config, shape, &params, order)?);
         self.spins = false;
@@ -595,6 +650,7 @@ impl Device {
         if progress == Progress::Done {
             self.past = grid.past();
             self.running = None;
+            self.arguments.clear();
         }
         Ok(progress)
     }
@@ -698,5 +754,49 @@ mod tests {
         assert!(!array.is_empty() && array.len() == 2);
         assert_eq!(array.download().unwrap(), [half::bf16::ONE; 2]);
         assert!(array.upload(&[half::bf16::ONE; 5000]).is_err());
+    }
+
+    #[test]
+    fn kernels_are_found_by_parts_of_their_names() {
+        let module = module();
+        assert_eq!(module.kernel_like(&["wr", "te"]).unwrap().name(), "write");
+        let error = |parts: &[&str]| module.kernel_like(parts).unwrap_err().to_string();
+        assert_eq!(error(&["d", "x"]), "0 kernels of the module have [\"d\", \"x\"] in their name: ");
+        assert_eq!(error(&["i"]), "2 kernels of the module have [\"i\"] in their name: wait, write");
+    }
+
+    #[test]
+    fn arrays_of_a_launch_live_as_long_as_its_kernel() {
+        let module = module();
+        let mut machine = Machine::checked(2, 1);
+        let words = machine.symmetric::<u32>("words", &[0, 0]).unwrap();
+        let peer = &words.on(0)[1];
+        machine.launch_with(0, &module, "write", ONE, &[peer]).unwrap();
+        machine.launch_with(1, &module, "wait", ONE, &[words.of(1)]).unwrap();
+        let dropped = machine.upload(0, "dropped", &[1u32]).unwrap();
+        machine.launch_with(0, &module, "add", ONE, &[&dropped]).unwrap();
+        drop(dropped);
+        machine.run().unwrap();
+        assert_eq!(words.of(1).download().unwrap(), [8, 1]);
+        assert_eq!(words.of(0).download().unwrap(), [0, 0]);
+        assert_eq!(words.addrs(1)[1], words.of(1).addr());
+    }
+
+    #[test]
+    fn an_array_of_numbers_is_a_parameter_for_each() {
+        let body = "ld.param.u32 %r1, [b];\nld.param.u32 %r2, [c];\nld.param.u64 %rd1, [at];\nsub.u32 %r1, %r1, %r2;\n\
+                    st.global.u32 [%rd1], %r1;\nret;";
+        let kernel = format!(
+            "{HEAD}.visible .entry sub(.param .u32 b, .param .u32 c, .param .u64 at)\n{{\n.reg .b32 %r<3>;\n\
+             .reg .b64 %rd<2>;\n{body}\n}}\n"
+        );
+        let module = Module::parse(&kernel).unwrap();
+        let mut machine = Machine::new(1);
+        let out = machine.alloc::<u32>(0, "out", 1).unwrap();
+        machine.launch_with(0, &module, "sub", ONE, &[&[9u32, 4], &out]).unwrap();
+        machine.run().unwrap();
+        assert_eq!(out.download().unwrap(), [5]);
+        let error = machine.launch_with(0, &module, "sub", ONE, &[&[9u32, 4, 1], &out]).unwrap_err();
+        assert_eq!(error.to_string(), "kernel 'sub' takes 3 arguments, 4 were given");
     }
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::fault::PtxError;
 use crate::kernel::{Globals, Kernel};
+use crate::machine::MachineError;
 use crate::memory::Memory;
 use crate::{lower, ptx};
 
@@ -79,6 +80,23 @@ impl Module {
     #[must_use]
     pub fn kernel(&self, name: &str) -> Option<Arc<Kernel>> {
         self.kernels.get(name).cloned()
+    }
+
+    /// The one kernel whose name has all of these parts. Parts of a mangled C++ name do, such as
+    /// `["8dispatch", "ILi2E"]` for `dispatch<2>`.
+    ///
+    /// # Errors
+    /// No kernel has them, or several have; the text lists those.
+    pub fn kernel_like(&self, parts: &[&str]) -> Result<Arc<Kernel>, MachineError> {
+        let has_all = |kernel: &&Arc<Kernel>| parts.iter().all(|part| kernel.name().contains(part));
+        let found: Vec<_> = self.kernels().filter(has_all).collect();
+        match found.as_slice() {
+            [kernel] => Ok(Arc::clone(kernel)),
+            _ => Err(MachineError::NotOneKernel {
+                parts: parts.iter().map(|&part| part.to_owned()).collect(),
+                found: found.iter().map(|kernel| kernel.name().to_owned()).collect(),
+            }),
+        }
     }
 
     /// All kernels, by name.

@@ -4,34 +4,63 @@
 //!
 //! `cargo run --release -p epoxide-vgpu --example peers -- PROJECT LIST STEP=FILE.ptx..`
 //!
-//! A step is the project's source as it is, or with the repairs of all steps before it. Each runs
-//! with a number of seeds; a run ends at its first report. The list has the reports of each step.
+//! A step is the source of a project as shipped or with repairs. Each runs with a number of seeds.
+//! The list has the reports of each step.
 
 mod deepep;
+mod deepep_ll;
+mod mscclpp;
 mod one_sided;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
 
-use epoxide_vgpu::{CheckConfig, FaultKind, MachineError, Module};
+use epoxide_vgpu::{CheckConfig, Class, DeviceConfig, Fault, FaultKind, Machine, MachineError, Module};
 
-/// Runs of each step.
+/// Runs of each step, and of a step that varies the repaired source.
 const SEEDS: u64 = 24;
+const SEEDS_OF_VARIANTS: u64 = 6;
+/// Warp instructions without progress after which a grid hangs: a multiple of what a run needs.
+const LIVELOCK_LIMIT: u64 = 1 << 22;
 
-/// The outcome of a run: the name of its report, and its text; none if the oracle agreed.
-type Outcome = Option<(String, String)>;
+/// What a run has found: the name and the text of each report, or of what the oracle rejects.
+type Found = Vec<(String, String)>;
+
+/// Runs what is enqueued, and then the oracle, which returns the first wrong result. Reports come
+/// before the oracle.
+fn outcome(
+    machine: &mut Machine,
+    oracle: impl FnOnce() -> Result<Option<String>, MachineError>,
+) -> Result<Found, MachineError> {
+    let result = machine.run();
+    let mut found: Found =
+        machine.reports().iter().map(|report| (named(&report.fault), report.fault.to_string())).collect();
+    match result {
+        // It is among the reports.
+        Err(MachineError::Fault(_)) => {}
+        Err(error) => {
+            let text = error.to_string();
+            found.push((text.lines().next().unwrap_or_default().to_owned(), text));
+        }
+        Ok(()) if found.is_empty() => {
+            found.extend(
+                oracle()?.map(|wrong| (format!("wrong {}", wrong.split(':').next().unwrap_or("")), wrong)),
+            );
+        }
+        Ok(()) => {}
+    }
+    Ok(found)
+}
 
 /// The name of a report: its kind, and the lines of the source on both sides.
-fn named(error: &MachineError) -> String {
-    let MachineError::Fault(fault) = error else {
-        return error.to_string().lines().next().unwrap_or_default().to_owned();
-    };
+fn named(fault: &Fault) -> String {
     // The host's own kernels have no source but their PTX.
     let at = |source: &Option<(String, u32)>, kernel: &str| match source {
         Some((file, line)) => format!("{}:{line}", file.rsplit('/').next().unwrap_or(file)),
         None => format!("kernel '{kernel}'"),
     };
     let here = at(&fault.source, &fault.kernel);
+    let memory = |label: &str| if label.is_empty() { "shared memory".to_owned() } else { label.to_owned() };
     match &fault.kind {
         FaultKind::Race(race) => {
             // Which of the two comes second depends on the schedule.
@@ -40,51 +69,123 @@ fn named(error: &MachineError) -> String {
                 format!("{} at {}", race.other.access, at(&race.other.source, &race.other.kernel)),
             ];
             ends.sort();
-            format!("race on {}: {}, {}", race.label, ends[0], ends[1])
+            format!("race on {}: {}, {}", memory(&race.label), ends[0], ends[1])
         }
-        FaultKind::Unwritten { label, .. } => format!("unwritten {label}: read at {here}"),
+        FaultKind::Unwritten { label, .. } => format!("unwritten {}: read at {here}", memory(label)),
+        // The place and the number of instructions depend on the schedule.
+        FaultKind::Livelock { .. } => format!("livelock in {}", fault.kernel),
+        kind if kind.class() == Class::Bounds => {
+            // Without addresses, which differ.
+            let text = kind.to_string();
+            let words = text.split(' ').map(|word| if word.starts_with("0x") { "0x.." } else { word });
+            format!("{} at {here}", words.collect::<Vec<_>>().join(" "))
+        }
         kind => format!("{} at {here}", kind.to_string().lines().next().unwrap_or_default()),
     }
 }
 
-/// The name of the one kernel whose mangled name has all of these parts.
-fn kernel(module: &Module, parts: &[&str]) -> Result<String, Box<dyn Error>> {
-    let names: Vec<_> = module
-        .kernels()
-        .map(|kernel| kernel.name())
-        .filter(|name| parts.iter().all(|part| name.contains(part)))
-        .collect();
-    match names.as_slice() {
-        [name] => Ok((*name).to_owned()),
-        names => Err(format!("{} kernels with {parts:?} in their name", names.len()).into()),
-    }
-}
-
-/// A list: steps in order, with the reports of each.
+/// A list: the reports of each step.
 fn read_list(text: &str) -> BTreeMap<String, BTreeSet<String>> {
-    let mut steps = BTreeMap::new();
+    let mut steps: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     let mut step = String::new();
     for line in text.lines() {
         if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
             step = name.to_owned();
-            steps.entry(step.clone()).or_insert_with(BTreeSet::new);
+            steps.entry(step.clone()).or_default();
         } else if let Some(report) = line.strip_prefix("report: ") {
-            steps.entry(step.clone()).or_insert_with(BTreeSet::new).insert(report.to_owned());
+            steps.entry(step.clone()).or_default().insert(report.to_owned());
         }
     }
     steps
 }
 
+/// A run of a project's kernels.
+struct Case<'a> {
+    module: &'a Module,
+    /// The step that the module is of.
+    step: &'a str,
+    seed: u64,
+    check: CheckConfig,
+}
+
+impl Case<'_> {
+    /// A machine of `devices` for the run.
+    fn machine(&self, devices: usize) -> Machine {
+        let livelock_limit = Some(LIVELOCK_LIMIT);
+        let config =
+            DeviceConfig { schedule_seed: Some(self.seed), livelock_limit, ..DeviceConfig::default() };
+        Machine::with_config(devices, config, Some(self.check))
+    }
+
+    /// The name of the one kernel whose name has all of these parts.
+    fn kernel(&self, parts: &[&str]) -> Result<String, MachineError> {
+        Ok(self.module.kernel_like(parts)?.name().to_owned())
+    }
+}
+
+/// A project: how to run its kernels once, and the checks of a checked run.
+struct Project {
+    run: fn(&Case) -> Result<Found, Box<dyn Error>>,
+    check: CheckConfig,
+}
+
+fn project(name: &str) -> Result<Project, String> {
+    let first = CheckConfig::default();
+    let all = CheckConfig::collecting();
+    Ok(match name {
+        "one-sided" => Project { run: one_sided::run, check: first },
+        "deepep" => Project { run: deepep::run, check: all },
+        "deepep-ll" => Project { run: deepep_ll::run, check: all },
+        "mscclpp" => Project { run: mscclpp::run, check: all },
+        other => {
+            return Err(format!("no project '{other}': there are one-sided, deepep, deepep-ll and mscclpp"));
+        }
+    })
+}
+
+/// The outcome of a step.
+struct Outcome {
+    seeds: u64,
+    /// Seeds with a report, or with a wrong result.
+    failed: u64,
+    /// Seeds with a wrong result or a stop under weak memory, and the first of those.
+    failed_weak: u64,
+    first_weak: Option<String>,
+    /// Each report: seeds that have it, and its text.
+    found: BTreeMap<String, (u64, String)>,
+}
+
+fn run_step(project: &Project, step: &str, module: &Module) -> Result<Outcome, Box<dyn Error>> {
+    let is_variant = step.starts_with("without-") || step.starts_with("repaired-");
+    let seeds = if is_variant { SEEDS_OF_VARIANTS } else { SEEDS };
+    let mut outcome = Outcome { seeds, failed: 0, failed_weak: 0, first_weak: None, found: BTreeMap::new() };
+    for seed in 0..seeds {
+        let case = Case { module, step, seed, check: project.check };
+        let found: BTreeMap<_, _> = (project.run)(&case)?.into_iter().collect();
+        outcome.failed += u64::from(!found.is_empty());
+        for (report, text) in found {
+            outcome.found.entry(report).or_insert((0, text)).0 += 1;
+        }
+        // Without check mode the results alone decide, under the weakest memory that the model has.
+        let weak = CheckConfig { races: false, weak_memory: Some(seed), ..CheckConfig::default() };
+        if let Some((failure, _)) = (project.run)(&Case { check: weak, ..case })?.into_iter().next() {
+            outcome.failed_weak += 1;
+            outcome.first_weak.get_or_insert(failure);
+        }
+    }
+    if let (true, Some(failure)) = (outcome.found.is_empty(), &outcome.first_weak) {
+        let report = format!("under weak memory alone: {failure}");
+        outcome.found.insert(report, (outcome.failed_weak, String::new()));
+    }
+    Ok(outcome)
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [project, list, steps @ ..] = arguments.as_slice() else {
+    let [name, list, steps @ ..] = arguments.as_slice() else {
         return Err("usage: peers PROJECT LIST STEP=FILE.ptx ..".into());
     };
-    let run = match project.as_str() {
-        "one-sided" => one_sided::run,
-        "deepep" => deepep::run,
-        other => return Err(format!("no project '{other}': there are one-sided and deepep").into()),
-    };
+    let project = project(name)?;
     let text = std::fs::read_to_string(list).map_err(|error| format!("{list}: {error}"))?;
     let expected = read_list(&text);
     let mut differs = false;
@@ -92,25 +193,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         let (name, path) = step.split_once('=').ok_or("a step is NAME=FILE.ptx")?;
         let ptx = std::fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))?;
         let module = Module::parse(&ptx).map_err(|error| format!("{path}: {error}"))?;
-        let mut found: BTreeMap<String, (u64, String)> = BTreeMap::new();
-        for seed in 0..SEEDS {
-            if let Some((report, text)) = run(&module, seed, Some(CheckConfig::default()))? {
-                found.entry(report).or_insert((0, text)).0 += 1;
-            }
-        }
-        // Without check mode the results alone decide, under the weakest memory that the model has.
-        let weak = |seed| CheckConfig {
-            races: false,
-            weak_memory: Some(seed),
-            strict_exits: false,
-            ..CheckConfig::default()
-        };
-        let mut wrong = 0;
-        for seed in 0..SEEDS {
-            wrong += u64::from(run(&module, seed, Some(weak(seed)))?.is_some());
-        }
-        let right = SEEDS - found.values().map(|(runs, _)| runs).sum::<u64>();
-        println!("[{name}] {SEEDS} seeds: {right} without a report; weak memory: {wrong} of {SEEDS} fail");
+        let Outcome { seeds, failed, failed_weak, first_weak, found } = run_step(&project, name, &module)?;
+        let first_weak = first_weak.map(|failure| format!(", {failure}")).unwrap_or_default();
+        println!("[{name}] {failed} of {seeds} seeds fail; under weak memory {failed_weak}{first_weak}");
         let wanted = expected.get(name).ok_or_else(|| format!("{list} has no step '{name}'"))?;
         for (report, (runs, text)) in &found {
             let known = wanted.contains(report);

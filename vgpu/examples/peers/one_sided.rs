@@ -7,10 +7,10 @@
 use std::any::Any;
 use std::error::Error;
 
-use epoxide_vgpu::{Argument, Array, CheckConfig, GridConfig, Machine, MachineError, Module};
+use epoxide_vgpu::{Argument, Array, GridConfig, Machine, MachineError, Module};
 use half::bf16;
 
-use crate::{Outcome, kernel, named};
+use crate::{Case, Found, outcome};
 
 const RANKS: usize = 2;
 const TOP_K: usize = 4;
@@ -124,16 +124,14 @@ fn value(round: usize, rank: usize, token: usize, at: usize) -> f32 {
 }
 
 /// One run; an error if the kernels cannot be launched at all.
-pub fn run(module: &Module, seed: u64, check: Option<CheckConfig>) -> Result<Outcome, Box<dyn Error>> {
-    let config =
-        epoxide_vgpu::DeviceConfig { schedule_seed: Some(seed), ..epoxide_vgpu::DeviceConfig::default() };
-    let mut machine = Machine::with_config(RANKS, config, check);
+pub fn run(case: &Case) -> Result<Found, Box<dyn Error>> {
+    let (module, mut machine) = (case.module, case.machine(RANKS));
     let experts = Module::parse(EXPERT)?;
-    let prepare_dispatch = kernel(module, &["moeA2APrepareDispatchKernel"])?;
+    let prepare_dispatch = case.kernel(&["moeA2APrepareDispatchKernel"])?;
     // No statistics, no mask, not compact, no phases; then bf16 and 4 choices.
-    let dispatch = kernel(module, &["moeA2ADispatchKernelILi4ELb0ELb0ELb0ELb0ELb0E"])?;
-    let prepare_combine = kernel(module, &["moeA2APrepareCombineKernelILb0E13__nv_bfloat16"])?;
-    let combine = kernel(module, &["moeA2ACombineKernelI13__nv_bfloat16Li4ELb0E"])?;
+    let dispatch = case.kernel(&["moeA2ADispatchKernelILi4ELb0ELb0ELb0ELb0ELb0E"])?;
+    let prepare_combine = case.kernel(&["moeA2APrepareCombineKernelILb0E13__nv_bfloat16"])?;
+    let combine = case.kernel(&["moeA2ACombineKernelI13__nv_bfloat16Li4ELb0E"])?;
 
     let rows = RANKS * MOST_TOKENS;
     let mut own = vec![];
@@ -244,38 +242,39 @@ pub fn run(module: &Module, seed: u64, check: Option<CheckConfig>) -> Result<Out
         }
         kept.push(Box::new((flag_val, token_counter, send_counters, target_ranks, send_indices, payload)));
     }
-    if let Err(error) = machine.run() {
-        return Ok(Some((named(&error), error.to_string())));
-    }
-    let wrong = |what: String| Ok(Some((format!("wrong {what}"), what)));
-    for (rank, round, out) in &outs {
-        let got = out.download()?;
-        for (at, got) in got.iter().enumerate() {
-            let (token, column) = (at / HIDDEN, at % HIDDEN);
-            let mut targets: Vec<_> = (0..TOP_K).map(|k| rank_of(expert_of(*rank, token, k))).collect();
-            targets.sort_unstable();
-            targets.dedup();
-            let factors: usize = targets.iter().map(|target| target + 1).sum();
-            if got.to_f32() != factors as f32 * value(*round, *rank, token, column) {
-                return wrong(format!("sum of token {token} of rank {rank} in round {round}"));
+    let wrong = |what: String| Ok(Some(what));
+    let oracle = || {
+        for (rank, round, out) in &outs {
+            let got = out.download()?;
+            for (at, got) in got.iter().enumerate() {
+                let (token, column) = (at / HIDDEN, at % HIDDEN);
+                let mut targets: Vec<_> = (0..TOP_K).map(|k| rank_of(expert_of(*rank, token, k))).collect();
+                targets.sort_unstable();
+                targets.dedup();
+                let factors: usize = targets.iter().map(|target| target + 1).sum();
+                if got.to_f32() != factors as f32 * value(*round, *rank, token, column) {
+                    return wrong(format!("sum: token {token} of rank {rank} in round {round}"));
+                }
             }
         }
-    }
-    // The choices that came with the rows, in whatever order their tokens were sent.
-    for (to, received) in own.iter().enumerate() {
-        let (choices, counts) = (received.experts.download()?, received.recv_counters.download()?);
-        for (from, &count) in counts.iter().enumerate() {
-            let begin = from * MOST_TOKENS * TOP_K;
-            let mut got: Vec<&[i32]> = choices[begin..][..count as usize * TOP_K].chunks(TOP_K).collect();
-            let chosen = |token| (0..TOP_K).map(move |k| expert_of(from, token, k) as i32);
-            let sent = (0..TOKENS[from]).filter(|&token| chosen(token).any(|e| rank_of(e as usize) == to));
-            let mut expected: Vec<Vec<i32>> = sent.map(|token| chosen(token).collect()).collect();
-            got.sort_unstable();
-            expected.sort_unstable();
-            if got != expected {
-                return wrong(format!("choices that rank {from} sent to rank {to}"));
+        // The choices that came with the rows, in whatever order their tokens were sent.
+        for (to, received) in own.iter().enumerate() {
+            let (choices, counts) = (received.experts.download()?, received.recv_counters.download()?);
+            for (from, &count) in counts.iter().enumerate() {
+                let begin = from * MOST_TOKENS * TOP_K;
+                let mut got: Vec<&[i32]> = choices[begin..][..count as usize * TOP_K].chunks(TOP_K).collect();
+                let chosen = |token| (0..TOP_K).map(move |k| expert_of(from, token, k) as i32);
+                let sent =
+                    (0..TOKENS[from]).filter(|&token| chosen(token).any(|e| rank_of(e as usize) == to));
+                let mut expected: Vec<Vec<i32>> = sent.map(|token| chosen(token).collect()).collect();
+                got.sort_unstable();
+                expected.sort_unstable();
+                if got != expected {
+                    return wrong(format!("choices: those that rank {from} sent to rank {to}"));
+                }
             }
         }
-    }
-    Ok(None)
+        Ok(None)
+    };
+    Ok(outcome(&mut machine, oracle)?)
 }
