@@ -34,6 +34,12 @@
 //! `recv_topk_idx` has the local ids of this rank's experts, -1 for others. A token comes once,
 //! however many of this rank's experts it has: add their results, weighted, before the combine.
 //!
+//! # Payloads
+//! A row is bytes, and up to four columns of bytes travel with it
+//! ([`DispatchRequest::column`], [`Received::recv_columns`]): scales of MXFP8 and NVFP4, or
+//! whatever the experts need. [`Payload`](crate::Payload) has the usual formats, the room that
+//! they need in a buffer, and the shapes of their tensors.
+//!
 //! # Whose memory
 //! [`Options::sizes`] and [`Shape::most_rows_by_expert`] give the sizes of all of it before there
 //! is a buffer.

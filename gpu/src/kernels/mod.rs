@@ -10,6 +10,7 @@ const _: () = assert!(crate::layout::FEW_RANKS == 8);
 
 mod by_expert;
 mod ceiling;
+mod columns;
 mod combine;
 mod dispatch;
 mod epoch;
@@ -55,6 +56,7 @@ mod own {
     pub use super::{
         by_expert::{NumberSelections, PlanByExpert},
         ceiling::{CeilingPull, CeilingPush},
+        columns::PackColumns,
         combine::{
             CombineBf16, CombineByExpertBf16, CombineByExpertF32, CombineF32, CombineManyBf16,
             CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32,

@@ -1,6 +1,5 @@
 //! Parameters of a low-latency round trip.
 
-use epoxide::DType;
 use epoxide::driver::Device;
 use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::low_latency::{Options, Quantise, Shape};
@@ -10,6 +9,7 @@ use rand::Rng;
 use crate::harness::{NodeLinks, PATIENCE};
 use crate::ids::Ids;
 use crate::oracle::{Routing, Style};
+use crate::payload::Format;
 use crate::roundtrip::{Cases, Draw};
 use crate::sizes::Sizes;
 
@@ -153,7 +153,7 @@ impl LowLatencyCase {
     /// Case `number` of a run.
     pub(super) fn draw(cases: &Cases, number: u64, draw: Draw) -> LowLatencyCase {
         let mut rng = cases.rng(number);
-        let Sizes { ranks, tokens: most, hidden, experts, topk, dtype, .. } = cases.sizes;
+        let Sizes { ranks, tokens: most, hidden, experts, topk, format, .. } = cases.sizes;
         let tokens: Vec<u32> = (0..ranks)
             .map(|_| if draw == Draw::Random { rng.random_range(0..=most) } else { most })
             .collect();
@@ -161,7 +161,7 @@ impl LowLatencyCase {
             if number == 0 { Style::WithHoles } else { Style::ALL[rng.random_range(0..Style::ALL.len())] };
         let routing = Routing::random(&mut rng, &tokens, topk, experts, style);
         let quantise = match number % 2 {
-            _ if dtype == DType::Bf16 => Quantise::Not,
+            _ if format == Format::Bf16 => Quantise::Not,
             0 => Quantise::Fp8,
             _ => Quantise::Fp8PowerOfTwo,
         };

@@ -58,8 +58,10 @@ impl Rank {
         let (weights, layout) = self.lay_out(case, &expected)?;
         let mut place = self.place()?;
         let (x, scales) = self.payload(case, 1)?;
+        let columns = self.columns(case, 1)?;
         let request = DispatchRequest::new(&x, &layout).by_expert(alignment);
         let request = scales.iter().fold(request, DispatchRequest::scales);
+        let request = columns.iter().fold(request, DispatchRequest::column);
 
         // Counts stay on the device, and no weights travel.
         let output = self.dispatch(&mut place, request.counts(self.on_device()))?;
@@ -87,8 +89,10 @@ impl Rank {
         drop(output);
 
         let (x, scales) = self.payload(case, 2)?;
+        let columns = self.columns(case, 2)?;
         let request = CachedDispatchRequest::new(&x, &handle);
         let request = scales.iter().fold(request, CachedDispatchRequest::scales);
+        let request = columns.iter().fold(request, CachedDispatchRequest::column);
         let output = self.dispatch_cached(&mut place, request)?;
         self.check_rows_by_expert(case, 2, &plan, "cached dispatch by expert", &output)?;
         drop(output);
@@ -131,11 +135,17 @@ impl Rank {
         }
         let rows = output.handle.num_recv_tokens(&self.stream)?;
         self.equal(&format!("{what}: rows"), &[rows], &[plan.rows.len() as u32]);
+        self.equal(&format!("{what}: columns"), &[output.recv_columns.len()], &[case.scales.list().len()]);
         for (row, &(source, token, _)) in selected(plan) {
             let got = self.row_of(&output.recv_x, row)?;
             let expected = case.row(turn, source, token);
             self.equal(&format!("{what}: row {row}"), &got, &expected);
-            if case.scales != Scales::None {
+            for (index, column) in output.recv_columns.iter().enumerate() {
+                let expected = case.column(turn, (source, token), index);
+                let name = format!("{what}: column {index} of row {row}");
+                self.equal(&name, &self.row_of(column, row)?, &expected);
+            }
+            if matches!(case.scales, Scales::Flat | Scales::Columns(_)) {
                 let scales = output.recv_x_scales.as_deref().expect("rows have scales");
                 let got: Vec<f32> = payload::values_of(&self.row_of(scales, row)?);
                 self.equal(&format!("{what}: scales of row {row}"), &got, &case.scales(turn, source, token));

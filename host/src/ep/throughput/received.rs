@@ -26,6 +26,11 @@ pub struct Received<'p> {
     pub recv_x: Tensor<'p>,
     /// Scales of the rows, laid out as the scales of x, with `num_recv_tokens` rows.
     pub recv_x_scales: Option<TypedTensor<'p, f32>>,
+    /// The columns of the rows, in the order of the request and with its types, each
+    /// `[num_recv_tokens, n]` (or `[num_recv_tokens]`). The columns of a row lie together: each
+    /// begins at a multiple of 4 bytes, and its rows are `row_stride()` bytes apart, the same for
+    /// all of them.
+    pub recv_columns: Vec<Tensor<'p>>,
     /// `[num_recv_tokens, num_topk]`: local expert ids, or -1 where the expert is not on this rank.
     /// `None` where top-k was not sent, and of rows by expert.
     pub recv_topk_idx: Option<TypedTensor<'p, i64>>,
@@ -74,6 +79,7 @@ impl<'p> Received<'p> {
         Detached(Received {
             recv_x: self.recv_x.into_static(),
             recv_x_scales: free(self.recv_x_scales),
+            recv_columns: self.recv_columns.into_iter().map(Tensor::into_static).collect(),
             recv_topk_idx: free(self.recv_topk_idx),
             recv_topk_weights: free(self.recv_topk_weights),
             recv_src_idx: free(self.recv_src_idx),
