@@ -1,7 +1,7 @@
 //! Rows for tests: distinct bytes that tell tokens apart, and small integers whose sums are exact.
 
 use epoxide::{DType, Payload};
-use half::bf16;
+use half::{bf16, f16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -134,6 +134,15 @@ pub fn widen(rows: &[Vec<bf16>]) -> Vec<Vec<f32>> {
 /// Rounds sums to BF16, to nearest even.
 pub fn round(rows: &[Vec<f32>]) -> Vec<Vec<bf16>> {
     rows.iter().map(|row| row.iter().map(|&value| bf16::from_f32(value)).collect()).collect()
+}
+
+/// A number rounded to a type that combine sums, to nearest even.
+pub fn rounded(dtype: DType, value: f32) -> f32 {
+    match dtype {
+        DType::F32 => value,
+        DType::F16 => f16::from_f32(value).to_f32(),
+        _ => bf16::from_f32(value).to_f32(),
+    }
 }
 
 /// The bytes of values, as they lie in memory.

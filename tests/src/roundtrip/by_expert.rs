@@ -7,7 +7,6 @@ use epoxide::throughput::{
     CachedDispatchRequest, CombineRequest, Counts, DispatchHandle, DispatchRequest, Place, Received,
 };
 use epoxide::{DType, Tensor, TypedTensor};
-use half::bf16;
 
 use super::case::{Case, Scales, rough, to_bytes};
 use crate::harness::{Rank, Setup};
@@ -41,14 +40,13 @@ impl Case {
     fn made(&self, turn: u64, dtype: DType, (rank, token, k): (u32, u32, u32), columns: usize) -> Vec<f32> {
         let base = mix(&[self.seed, turn, u64::from(rank), u64::from(token), u64::from(k), 77]);
         let number = |column| rough(mix(&[base, column as u64]));
-        let rounded = |value| if dtype == DType::F32 { value } else { bf16::from_f32(value).to_f32() };
-        (0..columns).map(number).map(rounded).collect()
+        (0..columns).map(number).map(|value| payload::rounded(dtype, value)).collect()
     }
 }
 
 impl Rank {
     /// All checks of one routing by expert. They are dispatches with and without a wait of the host
-    /// and cached, and combines of either dtype in either place, weighted or not. Collective.
+    /// and cached, and combines of each dtype in either place, weighted or not. Collective.
     ///
     /// # Errors
     /// Errors of the operations.
@@ -104,6 +102,8 @@ impl Rank {
             (4, DType::Bf16, Some(&place), Some(weights), &on_device),
             (5, DType::F32, None, Some(weights), &on_device),
             (6, DType::F32, Some(&place), None, &handle),
+            (7, DType::F16, None, Some(weights), &handle),
+            (8, DType::F16, Some(&place), None, &on_device),
         ];
         for (turn, dtype, place, weights, handle) in combines {
             self.check_combine_by_expert(case, turn, &plan, (dtype, columns(dtype)), place, weights, handle)?;

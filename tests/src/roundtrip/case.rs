@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use epoxide::internal::Tuning;
 use epoxide::{DType, Payload};
-use half::bf16;
+use half::{bf16, f16};
 use rand::{Rng, RngCore};
 use rand_chacha::ChaCha8Rng;
 
@@ -295,19 +295,22 @@ impl Case {
             sources.iter().map(|&source| returned(receiver, source)).collect()
         };
         let exact: Vec<Vec<Vec<f32>>> = (0..).zip(&received).map(give).collect();
-        let bytes = |rows: &[Vec<bf16>]| rows.iter().map(|row| bytes_of(row)).collect();
-        if dtype == DType::F32 {
-            let sums = oracle::combine_f32(&own, rank, &exact, columns);
-            return sums.iter().map(|row| bytes_of(row)).collect();
-        }
-        let rounded: Vec<Vec<Vec<bf16>>> = exact.iter().map(|rows| payload::round(rows)).collect();
-        if ranks_per_node < own.num_ranks() {
-            return bytes(
-                &oracle::InternodeOracle::new(&own, ranks_per_node).combine(rank, &rounded, columns),
-            );
-        }
-        let widened: Vec<_> = rounded.iter().map(|rows| payload::widen(rows)).collect();
-        bytes(&payload::round(&oracle::combine_f32(&own, rank, &widened, columns)))
+        let given: Vec<Vec<Vec<f32>>> = exact
+            .into_iter()
+            .map(|rows| {
+                rows.iter().map(|row| row.iter().map(|&it| payload::rounded(dtype, it)).collect()).collect()
+            })
+            .collect();
+        let sums = match ranks_per_node < own.num_ranks() {
+            true => oracle::InternodeOracle::new(&own, ranks_per_node).combine_rounded(
+                rank,
+                &given,
+                columns,
+                |sum| payload::rounded(dtype, sum),
+            ),
+            false => oracle::combine_f32(&own, rank, &given, columns),
+        };
+        sums.iter().map(|row| to_bytes(dtype, row)).collect()
     }
 
     /// The weights that combine gives `rank`, where `returned(receiver, (rank, token))` are those
@@ -376,10 +379,11 @@ impl Return {
     }
 }
 
-/// Numbers as F32, or rounded to BF16.
+/// Numbers as F32, or rounded to F16 or BF16.
 pub(super) fn to_bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
     match dtype {
         DType::F32 => bytes_of(values),
+        DType::F16 => bytes_of(&values.iter().map(|&value| f16::from_f32(value)).collect::<Vec<_>>()),
         _ => bytes_of(&values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>()),
     }
 }

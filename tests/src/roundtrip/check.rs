@@ -8,7 +8,7 @@ use epoxide::throughput::{
     DispatchRequest, Options, Place, Received,
 };
 use epoxide::{DType, Tensor, TypedTensor};
-use half::bf16;
+use half::{bf16, f16};
 
 use super::case::{Case, Scales};
 use super::{Cases, Draw, Replays, RoundTrip};
@@ -213,8 +213,8 @@ impl Rank {
     }
 
     /// All checks of one routing. They are dispatches with and without a wait of the host and
-    /// cached, that they write all of their outputs and nothing else, and four combines. The
-    /// combines are in either place, of either dtype and along either handle. Collective.
+    /// cached, that they write all of their outputs and nothing else, and six combines. The
+    /// combines are in either place, of each dtype and along either handle. Collective.
     ///
     /// # Errors
     /// Errors of the operations.
@@ -302,8 +302,7 @@ impl Rank {
         let second =
             Combine { what: "combine from the pool", turn: 4, place: Some(&place), weights, ..first };
         self.check_combine(case, plan, &exact, second)?;
-        // Between nodes rows are summed in BF16 only.
-        let dtype = if self.buffer.num_nodes() == 1 { DType::F32 } else { DType::Bf16 };
+        let dtype = DType::F32;
         let third = Combine {
             what: "third combine",
             turn: 5,
@@ -315,7 +314,12 @@ impl Rank {
         self.check_combine(case, plan, &whole, third)?;
         let fourth = Combine { what: "fourth combine", turn: 6, place: Some(&place), ..third };
         self.check_combine(case, plan, &last_handle, fourth)?;
-        if case.dtype == DType::F32 && self.buffer.num_nodes() == 1 {
+        let dtype = DType::F16;
+        let fifth = Combine { what: "fifth combine", turn: 8, dtype, columns: columns(dtype), ..third };
+        self.check_combine(case, plan, &exact, fifth)?;
+        let sixth = Combine { what: "sixth combine", turn: 9, place: Some(&place), ..fifth };
+        self.check_combine(case, plan, &last_handle, sixth)?;
+        if case.dtype == DType::F32 {
             self.check_echo(case, &exact, &mut place)?;
         }
         self.stream.synchronize()
@@ -531,7 +535,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Writes what this rank gives back for the rows of `sources`, in BF16 or F32.
+    /// Writes what this rank gives back for the rows of `sources`, in BF16, F16 or F32.
     pub fn write_returned(
         &self,
         case: &Case,
@@ -541,12 +545,12 @@ impl Rank {
     ) -> Result<()> {
         let columns = rows.columns() as usize;
         let row = |&source: &(u32, u32)| case.returned(turn, self.rank, source, 0..columns);
-        if rows.dtype() == DType::F32 {
-            let values: Vec<f32> = sources.iter().flat_map(row).collect();
-            return rows.write(&self.stream, &values);
+        let values = sources.iter().flat_map(row);
+        match rows.dtype() {
+            DType::F32 => rows.write(&self.stream, &values.collect::<Vec<f32>>()),
+            DType::F16 => rows.write(&self.stream, &values.map(f16::from_f32).collect::<Vec<_>>()),
+            _ => rows.write(&self.stream, &values.map(bf16::from_f32).collect::<Vec<_>>()),
         }
-        let values: Vec<bf16> = sources.iter().flat_map(row).map(bf16::from_f32).collect();
-        rows.write(&self.stream, &values)
     }
 
     /// Combines, compares all that comes of it, and spoils what it got, which the next combine is
@@ -641,6 +645,7 @@ impl Rank {
                 let Some(at) = got.iter().zip(want).position(|(got, want)| got != want) else { continue };
                 let number = |bytes: &[u8]| match dtype {
                     DType::F32 => payload::values_of::<f32>(bytes)[0],
+                    DType::F16 => payload::values_of::<f16>(bytes)[0].to_f32(),
                     _ => payload::values_of::<bf16>(bytes)[0].to_f32(),
                 };
                 let at = at / size * size..at / size * size + size;

@@ -51,6 +51,7 @@ impl core::Calls for Calls {
             CallKind::Dispatch => return "dispatch with a count exchange".into(),
             CallKind::CachedDispatch => ("cached dispatch", "(a number of dtype and scales)"),
             CallKind::CombineBf16 => ("combine of bf16 rows", "top-k weights"),
+            CallKind::CombineF16 => ("combine of f16 rows", "top-k weights"),
             CallKind::CombineF32 => ("combine of f32 rows", "top-k weights"),
             CallKind::CombineStagedBf16 => ("combine of a tensor of bf16 rows", "top-k weights"),
             CallKind::CombineStagedF32 => ("combine of a tensor of f32 rows", "top-k weights"),
