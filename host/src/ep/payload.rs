@@ -1,10 +1,17 @@
 //! What travels with a token: a row, and columns of bytes.
 
-use epoxide_gpu::layout::{DevicePtr, MAX_COLUMNS, column_stride};
+use std::sync::Arc;
 
-use super::tensor::{DType, Tensor};
+use epoxide_gpu::kernels::PackColumns;
+use epoxide_gpu::layout::{DevicePtr, MAX_COLUMNS, PackArgs, column_stride};
+
+use super::core::{Arena, Pieces};
+use super::tensor::{DType, Owner, Tensor};
+use crate::driver::{Kernel, Stream};
 use crate::error::{Error, Result};
 
+/// Threads per block of the kernel that packs columns.
+const PACK_THREADS: u32 = 256;
 /// Elements of a row that share a scale in the usual FP8 formats.
 const FP8_BLOCK: u64 = 128;
 /// Elements of a row that share a scale in MXFP8.
@@ -16,8 +23,9 @@ const NVFP4_BLOCK: u64 = 16;
 /// scales. Dispatch moves the bytes of both and gives them no meaning.
 ///
 /// It computes the sizes that a buffer needs ([`Payload::max_scales`]) and the shapes of tensors.
-/// [`DispatchRequest::payload`](crate::throughput::DispatchRequest::payload) checks tensors
-/// against it.
+/// `DispatchRequest::payload` of [high
+/// throughput](crate::throughput::DispatchRequest::payload) and of [low
+/// latency](crate::low_latency::DispatchRequest::payload) checks tensors against it.
 ///
 /// | constructor | row | columns |
 /// |---|---|---|
@@ -128,8 +136,9 @@ impl Payload {
         &self.columns
     }
 
-    /// Room for the columns, in units of 4 bytes: at least
-    /// [`Shape::max_scales`](crate::throughput::Shape::max_scales) of the buffer.
+    /// Room for the columns, in units of 4 bytes: the least
+    /// [`Shape::max_scales`](crate::throughput::Shape::max_scales) of a buffer, in low latency
+    /// [`Options::max_scales`](crate::low_latency::Options::max_scales).
     pub fn max_scales(&self) -> u32 {
         let bytes = self.columns.iter().map(|&(dtype, elements)| elements * dtype.size());
         (record_of(bytes) / 4) as u32
@@ -267,8 +276,37 @@ pub struct Record {
 }
 
 impl Record {
+    /// Where the records of so many tokens are, or will be.
+    pub fn place(&self, arena: &Arc<Arena>, num_tokens: u32) -> Result<Records> {
+        if self.columns.is_empty() {
+            return Ok(Records::NONE);
+        }
+        if let Some(at) = self.in_place() {
+            return Ok(Records { at, pack: None });
+        }
+        let take = |pieces: &mut Pieces| pieces.array("columns", num_tokens.into(), self.bytes.into());
+        let (block, records) = arena.take(take)?;
+        let none = (DevicePtr::NULL, 0);
+        let column = |index| self.columns.get(index).map_or(none, |it: &PlacedColumn| (it.ptr, it.bytes));
+        let [first, second, third, fourth] = [0, 1, 2, 3].map(column);
+        let args = PackArgs {
+            column_0: first.0,
+            column_1: second.0,
+            column_2: third.0,
+            column_3: fourth.0,
+            records,
+            bytes_0: first.1,
+            bytes_1: second.1,
+            bytes_2: third.1,
+            bytes_3: fourth.1,
+            record_bytes: self.bytes,
+            num_tokens,
+        };
+        Ok(Records { at: records, pack: Some((args, block)) })
+    }
+
     /// Where records are in memory already: a single column of whole, aligned words.
-    pub fn in_place(&self) -> Option<DevicePtr> {
+    fn in_place(&self) -> Option<DevicePtr> {
         let [column] = &self.columns[..] else { return None };
         // The copy engine moves multiples of 16 bytes.
         let align = if self.bytes.is_multiple_of(16) { 16 } else { 4 };
@@ -286,6 +324,34 @@ impl Record {
         };
         let hash = self.columns.iter().fold(0, mix);
         (hash >> 24 ^ hash >> 16 ^ hash >> 8 ^ hash) & 0xff
+    }
+}
+
+/// Where the records of a dispatch are.
+#[derive(Debug, Clone)]
+pub struct Records {
+    pub at: DevicePtr,
+    /// The kernel that makes them there, unless they are in the caller's memory, and their block.
+    pack: Option<(PackArgs, Owner)>,
+}
+
+impl Records {
+    const NONE: Records = Records { at: DevicePtr::NULL, pack: None };
+
+    /// Their memory, if it is not the caller's.
+    pub fn owner(&self) -> Option<Owner> {
+        self.pack.as_ref().map(|(_, block)| block.clone())
+    }
+
+    /// Enqueues the kernel that makes them, if there is one, with at most so many blocks.
+    ///
+    /// # Safety
+    /// Columns and records are live until the stream has passed the kernel.
+    pub unsafe fn launch(&self, stream: &Stream, kernel: &Kernel, most_blocks: u32) -> Result<()> {
+        let Some((args, _)) = &self.pack else { return Ok(()) };
+        let grid = args.num_tokens.div_ceil(PACK_THREADS / 32).clamp(1, most_blocks.max(1));
+        // SAFETY: the caller keeps columns and records; each has the bytes that `lay_out` found.
+        unsafe { stream.call(kernel, grid, PACK_THREADS, 0, PackColumns::call(*args)) }
     }
 }
 

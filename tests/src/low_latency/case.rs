@@ -112,6 +112,8 @@ pub struct LowLatencyCase {
     pub unanswered: u32,
     /// Places that they go round.
     pub places: u32,
+    /// Room for columns, in words of 4 bytes.
+    pub max_scales: u32,
     /// Where rows and weights come from.
     pub seed: u64,
     /// Draws the order of warps.
@@ -144,6 +146,7 @@ impl LowLatencyCase {
             rounds: 1,
             unanswered: 0,
             places: 1,
+            max_scales: 0,
             seed: 1,
             schedule_seed: None,
             checker: None,
@@ -225,6 +228,7 @@ impl LowLatencyCase {
             .places(self.places)
             .chunk_tokens(self.chunk_tokens)
             .packet_tokens(self.packet_tokens)
+            .max_scales(self.max_scales)
             .timeout(PATIENCE);
         let options = match self.room_by_expert() {
             Some(rows) => options.rows_by_expert(rows),

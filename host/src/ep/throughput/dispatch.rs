@@ -6,11 +6,11 @@ use std::time::Duration;
 use epoxide_gpu::kernels::{
     Dispatch, DispatchByExpert, DispatchMany, InternodeCount, InternodeDispatch, InternodeNotify,
     JOINED_BYTES, Notify, NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES,
-    PackColumns, PlanByExpert,
+    PlanByExpert,
 };
 use epoxide_gpu::layout::{
     CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, ExpertPlanArgs, InternodeCountArgs,
-    InternodeDispatchArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PackArgs, PlanHeader, SlotShape,
+    InternodeDispatchArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape,
 };
 
 use super::handle::{DispatchHandle, HandleShape, HandleState, HandleTables};
@@ -21,9 +21,9 @@ use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, check_fits};
 use crate::driver::{Event, Outcome, Stream};
 use crate::ep::Payload;
-use crate::ep::core::{Lease, Pieces, PlaceState, nanoseconds, setters};
+use crate::ep::core::{Lease, PlaceState, nanoseconds, setters};
 use crate::ep::experts::check_alignment;
-use crate::ep::payload::{Columns, PlacedColumn, Record};
+use crate::ep::payload::{Columns, PlacedColumn, Record, Records};
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
@@ -43,8 +43,6 @@ const ROWS: [DType; 9] = [
     DType::Fp4E2m1x2,
     DType::U8,
 ];
-/// Threads per block of the kernel that packs columns.
-const PACK_THREADS: u32 = 256;
 
 /// Whether the host waits for the counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -223,19 +221,6 @@ impl Checked {
     }
 }
 
-/// Where the records of a dispatch are.
-struct Records {
-    at: DevicePtr,
-    /// The kernel that makes them there, unless they are in the caller's memory.
-    pack: Option<(PackArgs, Owner)>,
-}
-
-impl Records {
-    fn owner(&self) -> Option<Owner> {
-        self.pack.as_ref().map(|(_, block)| block.clone())
-    }
-}
-
 impl Buffer {
     /// Sends every token's row to each rank that has one of its experts, into `place`, the one of
     /// the same index on every rank. Collective.
@@ -311,7 +296,7 @@ impl Buffer {
             // A row by expert is that of an entry, whether or not there are weights.
             metadata.num_topk = layout.num_topk;
         }
-        let records = self.records(&payload, layout.num_tokens)?;
+        let records = payload.record.place(self.core.arena(), layout.num_tokens)?;
         let (rows, ring) =
             self.dispatch_args(&payload, &records, place, &tables, layout.num_tokens, Some(metadata));
 
@@ -326,7 +311,7 @@ impl Buffer {
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them.
             unsafe {
-                buffer.launch_pack(stream, &records)?;
+                records.launch(stream, &buffer.kernels.pack_columns, 4 * buffer.config.num_sms)?;
                 buffer.launch_notify(stream, &counts, &payload, place, &tables)?;
                 if counts.by_expert {
                     buffer.launch_expert_plan(stream, &counts, place, &tables)?;
@@ -414,7 +399,7 @@ impl Buffer {
         }
         let CachedDispatchRequest { x, scales, columns, payload, timeout, .. } = request;
         let payload = self.check_payload((x, scales, columns), payload, handle.0.num_tokens, timeout)?;
-        let records = self.records(&payload, handle.0.num_tokens)?;
+        let records = payload.record.place(self.core.arena(), handle.0.num_tokens)?;
         let tables = &handle.0.tables;
         let (args, ring) = self.dispatch_args(&payload, &records, place, tables, handle.0.num_tokens, None);
         let mut lease = None;
@@ -424,7 +409,7 @@ impl Buffer {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: as in `dispatch`.
             unsafe {
-                buffer.launch_pack(stream, &records)?;
+                records.launch(stream, &buffer.kernels.pack_columns, 4 * buffer.config.num_sms)?;
                 buffer.launch_dispatch(stream, args, ring, tables)
             }
         })?;
@@ -520,47 +505,6 @@ impl Buffer {
             is_scales: scales.is_some(),
             timeout,
         })
-    }
-
-    /// Where the records of this rank's tokens are, or will be.
-    fn records(&self, payload: &Checked, num_tokens: u32) -> Result<Records> {
-        let Record { columns, bytes } = &payload.record;
-        if columns.is_empty() {
-            return Ok(Records { at: DevicePtr::NULL, pack: None });
-        }
-        if let Some(at) = payload.record.in_place() {
-            return Ok(Records { at, pack: None });
-        }
-        let take = |pieces: &mut Pieces| pieces.array("columns", num_tokens.into(), (*bytes).into());
-        let (block, records) = self.core.arena().take(take)?;
-        let none = (DevicePtr::NULL, 0);
-        let column = |index| columns.get(index).map_or(none, |it: &PlacedColumn| (it.ptr, it.bytes));
-        let [first, second, third, fourth] = [0, 1, 2, 3].map(column);
-        let args = PackArgs {
-            column_0: first.0,
-            column_1: second.0,
-            column_2: third.0,
-            column_3: fourth.0,
-            records,
-            bytes_0: first.1,
-            bytes_1: second.1,
-            bytes_2: third.1,
-            bytes_3: fourth.1,
-            record_bytes: *bytes,
-            num_tokens,
-        };
-        Ok(Records { at: records, pack: Some((args, block)) })
-    }
-
-    /// Enqueues the kernel that makes the records, if there is one.
-    ///
-    /// # Safety
-    /// Columns and records are live until the stream has passed the kernel.
-    unsafe fn launch_pack(&self, stream: &Stream, records: &Records) -> Result<()> {
-        let Some((args, _)) = &records.pack else { return Ok(()) };
-        let grid = args.num_tokens.div_ceil(PACK_THREADS / 32).clamp(1, self.config.num_sms * 4);
-        // SAFETY: the caller keeps columns and records; each has the bytes that `lay_out` found.
-        unsafe { stream.call(&self.kernels.pack_columns, grid, PACK_THREADS, 0, PackColumns::call(*args)) }
     }
 
     /// Checks top-k arguments; gives the number of entries per token, 0 without.
