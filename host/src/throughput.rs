@@ -25,6 +25,7 @@
 //! | [`Buffer::combine`] | sums a token's rows from all ranks in FP32 and rank order; it weighs nothing | no |
 //! | [`Buffer::combine_into`] | the same with the sums in tensors of the caller's | no |
 //! | [`Buffer::copy_received`] | copies received rows into a tensor of the caller's; local | no |
+//! | [`Buffer::transpose_column`] | copies a received column with the rows side by side, as grouped GEMMs read scales; local | no |
 //! | [`Buffer::first_tokens`] | ids of a batch whose size only the device knows; local | no |
 //! | [`Buffer::capture`] | records calls as a [`Step`], for CUDA graphs | no |
 //! | [`Buffer::check`] | returns the error of an operation that has failed by now | no |

@@ -2,12 +2,12 @@
 //! nodes, and wrong ones are refused.
 
 use epoxide::driver::virt::{CheckConfig, Checker};
-use epoxide::throughput::CachedDispatchRequest;
+use epoxide::throughput::{CachedDispatchRequest, Counts, DispatchRequest};
 use epoxide::transport::TransportKind;
-use epoxide::{DType, Payload, Tensor};
+use epoxide::{DType, Payload, StreamOrder, Tensor, TypedTensor};
 use epoxide_gpu::layout::DevicePtr;
 use epoxide_testing::harness::{NodeLinks, Setup};
-use epoxide_testing::oracle::{Routing, Style};
+use epoxide_testing::oracle::{self, Routing, Style};
 use epoxide_testing::payload::{Format, rng_of};
 use epoxide_testing::roundtrip::{Case, Scales};
 use epoxide_testing::tier;
@@ -82,6 +82,77 @@ fn the_checker_finds_nothing() {
         setup.device.checker = Some(Checker::new(config));
         setup.run(|rank| rank.check_everything(&case));
     }
+}
+
+/// A dispatch whose columns are transposed, by expert or not, with exact counts or a capacity.
+fn check_transposed(format: Format, alignment: Option<u32>, on_device: bool) {
+    let case = case(format, 32 * 5, &[37, 0, 5], 3);
+    let setup = alignment.map_or_else(|| case.setup(), |alignment| case.setup_by_expert(alignment));
+    setup.run(|rank| {
+        let (ids, _) = rank.topk(&case)?;
+        let layout = rank.layout(&ids, case.routing.num_experts)?;
+        let (x, scales) = rank.payload(&case, 1)?;
+        rank.check(scales.is_none(), "scales are columns");
+        let (columns, mut place) = (rank.columns(&case, 1)?, rank.place()?);
+        let request = columns.iter().fold(DispatchRequest::new(&x, &layout), DispatchRequest::column);
+        let request = alignment.into_iter().fold(request, DispatchRequest::by_expert);
+        let counts = Counts::OnDevice { capacity: rank.buffer.capacity() };
+        let received = rank.dispatch(&mut place, if on_device { request.counts(counts) } else { request })?;
+        let sources: Vec<Option<(u32, u32)>> = match alignment {
+            None => oracle::recv_order(&case.routing, rank.rank).into_iter().map(Some).collect(),
+            Some(alignment) => {
+                let plan = oracle::by_expert(&case.routing, rank.rank, alignment).rows;
+                plan.into_iter().map(|of| of.map(|(source, token, _)| (source, token))).collect()
+            }
+        };
+        for (index, (dtype, elements)) in case.scales.list().into_iter().enumerate() {
+            let bytes = elements as usize * dtype.size() as usize;
+            let room = (received.recv_x.rows() + 3).next_multiple_of(4);
+            let shape = [bytes.div_ceil(4) as u64, room];
+            let out = TypedTensor::from_host(&rank.stream, &shape, &vec![-1i32; (shape[0] * room) as usize])?;
+            let order = StreamOrder::on(&rank.stream);
+            rank.buffer.transpose_column(&received, index, &out, order)?;
+            let got = out.values(&rank.stream)?;
+            for row in 0..room as usize {
+                let column = |it: (u32, u32)| case.column(1, it, index);
+                let want = sources.get(row).copied().flatten().map(column);
+                let words = got.iter().skip(row).step_by(room as usize);
+                let words: Vec<u8> = words.flat_map(|word| word.to_le_bytes()).collect();
+                let mut want = want.unwrap_or_else(|| vec![0xff; words.len()]);
+                want.resize(words.len(), 0);
+                rank.equal(&format!("column {index} of row {row}"), &words, &want);
+            }
+        }
+        rank.stream.synchronize()
+    });
+}
+
+#[test]
+fn columns_are_transposed() {
+    for (format, on_device) in [(Format::Mxfp8, false), (Format::Fp8Ue8m0, true), (Format::Nvfp4, false)] {
+        check_transposed(format, None, on_device);
+        check_transposed(format, Some(8), on_device);
+    }
+}
+
+#[test]
+fn wrong_transpositions_are_refused() {
+    then_dispatch(setup(4), |rank, valid, place| {
+        let order_on = rank.stream.clone();
+        let order = StreamOrder::on(&order_on);
+        let bytes = tensor(rank, DType::U8, &[TOKENS, 7]);
+        let received = rank.dispatch(place, valid.request().column(&bytes))?;
+        let mut refuse = |index, shape: &[u64], parts: &[&str]| {
+            let out =
+                TypedTensor::from_host(&order_on, shape, &vec![0i32; shape.iter().product::<u64>() as usize])
+                    .expect("memory for a tensor");
+            refused(rank.buffer.transpose_column(&received, index, &out, order), parts);
+        };
+        refuse(1, &[2, 10], &["index = 1", "1 columns came"]);
+        refuse(0, &[1, 10], &["out has shape [1, 10], expected [words = 2, rows]"]);
+        refuse(0, &[2, 9], &["out = 9 rows", "at least the 10 rows"]);
+        Ok(())
+    });
 }
 
 fn setup(max_scales: u32) -> Setup {

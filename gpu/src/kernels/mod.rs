@@ -56,7 +56,7 @@ mod own {
     pub use super::{
         by_expert::{NumberSelections, PlanByExpert},
         ceiling::{CeilingPull, CeilingPush},
-        columns::PackColumns,
+        columns::{PackColumns, TransposeColumn},
         combine::{
             CombineBf16, CombineByExpertBf16, CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32,
             CombineManyBf16, CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32,

@@ -50,3 +50,34 @@ pub struct PackArgs {
 }
 
 layout_assert!(PackArgs, size = 64, num_tokens at 60);
+
+/// Arguments of `transpose_column`.
+#[kernel_args(requires(
+    self.record_bytes.is_multiple_of(4),
+    self.num_words <= self.record_bytes / 4,
+    self.out_stride >= self.num_rows as u64,
+))]
+pub struct TransposeArgs {
+    /// In: [`super::PlanHeader`], for the number of rows.
+    pub header: DevicePtr,
+    /// In: the first word of the column of the first row, u32, `record_bytes` from row to row.
+    pub words: DevicePtr,
+    /// Out: u32 `[num_words, out_stride]`.
+    pub out: DevicePtr,
+    /// In, or null where rows are not by expert: u32 `[local_experts]`, rows of each expert.
+    pub expert_counts: DevicePtr,
+    /// In, or null where rows are not by expert: u32 `[local_experts]`, the first row of each.
+    pub expert_starts: DevicePtr,
+    /// Words from one row of `out` to the next.
+    pub out_stride: u64,
+    /// Bytes of a record.
+    pub record_bytes: u32,
+    /// Words of the column.
+    pub num_words: u32,
+    /// Most rows.
+    pub num_rows: u32,
+    /// Experts on each rank.
+    pub local_experts: u32,
+}
+
+layout_assert!(TransposeArgs, size = 64, local_experts at 60);

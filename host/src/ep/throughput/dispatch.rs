@@ -835,6 +835,7 @@ fn output_of_rows<'p>(
         num_recv_tokens_per_expert: Vec::new(),
         handle: handle.clone(),
         event,
+        record: if is_scales { Record::default() } else { payload.record.clone() },
         lease: lease.clone(),
     }
 }

@@ -11,7 +11,7 @@ use epoxide_gpu::kernels::{
     InternodeCombine, InternodeCombineF16, InternodeCombineF32, InternodeCount, InternodeDispatch,
     InternodeNotify, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify,
     NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns, PlanByExpert,
-    StageByExpert, StageCombine, notify_shared_bytes,
+    StageByExpert, StageCombine, TransposeColumn, notify_shared_bytes,
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes};
 
@@ -240,7 +240,13 @@ impl LoadedKernels {
         ptx: Option<PathBuf>,
     ) -> Result<LoadedKernels> {
         let is_many = topology.ranks_per_node > FEW_RANKS as u32;
-        let always = [DispatchLayout::INFO, StageCombine::INFO, FirstTokens::INFO, PackColumns::INFO];
+        let always = [
+            DispatchLayout::INFO,
+            StageCombine::INFO,
+            FirstTokens::INFO,
+            PackColumns::INFO,
+            TransposeColumn::INFO,
+        ];
         let mut names: Vec<&str> = always.iter().map(|info| info.name).collect();
         if topology.nodes > 1 {
             names.extend([
@@ -320,6 +326,7 @@ pub struct Kernels {
     pub stage_combine: Kernel,
     pub first_tokens: Kernel,
     pub pack_columns: Kernel,
+    pub transpose_column: Kernel,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
     device: Device,
@@ -341,6 +348,7 @@ impl Kernels {
             stage_combine: loaded.module.kernel(StageCombine::INFO.name, 0)?,
             first_tokens: loaded.module.kernel(FirstTokens::INFO.name, 0)?,
             pack_columns: loaded.module.kernel(PackColumns::INFO.name, 0)?,
+            transpose_column: loaded.module.kernel(TransposeColumn::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
             device: device.clone(),
