@@ -43,7 +43,7 @@ unsafe fn word_of(args: &PackArgs, token: u32, at: u32) -> u32 {
     skip(args.column_3, args.bytes_3);
     let from = column.0 + token as u64 * bytes as u64 + at as u64;
     let left = bytes.saturating_sub(at);
-    if left >= 4 && from % 4 == 0 {
+    if left >= 4 && from.is_multiple_of(4) {
         return ld_u32(from);
     }
     let mut word = 0;

@@ -168,6 +168,41 @@ fn columns_by_expert() {
     }
 }
 
+/// Columns are packed in each run, of what they hold then.
+#[test]
+fn runs_of_a_step_bring_new_columns() {
+    let (case, format) = (case(&[5, 3], Format::Nvfp4), Format::Nvfp4);
+    case.run(|rank| {
+        let stream = rank.stream.clone();
+        let (mut place, payload) = (rank.buffer.place(0)?, format.payload(HIDDEN));
+        let tokens = u64::from(case.routing.num_tokens(rank.rank));
+        let ids = case.routing.flat_topk_idx(rank.rank);
+        let ids = TypedTensor::from_host(&stream, &[tokens, case.routing.num_topk.into()], &ids)?;
+        let parts: Vec<_> = std::iter::once(payload.row()).chain(payload.columns().iter().copied()).collect();
+        let inputs = |rank: &LowLatencyRank, turn| -> Result<Vec<Tensor<'static>>> {
+            (0..).zip(&parts).map(|(part, &of)| upload(rank, &case, turn, part, of)).collect()
+        };
+        let given = inputs(rank, 0)?;
+        let step = rank.buffer.capture(&stream, |buffer, order| {
+            let request = DispatchRequest::new(&given[0], &ids).payload(&payload);
+            let request = given[1..].iter().fold(request, DispatchRequest::column);
+            Ok(buffer.dispatch(&mut place, request, order)?.detach())
+        })?;
+        for turn in 1..4 {
+            let fresh = inputs(rank, turn)?;
+            for (to, from) in given.iter().zip(&fresh) {
+                // SAFETY: both have as many bytes, and outlive the stream's work.
+                unsafe { stream.copy(to.ptr(), from.ptr(), to.rows() * to.row_bytes())? };
+            }
+            step.launch(&stream)?;
+            step.check(&stream)?;
+            check_received(rank, &case, format, turn, step.output().at(&place)?)?;
+            rank.synchronize()?;
+        }
+        Ok(())
+    });
+}
+
 #[test]
 fn the_checker_finds_nothing() {
     for seed in 0..tier::pick(2, 40) {
