@@ -10,7 +10,7 @@ use epoxide::throughput::Config;
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_testing::low_latency::ReturnPath;
 use epoxide_testing::oracle::{Routing, Style};
-use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};
+use epoxide_testing::payload::{ELEMENTS_PER_SCALE, Format, rng_of};
 use epoxide_testing::roundtrip::{Case, Scales};
 use epoxide_testing::sizes::Sizes;
 use rand::SeedableRng;
@@ -345,7 +345,10 @@ impl Plan {
             tokens: self.tokens,
             fewest_tokens: 1,
             hidden: self.hidden,
-            dtype: if self.dtype == DType::Bf16 { self.combine_dtype() } else { self.dtype },
+            format: match self.dtype == DType::Bf16 && self.combine_dtype() == DType::Bf16 {
+                true => Format::Bf16,
+                false => Format::Fp8,
+            },
             experts: self.experts,
             topk: self.topk,
         }

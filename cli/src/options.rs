@@ -13,7 +13,7 @@ use epoxide::internal::driver::Hooks;
 use epoxide::throughput::{Config, Options, Shape};
 use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
 use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
-use epoxide_testing::payload::ELEMENTS_PER_SCALE;
+use epoxide_testing::payload::{ELEMENTS_PER_SCALE, Format};
 use epoxide_testing::roundtrip::Cases;
 use epoxide_testing::sizes::Sizes;
 use serde::{Serialize, Serializer};
@@ -57,6 +57,49 @@ impl RowType {
             RowType::Bf16 => 0,
             RowType::Fp8 => hidden.div_ceil(ELEMENTS_PER_SCALE),
         }
+    }
+}
+
+/// How the rows of a round trip are encoded, and what travels with them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RowFormat {
+    /// 16-bit brain float.
+    Bf16,
+    /// 16-bit float.
+    F16,
+    /// 32-bit float.
+    F32,
+    /// 8-bit float (e4m3) with one f32 scale per 128 elements.
+    Fp8,
+    /// 8-bit float (e5m2) with one f32 scale per 128 elements.
+    Fp8E5m2,
+    /// 8-bit float (e4m3) with one UE8M0 scale per 128 elements, four to an i32.
+    Fp8Ue8m0,
+    /// 8-bit float (e4m3) with one UE8M0 scale per 32 elements.
+    Mxfp8,
+    /// 4-bit float (e2m1) with one e4m3 scale per 16 elements, and one f32 scale.
+    Nvfp4,
+}
+
+impl RowFormat {
+    /// As cases have it.
+    pub fn format(self) -> Format {
+        match self {
+            RowFormat::Bf16 => Format::Bf16,
+            RowFormat::F16 => Format::F16,
+            RowFormat::F32 => Format::F32,
+            RowFormat::Fp8 => Format::Fp8,
+            RowFormat::Fp8E5m2 => Format::Fp8E5m2,
+            RowFormat::Fp8Ue8m0 => Format::Fp8Ue8m0,
+            RowFormat::Mxfp8 => Format::Mxfp8,
+            RowFormat::Nvfp4 => Format::Nvfp4,
+        }
+    }
+
+    /// The name on the command line.
+    pub fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
     }
 }
 
@@ -287,9 +330,10 @@ pub struct RoundTripFlags {
     #[arg(long, value_name = "K")]
     pub topk: Option<u32>,
 
-    /// Element type of the dispatched rows
+    /// Element type of the dispatched rows, and what travels with them; combine returns bf16. Low
+    /// latency has bf16 and fp8
     #[arg(long, value_enum, default_value = "bf16")]
-    pub dtype: RowType,
+    pub dtype: RowFormat,
 
     /// Which GPUs to use
     #[arg(long, value_enum, default_value = "virtual")]
@@ -359,8 +403,8 @@ pub struct Settings {
     pub experts: u32,
     /// Experts per token.
     pub topk: u32,
-    /// Element type of the dispatched rows.
-    pub dtype: RowType,
+    /// Element type of the dispatched rows, and what travels with them.
+    pub dtype: RowFormat,
     /// Which GPUs.
     pub device: DeviceKind,
     /// How bytes cross nodes.
@@ -409,10 +453,15 @@ impl RoundTripFlags {
             tokens: self.tokens.unwrap_or(defaults.tokens),
             fewest_tokens: 0,
             hidden: self.hidden.unwrap_or(defaults.hidden),
-            dtype: self.dtype.dtype(),
+            format: self.dtype.format(),
             experts,
             topk: self.topk.unwrap_or(4.min(ranks)),
         };
+        if sizes.low_latency && !matches!(self.dtype, RowFormat::Bf16 | RowFormat::Fp8) {
+            let name = self.dtype.name();
+            let rule = format!("--dtype {name}: --mode low-latency has bf16 and fp8");
+            return Err(CommandError::usage(rule));
+        }
         sizes.check().map_err(CommandError::usage)?;
         let Sizes { tokens, hidden, topk, .. } = sizes;
         let num_sms = self.num_sms.or(defaults.num_sms);
@@ -459,9 +508,10 @@ impl Settings {
         let shape = Shape {
             max_tokens: self.tokens,
             hidden: self.hidden,
-            dtype: DType::Bf16,
+            // Rows of f32 are larger than those of bf16 that a combine returns.
+            dtype: if self.dtype == RowFormat::F32 { DType::F32 } else { DType::Bf16 },
             max_topk: self.topk,
-            max_scales: self.dtype.num_scales(self.hidden) as u32,
+            max_scales: self.dtype.format().payload(self.hidden).max_scales(),
         };
         let options = Options::new(shape)
             .config(self.config)
@@ -597,6 +647,8 @@ mod tests {
             ("--hidden 4", 8, "--hidden 4"),
             ("--hidden 8 --dtype fp8", 8, "--hidden 8"),
             ("--hidden 0", 8, "--hidden 0"),
+            ("--hidden 16 --dtype mxfp8", 8, "--hidden 16"),
+            ("--hidden 128 --dtype nvfp4 --mode low-latency", 8, "--dtype nvfp4"),
             ("--experts 12", 8, "--experts 12"),
             ("--experts 0", 8, "--experts 0"),
             ("--experts 8200", 8, "--experts 8200"),

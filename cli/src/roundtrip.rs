@@ -325,7 +325,7 @@ fn cfg_line(config: &ConfigReport) -> String {
         s.hidden,
         s.experts,
         s.topk,
-        s.dtype.dtype(),
+        s.dtype.name(),
         config.device_name,
     ));
     let Some(more) = &config.high_throughput else {
@@ -389,6 +389,8 @@ mod tests {
             "--nodes 1 --ranks-per-node 2 --tokens 5 --hidden 144 --dtype fp8 --num-sms 4 --graph-replays 6",
             "--nodes 1 --ranks-per-node 1 --tokens 0 --hidden 8 --graph-replays 1",
             "--nodes 2 --ranks-per-node 1 --tokens 0 --hidden 8 --num-sms 4",
+            "--nodes 2 --ranks-per-node 2 --tokens 9 --hidden 160 --dtype mxfp8 --num-sms 6 --random --iterations 2",
+            "--nodes 1 --ranks-per-node 2 --tokens 5 --hidden 160 --dtype nvfp4 --num-sms 4 --graph-replays 2",
             "--nodes 2 --ranks-per-node 2 --tokens 9 --hidden 144 --dtype fp8 --num-sms 6 --random --iterations 3",
             "--nodes 3 --ranks-per-node 1 --tokens 5 --hidden 72 --num-sms 4 --transport shm --queues 2 --graph-replays 4",
             "--nodes 2 --ranks-per-node 2 --tokens 7 --hidden 72 --num-sms 4 --transport tcp --iterations 3 --neighbour",

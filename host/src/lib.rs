@@ -123,13 +123,14 @@
 //! | rows | `recv_x` `[received, hidden]`, by source rank, then by token, without gaps | `x` `[rows, hidden]`: token t of rank s is row `s * max_tokens + t`; other rows hold anything |
 //! | how often a token comes | once to each rank that has an expert of it, with `by_expert` once for each selection | the same; with `by_expert` also once for each selection |
 //! | scales of fp8 rows | `recv_x_scales` f32 `[received, num_scales]` | `scales` f32 `[hidden / 128 rounded up, rows]` |
+//! | columns of bytes that travel with rows ([`Payload`]) | `recv_columns`, each `[received, n]` | `columns`, each as words i32 `[bytes / 4 rounded up, rows]` |
 //! | its experts here | `recv_topk_idx` i64 `[received, num_topk]`: local ids, -1 for those of other ranks | `expert_rows` i32 `[local_experts, rows]`: the rows of each expert |
 //! | its weights | `recv_topk_weights` f32 `[received, num_topk]`, 0 beside -1 | stay on the device, for the combine |
 //! | rows by expert | `recv_x` itself; `handle.by_expert()` has the segments | `by_expert`: rows, their tables and the segments |
 //! | counts of experts | `num_recv_tokens_per_expert`: *selections*, so that a token which names an expert twice counts twice; each count is rounded up to `expert_alignment`, and no row is added for that | `expert_counts` i32 `[local_experts]`: *rows*, so that such a token counts once |
 //! | tokens of rows | `recv_src_idx` i32 `[received]` | `src_info` i32 `[local_experts, rows]` |
 //! | what combine weighs | nothing: give it rows that are weighted and summed over this rank's experts | `by_expert`: each expert's row times the weight of each entry that names it, or `unweighted`; `by_row` and `in_pool`: nothing, as in the other mode |
-//! | sums | `combined_x` `[tokens, hidden]`, bf16 or f32, in FP32 in rank order, 0 for a token that went nowhere | `x` `[tokens, hidden]`, bf16, the same way |
+//! | sums | `combined_x` `[tokens, hidden]`, bf16, f16 or f32, in FP32 in rank order, 0 for a token that went nowhere | `x` `[tokens, hidden]`, bf16, the same way |
 //! | valid until | rows: the next dispatch to their [`Place`](throughput::Place); handle and sums: dropped | rows: their combine; sums: the next dispatch to their [`Place`](low_latency::Place) |
 //!
 //! # Lifetime of memory
@@ -168,7 +169,9 @@ pub mod transport;
 
 use epoxide_base::{error, foreign, lock, virtual_time};
 
-pub use ep::{DType, Element, ExpertId, ExpertMap, Placement, Sizes, StreamOrder, Tensor, TypedTensor};
+pub use ep::{
+    DType, Element, ExpertId, ExpertMap, Payload, Placement, Sizes, StreamOrder, Tensor, TypedTensor,
+};
 #[doc(inline)]
 pub use epoxide_base::{Error, Result, Scope};
 

@@ -14,7 +14,8 @@
 //! Each rank lists the rows of each of its experts. For experts that need their rows contiguous,
 //! [`Buffer::gather_by_expert`] copies them. Combine sums, weighted, the experts' results of a
 //! token on each rank, and returns one row per rank. Rows travel in bf16 or, in either direction,
-//! as e4m3.
+//! as e4m3. Rows of other types travel as they are, with up to four columns of bytes
+//! ([`DispatchRequest::column`], [`Payload`](crate::Payload)).
 //!
 //! # The calls of a layer
 //! The host waits in none of them, and nothing is allocated, so that all can be captured.

@@ -25,6 +25,7 @@
 //! | [`Buffer::combine`] | sums a token's rows from all ranks in FP32 and rank order; it weighs nothing | no |
 //! | [`Buffer::combine_into`] | the same with the sums in tensors of the caller's | no |
 //! | [`Buffer::copy_received`] | copies received rows into a tensor of the caller's; local | no |
+//! | [`Buffer::transpose_column`] | copies a received column with the rows side by side, as grouped GEMMs read scales; local | no |
 //! | [`Buffer::first_tokens`] | ids of a batch whose size only the device knows; local | no |
 //! | [`Buffer::capture`] | records calls as a [`Step`], for CUDA graphs | no |
 //! | [`Buffer::check`] | returns the error of an operation that has failed by now | no |
@@ -33,6 +34,12 @@
 //! Received rows are grouped by source rank and sorted by token ([`Received`]).
 //! `recv_topk_idx` has the local ids of this rank's experts, -1 for others. A token comes once,
 //! however many of this rank's experts it has: add their results, weighted, before the combine.
+//!
+//! # Payloads
+//! A row is bytes, and up to four columns of bytes travel with it
+//! ([`DispatchRequest::column`], [`Received::recv_columns`]): scales of MXFP8 and NVFP4, or
+//! whatever the experts need. [`Payload`](crate::Payload) has the usual formats, the room that
+//! they need in a buffer, and the shapes of their tensors.
 //!
 //! # Whose memory
 //! [`Options::sizes`] and [`Shape::most_rows_by_expert`] give the sizes of all of it before there

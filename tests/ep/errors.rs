@@ -97,8 +97,7 @@ fn shapes_are_checked(spread: Spread) {
         let rows = tensor(rank, DType::Bf16, &[9, 8]);
         let parts = wrong("x", &[9, 8], "[num_recv_tokens = 10, hidden]");
         refused(rank.combine(CombineRequest::new(&rows, &handle)), &[&parts]);
-        // Between nodes rows are summed in BF16 only.
-        let (dtype, hidden) = if spread == Spread::OneNode { (DType::F32, 4) } else { (DType::Bf16, 8) };
+        let (dtype, hidden) = (DType::F32, 4);
         let rows = place.combine_rows(dtype, 9, hidden)?;
         let parts = wrong("rows", &[9, hidden], "[num_recv_tokens = 10, hidden]");
         refused(rank.combine(CombineRequest::new(&rows, &handle)), &[&parts]);

@@ -11,6 +11,7 @@ mod expiry;
 mod failing;
 mod gate;
 mod own_memory;
+mod payloads;
 mod promises;
 mod spread;
 mod survivors;

@@ -1,11 +1,75 @@
 //! Rows for tests: distinct bytes that tell tokens apart, and small integers whose sums are exact.
 
-use half::bf16;
+use epoxide::{DType, Payload};
+use half::{bf16, f16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 /// Elements of a row that share one scale, for 1-byte dtypes.
 pub const ELEMENTS_PER_SCALE: u64 = 128;
+
+/// How numbers are rows of bytes, and what travels with those.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// bf16.
+    Bf16,
+    /// f16.
+    F16,
+    /// f32.
+    F32,
+    /// e4m3 with f32 scales of 128 elements.
+    Fp8,
+    /// e5m2 with f32 scales of 128 elements.
+    Fp8E5m2,
+    /// e4m3 with UE8M0 scales of 128 elements, four to an i32.
+    Fp8Ue8m0,
+    /// e4m3 with UE8M0 scales of 32 elements.
+    Mxfp8,
+    /// e2m1 with e4m3 scales of 16 elements and an f32 scale.
+    Nvfp4,
+}
+
+impl Format {
+    /// All of them.
+    pub const ALL: [Format; 8] = [
+        Format::Bf16,
+        Format::F16,
+        Format::F32,
+        Format::Fp8,
+        Format::Fp8E5m2,
+        Format::Fp8Ue8m0,
+        Format::Mxfp8,
+        Format::Nvfp4,
+    ];
+
+    /// Elements that rows of `hidden` have a multiple of.
+    pub fn unit(self) -> u64 {
+        match self {
+            Format::F32 => 4,
+            Format::Bf16 | Format::F16 => 8,
+            Format::Fp8 | Format::Fp8E5m2 | Format::Fp8Ue8m0 => 16,
+            Format::Mxfp8 | Format::Nvfp4 => 32,
+        }
+    }
+
+    /// Rows of `hidden` elements, a multiple of [`Format::unit`].
+    ///
+    /// # Panics
+    /// Where it is none.
+    pub fn payload(self, hidden: u64) -> Payload {
+        let payload = match self {
+            Format::Bf16 => Payload::rows(DType::Bf16, hidden),
+            Format::F16 => Payload::rows(DType::F16, hidden),
+            Format::F32 => Payload::rows(DType::F32, hidden),
+            Format::Fp8 => Payload::fp8(DType::Fp8E4m3, hidden),
+            Format::Fp8E5m2 => Payload::fp8(DType::Fp8E5m2, hidden),
+            Format::Fp8Ue8m0 => Payload::fp8_ue8m0(DType::Fp8E4m3, hidden),
+            Format::Mxfp8 => Payload::mxfp8(DType::Fp8E4m3, hidden),
+            Format::Nvfp4 => Payload::nvfp4(hidden),
+        };
+        payload.unwrap_or_else(|error| panic!("{self:?}: {error}"))
+    }
+}
 
 /// One thing per rank and token, `[rank][token]`.
 pub type PerToken<T> = Vec<Vec<T>>;
@@ -70,6 +134,15 @@ pub fn widen(rows: &[Vec<bf16>]) -> Vec<Vec<f32>> {
 /// Rounds sums to BF16, to nearest even.
 pub fn round(rows: &[Vec<f32>]) -> Vec<Vec<bf16>> {
     rows.iter().map(|row| row.iter().map(|&value| bf16::from_f32(value)).collect()).collect()
+}
+
+/// A number rounded to a type that combine sums, to nearest even.
+pub fn rounded(dtype: DType, value: f32) -> f32 {
+    match dtype {
+        DType::F32 => value,
+        DType::F16 => f16::from_f32(value).to_f32(),
+        _ => bf16::from_f32(value).to_f32(),
+    }
 }
 
 /// The bytes of values, as they lie in memory.

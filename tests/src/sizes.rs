@@ -1,13 +1,12 @@
 //! Which sizes can be run: one rule, and one text of what is wrong, for every command that takes
 //! them.
 
-use epoxide::DType;
 use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK};
 
-use crate::payload::ELEMENTS_PER_SCALE;
+use crate::payload::{ELEMENTS_PER_SCALE, Format};
 
 /// Most elements of a row.
-const MOST_ELEMENTS: u64 = 1 << 24;
+const MOST_ELEMENTS: u64 = 1 << 21;
 /// Most tokens of a rank in low latency.
 const MOST_TOKENS: u32 = 1024;
 
@@ -24,8 +23,8 @@ pub struct Sizes {
     pub fewest_tokens: u32,
     /// Elements of a row.
     pub hidden: u64,
-    /// Element type of dispatched rows.
-    pub dtype: DType,
+    /// Elements of dispatched rows, and what travels with them.
+    pub format: Format,
     /// Experts of all ranks.
     pub experts: u32,
     /// Experts that a token selects.
@@ -54,11 +53,11 @@ impl Sizes {
                 format!("must be {fewest} to {MOST_TOKENS} with --mode low-latency"),
             );
         }
-        let (unit, why) = match self.low_latency && self.dtype.size() == 1 {
+        let (unit, why) = match self.low_latency && self.format == Format::Fp8 {
             true => (ELEMENTS_PER_SCALE, format!("a scale is that of {ELEMENTS_PER_SCALE} elements")),
             // In low latency rows come as BF16 and may leave as FP8.
             false if self.low_latency => (8, "rows are multiples of 16 bytes".into()),
-            false => (16 / self.dtype.size(), "rows are multiples of 16 bytes".into()),
+            false => (self.format.unit(), "rows are multiples of 16 bytes".into()),
         };
         if hidden == 0 || !hidden.is_multiple_of(unit) || hidden > MOST_ELEMENTS {
             let rule = format!("must be a positive multiple of {unit} ({why}), at most {MOST_ELEMENTS}");
@@ -106,13 +105,13 @@ mod tests {
             tokens: 1,
             fewest_tokens: 1,
             hidden: 64,
-            dtype: DType::Bf16,
+            format: Format::Bf16,
             experts: 16,
             topk: 8,
         };
         assert_eq!(right.check(), Ok(()));
         let low_latency = Sizes { low_latency: true, ..right };
-        let quantised = Sizes { dtype: DType::Fp8E4m3, hidden: 256, ..low_latency };
+        let quantised = Sizes { format: Format::Fp8, hidden: 256, ..low_latency };
         assert_eq!((low_latency.check(), quantised.check()), (Ok(()), Ok(())));
         for (sizes, text) in [
             (Sizes { tokens: 0, ..right }, "--tokens 0: must be at least 1"),
@@ -126,7 +125,7 @@ mod tests {
             ),
             (Sizes { hidden: 2, ..right }, "--hidden 2: must be a positive multiple of 8 (rows"),
             (
-                Sizes { hidden: 72, dtype: DType::Fp8E4m3, ..right },
+                Sizes { hidden: 72, format: Format::Fp8, ..right },
                 "--hidden 72: must be a positive multiple of 16 (rows",
             ),
             (Sizes { hidden: 144, ..quantised }, "--hidden 144: must be a positive multiple of 128 (a scale"),

@@ -16,7 +16,7 @@ use half::bf16;
 use super::report::{ConfigReport, FirstData, HighThroughput, RankReport};
 use super::{Acceptance, Script, failure_of, settle};
 use crate::error::{CommandError, Result};
-use crate::options::{RowType, Settings};
+use crate::options::{RowFormat, Settings};
 use crate::output::Console;
 use crate::ranks::RankContext;
 
@@ -54,14 +54,18 @@ impl Acceptance for Buffer {
     }
 
     fn first_checks(script: &mut Script<'_>, rank: &mut Rank) -> Result<()> {
-        script.console.doing("layout, dispatch and combine of rank numbers");
-        let reports = first_data(script, rank)?;
-        let seconds = script.lap();
-        (script.publish)(&|report| {
-            report.ranks.clone_from(&reports);
-            report.times.first_data_seconds = seconds;
-        });
-        say_first_data(&reports, &script.console)?;
+        let dtype = script.context.settings.dtype;
+        // The rank numbers of MSCCL++'s test are rows of these two.
+        if matches!(dtype, RowFormat::Bf16 | RowFormat::Fp8) {
+            script.console.doing("layout, dispatch and combine of rank numbers");
+            let reports = first_data(script, rank)?;
+            let seconds = script.lap();
+            (script.publish)(&|report| {
+                report.ranks.clone_from(&reports);
+                report.times.first_data_seconds = seconds;
+            });
+            say_first_data(&reports, &script.console)?;
+        }
 
         script.console.doing("every bit against the oracle");
         let cases = Buffer::first_cases(&script.cases);
@@ -175,7 +179,7 @@ fn lay_out(
     }
 }
 
-/// Rows whose every element is the rank's number, and their scales.
+/// Rows whose every element is the rank's number, in bf16 or in fp8 with scales.
 fn rank_number_rows(
     settings: &Settings,
     rank: &Rank,
@@ -183,19 +187,15 @@ fn rank_number_rows(
     let Settings { tokens, hidden, dtype, .. } = *settings;
     let (stream, number, tokens) = (&rank.stream, rank.rank as f32, u64::from(tokens));
     let (shape, elements) = ([tokens, hidden], (tokens * hidden) as usize);
-    match dtype {
-        RowType::Bf16 => {
-            let values = vec![bf16::from_f32(number); elements];
-            Ok((Tensor::from_host(stream, DType::Bf16, &shape, &values)?, None))
-        }
-        RowType::Fp8 => {
-            let bytes = vec![FP8_MAX_BYTE; elements];
-            let shape_of_scales = [tokens, dtype.num_scales(hidden)];
-            let scales = vec![number / FP8_MAX; shape_of_scales.iter().product::<u64>() as usize];
-            let scales = TypedTensor::from_host(stream, &shape_of_scales, &scales)?;
-            Ok((Tensor::from_host(stream, DType::Fp8E4m3, &shape, &bytes)?, Some(scales)))
-        }
+    if dtype == RowFormat::Bf16 {
+        let values = vec![bf16::from_f32(number); elements];
+        return Ok((Tensor::from_host(stream, DType::Bf16, &shape, &values)?, None));
     }
+    let bytes = vec![FP8_MAX_BYTE; elements];
+    let shape_of_scales = [tokens, hidden.div_ceil(ELEMENTS_PER_SCALE)];
+    let scales = vec![number / FP8_MAX; shape_of_scales.iter().product::<u64>() as usize];
+    let scales = TypedTensor::from_host(stream, &shape_of_scales, &scales)?;
+    Ok((Tensor::from_host(stream, DType::Fp8E4m3, &shape, &bytes)?, Some(scales)))
 }
 
 /// The received rows as numbers.

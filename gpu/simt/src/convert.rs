@@ -1,4 +1,4 @@
-//! Conversions between BF16 pairs and `f32`, and functions of `f32`.
+//! Conversions between `f32` and pairs of smaller floats, and functions of `f32`.
 
 #[cfg(target_arch = "nvptx64")]
 use core::arch::asm;
@@ -11,6 +11,18 @@ device_fns! {
         // SAFETY: arithmetic on registers.
         unsafe {
             asm!("cvt.rn.bf16x2.f32 {r}, {h}, {l};",
+                r = out(reg32) r, h = in(reg32) hi, l = in(reg32) lo, options(pure, nomem, nostack))
+        };
+        r
+    }
+
+    /// Two `f32` rounded to nearest even as `f16` and packed, `lo` in the low half; numbers that are
+    /// too large become infinite. `cvt.rn.f16x2.f32 r, hi, lo;`
+    pub fn pack_f16x2(lo: f32, hi: f32) -> u32 {
+        let r: u32;
+        // SAFETY: arithmetic on registers.
+        unsafe {
+            asm!("cvt.rn.f16x2.f32 {r}, {h}, {l};",
                 r = out(reg32) r, h = in(reg32) hi, l = in(reg32) lo, options(pure, nomem, nostack))
         };
         r

@@ -1,5 +1,5 @@
 //! Combine across nodes. A channel has two blocks: the *gatherer* sums this node's rows of each
-//! token that this rank relayed in the dispatch. It rounds the sum to bf16 and sends it to the
+//! token that this rank relayed in the dispatch. It rounds the sum to the rows' type and sends it to the
 //! token's rank, into that rank's wire memory or by a put; the *finisher* sums what the nodes sent
 //! for this rank's own tokens. The own node's sums take the same way: its wire memory is always
 //! mapped.
@@ -14,7 +14,8 @@
 use core::cell::Cell;
 
 use super::combine::{
-    Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VECTORS, spoil, sum_rows, vectors_of,
+    Bf16, Contributors, F16, F32, Gather, Item, Outputs, Ranks, Sink, Summand, VECTORS, spoil, sum_rows,
+    vectors_of,
 };
 use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
@@ -50,6 +51,49 @@ const MAX_TOKENS: u64 = u32::MAX as u64;
     )
 )]
 pub unsafe fn internode_combine(args: InternodeCombineArgs) {
+    combine::<Bf16>(&args);
+}
+
+/// Sums F16 rows, otherwise as [`InternodeCombine`]; a sum that is too large for F16 is infinite.
+#[kernel(
+    threads = 512, barriers = 3, registers = 128,
+    grid = args.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.combine.slots, args.combine.slot_bytes, super::progress::PROGRESS_BYTES
+    ),
+    requires(
+        ..CombineArgs(args.combine),
+        ..Wire(args.wire),
+        args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+        (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
+    )
+)]
+pub unsafe fn internode_combine_f16(args: InternodeCombineArgs) {
+    combine::<F16>(&args);
+}
+
+/// Sums FP32 rows, otherwise as [`InternodeCombine`].
+#[kernel(
+    threads = 512, barriers = 3, registers = 128,
+    grid = args.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.combine.slots, args.combine.slot_bytes, super::progress::PROGRESS_BYTES
+    ),
+    requires(
+        ..CombineArgs(args.combine),
+        ..Wire(args.wire),
+        args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+        (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
+    )
+)]
+pub unsafe fn internode_combine_f32(args: InternodeCombineArgs) {
+    combine::<F32>(&args);
+}
+
+/// # Safety
+/// Rows were planned inside the pools, and slots inside wire memory.
+#[device]
+unsafe fn combine<E: Summand>(args: &InternodeCombineArgs) {
     let (rows, comm, wire) = (&args.combine, &args.combine.comm, &args.wire);
     let workers = workers();
     let (channel, finishes) = (ctaid() / 2, ctaid() & 1 == 1);
@@ -67,7 +111,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     let joined = wait_mapped_ready(comm, wire, operation, Wait::CombineReady, Wait::CombineNodeReady);
     if tid() / 32 == workers {
         if !finishes && joined {
-            post_sums(&args, channel, planned, &progress, operation);
+            post_sums(args, channel, planned, &progress, operation);
         }
     } else if joined && planned {
         // The peers' rows were released to this thread; the copy engine must see them too.
@@ -75,13 +119,13 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
         let ring = Ring::new(rows.slots, rows.slot_bytes, workers);
         if finishes {
             let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
-            let nodes = Nodes::new(&args, channel, epoch);
+            let nodes = Nodes::new(args, channel, epoch);
             let mut sums = Outputs::<true>::new(rows);
             let turn = &mut Turn::first();
             let gather = Gather::start(rows, &nodes, begin, end, tid() / 32, workers);
-            sum_rows::<Bf16, _, _, true>(rows, &ring, turn, &nodes, &mut sums, gather);
+            sum_rows::<E, _, _, true>(rows, &ring, turn, &nodes, &mut sums, gather);
         } else {
-            gather(&args, &ring, channel, workers, &progress);
+            gather::<E>(args, &ring, channel, workers, &progress);
         }
     }
     // A wait that expired in any warp keeps the block from saying that it has done its part.
@@ -299,7 +343,13 @@ impl Sink for Slots<'_> {
 /// # Safety
 /// Slots were planned inside wire memory.
 #[device]
-unsafe fn gather(args: &InternodeCombineArgs, ring: &Ring, channel: u32, workers: u32, progress: &Progress) {
+unsafe fn gather<E: Summand>(
+    args: &InternodeCombineArgs,
+    ring: &Ring,
+    channel: u32,
+    workers: u32,
+    progress: &Progress,
+) {
     let (rows, wire, route, lane) = (&args.combine, &args.wire, &args.route, laneid());
     let order = Order::new(args, channel);
     let (mut table, mut slots) = (0, 0);
@@ -314,7 +364,7 @@ unsafe fn gather(args: &InternodeCombineArgs, ring: &Ring, channel: u32, workers
     let from = Relayed { order, ranks: Ranks::new(rows, 0), table };
     let mut to = Slots { args, order, slots, slot: 0, workers, progress };
     let gather = Gather::start(rows, &from, 0, order.end, tid() / 32, workers);
-    sum_rows::<Bf16, _, _, true>(rows, ring, &mut Turn::first(), &from, &mut to, gather);
+    sum_rows::<E, _, _, true>(rows, ring, &mut Turn::first(), &from, &mut to, gather);
     to.publish(order.end);
 }
 

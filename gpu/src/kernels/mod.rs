@@ -10,6 +10,7 @@ const _: () = assert!(crate::layout::FEW_RANKS == 8);
 
 mod by_expert;
 mod ceiling;
+mod columns;
 mod combine;
 mod dispatch;
 mod epoch;
@@ -55,14 +56,15 @@ mod own {
     pub use super::{
         by_expert::{NumberSelections, PlanByExpert},
         ceiling::{CeilingPull, CeilingPush},
+        columns::{PackColumns, TransposeColumn},
         combine::{
-            CombineBf16, CombineByExpertBf16, CombineByExpertF32, CombineF32, CombineManyBf16,
-            CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32,
-            StageByExpert, StageCombine,
+            CombineBf16, CombineByExpertBf16, CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32,
+            CombineManyBf16, CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32,
+            CombineStagedManyBf16, CombineStagedManyF32, StageByExpert, StageCombine,
         },
         dispatch::{Dispatch, DispatchByExpert, DispatchMany},
         first_tokens::FirstTokens,
-        internode_combine::InternodeCombine,
+        internode_combine::{InternodeCombine, InternodeCombineF16, InternodeCombineF32},
         internode_count::InternodeCount,
         internode_dispatch::InternodeDispatch,
         internode_notify::InternodeNotify,

@@ -113,8 +113,8 @@ pub struct NotifyArgs {
     pub num_experts: u32,
     /// Expert counts are rounded up to multiples of this.
     pub expert_alignment: u32,
-    /// Bytes per row, a multiple of 16, and in the low four bits the code of their elements' type;
-    /// signature word 0.
+    /// Bytes per row, a multiple of 16 below 2^24, in the low four bits the code of their elements'
+    /// type, and in the high eight bits a hash of the columns' types and sizes; signature word 0.
     pub row_signature: u32,
     /// Top-k and scales per row, as `num_topk << 16 | num_scales`; signature word 1.
     pub columns: u32,
@@ -234,7 +234,7 @@ pub struct DispatchArgs {
     pub comm: Comm,
     /// In: rows of `row_bytes`, `[num_tokens]`, contiguous.
     pub x: DevicePtr,
-    /// In, or null: f32 `[num_tokens, num_scales]`.
+    /// In, or null: f32 `[num_tokens, num_scales]`, or records of columns of as many words.
     pub scales: DevicePtr,
     /// In, or null: ids of physical experts or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
@@ -529,8 +529,8 @@ pub struct InternodeNotifyArgs {
     pub local_experts: u32,
     /// Expert counts are rounded up to multiples of this.
     pub expert_alignment: u32,
-    /// Bytes per row, a multiple of 16, and in the low four bits the code of their elements' type;
-    /// signature word 0.
+    /// Bytes per row, a multiple of 16 below 2^24, in the low four bits the code of their elements'
+    /// type, and in the high eight bits a hash of the columns' types and sizes; signature word 0.
     pub row_signature: u32,
     /// Top-k and scales per row, as `num_topk << 16 | num_scales`; signature word 1.
     pub columns: u32,

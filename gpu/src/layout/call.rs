@@ -38,6 +38,8 @@ pub enum CallKind {
     CombineStagedBf16 = 4,
     /// A combine of FP32 rows that are staged meanwhile.
     CombineStagedF32 = 5,
+    /// A combine of F16 rows, which are where peers gather them.
+    CombineF16 = 6,
 }
 
 /// The parameters that must be the same on every rank in one operation, except for its routing.
@@ -80,6 +82,7 @@ impl Call {
             2 => CallKind::CombineBf16,
             3 => CallKind::CombineF32,
             4 => CallKind::CombineStagedBf16,
+            6 => CallKind::CombineF16,
             _ => CallKind::CombineStagedF32,
         };
         Call {
@@ -115,6 +118,7 @@ mod tests {
             CallKind::CombineF32,
             CallKind::CombineStagedBf16,
             CallKind::CombineStagedF32,
+            CallKind::CombineF16,
         ];
         for kind in kinds {
             for (place, row_bytes, columns) in [(0, 16, 0), (63, (1 << 17) - 16, 255), (5, 14336, 57)] {

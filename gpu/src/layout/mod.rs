@@ -7,6 +7,7 @@
 mod args;
 mod assert;
 mod call;
+mod columns;
 mod device_ptr;
 mod example;
 mod experts;
@@ -28,6 +29,7 @@ pub use limits::*;
 mod own {
     pub use super::args::*;
     pub use super::call::*;
+    pub use super::columns::*;
     pub use super::experts::*;
     pub use super::handle::*;
     pub use super::low_latency::*;

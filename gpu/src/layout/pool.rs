@@ -64,7 +64,7 @@ pub const fn staged_offset(src: u32, place: u32) -> u64 {
 
 /// Names of the signature words of a count message, in order.
 pub const SIGNATURE_NAMES: [&str; 5] = [
-    "bytes per row | dtype",
+    "columns << 24 | bytes per row | dtype",
     "place << 24 | by_expert << 23 | num_topk << 16 | num_scales",
     "num_experts",
     "channels",
@@ -110,7 +110,7 @@ pub struct PoolLayout {
     pub messages: u64,
     /// Received rows.
     pub recv_x: u64,
-    /// Scales of received rows, f32 `[rows, num_scales]`.
+    /// Scales of received rows, f32 `[rows, num_scales]`, or the records of their columns.
     pub recv_scales: u64,
     /// Local expert ids of received rows, i64 `[rows, num_topk]`. For rows by expert: u32 source
     /// rank, u32 entry of the token, `[rows]`.

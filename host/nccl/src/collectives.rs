@@ -64,9 +64,11 @@ impl Piece {
 /// `ncclDataType_t` of a dtype; those that NCCL only moves are bytes.
 fn data_type(dtype: DType) -> c_int {
     match dtype {
-        DType::Fp8E4m3 | DType::Bool => 1,
+        DType::Fp8E4m3 | DType::Fp8E5m2 | DType::Ue8m0 | DType::Fp4E2m1x2 => 1,
+        DType::Bool | DType::U8 => 1,
         DType::I32 => 2,
         DType::I64 => 4,
+        DType::F16 => 6,
         DType::F32 => 7,
         DType::Bf16 => 9,
     }

@@ -28,10 +28,32 @@ pub enum DType {
     I32,
     /// 0 or 1 in a byte.
     Bool,
+    /// 16-bit float, 5 exponent and 10 mantissa bits.
+    F16,
+    /// 8-bit float, 5 exponent and 2 mantissa bits; moved as bytes.
+    Fp8E5m2,
+    /// 8-bit exponent, a power of two: the scales of the OCP Microscaling formats. Moved as bytes.
+    Ue8m0,
+    /// Two 4-bit floats in a byte, each of 2 exponent bits and 1 mantissa bit; moved as bytes.
+    Fp4E2m1x2,
+    /// Unsigned 8-bit integer, or a byte of anything.
+    U8,
 }
 
 impl DType {
-    const ALL: [DType; 6] = [DType::Bf16, DType::F32, DType::Fp8E4m3, DType::I64, DType::I32, DType::Bool];
+    pub(super) const ALL: [DType; 11] = [
+        DType::Bf16,
+        DType::F32,
+        DType::Fp8E4m3,
+        DType::I64,
+        DType::I32,
+        DType::Bool,
+        DType::F16,
+        DType::Fp8E5m2,
+        DType::Ue8m0,
+        DType::Fp4E2m1x2,
+        DType::U8,
+    ];
 
     /// A number below 16, by which ranks compare what they send.
     pub(super) const fn code(self) -> u32 {
@@ -46,9 +68,10 @@ impl DType {
     /// Bytes per element.
     pub const fn size(self) -> u64 {
         match self {
-            DType::Bf16 => 2,
+            DType::Bf16 | DType::F16 => 2,
             DType::F32 | DType::I32 => 4,
-            DType::Fp8E4m3 | DType::Bool => 1,
+            DType::Fp8E4m3 | DType::Fp8E5m2 | DType::Ue8m0 | DType::Fp4E2m1x2 => 1,
+            DType::Bool | DType::U8 => 1,
             DType::I64 => 8,
         }
     }
@@ -62,6 +85,11 @@ impl DType {
             DType::I64 => "i64",
             DType::I32 => "i32",
             DType::Bool => "bool",
+            DType::F16 => "f16",
+            DType::Fp8E5m2 => "fp8_e5m2",
+            DType::Ue8m0 => "ue8m0",
+            DType::Fp4E2m1x2 => "fp4",
+            DType::U8 => "u8",
         }
     }
 }
@@ -72,8 +100,9 @@ impl fmt::Display for DType {
     }
 }
 
-/// A host type whose values can be copied to and from tensors: [`bf16`](half::bf16), `f32`, `i64`
-/// and `i32` of the dtypes of their names, the bits of a bf16 as `u16`, and fp8 and bool as `u8`.
+/// A host type whose values can be copied to and from tensors: [`bf16`](half::bf16),
+/// [`f16`](half::f16), `f32`, `i64` and `i32` of the dtypes of their names, the bits of a bf16 as
+/// `u16`, and all types of one byte as `u8`.
 pub trait Element: Pod {
     /// The dtype of a [`TypedTensor`] of this type.
     const DTYPE: DType;
@@ -81,7 +110,7 @@ pub trait Element: Pod {
 
 /// Whether a tensor of `dtype` holds values of type `T`.
 fn fits<T: Element>(dtype: DType) -> bool {
-    dtype == T::DTYPE || (T::DTYPE, dtype) == (DType::Fp8E4m3, DType::Bool)
+    dtype == T::DTYPE || T::DTYPE.size() == 1 && dtype.size() == 1
 }
 
 macro_rules! elements {
@@ -93,12 +122,16 @@ macro_rules! elements {
 }
 elements! {
     half::bf16: Bf16;
+    half::f16: F16;
     u16: Bf16;
     f32: F32;
     i64: I64;
     i32: I32;
     u8: Fp8E4m3;
 }
+
+/// Bytes that a row has less than.
+const MOST_ROW_BYTES: u64 = 1 << 24;
 
 /// Keeps the memory of a tensor alive.
 pub type Owner = Arc<dyn Any + Send + Sync>;
@@ -484,15 +517,18 @@ impl<'a> Tensor<'a> {
         Err(Error::argument(name, format!("{:#x} to {:#x}", own.start, own.end), rule))
     }
 
-    /// Checks that rows can be moved in units of 16 bytes.
+    /// Checks that rows can be moved in units of 16 bytes, and are short enough for the words by
+    /// which ranks compare them.
     pub(crate) fn expect_rows_of_16(&self, name: &'static str) -> Result<()> {
         let bytes = self.row_bytes();
-        if bytes == 0 || !bytes.is_multiple_of(16) || bytes > u32::MAX as u64 / 2 {
+        if bytes == 0 || !bytes.is_multiple_of(16) || bytes >= MOST_ROW_BYTES {
             let value = format!("{} x {} ({bytes} bytes per row)", self.columns(), self.dtype);
             return Err(Error::argument(
                 "hidden",
                 value,
-                format!("{name}: hidden * element size must be a positive multiple of 16 bytes, below 2 GiB"),
+                format!(
+                    "{name}: hidden * element size must be a positive multiple of 16 bytes, below 16 MiB"
+                ),
             ));
         }
         if !self.ptr.0.is_multiple_of(16) {

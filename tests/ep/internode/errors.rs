@@ -165,13 +165,13 @@ fn a_rank_of_another_version_is_refused() {
 }
 
 #[test]
-fn rows_are_summed_in_bf16_only() {
+fn rows_that_are_summed_are_floats() {
     then_dispatch(setup(), |rank, valid, place| {
         let output = rank.dispatch(place, valid.request())?;
-        let x = tensor(rank, DType::F32, &[2 * TOKENS, 4]);
-        let refuses = |name: &str| format!("{name} has dtype f32, expected bf16");
+        let x = tensor(rank, DType::I32, &[2 * TOKENS, 4]);
+        let refuses = |name: &str| format!("{name} has dtype i32, expected bf16 or f32 or f16");
         refused(rank.combine(CombineRequest::new(&x, &output.handle)), &[&refuses("x")]);
-        let rows = output.combine_rows(DType::F32, 4)?;
+        let rows = output.combine_rows(DType::I32, 4)?;
         refused(rank.combine(CombineRequest::new(&rows, &output.handle)), &[&refuses("rows")]);
         rank.stream.synchronize()
     });

@@ -7,6 +7,7 @@ mod gather;
 mod internode;
 mod links;
 pub mod ones;
+mod payloads;
 mod pooled;
 mod property;
 mod regroup;

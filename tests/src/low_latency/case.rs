@@ -1,6 +1,5 @@
 //! Parameters of a low-latency round trip.
 
-use epoxide::DType;
 use epoxide::driver::Device;
 use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::low_latency::{Options, Quantise, Shape};
@@ -10,6 +9,7 @@ use rand::Rng;
 use crate::harness::{NodeLinks, PATIENCE};
 use crate::ids::Ids;
 use crate::oracle::{Routing, Style};
+use crate::payload::Format;
 use crate::roundtrip::{Cases, Draw};
 use crate::sizes::Sizes;
 
@@ -112,6 +112,8 @@ pub struct LowLatencyCase {
     pub unanswered: u32,
     /// Places that they go round.
     pub places: u32,
+    /// Room for columns, in words of 4 bytes.
+    pub max_scales: u32,
     /// Where rows and weights come from.
     pub seed: u64,
     /// Draws the order of warps.
@@ -144,6 +146,7 @@ impl LowLatencyCase {
             rounds: 1,
             unanswered: 0,
             places: 1,
+            max_scales: 0,
             seed: 1,
             schedule_seed: None,
             checker: None,
@@ -153,7 +156,7 @@ impl LowLatencyCase {
     /// Case `number` of a run.
     pub(super) fn draw(cases: &Cases, number: u64, draw: Draw) -> LowLatencyCase {
         let mut rng = cases.rng(number);
-        let Sizes { ranks, tokens: most, hidden, experts, topk, dtype, .. } = cases.sizes;
+        let Sizes { ranks, tokens: most, hidden, experts, topk, format, .. } = cases.sizes;
         let tokens: Vec<u32> = (0..ranks)
             .map(|_| if draw == Draw::Random { rng.random_range(0..=most) } else { most })
             .collect();
@@ -161,7 +164,7 @@ impl LowLatencyCase {
             if number == 0 { Style::WithHoles } else { Style::ALL[rng.random_range(0..Style::ALL.len())] };
         let routing = Routing::random(&mut rng, &tokens, topk, experts, style);
         let quantise = match number % 2 {
-            _ if dtype == DType::Bf16 => Quantise::Not,
+            _ if format == Format::Bf16 => Quantise::Not,
             0 => Quantise::Fp8,
             _ => Quantise::Fp8PowerOfTwo,
         };
@@ -225,6 +228,7 @@ impl LowLatencyCase {
             .places(self.places)
             .chunk_tokens(self.chunk_tokens)
             .packet_tokens(self.packet_tokens)
+            .max_scales(self.max_scales)
             .timeout(PATIENCE);
         let options = match self.room_by_expert() {
             Some(rows) => options.rows_by_expert(rows),

@@ -200,8 +200,20 @@ impl<'a> InternodeOracle<'a> {
             rows.iter().map(|row| row.iter().map(|value| value.to_f32()).collect()).collect()
         };
         let returned: Vec<Vec<Vec<f32>>> = returned.iter().map(widen).collect();
-        let sums = self.sum(rank, &returned, columns, |sum| bf16::from_f32(sum).to_f32());
+        let sums = self.combine_rounded(rank, &returned, columns, |sum| bf16::from_f32(sum).to_f32());
         sums.iter().map(|row| row.iter().map(|&sum| bf16::from_f32(sum)).collect()).collect()
+    }
+
+    /// The same of rows of any type, to which `round` rounds a number.
+    pub fn combine_rounded(
+        &self,
+        rank: u32,
+        returned: &[Vec<Vec<f32>>],
+        columns: usize,
+        round: impl Fn(f32) -> f32,
+    ) -> Vec<Vec<f32>> {
+        let sums = self.sum(rank, returned, columns, &round);
+        sums.into_iter().map(|row| row.into_iter().map(&round).collect()).collect()
     }
 
     /// The weights that combine gives `rank`, where `returned[receiver][row][k]` are the weights

@@ -7,7 +7,6 @@ use epoxide::throughput::{
     CachedDispatchRequest, CombineRequest, Counts, DispatchHandle, DispatchRequest, Place, Received,
 };
 use epoxide::{DType, Tensor, TypedTensor};
-use half::bf16;
 
 use super::case::{Case, Scales, rough, to_bytes};
 use crate::harness::{Rank, Setup};
@@ -41,14 +40,13 @@ impl Case {
     fn made(&self, turn: u64, dtype: DType, (rank, token, k): (u32, u32, u32), columns: usize) -> Vec<f32> {
         let base = mix(&[self.seed, turn, u64::from(rank), u64::from(token), u64::from(k), 77]);
         let number = |column| rough(mix(&[base, column as u64]));
-        let rounded = |value| if dtype == DType::F32 { value } else { bf16::from_f32(value).to_f32() };
-        (0..columns).map(number).map(rounded).collect()
+        (0..columns).map(number).map(|value| payload::rounded(dtype, value)).collect()
     }
 }
 
 impl Rank {
     /// All checks of one routing by expert. They are dispatches with and without a wait of the host
-    /// and cached, and combines of either dtype in either place, weighted or not. Collective.
+    /// and cached, and combines of each dtype in either place, weighted or not. Collective.
     ///
     /// # Errors
     /// Errors of the operations.
@@ -58,8 +56,10 @@ impl Rank {
         let (weights, layout) = self.lay_out(case, &expected)?;
         let mut place = self.place()?;
         let (x, scales) = self.payload(case, 1)?;
+        let columns = self.columns(case, 1)?;
         let request = DispatchRequest::new(&x, &layout).by_expert(alignment);
         let request = scales.iter().fold(request, DispatchRequest::scales);
+        let request = columns.iter().fold(request, DispatchRequest::column);
 
         // Counts stay on the device, and no weights travel.
         let output = self.dispatch(&mut place, request.counts(self.on_device()))?;
@@ -87,8 +87,10 @@ impl Rank {
         drop(output);
 
         let (x, scales) = self.payload(case, 2)?;
+        let columns = self.columns(case, 2)?;
         let request = CachedDispatchRequest::new(&x, &handle);
         let request = scales.iter().fold(request, CachedDispatchRequest::scales);
+        let request = columns.iter().fold(request, CachedDispatchRequest::column);
         let output = self.dispatch_cached(&mut place, request)?;
         self.check_rows_by_expert(case, 2, &plan, "cached dispatch by expert", &output)?;
         drop(output);
@@ -100,6 +102,8 @@ impl Rank {
             (4, DType::Bf16, Some(&place), Some(weights), &on_device),
             (5, DType::F32, None, Some(weights), &on_device),
             (6, DType::F32, Some(&place), None, &handle),
+            (7, DType::F16, None, Some(weights), &handle),
+            (8, DType::F16, Some(&place), None, &on_device),
         ];
         for (turn, dtype, place, weights, handle) in combines {
             self.check_combine_by_expert(case, turn, &plan, (dtype, columns(dtype)), place, weights, handle)?;
@@ -131,11 +135,17 @@ impl Rank {
         }
         let rows = output.handle.num_recv_tokens(&self.stream)?;
         self.equal(&format!("{what}: rows"), &[rows], &[plan.rows.len() as u32]);
+        self.equal(&format!("{what}: columns"), &[output.recv_columns.len()], &[case.scales.list().len()]);
         for (row, &(source, token, _)) in selected(plan) {
             let got = self.row_of(&output.recv_x, row)?;
             let expected = case.row(turn, source, token);
             self.equal(&format!("{what}: row {row}"), &got, &expected);
-            if case.scales != Scales::None {
+            for (index, column) in output.recv_columns.iter().enumerate() {
+                let expected = case.column(turn, (source, token), index);
+                let name = format!("{what}: column {index} of row {row}");
+                self.equal(&name, &self.row_of(column, row)?, &expected);
+            }
+            if matches!(case.scales, Scales::Flat | Scales::Columns(_)) {
                 let scales = output.recv_x_scales.as_deref().expect("rows have scales");
                 let got: Vec<f32> = payload::values_of(&self.row_of(scales, row)?);
                 self.equal(&format!("{what}: scales of row {row}"), &got, &case.scales(turn, source, token));

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use epoxide::DType;
 use epoxide::internal::Tuning;
-use half::bf16;
+use epoxide::{DType, Payload};
+use half::{bf16, f16};
 use rand::{Rng, RngCore};
 use rand_chacha::ChaCha8Rng;
 
@@ -12,7 +12,7 @@ use super::Cases;
 use crate::harness::{NodeLinks, Setup};
 use crate::ids::Ids;
 use crate::oracle::{self, Plan, Routing, Style};
-use crate::payload::{self, ELEMENTS_PER_SCALE, bytes_of, mix, rng_of};
+use crate::payload::{self, bytes_of, mix, rng_of};
 use crate::sizes::Sizes;
 
 /// Inputs of a round trip: the same on every rank, so that each can compute the others' data.
@@ -54,6 +54,9 @@ pub enum Scales {
     Flat,
     /// As a tensor `[num_tokens, n]`.
     Columns(u32),
+    /// Up to four columns of any types, and the elements of each; 0 where there is none. Those of
+    /// one element are a tensor `[num_tokens]`, others `[num_tokens, n]`.
+    Any([(DType, u32); 4]),
 }
 
 impl Scales {
@@ -62,12 +65,50 @@ impl Scales {
         if count == 0 { Scales::None } else { Scales::Columns(count as u32) }
     }
 
+    /// Columns of these types and elements, at most four.
+    ///
+    /// # Panics
+    /// Where there are more.
+    pub fn any(columns: &[(DType, u32)]) -> Scales {
+        let mut any = [(DType::U8, 0); 4];
+        any[..columns.len()].copy_from_slice(columns);
+        Scales::Any(any)
+    }
+
+    /// Those that travel with the rows of a payload.
+    pub fn of(payload: &Payload) -> Scales {
+        let columns = payload.columns().iter().map(|&(dtype, elements)| (dtype, elements as u32));
+        match columns.collect::<Vec<_>>()[..] {
+            [] => Scales::None,
+            [(DType::F32, scales)] => Scales::Columns(scales),
+            ref columns => Scales::any(columns),
+        }
+    }
+
+    /// Scales of f32 of a token, beside columns of any types.
     pub(super) fn count(self) -> u32 {
         match self {
-            Scales::None => 0,
+            Scales::None | Scales::Any(_) => 0,
             Scales::Flat => 1,
             Scales::Columns(columns) => columns,
         }
+    }
+
+    /// Columns of any types.
+    pub fn list(self) -> Vec<(DType, u32)> {
+        match self {
+            Scales::Any(columns) => columns.into_iter().filter(|&(_, elements)| elements > 0).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Room for them in a buffer: whole words, and of several columns together multiples of four
+    /// words.
+    fn words(self) -> u32 {
+        let of_column = |&(dtype, elements): &(DType, u32)| (elements * dtype.size() as u32).div_ceil(4);
+        let words: Vec<u32> = self.list().iter().map(of_column).collect();
+        let sum = words.iter().sum::<u32>();
+        self.count() + if words.len() > 1 { sum.next_multiple_of(4) } else { sum }
     }
 }
 
@@ -92,9 +133,9 @@ impl Case {
 
     /// Rows of `hidden` elements along a routing, of a run's dtype.
     pub fn along(cases: &Cases, routing: Routing, hidden: u64) -> Case {
-        let dtype = cases.sizes.dtype;
-        let scales = if dtype.size() == 1 { hidden.div_ceil(ELEMENTS_PER_SCALE) } else { 0 };
-        Case { dtype, scales: Scales::columns(scales), ..Case::new(routing, (hidden * dtype.size()) as u32) }
+        let payload = cases.sizes.format.payload(hidden);
+        let (dtype, row_bytes) = (payload.row().0, payload.row_bytes() as u32);
+        Case { dtype, scales: Scales::of(&payload), ..Case::new(routing, row_bytes) }
     }
 
     /// Case `number` of a run, of the full size and a style.
@@ -107,7 +148,7 @@ impl Case {
     /// Case `number` of a run, of random sizes; some ranks have no tokens.
     pub(super) fn random(cases: &Cases, number: u64) -> Case {
         let mut rng = cases.rng(number);
-        let Sizes { ranks, tokens, hidden, experts, topk, dtype, .. } = cases.sizes;
+        let Sizes { ranks, tokens, hidden, experts, topk, format, .. } = cases.sizes;
         let most = match rng.random_range(0..4) {
             0 => tokens.min(3),
             _ => tokens,
@@ -120,7 +161,7 @@ impl Case {
         let style = Style::ALL[rng.random_range(0..Style::ALL.len())];
         let experts = ranks * rng.random_range(1..=experts / ranks);
         let topk = rng.random_range(1..=topk);
-        let unit = 16 / dtype.size();
+        let unit = format.unit();
         let hidden = unit * rng.random_range(1..=hidden / unit);
         let routing = Routing::random(&mut rng, &tokens, topk, experts, style);
         Case::along(cases, routing, hidden).draw(&mut rng)
@@ -137,7 +178,7 @@ impl Case {
         let tokens = routing.max_tokens().max(1);
         Setup::new(routing.num_ranks(), self.num_channels, tokens, self.row_bytes.into())
             .max_topk(routing.num_topk)
-            .max_scales(self.scales.count())
+            .max_scales(self.scales.words())
             .tuning(self.tuning)
             .nodes(self.nodes)
             .schedule_seed(self.schedule_seed)
@@ -180,6 +221,15 @@ impl Case {
     pub fn scales(&self, turn: u64, rank: u32, token: u32) -> Vec<f32> {
         let mut rng = rng_of(&[!self.seed, turn, u64::from(rank), u64::from(token)]);
         payload::rough_f32(&mut rng, self.scales.count() as usize)
+    }
+
+    /// Column `index` of a token, of columns of any types.
+    pub fn column(&self, turn: u64, (rank, token): (u32, u32), index: usize) -> Vec<u8> {
+        let (dtype, elements) = self.scales.list()[index];
+        let mut bytes = vec![0; elements as usize * dtype.size() as usize];
+        let what = [!self.seed, turn, u64::from(rank), u64::from(token), index as u64];
+        rng_of(&what).fill_bytes(&mut bytes);
+        bytes
     }
 
     /// Bytes of a token's scales.
@@ -245,19 +295,22 @@ impl Case {
             sources.iter().map(|&source| returned(receiver, source)).collect()
         };
         let exact: Vec<Vec<Vec<f32>>> = (0..).zip(&received).map(give).collect();
-        let bytes = |rows: &[Vec<bf16>]| rows.iter().map(|row| bytes_of(row)).collect();
-        if dtype == DType::F32 {
-            let sums = oracle::combine_f32(&own, rank, &exact, columns);
-            return sums.iter().map(|row| bytes_of(row)).collect();
-        }
-        let rounded: Vec<Vec<Vec<bf16>>> = exact.iter().map(|rows| payload::round(rows)).collect();
-        if ranks_per_node < own.num_ranks() {
-            return bytes(
-                &oracle::InternodeOracle::new(&own, ranks_per_node).combine(rank, &rounded, columns),
-            );
-        }
-        let widened: Vec<_> = rounded.iter().map(|rows| payload::widen(rows)).collect();
-        bytes(&payload::round(&oracle::combine_f32(&own, rank, &widened, columns)))
+        let given: Vec<Vec<Vec<f32>>> = exact
+            .into_iter()
+            .map(|rows| {
+                rows.iter().map(|row| row.iter().map(|&it| payload::rounded(dtype, it)).collect()).collect()
+            })
+            .collect();
+        let sums = match ranks_per_node < own.num_ranks() {
+            true => oracle::InternodeOracle::new(&own, ranks_per_node).combine_rounded(
+                rank,
+                &given,
+                columns,
+                |sum| payload::rounded(dtype, sum),
+            ),
+            false => oracle::combine_f32(&own, rank, &given, columns),
+        };
+        sums.iter().map(|row| to_bytes(dtype, row)).collect()
     }
 
     /// The weights that combine gives `rank`, where `returned(receiver, (rank, token))` are those
@@ -326,10 +379,11 @@ impl Return {
     }
 }
 
-/// Numbers as F32, or rounded to BF16.
+/// Numbers as F32, or rounded to F16 or BF16.
 pub(super) fn to_bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
     match dtype {
         DType::F32 => bytes_of(values),
+        DType::F16 => bytes_of(&values.iter().map(|&value| f16::from_f32(value)).collect::<Vec<_>>()),
         _ => bytes_of(&values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>()),
     }
 }

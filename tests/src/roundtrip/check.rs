@@ -8,7 +8,7 @@ use epoxide::throughput::{
     DispatchRequest, Options, Place, Received,
 };
 use epoxide::{DType, Tensor, TypedTensor};
-use half::bf16;
+use half::{bf16, f16};
 
 use super::case::{Case, Scales};
 use super::{Cases, Draw, Replays, RoundTrip};
@@ -83,7 +83,8 @@ impl RoundTrip for Buffer {
 
         rank.poison_received(rows)?;
         let (x, scales) = rank.payload(case, 0)?;
-        let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), Counts::Exact);
+        let columns = rank.columns(case, 0)?;
+        let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), &columns, Counts::Exact);
         let output = rank.dispatch(&mut place, to_send)?;
         rank.learn_regions(&output);
         rank.check_dispatch(case, 0, &expected, "dispatch", &output)?;
@@ -104,7 +105,9 @@ impl RoundTrip for Buffer {
 
         rank.poison_received(rows)?;
         let (x, scales) = rank.payload(case, 2)?;
-        let cached = rank.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &handle))?;
+        let columns = rank.columns(case, 2)?;
+        let cached =
+            rank.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &columns, &handle))?;
         rank.check_received(case, 2, &expected.plan.recv_src, "cached dispatch", &cached)?;
         drop(cached);
         let combine = Combine { what: "combine from the pool", turn: 3, place: Some(&place), ..combine };
@@ -147,12 +150,28 @@ impl Rank {
         let rows: Vec<Vec<u8>> = (0..tokens).map(|token| case.row(turn, rank, token)).collect();
         let x = self.upload_rows(case.dtype, case.hidden(), &rows)?;
         let shape = match case.scales {
-            Scales::None => return Ok((x, None)),
+            Scales::None | Scales::Any(_) => return Ok((x, None)),
             Scales::Flat => vec![u64::from(tokens)],
             Scales::Columns(columns) => vec![u64::from(tokens), u64::from(columns)],
         };
         let scales: Vec<f32> = (0..tokens).flat_map(|token| case.scales(turn, rank, token)).collect();
         Ok((x, Some(TypedTensor::from_host(&self.stream, &shape, &scales)?)))
+    }
+
+    /// This rank's columns of a case, of any types, on the device.
+    pub fn columns(&self, case: &Case, turn: u64) -> Result<Vec<Tensor<'static>>> {
+        let tokens = case.routing.num_tokens(self.rank);
+        let upload = |(index, (dtype, elements)): (usize, (DType, u32))| {
+            let shape = [u64::from(tokens), u64::from(elements)];
+            let shape = if elements == 1 { &shape[..1] } else { &shape[..] };
+            let of_token = |token| case.column(turn, (self.rank, token), index);
+            let bytes: Vec<u8> = (0..tokens).flat_map(of_token).collect();
+            let tensor = Tensor::alloc(self.device(), dtype, shape)?;
+            // SAFETY: the tensor's memory is live, and has the bytes of its shape.
+            unsafe { self.stream.write(tensor.ptr(), &bytes)? };
+            Ok(tensor)
+        };
+        case.scales.list().into_iter().enumerate().map(upload).collect()
     }
 
     /// Remembers where a dispatch puts things, for [`Rank::poison_received`].
@@ -165,13 +184,18 @@ impl Rank {
             is_metadata,
         };
         let scales = output.recv_x_scales.as_deref().map(|tensor| region("recv_x_scales", tensor, false));
+        // The columns of a row lie together.
+        let columns = output.recv_columns.first().map(|tensor| {
+            let region = region("recv_columns", tensor, false);
+            Region { used: region.stride, ..region }
+        });
         let ids = output.recv_topk_idx.as_deref().map(|tensor| region("recv_topk_idx", tensor, true));
         let weights =
             output.recv_topk_weights.as_deref().map(|tensor| region("recv_topk_weights", tensor, true));
         let src_idx = output.recv_src_idx.as_deref().map(|tensor| region("recv_src_idx", tensor, true));
         let src_meta = output.recv_src_meta.as_deref().map(|tensor| region("recv_src_meta", tensor, true));
         let x = Some(region("recv_x", &output.recv_x, false));
-        self.regions = [x, scales, ids, weights, src_idx, src_meta].into_iter().flatten().collect();
+        self.regions = [x, scales, columns, ids, weights, src_idx, src_meta].into_iter().flatten().collect();
     }
 
     /// Spoils the first `rows` rows of all that a dispatch writes in the own pool, once it is known
@@ -189,8 +213,8 @@ impl Rank {
     }
 
     /// All checks of one routing. They are dispatches with and without a wait of the host and
-    /// cached, that they write all of their outputs and nothing else, and four combines. The
-    /// combines are in either place, of either dtype and along either handle. Collective.
+    /// cached, that they write all of their outputs and nothing else, and six combines. The
+    /// combines are in either place, of each dtype and along either handle. Collective.
     ///
     /// # Errors
     /// Errors of the operations.
@@ -204,8 +228,9 @@ impl Rank {
 
         // Counts stay on the device: the outputs are the whole pool.
         let (x, scales) = self.payload(case, 1)?;
+        let columns = self.columns(case, 1)?;
         let counts = self.on_device();
-        let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), counts);
+        let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), &columns, counts);
         let whole = self.dispatch(&mut place, to_send)?;
         self.buffer.check_dispatch(&whole.handle, &self.stream)?;
         self.check(whole.num_recv_tokens.is_none(), "num_recv_tokens is unknown without a host wait");
@@ -215,7 +240,7 @@ impl Rank {
 
         // Exact counts, into a poisoned pool.
         self.poison_received(capacity)?;
-        let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), Counts::Exact);
+        let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), &columns, Counts::Exact);
         let exact = self.dispatch(&mut place, to_send)?;
         self.equal("num_recv_tokens", exact.num_recv_tokens.as_slice(), &[plan.num_recv_tokens]);
         self.check_dispatch(case, 1, &expected, "exact dispatch", &exact)?;
@@ -228,7 +253,8 @@ impl Rank {
         // The same routing with other rows; metadata does not travel.
         self.poison_received(capacity)?;
         let (x, scales) = self.payload(case, 2)?;
-        let cached = self.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &exact));
+        let columns = self.columns(case, 2)?;
+        let cached = self.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &columns, &exact));
         // The rules of the interface ask for more than one channel in a cached dispatch across
         // nodes.
         let last_handle = if self.buffer.config().num_channels() > 1 || self.buffer.num_nodes() == 1 {
@@ -276,8 +302,7 @@ impl Rank {
         let second =
             Combine { what: "combine from the pool", turn: 4, place: Some(&place), weights, ..first };
         self.check_combine(case, plan, &exact, second)?;
-        // Between nodes rows are summed in BF16 only.
-        let dtype = if self.buffer.num_nodes() == 1 { DType::F32 } else { DType::Bf16 };
+        let dtype = DType::F32;
         let third = Combine {
             what: "third combine",
             turn: 5,
@@ -289,7 +314,12 @@ impl Rank {
         self.check_combine(case, plan, &whole, third)?;
         let fourth = Combine { what: "fourth combine", turn: 6, place: Some(&place), ..third };
         self.check_combine(case, plan, &last_handle, fourth)?;
-        if case.dtype == DType::F32 && self.buffer.num_nodes() == 1 {
+        let dtype = DType::F16;
+        let fifth = Combine { what: "fifth combine", turn: 8, dtype, columns: columns(dtype), ..third };
+        self.check_combine(case, plan, &exact, fifth)?;
+        let sixth = Combine { what: "sixth combine", turn: 9, place: Some(&place), ..fifth };
+        self.check_combine(case, plan, &last_handle, sixth)?;
+        if case.dtype == DType::F32 {
             self.check_echo(case, &exact, &mut place)?;
         }
         self.stream.synchronize()
@@ -385,7 +415,7 @@ impl Rank {
             difference = compare::rows("recv_x", &got, case.row_bytes as usize, sources, row);
         }
         match (&output.recv_x_scales, case.scales) {
-            (None, Scales::None) => {}
+            (None, Scales::None | Scales::Any(_)) => {}
             (Some(scales), Scales::Flat | Scales::Columns(_)) => {
                 let columns = (case.scales != Scales::Flat).then_some(case.scales.count().into());
                 let shape: Vec<u64> = std::iter::once(rows).chain(columns).collect();
@@ -404,11 +434,36 @@ impl Rank {
                 difference = difference.or(Some(format!("recv_x_scales: expected {want}, got {got}")));
             }
         }
+        let difference = difference.or(self.compare_columns(case, turn, sources, output)?);
         let rows = output.handle.num_recv_tokens(&self.stream)?;
         let difference =
             difference.or_else(|| compare::value("num_recv_tokens", rows as usize, sources.len()));
         self.note(difference.map(|difference| format!("{what}: {difference}")));
         Ok(())
+    }
+
+    /// Compares received columns of any types with those of turn `turn`.
+    fn compare_columns(
+        &self,
+        case: &Case,
+        turn: u64,
+        sources: &[(u32, u32)],
+        output: &Received,
+    ) -> Result<Difference> {
+        let list = case.scales.list();
+        let mut difference = compare::value("recv_columns", output.recv_columns.len(), list.len());
+        for (index, (tensor, (dtype, elements))) in output.recv_columns.iter().zip(list).enumerate() {
+            let columns = if elements == 1 { &[][..] } else { &[u64::from(elements)] };
+            let shape = [&[output.recv_x.rows()], columns].concat();
+            let expected: Vec<u8> =
+                sources.iter().flat_map(|&source| case.column(turn, source, index)).collect();
+            let got = self.first_rows(tensor, sources.len() as u64)?;
+            let name = format!("recv_columns[{index}]");
+            difference = difference
+                .or_else(|| compare::value(&name, (tensor.dtype(), tensor.shape()), (dtype, &shape[..])))
+                .or_else(|| compare::table(&name, tensor.row_bytes() as usize, &got, &expected));
+        }
+        Ok(difference)
     }
 
     /// Compares what travels with the rows, the counts and the handle.
@@ -480,7 +535,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Writes what this rank gives back for the rows of `sources`, in BF16 or F32.
+    /// Writes what this rank gives back for the rows of `sources`, in BF16, F16 or F32.
     pub fn write_returned(
         &self,
         case: &Case,
@@ -490,12 +545,12 @@ impl Rank {
     ) -> Result<()> {
         let columns = rows.columns() as usize;
         let row = |&source: &(u32, u32)| case.returned(turn, self.rank, source, 0..columns);
-        if rows.dtype() == DType::F32 {
-            let values: Vec<f32> = sources.iter().flat_map(row).collect();
-            return rows.write(&self.stream, &values);
+        let values = sources.iter().flat_map(row);
+        match rows.dtype() {
+            DType::F32 => rows.write(&self.stream, &values.collect::<Vec<f32>>()),
+            DType::F16 => rows.write(&self.stream, &values.map(f16::from_f32).collect::<Vec<_>>()),
+            _ => rows.write(&self.stream, &values.map(bf16::from_f32).collect::<Vec<_>>()),
         }
-        let values: Vec<bf16> = sources.iter().flat_map(row).map(bf16::from_f32).collect();
-        rows.write(&self.stream, &values)
     }
 
     /// Combines, compares all that comes of it, and spoils what it got, which the next combine is
@@ -590,6 +645,7 @@ impl Rank {
                 let Some(at) = got.iter().zip(want).position(|(got, want)| got != want) else { continue };
                 let number = |bytes: &[u8]| match dtype {
                     DType::F32 => payload::values_of::<f32>(bytes)[0],
+                    DType::F16 => payload::values_of::<f16>(bytes)[0].to_f32(),
                     _ => payload::values_of::<bf16>(bytes)[0].to_f32(),
                 };
                 let at = at / size * size..at / size * size + size;
@@ -658,19 +714,23 @@ fn request<'a>(
     layout: &'a DispatchLayout<'a>,
     x: &'a Tensor<'a>,
     x_scales: Option<&'a TypedTensor<'a, f32>>,
+    columns: &'a [Tensor<'a>],
     counts: Counts,
 ) -> DispatchRequest<'a> {
     let request = DispatchRequest::new(x, layout).topk_weights(topk_weights);
     let request = request.expert_alignment(case.expert_alignment).counts(counts);
+    let request = columns.iter().fold(request, DispatchRequest::column);
     x_scales.into_iter().fold(request, DispatchRequest::scales)
 }
 
 fn cached_request<'a>(
     x: &'a Tensor<'a>,
     x_scales: Option<&'a TypedTensor<'a, f32>>,
+    columns: &'a [Tensor<'a>],
     handle: &'a DispatchHandle,
 ) -> CachedDispatchRequest<'a> {
-    x_scales.into_iter().fold(CachedDispatchRequest::new(x, handle), CachedDispatchRequest::scales)
+    let request = columns.iter().fold(CachedDispatchRequest::new(x, handle), CachedDispatchRequest::column);
+    x_scales.into_iter().fold(request, CachedDispatchRequest::scales)
 }
 
 #[cfg(test)]
@@ -692,7 +752,9 @@ mod tests {
             let sources = expected.plan.recv_src.clone();
             let (topk_weights, layout) = rank.lay_out(&case, &expected)?;
             let (x, scales) = rank.payload(&case, 0)?;
-            let request = request(&case, &topk_weights, &layout, &x, scales.as_ref(), Counts::Exact);
+            let columns = rank.columns(&case, 0)?;
+            let request =
+                request(&case, &topk_weights, &layout, &x, scales.as_ref(), &columns, Counts::Exact);
             let mut place = rank.place()?;
             let output = rank.dispatch(&mut place, request)?;
             let sound = std::mem::take(&mut rank.failures);

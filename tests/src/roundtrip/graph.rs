@@ -24,6 +24,7 @@ struct Inputs {
     topk_weights: TypedTensor<'static, f32>,
     x: Tensor<'static>,
     x_scales: DeviceScales,
+    columns: Vec<Tensor<'static>>,
 }
 
 /// Outputs of the three operations.
@@ -84,7 +85,8 @@ impl Rank {
     fn graph_inputs(&self, case: &Case) -> Result<Inputs> {
         let (topk_idx, topk_weights) = self.topk(case)?;
         let (x, x_scales) = self.payload(case, 0)?;
-        Ok(Inputs { topk_idx, topk_weights, x, x_scales })
+        let columns = self.columns(case, 0)?;
+        Ok(Inputs { topk_idx, topk_weights, x, x_scales, columns })
     }
 
     /// Writes what the experts will make of the rows to come, where peers gather it, and spoils
@@ -131,7 +133,8 @@ impl Inputs {
             (Some(&self.x), Some(&with.x)),
             (self.x_scales.as_deref(), with.x_scales.as_deref()),
         ];
-        for (to, from) in pairs {
+        let columns = self.columns.iter().zip(&with.columns).map(|(to, from)| (Some(to), Some(from)));
+        for (to, from) in pairs.into_iter().chain(columns) {
             let (Some(to), Some(from)) = (to, from) else { continue };
             // SAFETY: both are contiguous and of one shape, as all cases of a graph are. The
             // callers hold them until they have synchronised the stream.
@@ -159,6 +162,7 @@ fn enqueue(
     let request = DispatchRequest::new(&inputs.x, &layout).topk_weights(&inputs.topk_weights);
     let request = request.expert_alignment(case.expert_alignment).counts(counts);
     let request = inputs.x_scales.iter().fold(request, DispatchRequest::scales);
+    let request = inputs.columns.iter().fold(request, DispatchRequest::column);
     let dispatched = buffer.dispatch(place, request, order)?;
     let rows = dispatched.combine_rows(DType::Bf16, case.hidden())?;
     let request = CombineRequest::new(&rows, &dispatched.handle);

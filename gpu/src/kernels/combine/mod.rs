@@ -15,13 +15,16 @@ use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, w
 use super::ring::{Ring, Turn, block_range};
 use crate::layout::{CombineArgs, ExpertCombineArgs, Wait, ring_bytes};
 use crate::simt::*;
-use sum::{ByExpert, F32, Listed, Peers, Summand};
+use sum::{ByExpert, Listed, Peers};
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use stage::{StageByExpert, StageCombine};
 #[cfg(not(target_arch = "nvptx64"))]
 pub use staged::{CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32};
-pub use sum::{Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VECTORS, spoil, sum_rows, vectors_of};
+pub use sum::{
+    Bf16, Contributors, F16, F32, Gather, Item, Outputs, Ranks, Sink, Summand, VECTORS, spoil, sum_rows,
+    vectors_of,
+};
 
 /// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.
 ///
@@ -82,6 +85,34 @@ pub unsafe fn combine_by_expert_bf16(args: ExpertCombineArgs) {
 )]
 pub unsafe fn combine_by_expert_f32(args: ExpertCombineArgs) {
     combine::<F32, ByExpert, true>(&args.combine, || ByExpert::new(&args));
+}
+
+/// Sums F16 rows, otherwise as [`CombineBf16`]; a sum that is too large for F16 is infinite.
+#[kernel(
+    threads = 512, barriers = 2, registers = 128, dependent,
+    block >= 32, shared = shared_bytes(&args, block)
+)]
+pub unsafe fn combine_f16(args: CombineArgs) {
+    combine::<F16, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
+}
+
+/// Sums F16 rows of up to 64 ranks, otherwise as [`CombineF16`].
+#[kernel(
+    threads = 512, barriers = 2, registers = 128, dependent,
+    block >= 32, shared = shared_bytes(&args, block)
+)]
+pub unsafe fn combine_many_f16(args: CombineArgs) {
+    combine::<F16, Listed, true>(&args, || <Listed as Peers>::new(&args));
+}
+
+/// Sums F16 rows by expert, otherwise as [`CombineByExpertBf16`].
+#[kernel(
+    threads = 512, barriers = 2, registers = 128, dependent,
+    block >= 32, shared = shared_bytes(&args.combine, block),
+    requires(..CombineArgs(args.combine))
+)]
+pub unsafe fn combine_by_expert_f16(args: ExpertCombineArgs) {
+    combine::<F16, ByExpert, true>(&args.combine, || ByExpert::new(&args));
 }
 
 /// # Safety

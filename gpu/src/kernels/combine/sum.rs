@@ -34,6 +34,7 @@ pub trait Summand {
 }
 
 pub struct Bf16;
+pub struct F16;
 pub struct F32;
 
 impl Summand for Bf16 {
@@ -64,6 +65,37 @@ impl Summand for Bf16 {
     #[device]
     fn round(s: &[f32; 8]) -> [u32; 4] {
         [pack_bf16x2(s[0], s[1]), pack_bf16x2(s[2], s[3]), pack_bf16x2(s[4], s[5]), pack_bf16x2(s[6], s[7])]
+    }
+}
+
+impl Summand for F16 {
+    #[device]
+    fn add(sum: &mut [f32; 8], v: [u32; 4]) {
+        sum[0] += f16x2_lo(v[0]);
+        sum[1] += f16x2_hi(v[0]);
+        sum[2] += f16x2_lo(v[1]);
+        sum[3] += f16x2_hi(v[1]);
+        sum[4] += f16x2_lo(v[2]);
+        sum[5] += f16x2_hi(v[2]);
+        sum[6] += f16x2_lo(v[3]);
+        sum[7] += f16x2_hi(v[3]);
+    }
+
+    #[device]
+    fn add_weighted(sum: &mut [f32; 8], v: [u32; 4], weight: f32) {
+        sum[0] += f16x2_lo(v[0]) * weight;
+        sum[1] += f16x2_hi(v[0]) * weight;
+        sum[2] += f16x2_lo(v[1]) * weight;
+        sum[3] += f16x2_hi(v[1]) * weight;
+        sum[4] += f16x2_lo(v[2]) * weight;
+        sum[5] += f16x2_hi(v[2]) * weight;
+        sum[6] += f16x2_lo(v[3]) * weight;
+        sum[7] += f16x2_hi(v[3]) * weight;
+    }
+
+    #[device]
+    fn round(s: &[f32; 8]) -> [u32; 4] {
+        [pack_f16x2(s[0], s[1]), pack_f16x2(s[2], s[3]), pack_f16x2(s[4], s[5]), pack_f16x2(s[6], s[7])]
     }
 }
 

@@ -15,11 +15,20 @@ use super::layout::most_ranks;
 use super::options::Quantise;
 use super::results::{Place, Received, ReceivedByExpert, Room};
 use crate::driver::Outcome;
+use crate::ep::Payload;
 use crate::ep::core::{Block, PlaceState, setters};
 use crate::ep::experts::{ExpertRows, check_alignment, is_narrow};
+use crate::ep::payload::{Columns, PlacedColumn, Record};
 use crate::ep::tensor::{Owner, owners};
 use crate::ep::{DType, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
+
+/// Types of elements that rows can have.
+const ROWS: [DType; 6] =
+    [DType::Bf16, DType::Fp8E4m3, DType::F16, DType::Fp8E5m2, DType::Fp4E2m1x2, DType::U8];
+
+/// Counts of words of columns, by which the types of columns count in a call.
+const WORDS: u32 = 32;
 
 /// Arguments of [`Buffer::dispatch`].
 #[derive(Debug, Clone, Copy)]
@@ -29,6 +38,8 @@ pub struct DispatchRequest<'a> {
     map: Option<&'a ExpertMap>,
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     scales: Option<&'a TypedTensor<'a, f32>>,
+    columns: Columns<'a>,
+    payload: Option<&'a Payload>,
     quantise: Quantise,
     by_expert: Option<u32>,
     recv_x: Option<&'a Tensor<'a>>,
@@ -37,8 +48,9 @@ pub struct DispatchRequest<'a> {
 }
 
 impl<'a> DispatchRequest<'a> {
-    /// Rows `x` to send, `[num_tokens, hidden]`, bf16 or fp8, to the experts `topk_idx`,
-    /// `[num_tokens, num_topk]`: global ids, i64 or i32, or -1 for none. Weights are 1.
+    /// Rows `x` to send, `[num_tokens, hidden]`, bf16, f16 or fp8, of fp4 `[num_tokens, hidden /
+    /// 2]`, or as u8 rows of any number of bytes up to those of bf16. They go to the experts
+    /// `topk_idx`, `[num_tokens, num_topk]`: global ids, i64 or i32, or -1 for none. Weights are 1.
     pub fn new(x: &'a Tensor<'a>, topk_idx: &'a TypedTensor<'a, impl ExpertId>) -> Self {
         DispatchRequest {
             x,
@@ -46,6 +58,8 @@ impl<'a> DispatchRequest<'a> {
             map: None,
             topk_weights: None,
             scales: None,
+            columns: Columns::default(),
+            payload: None,
             quantise: Quantise::Not,
             by_expert: None,
             recv_x: None,
@@ -102,7 +116,21 @@ impl<'a> DispatchRequest<'a> {
         self
     }
 
+    /// Sends one more column with the rows, `[num_tokens, n]` (or `[num_tokens]`), of any type of
+    /// at most 4 bytes; up to four times. [`Received::columns`] has them in the same order. The
+    /// bytes travel as they are, in whole words. Type and size of each are the same on every rank.
+    ///
+    /// The buffer needs room for them: [`Options::max_scales`](super::Options::max_scales).
+    /// Several columns, and those whose bytes are no multiple of 4, are first copied together by a
+    /// kernel.
+    pub fn column(mut self, column: &'a Tensor<'a>) -> Self {
+        self.columns.push(column);
+        self
+    }
+
     setters! {
+        /// Checks that rows and columns are what this describes.
+        payload: &'a Payload;
         /// Puts rows by expert here, `[rows_by_expert, hidden]` of the dtype that they travel in. It
         /// may be any memory of this rank's device.
         recv_x: &'a Tensor<'a>;
@@ -170,10 +198,21 @@ impl Buffer {
         let place = place.0.place();
         self.core.check_place(place)?;
         let DispatchRequest { x, topk_idx, map, topk_weights, scales, quantise, timeout, .. } = request;
+        let columns = request.columns;
         let (hidden, num_tokens) = (self.options.shape.hidden, self.check_tokens(x.rows())?);
         let tokens = Some(u64::from(num_tokens));
-        x.expect("x", &[DType::Bf16, DType::Fp8E4m3], &[("num_tokens", tokens), ("hidden", Some(hidden))])?;
+        let elements = match x.dtype() {
+            DType::U8 => None,
+            DType::Fp4E2m1x2 => Some(hidden / 2),
+            _ => Some(hidden),
+        };
+        x.expect("x", &ROWS, &[("num_tokens", tokens), ("hidden", elements)])?;
         x.expect_rows_of_16("x")?;
+        if x.row_bytes() > hidden * 2 {
+            let rule = format!("a row has at most the bytes of one of bf16, {}", hidden * 2);
+            return Err(Error::argument("x", format!("{} bytes per row", x.row_bytes()), rule));
+        }
+        let record = self.check_columns(&request, num_tokens)?;
         let entries = [("num_tokens", tokens), ("num_topk", Some(self.options.shape.num_topk.into()))];
         topk_idx.expect("topk_idx", &[DType::I64, DType::I32], &entries)?;
         if let Some(map) = map {
@@ -210,31 +249,34 @@ impl Buffer {
         }
         let dtype = if quantise == Quantise::Not { x.dtype() } else { DType::Fp8E4m3 };
         let with_scales = scales.is_some() || quantise != Quantise::Not;
-        let row_bytes = hidden * dtype.size();
+        let row_bytes = x.columns() * dtype.size();
+        let records = record.place(self.core.arena(), num_tokens)?;
+        let num_words = record.bytes / 4;
 
         let call = LowLatencyCall {
             is_combine: false,
-            has_scales: with_scales,
+            has_scales: with_scales || num_words > 0,
             place: place.index(),
-            row_bytes: row_bytes as u32,
+            row_bytes: row_bytes as u32 + 16 * (num_words + WORDS * record.fingerprint()),
             num_tokens,
         };
         let null = DevicePtr::NULL;
         let args = LowLatencyDispatchArgs {
             common: self.args(place, call, timeout),
             x: x.ptr(),
-            scales: scales.map_or(null, |scales| scales.ptr()),
+            scales: scales.map_or(records.at, |scales| scales.ptr()),
             topk_idx: topk_idx.ptr(),
             table: map.map_or_else(ExpertTable::default, ExpertMap::table),
             topk_weights: topk_weights.map_or(null, |weights| weights.ptr()),
             row_bytes: row_bytes as u32,
-            num_scales: if scales.is_some() { of_row as u32 } else { 0 },
+            num_scales: if scales.is_some() { of_row as u32 } else { num_words },
             quantise: quantise as u32,
             narrow_ids: is_narrow(topk_idx),
         };
         let entries = map.map(|map| &**map.entries());
         let uses = [Some(x), Some(topk_idx), entries, topk_weights.map(|it| &**it), scales.map(|it| &**it)];
-        let mut uses = owners(uses);
+        let mut uses = owners(uses.into_iter().chain(columns.iter().map(Some)));
+        uses.extend(records.owner());
         let given = [
             request.recv_x.map(|it| ("recv_x", it)),
             request.recv_x_scales.map(|it| ("recv_x_scales", &**it)),
@@ -245,7 +287,10 @@ impl Buffer {
         }
         let rows_by_expert = match request.by_expert {
             None => None,
-            Some(alignment) => Some(self.rows_by_expert(place, &request, alignment, dtype, with_scales)?),
+            Some(alignment) => {
+                let words = if with_scales { of_row } else { num_words.into() };
+                Some(self.rows_by_expert(place, &request, alignment, (dtype, words), with_scales)?)
+            }
         };
         let lease = place.begin()?;
         let owner = || lease.clone() as Owner;
@@ -258,7 +303,8 @@ impl Buffer {
                 to,
                 block.as_ref(),
                 &request,
-                (dtype, hidden, with_scales, self.local_experts()),
+                (dtype, x.columns(), with_scales, self.local_experts()),
+                &record,
                 &outcome,
                 owner,
             ));
@@ -275,12 +321,13 @@ impl Buffer {
             send_blocks: self.dispatch_blocks(num_tokens),
             receive_blocks: self.receive_blocks(rows_by_expert.is_some()),
             fills: Some(lease.clone()),
+            records: Some(records),
             uses,
         };
         let (rows, experts, ranks) =
             (self.rows(), u64::from(self.local_experts()), u64::from(self.num_ranks()));
         let tables = &place.room().own.tables;
-        let x = Tensor::in_memory(place.room().recv_x, dtype, &[rows, hidden], owner());
+        let x = Tensor::in_memory(place.room().recv_x, dtype, &[rows, x.columns()], owner());
         let of_experts =
             |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).result(name, &outcome);
         let received = Received {
@@ -289,6 +336,7 @@ impl Buffer {
                 TypedTensor::in_memory(place.room().recv_scales, &[of_row, rows], owner())
                     .result("scales", &outcome)
             }),
+            columns: words_of(&record, place.room().recv_scales, rows, "columns", &outcome, owner),
             num_tokens: TypedTensor::in_memory(
                 tables.num_tokens,
                 &[most_ranks(self.core.topology())],
@@ -351,7 +399,7 @@ impl Buffer {
         place: &PlaceState<Room>,
         request: &DispatchRequest<'_>,
         alignment: u32,
-        dtype: DType,
+        (dtype, words): (DType, u64),
         with_scales: bool,
     ) -> Result<(LowLatencyExpertRows, Option<Arc<Block>>)> {
         check_alignment(alignment)?;
@@ -370,7 +418,7 @@ impl Buffer {
         }
         let room = ("rows_by_expert", Some(rows));
         if let Some(x) = request.recv_x {
-            x.expect_strided("recv_x", &[dtype], &[room, ("hidden", Some(hidden))])?;
+            x.expect_strided("recv_x", &[dtype], &[room, ("hidden", Some(request.x.columns()))])?;
             x.expect_rows_of_16("recv_x")?;
         }
         let of_row = hidden.div_ceil(SCALE_BLOCK.into());
@@ -381,21 +429,57 @@ impl Buffer {
             }
             scales.expect("recv_x_scales", &[DType::F32], &[("hidden / 128", Some(of_row)), room])?;
         }
-        let x_stride = request.recv_x.map_or(hidden * dtype.size(), Tensor::row_stride);
+        let row_bytes = request.x.columns() * dtype.size();
+        let most_words = row_bytes.div_ceil(SCALE_BLOCK.into());
+        if words > most_words {
+            let rule = format!(
+                "rows by expert bring at most a word for each {SCALE_BLOCK} bytes of a row, {most_words} of these: \
+                 read Received::columns by expert_rows instead"
+            );
+            return Err(Error::argument("columns", format!("{words} words of 4 bytes"), rule));
+        }
+        let x_stride = request.recv_x.map_or(row_bytes, Tensor::row_stride);
         let (mut x, mut block) = (request.recv_x.map(Tensor::ptr), None);
         let mut scales = request.recv_x_scales.map(|scales| scales.ptr());
-        let needs_scales = with_scales && scales.is_none();
+        let needs_scales = words > 0 && scales.is_none();
         if x.is_none() || needs_scales {
             let (needs_x, arena) = (x.is_none(), self.core.arena());
             let (taken, (x_at, scales_at)) = arena.take(|pieces| {
                 let x_at = needs_x.then(|| pieces.array("recv_x_by_expert", rows, x_stride));
-                (x_at, needs_scales.then(|| pieces.array("recv_x_scales_by_expert", of_row, rows * 4)))
+                (x_at, needs_scales.then(|| pieces.array("recv_x_scales_by_expert", words, rows * 4)))
             })?;
             (block, x, scales) = (Some(taken), x.or(x_at), scales.or(scales_at));
         }
         let null = DevicePtr::NULL;
         let (x, scales) = (x.unwrap_or(null), scales.unwrap_or(null));
         Ok((LowLatencyExpertRows { x, x_stride, scales, alignment, ..tables }, block))
+    }
+
+    /// Checks the columns of a request, and lays them out.
+    fn check_columns(&self, request: &DispatchRequest<'_>, num_tokens: u32) -> Result<Record> {
+        let columns = request.columns;
+        if let Some(payload) = request.payload {
+            let mut given = columns;
+            request.scales.into_iter().for_each(|scales| given.push(scales));
+            payload.check(request.x, given)?;
+        }
+        if columns.is_empty() {
+            return Ok(Record::default());
+        }
+        if request.scales.is_some() || request.quantise != Quantise::Not {
+            let rule =
+                "columns travel in the place of scales: give those as one of them, of rows as they are";
+            return Err(Error::argument("columns", "given", rule));
+        }
+        let record = columns.lay_out(num_tokens)?;
+        let (words, have) = (u64::from(record.bytes / 4), self.options.most_words());
+        if words > have {
+            let rule = format!(
+                "the buffer has room for {have} words of 4 bytes: create it with max_scales >= {words}"
+            );
+            return Err(Error::argument("columns", format!("{words} words of 4 bytes"), rule));
+        }
+        Ok(record)
     }
 
     fn check_tokens(&self, tokens: u64) -> Result<u32> {
@@ -408,6 +492,23 @@ impl Buffer {
     }
 }
 
+/// The columns of a record as words, each `[words, rows]`, from `at` on.
+fn words_of<'p>(
+    record: &Record,
+    at: DevicePtr,
+    rows: u64,
+    name: &'static str,
+    outcome: &Arc<impl Outcome + 'static>,
+    owner: impl Fn() -> Owner,
+) -> Vec<TypedTensor<'p, i32>> {
+    let of = |column: &PlacedColumn| {
+        let at = at.add(u64::from(column.offset) * rows);
+        let words = u64::from(column.bytes.div_ceil(4));
+        TypedTensor::in_memory(at, &[words, rows], owner()).result(name, outcome)
+    };
+    record.columns.iter().map(of).collect()
+}
+
 /// The result of a dispatch by expert: rows of this dtype and length, with scales or without. `owner`
 /// keeps the place's tables; `block` has what is not in the caller's memory.
 fn received_by_expert<'p>(
@@ -415,12 +516,14 @@ fn received_by_expert<'p>(
     block: Option<&Arc<Block>>,
     request: &DispatchRequest<'_>,
     (dtype, hidden, with_scales, local_experts): (DType, u64, bool, u32),
+    record: &Record,
     outcome: &Arc<impl Outcome + 'static>,
     owner: impl Fn() -> Owner,
 ) -> ReceivedByExpert<'p> {
     let rows = u64::from(to.rows);
     let in_block = |is_given: bool| block.filter(|_| !is_given).map(|block| block.clone() as Owner);
     let recv_x = in_block(request.recv_x.is_some());
+    let of_columns = block.map(|block| block.clone() as Owner);
     let scales = in_block(request.recv_x_scales.is_some()).filter(|_| with_scales);
     let of_row = hidden.div_ceil(SCALE_BLOCK.into());
     let table = |name, ptr, shape: &[u64]| TypedTensor::in_memory(ptr, shape, owner()).result(name, outcome);
@@ -429,6 +532,9 @@ fn received_by_expert<'p>(
             .map(|owner| Tensor::in_memory(to.x, dtype, &[rows, hidden], owner).result("recv_x", outcome)),
         recv_x_scales: scales.map(|owner| {
             TypedTensor::in_memory(to.scales, &[of_row, rows], owner).result("recv_x_scales", outcome)
+        }),
+        recv_columns: of_columns.map_or_else(Vec::new, |owner| {
+            words_of(record, to.scales, rows, "recv_columns", outcome, || owner.clone())
         }),
         recv_topk_weights: TypedTensor::in_memory(to.weights, &[rows], owner())
             .result("recv_topk_weights", outcome),

@@ -89,8 +89,8 @@ impl core::Calls for Calls {
         if row_bytes == 0 {
             return format!("{name} in place {place} of rows in the pool");
         }
-        let scales = if has_scales { " and scales" } else { "" };
-        format!("{name} in place {place} with {row_bytes} bytes per row{scales}")
+        let what = if has_scales { " and scales or columns (a number of all)" } else { "" };
+        format!("{name} in place {place} with {row_bytes} bytes per row{what}")
     }
 }
 

@@ -20,6 +20,7 @@ use super::results::{Combined, Received};
 use super::{Buffer, Kernels};
 use crate::driver::{Event, Stream};
 use crate::ep::core::{Lease, PlaceState};
+use crate::ep::payload::Records;
 use crate::ep::tensor::Owner;
 use crate::ep::{StreamOrder, Tensor};
 use crate::error::{Error, Result};
@@ -38,6 +39,8 @@ pub struct Operation {
     pub receive_blocks: u32,
     /// The right to the results, where it is a dispatch.
     pub fills: Option<Arc<Lease<Room>>>,
+    /// The columns of a dispatch's rows, which may have to be packed first.
+    pub records: Option<Records>,
     /// Resources that must live as long as a recording of the operation.
     pub uses: Vec<Owner>,
 }
@@ -164,6 +167,12 @@ impl Buffer {
         self.run(order, Some(operation.name), &operation.place, uses, |buffer, stream| {
             if let Some(lease) = &operation.fills {
                 buffer.core.fills(lease, None);
+            }
+            if let Some(records) = operation.records.as_ref().filter(|_| halves.0 & phase::SEND != 0) {
+                let most = buffer.blocks_for(u32::MAX);
+                // SAFETY: the memory of columns and records is freed only behind all work enqueued
+                // on streams, and a recording keeps it.
+                unsafe { records.launch(stream, &buffer.kernels.pack_columns, most)? };
             }
             let blocks = buffer.blocks_for(operation.pieces(halves));
             let resident = !buffer.options.beside_persistent_kernels && blocks <= stream.multiprocessors();

@@ -41,9 +41,9 @@ impl MessageLayout {
     pub fn new(options: &Options, peers: u32, has_puts: bool) -> MessageLayout {
         let (tokens, topk) = (u64::from(options.shape.max_tokens), options.shape.num_topk);
         let (bf16, fp8) = ((options.shape.hidden * 2) as u32, options.shape.hidden as u32);
-        let scales = options.max_scales() as u32;
+        let (scales, words) = (options.fp8_scales() as u32, options.max_scales);
         let slot = |row, scales| u64::from(LowLatencySlot::new(row, scales, topk).bytes);
-        let dispatch_bytes = u64::from(DISPATCH_HEADER) + tokens * slot(bf16, 0).max(slot(fp8, scales));
+        let dispatch_bytes = u64::from(DISPATCH_HEADER) + tokens * slot(bf16, words).max(slot(fp8, scales));
         let answer = |row, scales| u64::from(answer_slot_bytes(row, scales));
         let answer_bytes = tokens * answer(bf16, 0).max(answer(fp8, scales));
         let mut pieces = Pieces::default();
@@ -180,7 +180,7 @@ pub fn message_tables(
         LowLatencyMessages {
             routes,
             recv_x: array("recv_x", rows, row_stride(options.shape.hidden * 2)),
-            recv_scales: array("recv_scales", options.max_scales(), rows * 4),
+            recv_scales: array("recv_scales", options.most_words(), rows * 4),
             num_slots,
             slot_tokens,
             positions,

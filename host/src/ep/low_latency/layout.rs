@@ -41,10 +41,10 @@ impl PoolLayout {
             ids: array("ids", RANKS * tokens, topk.div_ceil(2) * 8),
             weights: array("weights", RANKS * tokens, topk * 8),
             recv_x: array("recv_x", rows, stride),
-            recv_scales: array("recv_scales", options.max_scales(), rows * 4),
+            recv_scales: array("recv_scales", options.most_words(), rows * 4),
             returned_x: array("returned_x", rows, stride),
             returned_packets: array("returned_packets", few, pieces),
-            returned_scales: array("returned_scales", few, options.max_scales() * 8),
+            returned_scales: array("returned_scales", few, options.fp8_scales() * 8),
         };
         PoolLayout { places: (0..options.places).map(|_| place()).collect(), pieces: pool }
     }

@@ -30,7 +30,7 @@ use epoxide_gpu::kernels::{
     FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled,
     LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyGather,
     LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
-    LowLatencyInternodeDispatchByExpert,
+    LowLatencyInternodeDispatchByExpert, PackColumns,
 };
 use epoxide_gpu::layout::{
     Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
@@ -96,6 +96,7 @@ struct Kernels {
     pooled_combine: Kernel,
     gather: Kernel,
     first_tokens: Kernel,
+    pack_columns: Kernel,
     /// A dispatch that brings rows by expert, where the buffer has room for them.
     dispatch_by_expert: Option<Kernel>,
 }
@@ -112,8 +113,8 @@ impl Kernels {
             ]
         };
         let (summed, pooled) = (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO);
-        let (gather, first) = (LowLatencyGather::INFO, FirstTokens::INFO);
-        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first];
+        let (gather, first, pack) = (LowLatencyGather::INFO, FirstTokens::INFO, PackColumns::INFO);
+        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first, pack];
         let by_expert = match nodes {
             1 => LowLatencyDispatchByExpert::INFO,
             _ => LowLatencyInternodeDispatchByExpert::INFO,
@@ -123,7 +124,8 @@ impl Kernels {
         let module = Module::shipped(device, None, &names)?;
         let load_by_expert = || module.kernel(by_expert.name, 0);
         let kernels = infos.map(|info| module.kernel(info.name, 0));
-        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather, first] = kernels;
+        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather, first, pack] =
+            kernels;
         Ok(Kernels {
             dispatch: dispatch?,
             combine: combine?,
@@ -132,6 +134,7 @@ impl Kernels {
             pooled_combine: pooled_combine?,
             gather: gather?,
             first_tokens: first?,
+            pack_columns: pack?,
             dispatch_by_expert: has_rows_by_expert.then(load_by_expert).transpose()?,
         })
     }
@@ -333,6 +336,7 @@ fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
         ("num_topk", options.shape.num_topk.to_string()),
         ("num_experts", options.shape.num_experts.to_string()),
         ("places", options.places.to_string()),
+        ("max_scales", options.max_scales.to_string()),
         ("chunk_tokens", options.chunk_tokens.to_string()),
         ("packet_tokens", options.most_in_packets(group.size()).to_string()),
         ("ranks_per_node", options.ranks_per_node.unwrap_or(group.size()).to_string()),

@@ -15,6 +15,9 @@ use crate::ep::{DType, Sizes, Topology};
 use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
 
+/// Most words of columns: blocks keep those of some tokens in shared memory.
+const MOST_WORDS: u32 = 512;
+
 /// The sizes that a low-latency buffer must have room for. The same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
@@ -54,6 +57,7 @@ pub struct Options {
     pub(super) beside_persistent_kernels: bool,
     pub(super) chunk_tokens: u32,
     pub(super) rows_by_expert: Option<u64>,
+    pub(super) max_scales: u32,
     packet_tokens: Option<u32>,
     pub(super) timeout: Duration,
     pub(super) nan_on_failure: bool,
@@ -82,6 +86,7 @@ impl Options {
             beside_persistent_kernels: false,
             chunk_tokens: Self::DEFAULT_CHUNK_TOKENS,
             rows_by_expert: None,
+            max_scales: 0,
             packet_tokens: None,
             timeout: Duration::from_secs(30),
             nan_on_failure: true,
@@ -119,6 +124,10 @@ impl Options {
     }
 
     setters! {
+        /// Room for columns that travel with rows, in units of 4 bytes
+        /// ([`Payload::max_scales`](crate::Payload::max_scales)), at most 512. There is room for an
+        /// f32 scale of each 128 elements anyway.
+        max_scales: u32;
         /// Most multiprocessors that an operation takes; without, all of the device.
         num_sms: u32;
         /// Tokens of a rank that are published as complete together, at least 1. With fewer, the
@@ -236,6 +245,10 @@ impl Options {
                 return refuse("num_experts", self.shape.num_experts.into(), rule);
             }
         }
+        if self.max_scales > MOST_WORDS {
+            let rule = format!("must be at most {MOST_WORDS}");
+            return refuse("max_scales", self.max_scales.into(), rule);
+        }
         if self.num_sms == Some(0) {
             return refuse("num_sms", 0, "must be at least 1".into());
         }
@@ -253,8 +266,13 @@ impl Options {
         self.shape.max_tokens.div_ceil(self.chunk_tokens).into()
     }
 
-    /// Most scales of a row.
-    pub(super) fn max_scales(&self) -> u64 {
+    /// Most words that travel with a row: f32 scales, or columns.
+    pub(super) fn most_words(&self) -> u64 {
+        self.fp8_scales().max(self.max_scales.into())
+    }
+
+    /// Most f32 scales of a row.
+    pub(super) fn fp8_scales(&self) -> u64 {
         self.shape.hidden.div_ceil(SCALE_BLOCK.into())
     }
 }

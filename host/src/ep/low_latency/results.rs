@@ -67,6 +67,10 @@ pub struct Received<'p> {
     pub x: Tensor<'p>,
     /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column.
     pub scales: Option<TypedTensor<'p, f32>>,
+    /// The columns of the rows in the order of the request, each as words `[bytes / 4 rounded up,
+    /// rows]`: word w of a row's column is at `[w][row]`. UE8M0 scales come thereby as grouped
+    /// GEMMs read them: four to an i32, the rows side by side.
+    pub columns: Vec<TypedTensor<'p, i32>>,
     /// `[8]`, across nodes `[32]`: tokens of each rank.
     pub num_tokens: TypedTensor<'p, i32>,
     /// `[local_experts]`: rows of each local expert.
@@ -108,6 +112,8 @@ pub struct ReceivedByExpert<'p> {
     /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column. `None` where
     /// rows have none, or have them in the caller's memory.
     pub recv_x_scales: Option<TypedTensor<'p, f32>>,
+    /// The columns of the rows, as words `[bytes / 4 rounded up, rows]`, as [`Received::columns`].
+    pub recv_columns: Vec<TypedTensor<'p, i32>>,
     /// `[rows]`: the weight of the selection, 1 where the dispatch had no weights.
     pub recv_topk_weights: TypedTensor<'p, f32>,
     /// `[rows]`: the token's index on its source rank; -1 in padding.
@@ -123,6 +129,7 @@ impl ReceivedByExpert<'_> {
         ReceivedByExpert {
             recv_x: self.recv_x.map(Tensor::into_static),
             recv_x_scales: self.recv_x_scales.map(TypedTensor::into_static),
+            recv_columns: self.recv_columns.into_iter().map(TypedTensor::into_static).collect(),
             recv_topk_weights: self.recv_topk_weights.into_static(),
             recv_src_idx: self.recv_src_idx.into_static(),
             recv_src_entry: self.recv_src_entry.into_static(),
@@ -172,6 +179,7 @@ impl<'p> Received<'p> {
             results: Received {
                 x: self.x.into_static(),
                 scales: self.scales.map(TypedTensor::into_static),
+                columns: self.columns.into_iter().map(TypedTensor::into_static).collect(),
                 num_tokens: self.num_tokens.into_static(),
                 expert_counts: self.expert_counts.into_static(),
                 expert_rows: self.expert_rows.into_static(),

@@ -1,8 +1,9 @@
 //! Combine: every token's owner sums the rows that came back.
 
 use epoxide_gpu::kernels::{
-    CombineBf16, CombineByExpertBf16, CombineByExpertF32, CombineF32, CombineManyBf16, CombineManyF32,
-    CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, InternodeCombine,
+    CombineBf16, CombineByExpertBf16, CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32,
+    CombineManyBf16, CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32,
+    CombineStagedManyBf16, CombineStagedManyF32, InternodeCombine, InternodeCombineF16, InternodeCombineF32,
     JOINED_BYTES, PROGRESS_BYTES, StageByExpert, StageCombine,
 };
 use epoxide_gpu::layout::{
@@ -29,9 +30,9 @@ const STAGED_THREADS: u32 = CombineStagedBf16::INFO.max_threads;
 /// on every rank.
 #[derive(Debug, Clone, Copy)]
 pub enum CombineRows<'a> {
-    /// Any tensor `[num_recv_tokens, hidden]`, bf16 or f32, `recv_x` itself included: copied into
-    /// the pool, on multiprocessors that the configuration leaves. Within one node peers gather
-    /// meanwhile what has been copied; across nodes they do when all has.
+    /// Any tensor `[num_recv_tokens, hidden]`, bf16, f16 or f32, `recv_x` itself included: copied
+    /// into the pool, on multiprocessors that the configuration leaves. Within one node peers gather
+    /// meanwhile what has been copied; across nodes, and of f16, they do when all has.
     ///
     /// Where the host does not know the number of received rows, the tensor may have fewer rows
     /// than the room. It must have all received rows. Otherwise the buffer fails
@@ -91,8 +92,8 @@ pub struct Combined {
     /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to. It
     /// is accumulated in FP32 in rank order and rounded once, and so bit for bit reproducible. It
     /// is 0 for a token that went nowhere. Across nodes each node's sum is made and rounded so. The
-    /// nodes' sums are then added in FP32 in node order and rounded again; bf16 only. For rows by
-    /// expert it is the sum over the token's entries, in their order.
+    /// nodes' sums are then added in FP32 in node order and rounded again. A sum beyond the largest
+    /// f16 is infinite. For rows by expert it is the sum over the token's entries, in their order.
     pub combined_x: Tensor<'static>,
     /// `[num_tokens, num_topk]`, if weights were given.
     pub combined_topk_weights: Option<TypedTensor<'static, f32>>,
@@ -216,8 +217,7 @@ impl Buffer {
         self.check_handle(request.handle)?;
         self.check_weights(request)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
-        let dtypes =
-            if self.core.topology().nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
+        let dtypes = &[DType::Bf16, DType::F32, DType::F16];
         let (dtype, hidden) = match request.rows {
             CombineRows::InPool(given) => {
                 self.core.check_place(&given.place)?;
@@ -283,8 +283,10 @@ impl Buffer {
         let by_expert = handle.tables.by_expert;
         let pool = self.core.pool().ptr();
         let in_tensor = if let CombineRows::Tensor(x) = request.rows { Some(x) } else { None };
-        let is_staged = in_tensor.is_some() && self.core.topology().nodes == 1 && by_expert.is_none();
+        let is_plain = self.core.topology().nodes == 1 && by_expert.is_none();
+        let is_staged = in_tensor.is_some() && is_plain && dtype != DType::F16;
         let kind = match (dtype, is_staged) {
+            (DType::F16, _) => CallKind::CombineF16,
             (DType::F32, true) => CallKind::CombineStagedF32,
             (DType::F32, false) => CallKind::CombineF32,
             (_, true) => CallKind::CombineStagedBf16,
@@ -399,10 +401,18 @@ impl Buffer {
                         weights: entry_weights.map_or(null, Tensor::ptr),
                         num_topk: at.num_topk.into(),
                     };
-                    return if dtype == DType::F32 {
-                        stream.call(&kernels.combine_f32, grid, block, shared, CombineByExpertF32::call(args))
-                    } else {
-                        stream.call(&kernels.combine, grid, block, shared, CombineByExpertBf16::call(args))
+                    return match dtype {
+                        DType::F32 => {
+                            let call = CombineByExpertF32::call(args);
+                            stream.call(&kernels.combine_f32, grid, block, shared, call)
+                        }
+                        DType::F16 => {
+                            let call = CombineByExpertF16::call(args);
+                            stream.call(&kernels.combine_f16, grid, block, shared, call)
+                        }
+                        _ => {
+                            stream.call(&kernels.combine, grid, block, shared, CombineByExpertBf16::call(args))
+                        }
                     };
                 }
                 if staged.is_none() && (!stage.x.is_null() || !stage.weights.is_null() || may_be_short) {
@@ -421,6 +431,9 @@ impl Buffer {
                     (Spread::OneNode(node, _), None) if dtype == DType::F32 => {
                         call_within!(stream, node, combine_f32: CombineF32 | CombineManyF32, shape, args)
                     }
+                    (Spread::OneNode(node, _), None) if dtype == DType::F16 => {
+                        call_within!(stream, node, combine_f16: CombineF16 | CombineManyF16, shape, args)
+                    }
                     (Spread::OneNode(node, _), None) => {
                         call_within!(stream, node, combine: CombineBf16 | CombineManyBf16, shape, args)
                     }
@@ -432,7 +445,19 @@ impl Buffer {
                             slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
                             reserved: 0,
                         };
-                        stream.call(&nodes.combine, grid, block, shared, InternodeCombine::call(args))
+                        match dtype {
+                            DType::F32 => {
+                                let call = InternodeCombineF32::call(args);
+                                stream.call(&nodes.combine_f32, grid, block, shared, call)
+                            }
+                            DType::F16 => {
+                                let call = InternodeCombineF16::call(args);
+                                stream.call(&nodes.combine_f16, grid, block, shared, call)
+                            }
+                            _ => {
+                                stream.call(&nodes.combine, grid, block, shared, InternodeCombine::call(args))
+                            }
+                        }
                     }
                 }
             }

@@ -20,8 +20,10 @@ use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, check_fits};
 use crate::driver::{Event, Outcome, Stream};
+use crate::ep::Payload;
 use crate::ep::core::{Lease, PlaceState, nanoseconds, setters};
 use crate::ep::experts::check_alignment;
+use crate::ep::payload::{Columns, PlacedColumn, Record, Records};
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
@@ -29,6 +31,18 @@ use crate::error::{Error, Result};
 const PLAN_THREADS: u32 = 512;
 /// Threads per block of the kernel that numbers selections.
 const NUMBER_THREADS: u32 = 512;
+/// Types of elements that rows can have.
+const ROWS: [DType; 9] = [
+    DType::Bf16,
+    DType::F32,
+    DType::Fp8E4m3,
+    DType::I32,
+    DType::F16,
+    DType::Fp8E5m2,
+    DType::Ue8m0,
+    DType::Fp4E2m1x2,
+    DType::U8,
+];
 
 /// Whether the host waits for the counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,6 +63,8 @@ pub enum Counts {
 pub struct DispatchRequest<'a> {
     x: &'a Tensor<'a>,
     scales: Option<&'a TypedTensor<'a, f32>>,
+    columns: Columns<'a>,
+    payload: Option<&'a Payload>,
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     layout: &'a DispatchLayout<'a>,
     expert_alignment: u32,
@@ -58,12 +74,15 @@ pub struct DispatchRequest<'a> {
 }
 
 impl<'a> DispatchRequest<'a> {
-    /// Rows `x` to send, `[num_tokens, hidden]`, any dtype whose rows are a multiple of 16 bytes,
-    /// along the routing of `layout`. Without scales and top-k, alignment 1, exact counts.
+    /// Rows `x` to send, `[num_tokens, hidden]`, of any dtype but i64 and bool, along the routing
+    /// of `layout`. A row is a multiple of 16 bytes, below 16 MiB. Without scales, columns and
+    /// top-k, alignment 1, exact counts.
     pub fn new(x: &'a Tensor<'a>, layout: &'a DispatchLayout<'a>) -> Self {
         DispatchRequest {
             x,
             scales: None,
+            columns: Columns::default(),
+            payload: None,
             topk_weights: None,
             layout,
             expert_alignment: 1,
@@ -77,11 +96,24 @@ impl<'a> DispatchRequest<'a> {
         /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with
         /// 1-byte elements.
         scales: &'a TypedTensor<'a, f32>;
+        /// Checks that rows and columns are what this describes.
+        payload: &'a Payload;
         /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the
         /// layout was made of.
         topk_weights: &'a TypedTensor<'a, f32>;
         /// Rounds per-expert counts up to multiples of this; nothing else changes. At least 1.
         expert_alignment: u32;
+    }
+
+    /// Sends one more column with the rows, `[num_tokens, n]` (or `[num_tokens]`), of any type of
+    /// at most 4 bytes; up to four times. [`Received::recv_columns`] has them in the same order. The
+    /// bytes travel as they are. Type and size of each are the same on every rank.
+    ///
+    /// The buffer needs room for them: [`Payload::max_scales`]. Several columns, and those whose
+    /// bytes are no multiple of 4, are first copied together by a kernel.
+    pub fn column(mut self, column: &'a Tensor<'a>) -> Self {
+        self.columns.push(column);
+        self
     }
 
     /// Brings rows by expert: one for each selection, grouped by local expert, each expert's
@@ -110,6 +142,8 @@ impl<'a> DispatchRequest<'a> {
 pub struct CachedDispatchRequest<'a> {
     x: &'a Tensor<'a>,
     scales: Option<&'a TypedTensor<'a, f32>>,
+    columns: Columns<'a>,
+    payload: Option<&'a Payload>,
     handle: &'a DispatchHandle,
     timeout: Option<Duration>,
 }
@@ -118,7 +152,8 @@ impl<'a> CachedDispatchRequest<'a> {
     /// Rows `x` to send, `[num_tokens, hidden]`, with the token count of `handle`, along its
     /// routing.
     pub fn new(x: &'a Tensor<'a>, handle: &'a DispatchHandle) -> Self {
-        CachedDispatchRequest { x, scales: None, handle, timeout: None }
+        let columns = Columns::default();
+        CachedDispatchRequest { x, scales: None, columns, payload: None, handle, timeout: None }
     }
 
     setters! {
@@ -127,6 +162,14 @@ impl<'a> CachedDispatchRequest<'a> {
         /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with
         /// 1-byte elements.
         scales: &'a TypedTensor<'a, f32>;
+        /// Checks that rows and columns are what this describes.
+        payload: &'a Payload;
+    }
+
+    /// Sends one more column with the rows, as [`DispatchRequest::column`].
+    pub fn column(mut self, column: &'a Tensor<'a>) -> Self {
+        self.columns.push(column);
+        self
     }
 }
 
@@ -154,16 +197,28 @@ struct Metadata {
     local_experts: u32,
 }
 
-/// Rows and scales of a dispatch, checked, and its deadline, if not the buffer's.
-struct Payload {
+/// Rows and columns of a dispatch, checked, and its deadline, if not the buffer's.
+struct Checked {
     dtype: DType,
     hidden: u64,
     row_bytes: u32,
-    num_scales: u32,
-    scales_one_dimensional: bool,
     x: DevicePtr,
-    scales: DevicePtr,
+    /// What travels beside a row: columns, or scales.
+    record: Record,
+    is_scales: bool,
     timeout: Option<Duration>,
+}
+
+impl Checked {
+    /// Words of a record: to the kernels, they are scales.
+    fn num_scales(&self) -> u32 {
+        self.record.bytes / 4
+    }
+
+    /// Signature word 0 of a count message.
+    fn row_signature(&self) -> u32 {
+        self.record.fingerprint() << 24 | self.row_bytes | self.dtype.code()
+    }
 }
 
 impl Buffer {
@@ -188,7 +243,8 @@ impl Buffer {
         self.core.check_place(place)?;
         let layout = request.layout;
         self.check_layout(layout)?;
-        let payload = self.check_payload(request.x, request.scales, layout.num_tokens, request.timeout)?;
+        let DispatchRequest { x, scales, columns, payload, timeout, .. } = request;
+        let payload = self.check_payload((x, scales, columns), payload, layout.num_tokens, timeout)?;
         let num_topk = self.check_topk(&request)?;
         if request.by_expert {
             self.check_by_expert(request.expert_alignment)?;
@@ -240,18 +296,22 @@ impl Buffer {
             // A row by expert is that of an entry, whether or not there are weights.
             metadata.num_topk = layout.num_topk;
         }
-        let (rows, ring) = self.dispatch_args(&payload, place, &tables, layout.num_tokens, Some(metadata));
+        let records = payload.record.place(self.core.arena(), layout.num_tokens)?;
+        let (rows, ring) =
+            self.dispatch_args(&payload, &records, place, &tables, layout.num_tokens, Some(metadata));
 
         let mut header = PlanHeader::default();
         let mut lease = None;
-        let (scales, weights) = (request.scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
-        let uses = owners([Some(request.x), scales, weights, Some(layout.topk_idx())]).into_iter();
+        let (scales, weights) = (scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
+        let uses = [Some(x), scales, weights, Some(layout.topk_idx())].into_iter();
+        let uses = owners(uses.chain(columns.iter().map(Some))).into_iter().chain(records.owner());
         let uses = uses.chain([layout.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them.
             unsafe {
+                records.launch(stream, &buffer.kernels.pack_columns, 4 * buffer.config.num_sms)?;
                 buffer.launch_notify(stream, &counts, &payload, place, &tables)?;
                 if counts.by_expert {
                     buffer.launch_expert_plan(stream, &counts, place, &tables)?;
@@ -337,16 +397,21 @@ impl Buffer {
             let rule = "a cached dispatch across nodes takes more than 3: dispatch anew, or give more";
             return Err(Error::argument("num_sms", self.config.num_sms, rule));
         }
-        let payload = self.check_payload(request.x, request.scales, handle.0.num_tokens, request.timeout)?;
+        let CachedDispatchRequest { x, scales, columns, payload, timeout, .. } = request;
+        let payload = self.check_payload((x, scales, columns), payload, handle.0.num_tokens, timeout)?;
+        let records = payload.record.place(self.core.arena(), handle.0.num_tokens)?;
         let tables = &handle.0.tables;
-        let (args, ring) = self.dispatch_args(&payload, place, tables, handle.0.num_tokens, None);
+        let (args, ring) = self.dispatch_args(&payload, &records, place, tables, handle.0.num_tokens, None);
         let mut lease = None;
-        let uses = owners([Some(request.x), request.scales.map(|it| &**it)]).into_iter();
-        let uses = uses.chain([handle.0.block.clone() as Owner]);
+        let uses = owners([Some(x), scales.map(|it| &**it)].into_iter().chain(columns.iter().map(Some)));
+        let uses = uses.into_iter().chain([handle.0.block.clone() as Owner]).chain(records.owner());
         let event = self.run(order, capturing, Some("cached dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: as in `dispatch`.
-            unsafe { buffer.launch_dispatch(stream, args, ring, tables) }
+            unsafe {
+                records.launch(stream, &buffer.kernels.pack_columns, 4 * buffer.config.num_sms)?;
+                buffer.launch_dispatch(stream, args, ring, tables)
+            }
         })?;
         let lease = self.captured_lease(lease, None)?;
         Ok(output_of_rows(&payload, &lease, handle, event))
@@ -391,19 +456,22 @@ impl Buffer {
 
     fn check_payload(
         &self,
-        x: &Tensor<'_>,
-        scales: Option<&TypedTensor<'_, f32>>,
+        (x, scales, columns): (&Tensor<'_>, Option<&TypedTensor<'_, f32>>, Columns<'_>),
+        payload: Option<&Payload>,
         num_tokens: u32,
         timeout: Option<Duration>,
-    ) -> Result<Payload> {
-        let dtypes = [DType::Bf16, DType::F32, DType::Fp8E4m3, DType::I32];
-        x.expect("x", &dtypes, &[("num_tokens", Some(num_tokens as u64)), ("hidden", None)])?;
+    ) -> Result<Checked> {
+        x.expect("x", &ROWS, &[("num_tokens", Some(num_tokens as u64)), ("hidden", None)])?;
         x.expect_rows_of_16("x")?;
         self.check_row_capacity(x.row_bytes())?;
-        let mut num_scales = 0;
+        let mut given = columns;
         if let Some(scales) = scales {
             if x.dtype().size() != 1 {
                 let rule = format!("scales go with 1-byte elements such as fp8; x is {}", x.dtype());
+                return Err(Error::argument("x_scales", "given", rule));
+            }
+            if !columns.is_empty() {
+                let rule = "columns travel too: give the scales as one of those";
                 return Err(Error::argument("x_scales", "given", rule));
             }
             let rows = ("num_tokens", Some(num_tokens as u64));
@@ -411,8 +479,8 @@ impl Buffer {
                 1 => scales.expect("x_scales", &[DType::F32], &[rows])?,
                 _ => scales.expect("x_scales", &[DType::F32], &[rows, ("num_scales", None)])?,
             }
-            num_scales = scales.columns();
             // The copy engine moves them where it can: in units of 16 bytes.
+            let num_scales = scales.columns();
             if num_scales.is_multiple_of(4) && !scales.ptr().0.is_multiple_of(16) {
                 let rule =
                     format!("the address must be a multiple of 16 bytes with {num_scales} scales per token");
@@ -420,15 +488,21 @@ impl Buffer {
             }
             let have = self.options.shape.max_scales as u64;
             check_fits(("x_scales", "scales"), num_scales, have, "max_scales")?;
+            given.push(scales);
         }
-        Ok(Payload {
+        let record = given.lay_out(num_tokens)?;
+        let (words, have) = (record.bytes as u64 / 4, self.options.shape.max_scales as u64);
+        check_fits(("columns", "words of 4 bytes"), words, have, "max_scales")?;
+        if let Some(payload) = payload {
+            payload.check(x, given)?;
+        }
+        Ok(Checked {
             dtype: x.dtype(),
             hidden: x.columns(),
             row_bytes: x.row_bytes() as u32,
-            num_scales: num_scales as u32,
-            scales_one_dimensional: scales.is_some_and(|scales| scales.shape().len() == 1),
             x: x.ptr(),
-            scales: scales.map_or(DevicePtr::NULL, |scales| scales.ptr()),
+            record,
+            is_scales: scales.is_some(),
             timeout,
         })
     }
@@ -448,7 +522,8 @@ impl Buffer {
     /// metadata.
     fn dispatch_args(
         &self,
-        payload: &Payload,
+        payload: &Checked,
+        records: &Records,
         place: &PlaceState<Room>,
         tables: &HandleTables,
         num_tokens: u32,
@@ -457,22 +532,26 @@ impl Buffer {
         let with_metadata = metadata.is_some() as u32;
         let Metadata { topk_idx, narrow_ids, topk_weights, num_topk, local_experts } =
             metadata.unwrap_or_default();
-        let (ring, piece_bytes) =
-            self.kernels.dispatch_ring(payload.row_bytes, payload.num_scales, num_topk, self.config.num_sms);
-        let (index, row_bytes, columns) = (place.index(), payload.row_bytes, payload.num_scales);
+        let (ring, piece_bytes) = self.kernels.dispatch_ring(
+            payload.row_bytes,
+            payload.num_scales(),
+            num_topk,
+            self.config.num_sms,
+        );
+        let (index, row_bytes, columns) = (place.index(), payload.row_bytes, payload.num_scales());
         let call = match metadata {
             // The count exchange sees to the rest.
             Some(_) => Call { kind: CallKind::Dispatch, place: 0, row_bytes: 0, columns: 0 },
             // A dispatch along a handle has no count exchange, which compares types.
             None => {
-                let columns = columns + payload.dtype.code() * CACHED_DTYPE;
+                let columns = columns + payload.dtype.code() * CACHED_DTYPE + payload.record.fingerprint();
                 Call { kind: CallKind::CachedDispatch, place: index, row_bytes, columns }
             }
         };
         let args = DispatchArgs {
             comm: self.comm_in(place, call, payload.timeout),
             x: payload.x,
-            scales: payload.scales,
+            scales: records.at,
             topk_idx,
             topk_weights,
             send_row: match tables.routing {
@@ -482,7 +561,7 @@ impl Buffer {
             header: tables.header,
             num_tokens,
             row_bytes: payload.row_bytes,
-            num_scales: payload.num_scales,
+            num_scales: payload.num_scales(),
             num_topk,
             local_experts: local_experts.max(1),
             stages: ring.count,
@@ -504,7 +583,7 @@ impl Buffer {
         &mut self,
         stream: &Stream,
         counts: &CountExchange<'_>,
-        payload: &Payload,
+        payload: &Checked,
         place: &PlaceState<Room>,
         tables: &HandleTables,
     ) -> Result<()> {
@@ -514,7 +593,7 @@ impl Buffer {
         let columns = place.index() << 24
             | (counts.by_expert as u32) << 23
             | counts.num_topk << 16
-            | payload.num_scales;
+            | payload.num_scales();
         // With rows by expert the host waits for the plan behind this one.
         let tag = if counts.by_expert { 0 } else { counts.tag };
         let mut comm = Comm { pool: place.room().layout, timeout_ns: counts.timeout_ns, ..self.comm };
@@ -543,7 +622,7 @@ impl Buffer {
                         num_channels,
                         num_experts: layout.num_experts,
                         expert_alignment: counts.expert_alignment,
-                        row_signature: payload.row_bytes | payload.dtype.code(),
+                        row_signature: payload.row_signature(),
                         columns,
                     };
                     if node.is_many {
@@ -583,7 +662,7 @@ impl Buffer {
                         num_channels,
                         local_experts,
                         expert_alignment: counts.expert_alignment,
-                        row_signature: payload.row_bytes | payload.dtype.code(),
+                        row_signature: payload.row_signature(),
                         columns,
                         reserved: 0,
                     };
@@ -723,21 +802,30 @@ impl Buffer {
     }
 }
 
-/// The output of every dispatch: rows, with their scales if they have any.
+/// The output of every dispatch: rows, with their scales or columns if they have any.
 fn output_of_rows<'p>(
-    payload: &Payload,
+    payload: &Checked,
     lease: &Arc<Lease<Room>>,
     handle: &DispatchHandle,
     event: Option<Event>,
 ) -> Received<'p> {
     let (place, plan, rows) = (lease.place(), &handle.0, handle.0.output_rows());
     let (at, owner) = (place.room().layout, || lease.clone() as Owner);
-    let both = [rows, payload.num_scales as u64];
-    let of_scales = if payload.scales_one_dimensional { &both[..1] } else { &both[..] };
-    let scales = || place.tensor(owner(), at.recv_scales, of_scales).result("recv_x_scales", plan);
+    let record = &payload.record;
+    let shape_of = |column: &PlacedColumn| std::iter::once(rows).chain(column.elements).collect::<Vec<_>>();
+    let scales = |column: &PlacedColumn| {
+        place.tensor(owner(), at.recv_scales, &shape_of(column)).result("recv_x_scales", plan)
+    };
+    let received = |column: &PlacedColumn| {
+        let at = place.at(at.recv_scales).add(column.offset.into());
+        let column = Tensor::in_memory(at, column.dtype, &shape_of(column), owner());
+        column.with_row_stride(record.bytes.into()).result("recv_columns", plan)
+    };
+    let is_scales = payload.is_scales;
     Received {
         recv_x: place.rows(owner(), at.recv_x, payload.dtype, rows, payload.hidden).result("recv_x", plan),
-        recv_x_scales: (!payload.scales.is_null()).then(scales),
+        recv_x_scales: record.columns.first().filter(|_| is_scales).map(scales),
+        recv_columns: record.columns.iter().filter(|_| !is_scales).map(received).collect(),
         recv_topk_idx: None,
         recv_topk_weights: None,
         recv_src_idx: None,
@@ -747,6 +835,7 @@ fn output_of_rows<'p>(
         num_recv_tokens_per_expert: Vec::new(),
         handle: handle.clone(),
         event,
+        record: if is_scales { Record::default() } else { payload.record.clone() },
         lease: lease.clone(),
     }
 }

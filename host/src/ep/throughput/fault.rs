@@ -51,6 +51,7 @@ impl core::Calls for Calls {
             CallKind::Dispatch => return "dispatch with a count exchange".into(),
             CallKind::CachedDispatch => ("cached dispatch", "(a number of dtype and scales)"),
             CallKind::CombineBf16 => ("combine of bf16 rows", "top-k weights"),
+            CallKind::CombineF16 => ("combine of f16 rows", "top-k weights"),
             CallKind::CombineF32 => ("combine of f32 rows", "top-k weights"),
             CallKind::CombineStagedBf16 => ("combine of a tensor of bf16 rows", "top-k weights"),
             CallKind::CombineStagedF32 => ("combine of a tensor of f32 rows", "top-k weights"),
@@ -176,10 +177,11 @@ impl Plans {
 fn mismatch(header: &PlanHeader) -> (&'static str, String, String) {
     const ROWS: u32 = 0;
     const COLUMNS: u32 = 1;
+    const COLUMN_TYPES: &str = "a hash of the types and bytes of columns";
     let (ours, theirs) = (header.ours, header.theirs);
     let whole = SIGNATURE_NAMES.get(header.detail as usize).copied().unwrap_or("an argument");
     let parts: &[(&str, u32, u32)] = match header.detail {
-        ROWS => &[("bytes per row", 4, u32::MAX >> 4), ("dtype", 0, 0xf)],
+        ROWS => &[("bytes per row", 4, 0xf_ffff), ("dtype", 0, 0xf), (COLUMN_TYPES, 24, 0xff)],
         COLUMNS => {
             &[("place", 24, 0xff), ("by_expert", 23, 1), ("num_topk", 16, 0x7f), ("num_scales", 0, 0xffff)]
         }

@@ -4,13 +4,14 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16, CombineByExpertF32, CombineF32,
-    CombineManyBf16, CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16,
-    CombineStagedManyF32, Dispatch, DispatchByExpert, DispatchLayout, DispatchMany, FirstTokens,
-    INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
-    JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany,
-    NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert, StageByExpert, StageCombine,
-    notify_shared_bytes,
+    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16, CombineByExpertF16,
+    CombineByExpertF32, CombineF16, CombineF32, CombineManyBf16, CombineManyF16, CombineManyF32,
+    CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, Dispatch,
+    DispatchByExpert, DispatchLayout, DispatchMany, FirstTokens, INTERNODE_NOTIFY_SHARED_BYTES,
+    InternodeCombine, InternodeCombineF16, InternodeCombineF32, InternodeCount, InternodeDispatch,
+    InternodeNotify, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify,
+    NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns, PlanByExpert,
+    StageByExpert, StageCombine, TransposeColumn, notify_shared_bytes,
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes};
 
@@ -127,6 +128,7 @@ pub struct OneNode {
     pub notify: Kernel,
     pub dispatch: Kernel,
     pub combine: Kernel,
+    pub combine_f16: Kernel,
     pub combine_f32: Kernel,
     pub combine_staged: Kernel,
     pub combine_staged_f32: Kernel,
@@ -142,17 +144,19 @@ pub struct ByExpert {
     pub dispatch: Kernel,
     pub stage: Kernel,
     pub combine: Kernel,
+    pub combine_f16: Kernel,
     pub combine_f32: Kernel,
 }
 
 impl ByExpert {
     /// Their names, in the order of the fields.
-    const NAMES: [&'static str; 6] = [
+    const NAMES: [&'static str; 7] = [
         NumberSelections::INFO.name,
         PlanByExpert::INFO.name,
         DispatchByExpert::INFO.name,
         StageByExpert::INFO.name,
         CombineByExpertBf16::INFO.name,
+        CombineByExpertF16::INFO.name,
         CombineByExpertF32::INFO.name,
     ];
 }
@@ -165,16 +169,19 @@ pub struct SeveralNodes {
     pub notify: Kernel,
     pub dispatch: Kernel,
     pub combine: Kernel,
+    pub combine_f16: Kernel,
+    pub combine_f32: Kernel,
 }
 
 impl OneNode {
     /// Their names, in the order of the fields.
-    fn names(is_many: bool) -> [&'static str; 6] {
+    fn names(is_many: bool) -> [&'static str; 7] {
         let (few, many) = (
             [
                 Notify::INFO,
                 Dispatch::INFO,
                 CombineBf16::INFO,
+                CombineF16::INFO,
                 CombineF32::INFO,
                 CombineStagedBf16::INFO,
                 CombineStagedF32::INFO,
@@ -183,6 +190,7 @@ impl OneNode {
                 NotifyMany::INFO,
                 DispatchMany::INFO,
                 CombineManyBf16::INFO,
+                CombineManyF16::INFO,
                 CombineManyF32::INFO,
                 CombineStagedManyBf16::INFO,
                 CombineStagedManyF32::INFO,
@@ -232,13 +240,22 @@ impl LoadedKernels {
         ptx: Option<PathBuf>,
     ) -> Result<LoadedKernels> {
         let is_many = topology.ranks_per_node > FEW_RANKS as u32;
-        let mut names = vec![DispatchLayout::INFO.name, StageCombine::INFO.name, FirstTokens::INFO.name];
+        let always = [
+            DispatchLayout::INFO,
+            StageCombine::INFO,
+            FirstTokens::INFO,
+            PackColumns::INFO,
+            TransposeColumn::INFO,
+        ];
+        let mut names: Vec<&str> = always.iter().map(|info| info.name).collect();
         if topology.nodes > 1 {
             names.extend([
                 InternodeCount::INFO.name,
                 InternodeNotify::INFO.name,
                 InternodeDispatch::INFO.name,
                 InternodeCombine::INFO.name,
+                InternodeCombineF16::INFO.name,
+                InternodeCombineF32::INFO.name,
             ]);
         } else {
             names.extend(OneNode::names(is_many));
@@ -255,15 +272,17 @@ impl LoadedKernels {
         Ok(match network {
             None => {
                 let is_many = self.is_many;
-                let [notify, dispatch, combine, combine_f32, staged, staged_f32] = OneNode::names(is_many);
+                let [notify, dispatch, combine, combine_f16, combine_f32, staged, staged_f32] =
+                    OneNode::names(is_many);
                 let by_expert = || -> Result<ByExpert> {
-                    let [number, plan, dispatch, stage, combine, combine_f32] = ByExpert::NAMES;
+                    let [number, plan, dispatch, stage, combine, combine_f16, combine_f32] = ByExpert::NAMES;
                     Ok(ByExpert {
                         number: kernel(number, 0)?,
                         plan: kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
                         dispatch: kernel(dispatch, self.shared_limit)?,
                         stage: kernel(stage, 0)?,
                         combine: kernel(combine, self.shared_limit)?,
+                        combine_f16: kernel(combine_f16, self.shared_limit)?,
                         combine_f32: kernel(combine_f32, self.shared_limit)?,
                     })
                 };
@@ -272,6 +291,7 @@ impl LoadedKernels {
                     notify: kernel(notify, notify_shared_bytes(is_many))?,
                     dispatch: kernel(dispatch, self.shared_limit)?,
                     combine: kernel(combine, self.shared_limit)?,
+                    combine_f16: kernel(combine_f16, self.shared_limit)?,
                     combine_f32: kernel(combine_f32, self.shared_limit)?,
                     combine_staged: kernel(staged, self.shared_limit)?,
                     combine_staged_f32: kernel(staged_f32, self.shared_limit)?,
@@ -286,6 +306,8 @@ impl LoadedKernels {
                     notify: kernel(InternodeNotify::INFO.name, INTERNODE_NOTIFY_SHARED_BYTES)?,
                     dispatch: kernel(InternodeDispatch::INFO.name, self.shared_limit)?,
                     combine: kernel(InternodeCombine::INFO.name, self.shared_limit)?,
+                    combine_f16: kernel(InternodeCombineF16::INFO.name, self.shared_limit)?,
+                    combine_f32: kernel(InternodeCombineF32::INFO.name, self.shared_limit)?,
                 };
                 Spread::SeveralNodes(Arc::new(nodes), Box::new(side))
             }
@@ -303,6 +325,8 @@ pub struct Kernels {
     pub dispatch_layout: Kernel,
     pub stage_combine: Kernel,
     pub first_tokens: Kernel,
+    pub pack_columns: Kernel,
+    pub transpose_column: Kernel,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
     device: Device,
@@ -323,6 +347,8 @@ impl Kernels {
             dispatch_layout: loaded.module.kernel(DispatchLayout::INFO.name, loaded.shared_limit)?,
             stage_combine: loaded.module.kernel(StageCombine::INFO.name, 0)?,
             first_tokens: loaded.module.kernel(FirstTokens::INFO.name, 0)?,
+            pack_columns: loaded.module.kernel(PackColumns::INFO.name, 0)?,
+            transpose_column: loaded.module.kernel(TransposeColumn::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
             device: device.clone(),

@@ -6,7 +6,7 @@
 //! | `options.rs`, `config.rs` | how a buffer is made, channels and launch shapes |
 //! | `layout.rs`, `dispatch.rs`, `combine.rs` | the operations |
 //! | `received.rs`, `handle.rs`, `by_node.rs` | their results |
-//! | `copy.rs` | the copy of received rows into tensors of the caller's |
+//! | `copy.rs`, `columns.rs` | copies of received rows and columns into tensors of the caller's |
 //! | `place.rs`, `pool.rs` | what is in a place, and where in the pool |
 //! | `wire.rs` | wire memory, and the tables of the ways to other nodes |
 //! | `kernels.rs` | the loaded kernels, and the shapes of their launches |
@@ -15,6 +15,7 @@
 
 mod by_node;
 mod ceiling;
+mod columns;
 mod combine;
 mod config;
 mod copy;

@@ -26,7 +26,8 @@ pub struct Shape {
     pub dtype: DType,
     /// Most top-k entries per token, 1 to 32.
     pub max_topk: u32,
-    /// Most scales per token; 0 where none are used.
+    /// Most f32 scales per token, or room for columns in units of 4 bytes
+    /// ([`Payload::max_scales`](crate::Payload::max_scales)); 0 where there are none.
     pub max_scales: u32,
 }
 

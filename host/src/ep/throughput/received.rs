@@ -6,6 +6,7 @@ use super::DispatchHandle;
 use super::place::{Place, PoolRows, Room};
 use crate::driver::Event;
 use crate::ep::core::Lease;
+use crate::ep::payload::Record;
 use crate::ep::tensor::Owner;
 use crate::ep::{DType, Element, Tensor, TypedTensor};
 use crate::error::Result;
@@ -26,6 +27,12 @@ pub struct Received<'p> {
     pub recv_x: Tensor<'p>,
     /// Scales of the rows, laid out as the scales of x, with `num_recv_tokens` rows.
     pub recv_x_scales: Option<TypedTensor<'p, f32>>,
+    /// The columns of the rows, in the order of the request and with its types, each
+    /// `[num_recv_tokens, n]` (or `[num_recv_tokens]`). The columns of a row lie together: each
+    /// begins at a multiple of 4 bytes, and its rows are `row_stride()` bytes apart, the same for
+    /// all of them. [`Buffer::transpose_column`](super::Buffer::transpose_column) copies one with
+    /// the rows side by side.
+    pub recv_columns: Vec<Tensor<'p>>,
     /// `[num_recv_tokens, num_topk]`: local expert ids, or -1 where the expert is not on this rank.
     /// `None` where top-k was not sent, and of rows by expert.
     pub recv_topk_idx: Option<TypedTensor<'p, i64>>,
@@ -50,6 +57,8 @@ pub struct Received<'p> {
     pub handle: DispatchHandle,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
+    /// Where the columns of a row are.
+    pub(super) record: Record,
     pub(super) lease: Arc<Lease<Room>>,
 }
 
@@ -74,6 +83,7 @@ impl<'p> Received<'p> {
         Detached(Received {
             recv_x: self.recv_x.into_static(),
             recv_x_scales: free(self.recv_x_scales),
+            recv_columns: self.recv_columns.into_iter().map(Tensor::into_static).collect(),
             recv_topk_idx: free(self.recv_topk_idx),
             recv_topk_weights: free(self.recv_topk_weights),
             recv_src_idx: free(self.recv_src_idx),
@@ -83,6 +93,7 @@ impl<'p> Received<'p> {
             num_recv_tokens_per_expert: self.num_recv_tokens_per_expert,
             handle: self.handle,
             event: self.event,
+            record: self.record,
             lease: self.lease,
         })
     }

@@ -1,0 +1,110 @@
+//! Columns of tokens, put together so that they travel as one, and a received column as grouped
+//! GEMMs read scales.
+//!
+//! Soundness: the kernels read columns and records that are not written meanwhile, and each word of
+//! an output has one thread. Rows that are read lie inside the pool, because the dispatch has
+//! planned them so.
+
+use core::mem::offset_of;
+
+use crate::layout::{DevicePtr, PackArgs, PlanHeader, PlanStatus, TransposeArgs, column_stride};
+use crate::simt::*;
+
+/// Puts the columns of each token together in its record. A warp takes a token at a time, a lane
+/// every 32nd word.
+#[kernel(threads = 256, registers = 40, dependent)]
+pub unsafe fn pack_columns(args: PackArgs) {
+    let words = args.record_bytes / 4;
+    let warps = ntid() / 32;
+    stride!(token in ctaid() * warps + tid() / 32..args.num_tokens, nctaid() * warps => {
+        let record = args.records.0 + token as u64 * args.record_bytes as u64;
+        stride!(word in laneid()..words, 32 => {
+            st_u32(record + word as u64 * 4, word_of(&args, token, word * 4));
+        });
+    });
+}
+
+/// The word at `at` of a token's record.
+///
+/// # Safety
+/// The token's columns are live.
+#[device]
+unsafe fn word_of(args: &PackArgs, token: u32, at: u32) -> u32 {
+    let (mut column, mut bytes, mut at) = (args.column_0, args.bytes_0, at);
+    let mut skip = |next: DevicePtr, next_bytes: u32| {
+        if at >= column_stride(bytes) {
+            at -= column_stride(bytes);
+            (column, bytes) = (next, next_bytes);
+        }
+    };
+    // A column without bytes is skipped with the next one, if there is one.
+    skip(args.column_1, args.bytes_1);
+    skip(args.column_2, args.bytes_2);
+    skip(args.column_3, args.bytes_3);
+    let from = column.0 + token as u64 * bytes as u64 + at as u64;
+    let left = bytes.saturating_sub(at);
+    if left >= 4 && from.is_multiple_of(4) {
+        return ld_u32(from);
+    }
+    let mut word = 0;
+    unroll!(4, BYTE => {
+        word |= ld_u8_if((BYTE as u32) < left, from + BYTE as u64) << (8 * BYTE);
+    });
+    word
+}
+
+/// Writes the words of a column of received rows with the rows side by side. A warp takes 32 rows at
+/// a time, a lane each; padding of rows by expert stays as it is.
+#[kernel(threads = 256, registers = 40, dependent)]
+pub unsafe fn transpose_column(args: TransposeArgs) {
+    if ld_u32(args.header.0) != PlanStatus::Ready as u32 {
+        return;
+    }
+    let came = ld_u32(args.header.0 + offset_of!(PlanHeader, num_recv_tokens) as u64);
+    let (rows, warps) = (came.min(args.num_rows), ntid() / 32);
+    stride!(turn in ctaid() * warps + tid() / 32..rows.div_ceil(32), nctaid() * warps => {
+        let row = turn * 32 + laneid();
+        if row < rows && has_token(&args, row) {
+            let from = args.words.0 + row as u64 * args.record_bytes as u64;
+            let to = args.out.0 + row as u64 * 4;
+            stride!(word in 0..args.num_words, 4 => {
+                // Four loads are in flight together.
+                let mut words = [0; 4];
+                unroll!(4, J => {
+                    if word + (J as u32) < args.num_words {
+                        words[J] = ld_u32(from + (word + J as u32) as u64 * 4);
+                    }
+                });
+                unroll!(4, J => {
+                    if word + (J as u32) < args.num_words {
+                        st_u32(to + (word + J as u32) as u64 * args.out_stride * 4, words[J]);
+                    }
+                });
+            });
+        }
+    });
+}
+
+/// Whether a row is that of a token, and no padding.
+///
+/// # Safety
+/// The tables of experts are live, or null.
+#[device]
+unsafe fn has_token(args: &TransposeArgs, row: u32) -> bool {
+    if args.expert_starts.is_null() {
+        return true;
+    }
+    // The last expert whose segment begins at the row or in front of it: those behind it begin
+    // later, and those in front of it end in front of the row.
+    let (mut expert, mut end) = (0, args.local_experts);
+    while expert + 1 < end {
+        let middle = expert + (end - expert) / 2;
+        if ld_u32(args.expert_starts.0 + middle as u64 * 4) <= row {
+            expert = middle;
+        } else {
+            end = middle;
+        }
+    }
+    let start = ld_u32(args.expert_starts.0 + expert as u64 * 4);
+    row.wrapping_sub(start) < ld_u32(args.expert_counts.0 + expert as u64 * 4)
+}

@@ -1,0 +1,81 @@
+//! Received columns as grouped GEMMs read scales.
+
+use epoxide_gpu::kernels::TransposeColumn;
+use epoxide_gpu::layout::{DevicePtr, TransposeArgs};
+
+use super::{Buffer, DType, Received, StreamOrder, TypedTensor};
+use crate::driver::Event;
+use crate::ep::tensor::{Owner, owners};
+use crate::error::{Error, Result};
+
+/// Threads per block.
+const THREADS: u32 = TransposeColumn::INFO.max_threads;
+
+impl Buffer {
+    /// Copies column `index` of received rows into `out`, with the rows side by side: i32 `[bytes /
+    /// 4 rounded up, n]`, n at least the rows. Word w of row r is `out[w][r]`; bytes behind the
+    /// column are 0 in its last word. UE8M0 scales come thereby as grouped GEMMs read them: four to
+    /// an i32, and with n a multiple of 4, each row of `out` at a multiple of 16 bytes. As many rows
+    /// are copied as came; the others, and padding of rows by expert, stay as they are.
+    ///
+    /// Only this rank takes part; the host waits for nothing, nothing is allocated, and the call
+    /// can be captured. Gives the event of an asynchronous call. Reading `out` on the host gives
+    /// the error of the dispatch, if it has failed, until [`Tensor::write`](crate::Tensor::write)
+    /// fills it.
+    ///
+    /// # Errors
+    /// [`Error::DType`], [`Error::Shape`] and [`Error::Argument`] where an argument breaks a rule.
+    /// [`Error::StaleHandle`] where a later dispatch has overwritten the rows. Also errors of
+    /// [`Buffer::check`] and of the driver.
+    pub fn transpose_column(
+        &mut self,
+        received: &Received<'_>,
+        index: usize,
+        out: &TypedTensor<'_, i32>,
+        order: StreamOrder<'_>,
+    ) -> Result<Option<Event>> {
+        let capturing = self.core.begin(order)?;
+        let place = received.lease.place().clone();
+        self.core.check_place(&place)?;
+        received.lease.check_current()?;
+        self.check_handle(&received.handle)?;
+        let handle = received.handle.0.clone();
+        // Fields of `Received` are the caller's to replace; the record is not among them.
+        let record = &received.record;
+        let Some(column) = record.columns.get(index) else {
+            let rule = format!("{} columns came with the rows, numbered from 0", record.columns.len());
+            return Err(Error::argument("index", index, rule));
+        };
+        let (rows, words) = (handle.output_rows(), column.bytes.div_ceil(4));
+        out.expect("out", &[DType::I32], &[("words", Some(words.into())), ("rows", None)])?;
+        if out.columns() < rows {
+            let rule = format!("must have at least the {rows} rows of recv_x");
+            return Err(Error::argument("out", format!("{} rows", out.columns()), rule));
+        }
+        let null = DevicePtr::NULL;
+        let tables = handle.tables.by_expert;
+        let args = TransposeArgs {
+            header: handle.tables.header,
+            words: place.at(place.room().layout.recv_scales).add(column.offset.into()),
+            out: out.ptr(),
+            expert_counts: tables.map_or(null, |at| at.expert_counts),
+            expert_starts: tables.map_or(null, |at| at.expert_starts),
+            out_stride: out.columns(),
+            record_bytes: record.bytes,
+            num_words: words,
+            num_rows: rows as u32,
+            local_experts: handle.local_experts,
+        };
+        let uses = owners([Some(&**out)]).into_iter().chain([handle.block.clone() as Owner]);
+        let event = self.run(order, capturing, None, uses, |buffer, stream| {
+            let sms = buffer.core.device().info().sm_count;
+            let grid = (rows as u32).div_ceil(THREADS).clamp(1, sms);
+            let (kernel, call) = (&buffer.kernels.transpose_column, TransposeColumn::call(args));
+            // SAFETY: the memory of the tensor and of the handle's block is freed only behind all
+            // work enqueued on streams, and a recording keeps them; the pool has so many records.
+            unsafe { stream.call(kernel, grid, THREADS, 0, call) }
+        })?;
+        self.core.fills_tensor(out, &handle);
+        Ok(event)
+    }
+}

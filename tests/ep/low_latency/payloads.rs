@@ -1,0 +1,268 @@
+//! Rows of any type with columns, which arrive as words, a row's in a column of the tensor.
+
+use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::low_latency::{CombineRequest, DispatchRequest, Quantise, Received};
+use epoxide::transport::TransportKind;
+use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
+use epoxide_testing::harness::NodeLinks;
+use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank, Segments};
+use epoxide_testing::oracle::{Style, by_expert, recv_order};
+use epoxide_testing::payload::{Format, rng_of};
+use epoxide_testing::tier;
+use half::bf16;
+use rand::RngCore;
+
+use crate::shapes::routing;
+use crate::valid::refused;
+
+/// Elements of a row: whole blocks of each format.
+const HIDDEN: u64 = 512;
+const FORMATS: [Format; 6] =
+    [Format::Bf16, Format::F16, Format::Fp8E5m2, Format::Fp8Ue8m0, Format::Mxfp8, Format::Nvfp4];
+
+fn case(tokens: &[u32], format: Format) -> LowLatencyCase {
+    let experts = 2 * tokens.len() as u32;
+    let routing = routing(tokens, 3, experts, Style::WithHoles);
+    let max_scales = format.payload(HIDDEN).max_scales();
+    LowLatencyCase { max_scales, ..LowLatencyCase::new(routing, HIDDEN as u32) }
+}
+
+/// The bytes of a token's row (part 0), or of a column of it.
+fn bytes(turn: u64, (rank, token): (u32, u32), part: usize, count: u64) -> Vec<u8> {
+    let mut bytes = vec![0; count as usize];
+    rng_of(&[turn, rank.into(), token.into(), part as u64]).fill_bytes(&mut bytes);
+    bytes
+}
+
+/// What this rank sends of a part: of each token, `elements` of the dtype.
+fn upload(
+    rank: &LowLatencyRank,
+    case: &LowLatencyCase,
+    turn: u64,
+    part: usize,
+    (dtype, elements): (DType, u64),
+) -> Result<Tensor<'static>> {
+    let tokens = case.routing.num_tokens(rank.rank);
+    let count = elements * dtype.size();
+    let rows: Vec<_> = (0..tokens).map(|token| bytes(turn, (rank.rank, token), part, count)).collect();
+    rank.upload_rows(dtype, elements, &rows)
+}
+
+/// Compares a received row and its columns.
+fn check_row(
+    rank: &mut LowLatencyRank,
+    format: Format,
+    (turn, source): (u64, (u32, u32)),
+    (x, columns): (&Tensor<'_>, &[TypedTensor<'_, i32>]),
+    row: usize,
+) -> Result<()> {
+    let payload = format.payload(HIDDEN);
+    let got = rank.row_of(x, row)?;
+    rank.equal(&format!("row {row} of {source:?}"), &got, &bytes(turn, source, 0, payload.row_bytes()));
+    rank.check(columns.len() == payload.columns().len(), "columns are those of the payload");
+    for (index, (words, &(dtype, elements))) in columns.iter().zip(payload.columns()).enumerate() {
+        let want = bytes(turn, source, index + 1, elements * dtype.size());
+        let mut got = vec![0u8; words.rows() as usize * 4];
+        for (word, to) in got.chunks_exact_mut(4).enumerate() {
+            let at = words.ptr().add(word as u64 * words.row_stride() + row as u64 * 4);
+            // SAFETY: it is one of the tensor's elements.
+            unsafe { rank.stream.read(to, at)? };
+        }
+        got.truncate(want.len());
+        rank.equal(&format!("column {index} of row {row} of {source:?}"), &got, &want);
+    }
+    Ok(())
+}
+
+fn check_received(
+    rank: &mut LowLatencyRank,
+    case: &LowLatencyCase,
+    format: Format,
+    turn: u64,
+    received: &Received<'_>,
+) -> Result<()> {
+    for (source, token) in recv_order(&case.routing, rank.rank) {
+        let row = (source * case.max_tokens + token) as usize;
+        check_row(rank, format, (turn, (source, token)), (&received.x, &received.columns), row)?;
+    }
+    let (Some(got), Some(segments)) = (&received.by_expert, case.segments) else { return Ok(()) };
+    let x = got.recv_x.as_ref().expect("in memory of the call");
+    for (row, of) in by_expert(&case.routing, rank.rank, segments.alignment).rows.iter().enumerate() {
+        let Some((source, token, _)) = *of else { continue };
+        check_row(rank, format, (turn, (source, token)), (x, &got.recv_columns), row)?;
+    }
+    Ok(())
+}
+
+/// Dispatches of a format, each answered by a combine.
+fn check(case: &LowLatencyCase, format: Format) {
+    case.run(|rank| {
+        let stream = rank.stream.clone();
+        let (mut place, payload) = (rank.buffer.place(0)?, format.payload(HIDDEN));
+        let tokens = u64::from(case.routing.num_tokens(rank.rank));
+        let ids = case.routing.flat_topk_idx(rank.rank);
+        let ids = TypedTensor::from_host(&stream, &[tokens, case.routing.num_topk.into()], &ids)?;
+        let ones = vec![bf16::ONE; (rank.buffer.rows() * HIDDEN) as usize];
+        let ones = Tensor::from_host(&stream, DType::Bf16, &[rank.buffer.rows(), HIDDEN], &ones)?;
+        for turn in 0..3 {
+            let x = upload(rank, case, turn, 0, payload.row())?;
+            let columns = (1..).zip(payload.columns());
+            let columns =
+                columns.map(|(part, &of)| upload(rank, case, turn, part, of)).collect::<Result<Vec<_>>>()?;
+            let request = DispatchRequest::new(&x, &ids).payload(&payload);
+            let request = columns.iter().fold(request, DispatchRequest::column);
+            let request = case.segments.iter().fold(request, |it, of| it.by_expert(of.alignment));
+            let order = StreamOrder::on(&stream);
+            let received = match case.halves {
+                false => rank.buffer.dispatch(&mut place, request, order)?,
+                true => rank.buffer.dispatch_send(&mut place, request, order)?.receive(order)?,
+            };
+            stream.synchronize()?;
+            rank.buffer.check()?;
+            check_received(rank, case, format, turn, &received)?;
+            let combined = rank.buffer.combine(received, CombineRequest::by_row(&ones), order)?;
+            let sums = combined.x.to_host::<bf16>(&stream)?;
+            for token in 0..tokens as u32 {
+                let want = bf16::from_f32(case.routing.num_destinations(rank.rank, token) as f32);
+                let got = &sums[(u64::from(token) * HIDDEN) as usize..][..HIDDEN as usize];
+                rank.check(got.iter().all(|&it| it == want), format!("sum of token {token} is {want}"));
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn every_format_within_a_node() {
+    for (number, format) in FORMATS.into_iter().enumerate() {
+        check(&LowLatencyCase { halves: number % 2 == 1, ..case(&[7, 0, 5], format) }, format);
+    }
+}
+
+/// Blocks with several tokens send their words together.
+#[test]
+fn more_tokens_than_blocks() {
+    for format in [Format::Mxfp8, Format::Nvfp4] {
+        check(&LowLatencyCase { sm_count: 2, ..case(&[21, 40], format) }, format);
+    }
+}
+
+#[test]
+fn every_format_across_nodes() {
+    let transports = tier::pick(vec![TransportKind::Direct], vec![TransportKind::Direct, TransportKind::Tcp]);
+    for (format, transport) in FORMATS.into_iter().flat_map(|of| transports.iter().map(move |&it| (of, it))) {
+        let nodes = Some(NodeLinks { ranks_per_node: 1, transport, queues: 1 });
+        check(&LowLatencyCase { nodes, ..case(&[7, 5], format) }, format);
+    }
+}
+
+#[test]
+fn columns_by_expert() {
+    for format in [Format::Mxfp8, Format::Fp8Ue8m0, Format::F16] {
+        for nodes in
+            [None, Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })]
+        {
+            let segments = Some(Segments::aligned(4));
+            check(&LowLatencyCase { nodes, segments, ..case(&[7, 5], format) }, format);
+        }
+    }
+}
+
+/// Columns are packed in each run, of what they hold then.
+#[test]
+fn runs_of_a_step_bring_new_columns() {
+    let (case, format) = (case(&[5, 3], Format::Nvfp4), Format::Nvfp4);
+    case.run(|rank| {
+        let stream = rank.stream.clone();
+        let (mut place, payload) = (rank.buffer.place(0)?, format.payload(HIDDEN));
+        let tokens = u64::from(case.routing.num_tokens(rank.rank));
+        let ids = case.routing.flat_topk_idx(rank.rank);
+        let ids = TypedTensor::from_host(&stream, &[tokens, case.routing.num_topk.into()], &ids)?;
+        let parts: Vec<_> = std::iter::once(payload.row()).chain(payload.columns().iter().copied()).collect();
+        let inputs = |rank: &LowLatencyRank, turn| -> Result<Vec<Tensor<'static>>> {
+            (0..).zip(&parts).map(|(part, &of)| upload(rank, &case, turn, part, of)).collect()
+        };
+        let given = inputs(rank, 0)?;
+        let step = rank.buffer.capture(&stream, |buffer, order| {
+            let request = DispatchRequest::new(&given[0], &ids).payload(&payload);
+            let request = given[1..].iter().fold(request, DispatchRequest::column);
+            Ok(buffer.dispatch(&mut place, request, order)?.detach())
+        })?;
+        for turn in 1..4 {
+            let fresh = inputs(rank, turn)?;
+            for (to, from) in given.iter().zip(&fresh) {
+                // SAFETY: both have as many bytes, and outlive the stream's work.
+                unsafe { stream.copy(to.ptr(), from.ptr(), to.rows() * to.row_bytes())? };
+            }
+            step.launch(&stream)?;
+            step.check(&stream)?;
+            check_received(rank, &case, format, turn, step.output().at(&place)?)?;
+            rank.synchronize()?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn the_checker_finds_nothing() {
+    for seed in 0..tier::pick(2, 40) {
+        let weak = (seed % 2 == 1).then_some(seed);
+        let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
+        let (checker, schedule_seed) = (Some(Checker::new(config)), Some(seed));
+        let format = if seed % 4 < 2 { Format::Nvfp4 } else { Format::Mxfp8 };
+        check(&LowLatencyCase { checker, schedule_seed, ..case(&[5, 3], format) }, format);
+    }
+}
+
+/// As many bytes in columns of another type are another call.
+#[test]
+fn ranks_with_other_columns_are_told_apart() {
+    for nodes in [None, Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })] {
+        let case = LowLatencyCase { nodes, ..case(&[4, 4], Format::Mxfp8) };
+        case.run(|rank| {
+            let stream = rank.stream.clone();
+            let (mut place, order) = (rank.buffer.place(0)?, StreamOrder::on(&stream));
+            let ids = TypedTensor::from_host(&stream, &[4, 3], &case.routing.flat_topk_idx(rank.rank))?;
+            let payload = Format::Mxfp8.payload(HIDDEN);
+            let x = upload(rank, &case, 0, 0, payload.row())?;
+            let dtype = if rank.rank == 0 { DType::Ue8m0 } else { DType::U8 };
+            let column = upload(rank, &case, 0, 1, (dtype, payload.columns()[0].1))?;
+            let request = DispatchRequest::new(&x, &ids).column(&column);
+            let received = rank.buffer.dispatch(&mut place, request, order)?;
+            stream.synchronize()?;
+            refused(rank.buffer.check(), &["low-latency dispatch in place 0", "scales or columns"]);
+            drop(received);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn wrong_payloads_are_refused() {
+    let case = LowLatencyCase {
+        segments: Some(Segments::aligned(4)),
+        max_scales: 44,
+        ..case(&[4, 4], Format::Bf16)
+    };
+    case.run(|rank| {
+        let stream = rank.stream.clone();
+        let (mut place, order) = (rank.buffer.place(0)?, StreamOrder::on(&stream));
+        let ids = case.routing.flat_topk_idx(rank.rank);
+        let ids = TypedTensor::from_host(&stream, &[4, 3], &ids)?;
+        let tensor = |dtype, columns| Tensor::alloc(stream.device(), dtype, &[4, columns]);
+        let (x, long) = (tensor(DType::U8, 512)?, tensor(DType::U8, 1040)?);
+        let (words, many) = (tensor(DType::I32, 44)?, tensor(DType::I32, 45)?);
+        let mut refuse = |request: DispatchRequest<'_>, parts: &[&str]| {
+            refused(rank.buffer.dispatch(&mut place, request, order), parts);
+        };
+        refuse(DispatchRequest::new(&long, &ids), &["x = 1040 bytes", "at most", "1024"]);
+        refuse(DispatchRequest::new(&many, &ids), &["x has dtype i32", "expected bf16 or fp8"]);
+        let request = || DispatchRequest::new(&x, &ids);
+        refuse(request().column(&many), &["columns = 45 words", "max_scales >= 45"]);
+        refuse(request().column(&words).by_expert(4), &["columns = 44 words", "4 of these"]);
+        let rows = tensor(DType::Bf16, HIDDEN)?;
+        let quantised = DispatchRequest::new(&rows, &ids).quantise(Quantise::Fp8).column(&words);
+        refuse(quantised, &["columns = given", "in the place of scales"]);
+        Ok(())
+    });
+}
