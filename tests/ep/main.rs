@@ -4,6 +4,7 @@
 mod by_expert;
 mod calls;
 mod cases;
+mod counts;
 mod deaths;
 mod errors;
 mod experts;

@@ -11,6 +11,7 @@ mod device_ptr;
 mod example;
 mod experts;
 mod handle;
+mod internode_by_expert;
 mod limits;
 mod low_latency;
 mod low_latency_internode;
@@ -30,6 +31,7 @@ mod own {
     pub use super::call::*;
     pub use super::experts::*;
     pub use super::handle::*;
+    pub use super::internode_by_expert::*;
     pub use super::low_latency::*;
     pub use super::low_latency_internode::*;
     pub use super::pool::*;

@@ -267,6 +267,7 @@ impl Buffer {
             send_blocks: self.options.shape.max_tokens * self.num_ranks() * pieces_of(row_bytes as u32) + 1,
             receive_blocks: num_tokens * pieces_of(row_bytes as u32),
             fills: None,
+            cumulative_counts: None,
             uses,
         })
     }

@@ -27,7 +27,7 @@ use std::time::Duration;
 
 use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
-    FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled,
+    AddCounts, FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled,
     LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyGather,
     LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
     LowLatencyInternodeDispatchByExpert,
@@ -96,6 +96,7 @@ struct Kernels {
     pooled_combine: Kernel,
     gather: Kernel,
     first_tokens: Kernel,
+    add_counts: Kernel,
     /// A dispatch that brings rows by expert, where the buffer has room for them.
     dispatch_by_expert: Option<Kernel>,
 }
@@ -112,8 +113,8 @@ impl Kernels {
             ]
         };
         let (summed, pooled) = (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO);
-        let (gather, first) = (LowLatencyGather::INFO, FirstTokens::INFO);
-        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first];
+        let (gather, first, add) = (LowLatencyGather::INFO, FirstTokens::INFO, AddCounts::INFO);
+        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first, add];
         let by_expert = match nodes {
             1 => LowLatencyDispatchByExpert::INFO,
             _ => LowLatencyInternodeDispatchByExpert::INFO,
@@ -123,7 +124,8 @@ impl Kernels {
         let module = Module::shipped(device, None, &names)?;
         let load_by_expert = || module.kernel(by_expert.name, 0);
         let kernels = infos.map(|info| module.kernel(info.name, 0));
-        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather, first] = kernels;
+        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather, first, add] =
+            kernels;
         Ok(Kernels {
             dispatch: dispatch?,
             combine: combine?,
@@ -132,6 +134,7 @@ impl Kernels {
             pooled_combine: pooled_combine?,
             gather: gather?,
             first_tokens: first?,
+            add_counts: add?,
             dispatch_by_expert: has_rows_by_expert.then(load_by_expert).transpose()?,
         })
     }

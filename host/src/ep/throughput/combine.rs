@@ -3,14 +3,14 @@
 use epoxide_gpu::kernels::{
     CombineBf16, CombineByExpertBf16, CombineByExpertF32, CombineF32, CombineManyBf16, CombineManyF32,
     CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, InternodeCombine,
-    JOINED_BYTES, PROGRESS_BYTES, StageByExpert, StageCombine,
+    InternodeCombineByExpert, JOINED_BYTES, PROGRESS_BYTES, StageByExpert, StageCombine,
 };
 use epoxide_gpu::layout::{
     Call, CallKind, CombineArgs, DevicePtr, ExpertCombineArgs, ExpertStageArgs, InternodeCombineArgs,
-    StageArgs, StagedCombineArgs, combine_slot_bytes,
+    InternodeExpertCombineArgs, StageArgs, StagedCombineArgs, combine_slot_bytes,
 };
 
-use super::kernels::{Spread, call_within};
+use super::kernels::{Spread, call_within, not_loaded};
 use super::place::PoolRows;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, check_fits};
@@ -74,7 +74,9 @@ impl<'a> CombineRequest<'a> {
     setters! {
         /// Weights the rows by expert of this rank's own tokens: that of entry k of token t counts
         /// `weights[t][k]` times, `[num_tokens, num_topk]`. The product is rounded to FP32, and so
-        /// is each sum.
+        /// is each sum. Across nodes these are the weights that the dispatch was given
+        /// ([`DispatchRequest::topk_weights`](super::DispatchRequest::topk_weights)), as they were
+        /// then: other nodes sum, and have them from there. Give the same tensor.
         weights: &'a TypedTensor<'a, f32>;
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;
@@ -92,7 +94,8 @@ pub struct Combined {
     /// is accumulated in FP32 in rank order and rounded once, and so bit for bit reproducible. It
     /// is 0 for a token that went nowhere. Across nodes each node's sum is made and rounded so. The
     /// nodes' sums are then added in FP32 in node order and rounded again; bf16 only. For rows by
-    /// expert it is the sum over the token's entries, in their order.
+    /// expert it is the sum over the token's entries, in their order, and across nodes of each node
+    /// that over those whose experts are there.
     pub combined_x: Tensor<'static>,
     /// `[num_tokens, num_topk]`, if weights were given.
     pub combined_topk_weights: Option<TypedTensor<'static, f32>>,
@@ -320,7 +323,9 @@ impl Buffer {
             combined_weights: if num_topk == 0 { null } else { weights_at },
             send_row: match handle.tables.routing {
                 Spread::OneNode(_, tables) => tables.send_row,
-                Spread::SeveralNodes(..) => null,
+                Spread::SeveralNodes(_, tables) => {
+                    tables.by_expert.map_or(null, |_| tables.route.forward_row)
+                }
             },
             header: handle.tables.header,
             num_tokens: handle.num_tokens,
@@ -381,10 +386,8 @@ impl Buffer {
             // work enqueued on streams, and a recording keeps them. The last combine ended when
             // every peer had gathered, so the rows may be written.
             unsafe {
-                if let (Spread::OneNode(node, _), Some(at)) = (&handle.tables.routing, by_expert) {
-                    let Some(kernels) = &node.by_expert else {
-                        return Err(Error::internal("combine", "kernels of rows by expert were not loaded"));
-                    };
+                if let Some(at) = by_expert {
+                    let (_, stage_kernel) = handle.tables.routing.by_expert()?;
                     if !stage.x.is_null() || may_be_short {
                         let args = ExpertStageArgs {
                             stage,
@@ -392,8 +395,11 @@ impl Buffer {
                             expert_starts: at.expert_starts,
                             local_experts: handle.local_experts.into(),
                         };
-                        stream.call(&kernels.stage, sms, STAGE_THREADS, 0, StageByExpert::call(args))?;
+                        stream.call(stage_kernel, sms, STAGE_THREADS, 0, StageByExpert::call(args))?;
                     }
+                }
+                if let (Spread::OneNode(node, _), Some(at)) = (&handle.tables.routing, by_expert) {
+                    let kernels = node.by_expert.as_ref().ok_or_else(not_loaded)?;
                     let args = ExpertCombineArgs {
                         combine: args,
                         weights: entry_weights.map_or(null, Tensor::ptr),
@@ -405,7 +411,8 @@ impl Buffer {
                         stream.call(&kernels.combine, grid, block, shared, CombineByExpertBf16::call(args))
                     };
                 }
-                if staged.is_none() && (!stage.x.is_null() || !stage.weights.is_null() || may_be_short) {
+                let is_by_row = staged.is_none() && by_expert.is_none();
+                if is_by_row && (!stage.x.is_null() || !stage.weights.is_null() || may_be_short) {
                     let call = StageCombine::call(stage);
                     stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }
@@ -432,7 +439,22 @@ impl Buffer {
                             slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
                             reserved: 0,
                         };
-                        stream.call(&nodes.combine, grid, block, shared, InternodeCombine::call(args))
+                        let (Some(at), Some(tables)) = (by_expert, routing.by_expert) else {
+                            return stream.call(
+                                &nodes.combine,
+                                grid,
+                                block,
+                                shared,
+                                InternodeCombine::call(args),
+                            );
+                        };
+                        let kernel = &nodes.by_expert.as_ref().ok_or_else(not_loaded)?.combine;
+                        let args = InternodeExpertCombineArgs {
+                            rows: args,
+                            weights: entry_weights.map_or(null, |_| tables.forward_weights),
+                            num_topk: at.num_topk.into(),
+                        };
+                        stream.call(kernel, grid, block, shared, InternodeCombineByExpert::call(args))
                     }
                 }
             }
@@ -454,7 +476,16 @@ impl Buffer {
             }
             (Some(at), Some(weights)) => {
                 let tokens = ("num_tokens", Some(handle.num_tokens.into()));
-                weights.expect("weights", &[DType::F32], &[tokens, ("num_topk", Some(at.num_topk.into()))])
+                weights.expect(
+                    "weights",
+                    &[DType::F32],
+                    &[tokens, ("num_topk", Some(at.num_topk.into()))],
+                )?;
+                if self.core.topology().nodes > 1 && weights.ptr() != handle.topk_weights {
+                    let rule = "across nodes they travel with the dispatch: give the tensor that it was given as topk_weights";
+                    return Err(Error::argument("weights", "another tensor", rule));
+                }
+                Ok(())
             }
             _ => Ok(()),
         }

@@ -4,21 +4,22 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16, CombineByExpertF32, CombineF32,
-    CombineManyBf16, CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16,
+    self as gpu, AddCounts, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16, CombineByExpertF32,
+    CombineF32, CombineManyBf16, CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16,
     CombineStagedManyF32, Dispatch, DispatchByExpert, DispatchLayout, DispatchMany, FirstTokens,
-    INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
-    JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany,
-    NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert, StageByExpert, StageCombine,
+    INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCombineByExpert, InternodeCount,
+    InternodeDispatch, InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES,
+    MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, NumberSelections,
+    PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert, StageByExpert, StageCombine,
     notify_shared_bytes,
 };
-use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes};
+use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes, tail_bytes_by_expert};
 
 use super::options::Tuning;
 use super::wire::WireTables;
 use super::{Config, Topology};
 use crate::driver::{Device, Kernel, Module};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Most warps of a dispatch, on all multiprocessors together.
 const DISPATCH_WARPS: u32 = 150;
@@ -157,6 +158,27 @@ impl ByExpert {
     ];
 }
 
+/// The kernels of rows by expert across nodes.
+#[derive(Debug)]
+pub struct ByExpertAcross {
+    pub number: Kernel,
+    pub plan: Kernel,
+    pub dispatch: Kernel,
+    pub stage: Kernel,
+    pub combine: Kernel,
+}
+
+impl ByExpertAcross {
+    /// Their names, in the order of the fields.
+    const NAMES: [&'static str; 5] = [
+        NumberSelections::INFO.name,
+        InternodePlanByExpert::INFO.name,
+        InternodeDispatchByExpert::INFO.name,
+        StageByExpert::INFO.name,
+        InternodeCombineByExpert::INFO.name,
+    ];
+}
+
 /// The kernels of operations across nodes, and how they reach the other nodes.
 #[derive(Debug)]
 pub struct SeveralNodes {
@@ -165,6 +187,24 @@ pub struct SeveralNodes {
     pub notify: Kernel,
     pub dispatch: Kernel,
     pub combine: Kernel,
+    /// Where the buffer has room for rows by expert.
+    pub by_expert: Option<ByExpertAcross>,
+}
+
+impl<O, S> Spread<O, S> {
+    /// The kernels that number selections and that stage rows by expert, where they were loaded.
+    pub fn by_expert(&self) -> Result<(&Kernel, &Kernel)> {
+        let kernels = match self {
+            Spread::OneNode(node, _) => node.by_expert.as_ref().map(|it| (&it.number, &it.stage)),
+            Spread::SeveralNodes(nodes, _) => nodes.by_expert.as_ref().map(|it| (&it.number, &it.stage)),
+        };
+        kernels.ok_or_else(not_loaded)
+    }
+}
+
+/// The error of a dispatch or combine of rows by expert whose kernels are missing.
+pub fn not_loaded() -> Error {
+    Error::internal("rows by expert", "their kernels were not loaded")
 }
 
 impl OneNode {
@@ -232,7 +272,12 @@ impl LoadedKernels {
         ptx: Option<PathBuf>,
     ) -> Result<LoadedKernels> {
         let is_many = topology.ranks_per_node > FEW_RANKS as u32;
-        let mut names = vec![DispatchLayout::INFO.name, StageCombine::INFO.name, FirstTokens::INFO.name];
+        let mut names = vec![
+            DispatchLayout::INFO.name,
+            StageCombine::INFO.name,
+            FirstTokens::INFO.name,
+            AddCounts::INFO.name,
+        ];
         if topology.nodes > 1 {
             names.extend([
                 InternodeCount::INFO.name,
@@ -240,6 +285,7 @@ impl LoadedKernels {
                 InternodeDispatch::INFO.name,
                 InternodeCombine::INFO.name,
             ]);
+            names.extend(ByExpertAcross::NAMES.into_iter().filter(|_| by_expert));
         } else {
             names.extend(OneNode::names(is_many));
             names.extend(ByExpert::NAMES.into_iter().filter(|_| by_expert));
@@ -280,12 +326,23 @@ impl LoadedKernels {
                 Spread::OneNode(Arc::new(node), ())
             }
             Some((side, wire)) => {
+                let by_expert = || -> Result<ByExpertAcross> {
+                    let [number, plan, dispatch, stage, combine] = ByExpertAcross::NAMES;
+                    Ok(ByExpertAcross {
+                        number: kernel(number, 0)?,
+                        plan: kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
+                        dispatch: kernel(dispatch, self.shared_limit)?,
+                        stage: kernel(stage, 0)?,
+                        combine: kernel(combine, self.shared_limit)?,
+                    })
+                };
                 let nodes = SeveralNodes {
                     wire,
                     count: kernel(InternodeCount::INFO.name, 0)?,
                     notify: kernel(InternodeNotify::INFO.name, INTERNODE_NOTIFY_SHARED_BYTES)?,
                     dispatch: kernel(InternodeDispatch::INFO.name, self.shared_limit)?,
                     combine: kernel(InternodeCombine::INFO.name, self.shared_limit)?,
+                    by_expert: self.by_expert.then(by_expert).transpose()?,
                 };
                 Spread::SeveralNodes(Arc::new(nodes), Box::new(side))
             }
@@ -303,6 +360,7 @@ pub struct Kernels {
     pub dispatch_layout: Kernel,
     pub stage_combine: Kernel,
     pub first_tokens: Kernel,
+    pub add_counts: Kernel,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
     device: Device,
@@ -323,6 +381,7 @@ impl Kernels {
             dispatch_layout: loaded.module.kernel(DispatchLayout::INFO.name, loaded.shared_limit)?,
             stage_combine: loaded.module.kernel(StageCombine::INFO.name, 0)?,
             first_tokens: loaded.module.kernel(FirstTokens::INFO.name, 0)?,
+            add_counts: loaded.module.kernel(AddCounts::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
             device: device.clone(),
@@ -386,6 +445,7 @@ impl Kernels {
         num_scales: u32,
         num_topk: u32,
         num_sms: u32,
+        is_by_expert: bool,
     ) -> (RingShape, u32) {
         let t = &self.tuning;
         let warps = match self.mode {
@@ -397,6 +457,7 @@ impl Kernels {
         let piece_bytes = row_bytes.div_ceil(pieces).next_multiple_of(16);
         let metadata = match self.mode {
             Spread::OneNode(..) => 0,
+            Spread::SeveralNodes(..) if is_by_expert => tail_bytes_by_expert(num_topk),
             Spread::SeveralNodes(..) => SlotShape::metadata_bytes(num_topk),
         };
         let stage_bytes = (piece_bytes + bulk_scale_bytes(num_scales) + metadata).next_multiple_of(128);

@@ -169,7 +169,8 @@ impl Buffer {
             pool_layouts(&options.shape, topology, options.places, by_expert, limit)
         };
         let (layouts, joined_layouts) = (lay_out(nodes)?, joined.map(lay_out).transpose()?);
-        let wire_layout = wire_layout(&options.shape, nodes, options.num_rdma_bytes)?;
+        let wire_layout =
+            wire_layout(&options.shape, nodes, options.rows_by_expert.is_some(), options.num_rdma_bytes)?;
         let rows =
             [Some(&layouts), joined_layouts.as_ref()].map(|of| of.map_or(0, |layouts| layouts[0].rows));
         agree(group, nodes, rows, &wire_layout, &options)?;
