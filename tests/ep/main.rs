@@ -11,6 +11,7 @@ mod experts;
 mod expiry;
 mod failing;
 mod gate;
+mod overlap;
 mod own_memory;
 mod promises;
 mod spread;
