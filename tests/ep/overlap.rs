@@ -114,7 +114,7 @@ fn lane(device: &Device, group: &dyn ProcessGroup) -> Result<Lane> {
     Ok(Lane { place: buffer.place(0)?, buffer, stream: Stream::new(device)? })
 }
 
-/// Both batches' halves in turn, so that each batch has one under way while the other's is launched.
+/// Both batches' halves in turn: each batch has one under way while the other's is launched.
 fn interleave([a, b]: &mut [Lane; 2], batches: [&Batch; 2]) -> Result<()> {
     let orders = [StreamOrder::on(&a.stream), StreamOrder::on(&b.stream)];
     let [first, second] = batches;

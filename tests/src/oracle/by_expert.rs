@@ -103,9 +103,10 @@ mod tests {
         let row = |receiver: u32, k: u32| vec![(10 * receiver + k + 1) as f32];
         assert_eq!(combine_by_expert(&routing, 0, 0, 1, &[2.0, 0.5], None, row), [2.0 + 6.0]);
         assert_eq!(combine_by_expert(&routing, 1, 0, 1, &[3.0, f32::NAN], None, row), [3.0]);
-        // 1.00390625 lies between two BF16 numbers and goes to the even one, 1.
-        let weights = [1.00390625, 0.25];
-        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &weights, None, row), [1.00390625 + 3.0]);
+        // 257 / 256 lies between two BF16 numbers and goes to the even one, 1.
+        let above_one = 257.0 / 256.0;
+        let weights = [above_one, 0.25];
+        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &weights, None, row), [above_one + 3.0]);
         assert_eq!(combine_by_expert(&routing, 0, 0, 1, &weights, Some(1), row), [1.0 + 3.0]);
     }
 }

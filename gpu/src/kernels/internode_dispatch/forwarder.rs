@@ -260,8 +260,8 @@ pub unsafe fn forward<const BY_EXPERT: bool>(
     }
 }
 
-/// By expert: lane k's row on this node, of entry k of a token from `node`, by the metadata at `tail`
-/// of shared memory.
+/// By expert: lane k's row on this node, of entry k of a token from `node`, by the metadata at
+/// `tail` of shared memory.
 ///
 /// # Safety
 /// The metadata has arrived; the table of first rows has every node and expert.

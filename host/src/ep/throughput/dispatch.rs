@@ -106,9 +106,9 @@ impl<'a> DispatchRequest<'a> {
         /// Whether the host waits for the counts.
         counts: Counts;
         /// Adds the selections of each local expert to these, i32 `[local_experts]`, behind the
-        /// dispatch and in each replay of a graph, and in the run in front of a recording. A dispatch
-        /// that fails adds nothing. Selections are
-        /// those without rounding, so that without rows by expert the alignment must be 1.
+        /// dispatch, in the run in front of a recording, and in each replay. A dispatch that fails
+        /// adds nothing. Selections are those without rounding. Without rows by expert the
+        /// alignment must be 1.
         cumulative_counts: &'a TypedTensor<'a, i32>;
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;

@@ -10,8 +10,8 @@ use crate::ep::Topology;
 use crate::ep::core::{Offsets, check_count};
 use crate::error::{Error, Result, Scope};
 
-/// Bytes of the count messages in a pool: one from each rank. With rows `by_expert` across nodes there
-/// are as many of first rows behind them.
+/// Bytes of the count messages in a pool: one from each rank. With rows `by_expert` across nodes
+/// there are as many of first rows behind them.
 fn message_bytes(topology: Topology, by_expert: bool) -> u64 {
     match topology.nodes {
         1 => message_offset(topology.ranks(), 0),
@@ -126,6 +126,7 @@ pub fn pool_layouts(
 mod tests {
     use epoxide_gpu::layout::{Section, expert_message};
 
+    use super::super::{RowBytes, sections};
     use super::*;
     use crate::ep::DType;
 
@@ -145,6 +146,13 @@ mod tests {
         let by_expert = pool_layouts(&SHAPE, topology, 1, Some(1), None).unwrap()[0];
         let last = expert_message_offset(2, 8, 1, 7, expert_message::WORDS - 1);
         assert!(by_expert.recv_x - by_expert.messages >= last + 8);
+        let lengths = RowBytes { recv: 14336, combine: 14336 };
+        let name = |layout, at| Section::name_of(&sections(&[layout], topology, lengths), at);
+        let last = name(by_expert, by_expert.messages + last);
+        assert_eq!(last.as_deref(), Some("expert_messages[15].rows"));
+        let last = layout.messages + expert_message_offset(2, 8, 0, 0, 0) - 8;
+        assert_eq!(name(layout, last), name(by_expert, last));
+        assert_eq!(name(layout, layout.recv_x).as_deref(), Some("recv_x[0]"));
         assert!(layout.combine_x - layout.recv_src_meta >= 65536 * 8);
         assert!(layout.bytes <= pool_bytes(&SHAPE, topology, 1, false, layout.rows));
     }
