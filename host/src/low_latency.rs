@@ -33,6 +33,15 @@
 //!
 //! Every rank makes the same calls in the same order.
 //!
+//! # Two batches at once
+//! One batch's experts can run while another batch is under way. Make a buffer for each of the two,
+//! with a stream of its own, and interleave their halves: `dispatch_send` of A, `dispatch_send` of
+//! B, `receive` of A, `combine_send` of A, `receive` of B, and so on. A [`Pending`] borrows its
+//! buffer, so the compiler rejects a second operation in flight there. Give each buffer half of the
+//! multiprocessors ([`Options::num_sms`]): the operations of both then fit on the device, in
+//! whatever order ranks launch them ([`StreamOrder`](crate::StreamOrder) says why that matters).
+//! A recording of two streams has both.
+//!
 //! # Whose memory
 //! [`Options::sizes`] and [`Shape::most_rows_by_expert`] give the sizes of all of it before there
 //! is a buffer.

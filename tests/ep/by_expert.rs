@@ -1,4 +1,4 @@
-//! Rows by expert within a node.
+//! Rows by expert within a node and across nodes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use epoxide_testing::roundtrip::{Case, Scales};
 use epoxide_testing::tier;
 
 use crate::cases;
-use crate::property::config;
+use crate::property::{config, several_nodes};
 use crate::valid::{RANKS, TOKENS, Valid, expect_gone, refused, then_dispatch};
 
 fn case(tokens: &[u32], topk: u32, experts: u32, style: Style) -> Case {
@@ -104,6 +104,18 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(config(64))]
+
+    #[test]
+    fn every_quantity_equals_the_oracle_across_nodes(
+        case in cases::case(several_nodes()),
+        alignment in 0..=6u32,
+    ) {
+        case.check_by_expert(1 << alignment);
+    }
+}
+
 /// Rows of ones for every token, by experts 0 and 3.
 fn request<'a>(
     x: &'a Tensor<'a>,
@@ -156,16 +168,76 @@ fn arguments_are_checked() {
         refused(rank.dispatch(place, request(&x, &valid.layout)), &parts);
         Ok(())
     });
-    let nodes = NodeLinks { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
-    let several = Setup { ..Setup::new(RANKS, 2, TOKENS as u32, 64).nodes(Some(nodes)) };
+    // Across nodes the weights are those that travelled.
+    let several = setup(Some(64)).nodes(Some(nodes(1, TransportKind::Shm)));
     then_dispatch(several, |rank, valid, place| {
         let x = ones(rank)?;
-        refused(
-            rank.dispatch(place, request(&x, &valid.layout)),
-            &["by_expert = 2 nodes", "within one node"],
-        );
+        let rows = Tensor::alloc(rank.device(), DType::Bf16, &[16, 8])?;
+        let weights: TypedTensor<'_, f32> =
+            Tensor::alloc(rank.device(), DType::F32, &[TOKENS, 2])?.typed()?;
+        let handle = rank.dispatch(place, request(&x, &valid.layout))?.handle;
+        let weighted = CombineRequest::new(&rows, &handle).weights(&weights);
+        refused(rank.combine(weighted), &["weights = another tensor", "as topk_weights"]);
         Ok(())
     });
+}
+
+/// Nodes of so many ranks.
+fn nodes(ranks_per_node: u32, transport: TransportKind) -> NodeLinks {
+    NodeLinks { ranks_per_node, transport, queues: 2 }
+}
+
+/// The case across nodes of two ranks.
+fn across(case: Case, transport: TransportKind) -> Case {
+    Case { nodes: Some(nodes(2, transport)), ..case }
+}
+
+#[test]
+fn across_nodes() {
+    use TransportKind::{Direct, Shm};
+    across(case(&[9, 0, 14, 5], 3, 8, Style::WithHoles), Shm).check_by_expert(8);
+    across(case(&[9, 0, 14, 5], 3, 8, Style::WithHoles), Direct).check_by_expert(1);
+    across(case(&[7, 12, 3, 8, 0, 5], 6, 12, Style::Repeats), Shm).check_by_expert(4);
+    across(case(&[17, 5], 4, 2 * 70, Style::Skewed), Direct).check_by_expert(16);
+    let routing = Routing::random(&mut rng_of(&[7]), &[5, 6, 2, 3], 2, 8, Style::DistinctTopK);
+    let fp8 = Case { dtype: DType::Fp8E4m3, ..Case::new(routing.clone(), 48) };
+    across(Case { scales: Scales::Columns(3), ..fp8.clone() }, Shm).check_by_expert(8);
+    across(Case { scales: Scales::Columns(4), ..fp8 }, Direct).check_by_expert(8);
+    across(Case::new(routing, 14336), Shm).check_by_expert(64);
+}
+
+#[test]
+fn the_checker_finds_nothing_across_nodes() {
+    for seed in 0..tier::pick(4, 60) {
+        let weak = (seed % 2 == 1).then_some(seed);
+        let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
+        let routing =
+            Routing::random(&mut rng_of(&[seed]), &[7, 3, 5, 4], 3, 8, Style::ALL[seed as usize % 4]);
+        let case = Case { schedule_seed: Some(seed), ..Case::new(routing, 48) };
+        let transport = if seed % 4 < 2 { TransportKind::Shm } else { TransportKind::Direct };
+        let case = across(case, transport);
+        let mut setup = case.setup_by_expert(4);
+        setup.device.checker = Some(Checker::new(config));
+        setup.run(|rank| rank.check_by_expert(&case, 4));
+    }
+}
+
+/// The rank that lacks room is on another node than half of those that are told.
+#[test]
+fn rows_that_do_not_fit_are_an_error_on_every_node() {
+    for transport in [TransportKind::Shm, TransportKind::Direct] {
+        let several = setup(Some(15)).nodes(Some(nodes(1, transport)));
+        then_dispatch(several, |rank, valid, place| {
+            let x = ones(rank)?;
+            let parts = ["would receive 16 rows", "rows_by_expert >= 16"];
+            refused(rank.dispatch(place, request(&x, &valid.layout)), &parts);
+            let on_device = request(&x, &valid.layout).counts(Counts::OnDevice { capacity: 15 });
+            let handle = rank.dispatch(place, on_device)?.handle;
+            refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);
+            refused(rank.buffer.check(), &parts);
+            rank.buffer.check()
+        });
+    }
 }
 
 /// Each rank has 10 selections of one of its two experts: 16 rows.
@@ -227,13 +299,18 @@ fn a_peer_that_is_gone() {
 /// One graph, whose routing changes.
 #[test]
 fn a_step_brings_the_rows_of_each_replay() {
+    replay(None);
+    replay(Some(nodes(1, TransportKind::Shm)));
+}
+
+fn replay(links: Option<NodeLinks>) {
     let turns: Vec<Case> = (0..tier::pick(2, 4))
         .map(|seed| {
             let style = Style::ALL[seed as usize];
             Case::new(Routing::random(&mut rng_of(&[seed]), &[6, 3, 8], 3, 6, style), 48)
         })
         .collect();
-    let mut setup = turns[0].setup();
+    let mut setup = turns[0].setup().nodes(links);
     setup.fields().rows_by_expert = Some(3 * 17 * 3 + 6 * 7);
     setup.run(|rank| {
         let (stream, mut place) = (rank.stream.clone(), rank.place()?);
@@ -264,10 +341,13 @@ fn a_step_brings_the_rows_of_each_replay() {
             for (token, got) in (0..).zip(sums) {
                 let row: Vec<half::bf16> =
                     epoxide_testing::payload::values_of(&turns[0].row(1, rank.rank, token));
-                let count = case.routing.topk_idx[rank.rank as usize][token as usize].iter();
-                let count = count.filter(|&&id| id >= 0).count();
-                let sum = |value: &half::bf16| (0..count).fold(0.0, |sum, _| sum + value.to_f32());
-                let expected: Vec<half::bf16> = row.iter().map(sum).map(half::bf16::from_f32).collect();
+                let row: Vec<f32> = row.iter().map(|value| value.to_f32()).collect();
+                let (columns, per_node) = (row.len(), links.map(|links| links.ranks_per_node));
+                let (routing, ones) = (&case.routing, [1.0; 3]);
+                let made = |_, _| row.clone();
+                let sum =
+                    oracle::combine_by_expert(routing, rank.rank, token, columns, &ones, per_node, made);
+                let expected: Vec<half::bf16> = sum.into_iter().map(half::bf16::from_f32).collect();
                 let got: Vec<half::bf16> = epoxide_testing::payload::values_of(&got);
                 let equal = got
                     .iter()

@@ -4,12 +4,14 @@
 mod by_expert;
 mod calls;
 mod cases;
+mod counts;
 mod deaths;
 mod errors;
 mod experts;
 mod expiry;
 mod failing;
 mod gate;
+mod overlap;
 mod own_memory;
 mod payloads;
 mod promises;

@@ -255,10 +255,11 @@ const GRANULE: u64 = 2 << 20;
 #[test]
 fn sizes_of_high_throughput_are_those_of_the_buffer() {
     for spread in spreads() {
+        let joins = spread.is_some_and(|(_, joins)| joins);
         let mut setup = Setup::new(4, 2, 7, 48).nodes(spread.map(|(links, _)| links));
         setup.fields().places = 2;
-        setup.fields().rows_by_expert = (spread.is_none()).then_some(100);
-        if spread.is_some_and(|(_, joins)| joins) {
+        setup.fields().rows_by_expert = (!joins).then_some(100);
+        if joins {
             setup = setup.join_nodes();
         }
         let sizes = setup.options.sizes(4).unwrap();

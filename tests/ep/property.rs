@@ -24,7 +24,7 @@ fn many_ranks() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
 const MOST_RANKS: u32 = 8;
 
 /// Tokens of each rank, often none or fewer than channels.
-fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
+pub fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
     let transport = prop::sample::select(vec![
         TransportKind::Direct,
         TransportKind::Auto,

@@ -21,7 +21,7 @@ use super::list::entry_at;
 use super::segments::sum_upto;
 use super::verdict::Verdict;
 use crate::layout::{
-    ExpertPlanArgs, MAX_LOCAL_EXPERTS, NumberArgs, PlanHeader, PlanStatus, SEND_LIST_STRIDE, message,
+    Comm, ExpertPlanArgs, MAX_LOCAL_EXPERTS, NumberArgs, PlanHeader, PlanStatus, SEND_LIST_STRIDE, message,
 };
 use crate::simt::*;
 
@@ -88,7 +88,7 @@ pub unsafe fn plan_by_expert(args: ExpertPlanArgs) {
     }
     let mut received = 0;
     if ctaid() == 0 {
-        received = lay_out_segments(&args, epoch);
+        received = lay_out_segments(&args, &Node { comm: &args.comm, epoch });
     }
     list_rows(&args, epoch);
     if ctaid() != 0 {
@@ -114,7 +114,7 @@ pub unsafe fn plan_by_expert(args: ExpertPlanArgs) {
 /// # Safety
 /// Both headers are live.
 #[device]
-unsafe fn answer(args: &ExpertPlanArgs, verdict: Verdict, rows: u32, epoch: u64) {
+pub unsafe fn answer(args: &ExpertPlanArgs, verdict: Verdict, rows: u32, epoch: u64) {
     verdict.write(args.header.0, rows, epoch);
     if !args.host.is_null() {
         verdict.write(args.host.0, rows, epoch);
@@ -134,22 +134,67 @@ fn aligned(rows: u32, alignment: u32) -> u32 {
     rows.saturating_add(alignment - 1) & !(alignment - 1)
 }
 
+/// What a plan of segments reads and publishes: counts of the sources, and the first rows for them.
+pub trait Exchange {
+    /// Ranks whose rows come here.
+    fn sources(&self) -> u32;
+    /// Rows of `source` for a local expert.
+    unsafe fn count(&self, source: u32, expert: u32) -> u32;
+    /// Ranks that are sent the rows of all segments.
+    fn ranks(&self) -> u32;
+    /// Sends `rank` the rows of all segments.
+    unsafe fn send_rows(&self, rank: u32, rows: u32);
+    /// Publishes the first row of `source` for a local expert.
+    unsafe fn send_start(&self, source: u32, expert: u32, row: u32);
+}
+
+/// The exchange within a node.
+struct Node<'a> {
+    comm: &'a Comm,
+    epoch: u64,
+}
+
+impl Exchange for Node<'_> {
+    #[device]
+    fn sources(&self) -> u32 {
+        self.comm.num_ranks
+    }
+
+    #[device]
+    unsafe fn count(&self, source: u32, expert: u32) -> u32 {
+        wait_count::<true>(self.comm, source, message::EXPERT_COUNTS + expert, self.epoch).unwrap_or(0)
+    }
+
+    #[device]
+    fn ranks(&self) -> u32 {
+        self.comm.num_ranks
+    }
+
+    #[device]
+    unsafe fn send_rows(&self, rank: u32, rows: u32) {
+        send_count::<true>(self.comm, rank, message::EXPERT_ROWS, rows, self.epoch);
+    }
+
+    #[device]
+    unsafe fn send_start(&self, source: u32, expert: u32, row: u32) {
+        send_count::<true>(self.comm, source, message::EXPERT_STARTS + expert, row, self.epoch);
+    }
+}
+
 /// Plans the segments of the local experts, sends each rank its first rows, and marks what is
 /// padding; gives the rows of all segments. All threads of block 0 call it.
 ///
 /// # Safety
 /// Tables have an entry for each local expert; rows that are marked lie inside the pool.
 #[device]
-unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
+pub unsafe fn lay_out_segments(args: &ExpertPlanArgs, exchange: &impl Exchange) -> u32 {
     let comm = &args.comm;
-    let (thread, lane, experts, ranks) = (tid(), laneid(), args.local_experts, comm.num_ranks);
-    let count = |source: u32, expert: u32| {
-        wait_count::<true>(comm, source, message::EXPERT_COUNTS + expert, epoch).unwrap_or(0)
-    };
+    let (thread, lane, experts) = (tid(), laneid(), args.local_experts);
+    let (sources, ranks) = (exchange.sources(), exchange.ranks());
     block_stride!(expert in 0..experts => {
         let mut rows = 0u32;
-        stride!(source in 0..ranks => {
-            rows = rows.saturating_add(count(source, expert));
+        stride!(source in 0..sources => {
+            rows = rows.saturating_add(exchange.count(source, expert));
         });
         st_u32(args.expert_counts.0 + expert as u64 * 4, rows);
         st_shared_u32(segments().at(expert), aligned(rows, args.alignment));
@@ -177,14 +222,14 @@ unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
     barrier_sync();
     let total = segments().ld(experts);
     if thread < ranks {
-        send_count::<true>(comm, thread, message::EXPERT_ROWS, total, epoch);
+        exchange.send_rows(thread, total);
     }
     block_stride!(expert in 0..experts => {
         let start = segments().ld(expert);
         let mut row = start;
-        stride!(source in 0..ranks => {
-            send_count::<true>(comm, source, message::EXPERT_STARTS + expert, row, epoch);
-            row = row.saturating_add(count(source, expert));
+        stride!(source in 0..sources => {
+            exchange.send_start(source, expert, row);
+            row = row.saturating_add(exchange.count(source, expert));
         });
         st_u32(args.expert_starts.0 + expert as u64 * 4, start);
         st_u32(args.psum_expert.0 + expert as u64 * 4, row);

@@ -14,8 +14,8 @@
 use core::cell::Cell;
 
 use super::combine::{
-    Bf16, Contributors, F16, F32, Gather, Item, Outputs, Ranks, Sink, Summand, VECTORS, spoil, sum_rows,
-    vectors_of,
+    Bf16, Contributors, F16, F32, Gather, Item, Listed, Outputs, Peers, Ranks, Sink, Summand, VECTORS, spoil,
+    sum_rows, vectors_of,
 };
 use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
@@ -24,7 +24,10 @@ use super::rail::{
     rows_arrived, tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows,
 };
 use super::ring::{Ring, Turn, channel_range};
-use crate::layout::{CombineArgs, InternodeCombineArgs, SEND_ROW_STRIDE, Wait, Wire, ring_bytes};
+use crate::layout::{
+    CombineArgs, DevicePtr, InternodeCombineArgs, InternodeExpertCombineArgs, SEND_ROW_STRIDE, Wait, Wire,
+    ring_bytes,
+};
 use crate::simt::*;
 
 /// Most bytes of a slot: 32 lanes with seven vectors of 16 bytes each.
@@ -51,7 +54,7 @@ const MAX_TOKENS: u64 = u32::MAX as u64;
     )
 )]
 pub unsafe fn internode_combine(args: InternodeCombineArgs) {
-    combine::<Bf16>(&args);
+    combine::<Bf16, false>(&args, DevicePtr::NULL, 0);
 }
 
 /// Sums F16 rows, otherwise as [`InternodeCombine`]; a sum that is too large for F16 is infinite.
@@ -69,7 +72,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     )
 )]
 pub unsafe fn internode_combine_f16(args: InternodeCombineArgs) {
-    combine::<F16>(&args);
+    combine::<F16, false>(&args, DevicePtr::NULL, 0);
 }
 
 /// Sums FP32 rows, otherwise as [`InternodeCombine`].
@@ -87,13 +90,40 @@ pub unsafe fn internode_combine_f16(args: InternodeCombineArgs) {
     )
 )]
 pub unsafe fn internode_combine_f32(args: InternodeCombineArgs) {
-    combine::<F32>(&args);
+    combine::<F32, false>(&args, DevicePtr::NULL, 0);
 }
 
+/// The same as [`InternodeCombine`] of rows by expert: a node's sum is over the token's entries, in their order, each times
+/// the weight that the dispatch has brought.
+#[kernel(
+    threads = 512, barriers = 3, registers = 128,
+    grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.rows.combine.slots, args.rows.combine.slot_bytes, super::progress::PROGRESS_BYTES
+    ),
+    requires(
+        ..InternodeCombineArgs(args.rows),
+        ..CombineArgs(args.rows.combine),
+        ..Wire(args.rows.wire),
+        args.rows.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+        (args.rows.wire.layout.slots + args.rows.wire.chunk as u64) * args.rows.wire.num_nodes as u64
+            <= MAX_TOKENS,
+    )
+)]
+pub unsafe fn internode_combine_by_expert(args: InternodeExpertCombineArgs) {
+    combine::<Bf16, true>(&args.rows, args.weights, args.num_topk as u32);
+}
+
+/// `weights` and `num_topk`: by expert, those of relayed tokens' entries.
+///
 /// # Safety
 /// Rows were planned inside the pools, and slots inside wire memory.
 #[device]
-unsafe fn combine<E: Summand>(args: &InternodeCombineArgs) {
+unsafe fn combine<E: Summand, const BY_EXPERT: bool>(
+    args: &InternodeCombineArgs,
+    weights: DevicePtr,
+    num_topk: u32,
+) {
     let (rows, comm, wire) = (&args.combine, &args.combine.comm, &args.wire);
     let workers = workers();
     let (channel, finishes) = (ctaid() / 2, ctaid() & 1 == 1);
@@ -125,7 +155,7 @@ unsafe fn combine<E: Summand>(args: &InternodeCombineArgs) {
             let gather = Gather::start(rows, &nodes, begin, end, tid() / 32, workers);
             sum_rows::<E, _, _, true>(rows, &ring, turn, &nodes, &mut sums, gather);
         } else {
-            gather::<E>(args, &ring, channel, workers, &progress);
+            gather::<E, BY_EXPERT>(args, (weights, num_topk), &ring, channel, workers, &progress);
         }
     }
     // A wait that expired in any warp keeps the block from saying that it has done its part.
@@ -267,6 +297,62 @@ impl Contributors for Relayed<'_> {
     }
 }
 
+/// The rows by expert at this node's ranks of relayed tokens, in the gatherer's order: lane k has
+/// the row of a token's entry k. A row is represented by the number of its entry in the lists.
+struct RelayedByExpert<'a> {
+    order: Order,
+    listed: Listed<'a>,
+    /// Lane n: the channel's first token from node n, among the relayed ones.
+    entries: u32,
+    /// Weights of the relayed tokens' entries, or null for 1, and how many a token has.
+    weights: (DevicePtr, u32),
+}
+
+impl Contributors for RelayedByExpert<'_> {
+    const FEWER: bool = true;
+    const WEIGHTED: bool = true;
+
+    /// # Safety
+    /// The token has so many weights.
+    #[device]
+    unsafe fn weight(&self, token: u32) -> f32 {
+        let (node, index) = self.order.place(token);
+        let (entry, count) = (shfl_u32(self.entries, node) + index, shfl_u32(self.order.count, node));
+        let (weights, num_topk) = self.weights;
+        let is_given = (index < count) & !weights.is_null() & (laneid() < num_topk);
+        let at = entry as u64 * num_topk as u64 + laneid() as u64;
+        let weight = ld_f32_if(is_given, weights.0 + at * 4);
+        if is_given { weight } else { 1.0 }
+    }
+
+    /// # Safety
+    /// A relayed token has a list.
+    #[device]
+    unsafe fn row(&self, token: u32) -> i32 {
+        let (node, index) = self.order.place(token);
+        let (entry, count) = (shfl_u32(self.entries, node) + index, shfl_u32(self.order.count, node));
+        if index < count { self.listed.row(entry) } else { -1 }
+    }
+
+    #[device]
+    fn address(&self, row: i32) -> u64 {
+        self.listed.address(row)
+    }
+
+    #[device]
+    fn weights(&self, row: i32) -> u64 {
+        self.listed.weights(row)
+    }
+
+    #[device]
+    unsafe fn wait(&self, _row: i32) {}
+
+    #[device]
+    fn lanes(&self) -> u32 {
+        self.listed.lanes()
+    }
+}
+
 /// Sums on their way to slots.
 struct Slots<'a> {
     args: &'a InternodeCombineArgs,
@@ -343,8 +429,9 @@ impl Sink for Slots<'_> {
 /// # Safety
 /// Slots were planned inside wire memory.
 #[device]
-unsafe fn gather<E: Summand>(
+unsafe fn gather<E: Summand, const BY_EXPERT: bool>(
     args: &InternodeCombineArgs,
+    weights: (DevicePtr, u32),
     ring: &Ring,
     channel: u32,
     workers: u32,
@@ -352,17 +439,25 @@ unsafe fn gather<E: Summand>(
 ) {
     let (rows, wire, route, lane) = (&args.combine, &args.wire, &args.route, laneid());
     let order = Order::new(args, channel);
-    let (mut table, mut slots) = (0, 0);
+    let (mut table, mut slots, mut entries) = (0, 0, 0);
     if lane < wire.num_nodes {
         let mut entry = order.first;
         if lane != 0 {
             entry += ld_u32(route.recv_rdma_rank_prefix_sum.0 + (lane - 1) as u64 * 4);
         }
+        entries = entry;
         table = route.forward_row.0 + entry as u64 * SEND_ROW_STRIDE as u64 * 4;
         slots = Path::to(wire, lane).slots_out(wire, lane) + order.first as u64 * args.slot_bytes as u64;
     }
-    let from = Relayed { order, ranks: Ranks::new(rows, 0), table };
     let mut to = Slots { args, order, slots, slot: 0, workers, progress };
+    if BY_EXPERT {
+        let from = RelayedByExpert { order, listed: Listed::new(rows), entries, weights };
+        let gather = Gather::start(rows, &from, 0, order.end, tid() / 32, workers);
+        sum_rows::<E, _, _, true>(rows, ring, &mut Turn::first(), &from, &mut to, gather);
+        to.publish(order.end);
+        return;
+    }
+    let from = Relayed { order, ranks: Ranks::new(rows, 0), table };
     let gather = Gather::start(rows, &from, 0, order.end, tid() / 32, workers);
     sum_rows::<E, _, _, true>(rows, ring, &mut Turn::first(), &from, &mut to, gather);
     to.publish(order.end);

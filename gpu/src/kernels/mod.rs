@@ -8,6 +8,7 @@
 // `unroll!(8, ..)` covers every rank of few.
 const _: () = assert!(crate::layout::FEW_RANKS == 8);
 
+mod add_counts;
 mod by_expert;
 mod ceiling;
 mod columns;
@@ -17,6 +18,7 @@ mod epoch;
 mod example;
 mod first_tokens;
 mod ids;
+mod internode_by_expert;
 mod internode_combine;
 mod internode_count;
 mod internode_dispatch;
@@ -54,6 +56,7 @@ mod own {
 
     #[cfg(not(target_arch = "nvptx64"))]
     pub use super::{
+        add_counts::AddCounts,
         by_expert::{NumberSelections, PlanByExpert},
         ceiling::{CeilingPull, CeilingPush},
         columns::{PackColumns, TransposeColumn},
@@ -64,9 +67,12 @@ mod own {
         },
         dispatch::{Dispatch, DispatchByExpert, DispatchMany},
         first_tokens::FirstTokens,
-        internode_combine::{InternodeCombine, InternodeCombineF16, InternodeCombineF32},
+        internode_by_expert::InternodePlanByExpert,
+        internode_combine::{
+            InternodeCombine, InternodeCombineByExpert, InternodeCombineF16, InternodeCombineF32,
+        },
         internode_count::InternodeCount,
-        internode_dispatch::InternodeDispatch,
+        internode_dispatch::{InternodeDispatch, InternodeDispatchByExpert},
         internode_notify::InternodeNotify,
         layout::DispatchLayout,
         low_latency::{

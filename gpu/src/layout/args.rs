@@ -143,6 +143,23 @@ pub struct FirstTokensArgs {
 
 layout_assert!(FirstTokensArgs, size = 40, reserved at 36);
 
+/// Arguments of `add_counts`.
+#[kernel_args]
+pub struct AddCountsArgs {
+    /// The ranks.
+    pub comm: Comm,
+    /// In: u32 `[len]`.
+    pub counts: DevicePtr,
+    /// In and out: u32 `[len]`.
+    pub cumulative: DevicePtr,
+    /// In, or null: the [`super::PlanHeader`] of the dispatch.
+    pub header: DevicePtr,
+    /// Counts.
+    pub len: u64,
+}
+
+layout_assert!(AddCountsArgs, size = size_of::<Comm>() + 32, len at size_of::<Comm>() + 24);
+
 /// Arguments of `number_selections`.
 #[kernel_args(requires(self.num_topk >= 1, self.num_topk <= MAX_TOPK, self.num_experts >= 1))]
 pub struct NumberArgs {

@@ -12,6 +12,7 @@ mod device_ptr;
 mod example;
 mod experts;
 mod handle;
+mod internode_by_expert;
 mod limits;
 mod low_latency;
 mod low_latency_internode;
@@ -32,6 +33,7 @@ mod own {
     pub use super::columns::*;
     pub use super::experts::*;
     pub use super::handle::*;
+    pub use super::internode_by_expert::*;
     pub use super::low_latency::*;
     pub use super::low_latency_internode::*;
     pub use super::pool::*;

@@ -11,6 +11,7 @@ use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
+use super::handle::SEND_LIST_STRIDE;
 use super::limits::{FEW_RANKS, MAX_CHANNELS, MAX_LOCAL_EXPERTS};
 use super::pool::ControlWord;
 
@@ -225,11 +226,37 @@ impl SlotShape {
         SlotShape { scales: row_bytes, meta, bytes: (meta + meta_bytes).next_multiple_of(SLOT_ALIGN) }
     }
 
+    /// The shape with rows by expert: behind the weights of the metadata is the number of each
+    /// entry among its rank's selections of the expert, u32 `[num_topk]`.
+    #[inline(always)]
+    pub const fn by_expert(row_bytes: u32, num_scales: u32, num_topk: Option<u32>) -> Self {
+        let shape = Self::new(row_bytes, num_scales, None);
+        let meta_bytes = match num_topk {
+            Some(num_topk) => Self::metadata_bytes_by_expert(num_topk),
+            None => 0,
+        };
+        SlotShape { bytes: (shape.meta + meta_bytes).next_multiple_of(SLOT_ALIGN), ..shape }
+    }
+
+    /// Bytes of the metadata with rows by expert.
+    #[inline(always)]
+    pub const fn metadata_bytes_by_expert(num_topk: u32) -> u32 {
+        (Self::TOPK + num_topk * 12).next_multiple_of(16)
+    }
+
     /// Bytes of the metadata.
     #[inline(always)]
     pub const fn metadata_bytes(num_topk: u32) -> u32 {
         (Self::TOPK + num_topk * 8).next_multiple_of(16)
     }
+}
+
+/// Bytes that a dispatch of rows by expert across nodes loads into a stage behind a row: a slot's
+/// metadata, or the list of where a relayed token's rows went.
+#[inline(always)]
+pub const fn tail_bytes_by_expert(num_topk: u32) -> u32 {
+    let (metadata, list) = (SlotShape::metadata_bytes_by_expert(num_topk), SEND_LIST_STRIDE * 8);
+    if metadata > list { metadata } else { list }
 }
 
 /// Bytes of a slot of a combine: a row, then `num_topk` weights, f32.

@@ -1,5 +1,7 @@
 //! Rows by expert: one for each selection, in segments of the local experts.
 
+use half::bf16;
+
 use super::routing::Routing;
 
 /// The results of a dispatch of rows by expert on one rank.
@@ -39,24 +41,39 @@ pub fn by_expert(routing: &Routing, rank: u32, alignment: u32) -> ExpertPlan {
 }
 
 /// The sum of a token of `rank`: of its selections in their order, each `row(receiver, k)` times
-/// its weight, in f32 from +0.
+/// its weight, in f32 from +0. With `ranks_per_node`, across nodes: such a sum is made of the
+/// selections of each node and rounded to BF16, and the nodes' sums are added in order.
+#[allow(clippy::too_many_arguments)] // What a sum depends on.
 pub fn combine_by_expert(
     routing: &Routing,
     rank: u32,
     token: u32,
     columns: usize,
     weights: &[f32],
+    ranks_per_node: Option<u32>,
     row: impl Fn(u32, u32) -> Vec<f32>,
 ) -> Vec<f32> {
-    let mut sums = vec![0.0f32; columns];
-    for (k, &id) in routing.topk_idx[rank as usize][token as usize].iter().enumerate() {
-        let Some(receiver) = routing.owner(id) else { continue };
-        for (sum, value) in sums.iter_mut().zip(row(receiver, k as u32)) {
-            let product = value * weights[k];
-            *sum += product;
+    let ids = &routing.topk_idx[rank as usize][token as usize];
+    let sum_of = |ranks: std::ops::Range<u32>| {
+        let mut sums = None;
+        for (k, &id) in ids.iter().enumerate() {
+            let Some(receiver) = routing.owner(id).filter(|rank| ranks.contains(rank)) else { continue };
+            let sums = sums.get_or_insert_with(|| vec![0.0f32; columns]);
+            for (sum, value) in sums.iter_mut().zip(row(receiver, k as u32)) {
+                let product = value * weights[k];
+                *sum += product;
+            }
         }
-    }
-    sums
+        sums
+    };
+    let all = routing.num_ranks();
+    let zeros = vec![0.0; columns];
+    let Some(per_node) = ranks_per_node else { return sum_of(0..all).unwrap_or(zeros) };
+    let nodes = (0..all / per_node).filter_map(|node| sum_of(node * per_node..(node + 1) * per_node));
+    nodes.fold(zeros, |mut sums, of_node| {
+        sums.iter_mut().zip(of_node).for_each(|(sum, value)| *sum += bf16::from_f32(value).to_f32());
+        sums
+    })
 }
 
 #[cfg(test)]
@@ -84,7 +101,12 @@ mod tests {
         assert_eq!(plan.rows, expected);
         assert_eq!(by_expert(&routing, 1, 1).psum, [1, 2, 2]);
         let row = |receiver: u32, k: u32| vec![(10 * receiver + k + 1) as f32];
-        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &[2.0, 0.5], row), [2.0 + 6.0]);
-        assert_eq!(combine_by_expert(&routing, 1, 0, 1, &[3.0, f32::NAN], row), [3.0]);
+        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &[2.0, 0.5], None, row), [2.0 + 6.0]);
+        assert_eq!(combine_by_expert(&routing, 1, 0, 1, &[3.0, f32::NAN], None, row), [3.0]);
+        // 257 / 256 lies between two BF16 numbers and goes to the even one, 1.
+        let above_one = 257.0 / 256.0;
+        let weights = [above_one, 0.25];
+        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &weights, None, row), [above_one + 3.0]);
+        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &weights, Some(1), row), [1.0 + 3.0]);
     }
 }

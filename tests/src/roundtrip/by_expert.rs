@@ -27,6 +27,12 @@ impl Case {
         setup
     }
 
+    /// Whether its ranks are several nodes.
+    fn ranks_per_node(&self) -> Option<u32> {
+        let nodes = self.nodes.as_ref().map(|nodes| nodes.ranks_per_node);
+        nodes.filter(|&per_node| per_node < self.routing.num_ranks())
+    }
+
     /// Runs it by expert on threads, with all that can be asked of it.
     ///
     /// # Panics
@@ -65,6 +71,7 @@ impl Rank {
         let output = self.dispatch(&mut place, request.counts(self.on_device()))?;
         self.buffer.check_dispatch(&output.handle, &self.stream)?;
         self.check(output.recv_topk_weights.is_none(), "no weights were sent");
+        self.check(output.recv_src_meta.is_none(), "rows by expert have an entry in place of a source");
         self.check_rows_by_expert(case, 1, &plan, "on-device dispatch by expert", &output)?;
         self.check_selections(case, &plan, &output)?;
         let on_device = output.handle.clone();
@@ -91,9 +98,11 @@ impl Rank {
         let request = CachedDispatchRequest::new(&x, &handle);
         let request = scales.iter().fold(request, CachedDispatchRequest::scales);
         let request = columns.iter().fold(request, CachedDispatchRequest::column);
-        let output = self.dispatch_cached(&mut place, request)?;
-        self.check_rows_by_expert(case, 2, &plan, "cached dispatch by expert", &output)?;
-        drop(output);
+        // Across nodes a cached dispatch takes more than one channel.
+        if case.ranks_per_node().is_none() || case.num_channels > 1 {
+            let output = self.dispatch_cached(&mut place, request)?;
+            self.check_rows_by_expert(case, 2, &plan, "cached dispatch by expert", &output)?;
+        }
 
         let weights = &weights;
         let columns = |dtype: DType| u64::from(case.row_bytes) / dtype.size();
@@ -104,8 +113,14 @@ impl Rank {
             (6, DType::F32, Some(&place), None, &handle),
             (7, DType::F16, None, Some(weights), &handle),
             (8, DType::F16, Some(&place), None, &on_device),
+            (9, DType::Bf16, None, Some(weights), &handle),
         ];
         for (turn, dtype, place, weights, handle) in combines {
+            // Across nodes sums are BF16, and weights are those that travelled.
+            let is_across = case.ranks_per_node().is_some();
+            if is_across && (dtype != DType::Bf16 || (weights.is_some() && turn != 9)) {
+                continue;
+            }
             self.check_combine_by_expert(case, turn, &plan, (dtype, columns(dtype)), place, weights, handle)?;
         }
         self.stream.synchronize()
@@ -210,8 +225,15 @@ impl Rank {
             let ones = vec![1.0; case.routing.num_topk as usize];
             let weights = weights.map_or(ones, |_| case.token_weights(self.rank, token));
             let row = |_, k| case.made(turn, dtype, (self.rank, token, k), columns as usize);
-            let sums =
-                oracle::combine_by_expert(&case.routing, self.rank, token, columns as usize, &weights, row);
+            let sums = oracle::combine_by_expert(
+                &case.routing,
+                self.rank,
+                token,
+                columns as usize,
+                &weights,
+                case.ranks_per_node(),
+                row,
+            );
             let name = format!("turn {turn}: combined_x[{token}]");
             self.equal(&name, &got[token as usize], &to_bytes(dtype, &sums));
         }

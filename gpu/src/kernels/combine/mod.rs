@@ -15,15 +15,15 @@ use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, w
 use super::ring::{Ring, Turn, block_range};
 use crate::layout::{CombineArgs, ExpertCombineArgs, Wait, ring_bytes};
 use crate::simt::*;
-use sum::{ByExpert, Listed, Peers};
+use sum::ByExpert;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use stage::{StageByExpert, StageCombine};
 #[cfg(not(target_arch = "nvptx64"))]
 pub use staged::{CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32};
 pub use sum::{
-    Bf16, Contributors, F16, F32, Gather, Item, Outputs, Ranks, Sink, Summand, VECTORS, spoil, sum_rows,
-    vectors_of,
+    Bf16, Contributors, F16, F32, Gather, Item, Listed, Outputs, Peers, Ranks, Sink, Summand, VECTORS, spoil,
+    sum_rows, vectors_of,
 };
 
 /// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.

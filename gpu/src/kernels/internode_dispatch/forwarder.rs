@@ -2,13 +2,18 @@
 
 use super::metadata::Metadata;
 use super::route::{
-    FORWARD_ROW_BYTES, forward_row, forward_start, note_rows, relayed_before, send_source, slot_shape,
+    FORWARD_ROW_BYTES, forward_row, forward_start, note_rows, note_selections, relayed_before, send_source,
+    slot_shape,
 };
 use crate::kernels::dispatch::{Tail, copy_scales, load_stage, scale_place};
 use crate::kernels::epoch::pool_of;
+use crate::kernels::list::entry_at;
 use crate::kernels::rail::{Path, arrival_word, channel_rows, rows_arrived, wait_rows};
 use crate::kernels::ring::{Ring, Turn};
-use crate::layout::{InternodeDispatchArgs, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes, row_stride};
+use crate::layout::{
+    ExpertRoute, InternodeDispatchArgs, SEND_LIST_STRIDE, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes,
+    row_stride,
+};
 use crate::simt::*;
 
 /// A warp's place among the pieces of what arrives on a channel: chunk after chunk, and of each
@@ -106,11 +111,19 @@ impl Walk {
 /// Rows were planned inside the pools, and a slot is read behind the arrival word of its node. The
 /// walks are the same in all lanes, so that the warp is whole where it shuffles.
 #[device]
-pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers: u32, epoch: u64) {
+pub unsafe fn forward<const BY_EXPERT: bool>(
+    args: &InternodeDispatchArgs,
+    by_expert: &ExpertRoute,
+    ring: &Ring,
+    channel: u32,
+    workers: u32,
+    epoch: u64,
+) {
     let (rows, wire) = (&args.dispatch, &args.wire);
     let (comm, lane) = (&rows.comm, laneid());
-    let shape = slot_shape(args);
-    let peer = pool_of(comm, lane);
+    let shape = slot_shape::<BY_EXPERT>(args);
+    // Lane j: the pool of rank j; by expert, that of the rank of its row.
+    let mut peer = pool_of(comm, lane);
 
     // Lane n: what comes on the channel from node n: how many rows, their slots and arrival
     // word, and where they are among the relayed tokens.
@@ -164,7 +177,12 @@ pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, w
             // Behind the row: its metadata, or in a cached dispatch where it went, so that no
             // warp waits for a load of its own.
             let entry = shfl_u32(entries, load.node) + load.row;
-            let tail = if rows.with_metadata != 0 {
+            let tail = if BY_EXPERT && rows.with_metadata != 0 {
+                let bytes = SlotShape::metadata_bytes_by_expert(rows.num_topk);
+                Tail { from: slot + shape.meta as u64, bytes }
+            } else if BY_EXPERT {
+                Tail { from: entry_at(args.route.forward_row.0, entry, 0), bytes: SEND_LIST_STRIDE * 8 }
+            } else if rows.with_metadata != 0 {
                 Tail { from: slot + shape.meta as u64, bytes: SlotShape::metadata_bytes(rows.num_topk) }
             } else {
                 Tail { from: forward_row(args, entry), bytes: FORWARD_ROW_BYTES }
@@ -182,7 +200,20 @@ pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, w
             let entry = shfl_u32(entries, sent.node) + sent.row;
             let tail = buffer + Tail::offset(rows);
             row = -1;
-            if rows.with_metadata != 0 {
+            if BY_EXPERT {
+                let selection = if rows.with_metadata != 0 {
+                    let token = ld_shared_u32(tail + SlotShape::TOKEN);
+                    let selection = arrived_selection(args, by_expert, tail, sent.node);
+                    let base = pool_of(comm, selection.rank);
+                    selection.send_selection(rows, token, sent.node * comm.num_ranks + comm.rank, base);
+                    note_selections(args, by_expert, entry, &selection);
+                    selection
+                } else {
+                    let (row, rank) = (ld_shared_u32(tail + lane * 8), ld_shared_u32(tail + lane * 8 + 4));
+                    Metadata { row: row as i32, rank, ..Metadata::NONE }
+                };
+                (row, peer) = (selection.row, pool_of(comm, selection.rank));
+            } else if rows.with_metadata != 0 {
                 if sent.node != start_node && lane < comm.num_ranks {
                     start = ld_u32(forward_start(args, sent.node, channel) + lane as u64 * 4);
                 }
@@ -227,4 +258,35 @@ pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, w
         turn.advance(ring);
         sent.advance(rows.row_bytes, rows.piece_bytes);
     }
+}
+
+/// By expert: lane k's row on this node, of entry k of a token from `node`, by the metadata at
+/// `tail` of shared memory.
+///
+/// # Safety
+/// The metadata has arrived; the table of first rows has every node and expert.
+#[device]
+unsafe fn arrived_selection(
+    args: &InternodeDispatchArgs,
+    by_expert: &ExpertRoute,
+    tail: u32,
+    node: u32,
+) -> Metadata {
+    let (rows, lane) = (&args.dispatch, laneid());
+    let mut selection = Metadata::NONE;
+    if lane < rows.num_topk {
+        let at = tail + SlotShape::TOPK + lane * 4;
+        let experts = rows.comm.num_ranks * rows.local_experts;
+        // An entry that selects nothing is below 0, far above all experts of the node.
+        let expert = ld_shared_u32(at).wrapping_sub(rows.first_expert);
+        selection.weight = f32::from_bits(ld_shared_u32(at + rows.num_topk * 4));
+        if expert < experts {
+            let number = ld_shared_u32(at + rows.num_topk * 8);
+            let base = ld_u32(by_expert.bases.0 + (node * experts + expert) as u64 * 4);
+            selection.row = (base + number) as i32;
+            // A clamp, so that the division needs no trap.
+            selection.rank = expert / rows.local_experts.max(1);
+        }
+    }
+    selection
 }

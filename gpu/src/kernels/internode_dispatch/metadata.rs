@@ -3,18 +3,21 @@
 use crate::layout::{DispatchArgs, FEW_RANKS};
 use crate::simt::*;
 
-/// A token's metadata: lane r holds its row at rank r, and lane k its top-k entry k.
+/// A token's metadata: lane r holds its row at rank r, and lane k its top-k entry k. By expert,
+/// lane k holds the row of entry k.
 #[derive(Clone, Copy)]
 pub struct Metadata {
     /// The row at rank r, or -1.
     pub row: i32,
+    /// By expert: the rank of this node that has the row.
+    pub rank: u32,
     /// A global id.
     pub expert: i64,
     pub weight: f32,
 }
 
 impl Metadata {
-    pub const NONE: Metadata = Metadata { row: -1, expert: -1, weight: 0.0 };
+    pub const NONE: Metadata = Metadata { row: -1, rank: 0, expert: -1, weight: 0.0 };
 
     /// Writes source index, local expert ids and weights to every rank that wants the token.
     ///
@@ -42,5 +45,23 @@ impl Metadata {
                 }
             }
         });
+    }
+
+    /// By expert: writes where the lane's row comes from, `token` of global rank `source`, and its
+    /// weight. The pool of its rank begins at `base`.
+    ///
+    /// # Safety
+    /// The row was planned inside the pool; this is its only writer.
+    #[device]
+    pub unsafe fn send_selection(&self, args: &DispatchArgs, token: u32, source: u32, base: u64) {
+        if self.row >= 0 {
+            let (pool, row) = (&args.comm.pool, self.row as u64);
+            st_u32(base + pool.recv_src_idx + row * 4, token);
+            st_u32(base + pool.recv_topk_idx + row * 8, source);
+            st_u32(base + pool.recv_topk_idx + row * 8 + 4, laneid());
+            if !args.topk_weights.is_null() {
+                st_f32(base + pool.recv_topk_weights + row * 4, self.weight);
+            }
+        }
     }
 }

@@ -21,7 +21,8 @@ use super::progress::{Progress, workers};
 use super::rail::{Operation, tell_nodes_ready, wait_mapped_ready};
 use super::ring::Ring;
 use crate::layout::{
-    DispatchArgs, InternodeDispatchArgs, SlotShape, Wait, Wire, bulk_scale_bytes, ring_bytes,
+    DispatchArgs, ExpertRoute, InternodeDispatchArgs, InternodeExpertDispatchArgs, SlotShape, Wait, Wire,
+    bulk_scale_bytes, ring_bytes, tail_bytes_by_expert,
 };
 use crate::simt::*;
 use forwarder::forward;
@@ -46,6 +47,34 @@ use sender::send;
     )
 )]
 pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
+    move_rows::<false>(&args, &ExpertRoute::NONE);
+}
+
+/// The same of rows by expert: lane k has the row of a token's entry k, and several may be of one
+/// rank.
+#[kernel(
+    threads = 288, barriers = 3, registers = 200,
+    grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.rows.dispatch.stages, args.rows.dispatch.stage_bytes,
+        super::progress::PROGRESS_BYTES
+    ),
+    requires(
+        ..InternodeDispatchArgs(args.rows),
+        ..DispatchArgs(args.rows.dispatch),
+        ..Wire(args.rows.wire),
+        args.rows.dispatch.num_topk <= 32,
+        args.rows.dispatch.stage_bytes >= args.rows.dispatch.piece_bytes
+            + bulk_scale_bytes(args.rows.dispatch.num_scales)
+            + tail_bytes_by_expert(args.rows.dispatch.num_topk),
+    )
+)]
+pub unsafe fn internode_dispatch_by_expert(args: InternodeExpertDispatchArgs) {
+    move_rows::<true>(&args.rows, &args.by_expert);
+}
+
+#[device]
+unsafe fn move_rows<const BY_EXPERT: bool>(args: &InternodeDispatchArgs, by_expert: &ExpertRoute) {
     let (rows, comm, wire) = (&args.dispatch, &args.dispatch.comm, &args.wire);
     let workers = workers();
     let (channel, forwards) = (ctaid() / 2, ctaid() & 1 == 1);
@@ -65,7 +94,7 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
     let joined = wait_mapped_ready(comm, wire, operation, Wait::DispatchReady, Wait::DispatchNodeReady);
     if tid() / 32 == workers {
         if !forwards && joined {
-            post_channel(&args, channel, planned, &progress, operation);
+            post_channel(args, channel, planned, &progress, operation);
         }
     } else if joined && planned {
         // The peers have released the rows and slots to this thread that are overwritten now; the
@@ -73,9 +102,9 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
         fence_proxy_async_global();
         let ring = Ring::new(rows.stages, rows.stage_bytes, workers);
         if forwards {
-            forward(&args, &ring, channel, workers, epoch);
+            forward::<BY_EXPERT>(args, by_expert, &ring, channel, workers, epoch);
         } else {
-            send(&args, &ring, channel, workers, &progress);
+            send::<BY_EXPERT>(args, by_expert, &ring, channel, workers, &progress);
         }
         // The stores have landed for this thread, so that the releases in `leave` pass them on: no
         // proxy fence.

@@ -1,14 +1,19 @@
 //! Where sender and forwarder find what the count exchange has planned, and where they note what
 //! became of it.
 
-use crate::layout::{InternodeDispatchArgs, SEND_ROW_STRIDE, SlotShape};
+use super::metadata::Metadata;
+use crate::kernels::list::entry_at;
+use crate::layout::{ExpertRoute, InternodeDispatchArgs, SEND_ROW_STRIDE, SlotShape};
 use crate::simt::*;
 
 /// The slots of this operation.
 #[device]
-pub fn slot_shape(args: &InternodeDispatchArgs) -> SlotShape {
+pub fn slot_shape<const BY_EXPERT: bool>(args: &InternodeDispatchArgs) -> SlotShape {
     let rows = &args.dispatch;
     let topk = if rows.with_metadata != 0 { Some(rows.num_topk) } else { None };
+    if BY_EXPERT {
+        return SlotShape::by_expert(rows.row_bytes, rows.num_scales, topk);
+    }
     SlotShape::new(rows.row_bytes, rows.num_scales, topk)
 }
 
@@ -36,6 +41,30 @@ pub unsafe fn note_rows(args: &InternodeDispatchArgs, entry: u32, row: i32) {
     let lane = laneid();
     if lane < SEND_ROW_STRIDE {
         st_i32(forward_row(args, entry) + lane as u64 * 4, row);
+    }
+}
+
+/// Notes where a relayed token's selections went, with their weights where there are some: lane k
+/// that of entry k.
+///
+/// # Safety
+/// The entry is one of the tokens that this rank relays.
+#[device]
+pub unsafe fn note_selections(
+    args: &InternodeDispatchArgs,
+    by_expert: &ExpertRoute,
+    entry: u32,
+    selection: &Metadata,
+) {
+    let (lane, topk) = (laneid(), args.dispatch.num_topk);
+    let mut to = -1;
+    if selection.row >= 0 {
+        to = (selection.rank as i64) << 32 | selection.row as i64;
+    }
+    st_i64(entry_at(args.route.forward_row.0, entry, lane), to);
+    if !by_expert.forward_weights.is_null() && lane < topk {
+        let at = entry as u64 * topk as u64 + lane as u64;
+        st_f32(by_expert.forward_weights.0 + at * 4, selection.weight);
     }
 }
 

@@ -1,15 +1,16 @@
 //! The sender of a channel: its worker warps.
 
 use super::metadata::Metadata;
-use super::route::{forward_start, note_rows, relayed_before, send_source, slot_shape};
+use super::route::{forward_start, note_rows, note_selections, relayed_before, send_source, slot_shape};
 use crate::kernels::dispatch::{Cursor, copy_scales, load_piece, scale_place, store_plain};
 use crate::kernels::epoch::pool_of;
 use crate::kernels::ids::Id;
+use crate::kernels::list::Destination;
 use crate::kernels::progress::Progress;
 use crate::kernels::rail::{Path, channel_rows};
 use crate::kernels::ring::{Ring, Turn, channel_range};
 use crate::layout::{
-    DispatchArgs, FEW_RANKS, InternodeDispatchArgs, SlotShape, bulk_scale_bytes, row_stride,
+    DispatchArgs, ExpertRoute, FEW_RANKS, InternodeDispatchArgs, SlotShape, bulk_scale_bytes, row_stride,
 };
 use crate::simt::*;
 
@@ -28,26 +29,45 @@ struct Token {
     /// Where there are no more ranks than lanes, and metadata travels: index in the (channel, rank)
     /// stream of rank l, or -1.
     world_head: i32,
+    /// By expert: where entry k goes on this node.
+    to: Destination,
+    /// By expert: the number of entry k among this rank's selections of its expert.
+    number: u32,
     /// The entry's id, which `arrive` makes part of the metadata.
     id: Id,
     metadata: Metadata,
 }
 
 impl Token {
-    const NONE: Token =
-        Token { head: -1, node_head: -1, world_head: -1, id: Id::NONE, metadata: Metadata::NONE };
+    const NONE: Token = Token {
+        head: -1,
+        node_head: -1,
+        world_head: -1,
+        to: Destination { row: -1, rank: 0 },
+        number: 0,
+        id: Id::NONE,
+        metadata: Metadata::NONE,
+    };
 
     /// Reads a token's entries, a turn before they are used.
     ///
     /// # Safety
     /// The entries lie inside their tensors.
     #[device]
-    unsafe fn fetch(args: &InternodeDispatchArgs, token: u32, end: u32) -> Token {
+    unsafe fn fetch<const BY_EXPERT: bool>(
+        args: &InternodeDispatchArgs,
+        by_expert: &ExpertRoute,
+        token: u32,
+        end: u32,
+    ) -> Token {
         let (rows, wire, lane) = (&args.dispatch, &args.wire, laneid());
         let (nodes, per_node) = (wire.num_nodes, rows.comm.num_ranks);
         let mut this = Token::NONE;
+        if BY_EXPERT {
+            this.to = Destination::of_lane(rows.send_row.0, token, token < end);
+        }
         if token < end {
-            if lane < per_node {
+            if !BY_EXPERT && lane < per_node {
                 let entry = token as u64 * (nodes * per_node) as u64 + (wire.node * per_node + lane) as u64;
                 this.head = ld_i32(args.send_head.0 + entry * 4);
             }
@@ -55,14 +75,20 @@ impl Token {
                 let entry = token as u64 * nodes as u64 + lane as u64;
                 this.node_head = ld_i32(args.route.send_rdma_head.0 + entry * 4);
             }
-            if rows.with_metadata != 0 && lane < nodes * per_node {
+            if !BY_EXPERT && rows.with_metadata != 0 && lane < nodes * per_node {
                 let entry = token as u64 * (nodes * per_node) as u64 + lane as u64;
                 this.world_head = ld_i32(args.send_head.0 + entry * 4);
             }
             if rows.with_metadata != 0 && lane < rows.num_topk {
                 let entry = token as u64 * rows.num_topk as u64 + lane as u64;
                 this.id = Id::load(rows.topk_idx, rows.narrow_ids, entry);
-                this.metadata.weight = ld_f32(rows.topk_weights.0 + entry * 4);
+                if BY_EXPERT {
+                    this.number = ld_u32(by_expert.numbers.0 + entry * 4);
+                    let is_weighted = !rows.topk_weights.is_null();
+                    this.metadata.weight = ld_f32_if(is_weighted, rows.topk_weights.0 + entry * 4);
+                } else {
+                    this.metadata.weight = ld_f32(rows.topk_weights.0 + entry * 4);
+                }
             }
         }
         this
@@ -71,8 +97,12 @@ impl Token {
     /// Makes it the token at hand. This is not done when the token is fetched, because using a
     /// value waits for its load.
     #[device]
-    fn arrive(&mut self, rows: &DispatchArgs, starts: u32) {
+    fn arrive<const BY_EXPERT: bool>(&mut self, rows: &DispatchArgs, starts: u32) {
         self.metadata.expert = self.id.value(rows.narrow_ids);
+        if BY_EXPERT {
+            (self.metadata.row, self.metadata.rank) = (self.to.row, self.to.rank);
+            return;
+        }
         if self.head >= 0 {
             self.metadata.row = (starts + self.head as u32) as i32;
         }
@@ -84,8 +114,9 @@ impl Token {
 /// # Safety
 /// Rows and slots were planned inside their memory.
 #[device]
-pub unsafe fn send(
+pub unsafe fn send<const BY_EXPERT: bool>(
     args: &InternodeDispatchArgs,
+    by_expert: &ExpertRoute,
     ring: &Ring,
     channel: u32,
     workers: u32,
@@ -93,16 +124,19 @@ pub unsafe fn send(
 ) {
     let (rows, wire) = (&args.dispatch, &args.wire);
     let (comm, lane, warp) = (&rows.comm, laneid(), tid() / 32);
-    let shape = slot_shape(args);
+    let shape = slot_shape::<BY_EXPERT>(args);
     let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
     let first = begin + warp;
 
-    let peer = pool_of(comm, lane);
+    // Lane j: the pool of rank j; by expert, that of the rank of its row.
+    let mut peer = pool_of(comm, lane);
     let own = shfl_u64(peer, comm.rank);
+    // The rank of the lane's row.
+    let mut to = lane;
     // Lane j: where this channel's rows start at rank j. Lane n: where its slots for node n
     // start.
     let mut starts = 0;
-    if lane < comm.num_ranks {
+    if !BY_EXPERT && lane < comm.num_ranks {
         starts = ld_u32(forward_start(args, wire.node, channel) + lane as u64 * 4);
     }
     let (mut slots, mut slot_base) = (0, 0);
@@ -123,7 +157,7 @@ pub unsafe fn send(
         load.advance(rows);
     }
     let mut turn = Turn::first();
-    let mut next = Token::fetch(args, first, end);
+    let mut next = Token::fetch::<BY_EXPERT>(args, by_expert, first, end);
     let mut token = Token::NONE;
     let (mut slot, mut previous) = (0, 0);
     let pieces = rows.row_bytes.div_ceil(rows.piece_bytes).max(1);
@@ -132,25 +166,38 @@ pub unsafe fn send(
     while sent.token < end {
         if sent.offset == 0 {
             token = next;
-            token.arrive(rows, starts);
-            next = Token::fetch(args, sent.token + workers, end);
+            token.arrive::<BY_EXPERT>(rows, starts);
+            next = Token::fetch::<BY_EXPERT>(args, by_expert, sent.token + workers, end);
+            if BY_EXPERT {
+                to = token.metadata.rank;
+                peer = pool_of(comm, to);
+            }
             // Lane n: the token's slot for another node, or 0.
             slot = 0;
             if token.node_head >= 0 && lane != wire.node {
                 slot = slot_base + (slots + token.node_head as u32) as u64 * args.slot_bytes as u64;
             }
             if rows.with_metadata != 0 {
-                token.metadata.send(rows, sent.token, lane);
-                send_source(args, token.metadata.row, peer, wire.node);
+                if BY_EXPERT {
+                    let source = wire.node * comm.num_ranks + comm.rank;
+                    token.metadata.send_selection(rows, sent.token, source, peer);
+                } else {
+                    token.metadata.send(rows, sent.token, lane);
+                    send_source(args, token.metadata.row, peer, wire.node);
+                }
                 // Tokens for this node do not pass the wire, but are noted with those that the
                 // forwarder relays.
                 let node_head = shfl_u32(token.node_head as u32, wire.node) as i32;
                 if node_head >= 0 {
                     let start = shfl_u32(slots, wire.node);
                     let entry = relayed + start + node_head as u32;
-                    note_rows(args, entry, token.metadata.row);
+                    if BY_EXPERT {
+                        note_selections(args, by_expert, entry, &token.metadata);
+                    } else {
+                        note_rows(args, entry, token.metadata.row);
+                    }
                 }
-                pack(args, &shape, &token, sent.token, slot);
+                pack::<BY_EXPERT>(args, &shape, &token, sent.token, slot);
             }
             if rows.num_scales != 0 && bulk_scale_bytes(rows.num_scales) == 0 {
                 let from = rows.scales.0 + sent.token as u64 * rows.num_scales as u64 * 4;
@@ -165,7 +212,7 @@ pub unsafe fn send(
         ring.wait(&turn);
         let row = token.metadata.row;
         if row >= 0 {
-            if lane != comm.rank {
+            if to != comm.rank {
                 bulk_store(peer + row_offset + row as u64 * stride, buffer, bytes);
             }
             if scale_bytes != 0 {
@@ -191,9 +238,18 @@ pub unsafe fn send(
                 store_plain(to + shape.scales as u64, buffer + rows.piece_bytes, scale_bytes, lane);
             }
         }
-        let own_row = shfl_u32(row as u32, comm.rank) as i32;
-        if own_row >= 0 {
-            store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+        if BY_EXPERT {
+            let mut own_rows = ballot(row >= 0 && to == comm.rank);
+            while own_rows != 0 {
+                let own_row = shfl_u32(row as u32, own_rows.trailing_zeros());
+                own_rows &= own_rows - 1;
+                store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+            }
+        } else {
+            let own_row = shfl_u32(row as u32, comm.rank) as i32;
+            if own_row >= 0 {
+                store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+            }
         }
 
         // Refill the stage before this one: its store has had a whole turn to read it.
@@ -243,7 +299,13 @@ unsafe fn say_packed(progress: &Progress, count: u32, first: u32, workers: u32) 
 /// # Safety
 /// The slots are inside wire memory.
 #[device]
-unsafe fn pack(args: &InternodeDispatchArgs, shape: &SlotShape, entries: &Token, token: u32, slot: u64) {
+unsafe fn pack<const BY_EXPERT: bool>(
+    args: &InternodeDispatchArgs,
+    shape: &SlotShape,
+    entries: &Token,
+    token: u32,
+    slot: u64,
+) {
     let (rows, metadata, lane) = (&args.dispatch, &entries.metadata, laneid());
     let per_node = rows.comm.num_ranks;
     let world = args.wire.num_nodes * per_node;
@@ -255,8 +317,8 @@ unsafe fn pack(args: &InternodeDispatchArgs, shape: &SlotShape, entries: &Token,
         let meta = shfl_u64(slot, node) + shape.meta as u64;
         let rank = node * per_node + lane;
         // Fetched ahead if all ranks' fit: a load here would hold the warp up for each node.
-        let fetched = shfl_u32(entries.world_head as u32, rank.min(31)) as i32;
-        if lane < FEW_RANKS as u32 {
+        let fetched = if BY_EXPERT { 0 } else { shfl_u32(entries.world_head as u32, rank.min(31)) as i32 };
+        if !BY_EXPERT && lane < FEW_RANKS as u32 {
             let mut head = -1;
             if lane < per_node {
                 head = if world <= 32 { fetched } else { ld_i32(heads + rank as u64 * 4) };
@@ -270,6 +332,9 @@ unsafe fn pack(args: &InternodeDispatchArgs, shape: &SlotShape, entries: &Token,
             let at = meta + SlotShape::TOPK as u64 + lane as u64 * 4;
             st_i32(at, metadata.expert as i32);
             st_f32(at + rows.num_topk as u64 * 4, metadata.weight);
+            if BY_EXPERT {
+                st_u32(at + rows.num_topk as u64 * 8, entries.number);
+            }
         }
     }
 }

@@ -10,6 +10,7 @@
 //! | `network.rs` | the way to other nodes |
 //! | `fault.rs` | what kernels record, and the errors made of it |
 //! | `step.rs` | recordings, and what they keep |
+//! | `add_counts.rs` | counts that grow with each dispatch |
 //! | `first_tokens.rs` | batches whose size only the device knows |
 //! | `sizes.rs` | the sizes of a buffer that does not exist yet |
 //! | `instruments.rs` | when blocks reached their phases; what benchmarks and tests read |
@@ -17,6 +18,7 @@
 //!
 //! A method that would need to know the mode belongs to the mode.
 
+mod add_counts;
 mod arena;
 mod enqueue;
 mod fault;
@@ -36,6 +38,7 @@ use std::time::Duration;
 use bytemuck::Zeroable;
 use epoxide_gpu::layout::{Comm, DevicePtr};
 
+pub(crate) use add_counts::{CUMULATIVE_COUNTS, add_counts, check_cumulative};
 pub use arena::{Arena, Block, Offsets, Pieces, laid_out};
 pub use enqueue::StreamOrder;
 pub use fault::{Calls, Faults};

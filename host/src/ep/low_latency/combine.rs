@@ -268,6 +268,7 @@ impl Buffer {
             receive_blocks: num_tokens * pieces_of(row_bytes as u32),
             fills: None,
             records: None,
+            cumulative_counts: None,
             uses,
         })
     }

@@ -16,7 +16,7 @@ use super::options::Quantise;
 use super::results::{Place, Received, ReceivedByExpert, Room};
 use crate::driver::Outcome;
 use crate::ep::Payload;
-use crate::ep::core::{Block, PlaceState, setters};
+use crate::ep::core::{Block, PlaceState, check_cumulative, setters};
 use crate::ep::experts::{ExpertRows, check_alignment, is_narrow};
 use crate::ep::payload::{Columns, PlacedColumn, Record};
 use crate::ep::tensor::{Owner, owners};
@@ -44,6 +44,7 @@ pub struct DispatchRequest<'a> {
     by_expert: Option<u32>,
     recv_x: Option<&'a Tensor<'a>>,
     recv_x_scales: Option<&'a TypedTensor<'a, f32>>,
+    cumulative_counts: Option<&'a TypedTensor<'a, i32>>,
     timeout: Option<Duration>,
 }
 
@@ -64,6 +65,7 @@ impl<'a> DispatchRequest<'a> {
             by_expert: None,
             recv_x: None,
             recv_x_scales: None,
+            cumulative_counts: None,
             timeout: None,
         }
     }
@@ -146,6 +148,10 @@ impl<'a> DispatchRequest<'a> {
         scales: &'a TypedTensor<'a, f32>;
         /// Quantises bf16 rows on their way; hidden must be a multiple of 128.
         quantise: Quantise;
+        /// Adds the rows of each local expert ([`Received::expert_counts`]) to these, i32
+        /// `[local_experts]`, behind the dispatch and in each replay of a graph. A dispatch that
+        /// fails adds nothing. The run in front of a recording adds too.
+        cumulative_counts: &'a TypedTensor<'a, i32>;
         /// Longest wait for a peer, instead of the buffer's: microseconds where a step must not
         /// take longer.
         timeout: Duration;
@@ -292,6 +298,11 @@ impl Buffer {
                 Some(self.rows_by_expert(place, &request, alignment, (dtype, words), with_scales)?)
             }
         };
+        check_cumulative(request.cumulative_counts, self.local_experts())?;
+        if let Some(cumulative) = request.cumulative_counts {
+            uses.extend(owners([Some(&**cumulative)]));
+            cumulative.is_filled_by(&outcome);
+        }
         let lease = place.begin()?;
         let owner = || lease.clone() as Owner;
         let mut by_expert = None;
@@ -322,6 +333,7 @@ impl Buffer {
             receive_blocks: self.receive_blocks(rows_by_expert.is_some()),
             fills: Some(lease.clone()),
             records: Some(records),
+            cumulative_counts: request.cumulative_counts.map(|counts| counts.ptr()),
             uses,
         };
         let (rows, experts, ranks) =

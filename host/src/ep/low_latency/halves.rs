@@ -10,7 +10,7 @@ use epoxide_gpu::kernels::{
     low_latency_dispatch_shared_bytes, low_latency_internode_by_expert_shared_bytes,
 };
 use epoxide_gpu::layout::{
-    LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
+    DevicePtr, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
     LowLatencyInternodeCombineArgs, LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs,
     Quantise, phase,
 };
@@ -19,7 +19,7 @@ use super::results::Room;
 use super::results::{Combined, Received};
 use super::{Buffer, Kernels};
 use crate::driver::{Event, Stream};
-use crate::ep::core::{Lease, PlaceState};
+use crate::ep::core::{Lease, PlaceState, add_counts};
 use crate::ep::payload::Records;
 use crate::ep::tensor::Owner;
 use crate::ep::{StreamOrder, Tensor};
@@ -41,6 +41,8 @@ pub struct Operation {
     pub fills: Option<Arc<Lease<Room>>>,
     /// The columns of a dispatch's rows, which may have to be packed first.
     pub records: Option<Records>,
+    /// Counts of the caller's that the rows of each expert are added to.
+    pub cumulative_counts: Option<DevicePtr>,
     /// Resources that must live as long as a recording of the operation.
     pub uses: Vec<Owner>,
 }
@@ -193,7 +195,17 @@ impl Buffer {
                 common.comm.trace = buffer.core.trace(name, grid);
                 buffer.launch_kernel(stream, operation, args, grid)?;
             }
-            Ok(())
+            let Some(cumulative) = operation.cumulative_counts.filter(|_| halves != Halves::SEND) else {
+                return Ok(());
+            };
+            let counts = operation.place.room().own.tables.expert_counts;
+            let cumulative = (cumulative, buffer.local_experts());
+            // SAFETY: the place has its tables as long as the buffer; the caller's memory is freed
+            // only behind all work enqueued on streams, and a recording keeps it.
+            unsafe {
+                let kernel = &buffer.kernels.add_counts;
+                add_counts(kernel, stream, buffer.comm, DevicePtr::NULL, counts, cumulative)
+            }
         })
     }
 

@@ -27,7 +27,7 @@ use std::time::Duration;
 
 use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
-    FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled,
+    AddCounts, FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled,
     LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyGather,
     LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
     LowLatencyInternodeDispatchByExpert, PackColumns,
@@ -97,6 +97,7 @@ struct Kernels {
     gather: Kernel,
     first_tokens: Kernel,
     pack_columns: Kernel,
+    add_counts: Kernel,
     /// A dispatch that brings rows by expert, where the buffer has room for them.
     dispatch_by_expert: Option<Kernel>,
 }
@@ -113,8 +114,9 @@ impl Kernels {
             ]
         };
         let (summed, pooled) = (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO);
-        let (gather, first, pack) = (LowLatencyGather::INFO, FirstTokens::INFO, PackColumns::INFO);
-        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first, pack];
+        let (gather, first) = (LowLatencyGather::INFO, FirstTokens::INFO);
+        let (pack, add) = (PackColumns::INFO, AddCounts::INFO);
+        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first, pack, add];
         let by_expert = match nodes {
             1 => LowLatencyDispatchByExpert::INFO,
             _ => LowLatencyInternodeDispatchByExpert::INFO,
@@ -124,7 +126,7 @@ impl Kernels {
         let module = Module::shipped(device, None, &names)?;
         let load_by_expert = || module.kernel(by_expert.name, 0);
         let kernels = infos.map(|info| module.kernel(info.name, 0));
-        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather, first, pack] =
+        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather, first, pack, add] =
             kernels;
         Ok(Kernels {
             dispatch: dispatch?,
@@ -135,6 +137,7 @@ impl Kernels {
             gather: gather?,
             first_tokens: first?,
             pack_columns: pack?,
+            add_counts: add?,
             dispatch_by_expert: has_rows_by_expert.then(load_by_expert).transpose()?,
         })
     }

@@ -3,15 +3,15 @@
 use epoxide_gpu::kernels::{
     CombineBf16, CombineByExpertBf16, CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32,
     CombineManyBf16, CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32,
-    CombineStagedManyBf16, CombineStagedManyF32, InternodeCombine, InternodeCombineF16, InternodeCombineF32,
-    JOINED_BYTES, PROGRESS_BYTES, StageByExpert, StageCombine,
+    CombineStagedManyBf16, CombineStagedManyF32, InternodeCombine, InternodeCombineByExpert,
+    InternodeCombineF16, InternodeCombineF32, JOINED_BYTES, PROGRESS_BYTES, StageByExpert, StageCombine,
 };
 use epoxide_gpu::layout::{
     Call, CallKind, CombineArgs, DevicePtr, ExpertCombineArgs, ExpertStageArgs, InternodeCombineArgs,
-    StageArgs, StagedCombineArgs, combine_slot_bytes,
+    InternodeExpertCombineArgs, StageArgs, StagedCombineArgs, combine_slot_bytes,
 };
 
-use super::kernels::{Spread, call_within};
+use super::kernels::{Spread, call_within, not_loaded};
 use super::place::PoolRows;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, check_fits};
@@ -75,7 +75,9 @@ impl<'a> CombineRequest<'a> {
     setters! {
         /// Weights the rows by expert of this rank's own tokens: that of entry k of token t counts
         /// `weights[t][k]` times, `[num_tokens, num_topk]`. The product is rounded to FP32, and so
-        /// is each sum.
+        /// is each sum. Across nodes these are the weights that the dispatch was given
+        /// ([`DispatchRequest::topk_weights`](super::DispatchRequest::topk_weights)), as they were
+        /// then: other nodes sum, and have them from there. Give the same tensor.
         weights: &'a TypedTensor<'a, f32>;
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;
@@ -93,7 +95,8 @@ pub struct Combined {
     /// is accumulated in FP32 in rank order and rounded once, and so bit for bit reproducible. It
     /// is 0 for a token that went nowhere. Across nodes each node's sum is made and rounded so. The
     /// nodes' sums are then added in FP32 in node order and rounded again. A sum beyond the largest
-    /// f16 is infinite. For rows by expert it is the sum over the token's entries, in their order.
+    /// f16 is infinite. For rows by expert it is the sum over the token's entries, in their order,
+    /// and across nodes of each node that over those whose experts are there; bf16 only.
     pub combined_x: Tensor<'static>,
     /// `[num_tokens, num_topk]`, if weights were given.
     pub combined_topk_weights: Option<TypedTensor<'static, f32>>,
@@ -217,7 +220,11 @@ impl Buffer {
         self.check_handle(request.handle)?;
         self.check_weights(request)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
-        let dtypes = &[DType::Bf16, DType::F32, DType::F16];
+        let across = self.core.topology().nodes > 1;
+        let dtypes: &[DType] = match handle.tables.by_expert {
+            Some(_) if across => &[DType::Bf16],
+            _ => &[DType::Bf16, DType::F32, DType::F16],
+        };
         let (dtype, hidden) = match request.rows {
             CombineRows::InPool(given) => {
                 self.core.check_place(&given.place)?;
@@ -322,7 +329,9 @@ impl Buffer {
             combined_weights: if num_topk == 0 { null } else { weights_at },
             send_row: match handle.tables.routing {
                 Spread::OneNode(_, tables) => tables.send_row,
-                Spread::SeveralNodes(..) => null,
+                Spread::SeveralNodes(_, tables) => {
+                    tables.by_expert.map_or(null, |_| tables.route.forward_row)
+                }
             },
             header: handle.tables.header,
             num_tokens: handle.num_tokens,
@@ -383,10 +392,8 @@ impl Buffer {
             // work enqueued on streams, and a recording keeps them. The last combine ended when
             // every peer had gathered, so the rows may be written.
             unsafe {
-                if let (Spread::OneNode(node, _), Some(at)) = (&handle.tables.routing, by_expert) {
-                    let Some(kernels) = &node.by_expert else {
-                        return Err(Error::internal("combine", "kernels of rows by expert were not loaded"));
-                    };
+                if let Some(at) = by_expert {
+                    let (_, stage_kernel) = handle.tables.routing.by_expert()?;
                     if !stage.x.is_null() || may_be_short {
                         let args = ExpertStageArgs {
                             stage,
@@ -394,8 +401,11 @@ impl Buffer {
                             expert_starts: at.expert_starts,
                             local_experts: handle.local_experts.into(),
                         };
-                        stream.call(&kernels.stage, sms, STAGE_THREADS, 0, StageByExpert::call(args))?;
+                        stream.call(stage_kernel, sms, STAGE_THREADS, 0, StageByExpert::call(args))?;
                     }
+                }
+                if let (Spread::OneNode(node, _), Some(at)) = (&handle.tables.routing, by_expert) {
+                    let kernels = node.by_expert.as_ref().ok_or_else(not_loaded)?;
                     let args = ExpertCombineArgs {
                         combine: args,
                         weights: entry_weights.map_or(null, Tensor::ptr),
@@ -415,7 +425,8 @@ impl Buffer {
                         }
                     };
                 }
-                if staged.is_none() && (!stage.x.is_null() || !stage.weights.is_null() || may_be_short) {
+                let is_by_row = staged.is_none() && by_expert.is_none();
+                if is_by_row && (!stage.x.is_null() || !stage.weights.is_null() || may_be_short) {
                     let call = StageCombine::call(stage);
                     stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }
@@ -445,19 +456,29 @@ impl Buffer {
                             slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
                             reserved: 0,
                         };
-                        match dtype {
-                            DType::F32 => {
-                                let call = InternodeCombineF32::call(args);
-                                stream.call(&nodes.combine_f32, grid, block, shared, call)
-                            }
-                            DType::F16 => {
-                                let call = InternodeCombineF16::call(args);
-                                stream.call(&nodes.combine_f16, grid, block, shared, call)
-                            }
-                            _ => {
-                                stream.call(&nodes.combine, grid, block, shared, InternodeCombine::call(args))
-                            }
-                        }
+                        let (Some(at), Some(tables)) = (by_expert, routing.by_expert) else {
+                            return match dtype {
+                                DType::F32 => {
+                                    let call = InternodeCombineF32::call(args);
+                                    stream.call(&nodes.combine_f32, grid, block, shared, call)
+                                }
+                                DType::F16 => {
+                                    let call = InternodeCombineF16::call(args);
+                                    stream.call(&nodes.combine_f16, grid, block, shared, call)
+                                }
+                                _ => {
+                                    let call = InternodeCombine::call(args);
+                                    stream.call(&nodes.combine, grid, block, shared, call)
+                                }
+                            };
+                        };
+                        let kernel = &nodes.by_expert.as_ref().ok_or_else(not_loaded)?.combine;
+                        let args = InternodeExpertCombineArgs {
+                            rows: args,
+                            weights: entry_weights.map_or(null, |_| tables.forward_weights),
+                            num_topk: at.num_topk.into(),
+                        };
+                        stream.call(kernel, grid, block, shared, InternodeCombineByExpert::call(args))
                     }
                 }
             }
@@ -479,7 +500,16 @@ impl Buffer {
             }
             (Some(at), Some(weights)) => {
                 let tokens = ("num_tokens", Some(handle.num_tokens.into()));
-                weights.expect("weights", &[DType::F32], &[tokens, ("num_topk", Some(at.num_topk.into()))])
+                weights.expect(
+                    "weights",
+                    &[DType::F32],
+                    &[tokens, ("num_topk", Some(at.num_topk.into()))],
+                )?;
+                if self.core.topology().nodes > 1 && weights.ptr() != handle.topk_weights {
+                    let rule = "across nodes they travel with the dispatch: give the tensor that it was given as topk_weights";
+                    return Err(Error::argument("weights", "another tensor", rule));
+                }
+                Ok(())
             }
             _ => Ok(()),
         }

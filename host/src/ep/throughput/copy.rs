@@ -4,7 +4,6 @@ use epoxide_gpu::kernels::{StageByExpert, StageCombine};
 use epoxide_gpu::layout::{Call, CallKind, DevicePtr, ExpertStageArgs, ROW_ALIGN, StageArgs, row_stride};
 
 use super::combine::STAGE_THREADS;
-use super::kernels::Spread;
 use super::{Buffer, DType, Received, StreamOrder, Tensor, TypedTensor};
 use crate::driver::Event;
 use crate::ep::tensor::{Owner, owners};
@@ -124,21 +123,18 @@ impl Buffer {
             // SAFETY: the memory of tensors and of the handle's block is freed only behind all work
             // enqueued on streams, and a recording keeps them; the pool has so many rows there.
             unsafe {
-                match (&handle.tables.routing, handle.tables.by_expert) {
-                    (Spread::OneNode(node, _), Some(at)) => {
-                        let Some(kernels) = &node.by_expert else {
-                            let reason = "kernels of rows by expert were not loaded";
-                            return Err(Error::internal("copy_received", reason));
-                        };
+                match handle.tables.by_expert {
+                    Some(at) => {
+                        let (_, kernel) = handle.tables.routing.by_expert()?;
                         let args = ExpertStageArgs {
                             stage,
                             expert_counts: at.expert_counts,
                             expert_starts: at.expert_starts,
                             local_experts: handle.local_experts.into(),
                         };
-                        stream.call(&kernels.stage, sms, STAGE_THREADS, 0, StageByExpert::call(args))?;
+                        stream.call(kernel, sms, STAGE_THREADS, 0, StageByExpert::call(args))?;
                     }
-                    _ => {
+                    None => {
                         let (kernel, call) = (&buffer.kernels.stage_combine, StageCombine::call(stage));
                         stream.call(kernel, sms, STAGE_THREADS, 0, call)?;
                     }

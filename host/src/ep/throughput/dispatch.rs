@@ -4,24 +4,27 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use epoxide_gpu::kernels::{
-    Dispatch, DispatchByExpert, DispatchMany, InternodeCount, InternodeDispatch, InternodeNotify,
-    JOINED_BYTES, Notify, NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES,
-    PlanByExpert,
+    Dispatch, DispatchByExpert, DispatchMany, InternodeCount, InternodeDispatch, InternodeDispatchByExpert,
+    InternodeNotify, InternodePlanByExpert, JOINED_BYTES, Notify, NotifyMany, NumberSelections,
+    PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert,
 };
 use epoxide_gpu::layout::{
-    CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, ExpertPlanArgs, InternodeCountArgs,
-    InternodeDispatchArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape,
+    CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, ExpertPlanArgs, ExpertRoute,
+    InternodeCountArgs, InternodeDispatchArgs, InternodeExpertDispatchArgs, InternodeExpertPlanArgs,
+    InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape,
 };
 
 use super::handle::{DispatchHandle, HandleShape, HandleState, HandleTables};
-use super::kernels::{RingShape, Spread, call_within};
+use super::kernels::{RingShape, Spread, call_within, not_loaded};
 use super::place::{Place, Room};
 use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, check_fits};
 use crate::driver::{Event, Outcome, Stream};
 use crate::ep::Payload;
-use crate::ep::core::{Lease, PlaceState, nanoseconds, setters};
+use crate::ep::core::{
+    CUMULATIVE_COUNTS, Lease, PlaceState, add_counts, check_cumulative, nanoseconds, setters,
+};
 use crate::ep::experts::check_alignment;
 use crate::ep::payload::{Columns, PlacedColumn, Record, Records};
 use crate::ep::tensor::{Owner, owners};
@@ -70,6 +73,7 @@ pub struct DispatchRequest<'a> {
     expert_alignment: u32,
     by_expert: bool,
     counts: Counts,
+    cumulative_counts: Option<&'a TypedTensor<'a, i32>>,
     timeout: Option<Duration>,
 }
 
@@ -88,6 +92,7 @@ impl<'a> DispatchRequest<'a> {
             expert_alignment: 1,
             by_expert: false,
             counts: Counts::Exact,
+            cumulative_counts: None,
             timeout: None,
         }
     }
@@ -132,6 +137,11 @@ impl<'a> DispatchRequest<'a> {
     setters! {
         /// Whether the host waits for the counts.
         counts: Counts;
+        /// Adds the selections of each local expert to these, i32 `[local_experts]`, behind the
+        /// dispatch, in the run in front of a recording, and in each replay. A dispatch that fails
+        /// adds nothing. Selections are those without rounding. Without rows by expert the
+        /// alignment must be 1.
+        cumulative_counts: &'a TypedTensor<'a, i32>;
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;
     }
@@ -265,6 +275,14 @@ impl Buffer {
         check_fits(("capacity", "rows"), capacity, self.capacity(), option)?;
 
         let local_experts = layout.num_experts / self.core.topology().ranks();
+        check_cumulative(request.cumulative_counts, local_experts)?;
+        if request.cumulative_counts.is_some() && !request.by_expert && request.expert_alignment > 1 {
+            let rule = format!(
+                "counts are rounded up to multiples of {}: dispatch with expert_alignment 1, or by expert",
+                request.expert_alignment
+            );
+            return Err(Error::argument(CUMULATIVE_COUNTS, "given", rule));
+        }
         let num_channels = self.config.num_channels();
         let shape = HandleShape {
             ranks: self.core.topology().ranks(),
@@ -273,6 +291,7 @@ impl Buffer {
             tokens: layout.num_tokens,
             local_experts,
             by_expert: request.by_expert.then_some(layout.num_topk),
+            is_weighted: request.topk_weights.is_some(),
         };
         let mode = &self.kernels.mode;
         let (block, tables) = self.core.arena().take(|pieces| HandleTables::lay_out(pieces, mode, shape))?;
@@ -295,6 +314,7 @@ impl Buffer {
         if request.by_expert {
             // A row by expert is that of an entry, whether or not there are weights.
             metadata.num_topk = layout.num_topk;
+            (metadata.topk_idx, metadata.narrow_ids) = layout.ids();
         }
         let records = payload.record.place(self.core.arena(), layout.num_tokens)?;
         let (rows, ring) =
@@ -303,7 +323,8 @@ impl Buffer {
         let mut header = PlanHeader::default();
         let mut lease = None;
         let (scales, weights) = (scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
-        let uses = [Some(x), scales, weights, Some(layout.topk_idx())].into_iter();
+        let cumulative = request.cumulative_counts.map(|it| &**it);
+        let uses = [Some(x), scales, weights, Some(layout.topk_idx()), cumulative].into_iter();
         let uses = owners(uses.chain(columns.iter().map(Some))).into_iter().chain(records.owner());
         let uses = uses.chain([layout.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
@@ -322,6 +343,17 @@ impl Buffer {
                     buffer.core.give_up("dispatch", error);
                 }
                 launched?;
+                if let Some(cumulative) = request.cumulative_counts {
+                    let counts = tables.by_expert.map(|at| at.expert_counts);
+                    add_counts(
+                        &buffer.kernels.add_counts,
+                        stream,
+                        buffer.comm,
+                        tables.header,
+                        counts.unwrap_or(tables.num_recv_tokens_per_expert),
+                        (cumulative.ptr(), local_experts),
+                    )?;
+                }
             }
             if exact {
                 // Rows are already on their way while the host waits.
@@ -347,12 +379,16 @@ impl Buffer {
             num_channels,
             local_experts,
             num_topk: request.topk_weights.map(|_| num_topk),
+            topk_weights: request.topk_weights.map_or(DevicePtr::NULL, |weights| weights.ptr()),
             capacity,
             num_recv_tokens: num_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
             num_rdma_recv_tokens: num_rdma_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
             plans: self.plans.clone(),
         }));
         let plan = &handle.0;
+        if let Some(cumulative) = request.cumulative_counts {
+            self.core.fills_tensor(cumulative, plan);
+        }
         let lease = self.captured_lease(lease, Some(&handle))?;
         let owner = || lease.clone() as Owner;
         let at = &place.room().layout;
@@ -367,7 +403,7 @@ impl Buffer {
                 place.tensor(owner(), at.recv_topk_weights, of_weights).result("recv_topk_weights", plan)
             }),
             recv_src_idx: Some(place.tensor(owner(), at.recv_src_idx, &[rows]).result("recv_src_idx", plan)),
-            recv_src_meta: (self.core.topology().nodes > 1)
+            recv_src_meta: (self.core.topology().nodes > 1 && !by_expert)
                 .then(|| place.tensor(owner(), at.recv_src_meta, &[rows, 2]).result("recv_src_meta", plan)),
             recv_src_entry: by_expert
                 .then(|| place.tensor(owner(), at.recv_topk_idx, &[rows, 2]).result("recv_src_entry", plan)),
@@ -537,6 +573,7 @@ impl Buffer {
             payload.num_scales(),
             num_topk,
             self.config.num_sms,
+            tables.by_expert.is_some(),
         );
         let (index, row_bytes, columns) = (place.index(), payload.row_bytes, payload.num_scales());
         let call = match metadata {
@@ -556,7 +593,7 @@ impl Buffer {
             topk_weights,
             send_row: match tables.routing {
                 Spread::OneNode(_, tables) => tables.send_row,
-                Spread::SeveralNodes(..) => DevicePtr::NULL,
+                Spread::SeveralNodes(_, tables) => tables.by_expert.map_or(DevicePtr::NULL, |it| it.send_row),
             },
             header: tables.header,
             num_tokens,
@@ -650,7 +687,7 @@ impl Buffer {
                         channel_counts: routing.channel_counts,
                         num_tokens_per_expert: layout.tables.num_tokens_per_expert,
                         invalid: layout.tables.invalid,
-                        header: tables.header,
+                        header: tables.by_expert.map_or(tables.header, |at| at.exchange),
                         rdma_channel_prefix_matrix: routing.route.rdma_channel_prefix_matrix,
                         recv_rdma_channel_prefix_matrix: routing.route.recv_rdma_channel_prefix_matrix,
                         recv_rdma_rank_prefix_sum: routing.route.recv_rdma_rank_prefix_sum,
@@ -658,7 +695,7 @@ impl Buffer {
                         num_recv_tokens_per_expert: tables.num_recv_tokens_per_expert,
                         forward_start: routing.forward_start,
                         host: counts.host,
-                        tag: counts.tag,
+                        tag,
                         num_channels,
                         local_experts,
                         expert_alignment: counts.expert_alignment,
@@ -683,12 +720,8 @@ impl Buffer {
         place: &PlaceState<Room>,
         tables: &HandleTables,
     ) -> Result<()> {
-        let (Spread::OneNode(node, routing), Some(at)) = (&tables.routing, tables.by_expert) else {
-            return Err(Error::internal("dispatch", "rows by expert have no plan across nodes"));
-        };
-        let Some(kernels) = &node.by_expert else {
-            return Err(Error::internal("dispatch", "kernels of rows by expert were not loaded"));
-        };
+        let Some(at) = tables.by_expert else { return Ok(()) };
+        let (number, _) = tables.routing.by_expert()?;
         let layout = counts.layout;
         let (topk_idx, narrow_ids) = layout.ids();
         let (num_tokens, num_topk) = (layout.num_tokens, layout.num_topk);
@@ -712,7 +745,10 @@ impl Buffer {
             numbers: at.numbers,
             exchange: at.exchange,
             header: tables.header,
-            send_row: routing.send_row,
+            send_row: match tables.routing {
+                Spread::OneNode(_, tables) => tables.send_row,
+                Spread::SeveralNodes(_, tables) => tables.by_expert.map_or(DevicePtr::NULL, |it| it.send_row),
+            },
             expert_counts: at.expert_counts,
             expert_starts: at.expert_starts,
             psum_expert: at.psum_expert,
@@ -728,18 +764,25 @@ impl Buffer {
         let shared = PLAN_BY_EXPERT_SHARED_BYTES;
         // SAFETY: passed on to the caller.
         unsafe {
-            stream.call(&kernels.number, grid, NUMBER_THREADS, 0, NumberSelections::call(args))?;
+            stream.call(number, grid, NUMBER_THREADS, 0, NumberSelections::call(args))?;
             let grid = self.blocks_for(num_tokens);
-            stream.call(&kernels.plan, grid, PLAN_THREADS, shared, PlanByExpert::call(plan))
+            match &tables.routing {
+                Spread::OneNode(node, _) => {
+                    let kernel = &node.by_expert.as_ref().ok_or_else(not_loaded)?.plan;
+                    stream.call(kernel, grid, PLAN_THREADS, shared, PlanByExpert::call(plan))
+                }
+                Spread::SeveralNodes(nodes, routing) => {
+                    let kernel = &nodes.by_expert.as_ref().ok_or_else(not_loaded)?.plan;
+                    let bases = routing.by_expert.map_or(DevicePtr::NULL, |it| it.bases);
+                    let args = InternodeExpertPlanArgs { plan, wire: nodes.wire(&self.config), bases };
+                    stream.call(kernel, grid, PLAN_THREADS, shared, InternodePlanByExpert::call(args))
+                }
+            }
         }
     }
 
     /// An error unless rows can come by expert.
     fn check_by_expert(&self, alignment: u32) -> Result<()> {
-        if self.core.topology().nodes > 1 {
-            let rule = "rows come by expert within one node: dispatch without by_expert across nodes";
-            return Err(Error::argument("by_expert", format!("{} nodes", self.core.topology().nodes), rule));
-        }
         check_alignment(alignment)?;
         if self.options.rows_by_expert.is_none() {
             let rule = "the buffer has no room for them: create it with Options::rows_by_expert";
@@ -780,16 +823,34 @@ impl Buffer {
                 }
                 Spread::SeveralNodes(nodes, routing) => {
                     let num_topk = (args.with_metadata != 0).then_some(args.num_topk);
+                    let slot =
+                        if routing.by_expert.is_some() { SlotShape::by_expert } else { SlotShape::new };
                     let args = InternodeDispatchArgs {
                         dispatch: args,
                         wire: nodes.wire(&self.config),
                         route: routing.route,
                         send_head: tables.send_head,
                         forward_start: routing.forward_start,
-                        slot_bytes: SlotShape::new(args.row_bytes, args.num_scales, num_topk).bytes,
+                        slot_bytes: slot(args.row_bytes, args.num_scales, num_topk).bytes,
                         reserved: 0,
                     };
                     let (block, shared) = (ring.threads() + 32, ring.shared_bytes() + PROGRESS_BYTES);
+                    if let (Some(at), Some(given)) = (routing.by_expert, tables.by_expert) {
+                        let kernel = &nodes.by_expert.as_ref().ok_or_else(not_loaded)?.dispatch;
+                        let by_expert = ExpertRoute {
+                            numbers: given.numbers,
+                            bases: at.bases,
+                            forward_weights: at.forward_weights,
+                        };
+                        let args = InternodeExpertDispatchArgs { rows: args, by_expert };
+                        return stream.call(
+                            kernel,
+                            grid,
+                            block,
+                            shared,
+                            InternodeDispatchByExpert::call(args),
+                        );
+                    }
                     stream.call(&nodes.dispatch, grid, block, shared, InternodeDispatch::call(args))
                 }
             }

@@ -145,7 +145,13 @@ impl Plans {
                 format!(
                     "create the buffer with max_tokens >= {} or with num_nvl_bytes >= {}",
                     needed.div_ceil(self.faults.topology().ranks() as u64),
-                    pool_bytes(&limits.shape, self.faults.topology(), limits.places, needed)
+                    pool_bytes(
+                        &limits.shape,
+                        self.faults.topology(),
+                        limits.places,
+                        limits.by_expert,
+                        needed,
+                    )
                 )
             };
             let remedy = format!("rank {} would receive {needed} rows: {remedy}", header.peer);

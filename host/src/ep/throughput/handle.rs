@@ -35,6 +35,8 @@ pub struct HandleState {
     pub num_channels: u32,
     pub local_experts: u32,
     pub num_topk: Option<u32>,
+    /// The weights that travelled, or null.
+    pub topk_weights: DevicePtr,
     /// Rows that the dispatch had room for.
     pub capacity: u64,
     /// Rows received, once the host knows.
@@ -104,6 +106,17 @@ pub struct InternodeTables {
     pub recv_gbl_channel_prefix_matrix: DevicePtr,
     pub channel_counts: DevicePtr,
     pub forward_start: DevicePtr,
+    pub by_expert: Option<InternodeExpertTables>,
+}
+
+/// The parts of a dispatch of rows by expert across nodes.
+#[derive(Debug, Clone, Copy)]
+pub struct InternodeExpertTables {
+    /// Where entries go on this node.
+    pub send_row: DevicePtr,
+    pub bases: DevicePtr,
+    /// Null where no weights travel.
+    pub forward_weights: DevicePtr,
 }
 
 /// The sizes that a handle's block must have room for.
@@ -116,12 +129,14 @@ pub struct HandleShape {
     pub local_experts: u32,
     /// Entries per token, in a dispatch of rows by expert.
     pub by_expert: Option<u32>,
+    /// Whether weights travel.
+    pub is_weighted: bool,
 }
 
 impl HandleTables {
     /// Reserves the parts of a handle of a buffer of this mode.
     pub fn lay_out(pieces: &mut Pieces, mode: &BufferSpread, shape: HandleShape) -> HandleTables {
-        let HandleShape { ranks, nodes, channels, tokens, local_experts, by_expert } = shape;
+        let HandleShape { ranks, nodes, channels, tokens, local_experts, by_expert, is_weighted } = shape;
         let [ranks, nodes, channels, tokens, experts] =
             [ranks, nodes, channels, tokens, local_experts].map(u64::from);
         let header = |name| Section::one(name, size_of::<PlanHeader>() as u64).of(PLAN_HEADER);
@@ -158,6 +173,8 @@ impl HandleTables {
                     // Most tokens that this rank relays.
                     let relayed = kernels.wire.layout.slots * nodes;
                     let row = u64::from(SEND_ROW_STRIDE);
+                    // By expert a relayed token has a list, whose entries have two words.
+                    let list = u64::from(2 * SEND_LIST_STRIDE);
                     let mut matrix = |name, count| pieces.array(name, count, 4);
                     let route = Route {
                         send_rdma_head: matrix("send_rdma_head", tokens * nodes),
@@ -167,7 +184,10 @@ impl HandleTables {
                             nodes * channels,
                         ),
                         recv_rdma_rank_prefix_sum: matrix("recv_rdma_rank_prefix_sum", nodes),
-                        forward_row: matrix("forward_row", relayed * row),
+                        forward_row: matrix(
+                            "forward_row",
+                            relayed * if by_expert.is_some() { list } else { row },
+                        ),
                         num_channels: shape.channels,
                         reserved: 0,
                     };
@@ -179,6 +199,15 @@ impl HandleTables {
                         ),
                         channel_counts: matrix("channel_counts", channels * (ranks + nodes)),
                         forward_start: matrix("forward_start", nodes * channels * row),
+                        by_expert: by_expert.map(|num_topk| InternodeExpertTables {
+                            send_row: matrix("send_row", tokens * list),
+                            bases: matrix("bases", ranks * experts),
+                            forward_weights: if is_weighted {
+                                matrix("forward_weights", relayed * u64::from(num_topk))
+                            } else {
+                                DevicePtr::NULL
+                            },
+                        }),
                     };
                     Spread::SeveralNodes(kernels.clone(), tables)
                 }
@@ -409,8 +438,21 @@ impl InternodeHandle<'_> {
     pub fn send_nvl_head(&self, stream: &Stream) -> Result<Vec<i32>> {
         let (tokens, per_node) =
             (self.num_rdma_recv_tokens(stream)?, (self.handle.0.num_ranks / self.num_nodes()) as usize);
-        let rows = self.handle.matrix("forward_row", self.tables.route.forward_row, tokens, SEND_ROW_STRIDE);
-        let (rows, ends) = (rows.values(stream)?, self.recv_rdma_channel_prefix_matrix().values(stream)?);
+        let (at, by_expert) = (self.tables.route.forward_row, self.tables.by_expert.is_some());
+        let columns = if by_expert { 2 * SEND_LIST_STRIDE } else { SEND_ROW_STRIDE };
+        let mut rows = self.handle.matrix("forward_row", at, tokens, columns).values(stream)?;
+        if by_expert {
+            // A list's entry is a row and a rank; any row of the token stands for it.
+            let row_at = |list: &[i32]| {
+                let mut rows = [-1; SEND_ROW_STRIDE as usize];
+                for entry in list.chunks_exact(2).filter(|entry| entry[0] >= 0) {
+                    rows[entry[1] as usize] = entry[0];
+                }
+                rows
+            };
+            rows = rows.chunks_exact(columns as usize).flat_map(row_at).collect();
+        }
+        let ends = self.recv_rdma_channel_prefix_matrix().values(stream)?;
         let mut tokens = rows.chunks_exact(SEND_ROW_STRIDE as usize);
         let mut heads = Vec::with_capacity(tokens.len() * per_node);
         for ends in ends.chunks_exact(self.handle.0.num_channels as usize) {

@@ -4,22 +4,23 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16, CombineByExpertF16,
+    self as gpu, AddCounts, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16, CombineByExpertF16,
     CombineByExpertF32, CombineF16, CombineF32, CombineManyBf16, CombineManyF16, CombineManyF32,
     CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, Dispatch,
     DispatchByExpert, DispatchLayout, DispatchMany, FirstTokens, INTERNODE_NOTIFY_SHARED_BYTES,
-    InternodeCombine, InternodeCombineF16, InternodeCombineF32, InternodeCount, InternodeDispatch,
-    InternodeNotify, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify,
-    NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns, PlanByExpert,
-    StageByExpert, StageCombine, TransposeColumn, notify_shared_bytes,
+    InternodeCombine, InternodeCombineByExpert, InternodeCombineF16, InternodeCombineF32, InternodeCount,
+    InternodeDispatch, InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES,
+    MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, NumberSelections,
+    PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns, PlanByExpert, StageByExpert, StageCombine,
+    TransposeColumn, notify_shared_bytes,
 };
-use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes};
+use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes, tail_bytes_by_expert};
 
 use super::options::Tuning;
 use super::wire::WireTables;
 use super::{Config, Topology};
 use crate::driver::{Device, Kernel, Module};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Most warps of a dispatch, on all multiprocessors together.
 const DISPATCH_WARPS: u32 = 150;
@@ -161,6 +162,27 @@ impl ByExpert {
     ];
 }
 
+/// The kernels of rows by expert across nodes.
+#[derive(Debug)]
+pub struct ByExpertAcross {
+    pub number: Kernel,
+    pub plan: Kernel,
+    pub dispatch: Kernel,
+    pub stage: Kernel,
+    pub combine: Kernel,
+}
+
+impl ByExpertAcross {
+    /// Their names, in the order of the fields.
+    const NAMES: [&'static str; 5] = [
+        NumberSelections::INFO.name,
+        InternodePlanByExpert::INFO.name,
+        InternodeDispatchByExpert::INFO.name,
+        StageByExpert::INFO.name,
+        InternodeCombineByExpert::INFO.name,
+    ];
+}
+
 /// The kernels of operations across nodes, and how they reach the other nodes.
 #[derive(Debug)]
 pub struct SeveralNodes {
@@ -171,6 +193,24 @@ pub struct SeveralNodes {
     pub combine: Kernel,
     pub combine_f16: Kernel,
     pub combine_f32: Kernel,
+    /// Where the buffer has room for rows by expert.
+    pub by_expert: Option<ByExpertAcross>,
+}
+
+impl<O, S> Spread<O, S> {
+    /// The kernels that number selections and that stage rows by expert, where they were loaded.
+    pub fn by_expert(&self) -> Result<(&Kernel, &Kernel)> {
+        let kernels = match self {
+            Spread::OneNode(node, _) => node.by_expert.as_ref().map(|it| (&it.number, &it.stage)),
+            Spread::SeveralNodes(nodes, _) => nodes.by_expert.as_ref().map(|it| (&it.number, &it.stage)),
+        };
+        kernels.ok_or_else(not_loaded)
+    }
+}
+
+/// The error of a dispatch or combine of rows by expert whose kernels are missing.
+pub fn not_loaded() -> Error {
+    Error::internal("rows by expert", "their kernels were not loaded")
 }
 
 impl OneNode {
@@ -246,6 +286,7 @@ impl LoadedKernels {
             FirstTokens::INFO,
             PackColumns::INFO,
             TransposeColumn::INFO,
+            AddCounts::INFO,
         ];
         let mut names: Vec<&str> = always.iter().map(|info| info.name).collect();
         if topology.nodes > 1 {
@@ -257,6 +298,7 @@ impl LoadedKernels {
                 InternodeCombineF16::INFO.name,
                 InternodeCombineF32::INFO.name,
             ]);
+            names.extend(ByExpertAcross::NAMES.into_iter().filter(|_| by_expert));
         } else {
             names.extend(OneNode::names(is_many));
             names.extend(ByExpert::NAMES.into_iter().filter(|_| by_expert));
@@ -300,6 +342,16 @@ impl LoadedKernels {
                 Spread::OneNode(Arc::new(node), ())
             }
             Some((side, wire)) => {
+                let by_expert = || -> Result<ByExpertAcross> {
+                    let [number, plan, dispatch, stage, combine] = ByExpertAcross::NAMES;
+                    Ok(ByExpertAcross {
+                        number: kernel(number, 0)?,
+                        plan: kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
+                        dispatch: kernel(dispatch, self.shared_limit)?,
+                        stage: kernel(stage, 0)?,
+                        combine: kernel(combine, self.shared_limit)?,
+                    })
+                };
                 let nodes = SeveralNodes {
                     wire,
                     count: kernel(InternodeCount::INFO.name, 0)?,
@@ -308,6 +360,7 @@ impl LoadedKernels {
                     combine: kernel(InternodeCombine::INFO.name, self.shared_limit)?,
                     combine_f16: kernel(InternodeCombineF16::INFO.name, self.shared_limit)?,
                     combine_f32: kernel(InternodeCombineF32::INFO.name, self.shared_limit)?,
+                    by_expert: self.by_expert.then(by_expert).transpose()?,
                 };
                 Spread::SeveralNodes(Arc::new(nodes), Box::new(side))
             }
@@ -327,6 +380,7 @@ pub struct Kernels {
     pub first_tokens: Kernel,
     pub pack_columns: Kernel,
     pub transpose_column: Kernel,
+    pub add_counts: Kernel,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
     device: Device,
@@ -349,6 +403,7 @@ impl Kernels {
             first_tokens: loaded.module.kernel(FirstTokens::INFO.name, 0)?,
             pack_columns: loaded.module.kernel(PackColumns::INFO.name, 0)?,
             transpose_column: loaded.module.kernel(TransposeColumn::INFO.name, 0)?,
+            add_counts: loaded.module.kernel(AddCounts::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
             device: device.clone(),
@@ -412,6 +467,7 @@ impl Kernels {
         num_scales: u32,
         num_topk: u32,
         num_sms: u32,
+        is_by_expert: bool,
     ) -> (RingShape, u32) {
         let t = &self.tuning;
         let warps = match self.mode {
@@ -423,6 +479,7 @@ impl Kernels {
         let piece_bytes = row_bytes.div_ceil(pieces).next_multiple_of(16);
         let metadata = match self.mode {
             Spread::OneNode(..) => 0,
+            Spread::SeveralNodes(..) if is_by_expert => tail_bytes_by_expert(num_topk),
             Spread::SeveralNodes(..) => SlotShape::metadata_bytes(num_topk),
         };
         let stage_bytes = (piece_bytes + bulk_scale_bytes(num_scales) + metadata).next_multiple_of(128);

@@ -36,7 +36,8 @@ use std::time::Duration;
 
 use epoxide_gpu::layout::{
     Call, Comm, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, PLAN_HEADER,
-    PlanHeader, PoolLayout, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout, wire_message,
+    PlanHeader, PoolLayout, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout, expert_message,
+    expert_message_offset, message_offset, wire_message,
 };
 
 use super::core::{
@@ -170,7 +171,8 @@ impl Buffer {
             pool_layouts(&options.shape, topology, options.places, by_expert, limit)
         };
         let (layouts, joined_layouts) = (lay_out(nodes)?, joined.map(lay_out).transpose()?);
-        let wire_layout = wire_layout(&options.shape, nodes, options.num_rdma_bytes)?;
+        let wire_layout =
+            wire_layout(&options.shape, nodes, options.rows_by_expert.is_some(), options.num_rdma_bytes)?;
         let rows =
             [Some(&layouts), joined_layouts.as_ref()].map(|of| of.map_or(0, |layouts| layouts[0].rows));
         agree(group, nodes, rows, &wire_layout, &options)?;
@@ -181,7 +183,7 @@ impl Buffer {
         let alloc = |topology: Topology| {
             let layouts = of(topology);
             let pool = Memory::alloc(&device, layouts[0].bytes, MemoryKind::Shareable, "pool")?;
-            pool.describe(&sections(layouts, topology.nodes, row_bytes));
+            pool.describe(&sections(layouts, topology, row_bytes));
             Ok(pool)
         };
         // A driver that has not seen the kernels before compiles them for hundreds of milliseconds:
@@ -287,7 +289,7 @@ impl Buffer {
             self.row_bytes = row_bytes;
             let layouts: Vec<PoolLayout> =
                 self.core.places().iter().map(|place| place.room().layout).collect();
-            self.core.pool().describe(&sections(&layouts, self.core.topology().nodes, row_bytes));
+            self.core.pool().describe(&sections(&layouts, self.core.topology(), row_bytes));
         }
     }
 
@@ -405,15 +407,36 @@ fn check_channels(config: &Config) -> Result<()> {
 }
 
 /// Names the parts of a pool: control words and messages once, rows for each place.
-fn sections(layouts: &[PoolLayout], nodes: u32, row_bytes: RowBytes) -> Vec<Section> {
+fn sections(layouts: &[PoolLayout], topology: Topology, row_bytes: RowBytes) -> Vec<Section> {
     let RowBytes { recv, combine } = row_bytes;
+    let nodes = topology.nodes;
     let of_place = |(index, layout): (usize, &PoolLayout)| {
         let first = if index == 0 { 0 } else { layout.recv_x };
         let sections = layout.sections(nodes, recv, combine);
         sections.into_iter().filter(move |section| section.offset >= first).collect::<Vec<_>>()
     };
-    layouts.iter().enumerate().flat_map(of_place).collect()
+    let mut all: Vec<Section> = layouts.iter().enumerate().flat_map(of_place).collect();
+    // Across nodes those of rows by expert follow the relayed count messages.
+    let first = expert_message_offset(nodes, topology.ranks_per_node, 0, 0, 0);
+    if nodes > 1
+        && let Some(messages) = all.iter_mut().find(|section| section.name == "messages")
+        && messages.bytes > first + message_offset(0, expert_message::WORDS)
+    {
+        let stride = message_offset(0, expert_message::WORDS);
+        let array = Section::array("expert_messages", (messages.bytes - first) / stride, stride);
+        let behind = array.at(messages.offset + first);
+        messages.bytes = first;
+        all.push(behind.of(EXPERT_MESSAGE));
+        all.sort_by_key(|section| section.offset);
+    }
+    all
 }
+
+/// The parts of a message of first rows by expert.
+const EXPERT_MESSAGE: &[Section] = &[
+    Section::array("starts", MAX_LOCAL_EXPERTS as u64, 8),
+    Section::one("rows", 8).at(expert_message::ROWS as u64 * 8),
+];
 
 /// Checks that all ranks run the same version with the same options. Rows are those of a pool of
 /// one of the nodes, and of one of all ranks as one node.

@@ -129,8 +129,11 @@ impl Options {
         let Fields { shape, places, rows_by_expert, num_nvl_bytes, num_rdma_bytes, .. } = self.fields.clone();
         let sizes = |nodes: Topology| -> Result<Sizes> {
             let layout = pool_layouts(&shape, nodes, places, rows_by_expert, num_nvl_bytes)?[0];
-            let wire_bytes =
-                if nodes.nodes > 1 { wire_layout(&shape, nodes, num_rdma_bytes)?.bytes } else { 0 };
+            let by_expert = rows_by_expert.is_some();
+            let wire_bytes = match nodes.nodes {
+                1 => 0,
+                _ => wire_layout(&shape, nodes, by_expert, num_rdma_bytes)?.bytes,
+            };
             Ok(Sizes { rows: layout.rows, pool_bytes: layout.bytes, wire_bytes, own_bytes: 0 })
         };
         let nodes = Topology::new(num_ranks, self.fields.ranks_per_node)?;
@@ -141,7 +144,7 @@ impl Options {
     /// Room for so many rows by expert in each place, padding included, for dispatches with
     /// [`DispatchRequest::by_expert`](super::DispatchRequest::by_expert);
     /// [`Shape::most_rows_by_expert`] is the worst case. A dispatch that needs more is an
-    /// error on every rank, before any row moves. Within one node.
+    /// error on every rank, before any row moves.
     pub fn rows_by_expert(mut self, rows: u64) -> Self {
         self.fields.rows_by_expert = Some(rows);
         self

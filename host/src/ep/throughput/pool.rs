@@ -1,7 +1,8 @@
 //! Sizes and places in the pool, the one allocation per rank that its peers map.
 
 use epoxide_gpu::layout::{
-    Control, MAX_TOPK, PoolLayout, ROW_ALIGN, message_offset, relay_message, row_stride,
+    Control, MAX_TOPK, PoolLayout, ROW_ALIGN, expert_message_offset, message_offset, relay_message,
+    row_stride,
 };
 
 use super::options::Shape;
@@ -9,11 +10,13 @@ use crate::ep::Topology;
 use crate::ep::core::{Offsets, check_count};
 use crate::error::{Error, Result, Scope};
 
-/// Bytes of the count messages in a pool: one from each rank.
-fn message_bytes(topology: Topology) -> u64 {
+/// Bytes of the count messages in a pool: one from each rank. With rows `by_expert` across nodes
+/// there are as many of first rows behind them.
+fn message_bytes(topology: Topology, by_expert: bool) -> u64 {
     match topology.nodes {
         1 => message_offset(topology.ranks(), 0),
-        _ => topology.ranks() as u64 * relay_message::WORDS as u64 * 8,
+        _ if !by_expert => u64::from(topology.ranks()) * u64::from(relay_message::WORDS) * 8,
+        nodes => expert_message_offset(nodes, topology.ranks_per_node, nodes, 0, 0),
     }
 }
 
@@ -23,8 +26,8 @@ fn meta_bytes(topology: Topology) -> u64 {
 }
 
 /// Bytes at the start of every pool: control words and count messages.
-fn fixed_bytes(topology: Topology) -> u64 {
-    (size_of::<Control>() as u64 + message_bytes(topology)).next_multiple_of(ROW_ALIGN)
+fn fixed_bytes(topology: Topology, by_expert: bool) -> u64 {
+    (size_of::<Control>() as u64 + message_bytes(topology, by_expert)).next_multiple_of(ROW_ALIGN)
 }
 
 /// Bytes that one row takes in all regions of a place together, their alignment aside.
@@ -37,8 +40,9 @@ fn bytes_per_row(shape: &Shape, topology: Topology) -> u64 {
 const REGIONS: u64 = 9;
 
 /// The bytes of a pool whose places each have room for `rows` rows.
-pub fn pool_bytes(shape: &Shape, topology: Topology, places: u32, rows: u64) -> u64 {
-    fixed_bytes(topology) + u64::from(places) * (rows * bytes_per_row(shape, topology) + REGIONS * ROW_ALIGN)
+pub fn pool_bytes(shape: &Shape, topology: Topology, places: u32, by_expert: bool, rows: u64) -> u64 {
+    let of_place = rows * bytes_per_row(shape, topology) + REGIONS * ROW_ALIGN;
+    fixed_bytes(topology, by_expert) + u64::from(places) * of_place
 }
 
 /// The layouts of a pool, one per place, at least one; they differ in where the rows are. Each
@@ -67,7 +71,7 @@ pub fn pool_layouts(
     let rows = match limit {
         None => wanted,
         Some(limit) => {
-            let least = pool_bytes(shape, topology, places, 1);
+            let least = pool_bytes(shape, topology, places, by_expert.is_some(), 1);
             if limit < least {
                 let remedy = "give at least room for one row, or leave num_nvl_bytes out";
                 return Err(Error::capacity(
@@ -78,7 +82,7 @@ pub fn pool_layouts(
                     Scope::ThisRank,
                 ));
             }
-            let room = limit - pool_bytes(shape, topology, places, 0);
+            let room = limit - pool_bytes(shape, topology, places, by_expert.is_some(), 0);
             (room / (u64::from(places) * bytes_per_row(shape, topology))).min(i32::MAX as u64)
         }
     };
@@ -98,7 +102,7 @@ pub fn pool_layouts(
     offsets.take(size_of::<Control>() as u64);
     let mut reserve = |bytes| offsets.take(bytes);
     let (topk, stride) = (shape.max_topk as u64, row_stride(shape.max_row_bytes()));
-    let messages = reserve(message_bytes(topology));
+    let messages = reserve(message_bytes(topology, by_expert.is_some()));
     let mut of_place = || PoolLayout {
         messages,
         recv_x: reserve(rows * stride),
@@ -120,8 +124,9 @@ pub fn pool_layouts(
 
 #[cfg(test)]
 mod tests {
-    use epoxide_gpu::layout::Section;
+    use epoxide_gpu::layout::{Section, expert_message};
 
+    use super::super::{RowBytes, sections};
     use super::*;
     use crate::ep::DType;
 
@@ -138,8 +143,18 @@ mod tests {
         let layout = pool_layouts(&SHAPE, topology, 1, None, None).unwrap()[0];
         assert_eq!(layout.rows, 65536);
         assert!(layout.recv_x - layout.messages >= 16 * relay_message::WORDS as u64 * 8);
+        let by_expert = pool_layouts(&SHAPE, topology, 1, Some(1), None).unwrap()[0];
+        let last = expert_message_offset(2, 8, 1, 7, expert_message::WORDS - 1);
+        assert!(by_expert.recv_x - by_expert.messages >= last + 8);
+        let lengths = RowBytes { recv: 14336, combine: 14336 };
+        let name = |layout, at| Section::name_of(&sections(&[layout], topology, lengths), at);
+        let last = name(by_expert, by_expert.messages + last);
+        assert_eq!(last.as_deref(), Some("expert_messages[15].rows"));
+        let last = layout.messages + expert_message_offset(2, 8, 0, 0, 0) - 8;
+        assert_eq!(name(layout, last), name(by_expert, last));
+        assert_eq!(name(layout, layout.recv_x).as_deref(), Some("recv_x[0]"));
         assert!(layout.combine_x - layout.recv_src_meta >= 65536 * 8);
-        assert!(layout.bytes <= pool_bytes(&SHAPE, topology, 1, layout.rows));
+        assert!(layout.bytes <= pool_bytes(&SHAPE, topology, 1, false, layout.rows));
     }
 
     #[test]
@@ -154,7 +169,7 @@ mod tests {
         for (limit, places) in [(400_000u64, 1), (1_000_000, 1), (335_712_000, 1), (335_712_000, 3)] {
             let layout = pool_layouts(&SHAPE, one_node(8), places, None, Some(limit)).unwrap()[0];
             assert!(layout.bytes <= limit, "{} of {limit}", layout.bytes);
-            assert!(pool_bytes(&SHAPE, one_node(8), places, layout.rows + 1) > limit);
+            assert!(pool_bytes(&SHAPE, one_node(8), places, false, layout.rows + 1) > limit);
         }
     }
 

@@ -101,13 +101,19 @@ impl WireTables {
 }
 
 /// The layout of wire memory with the slots that `shape` asks for, or with as many as fit in
-/// `limit` bytes.
-pub fn wire_layout(shape: &Shape, topology: Topology, limit: Option<u64>) -> Result<WireLayout> {
+/// `limit` bytes. Slots with rows `by_expert` are longer.
+pub fn wire_layout(
+    shape: &Shape,
+    topology: Topology,
+    by_expert: bool,
+    limit: Option<u64>,
+) -> Result<WireLayout> {
     let (nodes, topk) = (topology.nodes as u64, shape.max_topk);
     let row_bytes = u32::try_from(shape.max_row_bytes()).map_err(|_| {
         Error::argument("hidden", format!("{} bytes per row", shape.max_row_bytes()), "must fit in 32 bits")
     })?;
-    let dispatch = SlotShape::new(row_bytes, shape.max_scales, Some(topk)).bytes;
+    let slot = if by_expert { SlotShape::by_expert } else { SlotShape::new };
+    let dispatch = slot(row_bytes, shape.max_scales, Some(topk)).bytes;
     let slot_bytes = dispatch.max(combine_slot_bytes(row_bytes, topk)) as u64;
     let lay_out = |slots: u64| {
         let mut offsets = Offsets::default();
@@ -146,7 +152,8 @@ pub fn wire_layout(shape: &Shape, topology: Topology, limit: Option<u64>) -> Res
 /// The bytes that wire memory must have for `slots` tokens of a rank for one node.
 pub fn wire_bytes(shape: &Shape, topology: Topology, slots: u64) -> u64 {
     let shape = Shape { max_tokens: slots.min(u32::MAX as u64) as u32, ..*shape };
-    wire_layout(&shape, topology, None).map_or(0, |layout| layout.bytes + 2 * topology.nodes as u64 * ALIGN)
+    wire_layout(&shape, topology, false, None)
+        .map_or(0, |layout| layout.bytes + 2 * topology.nodes as u64 * ALIGN)
 }
 
 #[cfg(test)]
@@ -160,7 +167,7 @@ mod tests {
 
     #[test]
     fn the_benchmark_shape() {
-        let layout = wire_layout(&SHAPE, TOPOLOGY, None).unwrap();
+        let layout = wire_layout(&SHAPE, TOPOLOGY, false, None).unwrap();
         // 14336 bytes of row, 48 of heads and token, 64 of top-k: 14448, which is 16 less than a
         // multiple of 128.
         assert_eq!(layout.node_bytes, 4096 * (14336 + 48 + 64 + 16));
@@ -174,10 +181,10 @@ mod tests {
     #[test]
     fn a_limit_is_kept_and_used() {
         for limit in [310_000u64, 1_000_000, 84_000_000] {
-            let layout = wire_layout(&SHAPE, TOPOLOGY, Some(limit)).unwrap();
+            let layout = wire_layout(&SHAPE, TOPOLOGY, false, Some(limit)).unwrap();
             assert!(layout.bytes <= limit, "{} of {limit}", layout.bytes);
             assert!(wire_bytes(&SHAPE, TOPOLOGY, layout.slots + 1) > limit - 4 * ALIGN);
         }
-        assert!(wire_layout(&SHAPE, TOPOLOGY, Some(1000)).is_err());
+        assert!(wire_layout(&SHAPE, TOPOLOGY, false, Some(1000)).is_err());
     }
 }

@@ -1,0 +1,37 @@
+//! Counts that grow with each dispatch, in memory of the caller's.
+
+use epoxide_gpu::kernels::AddCounts;
+use epoxide_gpu::layout::{AddCountsArgs, Comm, DevicePtr};
+
+use crate::driver::{Kernel, Stream};
+use crate::ep::{DType, TypedTensor};
+use crate::error::Result;
+
+/// The name of the argument in both modes.
+pub const CUMULATIVE_COUNTS: &str = "cumulative_counts";
+/// Threads of the one block.
+const THREADS: u32 = AddCounts::INFO.max_threads;
+
+/// An error unless the tensor has a count for each local expert.
+pub fn check_cumulative(counts: Option<&TypedTensor<'_, i32>>, local_experts: u32) -> Result<()> {
+    let experts = ("local_experts", Some(local_experts.into()));
+    counts.map_or(Ok(()), |counts| counts.expect(CUMULATIVE_COUNTS, &[DType::I32], &[experts]))
+}
+
+/// Enqueues the addition of a dispatch's `counts`, of `local_experts` experts, to cumulative ones.
+/// `header`: that of its plan, or null.
+///
+/// # Safety
+/// The addresses are live until the stream has passed the kernel.
+pub unsafe fn add_counts(
+    kernel: &Kernel,
+    stream: &Stream,
+    comm: Comm,
+    header: DevicePtr,
+    counts: DevicePtr,
+    (cumulative, local_experts): (DevicePtr, u32),
+) -> Result<()> {
+    let args = AddCountsArgs { comm, counts, cumulative, header, len: local_experts.into() };
+    // SAFETY: passed on to the caller.
+    unsafe { stream.call(kernel, 1, THREADS, 0, AddCounts::call(args)) }
+}
