@@ -58,7 +58,7 @@ mod own {
         combine::{
             CombineBf16, CombineByExpertBf16, CombineByExpertF32, CombineF32, CombineManyBf16,
             CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32,
-            StageByExpert, StageCombine,
+            StageByExpert, StageCombine, WeightGradients,
         },
         dispatch::{Dispatch, DispatchByExpert, DispatchMany},
         first_tokens::FirstTokens,

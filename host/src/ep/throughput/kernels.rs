@@ -10,7 +10,7 @@ use epoxide_gpu::kernels::{
     INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
     JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany,
     NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert, StageByExpert, StageCombine,
-    notify_shared_bytes,
+    WeightGradients, notify_shared_bytes,
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes};
 
@@ -233,6 +233,7 @@ impl LoadedKernels {
     ) -> Result<LoadedKernels> {
         let is_many = topology.ranks_per_node > FEW_RANKS as u32;
         let mut names = vec![DispatchLayout::INFO.name, StageCombine::INFO.name, FirstTokens::INFO.name];
+        names.push(WeightGradients::INFO.name);
         if topology.nodes > 1 {
             names.extend([
                 InternodeCount::INFO.name,
@@ -303,6 +304,7 @@ pub struct Kernels {
     pub dispatch_layout: Kernel,
     pub stage_combine: Kernel,
     pub first_tokens: Kernel,
+    pub weight_gradients: Kernel,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
     device: Device,
@@ -323,6 +325,7 @@ impl Kernels {
             dispatch_layout: loaded.module.kernel(DispatchLayout::INFO.name, loaded.shared_limit)?,
             stage_combine: loaded.module.kernel(StageCombine::INFO.name, 0)?,
             first_tokens: loaded.module.kernel(FirstTokens::INFO.name, 0)?,
+            weight_gradients: loaded.module.kernel(WeightGradients::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
             device: device.clone(),
