@@ -35,7 +35,7 @@ pub use epoxide_simt::launch::{Call, ContractError, Entry, KernelInfo, ParamLayo
 
 // A kernel's type has its name in camel case.
 #[cfg(not(target_arch = "nvptx64"))]
-pub use example::{MoeExperts, MoeRouter};
+pub use example::{MoeGemm, MoeGemmWeights, MoeSwiglu, MoeSwigluBackward, MoeTopk, MoeTopkBackward};
 
 /// The library's own kernels, which its host launches, and what it needs to know of them.
 mod own {
