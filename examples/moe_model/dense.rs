@@ -110,8 +110,9 @@ impl Dense {
         Dense { shape: *shape, matrices }
     }
 
-    /// The experts that the device has selected, which must be among the best ones: two logits that
-    /// differ by less than `tolerance` may stand in either order. Gives their scores, which are not normalised.
+    /// The experts that the device has selected, and their scores, not divided by the sum. They must
+    /// be among the best ones; two logits that differ by less than `tolerance` may stand in either
+    /// order.
     fn select(&self, x: &[f64], ids: &[i64], tolerance: f64) -> Result<Vec<(usize, f64)>, String> {
         let logits = times(x, &self.matrices.router, self.shape.num_experts);
         let mut sorted = logits.clone();

@@ -50,7 +50,7 @@ pub enum Form {
     Transposed,
 }
 
-/// What becomes of the numbers that a product's tensor has.
+/// The fate of the numbers that a product's tensor has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Output {
     Replace,

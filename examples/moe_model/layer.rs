@@ -71,7 +71,7 @@ struct Experts {
     intermediate: usize,
 }
 
-/// What experts made of rows, kept for the backward pass.
+/// The experts' intermediate results, kept for the backward pass.
 struct Activations {
     /// bf16 `[rows, 2 * intermediate]`.
     gate_up: Tensor<'static>,
@@ -131,14 +131,14 @@ impl Experts {
         let gate_up = (&activations.gate_up, Output::Replace);
         gemm.multiply(stream, rows, x, (&self.gate_up, Form::Plain), gate_up)?;
         let call = MoeSwiglu::call(self.swiglu_args(rows, activations));
-        // SAFETY: the tensors have the shapes of the argument struct, and their memory is freed only
+        // SAFETY: the tensors have the shapes of the argument struct. Their memory is freed only
         // behind the work enqueued on streams.
         unsafe { stream.call(&compute.swiglu, compute.blocks(), THREADS, 0, call)? };
         gemm.multiply(stream, rows, &activations.product, (&self.down, Form::Plain), out)
     }
 
-    /// The gradients of the matrices, and to `grad_x` those of the rows. `grad` has the gradients of
-    /// the experts' results, each of which a weight is still to be multiplied with.
+    /// The gradients of the matrices, and to `grad_x` those of the rows. `grad` has the gradients
+    /// of the experts' results, each still to be multiplied by its weight.
     fn backward(
         &self,
         compute: &Compute,
@@ -184,7 +184,7 @@ pub struct GradExperts {
     pub down: Tensor<'static>,
 }
 
-/// What the router gives.
+/// The results of the router.
 pub struct Routed {
     logits: Tensor<'static>,
     /// i64 `[tokens, num_topk]`.
@@ -209,7 +209,7 @@ pub struct Forward<'p> {
     received: Received<'p>,
     rows: Rows<'static>,
     activations: Activations,
-    /// What the experts made of the rows.
+    /// bf16 `[rows, hidden]`: the experts' results.
     made: Tensor<'static>,
     of_shared: Activations,
     /// bf16 `[tokens, hidden]`.
@@ -223,7 +223,7 @@ pub struct Backward {
     pub x: Tensor<'static>,
     /// f32 `[hidden, num_experts]`.
     pub router: Tensor<'static>,
-    /// Of this rank's experts.
+    /// Gradients of this rank's experts.
     pub experts: GradExperts,
     pub shared: GradExperts,
 }
@@ -263,7 +263,7 @@ impl Layer {
         let logits = (&routed.logits, Output::Replace);
         gemm.multiply(stream, tokens, x, (&self.router, Form::Plain), logits)?;
         let call = MoeTopk::call(compute.topk_args(&self.shape, routed));
-        // SAFETY: the tensors have the shapes of the argument struct, and their memory is freed only
+        // SAFETY: the tensors have the shapes of the argument struct. Their memory is freed only
         // behind the work enqueued on streams.
         unsafe { stream.call(&compute.topk, compute.blocks(), THREADS, 0, call) }
     }

@@ -8,8 +8,9 @@
 //!
 //! Decoding is in low latency: rows land in the server's memory, and the combine reads its rows
 //! there. Prefill is in high throughput: peers write rows to the pool. Tables and the pool's rows
-//! keep their addresses, which [`Info`] has. A server that uses these gets nothing copied. To memory
-//! of its own, tables are copied, and prefill's rows by a kernel whose cost follows rows.
+//! keep their addresses, which [`Info`] has. Nothing is copied for a server that uses these. For
+//! one that gives memory of its own, tables are copied, and prefill's rows by a kernel whose cost
+//! follows rows.
 
 use std::ffi::{CString, c_char, c_void};
 use std::time::Duration;
@@ -55,12 +56,12 @@ pub struct Memory {
     /// i32 `[local_experts + 1]`: where `psum_expert` is; 0 in prefill, where each call has another
     /// one.
     pub psum_expert: u64,
-    /// bf16 `[worst_expanded, hidden]`: what `x` of a combine may be; 0 in decoding, where it may be
-    /// anything.
+    /// bf16 `[worst_expanded, hidden]`: what `x` of a combine may be; 0 in decoding, where it may
+    /// be anything.
     pub combine_x: u64,
 }
 
-/// What a server must know before it allocates.
+/// The numbers that a server needs before it allocates.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Info {
@@ -193,8 +194,8 @@ unsafe fn copy(stream: &Stream, to: u64, table: &Tensor) -> Result<()> {
     unsafe { stream.copy(DevicePtr(to), table.ptr(), bytes) }
 }
 
-/// Device addresses that a dispatch reads and writes; the server's. An output that is 0 is left out,
-/// and one that is the address in [`Memory`] is not copied.
+/// Device addresses that a dispatch reads and writes; the server's. An output that is 0 is left
+/// out, and one that is the address in [`Memory`] is not copied.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Dispatch {
@@ -211,9 +212,8 @@ pub struct Dispatch {
     pub recv_topk_weights: u64,
     /// Out: i32 `[worst_expanded]`, the tokens' indices on their source ranks.
     pub recv_src_idx: u64,
-    /// Out: i32 `[worst_expanded, 2]`, source ranks and entries. With `recv_src_idx` it is
-    /// DeepEP's `recv_src_metadata`, which has a token's rows in one place: the server needs none of
-    /// it for a combine.
+    /// Out: i32 `[worst_expanded, 2]`, source ranks and entries. With `recv_src_idx` it stands for
+    /// DeepEP's `recv_src_metadata`. The combine needs neither.
     pub recv_src_entry: u64,
     /// Out: i32 `[local_experts + 1]`, the aligned start of each expert's segment plus its rows;
     /// then the rows of all segments.

@@ -181,8 +181,8 @@ impl Batch {
         Batch { tokens: (0..RANKS).map(|rank| (0..tokens(rank)).map(|_| token()).collect()).collect() }
     }
 
-    /// The rows of a rank's experts, by expert: the token, its rank, its index there, and the entry,
-    /// by source rank, then by token.
+    /// The rows of a rank's experts, by expert: the token, its rank, its index there, and the
+    /// entry, by source rank, then by token.
     fn received(&self, rank: u32) -> Vec<Vec<(&Token, [i32; 3])>> {
         let local = MODEL.num_experts / RANKS;
         let of_expert = |expert: u32| {
@@ -268,8 +268,8 @@ impl Server {
         let tokens = self.upload(batch)?;
         let call = self.call(Kind::Decode, self.memory.x.ptr(), tokens, owner);
         let stream = self.stream.raw().0;
-        // SAFETY: all addresses are the server's memory or the context's, which outlive the stream's
-        // work.
+        // SAFETY: all addresses are the server's memory or the context's, which outlive the
+        // stream's work.
         let dispatched = unsafe { adapter::decode_dispatch(self.context(), stream, &call) };
         self.succeeded(dispatched);
         // Experts leave their results anywhere.

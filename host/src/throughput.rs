@@ -31,8 +31,8 @@
 //! | [`Buffer::check`] | returns the error of an operation that has failed by now | no |
 //!
 //! # Training
-//! Each operation has its backward, along the [`DispatchHandle`] of the forward pass. Both are exact
-//! transposes of each other.
+//! Each operation has its backward, along the [`DispatchHandle`] of the forward pass: dispatch and
+//! combine are each other's transposes.
 //!
 //! | forward | backward | gives |
 //! |---|---|---|

@@ -31,7 +31,7 @@ fn row(what: u64, rank: u32, token: u32, k: u32) -> Vec<f32> {
     (0..HIDDEN as u64).map(number).collect()
 }
 
-/// What an expert makes of entry `k` of a token.
+/// The expert's result for entry `k` of a token.
 fn made(rank: u32, token: u32, k: u32) -> Vec<f32> {
     row(1, rank, token, k)
 }
@@ -151,7 +151,7 @@ impl Pass {
         let sources = self.sources(own);
         let capacity = received.recv_x.rows() as usize;
 
-        // What experts made, and their sums by row. Padding and other ranks' entries are no numbers.
+        // The experts' results, and their sums by row. Padding and other entries are no numbers.
         let nothing = vec![f32::NAN; HIDDEN];
         let per_row = if self.by_expert.is_some() { 1 } else { self.routing.num_topk as usize };
         let mut of_experts = vec![nothing.clone(); capacity * per_row];

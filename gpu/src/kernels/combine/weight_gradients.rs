@@ -30,7 +30,7 @@ pub unsafe fn weight_gradients(args: WeightGradientsArgs) {
                 }
             });
         } else if ld_i32(args.src_idx.0 + row * 4) >= 0 {
-            // Of an entry's two words the first is the source rank.
+            // An entry has two words: the source rank, then k.
             let k = ld_u32(args.entries.0 + row * 8 + 4);
             let product = inner_product(&args, grad, args.expert_rows.0 + row * args.expert_stride);
             own = if lane == k { product } else { own };

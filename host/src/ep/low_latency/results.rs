@@ -54,13 +54,13 @@ impl Place {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ByExpertPtrs {
-    /// Of [`ExpertRows::psum`].
+    /// The first one of [`ExpertRows::psum`].
     pub psum: DevicePtr,
-    /// Of [`ReceivedByExpert::recv_topk_weights`].
+    /// The first one of [`ReceivedByExpert::recv_topk_weights`].
     pub recv_topk_weights: DevicePtr,
-    /// Of [`ReceivedByExpert::recv_src_idx`].
+    /// The first one of [`ReceivedByExpert::recv_src_idx`].
     pub recv_src_idx: DevicePtr,
-    /// Of [`ReceivedByExpert::recv_src_entry`].
+    /// The first one of [`ReceivedByExpert::recv_src_entry`].
     pub recv_src_entry: DevicePtr,
 }
 
