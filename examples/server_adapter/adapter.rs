@@ -6,16 +6,19 @@
 //! for each local expert of a token, segments aligned to [`Params::expert_alignment`]. Weights of
 //! rows by expert come beside them; the server applies them in the experts' epilogue.
 //!
-//! No call allocates within a capture, and none copies rows: peers write to the pool, whose
-//! addresses [`Info`] has. A server that gives memory of its own for rows instead gets them copied,
-//! by a kernel whose cost follows rows.
+//! Decoding is in low latency: rows land in the server's memory, and the combine reads its rows
+//! there. Prefill is in high throughput: peers write rows to the pool. Tables and the pool's rows
+//! keep their addresses, which [`Info`] has. Nothing is copied for a server that uses these. For
+//! one that gives memory of its own, tables are copied, and prefill's rows by a kernel whose cost
+//! follows rows.
 
 use std::ffi::{CString, c_char, c_void};
 use std::time::Duration;
 
 use epoxide::driver::{Device, DevicePtr, RawStream, Stream};
 use epoxide::group::{MeshGroup, UniqueId};
-use epoxide::throughput::{Buffer, CombineRequest, Counts, Detached, DispatchRequest, Options, Place, Shape};
+use epoxide::low_latency;
+use epoxide::throughput::{self, CombineRequest, Counts, DispatchRequest};
 use epoxide::{DType, Element, Error, Result, StreamOrder, Tensor, TypedTensor};
 
 /// How long ranks wait for each other.
@@ -25,28 +28,63 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Params {
-    /// Most tokens of a rank in a call.
+    /// Most tokens of a rank in a prefill call.
     pub max_tokens: u32,
+    /// Most tokens of a rank in a decode call.
+    pub max_decode_tokens: u32,
     pub hidden: u32,
     pub num_topk: u32,
     pub num_experts: u32,
     pub expert_alignment: u32,
 }
 
-/// The sizes of a server's memory, and where the pool has rows already.
+/// Sizes of the server's memory for one kind of call, and what the context has already.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Info {
+pub struct Memory {
     /// Most rows that a dispatch brings, padding included.
     pub worst_expanded: u64,
-    pub local_experts: u32,
-    pub reserved: u32,
-    /// bf16 `[worst_expanded, hidden]`: what `recv_x` may be, so that nothing is copied.
+    /// bf16 `[worst_expanded, hidden]`: what `recv_x` may be; 0 in decoding, where it may be
+    /// anything.
     pub recv_x: u64,
     /// f32 `[worst_expanded]`: where weights of rows are after a dispatch.
     pub recv_topk_weights: u64,
-    /// bf16 `[worst_expanded, hidden]`: what `x` of a combine may be, so that nothing is copied.
+    /// i32 `[worst_expanded]`: where the tokens' indices on their source ranks are, -1 in padding.
+    pub recv_src_idx: u64,
+    /// i32 `[worst_expanded, 2]`: where the source ranks are, and the tokens' entries.
+    pub recv_src_entry: u64,
+    /// i32 `[local_experts + 1]`: where `psum_expert` is; 0 in prefill, where each call has another
+    /// one.
+    pub psum_expert: u64,
+    /// bf16 `[worst_expanded, hidden]`: what `x` of a combine may be; 0 in decoding, where it may
+    /// be anything.
     pub combine_x: u64,
+}
+
+/// The numbers that a server needs before it allocates.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Info {
+    pub decode: Memory,
+    pub prefill: Memory,
+    pub local_experts: u32,
+    pub reserved: u32,
+}
+
+/// The buffer of decode calls.
+struct Decode {
+    buffer: low_latency::Buffer,
+    place: low_latency::Place,
+    /// The dispatch that no combine has answered yet.
+    sent: Option<low_latency::Detached<low_latency::Received<'static>>>,
+}
+
+/// The buffer of prefill calls.
+struct Prefill {
+    buffer: throughput::Buffer,
+    place: throughput::Place,
+    /// The dispatch that no combine has answered yet.
+    sent: Option<throughput::Detached>,
 }
 
 /// A rank.
@@ -55,10 +93,8 @@ pub struct Context {
     info: Info,
     device: Device,
     _group: MeshGroup,
-    buffer: Buffer,
-    place: Place,
-    /// The dispatch that no combine has answered yet.
-    sent: Option<Detached>,
+    decode: Decode,
+    prefill: Prefill,
     /// The stream of the last call.
     stream: Option<Stream>,
     error: CString,
@@ -72,38 +108,54 @@ impl Context {
         rank: u32,
         params: Params,
     ) -> Result<Context> {
-        let shape = Shape {
+        let group = UniqueId::from_bytes(id)?.group(rank, num_ranks, TIMEOUT)?;
+        let local_experts = params.num_experts / num_ranks.max(1);
+
+        let shape = low_latency::Shape {
+            max_tokens: params.max_decode_tokens,
+            hidden: params.hidden.into(),
+            num_topk: params.num_topk,
+            num_experts: params.num_experts,
+        };
+        let worst_expanded = shape.most_rows_by_expert(num_ranks, params.expert_alignment);
+        let options = low_latency::Options::new(shape).rows_by_expert(worst_expanded).timeout(TIMEOUT);
+        let buffer = low_latency::Buffer::new(device.clone(), &group, options)?;
+        let place = buffer.place(0)?;
+        let tables = place.by_expert_ptrs();
+        let at = |of: fn(low_latency::ByExpertPtrs) -> DevicePtr| tables.map_or(0, |tables| of(tables).0);
+        let of_decode = Memory {
+            worst_expanded,
+            recv_topk_weights: at(|tables| tables.recv_topk_weights),
+            recv_src_idx: at(|tables| tables.recv_src_idx),
+            recv_src_entry: at(|tables| tables.recv_src_entry),
+            psum_expert: at(|tables| tables.psum),
+            ..Memory::default()
+        };
+        let decode = Decode { buffer, place, sent: None };
+
+        let shape = throughput::Shape {
             max_tokens: params.max_tokens,
             hidden: params.hidden.into(),
             dtype: DType::Bf16,
             max_topk: params.num_topk,
             max_scales: 0,
         };
-        let local_experts = params.num_experts / num_ranks.max(1);
         let worst_expanded = shape.most_rows_by_expert(num_ranks, local_experts, params.expert_alignment);
-        let group = UniqueId::from_bytes(id)?.group(rank, num_ranks, TIMEOUT)?;
-        let options = Options::new(shape).rows_by_expert(worst_expanded).timeout(TIMEOUT);
-        let buffer = Buffer::new(device.clone(), &group, options)?;
+        let options = throughput::Options::new(shape).rows_by_expert(worst_expanded).timeout(TIMEOUT);
+        let buffer = throughput::Buffer::new(device.clone(), &group, options)?;
         let place = buffer.place(0)?;
-        let info = Info {
+        let of_prefill = Memory {
             worst_expanded,
-            local_experts,
-            reserved: 0,
             recv_x: place.recv_x_ptr().0,
             recv_topk_weights: place.recv_topk_weights_ptr().0,
             combine_x: place.combine_rows_ptr().0,
+            ..Memory::default()
         };
-        Ok(Context {
-            params,
-            info,
-            device,
-            _group: group,
-            buffer,
-            place,
-            sent: None,
-            stream: None,
-            error: CString::default(),
-        })
+        let prefill = Prefill { buffer, place, sent: None };
+
+        let info = Info { decode: of_decode, prefill: of_prefill, local_experts, reserved: 0 };
+        let error = CString::default();
+        Ok(Context { params, info, device, _group: group, decode, prefill, stream: None, error })
     }
 
     /// Makes the server's stream that of the next call.
@@ -112,7 +164,7 @@ impl Context {
     /// It is a stream of this device that outlives the context.
     unsafe fn on(&mut self, raw: *mut c_void) -> Result<()> {
         if self.stream.as_ref().is_none_or(|stream| stream.raw().0 != raw) {
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller vouches for the stream.
             self.stream = Some(unsafe { Stream::adopt(&self.device, RawStream(raw))? });
         }
         Ok(())
@@ -125,13 +177,27 @@ impl Context {
 /// The memory is live until the stream has passed the call, and as long as a graph that recorded
 /// it.
 unsafe fn tensor<'a, T: Element>(at: u64, shape: &[u64]) -> TypedTensor<'a, T> {
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller vouches for the memory.
     unsafe { TypedTensor::from_raw(DevicePtr(at), shape) }
 }
 
-/// Device addresses that a dispatch reads and writes; the server's.
+/// Copies a table to where the server wants it; to 0 and to itself nothing.
+///
+/// # Safety
+/// The promise of [`tensor`], for `to`.
+unsafe fn copy(stream: &Stream, to: u64, table: &Tensor) -> Result<()> {
+    let bytes = table.rows() * table.row_bytes();
+    if to == 0 || to == table.ptr().0 || bytes == 0 {
+        return Ok(());
+    }
+    // SAFETY: the caller vouches for the memory at `to`; the table's is behind work on the stream.
+    unsafe { stream.copy(DevicePtr(to), table.ptr(), bytes) }
+}
+
+/// Device addresses that a dispatch reads and writes; the server's. An output that is 0 is left
+/// out, and one that is the address in [`Memory`] is not copied.
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Dispatch {
     /// In: bf16 `[num_tokens, hidden]`.
     pub x: u64,
@@ -140,36 +206,99 @@ pub struct Dispatch {
     /// In: f32 `[num_tokens, num_topk]`.
     pub topk_weights: u64,
     pub num_tokens: u64,
-    /// Out: bf16 `[worst_expanded, hidden]`; [`Info::recv_x`] spares the copy.
+    /// Out: bf16 `[worst_expanded, hidden]`; not 0.
     pub recv_x: u64,
-    /// Out: f32 `[worst_expanded]`; [`Info::recv_topk_weights`] spares the copy.
+    /// Out: f32 `[worst_expanded]`.
     pub recv_topk_weights: u64,
+    /// Out: i32 `[worst_expanded]`, the tokens' indices on their source ranks.
+    pub recv_src_idx: u64,
+    /// Out: i32 `[worst_expanded, 2]`, source ranks and entries. With `recv_src_idx` it stands for
+    /// DeepEP's `recv_src_metadata`. The combine needs neither.
+    pub recv_src_entry: u64,
     /// Out: i32 `[local_experts + 1]`, the aligned start of each expert's segment plus its rows;
     /// then the rows of all segments.
     pub psum_expert: u64,
+    /// Out, in prefill alone: i32 `[num_ranks]`, tokens that came from ranks up to and with this
+    /// one, each counted once.
+    pub psum_rank: u64,
 }
 
-impl Context {
-    /// Sends rows; the host waits for the counts where it is told to.
+impl Dispatch {
+    /// The inputs as tensors.
+    ///
+    /// # Safety
+    /// The promise of [`tensor`].
+    unsafe fn inputs<'a>(
+        &self,
+        params: &Params,
+    ) -> (TypedTensor<'a, u16>, TypedTensor<'a, i32>, TypedTensor<'a, f32>) {
+        let entries = [self.num_tokens, params.num_topk.into()];
+        // SAFETY: the caller vouches for the memory.
+        unsafe {
+            (
+                tensor(self.x, &[self.num_tokens, params.hidden.into()]),
+                tensor(self.topk_idx, &entries),
+                tensor(self.topk_weights, &entries),
+            )
+        }
+    }
+}
+
+impl Decode {
+    /// Sends rows, which land in the server's memory, and copies tables where they are wanted.
     ///
     /// # Safety
     /// The promise of [`tensor`], for all addresses.
-    unsafe fn send(&mut self, call: &Dispatch, counts: Counts) -> Result<()> {
-        let Context { params, buffer, place, stream: Some(stream), .. } = self else { return no_stream() };
-        let order = StreamOrder::on(stream);
-        let entries = [call.num_tokens, params.num_topk.into()];
-        // SAFETY: passed on to the caller.
-        let (x, ids, weights) = unsafe {
-            (
-                tensor::<u16>(call.x, &[call.num_tokens, params.hidden.into()]),
-                tensor::<i32>(call.topk_idx, &entries),
-                tensor::<f32>(call.topk_weights, &entries),
-            )
+    unsafe fn dispatch(
+        &mut self,
+        params: &Params,
+        info: &Info,
+        stream: &Stream,
+        call: &Dispatch,
+    ) -> Result<()> {
+        // SAFETY: the caller vouches for the memory.
+        let ((x, ids, weights), recv_x) = unsafe {
+            let rows = [info.decode.worst_expanded, params.hidden.into()];
+            (call.inputs(params), tensor::<u16>(call.recv_x, &rows))
         };
-        let layout = buffer.get_dispatch_layout(&ids, params.num_experts, order)?;
-        let request = DispatchRequest::new(&x, &layout).topk_weights(&weights).counts(counts);
+        let request = low_latency::DispatchRequest::new(&x, &ids).topk_weights(&weights);
+        let request = request.by_expert(params.expert_alignment).recv_x(&recv_x);
+        let received = self.buffer.dispatch(&mut self.place, request, StreamOrder::on(stream))?;
+        if let Some(rows) = &received.by_expert {
+            // SAFETY: the caller vouches for the memory.
+            unsafe {
+                copy(stream, call.psum_expert, &rows.experts.psum())?;
+                copy(stream, call.recv_topk_weights, &rows.recv_topk_weights)?;
+                copy(stream, call.recv_src_idx, &rows.recv_src_idx)?;
+                copy(stream, call.recv_src_entry, &rows.recv_src_entry)?;
+            }
+        }
+        self.sent = Some(received.detach());
+        Ok(())
+    }
+
+    /// Sums the experts' rows, unweighted, into `out`.
+    fn combine(&mut self, stream: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
+        let Some(sent) = self.sent.take() else { return no_dispatch() };
+        let received = sent.attach(&mut self.place)?;
+        let request = low_latency::CombineRequest::by_expert(x).unweighted();
+        self.buffer.combine_into(received, request, out, StreamOrder::on(stream)).map(|_| ())
+    }
+}
+
+impl Prefill {
+    /// Sends rows. Their counts are on the way to the host when it returns.
+    ///
+    /// # Safety
+    /// The promise of [`tensor`], for all addresses.
+    unsafe fn send(&mut self, params: &Params, stream: &Stream, call: &Dispatch) -> Result<()> {
+        let order = StreamOrder::on(stream);
+        // SAFETY: the caller vouches for the memory.
+        let (x, ids, weights) = unsafe { call.inputs(params) };
+        let layout = self.buffer.get_dispatch_layout(&ids, params.num_experts, order)?;
+        let request = DispatchRequest::new(&x, &layout).topk_weights(&weights).counts(Counts::Exact);
         let request = request.by_expert(params.expert_alignment);
-        self.sent = Some(buffer.dispatch(place, request, order)?.detach());
+        self.sent = Some(self.buffer.dispatch(&mut self.place, request, order)?.detach());
         Ok(())
     }
 
@@ -177,50 +306,51 @@ impl Context {
     ///
     /// # Safety
     /// The promise of [`tensor`], for all addresses.
-    unsafe fn receive(&mut self, call: &Dispatch) -> Result<()> {
-        let Context { info, buffer, place, sent: Some(sent), stream: Some(stream), .. } = self else {
-            return no_dispatch();
-        };
-        let received = sent.at(place)?;
-        if call.recv_x != info.recv_x {
-            let rows = received.recv_x.rows();
-            // SAFETY: passed on to the caller.
-            let (x, weights) = unsafe {
-                (
-                    tensor::<u16>(call.recv_x, &[rows, received.recv_x.columns()]),
-                    tensor::<f32>(call.recv_topk_weights, &[rows]),
-                )
-            };
-            buffer.copy_received(received, &x, Some(&weights), StreamOrder::on(stream))?;
+    unsafe fn receive(&mut self, info: &Info, rank: u32, stream: &Stream, call: &Dispatch) -> Result<()> {
+        let Some(sent) = &self.sent else { return no_dispatch() };
+        let received = sent.at(&self.place)?;
+        if call.recv_x != info.prefill.recv_x {
+            // SAFETY: the caller vouches for the memory.
+            let x = unsafe { tensor::<u16>(call.recv_x, received.recv_x.shape()) };
+            self.buffer.copy_received(received, &x, None, StreamOrder::on(stream))?;
         }
-        if let Some(rows) = received.handle.by_expert() {
-            let psum = rows.psum();
-            // SAFETY: passed on to the caller, for as many bytes as the table has.
-            unsafe { stream.copy(DevicePtr(call.psum_expert), psum.ptr(), psum.rows() * 4)? };
+        // SAFETY: the caller vouches for the memory.
+        unsafe {
+            for (to, table) in [
+                (call.recv_topk_weights, received.recv_topk_weights.as_deref()),
+                (call.recv_src_idx, received.recv_src_idx.as_deref()),
+                (call.recv_src_entry, received.recv_src_entry.as_deref()),
+                (call.psum_expert, received.handle.by_expert().map(|rows| rows.psum()).as_deref()),
+            ] {
+                table.map_or(Ok(()), |table| copy(stream, to, table))?;
+            }
+            // This rank's column of the table of all ranks.
+            if let (true, Some(handle)) = (call.psum_rank != 0, received.handle.intranode()) {
+                let table = handle.rank_prefix_matrix();
+                for source in 0..table.rows() {
+                    let from = table.ptr().add(source * table.row_stride() + u64::from(rank) * 4);
+                    stream.copy(DevicePtr(call.psum_rank + source * 4), from, 4)?;
+                }
+            }
         }
         Ok(())
     }
 
-    /// Sums the experts' rows, unweighted, into `out`.
+    /// Sums the experts' rows, unweighted, into `out`. `x` is the address of the rows.
     ///
     /// # Safety
-    /// The promise of [`tensor`], for all addresses.
-    unsafe fn combine(&mut self, x: u64, num_tokens: u64, out: u64) -> Result<()> {
-        let Context { params, info, buffer, place, stream: Some(stream), .. } = self else {
-            return no_stream();
-        };
+    /// The promise of [`tensor`], for `x`.
+    unsafe fn combine(&mut self, info: &Info, stream: &Stream, x: u64, out: &Tensor) -> Result<()> {
         let Some(sent) = self.sent.take() else { return no_dispatch() };
-        let (hidden, order) = (u64::from(params.hidden), StreamOrder::on(stream));
-        let rows = sent.at(place)?.recv_x.rows();
-        // SAFETY: passed on to the caller.
-        let out: Tensor<'_> = unsafe { tensor::<u16>(out, &[num_tokens, hidden]) }.into();
-        if x == info.combine_x {
-            let rows = place.combine_rows(DType::Bf16, rows, hidden)?;
-            buffer.combine_into(CombineRequest::new(&rows, sent.handle()), &out, None, order)?;
+        let (order, hidden) = (StreamOrder::on(stream), out.columns());
+        let rows = sent.at(&self.place)?.recv_x.rows();
+        if x == info.prefill.combine_x {
+            let rows = self.place.combine_rows(DType::Bf16, rows, hidden)?;
+            self.buffer.combine_into(CombineRequest::new(&rows, sent.handle()), out, None, order)?;
         } else {
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller vouches for the memory.
             let rows: Tensor<'_> = unsafe { tensor::<u16>(x, &[rows, hidden]) }.into();
-            buffer.combine_into(CombineRequest::new(&rows, sent.handle()), &out, None, order)?;
+            self.buffer.combine_into(CombineRequest::new(&rows, sent.handle()), out, None, order)?;
         }
         Ok(())
     }
@@ -248,7 +378,7 @@ fn code(context: &mut Context, outcome: Result<()>) -> i32 {
 /// `id` has room for 128 bytes.
 pub unsafe extern "C" fn unique_id(id: *mut u8) -> i32 {
     let Ok(made) = UniqueId::new() else { return -1 };
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller vouches for it.
     unsafe { id.copy_from_nonoverlapping(made.bytes().as_ptr(), UniqueId::BYTES) };
     0
 }
@@ -266,7 +396,7 @@ pub unsafe extern "C" fn ctx_create(
     params: Params,
 ) -> *mut Context {
     let mut bytes = [0; UniqueId::BYTES];
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller vouches for it.
     unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(id, UniqueId::BYTES) };
     match Context::new(device.clone(), bytes, num_ranks, rank, params) {
         Ok(context) => Box::into_raw(Box::new(context)),
@@ -282,7 +412,7 @@ pub unsafe extern "C" fn ctx_create(
 /// # Safety
 /// [`ctx_create`] made it, and nothing uses it any more.
 pub unsafe extern "C" fn ctx_destroy(context: *mut Context) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller vouches for it.
     drop(unsafe { Box::from_raw(context) });
 }
 
@@ -299,27 +429,45 @@ pub extern "C" fn ctx_error(context: &Context) -> *const c_char {
 /// Begins (1) and ends (0) the run of a step that is captured next: the recording then finds its
 /// memory.
 pub extern "C" fn rehearse(context: &mut Context, begins: u32) {
-    if begins != 0 { context.buffer.begin_rehearsal() } else { context.buffer.end_rehearsal() }
+    let buffer = &mut context.decode.buffer;
+    if begins != 0 { buffer.begin_rehearsal() } else { buffer.end_rehearsal() }
+}
+
+/// Runs `call` on the server's stream, with all but that of the context.
+///
+/// # Safety
+/// The stream is one of this device and outlives the context.
+unsafe fn on_stream(
+    context: &mut Context,
+    stream: *mut c_void,
+    call: impl FnOnce(&mut Context, &Stream) -> Result<()>,
+) -> i32 {
+    // SAFETY: the caller vouches for the stream.
+    let outcome = unsafe { context.on(stream) }.and_then(|()| {
+        let Some(stream) = context.stream.take() else { return no_stream() };
+        let outcome = call(context, &stream);
+        context.stream = Some(stream);
+        outcome
+    });
+    code(context, outcome)
 }
 
 /// Waits for nothing: brings rows by expert, as many as come. Can be captured.
-///
-/// `psum_rank` and `recv_src_metadata` of DeepEP are for its combine alone; here the context has
-/// what the combine needs.
 ///
 /// # Safety
 /// The stream outlives the context. All addresses are live until the stream has passed the call,
 /// and as long as a graph that recorded it.
 pub unsafe extern "C" fn decode_dispatch(context: &mut Context, stream: *mut c_void, call: &Dispatch) -> i32 {
-    let counts = Counts::OnDevice { capacity: context.info.worst_expanded };
-    // SAFETY: passed on to the caller.
-    let outcome = unsafe {
-        context.on(stream).and_then(|()| context.send(call, counts)).and_then(|()| context.receive(call))
-    };
-    code(context, outcome)
+    // SAFETY: the caller vouches for the stream and the addresses.
+    unsafe {
+        on_stream(context, stream, |context, stream| {
+            context.decode.dispatch(&context.params, &context.info, stream, call)
+        })
+    }
 }
 
-/// Sums rows by expert, unweighted, into `out` bf16 `[num_tokens, hidden]`. Can be captured.
+/// Sums rows by expert, bf16 `[worst_expanded, hidden]`, unweighted, into `out` bf16 `[num_tokens,
+/// hidden]`. Can be captured.
 ///
 /// # Safety
 /// The same as [`decode_dispatch`].
@@ -330,9 +478,15 @@ pub unsafe extern "C" fn decode_combine(
     num_tokens: u64,
     out: u64,
 ) -> i32 {
-    // SAFETY: passed on to the caller.
-    let outcome = unsafe { context.on(stream).and_then(|()| context.combine(x, num_tokens, out)) };
-    code(context, outcome)
+    // SAFETY: the caller vouches for the stream and the addresses.
+    unsafe {
+        on_stream(context, stream, |context, stream| {
+            let hidden = u64::from(context.params.hidden);
+            let x = tensor::<u16>(x, &[context.info.decode.worst_expanded, hidden]).into();
+            let out = tensor::<u16>(out, &[num_tokens, hidden]).into();
+            context.decode.combine(stream, &x, &out)
+        })
+    }
 }
 
 /// Prefill, first part: sends rows. The counts are on their way to the host when it returns.
@@ -340,14 +494,15 @@ pub unsafe extern "C" fn decode_combine(
 /// # Safety
 /// The same as [`decode_dispatch`].
 pub unsafe extern "C" fn prefill_send(context: &mut Context, stream: *mut c_void, call: &Dispatch) -> i32 {
-    // SAFETY: passed on to the caller.
-    let outcome = unsafe { context.on(stream).and_then(|()| context.send(call, Counts::Exact)) };
-    code(context, outcome)
+    // SAFETY: the caller vouches for the stream and the addresses.
+    unsafe {
+        on_stream(context, stream, |context, stream| context.prefill.send(&context.params, stream, call))
+    }
 }
 
 /// Prefill, second part: the rows of all segments that come; -1 where the dispatch failed.
 pub extern "C" fn prefill_wait_counts(context: &mut Context) -> i64 {
-    let rows = match (&context.sent, &context.stream) {
+    let rows = match (&context.prefill.sent, &context.stream) {
         (Some(sent), Some(stream)) => sent.handle().num_recv_tokens(stream).map(i64::from),
         _ => no_dispatch().map(|()| -1),
     };
@@ -359,7 +514,32 @@ pub extern "C" fn prefill_wait_counts(context: &mut Context) -> i64 {
 /// # Safety
 /// The same as [`decode_dispatch`].
 pub unsafe extern "C" fn prefill_recv(context: &mut Context, stream: *mut c_void, call: &Dispatch) -> i32 {
-    // SAFETY: passed on to the caller.
-    let outcome = unsafe { context.on(stream).and_then(|()| context.receive(call)) };
-    code(context, outcome)
+    // SAFETY: the caller vouches for the stream and the addresses.
+    unsafe {
+        on_stream(context, stream, |context, stream| {
+            let rank = context.prefill.buffer.rank();
+            context.prefill.receive(&context.info, rank, stream, call)
+        })
+    }
+}
+
+/// Prefill, last part: sums rows by expert, as many as came, unweighted, into `out` bf16
+/// `[num_tokens, hidden]`.
+///
+/// # Safety
+/// The same as [`decode_dispatch`].
+pub unsafe extern "C" fn prefill_combine(
+    context: &mut Context,
+    stream: *mut c_void,
+    x: u64,
+    num_tokens: u64,
+    out: u64,
+) -> i32 {
+    // SAFETY: the caller vouches for the stream and the addresses.
+    unsafe {
+        on_stream(context, stream, |context, stream| {
+            let out = tensor::<u16>(out, &[num_tokens, context.params.hidden.into()]).into();
+            context.prefill.combine(&context.info, stream, x, &out)
+        })
+    }
 }

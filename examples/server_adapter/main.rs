@@ -5,10 +5,9 @@
 //! cargo run --release --example server_adapter
 //! ```
 //!
-//! A captured decode step of three layers holds, for each layer: two fills and a kernel for the
-//! layout, four kernels for the dispatch (counts, numbers, plan, rows), a copy of `psum_expert`, and
-//! a kernel for the combine. The experts stand in between, here a copy of the rows. No other row is
-//! copied.
+//! A captured decode step of three layers holds, for each layer, a kernel for the dispatch and one
+//! for the combine, and nothing else. The experts stand in between, which work in place; here they
+//! give rows back as they are.
 
 mod adapter;
 
@@ -25,7 +24,14 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 const RANKS: u32 = 3;
-const MODEL: Params = Params { max_tokens: 6, hidden: 64, num_topk: 3, num_experts: 9, expert_alignment: 8 };
+const MODEL: Params = Params {
+    max_tokens: 10,
+    max_decode_tokens: 6,
+    hidden: 64,
+    num_topk: 3,
+    num_experts: 9,
+    expert_alignment: 8,
+};
 const HIDDEN: usize = MODEL.hidden as usize;
 const TOPK: usize = MODEL.num_topk as usize;
 
@@ -70,16 +76,25 @@ struct Memory {
     topk_weights: TypedTensor<'static, f32>,
     recv_x: Tensor<'static>,
     recv_topk_weights: TypedTensor<'static, f32>,
+    recv_src_idx: TypedTensor<'static, i32>,
+    recv_src_entry: TypedTensor<'static, i32>,
     psum_expert: TypedTensor<'static, i32>,
+    psum_rank: TypedTensor<'static, i32>,
     rows: Tensor<'static>,
     out: Tensor<'static>,
 }
 
-/// The owner of the memory that rows are in.
+/// The owner of the memory that outputs are in, where there is a choice.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Rows {
-    OfServer,
-    OfPool,
+enum Owner {
+    Server,
+    Context,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kind {
+    Decode,
+    Prefill,
 }
 
 fn serve(rank: u32, id: [u8; 128]) -> Result<()> {
@@ -93,11 +108,11 @@ fn serve(rank: u32, id: [u8; 128]) -> Result<()> {
     let memory = Memory::alloc(&stream, &info)?;
     let mut server = Server { rank, device, stream, context, info, memory };
     server.errors();
-    for (seed, rows) in [(1, Rows::OfServer), (2, Rows::OfPool), (3, Rows::OfPool)] {
-        server.decode(&Batch::random(seed, MODEL.max_tokens as usize), rows)?;
-        server.prefill(&Batch::random(seed + 10, 5), rows)?;
+    for (seed, owner) in [(1, Owner::Server), (2, Owner::Context), (3, Owner::Context)] {
+        server.decode(&Batch::random(seed, MODEL.max_decode_tokens as usize), owner)?;
+        server.prefill(&Batch::random(seed + 10, MODEL.max_tokens as usize), owner)?;
     }
-    for tokens in [1, 4, MODEL.max_tokens as usize] {
+    for tokens in [1, 4, MODEL.max_decode_tokens as usize] {
         server.decode_from_graphs(tokens)?;
     }
     server.stream.synchronize()?;
@@ -108,24 +123,22 @@ fn serve(rank: u32, id: [u8; 128]) -> Result<()> {
 
 impl Memory {
     fn alloc(stream: &Stream, info: &Info) -> Result<Memory> {
-        let (device, hidden, rows) = (stream.device(), u64::from(MODEL.hidden), info.worst_expanded);
+        let (device, hidden) = (stream.device(), u64::from(MODEL.hidden));
+        let rows = info.decode.worst_expanded.max(info.prefill.worst_expanded);
         let (tokens, topk) = (u64::from(MODEL.max_tokens), u64::from(MODEL.num_topk));
         let rows_of = |rows| Tensor::alloc(device, DType::Bf16, &[rows, hidden]);
+        let ints = |shape: &[u64]| Tensor::alloc(device, DType::I32, shape)?.typed::<i32>();
+        let floats = |shape: &[u64]| Tensor::alloc(device, DType::F32, shape)?.typed::<f32>();
         Ok(Memory {
             x: rows_of(tokens)?,
-            topk_idx: TypedTensor::from_host(stream, &[tokens, topk], &vec![-1; (tokens * topk) as usize])?,
-            topk_weights: TypedTensor::from_host(
-                stream,
-                &[tokens, topk],
-                &vec![0.0; (tokens * topk) as usize],
-            )?,
+            topk_idx: ints(&[tokens, topk])?,
+            topk_weights: floats(&[tokens, topk])?,
             recv_x: rows_of(rows)?,
-            recv_topk_weights: TypedTensor::from_host(stream, &[rows], &vec![0.0; rows as usize])?,
-            psum_expert: TypedTensor::from_host(
-                stream,
-                &[u64::from(info.local_experts) + 1],
-                &vec![0; info.local_experts as usize + 1],
-            )?,
+            recv_topk_weights: floats(&[rows])?,
+            recv_src_idx: ints(&[rows])?,
+            recv_src_entry: ints(&[rows, 2])?,
+            psum_expert: ints(&[u64::from(info.local_experts) + 1])?,
+            psum_rank: ints(&[RANKS.into()])?,
             rows: rows_of(rows)?,
             out: rows_of(tokens)?,
         })
@@ -168,17 +181,19 @@ impl Batch {
         Batch { tokens: (0..RANKS).map(|rank| (0..tokens(rank)).map(|_| token()).collect()).collect() }
     }
 
-    /// The rows of a rank's experts, by expert: the token and its weight, by source rank, then by
-    /// token.
-    fn received(&self, rank: u32) -> Vec<Vec<(&Token, f32)>> {
+    /// The rows of a rank's experts, by expert: the token, its rank, its index there, and the
+    /// entry, by source rank, then by token.
+    fn received(&self, rank: u32) -> Vec<Vec<(&Token, [i32; 3])>> {
         let local = MODEL.num_experts / RANKS;
         let of_expert = |expert: u32| {
-            let selections = |token| {
-                let Token { ids, weights, .. }: &Token = token;
-                let entries = ids.iter().zip(weights).filter(move |(id, _)| **id == expert as i32);
-                entries.map(move |(_, &weight)| (token, weight))
-            };
-            self.tokens.iter().flatten().flat_map(selections).collect()
+            let mut rows = Vec::new();
+            for (source, tokens) in (0..).zip(&self.tokens) {
+                for (index, token) in (0..).zip(tokens) {
+                    let entries = (0..).zip(&token.ids).filter(|(_, id)| **id == expert as i32);
+                    rows.extend(entries.map(|(k, _)| (token, [source, index, k])));
+                }
+            }
+            rows
         };
         (rank * local..(rank + 1) * local).map(of_expert).collect()
     }
@@ -225,33 +240,52 @@ impl Server {
         Ok(own.len() as u64)
     }
 
-    fn call(&self, x: DevicePtr, num_tokens: u64, rows: Rows) -> Dispatch {
-        let Memory { topk_idx, topk_weights, recv_x, recv_topk_weights, psum_expert, .. } = &self.memory;
-        let of_pool = rows == Rows::OfPool;
+    fn call(&self, kind: Kind, x: DevicePtr, num_tokens: u64, owner: Owner) -> Dispatch {
+        let memory = &self.memory;
+        let of_context = match kind {
+            Kind::Decode => self.info.decode,
+            Kind::Prefill => self.info.prefill,
+        };
+        let place = |of_context: u64, own: DevicePtr| match owner {
+            Owner::Context if of_context != 0 => of_context,
+            _ => own.0,
+        };
         Dispatch {
             x: x.0,
-            topk_idx: topk_idx.ptr().0,
-            topk_weights: topk_weights.ptr().0,
+            topk_idx: memory.topk_idx.ptr().0,
+            topk_weights: memory.topk_weights.ptr().0,
             num_tokens,
-            recv_x: if of_pool { self.info.recv_x } else { recv_x.ptr().0 },
-            recv_topk_weights: if of_pool { self.info.recv_topk_weights } else { recv_topk_weights.ptr().0 },
-            psum_expert: psum_expert.ptr().0,
+            recv_x: place(of_context.recv_x, memory.recv_x.ptr()),
+            recv_topk_weights: place(of_context.recv_topk_weights, memory.recv_topk_weights.ptr()),
+            recv_src_idx: place(of_context.recv_src_idx, memory.recv_src_idx.ptr()),
+            recv_src_entry: place(of_context.recv_src_entry, memory.recv_src_entry.ptr()),
+            psum_expert: place(of_context.psum_expert, memory.psum_expert.ptr()),
+            psum_rank: memory.psum_rank.ptr().0,
         }
     }
 
-    fn decode(&mut self, batch: &Batch, rows: Rows) -> Result<()> {
+    fn decode(&mut self, batch: &Batch, owner: Owner) -> Result<()> {
         let tokens = self.upload(batch)?;
-        let (call, stream) = (self.call(self.memory.x.ptr(), tokens, rows), self.stream.raw().0);
-        // SAFETY: all addresses are the server's memory or the pool's, which outlive the stream's
-        // work.
+        let call = self.call(Kind::Decode, self.memory.x.ptr(), tokens, owner);
+        let stream = self.stream.raw().0;
+        // SAFETY: all addresses are the server's memory or the context's, which outlive the
+        // stream's work.
         let dispatched = unsafe { adapter::decode_dispatch(self.context(), stream, &call) };
         self.succeeded(dispatched);
-        self.work_and_combine(batch, &call, tokens, rows)
+        // Experts leave their results anywhere.
+        let results = self.memory.rows.ptr().0;
+        self.compare_and_work(batch, &call, results)?;
+        let out = self.memory.out.ptr();
+        // SAFETY: as above.
+        let combined = unsafe { adapter::decode_combine(self.context(), stream, results, tokens, out.0) };
+        self.succeeded(combined);
+        self.compare_weighted_sums(batch)
     }
 
-    fn prefill(&mut self, batch: &Batch, rows: Rows) -> Result<()> {
+    fn prefill(&mut self, batch: &Batch, owner: Owner) -> Result<()> {
         let tokens = self.upload(batch)?;
-        let (call, stream) = (self.call(self.memory.x.ptr(), tokens, rows), self.stream.raw().0);
+        let call = self.call(Kind::Prefill, self.memory.x.ptr(), tokens, owner);
+        let stream = self.stream.raw().0;
         // SAFETY: as in `decode`.
         let sent = unsafe { adapter::prefill_send(self.context(), stream, &call) };
         self.succeeded(sent);
@@ -262,28 +296,52 @@ impl Server {
         // SAFETY: as in `decode`.
         let received = unsafe { adapter::prefill_recv(self.context(), stream, &call) };
         self.succeeded(received);
-        self.work_and_combine(batch, &call, tokens, rows)
+        let local = (MODEL.num_experts / RANKS) as i32;
+        let comes = |token: &&Token| token.ids.iter().any(|id| *id >= 0 && *id / local == self.rank as i32);
+        let mut upto = 0;
+        let psum: Vec<i32> = batch
+            .tokens
+            .iter()
+            .map(|tokens| {
+                upto += tokens.iter().filter(comes).count() as i32;
+                upto
+            })
+            .collect();
+        assert_eq!(self.memory.psum_rank.values(&self.stream)?, psum, "psum_rank");
+        let results = match owner {
+            Owner::Context => self.info.prefill.combine_x,
+            Owner::Server => self.memory.rows.ptr().0,
+        };
+        self.compare_and_work(batch, &call, results)?;
+        let out = self.memory.out.ptr();
+        // SAFETY: as in `decode`.
+        let combined = unsafe { adapter::prefill_combine(self.context(), stream, results, tokens, out.0) };
+        self.succeeded(combined);
+        self.compare_weighted_sums(batch)
     }
 
-    /// Compares what came with the oracle, runs the experts, and compares the sums.
-    fn work_and_combine(&mut self, batch: &Batch, call: &Dispatch, tokens: u64, rows: Rows) -> Result<()> {
-        let received = batch.received(self.rank);
-        let psum = self.memory.psum_expert.values(&self.stream)?;
-        let (mut start, mut ends) = (0, Vec::new());
-        let results = if rows == Rows::OfPool { self.info.combine_x } else { self.memory.rows.ptr().0 };
+    /// Reads numbers from device memory that has as many.
+    fn read<T: bytemuck::Pod>(&self, at: u64, count: usize) -> Result<Vec<T>> {
+        let mut values = vec![T::zeroed(); count];
+        // SAFETY: callers name memory of this length.
+        unsafe { self.stream.read(cast_slice_mut(&mut values), DevicePtr(at))? };
+        Ok(values)
+    }
+
+    /// Compares what came with the oracle, and leaves the experts' results there.
+    fn compare_and_work(&mut self, batch: &Batch, call: &Dispatch, results: u64) -> Result<()> {
+        let (mut start, mut ends) = (0u64, Vec::new());
         let first = (self.rank * self.info.local_experts) as i32;
-        for (expert, came) in (first..).zip(&received) {
-            for (at, (token, weight)) in (start..).zip(came) {
+        for (expert, came) in (first..).zip(&batch.received(self.rank)) {
+            for (at, (token, [source, index, k])) in (start..).zip(came) {
                 let (row, of) = ((HIDDEN * 2) as u64, format!("row {at}, expert {expert}"));
-                let mut x = vec![bf16::ZERO; HIDDEN];
-                let mut got_weight = [0f32];
-                // SAFETY: so many rows came there.
-                unsafe {
-                    self.stream.read(cast_slice_mut(&mut x), DevicePtr(call.recv_x + at * row))?;
-                    self.stream
-                        .read(cast_slice_mut(&mut got_weight), DevicePtr(call.recv_topk_weights + at * 4))?;
+                let weight = token.weights[*k as usize];
+                assert_eq!(self.read::<bf16>(call.recv_x + at * row, HIDDEN)?, bits(&token.x), "{of}");
+                assert_eq!(self.read::<f32>(call.recv_topk_weights + at * 4, 1)?, [weight], "{of}");
+                if call.recv_src_idx != 0 {
+                    assert_eq!(self.read::<i32>(call.recv_src_idx + at * 4, 1)?, [*index], "{of}");
+                    assert_eq!(self.read::<i32>(call.recv_src_entry + at * 8, 2)?, [*source, *k], "{of}");
                 }
-                assert_eq!((x, got_weight), (bits(&token.x), [*weight]), "{of}");
                 let result: Vec<f32> = token.x.iter().map(|&x| expert_of(expert, x) * weight).collect();
                 // SAFETY: there is room for as many rows as may come.
                 unsafe { self.stream.write(DevicePtr(results + at * row), cast_slice(&bits(&result)))? };
@@ -292,11 +350,11 @@ impl Server {
             start = (start + came.len() as u64).next_multiple_of(MODEL.expert_alignment.into());
         }
         ends.push(start as i32);
-        assert_eq!(psum, ends, "psum_expert");
-        let (stream, out) = (self.stream.raw().0, self.memory.out.ptr());
-        // SAFETY: as in `decode`.
-        let combined = unsafe { adapter::decode_combine(self.context(), stream, results, tokens, out.0) };
-        self.succeeded(combined);
+        assert_eq!(self.read::<i32>(call.psum_expert, ends.len())?, ends, "psum_expert");
+        Ok(())
+    }
+
+    fn compare_weighted_sums(&self, batch: &Batch) -> Result<()> {
         let sum = |token: &Token| -> Vec<f32> {
             let entries = || token.ids.iter().zip(&token.weights).filter(|(id, _)| **id >= 0);
             let of = |x: f32| entries().map(|(&id, weight)| expert_of(id, x) * weight).sum();
@@ -323,15 +381,13 @@ impl Server {
         let stream = self.stream.raw().0;
         let mut x = self.memory.x.ptr();
         for _ in 0..3 {
-            let call = self.call(x, tokens, Rows::OfPool);
-            let (results, out) = (self.info.combine_x, self.memory.out.ptr());
+            let call = self.call(Kind::Decode, x, tokens, Owner::Context);
+            let out = self.memory.out.ptr();
             // SAFETY: as in `decode`; the graph goes before the memory does.
             unsafe {
                 let dispatched = adapter::decode_dispatch(self.context(), stream, &call);
                 self.succeeded(dispatched);
-                let bytes = self.info.worst_expanded * u64::from(MODEL.hidden) * 2;
-                self.stream.copy(DevicePtr(results), DevicePtr(call.recv_x), bytes)?;
-                let combined = adapter::decode_combine(self.context(), stream, results, tokens, out.0);
+                let combined = adapter::decode_combine(self.context(), stream, call.recv_x, tokens, out.0);
                 self.succeeded(combined);
             }
             x = out;
@@ -377,7 +433,8 @@ impl Server {
         let text = self.error();
         assert!(text.contains("make one first"), "{text}");
         assert_eq!(adapter::prefill_wait_counts(self.context()), -1);
-        let call = self.call(self.memory.x.ptr(), u64::from(MODEL.max_tokens) + 1, Rows::OfPool);
+        let tokens = u64::from(MODEL.max_decode_tokens) + 1;
+        let call = self.call(Kind::Decode, self.memory.x.ptr(), tokens, Owner::Context);
         // SAFETY: as in `decode`: nothing is enqueued.
         assert_eq!(unsafe { adapter::decode_dispatch(self.context(), stream, &call) }, -1);
         let text = self.error();

@@ -60,7 +60,7 @@ mod tests {
 
     #[test]
     fn the_ptx_is_of_these_sources() {
-        check_fresh::<kernels::MoeRouter>(PTX).unwrap();
+        check_fresh::<kernels::MoeTopk>(PTX).unwrap();
         check_fresh::<kernels::Dispatch>(PTX).unwrap();
     }
 }

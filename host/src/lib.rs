@@ -112,7 +112,8 @@
 //! | communication beside computation | [`StreamOrder::comm`](StreamOrder::comm) |
 //! | several nodes | [`Options::ranks_per_node`](throughput::Options::ranks_per_node), [`TransportOptions`](transport::TransportOptions) |
 //! | to know whether enqueued work succeeded | [`Tensor::to_host`](Tensor::to_host) of a result gives the operation's error instead of numbers, and so does the event of an asynchronous call; [`Buffer::check`](throughput::Buffer::check), once the stream has been synchronised, for results that only kernels read, whose sums are NaN then |
-//! | the same routing again, for gradients or another tensor | [`Buffer::dispatch_cached`](throughput::Buffer::dispatch_cached) |
+//! | gradients | [`Training`](throughput#training) |
+//! | the same routing again, for another tensor | [`Buffer::dispatch_cached`](throughput::Buffer::dispatch_cached) |
 //!
 //! # Results of the operations
 //! `tokens` are this rank's, `received` the rows that came to it; `rows` stands for `num_ranks *

@@ -101,6 +101,6 @@
 pub use crate::ep::ExpertRows;
 pub use crate::ep::core::Step;
 pub use crate::ep::low_latency::{
-    Buffer, CombineRequest, Combined, Detached, DispatchRequest, Options, Pending, Place, Quantise, Received,
-    ReceivedByExpert, Shape,
+    Buffer, ByExpertPtrs, CombineRequest, Combined, Detached, DispatchRequest, Options, Pending, Place,
+    Quantise, Received, ReceivedByExpert, Shape,
 };

@@ -23,12 +23,26 @@
 //! | [`Buffer::dispatch_cached`] | the same along the routing of an earlier dispatch, without counts | no |
 //! | [`Received::combine_rows`] | gives rows in the pool, so that experts write where combine reads | no |
 //! | [`Buffer::combine`] | sums a token's rows from all ranks in FP32 and rank order; it weighs nothing | no |
+//! | [`Buffer::combine_backward`], [`Buffer::dispatch_backward`], [`Buffer::weights_backward`] | [gradients](#training) | no |
 //! | [`Buffer::combine_into`] | the same with the sums in tensors of the caller's | no |
 //! | [`Buffer::copy_received`] | copies received rows into a tensor of the caller's; local | no |
 //! | [`Buffer::transpose_column`] | copies a received column with the rows side by side, as grouped GEMMs read scales; local | no |
 //! | [`Buffer::first_tokens`] | ids of a batch whose size only the device knows; local | no |
 //! | [`Buffer::capture`] | records calls as a [`Step`], for CUDA graphs | no |
 //! | [`Buffer::check`] | returns the error of an operation that has failed by now | no |
+//!
+//! # Training
+//! Each operation has its backward, along the [`DispatchHandle`] of the forward pass: dispatch and
+//! combine are each other's transposes.
+//!
+//! | forward | backward | gives |
+//! |---|---|---|
+//! | [`Buffer::combine`] | [`Buffer::combine_backward`], a dispatch | gradients of the experts' rows |
+//! | [`Buffer::dispatch`] | [`Buffer::dispatch_backward`], a combine | the gradient of `x` |
+//! | weights of the experts' rows | [`Buffer::weights_backward`] | the gradient of `topk_weights` |
+//!
+//! A forward pass and its gradients take two places ([`Options::places`]). Low latency is for
+//! decoding: it has no handle, and its combine gives up the received rows.
 //!
 //! # Rows and weights
 //! Received rows are grouped by source rank and sorted by token ([`Received`]).
@@ -70,6 +84,6 @@ pub use crate::ep::ExpertRows;
 pub use crate::ep::core::Step;
 pub use crate::ep::throughput::{
     Buffer, CachedDispatchRequest, CombineRequest, CombineRows, Combined, Config, Counts, Detached,
-    DispatchHandle, DispatchLayout, DispatchRequest, InternodeHandle, IntranodeHandle, NodeCounts, Options,
-    Place, PoolRows, Received, Shape, low_latency_rdma_size_hint,
+    DispatchHandle, DispatchLayout, DispatchRequest, GradWeights, InternodeHandle, IntranodeHandle,
+    NodeCounts, Options, Place, PoolRows, Received, Shape, low_latency_rdma_size_hint,
 };

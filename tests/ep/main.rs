@@ -1,6 +1,7 @@
 //! Dispatch and combine on virtual GPUs, within a node and across nodes, against the serial oracle
 //! of `epoxide_testing`.
 
+mod backward;
 mod by_expert;
 mod calls;
 mod cases;

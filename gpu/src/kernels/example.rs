@@ -1,92 +1,246 @@
-//! The two kernels of `examples/moe_layer.rs`: a router and the experts of a small MoE layer. Short
-//! rather than fast.
+//! The kernels of `examples/moe_model`: top-k routing, SwiGLU, and products of rows by expert with
+//! the experts' matrices. Short rather than fast.
 //!
 //! Soundness: the kernels use only weak loads and stores, of memory that no other kernel writes
-//! meanwhile. The rows of the experts lie in the own pool, which is the caller's between dispatch
-//! and combine.
+//! meanwhile, and each element of an output has one thread. Rows in the own pool are the caller's
+//! between dispatch and combine. Collectives stand where all lanes of a warp arrive: the bounds of
+//! the loops around them are the same in all lanes.
 
 use core::f32::consts::LOG2_E;
 
-use crate::layout::{MoeExpertsArgs, MoeRouterArgs, row_stride};
+use crate::layout::{DevicePtr, MoeGemmArgs, MoeGemmWeightsArgs, MoeSwigluArgs, MoeTopkArgs};
 use crate::simt::*;
 
-/// Selects `num_topk` experts for every token, the largest logit `x * w` first and the lowest
-/// expert first among equals, and weighs them by the softmax over those selected.
+/// The rows of an expert.
 ///
-/// One warp per token, one lane per expert. A logit is summed in FP32 from the first element to the
-/// last, each product rounded, so that a host can repeat it bit for bit. Logits must be numbers.
-#[kernel(threads = 256, registers = 64, block >= 32)]
-pub unsafe fn moe_router(args: MoeRouterArgs) {
-    let (lane, warps, experts) = (laneid(), ntid() / 32, args.num_experts);
-    // Lanes without an expert of their own repeat the last one: collectives need all lanes.
-    let w = args.w.0 + lane.min(experts - 1) as u64 * 4;
-    let w_row = experts as u64 * 4;
-    stride!(token in ctaid() * warps + tid() / 32..args.num_tokens, nctaid() * warps => {
-        let x = args.x.0 + token as u64 * args.hidden as u64 * 2;
-        let mut logit = 0.0;
-        stride!(i in 0..args.hidden as u64, 2 => {
-            let pair = ld_u32(x + i * 2);
-            logit += bf16x2_lo(pair) * ld_f32(w + i * w_row);
-            logit += bf16x2_hi(pair) * ld_f32(w + (i + 1) * w_row);
-        });
+/// # Safety
+/// Both tables have an entry for it.
+#[device]
+unsafe fn rows_of(expert: u32, starts: DevicePtr, counts: DevicePtr) -> core::ops::Range<u32> {
+    let start = ld_u32(starts.0 + expert as u64 * 4);
+    start..start + ld_u32(counts.0 + expert as u64 * 4)
+}
 
-        // How many experts come before this one, and the largest logit of all.
-        let (mut place, mut largest, mut other) = (0, logit, 0);
-        while other < experts {
-            let theirs = f32::from_bits(shfl_u32(logit.to_bits(), other));
-            place += (theirs > logit || (theirs == logit && other < lane)) as u32;
-            largest = if theirs > largest { theirs } else { largest };
-            other += 1;
-        }
-        let selected = lane < experts && place < args.num_topk;
-        let power = if selected { ex2_approx((logit - largest) * LOG2_E) } else { 0.0 };
-        let mut sum = 0.0;
-        stride!(other in 0..experts => {
-            sum += f32::from_bits(shfl_u32(power.to_bits(), other));
+/// Multiplies each row by the matrix of its expert: `c = a * b`, summed in FP32 from the first
+/// element to the last.
+///
+/// A block takes every n-th row of an expert, a thread two columns at a time.
+#[kernel(threads = 256, registers = 64, block >= 32)]
+pub unsafe fn moe_gemm(args: MoeGemmArgs) {
+    let (k, n) = (args.k as u64, args.n as u64);
+    stride!(expert in 0..args.num_experts => {
+        let b = args.b.0 + expert as u64 * k * n * 2;
+        let rows = rows_of(expert, args.starts, args.counts);
+        stride!(row in rows.start + ctaid()..rows.end, nctaid() => {
+            let a = args.a.0 + row as u64 * args.a_stride;
+            let c = args.c.0 + row as u64 * args.c_stride;
+            stride!(column in tid() as u64 * 2..n, ntid() as u64 * 2 => {
+                let (mut lo, mut hi) = (0.0, 0.0);
+                if args.transposed == 0 {
+                    stride!(i in 0..k, 2 => {
+                        let pair = ld_u32(a + i * 2);
+                        let at = b + (i * n + column) * 2;
+                        let (even, odd) = (ld_u32(at), ld_u32(at + n * 2));
+                        lo += bf16x2_lo(pair) * bf16x2_lo(even);
+                        hi += bf16x2_lo(pair) * bf16x2_hi(even);
+                        lo += bf16x2_hi(pair) * bf16x2_lo(odd);
+                        hi += bf16x2_hi(pair) * bf16x2_hi(odd);
+                    });
+                } else {
+                    stride!(i in 0..k, 2 => {
+                        let pair = ld_u32(a + i * 2);
+                        let at = b + (column * k + i) * 2;
+                        let (left, right) = (ld_u32(at), ld_u32(at + k * 2));
+                        lo += bf16x2_lo(pair) * bf16x2_lo(left);
+                        hi += bf16x2_lo(pair) * bf16x2_lo(right);
+                        lo += bf16x2_hi(pair) * bf16x2_hi(left);
+                        hi += bf16x2_hi(pair) * bf16x2_hi(right);
+                    });
+                }
+                if args.c_is_f32 != 0 {
+                    if args.accumulate != 0 {
+                        lo += ld_f32(c + column * 4);
+                        hi += ld_f32(c + column * 4 + 4);
+                    }
+                    st_f32(c + column * 4, lo);
+                    st_f32(c + column * 4 + 4, hi);
+                } else {
+                    if args.accumulate != 0 {
+                        let pair = ld_u32(c + column * 2);
+                        lo += bf16x2_lo(pair);
+                        hi += bf16x2_hi(pair);
+                    }
+                    st_u32(c + column * 2, pack_bf16x2(lo, hi));
+                }
+            });
         });
-        if selected {
-            let entry = token as u64 * args.num_topk as u64 + place as u64;
-            st_i64(args.topk_idx.0 + entry * 8, lane as i64);
-            st_f32(args.topk_weights.0 + entry * 4, power / sum);
+    });
+}
+
+/// The gradient of each expert's matrix: `c = sum over its rows of a[row] * b[row]`, in FP32 and in
+/// the order of the rows. It is 0 for an expert without rows.
+///
+/// A block takes every n-th pair of a matrix's rows, a thread two of their columns at a time.
+#[kernel(threads = 256, registers = 64, block >= 32)]
+pub unsafe fn moe_gemm_weights(args: MoeGemmWeightsArgs) {
+    let (pairs, n) = (args.m / 2, args.n as u64);
+    stride!(expert in 0..args.num_experts => {
+        let rows = rows_of(expert, args.starts, args.counts);
+        stride!(pair in ctaid()..pairs, nctaid() => {
+            let c = args.c.0 + (expert * args.m + pair * 2) as u64 * n * 4;
+            stride!(column in tid() as u64 * 2..n, ntid() as u64 * 2 => {
+                let (mut upper_lo, mut upper_hi, mut lower_lo, mut lower_hi) = (0.0, 0.0, 0.0, 0.0);
+                stride!(row in rows.start..rows.end => {
+                    let a = ld_u32(args.a.0 + row as u64 * args.a_stride + pair as u64 * 4);
+                    let b = ld_u32(args.b.0 + row as u64 * args.b_stride + column * 2);
+                    upper_lo += bf16x2_lo(a) * bf16x2_lo(b);
+                    upper_hi += bf16x2_lo(a) * bf16x2_hi(b);
+                    lower_lo += bf16x2_hi(a) * bf16x2_lo(b);
+                    lower_hi += bf16x2_hi(a) * bf16x2_hi(b);
+                });
+                st_f32(c + column * 4, upper_lo);
+                st_f32(c + column * 4 + 4, upper_hi);
+                st_f32(c + (n + column) * 4, lower_lo);
+                st_f32(c + (n + column) * 4 + 4, lower_hi);
+            });
+        });
+    });
+}
+
+#[device]
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + ex2_approx(-x * LOG2_E))
+}
+
+/// `product = gate * sigmoid(gate) * up`, computed in FP32 and rounded once.
+#[kernel(threads = 256, registers = 64, block >= 32)]
+pub unsafe fn moe_swiglu(args: MoeSwigluArgs) {
+    let n = args.intermediate as u64;
+    stride!(expert in 0..args.num_experts => {
+        let rows = rows_of(expert, args.starts, args.counts);
+        stride!(row in rows.start + ctaid()..rows.end, nctaid() => {
+            let gate_up = args.gate_up.0 + row as u64 * n * 4;
+            let product = args.product.0 + row as u64 * n * 2;
+            stride!(column in tid() as u64 * 2..n, ntid() as u64 * 2 => {
+                let (gate, up) = (ld_u32(gate_up + column * 2), ld_u32(gate_up + (n + column) * 2));
+                let lo = bf16x2_lo(gate) * sigmoid(bf16x2_lo(gate)) * bf16x2_lo(up);
+                let hi = bf16x2_hi(gate) * sigmoid(bf16x2_hi(gate)) * bf16x2_hi(up);
+                st_u32(product + column * 2, pack_bf16x2(lo, hi));
+            });
+        });
+    });
+}
+
+/// Gradients of gate and up, and the product, each times `weight`, for the product's gradient.
+#[device]
+fn swiglu_backward(gate: f32, up: f32, grad: f32, weight: f32) -> (f32, f32, f32) {
+    let s = sigmoid(gate);
+    let weighted = weight * grad;
+    let grad_gate = weighted * up * s * (1.0 + gate * (1.0 - s));
+    (grad_gate, weighted * gate * s, weight * gate * s * up)
+}
+
+/// The backward of [`MoeSwiglu`] for rows that are multiplied by a weight behind their expert.
+#[kernel(threads = 256, registers = 64, block >= 32)]
+pub unsafe fn moe_swiglu_backward(args: MoeSwigluArgs) {
+    let n = args.intermediate as u64;
+    stride!(expert in 0..args.num_experts => {
+        let rows = rows_of(expert, args.starts, args.counts);
+        stride!(row in rows.start + ctaid()..rows.end, nctaid() => {
+            let gate_up = args.gate_up.0 + row as u64 * n * 4;
+            let grad_gate_up = args.grad_gate_up.0 + row as u64 * n * 4;
+            let product = args.product.0 + row as u64 * n * 2;
+            let weight =
+                if args.weights.is_null() { 1.0 } else { ld_f32(args.weights.0 + row as u64 * 4) };
+            stride!(column in tid() as u64 * 2..n, ntid() as u64 * 2 => {
+                let (gate, up) = (ld_u32(gate_up + column * 2), ld_u32(gate_up + (n + column) * 2));
+                let grad = ld_u32(product + column * 2);
+                let (gate_lo, up_lo, lo) =
+                    swiglu_backward(bf16x2_lo(gate), bf16x2_lo(up), bf16x2_lo(grad), weight);
+                let (gate_hi, up_hi, hi) =
+                    swiglu_backward(bf16x2_hi(gate), bf16x2_hi(up), bf16x2_hi(grad), weight);
+                st_u32(grad_gate_up + column * 2, pack_bf16x2(gate_lo, gate_hi));
+                st_u32(grad_gate_up + (n + column) * 2, pack_bf16x2(up_lo, up_hi));
+                st_u32(product + column * 2, pack_bf16x2(lo, hi));
+            });
+        });
+    });
+}
+
+/// Selects the `num_topk` experts with the largest logits of every token, the lowest expert first
+/// among equals, and weighs them. Logits must be numbers. One warp per token.
+#[kernel(threads = 256, registers = 64, block >= 32)]
+pub unsafe fn moe_topk(args: MoeTopkArgs) {
+    let (lane, warps) = (laneid(), ntid() / 32);
+    stride!(token in ctaid() * warps + tid() / 32..args.num_tokens, nctaid() * warps => {
+        let logits = args.logits.0 + token as u64 * args.num_experts as u64 * 4;
+        let (mut last, mut last_id) = (f32::INFINITY, 0);
+        let (mut first, mut own, mut own_id) = (0.0, 0.0, 0);
+        stride!(k in 0..args.num_topk => {
+            // The largest of those behind the last one that was selected.
+            let (mut best, mut best_id) = (f32::NEG_INFINITY, u32::MAX);
+            stride!(expert in lane..args.num_experts, 32 => {
+                let logit = ld_f32(logits + expert as u64 * 4);
+                let is_behind = logit < last || (logit == last && expert > last_id);
+                if (is_behind || k == 0) && (logit > best || best_id == u32::MAX) {
+                    (best, best_id) = (logit, expert);
+                }
+            });
+            unroll!(5, N => {
+                let other = f32::from_bits(shfl_bfly_u32::<{ 16 >> N }>(best.to_bits()));
+                let other_id = shfl_bfly_u32::<{ 16 >> N }>(best_id);
+                if other_id != u32::MAX && (other > best || (other == best && other_id < best_id)) {
+                    (best, best_id) = (other, other_id);
+                }
+            });
+            (last, last_id) = (best, best_id);
+            first = if k == 0 { best } else { first };
+            if lane == k {
+                (own, own_id) = (best, best_id);
+            }
+        });
+        let is_own = lane < args.num_topk;
+        let score = if args.sigmoid != 0 { sigmoid(own) } else { ex2_approx((own - first) * LOG2_E) };
+        let sum = warp_sum_f32(if is_own { score } else { 0.0 });
+        if is_own {
+            let entry = token as u64 * args.num_topk as u64 + lane as u64;
+            st_i64(args.topk_idx.0 + entry * 8, own_id as i64);
+            st_f32(args.topk_weights.0 + entry * 4, score / sum);
         }
     });
 }
 
-/// Runs the local experts on received rows: `out = sum over k of weight[k] * (x * w[expert[k]])`,
-/// summed in FP32 and rounded once.
-///
-/// A block takes every n-th row, a thread two columns at a time. How many rows there are is read on
-/// the device, so no host has to know.
+/// The gradients of the logits, 0 for experts that a token did not select. One warp per token.
 #[kernel(threads = 256, registers = 64, block >= 32)]
-pub unsafe fn moe_experts(args: MoeExpertsArgs) {
-    let hidden = args.hidden as u64;
-    let stride = row_stride(hidden * 2);
-    let rows = ld_u32(args.num_rows.0).min(args.capacity);
-    stride!(row in ctaid()..rows, nctaid() => {
-        let x = args.x.0 + row as u64 * stride;
-        let out = args.out.0 + row as u64 * stride;
-        stride!(column in tid() as u64 * 2..hidden, ntid() as u64 * 2 => {
-            let (mut out_lo, mut out_hi) = (0.0, 0.0);
+pub unsafe fn moe_topk_backward(args: MoeTopkArgs) {
+    let (lane, warps) = (laneid(), ntid() / 32);
+    let pairs = args.num_experts / 2;
+    stride!(token in ctaid() * warps + tid() / 32..args.num_tokens, nctaid() * warps => {
+        let entry = token as u64 * args.num_topk as u64 + lane as u64;
+        let is_own = lane < args.num_topk;
+        let id = ld_i64_if(is_own, args.topk_idx.0 + entry * 8, 0) as u32;
+        let weight = ld_f32_if(is_own, args.topk_weights.0 + entry * 4);
+        let grads = args.grad_topk_weights.0 + token as u64 * args.grad_stride;
+        let grad = ld_f32_if(is_own, grads + lane as u64 * 4);
+        // Weights sum to 1, so a change of one score changes all of them.
+        let mean = warp_sum_f32(if is_own { weight * grad } else { 0.0 });
+        let mut own = weight * (grad - mean);
+        if args.sigmoid != 0 {
+            let row = token as u64 * args.num_experts as u64;
+            own *= 1.0 - sigmoid(ld_f32(args.logits.0 + (row + id as u64) * 4));
+        }
+        let out = args.grad_logits.0 + token as u64 * pairs as u64 * 4;
+        stride!(first in 0..pairs, 32 => {
+            let pair = first + lane;
+            let (mut lo, mut hi) = (0.0, 0.0);
             stride!(k in 0..args.num_topk => {
-                let entry = row as u64 * args.num_topk as u64 + k as u64;
-                let expert = ld_i64(args.topk_idx.0 + entry * 8);
-                if expert >= 0 && expert < args.local_experts as i64 {
-                    let weight = ld_f32(args.topk_weights.0 + entry * 4);
-                    let w = args.w.0 + (expert as u64 * hidden * hidden + column) * 2;
-                    let (mut lo, mut hi) = (0.0, 0.0);
-                    stride!(i in 0..hidden, 2 => {
-                        let pair = ld_u32(x + i * 2);
-                        let (w_even, w_odd) = (ld_u32(w + i * hidden * 2), ld_u32(w + (i + 1) * hidden * 2));
-                        lo += bf16x2_lo(pair) * bf16x2_lo(w_even);
-                        hi += bf16x2_lo(pair) * bf16x2_hi(w_even);
-                        lo += bf16x2_hi(pair) * bf16x2_lo(w_odd);
-                        hi += bf16x2_hi(pair) * bf16x2_hi(w_odd);
-                    });
-                    out_lo += weight * lo;
-                    out_hi += weight * hi;
-                }
+                let (theirs, expert) = (f32::from_bits(shfl_u32(own.to_bits(), k)), shfl_u32(id, k));
+                lo += if expert == pair * 2 { theirs } else { 0.0 };
+                hi += if expert == pair * 2 + 1 { theirs } else { 0.0 };
             });
-            st_u32(out + column * 2, pack_bf16x2(out_lo, out_hi));
+            if pair < pairs {
+                st_u32(out + pair as u64 * 4, pack_bf16x2(lo, hi));
+            }
         });
     });
 }

@@ -38,7 +38,7 @@ pub use epoxide_simt::launch::{Call, ContractError, Entry, KernelInfo, ParamLayo
 
 // A kernel's type has its name in camel case.
 #[cfg(not(target_arch = "nvptx64"))]
-pub use example::{MoeExperts, MoeRouter};
+pub use example::{MoeGemm, MoeGemmWeights, MoeSwiglu, MoeSwigluBackward, MoeTopk, MoeTopkBackward};
 
 /// The library's own kernels, which its host launches, and what it needs to know of them.
 mod own {
@@ -63,7 +63,7 @@ mod own {
         combine::{
             CombineBf16, CombineByExpertBf16, CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32,
             CombineManyBf16, CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32,
-            CombineStagedManyBf16, CombineStagedManyF32, StageByExpert, StageCombine,
+            CombineStagedManyBf16, CombineStagedManyF32, StageByExpert, StageCombine, WeightGradients,
         },
         dispatch::{Dispatch, DispatchByExpert, DispatchMany},
         first_tokens::FirstTokens,

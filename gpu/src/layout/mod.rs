@@ -6,6 +6,7 @@
 
 mod args;
 mod assert;
+mod backward;
 mod call;
 mod columns;
 mod device_ptr;
@@ -29,6 +30,7 @@ pub use limits::*;
 /// Structs that the library's own kernels and its host share. Other kernels need none of them.
 mod own {
     pub use super::args::*;
+    pub use super::backward::*;
     pub use super::call::*;
     pub use super::columns::*;
     pub use super::experts::*;

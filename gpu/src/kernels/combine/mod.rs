@@ -10,6 +10,7 @@
 mod stage;
 mod staged;
 mod sum;
+mod weight_gradients;
 
 use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, wait_ranks_ready};
 use super::ring::{Ring, Turn, block_range};
@@ -25,6 +26,8 @@ pub use sum::{
     Bf16, Contributors, F16, F32, Gather, Item, Listed, Outputs, Peers, Ranks, Sink, Summand, VECTORS, spoil,
     sum_rows, vectors_of,
 };
+#[cfg(not(target_arch = "nvptx64"))]
+pub use weight_gradients::WeightGradients;
 
 /// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.
 ///

@@ -49,7 +49,7 @@ pub use combine::CombineRequest;
 pub use dispatch::DispatchRequest;
 pub use halves::Pending;
 pub use options::{Options, Quantise, Shape};
-pub use results::{Combined, Detached, Place, Received, ReceivedByExpert};
+pub use results::{ByExpertPtrs, Combined, Detached, Place, Received, ReceivedByExpert};
 
 use fault::{Calls, Generation};
 use internode::{MessageLayout, Messages};

@@ -35,6 +35,33 @@ impl Place {
     pub fn combine_rows_ptr(&self) -> Option<DevicePtr> {
         self.0.place().room().combine_rows
     }
+
+    /// Addresses of the tables of rows by expert, the same for each dispatch to this place, so that
+    /// kernels can be told them once. `None` where the buffer was made without
+    /// [`Options::rows_by_expert`](super::Options::rows_by_expert).
+    pub fn by_expert_ptrs(&self) -> Option<ByExpertPtrs> {
+        self.0.place().room().own.by_expert.map(|tables| ByExpertPtrs {
+            psum: tables.psum_expert,
+            recv_topk_weights: tables.weights,
+            recv_src_idx: tables.src_idx,
+            recv_src_entry: tables.src_entry,
+        })
+    }
+}
+
+/// Where the tables of a dispatch of rows by expert are: their first elements, of the tensors with
+/// the same names in [`ReceivedByExpert`] and [`ExpertRows`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ByExpertPtrs {
+    /// The first one of [`ExpertRows::psum`].
+    pub psum: DevicePtr,
+    /// The first one of [`ReceivedByExpert::recv_topk_weights`].
+    pub recv_topk_weights: DevicePtr,
+    /// The first one of [`ReceivedByExpert::recv_src_idx`].
+    pub recv_src_idx: DevicePtr,
+    /// The first one of [`ReceivedByExpert::recv_src_entry`].
+    pub recv_src_entry: DevicePtr,
 }
 
 /// Received rows, their tables, and sums.

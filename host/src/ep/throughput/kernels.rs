@@ -12,7 +12,7 @@ use epoxide_gpu::kernels::{
     InternodeDispatch, InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES,
     MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, NumberSelections,
     PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns, PlanByExpert, StageByExpert, StageCombine,
-    TransposeColumn, notify_shared_bytes,
+    TransposeColumn, WeightGradients, notify_shared_bytes,
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes, tail_bytes_by_expert};
 
@@ -287,6 +287,7 @@ impl LoadedKernels {
             PackColumns::INFO,
             TransposeColumn::INFO,
             AddCounts::INFO,
+            WeightGradients::INFO,
         ];
         let mut names: Vec<&str> = always.iter().map(|info| info.name).collect();
         if topology.nodes > 1 {
@@ -381,6 +382,7 @@ pub struct Kernels {
     pub pack_columns: Kernel,
     pub transpose_column: Kernel,
     pub add_counts: Kernel,
+    pub weight_gradients: Kernel,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
     device: Device,
@@ -404,6 +406,7 @@ impl Kernels {
             pack_columns: loaded.module.kernel(PackColumns::INFO.name, 0)?,
             transpose_column: loaded.module.kernel(TransposeColumn::INFO.name, 0)?,
             add_counts: loaded.module.kernel(AddCounts::INFO.name, 0)?,
+            weight_gradients: loaded.module.kernel(WeightGradients::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
             device: device.clone(),

@@ -6,6 +6,7 @@
 //! | `options.rs`, `config.rs` | how a buffer is made, channels and launch shapes |
 //! | `layout.rs`, `dispatch.rs`, `combine.rs` | the operations |
 //! | `received.rs`, `handle.rs`, `by_node.rs` | their results |
+//! | `backward.rs` | gradients, along the handle of the forward pass |
 //! | `copy.rs`, `columns.rs` | copies of received rows and columns into tensors of the caller's |
 //! | `place.rs`, `pool.rs` | what is in a place, and where in the pool |
 //! | `wire.rs` | wire memory, and the tables of the ways to other nodes |
@@ -13,6 +14,7 @@
 //! | `fault.rs` | the texts of faults that only this mode has |
 //! | `ceiling.rs` | the links' own speed |
 
+mod backward;
 mod by_node;
 mod ceiling;
 mod columns;
@@ -50,6 +52,7 @@ use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
 use crate::virtual_time::spawn;
 
+pub use backward::GradWeights;
 pub use by_node::NodeCounts;
 pub use ceiling::{CeilingShape, Direction};
 pub use combine::{CombineRequest, CombineRows, Combined};
