@@ -77,10 +77,13 @@ fn the_checker_finds_nothing() {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let format = if seed % 4 < 2 { Format::Nvfp4 } else { Format::Mxfp8 };
-        let case = Case { schedule_seed: Some(seed), ..case(format, 32 * 3, &[5, 3], 2) };
-        let mut setup = case.setup();
-        setup.device.checker = Some(Checker::new(config));
-        setup.run(|rank| rank.check_everything(&case));
+        let across = NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 };
+        for nodes in [None, Some(across)] {
+            let case = Case { nodes, schedule_seed: Some(seed), ..case(format, 32 * 3, &[5, 3], 2) };
+            let mut setup = case.setup();
+            setup.device.checker = Some(Checker::new(config));
+            setup.run(|rank| rank.check_everything(&case));
+        }
     }
 }
 
