@@ -282,7 +282,12 @@ fn ranks_must_agree() {
 /// A peer that does not come is named, and no result is read.
 #[test]
 fn a_peer_that_is_gone() {
-    let mut setup = setup(Some(64));
+    without_a_peer(None);
+    without_a_peer(Some(nodes(1, TransportKind::Shm)));
+}
+
+fn without_a_peer(links: Option<NodeLinks>) {
+    let mut setup = setup(Some(64)).nodes(links);
     setup.fields().timeout = Duration::from_millis(200);
     setup.run(|rank| {
         let (x, valid, mut place) = (ones(rank)?, Valid::new(rank)?, rank.place()?);

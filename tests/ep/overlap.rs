@@ -135,7 +135,7 @@ fn interleave([a, b]: &mut [Lane; 2], batches: [&Batch; 2]) -> Result<()> {
 
 #[test]
 fn halves_of_two_batches_interleave() {
-    for seed in 0..tier::pick(2, 40) {
+    for seed in 0..tier::pick(2, 12) {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         run(seed, config, |rank, lanes| {
@@ -164,7 +164,7 @@ fn halves_of_two_batches_interleave() {
 /// One graph has both batches, on two branches, and finds other routings in each replay.
 #[test]
 fn a_graph_has_two_batches() {
-    for seed in 0..tier::pick(1, 10) {
+    for seed in 0..tier::pick(1, 4) {
         run(seed, CheckConfig::default(), |rank, lanes| {
             let full = |lane| {
                 let tokens = [MAX_TOKENS; RANKS as usize];
