@@ -126,8 +126,7 @@ pub unsafe fn send(
     let mut next = Token::fetch(args, first, end);
     let mut token = Token::NONE;
     let (mut slot, mut previous) = (0, 0);
-    let pieces = rows.row_bytes.div_ceil(rows.piece_bytes).max(1);
-    assume(pieces >= 1);
+    let pieces = at_least_one(rows.row_bytes.div_ceil(rows.piece_bytes));
     let mut sent = Cursor::new(first, workers);
     while sent.token < end {
         if sent.offset == 0 {
