@@ -72,6 +72,15 @@ cargo build-ptx --check
 # The tests have executed every line of a kernel, and the report names the crate's own files.
 cargo build-ptx --coverage "$folder/coverage" --missed | tee coverage.log
 grep -qE '^vector_add .* 100\.0$' coverage.log || fail 'the tests of vector_add miss lines of it'
+# Its tests notice single faults in its PTX.
+settings=(CARGO_TARGET_DIR="$CARGO_TARGET_DIR" CARGO_PROFILE_DEV_DEBUG=0 CARGO_INCREMENTAL=0)
+if [[ ${RUSTUP_TOOLCHAIN-} ]]; then settings+=(RUSTUP_TOOLCHAIN="$RUSTUP_TOOLCHAIN"); fi
+(
+    cd "$root"
+    unset CARGO_TARGET_DIR CARGO_PROFILE_DEV_DEBUG CARGO_INCREMENTAL RUSTUP_TOOLCHAIN
+    cargo xtask mutate --ptx "$folder/copy/ptx/own_kernels.sm_80.ptx" --only exchange/release --at-least 1 -- \
+        env "${settings[@]}" cargo test --quiet --manifest-path "$folder/copy/Cargo.toml"
+)
 
 # An edit that was not built yet.
 sed -i 's/a.ld(i) + b.ld(i)/a.ld(i) - b.ld(i)/' src/vector_add.rs

@@ -63,6 +63,7 @@ mod coverage;
 mod device;
 mod exec;
 mod fault;
+mod faulty;
 mod float;
 mod grid;
 mod ir;

@@ -75,7 +75,7 @@ impl Builder {
     pub fn find(ws: &Workspace, backend: Backend) -> Result<Self> {
         Ok(match backend {
             Backend::InTree => Self::InTree(toolchain::find_or_fetch(ws)?),
-            Backend::Nvvm => Self::Nvvm(nvvm::Parts::find(ws)?, nvvm::compiler_version()?),
+            Backend::Nvvm => Self::Nvvm(nvvm::Parts::find(ws)?, nvvm::Toolchain::of(ws).version()?),
         })
     }
 
@@ -117,10 +117,10 @@ pub fn print_command(ws: &Workspace, job: &Job) -> Result<()> {
 }
 
 /// The flags named in the PTX header.
-pub fn flags(job: &Job) -> String {
+pub fn flags(ws: &Workspace, job: &Job) -> String {
     match job.backend {
         Backend::InTree => codegen_flags(&job.arch).join(" "),
-        Backend::Nvvm => nvvm::codegen_flags(&job.arch).join(" "),
+        Backend::Nvvm => nvvm::codegen_flags(ws, job).join(" "),
     }
 }
 
@@ -136,7 +136,7 @@ fn ship(ws: &Workspace, job: &Job, product: &Path, compiler: &str) -> Result<Str
         command: job.command.clone(),
         backend: job.backend.to_string(),
         compiler: compiler.to_owned(),
-        flags: flags(job),
+        flags: flags(ws, job),
         sources: sources::fingerprint(ws, &device_metadata(ws)?, &job.kernels.package)?,
     };
     let mut kernels = described::kernels(&raw);

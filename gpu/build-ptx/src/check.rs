@@ -51,7 +51,7 @@ pub fn run(ws: &Workspace, job: &Job, test: &dyn Fn(&Path) -> Result<()>) -> Res
 
 fn check_newer(ws: &Workspace, job: &Job, text: &str) -> Result<()> {
     let Some(ptxas) = ptxas::find(ws) else { return Ok(()) };
-    let findings = ptxas::check_newer(&ptxas, &job.out, &job.arch, &described::kernels(text));
+    let findings = ptxas::check_newer(&ptxas, &job.out, (&job.arch, job.backend), &described::kernels(text));
     for finding in &findings {
         eprintln!("{}: {finding}", ws.display(&job.out));
     }
@@ -80,7 +80,7 @@ fn check_header(ws: &Workspace, job: &Job, header: &Header) -> Result<()> {
         header.sources == sources,
         "{file} is stale: the kernel sources or their dependencies changed; {fix}"
     );
-    ensure!(header.flags == build::flags(job), "{file} is stale: it was built with other flags; {fix}");
+    ensure!(header.flags == build::flags(ws, job), "{file} is stale: it was built with other flags; {fix}");
     Ok(())
 }
 

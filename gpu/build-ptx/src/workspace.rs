@@ -159,6 +159,15 @@ fn quote(word: &OsStr) -> String {
     if escaped == word { format!("'{word}'") } else { format!("$'{escaped}'") }
 }
 
+/// A program of the user's, without the settings of the cargo that runs us.
+pub fn user_command(words: &[String]) -> Result<Command> {
+    let (program, arguments) = words.split_first().context("a command begins with a program")?;
+    let mut command = Command::new(program);
+    command.args(arguments);
+    strip_cargo_env(&mut command);
+    Ok(command)
+}
+
 /// Removes from a nested cargo's environment the outer cargo's own variables (`CARGO_PKG_*`, ..)
 /// and a user's settings for host builds (`RUSTFLAGS`, `RUSTC_WRAPPER`, ..).
 fn strip_cargo_env(command: &mut Command) {

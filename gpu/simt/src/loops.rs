@@ -79,6 +79,40 @@ macro_rules! unroll {
     };
 }
 
+/// [`stride!`] over a number of turns that is known when the kernel is compiled, but is not a
+/// literal: `few!(4, i in 0..N => { .. })` with at most 4 turns. Arrays that it indexes stay in
+/// registers.
+///
+/// rustc's own back end unrolls the loop. libNVVM would do so too late, behind the pass that takes
+/// arrays apart, and gets it unrolled.
+///
+/// ```
+/// fn sum<const N: usize>(values: [u32; N]) -> u32 {
+///     let mut sum = 0;
+///     epoxide_simt::few!(4, i in 0..N => { sum += values[i] });
+///     sum
+/// }
+/// assert_eq!(sum([1, 2, 4]), 7);
+/// ```
+#[cfg(not(epoxide_backend = "nvvm"))]
+#[macro_export]
+macro_rules! few {
+    ($most:tt, $i:ident in $range:expr => $body:block) => { $crate::stride!($i in $range => $body) };
+}
+
+/// As documented where it is a loop.
+#[cfg(epoxide_backend = "nvvm")]
+#[macro_export]
+macro_rules! few {
+    ($most:tt, $i:ident in $range:expr => $body:block) => {{
+        let ::core::ops::Range { start, end } = $range;
+        $crate::unroll!($most, TURN => {
+            let $i = start + TURN;
+            if $i < end $body
+        });
+    }};
+}
+
 /// Asserts a struct's size and the offset of its last field, so that host and device cannot drift
 /// apart. Both compile it.
 ///

@@ -6,6 +6,8 @@
 //! some wait in one copy, the others in the other. An intrinsic that LLVM models as convergent
 //! keeps its basic block from being copied.
 
+use crate::device;
+
 #[cfg(epoxide_backend = "nvvm")]
 unsafe extern "C" {
     #[link_name = "llvm.nvvm.bar.warp.sync"]
@@ -30,6 +32,28 @@ pub unsafe fn assume(condition: bool) {
     };
     #[cfg(not(epoxide_backend = "nvvm"))]
     let _ = condition;
+}
+
+/// `v`, but at least one: a divisor without a trap behind either back end. libNVVM does not find by
+/// itself that a maximum with one is not zero.
+#[device]
+pub fn at_least_one(v: u32) -> u32 {
+    let v = v.max(1);
+    // SAFETY: a maximum with one is not zero.
+    unsafe { assume(v != 0) };
+    v
+}
+
+/// Keeps a loop in which one lane does more than the others as one loop. libNVVM would write it once
+/// for that lane and once for the others, who count alike, but would be apart. With rustc's own back
+/// end it does nothing; with libNVVM it is a `bar.warp.sync 0xffffffff;`.
+///
+/// # Safety
+/// All 32 lanes call it.
+#[device]
+pub unsafe fn keep_loop() {
+    #[cfg(target_arch = "nvptx64")]
+    stay();
 }
 
 /// Keeps the collective of a warp that follows where the source has it:

@@ -4,7 +4,7 @@
 use core::arch::asm;
 
 macro_rules! sreg32 {
-    ($($(#[$meta:meta])* $name:ident = $reg:literal in $range:tt;)*) => {
+    ($($(#[$meta:meta])* $name:ident = $reg:literal in $first:literal $to:tt $last:literal;)*) => {
         device_fns! { $(
             $(#[$meta])*
             #[doc = concat!("`mov.u32 r, ", $reg, ";`")]
@@ -14,15 +14,16 @@ macro_rules! sreg32 {
                 unsafe { asm!(concat!("mov.u32 {r}, ", $reg, ";"), r = out(reg32) r, options(pure, nomem, nostack)) };
                 // SAFETY: the hardware's own bounds, so that no division by a dimension needs a
                 // trap. libNVVM does not see through `contains` and keeps its argument in memory,
-                // so it gets a `matches!` below.
+                // and of a range it does not see the bounds: it gets each by itself below.
                 #[cfg(not(epoxide_backend = "nvvm"))]
                 unsafe {
-                    core::hint::assert_unchecked($range.contains(&r))
+                    core::hint::assert_unchecked(($first $to $last).contains(&r))
                 };
                 // SAFETY: as above.
                 #[cfg(epoxide_backend = "nvvm")]
                 unsafe {
-                    core::hint::assert_unchecked(matches!(r, $range))
+                    core::hint::assert_unchecked(matches!(r, $first..));
+                    core::hint::assert_unchecked(matches!(r, 0 $to $last))
                 };
                 r
             }
@@ -32,17 +33,17 @@ macro_rules! sreg32 {
 
 sreg32! {
     /// Thread index in the block.
-    tid = "%tid.x" in (0..1024);
+    tid = "%tid.x" in 0..1024;
     /// Threads per block.
-    ntid = "%ntid.x" in (1..=1024);
+    ntid = "%ntid.x" in 1..=1024;
     /// Block index in the grid.
-    ctaid = "%ctaid.x" in (0..0x7fff_ffff);
+    ctaid = "%ctaid.x" in 0..0x7fff_ffff;
     /// Blocks in the grid.
-    nctaid = "%nctaid.x" in (1..=0x7fff_ffff);
+    nctaid = "%nctaid.x" in 1..=0x7fff_ffff;
     /// Lane in the warp, 0 to 31.
-    laneid = "%laneid" in (0..32);
+    laneid = "%laneid" in 0..32;
     /// Mask of the lanes below this one.
-    lanemask_lt = "%lanemask_lt" in (0..0x8000_0000);
+    lanemask_lt = "%lanemask_lt" in 0..0x8000_0000;
 }
 
 device_fns! {

@@ -259,7 +259,7 @@ pub unsafe fn lay_out_segments(args: &ExpertPlanArgs, exchange: &impl Exchange) 
 /// A token has a list; ids are those of physical experts, since the plan is ready.
 #[device]
 unsafe fn list_rows(args: &ExpertPlanArgs, epoch: u64) {
-    let experts = args.local_experts.max(1);
+    let experts = at_least_one(args.local_experts);
     grid_stride!(at in 0..args.num_tokens * SEND_LIST_STRIDE => {
         let (token, k) = (at / SEND_LIST_STRIDE, at % SEND_LIST_STRIDE);
         let mut to = -1;

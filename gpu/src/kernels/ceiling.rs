@@ -26,6 +26,7 @@ pub unsafe fn ceiling_push(args: CeilingArgs) {
 
     let (mut load, mut loaded) = (first, 0);
     while loaded < args.stages && load < args.rows {
+        keep_loop();
         if lane == 0 {
             ring.load(loaded, from + load as u64 * row_bytes, args.row_bytes);
         }

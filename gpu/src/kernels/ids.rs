@@ -55,7 +55,7 @@ pub unsafe fn place(table: &ExpertTable, id: i64, token: u32, rank: u32, physica
     }
     let is_known = id >= 0 && id < table.num_experts as i64;
     // A clamp, so that no division needs a trap: hosts give at least one.
-    let choices = table.choices.max(1);
+    let choices = at_least_one(table.choices);
     let choice = (token + rank) % choices;
     let at = table.entries.0 + (id as u64 * choices as u64 + choice as u64) * 4;
     let place = ld_i32_if(is_known, at, -1);

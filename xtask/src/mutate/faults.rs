@@ -288,10 +288,10 @@ fn at_line(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
         "cp" if opcode.contains("wait_group") => {
             edit(Kind::BulkWaitDropped, String::new());
             if let Some(pending) = line.operands().first().and_then(|n| n.parse::<u32>().ok()) {
-                let word = if opcode.ends_with(".read") { ".read" } else { "" };
-                edit(Kind::BulkWaitOneLess, format!("cp.async.bulk.wait_group{word} {};", pending + 1));
+                edit(Kind::BulkWaitOneLess, format!("{opcode} {};", pending + 1));
             }
-            if !opcode.ends_with(".read") {
+            // Copies that are not of the copy engine have no such wait.
+            if opcode.contains(".bulk.") && !opcode.ends_with(".read") {
                 edit(Kind::BulkWaitReadOnly, text.replacen(opcode, &format!("{opcode}.read"), 1));
             }
         }

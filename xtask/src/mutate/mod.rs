@@ -1,9 +1,9 @@
 //! `cargo xtask mutate`: makes single faults in the kernels, in their PTX, and looks whether the
 //! checks notice.
 //!
-//! [`faults`] finds the places, [`mod@run`] runs the acceptance test on a faulty kernel, this file
-//! goes through them all. Faults in code that no round trip executes cannot be noticed: they are
-//! counted apart.
+//! [`faults`] finds the places, [`mod@run`] runs the acceptance test or a program of the user's on a
+//! faulty kernel, this file goes through them all. Faults in code that no run executes cannot be
+//! noticed: they are counted apart.
 
 mod faults;
 mod harmless;
@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 
 use crate::workspace::{self, Workspace};
 use faults::Fault;
-use run::{FaultOutcome, Nearness, Runner};
+use run::{FaultOutcome, Nearness, Runner, Runs};
 
 #[derive(Args)]
 pub struct Options {
@@ -66,6 +66,10 @@ pub struct Options {
     /// The PTX to make faults in [default: the committed one]
     #[arg(long, value_name = "FILE")]
     ptx: Option<PathBuf>,
+    /// A program to run on the faulty kernels in place of round trips, such as `cargo test`. It
+    /// loads the text of --ptx on virtual GPUs and fails where it notices something
+    #[arg(last = true, value_name = "COMMAND", requires = "ptx", conflicts_with_all = ["binary", "plain", "seeds"])]
+    command: Vec<String>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -110,13 +114,17 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
 
     let directory = ws.target("mutate");
     std::fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
-    let runner = Runner {
-        binary: options.binary.clone().map_or_else(|| build(ws), Ok)?,
-        directory,
-        limit: Duration::from_secs(options.limit),
-        seeds: options.seeds.clone(),
-        check: !options.plain,
+    let limit = Duration::from_secs(options.limit);
+    let what = if options.command.is_empty() {
+        Runs::RoundTrips {
+            binary: options.binary.clone().map_or_else(|| build(ws), Ok)?,
+            seeds: options.seeds.clone(),
+            check: !options.plain,
+        }
+    } else {
+        Runs::Program(options.command.clone())
     };
+    let runner = Runner { what, directory, limit };
     println!("running the sound kernels");
     let workloads = runner.sound(&text)?;
     let all = faults.len();
@@ -168,6 +176,7 @@ fn hash(text: &str, options: &Options) -> String {
     let mut hasher = Hash::new();
     hasher.update(text);
     hasher.update([u8::from(options.plain)]);
+    options.command.iter().for_each(|word| hasher.update(format!("{word}\0")));
     hasher.finalize().iter().take(8).fold(String::new(), |mut hex, byte| {
         let _ = write!(hex, "{byte:02x}");
         hex

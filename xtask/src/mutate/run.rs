@@ -42,22 +42,39 @@ const WORKLOADS: [&str; 14] = [
     "--mode low-latency --nodes 2 --ranks-per-node 1 --transport shm --dtype fp8 --iterations 3 --graph-replays 3",
     "--mode low-latency --nodes 3 --ranks-per-node 1 --transport direct --tokens 300 --experts 36 --hidden 1024 --iterations 2",
 ];
+/// Longest run on sound kernels.
+const LONGEST_SOUND_RUN: Duration = Duration::from_secs(1800);
 /// Bytes of output that are looked at.
 const LONGEST_OUTPUT: usize = 1 << 20;
 
 /// How runs are made.
 pub struct Runner {
-    /// `epoxide`.
-    pub binary: PathBuf,
+    /// Programs that run on faulty kernels.
+    pub what: Runs,
     /// A folder for PTX and output.
     pub directory: PathBuf,
     /// Longest run.
     pub limit: Duration,
-    /// Seeds to try each workload with.
-    pub seeds: Vec<u64>,
-    /// Whether the race checker is on.
-    pub check: bool,
 }
+
+/// Programs that run on faulty kernels.
+pub enum Runs {
+    /// The acceptance test of epoxide, in all modes.
+    RoundTrips {
+        /// `epoxide`.
+        binary: PathBuf,
+        /// Seeds to try each workload with.
+        seeds: Vec<u64>,
+        /// Whether the race checker is on.
+        check: bool,
+    },
+    /// A program of the user's, which loads the sound text on virtual GPUs. Those replace it.
+    Program(Vec<String>),
+}
+
+/// The environment variable of the virtual GPU that names the folder of a sound text and a faulty
+/// one.
+const FAULTY_VARIABLE: &str = "EPOXIDE_VGPU_FAULTY";
 
 /// How a run ended.
 #[derive(Debug)]
@@ -69,7 +86,8 @@ struct ProcessEnd {
 
 /// A workload, and the lines of the PTX that it executes.
 pub struct Workload {
-    arguments: &'static str,
+    /// The arguments of a round trip, or the command.
+    arguments: String,
     executed: HashSet<usize>,
 }
 
@@ -122,14 +140,19 @@ impl Runner {
         let file = self.directory.join("sound.ptx");
         workspace::write(&file, text)?;
         let mut workloads = Vec::new();
-        for (index, arguments) in WORKLOADS.into_iter().enumerate() {
+        let all = match &self.what {
+            Runs::RoundTrips { .. } => WORKLOADS.map(str::to_owned).to_vec(),
+            Runs::Program(words) => vec![words.join(" ")],
+        };
+        for (index, arguments) in all.into_iter().enumerate() {
             let covered = self.directory.join(format!("coverage-{index}"));
             workspace::fresh_dir(&covered)?;
             let name = format!("sound-{index}");
-            let ended = self.workload(arguments, self.seeds[0], &file, &name, Some(&covered))?;
+            let ended = self.workload(&arguments, self.seeds()[0], &file, &name, Some(&covered))?;
+            let program = if let Runs::RoundTrips { .. } = self.what { "epoxide roundtrip " } else { "" };
             ensure!(
                 ended.code == Some(0),
-                "the sound kernels fail `epoxide roundtrip {arguments}`:\n{}",
+                "the sound kernels fail `{program}{arguments}`:\n{}",
                 ended.output
             );
             let kernels = coverage::merge(&module, &covered)?;
@@ -161,12 +184,15 @@ impl Runner {
         }
         let file = self.directory.join(format!("faulty-{worker}.ptx"));
         workspace::write(&file, super::text::with_lines(text, &fault.edits))?;
-        for &seed in &self.seeds {
+        for &seed in self.seeds() {
             for workload in &workloads {
-                let ended =
-                    self.workload(workload.arguments, seed, &file, &format!("faulty-{worker}"), None)?;
+                let name = format!("faulty-{worker}");
+                let ended = self.workload(&workload.arguments, seed, &file, &name, None)?;
                 if let Some(by) = what(ended.code, &ended.output) {
-                    let run = format!("{} --seed {seed}", workload.arguments);
+                    let run = match self.what {
+                        Runs::RoundTrips { .. } => format!("{} --seed {seed}", workload.arguments),
+                        Runs::Program(_) => workload.arguments.clone(),
+                    };
                     return Ok(Some(outcome(fault, by, run, &ended.output)));
                 }
             }
@@ -189,19 +215,48 @@ impl Runner {
         name: &str,
         covered: Option<&Path>,
     ) -> Result<ProcessEnd> {
-        let mut command = Command::new(&self.binary);
-        // A flag that is given twice counts as it was given last, so a workload may differ from
-        // what is small.
-        command.arg("roundtrip").args(without_repeats(SMALL, arguments)).args(["--seed", &seed.to_string()]);
-        if self.check {
-            command.args(CHECK);
+        let (mut command, mut limit) = match &self.what {
+            Runs::RoundTrips { binary, check, .. } => {
+                let mut command = Command::new(binary);
+                // A flag that is given twice counts as it was given last, so a workload may differ
+                // from what is small.
+                command.arg("roundtrip").args(without_repeats(SMALL, arguments));
+                command.args(["--seed", &seed.to_string()]);
+                if *check {
+                    command.args(CHECK);
+                }
+                command.env(PTX_VARIABLE, ptx);
+                (command, self.limit)
+            }
+            Runs::Program(words) => {
+                let texts = self.directory.join(format!("{name}.texts"));
+                workspace::fresh_dir(&texts)?;
+                for (from, to) in [(&*self.directory.join("sound.ptx"), "sound.ptx"), (ptx, "faulty.ptx")] {
+                    workspace::write(&texts.join(to), workspace::read(from)?)?;
+                }
+                let mut command = workspace::user_command(words)?;
+                command.env(FAULTY_VARIABLE, texts);
+                (command, self.limit)
+            }
+        };
+        command.env("RUST_BACKTRACE", "0");
+        if covered.is_some() {
+            // The program may have to be compiled first.
+            limit = limit.max(LONGEST_SOUND_RUN);
         }
-        command.env(PTX_VARIABLE, ptx).env("RUST_BACKTRACE", "0");
         if let Some(directory) = covered {
             command.env(coverage::DIRECTORY_VARIABLE, directory);
         }
         let output = self.directory.join(format!("{name}.log"));
-        run_limited(&mut command, &output, self.limit)
+        run_limited(&mut command, &output, limit)
+    }
+
+    /// Seeds of round trips. A program draws its own.
+    fn seeds(&self) -> &[u64] {
+        match &self.what {
+            Runs::RoundTrips { seeds, .. } => seeds,
+            Runs::Program(_) => &[0],
+        }
     }
 }
 
@@ -289,8 +344,7 @@ fn outcome(fault: &Fault, by: &str, workload: String, output: &str) -> FaultOutc
         there().min().is_some_and(|first| first < place.1) && there().max().is_some_and(|last| last > place.1)
     };
     // Only the kernels' own lines tell two places apart: `simt` is everywhere.
-    let places =
-        || std::iter::once(&fault.own).chain(&fault.also).filter(|place| place.0.contains("/kernels/"));
+    let places = || std::iter::once(&fault.own).chain(&fault.also).filter(|place| !is_shared(&place.0));
     let names = |lines: &[Place]| lines.iter().any(|line| places().any(|place| near(place, line)));
     let nearness = if names(&lines) {
         Nearness::Line
@@ -309,16 +363,26 @@ fn outcome(fault: &Fault, by: &str, workload: String, output: &str) -> FaultOutc
     FaultOutcome { found_by: Some(by.to_owned()), nearness, lines, workload, report: report.join("\n") }
 }
 
-/// Every `gpu/src/..rs:<line>` in a text, once.
+/// Whether a file has no kernels but what all kernels are made of: the language, packages and the
+/// standard library; in this repository also what lies beside the kernels' folder.
+fn is_shared(file: &str) -> bool {
+    let shared =
+        ["gpu/simt/", "epoxide-simt/", "cargo/", "rust/"].iter().any(|start| file.starts_with(start));
+    shared || file.starts_with("gpu/") && !file.contains("/kernels/")
+}
+
+/// Every `<file>.rs:<line>` in a text, once.
 fn named_lines(text: &str) -> Vec<Place> {
     let mut found: Vec<Place> = Vec::new();
-    for (at, _) in text.match_indices("gpu/src/") {
-        let rest = &text[at..];
-        let Some(end) = rest.find(".rs:").map(|end| end + 3) else { continue };
-        let digits = rest[end + 1..].bytes().take_while(u8::is_ascii_digit).count();
-        let Ok(line) = rest[end + 1..end + 1 + digits].parse() else { continue };
-        let place = (rest[..end].to_owned(), line);
-        if !place.0.contains(char::is_whitespace) && !found.contains(&place) {
+    let is_of_a_path = |c: char| c.is_alphanumeric() || "/._-".contains(c);
+    for (at, _) in text.match_indices(".rs:") {
+        let begin = text[..at].rfind(|c| !is_of_a_path(c)).map_or(0, |before| before + 1);
+        let begin = (begin..=at).find(|at| text.is_char_boundary(*at)).unwrap_or(at);
+        let (file, behind) = (&text[begin..at + 3], &text[at + 4..]);
+        let digits = behind.bytes().take_while(u8::is_ascii_digit).count();
+        let Ok(line) = behind[..digits].parse() else { continue };
+        let place = (file.to_owned(), line);
+        if !file.starts_with("gpu/simt/") && !found.contains(&place) {
             found.push(place);
         }
     }
@@ -421,6 +485,37 @@ mod tests {
         assert_eq!(found.lines, [("gpu/src/kernels/k.rs".to_owned(), 43)]);
         assert_eq!(FaultOutcome::from_json(&found.to_json()), Some(found));
         assert_eq!(FaultOutcome::from_json(&json!({"nearness": 3})), None);
+    }
+
+    #[test]
+    fn a_program_runs_on_faulty_kernels_in_place_of_its_own() {
+        let directory = tempfile::tempdir().unwrap();
+        let faulty = "[ \"$(cat \"$EPOXIDE_VGPU_FAULTY/faulty.ptx\")\" = b ] && exit 1; \
+                      [ \"$(cat \"$EPOXIDE_VGPU_FAULTY/sound.ptx\")\" = a ] || exit 2";
+        let words = ["sh", "-c", faulty].map(str::to_owned).to_vec();
+        let runner = Runner {
+            what: Runs::Program(words),
+            directory: directory.path().to_owned(),
+            limit: Duration::from_secs(20),
+        };
+        workspace::write(&directory.path().join("sound.ptx"), "a\n").unwrap();
+        let workloads = [Workload { arguments: "sh".to_owned(), executed: HashSet::from([1]) }];
+        let of = |edits: Vec<(usize, String)>, line| {
+            let fault = Fault { edits, through: vec![line], ..fault() };
+            runner.fault(&fault, "a\n", &workloads, 0).unwrap().map(|outcome| outcome.found_by)
+        };
+        assert_eq!(of(vec![(1, "b".to_owned())], 1), Some(Some("wrong result".to_owned())));
+        assert_eq!(of(vec![], 1), Some(None));
+        assert_eq!(of(vec![], 2), None, "the program does not come by there");
+    }
+
+    #[test]
+    fn other_crates_have_their_kernels_in_any_file() {
+        let fault = Fault { own: ("src/exchange.rs".to_owned(), 54), ..fault() };
+        let text = "data race\n  at src/exchange.rs:54 (inlined: epoxide-simt/src/memory.rs:9)";
+        assert_eq!(outcome(&fault, "race", String::new(), text).nearness, Nearness::Line);
+        assert!(is_shared("epoxide-simt/src/memory.rs") && is_shared("gpu/src/layout/mod.rs"));
+        assert!(!is_shared("src/lib.rs") && !is_shared("gpu/src/kernels/k.rs"));
     }
 
     #[test]

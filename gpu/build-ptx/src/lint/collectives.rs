@@ -144,11 +144,17 @@ mod tests {
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nvote.sync.ballot.b32 %r2, %p2, 0xffffffff;\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.u32 %r1, %laneid;\nshfl.sync.idx.b32 %r2, %r1, 3, 31, 0xffffffff;\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nbarrier.red.or.pred %p1, 0, %p2;",
-            // The warp's number, in three disguises.
+            // The warp's number, in five disguises.
             "mov.u32 %r1, %tid.x;\nshr.u32 %r2, %r1, 5;\nsetp.eq.b32 %p1, %r2, 3;",
             "mov.u32 %r1, %tid.x;\nsetp.lt.u32 %p1, %r1, 32;",
             "mov.u32 %r1, %tid.x;\nsetp.gt.u32 %p1, %r1, 31;",
             "mov.u32 %r1, %tid.x;\nand.b32 %r2, %r1, 992;\nsetp.eq.b32 %p1, %r2, 64;",
+            "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 4;\nand.b32 %r3, %r2, -512;\nsetp.ge.u32 %p1, %r3, %r4;",
+            "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 4;\nsetp.lt.u32 %p1, %r2, 1024;",
+            // Both ways from a branch on lanes copy the same number, or the same register.
+            "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nmov.b32 %r2, 0;\nbra.uni $L9;\n$L8:\nmov.b32 %r2, 0;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
+            "mov.b32 %r3, 7;\nmov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nmov.b32 %r2, %r3;\nbra.uni $L9;\n$L8:\nmov.b32 %r2, %r3;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
+            "mov.b32 %r3, 7;\nmov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nmov.b32 %r2, %r3;\n@%p2 bra $L9;\nst.global.b32 [%rd1], %r2;\nmov.b32 %r2, %r3;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
             // The register has another use elsewhere.
             "mov.b32 %r2, 0;\nsetp.eq.b32 %p1, %r2, 0;\nmov.u32 %r2, %laneid;",
             // A name in a scope is not the one of the scope before.
@@ -175,6 +181,13 @@ mod tests {
             // Values that only some lanes set: under a guard, or on one of two paths.
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nmov.b32 %r2, 0;\n@%p2 mov.b32 %r2, 1;\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nmov.b32 %r2, 0;\n@%p2 bra $L9;\nmov.b32 %r2, 1;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
+            // Both ways set another number, or a register that each has set by itself.
+            "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nmov.b32 %r2, 0;\nbra.uni $L9;\n$L8:\nmov.b32 %r2, 1;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
+            "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nld.global.b32 %r3, [%rd1];\nmov.b32 %r2, %r3;\nbra.uni $L9;\n$L8:\nld.global.b32 %r3, [%rd2];\nmov.b32 %r2, %r3;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
+            // Lanes that leave a loop at once keep what others overwrite.
+            "mov.u32 %r1, %laneid;\nmov.b32 %r2, 1;\n$L9:\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nmov.b32 %r2, 0;\nsub.s32 %r1, %r1, 1;\nbra.uni $L9;\n$L8:\nsetp.eq.b32 %p1, %r2, 0;",
+            // A number of a thread with bits of the lane in it.
+            "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 4;\nand.b32 %r3, %r2, -256;\nsetp.ge.u32 %p1, %r3, %r4;",
             // How often lanes went round a loop that they leave one by one.
             "mov.u32 %r1, %laneid;\nmov.b32 %r2, 0;\n$L9:\nadd.s32 %r2, %r2, 1;\nsetp.lt.u32 %p2, %r2, %r1;\n@%p2 bra $L9;\nsetp.eq.b32 %p1, %r2, 4;",
         ];

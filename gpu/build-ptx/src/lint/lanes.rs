@@ -3,7 +3,8 @@
 //!
 //! A read at an address that all lanes share counts as the same in all lanes, though memory may
 //! change between two lanes' reads. So does a thread's number without its lowest five bits, where
-//! blocks have one dimension. In doubt a value differs. The tests are those of the rule on warp
+//! blocks have one dimension, and a register that lanes set in different places, if all of them
+//! copy the same thing. In doubt a value differs. The tests are those of the rule on warp
 //! collectives, the user of this module.
 
 use std::collections::HashMap;
@@ -16,8 +17,9 @@ enum Value {
     /// The same in all lanes.
     #[default]
     Uniform,
-    /// The thread's number in a block of one dimension: a multiple of 32, and the lane.
-    Thread,
+    /// The thread's number in a block of one dimension, a multiple of 32 and the lane, times two to
+    /// this power.
+    Thread(u64),
     /// It may be another one in each lane.
     Differs,
 }
@@ -37,8 +39,22 @@ pub struct Lanes<'a> {
     block_of: Vec<usize>,
     /// The statement that is the nearest branch to part the lanes, by block.
     apart: Vec<Option<usize>>,
+    /// The branches that part lanes.
+    parting: Vec<Parting>,
+    /// The register of each definition.
+    register_of: Vec<usize>,
     /// Whether blocks have one dimension.
     flat: bool,
+}
+
+/// A branch that parts lanes.
+struct Parting {
+    /// The block that it ends.
+    block: usize,
+    /// The block where all ways meet again, if there is one.
+    meeting: Option<usize>,
+    /// Whether a block lies on a way from here to there.
+    between: Vec<bool>,
 }
 
 /// Definitions of registers that one statement reads and writes.
@@ -51,7 +67,7 @@ struct Uses {
 }
 
 /// Contents of an operand that is read.
-#[derive(Default)]
+#[derive(Default, PartialEq, Eq)]
 struct Read {
     /// The definitions that reach it.
     definitions: Vec<usize>,
@@ -65,7 +81,7 @@ impl<'a> Lanes<'a> {
     pub fn of(entry: &'a Entry) -> Self {
         let flow = Flow::of(&entry.body);
         let meetings = flow.post_dominators();
-        let (uses, definitions) = uses(&entry.body, &flow);
+        let (uses, register_of) = uses(&entry.body, &flow);
         let mut block_of = vec![0; entry.body.len()];
         for (block, statements) in flow.blocks.iter().enumerate() {
             block_of[statements.clone()].fill(block);
@@ -73,9 +89,11 @@ impl<'a> Lanes<'a> {
         let mut lanes = Self {
             body: &entry.body,
             uses,
-            values: vec![Value::Uniform; definitions],
+            values: vec![Value::Uniform; register_of.len()],
             block_of,
             apart: vec![None; flow.blocks.len()],
+            parting: Vec::new(),
+            register_of,
             flat: entry.max_block.is_some_and(|[_, y, z]| y == 1 && z == 1),
         };
         let mut parted = vec![false; flow.blocks.len()];
@@ -83,7 +101,7 @@ impl<'a> Lanes<'a> {
         // Values only come to differ and blocks to be apart, so that this ends.
         while std::mem::take(&mut changed) {
             for index in 0..lanes.body.len() {
-                let value = lanes.result(index);
+                let value = lanes.result(index, &flow);
                 for definition in &lanes.uses[index].written {
                     changed |= value > lanes.values[*definition];
                     lanes.values[*definition] = value.max(lanes.values[*definition]);
@@ -96,10 +114,13 @@ impl<'a> Lanes<'a> {
                     continue;
                 }
                 (parted[block], changed) = (true, true);
+                let mut between = vec![false; flow.blocks.len()];
                 for decided in flow.decided_by(block, meetings[block]) {
                     // The one that comes last in the text is as a rule the innermost.
                     lanes.apart[decided] = lanes.apart[decided].max(Some(last));
+                    between[decided] = true;
                 }
+                lanes.parting.push(Parting { block, meeting: meetings[block], between });
             }
         }
         lanes
@@ -137,14 +158,93 @@ impl<'a> Lanes<'a> {
         special.into_iter().chain(values).reduce(Value::join).unwrap_or_default()
     }
 
+    /// The operand of a statement that does nothing but copy it to a register.
+    fn copied(&self, index: usize) -> Option<&Read> {
+        let inst = instruction(&self.body[index])?;
+        let uses = &self.uses[index];
+        let plain = inst.is("mov") && inst.guard.is_none() && uses.written.len() == 1;
+        uses.read.first().filter(|_| plain && uses.read.len() == 1)
+    }
+
+    /// Whether a statement, in a place where lanes are apart, copies what all lanes copy to its
+    /// register before they meet again: a number, or a register that was set before they parted.
+    /// The compiler puts such copies on each way to a place where ways meet.
+    fn is_copied_everywhere(&self, index: usize, flow: &Flow) -> bool {
+        let Some(source) = self.copied(index) else { return false };
+        let set_before = |definition: usize, parting: &Parting| {
+            let by = self.uses.iter().position(|uses| uses.written.contains(&definition));
+            by.is_some_and(|by| !parting.between[self.block_of[by]])
+        };
+        let register = self.register_of[self.uses[index].written[0]];
+        let mut around = self.parting.iter().filter(|parting| parting.between[self.block_of[index]]);
+        around.all(|parting| {
+            let is_same = match source.definitions[..] {
+                [] => source.number.is_some(),
+                [definition] => self.values[definition] == Value::Uniform && set_before(definition, parting),
+                _ => false,
+            };
+            is_same && self.all_ways_copy(source, register, parting, flow)
+        })
+    }
+
+    /// Whether the last thing that happens to `register` on every way from a branch to where they
+    /// meet, or in front of the branch, is that `source` is copied to it.
+    fn all_ways_copy(&self, source: &Read, register: usize, parting: &Parting, flow: &Flow) -> bool {
+        // Whether a block leaves the copy in the register; `None` where it does not write it.
+        let leaves = |block: usize| {
+            let writes = |index: &usize| {
+                self.uses[*index].written.iter().any(|written| self.register_of[*written] == register)
+            };
+            let last = flow.blocks[block].clone().rfind(writes)?;
+            Some(self.copied(last) == Some(source))
+        };
+        let is_copied_before = || {
+            let mut seen = vec![false; flow.blocks.len()];
+            let mut open = vec![parting.block];
+            while let Some(block) = open.pop() {
+                if std::mem::replace(&mut seen[block], true) {
+                    continue;
+                }
+                match leaves(block) {
+                    Some(true) => {}
+                    None if block != 0 => {
+                        let before = |other: &usize| flow.successors[*other].contains(&block);
+                        open.extend((0..flow.blocks.len()).filter(before));
+                    }
+                    _ => return false,
+                }
+            }
+            true
+        };
+        let start = is_copied_before();
+        let mut seen = vec![[false; 2]; flow.blocks.len()];
+        let mut open: Vec<(usize, bool)> = Vec::new();
+        open.extend(flow.successors[parting.block].iter().map(|&next| (next, start)));
+        while let Some((block, holds)) = open.pop() {
+            if Some(block) == parting.meeting {
+                if !holds {
+                    return false;
+                }
+            } else if !std::mem::replace(&mut seen[block][usize::from(holds)], true) {
+                let holds = leaves(block).unwrap_or(holds);
+                open.extend(flow.successors[block].iter().map(|&next| (next, holds)));
+            }
+        }
+        true
+    }
+
     /// The value that a statement writes.
-    fn result(&self, index: usize) -> Value {
+    fn result(&self, index: usize, flow: &Flow) -> Value {
         let Some(inst) = instruction(&self.body[index]) else { return Value::Uniform };
         let uses = &self.uses[index];
-        // Where lanes are apart some of them may have another value from another place, or from
-        // another turn of a loop. Under a guard that differs, so may those that keep the old value.
-        if self.apart_since(index).is_some() || self.of_guard(index) != Value::Uniform {
+        // Under a guard that differs, some lanes keep the old value.
+        if self.of_guard(index) != Value::Uniform {
             return Value::Differs;
+        }
+        // Where lanes are apart some of them may have another value from another place, or from
+        // another turn of a loop.
+        if self.apart_since(index).is_some() {
+            return if self.is_copied_everywhere(index, flow) { Value::Uniform } else { Value::Differs };
         }
         let operands: Vec<Value> = uses.read.iter().map(|operand| self.of_operand(operand)).collect();
         let number = |at: usize| uses.read.get(at).and_then(|operand| operand.number);
@@ -173,20 +273,22 @@ impl<'a> Lanes<'a> {
             return Value::Uniform;
         }
         if self.flat
-            && operands.first() == Some(&Value::Thread)
+            && let Some(&Value::Thread(power)) = operands.first()
             && operands[1..].iter().all(|it| *it == Value::Uniform)
         {
             if is(&["mov", "cvt"]) && operands.len() == 1 {
-                return Value::Thread;
+                return Value::Thread(power);
             }
-            let whole = |bound: Option<u64>| bound.is_some_and(|bound| bound % 32 == 0);
+            let whole = |bound: Option<u64>| bound.is_some_and(|bound| bound % (32 << power) == 0);
             let same = match number(1) {
-                Some(bits) if inst.is("shr") => bits >= 5,
-                Some(mask) if inst.is("and") => mask % 32 == 0,
+                // A thread's number has ten bits: none is lost.
+                Some(bits) if inst.is("shl") && power + bits <= 20 => return Value::Thread(power + bits),
+                Some(bits) if inst.is("shr") => bits >= 5 + power,
+                Some(mask) if inst.is("and") => mask % (32 << power) == 0,
                 bound if inst.is("setp") && operands.len() == 2 => {
                     let below = ["lt", "ge", "lo", "hs"].iter().any(|name| inst.has(name));
                     let upto = ["le", "gt", "ls", "hi"].iter().any(|name| inst.has(name));
-                    below && whole(bound) || upto && whole(bound.map(|bound| bound + 1))
+                    below && whole(bound) || upto && whole(bound.map(|bound| bound.wrapping_add(1)))
                 }
                 _ => false,
             };
@@ -200,17 +302,17 @@ fn instruction(stmt: &Stmt) -> Option<&Instruction> {
     if let Stmt::Inst(inst) = stmt { Some(inst) } else { None }
 }
 
-/// Reads and writes of every statement, and the number of definitions. A register is not the same
-/// value everywhere: each use has the definitions that reach it.
-fn uses(body: &[Stmt], flow: &Flow) -> (Vec<Uses>, usize) {
+/// Reads and writes of every statement, and the register of each definition. A register is not the
+/// same value everywhere: each use has the definitions that reach it.
+fn uses(body: &[Stmt], flow: &Flow) -> (Vec<Uses>, Vec<usize>) {
     let named = registers(body);
     // All definitions, by register; each is a number.
     let mut of_register: HashMap<usize, Vec<usize>> = HashMap::new();
-    let mut count = 0;
+    let mut register_of = Vec::new();
     let mut all: Vec<Uses> = Vec::with_capacity(body.len());
     for names in &named {
-        let written = count..count + names.written.len();
-        count = written.end;
+        let written = register_of.len()..register_of.len() + names.written.len();
+        register_of.extend(&names.written);
         for (register, definition) in names.written.iter().zip(written.clone()) {
             of_register.entry(*register).or_default().push(definition);
         }
@@ -226,7 +328,7 @@ fn uses(body: &[Stmt], flow: &Flow) -> (Vec<Uses>, usize) {
             reaching[*definition] = true;
         }
     };
-    let mut at_start = vec![vec![false; count]; flow.blocks.len()];
+    let mut at_start = vec![vec![false; register_of.len()]; flow.blocks.len()];
     let mut open: Vec<usize> = (0..flow.blocks.len()).rev().collect();
     while let Some(block) = open.pop() {
         let mut reaching = at_start[block].clone();
@@ -249,14 +351,15 @@ fn uses(body: &[Stmt], flow: &Flow) -> (Vec<Uses>, usize) {
             let read = names.read.iter().map(|(operand, registers)| Read {
                 definitions: reached(registers),
                 special: operand.names().into_iter().find_map(special),
-                number: if let Operand::Int(number) = operand { u64::try_from(*number).ok() } else { None },
+                // A negative one by its bits.
+                number: if let Operand::Int(number) = operand { Some(*number as u64) } else { None },
             });
             let (guard, read) = (reached(names.guard.as_slice()), read.collect());
             (all[index].guard, all[index].read) = (guard, read);
             pass(&mut reaching, index, &all);
         }
     }
-    (all, count)
+    (all, register_of)
 }
 
 /// The registers of one statement, as numbers.
@@ -319,7 +422,7 @@ fn special(word: &str) -> Option<Value> {
         "%total_smem",
     ];
     if word == "%tid.x" {
-        return Some(Value::Thread);
+        return Some(Value::Thread(0));
     }
     let is = |names: &[&str]| names.iter().any(|name| word.starts_with(name));
     if is(&DIFFER) { Some(Value::Differs) } else { is(&SAME).then_some(Value::Uniform) }

@@ -145,7 +145,7 @@ pub fn lint_file(ws: &Workspace, job: &Job, file: &Path, text: &str) -> Result<(
         Some(ptxas) => match ptxas::assemble(&ptxas, file, job.arch.sm()) {
             Ok(usages) => {
                 print!("{}", ptxas::table(&usages));
-                findings.extend(ptxas::check(&usages, &described));
+                findings.extend(ptxas::check(&usages, &described, job.backend));
             }
             Err(error) => findings.push(Finding::new("ptxas", 0, format!("{error:#}"))),
         },

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
+use super::Toolchain;
 use super::parts::{self, Missing, MissingParts, Part, Places};
-use super::{TOOLCHAIN, rustup_run};
 use crate::packages;
 use crate::toolchain::rustup;
 use crate::workspace::{self, Workspace, capture};
@@ -23,12 +23,13 @@ const CUDA_WHEELS: [(&str, &str); 2] = [
 /// LLVM 7 by Debian's and Ubuntu's names, with what it loads. Debian 10 and Ubuntu 20.04 have them.
 const LLVM_PACKAGES: [&str; 4] = ["llvm-7", "llvm-7-dev", "libllvm7", "libffi7"];
 
-/// libclang, the headers that belong to it, and what it loads.
-const CLANG_PACKAGES: [&str; 3] = ["libclang1-14", "libclang-common-14-dev", "libllvm14"];
+/// Releases of libclang, in the order in which they are tried: of Debian 12 and Ubuntu 22.04, then
+/// of Ubuntu 20.04.
+const CLANG_RELEASES: [u32; 2] = [14, 12];
 
 /// Rust-CUDA, and the state of it that the kernels were tested with.
 const REPOSITORY: &str = "https://github.com/Rust-GPU/Rust-CUDA";
-const COMMIT: &str = "946c91f";
+pub const COMMIT: &str = "946c91f";
 
 /// A toolchain with rustc-dev is 700 MB.
 const TOOLCHAIN_LIMIT: Duration = Duration::from_secs(600);
@@ -62,10 +63,10 @@ pub fn fetch(ws: &Workspace) -> Result<()> {
 fn fetch_part(ws: &Workspace, part: &Part) -> Result<()> {
     let dir = parts::dir(ws);
     match part {
-        Part::Toolchain => {
-            println!("installing the toolchain {TOOLCHAIN}");
+        Part::Toolchain(name) => {
+            println!("installing the toolchain {name}");
             let components = ["--component", "rust-src,rustc-dev,llvm-tools"];
-            let install = ["toolchain", "install", TOOLCHAIN, "--profile", "minimal"];
+            let install = ["toolchain", "install", name, "--profile", "minimal"];
             rustup::run(&[&install[..], &components[..]].concat(), TOOLCHAIN_LIMIT)
         }
         Part::Libnvvm | Part::CudaHeaders => {
@@ -76,8 +77,12 @@ fn fetch_part(ws: &Workspace, part: &Part) -> Result<()> {
         }
         // The user's toolkit is the user's.
         Part::LibnvvmLink(_) => bail!("CUDA_PATH names a folder of your own"),
-        Part::Llvm => fetch_packages(&dir, "llvm", &LLVM_PACKAGES),
-        Part::Libclang => fetch_packages(&dir, "clang", &CLANG_PACKAGES),
+        // The user's LLVM is the user's.
+        Part::Llvm(Some(_)) if workspace::env_path("LLVM_CONFIG").is_some() => {
+            bail!("LLVM_CONFIG names a program of your own")
+        }
+        Part::Llvm(_) => fetch_packages(&dir, "llvm", &LLVM_PACKAGES),
+        Part::Libclang => fetch_libclang(&dir),
         Part::Library(_) => bail!("the library belongs to a rustc_codegen_nvvm that was not built here"),
         Part::Codegen => build(ws, &Places::of(ws)),
     }
@@ -93,9 +98,8 @@ fn fetch_cuda(dir: &Path) -> Result<()> {
         packages::unpack_wheel(wheel, &partial).context("fetching CUDA's wheels needs python3 with pip")?;
         for part in ["nvvm", "include"] {
             let from = partial.join(folder).join(part);
-            let to = root.join(part);
-            if from.is_dir() && !to.exists() {
-                std::fs::rename(&from, &to).with_context(|| format!("cannot rename {}", from.display()))?;
+            if from.is_dir() {
+                merge_dir(&from, &root.join(part))?;
             }
         }
     }
@@ -104,6 +108,42 @@ fn fetch_cuda(dir: &Path) -> Result<()> {
         .with_context(|| format!("cannot make the link {}", link.display()))?;
     workspace::publish_dir(&root, &dir.join("cuda"))?;
     std::fs::remove_dir_all(&partial).with_context(|| format!("cannot remove {}", partial.display()))
+}
+
+/// Moves what is in `from` to `to`, which may have files of its own: both wheels have an `include`.
+fn merge_dir(from: &Path, to: &Path) -> Result<()> {
+    if !to.exists() {
+        return std::fs::rename(from, to).with_context(|| format!("cannot rename {}", from.display()));
+    }
+    let reading = || format!("cannot read {}", from.display());
+    for entry in std::fs::read_dir(from).with_context(reading)? {
+        let from = entry.with_context(reading)?.path();
+        let to = to.join(from.file_name().unwrap_or_default());
+        if from.is_dir() {
+            merge_dir(&from, &to)?;
+        } else {
+            std::fs::rename(&from, &to).with_context(|| format!("cannot rename {}", from.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// libclang, the headers that belong to it, and what it loads, of the first release that there is.
+fn fetch_libclang(dir: &Path) -> Result<()> {
+    let mut failed = None;
+    for release in CLANG_RELEASES {
+        let names = [
+            format!("libclang1-{release}"),
+            format!("libclang-common-{release}-dev"),
+            format!("libllvm{release}"),
+        ];
+        match fetch_packages(dir, "clang", &names.each_ref().map(String::as_str)) {
+            Ok(()) => return Ok(()),
+            // What the newest release failed with says more than that an old one is not there.
+            Err(error) => failed = failed.or(Some(error)),
+        }
+    }
+    failed.map_or(Ok(()), Err)
 }
 
 fn fetch_packages(dir: &Path, name: &str, packages: &[&str]) -> Result<()> {
@@ -122,8 +162,8 @@ fn fetch_packages(dir: &Path, name: &str, packages: &[&str]) -> Result<()> {
 
 /// Builds the back end from its repository.
 fn build(ws: &Workspace, places: &Places) -> Result<()> {
-    let source = fetch_source(&parts::dir(ws))?;
-    let (Some(llvm_config), Some(libclang), Some(cuda)) =
+    let source = fetch_source(ws)?;
+    let (Ok(llvm_config), Some(libclang), Some(cuda)) =
         (&places.llvm_config, &places.libclang, places.cuda_with_headers())
     else {
         bail!("its source is in {}; the parts for building it are not complete", ws.display(&source));
@@ -139,7 +179,7 @@ fn build_command(ws: &Workspace, source: &Path, libraries: &[std::path::PathBuf]
     let clang = parts::dir(ws).join("clang");
     let mut folders = libraries.to_vec();
     folders.extend(parts::unpacked_libraries(&clang).filter(|folder| folder.is_dir()));
-    let mut command = rustup_run(ws);
+    let mut command = Toolchain::of(ws).run(ws);
     command
         .current_dir(source)
         // The back end would link LLVM statically, and the packages have the shared one only.
@@ -149,7 +189,9 @@ fn build_command(ws: &Workspace, source: &Path, libraries: &[std::path::PathBuf]
         .args(["cargo", "build", "--package", "rustc_codegen_nvvm", "--release"]);
     // libclang finds the headers that belong to it beside itself, which an unpacked one does not
     // have at the usual place.
-    let versions = std::fs::read_dir(clang.join("usr/lib/llvm-14/lib/clang")).into_iter().flatten().flatten();
+    let releases = CLANG_RELEASES.map(|release| clang.join(format!("usr/lib/llvm-{release}/lib/clang")));
+    let versions =
+        releases.iter().flat_map(|folder| std::fs::read_dir(folder).into_iter().flatten().flatten());
     if let Some(headers) = versions.map(|version| version.path().join("include")).find(|dir| dir.is_dir()) {
         command.env("BINDGEN_EXTRA_CLANG_ARGS", format!("-isystem {}", headers.display()));
     }
@@ -157,13 +199,13 @@ fn build_command(ws: &Workspace, source: &Path, libraries: &[std::path::PathBuf]
 }
 
 /// The checkout, cloned where it is not there yet.
-fn fetch_source(dir: &Path) -> Result<std::path::PathBuf> {
-    let source = dir.join("source");
+fn fetch_source(ws: &Workspace) -> Result<std::path::PathBuf> {
+    let source = parts::source(ws);
     if source.is_dir() {
         return Ok(source);
     }
     println!("cloning {REPOSITORY}");
-    let partial = dir.join("source.partial");
+    let partial = parts::dir(ws).join("source.partial");
     workspace::fresh_dir(&partial)?;
     let mut clone = git();
     // Where no server answers, it would try for minutes.
@@ -198,8 +240,28 @@ mod tests {
         let line = workspace::describe(&build_command(&ws, Path::new("/source"), &["/llvm".into()]));
         assert!(line.contains("LLVM_LINK_SHARED=1") && line.contains("LD_LIBRARY_PATH=/llvm"), "{line}");
         assert!(
-            line.contains(&format!("rustup run {TOOLCHAIN} cargo build --package rustc_codegen_nvvm")),
+            line.contains("rustup run nightly-2026-04-02 cargo build --package rustc_codegen_nvvm"),
             "{line}"
         );
+    }
+
+    #[test]
+    fn headers_of_both_wheels_lie_in_one_folder() {
+        let root = tempfile::tempdir().unwrap();
+        let file = |name: &str| root.path().join(name);
+        for name in [
+            "nvcc/include/crt/host.h",
+            "nvcc/include/a.h",
+            "runtime/include/crt/b.h",
+            "runtime/include/cuda.h",
+        ] {
+            workspace::write(&file(name), "").unwrap();
+        }
+        for wheel in ["nvcc", "runtime"] {
+            merge_dir(&file(wheel).join("include"), &file("cuda")).unwrap();
+        }
+        for name in ["crt/host.h", "a.h", "crt/b.h", "cuda.h"] {
+            assert!(file("cuda").join(name).is_file(), "{name}");
+        }
     }
 }

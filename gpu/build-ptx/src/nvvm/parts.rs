@@ -8,7 +8,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::{TOOLCHAIN, has_toolchain};
+use super::Toolchain;
+use super::fetch::COMMIT;
 use crate::workspace::{self, Workspace, capture, env_path};
 
 /// Names the back end's library.
@@ -42,8 +43,8 @@ impl Parts {
 /// One thing that can be missing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// The nightly, with its components.
-    Toolchain,
+    /// The nightly of this name, with its components.
+    Toolchain(String),
     /// `librustc_codegen_nvvm.so`.
     Codegen,
     /// libNVVM by the name that the back end loads, and its library of device functions.
@@ -52,8 +53,9 @@ pub enum Part {
     LibnvvmLink(PathBuf),
     /// To build the back end: `cuda.h` and `nvvm.h`.
     CudaHeaders,
-    /// To build the back end: LLVM 7's headers and `llvm-config`.
-    Llvm,
+    /// To build the back end: LLVM 7's headers and `llvm-config`; with the fault of one that is
+    /// there.
+    Llvm(Option<String>),
     /// To build the back end: libclang, which reads those headers.
     Libclang,
     /// A library that the back end loads, by file name.
@@ -64,7 +66,7 @@ impl Part {
     /// Description of the part.
     fn what(&self) -> String {
         match self {
-            Self::Toolchain => format!("the toolchain {TOOLCHAIN} with rust-src, rustc-dev and llvm-tools"),
+            Self::Toolchain(name) => format!("the toolchain {name} with rust-src, rustc-dev and llvm-tools"),
             Self::Codegen => "rustc_codegen_nvvm, built from Rust-CUDA's repository".into(),
             Self::Libnvvm => {
                 "libNVVM of CUDA 12: nvvm/lib64/libnvvm.so.4 and nvvm/libdevice/libdevice.10.bc".into()
@@ -75,7 +77,10 @@ impl Part {
             Self::CudaHeaders => {
                 "include/cuda.h and nvvm/include/nvvm.h of CUDA 12, to build rustc_codegen_nvvm".into()
             }
-            Self::Llvm => "LLVM 7 with headers, to build rustc_codegen_nvvm".into(),
+            Self::Llvm(None) => "LLVM 7 with headers, to build rustc_codegen_nvvm".into(),
+            Self::Llvm(Some(fault)) => {
+                format!("an llvm-config of LLVM 7 that runs, to build rustc_codegen_nvvm: {fault}")
+            }
             Self::Libclang => "libclang, to build rustc_codegen_nvvm".into(),
             Self::Library(name) if name.starts_with("libLLVM") => {
                 format!("{name} (LLVM 7), which rustc_codegen_nvvm loads")
@@ -87,17 +92,20 @@ impl Part {
     /// How to get it where [`super::fetch()`] cannot.
     fn remedy(&self) -> String {
         match self {
-            Self::Toolchain => format!("`rustup toolchain install {TOOLCHAIN} --component rust-src,rustc-dev,llvm-tools`"),
+            Self::Toolchain(name) => {
+                format!("`rustup toolchain install {name} --component rust-src,rustc-dev,llvm-tools`")
+            }
             Self::Codegen => format!(
-                "clone Rust-CUDA, `LLVM_LINK_SHARED=1 cargo build -p rustc_codegen_nvvm --release` there, and set {BACKEND_VAR} to the \
-                 librustc_codegen_nvvm.so it leaves. The crate of that name, 0.3.0, is of 2022 and compiles on no current rustc"
+                "put a checkout of Rust-CUDA ({COMMIT}, or another commit with its own rust-toolchain.toml) at target/nvvm/source and do \
+                 this again, or set {BACKEND_VAR} to a librustc_codegen_nvvm.so of your own. The crate of that name, 0.3.0, is of 2022 \
+                 and compiles on no current rustc"
             ),
             Self::Libnvvm | Self::CudaHeaders => {
                 "set CUDA_PATH to a CUDA 12 toolkit; CUDA 13's libNVVM writes PTX that needs newer drivers, and is not tested".into()
             }
             Self::LibnvvmLink(folder) => format!("`ln -s libnvvm.so {}`", folder.join(LIBNVVM).display()),
-            Self::Llvm => "set LLVM_CONFIG to an llvm-config that says 7.x: Ubuntu 20.04's llvm-7 and llvm-7-dev, unpacked, work; \
-                           Debian 12 has no LLVM 7"
+            Self::Llvm(_) => "Debian 12 has no LLVM 7, Ubuntu 20.04 has: do this again with APT_CONFIG set to an apt.conf whose \
+                              sources have both, or set LLVM_CONFIG to an llvm-config that says 7.x, with its libraries on LD_LIBRARY_PATH"
                 .into(),
             Self::Libclang => "install it (Debian: libclang1-14 and libclang-common-14-dev), or set LIBCLANG_PATH to its folder".into(),
             Self::Library(name) => {
@@ -167,12 +175,13 @@ const LIBNVVM: &str = "libnvvm.so.4";
 
 /// Where the parts lie, as far as they are there.
 pub struct Places {
+    toolchain: String,
     has_toolchain: bool,
     codegen: Option<PathBuf>,
     /// A CUDA root that holds libNVVM, under any name.
     cuda: Option<PathBuf>,
-    /// `llvm-config` of an LLVM 7.
-    pub llvm_config: Option<PathBuf>,
+    /// `llvm-config` of an LLVM 7, or what is wrong with the one that should be taken.
+    pub llvm_config: Result<PathBuf, Option<String>>,
     /// The folder of libclang.
     pub libclang: Option<PathBuf>,
     libraries: Vec<PathBuf>,
@@ -187,11 +196,13 @@ impl Places {
             env_path("CUDA_PATH").or_else(|| Some(fetched.join("cuda"))).filter(|root| has_libnvvm(root));
         let mut libraries: Vec<PathBuf> = cuda.iter().map(|root| root.join("nvvm/lib64")).collect();
         libraries.extend(unpacked_libraries(&fetched.join("llvm")).filter(|folder| folder.is_dir()));
+        let toolchain = Toolchain::of(ws);
         Self {
-            has_toolchain: has_toolchain(),
+            toolchain: toolchain.name().to_owned(),
+            has_toolchain: toolchain.is_complete(),
             codegen,
             cuda,
-            llvm_config: find_llvm_config(&fetched),
+            llvm_config: find_llvm_config(env_path("LLVM_CONFIG"), &fetched, &libraries),
             libclang: find_libclang(&fetched),
             libraries,
         }
@@ -216,7 +227,7 @@ impl Places {
                 missing.push(part);
             }
         };
-        unless(self.has_toolchain, Part::Toolchain);
+        unless(self.has_toolchain, Part::Toolchain(self.toolchain.clone()));
         match &self.cuda {
             None => unless(false, Part::Libnvvm),
             Some(root) => {
@@ -229,7 +240,9 @@ impl Places {
                 .into_iter()
                 .for_each(|name| unless(false, Part::Library(name))),
             None => {
-                unless(self.llvm_config.is_some(), Part::Llvm);
+                if let Err(fault) = &self.llvm_config {
+                    unless(false, Part::Llvm(fault.clone()));
+                }
                 unless(self.libclang.is_some(), Part::Libclang);
                 unless(self.cuda.is_none() || self.cuda_with_headers().is_some(), Part::CudaHeaders);
                 unless(false, Part::Codegen);
@@ -242,6 +255,11 @@ impl Places {
 /// Where [`super::fetch()`] puts what it gets.
 pub fn dir(ws: &Workspace) -> PathBuf {
     ws.target("nvvm")
+}
+
+/// The back end's source: a clone of [`super::fetch()`], or a checkout that the user put there.
+pub fn source(ws: &Workspace) -> PathBuf {
+    dir(ws).join("source")
 }
 
 /// The back end as [`super::fetch()`] builds it.
@@ -274,13 +292,33 @@ fn has_headers(root: &Path) -> bool {
     root.join("include/cuda.h").is_file() && root.join("nvvm/include/nvvm.h").is_file()
 }
 
-fn find_llvm_config(fetched: &Path) -> Option<PathBuf> {
-    let named = env_path("LLVM_CONFIG").map(Some).into_iter();
-    let known = [Some(fetched.join("llvm/usr/bin/llvm-config-7"))].into_iter();
-    let on_path = ["llvm-config-7", "llvm-config"].into_iter().map(workspace::on_path);
-    named.chain(known).chain(on_path).flatten().find(|program| {
-        capture(Command::new(program).arg("--version")).is_ok_and(|version| version.starts_with("7."))
-    })
+/// The first `llvm-config` of LLVM 7. One that the user has named or that was fetched is there to
+/// be used, so the error says why it is not; another program on `PATH` may be of any LLVM.
+fn find_llvm_config(
+    named: Option<PathBuf>,
+    fetched: &Path,
+    libraries: &[PathBuf],
+) -> Result<PathBuf, Option<String>> {
+    let version = |program: &Path| {
+        let mut command = Command::new(program);
+        // An unpacked one loads a library that was unpacked beside it.
+        capture(command.arg("--version").env("LD_LIBRARY_PATH", library_path(libraries)))
+    };
+    let unpacked = Some(fetched.join("llvm/usr/bin/llvm-config-7")).filter(|file| file.exists());
+    let mut fault = None;
+    for program in named.into_iter().chain(unpacked) {
+        match version(&program) {
+            Ok(text) if text.starts_with("7.") => return Ok(program),
+            Ok(text) => {
+                fault.get_or_insert_with(|| format!("{} is of LLVM {text}", program.display()));
+            }
+            Err(error) => {
+                fault.get_or_insert_with(|| format!("{error:#}"));
+            }
+        }
+    }
+    let mut on_path = ["llvm-config-7", "llvm-config"].into_iter().filter_map(workspace::on_path);
+    on_path.find(|program| version(program).is_ok_and(|text| text.starts_with("7."))).ok_or(fault)
 }
 
 fn find_libclang(fetched: &Path) -> Option<PathBuf> {
@@ -328,10 +366,11 @@ mod tests {
 
     fn nowhere() -> Places {
         Places {
+            toolchain: "nightly-x".into(),
             has_toolchain: false,
             codegen: None,
             cuda: None,
-            llvm_config: None,
+            llvm_config: Err(None),
             libclang: None,
             libraries: Vec::new(),
         }
@@ -340,7 +379,8 @@ mod tests {
     #[test]
     fn everything_that_is_missing_is_named_with_its_remedy() {
         let missing = nowhere().missing();
-        assert_eq!(missing, [Part::Toolchain, Part::Libnvvm, Part::Llvm, Part::Libclang, Part::Codegen]);
+        let toolchain = Part::Toolchain("nightly-x".into());
+        assert_eq!(missing, [toolchain, Part::Libnvvm, Part::Llvm(None), Part::Libclang, Part::Codegen]);
         let text = MissingParts(missing.into_iter().map(Missing::of).collect()).to_string();
         for word in [
             "rustup toolchain install",
@@ -352,7 +392,7 @@ mod tests {
         ] {
             assert!(text.contains(word), "{word}: {text}");
         }
-        let failed = Missing::tried(Part::Llvm, &anyhow::anyhow!("no such package"));
+        let failed = Missing::tried(Part::Llvm(None), &anyhow::anyhow!("no such package"));
         let text = MissingParts::after_fetching(vec![failed]).unwrap().to_string();
         assert!(text.contains("tried: no such package") && !text.contains("fetch-nvvm"), "{text}");
     }
@@ -373,12 +413,31 @@ mod tests {
         assert!(has_libnvvm(root.path()) && !has_headers(root.path()));
         let cuda = Some(root.path().to_owned());
         let places =
-            Places { has_toolchain: true, codegen: None, cuda, llvm_config: Some("a".into()), ..nowhere() };
+            Places { has_toolchain: true, codegen: None, cuda, llvm_config: Ok("a".into()), ..nowhere() };
         let folder = root.path().join("nvvm/lib64");
         let expected = [Part::LibnvvmLink(folder.clone()), Part::Libclang, Part::CudaHeaders, Part::Codegen];
         assert_eq!(places.missing(), expected);
         std::os::unix::fs::symlink("libnvvm.so", folder.join(LIBNVVM)).unwrap();
         assert_eq!(places.missing(), expected[1..]);
+    }
+
+    #[test]
+    fn an_llvm_config_that_does_not_run_is_named_with_its_error() {
+        let fetched = tempfile::tempdir().unwrap();
+        let program = fetched.path().join("llvm/usr/bin/llvm-config-7");
+        let write = |script: &str| {
+            workspace::write(&program, script).unwrap();
+            capture(Command::new("chmod").arg("755").arg(&program)).unwrap();
+        };
+        write("#!/bin/sh\n[ \"$LD_LIBRARY_PATH\" ] && echo 7.0.1\n");
+        assert_eq!(find_llvm_config(None, fetched.path(), &["/llvm".into()]), Ok(program.clone()));
+        write("#!/bin/sh\necho 'libLLVM-7.so.1: cannot open shared object file' >&2\nexit 127\n");
+        let fault = find_llvm_config(None, fetched.path(), &[]).unwrap_err();
+        let text = MissingParts(vec![Missing::of(Part::Llvm(fault))]).to_string();
+        assert!(text.contains("llvm-config-7") && text.contains("libLLVM-7.so.1: cannot open"), "{text}");
+        write("#!/bin/sh\necho 14.0.6\n");
+        let fault = find_llvm_config(None, fetched.path(), &[]).unwrap_err().unwrap();
+        assert!(fault.ends_with("llvm-config-7 is of LLVM 14.0.6"), "{fault}");
     }
 
     #[test]

@@ -27,8 +27,17 @@ pub struct Metadata {
 /// Tokens that a warp takes together.
 #[device]
 pub fn tokens_at_once(args: &DispatchArgs) -> u32 {
-    // A clamp instead of a test, so that no division needs a trap. A token has at most 32 entries.
-    32 / args.num_topk.clamp(1, 32)
+    32 / columns(args)
+}
+
+/// Entries of a token, as a divisor: at most 32, and a clamp instead of a test, so that no division
+/// needs a trap.
+#[device]
+fn columns(args: &DispatchArgs) -> u32 {
+    let columns = args.num_topk.clamp(1, 32);
+    // SAFETY: the clamp says so.
+    unsafe { assume(columns >= 1) };
+    columns
 }
 
 /// The entries of the tokens that a warp takes together: of rows, or of rows by expert.
@@ -80,7 +89,7 @@ impl Selection {
     /// The entries of tokens before `end` lie inside their tensors and lists.
     #[device]
     unsafe fn fetch(args: &DispatchArgs, first: u32, end: u32) -> Selection {
-        let (lane, columns) = (laneid(), args.num_topk.clamp(1, 32));
+        let (lane, columns) = (laneid(), columns(args));
         let (nth, k) = (lane / columns, lane % columns);
         let token = first + nth;
         let exists = (nth < tokens_at_once(args)) & (token < end);
@@ -119,7 +128,7 @@ impl Metadata {
     /// The entries of tokens before `end` lie inside their tensors.
     #[device]
     pub unsafe fn fetch<const MANY: bool>(args: &DispatchArgs, first: u32, end: u32) -> Metadata {
-        let (lane, columns) = (laneid(), args.num_topk.clamp(1, 32));
+        let (lane, columns) = (laneid(), columns(args));
         let (nth, k) = (lane / columns, lane % columns);
         let token = first + nth;
         let exists = (nth < tokens_at_once(args)) & (token < end);

@@ -38,7 +38,7 @@ impl Cursor {
 /// that is not read any more.
 ///
 /// # Safety
-/// The piece lies inside `x`, the scales inside `scales`.
+/// All lanes call it. The piece lies inside `x`, the scales inside `scales`.
 #[device]
 pub unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor, stage: u32) {
     let row = args.x.0 + piece.token as u64 * args.row_bytes as u64;
@@ -68,7 +68,7 @@ impl Tail {
 /// of the row's tail, and of its scales where the copy engine moves them.
 ///
 /// # Safety
-/// The row, its scales and its tail are live, and no thread reads the stage.
+/// All lanes call it. The row, its scales and its tail are live, and no thread reads the stage.
 #[device]
 pub unsafe fn load_stage(
     ring: &Ring,
@@ -79,6 +79,7 @@ pub unsafe fn load_stage(
     tail: Tail,
     offset: u32,
 ) {
+    keep_loop();
     if laneid() == 0 {
         let bytes = (args.row_bytes - offset).min(args.piece_bytes);
         let (mut scale_bytes, mut tail_bytes) = (0, 0);

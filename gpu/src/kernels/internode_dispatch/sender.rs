@@ -160,8 +160,7 @@ pub unsafe fn send<const BY_EXPERT: bool>(
     let mut next = Token::fetch::<BY_EXPERT>(args, by_expert, first, end);
     let mut token = Token::NONE;
     let (mut slot, mut previous) = (0, 0);
-    let pieces = rows.row_bytes.div_ceil(rows.piece_bytes).max(1);
-    assume(pieces >= 1);
+    let pieces = at_least_one(rows.row_bytes.div_ceil(rows.piece_bytes));
     let mut sent = Cursor::new(first, workers);
     while sent.token < end {
         if sent.offset == 0 {

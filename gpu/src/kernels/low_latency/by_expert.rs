@@ -186,7 +186,7 @@ impl Share {
             let first = (block * each).min(count);
             return Share { first, end: (first + each).min(count), parts: 1 };
         }
-        let parts = (blocks / count.max(1)).min(pieces).max(1);
+        let parts = at_least_one((blocks / at_least_one(count)).min(pieces));
         let first = (block / parts).min(count);
         Share { first, end: (first + 1).min(count), parts: (block % parts) << 16 | parts }
     }

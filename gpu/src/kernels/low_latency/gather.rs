@@ -24,6 +24,7 @@ const _: () = assert!(SCALES <= 32, "a lane copies one");
 #[kernel(threads = 512, registers = 64, dependent, block >= 32)]
 pub unsafe fn low_latency_gather(args: LowLatencyGatherArgs) {
     let pieces = args.row_bytes.div_ceil(GATHER_BYTES);
+    assume(pieces >= 1);
     let mut experts = experts_from(&args, 0, 0);
     // Rows are numbered through all experts, and consecutive pieces of a row lie on different
     // multiprocessors. So no multiprocessor idles where counts differ.

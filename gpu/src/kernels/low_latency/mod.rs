@@ -507,7 +507,10 @@ fn inside(at: u32, row_bytes: u32) -> u32 {
 /// ([`publishes_call`]). The fence of that holds back what its block stores, for a microsecond.
 #[device]
 fn sending_blocks() -> u32 {
-    (nctaid() - 1).max(1)
+    let blocks = (nctaid() - 1).max(1);
+    // SAFETY: a maximum with one is not zero.
+    unsafe { assume(blocks >= 1) };
+    blocks
 }
 
 /// A piece of a row: the warp that moves it needs no other.

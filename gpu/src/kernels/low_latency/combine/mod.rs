@@ -193,16 +193,16 @@ unsafe fn add_some<const N: usize, const V: usize>(
     row: &impl Fn(u32) -> (u64, f32),
 ) {
     let (mut vectors, mut weights) = ([[[0; 4]; V]; N], [0.0; N]);
-    stride!(of in 0..N => {
+    few!(4, of in 0..N => {
         let (from, weight) = row(left.trailing_zeros() & 31);
         *left &= left.wrapping_sub(1);
         weights[of] = weight;
-        stride!(vector in 0..V => {
+        few!(3, vector in 0..V => {
             vectors[of][vector] = ld_stream_v4(from + at[vector] as u64);
         });
     });
-    stride!(of in 0..N => {
-        stride!(vector in 0..V => {
+    few!(4, of in 0..N => {
+        few!(3, vector in 0..V => {
             add(&mut sums[vector], from_bf16(vectors[of][vector]), weights[of]);
         });
     });

@@ -82,6 +82,8 @@ fn sources<const SUMMED: bool>(args: &LowLatencyCombineArgs) -> u32 {
 #[device]
 fn row_at<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32) -> (u32, u32) {
     let sources = sources::<SUMMED>(args).max(1);
+    // SAFETY: a maximum with one is not zero.
+    unsafe { assume(sources >= 1) };
     let (token, source) = (index / sources, index % sources);
     (token, source + (SUMMED & (source >= args.common.comm.rank)) as u32)
 }

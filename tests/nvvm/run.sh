@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The second back end: builds all kernels by `--backend nvvm`, which lints them, and runs round trips of all
+# modes with its PTX on the virtual GPU. Where a part of the back end is missing it names each and
+# passes. With EPOXIDE_REQUIRE_NVVM=1 it fetches them first and fails where one cannot be had.
+#
+#     tests/nvvm/run.sh
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+fetch=()
+[[ ${EPOXIDE_REQUIRE_NVVM:-} ]] && fetch=(--fetch-nvvm)
+code=0
+cargo xtask build-ptx --backend nvvm "${fetch[@]}" || code=$?
+if ((code == 2)) && [[ ! ${EPOXIDE_REQUIRE_NVVM:-} ]]; then
+    echo 'the nvvm back end is not on this machine: skipped'
+    exit 0
+fi
+((code == 0)) || exit "$code"
+
+export EPOXIDE_PTX=$PWD/target/ptx/epoxide.sm_90.nvvm.ptx
+small=(--ranks-per-node 2 --tokens 24 --hidden 256 --experts 8 --topk 2 --threads)
+roundtrip() { cargo run --quiet --release -- roundtrip "${small[@]}" "$@"; }
+for dtype in bf16 fp8; do
+    roundtrip --mode intranode --nodes 1 --num-sms 4 --dtype $dtype --check
+    roundtrip --mode internode --nodes 2 --num-sms 8 --dtype $dtype --check
+    # Rows by expert are part of it.
+    roundtrip --mode low-latency --num-sms 4 --dtype $dtype --check
+    roundtrip --mode low-latency --nodes 2 --num-sms 4 --dtype $dtype --check
+done
+echo 'round trips of all modes pass with the PTX of the nvvm back end'
