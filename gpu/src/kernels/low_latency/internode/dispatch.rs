@@ -342,9 +342,6 @@ unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, opened: &Opened)
 #[device]
 unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, opened: &Opened) {
     let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
-    let (at, ranks) = (dynamic_shared() + MemberShared::BYTES, common.comm.num_ranks);
-    let scratch = Scratch { at, ranks, experts: common.local_experts };
-    scratch.clear(Team::block());
     if !wait_messages::<true>(common, messages, shared, opened) {
         return;
     }
