@@ -4,6 +4,21 @@
 //! the committed PTX. The ranks of an exchange share one thread and take turns, as the grids of one
 //! device do in the library's virtual driver. Times are processor times of this thread, because
 //! other programs may use the machine as well.
+//!
+//! ```sh
+//! cargo bench --bench vgpu                             # everything
+//! cargo bench --bench vgpu -- --fast dispatch          # programs with this in their names
+//! cargo bench --bench vgpu -- --deepep kernels.ptx     # DeepEP's dispatch as well
+//! ```
+//!
+//! `--fast` leaves out check mode. `--runs N` sets the number of runs without checks; few of them
+//! are enough for a tool that counts instructions. `--deepep` takes the PTX that `vgpu/peers/check.sh deepep`
+//! compiles, of the step `as-shipped`.
+
+#[path = "vgpu/deepep.rs"]
+mod deepep;
+#[path = "vgpu/low_latency.rs"]
+mod low_latency;
 
 use epoxide_gpu::kernels::{
     self, CombineBf16, Dispatch, DispatchLayout, Entry, JOINED_BYTES, Notify, notify_shared_bytes,
@@ -81,8 +96,18 @@ const TURN: u64 = 64 * 1024;
 /// Warp instructions for which the polling loop is measured.
 const POLLED: u64 = 1 << 20;
 
-/// The name of each measured program, in the order of the table.
-const NAMES: [&str; 5] = ["copy loop", "notify", "dispatch", "combine_bf16", "polling in dispatch"];
+/// Programs of one set-up, in the order of the table.
+const COPY_LOOP: &[&str] = &["copy loop"];
+const EXCHANGE: &[&str] = &["notify", "dispatch", "combine_bf16", "polling in dispatch"];
+const LOW_LATENCY: &[&str] = &["low_latency_dispatch", "low_latency_combine"];
+const DEEPEP: &[&str] = &["dispatch of DeepEP"];
+
+/// Whether kernels run in check mode.
+#[derive(Clone, Copy, PartialEq)]
+enum Mode {
+    Fast,
+    Check,
+}
 
 /// One run of a program: warp instructions of all ranks, and seconds of processor time.
 #[derive(Clone, Copy)]
@@ -420,18 +445,87 @@ impl Exchange {
     }
 }
 
-/// Runs every program `times` times. Returns the runs of each, in the order of `NAMES`.
-fn measure(checked: bool, times: usize) -> Result<[Vec<Run>; NAMES.len()]> {
-    let copies = copy_loop(checked, times)?;
-    let exchange = Exchange::new(checked)?;
-    // The first round trip is the first to touch its memory, which takes longer.
-    exchange.round_trip()?;
-    let mut kernels = [const { vec![] }; 3];
-    for _ in 0..times {
-        kernels.iter_mut().zip(exchange.round_trip()?).for_each(|(runs, run)| runs.push(run));
+/// The command's arguments.
+#[derive(Default)]
+struct Options {
+    /// Leave out check mode.
+    fast: bool,
+    /// Runs of each program without checks.
+    runs: Option<usize>,
+    /// The PTX of DeepEP's dispatch.
+    deepep: Option<String>,
+    /// Programs to measure, by a part of their names. All of them if empty.
+    names: Vec<String>,
+}
+
+impl Options {
+    fn parse() -> Result<Self> {
+        let (mut options, mut words) = (Options::default(), std::env::args().skip(1));
+        while let Some(word) = words.next() {
+            match word.as_str() {
+                // Cargo passes it.
+                "--bench" => {}
+                "--fast" => options.fast = true,
+                "--runs" => options.runs = Some(words.next().ok_or("--runs needs a number")?.parse()?),
+                "--deepep" => {
+                    options.deepep = Some(words.next().ok_or("--deepep needs the path of a PTX file")?)
+                }
+                flag if flag.starts_with('-') => {
+                    return Err(
+                        format!("no option {flag}: there are --fast, --runs N and --deepep PTX").into()
+                    );
+                }
+                name => options.names.push(name.to_owned()),
+            }
+        }
+        Ok(options)
     }
-    let [notify, dispatch, combine] = kernels;
-    Ok([copies, notify, dispatch, combine, exchange.poll(times)?])
+
+    fn has(&self, name: &str) -> bool {
+        self.names.is_empty() || self.names.iter().any(|part| name.contains(part))
+    }
+
+    fn has_any(&self, names: &[&str]) -> bool {
+        names.iter().any(|name| self.has(name))
+    }
+}
+
+/// Runs `round` once to touch its memory, which takes longer, and then `times` times. Returns the
+/// runs of each of its programs.
+fn repeat<const N: usize>(
+    times: usize,
+    mut round: impl FnMut() -> Result<[Run; N]>,
+) -> Result<[Vec<Run>; N]> {
+    round()?;
+    let mut programs = [const { vec![] }; N];
+    for _ in 0..times {
+        programs.iter_mut().zip(round()?).for_each(|(runs, run)| runs.push(run));
+    }
+    Ok(programs)
+}
+
+/// Runs the programs of `options` `times` times. Returns the names and the runs of each.
+fn measure(options: &Options, mode: Mode, times: usize) -> Result<Vec<(&'static str, Vec<Run>)>> {
+    let (checked, mut all) = (mode == Mode::Check, vec![]);
+    if options.has_any(COPY_LOOP) {
+        all.push((COPY_LOOP[0], copy_loop(checked, times)?));
+    }
+    if options.has_any(EXCHANGE) {
+        let exchange = Exchange::new(checked)?;
+        let kernels = repeat(times, || exchange.round_trip())?;
+        all.extend(EXCHANGE.iter().copied().zip(kernels));
+        all.push((EXCHANGE[3], exchange.poll(times)?));
+    }
+    if options.has_any(LOW_LATENCY) {
+        let buffers = low_latency::LowLatency::new(checked)?;
+        all.extend(LOW_LATENCY.iter().copied().zip(repeat(times, || buffers.round_trip())?));
+    }
+    if let Some(path) = options.deepep.as_ref().filter(|_| options.has_any(DEEPEP)) {
+        let ranks = deepep::DeepEp::new(path, checked)?;
+        all.extend(DEEPEP.iter().copied().zip(repeat(times, || Ok([ranks.dispatch()?]))?));
+    }
+    all.retain(|(name, _)| options.has(name));
+    Ok(all)
 }
 
 /// Returns the best and the median rate, in millions of warp instructions a second.
@@ -442,17 +536,24 @@ fn rates(runs: &[Run]) -> [f64; 2] {
 }
 
 fn main() -> Result<()> {
-    println!("{:19} | {:^29} | {:^29} |", "warp-instructions", "without checks", "check mode");
+    let options = Options::parse()?;
+    println!("{:20} | {:^29} | {:^29} |", "warp-instructions", "without checks", "check mode");
     let columns = format!("{:>11} {:>9} {:>7}", "in a run", "M/s best", "median");
-    println!("{:19} | {columns} | {columns} | ratio of medians", "");
-    let (fast, checked) = (measure(false, 40)?, measure(true, 5)?);
-    for ((name, fast), checked) in NAMES.iter().zip(&fast).zip(&checked) {
-        let side = |runs: &[Run]| {
-            let [best, median] = rates(runs);
-            format!("{:>11} {best:>9.2} {median:>7.2}", runs[0].warp_instructions)
-        };
-        let ratio = rates(fast)[1] / rates(checked)[1];
-        println!("{name:19} | {} | {} | {ratio:.1}", side(fast), side(checked));
+    println!("{:20} | {columns} | {columns} | ratio of medians", "");
+    let fast = measure(&options, Mode::Fast, options.runs.unwrap_or(40).max(1))?;
+    let checked = if options.fast { vec![] } else { measure(&options, Mode::Check, 5)? };
+    let side = |runs: &[Run]| {
+        let [best, median] = rates(runs);
+        format!("{:>11} {best:>9.2} {median:>7.2}", runs[0].warp_instructions)
+    };
+    for (i, (name, fast)) in fast.iter().enumerate() {
+        print!("{name:20} | {} |", side(fast));
+        match checked.get(i) {
+            Some((_, checked)) => {
+                println!(" {} | {:.1}", side(checked), rates(fast)[1] / rates(checked)[1]);
+            }
+            None => println!(),
+        }
     }
     Ok(())
 }
