@@ -520,8 +520,9 @@ fn measure(options: &Options, mode: Mode, times: usize) -> Result<Vec<(&'static 
         let buffers = low_latency::LowLatency::new(checked)?;
         all.extend(LOW_LATENCY.iter().copied().zip(repeat(times, || buffers.round_trip())?));
     }
-    if let Some(path) = options.deepep.as_ref().filter(|_| options.has_any(DEEPEP)) {
-        let ranks = deepep::DeepEp::new(path, checked)?;
+    // Check mode ends it at its first race.
+    if let Some(path) = options.deepep.as_ref().filter(|_| options.has_any(DEEPEP) && !checked) {
+        let ranks = deepep::DeepEp::new(path)?;
         all.extend(DEEPEP.iter().copied().zip(repeat(times, || Ok([ranks.dispatch()?]))?));
     }
     all.retain(|(name, _)| options.has(name));
