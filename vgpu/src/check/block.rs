@@ -308,13 +308,13 @@ impl BlockCheck {
         self.warps[warp as usize].tick
     }
 
-    pub(crate) fn view(&self, warp: u32, lane: usize) -> Option<PastView<'_>> {
-        Some(self.warps[warp as usize].lane(lane)?.view())
-    }
-
-    /// The shadow of shared memory, and the causal past of a lane.
-    pub(crate) fn shared_and_view(&mut self, warp: u32, lane: usize) -> Option<(&mut Shadow, PastView<'_>)> {
-        Some((&mut self.shared, self.warps[warp as usize].lane(lane)?.view()))
+    /// The shadow of shared memory, and the causal past of the lanes of `mask`. None where they
+    /// have different ones.
+    pub(crate) fn shared_and_view(&mut self, warp: u32, mask: u32) -> Option<(&mut Shadow, PastView<'_>)> {
+        let lane = mask.trailing_zeros() as usize % 32;
+        let (lanes, lane) =
+            self.warps[warp as usize].groups.iter().find(|(lanes, _)| lanes >> lane & 1 != 0)?;
+        (mask & !lanes == 0).then_some((&mut self.shared, lane.view()))
     }
 
     /// The causal past of a lane, without its own accesses.

@@ -165,6 +165,15 @@ struct Root {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct VectorClock(Option<Arc<Root>>);
 
+/// How many lanes of a warp are included in a clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Passed {
+    None,
+    /// Perhaps all of them, each by an entry of its own.
+    Some,
+    All,
+}
+
 /// An entry of one list, of the other, or of both.
 type Either<'a, K, V> = (Option<&'a (K, V)>, Option<&'a (K, V)>);
 
@@ -246,6 +255,16 @@ impl BlockPart {
         self.passed(within, tick)
             || tick_of(&self.entries, within) >= tick
             || is_lane(within) && tick_of(&self.entries, warp_of(within)) >= tick
+    }
+
+    /// How many lanes of the warp `within` are included up to this tick.
+    fn passed_by(&self, within: Within, tick: u32) -> Passed {
+        if self.includes(within, tick) {
+            return Passed::All;
+        }
+        let first = self.entries.partition_point(|&(w, _)| w < within);
+        let mut of_warp = self.entries[first..].iter().take_while(|&&(w, _)| warp_of(w) == within);
+        if of_warp.any(|&(w, t)| is_lane(w) && t >= tick) { Passed::Some } else { Passed::None }
     }
 
     fn raise(&mut self, within: Within, tick: u32) {
@@ -406,6 +425,12 @@ impl VectorClock {
             return self.timeline(key) >= tick;
         }
         self.part(key).is_some_and(|part| part.includes(key as Within, tick))
+    }
+
+    /// How many lanes of the warp `key` are included up to tick `tick`. The end of their grid is the
+    /// caller's to look for.
+    pub(crate) fn passed(&self, key: Key, tick: u32) -> Passed {
+        self.part(key).map_or(Passed::None, |part| part.passed_by(key as Within, tick))
     }
 
     /// Learns `key` up to `tick`.

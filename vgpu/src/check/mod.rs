@@ -20,7 +20,9 @@
 //! | `clock.rs` | vector clocks |
 //! | `grids.rs` | launched grids, and the actors that a scope includes |
 //! | `past.rs` | causal pasts |
-//! | `shadow.rs` | the last writes and reads of every word |
+//! | `record.rs` | accesses, and whether one comes after another |
+//! | `word.rs` | the history of a word: its last write and the reads since |
+//! | `shadow.rs` | the histories of all words |
 //! | `block.rs` | causal pasts of the lanes of a block, and the operations that extend them |
 //! | `hooks.rs` | the interpreter's calls, and the memory that an access goes to |
 //! | `world.rs` | the state of a checker, and accesses by the host |
@@ -37,10 +39,12 @@ pub(crate) mod grids;
 pub(crate) mod history;
 pub(crate) mod hooks;
 mod past;
+pub(crate) mod record;
 pub(crate) mod report;
 mod reports;
 pub(crate) mod shadow;
 mod stores;
+mod word;
 pub(crate) mod world;
 
 pub use checker::{Assumptions, CheckConfig, Checker, host_meets};

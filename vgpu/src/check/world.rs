@@ -11,8 +11,9 @@ use super::clock::{self, Key};
 use super::grids::{GridFacts, Grids};
 use super::history::History;
 use super::past::{CausalPast, PastView, Timeline};
+use super::record::{Accessor, How, Record, Violation, ViolationAt};
 use super::reports::Reports;
-use super::shadow::{Accessor, How, Record, Shadow, Violation, ViolationAt};
+use super::shadow::{NOT_KEPT, Shadow};
 use super::stores::{Counts, Loaded, Stored};
 use crate::ir::{Scope, Sem};
 use crate::seeds::Rng;
@@ -311,18 +312,18 @@ impl World {
         if !acted {
             note(self.host());
         }
-        let record = Record { actor: timeline, tick, lanes: 0, pc: 0, how, bytes: 0 };
+        let record = Record::of(timeline, tick, 0, how);
         let who = Accessor { record, own: timeline, published: None, view: PastView::all(&past) };
         let World { shadows, grids, config, .. } = self;
         let shadow = &mut shadows[number as usize];
         let found = if shadow.hidden {
             // Host writes to hidden memory are not checked: the checker sees no other host accesses
             // there. Strong host reads are polls.
-            if write || how.strong.is_some() { None } else { shadow.take(grids, at, bytes, &who).err() }
+            if write || how.strong.is_some() { None } else { shadow.take(grids, at, bytes, &who).first() }
         } else if write {
-            shadow.write(grids, at, bytes, &who, |_| false, |_| None).1
+            shadow.write(grids, at, bytes, &who, |_| false, NOT_KEPT).1.first()
         } else {
-            shadow.read(grids, at, bytes, &who)
+            shadow.read(grids, at, bytes, &who).first()
         };
         match found {
             // The host may read unwritten memory, as a debugger does.

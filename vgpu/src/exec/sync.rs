@@ -2,9 +2,8 @@
 
 use super::lanes::{lanes, mask_of, put};
 use super::state::{BlockState, Exec, Flow, GroupState, Run, Stop, stop};
-use crate::check::hooks::Hooks;
-use crate::check::hooks::Place;
-use crate::check::shadow::How;
+use crate::check::hooks::{Hooks, Part, Place};
+use crate::check::record::How;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{
     Addr, BARRIERS, BarrierKind, MbarOp, Op, Rmw, SINK, Scope, Sem, ShflMode, Space, Votes, WarpOp,
@@ -445,7 +444,7 @@ impl<W: Hooks> Exec<'_, W> {
         let violation = if write {
             self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]).1
         } else {
-            self.watch.read(place, 8, lane, self.pc, how)
+            self.watch.read(place, Part::of(lane, 8), self.pc, how).first()
         };
         if let Some(violation) = violation {
             self.blame(place, violation, lane, how, write)?;
