@@ -11,9 +11,11 @@
 //! clock is a tree whose parts are shared, by grid and by block. Equal parts are the same
 //! allocation, and a join looks only into parts that differ.
 
+use std::cell::RefCell;
 use std::cmp::Ordering;
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::Arc;
+
+use super::hash::FastMap;
 
 /// An actor. From the top: grid (27 bits), block (20), within the block (16).
 pub(crate) type Key = u64;
@@ -335,23 +337,24 @@ impl Root {
 
 /// Joins that were made lately, by the addresses of both parts, which are kept so that these stay
 /// theirs.
-type Lately = HashMap<(usize, usize), [Arc<GridPart>; 3]>;
+type Lately = FastMap<(usize, usize), [Arc<GridPart>; 3]>;
 
 /// The join of two grids' parts. All blocks of a grid join the same parts of other grids, one after
 /// the other. The cache lets them share the result and the time that it takes.
 fn join_grids(a: &Arc<GridPart>, b: &Arc<GridPart>) -> Arc<GridPart> {
-    static LATELY: LazyLock<Mutex<Lately>> = LazyLock::new(Mutex::default);
+    thread_local!(static LATELY: RefCell<Lately> = RefCell::default());
     const MOST: usize = 4096;
     if Arc::ptr_eq(a, b) {
         return a.clone();
     }
     let [x, y] = [a, b].map(|part| Arc::as_ptr(part) as usize);
-    let mut lately = LATELY.lock().unwrap_or_else(PoisonError::into_inner);
-    if lately.len() >= MOST {
-        lately.clear();
-    }
-    let pair = lately.entry((x.min(y), x.max(y)));
-    pair.or_insert_with(|| [a.clone(), b.clone(), join(a, b)])[2].clone()
+    LATELY.with_borrow_mut(|lately| {
+        if lately.len() >= MOST {
+            lately.clear();
+        }
+        let pair = lately.entry((x.min(y), x.max(y)));
+        pair.or_insert_with(|| [a.clone(), b.clone(), join(a, b)])[2].clone()
+    })
 }
 
 fn join_roots(a: &Arc<Root>, b: &Arc<Root>) -> Arc<Root> {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::block::{BlockCheck, Release, Releases, join_fenced};
+use super::block::{BlockCheck, Release, join_fenced};
 use super::clock::{self, Key};
 use super::grids::Grids;
 use super::history::Wait;
@@ -232,7 +232,7 @@ impl CheckHooks<'_> {
             shadow.read_only(grids, at, bytes, &begin);
         }
         // In weak-memory mode it may see something else.
-        if how.strong.is_some() && !weak_memory {
+        if how.strong.is_some() && !weak_memory && found.may_observe {
             shadow.saw(grids, at, bytes, &who);
         }
         Some(found)
@@ -428,22 +428,31 @@ impl Hooks for CheckHooks<'_> {
             return;
         }
         let CheckHooks { world, block, warp } = self;
-        let seen = |found: &Releases| if older { found.before.clone() } else { found.last.clone() };
-        let found = match place {
-            Place::Private => None,
-            Place::Shared { offset } => block.releases.get(&offset).map(seen),
-            Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)).map(seen),
-        };
-        let Some(mut found) = found else { return };
+        let World { grids, releases, chains, .. } = &mut **world;
         if older {
+            let found = match place {
+                Place::Private => None,
+                Place::Shared { offset } => block.releases.get(&offset),
+                Place::Global { shadow, offset } => releases.get(&(shadow, offset)),
+            };
             // An older release gets a chain of its own: the chain's present past would include
             // later releases.
+            let mut found = found.map_or(vec![], |found| found.before.clone());
             for release in &mut found {
-                world.chains += 1;
-                release.chain = world.chains;
+                *chains += 1;
+                release.chain = *chains;
+            }
+            return block.observe(grids, *warp, mask, scope, acquire, &found);
+        }
+        match place {
+            Place::Private => {}
+            Place::Shared { offset } => block.observe_shared(grids, *warp, mask, scope, acquire, offset),
+            Place::Global { shadow, offset } => {
+                if let Some(found) = releases.get(&(shadow, offset)) {
+                    block.observe(grids, *warp, mask, scope, acquire, &found.last);
+                }
             }
         }
-        block.observe(&world.grids, *warp, mask, scope, acquire, &found);
     }
 
     fn wrote(&mut self, place: Place, lane: usize, pc: u32, sem: Sem, scope: Scope, rmw: bool) {

@@ -28,6 +28,7 @@
 //! | `world.rs` | the state of a checker, and accesses by the host |
 //! | `checker.rs` | the public interface |
 //! | `stores.rs` | counts of stored bytes and of loads, for tests |
+//! | `hash.rs` | maps with small keys |
 //! | `history.rs` | recent synchronisation, for the part of a report on what was seen |
 //! | `report.rs` | reports as text |
 //! | `reports.rs` | collected reports, their classes, and lists of accepted ones |
@@ -36,8 +37,11 @@ pub(crate) mod block;
 mod checker;
 pub(crate) mod clock;
 pub(crate) mod grids;
+mod hash;
 pub(crate) mod history;
 pub(crate) mod hooks;
+#[cfg(test)]
+mod oracle;
 mod past;
 pub(crate) mod record;
 pub(crate) mod report;

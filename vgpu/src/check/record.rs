@@ -255,13 +255,18 @@ pub(crate) type ViolationAt = (u64, Violation);
 pub(crate) struct Violations {
     pub(crate) all: Vec<(usize, ViolationAt)>,
     lanes: u32,
+    /// Not all of the last writes that a read has found come before it in every way: a strong read
+    /// may have observed one.
+    pub(super) may_observe: bool,
 }
 
 impl Violations {
     pub(super) fn note(&mut self, lane: usize, found: ViolationAt) {
         if self.lanes >> lane & 1 == 0 {
             self.lanes |= 1 << lane;
-            self.all.push((lane, found));
+            // In the order of the lanes, whichever of their bytes comes first.
+            let at = self.all.partition_point(|(other, _)| *other < lane);
+            self.all.insert(at, (lane, found));
         }
     }
 

@@ -213,6 +213,7 @@ impl Shadow {
     pub(crate) fn read(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Violations {
         let mut violations = Violations::default();
         if self.hidden {
+            violations.may_observe = true;
             return violations;
         }
         let mut fine = Fine::default();
@@ -244,6 +245,7 @@ impl Shadow {
                 }),
             }
         });
+        violations.may_observe = fine.unordered;
         violations
     }
 

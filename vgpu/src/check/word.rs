@@ -76,11 +76,13 @@ pub(super) enum Noted {
 pub(super) struct Fine {
     pub(super) write: Record,
     pub(super) read: Record,
+    /// Some are not ordered, and need not be.
+    pub(super) unordered: bool,
 }
 
 impl Default for Fine {
     fn default() -> Self {
-        Self { write: NOBODY, read: NOBODY }
+        Self { write: NOBODY, read: NOBODY, unordered: false }
     }
 }
 
@@ -125,8 +127,11 @@ impl History {
         }
         let (me, last, old) = (who.record, &self.write, &self.read);
         if last.actor != 0 && *last != fine.write {
-            if who.order(grids, last) != Order::After && !who.morally_strong(grids, last) {
-                return None;
+            if who.order(grids, last) != Order::After {
+                fine.unordered = true;
+                if !who.morally_strong(grids, last) {
+                    return None;
+                }
             }
             fine.write = *last;
         }

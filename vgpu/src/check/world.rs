@@ -9,6 +9,7 @@ use super::block::{Release, Releases};
 use super::checker::CheckConfig;
 use super::clock::{self, Key};
 use super::grids::{GridFacts, Grids};
+use super::hash::FastMap;
 use super::history::History;
 use super::past::{CausalPast, PastView, Timeline};
 use super::record::{Accessor, How, Record, Violation, ViolationAt};
@@ -45,7 +46,7 @@ pub(crate) struct World {
     /// Numbers of devices, by the identity of their memory.
     pub(crate) devices: HashMap<u64, u32>,
     /// Release patterns that a read of the location may observe.
-    pub(crate) releases: HashMap<(u32, u64), Releases>,
+    pub(crate) releases: FastMap<(u32, u64), Releases>,
     /// Chains of releases so far: the number of the last.
     pub(super) chains: u64,
     /// Causal past that was released to hidden memory, for acquires there.
@@ -53,7 +54,7 @@ pub(crate) struct World {
     pub(crate) history: History,
     pub(crate) reports: Reports,
     /// Causal past of the last sequentially consistent fences, by scope and by block.
-    pub(crate) fences: HashMap<(Scope, Key), Release>,
+    pub(crate) fences: FastMap<(Scope, Key), Release>,
     pub(super) hosts: HashMap<ThreadId, Host>,
     /// Causal past that host threads have published ([`host_meets`]).
     pub(super) meeting: CausalPast,
@@ -81,12 +82,12 @@ impl World {
             devices: HashMap::new(),
             backings: HashMap::new(),
             free_shadows: vec![],
-            releases: HashMap::new(),
+            releases: FastMap::default(),
             chains: 0,
             outside: CausalPast::default(),
             history: History::default(),
             reports: Reports::new(config.collect),
-            fences: HashMap::new(),
+            fences: FastMap::default(),
             hosts: HashMap::new(),
             meeting: CausalPast::default(),
             timelines: 0,
