@@ -220,8 +220,8 @@ impl Warp {
         self.tick += 1;
     }
 
-    /// Joins the causal pasts of the lanes of `mask` into `all`. The lanes keep the results of their
-    /// acquires apart: a barrier gives all of them `all` instead.
+    /// Joins the causal pasts of the lanes of `mask` into `all`. The lanes keep the results of
+    /// their acquires apart: a barrier gives all of them `all` instead.
     fn gather(&self, mask: u32, all: &mut CausalPast) {
         // Groups of lanes mostly differ in their last acquires alone.
         let mut last: Option<&CausalPast> = None;

@@ -430,8 +430,8 @@ impl VectorClock {
         self.part(key).is_some_and(|part| part.includes(key as Within, tick))
     }
 
-    /// How many lanes of the warp `key` are included up to tick `tick`. The end of their grid is the
-    /// caller's to look for.
+    /// How many lanes of the warp `key` are included up to tick `tick`. The end of their grid is
+    /// the caller's to look for.
     pub(crate) fn passed(&self, key: Key, tick: u32) -> Passed {
         self.part(key).map_or(Passed::None, |part| part.passed_by(key as Within, tick))
     }

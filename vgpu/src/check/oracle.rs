@@ -180,8 +180,8 @@ fn violations_are_those_of_a_model_with_every_byte_and_every_thread() {
                     model.published[warp] = model.past[warp];
                     ticks[warp] += 1;
                 }
-                // A bulk copy. Its warp may wait for a write at once. It waits for no read, since an
-                // access before the copy would get a proxy fence on its way through the copy.
+                // A bulk copy. Its warp may wait for a write at once. It waits for no read, since
+                // an access before the copy would get a proxy fence on its way through the copy.
                 3 => {
                     let lane = rng.below(32) as usize;
                     let t = thread(warp, lane, true);
