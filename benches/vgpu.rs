@@ -155,7 +155,7 @@ fn shape(blocks: u32, threads: u32, dynamic_shared_bytes: u32) -> GridConfig {
 fn copy_loop(checked: bool, times: usize) -> Result<Vec<Run>> {
     const BLOCKS: u32 = 8;
     const THREADS: u32 = 256;
-    // Check mode keeps tens of bytes for each byte of memory that a kernel has accessed.
+    // Check mode takes longer, and keeps a history of what a kernel has accessed.
     let rounds: u32 = if checked { 32 } else { 512 };
     let module = Module::parse(COPY)?;
     let kernel = module.kernel("copy").ok_or("no kernel")?;

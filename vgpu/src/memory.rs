@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::check::Checker;
-use crate::check::shadow::ViolationAt;
+use crate::check::record::ViolationAt;
 use crate::check::shadow::{Names, Shadow};
 use crate::check::world::World;
 use crate::fault::FaultKind;

@@ -1,9 +1,8 @@
 //! Causal pasts of the lanes of a block, and the operations that extend them.
 
-use std::collections::HashMap;
-
 use super::clock::{self, Key, VectorClock};
 use super::grids::Grids;
+use super::hash::FastMap;
 use super::history::Writes;
 use super::past::{Acquired, CausalPast, GLOBAL, PastView, SHARED};
 use super::shadow::Shadow;
@@ -160,7 +159,7 @@ pub(crate) struct BlockCheck {
     /// The causal past at the begin of the kernel.
     pub(crate) start: CausalPast,
     pub(crate) shared: Shadow,
-    pub(crate) releases: HashMap<u64, Releases>,
+    pub(crate) releases: FastMap<u64, Releases>,
     /// Causal pasts gathered from the warps that have arrived, and those of the last completion.
     gathering: [Gathering; BARRIERS],
     opened: [CausalPast; BARRIERS],
@@ -168,7 +167,7 @@ pub(crate) struct BlockCheck {
     opened_fenced: [Option<Fenced>; BARRIERS],
     /// Barriers that all warps have passed with all of their threads.
     passed: u32,
-    mbarriers: HashMap<u64, Mbarrier>,
+    mbarriers: FastMap<u64, Mbarrier>,
     /// The kernel has fences that lend their order to relaxed accesses.
     has_fences: bool,
 }
@@ -206,6 +205,12 @@ impl Warp {
                 all.join(&lane.past);
             }
         }
+        self.publish_own(mask, &mut all);
+        all
+    }
+
+    /// Adds the own accesses of the lanes of `mask` to `all`. Moves the tick.
+    fn publish_own(&mut self, mask: u32, all: &mut CausalPast) {
         if mask & self.threads == self.threads {
             all.all.raise(self.key, self.tick);
         } else {
@@ -213,12 +218,33 @@ impl Warp {
         }
         self.add_fenced(mask, &mut all.published);
         self.tick += 1;
-        all
+    }
+
+    /// Joins the causal pasts of the lanes of `mask` into `all`. The lanes keep the results of
+    /// their acquires apart: a barrier gives all of them `all` instead.
+    fn gather(&self, mask: u32, all: &mut CausalPast) {
+        // Groups of lanes mostly differ in their last acquires alone.
+        let mut last: Option<&CausalPast> = None;
+        for (_, lane) in self.groups.iter().filter(|(lanes, _)| lanes & mask != 0) {
+            if !last.is_some_and(|last| last.same(&lane.past)) {
+                all.join(&lane.past);
+                last = Some(&lane.past);
+            }
+            for acquired in lane.acquired.iter().filter(|h| !h.joined) {
+                all.join(&acquired.past);
+            }
+        }
     }
 
     /// Adds the accesses that the lanes of `mask` have published themselves to `published`.
     fn add_fenced(&self, mask: u32, published: &mut [VectorClock; 2]) {
-        for (published, fenced) in published.iter_mut().zip(&self.fenced) {
+        let equal = published[SHARED].same(&published[GLOBAL]) && self.fenced[SHARED] == self.fenced[GLOBAL];
+        if equal {
+            // Both stay one allocation, which is changed in place if nothing else has it.
+            published[GLOBAL] = VectorClock::default();
+        }
+        let spaces = if equal { 1 } else { 2 };
+        for (published, fenced) in published.iter_mut().zip(&self.fenced).take(spaces) {
             let common = lanes(self.threads).map(|l| fenced[l]).min().unwrap_or(0);
             if mask & self.threads == self.threads && common > 0 {
                 // Lanes that went through a fence together make one entry.
@@ -227,6 +253,9 @@ impl Warp {
             lanes(mask)
                 .filter(|&l| fenced[l] > 0)
                 .for_each(|l| published.raise(clock::lane(self.key, l), fenced[l]));
+        }
+        if equal {
+            published[GLOBAL] = published[SHARED].clone();
         }
     }
 
@@ -248,7 +277,7 @@ impl Warp {
         }
     }
 
-    /// Makes one group of the lanes of `mask`, with this causal past.
+    /// Makes one group of the lanes of `mask`, with this causal past, which includes those of all.
     fn merge(&mut self, mask: u32, past: &CausalPast) {
         // Lanes with fences or relaxed reads of their own stay in their groups.
         if self
@@ -256,16 +285,22 @@ impl Warp {
             .iter()
             .any(|(lanes, lane)| lanes & mask != 0 && (lane.fence.is_some() || !lane.seen.is_empty()))
         {
-            self.each(mask, |lane| lane.past = past.clone());
+            self.each(mask, |lane| {
+                lane.past = past.clone();
+                lane.acquired.iter_mut().for_each(|h| h.joined = true);
+            });
             return;
         }
         let mut acquired: Vec<Acquired> = vec![];
         for (lanes, lane) in self.groups.iter_mut().filter(|(lanes, _)| lanes & mask != 0) {
             *lanes &= !mask;
             let theirs = if *lanes == 0 { std::mem::take(&mut lane.acquired) } else { lane.acquired.clone() };
-            acquired.extend(theirs.into_iter().filter(|h| h.joined));
+            for theirs in theirs {
+                if acquired.len() < MOST_ACQUIRED && !acquired.iter().any(|h| h.chain == theirs.chain) {
+                    acquired.push(Acquired { joined: true, ..theirs });
+                }
+            }
         }
-        acquired.truncate(MOST_ACQUIRED);
         self.groups.retain(|(lanes, _)| *lanes != 0);
         self.groups.push((mask, Lane { past: past.clone(), acquired, ..Lane::default() }));
     }
@@ -290,12 +325,12 @@ impl BlockCheck {
             warps: warps.collect(),
             start: start.clone(),
             shared: Shadow::default(),
-            releases: HashMap::new(),
+            releases: FastMap::default(),
             gathering: Default::default(),
             opened: Default::default(),
             opened_fenced: Default::default(),
             passed: 0,
-            mbarriers: HashMap::new(),
+            mbarriers: FastMap::default(),
             has_fences,
         }
     }
@@ -308,13 +343,13 @@ impl BlockCheck {
         self.warps[warp as usize].tick
     }
 
-    pub(crate) fn view(&self, warp: u32, lane: usize) -> Option<PastView<'_>> {
-        Some(self.warps[warp as usize].lane(lane)?.view())
-    }
-
-    /// The shadow of shared memory, and the causal past of a lane.
-    pub(crate) fn shared_and_view(&mut self, warp: u32, lane: usize) -> Option<(&mut Shadow, PastView<'_>)> {
-        Some((&mut self.shared, self.warps[warp as usize].lane(lane)?.view()))
+    /// The shadow of shared memory, and the causal past of the lanes of `mask`. None where they
+    /// have different ones.
+    pub(crate) fn shared_and_view(&mut self, warp: u32, mask: u32) -> Option<(&mut Shadow, PastView<'_>)> {
+        let lane = mask.trailing_zeros() as usize % 32;
+        let (lanes, lane) =
+            self.warps[warp as usize].groups.iter().find(|(lanes, _)| lanes >> lane & 1 != 0)?;
+        (mask & !lanes == 0).then_some((&mut self.shared, lane.view()))
     }
 
     /// The causal past of a lane, without its own accesses.
@@ -418,6 +453,24 @@ impl BlockCheck {
         });
     }
 
+    /// The lanes of `mask` observe the release patterns of the last write at an offset in shared
+    /// memory.
+    pub(crate) fn observe_shared(
+        &mut self,
+        grids: &Grids,
+        warp: u32,
+        mask: u32,
+        scope: Scope,
+        acquire: bool,
+        offset: u64,
+    ) {
+        let Some(found) = self.releases.get_mut(&offset).map(|r| std::mem::take(&mut r.last)) else { return };
+        self.observe(grids, warp, mask, scope, acquire, &found);
+        if let Some(releases) = self.releases.get_mut(&offset) {
+            releases.last = found;
+        }
+    }
+
     /// Adds the releases to hidden memory so far to the causal pasts of the lanes.
     pub(crate) fn acquire(&mut self, warp: u32, mask: u32, outside: &CausalPast) {
         self.warps[warp as usize].each(mask, |lane| lane.acquire(OUTSIDE, outside));
@@ -438,7 +491,7 @@ impl BlockCheck {
     pub(crate) fn fence(
         &mut self,
         grids: &Grids,
-        fences: &mut HashMap<(Scope, Key), Release>,
+        fences: &mut FastMap<(Scope, Key), Release>,
         warp: u32,
         mask: u32,
         fence: Fence,
@@ -512,7 +565,9 @@ impl BlockCheck {
             warp.tick += 1;
             return;
         }
-        let past = warp.publish(mask);
+        let mut past = CausalPast::default();
+        warp.gather(mask, &mut past);
+        warp.publish_own(mask, &mut past);
         warp.merge(mask, &past);
         warp.fences_stood_ahead(mask, &fenced);
     }
@@ -527,7 +582,9 @@ impl BlockCheck {
         if self.has_fences {
             join_fenced(&mut gathering.fenced, &w.fences_of(mask));
         }
-        gathering.past.join(&w.publish(mask));
+        // Raised behind the joins: mostly in place then, without a copy for each warp.
+        w.gather(mask, &mut gathering.past);
+        w.publish_own(mask, &mut gathering.past);
     }
 
     /// A block barrier completes.
@@ -553,10 +610,7 @@ impl BlockCheck {
         let covers_all = mask & warp.threads == warp.threads;
         if covers_all {
             let mut all = past;
-            for (_, lane) in &mut warp.groups {
-                lane.join_acquired();
-                all.join(&lane.past);
-            }
+            warp.gather(mask, &mut all);
             warp.merge(mask, &all);
         } else {
             warp.each(mask, |lane| lane.past.join(&past));

@@ -11,9 +11,11 @@
 //! clock is a tree whose parts are shared, by grid and by block. Equal parts are the same
 //! allocation, and a join looks only into parts that differ.
 
+use std::cell::RefCell;
 use std::cmp::Ordering;
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::Arc;
+
+use super::hash::FastMap;
 
 /// An actor. From the top: grid (27 bits), block (20), within the block (16).
 pub(crate) type Key = u64;
@@ -165,6 +167,15 @@ struct Root {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct VectorClock(Option<Arc<Root>>);
 
+/// How many lanes of a warp are included in a clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Passed {
+    None,
+    /// Perhaps all of them, each by an entry of its own.
+    Some,
+    All,
+}
+
 /// An entry of one list, of the other, or of both.
 type Either<'a, K, V> = (Option<&'a (K, V)>, Option<&'a (K, V)>);
 
@@ -248,6 +259,16 @@ impl BlockPart {
             || is_lane(within) && tick_of(&self.entries, warp_of(within)) >= tick
     }
 
+    /// How many lanes of the warp `within` are included up to this tick.
+    fn passed_by(&self, within: Within, tick: u32) -> Passed {
+        if self.includes(within, tick) {
+            return Passed::All;
+        }
+        let first = self.entries.partition_point(|&(w, _)| w < within);
+        let mut of_warp = self.entries[first..].iter().take_while(|&&(w, _)| warp_of(w) == within);
+        if of_warp.any(|&(w, t)| is_lane(w) && t >= tick) { Passed::Some } else { Passed::None }
+    }
+
     fn raise(&mut self, within: Within, tick: u32) {
         *find_or(&mut self.entries, within, || 0) = tick;
         if is_warp(within) {
@@ -316,23 +337,24 @@ impl Root {
 
 /// Joins that were made lately, by the addresses of both parts, which are kept so that these stay
 /// theirs.
-type Lately = HashMap<(usize, usize), [Arc<GridPart>; 3]>;
+type Lately = FastMap<(usize, usize), [Arc<GridPart>; 3]>;
 
 /// The join of two grids' parts. All blocks of a grid join the same parts of other grids, one after
 /// the other. The cache lets them share the result and the time that it takes.
 fn join_grids(a: &Arc<GridPart>, b: &Arc<GridPart>) -> Arc<GridPart> {
-    static LATELY: LazyLock<Mutex<Lately>> = LazyLock::new(Mutex::default);
+    thread_local!(static LATELY: RefCell<Lately> = RefCell::default());
     const MOST: usize = 4096;
     if Arc::ptr_eq(a, b) {
         return a.clone();
     }
     let [x, y] = [a, b].map(|part| Arc::as_ptr(part) as usize);
-    let mut lately = LATELY.lock().unwrap_or_else(PoisonError::into_inner);
-    if lately.len() >= MOST {
-        lately.clear();
-    }
-    let pair = lately.entry((x.min(y), x.max(y)));
-    pair.or_insert_with(|| [a.clone(), b.clone(), join(a, b)])[2].clone()
+    LATELY.with_borrow_mut(|lately| {
+        if lately.len() >= MOST {
+            lately.clear();
+        }
+        let pair = lately.entry((x.min(y), x.max(y)));
+        pair.or_insert_with(|| [a.clone(), b.clone(), join(a, b)])[2].clone()
+    })
 }
 
 fn join_roots(a: &Arc<Root>, b: &Arc<Root>) -> Arc<Root> {
@@ -406,6 +428,12 @@ impl VectorClock {
             return self.timeline(key) >= tick;
         }
         self.part(key).is_some_and(|part| part.includes(key as Within, tick))
+    }
+
+    /// How many lanes of the warp `key` are included up to tick `tick`. The end of their grid is
+    /// the caller's to look for.
+    pub(crate) fn passed(&self, key: Key, tick: u32) -> Passed {
+        self.part(key).map_or(Passed::None, |part| part.passed_by(key as Within, tick))
     }
 
     /// Learns `key` up to `tick`.

@@ -1,6 +1,6 @@
 //! The grids of a checker, and the actors that a scope includes.
 
-use super::clock::{self, Key, VectorClock};
+use super::clock::{self, Key, Passed, VectorClock};
 use crate::ir::Scope;
 
 /// Facts about the grids: the timeline and the device that each ran on.
@@ -29,6 +29,15 @@ impl Grids {
     /// Whether `clock` includes tick `tick` of `key`.
     pub(crate) fn includes_tick(&self, clock: &VectorClock, key: Key, tick: u32) -> bool {
         clock.includes(key, tick) || self.facts(key).is_some_and(|g| clock.timeline(g.timeline) >= g.tick)
+    }
+
+    /// How many lanes of the warp `key` are included in `clock` up to tick `tick`.
+    pub(crate) fn passed(&self, clock: &VectorClock, key: Key, tick: u32) -> Passed {
+        match clock.passed(key, tick) {
+            Passed::All => Passed::All,
+            _ if self.facts(key).is_some_and(|g| clock.timeline(g.timeline) >= g.tick) => Passed::All,
+            fewer => fewer,
+        }
     }
 
     /// Whether the scope of an access by `of` includes `other`.

@@ -109,7 +109,7 @@ impl History {
     pub(crate) fn read(&mut self, (by, pc): (Key, u32), (sem, scope): (Sem, Scope), place: Place) {
         let new = Sight { by, pc, sem, scope, place, at: self.now };
         let sights = self.sights.entry(clock::block_of(by)).or_default();
-        match sights.iter().position(|s| s.pc == pc && s.place == place) {
+        match sights.iter().rposition(|s| s.pc == pc && s.place == place) {
             Some(last) if last + 1 == sights.len() => sights[last] = new,
             Some(old) => {
                 sights.remove(old);

@@ -3,15 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::block::{BlockCheck, Release, Releases, join_fenced};
+use super::block::{BlockCheck, Release, join_fenced};
 use super::clock::{self, Key};
 use super::grids::Grids;
 use super::history::Wait;
 use super::past::{CausalPast, GLOBAL, PastView, SHARED};
+use super::record::{Accessor, How, ROW_LANES, Record, Row, Violation, ViolationAt, Violations};
 use super::report;
 use super::reports::{Line, Pair};
-use super::shadow::{Accessor, How, Record, Shadow, Violation, ViolationAt};
+use super::shadow::{NOT_KEPT, Shadow};
 use super::world::World;
+use crate::exec::lanes::lanes;
 use crate::fault::FaultKind;
 use crate::ir::{Fence, Scope, Sem};
 
@@ -28,6 +30,48 @@ pub(crate) enum Place {
     },
     /// A lane's own, or constant.
     Private,
+}
+
+impl Place {
+    /// The place so many bytes behind.
+    fn behind(self, bytes: u64) -> Place {
+        match self {
+            Place::Global { shadow, offset } => Place::Global { shadow, offset: offset + bytes },
+            Place::Shared { offset } => Place::Shared { offset: offset + bytes },
+            Place::Private => Place::Private,
+        }
+    }
+}
+
+/// Lanes of a warp that access memory at once: all the same element of `size` bytes, or, as a row
+/// of neighbouring lanes, consecutive elements of 4, 8 or 16 bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part {
+    pub(crate) lanes: u32,
+    pub(crate) size: u64,
+    pub(crate) row: bool,
+}
+
+impl Part {
+    /// One lane.
+    pub(crate) fn of(lane: usize, size: u64) -> Self {
+        Self { lanes: 1 << lane, size, row: false }
+    }
+
+    fn first(&self) -> usize {
+        self.lanes.trailing_zeros() as usize % 32
+    }
+
+    /// Bytes that are accessed.
+    fn bytes(&self) -> u64 {
+        if self.row { self.size * u64::from(self.lanes.count_ones()) } else { self.size }
+    }
+
+    /// Each lane by itself, and its place.
+    fn each(self, place: Place) -> impl Iterator<Item = (usize, Place)> {
+        let step = if self.row { self.size } else { 0 };
+        (0..).zip(lanes(self.lanes)).map(move |(i, lane)| (lane, place.behind(i * step)))
+    }
 }
 
 /// A bulk copy as it is issued.
@@ -70,8 +114,9 @@ pub(crate) trait Hooks {
     fn weak_memory(&self) -> bool {
         false
     }
-    fn read(&mut self, _: Place, _bytes: u64, _lane: usize, _pc: u32, _: How) -> Option<ViolationAt> {
-        None
+    /// `Place` is that of the first lane.
+    fn read(&mut self, _: Place, _: Part, _pc: u32, _: How) -> Violations {
+        Violations::default()
     }
     /// Whether the values of a load come later than they could.
     fn defers_load(&mut self) -> bool {
@@ -94,6 +139,19 @@ pub(crate) trait Hooks {
         _new: &[u8],
     ) -> (bool, Option<ViolationAt>) {
         (false, None)
+    }
+    /// A row of lanes writes. `values` gives the value in memory and the value to be written of the
+    /// 4 bytes at an offset in the element of a lane. Returns the lanes whose place held a strong
+    /// write, and the lanes' violations.
+    fn write_row(
+        &mut self,
+        _: Place,
+        _: Part,
+        _pc: u32,
+        _: How,
+        _values: impl Fn(usize, usize) -> [u32; 2],
+    ) -> (u32, Vec<(usize, ViolationAt)>) {
+        (0, vec![])
     }
     /// The lanes of a mask have read the last write of a location, or the one before.
     fn observe(&mut self, _: Place, _mask: u32, _pc: u32, _: Sem, _: Scope, _older: bool) {}
@@ -139,7 +197,45 @@ impl CheckHooks<'_> {
     fn record(&self, lane: usize, pc: u32, how: How, write: bool) -> Record {
         let key = self.block.key(self.warp);
         let (actor, lanes) = if write { (clock::lane(key, lane), 0) } else { (key, 1 << lane) };
-        Record { actor, tick: self.block.tick(self.warp), lanes, pc, how, bytes: 0 }
+        Record { lanes, ..Record::of(actor, self.block.tick(self.warp), pc, how) }
+    }
+
+    /// The record of an access of several lanes, which begins at the offset `at`.
+    fn wide_record(&self, part: Part, at: u64, pc: u32, how: How) -> Record {
+        let record = Record::of(self.block.key(self.warp), self.block.tick(self.warp), pc, how);
+        match part.row {
+            true => Record { lanes: ROW_LANES, row: Row::new(at, part.size, part.first()), ..record },
+            false => Record { lanes: part.lanes, ..record },
+        }
+    }
+
+    fn read_at_once(&mut self, place: Place, part: Part, pc: u32, how: How) -> Option<Violations> {
+        let alone = part.lanes.is_power_of_two();
+        let own = if alone { self.own(part.first()) } else { self.block.key(self.warp) };
+        let (Place::Global { offset, .. } | Place::Shared { offset }) = place else {
+            return Some(Violations::default());
+        };
+        let record = match alone {
+            true => self.record(part.first(), pc, how, false),
+            false => self.wide_record(part, offset, pc, how),
+        };
+        let weak_memory = self.weak_memory();
+        let start = how.read_only.then(|| self.block.start.clone());
+        let bytes = part.bytes();
+        let (shadow, grids, at, view) = self.look(place, part.lanes)?;
+        let who = Accessor { record, own, published: None, view };
+        let mut found = shadow.read(grids, at, bytes, &who);
+        if let Some(start) = start {
+            let begin = Accessor { own: 0, view: PastView::all(&start), ..who };
+            // A lane is blamed once.
+            shadow.take(grids, at, bytes, &begin).all.into_iter().for_each(|(lane, v)| found.note(lane, v));
+            shadow.read_only(grids, at, bytes, &begin);
+        }
+        // In weak-memory mode it may see something else.
+        if how.strong.is_some() && !weak_memory && found.may_observe {
+            shadow.saw(grids, at, bytes, &who);
+        }
+        Some(found)
     }
 
     fn own(&self, lane: usize) -> Key {
@@ -172,18 +268,20 @@ impl CheckHooks<'_> {
         }
     }
 
-    /// Gives the shadow of a place, the offset in it, and the lane's causal past.
-    fn look(&mut self, place: Place, lane: usize) -> Option<(&mut Shadow, &Grids, u64, PastView<'_>)> {
+    /// Gives the shadow of a place, the offset in it, and the lanes' causal past. None where the
+    /// lanes of a mask have different ones.
+    fn look(&mut self, place: Place, mask: u32) -> Option<(&mut Shadow, &Grids, u64, PastView<'_>)> {
         let CheckHooks { world, block, warp } = self;
         let World { shadows, grids, .. } = &mut **world;
         match place {
             Place::Private => None,
             Place::Shared { offset } => {
-                let (shared, view) = block.shared_and_view(*warp, lane)?;
+                let (shared, view) = block.shared_and_view(*warp, mask)?;
                 Some((shared, grids, offset, view))
             }
             Place::Global { shadow, offset } => {
-                Some((shadows.get_mut(shadow as usize)?, grids, offset, block.view(*warp, lane)?))
+                let (_, view) = block.shared_and_view(*warp, mask)?;
+                Some((shadows.get_mut(shadow as usize)?, grids, offset, view))
             }
         }
     }
@@ -200,25 +298,20 @@ impl Hooks for CheckHooks<'_> {
         self.world.config.weak_memory.is_some()
     }
 
-    fn read(&mut self, place: Place, bytes: u64, lane: usize, pc: u32, how: How) -> Option<ViolationAt> {
-        self.world.accesses += 1;
-        let record = self.record(lane, pc, how, false);
-        let (own, weak_memory) = (self.own(lane), self.weak_memory());
-        self.world.loads.add(own, place, 1);
-        let start = how.read_only.then(|| self.block.start.clone());
-        let (shadow, grids, at, view) = self.look(place, lane)?;
-        let who = Accessor { record, own, published: None, view };
-        let mut found = shadow.read(grids, at, bytes, &who);
-        if let (None, Some(start)) = (&found, start) {
-            let begin = Accessor { own: 0, view: PastView::all(&start), ..who };
-            found = shadow.take(grids, at, bytes, &begin).err();
-            shadow.read_only(grids, at, bytes, &begin);
+    fn read(&mut self, place: Place, part: Part, pc: u32, how: How) -> Violations {
+        self.world.accesses += u64::from(part.lanes.count_ones());
+        if self.world.loads.are_counted() {
+            part.each(place).for_each(|(lane, place)| self.world.loads.add(self.own(lane), place, 1));
         }
-        // In weak-memory mode it may see something else.
-        if how.strong.is_some() && !weak_memory {
-            shadow.saw(grids, at, bytes, &who);
-        }
-        self.unless_only_weak(found)
+        let found = self.read_at_once(place, part, pc, how).unwrap_or_else(|| {
+            let mut all = Violations::default();
+            for (lane, place) in part.each(place) {
+                let found = self.read_at_once(place, Part::of(lane, part.size), pc, how);
+                found.and_then(|found| found.first()).into_iter().for_each(|found| all.note(lane, found));
+            }
+            all
+        });
+        if self.world.config.races { found } else { Violations::default() }
     }
 
     fn defers_load(&mut self) -> bool {
@@ -229,7 +322,7 @@ impl Hooks for CheckHooks<'_> {
         let record = self.record(lane, 0, how, false);
         let own = self.own(lane);
         let older = self.world.rng.below(3) == 0;
-        let (shadow, grids, at, view) = self.look(place, lane)?;
+        let (shadow, grids, at, view) = self.look(place, 1 << lane)?;
         let who = Accessor { record, own, published: None, view };
         let words = shadow.stale(grids, at, bytes, &who)?;
         if older {
@@ -254,16 +347,15 @@ impl Hooks for CheckHooks<'_> {
         let record = self.record(lane, pc, how, true);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.stores.add(own, place, now.len() as u64);
-        let Some((shadow, grids, at, view)) = self.look(place, lane) else { return (false, None) };
+        let Some((shadow, grids, at, view)) = self.look(place, 1 << lane) else { return (false, None) };
         let who = Accessor { record, own, published: None, view };
         let part =
             |word: u64| (word.max(at) - at) as usize..((word + 4).min(at + now.len() as u64) - at) as usize;
         let before = |word: u64| {
             let mut bytes = [0; 4];
-            let old = now.get(part(word))?;
             let from = (word.max(at) - word) as usize;
-            bytes.get_mut(from..from + old.len())?.copy_from_slice(old);
-            Some(u32::from_le_bytes(bytes))
+            bytes[from..].iter_mut().zip(&now[part(word)]).for_each(|(to, old)| *to = *old);
+            u32::from_le_bytes(bytes)
         };
         let (strong_before, found) = shadow.write(
             grids,
@@ -271,9 +363,55 @@ impl Hooks for CheckHooks<'_> {
             now.len() as u64,
             &who,
             |word| now.get(part(word)) == new.get(part(word)),
-            |word| if weak_memory { before(word) } else { None },
+            weak_memory.then_some(before),
         );
-        (strong_before, self.unless_only_weak(found))
+        (strong_before != 0, self.unless_only_weak(found.first()))
+    }
+
+    fn write_row(
+        &mut self,
+        place: Place,
+        part: Part,
+        pc: u32,
+        how: How,
+        values: impl Fn(usize, usize) -> [u32; 2],
+    ) -> (u32, Vec<(usize, ViolationAt)>) {
+        let (first, own, weak_memory) = (part.first(), self.block.key(self.warp), self.weak_memory());
+        let (Place::Global { offset, .. } | Place::Shared { offset }) = place else { return (0, vec![]) };
+        let record = self.wide_record(part, offset, pc, how);
+        if let Some((shadow, grids, at, view)) = self.look(place, part.lanes) {
+            let who = Accessor { record, own, published: None, view };
+            let values = |word: u64| {
+                values(first + ((word - at) / part.size) as usize, ((word - at) % part.size) as usize)
+            };
+            let unchanged = |word| {
+                let [now, new] = values(word);
+                now == new
+            };
+            let before = weak_memory.then_some(|word| values(word)[0]);
+            let (strong, found) = shadow.write(grids, at, part.bytes(), &who, unchanged, before);
+            self.world.accesses += u64::from(part.lanes.count_ones());
+            if self.world.stores.are_counted() {
+                part.each(place)
+                    .for_each(|(lane, place)| self.world.stores.add(self.own(lane), place, part.size));
+            }
+            return (strong, if self.world.config.races { found.all } else { vec![] });
+        }
+        let (mut strong, mut all) = (0, vec![]);
+        for (lane, place) in part.each(place) {
+            let words = part.size as usize / 4;
+            let mut value = [[0u8; 16]; 2];
+            for word in 0..words {
+                for (to, from) in value.iter_mut().zip(values(lane, 4 * word)) {
+                    to[4 * word..4 * word + 4].copy_from_slice(&from.to_le_bytes());
+                }
+            }
+            let [now, new] = value.each_ref().map(|value| &value[..4 * words]);
+            let (was_strong, found) = self.write(place, lane, pc, how, now, new);
+            strong |= u32::from(was_strong) << lane;
+            all.extend(found.map(|found| (lane, found)));
+        }
+        (strong, all)
     }
 
     fn observe(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope, older: bool) {
@@ -290,22 +428,31 @@ impl Hooks for CheckHooks<'_> {
             return;
         }
         let CheckHooks { world, block, warp } = self;
-        let seen = |found: &Releases| if older { found.before.clone() } else { found.last.clone() };
-        let found = match place {
-            Place::Private => None,
-            Place::Shared { offset } => block.releases.get(&offset).map(seen),
-            Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)).map(seen),
-        };
-        let Some(mut found) = found else { return };
+        let World { grids, releases, chains, .. } = &mut **world;
         if older {
+            let found = match place {
+                Place::Private => None,
+                Place::Shared { offset } => block.releases.get(&offset),
+                Place::Global { shadow, offset } => releases.get(&(shadow, offset)),
+            };
             // An older release gets a chain of its own: the chain's present past would include
             // later releases.
+            let mut found = found.map_or(vec![], |found| found.before.clone());
             for release in &mut found {
-                world.chains += 1;
-                release.chain = world.chains;
+                *chains += 1;
+                release.chain = *chains;
+            }
+            return block.observe(grids, *warp, mask, scope, acquire, &found);
+        }
+        match place {
+            Place::Private => {}
+            Place::Shared { offset } => block.observe_shared(grids, *warp, mask, scope, acquire, offset),
+            Place::Global { shadow, offset } => {
+                if let Some(found) = releases.get(&(shadow, offset)) {
+                    block.observe(grids, *warp, mask, scope, acquire, &found.last);
+                }
             }
         }
-        block.observe(&world.grids, *warp, mask, scope, acquire, &found);
     }
 
     fn wrote(&mut self, place: Place, lane: usize, pc: u32, sem: Sem, scope: Scope, rmw: bool) {
@@ -411,7 +558,7 @@ impl Hooks for CheckHooks<'_> {
         };
         self.world.stores.add(warp, dst, bytes);
         let how = How::BULK;
-        let record = |(actor, tick)| Record { actor, tick, lanes: 0, pc, how, bytes: 0 };
+        let record = |(actor, tick)| Record::of(actor, tick, pc, how);
         self.block.join_acquired(self.warp, lane);
         let past = self.block.past(self.warp, lane);
         let published = [SHARED, GLOBAL].map(|space| self.block.published(self.warp, lane, &past, space));
@@ -428,7 +575,7 @@ impl Hooks for CheckHooks<'_> {
         if self.weak_memory() {
             let reader = who(src, reads);
             let mut picks = vec![];
-            if let Some((shadow, grids, at, _)) = self.look(src, lane) {
+            if let Some((shadow, grids, at, _)) = self.look(src, 1 << lane) {
                 for o in (0..bytes).step_by(4) {
                     if let Some([value, ..]) = shadow.stale(grids, at + o, 4, &reader) {
                         picks.push((o, value));
@@ -443,12 +590,13 @@ impl Hooks for CheckHooks<'_> {
         }
         let mut violations = vec![];
         let reader = who(src, reads);
-        let read =
-            self.look(src, lane).and_then(|(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader));
+        let read = self
+            .look(src, 1 << lane)
+            .and_then(|(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader).first());
         violations.extend(self.unless_only_weak(read).map(|violation| (src, false, violation)));
         let writer = who(dst, writes);
-        let wrote = self.look(dst, lane).and_then(|(shadow, grids, at, _)| {
-            shadow.write(grids, at, bytes, &writer, |_| false, |_| None).1
+        let wrote = self.look(dst, 1 << lane).and_then(|(shadow, grids, at, _)| {
+            shadow.write(grids, at, bytes, &writer, |_| false, NOT_KEPT).1.first()
         });
         violations.extend(self.unless_only_weak(wrote).map(|violation| (dst, true, violation)));
         (old, violations)

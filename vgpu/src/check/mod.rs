@@ -20,12 +20,15 @@
 //! | `clock.rs` | vector clocks |
 //! | `grids.rs` | launched grids, and the actors that a scope includes |
 //! | `past.rs` | causal pasts |
-//! | `shadow.rs` | the last writes and reads of every word |
+//! | `record.rs` | accesses, and whether one comes after another |
+//! | `word.rs` | the history of a word: its last write and the reads since |
+//! | `shadow.rs` | the histories of all words |
 //! | `block.rs` | causal pasts of the lanes of a block, and the operations that extend them |
 //! | `hooks.rs` | the interpreter's calls, and the memory that an access goes to |
 //! | `world.rs` | the state of a checker, and accesses by the host |
 //! | `checker.rs` | the public interface |
 //! | `stores.rs` | counts of stored bytes and of loads, for tests |
+//! | `hash.rs` | maps with small keys |
 //! | `history.rs` | recent synchronisation, for the part of a report on what was seen |
 //! | `report.rs` | reports as text |
 //! | `reports.rs` | collected reports, their classes, and lists of accepted ones |
@@ -34,13 +37,18 @@ pub(crate) mod block;
 mod checker;
 pub(crate) mod clock;
 pub(crate) mod grids;
+mod hash;
 pub(crate) mod history;
 pub(crate) mod hooks;
+#[cfg(test)]
+mod oracle;
 mod past;
+pub(crate) mod record;
 pub(crate) mod report;
 mod reports;
 pub(crate) mod shadow;
 mod stores;
+mod word;
 pub(crate) mod world;
 
 pub use checker::{Assumptions, CheckConfig, Checker, host_meets};

@@ -1,7 +1,7 @@
 //! Causal past: vector clocks of everything that a lane, stream or host thread has synchronised
 //! with.
 
-use super::clock::{Key, VectorClock};
+use super::clock::{Key, Passed, VectorClock};
 use super::grids::Grids;
 
 /// The causal past of a stream, an event or a host thread.
@@ -101,5 +101,12 @@ impl<'a> PastView<'a> {
     pub(crate) fn includes(&self, grids: &Grids, key: Key, tick: u32) -> bool {
         let acquired = self.acquired.iter().filter(|h| !h.joined).map(|h| &h.past);
         std::iter::once(self.past).chain(acquired).any(|past| grids.includes_tick(&past.all, key, tick))
+    }
+
+    /// How many lanes of the warp `key` it includes up to tick `tick`.
+    pub(crate) fn passed(&self, grids: &Grids, key: Key, tick: u32) -> Passed {
+        let acquired = self.acquired.iter().filter(|h| !h.joined).map(|h| &h.past);
+        let all = std::iter::once(self.past).chain(acquired);
+        all.map(|past| grids.passed(&past.all, key, tick)).max().unwrap_or(Passed::None)
     }
 }

@@ -58,6 +58,10 @@ impl Counts {
         self.0.get_or_insert_default();
     }
 
+    pub(super) fn are_counted(&self) -> bool {
+        self.0.is_some()
+    }
+
     /// `more` bytes or loads by the actor `by`.
     pub(super) fn add(&mut self, by: Key, place: Place, more: u64) {
         if let (Some(counts), Place::Global { shadow, offset }) = (&mut self.0, place) {

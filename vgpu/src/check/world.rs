@@ -9,10 +9,12 @@ use super::block::{Release, Releases};
 use super::checker::CheckConfig;
 use super::clock::{self, Key};
 use super::grids::{GridFacts, Grids};
+use super::hash::FastMap;
 use super::history::History;
 use super::past::{CausalPast, PastView, Timeline};
+use super::record::{Accessor, How, Record, Violation, ViolationAt};
 use super::reports::Reports;
-use super::shadow::{Accessor, How, Record, Shadow, Violation, ViolationAt};
+use super::shadow::{NOT_KEPT, Shadow};
 use super::stores::{Counts, Loaded, Stored};
 use crate::ir::{Scope, Sem};
 use crate::seeds::Rng;
@@ -44,7 +46,7 @@ pub(crate) struct World {
     /// Numbers of devices, by the identity of their memory.
     pub(crate) devices: HashMap<u64, u32>,
     /// Release patterns that a read of the location may observe.
-    pub(crate) releases: HashMap<(u32, u64), Releases>,
+    pub(crate) releases: FastMap<(u32, u64), Releases>,
     /// Chains of releases so far: the number of the last.
     pub(super) chains: u64,
     /// Causal past that was released to hidden memory, for acquires there.
@@ -52,7 +54,7 @@ pub(crate) struct World {
     pub(crate) history: History,
     pub(crate) reports: Reports,
     /// Causal past of the last sequentially consistent fences, by scope and by block.
-    pub(crate) fences: HashMap<(Scope, Key), Release>,
+    pub(crate) fences: FastMap<(Scope, Key), Release>,
     pub(super) hosts: HashMap<ThreadId, Host>,
     /// Causal past that host threads have published ([`host_meets`]).
     pub(super) meeting: CausalPast,
@@ -80,12 +82,12 @@ impl World {
             devices: HashMap::new(),
             backings: HashMap::new(),
             free_shadows: vec![],
-            releases: HashMap::new(),
+            releases: FastMap::default(),
             chains: 0,
             outside: CausalPast::default(),
             history: History::default(),
             reports: Reports::new(config.collect),
-            fences: HashMap::new(),
+            fences: FastMap::default(),
             hosts: HashMap::new(),
             meeting: CausalPast::default(),
             timelines: 0,
@@ -311,18 +313,18 @@ impl World {
         if !acted {
             note(self.host());
         }
-        let record = Record { actor: timeline, tick, lanes: 0, pc: 0, how, bytes: 0 };
+        let record = Record::of(timeline, tick, 0, how);
         let who = Accessor { record, own: timeline, published: None, view: PastView::all(&past) };
         let World { shadows, grids, config, .. } = self;
         let shadow = &mut shadows[number as usize];
         let found = if shadow.hidden {
             // Host writes to hidden memory are not checked: the checker sees no other host accesses
             // there. Strong host reads are polls.
-            if write || how.strong.is_some() { None } else { shadow.take(grids, at, bytes, &who).err() }
+            if write || how.strong.is_some() { None } else { shadow.take(grids, at, bytes, &who).first() }
         } else if write {
-            shadow.write(grids, at, bytes, &who, |_| false, |_| None).1
+            shadow.write(grids, at, bytes, &who, |_| false, NOT_KEPT).1.first()
         } else {
-            shadow.read(grids, at, bytes, &who)
+            shadow.read(grids, at, bytes, &who).first()
         };
         match found {
             // The host may read unwritten memory, as a debugger does.

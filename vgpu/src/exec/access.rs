@@ -5,13 +5,12 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 use half::{bf16, f16};
 
 use super::lanes::lanes;
+use super::parts::stored_word;
 use super::simd;
 use super::state::window;
 use super::state::{Exec, Flow, LateLoad, Run, stop};
-use crate::check::hooks::Hooks;
-use crate::check::hooks::{Blamed, Place};
-use crate::check::shadow::How;
-use crate::check::shadow::ViolationAt;
+use crate::check::hooks::{Blamed, Hooks, Part, Place};
+use crate::check::record::{How, ViolationAt};
 use crate::fault::{FaultKind, WaitingFor};
 use crate::float::{canonical, flush};
 use crate::ir::{Access, Addr, Atomic, FULL, Op, Rmw, SINK, Sem, Space};
@@ -21,7 +20,7 @@ use crate::ir::{Access, Addr, Atomic, FULL, Op, Rmw, SINK, Sem, Space};
 pub(crate) const SHARED_TAG: u64 = 0xa0 << 56;
 pub(crate) const LOCAL_TAG: u64 = 0xb0 << 56;
 pub(crate) const PARAM_TAG: u64 = 0xc0 << 56;
-const TAG: u64 = 0xff << 56;
+pub(super) const TAG: u64 = 0xff << 56;
 
 /// Reads `bytes` (1, 2, 4 or 8) zero-extended.
 ///
@@ -228,7 +227,7 @@ enum Footprint {
     Other,
 }
 
-const LOADS: usize = 0;
+pub(super) const LOADS: usize = 0;
 const STORES: usize = 1;
 
 impl<W: Hooks> Exec<'_, W> {
@@ -413,11 +412,17 @@ impl<W: Hooks> Exec<'_, W> {
 
     /// Watches a load before it happens.
     fn watch_load(&mut self, a: &Access, addr: &[u64; 32], size: u64, how: How, m: u32) -> Run<()> {
-        for i in lanes(m) {
-            self.pointer(LOADS, a.space, addr[i], size, i)?;
-            let place = self.place(LOADS, a.space, addr[i]);
-            if let Some(violation) = self.watch.read(place, size, i, self.pc, how) {
-                self.blame(place, violation, i, how, false)?;
+        let mut todo = m;
+        while todo != 0 {
+            let (part, row) = self.part(LOADS, a.space, addr, size, todo);
+            todo &= !part.lanes;
+            let first = part.lanes.trailing_zeros() as usize;
+            if row.is_none() {
+                self.pointer(LOADS, a.space, addr[first], size, first)?;
+            }
+            let place = self.place(LOADS, a.space, addr[first]);
+            for (lane, violation) in self.watch.read(place, part, self.pc, how).all {
+                self.blame(place, violation, lane, how, false)?;
             }
         }
         Ok(())
@@ -597,37 +602,67 @@ impl<W: Hooks> Exec<'_, W> {
         }
     }
 
-    /// A store under watch, lane by lane. Equal values by several lanes do no harm, so each lane
-    /// must find the stores of the lanes before it.
+    /// A store under watch, of a row of lanes at once, or lane by lane. Equal values by several
+    /// lanes do no harm, so each lane must find the stores of the lanes before it.
     fn watched_store(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32) -> Run<()> {
         let how = How::generic(a.sem, a.scope, a.unit(), false);
-        for i in lanes(m) {
-            let p = self.pointer(STORES, a.space, addr[i], size, i)?;
-            let place = self.place(STORES, a.space, addr[i]);
-            let (mut now, mut new) = ([0u8; 16], [0u8; 16]);
-            for e in 0..a.n as usize {
-                let (slot, n) = (a.regs[e] as usize, a.bytes as usize);
-                let v =
-                    if a.wide { self.warp.regs.r64[slot][i] } else { u64::from(self.warp.regs.r32[slot][i]) };
-                // SAFETY: `pointer` checked bounds and alignment of the whole vector.
-                let old = unsafe { read(p.add(e * n), a.bytes, Ordering::Relaxed) };
-                new[e * n..][..n].copy_from_slice(&v.to_ne_bytes()[..n]);
-                now[e * n..][..n].copy_from_slice(&old.to_ne_bytes()[..n]);
+        let mut todo = m;
+        while todo != 0 {
+            let (part, row) = self.part(STORES, a.space, addr, size, todo);
+            todo &= !part.lanes;
+            let first = part.lanes.trailing_zeros() as usize;
+            let p = match row {
+                Some(p) => p,
+                None => self.pointer(STORES, a.space, addr[first], size, first)?,
+            };
+            let place = self.place(STORES, a.space, addr[first]);
+            let (strong_before, violations) = if part.row {
+                let regs = &self.warp.regs;
+                let values = |lane: usize, offset: usize| {
+                    // SAFETY: `part` checked bounds and alignment of the whole row.
+                    let now =
+                        unsafe { read(p.add((lane - first) * size as usize + offset), 4, Ordering::Relaxed) };
+                    [now as u32, stored_word(a, regs, lane, offset)]
+                };
+                self.watch.write_row(place, part, self.pc, how, values)
+            } else {
+                let (mut now, mut new) = ([0u8; 16], [0u8; 16]);
+                for e in 0..a.n as usize {
+                    let (slot, n) = (a.regs[e] as usize, a.bytes as usize);
+                    let regs = &self.warp.regs;
+                    let v = if a.wide { regs.r64[slot][first] } else { u64::from(regs.r32[slot][first]) };
+                    // SAFETY: `pointer` checked bounds and alignment of the whole vector.
+                    let old = unsafe { read(p.add(e * n), a.bytes, Ordering::Relaxed) };
+                    new[e * n..][..n].copy_from_slice(&v.to_ne_bytes()[..n]);
+                    now[e * n..][..n].copy_from_slice(&old.to_ne_bytes()[..n]);
+                }
+                let size = size as usize;
+                let (strong, found) =
+                    self.watch.write(place, first, self.pc, how, &now[..size], &new[..size]);
+                (u32::from(strong) << first, found.into_iter().map(|found| (first, found)).collect())
+            };
+            let orders = if a.sem == Sem::Weak { strong_before } else { part.lanes };
+            if orders == 0 && part.lanes == FULL && violations.is_empty() {
+                // SAFETY: `part` checked bounds and alignment of the whole row.
+                let done = unsafe { self.store_rows(a, p) };
+                if done {
+                    return Ok(());
+                }
             }
-            let size = size as usize;
-            let (strong_before, violation) =
-                self.watch.write(place, i, self.pc, how, &now[..size], &new[..size]);
-            if let Some(violation) = violation {
-                self.blame(place, violation, i, how, true)?;
-            }
-            // SAFETY: `pointer` checked bounds and alignment of the whole vector.
-            unsafe { self.store_lane(a, p, i) };
-            if a.sem == Sem::Weak && !strong_before {
-                continue;
-            }
-            for e in 0..u64::from(a.n) {
-                let place = self.place(STORES, a.space, addr[i] + e * u64::from(a.bytes));
-                self.watch.wrote(place, i, self.pc, a.sem, a.scope, false);
+            let mut violations = violations.into_iter().peekable();
+            for i in lanes(part.lanes) {
+                if let Some((_, violation)) = violations.next_if(|(lane, _)| *lane == i) {
+                    self.blame(place, violation, i, how, true)?;
+                }
+                // SAFETY: bounds and alignment of the vector were checked, with those of its row.
+                unsafe { self.store_lane(a, p.add((i - first) * size as usize), i) };
+                if orders >> i & 1 == 0 {
+                    continue;
+                }
+                for e in 0..u64::from(a.n) {
+                    let place = self.place(STORES, a.space, addr[i] + e * u64::from(a.bytes));
+                    self.watch.wrote(place, i, self.pc, a.sem, a.scope, false);
+                }
             }
         }
         Ok(())
@@ -778,7 +813,7 @@ impl<W: Hooks> Exec<'_, W> {
         let p = self.pointer(LOADS, Space::Generic, addr, bytes, lane)?;
         if W::ON {
             let (place, how) = (self.place(LOADS, Space::Generic, addr), How::WEAK);
-            if let Some(violation) = self.watch.read(place, bytes, lane, self.pc, how) {
+            for (_, violation) in self.watch.read(place, Part::of(lane, bytes), self.pc, how).all {
                 self.blame(place, violation, lane, how, false)?;
             }
         }

@@ -12,7 +12,7 @@ use super::lanes::lanes;
 use super::state::{BlockState, Env, Exec, Run, stop};
 use crate::check::hooks::Place;
 use crate::check::hooks::{Copy, Hooks};
-use crate::check::shadow::How;
+use crate::check::record::How;
 use crate::fault::FaultKind;
 use crate::ir::{Addr, BulkOp};
 use crate::memory::Table;

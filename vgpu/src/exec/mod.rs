@@ -14,6 +14,7 @@ pub(crate) mod bulk_queue;
 mod converged;
 pub(crate) mod lanes;
 pub(crate) mod mma;
+mod parts;
 mod print;
 mod simd;
 pub(crate) mod state;

@@ -71,7 +71,7 @@ pub(crate) struct RecentSteps {
 
 impl RecentSteps {
     pub(super) fn add(&mut self, pc: u32) {
-        match self.steps.iter().position(|step| *step == pc) {
+        match self.steps.iter().rposition(|step| *step == pc) {
             Some(at) if at + 1 == self.steps.len() => return,
             Some(at) => drop(self.steps.remove(at)),
             None if self.steps.len() == TRACED => drop(self.steps.pop_front()),

@@ -2,9 +2,8 @@
 
 use super::lanes::{lanes, mask_of, put};
 use super::state::{BlockState, Exec, Flow, GroupState, Run, Stop, stop};
-use crate::check::hooks::Hooks;
-use crate::check::hooks::Place;
-use crate::check::shadow::How;
+use crate::check::hooks::{Hooks, Part, Place};
+use crate::check::record::How;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{
     Addr, BARRIERS, BarrierKind, MbarOp, Op, Rmw, SINK, Scope, Sem, ShflMode, Space, Votes, WarpOp,
@@ -330,9 +329,8 @@ impl<W: Hooks> Exec<'_, W> {
     pub(super) fn mbarrier(&mut self, op: &MbarOp, addr: &Addr, space: Space, m: u32) -> Run<Flow> {
         let mut failed = None;
         let mut passed = (0, 0);
-        // A warp mostly tests one mbarrier: the first lane's result is that of all then. Checks
-        // look at each lane.
-        let once = !W::ON && self.tests_once(op, addr, m);
+        // A warp mostly tests one mbarrier: the first lane's result is that of all then.
+        let once = self.tests_once(op, addr, m);
         for i in lanes(if once { m & m.wrapping_neg() } else { m }) {
             let address = self.address(addr, i);
             let offset = Self::shared_offset(space, address).or_else(|kind| stop(kind, Some(i)))?;
@@ -341,7 +339,7 @@ impl<W: Hooks> Exec<'_, W> {
                 Box::new(Stop { kind: FaultKind::Mbarrier { offset, message }, lane: Some(i as u32) })
             };
             if W::ON {
-                self.watch_mbarrier(op, offset, bits, i)?;
+                self.watch_mbarrier(op, offset, bits, i, if once { m } else { 1 << i })?;
             }
             let regs = &mut self.warp.regs;
             let word = |regs: &crate::ir::Regs, slot: u32| regs.r32[slot as usize][i];
@@ -372,17 +370,17 @@ impl<W: Hooks> Exec<'_, W> {
                         _ => Ok(false),
                     });
                     let done = done.map_err(place)?;
+                    let tested = if once { m } else { 1 << i };
                     if W::ON && done {
                         match &mut passed {
                             // Lanes mostly wait together.
-                            (mask, at) if *at == offset => *mask |= 1 << i,
+                            (mask, at) if *at == offset => *mask |= tested,
                             passed => {
                                 self.watch.pass_mbarrier(passed.0, passed.1);
-                                *passed = (1 << i, offset);
+                                *passed = (tested, offset);
                             }
                         }
                     }
-                    let tested = if once { m } else { 1 << i };
                     let old = &mut regs.pred[p as usize];
                     *old = *old & !tested | if done { tested } else { 0 };
                     if !done {
@@ -432,8 +430,8 @@ impl<W: Hooks> Exec<'_, W> {
     }
 
     /// Watches an operation on an mbarrier before it happens: setting one up is a plain write,
-    /// using it a strong access.
-    fn watch_mbarrier(&mut self, op: &MbarOp, offset: u64, bits: u64, lane: usize) -> Run<()> {
+    /// using it a strong access. A test may be one of several lanes `mask`.
+    fn watch_mbarrier(&mut self, op: &MbarOp, offset: u64, bits: u64, lane: usize, mask: u32) -> Run<()> {
         let place = Place::Shared { offset };
         let (how, write) = match op {
             MbarOp::Init { .. } | MbarOp::Inval => (How::generic(Sem::Weak, Scope::Cta, 8, false), true),
@@ -442,12 +440,13 @@ impl<W: Hooks> Exec<'_, W> {
             }
             _ => (How::generic(Sem::Relaxed, Scope::Cta, 8, true), true),
         };
-        let violation = if write {
-            self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]).1
+        let violations: Vec<_> = if write {
+            let (_, found) = self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]);
+            found.into_iter().map(|violation| (lane, violation)).collect()
         } else {
-            self.watch.read(place, 8, lane, self.pc, how)
+            self.watch.read(place, Part { lanes: mask, size: 8, row: false }, self.pc, how).all
         };
-        if let Some(violation) = violation {
+        for (lane, violation) in violations {
             self.blame(place, violation, lane, how, write)?;
         }
         match op {

@@ -1,0 +1,276 @@
+//! Accesses as the shadow keeps them, and whether one comes after another.
+
+use super::clock::{self, Key, Passed, VectorClock};
+use super::grids::Grids;
+use super::past::PastView;
+use crate::exec::lanes::lanes;
+use crate::ir::{FULL, Scope, Sem};
+
+/// One access, or the accesses of several lanes of a warp by one instruction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    /// The actor of the access; 0 for none. The warp, for a generic read and for a row.
+    pub(crate) actor: Key,
+    pub(crate) tick: u32,
+    /// For a generic read: the lanes of the warp `actor` that read. All of them for a row.
+    pub(crate) lanes: u32,
+    /// Instruction, in the kernel of the actor's grid.
+    pub(crate) pc: u32,
+    pub(crate) how: How,
+    /// Bytes of the word.
+    pub(crate) bytes: u8,
+    pub(crate) row: Row,
+}
+
+/// Tells which lane accessed which byte, where the lanes of a warp access consecutive elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Row(u8);
+
+impl Row {
+    /// The bytes are not divided among lanes.
+    pub(crate) const NONE: Row = Row(0);
+
+    /// Consecutive elements of `size` bytes (4, 8 or 16), of which the one at `at`, a multiple of
+    /// `size`, is accessed by `lane`.
+    pub(crate) fn new(at: u64, size: u64, lane: usize) -> Self {
+        let shift = size.trailing_zeros();
+        let first = (at >> shift).wrapping_sub(lane as u64) & 31;
+        Self((shift as u8 - 1) << 5 | first as u8)
+    }
+
+    /// The lane that accesses the byte at `at`. None where the bytes are not divided among lanes.
+    fn lane(self, at: u64) -> Option<usize> {
+        let shift = (self.0 >> 5) + 1;
+        let element = (at >> shift).wrapping_sub(u64::from(self.0 & 31));
+        (self != Self::NONE).then_some((element & 31) as usize)
+    }
+}
+
+/// The manner of an access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct How {
+    /// Relaxed or stronger, with this scope; weak otherwise.
+    pub(crate) strong: Option<Scope>,
+    /// Bytes of the whole access: two strong accesses that do not cover the same bytes are no
+    /// better than weak ones.
+    pub(crate) size: u8,
+    /// It is a bulk copy's.
+    pub(crate) bulk: bool,
+    /// A read and a write in one.
+    pub(crate) rmw: bool,
+    /// A read by `ld.global.nc`: the memory must not change while the kernel runs.
+    pub(crate) read_only: bool,
+}
+
+impl How {
+    /// A plain access in the generic proxy.
+    pub(crate) const WEAK: How = How { strong: None, size: 0, bulk: false, rmw: false, read_only: false };
+    pub(crate) const BULK: How = How { bulk: true, ..How::WEAK };
+
+    /// An access in the generic proxy, of elements of `size` bytes.
+    pub(crate) fn generic(sem: Sem, scope: Scope, size: u8, rmw: bool) -> Self {
+        Self { strong: (sem != Sem::Weak).then_some(scope), size, rmw, ..How::WEAK }
+    }
+}
+
+pub(super) const NOBODY: Record =
+    Record { actor: 0, tick: 0, lanes: 0, pc: 0, how: How::WEAK, bytes: 0, row: Row::NONE };
+
+/// Whether a record is one of reads or of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Read,
+    Write,
+}
+
+impl Record {
+    /// An access of its own by `actor`, which is no lane: a bulk copy, or the host.
+    pub(crate) fn of(actor: Key, tick: u32, pc: u32, how: How) -> Self {
+        Self { actor, tick, pc, how, ..NOBODY }
+    }
+
+    /// What it is at the byte `at`: the access of the one lane that this byte belongs to.
+    pub(super) fn at(self, at: u64, kind: Kind) -> Self {
+        self.row.lane(at).map_or(self, |lane| self.by(lane, kind))
+    }
+
+    fn by(self, lane: usize, kind: Kind) -> Self {
+        match kind {
+            Kind::Read => Self { lanes: 1 << lane, row: Row::NONE, ..self },
+            Kind::Write => Self { actor: clock::lane(self.actor, lane), lanes: 0, row: Row::NONE, ..self },
+        }
+    }
+
+    pub(super) fn is_row(&self) -> bool {
+        self.row != Row::NONE
+    }
+
+    /// Whether several lanes access, each with a causal past that lacks its own accesses.
+    fn is_wide(&self) -> bool {
+        self.lanes & self.lanes.wrapping_sub(1) != 0
+    }
+
+    /// The actors of the access, one for each lane. Not for rows.
+    pub(super) fn actors(&self) -> impl Iterator<Item = Key> + use<> {
+        let (actor, mask) = (self.actor, self.lanes);
+        let lone = (mask == 0).then_some(actor);
+        lanes(mask).map(move |l| clock::lane(actor, l)).chain(lone)
+    }
+
+    /// Whether both are by lanes of one warp.
+    fn same_warp(&self, other: &Record) -> bool {
+        self.actor & !clock::WITHIN_WARP == other.actor & !clock::WITHIN_WARP
+    }
+}
+
+/// Whether an access comes after another one, in all of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    After,
+    /// Nowhere in the range.
+    Unordered,
+    /// It has to be found out for each lane.
+    ByLane,
+}
+
+/// The actor of an access, and its causal past. Lanes of a warp with equal causal pasts access
+/// together.
+#[derive(Clone, Copy)]
+pub(crate) struct Accessor<'a> {
+    pub(crate) record: Record,
+    /// The lane's own key. Its causal past need not include its own accesses. Bulk copies have no
+    /// such key. That of the warp, where several lanes access.
+    pub(crate) own: Key,
+    pub(crate) view: PastView<'a>,
+    /// For a bulk copy: the generic accesses that it may rely on.
+    pub(crate) published: Option<&'a VectorClock>,
+}
+
+impl<'a> Accessor<'a> {
+    /// The lanes that access the byte `at`, each as an access of its own; a lane as it is. The
+    /// numbers of the lanes come with them, and 0 with actors that are none.
+    pub(super) fn at(self, at: u64, kind: Kind) -> impl Iterator<Item = (usize, Accessor<'a>)> {
+        let Self { record, own, .. } = self;
+        let wide = record.is_wide();
+        let mask = record.row.lane(at).map_or(record.lanes, |lane| 1 << lane);
+        let lone = (!wide).then_some((record.lanes.trailing_zeros() as usize % 32, self));
+        let narrow = move |l| (l, Self { record: record.by(l, kind), own: clock::lane(own, l), ..self });
+        lanes(if wide { mask } else { 0 }).map(narrow).chain(lone)
+    }
+
+    /// Whether a lone access comes after the access `record` of the actor `key`.
+    pub(super) fn after(&self, grids: &Grids, key: Key, record: &Record) -> bool {
+        if record.how.bulk {
+            return self.view.includes(grids, key, record.tick);
+        }
+        (key == self.own && !self.record.how.bulk) || self.after_tick(grids, key, record.tick)
+    }
+
+    /// Whether the access comes after all accesses of an actor up to a tick, bulk copies excepted.
+    pub(super) fn after_tick(&self, grids: &Grids, key: Key, tick: u32) -> bool {
+        match self.published {
+            Some(published) => grids.includes_tick(published, key, tick),
+            None => self.view.includes(grids, key, tick),
+        }
+    }
+
+    /// Whether the access comes after `record`, of all its lanes, wherever in a range they meet.
+    pub(super) fn order(&self, grids: &Grids, record: &Record) -> Order {
+        let mine = &self.record;
+        let own_lanes = !mine.how.bulk && !record.how.bulk && mine.same_warp(record);
+        if record.is_row() {
+            if own_lanes && mine.row == record.row {
+                return Order::After;
+            }
+            let passed = match self.published {
+                Some(published) => grids.passed(published, record.actor, record.tick),
+                None => self.view.passed(grids, record.actor, record.tick),
+            };
+            return match passed {
+                Passed::All => Order::After,
+                Passed::None if !own_lanes => Order::Unordered,
+                _ => Order::ByLane,
+            };
+        }
+        if record.actors().all(|key| self.after(grids, key, record)) {
+            return Order::After;
+        }
+        if own_lanes && mine.is_wide() { Order::ByLane } else { Order::Unordered }
+    }
+
+    /// Whether all lanes come after the write `last`, wherever in a range they meet.
+    pub(super) fn follows(&self, grids: &Grids, last: &Record) -> bool {
+        self.order(grids, last) == Order::After
+    }
+
+    /// The lane that accesses the byte at `at`, as a bit; 1 where it is not one of several.
+    pub(super) fn lane_bit(&self, at: u64) -> u32 {
+        self.record.row.lane(at).map_or(1, |lane| 1 << lane)
+    }
+
+    /// Both are strong, take in each other, and touch the same bytes in the same way.
+    pub(super) fn morally_strong(&self, grids: &Grids, record: &Record) -> bool {
+        let (Some(mine), Some(theirs)) = (self.record.how.strong, record.how.strong) else { return false };
+        !record.how.bulk
+            && !self.record.how.bulk
+            && record.how.size == self.record.how.size
+            && record.bytes == self.record.bytes
+            && grids.mutual(mine, self.own, theirs, record.actor)
+    }
+
+    /// Whether the access comes after the whole kernel of an actor.
+    pub(super) fn after_kernel_of(&self, grids: &Grids, key: Key) -> bool {
+        let Some(facts) = grids.facts(key) else { return true };
+        match self.published {
+            Some(published) => published.timeline(facts.timeline) >= facts.tick,
+            None => self.view.includes_all(facts.timeline, facts.tick),
+        }
+    }
+
+    /// Whether a lone access is ordered behind the access `record` of the actor `key`, or needs no
+    /// order.
+    pub(super) fn gets_on_with(&self, grids: &Grids, key: Key, record: &Record) -> bool {
+        self.after(grids, key, record) || self.morally_strong(grids, record)
+    }
+}
+
+/// A row of all lanes of a warp.
+pub(crate) const ROW_LANES: u32 = FULL;
+
+/// Rule that an access breaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Violation {
+    /// It races with this one. `wrote`: with a write.
+    Race { other: Record, wrote: bool },
+    /// The access reads unwritten bytes.
+    Unwritten,
+}
+
+/// A violation, and the byte of its memory that it is at.
+pub(crate) type ViolationAt = (u64, Violation);
+
+/// The first violation of each lane of an access, with the lane's number; of actors that are no
+/// lane, the first of all, with the number 0.
+#[derive(Debug, Default)]
+pub(crate) struct Violations {
+    pub(crate) all: Vec<(usize, ViolationAt)>,
+    lanes: u32,
+    /// Not all of the last writes that a read has found come before it in every way: a strong read
+    /// may have observed one.
+    pub(super) may_observe: bool,
+}
+
+impl Violations {
+    pub(super) fn note(&mut self, lane: usize, found: ViolationAt) {
+        if self.lanes >> lane & 1 == 0 {
+            self.lanes |= 1 << lane;
+            // In the order of the lanes, whichever of their bytes comes first.
+            let at = self.all.partition_point(|(other, _)| *other < lane);
+            self.all.insert(at, (lane, found));
+        }
+    }
+
+    pub(crate) fn first(&self) -> Option<ViolationAt> {
+        self.all.first().map(|(_, found)| *found)
+    }
+}

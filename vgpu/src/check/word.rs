@@ -1,0 +1,355 @@
+//! The history of a word: its last write and the reads since. Words with equal histories share one.
+
+use std::sync::Arc;
+
+use super::clock::{self, Key};
+use super::grids::Grids;
+use super::record::{Accessor, Kind, NOBODY, Order, Record, Violation};
+
+/// The history of a word, or of a byte of a split word.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct History {
+    pub(super) write: Record,
+    pub(super) read: Record,
+    /// Whether it was written.
+    pub(super) written: bool,
+    /// Whether the shadow has the value before the last write.
+    pub(super) before: bool,
+    /// Rarely anything.
+    more: Option<Arc<More>>,
+}
+
+/// What few histories have.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct More {
+    /// Readers besides `History::read`, unordered with it.
+    readers: Readers,
+    /// Lanes that have observed the last write by a morally strong read, and the tick. The write
+    /// comes before all accesses after one of these reads. The other accesses of its thread do not.
+    seen: Vec<(Key, u32)>,
+    /// Reads by `ld.global.nc` since the last write, the first of each kernel.
+    read_only: Vec<Record>,
+}
+
+/// Readers, sorted by actor.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Readers {
+    all: Vec<Record>,
+    /// With more than this, those are looked for that need not be kept.
+    limit: usize,
+}
+
+impl Readers {
+    fn add(&mut self, grids: &Grids, who: &Accessor) {
+        let me = who.record;
+        let first = self.all.partition_point(|r| r.actor < me.actor);
+        let last = first + self.all[first..].iter().take_while(|r| r.actor == me.actor).count();
+        // Later reads of a lane stand for its earlier ones.
+        let replaced = |r: &Record| {
+            if me.is_row() { r.row == me.row } else { !r.is_row() && r.lanes & !me.lanes == 0 }
+        };
+        if let Some(reader) = self.all[first..last].iter_mut().find(|r| replaced(r)) {
+            *reader = me;
+            return;
+        }
+        self.all.insert(last, me);
+        if self.all.len() > self.limit.max(64) {
+            // An access after this read is also after the reads in this reader's causal past.
+            self.all.retain(|r| *r == me || who.order(grids, r) != Order::After);
+            self.limit = 2 * self.all.len();
+        }
+    }
+}
+
+/// What a read changes in a history.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Noted {
+    Nothing,
+    /// `History::read` becomes this.
+    Read(Record),
+    /// One more reader.
+    Reader,
+}
+
+/// Accesses that a range of words was found to get on with: neighbours mostly have the same.
+#[derive(Debug)]
+pub(super) struct Fine {
+    pub(super) write: Record,
+    pub(super) read: Record,
+    /// Some are not ordered, and need not be.
+    pub(super) unordered: bool,
+}
+
+impl Default for Fine {
+    fn default() -> Self {
+        Self { write: NOBODY, read: NOBODY, unordered: false }
+    }
+}
+
+impl History {
+    pub(super) const fn untouched(written: bool) -> Self {
+        Self { write: NOBODY, read: NOBODY, written, before: false, more: None }
+    }
+
+    /// The history behind a write.
+    pub(super) fn written_by(write: Record, before: bool) -> Self {
+        Self { write, before, ..Self::untouched(true) }
+    }
+
+    fn more(&mut self) -> &mut More {
+        Arc::make_mut(self.more.get_or_insert_default())
+    }
+
+    fn readers(&self) -> &[Record] {
+        self.more.as_ref().map_or(&[], |more| &more.readers.all)
+    }
+
+    fn read_only(&self) -> &[Record] {
+        self.more.as_ref().map_or(&[], |more| &more.read_only)
+    }
+
+    /// Makes it the history of the one word or byte at `at`, where each row is an access of one
+    /// lane.
+    pub(super) fn narrow(&mut self, at: u64) {
+        self.write = self.write.at(at, Kind::Write);
+        self.read = self.read.at(at, Kind::Read);
+        if self.readers().iter().any(Record::is_row) {
+            self.more().readers.all.iter_mut().for_each(|r| *r = r.at(at, Kind::Read));
+        }
+    }
+
+    /// Checks a read of all of a range with this history. Returns what changes; `None` where that
+    /// differs within the range, or a violation may be found: [`History::read`] must decide for
+    /// each word and lane.
+    pub(super) fn read_all(&self, grids: &Grids, who: &Accessor, fine: &mut Fine) -> Option<Noted> {
+        if !self.written {
+            return None;
+        }
+        let (me, last, old) = (who.record, &self.write, &self.read);
+        if last.actor != 0 && *last != fine.write {
+            if who.order(grids, last) != Order::After {
+                fine.unordered = true;
+                if !who.morally_strong(grids, last) {
+                    return None;
+                }
+            }
+            fine.write = *last;
+        }
+        if old.actor == 0 || *old == fine.read {
+            return Some(Noted::Read(me));
+        }
+        if old.row == me.row && old.joins(&me) {
+            return Some(if old.lanes | me.lanes == old.lanes {
+                Noted::Nothing
+            } else {
+                Noted::Read(Record { lanes: old.lanes | me.lanes, ..me })
+            });
+        }
+        match who.order(grids, old) {
+            Order::After => {
+                // An access behind this read is behind that one too.
+                fine.read = *old;
+                Some(Noted::Read(me))
+            }
+            Order::Unordered => Some(Noted::Reader),
+            Order::ByLane => None,
+        }
+    }
+
+    /// Applies what [`History::read_all`] has returned.
+    pub(super) fn apply(&mut self, grids: &Grids, who: &Accessor, noted: Noted) {
+        match noted {
+            Noted::Nothing => {}
+            Noted::Read(read) => self.read = read,
+            Noted::Reader => self.more().readers.add(grids, who),
+        }
+    }
+
+    /// Notes a read by a lone actor of the word that this is the history of. Returns the violation,
+    /// if there is one.
+    pub(super) fn read(&mut self, grids: &Grids, who: &Accessor) -> Option<Violation> {
+        if !self.written {
+            return Some(Violation::Unwritten);
+        }
+        let (me, last, old) = (who.record, self.write, self.read);
+        // A write that was observed lets nothing be said of other words that its thread wrote.
+        let fine =
+            last.actor == 0 || who.gets_on_with(grids, last.actor, &last) || self.is_observed(grids, who);
+        if old.actor == 0 {
+            self.read = me;
+        } else if old.joins(&me) {
+            self.read = Record { lanes: old.lanes | me.lanes, ..me };
+        } else if old.actors().all(|key| who.after(grids, key, &old)) {
+            self.read = me;
+        } else {
+            self.more().readers.add(grids, who);
+        }
+        (!fine).then_some(Violation::Race { other: last, wrote: true })
+    }
+
+    /// Whether a write to all of a range with this history breaks no rule. If not,
+    /// [`History::clash`] must decide for each word and lane.
+    pub(super) fn is_free(&self, grids: &Grids, who: &Accessor, fine: &mut Fine) -> bool {
+        let free = |other: &Record| {
+            other.actor == 0 || who.order(grids, other) == Order::After || who.morally_strong(grids, other)
+        };
+        if self.write != fine.write {
+            if !free(&self.write) {
+                return false;
+            }
+            fine.write = self.write;
+        }
+        if self.read != fine.read {
+            if !free(&self.read) {
+                return false;
+            }
+            fine.read = self.read;
+        }
+        let Some(more) = &self.more else { return true };
+        more.readers.all.iter().all(free)
+            && more.read_only.iter().all(|r| who.after_kernel_of(grids, r.actor))
+    }
+
+    /// The violation of a write by a lone actor to the word that this is the history of.
+    /// `unchanged`: memory already holds the written value. Weak writes of equal values do no harm.
+    pub(super) fn clash(
+        &self,
+        grids: &Grids,
+        who: &Accessor,
+        unchanged: impl FnOnce() -> bool,
+    ) -> Option<Violation> {
+        let (me, last) = (&who.record, &self.write);
+        let equal_values = || !last.how.rmw && !me.how.rmw && unchanged();
+        let fine = last.actor == 0
+            || who.gets_on_with(grids, last.actor, last)
+            || self.is_observed(grids, who)
+            || equal_values();
+        if !fine {
+            return Some(Violation::Race { other: *last, wrote: true });
+        }
+        let clashes = |r: &&Record| r.actor != 0 && r.actors().any(|key| !who.gets_on_with(grids, key, r));
+        let in_use = |r: &&Record| !who.after_kernel_of(grids, r.actor);
+        let other = (self.read_only().iter().find(in_use))
+            .or_else(|| std::iter::once(&self.read).find(clashes))
+            .or_else(|| self.readers().iter().find(clashes))?;
+        Some(Violation::Race { other: *other, wrote: false })
+    }
+
+    /// Whether a read by `ld.global.nc` of this actor's kernel is noted.
+    pub(super) fn has_read_only(&self, actor: Key) -> bool {
+        self.read_only().iter().any(|r| clock::grid_of(r.actor) == clock::grid_of(actor))
+    }
+
+    /// Notes a read by `ld.global.nc` of a kernel that begins as `begin` says.
+    pub(super) fn note_read_only(&mut self, grids: &Grids, begin: &Accessor) {
+        let read_only = &mut self.more().read_only;
+        read_only.retain(|r| !begin.after_kernel_of(grids, r.actor));
+        read_only.push(begin.record);
+    }
+
+    /// Notes that the lane `who` has seen the last write by a strong read.
+    pub(super) fn note_seen(&mut self, grids: &Grids, who: &Accessor) {
+        if !self.awaits_note(grids, who) {
+            return;
+        }
+        let seen = self.more.as_ref().map_or(&[][..], |more| &more.seen);
+        if !seen.iter().any(|s| s.0 == who.own) {
+            self.more().seen.push((who.own, who.record.tick));
+        }
+    }
+
+    /// Whether the last write is strong, and in no one's past by other means.
+    fn awaits_note(&self, grids: &Grids, who: &Accessor) -> bool {
+        let last = &self.write;
+        last.actor != 0 && !who.after(grids, last.actor, last) && who.morally_strong(grids, last)
+    }
+
+    /// Whether [`History::note_seen`] has nothing to do in all of a range with this history.
+    pub(super) fn needs_no_note(&self, grids: &Grids, who: &Accessor) -> bool {
+        let last = &self.write;
+        last.actor == 0 || last.how.strong.is_none() || who.order(grids, last) == Order::After
+    }
+
+    /// Whether an access of a lone actor comes after a strong read of the last write, so after that
+    /// write.
+    pub(super) fn is_observed(&self, grids: &Grids, who: &Accessor) -> bool {
+        self.more.as_ref().is_some_and(|more| {
+            more.seen.iter().any(|&(key, tick)| key == who.own || who.after_tick(grids, key, tick))
+        })
+    }
+}
+
+impl Record {
+    /// Whether this read and `new` can be one record of several lanes.
+    fn joins(&self, new: &Record) -> bool {
+        self.actor == new.actor
+            && self.how == new.how
+            && self.pc == new.pc
+            && self.tick == new.tick
+            && self.bytes == new.bytes
+    }
+}
+
+/// Number of a history.
+pub(super) type Id = u32;
+
+/// The history of untouched words.
+pub(super) const UNTOUCHED: Id = 0;
+
+/// Histories, and how many words and bytes have each.
+#[derive(Debug)]
+pub(super) struct Histories {
+    all: Vec<(History, u32)>,
+    free: Vec<Id>,
+}
+
+impl Histories {
+    /// Histories of memory that is all untouched. `written`: it counts as written.
+    pub(super) fn new(written: bool) -> Self {
+        Self { all: vec![(History::untouched(written), 0)], free: vec![] }
+    }
+
+    pub(super) fn get(&self, id: Id) -> &History {
+        &self.all[id as usize].0
+    }
+
+    /// The history, if just these `uses` words or bytes have it.
+    pub(super) fn alone(&mut self, id: Id, uses: u32) -> Option<&mut History> {
+        let (history, all) = &mut self.all[id as usize];
+        (*all == uses && id != UNTOUCHED).then_some(history)
+    }
+
+    /// Adds a history that no word has yet.
+    pub(super) fn add(&mut self, history: History) -> Id {
+        match self.free.pop() {
+            Some(id) => {
+                self.all[id as usize] = (history, 0);
+                id
+            }
+            None => {
+                self.all.push((history, 0));
+                (self.all.len() - 1) as Id
+            }
+        }
+    }
+
+    /// More words or bytes have this history.
+    pub(super) fn take(&mut self, id: Id, more: u32) {
+        if id != UNTOUCHED {
+            self.all[id as usize].1 += more;
+        }
+    }
+
+    /// Fewer words or bytes have this history.
+    pub(super) fn release(&mut self, id: Id, fewer: u32) {
+        if id == UNTOUCHED {
+            return;
+        }
+        let (history, uses) = &mut self.all[id as usize];
+        *uses -= fewer;
+        if *uses == 0 {
+            history.more = None;
+            self.free.push(id);
+        }
+    }
+}
