@@ -10,6 +10,8 @@ pub(crate) struct Config {
     pub(crate) seed: Option<u64>,
     /// How long kernels may only wait while nothing else happens; `None`: for ever.
     pub(crate) stuck_seconds: Option<u64>,
+    /// Whether a kernel's code is loaded at its first use, behind all that runs.
+    pub(crate) loads_lazily: bool,
 }
 
 impl Config {
@@ -33,7 +35,9 @@ impl Config {
         let seed = number("EPOXIDE_VGPU_SEED", 0, u64::MAX)?;
         let stuck = number("EPOXIDE_VGPU_STUCK_SECONDS", 0, u64::from(u32::MAX))?.unwrap_or(300);
         let stuck_seconds = Some(stuck).filter(|seconds| *seconds > 0);
-        Ok(Config { devices, memory_bytes, check, seed, stuck_seconds })
+        // The driver's own variable. Its default is to load lazily, with waits that few programs meet.
+        let loads_lazily = variable("CUDA_MODULE_LOADING").as_deref() == Some("LAZY");
+        Ok(Config { devices, memory_bytes, check, seed, stuck_seconds, loads_lazily })
     }
 }
 
@@ -53,6 +57,8 @@ mod tests {
         assert_eq!(read("EPOXIDE_VGPU_DEVICES", "4").unwrap().devices, 4);
         assert!(read("EPOXIDE_VGPU_CHECK", "1").unwrap().check);
         assert_eq!(read("EPOXIDE_VGPU_STUCK_SECONDS", "0").unwrap().stuck_seconds, None);
+        let lazily = |value: &str| read("CUDA_MODULE_LOADING", value).unwrap().loads_lazily;
+        assert_eq!([lazily(""), lazily("EAGER"), lazily("LAZY")], [false, false, true]);
         let error = read("EPOXIDE_VGPU_DEVICES", "65").unwrap_err();
         assert_eq!(error, "EPOXIDE_VGPU_DEVICES is '65': it must be a number from 0 to 64");
     }

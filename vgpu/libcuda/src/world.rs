@@ -316,6 +316,8 @@ pub(crate) struct Function {
     pub(crate) kernel: Arc<Kernel>,
     pub(crate) max_dynamic_shared: u32,
     pub(crate) carveout: i32,
+    /// Whether its code is loaded, which counts where code is loaded lazily.
+    pub(crate) is_loaded: bool,
 }
 
 /// A library: a module that is loaded into each context at its first use there.

@@ -1,7 +1,7 @@
 //! Facts about kernels, occupancy, launches.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use epoxide_vgpu::{DeviceConfig, GridConfig, Kernel, Residency};
 
@@ -21,6 +21,30 @@ const CARVEOUT: c_int = 9;
 fn function_of(world: &World, tables: &mut Tables, handle: Handle) -> Res<Function> {
     let function = resolve_function(world, tables, handle)?;
     tables.functions.get(&function).cloned().ok_or(INVALID_HANDLE)
+}
+
+/// Loads the code of a kernel. With `CUDA_MODULE_LOADING=LAZY` that waits for all that the context's
+/// streams have been given, as the driver may: also for a kernel that waits for this one.
+fn load<'a>(
+    world: &'a World,
+    mut tables: MutexGuard<'a, Tables>,
+    handle: Handle,
+) -> Res<(MutexGuard<'a, Tables>, Function)> {
+    let handle = resolve_function(world, &mut tables, handle)?;
+    let function = tables.functions.get(&handle).cloned().ok_or(INVALID_HANDLE)?;
+    if world.config.loads_lazily && !function.is_loaded {
+        let context = tables.modules.get(&function.module).ok_or(INVALID_HANDLE)?.context;
+        let streams = tables.streams_of(context);
+        tables = world.synchronise(tables, &streams)?;
+        tables.functions.get_mut(&handle).ok_or(INVALID_HANDLE)?.is_loaded = true;
+    }
+    Ok((tables, function))
+}
+
+fn attribute_of(value: Out<c_int>, asked: c_int, handle: Handle) -> Res {
+    let world = world()?;
+    let (tables, function) = load(world, world.lock(), handle)?;
+    value.put(attribute(&tables, &function, asked)?)
 }
 
 fn attribute(tables: &Tables, function: &Function, attribute: c_int) -> Res<c_int> {
@@ -153,9 +177,8 @@ struct Shape {
 
 fn launch(function: Handle, shape: &Shape, params: In<In<u8>>, extra: In<usize>) -> Res {
     let world = world()?;
-    let mut tables = world.lock();
+    let (mut tables, function) = load(world, world.lock(), function)?;
     let stream = tables.resolve(shape.stream)?;
-    let function = function_of(world, &mut tables, function)?;
     let owner = tables.modules.get(&function.module).map(|module| module.context);
     if owner != Some(tables.stream(stream)?.context) {
         return Err(INVALID_HANDLE);
@@ -214,10 +237,7 @@ fn param_info(handle: Handle, index: usize, offset: Out<usize>, bytes: Out<usize
 api! {
     /// An attribute of a kernel.
     fn cuFuncGetAttribute(value: Out<c_int>, asked: c_int, function: Handle) {
-        let world = world()?;
-        let mut tables = world.lock();
-        let function = function_of(world, &mut tables, function)?;
-        value.put(attribute(&tables, &function, asked)?)
+        attribute_of(value, asked, function)
     }
 
     /// Sets an attribute of a kernel.
@@ -227,11 +247,8 @@ api! {
 
     /// An attribute of a kernel.
     fn cuKernelGetAttribute(value: Out<c_int>, asked: c_int, kernel: Handle, device: CUdevice) {
-        let world = world()?;
-        world.device(device)?;
-        let mut tables = world.lock();
-        let function = function_of(world, &mut tables, kernel)?;
-        value.put(attribute(&tables, &function, asked)?)
+        world()?.device(device)?;
+        attribute_of(value, asked, kernel)
     }
 
     /// Sets an attribute of a kernel, in the current context.
@@ -278,17 +295,17 @@ api! {
         param_info(kernel, index, offset, bytes)
     }
 
-    /// Kernels are loaded at once.
+    /// Whether the code of a kernel is loaded.
     fn cuFuncIsLoaded(state: Out<c_int>, function: Handle) {
         let world = world()?;
-        resolve_function(world, &mut world.lock(), function)?;
-        state.put(1)
+        let function = function_of(world, &mut world.lock(), function)?;
+        state.put((function.is_loaded || !world.config.loads_lazily).into())
     }
 
-    /// Loads a kernel, which is loaded.
+    /// Loads the code of a kernel.
     fn cuFuncLoad(function: Handle) {
         let world = world()?;
-        resolve_function(world, &mut world.lock(), function).map(drop)
+        load(world, world.lock(), function).map(drop)
     }
 
     /// Blocks of a kernel that fit on a multiprocessor.

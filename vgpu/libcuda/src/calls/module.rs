@@ -143,7 +143,8 @@ fn function(tables: &mut Tables, module: Handle, name: &str) -> Res<Handle> {
     let kernel = loaded.module.kernel(name).ok_or(NOT_FOUND)?;
     let handle = tables.new_handle();
     let free = super::device::DEFAULT_SHARED_BYTES.saturating_sub(kernel.static_shared_bytes());
-    tables.functions.insert(handle, Function { module, kernel, max_dynamic_shared: free, carveout: -1 });
+    let function = Function { module, kernel, max_dynamic_shared: free, carveout: -1, is_loaded: false };
+    tables.functions.insert(handle, function);
     if let Some(loaded) = tables.modules.get_mut(&module) {
         loaded.functions.insert(name.to_owned(), handle);
     }

@@ -78,6 +78,37 @@ fn kernels_that_only_wait_end_after_the_time_that_is_set() {
     assert!(report.contains("spins on") && report.contains("EPOXIDE_VGPU_STUCK_SECONDS"), "{report}");
 }
 
+#[test]
+fn a_first_launch_waits_where_code_is_loaded_lazily() {
+    if std::env::var_os(CHILD).is_some() {
+        let _context = Context::on(0);
+        let (module, [waits, adds]) = (Module::load(), [stream(1), stream(1)]);
+        let addr = upload(&[0, 0]);
+        for name in ["wait", "add"] {
+            ok!(cuFuncLoad(module.function(name) => Handle));
+        }
+        module.launch_at("wait", waits, [1, 1], addr);
+        module.add(adds, [1, 1], addr + 4, 1);
+        ok!(cuCtxSynchronize());
+        // The same by another module, whose `add` is not loaded: it waits for a kernel that waits.
+        let other = Module::load();
+        let addr = upload(&[0, 0]);
+        other.launch_at("wait", waits, [1, 1], addr);
+        let (mut at, mut value) = (addr + 4, 1u32);
+        let mut params = [(&raw mut at).cast(), (&raw mut value).cast()];
+        assert_eq!(other.try_launch("add", adds, [1, 1], &mut params), 702, "CUDA_ERROR_LAUNCH_TIMEOUT");
+        return;
+    }
+    let program = std::env::current_exe().expect("this program has a path");
+    let child = Command::new(program)
+        .args(["faults::a_first_launch_waits_where_code_is_loaded_lazily", "--exact", "--nocapture"])
+        .envs([(CHILD, "lazily"), ("EPOXIDE_VGPU_STUCK_SECONDS", "1"), ("CUDA_MODULE_LOADING", "LAZY")])
+        .output()
+        .expect("the program starts again");
+    let report = String::from_utf8_lossy(&child.stderr);
+    assert!(child.status.success() && report.contains("kernel 'wait': 1 groups of lanes"), "{report}");
+}
+
 /// Tests whose words are not ordered by the memory model: a fill sets the flag that a kernel polls.
 const RACES: [&str; 3] = [
     "streams::a_kernel_may_wait_for_work_of_another_stream",
@@ -89,7 +120,8 @@ const RACES: [&str; 3] = [
 fn check_mode_reports_the_tests_with_races_and_no_others() {
     let program = std::env::current_exe().expect("this program has a path");
     let child = Command::new(program)
-        .args(["--skip", "faults::check_mode", "--skip", "faults::null_arguments", "--skip", "program::"])
+        .args(["check_mode", "null_arguments", "a_first_launch"].map(|name| format!("--skip=faults::{name}")))
+        .arg("--skip=program::")
         .env("EPOXIDE_VGPU_CHECK", "1")
         .output()
         .expect("the program starts again");
