@@ -3,13 +3,14 @@
 //!
 //! The place of a row follows from the selections of all tokens, which come ahead of the rows.
 //! Every block counts them for itself, so no block waits for another one, and a grid need not be
-//! resident as a whole. A block has some tokens of each source rank, or parts of their rows. So it
-//! copies rows of one rank while those of another one are under way.
+//! resident as a whole. A block has some tokens of each source rank, or parts of their rows. Its own
+//! rank's come first: where the kernel has sent them too, they are read from the input, while those
+//! of other ranks are under way.
 //!
 //! Soundness: words of shared memory have a barrier of the team between their writers and their
 //! readers; counters are added to by atomics. A row of a segment, or a part of it, has one warp of
 //! one block, since every block derives the same places from the same selections. A row is read
-//! behind the word of its chunk, which a lane has acquired in front of a barrier of the team.
+//! behind the word of its chunk, which a lane has acquired in front of a barrier of its warp.
 //! Places are checked against the room before use. Collectives stand where all lanes of a warp
 //! arrive.
 
