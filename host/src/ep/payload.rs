@@ -1,4 +1,4 @@
-//! What travels with a token: a row, and columns of bytes.
+//! The payload of a token: a row, and columns of bytes.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ const MXFP8_BLOCK: u64 = 32;
 /// Elements of a row that share a scale in NVFP4.
 const NVFP4_BLOCK: u64 = 16;
 
-/// What travels with a token: a row of elements of one type, and up to four columns, such as its
+/// The payload of a token: a row of elements of one type, and up to four columns, such as its
 /// scales. Dispatch moves the bytes of both and gives them no meaning.
 ///
 /// It computes the sizes that a buffer needs ([`Payload::max_scales`]) and the shapes of tensors.

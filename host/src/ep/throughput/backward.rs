@@ -104,13 +104,8 @@ impl Buffer {
         expert_rows: &Tensor<'_>,
         order: StreamOrder<'_>,
     ) -> Result<GradWeights> {
-        let capturing = self.core.begin(order)?;
-        let place = received.lease.place().clone();
-        self.core.check_place(&place)?;
-        received.lease.check_current()?;
-        self.check_handle(&received.handle)?;
+        let (capturing, place, handle) = self.begin_on(received, order)?;
         place.check_rows_free()?;
-        let handle = received.handle.0.clone();
         let by_expert = handle.tables.by_expert;
         let num_topk = match (by_expert, &received.recv_topk_idx) {
             (Some(tables), _) => tables.num_topk,

@@ -34,12 +34,7 @@ impl Buffer {
         out: &TypedTensor<'_, i32>,
         order: StreamOrder<'_>,
     ) -> Result<Option<Event>> {
-        let capturing = self.core.begin(order)?;
-        let place = received.lease.place().clone();
-        self.core.check_place(&place)?;
-        received.lease.check_current()?;
-        self.check_handle(&received.handle)?;
-        let handle = received.handle.0.clone();
+        let (capturing, place, handle) = self.begin_on(received, order)?;
         // Fields of `Received` are the caller's to replace; the record is not among them.
         let record = &received.record;
         let Some(column) = record.columns.get(index) else {

@@ -67,12 +67,7 @@ impl Buffer {
         out_topk_weights: Option<&TypedTensor<'_, f32>>,
         order: StreamOrder<'_>,
     ) -> Result<Option<Event>> {
-        let capturing = self.core.begin(order)?;
-        let place = received.lease.place().clone();
-        self.core.check_place(&place)?;
-        received.lease.check_current()?;
-        self.check_handle(&received.handle)?;
-        let handle = received.handle.0.clone();
+        let (capturing, place, handle) = self.begin_on(received, order)?;
         let (rows, dtype) = (handle.output_rows(), received.recv_x.dtype());
         let hidden = received.recv_x.columns();
         out.expect("out", &[dtype], &[("num_recv_tokens", Some(rows)), ("hidden", Some(hidden))])?;

@@ -213,7 +213,7 @@ struct Checked {
     hidden: u64,
     row_bytes: u32,
     x: DevicePtr,
-    /// What travels beside a row: columns, or scales.
+    /// Columns that travel beside a row, or its scales.
     record: Record,
     is_scales: bool,
     timeout: Option<Duration>,
@@ -230,6 +230,9 @@ impl Checked {
         self.record.fingerprint() << 24 | self.row_bytes | self.dtype.code()
     }
 }
+
+/// The begin of an operation on received rows: whether it is captured, their place and their handle.
+type Begun = (bool, Arc<PlaceState<Room>>, Arc<HandleState>);
 
 impl Buffer {
     /// Sends every token's row to each rank that has one of its experts, into `place`, the one of
@@ -472,6 +475,16 @@ impl Buffer {
         let header = handle.0.header(stream)?;
         self.core.check()?;
         self.plans.check_plan(&header, handle.0.capacity)
+    }
+
+    /// Begins an operation on received rows, which must still be there.
+    pub(super) fn begin_on(&self, received: &Received<'_>, order: StreamOrder<'_>) -> Result<Begun> {
+        let capturing = self.core.begin(order)?;
+        let place = received.lease.place().clone();
+        self.core.check_place(&place)?;
+        received.lease.check_current()?;
+        self.check_handle(&received.handle)?;
+        Ok((capturing, place, received.handle.0.clone()))
     }
 
     pub(super) fn check_handle(&self, handle: &DispatchHandle) -> Result<()> {
