@@ -134,7 +134,7 @@ fn aligned(rows: u32, alignment: u32) -> u32 {
     rows.saturating_add(alignment - 1) & !(alignment - 1)
 }
 
-/// What a plan of segments reads and publishes: counts of the sources, and the first rows for them.
+/// Words that a plan of segments reads and publishes: counts of the sources, and first rows for them.
 pub trait Exchange {
     /// Ranks whose rows come here.
     fn sources(&self) -> u32;

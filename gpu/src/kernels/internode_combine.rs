@@ -93,8 +93,8 @@ pub unsafe fn internode_combine_f32(args: InternodeCombineArgs) {
     combine::<F32, false>(&args, DevicePtr::NULL, 0);
 }
 
-/// The same as [`InternodeCombine`] of rows by expert: a node's sum is over the token's entries, in their order, each times
-/// the weight that the dispatch has brought.
+/// The same as [`InternodeCombine`] of rows by expert: a node's sum is over the token's entries, in
+/// their order, each times the weight that the dispatch has brought.
 #[kernel(
     threads = 512, barriers = 3, registers = 128,
     grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,

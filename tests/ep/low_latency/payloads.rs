@@ -34,7 +34,7 @@ fn bytes(turn: u64, (rank, token): (u32, u32), part: usize, count: u64) -> Vec<u
     bytes
 }
 
-/// What this rank sends of a part: of each token, `elements` of the dtype.
+/// The part of each token that this rank sends: `elements` of the dtype.
 fn upload(
     rank: &LowLatencyRank,
     case: &LowLatencyCase,

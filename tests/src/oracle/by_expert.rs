@@ -43,7 +43,7 @@ pub fn by_expert(routing: &Routing, rank: u32, alignment: u32) -> ExpertPlan {
 /// The sum of a token of `rank`: of its selections in their order, each `row(receiver, k)` times
 /// its weight, in f32 from +0. With `ranks_per_node`, across nodes: such a sum is made of the
 /// selections of each node and rounded to BF16, and the nodes' sums are added in order.
-#[allow(clippy::too_many_arguments)] // What a sum depends on.
+#[allow(clippy::too_many_arguments)] // A sum depends on all of them.
 pub fn combine_by_expert(
     routing: &Routing,
     rank: u32,

@@ -19,7 +19,7 @@ const TOP_K: usize = 2;
 const HIDDEN: usize = 2048;
 const TOKENS: [usize; RANKS] = [6, 5];
 const MOST_TOKENS: usize = 8;
-/// Of the rows that an expert gets: all tokens of all ranks.
+/// Rows that an expert gets at most: all tokens of all ranks.
 const ROWS: usize = RANKS * MOST_TOKENS;
 const ROUNDS: usize = 2;
 /// As the launchers have it on a device of two multiprocessors.

@@ -23,7 +23,7 @@ const SEEDS_OF_VARIANTS: u64 = 6;
 /// Warp instructions without progress after which a grid hangs: a multiple of what a run needs.
 const LIVELOCK_LIMIT: u64 = 1 << 22;
 
-/// What a run has found: the name and the text of each report, or of what the oracle rejects.
+/// Results of a run: the name and the text of each report, or of a result that the oracle rejects.
 type Found = Vec<(String, String)>;
 
 /// Runs what is enqueued, and then the oracle, which returns the first wrong result. Reports come

@@ -54,7 +54,7 @@ type Dense = [u32; THREADS];
 struct Model {
     bytes: Vec<Byte>,
     past: [Dense; WARPS],
-    /// What bulk copies may rely on.
+    /// The past that bulk copies may rely on.
     published: [Dense; WARPS],
 }
 

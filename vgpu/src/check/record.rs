@@ -89,7 +89,7 @@ impl Record {
         Self { actor, tick, pc, how, ..NOBODY }
     }
 
-    /// What it is at the byte `at`: the access of the one lane that this byte belongs to.
+    /// The record at the byte `at`: the access of the one lane that this byte belongs to.
     pub(super) fn at(self, at: u64, kind: Kind) -> Self {
         self.row.lane(at).map_or(self, |lane| self.by(lane, kind))
     }

@@ -19,7 +19,7 @@ pub(super) struct History {
     more: Option<Arc<More>>,
 }
 
-/// What few histories have.
+/// The parts that few histories have.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct More {
     /// Readers besides `History::read`, unordered with it.
@@ -61,7 +61,7 @@ impl Readers {
     }
 }
 
-/// What a read changes in a history.
+/// The change of a history by a read.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Noted {
     Nothing,

@@ -139,7 +139,7 @@ fn fetch_libclang(dir: &Path) -> Result<()> {
         ];
         match fetch_packages(dir, "clang", &names.each_ref().map(String::as_str)) {
             Ok(()) => return Ok(()),
-            // What the newest release failed with says more than that an old one is not there.
+            // The failure of the newest release says more than that an old one is not there.
             Err(error) => failed = failed.or(Some(error)),
         }
     }

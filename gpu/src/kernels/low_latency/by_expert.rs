@@ -93,6 +93,14 @@ impl Scratch {
         ((ranks + 2) * experts + 1 + 2 * TOKENS * MAX_TOPK + 3 * MAX_MEMBERS as u32) * 4
     }
 
+    /// Zeroes the counts. The team has a barrier behind it, and then places rows.
+    #[device]
+    pub(super) unsafe fn clear<const BARRIER: u32>(self, team: Team<BARRIER>) {
+        stride!(word in team.thread()..self.ranks * self.experts, team.threads => {
+            st_shared_u32(self.next(0, word), 0);
+        });
+    }
+
     /// First the selections of a local expert by a rank, and in the high half those in front of the
     /// block's tokens. Then the place of the next one.
     #[device]
@@ -141,16 +149,6 @@ impl Scratch {
     #[device]
     fn upto(self, turn: u32) -> u32 {
         self.first(MAX_MEMBERS as u32 + turn)
-    }
-}
-
-impl Scratch {
-    /// Zeroes the counts. The team has a barrier behind it, and then places rows.
-    #[device]
-    pub(super) unsafe fn clear<const BARRIER: u32>(self, team: Team<BARRIER>) {
-        stride!(word in team.thread()..self.ranks * self.experts, team.threads => {
-            st_shared_u32(self.next(0, word), 0);
-        });
     }
 }
 
