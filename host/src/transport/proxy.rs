@@ -214,6 +214,17 @@ struct ProxyState {
     trace: Mutex<Vec<PutTrace>>,
 }
 
+impl ProxyState {
+    /// Adds puts to the statistics, or takes them back.
+    fn count(&self, batch: &[Put], change: fn(&AtomicU64, u64, Ordering) -> u64) {
+        let bytes = batch.iter().fold(0, |sum: u64, put| sum.saturating_add(put.bytes));
+        let counters = batch.iter().filter(|put| put.bytes == 0).count();
+        change(&self.puts, batch.len() as u64, Ordering::Relaxed);
+        change(&self.bytes, bytes, Ordering::Relaxed);
+        change(&self.counter_puts, counters as u64, Ordering::Relaxed);
+    }
+}
+
 impl Proxy {
     /// Starts the proxy of a link; `device` runs the kernels that post.
     pub fn start(device: &Device, link: PeerQueue) -> Result<Proxy> {
@@ -403,13 +414,11 @@ impl Worker {
                 let numbered = (self.posted + 1..).zip(batch);
                 self.traced.extend(numbered.map(|(number, put)| (number, begin, put.bytes)));
             }
-            self.queue.put_with_counter(batch)?;
+            // Ahead of the puts, so that a rank which knows that a peer has them finds them counted.
+            self.shared.count(batch, AtomicU64::fetch_add);
+            let put = self.queue.put_with_counter(batch);
+            put.inspect_err(|_| self.shared.count(batch, AtomicU64::fetch_sub))?;
             self.posted += batch.len() as u64;
-            let bytes = batch.iter().fold(0, |sum: u64, put| sum.saturating_add(put.bytes));
-            let counters = batch.iter().filter(|put| put.bytes == 0).count();
-            self.shared.puts.fetch_add(batch.len() as u64, Ordering::Relaxed);
-            self.shared.bytes.fetch_add(bytes, Ordering::Relaxed);
-            self.shared.counter_puts.fetch_add(counters as u64, Ordering::Relaxed);
         }
         if self.completed < self.posted {
             let completed = self.queue.completed()?;

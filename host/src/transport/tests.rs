@@ -907,3 +907,21 @@ fn proxies_batch_publish_completion_and_say_goodbye_only_when_drained() {
         assert_eq!(values, (1..=100).collect::<Vec<_>>());
     }
 }
+
+#[test]
+fn puts_are_counted_before_they_are_made() {
+    let device = VirtualGpu::new(VirtConfig::default());
+    let (puts, completed) = (Arc::<Mutex<Vec<_>>>::default(), Arc::new(AtomicU64::new(1)));
+    let queue = Recording { puts: Arc::clone(&puts), completed, closed: Arc::default() };
+    let mut proxy = Proxy::start(&device, PeerQueue { peer: 3, index: 0, queue: Box::new(queue) }).unwrap();
+    let mut poster = Poster { ring: proxy.handle(), posted: 0 };
+    // The queue cannot make the put while this is locked.
+    let made = puts.lock().unwrap();
+    poster.post(tiny(1));
+    eventually(|| proxy.stats().puts == 1);
+    assert!(made.is_empty());
+    drop(made);
+    eventually(|| poster.completed() == 1);
+    assert_eq!(proxy.stats().puts, 1);
+    proxy.stop(TIMEOUT);
+}
