@@ -63,6 +63,22 @@ macro_rules! ok {
 }
 pub(crate) use ok;
 
+/// Runs a test in a process of its own, where no other test can be given an address that this one
+/// has freed.
+/// `true` in that process; `test` is the name with its module.
+pub fn alone(test: &str) -> bool {
+    const MARK: &str = "EPOXIDE_TEST_ALONE";
+    if std::env::var_os(MARK).is_some() {
+        return true;
+    }
+    let program = std::env::current_exe().expect("this program has a path");
+    let mut command = std::process::Command::new(program);
+    let output = command.args(["--exact", test]).env(MARK, "1").output().expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}{output:?}");
+    false
+}
+
 /// A context of its own, current on this thread. Faults of one test do not reach another.
 pub struct Context(pub Handle);
 

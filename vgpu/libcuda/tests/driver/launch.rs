@@ -6,6 +6,9 @@ use crate::cuda::*;
 
 #[test]
 fn a_kernel_adds_to_what_was_uploaded() {
+    if !alone("launch::a_kernel_adds_to_what_was_uploaded") {
+        return;
+    }
     let _context = Context::on(0);
     let module = Module::load();
     let words: Vec<u32> = (0..256).collect();
@@ -42,6 +45,9 @@ fn parameters_may_be_in_a_buffer() {
 
 #[test]
 fn variables_belong_to_the_load_of_a_module() {
+    if !alone("launch::variables_belong_to_the_load_of_a_module") {
+        return;
+    }
     let _context = Context::on(0);
     let modules = [Module::load(), Module::load()];
     let find = |module: &Module| {

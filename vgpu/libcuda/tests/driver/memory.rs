@@ -112,6 +112,9 @@ fn memory_is_limited_and_counted() {
 
 #[test]
 fn memory_is_freed_in_stream_order() {
+    if !alone("memory::memory_is_freed_in_stream_order") {
+        return;
+    }
     let _context = Context::on(0);
     let (module, stream) = (Module::load(), stream(1));
     let mut addr = 0u64;
