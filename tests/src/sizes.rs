@@ -1,7 +1,7 @@
 //! Which sizes can be run: one rule, and one text of what is wrong, for every command that takes
 //! them.
 
-use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK};
+use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_RANKS, MAX_TOPK};
 
 use crate::payload::{ELEMENTS_PER_SCALE, Format};
 
@@ -38,9 +38,9 @@ impl Sizes {
     /// The flag, its value, and the rule that it breaks.
     pub fn check(&self) -> Result<(), String> {
         let Sizes { ranks, tokens, fewest_tokens: fewest, hidden, experts, topk, .. } = *self;
-        if self.low_latency && ranks > MAX_MEMBERS as u32 {
+        if self.low_latency && ranks > MAX_RANKS as u32 {
             return Err(format!(
-                "--nodes, --ranks-per-node: {ranks} ranks in all, and low latency has at most {MAX_MEMBERS}"
+                "--nodes, --ranks-per-node: {ranks} ranks in all, and low latency has at most {MAX_RANKS}"
             ));
         }
         if tokens < fewest && !self.low_latency {
@@ -120,8 +120,8 @@ mod tests {
                 "--tokens 1025: must be 1 to 1024 with --mode low-latency",
             ),
             (
-                Sizes { ranks: 40, ..low_latency },
-                "--nodes, --ranks-per-node: 40 ranks in all, and low latency has at most 32",
+                Sizes { ranks: 72, ..low_latency },
+                "--nodes, --ranks-per-node: 72 ranks in all, and low latency has at most 64",
             ),
             (Sizes { hidden: 2, ..right }, "--hidden 2: must be a positive multiple of 8 (rows"),
             (

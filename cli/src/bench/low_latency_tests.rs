@@ -196,7 +196,7 @@ fn impossible_sizes_are_rejected_by_name() {
         ("--topk 33", "--topk 33"),
         ("--hidden 100", "--hidden 100"),
         ("--nodes 0", "--nodes 0"),
-        ("--nodes 5 --ranks-per-node 8", "40 ranks in all, and low latency has at most 32"),
+        ("--nodes 9 --ranks-per-node 8", "72 ranks in all, and low latency has at most 64"),
         ("--num-sms 0", "--num-sms 0: must be at least 1"),
         ("--iters 0", "--iters 0"),
         ("--tokens 0", "--tokens 0: must be 1 to 1024"),

@@ -47,8 +47,9 @@ mod own {
     pub use super::internode_combine::MAX_INTERNODE_SLOT_BYTES;
     pub use super::internode_notify::INTERNODE_NOTIFY_SHARED_BYTES;
     pub use super::low_latency::{
-        LOW_LATENCY_INTERNODE_SHARED_BYTES, LOW_LATENCY_SHARED_BYTES, low_latency_by_expert_shared_bytes,
-        low_latency_dispatch_shared_bytes, low_latency_internode_by_expert_shared_bytes,
+        LOW_LATENCY_INTERNODE_SHARED_BYTES, LOW_LATENCY_MANY_SHARED_BYTES, LOW_LATENCY_SHARED_BYTES,
+        low_latency_by_expert_shared_bytes, low_latency_dispatch_shared_bytes,
+        low_latency_internode_by_expert_shared_bytes,
     };
     pub use super::notify::notify_shared_bytes;
     pub use super::progress::PROGRESS_BYTES;
@@ -76,8 +77,10 @@ mod own {
         internode_notify::InternodeNotify,
         layout::DispatchLayout,
         low_latency::{
-            LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed,
-            LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyGather, LowLatencyInternodeCombineBf16,
+            LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineManyBf16, LowLatencyCombineManyFp8,
+            LowLatencyCombineManyPooled, LowLatencyCombineManySummed, LowLatencyCombinePooled,
+            LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyDispatchMany,
+            LowLatencyDispatchManyByExpert, LowLatencyGather, LowLatencyInternodeCombineBf16,
             LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
         },
         notify::{Notify, NotifyMany},

@@ -4,41 +4,47 @@
 //! has words, packets and rows ([`LowLatencyPlace`]). A row of token t from rank s lies at
 //! `s * max_tokens + t`, independent of all other rows: nothing is counted before it is sent.
 
-use core::mem::offset_of;
-
 use bytemuck::{Pod, Zeroable};
 use epoxide_simt::kernel_args;
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 use super::experts::ExpertTable;
-use super::limits::{FEW_RANKS, MAX_TOPK};
-use super::low_latency_internode::MAX_MEMBERS;
+use super::limits::{FEW_RANKS, MAX_RANKS, MAX_TOPK};
 use super::pool::{Comm, ControlWord};
 
-/// Start of every low-latency pool.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+/// Start of every low-latency pool, with room for so many ranks: [`FEW_RANKS`], or [`MAX_RANKS`]
+/// where there are more.
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct LowLatencyControl {
+pub struct LowLatencyControl<const RANKS: usize = FEW_RANKS> {
     /// `ready[src] >= epoch`: rank `src` has entered that dispatch, so that its place may be
     /// overwritten. A rank publishes it, and waits for it, only if no operation in between has
     /// shown the same.
-    pub ready: [ControlWord; FEW_RANKS],
+    pub ready: [ControlWord; RANKS],
     /// `calls[src][epoch % 2]` is a packet: rank `src` has entered the operation, with this
     /// [`LowLatencyCall`]. A rank is at most one operation ahead of what its peers have yet to
     /// read.
-    pub calls: [[u64; 2]; FEW_RANKS],
+    pub calls: [[u64; 2]; RANKS],
     /// `gave_up[src] >= epoch`: rank `src` has ended a dispatch without this one, so that its rows
     /// are not those of a combine of that epoch any more.
-    pub gave_up: [u64; FEW_RANKS],
+    pub gave_up: [u64; RANKS],
 }
 
 layout_assert!(LowLatencyControl, size = (128 + 16 + 8) * FEW_RANKS, gave_up at (128 + 16) * FEW_RANKS);
+layout_assert!(LowLatencyControl<MAX_RANKS>, size = (128 + 16 + 8) * MAX_RANKS, gave_up at (128 + 16) * MAX_RANKS);
 
-/// Offset of `gave_up[src]` in a low-latency pool, in bytes.
+/// Ranks that the words of a pool, and the tables of each rank, have room for in a group of
+/// `num_ranks`.
 #[inline(always)]
-pub const fn gave_up_offset(src: u32) -> u64 {
-    offset_of!(LowLatencyControl, gave_up) as u64 + src as u64 * 8
+pub const fn room_for_ranks(num_ranks: u32) -> u32 {
+    if num_ranks > FEW_RANKS as u32 { MAX_RANKS as u32 } else { FEW_RANKS as u32 }
+}
+
+/// Offset of `gave_up[src]` in a low-latency pool with room for `room` ranks, in bytes.
+#[inline(always)]
+pub const fn gave_up_offset(room: u32, src: u32) -> u64 {
+    call_offset(room, room, 0) + src as u64 * 8
 }
 
 /// Longest time that a rank reads peers' rows without asking whether they gave up meanwhile, in ns.
@@ -48,26 +54,27 @@ pub const GATHER_NS: u64 = 250_000;
 /// is under way.
 pub const GIVING_UP_NS: u64 = 1_000_000;
 
-/// Offset of `calls[src][epoch % 2]` in a low-latency pool, in bytes.
+/// Offset of `calls[src][epoch % 2]` in a low-latency pool with room for `room` ranks, in bytes.
 #[inline(always)]
-pub const fn call_offset(src: u32, epoch: u64) -> u64 {
-    (size_of::<ControlWord>() * FEW_RANKS) as u64 + src as u64 * 16 + (epoch & 1) * 8
+pub const fn call_offset(room: u32, src: u32, epoch: u64) -> u64 {
+    size_of::<ControlWord>() as u64 * room as u64 + src as u64 * 16 + (epoch & 1) * 8
 }
 
-/// Where the things of a place are: offsets in bytes from the start of every pool.
+/// Where the things of a place are: offsets in bytes from the start of every pool. `room` stands for
+/// [`room_for_ranks`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyPlace {
-    /// u64 `[FEW_RANKS, chunks]`: `arrived[src][c] >= epoch` where all that chunk c of rank `src`'s
+    /// u64 `[room, chunks]`: `arrived[src][c] >= epoch` where all that chunk c of rank `src`'s
     /// tokens has for this rank is here.
     pub arrived: u64,
-    /// u64 `[FEW_RANKS, chunks]`: `returned[src][c] >= epoch` where rank `src` has returned all
+    /// u64 `[room, chunks]`: `returned[src][c] >= epoch` where rank `src` has returned all
     /// that it has of chunk c of this rank's tokens.
     pub returned: u64,
-    /// Packets `[FEW_RANKS, max_tokens, num_topk / 2 rounded up]`: two local expert ids each, 16
+    /// Packets `[room, max_tokens, num_topk / 2 rounded up]`: two local expert ids each, 16
     /// bits, all ones where the expert is on another rank.
     pub ids: u64,
-    /// Packets `[FEW_RANKS, max_tokens, num_topk]`: the f32 weights of the experts on this rank.
+    /// Packets `[room, max_tokens, num_topk]`: the f32 weights of the experts on this rank.
     pub weights: u64,
     /// Received rows `[num_ranks * max_tokens]`.
     pub recv_x: u64,
@@ -110,14 +117,14 @@ pub const fn pieces_of(row_bytes: u32) -> u32 {
 }
 
 /// A rank's tables of a place's rows, in memory that only this rank accesses. `rows` stands for
-/// `num_ranks * max_tokens`.
+/// `num_ranks * max_tokens`, `room` for [`room_for_ranks`].
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyTables {
-    /// Out of a dispatch, receiver side: u32 `[FEW_RANKS]`, tokens of each source rank.
+    /// Out of a dispatch, receiver side: u32 `[room]`, tokens of each source rank.
     pub num_tokens: DevicePtr,
     /// Out of a dispatch, sender side: u32 `[max_tokens]`, a bit for each rank that the token went
-    /// to.
+    /// to; u64 within a node of more than [`FEW_RANKS`] ranks.
     pub token_ranks: DevicePtr,
     /// Out of a dispatch, receiver side: i32 `[local_experts]`.
     pub expert_counts: DevicePtr,
@@ -137,7 +144,7 @@ pub struct LowLatencyTables {
     pub weights: DevicePtr,
     /// u64 `[chunks]`: tokens of a chunk that have been sent, in shares of `QUANTUM`.
     pub sent: DevicePtr,
-    /// u64 `[FEW_RANKS, chunks]`: rows of a rank's chunk that have been returned, in shares of
+    /// u64 `[room, chunks]`: rows of a rank's chunk that have been returned, in shares of
     /// `QUANTUM`.
     pub answered: DevicePtr,
     /// [`LowLatencyTurns`] of the place.
@@ -169,7 +176,7 @@ pub mod phase {
 /// The arguments that all low-latency kernels share.
 #[kernel_args(requires(
     self.comm.num_ranks >= 1,
-    self.comm.num_ranks <= MAX_MEMBERS as u32,
+    self.comm.num_ranks <= MAX_RANKS as u32,
     self.num_topk >= 1,
     self.num_topk <= MAX_TOPK,
     self.local_experts >= 1,
@@ -411,6 +418,19 @@ impl LowLatencyCall {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_control_words_are_where_their_struct_has_them() {
+        for (room, bytes) in [
+            (FEW_RANKS, size_of::<LowLatencyControl>()),
+            (MAX_RANKS, size_of::<LowLatencyControl<MAX_RANKS>>()),
+        ] {
+            let room = room as u32;
+            assert_eq!((room_for_ranks(room), room_for_ranks(9)), (room, MAX_RANKS as u32));
+            assert_eq!(call_offset(room, 2, 7), 128 * u64::from(room) + 40);
+            assert_eq!(gave_up_offset(room, room), bytes as u64);
+        }
+    }
 
     #[test]
     fn a_packet_holds_a_call() {

@@ -197,17 +197,21 @@ pub struct LocalState {
     /// Non-zero once a wait has expired or met another call: every later wait returns at once. Then
     /// the low bits of the operation's epoch, but 1 for 0.
     pub abort: u32,
-    /// A bit for each rank that is left out of a low-latency buffer. The host writes it, between
-    /// operations.
+    /// A bit for each of the first 32 ranks that is left out of a low-latency buffer. The host
+    /// writes it, between operations.
     pub left_out: u32,
     /// `epoch << 16 | blocks`: so many blocks of the operation have started, where they share its
     /// work by the order in which they do.
     pub started: u64,
     /// Non-zero once a block has taken it on itself to write the [`Status`].
     pub recorded: u64,
+    /// As `left_out`, of the ranks from 32 on.
+    pub left_out_high: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-layout_assert!(LocalState, size = 40, recorded at 32);
+layout_assert!(LocalState, size = 48, left_out_high at 40);
 
 /// Offset of [`LocalState::epoch`].
 pub const LOCAL_EPOCH: u64 = 0;
@@ -221,6 +225,8 @@ pub const LOCAL_LEFT_OUT: u64 = 20;
 pub const LOCAL_STARTED: u64 = 24;
 /// Offset of [`LocalState::recorded`].
 pub const LOCAL_RECORDED: u64 = 32;
+/// Offset of [`LocalState::left_out_high`].
+pub const LOCAL_LEFT_OUT_HIGH: u64 = 40;
 /// Where the epoch begins in [`LocalState::started`].
 pub const STARTED_SHIFT: u32 = 16;
 

@@ -100,7 +100,8 @@ pub const PLAN_HEADER: &[Section] = fields!(PlanHeader {
 });
 
 /// The fields of a [`LocalState`].
-pub const LOCAL_STATE: &[Section] = fields!(LocalState { epoch, ticket, abort, left_out, started, recorded });
+pub const LOCAL_STATE: &[Section] =
+    fields!(LocalState { epoch, ticket, abort, left_out, started, recorded, left_out_high });
 
 /// The fields of a [`Status`].
 pub const STATUS: &[Section] = fields!(Status { code, peer, epoch, needed, seen, waited_ns, call });
@@ -334,7 +335,7 @@ mod tests {
         let named = |fields: &[Section]| fields.iter().map(|field| field.bytes).sum::<u64>();
         let structs = [
             (PLAN_HEADER, size_of::<PlanHeader>(), 0),
-            (LOCAL_STATE, size_of::<LocalState>(), 0),
+            (LOCAL_STATE, size_of::<LocalState>(), 4),
             (STATUS, size_of::<Status>(), 0),
             (FAILED_PLANS, size_of::<FailedPlans>(), 0),
             (QUEUE_HANDLE, size_of::<QueueHandle>(), 0),

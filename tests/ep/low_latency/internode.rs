@@ -56,8 +56,9 @@ fn many_ranks() {
 fn more_ranks_than_there_may_be() {
     run_ranks(33, |rank, group| {
         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
-        let options =
-            Options::new(Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 33 }).ranks_per_node(3);
+        let options = Options::new(Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 33 })
+            .ranks_per_node(3)
+            .keep_nodes();
         let error = Buffer::new(device, &*group, options).unwrap_err().to_string();
         assert!(error.contains("at most 32 ranks"), "{error}");
         Ok(())

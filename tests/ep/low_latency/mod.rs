@@ -6,6 +6,7 @@ pub mod faults;
 mod gather;
 mod internode;
 mod links;
+mod many;
 pub mod ones;
 mod payloads;
 mod pooled;

@@ -1,5 +1,7 @@
 //! Random routings, shapes and settings.
 
+use std::ops::RangeInclusive;
+
 use proptest::prelude::*;
 
 use epoxide::driver::virt::{CheckConfig, Checker};
@@ -12,7 +14,15 @@ use crate::cases::{draws, routed};
 use crate::property::config;
 
 pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value = LowLatencyCase> {
-    let tokens = prop::collection::vec(prop_oneof![1 => Just(0), 4 => 0..=most_tokens], 1..=most_ranks);
+    case_of(most_tokens, 1..=most_ranks)
+}
+
+/// The same of so many ranks.
+pub(super) fn case_of(
+    most_tokens: u32,
+    ranks: RangeInclusive<usize>,
+) -> impl Strategy<Value = LowLatencyCase> {
+    let tokens = prop::collection::vec(prop_oneof![1 => Just(0), 4 => 0..=most_tokens], ranks);
     let routing = (tokens, draws(6)).prop_map(|(tokens, draws)| routed(&tokens, draws));
     let row = prop_oneof![
         3 => (1..=40u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),

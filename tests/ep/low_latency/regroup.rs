@@ -25,7 +25,7 @@ const DEADLINE: Duration = Duration::from_millis(150);
 
 /// At which call those that go stop.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Gone {
+pub enum Gone {
     BeforeDispatch,
     /// Before a dispatch of which the others have launched the first half, and launch no more.
     BetweenHalves,
@@ -66,7 +66,7 @@ fn fail(rank: &mut LowLatencyRank, case: &LowLatencyCase, gone: Gone, is_gone: b
 
 /// Runs `case` with all, then without the ranks `gone`, then with all again; everything is compared
 /// with the oracle.
-fn leave_out_and_take_in(case: &LowLatencyCase, gone: &[u32], when: Gone) {
+pub fn leave_out_and_take_in(case: &LowLatencyCase, gone: &[u32], when: Gone) {
     let without = case.without(gone);
     case.run(|rank| {
         case.verify(rank)?;

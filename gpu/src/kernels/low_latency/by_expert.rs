@@ -17,7 +17,7 @@
 use super::super::segments::sum_upto;
 use super::inside;
 use super::team::Team;
-use crate::layout::{LowLatencyArgs, LowLatencyExpertRows, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK, row_stride};
+use crate::layout::{LowLatencyArgs, LowLatencyExpertRows, MAX_TOPK, SCALE_BLOCK, row_stride};
 use crate::simt::*;
 
 /// Tokens that a block takes together; a warp reads the entries of one.
@@ -79,18 +79,18 @@ pub(super) struct RowShape {
     pub(super) scales: u32,
 }
 
-/// Words of a block's shared memory from the offset `at` on.
+/// Words of a block's shared memory from the offset `at` on, with room for so many ranks.
 #[derive(Clone, Copy)]
-pub(super) struct Scratch {
+pub(super) struct Scratch<const MOST: usize> {
     pub(super) at: u32,
     pub(super) ranks: u32,
     pub(super) experts: u32,
 }
 
-impl Scratch {
+impl<const MOST: usize> Scratch<MOST> {
     /// Bytes of the words for so many ranks, and experts of each.
     pub(super) const fn bytes(ranks: u32, experts: u32) -> u32 {
-        ((ranks + 2) * experts + 1 + 2 * TOKENS * MAX_TOPK + 3 * MAX_MEMBERS as u32) * 4
+        ((ranks + 2) * experts + 1 + 2 * TOKENS * MAX_TOPK + 3 * MOST as u32) * 4
     }
 
     /// Zeroes the counts. The team has a barrier behind it, and then places rows.
@@ -142,13 +142,13 @@ impl Scratch {
     /// Which parts of the rows of a rank's tokens the block has, [`Share::parts`].
     #[device]
     fn parts(self, source: u32) -> u32 {
-        self.first(2 * MAX_MEMBERS as u32 + source)
+        self.first(2 * MOST as u32 + source)
     }
 
     /// Tokens that the block has of the ranks up to the one of turn `turn`.
     #[device]
     fn upto(self, turn: u32) -> u32 {
-        self.first(MAX_MEMBERS as u32 + turn)
+        self.first(MOST as u32 + turn)
     }
 }
 
@@ -216,19 +216,19 @@ struct Pairs {
 }
 
 /// The placing of rows by a block.
-pub(super) struct Placing<'a, C, const BARRIER: u32> {
+pub(super) struct Placing<'a, C, const MOST: usize, const BARRIER: u32> {
     pub(super) args: &'a LowLatencyArgs,
     /// Where rows go.
     pub(super) to: &'a LowLatencyExpertRows,
     pub(super) shape: RowShape,
     /// The warps that place rows, at least [`TOKENS`].
     pub(super) team: Team<BARRIER>,
-    pub(super) scratch: Scratch,
+    pub(super) scratch: Scratch<MOST>,
     /// The tokens that come.
     pub(super) come: &'a C,
 }
 
-impl<C: Arrivals, const BARRIER: u32> Placing<'_, C, BARRIER> {
+impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BARRIER> {
     /// Copies rows to the segments of their experts as they come, and writes the tables of the
     /// segments. All threads of the team call it, behind a barrier and [`Scratch::clear`].
     #[device]

@@ -9,21 +9,22 @@
 //! writers and the readers of each word of shared memory. Collectives stand where all lanes of a
 //! warp arrive.
 
-use super::super::epoch::{Phase, note, note_missing_token, pool_of, share, trace, trace_by, wait_at_least};
+use super::super::epoch::{Phase, note, note_missing_token, share, trace, trace_by, wait_at_least};
 use super::super::ids::{Id, place, recorded_token};
 use super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch};
 use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
+use super::ranks::{Few, Many, Ranks, each_pool};
 use super::team::Team;
 use super::{
-    NodeShared, Opened, Opening, Scales, begin, chunk_offset, chunks_of, completes, finish, have_all_called,
-    id_packets, ids_offset, last_warp, let_next_launch, packet_seen, publish_call, publishes_call,
-    tokens_in_chunk, wait_calls, wait_node_members_ready, wait_packet,
+    NodeShared, Opened, Opening, Scales, begin, chunk_offset, chunks_of, completes, dispatch_shared_bytes,
+    finish, have_all_called, id_packets, ids_offset, last_warp, let_next_launch, packet_seen, publish_call,
+    publishes_call, tokens_in_chunk, wait_calls, wait_node_members_ready, wait_packet,
 };
 use crate::layout::{
     Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
-    LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs, LowLatencyExpertRows, Quantise, SCALE_BLOCK, Wait,
-    gave_up_offset, phase, row_stride,
+    LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs, LowLatencyExpertRows, MAX_MEMBERS, MAX_RANKS,
+    Quantise, SCALE_BLOCK, Wait, gave_up_offset, phase, row_stride,
 };
 use crate::simt::*;
 
@@ -34,27 +35,41 @@ use crate::simt::*;
     requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks <= FEW_RANKS as u32)
 )]
 pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
+    dispatch::<Few>(&args);
+}
+
+/// The same to up to [`MAX_RANKS`] ranks.
+#[kernel(
+    threads = 512, barriers = 11, registers = 128, dependent,
+    block = 512, shared = super::low_latency_dispatch_shared_bytes(&args),
+    requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks > FEW_RANKS as u32)
+)]
+pub unsafe fn low_latency_dispatch_many(args: LowLatencyDispatchArgs) {
+    dispatch::<Many>(&args);
+}
+
+#[device]
+unsafe fn dispatch<R: Ranks>(args: &LowLatencyDispatchArgs) {
     let comm = &args.common.comm;
-    let shared = NodeShared::dynamic();
+    let shared = R::shared();
     let sends = args.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
     let publishes = publishes_call(&args.common);
-    let opening = Opening::load::<false>(&args.common, tid() == 0 || publishes);
+    let opening = Opening::<R>::load::<false>(&args.common, tid() == 0 || publishes);
     let (lists, moves) = teams(&args.common);
     let tokens = Tokens::of_block(&args.common);
-    let first =
-        TokenAhead::of(&args, moves, tokens.first, sends & moves.has_this_warp() & !tokens.is_empty());
+    let first = TokenAhead::of(args, moves, tokens.first, sends & moves.has_this_warp() & !tokens.is_empty());
     if publishes {
-        publish_call::<false>(&args.common, &opening);
+        publish_call::<R, false>(&args.common, &opening);
     }
-    let opened = begin::<false>(&args.common, &opening, shared.opened());
+    let opened = begin::<R, false>(&args.common, &opening, shared.opened);
     if sends {
-        send(&args, lists, moves, &shared, &opened, tokens, first);
+        send(args, lists, moves, &shared, &opened, tokens, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
     let_next_launch(&args.common);
     if args.common.phases & phase::RECEIVE != 0 {
-        receive(&args, lists, &shared, &opened);
+        receive(args, lists, &shared, &opened);
         finish(comm);
     }
 }
@@ -72,12 +87,33 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     )
 )]
 pub unsafe fn low_latency_dispatch_by_expert(args: LowLatencyExpertDispatchArgs) {
+    dispatch_by_expert::<Few, MAX_MEMBERS>(&args);
+}
+
+/// The same to up to [`MAX_RANKS`] ranks.
+#[kernel(
+    threads = 512, barriers = 18, registers = 128, dependent,
+    block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
+    requires(
+        ..LowLatencyArgs(args.dispatch.common),
+        ..LowLatencyDispatchArgs(args.dispatch),
+        ..LowLatencyExpertRows(args.to),
+        args.dispatch.common.comm.num_ranks > FEW_RANKS as u32,
+    )
+)]
+pub unsafe fn low_latency_dispatch_many_by_expert(args: LowLatencyExpertDispatchArgs) {
+    dispatch_by_expert::<Many, MAX_RANKS>(&args);
+}
+
+/// `MOST`: the ranks that tables in shared memory have room for.
+#[device]
+unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize>(args: &LowLatencyExpertDispatchArgs) {
     let comm = &args.dispatch.common.comm;
-    let shared = NodeShared::dynamic();
+    let shared = R::shared();
     let sends = args.dispatch.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
     let publishes = publishes_call(&args.dispatch.common);
-    let opening = Opening::load::<false>(&args.dispatch.common, tid() == 0 || publishes);
+    let opening = Opening::<R>::load::<false>(&args.dispatch.common, tid() == 0 || publishes);
     let (lists, moves) = teams(&args.dispatch.common);
     let tokens = Tokens::of_block(&args.dispatch.common);
     let first = TokenAhead::of(
@@ -87,16 +123,16 @@ pub unsafe fn low_latency_dispatch_by_expert(args: LowLatencyExpertDispatchArgs)
         sends & moves.has_this_warp() & !tokens.is_empty(),
     );
     if publishes {
-        publish_call::<false>(&args.dispatch.common, &opening);
+        publish_call::<R, false>(&args.dispatch.common, &opening);
     }
-    let opened = begin::<false>(&args.dispatch.common, &opening, shared.opened());
+    let opened = begin::<R, false>(&args.dispatch.common, &opening, shared.opened);
     if sends {
         send(&args.dispatch, lists, moves, &shared, &opened, tokens, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
     let_next_launch(&args.dispatch.common);
     if args.dispatch.common.phases & phase::RECEIVE != 0 {
-        receive_by_expert(&args, &shared, &opened);
+        receive_by_expert::<R, MOST>(args, &shared, &opened);
         finish(comm);
     }
 }
@@ -256,12 +292,12 @@ pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
 
 /// Sends the block's tokens.
 #[device]
-unsafe fn send(
+unsafe fn send<R: Ranks>(
     args: &LowLatencyDispatchArgs,
     lists: Team<1>,
     moves: Team<2>,
-    shared: &NodeShared,
-    opened: &Opened,
+    shared: &NodeShared<R>,
+    opened: &Opened<R>,
     tokens: Tokens,
     first: TokenAhead,
 ) {
@@ -286,9 +322,9 @@ unsafe fn send(
         while token < tokens.end && takes_part {
             let entry = TopkEntry::of(args, token, true);
             let row = comm.rank * common.max_tokens + token;
-            let mask = send_ids(args, token, row, &entry, true, opened);
+            let ranks = send_ids(args, token, row, &entry, true, opened);
             if lane == 0 {
-                st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
+                ranks.store(common.tables.token_ranks.0, token);
             }
             token += LISTING_WARPS;
         }
@@ -300,16 +336,16 @@ unsafe fn send(
     let scales = if has_several(common) && args.row_scales() != 0 { Some(shared.scales()) } else { None };
     while token < tokens.end && takes_part {
         let row = comm.rank * common.max_tokens + token;
-        let mask = send_ids(args, token, row, &ahead.entry, !overlaps & (warp == 0), opened);
+        let ranks = send_ids(args, token, row, &ahead.entry, !overlaps & (warp == 0), opened);
         if !overlaps && thread == 0 {
-            st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
+            ranks.store(common.tables.token_ranks.0, token);
         }
         if let Some(scales) = scales
             && moves.thread() == 0
         {
-            scales.masks.st(unsaid, mask);
+            scales.set_ranks(unsaid, ranks);
         }
-        send_row(args, moves, token, row, mask, ahead.pair, scales.map(|scales| (scales, unsaid)));
+        send_row(args, moves, token, row, ranks, ahead.pair, scales.map(|scales| (scales, unsaid)));
         // On its way while the block waits below.
         let next = token + 1;
         ahead = TokenAhead::of(args, moves, next, next < tokens.end);
@@ -338,7 +374,7 @@ unsafe fn send(
 /// The fence and each store behind it release the block's stores in front of its barrier, and the
 /// stores that the last of a chunk's blocks has acquired.
 #[device]
-unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, opened: &Opened) {
+unsafe fn say_sent<R: Ranks>(args: &LowLatencyDispatchArgs, token: u32, opened: &Opened<R>) {
     let (common, comm) = (&args.common, &args.common.comm);
     let chunk = token / common.chunk_tokens;
     let parts = tokens_in_chunk(common, common.num_tokens, chunk);
@@ -347,25 +383,21 @@ unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, opened: &Opened) {
         fence_acq_rel_sys();
         let (members, epoch) = (opened.members(), opened.epoch());
         let word = common.place.arrived + chunk_offset(common, comm.rank, chunk);
-        unroll!(8, RANK => {
-            if members >> RANK & 1 != 0 {
-                st_relaxed_sys_u64(comm.pools[RANK].0 + word, epoch);
-            }
-        });
+        each_pool!(R, comm, members, pool => { st_relaxed_sys_u64(pool + word, epoch) });
     }
 }
 
-/// The ranks that a token goes to, as bits. `sends`: whether to send every member the token's
+/// The ranks that a token goes to. `sends`: whether to send every member the token's
 /// entries for its experts, with their weights. The whole warp calls it.
 #[device]
-unsafe fn send_ids(
+unsafe fn send_ids<R: Ranks>(
     args: &LowLatencyDispatchArgs,
     token: u32,
     row: u32,
     entry: &TopkEntry,
     sends: bool,
-    opened: &Opened,
-) -> u32 {
+    opened: &Opened<R>,
+) -> R {
     let (common, comm) = (&args.common, &args.common.comm);
     let (lane, epoch) = (laneid(), opened.epoch());
     let members = opened.members();
@@ -383,58 +415,75 @@ unsafe fn send_ids(
     let rank = expert / common.local_experts;
     let local = expert - rank * common.local_experts;
     // The experts on ranks that are left out add nothing to a token's sum.
-    let is_known = is_id && members >> (rank & 31) & 1 != 0;
-    let mask = redux_or(if is_known { 1 << rank } else { 0 });
+    let is_known = is_id && members.has(rank & (R::BITS - 1));
+    let ranks = (if is_known { R::only(rank) } else { R::NONE }).of_warp();
     if !sends {
-        return mask;
+        return ranks;
     }
-    // Lane w has packet w, of the entries 2 w and 2 w + 1; lanes from 16 on have none, and
-    // their sources are any.
     let of_lane = if is_known { rank << 16 | local } else { u32::MAX };
-    let low = shfl_u32(of_lane, (lane * 2) & 31);
-    let high = shfl_u32(of_lane, (lane * 2 + 1) & 31);
-    if lane < id_packets(common) {
-        unroll!(8, RANK => {
-            if members >> RANK & 1 != 0 {
-                let id = |of: u32| if of >> 16 == RANK as u32 { of & 0xffff } else { 0xffff };
-                let packet = epoch << 32 | (id(high) << 16 | id(low)) as u64;
-                let at = comm.pools[RANK].0 + common.place.ids + ids_offset(common, row);
-                st_relaxed_sys_u64(at + lane as u64 * 8, packet);
+    let id_of = |of: u32, rank: u32| if of >> 16 == rank { of & 0xffff } else { 0xffff };
+    if R::MANY {
+        // The packets of all ranks, side by side. Lanes from the last one on have none.
+        let packets = id_packets(common);
+        core::hint::assert_unchecked(packets >= 1);
+        stride!(first in 0..comm.num_ranks * packets, 32 => {
+            let (to, packet) = ((first + lane) / packets, (first + lane) % packets);
+            let low = shfl_u32(of_lane, (packet * 2) & 31);
+            let high = shfl_u32(of_lane, (packet * 2 + 1) & 31);
+            if to < comm.num_ranks && members.has(to) {
+                let ids = epoch << 32 | (id_of(high, to) << 16 | id_of(low, to)) as u64;
+                let at = R::pool(comm, to) + common.place.ids + ids_offset(common, row);
+                st_relaxed_sys_u64(at + packet as u64 * 8, ids);
             }
         });
+    } else {
+        // Lane w has packet w, of the entries 2 w and 2 w + 1; lanes from 16 on have none, and
+        // their sources are any.
+        let low = shfl_u32(of_lane, (lane * 2) & 31);
+        let high = shfl_u32(of_lane, (lane * 2 + 1) & 31);
+        if lane < id_packets(common) {
+            unroll!(8, RANK => {
+                if members.has(RANK as u32) {
+                    let id = |of: u32| id_of(of, RANK as u32);
+                    let packet = epoch << 32 | (id(high) << 16 | id(low)) as u64;
+                    let at = comm.pools[RANK].0 + common.place.ids + ids_offset(common, row);
+                    st_relaxed_sys_u64(at + lane as u64 * 8, packet);
+                }
+            });
+        }
     }
     if is_known {
-        let at = pool_of(comm, rank) + common.place.weights + (row * common.num_topk + lane) as u64 * 8;
+        let at = R::pool(comm, rank) + common.place.weights + (row * common.num_topk + lane) as u64 * 8;
         st_relaxed_sys_u64(at, epoch << 32 | entry.weight.to_bits() as u64);
     }
-    mask
+    ranks
 }
 
-/// Sends a row to the ranks of `mask`, as it is or quantised, with its scales; those of a quantised
+/// Sends a row to `ranks`, as it is or quantised, with its scales; those of a quantised
 /// row are left in `scales`, if there are such, with the number of the token there. All threads of
 /// the team call it.
 #[device]
-unsafe fn send_row(
+unsafe fn send_row<R: Ranks>(
     args: &LowLatencyDispatchArgs,
     moves: Team<2>,
     token: u32,
     row: u32,
-    mask: u32,
+    ranks: R,
     first: Pair,
-    scales: Option<(Scales, u32)>,
+    scales: Option<(Scales<R>, u32)>,
 ) {
     let (mut turn, mut pair) = (0, first);
     while turn * moves.threads * 32 < bytes_of_x(args) {
         if args.quantise == Quantise::Not as u32 {
             let (first, second) = Pair::offsets(args, moves, turn);
             if first < args.row_bytes {
-                store(args, row, mask, first, pair.first);
+                store(args, row, ranks, first, pair.first);
             }
             if second < args.row_bytes {
-                store(args, row, mask, second, pair.second);
+                store(args, row, ranks, second, pair.second);
             }
         } else {
-            quantise_pair(args, row, mask, Pair::offsets(args, moves, turn).0 / 2, pair, scales);
+            quantise_pair(args, row, ranks, Pair::offsets(args, moves, turn).0 / 2, pair, scales);
         }
         turn += 1;
         pair = Pair::of(args, moves, token, turn, true);
@@ -442,39 +491,37 @@ unsafe fn send_row(
     let mut scale = moves.thread();
     while scale < args.num_scales && scales.is_none() {
         let value = ld_f32(args.scales.0 + (token * args.num_scales + scale) as u64 * 4);
-        store_scale(args, row, mask, scale, value);
+        store_scale(args, row, ranks, scale, value);
         scale += moves.threads;
     }
 }
 
-/// Stores 16 bytes of a row, from byte `at` on, at the ranks of `mask`.
+/// Stores 16 bytes of a row, from byte `at` on, at `ranks`.
 #[device]
-unsafe fn store(args: &LowLatencyDispatchArgs, row: u32, mask: u32, at: u32, vector: [u32; 4]) {
+unsafe fn store<R: Ranks>(args: &LowLatencyDispatchArgs, row: u32, ranks: R, at: u32, vector: [u32; 4]) {
     let offset = args.common.place.recv_x + row as u64 * row_stride(args.row_bytes as u64) + at as u64;
-    unroll!(8, RANK => {
-        if mask >> RANK & 1 != 0 {
-            st_v4(args.common.comm.pools[RANK].0 + offset, vector);
-        }
-    });
+    each_pool!(R, args.common.comm, ranks, pool => { st_v4(pool + offset, vector) });
 }
 
-/// Stores a scale of a row at the ranks of `mask`.
+/// Stores a scale of a row at `ranks`.
 #[device]
-unsafe fn store_scale(args: &LowLatencyDispatchArgs, row: u32, mask: u32, scale: u32, value: f32) {
+unsafe fn store_scale<R: Ranks>(args: &LowLatencyDispatchArgs, row: u32, ranks: R, scale: u32, value: f32) {
     let rows = (args.common.comm.num_ranks * args.common.max_tokens) as u64;
     let offset = args.common.place.recv_scales + (scale as u64 * rows + row as u64) * 4;
-    unroll!(8, RANK => {
-        if mask >> RANK & 1 != 0 {
-            st_f32(args.common.comm.pools[RANK].0 + offset, value);
-        }
-    });
+    each_pool!(R, args.common.comm, ranks, pool => { st_f32(pool + offset, value) });
 }
 
 /// Sends the scales of `count` tokens from `first` on, of which `scales` has the ranks, and the
 /// scales if rows are quantised on their way. All threads of the team call it: adjacent lanes store
 /// adjacent tokens' words.
 #[device]
-unsafe fn send_scales(args: &LowLatencyDispatchArgs, moves: Team<2>, first: u32, count: u32, scales: Scales) {
+unsafe fn send_scales<R: Ranks>(
+    args: &LowLatencyDispatchArgs,
+    moves: Team<2>,
+    first: u32,
+    count: u32,
+    scales: Scales<R>,
+) {
     let first_row = args.common.comm.rank * args.common.max_tokens + first;
     stride!(index in moves.thread()..args.row_scales() * LOW_LATENCY_TOKENS_AT_ONCE, moves.threads => {
         let (scale, number) = (index / LOW_LATENCY_TOKENS_AT_ONCE, index % LOW_LATENCY_TOKENS_AT_ONCE);
@@ -484,30 +531,30 @@ unsafe fn send_scales(args: &LowLatencyDispatchArgs, moves: Team<2>, first: u32,
             } else {
                 f32::from_bits(ld_shared_u32(scales.at(number, scale)))
             };
-            store_scale(args, first_row + number, scales.masks.ld(number), scale, value);
+            store_scale(args, first_row + number, scales.ranks(number), scale, value);
         }
     });
 }
 
 /// Sends 16 BF16 elements of a row as e4m3, from byte `at` on, and a scale for each block of them,
-/// to the ranks of `mask`. The whole warp calls it.
+/// to `ranks`. The whole warp calls it.
 #[device]
-unsafe fn quantise_pair(
+unsafe fn quantise_pair<R: Ranks>(
     args: &LowLatencyDispatchArgs,
     row: u32,
-    mask: u32,
+    ranks: R,
     at: u32,
     pair: Pair,
-    scales: Option<(Scales, u32)>,
+    scales: Option<(Scales<R>, u32)>,
 ) {
     let numbers = [from_bf16(pair.first), from_bf16(pair.second)];
     let (vector, scale) = quantised(&numbers, args.quantise);
     if at < args.row_bytes {
-        store(args, row, mask, at, vector);
+        store(args, row, ranks, at, vector);
         if at.is_multiple_of(SCALE_BLOCK) {
             match scales {
                 Some((scales, number)) => st_shared_u32(scales.at(number, at / SCALE_BLOCK), scale.to_bits()),
-                None => store_scale(args, row, mask, at / SCALE_BLOCK, scale),
+                None => store_scale(args, row, ranks, at / SCALE_BLOCK, scale),
             }
         }
     }
@@ -515,7 +562,12 @@ unsafe fn quantise_pair(
 
 /// Says which expert has which rows, and waits for them.
 #[device]
-unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeShared, opened: &Opened) {
+unsafe fn receive<R: Ranks>(
+    args: &LowLatencyDispatchArgs,
+    team: Team<1>,
+    shared: &NodeShared<R>,
+    opened: &Opened<R>,
+) {
     let (common, comm) = (&args.common, &args.common.comm);
     let thread = tid();
     let epoch = opened.epoch();
@@ -523,10 +575,10 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeSha
         return;
     }
     if !wait_calls(common, team, shared, opened) {
-        return say_given_up(comm, epoch);
+        return say_given_up::<R>(comm, epoch);
     }
-    if ctaid() == 0 && thread < FEW_RANKS as u32 {
-        st_u32(common.tables.num_tokens.0 + thread as u64 * 4, shared.tokens().ld(thread));
+    if ctaid() == 0 && thread < R::ROOM {
+        st_u32(common.tables.num_tokens.0 + thread as u64 * 4, shared.tokens.ld(thread));
     }
     list(args, team, shared, epoch);
     // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
@@ -535,9 +587,10 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &NodeSha
     let first = (nctaid() - 1 - ctaid()) * team.threads + thread;
     stride!(index in first..comm.num_ranks * chunks, nctaid() * team.threads => {
         let (source, chunk) = (index / chunks, index % chunks);
-        let tokens = shared.tokens().ld(source);
+        let tokens = shared.tokens.ld(source);
         if chunk < chunks_of(common, tokens) {
-            let word = pool_of(comm, comm.rank) + common.place.arrived + chunk_offset(common, source, chunk);
+            let pool = R::pool(comm, comm.rank);
+            let word = pool + common.place.arrived + chunk_offset(common, source, chunk);
             wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows);
         }
     });
@@ -558,7 +611,11 @@ fn teams_by_expert(args: &LowLatencyArgs) -> (Team<1>, Team<3>) {
 
 /// The same, and copies rows to the segments of their experts.
 #[device]
-unsafe fn receive_by_expert(args: &LowLatencyExpertDispatchArgs, shared: &NodeShared, opened: &Opened) {
+unsafe fn receive_by_expert<R: Ranks, const MOST: usize>(
+    args: &LowLatencyExpertDispatchArgs,
+    shared: &NodeShared<R>,
+    opened: &Opened<R>,
+) {
     let (dispatched, common) = (&args.dispatch, &args.dispatch.common);
     let (thread, epoch, ranks) = (tid(), opened.epoch(), common.comm.num_ranks);
     let (places, lists) = teams_by_expert(common);
@@ -572,19 +629,19 @@ unsafe fn receive_by_expert(args: &LowLatencyExpertDispatchArgs, shared: &NodeSh
     if !places.has_this_warp() {
         return;
     }
-    let at = dynamic_shared() + super::low_latency_dispatch_shared_bytes(dispatched);
-    let scratch = Scratch { at, ranks, experts: common.local_experts };
+    let at = dynamic_shared() + dispatch_shared_bytes::<R>(dispatched);
+    let scratch = Scratch::<MOST> { at, ranks, experts: common.local_experts };
     scratch.clear(places);
     let are_here = wait_calls(common, places, shared, opened);
     barrier_arrive_part::<4>(both);
     if !are_here {
-        return say_given_up(&common.comm, epoch);
+        return say_given_up::<R>(&common.comm, epoch);
     }
-    if ctaid() == 0 && thread < FEW_RANKS as u32 {
-        st_u32(common.tables.num_tokens.0 + thread as u64 * 4, shared.tokens().ld(thread));
+    if ctaid() == 0 && thread < R::ROOM {
+        st_u32(common.tables.num_tokens.0 + thread as u64 * 4, shared.tokens.ld(thread));
     }
     let shape = RowShape { bytes: dispatched.row_bytes, scales: dispatched.row_scales() };
-    let pool = pool_of(&common.comm, common.comm.rank);
+    let pool = R::pool(&common.comm, common.comm.rank);
     let come = Coming { args: dispatched, shared, pool, epoch };
     Placing { args: common, to: &args.to, shape, team: places, scratch, come: &come }.place_rows();
 }
@@ -594,22 +651,22 @@ unsafe fn receive_by_expert(args: &LowLatencyExpertDispatchArgs, shared: &NodeSh
 /// # Safety
 /// The word is in this rank's own pool.
 #[device]
-unsafe fn wait_chunk(args: &LowLatencyDispatchArgs, source: u32, chunk: u32, epoch: u64) -> bool {
+unsafe fn wait_chunk<R: Ranks>(args: &LowLatencyDispatchArgs, source: u32, chunk: u32, epoch: u64) -> bool {
     let (common, comm) = (&args.common, &args.common.comm);
-    let word = pool_of(comm, comm.rank) + common.place.arrived + chunk_offset(common, source, chunk);
+    let word = R::pool(comm, comm.rank) + common.place.arrived + chunk_offset(common, source, chunk);
     wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows)
 }
 
 /// The tokens of all ranks within a node, of which ids come first, as packets.
-struct Coming<'a> {
+struct Coming<'a, R> {
     args: &'a LowLatencyDispatchArgs,
-    shared: &'a NodeShared,
+    shared: &'a NodeShared<R>,
     /// This rank's pool.
     pool: u64,
     epoch: u64,
 }
 
-impl Coming<'_> {
+impl<R: Ranks> Coming<'_, R> {
     /// Whether rows of this source are taken from the input, which is there from the kernel's start:
     /// this rank's own, as they are, unless another kernel has sent them.
     #[device]
@@ -634,29 +691,20 @@ impl Coming<'_> {
     }
 }
 
-impl Arrivals for Coming<'_> {
+impl<R: Ranks> Arrivals for Coming<'_, R> {
     #[device]
     unsafe fn count(&self, source: u32) -> u32 {
-        self.shared.tokens().ld(source)
+        self.shared.tokens.ld(source)
     }
 
     #[device]
     unsafe fn all(&self) -> u32 {
-        let mut all = 0;
-        unroll!(8, SOURCE => { all += self.shared.tokens().ld(SOURCE as u32) });
-        all
+        self.shared.all_tokens()
     }
 
     #[device]
     unsafe fn find(&self, number: u32) -> (u32, u32) {
-        let (mut source, mut index) = (0, number);
-        unroll!(8, SOURCE => {
-            let of_source = self.shared.tokens().ld(SOURCE as u32);
-            if source == SOURCE as u32 && index >= of_source {
-                (source, index) = (source + 1, index - of_source);
-            }
-        });
-        (source, index)
+        self.shared.find(number)
     }
 
     #[device]
@@ -693,7 +741,7 @@ impl Arrivals for Coming<'_> {
         }
         let chunk_tokens = self.args.common.chunk_tokens;
         core::hint::assert_unchecked(chunk_tokens >= 1);
-        wait_chunk(self.args, source, index / chunk_tokens, self.epoch)
+        wait_chunk::<R>(self.args, source, index / chunk_tokens, self.epoch)
     }
 
     #[device]
@@ -732,9 +780,10 @@ impl Arrivals for Coming<'_> {
 /// # Safety
 /// Pools are mapped, and the word has this rank as its only writer.
 #[device]
-unsafe fn say_given_up(comm: &Comm, epoch: u64) {
+unsafe fn say_given_up<R: Ranks>(comm: &Comm, epoch: u64) {
     if tid() < comm.num_ranks {
-        st_relaxed_sys_u64(pool_of(comm, tid()) + gave_up_offset(comm.rank), epoch);
+        let word = R::pool(comm, tid()) + gave_up_offset(R::ROOM, comm.rank);
+        st_relaxed_sys_u64(word, epoch);
         fence_acq_rel_sys();
         let start = globaltimer();
         while globaltimer() - start < GIVING_UP_NS {}
@@ -743,24 +792,17 @@ unsafe fn say_given_up(comm: &Comm, epoch: u64) {
 
 /// Lists the rows of all local experts. All threads of the team call it.
 #[device]
-unsafe fn list<const BARRIER: u32>(
+unsafe fn list<R: Ranks, const BARRIER: u32>(
     args: &LowLatencyDispatchArgs,
     team: Team<BARRIER>,
-    shared: &NodeShared,
+    shared: &NodeShared<R>,
     epoch: u64,
 ) {
     let (common, comm) = (&args.common, &args.common.comm);
-    let pool = pool_of(comm, comm.rank);
-    let mut total = 0;
-    unroll!(8, SOURCE => { total += shared.tokens().ld(SOURCE as u32) });
+    let pool = R::pool(comm, comm.rank);
+    let total = shared.all_tokens();
     let look = |expert: u32, number: u32| {
-        let (mut source, mut token) = (0, number);
-        unroll!(8, SOURCE => {
-            let of_source = shared.tokens().ld(SOURCE as u32);
-            if source == SOURCE as u32 && token >= of_source {
-                (source, token) = (source + 1, token - of_source);
-            }
-        });
+        let (source, token) = shared.find(number);
         let listed = Listed { source, token, ..Listed::NONE };
         let (entries, of_others) = entries_of(args, pool, listed.row(common), source, expert, epoch);
         let weights = pool + common.place.weights + (listed.row(common) * common.num_topk) as u64 * 8;
@@ -777,13 +819,17 @@ unsafe fn list<const BARRIER: u32>(
         stride!(expert in first..common.local_experts, team.threads / 32 * nctaid() => {
             let is_there = laneid() < total;
             let listed = if is_there { look(expert, laneid()) } else { Listed::NONE };
-            list_few_rows(common, shared.tokens(), expert, listed, weight);
+            list_few_rows(common, shared, expert, listed, weight);
         });
     } else {
-        let words = Words { of_source: shared.of_source().at(0), of_warp: shared.of_warp() };
+        let words = Words { of_source: shared.of_source.at(0), of_warp: shared.of_warp };
         stride!(expert in ctaid()..common.local_experts, nctaid() => {
             let look = |number| look(expert, number);
-            list_rows::<false, BARRIER>(common, team, &words, expert, total, look, weight);
+            if R::MANY {
+                list_rows::<MAX_RANKS, BARRIER>(common, team, &words, expert, total, look, weight);
+            } else {
+                list_rows::<FEW_RANKS, BARRIER>(common, team, &words, expert, total, look, weight);
+            }
         });
     }
 }

@@ -1,7 +1,9 @@
 //! Which expert has which of the received rows.
 
+use super::NodeShared;
+use super::ranks::{Ranks, each_rank};
 use super::team::Team;
-use crate::layout::{FEW_RANKS, LowLatencyArgs, MAX_MEMBERS};
+use crate::layout::{FEW_RANKS, LowLatencyArgs};
 use crate::simt::*;
 
 /// A token of a source rank, and its entries on this rank.
@@ -36,13 +38,13 @@ pub(super) struct Words {
 
 /// Lists the rows of a local expert, by source rank, then by token. All threads of the team call
 /// it. `total`: tokens of all sources; `look` returns the token of a number, by source, then by
-/// token; `weight` returns the bits of the weight of an entry of the expert. `MANY`: whether there
-/// may be more than [`FEW_RANKS`] ranks.
+/// token; `weight` returns the bits of the weight of an entry of the expert. `RANKS`: the most ranks
+/// that there may be.
 ///
 /// # Safety
 /// An expert's tables are one block's, and so is shared memory.
 #[device]
-pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
+pub(super) unsafe fn list_rows<const RANKS: usize, const BARRIER: u32>(
     args: &LowLatencyArgs,
     team: Team<BARRIER>,
     words: &Words,
@@ -54,7 +56,7 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
     let num_ranks = args.comm.num_ranks;
     let (thread, warp, lane) = (team.thread(), team.warp(), laneid());
     let rows = num_ranks * args.max_tokens;
-    if thread < if MANY { MAX_MEMBERS } else { FEW_RANKS } as u32 {
+    if thread < RANKS as u32 {
         st_shared_u32(words.of_source + thread * 4, 0);
     }
     let (mut first, mut found) = (0, 0);
@@ -83,7 +85,7 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
     team.sync();
     if thread < num_ranks {
         let mut begin = 0;
-        if MANY {
+        if RANKS > FEW_RANKS {
             stride!(source in 0..thread => {
                 begin += ld_shared_u32(words.of_source + source * 4);
             });
@@ -105,15 +107,15 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
 }
 
 /// The same of [`FEW_TOKENS`](crate::layout::FEW_TOKENS) tokens at most: a warp's lanes have one
-/// each in `listed`, by source, then by token, and it needs no other warp. `tokens`: words of
-/// shared memory, each source's number of them. The whole warp calls it.
+/// each in `listed`, by source, then by token, and it needs no other warp. The whole warp calls it.
 ///
 /// # Safety
-/// An expert's tables are one warp's, and the words are not written meanwhile.
+/// An expert's tables are one warp's, and the numbers of tokens in `shared` are not written
+/// meanwhile.
 #[device]
-pub(super) unsafe fn list_few_rows(
+pub(super) unsafe fn list_few_rows<R: Ranks>(
     args: &LowLatencyArgs,
-    tokens: SharedArray<u32, FEW_RANKS>,
+    shared: &NodeShared<R>,
     expert: u32,
     listed: Listed,
     weight: impl Fn(&Listed, u32) -> u32,
@@ -122,18 +124,24 @@ pub(super) unsafe fn list_few_rows(
     let hits = ballot(listed.entries != 0);
     let first = expert * num_ranks * args.max_tokens;
     store(args, listed, expert, first + (hits & lanemask_lt()).count_ones(), &weight);
-    if lane < num_ranks {
-        let mut first_lane = 0;
-        unroll!(8, SOURCE => {
-            let of_source = tokens.ld(SOURCE as u32);
-            first_lane += if (SOURCE as u32) < lane { of_source } else { 0 };
-        });
-        let of_lanes_below = |lane: u32| (hits & ((1u64 << lane) - 1) as u32).count_ones();
-        let begin = of_lanes_below(first_lane);
-        let count = of_lanes_below(first_lane + tokens.ld(lane)) - begin;
-        let range = args.tables.layout_range.0 + (expert * num_ranks + lane) as u64 * 8;
-        st_u64(range, (begin as u64) << 32 | count as u64);
-    }
+    each_rank!(R, lane, rank => {
+        if rank < num_ranks {
+            let mut first_lane = 0;
+            if R::MANY {
+                first_lane = shared.before.ld(rank);
+            } else {
+                unroll!(8, SOURCE => {
+                    let of_source = shared.tokens.ld(SOURCE as u32);
+                    first_lane += if (SOURCE as u32) < rank { of_source } else { 0 };
+                });
+            }
+            let of_lanes_below = |lane: u32| (hits & ((1u64 << lane) - 1) as u32).count_ones();
+            let begin = of_lanes_below(first_lane);
+            let count = of_lanes_below(first_lane + shared.tokens.ld(rank)) - begin;
+            let range = args.tables.layout_range.0 + (expert * num_ranks + rank) as u64 * 8;
+            st_u64(range, (begin as u64) << 32 | count as u64);
+        }
+    });
     if lane == 0 {
         st_u32(args.tables.expert_counts.0 + expert as u64 * 4, hits.count_ones());
     }

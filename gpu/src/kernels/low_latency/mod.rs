@@ -22,16 +22,17 @@
 //! - Returned rows are read within their combine. Between that combine and the next one of the
 //!   place lies a dispatch that all peers have entered.
 
+use core::marker::PhantomData;
 use core::mem::offset_of;
 
 use self::by_expert::Scratch;
+use self::ranks::{Few, Many, Ranks, each_rank};
 use self::team::Team;
-use super::epoch::{
-    Deadline, Phase, gave_up_before, pool_of, record, share, trace, trace_by, wait_at_least_unless,
-};
+use super::epoch::{Deadline, Phase, gave_up_before, record, share, trace, trace_by, wait_at_least_unless};
+use super::segments::sum_upto;
 use crate::layout::{
-    Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_LEFT_OUT, LOCAL_TICKET, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
-    LowLatencyCall, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs, LowLatencyTurns, MAX_MEMBERS,
+    Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_TICKET, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs, LowLatencyCall,
+    LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs, LowLatencyTurns, MAX_MEMBERS, MAX_RANKS,
     PIECE_BYTES, PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, phase, pieces_of, ready_offset,
 };
 use crate::simt::*;
@@ -43,15 +44,21 @@ mod fp8;
 mod gather;
 mod internode;
 mod list;
+mod ranks;
 mod team;
 
 pub use internode::{LOW_LATENCY_INTERNODE_SHARED_BYTES, low_latency_internode_by_expert_shared_bytes};
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
     combine::{
-        LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed,
+        LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineManyBf16, LowLatencyCombineManyFp8,
+        LowLatencyCombineManyPooled, LowLatencyCombineManySummed, LowLatencyCombinePooled,
+        LowLatencyCombineSummed,
     },
-    dispatch::{LowLatencyDispatch, LowLatencyDispatchByExpert},
+    dispatch::{
+        LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyDispatchMany,
+        LowLatencyDispatchManyByExpert,
+    },
     gather::LowLatencyGather,
     internode::{
         LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
@@ -60,8 +67,8 @@ pub use {
 };
 
 shared! {
-    /// Shared memory of a low-latency kernel.
-    struct NodeShared {
+    /// Shared memory of a low-latency kernel for few ranks.
+    struct FewShared {
         /// Tokens of each rank.
         tokens: [u32; FEW_RANKS],
         /// Tokens of an expert from each rank.
@@ -73,42 +80,175 @@ shared! {
     }
 }
 
-/// Shared memory of a low-latency kernel, in bytes.
-pub const LOW_LATENCY_SHARED_BYTES: u32 = NodeShared::BYTES;
+shared! {
+    /// The same for many ranks.
+    struct ManyShared {
+        tokens: [u32; MAX_RANKS],
+        of_source: [u32; MAX_RANKS],
+        of_warp: [u32; 32],
+        opened: [u32; 4],
+        /// Tokens of all ranks in front of each.
+        before: [u32; MAX_RANKS],
+        /// The high half of each warp's set of ranks.
+        ranks_high: [u32; 32],
+    }
+}
+
+/// Shared memory of a low-latency kernel within a node, [`FewShared`] or [`ManyShared`].
+#[derive(Clone, Copy)]
+struct NodeShared<R> {
+    tokens: SharedArray<u32, MAX_RANKS>,
+    of_source: SharedArray<u32, MAX_RANKS>,
+    of_warp: SharedArray<u32, 32>,
+    opened: SharedArray<u32, 4>,
+    /// Of many ranks only.
+    before: SharedArray<u32, MAX_RANKS>,
+    ranks_high: SharedArray<u32, 32>,
+    of: PhantomData<R>,
+}
+
+/// Shared memory of a low-latency kernel within a node of few ranks, in bytes.
+pub const LOW_LATENCY_SHARED_BYTES: u32 = FewShared::BYTES;
+/// The same of many ranks.
+pub const LOW_LATENCY_MANY_SHARED_BYTES: u32 = ManyShared::BYTES;
 
 /// Shared memory of a dispatch within a node, in bytes: behind the rest, the ranks that the tokens
 /// that leave together go to, and their scales.
 pub fn low_latency_dispatch_shared_bytes(args: &LowLatencyDispatchArgs) -> u32 {
-    LOW_LATENCY_SHARED_BYTES + LOW_LATENCY_TOKENS_AT_ONCE * 4 * (1 + args.row_scales())
+    if args.common.comm.num_ranks > FEW_RANKS as u32 {
+        dispatch_shared_bytes::<Many>(args)
+    } else {
+        dispatch_shared_bytes::<Few>(args)
+    }
+}
+
+/// The same of few ranks, or of many.
+#[inline(always)]
+fn dispatch_shared_bytes<R: Ranks>(args: &LowLatencyDispatchArgs) -> u32 {
+    NodeShared::<R>::BYTES + LOW_LATENCY_TOKENS_AT_ONCE * 4 * (Scales::<R>::MASK_WORDS + args.row_scales())
 }
 
 /// Shared memory of a dispatch within a node that brings rows by expert, in bytes: behind the rest,
 /// the words of its counts and places.
 pub fn low_latency_by_expert_shared_bytes(args: &LowLatencyExpertDispatchArgs) -> u32 {
     let common = &args.dispatch.common;
+    let (ranks, experts) = (common.comm.num_ranks, common.local_experts);
     low_latency_dispatch_shared_bytes(&args.dispatch)
-        + Scratch::bytes(common.comm.num_ranks, common.local_experts)
+        + if ranks > FEW_RANKS as u32 {
+            Scratch::<MAX_RANKS>::bytes(ranks, experts)
+        } else {
+            Scratch::<MAX_MEMBERS>::bytes(ranks, experts)
+        }
 }
 
-impl NodeShared {
+impl<R: Ranks> NodeShared<R> {
+    const BYTES: u32 = if R::MANY { ManyShared::BYTES } else { FewShared::BYTES };
+
     #[device]
-    fn scales(&self) -> Scales {
-        Scales { masks: SharedArray::new(self.tokens.at(0) + Self::BYTES) }
+    fn scales(&self) -> Scales<R> {
+        Scales { masks: SharedArray::new(self.tokens.at(0) + Self::BYTES), of: PhantomData }
+    }
+
+    /// Notes a set of ranks for this warp. One lane calls it.
+    ///
+    /// # Safety
+    /// The words are the warp's; the caller places the barriers.
+    #[device]
+    unsafe fn set_ranks(&self, ranks: R) {
+        let warp = tid() / 32;
+        ranks.st_shared(self.of_warp.at(warp), self.ranks_high.at(warp));
+    }
+
+    /// The set of ranks that was noted for this warp, the same in all lanes. The whole warp calls
+    /// it.
+    ///
+    /// # Safety
+    /// The words are the warp's; the caller places the barriers.
+    #[device]
+    unsafe fn ranks(&self) -> R {
+        let warp = tid() / 32;
+        R::ld_shared(self.of_warp.at(warp), self.ranks_high.at(warp)).of_warp()
+    }
+
+    /// Tokens of all ranks.
+    ///
+    /// # Safety
+    /// [`wait_calls`] has noted them, in front of a barrier.
+    #[device]
+    unsafe fn all_tokens(&self) -> u32 {
+        if R::MANY {
+            let last = MAX_RANKS as u32 - 1;
+            return self.before.ld(last) + self.tokens.ld(last);
+        }
+        let mut all = 0;
+        unroll!(8, SOURCE => { all += self.tokens.ld(SOURCE as u32) });
+        all
+    }
+
+    /// The source, and the index there, of token `number` of all ranks' tokens.
+    ///
+    /// # Safety
+    /// [`wait_calls`] has noted them, in front of a barrier.
+    #[device]
+    unsafe fn find(&self, number: u32) -> (u32, u32) {
+        if R::MANY {
+            // The last rank with no more tokens in front of it.
+            let (mut source, mut step) = (0, MAX_RANKS as u32 / 2);
+            while step != 0 {
+                if self.before.ld(source + step) <= number {
+                    source += step;
+                }
+                step /= 2;
+            }
+            return (source, number - self.before.ld(source));
+        }
+        let (mut source, mut token) = (0, number);
+        unroll!(8, SOURCE => {
+            let of_source = self.tokens.ld(SOURCE as u32);
+            if source == SOURCE as u32 && token >= of_source {
+                (source, token) = (source + 1, token - of_source);
+            }
+        });
+        (source, token)
     }
 }
 
 /// The tokens of a dispatch that leave together: the ranks that each goes to, as bits, and behind
 /// those their scales `[scales, tokens]`.
 #[derive(Clone, Copy)]
-struct Scales {
+struct Scales<R> {
     masks: SharedArray<u32, { LOW_LATENCY_TOKENS_AT_ONCE as usize }>,
+    of: PhantomData<R>,
 }
 
-impl Scales {
+impl<R: Ranks> Scales<R> {
+    /// Words of a token's ranks, the tokens' first ones first.
+    const MASK_WORDS: u32 = 1 + R::MANY as u32;
+
+    /// Notes the ranks of token `number`.
+    ///
+    /// # Safety
+    /// One thread calls it; the caller places the barriers.
+    #[device]
+    unsafe fn set_ranks(self, number: u32, ranks: R) {
+        let high = self.masks.at(LOW_LATENCY_TOKENS_AT_ONCE + number);
+        ranks.st_shared(self.masks.at(number), high);
+    }
+
+    /// The ranks of token `number`.
+    ///
+    /// # Safety
+    /// Behind a barrier behind [`Scales::set_ranks`].
+    #[device]
+    unsafe fn ranks(self, number: u32) -> R {
+        let high = self.masks.at(LOW_LATENCY_TOKENS_AT_ONCE + number);
+        R::ld_shared(self.masks.at(number), high)
+    }
+
     /// Where a scale of token `number` is.
     #[device]
     fn at(self, number: u32, scale: u32) -> u32 {
-        self.masks.at(LOW_LATENCY_TOKENS_AT_ONCE * (1 + scale) + number)
+        self.masks.at(LOW_LATENCY_TOKENS_AT_ONCE * (Self::MASK_WORDS + scale) + number)
     }
 }
 
@@ -136,19 +276,19 @@ unsafe fn completes(word: u64, part: u32, parts: u32) -> bool {
 
 /// The words of device memory that decide how an operation begins. One thread loads them for its
 /// block, ahead of everything else, since the loads of all 512 threads would queue up in L2.
-struct Opening {
+struct Opening<R> {
     ticket: u64,
     /// Dispatches into the place before, in shares of `QUANTUM`.
     turns: u64,
     /// The word at [`answered_at`].
     answered: u64,
-    left_out: u32,
+    left_out: R,
     abort: u32,
     /// Tokens of this rank in the dispatch that a combine answers.
     tokens: u32,
 }
 
-impl Opening {
+impl<R: Ranks> Opening<R> {
     /// Loads the words where `is_needed`: in thread 0, and in the warp that publishes the call.
     ///
     /// # Safety
@@ -156,14 +296,14 @@ impl Opening {
     /// turns meanwhile, which makes both loads strong; the quotients do not change before this
     /// block has added its shares.
     #[device]
-    unsafe fn load<const COMBINE: bool>(args: &LowLatencyArgs, is_needed: bool) -> Opening {
-        let mut it = Opening { ticket: 0, turns: 0, answered: 0, left_out: 0, abort: 0, tokens: 0 };
+    unsafe fn load<const COMBINE: bool>(args: &LowLatencyArgs, is_needed: bool) -> Self {
+        let mut it = Opening { ticket: 0, turns: 0, answered: 0, left_out: R::NONE, abort: 0, tokens: 0 };
         if is_needed {
             it.ticket = ld_relaxed_gpu_u64(args.comm.local.0 + LOCAL_TICKET);
             it.turns = ld_relaxed_gpu_u64(args.tables.turns.0);
             it.answered = ld_relaxed_gpu_u64(answered_at(args));
             it.abort = ld_relaxed_gpu_u32(args.comm.local.0 + LOCAL_ABORT);
-            it.left_out = ld_u32(args.comm.local.0 + LOCAL_LEFT_OUT);
+            it.left_out = R::left_out(args.comm.local.0);
             if COMBINE {
                 it.tokens = ld_u32(args.tables.num_tokens.0 + args.comm.rank as u64 * 4);
             }
@@ -195,23 +335,22 @@ impl Opening {
         self.is_answered() & ((self.answered >> 32) as u32 != self.epoch() as u32)
     }
 
-    /// Bits of the ranks that take part: none where this rank takes no part itself. A rank whose
+    /// The ranks that take part: none where this rank takes no part itself. A rank whose
     /// wait expired in an operation before sends nothing any more, so that no peer takes its
     /// unfinished work for complete. Nor does a combine that no dispatch has filled the place for,
     /// or one of other tokens than the dispatch: graphs may be replayed in any order.
     #[device]
-    fn members<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> u32 {
-        if self.abort != 0 { 0 } else { self.told::<COMBINE>(args) }
+    fn members<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> R {
+        if self.abort != 0 { R::NONE } else { self.told::<COMBINE>(args) }
     }
 
-    /// Bits of the ranks that the call is published to: the members, also behind an abort of this
+    /// The ranks that the call is published to: the members, also behind an abort of this
     /// operation by another block.
     #[device]
-    fn told<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> u32 {
+    fn told<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> R {
         let is_wrong = COMBINE & (self.is_unpaired() | (self.tokens != args.num_tokens));
-        // A group has ranks, and no more than bits.
-        let all = u32::MAX >> ((32 - args.comm.num_ranks) & 31);
-        if is_wrong | gave_up_before(self.abort, self.epoch()) { 0 } else { all & !self.left_out }
+        let all = R::all(args.comm.num_ranks);
+        if is_wrong | gave_up_before(self.abort, self.epoch()) { R::NONE } else { all & !self.left_out }
     }
 }
 
@@ -222,24 +361,30 @@ impl Opening {
 /// # Safety
 /// Thread 0 writes the words in front of the barrier, and they are not written again.
 #[device]
-unsafe fn begin<const COMBINE: bool>(
+unsafe fn begin<R: Ranks, const COMBINE: bool>(
     args: &LowLatencyArgs,
-    opening: &Opening,
+    opening: &Opening<R>,
     words: SharedArray<u32, 4>,
-) -> Opened {
+) -> Opened<R> {
     if tid() == 0 {
         let (epoch, members) = (opening.epoch(), opening.members::<COMBINE>(args));
-        if COMBINE && members == 0 && opening.abort == 0 {
+        if COMBINE && members.is_empty() && opening.abort == 0 {
             let is_unpaired = opening.is_unpaired();
             let what = if is_unpaired { Wait::LowLatencyUnpaired } else { Wait::LowLatencyTokens };
             let (needed, seen) = (opening.tokens as u64, args.num_tokens as u64);
             record(&args.comm, 0, args.comm.rank, epoch, needed, seen, what);
         }
         let is_answered = opening.is_answered() as u32;
-        st_shared_v4(words.at(0), [epoch as u32, (epoch >> 32) as u32, is_answered, members]);
+        let (low, high) = members.halves();
+        if R::MANY {
+            let answered_and_epoch = is_answered << ANSWERED_BIT | (epoch >> 32) as u32;
+            st_shared_v4(words.at(0), [epoch as u32, answered_and_epoch, high, low]);
+        } else {
+            st_shared_v4(words.at(0), [epoch as u32, (epoch >> 32) as u32, is_answered, low]);
+        }
     }
     barrier_sync();
-    Opened { words }
+    Opened { words, of: PhantomData }
 }
 
 /// Address of the place's word for the last answered dispatch, [`LowLatencyTurns::answered`].
@@ -254,48 +399,61 @@ fn answered_at(args: &LowLatencyArgs) -> u64 {
 /// # Safety
 /// The place's turns are live. Other blocks of this operation may read the word before or after.
 #[device]
-unsafe fn note_answer(args: &LowLatencyArgs, opening: &Opening) {
+unsafe fn note_answer<R: Ranks>(args: &LowLatencyArgs, opening: &Opening<R>) {
     st_relaxed_sys_u64(answered_at(args), opening.epoch() << 32 | opening.dispatches() as u64);
 }
+
+/// The bit of the epoch's high half that shows, of many ranks, that the place is answered.
+const ANSWERED_BIT: u32 = 31;
 
 /// The result of [`begin`], the same in all threads of the block. It stays in shared memory,
 /// because registers are scarce.
 #[derive(Clone, Copy)]
-struct Opened {
-    /// The low and the high half of the epoch, whether the place is answered, and the members.
+struct Opened<R> {
+    /// The low and the high half of the epoch, whether the place is answered, and the members. Of
+    /// many ranks, the third word has those from 32 on; [`ANSWERED_BIT`] of the second one is
+    /// whether the place is answered.
     words: SharedArray<u32, 4>,
+    of: PhantomData<R>,
 }
 
-impl Opened {
+impl<R: Ranks> Opened<R> {
     /// # Safety
     /// Written in front of a barrier of `begin`, and never again.
     #[device]
     unsafe fn epoch(&self) -> u64 {
+        if R::MANY {
+            let high = self.words.ld(1) & !(1 << ANSWERED_BIT);
+            return (high as u64) << 32 | self.words.ld(0) as u64;
+        }
         (self.words.ld(1) as u64) << 32 | self.words.ld(0) as u64
     }
 
     /// Whether a combine had answered the last dispatch into the place.
     #[device]
     unsafe fn is_answered(&self) -> bool {
+        if R::MANY {
+            return self.words.ld(1) >> ANSWERED_BIT != 0;
+        }
         self.words.ld(2) != 0
     }
 
-    /// A bit for each rank that is not left out. No rank waits for the others or sends to them.
-    /// None where this block takes no part.
+    /// The ranks that are not left out. No rank waits for the others or sends to them. None where
+    /// this block takes no part.
     #[device]
-    unsafe fn members(&self) -> u32 {
-        self.words.ld(3)
+    unsafe fn members(&self) -> R {
+        R::ld_shared(self.words.at(3), self.words.at(2))
     }
 
     #[device]
     unsafe fn takes_part(&self) -> bool {
-        self.members() != 0
+        !self.members().is_empty()
     }
 
     /// Whether a rank, or any other number, is that of a member.
     #[device]
     unsafe fn has_member(&self, rank: u32) -> bool {
-        rank < MAX_MEMBERS as u32 && self.members() >> rank & 1 != 0
+        rank < R::BITS && self.members().has(rank)
     }
 }
 
@@ -320,13 +478,25 @@ fn last_warp() -> u32 {
 /// Pools are mapped; the packet has this rank as its only writer. Fence and store release it,
 /// because it also publishes that the kernels before have ended.
 #[device]
-unsafe fn publish_call<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening) {
+unsafe fn publish_call<R: Ranks, const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening<R>) {
     let (comm, lane, epoch) = (&args.comm, laneid(), opening.epoch());
     fence_acq_rel_sys();
-    if lane < FEW_RANKS as u32 && opening.told::<COMBINE>(args) >> lane & 1 != 0 {
-        let packet = epoch << 32 | comm.call;
-        st_relaxed_sys_u64(pool_of(comm, lane) + call_offset(comm.rank, epoch), packet);
-    }
+    each_rank!(R, lane, rank => {
+        if (R::MANY || rank < FEW_RANKS as u32) && opening.told::<COMBINE>(args).has(rank) {
+            let packet = epoch << 32 | comm.call;
+            let pool = R::pool(comm, rank);
+            st_relaxed_sys_u64(pool + call_offset(R::ROOM, comm.rank, epoch), packet);
+        }
+    });
+}
+
+/// Address of the packet of a rank for the operation, in this rank's own pool.
+///
+/// # Safety
+/// The table of pools has every rank.
+#[device]
+unsafe fn call_of<R: Ranks>(comm: &Comm, rank: u32, epoch: u64) -> u64 {
+    R::pool(comm, comm.rank) + call_offset(R::ROOM, rank, epoch)
 }
 
 /// Waits until a rank has entered the operation with the call of this one, and gives its number of
@@ -335,9 +505,9 @@ unsafe fn publish_call<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Ope
 /// # Safety
 /// Packets are in this rank's own pool.
 #[device]
-unsafe fn wait_call(args: &LowLatencyArgs, rank: u32, epoch: u64) -> Option<u32> {
+unsafe fn wait_call<R: Ranks>(args: &LowLatencyArgs, rank: u32, epoch: u64) -> Option<u32> {
     let comm = &args.comm;
-    let packet = pool_of(comm, comm.rank) + call_offset(rank, epoch);
+    let packet = call_of::<R>(comm, rank, epoch);
     let call = wait_packet::<true>(comm, packet, rank, epoch, Wait::LowLatencyEnter)?;
     if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 {
         return Some((call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens));
@@ -349,11 +519,13 @@ unsafe fn wait_call(args: &LowLatencyArgs, rank: u32, epoch: u64) -> Option<u32>
 /// Waits until every member has entered the operation with the call of this one; false, in all
 /// lanes, when one has not. The whole warp calls it.
 #[device]
-unsafe fn have_all_entered(args: &LowLatencyArgs, opened: Opened) -> bool {
-    let lane = laneid();
-    let is_here = lane >= FEW_RANKS as u32
-        || !opened.has_member(lane)
-        || wait_call(args, lane, opened.epoch()).is_some();
+unsafe fn have_all_entered<R: Ranks>(args: &LowLatencyArgs, opened: Opened<R>) -> bool {
+    let (lane, mut is_here) = (laneid(), true);
+    each_rank!(R, lane, rank => {
+        is_here &= rank >= R::ROOM
+            || !opened.has_member(rank)
+            || wait_call::<R>(args, rank, opened.epoch()).is_some();
+    });
     let are_here = ballot(!is_here) == 0;
     trace_by(&args.comm, Phase::Ready, || lane == 0);
     are_here
@@ -366,8 +538,8 @@ unsafe fn have_all_entered(args: &LowLatencyArgs, opened: Opened) -> bool {
 /// Packets are in this rank's own pool. The packet guards no data, so that its load needs no
 /// acquire.
 #[device]
-unsafe fn late_with(comm: &Comm, rank: u32, epoch: u64, rows: Wait) -> Wait {
-    let seen = ld_relaxed_sys_u64(pool_of(comm, comm.rank) + call_offset(rank, epoch));
+unsafe fn late_with<R: Ranks>(comm: &Comm, rank: u32, epoch: u64, rows: Wait) -> Wait {
+    let seen = ld_relaxed_sys_u64(call_of::<R>(comm, rank, epoch));
     if (seen >> 32) as u32 == epoch as u32 { rows } else { Wait::LowLatencyEnter }
 }
 
@@ -382,31 +554,55 @@ const ABSENT: u32 = u32::MAX;
 /// Packets are in this rank's own pool; each word of shared memory has one writer, and a barrier
 /// behind it.
 #[device]
-unsafe fn wait_calls<const BARRIER: u32>(
+unsafe fn wait_calls<R: Ranks, const BARRIER: u32>(
     args: &LowLatencyArgs,
     team: Team<BARRIER>,
-    shared: &NodeShared,
-    opened: &Opened,
+    shared: &NodeShared<R>,
+    opened: &Opened<R>,
 ) -> bool {
     let (comm, epoch) = (&args.comm, opened.epoch());
     let thread = tid();
-    if thread < FEW_RANKS as u32 {
+    if thread < R::ROOM {
         let mut tokens = 0;
         if opened.has_member(thread) {
-            tokens = wait_call(args, thread, epoch).unwrap_or(ABSENT);
+            tokens = wait_call::<R>(args, thread, epoch).unwrap_or(ABSENT);
         }
-        shared.tokens().st(thread, tokens);
+        shared.tokens.st(thread, tokens);
     }
     team.sync();
+    if R::MANY {
+        if thread / 32 == 0 {
+            note_tokens_before(shared);
+        }
+        team.sync();
+    }
     trace(comm, Phase::Ready);
     have_all_called(shared, opened)
 }
 
-/// The result of [`wait_calls`], behind a barrier.
+/// Notes how many tokens of other ranks come before those of each. One warp calls it, behind a
+/// barrier behind the numbers of tokens.
 #[device]
-unsafe fn have_all_called(shared: &NodeShared, opened: &Opened) -> bool {
+unsafe fn note_tokens_before<R: Ranks>(shared: &NodeShared<R>) {
+    let lane = laneid();
+    let (low, high) = (shared.tokens.ld(lane), shared.tokens.ld(lane + 32));
+    // Where a rank is absent the sums wrap, and nothing uses them.
+    let add = |a: u32, b: u32| a.wrapping_add(b);
+    let (of_low, of_high) = (sum_upto(low, add), sum_upto(high, add));
+    shared.before.st(lane, of_low.wrapping_sub(low));
+    let all_low = shfl_u32(of_low, 31);
+    shared.before.st(lane + 32, add(all_low, of_high).wrapping_sub(high));
+}
+
+/// The result of [`wait_calls`], behind a barrier. Whole warps call it.
+#[device]
+unsafe fn have_all_called<R: Ranks>(shared: &NodeShared<R>, opened: &Opened<R>) -> bool {
     let mut are_here = opened.takes_part();
-    unroll!(8, RANK => { are_here &= shared.tokens().ld(RANK as u32) != ABSENT });
+    if R::MANY {
+        each_rank!(R, laneid(), rank => { are_here &= shared.tokens.ld(rank) != ABSENT });
+        return ballot(!are_here) == 0;
+    }
+    unroll!(8, RANK => { are_here &= shared.tokens.ld(RANK as u32) != ABSENT });
     are_here
 }
 
@@ -456,19 +652,26 @@ unsafe fn packet_seen(comm: &Comm, packet: u64, seen: u64, peer: u32, epoch: u64
 /// Pools are mapped; the word at a peer has this rank as its only writer, whichever block stores
 /// it.
 #[device]
-unsafe fn wait_node_members_ready(comm: &Comm, opened: &Opened) -> bool {
+unsafe fn wait_node_members_ready<R: Ranks>(comm: &Comm, opened: &Opened<R>) -> bool {
     let (lane, epoch) = (laneid(), opened.epoch());
     let mut ready = true;
-    if opened.has_member(lane) {
-        if ctaid() == 0 {
-            st_release_sys_u64(pool_of(comm, lane) + ready_offset(comm.rank), epoch);
-        }
-        let pool = pool_of(comm, comm.rank);
-        let is_in_other_call = || is_other_call(comm, pool + call_offset(lane, epoch), lane, epoch);
-        let word = pool + ready_offset(lane);
-        let what = Wait::LowLatencyReady;
-        ready = wait_at_least_unless(comm, word, epoch, lane, epoch, what, is_in_other_call);
+    // All ranks are told before any rank is waited for.
+    if R::MANY && ctaid() == 0 && opened.has_member(lane + 32) {
+        st_release_sys_u64(R::pool(comm, lane + 32) + ready_offset(comm.rank), epoch);
     }
+    each_rank!(R, lane, rank => {
+        if opened.has_member(rank) {
+            if ctaid() == 0 && (!R::MANY || rank == lane) {
+                st_release_sys_u64(R::pool(comm, rank) + ready_offset(comm.rank), epoch);
+            }
+            let pool = R::pool(comm, comm.rank);
+            let packet = || pool + call_offset(R::ROOM, rank, epoch);
+            let is_in_other_call = || is_other_call(comm, packet(), rank, epoch);
+            let word = pool + ready_offset(rank);
+            let what = Wait::LowLatencyReady;
+            ready &= wait_at_least_unless(comm, word, epoch, rank, epoch, what, is_in_other_call);
+        }
+    });
     ballot(!ready) == 0
 }
 
@@ -662,7 +865,7 @@ fn chunks_of(args: &LowLatencyArgs, num_tokens: u32) -> u32 {
 }
 
 /// Offset of a chunk's word of rank `rank`, in bytes from the start of an array
-/// `[FEW_RANKS, chunks]`.
+/// `[room, chunks]`.
 #[device]
 fn chunk_offset(args: &LowLatencyArgs, rank: u32, chunk: u32) -> u64 {
     (rank * chunks_of(args, args.max_tokens) + chunk) as u64 * 8

@@ -1,6 +1,5 @@
 //! Some of a block's warps, which meet without the others.
 
-use crate::layout::FEW_RANKS;
 use crate::simt::*;
 
 /// Warps of a block that follow each other: the first thread of the first one, and the number of
@@ -52,7 +51,7 @@ impl<const BARRIER: u32> Team<BARRIER> {
     /// # Safety
     /// The whole team calls it.
     #[device]
-    pub(super) unsafe fn any(&self, is: bool, words: SharedArray<u32, FEW_RANKS>, vote: u32) -> bool {
+    pub(super) unsafe fn any<const N: usize>(&self, is: bool, words: SharedArray<u32, N>, vote: u32) -> bool {
         if BARRIER == 0 {
             return barrier_any(is);
         }

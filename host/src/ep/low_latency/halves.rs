@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use epoxide_gpu::kernels::{
-    LOW_LATENCY_INTERNODE_SHARED_BYTES, LOW_LATENCY_SHARED_BYTES, LowLatencyCombineBf16,
-    LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch,
-    LowLatencyDispatchByExpert, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
+    LOW_LATENCY_INTERNODE_SHARED_BYTES, LOW_LATENCY_MANY_SHARED_BYTES, LOW_LATENCY_SHARED_BYTES,
+    LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineManyBf16, LowLatencyCombineManyFp8,
+    LowLatencyCombineManyPooled, LowLatencyCombineManySummed, LowLatencyCombinePooled,
+    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyDispatchMany,
+    LowLatencyDispatchManyByExpert, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
     LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert, low_latency_by_expert_shared_bytes,
     low_latency_dispatch_shared_bytes, low_latency_internode_by_expert_shared_bytes,
 };
@@ -17,7 +19,7 @@ use epoxide_gpu::layout::{
 
 use super::results::Room;
 use super::results::{Combined, Received};
-use super::{Buffer, Kernels};
+use super::{Buffer, Kernels, Kind};
 use crate::driver::{Event, Stream};
 use crate::ep::core::{Lease, PlaceState, add_counts};
 use crate::ep::payload::Records;
@@ -217,7 +219,9 @@ impl Buffer {
         args: Arguments,
         grid: u32,
     ) -> Result<()> {
-        let (within, across) = (LOW_LATENCY_SHARED_BYTES, LOW_LATENCY_INTERNODE_SHARED_BYTES);
+        let across = LOW_LATENCY_INTERNODE_SHARED_BYTES;
+        let is_many = Kind::of(self.core.topology()) == Kind::Many;
+        let within = if is_many { LOW_LATENCY_MANY_SHARED_BYTES } else { LOW_LATENCY_SHARED_BYTES };
         let Kernels { dispatch, combine, quantised_combine, summed_combine, pooled_combine, .. } =
             &self.kernels;
         // SAFETY: the memory of inputs is freed only behind all work enqueued on streams, and a
@@ -227,6 +231,10 @@ impl Buffer {
             match (args, operation.place.room().messages) {
                 (Arguments::Dispatch(args), None) => {
                     let shared = low_latency_dispatch_shared_bytes(&args);
+                    if is_many {
+                        let call = LowLatencyDispatchMany::call(args);
+                        return stream.call(dispatch, grid, THREADS, shared, call);
+                    }
                     stream.call(dispatch, grid, THREADS, shared, LowLatencyDispatch::call(args))
                 }
                 (Arguments::Dispatch(dispatch_args), Some(messages)) => {
@@ -242,6 +250,10 @@ impl Buffer {
                     match messages {
                         None => {
                             let shared = low_latency_by_expert_shared_bytes(&args);
+                            if is_many {
+                                let call = LowLatencyDispatchManyByExpert::call(args);
+                                return stream.call(kernel, grid, THREADS, shared, call);
+                            }
                             let call = LowLatencyDispatchByExpert::call(args);
                             stream.call(kernel, grid, THREADS, shared, call)
                         }
@@ -255,9 +267,25 @@ impl Buffer {
                         }
                     }
                 }
+                (Arguments::PooledCombine(args), _) if is_many => {
+                    let call = LowLatencyCombineManyPooled::call(args);
+                    stream.call(pooled_combine, grid, THREADS, within, call)
+                }
                 (Arguments::PooledCombine(args), _) => {
                     let call = LowLatencyCombinePooled::call(args);
                     stream.call(pooled_combine, grid, THREADS, within, call)
+                }
+                (Arguments::Combine(args), None) if is_many => {
+                    if returns_while_summing(&args, grid) {
+                        let call = LowLatencyCombineManySummed::call(args);
+                        stream.call(summed_combine, grid, THREADS, within, call)
+                    } else if args.quantise == Quantise::Not as u32 {
+                        let call = LowLatencyCombineManyBf16::call(args);
+                        stream.call(combine, grid, THREADS, within, call)
+                    } else {
+                        let call = LowLatencyCombineManyFp8::call(args);
+                        stream.call(quantised_combine, grid, THREADS, within, call)
+                    }
                 }
                 (Arguments::Combine(args), None) if returns_while_summing(&args, grid) => {
                     let call = LowLatencyCombineSummed::call(args);

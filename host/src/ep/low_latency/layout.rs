@@ -2,16 +2,24 @@
 
 use bytemuck::Zeroable;
 use epoxide_gpu::layout::{
-    ControlWord, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, LowLatencyControl, LowLatencyExpertRows,
-    LowLatencyPlace, LowLatencyTables, LowLatencyTurns, MAX_MEMBERS, PIECE_PACKET_BYTES, Section,
-    gave_up_offset, pieces_of, row_stride,
+    ControlWord, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, LowLatencyExpertRows, LowLatencyPlace,
+    LowLatencyTables, LowLatencyTurns, MAX_MEMBERS, MAX_RANKS, PIECE_PACKET_BYTES, Section, call_offset,
+    gave_up_offset, pieces_of, room_for_ranks, row_stride,
 };
 
 use super::options::Options;
 use crate::ep::Topology;
 use crate::ep::core::Pieces;
 
-const RANKS: u64 = FEW_RANKS as u64;
+/// The parts of the control words of a pool with room for so many ranks.
+const fn control(room: u32) -> [Section; 3] {
+    let ranks = room as u64;
+    [
+        Section::array("ready", ranks, size_of::<ControlWord>() as u64),
+        Section::array("calls", ranks, 16).at(call_offset(room, 0, 0)),
+        Section::array("gave_up", ranks, 8).at(gave_up_offset(room, 0)),
+    ]
+}
 
 /// A pool: the places in it, and its parts by name.
 #[derive(Debug)]
@@ -22,24 +30,24 @@ pub struct PoolLayout {
 
 impl PoolLayout {
     pub fn new(options: &Options, num_ranks: u32) -> PoolLayout {
-        const CONTROL: &[Section] = &[
-            Section::array("ready", RANKS, size_of::<ControlWord>() as u64),
-            Section::array("calls", RANKS, 16).at(size_of::<ControlWord>() as u64 * RANKS),
-            Section::array("gave_up", RANKS, 8).at(gave_up_offset(0)),
-        ];
+        const FEW: &[Section] = &control(FEW_RANKS as u32);
+        const MANY: &[Section] = &control(MAX_RANKS as u32);
+        let room = room_for_ranks(num_ranks);
+        let parts = if room == FEW_RANKS as u32 { FEW } else { MANY };
         let mut pool = Pieces::default();
-        pool.push(Section::one("control", size_of::<LowLatencyControl>() as u64).of(CONTROL));
+        pool.push(Section::one("control", gave_up_offset(room, room)).of(parts));
         let (tokens, topk) = (u64::from(options.shape.max_tokens), u64::from(options.shape.num_topk));
         let (rows, chunks) = (u64::from(num_ranks) * tokens, options.chunks());
         let stride = row_stride(options.shape.hidden * 2);
         let few = u64::from(num_ranks) * u64::from(options.most_in_packets(num_ranks));
         let pieces = u64::from(pieces_of((options.shape.hidden * 2) as u32) * PIECE_PACKET_BYTES);
+        let room = u64::from(room);
         let mut array = |name, count, stride| pool.array(name, count, stride).0;
         let mut place = || LowLatencyPlace {
-            arrived: array("arrived", RANKS, chunks * 8),
-            returned: array("returned", RANKS, chunks * 8),
-            ids: array("ids", RANKS * tokens, topk.div_ceil(2) * 8),
-            weights: array("weights", RANKS * tokens, topk * 8),
+            arrived: array("arrived", room, chunks * 8),
+            returned: array("returned", room, chunks * 8),
+            ids: array("ids", room * tokens, topk.div_ceil(2) * 8),
+            weights: array("weights", room * tokens, topk * 8),
             recv_x: array("recv_x", rows, stride),
             recv_scales: array("recv_scales", options.most_words(), rows * 4),
             returned_x: array("returned_x", rows, stride),
@@ -52,7 +60,17 @@ impl PoolLayout {
 
 /// The number of ranks that kernels expect.
 pub fn most_ranks(topology: Topology) -> u64 {
-    if topology.nodes == 1 { RANKS } else { MAX_MEMBERS as u64 }
+    if topology.nodes == 1 { room_for_ranks(topology.ranks()).into() } else { MAX_MEMBERS as u64 }
+}
+
+/// A rank's private memory, beside the [`LocalState`] at its start.
+#[derive(Debug)]
+pub struct OwnTables {
+    pub places: Vec<PlaceTables>,
+    /// Weights of rows that have none, f32 `[num_ranks * max_tokens, num_topk]`.
+    pub unit_weights: DevicePtr,
+    /// Where the pool of each rank is, u64 `[num_ranks]`, within a node.
+    pub pools: DevicePtr,
 }
 
 /// A place's parts of a rank's private memory.
@@ -66,19 +84,19 @@ pub struct PlaceTables {
     pub combined_x: DevicePtr,
 }
 
-/// A rank's private memory: the [`LocalState`] first, then the parts of each place. Also where the
-/// weights are of rows that have none, f32 `[num_ranks * max_tokens, num_topk]`.
-pub fn tables(pieces: &mut Pieces, options: &Options, topology: Topology) -> (Vec<PlaceTables>, DevicePtr) {
+/// Lays out a rank's private memory: the [`LocalState`] first, then the parts of each place.
+pub fn tables(pieces: &mut Pieces, options: &Options, topology: Topology) -> OwnTables {
     pieces.push(Section::one("local", size_of::<LocalState>() as u64).of(LOCAL_STATE));
     let (tokens, topk) = (u64::from(options.shape.max_tokens), u64::from(options.shape.num_topk));
     let (ranks, chunks) = (u64::from(topology.ranks()), options.chunks());
     let members = most_ranks(topology);
+    let bytes_of_set = if members > MAX_MEMBERS as u64 { 8 } else { 4 };
     let (rows, experts) = (ranks * tokens, u64::from(options.shape.num_experts) / ranks);
     let mut array = |name, count, stride| pieces.array(name, count, stride);
     let place = |_| {
         let tables = LowLatencyTables {
             num_tokens: array("num_tokens", members, 4),
-            token_ranks: array("token_ranks", tokens, 4),
+            token_ranks: array("token_ranks", tokens, bytes_of_set),
             expert_counts: array("expert_counts", experts, 4),
             expert_rows: array("expert_rows", experts, rows * 4),
             src_info: array("src_info", experts, rows * 4),
@@ -86,7 +104,7 @@ pub fn tables(pieces: &mut Pieces, options: &Options, topology: Topology) -> (Ve
             slots: array("slots", rows, topk * 4),
             weights: array("row_weights", rows, topk * 4),
             sent: array("sent", chunks, 8),
-            answered: array("answered", RANKS, chunks * 8),
+            answered: array("answered", members, chunks * 8),
             turns: array("turns", 1, size_of::<LowLatencyTurns>() as u64),
         };
         let by_expert = options.rows_by_expert.map(|room| LowLatencyExpertRows {
@@ -104,7 +122,7 @@ pub fn tables(pieces: &mut Pieces, options: &Options, topology: Topology) -> (Ve
         PlaceTables { tables, by_expert, combined_x }
     };
     let places = (0..options.places).map(place).collect();
-    (places, array("unit_weights", rows, topk * 4))
+    OwnTables { places, unit_weights: array("unit_weights", rows, topk * 4), pools: array("pools", ranks, 8) }
 }
 
 #[cfg(test)]

@@ -27,13 +27,15 @@ use std::time::Duration;
 
 use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
-    AddCounts, FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled,
-    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyGather,
-    LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
-    LowLatencyInternodeDispatchByExpert, PackColumns,
+    AddCounts, FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineManyBf16,
+    LowLatencyCombineManyFp8, LowLatencyCombineManyPooled, LowLatencyCombineManySummed,
+    LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert,
+    LowLatencyDispatchMany, LowLatencyDispatchManyByExpert, LowLatencyGather, LowLatencyInternodeCombineBf16,
+    LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
+    PackColumns,
 };
 use epoxide_gpu::layout::{
-    Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
+    Comm, DevicePtr, FEW_RANKS, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
 };
 
 use super::Topology;
@@ -48,12 +50,13 @@ use crate::group::ProcessGroup;
 pub use combine::CombineRequest;
 pub use dispatch::DispatchRequest;
 pub use halves::Pending;
+use options::check_members;
 pub use options::{Options, Quantise, Shape};
 pub use results::{ByExpertPtrs, Combined, Detached, Place, Received, ReceivedByExpert};
 
 use fault::{Calls, Generation};
 use internode::{MessageLayout, Messages};
-use layout::PoolLayout;
+use layout::{OwnTables, PoolLayout};
 use results::Room;
 
 /// Moves decode-sized batches between ranks, of one node or of several. One per rank; methods are
@@ -77,14 +80,14 @@ pub struct Buffer {
     /// The operation whose rows have left and which has not been received yet.
     sent: Option<&'static str>,
     /// A bit for each rank that is left out.
-    left_out: u32,
+    left_out: u64,
     /// The operations since the last regroup.
     generation: Arc<Generation>,
     comm: Comm,
     options: Options,
 }
 
-/// The kernels within a node, or those across nodes.
+/// The kernels within a node of few ranks, of many, or those across nodes.
 #[derive(Debug)]
 struct Kernels {
     dispatch: Kernel,
@@ -102,24 +105,54 @@ struct Kernels {
     dispatch_by_expert: Option<Kernel>,
 }
 
+/// Which kernels a buffer has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Of one node, with up to [`FEW_RANKS`] ranks.
+    Few,
+    /// Of one node with more.
+    Many,
+    /// Of several nodes.
+    Nodes,
+}
+
+impl Kind {
+    fn of(topology: Topology) -> Kind {
+        match topology {
+            Topology { nodes: 1, ranks_per_node } if ranks_per_node <= FEW_RANKS as u32 => Kind::Few,
+            Topology { nodes: 1, .. } => Kind::Many,
+            _ => Kind::Nodes,
+        }
+    }
+}
+
 impl Kernels {
-    fn load(device: &Device, nodes: u32, has_rows_by_expert: bool) -> Result<Kernels> {
-        let [dispatch, combine, quantised_combine] = if nodes == 1 {
-            [LowLatencyDispatch::INFO, LowLatencyCombineBf16::INFO, LowLatencyCombineFp8::INFO]
-        } else {
-            [
+    fn load(device: &Device, topology: Topology, has_rows_by_expert: bool) -> Result<Kernels> {
+        let kind = Kind::of(topology);
+        let [dispatch, combine, quantised_combine] = match kind {
+            Kind::Few => [LowLatencyDispatch::INFO, LowLatencyCombineBf16::INFO, LowLatencyCombineFp8::INFO],
+            Kind::Many => [
+                LowLatencyDispatchMany::INFO,
+                LowLatencyCombineManyBf16::INFO,
+                LowLatencyCombineManyFp8::INFO,
+            ],
+            Kind::Nodes => [
                 LowLatencyInternodeDispatch::INFO,
                 LowLatencyInternodeCombineBf16::INFO,
                 LowLatencyInternodeCombineFp8::INFO,
-            ]
+            ],
         };
-        let (summed, pooled) = (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO);
+        let (summed, pooled) = match kind {
+            Kind::Many => (LowLatencyCombineManySummed::INFO, LowLatencyCombineManyPooled::INFO),
+            _ => (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO),
+        };
         let (gather, first) = (LowLatencyGather::INFO, FirstTokens::INFO);
         let (pack, add) = (PackColumns::INFO, AddCounts::INFO);
         let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first, pack, add];
-        let by_expert = match nodes {
-            1 => LowLatencyDispatchByExpert::INFO,
-            _ => LowLatencyInternodeDispatchByExpert::INFO,
+        let by_expert = match kind {
+            Kind::Few => LowLatencyDispatchByExpert::INFO,
+            Kind::Many => LowLatencyDispatchManyByExpert::INFO,
+            Kind::Nodes => LowLatencyInternodeDispatchByExpert::INFO,
         };
         let mut names = infos.map(|info| info.name).to_vec();
         names.extend(has_rows_by_expert.then_some(by_expert.name));
@@ -171,22 +204,30 @@ impl Buffer {
         };
         let joined = options.joined(nodes);
         let has_rows_by_expert = options.rows_by_expert.is_some();
-        let load = |topology: Topology| Kernels::load(&device, topology.nodes, has_rows_by_expert);
+        let load = |topology: Topology| {
+            check_members(topology)?;
+            Kernels::load(&device, topology, has_rows_by_expert)
+        };
         let (pools, kernels) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
         let topology = pools.topology();
 
         let calls = Box::new(Calls { num_experts: options.shape.num_experts });
         let mut core = Core::new(&device, rank, pools, options.timeout, options.shape.max_tokens, calls)?;
         let own = |pieces: &mut Pieces| layout::tables(pieces, &options, topology);
-        let (tables, (of_places, unit_weights)) = laid_out(&device, "low-latency tables", own)?;
+        let (tables, own) = laid_out(&device, "low-latency tables", own)?;
+        let OwnTables { places: of_places, unit_weights, pools: pool_table } = own;
         tables.write(core.stream(), 0, &vec![0; tables.bytes() as usize])?;
+        if topology.nodes == 1 {
+            let addresses = bytemuck::cast_slice(core.pool_addresses());
+            tables.write_at(core.stream(), pool_table, addresses)?;
+        }
         let entries = u64::from(ranks * options.shape.max_tokens * options.shape.num_topk);
         let ones = 1f32.to_ne_bytes().repeat(entries as usize);
         tables.write(core.stream(), unit_weights.0 - tables.ptr().0, &ones)?;
         let messages =
             (topology.nodes > 1).then(|| Messages::new(&mut core, group, &options, &messages)).transpose()?;
-        // Kernels of low latency find pools by registers, or by routes.
-        let comm = Comm { rank, num_ranks: ranks, ..core.comm(tables.ptr()) };
+        // Kernels across nodes find memory by routes.
+        let comm = Comm { pool_table, rank, num_ranks: ranks, ..core.comm(tables.ptr()) };
         let tables = Arc::new(tables);
         let at_pool = |offset| core.pool().ptr().add(offset);
         let within = |at: LowLatencyPlace| {

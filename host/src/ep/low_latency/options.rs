@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    self, FEW_RANKS, LowLatencyCall, MAX_EXPERTS_OF_ROWS, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK,
+    self, LowLatencyCall, MAX_EXPERTS_OF_ROWS, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_RANKS, MAX_TOPK,
     SCALE_BLOCK,
 };
 
@@ -97,9 +97,9 @@ impl Options {
     }
 
     option_methods! {
-        /// A group has up to 32 ranks. Up to 8 ranks that can all map each other's memory are one
-        /// node, whatever this is. This does not hold if the transport is one of shm, tcp and
-        /// verbs, or [`Options::keep_nodes`] was called.
+        /// Up to 64 ranks that can all map each other's memory are one node, whatever this is. This
+        /// does not hold if the transport is one of shm, tcp and verbs, or [`Options::keep_nodes`]
+        /// was called: then a group has up to 32 ranks.
         ranks_per_node,
         /// Sums have the same bits either way.
         keep_nodes,
@@ -183,21 +183,15 @@ impl Options {
 
     /// The ranks of several nodes as one node, where that is to be tried.
     pub(super) fn joined(&self, nodes: Topology) -> Option<Topology> {
-        let joined = nodes.joined(self.transport.kind, self.keep_nodes);
-        joined.filter(|joined| joined.ranks() <= FEW_RANKS as u32)
+        nodes.joined(self.transport.kind, self.keep_nodes)
     }
 
     /// An error where an option breaks a rule.
     pub(super) fn validate(&self, topology: Topology) -> Result<()> {
         let refuse = |argument, value: u64, rule: String| Err(Error::argument(argument, value, rule));
         let ranks = topology.ranks();
-        if topology.nodes == 1 && ranks > FEW_RANKS as u32 {
-            let rule = format!("one node has at most {FEW_RANKS} ranks; with more, set ranks_per_node");
-            return refuse("group size", ranks.into(), rule);
-        }
-        if ranks > MAX_MEMBERS as u32 {
-            let rule = format!("low latency has at most {MAX_MEMBERS} ranks");
-            return refuse("group size", ranks.into(), rule);
+        if self.joined(topology).is_none() {
+            check_members(topology)?;
         }
         if self.shape.max_tokens == 0 || self.shape.max_tokens > LowLatencyCall::MAX_TOKENS {
             let most = LowLatencyCall::MAX_TOKENS;
@@ -275,6 +269,17 @@ impl Options {
     pub(super) fn fp8_scales(&self) -> u64 {
         self.shape.hidden.div_ceil(SCALE_BLOCK.into())
     }
+}
+
+/// An error where there are more ranks than messages between nodes are made for.
+pub(super) fn check_members(topology: Topology) -> Result<()> {
+    if topology.nodes == 1 || topology.ranks() <= MAX_MEMBERS as u32 {
+        return Ok(());
+    }
+    let rule = format!(
+        "low latency has at most {MAX_MEMBERS} ranks on several nodes, and up to {MAX_RANKS} that all map each other's memory"
+    );
+    Err(Error::argument("group size", topology.ranks(), rule))
 }
 
 /// How an operation converts BF16 rows on their way.

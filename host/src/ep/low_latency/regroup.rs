@@ -3,9 +3,12 @@
 use std::time::Duration;
 
 use bytemuck::{Pod, Zeroable};
-use epoxide_gpu::layout::{FEW_RANKS, GIVING_UP_NS, LocalState, LowLatencyTurns, QUANTUM, gave_up_offset};
+use epoxide_gpu::layout::{
+    DevicePtr, GIVING_UP_NS, LocalState, LowLatencyTurns, QUANTUM, gave_up_offset, room_for_ranks,
+};
 
 use super::fault::Generation;
+use super::layout::most_ranks;
 use super::{Buffer, agree};
 use crate::driver::poll;
 use crate::error::{Error, Result};
@@ -117,11 +120,13 @@ impl Buffer {
         let (members, epoch) =
             agree_on_members(&group.all_gather(bytemuck::bytes_of(&ours))?, self.num_ranks())?;
 
-        let left_out = !members & (u32::MAX >> (32 - self.num_ranks()));
+        let left_out = !members & (u64::MAX >> (64 - self.num_ranks()));
         let ticket = (epoch + ahead) * QUANTUM;
-        let state = LocalState { ticket, left_out, ..LocalState::zeroed() };
+        let (low, high) = (left_out as u32, (left_out >> 32) as u32);
+        let state = LocalState { ticket, left_out: low, left_out_high: high, ..LocalState::zeroed() };
         self.tables.write(stream, 0, bytemuck::bytes_of(&state))?;
         let chunks = self.options.chunks() as usize;
+        let members = most_ranks(self.core.topology()) as usize;
         // Members may differ in whether the last dispatch was answered. Treat it as unanswered, so
         // that the next one waits for all members.
         let turns = LowLatencyTurns { dispatches: 0, answered: u64::MAX };
@@ -129,7 +134,7 @@ impl Buffer {
             let tables = &place.room().own.tables;
             // Chunks may have been left half sent.
             self.tables.write_at(stream, tables.sent, &vec![0; chunks * 8])?;
-            self.tables.write_at(stream, tables.answered, &vec![0; FEW_RANKS * chunks * 8])?;
+            self.tables.write_at(stream, tables.answered, &vec![0; members * chunks * 8])?;
             self.tables.write_at(stream, tables.turns, bytemuck::bytes_of(&turns))?;
         }
         if let Some(messages) = &self.messages {
@@ -146,12 +151,13 @@ impl Buffer {
 
     /// Tells the ranks that are left out that this rank's rows are of a later operation from now
     /// on, as a dispatch that gives up does: one of them may still read rows of the last combine.
-    fn publish_left_out(&self, left_out: u32, epoch: u64) -> Result<()> {
+    fn publish_left_out(&self, left_out: u64, epoch: u64) -> Result<()> {
         if left_out == 0 || self.messages.is_some() {
             return Ok(());
         }
         for rank in (0..self.num_ranks()).filter(|rank| left_out >> rank & 1 != 0) {
-            let word = self.comm.pools[rank as usize].add(gave_up_offset(self.rank()));
+            let pool = DevicePtr(self.core.pool_addresses()[rank as usize]);
+            let word = pool.add(gave_up_offset(room_for_ranks(self.num_ranks()), self.rank()));
             // SAFETY: the pool is mapped as long as the buffer exists, and the word has this rank as
             // its only writer.
             unsafe { self.core.stream().write(word, bytemuck::bytes_of(&epoch))? };
@@ -161,7 +167,7 @@ impl Buffer {
 }
 
 /// The members, as bits, and the last epoch that one of them has ended.
-fn agree_on_members(proposals: &[Vec<u8>], num_ranks: u32) -> Result<(u32, u64)> {
+fn agree_on_members(proposals: &[Vec<u8>], num_ranks: u32) -> Result<(u64, u64)> {
     let (mut members, mut last) = (0, 0);
     for bytes in proposals {
         let read = bytemuck::try_pod_read_unaligned::<Proposal>(bytes);
@@ -184,6 +190,7 @@ mod tests {
     fn members_settle_on_the_last_epoch() {
         let say = |rank, epoch| bytemuck::bytes_of(&Proposal { rank, epoch }).to_vec();
         assert_eq!(agree_on_members(&[say(3, 5), say(0, 7)], 4).unwrap(), (0b1001, 7));
+        assert_eq!(agree_on_members(&[say(63, 5), say(0, 7)], 64).unwrap(), (1 << 63 | 1, 7));
         for wrong in [[say(3, 5), say(3, 5)], [say(4, 5), say(0, 5)], [say(1, 5), vec![0; 3]]] {
             agree_on_members(&wrong, 4).unwrap_err();
         }

@@ -12,10 +12,9 @@
 use super::super::epoch::{Phase, trace};
 use super::super::progress::Progress;
 use super::fp8::from_bf16;
+use super::ranks::{Few, Many, Ranks};
 use super::team::Team;
-use super::{
-    NodeShared, Opening, Piece, add_share, begin, let_next_launch, note_answer, publish_call, publishes_call,
-};
+use super::{Opening, Piece, add_share, begin, let_next_launch, note_answer, publish_call, publishes_call};
 use crate::layout::{FEW_RANKS, LowLatencyArgs, LowLatencyCombineArgs, Quantise, SCALE_BLOCK, phase};
 use crate::simt::*;
 
@@ -24,7 +23,7 @@ mod receive;
 mod send;
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub use self::pooled::LowLatencyCombinePooled;
+pub use self::pooled::{LowLatencyCombineManyPooled, LowLatencyCombinePooled};
 pub(super) use self::receive::spoil_rows;
 use self::receive::{first_ranks, receive, spoil};
 use self::send::{ReturnCounts, publish_rows, return_pieces, send};
@@ -41,7 +40,21 @@ pub(super) use self::send::{RowAhead, return_row};
     )
 )]
 pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
-    combine::<false, false>(&args);
+    combine::<Few, false, false>(&args);
+}
+
+/// The same as [`LowLatencyCombineBf16`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
+#[kernel(
+    threads = 512, barriers = 4, registers = 128, dependent,
+    block = 512, shared = super::LOW_LATENCY_MANY_SHARED_BYTES,
+    requires(
+        ..LowLatencyArgs(args.common),
+        args.common.comm.num_ranks > FEW_RANKS as u32,
+        args.quantise == Quantise::Not as u32,
+    )
+)]
+pub unsafe fn low_latency_combine_many_bf16(args: LowLatencyCombineArgs) {
+    combine::<Many, false, false>(&args);
 }
 
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyCombineBf16`].
@@ -56,7 +69,22 @@ pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
     )
 )]
 pub unsafe fn low_latency_combine_fp8(args: LowLatencyCombineArgs) {
-    combine::<true, false>(&args);
+    combine::<Few, true, false>(&args);
+}
+
+/// The same as [`LowLatencyCombineFp8`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
+#[kernel(
+    threads = 512, barriers = 4, registers = 128, dependent,
+    block = 512, shared = super::LOW_LATENCY_MANY_SHARED_BYTES,
+    requires(
+        ..LowLatencyArgs(args.common),
+        args.common.comm.num_ranks > FEW_RANKS as u32,
+        args.row_bytes.is_multiple_of(SCALE_BLOCK),
+        args.quantise != Quantise::Not as u32,
+    )
+)]
+pub unsafe fn low_latency_combine_many_fp8(args: LowLatencyCombineArgs) {
+    combine::<Many, true, false>(&args);
 }
 
 /// The same as [`LowLatencyCombineBf16`] of rows that are summed over experts already, both halves
@@ -75,49 +103,68 @@ pub unsafe fn low_latency_combine_fp8(args: LowLatencyCombineArgs) {
     )
 )]
 pub unsafe fn low_latency_combine_summed(args: LowLatencyCombineArgs) {
-    combine::<false, true>(&args);
+    combine::<Few, false, true>(&args);
+}
+
+/// The same as [`LowLatencyCombineSummed`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS)
+/// ranks.
+#[kernel(
+    threads = 512, barriers = 3, registers = 128, dependent,
+    block = (RETURNING_WARPS + 1 + SUMMING_WARPS) * 32, shared = super::LOW_LATENCY_MANY_SHARED_BYTES,
+    requires(
+        ..LowLatencyArgs(args.common),
+        args.common.comm.num_ranks > FEW_RANKS as u32,
+        args.common.num_tokens > args.common.packet_tokens,
+        args.common.phases == phase::SEND | phase::RECEIVE,
+        args.quantise == Quantise::Not as u32,
+        args.by_expert == 0,
+    )
+)]
+pub unsafe fn low_latency_combine_many_summed(args: LowLatencyCombineArgs) {
+    combine::<Many, false, true>(&args);
 }
 
 /// `FP8`: whether rows return as e4m3. `SUMMED`: whether they are summed over experts already, and
 /// warps return rows while others sum.
 #[device]
-unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineArgs) {
+unsafe fn combine<R: Ranks, const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineArgs) {
     let comm = &args.common.comm;
-    let shared = NodeShared::dynamic();
+    let shared = R::shared();
     let sends = args.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
     let receives = args.common.phases & phase::RECEIVE != 0;
     let publishes = publishes_call(&args.common);
-    let opening = Opening::load::<true>(&args.common, tid() == 0 || publishes);
+    let opening = Opening::<R>::load::<true>(&args.common, tid() == 0 || publishes);
     let first = RowAhead::of::<SUMMED>(args, ctaid(), sends);
     let first_piece = RowAhead::of_piece(args, Piece::first_to_send(), sends);
-    let most = if sends { ReturnCounts::of(args) } else { ReturnCounts { words: 0, packets: 0 } };
-    let ranks = first_ranks(args, receives);
+    let most = if sends { ReturnCounts::of::<R>(args) } else { ReturnCounts { words: 0, packets: 0 } };
+    let ranks: R = first_ranks(args, receives);
     if publishes {
-        publish_call::<true>(&args.common, &opening);
+        publish_call::<R, true>(&args.common, &opening);
     }
     if laneid() == 0 {
-        shared.of_warp().st(tid() / 32, ranks);
+        shared.set_ranks(ranks);
     }
     let mut progress = None;
     if SUMMED {
         // Its words are those of `shared.tokens`, which a combine has no other use for.
         progress = Some(Progress::new(0, RETURNING_WARPS));
         if tid() < 2 {
-            shared.of_source().st(tid(), 0);
+            shared.of_source.st(tid(), 0);
         }
     }
-    let opened = begin::<true>(&args.common, &opening, shared.opened());
+    let opened = begin::<R, true>(&args.common, &opening, shared.opened);
     if sends && opened.takes_part() {
         if ctaid() == 0 && tid() == 0 {
             note_answer(&args.common, &opening);
         }
-        return_pieces::<FP8>(args, most.packets, first_piece, opened.epoch());
+        return_pieces::<R, FP8>(args, most.packets, first_piece, opened.epoch());
         match &progress {
-            None => send::<FP8, SUMMED, 0>(args, Team::block(), &opened, most.words, first, None),
+            None => send::<R, FP8, SUMMED, 0>(args, Team::block(), &opened, most.words, first, None),
             Some(progress) => {
                 if RETURNING.has_this_warp() {
-                    send::<FP8, SUMMED, 1>(args, RETURNING, &opened, most.words, first, Some(progress));
+                    let progress = Some(progress);
+                    send::<R, FP8, SUMMED, 1>(args, RETURNING, &opened, most.words, first, progress);
                 } else if tid() / 32 == RETURNING_WARPS {
                     publish_rows(args, &opened, most.words, progress);
                 }
@@ -131,9 +178,9 @@ unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineA
         // dispatch overwrites what they read before that. Sums need not wait for it.
         let mut is_given_up = !opened.takes_part();
         if !is_given_up && !SUMMED {
-            is_given_up = receive::<FP8, false, 0>(args, Team::block(), &shared, opened);
+            is_given_up = receive::<R, FP8, false, 0>(args, Team::block(), &shared, opened);
         } else if !is_given_up && SUMMING.has_this_warp() {
-            is_given_up = receive::<FP8, true, 2>(args, SUMMING, &shared, opened);
+            is_given_up = receive::<R, FP8, true, 2>(args, SUMMING, &shared, opened);
         }
         if barrier_any(is_given_up) {
             spoil::<FP8>(args);
@@ -154,6 +201,24 @@ const SUMMING: Team<2> = Team { first: (RETURNING_WARPS + 1) * 32, threads: SUMM
 #[device]
 pub(super) fn bf16_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
     if FP8 { args.row_bytes * 2 } else { args.row_bytes }
+}
+
+/// Adds to `sums` the vectors at the bytes `at` of the rows of several ranks, in the order of the
+/// ranks, as [`add_rows`] does.
+#[device]
+unsafe fn add_ranks<R: Ranks, const MOST: usize, const V: usize>(
+    ranks: R,
+    at: &[u32; V],
+    sums: &mut [[f32; 8]; V],
+    row: impl Fn(u32) -> (u64, f32),
+) {
+    let (low, high) = ranks.halves();
+    if R::MANY {
+        add_rows::<MOST, V>(low, at, sums, &row);
+        add_rows::<MOST, V>(high, at, sums, |rank| row(rank + 32));
+    } else {
+        add_rows::<MOST, V>(low, at, sums, row);
+    }
 }
 
 /// Adds to `sums` the vectors at the bytes `at` of several rows: those whose numbers are the bits

@@ -8,13 +8,14 @@
 //! ([`has_one_given_up`]). A piece of a sum has one warp. Collectives stand where all lanes of a warp
 //! arrive: the numbers and masks of pieces are the same in all lanes.
 
-use super::super::super::epoch::{Phase, pool_of, record, trace};
+use super::super::super::epoch::{Phase, record, trace};
+use super::super::ranks::{Few, Many, Ranks, each_rank};
 use super::super::{
-    NodeShared, Opened, Opening, Piece, add_share, begin, have_all_entered, inside, last_warp,
-    let_next_launch, note_answer, publish_call, publishes_call,
+    Opened, Opening, Piece, add_share, begin, have_all_entered, inside, last_warp, let_next_launch,
+    note_answer, publish_call, publishes_call,
 };
 use super::receive::{ranks_of, spoil_pieces};
-use super::{add_rows, round};
+use super::{add_ranks, round};
 use crate::layout::{
     Comm, FEW_RANKS, GATHER_NS, LowLatencyArgs, LowLatencyCombineArgs, Quantise, Wait, gave_up_offset, phase,
     pieces_of, row_stride,
@@ -33,17 +34,37 @@ use crate::simt::*;
     )
 )]
 pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
+    combine::<Few>(&args);
+}
+
+/// The same between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
+#[kernel(
+    threads = 512, barriers = 3, registers = 128, dependent,
+    block = 512, shared = super::super::LOW_LATENCY_MANY_SHARED_BYTES,
+    requires(
+        ..LowLatencyArgs(args.common),
+        args.common.comm.num_ranks > FEW_RANKS as u32,
+        args.quantise == Quantise::Not as u32,
+        args.by_expert == 0,
+    )
+)]
+pub unsafe fn low_latency_combine_many_pooled(args: LowLatencyCombineArgs) {
+    combine::<Many>(&args);
+}
+
+#[device]
+unsafe fn combine<R: Ranks>(args: &LowLatencyCombineArgs) {
     let (common, comm) = (&args.common, &args.common.comm);
-    let shared = NodeShared::dynamic();
+    let shared = R::shared();
     trace(comm, Phase::Enter);
     let publishes = publishes_call(common);
-    let opening = Opening::load::<true>(common, tid() == 0 || publishes);
+    let opening = Opening::<R>::load::<true>(common, tid() == 0 || publishes);
     let (mut number, pieces) = (Piece::first_to_receive(), pieces_of(args.row_bytes));
-    let mut mask = ranks_of(&args, Piece::of(number, args.row_bytes, 1).token);
+    let mut ranks: R = ranks_of(args, Piece::of(number, args.row_bytes, 1).token);
     if publishes {
-        publish_call::<true>(common, &opening);
+        publish_call::<R, true>(common, &opening);
     }
-    let opened = begin::<true>(common, &opening, shared.opened());
+    let opened = begin::<R, true>(common, &opening, shared.opened);
     if common.phases & phase::SEND != 0 && opened.takes_part() && ctaid() == 0 && tid() == 0 {
         note_answer(common, &opening);
     }
@@ -59,9 +80,9 @@ pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
             while number < common.num_tokens * pieces {
                 let piece = Piece::of(number, args.row_bytes, 1);
                 number += nctaid() * (ntid() / 32);
-                let next_mask = ranks_of(&args, Piece::of(number, args.row_bytes, 1).token);
-                sum(&args, &piece, redux_or(mask));
-                mask = next_mask;
+                let next_ranks = ranks_of(args, Piece::of(number, args.row_bytes, 1).token);
+                sum(args, &piece, ranks.of_warp());
+                ranks = next_ranks;
             }
             if globaltimer() - start > GATHER_NS {
                 fence_acq_rel_sys();
@@ -69,7 +90,7 @@ pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
             }
         }
         if barrier_any(failed) {
-            spoil_pieces::<false>(&args, first);
+            spoil_pieces::<false>(args, first);
         }
         add_share(comm);
     }
@@ -82,28 +103,38 @@ pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
 /// # Safety
 /// Words are in this rank's own pool.
 #[device]
-unsafe fn has_one_given_up(comm: &Comm, opened: Opened) -> bool {
-    let (lane, epoch) = (laneid(), opened.epoch());
-    if lane >= FEW_RANKS as u32 || !opened.has_member(lane) {
+unsafe fn has_one_given_up<R: Ranks>(comm: &Comm, opened: Opened<R>) -> bool {
+    let (lane, mut has_given_up) = (laneid(), false);
+    each_rank!(R, lane, rank => { has_given_up |= has_rank_given_up(comm, opened, rank) });
+    has_given_up
+}
+
+/// The same of one rank.
+#[device]
+unsafe fn has_rank_given_up<R: Ranks>(comm: &Comm, opened: Opened<R>, rank: u32) -> bool {
+    let epoch = opened.epoch();
+    if rank >= R::ROOM || !opened.has_member(rank) {
         return false;
     }
-    let seen = ld_relaxed_sys_u64(pool_of(comm, comm.rank) + gave_up_offset(lane));
+    let word = R::pool(comm, comm.rank) + gave_up_offset(R::ROOM, rank);
+    let seen = ld_relaxed_sys_u64(word);
     if seen >= epoch {
-        record(comm, 0, lane, epoch, epoch, seen, Wait::LowLatencyGaveUp);
+        record(comm, 0, rank, epoch, epoch, seen, Wait::LowLatencyGaveUp);
     }
     seen >= epoch
 }
 
-/// Sums a piece of the rows of the ranks `mask`. The whole warp calls it.
+/// Sums a piece of the rows of `ranks`. The whole warp calls it.
 #[device]
-unsafe fn sum(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32) {
+unsafe fn sum<R: Ranks>(args: &LowLatencyCombineArgs, piece: &Piece, ranks: R) {
     let (common, comm) = (&args.common, &args.common.comm);
     let number = comm.rank * common.max_tokens + piece.token;
     let of_row = common.place.returned_x + number as u64 * row_stride(args.row_bytes as u64);
     let ats = [piece.at(0), piece.at(1), piece.at(2)];
     let insides = ats.map(|at| inside(at, args.row_bytes));
     let mut sums = [[0.0; 8]; 3];
-    add_rows::<2, 3>(mask, &insides, &mut sums, |rank| (pool_of(comm, rank) + of_row, 1.0));
+    let row = |rank| (R::pool(comm, rank) + of_row, 1.0);
+    add_ranks::<R, 2, 3>(ranks, &insides, &mut sums, row);
     let to = args.combined_x.0 + piece.token as u64 * args.row_bytes as u64;
     unroll!(3, V => {
         if ats[V] < args.row_bytes {

@@ -1,13 +1,14 @@
 //! A token's owner sums what has come back.
 
-use super::super::super::epoch::{Deadline, note_late, note_missing_token, pool_of, record};
-use super::super::fp8::{LANES_PER_SCALE, from_bf16, from_e4m3, scale_offset};
+use super::super::super::epoch::{Deadline, note_late, note_missing_token, record};
+use super::super::fp8::{LANES_PER_SCALE, Sixteen, from_bf16, from_e4m3, scale_offset};
+use super::super::ranks::Ranks;
 use super::super::team::Team;
 use super::super::{
     NodeShared, Opened, Piece, ROWS_AT_ONCE, chunk_offset, have_all_entered, in_packets, inside,
     is_piece_late, last_warp, late_with, load_packets, packet_seen, wait_piece,
 };
-use super::{add, add_rows, bf16_bytes, round};
+use super::{add, add_ranks, bf16_bytes, round};
 use crate::layout::{
     Comm, FEW_RANKS, LowLatencyCombineArgs, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
 };
@@ -16,22 +17,22 @@ use crate::simt::*;
 /// Scales of a piece: a lane loads one.
 const PIECE_SCALES: u32 = PIECE_BYTES / SCALE_BLOCK;
 
-/// The ranks that a token went to, as bits; none where there is no such token.
+/// The ranks that a token went to; none where there is no such token.
 ///
 /// # Safety
 /// A dispatch that an earlier kernel has completed wrote the table.
 #[device]
-pub(super) unsafe fn ranks_of(args: &LowLatencyCombineArgs, token: u32) -> u32 {
+pub(super) unsafe fn ranks_of<R: Ranks>(args: &LowLatencyCombineArgs, token: u32) -> R {
     if token >= args.common.num_tokens {
-        return 0;
+        return R::NONE;
     }
-    ld_u32(args.common.tables.token_ranks.0 + token as u64 * 4)
+    R::load(args.common.tables.token_ranks.0, token)
 }
 
 /// The ranks that the first token went to of which the warp sums a row or a piece; none where not
 /// `receives`. [`receive`] finds them in the warp's word of shared memory: registers are scarce.
 #[device]
-pub(super) unsafe fn first_ranks(args: &LowLatencyCombineArgs, receives: bool) -> u32 {
+pub(super) unsafe fn first_ranks<R: Ranks>(args: &LowLatencyCombineArgs, receives: bool) -> R {
     let token = if in_packets(&args.common, args.common.num_tokens) {
         Piece::of(Piece::first_to_receive(), args.row_bytes, 1).token
     } else {
@@ -44,24 +45,23 @@ pub(super) unsafe fn first_ranks(args: &LowLatencyCombineArgs, receives: bool) -
 /// entered the combine. Gives whether one has not and sums are to be spoiled. All threads of the
 /// team call it.
 #[device]
-pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
+pub(super) unsafe fn receive<R: Ranks, const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
-    shared: &NodeShared,
-    opened: Opened,
+    shared: &NodeShared<R>,
+    opened: Opened<R>,
 ) -> bool {
     let (common, comm) = (&args.common, &args.common.comm);
     let thread = team.thread();
     let mut failed = tid() / 32 == last_warp() && !have_all_entered(common, opened);
-    // The mask is the same in all lanes; `redux_or` shows that to the compiler.
-    let mut mask = redux_or(shared.of_warp().ld(tid() / 32));
+    let mut ranks = shared.ranks();
     if in_packets(common, common.num_tokens) {
         if !failed {
-            receive_pieces::<FP8>(args, mask, opened);
+            receive_pieces::<R, FP8>(args, ranks, opened);
         }
         return failed;
     }
-    let pool = pool_of(comm, comm.rank);
+    let pool = R::pool(comm, comm.rank);
     let bytes = bf16_bytes::<FP8>(args);
     let (mut token, stride) = (ctaid(), nctaid());
     // Rows that others of the block return meanwhile come one by one.
@@ -72,14 +72,14 @@ pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER:
         // The block waits for the word of every member, also of one that the token did not go
         // to: its word is on its way as well. It waits for the words of several tokens at once,
         // which takes the time of one.
-        let (rank, ahead) = (thread % FEW_RANKS as u32, thread / FEW_RANKS as u32);
+        let (rank, ahead) = (thread % R::ROOM, thread / R::ROOM);
         let of_lane = token + ahead * stride;
         if ahead < at_once && waits_for(rank) && of_lane < common.num_tokens {
             let chunk = of_lane / common.chunk_tokens;
             let word = pool + common.place.returned + chunk_offset(common, rank, chunk);
-            failed |= !wait_returned(comm, word, rank, opened.epoch());
+            failed |= !wait_returned::<R>(comm, word, rank, opened.epoch());
         }
-        if team.any(failed, shared.of_source(), vote) {
+        if team.any(failed, shared.of_source, vote) {
             spoil_rows::<FP8, BARRIER>(args, team, token);
             return false;
         }
@@ -87,15 +87,15 @@ pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER:
         let end = (token + at_once * stride).min(common.num_tokens);
         while token < end {
             let to = args.combined_x.0 + token as u64 * bytes as u64;
-            let next_mask = ranks_of(args, token + stride);
+            let next_ranks = ranks_of(args, token + stride);
             if FP8 {
-                sum_quantised(args, token, mask, to);
+                sum_quantised(args, token, ranks, to);
             } else if SUMMED {
-                sum::<4, SUMMED, BARRIER>(args, team, token, mask, to);
+                sum::<R, 4, SUMMED, BARRIER>(args, team, token, ranks, to);
             } else {
-                sum::<2, SUMMED, BARRIER>(args, team, token, mask, to);
+                sum::<R, 2, SUMMED, BARRIER>(args, team, token, ranks, to);
             }
-            (token, mask) = (token + stride, next_mask);
+            (token, ranks) = (token + stride, next_ranks);
         }
     }
     failed
@@ -106,7 +106,7 @@ pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER:
 /// # Safety
 /// The word is in this rank's own pool.
 #[device]
-unsafe fn wait_returned(comm: &Comm, word: u64, rank: u32, epoch: u64) -> bool {
+unsafe fn wait_returned<R: Ranks>(comm: &Comm, word: u64, rank: u32, epoch: u64) -> bool {
     let mut deadline = Deadline::start();
     loop {
         let seen = ld_acquire_sys_u64(word);
@@ -114,7 +114,7 @@ unsafe fn wait_returned(comm: &Comm, word: u64, rank: u32, epoch: u64) -> bool {
             return true;
         }
         if deadline.expired(comm) {
-            let what = late_with(comm, rank, epoch, Wait::LowLatencyReturned);
+            let what = late_with::<R>(comm, rank, epoch, Wait::LowLatencyReturned);
             record(comm, deadline.waited, rank, epoch, epoch, seen, what);
             return false;
         }
@@ -124,16 +124,16 @@ unsafe fn wait_returned(comm: &Comm, word: u64, rank: u32, epoch: u64) -> bool {
 /// Sums the ranks' BF16 rows of a token. All threads of the team call it. `V`: vectors of a row
 /// that a thread has in flight.
 #[device]
-unsafe fn sum<const V: usize, const SUMMED: bool, const BARRIER: u32>(
+unsafe fn sum<R: Ranks, const V: usize, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
     token: u32,
-    mask: u32,
+    ranks: R,
     to: u64,
 ) {
     let (common, rank) = (&args.common, args.common.comm.rank);
     let (stride, max_tokens) = (row_stride(args.row_bytes as u64), common.max_tokens);
-    let returned = pool_of(&common.comm, rank) + common.place.returned_x;
+    let returned = R::pool(&common.comm, rank) + common.place.returned_x;
     let row = |from: u32| {
         let number = from * max_tokens + token;
         if SUMMED && from == rank {
@@ -147,9 +147,9 @@ unsafe fn sum<const V: usize, const SUMMED: bool, const BARRIER: u32>(
         unroll!(4, J => { if J < V { ats[J] = at + J as u32 * team.threads * 16 } });
         let inside = ats.map(|at| inside(at, args.row_bytes));
         if V > 2 {
-            add_rows::<2, V>(mask, &inside, &mut sums, row);
+            add_ranks::<R, 2, V>(ranks, &inside, &mut sums, row);
         } else {
-            add_rows::<4, V>(mask, &inside, &mut sums, row);
+            add_ranks::<R, 4, V>(ranks, &inside, &mut sums, row);
         }
         unroll!(4, J => {
             if J < V && ats[J] < args.row_bytes {
@@ -161,87 +161,129 @@ unsafe fn sum<const V: usize, const SUMMED: bool, const BARRIER: u32>(
 
 /// The same of e4m3 rows, which have their scales behind them.
 #[device]
-unsafe fn sum_quantised(args: &LowLatencyCombineArgs, token: u32, mask: u32, to: u64) {
+unsafe fn sum_quantised<R: Ranks>(args: &LowLatencyCombineArgs, token: u32, ranks: R, to: u64) {
     let (common, stride) = (&args.common, row_stride(bf16_bytes::<true>(args) as u64));
     let of_rank = common.max_tokens as u64 * stride;
-    let pool = pool_of(&common.comm, common.comm.rank);
+    let pool = R::pool(&common.comm, common.comm.rank);
     let rows = pool + common.place.returned_x + token as u64 * stride;
     stride!(at in tid() * 16..args.row_bytes, ntid() * 16 => {
-        let (mut vectors, mut scales) = ([[0; 4]; FEW_RANKS], [0.0; FEW_RANKS]);
-        unroll!(8, RANK => {
-            if mask >> RANK & 1 != 0 {
-                let row = rows + RANK as u64 * of_rank;
-                vectors[RANK] = ld_stream_v4(row + at as u64);
-                scales[RANK] = ld_f32(row + (args.row_bytes + at / SCALE_BLOCK * 4) as u64);
-            }
-        });
         let mut sums = [[0.0; 8]; 2];
-        unroll!(8, RANK => {
-            // A missing row adds zeros.
-            let [low, high] = from_e4m3(vectors[RANK]);
-            add(&mut sums[0], low, scales[RANK]);
-            add(&mut sums[1], high, scales[RANK]);
-        });
+        if R::MANY {
+            let scale_at = (args.row_bytes + at / SCALE_BLOCK * 4) as u64;
+            add_quantised_of_many(ranks, rows, of_rank, (at as u64, scale_at), &mut sums);
+        } else {
+            let (mut vectors, mut scales) = ([[0; 4]; FEW_RANKS], [0.0; FEW_RANKS]);
+            unroll!(8, RANK => {
+                if ranks.has(RANK as u32) {
+                    let row = rows + RANK as u64 * of_rank;
+                    vectors[RANK] = ld_stream_v4(row + at as u64);
+                    scales[RANK] = ld_f32(row + (args.row_bytes + at / SCALE_BLOCK * 4) as u64);
+                }
+            });
+            unroll!(8, RANK => {
+                // A missing row adds zeros.
+                let [low, high] = from_e4m3(vectors[RANK]);
+                add(&mut sums[0], low, scales[RANK]);
+                add(&mut sums[1], high, scales[RANK]);
+            });
+        }
         let to = to + at as u64 * 2;
         st_v4(to, round(&sums[0]));
         st_v4(to + 16, round(&sums[1]));
     });
 }
 
-/// Sums what has come back as packets, a piece of a token to a warp. `first_mask`: the ranks of its
+/// Ranks whose rows are in flight together.
+const ROWS_IN_FLIGHT: usize = 4;
+
+/// Adds the vectors of several ranks' e4m3 rows, in the order of the ranks. The ranks' rows lie
+/// `of_rank` bytes apart from `rows` on. `at`: where the vector and its scale are in each.
+#[device]
+unsafe fn add_quantised_of_many<R: Ranks>(
+    ranks: R,
+    rows: u64,
+    of_rank: u64,
+    (at, scale_at): (u64, u64),
+    sums: &mut Sixteen,
+) {
+    let mut left = ranks;
+    while !left.is_empty() {
+        let (mut vectors, mut scales) = ([[0; 4]; ROWS_IN_FLIGHT], [0.0; ROWS_IN_FLIGHT]);
+        unroll!(4, J => {
+            if !left.is_empty() {
+                let row = rows + left.first() as u64 * of_rank;
+                left = left.without_first();
+                vectors[J] = ld_stream_v4(row + at);
+                scales[J] = ld_f32(row + scale_at);
+            }
+        });
+        unroll!(4, J => {
+            // A missing row adds zeros.
+            let [low, high] = from_e4m3(vectors[J]);
+            add(&mut sums[0], low, scales[J]);
+            add(&mut sums[1], high, scales[J]);
+        });
+    }
+}
+
+/// Sums what has come back as packets, a piece of a token to a warp. `first`: the ranks of its
 /// first one.
 ///
 /// # Safety
 /// Packets are in this rank's own pool, and each has one writer.
 #[device]
-unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first_mask: u32, opened: Opened) {
+unsafe fn receive_pieces<R: Ranks, const FP8: bool>(
+    args: &LowLatencyCombineArgs,
+    first: R,
+    opened: Opened<R>,
+) {
     let common = &args.common;
-    let (mut number, mut mask) = (Piece::first_to_receive(), first_mask);
+    let (mut number, mut ranks) = (Piece::first_to_receive(), first);
     while number < common.num_tokens * pieces_of(args.row_bytes) {
         let piece = Piece::of(number, args.row_bytes, 1);
         let to = args.combined_x.0 + piece.token as u64 * bf16_bytes::<FP8>(args) as u64;
         let is_done = if FP8 {
-            sum_quantised_pieces(args, &piece, mask, to, opened)
+            sum_quantised_pieces(args, &piece, ranks, to, opened)
         } else {
-            sum_pieces(args, &piece, mask, to, opened)
+            sum_pieces(args, &piece, ranks, to, opened)
         };
         if !is_done {
             return spoil_pieces::<FP8>(args, number);
         }
         number += nctaid() * (ntid() / 32);
-        mask = ranks_of(args, Piece::of(number, args.row_bytes, 1).token);
+        ranks = ranks_of(args, Piece::of(number, args.row_bytes, 1).token);
     }
 }
 
 /// Records that the piece of rank `from` has not come, behind an expired wait of `waited` ns. It
 /// also notes the ranks of `left` that are late. The whole warp calls it.
 #[device]
-unsafe fn record_late_piece(
+unsafe fn record_late_piece<R: Ranks>(
     args: &LowLatencyCombineArgs,
     piece: &Piece,
     mut from: u32,
-    mut left: u32,
+    mut left: R,
     waited: u64,
     epoch: u64,
 ) {
     let (common, comm) = (&args.common, &args.common.comm);
-    let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
+    let packets = R::pool(comm, comm.rank) + common.place.returned_packets;
     let mut is_first = true;
     loop {
         let seen = load_packets(packets + piece.offset(common, args.row_bytes, from));
         if (is_piece_late(seen, epoch as u32) || is_first) && laneid() == 0 {
-            let what = late_with(comm, from, epoch, Wait::LowLatencyReturned);
+            let what = late_with::<R>(comm, from, epoch, Wait::LowLatencyReturned);
             if is_first {
                 record(comm, waited, from, epoch, epoch, seen[0][3] as u64, what);
             } else {
                 note_late(comm, waited, from, what);
             }
         }
-        if left == 0 {
+        if left.is_empty() {
             return;
         }
-        (from, is_first) = (left.trailing_zeros(), false);
-        left &= left - 1;
+        (from, is_first) = (left.first(), false);
+        left = left.without_first();
     }
 }
 
@@ -306,20 +348,20 @@ pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs,
 /// Sums the ranks' pieces of a BF16 row, and stores the sum in the row at `to`. False when a wait
 /// expired: the same in all lanes. The whole warp calls it.
 #[device]
-unsafe fn sum_pieces(
+unsafe fn sum_pieces<R: Ranks>(
     args: &LowLatencyCombineArgs,
     piece: &Piece,
-    mask: u32,
+    ranks: R,
     to: u64,
-    opened: Opened,
+    opened: Opened<R>,
 ) -> bool {
     let (common, comm) = (&args.common, &args.common.comm);
-    let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
+    let packets = R::pool(comm, comm.rank) + common.place.returned_packets;
     let epoch = opened.epoch() as u32;
-    let (mut sums, mut left) = ([[0.0; 8]; 3], mask);
-    while left != 0 {
-        let from = left.trailing_zeros();
-        left &= left - 1;
+    let (mut sums, mut left) = ([[0.0; 8]; 3], ranks);
+    while !left.is_empty() {
+        let from = left.first();
+        left = left.without_first();
         let at = packets + piece.offset(common, args.row_bytes, from);
         let seen = load_packets(at);
         let vectors = match wait_piece(comm, at, seen, epoch) {
@@ -342,20 +384,20 @@ unsafe fn sum_pieces(
 
 /// The same of e4m3 rows, whose scales come as packets of their own.
 #[device]
-unsafe fn sum_quantised_pieces(
+unsafe fn sum_quantised_pieces<R: Ranks>(
     args: &LowLatencyCombineArgs,
     piece: &Piece,
-    mask: u32,
+    ranks: R,
     to: u64,
-    opened: Opened,
+    opened: Opened<R>,
 ) -> bool {
     let (common, comm) = (&args.common, &args.common.comm);
-    let pool = pool_of(comm, comm.rank);
+    let pool = R::pool(comm, comm.rank);
     let epoch = opened.epoch() as u32;
-    let (mut sums, mut left) = ([[[0.0; 8]; 2]; 3], mask);
-    while left != 0 {
-        let from = left.trailing_zeros();
-        left &= left - 1;
+    let (mut sums, mut left) = ([[[0.0; 8]; 2]; 3], ranks);
+    while !left.is_empty() {
+        let from = left.first();
+        left = left.without_first();
         // All first loads are in flight together.
         let at = pool + common.place.returned_packets + piece.offset(common, args.row_bytes, from);
         let seen = load_packets(at);

@@ -1,8 +1,8 @@
 //! The sending half of a combine: returns the experts' results of received tokens to their owners.
 
-use super::super::super::epoch::pool_of;
 use super::super::super::progress::Progress;
 use super::super::fp8::{Sixteen, quantised, scale_offset};
+use super::super::ranks::{Ranks, each_rank};
 use super::super::team::Team;
 use super::super::{
     Opened, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, inside, send_packets, sending_blocks,
@@ -95,13 +95,26 @@ pub(super) struct ReturnCounts {
 }
 
 impl ReturnCounts {
+    /// The whole warp calls it.
+    ///
     /// # Safety
     /// A dispatch that an earlier kernel has completed wrote the table.
     #[device]
-    pub(super) unsafe fn of(args: &LowLatencyCombineArgs) -> ReturnCounts {
+    pub(super) unsafe fn of<R: Ranks>(args: &LowLatencyCombineArgs) -> ReturnCounts {
         let table = args.common.tables.num_tokens.0;
-        let (low, high) = (ld_v4(table), ld_v4(table + 16));
         let mut most = ReturnCounts { words: 0, packets: 0 };
+        if R::MANY {
+            let lane = laneid();
+            each_rank!(R, lane, rank => {
+                let tokens = ld_u32(table + rank as u64 * 4);
+                let as_packets = in_packets(&args.common, tokens);
+                most.packets = most.packets.max(if as_packets { tokens } else { 0 });
+                most.words = most.words.max(if as_packets { 0 } else { tokens });
+            });
+            // The maximum over all lanes.
+            return ReturnCounts { words: !redux_min(!most.words), packets: !redux_min(!most.packets) };
+        }
+        let (low, high) = (ld_v4(table), ld_v4(table + 16));
         let mut count = |tokens: u32| {
             if in_packets(&args.common, tokens) {
                 most.packets = tokens.max(most.packets);
@@ -121,10 +134,10 @@ impl ReturnCounts {
 /// where the team publishes how many rows it has written, if another warp publishes them to their
 /// owners.
 #[device]
-pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
+pub(super) unsafe fn send<R: Ranks, const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
-    opened: &Opened,
+    opened: &Opened<R>,
     most: u32,
     first: RowAhead,
     progress: Option<&Progress>,
@@ -139,7 +152,7 @@ pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u3
         let after = RowAhead::of::<SUMMED>(args, next, true);
         let (token, source) = row_at::<SUMMED>(args, index);
         if token < ahead.tokens && !in_packets(common, ahead.tokens) {
-            let to = pool_of(comm, source)
+            let to = R::pool(comm, source)
                 + common.place.returned_x
                 + (comm.rank * common.max_tokens + token) as u64 * row_stride(bf16_bytes::<FP8>(args) as u64);
             return_row::<FP8, BARRIER>(args, team, source * common.max_tokens + token, ahead, to);
@@ -153,7 +166,7 @@ pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u3
         } else if unsaid == ROWS_AT_ONCE || next >= rows {
             team.sync();
             if team.warp() == 0 && lane < unsaid {
-                say_returned::<SUMMED>(args, index - lane * nctaid(), opened.epoch());
+                say_returned::<R, SUMMED>(args, index - lane * nctaid(), opened.epoch());
             }
             unsaid = 0;
         }
@@ -167,9 +180,9 @@ pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u3
 /// # Safety
 /// Reading `progress` acquires the stores of every warp up to the progress of the slowest one.
 #[device]
-pub(super) unsafe fn publish_rows(
+pub(super) unsafe fn publish_rows<R: Ranks>(
     args: &LowLatencyCombineArgs,
-    opened: &Opened,
+    opened: &Opened<R>,
     most: u32,
     progress: &Progress,
 ) {
@@ -177,7 +190,7 @@ pub(super) unsafe fn publish_rows(
     while index < rows {
         let written = (progress.slowest() - said).min(32);
         if laneid() < written {
-            say_returned::<true>(args, index + laneid() * nctaid(), opened.epoch());
+            say_returned::<R, true>(args, index + laneid() * nctaid(), opened.epoch());
         }
         syncwarp();
         (said, index) = (said + written, index + written * nctaid());
@@ -191,7 +204,7 @@ pub(super) unsafe fn publish_rows(
 /// The store releases what the block did in front of its barrier, and what the last of a chunk's
 /// blocks has acquired.
 #[device]
-unsafe fn say_returned<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32, epoch: u64) {
+unsafe fn say_returned<R: Ranks, const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32, epoch: u64) {
     let (common, comm) = (&args.common, &args.common.comm);
     let (token, source) = row_at::<SUMMED>(args, index);
     let tokens = ld_u32(common.tables.num_tokens.0 + source as u64 * 4);
@@ -202,7 +215,7 @@ unsafe fn say_returned<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: 
     let parts = tokens_in_chunk(common, tokens, chunk);
     let word = common.tables.answered.0 + chunk_offset(common, source, chunk);
     if completes(word, token - chunk * common.chunk_tokens, parts) {
-        let word = pool_of(comm, source) + common.place.returned;
+        let word = R::pool(comm, source) + common.place.returned;
         st_release_sys_u64(word + chunk_offset(common, comm.rank, chunk), epoch);
     }
 }
@@ -251,7 +264,7 @@ pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
 /// Returns the rows of ranks that get them as packets, a piece to a warp. `most`: tokens of such a
 /// rank.
 #[device]
-pub(super) unsafe fn return_pieces<const FP8: bool>(
+pub(super) unsafe fn return_pieces<R: Ranks, const FP8: bool>(
     args: &LowLatencyCombineArgs,
     most: u32,
     first: RowAhead,
@@ -267,7 +280,7 @@ pub(super) unsafe fn return_pieces<const FP8: bool>(
         let is_there = piece.token < ahead.tokens && in_packets(common, ahead.tokens);
         let share = Share::of(args, piece.rank * common.max_tokens + piece.token, ahead);
         if is_there && share.entries != 0 {
-            let pool = pool_of(comm, piece.rank);
+            let pool = R::pool(comm, piece.rank);
             let vectors = if FP8 {
                 let (vectors, scales) = quantised_piece_of_row(args, &piece, &share);
                 unroll!(3, V => {

@@ -10,12 +10,13 @@
 use super::super::super::epoch::{Phase, trace};
 use super::super::combine::{RowAhead, add, bf16_bytes, return_row, round, spoil_rows};
 use super::super::fp8::{from_bf16, from_e4m3};
+use super::super::ranks::Few;
 use super::super::team::Team;
 use super::super::{Opened, Opening, ROWS_AT_ONCE, begin, completes, finish, note_answer};
 use super::{Kind, MEMBERS, MemberShared, Route, deliver, wait_messages};
 use crate::layout::{
-    LowLatencyArgs, LowLatencyCombineArgs, LowLatencyInternodeCombineArgs, Quantise, SCALE_BLOCK,
-    answer_slot_bytes, phase,
+    LowLatencyArgs, LowLatencyCombineArgs, LowLatencyInternodeCombineArgs, MAX_MEMBERS, Quantise,
+    SCALE_BLOCK, answer_slot_bytes, phase,
 };
 use crate::simt::*;
 
@@ -26,6 +27,7 @@ use crate::simt::*;
     requires(
         ..LowLatencyArgs(args.combine.common),
         ..LowLatencyCombineArgs(args.combine),
+        args.combine.common.comm.num_ranks <= MAX_MEMBERS as u32,
         args.combine.quantise == Quantise::Not as u32,
     )
 )]
@@ -40,6 +42,7 @@ pub unsafe fn low_latency_internode_combine_bf16(args: LowLatencyInternodeCombin
     requires(
         ..LowLatencyArgs(args.combine.common),
         ..LowLatencyCombineArgs(args.combine),
+        args.combine.common.comm.num_ranks <= MAX_MEMBERS as u32,
         args.combine.row_bytes.is_multiple_of(SCALE_BLOCK),
         args.combine.quantise != Quantise::Not as u32,
     )
@@ -54,13 +57,13 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
     let (common, thread) = (&args.combine.common, tid());
     let shared = MemberShared::dynamic();
     trace(&common.comm, Phase::Enter);
-    let opening = Opening::load::<true>(common, thread == 0);
+    let opening = Opening::<Few>::load::<true>(common, thread == 0);
     if thread < MEMBERS {
         // The slots of the dispatch that is answered, which an earlier kernel has completed.
         // They are read behind the barrier of `begin`.
         shared.slots().st(thread, ld_u32(args.messages.num_slots.0 + thread as u64 * 4));
     }
-    let opened = begin::<true>(common, &opening, shared.opened());
+    let opened = begin::<Few, true>(common, &opening, shared.opened());
     if common.phases & phase::SEND != 0 && opened.takes_part() {
         if ctaid() == 0 && thread == 0 {
             note_answer(common, &opening);
@@ -91,7 +94,7 @@ fn stride<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) -> u64 {
 unsafe fn send<const FP8: bool>(
     args: &LowLatencyInternodeCombineArgs,
     shared: &MemberShared,
-    opened: &Opened,
+    opened: &Opened<Few>,
 ) {
     let (common, messages) = (&args.combine.common, &args.messages);
     let (num_ranks, warp, lane) = (common.comm.num_ranks, tid() / 32, laneid());

@@ -13,6 +13,7 @@ use super::super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch, home_o
 use super::super::dispatch::{Pair, TopkEntry, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
+use super::super::ranks::Few;
 use super::super::team::Team;
 use super::super::{Opened, Opening, begin, completes, finish};
 use super::{
@@ -20,8 +21,8 @@ use super::{
 };
 use crate::layout::{
     DISPATCH_HEADER, LowLatencyArgs, LowLatencyCall, LowLatencyDispatchArgs, LowLatencyExpertRows,
-    LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs, LowLatencySlot, Quantise,
-    SCALE_BLOCK, Wait, low_latency_head_bytes, phase, row_stride,
+    LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs, LowLatencySlot, MAX_MEMBERS,
+    Quantise, SCALE_BLOCK, Wait, low_latency_head_bytes, phase, row_stride,
 };
 use crate::simt::*;
 
@@ -29,14 +30,18 @@ use crate::simt::*;
 #[kernel(
     threads = 512, barriers = 13, registers = 128,
     block = 512, shared = super::LOW_LATENCY_INTERNODE_SHARED_BYTES,
-    requires(..LowLatencyArgs(args.dispatch.common), ..LowLatencyDispatchArgs(args.dispatch))
+    requires(
+        ..LowLatencyArgs(args.dispatch.common),
+        ..LowLatencyDispatchArgs(args.dispatch),
+        args.dispatch.common.comm.num_ranks <= MAX_MEMBERS as u32,
+    )
 )]
 pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchArgs) {
     let common = &args.dispatch.common;
     let shared = MemberShared::dynamic();
     trace(&common.comm, Phase::Enter);
-    let opening = Opening::load::<false>(common, tid() == 0);
-    let opened = begin::<false>(common, &opening, shared.opened());
+    let opening = Opening::<Few>::load::<false>(common, tid() == 0);
+    let opened = begin::<Few, false>(common, &opening, shared.opened());
     if common.phases & phase::SEND != 0 {
         send(&args, &shared, &opened);
         trace(&common.comm, Phase::Moved);
@@ -56,14 +61,15 @@ pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchAr
         ..LowLatencyArgs(args.dispatch.dispatch.common),
         ..LowLatencyDispatchArgs(args.dispatch.dispatch),
         ..LowLatencyExpertRows(args.to),
+        args.dispatch.dispatch.common.comm.num_ranks <= MAX_MEMBERS as u32,
     )
 )]
 pub unsafe fn low_latency_internode_dispatch_by_expert(args: LowLatencyInternodeExpertDispatchArgs) {
     let (dispatched, common) = (&args.dispatch, &args.dispatch.dispatch.common);
     let shared = MemberShared::dynamic();
     trace(&common.comm, Phase::Enter);
-    let opening = Opening::load::<false>(common, tid() == 0);
-    let opened = begin::<false>(common, &opening, shared.opened());
+    let opening = Opening::<Few>::load::<false>(common, tid() == 0);
+    let opened = begin::<Few, false>(common, &opening, shared.opened());
     if common.phases & phase::SEND != 0 {
         send(dispatched, &shared, &opened);
         trace(&common.comm, Phase::Moved);
@@ -91,7 +97,7 @@ fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
 
 /// Writes this rank's tokens into the messages, a token to a block.
 #[device]
-unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, opened: &Opened) {
+unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, opened: &Opened<Few>) {
     let (common, messages) = (&args.dispatch.common, &args.messages);
     let (thread, warp) = (tid(), tid() / 32);
     let mut takes_part = opened.takes_part();
@@ -146,7 +152,7 @@ unsafe fn count(
     shared: &MemberShared,
     from: u32,
     to: u32,
-    opened: &Opened,
+    opened: &Opened<Few>,
 ) {
     let (lane, mut turn, mut own) = (laneid(), tid() / 32, 0);
     while from + turn * 32 < to {
@@ -186,7 +192,7 @@ unsafe fn place_of(args: &LowLatencyInternodeDispatchArgs, id: i64, token: u32) 
 unsafe fn owner_of(
     args: &LowLatencyInternodeDispatchArgs,
     expert: i64,
-    opened: &Opened,
+    opened: &Opened<Few>,
 ) -> Option<(u32, u32)> {
     let common = &args.dispatch.common;
     if expert < 0 || expert >= (common.local_experts * common.comm.num_ranks) as i64 {
@@ -201,7 +207,7 @@ unsafe fn owner_of(
 /// # Safety
 /// Inputs are there from the kernel's start.
 #[device]
-unsafe fn ranks_of(args: &LowLatencyInternodeDispatchArgs, token: u32, opened: &Opened) -> u32 {
+unsafe fn ranks_of(args: &LowLatencyInternodeDispatchArgs, token: u32, opened: &Opened<Few>) -> u32 {
     let topk = args.dispatch.common.num_topk;
     let mut mask = 0;
     stride!(entry in 0..topk => {
@@ -225,7 +231,7 @@ unsafe fn write_entries(
     args: &LowLatencyInternodeDispatchArgs,
     shared: &MemberShared,
     token: u32,
-    opened: &Opened,
+    opened: &Opened<Few>,
 ) -> u32 {
     let common = &args.dispatch.common;
     let entry = TopkEntry::of(&args.dispatch, token, true);
@@ -305,7 +311,7 @@ unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShare
 /// Adds a token that the block has written, and sends all messages where it was the rank's last. A
 /// warp calls it, behind a barrier of the block.
 #[device]
-unsafe fn say_written(args: &LowLatencyInternodeDispatchArgs, token: u32, opened: &Opened) {
+unsafe fn say_written(args: &LowLatencyInternodeDispatchArgs, token: u32, opened: &Opened<Few>) {
     let is_last = laneid() == 0 && completes(args.messages.written.0, token, args.dispatch.common.num_tokens);
     if ballot(is_last) != 0 {
         // `syncwarp` orders the whole warp behind the acquire of the first lane.
@@ -319,7 +325,7 @@ unsafe fn say_written(args: &LowLatencyInternodeDispatchArgs, token: u32, opened
 /// # Safety
 /// A message's header has this lane as its only writer.
 #[device]
-unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, opened: &Opened) {
+unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, opened: &Opened<Few>) {
     let (common, lane) = (&args.dispatch.common, laneid());
     let (mut first, mut slots) = (0, 0);
     while first < common.num_tokens {
@@ -340,7 +346,7 @@ unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, opened: &Opened)
 
 /// Waits for the messages, lists each expert's rows, and copies the rows to their places.
 #[device]
-unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, opened: &Opened) {
+unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, opened: &Opened<Few>) {
     let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
     if !wait_messages::<true>(common, messages, shared, opened) {
         return;
@@ -376,12 +382,12 @@ unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared,
 unsafe fn receive_by_expert(
     expert_args: &LowLatencyInternodeExpertDispatchArgs,
     shared: &MemberShared,
-    opened: &Opened,
+    opened: &Opened<Few>,
 ) {
     let args = &expert_args.dispatch;
     let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
     let (at, ranks) = (dynamic_shared() + MemberShared::BYTES, common.comm.num_ranks);
-    let scratch = Scratch { at, ranks, experts: common.local_experts };
+    let scratch = Scratch::<MAX_MEMBERS> { at, ranks, experts: common.local_experts };
     scratch.clear(Team::block());
     if !wait_messages::<true>(common, messages, shared, opened) {
         return;
@@ -628,5 +634,5 @@ unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShare
         listed
     };
     let weight = |listed: &Listed, entry: u32| ld_u32(listed.weights + entry as u64 * 8);
-    super::super::list::list_rows::<true, 0>(common, Team::block(), &words, expert, all, look, weight);
+    super::super::list::list_rows::<MAX_MEMBERS, 0>(common, Team::block(), &words, expert, all, look, weight);
 }

@@ -17,6 +17,7 @@ use core::mem::offset_of;
 use super::super::epoch::{Deadline, Phase, aborted, record, trace};
 use super::super::rail::{Delivery, Operation, post_to};
 use super::by_expert::Scratch;
+use super::ranks::Few;
 use super::{Opened, is_other_call};
 use crate::layout::{
     Comm, LowLatencyArgs, LowLatencyCall, LowLatencyCopies, LowLatencyInternodeExpertDispatchArgs,
@@ -63,7 +64,7 @@ pub const LOW_LATENCY_INTERNODE_SHARED_BYTES: u32 = MemberShared::BYTES;
 /// its counts and places.
 pub fn low_latency_internode_by_expert_shared_bytes(args: &LowLatencyInternodeExpertDispatchArgs) -> u32 {
     let common = &args.dispatch.dispatch.common;
-    MemberShared::BYTES + Scratch::bytes(common.comm.num_ranks, common.local_experts)
+    MemberShared::BYTES + Scratch::<MAX_MEMBERS>::bytes(common.comm.num_ranks, common.local_experts)
 }
 
 impl MemberShared {
@@ -288,7 +289,11 @@ unsafe fn is_given_up(comm: &Comm, polls: &mut u32) -> bool {
 /// # Safety
 /// The words that are waited for are in this rank's memory.
 #[device]
-unsafe fn wait_members_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, opened: &Opened) -> bool {
+unsafe fn wait_members_ready(
+    args: &LowLatencyArgs,
+    messages: &LowLatencyMessages,
+    opened: &Opened<Few>,
+) -> bool {
     let (lane, epoch) = (laneid(), opened.epoch());
     let mut ready = true;
     if opened.has_member(lane) {
@@ -384,7 +389,7 @@ unsafe fn wait_messages<const DISPATCH: bool>(
     args: &LowLatencyArgs,
     messages: &LowLatencyMessages,
     shared: &MemberShared,
-    opened: &Opened,
+    opened: &Opened<Few>,
 ) -> bool {
     let (comm, epoch) = (&args.comm, opened.epoch());
     let (thread, mut failed) = (tid(), !opened.takes_part());
