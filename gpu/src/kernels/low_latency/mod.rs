@@ -350,7 +350,7 @@ impl<R: Ranks> Opening<R> {
     fn told<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> R {
         let is_wrong = COMBINE & (self.is_unpaired() | (self.tokens != args.num_tokens));
         let all = R::all(args.comm.num_ranks);
-        if is_wrong | gave_up_before(self.abort, self.epoch()) { R::NONE } else { all & !self.left_out }
+        if is_wrong | gave_up_before(self.abort, self.epoch()) { R::NONE } else { all.without(self.left_out) }
     }
 }
 
@@ -375,13 +375,7 @@ unsafe fn begin<R: Ranks, const COMBINE: bool>(
             record(&args.comm, 0, args.comm.rank, epoch, needed, seen, what);
         }
         let is_answered = opening.is_answered() as u32;
-        let (low, high) = members.halves();
-        if R::MANY {
-            let answered_and_epoch = is_answered << ANSWERED_BIT | (epoch >> 32) as u32;
-            st_shared_v4(words.at(0), [epoch as u32, answered_and_epoch, high, low]);
-        } else {
-            st_shared_v4(words.at(0), [epoch as u32, (epoch >> 32) as u32, is_answered, low]);
-        }
+        st_shared_v4(words.at(0), R::opened_words(epoch, is_answered, members));
     }
     barrier_sync();
     Opened { words, of: PhantomData }
@@ -403,16 +397,11 @@ unsafe fn note_answer<R: Ranks>(args: &LowLatencyArgs, opening: &Opening<R>) {
     st_relaxed_sys_u64(answered_at(args), opening.epoch() << 32 | opening.dispatches() as u64);
 }
 
-/// The bit of the epoch's high half that shows, of many ranks, that the place is answered.
-const ANSWERED_BIT: u32 = 31;
-
 /// The result of [`begin`], the same in all threads of the block. It stays in shared memory,
 /// because registers are scarce.
 #[derive(Clone, Copy)]
 struct Opened<R> {
-    /// The low and the high half of the epoch, whether the place is answered, and the members. Of
-    /// many ranks, the third word has those from 32 on; [`ANSWERED_BIT`] of the second one is
-    /// whether the place is answered.
+    /// [`Ranks::opened_words`].
     words: SharedArray<u32, 4>,
     of: PhantomData<R>,
 }
@@ -422,20 +411,13 @@ impl<R: Ranks> Opened<R> {
     /// Written in front of a barrier of `begin`, and never again.
     #[device]
     unsafe fn epoch(&self) -> u64 {
-        if R::MANY {
-            let high = self.words.ld(1) & !(1 << ANSWERED_BIT);
-            return (high as u64) << 32 | self.words.ld(0) as u64;
-        }
-        (self.words.ld(1) as u64) << 32 | self.words.ld(0) as u64
+        R::opened_epoch(self.words)
     }
 
     /// Whether a combine had answered the last dispatch into the place.
     #[device]
     unsafe fn is_answered(&self) -> bool {
-        if R::MANY {
-            return self.words.ld(1) >> ANSWERED_BIT != 0;
-        }
-        self.words.ld(2) != 0
+        R::is_opened_answered(self.words)
     }
 
     /// The ranks that are not left out. No rank waits for the others or sends to them. None where

@@ -4,7 +4,6 @@
 //! the arguments, and for [`Many`], whose pools are in a table.
 
 use core::marker::PhantomData;
-use core::ops::{BitAnd, Not};
 
 use super::super::epoch::{pool_at, pool_of};
 use super::{FewShared, ManyShared, NodeShared};
@@ -19,7 +18,7 @@ pub(super) type Few = u32;
 pub(super) type Many = u64;
 
 /// A set of ranks, a bit for each. What differs between few and many ranks is here.
-pub(super) trait Ranks: Copy + BitAnd<Output = Self> + Not<Output = Self> {
+pub(super) trait Ranks: Copy {
     /// Whether there may be more than [`FEW_RANKS`] ranks within a node.
     const MANY: bool;
     /// Ranks that pools and tables have room for within a node.
@@ -41,6 +40,8 @@ pub(super) trait Ranks: Copy + BitAnd<Output = Self> + Not<Output = Self> {
     fn only(rank: u32) -> Self;
     /// Whether `rank`, which is below the number of bits, is in it.
     fn has(self, rank: u32) -> bool;
+    /// Those that are not in `others`. No operators, which generic code would call as functions.
+    fn without(self, others: Self) -> Self;
     /// Whether no rank is in it.
     fn is_empty(self) -> bool;
     /// The first rank, of one or more.
@@ -54,6 +55,13 @@ pub(super) trait Ranks: Copy + BitAnd<Output = Self> + Not<Output = Self> {
     unsafe fn load(table: u64, index: u32) -> Self;
     /// Stores it as set number `index` of a table.
     unsafe fn store(self, table: u64, index: u32);
+    /// What [`begin`](super::begin) leaves in four words of shared memory: the epoch, whether the
+    /// place is answered, and in the last word the first members.
+    fn opened_words(epoch: u64, is_answered: u32, members: Self) -> [u32; 4];
+    /// The epoch in those words.
+    unsafe fn opened_epoch(words: SharedArray<u32, 4>) -> u64;
+    /// Whether they show that the place is answered.
+    unsafe fn is_opened_answered(words: SharedArray<u32, 4>) -> bool;
     /// Loads the set of those left out from the rank's own state at `local`.
     unsafe fn left_out(local: u64) -> Self;
     /// The address of a rank's pool.
@@ -99,6 +107,11 @@ impl Ranks for Few {
     }
 
     #[device]
+    fn without(self, others: Self) -> Self {
+        self & !others
+    }
+
+    #[device]
     fn is_empty(self) -> bool {
         self == 0
     }
@@ -128,6 +141,22 @@ impl Ranks for Few {
         st_u32(table + index as u64 * 4, self);
     }
 
+    /// The low and the high half of the epoch, whether the place is answered, and the members.
+    #[device]
+    fn opened_words(epoch: u64, is_answered: u32, members: Self) -> [u32; 4] {
+        [epoch as u32, (epoch >> 32) as u32, is_answered, members]
+    }
+
+    #[device]
+    unsafe fn opened_epoch(words: SharedArray<u32, 4>) -> u64 {
+        (words.ld(1) as u64) << 32 | words.ld(0) as u64
+    }
+
+    #[device]
+    unsafe fn is_opened_answered(words: SharedArray<u32, 4>) -> bool {
+        words.ld(2) != 0
+    }
+
     #[device]
     unsafe fn left_out(local: u64) -> Self {
         ld_u32(local + LOCAL_LEFT_OUT)
@@ -152,6 +181,9 @@ impl Ranks for Few {
         }
     }
 }
+
+/// The bit of the epoch's high half that shows, of many ranks, that the place is answered.
+const ANSWERED_BIT: u32 = 31;
 
 /// The set of many ranks that has these bits.
 #[device]
@@ -197,6 +229,11 @@ impl Ranks for Many {
     }
 
     #[device]
+    fn without(self, others: Self) -> Self {
+        self & !others
+    }
+
+    #[device]
     fn is_empty(self) -> bool {
         self == 0
     }
@@ -225,6 +262,25 @@ impl Ranks for Many {
     #[device]
     unsafe fn store(self, table: u64, index: u32) {
         st_u64(table + index as u64 * 8, self);
+    }
+
+    /// As of few, but the third word has the members from 32 on, and [`ANSWERED_BIT`] of the second
+    /// one is whether the place is answered.
+    #[device]
+    fn opened_words(epoch: u64, is_answered: u32, members: Self) -> [u32; 4] {
+        let (low, high) = members.halves();
+        [epoch as u32, is_answered << ANSWERED_BIT | (epoch >> 32) as u32, high, low]
+    }
+
+    #[device]
+    unsafe fn opened_epoch(words: SharedArray<u32, 4>) -> u64 {
+        let high = words.ld(1) & !(1 << ANSWERED_BIT);
+        (high as u64) << 32 | words.ld(0) as u64
+    }
+
+    #[device]
+    unsafe fn is_opened_answered(words: SharedArray<u32, 4>) -> bool {
+        words.ld(1) >> ANSWERED_BIT != 0
     }
 
     #[device]
