@@ -98,7 +98,7 @@ pub struct Received<'p> {
     /// rows]`: word w of a row's column is at `[w][row]`. UE8M0 scales come thereby as grouped
     /// GEMMs read them: four to an i32, the rows side by side.
     pub columns: Vec<TypedTensor<'p, i32>>,
-    /// `[8]`, across nodes `[32]`: tokens of each rank.
+    /// `[8]`, of more than 8 ranks of one node `[64]`, across nodes `[32]`: tokens of each rank.
     pub num_tokens: TypedTensor<'p, i32>,
     /// `[local_experts]`: rows of each local expert.
     pub expert_counts: TypedTensor<'p, i32>,
