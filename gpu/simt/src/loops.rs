@@ -62,10 +62,19 @@ macro_rules! block_stride {
 /// let mut sums = [0; 4];
 /// epoxide_simt::unroll!(4, N => { sums[N] += N * N });
 /// assert_eq!(sums, [0, 1, 4, 9]);
+/// let mut next = 1;
+/// epoxide_simt::unroll!(4, N => {
+///     sums[N] = next;
+///     next = 10 * next;
+/// });
+/// assert_eq!(sums, [1, 10, 100, 1000]);
 /// ```
 #[macro_export]
 macro_rules! unroll {
-    (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: usize = $value; $body } )* };
+    // The last turn, too, assigns what a turn behind it would read.
+    (@ $n:ident $body:block $($value:literal)*) => {
+        $( { const $n: usize = $value; #[allow(unused_assignments)] $body; } )*
+    };
     (1, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0) };
     (2, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0 1) };
     (3, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0 1 2) };
