@@ -29,6 +29,8 @@ pub struct LowLatencyInputs {
     /// Memory for rows by expert and their scales, where it is the caller's and not `by_expert`.
     recv_x: Option<Tensor<'static>>,
     recv_x_scales: Option<TypedTensor<'static, f32>>,
+    /// Multiprocessors of the dispatch and of the combine, if not the buffer's.
+    num_sms: [Option<u32>; 2],
 }
 
 impl LowLatencyInputs {
@@ -127,6 +129,7 @@ impl LowLatencyInputs {
             segments: case.segments,
             recv_x,
             recv_x_scales,
+            num_sms: case.num_sms(rank, data.seed),
         })
     }
 
@@ -149,7 +152,7 @@ impl LowLatencyInputs {
             ReturnPath::ByRow => CombineRequest::by_row(&self.by_row),
             ReturnPath::InPool => CombineRequest::in_pool(),
         };
-        request.quantise(case.quantise_back)
+        self.num_sms[1].into_iter().fold(request.quantise(case.quantise_back), CombineRequest::num_sms)
     }
 
     /// Stands in for experts that leave their rows in the pool.
@@ -180,6 +183,7 @@ impl LowLatencyInputs {
             Some(narrow) => DispatchRequest::new(&self.x, narrow),
             None => DispatchRequest::new(&self.x, &self.topk_idx),
         };
+        let request = self.num_sms[0].into_iter().fold(request, DispatchRequest::num_sms);
         let request = self.map.iter().fold(request, DispatchRequest::map).quantise(quantise);
         let request = self.segments.iter().fold(request, |it, segments| it.by_expert(segments.alignment));
         let request = match self.given() {

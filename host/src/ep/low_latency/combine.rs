@@ -7,7 +7,7 @@ use epoxide_gpu::layout::{DevicePtr, LowLatencyCall, LowLatencyCombineArgs, piec
 
 use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
-use super::options::Quantise;
+use super::options::{Quantise, check_sms};
 use super::results::{Combined, Received};
 use crate::driver::Event;
 use crate::ep::core::setters;
@@ -23,6 +23,7 @@ pub struct CombineRequest<'a> {
     rows: Rows<'a>,
     weights: Weights,
     quantise: Quantise,
+    num_sms: Option<u32>,
     timeout: Option<Duration>,
 }
 
@@ -43,7 +44,13 @@ enum Rows<'a> {
 
 impl<'a> CombineRequest<'a> {
     fn of(rows: Rows<'a>) -> Self {
-        CombineRequest { rows, weights: Weights::OfDispatch, quantise: Quantise::Not, timeout: None }
+        CombineRequest {
+            rows,
+            weights: Weights::OfDispatch,
+            quantise: Quantise::Not,
+            num_sms: None,
+            timeout: None,
+        }
     }
 
     /// bf16 `[local_experts * rows, hidden]`: row `e * rows + i` is the result of expert e for row
@@ -85,6 +92,10 @@ impl<'a> CombineRequest<'a> {
         /// times its block's scale, which [`Quantise`] defines. The error of a token's sum is at
         /// most that of its shares together, plus the rounding to bf16.
         quantise: Quantise;
+        /// Most multiprocessors of the call, as
+        /// [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms). A dispatch and its combine
+        /// may differ.
+        num_sms: u32;
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;
     }
@@ -209,7 +220,8 @@ impl Buffer {
     ) -> Result<Operation> {
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
         let hidden = self.options.shape.hidden;
-        let CombineRequest { rows, weights, quantise, timeout } = request;
+        let CombineRequest { rows, weights, quantise, num_sms, timeout } = request;
+        check_sms(num_sms)?;
         let (x, experts) = match rows {
             Rows::ByExpert(x) => (x, self.local_experts()),
             Rows::ByRow(x) => (x, 1),
@@ -269,6 +281,7 @@ impl Buffer {
             fills: None,
             records: None,
             cumulative_counts: None,
+            num_sms,
             uses,
         })
     }

@@ -12,7 +12,7 @@ use epoxide_gpu::layout::{
 use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
 use super::layout::most_ranks;
-use super::options::Quantise;
+use super::options::{Quantise, check_sms};
 use super::results::{Place, Received, ReceivedByExpert, Room};
 use crate::driver::Outcome;
 use crate::ep::Payload;
@@ -45,6 +45,7 @@ pub struct DispatchRequest<'a> {
     recv_x: Option<&'a Tensor<'a>>,
     recv_x_scales: Option<&'a TypedTensor<'a, f32>>,
     cumulative_counts: Option<&'a TypedTensor<'a, i32>>,
+    num_sms: Option<u32>,
     timeout: Option<Duration>,
 }
 
@@ -66,6 +67,7 @@ impl<'a> DispatchRequest<'a> {
             recv_x: None,
             recv_x_scales: None,
             cumulative_counts: None,
+            num_sms: None,
             timeout: None,
         }
     }
@@ -152,6 +154,10 @@ impl<'a> DispatchRequest<'a> {
         /// `[local_experts]`, behind the dispatch and in each replay of a graph. A dispatch that
         /// fails adds nothing. The run in front of a recording adds too.
         cumulative_counts: &'a TypedTensor<'a, i32>;
+        /// Most multiprocessors of the call, at least 1, instead of
+        /// [`Options::num_sms`](super::Options::num_sms): fewer while other kernels run, more when
+        /// they have ended. Ranks may differ. A graph keeps the number of its recording.
+        num_sms: u32;
         /// Longest wait for a peer, instead of the buffer's: microseconds where a step must not
         /// take longer.
         timeout: Duration;
@@ -299,6 +305,7 @@ impl Buffer {
             }
         };
         check_cumulative(request.cumulative_counts, self.local_experts())?;
+        check_sms(request.num_sms)?;
         if let Some(cumulative) = request.cumulative_counts {
             uses.extend(owners([Some(&**cumulative)]));
             cumulative.is_filled_by(&outcome);
@@ -334,6 +341,7 @@ impl Buffer {
             fills: Some(lease.clone()),
             records: Some(records),
             cumulative_counts: request.cumulative_counts.map(|counts| counts.ptr()),
+            num_sms: request.num_sms,
             uses,
         };
         let (rows, experts, ranks) =

@@ -43,6 +43,8 @@ pub struct Operation {
     pub records: Option<Records>,
     /// Counts of the caller's that the rows of each expert are added to.
     pub cumulative_counts: Option<DevicePtr>,
+    /// Most multiprocessors, if not the buffer's.
+    pub num_sms: Option<u32>,
     /// Resources that must live as long as a recording of the operation.
     pub uses: Vec<Owner>,
 }
@@ -171,19 +173,19 @@ impl Buffer {
                 buffer.core.fills(lease, None);
             }
             if let Some(records) = operation.records.as_ref().filter(|_| halves.0 & phase::SEND != 0) {
-                let most = buffer.blocks_for(u32::MAX);
+                let most = buffer.blocks_for(u32::MAX, operation.num_sms);
                 // SAFETY: the memory of columns and records is freed only behind all work enqueued
                 // on streams, and a recording keeps it.
                 unsafe { records.launch(stream, &buffer.kernels.pack_columns, most)? };
             }
-            let blocks = buffer.blocks_for(operation.pieces(halves));
+            let blocks = buffer.blocks_for(operation.pieces(halves), operation.num_sms);
             let resident = !buffer.options.beside_persistent_kernels && blocks <= stream.multiprocessors();
             let launches = match halves == Halves::BOTH && !resident {
                 true => [Some(Halves::SEND), Some(Halves::RECEIVE)],
                 false => [Some(halves), None],
             };
             for halves in launches.into_iter().flatten() {
-                let grid = buffer.blocks_for(operation.pieces(halves));
+                let grid = buffer.blocks_for(operation.pieces(halves), operation.num_sms);
                 let (name, common) = match &mut args {
                     Arguments::Dispatch(args) => ("dispatch", &mut args.common),
                     Arguments::DispatchByExpert(args) => ("dispatch", &mut args.dispatch.common),
