@@ -88,6 +88,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
                 seed,
                 schedule_seed: schedule.map(u64::from),
                 sms_seed,
+                measures: seed % 3 == 0,
                 ..LowLatencyCase::new(routing, hidden)
             }
         },

@@ -120,6 +120,8 @@ pub struct LowLatencyCase {
     pub schedule_seed: Option<u64>,
     /// Draws the multiprocessors of each call. Without, they are the buffer's.
     pub sms_seed: Option<u64>,
+    /// Whether the waits of each call are measured.
+    pub measures: bool,
     /// Watches the ranks' memory.
     pub checker: Option<Checker>,
 }
@@ -152,6 +154,7 @@ impl LowLatencyCase {
             seed: 1,
             schedule_seed: None,
             sms_seed: None,
+            measures: false,
             checker: None,
         }
     }
