@@ -20,7 +20,7 @@ use crate::simt::*;
 /// the time that each was late to the caller's. A rank whose rows are here at the first look is not
 /// late.
 #[kernel(
-    threads = 128, barriers = 4, registers = 128,
+    threads = 128, barriers = 4, registers = 64,
     grid = args.common.comm.num_ranks, block = 128, shared = super::LOW_LATENCY_SHARED_BYTES,
     requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks <= FEW_RANKS as u32)
 )]

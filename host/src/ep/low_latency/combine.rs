@@ -95,14 +95,14 @@ impl<'a> CombineRequest<'a> {
         /// most that of its shares together, plus the rounding to bf16.
         quantise: Quantise;
         /// Adds the nanoseconds that this rank waited for each rank's results to these, i64
-        /// `[num_ranks]`, as
-        /// [`DispatchRequest::cumulative_wait_ns`](super::DispatchRequest::cumulative_wait_ns). Rows
-        /// that owners gather ([`CombineRequest::in_pool`]) are waited for until their rank has
-        /// entered the combine.
+        /// `[num_ranks]`, as a dispatch does
+        /// ([`DispatchRequest::cumulative_wait_ns`](super::DispatchRequest::cumulative_wait_ns)).
+        /// Rows that owners gather ([`CombineRequest::in_pool`]) are waited for until their rank
+        /// has entered the combine.
         cumulative_wait_ns: &'a TypedTensor<'a, i64>;
         /// Most multiprocessors of the call, as
-        /// [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms). A dispatch and its combine
-        /// may differ.
+        /// [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms). A dispatch and its
+        /// combine may differ.
         num_sms: u32;
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;

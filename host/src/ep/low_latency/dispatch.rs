@@ -157,16 +157,16 @@ impl<'a> DispatchRequest<'a> {
         /// fails adds nothing. The run in front of a recording adds too.
         cumulative_counts: &'a TypedTensor<'a, i32>;
         /// Adds the nanoseconds that this rank waited for each rank's rows to these, i64
-        /// `[num_ranks]`, by the device's `%globaltimer`: a rank that is slow, or behind a slow link,
-        /// stands out. The time begins when the own rows have left, and ends when those of the rank
-        /// are here. It is 0 for a rank that was in time, and for this one. It is added in the call, in
-        /// the run in front of a recording, and in each replay.
+        /// `[num_ranks]`, by the device's `%globaltimer`: a rank that is slow, or behind a slow
+        /// link, stands out. The time begins when the own rows have left, and ends when those of
+        /// the rank are here. It is 0 for a rank that was in time, and for this one. It is added in
+        /// the call, in the run in front of a recording, and in each replay.
         ///
-        /// Each rank decides for itself. The call is launched as its two halves, with a small kernel
-        /// between them that waits. It takes two launches more than a call without, whose kernels
-        /// measure nothing, or one more where the caller makes the halves. A dispatch into a place
-        /// whose last dispatch no combine has answered waits until all ranks have entered it before
-        /// its rows leave; that time is not in it.
+        /// Each rank decides for itself. The call is launched as its two halves, with a small
+        /// kernel between them that waits. It takes two launches more than a call without, whose
+        /// kernels measure nothing, or one more where the caller makes the halves. A dispatch into
+        /// a place whose last dispatch no combine has answered waits until all ranks have entered
+        /// it before its rows leave; that time is not in it.
         cumulative_wait_ns: &'a TypedTensor<'a, i64>;
         /// Most multiprocessors of the call, at least 1, instead of
         /// [`Options::num_sms`](super::Options::num_sms): fewer while other kernels run, more when

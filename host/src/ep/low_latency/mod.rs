@@ -294,8 +294,8 @@ impl Buffer {
         }
     }
 
-    /// Blocks for so many pieces of work of a call that asks for so many multiprocessors: at most as
-    /// many as fit on the device together, since all of them wait for peers.
+    /// Blocks for so many pieces of work of a call that asks for so many multiprocessors: at most
+    /// as many as fit on the device together, since all of them wait for peers.
     fn blocks_for(&self, pieces: u32, asked: Option<u32>) -> u32 {
         let most = self.core.device().info().sm_count;
         pieces.clamp(1, asked.or(self.options.num_sms).map_or(most, |num_sms| num_sms.min(most)))

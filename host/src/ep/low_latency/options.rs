@@ -128,8 +128,8 @@ impl Options {
         /// ([`Payload::max_scales`](crate::Payload::max_scales)), at most 512. There is room for an
         /// f32 scale of each 128 elements anyway.
         max_scales: u32;
-        /// Most multiprocessors that an operation takes; without, all of the device. A call may have
-        /// its own number: [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms).
+        /// Most multiprocessors that an operation takes; without, all of the device. A call may
+        /// have its own number: [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms).
         num_sms: u32;
         /// Tokens of a rank that are published as complete together, at least 1. With fewer, the
         /// receiver of the first ones can begin earlier. No effect across nodes, where all of a

@@ -144,8 +144,8 @@ impl<'a> DispatchRequest<'a> {
         /// adds nothing. Selections are those without rounding. Without rows by expert the
         /// alignment must be 1.
         cumulative_counts: &'a TypedTensor<'a, i32>;
-        /// Most multiprocessors that move rows, instead of [`Config::num_sms`](super::Config): even,
-        /// at least 2.
+        /// Most multiprocessors that move rows, instead of [`Config::num_sms`](super::Config):
+        /// even, at least 2.
         ///
         /// Within a node each rank decides for itself. The count exchange in front has a block for
         /// each channel of the configuration, on which ranks agree, whatever this is. Across nodes
@@ -188,7 +188,8 @@ impl<'a> CachedDispatchRequest<'a> {
     setters! {
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;
-        /// Most multiprocessors that move rows, as [`CombineRequest::num_sms`](super::CombineRequest::num_sms).
+        /// Most multiprocessors that move rows, with the rules of
+        /// [`CombineRequest::num_sms`](super::CombineRequest::num_sms).
         num_sms: u32;
         /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with
         /// 1-byte elements.

@@ -304,8 +304,8 @@ impl Buffer {
     }
 
     /// Multiprocessors and channels of a dispatch with a count exchange that asks for so many.
-    /// Across nodes channels are pairs of its blocks. Within one node, blocks do not depend on them,
-    /// so that ranks which agree on channels may differ in blocks.
+    /// Across nodes channels are pairs of its blocks. Within one node, blocks do not depend on
+    /// them, so that ranks which agree on channels may differ in blocks.
     fn sms_of_dispatch(&self, asked: Option<u32>) -> Result<(u32, u32)> {
         check_sms(asked)?;
         let num_sms = asked.unwrap_or(self.config.num_sms);
