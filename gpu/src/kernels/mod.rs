@@ -79,6 +79,7 @@ mod own {
             LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed,
             LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyGather, LowLatencyInternodeCombineBf16,
             LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
+            LowLatencyInternodeWait, LowLatencyWait,
         },
         notify::{Notify, NotifyMany},
     };

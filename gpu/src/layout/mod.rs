@@ -17,6 +17,7 @@ mod internode_by_expert;
 mod limits;
 mod low_latency;
 mod low_latency_internode;
+mod low_latency_wait;
 mod pool;
 mod ring;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -38,6 +39,7 @@ mod own {
     pub use super::internode_by_expert::*;
     pub use super::low_latency::*;
     pub use super::low_latency_internode::*;
+    pub use super::low_latency_wait::*;
     pub use super::pool::*;
     pub use super::ring::*;
     #[cfg(not(target_arch = "nvptx64"))]

@@ -35,7 +35,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
             any::<bool>(),
         ),
         (
-            any::<(u64, Option<u32>)>(),
+            any::<(u64, Option<u32>, Option<u64>)>(),
             prop::sample::select(vec![Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo]),
             prop::option::of(segments()),
         ),
@@ -52,7 +52,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
                 unanswered,
                 places,
                 (combine_rows, weighted, halves, gathers),
-                ((seed, schedule), back, segments),
+                ((seed, schedule, sms_seed), back, segments),
                 spread,
             ),
         )| {
@@ -87,6 +87,8 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
                 places,
                 seed,
                 schedule_seed: schedule.map(u64::from),
+                sms_seed,
+                measures: seed % 3 == 0,
                 ..LowLatencyCase::new(routing, hidden)
             }
         },

@@ -9,7 +9,7 @@ use rand::Rng;
 use crate::harness::{NodeLinks, PATIENCE};
 use crate::ids::Ids;
 use crate::oracle::{Routing, Style};
-use crate::payload::Format;
+use crate::payload::{Format, rng_of};
 use crate::roundtrip::{Cases, Draw};
 use crate::sizes::Sizes;
 
@@ -118,6 +118,10 @@ pub struct LowLatencyCase {
     pub seed: u64,
     /// Draws the order of warps.
     pub schedule_seed: Option<u64>,
+    /// Draws the multiprocessors of each call. Without, they are the buffer's.
+    pub sms_seed: Option<u64>,
+    /// Whether the waits of each call are measured.
+    pub measures: bool,
     /// Watches the ranks' memory.
     pub checker: Option<Checker>,
 }
@@ -149,6 +153,8 @@ impl LowLatencyCase {
             max_scales: 0,
             seed: 1,
             schedule_seed: None,
+            sms_seed: None,
+            measures: false,
             checker: None,
         }
     }
@@ -211,6 +217,14 @@ impl LowLatencyCase {
     pub fn room_by_expert(&self) -> Option<u64> {
         self.segments
             .map(|segments| self.shape().most_rows_by_expert(self.routing.num_ranks(), segments.alignment))
+    }
+
+    /// Multiprocessors of the calls of a rank with inputs `number`, if not the buffer's: of the
+    /// dispatch and of the combine.
+    pub(super) fn num_sms(&self, rank: u32, number: u64) -> [Option<u32>; 2] {
+        let Some(seed) = self.sms_seed else { return [None; 2] };
+        let mut rng = rng_of(&[seed, u64::from(rank), number]);
+        [(); 2].map(|()| rng.random_bool(0.8).then(|| rng.random_range(1..=self.sm_count + 1)))
     }
 
     fn shape(&self) -> Shape {

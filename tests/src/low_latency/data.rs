@@ -40,7 +40,7 @@ pub(super) fn worst_error(row: &[f32], arrived: &[f32], scales: &[f32]) -> f32 {
 pub(super) struct Data {
     pub(super) x: PerToken<Vec<bf16>>,
     pub(super) weights: PerToken<Vec<f32>>,
-    seed: u64,
+    pub(super) seed: u64,
 }
 
 impl Data {

@@ -29,6 +29,10 @@ pub struct LowLatencyInputs {
     /// Memory for rows by expert and their scales, where it is the caller's and not `by_expert`.
     recv_x: Option<Tensor<'static>>,
     recv_x_scales: Option<TypedTensor<'static, f32>>,
+    /// Multiprocessors of the dispatch and of the combine, if not the buffer's.
+    num_sms: [Option<u32>; 2],
+    /// Times that the calls waited for each rank, if measured.
+    waits: Option<TypedTensor<'static, i64>>,
 }
 
 impl LowLatencyInputs {
@@ -116,6 +120,8 @@ impl LowLatencyInputs {
             Ids::Narrow => (Some(narrow(&routing.topk_idx[rank as usize])?), None),
             Ids::Placed(logical) => (Some(logical.upload(stream, rank)?), Some(logical.upload_map(stream)?)),
         };
+        let ranks = u64::from(routing.num_ranks());
+        let none = vec![0; ranks as usize];
         Ok(LowLatencyInputs {
             x: Tensor::from_host(stream, DType::Bf16, &[tokens, hidden], &x)?,
             topk_idx: TypedTensor::from_host(stream, &entries, &routing.flat_topk_idx(rank))?,
@@ -127,6 +133,8 @@ impl LowLatencyInputs {
             segments: case.segments,
             recv_x,
             recv_x_scales,
+            num_sms: case.num_sms(rank, data.seed),
+            waits: case.measures.then(|| TypedTensor::from_host(stream, &[ranks], &none)).transpose()?,
         })
     }
 
@@ -149,7 +157,8 @@ impl LowLatencyInputs {
             ReturnPath::ByRow => CombineRequest::by_row(&self.by_row),
             ReturnPath::InPool => CombineRequest::in_pool(),
         };
-        request.quantise(case.quantise_back)
+        let request = self.waits.iter().fold(request, CombineRequest::cumulative_wait_ns);
+        self.num_sms[1].into_iter().fold(request.quantise(case.quantise_back), CombineRequest::num_sms)
     }
 
     /// Stands in for experts that leave their rows in the pool.
@@ -180,6 +189,8 @@ impl LowLatencyInputs {
             Some(narrow) => DispatchRequest::new(&self.x, narrow),
             None => DispatchRequest::new(&self.x, &self.topk_idx),
         };
+        let request = self.num_sms[0].into_iter().fold(request, DispatchRequest::num_sms);
+        let request = self.waits.iter().fold(request, DispatchRequest::cumulative_wait_ns);
         let request = self.map.iter().fold(request, DispatchRequest::map).quantise(quantise);
         let request = self.segments.iter().fold(request, |it, segments| it.by_expert(segments.alignment));
         let request = match self.given() {

@@ -43,6 +43,8 @@ pub struct Case {
     /// Draws the order of the warps of each kernel; without it they take turns. For
     /// [`Case::setup`].
     pub schedule_seed: Option<u64>,
+    /// Draws the multiprocessors of each call, within one node. Without, they are the buffer's.
+    pub sms_seed: Option<u64>,
 }
 
 /// Scales per token.
@@ -128,6 +130,7 @@ impl Case {
             tuning: Tuning::default(),
             seed: 1,
             schedule_seed: None,
+            sms_seed: None,
         }
     }
 
@@ -196,6 +199,12 @@ impl Case {
     pub fn plans(&self) -> Vec<Plan> {
         let plan = |rank| oracle::plan(&self.routing, rank, self.num_channels, self.expert_alignment);
         (0..self.routing.num_ranks()).map(plan).collect()
+    }
+
+    /// Multiprocessors of call `turn` of a rank, if not the buffer's.
+    pub(super) fn num_sms(&self, rank: u32, turn: u64) -> Option<u32> {
+        let mut rng = rng_of(&[self.sms_seed?, u64::from(rank), turn]);
+        rng.random_bool(0.8).then(|| 2 * rng.random_range(1..=16))
     }
 
     /// Elements of a dispatched row.

@@ -44,6 +44,7 @@ mod gather;
 mod internode;
 mod list;
 mod team;
+mod wait;
 
 pub use internode::{LOW_LATENCY_INTERNODE_SHARED_BYTES, low_latency_internode_by_expert_shared_bytes};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -57,6 +58,7 @@ pub use {
         LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
         LowLatencyInternodeDispatchByExpert,
     },
+    wait::{LowLatencyInternodeWait, LowLatencyWait},
 };
 
 shared! {

@@ -7,12 +7,12 @@ use epoxide_gpu::layout::{DevicePtr, LowLatencyCall, LowLatencyCombineArgs, piec
 
 use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
-use super::options::Quantise;
+use super::options::{Quantise, check_sms};
 use super::results::{Combined, Received};
 use crate::driver::Event;
 use crate::ep::core::setters;
 use crate::ep::tensor::Owner;
-use crate::ep::{DType, StreamOrder, Tensor};
+use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 /// Arguments of [`Buffer::combine`]: the experts' results for the rows of a dispatch. `rows` stands
@@ -23,6 +23,8 @@ pub struct CombineRequest<'a> {
     rows: Rows<'a>,
     weights: Weights,
     quantise: Quantise,
+    cumulative_wait_ns: Option<&'a TypedTensor<'a, i64>>,
+    num_sms: Option<u32>,
     timeout: Option<Duration>,
 }
 
@@ -43,7 +45,14 @@ enum Rows<'a> {
 
 impl<'a> CombineRequest<'a> {
     fn of(rows: Rows<'a>) -> Self {
-        CombineRequest { rows, weights: Weights::OfDispatch, quantise: Quantise::Not, timeout: None }
+        CombineRequest {
+            rows,
+            weights: Weights::OfDispatch,
+            quantise: Quantise::Not,
+            cumulative_wait_ns: None,
+            num_sms: None,
+            timeout: None,
+        }
     }
 
     /// bf16 `[local_experts * rows, hidden]`: row `e * rows + i` is the result of expert e for row
@@ -85,6 +94,16 @@ impl<'a> CombineRequest<'a> {
         /// times its block's scale, which [`Quantise`] defines. The error of a token's sum is at
         /// most that of its shares together, plus the rounding to bf16.
         quantise: Quantise;
+        /// Adds the nanoseconds that this rank waited for each rank's results to these, i64
+        /// `[num_ranks]`, as a dispatch does
+        /// ([`DispatchRequest::cumulative_wait_ns`](super::DispatchRequest::cumulative_wait_ns)).
+        /// Rows that owners gather ([`CombineRequest::in_pool`]) are waited for until their rank
+        /// has entered the combine.
+        cumulative_wait_ns: &'a TypedTensor<'a, i64>;
+        /// Most multiprocessors of the call, as
+        /// [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms). A dispatch and its
+        /// combine may differ.
+        num_sms: u32;
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;
     }
@@ -142,7 +161,7 @@ impl Buffer {
         out: &Tensor<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Option<Event>> {
-        let operation = self.prepare_combine_into(received, request, out)?;
+        let operation = self.prepare_combine_into(received, request, out, order)?;
         let event = self.launch(order, &operation, Halves::BOTH)?;
         out.is_filled_by(&self.outcome(order)?);
         Ok(event)
@@ -159,7 +178,7 @@ impl Buffer {
         out: &'o Tensor<'o>,
         order: StreamOrder<'_>,
     ) -> Result<Pending<'b, &'o Tensor<'o>>> {
-        let operation = self.prepare_combine_into(received, request, out)?;
+        let operation = self.prepare_combine_into(received, request, out, order)?;
         self.send(order, operation, out)
     }
 
@@ -168,6 +187,7 @@ impl Buffer {
         received: Received<'_>,
         request: CombineRequest<'_>,
         out: &Tensor<'_>,
+        order: StreamOrder<'_>,
     ) -> Result<Operation> {
         let hidden = self.options.shape.hidden;
         let dims = [("num_tokens", Some(received.num_local_tokens.into())), ("hidden", Some(hidden))];
@@ -178,7 +198,7 @@ impl Buffer {
             Rows::InPool => received.combine_rows()?,
         };
         out.expect_apart("out", rows, "rows")?;
-        let mut operation = self.combine_operation(received, request, out.ptr())?;
+        let mut operation = self.combine_operation(received, request, out.ptr(), order)?;
         operation.uses.extend(out.owner().cloned());
         Ok(operation)
     }
@@ -192,7 +212,7 @@ impl Buffer {
         let outcome = self.outcome(order)?;
         let (num_tokens, dispatch) = (received.num_local_tokens, received.lease.dispatch());
         let combined_x = self.place_of(&received)?.room().own.combined_x;
-        let operation = self.combine_operation(received, request, combined_x)?;
+        let operation = self.combine_operation(received, request, combined_x, order)?;
         let lease = operation.place.lease(dispatch);
         let shape = [num_tokens.into(), self.options.shape.hidden];
         let x = Tensor::in_memory(combined_x, DType::Bf16, &shape, lease.clone() as Owner)
@@ -206,10 +226,12 @@ impl Buffer {
         received: Received<'_>,
         request: CombineRequest<'_>,
         combined_x: DevicePtr,
+        order: StreamOrder<'_>,
     ) -> Result<Operation> {
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
         let hidden = self.options.shape.hidden;
-        let CombineRequest { rows, weights, quantise, timeout } = request;
+        let CombineRequest { rows, weights, quantise, cumulative_wait_ns, num_sms, timeout } = request;
+        check_sms(num_sms)?;
         let (x, experts) = match rows {
             Rows::ByExpert(x) => (x, self.local_experts()),
             Rows::ByRow(x) => (x, 1),
@@ -254,7 +276,8 @@ impl Buffer {
             spoils: self.options.nan_on_failure.into(),
         };
         // Rows in the pool live as long as the buffer.
-        let uses = x.owner().filter(|_| !in_pool).cloned().into_iter().collect();
+        let mut uses: Vec<Owner> = x.owner().filter(|_| !in_pool).cloned().into_iter().collect();
+        let wait_ns = self.wait_ns(cumulative_wait_ns, &self.outcome(order)?, &mut uses)?;
         // Readers on other streams must finish first: peers may overwrite the rows once this rank
         // has entered the combine.
         drop(received);
@@ -269,6 +292,8 @@ impl Buffer {
             fills: None,
             records: None,
             cumulative_counts: None,
+            num_sms,
+            wait_ns,
             uses,
         })
     }

@@ -2,27 +2,29 @@
 
 use std::sync::Arc;
 
+use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
     LOW_LATENCY_INTERNODE_SHARED_BYTES, LOW_LATENCY_SHARED_BYTES, LowLatencyCombineBf16,
     LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch,
     LowLatencyDispatchByExpert, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
-    LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert, low_latency_by_expert_shared_bytes,
-    low_latency_dispatch_shared_bytes, low_latency_internode_by_expert_shared_bytes,
+    LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert, LowLatencyInternodeWait,
+    LowLatencyWait, low_latency_by_expert_shared_bytes, low_latency_dispatch_shared_bytes,
+    low_latency_internode_by_expert_shared_bytes,
 };
 use epoxide_gpu::layout::{
     DevicePtr, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
     LowLatencyInternodeCombineArgs, LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs,
-    Quantise, phase,
+    LowLatencyMessages, LowLatencyWaitArgs, Quantise, phase,
 };
 
 use super::results::Room;
 use super::results::{Combined, Received};
 use super::{Buffer, Kernels};
-use crate::driver::{Event, Stream};
+use crate::driver::{Event, Outcome, Stream};
 use crate::ep::core::{Lease, PlaceState, add_counts};
 use crate::ep::payload::Records;
-use crate::ep::tensor::Owner;
-use crate::ep::{StreamOrder, Tensor};
+use crate::ep::tensor::{Owner, owners};
+use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 /// Threads of a block.
@@ -43,6 +45,10 @@ pub struct Operation {
     pub records: Option<Records>,
     /// Counts of the caller's that the rows of each expert are added to.
     pub cumulative_counts: Option<DevicePtr>,
+    /// Most multiprocessors, if not the buffer's.
+    pub num_sms: Option<u32>,
+    /// Times of the caller's that the waits for each rank are added to.
+    pub wait_ns: Option<DevicePtr>,
     /// Resources that must live as long as a recording of the operation.
     pub uses: Vec<Owner>,
 }
@@ -171,19 +177,25 @@ impl Buffer {
                 buffer.core.fills(lease, None);
             }
             if let Some(records) = operation.records.as_ref().filter(|_| halves.0 & phase::SEND != 0) {
-                let most = buffer.blocks_for(u32::MAX);
+                let most = buffer.blocks_for(u32::MAX, operation.num_sms);
                 // SAFETY: the memory of columns and records is freed only behind all work enqueued
                 // on streams, and a recording keeps it.
                 unsafe { records.launch(stream, &buffer.kernels.pack_columns, most)? };
             }
-            let blocks = buffer.blocks_for(operation.pieces(halves));
+            let blocks = buffer.blocks_for(operation.pieces(halves), operation.num_sms);
             let resident = !buffer.options.beside_persistent_kernels && blocks <= stream.multiprocessors();
-            let launches = match halves == Halves::BOTH && !resident {
+            let in_two = !resident || operation.wait_ns.is_some();
+            let launches = match halves == Halves::BOTH && in_two {
                 true => [Some(Halves::SEND), Some(Halves::RECEIVE)],
                 false => [Some(halves), None],
             };
             for halves in launches.into_iter().flatten() {
-                let grid = buffer.blocks_for(operation.pieces(halves));
+                if halves == Halves::RECEIVE
+                    && let Some(waited) = operation.wait_ns
+                {
+                    buffer.launch_wait(stream, operation, waited)?;
+                }
+                let grid = buffer.blocks_for(operation.pieces(halves), operation.num_sms);
                 let (name, common) = match &mut args {
                     Arguments::Dispatch(args) => ("dispatch", &mut args.common),
                     Arguments::DispatchByExpert(args) => ("dispatch", &mut args.dispatch.common),
@@ -207,6 +219,50 @@ impl Buffer {
                 add_counts(kernel, stream, buffer.comm, DevicePtr::NULL, counts, cumulative)
             }
         })
+    }
+
+    /// Launches the wait between the halves of an operation, whose time it adds to `waited`.
+    fn launch_wait(&self, stream: &Stream, operation: &Operation, waited: DevicePtr) -> Result<()> {
+        let (common, row_bytes, is_combine) = match operation.kernel {
+            Arguments::Dispatch(args) => (args.common, args.row_bytes, false),
+            Arguments::DispatchByExpert(args) => (args.dispatch.common, args.dispatch.row_bytes, false),
+            Arguments::Combine(args) => (args.common, args.row_bytes, true),
+            // Rows do not travel.
+            Arguments::PooledCombine(args) => (args.common, 0, true),
+        };
+        let (across, grid, shared) =
+            (operation.place.room().messages, self.num_ranks(), LOW_LATENCY_SHARED_BYTES);
+        let messages = across.unwrap_or_else(LowLatencyMessages::zeroed);
+        let is_combine = is_combine.into();
+        let args = LowLatencyWaitArgs { common, messages, waited, row_bytes, is_combine };
+        let kernel = &self.kernels.wait;
+        // SAFETY: the place has its words and tables as long as the buffer; the caller's memory is
+        // freed only behind all work enqueued on streams, and a recording keeps it.
+        unsafe {
+            if across.is_some() {
+                let (threads, call) =
+                    (LowLatencyInternodeWait::INFO.max_threads, LowLatencyInternodeWait::call(args));
+                return stream.call(kernel, grid, threads, shared, call);
+            }
+            let (threads, call) = (LowLatencyWait::INFO.max_threads, LowLatencyWait::call(args));
+            stream.call(kernel, grid, threads, shared, call)
+        }
+    }
+
+    /// Where the waits of an operation of this outcome are added up, if anywhere: `uses` gets what
+    /// must live for it.
+    pub(super) fn wait_ns(
+        &self,
+        times: Option<&TypedTensor<'_, i64>>,
+        outcome: &Arc<impl Outcome + 'static>,
+        uses: &mut Vec<Owner>,
+    ) -> Result<Option<DevicePtr>> {
+        let Some(times) = times else { return Ok(None) };
+        let ranks = ("num_ranks", Some(self.num_ranks().into()));
+        times.expect("cumulative_wait_ns", &[DType::I64], &[ranks])?;
+        uses.extend(owners([Some(&**times)]));
+        times.is_filled_by(outcome);
+        Ok(Some(times.ptr()))
     }
 
     /// Launches the kernel of an operation with so many blocks.

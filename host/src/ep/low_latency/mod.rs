@@ -30,7 +30,7 @@ use epoxide_gpu::kernels::{
     AddCounts, FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled,
     LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyGather,
     LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
-    LowLatencyInternodeDispatchByExpert, PackColumns,
+    LowLatencyInternodeDispatchByExpert, LowLatencyInternodeWait, LowLatencyWait, PackColumns,
 };
 use epoxide_gpu::layout::{
     Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
@@ -98,6 +98,7 @@ struct Kernels {
     first_tokens: Kernel,
     pack_columns: Kernel,
     add_counts: Kernel,
+    wait: Kernel,
     /// A dispatch that brings rows by expert, where the buffer has room for them.
     dispatch_by_expert: Option<Kernel>,
 }
@@ -116,7 +117,8 @@ impl Kernels {
         let (summed, pooled) = (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO);
         let (gather, first) = (LowLatencyGather::INFO, FirstTokens::INFO);
         let (pack, add) = (PackColumns::INFO, AddCounts::INFO);
-        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first, pack, add];
+        let wait = if nodes == 1 { LowLatencyWait::INFO } else { LowLatencyInternodeWait::INFO };
+        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first, pack, add, wait];
         let by_expert = match nodes {
             1 => LowLatencyDispatchByExpert::INFO,
             _ => LowLatencyInternodeDispatchByExpert::INFO,
@@ -126,8 +128,18 @@ impl Kernels {
         let module = Module::shipped(device, None, &names)?;
         let load_by_expert = || module.kernel(by_expert.name, 0);
         let kernels = infos.map(|info| module.kernel(info.name, 0));
-        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather, first, pack, add] =
-            kernels;
+        let [
+            dispatch,
+            combine,
+            quantised_combine,
+            summed_combine,
+            pooled_combine,
+            gather,
+            first,
+            pack,
+            add,
+            wait,
+        ] = kernels;
         Ok(Kernels {
             dispatch: dispatch?,
             combine: combine?,
@@ -138,6 +150,7 @@ impl Kernels {
             first_tokens: first?,
             pack_columns: pack?,
             add_counts: add?,
+            wait: wait?,
             dispatch_by_expert: has_rows_by_expert.then(load_by_expert).transpose()?,
         })
     }
@@ -281,11 +294,11 @@ impl Buffer {
         }
     }
 
-    /// Blocks for so many pieces of work: at most as many as fit on the device together, since all of
-    /// them wait for peers.
-    fn blocks_for(&self, pieces: u32) -> u32 {
+    /// Blocks for so many pieces of work of a call that asks for so many multiprocessors: at most
+    /// as many as fit on the device together, since all of them wait for peers.
+    fn blocks_for(&self, pieces: u32, asked: Option<u32>) -> u32 {
         let most = self.core.device().info().sm_count;
-        pieces.clamp(1, self.options.num_sms.map_or(most, |num_sms| num_sms.min(most)))
+        pieces.clamp(1, asked.or(self.options.num_sms).map_or(most, |num_sms| num_sms.min(most)))
     }
 
     /// Runs `work` on the stream of `order`, behind the previous operation; returns the event of an

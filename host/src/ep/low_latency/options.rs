@@ -128,7 +128,8 @@ impl Options {
         /// ([`Payload::max_scales`](crate::Payload::max_scales)), at most 512. There is room for an
         /// f32 scale of each 128 elements anyway.
         max_scales: u32;
-        /// Most multiprocessors that an operation takes; without, all of the device.
+        /// Most multiprocessors that an operation takes; without, all of the device. A call may
+        /// have its own number: [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms).
         num_sms: u32;
         /// Tokens of a rank that are published as complete together, at least 1. With fewer, the
         /// receiver of the first ones can begin earlier. No effect across nodes, where all of a
@@ -249,10 +250,7 @@ impl Options {
             let rule = format!("must be at most {MOST_WORDS}");
             return refuse("max_scales", self.max_scales.into(), rule);
         }
-        if self.num_sms == Some(0) {
-            return refuse("num_sms", 0, "must be at least 1".into());
-        }
-        Ok(())
+        check_sms(self.num_sms)
     }
 
     /// Most tokens of a rank whose rows return as packets, in a group of `num_ranks`.
@@ -274,6 +272,16 @@ impl Options {
     /// Most f32 scales of a row.
     pub(super) fn fp8_scales(&self) -> u64 {
         self.shape.hidden.div_ceil(SCALE_BLOCK.into())
+    }
+}
+
+/// An error unless there is a multiprocessor.
+pub(super) fn check_sms(num_sms: Option<u32>) -> Result<()> {
+    match num_sms {
+        Some(0) => {
+            Err(Error::argument("num_sms", 0, "must be at least 1: leave it out for all that there are"))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -508,10 +508,18 @@ impl Kernels {
         RingShape::fit(bytes, warps, t.combine_slots, self.ring_limit())
     }
 
-    /// How a combine of a tensor stages its rows.
-    pub fn stage_shape(&self, num_ranks: u32, channels: u32, num_sms: u32, row_bytes: u32) -> StageShape {
-        let sm_count = self.device.info().sm_count;
-        StageShape::new(self.tuning.combine_stagers, num_ranks, channels, num_sms, sm_count, row_bytes)
+    /// How a combine of a tensor stages its rows, with at most `most` blocks that copy.
+    pub fn stage_shape(
+        &self,
+        most: Option<u32>,
+        num_ranks: u32,
+        channels: u32,
+        num_sms: u32,
+        row_bytes: u32,
+    ) -> StageShape {
+        let (sm_count, tuned) = (self.device.info().sm_count, self.tuning.combine_stagers);
+        let asked = most.map(|most| tuned.map_or(most, |tuned| tuned.min(most))).or(tuned);
+        StageShape::new(asked, num_ranks, channels, num_sms, sm_count, row_bytes)
     }
 
     /// Shared memory for rings: beside them a block keeps whether it has joined, and across nodes a
