@@ -26,13 +26,7 @@ pub(crate) struct ByExpert {
 }
 
 impl ByExpert {
-    /// Most rows of a rank, padding included.
-    pub fn room(case: &Case, alignment: u32) -> u64 {
-        let rows = |rank| oracle::by_expert(&case.routing, rank, alignment).rows.len() as u64;
-        (0..case.routing.num_ranks()).map(rows).max().unwrap_or(0)
-    }
-
-    /// Those of a rank's case, and a first sort. Collective.
+    /// Makes what a rank's case needs, and sorts once. Collective.
     pub fn new(
         case: &Case,
         rig: &mut Rank,

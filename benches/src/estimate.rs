@@ -46,9 +46,9 @@ impl Plan {
         });
         let received = by_expert.unwrap_or(by_token);
         let row = self.combine_row_bytes() as f64;
-        // The pool has room for all tokens of all ranks, or for more rows by expert, once for rows
-        // that come and once for those that go back.
-        let room = received.max(ranks * f64::from(self.tokens));
+        // The pool has room for all tokens of all ranks, or for all rows by expert, once for rows that
+        // come and once for those that go back.
+        let room = self.room_by_expert().map_or(0.0, |rows| rows as f64).max(ranks * f64::from(self.tokens));
         let pool = room * (2.0 * row + 16.0 * f64::from(self.topk));
         let most_sms = self.num_sms.iter().copied().max().unwrap_or(0);
         // An all-gather's rows and a reduce-scatter's, once on the device and once where they are

@@ -9,7 +9,7 @@ use epoxide::group::ProcessGroup;
 use epoxide::internal::{CeilingShape, Direction, Instruments, count_message_bytes, fields, launch_ceiling};
 use epoxide::throughput::{
     Buffer, CachedDispatchRequest, CombineRequest, Counts, Detached, DispatchHandle, DispatchLayout,
-    DispatchRequest, Options, Place, Received, Shape,
+    DispatchRequest, Options, Place, Received,
 };
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
@@ -43,19 +43,13 @@ pub(crate) fn measure(
     let nccl = plan.baseline.map(|Baseline::Nccl| Nccl::join(device, group)).transpose()?;
     let stream = Stream::new(device)?;
     let topology = plan.topology;
-    let mut options = Options::new(Shape {
-        max_tokens: plan.tokens,
-        hidden: plan.hidden,
-        dtype: DType::Bf16,
-        max_topk: plan.topk,
-        max_scales: plan.num_scales() as u32,
-    })
-    .config(plan.config(plan.num_sms[0])?)
-    .timeout(TIMEOUT)
-    .ranks_per_node(topology.ranks_per_node)
-    .transport(plan.transport_options(TIMEOUT));
+    let mut options = Options::new(plan.shape())
+        .config(plan.config(plan.num_sms[0])?)
+        .timeout(TIMEOUT)
+        .ranks_per_node(topology.ranks_per_node)
+        .transport(plan.transport_options(TIMEOUT));
     let fields = fields(&mut options);
-    fields.rows_by_expert = plan.rows_by_expert.map(|alignment| ByExpert::room(&plan.case(), alignment));
+    fields.rows_by_expert = plan.room_by_expert();
     fields.tuning = plan.shapes.tuning();
     fields.keep_nodes = plan.keep_nodes;
     (fields.num_nvl_bytes, fields.num_rdma_bytes) = (plan.nvl_bytes, plan.rdma_bytes);
@@ -276,10 +270,11 @@ impl Mode for HighThroughput {
                 self.check_sums("combine", &sums)?;
             }
         }
-        if let Some(by_expert) = &self.calls.by_expert {
+        for name in [PhaseName::DispatchCachedAndSort, PhaseName::DispatchUncachedAndSort] {
+            let Some(by_expert) = &self.calls.by_expert else { break };
             by_expert.poison(&self.rig)?;
-            self.call(PhaseName::DispatchUncachedAndSort)?;
-            self.check_sorted("dispatch and sort")?;
+            self.call(name)?;
+            self.check_sorted(name.text())?;
         }
         self.check()?;
         self.no_failure()
@@ -380,8 +375,9 @@ impl HighThroughput {
             (&mut self.rig.buffer, &mut self.calls, StreamOrder::on(&self.rig.stream));
         let request = DispatchRequest::new(&self.no_rows, &self.empty);
         self.nothing = buffer.dispatch(&mut calls.place, request, order)?.handle;
-        let (place, inputs, alignment) = (&mut calls.place, &calls.inputs, calls.by_expert.as_ref());
-        calls.routing = inputs.route(place, buffer, order, alignment.map(|it| it.alignment))?;
+        let alignment = calls.alignment();
+        let (place, inputs) = (&mut calls.place, &calls.inputs);
+        calls.routing = inputs.route(place, buffer, order, alignment)?;
         if let Some(by_expert) = &mut calls.by_expert {
             by_expert.by_token = inputs.route(place, buffer, order, None)?;
         }
@@ -389,9 +385,8 @@ impl HighThroughput {
     }
 
     fn dispatch_exact(&mut self) -> Result<Received<'_>> {
-        let Calls { place, inputs, by_expert, .. } = &mut self.calls;
-        let alignment = by_expert.as_ref().map(|by_expert| by_expert.alignment);
-        let order = StreamOrder::on(&self.rig.stream);
+        let (alignment, order) = (self.calls.alignment(), StreamOrder::on(&self.rig.stream));
+        let Calls { place, inputs, .. } = &mut self.calls;
         inputs.dispatch(place, &mut self.rig.buffer, order, (Counts::Exact, alignment))
     }
 
@@ -533,20 +528,19 @@ impl HighThroughput {
 }
 
 impl Script<'_, HighThroughput> {
-    /// GB/s that the driver's copy within the device's memory reads and writes: as many bytes as a
-    /// staged combine copies. Nothing where no rows come.
+    /// GB/s that the driver's copy within the device's memory reads and writes: as many bytes as are
+    /// sorted. Missing where no rows come.
     fn memory_ceiling(&mut self) -> Result<Option<f64>> {
-        let (from, hidden) = (&self.mode.calls.staged, self.mode.calls.hidden);
-        let bytes = from.rows() * from.row_bytes();
-        if bytes == 0 {
-            return Ok(None);
-        }
-        let to = Tensor::alloc(self.stream.device(), DType::Bf16, &[from.rows(), hidden])?;
-        let samples = self.isolated(Front::EmptiedCaches, |script| {
-            // SAFETY: both tensors have as many bytes, and `isolated` waits for the stream.
-            unsafe { script.stream.copy(to.ptr(), script.mode.calls.staged.ptr(), bytes) }
+        let Some(by_expert) = &self.mode.calls.by_expert else { return Ok(None) };
+        let (rows, _) = by_expert.sorted();
+        let (to, bytes) = (rows.ptr(), rows.rows() * rows.row_bytes());
+        let samples = self.isolated(Front::EmptiedCaches, |script| match bytes {
+            0 => Ok(()),
+            // SAFETY: rows of a staged combine are BF16 and as many as the sorted ones, of at most as
+            // many bytes. `isolated` waits for the stream, and replays of sorts write the rows anew.
+            _ => unsafe { script.stream.copy(to, script.mode.calls.staged.ptr(), bytes) },
         })?;
-        Ok(Some(2e-3 * bytes as f64 / mean(&samples)))
+        Ok((bytes > 0).then(|| 2e-3 * bytes as f64 / mean(&samples)))
     }
 
     /// GB/s of remote bytes per rank that the bulk copies reach with `blocks` blocks.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use epoxide::DType;
 use epoxide::internal::{Topology, Tuning, check_nodes};
-use epoxide::throughput::Config;
+use epoxide::throughput::{Config, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_gpu::layout::SlotShape;
 use epoxide_testing::low_latency::ReturnPath;
@@ -297,6 +297,24 @@ impl Plan {
         let config = config.for_nodes(nodes);
         check_nodes(&config, nodes)?;
         Ok(config)
+    }
+
+    /// The sizes of a buffer of high throughput.
+    pub(crate) fn shape(&self) -> Shape {
+        Shape {
+            max_tokens: self.tokens,
+            hidden: self.hidden,
+            dtype: DType::Bf16,
+            max_topk: self.topk,
+            max_scales: self.num_scales() as u32,
+        }
+    }
+
+    /// Most rows by expert that a rank of high throughput can receive, where rows come so.
+    pub(crate) fn room_by_expert(&self) -> Option<u64> {
+        let ranks = self.topology.ranks();
+        let alignment = self.rows_by_expert.filter(|_| self.low_latency.is_none())?;
+        Some(self.shape().most_rows_by_expert(ranks, self.experts / ranks, alignment))
     }
 
     /// Scales per row.
