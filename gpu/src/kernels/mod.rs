@@ -13,6 +13,7 @@ mod by_expert;
 mod ceiling;
 mod columns;
 mod combine;
+mod copy_by_expert;
 mod dispatch;
 mod epoch;
 mod example;
@@ -65,6 +66,7 @@ mod own {
             CombineManyBf16, CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32,
             CombineStagedManyBf16, CombineStagedManyF32, StageByExpert, StageCombine, WeightGradients,
         },
+        copy_by_expert::CopyByExpert,
         dispatch::{Dispatch, DispatchByExpert, DispatchMany},
         first_tokens::FirstTokens,
         internode_by_expert::InternodePlanByExpert,

@@ -9,6 +9,7 @@ mod assert;
 mod backward;
 mod call;
 mod columns;
+mod copy_by_expert;
 mod device_ptr;
 mod example;
 mod experts;
@@ -34,6 +35,7 @@ mod own {
     pub use super::backward::*;
     pub use super::call::*;
     pub use super::columns::*;
+    pub use super::copy_by_expert::*;
     pub use super::experts::*;
     pub use super::handle::*;
     pub use super::internode_by_expert::*;

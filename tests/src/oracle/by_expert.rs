@@ -1,5 +1,7 @@
 //! Rows by expert: one for each selection, in segments of the local experts.
 
+use std::collections::HashMap;
+
 use half::bf16;
 
 use super::routing::Routing;
@@ -15,6 +17,25 @@ pub struct ExpertPlan {
     pub psum: Vec<i32>,
     /// Source rank, token and entry of each row; `None` in padding.
     pub rows: Vec<Option<(u32, u32, u32)>>,
+}
+
+impl ExpertPlan {
+    /// The rows that each row of an ordinary dispatch is copied to, `num_topk` of each: those of its
+    /// selections, then -1. `sources` are the rank and token of each received row.
+    pub fn places(&self, sources: &[(u32, u32)], num_topk: u32) -> Vec<i32> {
+        let mut of_token: HashMap<(u32, u32), Vec<i32>> = HashMap::new();
+        for (row, selection) in (0..).zip(&self.rows) {
+            if let Some((source, token, _)) = *selection {
+                of_token.entry((source, token)).or_default().push(row);
+            }
+        }
+        let of_row = |source: &(u32, u32)| {
+            let mut places = of_token.remove(source).unwrap_or_default();
+            places.resize(num_topk as usize, -1);
+            places
+        };
+        sources.iter().flat_map(of_row).collect()
+    }
 }
 
 /// The plan of `rank`, where segments begin at multiples of `alignment`.
@@ -87,6 +108,8 @@ mod tests {
         let topk_idx = vec![vec![vec![1, 2], vec![1, 1]], vec![vec![0, -1], vec![3, 1]]];
         let routing = Routing { num_experts: 4, num_topk: 2, topk_idx };
         let plan = by_expert(&routing, 0, 4);
+        let sources = [(0, 0), (0, 1), (1, 0), (1, 1)];
+        assert_eq!(plan.places(&sources, 2), [4, -1, 5, 6, 0, -1, 7, -1]);
         assert_eq!((plan.counts, plan.starts, plan.psum), (vec![1, 4], vec![0, 4, 8], vec![1, 8, 8]));
         let expected = [
             Some((1, 0, 0)),

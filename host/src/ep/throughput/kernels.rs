@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use epoxide_gpu::kernels::{
     self as gpu, AddCounts, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16, CombineByExpertF16,
     CombineByExpertF32, CombineF16, CombineF32, CombineManyBf16, CombineManyF16, CombineManyF32,
-    CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, Dispatch,
+    CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, CopyByExpert, Dispatch,
     DispatchByExpert, DispatchLayout, DispatchMany, FirstTokens, INTERNODE_NOTIFY_SHARED_BYTES,
     InternodeCombine, InternodeCombineByExpert, InternodeCombineF16, InternodeCombineF32, InternodeCount,
     InternodeDispatch, InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES,
@@ -371,7 +371,7 @@ impl LoadedKernels {
 
 /// The kernels of one device. Those of operations are loaded at once, as one module. Loading waits
 /// for running kernels and blocks other calls of the driver, so that a load between operations
-/// could deadlock. Those of the ceilings are loaded at first use, since a driver takes tens of
+/// could deadlock. Those of benchmarks are loaded at first use, since a driver takes tens of
 /// milliseconds to compile each.
 #[derive(Debug)]
 pub struct Kernels {
@@ -385,6 +385,7 @@ pub struct Kernels {
     pub weight_gradients: Kernel,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
+    copy_by_expert: OnceLock<Kernel>,
     device: Device,
     tuning: Tuning,
     ptx: Option<PathBuf>,
@@ -409,6 +410,7 @@ impl Kernels {
             weight_gradients: loaded.module.kernel(WeightGradients::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
+            copy_by_expert: OnceLock::new(),
             device: device.clone(),
             tuning,
             ptx: loaded.ptx.clone(),
@@ -437,6 +439,10 @@ impl Kernels {
 
     pub fn ceiling_pull(&self) -> Result<&Kernel> {
         self.on_demand(&self.ceiling_pull, <CeilingPull as gpu::Entry>::INFO)
+    }
+
+    pub fn copy_by_expert(&self) -> Result<&Kernel> {
+        self.on_demand(&self.copy_by_expert, <CopyByExpert as gpu::Entry>::INFO)
     }
 
     fn on_demand<'a>(&self, kernel: &'a OnceLock<Kernel>, info: gpu::KernelInfo) -> Result<&'a Kernel> {

@@ -12,7 +12,7 @@
 //! | `wire.rs` | wire memory, and the tables of the ways to other nodes |
 //! | `kernels.rs` | the loaded kernels, and the shapes of their launches |
 //! | `fault.rs` | the texts of faults that only this mode has |
-//! | `ceiling.rs` | the links' own speed |
+//! | `ceiling.rs`, `copy_by_expert.rs` | the links' own speed, and a copy by expert, for benchmarks |
 
 mod backward;
 mod by_node;
@@ -21,6 +21,7 @@ mod columns;
 mod combine;
 mod config;
 mod copy;
+mod copy_by_expert;
 mod dispatch;
 mod fault;
 mod handle;
