@@ -76,9 +76,11 @@ mod own {
         internode_notify::InternodeNotify,
         layout::DispatchLayout,
         low_latency::{
-            LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed,
-            LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyGather, LowLatencyInternodeCombineBf16,
-            LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
+            LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32, LowLatencyCombineFp8,
+            LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert,
+            LowLatencyGather, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16,
+            LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
+            LowLatencyInternodeDispatchByExpert,
         },
         notify::{Notify, NotifyMany},
     };

@@ -14,3 +14,4 @@ mod regroup;
 mod rounds;
 mod shapes;
 mod steps;
+mod sums;

@@ -8,10 +8,10 @@ use epoxide::throughput::{
 };
 use epoxide::{DType, Tensor, TypedTensor};
 
-use super::case::{Case, Scales, rough, to_bytes};
+use super::case::{Case, Scales, rough};
 use crate::harness::{Rank, Setup};
 use crate::oracle::{self, ExpertPlan};
-use crate::payload::{self, mix};
+use crate::payload::{self, mix, rounded_bytes};
 
 /// Padding, whose marks must be new.
 const STALE: u8 = 0x5a;
@@ -213,7 +213,7 @@ impl Rank {
             (&tensor, CombineRequest::new(&tensor, handle))
         };
         for (row, &selection) in selected(plan) {
-            let made = to_bytes(dtype, &case.made(turn, dtype, selection, columns as usize));
+            let made = rounded_bytes(dtype, &case.made(turn, dtype, selection, columns as usize));
             // SAFETY: the row is one of the tensor's.
             unsafe { self.stream.write(given.ptr().add(row as u64 * given.row_stride()), &made)? };
         }
@@ -235,7 +235,7 @@ impl Rank {
                 row,
             );
             let name = format!("turn {turn}: combined_x[{token}]");
-            self.equal(&name, &got[token as usize], &to_bytes(dtype, &sums));
+            self.equal(&name, &got[token as usize], &rounded_bytes(dtype, &sums));
         }
         Ok(())
     }
