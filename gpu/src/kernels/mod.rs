@@ -69,7 +69,8 @@ mod own {
         first_tokens::FirstTokens,
         internode_by_expert::InternodePlanByExpert,
         internode_combine::{
-            InternodeCombine, InternodeCombineByExpert, InternodeCombineF16, InternodeCombineF32,
+            InternodeCombine, InternodeCombineByExpert, InternodeCombineByExpertF16,
+            InternodeCombineByExpertF32, InternodeCombineF16, InternodeCombineF32,
         },
         internode_count::InternodeCount,
         internode_dispatch::{InternodeDispatch, InternodeDispatchByExpert},

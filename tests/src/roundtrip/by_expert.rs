@@ -114,11 +114,12 @@ impl Rank {
             (7, DType::F16, None, Some(weights), &handle),
             (8, DType::F16, Some(&place), None, &on_device),
             (9, DType::Bf16, None, Some(weights), &handle),
+            (10, DType::F32, None, Some(weights), &handle),
         ];
+        let with_weights = &handle;
         for (turn, dtype, place, weights, handle) in combines {
-            // Across nodes sums are BF16, and weights are those that travelled.
-            let is_across = case.ranks_per_node().is_some();
-            if is_across && (dtype != DType::Bf16 || (weights.is_some() && turn != 9)) {
+            // Across nodes weights are those that travelled.
+            if case.ranks_per_node().is_some() && weights.is_some() && !std::ptr::eq(handle, with_weights) {
                 continue;
             }
             self.check_combine_by_expert(case, turn, &plan, (dtype, columns(dtype)), place, weights, handle)?;
@@ -232,6 +233,7 @@ impl Rank {
                 columns as usize,
                 &weights,
                 case.ranks_per_node(),
+                dtype,
                 row,
             );
             let name = format!("turn {turn}: combined_x[{token}]");
