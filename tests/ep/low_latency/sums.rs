@@ -115,7 +115,7 @@ const SHAPE: Shape = Shape { max_tokens: TOKENS as u32, hidden: 128, num_topk: 2
 fn join(group: &Arc<dyn ProcessGroup>, change: impl Fn(Options) -> Options) -> Result<Ones> {
     let config = VirtConfig { ordinal: group.rank(), sm_count: 2, ..VirtConfig::default() };
     let ids: Vec<i64> = (0..TOKENS).flat_map(|_| [0, 1]).collect();
-    Ones::new(VirtualGpu::new(config), group.clone(), SHAPE, |options| change(options), &ids)
+    Ones::new(VirtualGpu::new(config), group.clone(), SHAPE, change, &ids)
 }
 
 #[test]
