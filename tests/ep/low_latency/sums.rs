@@ -1,15 +1,17 @@
 //! Sums of rows of f16 and f32: every element equals the oracle, bit for bit.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig, VirtualGpu};
 use epoxide::group::ProcessGroup;
 use epoxide::low_latency::{Buffer, CombineRequest, Options, Quantise, Shape};
-use epoxide::transport::TransportKind;
+use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, Error, Result, StreamOrder, Tensor};
-use epoxide_testing::harness::{NodeLinks, PATIENCE, assert_names, run_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, assert_names, keep, run_ranks};
 use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath, RowMemory, Segments};
 use epoxide_testing::oracle::Style;
+use epoxide_testing::payload::numbers_of;
 use epoxide_testing::tier;
 use half::f16;
 
@@ -132,6 +134,43 @@ fn a_sum_that_f16_cannot_hold_is_infinite() {
         assert!(sums.iter().all(|sum| *sum == f16::INFINITY), "{sums:?}");
         group.barrier(PATIENCE)
     });
+}
+
+/// Where the other rank never enters the combine, all sums are NaN: of rows that return as packets,
+/// with words, and across nodes.
+#[test]
+fn a_failed_combine_leaves_nan() {
+    const DEADLINE: Duration = Duration::from_millis(150);
+    let across = TransportOptions::new(TransportKind::Direct);
+    for (dtype, number) in TYPES.into_iter().flat_map(|dtype| [(dtype, 0), (dtype, 1), (dtype, 2)]) {
+        run_ranks(2, |_, group| {
+            let mut rank = join(&group, |options| {
+                let options = options.combine_dtype(dtype).timeout(DEADLINE);
+                match number {
+                    0 => options,
+                    1 => options.packet_tokens(0),
+                    _ => options.ranks_per_node(1).keep_nodes().transport(across.clone()),
+                }
+            })?;
+            let (mut place, stream) = (rank.buffer.place(0)?, rank.stream.clone());
+            let received = rank.dispatch(&mut place)?;
+            rank.outcome()?;
+            if rank.rank == 0 {
+                let rows = Tensor::alloc(stream.device(), dtype, &[rank.buffer.rows(), SHAPE.hidden])?;
+                let order = StreamOrder::on(&stream);
+                let combined = rank.buffer.combine(received, CombineRequest::by_row(&rows), order)?;
+                let sums = keep(&stream, &combined.x, TOKENS)?;
+                let mut bytes = vec![0; (TOKENS * sums.row_bytes()) as usize];
+                // SAFETY: the tensor has so many bytes.
+                unsafe { stream.read(&mut bytes, sums.ptr())? };
+                assert!(numbers_of(dtype, &bytes).iter().all(|sum| sum.is_nan()), "{dtype}, {number}");
+                assert_eq!(rank.buffer.missing_tokens()?, (0..TOKENS as u32).collect::<Vec<_>>());
+                let error = rank.buffer.check().unwrap_err();
+                assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
+            }
+            group.barrier(PATIENCE)
+        });
+    }
 }
 
 #[test]
