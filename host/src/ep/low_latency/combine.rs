@@ -47,11 +47,10 @@ impl<'a> CombineRequest<'a> {
     }
 
     /// `[local_experts * rows, hidden]` of
-    /// [`Options::combine_dtype`](super::Options::combine_dtype),
-    /// bf16 unless it is set: row `e * rows + i` is the result of expert e for row
-    /// `expert_rows[e][i]`. Combine sums over a token's experts on this rank, each times its
-    /// weight. The sum is accumulated in FP32 in the order of the token's top-k entries and rounded
-    /// once.
+    /// [`Options::combine_dtype`](super::Options::combine_dtype), bf16 unless it is set: row
+    /// `e * rows + i` is the result of expert e for row `expert_rows[e][i]`. Combine sums over a
+    /// token's experts on this rank, each times its weight. The sum is accumulated in FP32 in the
+    /// order of the token's top-k entries and rounded once.
     ///
     /// If the dispatch brought rows [by expert](super::DispatchRequest::by_expert), they are the
     /// results for those: `[rows_by_expert, hidden]`, in the same order. Padding may hold
