@@ -179,6 +179,11 @@ fn arguments_are_checked() {
         let handle = rank.dispatch(place, request(&x, &valid.layout))?.handle;
         let weighted = CombineRequest::new(&rows, &handle).weights(&weights);
         refused(rank.combine(weighted), &["weights = another tensor", "as topk_weights"]);
+        let bytes = Tensor::alloc(rank.device(), DType::U8, &[16, 16])?;
+        refused(
+            rank.combine(CombineRequest::new(&bytes, &handle)),
+            &["x has dtype u8", "bf16", "f32", "f16"],
+        );
         Ok(())
     });
 }
@@ -421,8 +426,16 @@ fn replay(links: Option<NodeLinks>) {
                 let (columns, per_node) = (row.len(), links.map(|links| links.ranks_per_node));
                 let (routing, ones) = (&case.routing, [1.0; 3]);
                 let made = |_, _| row.clone();
-                let sum =
-                    oracle::combine_by_expert(routing, rank.rank, token, columns, &ones, per_node, made);
+                let sum = oracle::combine_by_expert(
+                    routing,
+                    rank.rank,
+                    token,
+                    columns,
+                    &ones,
+                    per_node,
+                    DType::Bf16,
+                    made,
+                );
                 let expected: Vec<half::bf16> = sum.into_iter().map(half::bf16::from_f32).collect();
                 let got: Vec<half::bf16> = epoxide_testing::payload::values_of(&got);
                 let equal = got

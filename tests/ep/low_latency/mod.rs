@@ -14,4 +14,5 @@ mod regroup;
 mod rounds;
 mod shapes;
 mod steps;
+mod sums;
 mod waits;

@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use epoxide::DType;
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide::transport::TransportKind;
@@ -38,6 +39,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
             any::<(u64, Option<u32>, Option<u64>)>(),
             prop::sample::select(vec![Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo]),
             prop::option::of(segments()),
+            prop::sample::select(vec![DType::Bf16, DType::Bf16, DType::F16, DType::F32]),
         ),
         prop_oneof![1 => Just(None), 1 => (any::<prop::sample::Index>(), transport()).prop_map(Some)],
     );
@@ -52,7 +54,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
                 unanswered,
                 places,
                 (combine_rows, weighted, halves, gathers),
-                ((seed, schedule, sms_seed), back, segments),
+                ((seed, schedule, sms_seed), back, segments, combine_dtype),
                 spread,
             ),
         )| {
@@ -61,20 +63,22 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
                 let divisors: Vec<u32> = (1..=ranks.min(8)).filter(|of| ranks.is_multiple_of(*of)).collect();
                 NodeLinks { ranks_per_node: *index.get(&divisors), transport, queues: 1 }
             });
-            // Ranks of one node gather rows, as they are.
+            // Ranks of one node gather rows of bf16, as they are.
+            let is_bf16 = combine_dtype == DType::Bf16;
             let combine_rows = match combine_rows {
-                ReturnPath::InPool if nodes.is_some() => ReturnPath::ByRow,
+                ReturnPath::InPool if nodes.is_some() || !is_bf16 => ReturnPath::ByRow,
                 rows => rows,
             };
             let by_expert = combine_rows == ReturnPath::ByExpert;
-            let may_quantise = hidden.is_multiple_of(128) && combine_rows != ReturnPath::InPool;
+            let may_quantise = is_bf16 && hidden.is_multiple_of(128) && combine_rows != ReturnPath::InPool;
             LowLatencyCase {
                 ids,
                 nodes,
                 quantise,
                 quantise_back: if may_quantise { back } else { Quantise::Not },
+                combine_dtype,
                 combine_rows,
-                gathers: gathers && by_expert && quantise == Quantise::Not,
+                gathers: gathers && is_bf16 && by_expert && quantise == Quantise::Not,
                 segments,
                 weighted: weighted && by_expert,
                 halves,

@@ -1,5 +1,6 @@
 //! Parameters of a low-latency round trip.
 
+use epoxide::DType;
 use epoxide::driver::Device;
 use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::low_latency::{Options, Quantise, Shape};
@@ -84,6 +85,8 @@ pub struct LowLatencyCase {
     pub hidden: u32,
     /// Quantisation of rows on their way.
     pub quantise: Quantise,
+    /// The type of the rows that combine takes, and of its sums.
+    pub combine_dtype: DType,
     /// Quantisation of shares on their way back.
     pub quantise_back: Quantise,
     /// Rows that combine takes.
@@ -137,6 +140,7 @@ impl LowLatencyCase {
             joins_nodes: false,
             hidden,
             quantise: Quantise::Not,
+            combine_dtype: DType::Bf16,
             quantise_back: Quantise::Not,
             combine_rows: ReturnPath::ByExpert,
             gathers: false,
@@ -243,6 +247,7 @@ impl LowLatencyCase {
             .chunk_tokens(self.chunk_tokens)
             .packet_tokens(self.packet_tokens)
             .max_scales(self.max_scales)
+            .combine_dtype(self.combine_dtype)
             .timeout(PATIENCE);
         let options = match self.room_by_expert() {
             Some(rows) => options.rows_by_expert(rows),

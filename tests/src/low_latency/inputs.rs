@@ -12,7 +12,8 @@ use super::case::{LowLatencyCase, ReturnPath, RowMemory, Segments};
 use super::data::Data;
 use super::segments::mark;
 use crate::ids::{Ids, upload_narrow};
-use crate::oracle::{by_expert as by_expert_plan, low_latency_plan, rounded};
+use crate::oracle::{by_expert as by_expert_plan, low_latency_plan};
+use crate::payload::rounded_bytes;
 
 /// A rank's inputs to one round's calls.
 #[derive(Debug)]
@@ -42,7 +43,7 @@ impl LowLatencyInputs {
         rank: u32,
         stream: &Stream,
     ) -> Result<LowLatencyInputs> {
-        let (routing, hidden) = (&case.routing, u64::from(case.hidden));
+        let (routing, hidden, dtype) = (&case.routing, u64::from(case.hidden), case.combine_dtype);
         let tokens = u64::from(routing.num_tokens(rank));
         let x = data.x[rank as usize].concat();
         let entries = [tokens, routing.num_topk.into()];
@@ -58,7 +59,7 @@ impl LowLatencyInputs {
         let is_by_expert = case.combine_rows == ReturnPath::ByExpert;
         let (of_experts, of_rows) = if is_by_expert { (experts * rows, 1) } else { (1, rows) };
         let of_experts = case.room_by_expert().filter(|_| is_by_expert).unwrap_or(of_experts);
-        let by_expert = Tensor::alloc(device, DType::Bf16, &[of_experts, hidden])?;
+        let by_expert = Tensor::alloc(device, dtype, &[of_experts, hidden])?;
         // Padding must keep what it holds.
         let marked = |rows: u64, columns: u64, dtype: DType| {
             let tensor = Tensor::alloc(device, dtype, &[rows, columns])?;
@@ -83,12 +84,12 @@ impl LowLatencyInputs {
             let all = vec![bf16::NAN; (rows * columns) as usize];
             Tensor::from_host(stream, DType::Bf16, &[rows, columns], &all)?
         } else {
-            Tensor::alloc(device, DType::Bf16, &[of_rows, hidden])?
+            Tensor::alloc(device, dtype, &[of_rows, hidden])?
         };
-        let write = |tensor: &Tensor<'_>, row: u64, values: &[bf16]| {
+        let write = |tensor: &Tensor<'_>, row: u64, values: &[f32]| {
             let at = tensor.ptr().add(row * tensor.row_bytes());
             // SAFETY: the row is one of the tensor's, and no other code has the tensor yet.
-            unsafe { stream.write(at, bytemuck::cast_slice(values)) }
+            unsafe { stream.write(at, &rounded_bytes(dtype, values)) }
         };
         if case.gathers {
             // The copy is what fills them.
@@ -109,7 +110,7 @@ impl LowLatencyInputs {
             for source in 0..routing.num_ranks() {
                 for token in 0..routing.num_tokens(source) {
                     if let Some(share) = data.share(case, source, token, rank) {
-                        write(&by_row, u64::from(source * max_tokens + token), &rounded(&share))?;
+                        write(&by_row, u64::from(source * max_tokens + token), &share)?;
                     }
                 }
             }

@@ -8,10 +8,10 @@ use epoxide::throughput::{
 };
 use epoxide::{DType, Tensor, TypedTensor};
 
-use super::case::{Case, Scales, rough, to_bytes};
+use super::case::{Case, Scales, rough};
 use crate::harness::{Rank, Setup};
 use crate::oracle::{self, ExpertPlan};
-use crate::payload::{self, mix};
+use crate::payload::{self, mix, rounded_bytes};
 
 /// Padding, whose marks must be new.
 const STALE: u8 = 0x5a;
@@ -116,11 +116,12 @@ impl Rank {
             (7, DType::F16, None, Some(weights), &handle),
             (8, DType::F16, Some(&place), None, &on_device),
             (9, DType::Bf16, None, Some(weights), &handle),
+            (10, DType::F32, None, Some(weights), &handle),
         ];
+        let with_weights = &handle;
         for (turn, dtype, place, weights, handle) in combines {
-            // Across nodes sums are BF16, and weights are those that travelled.
-            let is_across = case.ranks_per_node().is_some();
-            if is_across && (dtype != DType::Bf16 || (weights.is_some() && turn != 9)) {
+            // Across nodes weights are those that travelled.
+            if case.ranks_per_node().is_some() && weights.is_some() && !std::ptr::eq(handle, with_weights) {
                 continue;
             }
             self.check_combine_by_expert(case, turn, &plan, (dtype, columns(dtype)), place, weights, handle)?;
@@ -255,7 +256,7 @@ impl Rank {
     pub fn write_made(&self, case: &Case, turn: u64, plan: &ExpertPlan, rows: &Tensor) -> Result<()> {
         let (dtype, columns) = (rows.dtype(), rows.columns() as usize);
         for (row, &selection) in selected(plan) {
-            let made = to_bytes(dtype, &case.made(turn, dtype, selection, columns));
+            let made = rounded_bytes(dtype, &case.made(turn, dtype, selection, columns));
             // SAFETY: the row is one of the tensor's.
             unsafe { self.stream.write(rows.ptr().add(row as u64 * rows.row_stride()), &made)? };
         }
@@ -289,10 +290,18 @@ impl Rank {
                 Weights::Ones => vec![1.0; case.routing.num_topk as usize],
             };
             let row = |_, k| case.made(turn, dtype, (self.rank, token, k), columns);
-            let expected =
-                oracle::combine_by_expert(&case.routing, self.rank, token, columns, &weights, per_node, row);
+            let expected = oracle::combine_by_expert(
+                &case.routing,
+                self.rank,
+                token,
+                columns,
+                &weights,
+                per_node,
+                dtype,
+                row,
+            );
             let name = format!("turn {turn}: combined_x[{token}]");
-            self.equal(&name, got, &to_bytes(dtype, &expected));
+            self.equal(&name, got, &rounded_bytes(dtype, &expected));
         }
         Ok(())
     }

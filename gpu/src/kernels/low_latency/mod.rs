@@ -39,6 +39,7 @@ use crate::simt::*;
 mod by_expert;
 mod combine;
 mod dispatch;
+mod element;
 mod fp8;
 mod gather;
 mod internode;
@@ -50,13 +51,14 @@ pub use internode::{LOW_LATENCY_INTERNODE_SHARED_BYTES, low_latency_internode_by
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
     combine::{
-        LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed,
+        LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32, LowLatencyCombineFp8,
+        LowLatencyCombinePooled, LowLatencyCombineSummed,
     },
     dispatch::{LowLatencyDispatch, LowLatencyDispatchByExpert},
     gather::LowLatencyGather,
     internode::{
-        LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
-        LowLatencyInternodeDispatchByExpert,
+        LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
+        LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
     },
     wait::{LowLatencyInternodeWait, LowLatencyWait},
 };

@@ -55,26 +55,28 @@ impl<'a> CombineRequest<'a> {
         }
     }
 
-    /// bf16 `[local_experts * rows, hidden]`: row `e * rows + i` is the result of expert e for row
-    /// `expert_rows[e][i]`. Combine sums over a token's experts on this rank, each times its
-    /// weight. The sum is accumulated in FP32 in the order of the token's top-k entries and rounded
-    /// once.
+    /// `[local_experts * rows, hidden]` of
+    /// [`Options::combine_dtype`](super::Options::combine_dtype), bf16 unless it is set: row
+    /// `e * rows + i` is the result of expert e for row `expert_rows[e][i]`. Combine sums over a
+    /// token's experts on this rank, each times its weight. The sum is accumulated in FP32 in the
+    /// order of the token's top-k entries and rounded once.
     ///
     /// If the dispatch brought rows [by expert](super::DispatchRequest::by_expert), they are the
-    /// results for those: bf16 `[rows_by_expert, hidden]`, in the same order. Padding may hold
+    /// results for those: `[rows_by_expert, hidden]`, in the same order. Padding may hold
     /// anything, and is not read.
     pub fn by_expert(x: &'a Tensor<'a>) -> Self {
         CombineRequest::of(Rows::ByExpert(x))
     }
 
-    /// bf16 `[rows, hidden]`, in the order of [`Received::x`]: weighted and summed over this rank's
-    /// experts already. Weights of the dispatch are not applied.
+    /// `[rows, hidden]` of [`Options::combine_dtype`](super::Options::combine_dtype), bf16 unless it
+    /// is set, in the order of [`Received::x`]: weighted and summed over this rank's experts
+    /// already. Weights of the dispatch are not applied.
     pub fn by_row(x: &'a Tensor<'a>) -> Self {
         CombineRequest::of(Rows::ByRow(x))
     }
 
     /// The same rows, which experts have left in [`Received::combine_rows`]: the tokens' owners read
-    /// them there, and nothing is copied. On every rank or on none; within a node.
+    /// them there, and nothing is copied. On every rank or on none; within a node, of bf16.
     pub fn in_pool() -> Self {
         CombineRequest::of(Rows::InPool)
     }
@@ -87,8 +89,9 @@ impl<'a> CombineRequest<'a> {
     }
 
     setters! {
-        /// Sends each rank's share of a token as e4m3 with a scale for each 128 elements: half the
-        /// bytes. `hidden` must be a multiple of 128, and rows not those of the pool.
+        /// Sends each rank's share of a token, of bf16 rows, as e4m3 with a scale for each 128
+        /// elements: half the bytes. `hidden` must be a multiple of 128, and rows not those of the
+        /// pool.
         ///
         /// The share is rounded once, from its FP32 sum. The error of each element is at most 16
         /// times its block's scale, which [`Quantise`] defines. The error of a token's sum is at
@@ -143,8 +146,8 @@ impl Buffer {
         self.send(order, operation, combined)
     }
 
-    /// [`Buffer::combine`] with the sums in a tensor of the caller's: `out`, bf16
-    /// `[num_tokens, hidden]`. The receiving rank's kernel writes there; nothing needs to be
+    /// [`Buffer::combine`] with the sums in a tensor of the caller's: `out`, `[num_tokens, hidden]`
+    /// of the rows' type. The receiving rank's kernel writes there; nothing needs to be
     /// registered, and nothing is copied. The values are those of [`Combined::x`]. The place is
     /// free for a dispatch at once. Gives the event of an asynchronous call.
     ///
@@ -191,7 +194,7 @@ impl Buffer {
     ) -> Result<Operation> {
         let hidden = self.options.shape.hidden;
         let dims = [("num_tokens", Some(received.num_local_tokens.into())), ("hidden", Some(hidden))];
-        out.expect("out", &[DType::Bf16], &dims)?;
+        out.expect("out", &[self.options.combine_dtype], &dims)?;
         out.expect_rows_of_16("out")?;
         let rows = match request.rows {
             Rows::ByExpert(rows) | Rows::ByRow(rows) => rows,
@@ -215,7 +218,7 @@ impl Buffer {
         let operation = self.combine_operation(received, request, combined_x, order)?;
         let lease = operation.place.lease(dispatch);
         let shape = [num_tokens.into(), self.options.shape.hidden];
-        let x = Tensor::in_memory(combined_x, DType::Bf16, &shape, lease.clone() as Owner)
+        let x = Tensor::in_memory(combined_x, self.options.combine_dtype, &shape, lease.clone() as Owner)
             .result("combined", &outcome);
         Ok((operation, Combined { x, event: None, lease, place: PhantomData }))
     }
@@ -229,7 +232,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Operation> {
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
-        let hidden = self.options.shape.hidden;
+        let (hidden, dtype) = (self.options.shape.hidden, self.options.combine_dtype);
         let CombineRequest { rows, weights, quantise, cumulative_wait_ns, num_sms, timeout } = request;
         check_sms(num_sms)?;
         let (x, experts) = match rows {
@@ -241,7 +244,15 @@ impl Buffer {
         let (is_by_expert, in_pool) = (matches!(rows, Rows::ByExpert(_)), matches!(rows, Rows::InPool));
         let segments = segments.filter(|_| is_by_expert);
         let expected = segments.map_or(self.rows() * u64::from(experts), |to| to.rows.into());
-        x.expect_strided("rows", &[DType::Bf16], &[("rows", Some(expected)), ("hidden", Some(hidden))])?;
+        let is_other = matches!(x.dtype(), DType::Bf16 | DType::F16 | DType::F32) && x.dtype() != dtype;
+        if is_other {
+            let rule = format!(
+                "the buffer sums rows of {dtype}: create it with Options::combine_dtype({:?}) to sum these",
+                x.dtype()
+            );
+            return Err(Error::argument("rows", format!("of {}", x.dtype()), rule));
+        }
+        x.expect_strided("rows", &[dtype], &[("rows", Some(expected)), ("hidden", Some(hidden))])?;
         x.expect_rows_of_16("rows")?;
         if in_pool && quantise != Quantise::Not {
             let rule = "rows in the pool are read as they are: give them by row to quantise them";
@@ -249,7 +260,7 @@ impl Buffer {
         }
         quantise.check(hidden, x.dtype())?;
         let is_quantised = quantise != Quantise::Not;
-        let row_bytes = hidden * if is_quantised { DType::Fp8E4m3 } else { DType::Bf16 }.size();
+        let row_bytes = hidden * if is_quantised { DType::Fp8E4m3 } else { dtype }.size();
         let call = LowLatencyCall {
             is_combine: true,
             has_scales: is_quantised,

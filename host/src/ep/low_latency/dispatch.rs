@@ -387,6 +387,7 @@ impl Buffer {
                 .result("layout_range", &outcome),
             by_expert,
             event: None,
+            combine_dtype: self.options.combine_dtype,
             combine_rows: place.room().combine_rows.map(|rows| {
                 let rows = Tensor::in_memory(rows, DType::Bf16, &[self.rows(), hidden], owner());
                 rows.with_row_stride(row_stride(hidden * 2)).named("rows")

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
     LOW_LATENCY_INTERNODE_SHARED_BYTES, LOW_LATENCY_SHARED_BYTES, LowLatencyCombineBf16,
-    LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch,
-    LowLatencyDispatchByExpert, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
+    LowLatencyCombineF16, LowLatencyCombineF32, LowLatencyCombineFp8, LowLatencyCombinePooled,
+    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyInternodeCombineBf16,
+    LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8,
     LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert, LowLatencyInternodeWait,
     LowLatencyWait, low_latency_by_expert_shared_bytes, low_latency_dispatch_shared_bytes,
     low_latency_internode_by_expert_shared_bytes,
@@ -75,11 +76,12 @@ pub enum Arguments {
 pub struct Halves(u32);
 
 /// Whether a combine's blocks return rows while they sum. They do where each block has more than
-/// two tokens to sum and rows are summed over experts already. With one or two, half of a block's
-/// warps would be idle: 256 tokens on 132 blocks took 8 % longer.
-fn returns_while_summing(args: &LowLatencyCombineArgs, grid: u32) -> bool {
+/// two tokens to sum and rows, of bf16, are summed over experts already. With one or two, half of a
+/// block's warps would be idle: 256 tokens on 132 blocks took 8 % longer.
+fn returns_while_summing(dtype: DType, args: &LowLatencyCombineArgs, grid: u32) -> bool {
     let common = &args.common;
-    args.quantise == Quantise::Not as u32
+    dtype == DType::Bf16
+        && args.quantise == Quantise::Not as u32
         && args.by_expert == 0
         && common.phases == phase::SEND | phase::RECEIVE
         && common.num_tokens > common.packet_tokens
@@ -274,6 +276,7 @@ impl Buffer {
         grid: u32,
     ) -> Result<()> {
         let (within, across) = (LOW_LATENCY_SHARED_BYTES, LOW_LATENCY_INTERNODE_SHARED_BYTES);
+        let dtype = self.options.combine_dtype;
         let Kernels { dispatch, combine, quantised_combine, summed_combine, pooled_combine, .. } =
             &self.kernels;
         // SAFETY: the memory of inputs is freed only behind all work enqueued on streams, and a
@@ -315,25 +318,42 @@ impl Buffer {
                     let call = LowLatencyCombinePooled::call(args);
                     stream.call(pooled_combine, grid, THREADS, within, call)
                 }
-                (Arguments::Combine(args), None) if returns_while_summing(&args, grid) => {
+                (Arguments::Combine(args), None) if returns_while_summing(dtype, &args, grid) => {
                     let call = LowLatencyCombineSummed::call(args);
                     stream.call(summed_combine, grid, THREADS, within, call)
                 }
-                (Arguments::Combine(args), None) if args.quantise == Quantise::Not as u32 => {
-                    stream.call(combine, grid, THREADS, within, LowLatencyCombineBf16::call(args))
-                }
+                (Arguments::Combine(args), None) if args.quantise == Quantise::Not as u32 => match dtype {
+                    DType::F16 => {
+                        stream.call(combine, grid, THREADS, within, LowLatencyCombineF16::call(args))
+                    }
+                    DType::F32 => {
+                        stream.call(combine, grid, THREADS, within, LowLatencyCombineF32::call(args))
+                    }
+                    _ => stream.call(combine, grid, THREADS, within, LowLatencyCombineBf16::call(args)),
+                },
                 (Arguments::Combine(args), None) => {
                     stream.call(quantised_combine, grid, THREADS, within, LowLatencyCombineFp8::call(args))
                 }
                 (Arguments::Combine(args), Some(messages)) => {
                     let is_quantised = args.quantise != Quantise::Not as u32;
                     let args = LowLatencyInternodeCombineArgs { combine: args, messages };
-                    if is_quantised {
-                        let call = LowLatencyInternodeCombineFp8::call(args);
-                        stream.call(quantised_combine, grid, THREADS, across, call)
-                    } else {
-                        let call = LowLatencyInternodeCombineBf16::call(args);
-                        stream.call(combine, grid, THREADS, across, call)
+                    match dtype {
+                        _ if is_quantised => {
+                            let call = LowLatencyInternodeCombineFp8::call(args);
+                            stream.call(quantised_combine, grid, THREADS, across, call)
+                        }
+                        DType::F16 => {
+                            let call = LowLatencyInternodeCombineF16::call(args);
+                            stream.call(combine, grid, THREADS, across, call)
+                        }
+                        DType::F32 => {
+                            let call = LowLatencyInternodeCombineF32::call(args);
+                            stream.call(combine, grid, THREADS, across, call)
+                        }
+                        _ => {
+                            let call = LowLatencyInternodeCombineBf16::call(args);
+                            stream.call(combine, grid, THREADS, across, call)
+                        }
                     }
                 }
             }

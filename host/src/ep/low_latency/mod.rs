@@ -27,20 +27,22 @@ use std::time::Duration;
 
 use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
-    AddCounts, FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombinePooled,
-    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyGather,
-    LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
-    LowLatencyInternodeDispatchByExpert, LowLatencyInternodeWait, LowLatencyWait, PackColumns,
+    AddCounts, FirstTokens, LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32,
+    LowLatencyCombineFp8, LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch,
+    LowLatencyDispatchByExpert, LowLatencyGather, LowLatencyInternodeCombineBf16,
+    LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8,
+    LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert, LowLatencyInternodeWait,
+    LowLatencyWait, PackColumns,
 };
 use epoxide_gpu::layout::{
     Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
 };
 
-use super::Topology;
 use super::core::{
     self, Core, HasCore, Pieces, PlaceState, Pools, Step, StreamOrder, agree_on, laid_out, nanoseconds,
 };
 use super::tensor::Owner;
+use super::{DType, Topology};
 use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Module, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
@@ -88,6 +90,7 @@ pub struct Buffer {
 #[derive(Debug)]
 struct Kernels {
     dispatch: Kernel,
+    /// Of rows of [`Options::combine_dtype`].
     combine: Kernel,
     quantised_combine: Kernel,
     /// Within a node, of many rows that are summed over experts already.
@@ -104,15 +107,20 @@ struct Kernels {
 }
 
 impl Kernels {
-    fn load(device: &Device, nodes: u32, has_rows_by_expert: bool) -> Result<Kernels> {
-        let [dispatch, combine, quantised_combine] = if nodes == 1 {
-            [LowLatencyDispatch::INFO, LowLatencyCombineBf16::INFO, LowLatencyCombineFp8::INFO]
+    fn load(device: &Device, nodes: u32, options: &Options) -> Result<Kernels> {
+        let has_rows_by_expert = options.rows_by_expert.is_some();
+        let [dispatch, quantised_combine] = if nodes == 1 {
+            [LowLatencyDispatch::INFO, LowLatencyCombineFp8::INFO]
         } else {
-            [
-                LowLatencyInternodeDispatch::INFO,
-                LowLatencyInternodeCombineBf16::INFO,
-                LowLatencyInternodeCombineFp8::INFO,
-            ]
+            [LowLatencyInternodeDispatch::INFO, LowLatencyInternodeCombineFp8::INFO]
+        };
+        let combine = match (options.combine_dtype, nodes) {
+            (DType::F16, 1) => LowLatencyCombineF16::INFO,
+            (DType::F32, 1) => LowLatencyCombineF32::INFO,
+            (_, 1) => LowLatencyCombineBf16::INFO,
+            (DType::F16, _) => LowLatencyInternodeCombineF16::INFO,
+            (DType::F32, _) => LowLatencyInternodeCombineF32::INFO,
+            _ => LowLatencyInternodeCombineBf16::INFO,
         };
         let (summed, pooled) = (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO);
         let (gather, first) = (LowLatencyGather::INFO, FirstTokens::INFO);
@@ -183,8 +191,7 @@ impl Buffer {
             Ok(pool)
         };
         let joined = options.joined(nodes);
-        let has_rows_by_expert = options.rows_by_expert.is_some();
-        let load = |topology: Topology| Kernels::load(&device, topology.nodes, has_rows_by_expert);
+        let load = |topology: Topology| Kernels::load(&device, topology.nodes, &options);
         let (pools, kernels) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
         let topology = pools.topology();
 
@@ -203,7 +210,7 @@ impl Buffer {
         let tables = Arc::new(tables);
         let at_pool = |offset| core.pool().ptr().add(offset);
         let within = |at: LowLatencyPlace| {
-            let combine_rows = Some(at_pool(at.returned_x));
+            let combine_rows = (options.combine_dtype == DType::Bf16).then(|| at_pool(at.returned_x));
             (at, None, at_pool(at.recv_x), at_pool(at.recv_scales), combine_rows)
         };
         let across = |messages: LowLatencyMessages| {
@@ -353,6 +360,7 @@ fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
         ("num_experts", options.shape.num_experts.to_string()),
         ("places", options.places.to_string()),
         ("max_scales", options.max_scales.to_string()),
+        ("combine_dtype", options.combine_dtype.to_string()),
         ("chunk_tokens", options.chunk_tokens.to_string()),
         ("packet_tokens", options.most_in_packets(group.size()).to_string()),
         ("ranks_per_node", options.ranks_per_node.unwrap_or(group.size()).to_string()),

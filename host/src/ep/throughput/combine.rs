@@ -4,7 +4,8 @@ use epoxide_gpu::kernels::{
     CombineBf16, CombineByExpertBf16, CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32,
     CombineManyBf16, CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32,
     CombineStagedManyBf16, CombineStagedManyF32, InternodeCombine, InternodeCombineByExpert,
-    InternodeCombineF16, InternodeCombineF32, JOINED_BYTES, PROGRESS_BYTES, StageByExpert, StageCombine,
+    InternodeCombineByExpertF16, InternodeCombineByExpertF32, InternodeCombineF16, InternodeCombineF32,
+    JOINED_BYTES, PROGRESS_BYTES, StageByExpert, StageCombine,
 };
 use epoxide_gpu::layout::{
     Call, CallKind, CombineArgs, DevicePtr, ExpertCombineArgs, ExpertStageArgs, InternodeCombineArgs,
@@ -111,7 +112,7 @@ pub struct Combined {
     /// is 0 for a token that went nowhere. Across nodes each node's sum is made and rounded so. The
     /// nodes' sums are then added in FP32 in node order and rounded again. A sum beyond the largest
     /// f16 is infinite. For rows by expert it is the sum over the token's entries, in their order,
-    /// and across nodes of each node that over those whose experts are there; bf16 only.
+    /// and across nodes of each node that over those whose experts are there.
     pub combined_x: Tensor<'static>,
     /// `[num_tokens, num_topk]`, if weights were given.
     pub combined_topk_weights: Option<TypedTensor<'static, f32>>,
@@ -236,11 +237,7 @@ impl Buffer {
         self.check_weights(request)?;
         self.sms_along(request.handle, request.num_sms)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
-        let across = self.core.topology().nodes > 1;
-        let dtypes: &[DType] = match handle.tables.by_expert {
-            Some(_) if across => &[DType::Bf16],
-            _ => &[DType::Bf16, DType::F32, DType::F16],
-        };
+        let dtypes = &[DType::Bf16, DType::F32, DType::F16];
         let (dtype, hidden) = match request.rows {
             CombineRows::InPool(given) => {
                 self.core.check_place(&given.place)?;
@@ -493,13 +490,26 @@ impl Buffer {
                                 }
                             };
                         };
-                        let kernel = &nodes.by_expert.as_ref().ok_or_else(not_loaded)?.combine;
+                        let kernels = nodes.by_expert.as_ref().ok_or_else(not_loaded)?;
                         let args = InternodeExpertCombineArgs {
                             rows: args,
                             weights: entry_weights.map_or(null, |_| tables.forward_weights),
                             num_topk: at.num_topk.into(),
                         };
-                        stream.call(kernel, grid, block, shared, InternodeCombineByExpert::call(args))
+                        match dtype {
+                            DType::F32 => {
+                                let call = InternodeCombineByExpertF32::call(args);
+                                stream.call(&kernels.combine_f32, grid, block, shared, call)
+                            }
+                            DType::F16 => {
+                                let call = InternodeCombineByExpertF16::call(args);
+                                stream.call(&kernels.combine_f16, grid, block, shared, call)
+                            }
+                            _ => {
+                                let call = InternodeCombineByExpert::call(args);
+                                stream.call(&kernels.combine, grid, block, shared, call)
+                            }
+                        }
                     }
                 }
             }

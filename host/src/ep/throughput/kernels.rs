@@ -8,11 +8,12 @@ use epoxide_gpu::kernels::{
     CombineByExpertF32, CombineF16, CombineF32, CombineManyBf16, CombineManyF16, CombineManyF32,
     CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, CopyByExpert, Dispatch,
     DispatchByExpert, DispatchLayout, DispatchMany, FirstTokens, INTERNODE_NOTIFY_SHARED_BYTES,
-    InternodeCombine, InternodeCombineByExpert, InternodeCombineF16, InternodeCombineF32, InternodeCount,
-    InternodeDispatch, InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES,
-    MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, NumberSelections,
-    PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns, PlanByExpert, StageByExpert, StageCombine,
-    TransposeColumn, WeightGradients, notify_shared_bytes,
+    InternodeCombine, InternodeCombineByExpert, InternodeCombineByExpertF16, InternodeCombineByExpertF32,
+    InternodeCombineF16, InternodeCombineF32, InternodeCount, InternodeDispatch, InternodeDispatchByExpert,
+    InternodeNotify, InternodePlanByExpert, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES,
+    MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES,
+    PackColumns, PlanByExpert, StageByExpert, StageCombine, TransposeColumn, WeightGradients,
+    notify_shared_bytes,
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes, tail_bytes_by_expert};
 
@@ -170,16 +171,20 @@ pub struct ByExpertAcross {
     pub dispatch: Kernel,
     pub stage: Kernel,
     pub combine: Kernel,
+    pub combine_f16: Kernel,
+    pub combine_f32: Kernel,
 }
 
 impl ByExpertAcross {
     /// Their names, in the order of the fields.
-    const NAMES: [&'static str; 5] = [
+    const NAMES: [&'static str; 7] = [
         NumberSelections::INFO.name,
         InternodePlanByExpert::INFO.name,
         InternodeDispatchByExpert::INFO.name,
         StageByExpert::INFO.name,
         InternodeCombineByExpert::INFO.name,
+        InternodeCombineByExpertF16::INFO.name,
+        InternodeCombineByExpertF32::INFO.name,
     ];
 }
 
@@ -344,13 +349,16 @@ impl LoadedKernels {
             }
             Some((side, wire)) => {
                 let by_expert = || -> Result<ByExpertAcross> {
-                    let [number, plan, dispatch, stage, combine] = ByExpertAcross::NAMES;
+                    let [number, plan, dispatch, stage, combine, combine_f16, combine_f32] =
+                        ByExpertAcross::NAMES;
                     Ok(ByExpertAcross {
                         number: kernel(number, 0)?,
                         plan: kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
                         dispatch: kernel(dispatch, self.shared_limit)?,
                         stage: kernel(stage, 0)?,
                         combine: kernel(combine, self.shared_limit)?,
+                        combine_f16: kernel(combine_f16, self.shared_limit)?,
+                        combine_f32: kernel(combine_f32, self.shared_limit)?,
                     })
                 };
                 let nodes = SeveralNodes {

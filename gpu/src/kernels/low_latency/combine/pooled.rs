@@ -8,13 +8,14 @@
 //! ([`has_one_given_up`]). A piece of a sum has one warp. Collectives stand where all lanes of a warp
 //! arrive: the numbers and masks of pieces are the same in all lanes.
 
+use super::super::super::combine::{Bf16, Summand};
 use super::super::super::epoch::{Phase, pool_of, record, trace};
 use super::super::{
     NodeShared, Opened, Opening, Piece, add_share, begin, have_all_entered, inside, last_warp,
     let_next_launch, note_answer, publish_call, publishes_call,
 };
+use super::add_rows;
 use super::receive::{ranks_of, spoil_pieces};
-use super::{add_rows, round};
 use crate::layout::{
     Comm, FEW_RANKS, GATHER_NS, LowLatencyArgs, LowLatencyCombineArgs, Quantise, Wait, gave_up_offset, phase,
     pieces_of, row_stride,
@@ -103,11 +104,11 @@ unsafe fn sum(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32) {
     let ats = [piece.at(0), piece.at(1), piece.at(2)];
     let insides = ats.map(|at| inside(at, args.row_bytes));
     let mut sums = [[0.0; 8]; 3];
-    add_rows::<2, 3>(mask, &insides, &mut sums, |rank| (pool_of(comm, rank) + of_row, 1.0));
+    add_rows::<Bf16, 2, 3>(mask, &insides, &mut sums, |rank| (pool_of(comm, rank) + of_row, 1.0));
     let to = args.combined_x.0 + piece.token as u64 * args.row_bytes as u64;
     unroll!(3, V => {
         if ats[V] < args.row_bytes {
-            st_v4(to + ats[V] as u64, round(&sums[V]));
+            st_v4(to + ats[V] as u64, Bf16::round(&sums[V]));
         }
     });
 }

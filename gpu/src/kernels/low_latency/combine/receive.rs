@@ -1,13 +1,15 @@
 //! A token's owner sums what has come back.
 
+use super::super::super::combine::{Bf16, Summand};
 use super::super::super::epoch::{Deadline, note_late, note_missing_token, pool_of, record};
-use super::super::fp8::{LANES_PER_SCALE, from_bf16, from_e4m3, scale_offset};
+use super::super::element::Element;
+use super::super::fp8::{LANES_PER_SCALE, from_e4m3, scale_offset};
 use super::super::team::Team;
 use super::super::{
     NodeShared, Opened, Piece, ROWS_AT_ONCE, chunk_offset, have_all_entered, in_packets, inside,
     is_piece_late, last_warp, late_with, load_packets, packet_seen, wait_piece,
 };
-use super::{add, add_rows, bf16_bytes, round};
+use super::{add, add_rows, sum_bytes};
 use crate::layout::{
     Comm, FEW_RANKS, LowLatencyCombineArgs, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
 };
@@ -44,7 +46,7 @@ pub(super) unsafe fn first_ranks(args: &LowLatencyCombineArgs, receives: bool) -
 /// entered the combine. Gives whether one has not and sums are to be spoiled. All threads of the
 /// team call it.
 #[device]
-pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
+pub(super) unsafe fn receive<E: Element, const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
     shared: &NodeShared,
@@ -57,12 +59,12 @@ pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER:
     let mut mask = redux_or(shared.of_warp().ld(tid() / 32));
     if in_packets(common, common.num_tokens) {
         if !failed {
-            receive_pieces::<FP8>(args, mask, opened);
+            receive_pieces::<E, FP8>(args, mask, opened);
         }
         return failed;
     }
     let pool = pool_of(comm, comm.rank);
-    let bytes = bf16_bytes::<FP8>(args);
+    let bytes = sum_bytes::<FP8>(args);
     let (mut token, stride) = (ctaid(), nctaid());
     // Rows that others of the block return meanwhile come one by one.
     let at_once = if SUMMED { 1 } else { ROWS_AT_ONCE };
@@ -91,9 +93,9 @@ pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER:
             if FP8 {
                 sum_quantised(args, token, mask, to);
             } else if SUMMED {
-                sum::<4, SUMMED, BARRIER>(args, team, token, mask, to);
+                sum::<E, 4, SUMMED, BARRIER>(args, team, token, mask, to);
             } else {
-                sum::<2, SUMMED, BARRIER>(args, team, token, mask, to);
+                sum::<E, 2, SUMMED, BARRIER>(args, team, token, mask, to);
             }
             (token, mask) = (token + stride, next_mask);
         }
@@ -121,10 +123,10 @@ unsafe fn wait_returned(comm: &Comm, word: u64, rank: u32, epoch: u64) -> bool {
     }
 }
 
-/// Sums the ranks' BF16 rows of a token. All threads of the team call it. `V`: vectors of a row
+/// Sums the ranks' rows of a token. All threads of the team call it. `V`: vectors of a row
 /// that a thread has in flight.
 #[device]
-unsafe fn sum<const V: usize, const SUMMED: bool, const BARRIER: u32>(
+unsafe fn sum<E: Element, const V: usize, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
     token: u32,
@@ -147,13 +149,13 @@ unsafe fn sum<const V: usize, const SUMMED: bool, const BARRIER: u32>(
         unroll!(4, J => { if J < V { ats[J] = at + J as u32 * team.threads * 16 } });
         let inside = ats.map(|at| inside(at, args.row_bytes));
         if V > 2 {
-            add_rows::<2, V>(mask, &inside, &mut sums, row);
+            add_rows::<E, 2, V>(mask, &inside, &mut sums, row);
         } else {
-            add_rows::<4, V>(mask, &inside, &mut sums, row);
+            add_rows::<E, 4, V>(mask, &inside, &mut sums, row);
         }
         unroll!(4, J => {
             if J < V && ats[J] < args.row_bytes {
-                st_v4(to + ats[J] as u64, round(&sums[J]));
+                st_v4(to + ats[J] as u64, E::round(&sums[J]));
             }
         });
     });
@@ -162,7 +164,7 @@ unsafe fn sum<const V: usize, const SUMMED: bool, const BARRIER: u32>(
 /// The same of e4m3 rows, which have their scales behind them.
 #[device]
 unsafe fn sum_quantised(args: &LowLatencyCombineArgs, token: u32, mask: u32, to: u64) {
-    let (common, stride) = (&args.common, row_stride(bf16_bytes::<true>(args) as u64));
+    let (common, stride) = (&args.common, row_stride(sum_bytes::<true>(args) as u64));
     let of_rank = common.max_tokens as u64 * stride;
     let pool = pool_of(&common.comm, common.comm.rank);
     let rows = pool + common.place.returned_x + token as u64 * stride;
@@ -183,8 +185,8 @@ unsafe fn sum_quantised(args: &LowLatencyCombineArgs, token: u32, mask: u32, to:
             add(&mut sums[1], high, scales[RANK]);
         });
         let to = to + at as u64 * 2;
-        st_v4(to, round(&sums[0]));
-        st_v4(to + 16, round(&sums[1]));
+        st_v4(to, Bf16::round(&sums[0]));
+        st_v4(to + 16, Bf16::round(&sums[1]));
     });
 }
 
@@ -194,16 +196,20 @@ unsafe fn sum_quantised(args: &LowLatencyCombineArgs, token: u32, mask: u32, to:
 /// # Safety
 /// Packets are in this rank's own pool, and each has one writer.
 #[device]
-unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first_mask: u32, opened: Opened) {
+unsafe fn receive_pieces<E: Element, const FP8: bool>(
+    args: &LowLatencyCombineArgs,
+    first_mask: u32,
+    opened: Opened,
+) {
     let common = &args.common;
     let (mut number, mut mask) = (Piece::first_to_receive(), first_mask);
     while number < common.num_tokens * pieces_of(args.row_bytes) {
         let piece = Piece::of(number, args.row_bytes, 1);
-        let to = args.combined_x.0 + piece.token as u64 * bf16_bytes::<FP8>(args) as u64;
+        let to = args.combined_x.0 + piece.token as u64 * sum_bytes::<FP8>(args) as u64;
         let is_done = if FP8 {
             sum_quantised_pieces(args, &piece, mask, to, opened)
         } else {
-            sum_pieces(args, &piece, mask, to, opened)
+            sum_pieces::<E>(args, &piece, mask, to, opened)
         };
         if !is_done {
             return spoil_pieces::<FP8>(args, number);
@@ -266,7 +272,7 @@ pub(in super::super) unsafe fn spoil_rows<const FP8: bool, const BARRIER: u32>(
     team: Team<BARRIER>,
     first: u32,
 ) {
-    let bytes = bf16_bytes::<FP8>(args);
+    let bytes = sum_bytes::<FP8>(args);
     stride!(token in first..args.common.num_tokens, nctaid() => {
         if team.thread() == 0 {
             note_missing_token(&args.common.comm, token);
@@ -285,7 +291,7 @@ pub(in super::super) unsafe fn spoil_rows<const FP8: bool, const BARRIER: u32>(
 /// The sums have room for every token.
 #[device]
 pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first: u32) {
-    let bytes = bf16_bytes::<FP8>(args);
+    let bytes = sum_bytes::<FP8>(args);
     // Elements are twice as long as they travelled.
     let scale = if FP8 { 2 } else { 1 };
     stride!(number in first..args.common.num_tokens * pieces_of(args.row_bytes), nctaid() * (ntid() / 32) => {
@@ -303,10 +309,10 @@ pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs,
     });
 }
 
-/// Sums the ranks' pieces of a BF16 row, and stores the sum in the row at `to`. False when a wait
+/// Sums the ranks' pieces of a row, and stores the sum in the row at `to`. False when a wait
 /// expired: the same in all lanes. The whole warp calls it.
 #[device]
-unsafe fn sum_pieces(
+unsafe fn sum_pieces<E: Element>(
     args: &LowLatencyCombineArgs,
     piece: &Piece,
     mask: u32,
@@ -329,12 +335,12 @@ unsafe fn sum_pieces(
                 return false;
             }
         };
-        unroll!(3, V => { add(&mut sums[V], from_bf16(vectors[V]), 1.0) });
+        unroll!(3, V => { add(&mut sums[V], E::numbers(vectors[V]), 1.0) });
     }
     unroll!(3, V => {
         let at = piece.at(V as u32);
         if at < args.row_bytes {
-            st_v4(to + at as u64, round(&sums[V]));
+            st_v4(to + at as u64, E::round(&sums[V]));
         }
     });
     true
@@ -393,8 +399,8 @@ unsafe fn sum_quantised_pieces(
         let at = piece.at(V as u32);
         if at < args.row_bytes {
             let to = to + at as u64 * 2;
-            st_v4(to, round(&sums[V][0]));
-            st_v4(to + 16, round(&sums[V][1]));
+            st_v4(to, Bf16::round(&sums[V][0]));
+            st_v4(to + 16, Bf16::round(&sums[V][1]));
         }
     });
     true

@@ -30,7 +30,10 @@ mod dispatch;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
-    combine::{LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8},
+    combine::{
+        LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
+        LowLatencyInternodeCombineFp8,
+    },
     dispatch::{LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert},
 };
 
