@@ -9,6 +9,7 @@ use crate::check::{CausalPast, Checker, Past, Timeline};
 use crate::coverage;
 use crate::device::{Clock, DeviceConfig, GridConfig, Schedule};
 use crate::exec::bulk_queue::BulkQueue;
+use crate::exec::copies::CopyQueue;
 use crate::exec::state::{SHARED_BASE, SharedMemory};
 use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp};
 use crate::fault::{
@@ -151,7 +152,7 @@ pub struct Grid {
     /// Initial registers that all warps share. A warp copies those of them that it may read before
     /// it writes them.
     registers: Option<Regs>,
-    /// Blocks with bulk copies under way.
+    /// Blocks with copies under way.
     copying: Vec<u32>,
 }
 
@@ -380,7 +381,8 @@ impl Grid {
                 strict_exits: self.check.as_ref().is_some_and(|check| check.strict_exits),
                 completed: 0,
                 bulk: BulkQueue::default(),
-                phases: vec![],
+                copies: CopyQueue::default(),
+                landed: vec![],
             },
             warps: (0..warps).map(|_| Warp::default()).collect(),
             idle_epoch: vec![0; warps as usize],
@@ -410,7 +412,8 @@ impl Grid {
         b.state.exited_warps = 0;
         b.state.completed = 0;
         b.state.bulk.reset(b.state.warps * 32);
-        b.state.phases.clear();
+        b.state.copies.reset();
+        b.state.landed.clear();
         b.stalled = 0;
         b.check = self.check.as_ref().map(|check| {
             Box::new(BlockCheck::new(check.number, linear, threads, &check.start, check.has_fences))
@@ -475,12 +478,12 @@ impl Grid {
                 self.env.table = self.memory.snapshot();
                 self.blocks.iter_mut().flat_map(|b| &mut b.warps).for_each(Warp::forget_regions);
             }
-            self.progress_bulk(false)?;
+            self.progress_copies(false)?;
             if self.idle >= self.ready.len() {
                 // All warps wait. They may wait for copies under way, or for blocks that are not
                 // resident yet. A grid that fits is resident as a whole in the end, so its blocks
                 // may wait for each other.
-                let moved = self.progress_bulk(true)?;
+                let moved = self.progress_copies(true)?;
                 self.new_epoch();
                 if !moved {
                     if !self.has_room() {
@@ -536,7 +539,7 @@ impl Grid {
             let op = (pc as usize).checked_sub(1).and_then(|at| code.get(at)).map(|inst| &inst.op);
             matches!(op, Some(Op::Mbar { .. }))
         };
-        if block.state.exited_warps == block.state.warps || !block.state.bulk.is_empty() {
+        if block.state.exited_warps == block.state.warps || block.state.is_copying() {
             return None;
         }
         let groups = || block.warps.iter().flat_map(|warp| &warp.groups);
@@ -632,7 +635,7 @@ impl Grid {
                 }
             }
         }
-        if !block.state.bulk.is_empty() && !self.copying.contains(&pick.block) {
+        if block.state.is_copying() && !self.copying.contains(&pick.block) {
             self.copying.push(pick.block);
         }
         self.wake(pick.block);
@@ -708,7 +711,7 @@ impl Grid {
             }
             // The shared memory is still there.
             let state = &mut self.blocks[slot as usize].state;
-            let done = state.progress_bulk(&self.env.table, None);
+            let done = state.progress(&self.env.table, None);
             done.map_err(|late| self.late_fault(slot, late))?;
         }
         self.live_blocks -= 1;
@@ -730,26 +733,26 @@ impl Grid {
         Ok(())
     }
 
-    /// Moves bulk copies on, or half of the time does not; see [`BlockState::progress_bulk`].
-    fn progress_bulk(&mut self, all: bool) -> Result<bool, Box<Fault>> {
+    /// Moves copies on, or half of the time does not; see [`BlockState::progress`].
+    fn progress_copies(&mut self, all: bool) -> Result<bool, Box<Fault>> {
         if self.copying.is_empty() || (!all && self.rng.below(2) == 0) {
             return Ok(false);
         }
         let mut moved = false;
         let blocks = &mut self.blocks;
-        self.copying.retain(|&slot| !blocks[slot as usize].state.bulk.is_empty());
+        self.copying.retain(|&slot| blocks[slot as usize].state.is_copying());
         for at in 0..self.copying.len() {
             let slot = self.copying[at];
             let rng = if all { None } else { Some(&mut self.rng) };
-            match self.blocks[slot as usize].state.progress_bulk(&self.env.table, rng) {
+            match self.blocks[slot as usize].state.progress(&self.env.table, rng) {
                 Ok(m) => moved |= m,
                 Err(late) => return Err(self.late_fault(slot, late)),
             }
             let block = &mut self.blocks[slot as usize];
             if let Some(check) = &mut block.check {
-                block.state.phases.iter().for_each(|&offset| check.complete_mbarrier(offset));
+                block.state.landed.iter().for_each(|landed| check.landed(landed));
             }
-            block.state.phases.clear();
+            block.state.landed.clear();
         }
         if moved {
             self.new_epoch();

@@ -18,7 +18,7 @@
 //!
 //! Every access is checked for bounds and alignment. A [`Fault`] names kernel, block, warp, lane,
 //! PTX line and Rust line. A deadlock names every warp and the event that it waits for. With a
-//! seed, the scheduler and the completion of bulk copies are drawn from it, and the same seed takes
+//! seed, the scheduler and the completion of copies are drawn from it, and the same seed takes
 //! the same path again.
 //!
 //! Where the environment variable `EPOXIDE_VGPU_COVERAGE` names a folder, each process writes there

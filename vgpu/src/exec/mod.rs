@@ -12,6 +12,7 @@ pub(crate) mod access;
 mod bulk;
 pub(crate) mod bulk_queue;
 mod converged;
+pub(crate) mod copies;
 pub(crate) mod lanes;
 pub(crate) mod mma;
 mod parts;
@@ -231,6 +232,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             Op::Mbar { op, addr, space } => return self.mbarrier(op, addr, *space, m),
             Op::PendingCount { d, state } => self.pending_count(*d, *state, m)?,
             Op::Bulk(op) => self.bulk(op, m)?,
+            Op::Copy(op) => self.copy(op, m)?,
             Op::Print { format, arguments, d } => self.print(*format, *arguments, *d, m)?,
             Op::Sleep => {
                 self.pc += 1;

@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::bulk_queue::BulkQueue;
+use super::bulk_queue::{BulkQueue, Landed};
 use super::converged::Converged;
+use super::copies::CopyQueue;
 use super::lanes;
 use crate::device::{Clock, Output};
 use crate::fault::{FaultKind, WaitingFor};
@@ -220,11 +221,17 @@ pub(crate) struct BlockState {
     /// Barriers that have completed and must wake their warps, one bit each.
     pub(crate) completed: u32,
     pub(crate) bulk: BulkQueue,
-    /// Mbarriers, by their offset, of which bulk copies have completed a phase, for the checks.
-    pub(crate) phases: Vec<u64>,
+    pub(crate) copies: CopyQueue,
+    /// Progress of copies that the checks have not taken note of.
+    pub(crate) landed: Vec<Landed>,
 }
 
 impl BlockState {
+    /// Whether copies are under way.
+    pub(crate) fn is_copying(&self) -> bool {
+        !(self.bulk.is_empty() && self.copies.is_empty())
+    }
+
     /// Counts a warp at a barrier.
     pub(super) fn arrive(&mut self, id: u32, count: Option<u32>) -> Result<(), FaultKind> {
         let total = self.warps * 32;
