@@ -1,5 +1,7 @@
 //! A launched kernel: blocks, their warps, and the scheduler that lets the warps take turns.
 
+mod stepped;
+
 use std::collections::VecDeque;
 
 use crate::check::block::BlockCheck;
@@ -20,6 +22,8 @@ use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::seeds::{Rng, mix};
 use std::sync::Arc;
+
+pub(crate) use stepped::Step;
 
 /// Slices of a run among which preemptions are drawn.
 const PREEMPTION_SPAN: u64 = 20_000;
@@ -107,7 +111,7 @@ struct GridCheck {
     strict_exits: bool,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct WarpRef {
     block: u32,
     warp: u32,
@@ -460,6 +464,12 @@ impl Grid {
         if !matches!(outcome, Ok(Progress::Running | Progress::Spinning)) {
             coverage::note(&self.env.kernel);
         }
+        self.fail_with(outcome)
+    }
+
+    /// Keeps a fault for later calls.
+    #[allow(clippy::result_large_err)] // As for `step`.
+    fn fail_with<T>(&mut self, outcome: Result<T, Box<Fault>>) -> Result<T, Fault> {
         outcome.map_err(|fault| {
             self.fault = Some(*fault.clone());
             *fault
@@ -472,12 +482,7 @@ impl Grid {
             if self.live_blocks == 0 {
                 return Ok(Progress::Done);
             }
-            let generation = self.memory.generation();
-            if generation != self.generation {
-                self.generation = generation;
-                self.env.table = self.memory.snapshot();
-                self.blocks.iter_mut().flat_map(|b| &mut b.warps).for_each(Warp::forget_regions);
-            }
+            self.refresh_table();
             self.progress_copies(false)?;
             if self.idle >= self.ready.len() {
                 // All warps wait. They may wait for copies under way, or for blocks that are not
@@ -508,6 +513,16 @@ impl Grid {
             used += self.slice()?;
         }
         Ok(if self.live_blocks == 0 { Progress::Done } else { Progress::Running })
+    }
+
+    /// Takes up allocations and frees since the last time.
+    fn refresh_table(&mut self) {
+        let generation = self.memory.generation();
+        if generation != self.generation {
+            self.generation = generation;
+            self.env.table = self.memory.snapshot();
+            self.blocks.iter_mut().flat_map(|b| &mut b.warps).for_each(Warp::forget_regions);
+        }
     }
 
     /// No warp of the grid can run: looks for blocks whose warps all wait at barriers and on
@@ -578,6 +593,13 @@ impl Grid {
         else {
             return Ok(1);
         };
+        let slice = self.run_picked(pick, budget)?;
+        self.account(pick, slice)?;
+        Ok(slice.executed.max(1))
+    }
+
+    /// Runs a warp that was taken from the ready queue.
+    fn run_picked(&mut self, pick: WarpRef, budget: u64) -> Result<Slice, Box<Fault>> {
         let block = &mut self.blocks[pick.block as usize];
         let (state, warp) = (&mut block.state, &mut block.warps[pick.warp as usize]);
         let ran = match (&mut block.check, &self.check) {
@@ -593,10 +615,12 @@ impl Grid {
             }
             _ => run_warp(&self.env, state, warp, (), budget),
         };
-        let slice = match ran {
-            Ok(slice) => slice,
-            Err((pc, stop)) => return Err(self.fault_at(pick, pc, stop.lane, stop.kind)),
-        };
+        ran.map_err(|(pc, stop)| self.fault_at(pick, pc, stop.lane, stop.kind))
+    }
+
+    /// Draws the consequences of a slice of a warp, which goes back to the ready queue if it can go
+    /// on.
+    fn account(&mut self, pick: WarpRef, slice: Slice) -> Result<(), Box<Fault>> {
         let block = &mut self.blocks[pick.block as usize];
         self.env.executed += slice.executed;
         self.env.clock.advance(slice.executed);
@@ -654,7 +678,7 @@ impl Grid {
             let kind = FaultKind::Livelock { instructions, report: self.stuck_report() };
             return Err(self.fault_at(pick, pc, None, kind));
         }
-        Ok(slice.executed.max(1))
+        Ok(())
     }
 
     /// The ready warp of the highest priority. At a preemption, the one before it loses its own.
@@ -748,16 +772,21 @@ impl Grid {
                 Ok(m) => moved |= m,
                 Err(late) => return Err(self.late_fault(slot, late)),
             }
-            let block = &mut self.blocks[slot as usize];
-            if let Some(check) = &mut block.check {
-                block.state.landed.iter().for_each(|landed| check.landed(landed));
-            }
-            block.state.landed.clear();
+            self.note_landed(slot);
         }
         if moved {
             self.new_epoch();
         }
         Ok(moved)
+    }
+
+    /// Tells the checks of the progress of a block's copies.
+    fn note_landed(&mut self, slot: u32) {
+        let block = &mut self.blocks[slot as usize];
+        if let Some(check) = &mut block.check {
+            block.state.landed.iter().for_each(|landed| check.landed(landed));
+        }
+        block.state.landed.clear();
     }
 
     fn late_fault(&self, block: u32, (kind, warp, pc): (FaultKind, u32, u32)) -> Box<Fault> {

@@ -515,6 +515,17 @@ pub(crate) enum Op {
 }
 
 impl Op {
+    /// A step of an exploration: others may notice when it is executed.
+    pub(crate) fn is_step(&self) -> bool {
+        match self {
+            // These order what their own thread does.
+            Op::Fence(fence) => matches!(fence, Fence::Sc(_)),
+            Op::Warp { .. } => false,
+            Op::Timer { .. } | Op::Print { .. } => true,
+            _ => self.concerns_others(),
+        }
+    }
+
     /// It accesses memory that others can see, or meets, waits for or orders other lanes.
     pub(crate) fn concerns_others(&self) -> bool {
         match self {

@@ -62,6 +62,7 @@ mod check;
 mod coverage;
 mod device;
 mod exec;
+mod explore;
 mod fault;
 mod faulty;
 mod float;
@@ -87,6 +88,7 @@ pub use device::{
     CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig, Output, Schedule,
     VIRTUAL_NS_PER_WARP_INSTRUCTION,
 };
+pub use explore::{Coverage, Explore, Explored, Failure, Path};
 pub use fault::{
     Attempt, Fault, FaultKind, Launch, LaunchError, Party, PtxError, Race, StuckReport, StuckWarp, Trace,
     TraceStep, UnwrittenRegister, WaitingFor,

@@ -15,6 +15,7 @@ use super::shadow::{NOT_KEPT, Shadow};
 use super::world::World;
 use crate::exec::bulk_queue::Landed;
 use crate::exec::lanes::lanes;
+use crate::explore::Touch;
 use crate::fault::FaultKind;
 use crate::ir::{Fence, Scope, Sem};
 
@@ -128,6 +129,10 @@ pub(crate) trait Hooks {
     /// `Place` is that of the first lane.
     fn read(&mut self, _: Place, _: Part, _pc: u32, _: How) -> Violations {
         Violations::default()
+    }
+    /// The schedule and what loads see are choices of an exploration.
+    fn is_explored(&self) -> bool {
+        false
     }
     /// Whether the values of a load come later than they could.
     fn defers_load(&mut self) -> bool {
@@ -252,6 +257,18 @@ impl CheckHooks<'_> {
         Some(found)
     }
 
+    /// Tells an exploration what the step at hand accesses.
+    fn touch(&self, place: Place, bytes: u64, write: bool) {
+        let Some(path) = &self.world.path else { return };
+        // Shared memory is a block's own.
+        let (memory, from) = match place {
+            Place::Global { shadow, offset } => (u64::from(shadow), offset),
+            Place::Shared { offset } => (1 << 63 | clock::block_of(self.block.key(self.warp)), offset),
+            Place::Private => return,
+        };
+        path.touch(Touch { memory, from, bytes, write });
+    }
+
     fn own(&self, lane: usize) -> Key {
         clock::lane(self.block.key(self.warp), lane)
     }
@@ -314,6 +331,7 @@ impl Hooks for CheckHooks<'_> {
 
     fn read(&mut self, place: Place, part: Part, pc: u32, how: How) -> Violations {
         self.world.accesses += u64::from(part.lanes.count_ones());
+        self.touch(place, part.bytes(), false);
         if self.world.loads.are_counted() {
             part.each(place).for_each(|(lane, place)| self.world.loads.add(self.own(lane), place, 1));
         }
@@ -328,18 +346,28 @@ impl Hooks for CheckHooks<'_> {
         if self.world.config.races { found } else { Violations::default() }
     }
 
+    fn is_explored(&self) -> bool {
+        self.world.path.is_some()
+    }
+
     fn defers_load(&mut self) -> bool {
-        self.world.rng.below(4) == 0
+        match &self.world.path {
+            Some(path) => path.either(),
+            None => self.world.rng.below(4) == 0,
+        }
     }
 
     fn stale(&mut self, place: Place, bytes: u64, lane: usize, how: How) -> Option<[u64; 2]> {
         let record = self.record(lane, 0, how, false);
         let own = self.own(lane);
-        let older = self.world.rng.below(3) == 0;
+        self.touch(place, bytes, false);
+        let path = self.world.path.clone();
+        let drawn = path.is_none() && self.world.rng.below(3) == 0;
         let (shadow, grids, at, view) = self.look(place, 1 << lane)?;
         let who = Accessor { record, own, published: None, view };
         let words = shadow.stale(grids, at, bytes, &who)?;
-        if older {
+        // An exploration has a choice only where there is an older value.
+        if path.map_or(drawn, |path| path.sees_older()) {
             return Some([0, 2].map(|low| u64::from(words[low]) | u64::from(words[low + 1]) << 32));
         }
         if how.strong.is_some() {
@@ -358,6 +386,7 @@ impl Hooks for CheckHooks<'_> {
         new: &[u8],
     ) -> (bool, Option<ViolationAt>) {
         self.world.accesses += 1;
+        self.touch(place, now.len() as u64, true);
         let record = self.record(lane, pc, how, true);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.stores.add(own, place, now.len() as u64);
@@ -393,6 +422,7 @@ impl Hooks for CheckHooks<'_> {
         let (first, own, weak_memory) = (part.first(), self.block.key(self.warp), self.weak_memory());
         let (Place::Global { offset, .. } | Place::Shared { offset }) = place else { return (0, vec![]) };
         let record = self.wide_record(part, offset, pc, how);
+        self.touch(place, part.bytes(), true);
         if let Some((shadow, grids, at, view)) = self.look(place, part.lanes) {
             let who = Accessor { record, own, published: None, view };
             let values = |word: u64| {
@@ -502,7 +532,7 @@ impl Hooks for CheckHooks<'_> {
                 world.outside.join(&r.past);
                 // The host polls such words. A sleep now and then gives it time to read the present
                 // value.
-                if world.rng.below(4) == 0 {
+                if world.path.is_none() && world.rng.below(4) == 0 {
                     std::thread::sleep(HOST_READS);
                 }
             }
@@ -605,7 +635,11 @@ impl Hooks for CheckHooks<'_> {
                 }
             }
             for pick in picks {
-                if self.world.rng.below(2) == 0 {
+                let older = match &self.world.path {
+                    Some(path) => path.sees_older(),
+                    None => self.world.rng.below(2) == 0,
+                };
+                if older {
                     old.push(pick);
                 }
             }

@@ -144,6 +144,30 @@ impl BlockState {
         failed.map_or(Ok(moved), Err)
     }
 
+    /// How many copies are under way, each a step of an exploration.
+    pub(crate) fn copy_steps(&self) -> usize {
+        self.bulk.pending.len() + self.copies.instructions()
+    }
+
+    /// Moves one copy on, as a whole: a bulk copy by one stage, the copies of an instruction to
+    /// their ends.
+    pub(crate) fn step_copy(&mut self, table: &Table, index: usize) -> Result<(), Late> {
+        if index >= self.bulk.pending.len() {
+            return self.step_instruction(table, index - self.bulk.pending.len());
+        }
+        let mut p = self.bulk.pending.remove(index);
+        let next = if p.has_reached(Stage::Read) { Stage::Landed } else { Stage::Read };
+        let moved = p.advance_to(self, table, next).and_then(|()| match p.mbar {
+            Some(mbar) if next == Stage::Landed => self.complete_tx(mbar, p.bytes),
+            _ => Ok(()),
+        });
+        moved.map_err(|kind| (kind, p.warp, p.pc))?;
+        if next == Stage::Read {
+            self.bulk.pending.insert(index, p);
+        }
+        Ok(())
+    }
+
     /// The block's warps have all exited. The hardware gives its shared memory to another block: a
     /// copy must not need it any more.
     pub(crate) fn finish_bulk(&mut self, table: &Table) -> Result<(), Late> {

@@ -79,6 +79,11 @@ impl CopyQueue {
         self.threads.clear();
     }
 
+    /// Instructions of which copies are under way.
+    pub(super) fn instructions(&self) -> usize {
+        self.started.len()
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.started.is_empty() && self.arrivals.is_empty()
     }
@@ -143,6 +148,14 @@ impl BlockState {
         failed.map_or(Ok(()), Err)?;
         self.settle_copies()?;
         Ok(moved)
+    }
+
+    /// Lets all copies of an instruction happen.
+    pub(super) fn step_instruction(&mut self, table: &Table, index: usize) -> Result<(), Late> {
+        let mut copies = self.copies.started.remove(index);
+        let landed = copies.land(self, table, u32::MAX);
+        landed.map_err(|kind| (kind, copies.warp, copies.pc))?;
+        self.settle_copies()
     }
 
     /// Drops copies that have happened, and lets the arrivals behind them happen.

@@ -380,7 +380,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
     }
 
     /// Takes up the runnable group with the lowest program counter. False if there is none.
-    fn next_group(&mut self) -> bool {
+    pub(super) fn next_group(&mut self) -> bool {
         for pass in 0..2 {
             let best = (0..self.warp.groups.len())
                 .filter(|&i| self.warp.groups[i].state == GroupState::Ready && !self.warp.groups[i].deferred)

@@ -163,6 +163,14 @@ impl Warp {
         self.since_switch = 0;
     }
 
+    /// The instruction that the warp executes next, if lanes are ready: that of the group which
+    /// [`Exec::next_group`] takes up.
+    pub(crate) fn next_pc(&self) -> Option<u32> {
+        let ready = |g: &&Group| g.state == GroupState::Ready;
+        let first = self.groups.iter().filter(|g| ready(g) && !g.deferred).map(|g| g.pc).min();
+        first.or_else(|| self.groups.iter().filter(ready).map(|g| g.pc).min())
+    }
+
     /// Looks regions up again, after the table has changed.
     pub(crate) fn forget_regions(&mut self) {
         self.regions = Default::default();
