@@ -462,7 +462,11 @@ impl Explore {
 mod tests {
     use super::*;
 
-    const WARPS: [Actor; 3] = [0, 1, 2].map(|block| Actor::Warp { device: 0, block, warp: 0 });
+    const fn warp(block: u32) -> Actor {
+        Actor::Warp { device: 0, block, warp: 0 }
+    }
+
+    const WARPS: [Actor; 3] = [warp(0), warp(1), warp(2)];
 
     /// Threads that take steps on words of their own or of all, as the machine would run them.
     fn interleave(path: &Path, steps: &[Vec<(u64, bool)>]) -> Vec<usize> {
