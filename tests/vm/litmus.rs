@@ -214,12 +214,13 @@ fn weak_memory_shows_what_the_model_allows() {
     assert!(wrong.is_empty(), "outcomes that are not as the table says:\n{}", wrong.join("\n"));
 }
 
-/// Whether the threads of a test are lanes of one warp. Explorations leave the order of lanes alone.
+/// Whether the threads of a test are lanes of one warp. Explorations leave the order of lanes
+/// alone.
 fn is_of_one_warp(test: &Test) -> bool {
     test.text.split(['‖', ';', ':']).any(|step| step == "b")
 }
 
-/// What all runs of a test's exploration have shown.
+/// Outcomes that the runs of a test's exploration have shown.
 struct Shown {
     runs: u64,
     coverage: Coverage,
@@ -242,11 +243,11 @@ fn explore(test: &'static Test, runs: u64, races: bool) -> Shown {
     Shown { runs: explored.runs, coverage: explored.coverage, met, reached, raced }
 }
 
-/// Runs of an exploration at the most. Of the complete ones the largest takes 6,802.
+/// Runs of an exploration at the most. The largest complete one takes 6,802.
 const EXPLORED_RUNS: u64 = 10_000;
 
-/// Tests of which the default number of runs does not cover every schedule: the moves of a bulk copy
-/// depend on everything else.
+/// Tests of which the number of runs does not cover every schedule: the moves of a bulk copy depend
+/// on everything else.
 const NOT_COVERED: [u32; 5] = [48, 49, 53, 54, 60];
 
 /// Where an exploration is complete, the outcomes are those that weak memory has here, and no

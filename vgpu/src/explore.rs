@@ -72,7 +72,7 @@ enum Node {
         /// Actors that are to be tried, the next one last.
         rest: Vec<usize>,
         asleep: Asleep,
-        /// That of the chosen actor's step, in all runs that take it.
+        /// The footprint of the chosen actor's step, in all runs that take it.
         footprint: Footprint,
     },
 }
@@ -332,7 +332,7 @@ pub struct Failure<E> {
 pub struct Explored<E> {
     /// How many runs there were.
     pub runs: u64,
-    /// What they cover.
+    /// The schedules that they cover.
     pub coverage: Coverage,
     /// The run that failed, which was the last.
     pub failure: Option<Failure<E>>,

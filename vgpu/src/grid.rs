@@ -468,7 +468,7 @@ impl Grid {
     }
 
     /// Keeps a fault for later calls.
-    #[allow(clippy::result_large_err)] // As for `step`.
+    #[allow(clippy::result_large_err)] // See `step`.
     fn fail_with<T>(&mut self, outcome: Result<T, Box<Fault>>) -> Result<T, Fault> {
         outcome.map_err(|fault| {
             self.fault = Some(*fault.clone());

@@ -19,7 +19,7 @@
 //! Every access is checked for bounds and alignment. A [`Fault`] names kernel, block, warp, lane,
 //! PTX line and Rust line. A deadlock names every warp and the event that it waits for. With a
 //! seed, the scheduler and the completion of copies are drawn from it, and the same seed takes
-//! the same path again.
+//! the same path again. [`Explore`] runs small programs under every schedule.
 //!
 //! Where the environment variable `EPOXIDE_VGPU_COVERAGE` names a folder, each process writes there
 //! which instructions it has executed; `cargo build-ptx --coverage` makes a table of kernels and

@@ -93,8 +93,8 @@ impl BlockState {
         Ok(bulk || own)
     }
 
-    /// Moves pending bulk copies on: each by one piece with probability 1/2, but for late ones, or all
-    /// of them to the end. Returns whether anything moved.
+    /// Moves pending bulk copies on: each by one piece with probability 1/2, but for late ones, or
+    /// all of them to the end. Returns whether anything moved.
     fn progress_bulk(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
         // One draw decides for many copies, a bit each: this is asked after every other slice of
         // every warp.

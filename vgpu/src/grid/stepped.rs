@@ -18,7 +18,7 @@ pub(crate) struct Step {
     pub(crate) changed: bool,
 }
 
-#[allow(clippy::result_large_err)] // As for `Grid::step`.
+#[allow(clippy::result_large_err)] // See `Grid::step`.
 impl Grid {
     /// Prepares the grid for an exploration: all blocks that fit are resident, and lanes that part
     /// join again where they meet.
