@@ -413,6 +413,32 @@ pub(crate) enum BulkOp {
     },
 }
 
+/// Asynchronous copies by threads (`cp.async` without `.bulk`), and the waits for them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum CopyOp {
+    /// Copies `bytes` bytes from global to shared memory. The slot `read` has the number of bytes
+    /// that come from the source, and the rest are zeros; all of them if it is [`SINK`].
+    Start {
+        dst: Addr,
+        src: Addr,
+        bytes: u8,
+        read: u32,
+    },
+    Commit,
+    /// Waits for all but the latest `allowed` groups.
+    Wait {
+        allowed: u32,
+    },
+    WaitAll,
+    /// Arrives on an mbarrier once the copies so far have happened. `counted`: the mbarrier's count
+    /// includes the arrival (`.noinc`).
+    Arrive {
+        mbar: Addr,
+        space: Space,
+        counted: bool,
+    },
+}
+
 /// One instruction's work.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op {
@@ -473,6 +499,7 @@ pub(crate) enum Op {
         state: u32,
     },
     Bulk(BulkOp),
+    Copy(CopyOp),
     /// `vprintf`: addresses of the format and of the arguments, and its result.
     Print {
         format: u32,
@@ -488,12 +515,24 @@ pub(crate) enum Op {
 }
 
 impl Op {
+    /// A step of an exploration: others may notice when it is executed.
+    pub(crate) fn is_step(&self) -> bool {
+        match self {
+            // These order what their own thread does.
+            Op::Fence(fence) => matches!(fence, Fence::Sc(_)),
+            Op::Warp { .. } => false,
+            Op::Timer { .. } | Op::Print { .. } => true,
+            _ => self.concerns_others(),
+        }
+    }
+
     /// It accesses memory that others can see, or meets, waits for or orders other lanes.
     pub(crate) fn concerns_others(&self) -> bool {
         match self {
             Op::Ld(access) | Op::St(access) => !matches!(access.space, Space::Local | Space::Param),
             Op::Warp { op, .. } => matches!(op, WarpOp::Sync),
-            Op::Atom(_) | Op::Fence(_) | Op::Barrier { .. } | Op::Mbar { .. } | Op::Bulk(_) => true,
+            Op::Atom(_) | Op::Fence(_) | Op::Barrier { .. } | Op::Mbar { .. } => true,
+            Op::Bulk(_) | Op::Copy(_) => true,
             _ => false,
         }
     }

@@ -11,7 +11,7 @@ use super::bulk_queue::{End, PIECES, Pending, Stage};
 use super::lanes::lanes;
 use super::state::{BlockState, Env, Exec, Run, stop};
 use crate::check::hooks::Place;
-use crate::check::hooks::{Copy, Hooks};
+use crate::check::hooks::{Completion, Copy, Hooks};
 use crate::check::record::How;
 use crate::fault::FaultKind;
 use crate::ir::{Addr, BulkOp};
@@ -85,9 +85,17 @@ fn end_pointer(block: &mut BlockState, table: &Table, end: End, bytes: u32) -> R
 }
 
 impl BlockState {
-    /// Moves pending copies on: each by one piece with probability 1/2, but for late ones, or all
-    /// of them to the end. Returns whether anything moved.
-    pub(crate) fn progress_bulk(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
+    /// Moves copies on, of both kinds; see [`BlockState::progress_bulk`] and
+    /// [`BlockState::progress_copies`]. Returns whether anything moved.
+    pub(crate) fn progress(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
+        let bulk = !self.bulk.is_empty() && self.progress_bulk(table, rng.as_deref_mut())?;
+        let own = !self.copies.is_empty() && self.progress_copies(table, rng)?;
+        Ok(bulk || own)
+    }
+
+    /// Moves pending bulk copies on: each by one piece with probability 1/2, but for late ones, or
+    /// all of them to the end. Returns whether anything moved.
+    fn progress_bulk(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
         // One draw decides for many copies, a bit each: this is asked after every other slice of
         // every warp.
         let mut bits = (0, 0);
@@ -136,6 +144,30 @@ impl BlockState {
         failed.map_or(Ok(moved), Err)
     }
 
+    /// How many copies are under way, each a step of an exploration.
+    pub(crate) fn copy_steps(&self) -> usize {
+        self.bulk.pending.len() + self.copies.instructions()
+    }
+
+    /// Moves one copy on, as a whole: a bulk copy by one stage, the copies of an instruction to
+    /// their ends.
+    pub(crate) fn step_copy(&mut self, table: &Table, index: usize) -> Result<(), Late> {
+        if index >= self.bulk.pending.len() {
+            return self.step_instruction(table, index - self.bulk.pending.len());
+        }
+        let mut p = self.bulk.pending.remove(index);
+        let next = if p.has_reached(Stage::Read) { Stage::Landed } else { Stage::Read };
+        let moved = p.advance_to(self, table, next).and_then(|()| match p.mbar {
+            Some(mbar) if next == Stage::Landed => self.complete_tx(mbar, p.bytes),
+            _ => Ok(()),
+        });
+        moved.map_err(|kind| (kind, p.warp, p.pc))?;
+        if next == Stage::Read {
+            self.bulk.pending.insert(index, p);
+        }
+        Ok(())
+    }
+
     /// The block's warps have all exited. The hardware gives its shared memory to another block: a
     /// copy must not need it any more.
     pub(crate) fn finish_bulk(&mut self, table: &Table) -> Result<(), Late> {
@@ -152,7 +184,7 @@ impl BlockState {
             let message = format!("the block has ended, and {what} before the last thread ends");
             return Err((FaultKind::CopyOutlivesBlock { message }, p.warp, p.pc));
         }
-        self.progress_bulk(table, None).map(|_| ())
+        self.progress(table, None).map(|_| ())
     }
 }
 
@@ -225,11 +257,11 @@ impl<W: Hooks> Exec<'_, W> {
             let copy = Copy {
                 src: from,
                 dst: to,
+                read: u64::from(bytes),
                 bytes: u64::from(bytes),
                 lane,
                 pc: self.pc,
-                mbar,
-                committed: group,
+                completion: mbar.map_or(Completion::Group(group), Completion::Mbarrier),
             };
             let (old, violations) = self.watch.copy(&copy);
             stale = old;

@@ -5,6 +5,16 @@ use crate::check::hooks::Stale;
 /// Most pieces of a copy.
 pub(super) const PIECES: usize = 4;
 
+/// Progress of copies that the checks take note of.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Landed {
+    /// The first `copies` copies of a lane have happened, and the lane arrives on the mbarrier at
+    /// `offset` for it.
+    Copies { offset: u64, warp: u32, lane: usize, copies: u32 },
+    /// A phase of the mbarrier at this offset is complete.
+    Phase { offset: u64 },
+}
+
 /// One end of a copy.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum End {

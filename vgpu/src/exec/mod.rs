@@ -12,6 +12,7 @@ pub(crate) mod access;
 mod bulk;
 pub(crate) mod bulk_queue;
 mod converged;
+pub(crate) mod copies;
 pub(crate) mod lanes;
 pub(crate) mod mma;
 mod parts;
@@ -231,6 +232,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             Op::Mbar { op, addr, space } => return self.mbarrier(op, addr, *space, m),
             Op::PendingCount { d, state } => self.pending_count(*d, *state, m)?,
             Op::Bulk(op) => self.bulk(op, m)?,
+            Op::Copy(op) => self.copy(op, m)?,
             Op::Print { format, arguments, d } => self.print(*format, *arguments, *d, m)?,
             Op::Sleep => {
                 self.pc += 1;
@@ -378,7 +380,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
     }
 
     /// Takes up the runnable group with the lowest program counter. False if there is none.
-    fn next_group(&mut self) -> bool {
+    pub(super) fn next_group(&mut self) -> bool {
         for pass in 0..2 {
             let best = (0..self.warp.groups.len())
                 .filter(|&i| self.warp.groups[i].state == GroupState::Ready && !self.warp.groups[i].deferred)

@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::bulk_queue::BulkQueue;
+use super::bulk_queue::{BulkQueue, Landed};
 use super::converged::Converged;
+use super::copies::CopyQueue;
 use super::lanes;
 use crate::device::{Clock, Output};
 use crate::fault::{FaultKind, WaitingFor};
@@ -162,6 +163,14 @@ impl Warp {
         self.since_switch = 0;
     }
 
+    /// The instruction that the warp executes next, if lanes are ready: that of the group which
+    /// [`Exec::next_group`] takes up.
+    pub(crate) fn next_pc(&self) -> Option<u32> {
+        let ready = |g: &&Group| g.state == GroupState::Ready;
+        let first = self.groups.iter().filter(|g| ready(g) && !g.deferred).map(|g| g.pc).min();
+        first.or_else(|| self.groups.iter().filter(ready).map(|g| g.pc).min())
+    }
+
     /// Looks regions up again, after the table has changed.
     pub(crate) fn forget_regions(&mut self) {
         self.regions = Default::default();
@@ -220,11 +229,17 @@ pub(crate) struct BlockState {
     /// Barriers that have completed and must wake their warps, one bit each.
     pub(crate) completed: u32,
     pub(crate) bulk: BulkQueue,
-    /// Mbarriers, by their offset, of which bulk copies have completed a phase, for the checks.
-    pub(crate) phases: Vec<u64>,
+    pub(crate) copies: CopyQueue,
+    /// Progress of copies that the checks have not taken note of.
+    pub(crate) landed: Vec<Landed>,
 }
 
 impl BlockState {
+    /// Whether copies are under way.
+    pub(crate) fn is_copying(&self) -> bool {
+        !(self.bulk.is_empty() && self.copies.is_empty())
+    }
+
     /// Counts a warp at a barrier.
     pub(super) fn arrive(&mut self, id: u32, count: Option<u32>) -> Result<(), FaultKind> {
         let total = self.warps * 32;

@@ -1,5 +1,6 @@
 //! Operations across lanes and warps: shuffles, votes, block barriers, mbarriers.
 
+use super::bulk_queue::Landed;
 use super::lanes::{lanes, mask_of, put};
 use super::state::{BlockState, Exec, Flow, GroupState, Run, Stop, stop};
 use crate::check::hooks::{Hooks, Part, Place};
@@ -457,6 +458,17 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(())
     }
 
+    /// Watches the arrival that a lane's asynchronous copies make later.
+    pub(super) fn watch_copy_arrival(&mut self, offset: u64, lane: usize) -> Run<()> {
+        if !W::ON {
+            return Ok(());
+        }
+        let (place, how) = (Place::Shared { offset }, How::generic(Sem::Relaxed, Scope::Cta, 8, true));
+        let bits = self.mbarrier_bits(offset).or_else(|kind| stop(kind, Some(lane)))?;
+        let (_, found) = self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]);
+        found.map_or(Ok(()), |violation| self.blame(place, violation, lane, how, true))
+    }
+
     fn mbarrier_bits(&mut self, offset: u64) -> Result<u64, FaultKind> {
         self.block.mbarrier_bits(offset)
     }
@@ -509,8 +521,30 @@ impl BlockState {
         let phase = b.phase;
         b.complete_tx(bytes).map_err(|message| FaultKind::Mbarrier { offset, message })?;
         if b.phase != phase {
-            self.phases.push(offset);
+            self.landed.push(Landed::Phase { offset });
         }
+        self.set_mbarrier_bits(offset, b.to_bits())
+    }
+
+    /// The arrival of a lane whose asynchronous copies have happened.
+    pub(super) fn arrive_of_copies(&mut self, offset: u64) -> Result<(), FaultKind> {
+        let bits = self.mbarrier_bits(offset)?;
+        let mbarrier = |message| FaultKind::Mbarrier { offset, message };
+        let mut b = Mbarrier::from_bits(bits).map_err(mbarrier)?;
+        let phase = b.phase;
+        b.arrive(1, None).map_err(mbarrier)?;
+        if b.phase != phase {
+            self.landed.push(Landed::Phase { offset });
+        }
+        self.set_mbarrier_bits(offset, b.to_bits())
+    }
+
+    /// The present phase of an mbarrier waits for one more arrival.
+    pub(super) fn expect_one_more(&mut self, offset: u64) -> Result<(), FaultKind> {
+        let bits = self.mbarrier_bits(offset)?;
+        let mbarrier = |message| FaultKind::Mbarrier { offset, message };
+        let mut b = Mbarrier::from_bits(bits).map_err(mbarrier)?;
+        b.expect_one_more().map_err(mbarrier)?;
         self.set_mbarrier_bits(offset, b.to_bits())
     }
 }

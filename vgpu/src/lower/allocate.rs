@@ -12,7 +12,8 @@ use std::collections::BinaryHeap;
 use super::dataflow::{Set, Touch, unwritten};
 use crate::exec::lanes::{Role, Sig};
 use crate::ir::{
-    Access, Addr, BulkOp, CARRY, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, SINK, Votes, WarpOp,
+    Access, Addr, BulkOp, CARRY, CopyOp, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, SINK, Votes,
+    WarpOp,
 };
 use crate::ptx::Flow;
 use crate::ptx::flow::Leave;
@@ -141,6 +142,16 @@ fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) 
                 f(R32, Use, size);
             }
             BulkOp::Commit | BulkOp::Wait { .. } => {}
+        },
+        Op::Copy(op) => match op {
+            CopyOp::Start { dst, src, read, .. } => {
+                [dst, src].into_iter().for_each(|a| address(a, f));
+                if *read != SINK {
+                    f(R32, Use, read);
+                }
+            }
+            CopyOp::Arrive { mbar, .. } => address(mbar, f),
+            CopyOp::Commit | CopyOp::Wait { .. } | CopyOp::WaitAll => {}
         },
         Op::Bra { .. } | Op::Fence(_) | Op::Sleep | Op::Exit | Op::Trap | Op::Nop => {}
     }

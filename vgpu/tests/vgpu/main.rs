@@ -9,6 +9,7 @@ mod cases;
 mod check;
 mod common;
 mod convert;
+mod explore;
 mod foreign;
 mod load;
 mod memory;
