@@ -380,6 +380,7 @@ impl Grid {
                 strict_exits: self.check.as_ref().is_some_and(|check| check.strict_exits),
                 completed: 0,
                 bulk: BulkQueue::default(),
+                warpgroups: vec![],
                 phases: vec![],
             },
             warps: (0..warps).map(|_| Warp::default()).collect(),
@@ -411,6 +412,10 @@ impl Grid {
         b.state.completed = 0;
         b.state.bulk.reset(b.state.warps * 32);
         b.state.phases.clear();
+        b.state.warpgroups.clear();
+        if !kernel.products.is_empty() {
+            b.state.warpgroups.resize_with(b.state.warps.div_ceil(4) as usize, Default::default);
+        }
         b.stalled = 0;
         b.check = self.check.as_ref().map(|check| {
             Box::new(BlockCheck::new(check.number, linear, threads, &check.start, check.has_fences))

@@ -413,6 +413,23 @@ pub(crate) enum BulkOp {
     },
 }
 
+/// `wgmma`, which the four warps of a warpgroup execute together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum WgmmaOp {
+    Fence,
+    Commit,
+    /// Waits until at most so many groups are under way.
+    Wait {
+        allowed: u32,
+    },
+    /// The number in [`Kernel::products`].
+    ///
+    /// [`Kernel::products`]: crate::kernel::Kernel::products
+    Multiply {
+        product: u32,
+    },
+}
+
 /// One instruction's work.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op {
@@ -473,6 +490,12 @@ pub(crate) enum Op {
         state: u32,
     },
     Bulk(BulkOp),
+    Wgmma(WgmmaOp),
+    /// Checks that no `wgmma` under way uses the registers of the next instruction: the number in
+    /// [`Kernel::register_checks`].
+    ///
+    /// [`Kernel::register_checks`]: crate::kernel::Kernel::register_checks
+    CheckRegisters(u32),
     /// `vprintf`: addresses of the format and of the arguments, and its result.
     Print {
         format: u32,
@@ -493,7 +516,8 @@ impl Op {
         match self {
             Op::Ld(access) | Op::St(access) => !matches!(access.space, Space::Local | Space::Param),
             Op::Warp { op, .. } => matches!(op, WarpOp::Sync),
-            Op::Atom(_) | Op::Fence(_) | Op::Barrier { .. } | Op::Mbar { .. } | Op::Bulk(_) => true,
+            Op::Atom(_) | Op::Fence(_) | Op::Barrier { .. } | Op::Mbar { .. } => true,
+            Op::Bulk(_) | Op::Wgmma(_) => true,
             _ => false,
         }
     }

@@ -1,5 +1,6 @@
 //! Hooks that the interpreter calls in check mode.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -175,6 +176,12 @@ pub(crate) trait Hooks {
         (vec![], vec![])
     }
     fn waited(&mut self, _lane: usize, _pc: u32, _group: u32, _landed: bool) {}
+    /// A product of `group` reads these parts of shared memory, until a wait. Its violations.
+    fn matrices(&mut self, _: &[Range<u64>], _pc: u32, _group: u32) -> Vec<(Place, ViolationAt)> {
+        vec![]
+    }
+    /// The warp has waited for the products of its warpgroup up to a group.
+    fn waited_products(&mut self, _group: u32) {}
     /// Reports a violation by an access of a lane, with the steps of its warp before. The fault, if
     /// the run must end.
     fn report(&mut self, blamed: &Blamed, _recent: impl Iterator<Item = u32>) -> Option<FaultKind> {
@@ -607,6 +614,29 @@ impl Hooks for CheckHooks<'_> {
             self.world.history.waited(self.own(lane), Wait { pc, group, landed });
         }
         self.block.waited(self.warp, lane, group, landed);
+    }
+
+    fn matrices(&mut self, read: &[Range<u64>], pc: u32, group: u32) -> Vec<(Place, ViolationAt)> {
+        let record = Record::of(self.block.products(self.warp), group, pc, How::PRODUCT);
+        self.block.join_acquired(self.warp, 0);
+        let past = self.block.past(self.warp, 0);
+        let published = self.block.published(self.warp, 0, &past, SHARED);
+        let reader = Accessor { record, own: 0, published: Some(&published), view: PastView::all(&past) };
+        let mut violations = vec![];
+        for range in read {
+            let (place, bytes) = (Place::Shared { offset: range.start }, range.end - range.start);
+            let found = self
+                .look(place, 1)
+                .and_then(|(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader).first());
+            violations.extend(self.unless_only_weak(found).map(|violation| (place, violation)));
+        }
+        violations
+    }
+
+    fn waited_products(&mut self, group: u32) {
+        if group > 0 {
+            self.block.waited_products(self.warp, group);
+        }
     }
 
     fn in_step(&mut self, mask: u32) {

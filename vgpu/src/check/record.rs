@@ -54,18 +54,22 @@ pub(crate) struct How {
     /// Bytes of the whole access: two strong accesses that do not cover the same bytes are no
     /// better than weak ones.
     pub(crate) size: u8,
-    /// It is a bulk copy's.
+    /// It is by the async proxy: a bulk copy's, or a product's.
     pub(crate) bulk: bool,
     /// A read and a write in one.
     pub(crate) rmw: bool,
+    /// It is a read by `wgmma`.
+    pub(crate) product: bool,
     /// A read by `ld.global.nc`: the memory must not change while the kernel runs.
     pub(crate) read_only: bool,
 }
 
 impl How {
     /// A plain access in the generic proxy.
-    pub(crate) const WEAK: How = How { strong: None, size: 0, bulk: false, rmw: false, read_only: false };
+    pub(crate) const WEAK: How =
+        How { strong: None, size: 0, bulk: false, rmw: false, product: false, read_only: false };
     pub(crate) const BULK: How = How { bulk: true, ..How::WEAK };
+    pub(crate) const PRODUCT: How = How { product: true, ..How::BULK };
 
     /// An access in the generic proxy, of elements of `size` bytes.
     pub(crate) fn generic(sem: Sem, scope: Scope, size: u8, rmw: bool) -> Self {

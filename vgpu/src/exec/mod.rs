@@ -12,6 +12,7 @@ pub(crate) mod access;
 mod bulk;
 pub(crate) mod bulk_queue;
 mod converged;
+pub(crate) mod descriptor;
 pub(crate) mod lanes;
 pub(crate) mod mma;
 mod parts;
@@ -19,6 +20,7 @@ mod print;
 mod simd;
 pub(crate) mod state;
 mod sync;
+pub(crate) mod wgmma;
 
 use std::sync::atomic::Ordering;
 
@@ -231,6 +233,11 @@ impl<'a, W: Hooks> Exec<'a, W> {
             Op::Mbar { op, addr, space } => return self.mbarrier(op, addr, *space, m),
             Op::PendingCount { d, state } => self.pending_count(*d, *state, m)?,
             Op::Bulk(op) => self.bulk(op, m)?,
+            Op::Wgmma(op) => {
+                self.split_off(m);
+                return self.wgmma(op);
+            }
+            Op::CheckRegisters(check) => self.check_registers(*check, m)?,
             Op::Print { format, arguments, d } => self.print(*format, *arguments, *d, m)?,
             Op::Sleep => {
                 self.pc += 1;
@@ -315,6 +322,9 @@ impl<'a, W: Hooks> Exec<'a, W> {
         if !self.warp.groups.is_empty() {
             self.none_waits(m)?;
             self.recount_barriers()?;
+        }
+        if self.warp.live == 0 {
+            self.leave_warpgroup()?;
         }
         self.pc += 1;
         Ok(if self.mask == 0 { Flow::Gone } else { Flow::Next })

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::bulk_queue::BulkQueue;
 use super::converged::Converged;
 use super::lanes;
+use super::wgmma::{Products, Warpgroup};
 use crate::device::{Clock, Output};
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{Access, BARRIERS, Regs};
@@ -132,6 +133,7 @@ pub(crate) struct Warp {
     pub(crate) trace: RecentSteps,
     /// Empty but under weak memory.
     pub(super) late: Vec<LateLoad>,
+    pub(super) products: Products,
     pub(super) since_switch: u32,
     /// The regions used last, latest first, for loads and for stores.
     pub(super) regions: [[Found; 2]; 2],
@@ -159,6 +161,7 @@ impl Warp {
         self.waiting = None;
         self.trace.steps.clear();
         self.late.clear();
+        self.products.start();
         self.since_switch = 0;
     }
 
@@ -220,6 +223,8 @@ pub(crate) struct BlockState {
     /// Barriers that have completed and must wake their warps, one bit each.
     pub(crate) completed: u32,
     pub(crate) bulk: BulkQueue,
+    /// Empty unless the kernel has `wgmma`.
+    pub(crate) warpgroups: Vec<Warpgroup>,
     /// Mbarriers, by their offset, of which bulk copies have completed a phase, for the checks.
     pub(crate) phases: Vec<u64>,
 }
@@ -380,6 +385,14 @@ impl SharedMemory {
         // 128-byte alignment is by offset only: nothing looks at the host address.
         self.words.resize(bytes.div_ceil(16) as usize, word);
         self.bytes = u64::from(bytes);
+    }
+
+    /// The 16 bytes at `offset` of the window, a multiple of 16.
+    pub(super) fn unit(&self, offset: u64) -> Result<[u8; 16], FaultKind> {
+        let at = offset.wrapping_sub(u64::from(SHARED_BASE));
+        let word = self.words.get((at / 16) as usize).filter(|_| at.saturating_add(16) <= self.bytes);
+        let word = word.ok_or_else(|| window("shared", offset, 16, u64::from(SHARED_BASE), self.bytes))?;
+        Ok(word.to_ne_bytes())
     }
 
     /// Pointer to `offset` of the window, if `bytes` bytes from there on exist.

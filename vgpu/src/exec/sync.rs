@@ -65,7 +65,7 @@ impl<W: Hooks> Exec<'_, W> {
 
     /// Takes in the groups that wait at the running one's instruction, however long they have
     /// stayed apart.
-    fn gather(&mut self) {
+    pub(super) fn gather(&mut self) {
         let pc = self.pc;
         self.apart = false;
         for g in

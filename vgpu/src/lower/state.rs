@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use crate::exec::lanes::{self, Role, Sig, Spec};
 use crate::exec::state::SHARED_BASE;
+use crate::exec::wgmma::{Product, RegisterCheck};
 use crate::ir::{Addr, AluFn, CARRY, File, Init, Inst, NO_GUARD, Op, Origin, SINK, Special, Timer};
 use crate::ptx::{self, Operand, Span, VarSpace};
 
@@ -71,6 +72,10 @@ pub(crate) struct Lower<'a> {
     pub(super) sigs: Vec<Vec<Sig>>,
     pub(super) origins: Vec<Origin>,
     pub(super) tables: Vec<Vec<u32>>,
+    pub(super) products: Vec<Product>,
+    pub(super) register_checks: Vec<RegisterCheck>,
+    /// Instructions that copy one register to another, in order.
+    pub(super) moves: Vec<usize>,
     pub(super) slots: [u32; 3],
     /// Declared registers: file, first slot, name, and the count of a numbered series.
     pub(super) declared: Vec<(File, u32, String, Option<u32>)>,
@@ -104,6 +109,9 @@ impl<'a> Lower<'a> {
             sigs: vec![],
             origins: vec![],
             tables: vec![],
+            products: vec![],
+            register_checks: vec![],
+            moves: vec![],
             // Slot 0 of each file is the sink; predicate slot 1 is the carry flag.
             slots: [1, 1, CARRY + 1],
             declared: vec![],
@@ -474,7 +482,7 @@ impl<'a> Lower<'a> {
 
     pub(super) fn operand(&mut self, op: &(Operand, Span), sig: &Sig) -> Lowered<u32> {
         match sig.role {
-            Role::Def => self.dest(op, sig.file, sig.bits),
+            Role::Def | Role::Update => self.dest(op, sig.file, sig.bits),
             Role::Use => self.source(op, sig.file, sig.bits),
         }
     }
