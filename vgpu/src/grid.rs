@@ -413,7 +413,7 @@ impl Grid {
         b.state.bulk.reset(b.state.warps * 32);
         b.state.phases.clear();
         b.state.warpgroups.clear();
-        if !kernel.products.is_empty() {
+        if !kernel.operands.products.is_empty() {
             b.state.warpgroups.resize_with(b.state.warps.div_ceil(4) as usize, Default::default);
         }
         b.stalled = 0;

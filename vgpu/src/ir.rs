@@ -7,7 +7,9 @@
 //! slots as well, filled when the warp starts: an operand is always just a slot number.
 
 use crate::exec::mma::Mma;
+use crate::exec::wgmma::Product;
 use crate::ptx::Source;
+use crate::tensor_map::MOST_DIMENSIONS;
 
 /// Named barriers per block.
 pub(crate) const BARRIERS: usize = 16;
@@ -406,11 +408,48 @@ pub(crate) enum BulkOp {
         src: Addr,
         size: u32,
     },
+    /// The number in [`Operands::tensor_copies`].
+    Tensor {
+        copy: u32,
+    },
     Commit,
     Wait {
         pending: u32,
         read_only: bool,
     },
+}
+
+/// Operands of instructions that have more than an [`Op`] has room for.
+#[derive(Debug, Default)]
+pub(crate) struct Operands {
+    pub(crate) products: Vec<Product>,
+    pub(crate) tensor_copies: Vec<TensorCopy>,
+}
+
+/// `cp.async.bulk.tensor`
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TensorCopy {
+    pub(crate) way: Way,
+    /// The address of the tensor map.
+    pub(crate) map: Addr,
+    /// The dimensions that the instruction names, and their coordinates.
+    pub(crate) rank: u8,
+    pub(crate) coordinates: [u32; MOST_DIMENSIONS],
+    /// The box in shared memory.
+    pub(crate) shared: Addr,
+    /// Blocks of the cluster that a load is for, one bit each; [`SINK`] for this one.
+    pub(crate) blocks: u32,
+}
+
+/// The direction of a copy of a tensor's box.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Way {
+    /// To shared memory, completing on this mbarrier.
+    Load(Addr),
+    /// To global memory, in a bulk group.
+    Store,
+    /// Nowhere: checks the tensor map alone. `shared` is not given.
+    Prefetch,
 }
 
 /// `wgmma`, which the four warps of a warpgroup execute together.
@@ -422,9 +461,7 @@ pub(crate) enum WgmmaOp {
     Wait {
         allowed: u32,
     },
-    /// The number in [`Kernel::products`].
-    ///
-    /// [`Kernel::products`]: crate::kernel::Kernel::products
+    /// The number in [`Operands::products`].
     Multiply {
         product: u32,
     },

@@ -77,9 +77,9 @@ impl Part {
 
 /// A bulk copy as it is issued.
 pub(crate) struct Copy {
-    pub(crate) src: Place,
-    pub(crate) dst: Place,
-    pub(crate) bytes: u64,
+    /// The parts of the source and of the destination, with their lengths.
+    pub(crate) src: Vec<(Place, u64)>,
+    pub(crate) dst: Vec<(Place, u64)>,
     pub(crate) lane: usize,
     pub(crate) pc: u32,
     /// Shared offset of the mbarrier that it completes on.
@@ -551,7 +551,7 @@ impl Hooks for CheckHooks<'_> {
     }
 
     fn copy(&mut self, copy: &Copy) -> (Stale, Vec<(Place, bool, ViolationAt)>) {
-        let Copy { src, dst, bytes, lane, pc, mbar, committed } = *copy;
+        let &Copy { ref src, ref dst, lane, pc, mbar, committed } = copy;
         let warp = self.block.key(self.warp);
         let (reads, writes) = match mbar {
             Some(offset) => {
@@ -563,7 +563,7 @@ impl Hooks for CheckHooks<'_> {
                 ((clock::store_reads(warp, lane), group), (clock::store_writes(warp, lane), group))
             }
         };
-        self.world.stores.add(warp, dst, bytes);
+        dst.iter().for_each(|&(dst, bytes)| self.world.stores.add(warp, dst, bytes));
         let how = How::BULK;
         let record = |(actor, tick)| Record::of(actor, tick, pc, how);
         self.block.join_acquired(self.warp, lane);
@@ -579,7 +579,7 @@ impl Hooks for CheckHooks<'_> {
             }
         };
         let mut old = vec![];
-        if self.weak_memory() {
+        if let (true, &[(src, bytes)]) = (self.weak_memory(), src.as_slice()) {
             let reader = who(src, reads);
             let mut picks = vec![];
             if let Some((shadow, grids, at, _)) = self.look(src, 1 << lane) {
@@ -596,16 +596,20 @@ impl Hooks for CheckHooks<'_> {
             }
         }
         let mut violations = vec![];
-        let reader = who(src, reads);
-        let read = self
-            .look(src, 1 << lane)
-            .and_then(|(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader).first());
-        violations.extend(self.unless_only_weak(read).map(|violation| (src, false, violation)));
-        let writer = who(dst, writes);
-        let wrote = self.look(dst, 1 << lane).and_then(|(shadow, grids, at, _)| {
-            shadow.write(grids, at, bytes, &writer, |_| false, NOT_KEPT).1.first()
-        });
-        violations.extend(self.unless_only_weak(wrote).map(|violation| (dst, true, violation)));
+        for &(src, bytes) in src {
+            let reader = who(src, reads);
+            let read = self
+                .look(src, 1 << lane)
+                .and_then(|(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader).first());
+            violations.extend(self.unless_only_weak(read).map(|violation| (src, false, violation)));
+        }
+        for &(dst, bytes) in dst {
+            let writer = who(dst, writes);
+            let wrote = self.look(dst, 1 << lane).and_then(|(shadow, grids, at, _)| {
+                shadow.write(grids, at, bytes, &writer, |_| false, NOT_KEPT).1.first()
+            });
+            violations.extend(self.unless_only_weak(wrote).map(|violation| (dst, true, violation)));
+        }
         (old, violations)
     }
 

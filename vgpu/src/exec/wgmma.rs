@@ -305,7 +305,7 @@ impl<W: Hooks> Exec<'_, W> {
 
     /// The descriptors and the predicate of a product, which are the same in all lanes.
     fn operands(&self, product: u32) -> Run<[u64; 3]> {
-        let product = &self.kernel.products[product as usize];
+        let product = &self.kernel.operands.products[product as usize];
         let regs = &self.warp.regs;
         let mut same = [0; 3];
         let slots =
@@ -331,7 +331,7 @@ impl<W: Hooks> Exec<'_, W> {
     }
 
     fn multiply(&mut self, number: u32) -> Run<()> {
-        let product = &self.kernel.products[number as usize];
+        let product = &self.kernel.operands.products[number as usize];
         if !self.warp.products.fenced {
             return fault("the warp has executed no wgmma.fence ahead of its first product".into(), None);
         }

@@ -47,7 +47,7 @@ type Accesses = [Vec<u32>; 2];
 
 fn accesses(l: &mut Lower, at: usize) -> Accesses {
     let mut all = Accesses::default();
-    registers(&mut l.code[at].op, &l.sigs[at], &mut l.products, &mut |file, role, slot| {
+    registers(&mut l.code[at].op, &l.sigs[at], &mut l.operands, &mut |file, role, slot| {
         if file == File::R32 {
             all[usize::from(role != Role::Use)].push(*slot);
         }
@@ -64,7 +64,7 @@ fn registers_of(product: &Product) -> impl Iterator<Item = (u32, Use)> {
 
 /// Puts checks in front of instructions that touch registers of products.
 pub(super) fn guard(l: &mut Lower) {
-    if l.products.is_empty() {
+    if l.operands.products.is_empty() {
         return;
     }
     let all: Vec<Accesses> = (0..l.code.len()).map(|at| accesses(l, at)).collect();
@@ -83,12 +83,13 @@ pub(super) fn guard(l: &mut Lower) {
         };
         if let Op::Wgmma(WgmmaOp::Multiply { product }) = l.code[at].op {
             let product = product as usize;
-            let list: Vec<(u32, Use)> = registers_of(&l.products[product]).collect();
+            let list: Vec<(u32, Use)> = registers_of(&l.operands.products[product]).collect();
             let of_a: Vec<u32> = list.iter().filter(|r| r.1 == Use::Input).map(|r| r.0).collect();
             let reads = busy(l, &of_a);
             tracked.extend(reads.iter().map(|register| register.number));
-            l.products[product].reads = reads;
-            l.products[product].unfenced = list.iter().any(|r| state.accessed.contains(r.0 as usize));
+            l.operands.products[product].reads = reads;
+            l.operands.products[product].unfenced =
+                list.iter().any(|r| state.accessed.contains(r.0 as usize));
             continue;
         }
         let [reads, writes] = [0, 1].map(|side| busy(l, &all[at][side]));
@@ -100,7 +101,7 @@ pub(super) fn guard(l: &mut Lower) {
         tracked.extend(reads.iter().chain(&writes).chain(both).map(|register| register.number));
         checks[at] = Some(RegisterCheck { reads, writes, moves });
     }
-    for product in &mut l.products {
+    for product in &mut l.operands.products {
         product.tracked = registers_of(product).filter(|(number, _)| tracked.contains(number)).collect();
     }
     insert(l, checks);
@@ -170,7 +171,7 @@ fn step(l: &Lower, all: &[Accesses], constant: &Set, at: usize, state: &mut Stat
         Op::Wgmma(WgmmaOp::Commit) => state.busy.values_mut().for_each(|age| *age = OLDEST.min(*age + 1)),
         Op::Wgmma(WgmmaOp::Wait { allowed }) => state.busy.retain(|_, age| *age <= *allowed),
         Op::Wgmma(WgmmaOp::Multiply { product }) => {
-            for (register, _) in registers_of(&l.products[*product as usize]) {
+            for (register, _) in registers_of(&l.operands.products[*product as usize]) {
                 state.busy.insert(register, 0);
             }
         }

@@ -13,18 +13,18 @@ use super::dataflow::{Set, Touch, unwritten};
 use crate::exec::lanes::{Role, Sig};
 use crate::exec::wgmma::{MatrixA, Product};
 use crate::ir::{
-    Access, Addr, BulkOp, CARRY, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, SINK, Votes, WarpOp,
-    WgmmaOp,
+    Access, Addr, BulkOp, CARRY, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, Operands, SINK,
+    TensorCopy, Votes, WarpOp, Way, WgmmaOp,
 };
 use crate::ptx::Flow;
 use crate::ptx::flow::Leave;
 
 /// Shows every register of an instruction, its guard aside, to `f`. `sig` describes the slots of
-/// [`Op::Alu`], and `products` those of [`WgmmaOp::Multiply`].
+/// [`Op::Alu`]; those of some others are in `operands`.
 pub(super) fn registers(
     op: &mut Op,
     sig: &[Sig],
-    products: &mut [Product],
+    operands: &mut Operands,
     f: &mut dyn FnMut(File, Role, &mut u32),
 ) {
     use File::{Pred, R32, R64};
@@ -147,10 +147,23 @@ pub(super) fn registers(
                 address(src, f);
                 f(R32, Use, size);
             }
+            BulkOp::Tensor { copy } => {
+                let TensorCopy { way, map, coordinates, shared, blocks, rank } =
+                    &mut operands.tensor_copies[*copy as usize];
+                address(map, f);
+                coordinates[..usize::from(*rank)].iter_mut().for_each(|s| f(R32, Use, s));
+                f(R32, Use, blocks);
+                if let Way::Load(mbar) = way {
+                    address(mbar, f);
+                }
+                if !matches!(way, Way::Prefetch) {
+                    address(shared, f);
+                }
+            }
             BulkOp::Commit | BulkOp::Wait { .. } => {}
         },
         Op::Wgmma(WgmmaOp::Multiply { product }) => {
-            let Product { a, b, d, adds, .. } = &mut products[*product as usize];
+            let Product { a, b, d, adds, .. } = &mut operands.products[*product as usize];
             f(Pred, Use, adds);
             f(R64, Use, b);
             match a {
@@ -193,7 +206,7 @@ pub(super) fn allocate(
     code: &mut [Inst],
     sigs: &[Vec<Sig>],
     tables: &[Vec<u32>],
-    products: &mut [Product],
+    operands: &mut Operands,
     slots: &mut [u32; 3],
     inits: &mut Vec<(File, u32, Init)>,
 ) -> Allocated {
@@ -222,7 +235,7 @@ pub(super) fn allocate(
                     defines: false,
                 });
             }
-            registers(&mut inst.op, sig, products, &mut |file, role, slot| {
+            registers(&mut inst.op, sig, operands, &mut |file, role, slot| {
                 let (defines, kills) = (role != Role::Use, role == Role::Def && !guarded);
                 list.push(Touch { register: id(file, *slot), kills, defines });
             });
@@ -291,7 +304,7 @@ pub(super) fn allocate(
             let r = id(File::Pred, inst.guard & !GUARD_NOT);
             inst.guard = slot_of[r] | inst.guard & GUARD_NOT;
         }
-        registers(&mut inst.op, sig, products, &mut |file, _, slot| *slot = slot_of[id(file, *slot)]);
+        registers(&mut inst.op, sig, operands, &mut |file, _, slot| *slot = slot_of[id(file, *slot)]);
     }
     inits.retain(|&(file, slot, _)| referenced[id(file, slot)]);
     inits.iter_mut().for_each(|(file, slot, _)| *slot = slot_of[id(*file, *slot)]);

@@ -16,6 +16,7 @@ mod matrix;
 mod mem;
 mod state;
 mod sync;
+mod tensor;
 mod types;
 mod wgmma;
 
@@ -110,8 +111,8 @@ fn load(
             continue;
         }
         accumulators::guard(&mut l);
-        let Lower { code, sigs, tables, products, slots, inits, .. } = &mut l;
-        let allocated = allocate::allocate(code, sigs, tables, products, slots, inits);
+        let Lower { code, sigs, tables, operands, slots, inits, .. } = &mut l;
+        let allocated = allocate::allocate(code, sigs, tables, operands, slots, inits);
         count_straight_runs(&mut l.code);
         // A register without a name is the lowering's own, copied from registers that were read.
         let reads_workspace = l.inits.iter().any(|(_, _, init)| {
@@ -129,7 +130,7 @@ fn load(
             code: l.code,
             origins: l.origins,
             tables: l.tables,
-            products: l.products,
+            operands: l.operands,
             register_checks: l.register_checks,
             slots: l.slots,
             inits: l.inits,

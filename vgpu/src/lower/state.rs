@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use crate::exec::lanes::{self, Role, Sig, Spec};
 use crate::exec::state::SHARED_BASE;
-use crate::exec::wgmma::{Product, RegisterCheck};
-use crate::ir::{Addr, AluFn, CARRY, File, Init, Inst, NO_GUARD, Op, Origin, SINK, Special, Timer};
+use crate::exec::wgmma::RegisterCheck;
+use crate::ir::{Addr, AluFn, CARRY, File, Init, Inst, NO_GUARD, Op, Operands, Origin, SINK, Special, Timer};
 use crate::ptx::{self, Operand, Span, VarSpace};
 
 /// Most registers of a kernel. The live registers of each block are a set, and a short text must
@@ -72,7 +72,7 @@ pub(crate) struct Lower<'a> {
     pub(super) sigs: Vec<Vec<Sig>>,
     pub(super) origins: Vec<Origin>,
     pub(super) tables: Vec<Vec<u32>>,
-    pub(super) products: Vec<Product>,
+    pub(super) operands: Operands,
     pub(super) register_checks: Vec<RegisterCheck>,
     /// Instructions that copy one register to another, in order.
     pub(super) moves: Vec<usize>,
@@ -109,7 +109,7 @@ impl<'a> Lower<'a> {
             sigs: vec![],
             origins: vec![],
             tables: vec![],
-            products: vec![],
+            operands: Operands::default(),
             register_checks: vec![],
             moves: vec![],
             // Slot 0 of each file is the sink; predicate slot 1 is the carry flag.
@@ -496,6 +496,7 @@ pub(super) fn describe(op: &Operand) -> &'static str {
         Operand::List(_) => "a list",
         Operand::Vector(_) => "a vector",
         Operand::Address { .. } => "an address",
+        Operand::Tensor { .. } => "an address with coordinates",
         Operand::Pair(..) => "a pair of registers",
         Operand::Sink => "'_'",
     }

@@ -155,8 +155,8 @@ fn product(l: &mut Lower, mma: Mma, columns: u16, ops: &[(Operand, Span)]) -> Lo
         tracked: vec![],
         reads: vec![],
     };
-    l.products.push(product);
-    l.push(Op::Wgmma(WgmmaOp::Multiply { product: l.products.len() as u32 - 1 }));
+    l.operands.products.push(product);
+    l.push(Op::Wgmma(WgmmaOp::Multiply { product: l.operands.products.len() as u32 - 1 }));
     Ok(())
 }
 

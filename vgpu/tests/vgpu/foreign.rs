@@ -7,7 +7,7 @@
 
 mod host;
 
-use epoxide_vgpu::{Argument, FaultKind, Number};
+use epoxide_vgpu::{Argument, FaultKind, Number, Swizzle, TensorMap, TiledTensor};
 use half::{bf16, f16};
 use host::*;
 
@@ -1049,6 +1049,58 @@ fn triton_products_on_tensor_cores() {
     dot("f16", |v| f16::from_f32(v.into()), |v| v as f32);
     dot("tf32", f32::from, |v| v as f32);
     dot("s8", |v| v, |v| v);
+}
+
+#[test]
+fn triton_products_by_tensor_maps() {
+    // The first dimension divides no tile, so that copies fill with zeros and leave out.
+    let (m, n, k) = (72usize, 104usize, 80usize);
+    let (a, b) = (small(m * k, 75), small(k * n, 76));
+    let element = |row: usize, column: usize| -> i32 {
+        (0..k).map(|at| i32::from(a[row * k + at]) * i32::from(b[at * n + column])).sum()
+    };
+    let expected: Vec<f32> = (0..m * n).map(|at| element(at / n, at % n) as f32).collect();
+    let [a, b] = [&a, &b].map(|of| of.iter().map(|&v| bf16::from_f32(v.into())).collect::<Vec<_>>());
+    let map = |address: u64, element_bytes: u32, [rows, columns]: [usize; 2], tile: &[u32], swizzle| {
+        TensorMap::tiled(&TiledTensor {
+            address,
+            element_bytes,
+            shape: &[columns as u64, rows as u64],
+            strides: &[columns as u64 * u64::from(element_bytes)],
+            tile,
+            element_strides: &[1, 1],
+            swizzle,
+        })
+        .unwrap()
+    };
+    on_every_schedule("t_tensor_maps", |gpu| {
+        let (a, b, c) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<f32>(m * n));
+        // Boxes and swizzles are those of the compiler's metadata.
+        let of_a = map(a.addr(), 2, [m, k], &[32, 64], Swizzle::Bytes64);
+        let of_b = map(b.addr(), 2, [k, n], &[64, 32], Swizzle::Bytes128);
+        let of_c = map(c.addr(), 4, [m, n], &[32, 64], Swizzle::Bytes128);
+        let (shapes, strides) = ([m, k, n].map(|v| v as i32), [k, n].map(|v| v as u64));
+        let arguments: [&dyn Argument; 16] = [
+            &of_a,
+            &shapes[0],
+            &shapes[1],
+            &strides[0],
+            &1u64,
+            &of_b,
+            &shapes[1],
+            &shapes[2],
+            &strides[1],
+            &1u64,
+            &of_c,
+            &shapes[0],
+            &shapes[2],
+            &strides[1],
+            &1u64,
+            &shapes[1],
+        ];
+        gpu.launch_with("t_tensor_maps", [2, 2, 1], 128, 48 << 10, &arguments);
+        assert_eq!(c.download().unwrap(), expected);
+    });
 }
 
 #[test]

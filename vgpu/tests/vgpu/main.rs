@@ -19,5 +19,6 @@ mod reports;
 mod schedule;
 mod stores;
 mod system;
+mod tensor;
 mod warp;
 mod wgmma;

@@ -147,6 +147,16 @@ def t_wgmma_chain(a, b, c, d, blocks, M: tl.constexpr, K: tl.constexpr):
     tl.store(d + rows[:, None] * K + inner[None, :], total)
 
 
+@triton.jit
+def t_tensor_maps(a, b, c, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    row = tl.program_id(0) * M
+    column = tl.program_id(1) * N
+    total = tl.zeros((M, N), dtype=tl.float32)
+    for k0 in range(0, k, K):
+        total = tl.dot(a.load([row, k0]), b.load([k0, column]), total)
+    c.store([row, column], total)
+
+
 F, I, H, B = "*fp32", "*i32", "*fp16", "*bf16"
 KERNELS = [
     (t_vector_add, {"a": F, "b": F, "c": F, "n": "i32"}, {"BLOCK": 1024}),
@@ -161,6 +171,11 @@ KERNELS = [
     (t_sort, {"x": I, "y": I}, {"BLOCK": 256}),
     (t_transpose_half, {"x": H, "y": H, "m": "i32", "n": "i32"}, {"M": 32, "N": 64}),
     (t_philox, {"y": I, "seed": "i32"}, {"BLOCK": 256}),
+    (
+        t_tensor_maps,
+        {"a": "tensordesc<bf16[64,32]>", "b": "tensordesc<bf16[32,64]>", "c": "tensordesc<fp32[64,64]>", "k": "i32"},
+        {"M": 64, "N": 64, "K": 32},
+    ),
     (t_wgmma_chain, {"a": B, "b": B, "c": B, "d": F, "blocks": "i32"}, {"M": 64, "K": 32}),
 ]
 
