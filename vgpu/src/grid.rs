@@ -379,6 +379,7 @@ impl Grid {
                 exited_warps: 0,
                 strict_exits: self.check.as_ref().is_some_and(|check| check.strict_exits),
                 completed: 0,
+                cluster_phases: 0,
                 bulk: BulkQueue::default(),
                 warpgroups: vec![],
                 phases: vec![],
@@ -410,6 +411,7 @@ impl Grid {
         b.state.barriers = [Barrier::default(); BARRIERS];
         b.state.exited_warps = 0;
         b.state.completed = 0;
+        b.state.cluster_phases = 0;
         b.state.bulk.reset(b.state.warps * 32);
         b.state.phases.clear();
         b.state.warpgroups.clear();

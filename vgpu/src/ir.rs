@@ -12,7 +12,13 @@ use crate::ptx::Source;
 use crate::tensor_map::MOST_DIMENSIONS;
 
 /// Named barriers per block.
-pub(crate) const BARRIERS: usize = 16;
+pub(crate) const NAMED_BARRIERS: usize = 16;
+
+/// The number of the barrier of the cluster, which is one block.
+pub(crate) const CLUSTER_BARRIER: u32 = 16;
+
+/// Barriers per block: the named ones, and that of the cluster.
+pub(crate) const BARRIERS: usize = NAMED_BARRIERS + 1;
 
 /// All 32 lanes.
 pub(crate) const FULL: u32 = u32::MAX;
@@ -504,6 +510,12 @@ pub(crate) enum Op {
         count: u32,
         aligned: bool,
     },
+    /// `barrier.cluster.arrive`
+    ClusterArrive {
+        aligned: bool,
+    },
+    /// `barrier.cluster.wait`: until all have arrived as often as its warp.
+    ClusterWait,
     /// `barrier.red` before its barrier: counts the predicate `p` of the lanes.
     BarrierVote {
         id: u32,
@@ -554,7 +566,7 @@ impl Op {
             Op::Ld(access) | Op::St(access) => !matches!(access.space, Space::Local | Space::Param),
             Op::Warp { op, .. } => matches!(op, WarpOp::Sync),
             Op::Atom(_) | Op::Fence(_) | Op::Barrier { .. } | Op::Mbar { .. } => true,
-            Op::Bulk(_) | Op::Wgmma(_) => true,
+            Op::Bulk(_) | Op::Wgmma(_) | Op::ClusterArrive { .. } | Op::ClusterWait => true,
             _ => false,
         }
     }

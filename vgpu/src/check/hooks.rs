@@ -166,6 +166,8 @@ pub(crate) trait Hooks {
     /// The lanes of a mask are about to execute an instruction that concerns others.
     fn together(&mut self, _mask: u32) {}
     fn arrive(&mut self, _mask: u32, _barrier: u32) {}
+    /// The lanes of a mask go on behind a barrier that completed before they came to it.
+    fn pass(&mut self, _mask: u32, _barrier: u32) {}
     fn init_mbarrier(&mut self, _pc: u32, _offset: u64) {}
     fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64) {}
     fn complete_mbarrier(&mut self, _offset: u64) {}
@@ -532,6 +534,10 @@ impl Hooks for CheckHooks<'_> {
 
     fn arrive(&mut self, mask: u32, barrier: u32) {
         self.block.arrive(self.warp, mask, barrier as usize);
+    }
+
+    fn pass(&mut self, mask: u32, barrier: u32) {
+        self.block.pass(self.warp, mask, barrier as usize);
     }
 
     fn init_mbarrier(&mut self, pc: u32, offset: u64) {

@@ -228,6 +228,14 @@ impl<'a, W: Hooks> Exec<'a, W> {
                 self.split_off(m);
                 return self.barrier(*kind, *id, *count, *aligned);
             }
+            Op::ClusterArrive { aligned } => {
+                self.split_off(m);
+                return self.arrive_at_cluster(*aligned);
+            }
+            Op::ClusterWait => {
+                self.split_off(m);
+                return Ok(self.wait_for_cluster());
+            }
             Op::BarrierVote { id, p } => self.vote(*id, *p, m),
             Op::BarrierResult { what, id, d } => self.outcome(*what, *id, *d, m),
             Op::Mbar { op, addr, space } => return self.mbarrier(op, addr, *space, m),

@@ -9,7 +9,7 @@ use super::lanes;
 use super::wgmma::{Products, Warpgroup};
 use crate::device::{Clock, Output};
 use crate::fault::{FaultKind, WaitingFor};
-use crate::ir::{Access, BARRIERS, Regs};
+use crate::ir::{Access, BARRIERS, CLUSTER_BARRIER, Regs};
 use crate::kernel::Kernel;
 use crate::memory::{Found, Table};
 
@@ -134,6 +134,8 @@ pub(crate) struct Warp {
     /// Empty but under weak memory.
     pub(super) late: Vec<LateLoad>,
     pub(super) products: Products,
+    /// How often it has arrived at the barrier of the cluster.
+    pub(super) cluster_arrivals: u32,
     pub(super) since_switch: u32,
     /// The regions used last, latest first, for loads and for stores.
     pub(super) regions: [[Found; 2]; 2],
@@ -162,6 +164,7 @@ impl Warp {
         self.trace.steps.clear();
         self.late.clear();
         self.products.start();
+        self.cluster_arrivals = 0;
         self.since_switch = 0;
     }
 
@@ -193,7 +196,7 @@ impl Warp {
     }
 }
 
-/// One of a block's 16 barriers.
+/// One of a block's barriers.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Barrier {
     pub(crate) arrived: u32,
@@ -222,6 +225,8 @@ pub(crate) struct BlockState {
     pub(crate) strict_exits: bool,
     /// Barriers that have completed and must wake their warps, one bit each.
     pub(crate) completed: u32,
+    /// How often the barrier of the cluster has completed.
+    pub(crate) cluster_phases: u32,
     pub(crate) bulk: BulkQueue,
     /// Empty unless the kernel has `wgmma`.
     pub(crate) warpgroups: Vec<Warpgroup>,
@@ -252,7 +257,8 @@ impl BlockState {
 
     pub(super) fn complete_barrier(&mut self, id: u32) -> Result<(), FaultKind> {
         let b = &mut self.barriers[id as usize];
-        if self.strict_exits && b.all && b.arrived != 0 && self.exited_warps != 0 {
+        // Threads that have exited count as arrived at the barrier of the cluster.
+        if self.strict_exits && id != CLUSTER_BARRIER && b.all && b.arrived != 0 && self.exited_warps != 0 {
             let message = format!(
                 "a warp waits for all threads of the block, but {} of its warps have ended",
                 self.exited_warps
@@ -263,6 +269,7 @@ impl BlockState {
         if b.arrived != 0 && b.arrived + missing >= b.expected {
             *b = Barrier { outcome: b.votes, ..Barrier::default() };
             self.completed |= 1 << id;
+            self.cluster_phases += u32::from(id == CLUSTER_BARRIER);
         }
         Ok(())
     }

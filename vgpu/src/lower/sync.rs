@@ -76,6 +76,15 @@ pub(super) fn barrier(m: &mut Mods) -> Result<Emit, String> {
             Ok(())
         }));
     }
+    if m.base == "barrier" && m.has("cluster") {
+        let aligned = m.has("aligned");
+        m.ignore(&["release", "acquire", "relaxed"]);
+        return match m.one_of(&[("arrive", true), ("wait", false)]) {
+            Some(true) => Ok(super::decode::plain(Op::ClusterArrive { aligned }, 0)),
+            Some(false) => Ok(super::decode::plain(Op::ClusterWait, 0)),
+            None => m.unsupported(),
+        };
+    }
     // `bar` is `barrier.aligned`.
     let aligned = m.base == "bar";
     m.has("cta");
