@@ -1,11 +1,12 @@
 //! Happens-before: vector clocks over everything that accesses memory, in a compact form.
 //!
 //! An *actor* is a lane, a warp as a whole, one side of a lane's bulk stores, the products of a
-//! warpgroup, an mbarrier, or a timeline. The mbarrier is the actor of the bulk loads that complete on it. A timeline is a
-//! stream or a host thread. Each actor counts its own ticks. A [`VectorClock`] records, per actor,
-//! the tick up to which its accesses are in the causal past. Entries stand for many actors where
-//! they can. An entry of a warp stands for its lanes. A barrier that all of a block has passed
-//! stands for the block's warps. An entry of a timeline stands for all grids that ran there.
+//! warpgroup, an mbarrier, or a timeline. The mbarrier is the actor of the bulk loads that complete
+//! on it. A timeline is a stream or a host thread. Each actor counts its own ticks. A
+//! [`VectorClock`] records, per actor, the tick up to which its accesses are in the causal past.
+//! Entries stand for many actors where they can. An entry of a warp stands for its lanes. A barrier
+//! that all of a block has passed stands for the block's warps. An entry of a timeline stands for
+//! all grids that ran there.
 //!
 //! Clocks are compared and joined at every barrier and every acquire, and are mostly equal. So a
 //! clock is a tree whose parts are shared, by grid and by block. Equal parts are the same

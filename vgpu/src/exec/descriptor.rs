@@ -4,7 +4,7 @@
 //! matrix shared memory layout". Their unit is 16 bytes of one row, or column, of the matrix. Eight
 //! units behind each other, the rows of a *core matrix*, are 8 x 16 bytes. With a swizzle, a row of
 //! 32, 64 or 128 bytes holds 2, 4 or 8 units, and the units of the row trade places: bits 4 to 6 of
-//! the address are combined with the bits above bit 7 by exclusive or.
+//! the address are combined with bits 7 to 9 by exclusive or.
 
 use std::ops::Range;
 
@@ -76,7 +76,7 @@ impl Descriptor {
         Ok(d)
     }
 
-    /// The part of an address above bit 7 that the swizzle depends on.
+    /// The bits that the swizzle changes, as a mask of units.
     fn pattern(&self) -> u64 {
         (1 << self.swizzle) - 1
     }

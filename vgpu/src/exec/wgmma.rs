@@ -1,10 +1,10 @@
 //! `wgmma`: products of matrices by the four warps of a warpgroup, which run on behind the
 //! instruction.
 //!
-//! Each warp computes 16 rows of D when it comes to the instruction. The instructions that a GPU
-//! may punish with wrong results are faults here: an access to a register that a product under way
-//! uses, products without `wgmma.fence`, warps that execute different instructions. Check mode
-//! knows that the product reads shared memory until `wgmma.wait_group`, through the async proxy.
+//! Each warp computes 16 rows of D when it comes to the instruction. Uses that the PTX manual leaves
+//! undefined are faults: an access to a register that a product under way uses, products without
+//! `wgmma.fence`, warps that execute different instructions. In check mode the product reads shared
+//! memory until `wgmma.wait_group`, through the async proxy.
 //!
 //! A product is one operation of the warpgroup. So `wgmma.wait_group` waits for all four warps to
 //! have come to the products of its groups. Programs rely on that: one warp's wait lets it release
@@ -281,12 +281,11 @@ impl<W: Hooks> Exec<'_, W> {
         } else {
             format!("and another warp has executed that of PTX line {line}")
         };
-        fault(
-            format!(
-                "the warps of a warpgroup execute the same: warp {index} executes this as its wgmma number {number}, {differ}"
-            ),
-            None,
-        )
+        let message = format!(
+            "the warps of a warpgroup execute the same: warp {index} executes this as its wgmma number \
+             {number}, {differ}"
+        );
+        fault(message, None)
     }
 
     /// A warp with `wgmma` ends. The error is that the others have gone on.

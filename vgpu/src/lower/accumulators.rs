@@ -122,8 +122,7 @@ fn states(l: &Lower, all: &[Accesses]) -> Vec<Option<State>> {
     let mut accessed = Set::new(total);
     (0..total).for_each(|register| accessed.insert(register));
     let mut constant = Set::new(total);
-    for &(file, slot, _) in l.inits.iter().filter(|(file, ..)| *file == File::R32) {
-        debug_assert_eq!(file, File::R32);
+    for &(_, slot, _) in l.inits.iter().filter(|(file, ..)| *file == File::R32) {
         constant.insert(slot as usize);
         accessed.remove(slot as usize);
     }

@@ -90,9 +90,9 @@ impl Case {
                 Swizzle::Bytes128 => 7,
             };
             let mut place = Some(0);
-            for d in 0..rank {
+            for (d, at) in index.iter().enumerate() {
                 let step = if d == 0 { 1 } else { self.element_strides[d] };
-                let coordinate = i64::from(self.at[d]) + (index[d] * step) as i64;
+                let coordinate = i64::from(self.at[d]) + (at * step) as i64;
                 let stride = if d == 0 { self.bytes } else { self.strides[d - 1] };
                 let inside = (0..self.shape[d] as i64).contains(&coordinate);
                 place = place.filter(|_| inside).map(|place| place + coordinate as usize * stride);
