@@ -384,9 +384,11 @@ impl Grid {
                 exited_warps: 0,
                 strict_exits: self.check.as_ref().is_some_and(|check| check.strict_exits),
                 completed: 0,
+                cluster_phases: 0,
                 bulk: BulkQueue::default(),
                 copies: CopyQueue::default(),
                 landed: vec![],
+                warpgroups: vec![],
             },
             warps: (0..warps).map(|_| Warp::default()).collect(),
             idle_epoch: vec![0; warps as usize],
@@ -415,9 +417,14 @@ impl Grid {
         b.state.barriers = [Barrier::default(); BARRIERS];
         b.state.exited_warps = 0;
         b.state.completed = 0;
+        b.state.cluster_phases = 0;
         b.state.bulk.reset(b.state.warps * 32);
         b.state.copies.reset();
         b.state.landed.clear();
+        b.state.warpgroups.clear();
+        if !kernel.operands.products.is_empty() {
+            b.state.warpgroups.resize_with(b.state.warps.div_ceil(4) as usize, Default::default);
+        }
         b.stalled = 0;
         b.check = self.check.as_ref().map(|check| {
             Box::new(BlockCheck::new(check.number, linear, threads, &check.start, check.has_fences))

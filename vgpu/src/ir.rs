@@ -7,10 +7,18 @@
 //! slots as well, filled when the warp starts: an operand is always just a slot number.
 
 use crate::exec::mma::Mma;
+use crate::exec::wgmma::Product;
 use crate::ptx::Source;
+use crate::tensor_map::MOST_DIMENSIONS;
 
 /// Named barriers per block.
-pub(crate) const BARRIERS: usize = 16;
+pub(crate) const NAMED_BARRIERS: usize = 16;
+
+/// The number of the barrier of the cluster, which is one block.
+pub(crate) const CLUSTER_BARRIER: u32 = 16;
+
+/// Barriers per block: the named ones, and that of the cluster.
+pub(crate) const BARRIERS: usize = NAMED_BARRIERS + 1;
 
 /// All 32 lanes.
 pub(crate) const FULL: u32 = u32::MAX;
@@ -406,6 +414,10 @@ pub(crate) enum BulkOp {
         src: Addr,
         size: u32,
     },
+    /// The number in [`Operands::tensor_copies`].
+    Tensor {
+        copy: u32,
+    },
     Commit,
     Wait {
         pending: u32,
@@ -436,6 +448,54 @@ pub(crate) enum CopyOp {
         mbar: Addr,
         space: Space,
         counted: bool,
+    },
+}
+
+/// Operands of instructions that have more than an [`Op`] has room for.
+#[derive(Debug, Default)]
+pub(crate) struct Operands {
+    pub(crate) products: Vec<Product>,
+    pub(crate) tensor_copies: Vec<TensorCopy>,
+}
+
+/// `cp.async.bulk.tensor`
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TensorCopy {
+    pub(crate) way: Way,
+    /// The address of the tensor map.
+    pub(crate) map: Addr,
+    /// The dimensions that the instruction names, and their coordinates.
+    pub(crate) rank: u8,
+    pub(crate) coordinates: [u32; MOST_DIMENSIONS],
+    /// The box in shared memory.
+    pub(crate) shared: Addr,
+    /// Blocks of the cluster that a load is for, one bit each; [`SINK`] for this one.
+    pub(crate) blocks: u32,
+}
+
+/// The direction of a copy of a tensor's box.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Way {
+    /// To shared memory, completing on this mbarrier.
+    Load(Addr),
+    /// To global memory, in a bulk group.
+    Store,
+    /// Nowhere: checks the tensor map alone. `shared` is not given.
+    Prefetch,
+}
+
+/// `wgmma`, which the four warps of a warpgroup execute together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum WgmmaOp {
+    Fence,
+    Commit,
+    /// Waits until at most so many groups are under way.
+    Wait {
+        allowed: u32,
+    },
+    /// The number in [`Operands::products`].
+    Multiply {
+        product: u32,
     },
 }
 
@@ -476,6 +536,12 @@ pub(crate) enum Op {
         count: u32,
         aligned: bool,
     },
+    /// `barrier.cluster.arrive`
+    ClusterArrive {
+        aligned: bool,
+    },
+    /// `barrier.cluster.wait`: until all have arrived as often as its warp.
+    ClusterWait,
     /// `barrier.red` before its barrier: counts the predicate `p` of the lanes.
     BarrierVote {
         id: u32,
@@ -500,6 +566,12 @@ pub(crate) enum Op {
     },
     Bulk(BulkOp),
     Copy(CopyOp),
+    Wgmma(WgmmaOp),
+    /// Checks that no `wgmma` under way uses the registers of the next instruction: the number in
+    /// [`Kernel::register_checks`].
+    ///
+    /// [`Kernel::register_checks`]: crate::kernel::Kernel::register_checks
+    CheckRegisters(u32),
     /// `vprintf`: addresses of the format and of the arguments, and its result.
     Print {
         format: u32,
@@ -532,7 +604,7 @@ impl Op {
             Op::Ld(access) | Op::St(access) => !matches!(access.space, Space::Local | Space::Param),
             Op::Warp { op, .. } => matches!(op, WarpOp::Sync),
             Op::Atom(_) | Op::Fence(_) | Op::Barrier { .. } | Op::Mbar { .. } => true,
-            Op::Bulk(_) | Op::Copy(_) => true,
+            Op::Bulk(_) | Op::Copy(_) | Op::Wgmma(_) | Op::ClusterArrive { .. } | Op::ClusterWait => true,
             _ => false,
         }
     }

@@ -79,6 +79,7 @@ pub mod ptx;
 mod seeds;
 pub mod stream;
 mod symmetric;
+mod tensor_map;
 
 pub use check::{
     AcceptList, Accepted, Assumptions, CheckConfig, Checker, Class, Loaded, Past, Report, ReportPlace,
@@ -101,6 +102,7 @@ pub use memory_error::{MemoryError, NearRegion};
 pub use module::{Module, Refusal};
 pub use seeds::for_each_seed;
 pub use symmetric::Symmetric;
+pub use tensor_map::{Swizzle, TensorMap, TensorMapError, TiledTensor};
 
 /// The examples of the README are compiled and run.
 #[cfg(doctest)]

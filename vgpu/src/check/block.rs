@@ -698,6 +698,17 @@ impl BlockCheck {
         }
     }
 
+    /// The products of a warp's warpgroup.
+    pub(crate) fn products(&self, warp: u32) -> Key {
+        clock::products(self.warps[warp as usize & !3].key)
+    }
+
+    /// A warp has waited for the products of its warpgroup up to group `group`.
+    pub(crate) fn waited_products(&mut self, warp: u32, group: u32) {
+        let key = self.products(warp);
+        self.warps[warp as usize].each(FULL, |lane| lane.past.raise(key, group));
+    }
+
     /// Joined causal pasts of all lanes at the end of the block.
     pub(crate) fn end(&self) -> CausalPast {
         let mut all = CausalPast::default();

@@ -1,5 +1,6 @@
 //! Hooks that the interpreter calls in check mode.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -89,11 +90,9 @@ pub(crate) enum Completion {
 
 /// A copy as it is issued.
 pub(crate) struct Copy {
-    pub(crate) src: Place,
-    pub(crate) dst: Place,
-    /// Bytes that are read, and bytes that are written.
-    pub(crate) read: u64,
-    pub(crate) bytes: u64,
+    /// The parts of the source and of the destination, with their lengths.
+    pub(crate) src: Vec<(Place, u64)>,
+    pub(crate) dst: Vec<(Place, u64)>,
     pub(crate) lane: usize,
     pub(crate) pc: u32,
     pub(crate) completion: Completion,
@@ -181,6 +180,8 @@ pub(crate) trait Hooks {
     /// The lanes of a mask are about to execute an instruction that concerns others.
     fn together(&mut self, _mask: u32) {}
     fn arrive(&mut self, _mask: u32, _barrier: u32) {}
+    /// The lanes of a mask go on behind a barrier that completed before they came to it.
+    fn pass(&mut self, _mask: u32, _barrier: u32) {}
     fn init_mbarrier(&mut self, _pc: u32, _offset: u64) {}
     fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64) {}
     fn complete_mbarrier(&mut self, _offset: u64) {}
@@ -194,6 +195,12 @@ pub(crate) trait Hooks {
     /// A lane has waited for its copies by `cp.async` up to this number.
     fn waited_for_copies(&mut self, _lane: usize, _pc: u32, _copies: u32) {}
     fn landed(&mut self, _: &Landed) {}
+    /// A product of `group` reads these parts of shared memory, until a wait. Its violations.
+    fn matrices(&mut self, _: &[Range<u64>], _pc: u32, _group: u32) -> Vec<(Place, ViolationAt)> {
+        vec![]
+    }
+    /// The warp has waited for the products of its warpgroup up to a group.
+    fn waited_products(&mut self, _group: u32) {}
     /// Reports a violation by an access of a lane, with the steps of its warp before. The fault, if
     /// the run must end.
     fn report(&mut self, blamed: &Blamed, _recent: impl Iterator<Item = u32>) -> Option<FaultKind> {
@@ -571,6 +578,10 @@ impl Hooks for CheckHooks<'_> {
         self.block.arrive(self.warp, mask, barrier as usize);
     }
 
+    fn pass(&mut self, mask: u32, barrier: u32) {
+        self.block.pass(self.warp, mask, barrier as usize);
+    }
+
     fn init_mbarrier(&mut self, pc: u32, offset: u64) {
         self.block.init_mbarrier(pc, offset);
     }
@@ -588,7 +599,7 @@ impl Hooks for CheckHooks<'_> {
     }
 
     fn copy(&mut self, copy: &Copy) -> (Stale, Vec<(Place, bool, ViolationAt)>) {
-        let Copy { src, dst, read: from_source, bytes, lane, pc, completion } = *copy;
+        let &Copy { ref src, ref dst, lane, pc, completion } = copy;
         let warp = self.block.key(self.warp);
         // A copy by `cp.async` is in the generic proxy, behind its lane's accesses before.
         let (how, own) = match completion {
@@ -609,7 +620,7 @@ impl Hooks for CheckHooks<'_> {
                 (actor, actor)
             }
         };
-        self.world.stores.add(warp, dst, bytes);
+        dst.iter().for_each(|&(dst, bytes)| self.world.stores.add(warp, dst, bytes));
         let record = |(actor, tick)| Record::of(actor, tick, pc, how);
         self.block.join_acquired(self.warp, lane);
         let past = self.block.past(self.warp, lane);
@@ -624,12 +635,12 @@ impl Hooks for CheckHooks<'_> {
             }
         };
         let mut old = vec![];
-        if self.weak_memory() {
+        if let (true, &[(src, bytes)]) = (self.weak_memory(), src.as_slice()) {
             let reader = who(src, reads);
             let mut picks = vec![];
             if let Some((shadow, grids, at, _)) = self.look(src, 1 << lane) {
-                for o in (0..from_source).step_by(4) {
-                    if let Some([value, ..]) = shadow.stale(grids, at + o, 4.min(from_source - o), &reader) {
+                for o in (0..bytes).step_by(4) {
+                    if let Some([value, ..]) = shadow.stale(grids, at + o, 4.min(bytes - o), &reader) {
                         picks.push((o, value));
                     }
                 }
@@ -645,16 +656,20 @@ impl Hooks for CheckHooks<'_> {
             }
         }
         let mut violations = vec![];
-        let reader = who(src, reads);
-        let read = self
-            .look(src, 1 << lane)
-            .and_then(|(shadow, grids, at, _)| shadow.read(grids, at, from_source, &reader).first());
-        violations.extend(self.unless_only_weak(read).map(|violation| (src, false, violation)));
-        let writer = who(dst, writes);
-        let wrote = self.look(dst, 1 << lane).and_then(|(shadow, grids, at, _)| {
-            shadow.write(grids, at, bytes, &writer, |_| false, NOT_KEPT).1.first()
-        });
-        violations.extend(self.unless_only_weak(wrote).map(|violation| (dst, true, violation)));
+        for &(src, bytes) in src {
+            let reader = who(src, reads);
+            let read = self
+                .look(src, 1 << lane)
+                .and_then(|(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader).first());
+            violations.extend(self.unless_only_weak(read).map(|violation| (src, false, violation)));
+        }
+        for &(dst, bytes) in dst {
+            let writer = who(dst, writes);
+            let wrote = self.look(dst, 1 << lane).and_then(|(shadow, grids, at, _)| {
+                shadow.write(grids, at, bytes, &writer, |_| false, NOT_KEPT).1.first()
+            });
+            violations.extend(self.unless_only_weak(wrote).map(|violation| (dst, true, violation)));
+        }
         (old, violations)
     }
 
@@ -673,6 +688,29 @@ impl Hooks for CheckHooks<'_> {
 
     fn landed(&mut self, landed: &Landed) {
         self.block.landed(landed);
+    }
+
+    fn matrices(&mut self, read: &[Range<u64>], pc: u32, group: u32) -> Vec<(Place, ViolationAt)> {
+        let record = Record::of(self.block.products(self.warp), group, pc, How::PRODUCT);
+        self.block.join_acquired(self.warp, 0);
+        let past = self.block.past(self.warp, 0);
+        let published = self.block.published(self.warp, 0, &past, SHARED);
+        let reader = Accessor { record, own: 0, published: Some(&published), view: PastView::all(&past) };
+        let mut violations = vec![];
+        for range in read {
+            let (place, bytes) = (Place::Shared { offset: range.start }, range.end - range.start);
+            let found = self
+                .look(place, 1)
+                .and_then(|(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader).first());
+            violations.extend(self.unless_only_weak(found).map(|violation| (place, violation)));
+        }
+        violations
+    }
+
+    fn waited_products(&mut self, group: u32) {
+        if group > 0 {
+            self.block.waited_products(self.warp, group);
+        }
     }
 
     fn in_step(&mut self, mask: u32) {

@@ -54,13 +54,15 @@ pub(crate) struct How {
     /// Bytes of the whole access: two strong accesses that do not cover the same bytes are no
     /// better than weak ones.
     pub(crate) size: u8,
-    /// It is a bulk copy's, in the async proxy.
+    /// It is by the async proxy: a bulk copy's, or a product's.
     pub(crate) bulk: bool,
     /// It is a copy's, of either kind: it happens later than its instruction, and only an observed
     /// completion orders what follows behind it.
     pub(crate) late: bool,
     /// A read and a write in one.
     pub(crate) rmw: bool,
+    /// It is a read by `wgmma`.
+    pub(crate) product: bool,
     /// A read by `ld.global.nc`: the memory must not change while the kernel runs.
     pub(crate) read_only: bool,
 }
@@ -68,8 +70,9 @@ pub(crate) struct How {
 impl How {
     /// A plain access in the generic proxy.
     pub(crate) const WEAK: How =
-        How { strong: None, size: 0, bulk: false, late: false, rmw: false, read_only: false };
+        How { strong: None, size: 0, bulk: false, late: false, rmw: false, product: false, read_only: false };
     pub(crate) const BULK: How = How { bulk: true, late: true, ..How::WEAK };
+    pub(crate) const PRODUCT: How = How { product: true, ..How::BULK };
     /// A copy by `cp.async`, in the generic proxy.
     pub(crate) const ASYNC: How = How { late: true, ..How::WEAK };
 

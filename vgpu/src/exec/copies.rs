@@ -283,10 +283,8 @@ impl<W: Hooks> Exec<'_, W> {
                     _ => Place::Global { shadow: region.shadow, offset: src[i] - region.start },
                 };
                 let copy = Copy {
-                    src: from,
-                    dst: Place::Shared { offset: dst[i] },
-                    read: from_memory,
-                    bytes: size,
+                    src: vec![(from, from_memory)],
+                    dst: vec![(Place::Shared { offset: dst[i] }, size)],
                     lane: i,
                     pc,
                     completion: Completion::Thread(number[i]),

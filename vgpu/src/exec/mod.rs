@@ -13,6 +13,7 @@ mod bulk;
 pub(crate) mod bulk_queue;
 mod converged;
 pub(crate) mod copies;
+pub(crate) mod descriptor;
 pub(crate) mod lanes;
 pub(crate) mod mma;
 mod parts;
@@ -20,6 +21,7 @@ mod print;
 mod simd;
 pub(crate) mod state;
 mod sync;
+pub(crate) mod wgmma;
 
 use std::sync::atomic::Ordering;
 
@@ -227,12 +229,25 @@ impl<'a, W: Hooks> Exec<'a, W> {
                 self.split_off(m);
                 return self.barrier(*kind, *id, *count, *aligned);
             }
+            Op::ClusterArrive { aligned } => {
+                self.split_off(m);
+                return self.arrive_at_cluster(*aligned);
+            }
+            Op::ClusterWait => {
+                self.split_off(m);
+                return Ok(self.wait_for_cluster());
+            }
             Op::BarrierVote { id, p } => self.vote(*id, *p, m),
             Op::BarrierResult { what, id, d } => self.outcome(*what, *id, *d, m),
             Op::Mbar { op, addr, space } => return self.mbarrier(op, addr, *space, m),
             Op::PendingCount { d, state } => self.pending_count(*d, *state, m)?,
             Op::Bulk(op) => self.bulk(op, m)?,
             Op::Copy(op) => self.copy(op, m)?,
+            Op::Wgmma(op) => {
+                self.split_off(m);
+                return self.wgmma(op);
+            }
+            Op::CheckRegisters(check) => self.check_registers(*check, m)?,
             Op::Print { format, arguments, d } => self.print(*format, *arguments, *d, m)?,
             Op::Sleep => {
                 self.pc += 1;
@@ -317,6 +332,9 @@ impl<'a, W: Hooks> Exec<'a, W> {
         if !self.warp.groups.is_empty() {
             self.none_waits(m)?;
             self.recount_barriers()?;
+        }
+        if self.warp.live == 0 {
+            self.leave_warpgroup()?;
         }
         self.pc += 1;
         Ok(if self.mask == 0 { Flow::Gone } else { Flow::Next })

@@ -385,6 +385,8 @@ pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
         }));
     }
     m.one_of(SPACES);
+    // The address of a tensor map.
+    m.has("tensormap");
     m.ignore(&["L1", "L2", "L2::evict_last", "L2::evict_normal"]);
     Ok(Box::new(|l, ops| {
         l.count(ops, 1..=2)?;
