@@ -26,6 +26,24 @@ macro_rules! stride {
     }};
 }
 
+/// [`stride!`] that is compiled as one loop, each instruction once. LLVM and ptxas unroll short loops
+/// by four or eight. In code that runs once, fetching instructions takes longer than running them.
+/// Indices are `u32`.
+///
+/// ```text
+/// rolled!(source in 0..ranks => { rows += counts.ld(source) });
+/// ```
+#[macro_export]
+macro_rules! rolled {
+    ($i:ident in $range:expr => $body:block) => { $crate::rolled!($i in $range, 1 => $body) };
+    ($i:ident in $range:expr, $step:expr => $body:block) => {
+        $crate::stride!($i in $range, $crate::unknown($step) => {
+            $crate::no_unroll();
+            $body
+        })
+    };
+}
+
 /// [`stride!`] by the threads of the whole grid, side by side. Thread `t` of `n` takes the indices
 /// `start + t`, `start + t + n`, and so on. Indices are `u32`.
 ///

@@ -21,7 +21,7 @@ use super::{
     tokens_in_chunk, wait_calls, wait_node_members_ready, wait_packet,
 };
 use crate::layout::{
-    Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
+    Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs, LowLatencyCall,
     LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs, LowLatencyExpertRows, Quantise, SCALE_BLOCK, Wait,
     gave_up_offset, phase, row_stride,
 };
@@ -62,7 +62,7 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
 /// The same as [`LowLatencyDispatch`], and copies each row to the segments of its experts as soon as
 /// it has come.
 #[kernel(
-    threads = 512, barriers = 17, registers = 128, dependent,
+    threads = 512, barriers = 16, registers = 128, dependent,
     block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.common),
@@ -560,7 +560,7 @@ fn teams_by_expert(args: &LowLatencyArgs) -> (Team<1>, Team<3>) {
 #[device]
 unsafe fn receive_by_expert(args: &LowLatencyExpertDispatchArgs, shared: &NodeShared, opened: &Opened) {
     let (dispatched, common) = (&args.dispatch, &args.dispatch.common);
-    let (thread, epoch, ranks) = (tid(), opened.epoch(), common.comm.num_ranks);
+    let (epoch, ranks) = (opened.epoch(), common.comm.num_ranks);
     let (places, lists) = teams_by_expert(common);
     let both = places.threads + lists.threads;
     if lists.has_this_warp() {
@@ -575,18 +575,12 @@ unsafe fn receive_by_expert(args: &LowLatencyExpertDispatchArgs, shared: &NodeSh
     let at = dynamic_shared() + super::low_latency_dispatch_shared_bytes(dispatched);
     let scratch = Scratch { at, ranks, experts: common.local_experts };
     scratch.clear(places);
-    let are_here = wait_calls(common, places, shared, opened);
-    barrier_arrive_part::<4>(both);
-    if !are_here {
-        return say_given_up(&common.comm, epoch);
-    }
-    if ctaid() == 0 && thread < FEW_RANKS as u32 {
-        st_u32(common.tables.num_tokens.0 + thread as u64 * 4, shared.tokens().ld(thread));
-    }
     let shape = RowShape { bytes: dispatched.row_bytes, scales: dispatched.row_scales() };
     let pool = pool_of(&common.comm, common.comm.rank);
-    let come = Coming { args: dispatched, shared, pool, epoch };
-    Placing { args: common, to: &args.to, shape, team: places, scratch, come: &come }.place_rows();
+    let come = Coming { args: dispatched, shared, opened, places, both, pool, epoch };
+    if !(Placing { args: common, to: &args.to, shape, team: places, scratch, come: &come }).place_rows() {
+        say_given_up(&common.comm, epoch);
+    }
 }
 
 /// Waits for the rows of a source's chunk; false when the wait expired.
@@ -604,6 +598,11 @@ unsafe fn wait_chunk(args: &LowLatencyDispatchArgs, source: u32, chunk: u32, epo
 struct Coming<'a> {
     args: &'a LowLatencyDispatchArgs,
     shared: &'a NodeShared,
+    opened: &'a Opened,
+    /// The team that places rows.
+    places: Team<1>,
+    /// Threads of that team, and of those that wait at barrier 4 until it knows of all calls.
+    both: u32,
     /// This rank's pool.
     pool: u64,
     epoch: u64,
@@ -636,27 +635,25 @@ impl Coming<'_> {
 
 impl Arrivals for Coming<'_> {
     #[device]
+    unsafe fn wait_for_counts(&self) -> bool {
+        let (common, thread) = (&self.args.common, tid());
+        let are_here = wait_calls(common, self.places, self.shared, self.opened);
+        barrier_arrive_part::<4>(self.both);
+        if are_here && ctaid() == 0 && thread < FEW_RANKS as u32 {
+            st_u32(common.tables.num_tokens.0 + thread as u64 * 4, self.shared.tokens().ld(thread));
+        }
+        are_here
+    }
+
+    #[device]
     unsafe fn count(&self, source: u32) -> u32 {
-        self.shared.tokens().ld(source)
-    }
-
-    #[device]
-    unsafe fn all(&self) -> u32 {
-        let mut all = 0;
-        unroll!(8, SOURCE => { all += self.shared.tokens().ld(SOURCE as u32) });
-        all
-    }
-
-    #[device]
-    unsafe fn find(&self, number: u32) -> (u32, u32) {
-        let (mut source, mut index) = (0, number);
-        unroll!(8, SOURCE => {
-            let of_source = self.shared.tokens().ld(SOURCE as u32);
-            if source == SOURCE as u32 && index >= of_source {
-                (source, index) = (source + 1, index - of_source);
-            }
-        });
-        (source, index)
+        let common = &self.args.common;
+        if source != common.comm.rank {
+            return self.shared.tokens().ld(source);
+        }
+        // As `wait_call` gives it. A rank that takes no part sends nothing.
+        let tokens = common.comm.call as u32 & LowLatencyCall::TOKEN_BITS;
+        if self.opened.takes_part() { tokens.min(common.max_tokens) } else { 0 }
     }
 
     #[device]
@@ -693,7 +690,9 @@ impl Arrivals for Coming<'_> {
         }
         let chunk_tokens = self.args.common.chunk_tokens;
         core::hint::assert_unchecked(chunk_tokens >= 1);
-        wait_chunk(self.args, source, index / chunk_tokens, self.epoch)
+        // Few tokens have a chunk each: then nothing is divided.
+        let chunk = if chunk_tokens == 1 { index } else { index / chunk_tokens };
+        wait_chunk(self.args, source, chunk, self.epoch)
     }
 
     #[device]
