@@ -22,7 +22,9 @@ pub unsafe fn copy_by_expert(args: CopyByExpertArgs) {
         let wanted = ballot(is_wanted);
         if args.num_scales != 0 {
             let scale_bytes = args.num_scales as u64 * 4;
-            let to = if is_wanted { args.out_scales.0 + place as u64 * scale_bytes } else { 0 };
+            let to = args.out_scales.0 + place as u64 * scale_bytes;
+            // A choice would be made by a branch, with the collectives in both of its arms.
+            let to = to & 0u64.wrapping_sub(is_wanted as u64);
             copy_scales(args.scales.0 + row as u64 * scale_bytes, args.num_scales, to);
         }
         let from = args.rows.0 + row as u64 * args.row_stride;
