@@ -167,6 +167,10 @@ all_runs() {
     for type in bf16 fp8; do
         bench ht-$type 100 "${one_node[@]}" "${large[@]}" --num-sms "$sms" --iters "$most_iters" --dtype $type
     done
+    # Rows by expert, beside an ordinary dispatch whose rows a kernel sorts.
+    for type in bf16 fp8; do
+        bench ht-by-expert-$type 150 "${one_node[@]}" "${large[@]}" --num-sms "$sms" --iters "$most_iters" --dtype $type --rows-by-expert 64
+    done
     # Rows by expert, and pairs with something between their calls, as a model has them.
     bench ll-by-expert 120 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --rows-by-expert 64
     bench ll-between 120 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --combine-rows by-row --between-us 20
@@ -196,6 +200,8 @@ all_runs() {
         if ((gpus > 2)); then
             bench direct-1-$type 60 "${single_nodes[@]}" --transport direct "${large[@]}" --num-sms "${some_sms%%,*}" --iters "$iters" --dtype $type
         fi
+        bench direct-2-by-expert-$type 90 "${two_nodes[@]}" --transport direct --keep-nodes "${large[@]}" --num-sms "${some_sms%%,*}" \
+            --iters "$iters" --dtype $type --rows-by-expert 64
         bench ll-direct-$type 120 "${ll_nodes[@]}" "${ll_sizes[@]}" --iters "$iters" --dtype $type
     done
     if ((gpus == 8)); then
@@ -277,8 +283,13 @@ figures() {
             awk '/^ +[0-9]/ && NF == 10 { printf "%9s %8s %8s %8s %8s %8s\n", $2, $4, $5, $6, $7, $9 }' "$output"
             ;;
         *) awk '/^ +num_sms=/ { print "  " $1 "                 median       p99   of the ceiling" }
-                NF == 0 { in_times = 0 }
-                in_times && /^  (dispatch|combine) / {
+                NF == 0 { in_times = in_bytes = 0 }
+                in_bytes && /^  (dispatch|combine|cached|uncached) / {
+                    printf "  %-18s %9s us at the ceilings %8s\n", substr($0, 3, 18), $(NF - 1), $NF
+                }
+                / MB of a rank and call/ { in_bytes = 1 }
+                / by expert, .* with a sort$/ { print substr($0, 3) }
+                in_times && /^  (dispatch|combine|cached|uncached) / {
                     share = $NF ~ /%$/ ? $NF : ""
                     sub(/[|].*/, "")
                     printf "  %-18s %9s %9s %8s\n", substr($0, 3, 18), $(NF - 5), $(NF - 3), share

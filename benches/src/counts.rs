@@ -134,6 +134,35 @@ pub fn serial(ids: &[Vec<i64>], sizes: Sizes) -> Vec<RankCounts> {
     counts
 }
 
+/// Rows by expert of one rank in a dispatch; a combine moves the same backwards.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct SelectionCounts {
+    /// Tokens of the rank that select any expert.
+    pub sent_tokens: u64,
+    /// Rows that come: one for each selection of an expert here, without padding.
+    pub received: u64,
+    /// Those of them that come over NVLink.
+    pub linked: u64,
+}
+
+/// The same of rows by expert as [`serial`]: one for each selection.
+pub fn selections(ids: &[Vec<i64>], sizes: Sizes) -> Vec<SelectionCounts> {
+    let local_experts = i64::from(sizes.experts / sizes.ranks);
+    let per_node = sizes.ranks_per_node as usize;
+    let mut counts = vec![SelectionCounts::default(); ids.len()];
+    for (source, ids) in ids.iter().enumerate() {
+        for token in ids.chunks(sizes.topk as usize) {
+            counts[source].sent_tokens += u64::from(token.iter().any(|&id| id >= 0));
+            for &id in token.iter().filter(|id| **id >= 0) {
+                let rank = (id / local_experts) as usize;
+                counts[rank].received += 1;
+                counts[rank].linked += u64::from(rank % per_node != source % per_node);
+            }
+        }
+    }
+    counts
+}
+
 /// Dispatch's mean counts of a rank where every set of `topk` experts is equally likely.
 pub fn expected(tokens: f64, sizes: Sizes) -> TokenCounts<f64> {
     let (ranks, per_node) = (f64::from(sizes.ranks), f64::from(sizes.ranks_per_node));

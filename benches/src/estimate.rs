@@ -38,16 +38,25 @@ impl Plan {
     /// The estimate, with so many processors for the virtual GPUs.
     pub fn estimate(&self, processors: usize) -> Estimate {
         let ranks = f64::from(self.topology.ranks());
-        let received = counts::expected(f64::from(self.tokens), self.count_sizes()).recv_total;
+        let by_token = counts::expected(f64::from(self.tokens), self.count_sizes()).recv_total;
+        // By expert a row for each selection, and padding that half fills the last rows of each.
+        let by_expert = self.rows_by_expert.filter(|_| self.low_latency.is_none()).map(|alignment| {
+            let padding = f64::from(self.experts) / ranks * f64::from(alignment) / 2.0;
+            f64::from(self.tokens) * f64::from(self.topk) + padding
+        });
+        let received = by_expert.unwrap_or(by_token);
         let row = self.combine_row_bytes() as f64;
-        // The pool has room for all tokens of all ranks, once for rows that come and once for those
-        // that go back.
-        let pool = ranks * f64::from(self.tokens) * (2.0 * row + 16.0 * f64::from(self.topk));
+        // The pool has room for all tokens of all ranks, or for all rows by expert, once for rows that
+        // come and once for those that go back.
+        let room = self.room_by_expert().map_or(0.0, |rows| rows as f64).max(ranks * f64::from(self.tokens));
+        let pool = room * (2.0 * row + 16.0 * f64::from(self.topk));
         let most_sms = self.num_sms.iter().copied().max().unwrap_or(0);
         // An all-gather's rows and a reduce-scatter's, once on the device and once where they are
         // made and compared.
         let gathered = if self.baseline.is_some() { ranks * f64::from(self.tokens) * row * 2.0 } else { 0.0 };
-        let own = (f64::from(self.tokens) * 2.0 + received) * row + gathered;
+        // Sorted rows lie beside those of a staged combine.
+        let outside = received + by_expert.unwrap_or(0.0);
+        let own = (f64::from(self.tokens) * 2.0 + outside) * row + gathered;
         let host =
             ranks * (RANK_BYTES + SM_BYTES * f64::from(most_sms) + received * row * COPIES + 2.0 * gathered);
         let seconds = self.is_virtual.then(|| {
@@ -78,7 +87,9 @@ mod tests {
     fn larger_sizes_take_longer_and_more_room() {
         let of = |line: &str| plan(line).estimate(2);
         let small = of("");
-        for line in ["--tokens 800", "--hidden 64000", "--ranks-per-node 4", "--num-sms 24"] {
+        for line in
+            ["--tokens 800", "--hidden 64000", "--ranks-per-node 4", "--num-sms 24", "--rows-by-expert 4"]
+        {
             let large = of(line);
             assert!(
                 large.seconds > small.seconds && large.host_bytes > small.host_bytes,

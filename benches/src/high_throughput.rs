@@ -8,16 +8,17 @@ use epoxide::driver::{Device, Stream};
 use epoxide::group::ProcessGroup;
 use epoxide::internal::{CeilingShape, Direction, Instruments, count_message_bytes, fields, launch_ceiling};
 use epoxide::throughput::{
-    Buffer, CachedDispatchRequest, CombineRequest, Counts, DispatchHandle, DispatchLayout, DispatchRequest,
-    Options, Place, Received, Shape,
+    Buffer, CachedDispatchRequest, CombineRequest, Counts, Detached, DispatchHandle, DispatchLayout,
+    DispatchRequest, Options, Place, Received,
 };
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::Rank;
 use epoxide_testing::oracle;
-use epoxide_testing::roundtrip::Case;
+use epoxide_testing::roundtrip::{Case, Weights};
 
 use crate::baseline::Nccl;
+use crate::by_expert::ByExpert;
 use crate::counts::{RankCounts, TokenCounts};
 use crate::measure::made;
 use crate::measured::{RankResult, Times};
@@ -42,18 +43,13 @@ pub(crate) fn measure(
     let nccl = plan.baseline.map(|Baseline::Nccl| Nccl::join(device, group)).transpose()?;
     let stream = Stream::new(device)?;
     let topology = plan.topology;
-    let mut options = Options::new(Shape {
-        max_tokens: plan.tokens,
-        hidden: plan.hidden,
-        dtype: DType::Bf16,
-        max_topk: plan.topk,
-        max_scales: plan.num_scales() as u32,
-    })
-    .config(plan.config(plan.num_sms[0])?)
-    .timeout(TIMEOUT)
-    .ranks_per_node(topology.ranks_per_node)
-    .transport(plan.transport_options(TIMEOUT));
+    let mut options = Options::new(plan.shape())
+        .config(plan.config(plan.num_sms[0])?)
+        .timeout(TIMEOUT)
+        .ranks_per_node(topology.ranks_per_node)
+        .transport(plan.transport_options(TIMEOUT));
     let fields = fields(&mut options);
+    fields.rows_by_expert = plan.room_by_expert();
     fields.tuning = plan.shapes.tuning();
     fields.keep_nodes = plan.keep_nodes;
     (fields.num_nvl_bytes, fields.num_rdma_bytes) = (plan.nvl_bytes, plan.rdma_bytes);
@@ -97,14 +93,66 @@ pub(crate) fn measure(
     Ok(())
 }
 
+/// Rows of one rank, and their routing.
+pub(crate) struct Inputs {
+    x: Tensor<'static>,
+    scales: Option<TypedTensor<'static, f32>>,
+    topk_weights: TypedTensor<'static, f32>,
+    layout: DispatchLayout<'static>,
+}
+
+impl Inputs {
+    /// Enqueues a dispatch; of rows by expert where it has an alignment.
+    fn dispatch<'p>(
+        &self,
+        place: &'p mut Place,
+        buffer: &mut Buffer,
+        order: StreamOrder<'_>,
+        (counts, alignment): (Counts, Option<u32>),
+    ) -> Result<Received<'p>> {
+        let request = DispatchRequest::new(&self.x, &self.layout).topk_weights(&self.topk_weights);
+        let request = self.scales.iter().fold(request.counts(counts), DispatchRequest::scales);
+        let request = alignment.into_iter().fold(request, DispatchRequest::by_expert);
+        buffer.dispatch(place, request, order)
+    }
+
+    /// Enqueues a dispatch along a known routing.
+    pub fn dispatch_cached<'p>(
+        &self,
+        place: &'p mut Place,
+        routing: &DispatchHandle,
+        buffer: &mut Buffer,
+        order: StreamOrder<'_>,
+    ) -> Result<Received<'p>> {
+        let request = CachedDispatchRequest::new(&self.x, routing);
+        let request = self.scales.iter().fold(request, CachedDispatchRequest::scales);
+        buffer.dispatch_cached(place, request, order)
+    }
+
+    /// A routing, of as many channels as the buffer has.
+    pub fn route(
+        &self,
+        place: &mut Place,
+        buffer: &mut Buffer,
+        order: StreamOrder<'_>,
+        alignment: Option<u32>,
+    ) -> Result<DispatchHandle> {
+        let request = DispatchRequest::new(&self.x, &self.layout);
+        let request = self.scales.iter().fold(request, DispatchRequest::scales);
+        let request = match alignment {
+            // Across nodes the weights of a combine have come with the dispatch.
+            Some(alignment) => request.by_expert(alignment).topk_weights(&self.topk_weights),
+            None => request,
+        };
+        Ok(buffer.dispatch(place, request, order)?.handle)
+    }
+}
+
 /// One rank's operations on the rows of one case, whether they run or are recorded.
 pub(crate) struct Calls {
     pub place: Place,
-    pub x: Tensor<'static>,
-    pub scales: Option<TypedTensor<'static, f32>>,
-    topk_weights: TypedTensor<'static, f32>,
-    layout: DispatchLayout<'static>,
-    /// Rows that the routing brings here.
+    pub inputs: Inputs,
+    /// Rows that the routing brings here; by expert with their padding.
     pub received: u64,
     /// Elements of a row.
     pub hidden: u64,
@@ -112,30 +160,27 @@ pub(crate) struct Calls {
     pub staged: Tensor<'static>,
     /// The routing, of as many channels as the buffer has.
     pub routing: DispatchHandle,
+    /// Where rows come by expert, and what they are held against.
+    pub by_expert: Option<ByExpert>,
 }
 
 /// Results of a call: `R` are received rows.
 pub(crate) enum Called<R> {
     Rows(Box<R>),
     Sums(Tensor<'static>),
+    /// Rows in [`ByExpert::sorted`].
+    Sorted,
 }
 
 impl Calls {
-    fn dispatch(
-        &mut self,
-        buffer: &mut Buffer,
-        order: StreamOrder<'_>,
-        counts: Counts,
-    ) -> Result<Received<'_>> {
-        let request = DispatchRequest::new(&self.x, &self.layout).topk_weights(&self.topk_weights);
-        let request = self.scales.iter().fold(request.counts(counts), DispatchRequest::scales);
-        buffer.dispatch(&mut self.place, request, order)
+    /// Multiples at which segments begin, where rows come by expert.
+    fn alignment(&self) -> Option<u32> {
+        self.by_expert.as_ref().map(|by_expert| by_expert.alignment)
     }
 
-    fn dispatch_cached(&mut self, buffer: &mut Buffer, order: StreamOrder<'_>) -> Result<Received<'_>> {
-        let request = CachedDispatchRequest::new(&self.x, &self.routing);
-        let request = self.scales.iter().fold(request, CachedDispatchRequest::scales);
-        buffer.dispatch_cached(&mut self.place, request, order)
+    /// The routing of an ordinary dispatch.
+    fn by_token(&self) -> &DispatchHandle {
+        self.by_expert.as_ref().map_or(&self.routing, |by_expert| &by_expert.by_token)
     }
 
     /// Enqueues a call of a phase.
@@ -145,27 +190,43 @@ impl Calls {
         buffer: &mut Buffer,
         order: StreamOrder<'_>,
     ) -> Result<Called<Received<'_>>> {
+        let (alignment, on_device) = (self.alignment(), Counts::OnDevice { capacity: buffer.capacity() });
+        let unavailable =
+            |reason: &str| Err(Error::Unavailable { what: name.text().into(), reason: reason.into() });
+        let (place, inputs) = (&mut self.place, &self.inputs);
         let rows;
         let request = match name {
             PhaseName::DispatchCached => {
-                return Ok(Called::Rows(Box::new(self.dispatch_cached(buffer, order)?)));
+                let received = inputs.dispatch_cached(place, &self.routing, buffer, order)?;
+                return Ok(Called::Rows(Box::new(received)));
             }
             PhaseName::DispatchUncached => {
-                let counts = Counts::OnDevice { capacity: buffer.capacity() };
-                return Ok(Called::Rows(Box::new(self.dispatch(buffer, order, counts)?)));
+                let received = inputs.dispatch(place, buffer, order, (on_device, alignment))?;
+                return Ok(Called::Rows(Box::new(received)));
+            }
+            PhaseName::DispatchCachedAndSort | PhaseName::DispatchUncachedAndSort => {
+                let Some(by_expert) = &self.by_expert else {
+                    return unavailable("the plan has no rows by expert");
+                };
+                let received = match name.counts() {
+                    true => inputs.dispatch(place, buffer, order, (on_device, None))?,
+                    false => inputs.dispatch_cached(place, &by_expert.by_token, buffer, order)?,
+                };
+                by_expert.sort(buffer, &received, order)?;
+                return Ok(Called::Sorted);
             }
             PhaseName::CombineInPool => {
-                rows = self.place.combine_rows(DType::Bf16, self.received, self.hidden)?;
+                rows = place.combine_rows(DType::Bf16, self.received, self.hidden)?;
                 CombineRequest::new(&rows, &self.routing)
             }
             PhaseName::CombineStaged => CombineRequest::new(&self.staged, &self.routing),
             PhaseName::LowLatencyDispatch | PhaseName::LowLatencyCombine => {
-                return Err(Error::Unavailable {
-                    what: name.text().into(),
-                    reason: "low latency has a buffer of its own".into(),
-                });
+                return unavailable("low latency has a buffer of its own");
             }
         };
+        // Rows by expert are weighted on their way back.
+        let weights = alignment.map(|_| &inputs.topk_weights);
+        let request = weights.into_iter().fold(request, CombineRequest::weights);
         Ok(Called::Sums(buffer.combine(request, order)?.combined_x))
     }
 }
@@ -197,12 +258,10 @@ impl Mode for HighThroughput {
     }
 
     fn verify(&mut self) -> Result<()> {
-        let sources = oracle::recv_order(&self.case.routing, self.rig.rank);
         let output = self.dispatch_exact()?.detach();
-        let (rig, calls, case) = (&mut self.rig, &self.calls, &self.case);
-        rig.check_received(case, ROWS, &sources, "dispatch", output.at(&calls.place)?)?;
-        let target = calls.place.combine_rows(DType::Bf16, sources.len() as u64, calls.hidden)?;
-        rig.write_returned(case, RETURNED, &sources, target.tensor())?;
+        self.check_rows("dispatch", &output)?;
+        let target = self.calls.place.combine_rows(DType::Bf16, self.calls.received, self.calls.hidden)?;
+        self.give_back(target.tensor())?;
         drop(target);
         for _ in 0..2 {
             let order = StreamOrder::on(&self.rig.stream);
@@ -210,6 +269,12 @@ impl Mode for HighThroughput {
             if let Called::Sums(sums) = sums {
                 self.check_sums("combine", &sums)?;
             }
+        }
+        for name in [PhaseName::DispatchCachedAndSort, PhaseName::DispatchUncachedAndSort] {
+            let Some(by_expert) = &self.calls.by_expert else { break };
+            by_expert.poison(&self.rig)?;
+            self.call(name)?;
+            self.check_sorted(name.text())?;
         }
         self.check()?;
         self.no_failure()
@@ -265,6 +330,10 @@ impl Mode for HighThroughput {
             let [push, pull] = [Direction::Push, Direction::Pull].map(|way| script.ceiling(way, num_sms));
             times.ceiling = Some((push?, pull?));
         }
+        if !plan.no_ceiling && !plan.is_virtual && plan.rows_by_expert.is_some() {
+            script.doing("the memory's ceiling");
+            times.memory_ceiling = script.memory_ceiling()?;
+        }
         if let Some(chain) = plan.replays() {
             script.doing("replays of graphs");
             times.replays = script.replays(chain)?;
@@ -287,12 +356,16 @@ impl HighThroughput {
         let mut place = buffer.place(0)?;
         let request = DispatchRequest::new(&no_rows, &empty);
         let nothing = buffer.dispatch(&mut place, request, order)?.handle;
-        let request = scales.iter().fold(DispatchRequest::new(&x, &layout), DispatchRequest::scales);
-        let routing = buffer.dispatch(&mut place, request, order)?.handle;
-        let received = routing.num_recv_tokens(stream)?.into();
+        let inputs = Inputs { x, scales, topk_weights, layout };
+        let routing = inputs.route(&mut place, buffer, order, plan.rows_by_expert)?;
+        let by_expert = match plan.rows_by_expert {
+            Some(alignment) => Some(ByExpert::new(&case, &mut rig, &mut place, &inputs, alignment)?),
+            None => None,
+        };
+        let received = routing.num_recv_tokens(&rig.stream)?.into();
         let hidden = plan.hidden;
-        let staged = Tensor::alloc(buffer.device(), DType::Bf16, &[received, hidden])?;
-        let calls = Calls { place, x, scales, topk_weights, layout, received, hidden, staged, routing };
+        let staged = Tensor::alloc(rig.device(), DType::Bf16, &[received, hidden])?;
+        let calls = Calls { place, inputs, received, hidden, staged, routing, by_expert };
         Ok(HighThroughput { rig, case, calls, no_rows, empty, nothing })
     }
 
@@ -302,18 +375,57 @@ impl HighThroughput {
             (&mut self.rig.buffer, &mut self.calls, StreamOrder::on(&self.rig.stream));
         let request = DispatchRequest::new(&self.no_rows, &self.empty);
         self.nothing = buffer.dispatch(&mut calls.place, request, order)?.handle;
-        let request = DispatchRequest::new(&calls.x, &calls.layout);
-        let request = calls.scales.iter().fold(request, DispatchRequest::scales);
-        calls.routing = buffer.dispatch(&mut calls.place, request, order)?.handle;
+        let alignment = calls.alignment();
+        let (place, inputs) = (&mut calls.place, &calls.inputs);
+        calls.routing = inputs.route(place, buffer, order, alignment)?;
+        if let Some(by_expert) = &mut calls.by_expert {
+            by_expert.by_token = inputs.route(place, buffer, order, None)?;
+        }
         Ok(())
     }
 
     fn dispatch_exact(&mut self) -> Result<Received<'_>> {
-        self.calls.dispatch(&mut self.rig.buffer, StreamOrder::on(&self.rig.stream), Counts::Exact)
+        let (alignment, order) = (self.calls.alignment(), StreamOrder::on(&self.rig.stream));
+        let Calls { place, inputs, .. } = &mut self.calls;
+        inputs.dispatch(place, &mut self.rig.buffer, order, (Counts::Exact, alignment))
+    }
+
+    /// Notes a difference of received rows from the oracle.
+    pub fn check_rows(&mut self, what: &str, output: &Detached) -> Result<()> {
+        let (rig, case, calls) = (&mut self.rig, &self.case, &self.calls);
+        let output = output.at(&calls.place)?;
+        match &calls.by_expert {
+            Some(by_expert) => rig.check_rows_by_expert(case, ROWS, &by_expert.segments, what, output),
+            None => {
+                let sources = oracle::recv_order(&case.routing, rig.rank);
+                rig.check_received(case, ROWS, &sources, what, output)
+            }
+        }
+    }
+
+    /// Notes a difference of sorted rows from the oracle.
+    pub fn check_sorted(&mut self, what: &str) -> Result<()> {
+        let Some(by_expert) = &self.calls.by_expert else { return Ok(()) };
+        self.rig.check_segments(&self.case, ROWS, &by_expert.segments, what, by_expert.sorted())
+    }
+
+    /// Writes what the experts give back for the received rows.
+    pub fn give_back(&self, rows: &Tensor) -> Result<()> {
+        let (rig, case) = (&self.rig, &self.case);
+        match &self.calls.by_expert {
+            Some(by_expert) => rig.write_made(case, RETURNED, &by_expert.segments, rows),
+            None => {
+                let sources = oracle::recv_order(&case.routing, rig.rank);
+                rig.write_returned(case, RETURNED, &sources, rows)
+            }
+        }
     }
 
     /// Notes a difference of a combine's sums from the oracle.
     pub fn check_sums(&mut self, what: &str, sums: &Tensor) -> Result<()> {
+        if self.calls.by_expert.is_some() {
+            return self.rig.check_sums_by_expert(&self.case, RETURNED, Weights::OfCase, sums);
+        }
         let difference = self.rig.compare_sums(&self.case, RETURNED, DType::Bf16, self.calls.hidden, sums)?;
         self.rig.note(difference.map(|difference| format!("{what}: {difference}")));
         Ok(())
@@ -334,14 +446,15 @@ impl HighThroughput {
     /// other. Collective.
     fn transport_alone(&self, plan: &Plan) -> Result<Vec<(PhaseName, f64)>> {
         let options = plan.transport_options(TIMEOUT);
-        let slot = PhaseName::DispatchUncached.slot_bytes(plan.combine_row_bytes(), plan.topk);
+        let slot = plan.phases().iter().map(|&name| plan.slot_bytes(name)).max().unwrap_or(0);
         let region = slot * u64::from(plan.tokens.max(plan.rdma_send));
         let group = &*self.rig.group;
         let mut poster = Poster::new(self.rig.device(), group, plan.topology, &options, region)?;
         let (sent, relayed) = self.rows_by_node()?;
         let mut times = Vec::new();
-        for name in [PhaseName::DispatchCached, PhaseName::DispatchUncached, PhaseName::CombineInPool] {
-            let slot = name.slot_bytes(plan.row_bytes(name), plan.topk);
+        // Rows of a staged combine are those of one in the pool.
+        for &name in plan.phases().iter().filter(|name| **name != PhaseName::CombineStaged) {
+            let slot = plan.slot_bytes(name);
             let rows = if name.is_dispatch() { &sent } else { &relayed };
             let bytes: Vec<u64> = rows.iter().map(|rows| rows * slot).collect();
             let message = slot * u64::from(plan.rdma_send);
@@ -355,10 +468,10 @@ impl HighThroughput {
 
     /// Rows that this rank received from ranks up to and with r.
     fn rows_up_to(&self) -> Result<Vec<i32>> {
-        if let Some(handle) = self.calls.routing.internode() {
+        if let Some(handle) = self.calls.by_token().internode() {
             return handle.recv_gbl_rank_prefix_sum(&self.rig.stream);
         }
-        let Some(handle) = self.calls.routing.intranode() else { return Ok(Vec::new()) };
+        let Some(handle) = self.calls.by_token().intranode() else { return Ok(Vec::new()) };
         let (ranks, me) = (self.case.routing.num_ranks() as usize, self.rig.rank as usize);
         let prefix = handle.rank_prefix_matrix().to_host::<i32>(&self.rig.stream)?;
         Ok((0..ranks).map(|source| prefix[source * ranks + me]).collect())
@@ -396,8 +509,8 @@ impl HighThroughput {
     /// By node: tokens that this rank sends there, and those from there that it relays, as the
     /// handle has them.
     fn rows_by_node(&self) -> Result<(Vec<u64>, Vec<u64>)> {
-        let Some(handle) = self.calls.routing.internode() else {
-            let heads = self.calls.routing.send_head().to_host::<i32>(&self.rig.stream)?;
+        let Some(handle) = self.calls.by_token().internode() else {
+            let heads = self.calls.by_token().send_head().to_host::<i32>(&self.rig.stream)?;
             let tokens = heads.chunks(self.case.routing.num_ranks() as usize);
             let sent = tokens.filter(|token| token.iter().any(|&head| head >= 0)).count() as u64;
             return Ok((vec![sent], vec![0]));
@@ -415,10 +528,25 @@ impl HighThroughput {
 }
 
 impl Script<'_, HighThroughput> {
+    /// GB/s that the driver's copy within the device's memory reads and writes: as many bytes as are
+    /// sorted. Missing where no rows come.
+    fn memory_ceiling(&mut self) -> Result<Option<f64>> {
+        let Some(by_expert) = &self.mode.calls.by_expert else { return Ok(None) };
+        let (rows, _) = by_expert.sorted();
+        let (to, bytes) = (rows.ptr(), rows.rows() * rows.row_bytes());
+        let samples = self.isolated(Front::EmptiedCaches, |script| match bytes {
+            0 => Ok(()),
+            // SAFETY: rows of a staged combine are BF16 and as many as the sorted ones, of at most as
+            // many bytes. `isolated` waits for the stream, and replays of sorts write the rows anew.
+            _ => unsafe { script.stream.copy(to, script.mode.calls.staged.ptr(), bytes) },
+        })?;
+        Ok((bytes > 0).then(|| 2e-3 * bytes as f64 / mean(&samples)))
+    }
+
     /// GB/s of remote bytes per rank that the bulk copies reach with `blocks` blocks.
     fn ceiling(&mut self, direction: Direction, blocks: u32) -> Result<f64> {
         let row_bytes = match direction {
-            Direction::Push => self.mode.calls.x.row_bytes() as u32,
+            Direction::Push => self.mode.calls.inputs.x.row_bytes() as u32,
             Direction::Pull => self.plan.combine_row_bytes() as u32,
         };
         let limit = self.stream.device().info().max_shared_bytes_per_block;

@@ -7,6 +7,7 @@
 
 mod baseline;
 mod between;
+mod by_expert;
 pub mod compare;
 pub mod counts;
 mod estimate;

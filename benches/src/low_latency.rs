@@ -52,7 +52,7 @@ pub(crate) fn measure(
         quantise: quantise(plan.dtype),
         quantise_back: quantise(low.combine_dtype),
         combine_rows: low.combine_rows,
-        segments: low
+        segments: plan
             .rows_by_expert
             .map(|alignment| Segments { memory: RowMemory::Caller, ..Segments::aligned(alignment) }),
         seed: plan.seed,

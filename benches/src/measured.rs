@@ -48,6 +48,8 @@ pub struct Times {
     pub exact_dispatch_returns: Samples,
     /// The links' own speed in GB/s with as many blocks: (push, pull).
     pub ceiling: Option<(f64, f64)>,
+    /// GB/s that a copy within the device's memory reads and writes, where rows come by expert.
+    pub memory_ceiling: Option<f64>,
     /// Replays of captured steps; nothing where none were asked for.
     pub replays: Vec<ReplayTimes>,
 }

@@ -234,7 +234,9 @@ impl Checked<'_> {
 /// Predicts every measured phase of hardware from its sizes alone.
 pub fn check<'a>(points: &'a [Point], machine: &Machine) -> Vec<Checked<'a>> {
     let mut checked = Vec::new();
-    for point in points.iter().filter(|point| !point.is_virtual) {
+    // The model has no rows by expert.
+    let of_tokens = |point: &&Point| !point.is_virtual && point.key.rows_by_expert.is_none();
+    for point in points.iter().filter(of_tokens) {
         let key = &point.key;
         let row_bytes = |name| point.phase(name).map_or(0, |phase| phase.row_bytes);
         // Nodes whose ranks are all mapped were one to the buffer: nothing is told of a wire.

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use epoxide::DType;
 use epoxide::internal::{Topology, Tuning, check_nodes};
-use epoxide::throughput::Config;
+use epoxide::throughput::{Config, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
+use epoxide_gpu::layout::SlotShape;
 use epoxide_testing::low_latency::ReturnPath;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::{ELEMENTS_PER_SCALE, Format, rng_of};
@@ -57,8 +58,6 @@ pub struct LowLatencySettings {
     pub combine_dtype: DType,
     /// Rows that combine takes.
     pub combine_rows: ReturnPath,
-    /// The dispatch brings rows by expert, in segments that begin at multiples of this.
-    pub rows_by_expert: Option<u32>,
     /// Tokens of a rank that are complete together.
     pub chunk_tokens: u32,
     /// Most tokens of a rank whose rows return as packets.
@@ -95,6 +94,9 @@ pub struct Plan {
     pub topk: u32,
     /// Row type of dispatch; combine is BF16 in high throughput.
     pub dtype: DType,
+    /// The dispatch brings rows by expert, in segments that begin at multiples of this. In high
+    /// throughput an ordinary dispatch and a kernel that sorts its rows are measured as well.
+    pub rows_by_expert: Option<u32>,
     /// Multiprocessors for each operation: one point for each number. [`Plan::ALL_SMS`] in low
     /// latency is all that the device has.
     pub num_sms: Vec<u32>,
@@ -181,6 +183,9 @@ impl Shapes {
     }
 }
 
+/// Most rows from one multiple to the next at which a segment may begin.
+const MOST_ALIGNMENT: u32 = 4096;
+
 /// Most repetitions of anything: each sample is kept, and what is counted in products of them stays
 /// countable.
 const MOST_REPETITIONS: u32 = 100_000;
@@ -193,6 +198,23 @@ pub(crate) fn check_count(flag: &str, value: u32, least: u32) -> Result<()> {
         _ => return Ok(()),
     };
     Err(Error::Usage(format!("{flag} {value}: must be {bound}")))
+}
+
+/// Rejects segments that do not begin at multiples of a power of two, or far apart.
+fn check_alignment(alignment: Option<u32>) -> Result<()> {
+    let nearest = match alignment {
+        None => return Ok(()),
+        Some(0) => "1".to_owned(),
+        Some(alignment) if alignment > MOST_ALIGNMENT => MOST_ALIGNMENT.to_string(),
+        Some(alignment) if alignment.is_power_of_two() => return Ok(()),
+        Some(alignment) => {
+            let above = alignment.next_power_of_two();
+            format!("{} or {above}", above / 2)
+        }
+    };
+    let alignment = alignment.unwrap_or_default();
+    let rule = format!("must be a power of two, at most {MOST_ALIGNMENT}: take {nearest}");
+    Err(Error::Usage(format!("--rows-by-expert {alignment}: {rule}")))
 }
 
 /// A transport in a point's key. Nodes that are kept apart though they could be one are told by it.
@@ -216,7 +238,11 @@ impl Plan {
 
     /// The timed phases.
     pub fn phases(&self) -> &'static [PhaseName] {
-        if self.low_latency.is_some() { &PhaseName::LOW_LATENCY } else { &PhaseName::HIGH_THROUGHPUT }
+        match (self.low_latency, self.rows_by_expert) {
+            (Some(_), _) => &PhaseName::LOW_LATENCY,
+            (None, Some(_)) => &PhaseName::BY_EXPERT,
+            (None, None) => &PhaseName::HIGH_THROUGHPUT,
+        }
     }
 
     /// The phases by rounds: those of a round take turns.
@@ -259,6 +285,11 @@ impl Plan {
         self.graph.filter(|_| self.low_latency.is_none())
     }
 
+    /// The calls of each step that is replayed.
+    pub(crate) fn replayed(&self) -> impl Iterator<Item = &'static [PhaseName]> {
+        STEPS.into_iter().filter(|names| names.iter().all(|name| self.phases().contains(name)))
+    }
+
     /// The configuration with `num_sms` multiprocessors.
     pub fn config(&self, num_sms: u32) -> epoxide::Result<Config> {
         let nodes = self.topology.nodes;
@@ -266,6 +297,24 @@ impl Plan {
         let config = config.for_nodes(nodes);
         check_nodes(&config, nodes)?;
         Ok(config)
+    }
+
+    /// The sizes of a buffer of high throughput.
+    pub(crate) fn shape(&self) -> Shape {
+        Shape {
+            max_tokens: self.tokens,
+            hidden: self.hidden,
+            dtype: DType::Bf16,
+            max_topk: self.topk,
+            max_scales: self.num_scales() as u32,
+        }
+    }
+
+    /// Most rows by expert that a rank of high throughput can receive, where rows come so.
+    pub(crate) fn room_by_expert(&self) -> Option<u64> {
+        let ranks = self.topology.ranks();
+        let alignment = self.rows_by_expert.filter(|_| self.low_latency.is_none())?;
+        Some(self.shape().most_rows_by_expert(ranks, self.experts / ranks, alignment))
     }
 
     /// Scales per row.
@@ -287,6 +336,17 @@ impl Plan {
     pub fn row_bytes(&self, phase: PhaseName) -> u64 {
         let dtype = if phase.is_dispatch() { self.dtype } else { self.combine_dtype() };
         Plan::bytes_of_row(self.hidden, dtype == DType::Bf16)
+    }
+
+    /// Bytes of a row of `phase` on the wire, with what else its slot holds.
+    pub(crate) fn slot_bytes(&self, phase: PhaseName) -> u64 {
+        let row_bytes = self.row_bytes(phase);
+        match phase {
+            PhaseName::DispatchUncached if self.rows_by_expert.is_some() => {
+                SlotShape::by_expert(row_bytes as u32, 0, Some(self.topk)).bytes.into()
+            }
+            _ => phase.slot_bytes(row_bytes, self.topk),
+        }
     }
 
     /// The plan as the buffer ran it: `is_joined` where the ranks of all nodes were one node to it.
@@ -366,6 +426,11 @@ impl Plan {
         check_count("--warmup", self.warmup, 0)?;
         check_count("--graph", self.graph.unwrap_or(1), 1)?;
         self.sizes().check().map_err(Error::Usage)?;
+        check_alignment(self.rows_by_expert)?;
+        if self.rows_by_expert.is_some() && self.baseline.is_some() {
+            let remedy = "measure each in a run of its own";
+            return Err(Error::Usage(format!("--baseline: not with --rows-by-expert; {remedy}")));
+        }
         if let Some(low) = self.low_latency {
             let Some(most) = low.max_tokens else { return Ok(()) };
             let sizes = || Sizes { tokens: most, ..self.sizes() };
@@ -431,7 +496,7 @@ impl Plan {
             combine_rows: low
                 .filter(|low| low.combine_rows != ReturnPath::ByExpert)
                 .map(|low| low.combine_rows.text().to_string()),
-            rows_by_expert: low.and_then(|low| low.rows_by_expert),
+            rows_by_expert: self.rows_by_expert,
             chunk_tokens: low.map(|low| low.chunk_tokens),
             packet_tokens: low.map(|low| low.packet_tokens),
             max_tokens: low.and_then(|low| low.max_tokens),
@@ -454,7 +519,7 @@ impl Plan {
             }
             if let Some(chain) = self.replays() {
                 let alone = if self.empties_caches() { 2 } else { 1 };
-                of_a_number += STEPS.len() as u64 * calls * (alone + u64::from(chain));
+                of_a_number += self.replayed().count() as u64 * calls * (alone + u64::from(chain));
             }
         }
         // The other ways: dispatch, combine and pairs each; back to back, too, where that can be.

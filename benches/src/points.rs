@@ -1,11 +1,11 @@
 //! Turns the ranks' samples into points.
 
-use crate::counts::{self, RankCounts, TokenCounts};
+use crate::counts::{self, RankCounts, SelectionCounts, TokenCounts};
 use crate::measured::{KernelTimes, PhaseTimes, RankResult, ReplayTimes, Samples, Times, WaySamples};
 use crate::plan::CHAIN;
 use crate::results::{
     Bandwidth, Distribution, MscclppBandwidth, OnWire, Pairs, Phase, PhaseName, Point, Replays, Run,
-    SCHEMA_VERSION, Slowest, Spread, WayResult, Within, gbps, mean, today,
+    SCHEMA_VERSION, Slowest, Spread, Traffic, WayResult, Within, gbps, mean, today,
 };
 use crate::versions::digest_of_routing;
 use crate::{Error, Plan, Result, low_latency};
@@ -54,11 +54,20 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
     if plan.low_latency.is_none() {
         check(plan, ranks, &by_rank)?;
     }
+    let selections = counts::selections(&ids, plan.count_sizes());
     let low_latency_rows = plan.low_latency.map(|_| low_latency::remote_rows(plan));
     let first = &ranks[0];
     let mean_of = |pick: &dyn Fn(&RankCounts) -> u64| {
         mean(&by_rank.iter().map(|rank| pick(rank) as f64).collect::<Vec<f64>>())
     };
+    let mean_selections = |pick: fn(&SelectionCounts) -> u64| {
+        mean(&selections.iter().map(|rank| pick(rank) as f64).collect::<Vec<f64>>())
+    };
+    let by_expert = plan.rows_by_expert.filter(|_| plan.low_latency.is_none()).map(|_| Selections {
+        sent_tokens: mean_selections(|rank| rank.sent_tokens),
+        received: mean_selections(|rank| rank.received),
+        linked: mean_selections(|rank| rank.linked),
+    });
     let numbers = 0..first.times.len();
     Ok(numbers
         .map(|index| {
@@ -70,8 +79,9 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
                 counts: counts::mean(&by_rank),
                 remote_rows: low_latency_rows.unwrap_or_else(|| mean_of(&|rank| rank.linked)),
                 relayed: mean_of(&|rank| rank.relayed),
+                by_expert,
             };
-            Point {
+            let point = Point {
                 schema_version: SCHEMA_VERSION,
                 mode: plan.mode().into(),
                 device: first.device.clone(),
@@ -100,7 +110,9 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
                     &shared.samples(|times| &times.exact_dispatch_returns),
                 ),
                 graph: shared.replays(),
-            }
+                by_expert: Vec::new(),
+            };
+            Point { by_expert: point.beside_sort(), ..point }
         })
         .collect())
 }
@@ -122,10 +134,10 @@ fn check(plan: &Plan, ranks: &[RankResult], counts: &[RankCounts]) -> Result<()>
         for (times, phase) in phases {
             let (name, put) = (phase.name, phase.wire.bytes);
             let rows = if name.is_dispatch() { counts.six.send_rdma } else { counts.relayed };
-            let messages = if name == PhaseName::DispatchUncached { rank.message_bytes } else { 0 };
+            let messages = if name.counts() { rank.message_bytes } else { 0 };
             // Kernels store to mapped peers themselves, without puts.
             let calls = if rank.mapped { 0 } else { calls };
-            let expected = calls * (rows * name.slot_bytes(plan.row_bytes(name), plan.topk) + messages);
+            let expected = calls * (rows * plan.slot_bytes(name) + messages);
             if put != expected {
                 return Err(Error::Failed(format!(
                     "rank {number}: {calls} calls of {} with {} SMs put {put} bytes on the wire, by the layout {expected}",
@@ -138,6 +150,14 @@ fn check(plan: &Plan, ranks: &[RankResult], counts: &[RankCounts]) -> Result<()>
     Ok(())
 }
 
+/// Rows by expert, means over ranks, as [`SelectionCounts`] has them.
+#[derive(Clone, Copy)]
+struct Selections {
+    sent_tokens: f64,
+    received: f64,
+    linked: f64,
+}
+
 /// Data that the phases of one point share.
 struct Common<'a> {
     plan: &'a Plan,
@@ -147,6 +167,8 @@ struct Common<'a> {
     counts: TokenCounts<f64>,
     remote_rows: f64,
     relayed: f64,
+    /// Where rows come by expert in high throughput.
+    by_expert: Option<Selections>,
 }
 
 impl Common<'_> {
@@ -189,15 +211,73 @@ impl Common<'_> {
         });
         let has_wire = self.plan.topology.nodes > 1 && self.plan.low_latency.is_none();
         let wire = has_wire.then(|| self.on_wire(&ranks, phase.row_bytes, &phase.call));
+        let traffic = self.by_expert.map(|rows| self.traffic(&phase, rows, wire.is_some()));
         let put = wire.as_ref().map(|wire| (wire.rows * wire.slot_bytes as f64, wire.transport_us));
         let bandwidth = phase.bandwidth.map(|bandwidth| Bandwidth {
             wire: put.map(|(bytes, _)| gbps(bytes, phase.call.avg_us)),
             wire_ceiling: put.and_then(|(bytes, us)| Some(gbps(bytes, us?))),
             ..bandwidth
         });
-        let kernel_us =
-            done.iter().any(|samples| !samples.is_empty()).then(|| Distribution::new(&done).avg_us);
-        Some(Phase { kernel_us, wire, bandwidth, within, ..phase })
+        // The kernel that sorts is not traced.
+        let is_traced = done.iter().any(|samples| !samples.is_empty()) && !name.sorts();
+        let kernel_us = is_traced.then(|| Distribution::new(&done).avg_us);
+        Some(Phase { kernel_us, wire, bandwidth, within, traffic, ..phase })
+    }
+
+    /// Rows of a phase that pass NVLink: where they come by expert, one for each selection.
+    fn linked_rows(&self, name: PhaseName) -> f64 {
+        self.by_expert.filter(|_| !name.sorts()).map_or(self.remote_rows, |rows| rows.linked)
+    }
+
+    /// Rows of a phase that a rank receives in a dispatch, and gives back in a combine.
+    fn received_rows(&self, name: PhaseName) -> f64 {
+        self.by_expert.filter(|_| !name.sorts()).map_or(self.counts.recv_total, |rows| rows.received)
+    }
+
+    /// The bytes of a phase with rows by expert. `is_relayed`: rows for other nodes are not among
+    /// those that pass links.
+    fn traffic(&self, phase: &Phase, rows: Selections, is_relayed: bool) -> Traffic {
+        let (name, us) = (phase.name, phase.call.avg_us);
+        let bytes = |rows: f64| rows * phase.row_bytes as f64;
+        let received = bytes(self.received_rows(name));
+        let (read_bytes, written_bytes) = match name.is_dispatch() {
+            true => (bytes(rows.sent_tokens), received),
+            // Tokens that go nowhere have sums, too.
+            false => (received, bytes(self.plan.tokens.into())),
+        };
+        let (copy_read_bytes, copy_written_bytes) = match name {
+            PhaseName::CombineStaged => (received, received),
+            _ if name.sorts() => (received, bytes(rows.received)),
+            _ => (0.0, 0.0),
+        };
+        let memory: Option<Vec<f64>> = self.times().map(|times| times.memory_ceiling).collect();
+        let memory_ceiling = memory.map(|ranks| mean(&ranks));
+        let at = |bytes: f64, ceiling: Option<f64>| match bytes {
+            0.0 => Some(0.0),
+            _ => ceiling.map(|gbps| bytes / gbps / 1e3),
+        };
+        let link_bytes = bytes(self.linked_rows(name));
+        // An interpreter has no ceilings, and its time over none says nothing.
+        let at = |bytes, ceiling| at(bytes, ceiling).filter(|_| !self.is_virtual);
+        let link_us = at(link_bytes, self.ceiling(name));
+        let memory_us = at(read_bytes + written_bytes, memory_ceiling);
+        let copy_us = at(copy_read_bytes + copy_written_bytes, memory_ceiling);
+        let ceiling_us = link_us.zip(memory_us).map(|(link, memory)| link.max(memory));
+        let ceiling_us =
+            ceiling_us.zip(copy_us).map(|(moved, copied)| moved + copied).filter(|_| !is_relayed);
+        Traffic {
+            link_bytes,
+            read_bytes,
+            written_bytes,
+            copy_read_bytes,
+            copy_written_bytes,
+            memory_ceiling,
+            link_us,
+            memory_us,
+            copy_us,
+            ceiling_us,
+            share: ceiling_us.map(|ceiling| ceiling / us),
+        }
     }
 
     /// The links' own speed with as many blocks, where that was measured.
@@ -218,9 +298,19 @@ impl Common<'_> {
         let back_to_back: Option<Vec<f64>> = ranks.iter().map(|times| times.back_to_back).collect();
         let back_to_back = back_to_back.map(|ranks| Spread::new(&ranks));
         let slowest = Some(Slowest::new(&samples));
-        let (kernel_us, wire, bandwidth, within) = (None, None, None, None);
-        let phase =
-            Phase { name, row_bytes, call, slowest, kernel_us, back_to_back, wire, bandwidth, within };
+        let (kernel_us, wire, bandwidth, within, traffic) = (None, None, None, None, None);
+        let phase = Phase {
+            name,
+            row_bytes,
+            call,
+            slowest,
+            kernel_us,
+            back_to_back,
+            wire,
+            bandwidth,
+            traffic,
+            within,
+        };
         let has_bandwidth = !self.is_virtual && self.plan.low_latency.is_none();
         Some(Phase { bandwidth: has_bandwidth.then(|| self.bandwidth(&phase)), ..phase })
     }
@@ -261,11 +351,11 @@ impl Common<'_> {
         let times = self.ranks.iter().flat_map(|rank| &rank.transport_us);
         let times: Vec<f64> = times.filter(|(phase, _)| *phase == alone).map(|(_, us)| *us).collect();
         let transport_us = (!times.is_empty()).then(|| mean(&times));
-        let slot_bytes = name.slot_bytes(row_bytes, self.plan.topk);
+        let slot_bytes = self.plan.slot_bytes(name);
         let rows = if name.is_dispatch() { self.counts.send_rdma } else { self.relayed };
         let mapped = self.ranks.iter().all(|rank| rank.mapped);
         let slots_over_links = if mapped { rows * slot_bytes as f64 } else { 0.0 };
-        let linked_bytes = self.remote_rows * row_bytes as f64 + slots_over_links;
+        let linked_bytes = self.linked_rows(name) * row_bytes as f64 + slots_over_links;
         let nvlink_us =
             if linked_bytes == 0.0 { Some(0.0) } else { ceiling.map(|ceiling| linked_bytes / ceiling / 1e3) };
         // An interpreter's time over a network's says nothing.
@@ -278,7 +368,11 @@ impl Common<'_> {
             puts: phases.iter().map(|phase| phase.wire.puts).sum::<u64>() as f64 / calls,
             transport_us,
             nvlink_us,
-            share: alone_us.zip(nvlink_us).map(|(transport, nvlink)| call.avg_us / (transport + nvlink)),
+            share: alone_us
+                .zip(nvlink_us)
+                // The sum has no time for a sort.
+                .filter(|_| !name.sorts())
+                .map(|(transport, nvlink)| call.avg_us / (transport + nvlink)),
         }
     }
 
@@ -288,11 +382,11 @@ impl Common<'_> {
         let bytes = |rows: f64| rows * phase.row_bytes as f64;
         let six = if phase.name.is_dispatch() { sent } else { sent.swapped() };
         Bandwidth {
-            links: gbps(bytes(self.remote_rows), us),
+            links: gbps(bytes(self.linked_rows(phase.name)), us),
             link_ceiling: self.ceiling(phase.name),
             wire: None,
             wire_ceiling: None,
-            deepep: gbps(bytes(sent.recv_total), us),
+            deepep: gbps(bytes(self.received_rows(phase.name)), us),
             nccl_ep: six.map(|rows| gbps(bytes(rows), us)),
             mscclpp: phase.back_to_back.map(|spread| {
                 let per_rank = gbps(bytes(self.plan.tokens.into()), spread.avg_us);

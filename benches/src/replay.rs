@@ -3,20 +3,21 @@
 use epoxide::throughput::{Detached, Step};
 use epoxide::{DType, Result, Tensor};
 use epoxide_testing::harness::Rank;
-use epoxide_testing::oracle;
 
-use crate::high_throughput::{Called, HighThroughput, RETURNED, ROWS};
+use crate::high_throughput::{Called, HighThroughput};
 use crate::measured::ReplayTimes;
 use crate::results::PhaseName;
 use crate::script::{Front, Script};
 
-/// The calls of each step.
-pub(crate) const STEPS: [&[PhaseName]; 5] = [
+/// The calls of each step; those with a sort are of plans with rows by expert.
+pub(crate) const STEPS: [&[PhaseName]; 7] = [
     &[PhaseName::DispatchCached],
     &[PhaseName::DispatchUncached],
     &[PhaseName::CombineInPool],
     &[PhaseName::CombineStaged],
     &[PhaseName::DispatchCached, PhaseName::CombineInPool],
+    &[PhaseName::DispatchCachedAndSort],
+    &[PhaseName::DispatchUncachedAndSort],
 ];
 
 /// Output of a step's call, written anew with every replay.
@@ -25,7 +26,7 @@ type Output = Called<Detached>;
 impl Script<'_, HighThroughput> {
     /// Captures every step, holds its replays against the oracle, and times them. Collective.
     pub fn replays(&mut self, chain: u32) -> Result<Vec<ReplayTimes>> {
-        STEPS.iter().map(|names| self.replay(names, chain)).collect()
+        self.plan.replayed().map(|names| self.replay(names, chain)).collect()
     }
 
     fn replay(&mut self, names: &[PhaseName], chain: u32) -> Result<ReplayTimes> {
@@ -35,6 +36,7 @@ impl Script<'_, HighThroughput> {
                 Ok(match calls.call(name, buffer, order)? {
                     Called::Rows(rows) => Output::Rows(Box::new(rows.detach())),
                     Called::Sums(sums) => Output::Sums(sums),
+                    Called::Sorted => Output::Sorted,
                 })
             };
             names.iter().map(record).collect::<Result<Vec<_>>>()
@@ -57,18 +59,18 @@ impl HighThroughput {
     /// Spoils what a step must write, replays it so many times without a wait, and compares what
     /// the last replay gave, bit for bit.
     fn verify_step(&mut self, step: &Step<Vec<Output>>, replays: u32, names: &[PhaseName]) -> Result<()> {
-        let (rig, calls) = (&mut self.rig, &self.calls);
-        let sources = oracle::recv_order(&self.case.routing, rig.rank);
         if names.iter().any(|name| !name.is_dispatch()) {
+            let calls = &self.calls;
             let in_pool = calls.place.combine_rows(DType::Bf16, calls.received, calls.hidden)?;
             let (given, other) = match names.contains(&PhaseName::CombineStaged) {
                 true => (&calls.staged, in_pool.tensor()),
                 false => (in_pool.tensor(), &calls.staged),
             };
             // Spoil the tensor that a combine must not read, or must overwrite first.
-            spoil(rig, other)?;
-            rig.write_returned(&self.case, RETURNED, &sources, given)?;
+            spoil(&self.rig, other)?;
+            self.give_back(given)?;
         }
+        let (rig, calls) = (&self.rig, &self.calls);
         for output in step.output() {
             match output {
                 Output::Sums(sums) => spoil(rig, sums)?,
@@ -77,6 +79,7 @@ impl HighThroughput {
                     spoil(rig, &rows.recv_x)?;
                     rows.recv_x_scales.iter().try_for_each(|scales| spoil(rig, scales))?;
                 }
+                Output::Sorted => calls.by_expert.iter().try_for_each(|it| it.poison(rig))?,
             }
         }
         (0..replays).try_for_each(|_| step.launch(&rig.stream))?;
@@ -84,11 +87,9 @@ impl HighThroughput {
         for (name, output) in names.iter().zip(step.output()) {
             let what = format!("{} of {replays} replays", name.text());
             match output {
-                Output::Rows(rows) => {
-                    let rows = rows.at(&self.calls.place)?;
-                    self.rig.check_received(&self.case, ROWS, &sources, &what, rows)?;
-                }
+                Output::Rows(rows) => self.check_rows(&what, rows)?,
                 Output::Sums(sums) => self.check_sums(&what, sums)?,
+                Output::Sorted => self.check_sorted(&what)?,
             }
         }
         self.no_failure()

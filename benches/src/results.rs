@@ -89,6 +89,9 @@ pub struct Point {
     pub phases: Vec<Phase>,
     /// Host's clock: an exact-size dispatch returns after this.
     pub exact_dispatch_returns: Distribution,
+    /// Dispatches by expert beside those whose rows are sorted behind them; empty in other points.
+    #[serde(default)]
+    pub by_expert: Vec<BesideSort>,
     /// Replays of captured steps; empty where none were asked for.
     #[serde(default)]
     pub graph: Vec<Replays>,
@@ -144,14 +147,16 @@ pub struct Key {
     /// Rows of a put; likewise.
     #[serde(default)]
     pub rdma_send: Option<u32>,
-    /// Low latency: row type of combine; missing in the other modes, as the next five.
+    /// Low latency: row type of combine; missing in the other modes, as the next five but for rows
+    /// by expert.
     #[serde(default)]
     pub combine_dtype: Option<String>,
     /// Rows that combine takes, as [`ReturnPath::text`](crate::ReturnPath::text) names them; missing:
     /// by expert.
     #[serde(default)]
     pub combine_rows: Option<String>,
-    /// Rows come by expert as well, in segments that begin at multiples of this.
+    /// Rows come by expert, in segments that begin at multiples of this; in low latency by rank as
+    /// well.
     #[serde(default)]
     pub rows_by_expert: Option<u32>,
     /// Tokens of a rank that are complete together.
@@ -225,9 +230,54 @@ pub struct Phase {
     pub wire: Option<OnWire>,
     /// Bandwidths; `null` on the virtual GPU and in low latency.
     pub bandwidth: Option<Bandwidth>,
+    /// Bytes that it moves, where rows come by expert in high throughput.
+    #[serde(default)]
+    pub traffic: Option<Traffic>,
     /// Where the time of a kernel goes, in low latency.
     #[serde(default)]
     pub within: Option<Within>,
+}
+
+/// Bytes that a call moves for a rank, the least that can be, means over ranks; and their time at
+/// the ceilings of the same run. Scales are part of a row. Metadata is not counted, nor are slots
+/// between nodes, which [`OnWire`] has.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Traffic {
+    /// Over the links: out of a rank in a dispatch, into it in a combine.
+    pub link_bytes: f64,
+    /// Read in a rank's memory by the dispatch or the combine, of whichever rank.
+    pub read_bytes: f64,
+    /// Written in a rank's memory by the dispatch or the combine, of whichever rank.
+    pub written_bytes: f64,
+    /// Read by the copy that follows a dispatch, or precedes a combine; 0 where there is none.
+    pub copy_read_bytes: f64,
+    /// Written by the copy.
+    pub copy_written_bytes: f64,
+    /// GB/s that a plain copy within the device's memory reads and writes; missing where not
+    /// measured, as on the virtual GPU.
+    pub memory_ceiling: Option<f64>,
+    /// `link_bytes` at the ceiling of the links; likewise.
+    pub link_us: Option<f64>,
+    /// `read_bytes` and `written_bytes` at the ceiling of the memory.
+    pub memory_us: Option<f64>,
+    /// The copy's bytes at the same ceiling.
+    pub copy_us: Option<f64>,
+    /// The longer one of `link_us` and `memory_us`, and `copy_us`: the copy does not overlap.
+    /// Missing where rows are relayed between nodes, whose time is under `wire`.
+    pub ceiling_us: Option<f64>,
+    /// `ceiling_us` over the mean call: 1 is the ceiling, 0.91 is 10 % above it.
+    pub share: Option<f64>,
+}
+
+/// A dispatch by expert beside an ordinary one whose rows are sorted, medians of the slowest rank.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct BesideSort {
+    /// The dispatch.
+    pub name: PhaseName,
+    /// By expert.
+    pub by_expert_us: f64,
+    /// The ordinary one, and the kernel that copies its rows to their segments.
+    pub dispatch_and_sort_us: f64,
 }
 
 /// When the last block of a low-latency kernel has done something, from the start of the first one
@@ -292,6 +342,11 @@ pub enum PhaseName {
     CombineInPool,
     /// Combine of rows that are copied into the pool first.
     CombineStaged,
+    /// Ordinary dispatch along a known routing, and a kernel that copies its rows to their experts'
+    /// segments.
+    DispatchCachedAndSort,
+    /// The same behind a dispatch with count exchange.
+    DispatchUncachedAndSort,
     /// Low-latency dispatch: replays of a graph of one.
     LowLatencyDispatch,
     /// The combine that answers it.
@@ -306,20 +361,33 @@ impl PhaseName {
         PhaseName::CombineInPool,
         PhaseName::CombineStaged,
     ];
+    /// Those of high throughput with rows by expert.
+    pub const BY_EXPERT: [PhaseName; 6] = [
+        PhaseName::DispatchCached,
+        PhaseName::DispatchUncached,
+        PhaseName::CombineInPool,
+        PhaseName::CombineStaged,
+        PhaseName::DispatchCachedAndSort,
+        PhaseName::DispatchUncachedAndSort,
+    ];
     /// Those of low latency.
     pub const LOW_LATENCY: [PhaseName; 2] = [PhaseName::LowLatencyDispatch, PhaseName::LowLatencyCombine];
 
     /// All, in order.
     pub fn all() -> impl Iterator<Item = PhaseName> {
-        Self::HIGH_THROUGHPUT.into_iter().chain(Self::LOW_LATENCY)
+        Self::BY_EXPERT.into_iter().chain(Self::LOW_LATENCY)
     }
 
     /// Bytes on the wire of a row of `row_bytes`, scales included, with what else its slot holds.
     pub fn slot_bytes(self, row_bytes: u64, topk: u32) -> u64 {
         let row_bytes = row_bytes as u32;
         u64::from(match self {
-            PhaseName::DispatchCached => SlotShape::new(row_bytes, 0, None).bytes,
-            PhaseName::DispatchUncached => SlotShape::new(row_bytes, 0, Some(topk)).bytes,
+            PhaseName::DispatchCached | PhaseName::DispatchCachedAndSort => {
+                SlotShape::new(row_bytes, 0, None).bytes
+            }
+            PhaseName::DispatchUncached | PhaseName::DispatchUncachedAndSort => {
+                SlotShape::new(row_bytes, 0, Some(topk)).bytes
+            }
             PhaseName::CombineInPool | PhaseName::CombineStaged => combine_slot_bytes(row_bytes, 0),
             // Its messages have no slots.
             PhaseName::LowLatencyDispatch | PhaseName::LowLatencyCombine => row_bytes,
@@ -333,6 +401,8 @@ impl PhaseName {
             PhaseName::DispatchUncached => "dispatch uncached",
             PhaseName::CombineInPool => "combine in pool",
             PhaseName::CombineStaged => "combine staged",
+            PhaseName::DispatchCachedAndSort => "cached + sort",
+            PhaseName::DispatchUncachedAndSort => "uncached + sort",
             PhaseName::LowLatencyDispatch => "dispatch",
             PhaseName::LowLatencyCombine => "combine",
         }
@@ -341,7 +411,26 @@ impl PhaseName {
     /// True for dispatches.
     pub fn is_dispatch(self) -> bool {
         use PhaseName::{DispatchCached, DispatchUncached, LowLatencyDispatch};
-        matches!(self, DispatchCached | DispatchUncached | LowLatencyDispatch)
+        matches!(self, DispatchCached | DispatchUncached | LowLatencyDispatch) || self.sorts()
+    }
+
+    /// True where a kernel sorts the rows of an ordinary dispatch behind it.
+    pub fn sorts(self) -> bool {
+        matches!(self, PhaseName::DispatchCachedAndSort | PhaseName::DispatchUncachedAndSort)
+    }
+
+    /// True where counts are exchanged in front of the rows.
+    pub fn counts(self) -> bool {
+        matches!(self, PhaseName::DispatchUncached | PhaseName::DispatchUncachedAndSort)
+    }
+
+    /// The same dispatch with a sort behind it.
+    fn with_sort(self) -> Option<PhaseName> {
+        match self {
+            PhaseName::DispatchCached => Some(PhaseName::DispatchCachedAndSort),
+            PhaseName::DispatchUncached => Some(PhaseName::DispatchUncachedAndSort),
+            _ => None,
+        }
     }
 }
 
@@ -611,12 +700,26 @@ impl Point {
         self.phases.iter().find(|phase| phase.name == name)
     }
 
+    /// Each dispatch by expert beside the one with a sort that was measured with it.
+    pub(crate) fn beside_sort(&self) -> Vec<BesideSort> {
+        let median = |name: PhaseName| Some(self.phase(name)?.slowest.as_ref()?.p50_us);
+        let beside = |phase: &Phase| {
+            Some(BesideSort {
+                name: phase.name,
+                by_expert_us: median(phase.name)?,
+                dispatch_and_sort_us: median(phase.name.with_sort()?)?,
+            })
+        };
+        self.phases.iter().filter_map(beside).collect()
+    }
+
     /// Adds another run of the same measurement.
     pub fn add_runs(&mut self, more: Point) {
         let of = self.runs.len().max(1) as f64;
         for (phase, more) in self.phases.iter_mut().zip(&more.phases) {
             phase.add_run(more, of);
         }
+        self.by_expert = self.beside_sort();
         for (step, more) in self.graph.iter_mut().zip(&more.graph) {
             step.alone = step.alone.with(&more.alone);
             step.chained = step.chained.with(&more.chained);
@@ -674,6 +777,14 @@ impl Phase {
             wire.nvlink_us = joined_if(wire.nvlink_us, more.nvlink_us, of);
             wire.share = joined_if(wire.share, more.share, of);
             wire.puts = joined(wire.puts, more.puts, of);
+        }
+        if let Some((traffic, more)) = self.traffic.as_mut().zip(more.traffic.as_ref()) {
+            traffic.memory_ceiling = joined_if(traffic.memory_ceiling, more.memory_ceiling, of);
+            traffic.link_us = joined_if(traffic.link_us, more.link_us, of);
+            traffic.memory_us = joined_if(traffic.memory_us, more.memory_us, of);
+            traffic.copy_us = joined_if(traffic.copy_us, more.copy_us, of);
+            traffic.ceiling_us = joined_if(traffic.ceiling_us, more.ceiling_us, of);
+            traffic.share = joined_if(traffic.share, more.share, of);
         }
         if let Some((bandwidth, more)) = self.bandwidth.as_mut().zip(more.bandwidth.as_ref()) {
             bandwidth.links *= call;

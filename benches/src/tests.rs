@@ -26,6 +26,7 @@ pub fn plan(line: &str) -> Plan {
         experts: 8,
         topk: 2,
         dtype: DType::Bf16,
+        rows_by_expert: None,
         num_sms: vec![2],
         rdma_send: 16,
         rdma_recv: 128,
@@ -66,6 +67,7 @@ pub fn plan(line: &str) -> Plan {
             "--experts" => plan.experts = number(),
             "--topk" => plan.topk = number(),
             "--dtype" => plan.dtype = if pair[1] == "fp8" { DType::Fp8E4m3 } else { DType::Bf16 },
+            "--rows-by-expert" => plan.rows_by_expert = Some(number()),
             "--num-sms" => plan.num_sms = pair[1].split(',').map(|sms| sms.parse().unwrap()).collect(),
             "--rdma-send" => plan.rdma_send = number(),
             "--iters" => plan.iters = number(),
@@ -256,4 +258,45 @@ fn bytes_on_the_wire_that_the_layout_does_not_predict_end_the_benchmark() {
     ranks[0].times[0].phases[2].wire.bytes += 16;
     let message = points::points(&plan, &ranks).unwrap_err().to_string();
     assert!(message.contains("rank 0") && message.contains("combine in pool"), "{message}");
+}
+
+/// The run itself compares the rows of each dispatch, sort and replay with the oracle.
+#[test]
+fn rows_by_expert_are_measured_beside_a_sort() {
+    let lines = [
+        ("--ranks-per-node 3 --experts 9 --topk 4 --tokens 5 --dtype fp8 --hidden 256", "--graph 2"),
+        ("--ranks-per-node 1 --masked 1.0", ""),
+        ("--nodes 2 --ranks-per-node 2 --num-sms 4 --transport shm --repeat 2", ""),
+        ("--nodes 2 --ranks-per-node 1 --num-sms 4 --dtype fp8 --hidden 256 --transport direct", "--graph 2"),
+        ("--num-sms 2,4 --masked 0.3", "--graph 2"),
+    ];
+    for (line, graph) in tier::sample(lines) {
+        let plan = plan(&format!("{line} {graph} --rows-by-expert 4"));
+        let (points, _) = measure(&plan, open, &()).unwrap();
+        let ids: Vec<Vec<i64>> = (0..plan.topology.ranks()).map(|rank| plan.routing(rank)).collect();
+        let selected = ids.iter().flatten().filter(|id| **id >= 0).count() as f64;
+        let per_rank = f64::from(plan.topology.ranks());
+        for point in &points {
+            assert_eq!((point.key.rows_by_expert, point.by_expert.len()), (Some(4), 2), "{line}");
+            let names: Vec<PhaseName> = point.phases.iter().map(|phase| phase.name).collect();
+            assert_eq!(names, PhaseName::BY_EXPERT, "{line}");
+            for phase in &point.phases {
+                let of = phase.traffic.unwrap();
+                let written = if phase.name.sorts() { of.copy_written_bytes } else { of.written_bytes };
+                if phase.name.is_dispatch() {
+                    assert_eq!(written * per_rank, selected * phase.row_bytes as f64, "{line}");
+                }
+                assert_eq!(phase.kernel_us.is_none(), phase.name.sorts(), "{line}");
+                assert!(of.ceiling_us.is_none() && of.memory_ceiling.is_none(), "{line}");
+            }
+            for beside in &point.by_expert {
+                let slowest = point.phase(beside.name).and_then(|phase| phase.slowest.as_ref());
+                assert_eq!(Some(beside.by_expert_us), slowest.map(|times| times.p50_us), "{line}");
+            }
+            if !graph.is_empty() {
+                let steps: Vec<String> = point.graph.iter().map(|step| step.text()).collect();
+                assert_eq!(steps[5..], ["cached + sort", "uncached + sort"], "{line}");
+            }
+        }
+    }
 }

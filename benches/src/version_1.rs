@@ -50,6 +50,7 @@ impl From<LowLatencyV1> for Point {
             back_to_back: None,
             wire: None,
             bandwidth: None,
+            traffic: None,
             within: Some(within),
         };
         let iters = old.dispatch.samples_us.len() / old.runs.len().max(1);

@@ -13,9 +13,9 @@ pub use crate::ep::throughput::{CeilingShape, Direction, Fields, Tuning};
 pub use crate::ep::topology::Topology;
 pub use crate::virtual_time::{Membership, VirtualTime, as_member};
 
-use crate::Result;
 use crate::ep::{low_latency, throughput};
 use crate::group::ProcessGroup;
+use crate::{Result, StreamOrder, Tensor, TypedTensor};
 
 /// Drivers and their raw handles.
 pub mod driver {
@@ -116,6 +116,25 @@ pub fn launch_ceiling(
     stream: &crate::driver::Stream,
 ) -> Result<()> {
     buffer.launch_ceiling(direction, shape, stream)
+}
+
+/// Copies received rows into `out`, `[num_out_rows, hidden]`, and their scales into the second of
+/// the pair, `[num_out_rows, num_scales]`: row r to each row of `places[r]`, `[num_rows, num_topk]`,
+/// and nowhere for -1. Only this rank takes part, and the call can be captured. The first call loads
+/// the kernel: no operation may be under way then.
+///
+/// # Errors
+/// [`Error::DType`](crate::Error::DType), [`Error::Shape`](crate::Error::Shape) and
+/// [`Error::Argument`](crate::Error::Argument) where a tensor breaks a rule;
+/// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten the rows.
+pub fn copy_by_expert(
+    buffer: &mut throughput::Buffer,
+    received: &throughput::Received<'_>,
+    places: &TypedTensor<'_, i32>,
+    out: (&Tensor<'_>, Option<&TypedTensor<'_, f32>>),
+    order: StreamOrder<'_>,
+) -> Result<()> {
+    buffer.copy_by_expert(received, places, out, order).map(drop)
 }
 
 /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every other

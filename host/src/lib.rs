@@ -131,7 +131,7 @@
 //! | counts of experts | `num_recv_tokens_per_expert`: *selections*, so that a token which names an expert twice counts twice; each count is rounded up to `expert_alignment`, and no row is added for that | `expert_counts` i32 `[local_experts]`: *rows*, so that such a token counts once |
 //! | tokens of rows | `recv_src_idx` i32 `[received]` | `src_info` i32 `[local_experts, rows]` |
 //! | what combine weighs | nothing: give it rows that are weighted and summed over this rank's experts | `by_expert`: each expert's row times the weight of each entry that names it, or `unweighted`; `by_row` and `in_pool`: nothing, as in the other mode |
-//! | sums | `combined_x` `[tokens, hidden]`, bf16, f16 or f32, in FP32 in rank order, 0 for a token that went nowhere | `x` `[tokens, hidden]`, bf16, the same way |
+//! | sums | `combined_x` `[tokens, hidden]`, bf16, f16 or f32, in FP32 in rank order, 0 for a token that went nowhere | `x` `[tokens, hidden]`, of [`Options::combine_dtype`](low_latency::Options::combine_dtype), the same way |
 //! | valid until | rows: the next dispatch to their [`Place`](throughput::Place); handle and sums: dropped | rows: their combine; sums: the next dispatch to their [`Place`](low_latency::Place) |
 //!
 //! # Lifetime of memory

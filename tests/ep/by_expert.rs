@@ -6,11 +6,12 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::internal::copy_by_expert;
 use epoxide::throughput::{Buffer, CombineRequest, Counts, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{NodeLinks, Rank, Setup};
+use epoxide_testing::harness::{NodeLinks, POISON, Rank, Setup};
 use epoxide_testing::ids::{Ids, Logical};
 use epoxide_testing::oracle::{self, Routing, Style};
 use epoxide_testing::payload::rng_of;
@@ -178,8 +179,83 @@ fn arguments_are_checked() {
         let handle = rank.dispatch(place, request(&x, &valid.layout))?.handle;
         let weighted = CombineRequest::new(&rows, &handle).weights(&weights);
         refused(rank.combine(weighted), &["weights = another tensor", "as topk_weights"]);
+        let bytes = Tensor::alloc(rank.device(), DType::U8, &[16, 16])?;
+        refused(
+            rank.combine(CombineRequest::new(&bytes, &handle)),
+            &["x has dtype u8", "bf16", "f32", "f16"],
+        );
         Ok(())
     });
+}
+
+/// The benchmark holds dispatches by expert against an ordinary one with this copy behind it.
+#[test]
+fn received_rows_are_copied_to_segments() {
+    let fp8 = Case { dtype: DType::Fp8E4m3, ..case(&[9, 0, 14], 5, 9, Style::WithHoles) };
+    for case in [
+        case(&[12, 7], 6, 4, Style::Repeats),
+        Case { row_bytes: 14336 + 48, ..case(&[5, 6], 32, 40, Style::DistinctTopK) },
+        Case { scales: Scales::Columns(3), ..fp8.clone() },
+        Case { scales: Scales::Columns(36), row_bytes: 4096 + 512, ..fp8 },
+    ] {
+        let mut setup = case.setup_by_expert(8);
+        setup.device.checker = Some(Checker::new(CheckConfig::default()));
+        setup.run(|rank| {
+            let plan = oracle::by_expert(&case.routing, rank.rank, 8);
+            let sources = oracle::recv_order(&case.routing, rank.rank);
+            let (rows, topk) = (plan.rows.len() as u64, case.routing.num_topk);
+            let shape = [sources.len() as u64, topk.into()];
+            let places = TypedTensor::from_host(&rank.stream, &shape, &plan.places(&sources, topk))?;
+            let out = Tensor::alloc(rank.device(), case.dtype, &[rows, case.hidden()])?;
+            let scales =
+                Tensor::alloc(rank.device(), DType::F32, &[rows, case.scale_bytes() / 4])?.typed()?;
+            let scales = (case.scale_bytes() > 0).then_some(&scales);
+
+            let (topk_idx, _) = rank.topk(&case)?;
+            let layout = rank.layout(&topk_idx, case.routing.num_experts)?;
+            let (x, x_scales) = rank.payload(&case, 1)?;
+            let request = x_scales.iter().fold(DispatchRequest::new(&x, &layout), DispatchRequest::scales);
+            let mut place = rank.place()?;
+            let stream = rank.stream.clone();
+            let order = StreamOrder::on(&stream);
+            let received = rank.buffer.dispatch(&mut place, request, order)?;
+            // Padding keeps what it holds.
+            rank.stream.synchronize()?;
+            rank.poison(&out)?;
+            copy_by_expert(&mut rank.buffer, &received, &places, (&out, scales), order)?;
+            let of_scales = scales.map(|scales| &**scales);
+            rank.check_segments(&case, 1, &plan, "copy", (&out, of_scales))?;
+            rank.outcome()?;
+            assert_eq!(rank.take_failure(), None);
+            // The comparison can fail.
+            rank.check_segments(&case, 2, &plan, "rows of another turn", (&out, of_scales))?;
+            assert_eq!(rank.take_failure().is_some(), plan.rows.iter().any(Option::is_some));
+            for row in (0..plan.rows.len()).filter(|row| plan.rows[*row].is_none()) {
+                let got = rank.row_of(&out, row)?;
+                rank.equal("padding", &got, &vec![POISON; case.row_bytes as usize]);
+            }
+
+            // Tensors that do not fit are named.
+            let mut refuse = |places: &TypedTensor<'_, i32>, out: (&Tensor<'_>, _), parts: &[&str]| {
+                refused(copy_by_expert(&mut rank.buffer, &received, places, out, order), parts);
+            };
+            let more =
+                TypedTensor::from_host(&rank.stream, &[shape[0] + 1, 1], &vec![-1; sources.len() + 1])?;
+            refuse(&more, (&out, scales), &["places = ", "at most the"]);
+            let wide = Tensor::alloc(rank.stream.device(), case.dtype, &[rows, 2 * case.hidden()])?;
+            refuse(&places, (&wide, scales), &["out has shape"]);
+            let other = Tensor::alloc(rank.stream.device(), DType::F32, &[rows, case.hidden()])?;
+            refuse(&places, (&other, scales), &["out has dtype f32"]);
+            match scales {
+                Some(_) => refuse(&places, (&out, None), &["out_scales = none", "scales came with each row"]),
+                None => {
+                    let none = Tensor::alloc(rank.stream.device(), DType::F32, &[rows, 1])?.typed()?;
+                    refuse(&places, (&out, Some(&none)), &["out_scales has shape", "num_scales = 0"]);
+                }
+            }
+            Ok(())
+        });
+    }
 }
 
 /// Nodes of so many ranks.
@@ -350,8 +426,16 @@ fn replay(links: Option<NodeLinks>) {
                 let (columns, per_node) = (row.len(), links.map(|links| links.ranks_per_node));
                 let (routing, ones) = (&case.routing, [1.0; 3]);
                 let made = |_, _| row.clone();
-                let sum =
-                    oracle::combine_by_expert(routing, rank.rank, token, columns, &ones, per_node, made);
+                let sum = oracle::combine_by_expert(
+                    routing,
+                    rank.rank,
+                    token,
+                    columns,
+                    &ones,
+                    per_node,
+                    DType::Bf16,
+                    made,
+                );
                 let expected: Vec<half::bf16> = sum.into_iter().map(half::bf16::from_f32).collect();
                 let got: Vec<half::bf16> = epoxide_testing::payload::values_of(&got);
                 let equal = got

@@ -83,9 +83,17 @@ pub fn routed(tokens: &[u32], (topk, local_experts, style, seed, ids): Draws) ->
 pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)>) -> impl Strategy<Value = Case> {
     let routing = (ranks, draws(8)).prop_map(|((tokens, nodes), draws)| (routed(&tokens, draws), nodes));
     // Odd multiples of 16 bytes: rows that are not aligned to more.
-    let seeds = (any::<u64>(), any::<Option<u64>>());
+    let seeds = (any::<u64>(), any::<Option<u64>>(), any::<Option<u64>>());
     (routing, 1..=8u32, 1..=128u32, payload(), 0..=31u32, tuning(), seeds).prop_map(
-        |(routing, num_channels, expert_alignment, (dtype, scales), half, tuning, (seed, schedule_seed))| {
+        |(
+            routing,
+            num_channels,
+            expert_alignment,
+            (dtype, scales),
+            half,
+            tuning,
+            (seed, schedule_seed, sms),
+        )| {
             let ((routing, ids), nodes) = routing;
             Case {
                 routing,
@@ -100,6 +108,7 @@ pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)>) -> impl
                 tuning,
                 seed,
                 schedule_seed,
+                sms_seed: sms.filter(|_| nodes.is_none()),
             }
         },
     )

@@ -16,6 +16,7 @@ mod overlap;
 mod own_memory;
 mod payloads;
 mod promises;
+mod sms;
 mod spread;
 mod survivors;
 mod turns;

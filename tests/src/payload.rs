@@ -145,6 +145,24 @@ pub fn rounded(dtype: DType, value: f32) -> f32 {
     }
 }
 
+/// The bytes of numbers as FP32, or rounded to F16 or BF16.
+pub fn rounded_bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
+    match dtype {
+        DType::F32 => bytes_of(values),
+        DType::F16 => bytes_of(&values.iter().map(|&value| f16::from_f32(value)).collect::<Vec<_>>()),
+        _ => bytes_of(&values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>()),
+    }
+}
+
+/// The numbers that bytes of FP32, F16 or BF16 hold, exactly.
+pub fn numbers_of(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    match dtype {
+        DType::F32 => values_of(bytes),
+        DType::F16 => values_of::<f16>(bytes).into_iter().map(f16::to_f32).collect(),
+        _ => values_of::<bf16>(bytes).into_iter().map(bf16::to_f32).collect(),
+    }
+}
+
 /// The bytes of values, as they lie in memory.
 pub fn bytes_of<T: bytemuck::Pod>(values: &[T]) -> Vec<u8> {
     bytemuck::cast_slice(values).to_vec()

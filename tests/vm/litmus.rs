@@ -13,8 +13,8 @@ use epoxide_testing::litmus::program::{Form, Program};
 use epoxide_testing::litmus::table::{NEVER_REACHED, NOT_SHOWN, RACY_ELSEWHERE, TESTS, Test, Verdict};
 use epoxide_testing::tier;
 use epoxide_vgpu::{
-    Argument, Array, CheckConfig, DeviceConfig, FaultKind, GridConfig, Machine, MachineError, Module,
-    Schedule,
+    Argument, Array, CheckConfig, Coverage, DeviceConfig, Explore, FaultKind, GridConfig, Machine,
+    MachineError, Module, Schedule,
 };
 
 /// Most warp instructions of a run without progress.
@@ -98,12 +98,16 @@ fn on_all_devices(machine: &Machine, buf: Array<u32>) -> Vec<Array<u32>> {
     std::iter::once(buf).chain(near).collect()
 }
 
-/// Runs a test once.
+/// Runs a test once, under a seed.
 fn run(ready: &Ready, seed: u64, races: bool) -> RunOutcome {
-    let Ready { program, modules, .. } = ready;
     let schedule = if seed.is_multiple_of(2) { Schedule::Random } else { Schedule::Preemptions(3) };
     let config = DeviceConfig { schedule_seed: Some(seed), schedule, ..DeviceConfig::default() };
-    let mut machine = ready.machine(config, races, 1);
+    run_on(ready, ready.machine(config, races, 1))
+}
+
+/// Runs a test once, on a machine of its own.
+fn run_on(ready: &Ready, mut machine: Machine) -> RunOutcome {
+    let Ready { program, modules, .. } = ready;
     let mut words = vec![0u32; BYTES as usize / 4];
     words[RESULTS as usize / 4..].fill(NO_RESULT);
     program.initial.iter().for_each(|&(at, v)| words[at as usize / 4] = v);
@@ -208,6 +212,90 @@ fn weak_memory_shows_what_the_model_allows() {
     let [rarest, guards] = [rarest, rarest_guards].map(|seed| seed.into_inner() + 1);
     println!("the rarest outcome took {rarest} runs, the rarest guards {guards}");
     assert!(wrong.is_empty(), "outcomes that are not as the table says:\n{}", wrong.join("\n"));
+}
+
+/// Whether the threads of a test are lanes of one warp. Explorations leave the order of lanes
+/// alone.
+fn is_of_one_warp(test: &Test) -> bool {
+    test.text.split(['‖', ';', ':']).any(|step| step == "b")
+}
+
+/// Outcomes that the runs of a test's exploration have shown.
+struct Shown {
+    runs: u64,
+    coverage: Coverage,
+    met: bool,
+    reached: bool,
+    raced: bool,
+}
+
+fn explore(test: &'static Test, runs: u64, races: bool) -> Shown {
+    let ready = Ready::new(test, Form::Explored);
+    let (mut met, mut reached, mut raced) = (false, false, false);
+    let explored = Explore::new().runs(runs).run(|path| {
+        let config = DeviceConfig { schedule_seed: Some(0), ..DeviceConfig::default() };
+        let outcome = run_on(&ready, ready.machine(config, races, 1).explored(path));
+        met |= outcome == RunOutcome::Met;
+        reached |= matches!(outcome, RunOutcome::Met | RunOutcome::Reached);
+        raced |= outcome == RunOutcome::Race;
+        Ok::<(), ()>(())
+    });
+    Shown { runs: explored.runs, coverage: explored.coverage, met, reached, raced }
+}
+
+/// Runs of an exploration at the most. The largest complete one takes 6,802.
+const EXPLORED_RUNS: u64 = 10_000;
+
+/// Tests of which the number of runs does not cover every schedule: the moves of a bulk copy depend
+/// on everything else.
+const NOT_COVERED: [u32; 5] = [48, 49, 53, 54, 60];
+
+/// Where an exploration is complete, the outcomes are those that weak memory has here, and no
+/// others: a forbidden one is shown to be absent, and an allowed one is there.
+#[test]
+fn explorations_show_every_outcome_and_no_forbidden_one() {
+    let most = AtomicU64::new(0);
+    let wrong = all_tests(|test| {
+        if is_of_one_warp(test) {
+            return None;
+        }
+        let covered = !NOT_COVERED.contains(&test.number);
+        let expected = test.verdict != Verdict::Forbidden && NOT_SHOWN.iter().all(|(n, _)| *n != test.number);
+        let reachable = NEVER_REACHED.iter().all(|(n, _)| *n != test.number);
+        let runs = if covered { EXPLORED_RUNS } else { tier::pick(500, EXPLORED_RUNS) };
+        let weak = explore(test, runs, false);
+        let right = match covered {
+            true => weak.met == expected && weak.reached == reachable,
+            // Some of the schedules may show an outcome, and none a forbidden one.
+            false => !weak.met || expected,
+        };
+        most.fetch_max(if covered { weak.runs } else { 0 }, Ordering::Relaxed);
+        let Shown { runs, coverage, met, reached, .. } = weak;
+        (!right || coverage.is_complete() != covered).then(|| {
+            format!(
+                "#{} {} {:?}: {runs} runs, {coverage}; met: {met}, guards passed: {reached}",
+                test.number, test.text, test.verdict
+            )
+        })
+    });
+    println!("the largest exploration took {} runs", most.into_inner());
+    assert!(wrong.is_empty(), "explorations that are not as the table says:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn explorations_report_every_race_and_no_other() {
+    let wrong = all_tests(|test| {
+        if is_of_one_warp(test) {
+            return None;
+        }
+        let due = test.verdict == Verdict::Racy || elsewhere(test);
+        let covered = !NOT_COVERED.contains(&test.number);
+        let runs = if covered { EXPLORED_RUNS } else { tier::pick(500, EXPLORED_RUNS) };
+        let Shown { runs, coverage, raced, .. } = explore(test, runs, true);
+        let right = raced == due && (coverage.is_complete() || !covered);
+        (!right).then(|| format!("#{} {}: {runs} runs, {coverage}; raced: {raced}", test.number, test.text))
+    });
+    assert!(wrong.is_empty(), "races that are not as the table says:\n{}", wrong.join("\n"));
 }
 
 /// Instances of a run: those that passed the guards, those that met the condition, and those whose

@@ -405,6 +405,12 @@ pub enum FaultKind {
         /// The error.
         message: String,
     },
+    /// `wgmma` was misused: by warps that are not together, without a fence or a wait, or with a bad
+    /// matrix descriptor.
+    Wgmma {
+        /// The error.
+        message: String,
+    },
     /// A block ended while a bulk copy of its own may still have used its shared memory.
     CopyOutlivesBlock {
         /// The error.
@@ -457,6 +463,7 @@ impl FaultKind {
             FaultKind::AbsentMembers { .. } => "absent-members",
             FaultKind::Mbarrier { .. } => "mbarrier",
             FaultKind::BulkCopy { .. } => "bulk-copy",
+            FaultKind::Wgmma { .. } => "wgmma",
             FaultKind::CopyOutlivesBlock { .. } => "copy-outlives-block",
             FaultKind::Race(race) if race.class == Class::Proxy => "missing-proxy-fence",
             FaultKind::Race(_) => "race",
@@ -484,6 +491,7 @@ impl FaultKind {
             | FaultKind::BadMemberMask { .. }
             | FaultKind::AbsentMembers { .. }
             | FaultKind::Mbarrier { .. }
+            | FaultKind::Wgmma { .. }
             | FaultKind::Deadlock(_)
             | FaultKind::Livelock { .. } => Class::Synchronisation,
             FaultKind::Trap | FaultKind::Unsupported(_) => Class::Stopped,
@@ -532,6 +540,7 @@ impl fmt::Display for FaultKind {
             FaultKind::BulkCopy { message } | FaultKind::CopyOutlivesBlock { message } => {
                 write!(f, "bulk copy: {message}")
             }
+            FaultKind::Wgmma { message } => write!(f, "wgmma: {message}"),
             FaultKind::Race(race) => write!(f, "{race}"),
             FaultKind::Unwritten { space, label, offset, part, bytes } => {
                 let place = Spot { label, offset: *offset, part };
@@ -697,6 +706,14 @@ pub enum WaitingFor {
         /// Phase bit.
         phase: u32,
     },
+    /// Another warp of its warpgroup, which has not come to the products that `wgmma.wait_group`
+    /// waits for.
+    Warpgroup {
+        /// Index of that warp within the block.
+        warp: u32,
+        /// The last group of products to wait for, from 1.
+        group: u32,
+    },
     /// A word in memory that it reads again and again.
     Memory {
         /// Address.
@@ -721,6 +738,9 @@ impl fmt::Display for WaitingFor {
                 "waits on mbarrier at shared offset {offset:#x}: phase {phase}, {pending} arrivals and \
                  {pending_bytes} bytes missing"
             ),
+            WaitingFor::Warpgroup { warp, group } => {
+                write!(f, "waits for warp {warp} of its warpgroup to commit the wgmma group {group}")
+            }
             WaitingFor::Memory { addr, value } => {
                 write!(f, "spins on {addr:#x}, last value {value:#x} ({value})")
             }

@@ -1,5 +1,7 @@
 //! A launched kernel: blocks, their warps, and the scheduler that lets the warps take turns.
 
+mod stepped;
+
 use std::collections::VecDeque;
 
 use crate::check::block::BlockCheck;
@@ -9,6 +11,7 @@ use crate::check::{CausalPast, Checker, Past, Timeline};
 use crate::coverage;
 use crate::device::{Clock, DeviceConfig, GridConfig, Schedule};
 use crate::exec::bulk_queue::BulkQueue;
+use crate::exec::copies::CopyQueue;
 use crate::exec::state::{SHARED_BASE, SharedMemory};
 use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp};
 use crate::fault::{
@@ -19,6 +22,8 @@ use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::seeds::{Rng, mix};
 use std::sync::Arc;
+
+pub(crate) use stepped::Step;
 
 /// Slices of a run among which preemptions are drawn.
 const PREEMPTION_SPAN: u64 = 20_000;
@@ -106,7 +111,7 @@ struct GridCheck {
     strict_exits: bool,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct WarpRef {
     block: u32,
     warp: u32,
@@ -151,7 +156,7 @@ pub struct Grid {
     /// Initial registers that all warps share. A warp copies those of them that it may read before
     /// it writes them.
     registers: Option<Regs>,
-    /// Blocks with bulk copies under way.
+    /// Blocks with copies under way.
     copying: Vec<u32>,
 }
 
@@ -379,8 +384,11 @@ impl Grid {
                 exited_warps: 0,
                 strict_exits: self.check.as_ref().is_some_and(|check| check.strict_exits),
                 completed: 0,
+                cluster_phases: 0,
                 bulk: BulkQueue::default(),
-                phases: vec![],
+                copies: CopyQueue::default(),
+                landed: vec![],
+                warpgroups: vec![],
             },
             warps: (0..warps).map(|_| Warp::default()).collect(),
             idle_epoch: vec![0; warps as usize],
@@ -409,8 +417,14 @@ impl Grid {
         b.state.barriers = [Barrier::default(); BARRIERS];
         b.state.exited_warps = 0;
         b.state.completed = 0;
+        b.state.cluster_phases = 0;
         b.state.bulk.reset(b.state.warps * 32);
-        b.state.phases.clear();
+        b.state.copies.reset();
+        b.state.landed.clear();
+        b.state.warpgroups.clear();
+        if !kernel.operands.products.is_empty() {
+            b.state.warpgroups.resize_with(b.state.warps.div_ceil(4) as usize, Default::default);
+        }
         b.stalled = 0;
         b.check = self.check.as_ref().map(|check| {
             Box::new(BlockCheck::new(check.number, linear, threads, &check.start, check.has_fences))
@@ -457,6 +471,12 @@ impl Grid {
         if !matches!(outcome, Ok(Progress::Running | Progress::Spinning)) {
             coverage::note(&self.env.kernel);
         }
+        self.fail_with(outcome)
+    }
+
+    /// Keeps a fault for later calls.
+    #[allow(clippy::result_large_err)] // See `step`.
+    fn fail_with<T>(&mut self, outcome: Result<T, Box<Fault>>) -> Result<T, Fault> {
         outcome.map_err(|fault| {
             self.fault = Some(*fault.clone());
             *fault
@@ -469,18 +489,13 @@ impl Grid {
             if self.live_blocks == 0 {
                 return Ok(Progress::Done);
             }
-            let generation = self.memory.generation();
-            if generation != self.generation {
-                self.generation = generation;
-                self.env.table = self.memory.snapshot();
-                self.blocks.iter_mut().flat_map(|b| &mut b.warps).for_each(Warp::forget_regions);
-            }
-            self.progress_bulk(false)?;
+            self.refresh_table();
+            self.progress_copies(false)?;
             if self.idle >= self.ready.len() {
                 // All warps wait. They may wait for copies under way, or for blocks that are not
                 // resident yet. A grid that fits is resident as a whole in the end, so its blocks
                 // may wait for each other.
-                let moved = self.progress_bulk(true)?;
+                let moved = self.progress_copies(true)?;
                 self.new_epoch();
                 if !moved {
                     if !self.has_room() {
@@ -505,6 +520,16 @@ impl Grid {
             used += self.slice()?;
         }
         Ok(if self.live_blocks == 0 { Progress::Done } else { Progress::Running })
+    }
+
+    /// Takes up allocations and frees since the last time.
+    fn refresh_table(&mut self) {
+        let generation = self.memory.generation();
+        if generation != self.generation {
+            self.generation = generation;
+            self.env.table = self.memory.snapshot();
+            self.blocks.iter_mut().flat_map(|b| &mut b.warps).for_each(Warp::forget_regions);
+        }
     }
 
     /// No warp of the grid can run: looks for blocks whose warps all wait at barriers and on
@@ -536,7 +561,7 @@ impl Grid {
             let op = (pc as usize).checked_sub(1).and_then(|at| code.get(at)).map(|inst| &inst.op);
             matches!(op, Some(Op::Mbar { .. }))
         };
-        if block.state.exited_warps == block.state.warps || !block.state.bulk.is_empty() {
+        if block.state.exited_warps == block.state.warps || block.state.is_copying() {
             return None;
         }
         let groups = || block.warps.iter().flat_map(|warp| &warp.groups);
@@ -575,6 +600,13 @@ impl Grid {
         else {
             return Ok(1);
         };
+        let slice = self.run_picked(pick, budget)?;
+        self.account(pick, slice)?;
+        Ok(slice.executed.max(1))
+    }
+
+    /// Runs a warp that was taken from the ready queue.
+    fn run_picked(&mut self, pick: WarpRef, budget: u64) -> Result<Slice, Box<Fault>> {
         let block = &mut self.blocks[pick.block as usize];
         let (state, warp) = (&mut block.state, &mut block.warps[pick.warp as usize]);
         let ran = match (&mut block.check, &self.check) {
@@ -590,10 +622,12 @@ impl Grid {
             }
             _ => run_warp(&self.env, state, warp, (), budget),
         };
-        let slice = match ran {
-            Ok(slice) => slice,
-            Err((pc, stop)) => return Err(self.fault_at(pick, pc, stop.lane, stop.kind)),
-        };
+        ran.map_err(|(pc, stop)| self.fault_at(pick, pc, stop.lane, stop.kind))
+    }
+
+    /// Draws the consequences of a slice of a warp, which goes back to the ready queue if it can go
+    /// on.
+    fn account(&mut self, pick: WarpRef, slice: Slice) -> Result<(), Box<Fault>> {
         let block = &mut self.blocks[pick.block as usize];
         self.env.executed += slice.executed;
         self.env.clock.advance(slice.executed);
@@ -632,7 +666,7 @@ impl Grid {
                 }
             }
         }
-        if !block.state.bulk.is_empty() && !self.copying.contains(&pick.block) {
+        if block.state.is_copying() && !self.copying.contains(&pick.block) {
             self.copying.push(pick.block);
         }
         self.wake(pick.block);
@@ -651,7 +685,7 @@ impl Grid {
             let kind = FaultKind::Livelock { instructions, report: self.stuck_report() };
             return Err(self.fault_at(pick, pc, None, kind));
         }
-        Ok(slice.executed.max(1))
+        Ok(())
     }
 
     /// The ready warp of the highest priority. At a preemption, the one before it loses its own.
@@ -708,7 +742,7 @@ impl Grid {
             }
             // The shared memory is still there.
             let state = &mut self.blocks[slot as usize].state;
-            let done = state.progress_bulk(&self.env.table, None);
+            let done = state.progress(&self.env.table, None);
             done.map_err(|late| self.late_fault(slot, late))?;
         }
         self.live_blocks -= 1;
@@ -730,31 +764,36 @@ impl Grid {
         Ok(())
     }
 
-    /// Moves bulk copies on, or half of the time does not; see [`BlockState::progress_bulk`].
-    fn progress_bulk(&mut self, all: bool) -> Result<bool, Box<Fault>> {
+    /// Moves copies on, or half of the time does not; see [`BlockState::progress`].
+    fn progress_copies(&mut self, all: bool) -> Result<bool, Box<Fault>> {
         if self.copying.is_empty() || (!all && self.rng.below(2) == 0) {
             return Ok(false);
         }
         let mut moved = false;
         let blocks = &mut self.blocks;
-        self.copying.retain(|&slot| !blocks[slot as usize].state.bulk.is_empty());
+        self.copying.retain(|&slot| blocks[slot as usize].state.is_copying());
         for at in 0..self.copying.len() {
             let slot = self.copying[at];
             let rng = if all { None } else { Some(&mut self.rng) };
-            match self.blocks[slot as usize].state.progress_bulk(&self.env.table, rng) {
+            match self.blocks[slot as usize].state.progress(&self.env.table, rng) {
                 Ok(m) => moved |= m,
                 Err(late) => return Err(self.late_fault(slot, late)),
             }
-            let block = &mut self.blocks[slot as usize];
-            if let Some(check) = &mut block.check {
-                block.state.phases.iter().for_each(|&offset| check.complete_mbarrier(offset));
-            }
-            block.state.phases.clear();
+            self.note_landed(slot);
         }
         if moved {
             self.new_epoch();
         }
         Ok(moved)
+    }
+
+    /// Tells the checks of the progress of a block's copies.
+    fn note_landed(&mut self, slot: u32) {
+        let block = &mut self.blocks[slot as usize];
+        if let Some(check) = &mut block.check {
+            block.state.landed.iter().for_each(|landed| check.landed(landed));
+        }
+        block.state.landed.clear();
     }
 
     fn late_fault(&self, block: u32, (kind, warp, pc): (FaultKind, u32, u32)) -> Box<Fault> {

@@ -7,10 +7,18 @@
 //! slots as well, filled when the warp starts: an operand is always just a slot number.
 
 use crate::exec::mma::Mma;
+use crate::exec::wgmma::Product;
 use crate::ptx::Source;
+use crate::tensor_map::MOST_DIMENSIONS;
 
 /// Named barriers per block.
-pub(crate) const BARRIERS: usize = 16;
+pub(crate) const NAMED_BARRIERS: usize = 16;
+
+/// The number of the barrier of the cluster, which is one block.
+pub(crate) const CLUSTER_BARRIER: u32 = 16;
+
+/// Barriers per block: the named ones, and that of the cluster.
+pub(crate) const BARRIERS: usize = NAMED_BARRIERS + 1;
 
 /// All 32 lanes.
 pub(crate) const FULL: u32 = u32::MAX;
@@ -406,10 +414,88 @@ pub(crate) enum BulkOp {
         src: Addr,
         size: u32,
     },
+    /// The number in [`Operands::tensor_copies`].
+    Tensor {
+        copy: u32,
+    },
     Commit,
     Wait {
         pending: u32,
         read_only: bool,
+    },
+}
+
+/// Asynchronous copies by threads (`cp.async` without `.bulk`), and the waits for them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum CopyOp {
+    /// Copies `bytes` bytes from global to shared memory. The slot `read` has the number of bytes
+    /// that come from the source, and the rest are zeros; all of them if it is [`SINK`].
+    Start {
+        dst: Addr,
+        src: Addr,
+        bytes: u8,
+        read: u32,
+    },
+    Commit,
+    /// Waits for all but the latest `allowed` groups.
+    Wait {
+        allowed: u32,
+    },
+    WaitAll,
+    /// Arrives on an mbarrier once the copies so far have happened. `counted`: the mbarrier's count
+    /// includes the arrival (`.noinc`).
+    Arrive {
+        mbar: Addr,
+        space: Space,
+        counted: bool,
+    },
+}
+
+/// Operands of instructions that have more than an [`Op`] has room for.
+#[derive(Debug, Default)]
+pub(crate) struct Operands {
+    pub(crate) products: Vec<Product>,
+    pub(crate) tensor_copies: Vec<TensorCopy>,
+}
+
+/// `cp.async.bulk.tensor`
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TensorCopy {
+    pub(crate) way: Way,
+    /// The address of the tensor map.
+    pub(crate) map: Addr,
+    /// The dimensions that the instruction names, and their coordinates.
+    pub(crate) rank: u8,
+    pub(crate) coordinates: [u32; MOST_DIMENSIONS],
+    /// The box in shared memory.
+    pub(crate) shared: Addr,
+    /// Blocks of the cluster that a load is for, one bit each; [`SINK`] for this one.
+    pub(crate) blocks: u32,
+}
+
+/// The direction of a copy of a tensor's box.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Way {
+    /// To shared memory, completing on this mbarrier.
+    Load(Addr),
+    /// To global memory, in a bulk group.
+    Store,
+    /// Nowhere: checks the tensor map alone. `shared` is not given.
+    Prefetch,
+}
+
+/// `wgmma`, which the four warps of a warpgroup execute together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum WgmmaOp {
+    Fence,
+    Commit,
+    /// Waits until at most so many groups are under way.
+    Wait {
+        allowed: u32,
+    },
+    /// The number in [`Operands::products`].
+    Multiply {
+        product: u32,
     },
 }
 
@@ -450,6 +536,12 @@ pub(crate) enum Op {
         count: u32,
         aligned: bool,
     },
+    /// `barrier.cluster.arrive`
+    ClusterArrive {
+        aligned: bool,
+    },
+    /// `barrier.cluster.wait`: until all have arrived as often as its warp.
+    ClusterWait,
     /// `barrier.red` before its barrier: counts the predicate `p` of the lanes.
     BarrierVote {
         id: u32,
@@ -473,6 +565,13 @@ pub(crate) enum Op {
         state: u32,
     },
     Bulk(BulkOp),
+    Copy(CopyOp),
+    Wgmma(WgmmaOp),
+    /// Checks that no `wgmma` under way uses the registers of the next instruction: the number in
+    /// [`Kernel::register_checks`].
+    ///
+    /// [`Kernel::register_checks`]: crate::kernel::Kernel::register_checks
+    CheckRegisters(u32),
     /// `vprintf`: addresses of the format and of the arguments, and its result.
     Print {
         format: u32,
@@ -488,12 +587,24 @@ pub(crate) enum Op {
 }
 
 impl Op {
+    /// A step of an exploration: others may notice when it is executed.
+    pub(crate) fn is_step(&self) -> bool {
+        match self {
+            // These order what their own thread does.
+            Op::Fence(fence) => matches!(fence, Fence::Sc(_)),
+            Op::Warp { .. } => false,
+            Op::Timer { .. } | Op::Print { .. } => true,
+            _ => self.concerns_others(),
+        }
+    }
+
     /// It accesses memory that others can see, or meets, waits for or orders other lanes.
     pub(crate) fn concerns_others(&self) -> bool {
         match self {
             Op::Ld(access) | Op::St(access) => !matches!(access.space, Space::Local | Space::Param),
             Op::Warp { op, .. } => matches!(op, WarpOp::Sync),
-            Op::Atom(_) | Op::Fence(_) | Op::Barrier { .. } | Op::Mbar { .. } | Op::Bulk(_) => true,
+            Op::Atom(_) | Op::Fence(_) | Op::Barrier { .. } | Op::Mbar { .. } => true,
+            Op::Bulk(_) | Op::Copy(_) | Op::Wgmma(_) | Op::ClusterArrive { .. } | Op::ClusterWait => true,
             _ => false,
         }
     }

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use crate::exec::wgmma::RegisterCheck;
 use crate::fault::{LaunchError, UnwrittenRegister};
-use crate::ir::{File, Init, Inst, Origin};
+use crate::ir::{File, Init, Inst, Operands, Origin};
 use crate::machine::Argument;
 use crate::ptx::{self, SourceLine};
 
@@ -44,6 +45,9 @@ pub struct Kernel {
     pub(crate) origins: Vec<Origin>,
     /// Jump tables of `brx.idx`.
     pub(crate) tables: Vec<Vec<u32>>,
+    pub(crate) operands: Operands,
+    /// Instructions that use registers of products that may be under way.
+    pub(crate) register_checks: Vec<RegisterCheck>,
     /// Slots per register file: 32-bit, 64-bit, predicates.
     pub(crate) slots: [u32; 3],
     /// Slots that hold something when a warp starts.

@@ -18,8 +18,8 @@
 //!
 //! Every access is checked for bounds and alignment. A [`Fault`] names kernel, block, warp, lane,
 //! PTX line and Rust line. A deadlock names every warp and the event that it waits for. With a
-//! seed, the scheduler and the completion of bulk copies are drawn from it, and the same seed takes
-//! the same path again.
+//! seed, the scheduler and the completion of copies are drawn from it, and the same seed takes
+//! the same path again. [`Explore`] runs small programs under every schedule.
 //!
 //! Where the environment variable `EPOXIDE_VGPU_COVERAGE` names a folder, each process writes there
 //! which instructions it has executed; `cargo build-ptx --coverage` makes a table of kernels and
@@ -62,6 +62,7 @@ mod check;
 mod coverage;
 mod device;
 mod exec;
+mod explore;
 mod fault;
 mod faulty;
 mod float;
@@ -78,6 +79,7 @@ pub mod ptx;
 mod seeds;
 pub mod stream;
 mod symmetric;
+mod tensor_map;
 
 pub use check::{
     AcceptList, Accepted, Assumptions, CheckConfig, Checker, Class, Loaded, Past, Report, ReportPlace,
@@ -87,6 +89,7 @@ pub use device::{
     CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig, Output, Schedule,
     VIRTUAL_NS_PER_WARP_INSTRUCTION,
 };
+pub use explore::{Coverage, Explore, Explored, Failure, Path};
 pub use fault::{
     Attempt, Fault, FaultKind, Launch, LaunchError, Party, PtxError, Race, StuckReport, StuckWarp, Trace,
     TraceStep, UnwrittenRegister, WaitingFor,
@@ -99,6 +102,7 @@ pub use memory_error::{MemoryError, NearRegion};
 pub use module::{Module, Refusal};
 pub use seeds::for_each_seed;
 pub use symmetric::Symmetric;
+pub use tensor_map::{Swizzle, TensorMap, TensorMapError, TiledTensor};
 
 /// The examples of the README are compiled and run.
 #[cfg(doctest)]

@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::check::{CheckConfig, Checker, Past, Report, Timeline};
 use crate::device::{CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig};
+use crate::explore::{Actor, Path};
 use crate::fault::{Fault, LaunchError};
-use crate::grid::{Grid, Progress, Residency};
+use crate::grid::{Grid, Progress, Residency, Step};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::memory_error::MemoryError;
@@ -305,6 +306,8 @@ pub struct Machine {
     clock_ns: Arc<AtomicU64>,
     rng: Rng,
     longest_turn: u64,
+    /// The choices of an exploration.
+    path: Option<Path>,
     /// The faults that have ended runs.
     faults: Vec<Report>,
 }
@@ -373,6 +376,7 @@ impl Machine {
             clock_ns,
             rng: Rng::new(seed),
             longest_turn: LONGEST_TURN,
+            path: None,
             faults: vec![],
         }
     }
@@ -382,6 +386,16 @@ impl Machine {
     #[must_use]
     pub fn with_longest_turn(self, warp_instructions: u64) -> Machine {
         Machine { longest_turn: warp_instructions.max(1), ..self }
+    }
+
+    /// Makes the machine follow the choices of an exploration ([`Explore`](crate::Explore)), in
+    /// place of the seed's.
+    #[must_use]
+    pub fn explored(self, path: &Path) -> Machine {
+        if let Some(checker) = &self.checker {
+            checker.world().path = Some(path.clone());
+        }
+        Machine { path: Some(path.clone()), ..self }
     }
 
     /// The checker; `None` without check mode.
@@ -563,7 +577,10 @@ impl Machine {
     /// dropped then. A machine that collects reports returns no error for those that it collects:
     /// see [`reports`](Self::reports).
     pub fn run(&mut self) -> Result<(), MachineError> {
-        let result = self.run_all();
+        let result = match self.path.clone() {
+            Some(path) => self.run_explored(&path),
+            None => self.run_all(),
+        };
         if let Err(MachineError::Fault(fault)) = &result {
             self.faults.push(Report::new(Fault::clone(fault)));
         }
@@ -613,6 +630,65 @@ impl Machine {
         }
     }
 
+    /// Runs all kernels as the choices of `path` say.
+    fn run_explored(&mut self, path: &Path) -> Result<(), MachineError> {
+        let (mut stuck_ns, mut jump_ns) = (0, FIRST_JUMP_NS);
+        let mut current = None;
+        // A step that was taken: its warps' computations behind it belong to it.
+        let mut taken: Option<Step> = None;
+        loop {
+            let mut computing = true;
+            while computing {
+                computing = false;
+                for device in &mut self.devices {
+                    computing |= device.compute(&self.config)?;
+                }
+            }
+            if let Some(step) = taken.take() {
+                path.stepped(step.everything);
+            }
+            let mut actors = vec![];
+            for (at, device) in self.devices.iter().enumerate() {
+                device.running.iter().for_each(|grid| grid.actors(at, &mut actors));
+            }
+            if self.devices.iter().all(|device| device.running.is_none()) {
+                return Ok(());
+            }
+            if actors.is_empty() {
+                // A store reaches others in the end, and kernels may wait for a deadline.
+                path.set_fresh(true);
+                let mut goes_on = false;
+                for grid in self.devices.iter_mut().filter_map(|device| device.running.as_mut()) {
+                    goes_on |= grid.may_go_on()?;
+                }
+                if !goes_on {
+                    if stuck_ns >= STUCK_NS {
+                        return Err(MachineError::Stuck(self.stuck()));
+                    }
+                    self.clock_ns.fetch_add(jump_ns, Ordering::Relaxed);
+                    stuck_ns += jump_ns;
+                    jump_ns = (jump_ns * 2).min(LONGEST_JUMP_NS);
+                }
+                continue;
+            }
+            let last = actors.iter().position(|actor| Some(*actor) == current);
+            let actor = actors[path.actor(&actors, last)];
+            let (Actor::Warp { device, .. } | Actor::Copy { device, .. }) = actor;
+            if let Actor::Warp { .. } = actor {
+                current = Some(actor);
+            }
+            let Some(grid) = &mut self.devices[device].running else { continue };
+            let step = grid.take_step(actor)?;
+            if step.changed {
+                (stuck_ns, jump_ns) = (0, FIRST_JUMP_NS);
+                path.set_fresh(false);
+                let running = self.devices.iter_mut().filter_map(|device| device.running.as_mut());
+                running.for_each(Grid::look_again);
+            }
+            taken = Some(step);
+        }
+    }
+
     fn stuck(&self) -> String {
         let grids =
             self.devices.iter().enumerate().filter_map(|(at, device)| Some((at, device.running.as_ref()?)));
@@ -648,11 +724,32 @@ impl Device {
         let Some(grid) = &mut self.running else { return Ok(Progress::Done) };
         let progress = grid.step(turn)?;
         if progress == Progress::Done {
-            self.past = grid.past();
-            self.running = None;
-            self.arguments.clear();
+            self.end();
         }
         Ok(progress)
+    }
+
+    /// The kernel that runs has ended.
+    fn end(&mut self) {
+        if let Some(grid) = self.running.take() {
+            self.past = grid.past();
+        }
+        self.arguments.clear();
+    }
+
+    /// In an exploration: starts the next kernel if none runs, and lets its warps compute up to
+    /// their next steps. True if a kernel has ended before another one.
+    fn compute(&mut self, config: &DeviceConfig) -> Result<bool, MachineError> {
+        if self.running.is_none() {
+            self.start(config)?;
+            self.running.iter_mut().for_each(Grid::begin_exploration);
+        }
+        let Some(grid) = &mut self.running else { return Ok(false) };
+        let ended = grid.compute()?;
+        if ended {
+            self.end();
+        }
+        Ok(ended && !self.queue.is_empty())
     }
 }
 

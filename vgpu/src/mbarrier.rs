@@ -80,6 +80,15 @@ impl Mbarrier {
         Ok(())
     }
 
+    /// The present phase waits for one more arrival.
+    pub(crate) fn expect_one_more(&mut self) -> Result<(), String> {
+        if self.pending == MAX_COUNT {
+            return Err(format!("more than {MAX_COUNT} arrivals are pending in this phase"));
+        }
+        self.pending += 1;
+        Ok(())
+    }
+
     /// Arrival that also leaves the barrier for later phases.
     pub(crate) fn arrive_drop(&mut self, count: u32, expect_bytes: Option<u32>) -> Result<(), String> {
         if count > self.expected {

@@ -50,7 +50,7 @@ fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> Ve
         true => point.counts,
         false => point.counts.swapped(),
     });
-    let kernels = point.kernels.as_ref();
+    let (kernels, traffic) = (point.kernels.as_ref(), phase.and_then(|phase| phase.traffic.as_ref()));
     vec![
         ("mode", point.mode.clone()),
         ("device", point.device.clone()),
@@ -105,6 +105,14 @@ fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> Ve
         ("packet_tokens", text(key.packet_tokens)),
         ("max_tokens", text(key.max_tokens)),
         ("between_us", text(key.between_us)),
+        ("link_bytes", text(traffic.map(|of| of.link_bytes))),
+        ("read_bytes", text(traffic.map(|of| of.read_bytes))),
+        ("written_bytes", text(traffic.map(|of| of.written_bytes))),
+        ("copy_read_bytes", text(traffic.map(|of| of.copy_read_bytes))),
+        ("copy_written_bytes", text(traffic.map(|of| of.copy_written_bytes))),
+        ("memory_ceiling_gbps", text(traffic.and_then(|of| of.memory_ceiling))),
+        ("ceiling_us", text(traffic.and_then(|of| of.ceiling_us))),
+        ("ceiling_share", text(traffic.and_then(|of| of.share))),
         ("commit", text(kernels.map(|kernels| &kernels.commit))),
         ("ptx_digest", text(kernels.map(|kernels| &kernels.ptx))),
         ("driver", text(kernels.and_then(|kernels| kernels.driver.as_ref()))),

@@ -197,6 +197,7 @@ fn impossible_sizes_are_rejected_by_name() {
         ("--hidden 100", "--hidden 100"),
         ("--nodes 0", "--nodes 0"),
         ("--nodes 9 --ranks-per-node 8", "72 ranks in all, and low latency has at most 64"),
+        ("--rows-by-expert 48", "--rows-by-expert 48: must be a power of two, at most 4096: take 32 or 64"),
         ("--num-sms 0", "--num-sms 0: must be at least 1"),
         ("--iters 0", "--iters 0"),
         ("--tokens 0", "--tokens 0: must be 1 to 1024"),

@@ -2,7 +2,9 @@
 
 use std::fmt::{Result, Write};
 
-use epoxide_bench::results::{Distribution, Key, OnWire, Phase, PhaseName, Point, Slowest, Within};
+use epoxide_bench::results::{
+    BesideSort, Distribution, Key, OnWire, Phase, PhaseName, Point, Slowest, Within,
+};
 use epoxide_bench::ways;
 
 /// All points of a run for people.
@@ -18,7 +20,7 @@ pub fn whole(points: &[Point]) -> String {
 pub fn text(point: &Point) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.
-    for part in [mscclpp_lines, setting, distributions, on_wire, conventions, baselines] {
+    for part in [mscclpp_lines, setting, distributions, by_expert, on_wire, conventions, baselines] {
         let _ = part(&mut out, point);
     }
     out + &replays(std::slice::from_ref(point))
@@ -52,6 +54,12 @@ pub fn legend(points: &[Point]) -> String {
             ("DeepEP", "received rows, own ones included, in both phases"),
             ("NCCL EP", "unique (token, node) pairs sent, unique (token, rank) pairs received"),
         ]);
+    }
+    if points.iter().any(|point| point.key.rows_by_expert.is_some()) {
+        lines.push((
+            "sort",
+            "behind an ordinary dispatch, a kernel that copies its rows to their experts' segments",
+        ));
     }
     if points.iter().any(|point| !point.graph.is_empty()) {
         lines.push(("chained", "replays of a CUDA graph with nothing between them"));
@@ -150,7 +158,8 @@ fn setting(out: &mut String, point: &Point) -> Result {
     let Point { date, device, setup_ms, .. } = point;
     let Key { num_sms, dtype, seed, .. } = key;
     let routing = point.routing_digest.as_ref().map_or(String::new(), |digest| format!(" routing={digest}"));
-    writeln!(out, "\n  num_sms={num_sms} dtype={dtype} seed={seed:#x}{routing}; {date}{runs}")?;
+    let segments = key.rows_by_expert.map_or_else(String::new, |rows| format!(" rows_by_expert={rows}"));
+    writeln!(out, "\n  num_sms={num_sms} dtype={dtype}{segments} seed={seed:#x}{routing}; {date}{runs}")?;
     let (major, minor) = (point.driver_version / 1000, point.driver_version % 1000 / 10);
     match point.is_virtual {
         true => writeln!(out, "  device: {}", point.caveat())?,
@@ -194,6 +203,39 @@ fn distributions(out: &mut String, point: &Point) -> Result {
     }
     let returns = point.exact_dispatch_returns.median_us;
     writeln!(out, "  an exact-size dispatch returns to the host after {returns:.1} us")
+}
+
+/// Bytes that rows by expert move, their time at the ceilings, and dispatches beside those with a
+/// sort.
+fn by_expert(out: &mut String, point: &Point) -> Result {
+    if point.by_expert.is_empty() {
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "\n  rows by expert: MB of a rank and call, at the least; their us at the ceilings: the longer of links and memory, then the copy\n  \
+         {:22}    links     read  written    copy: read, written |    links   memory     copy  ceiling   of it",
+        ""
+    )?;
+    for phase in &point.phases {
+        let Some(of) = &phase.traffic else { continue };
+        let bytes = [of.link_bytes, of.read_bytes, of.written_bytes].map(|bytes| bytes / 1e6);
+        let copied = [of.copy_read_bytes, of.copy_written_bytes].map(|bytes| bytes / 1e6);
+        let us = [of.link_us, of.memory_us, of.copy_us, of.ceiling_us].map(|us| optional(us, 1));
+        let share = of.share.map_or("-".into(), |share| format!("{:.1}%", 100.0 * share));
+        write!(out, "  {:<22}", phase.name.text())?;
+        bytes.iter().try_for_each(|bytes| write!(out, " {bytes:>8.2}"))?;
+        write!(out, " {:>10.2} {:>11.2} |", copied[0], copied[1])?;
+        us.iter().try_for_each(|us| write!(out, " {us:>8}"))?;
+        writeln!(out, " {share:>7}")?;
+    }
+    let unit = if point.is_virtual { "us of an interpreter" } else { "us" };
+    writeln!(out, "  slowest rank, medians, {unit}")?;
+    for BesideSort { name, by_expert_us, dispatch_and_sort_us } in &point.by_expert {
+        let name = name.text();
+        writeln!(out, "    {name:<20} {by_expert_us:.1} by expert, {dispatch_and_sort_us:.1} with a sort")?;
+    }
+    Ok(())
 }
 
 /// Bytes that cross the network, and the call compared with the transport and the links alone.

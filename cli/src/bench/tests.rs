@@ -17,12 +17,14 @@ fn set(times: &mut Times, name: PhaseName, calls: Vec<f64>, back_to_back: f64) {
     (phase.calls, phase.back_to_back) = (calls, Some(back_to_back));
 }
 
+/// Ids of four ranks, in docs/BENCH-METHOD.md.
+const BY_HAND: [[i64; 4]; 4] = [[0, 2, 1, -1], [6, 7, 2, 5], [-1, -1, 0, 4], [1, 6, 3, 2]];
+
 /// docs/BENCH-METHOD.md, "How the figures are computed", works these by hand.
 #[test]
 fn the_figures_worked_by_hand_are_the_output() {
     let mut plan = arguments("--ranks-per-node 4 --tokens 2 --hidden 8192");
-    plan.ids =
-        Some([[0, 2, 1, -1], [6, 7, 2, 5], [-1, -1, 0, 4], [1, 6, 3, 2]].map(|ids| ids.to_vec()).into());
+    plan.ids = Some(BY_HAND.map(|ids| ids.to_vec()).into());
     let (points, mut ranks) = measure_points(std::slice::from_ref(&plan), &()).unwrap();
     let counts = points[0].counts;
     assert_eq!((counts.send_total, counts.send_nvl, counts.send_rdma), (1.75, 1.75, 0.0));
@@ -62,6 +64,71 @@ fn the_figures_worked_by_hand_are_the_output() {
     assert!(text.contains("50.0%") && text.contains("12.5%"), "{text}");
 }
 
+/// docs/BENCH-METHOD.md, "Rows by expert", works these by hand.
+#[test]
+fn the_figures_by_expert_worked_by_hand_are_the_output() {
+    let mut plan = arguments("--ranks-per-node 4 --tokens 2 --hidden 8192 --rows-by-expert 8");
+    plan.ids = Some(BY_HAND.map(|ids| ids.to_vec()).into());
+    let (points, mut ranks) = measure_points(std::slice::from_ref(&plan), &()).unwrap();
+    assert!(points[0].phases.iter().all(|phase| phase.traffic.unwrap().ceiling_us.is_none()));
+    // Bandwidths need times of hardware; these stand in for them.
+    for (rank, result) in ranks.iter_mut().enumerate() {
+        (result.is_virtual, result.device, result.driver_version) = (false, "GPU".into(), 13_000);
+        let times = &mut result.times[0];
+        for (name, us) in [
+            (PhaseName::DispatchCached, 4.096),
+            (PhaseName::CombineInPool, 2.1504),
+            (PhaseName::CombineStaged, 4.8128),
+            (PhaseName::DispatchCachedAndSort, 5.5296),
+        ] {
+            // The slowest rank takes 1.536 us more than the mean.
+            let skew = 1.024 * rank as f64 - 1.536;
+            times.phase_mut(name).unwrap().calls = vec![us + skew; 2];
+        }
+        (times.ceiling, times.memory_ceiling) = (Some((16.0, 32.0)), Some(80.0));
+    }
+    let point = &points::points(&plan, &ranks).unwrap()[0];
+    let near = |got: Option<f64>, want: f64| assert!((got.unwrap() - want).abs() < 1e-9, "{got:?}, {want}");
+    for (name, bytes, us, share) in [
+        (PhaseName::DispatchCached, [32768, 28672, 53248, 0, 0], [2.048, 1.024, 0.0, 2.048], 0.5),
+        (PhaseName::CombineInPool, [32768, 53248, 32768, 0, 0], [1.024, 1.0752, 0.0, 1.0752], 0.5),
+        (PhaseName::CombineStaged, [32768, 53248, 32768, 53248, 53248], [1.024, 1.0752, 1.3312, 2.4064], 0.5),
+        (
+            PhaseName::DispatchCachedAndSort,
+            [24576, 28672, 45056, 45056, 53248],
+            [1.536, 0.9216, 1.2288, 2.7648],
+            0.5,
+        ),
+    ] {
+        let of = point.phase(name).unwrap().traffic.unwrap();
+        let moved =
+            [of.link_bytes, of.read_bytes, of.written_bytes, of.copy_read_bytes, of.copy_written_bytes];
+        assert_eq!(moved, bytes.map(f64::from), "{name:?}");
+        for (got, want) in [of.link_us, of.memory_us, of.copy_us, of.ceiling_us].into_iter().zip(us) {
+            near(got, want);
+        }
+        near(of.share, share);
+    }
+    let beside = &point.by_expert[0];
+    assert_eq!(beside.name, PhaseName::DispatchCached);
+    near(Some(beside.by_expert_us), 5.632);
+    near(Some(beside.dispatch_and_sort_us), 7.0656);
+    let links = |name| point.phase(name).unwrap().bandwidth.as_ref().unwrap().links;
+    near(Some(links(PhaseName::DispatchCached)), 8.0);
+    let text = report::text(point);
+    for line in [
+        "  dispatch cached            0.03     0.03     0.05       0.00        0.00 |      2.0      1.0      0.0      2.0   50.0%",
+        "  cached + sort              0.02     0.03     0.05       0.05        0.05 |      1.5      0.9      1.2      2.8   50.0%",
+        "    dispatch cached      5.6 by expert, 7.1 with a sort",
+    ] {
+        assert!(text.contains(line), "{text}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    csv::write(&folder.path().join("a.csv"), std::slice::from_ref(point)).unwrap();
+    let table = std::fs::read_to_string(folder.path().join("a.csv")).unwrap();
+    assert!(table.lines().nth(1).unwrap().contains(",32768,28672,53248,0,0,80,2.048,0.5,"), "{table}");
+}
+
 #[test]
 fn nothing_of_the_virtual_gpu_is_a_bandwidth() {
     let folder = tempfile::tempdir().unwrap();
@@ -98,7 +165,7 @@ fn nothing_of_the_virtual_gpu_is_a_bandwidth() {
     let table = std::fs::read_to_string(file("a.csv")).unwrap();
     let mut table = table.lines().map(|line| line.split(',').collect::<Vec<_>>());
     let columns = table.next().unwrap();
-    assert_eq!((columns.len(), columns[0], columns[55]), (56, "mode", "driver"));
+    assert_eq!((columns.len(), columns[0], columns[63]), (64, "mode", "driver"));
     let column = |name: &str| columns.iter().position(|column| *column == name).unwrap();
     let mut lines = 0;
     for line in table {
@@ -169,6 +236,13 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
     for (line, reason) in [
         ("--experts 9", "--experts 9: must be a positive multiple of the 2 ranks"),
         ("--tokens 0", "--tokens 0: must be at least 1"),
+        ("--rows-by-expert 0", "--rows-by-expert 0: must be a power of two, at most 4096: take 1"),
+        ("--rows-by-expert 48", "--rows-by-expert 48: must be a power of two, at most 4096: take 32 or 64"),
+        ("--rows-by-expert 8192", "--rows-by-expert 8192: must be a power of two, at most 4096: take 4096"),
+        (
+            "--rows-by-expert 8 --baseline nccl",
+            "--baseline: not with --rows-by-expert; measure each in a run of its own",
+        ),
         ("--iters 0", "--iters 0: must be at least 1"),
         ("--iters 4294967295", "--iters 4294967295: must be at most 100000"),
         ("--warmup 4294967295", "--warmup 4294967295: must be at most 100000"),
@@ -193,7 +267,9 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
         assert!(message.starts_with(reason), "{line}: {message}");
         // A round trip says the same; it has no iterations to time, and tokens may be none.
         if line.split_whitespace().count() == 2
-            && !["--iters", "--warmup", "--repeat", "--tokens"].iter().any(|flag| line.contains(flag))
+            && !["--iters", "--warmup", "--repeat", "--tokens", "--rows-by-expert"]
+                .iter()
+                .any(|flag| line.contains(flag))
         {
             let words = format!("roundtrip --ranks-per-node 2 --nodes 1 --experts 8 {line}");
             let mut words: Vec<&str> = words.split_whitespace().collect();
@@ -210,7 +286,7 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
 
 #[test]
 fn only_low_latency_chooses_what_rows_return() {
-    for flag in ["--combine-dtype fp8", "--combine-rows by-row", "--rows-by-expert 8"] {
+    for flag in ["--combine-dtype fp8", "--combine-rows by-row"] {
         let args = parse(&format!("bench {flag}")).unwrap();
         let message = args.plans().unwrap_err().message.unwrap();
         let name = flag.split(' ').next().unwrap();
@@ -227,7 +303,12 @@ fn sizes_without_room_on_the_device_are_skipped() {
 
 #[test]
 fn every_step_of_a_plan_is_told() {
-    let lines = ["--graph=3 --repeat 2", "--num-sms 2,4", "--nodes 2 --num-sms 4 --transport shm"];
+    let lines = [
+        "--graph=3 --repeat 2",
+        "--graph=3 --rows-by-expert 4",
+        "--num-sms 2,4",
+        "--nodes 2 --num-sms 4 --transport shm",
+    ];
     for line in tier::sample(lines) {
         let args: Args = parse(&format!(
             "bench --ranks-per-node 2 --tokens 8 --hidden 64 --experts 8 --topk 2 --warmup 1 --iters 2 {}{line}",

@@ -26,6 +26,24 @@ macro_rules! stride {
     }};
 }
 
+/// [`stride!`] that is compiled as one loop, each instruction once. LLVM and ptxas unroll short loops
+/// by four or eight. In code that runs once, fetching instructions takes longer than running them.
+/// Indices are `u32`.
+///
+/// ```text
+/// rolled!(source in 0..ranks => { rows += counts.ld(source) });
+/// ```
+#[macro_export]
+macro_rules! rolled {
+    ($i:ident in $range:expr => $body:block) => { $crate::rolled!($i in $range, 1 => $body) };
+    ($i:ident in $range:expr, $step:expr => $body:block) => {
+        $crate::stride!($i in $range, $crate::unknown($step) => {
+            $crate::no_unroll();
+            $body
+        })
+    };
+}
+
 /// [`stride!`] by the threads of the whole grid, side by side. Thread `t` of `n` takes the indices
 /// `start + t`, `start + t + n`, and so on. Indices are `u32`.
 ///
@@ -62,10 +80,19 @@ macro_rules! block_stride {
 /// let mut sums = [0; 4];
 /// epoxide_simt::unroll!(4, N => { sums[N] += N * N });
 /// assert_eq!(sums, [0, 1, 4, 9]);
+/// let mut next = 1;
+/// epoxide_simt::unroll!(4, N => {
+///     sums[N] = next;
+///     next = 10 * next;
+/// });
+/// assert_eq!(sums, [1, 10, 100, 1000]);
 /// ```
 #[macro_export]
 macro_rules! unroll {
-    (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: usize = $value; $body } )* };
+    // The last turn, too, assigns what a turn behind it would read.
+    (@ $n:ident $body:block $($value:literal)*) => {
+        $( { const $n: usize = $value; #[allow(unused_assignments)] $body; } )*
+    };
     (1, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0) };
     (2, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0 1) };
     (3, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0 1 2) };

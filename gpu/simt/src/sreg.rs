@@ -65,6 +65,23 @@ device_fns! {
         r
     }
 
+    /// `v`, of which the compiler knows nothing from here on. `mov.b32 r, v;`
+    ///
+    /// LLVM does not unroll a loop whose counter goes through it ([`rolled!`](crate::rolled)).
+    pub fn unknown(v: u32) -> u32 {
+        let r: u32;
+        // SAFETY: copies a register; not `pure`, so that it stays where it is.
+        unsafe { asm!("mov.b32 {r}, {v};", r = out(reg32) r, v = in(reg32) v, options(nomem, nostack)) };
+        r
+    }
+
+    /// Keeps ptxas from unrolling the loop whose body it begins ([`rolled!`](crate::rolled)).
+    /// `.pragma "nounroll";`
+    pub fn no_unroll() {
+        // SAFETY: no instruction.
+        unsafe { asm!(".pragma \"nounroll\";", options(nomem, nostack)) };
+    }
+
     /// Offset of the block's dynamic shared memory in the shared window: as many bytes as the
     /// launch gives the block. `mov.u32 r, EPOXIDE_SHARED;`
     pub fn dynamic_shared() -> u32 {

@@ -30,18 +30,13 @@ pub unsafe fn pack_columns(args: PackArgs) {
 /// The token's columns are live.
 #[device]
 unsafe fn word_of(args: &PackArgs, token: u32, at: u32) -> u32 {
-    let (mut column, mut bytes, mut at) = (args.column_0, args.bytes_0, at);
-    let mut skip = |next: DevicePtr, next_bytes: u32| {
-        if at >= column_stride(bytes) {
-            at -= column_stride(bytes);
-            (column, bytes) = (next, next_bytes);
-        }
-    };
+    let of = |column: DevicePtr, bytes| (column.0 + token as u64 * bytes as u64, bytes);
     // A column without bytes is skipped with the next one, if there is one.
-    skip(args.column_1, args.bytes_1);
-    skip(args.column_2, args.bytes_2);
-    skip(args.column_3, args.bytes_3);
-    let from = column.0 + token as u64 * bytes as u64 + at as u64;
+    let place = (of(args.column_0, args.bytes_0), at);
+    let place = behind(place, of(args.column_1, args.bytes_1));
+    let place = behind(place, of(args.column_2, args.bytes_2));
+    let ((column, bytes), at) = behind(place, of(args.column_3, args.bytes_3));
+    let from = column + at as u64;
     let left = bytes.saturating_sub(at);
     if left >= 4 && from.is_multiple_of(4) {
         return ld_u32(from);
@@ -51,6 +46,13 @@ unsafe fn word_of(args: &PackArgs, token: u32, at: u32) -> u32 {
         word |= ld_u8_if((BYTE as u32) < left, from + BYTE as u64) << (8 * BYTE);
     });
     word
+}
+
+/// The next column, as its address and bytes, where `at` lies behind this one; and where `at` is in it.
+#[device]
+fn behind((column, at): ((u64, u32), u32), next: (u64, u32)) -> ((u64, u32), u32) {
+    let stride = column_stride(column.1);
+    if at >= stride { (next, at - stride) } else { (column, at) }
 }
 
 /// Writes the words of a column of received rows with the rows side by side. A warp takes 32 rows at

@@ -114,6 +114,47 @@ pub unsafe fn internode_combine_by_expert(args: InternodeExpertCombineArgs) {
     combine::<Bf16, true>(&args.rows, args.weights, args.num_topk as u32);
 }
 
+/// Sums F16 rows, otherwise as [`InternodeCombineByExpert`]; a sum that is too large for F16 is
+/// infinite.
+#[kernel(
+    threads = 512, barriers = 3, registers = 128,
+    grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.rows.combine.slots, args.rows.combine.slot_bytes, super::progress::PROGRESS_BYTES
+    ),
+    requires(
+        ..InternodeCombineArgs(args.rows),
+        ..CombineArgs(args.rows.combine),
+        ..Wire(args.rows.wire),
+        args.rows.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+        (args.rows.wire.layout.slots + args.rows.wire.chunk as u64) * args.rows.wire.num_nodes as u64
+            <= MAX_TOKENS,
+    )
+)]
+pub unsafe fn internode_combine_by_expert_f16(args: InternodeExpertCombineArgs) {
+    combine::<F16, true>(&args.rows, args.weights, args.num_topk as u32);
+}
+
+/// Sums FP32 rows, otherwise as [`InternodeCombineByExpert`].
+#[kernel(
+    threads = 512, barriers = 3, registers = 128,
+    grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.rows.combine.slots, args.rows.combine.slot_bytes, super::progress::PROGRESS_BYTES
+    ),
+    requires(
+        ..InternodeCombineArgs(args.rows),
+        ..CombineArgs(args.rows.combine),
+        ..Wire(args.rows.wire),
+        args.rows.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+        (args.rows.wire.layout.slots + args.rows.wire.chunk as u64) * args.rows.wire.num_nodes as u64
+            <= MAX_TOKENS,
+    )
+)]
+pub unsafe fn internode_combine_by_expert_f32(args: InternodeExpertCombineArgs) {
+    combine::<F32, true>(&args.rows, args.weights, args.num_topk as u32);
+}
+
 /// `weights` and `num_topk`: by expert, those of relayed tokens' entries.
 ///
 /// # Safety

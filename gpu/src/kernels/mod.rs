@@ -13,6 +13,7 @@ mod by_expert;
 mod ceiling;
 mod columns;
 mod combine;
+mod copy_by_expert;
 mod dispatch;
 mod epoch;
 mod example;
@@ -66,22 +67,27 @@ mod own {
             CombineManyBf16, CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32,
             CombineStagedManyBf16, CombineStagedManyF32, StageByExpert, StageCombine, WeightGradients,
         },
+        copy_by_expert::CopyByExpert,
         dispatch::{Dispatch, DispatchByExpert, DispatchMany},
         first_tokens::FirstTokens,
         internode_by_expert::InternodePlanByExpert,
         internode_combine::{
-            InternodeCombine, InternodeCombineByExpert, InternodeCombineF16, InternodeCombineF32,
+            InternodeCombine, InternodeCombineByExpert, InternodeCombineByExpertF16,
+            InternodeCombineByExpertF32, InternodeCombineF16, InternodeCombineF32,
         },
         internode_count::InternodeCount,
         internode_dispatch::{InternodeDispatch, InternodeDispatchByExpert},
         internode_notify::InternodeNotify,
         layout::DispatchLayout,
         low_latency::{
-            LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineManyBf16, LowLatencyCombineManyFp8,
-            LowLatencyCombineManyPooled, LowLatencyCombineManySummed, LowLatencyCombinePooled,
-            LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyDispatchMany,
-            LowLatencyDispatchManyByExpert, LowLatencyGather, LowLatencyInternodeCombineBf16,
+            LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32, LowLatencyCombineFp8,
+            LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32,
+            LowLatencyCombineManyFp8, LowLatencyCombineManyPooled, LowLatencyCombineManySummed,
+            LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert,
+            LowLatencyDispatchMany, LowLatencyDispatchManyByExpert, LowLatencyGather,
+            LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
             LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
+            LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany,
         },
         notify::{Notify, NotifyMany},
     };

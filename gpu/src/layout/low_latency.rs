@@ -81,7 +81,7 @@ pub struct LowLatencyPlace {
     /// f32 `[num_scales, num_ranks * max_tokens]`.
     pub recv_scales: u64,
     /// Returned rows `[num_ranks * max_tokens]`: row `src * max_tokens + t` is rank `src`'s share
-    /// of this rank's token t, in BF16, or in e4m3 with its f32 scales behind it. Where ranks
+    /// of this rank's token t, as it is summed, or in e4m3 with its f32 scales behind it. Where ranks
     /// gather, it is this rank's share of rank `src`'s token t, for that rank to read.
     pub returned_x: u64,
     /// Returned rows of a rank with few tokens, in [pieces](PIECE_BYTES):
@@ -310,7 +310,7 @@ pub enum Quantise {
 /// Elements that share a scale.
 pub const SCALE_BLOCK: u32 = 128;
 
-/// Arguments of `low_latency_combine_bf16` and `low_latency_combine_fp8`.
+/// Arguments of the kernels `low_latency_combine_*`.
 #[kernel_args(requires(
     self.row_bytes.is_multiple_of(16),
     self.x_stride.is_multiple_of(16),
@@ -318,12 +318,12 @@ pub const SCALE_BLOCK: u32 = 128;
 pub struct LowLatencyCombineArgs {
     /// Peers, place and shapes.
     pub common: LowLatencyArgs,
-    /// In: BF16 rows; `[local_experts * rows]` where they are by expert, else `[rows]` as received,
-    /// weighted and summed already.
+    /// In: rows of the kernel's type; `[local_experts * rows]` where they are by expert, else
+    /// `[rows]` as received, weighted and summed already.
     pub x: DevicePtr,
     /// Bytes from one row of `x` to the next, a multiple of 16.
     pub x_stride: u64,
-    /// Out: BF16 rows `[num_tokens]`, contiguous.
+    /// Out: rows of the same type `[num_tokens]`, contiguous.
     pub combined_x: DevicePtr,
     /// Bytes of a row as it travels, without scales, a multiple of 16.
     pub row_bytes: u32,

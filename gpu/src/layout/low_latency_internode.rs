@@ -167,7 +167,7 @@ pub struct LowLatencyInternodeExpertDispatchArgs {
     pub to: LowLatencyExpertRows,
 }
 
-/// Arguments of `low_latency_internode_combine_bf16` and `low_latency_internode_combine_fp8`.
+/// Arguments of the kernels `low_latency_internode_combine_*`.
 #[kernel_args]
 pub struct LowLatencyInternodeCombineArgs {
     /// As within a node, without pools and without what is in them.

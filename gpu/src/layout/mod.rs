@@ -9,6 +9,7 @@ mod assert;
 mod backward;
 mod call;
 mod columns;
+mod copy_by_expert;
 mod device_ptr;
 mod example;
 mod experts;
@@ -17,6 +18,7 @@ mod internode_by_expert;
 mod limits;
 mod low_latency;
 mod low_latency_internode;
+mod low_latency_wait;
 mod pool;
 mod ring;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -33,11 +35,13 @@ mod own {
     pub use super::backward::*;
     pub use super::call::*;
     pub use super::columns::*;
+    pub use super::copy_by_expert::*;
     pub use super::experts::*;
     pub use super::handle::*;
     pub use super::internode_by_expert::*;
     pub use super::low_latency::*;
     pub use super::low_latency_internode::*;
+    pub use super::low_latency_wait::*;
     pub use super::pool::*;
     pub use super::ring::*;
     #[cfg(not(target_arch = "nvptx64"))]

@@ -17,10 +17,10 @@ use crate::promises::status;
 use crate::shapes::routing;
 use crate::valid::expect_gone;
 
-const RANKS: u32 = 3;
+pub const RANKS: u32 = 3;
 pub const TOKENS: u64 = 4;
 pub const HIDDEN: u64 = 16;
-const DEADLINE: Duration = Duration::from_millis(150);
+pub const DEADLINE: Duration = Duration::from_millis(150);
 
 /// Runs `main` on ranks whose waits are short, of one node and of three.
 pub fn run(main: impl Fn(&mut Ones) -> Result<()> + Sync) {

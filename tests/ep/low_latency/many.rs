@@ -6,7 +6,7 @@ use std::time::Duration;
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::{Options, Quantise, Shape};
 use epoxide::transport::TransportKind;
-use epoxide::{Error, Result};
+use epoxide::{DType, Error, Result};
 use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks};
 use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath, Segments};
 use epoxide_testing::oracle::{Routing, Style};
@@ -57,6 +57,25 @@ fn rows_travel_as_e4m3_either_way() {
         for packet_tokens in [0, 32] {
             let ranks = tier::pick(9, [9, 16, 33][number % 3]);
             LowLatencyCase { quantise, quantise_back, packet_tokens, ..on(ranks, 4, 3, 384) }.check();
+        }
+    }
+}
+
+/// With each wait measured, as packets and as rows.
+#[test]
+fn rows_of_f16_and_f32_return() {
+    for (combine_dtype, combine_rows) in [(DType::F16, ReturnPath::ByRow), (DType::F32, ReturnPath::ByExpert)]
+    {
+        for packet_tokens in [0, 32] {
+            let ranks = tier::pick(9, 33);
+            LowLatencyCase {
+                combine_dtype,
+                combine_rows,
+                packet_tokens,
+                measures: true,
+                ..on(ranks, 4, 3, 24)
+            }
+            .check();
         }
     }
 }

@@ -15,3 +15,5 @@ mod regroup;
 mod rounds;
 mod shapes;
 mod steps;
+mod sums;
+mod waits;

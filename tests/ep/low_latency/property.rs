@@ -4,6 +4,7 @@ use std::ops::RangeInclusive;
 
 use proptest::prelude::*;
 
+use epoxide::DType;
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide::transport::TransportKind;
@@ -45,9 +46,10 @@ pub(super) fn case_of(
             any::<bool>(),
         ),
         (
-            any::<(u64, Option<u32>)>(),
+            any::<(u64, Option<u32>, Option<u64>)>(),
             prop::sample::select(vec![Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo]),
             prop::option::of(segments()),
+            prop::sample::select(vec![DType::Bf16, DType::Bf16, DType::F16, DType::F32]),
         ),
         prop_oneof![1 => Just(None), 1 => (any::<prop::sample::Index>(), transport()).prop_map(Some)],
     );
@@ -62,7 +64,7 @@ pub(super) fn case_of(
                 unanswered,
                 places,
                 (combine_rows, weighted, halves, gathers),
-                ((seed, schedule), back, segments),
+                ((seed, schedule, sms_seed), back, segments, combine_dtype),
                 spread,
             ),
         )| {
@@ -71,20 +73,22 @@ pub(super) fn case_of(
                 let divisors: Vec<u32> = (1..=ranks.min(8)).filter(|of| ranks.is_multiple_of(*of)).collect();
                 NodeLinks { ranks_per_node: *index.get(&divisors), transport, queues: 1 }
             });
-            // Ranks of one node gather rows, as they are.
+            // Ranks of one node gather rows of bf16, as they are.
+            let is_bf16 = combine_dtype == DType::Bf16;
             let combine_rows = match combine_rows {
-                ReturnPath::InPool if nodes.is_some() => ReturnPath::ByRow,
+                ReturnPath::InPool if nodes.is_some() || !is_bf16 => ReturnPath::ByRow,
                 rows => rows,
             };
             let by_expert = combine_rows == ReturnPath::ByExpert;
-            let may_quantise = hidden.is_multiple_of(128) && combine_rows != ReturnPath::InPool;
+            let may_quantise = is_bf16 && hidden.is_multiple_of(128) && combine_rows != ReturnPath::InPool;
             LowLatencyCase {
                 ids,
                 nodes,
                 quantise,
                 quantise_back: if may_quantise { back } else { Quantise::Not },
+                combine_dtype,
                 combine_rows,
-                gathers: gathers && by_expert && quantise == Quantise::Not,
+                gathers: gathers && is_bf16 && by_expert && quantise == Quantise::Not,
                 segments,
                 weighted: weighted && by_expert,
                 halves,
@@ -97,6 +101,8 @@ pub(super) fn case_of(
                 places,
                 seed,
                 schedule_seed: schedule.map(u64::from),
+                sms_seed,
+                measures: seed % 3 == 0,
                 ..LowLatencyCase::new(routing, hidden)
             }
         },

@@ -35,6 +35,9 @@ const S: u64 = 16;
 pub enum Form {
     /// One, whose memory, of [`BYTES`] bytes, is at the kernel's only parameter.
     One,
+    /// The same, with one try for each guarded read: an exploration meets the execution in question
+    /// anyway.
+    Explored,
     /// Many; see [`many`].
     Many,
 }
@@ -43,7 +46,7 @@ impl Form {
     /// Where an address of global memory lies in its instance's memory.
     fn offset(self, at: u64) -> u64 {
         match self {
-            Self::One => at,
+            Self::One | Self::Explored => at,
             Self::Many => many::offset(at),
         }
     }
@@ -312,7 +315,7 @@ impl Writer<'_> {
         }
         let offset = self.form.offset(location(at));
         match self.form {
-            Form::One => ("global", format!("[%rd1+{offset}]")),
+            Form::One | Form::Explored => ("global", format!("[%rd1+{offset}]")),
             Form::Many => {
                 self.accesses += 1;
                 ("global", many::access(self.ptx, self.accesses, offset))
@@ -355,7 +358,8 @@ impl Writer<'_> {
                 let (space, address) = self.place(at);
                 let how = ordered(*order, *scope);
                 let into: Vec<usize> = (0..values.len().max(1)).map(|_| self.register()).collect();
-                let tries = if *guard { Some(self.begin_tries()) } else { None };
+                let tries =
+                    if *guard && self.form != Form::Explored { Some(self.begin_tries()) } else { None };
                 let _ = match (at.as_str(), into.as_slice()) {
                     ("v4", [a, b, c, d]) => {
                         writeln!(
@@ -481,7 +485,7 @@ fn places(text: &str, threads: usize, lanes: bool) -> Vec<Place> {
 fn store(ptx: &mut String, form: Form, results: &[(usize, u64)]) {
     for &(register, at) in results {
         let place = match form {
-            Form::One => format!("[%rd1+{at}]"),
+            Form::One | Form::Explored => format!("[%rd1+{at}]"),
             Form::Many => many::operand(at),
         };
         let _ = writeln!(ptx, "st.global.u32 {place}, %r{register};");
@@ -532,10 +536,10 @@ impl Program {
                 let _ = writeln!(
                     ptx,
                     ".visible .entry k{k}({})\n{{\n{SHARED}\n.reg .pred %p<4>;\n.reg .b32 %r<64>;\n.reg .b64 %rd<8>;",
-                    if form == Form::One { ".param .u64 buf" } else { many::KERNEL_PARAMS }
+                    if form == Form::Many { many::KERNEL_PARAMS } else { ".param .u64 buf" }
                 );
                 match form {
-                    Form::One => {
+                    Form::One | Form::Explored => {
                         ptx.push_str(
                             "ld.param.u64 %rd1, [buf];\nmov.u32 %r2, %tid.x;\nmov.u32 %r3, %ctaid.x;\n",
                         );

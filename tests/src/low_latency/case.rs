@@ -1,5 +1,6 @@
 //! Parameters of a low-latency round trip.
 
+use epoxide::DType;
 use epoxide::driver::Device;
 use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::low_latency::{Options, Quantise, Shape};
@@ -9,7 +10,7 @@ use rand::Rng;
 use crate::harness::{NodeLinks, PATIENCE};
 use crate::ids::Ids;
 use crate::oracle::{Routing, Style};
-use crate::payload::Format;
+use crate::payload::{Format, rng_of};
 use crate::roundtrip::{Cases, Draw};
 use crate::sizes::Sizes;
 
@@ -84,6 +85,8 @@ pub struct LowLatencyCase {
     pub hidden: u32,
     /// Quantisation of rows on their way.
     pub quantise: Quantise,
+    /// The type of the rows that combine takes, and of its sums.
+    pub combine_dtype: DType,
     /// Quantisation of shares on their way back.
     pub quantise_back: Quantise,
     /// Rows that combine takes.
@@ -118,6 +121,10 @@ pub struct LowLatencyCase {
     pub seed: u64,
     /// Draws the order of warps.
     pub schedule_seed: Option<u64>,
+    /// Draws the multiprocessors of each call. Without, they are the buffer's.
+    pub sms_seed: Option<u64>,
+    /// Whether the waits of each call are measured.
+    pub measures: bool,
     /// Watches the ranks' memory.
     pub checker: Option<Checker>,
 }
@@ -133,6 +140,7 @@ impl LowLatencyCase {
             joins_nodes: false,
             hidden,
             quantise: Quantise::Not,
+            combine_dtype: DType::Bf16,
             quantise_back: Quantise::Not,
             combine_rows: ReturnPath::ByExpert,
             gathers: false,
@@ -149,6 +157,8 @@ impl LowLatencyCase {
             max_scales: 0,
             seed: 1,
             schedule_seed: None,
+            sms_seed: None,
+            measures: false,
             checker: None,
         }
     }
@@ -213,6 +223,14 @@ impl LowLatencyCase {
             .map(|segments| self.shape().most_rows_by_expert(self.routing.num_ranks(), segments.alignment))
     }
 
+    /// Multiprocessors of the calls of a rank with inputs `number`, if not the buffer's: of the
+    /// dispatch and of the combine.
+    pub(super) fn num_sms(&self, rank: u32, number: u64) -> [Option<u32>; 2] {
+        let Some(seed) = self.sms_seed else { return [None; 2] };
+        let mut rng = rng_of(&[seed, u64::from(rank), number]);
+        [(); 2].map(|()| rng.random_bool(0.8).then(|| rng.random_range(1..=self.sm_count + 1)))
+    }
+
     fn shape(&self) -> Shape {
         Shape {
             max_tokens: self.max_tokens,
@@ -229,6 +247,7 @@ impl LowLatencyCase {
             .chunk_tokens(self.chunk_tokens)
             .packet_tokens(self.packet_tokens)
             .max_scales(self.max_scales)
+            .combine_dtype(self.combine_dtype)
             .timeout(PATIENCE);
         let options = match self.room_by_expert() {
             Some(rows) => options.rows_by_expert(rows),

@@ -1,7 +1,5 @@
 //! Results of a dispatch and a combine, compared with the oracle.
 
-use half::bf16;
-
 use epoxide::Result;
 use epoxide::low_latency::{Quantise, Received};
 
@@ -77,7 +75,7 @@ impl LowLatencyCase {
     }
 
     /// Where sums differ from the oracle.
-    pub(super) fn compare_sums(&self, got: &[bf16], data: &Data, rank: u32) -> Difference {
+    pub(super) fn compare_sums(&self, got: &[f32], data: &Data, rank: u32) -> Difference {
         let want = data.combined(self, rank).concat();
         if got.len() != want.len() {
             return Some(format!("combined has {} elements, expected {}", got.len(), want.len()));

@@ -7,7 +7,7 @@ use epoxide::low_latency::Quantise;
 
 use super::case::{LowLatencyCase, ReturnPath};
 use crate::oracle::{Travel, low_latency_share, low_latency_sum, quantised};
-use crate::payload::{PerToken, bytes_of, per_token, rng_of, rough_bf16};
+use crate::payload::{PerToken, bytes_of, per_token, rng_of, rough_bf16, rough_f32};
 
 /// Largest error of an element after quantisation, in scales: half of the largest e4m3 step, 32,
 /// and the error from rounding the inverse.
@@ -40,7 +40,7 @@ pub(super) fn worst_error(row: &[f32], arrived: &[f32], scales: &[f32]) -> f32 {
 pub(super) struct Data {
     pub(super) x: PerToken<Vec<bf16>>,
     pub(super) weights: PerToken<Vec<f32>>,
-    seed: u64,
+    pub(super) seed: u64,
 }
 
 impl Data {
@@ -59,12 +59,12 @@ impl Data {
     }
 
     /// Output of an expert for a token: arbitrary, but the same on all ranks.
-    pub(super) fn output(&self, case: &LowLatencyCase, expert: i64, source: u32, token: u32) -> Vec<bf16> {
+    pub(super) fn output(&self, case: &LowLatencyCase, expert: i64, source: u32, token: u32) -> Vec<f32> {
         if case.gathers {
-            return self.x[source as usize][token as usize].clone();
+            return numbers(&self.x[source as usize][token as usize]);
         }
         let mut rng = rng_of(&[self.seed, 3, expert as u64, source.into(), token.into()]);
-        rough_bf16(&mut rng, case.hidden as usize)
+        Travel::As(case.combine_dtype).arrives(&rough_f32(&mut rng, case.hidden as usize))
     }
 
     /// A rank's share of a token.
@@ -81,11 +81,11 @@ impl Data {
     /// The share as it arrives.
     fn returned(&self, case: &LowLatencyCase, source: u32, token: u32, dst: u32) -> Option<Vec<f32>> {
         let share = self.share(case, source, token, dst)?;
-        // Rows that are summed already are given in bf16.
-        let share =
-            if case.combine_rows == ReturnPath::ByExpert { share } else { Travel::Bf16.arrives(&share) };
+        let as_it_is = Travel::As(case.combine_dtype);
+        // Rows that are summed already are given in the type of the combine.
+        let share = if case.combine_rows == ReturnPath::ByExpert { share } else { as_it_is.arrives(&share) };
         let travel = match case.quantise_back {
-            Quantise::Not => Travel::Bf16,
+            Quantise::Not => as_it_is,
             Quantise::Fp8 => Travel::Fp8 { power_of_two: false },
             Quantise::Fp8PowerOfTwo => Travel::Fp8 { power_of_two: true },
         };
@@ -99,11 +99,11 @@ impl Data {
     }
 
     /// Final sums of a rank.
-    pub(super) fn combined(&self, case: &LowLatencyCase, rank: u32) -> Vec<Vec<bf16>> {
+    pub(super) fn combined(&self, case: &LowLatencyCase, rank: u32) -> Vec<Vec<f32>> {
         let ranks = 0..case.routing.num_ranks();
         let sum = |token: u32| {
             let shares = ranks.clone().filter_map(|dst| self.returned(case, rank, token, dst));
-            low_latency_sum(shares, case.hidden as usize)
+            low_latency_sum(shares, case.hidden as usize, case.combine_dtype)
         };
         (0..case.routing.num_tokens(rank)).map(sum).collect()
     }

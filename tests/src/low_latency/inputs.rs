@@ -12,7 +12,8 @@ use super::case::{LowLatencyCase, ReturnPath, RowMemory, Segments};
 use super::data::Data;
 use super::segments::mark;
 use crate::ids::{Ids, upload_narrow};
-use crate::oracle::{by_expert as by_expert_plan, low_latency_plan, rounded};
+use crate::oracle::{by_expert as by_expert_plan, low_latency_plan};
+use crate::payload::rounded_bytes;
 
 /// A rank's inputs to one round's calls.
 #[derive(Debug)]
@@ -29,6 +30,10 @@ pub struct LowLatencyInputs {
     /// Memory for rows by expert and their scales, where it is the caller's and not `by_expert`.
     recv_x: Option<Tensor<'static>>,
     recv_x_scales: Option<TypedTensor<'static, f32>>,
+    /// Multiprocessors of the dispatch and of the combine, if not the buffer's.
+    num_sms: [Option<u32>; 2],
+    /// Times that the calls waited for each rank, if measured.
+    waits: Option<TypedTensor<'static, i64>>,
 }
 
 impl LowLatencyInputs {
@@ -38,7 +43,7 @@ impl LowLatencyInputs {
         rank: u32,
         stream: &Stream,
     ) -> Result<LowLatencyInputs> {
-        let (routing, hidden) = (&case.routing, u64::from(case.hidden));
+        let (routing, hidden, dtype) = (&case.routing, u64::from(case.hidden), case.combine_dtype);
         let tokens = u64::from(routing.num_tokens(rank));
         let x = data.x[rank as usize].concat();
         let entries = [tokens, routing.num_topk.into()];
@@ -54,7 +59,7 @@ impl LowLatencyInputs {
         let is_by_expert = case.combine_rows == ReturnPath::ByExpert;
         let (of_experts, of_rows) = if is_by_expert { (experts * rows, 1) } else { (1, rows) };
         let of_experts = case.room_by_expert().filter(|_| is_by_expert).unwrap_or(of_experts);
-        let by_expert = Tensor::alloc(device, DType::Bf16, &[of_experts, hidden])?;
+        let by_expert = Tensor::alloc(device, dtype, &[of_experts, hidden])?;
         // Padding must keep what it holds.
         let marked = |rows: u64, columns: u64, dtype: DType| {
             let tensor = Tensor::alloc(device, dtype, &[rows, columns])?;
@@ -79,12 +84,12 @@ impl LowLatencyInputs {
             let all = vec![bf16::NAN; (rows * columns) as usize];
             Tensor::from_host(stream, DType::Bf16, &[rows, columns], &all)?
         } else {
-            Tensor::alloc(device, DType::Bf16, &[of_rows, hidden])?
+            Tensor::alloc(device, dtype, &[of_rows, hidden])?
         };
-        let write = |tensor: &Tensor<'_>, row: u64, values: &[bf16]| {
+        let write = |tensor: &Tensor<'_>, row: u64, values: &[f32]| {
             let at = tensor.ptr().add(row * tensor.row_bytes());
             // SAFETY: the row is one of the tensor's, and no other code has the tensor yet.
-            unsafe { stream.write(at, bytemuck::cast_slice(values)) }
+            unsafe { stream.write(at, &rounded_bytes(dtype, values)) }
         };
         if case.gathers {
             // The copy is what fills them.
@@ -105,7 +110,7 @@ impl LowLatencyInputs {
             for source in 0..routing.num_ranks() {
                 for token in 0..routing.num_tokens(source) {
                     if let Some(share) = data.share(case, source, token, rank) {
-                        write(&by_row, u64::from(source * max_tokens + token), &rounded(&share))?;
+                        write(&by_row, u64::from(source * max_tokens + token), &share)?;
                     }
                 }
             }
@@ -116,6 +121,8 @@ impl LowLatencyInputs {
             Ids::Narrow => (Some(narrow(&routing.topk_idx[rank as usize])?), None),
             Ids::Placed(logical) => (Some(logical.upload(stream, rank)?), Some(logical.upload_map(stream)?)),
         };
+        let ranks = u64::from(routing.num_ranks());
+        let none = vec![0; ranks as usize];
         Ok(LowLatencyInputs {
             x: Tensor::from_host(stream, DType::Bf16, &[tokens, hidden], &x)?,
             topk_idx: TypedTensor::from_host(stream, &entries, &routing.flat_topk_idx(rank))?,
@@ -127,6 +134,8 @@ impl LowLatencyInputs {
             segments: case.segments,
             recv_x,
             recv_x_scales,
+            num_sms: case.num_sms(rank, data.seed),
+            waits: case.measures.then(|| TypedTensor::from_host(stream, &[ranks], &none)).transpose()?,
         })
     }
 
@@ -149,7 +158,8 @@ impl LowLatencyInputs {
             ReturnPath::ByRow => CombineRequest::by_row(&self.by_row),
             ReturnPath::InPool => CombineRequest::in_pool(),
         };
-        request.quantise(case.quantise_back)
+        let request = self.waits.iter().fold(request, CombineRequest::cumulative_wait_ns);
+        self.num_sms[1].into_iter().fold(request.quantise(case.quantise_back), CombineRequest::num_sms)
     }
 
     /// Stands in for experts that leave their rows in the pool.
@@ -180,6 +190,8 @@ impl LowLatencyInputs {
             Some(narrow) => DispatchRequest::new(&self.x, narrow),
             None => DispatchRequest::new(&self.x, &self.topk_idx),
         };
+        let request = self.num_sms[0].into_iter().fold(request, DispatchRequest::num_sms);
+        let request = self.waits.iter().fold(request, DispatchRequest::cumulative_wait_ns);
         let request = self.map.iter().fold(request, DispatchRequest::map).quantise(quantise);
         let request = self.segments.iter().fold(request, |it, segments| it.by_expert(segments.alignment));
         let request = match self.given() {

@@ -3,21 +3,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use half::bf16;
 use rand::Rng;
 
 use epoxide::driver::{Device, Stream};
 use epoxide::group::ProcessGroup;
 use epoxide::low_latency::{Buffer, CombineRequest, Combined, Options, Place, Received};
-use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
+use epoxide::{StreamOrder, Tensor};
 
 use super::case::{LowLatencyCase, ReturnPath, Segments};
 use super::data::Data;
 use super::inputs::LowLatencyInputs;
 use crate::harness::{PATIENCE, Rank, run_checked};
 use crate::oracle::recv_order;
-use crate::payload::rng_of;
+use crate::payload::{numbers_of, rng_of};
 use crate::roundtrip::{Cases, Draw, Replays, RoundTrip};
 
 /// Rounds whose inputs differ; those behind them have the same again, one after the other.
@@ -69,15 +68,15 @@ impl RoundTrip for Buffer {
             case.check_segments(rank, &received, inputs, data)?;
             if case.is_answered(index) && case.own_memory {
                 let rows = case.routing.num_tokens(rank.rank).into();
-                let out = Tensor::alloc(stream.device(), DType::Bf16, &[rows, case.hidden.into()])?;
+                let out = Tensor::alloc(stream.device(), case.combine_dtype, &[rows, case.hidden.into()])?;
                 let received = received.detach();
                 received.at(place)?;
                 let received = received.attach(place)?;
                 case.combine_into(&mut rank.buffer, received, inputs, &out, &stream)?;
-                rank.note(case.compare_sums(&out.to_host(&stream)?, data, rank.rank));
+                rank.note(case.compare_sums(&sums_of(rank, &out)?, data, rank.rank));
             } else if case.is_answered(index) {
                 let combined = case.combine(&mut rank.buffer, received, inputs, &stream)?;
-                let got: Vec<bf16> = combined.x.to_host(&stream)?;
+                let got = sums_of(rank, &combined.x)?;
                 rank.note(case.compare_sums(&got, data, rank.rank));
             }
             rank.buffer.check()?;
@@ -209,12 +208,12 @@ impl LowLatencyCase {
             return Ok(());
         }
         let (tokens, hidden) = (self.routing.num_tokens(buffer.rank()).into(), u64::from(self.hidden));
-        let bytes = tokens * hidden * 2;
+        let bytes = tokens * hidden * self.combine_dtype.size();
         if self.own_memory {
             let received = received.detach().attach(place)?;
             // SAFETY: it is a part of the sums, which outlive the stream's work.
             let out = unsafe {
-                Tensor::from_raw(sums.ptr().add(index as u64 * bytes), DType::Bf16, &[tokens, hidden])
+                Tensor::from_raw(sums.ptr().add(index as u64 * bytes), self.combine_dtype, &[tokens, hidden])
             };
             return self.combine_into(buffer, received, inputs, &out, stream);
         }
@@ -318,20 +317,27 @@ impl LowLatencyCase {
     /// Room for the sums of all rounds.
     fn sums(&self, rank: &LowLatencyRank) -> Result<Tensor<'static>> {
         let rows = u64::from(self.routing.num_tokens(rank.rank)) * u64::from(self.rounds);
-        Tensor::alloc(rank.stream.device(), DType::Bf16, &[rows, self.hidden.into()])
+        Tensor::alloc(rank.stream.device(), self.combine_dtype, &[rows, self.hidden.into()])
     }
 
     fn check_all_sums(&self, rank: &mut LowLatencyRank, sums: &Tensor<'_>, data: &[Data]) -> Result<()> {
-        let of_round = (self.routing.num_tokens(rank.rank) * self.hidden) as usize;
+        let of_round =
+            u64::from(self.routing.num_tokens(rank.rank) * self.hidden) * self.combine_dtype.size();
         for (index, data) in self.in_turn(data.iter()).filter(|(index, _)| self.is_answered(*index)) {
-            let mut got = vec![bf16::ZERO; of_round];
-            let from = sums.ptr().add((index * of_round * 2) as u64);
+            let mut got = vec![0; of_round as usize];
+            let from = sums.ptr().add(index as u64 * of_round);
             // SAFETY: it is the part of the tensor that a round has.
-            unsafe { rank.stream.read(bytemuck::cast_slice_mut(&mut got), from)? };
+            unsafe { rank.stream.read(&mut got, from)? };
+            let got = numbers_of(self.combine_dtype, &got);
             rank.note(self.compare_sums(&got, data, rank.rank).map(|what| format!("round {index}: {what}")));
         }
         Ok(())
     }
+}
+
+/// Sums of a combine, as numbers.
+fn sums_of(rank: &LowLatencyRank, sums: &Tensor<'_>) -> Result<Vec<f32>> {
+    Ok(numbers_of(sums.dtype(), &rank.values(sums)?))
 }
 
 /// Rows by expert, on which experts work in place.

@@ -1,8 +1,11 @@
 //! Rows by expert: one for each selection, in segments of the local experts.
 
-use half::bf16;
+use std::collections::HashMap;
+
+use epoxide::DType;
 
 use super::routing::Routing;
+use crate::payload::rounded;
 
 /// The results of a dispatch of rows by expert on one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,6 +18,25 @@ pub struct ExpertPlan {
     pub psum: Vec<i32>,
     /// Source rank, token and entry of each row; `None` in padding.
     pub rows: Vec<Option<(u32, u32, u32)>>,
+}
+
+impl ExpertPlan {
+    /// The rows that each row of an ordinary dispatch is copied to, `num_topk` of each: those of its
+    /// selections, then -1. `sources` are the rank and token of each received row.
+    pub fn places(&self, sources: &[(u32, u32)], num_topk: u32) -> Vec<i32> {
+        let mut of_token: HashMap<(u32, u32), Vec<i32>> = HashMap::new();
+        for (row, selection) in (0..).zip(&self.rows) {
+            if let Some((source, token, _)) = *selection {
+                of_token.entry((source, token)).or_default().push(row);
+            }
+        }
+        let of_row = |source: &(u32, u32)| {
+            let mut places = of_token.remove(source).unwrap_or_default();
+            places.resize(num_topk as usize, -1);
+            places
+        };
+        sources.iter().flat_map(of_row).collect()
+    }
 }
 
 /// The plan of `rank`, where segments begin at multiples of `alignment`.
@@ -42,7 +64,7 @@ pub fn by_expert(routing: &Routing, rank: u32, alignment: u32) -> ExpertPlan {
 
 /// The sum of a token of `rank`: of its selections in their order, each `row(receiver, k)` times
 /// its weight, in f32 from +0. With `ranks_per_node`, across nodes: such a sum is made of the
-/// selections of each node and rounded to BF16, and the nodes' sums are added in order.
+/// selections of each node and rounded to `dtype`, and the nodes' sums are added in order.
 #[allow(clippy::too_many_arguments)] // A sum depends on all of them.
 pub fn combine_by_expert(
     routing: &Routing,
@@ -51,6 +73,7 @@ pub fn combine_by_expert(
     columns: usize,
     weights: &[f32],
     ranks_per_node: Option<u32>,
+    dtype: DType,
     row: impl Fn(u32, u32) -> Vec<f32>,
 ) -> Vec<f32> {
     let ids = &routing.topk_idx[rank as usize][token as usize];
@@ -71,7 +94,7 @@ pub fn combine_by_expert(
     let Some(per_node) = ranks_per_node else { return sum_of(0..all).unwrap_or(zeros) };
     let nodes = (0..all / per_node).filter_map(|node| sum_of(node * per_node..(node + 1) * per_node));
     nodes.fold(zeros, |mut sums, of_node| {
-        sums.iter_mut().zip(of_node).for_each(|(sum, value)| *sum += bf16::from_f32(value).to_f32());
+        sums.iter_mut().zip(of_node).for_each(|(sum, value)| *sum += rounded(dtype, value));
         sums
     })
 }
@@ -87,6 +110,8 @@ mod tests {
         let topk_idx = vec![vec![vec![1, 2], vec![1, 1]], vec![vec![0, -1], vec![3, 1]]];
         let routing = Routing { num_experts: 4, num_topk: 2, topk_idx };
         let plan = by_expert(&routing, 0, 4);
+        let sources = [(0, 0), (0, 1), (1, 0), (1, 1)];
+        assert_eq!(plan.places(&sources, 2), [4, -1, 5, 6, 0, -1, 7, -1]);
         assert_eq!((plan.counts, plan.starts, plan.psum), (vec![1, 4], vec![0, 4, 8], vec![1, 8, 8]));
         let expected = [
             Some((1, 0, 0)),
@@ -101,12 +126,19 @@ mod tests {
         assert_eq!(plan.rows, expected);
         assert_eq!(by_expert(&routing, 1, 1).psum, [1, 2, 2]);
         let row = |receiver: u32, k: u32| vec![(10 * receiver + k + 1) as f32];
-        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &[2.0, 0.5], None, row), [2.0 + 6.0]);
-        assert_eq!(combine_by_expert(&routing, 1, 0, 1, &[3.0, f32::NAN], None, row), [3.0]);
+        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &[2.0, 0.5], None, DType::Bf16, row), [2.0 + 6.0]);
+        assert_eq!(combine_by_expert(&routing, 1, 0, 1, &[3.0, f32::NAN], None, DType::Bf16, row), [3.0]);
         // 257 / 256 lies between two BF16 numbers and goes to the even one, 1.
         let above_one = 257.0 / 256.0;
         let weights = [above_one, 0.25];
-        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &weights, None, row), [above_one + 3.0]);
-        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &weights, Some(1), row), [1.0 + 3.0]);
+        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &weights, None, DType::Bf16, row), [above_one + 3.0]);
+        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &weights, Some(1), DType::Bf16, row), [1.0 + 3.0]);
+        // F16 has three bits more.
+        for dtype in [DType::F16, DType::F32] {
+            assert_eq!(
+                combine_by_expert(&routing, 0, 0, 1, &weights, Some(1), dtype, row),
+                [above_one + 3.0]
+            );
+        }
     }
 }

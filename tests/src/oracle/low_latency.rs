@@ -2,9 +2,10 @@
 
 use std::sync::LazyLock;
 
-use half::bf16;
+use epoxide::DType;
 
 use super::Routing;
+use crate::payload;
 
 /// Expected metadata of one rank after a low-latency dispatch. A row of token t from rank s is
 /// `s * max_tokens + t`.
@@ -47,7 +48,7 @@ pub fn low_latency_share(
     rank: u32,
     token: u32,
     dst: u32,
-    output: impl Fn(i64) -> Vec<bf16>,
+    output: impl Fn(i64) -> Vec<f32>,
 ) -> Option<Vec<f32>> {
     let mut sum: Option<Vec<f32>> = None;
     for (&expert, &weight) in routing.topk_idx[rank as usize][token as usize].iter().zip(weights) {
@@ -56,16 +57,16 @@ pub fn low_latency_share(
         }
         let row = output(expert);
         let sum = sum.get_or_insert_with(|| vec![0.0; row.len()]);
-        sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value.to_f32() * weight);
+        sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value * weight);
     }
     sum
 }
 
-/// How rows travel: in bf16, or in e4m3 with scales, which may be powers of two.
+/// How rows travel: as they are, or in e4m3 with scales, which may be powers of two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Travel {
-    /// Rounded to bf16.
-    Bf16,
+    /// Rounded to bf16, f16 or f32.
+    As(DType),
     /// [`quantised`].
     Fp8 {
         /// Whether scales are.
@@ -76,27 +77,23 @@ pub enum Travel {
 impl Travel {
     /// The row as it arrives.
     pub fn arrives(self, row: &[f32]) -> Vec<f32> {
-        let Travel::Fp8 { power_of_two } = self else {
-            return rounded(row).into_iter().map(f32::from).collect();
+        let power_of_two = match self {
+            Travel::As(dtype) => return row.iter().map(|&value| payload::rounded(dtype, value)).collect(),
+            Travel::Fp8 { power_of_two } => power_of_two,
         };
         let (bytes, scales) = quantised(row, power_of_two);
         bytes.iter().enumerate().map(|(at, &byte)| from_e4m3(byte) * scales[at / 128]).collect()
     }
 }
 
-/// Numbers as bf16.
-pub fn rounded(row: &[f32]) -> Vec<bf16> {
-    row.iter().map(|&value| bf16::from_f32(value)).collect()
-}
-
-/// The sum of what ranks returned of a token, in their order, in FP32, rounded once; zeros where
-/// none did.
-pub fn low_latency_sum(shares: impl IntoIterator<Item = Vec<f32>>, hidden: usize) -> Vec<bf16> {
+/// The sum of what ranks returned of a token, in their order, in FP32, rounded once to bf16, f16 or
+/// f32; zeros where none did.
+pub fn low_latency_sum(shares: impl IntoIterator<Item = Vec<f32>>, hidden: usize, dtype: DType) -> Vec<f32> {
     let mut sum = vec![0.0f32; hidden];
     for share in shares {
         sum.iter_mut().zip(share).for_each(|(sum, value)| *sum += value);
     }
-    rounded(&sum)
+    Travel::As(dtype).arrives(&sum)
 }
 
 /// A row as e4m3 with a scale for each 128 elements: `q * scale` stands for the element. The scale

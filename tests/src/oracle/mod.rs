@@ -19,6 +19,5 @@ pub use intranode::{
 };
 pub use low_latency::{
     LowLatencyPlan, Travel, from_e4m3, low_latency_plan, low_latency_share, low_latency_sum, quantised,
-    rounded,
 };
 pub use routing::{Routing, Style};

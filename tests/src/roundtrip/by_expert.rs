@@ -8,10 +8,10 @@ use epoxide::throughput::{
 };
 use epoxide::{DType, Tensor, TypedTensor};
 
-use super::case::{Case, Scales, rough, to_bytes};
+use super::case::{Case, Scales, rough};
 use crate::harness::{Rank, Setup};
 use crate::oracle::{self, ExpertPlan};
-use crate::payload::{self, mix};
+use crate::payload::{self, mix, rounded_bytes};
 
 /// Padding, whose marks must be new.
 const STALE: u8 = 0x5a;
@@ -59,6 +59,8 @@ impl Rank {
     pub fn check_by_expert(&mut self, case: &Case, alignment: u32) -> Result<()> {
         let expected = self.expect(case);
         let plan = oracle::by_expert(&case.routing, self.rank, alignment);
+        let per_node = case.ranks_per_node().unwrap_or(case.routing.num_ranks());
+        self.equal("ranks per node", &[self.buffer.ranks_per_node()], &[per_node]);
         let (weights, layout) = self.lay_out(case, &expected)?;
         let mut place = self.place()?;
         let (x, scales) = self.payload(case, 1)?;
@@ -114,11 +116,12 @@ impl Rank {
             (7, DType::F16, None, Some(weights), &handle),
             (8, DType::F16, Some(&place), None, &on_device),
             (9, DType::Bf16, None, Some(weights), &handle),
+            (10, DType::F32, None, Some(weights), &handle),
         ];
+        let with_weights = &handle;
         for (turn, dtype, place, weights, handle) in combines {
-            // Across nodes sums are BF16, and weights are those that travelled.
-            let is_across = case.ranks_per_node().is_some();
-            if is_across && (dtype != DType::Bf16 || (weights.is_some() && turn != 9)) {
+            // Across nodes weights are those that travelled.
+            if case.ranks_per_node().is_some() && weights.is_some() && !std::ptr::eq(handle, with_weights) {
                 continue;
             }
             self.check_combine_by_expert(case, turn, &plan, (dtype, columns(dtype)), place, weights, handle)?;
@@ -152,18 +155,44 @@ impl Rank {
         self.equal(&format!("{what}: rows"), &[rows], &[plan.rows.len() as u32]);
         self.equal(&format!("{what}: columns"), &[output.recv_columns.len()], &[case.scales.list().len()]);
         for (row, &(source, token, _)) in selected(plan) {
-            let got = self.row_of(&output.recv_x, row)?;
-            let expected = case.row(turn, source, token);
-            self.equal(&format!("{what}: row {row}"), &got, &expected);
             for (index, column) in output.recv_columns.iter().enumerate() {
                 let expected = case.column(turn, (source, token), index);
                 let name = format!("{what}: column {index} of row {row}");
                 self.equal(&name, &self.row_of(column, row)?, &expected);
             }
-            if matches!(case.scales, Scales::Flat | Scales::Columns(_)) {
-                let scales = output.recv_x_scales.as_deref().expect("rows have scales");
-                let got: Vec<f32> = payload::values_of(&self.row_of(scales, row)?);
-                self.equal(&format!("{what}: scales of row {row}"), &got, &case.scales(turn, source, token));
+        }
+        let scales = output.recv_x_scales.as_deref();
+        self.check_segments(case, turn, plan, what, (&output.recv_x, scales))
+    }
+
+    /// Compares rows that lie in segments, and their scales.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn check_segments(
+        &mut self,
+        case: &Case,
+        turn: u64,
+        plan: &ExpertPlan,
+        what: &str,
+        (rows, scales): (&Tensor, Option<&Tensor>),
+    ) -> Result<()> {
+        let has_scales = matches!(case.scales, Scales::Flat | Scales::Columns(_));
+        self.equal(&format!("{what}: has scales"), &[scales.is_some()], &[has_scales]);
+        // The rows of a token follow each other, so that what is expected is made once.
+        let mut by_token: Vec<_> = selected(plan).into_iter().collect();
+        by_token.sort_by_key(|&(row, &(source, token, _))| (source, token, row));
+        let of_token = |&(_, &(source, token, _)): &(usize, &(u32, u32, u32))| (source, token);
+        for rows_of_token in by_token.chunk_by(|a, b| of_token(a) == of_token(b)) {
+            let (source, token) = of_token(&rows_of_token[0]);
+            let expected = case.row(turn, source, token);
+            let expected_scales = case.scales(turn, source, token);
+            for &(row, _) in rows_of_token {
+                self.equal(&format!("{what}: row {row}"), &self.row_of(rows, row)?, &expected);
+                if let Some(scales) = scales.filter(|_| has_scales) {
+                    let got: Vec<f32> = payload::values_of(&self.row_of(scales, row)?);
+                    self.equal(&format!("{what}: scales of row {row}"), &got, &expected_scales);
+                }
             }
         }
         Ok(())
@@ -212,33 +241,79 @@ impl Rank {
             tensor = Tensor::alloc(self.device(), dtype, &[rows, columns])?;
             (&tensor, CombineRequest::new(&tensor, handle))
         };
-        for (row, &selection) in selected(plan) {
-            let made = to_bytes(dtype, &case.made(turn, dtype, selection, columns as usize));
-            // SAFETY: the row is one of the tensor's.
-            unsafe { self.stream.write(given.ptr().add(row as u64 * given.row_stride()), &made)? };
-        }
+        self.write_made(case, turn, plan, given)?;
         let request = weights.into_iter().fold(request, CombineRequest::weights);
         let output = self.combine(request)?;
         self.outcome()?;
-        let got = self.row_bytes(&output.combined_x)?;
-        for token in 0..case.routing.num_tokens(self.rank) {
-            let ones = vec![1.0; case.routing.num_topk as usize];
-            let weights = weights.map_or(ones, |_| case.token_weights(self.rank, token));
-            let row = |_, k| case.made(turn, dtype, (self.rank, token, k), columns as usize);
-            let sums = oracle::combine_by_expert(
-                &case.routing,
-                self.rank,
-                token,
-                columns as usize,
-                &weights,
-                case.ranks_per_node(),
-                row,
-            );
-            let name = format!("turn {turn}: combined_x[{token}]");
-            self.equal(&name, &got[token as usize], &to_bytes(dtype, &sums));
+        let weights = if weights.is_some() { Weights::OfCase } else { Weights::Ones };
+        self.check_sums_by_expert(case, turn, weights, &output.combined_x)
+    }
+
+    /// Writes what the experts of each row of `plan` made of it in a turn, and no padding.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn write_made(&self, case: &Case, turn: u64, plan: &ExpertPlan, rows: &Tensor) -> Result<()> {
+        let (dtype, columns) = (rows.dtype(), rows.columns() as usize);
+        for (row, &selection) in selected(plan) {
+            let made = rounded_bytes(dtype, &case.made(turn, dtype, selection, columns));
+            // SAFETY: the row is one of the tensor's.
+            unsafe { self.stream.write(rows.ptr().add(row as u64 * rows.row_stride()), &made)? };
         }
         Ok(())
     }
+
+    /// Compares the sums of what [`Rank::write_made`] wrote on all ranks in a turn, times the
+    /// weights of the case or unweighted.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn check_sums_by_expert(
+        &mut self,
+        case: &Case,
+        turn: u64,
+        weights: Weights,
+        sums: &Tensor,
+    ) -> Result<()> {
+        let (dtype, columns) = (sums.dtype(), sums.columns() as usize);
+        let per_node = self.buffer.ranks_per_node();
+        let per_node = (per_node < case.routing.num_ranks()).then_some(per_node);
+        let got = self.row_bytes(sums)?;
+        self.equal(
+            &format!("turn {turn}: tokens"),
+            &[got.len()],
+            &[case.routing.num_tokens(self.rank) as usize],
+        );
+        for (token, got) in (0..).zip(&got) {
+            let weights = match weights {
+                Weights::OfCase => case.token_weights(self.rank, token),
+                Weights::Ones => vec![1.0; case.routing.num_topk as usize],
+            };
+            let row = |_, k| case.made(turn, dtype, (self.rank, token, k), columns);
+            let expected = oracle::combine_by_expert(
+                &case.routing,
+                self.rank,
+                token,
+                columns,
+                &weights,
+                per_node,
+                dtype,
+                row,
+            );
+            let name = format!("turn {turn}: combined_x[{token}]");
+            self.equal(&name, got, &rounded_bytes(dtype, &expected));
+        }
+        Ok(())
+    }
+}
+
+/// By what a combine multiplies rows by expert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Weights {
+    /// The weights of the case's tokens.
+    OfCase,
+    /// Nothing.
+    Ones,
 }
 
 /// The rows that are no padding, by their numbers.

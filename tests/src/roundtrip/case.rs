@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use epoxide::internal::Tuning;
 use epoxide::{DType, Payload};
-use half::{bf16, f16};
 use rand::{Rng, RngCore};
 use rand_chacha::ChaCha8Rng;
 
@@ -12,7 +11,7 @@ use super::Cases;
 use crate::harness::{NodeLinks, Setup};
 use crate::ids::Ids;
 use crate::oracle::{self, Plan, Routing, Style};
-use crate::payload::{self, bytes_of, mix, rng_of};
+use crate::payload::{self, mix, rng_of};
 use crate::sizes::Sizes;
 
 /// Inputs of a round trip: the same on every rank, so that each can compute the others' data.
@@ -43,6 +42,8 @@ pub struct Case {
     /// Draws the order of the warps of each kernel; without it they take turns. For
     /// [`Case::setup`].
     pub schedule_seed: Option<u64>,
+    /// Draws the multiprocessors of each call, within one node. Without, they are the buffer's.
+    pub sms_seed: Option<u64>,
 }
 
 /// Scales per token.
@@ -128,6 +129,7 @@ impl Case {
             tuning: Tuning::default(),
             seed: 1,
             schedule_seed: None,
+            sms_seed: None,
         }
     }
 
@@ -196,6 +198,12 @@ impl Case {
     pub fn plans(&self) -> Vec<Plan> {
         let plan = |rank| oracle::plan(&self.routing, rank, self.num_channels, self.expert_alignment);
         (0..self.routing.num_ranks()).map(plan).collect()
+    }
+
+    /// Multiprocessors of call `turn` of a rank, if not the buffer's.
+    pub(super) fn num_sms(&self, rank: u32, turn: u64) -> Option<u32> {
+        let mut rng = rng_of(&[self.sms_seed?, u64::from(rank), turn]);
+        rng.random_bool(0.8).then(|| 2 * rng.random_range(1..=16))
     }
 
     /// Elements of a dispatched row.
@@ -310,7 +318,7 @@ impl Case {
             ),
             false => oracle::combine_f32(&own, rank, &given, columns),
         };
-        sums.iter().map(|row| to_bytes(dtype, row)).collect()
+        sums.iter().map(|row| payload::rounded_bytes(dtype, row)).collect()
     }
 
     /// The weights that combine gives `rank`, where `returned(receiver, (rank, token))` are those
@@ -369,22 +377,16 @@ impl Return {
         let per_node = case.nodes.map_or(ranks, |nodes| nodes.ranks_per_node);
         let row = |receiver, source| case.returned(turn, receiver, source, 0..columns);
         let rows = |(receiver, plan): (u32, &Plan)| {
-            plan.recv_src.iter().map(|&source| to_bytes(dtype, &row(receiver, source))).collect()
+            plan.recv_src
+                .iter()
+                .map(|&source| payload::rounded_bytes(dtype, &row(receiver, source)))
+                .collect()
         };
         Return {
             dtype,
             rows: (0..).zip(plans).map(rows).collect(),
             sums: (0..ranks).map(|rank| case.sums(rank, per_node, dtype, columns, row)).collect(),
         }
-    }
-}
-
-/// Numbers as F32, or rounded to F16 or BF16.
-pub(super) fn to_bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
-    match dtype {
-        DType::F32 => bytes_of(values),
-        DType::F16 => bytes_of(&values.iter().map(|&value| f16::from_f32(value)).collect::<Vec<_>>()),
-        _ => bytes_of(&values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>()),
     }
 }
 

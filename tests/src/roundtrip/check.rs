@@ -231,6 +231,9 @@ impl Rank {
         let columns = self.columns(case, 1)?;
         let counts = self.on_device();
         let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), &columns, counts);
+        let sms = |turn| case.num_sms(self.rank, turn);
+        let sms = [sms(1), sms(2), sms(3)];
+        let to_send = sms[0].into_iter().fold(to_send, DispatchRequest::num_sms);
         let whole = self.dispatch(&mut place, to_send)?;
         self.buffer.check_dispatch(&whole.handle, &self.stream)?;
         self.check(whole.num_recv_tokens.is_none(), "num_recv_tokens is unknown without a host wait");
@@ -241,6 +244,7 @@ impl Rank {
         // Exact counts, into a poisoned pool.
         self.poison_received(capacity)?;
         let to_send = request(case, &topk_weights, &layout, &x, scales.as_ref(), &columns, Counts::Exact);
+        let to_send = sms[1].into_iter().fold(to_send, DispatchRequest::num_sms);
         let exact = self.dispatch(&mut place, to_send)?;
         self.equal("num_recv_tokens", exact.num_recv_tokens.as_slice(), &[plan.num_recv_tokens]);
         self.check_dispatch(case, 1, &expected, "exact dispatch", &exact)?;
@@ -254,7 +258,9 @@ impl Rank {
         self.poison_received(capacity)?;
         let (x, scales) = self.payload(case, 2)?;
         let columns = self.columns(case, 2)?;
-        let cached = self.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &columns, &exact));
+        let again = cached_request(&x, scales.as_ref(), &columns, &exact);
+        let again = sms[2].into_iter().fold(again, CachedDispatchRequest::num_sms);
+        let cached = self.dispatch_cached(&mut place, again);
         // The rules of the interface ask for more than one channel in a cached dispatch across
         // nodes.
         let may_be_cached = self.buffer.config().num_channels() > 1 || self.buffer.num_nodes() == 1;
@@ -580,6 +586,8 @@ impl Rank {
             }
         };
         let request = weights.iter().fold(request, |request, (given, _)| request.topk_weights(given));
+        let sms = case.num_sms(self.rank, 10 + turn);
+        let request = sms.into_iter().fold(request, CombineRequest::num_sms);
         if [1, 4, 5].contains(&turn) {
             return self.check_combine_into(case, request, combine);
         }

@@ -22,6 +22,7 @@ use crate::oracle::{Routing, Style};
 use crate::payload::rng_of;
 use crate::sizes::Sizes;
 
+pub use by_expert::Weights;
 pub use case::{Case, Return, Scales};
 pub use check::{Expected, compare_weights};
 

@@ -1,12 +1,13 @@
-//! `vgpu run`: runs a kernel under one or many seeds, and reports what it does wrong.
+//! `vgpu run`: runs a kernel under one or many seeds or under all schedules, and reports what it
+//! does wrong.
 
 use std::ops::Range;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 use epoxide_vgpu::{
-    AcceptList, Array, Assumptions, CheckConfig, Class, DeviceConfig, GridConfig, LaunchError, Machine,
-    MachineError, Module, Refusal, Report,
+    AcceptList, Array, Assumptions, CheckConfig, Class, Coverage, DeviceConfig, Explore, GridConfig,
+    LaunchError, Machine, MachineError, Module, Path, Refusal, Report,
 };
 use serde_json::{Map, Value, json};
 
@@ -27,6 +28,7 @@ pub const HELP: &str = "Arguments of the kernel, one --arg each, in order:
 Examples:
   vgpu run k.ptx saxpy --grid 4 --block 256 --arg f32:2 --arg buf:f32:1024=iota --arg buf:f32:1024=zero --out 2
   vgpu run k.ptx --grid 8 --block 128 --arg buf:u32:8=zero --check --seeds 0..100 --format sarif
+  vgpu run k.ptx --grid 2 --block 1 --arg buf:u32:8=zero --weak --explore 2 --out 0
 
 A line of the file that --accept names is KIND KERNEL PLACE [PLACE] -- REASON. KIND and KERNEL may be *.
 A place is ptx:LINE, or FILE:LINE with the end of the path of a source file:
@@ -73,6 +75,13 @@ pub struct Args {
     /// Seeds of the runs, each of which takes another order of warps: FIRST..END, or one
     #[arg(long, value_name = "A..B", default_value = "0..1", value_parser = seeds)]
     seeds: Range<u64>,
+    /// Run every schedule that has at most so many preemptions, in place of seeds; with --weak also
+    /// every value that a load may see. For small kernels
+    #[arg(long, value_name = "PREEMPTIONS", conflicts_with = "seeds")]
+    explore: Option<u32>,
+    /// Most runs of --explore
+    #[arg(long, value_name = "N", default_value_t = 100_000, requires = "explore")]
+    runs: u64,
     /// File with reports that are accepted; see below
     #[arg(long, value_name = "FILE")]
     accept: Option<PathBuf>,
@@ -166,12 +175,14 @@ impl Args {
         }
     }
 
-    fn run_seed(
+    /// Runs the kernel under a seed, or as the choices of an exploration say.
+    fn run_once(
         &self,
         module: &Module,
         kernel: &str,
         seed: u64,
         check: Option<CheckConfig>,
+        path: Option<&Path>,
     ) -> Result<Outcome> {
         let config = DeviceConfig {
             schedule_seed: Some(seed),
@@ -182,6 +193,9 @@ impl Args {
         let check = check.map(|check| CheckConfig { weak_memory: (!check.races).then_some(seed), ..check });
         let devices = self.devices as usize;
         let mut machine = Machine::with_config(devices, config, check);
+        if let Some(path) = path {
+            machine = machine.explored(path);
+        }
         let mut buffers: Vec<Vec<Option<Array<u8>>>> = vec![];
         for device in 0..devices {
             let mut own = vec![];
@@ -266,6 +280,35 @@ impl Args {
     }
 }
 
+/// The outcomes of all runs.
+#[derive(Default)]
+struct Runs {
+    collected: Collected,
+    /// The outputs of the last run that has them, and of the first, with its number.
+    last: Vec<Vec<u8>>,
+    first: Option<(u64, Vec<Vec<u8>>)>,
+    /// The first two runs whose outputs differ.
+    differs: Option<(u64, u64)>,
+}
+
+impl Runs {
+    /// Adds a run by its seed or number.
+    fn add(&mut self, args: &Args, number: u64, outcome: Outcome) {
+        self.collected.add(number, &outcome);
+        if outcome.outputs.len() != args.outputs.len() {
+            return;
+        }
+        match &self.first {
+            Some((of, outputs)) if *outputs != outcome.outputs => {
+                self.differs.get_or_insert((*of, number));
+            }
+            Some(_) => {}
+            None => self.first = Some((number, outcome.outputs.clone())),
+        }
+        self.last = outcome.outputs;
+    }
+}
+
 /// Reports of several runs, each with the seeds that showed it.
 #[derive(Default)]
 struct Collected {
@@ -275,6 +318,12 @@ struct Collected {
 }
 
 impl Collected {
+    /// The numbers of an exploration's runs are no seeds.
+    fn forget_seeds(&mut self) {
+        self.seeds.iter_mut().for_each(Vec::clear);
+        self.others.iter_mut().for_each(|other| other.seeds.clear());
+    }
+
     fn add(&mut self, seed: u64, Outcome { reports, other, .. }: &Outcome) {
         for report in reports {
             let known = self.reports.iter().position(|known| known.is_alike(report));
@@ -329,24 +378,26 @@ pub fn run(args: &Args) -> Result<Verdict> {
             list.with_context(|| format!("{}", path.display()))?
         }
     };
-    let mut collected = Collected::default();
-    let mut last = vec![];
-    let mut first: Option<(u64, Vec<Vec<u8>>)> = None;
-    let mut differs = None;
-    for seed in args.seeds.clone() {
-        let outcome = args.run_seed(&module, &kernel, seed, check)?;
-        collected.add(seed, &outcome);
-        if outcome.outputs.len() == args.outputs.len() {
-            match &first {
-                Some((of, outputs)) if *outputs != outcome.outputs => {
-                    differs.get_or_insert((*of, seed));
-                }
-                Some(_) => {}
-                None => first = Some((seed, outcome.outputs.clone())),
-            }
-            last = outcome.outputs;
+    let mut runs = Runs::default();
+    let mut explored = None;
+    if let Some(preemptions) = args.explore {
+        let mut number = 0;
+        let exploration = Explore::new().preemptions(preemptions).runs(args.runs).run(|path| {
+            number += 1;
+            runs.add(args, number, args.run_once(&module, &kernel, 0, check, Some(path))?);
+            Ok::<(), anyhow::Error>(())
+        });
+        if let Some(failure) = exploration.failure {
+            return Err(failure.error);
+        }
+        runs.collected.forget_seeds();
+        explored = Some((exploration.runs, exploration.coverage));
+    } else {
+        for seed in args.seeds.clone() {
+            runs.add(args, seed, args.run_once(&module, &kernel, seed, check, None)?);
         }
     }
+    let Runs { collected, last, differs, .. } = runs;
     let mut document = Document { command: "run", findings: vec![], notes: vec![], more: Map::new() };
     for (report, seeds) in collected.reports.iter().zip(&collected.seeds) {
         let text = names::make_readable(&format!("  {}", report.fault), &module);
@@ -363,7 +414,8 @@ pub fn run(args: &Args) -> Result<Verdict> {
     document.findings.sort_by_key(|finding| finding.class);
     let outputs = write_outputs(args, &last, &mut document)?;
     if let Some((one, other)) = differs {
-        document.notes.push(format!("the outputs differ between seeds {one} and {other}"));
+        let of = if explored.is_some() { "runs" } else { "seeds" };
+        document.notes.push(format!("the outputs differ between {of} {one} and {other}"));
     }
     let unused: Vec<String> = accepts
         .unused()
@@ -375,18 +427,26 @@ pub fn run(args: &Args) -> Result<Verdict> {
     document.notes.push(format!(
         "{}: {} runs, {open} reports{}",
         names::readable(&kernel),
-        args.seeds.end - args.seeds.start,
+        explored.map_or(args.seeds.end - args.seeds.start, |(runs, _)| runs),
         if accepted == 0 { String::new() } else { format!(", {accepted} accepted") }
     ));
+    if let Some((_, coverage)) = explored {
+        document.notes.push(coverage.to_string());
+    }
     document.more = Map::from_iter([
         ("file".to_owned(), json!(args.file.display().to_string())),
         ("kernel".to_owned(), json!(names::readable(&kernel))),
-        ("seeds".to_owned(), json!([args.seeds.start, args.seeds.end])),
+        ("seeds".to_owned(), json!(explored.is_none().then_some([args.seeds.start, args.seeds.end]))),
+        ("explored".to_owned(), explored.map_or(Value::Null, explored_json)),
         ("outputs".to_owned(), outputs),
         ("outputs_differ".to_owned(), json!(differs.map(|(one, other)| [one, other]))),
         ("unused_accepts".to_owned(), json!(unused)),
     ]);
     document.print(args.format)
+}
+
+fn explored_json((runs, coverage): (u64, Coverage)) -> Value {
+    json!({ "runs": runs, "complete": coverage.is_complete(), "coverage": coverage.to_string() })
 }
 
 /// Writes the buffers that are asked for to their files; the others become notes. Returns them as

@@ -6,6 +6,7 @@ use super::hash::FastMap;
 use super::history::Writes;
 use super::past::{Acquired, CausalPast, GLOBAL, PastView, SHARED};
 use super::shadow::Shadow;
+use crate::exec::bulk_queue::Landed;
 use crate::exec::lanes::lanes;
 use crate::ir::{BARRIERS, FULL, Fence, Scope};
 
@@ -674,6 +675,38 @@ impl BlockCheck {
                 l.past.raise(clock::store_writes(key, lane), group);
             }
         });
+    }
+
+    /// A lane has waited for its copies by `cp.async` up to number `copies`.
+    pub(crate) fn waited_for_copies(&mut self, warp: u32, lane: usize, copies: u32) {
+        let w = &mut self.warps[warp as usize];
+        let key = clock::copies(w.key, lane);
+        // Not for bulk copies: those need a proxy fence.
+        w.each(1 << lane, |l| l.past.all.raise(key, copies));
+    }
+
+    /// Copies have come so far. The arrival of copies releases them alone, not their thread's past.
+    pub(crate) fn landed(&mut self, landed: &Landed) {
+        match *landed {
+            Landed::Copies { offset, warp, lane, copies } => {
+                let key = clock::copies(self.key(warp), lane);
+                if let Some(m) = self.mbarriers.get_mut(&offset) {
+                    m.arrived.all.raise(key, copies);
+                }
+            }
+            Landed::Phase { offset } => self.complete_mbarrier(offset),
+        }
+    }
+
+    /// The products of a warp's warpgroup.
+    pub(crate) fn products(&self, warp: u32) -> Key {
+        clock::products(self.warps[warp as usize & !3].key)
+    }
+
+    /// A warp has waited for the products of its warpgroup up to group `group`.
+    pub(crate) fn waited_products(&mut self, warp: u32, group: u32) {
+        let key = self.products(warp);
+        self.warps[warp as usize].each(FULL, |lane| lane.past.raise(key, group));
     }
 
     /// Joined causal pasts of all lanes at the end of the block.

@@ -1,11 +1,12 @@
 //! Happens-before: vector clocks over everything that accesses memory, in a compact form.
 //!
-//! An *actor* is a lane, a warp as a whole, one side of a lane's bulk stores, an mbarrier, or a
-//! timeline. The mbarrier is the actor of the bulk loads that complete on it. A timeline is a
-//! stream or a host thread. Each actor counts its own ticks. A [`VectorClock`] records, per actor,
-//! the tick up to which its accesses are in the causal past. Entries stand for many actors where
-//! they can. An entry of a warp stands for its lanes. A barrier that all of a block has passed
-//! stands for the block's warps. An entry of a timeline stands for all grids that ran there.
+//! An *actor* is a lane, a warp as a whole, one side of a lane's bulk stores, a lane's asynchronous
+//! copies, the products of a warpgroup, an mbarrier, or a timeline. The mbarrier is the actor of the
+//! bulk loads that complete on it. A timeline is a stream or a host thread. Each actor counts its
+//! own ticks. A [`VectorClock`] records, per actor, the tick up to which its accesses are in the
+//! causal past. Entries stand for many actors where they can. An entry of a warp stands for its
+//! lanes. A barrier that all of a block has passed stands for the block's warps. An entry of a
+//! timeline stands for all grids that ran there.
 //!
 //! Clocks are compared and joined at every barrier and every acquire, and are mostly equal. So a
 //! clock is a tree whose parts are shared, by grid and by block. Equal parts are the same
@@ -24,11 +25,15 @@ pub(crate) type Key = u64;
 const TIMELINE: Key = 1 << 63;
 /// Marks, within a block, the key of an mbarrier.
 const MBARRIER: Key = 1 << 15;
-/// Bits below a warp: itself (0), its lanes, and the two sides of their bulk stores.
+/// Bits below a warp: itself (0), its lanes, the two sides of their bulk stores, and the products of
+/// its warpgroup. A block has up to 32 warps, so the two bits below [`MBARRIER`] are free.
 pub(crate) const WITHIN_WARP: Key = 127;
 const LANE: Key = 1;
 const STORE_READS: Key = 33;
 const STORE_WRITES: Key = 65;
+/// Marks, on the key of the reading side, the asynchronous copies of a lane.
+const COPIES: Key = 1 << 13;
+const PRODUCTS: Key = 97;
 
 /// Most grids and blocks that a key has bits for.
 pub(crate) const MAX_GRIDS: u32 = 1 << 27;
@@ -60,6 +65,16 @@ pub(crate) fn store_reads(warp: Key, lane: usize) -> Key {
 /// Their writing side: done once they have landed.
 pub(crate) fn store_writes(warp: Key, lane: usize) -> Key {
     warp + STORE_WRITES + lane as Key
+}
+
+/// The asynchronous copies of a lane (`cp.async`), a tick for each.
+pub(crate) fn copies(warp: Key, lane: usize) -> Key {
+    store_reads(warp, lane) | COPIES
+}
+
+/// The products of the warpgroup whose first warp is `warp`: a tick per group.
+pub(crate) fn products(warp: Key) -> Key {
+    warp + PRODUCTS
 }
 
 /// The `index`th mbarrier of the block of `warp`: the bulk loads that complete on it, a tick per
@@ -516,6 +531,7 @@ mod tests {
         assert_eq!(place_of(lane(w, 31)), Some((7, Some((31, Some(31))))));
         assert_eq!(place_of(store_writes(w, 4)), Some((7, Some((31, Some(4))))));
         assert_eq!(place_of(w), Some((7, Some((31, None)))));
+        assert_eq!(place_of(copies(w, 4)), Some((7, Some((31, Some(4))))));
         assert_eq!(place_of(mbarrier(w, 9)), Some((7, None)));
         assert_eq!(place_of(timeline(4)), None);
         assert_eq!((grid_of(w), block_of(w)), (3, block_of(warp(3, 7, 0))));

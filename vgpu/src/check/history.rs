@@ -57,11 +57,11 @@ pub(crate) struct Sight {
     at: u64,
 }
 
-/// A thread's last wait for its bulk stores.
+/// A thread's last wait for its bulk stores, or for its copies by `cp.async`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wait {
     pub(crate) pc: u32,
-    /// Up to this group, and whether for their arrival too.
+    /// Up to this group or copy, and whether for their arrival too.
     pub(crate) group: u32,
     pub(crate) landed: bool,
 }
@@ -79,7 +79,7 @@ pub(crate) struct History {
     now: u64,
     /// The last reads of each block, by block.
     sights: BTreeMap<Key, VecDeque<Sight>>,
-    /// The last wait of each lane, by lane.
+    /// The last wait of each lane, by lane, and for its copies, by their actor.
     waits: BTreeMap<Key, Wait>,
 }
 

@@ -1,5 +1,6 @@
 //! Hooks that the interpreter calls in check mode.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +14,9 @@ use super::report;
 use super::reports::{Line, Pair};
 use super::shadow::{NOT_KEPT, Shadow};
 use super::world::World;
+use crate::exec::bulk_queue::Landed;
 use crate::exec::lanes::lanes;
+use crate::explore::Touch;
 use crate::fault::FaultKind;
 use crate::ir::{Fence, Scope, Sem};
 
@@ -74,17 +77,25 @@ impl Part {
     }
 }
 
-/// A bulk copy as it is issued.
+/// The way in which a copy's end is seen.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Completion {
+    /// A bulk copy completes on the mbarrier at this shared offset.
+    Mbarrier(u64),
+    /// A bulk copy belongs to a group of its lane, which has committed so many before.
+    Group(u32),
+    /// A copy by `cp.async` has this number among those of its lane.
+    Thread(u32),
+}
+
+/// A copy as it is issued.
 pub(crate) struct Copy {
-    pub(crate) src: Place,
-    pub(crate) dst: Place,
-    pub(crate) bytes: u64,
+    /// The parts of the source and of the destination, with their lengths.
+    pub(crate) src: Vec<(Place, u64)>,
+    pub(crate) dst: Vec<(Place, u64)>,
     pub(crate) lane: usize,
     pub(crate) pc: u32,
-    /// Shared offset of the mbarrier that it completes on.
-    pub(crate) mbar: Option<u64>,
-    /// Groups that its lane committed before.
-    pub(crate) committed: u32,
+    pub(crate) completion: Completion,
 }
 
 /// How long a kernel rests after a release that the host may wait for.
@@ -117,6 +128,10 @@ pub(crate) trait Hooks {
     /// `Place` is that of the first lane.
     fn read(&mut self, _: Place, _: Part, _pc: u32, _: How) -> Violations {
         Violations::default()
+    }
+    /// The schedule and what loads see are choices of an exploration.
+    fn is_explored(&self) -> bool {
+        false
     }
     /// Whether the values of a load come later than they could.
     fn defers_load(&mut self) -> bool {
@@ -165,16 +180,27 @@ pub(crate) trait Hooks {
     /// The lanes of a mask are about to execute an instruction that concerns others.
     fn together(&mut self, _mask: u32) {}
     fn arrive(&mut self, _mask: u32, _barrier: u32) {}
+    /// The lanes of a mask go on behind a barrier that completed before they came to it.
+    fn pass(&mut self, _mask: u32, _barrier: u32) {}
     fn init_mbarrier(&mut self, _pc: u32, _offset: u64) {}
     fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64) {}
     fn complete_mbarrier(&mut self, _offset: u64) {}
     fn pass_mbarrier(&mut self, _mask: u32, _offset: u64) {}
-    /// A bulk copy is issued. Its violations name the wrong end, and whether that is the written
+    /// A copy is issued. Its violations name the wrong end, and whether that is the written
     /// one.
     fn copy(&mut self, _: &Copy) -> (Stale, Vec<(Place, bool, ViolationAt)>) {
         (vec![], vec![])
     }
     fn waited(&mut self, _lane: usize, _pc: u32, _group: u32, _landed: bool) {}
+    /// A lane has waited for its copies by `cp.async` up to this number.
+    fn waited_for_copies(&mut self, _lane: usize, _pc: u32, _copies: u32) {}
+    fn landed(&mut self, _: &Landed) {}
+    /// A product of `group` reads these parts of shared memory, until a wait. Its violations.
+    fn matrices(&mut self, _: &[Range<u64>], _pc: u32, _group: u32) -> Vec<(Place, ViolationAt)> {
+        vec![]
+    }
+    /// The warp has waited for the products of its warpgroup up to a group.
+    fn waited_products(&mut self, _group: u32) {}
     /// Reports a violation by an access of a lane, with the steps of its warp before. The fault, if
     /// the run must end.
     fn report(&mut self, blamed: &Blamed, _recent: impl Iterator<Item = u32>) -> Option<FaultKind> {
@@ -236,6 +262,18 @@ impl CheckHooks<'_> {
             shadow.saw(grids, at, bytes, &who);
         }
         Some(found)
+    }
+
+    /// Tells an exploration what the step at hand accesses.
+    fn touch(&self, place: Place, bytes: u64, write: bool) {
+        let Some(path) = &self.world.path else { return };
+        // Shared memory is a block's own.
+        let (memory, from) = match place {
+            Place::Global { shadow, offset } => (u64::from(shadow), offset),
+            Place::Shared { offset } => (1 << 63 | clock::block_of(self.block.key(self.warp)), offset),
+            Place::Private => return,
+        };
+        path.touch(Touch { memory, from, bytes, write });
     }
 
     fn own(&self, lane: usize) -> Key {
@@ -300,6 +338,7 @@ impl Hooks for CheckHooks<'_> {
 
     fn read(&mut self, place: Place, part: Part, pc: u32, how: How) -> Violations {
         self.world.accesses += u64::from(part.lanes.count_ones());
+        self.touch(place, part.bytes(), false);
         if self.world.loads.are_counted() {
             part.each(place).for_each(|(lane, place)| self.world.loads.add(self.own(lane), place, 1));
         }
@@ -314,18 +353,28 @@ impl Hooks for CheckHooks<'_> {
         if self.world.config.races { found } else { Violations::default() }
     }
 
+    fn is_explored(&self) -> bool {
+        self.world.path.is_some()
+    }
+
     fn defers_load(&mut self) -> bool {
-        self.world.rng.below(4) == 0
+        match &self.world.path {
+            Some(path) => path.either(),
+            None => self.world.rng.below(4) == 0,
+        }
     }
 
     fn stale(&mut self, place: Place, bytes: u64, lane: usize, how: How) -> Option<[u64; 2]> {
         let record = self.record(lane, 0, how, false);
         let own = self.own(lane);
-        let older = self.world.rng.below(3) == 0;
+        self.touch(place, bytes, false);
+        let path = self.world.path.clone();
+        let drawn = path.is_none() && self.world.rng.below(3) == 0;
         let (shadow, grids, at, view) = self.look(place, 1 << lane)?;
         let who = Accessor { record, own, published: None, view };
         let words = shadow.stale(grids, at, bytes, &who)?;
-        if older {
+        // An exploration has a choice only where there is an older value.
+        if path.map_or(drawn, |path| path.sees_older()) {
             return Some([0, 2].map(|low| u64::from(words[low]) | u64::from(words[low + 1]) << 32));
         }
         if how.strong.is_some() {
@@ -344,6 +393,7 @@ impl Hooks for CheckHooks<'_> {
         new: &[u8],
     ) -> (bool, Option<ViolationAt>) {
         self.world.accesses += 1;
+        self.touch(place, now.len() as u64, true);
         let record = self.record(lane, pc, how, true);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.stores.add(own, place, now.len() as u64);
@@ -379,6 +429,7 @@ impl Hooks for CheckHooks<'_> {
         let (first, own, weak_memory) = (part.first(), self.block.key(self.warp), self.weak_memory());
         let (Place::Global { offset, .. } | Place::Shared { offset }) = place else { return (0, vec![]) };
         let record = self.wide_record(part, offset, pc, how);
+        self.touch(place, part.bytes(), true);
         if let Some((shadow, grids, at, view)) = self.look(place, part.lanes) {
             let who = Accessor { record, own, published: None, view };
             let values = |word: u64| {
@@ -488,7 +539,7 @@ impl Hooks for CheckHooks<'_> {
                 world.outside.join(&r.past);
                 // The host polls such words. A sleep now and then gives it time to read the present
                 // value.
-                if world.rng.below(4) == 0 {
+                if world.path.is_none() && world.rng.below(4) == 0 {
                     std::thread::sleep(HOST_READS);
                 }
             }
@@ -527,6 +578,10 @@ impl Hooks for CheckHooks<'_> {
         self.block.arrive(self.warp, mask, barrier as usize);
     }
 
+    fn pass(&mut self, mask: u32, barrier: u32) {
+        self.block.pass(self.warp, mask, barrier as usize);
+    }
+
     fn init_mbarrier(&mut self, pc: u32, offset: u64) {
         self.block.init_mbarrier(pc, offset);
     }
@@ -544,20 +599,28 @@ impl Hooks for CheckHooks<'_> {
     }
 
     fn copy(&mut self, copy: &Copy) -> (Stale, Vec<(Place, bool, ViolationAt)>) {
-        let Copy { src, dst, bytes, lane, pc, mbar, committed } = *copy;
+        let &Copy { ref src, ref dst, lane, pc, completion } = copy;
         let warp = self.block.key(self.warp);
-        let (reads, writes) = match mbar {
-            Some(offset) => {
+        // A copy by `cp.async` is in the generic proxy, behind its lane's accesses before.
+        let (how, own) = match completion {
+            Completion::Thread(_) => (How::ASYNC, self.own(lane)),
+            _ => (How::BULK, 0),
+        };
+        let (reads, writes) = match completion {
+            Completion::Mbarrier(offset) => {
                 let actor = self.block.load_actor(offset);
                 (actor, actor)
             }
-            None => {
+            Completion::Group(committed) => {
                 let group = committed + 1;
                 ((clock::store_reads(warp, lane), group), (clock::store_writes(warp, lane), group))
             }
+            Completion::Thread(number) => {
+                let actor = (clock::copies(warp, lane), number);
+                (actor, actor)
+            }
         };
-        self.world.stores.add(warp, dst, bytes);
-        let how = How::BULK;
+        dst.iter().for_each(|&(dst, bytes)| self.world.stores.add(warp, dst, bytes));
         let record = |(actor, tick)| Record::of(actor, tick, pc, how);
         self.block.join_acquired(self.warp, lane);
         let past = self.block.past(self.warp, lane);
@@ -566,39 +629,47 @@ impl Hooks for CheckHooks<'_> {
             let space = if matches!(place, Place::Shared { .. }) { SHARED } else { GLOBAL };
             Accessor {
                 record: record(actor),
-                own: 0,
-                published: Some(&published[space]),
+                own,
+                published: how.bulk.then_some(&published[space]),
                 view: PastView::all(&past),
             }
         };
         let mut old = vec![];
-        if self.weak_memory() {
+        if let (true, &[(src, bytes)]) = (self.weak_memory(), src.as_slice()) {
             let reader = who(src, reads);
             let mut picks = vec![];
             if let Some((shadow, grids, at, _)) = self.look(src, 1 << lane) {
                 for o in (0..bytes).step_by(4) {
-                    if let Some([value, ..]) = shadow.stale(grids, at + o, 4, &reader) {
+                    if let Some([value, ..]) = shadow.stale(grids, at + o, 4.min(bytes - o), &reader) {
                         picks.push((o, value));
                     }
                 }
             }
             for pick in picks {
-                if self.world.rng.below(2) == 0 {
+                let older = match &self.world.path {
+                    Some(path) => path.sees_older(),
+                    None => self.world.rng.below(2) == 0,
+                };
+                if older {
                     old.push(pick);
                 }
             }
         }
         let mut violations = vec![];
-        let reader = who(src, reads);
-        let read = self
-            .look(src, 1 << lane)
-            .and_then(|(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader).first());
-        violations.extend(self.unless_only_weak(read).map(|violation| (src, false, violation)));
-        let writer = who(dst, writes);
-        let wrote = self.look(dst, 1 << lane).and_then(|(shadow, grids, at, _)| {
-            shadow.write(grids, at, bytes, &writer, |_| false, NOT_KEPT).1.first()
-        });
-        violations.extend(self.unless_only_weak(wrote).map(|violation| (dst, true, violation)));
+        for &(src, bytes) in src {
+            let reader = who(src, reads);
+            let read = self
+                .look(src, 1 << lane)
+                .and_then(|(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader).first());
+            violations.extend(self.unless_only_weak(read).map(|violation| (src, false, violation)));
+        }
+        for &(dst, bytes) in dst {
+            let writer = who(dst, writes);
+            let wrote = self.look(dst, 1 << lane).and_then(|(shadow, grids, at, _)| {
+                shadow.write(grids, at, bytes, &writer, |_| false, NOT_KEPT).1.first()
+            });
+            violations.extend(self.unless_only_weak(wrote).map(|violation| (dst, true, violation)));
+        }
         (old, violations)
     }
 
@@ -607,6 +678,39 @@ impl Hooks for CheckHooks<'_> {
             self.world.history.waited(self.own(lane), Wait { pc, group, landed });
         }
         self.block.waited(self.warp, lane, group, landed);
+    }
+
+    fn waited_for_copies(&mut self, lane: usize, pc: u32, copies: u32) {
+        let by = clock::copies(self.block.key(self.warp), lane);
+        self.world.history.waited(by, Wait { pc, group: copies, landed: true });
+        self.block.waited_for_copies(self.warp, lane, copies);
+    }
+
+    fn landed(&mut self, landed: &Landed) {
+        self.block.landed(landed);
+    }
+
+    fn matrices(&mut self, read: &[Range<u64>], pc: u32, group: u32) -> Vec<(Place, ViolationAt)> {
+        let record = Record::of(self.block.products(self.warp), group, pc, How::PRODUCT);
+        self.block.join_acquired(self.warp, 0);
+        let past = self.block.past(self.warp, 0);
+        let published = self.block.published(self.warp, 0, &past, SHARED);
+        let reader = Accessor { record, own: 0, published: Some(&published), view: PastView::all(&past) };
+        let mut violations = vec![];
+        for range in read {
+            let (place, bytes) = (Place::Shared { offset: range.start }, range.end - range.start);
+            let found = self
+                .look(place, 1)
+                .and_then(|(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader).first());
+            violations.extend(self.unless_only_weak(found).map(|violation| (place, violation)));
+        }
+        violations
+    }
+
+    fn waited_products(&mut self, group: u32) {
+        if group > 0 {
+            self.block.waited_products(self.warp, group);
+        }
     }
 
     fn in_step(&mut self, mask: u32) {

@@ -6,7 +6,8 @@
 //! actors of their own in the async proxy. They rely on generic accesses only across a
 //! `fence.proxy.async`, and only an observed completion orders them before other accesses. The
 //! model's text leaves open at which end of a path the proxy fence must stand; both ends are
-//! accepted.
+//! accepted. Copies by `cp.async` are actors of the generic proxy: they need no fence, but the same
+//! observed completion.
 //!
 //! One [`Checker`] watches the memory of all devices of a process;
 //! [`Memory::checked`](crate::Memory::checked) joins a device to it. Memory that other processes or

@@ -54,18 +54,27 @@ pub(crate) struct How {
     /// Bytes of the whole access: two strong accesses that do not cover the same bytes are no
     /// better than weak ones.
     pub(crate) size: u8,
-    /// It is a bulk copy's.
+    /// It is by the async proxy: a bulk copy's, or a product's.
     pub(crate) bulk: bool,
+    /// It is a copy's, of either kind: it happens later than its instruction, and only an observed
+    /// completion orders what follows behind it.
+    pub(crate) late: bool,
     /// A read and a write in one.
     pub(crate) rmw: bool,
+    /// It is a read by `wgmma`.
+    pub(crate) product: bool,
     /// A read by `ld.global.nc`: the memory must not change while the kernel runs.
     pub(crate) read_only: bool,
 }
 
 impl How {
     /// A plain access in the generic proxy.
-    pub(crate) const WEAK: How = How { strong: None, size: 0, bulk: false, rmw: false, read_only: false };
-    pub(crate) const BULK: How = How { bulk: true, ..How::WEAK };
+    pub(crate) const WEAK: How =
+        How { strong: None, size: 0, bulk: false, late: false, rmw: false, product: false, read_only: false };
+    pub(crate) const BULK: How = How { bulk: true, late: true, ..How::WEAK };
+    pub(crate) const PRODUCT: How = How { product: true, ..How::BULK };
+    /// A copy by `cp.async`, in the generic proxy.
+    pub(crate) const ASYNC: How = How { late: true, ..How::WEAK };
 
     /// An access in the generic proxy, of elements of `size` bytes.
     pub(crate) fn generic(sem: Sem, scope: Scope, size: u8, rmw: bool) -> Self {
@@ -160,7 +169,7 @@ impl<'a> Accessor<'a> {
 
     /// Whether a lone access comes after the access `record` of the actor `key`.
     pub(super) fn after(&self, grids: &Grids, key: Key, record: &Record) -> bool {
-        if record.how.bulk {
+        if record.how.late {
             return self.view.includes(grids, key, record.tick);
         }
         (key == self.own && !self.record.how.bulk) || self.after_tick(grids, key, record.tick)
@@ -177,7 +186,7 @@ impl<'a> Accessor<'a> {
     /// Whether the access comes after `record`, of all its lanes, wherever in a range they meet.
     pub(super) fn order(&self, grids: &Grids, record: &Record) -> Order {
         let mine = &self.record;
-        let own_lanes = !mine.how.bulk && !record.how.bulk && mine.same_warp(record);
+        let own_lanes = !mine.how.late && !record.how.late && mine.same_warp(record);
         if record.is_row() {
             if own_lanes && mine.row == record.row {
                 return Order::After;

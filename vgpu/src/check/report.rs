@@ -41,7 +41,9 @@ fn manner(how: How, wrote: bool) -> String {
     };
     match (how.bulk, how.strong) {
         (false, None) if how.read_only => "read by ld.global.nc".into(),
+        (true, _) if how.product => format!("{what} by wgmma"),
         (true, _) => format!("{what} by a bulk copy"),
+        (false, None) if how.late => format!("{what} by cp.async"),
         (false, None) => format!("weak {what}"),
         (false, Some(scope)) => format!("strong {what} of scope {}", scope_name(scope)),
     }
@@ -173,10 +175,18 @@ fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> Str
                 with an order of its own, or a kernel boundary between the two"
             .into();
     }
+    if other.how.late && !other.how.bulk {
+        let seen = "the copy was not seen to complete: cp.async.wait_group or .wait_all by its own thread, or an mbarrier's phase \
+                    behind cp.async.mbarrier.arrive";
+        let its_thread = clock::place_of(own) == clock::place_of(theirs)
+            && clock::block_of(own) == clock::block_of(theirs);
+        return if its_thread { seen.into() } else { format!("{seen}, and from there {}", order()) };
+    }
     match (mine.how.bulk, other.how.bulk) {
+        (_, true) if other.how.product => format!("the product was not seen to complete: wgmma.wait_group for its group by a warp of its warpgroup, and from there {}", order()),
         (_, true) => format!("the copy was not seen to complete: its mbarrier's phase, or {wait} by its own thread, and from there {}", order()),
         (true, false) if ordered => {
-            "a fence.proxy.async (of both spaces, or of the space accessed) between the ordering and the bulk copy".into()
+            "a fence.proxy.async (of both spaces, or of the space accessed) between the ordering and the bulk copy or wgmma".into()
         }
         (true, false) => format!("{}, and then a fence.proxy.async", order()),
         (false, false) => match (mine.how.strong, other.how.strong) {
@@ -233,7 +243,9 @@ const MOST_EARLIER: usize = 64;
 fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> (Vec<Attempt>, Vec<Step>) {
     let theirs = actor_of(other);
     let mut found = vec![];
-    if let (true, Some((_, Some((_, Some(lane)))))) = (other.how.bulk, clock::place_of(theirs)) {
+    if let (true, Some((_, Some((_, Some(lane)))))) =
+        (other.how.bulk && !other.how.product, clock::place_of(theirs))
+    {
         let thread = clock::lane(theirs & !clock::WITHIN_WARP, lane as usize);
         if let Some(wait) = world.history.wait_of(thread) {
             let read = if wait.landed { "" } else { ".read" };
@@ -248,6 +260,15 @@ fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> (V
             let what = party(&world.grids, access, thread, wait.pc, me.own);
             found.push(Attempt { what, of: None, verdict });
         }
+    }
+    if let Some(wait) = world.history.wait_of(theirs).filter(|_| other.how.late && !other.how.bulk) {
+        let verdict = match wait.group >= other.tick {
+            false => format!("does not wait for this copy, number {} of its thread", other.tick),
+            true => "waits for the copy; what its thread does behind it comes after the copy".into(),
+        };
+        let access = format!("wait for the first {} copies of its thread", wait.group);
+        let what = party(&world.grids, access, theirs, wait.pc, me.own);
+        found.push(Attempt { what, of: None, verdict });
     }
     let writes = |block: Key, place: Place| match place {
         Place::Private => None,

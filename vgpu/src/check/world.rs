@@ -16,6 +16,7 @@ use super::record::{Accessor, How, Record, Violation, ViolationAt};
 use super::reports::Reports;
 use super::shadow::{NOT_KEPT, Shadow};
 use super::stores::{Counts, Loaded, Stored};
+use crate::explore::Path;
 use crate::ir::{Scope, Sem};
 use crate::seeds::Rng;
 
@@ -61,6 +62,8 @@ pub(crate) struct World {
     pub(super) timelines: u64,
     pub(super) ticks: u32,
     pub(crate) rng: Rng,
+    /// The choices of an exploration, which take the place of `rng`.
+    pub(crate) path: Option<Path>,
 }
 
 thread_local! {
@@ -93,6 +96,7 @@ impl World {
             timelines: 0,
             ticks: 0,
             rng: Rng::new(config.weak_memory.unwrap_or(0)),
+            path: None,
         }
     }
 

@@ -466,15 +466,37 @@ impl<W: Hooks> Exec<'_, W> {
             Space::Generic => lanes(m).all(|i| addr[i] & TAG == 0),
             _ => false,
         };
-        self.watch.weak_memory() && matches!(a.sem, Sem::Weak | Sem::Relaxed) && in_global()
+        self.watch.weak_memory()
+            && matches!(a.sem, Sem::Weak | Sem::Relaxed)
+            && in_global()
+            && (!self.watch.is_explored() || self.may_be_overtaken(a))
     }
 
-    /// Delivers late loads before an instruction that uses or replaces one of their values, stores
-    /// to the same place, or orders anything.
+    /// Whether a store may come before the values of a load at the present instruction: otherwise
+    /// nothing shows that they are late.
+    fn may_be_overtaken(&self, a: &Access) -> bool {
+        let named = |slots: &[u32]| slots.iter().any(|slot| a.regs[..usize::from(a.n)].contains(slot));
+        for inst in &self.kernel.code[self.pc as usize + 1..] {
+            match &inst.op {
+                Op::Alu { s, .. } if !named(s) => {}
+                Op::Nop => {}
+                Op::Bra { .. } => return true,
+                Op::St(to) if matches!(to.sem, Sem::Weak | Sem::Relaxed) => {
+                    return !named(&to.regs[..usize::from(to.n)]) && !named(&[to.addr.slot]);
+                }
+                _ => return false,
+            }
+        }
+        false
+    }
+
+    /// Delivers late loads before an instruction of their lanes that uses or replaces one of their
+    /// values, stores to the same place, or orders anything.
     #[cold]
     pub(super) fn take_late(&mut self, op: &Op, m: u32) -> Run<()> {
-        let late = &self.warp.late;
-        let named = |slots: &[u32]| late.iter().any(|l| l.registers().iter().any(|r| slots.contains(r)));
+        let running = self.mask;
+        let late = || self.warp.late.iter().filter(|l| l.lanes & running != 0);
+        let named = |slots: &[u32]| late().any(|l| l.registers().iter().any(|r| slots.contains(r)));
         let stays = match op {
             Op::Alu { s, .. } => !named(s),
             Op::St(a) if matches!(a.sem, Sem::Weak | Sem::Relaxed) => {
@@ -482,13 +504,14 @@ impl<W: Hooks> Exec<'_, W> {
                 let meets = |l: &LateLoad| {
                     lanes(m).any(|i| l.addresses().any(|at| at < addr[i] + bytes && addr[i] < at + l.bytes()))
                 };
-                !named(&a.regs[..usize::from(a.n)]) && !named(&[a.addr.slot]) && !late.iter().any(meets)
+                !named(&a.regs[..usize::from(a.n)]) && !named(&[a.addr.slot]) && !late().any(meets)
             }
             Op::Bra { .. } | Op::Nop => true,
             _ => false,
         };
         if !stays {
-            for LateLoad { access, addr, lanes } in std::mem::take(&mut self.warp.late) {
+            let due: Vec<_> = self.warp.late.extract_if(.., |l| l.lanes & running != 0).collect();
+            for LateLoad { access, addr, lanes } in due {
                 self.take_values(&access, &addr, lanes)?;
             }
         }

@@ -1,4 +1,4 @@
-//! Bulk copies (the TMA without tensors).
+//! Bulk copies (the TMA), of consecutive bytes and of boxes of tensors.
 //!
 //! A copy happens after it was issued, in pieces. Each piece is read from the source and later
 //! written to the destination. The points and the order are drawn from the seed; the last point is
@@ -8,15 +8,17 @@
 use std::ops::Range;
 
 use super::bulk_queue::{End, PIECES, Pending, Stage};
+use super::descriptor::ranges;
 use super::lanes::lanes;
 use super::state::{BlockState, Env, Exec, Run, stop};
 use crate::check::hooks::Place;
-use crate::check::hooks::{Copy, Hooks};
+use crate::check::hooks::{Completion, Copy, Hooks};
 use crate::check::record::How;
 use crate::fault::FaultKind;
-use crate::ir::{Addr, BulkOp};
+use crate::ir::{Addr, BulkOp, SINK, TensorCopy, Way};
 use crate::memory::Table;
 use crate::seeds::Rng;
+use crate::tensor_map::{Tensor, Unit, WORDS};
 
 /// One in so many copies lands as late as possible, so that a missing wait shows.
 const LATE_ONE_IN: u64 = 8;
@@ -34,6 +36,29 @@ impl Pending {
     ) -> Result<(), FaultKind> {
         let range = self.range(pieces.start).start..self.range(pieces.end - 1).end;
         let next = match self.pieces[pieces.start] {
+            Stage::Issued if !self.units.is_empty() => {
+                for at in range.step_by(16) {
+                    let mut bytes = [0; 16];
+                    if let Some((p, part)) = self.unit_pointer(block, table, at, self.src)? {
+                        // SAFETY: `unit_pointer` checked the part's bytes.
+                        unsafe {
+                            std::ptr::copy_nonoverlapping(p, bytes[part.clone()].as_mut_ptr(), part.len())
+                        };
+                    }
+                    self.data[at..at + 16].copy_from_slice(&bytes);
+                }
+                Stage::Read
+            }
+            Stage::Read if !self.units.is_empty() => {
+                for at in range.step_by(16) {
+                    if let Some((p, part)) = self.unit_pointer(block, table, at, self.dst)? {
+                        let from = &self.data[at..][part];
+                        // SAFETY: as above.
+                        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), p, from.len()) };
+                    }
+                }
+                Stage::Landed
+            }
             Stage::Issued => {
                 let src = end_pointer(block, table, self.src, self.bytes)?;
                 let into = &mut self.data[range.clone()];
@@ -56,6 +81,27 @@ impl Pending {
         };
         self.pieces[pieces].fill(next);
         Ok(())
+    }
+
+    /// The bytes of the unit at `at` of a box at one end of the copy, with their place in the unit.
+    /// `None` where the unit is outside of the tensor.
+    fn unit_pointer(
+        &self,
+        block: &mut BlockState,
+        table: &Table,
+        at: usize,
+        end: End,
+    ) -> Result<Option<(*mut u8, Range<usize>)>, FaultKind> {
+        let unit = self.units[at / 16];
+        if let End::Shared(_) = end {
+            return Ok(Some((end_pointer(block, table, End::Shared(unit.shared), 16)?, 0..16)));
+        }
+        if unit.len == 0 {
+            return Ok(None);
+        }
+        let first = usize::from(unit.first);
+        let p = end_pointer(block, table, End::Global(unit.global), unit.len.into())?;
+        Ok(Some((p, first..first + usize::from(unit.len))))
     }
 
     /// Moves all pieces on to a stage.
@@ -85,9 +131,17 @@ fn end_pointer(block: &mut BlockState, table: &Table, end: End, bytes: u32) -> R
 }
 
 impl BlockState {
-    /// Moves pending copies on: each by one piece with probability 1/2, but for late ones, or all
-    /// of them to the end. Returns whether anything moved.
-    pub(crate) fn progress_bulk(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
+    /// Moves copies on, of both kinds; see [`BlockState::progress_bulk`] and
+    /// [`BlockState::progress_copies`]. Returns whether anything moved.
+    pub(crate) fn progress(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
+        let bulk = !self.bulk.is_empty() && self.progress_bulk(table, rng.as_deref_mut())?;
+        let own = !self.copies.is_empty() && self.progress_copies(table, rng)?;
+        Ok(bulk || own)
+    }
+
+    /// Moves pending bulk copies on: each by one piece with probability 1/2, but for late ones, or
+    /// all of them to the end. Returns whether anything moved.
+    fn progress_bulk(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
         // One draw decides for many copies, a bit each: this is asked after every other slice of
         // every warp.
         let mut bits = (0, 0);
@@ -136,6 +190,30 @@ impl BlockState {
         failed.map_or(Ok(moved), Err)
     }
 
+    /// How many copies are under way, each a step of an exploration.
+    pub(crate) fn copy_steps(&self) -> usize {
+        self.bulk.pending.len() + self.copies.instructions()
+    }
+
+    /// Moves one copy on, as a whole: a bulk copy by one stage, the copies of an instruction to
+    /// their ends.
+    pub(crate) fn step_copy(&mut self, table: &Table, index: usize) -> Result<(), Late> {
+        if index >= self.bulk.pending.len() {
+            return self.step_instruction(table, index - self.bulk.pending.len());
+        }
+        let mut p = self.bulk.pending.remove(index);
+        let next = if p.has_reached(Stage::Read) { Stage::Landed } else { Stage::Read };
+        let moved = p.advance_to(self, table, next).and_then(|()| match p.mbar {
+            Some(mbar) if next == Stage::Landed => self.complete_tx(mbar, p.bytes),
+            _ => Ok(()),
+        });
+        moved.map_err(|kind| (kind, p.warp, p.pc))?;
+        if next == Stage::Read {
+            self.bulk.pending.insert(index, p);
+        }
+        Ok(())
+    }
+
     /// The block's warps have all exited. The hardware gives its shared memory to another block: a
     /// copy must not need it any more.
     pub(crate) fn finish_bulk(&mut self, table: &Table) -> Result<(), Late> {
@@ -152,7 +230,7 @@ impl BlockState {
             let message = format!("the block has ended, and {what} before the last thread ends");
             return Err((FaultKind::CopyOutlivesBlock { message }, p.warp, p.pc));
         }
-        self.progress_bulk(table, None).map(|_| ())
+        self.progress(table, None).map(|_| ())
     }
 }
 
@@ -177,6 +255,7 @@ impl<W: Hooks> Exec<'_, W> {
                     let bytes = self.warp.regs.r32[size as usize][i];
                     check_shape(&[End::Global(self.address(&src, i))], bytes)
                 }
+                BulkOp::Tensor { copy } => self.issue_tensor(env, i, copy)?,
                 BulkOp::Commit => {
                     let thread = self.thread(i) as usize;
                     self.block.bulk.committed[thread] += 1;
@@ -214,6 +293,100 @@ impl<W: Hooks> Exec<'_, W> {
         if let Err(kind) = formed {
             return Ok(Err(kind));
         }
+        let ends = match W::ON {
+            true => [src, dst].map(|end| vec![(self.end_place(end, bytes), u64::from(bytes))]),
+            false => Default::default(),
+        };
+        self.begin(lane, dst, src, bytes, vec![], mbar, ends)?;
+        Ok(Ok(()))
+    }
+
+    /// Issues a copy of a box of a tensor, as [`Exec::issue`] does.
+    fn issue_tensor(&mut self, env: &Env, lane: usize, copy: u32) -> Run<Result<(), FaultKind>> {
+        let TensorCopy { way, map, rank, coordinates, shared, blocks } =
+            env.kernel.operands.tensor_copies[copy as usize];
+        let bad = |message: String| Ok(Err(FaultKind::BulkCopy { message }));
+        let at = self.address(&map, lane);
+        if !at.is_multiple_of(64) {
+            return bad(format!("the address {at:#x} of a tensor map is no multiple of 64 bytes"));
+        }
+        let mut words = [0; WORDS];
+        for (i, word) in words.iter_mut().enumerate() {
+            *word = self.read_generic(at + 8 * i as u64, 8, lane)?;
+        }
+        let Some(tensor) = Tensor::decode(&words) else {
+            return bad(format!("there is no tensor map at {at:#x}: cuTensorMapEncodeTiled makes one"));
+        };
+        if tensor.rank != usize::from(rank) {
+            return bad(format!("a copy of {rank} dimensions, and the tensor map has {}", tensor.rank));
+        }
+        if blocks != SINK {
+            let mask = self.warp.regs.r32[blocks as usize][lane] & 0xffff;
+            if mask != 1 {
+                let what = format!("a multicast to the blocks {mask:#x} of a cluster, which is one block");
+                return Ok(Err(FaultKind::Unsupported(what)));
+            }
+        }
+        let coordinates = coordinates.map(|slot| self.warp.regs.r32[slot as usize][lane] as i32);
+        let bytes = tensor.bytes();
+        let mbar = match way {
+            Way::Prefetch => return Ok(Ok(())),
+            Way::Load(mbar) => Some(self.address(&mbar, lane)),
+            Way::Store => None,
+        };
+        let offset = self.address(&shared, lane);
+        if !offset.is_multiple_of(128) {
+            return bad(format!("shared offset {offset:#x} of a box is no multiple of 128 bytes"));
+        }
+        let there = self.block.shared.pointer(offset, bytes).map(drop);
+        let formed = there.and_then(|()| mbar.map_or(Ok(()), |mbar| self.block.initialised(mbar)));
+        if let Err(kind) = formed {
+            return Ok(Err(kind));
+        }
+        let units = tensor.units(&coordinates, offset);
+        // Parts of the tensor that follow each other, and the bytes in shared memory.
+        let mut parts: Vec<Range<u64>> = vec![];
+        for unit in units.iter().filter(|unit| unit.len > 0) {
+            let end = unit.global + u64::from(unit.len);
+            match parts.last_mut() {
+                Some(last) if last.end == unit.global => last.end = end,
+                _ => parts.push(unit.global..end),
+            }
+        }
+        for part in &parts {
+            let len = part.end - part.start;
+            if env.table.find(part.start, len).is_none() {
+                return Ok(Err(env.table.out_of_bounds(part.start, len)));
+            }
+        }
+        let box_ = ranges(units.iter().map(|unit| unit.shared));
+        let place = |end: fn(u64) -> End, part: &Range<u64>| {
+            let len = part.end - part.start;
+            (self.end_place(end(part.start), len as u32), len)
+        };
+        let of_tensor: Vec<_> = parts.iter().map(|part| place(End::Global, part)).collect();
+        let of_box: Vec<_> = box_.iter().map(|part| place(End::Shared, part)).collect();
+        let (global, shared) = (End::Global(at), End::Shared(offset));
+        let (src, dst, ends) = match way {
+            Way::Store => (shared, global, [of_box, of_tensor]),
+            _ => (global, shared, [of_tensor, of_box]),
+        };
+        self.begin(lane, dst, src, bytes as u32, units, mbar, ends)?;
+        Ok(Ok(()))
+    }
+
+    /// Begins a copy that is well formed. `ends` are the source and the destination for checks.
+    #[allow(clippy::too_many_arguments)] // The parts of a copy, once each.
+    fn begin(
+        &mut self,
+        lane: usize,
+        dst: End,
+        src: End,
+        bytes: u32,
+        units: Vec<Unit>,
+        mbar: Option<u64>,
+        ends: [Vec<(Place, u64)>; 2],
+    ) -> Run<()> {
         let thread = self.thread(lane);
         let group = self.block.bulk.committed[thread as usize];
         if mbar.is_none() {
@@ -221,18 +394,12 @@ impl<W: Hooks> Exec<'_, W> {
         }
         let mut stale = vec![];
         if W::ON {
-            let (from, to) = (self.end_place(src, bytes), self.end_place(dst, bytes));
-            let copy = Copy {
-                src: from,
-                dst: to,
-                bytes: u64::from(bytes),
-                lane,
-                pc: self.pc,
-                mbar,
-                committed: group,
-            };
+            let [src, dst] = ends;
+            let completion = mbar.map_or(Completion::Group(group), Completion::Mbarrier);
+            let copy = Copy { src, dst, lane, pc: self.pc, completion };
             let (old, violations) = self.watch.copy(&copy);
-            stale = old;
+            // A box has no words in a row.
+            stale = if units.is_empty() { old } else { vec![] };
             for (place, write, violation) in violations {
                 self.blame(place, violation, lane, How::BULK, write)?;
             }
@@ -246,6 +413,7 @@ impl<W: Hooks> Exec<'_, W> {
             dst,
             src,
             bytes,
+            units,
             mbar,
             thread,
             group,
@@ -258,7 +426,7 @@ impl<W: Hooks> Exec<'_, W> {
             pc,
         };
         self.block.bulk.pending.push(p);
-        Ok(Ok(()))
+        Ok(())
     }
 
     fn end_place(&self, end: End, bytes: u32) -> Place {

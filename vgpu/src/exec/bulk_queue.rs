@@ -1,9 +1,20 @@
 //! The bulk copies of a block that are under way.
 
 use crate::check::hooks::Stale;
+use crate::tensor_map::Unit;
 
 /// Most pieces of a copy.
 pub(super) const PIECES: usize = 4;
+
+/// Progress of copies that the checks take note of.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Landed {
+    /// The first `copies` copies of a lane have happened, and the lane arrives on the mbarrier at
+    /// `offset` for it.
+    Copies { offset: u64, warp: u32, lane: usize, copies: u32 },
+    /// A phase of the mbarrier at this offset is complete.
+    Phase { offset: u64 },
+}
 
 /// One end of a copy.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +37,8 @@ pub(super) struct Pending {
     pub(super) dst: End,
     pub(super) src: End,
     pub(super) bytes: u32,
+    /// For a box of a tensor: its parts of 16 bytes. Empty where both ends are consecutive bytes.
+    pub(super) units: Vec<Unit>,
     /// Shared offset of the mbarrier to complete on; else a member of a bulk group.
     pub(super) mbar: Option<u64>,
     /// Thread that issued it, and its bulk group.

@@ -166,6 +166,8 @@ fn each_lane(mut mask: u32, mut f: impl FnMut(usize)) {
 pub(crate) enum Role {
     Def,
     Use,
+    /// Read and written in place. The old value may not matter.
+    Update,
 }
 
 /// An operand as the PTX text must supply it.

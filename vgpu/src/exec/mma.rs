@@ -1,4 +1,5 @@
 //! `mma.sync`: the product of two matrices that lie in the registers of a warp, added to a third.
+//! `wgmma` does the same with a matrix of a warpgroup, whose B lies in shared memory.
 //!
 //! Products are exact. The sum begins with the element of C and takes the products in the order of
 //! k, in double precision; it is rounded once, to the type of D. Hardware adds in another way: with
@@ -14,9 +15,27 @@ use crate::float::{E4M3, E5M2, F32, Format, Overflow, Round, canonical, convert}
 use crate::ir::Regs;
 
 /// Columns of B, C and D.
-const COLUMNS: usize = 8;
+pub(super) const COLUMNS: usize = 8;
 const MOST_ROWS: usize = 16;
-const MOST_K: usize = 32;
+pub(super) const MOST_K: usize = 32;
+
+/// The matrix A, row by row.
+pub(super) type Left = [[f64; MOST_K]; MOST_ROWS];
+/// The matrix B, row by row.
+pub(super) type Right = [[f64; COLUMNS]; MOST_K];
+
+/// The value that a sum begins with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Start {
+    Zero,
+    /// The element of D.
+    Registers,
+}
+
+/// The quarter of a row, and the row, of a lane's elements.
+fn place(lane: usize) -> (usize, usize) {
+    (lane % 4, lane / 4)
+}
 
 /// Type of the elements of A or B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +90,7 @@ impl Element {
     }
 
     /// Element `at` of a register.
-    fn of(self, register: u32, at: usize) -> f64 {
+    pub(super) fn of(self, register: u32, at: usize) -> f64 {
         let bits = register >> (8 * self.bytes() * at);
         match self {
             Element::F16 => f16::from_bits(bits as u16).to_f64(),
@@ -100,11 +119,15 @@ impl Mma {
     /// Adds the product of the matrices in the registers `a` and `b` to the one in `d`.
     pub(super) fn multiply(&self, regs: &mut Regs, d: &[u32], a: &[u32], b: &[u32]) {
         let [na, nb, nd] = self.registers();
-        // The quarter of a row, and the row, of each lane's elements.
-        let place = |lane: usize| (lane % 4, lane / 4);
-        let mut left = [[0f64; MOST_K]; MOST_ROWS];
+        let (left, right) = (self.left(regs, &a[..na]), self.right(regs, &b[..nb]));
+        self.add_product(regs, &d[..nd], &left, &right, Start::Registers);
+    }
+
+    /// The matrix A in the registers `a`.
+    pub(super) fn left(&self, regs: &Regs, a: &[u32]) -> Left {
+        let mut left = [[0.0; MOST_K]; MOST_ROWS];
         let each = 4 / self.a.bytes();
-        for (r, &slot) in a[..na].iter().enumerate() {
+        for (r, &slot) in a.iter().enumerate() {
             // The registers of 16 rows take turns between the halves of the rows.
             let (below, turn) = if self.rows == 16 { (r % 2, r / 2) } else { (0, r) };
             for (lane, &register) in regs.r32[slot as usize].iter().enumerate() {
@@ -114,9 +137,14 @@ impl Mma {
                 }
             }
         }
-        let mut right = [[0f64; COLUMNS]; MOST_K];
+        left
+    }
+
+    /// The matrix B in the registers `b`.
+    fn right(&self, regs: &Regs, b: &[u32]) -> Right {
+        let mut right = [[0.0; COLUMNS]; MOST_K];
         let each = 4 / self.b.bytes();
-        for (r, &slot) in b[..nb].iter().enumerate() {
+        for (r, &slot) in b.iter().enumerate() {
             for (lane, &register) in regs.r32[slot as usize].iter().enumerate() {
                 let (quarter, column) = place(lane);
                 for at in 0..each {
@@ -124,10 +152,17 @@ impl Mma {
                 }
             }
         }
+        right
+    }
+
+    /// Stores the product of `left` and `right` in the registers `d`, added to what `start` names.
+    pub(super) fn add_product(&self, regs: &mut Regs, d: &[u32], left: &Left, right: &Right, start: Start) {
         let mut sums = [[0f64; COLUMNS]; MOST_ROWS];
-        self.each_sum(&d[..nd], |row, column, slot, lane, shift| {
-            sums[row][column] = self.value(regs.r32[slot][lane] >> shift);
-        });
+        if start == Start::Registers {
+            self.each_sum(d, |row, column, slot, lane, shift| {
+                sums[row][column] = self.value(regs.r32[slot][lane] >> shift);
+            });
+        }
         for (row, sums) in sums.iter_mut().enumerate().take(self.rows.into()) {
             for k in 0..usize::from(self.k) {
                 for (sum, right) in sums.iter_mut().zip(&right[k]) {
@@ -135,7 +170,7 @@ impl Mma {
                 }
             }
         }
-        self.each_sum(&d[..nd], |row, column, slot, lane, shift| {
+        self.each_sum(d, |row, column, slot, lane, shift| {
             let register = &mut regs.r32[slot][lane];
             let mask = if self.sum == Sum::F16 { 0xffff } else { u32::MAX };
             *register = *register & !(mask << shift) | self.bits(sums[row][column]) << shift;

@@ -12,6 +12,8 @@ pub(crate) mod access;
 mod bulk;
 pub(crate) mod bulk_queue;
 mod converged;
+pub(crate) mod copies;
+pub(crate) mod descriptor;
 pub(crate) mod lanes;
 pub(crate) mod mma;
 mod parts;
@@ -19,6 +21,7 @@ mod print;
 mod simd;
 pub(crate) mod state;
 mod sync;
+pub(crate) mod wgmma;
 
 use std::sync::atomic::Ordering;
 
@@ -226,11 +229,25 @@ impl<'a, W: Hooks> Exec<'a, W> {
                 self.split_off(m);
                 return self.barrier(*kind, *id, *count, *aligned);
             }
+            Op::ClusterArrive { aligned } => {
+                self.split_off(m);
+                return self.arrive_at_cluster(*aligned);
+            }
+            Op::ClusterWait => {
+                self.split_off(m);
+                return Ok(self.wait_for_cluster());
+            }
             Op::BarrierVote { id, p } => self.vote(*id, *p, m),
             Op::BarrierResult { what, id, d } => self.outcome(*what, *id, *d, m),
             Op::Mbar { op, addr, space } => return self.mbarrier(op, addr, *space, m),
             Op::PendingCount { d, state } => self.pending_count(*d, *state, m)?,
             Op::Bulk(op) => self.bulk(op, m)?,
+            Op::Copy(op) => self.copy(op, m)?,
+            Op::Wgmma(op) => {
+                self.split_off(m);
+                return self.wgmma(op);
+            }
+            Op::CheckRegisters(check) => self.check_registers(*check, m)?,
             Op::Print { format, arguments, d } => self.print(*format, *arguments, *d, m)?,
             Op::Sleep => {
                 self.pc += 1;
@@ -316,6 +333,9 @@ impl<'a, W: Hooks> Exec<'a, W> {
             self.none_waits(m)?;
             self.recount_barriers()?;
         }
+        if self.warp.live == 0 {
+            self.leave_warpgroup()?;
+        }
         self.pc += 1;
         Ok(if self.mask == 0 { Flow::Gone } else { Flow::Next })
     }
@@ -378,7 +398,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
     }
 
     /// Takes up the runnable group with the lowest program counter. False if there is none.
-    fn next_group(&mut self) -> bool {
+    pub(super) fn next_group(&mut self) -> bool {
         for pass in 0..2 {
             let best = (0..self.warp.groups.len())
                 .filter(|&i| self.warp.groups[i].state == GroupState::Ready && !self.warp.groups[i].deferred)

@@ -3,12 +3,14 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::bulk_queue::BulkQueue;
+use super::bulk_queue::{BulkQueue, Landed};
 use super::converged::Converged;
+use super::copies::CopyQueue;
 use super::lanes;
+use super::wgmma::{Products, Warpgroup};
 use crate::device::{Clock, Output};
 use crate::fault::{FaultKind, WaitingFor};
-use crate::ir::{Access, BARRIERS, Regs};
+use crate::ir::{Access, BARRIERS, CLUSTER_BARRIER, Regs};
 use crate::kernel::Kernel;
 use crate::memory::{Found, Table};
 
@@ -132,6 +134,9 @@ pub(crate) struct Warp {
     pub(crate) trace: RecentSteps,
     /// Empty but under weak memory.
     pub(super) late: Vec<LateLoad>,
+    pub(super) products: Products,
+    /// How often it has arrived at the barrier of the cluster.
+    pub(super) cluster_arrivals: u32,
     pub(super) since_switch: u32,
     /// The regions used last, latest first, for loads and for stores.
     pub(super) regions: [[Found; 2]; 2],
@@ -159,7 +164,17 @@ impl Warp {
         self.waiting = None;
         self.trace.steps.clear();
         self.late.clear();
+        self.products.start();
+        self.cluster_arrivals = 0;
         self.since_switch = 0;
+    }
+
+    /// The instruction that the warp executes next, if lanes are ready: that of the group which
+    /// [`Exec::next_group`] takes up.
+    pub(crate) fn next_pc(&self) -> Option<u32> {
+        let ready = |g: &&Group| g.state == GroupState::Ready;
+        let first = self.groups.iter().filter(|g| ready(g) && !g.deferred).map(|g| g.pc).min();
+        first.or_else(|| self.groups.iter().filter(ready).map(|g| g.pc).min())
     }
 
     /// Looks regions up again, after the table has changed.
@@ -190,7 +205,7 @@ impl Warp {
     }
 }
 
-/// One of a block's 16 barriers.
+/// One of a block's barriers.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Barrier {
     pub(crate) arrived: u32,
@@ -219,12 +234,22 @@ pub(crate) struct BlockState {
     pub(crate) strict_exits: bool,
     /// Barriers that have completed and must wake their warps, one bit each.
     pub(crate) completed: u32,
+    /// How often the barrier of the cluster has completed.
+    pub(crate) cluster_phases: u32,
     pub(crate) bulk: BulkQueue,
-    /// Mbarriers, by their offset, of which bulk copies have completed a phase, for the checks.
-    pub(crate) phases: Vec<u64>,
+    pub(crate) copies: CopyQueue,
+    /// Progress of copies that the checks have not taken note of.
+    pub(crate) landed: Vec<Landed>,
+    /// Empty unless the kernel has `wgmma`.
+    pub(crate) warpgroups: Vec<Warpgroup>,
 }
 
 impl BlockState {
+    /// Whether copies are under way.
+    pub(crate) fn is_copying(&self) -> bool {
+        !(self.bulk.is_empty() && self.copies.is_empty())
+    }
+
     /// Counts a warp at a barrier.
     pub(super) fn arrive(&mut self, id: u32, count: Option<u32>) -> Result<(), FaultKind> {
         let total = self.warps * 32;
@@ -247,7 +272,8 @@ impl BlockState {
 
     pub(super) fn complete_barrier(&mut self, id: u32) -> Result<(), FaultKind> {
         let b = &mut self.barriers[id as usize];
-        if self.strict_exits && b.all && b.arrived != 0 && self.exited_warps != 0 {
+        // Threads that have exited count as arrived at the barrier of the cluster.
+        if self.strict_exits && id != CLUSTER_BARRIER && b.all && b.arrived != 0 && self.exited_warps != 0 {
             let message = format!(
                 "a warp waits for all threads of the block, but {} of its warps have ended",
                 self.exited_warps
@@ -258,6 +284,7 @@ impl BlockState {
         if b.arrived != 0 && b.arrived + missing >= b.expected {
             *b = Barrier { outcome: b.votes, ..Barrier::default() };
             self.completed |= 1 << id;
+            self.cluster_phases += u32::from(id == CLUSTER_BARRIER);
         }
         Ok(())
     }
@@ -380,6 +407,14 @@ impl SharedMemory {
         // 128-byte alignment is by offset only: nothing looks at the host address.
         self.words.resize(bytes.div_ceil(16) as usize, word);
         self.bytes = u64::from(bytes);
+    }
+
+    /// The 16 bytes at `offset` of the window, a multiple of 16.
+    pub(super) fn unit(&self, offset: u64) -> Result<[u8; 16], FaultKind> {
+        let at = offset.wrapping_sub(u64::from(SHARED_BASE));
+        let word = self.words.get((at / 16) as usize).filter(|_| at.saturating_add(16) <= self.bytes);
+        let word = word.ok_or_else(|| window("shared", offset, 16, u64::from(SHARED_BASE), self.bytes))?;
+        Ok(word.to_ne_bytes())
     }
 
     /// Pointer to `offset` of the window, if `bytes` bytes from there on exist.

@@ -1,12 +1,14 @@
 //! Operations across lanes and warps: shuffles, votes, block barriers, mbarriers.
 
+use super::bulk_queue::Landed;
 use super::lanes::{lanes, mask_of, put};
 use super::state::{BlockState, Exec, Flow, GroupState, Run, Stop, stop};
 use crate::check::hooks::{Hooks, Part, Place};
 use crate::check::record::How;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{
-    Addr, BARRIERS, BarrierKind, MbarOp, Op, Rmw, SINK, Scope, Sem, ShflMode, Space, Votes, WarpOp,
+    Addr, BARRIERS, BarrierKind, CLUSTER_BARRIER, MbarOp, NAMED_BARRIERS, Op, Rmw, SINK, Scope, Sem,
+    ShflMode, Space, Votes, WarpOp,
 };
 use crate::mbarrier::Mbarrier;
 
@@ -65,7 +67,7 @@ impl<W: Hooks> Exec<'_, W> {
 
     /// Takes in the groups that wait at the running one's instruction, however long they have
     /// stayed apart.
-    fn gather(&mut self) {
+    pub(super) fn gather(&mut self) {
         let pc = self.pc;
         self.apart = false;
         for g in
@@ -191,7 +193,7 @@ impl<W: Hooks> Exec<'_, W> {
         let number = same(uniform(id))?;
         let threads = if count == SINK { None } else { Some(same(uniform(count))?) };
         let bad = |message: String| stop(FaultKind::BadBarrier { barrier: number, message }, Some(first));
-        if number as usize >= BARRIERS {
+        if number as usize >= NAMED_BARRIERS {
             return bad("barriers are numbered 0 to 15".into());
         }
         if let Some(n) = threads.filter(|&n| n == 0 || n % 32 != 0) {
@@ -211,6 +213,36 @@ impl<W: Hooks> Exec<'_, W> {
         self.changed();
         self.count_warp(number)?;
         Ok(Flow::Gone)
+    }
+
+    /// `barrier.cluster.arrive`: the warp counts once all of its live lanes are there, and goes on.
+    pub(super) fn arrive_at_cluster(&mut self, aligned: bool) -> Run<Flow> {
+        if aligned {
+            self.one_aligned_barrier(CLUSTER_BARRIER)?;
+        }
+        let state =
+            GroupState::Barrier { id: CLUSTER_BARRIER, count: None, arrive_only: true, arrived: false };
+        self.push(self.mask, self.pc, state);
+        self.changed();
+        self.count_warp(CLUSTER_BARRIER)?;
+        Ok(Flow::Gone)
+    }
+
+    /// `barrier.cluster.wait`
+    pub(super) fn wait_for_cluster(&mut self) -> Flow {
+        // A completion that the block has yet to take notice of wakes the warp.
+        let noticed = self.block.completed >> CLUSTER_BARRIER & 1 == 0;
+        if noticed && self.warp.cluster_arrivals <= self.block.cluster_phases {
+            if W::ON {
+                self.watch.pass(self.mask, CLUSTER_BARRIER);
+            }
+            self.pc += 1;
+            return Flow::Next;
+        }
+        let state =
+            GroupState::Barrier { id: CLUSTER_BARRIER, count: None, arrive_only: false, arrived: true };
+        self.push(self.mask, self.pc, state);
+        Flow::Gone
     }
 
     /// Checks that the lanes of a warp are sure to reach a barrier together, unless it is aligned.
@@ -278,6 +310,7 @@ impl<W: Hooks> Exec<'_, W> {
             }
         }
         self.watch.arrive(union, number);
+        self.warp.cluster_arrivals += u32::from(number == CLUSTER_BARRIER);
         self.block.arrive(number, threads).or_else(|kind| stop(kind, None))
     }
 
@@ -457,6 +490,17 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(())
     }
 
+    /// Watches the arrival that a lane's asynchronous copies make later.
+    pub(super) fn watch_copy_arrival(&mut self, offset: u64, lane: usize) -> Run<()> {
+        if !W::ON {
+            return Ok(());
+        }
+        let (place, how) = (Place::Shared { offset }, How::generic(Sem::Relaxed, Scope::Cta, 8, true));
+        let bits = self.mbarrier_bits(offset).or_else(|kind| stop(kind, Some(lane)))?;
+        let (_, found) = self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]);
+        found.map_or(Ok(()), |violation| self.blame(place, violation, lane, how, true))
+    }
+
     fn mbarrier_bits(&mut self, offset: u64) -> Result<u64, FaultKind> {
         self.block.mbarrier_bits(offset)
     }
@@ -509,8 +553,30 @@ impl BlockState {
         let phase = b.phase;
         b.complete_tx(bytes).map_err(|message| FaultKind::Mbarrier { offset, message })?;
         if b.phase != phase {
-            self.phases.push(offset);
+            self.landed.push(Landed::Phase { offset });
         }
+        self.set_mbarrier_bits(offset, b.to_bits())
+    }
+
+    /// The arrival of a lane whose asynchronous copies have happened.
+    pub(super) fn arrive_of_copies(&mut self, offset: u64) -> Result<(), FaultKind> {
+        let bits = self.mbarrier_bits(offset)?;
+        let mbarrier = |message| FaultKind::Mbarrier { offset, message };
+        let mut b = Mbarrier::from_bits(bits).map_err(mbarrier)?;
+        let phase = b.phase;
+        b.arrive(1, None).map_err(mbarrier)?;
+        if b.phase != phase {
+            self.landed.push(Landed::Phase { offset });
+        }
+        self.set_mbarrier_bits(offset, b.to_bits())
+    }
+
+    /// The present phase of an mbarrier waits for one more arrival.
+    pub(super) fn expect_one_more(&mut self, offset: u64) -> Result<(), FaultKind> {
+        let bits = self.mbarrier_bits(offset)?;
+        let mbarrier = |message| FaultKind::Mbarrier { offset, message };
+        let mut b = Mbarrier::from_bits(bits).map_err(mbarrier)?;
+        b.expect_one_more().map_err(mbarrier)?;
         self.set_mbarrier_bits(offset, b.to_bits())
     }
 }

@@ -11,17 +11,24 @@ use std::collections::BinaryHeap;
 
 use super::dataflow::{Set, Touch, unwritten};
 use crate::exec::lanes::{Role, Sig};
+use crate::exec::wgmma::{MatrixA, Product};
 use crate::ir::{
-    Access, Addr, BulkOp, CARRY, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, SINK, Votes, WarpOp,
+    Access, Addr, BulkOp, CARRY, CopyOp, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, Operands, SINK,
+    TensorCopy, Votes, WarpOp, Way, WgmmaOp,
 };
 use crate::ptx::Flow;
 use crate::ptx::flow::Leave;
 
 /// Shows every register of an instruction, its guard aside, to `f`. `sig` describes the slots of
-/// [`Op::Alu`].
-fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) {
+/// [`Op::Alu`]; those of some others are in `operands`.
+pub(super) fn registers(
+    op: &mut Op,
+    sig: &[Sig],
+    operands: &mut Operands,
+    f: &mut dyn FnMut(File, Role, &mut u32),
+) {
     use File::{Pred, R32, R64};
-    use Role::{Def, Use};
+    use Role::{Def, Update, Use};
     fn address(a: &mut Addr, f: &mut dyn FnMut(File, Role, &mut u32)) {
         f(if a.wide { R64 } else { R32 }, Use, &mut a.slot);
     }
@@ -140,10 +147,59 @@ fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) 
                 address(src, f);
                 f(R32, Use, size);
             }
+            BulkOp::Tensor { copy } => {
+                let TensorCopy { way, map, coordinates, shared, blocks, rank } =
+                    &mut operands.tensor_copies[*copy as usize];
+                address(map, f);
+                coordinates[..usize::from(*rank)].iter_mut().for_each(|s| f(R32, Use, s));
+                f(R32, Use, blocks);
+                if let Way::Load(mbar) = way {
+                    address(mbar, f);
+                }
+                if !matches!(way, Way::Prefetch) {
+                    address(shared, f);
+                }
+            }
             BulkOp::Commit | BulkOp::Wait { .. } => {}
         },
+        Op::Copy(op) => match op {
+            CopyOp::Start { dst, src, read, .. } => {
+                [dst, src].into_iter().for_each(|a| address(a, f));
+                if *read != SINK {
+                    f(R32, Use, read);
+                }
+            }
+            CopyOp::Arrive { mbar, .. } => address(mbar, f),
+            CopyOp::Commit | CopyOp::Wait { .. } | CopyOp::WaitAll => {}
+        },
+        Op::Wgmma(WgmmaOp::Multiply { product }) => {
+            let Product { a, b, d, adds, .. } = &mut operands.products[*product as usize];
+            f(Pred, Use, adds);
+            f(R64, Use, b);
+            match a {
+                MatrixA::Registers(slots) => slots.iter_mut().for_each(|s| f(R32, Use, s)),
+                MatrixA::Shared(descriptor, _) => f(R64, Use, descriptor),
+            }
+            d.iter_mut().for_each(|s| f(R32, Update, s));
+        }
+        Op::Wgmma(_) | Op::CheckRegisters(_) | Op::ClusterArrive { .. } | Op::ClusterWait => {}
         Op::Bra { .. } | Op::Fence(_) | Op::Sleep | Op::Exit | Op::Trap | Op::Nop => {}
     }
+}
+
+/// The control flow of lowered code.
+pub(super) fn flow_of(code: &[Inst], tables: &[Vec<u32>]) -> Flow {
+    Flow::new(code.len(), |i| {
+        let (targets, exits) = match code[i].op {
+            Op::Bra { target } => (vec![target as usize], false),
+            Op::BrxIdx { table, .. } => {
+                (tables[table as usize].iter().map(|&target| target as usize).collect(), false)
+            }
+            Op::Exit | Op::Trap => (vec![], true),
+            _ => return None,
+        };
+        Some(Leave { targets, exits, continues: code[i].guard != NO_GUARD })
+    })
 }
 
 /// Results of [`allocate`].
@@ -160,6 +216,7 @@ pub(super) fn allocate(
     code: &mut [Inst],
     sigs: &[Vec<Sig>],
     tables: &[Vec<u32>],
+    operands: &mut Operands,
     slots: &mut [u32; 3],
     inits: &mut Vec<(File, u32, Init)>,
 ) -> Allocated {
@@ -188,26 +245,16 @@ pub(super) fn allocate(
                     defines: false,
                 });
             }
-            registers(&mut inst.op, sig, &mut |file, role, slot| {
-                let defines = role == Role::Def;
-                list.push(Touch { register: id(file, *slot), kills: defines && !guarded, defines });
+            registers(&mut inst.op, sig, operands, &mut |file, role, slot| {
+                let (defines, kills) = (role != Role::Use, role == Role::Def && !guarded);
+                list.push(Touch { register: id(file, *slot), kills, defines });
             });
             list.iter().for_each(|t| referenced[t.register] = true);
             list
         })
         .collect();
 
-    let flow = Flow::new(code.len(), |i| {
-        let (targets, exits) = match code[i].op {
-            Op::Bra { target } => (vec![target as usize], false),
-            Op::BrxIdx { table, .. } => {
-                (tables[table as usize].iter().map(|&target| target as usize).collect(), false)
-            }
-            Op::Exit | Op::Trap => (vec![], true),
-            _ => return None,
-        };
-        Some(Leave { targets, exits, continues: code[i].guard != NO_GUARD })
-    });
+    let flow = flow_of(code, tables);
     let mut written = Set::new(total);
     (0..total).filter(|&r| pinned[r]).for_each(|r| written.insert(r));
     let unwritten = unwritten(&flow, &touches, &written);
@@ -267,7 +314,7 @@ pub(super) fn allocate(
             let r = id(File::Pred, inst.guard & !GUARD_NOT);
             inst.guard = slot_of[r] | inst.guard & GUARD_NOT;
         }
-        registers(&mut inst.op, sig, &mut |file, _, slot| *slot = slot_of[id(file, *slot)]);
+        registers(&mut inst.op, sig, operands, &mut |file, _, slot| *slot = slot_of[id(file, *slot)]);
     }
     inits.retain(|&(file, slot, _)| referenced[id(file, slot)]);
     inits.iter_mut().for_each(|(file, slot, _)| *slot = slot_of[id(*file, *slot)]);

@@ -28,6 +28,10 @@ impl Set {
         }
         new != 0
     }
+    /// Removes what is not in `other`.
+    pub(super) fn retain(&mut self, other: &Set) {
+        self.0.iter_mut().zip(&other.0).for_each(|(a, b)| *a &= b);
+    }
     pub(super) fn clear(&mut self) {
         self.0.fill(0);
     }

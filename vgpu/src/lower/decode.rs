@@ -2,7 +2,7 @@
 
 use super::state::{Lower, Lowered, Patch, timer_register};
 use super::types::{Mods, Ty};
-use super::{arith, call, convert, extended, matrix, mem, sync};
+use super::{arith, call, convert, extended, matrix, mem, sync, wgmma};
 use crate::exec::lanes::{Lane, Role, Sig, Spec, lanes, op1};
 use crate::ir::{File, Op, Regs, SINK};
 use crate::ptx::{Operand, Span};
@@ -100,6 +100,7 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
         "cp" => sync::bulk(m)?,
         "ldmatrix" | "stmatrix" => matrix::transfer(m)?,
         "mma" => matrix::multiply(m)?,
+        "wgmma" => wgmma::decode(m)?,
         "shfl" | "vote" | "match" | "redux" | "elect" => sync::warp_wide(m)?,
         "mad" | "madc" => match extended::decode(m)? {
             Some(emit) => emit,
@@ -163,6 +164,7 @@ fn mov(m: &mut Mods) -> Result<Emit, String> {
             }
             _ => {
                 let (d, a) = (l.dest(&ops[0], file, bits)?, l.source(&ops[1], file, bits)?);
+                l.moves.push(l.code.len());
                 l.push_alu(spec.f, [d, a, a, 0, 0, 0], spec.sig);
                 Ok(())
             }

@@ -1,11 +1,11 @@
 //! Decoding of loads, stores, atomics, address-space instructions and cache hints.
 
-use super::decode::{Emit, plain, simple};
+use super::decode::{Emit, simple};
 use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
 use crate::exec::access::{LOCAL_TAG, PARAM_TAG, SHARED_TAG};
-use crate::exec::lanes::{Lane, op_pred, op1, op2, op3};
-use crate::ir::{Access, Atomic, File, GUARD_NOT, Init, NO_GUARD, Op, Rmw, SINK, Scope, Sem, Space};
+use crate::exec::lanes::{Lane, op1, op3};
+use crate::ir::{Access, Atomic, CopyOp, File, Init, Op, Rmw, SINK, Scope, Sem, Space};
 use crate::ptx::{Operand, Span};
 
 const SPACES: &[(&str, Space)] = &[
@@ -195,14 +195,36 @@ pub(super) fn store(m: &mut Mods) -> Result<Emit, String> {
     }))
 }
 
-/// `cp.async`: a thread's own copy of 4, 8 or 16 bytes from global to shared memory. It is a load
-/// and a store here, so it is complete at once, and a missing wait goes unnoticed.
+/// `cp.async`: a thread's own copy of 4, 8 or 16 bytes from global to shared memory, the groups of
+/// copies and the waits for them.
 pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
-    if m.has("commit_group") || m.has("wait_all") {
-        return Ok(plain(Op::Nop, 0));
+    if m.has("commit_group") {
+        return Ok(no_operands(CopyOp::Commit));
+    }
+    if m.has("wait_all") {
+        return Ok(no_operands(CopyOp::WaitAll));
     }
     if m.has("wait_group") {
-        return Ok(plain(Op::Nop, 1));
+        return Ok(Box::new(|l, ops| {
+            l.count(ops, 1..=1)?;
+            let Operand::Int(n) = ops[0].0 else { return l.error("the number of groups must be a constant") };
+            let Ok(allowed) = u32::try_from(n) else { return l.error("the number of groups is negative") };
+            l.push(Op::Copy(CopyOp::Wait { allowed }));
+            Ok(())
+        }));
+    }
+    if m.has("mbarrier") {
+        let counted = m.has("noinc");
+        let space = m.one_of(&[("shared", Space::Shared), ("shared::cta", Space::Shared)]);
+        if !(m.has("arrive") && m.has("b64")) {
+            return m.unsupported();
+        }
+        return Ok(Box::new(move |l, ops| {
+            l.count(ops, 1..=1)?;
+            let (mbar, space) = (l.address(&ops[0])?, space.unwrap_or(Space::Generic));
+            l.push(Op::Copy(CopyOp::Arrive { mbar, space, counted }));
+            Ok(())
+        }));
     }
     let cached = m.one_of(&[("ca", ()), ("cg", ())]).is_some();
     let shared = m.has("shared") || m.has("shared::cta");
@@ -216,58 +238,25 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
         if policy == 1 {
             l.source_of::<u64>(&ops[ops.len() - 1])?;
         }
-        let n = match ops[2].0 {
-            Operand::Int(4) => 1,
-            Operand::Int(8) => 2,
-            Operand::Int(16) => 4,
+        let bytes = match ops[2].0 {
+            Operand::Int(n @ (4 | 8 | 16)) => n as u8,
             _ => return l.error("cp.async copies 4, 8 or 16 bytes"),
         };
-        let (to, from) = (l.address(&ops[0])?, l.address(&ops[1])?);
-        let words = [0; 4].map(|_| l.slot(File::R32));
-        let access = |space, addr, n, regs| Access {
-            space,
-            sem: Sem::Weak,
-            scope: Scope::Cta,
-            addr,
-            bytes: 4,
-            n,
-            wide: false,
-            signed: false,
-            whole: false,
-            read_only: false,
-            regs,
-        };
-        if ops.len() == 3 + policy {
-            l.push(Op::Ld(access(Space::Global, from, n, words)));
-        } else {
-            // Only the first bytes are read, and zeros replace the others. A predicate may reduce
-            // the number to none.
-            let bytes = read_size(l, &ops[3], u32::from(n) * 4)?;
-            let guard = l.guard;
-            for (word, k) in words.into_iter().zip(0..i64::from(n)) {
-                let zero = l.constant(File::R32, Init::Bits(0));
-                let start = l.constant(File::R32, Init::Bits(k as u64 * 4));
-                let read = l.slot(File::Pred);
-                let (clear, more) = (op1(|a: u32| a), op2(|a: u32, b: u32| a > b));
-                let both = op_pred(|a, b| a & b);
-                let (without, cut) = (op_pred(|a, b| a & !b), op3(cut));
-                l.push_alu(clear.f, [word, zero, 0, 0, 0, 0], clear.sig);
-                l.push_alu(more.f, [read, bytes, start, 0, 0, 0], more.sig);
-                if guard != NO_GUARD {
-                    l.guard = NO_GUARD;
-                    let and = if guard & GUARD_NOT != 0 { &without } else { &both };
-                    l.push_alu(and.f, [read, read, guard & !GUARD_NOT, 0, 0, 0], and.sig);
-                }
-                l.guard = read;
-                let at = crate::ir::Addr { offset: from.offset + 4 * k, ..from };
-                l.push(Op::Ld(access(Space::Global, at, 1, [word, SINK, SINK, SINK])));
-                l.guard = guard;
-                l.push_alu(cut.f, [word, word, bytes, start, 0, 0], cut.sig);
-            }
-        }
-        l.push(Op::St(access(Space::Shared, to, n, words)));
+        let (dst, src) = (l.address(&ops[0])?, l.address(&ops[1])?);
+        // Only the first bytes are read, and zeros replace the others. A predicate may reduce the
+        // number to none.
+        let read = if ops.len() == 3 + policy { SINK } else { read_size(l, &ops[3], u32::from(bytes))? };
+        l.push(Op::Copy(CopyOp::Start { dst, src, bytes, read }));
         Ok(())
     }))
+}
+
+fn no_operands(op: CopyOp) -> Emit {
+    Box::new(move |l, ops| {
+        l.count(ops, 0..=0)?;
+        l.push(Op::Copy(op));
+        Ok(())
+    })
 }
 
 /// Number of bytes that `cp.async` reads: a number, or all or none by a predicate that ignores the
@@ -284,12 +273,6 @@ fn read_size(l: &mut Lower, op: &(Operand, Span), all: u32) -> Lowered<u32> {
     let select = op3(|a: u32, b: u32, p: bool| if p { a } else { b });
     l.push_alu(select.f, [size, none, all, ignored, 0, 0], select.sig);
     Ok(size)
-}
-
-/// The rest of the word at byte `start` when only the first `bytes` bytes are read.
-fn cut(word: u32, bytes: u32, start: u32) -> u32 {
-    let left = bytes.saturating_sub(start);
-    if left >= 4 { word } else { word & ((1 << (8 * left)) - 1) }
 }
 
 /// `atom`, `red`
@@ -402,6 +385,8 @@ pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
         }));
     }
     m.one_of(SPACES);
+    // The address of a tensor map.
+    m.has("tensormap");
     m.ignore(&["L1", "L2", "L2::evict_last", "L2::evict_normal"]);
     Ok(Box::new(|l, ops| {
         l.count(ops, 1..=2)?;

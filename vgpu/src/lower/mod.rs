@@ -4,6 +4,7 @@
 //! then takes the operands. [`supported_opcode`](crate::supported_opcode) is the first half by
 //! itself.
 
+mod accumulators;
 mod allocate;
 mod arith;
 mod call;
@@ -15,7 +16,9 @@ mod matrix;
 mod mem;
 mod state;
 mod sync;
+mod tensor;
 mod types;
+mod wgmma;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, OnceLock};
@@ -107,7 +110,9 @@ fn load(
             all.extend(errors.into_iter().map(|error| Refusal { kernel: kernel(), error: at(error) }));
             continue;
         }
-        let allocated = allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);
+        accumulators::guard(&mut l);
+        let Lower { code, sigs, tables, operands, slots, inits, .. } = &mut l;
+        let allocated = allocate::allocate(code, sigs, tables, operands, slots, inits);
         count_straight_runs(&mut l.code);
         // A register without a name is the lowering's own, copied from registers that were read.
         let reads_workspace = l.inits.iter().any(|(_, _, init)| {
@@ -125,6 +130,8 @@ fn load(
             code: l.code,
             origins: l.origins,
             tables: l.tables,
+            operands: l.operands,
+            register_checks: l.register_checks,
             slots: l.slots,
             inits: l.inits,
             alive_at_start: allocated.alive,

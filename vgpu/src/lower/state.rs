@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use crate::exec::lanes::{self, Role, Sig, Spec};
 use crate::exec::state::SHARED_BASE;
-use crate::ir::{Addr, AluFn, CARRY, File, Init, Inst, NO_GUARD, Op, Origin, SINK, Special, Timer};
+use crate::exec::wgmma::RegisterCheck;
+use crate::ir::{Addr, AluFn, CARRY, File, Init, Inst, NO_GUARD, Op, Operands, Origin, SINK, Special, Timer};
 use crate::ptx::{self, Operand, Span, VarSpace};
 
 /// Most registers of a kernel. The live registers of each block are a set, and a short text must
@@ -71,6 +72,10 @@ pub(crate) struct Lower<'a> {
     pub(super) sigs: Vec<Vec<Sig>>,
     pub(super) origins: Vec<Origin>,
     pub(super) tables: Vec<Vec<u32>>,
+    pub(super) operands: Operands,
+    pub(super) register_checks: Vec<RegisterCheck>,
+    /// Instructions that copy one register to another, in order.
+    pub(super) moves: Vec<usize>,
     pub(super) slots: [u32; 3],
     /// Declared registers: file, first slot, name, and the count of a numbered series.
     pub(super) declared: Vec<(File, u32, String, Option<u32>)>,
@@ -104,6 +109,9 @@ impl<'a> Lower<'a> {
             sigs: vec![],
             origins: vec![],
             tables: vec![],
+            operands: Operands::default(),
+            register_checks: vec![],
+            moves: vec![],
             // Slot 0 of each file is the sink; predicate slot 1 is the carry flag.
             slots: [1, 1, CARRY + 1],
             declared: vec![],
@@ -474,7 +482,7 @@ impl<'a> Lower<'a> {
 
     pub(super) fn operand(&mut self, op: &(Operand, Span), sig: &Sig) -> Lowered<u32> {
         match sig.role {
-            Role::Def => self.dest(op, sig.file, sig.bits),
+            Role::Def | Role::Update => self.dest(op, sig.file, sig.bits),
             Role::Use => self.source(op, sig.file, sig.bits),
         }
     }
@@ -488,6 +496,7 @@ pub(super) fn describe(op: &Operand) -> &'static str {
         Operand::List(_) => "a list",
         Operand::Vector(_) => "a vector",
         Operand::Address { .. } => "an address",
+        Operand::Tensor { .. } => "an address with coordinates",
         Operand::Pair(..) => "a pair of registers",
         Operand::Sink => "'_'",
     }

@@ -11,7 +11,7 @@ use crate::ptx::{Operand, Span};
 const SCOPES: &[&str] = &["cta", "cluster", "gpu", "sys"];
 const SHARED: &[(&str, ())] = &[("shared", ()), ("shared::cta", ()), ("shared::cluster", ())];
 
-/// `fence`, `membar`
+/// `fence`, `membar`. Kernels cannot change tensor maps here, so a fence for them orders nothing.
 pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
     const WIDTHS: &[(&str, Scope)] = &[
         ("cta", Scope::Cta),
@@ -23,6 +23,19 @@ pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
     let fence = if m.base == "membar" {
         // `membar` is `fence.sc`.
         m.one_of(WIDTHS).map(Fence::Sc)
+    } else if m.has("tensormap::generic") && m.has("proxy") {
+        let acquires = m.one_of(&[("acquire", true), ("release", false)]);
+        let (Some(acquires), Some(_)) = (acquires, m.one_of(WIDTHS)) else { return m.unsupported() };
+        return Ok(Box::new(move |l, ops| {
+            // An acquire names the tensor map and its size.
+            let n = if acquires { 2 } else { 0 };
+            l.count(ops, n..=n)?;
+            if acquires {
+                l.address(&ops[0])?;
+            }
+            l.push(Op::Fence(Fence::Other));
+            Ok(())
+        }));
     } else if m.has("proxy") {
         let known = m.one_of(&[("async", true), ("alias", false), ("async::generic", true)]);
         let shared = m.one_of(SHARED).is_some();
@@ -62,6 +75,15 @@ pub(super) fn barrier(m: &mut Mods) -> Result<Emit, String> {
             l.push(Op::Warp { op: WarpOp::Sync, mask });
             Ok(())
         }));
+    }
+    if m.base == "barrier" && m.has("cluster") {
+        let aligned = m.has("aligned");
+        m.ignore(&["release", "acquire", "relaxed"]);
+        return match m.one_of(&[("arrive", true), ("wait", false)]) {
+            Some(true) => Ok(super::decode::plain(Op::ClusterArrive { aligned }, 0)),
+            Some(false) => Ok(super::decode::plain(Op::ClusterWait, 0)),
+            None => m.unsupported(),
+        };
     }
     // `bar` is `barrier.aligned`.
     let aligned = m.base == "bar";
@@ -335,6 +357,9 @@ pub(super) fn bulk(m: &mut Mods) -> Result<Emit, String> {
     }
     if !m.has("bulk") {
         return super::mem::copy(m);
+    }
+    if m.has("tensor") {
+        return super::tensor::copy(m);
     }
     if m.has("commit_group") {
         return Ok(Box::new(|l, ops| {

@@ -82,6 +82,13 @@ pub enum Operand {
         /// In bytes.
         offset: i64,
     },
+    /// `[base, {x, y}]`: a tensor map and coordinates.
+    Tensor {
+        /// The address of the map.
+        map: Box<Operand>,
+        /// One for each dimension, the innermost first.
+        coordinates: Vec<Operand>,
+    },
     /// `p|q`.
     Pair(Box<Operand>, Box<Operand>),
     /// `_`.
@@ -157,6 +164,9 @@ impl Operand {
             Operand::Name(name) | Operand::Not(name) => vec![name],
             Operand::List(parts) | Operand::Vector(parts) => parts.iter().flat_map(Operand::names).collect(),
             Operand::Address { base, .. } => base.names(),
+            Operand::Tensor { map, coordinates } => {
+                map.names().into_iter().chain(coordinates.iter().flat_map(Operand::names)).collect()
+            }
             Operand::Pair(first, second) => [first.names(), second.names()].concat(),
             Operand::Int(_) | Operand::F32(_) | Operand::F64(_) | Operand::Sink => vec![],
         }

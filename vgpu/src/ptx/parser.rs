@@ -702,7 +702,15 @@ impl<'a> Parser<'a> {
                 self.at += 1;
                 let base = self.simple()?;
                 let mut offset = 0i64;
+                let mut coordinates = None;
                 while self.peek().tok != Tok::Punct(']') {
+                    if coordinates.is_none() && self.eat(',') {
+                        let (Operand::Vector(list), _) = self.operand()? else {
+                            return self.unexpected("coordinates in braces");
+                        };
+                        coordinates = Some(list);
+                        continue;
+                    }
                     let negative = if self.eat('+') {
                         self.eat('-')
                     } else if self.eat('-') {
@@ -714,7 +722,11 @@ impl<'a> Parser<'a> {
                     offset = offset.wrapping_add(if negative { v.wrapping_neg() } else { v });
                 }
                 self.expect(']')?;
-                Operand::Address { base: Box::new(base), offset }
+                let address = Operand::Address { base: Box::new(base), offset };
+                match coordinates {
+                    Some(coordinates) => Operand::Tensor { map: Box::new(address), coordinates },
+                    None => address,
+                }
             }
             _ => self.simple()?,
         };

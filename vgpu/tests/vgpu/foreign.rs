@@ -7,7 +7,7 @@
 
 mod host;
 
-use epoxide_vgpu::{Argument, FaultKind, Number};
+use epoxide_vgpu::{Argument, FaultKind, Number, Swizzle, TensorMap, TiledTensor};
 use half::{bf16, f16};
 use host::*;
 
@@ -1018,7 +1018,8 @@ fn small(n: usize, seed: u64) -> Vec<i8> {
     words(n, seed).into_iter().map(|v| (v % 15) as i8 - 7).collect()
 }
 
-/// The product by `t_dot_{kind}` of matrices that divide no tile, in numbers of one type.
+/// The products by `t_dot_{kind}`, and by `t_wgmma_{kind}`, of matrices that divide no tile, in
+/// numbers of one type.
 fn dot<T: Number, D: Number + PartialEq + std::fmt::Debug + Default>(
     kind: &str,
     number: impl Fn(i8) -> T,
@@ -1031,13 +1032,15 @@ fn dot<T: Number, D: Number + PartialEq + std::fmt::Debug + Default>(
     };
     let expected: Vec<D> = (0..m * n).map(|at| sum(element(at / n, at % n))).collect();
     let [a, b] = [&a, &b].map(|of| of.iter().map(|&v| number(v)).collect::<Vec<T>>());
-    on_every_schedule(&format!("t_dot_{kind}"), |gpu| {
-        let (a, b, c) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<D>(m * n));
-        let sizes = [m, n, k].map(|v| v as i32);
-        let arguments: [&dyn Argument; 6] = [&a, &b, &c, &sizes[0], &sizes[1], &sizes[2]];
-        gpu.launch_with("t_dot", [2, 2, 1], 128, 48 << 10, &arguments);
-        assert_eq!(c.download().unwrap(), expected);
-    });
+    for (file, rows) in [("t_dot", 32), ("t_wgmma", 64)] {
+        on_every_schedule(&format!("{file}_{kind}"), |gpu| {
+            let (a, b, c) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<D>(m * n));
+            let sizes = [m, n, k].map(|v| v as i32);
+            let arguments: [&dyn Argument; 6] = [&a, &b, &c, &sizes[0], &sizes[1], &sizes[2]];
+            gpu.launch_with("t_dot", [m.div_ceil(rows) as u32, 2, 1], 128, 48 << 10, &arguments);
+            assert_eq!(c.download().unwrap(), expected);
+        });
+    }
 }
 
 #[test]
@@ -1046,6 +1049,87 @@ fn triton_products_on_tensor_cores() {
     dot("f16", |v| f16::from_f32(v.into()), |v| v as f32);
     dot("tf32", f32::from, |v| v as f32);
     dot("s8", |v| v, |v| v);
+}
+
+#[test]
+fn triton_products_by_tensor_maps() {
+    // The first dimension divides no tile, so that copies fill with zeros and leave out.
+    let (m, n, k) = (72usize, 104usize, 80usize);
+    let (a, b) = (small(m * k, 75), small(k * n, 76));
+    let element = |row: usize, column: usize| -> i32 {
+        (0..k).map(|at| i32::from(a[row * k + at]) * i32::from(b[at * n + column])).sum()
+    };
+    let expected: Vec<f32> = (0..m * n).map(|at| element(at / n, at % n) as f32).collect();
+    let [a, b] = [&a, &b].map(|of| of.iter().map(|&v| bf16::from_f32(v.into())).collect::<Vec<_>>());
+    let map = |address: u64, element_bytes: u32, [rows, columns]: [usize; 2], tile: &[u32], swizzle| {
+        TensorMap::tiled(&TiledTensor {
+            address,
+            element_bytes,
+            shape: &[columns as u64, rows as u64],
+            strides: &[columns as u64 * u64::from(element_bytes)],
+            tile,
+            element_strides: &[1, 1],
+            swizzle,
+        })
+        .unwrap()
+    };
+    on_every_schedule("t_tensor_maps", |gpu| {
+        let (a, b, c) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<f32>(m * n));
+        // Boxes and swizzles are those of the compiler's metadata.
+        let of_a = map(a.addr(), 2, [m, k], &[32, 64], Swizzle::Bytes64);
+        let of_b = map(b.addr(), 2, [k, n], &[64, 32], Swizzle::Bytes128);
+        let of_c = map(c.addr(), 4, [m, n], &[32, 64], Swizzle::Bytes128);
+        let (shapes, strides) = ([m, k, n].map(|v| v as i32), [k, n].map(|v| v as u64));
+        let arguments: [&dyn Argument; 16] = [
+            &of_a,
+            &shapes[0],
+            &shapes[1],
+            &strides[0],
+            &1u64,
+            &of_b,
+            &shapes[1],
+            &shapes[2],
+            &strides[1],
+            &1u64,
+            &of_c,
+            &shapes[0],
+            &shapes[2],
+            &strides[1],
+            &1u64,
+            &shapes[1],
+        ];
+        gpu.launch_with("t_tensor_maps", [2, 2, 1], 128, 48 << 10, &arguments);
+        assert_eq!(c.download().unwrap(), expected);
+    });
+}
+
+#[test]
+fn triton_product_of_a_product() {
+    let (m, k, blocks) = (64usize, 32usize, 3usize);
+    // Products that bf16 has exactly.
+    let [a, b, c] = [(m * k, 72), (blocks * k * m, 73), (blocks * m * k, 74)]
+        .map(|(n, seed)| words(n, seed).into_iter().map(|v| (v % 3) as i32 - 1).collect::<Vec<_>>());
+    let mut expected = vec![0; m * k];
+    for block in 0..blocks {
+        for row in 0..m {
+            let first = |column: usize| -> i32 {
+                (0..k).map(|at| a[row * k + at] * b[(block * k + at) * m + column]).sum()
+            };
+            let first: Vec<i32> = (0..m).map(first).collect();
+            for column in 0..k {
+                let more = (0..m).map(|at| first[at] * c[(block * m + at) * k + column]);
+                expected[row * k + column] += more.sum::<i32>();
+            }
+        }
+    }
+    let expected: Vec<f32> = expected.into_iter().map(|v| v as f32).collect();
+    let [a, b, c] = [a, b, c].map(|of| of.into_iter().map(|v| bf16::from_f32(v as f32)).collect::<Vec<_>>());
+    on_every_schedule("t_wgmma_chain", |gpu| {
+        let (a, b, c) = (gpu.buffer(&a), gpu.buffer(&b), gpu.buffer(&c));
+        let d = gpu.zeros::<f32>(m * k);
+        gpu.launch_with("t_wgmma_chain", 1, 128, 48 << 10, &[&a, &b, &c, &d, &(blocks as i32)]);
+        assert_eq!(d.download().unwrap(), expected);
+    });
 }
 
 #[test]

@@ -7,7 +7,7 @@ use crate::common::*;
 #[test]
 fn unknown_things_are_errors_with_their_place() {
     for (body, column, what) in [
-        ("  wgmma.fence.sync.aligned;", 3, "wgmma"),
+        ("  tcgen05.fence::before_thread_sync;", 3, "tcgen05"),
         ("\tadd.rna.f32 %r1, %r2, %r3;", 2, ".rna"),
         ("ld.global.u32.banana %r1, [%rd1];", 1, ".banana"),
         ("add.u32 %r1, %r2, %q3;", 19, "'%q3' is not declared"),

@@ -3,42 +3,11 @@
 //! element by element as its tables have them.
 
 use epoxide_vgpu::{CheckConfig, FaultKind, GridConfig, Machine, MachineError, Module, supported_opcode};
-use half::{bf16, f16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::common::{device, kernel, launch, reject, run_body, tier};
-
-/// A type of elements: its name, its bytes, and the bits and the value of a number that it has.
-#[derive(Clone, Copy)]
-struct Type {
-    name: &'static str,
-    bytes: usize,
-    bits: fn(f64) -> u32,
-}
-
-const F16: Type = Type { name: "f16", bytes: 2, bits: |x| f16::from_f64(x).to_bits().into() };
-const BF16: Type = Type { name: "bf16", bytes: 2, bits: |x| bf16::from_f64(x).to_bits().into() };
-// Bits below the mantissa of tf32 do not count.
-const TF32: Type = Type { name: "tf32", bytes: 4, bits: |x| (x as f32).to_bits() | 0x1555 };
-const F32: Type = Type { name: "f32", bytes: 4, bits: |x| (x as f32).to_bits() };
-const U8: Type = Type { name: "u8", bytes: 1, bits: |x| (x as u8).into() };
-const S8: Type = Type { name: "s8", bytes: 1, bits: |x| (x as i8 as u8).into() };
-const S32: Type = Type { name: "s32", bytes: 4, bits: |x| x as i64 as u32 };
-const E4M3: Type = Type { name: "e4m3", bytes: 1, bits: |x| small(x, 3, 7) };
-const E5M2: Type = Type { name: "e5m2", bytes: 1, bits: |x| small(x, 2, 15) };
-
-/// The bits of a normal number, or 0, that a float with few bits has exactly.
-fn small(x: f64, mantissa: u32, bias: i32) -> u32 {
-    let bits = x.to_bits();
-    if x == 0.0 {
-        return 0;
-    }
-    let exponent = (bits >> 52 & 0x7ff) as i32 - 1023 + bias;
-    let fraction = bits << 12 >> (64 - mantissa);
-    assert!(exponent > 0 && fraction << (64 - mantissa) == bits << 12, "{x} is not exact");
-    (bits >> 63 << 7) as u32 | (exponent as u32) << mantissa | fraction as u32
-}
+use crate::numbers::{BF16, E4M3, E5M2, F16, F32, Matrix, S8, S32, TF32, Type, U8, matrix};
 
 /// A product: `[rows, k]` by `[k, 8]`.
 struct Shape {
@@ -112,8 +81,6 @@ fn place_b(shape: &Shape, group: usize, thread: usize, i: usize) -> (usize, usiz
 fn place_d(group: usize, thread: usize, i: usize) -> (usize, usize) {
     (if i < 2 { group } else { group + 8 }, thread * 2 + (i & 1))
 }
-
-type Matrix = Vec<Vec<f64>>;
 
 /// The registers of a matrix, 32 lanes each.
 fn registers(
@@ -193,10 +160,6 @@ impl Shape {
         };
         (0..self.rows).map(|row| (0..8).map(|column| sum(row, column)).collect()).collect()
     }
-}
-
-fn matrix(rows: usize, columns: usize, mut value: impl FnMut() -> f64) -> Matrix {
-    (0..rows).map(|_| (0..columns).map(|_| value()).collect()).collect()
 }
 
 fn all_shapes() -> Vec<Shape> {

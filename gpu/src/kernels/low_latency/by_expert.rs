@@ -4,8 +4,11 @@
 //! The place of a row follows from the selections of all tokens, which come ahead of the rows.
 //! Every block counts them for itself, so no block waits for another one, and a grid need not be
 //! resident as a whole. A block has some tokens of each source rank, or parts of their rows. Its own
-//! rank's come first: where the kernel has sent them too, they are read from the input, while those
-//! of other ranks are under way.
+//! rank's come first: they are counted ahead of the wait for the other ranks. Where the kernel has
+//! sent them too, their rows are read from the input, while those of other ranks are under way.
+//!
+//! Most of this code runs once in a block, and fetching it takes longer than running it. So loops
+//! are [`rolled!`], nothing is divided, and no step has a second copy for its first turn.
 //!
 //! Soundness: words of shared memory have a barrier of the team between their writers and their
 //! readers; counters are added to by atomics. A row of a segment, or a part of it, has one warp of
@@ -35,12 +38,11 @@ const NOWHERE: u32 = u32::MAX;
 /// Tokens that come from each source rank, by rank and in their order. An implementation waits for
 /// what it gives.
 pub(super) trait Arrivals {
-    /// Tokens of a rank.
+    /// Waits until the numbers of tokens of the other ranks are known; false, in all threads, when
+    /// a wait expired. All threads of the team call it.
+    unsafe fn wait_for_counts(&self) -> bool;
+    /// Tokens of a rank. This rank's own are known from the start.
     unsafe fn count(&self, source: u32) -> u32;
-    /// Tokens of all ranks.
-    unsafe fn all(&self) -> u32;
-    /// The source, and the index there, of token `number` of all.
-    unsafe fn find(&self, number: u32) -> (u32, u32);
     /// Loads the entries `2 * pair` and `2 * pair + 1` of a token, as far as they have come.
     unsafe fn load(&self, source: u32, index: u32, pair: u32) -> u64;
     /// The local experts of those two entries, of which `seen` was loaded; any larger number where
@@ -90,13 +92,13 @@ pub(super) struct Scratch<const MOST: usize> {
 impl<const MOST: usize> Scratch<MOST> {
     /// Bytes of the words for so many ranks, and experts of each.
     pub(super) const fn bytes(ranks: u32, experts: u32) -> u32 {
-        ((ranks + 2) * experts + 1 + 2 * TOKENS * MAX_TOPK + 3 * MOST as u32) * 4
+        ((ranks + 2) * experts + 1 + 2 * TOKENS * (MAX_TOPK + 1) + 3 * MOST as u32) * 4
     }
 
     /// Zeroes the counts. The team has a barrier behind it, and then places rows.
     #[device]
     pub(super) unsafe fn clear<const BARRIER: u32>(self, team: Team<BARRIER>) {
-        stride!(word in team.thread()..self.ranks * self.experts, team.threads => {
+        rolled!(word in team.thread()..self.ranks * self.experts, team.threads => {
             st_shared_u32(self.next(0, word), 0);
         });
     }
@@ -133,10 +135,16 @@ impl<const MOST: usize> Scratch<MOST> {
         self.key(TOKENS + number, entry)
     }
 
+    /// The source of that token, and behind it the token's index.
+    #[device]
+    fn token(self, number: u32) -> u32 {
+        self.place(TOKENS, 2 * number)
+    }
+
     /// The first of a rank's tokens that the block has.
     #[device]
     fn first(self, source: u32) -> u32 {
-        self.place(TOKENS, source)
+        self.token(TOKENS) + source * 4
     }
 
     /// Which parts of the rows of a rank's tokens the block has, [`Share::parts`].
@@ -170,24 +178,36 @@ fn key_of(source: u32, expert: u32) -> u32 {
 struct Share {
     first: u32,
     end: u32,
-    /// The number of parts of a row, and in the high half the block's.
+    /// The number of parts of a row, as the power of two that it is, and in the high half the
+    /// block's.
     parts: u32,
 }
 
 impl Share {
-    /// The share of `count` tokens, whose rows have so many pieces. Where there are more blocks than
-    /// tokens, several blocks have parts of the same row.
+    /// The share of `count` tokens. Where there are more blocks than tokens, several blocks have
+    /// parts of the same row.
     #[device]
-    fn of(count: u32, pieces: u32) -> Share {
+    fn of(count: u32) -> Share {
         let (block, blocks) = (ctaid(), nctaid());
-        if count >= blocks {
-            let each = count.div_ceil(blocks);
-            let first = (block * each).min(count);
-            return Share { first, end: (first + each).min(count), parts: 1 };
+        if count < blocks {
+            let tokens = at_least_one(count);
+            // The largest number of blocks for a token that is a power of two.
+            let mut shift = tokens.leading_zeros() - blocks.leading_zeros();
+            if tokens << shift > blocks {
+                shift -= 1;
+            }
+            let first = (block >> shift).min(count);
+            let part = block & ((1 << shift) - 1);
+            return Share { first, end: (first + 1).min(count), parts: part << 16 | shift };
         }
-        let parts = at_least_one((blocks / at_least_one(count)).min(pieces));
-        let first = (block / parts).min(count);
-        Share { first, end: (first + 1).min(count), parts: (block % parts) << 16 | parts }
+        // A loop of few turns: a division takes 20 instructions.
+        let mut each = 1;
+        while each * blocks < count {
+            no_unroll();
+            each += unknown(1);
+        }
+        let first = (block * each).min(count);
+        Share { first, end: (first + each).min(count), parts: 0 }
     }
 }
 
@@ -206,14 +226,7 @@ struct Entry {
 }
 
 /// Pairs of entries whose loads a thread has in flight together.
-const PAIRS: usize = 4;
-
-/// Pairs of entries of some tokens, as they were loaded.
-struct Pairs {
-    seen: [u64; PAIRS],
-    sources: [u32; PAIRS],
-    indices: [u32; PAIRS],
-}
+const PAIRS: u32 = 4;
 
 /// The placing of rows by a block.
 pub(super) struct Placing<'a, C, const MOST: usize, const BARRIER: u32> {
@@ -230,54 +243,51 @@ pub(super) struct Placing<'a, C, const MOST: usize, const BARRIER: u32> {
 
 impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BARRIER> {
     /// Copies rows to the segments of their experts as they come, and writes the tables of the
-    /// segments. All threads of the team call it, behind a barrier and [`Scratch::clear`].
+    /// segments; false, in all threads, when the counts of the other ranks have not come. All
+    /// threads of the team call it, behind [`Scratch::clear`].
     #[device]
-    pub(super) unsafe fn place_rows(&self) {
+    pub(super) unsafe fn place_rows(&self) -> bool {
         let Placing { args, shape, team, scratch, .. } = *self;
         // SAFETY: a grid has blocks, and a row bytes.
         core::hint::assert_unchecked(nctaid() >= 1 && shape.bytes >= 1);
-        self.count_selections();
         team.sync();
-        let all = same(ld_shared_u32(scratch.upto(args.comm.num_ranks - 1)));
-        // On its way while segments are laid out.
-        let mut ahead = self.entry(team.warp());
-        if team.warp() == 0 {
-            self.lay_out_segments();
+        if !self.count_selections() {
+            return false;
         }
         team.sync();
-        self.write_tables();
-        stride!(first in 0..all, TOKENS => {
-            let place = self.find_places(&ahead);
-            let placed = ahead;
-            ahead = self.entry(first + TOKENS + team.warp());
-            self.write_rows(&placed, place);
-            self.copy_rows(first, (all - first).min(TOKENS));
+        let all = same(ld_shared_u32(scratch.upto(args.comm.num_ranks - 1)));
+        let (mut first, mut placed) = (0, Entry { token: None, seen: 0 });
+        loop {
+            // On its way while the tokens in front of these are placed, or segments are laid out.
+            let ahead = self.entry(first + team.warp());
+            if first == 0 {
+                if team.warp() == 0 {
+                    self.lay_out_segments();
+                }
+            } else {
+                self.place_round(&placed, (all + TOKENS - first).min(TOKENS));
+            }
+            // A block without tokens has an empty round, so that a barrier follows the layout.
+            if first >= all.max(1) {
+                break;
+            }
             // The words are the next tokens'.
             team.sync();
-        });
+            (first, placed) = (first + TOKENS, ahead);
+        }
+        self.write_tables();
+        true
     }
 
-    /// Leaves in shared memory which tokens the block has, its own rank's first: they need not come.
-    /// A whole warp calls it.
+    /// Copies the rows of the round's `count` tokens, and writes the tables of these rows; `entry`:
+    /// the lane's, of the warp's token.
     #[device]
-    unsafe fn share_out(&self) {
-        let Placing { args, shape, scratch, come, .. } = *self;
-        let (mut first, mut before) = (0, 0);
-        while first < args.comm.num_ranks {
-            let turn = first + laneid();
-            let mut count = 0;
-            if turn < args.comm.num_ranks {
-                let source = self.source(turn);
-                let share = Share::of(come.count(source), shape.bytes.div_ceil(PIECE));
-                st_shared_u32(scratch.first(source), share.first);
-                st_shared_u32(scratch.parts(source), share.parts);
-                count = share.end - share.first;
-            }
-            let upto = before + sum_upto(count, |a, b| a + b);
-            if turn < args.comm.num_ranks {
-                st_shared_u32(scratch.upto(turn), upto);
-            }
-            (first, before) = (first + 32, shfl_u32(upto, 31));
+    unsafe fn place_round(&self, entry: &Entry, count: u32) {
+        let (key, place) = self.find_places(entry);
+        self.write_rows(entry, place);
+        self.copy_rows(count);
+        if key != NOWHERE {
+            red_relaxed_cta_shared_add_u32(self.scratch.next(key >> 16, key & 0xffff), 1);
         }
     }
 
@@ -293,7 +303,7 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
     unsafe fn token(&self, number: u32) -> Option<Token> {
         let Placing { args, scratch, .. } = *self;
         let mut turn = 0;
-        stride!(first in 0..args.comm.num_ranks, 32 => {
+        rolled!(first in 0..args.comm.num_ranks, 32 => {
             let of_lane = first + laneid();
             let is_before = of_lane < args.comm.num_ranks && ld_shared_u32(scratch.upto(of_lane)) <= number;
             turn += ballot(is_before).count_ones();
@@ -323,68 +333,60 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
     }
 
     /// Counts the selections of each local expert by each rank, and those in front of the block's
-    /// tokens, which are known behind it.
+    /// tokens, and leaves in shared memory which tokens the block has: its own rank's first, which
+    /// need not come. False, in all threads, when the counts of the other ranks have not come.
     #[device]
-    unsafe fn count_selections(&self) {
-        let Placing { args, team, come, .. } = *self;
-        // A token has a power of two of numbers, so that nothing is divided.
+    unsafe fn count_selections(&self) -> bool {
+        let Placing { args, team, scratch, come, .. } = *self;
+        // A token has a power of two of threads, so that nothing is divided.
         let pairs = args.num_topk.div_ceil(2);
         let shift = u32::BITS - (pairs - 1).leading_zeros();
-        let all = come.all() << shift;
-        let mut first = team.thread();
-        let mut loaded = self.load_pairs(first, all, shift);
-        // While those are on their way.
-        if team.warp() == 0 {
-            self.share_out();
-        }
-        team.sync();
-        while first < all {
-            self.count_pairs(first, all, shift, &loaded);
-            first += team.threads * PAIRS as u32;
-            loaded = self.load_pairs(first, all, shift);
-        }
-    }
-
-    /// Loads [`PAIRS`] pairs of entries, a team's threads apart, so that they are in flight together:
-    /// those from number `first` on of `all`, a token's in `1 << shift` numbers.
-    #[device]
-    unsafe fn load_pairs(&self, first: u32, all: u32, shift: u32) -> Pairs {
-        let mut it = Pairs { seen: [0; PAIRS], sources: [0; PAIRS], indices: [0; PAIRS] };
-        let pairs = self.args.num_topk.div_ceil(2);
-        unroll!(4, J => {
-            let number = first + J as u32 * self.team.threads;
-            if number < all {
-                let pair = number & ((1 << shift) - 1);
-                (it.sources[J], it.indices[J]) = self.come.find(number >> shift);
-                // A load of the first again where there is no such pair.
-                let pair = if pair < pairs { pair } else { 0 };
-                it.seen[J] = self.come.load(it.sources[J], it.indices[J], pair);
+        let pair = team.thread() & ((1 << shift) - 1);
+        let (begin, step) = (team.thread() >> shift, team.threads >> shift);
+        let mut upto = 0;
+        rolled!(turn in 0..args.comm.num_ranks => {
+            let source = self.source(turn);
+            let count = come.count(source);
+            let share = Share::of(count);
+            upto += share.end - share.first;
+            if team.thread() == 0 {
+                st_shared_u32(scratch.first(source), share.first);
+                st_shared_u32(scratch.parts(source), share.parts);
+                st_shared_u32(scratch.upto(turn), upto);
             }
-        });
-        it
-    }
-
-    /// Counts those pairs.
-    #[device]
-    unsafe fn count_pairs(&self, first: u32, all: u32, shift: u32, loaded: &Pairs) {
-        let Placing { args, team, scratch, come, .. } = *self;
-        let pairs = args.num_topk.div_ceil(2);
-        unroll!(4, J => {
-            let number = first + J as u32 * team.threads;
-            let pair = number & ((1 << shift) - 1);
-            if number < all && pair < pairs {
-                let (source, index) = (loaded.sources[J], loaded.indices[J]);
-                let (low, high) = come.pair(loaded.seen[J], source, index, pair);
-                let is_in_front = index < ld_shared_u32(scratch.first(source));
-                let more = 1 + if is_in_front { 1 << 16 } else { 0 };
-                if low < args.local_experts {
-                    red_relaxed_cta_shared_add_u32(scratch.next(source, low), more);
-                }
-                if high < args.local_experts {
-                    red_relaxed_cta_shared_add_u32(scratch.next(source, high), more);
+            let mut index = if pair < pairs { begin } else { count };
+            while index < count {
+                no_unroll();
+                // Loads that are in flight together; the first again where there is no such token.
+                let mut seen = [0; PAIRS as usize];
+                unroll!(4, J => {
+                    let at = index + J as u32 * step;
+                    seen[J] = come.load(source, if at < count { at } else { index }, pair);
+                });
+                let end = (index + PAIRS * step).min(count);
+                while index < end {
+                    no_unroll();
+                    let (low, high) = come.pair(seen[0], source, index, pair);
+                    let more = 1 + if index < share.first { 1 << 16 } else { 0 };
+                    self.count_selection(source, low, more);
+                    self.count_selection(source, high, more);
+                    seen = [seen[1], seen[2], seen[3], 0];
+                    index += unknown(step);
                 }
             }
+            if turn == 0 && !come.wait_for_counts() {
+                return false;
+            }
         });
+        true
+    }
+
+    /// Adds to the count of an expert, if it is one of this rank.
+    #[device]
+    unsafe fn count_selection(&self, source: u32, expert: u32, more: u32) {
+        if expert < self.args.local_experts {
+            red_relaxed_cta_shared_add_u32(self.scratch.next(source, expert), more);
+        }
     }
 
     /// Lays the segments out, one behind the other, and leaves in shared memory where they begin and
@@ -399,17 +401,17 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
         let end = (first + each).min(experts);
         let aligned = |rows: u32| (rows + to.alignment - 1) & !(to.alignment - 1);
         let mut of_lane = 0;
-        stride!(expert in first..end => {
+        rolled!(expert in first..end => {
             let mut rows = 0;
-            stride!(source in 0..ranks => {
+            rolled!(source in 0..ranks => {
                 rows += ld_shared_u32(scratch.next(source, expert)) & 0xffff;
             });
             of_lane += aligned(rows);
         });
         let mut start = sum_upto(of_lane, |a, b| a + b) - of_lane;
-        stride!(expert in first..end => {
+        rolled!(expert in first..end => {
             let mut row = start;
-            stride!(source in 0..ranks => {
+            rolled!(source in 0..ranks => {
                 let of = ld_shared_u32(scratch.next(source, expert));
                 st_shared_u32(scratch.next(source, expert), row + (of >> 16));
                 row += of & 0xffff;
@@ -423,38 +425,39 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
         }
     }
 
-    /// Writes the tables of the block's experts, and marks padding.
+    /// Writes the tables of the block's experts, and marks padding. Each warp has some of the experts:
+    /// the middle warp the first, because the first warps write tables of rows and the last ones copy.
     #[device]
     unsafe fn write_tables(&self) {
         let Placing { args, to, team, scratch, .. } = *self;
-        let (thread, experts) = (team.thread(), args.local_experts);
-        stride!(expert in ctaid()..experts, nctaid() => {
+        let (lane, experts, middle) = (laneid(), args.local_experts, team.warps() / 2);
+        let turn = if team.warp() < middle { team.warp() + team.warps() } else { team.warp() } - middle;
+        rolled!(expert in ctaid() + turn * nctaid()..experts, nctaid() * team.warps() => {
             let (start, end) = (ld_shared_u32(scratch.start(expert)), ld_shared_u32(scratch.end(expert)));
-            if thread == 0 {
+            let next = ld_shared_u32(scratch.start(expert + 1));
+            if lane == 0 {
                 let at = expert as u64 * 4;
                 st_u32(to.expert_counts.0 + at, end - start);
                 st_u32(to.expert_starts.0 + at, start);
                 st_u32(to.psum_expert.0 + at, end);
+                if expert + 1 == experts {
+                    st_u32(to.expert_starts.0 + at + 4, next);
+                    st_u32(to.psum_expert.0 + at + 4, next);
+                }
             }
-            let next = ld_shared_u32(scratch.start(expert + 1)).min(to.rows);
-            stride!(row in end + thread..next, team.threads => {
+            rolled!(row in end + lane..next.min(to.rows), 32 => {
                 st_u32(to.src_idx.0 + row as u64 * 4, NOWHERE);
             });
         });
-        if ctaid() == 0 && thread == 0 {
-            let (rows, at) = (ld_shared_u32(scratch.start(experts)), experts as u64 * 4);
-            st_u32(to.expert_starts.0 + at, rows);
-            st_u32(to.psum_expert.0 + at, rows);
-        }
     }
 
-    /// Leaves in shared memory where the entries of the round's tokens go, and gives the place of
-    /// the lane's entry.
+    /// Leaves in shared memory where the entries of the round's tokens go, and gives the key and
+    /// the place of the lane's entry.
     #[device]
-    unsafe fn find_places(&self, entry: &Entry) -> u32 {
+    unsafe fn find_places(&self, entry: &Entry) -> (u32, u32) {
         let Placing { args, to, team, scratch, come, .. } = *self;
         let (lane, topk, number) = (laneid(), args.num_topk, team.warp());
-        let mut key = NOWHERE;
+        let (mut key, mut place) = (NOWHERE, NOWHERE);
         if let Some(Token { source, index }) = entry.token
             && lane < topk
         {
@@ -463,38 +466,32 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
             if expert < args.local_experts {
                 key = key_of(source, expert);
             }
-        }
-        if entry.token.is_some() && lane < topk {
             st_shared_u32(scratch.key(number, lane), key);
+            if lane == 0 {
+                st_shared_u32(scratch.token(number), source);
+                st_shared_u32(scratch.token(number) + 4, index);
+            }
         }
-        // Those in front of this one: of the token, which may select an expert twice, and of the
-        // source's other tokens in the round.
-        let mut earlier = 0;
-        stride!(of_token in 0..topk => {
-            earlier += (shfl_u32(key, of_token) == key && of_token < lane) as u32;
-        });
         team.sync();
-        let mut place = NOWHERE;
-        if let Some(Token { source, index }) = entry.token {
-            let others = number.min(index - ld_shared_u32(scratch.first(source)));
-            stride!(other in number - others..number => {
-                stride!(of_other in 0..topk => {
-                    earlier += (ld_shared_u32(scratch.key(other, of_other)) == key) as u32;
-                });
-            });
+        if let Some(Token { source, index }) = entry.token
+            && lane < topk
+        {
             if key != NOWHERE {
-                place = ld_shared_u32(scratch.next(key >> 16, key & 0xffff)) + earlier;
+                place = ld_shared_u32(scratch.next(source, key & 0xffff));
+                // Those in front of this one: of the source's other tokens in the round, and of the
+                // token, which may select an expert twice.
+                let others = number.min(index - ld_shared_u32(scratch.first(source)));
+                rolled!(other in number - others..number + 1 => {
+                    rolled!(of_other in 0..if other == number { lane } else { topk } => {
+                        place += (ld_shared_u32(scratch.key(other, of_other)) == key) as u32;
+                    });
+                });
                 place = if place < to.rows { place } else { NOWHERE };
             }
-            if lane < topk {
-                st_shared_u32(scratch.place(number, lane), place);
-            }
+            st_shared_u32(scratch.place(number, lane), place);
         }
         team.sync();
-        if key != NOWHERE {
-            red_relaxed_cta_shared_add_u32(scratch.next(key >> 16, key & 0xffff), 1);
-        }
-        place
+        (key, place)
     }
 
     /// Writes the tables of a token's rows; `place`: where the lane's entry goes.
@@ -521,25 +518,27 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
         }
     }
 
-    /// Copies the block's parts of the rows of the round's `count` tokens from number `first` on to
-    /// where their entries go, as they come, a piece to a warp: a row is read once.
+    /// Copies the block's parts of the rows of the round's `count` tokens to where their entries
+    /// go, as they come, a piece to a warp: a row is read once.
     #[device]
-    unsafe fn copy_rows(&self, first: u32, count: u32) {
+    unsafe fn copy_rows(&self, count: u32) {
         let Placing { shape, team, scratch, .. } = *self;
         let pieces = shape.bytes.div_ceil(PIECE);
-        // SAFETY: a row has bytes.
-        core::hint::assert_unchecked(pieces >= 1);
         // From the last warp on: the first ones write tables.
-        let from = team.warps() - 1 - team.warp();
-        stride!(item in from..count * pieces, team.warps() => {
-            let (number, piece) = (item / pieces, item % pieces);
-            if let Some(token) = self.token(first + number) {
-                let parts = same(ld_shared_u32(scratch.parts(token.source)));
-                core::hint::assert_unchecked(parts & 0xffff >= 1);
-                if piece % (parts & 0xffff) == parts >> 16 {
-                    self.copy_piece(number, token, piece);
-                }
+        let mut mine = team.warps() - 1 - team.warp();
+        rolled!(number in 0..count => {
+            let source = same(ld_shared_u32(scratch.token(number)));
+            let token = Token { source, index: ld_shared_u32(scratch.token(number) + 4) };
+            let parts = same(ld_shared_u32(scratch.parts(source)));
+            let (part, shift) = (parts >> 16, parts & 31);
+            // The block has every `1 << shift`th piece, the warp those of them from `mine` on.
+            while part + (mine << shift) < pieces {
+                no_unroll();
+                self.copy_piece(number, token, part + (mine << shift));
+                mine += unknown(team.warps());
             }
+            // Pieces of the next token follow those of this one.
+            mine -= (pieces + (1 << shift) - 1 - part) >> shift;
         });
     }
 
@@ -581,6 +580,7 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
             }
         }
         while left != 0 {
+            no_unroll();
             let row = shfl_u32(place, left.trailing_zeros() & 31) as u64;
             left &= left.wrapping_sub(1);
             let x = to.x.0 + row * to.x_stride;

@@ -22,7 +22,7 @@ use super::{
     publishes_call, tokens_in_chunk, wait_calls, wait_node_members_ready, wait_packet,
 };
 use crate::layout::{
-    Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
+    Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs, LowLatencyCall,
     LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs, LowLatencyExpertRows, MAX_MEMBERS, MAX_RANKS,
     Quantise, SCALE_BLOCK, Wait, gave_up_offset, phase, row_stride,
 };
@@ -77,7 +77,7 @@ unsafe fn dispatch<R: Ranks>(args: &LowLatencyDispatchArgs) {
 /// The same as [`LowLatencyDispatch`], and copies each row to the segments of its experts as soon as
 /// it has come.
 #[kernel(
-    threads = 512, barriers = 17, registers = 128, dependent,
+    threads = 512, barriers = 16, registers = 128, dependent,
     block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.common),
@@ -92,7 +92,7 @@ pub unsafe fn low_latency_dispatch_by_expert(args: LowLatencyExpertDispatchArgs)
 
 /// The same to up to [`MAX_RANKS`] ranks.
 #[kernel(
-    threads = 512, barriers = 18, registers = 128, dependent,
+    threads = 512, barriers = 17, registers = 128, dependent,
     block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.common),
@@ -617,7 +617,7 @@ unsafe fn receive_by_expert<R: Ranks, const MOST: usize>(
     opened: &Opened<R>,
 ) {
     let (dispatched, common) = (&args.dispatch, &args.dispatch.common);
-    let (thread, epoch, ranks) = (tid(), opened.epoch(), common.comm.num_ranks);
+    let (epoch, ranks) = (opened.epoch(), common.comm.num_ranks);
     let (places, lists) = teams_by_expert(common);
     let both = places.threads + lists.threads;
     if lists.has_this_warp() {
@@ -632,18 +632,12 @@ unsafe fn receive_by_expert<R: Ranks, const MOST: usize>(
     let at = dynamic_shared() + dispatch_shared_bytes::<R>(dispatched);
     let scratch = Scratch::<MOST> { at, ranks, experts: common.local_experts };
     scratch.clear(places);
-    let are_here = wait_calls(common, places, shared, opened);
-    barrier_arrive_part::<4>(both);
-    if !are_here {
-        return say_given_up::<R>(&common.comm, epoch);
-    }
-    if ctaid() == 0 && thread < R::ROOM {
-        st_u32(common.tables.num_tokens.0 + thread as u64 * 4, shared.tokens.ld(thread));
-    }
     let shape = RowShape { bytes: dispatched.row_bytes, scales: dispatched.row_scales() };
     let pool = R::pool(&common.comm, common.comm.rank);
-    let come = Coming { args: dispatched, shared, pool, epoch };
-    Placing { args: common, to: &args.to, shape, team: places, scratch, come: &come }.place_rows();
+    let come = Coming { args: dispatched, shared, opened, places, both, pool, epoch };
+    if !(Placing { args: common, to: &args.to, shape, team: places, scratch, come: &come }).place_rows() {
+        say_given_up::<R>(&common.comm, epoch);
+    }
 }
 
 /// Waits for the rows of a source's chunk; false when the wait expired.
@@ -661,6 +655,11 @@ unsafe fn wait_chunk<R: Ranks>(args: &LowLatencyDispatchArgs, source: u32, chunk
 struct Coming<'a, R> {
     args: &'a LowLatencyDispatchArgs,
     shared: &'a NodeShared<R>,
+    opened: &'a Opened<R>,
+    /// The team that places rows.
+    places: Team<1>,
+    /// Threads of that team, and of those that wait at barrier 4 until it knows of all calls.
+    both: u32,
     /// This rank's pool.
     pool: u64,
     epoch: u64,
@@ -693,18 +692,25 @@ impl<R: Ranks> Coming<'_, R> {
 
 impl<R: Ranks> Arrivals for Coming<'_, R> {
     #[device]
+    unsafe fn wait_for_counts(&self) -> bool {
+        let (common, thread) = (&self.args.common, tid());
+        let are_here = wait_calls(common, self.places, self.shared, self.opened);
+        barrier_arrive_part::<4>(self.both);
+        if are_here && ctaid() == 0 && thread < R::ROOM {
+            st_u32(common.tables.num_tokens.0 + thread as u64 * 4, self.shared.tokens.ld(thread));
+        }
+        are_here
+    }
+
+    #[device]
     unsafe fn count(&self, source: u32) -> u32 {
-        self.shared.tokens.ld(source)
-    }
-
-    #[device]
-    unsafe fn all(&self) -> u32 {
-        self.shared.all_tokens()
-    }
-
-    #[device]
-    unsafe fn find(&self, number: u32) -> (u32, u32) {
-        self.shared.find(number)
+        let common = &self.args.common;
+        if source != common.comm.rank {
+            return self.shared.tokens.ld(source);
+        }
+        // As `wait_call` gives it. A rank that takes no part sends nothing.
+        let tokens = common.comm.call as u32 & LowLatencyCall::TOKEN_BITS;
+        if self.opened.takes_part() { tokens.min(common.max_tokens) } else { 0 }
     }
 
     #[device]
@@ -741,7 +747,9 @@ impl<R: Ranks> Arrivals for Coming<'_, R> {
         }
         let chunk_tokens = self.args.common.chunk_tokens;
         core::hint::assert_unchecked(chunk_tokens >= 1);
-        wait_chunk::<R>(self.args, source, index / chunk_tokens, self.epoch)
+        // Few tokens have a chunk each: then nothing is divided.
+        let chunk = if chunk_tokens == 1 { index } else { index / chunk_tokens };
+        wait_chunk::<R>(self.args, source, chunk, self.epoch)
     }
 
     #[device]

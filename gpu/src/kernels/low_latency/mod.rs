@@ -40,20 +40,23 @@ use crate::simt::*;
 mod by_expert;
 mod combine;
 mod dispatch;
+mod element;
 mod fp8;
 mod gather;
 mod internode;
 mod list;
 mod ranks;
 mod team;
+mod wait;
 
 pub use internode::{LOW_LATENCY_INTERNODE_SHARED_BYTES, low_latency_internode_by_expert_shared_bytes};
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
     combine::{
-        LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineManyBf16, LowLatencyCombineManyFp8,
-        LowLatencyCombineManyPooled, LowLatencyCombineManySummed, LowLatencyCombinePooled,
-        LowLatencyCombineSummed,
+        LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32, LowLatencyCombineFp8,
+        LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32,
+        LowLatencyCombineManyFp8, LowLatencyCombineManyPooled, LowLatencyCombineManySummed,
+        LowLatencyCombinePooled, LowLatencyCombineSummed,
     },
     dispatch::{
         LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyDispatchMany,
@@ -61,9 +64,10 @@ pub use {
     },
     gather::LowLatencyGather,
     internode::{
-        LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
-        LowLatencyInternodeDispatchByExpert,
+        LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
+        LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
     },
+    wait::{LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany},
 };
 
 shared! {

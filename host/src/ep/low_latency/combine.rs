@@ -7,12 +7,12 @@ use epoxide_gpu::layout::{DevicePtr, LowLatencyCall, LowLatencyCombineArgs, piec
 
 use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
-use super::options::Quantise;
+use super::options::{Quantise, check_sms};
 use super::results::{Combined, Received};
 use crate::driver::Event;
 use crate::ep::core::setters;
 use crate::ep::tensor::Owner;
-use crate::ep::{DType, StreamOrder, Tensor};
+use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 /// Arguments of [`Buffer::combine`]: the experts' results for the rows of a dispatch. `rows` stands
@@ -23,6 +23,8 @@ pub struct CombineRequest<'a> {
     rows: Rows<'a>,
     weights: Weights,
     quantise: Quantise,
+    cumulative_wait_ns: Option<&'a TypedTensor<'a, i64>>,
+    num_sms: Option<u32>,
     timeout: Option<Duration>,
 }
 
@@ -43,29 +45,38 @@ enum Rows<'a> {
 
 impl<'a> CombineRequest<'a> {
     fn of(rows: Rows<'a>) -> Self {
-        CombineRequest { rows, weights: Weights::OfDispatch, quantise: Quantise::Not, timeout: None }
+        CombineRequest {
+            rows,
+            weights: Weights::OfDispatch,
+            quantise: Quantise::Not,
+            cumulative_wait_ns: None,
+            num_sms: None,
+            timeout: None,
+        }
     }
 
-    /// bf16 `[local_experts * rows, hidden]`: row `e * rows + i` is the result of expert e for row
-    /// `expert_rows[e][i]`. Combine sums over a token's experts on this rank, each times its
-    /// weight. The sum is accumulated in FP32 in the order of the token's top-k entries and rounded
-    /// once.
+    /// `[local_experts * rows, hidden]` of
+    /// [`Options::combine_dtype`](super::Options::combine_dtype), bf16 unless it is set: row
+    /// `e * rows + i` is the result of expert e for row `expert_rows[e][i]`. Combine sums over a
+    /// token's experts on this rank, each times its weight. The sum is accumulated in FP32 in the
+    /// order of the token's top-k entries and rounded once.
     ///
     /// If the dispatch brought rows [by expert](super::DispatchRequest::by_expert), they are the
-    /// results for those: bf16 `[rows_by_expert, hidden]`, in the same order. Padding may hold
+    /// results for those: `[rows_by_expert, hidden]`, in the same order. Padding may hold
     /// anything, and is not read.
     pub fn by_expert(x: &'a Tensor<'a>) -> Self {
         CombineRequest::of(Rows::ByExpert(x))
     }
 
-    /// bf16 `[rows, hidden]`, in the order of [`Received::x`]: weighted and summed over this rank's
-    /// experts already. Weights of the dispatch are not applied.
+    /// `[rows, hidden]` of [`Options::combine_dtype`](super::Options::combine_dtype), bf16 unless it
+    /// is set, in the order of [`Received::x`]: weighted and summed over this rank's experts
+    /// already. Weights of the dispatch are not applied.
     pub fn by_row(x: &'a Tensor<'a>) -> Self {
         CombineRequest::of(Rows::ByRow(x))
     }
 
     /// The same rows, which experts have left in [`Received::combine_rows`]: the tokens' owners read
-    /// them there, and nothing is copied. On every rank or on none; within a node.
+    /// them there, and nothing is copied. On every rank or on none; within a node, of bf16.
     pub fn in_pool() -> Self {
         CombineRequest::of(Rows::InPool)
     }
@@ -78,13 +89,24 @@ impl<'a> CombineRequest<'a> {
     }
 
     setters! {
-        /// Sends each rank's share of a token as e4m3 with a scale for each 128 elements: half the
-        /// bytes. `hidden` must be a multiple of 128, and rows not those of the pool.
+        /// Sends each rank's share of a token, of bf16 rows, as e4m3 with a scale for each 128
+        /// elements: half the bytes. `hidden` must be a multiple of 128, and rows not those of the
+        /// pool.
         ///
         /// The share is rounded once, from its FP32 sum. The error of each element is at most 16
         /// times its block's scale, which [`Quantise`] defines. The error of a token's sum is at
         /// most that of its shares together, plus the rounding to bf16.
         quantise: Quantise;
+        /// Adds the nanoseconds that this rank waited for each rank's results to these, i64
+        /// `[num_ranks]`, as a dispatch does
+        /// ([`DispatchRequest::cumulative_wait_ns`](super::DispatchRequest::cumulative_wait_ns)).
+        /// Rows that owners gather ([`CombineRequest::in_pool`]) are waited for until their rank
+        /// has entered the combine.
+        cumulative_wait_ns: &'a TypedTensor<'a, i64>;
+        /// Most multiprocessors of the call, as
+        /// [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms). A dispatch and its
+        /// combine may differ.
+        num_sms: u32;
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;
     }
@@ -124,8 +146,8 @@ impl Buffer {
         self.send(order, operation, combined)
     }
 
-    /// [`Buffer::combine`] with the sums in a tensor of the caller's: `out`, bf16
-    /// `[num_tokens, hidden]`. The receiving rank's kernel writes there; nothing needs to be
+    /// [`Buffer::combine`] with the sums in a tensor of the caller's: `out`, `[num_tokens, hidden]`
+    /// of the rows' type. The receiving rank's kernel writes there; nothing needs to be
     /// registered, and nothing is copied. The values are those of [`Combined::x`]. The place is
     /// free for a dispatch at once. Gives the event of an asynchronous call.
     ///
@@ -142,7 +164,7 @@ impl Buffer {
         out: &Tensor<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Option<Event>> {
-        let operation = self.prepare_combine_into(received, request, out)?;
+        let operation = self.prepare_combine_into(received, request, out, order)?;
         let event = self.launch(order, &operation, Halves::BOTH)?;
         out.is_filled_by(&self.outcome(order)?);
         Ok(event)
@@ -159,7 +181,7 @@ impl Buffer {
         out: &'o Tensor<'o>,
         order: StreamOrder<'_>,
     ) -> Result<Pending<'b, &'o Tensor<'o>>> {
-        let operation = self.prepare_combine_into(received, request, out)?;
+        let operation = self.prepare_combine_into(received, request, out, order)?;
         self.send(order, operation, out)
     }
 
@@ -168,17 +190,18 @@ impl Buffer {
         received: Received<'_>,
         request: CombineRequest<'_>,
         out: &Tensor<'_>,
+        order: StreamOrder<'_>,
     ) -> Result<Operation> {
         let hidden = self.options.shape.hidden;
         let dims = [("num_tokens", Some(received.num_local_tokens.into())), ("hidden", Some(hidden))];
-        out.expect("out", &[DType::Bf16], &dims)?;
+        out.expect("out", &[self.options.combine_dtype], &dims)?;
         out.expect_rows_of_16("out")?;
         let rows = match request.rows {
             Rows::ByExpert(rows) | Rows::ByRow(rows) => rows,
             Rows::InPool => received.combine_rows()?,
         };
         out.expect_apart("out", rows, "rows")?;
-        let mut operation = self.combine_operation(received, request, out.ptr())?;
+        let mut operation = self.combine_operation(received, request, out.ptr(), order)?;
         operation.uses.extend(out.owner().cloned());
         Ok(operation)
     }
@@ -192,10 +215,10 @@ impl Buffer {
         let outcome = self.outcome(order)?;
         let (num_tokens, dispatch) = (received.num_local_tokens, received.lease.dispatch());
         let combined_x = self.place_of(&received)?.room().own.combined_x;
-        let operation = self.combine_operation(received, request, combined_x)?;
+        let operation = self.combine_operation(received, request, combined_x, order)?;
         let lease = operation.place.lease(dispatch);
         let shape = [num_tokens.into(), self.options.shape.hidden];
-        let x = Tensor::in_memory(combined_x, DType::Bf16, &shape, lease.clone() as Owner)
+        let x = Tensor::in_memory(combined_x, self.options.combine_dtype, &shape, lease.clone() as Owner)
             .result("combined", &outcome);
         Ok((operation, Combined { x, event: None, lease, place: PhantomData }))
     }
@@ -206,10 +229,12 @@ impl Buffer {
         received: Received<'_>,
         request: CombineRequest<'_>,
         combined_x: DevicePtr,
+        order: StreamOrder<'_>,
     ) -> Result<Operation> {
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
-        let hidden = self.options.shape.hidden;
-        let CombineRequest { rows, weights, quantise, timeout } = request;
+        let (hidden, dtype) = (self.options.shape.hidden, self.options.combine_dtype);
+        let CombineRequest { rows, weights, quantise, cumulative_wait_ns, num_sms, timeout } = request;
+        check_sms(num_sms)?;
         let (x, experts) = match rows {
             Rows::ByExpert(x) => (x, self.local_experts()),
             Rows::ByRow(x) => (x, 1),
@@ -219,7 +244,15 @@ impl Buffer {
         let (is_by_expert, in_pool) = (matches!(rows, Rows::ByExpert(_)), matches!(rows, Rows::InPool));
         let segments = segments.filter(|_| is_by_expert);
         let expected = segments.map_or(self.rows() * u64::from(experts), |to| to.rows.into());
-        x.expect_strided("rows", &[DType::Bf16], &[("rows", Some(expected)), ("hidden", Some(hidden))])?;
+        let is_other = matches!(x.dtype(), DType::Bf16 | DType::F16 | DType::F32) && x.dtype() != dtype;
+        if is_other {
+            let rule = format!(
+                "the buffer sums rows of {dtype}: create it with Options::combine_dtype({:?}) to sum these",
+                x.dtype()
+            );
+            return Err(Error::argument("rows", format!("of {}", x.dtype()), rule));
+        }
+        x.expect_strided("rows", &[dtype], &[("rows", Some(expected)), ("hidden", Some(hidden))])?;
         x.expect_rows_of_16("rows")?;
         if in_pool && quantise != Quantise::Not {
             let rule = "rows in the pool are read as they are: give them by row to quantise them";
@@ -227,7 +260,7 @@ impl Buffer {
         }
         quantise.check(hidden, x.dtype())?;
         let is_quantised = quantise != Quantise::Not;
-        let row_bytes = hidden * if is_quantised { DType::Fp8E4m3 } else { DType::Bf16 }.size();
+        let row_bytes = hidden * if is_quantised { DType::Fp8E4m3 } else { dtype }.size();
         let call = LowLatencyCall {
             is_combine: true,
             has_scales: is_quantised,
@@ -254,7 +287,8 @@ impl Buffer {
             spoils: self.options.nan_on_failure.into(),
         };
         // Rows in the pool live as long as the buffer.
-        let uses = x.owner().filter(|_| !in_pool).cloned().into_iter().collect();
+        let mut uses: Vec<Owner> = x.owner().filter(|_| !in_pool).cloned().into_iter().collect();
+        let wait_ns = self.wait_ns(cumulative_wait_ns, &self.outcome(order)?, &mut uses)?;
         // Readers on other streams must finish first: peers may overwrite the rows once this rank
         // has entered the combine.
         drop(received);
@@ -269,6 +303,8 @@ impl Buffer {
             fills: None,
             records: None,
             cumulative_counts: None,
+            num_sms,
+            wait_ns,
             uses,
         })
     }

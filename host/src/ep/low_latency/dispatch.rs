@@ -12,7 +12,7 @@ use epoxide_gpu::layout::{
 use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
 use super::layout::most_ranks;
-use super::options::Quantise;
+use super::options::{Quantise, check_sms};
 use super::results::{Place, Received, ReceivedByExpert, Room};
 use crate::driver::Outcome;
 use crate::ep::Payload;
@@ -45,6 +45,8 @@ pub struct DispatchRequest<'a> {
     recv_x: Option<&'a Tensor<'a>>,
     recv_x_scales: Option<&'a TypedTensor<'a, f32>>,
     cumulative_counts: Option<&'a TypedTensor<'a, i32>>,
+    cumulative_wait_ns: Option<&'a TypedTensor<'a, i64>>,
+    num_sms: Option<u32>,
     timeout: Option<Duration>,
 }
 
@@ -66,6 +68,8 @@ impl<'a> DispatchRequest<'a> {
             recv_x: None,
             recv_x_scales: None,
             cumulative_counts: None,
+            cumulative_wait_ns: None,
+            num_sms: None,
             timeout: None,
         }
     }
@@ -152,6 +156,22 @@ impl<'a> DispatchRequest<'a> {
         /// `[local_experts]`, behind the dispatch and in each replay of a graph. A dispatch that
         /// fails adds nothing. The run in front of a recording adds too.
         cumulative_counts: &'a TypedTensor<'a, i32>;
+        /// Adds the nanoseconds that this rank waited for each rank's rows to these, i64
+        /// `[num_ranks]`, by the device's `%globaltimer`: a rank that is slow, or behind a slow
+        /// link, stands out. The time begins when the own rows have left, and ends when those of
+        /// the rank are here. It is 0 for a rank that was in time, and for this one. It is added in
+        /// the call, in the run in front of a recording, and in each replay.
+        ///
+        /// Each rank decides for itself. The call is launched as its two halves, with a small
+        /// kernel between them that waits. It takes two launches more than a call without, whose
+        /// kernels measure nothing, or one more where the caller makes the halves. A dispatch into
+        /// a place whose last dispatch no combine has answered waits until all ranks have entered
+        /// it before its rows leave; that time is not in it.
+        cumulative_wait_ns: &'a TypedTensor<'a, i64>;
+        /// Most multiprocessors of the call, at least 1, instead of
+        /// [`Options::num_sms`](super::Options::num_sms): fewer while other kernels run, more when
+        /// they have ended. Ranks may differ. A graph keeps the number of its recording.
+        num_sms: u32;
         /// Longest wait for a peer, instead of the buffer's: microseconds where a step must not
         /// take longer.
         timeout: Duration;
@@ -299,6 +319,8 @@ impl Buffer {
             }
         };
         check_cumulative(request.cumulative_counts, self.local_experts())?;
+        check_sms(request.num_sms)?;
+        let wait_ns = self.wait_ns(request.cumulative_wait_ns, &outcome, &mut uses)?;
         if let Some(cumulative) = request.cumulative_counts {
             uses.extend(owners([Some(&**cumulative)]));
             cumulative.is_filled_by(&outcome);
@@ -334,6 +356,8 @@ impl Buffer {
             fills: Some(lease.clone()),
             records: Some(records),
             cumulative_counts: request.cumulative_counts.map(|counts| counts.ptr()),
+            num_sms: request.num_sms,
+            wait_ns,
             uses,
         };
         let (rows, experts, ranks) =
@@ -363,6 +387,7 @@ impl Buffer {
                 .result("layout_range", &outcome),
             by_expert,
             event: None,
+            combine_dtype: self.options.combine_dtype,
             combine_rows: place.room().combine_rows.map(|rows| {
                 let rows = Tensor::in_memory(rows, DType::Bf16, &[self.rows(), hidden], owner());
                 rows.with_row_stride(row_stride(hidden * 2)).named("rows")

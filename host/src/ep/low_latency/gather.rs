@@ -114,7 +114,7 @@ impl Buffer {
         };
         // A row of each expert that a token can have, of every token that there can be.
         let most_rows = rows * experts.min(self.options.shape.num_topk.into());
-        let blocks = self.blocks_for(u32::try_from(most_rows).unwrap_or(u32::MAX));
+        let blocks = self.blocks_for(u32::try_from(most_rows).unwrap_or(u32::MAX), None);
         let uses = owners([Some(x), scales.map(|it| &**it)]);
         let outcome = self.outcome(order)?;
         let event = self.run(order, None, &place, uses, |buffer, stream| {

@@ -2,29 +2,33 @@
 
 use std::sync::Arc;
 
+use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
     LOW_LATENCY_INTERNODE_SHARED_BYTES, LOW_LATENCY_MANY_SHARED_BYTES, LOW_LATENCY_SHARED_BYTES,
-    LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineManyBf16, LowLatencyCombineManyFp8,
+    LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32, LowLatencyCombineFp8,
+    LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32, LowLatencyCombineManyFp8,
     LowLatencyCombineManyPooled, LowLatencyCombineManySummed, LowLatencyCombinePooled,
     LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyDispatchMany,
-    LowLatencyDispatchManyByExpert, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
-    LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert, low_latency_by_expert_shared_bytes,
-    low_latency_dispatch_shared_bytes, low_latency_internode_by_expert_shared_bytes,
+    LowLatencyDispatchManyByExpert, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16,
+    LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
+    LowLatencyInternodeDispatchByExpert, LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany,
+    low_latency_by_expert_shared_bytes, low_latency_dispatch_shared_bytes,
+    low_latency_internode_by_expert_shared_bytes,
 };
 use epoxide_gpu::layout::{
     DevicePtr, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
     LowLatencyInternodeCombineArgs, LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs,
-    Quantise, phase,
+    LowLatencyMessages, LowLatencyWaitArgs, Quantise, phase,
 };
 
 use super::results::Room;
 use super::results::{Combined, Received};
 use super::{Buffer, Kernels, Kind};
-use crate::driver::{Event, Stream};
+use crate::driver::{Event, Outcome, Stream};
 use crate::ep::core::{Lease, PlaceState, add_counts};
 use crate::ep::payload::Records;
-use crate::ep::tensor::Owner;
-use crate::ep::{StreamOrder, Tensor};
+use crate::ep::tensor::{Owner, owners};
+use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 /// Threads of a block.
@@ -45,6 +49,10 @@ pub struct Operation {
     pub records: Option<Records>,
     /// Counts of the caller's that the rows of each expert are added to.
     pub cumulative_counts: Option<DevicePtr>,
+    /// Most multiprocessors, if not the buffer's.
+    pub num_sms: Option<u32>,
+    /// Times of the caller's that the waits for each rank are added to.
+    pub wait_ns: Option<DevicePtr>,
     /// Resources that must live as long as a recording of the operation.
     pub uses: Vec<Owner>,
 }
@@ -71,11 +79,12 @@ pub enum Arguments {
 pub struct Halves(u32);
 
 /// Whether a combine's blocks return rows while they sum. They do where each block has more than
-/// two tokens to sum and rows are summed over experts already. With one or two, half of a block's
-/// warps would be idle: 256 tokens on 132 blocks took 8 % longer.
-fn returns_while_summing(args: &LowLatencyCombineArgs, grid: u32) -> bool {
+/// two tokens to sum and rows, of bf16, are summed over experts already. With one or two, half of a
+/// block's warps would be idle: 256 tokens on 132 blocks took 8 % longer.
+fn returns_while_summing(dtype: DType, args: &LowLatencyCombineArgs, grid: u32) -> bool {
     let common = &args.common;
-    args.quantise == Quantise::Not as u32
+    dtype == DType::Bf16
+        && args.quantise == Quantise::Not as u32
         && args.by_expert == 0
         && common.phases == phase::SEND | phase::RECEIVE
         && common.num_tokens > common.packet_tokens
@@ -173,19 +182,25 @@ impl Buffer {
                 buffer.core.fills(lease, None);
             }
             if let Some(records) = operation.records.as_ref().filter(|_| halves.0 & phase::SEND != 0) {
-                let most = buffer.blocks_for(u32::MAX);
+                let most = buffer.blocks_for(u32::MAX, operation.num_sms);
                 // SAFETY: the memory of columns and records is freed only behind all work enqueued
                 // on streams, and a recording keeps it.
                 unsafe { records.launch(stream, &buffer.kernels.pack_columns, most)? };
             }
-            let blocks = buffer.blocks_for(operation.pieces(halves));
+            let blocks = buffer.blocks_for(operation.pieces(halves), operation.num_sms);
             let resident = !buffer.options.beside_persistent_kernels && blocks <= stream.multiprocessors();
-            let launches = match halves == Halves::BOTH && !resident {
+            let in_two = !resident || operation.wait_ns.is_some();
+            let launches = match halves == Halves::BOTH && in_two {
                 true => [Some(Halves::SEND), Some(Halves::RECEIVE)],
                 false => [Some(halves), None],
             };
             for halves in launches.into_iter().flatten() {
-                let grid = buffer.blocks_for(operation.pieces(halves));
+                if halves == Halves::RECEIVE
+                    && let Some(waited) = operation.wait_ns
+                {
+                    buffer.launch_wait(stream, operation, waited)?;
+                }
+                let grid = buffer.blocks_for(operation.pieces(halves), operation.num_sms);
                 let (name, common) = match &mut args {
                     Arguments::Dispatch(args) => ("dispatch", &mut args.common),
                     Arguments::DispatchByExpert(args) => ("dispatch", &mut args.dispatch.common),
@@ -211,6 +226,58 @@ impl Buffer {
         })
     }
 
+    /// Launches the wait between the halves of an operation, whose time it adds to `waited`.
+    fn launch_wait(&self, stream: &Stream, operation: &Operation, waited: DevicePtr) -> Result<()> {
+        let (common, row_bytes, is_combine) = match operation.kernel {
+            Arguments::Dispatch(args) => (args.common, args.row_bytes, false),
+            Arguments::DispatchByExpert(args) => (args.dispatch.common, args.dispatch.row_bytes, false),
+            Arguments::Combine(args) => (args.common, args.row_bytes, true),
+            // Rows do not travel.
+            Arguments::PooledCombine(args) => (args.common, 0, true),
+        };
+        let (across, grid) = (operation.place.room().messages, self.num_ranks());
+        let messages = across.unwrap_or_else(LowLatencyMessages::zeroed);
+        let is_combine = is_combine.into();
+        let args = LowLatencyWaitArgs { common, messages, waited, row_bytes, is_combine };
+        let kernel = &self.kernels.wait;
+        // SAFETY: the place has its words and tables as long as the buffer; the caller's memory is
+        // freed only behind all work enqueued on streams, and a recording keeps it.
+        unsafe {
+            if across.is_some() {
+                let (threads, call) =
+                    (LowLatencyInternodeWait::INFO.max_threads, LowLatencyInternodeWait::call(args));
+                return stream.call(kernel, grid, threads, LOW_LATENCY_SHARED_BYTES, call);
+            }
+            if self.is_many() {
+                let (threads, call) = (LowLatencyWaitMany::INFO.max_threads, LowLatencyWaitMany::call(args));
+                return stream.call(kernel, grid, threads, LOW_LATENCY_MANY_SHARED_BYTES, call);
+            }
+            let (threads, call) = (LowLatencyWait::INFO.max_threads, LowLatencyWait::call(args));
+            stream.call(kernel, grid, threads, LOW_LATENCY_SHARED_BYTES, call)
+        }
+    }
+
+    /// Whether the kernels are those of more than a few ranks of one node.
+    fn is_many(&self) -> bool {
+        Kind::of(self.core.topology()) == Kind::Many
+    }
+
+    /// Where the waits of an operation of this outcome are added up, if anywhere: `uses` gets what
+    /// must live for it.
+    pub(super) fn wait_ns(
+        &self,
+        times: Option<&TypedTensor<'_, i64>>,
+        outcome: &Arc<impl Outcome + 'static>,
+        uses: &mut Vec<Owner>,
+    ) -> Result<Option<DevicePtr>> {
+        let Some(times) = times else { return Ok(None) };
+        let ranks = ("num_ranks", Some(self.num_ranks().into()));
+        times.expect("cumulative_wait_ns", &[DType::I64], &[ranks])?;
+        uses.extend(owners([Some(&**times)]));
+        times.is_filled_by(outcome);
+        Ok(Some(times.ptr()))
+    }
+
     /// Launches the kernel of an operation with so many blocks.
     fn launch_kernel(
         &self,
@@ -219,8 +286,8 @@ impl Buffer {
         args: Arguments,
         grid: u32,
     ) -> Result<()> {
-        let across = LOW_LATENCY_INTERNODE_SHARED_BYTES;
-        let is_many = Kind::of(self.core.topology()) == Kind::Many;
+        let (across, dtype) = (LOW_LATENCY_INTERNODE_SHARED_BYTES, self.options.combine_dtype);
+        let is_many = self.is_many();
         let within = if is_many { LOW_LATENCY_MANY_SHARED_BYTES } else { LOW_LATENCY_SHARED_BYTES };
         let Kernels { dispatch, combine, quantised_combine, summed_combine, pooled_combine, .. } =
             &self.kernels;
@@ -276,36 +343,62 @@ impl Buffer {
                     stream.call(pooled_combine, grid, THREADS, within, call)
                 }
                 (Arguments::Combine(args), None) if is_many => {
-                    if returns_while_summing(&args, grid) {
+                    if returns_while_summing(dtype, &args, grid) {
                         let call = LowLatencyCombineManySummed::call(args);
-                        stream.call(summed_combine, grid, THREADS, within, call)
-                    } else if args.quantise == Quantise::Not as u32 {
-                        let call = LowLatencyCombineManyBf16::call(args);
-                        stream.call(combine, grid, THREADS, within, call)
-                    } else {
+                        return stream.call(summed_combine, grid, THREADS, within, call);
+                    }
+                    if args.quantise != Quantise::Not as u32 {
                         let call = LowLatencyCombineManyFp8::call(args);
-                        stream.call(quantised_combine, grid, THREADS, within, call)
+                        return stream.call(quantised_combine, grid, THREADS, within, call);
+                    }
+                    match dtype {
+                        DType::F16 => {
+                            stream.call(combine, grid, THREADS, within, LowLatencyCombineManyF16::call(args))
+                        }
+                        DType::F32 => {
+                            stream.call(combine, grid, THREADS, within, LowLatencyCombineManyF32::call(args))
+                        }
+                        _ => {
+                            stream.call(combine, grid, THREADS, within, LowLatencyCombineManyBf16::call(args))
+                        }
                     }
                 }
-                (Arguments::Combine(args), None) if returns_while_summing(&args, grid) => {
+                (Arguments::Combine(args), None) if returns_while_summing(dtype, &args, grid) => {
                     let call = LowLatencyCombineSummed::call(args);
                     stream.call(summed_combine, grid, THREADS, within, call)
                 }
-                (Arguments::Combine(args), None) if args.quantise == Quantise::Not as u32 => {
-                    stream.call(combine, grid, THREADS, within, LowLatencyCombineBf16::call(args))
-                }
+                (Arguments::Combine(args), None) if args.quantise == Quantise::Not as u32 => match dtype {
+                    DType::F16 => {
+                        stream.call(combine, grid, THREADS, within, LowLatencyCombineF16::call(args))
+                    }
+                    DType::F32 => {
+                        stream.call(combine, grid, THREADS, within, LowLatencyCombineF32::call(args))
+                    }
+                    _ => stream.call(combine, grid, THREADS, within, LowLatencyCombineBf16::call(args)),
+                },
                 (Arguments::Combine(args), None) => {
                     stream.call(quantised_combine, grid, THREADS, within, LowLatencyCombineFp8::call(args))
                 }
                 (Arguments::Combine(args), Some(messages)) => {
                     let is_quantised = args.quantise != Quantise::Not as u32;
                     let args = LowLatencyInternodeCombineArgs { combine: args, messages };
-                    if is_quantised {
-                        let call = LowLatencyInternodeCombineFp8::call(args);
-                        stream.call(quantised_combine, grid, THREADS, across, call)
-                    } else {
-                        let call = LowLatencyInternodeCombineBf16::call(args);
-                        stream.call(combine, grid, THREADS, across, call)
+                    match dtype {
+                        _ if is_quantised => {
+                            let call = LowLatencyInternodeCombineFp8::call(args);
+                            stream.call(quantised_combine, grid, THREADS, across, call)
+                        }
+                        DType::F16 => {
+                            let call = LowLatencyInternodeCombineF16::call(args);
+                            stream.call(combine, grid, THREADS, across, call)
+                        }
+                        DType::F32 => {
+                            let call = LowLatencyInternodeCombineF32::call(args);
+                            stream.call(combine, grid, THREADS, across, call)
+                        }
+                        _ => {
+                            let call = LowLatencyInternodeCombineBf16::call(args);
+                            stream.call(combine, grid, THREADS, across, call)
+                        }
                     }
                 }
             }

@@ -45,7 +45,7 @@ impl MessageLayout {
         let slot = |row, scales| u64::from(LowLatencySlot::new(row, scales, topk).bytes);
         let dispatch_bytes = u64::from(DISPATCH_HEADER) + tokens * slot(bf16, words).max(slot(fp8, scales));
         let answer = |row, scales| u64::from(answer_slot_bytes(row, scales));
-        let answer_bytes = tokens * answer(bf16, 0).max(answer(fp8, scales));
+        let answer_bytes = tokens * answer(options.combine_row_bytes() as u32, 0).max(answer(fp8, scales));
         let mut pieces = Pieces::default();
         let mut array = |name, count: u64, stride| pieces.array(name, count, stride).0;
         let (all, leaving) = (u64::from(peers), u64::from(if has_puts { peers } else { 0 }));

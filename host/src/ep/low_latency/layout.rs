@@ -38,9 +38,9 @@ impl PoolLayout {
         pool.push(Section::one("control", gave_up_offset(room, room)).of(parts));
         let (tokens, topk) = (u64::from(options.shape.max_tokens), u64::from(options.shape.num_topk));
         let (rows, chunks) = (u64::from(num_ranks) * tokens, options.chunks());
-        let stride = row_stride(options.shape.hidden * 2);
+        let (stride, returned) = (row_stride(options.shape.hidden * 2), options.combine_row_bytes());
         let few = u64::from(num_ranks) * u64::from(options.most_in_packets(num_ranks));
-        let pieces = u64::from(pieces_of((options.shape.hidden * 2) as u32) * PIECE_PACKET_BYTES);
+        let pieces = u64::from(pieces_of(returned as u32) * PIECE_PACKET_BYTES);
         let room = u64::from(room);
         let mut array = |name, count, stride| pool.array(name, count, stride).0;
         let mut place = || LowLatencyPlace {
@@ -50,7 +50,7 @@ impl PoolLayout {
             weights: array("weights", room * tokens, topk * 8),
             recv_x: array("recv_x", rows, stride),
             recv_scales: array("recv_scales", options.most_words(), rows * 4),
-            returned_x: array("returned_x", rows, stride),
+            returned_x: array("returned_x", rows, row_stride(returned)),
             returned_packets: array("returned_packets", few, pieces),
             returned_scales: array("returned_scales", few, options.fp8_scales() * 8),
         };
@@ -118,7 +118,7 @@ pub fn tables(pieces: &mut Pieces, options: &Options, topology: Topology) -> Own
             rows: room as u32,
             ..Zeroable::zeroed()
         });
-        let combined_x = array("combined_x", tokens, options.shape.hidden * 2);
+        let combined_x = array("combined_x", tokens, options.combine_row_bytes());
         PlaceTables { tables, by_expert, combined_x }
     };
     let places = (0..options.places).map(place).collect();

@@ -27,22 +27,24 @@ use std::time::Duration;
 
 use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
-    AddCounts, FirstTokens, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineManyBf16,
+    AddCounts, FirstTokens, LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32,
+    LowLatencyCombineFp8, LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32,
     LowLatencyCombineManyFp8, LowLatencyCombineManyPooled, LowLatencyCombineManySummed,
     LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert,
     LowLatencyDispatchMany, LowLatencyDispatchManyByExpert, LowLatencyGather, LowLatencyInternodeCombineBf16,
-    LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
-    PackColumns,
+    LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8,
+    LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert, LowLatencyInternodeWait,
+    LowLatencyWait, LowLatencyWaitMany, PackColumns,
 };
 use epoxide_gpu::layout::{
     Comm, DevicePtr, FEW_RANKS, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
 };
 
-use super::Topology;
 use super::core::{
     self, Core, HasCore, Pieces, PlaceState, Pools, Step, StreamOrder, agree_on, laid_out, nanoseconds,
 };
 use super::tensor::Owner;
+use super::{DType, Topology};
 use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Module, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
@@ -91,6 +93,7 @@ pub struct Buffer {
 #[derive(Debug)]
 struct Kernels {
     dispatch: Kernel,
+    /// Of rows of [`Options::combine_dtype`].
     combine: Kernel,
     quantised_combine: Kernel,
     /// Within a node, of many rows that are summed over experts already.
@@ -101,6 +104,7 @@ struct Kernels {
     first_tokens: Kernel,
     pack_columns: Kernel,
     add_counts: Kernel,
+    wait: Kernel,
     /// A dispatch that brings rows by expert, where the buffer has room for them.
     dispatch_by_expert: Option<Kernel>,
 }
@@ -127,20 +131,38 @@ impl Kind {
 }
 
 impl Kernels {
-    fn load(device: &Device, topology: Topology, has_rows_by_expert: bool) -> Result<Kernels> {
-        let kind = Kind::of(topology);
-        let [dispatch, combine, quantised_combine] = match kind {
-            Kind::Few => [LowLatencyDispatch::INFO, LowLatencyCombineBf16::INFO, LowLatencyCombineFp8::INFO],
+    fn load(device: &Device, topology: Topology, options: &Options) -> Result<Kernels> {
+        let (kind, has_rows_by_expert) = (Kind::of(topology), options.rows_by_expert.is_some());
+        let [dispatch, quantised_combine, wait, by_expert] = match kind {
+            Kind::Few => [
+                LowLatencyDispatch::INFO,
+                LowLatencyCombineFp8::INFO,
+                LowLatencyWait::INFO,
+                LowLatencyDispatchByExpert::INFO,
+            ],
             Kind::Many => [
                 LowLatencyDispatchMany::INFO,
-                LowLatencyCombineManyBf16::INFO,
                 LowLatencyCombineManyFp8::INFO,
+                LowLatencyWaitMany::INFO,
+                LowLatencyDispatchManyByExpert::INFO,
             ],
             Kind::Nodes => [
                 LowLatencyInternodeDispatch::INFO,
-                LowLatencyInternodeCombineBf16::INFO,
                 LowLatencyInternodeCombineFp8::INFO,
+                LowLatencyInternodeWait::INFO,
+                LowLatencyInternodeDispatchByExpert::INFO,
             ],
+        };
+        let combine = match (options.combine_dtype, kind) {
+            (DType::F16, Kind::Few) => LowLatencyCombineF16::INFO,
+            (DType::F32, Kind::Few) => LowLatencyCombineF32::INFO,
+            (_, Kind::Few) => LowLatencyCombineBf16::INFO,
+            (DType::F16, Kind::Many) => LowLatencyCombineManyF16::INFO,
+            (DType::F32, Kind::Many) => LowLatencyCombineManyF32::INFO,
+            (_, Kind::Many) => LowLatencyCombineManyBf16::INFO,
+            (DType::F16, Kind::Nodes) => LowLatencyInternodeCombineF16::INFO,
+            (DType::F32, Kind::Nodes) => LowLatencyInternodeCombineF32::INFO,
+            (_, Kind::Nodes) => LowLatencyInternodeCombineBf16::INFO,
         };
         let (summed, pooled) = match kind {
             Kind::Many => (LowLatencyCombineManySummed::INFO, LowLatencyCombineManyPooled::INFO),
@@ -148,19 +170,24 @@ impl Kernels {
         };
         let (gather, first) = (LowLatencyGather::INFO, FirstTokens::INFO);
         let (pack, add) = (PackColumns::INFO, AddCounts::INFO);
-        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first, pack, add];
-        let by_expert = match kind {
-            Kind::Few => LowLatencyDispatchByExpert::INFO,
-            Kind::Many => LowLatencyDispatchManyByExpert::INFO,
-            Kind::Nodes => LowLatencyInternodeDispatchByExpert::INFO,
-        };
+        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first, pack, add, wait];
         let mut names = infos.map(|info| info.name).to_vec();
         names.extend(has_rows_by_expert.then_some(by_expert.name));
         let module = Module::shipped(device, None, &names)?;
         let load_by_expert = || module.kernel(by_expert.name, 0);
         let kernels = infos.map(|info| module.kernel(info.name, 0));
-        let [dispatch, combine, quantised_combine, summed_combine, pooled_combine, gather, first, pack, add] =
-            kernels;
+        let [
+            dispatch,
+            combine,
+            quantised_combine,
+            summed_combine,
+            pooled_combine,
+            gather,
+            first,
+            pack,
+            add,
+            wait,
+        ] = kernels;
         Ok(Kernels {
             dispatch: dispatch?,
             combine: combine?,
@@ -171,6 +198,7 @@ impl Kernels {
             first_tokens: first?,
             pack_columns: pack?,
             add_counts: add?,
+            wait: wait?,
             dispatch_by_expert: has_rows_by_expert.then(load_by_expert).transpose()?,
         })
     }
@@ -203,10 +231,9 @@ impl Buffer {
             Ok(pool)
         };
         let joined = options.joined(nodes);
-        let has_rows_by_expert = options.rows_by_expert.is_some();
         let load = |topology: Topology| {
             check_members(topology)?;
-            Kernels::load(&device, topology, has_rows_by_expert)
+            Kernels::load(&device, topology, &options)
         };
         let (pools, kernels) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
         let topology = pools.topology();
@@ -231,7 +258,7 @@ impl Buffer {
         let tables = Arc::new(tables);
         let at_pool = |offset| core.pool().ptr().add(offset);
         let within = |at: LowLatencyPlace| {
-            let combine_rows = Some(at_pool(at.returned_x));
+            let combine_rows = (options.combine_dtype == DType::Bf16).then(|| at_pool(at.returned_x));
             (at, None, at_pool(at.recv_x), at_pool(at.recv_scales), combine_rows)
         };
         let across = |messages: LowLatencyMessages| {
@@ -322,11 +349,11 @@ impl Buffer {
         }
     }
 
-    /// Blocks for so many pieces of work: at most as many as fit on the device together, since all of
-    /// them wait for peers.
-    fn blocks_for(&self, pieces: u32) -> u32 {
+    /// Blocks for so many pieces of work of a call that asks for so many multiprocessors: at most
+    /// as many as fit on the device together, since all of them wait for peers.
+    fn blocks_for(&self, pieces: u32, asked: Option<u32>) -> u32 {
         let most = self.core.device().info().sm_count;
-        pieces.clamp(1, self.options.num_sms.map_or(most, |num_sms| num_sms.min(most)))
+        pieces.clamp(1, asked.or(self.options.num_sms).map_or(most, |num_sms| num_sms.min(most)))
     }
 
     /// Runs `work` on the stream of `order`, behind the previous operation; returns the event of an
@@ -381,6 +408,7 @@ fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
         ("num_experts", options.shape.num_experts.to_string()),
         ("places", options.places.to_string()),
         ("max_scales", options.max_scales.to_string()),
+        ("combine_dtype", options.combine_dtype.to_string()),
         ("chunk_tokens", options.chunk_tokens.to_string()),
         ("packet_tokens", options.most_in_packets(group.size()).to_string()),
         ("ranks_per_node", options.ranks_per_node.unwrap_or(group.size()).to_string()),

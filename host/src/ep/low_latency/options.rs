@@ -58,6 +58,7 @@ pub struct Options {
     pub(super) chunk_tokens: u32,
     pub(super) rows_by_expert: Option<u64>,
     pub(super) max_scales: u32,
+    pub(super) combine_dtype: DType,
     packet_tokens: Option<u32>,
     pub(super) timeout: Duration,
     pub(super) nan_on_failure: bool,
@@ -87,6 +88,7 @@ impl Options {
             chunk_tokens: Self::DEFAULT_CHUNK_TOKENS,
             rows_by_expert: None,
             max_scales: 0,
+            combine_dtype: DType::Bf16,
             packet_tokens: None,
             timeout: Duration::from_secs(30),
             nan_on_failure: true,
@@ -128,7 +130,17 @@ impl Options {
         /// ([`Payload::max_scales`](crate::Payload::max_scales)), at most 512. There is room for an
         /// f32 scale of each 128 elements anyway.
         max_scales: u32;
-        /// Most multiprocessors that an operation takes; without, all of the device.
+        /// Type of the rows that combines take and of their sums: bf16, which is the default, f16 or
+        /// f32. A share of f16 that is too large for it is infinite.
+        ///
+        /// Rows of f32 take twice the memory of bf16 in the pool and twice the links. Rows of f16 and
+        /// f32 return as they are:
+        /// [`CombineRequest::quantise`](super::CombineRequest::quantise) and
+        /// [`CombineRequest::in_pool`](super::CombineRequest::in_pool) take bf16. What a dispatch
+        /// sends does not depend on it.
+        combine_dtype: DType;
+        /// Most multiprocessors that an operation takes; without, all of the device. A call may
+        /// have its own number: [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms).
         num_sms: u32;
         /// Tokens of a rank that are published as complete together, at least 1. With fewer, the
         /// receiver of the first ones can begin earlier. No effect across nodes, where all of a
@@ -199,16 +211,20 @@ impl Options {
                 format!("must be 1 to {most}; larger batches are what the high-throughput buffer is for");
             return refuse("max_tokens", self.shape.max_tokens.into(), rule);
         }
+        if !matches!(self.combine_dtype, DType::Bf16 | DType::F16 | DType::F32) {
+            let rule = "combines sum rows of bf16, f16 or f32";
+            return Err(Error::argument("combine_dtype", self.combine_dtype, rule));
+        }
         // A call's packet distinguishes lengths that differ by less than this many bytes.
         const MOST_BYTES: u64 = 1 << 17;
-        if self.shape.hidden == 0
-            || !(self.shape.hidden * 2).is_multiple_of(16)
-            || self.shape.hidden * 2 >= MOST_BYTES
-        {
-            let rule = format!(
-                "must be a positive multiple of 8, below {}: rows move 16 bytes at a time",
-                MOST_BYTES / 2
-            );
+        let most = MOST_BYTES / self.combine_dtype.size();
+        if self.shape.hidden == 0 || !self.shape.hidden.is_multiple_of(8) || self.shape.hidden >= most {
+            let rule = match self.combine_dtype {
+                DType::F32 => {
+                    format!("must be a positive multiple of 8, below {most} where combines sum f32")
+                }
+                _ => format!("must be a positive multiple of 8, below {most}: rows move 16 bytes at a time"),
+            };
             return refuse("hidden", self.shape.hidden, rule);
         }
         if self.shape.num_topk == 0 || self.shape.num_topk > MAX_TOPK {
@@ -243,10 +259,7 @@ impl Options {
             let rule = format!("must be at most {MOST_WORDS}");
             return refuse("max_scales", self.max_scales.into(), rule);
         }
-        if self.num_sms == Some(0) {
-            return refuse("num_sms", 0, "must be at least 1".into());
-        }
-        Ok(())
+        check_sms(self.num_sms)
     }
 
     /// Most tokens of a rank whose rows return as packets, in a group of `num_ranks`.
@@ -258,6 +271,11 @@ impl Options {
     /// Chunks of a rank with all its tokens.
     pub(super) fn chunks(&self) -> u64 {
         self.shape.max_tokens.div_ceil(self.chunk_tokens).into()
+    }
+
+    /// Bytes of a row that a combine takes, and of its sum.
+    pub(super) fn combine_row_bytes(&self) -> u64 {
+        self.shape.hidden * self.combine_dtype.size()
     }
 
     /// Most words that travel with a row: f32 scales, or columns.
@@ -280,6 +298,16 @@ pub(super) fn check_members(topology: Topology) -> Result<()> {
         "low latency has at most {MAX_MEMBERS} ranks on several nodes, and up to {MAX_RANKS} that all map each other's memory"
     );
     Err(Error::argument("group size", topology.ranks(), rule))
+}
+
+/// An error unless there is a multiprocessor.
+pub(super) fn check_sms(num_sms: Option<u32>) -> Result<()> {
+    match num_sms {
+        Some(0) => {
+            Err(Error::argument("num_sms", 0, "must be at least 1: leave it out for all that there are"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// How an operation converts BF16 rows on their way.

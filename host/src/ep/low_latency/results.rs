@@ -9,7 +9,7 @@ use super::fault::Generation;
 use super::layout::PlaceTables;
 use crate::driver::{Event, Memory};
 use crate::ep::core::{Held, Lease};
-use crate::ep::{ExpertRows, Tensor, TypedTensor};
+use crate::ep::{DType, ExpertRows, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 /// Room for the rows of one dispatch and for the sums of its combine.
@@ -31,7 +31,7 @@ impl Place {
     }
 
     /// Address of the first one of [`Received::combine_rows`], the same for each dispatch to this
-    /// place; `None` across nodes.
+    /// place; `None` across nodes, and where the buffer sums another type than bf16.
     pub fn combine_rows_ptr(&self) -> Option<DevicePtr> {
         self.0.place().room().combine_rows
     }
@@ -72,7 +72,7 @@ pub struct Room {
     /// Received rows, and their scales.
     pub recv_x: DevicePtr,
     pub recv_scales: DevicePtr,
-    /// Rows that this rank's experts leave for a combine; none across nodes.
+    /// Rows of bf16 that this rank's experts leave for a combine; none across nodes.
     pub combine_rows: Option<DevicePtr>,
     /// Arguments of the kernels for it across nodes.
     pub messages: Option<LowLatencyMessages>,
@@ -116,7 +116,9 @@ pub struct Received<'p> {
     pub by_expert: Option<ReceivedByExpert<'p>>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
-    /// Room in the pool for the rows of its combine; none across nodes.
+    /// The type of the rows of its combine.
+    pub(super) combine_dtype: DType,
+    /// Room in the pool for those rows; none across nodes, or where they are not bf16.
     pub(super) combine_rows: Option<Tensor<'p>>,
     pub(super) num_local_tokens: u32,
     /// The generation of the buffer at the dispatch.
@@ -169,9 +171,9 @@ impl ReceivedByExpert<'_> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Combined<'p> {
-    /// bf16 `[num_tokens, hidden]`: the sum over the ranks that the token went to. It is
-    /// accumulated in FP32 in rank order and rounded once, and so bit for bit reproducible. It is 0
-    /// for a token that went nowhere.
+    /// `[num_tokens, hidden]` of [`Options::combine_dtype`](super::Options::combine_dtype): the sum
+    /// over the ranks that the token went to. It is accumulated in FP32 in rank order and rounded
+    /// once, and so bit for bit reproducible. It is 0 for a token that went nowhere.
     pub x: Tensor<'p>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
@@ -188,11 +190,19 @@ impl<'p> Received<'p> {
     /// them within it.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] across nodes, where peers cannot read them.
+    /// [`Error::Unavailable`] across nodes, where peers cannot read them, and where the buffer sums
+    /// another type than bf16.
     pub fn combine_rows(&self) -> Result<&Tensor<'p>> {
         self.combine_rows.as_ref().ok_or_else(|| Error::Unavailable {
             what: "combine_rows".into(),
-            reason: "ranks of other nodes cannot read this rank's pool: give combine its rows by_row".into(),
+            reason: match self.combine_dtype {
+                DType::Bf16 => {
+                    "ranks of other nodes cannot read this rank's pool: give combine its rows by_row".into()
+                }
+                dtype => format!(
+                    "rows in the pool are bf16, and the buffer sums {dtype}: give combine its rows by_row"
+                ),
+            },
         })
     }
 
@@ -214,6 +224,7 @@ impl<'p> Received<'p> {
                 layout_range: self.layout_range.into_static(),
                 by_expert: self.by_expert.map(ReceivedByExpert::into_static),
                 event: self.event,
+                combine_dtype: self.combine_dtype,
                 combine_rows: self.combine_rows.map(Tensor::into_static),
                 num_local_tokens: self.num_local_tokens,
                 generation: self.generation,

@@ -4,7 +4,8 @@ use epoxide_gpu::kernels::{
     CombineBf16, CombineByExpertBf16, CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32,
     CombineManyBf16, CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32,
     CombineStagedManyBf16, CombineStagedManyF32, InternodeCombine, InternodeCombineByExpert,
-    InternodeCombineF16, InternodeCombineF32, JOINED_BYTES, PROGRESS_BYTES, StageByExpert, StageCombine,
+    InternodeCombineByExpertF16, InternodeCombineByExpertF32, InternodeCombineF16, InternodeCombineF32,
+    JOINED_BYTES, PROGRESS_BYTES, StageByExpert, StageCombine,
 };
 use epoxide_gpu::layout::{
     Call, CallKind, CombineArgs, DevicePtr, ExpertCombineArgs, ExpertStageArgs, InternodeCombineArgs,
@@ -14,7 +15,7 @@ use epoxide_gpu::layout::{
 use super::kernels::{Spread, call_within, not_loaded};
 use super::place::PoolRows;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
-use super::{RowBytes, check_fits};
+use super::{RowBytes, blocks_for, check_fits};
 use crate::driver::Event;
 use crate::ep::core::setters;
 use crate::ep::tensor::{Owner, owners};
@@ -61,6 +62,7 @@ pub struct CombineRequest<'a> {
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     weights: Option<&'a TypedTensor<'a, f32>>,
     handle: &'a DispatchHandle,
+    num_sms: Option<u32>,
     timeout: Option<Duration>,
 }
 
@@ -69,7 +71,14 @@ impl<'a> CombineRequest<'a> {
     /// if any, is already in them: combine sums unweighted. Padding of rows by expert may hold
     /// anything, and is not read.
     pub fn new(rows: impl Into<CombineRows<'a>>, handle: &'a DispatchHandle) -> Self {
-        CombineRequest { rows: rows.into(), topk_weights: None, weights: None, handle, timeout: None }
+        CombineRequest {
+            rows: rows.into(),
+            topk_weights: None,
+            weights: None,
+            handle,
+            num_sms: None,
+            timeout: None,
+        }
     }
 
     setters! {
@@ -79,6 +88,13 @@ impl<'a> CombineRequest<'a> {
         /// ([`DispatchRequest::topk_weights`](super::DispatchRequest::topk_weights)), as they were
         /// then: other nodes sum, and have them from there. Give the same tensor.
         weights: &'a TypedTensor<'a, f32>;
+        /// Most multiprocessors of the call, those that copy rows into the pool included: even, at
+        /// least 2. Within a node each rank decides for itself, and a handle of any dispatch will
+        /// do. Across nodes it is that of the dispatch, which a call along its handle has anyway.
+        ///
+        /// Without it, [`Config::num_sms`](super::Config) gather, and copies take those that are
+        /// left.
+        num_sms: u32;
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;
         /// Sums these weights `[num_recv_tokens, num_topk]` the same way; usually
@@ -96,7 +112,7 @@ pub struct Combined {
     /// is 0 for a token that went nowhere. Across nodes each node's sum is made and rounded so. The
     /// nodes' sums are then added in FP32 in node order and rounded again. A sum beyond the largest
     /// f16 is infinite. For rows by expert it is the sum over the token's entries, in their order,
-    /// and across nodes of each node that over those whose experts are there; bf16 only.
+    /// and across nodes of each node that over those whose experts are there.
     pub combined_x: Tensor<'static>,
     /// `[num_tokens, num_topk]`, if weights were given.
     pub combined_topk_weights: Option<TypedTensor<'static, f32>>,
@@ -219,12 +235,9 @@ impl Buffer {
         let handle = &request.handle.0;
         self.check_handle(request.handle)?;
         self.check_weights(request)?;
+        self.sms_along(request.handle, request.num_sms)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
-        let across = self.core.topology().nodes > 1;
-        let dtypes: &[DType] = match handle.tables.by_expert {
-            Some(_) if across => &[DType::Bf16],
-            _ => &[DType::Bf16, DType::F32, DType::F16],
-        };
+        let dtypes = &[DType::Bf16, DType::F32, DType::F16];
         let (dtype, hidden) = match request.rows {
             CombineRows::InPool(given) => {
                 self.core.check_place(&given.place)?;
@@ -284,6 +297,7 @@ impl Buffer {
         outputs: impl IntoIterator<Item = Owner>,
     ) -> Result<Option<Event>> {
         let handle = &request.handle.0;
+        let num_sms = self.sms_along(request.handle, request.num_sms)?;
         let Sums { dtype, num_topk, .. } = sums;
         let row_bytes = sums.row_bytes();
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
@@ -322,7 +336,10 @@ impl Buffer {
             row_bytes,
             num_topk,
         };
-        let ring = self.kernels.combine_ring(row_bytes, self.config.num_sms, is_staged);
+        // Where the call has a bound, half of its blocks copy and half gather.
+        let stagers = request.num_sms.filter(|_| is_staged).map(|num_sms| num_sms / 2);
+        let gatherers = stagers.unwrap_or(num_sms);
+        let ring = self.kernels.combine_ring(row_bytes, gatherers, is_staged);
         let mut args = CombineArgs {
             comm,
             combined_x: x_at,
@@ -346,8 +363,8 @@ impl Buffer {
         let staged = match &handle.tables.routing {
             Spread::OneNode(_, tables) if is_staged => {
                 let ranks = self.core.topology().ranks_per_node;
-                let (channels, num_sms) = (handle.num_channels, self.config.num_sms);
-                let shape = self.kernels.stage_shape(ranks, channels, num_sms, row_bytes);
+                let channels = handle.num_channels;
+                let shape = self.kernels.stage_shape(stagers, ranks, channels, gatherers, row_bytes);
                 let args = StagedCombineArgs {
                     combine: args,
                     x: stage.x,
@@ -373,16 +390,17 @@ impl Buffer {
         let uses = uses.chain([request.handle.0.block.clone() as Owner]).chain(outputs);
         self.run(order, capturing, Some("combine"), uses, |buffer, stream| {
             buffer.describe_rows(RowBytes { combine: row_bytes.into(), ..buffer.row_bytes });
-            let (kernels, sms) = (&buffer.kernels, buffer.core.device().info().sm_count);
+            let kernels = &buffer.kernels;
+            let copiers = request.num_sms.unwrap_or(buffer.core.device().info().sm_count);
             // Rows are copied by as many threads as the kernel can have, however few gather.
             let (blocks, threads, reserved) = match (&handle.tables.routing, staged) {
                 (_, Some((staged, gatherers))) => (staged.stagers + gatherers, STAGED_THREADS, JOINED_BYTES),
                 (Spread::OneNode(..), None) => {
-                    (buffer.blocks_for(handle.num_tokens), ring.threads(), JOINED_BYTES)
+                    (blocks_for(handle.num_tokens, num_sms), ring.threads(), JOINED_BYTES)
                 }
                 // One warp more, which posts puts.
                 (Spread::SeveralNodes(..), None) => {
-                    (buffer.config.num_sms, ring.threads() + 32, PROGRESS_BYTES)
+                    (num_sms, ring.threads() + 32, PROGRESS_BYTES)
                 }
             };
             let shape = (blocks, threads, ring.shared_bytes() + reserved);
@@ -401,7 +419,7 @@ impl Buffer {
                             expert_starts: at.expert_starts,
                             local_experts: handle.local_experts.into(),
                         };
-                        stream.call(stage_kernel, sms, STAGE_THREADS, 0, StageByExpert::call(args))?;
+                        stream.call(stage_kernel, copiers, STAGE_THREADS, 0, StageByExpert::call(args))?;
                     }
                 }
                 if let (Spread::OneNode(node, _), Some(at)) = (&handle.tables.routing, by_expert) {
@@ -428,7 +446,7 @@ impl Buffer {
                 let is_by_row = staged.is_none() && by_expert.is_none();
                 if is_by_row && (!stage.x.is_null() || !stage.weights.is_null() || may_be_short) {
                     let call = StageCombine::call(stage);
-                    stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
+                    stream.call(&kernels.stage_combine, copiers, STAGE_THREADS, 0, call)?;
                 }
                 match (&handle.tables.routing, staged) {
                     (Spread::OneNode(node, _), Some((staged, _))) => {
@@ -472,13 +490,26 @@ impl Buffer {
                                 }
                             };
                         };
-                        let kernel = &nodes.by_expert.as_ref().ok_or_else(not_loaded)?.combine;
+                        let kernels = nodes.by_expert.as_ref().ok_or_else(not_loaded)?;
                         let args = InternodeExpertCombineArgs {
                             rows: args,
                             weights: entry_weights.map_or(null, |_| tables.forward_weights),
                             num_topk: at.num_topk.into(),
                         };
-                        stream.call(kernel, grid, block, shared, InternodeCombineByExpert::call(args))
+                        match dtype {
+                            DType::F32 => {
+                                let call = InternodeCombineByExpertF32::call(args);
+                                stream.call(&kernels.combine_f32, grid, block, shared, call)
+                            }
+                            DType::F16 => {
+                                let call = InternodeCombineByExpertF16::call(args);
+                                stream.call(&kernels.combine_f16, grid, block, shared, call)
+                            }
+                            _ => {
+                                let call = InternodeCombineByExpert::call(args);
+                                stream.call(&kernels.combine, grid, block, shared, call)
+                            }
+                        }
                     }
                 }
             }

@@ -15,6 +15,10 @@ const HINT_COLUMNS: u64 = 128;
 /// other chunk fields keep the meaning and the rules they have in MSCCL++'s DeepEP port. The
 /// kernels write rows to their final place and have no rings. Here these fields only enter the size
 /// hints.
+///
+/// A call may have other multiprocessors than these, by
+/// [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms) and
+/// [`CombineRequest::num_sms`](super::CombineRequest::num_sms).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
     /// Multiprocessors for dispatch and for combine; even.

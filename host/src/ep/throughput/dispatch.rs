@@ -19,7 +19,7 @@ use super::kernels::{RingShape, Spread, call_within, not_loaded};
 use super::place::{Place, Room};
 use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
-use super::{HOST_EXPERTS, RowBytes, check_fits};
+use super::{HOST_EXPERTS, RowBytes, blocks_for, check_fits};
 use crate::driver::{Event, Outcome, Stream};
 use crate::ep::Payload;
 use crate::ep::core::{
@@ -74,6 +74,7 @@ pub struct DispatchRequest<'a> {
     by_expert: bool,
     counts: Counts,
     cumulative_counts: Option<&'a TypedTensor<'a, i32>>,
+    num_sms: Option<u32>,
     timeout: Option<Duration>,
 }
 
@@ -93,6 +94,7 @@ impl<'a> DispatchRequest<'a> {
             by_expert: false,
             counts: Counts::Exact,
             cumulative_counts: None,
+            num_sms: None,
             timeout: None,
         }
     }
@@ -142,6 +144,14 @@ impl<'a> DispatchRequest<'a> {
         /// adds nothing. Selections are those without rounding. Without rows by expert the
         /// alignment must be 1.
         cumulative_counts: &'a TypedTensor<'a, i32>;
+        /// Most multiprocessors that move rows, instead of [`Config::num_sms`](super::Config):
+        /// even, at least 2.
+        ///
+        /// Within a node each rank decides for itself. The count exchange in front has a block for
+        /// each channel of the configuration, on which ranks agree, whatever this is. Across nodes
+        /// it is the same on every rank, and gives the dispatch and what follows along its handle
+        /// `num_sms / 2` channels; else every rank gets [`Error::Mismatch`].
+        num_sms: u32;
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;
     }
@@ -155,6 +165,7 @@ pub struct CachedDispatchRequest<'a> {
     columns: Columns<'a>,
     payload: Option<&'a Payload>,
     handle: &'a DispatchHandle,
+    num_sms: Option<u32>,
     timeout: Option<Duration>,
 }
 
@@ -163,12 +174,23 @@ impl<'a> CachedDispatchRequest<'a> {
     /// routing.
     pub fn new(x: &'a Tensor<'a>, handle: &'a DispatchHandle) -> Self {
         let columns = Columns::default();
-        CachedDispatchRequest { x, scales: None, columns, payload: None, handle, timeout: None }
+        CachedDispatchRequest {
+            x,
+            scales: None,
+            columns,
+            payload: None,
+            handle,
+            num_sms: None,
+            timeout: None,
+        }
     }
 
     setters! {
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;
+        /// Most multiprocessors that move rows, with the rules of
+        /// [`CombineRequest::num_sms`](super::CombineRequest::num_sms).
+        num_sms: u32;
         /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with
         /// 1-byte elements.
         scales: &'a TypedTensor<'a, f32>;
@@ -188,6 +210,8 @@ struct CountExchange<'a> {
     layout: &'a DispatchLayout<'a>,
     capacity: u64,
     num_topk: u32,
+    num_channels: u32,
+    num_sms: u32,
     by_expert: bool,
     expert_alignment: u32,
     host: DevicePtr,
@@ -286,7 +310,7 @@ impl Buffer {
             );
             return Err(Error::argument(CUMULATIVE_COUNTS, "given", rule));
         }
-        let num_channels = self.config.num_channels();
+        let (num_sms, num_channels) = self.sms_of_dispatch(request.num_sms)?;
         let shape = HandleShape {
             ranks: self.core.topology().ranks(),
             nodes: self.core.topology().nodes,
@@ -303,6 +327,8 @@ impl Buffer {
             layout,
             capacity,
             num_topk,
+            num_channels,
+            num_sms,
             by_expert: request.by_expert,
             expert_alignment: request.expert_alignment,
             host: if exact { self.host_counts.ptr() } else { DevicePtr::NULL },
@@ -320,8 +346,8 @@ impl Buffer {
             (metadata.topk_idx, metadata.narrow_ids) = layout.ids();
         }
         let records = payload.record.place(self.core.arena(), layout.num_tokens)?;
-        let (rows, ring) =
-            self.dispatch_args(&payload, &records, place, &tables, layout.num_tokens, Some(metadata));
+        let to_launch = (num_sms, layout.num_tokens);
+        let (rows, ring) = self.dispatch_args(&payload, &records, place, &tables, to_launch, Some(metadata));
 
         let mut header = PlanHeader::default();
         let mut lease = None;
@@ -335,12 +361,12 @@ impl Buffer {
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them.
             unsafe {
-                records.launch(stream, &buffer.kernels.pack_columns, 4 * buffer.config.num_sms)?;
+                records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
                 buffer.launch_notify(stream, &counts, &payload, place, &tables)?;
                 if counts.by_expert {
                     buffer.launch_expert_plan(stream, &counts, place, &tables)?;
                 }
-                let launched = buffer.launch_dispatch(stream, rows, ring, &tables);
+                let launched = buffer.launch_dispatch(stream, rows, (ring, num_sms), &tables);
                 if let (Err(error), false) = (&launched, capturing) {
                     // Peers get this rank's counts, and wait for rows that are never sent.
                     buffer.core.give_up("dispatch", error);
@@ -432,15 +458,18 @@ impl Buffer {
         self.core.check_place(place)?;
         let handle = request.handle;
         self.check_handle(handle)?;
-        if self.core.topology().nodes > 1 && self.config.num_sms <= 3 {
-            let rule = "a cached dispatch across nodes takes more than 3: dispatch anew, or give more";
-            return Err(Error::argument("num_sms", self.config.num_sms, rule));
+        let num_sms = self.sms_along(handle, request.num_sms)?;
+        if self.core.topology().nodes > 1 && num_sms <= 3 {
+            let rule =
+                "a cached dispatch across nodes takes more than 3: give the dispatch more, or dispatch anew";
+            return Err(Error::argument("num_sms", num_sms, rule));
         }
         let CachedDispatchRequest { x, scales, columns, payload, timeout, .. } = request;
         let payload = self.check_payload((x, scales, columns), payload, handle.0.num_tokens, timeout)?;
         let records = payload.record.place(self.core.arena(), handle.0.num_tokens)?;
         let tables = &handle.0.tables;
-        let (args, ring) = self.dispatch_args(&payload, &records, place, tables, handle.0.num_tokens, None);
+        let to_launch = (num_sms, handle.0.num_tokens);
+        let (args, ring) = self.dispatch_args(&payload, &records, place, tables, to_launch, None);
         let mut lease = None;
         let uses = owners([Some(x), scales.map(|it| &**it)].into_iter().chain(columns.iter().map(Some)));
         let uses = uses.into_iter().chain([handle.0.block.clone() as Owner]).chain(records.owner());
@@ -448,8 +477,8 @@ impl Buffer {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: as in `dispatch`.
             unsafe {
-                records.launch(stream, &buffer.kernels.pack_columns, 4 * buffer.config.num_sms)?;
-                buffer.launch_dispatch(stream, args, ring, tables)
+                records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
+                buffer.launch_dispatch(stream, args, (ring, num_sms), tables)
             }
         })?;
         let lease = self.captured_lease(lease, None)?;
@@ -488,15 +517,6 @@ impl Buffer {
     }
 
     pub(super) fn check_handle(&self, handle: &DispatchHandle) -> Result<()> {
-        let channels = (handle.0.num_channels, self.config.num_channels());
-        if handle.0.buffer_id == self.core.id() && self.core.topology().nodes > 1 && channels.0 != channels.1
-        {
-            return Err(Error::StaleHandle(format!(
-                "it was made with {} channels and the buffer now has {}; across nodes they must be the same: set the config back, \
-                 or dispatch anew",
-                channels.0, channels.1
-            )));
-        }
         if handle.0.buffer_id == self.core.id() {
             return Ok(());
         }
@@ -575,7 +595,7 @@ impl Buffer {
         records: &Records,
         place: &PlaceState<Room>,
         tables: &HandleTables,
-        num_tokens: u32,
+        (num_sms, num_tokens): (u32, u32),
         metadata: Option<Metadata>,
     ) -> (DispatchArgs, RingShape) {
         let with_metadata = metadata.is_some() as u32;
@@ -585,7 +605,7 @@ impl Buffer {
             payload.row_bytes,
             payload.num_scales(),
             num_topk,
-            self.config.num_sms,
+            num_sms,
             tables.by_expert.is_some(),
         );
         let (index, row_bytes, columns) = (place.index(), payload.row_bytes, payload.num_scales());
@@ -638,7 +658,7 @@ impl Buffer {
         tables: &HandleTables,
     ) -> Result<()> {
         let layout = counts.layout;
-        let (num_channels, num_ranks) = (self.config.num_channels(), self.core.topology().ranks());
+        let (num_channels, num_ranks) = (counts.num_channels, self.core.topology().ranks());
         let local_experts = layout.num_experts / num_ranks;
         let columns = place.index() << 24
             | (counts.by_expert as u32) << 23
@@ -749,7 +769,7 @@ impl Buffer {
         };
         let warps = NUMBER_THREADS / 32;
         // More multiprocessors than other kernels of the operation have would not be asked for.
-        let grid = layout.num_experts.div_ceil(warps).clamp(1, self.config.num_sms);
+        let grid = layout.num_experts.div_ceil(warps).clamp(1, counts.num_sms);
         let mut comm = Comm { pool: place.room().layout, timeout_ns: counts.timeout_ns, ..self.comm };
         comm.pool.rows = counts.capacity;
         let plan = ExpertPlanArgs {
@@ -778,7 +798,7 @@ impl Buffer {
         // SAFETY: passed on to the caller.
         unsafe {
             stream.call(number, grid, NUMBER_THREADS, 0, NumberSelections::call(args))?;
-            let grid = self.blocks_for(num_tokens);
+            let grid = blocks_for(num_tokens, counts.num_sms);
             match &tables.routing {
                 Spread::OneNode(node, _) => {
                     let kernel = &node.by_expert.as_ref().ok_or_else(not_loaded)?.plan;
@@ -813,12 +833,12 @@ impl Buffer {
         &mut self,
         stream: &Stream,
         mut args: DispatchArgs,
-        ring: RingShape,
+        (ring, num_sms): (RingShape, u32),
         tables: &HandleTables,
     ) -> Result<()> {
         let grid = match &tables.routing {
-            Spread::OneNode(..) => self.blocks_for(args.num_tokens),
-            Spread::SeveralNodes(..) => self.config.num_sms,
+            Spread::OneNode(..) => blocks_for(args.num_tokens, num_sms),
+            Spread::SeveralNodes(..) => num_sms,
         };
         self.describe_rows(RowBytes { recv: args.row_bytes as u64, ..self.row_bytes });
         args.comm.trace = self.core.trace("dispatch", grid);

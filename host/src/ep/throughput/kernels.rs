@@ -6,13 +6,14 @@ use std::sync::{Arc, OnceLock};
 use epoxide_gpu::kernels::{
     self as gpu, AddCounts, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16, CombineByExpertF16,
     CombineByExpertF32, CombineF16, CombineF32, CombineManyBf16, CombineManyF16, CombineManyF32,
-    CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, Dispatch,
+    CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, CopyByExpert, Dispatch,
     DispatchByExpert, DispatchLayout, DispatchMany, FirstTokens, INTERNODE_NOTIFY_SHARED_BYTES,
-    InternodeCombine, InternodeCombineByExpert, InternodeCombineF16, InternodeCombineF32, InternodeCount,
-    InternodeDispatch, InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES,
-    MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, NumberSelections,
-    PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns, PlanByExpert, StageByExpert, StageCombine,
-    TransposeColumn, WeightGradients, notify_shared_bytes,
+    InternodeCombine, InternodeCombineByExpert, InternodeCombineByExpertF16, InternodeCombineByExpertF32,
+    InternodeCombineF16, InternodeCombineF32, InternodeCount, InternodeDispatch, InternodeDispatchByExpert,
+    InternodeNotify, InternodePlanByExpert, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES,
+    MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES,
+    PackColumns, PlanByExpert, StageByExpert, StageCombine, TransposeColumn, WeightGradients,
+    notify_shared_bytes,
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes, tail_bytes_by_expert};
 
@@ -170,16 +171,20 @@ pub struct ByExpertAcross {
     pub dispatch: Kernel,
     pub stage: Kernel,
     pub combine: Kernel,
+    pub combine_f16: Kernel,
+    pub combine_f32: Kernel,
 }
 
 impl ByExpertAcross {
     /// Their names, in the order of the fields.
-    const NAMES: [&'static str; 5] = [
+    const NAMES: [&'static str; 7] = [
         NumberSelections::INFO.name,
         InternodePlanByExpert::INFO.name,
         InternodeDispatchByExpert::INFO.name,
         StageByExpert::INFO.name,
         InternodeCombineByExpert::INFO.name,
+        InternodeCombineByExpertF16::INFO.name,
+        InternodeCombineByExpertF32::INFO.name,
     ];
 }
 
@@ -344,13 +349,16 @@ impl LoadedKernels {
             }
             Some((side, wire)) => {
                 let by_expert = || -> Result<ByExpertAcross> {
-                    let [number, plan, dispatch, stage, combine] = ByExpertAcross::NAMES;
+                    let [number, plan, dispatch, stage, combine, combine_f16, combine_f32] =
+                        ByExpertAcross::NAMES;
                     Ok(ByExpertAcross {
                         number: kernel(number, 0)?,
                         plan: kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
                         dispatch: kernel(dispatch, self.shared_limit)?,
                         stage: kernel(stage, 0)?,
                         combine: kernel(combine, self.shared_limit)?,
+                        combine_f16: kernel(combine_f16, self.shared_limit)?,
+                        combine_f32: kernel(combine_f32, self.shared_limit)?,
                     })
                 };
                 let nodes = SeveralNodes {
@@ -371,7 +379,7 @@ impl LoadedKernels {
 
 /// The kernels of one device. Those of operations are loaded at once, as one module. Loading waits
 /// for running kernels and blocks other calls of the driver, so that a load between operations
-/// could deadlock. Those of the ceilings are loaded at first use, since a driver takes tens of
+/// could deadlock. Those of benchmarks are loaded at first use, since a driver takes tens of
 /// milliseconds to compile each.
 #[derive(Debug)]
 pub struct Kernels {
@@ -385,6 +393,7 @@ pub struct Kernels {
     pub weight_gradients: Kernel,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
+    copy_by_expert: OnceLock<Kernel>,
     device: Device,
     tuning: Tuning,
     ptx: Option<PathBuf>,
@@ -409,6 +418,7 @@ impl Kernels {
             weight_gradients: loaded.module.kernel(WeightGradients::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
+            copy_by_expert: OnceLock::new(),
             device: device.clone(),
             tuning,
             ptx: loaded.ptx.clone(),
@@ -437,6 +447,10 @@ impl Kernels {
 
     pub fn ceiling_pull(&self) -> Result<&Kernel> {
         self.on_demand(&self.ceiling_pull, <CeilingPull as gpu::Entry>::INFO)
+    }
+
+    pub fn copy_by_expert(&self) -> Result<&Kernel> {
+        self.on_demand(&self.copy_by_expert, <CopyByExpert as gpu::Entry>::INFO)
     }
 
     fn on_demand<'a>(&self, kernel: &'a OnceLock<Kernel>, info: gpu::KernelInfo) -> Result<&'a Kernel> {
@@ -508,10 +522,18 @@ impl Kernels {
         RingShape::fit(bytes, warps, t.combine_slots, self.ring_limit())
     }
 
-    /// How a combine of a tensor stages its rows.
-    pub fn stage_shape(&self, num_ranks: u32, channels: u32, num_sms: u32, row_bytes: u32) -> StageShape {
-        let sm_count = self.device.info().sm_count;
-        StageShape::new(self.tuning.combine_stagers, num_ranks, channels, num_sms, sm_count, row_bytes)
+    /// How a combine of a tensor stages its rows, with at most `most` blocks that copy.
+    pub fn stage_shape(
+        &self,
+        most: Option<u32>,
+        num_ranks: u32,
+        channels: u32,
+        num_sms: u32,
+        row_bytes: u32,
+    ) -> StageShape {
+        let (sm_count, tuned) = (self.device.info().sm_count, self.tuning.combine_stagers);
+        let asked = most.map(|most| tuned.map_or(most, |tuned| tuned.min(most))).or(tuned);
+        StageShape::new(asked, num_ranks, channels, num_sms, sm_count, row_bytes)
     }
 
     /// Shared memory for rings: beside them a block keeps whether it has joined, and across nodes a

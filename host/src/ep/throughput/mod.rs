@@ -12,7 +12,7 @@
 //! | `wire.rs` | wire memory, and the tables of the ways to other nodes |
 //! | `kernels.rs` | the loaded kernels, and the shapes of their launches |
 //! | `fault.rs` | the texts of faults that only this mode has |
-//! | `ceiling.rs` | the links' own speed |
+//! | `ceiling.rs`, `copy_by_expert.rs` | the links' own speed, and a copy by expert, for benchmarks |
 
 mod backward;
 mod by_node;
@@ -21,6 +21,7 @@ mod columns;
 mod combine;
 mod config;
 mod copy;
+mod copy_by_expert;
 mod dispatch;
 mod fault;
 mod handle;
@@ -303,10 +304,33 @@ impl Buffer {
         Comm { pool: place.room().layout, call: call.bits(), timeout_ns, ..self.comm }
     }
 
-    /// Blocks of an operation on this rank's tokens within one node: a block without a token would
-    /// only take part in the protocol.
-    fn blocks_for(&self, num_tokens: u32) -> u32 {
-        num_tokens.clamp(1, self.config.num_sms)
+    /// Multiprocessors and channels of a dispatch with a count exchange that asks for so many.
+    /// Across nodes channels are pairs of its blocks. Within one node, blocks do not depend on
+    /// them, so that ranks which agree on channels may differ in blocks.
+    fn sms_of_dispatch(&self, asked: Option<u32>) -> Result<(u32, u32)> {
+        check_sms(asked)?;
+        let num_sms = asked.unwrap_or(self.config.num_sms);
+        let is_one_node = self.core.topology().nodes == 1;
+        Ok((num_sms, if is_one_node { self.config.num_channels() } else { num_sms / 2 }))
+    }
+
+    /// Multiprocessors of an operation along a handle that asks for so many: across nodes, two for
+    /// each of the handle's channels.
+    fn sms_along(&self, handle: &DispatchHandle, asked: Option<u32>) -> Result<u32> {
+        check_sms(asked)?;
+        if self.core.topology().nodes == 1 {
+            return Ok(asked.unwrap_or(self.config.num_sms));
+        }
+        let of_handle = 2 * handle.0.num_channels;
+        match asked {
+            Some(other) if other != of_handle => {
+                let rule = format!(
+                    "across nodes it is that of the dispatch, {of_handle}: leave it out, or dispatch with {other}"
+                );
+                Err(Error::argument("num_sms", other, rule))
+            }
+            _ => Ok(of_handle),
+        }
     }
 
     fn check_tokens(&self, tokens: u64) -> Result<u32> {
@@ -398,6 +422,24 @@ fn check_fits(what: (&'static str, &'static str), needed: u64, have: u64, option
     }
     let remedy = format!("create the buffer with {option} >= {needed}");
     Err(Error::capacity(what, needed, have, remedy, Scope::ThisRank))
+}
+
+/// Blocks of an operation on this rank's tokens within one node, at most `num_sms`: a block without
+/// a token would only take part in the protocol.
+fn blocks_for(num_tokens: u32, num_sms: u32) -> u32 {
+    num_tokens.clamp(1, num_sms)
+}
+
+/// An error unless a call may ask for so many multiprocessors.
+fn check_sms(asked: Option<u32>) -> Result<()> {
+    let most = 2 * MAX_CHANNELS;
+    match asked {
+        Some(num_sms) if !num_sms.is_multiple_of(2) || !(2..=most).contains(&num_sms) => {
+            let rule = format!("must be even, 2 to {most}: leave it out for those of the configuration");
+            Err(Error::argument("num_sms", num_sms, rule))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn check_channels(config: &Config) -> Result<()> {

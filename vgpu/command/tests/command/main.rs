@@ -138,6 +138,38 @@ fn a_kernel_with_its_fences_has_no_report() {
 }
 
 #[test]
+fn every_schedule_of_a_small_kernel_is_run() {
+    let two = ["--block", "1", "--arg", "buf:f32:2", "--arg", "buf:u32:1=zero", "--arg", "buf:f32:1"];
+    let call = |path: &Path, more: &[&str]| {
+        let call = ["run", path.to_str().unwrap(), "last_block", "--grid", "2", "--out", "2"];
+        vgpu(&[&call, &two[..], more].concat())
+    };
+    let text = std::fs::read_to_string(file("last_block.ptx")).unwrap();
+    let mut mended = tempfile::NamedTempFile::new().unwrap();
+    std::io::Write::write_all(&mut mended, text.replace("//FENCE", "membar.gl;").as_bytes()).unwrap();
+    for mode in ["--check", "--weak"] {
+        let (code, text) = call(mended.path(), &[mode, "--explore", "20"]);
+        assert_eq!(code, 0, "{text}");
+        assert!(text.contains("argument 2: 1\n") && !text.contains("differ"), "{text}");
+        assert!(text.contains("complete: every schedule was explored"), "{text}");
+    }
+    let (code, text) = call(&file("last_block.ptx"), &["--weak", "--explore", "0"]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("the outputs differ between runs 1 and 2"), "{text}");
+    assert!(text.contains("all schedules without preemptions were explored, others exist"), "{text}");
+    let call =
+        |more: &[&str]| call(&file("last_block.ptx"), &[&["--check", "--explore", "3"], more].concat());
+    let (code, text) = call(&[]);
+    assert_eq!(code, 1, "{text}");
+    assert!(text.contains("race (corrupts), ") && !text.contains("seeds"), "{text}");
+    let (_, text) = call(&["--runs", "2", "--format", "json"]);
+    let document = json(&text);
+    assert_eq!(document["explored"]["runs"], 2, "{text}");
+    assert_eq!((&document["explored"]["complete"], &document["seeds"]), (&Value::Bool(false), &Value::Null));
+    assert_eq!(call(&["--seeds", "0..2"]).0, 2);
+}
+
+#[test]
 fn an_accept_list_silences_reports_and_names_entries_without_use() {
     let mut list = tempfile::NamedTempFile::new().unwrap();
     let lines = "# known\n\

@@ -9,6 +9,7 @@ pub mod memory;
 pub mod module;
 pub mod sharing;
 pub mod stream;
+pub mod tensor;
 
 use crate::abi::{CUresult, Res};
 

@@ -11,12 +11,13 @@ pub type Code = i32;
 pub type Handle = usize;
 
 pub const INVALID_VALUE: Code = 1;
+pub const NOT_SUPPORTED: Code = 801;
 pub const NOT_READY: Code = 600;
 
 /// Kernels with an address `at` as parameter. `add` adds `value` to word `tid` of each of `blocks`
 /// rows, `wait` polls word 1 until it is not 0 and copies it to word 0, `far` reads word 0 and
 /// stores 7 there, `race` stores in word 0 by all threads and reads it, `has_workspace` stores whether the
-/// grid has one.
+/// grid has one. `copy_box` stores the 8 words of a box of a tensor map.
 pub const PTX: &str = include_str!("kernels.ptx");
 
 pub fn library_path() -> PathBuf {

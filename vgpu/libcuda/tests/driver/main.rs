@@ -9,3 +9,4 @@ mod memory;
 mod program;
 mod sharing;
 mod streams;
+mod tensor;

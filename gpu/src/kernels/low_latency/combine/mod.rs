@@ -9,9 +9,10 @@
 //! nothing. Each sum has one block, or one warp for each piece. Collectives stand where all lanes
 //! of a warp arrive.
 
+use super::super::combine::{Bf16, F16, F32};
 use super::super::epoch::{Phase, trace};
 use super::super::progress::Progress;
-use super::fp8::from_bf16;
+use super::element::Element;
 use super::ranks::{Few, Many, Ranks};
 use super::team::Team;
 use super::{Opening, Piece, add_share, begin, let_next_launch, note_answer, publish_call, publishes_call};
@@ -40,7 +41,36 @@ pub(super) use self::send::{RowAhead, return_row};
     )
 )]
 pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
-    combine::<Few, false, false>(&args);
+    combine::<Bf16, Few, false, false>(&args);
+}
+
+/// Returns F16 rows, otherwise as [`LowLatencyCombineBf16`]; a sum that is too large for F16 is
+/// infinite.
+#[kernel(
+    threads = 512, barriers = 4, registers = 128, dependent,
+    block = 512, shared = super::LOW_LATENCY_SHARED_BYTES,
+    requires(
+        ..LowLatencyArgs(args.common),
+        args.common.comm.num_ranks <= FEW_RANKS as u32,
+        args.quantise == Quantise::Not as u32,
+    )
+)]
+pub unsafe fn low_latency_combine_f16(args: LowLatencyCombineArgs) {
+    combine::<F16, Few, false, false>(&args);
+}
+
+/// Returns FP32 rows, otherwise as [`LowLatencyCombineBf16`].
+#[kernel(
+    threads = 512, barriers = 4, registers = 128, dependent,
+    block = 512, shared = super::LOW_LATENCY_SHARED_BYTES,
+    requires(
+        ..LowLatencyArgs(args.common),
+        args.common.comm.num_ranks <= FEW_RANKS as u32,
+        args.quantise == Quantise::Not as u32,
+    )
+)]
+pub unsafe fn low_latency_combine_f32(args: LowLatencyCombineArgs) {
+    combine::<F32, Few, false, false>(&args);
 }
 
 /// The same as [`LowLatencyCombineBf16`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
@@ -54,7 +84,35 @@ pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
     )
 )]
 pub unsafe fn low_latency_combine_many_bf16(args: LowLatencyCombineArgs) {
-    combine::<Many, false, false>(&args);
+    combine::<Bf16, Many, false, false>(&args);
+}
+
+/// The same as [`LowLatencyCombineF16`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
+#[kernel(
+    threads = 512, barriers = 4, registers = 128, dependent,
+    block = 512, shared = super::LOW_LATENCY_MANY_SHARED_BYTES,
+    requires(
+        ..LowLatencyArgs(args.common),
+        args.common.comm.num_ranks > FEW_RANKS as u32,
+        args.quantise == Quantise::Not as u32,
+    )
+)]
+pub unsafe fn low_latency_combine_many_f16(args: LowLatencyCombineArgs) {
+    combine::<F16, Many, false, false>(&args);
+}
+
+/// The same as [`LowLatencyCombineF32`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
+#[kernel(
+    threads = 512, barriers = 4, registers = 128, dependent,
+    block = 512, shared = super::LOW_LATENCY_MANY_SHARED_BYTES,
+    requires(
+        ..LowLatencyArgs(args.common),
+        args.common.comm.num_ranks > FEW_RANKS as u32,
+        args.quantise == Quantise::Not as u32,
+    )
+)]
+pub unsafe fn low_latency_combine_many_f32(args: LowLatencyCombineArgs) {
+    combine::<F32, Many, false, false>(&args);
 }
 
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyCombineBf16`].
@@ -69,7 +127,7 @@ pub unsafe fn low_latency_combine_many_bf16(args: LowLatencyCombineArgs) {
     )
 )]
 pub unsafe fn low_latency_combine_fp8(args: LowLatencyCombineArgs) {
-    combine::<Few, true, false>(&args);
+    combine::<Bf16, Few, true, false>(&args);
 }
 
 /// The same as [`LowLatencyCombineFp8`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
@@ -84,7 +142,7 @@ pub unsafe fn low_latency_combine_fp8(args: LowLatencyCombineArgs) {
     )
 )]
 pub unsafe fn low_latency_combine_many_fp8(args: LowLatencyCombineArgs) {
-    combine::<Many, true, false>(&args);
+    combine::<Bf16, Many, true, false>(&args);
 }
 
 /// The same as [`LowLatencyCombineBf16`] of rows that are summed over experts already, both halves
@@ -103,7 +161,7 @@ pub unsafe fn low_latency_combine_many_fp8(args: LowLatencyCombineArgs) {
     )
 )]
 pub unsafe fn low_latency_combine_summed(args: LowLatencyCombineArgs) {
-    combine::<Few, false, true>(&args);
+    combine::<Bf16, Few, false, true>(&args);
 }
 
 /// The same as [`LowLatencyCombineSummed`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS)
@@ -121,13 +179,13 @@ pub unsafe fn low_latency_combine_summed(args: LowLatencyCombineArgs) {
     )
 )]
 pub unsafe fn low_latency_combine_many_summed(args: LowLatencyCombineArgs) {
-    combine::<Many, false, true>(&args);
+    combine::<Bf16, Many, false, true>(&args);
 }
 
-/// `FP8`: whether rows return as e4m3. `SUMMED`: whether they are summed over experts already, and
-/// warps return rows while others sum.
+/// `E`: the type of the experts' rows and of the sums. `FP8`: whether rows, of BF16, return as e4m3.
+/// `SUMMED`: whether they are summed over experts already, and warps return rows while others sum.
 #[device]
-unsafe fn combine<R: Ranks, const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineArgs) {
+unsafe fn combine<E: Element, R: Ranks, const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineArgs) {
     let comm = &args.common.comm;
     let shared = R::shared();
     let sends = args.common.phases & phase::SEND != 0;
@@ -158,13 +216,13 @@ unsafe fn combine<R: Ranks, const FP8: bool, const SUMMED: bool>(args: &LowLaten
         if ctaid() == 0 && tid() == 0 {
             note_answer(&args.common, &opening);
         }
-        return_pieces::<R, FP8>(args, most.packets, first_piece, opened.epoch());
+        return_pieces::<E, R, FP8>(args, most.packets, first_piece, opened.epoch());
         match &progress {
-            None => send::<R, FP8, SUMMED, 0>(args, Team::block(), &opened, most.words, first, None),
+            None => send::<E, R, FP8, SUMMED, 0>(args, Team::block(), &opened, most.words, first, None),
             Some(progress) => {
                 if RETURNING.has_this_warp() {
                     let progress = Some(progress);
-                    send::<R, FP8, SUMMED, 1>(args, RETURNING, &opened, most.words, first, progress);
+                    send::<E, R, FP8, SUMMED, 1>(args, RETURNING, &opened, most.words, first, progress);
                 } else if tid() / 32 == RETURNING_WARPS {
                     publish_rows(args, &opened, most.words, progress);
                 }
@@ -178,9 +236,9 @@ unsafe fn combine<R: Ranks, const FP8: bool, const SUMMED: bool>(args: &LowLaten
         // dispatch overwrites what they read before that. Sums need not wait for it.
         let mut is_given_up = !opened.takes_part();
         if !is_given_up && !SUMMED {
-            is_given_up = receive::<R, FP8, false, 0>(args, Team::block(), &shared, opened);
+            is_given_up = receive::<E, R, FP8, false, 0>(args, Team::block(), &shared, opened);
         } else if !is_given_up && SUMMING.has_this_warp() {
-            is_given_up = receive::<R, FP8, true, 2>(args, SUMMING, &shared, opened);
+            is_given_up = receive::<E, R, FP8, true, 2>(args, SUMMING, &shared, opened);
         }
         if barrier_any(is_given_up) {
             spoil::<FP8>(args);
@@ -197,16 +255,16 @@ const SUMMING_WARPS: u32 = 8;
 const RETURNING: Team<1> = Team { first: 0, threads: RETURNING_WARPS * 32 };
 const SUMMING: Team<2> = Team { first: (RETURNING_WARPS + 1) * 32, threads: SUMMING_WARPS * 32 };
 
-/// Bytes of a BF16 row, as experts made it and as it is summed.
+/// Bytes of a row as experts made it and as it is summed.
 #[device]
-pub(super) fn bf16_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
+pub(super) fn sum_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
     if FP8 { args.row_bytes * 2 } else { args.row_bytes }
 }
 
 /// Adds to `sums` the vectors at the bytes `at` of the rows of several ranks, in the order of the
 /// ranks, as [`add_rows`] does.
 #[device]
-unsafe fn add_ranks<R: Ranks, const MOST: usize, const V: usize>(
+unsafe fn add_ranks<E: Element, R: Ranks, const MOST: usize, const V: usize>(
     ranks: R,
     at: &[u32; V],
     sums: &mut [[f32; 8]; V],
@@ -214,10 +272,10 @@ unsafe fn add_ranks<R: Ranks, const MOST: usize, const V: usize>(
 ) {
     let (low, high) = ranks.halves();
     if R::MANY {
-        add_rows::<MOST, V>(low, at, sums, &row);
-        add_rows::<MOST, V>(high, at, sums, |rank| row(rank + 32));
+        add_rows::<E, MOST, V>(low, at, sums, &row);
+        add_rows::<E, MOST, V>(high, at, sums, |rank| row(rank + 32));
     } else {
-        add_rows::<MOST, V>(low, at, sums, row);
+        add_rows::<E, MOST, V>(low, at, sums, row);
     }
 }
 
@@ -225,23 +283,23 @@ unsafe fn add_ranks<R: Ranks, const MOST: usize, const V: usize>(
 /// `left`, in their order, up to `MOST` of them at a time. `row` gives a row's address and its
 /// weight.
 #[device]
-pub(super) unsafe fn add_rows<const MOST: usize, const V: usize>(
+pub(super) unsafe fn add_rows<E: Element, const MOST: usize, const V: usize>(
     mut left: u32,
     at: &[u32; V],
     sums: &mut [[f32; 8]; V],
     row: impl Fn(u32) -> (u64, f32),
 ) {
     while MOST >= 4 && left.count_ones() >= 4 {
-        add_some::<4, V>(&mut left, at, sums, &row);
+        add_some::<E, 4, V>(&mut left, at, sums, &row);
     }
     while MOST >= 3 && left.count_ones() >= 3 {
-        add_some::<3, V>(&mut left, at, sums, &row);
+        add_some::<E, 3, V>(&mut left, at, sums, &row);
     }
     while left.count_ones() >= 2 {
-        add_some::<2, V>(&mut left, at, sums, &row);
+        add_some::<E, 2, V>(&mut left, at, sums, &row);
     }
     if left != 0 {
-        add_some::<1, V>(&mut left, at, sums, &row);
+        add_some::<E, 1, V>(&mut left, at, sums, &row);
     }
 }
 
@@ -251,7 +309,7 @@ pub(super) unsafe fn add_rows<const MOST: usize, const V: usize>(
 /// condition the same registers and moves each value on, so that each load waits for the one
 /// before.
 #[device]
-unsafe fn add_some<const N: usize, const V: usize>(
+unsafe fn add_some<E: Element, const N: usize, const V: usize>(
     left: &mut u32,
     at: &[u32; V],
     sums: &mut [[f32; 8]; V],
@@ -268,7 +326,7 @@ unsafe fn add_some<const N: usize, const V: usize>(
     });
     few!(4, of in 0..N => {
         few!(3, vector in 0..V => {
-            add(&mut sums[vector], from_bf16(vectors[of][vector]), weights[of]);
+            add(&mut sums[vector], E::numbers(vectors[of][vector]), weights[of]);
         });
     });
 }
@@ -277,12 +335,4 @@ unsafe fn add_some<const N: usize, const V: usize>(
 #[device]
 pub(super) fn add(sum: &mut [f32; 8], numbers: [f32; 8], weight: f32) {
     unroll!(8, J => { sum[J] += numbers[J] * weight });
-}
-
-/// Eight sums as BF16.
-#[device]
-pub(super) fn round(sum: &[f32; 8]) -> [u32; 4] {
-    let mut vector = [0; 4];
-    unroll!(4, J => { vector[J] = pack_bf16x2(sum[2 * J], sum[2 * J + 1]) });
-    vector
 }

@@ -8,14 +8,15 @@
 //! ([`has_one_given_up`]). A piece of a sum has one warp. Collectives stand where all lanes of a warp
 //! arrive: the numbers and masks of pieces are the same in all lanes.
 
+use super::super::super::combine::{Bf16, Summand};
 use super::super::super::epoch::{Phase, record, trace};
 use super::super::ranks::{Few, Many, Ranks, each_rank};
 use super::super::{
     Opened, Opening, Piece, add_share, begin, have_all_entered, inside, last_warp, let_next_launch,
     note_answer, publish_call, publishes_call,
 };
+use super::add_ranks;
 use super::receive::{ranks_of, spoil_pieces};
-use super::{add_ranks, round};
 use crate::layout::{
     Comm, FEW_RANKS, GATHER_NS, LowLatencyArgs, LowLatencyCombineArgs, Quantise, Wait, gave_up_offset, phase,
     pieces_of, row_stride,
@@ -134,11 +135,11 @@ unsafe fn sum<R: Ranks>(args: &LowLatencyCombineArgs, piece: &Piece, ranks: R) {
     let insides = ats.map(|at| inside(at, args.row_bytes));
     let mut sums = [[0.0; 8]; 3];
     let row = |rank| (R::pool(comm, rank) + of_row, 1.0);
-    add_ranks::<R, 2, 3>(ranks, &insides, &mut sums, row);
+    add_ranks::<Bf16, R, 2, 3>(ranks, &insides, &mut sums, row);
     let to = args.combined_x.0 + piece.token as u64 * args.row_bytes as u64;
     unroll!(3, V => {
         if ats[V] < args.row_bytes {
-            st_v4(to + ats[V] as u64, round(&sums[V]));
+            st_v4(to + ats[V] as u64, Bf16::round(&sums[V]));
         }
     });
 }

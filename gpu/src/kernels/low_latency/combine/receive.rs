@@ -1,14 +1,16 @@
 //! A token's owner sums what has come back.
 
+use super::super::super::combine::{Bf16, Summand};
 use super::super::super::epoch::{Deadline, note_late, note_missing_token, record};
-use super::super::fp8::{LANES_PER_SCALE, Sixteen, from_bf16, from_e4m3, scale_offset};
+use super::super::element::Element;
+use super::super::fp8::{LANES_PER_SCALE, Sixteen, from_e4m3, scale_offset};
 use super::super::ranks::Ranks;
 use super::super::team::Team;
 use super::super::{
     NodeShared, Opened, Piece, ROWS_AT_ONCE, chunk_offset, have_all_entered, in_packets, inside,
     is_piece_late, last_warp, late_with, load_packets, packet_seen, wait_piece,
 };
-use super::{add, add_ranks, bf16_bytes, round};
+use super::{add, add_ranks, sum_bytes};
 use crate::layout::{
     Comm, FEW_RANKS, LowLatencyCombineArgs, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
 };
@@ -45,7 +47,13 @@ pub(super) unsafe fn first_ranks<R: Ranks>(args: &LowLatencyCombineArgs, receive
 /// entered the combine. Gives whether one has not and sums are to be spoiled. All threads of the
 /// team call it.
 #[device]
-pub(super) unsafe fn receive<R: Ranks, const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
+pub(super) unsafe fn receive<
+    E: Element,
+    R: Ranks,
+    const FP8: bool,
+    const SUMMED: bool,
+    const BARRIER: u32,
+>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
     shared: &NodeShared<R>,
@@ -57,12 +65,12 @@ pub(super) unsafe fn receive<R: Ranks, const FP8: bool, const SUMMED: bool, cons
     let mut ranks = shared.ranks();
     if in_packets(common, common.num_tokens) {
         if !failed {
-            receive_pieces::<R, FP8>(args, ranks, opened);
+            receive_pieces::<E, R, FP8>(args, ranks, opened);
         }
         return failed;
     }
     let pool = R::pool(comm, comm.rank);
-    let bytes = bf16_bytes::<FP8>(args);
+    let bytes = sum_bytes::<FP8>(args);
     let (mut token, stride) = (ctaid(), nctaid());
     // Rows that others of the block return meanwhile come one by one.
     let at_once = if SUMMED { 1 } else { ROWS_AT_ONCE };
@@ -91,9 +99,9 @@ pub(super) unsafe fn receive<R: Ranks, const FP8: bool, const SUMMED: bool, cons
             if FP8 {
                 sum_quantised(args, token, ranks, to);
             } else if SUMMED {
-                sum::<R, 4, SUMMED, BARRIER>(args, team, token, ranks, to);
+                sum::<E, R, 4, SUMMED, BARRIER>(args, team, token, ranks, to);
             } else {
-                sum::<R, 2, SUMMED, BARRIER>(args, team, token, ranks, to);
+                sum::<E, R, 2, SUMMED, BARRIER>(args, team, token, ranks, to);
             }
             (token, ranks) = (token + stride, next_ranks);
         }
@@ -121,10 +129,10 @@ unsafe fn wait_returned<R: Ranks>(comm: &Comm, word: u64, rank: u32, epoch: u64)
     }
 }
 
-/// Sums the ranks' BF16 rows of a token. All threads of the team call it. `V`: vectors of a row
+/// Sums the ranks' rows of a token. All threads of the team call it. `V`: vectors of a row
 /// that a thread has in flight.
 #[device]
-unsafe fn sum<R: Ranks, const V: usize, const SUMMED: bool, const BARRIER: u32>(
+unsafe fn sum<E: Element, R: Ranks, const V: usize, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
     token: u32,
@@ -147,13 +155,13 @@ unsafe fn sum<R: Ranks, const V: usize, const SUMMED: bool, const BARRIER: u32>(
         unroll!(4, J => { if J < V { ats[J] = at + J as u32 * team.threads * 16 } });
         let inside = ats.map(|at| inside(at, args.row_bytes));
         if V > 2 {
-            add_ranks::<R, 2, V>(ranks, &inside, &mut sums, row);
+            add_ranks::<E, R, 2, V>(ranks, &inside, &mut sums, row);
         } else {
-            add_ranks::<R, 4, V>(ranks, &inside, &mut sums, row);
+            add_ranks::<E, R, 4, V>(ranks, &inside, &mut sums, row);
         }
         unroll!(4, J => {
             if J < V && ats[J] < args.row_bytes {
-                st_v4(to + ats[J] as u64, round(&sums[J]));
+                st_v4(to + ats[J] as u64, E::round(&sums[J]));
             }
         });
     });
@@ -162,7 +170,7 @@ unsafe fn sum<R: Ranks, const V: usize, const SUMMED: bool, const BARRIER: u32>(
 /// The same of e4m3 rows, which have their scales behind them.
 #[device]
 unsafe fn sum_quantised<R: Ranks>(args: &LowLatencyCombineArgs, token: u32, ranks: R, to: u64) {
-    let (common, stride) = (&args.common, row_stride(bf16_bytes::<true>(args) as u64));
+    let (common, stride) = (&args.common, row_stride(sum_bytes::<true>(args) as u64));
     let of_rank = common.max_tokens as u64 * stride;
     let pool = R::pool(&common.comm, common.comm.rank);
     let rows = pool + common.place.returned_x + token as u64 * stride;
@@ -188,8 +196,8 @@ unsafe fn sum_quantised<R: Ranks>(args: &LowLatencyCombineArgs, token: u32, rank
             });
         }
         let to = to + at as u64 * 2;
-        st_v4(to, round(&sums[0]));
-        st_v4(to + 16, round(&sums[1]));
+        st_v4(to, Bf16::round(&sums[0]));
+        st_v4(to + 16, Bf16::round(&sums[1]));
     });
 }
 
@@ -232,7 +240,7 @@ unsafe fn add_quantised_of_many<R: Ranks>(
 /// # Safety
 /// Packets are in this rank's own pool, and each has one writer.
 #[device]
-unsafe fn receive_pieces<R: Ranks, const FP8: bool>(
+unsafe fn receive_pieces<E: Element, R: Ranks, const FP8: bool>(
     args: &LowLatencyCombineArgs,
     first: R,
     opened: Opened<R>,
@@ -241,11 +249,11 @@ unsafe fn receive_pieces<R: Ranks, const FP8: bool>(
     let (mut number, mut ranks) = (Piece::first_to_receive(), first);
     while number < common.num_tokens * pieces_of(args.row_bytes) {
         let piece = Piece::of(number, args.row_bytes, 1);
-        let to = args.combined_x.0 + piece.token as u64 * bf16_bytes::<FP8>(args) as u64;
+        let to = args.combined_x.0 + piece.token as u64 * sum_bytes::<FP8>(args) as u64;
         let is_done = if FP8 {
             sum_quantised_pieces(args, &piece, ranks, to, opened)
         } else {
-            sum_pieces(args, &piece, ranks, to, opened)
+            sum_pieces::<E, R>(args, &piece, ranks, to, opened)
         };
         if !is_done {
             return spoil_pieces::<FP8>(args, number);
@@ -308,7 +316,7 @@ pub(in super::super) unsafe fn spoil_rows<const FP8: bool, const BARRIER: u32>(
     team: Team<BARRIER>,
     first: u32,
 ) {
-    let bytes = bf16_bytes::<FP8>(args);
+    let bytes = sum_bytes::<FP8>(args);
     stride!(token in first..args.common.num_tokens, nctaid() => {
         if team.thread() == 0 {
             note_missing_token(&args.common.comm, token);
@@ -327,7 +335,7 @@ pub(in super::super) unsafe fn spoil_rows<const FP8: bool, const BARRIER: u32>(
 /// The sums have room for every token.
 #[device]
 pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first: u32) {
-    let bytes = bf16_bytes::<FP8>(args);
+    let bytes = sum_bytes::<FP8>(args);
     // Elements are twice as long as they travelled.
     let scale = if FP8 { 2 } else { 1 };
     stride!(number in first..args.common.num_tokens * pieces_of(args.row_bytes), nctaid() * (ntid() / 32) => {
@@ -345,10 +353,10 @@ pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs,
     });
 }
 
-/// Sums the ranks' pieces of a BF16 row, and stores the sum in the row at `to`. False when a wait
+/// Sums the ranks' pieces of a row, and stores the sum in the row at `to`. False when a wait
 /// expired: the same in all lanes. The whole warp calls it.
 #[device]
-unsafe fn sum_pieces<R: Ranks>(
+unsafe fn sum_pieces<E: Element, R: Ranks>(
     args: &LowLatencyCombineArgs,
     piece: &Piece,
     ranks: R,
@@ -371,12 +379,12 @@ unsafe fn sum_pieces<R: Ranks>(
                 return false;
             }
         };
-        unroll!(3, V => { add(&mut sums[V], from_bf16(vectors[V]), 1.0) });
+        unroll!(3, V => { add(&mut sums[V], E::numbers(vectors[V]), 1.0) });
     }
     unroll!(3, V => {
         let at = piece.at(V as u32);
         if at < args.row_bytes {
-            st_v4(to + at as u64, round(&sums[V]));
+            st_v4(to + at as u64, E::round(&sums[V]));
         }
     });
     true
@@ -435,8 +443,8 @@ unsafe fn sum_quantised_pieces<R: Ranks>(
         let at = piece.at(V as u32);
         if at < args.row_bytes {
             let to = to + at as u64 * 2;
-            st_v4(to, round(&sums[V][0]));
-            st_v4(to + 16, round(&sums[V][1]));
+            st_v4(to, Bf16::round(&sums[V][0]));
+            st_v4(to + 16, Bf16::round(&sums[V][1]));
         }
     });
     true

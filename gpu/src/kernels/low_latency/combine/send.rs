@@ -1,6 +1,8 @@
 //! The sending half of a combine: returns the experts' results of received tokens to their owners.
 
+use super::super::super::combine::Bf16;
 use super::super::super::progress::Progress;
+use super::super::element::Element;
 use super::super::fp8::{Sixteen, quantised, scale_offset};
 use super::super::ranks::{Ranks, each_rank};
 use super::super::team::Team;
@@ -8,7 +10,7 @@ use super::super::{
     Opened, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, inside, send_packets, sending_blocks,
     tokens_in_chunk,
 };
-use super::{add_rows, bf16_bytes, round};
+use super::{add_rows, sum_bytes};
 use crate::layout::{LowLatencyCombineArgs, SCALE_BLOCK, pieces_of, row_stride};
 use crate::simt::*;
 
@@ -134,7 +136,7 @@ impl ReturnCounts {
 /// where the team publishes how many rows it has written, if another warp publishes them to their
 /// owners.
 #[device]
-pub(super) unsafe fn send<R: Ranks, const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
+pub(super) unsafe fn send<E: Element, R: Ranks, const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
     opened: &Opened<R>,
@@ -154,8 +156,8 @@ pub(super) unsafe fn send<R: Ranks, const FP8: bool, const SUMMED: bool, const B
         if token < ahead.tokens && !in_packets(common, ahead.tokens) {
             let to = R::pool(comm, source)
                 + common.place.returned_x
-                + (comm.rank * common.max_tokens + token) as u64 * row_stride(bf16_bytes::<FP8>(args) as u64);
-            return_row::<FP8, BARRIER>(args, team, source * common.max_tokens + token, ahead, to);
+                + (comm.rank * common.max_tokens + token) as u64 * row_stride(sum_bytes::<FP8>(args) as u64);
+            return_row::<E, FP8, BARRIER>(args, team, source * common.max_tokens + token, ahead, to);
         }
         unsaid += 1;
         if let Some(progress) = progress {
@@ -223,7 +225,7 @@ unsafe fn say_returned<R: Ranks, const SUMMED: bool>(args: &LowLatencyCombineArg
 /// Writes this rank's share of the received row `row` to `to`, if it has one. All threads of the
 /// team call it.
 #[device]
-pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
+pub(in super::super) unsafe fn return_row<E: Element, const FP8: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
     team: Team<BARRIER>,
     row: u32,
@@ -231,7 +233,7 @@ pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
     to: u64,
 ) {
     let share = Share::of(args, row, ahead);
-    let (lane, bytes) = (laneid(), bf16_bytes::<FP8>(args));
+    let (lane, bytes) = (laneid(), sum_bytes::<FP8>(args));
     // Whole warps go on together, since lanes ask each other; a lane has two vectors of each
     // entry, so that their loads are in flight together: a turn's and those of another one, or
     // the two that make one of e4m3.
@@ -241,7 +243,7 @@ pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
         let at = if FP8 { own * 2 } else { own };
         let next = if FP8 { at + 16 } else { at + warps * WARP_BYTES };
         turn += if FP8 { warps } else { 2 * warps };
-        let sums = share.sum::<FP8>(args, at, next);
+        let sums = share.sum::<E, FP8>(args, at, next);
         if FP8 {
             let (vector, scale) = quantised(&sums, args.quantise);
             if own < args.row_bytes {
@@ -252,10 +254,10 @@ pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
             }
         } else {
             if at < bytes {
-                st_v4(to + at as u64, round(&sums[0]));
+                st_v4(to + at as u64, E::round(&sums[0]));
             }
             if next < bytes {
-                st_v4(to + next as u64, round(&sums[1]));
+                st_v4(to + next as u64, E::round(&sums[1]));
             }
         }
     }
@@ -264,7 +266,7 @@ pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
 /// Returns the rows of ranks that get them as packets, a piece to a warp. `most`: tokens of such a
 /// rank.
 #[device]
-pub(super) unsafe fn return_pieces<R: Ranks, const FP8: bool>(
+pub(super) unsafe fn return_pieces<E: Element, R: Ranks, const FP8: bool>(
     args: &LowLatencyCombineArgs,
     most: u32,
     first: RowAhead,
@@ -294,7 +296,7 @@ pub(super) unsafe fn return_pieces<R: Ranks, const FP8: bool>(
                 });
                 vectors
             } else {
-                piece_of_row(args, &piece, &share)
+                piece_of_row::<E>(args, &piece, &share)
             };
             let at = common.place.returned_packets + piece.offset(common, args.row_bytes, comm.rank);
             send_packets(pool + at, &vectors, epoch);
@@ -306,12 +308,16 @@ pub(super) unsafe fn return_pieces<R: Ranks, const FP8: bool>(
 /// A lane's vectors of this rank's share of a token; any numbers behind the row's end. The whole
 /// warp calls it.
 #[device]
-unsafe fn piece_of_row(args: &LowLatencyCombineArgs, piece: &Piece, share: &Share) -> [[u32; 4]; 3] {
+unsafe fn piece_of_row<E: Element>(
+    args: &LowLatencyCombineArgs,
+    piece: &Piece,
+    share: &Share,
+) -> [[u32; 4]; 3] {
     let mut sums = [[0.0; 8]; 3];
     let at = [0, 1, 2].map(|vector| inside(piece.at(vector), args.row_bytes));
-    add_rows::<2, 3>(share.entries, &at, &mut sums, |entry| share.row(args, entry));
+    add_rows::<E, 2, 3>(share.entries, &at, &mut sums, |entry| share.row(args, entry));
     let mut vectors = [[0; 4]; 3];
-    unroll!(3, V => { vectors[V] = round(&sums[V]) });
+    unroll!(3, V => { vectors[V] = E::round(&sums[V]) });
     vectors
 }
 
@@ -326,7 +332,7 @@ unsafe fn quantised_piece_of_row(
     // A vector at a time: the sums of all three leave no registers for loads in flight.
     unroll!(3, V => {
         let at = piece.at(V as u32);
-        let sums = share.sum::<true>(args, at * 2, at * 2 + 16);
+        let sums = share.sum::<Bf16, true>(args, at * 2, at * 2 + 16);
         (vectors[V], scales[V]) = quantised(&sums, args.quantise);
     });
     (vectors, scales)
@@ -357,16 +363,21 @@ impl Share {
     /// The sums of a lane's vectors from the bytes `at` and `next` of the experts' rows on; any
     /// numbers behind a row's end. The whole warp calls it.
     #[device]
-    unsafe fn sum<const FP8: bool>(&self, args: &LowLatencyCombineArgs, at: u32, next: u32) -> Sixteen {
-        let bytes = bf16_bytes::<FP8>(args);
+    unsafe fn sum<E: Element, const FP8: bool>(
+        &self,
+        args: &LowLatencyCombineArgs,
+        at: u32,
+        next: u32,
+    ) -> Sixteen {
+        let bytes = sum_bytes::<FP8>(args);
         let mut sums = [[0.0; 8]; 2];
         let at = [inside(at, bytes), inside(next, bytes)];
         let row = |entry| self.row(args, entry);
         // Four at a time would spill registers of the FP8 kernel.
         if FP8 {
-            add_rows::<3, 2>(self.entries, &at, &mut sums, row);
+            add_rows::<E, 3, 2>(self.entries, &at, &mut sums, row);
         } else {
-            add_rows::<4, 2>(self.entries, &at, &mut sums, row);
+            add_rows::<E, 4, 2>(self.entries, &at, &mut sums, row);
         }
         sums
     }

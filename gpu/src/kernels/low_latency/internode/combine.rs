@@ -7,9 +7,11 @@
 //! stands between the writers and the readers of each word of shared memory. Collectives stand
 //! where all lanes of a warp arrive.
 
+use super::super::super::combine::{Bf16, F16, F32, Summand};
 use super::super::super::epoch::{Phase, trace};
-use super::super::combine::{RowAhead, add, bf16_bytes, return_row, round, spoil_rows};
-use super::super::fp8::{from_bf16, from_e4m3};
+use super::super::combine::{RowAhead, add, return_row, spoil_rows, sum_bytes};
+use super::super::element::Element;
+use super::super::fp8::from_e4m3;
 use super::super::ranks::Few;
 use super::super::team::Team;
 use super::super::{Opened, Opening, ROWS_AT_ONCE, begin, completes, finish, note_answer};
@@ -32,7 +34,36 @@ use crate::simt::*;
     )
 )]
 pub unsafe fn low_latency_internode_combine_bf16(args: LowLatencyInternodeCombineArgs) {
-    combine::<false>(&args);
+    combine::<Bf16, false>(&args);
+}
+
+/// Returns F16 rows, otherwise as [`LowLatencyInternodeCombineBf16`]; a sum that is too large for
+/// F16 is infinite.
+#[kernel(
+    threads = 512, barriers = 6, registers = 128,
+    block = 512, shared = super::LOW_LATENCY_INTERNODE_SHARED_BYTES,
+    requires(
+        ..LowLatencyArgs(args.combine.common),
+        ..LowLatencyCombineArgs(args.combine),
+        args.combine.quantise == Quantise::Not as u32,
+    )
+)]
+pub unsafe fn low_latency_internode_combine_f16(args: LowLatencyInternodeCombineArgs) {
+    combine::<F16, false>(&args);
+}
+
+/// Returns FP32 rows, otherwise as [`LowLatencyInternodeCombineBf16`].
+#[kernel(
+    threads = 512, barriers = 6, registers = 128,
+    block = 512, shared = super::LOW_LATENCY_INTERNODE_SHARED_BYTES,
+    requires(
+        ..LowLatencyArgs(args.combine.common),
+        ..LowLatencyCombineArgs(args.combine),
+        args.combine.quantise == Quantise::Not as u32,
+    )
+)]
+pub unsafe fn low_latency_internode_combine_f32(args: LowLatencyInternodeCombineArgs) {
+    combine::<F32, false>(&args);
 }
 
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyInternodeCombineBf16`].
@@ -48,12 +79,12 @@ pub unsafe fn low_latency_internode_combine_bf16(args: LowLatencyInternodeCombin
     )
 )]
 pub unsafe fn low_latency_internode_combine_fp8(args: LowLatencyInternodeCombineArgs) {
-    combine::<true>(&args);
+    combine::<Bf16, true>(&args);
 }
 
-/// `FP8`: whether rows return as e4m3.
+/// `E`: the type of the experts' rows and of the sums. `FP8`: whether rows, of BF16, return as e4m3.
 #[device]
-unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
+unsafe fn combine<E: Element, const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
     let (common, thread) = (&args.combine.common, tid());
     let shared = MemberShared::dynamic();
     trace(&common.comm, Phase::Enter);
@@ -68,12 +99,12 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
         if ctaid() == 0 && thread == 0 {
             note_answer(common, &opening);
         }
-        send::<FP8>(args, &shared, &opened);
+        send::<E, FP8>(args, &shared, &opened);
         trace(&common.comm, Phase::Moved);
     }
     if common.phases & phase::RECEIVE != 0 {
         if wait_messages::<false>(common, &args.messages, &shared, &opened) {
-            receive::<FP8>(args, &shared);
+            receive::<E, FP8>(args, &shared);
         } else {
             spoil_rows::<FP8, 0>(&args.combine, Team::block(), ctaid());
         }
@@ -91,7 +122,7 @@ fn stride<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) -> u64 {
 /// Returns this rank's results for the tokens that it received, a row to a block, all sources'
 /// first rows first.
 #[device]
-unsafe fn send<const FP8: bool>(
+unsafe fn send<E: Element, const FP8: bool>(
     args: &LowLatencyInternodeCombineArgs,
     shared: &MemberShared,
     opened: &Opened<Few>,
@@ -116,7 +147,7 @@ unsafe fn send<const FP8: bool>(
             let token = ld_u32(messages.slot_tokens.0 + (first + index) as u64 * 4);
             let ahead = RowAhead::of_row(&args.combine, source, token, true);
             let to = Route::to(messages, source).written(Kind::Answer);
-            return_row::<FP8, 0>(
+            return_row::<E, FP8, 0>(
                 &args.combine,
                 Team::block(),
                 first + token,
@@ -155,9 +186,9 @@ unsafe fn say_returned<const FP8: bool>(
 
 /// Sums what has come back, a token to a block.
 #[device]
-unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared) {
+unsafe fn receive<E: Element, const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared) {
     let (common, messages, thread) = (&args.combine.common, &args.messages, tid());
-    let bytes = bf16_bytes::<FP8>(&args.combine);
+    let bytes = sum_bytes::<FP8>(&args.combine);
     stride!(token in ctaid()..common.num_tokens, nctaid() => {
         if thread < common.comm.num_ranks {
             let position = ld_u32(messages.positions.0 + (token * MEMBERS + thread) as u64 * 4);
@@ -170,7 +201,7 @@ unsafe fn receive<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared
         if FP8 {
             sum_quantised(args, shared, mask, to);
         } else {
-            sum(args, shared, mask, to);
+            sum::<E>(args, shared, mask, to);
         }
         // The addresses are the next token's.
         barrier_sync();
@@ -190,9 +221,9 @@ unsafe fn next_row(shared: &MemberShared, left: &mut u32) -> (bool, u64) {
     (is_there, shared.address(rank))
 }
 
-/// Sums BF16 rows of the ranks of `mask`, in their order. All threads of the block call it.
+/// Sums rows of the ranks of `mask`, in their order. All threads of the block call it.
 #[device]
-unsafe fn sum(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared, mask: u32, to: u64) {
+unsafe fn sum<E: Element>(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared, mask: u32, to: u64) {
     let mut at = tid() * 16;
     while at < args.combine.row_bytes {
         let next = at + ntid() * 16;
@@ -207,12 +238,12 @@ unsafe fn sum(args: &LowLatencyInternodeCombineArgs, shared: &MemberShared, mask
                 vectors_next[J] = ld_stream_v4_if(has_next, row + next as u64);
             });
             // A missing row adds zeros.
-            unroll!(4, J => { add(&mut sums[0], from_bf16(vectors[J]), 1.0) });
-            unroll!(4, J => { add(&mut sums[1], from_bf16(vectors_next[J]), 1.0) });
+            unroll!(4, J => { add(&mut sums[0], E::numbers(vectors[J]), 1.0) });
+            unroll!(4, J => { add(&mut sums[1], E::numbers(vectors_next[J]), 1.0) });
         }
-        st_v4(to + at as u64, round(&sums[0]));
+        st_v4(to + at as u64, E::round(&sums[0]));
         if next < args.combine.row_bytes {
-            st_v4(to + next as u64, round(&sums[1]));
+            st_v4(to + next as u64, E::round(&sums[1]));
         }
         at = next + ntid() * 16;
     }
@@ -239,7 +270,7 @@ unsafe fn sum_quantised(args: &LowLatencyInternodeCombineArgs, shared: &MemberSh
             });
         }
         let to = to + at as u64 * 2;
-        st_v4(to, round(&sums[0]));
-        st_v4(to + 16, round(&sums[1]));
+        st_v4(to, Bf16::round(&sums[0]));
+        st_v4(to + 16, Bf16::round(&sums[1]));
     });
 }

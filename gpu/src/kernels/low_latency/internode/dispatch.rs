@@ -55,7 +55,7 @@ pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchAr
 /// The same as [`LowLatencyInternodeDispatch`], and copies each row to the segments of its experts
 /// when it is copied to its place.
 #[kernel(
-    threads = 512, barriers = 19, registers = 128,
+    threads = 512, barriers = 18, registers = 128,
     shared = super::low_latency_internode_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.dispatch.common),
@@ -408,7 +408,7 @@ unsafe fn receive_by_expert(
             incoming.publish(incoming.copy_of_call, opened.epoch() << 32 | call as u64);
         }
     }
-    let come = Messages { args, shared, all };
+    let come = Messages { args, shared };
     let (to, shape, team) = (&expert_args.to, come.shape(), Team::block());
     Placing { args: common, to, shape, team, scratch, come: &come }.place_rows();
     // Kernels behind this one need the lists.
@@ -421,7 +421,6 @@ unsafe fn receive_by_expert(
 struct Messages<'a> {
     args: &'a LowLatencyInternodeDispatchArgs,
     shared: &'a MemberShared,
-    all: u32,
 }
 
 impl Messages<'_> {
@@ -433,18 +432,13 @@ impl Messages<'_> {
 
 impl Arrivals for Messages<'_> {
     #[device]
+    unsafe fn wait_for_counts(&self) -> bool {
+        true
+    }
+
+    #[device]
     unsafe fn count(&self, source: u32) -> u32 {
         self.shared.slots().ld(source)
-    }
-
-    #[device]
-    unsafe fn all(&self) -> u32 {
-        self.all
-    }
-
-    #[device]
-    unsafe fn find(&self, number: u32) -> (u32, u32) {
-        self.shared.slot(self.args.dispatch.common.comm.num_ranks, number)
     }
 
     #[device]

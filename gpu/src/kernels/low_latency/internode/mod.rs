@@ -31,7 +31,10 @@ mod dispatch;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
-    combine::{LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8},
+    combine::{
+        LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
+        LowLatencyInternodeCombineFp8,
+    },
     dispatch::{LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert},
 };
 
@@ -371,6 +374,34 @@ unsafe fn wait_message(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) 
             }
         }
     }
+}
+
+/// Whether a rank's message is here. Any one thread of the rank may look, in its turn.
+///
+/// # Safety
+/// The words are in this rank's memory. Nothing that they guard is read.
+#[device]
+pub(super) unsafe fn is_message_here(messages: &LowLatencyMessages, rank: u32, epoch: u64) -> bool {
+    let words = Route::to(messages, rank).words_in();
+    (ld_relaxed_sys_u64(words + call_at(epoch)) >> 32) as u32 == epoch as u32
+}
+
+/// Waits for a rank's message, as the only thread that polls that rank's words, wherever they are;
+/// false when the wait expired. A rank in another call is not waited for: the operation's second
+/// half records it.
+///
+/// # Safety
+/// As of [`wait_message`].
+#[device]
+pub(super) unsafe fn wait_message_alone(
+    comm: &Comm,
+    messages: &LowLatencyMessages,
+    rank: u32,
+    epoch: u64,
+) -> bool {
+    // No block of this kernel polls copies.
+    let incoming = Incoming { is_on_host: false, ..Incoming::of(messages, rank) };
+    wait_message(comm, &incoming, rank, epoch).is_some()
 }
 
 /// Marks the address of the copies of a message's heads, in place of the message's.

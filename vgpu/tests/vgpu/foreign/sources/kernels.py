@@ -132,7 +132,32 @@ def t_dot(a, b, c, m, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, T
     tl.store(c + rows[:, None] * n + columns[None, :], total, mask=(rows[:, None] < m) & (columns[None, :] < n))
 
 
-F, I, H = "*fp32", "*i32", "*fp16"
+@triton.jit
+def t_wgmma_chain(a, b, c, d, blocks, M: tl.constexpr, K: tl.constexpr):
+    # The sum of (a b) c over blocks of b and c: the product of a product, as in attention.
+    rows = tl.arange(0, M)
+    inner = tl.arange(0, K)
+    x = tl.load(a + rows[:, None] * K + inner[None, :])
+    total = tl.zeros((M, K), dtype=tl.float32)
+    for block in range(0, blocks):
+        y = tl.load(b + block * K * M + inner[:, None] * M + rows[None, :])
+        z = tl.load(c + block * M * K + rows[:, None] * K + inner[None, :])
+        first = tl.dot(x, y).to(tl.bfloat16)
+        total = tl.dot(first, z, total)
+    tl.store(d + rows[:, None] * K + inner[None, :], total)
+
+
+@triton.jit
+def t_tensor_maps(a, b, c, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    row = tl.program_id(0) * M
+    column = tl.program_id(1) * N
+    total = tl.zeros((M, N), dtype=tl.float32)
+    for k0 in range(0, k, K):
+        total = tl.dot(a.load([row, k0]), b.load([k0, column]), total)
+    c.store([row, column], total)
+
+
+F, I, H, B = "*fp32", "*i32", "*fp16", "*bf16"
 KERNELS = [
     (t_vector_add, {"a": F, "b": F, "c": F, "n": "i32"}, {"BLOCK": 1024}),
     (t_softmax, {"x": F, "y": F, "columns": "i32"}, {"BLOCK": 1024}),
@@ -146,6 +171,12 @@ KERNELS = [
     (t_sort, {"x": I, "y": I}, {"BLOCK": 256}),
     (t_transpose_half, {"x": H, "y": H, "m": "i32", "n": "i32"}, {"M": 32, "N": 64}),
     (t_philox, {"y": I, "seed": "i32"}, {"BLOCK": 256}),
+    (
+        t_tensor_maps,
+        {"a": "tensordesc<bf16[64,32]>", "b": "tensordesc<bf16[32,64]>", "c": "tensordesc<fp32[64,64]>", "k": "i32"},
+        {"M": 64, "N": 64, "K": 32},
+    ),
+    (t_wgmma_chain, {"a": B, "b": B, "c": B, "d": F, "blocks": "i32"}, {"M": 64, "K": 32}),
 ]
 
 folder = pathlib.Path(sys.argv[1])
@@ -156,7 +187,7 @@ for function, types, constants in KERNELS:
     name = function.__name__
     (folder / f"{name}.ptx").write_text(f"// Triton {triton.__version__}\n{compiled.asm['ptx']}")
 
-# Products on the tensor cores of sm_80, which sm_90 has as well: mma.sync.
+# Products on the tensor cores of sm_80, which sm_90 has as well: mma.sync. And on those of sm_90: wgmma.
 SIZES = {"m": "i32", "n": "i32", "k": "i32"}
 for kind, pointer, total in [
     ("bf16", "*bf16", tl.float32),
@@ -164,10 +195,11 @@ for kind, pointer, total in [
     ("tf32", "*fp32", tl.float32),
     ("s8", "*i8", tl.int32),
 ]:
-    constants = {"M": 32, "N": 64, "K": 32, "TYPE": total}
-    signature = {"a": pointer, "b": pointer, "c": I if kind == "s8" else F} | SIZES
-    signature |= {name: "constexpr" for name in constants}
-    source = ASTSource(fn=t_dot, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 4})
-    assert compiled.metadata.shared <= 48 << 10, "the tests give 48 KiB"
-    (folder / f"t_dot_{kind}.ptx").write_text(f"// Triton {triton.__version__}\n{compiled.asm['ptx']}")
+    for capability, name, rows in [(80, "t_dot", 32), (90, "t_wgmma", 64)]:
+        constants = {"M": rows, "N": 64, "K": 32, "TYPE": total}
+        types = {"a": pointer, "b": pointer, "c": "*i32" if kind == "s8" else "*fp32", **SIZES}
+        signature = types | {name: "constexpr" for name in constants}
+        source = ASTSource(fn=t_dot, signature=signature, constexprs=constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+        assert compiled.metadata.shared <= 48 << 10, "the tests give 48 KiB"
+        (folder / f"{name}_{kind}.ptx").write_text(f"// Triton {triton.__version__}\n{compiled.asm['ptx']}")

@@ -1,0 +1,252 @@
+//! Tensor maps: descriptions of tensors in global memory for `cp.async.bulk.tensor`.
+
+use crate::machine::Argument;
+
+/// Most dimensions of a tensor.
+pub(crate) const MOST_DIMENSIONS: usize = 5;
+
+/// Marks the first word of a tensor map, in the upper half.
+const MARK: u64 = 0x7e25_0001;
+
+/// A tensor in global memory and the box of it that one copy moves. All lists begin with the
+/// innermost dimension, whose elements are neighbours in memory.
+#[derive(Debug, Clone, Copy)]
+pub struct TiledTensor<'a> {
+    /// Address of the first element, a multiple of 16.
+    pub address: u64,
+    /// Bytes of an element: 1, 2, 4 or 8.
+    pub element_bytes: u32,
+    /// Elements of the tensor: 1 to 5 dimensions, each from 1 to 2^32.
+    pub shape: &'a [u64],
+    /// Distance of neighbours in each dimension but the innermost, in bytes: multiples of 16 below
+    /// 2^40.
+    pub strides: &'a [u64],
+    /// Elements of the box: each from 1 to 256.
+    pub tile: &'a [u32],
+    /// Only one of so many elements of the box is copied, in each dimension: from 1 to 8. The
+    /// innermost one is ignored.
+    pub element_strides: &'a [u32],
+    /// How rows of the box trade places in shared memory.
+    pub swizzle: Swizzle,
+}
+
+/// Order of the 16-byte units of a box in shared memory: bits 4 and up of the address are combined
+/// with bits 7 and up by exclusive or.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Swizzle {
+    /// The units lie in order.
+    #[default]
+    None,
+    /// One bit: for rows of 32 bytes.
+    Bytes32,
+    /// Two bits: for rows of 64 bytes.
+    Bytes64,
+    /// Three bits: for rows of 128 bytes.
+    Bytes128,
+}
+
+impl Swizzle {
+    /// Bits of an address that change.
+    pub(crate) fn bits(self) -> u32 {
+        match self {
+            Swizzle::None => 0,
+            Swizzle::Bytes32 => 1,
+            Swizzle::Bytes64 => 2,
+            Swizzle::Bytes128 => 3,
+        }
+    }
+}
+
+/// A tensor map: 128 bytes that a kernel gets as a parameter, or finds in memory. Their layout is
+/// known to the virtual GPU alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C, align(64))]
+pub struct TensorMap([u64; 16]);
+
+/// A tensor map that cannot be made.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("tensor map: {0}")]
+pub struct TensorMapError(String);
+
+fn check(holds: bool, message: impl FnOnce() -> String) -> Result<(), TensorMapError> {
+    if holds { Ok(()) } else { Err(TensorMapError(message())) }
+}
+
+impl TensorMap {
+    /// Describes a tensor that is copied box by box.
+    ///
+    /// # Errors
+    /// Where a number is outside of the bounds that [`TiledTensor`] states, the lists differ in
+    /// length, or the innermost dimension of the box does not fit: it is a multiple of 16 bytes,
+    /// and as long as the rows of the swizzle unless the box is one row.
+    pub fn tiled(tensor: &TiledTensor<'_>) -> Result<Self, TensorMapError> {
+        let TiledTensor { address, element_bytes, shape, strides, tile, element_strides, swizzle } = *tensor;
+        let rank = shape.len();
+        check((1..=MOST_DIMENSIONS).contains(&rank), || {
+            format!("{rank} dimensions, where 1 to 5 are allowed")
+        })?;
+        for (what, len, wanted) in [
+            ("strides", strides.len(), rank - 1),
+            ("box dimensions", tile.len(), rank),
+            ("element strides", element_strides.len(), rank),
+        ] {
+            check(len == wanted, || format!("{len} {what} for {rank} dimensions, which have {wanted}"))?;
+        }
+        check(matches!(element_bytes, 1 | 2 | 4 | 8), || {
+            format!("elements have {element_bytes} bytes, where 1, 2, 4 or 8 are allowed")
+        })?;
+        check(address.is_multiple_of(16), || format!("address {address:#x} is not a multiple of 16"))?;
+        for &len in shape {
+            check((1..=1 << 32).contains(&len), || format!("a dimension of {len}: each is from 1 to 2^32"))?;
+        }
+        for &stride in strides {
+            check(stride.is_multiple_of(16) && stride < 1 << 40, || {
+                format!("a stride of {stride} bytes: each is a multiple of 16 below 2^40")
+            })?;
+        }
+        for &len in tile {
+            check((1..=256).contains(&len), || format!("a box dimension of {len}: each is from 1 to 256"))?;
+        }
+        for &stride in element_strides {
+            check((1..=8).contains(&stride), || {
+                format!("an element stride of {stride}: each is from 1 to 8")
+            })?;
+        }
+        let row = tile[0] * element_bytes;
+        check(row.is_multiple_of(16), || format!("rows of the box have {row} bytes, no multiple of 16"))?;
+        let width = 16 << swizzle.bits();
+        let is_one_row = tile[1..].iter().all(|&len| len == 1);
+        check(swizzle == Swizzle::None || row == width || row < width && is_one_row, || {
+            format!("rows of the box have {row} bytes, and those of the swizzle {width}")
+        })?;
+        let mut words = [0u64; 16];
+        words[0] = MARK << 32 | u64::from(swizzle.bits()) << 16 | u64::from(element_bytes) << 8 | rank as u64;
+        words[1] = address;
+        for d in 0..rank {
+            // Lengths less 1 fit 32 bits.
+            words[2 + d] = (shape[d] - 1) << 32 | u64::from(tile[d]) << 8 | u64::from(element_strides[d]);
+        }
+        words[7..7 + strides.len()].copy_from_slice(strides);
+        Ok(Self(words))
+    }
+
+    /// The 128 bytes.
+    #[must_use]
+    pub fn to_bytes(&self) -> [u8; 128] {
+        let mut bytes = [0; 128];
+        bytes.chunks_exact_mut(8).zip(self.0).for_each(|(to, word)| to.copy_from_slice(&word.to_ne_bytes()));
+        bytes
+    }
+}
+
+impl Argument for TensorMap {
+    fn pack(&self, params: &mut Vec<u8>) {
+        params.extend_from_slice(&self.to_bytes());
+    }
+}
+
+/// Words of a tensor map that have a meaning.
+pub(crate) const WORDS: usize = 11;
+
+/// A decoded tensor map.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tensor {
+    pub(crate) rank: usize,
+    pub(crate) element_bytes: u64,
+    address: u64,
+    shape: [u64; MOST_DIMENSIONS],
+    /// Of all dimensions.
+    strides: [u64; MOST_DIMENSIONS],
+    tile: [u64; MOST_DIMENSIONS],
+    element_strides: [u64; MOST_DIMENSIONS],
+    swizzle: u32,
+}
+
+/// 16 bytes of a box.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Unit {
+    /// Offset in the shared window.
+    pub(crate) shared: u64,
+    /// The part of it that lies in the tensor: the address, the offset in the unit and the length.
+    pub(crate) global: u64,
+    pub(crate) first: u8,
+    pub(crate) len: u8,
+}
+
+impl Tensor {
+    /// Decodes a tensor map. `None` where it is none.
+    pub(crate) fn decode(words: &[u64; WORDS]) -> Option<Self> {
+        let [head, address, ..] = *words;
+        let (rank, element_bytes) = ((head & 0xff) as usize, head >> 8 & 0xff);
+        let sound = head >> 32 == MARK
+            && (1..=MOST_DIMENSIONS).contains(&rank)
+            && matches!(element_bytes, 1 | 2 | 4 | 8)
+            && head >> 16 & 0xffff <= 3;
+        if !sound {
+            return None;
+        }
+        let dimension = |d: usize, of: fn(u64) -> u64| if d < rank { of(words[2 + d]) } else { 1 };
+        let dimensions = |of: fn(u64) -> u64| std::array::from_fn(|d| dimension(d, of));
+        Some(Self {
+            rank,
+            element_bytes,
+            address,
+            shape: dimensions(|word| (word >> 32) + 1),
+            strides: std::array::from_fn(|d| if d == 0 { element_bytes } else { words[6 + d] }),
+            tile: dimensions(|word| word >> 8 & 0xffff),
+            element_strides: dimensions(|word| word & 0xff).map(|stride: u64| stride.max(1)),
+            swizzle: (head >> 16 & 3) as u32,
+        })
+    }
+
+    /// Elements of the box that are copied, in each dimension.
+    fn copied(&self) -> [u64; MOST_DIMENSIONS] {
+        std::array::from_fn(|d| {
+            if d == 0 { self.tile[0] } else { self.tile[d].div_ceil(self.element_strides[d]) }
+        })
+    }
+
+    fn row_bytes(&self) -> u64 {
+        self.tile[0] * self.element_bytes
+    }
+
+    /// Bytes of the box in shared memory.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.copied().iter().skip(1).fold(self.row_bytes(), |bytes, len| bytes.saturating_mul(*len))
+    }
+
+    /// The box at `coordinates`, with the offset `shared` of its begin in the shared window, in the
+    /// order of the box. A box must have less than 2^32 bytes.
+    pub(crate) fn units(&self, coordinates: &[i32; MOST_DIMENSIONS], shared: u64) -> Vec<Unit> {
+        let copied = self.copied();
+        let mut units = Vec::with_capacity((self.bytes() / 16) as usize);
+        // The bytes of a row that lie in the tensor.
+        let at = |element: i64| (element.clamp(0, self.tile[0] as i64) as u64) * self.element_bytes;
+        let first = i64::from(coordinates[0]);
+        let inside = at(-first)..at(self.shape[0] as i64 - first);
+        let rows: u64 = copied[1..].iter().product();
+        for row in 0..rows {
+            let (mut rest, mut start, mut exists) = (row, self.address, !inside.is_empty());
+            for d in 1..self.rank {
+                let index = i64::from(coordinates[d]) + (rest % copied[d] * self.element_strides[d]) as i64;
+                rest /= copied[d];
+                exists &= (0..self.shape[d] as i64).contains(&index);
+                start = start.wrapping_add((index as u64).wrapping_mul(self.strides[d]));
+            }
+            start = start.wrapping_add((first as u64).wrapping_mul(self.element_bytes));
+            for unit in (0..self.row_bytes()).step_by(16) {
+                let linear = shared + row * self.row_bytes() + unit;
+                let phase = linear >> 7 & ((1 << self.swizzle) - 1);
+                let (from, to) = (inside.start.clamp(unit, unit + 16), inside.end.clamp(unit, unit + 16));
+                let len = if exists { to.saturating_sub(from) } else { 0 };
+                units.push(Unit {
+                    shared: linear ^ phase << 4,
+                    global: start.wrapping_add(from),
+                    first: (from - unit) as u8,
+                    len: len as u8,
+                });
+            }
+        }
+        units
+    }
+}

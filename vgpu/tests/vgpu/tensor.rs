@@ -1,0 +1,438 @@
+//! Tensor maps and `cp.async.bulk.tensor` against a host oracle that moves element by element.
+
+use epoxide_vgpu::{
+    Argument, CheckConfig, Class, DeviceConfig, Fault, FaultKind, Machine, MachineError, Module, Swizzle,
+    TensorMap, TiledTensor, supported_opcode,
+};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::common::{HEAD, device, launch, tier};
+
+/// Bytes of shared memory for a box.
+const ROOM: usize = 16 << 10;
+
+/// A tensor, a box of it, and the coordinates of a copy. The innermost dimension comes first.
+#[derive(Clone, Debug)]
+struct Case {
+    bytes: usize,
+    shape: Vec<usize>,
+    strides: Vec<usize>,
+    tile: Vec<usize>,
+    element_strides: Vec<usize>,
+    swizzle: Swizzle,
+    at: Vec<i32>,
+}
+
+impl Case {
+    fn random(rng: &mut ChaCha8Rng) -> Case {
+        let bytes = [1, 2, 4, 8][rng.random_range(0..4)];
+        let rank = rng.random_range(1..=5);
+        let swizzle =
+            [Swizzle::None, Swizzle::Bytes32, Swizzle::Bytes64, Swizzle::Bytes128][rng.random_range(0..4)];
+        let row = match swizzle {
+            Swizzle::None => 16 * rng.random_range(1..=4),
+            swizzle => 16 << swizzle as usize,
+        };
+        let mut tile = vec![row / bytes];
+        let most = [0, 0, 40, 7, 4, 3][rank];
+        tile.extend((1..rank).map(|_| rng.random_range(1..=most)));
+        let element_strides: Vec<usize> =
+            (0..rank).map(|_| if rng.random() { 1 } else { rng.random_range(1..=3) }).collect();
+        let shape: Vec<usize> = tile.iter().map(|len| rng.random_range(1..=2 * len)).collect();
+        let mut strides = vec![];
+        let mut length = shape[0] * bytes;
+        for len in &shape[1..] {
+            // Room between the rows.
+            length = length.next_multiple_of(16) + 16 * rng.random_range(0..2);
+            strides.push(length);
+            length *= len;
+        }
+        let at = (0..rank).map(|d| rng.random_range(-(tile[d] as i32)..=shape[d] as i32)).collect();
+        Case { bytes, shape, strides, tile, element_strides, swizzle, at }
+    }
+
+    fn tensor_bytes(&self) -> usize {
+        let last = self.shape.len() - 1;
+        if last == 0 { self.shape[0] * self.bytes } else { self.strides[last - 1] * self.shape[last] }
+    }
+
+    fn map(&self, address: u64) -> TensorMap {
+        let longs = |list: &[usize]| list.iter().map(|&v| v as u64).collect::<Vec<_>>();
+        let words = |list: &[usize]| list.iter().map(|&v| v as u32).collect::<Vec<_>>();
+        TensorMap::tiled(&TiledTensor {
+            address,
+            element_bytes: self.bytes as u32,
+            shape: &longs(&self.shape),
+            strides: &longs(&self.strides),
+            tile: &words(&self.tile),
+            element_strides: &words(&self.element_strides),
+            swizzle: self.swizzle,
+        })
+        .unwrap()
+    }
+
+    /// Each element of the box: its place in shared memory, and in the tensor if it is there.
+    fn elements(&self) -> Vec<(usize, Option<usize>)> {
+        let rank = self.shape.len();
+        let count = |d: usize| match d {
+            0 => self.tile[0],
+            d => self.tile[d].div_ceil(self.element_strides[d]),
+        };
+        let mut all = vec![];
+        let mut index = vec![0; rank];
+        loop {
+            let linear = (0..rank).rev().fold(0, |sum, d| sum * count(d) + index[d]) * self.bytes;
+            let mask = match self.swizzle {
+                Swizzle::None => 0,
+                Swizzle::Bytes32 => 1,
+                Swizzle::Bytes64 => 3,
+                Swizzle::Bytes128 => 7,
+            };
+            let mut place = Some(0);
+            for (d, at) in index.iter().enumerate() {
+                let step = if d == 0 { 1 } else { self.element_strides[d] };
+                let coordinate = i64::from(self.at[d]) + (at * step) as i64;
+                let stride = if d == 0 { self.bytes } else { self.strides[d - 1] };
+                let inside = (0..self.shape[d] as i64).contains(&coordinate);
+                place = place.filter(|_| inside).map(|place| place + coordinate as usize * stride);
+            }
+            all.push((linear ^ (linear >> 7 & mask) << 4, place));
+            let Some(d) = (0..rank).find(|&d| index[d] + 1 < count(d)) else { return all };
+            index[..d].fill(0);
+            index[d] += 1;
+        }
+    }
+
+    fn box_bytes(&self) -> usize {
+        self.elements().len() * self.bytes
+    }
+
+    fn coordinates(&self) -> String {
+        let names: Vec<_> = (0..self.at.len()).map(|d| format!("%c{d}")).collect();
+        names.join(", ")
+    }
+
+    /// A kernel around `body`, which has the map in `%rd1`, the coordinates in `%c0` and up, the box at
+    /// `%r1`, the mbarrier at `%r2`, the buffer in `%rd2`, the bytes of the box in `%r3`.
+    fn text(body: &str) -> String {
+        let loads: String = (0..5).map(|d| format!("ld.param.u32 %c{d}, [c{d}];\n")).collect();
+        format!(
+            "{HEAD}.shared .align 1024 .b8 BOX[{ROOM}];\n.shared .align 8 .b8 BARRIER[8];
+.visible .entry k(.param .u64 buf, .param .align 64 .b8 map[128], .param .u32 bytes, .param .u32 c0,
+    .param .u32 c1, .param .u32 c2, .param .u32 c3, .param .u32 c4)
+{{
+.reg .pred %p<8>; .reg .b16 %h<4>; .reg .b32 %r<16>; .reg .b32 %c<5>; .reg .b64 %rd<16>;
+ld.param.u64 %rd2, [buf];
+ld.param.u32 %r3, [bytes];
+mov.b64 %rd1, map;
+cvta.param.u64 %rd1, %rd1;
+{loads}mov.u32 %r1, BOX;
+mov.u32 %r2, BARRIER;
+mov.u32 %r4, %tid.x;
+{body}
+ret;
+}}
+"
+        )
+    }
+
+    fn load(&self) -> String {
+        format!(
+            "setp.ne.u32 %p1, %r4, 0;
+@%p1 bra READY;
+mbarrier.init.shared.b64 [%r2], 1;
+fence.proxy.async.shared::cta;
+prefetch.tensormap [%rd1];
+mbarrier.arrive.expect_tx.shared.b64 _, [%r2], %r3;
+cp.async.bulk.prefetch.tensor.{0}d.L2.global.tile [%rd1, {{{1}}}];
+cp.async.bulk.tensor.{0}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {{{1}}}], [%r2];
+READY:
+bar.sync 0;
+WAIT:
+mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0;
+@!%p2 bra WAIT;
+shl.b32 %r5, %r4, 3;
+COPY:
+setp.ge.u32 %p3, %r5, %r3;
+@%p3 bra DONE;
+add.u32 %r6, %r1, %r5;
+ld.shared.u64 %rd3, [%r6];
+cvt.u64.u32 %rd4, %r5;
+add.u64 %rd4, %rd2, %rd4;
+st.global.u64 [%rd4], %rd3;
+add.u32 %r5, %r5, 256;
+bra COPY;
+DONE:",
+            self.at.len(),
+            self.coordinates()
+        )
+    }
+
+    fn store(&self) -> String {
+        format!(
+            "shl.b32 %r5, %r4, 3;
+COPY:
+setp.ge.u32 %p3, %r5, %r3;
+@%p3 bra DONE;
+cvt.u64.u32 %rd4, %r5;
+add.u64 %rd4, %rd2, %rd4;
+ld.global.u64 %rd3, [%rd4];
+add.u32 %r6, %r1, %r5;
+st.shared.u64 [%r6], %rd3;
+add.u32 %r5, %r5, 256;
+bra COPY;
+DONE:
+fence.proxy.async.shared::cta;
+bar.sync 0;
+setp.ne.u32 %p1, %r4, 0;
+@%p1 bra END;
+cp.async.bulk.tensor.{0}d.global.shared::cta.tile.bulk_group [%rd1, {{{1}}}], [%r1];
+cp.async.bulk.commit_group;
+cp.async.bulk.wait_group.read 0;
+END:",
+            self.at.len(),
+            self.coordinates()
+        )
+    }
+
+    /// Runs a kernel. Gives the contents of the buffer and of the tensor.
+    fn run(
+        &self,
+        text: &str,
+        buffer: &[u8],
+        tensor: &[u8],
+        seed: u64,
+        check: Option<CheckConfig>,
+    ) -> Result<(Vec<u8>, Vec<u8>), MachineError> {
+        let module = Module::parse(text).unwrap_or_else(|e| panic!("{e}"));
+        let mut machine = Machine::with_config(1, device(seed), check);
+        let (buf, global) = (machine.upload(0, "buf", buffer)?, machine.upload(0, "tensor", tensor)?);
+        let map = self.map(global.addr());
+        let bytes = self.box_bytes() as u32;
+        let at: [i32; 5] = std::array::from_fn(|d| self.at.get(d).copied().unwrap_or(0));
+        let arguments: [&dyn Argument; 8] = [&buf, &map, &bytes, &at[0], &at[1], &at[2], &at[3], &at[4]];
+        machine.launch_with(0, &module, "k", launch(1, 32), &arguments)?;
+        machine.run()?;
+        Ok((buf.download()?, global.download()?))
+    }
+
+    fn fault(&self, text: &str, check: Option<CheckConfig>) -> Fault {
+        match self.run(text, &[0; ROOM], &vec![0; self.tensor_bytes()], 3, check) {
+            Err(MachineError::Fault(fault)) => *fault,
+            other => panic!("no fault but {other:?}:\n{text}"),
+        }
+    }
+}
+
+/// Random bytes without 0, so that what is filled is seen.
+fn noise(rng: &mut ChaCha8Rng, len: usize) -> Vec<u8> {
+    (0..len).map(|_| rng.random_range(1..=255)).collect()
+}
+
+#[test]
+fn boxes_come_as_the_map_describes_them() {
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    for seed in 0..tier(120, 2000) {
+        let case = Case::random(&mut rng);
+        let tensor = noise(&mut rng, case.tensor_bytes());
+        let mut expected = vec![0; case.box_bytes()];
+        for (at, place) in case.elements() {
+            if let Some(place) = place {
+                expected[at..at + case.bytes].copy_from_slice(&tensor[place..place + case.bytes]);
+            }
+        }
+        let check = (seed % 2 == 0).then(CheckConfig::default);
+        let (got, _) = case
+            .run(&Case::text(&case.load()), &[0; ROOM], &tensor, seed, check)
+            .unwrap_or_else(|e| panic!("{case:?}: {e}"));
+        assert!(got[..expected.len()] == expected, "{case:?}");
+    }
+}
+
+#[test]
+fn boxes_go_to_the_tensor_and_nowhere_else() {
+    let mut rng = ChaCha8Rng::seed_from_u64(2);
+    for seed in 0..tier(120, 2000) {
+        let case = Case::random(&mut rng);
+        let (mut expected, content) = (noise(&mut rng, case.tensor_bytes()), noise(&mut rng, ROOM));
+        let before = expected.clone();
+        for (at, place) in case.elements() {
+            if let Some(place) = place {
+                expected[place..place + case.bytes].copy_from_slice(&content[at..at + case.bytes]);
+            }
+        }
+        let check = (seed % 2 == 0).then(CheckConfig::default);
+        let (_, got) = case
+            .run(&Case::text(&case.store()), &content, &before, seed, check)
+            .unwrap_or_else(|e| panic!("{case:?}: {e}"));
+        assert!(got == expected, "{case:?}");
+    }
+}
+
+/// A box of 8 rows of 128 bytes, of which half are in the tensor.
+fn simple() -> Case {
+    Case {
+        bytes: 2,
+        shape: vec![96, 8],
+        strides: vec![192],
+        tile: vec![64, 8],
+        element_strides: vec![1, 1],
+        swizzle: Swizzle::Bytes128,
+        at: vec![64, 0],
+    }
+}
+
+fn replaced(text: &str, from: &str, to: &str) -> String {
+    assert!(text.contains(from), "{from}");
+    Case::text(&text.replace(from, to))
+}
+
+#[test]
+fn bad_copies_of_boxes_are_faults() {
+    let (load, store) = (simple().load(), simple().store());
+    for (body, from, to, text) in [
+        (
+            &load,
+            "cp.async.bulk.tensor",
+            "add.u64 %rd1, %rd1, 64;\ncp.async.bulk.tensor",
+            "there is no tensor map",
+        ),
+        (&load, "cp.async.bulk.tensor", "add.u64 %rd1, %rd1, 8;\ncp.async.bulk.tensor", "no multiple of 64"),
+        (
+            &load,
+            "2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {%c0, %c1}]",
+            "1d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%c0}]",
+            "a copy of 1 dimensions",
+        ),
+        (
+            &load,
+            "tile.mbarrier::complete_tx::bytes [%r1]",
+            "tile.mbarrier::complete_tx::bytes [%r1+64]",
+            "no multiple of 128",
+        ),
+        (
+            &store,
+            "bulk_group [%rd1, {%c0, %c1}], [%r1]",
+            "bulk_group [%rd1, {%c0, %c1}], [%r1+16]",
+            "no multiple of 128",
+        ),
+    ] {
+        let fault = simple().fault(&replaced(body, from, to), None);
+        let FaultKind::BulkCopy { message } = &fault.kind else { panic!("{fault}") };
+        assert!(message.contains(text), "{fault}");
+        assert!(fault.ptx_text.contains("cp.async.bulk") && fault.kind.class() == Class::Bounds, "{fault}");
+    }
+    let beyond = replaced(&load, "bytes [%r1]", "bytes [%r1+15488]");
+    let fault = simple().fault(&beyond, None);
+    assert!(matches!(fault.kind, FaultKind::OutOfWindow { space: "shared", .. }), "{fault}");
+    // The tensor has fewer bytes than its map says.
+    let case = Case { shape: vec![96, 60], at: vec![0, 52], ..simple() };
+    let module = Module::parse(&Case::text(&case.load())).unwrap();
+    let mut machine = Machine::with_config(1, DeviceConfig::default(), None);
+    let buf = machine.upload(0, "buf", &[0u8; ROOM]).unwrap();
+    let small = machine.upload(0, "tensor", &[0u8; 192 * 55]).unwrap();
+    let map = case.map(small.addr());
+    machine.launch_with(0, &module, "k", launch(1, 32), &[&buf, &map, &1024, &0, &52, &0, &0, &0]).unwrap();
+    let Err(MachineError::Fault(fault)) = machine.run() else { panic!("passes") };
+    assert!(matches!(fault.kind, FaultKind::OutOfBounds { .. }), "{fault}");
+}
+
+#[test]
+fn a_cluster_is_one_block() {
+    let multicast = |mask: u32| {
+        let from = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {%c0, %c1}], [%r2]";
+        let to = format!(
+            "mov.u16 %h1, {mask};\ncp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%r1], [%rd1, {{%c0, %c1}}], [%r2], %h1, %rd2"
+        );
+        replaced(&simple().load(), from, &to)
+    };
+    let tensor = vec![7; simple().tensor_bytes()];
+    let (got, _) = simple().run(&multicast(1), &[0; ROOM], &tensor, 1, None).unwrap();
+    assert_eq!(got.iter().filter(|byte| **byte == 7).count(), 8 * 64);
+    let fault = simple().fault(&multicast(3), None);
+    assert!(matches!(&fault.kind, FaultKind::Unsupported(what) if what.contains("multicast")), "{fault}");
+}
+
+#[test]
+fn check_mode_watches_copies_of_boxes() {
+    let check = || Some(CheckConfig::default());
+    let (load, store) = (simple().load(), simple().store());
+    for (body, from, to, class, text) in [
+        (&load, "@!%p2 bra WAIT;", "", Class::Corrupts, "its mbarrier's phase"),
+        (&store, "fence.proxy.async.shared::cta;", "", Class::Proxy, "a fence.proxy.async"),
+        (
+            &store,
+            "cp.async.bulk.wait_group.read 0;",
+            "st.shared.u64 [%r1+16], %rd1;\ncp.async.bulk.wait_group.read 0;",
+            Class::Corrupts,
+            "wait_group",
+        ),
+    ] {
+        let fault = simple().fault(&replaced(body, from, to), check());
+        let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
+        assert_eq!(race.class, class, "{fault}");
+        assert!(race.missing.contains(text), "{fault}");
+    }
+    let ends = replaced(&store, "cp.async.bulk.wait_group.read 0;", "");
+    let fault = simple().fault(&ends, check());
+    assert!(matches!(fault.kind, FaultKind::CopyOutlivesBlock { .. }), "{fault}");
+    // A row that is outside of the tensor in shared memory that nothing else wrote is no race.
+    let (got, _) = simple().run(&Case::text(&load), &[0; ROOM], &vec![9; 192 * 8], 5, check()).unwrap();
+    assert_eq!(got.iter().filter(|byte| **byte == 9).count(), 8 * 64);
+}
+
+#[test]
+fn maps_that_no_copy_can_use_are_errors() {
+    let good = TiledTensor {
+        address: 4096,
+        element_bytes: 4,
+        shape: &[64, 8],
+        strides: &[256],
+        tile: &[32, 4],
+        element_strides: &[1, 1],
+        swizzle: Swizzle::Bytes128,
+    };
+    TensorMap::tiled(&good).unwrap();
+    for (bad, text) in [
+        (TiledTensor { shape: &[], ..good }, "0 dimensions"),
+        (TiledTensor { shape: &[1; 6], ..good }, "6 dimensions"),
+        (TiledTensor { strides: &[], ..good }, "0 strides for 2 dimensions"),
+        (TiledTensor { tile: &[32], ..good }, "1 box dimensions"),
+        (TiledTensor { element_strides: &[1; 3], ..good }, "3 element strides"),
+        (TiledTensor { element_bytes: 3, ..good }, "elements have 3 bytes"),
+        (TiledTensor { address: 4104, ..good }, "is not a multiple of 16"),
+        (TiledTensor { shape: &[64, 0], ..good }, "a dimension of 0"),
+        (TiledTensor { strides: &[264], ..good }, "a stride of 264 bytes"),
+        (TiledTensor { tile: &[32, 257], ..good }, "a box dimension of 257"),
+        (TiledTensor { element_strides: &[1, 9], ..good }, "an element stride of 9"),
+        (TiledTensor { tile: &[3, 4], ..good }, "12 bytes, no multiple of 16"),
+        (TiledTensor { swizzle: Swizzle::Bytes64, ..good }, "128 bytes, and those of the swizzle 64"),
+        (TiledTensor { tile: &[16, 4], ..good }, "64 bytes, and those of the swizzle 128"),
+    ] {
+        let error = TensorMap::tiled(&bad).unwrap_err().to_string();
+        assert!(error.contains(text), "{error}");
+    }
+}
+
+#[test]
+fn other_copies_of_tensors_are_refused() {
+    for opcode in [
+        "fence.proxy.tensormap::generic.release.gpu",
+        "fence.proxy.tensormap::generic.acquire.sys",
+        "prefetch.tensormap",
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group.L2::cache_hint",
+    ] {
+        assert!(supported_opcode(opcode), "{opcode}");
+    }
+    for opcode in [
+        "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes",
+        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group",
+        "cp.async.bulk.tensor.2d.global.shared::cta.mbarrier::complete_tx::bytes",
+        "cp.async.bulk.tensor.2d.shared::cta.global.bulk_group",
+        "cp.async.bulk.tensor.6d.global.shared::cta.bulk_group",
+        "tensormap.replace.tile.global_address.shared::cta.b1024.b64",
+    ] {
+        assert!(!supported_opcode(opcode), "{opcode}");
+    }
+}
