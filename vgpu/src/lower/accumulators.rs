@@ -20,7 +20,7 @@ use crate::ir::{File, Inst, NO_GUARD, Op, WgmmaOp};
 /// Groups behind a product are counted up to here, more than `wgmma.wait_group` can name.
 const OLDEST: u32 = 64;
 
-/// What is known in front of an instruction.
+/// Facts that hold in front of an instruction, whichever path led to it.
 #[derive(Clone, PartialEq)]
 struct State {
     /// Registers of products that may be under way, and how many groups were committed since, at
@@ -162,7 +162,7 @@ fn states(l: &Lower, all: &[Accesses]) -> Vec<Option<State>> {
     states
 }
 
-/// What an instruction changes.
+/// Changes the state as an instruction does.
 fn step(l: &Lower, all: &[Accesses], constant: &Set, at: usize, state: &mut State) {
     let Inst { op, guard, .. } = &l.code[at];
     match op {

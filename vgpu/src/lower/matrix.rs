@@ -159,6 +159,31 @@ fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
     if load { Op::Ld(a) } else { Op::St(a) }
 }
 
+/// The type of the elements of A or B that a modifier names.
+pub(super) fn factor_type(name: &str) -> Option<Element> {
+    Some(match name {
+        "f16" => Element::F16,
+        "bf16" => Element::Bf16,
+        "tf32" => Element::Tf32,
+        "e4m3" => Element::E4m3,
+        "e5m2" => Element::E5m2,
+        "u8" => Element::U8,
+        "s8" => Element::S8,
+        _ => return None,
+    })
+}
+
+/// The type of the elements of D that a modifier names.
+pub(super) fn sum_type(name: &str, saturates: bool) -> Option<Sum> {
+    Some(match name {
+        "f32" => Sum::F32,
+        "f16" => Sum::F16,
+        "s32" if saturates => Sum::SaturatedS32,
+        "s32" => Sum::S32,
+        _ => return None,
+    })
+}
+
 /// `mma.sync.aligned.SHAPE.row.col{.satfinite}.D.A.B.C`: of the types for dense matrices, the floats
 /// of 8 to 32 bits and the integers of 8.
 pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
@@ -176,26 +201,8 @@ pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
     let names: Vec<&str> = m.names().collect();
     let &[.., d, a, b, c] = names.as_slice() else { return m.unsupported() };
     m.ignore(&[d, a, b, c]);
-    let element = |name| {
-        Some(match name {
-            "f16" => Element::F16,
-            "bf16" => Element::Bf16,
-            "tf32" => Element::Tf32,
-            "e4m3" => Element::E4m3,
-            "e5m2" => Element::E5m2,
-            "u8" => Element::U8,
-            "s8" => Element::S8,
-            _ => return None,
-        })
-    };
-    let sum = match d {
-        "f32" => Sum::F32,
-        "f16" => Sum::F16,
-        "s32" if saturates => Sum::SaturatedS32,
-        "s32" => Sum::S32,
-        _ => return m.unsupported(),
-    };
-    let (Some(a), Some(b)) = (element(a), element(b)) else { return m.unsupported() };
+    let Some(sum) = sum_type(d, saturates) else { return m.unsupported() };
+    let (Some(a), Some(b)) = (factor_type(a), factor_type(b)) else { return m.unsupported() };
     use Element::{Bf16, E4m3, E5m2, F16, S8, Tf32, U8};
     let exists = match (a, b) {
         (F16, F16) => rows == 16 && matches!(k, 8 | 16) && matches!(sum, Sum::F32 | Sum::F16),

@@ -1,6 +1,7 @@
 //! Decoding of `wgmma`.
 
 use super::decode::{Emit, plain};
+use super::matrix::{factor_type, sum_type};
 use super::state::{Lower, Lowered};
 use super::types::Mods;
 use crate::exec::descriptor::Major;
@@ -47,26 +48,11 @@ fn multiply(m: &mut Mods) -> Result<Emit, String> {
         return m.unsupported();
     };
     m.ignore(&[shape, d, a, b]);
-    let element = |name| {
-        Some(match name {
-            "f16" => (Element::F16, 16),
-            "bf16" => (Element::Bf16, 16),
-            "tf32" => (Element::Tf32, 8),
-            "e4m3" => (Element::E4m3, 32),
-            "e5m2" => (Element::E5m2, 32),
-            "u8" => (Element::U8, 32),
-            "s8" => (Element::S8, 32),
-            _ => return None,
-        })
+    let (Some(sum), Some(a), Some(b)) = (sum_type(d, saturates), factor_type(a), factor_type(b)) else {
+        return m.unsupported();
     };
-    let sum = match d {
-        "f32" => Sum::F32,
-        "f16" => Sum::F16,
-        "s32" if saturates => Sum::SaturatedS32,
-        "s32" => Sum::S32,
-        _ => return m.unsupported(),
-    };
-    let (Some((a, k_of_a)), Some((b, _))) = (element(a), element(b)) else { return m.unsupported() };
+    // A row of the operands has 32 bytes.
+    let k_of_a = 32 / a.bytes();
     use Element::{Bf16, E4m3, E5m2, F16, S8, Tf32, U8};
     let whole = matches!(sum, Sum::S32 | Sum::SaturatedS32);
     let exists = match (a, b) {
@@ -77,7 +63,7 @@ fn multiply(m: &mut Mods) -> Result<Emit, String> {
     };
     let fits = if whole { columns % 16 == 0 || matches!(columns, 8 | 24) } else { columns % 8 == 0 };
     let floats_saturate = saturates && sum != Sum::SaturatedS32;
-    if !exists || !fits || floats_saturate || k != k_of_a || !(8..=256).contains(&columns) {
+    if !exists || !fits || floats_saturate || usize::from(k) != k_of_a || !(8..=256).contains(&columns) {
         return m.unsupported();
     }
     let mma = Mma { rows: 16, k, a, b, sum };

@@ -109,14 +109,14 @@ struct Kernels {
     dispatch_by_expert: Option<Kernel>,
 }
 
-/// Which kernels a buffer has.
+/// The set of kernels that a buffer has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Of one node, with up to [`FEW_RANKS`] ranks.
+    /// All ranks are of one node, up to [`FEW_RANKS`].
     Few,
-    /// Of one node with more.
+    /// All ranks are of one node, and there are more.
     Many,
-    /// Of several nodes.
+    /// Ranks are on several nodes.
     Nodes,
 }
 

@@ -19,8 +19,8 @@ impl Buffer {
     /// Copies received rows into `out`, `[num_out_rows, hidden]`, and their scales into
     /// `out_scales`, `[num_out_rows, num_scales]`: row r to each row of `places[r]`, `[num_rows,
     /// num_topk]`. Places below 0 or behind the last row of `out` are left out. Only this rank takes
-    /// part, and the call can be captured. Its kernel is loaded by the first call, while which no
-    /// operation may be under way.
+    /// part, and the call can be captured. The first call loads the kernel, and no operation may be
+    /// under way meanwhile.
     ///
     /// # Errors
     /// [`Error::DType`], [`Error::Shape`] and [`Error::Argument`] where a tensor breaks a rule;
