@@ -2,12 +2,12 @@
 
 use epoxide::DType;
 use epoxide::driver::Device;
-use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
+use epoxide::driver::virt::{Checker, VirtConfig};
 use epoxide::low_latency::{Options, Quantise, Shape};
 use epoxide_gpu::layout::MAX_EXPERTS_OF_ROWS;
 use rand::Rng;
 
-use crate::harness::{NodeLinks, PATIENCE};
+use crate::harness::{NodeLinks, PATIENCE, open_device};
 use crate::ids::Ids;
 use crate::oracle::{Routing, Style};
 use crate::payload::{Format, rng_of};
@@ -263,7 +263,10 @@ impl LowLatencyCase {
         }
     }
 
-    /// A device of a rank.
+    /// A rank's device: a virtual GPU, or in its place a GPU as [`open_device`] says.
+    ///
+    /// # Panics
+    /// Where there is no such GPU.
     pub fn device(&self, rank: u32) -> Device {
         let schedule_seed = self.schedule_seed.map(|seed| seed + u64::from(rank));
         let checker = self.checker.clone();
@@ -274,6 +277,6 @@ impl LowLatencyCase {
             checker,
             ..VirtConfig::default()
         };
-        VirtualGpu::new(config)
+        open_device(config).unwrap_or_else(|error| panic!("device of rank {rank}: {error}"))
     }
 }
