@@ -141,8 +141,11 @@ pub struct SelectionCounts {
     pub sent_tokens: u64,
     /// Rows that come: one for each selection of an expert here, without padding.
     pub received: u64,
-    /// Those of them that come over NVLink.
+    /// Those of them that come over NVLink, if each row does.
     pub linked: u64,
+    /// Tokens of such ranks with several selections here: within a node their row comes once, and is
+    /// read again for its copies.
+    pub copied: u64,
 }
 
 /// The same of rows by expert as [`serial`]: one for each selection.
@@ -157,6 +160,10 @@ pub fn selections(ids: &[Vec<i64>], sizes: Sizes) -> Vec<SelectionCounts> {
                 let rank = (id / local_experts) as usize;
                 counts[rank].received += 1;
                 counts[rank].linked += u64::from(rank % per_node != source % per_node);
+            }
+            for (rank, counts) in counts.iter_mut().enumerate() {
+                let here = token.iter().filter(|&&id| id >= 0 && (id / local_experts) as usize == rank);
+                counts.copied += u64::from(rank % per_node != source % per_node && here.count() > 1);
             }
         }
     }

@@ -150,6 +150,8 @@ pub struct Shapes {
     /// Warps per block that send metadata, in dispatch within one node.
     #[serde(default)]
     pub dispatch_metadata_warps: Option<u32>,
+    /// Warps per block that copy received rows in dispatch by expert.
+    pub dispatch_copy_warps: Option<u32>,
     /// Most stages per warp in dispatch.
     pub dispatch_stages: Option<u32>,
     /// Largest stage in dispatch, in bytes.
@@ -173,6 +175,7 @@ impl Shapes {
             dispatch_warps: self.dispatch_warps.unwrap_or(d.dispatch_warps),
             internode_dispatch_warps: self.dispatch_warps.unwrap_or(d.internode_dispatch_warps),
             dispatch_metadata_warps: self.dispatch_metadata_warps.unwrap_or(d.dispatch_metadata_warps),
+            dispatch_copy_warps: self.dispatch_copy_warps.unwrap_or(d.dispatch_copy_warps),
             dispatch_stages: self.dispatch_stages.unwrap_or(d.dispatch_stages),
             dispatch_stage_bytes: self.dispatch_stage_bytes.unwrap_or(d.dispatch_stage_bytes),
             combine_warps: self.combine_warps.unwrap_or(d.combine_warps),

@@ -67,6 +67,7 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
         sent_tokens: mean_selections(|rank| rank.sent_tokens),
         received: mean_selections(|rank| rank.received),
         linked: mean_selections(|rank| rank.linked),
+        copied: mean_selections(|rank| rank.copied),
     });
     let numbers = 0..first.times.len();
     Ok(numbers
@@ -156,6 +157,7 @@ struct Selections {
     sent_tokens: f64,
     received: f64,
     linked: f64,
+    copied: f64,
 }
 
 /// Data that the phases of one point share.
@@ -224,9 +226,16 @@ impl Common<'_> {
         Some(Phase { kernel_us, wire, bandwidth, within, traffic, ..phase })
     }
 
-    /// Rows of a phase that pass NVLink: where they come by expert, one for each selection.
+    /// Rows of a phase that pass NVLink: where they come by expert, one for each selection. A
+    /// dispatch within a node sends one to each rank, which copies it.
     fn linked_rows(&self, name: PhaseName) -> f64 {
-        self.by_expert.filter(|_| !name.sorts()).map_or(self.remote_rows, |rows| rows.linked)
+        let is_for_each = !name.sorts() && !self.is_copied(name);
+        self.by_expert.filter(|_| is_for_each).map_or(self.remote_rows, |rows| rows.linked)
+    }
+
+    /// Whether ranks copy rows to the places of further selections, if rows come by expert.
+    fn is_copied(&self, name: PhaseName) -> bool {
+        name.is_dispatch() && !name.sorts() && self.plan.topology.nodes == 1
     }
 
     /// Rows of a phase that a rank receives in a dispatch, and gives back in a combine.
@@ -241,6 +250,7 @@ impl Common<'_> {
         let bytes = |rows: f64| rows * phase.row_bytes as f64;
         let received = bytes(self.received_rows(name));
         let (read_bytes, written_bytes) = match name.is_dispatch() {
+            true if self.is_copied(name) => (bytes(rows.sent_tokens + rows.copied), received),
             true => (bytes(rows.sent_tokens), received),
             // Tokens that go nowhere have sums, too.
             false => (received, bytes(self.plan.tokens.into())),

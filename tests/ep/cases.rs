@@ -47,6 +47,7 @@ fn tuning() -> impl Strategy<Value = Tuning> {
             dispatch_warps,
             internode_dispatch_warps: dispatch_warps,
             dispatch_metadata_warps: 1 + dispatch_warps % 4,
+            dispatch_copy_warps: 4 - dispatch_warps,
             dispatch_stage_bytes: 128 * stage,
             dispatch_stages,
             combine_warps,

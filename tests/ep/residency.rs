@@ -106,6 +106,46 @@ fn throughput_rounds(rank: u32, group: &Arc<dyn ProcessGroup>, spread: Option<Tr
     })
 }
 
+/// Round trips of rows by expert, of which each rank has two experts: a row that comes is copied to
+/// the other one's rows. Ranks have different numbers of blocks, so that blocks wait for others
+/// than their likes.
+fn by_expert_rounds(rank: u32, group: &Arc<dyn ProcessGroup>) -> Result<()> {
+    use throughput::{
+        Buffer, CachedDispatchRequest, CombineRequest, Config, DispatchRequest, Options, Shape,
+    };
+    let (device, ranks) = (device(rank)?, group.size());
+    let stream = Stream::new(&device)?;
+    let experts = 2 * ranks;
+    let shape = Shape {
+        max_tokens: TOKENS as u32,
+        hidden: HIDDEN,
+        dtype: DType::Bf16,
+        max_topk: experts,
+        max_scales: 0,
+    };
+    let options = Options::new(shape).config(Config::with_sms(8)?).timeout(deadline());
+    let options = options.rows_by_expert(u64::from(experts) * TOKENS);
+    let mut buffer = Buffer::new(device.clone(), &**group, options)?;
+    let mut place = buffer.place(0)?;
+    let (x, _) = inputs(rank, ranks, &stream)?;
+    let ids: Vec<i64> = (0..TOKENS).flat_map(|_| 0..i64::from(experts)).collect();
+    let topk_idx = TypedTensor::from_host(&stream, &[TOKENS, experts.into()], &ids)?;
+    let order = StreamOrder::on(&stream);
+    rounds(&device, &**group, || {
+        let layout = buffer.get_dispatch_layout(&topk_idx, experts, order)?;
+        let request = DispatchRequest::new(&x, &layout).by_expert(1);
+        let received = buffer.dispatch(&mut place, request, order)?;
+        let request = CombineRequest::new(&received.recv_x, &received.handle);
+        check(rank, experts, &buffer.combine(request, order)?.combined_x, &stream)?;
+        let handle = received.handle.clone();
+        let num_sms = [8, 2, 6, 4][rank as usize % 4];
+        let request = CachedDispatchRequest::new(&x, &handle).num_sms(num_sms);
+        let received = buffer.dispatch_cached(&mut place, request, order)?;
+        let request = CombineRequest::new(&received.recv_x, &received.handle);
+        check(rank, experts, &buffer.combine(request, order)?.combined_x, &stream)
+    })
+}
+
 /// Round trips of low latency, whose rows return with words and as packets; `change` sets options.
 fn low_latency_rounds(
     rank: u32,
@@ -157,6 +197,11 @@ fn high_throughput_needs_one_block_at_a_time() {
     for spread in spreads(ranks) {
         run_ranks(ranks, |rank, group| throughput_rounds(rank, &group, spread));
     }
+}
+
+#[test]
+fn rows_by_expert_need_one_block_at_a_time() {
+    run_ranks(num_ranks(4), |rank, group| by_expert_rounds(rank, &group));
 }
 
 #[test]

@@ -58,6 +58,7 @@ const SMALL: Tuning = Tuning {
     dispatch_warps: 2,
     internode_dispatch_warps: 2,
     dispatch_metadata_warps: 1,
+    dispatch_copy_warps: 2,
     dispatch_stage_bytes: 1024,
     dispatch_stages: 2,
     combine_warps: 2,

@@ -242,6 +242,9 @@ pub struct TuningFlags {
     /// Warps per block that send metadata, in dispatch within one node.
     #[arg(long, help_heading = SHAPES)]
     pub dispatch_metadata_warps: Option<u32>,
+    /// Warps per block that copy received rows, in dispatch of rows by expert within one node.
+    #[arg(long, help_heading = SHAPES)]
+    pub dispatch_copy_warps: Option<u32>,
     /// Most stages per warp in dispatch.
     #[arg(long, help_heading = SHAPES)]
     pub dispatch_stages: Option<u32>,
@@ -369,6 +372,7 @@ impl PlanFlags {
             shapes: Shapes {
                 dispatch_warps: tuning.dispatch_warps,
                 dispatch_metadata_warps: tuning.dispatch_metadata_warps,
+                dispatch_copy_warps: tuning.dispatch_copy_warps,
                 dispatch_stages: tuning.dispatch_stages,
                 dispatch_stage_bytes: tuning.dispatch_stage_bytes,
                 combine_warps: tuning.combine_warps,
@@ -448,6 +452,7 @@ pub fn flags_of(plans: &[Plan]) -> Vec<String> {
         ("rdma-bytes", plan.rdma_bytes),
         ("dispatch-warps", shapes.dispatch_warps.map(u64::from)),
         ("dispatch-metadata-warps", shapes.dispatch_metadata_warps.map(u64::from)),
+        ("dispatch-copy-warps", shapes.dispatch_copy_warps.map(u64::from)),
         ("dispatch-stages", shapes.dispatch_stages.map(u64::from)),
         ("dispatch-stage-bytes", shapes.dispatch_stage_bytes.map(u64::from)),
         ("combine-warps", shapes.combine_warps.map(u64::from)),

@@ -54,8 +54,13 @@ impl Ring {
     /// Where the warp's ring is, if it is one of the first `warps`.
     #[device]
     pub fn lay_out(count: u32, bytes: u32, warps: u32) -> Self {
-        let warp = tid() / 32;
-        let (shared, warp_bytes) = (dynamic_shared(), count * bytes);
+        Ring::at(dynamic_shared(), count, bytes, tid() / 32, warps)
+    }
+
+    /// Where the ring of warp `warp` is, of `warps` that have one, with all rings at `shared`.
+    #[device]
+    pub fn at(shared: u32, count: u32, bytes: u32, warp: u32, warps: u32) -> Self {
+        let warp_bytes = count * bytes;
         let buffers = shared + warp * warp_bytes;
         let barriers = shared + warps * warp_bytes + warp * count * Mbarrier::BYTES;
         Ring { buffers, barriers, count, bytes }

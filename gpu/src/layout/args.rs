@@ -291,6 +291,28 @@ pub struct DispatchArgs {
 
 layout_assert!(DispatchArgs, size = 304, narrow_ids at 300);
 
+/// Arguments of `dispatch_by_expert`.
+#[kernel_args(requires(
+    self.dispatch.num_tokens <= self.max_tokens,
+    self.copy_warps >= 1,
+    self.copy_words >= 1,
+    self.copy_words <= MAX_TOPK,
+))]
+pub struct ExpertDispatchArgs {
+    /// Those of rows and their metadata.
+    pub dispatch: DispatchArgs,
+    /// Tokens of a rank that the pool has records of copies for.
+    pub max_tokens: u32,
+    /// Words of such a record.
+    pub copy_words: u32,
+    /// Warps of a block that copy rows, between those that send rows and those that send metadata.
+    pub copy_warps: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+layout_assert!(ExpertDispatchArgs, size = 320, reserved at 316);
+
 /// Arguments of `stage_combine`.
 #[kernel_args(requires(self.row_bytes.is_multiple_of(16), self.x_stride.is_multiple_of(16)))]
 pub struct StageArgs {

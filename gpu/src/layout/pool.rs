@@ -102,6 +102,13 @@ pub const fn message_offset(src: u32, word: u32) -> u64 {
     (src as u64 * message::WORDS as u64 + word as u64) * 8
 }
 
+/// Offset of the records of copies in a pool of one node with rows by expert, in bytes from
+/// [`PoolLayout::messages`]: u64 `[num_ranks][1 + max_tokens][max_topk]`.
+#[inline(always)]
+pub const fn copies_offset(num_ranks: u32) -> u64 {
+    message_offset(num_ranks, 0)
+}
+
 /// Where things are in a pool: offsets in bytes from its start, the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]

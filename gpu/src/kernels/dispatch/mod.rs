@@ -6,6 +6,7 @@
 //! block ends. Collectives stand where all lanes of a warp arrive: the conditions around them are
 //! the same in all lanes.
 
+mod copies;
 mod metadata;
 mod rows;
 
@@ -14,10 +15,14 @@ use super::epoch::{
 };
 use super::list::Destination;
 use super::ring::{Ring, Turn, block_range};
-use crate::layout::{DispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, ring_bytes, row_stride};
+use crate::layout::{
+    DispatchArgs, ExpertDispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, ring_bytes, row_stride,
+};
 use crate::simt::*;
+use copies::Copies;
 use metadata::{Entries, tokens_at_once};
 
+pub use copies::{COPY_STAGES, copy_rings_behind};
 pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, store_plain};
 
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them.
@@ -35,7 +40,7 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
     requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch(args: DispatchArgs) {
-    send_rows::<false, false>(&args);
+    send_rows::<false, false>(&args, &Copies::NONE);
 }
 
 /// The same to up to 64 ranks, of which lane d has a token's d-th destination.
@@ -45,24 +50,31 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch_many(args: DispatchArgs) {
-    send_rows::<true, false>(&args);
+    send_rows::<true, false>(&args, &Copies::NONE);
 }
 
 /// The same of rows by expert: lane k has the row of a token's entry k, and several may be of one
-/// rank.
+/// rank. A row goes over a link once for each rank. There it goes to the place of the token's first
+/// entry for that rank, and warps of the receiver copy it to the places of the others ([`copies`]).
 #[kernel(
-    threads = 384, barriers = 2, registers = 168, dependent,
-    block >= least_threads(&args), shared = shared_bytes(&args, block),
-    requires(args.num_topk <= 32, args.metadata_warps >= 1)
+    threads = 512, barriers = 2, registers = 128, dependent,
+    block >= least_threads(&args.dispatch).saturating_add(args.copy_warps.saturating_mul(32)),
+    shared = shared_bytes_by_expert(&args, block),
+    requires(
+        ..DispatchArgs(args.dispatch),
+        args.dispatch.num_topk <= 32,
+        args.dispatch.metadata_warps >= 1,
+    )
 )]
-pub unsafe fn dispatch_by_expert(args: DispatchArgs) {
-    send_rows::<true, true>(&args);
+pub unsafe fn dispatch_by_expert(args: ExpertDispatchArgs) {
+    send_rows::<true, true>(&args.dispatch, &Copies::of(&args));
 }
 
 #[device]
-unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs) {
+unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs, copies: &Copies) {
     let comm = &args.comm;
-    let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32 - args.metadata_warps);
+    let copy_warps = if BY_EXPERT { copies.warps } else { 0 };
+    let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32 - args.metadata_warps - copy_warps);
     trace(comm, Phase::Enter);
     let entry = ReadyEntry::read(comm, args.header.0);
     let epoch = current_epoch(comm);
@@ -75,7 +87,8 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
     // With no valid plan, no row moves; the words still do, so that the next operation finds
     // them in step.
     let planned = entry.is_planned();
-    let (begin, end) = block_range(args.num_tokens);
+    let (begin, end) =
+        if BY_EXPERT { copies::part_of(args.num_tokens) } else { block_range(args.num_tokens) };
     // A warp that moves rows finds no entries to send, and one that sends metadata no rows to
     // move.
     let (each, mut first, mut begin) = (tokens_at_once(args), end, begin + warp);
@@ -83,8 +96,8 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
     if warp < warps {
         ring.init();
     } else {
-        if args.with_metadata != 0 {
-            first = begin - warp + (warp - warps) * each;
+        if args.with_metadata != 0 && (!BY_EXPERT || warp >= warps + copy_warps) {
+            first = begin - warp + (warp - warps - copy_warps) * each;
         }
         begin = end;
     }
@@ -108,7 +121,9 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
     let mut next = rows_of(begin);
     let mut entries = Entries::<MANY, BY_EXPERT>::fetch(args, first, end, planned);
     let mut turn = Turn::first();
-    let joined = dynamic_shared() + ring_bytes(warps, args.stages, args.stage_bytes);
+    let rings = ring_bytes(warps, args.stages, args.stage_bytes);
+    let copy_rings = dynamic_shared() + copy_rings_behind(rings);
+    let joined = if BY_EXPERT { copies.end_of_rings(args, copy_rings) } else { dynamic_shared() + rings };
     let joined = wait_ranks_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::DispatchReady);
     if joined && planned {
         // The peers have released the rows to this thread that are overwritten now; the copy
@@ -120,6 +135,9 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
             entries = Entries::<MANY, BY_EXPERT>::fetch(args, first, end, planned);
             these.send(args);
         }
+        if BY_EXPERT && warp >= warps && warp < warps + copy_warps {
+            copies.make(args, epoch, copy_rings, warp - warps);
+        }
         let mut peer = if MANY { 0 } else { pool_of(comm, lane) };
         let own = pool_at::<MANY>(comm, comm.rank);
         // The rank of the lane's row, and the lane that has the own one's.
@@ -127,11 +145,18 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
         let mut row = -1;
         let mut send = Cursor::new(begin, warps);
         let mut previous = 0;
+        // Of rows by expert: whether the lane's row is written here, and not copied there; rows of
+        // the two tokens before, whose copies are not asked for yet.
+        let (mut is_first, mut late) = (true, [Destination { row: -1, rank: 0 }; 2]);
         while send.token < end {
             if send.offset == 0 {
+                late = [late[1], Destination { row, rank: to }];
                 (row, to) = (next.row, next.rank);
                 if MANY {
                     peer = next.pool(comm);
+                }
+                if BY_EXPERT {
+                    is_first = copies::is_first_of_rank(row >= 0, to) | (to == comm.rank);
                 }
                 if MANY && !BY_EXPERT {
                     own_lane = ballot(row >= 0 && to == comm.rank).trailing_zeros();
@@ -139,7 +164,7 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
                 next = rows_of(send.token + warps);
                 if args.num_scales != 0 && bulk_scale_bytes(args.num_scales) == 0 {
                     let scale_bytes = args.num_scales as u64 * 4;
-                    let to = scale_place(args, peer, row);
+                    let to = scale_place(args, peer, if BY_EXPERT && !is_first { -1 } else { row });
                     copy_scales(args.scales.0 + send.token as u64 * scale_bytes, args.num_scales, to);
                 }
             }
@@ -147,22 +172,22 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
             let row_offset = comm.pool.recv_x + send.offset as u64;
             let stride = row_stride(args.row_bytes as u64);
             ring.wait(&turn);
-            if row >= 0 {
-                if to != comm.rank {
-                    bulk_store(peer + row_offset + row as u64 * stride, buffer, bytes);
+            // A row that is not sent is copied by its rank.
+            let sent = if BY_EXPERT && !is_first { -1 } else { row };
+            if sent >= 0 {
+                // Several rows of the own rank are more than ordinary stores have time for.
+                if BY_EXPERT || to != comm.rank {
+                    bulk_store(peer + row_offset + sent as u64 * stride, buffer, bytes);
                 }
                 let scale_bytes = bulk_scale_bytes(args.num_scales);
                 if scale_bytes != 0 && send.offset == 0 {
-                    bulk_store(scale_place(args, peer, row), buffer + args.piece_bytes, scale_bytes);
+                    bulk_store(scale_place(args, peer, sent), buffer + args.piece_bytes, scale_bytes);
                 }
             }
             bulk_commit();
             if BY_EXPERT {
-                let mut own_rows = ballot(row >= 0 && to == comm.rank);
-                while own_rows != 0 {
-                    let own_row = shfl_u32(row as u32, own_rows.trailing_zeros());
-                    own_rows &= own_rows - 1;
-                    store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+                if send.offset == 0 {
+                    copies.ask_for(args, epoch, send.token, begin, warps, late[0]);
                 }
             } else {
                 // -1 where the own rank is no destination.
@@ -187,6 +212,16 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
         // The stores have landed for this thread, so that the releases in `leave` pass them on:
         // no proxy fence.
         bulk_wait::<0>();
+        if BY_EXPERT && warp < warps {
+            copies.ask_for_last(
+                args,
+                epoch,
+                send.token,
+                begin,
+                warps,
+                [late[1], Destination { row, rank: to }],
+            );
+        }
     } else {
         // The loads in flight must land before the block gives its shared memory back.
         let mut loaded = load.piece;
@@ -210,4 +245,14 @@ fn least_threads(args: &DispatchArgs) -> u32 {
 fn shared_bytes(args: &DispatchArgs, block: u32) -> u32 {
     let warps = block / 32 - args.metadata_warps;
     crate::layout::shared_with_rings(warps, args.stages, args.stage_bytes, super::epoch::JOINED_BYTES)
+}
+
+/// The same with the rings of the warps that copy, in front of the word.
+#[cfg(not(target_arch = "nvptx64"))]
+fn shared_bytes_by_expert(args: &ExpertDispatchArgs, block: u32) -> u32 {
+    let rows = &args.dispatch;
+    let warps = block / 32 - rows.metadata_warps - args.copy_warps;
+    let rings = crate::layout::shared_with_rings(warps, rows.stages, rows.stage_bytes, 0);
+    let behind = copy_rings_behind(rings).saturating_add(super::epoch::JOINED_BYTES);
+    crate::layout::shared_with_rings(args.copy_warps, COPY_STAGES, rows.stage_bytes, behind)
 }

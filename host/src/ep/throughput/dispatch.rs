@@ -4,14 +4,14 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use epoxide_gpu::kernels::{
-    Dispatch, DispatchByExpert, DispatchMany, InternodeCount, InternodeDispatch, InternodeDispatchByExpert,
-    InternodeNotify, InternodePlanByExpert, JOINED_BYTES, Notify, NotifyMany, NumberSelections,
-    PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert,
+    COPY_STAGES, Dispatch, DispatchByExpert, DispatchMany, InternodeCount, InternodeDispatch,
+    InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES, Notify, NotifyMany,
+    NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert, copy_rings_behind,
 };
 use epoxide_gpu::layout::{
-    CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, ExpertPlanArgs, ExpertRoute,
-    InternodeCountArgs, InternodeDispatchArgs, InternodeExpertDispatchArgs, InternodeExpertPlanArgs,
-    InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape,
+    CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, ExpertDispatchArgs, ExpertPlanArgs,
+    ExpertRoute, InternodeCountArgs, InternodeDispatchArgs, InternodeExpertDispatchArgs,
+    InternodeExpertPlanArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape, ring_bytes,
 };
 
 use super::handle::{DispatchHandle, HandleShape, HandleState, HandleTables};
@@ -837,6 +837,8 @@ impl Buffer {
         tables: &HandleTables,
     ) -> Result<()> {
         let grid = match &tables.routing {
+            // A rank with few tokens may have many rows to copy.
+            Spread::OneNode(..) if tables.by_expert.is_some() => num_sms,
             Spread::OneNode(..) => blocks_for(args.num_tokens, num_sms),
             Spread::SeveralNodes(..) => num_sms,
         };
@@ -849,8 +851,19 @@ impl Buffer {
                     let threads = ring.threads() + args.metadata_warps * 32;
                     let shape = (grid, threads, ring.shared_bytes() + JOINED_BYTES);
                     if let (Some(kernels), Some(_)) = (&node.by_expert, tables.by_expert) {
-                        let (kernel, (grid, block, shared)) = (&kernels.dispatch, shape);
-                        return stream.call(kernel, grid, block, shared, DispatchByExpert::call(args));
+                        let (shape, copy_warps) = (&self.options.shape, self.kernels.copy_warps(ring.bytes));
+                        let shared = copy_rings_behind(ring.shared_bytes())
+                            + ring_bytes(copy_warps, COPY_STAGES, ring.bytes);
+                        let (block, shared) = (threads + copy_warps * 32, shared + JOINED_BYTES);
+                        let args = ExpertDispatchArgs {
+                            dispatch: args,
+                            max_tokens: shape.max_tokens,
+                            copy_words: shape.max_topk,
+                            copy_warps,
+                            reserved: 0,
+                        };
+                        let call = DispatchByExpert::call(args);
+                        return stream.call(&kernels.dispatch, grid, block, shared, call);
                     }
                     call_within!(stream, node, dispatch: Dispatch | DispatchMany, shape, args)
                 }

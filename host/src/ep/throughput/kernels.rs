@@ -4,16 +4,16 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    self as gpu, AddCounts, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16, CombineByExpertF16,
-    CombineByExpertF32, CombineF16, CombineF32, CombineManyBf16, CombineManyF16, CombineManyF32,
-    CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, CopyByExpert, Dispatch,
-    DispatchByExpert, DispatchLayout, DispatchMany, FirstTokens, INTERNODE_NOTIFY_SHARED_BYTES,
-    InternodeCombine, InternodeCombineByExpert, InternodeCombineByExpertF16, InternodeCombineByExpertF32,
-    InternodeCombineF16, InternodeCombineF32, InternodeCount, InternodeDispatch, InternodeDispatchByExpert,
-    InternodeNotify, InternodePlanByExpert, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES,
-    MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES,
-    PackColumns, PlanByExpert, StageByExpert, StageCombine, TransposeColumn, WeightGradients,
-    notify_shared_bytes,
+    self as gpu, AddCounts, COPY_STAGES, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16,
+    CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32, CombineManyBf16, CombineManyF16,
+    CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32,
+    CopyByExpert, Dispatch, DispatchByExpert, DispatchLayout, DispatchMany, FirstTokens,
+    INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCombineByExpert, InternodeCombineByExpertF16,
+    InternodeCombineByExpertF32, InternodeCombineF16, InternodeCombineF32, InternodeCount, InternodeDispatch,
+    InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES,
+    MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, NumberSelections,
+    PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns, PlanByExpert, StageByExpert, StageCombine,
+    TransposeColumn, WeightGradients, notify_shared_bytes,
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes, tail_bytes_by_expert};
 
@@ -487,12 +487,16 @@ impl Kernels {
         is_by_expert: bool,
     ) -> (RingShape, u32) {
         let t = &self.tuning;
-        let warps = match self.mode {
-            Spread::OneNode(..) => t.dispatch_warps,
-            Spread::SeveralNodes(..) => t.internode_dispatch_warps,
+        let (warps, most) = match self.mode {
+            // They wait for their stores to land, and half of the stores or more are local.
+            Spread::OneNode(..) if is_by_expert => (t.dispatch_warps + 2, 2 * DISPATCH_WARPS),
+            Spread::OneNode(..) => (t.dispatch_warps, DISPATCH_WARPS),
+            Spread::SeveralNodes(..) => (t.internode_dispatch_warps, DISPATCH_WARPS),
         };
-        let warps = warps.min(DISPATCH_WARPS / num_sms).max(1);
-        let pieces = row_bytes.div_ceil(t.dispatch_stage_bytes);
+        let warps = warps.min(most / num_sms).max(1);
+        // Warps that copy have stages too.
+        let most_bytes = if is_by_expert { self.ring_limit() / 8 } else { u32::MAX };
+        let pieces = row_bytes.div_ceil(t.dispatch_stage_bytes.min(most_bytes));
         let piece_bytes = row_bytes.div_ceil(pieces).next_multiple_of(16);
         let metadata = match self.mode {
             Spread::OneNode(..) => 0,
@@ -500,8 +504,22 @@ impl Kernels {
             Spread::SeveralNodes(..) => SlotShape::metadata_bytes(num_topk),
         };
         let stage_bytes = (piece_bytes + bulk_scale_bytes(num_scales) + metadata).next_multiple_of(128);
-        let ring = RingShape::fit(stage_bytes, warps, t.dispatch_stages, self.ring_limit());
-        (ring, piece_bytes)
+        let copies = match self.mode {
+            // With room for their alignment.
+            Spread::OneNode(..) if is_by_expert => {
+                ring_bytes(self.copy_warps(stage_bytes), COPY_STAGES, stage_bytes) + 128
+            }
+            _ => 0,
+        };
+        let limit = self.ring_limit().saturating_sub(copies);
+        (RingShape::fit(stage_bytes, warps, t.dispatch_stages, limit), piece_bytes)
+    }
+
+    /// Warps of a block that copy received rows, in a dispatch of rows by expert within one node
+    /// with stages of so many bytes: their rings take up to half of the shared memory.
+    pub fn copy_warps(&self, stage_bytes: u32) -> u32 {
+        let most = self.ring_limit() / 2 / ring_bytes(1, COPY_STAGES, stage_bytes);
+        self.tuning.dispatch_copy_warps.min(most).max(1)
     }
 
     /// The ring of a combine. `is_staged`: of rows that are copied into the pools meanwhile, within

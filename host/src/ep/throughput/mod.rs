@@ -39,8 +39,8 @@ use std::time::Duration;
 
 use epoxide_gpu::layout::{
     Call, Comm, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, PLAN_HEADER,
-    PlanHeader, PoolLayout, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout, expert_message,
-    expert_message_offset, message_offset, wire_message,
+    PlanHeader, PoolLayout, ROW_ALIGN, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout,
+    expert_message, expert_message_offset, message_offset, wire_message,
 };
 
 use super::core::{
@@ -461,7 +461,18 @@ fn sections(layouts: &[PoolLayout], topology: Topology, row_bytes: RowBytes) -> 
         sections.into_iter().filter(move |section| section.offset >= first).collect::<Vec<_>>()
     };
     let mut all: Vec<Section> = layouts.iter().enumerate().flat_map(of_place).collect();
-    // Across nodes those of rows by expert follow the relayed count messages.
+    // Those of rows by expert follow the count messages: records of copies, or first rows.
+    let counts = message_offset(topology.ranks_per_node, 0);
+    if nodes == 1
+        && let Some(messages) = all.iter_mut().find(|section| section.name == "messages")
+        && messages.bytes > counts + ROW_ALIGN
+    {
+        let records = Section::array("copies", (messages.bytes - counts) / 8, 8);
+        let behind = records.at(messages.offset + counts);
+        messages.bytes = counts;
+        all.push(behind);
+        all.sort_by_key(|section| section.offset);
+    }
     let first = expert_message_offset(nodes, topology.ranks_per_node, 0, 0, 0);
     if nodes > 1
         && let Some(messages) = all.iter_mut().find(|section| section.name == "messages")

@@ -1,8 +1,8 @@
 //! Sizes and places in the pool, the one allocation per rank that its peers map.
 
 use epoxide_gpu::layout::{
-    Control, MAX_TOPK, PoolLayout, ROW_ALIGN, expert_message_offset, message_offset, relay_message,
-    row_stride,
+    Control, MAX_TOPK, PoolLayout, ROW_ALIGN, copies_offset, expert_message_offset, message_offset,
+    relay_message, row_stride,
 };
 
 use super::options::Shape;
@@ -10,10 +10,14 @@ use crate::ep::Topology;
 use crate::ep::core::{Offsets, check_count};
 use crate::error::{Error, Result, Scope};
 
-/// Bytes of the count messages in a pool: one from each rank. With rows `by_expert` across nodes
-/// there are as many of first rows behind them.
-fn message_bytes(topology: Topology, by_expert: bool) -> u64 {
+/// Bytes of the count messages in a pool: one from each rank. With rows `by_expert` there are the
+/// records of copies behind them within a node, and as many messages of first rows across nodes.
+fn message_bytes(shape: &Shape, topology: Topology, by_expert: bool) -> u64 {
     match topology.nodes {
+        1 if by_expert => {
+            let records = u64::from(topology.ranks()) * (u64::from(shape.max_tokens) + 1);
+            copies_offset(topology.ranks()) + records * u64::from(shape.max_topk) * 8
+        }
         1 => message_offset(topology.ranks(), 0),
         _ if !by_expert => u64::from(topology.ranks()) * u64::from(relay_message::WORDS) * 8,
         nodes => expert_message_offset(nodes, topology.ranks_per_node, nodes, 0, 0),
@@ -26,8 +30,8 @@ fn meta_bytes(topology: Topology) -> u64 {
 }
 
 /// Bytes at the start of every pool: control words and count messages.
-fn fixed_bytes(topology: Topology, by_expert: bool) -> u64 {
-    (size_of::<Control>() as u64 + message_bytes(topology, by_expert)).next_multiple_of(ROW_ALIGN)
+fn fixed_bytes(shape: &Shape, topology: Topology, by_expert: bool) -> u64 {
+    (size_of::<Control>() as u64 + message_bytes(shape, topology, by_expert)).next_multiple_of(ROW_ALIGN)
 }
 
 /// Bytes that one row takes in all regions of a place together, their alignment aside.
@@ -42,7 +46,7 @@ const REGIONS: u64 = 9;
 /// The bytes of a pool whose places each have room for `rows` rows.
 pub fn pool_bytes(shape: &Shape, topology: Topology, places: u32, by_expert: bool, rows: u64) -> u64 {
     let of_place = rows * bytes_per_row(shape, topology) + REGIONS * ROW_ALIGN;
-    fixed_bytes(topology, by_expert) + u64::from(places) * of_place
+    fixed_bytes(shape, topology, by_expert) + u64::from(places) * of_place
 }
 
 /// The layouts of a pool, one per place, at least one; they differ in where the rows are. Each
@@ -102,7 +106,7 @@ pub fn pool_layouts(
     offsets.take(size_of::<Control>() as u64);
     let mut reserve = |bytes| offsets.take(bytes);
     let (topk, stride) = (shape.max_topk as u64, row_stride(shape.max_row_bytes()));
-    let messages = reserve(message_bytes(topology, by_expert.is_some()));
+    let messages = reserve(message_bytes(shape, topology, by_expert.is_some()));
     let mut of_place = || PoolLayout {
         messages,
         recv_x: reserve(rows * stride),

@@ -1,0 +1,312 @@
+//! Copies of rows by expert, which the receiver makes: a token goes to each rank once, where it may
+//! have several entries.
+//!
+//! The sender lists a token's rows at a rank there, once the first of them is complete. A record
+//! has a word for each of them, `epoch << 32 | row`, with [`MORE`] in all but the last one; a token
+//! without copies has [`NONE`]. In front of a source's records stands one with its number of
+//! tokens. A warp of the receiver takes every n-th token of a source, waits for its record, loads
+//! the first row into shared memory and stores it to the others.
+//!
+//! Blocks take parts of the tokens by the same fractions, whatever their number on each rank
+//! ([`part_of`]). So a block waits for none that comes behind the like of itself, and blocks that
+//! follow each other are enough.
+//!
+//! Soundness: a record's word has one writer, and carries its flag; a peer writes it behind this
+//! rank's ready word of the same epoch, with which the operation before has ended here. The release
+//! of each word comes behind the completion of the row's stores, by the same thread or in front of
+//! a barrier of the warp; the acquire of each word comes before one, in front of the load. The row
+//! came through the async proxy and is read through it again, behind a proxy fence. A row that is
+//! copied to has this one writer. Collectives stand where all lanes of a warp arrive.
+
+use super::rows::{Cursor, Tail, copy_scales, load_stage, scale_place};
+use crate::kernels::epoch::{Deadline, pool_at, record};
+use crate::kernels::list::Destination;
+use crate::kernels::ring::{Ring, Turn};
+use crate::layout::{
+    Comm, DispatchArgs, ExpertDispatchArgs, Wait, bulk_scale_bytes, copies_offset, row_stride,
+};
+use crate::simt::*;
+
+/// In a word of a record: another one follows.
+const MORE: u64 = 1 << 31;
+/// The row of a record without copies.
+const NONE: u64 = MORE - 1;
+
+/// Stages of a warp that copies.
+pub const COPY_STAGES: u32 = 2;
+
+/// Where the rings of warps that copy begin, behind `rings` bytes of other rings: stages are aligned
+/// as the copy engine is fastest.
+pub const fn copy_rings_behind(rings: u32) -> u32 {
+    rings.saturating_add(127) & !127
+}
+
+/// How copies are asked for and made.
+pub struct Copies {
+    /// Warps of a block that copy.
+    pub warps: u32,
+    /// Words of a record.
+    words: u32,
+    /// Tokens that a source has records for.
+    max_tokens: u32,
+}
+
+/// The part of `count` tokens that this block has: of the same fractions with any number of blocks.
+#[device]
+pub fn part_of(count: u32) -> (u32, u32) {
+    let blocks = nctaid();
+    // count * block / blocks, without a product that is too large.
+    let up_to = |block: u32| count / blocks * block + count % blocks * block / blocks;
+    (up_to(ctaid()), up_to(ctaid() + 1))
+}
+
+/// The lanes whose row, if they have one, is at the same rank; none for a lane without.
+///
+/// # Safety
+/// The whole warp calls it.
+#[device]
+unsafe fn of_same_rank(has_row: bool, rank: u32) -> u32 {
+    let (mut same, mut left) = (0, ballot(has_row));
+    while left != 0 {
+        let first = shfl_u32(rank, left.trailing_zeros());
+        let is_same = has_row & (rank == first);
+        let lanes = ballot(is_same);
+        same = if is_same { lanes } else { same };
+        left &= !lanes;
+    }
+    same
+}
+
+/// Whether the lane's row is the token's first one at its rank. The whole warp calls it.
+#[device]
+pub unsafe fn is_first_of_rank(has_row: bool, rank: u32) -> bool {
+    has_row & (of_same_rank(has_row, rank) & lanemask_lt() == 0)
+}
+
+impl Copies {
+    /// Those of a dispatch without rows by expert.
+    pub const NONE: Copies = Copies { warps: 0, words: 0, max_tokens: 0 };
+
+    #[device]
+    pub fn of(args: &ExpertDispatchArgs) -> Copies {
+        Copies { warps: args.copy_warps, words: args.copy_words, max_tokens: args.max_tokens }
+    }
+
+    /// The end of the copying warps' rings, which begin at `rings` in shared memory.
+    #[device]
+    pub fn end_of_rings(&self, args: &DispatchArgs, rings: u32) -> u32 {
+        rings + crate::layout::ring_bytes(self.warps, COPY_STAGES, args.stage_bytes)
+    }
+
+    /// Record `nth` of source `source` in the pool at `pool`: 0 has the source's number of tokens,
+    /// 1 + t is of token t.
+    #[device]
+    fn record_at(&self, comm: &Comm, pool: u64, source: u32, nth: u32) -> u64 {
+        let record = source as u64 * (self.max_tokens as u64 + 1) + nth as u64;
+        pool + comm.pool.messages + copies_offset(comm.num_ranks) + record * self.words as u64 * 8
+    }
+
+    /// Tells every other rank the number of tokens. A warp of the grid calls it.
+    ///
+    /// # Safety
+    /// The peers have entered the operation.
+    #[device]
+    unsafe fn tell_tokens(&self, args: &DispatchArgs, epoch: u64) {
+        let comm = &args.comm;
+        stride!(rank in laneid()..comm.num_ranks, 32 => {
+            if rank != comm.rank {
+                let at = self.record_at(comm, pool_at::<true>(comm, rank), comm.rank, 0);
+                st_relaxed_sys_u64(at, epoch << 32 | args.num_tokens as u64);
+            }
+        });
+    }
+
+    /// Asks each other rank for the copies of the token two turns in front of `token`, whose
+    /// destinations are `to`, if the warp has one there; its tokens begin at `begin` and are `step`
+    /// apart. The whole warp calls it, behind the first store of `token`.
+    ///
+    /// # Safety
+    /// Stores of other rows than those of `to`, since, are the groups of two tokens or less.
+    #[device]
+    pub unsafe fn ask_for(
+        &self,
+        args: &DispatchArgs,
+        epoch: u64,
+        token: u32,
+        begin: u32,
+        step: u32,
+        to: Destination,
+    ) {
+        if token >= begin + 2 * step {
+            // Groups since: the token between, and the first one of this.
+            if args.piece_bytes < args.row_bytes {
+                bulk_wait::<3>();
+            } else {
+                bulk_wait::<2>();
+            }
+            self.send(args, epoch, token - 2 * step, to);
+        }
+    }
+
+    /// The same of the last two tokens in front of `token`, all of whose stores have landed.
+    #[device]
+    pub unsafe fn ask_for_last(
+        &self,
+        args: &DispatchArgs,
+        epoch: u64,
+        token: u32,
+        begin: u32,
+        step: u32,
+        to: [Destination; 2],
+    ) {
+        if token >= begin + 2 * step {
+            self.send(args, epoch, token - 2 * step, to[0]);
+        }
+        if token >= begin + step {
+            self.send(args, epoch, token - step, to[1]);
+        }
+    }
+
+    /// Sends each other rank the record of `token`, whose destinations are `to`.
+    ///
+    /// # Safety
+    /// The token's rows have landed for the threads that stored them.
+    #[device]
+    unsafe fn send(&self, args: &DispatchArgs, epoch: u64, token: u32, to: Destination) {
+        let (comm, lane) = (&args.comm, laneid());
+        syncwarp();
+        let has_row = to.row >= 0 && to.rank != comm.rank;
+        let same = of_same_rank(has_row, to.rank);
+        if has_row {
+            let nth = (same & lanemask_lt()).count_ones();
+            let more = if same >> lane > 1 { MORE } else { 0 };
+            let at = self.record_at(comm, to.pool(comm), comm.rank, 1 + token) + nth as u64 * 8;
+            st_release_sys_u64(at, epoch << 32 | more | to.row as u64);
+        }
+        // Ranks that have no row of the token.
+        let bit = |half: u32| if has_row && to.rank / 32 == half { 1 << (to.rank % 32) } else { 0 };
+        let reached = [redux_or(bit(0)), redux_or(bit(1))];
+        unroll!(2, HALF => {
+            let rank = lane + HALF as u32 * 32;
+            if rank < comm.num_ranks && rank != comm.rank && reached[HALF] >> lane & 1 == 0 {
+                let at = self.record_at(comm, pool_at::<true>(comm, rank), comm.rank, 1 + token);
+                st_relaxed_sys_u64(at, epoch << 32 | NONE);
+            }
+        });
+    }
+
+    /// Waits for record `nth` of `source`: the lane's word, and how many words it has; `None` when
+    /// the wait expired, in all lanes.
+    ///
+    /// # Safety
+    /// The source has that record. The whole warp calls it.
+    #[device]
+    unsafe fn wait(&self, comm: &Comm, source: u32, nth: u32, epoch: u64) -> Option<(u32, u32)> {
+        let lane = laneid();
+        let at = self.record_at(comm, pool_at::<true>(comm, comm.rank), source, nth);
+        let mut deadline = Deadline::start();
+        loop {
+            let word = if lane < self.words { ld_acquire_sys_u64(at + lane as u64 * 8) } else { 0 };
+            let is_here = lane < self.words && (word >> 32) as u32 == epoch as u32;
+            let (here, more) = (ballot(is_here), ballot(is_here && word & MORE != 0));
+            let before = more.trailing_ones();
+            if here >> (before & 31) & 1 != 0 && before < 32 {
+                return Some((word as u32 & NONE as u32, before + 1));
+            }
+            if ballot(deadline.expired(comm)) != 0 {
+                if lane == 0 {
+                    record(comm, deadline.waited, source, epoch, epoch, word >> 32, Wait::DispatchDone);
+                }
+                return None;
+            }
+        }
+    }
+
+    /// Makes the copies that this warp, the `nth` of those of its block, has a part in. Its rings
+    /// are among those at `rings` in shared memory.
+    ///
+    /// # Safety
+    /// All ranks have entered the operation, and rows have places.
+    #[device]
+    pub unsafe fn make(&self, args: &DispatchArgs, epoch: u64, rings: u32, nth: u32) {
+        let (comm, lane) = (&args.comm, laneid());
+        if ctaid() == 0 && nth == 0 {
+            self.tell_tokens(args, epoch);
+        }
+        let ring = Ring::at(rings, COPY_STAGES, args.stage_bytes, nth, self.warps);
+        ring.init();
+        // Lane r: this block's part of the tokens of rank r, and of the rank 32 further.
+        let mut parts = [(0, 0); 2];
+        stride!(source in 0..comm.num_ranks => {
+            if source != comm.rank {
+                let Some((tokens, _)) = self.wait(comm, source, 0, epoch) else { return };
+                let part = part_of(shfl_u32(tokens, 0));
+                unroll!(2, HALF => {
+                    if lane + HALF as u32 * 32 == source {
+                        parts[HALF] = part;
+                    }
+                });
+            }
+        });
+        let (mut turn, mut at, mut is_left) = (Turn::first(), nth, true);
+        while is_left {
+            is_left = false;
+            // Ranks begin with the one behind them, so that all are waited for alike.
+            stride!(distance in 1..comm.num_ranks => {
+                let source = comm.rank + distance;
+                let source = if source < comm.num_ranks { source } else { source - comm.num_ranks };
+                let (begin, end) = if source < 32 { parts[0] } else { parts[1] };
+                let token = shfl_u32(begin, source & 31) + at;
+                if token < shfl_u32(end, source & 31) {
+                    is_left = true;
+                    let Some((row, count)) = self.wait(comm, source, 1 + token, epoch) else { return };
+                    // The same in all lanes.
+                    let count = shfl_u32(count, 0);
+                    if count > 1 {
+                        self.copy(args, &ring, &mut turn, row, count);
+                    }
+                }
+            });
+            at += self.warps;
+        }
+    }
+
+    /// Copies the row of lane 0 to those of the lanes behind it, of `count` lanes.
+    ///
+    /// # Safety
+    /// The first row is complete for all lanes; the others are this warp's to write.
+    #[device]
+    unsafe fn copy(&self, args: &DispatchArgs, ring: &Ring, turn: &mut Turn, row: u32, count: u32) {
+        let (comm, lane) = (&args.comm, laneid());
+        let own = pool_at::<true>(comm, comm.rank);
+        let first = shfl_u32(row, 0);
+        let is_copied_to = lane != 0 && lane < count;
+        let row = if is_copied_to { row as i32 } else { -1 };
+        let row_at = |row: u32| own + comm.pool.recv_x + row as u64 * row_stride(args.row_bytes as u64);
+        let (scales, to_scales) = (scale_place(args, own, first as i32), scale_place(args, own, row));
+        let scale_bytes = bulk_scale_bytes(args.num_scales);
+        syncwarp();
+        fence_proxy_async_global();
+        let mut piece = Cursor::new(0, 1);
+        while piece.token == 0 {
+            // The store before the last one has read this stage.
+            bulk_wait_read::<1>();
+            syncwarp();
+            load_stage(ring, args, turn.slot, row_at(first), scales, Tail::NONE, piece.offset);
+            ring.wait(turn);
+            let (buffer, bytes) = (ring.buffer(turn.slot), piece.bytes(args));
+            if is_copied_to {
+                bulk_store(row_at(row as u32) + piece.offset as u64, buffer, bytes);
+                if scale_bytes != 0 && piece.offset == 0 {
+                    bulk_store(to_scales, buffer + args.piece_bytes, scale_bytes);
+                }
+            }
+            bulk_commit();
+            turn.advance(ring);
+            piece.advance(args);
+        }
+        if args.num_scales != 0 && scale_bytes == 0 {
+            copy_scales(scales, args.num_scales, to_scales);
+        }
+    }
+}
