@@ -6,7 +6,10 @@ use std::time::Instant;
 
 use epoxide::driver::{Device, Stream};
 use epoxide::group::ProcessGroup;
-use epoxide::internal::{CeilingShape, Direction, Instruments, count_message_bytes, fields, launch_ceiling};
+use epoxide::internal::{
+    CeilingShape, Direction, Instruments, count_message_bytes, fields, launch_ceiling, launch_local_ceiling,
+    local_parts,
+};
 use epoxide::throughput::{
     Buffer, CachedDispatchRequest, CombineRequest, Counts, Detached, DispatchHandle, DispatchLayout,
     DispatchRequest, Options, Place, Received,
@@ -333,6 +336,9 @@ impl Mode for HighThroughput {
         if !plan.no_ceiling && !plan.is_virtual && plan.rows_by_expert.is_some() {
             script.doing("the memory's ceiling");
             times.memory_ceiling = script.memory_ceiling()?;
+            if plan.topology.nodes == 1 {
+                times.store_ceiling = Some(script.store_ceiling(num_sms)?);
+            }
         }
         if let Some(chain) = plan.replays() {
             script.doing("replays of graphs");
@@ -527,6 +533,10 @@ impl HighThroughput {
     }
 }
 
+/// Rows that a loaded one is stored to where the ceiling of local stores is measured: those of a
+/// token with eight entries between two ranks.
+const LOCAL_FANOUT: u32 = 4;
+
 impl Script<'_, HighThroughput> {
     /// GB/s that the driver's copy within the device's memory reads and writes: as many bytes as are
     /// sorted. Missing where no rows come.
@@ -549,23 +559,48 @@ impl Script<'_, HighThroughput> {
             Direction::Push => self.mode.calls.inputs.x.row_bytes() as u32,
             Direction::Pull => self.plan.combine_row_bytes() as u32,
         };
-        let limit = self.stream.device().info().max_shared_bytes_per_block;
         let topology = &self.plan.topology;
         let peers = if topology.ranks_per_node > 1 { topology.ranks_per_node } else { topology.nodes } - 1;
+        self.best_of_shapes(blocks, row_bytes, 5.min(peers), |script, shape| {
+            launch_ceiling(&script.mode.rig.buffer, direction, shape, &script.stream)
+        })
+    }
+
+    /// GB/s that the same copies store in the own memory.
+    fn store_ceiling(&mut self, blocks: u32) -> Result<f64> {
+        let row_bytes = self.mode.calls.inputs.x.row_bytes() as u32;
+        let mut parts = None;
+        self.best_of_shapes(blocks, row_bytes, LOCAL_FANOUT, |script, shape| {
+            let (buffer, stream) = (&script.mode.rig.buffer, &script.stream);
+            // The same in all shapes.
+            let parts = match &mut parts {
+                Some(parts) => &*parts,
+                none => none.insert(local_parts(buffer, shape, stream)?),
+            };
+            launch_local_ceiling(buffer, parts, shape, stream)
+        })
+    }
+
+    /// The most GB/s of stored bytes per rank that launches of several shapes reach.
+    fn best_of_shapes(
+        &mut self,
+        blocks: u32,
+        row_bytes: u32,
+        fanout: u32,
+        mut launch: impl FnMut(&mut Self, CeilingShape) -> Result<()>,
+    ) -> Result<f64> {
+        let limit = self.stream.device().info().max_shared_bytes_per_block;
         let mut best = f64::MAX;
         for warps in [4, 7] {
             let stages = (limit / (warps * (row_bytes + 8))).min(3);
             if stages < 2 {
                 continue;
             }
-            let fanout = 5.min(peers);
             let shape = CeilingShape { blocks, warps, stages, rows: self.plan.tokens, row_bytes, fanout };
-            let samples = self.isolated(Front::EmptiedCaches, |script| {
-                launch_ceiling(&script.mode.rig.buffer, direction, shape, &script.stream)
-            })?;
+            let samples = self.isolated(Front::EmptiedCaches, |script| launch(script, shape))?;
             // The next barrier may not start before all have written.
             self.mode.barrier()?;
-            best = best.min(mean(&samples) / shape.remote_bytes() as f64);
+            best = best.min(mean(&samples) / shape.stored_bytes() as f64);
         }
         Ok(1e-3 / best)
     }

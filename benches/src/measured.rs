@@ -50,6 +50,9 @@ pub struct Times {
     pub ceiling: Option<(f64, f64)>,
     /// GB/s that a copy within the device's memory reads and writes, where rows come by expert.
     pub memory_ceiling: Option<f64>,
+    /// GB/s that as many multiprocessors store in the device's memory, where rows come by expert
+    /// within one node.
+    pub store_ceiling: Option<f64>,
     /// Replays of captured steps; nothing where none were asked for.
     pub replays: Vec<ReplayTimes>,
 }

@@ -271,8 +271,12 @@ impl Common<'_> {
         let at = |bytes, ceiling| at(bytes, ceiling).filter(|_| !self.is_virtual);
         let link_us = at(link_bytes, self.ceiling(name));
         let memory_us = at(read_bytes + written_bytes, memory_ceiling);
+        let stores: Option<Vec<f64>> = self.times().map(|times| times.store_ceiling).collect();
+        let store_ceiling = stores.map(|ranks| mean(&ranks)).filter(|_| self.is_copied(name));
+        let store_us = store_ceiling.and_then(|ceiling| at(written_bytes, Some(ceiling)));
         let copy_us = at(copy_read_bytes + copy_written_bytes, memory_ceiling);
-        let ceiling_us = link_us.zip(memory_us).map(|(link, memory)| link.max(memory));
+        let ceiling_us =
+            link_us.zip(memory_us).map(|(link, memory)| link.max(memory).max(store_us.unwrap_or(0.0)));
         let ceiling_us =
             ceiling_us.zip(copy_us).map(|(moved, copied)| moved + copied).filter(|_| !is_relayed);
         Traffic {
@@ -284,6 +288,8 @@ impl Common<'_> {
             memory_ceiling,
             link_us,
             memory_us,
+            store_ceiling,
+            store_us,
             copy_us,
             ceiling_us,
             share: ceiling_us.map(|ceiling| ceiling / us),

@@ -260,9 +260,17 @@ pub struct Traffic {
     pub link_us: Option<f64>,
     /// `read_bytes` and `written_bytes` at the ceiling of the memory.
     pub memory_us: Option<f64>,
-    /// The copy's bytes at the same ceiling.
+    /// GB/s that as many multiprocessors as the call has store in the device's memory, by the copy
+    /// engine: for a dispatch by expert within a node, most of whose stores are local.
+    #[serde(default)]
+    pub store_ceiling: Option<f64>,
+    /// `written_bytes` at that ceiling.
+    #[serde(default)]
+    pub store_us: Option<f64>,
+    /// The copy's bytes at the ceiling of the memory.
     pub copy_us: Option<f64>,
-    /// The longer one of `link_us` and `memory_us`, and `copy_us`: the copy does not overlap.
+    /// The longest of `link_us`, `memory_us` and `store_us`, and `copy_us`: the copy does not
+    /// overlap.
     /// Missing where rows are relayed between nodes, whose time is under `wire`.
     pub ceiling_us: Option<f64>,
     /// `ceiling_us` over the mean call: 1 is the ceiling, 0.91 is 10 % above it.
@@ -782,6 +790,8 @@ impl Phase {
             traffic.memory_ceiling = joined_if(traffic.memory_ceiling, more.memory_ceiling, of);
             traffic.link_us = joined_if(traffic.link_us, more.link_us, of);
             traffic.memory_us = joined_if(traffic.memory_us, more.memory_us, of);
+            traffic.store_ceiling = joined_if(traffic.store_ceiling, more.store_ceiling, of);
+            traffic.store_us = joined_if(traffic.store_us, more.store_us, of);
             traffic.copy_us = joined_if(traffic.copy_us, more.copy_us, of);
             traffic.ceiling_us = joined_if(traffic.ceiling_us, more.ceiling_us, of);
             traffic.share = joined_if(traffic.share, more.share, of);

@@ -118,6 +118,32 @@ pub fn launch_ceiling(
     buffer.launch_ceiling(direction, shape, stream)
 }
 
+/// Makes what [`launch_local_ceiling`] needs for a shape, which must not change in between.
+///
+/// # Errors
+/// [`Error::Driver`](crate::Error::Driver) where memory is short.
+pub fn local_parts(
+    buffer: &throughput::Buffer,
+    shape: CeilingShape,
+    stream: &crate::driver::Stream,
+) -> Result<crate::TypedTensor<'static, i64>> {
+    buffer.local_parts(shape, stream)
+}
+
+/// Enqueues one run of the kernel of [`launch_ceiling`] that stores rows to the own memory alone. It
+/// overwrites received rows on this rank.
+///
+/// # Errors
+/// As of [`launch_ceiling`].
+pub fn launch_local_ceiling(
+    buffer: &throughput::Buffer,
+    parts: &crate::TypedTensor<'static, i64>,
+    shape: CeilingShape,
+    stream: &crate::driver::Stream,
+) -> Result<()> {
+    buffer.launch_local_ceiling(parts, shape, stream)
+}
+
 /// Copies received rows into `out`, `[num_out_rows, hidden]`, and their scales into the second of
 /// the pair, `[num_out_rows, num_scales]`: row r to each row of `places[r]`, `[num_rows, num_topk]`,
 /// and nowhere for -1. Only this rank takes part, and the call can be captured. The first call loads

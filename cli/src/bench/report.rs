@@ -213,15 +213,15 @@ fn by_expert(out: &mut String, point: &Point) -> Result {
     }
     writeln!(
         out,
-        "\n  rows by expert: MB of a rank and call, at the least; their us at the ceilings: the longer of links and memory, then the copy\n  \
-         {:22}    links     read  written    copy: read, written |    links   memory     copy  ceiling   of it",
+        "\n  rows by expert: MB of a rank and call, at the least; their us at the ceilings: the longest of links, memory and stores, then the copy\n  \
+         {:22}    links     read  written    copy: read, written |    links   memory   stores     copy  ceiling   of it",
         ""
     )?;
     for phase in &point.phases {
         let Some(of) = &phase.traffic else { continue };
         let bytes = [of.link_bytes, of.read_bytes, of.written_bytes].map(|bytes| bytes / 1e6);
         let copied = [of.copy_read_bytes, of.copy_written_bytes].map(|bytes| bytes / 1e6);
-        let us = [of.link_us, of.memory_us, of.copy_us, of.ceiling_us].map(|us| optional(us, 1));
+        let us = [of.link_us, of.memory_us, of.store_us, of.copy_us, of.ceiling_us].map(|us| optional(us, 1));
         let share = of.share.map_or("-".into(), |share| format!("{:.1}%", 100.0 * share));
         write!(out, "  {:<22}", phase.name.text())?;
         bytes.iter().try_for_each(|bytes| write!(out, " {bytes:>8.2}"))?;

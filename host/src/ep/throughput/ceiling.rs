@@ -1,9 +1,10 @@
 //! The links' own speed, measured with the copies that dispatch and combine are made of.
 
+use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{CeilingPull, CeilingPush};
 use epoxide_gpu::layout::{CeilingArgs, ring_bytes};
 
-use super::{Buffer, check_fits};
+use super::{Buffer, DType, TypedTensor, check_fits};
 use crate::driver::Stream;
 use crate::error::{Error, Result};
 
@@ -34,8 +35,19 @@ pub struct CeilingShape {
 }
 
 impl CeilingShape {
-    /// Bytes that cross this rank's links in each direction.
-    pub fn remote_bytes(&self) -> u64 {
+    /// The arguments that are the shape's.
+    fn args(&self) -> CeilingArgs {
+        CeilingArgs {
+            rows: self.rows,
+            row_bytes: self.row_bytes,
+            stages: self.stages,
+            fanout: self.fanout,
+            ..CeilingArgs::zeroed()
+        }
+    }
+
+    /// Bytes that are stored, over this rank's links where they are not local.
+    pub fn stored_bytes(&self) -> u64 {
         self.rows as u64 * self.fanout as u64 * self.row_bytes as u64
     }
 }
@@ -69,23 +81,54 @@ impl Buffer {
                 (self.tables.ptr(), comm.rank, comm.num_ranks, pool.combine_x, pool.recv_x, room)
             }
         };
-        let needed = shape.rows as u64 * num_ranks as u64 * shape.row_bytes as u64;
+        let args = CeilingArgs { pools, from, to, rank, num_ranks, ..shape.args() };
+        self.launch_shape(direction, shape, (args, room), stream)
+    }
+
+    /// Where the parts of the own rows are that stand for ranks in [`Self::launch_local_ceiling`]:
+    /// `fanout` of the shape, and one.
+    pub(crate) fn local_parts(
+        &self,
+        shape: CeilingShape,
+        stream: &Stream,
+    ) -> Result<TypedTensor<'static, i64>> {
+        let part = u64::from(shape.rows) * u64::from(shape.row_bytes);
+        let own = self.core.pool_addresses()[self.comm.rank as usize];
+        let parts: Vec<i64> =
+            (0..=u64::from(shape.fanout)).map(|number| (own + number * part) as i64).collect();
+        TypedTensor::from_host(stream, &[parts.len() as u64], &parts)
+    }
+
+    /// Loads each row of the first part of the own received rows, and stores it to all others, as a
+    /// dispatch of rows by expert does beside its pushes: what so many multiprocessors can store.
+    /// `parts`: of the same shape.
+    pub(crate) fn launch_local_ceiling(
+        &self,
+        parts: &TypedTensor<'static, i64>,
+        shape: CeilingShape,
+        stream: &Stream,
+    ) -> Result<()> {
+        parts.expect("parts", &[DType::I64], &[("parts", Some(u64::from(shape.fanout) + 1))])?;
+        let (pool, num_ranks) = (self.comm.pool, shape.fanout + 1);
+        let (from, to) = (pool.recv_x, pool.recv_x);
+        let args = CeilingArgs { pools: parts.ptr(), from, to, rank: 0, num_ranks, ..shape.args() };
+        self.launch_shape(Direction::Push, shape, (args, pool.combine_x - pool.recv_x), stream)
+    }
+
+    /// Enqueues the kernel of a direction whose rows have `room` bytes.
+    fn launch_shape(
+        &self,
+        direction: Direction,
+        shape: CeilingShape,
+        (args, room): (CeilingArgs, u64),
+        stream: &Stream,
+    ) -> Result<()> {
+        let needed = shape.rows as u64 * args.num_ranks as u64 * shape.row_bytes as u64;
         check_fits(("ceiling rows", "bytes"), needed, room, "more rows")?;
         if shape.blocks == 0 || shape.warps == 0 || shape.warps > 16 {
             let value = format!("{} blocks of {} warps", shape.blocks, shape.warps);
             return Err(Error::argument("ceiling shape", value, "at least one block of 1 to 16 warps"));
         }
-        let args = CeilingArgs {
-            pools,
-            from,
-            to,
-            rank,
-            num_ranks,
-            rows: shape.rows,
-            row_bytes: shape.row_bytes,
-            stages: shape.stages,
-            fanout: shape.fanout,
-        };
         let (grid, block) = (shape.blocks, shape.warps * 32);
         let shared = ring_bytes(shape.warps, shape.stages, shape.row_bytes);
         // SAFETY: the pools are mapped as long as the buffer lives, and it synchronises before it
