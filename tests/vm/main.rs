@@ -4,4 +4,5 @@
 mod fuzz;
 mod kernels;
 mod litmus;
+mod numbers;
 mod own_kernels;
