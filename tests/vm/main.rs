@@ -6,3 +6,4 @@ mod kernels;
 mod litmus;
 mod numbers;
 mod own_kernels;
+mod plans;

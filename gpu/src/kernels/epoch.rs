@@ -677,6 +677,11 @@ pub unsafe fn wait_packets<const MANY: bool>(
             }
         });
         if deadline.expired(comm) {
+            unroll!(4, PART => {
+                if late >> PART & 1 != 0 {
+                    note_late(comm, deadline.waited, packets.peers[PART], what);
+                }
+            });
             record(comm, deadline.waited, peer, epoch, epoch, last, what);
             return None;
         }
