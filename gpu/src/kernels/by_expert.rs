@@ -16,7 +16,7 @@
 
 use core::mem::offset_of;
 
-use super::epoch::{Packets, aborted, current_epoch, pool_at, send_count, wait_count, wait_packets};
+use super::epoch::{Packets, aborted, current_epoch, pool_at, send_count, wait_count};
 use super::ids::Id;
 use super::list::entry_at;
 use super::segments::sum_upto_of_group;
@@ -261,7 +261,9 @@ pub trait Exchange {
     unsafe fn send_rows(&self, rank: u32, rows: u32);
     /// Publishes the first row of `source` for a local expert.
     unsafe fn send_start(&self, source: u32, expert: u32, row: u32);
-    /// Offset of the packet with this rank's first row for an expert of `rank` of this node.
+    /// The address of the messages in the own pool.
+    unsafe fn messages(&self) -> u64;
+    /// Offset there of the packet with this rank's first row for an expert of `rank` of this node.
     fn start_at(&self, rank: u32, expert: u32) -> u64;
     /// Waits for such packets together; `None` where one does not come.
     unsafe fn wait_starts(&self, packets: &Packets) -> Option<[u32; Packets::MOST]>;
@@ -307,13 +309,18 @@ impl Exchange for Node<'_> {
     }
 
     #[device]
+    unsafe fn messages(&self) -> u64 {
+        pool_at::<true>(self.comm, self.comm.rank) + self.comm.pool.messages
+    }
+
+    #[device]
     fn start_at(&self, rank: u32, expert: u32) -> u64 {
         message_offset(rank, message::EXPERT_STARTS + expert)
     }
 
     #[device]
     unsafe fn wait_starts(&self, packets: &Packets) -> Option<[u32; Packets::MOST]> {
-        wait_packets::<true>(self.comm, packets, self.epoch, Wait::Counts)
+        packets.wait::<true>(self.comm, self.epoch, Wait::Counts)
     }
 }
 
@@ -422,6 +429,7 @@ pub unsafe fn lay_out_segments(args: &ExpertPlanArgs, exchange: &impl Exchange) 
 pub unsafe fn list_rows<E: Exchange>(args: &ExpertPlanArgs, exchange: &E) {
     let (topk, experts) = (at_least_one(args.num_topk), at_least_one(args.local_experts));
     let (first_rank, ranks) = (exchange.first_rank(), exchange.ranks());
+    let messages = exchange.messages();
     grid_stride!(at in 0..args.num_tokens * SEND_LIST_STRIDE => {
         let (token, k) = (at / SEND_LIST_STRIDE, at % SEND_LIST_STRIDE);
         if k >= topk {
@@ -435,7 +443,7 @@ pub unsafe fn list_rows<E: Exchange>(args: &ExpertPlanArgs, exchange: &E) {
             let entry = (group + PART as u32 * step).min(entries - 1);
             ids[PART] = Id::load(args.topk_idx, args.narrow_ids, entry as u64);
         });
-        let (mut packets, mut at_rank) = (Packets::NONE, [0; TOGETHER as usize]);
+        let (mut packets, mut at_rank) = (Packets::new(messages), [0; TOGETHER as usize]);
         let mut numbers = [0; TOGETHER as usize];
         unroll!(4, PART => {
             let (entry, id) = (group + PART as u32 * step, ids[PART].value(args.narrow_ids));
@@ -443,7 +451,7 @@ pub unsafe fn list_rows<E: Exchange>(args: &ExpertPlanArgs, exchange: &E) {
             let rank = global.wrapping_sub(first_rank);
             let goes = (entry < entries) & (id >= 0) & (rank < ranks);
             if goes {
-                packets.add::<PART>(exchange.start_at(rank, local), global);
+                packets.add::<PART>(messages + exchange.start_at(rank, local), global);
             }
             at_rank[PART] = rank;
             numbers[PART] = ld_i32_if(goes, args.numbers.0 + entry as u64 * 4, 0);

@@ -17,9 +17,7 @@ use core::mem::offset_of;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::by_expert::PLAN_BY_EXPERT_SHARED_BYTES;
 use super::by_expert::{Exchange, answer, lay_out_segments, list_rows};
-use super::epoch::{
-    Packets, aborted, current_epoch, send_count_at, wait_at_least, wait_count_at, wait_packets,
-};
+use super::epoch::{Packets, aborted, current_epoch, pool_of, send_count_at, wait_at_least, wait_count_at};
 use super::rail::{Delivery, Operation, Path, deliver, node_word};
 use super::verdict::Verdict;
 use crate::layout::{
@@ -127,6 +125,12 @@ impl Exchange for Across<'_> {
     }
 
     #[device]
+    unsafe fn messages(&self) -> u64 {
+        let comm = &self.args.plan.comm;
+        pool_of(comm, comm.rank) + comm.pool.messages
+    }
+
+    #[device]
     fn start_at(&self, rank: u32, expert: u32) -> u64 {
         self.offset(self.args.wire.node, rank, expert_message::STARTS + expert)
     }
@@ -135,7 +139,7 @@ impl Exchange for Across<'_> {
     /// The packets are inside the own pool.
     #[device]
     unsafe fn wait_starts(&self, packets: &Packets) -> Option<[u32; Packets::MOST]> {
-        wait_packets::<false>(&self.args.plan.comm, packets, self.epoch, Wait::RelayedCounts)
+        packets.wait::<false>(&self.args.plan.comm, self.epoch, Wait::RelayedCounts)
     }
 }
 
