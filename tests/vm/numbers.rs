@@ -11,7 +11,7 @@ use epoxide_gpu::kernels::{NumberSelections, number_shared_bytes};
 use epoxide_gpu::layout::NumberArgs;
 use epoxide_testing::tier;
 
-/// What stands where no number is written.
+/// Stands where no number is written.
 const UNTOUCHED: i32 = -7;
 
 /// Ids of a rank's tokens, and the launch that numbers them.
@@ -132,7 +132,7 @@ proptest! {
     }
 }
 
-/// As a batch that a model sends, on as many blocks as its dispatch has.
+/// A batch of a model, on as many blocks as its dispatch has.
 #[test]
 fn a_batch_of_a_model() {
     let tokens = tier::pick(512, 4096);

@@ -19,10 +19,10 @@ const EPOCH: u64 = 7;
 const MESSAGES: u64 = 4096;
 /// Rows that a pool has room for.
 const ROWS: u64 = 1 << 16;
-/// What stands where nothing is written.
+/// Stands where nothing is written.
 const UNTOUCHED: i32 = -7;
 
-/// What ranks exchange, as rank 0 sees it.
+/// The exchange of ranks, as rank 0 sees it.
 #[derive(Clone, Debug)]
 struct Plan {
     /// Rows of each rank for each expert of rank 0.
@@ -43,7 +43,7 @@ struct Plan {
     absent: Option<u32>,
 }
 
-/// What the kernel leaves.
+/// The results of the kernel.
 struct Planned {
     /// Status and rows.
     header: Vec<i32>,
@@ -190,7 +190,7 @@ impl Plan {
         }
     }
 
-    /// Holds what the kernel leaves against sums on the host.
+    /// Holds the results of the kernel against sums on the host.
     fn check(&self) {
         let got = self.run();
         let (ranks, experts) = (self.ranks() as usize, self.local_experts() as usize);

@@ -10,9 +10,9 @@
 //! one atomic word, and each has one writer. A barrier of the block stands between the writers and
 //! the readers of each word of shared memory, or a barrier of the warp where one warp has them all.
 //! Counters in shared memory are added to by atomics, between two barriers. One thread writes the
-//! header, behind a barrier. Padding is marked in rows of the own pool that no plan gives to a peer.
-//! It is marked after this rank has published that its rows may be overwritten, and before the rank
-//! enters the movement of rows. Collectives stand where all lanes of a warp arrive.
+//! header, behind a barrier. Padding is marked in rows of the own pool that no plan gives to a
+//! peer. It is marked after this rank has published that its rows may be overwritten, and before
+//! the rank enters the movement of rows. Collectives stand where all lanes of a warp arrive.
 
 use core::mem::offset_of;
 
@@ -44,7 +44,9 @@ pub const fn number_shared_bytes(threads: u32, num_experts: u32) -> u32 {
 
 /// The experts that are counted at once.
 struct Window {
+    /// The first of them.
     first: u32,
+    /// Their number.
     experts: u32,
 }
 
@@ -123,8 +125,8 @@ impl Window {
 }
 
 /// Numbers the selections of each physical expert, in the order of tokens and entries. A block has
-/// a range of the entries, and each of its warps a part of the range. It counts for itself what is
-/// in front of its range, so that no block waits for another.
+/// a range of the entries, and each of its warps a part of the range. The block counts the
+/// selections in front of its range by itself, so that no block waits for another.
 #[kernel(
     threads = 512, barriers = 4, registers = 64, dependent,
     block >= 32, shared = number_shared_bytes(block, args.num_experts)
@@ -155,7 +157,7 @@ pub unsafe fn number_selections(args: NumberArgs) {
             window.count(&args, from + laneid(), 32, end, counters(warp + 1));
         }
         barrier_sync();
-        // Sums of the rows up to each warp's: what is in front of the warp.
+        // Sums of the rows up to each warp's: selections in front of the warp's part.
         block_stride!(expert in 0..window.experts => {
             let mut before = 0;
             stride!(warp in 0..warps => {
