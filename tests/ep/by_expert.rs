@@ -282,6 +282,12 @@ fn across_nodes() {
     across(Case::new(routing, 14336), Shm).check_by_expert(64);
 }
 
+/// More of them than a thread has in flight at once.
+#[test]
+fn a_thread_lists_many_selections_across_nodes() {
+    across(case(&[600, 3, 2, 5], 16, 32, Style::WithHoles), TransportKind::Direct).check_by_expert(8);
+}
+
 #[test]
 fn the_checker_finds_nothing_across_nodes() {
     for seed in 0..tier::pick(4, 60) {

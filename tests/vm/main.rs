@@ -4,4 +4,6 @@
 mod fuzz;
 mod kernels;
 mod litmus;
+mod numbers;
 mod own_kernels;
+mod plans;

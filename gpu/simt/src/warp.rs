@@ -118,3 +118,19 @@ device_fns! {
 pub unsafe fn shfl_u64(v: u64, src: u32) -> u64 {
     shfl_u32(v as u32, src) as u64 | (shfl_u32((v >> 32) as u32, src) as u64) << 32
 }
+
+device_fns! {
+    /// Bit i is whether lane i has the same value as this one. `match.any.sync.b32 r, v, 0xffffffff;`
+    ///
+    /// # Safety
+    /// All 32 lanes call it.
+    pub unsafe fn match_any(v: u32) -> u32 {
+        let r: u32;
+        // SAFETY: the caller vouches for the lanes.
+        unsafe {
+            nvvm::stay();
+            asm!("match.any.sync.b32 {r}, {v}, 0xffffffff;", r = out(reg32) r, v = in(reg32) v, options(nomem, nostack));
+        };
+        r
+    }
+}

@@ -8,55 +8,169 @@
 //!
 //! Soundness: each entry of an output has one warp or one thread. Packets carry data and flag in
 //! one atomic word, and each has one writer. A barrier of the block stands between the writers and
-//! the readers of each word of shared memory. One thread writes the header, behind a barrier.
-//! Padding is marked in rows of the own pool that no plan gives to a peer. It is marked after this
-//! rank has published that its rows may be overwritten, and before the rank enters the movement of
-//! rows. Collectives stand where all lanes of a warp arrive.
+//! the readers of each word of shared memory, or a barrier of the warp where one warp has them all.
+//! Counters in shared memory are added to by atomics, between two barriers. One thread writes the
+//! header, behind a barrier. Padding is marked in rows of the own pool that no plan gives to a
+//! peer. It is marked after this rank has published that its rows may be overwritten, and before
+//! the rank enters the movement of rows. Collectives stand where all lanes of a warp arrive.
 
 use core::mem::offset_of;
 
-use super::epoch::{aborted, current_epoch, pool_at, send_count, wait_count};
-use super::ids::ld_id;
+use super::epoch::{Packets, aborted, current_epoch, pool_at, send_count, wait_count};
+use super::ids::Id;
 use super::list::entry_at;
-use super::segments::sum_upto;
+use super::segments::sum_upto_of_group;
 use super::verdict::Verdict;
 use crate::layout::{
-    Comm, ExpertPlanArgs, MAX_LOCAL_EXPERTS, NumberArgs, PlanHeader, PlanStatus, SEND_LIST_STRIDE, message,
+    Comm, ExpertPlanArgs, MAX_LOCAL_EXPERTS, NumberArgs, PlanHeader, PlanStatus, SEND_LIST_STRIDE, Wait,
+    message, message_offset,
 };
 use crate::simt::*;
 
-/// Loads of a lane that are in flight together: as many as `unroll!(4, ..)` repeats.
+/// Loads of a thread that are in flight together where it counts: as many as `unroll!(8, ..)`
+/// repeats.
+const COUNTED: u32 = 8;
+/// The same where it numbers or lists: as many as `unroll!(4, ..)` repeats.
 const TOGETHER: u32 = 4;
 
-/// Numbers the selections of each physical expert, in the order of tokens and entries. A warp takes
-/// an expert, and stops behind the last of its selections.
-#[kernel(threads = 512, registers = 64, dependent, block >= 32)]
+/// Most experts that are counted at once: a window. Each warp has a counter for each of them.
+const WINDOW: u32 = 1024;
+
+/// Dynamic shared memory of a block of `number_selections` with `threads` threads, in bytes.
+pub const fn number_shared_bytes(threads: u32, num_experts: u32) -> u32 {
+    let window = if num_experts < WINDOW { num_experts } else { WINDOW };
+    threads / 32 * window * 4
+}
+
+/// The experts that are counted at once.
+struct Window {
+    /// The first of them.
+    first: u32,
+    /// Their number.
+    experts: u32,
+}
+
+/// In place of an expert of the window.
+const OUTSIDE: u32 = u32::MAX;
+
+impl Window {
+    /// The number of expert `id` in the window; [`OUTSIDE`] where the window does not have it.
+    #[device]
+    fn find(&self, id: i64) -> u32 {
+        let at = id.wrapping_sub(self.first as i64) as u64;
+        if at < self.experts as u64 { at as u32 } else { OUTSIDE }
+    }
+
+    /// Adds 1 to the counter of each selected expert, in the entries `first`, `first + step` and so
+    /// on in front of `end`. `counters`: where those of the window are in shared memory.
+    ///
+    /// # Safety
+    /// Entries in front of `end` are live. The counters are added to by atomics alone.
+    #[device]
+    unsafe fn count(&self, args: &NumberArgs, first: u32, step: u32, end: u32, counters: u32) {
+        stride!(group in first..end, COUNTED * step => {
+            let mut ids = [Id::NONE; COUNTED as usize];
+            unroll!(8, PART => {
+                let entry = (group + PART as u32 * step).min(end - 1);
+                ids[PART] = Id::load(args.topk_idx, args.narrow_ids, entry as u64);
+            });
+            unroll!(8, PART => {
+                let expert = self.find(ids[PART].value(args.narrow_ids));
+                if (expert != OUTSIDE) & (group + (PART as u32) * step < end) {
+                    red_relaxed_cta_shared_add_u32(counters + expert * 4, 1);
+                }
+            });
+        });
+    }
+
+    /// Numbers the selections of the entries from `from` to `end`, which are the warp's own, in
+    /// their order. `counters`: where the window's are in shared memory, each with the selections
+    /// of the expert in front of `from`. The whole warp calls it.
+    ///
+    /// # Safety
+    /// The entries are live, and no other warp uses the counters.
+    #[device]
+    unsafe fn number(&self, args: &NumberArgs, from: u32, end: u32, counters: u32) {
+        let lane = laneid();
+        stride!(group in from..end, TOGETHER * 32 => {
+            let mut ids = [Id::NONE; TOGETHER as usize];
+            unroll!(4, PART => {
+                let entry = (group + PART as u32 * 32 + lane).min(end - 1);
+                ids[PART] = Id::load(args.topk_idx, args.narrow_ids, entry as u64);
+            });
+            let (mut experts, mut alike) = ([OUTSIDE; TOGETHER as usize], [0; TOGETHER as usize]);
+            unroll!(4, PART => {
+                let expert = self.find(ids[PART].value(args.narrow_ids));
+                let is_there = group + PART as u32 * 32 + lane < end;
+                experts[PART] = if is_there { expert } else { OUTSIDE };
+                alike[PART] = match_any(experts[PART]);
+            });
+            unroll!(4, PART => {
+                // Lanes without a selection load some counter.
+                let counter = counters + experts[PART].min(self.experts - 1) * 4;
+                let number = ld_shared_u32(counter);
+                syncwarp();
+                if experts[PART] != OUTSIDE {
+                    let before = (alike[PART] & lanemask_lt()).count_ones();
+                    if before == 0 {
+                        st_shared_u32(counter, number + alike[PART].count_ones());
+                    }
+                    let entry = group + PART as u32 * 32 + lane;
+                    st_u32(args.numbers.0 + entry as u64 * 4, number + before);
+                }
+                syncwarp();
+            });
+        });
+    }
+}
+
+/// Numbers the selections of each physical expert, in the order of tokens and entries. A block has
+/// a range of the entries, and each of its warps a part of the range. The block counts the
+/// selections in front of its range by itself, so that no block waits for another.
+#[kernel(
+    threads = 512, barriers = 4, registers = 64, dependent,
+    block >= 32, shared = number_shared_bytes(block, args.num_experts)
+)]
 pub unsafe fn number_selections(args: NumberArgs) {
-    let (lane, warps) = (laneid(), ntid() / 32);
+    let (thread, warp, warps) = (tid(), tid() / 32, at_least_one(ntid() / 32));
     let entries = args.num_tokens * args.num_topk;
-    stride!(expert in tid() / 32 * nctaid() + ctaid()..args.num_experts, nctaid() * warps => {
-        let selections = ld_u32(args.num_tokens_per_expert.0 + expert as u64 * 4);
-        let (mut first, mut number) = (0, 0);
-        while number < selections && first < entries {
-            let mut ids = [-1i64; TOGETHER as usize];
-            unroll!(4, PART => {
-                let entry = first + PART as u32 * 32 + lane;
-                if entry < entries {
-                    ids[PART] = ld_id(args.topk_idx, args.narrow_ids, entry as u64);
-                }
-            });
-            unroll!(4, PART => {
-                let hits = ballot(ids[PART] == expert as i64);
-                if ids[PART] == expert as i64 {
-                    let entry = first + PART as u32 * 32 + lane;
-                    let index = number + (hits & lanemask_lt()).count_ones();
-                    st_u32(args.numbers.0 + entry as u64 * 4, index);
-                }
-                number += hits.count_ones();
-            });
-            first += TOGETHER * 32;
+    let of_warp = entries.div_ceil(nctaid()).div_ceil(warps).div_ceil(32) * 32;
+    let of_block = of_warp as u64 * warps as u64;
+    let begin = (of_block * ctaid() as u64).min(entries as u64) as u32;
+    if begin == entries {
+        return;
+    }
+    let from = (begin as u64 + of_warp as u64 * warp as u64).min(entries as u64) as u32;
+    let end = from + of_warp.min(entries - from);
+    let mut first = 0;
+    while first < args.num_experts {
+        let window = Window { first, experts: (args.num_experts - first).min(WINDOW) };
+        // Counters of each warp, one row behind the other.
+        let counters = |warp: u32| dynamic_shared() + warp * window.experts * 4;
+        block_stride!(counter in 0..warps * window.experts => {
+            st_shared_u32(counters(0) + counter * 4, 0);
+        });
+        barrier_sync();
+        // Row 0: in front of the block. The row of each other warp: entries of the warp before.
+        window.count(&args, thread, ntid(), begin, counters(0));
+        if warp + 1 < warps {
+            window.count(&args, from + laneid(), 32, end, counters(warp + 1));
         }
-    });
+        barrier_sync();
+        // Sums of the rows up to each warp's: selections in front of the warp's part.
+        block_stride!(expert in 0..window.experts => {
+            let mut before = 0;
+            stride!(warp in 0..warps => {
+                let counter = counters(warp) + expert * 4;
+                before += ld_shared_u32(counter);
+                st_shared_u32(counter, before);
+            });
+        });
+        barrier_sync();
+        window.number(&args, from, end, counters(warp));
+        barrier_sync();
+        first += window.experts;
+    }
 }
 
 shared! {
@@ -64,6 +178,8 @@ shared! {
         /// Rows that each local expert's segment takes, then where it begins; behind them, rows of
         /// all segments.
         segments: [u32; MAX_LOCAL_EXPERTS as usize + 1],
+        /// Rows of each local expert.
+        rows: [u32; MAX_LOCAL_EXPERTS as usize],
     }
 }
 
@@ -73,7 +189,7 @@ pub const PLAN_BY_EXPERT_SHARED_BYTES: u32 = PlanShared::BYTES;
 /// Plans where rows by expert go, behind `notify`. Block 0 plans for what comes here and sends the
 /// ranks their first rows; all blocks list what goes out.
 #[kernel(
-    threads = 512, barriers = 3, registers = 64, dependent,
+    threads = 512, barriers = 3, registers = 96, dependent,
     block >= 32, shared = PLAN_BY_EXPERT_SHARED_BYTES
 )]
 pub unsafe fn plan_by_expert(args: ExpertPlanArgs) {
@@ -87,10 +203,11 @@ pub unsafe fn plan_by_expert(args: ExpertPlanArgs) {
         return;
     }
     let mut received = 0;
+    let node = Node { comm: &args.comm, epoch };
     if ctaid() == 0 {
-        received = lay_out_segments(&args, &Node { comm: &args.comm, epoch });
+        received = lay_out_segments(&args, &node);
     }
-    list_rows(&args, epoch);
+    list_rows(&args, &node);
     if ctaid() != 0 {
         return;
     }
@@ -122,11 +239,6 @@ pub unsafe fn answer(args: &ExpertPlanArgs, verdict: Verdict, rows: u32, epoch: 
     }
 }
 
-#[device]
-fn segments() -> SharedArray<u32, { MAX_LOCAL_EXPERTS as usize + 1 }> {
-    PlanShared::dynamic().segments()
-}
-
 /// Rows that a segment takes: sums saturate, so that more rows than can be counted are more than
 /// there is room for.
 #[device]
@@ -134,18 +246,29 @@ fn aligned(rows: u32, alignment: u32) -> u32 {
     rows.saturating_add(alignment - 1) & !(alignment - 1)
 }
 
-/// Words that a plan of segments reads and publishes: counts of the sources, and first rows for them.
+/// Words that a plan reads and publishes: counts of the sources, and first rows for them and from
+/// the ranks of this node.
 pub trait Exchange {
+    /// Whether entries without a selection get the number 0.
+    const NUMBERS_HOLES: bool;
     /// Ranks whose rows come here.
     fn sources(&self) -> u32;
     /// Rows of `source` for a local expert.
     unsafe fn count(&self, source: u32, expert: u32) -> u32;
-    /// Ranks that are sent the rows of all segments.
+    /// Ranks of this node: they are sent the rows of all segments.
     fn ranks(&self) -> u32;
+    /// The number of the first of them among all ranks.
+    fn first_rank(&self) -> u32;
     /// Sends `rank` the rows of all segments.
     unsafe fn send_rows(&self, rank: u32, rows: u32);
     /// Publishes the first row of `source` for a local expert.
     unsafe fn send_start(&self, source: u32, expert: u32, row: u32);
+    /// The address of the messages in the own pool.
+    unsafe fn messages(&self) -> u64;
+    /// Offset there of the packet with this rank's first row for an expert of `rank` of this node.
+    fn start_at(&self, rank: u32, expert: u32) -> u64;
+    /// Waits for such packets together; `None` where one does not come.
+    unsafe fn wait_starts(&self, packets: &Packets) -> Option<[u32; Packets::MOST]>;
 }
 
 /// The exchange within a node.
@@ -155,6 +278,8 @@ struct Node<'a> {
 }
 
 impl Exchange for Node<'_> {
+    const NUMBERS_HOLES: bool = false;
+
     #[device]
     fn sources(&self) -> u32 {
         self.comm.num_ranks
@@ -171,6 +296,11 @@ impl Exchange for Node<'_> {
     }
 
     #[device]
+    fn first_rank(&self) -> u32 {
+        0
+    }
+
+    #[device]
     unsafe fn send_rows(&self, rank: u32, rows: u32) {
         send_count::<true>(self.comm, rank, message::EXPERT_ROWS, rows, self.epoch);
     }
@@ -179,10 +309,28 @@ impl Exchange for Node<'_> {
     unsafe fn send_start(&self, source: u32, expert: u32, row: u32) {
         send_count::<true>(self.comm, source, message::EXPERT_STARTS + expert, row, self.epoch);
     }
+
+    #[device]
+    unsafe fn messages(&self) -> u64 {
+        pool_at::<true>(self.comm, self.comm.rank) + self.comm.pool.messages
+    }
+
+    #[device]
+    fn start_at(&self, rank: u32, expert: u32) -> u64 {
+        message_offset(rank, message::EXPERT_STARTS + expert)
+    }
+
+    #[device]
+    unsafe fn wait_starts(&self, packets: &Packets) -> Option<[u32; Packets::MOST]> {
+        packets.wait::<true>(self.comm, self.epoch, Wait::Counts)
+    }
 }
 
 /// Plans the segments of the local experts, sends each rank its first rows, and marks what is
 /// padding; gives the rows of all segments. All threads of block 0 call it.
+///
+/// Counts come from a source to a lane, and an expert has as many lanes as there are sources, up to
+/// a warp. So their loads are in flight together.
 ///
 /// # Safety
 /// Tables have an entry for each local expert; rows that are marked lie inside the pool.
@@ -190,14 +338,26 @@ impl Exchange for Node<'_> {
 pub unsafe fn lay_out_segments(args: &ExpertPlanArgs, exchange: &impl Exchange) -> u32 {
     let comm = &args.comm;
     let (thread, lane, experts) = (tid(), laneid(), args.local_experts);
+    let (segments, rows_of) = (PlanShared::dynamic().segments(), PlanShared::dynamic().rows());
     let (sources, ranks) = (exchange.sources(), exchange.ranks());
-    block_stride!(expert in 0..experts => {
+    let log2_lanes = (u32::BITS - sources.saturating_sub(1).leading_zeros()).min(5);
+    let lanes = 1 << log2_lanes;
+    let (group, groups) = (thread >> log2_lanes, ntid() >> log2_lanes);
+    let (of_group, last) = (lane & (lanes - 1), lane | (lanes - 1));
+    stride!(first in 0..experts, groups => {
+        let expert = first + group;
         let mut rows = 0u32;
-        stride!(source in 0..sources => {
-            rows = rows.saturating_add(exchange.count(source, expert));
-        });
-        st_u32(args.expert_counts.0 + expert as u64 * 4, rows);
-        st_shared_u32(segments().at(expert), aligned(rows, args.alignment));
+        if expert < experts {
+            stride!(source in of_group..sources, lanes => {
+                rows = rows.saturating_add(exchange.count(source, expert));
+            });
+        }
+        let rows = sum_upto_of_group(lanes, rows, u32::saturating_add);
+        if (expert < experts) & (lane == last) {
+            st_u32(args.expert_counts.0 + expert as u64 * 4, rows);
+            rows_of.st(expert, rows);
+            segments.st(expert, aligned(rows, args.alignment));
+        }
     });
     barrier_sync();
     if thread < 32 {
@@ -205,34 +365,44 @@ pub unsafe fn lay_out_segments(args: &ExpertPlanArgs, exchange: &impl Exchange) 
         let (mut first, mut before) = (0, 0u32);
         while first < experts {
             let expert = first + lane;
-            let rows = if expert < experts { segments().ld(expert) } else { 0 };
-            let upto = sum_upto(rows, u32::saturating_add);
+            let rows = if expert < experts { segments.ld(expert) } else { 0 };
+            let upto = sum_upto_of_group(32, rows, u32::saturating_add);
             let front = shfl_u32(upto, lane.wrapping_sub(1) & 31);
             let front = before.saturating_add(if lane == 0 { 0 } else { front });
             if expert < experts {
-                segments().st(expert, front);
+                segments.st(expert, front);
             }
             before = before.saturating_add(shfl_u32(upto, 31));
             first += 32;
         }
         if lane == 0 {
-            segments().st(experts, before);
+            segments.st(experts, before);
         }
     }
     barrier_sync();
-    let total = segments().ld(experts);
-    if thread < ranks {
-        exchange.send_rows(thread, total);
-    }
-    block_stride!(expert in 0..experts => {
-        let start = segments().ld(expert);
-        let mut row = start;
-        stride!(source in 0..sources => {
-            exchange.send_start(source, expert, row);
-            row = row.saturating_add(exchange.count(source, expert));
+    let total = segments.ld(experts);
+    block_stride!(rank in 0..ranks => {
+        exchange.send_rows(rank, total);
+    });
+    stride!(first in 0..experts, groups => {
+        let expert = first + group;
+        let mut row = if expert < experts { segments.ld(expert) } else { 0 };
+        stride!(first in 0..sources, lanes => {
+            let source = first + of_group;
+            let is_there = (expert < experts) & (source < sources);
+            let rows = if is_there { exchange.count(source, expert) } else { 0 };
+            let upto = sum_upto_of_group(lanes, rows, u32::saturating_add);
+            let front = shfl_u32(upto, lane.wrapping_sub(1) & 31);
+            let all = shfl_u32(upto, last);
+            if is_there {
+                exchange.send_start(source, expert, row.saturating_add(if of_group == 0 { 0 } else { front }));
+            }
+            row = row.saturating_add(all);
         });
-        st_u32(args.expert_starts.0 + expert as u64 * 4, start);
-        st_u32(args.psum_expert.0 + expert as u64 * 4, row);
+        if (expert < experts) & (of_group == 0) {
+            st_u32(args.expert_starts.0 + expert as u64 * 4, segments.ld(expert));
+            st_u32(args.psum_expert.0 + expert as u64 * 4, row);
+        }
     });
     if thread == 0 {
         st_u32(args.expert_starts.0 + experts as u64 * 4, total);
@@ -242,9 +412,8 @@ pub unsafe fn lay_out_segments(args: &ExpertPlanArgs, exchange: &impl Exchange) 
     let source_of = pool_at::<true>(comm, comm.rank) + comm.pool.recv_src_idx;
     let mut expert = thread / 32;
     while expert < experts && total as u64 <= comm.pool.rows {
-        let rows = ld_u32(args.expert_counts.0 + expert as u64 * 4);
-        let mut row = segments().ld(expert) + rows + lane;
-        while row < segments().ld(expert + 1) {
+        let mut row = segments.ld(expert) + rows_of.ld(expert) + lane;
+        while row < segments.ld(expert + 1) {
             st_u32(source_of + row as u64 * 4, u32::MAX);
             row += 32;
         }
@@ -253,29 +422,57 @@ pub unsafe fn lay_out_segments(args: &ExpertPlanArgs, exchange: &impl Exchange) 
     total
 }
 
-/// Lists where each token's rows go: entry k of a token is its row at the rank of its expert k.
+/// Lists where each token's rows go on this node: entry k of a token is its row at the rank of its
+/// expert k, or -1.
 ///
 /// # Safety
-/// A token has a list; ids are those of physical experts, since the plan is ready.
+/// A token has a list; ids are those of physical experts, since the counts are agreed.
 #[device]
-unsafe fn list_rows(args: &ExpertPlanArgs, epoch: u64) {
-    let experts = at_least_one(args.local_experts);
+pub unsafe fn list_rows<E: Exchange>(args: &ExpertPlanArgs, exchange: &E) {
+    let (topk, experts) = (at_least_one(args.num_topk), at_least_one(args.local_experts));
+    let (first_rank, ranks) = (exchange.first_rank(), exchange.ranks());
+    let messages = exchange.messages();
     grid_stride!(at in 0..args.num_tokens * SEND_LIST_STRIDE => {
         let (token, k) = (at / SEND_LIST_STRIDE, at % SEND_LIST_STRIDE);
-        let mut to = -1;
-        if k < args.num_topk {
-            let entry = token as u64 * args.num_topk as u64 + k as u64;
-            let id = ld_id(args.topk_idx, args.narrow_ids, entry);
-            if id >= 0 {
-                let (rank, local) = (id as u32 / experts, id as u32 % experts);
-                let start = wait_count::<true>(&args.comm, rank, message::EXPERT_STARTS + local, epoch);
-                if let Some(start) = start {
-                    let row = start.wrapping_add(ld_u32(args.numbers.0 + entry * 4));
-                    to = (rank as i64) << 32 | row as i64;
-                }
-            }
+        if k >= topk {
+            st_i64(entry_at(args.send_row.0, token, k), -1);
         }
-        st_i64(entry_at(args.send_row.0, token, k), to);
+    });
+    let (entries, step) = (args.num_tokens * topk, nctaid() * ntid());
+    stride!(group in ctaid() * ntid() + tid()..entries, TOGETHER * step => {
+        let mut ids = [Id::NONE; TOGETHER as usize];
+        unroll!(4, PART => {
+            let entry = (group + PART as u32 * step).min(entries - 1);
+            ids[PART] = Id::load(args.topk_idx, args.narrow_ids, entry as u64);
+        });
+        let (mut packets, mut at_rank) = (Packets::new(messages), [0; TOGETHER as usize]);
+        let mut numbers = [0; TOGETHER as usize];
+        unroll!(4, PART => {
+            let (entry, id) = (group + PART as u32 * step, ids[PART].value(args.narrow_ids));
+            let (global, local) = (id as u32 / experts, id as u32 % experts);
+            let rank = global.wrapping_sub(first_rank);
+            let goes = (entry < entries) & (id >= 0) & (rank < ranks);
+            if goes {
+                packets.add::<PART>(messages + exchange.start_at(rank, local), global);
+            }
+            at_rank[PART] = rank;
+            numbers[PART] = ld_i32_if(goes, args.numbers.0 + entry as u64 * 4, 0);
+            if E::NUMBERS_HOLES && entry < entries && id < 0 {
+                st_u32(args.numbers.0 + entry as u64 * 4, 0);
+            }
+        });
+        let starts = exchange.wait_starts(&packets);
+        unroll!(4, PART => {
+            let entry = group + PART as u32 * step;
+            if entry < entries {
+                let mut to = -1;
+                if let (Some(starts), true) = (starts, packets.has::<PART>()) {
+                    let row = starts[PART].wrapping_add(numbers[PART] as u32);
+                    to = (at_rank[PART] as i64) << 32 | row as i64;
+                }
+                st_i64(entry_at(args.send_row.0, entry / topk, entry % topk), to);
+            }
+        });
     });
 }
 

@@ -611,3 +611,85 @@ pub unsafe fn note(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u64,
         st_release_sys_u64(status + offset_of!(Status, code) as u64, what as u64);
     }
 }
+
+/// Up to four packets of the messages in the own pool, which are waited for together.
+#[derive(Clone, Copy)]
+pub struct Packets {
+    /// Where they are. Some packet, where there is none to wait for.
+    addresses: [u64; Packets::MOST],
+    /// The ranks that they are from, by their number among all.
+    peers: [u32; Packets::MOST],
+    /// A bit for each one that is waited for.
+    wanted: u32,
+}
+
+impl Packets {
+    /// Most packets: as many as `unroll!(4, ..)` repeats.
+    pub const MOST: usize = 4;
+
+    /// No packets. `messages`: the address of the messages.
+    #[device]
+    pub fn new(messages: u64) -> Packets {
+        Packets { addresses: [messages; Packets::MOST], peers: [0; Packets::MOST], wanted: 0 }
+    }
+
+    /// Adds packet number `PART`, which is at `address` and from `peer`.
+    #[device]
+    pub fn add<const PART: usize>(&mut self, address: u64, peer: u32) {
+        (self.addresses[PART], self.peers[PART]) = (address, peer);
+        self.wanted |= 1 << PART;
+    }
+
+    /// Whether there is a packet number `PART`.
+    #[device]
+    pub fn has<const PART: usize>(&self) -> bool {
+        self.wanted >> PART & 1 != 0
+    }
+
+    /// Waits for all of them, with their loads in flight together; `None` when the wait expired. In
+    /// place of a packet that is not there is any value.
+    ///
+    /// # Safety
+    /// The packets are in this rank's own pool. Data and flag are one atomic word, so no acquire is
+    /// needed.
+    #[device]
+    pub unsafe fn wait<const MANY: bool>(
+        &self,
+        comm: &Comm,
+        epoch: u64,
+        what: Wait,
+    ) -> Option<[u32; Packets::MOST]> {
+        let mut deadline = Deadline::start();
+        loop {
+            let (mut seen, mut late) = ([0; Packets::MOST], self.wanted);
+            unroll!(4, PART => { seen[PART] = ld_relaxed_sys_u64(self.addresses[PART]) });
+            unroll!(4, PART => {
+                if (seen[PART] >> 32) as u32 == epoch as u32 {
+                    late &= !(1 << PART);
+                }
+            });
+            if late == 0 {
+                return Some(seen.map(|packet| packet as u32));
+            }
+            // The first of those that have not come.
+            let (mut peer, mut last) = (0, 0);
+            unroll!(4, PART => {
+                if late.trailing_zeros() == PART as u32 {
+                    (peer, last) = (self.peers[PART], seen[PART] >> 32);
+                }
+            });
+            if deadline.expired(comm) {
+                unroll!(4, PART => {
+                    if late >> PART & 1 != 0 {
+                        note_late(comm, deadline.waited, self.peers[PART], what);
+                    }
+                });
+                record(comm, deadline.waited, peer, epoch, epoch, last, what);
+                return None;
+            }
+            if deadline.is_long() && is_sender_in_other_call::<MANY>(comm, peer, epoch) {
+                return None;
+            }
+        }
+    }
+}

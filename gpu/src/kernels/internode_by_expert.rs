@@ -16,15 +16,13 @@ use core::mem::offset_of;
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::by_expert::PLAN_BY_EXPERT_SHARED_BYTES;
-use super::by_expert::{Exchange, answer, lay_out_segments};
-use super::epoch::{aborted, current_epoch, send_count_at, wait_at_least, wait_count_at};
-use super::ids::ld_id;
-use super::list::entry_at;
+use super::by_expert::{Exchange, answer, lay_out_segments, list_rows};
+use super::epoch::{Packets, aborted, current_epoch, pool_of, send_count_at, wait_at_least, wait_count_at};
 use super::rail::{Delivery, Operation, Path, deliver, node_word};
 use super::verdict::Verdict;
 use crate::layout::{
-    CROWDED, ExpertPlanArgs, InternodeExpertPlanArgs, JUDGED, PlanHeader, PlanStatus, SEND_LIST_STRIDE, Wait,
-    Wire, expert_message, expert_message_offset, relay_message,
+    CROWDED, ExpertPlanArgs, InternodeExpertPlanArgs, JUDGED, PlanHeader, PlanStatus, Wait, Wire,
+    expert_message, expert_message_offset, relay_message,
 };
 use crate::simt::*;
 
@@ -32,7 +30,7 @@ use crate::simt::*;
 /// sends the ranks of the node their first rows, and exchanges verdicts with the other nodes. All
 /// blocks list what goes to this node, and the first rows of what this rank relays.
 #[kernel(
-    threads = 512, barriers = 3, registers = 64,
+    threads = 512, barriers = 3, registers = 96,
     block >= 32, shared = PLAN_BY_EXPERT_SHARED_BYTES,
     requires(..ExpertPlanArgs(args.plan), ..Wire(args.wire))
 )]
@@ -53,7 +51,7 @@ pub unsafe fn internode_plan_by_expert(args: InternodeExpertPlanArgs) {
     if ctaid() == 0 {
         received = lay_out_segments(plan, &exchange);
     }
-    exchange.list_rows();
+    list_rows(plan, &exchange);
     exchange.keep_bases();
     if ctaid() != 0 {
         return;
@@ -77,6 +75,9 @@ struct Across<'a> {
 }
 
 impl Exchange for Across<'_> {
+    /// The sender reads the numbers of all entries of a token.
+    const NUMBERS_HOLES: bool = true;
+
     #[device]
     fn sources(&self) -> u32 {
         self.args.wire.num_nodes * self.ranks()
@@ -95,6 +96,11 @@ impl Exchange for Across<'_> {
     #[device]
     fn ranks(&self) -> u32 {
         self.args.plan.comm.num_ranks
+    }
+
+    #[device]
+    fn first_rank(&self) -> u32 {
+        self.args.wire.node * self.ranks()
     }
 
     /// # Safety
@@ -117,6 +123,24 @@ impl Exchange for Across<'_> {
         let at = self.offset(node, comm.rank, expert_message::STARTS + expert);
         send_count_at::<false>(comm, relay, at, row, self.epoch);
     }
+
+    #[device]
+    unsafe fn messages(&self) -> u64 {
+        let comm = &self.args.plan.comm;
+        pool_of(comm, comm.rank) + comm.pool.messages
+    }
+
+    #[device]
+    fn start_at(&self, rank: u32, expert: u32) -> u64 {
+        self.offset(self.args.wire.node, rank, expert_message::STARTS + expert)
+    }
+
+    /// # Safety
+    /// The packets are inside the own pool.
+    #[device]
+    unsafe fn wait_starts(&self, packets: &Packets) -> Option<[u32; Packets::MOST]> {
+        packets.wait::<false>(&self.args.plan.comm, self.epoch, Wait::RelayedCounts)
+    }
 }
 
 impl Across<'_> {
@@ -136,38 +160,6 @@ impl Across<'_> {
         // The rank's number among all.
         let rank = self.args.wire.node * self.ranks() + receiver;
         wait_count_at::<false>(&self.args.plan.comm, at, rank, self.epoch, Wait::RelayedCounts)
-    }
-
-    /// Lists where entries of this rank's tokens go on this node: entry k of a token is its row at
-    /// the rank of its expert k, or -1.
-    ///
-    /// # Safety
-    /// A token has a list; ids are those of physical experts, since the counts are agreed.
-    #[device]
-    unsafe fn list_rows(&self) {
-        let (plan, node) = (&self.args.plan, self.args.wire.node);
-        let experts = plan.local_experts.max(1);
-        grid_stride!(at in 0..plan.num_tokens * SEND_LIST_STRIDE => {
-            let (token, k) = (at / SEND_LIST_STRIDE, at % SEND_LIST_STRIDE);
-            let mut to = -1;
-            if k < plan.num_topk {
-                let entry = token as u64 * plan.num_topk as u64 + k as u64;
-                let id = ld_id(plan.topk_idx, plan.narrow_ids, entry);
-                if id < 0 {
-                    // Selections alone were numbered, and the sender reads all entries of a token.
-                    st_u32(plan.numbers.0 + entry * 4, 0);
-                }
-                let rank = (id as u32 / experts).wrapping_sub(node * self.ranks());
-                if id >= 0 && rank < self.ranks() {
-                    let start = self.packet(node, rank, expert_message::STARTS + id as u32 % experts);
-                    if let Some(start) = start {
-                        let row = start.wrapping_add(ld_u32(plan.numbers.0 + entry * 4));
-                        to = (rank as i64) << 32 | row as i64;
-                    }
-                }
-            }
-            st_i64(entry_at(plan.send_row.0, token, k), to);
-        });
     }
 
     /// Copies the first rows of what this rank relays to the table that the dispatch reads.

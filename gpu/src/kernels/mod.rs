@@ -43,7 +43,7 @@ pub use example::{MoeGemm, MoeGemmWeights, MoeSwiglu, MoeSwigluBackward, MoeTopk
 
 /// The library's own kernels, which its host launches, and what it needs to know of them.
 mod own {
-    pub use super::by_expert::PLAN_BY_EXPERT_SHARED_BYTES;
+    pub use super::by_expert::{PLAN_BY_EXPERT_SHARED_BYTES, number_shared_bytes};
     pub use super::dispatch::{COPY_STAGES, copy_rings_behind};
     pub use super::epoch::JOINED_BYTES;
     pub use super::internode_combine::MAX_INTERNODE_SLOT_BYTES;

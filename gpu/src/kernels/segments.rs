@@ -46,3 +46,16 @@ impl Segments {
         (lane, row - shfl_u32(self.upto - self.count, lane))
     }
 }
+
+/// The sum of the numbers of the lanes of a group up to this one, by `add`. Groups are of `lanes`
+/// neighbours, a power of two. The whole warp calls it.
+#[device]
+pub unsafe fn sum_upto_of_group(lanes: u32, number: u32, add: impl Fn(u32, u32) -> u32) -> u32 {
+    let (mut upto, mut distance) = (number, 1);
+    while distance < lanes {
+        let of_others = shfl_u32(upto, laneid().wrapping_sub(distance) & 31);
+        upto = add(upto, if laneid() & (lanes - 1) >= distance { of_others } else { 0 });
+        distance *= 2;
+    }
+    upto
+}

@@ -165,8 +165,6 @@ layout_assert!(AddCountsArgs, size = size_of::<Comm>() + 32, len at size_of::<Co
 pub struct NumberArgs {
     /// In: ids of physical experts or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
-    /// In, of the layout: u32 `[num_experts]`.
-    pub num_tokens_per_expert: DevicePtr,
     /// Out, where an id selects an expert: u32 `[num_tokens, num_topk]`, selections of the same
     /// expert before this one.
     pub numbers: DevicePtr,
@@ -180,7 +178,7 @@ pub struct NumberArgs {
     pub narrow_ids: u32,
 }
 
-layout_assert!(NumberArgs, size = 40, narrow_ids at 36);
+layout_assert!(NumberArgs, size = 32, narrow_ids at 28);
 
 /// Arguments of `plan_by_expert`.
 #[kernel_args(requires(

@@ -7,6 +7,7 @@ use epoxide_gpu::kernels::{
     COPY_STAGES, Dispatch, DispatchByExpert, DispatchMany, InternodeCount, InternodeDispatch,
     InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES, Notify, NotifyMany,
     NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert, copy_rings_behind,
+    number_shared_bytes,
 };
 use epoxide_gpu::layout::{
     CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, ExpertDispatchArgs, ExpertPlanArgs,
@@ -30,10 +31,8 @@ use crate::ep::payload::{Columns, PlacedColumn, Record, Records};
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
-/// Threads per block of the kernels that count tokens and plan rows by expert.
-const PLAN_THREADS: u32 = 512;
-/// Threads per block of the kernel that numbers selections.
-const NUMBER_THREADS: u32 = 512;
+/// Threads per block of the kernels that count tokens, number selections and plan rows by expert.
+pub(super) const PLAN_THREADS: u32 = 512;
 /// Types of elements that rows can have.
 const ROWS: [DType; 9] = [
     DType::Bf16,
@@ -760,16 +759,12 @@ impl Buffer {
         let (num_tokens, num_topk) = (layout.num_tokens, layout.num_topk);
         let args = NumberArgs {
             topk_idx,
-            num_tokens_per_expert: layout.tables.num_tokens_per_expert,
             numbers: at.numbers,
             num_tokens,
             num_topk,
             num_experts: layout.num_experts,
             narrow_ids,
         };
-        let warps = NUMBER_THREADS / 32;
-        // More multiprocessors than other kernels of the operation have would not be asked for.
-        let grid = layout.num_experts.div_ceil(warps).clamp(1, counts.num_sms);
         let mut comm = Comm { pool: place.room().layout, timeout_ns: counts.timeout_ns, ..self.comm };
         comm.pool.rows = counts.capacity;
         let plan = ExpertPlanArgs {
@@ -797,8 +792,9 @@ impl Buffer {
         let shared = PLAN_BY_EXPERT_SHARED_BYTES;
         // SAFETY: passed on to the caller.
         unsafe {
-            stream.call(number, grid, NUMBER_THREADS, 0, NumberSelections::call(args))?;
             let grid = blocks_for(num_tokens, counts.num_sms);
+            let numbers = number_shared_bytes(PLAN_THREADS, layout.num_experts);
+            stream.call(number, grid, PLAN_THREADS, numbers, NumberSelections::call(args))?;
             match &tables.routing {
                 Spread::OneNode(node, _) => {
                     let kernel = &node.by_expert.as_ref().ok_or_else(not_loaded)?.plan;

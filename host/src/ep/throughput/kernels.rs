@@ -13,10 +13,11 @@ use epoxide_gpu::kernels::{
     InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES,
     MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, NumberSelections,
     PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns, PlanByExpert, StageByExpert, StageCombine,
-    TransposeColumn, WeightGradients, notify_shared_bytes,
+    TransposeColumn, WeightGradients, notify_shared_bytes, number_shared_bytes,
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes, tail_bytes_by_expert};
 
+use super::dispatch::PLAN_THREADS;
 use super::options::Tuning;
 use super::wire::WireTables;
 use super::{Config, Topology};
@@ -317,6 +318,8 @@ impl LoadedKernels {
     /// The kernels of all operations, with a network side if there are several nodes.
     pub fn mode(&self, network: Option<(WireTables, Wire)>) -> Result<BufferSpread> {
         let kernel = |name, shared| self.module.kernel(name, shared);
+        // Of any number of experts.
+        let number_shared = number_shared_bytes(PLAN_THREADS, u32::MAX);
         Ok(match network {
             None => {
                 let is_many = self.is_many;
@@ -325,7 +328,7 @@ impl LoadedKernels {
                 let by_expert = || -> Result<ByExpert> {
                     let [number, plan, dispatch, stage, combine, combine_f16, combine_f32] = ByExpert::NAMES;
                     Ok(ByExpert {
-                        number: kernel(number, 0)?,
+                        number: kernel(number, number_shared)?,
                         plan: kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
                         dispatch: kernel(dispatch, self.shared_limit)?,
                         stage: kernel(stage, 0)?,
@@ -352,7 +355,7 @@ impl LoadedKernels {
                     let [number, plan, dispatch, stage, combine, combine_f16, combine_f32] =
                         ByExpertAcross::NAMES;
                     Ok(ByExpertAcross {
-                        number: kernel(number, 0)?,
+                        number: kernel(number, number_shared)?,
                         plan: kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
                         dispatch: kernel(dispatch, self.shared_limit)?,
                         stage: kernel(stage, 0)?,
