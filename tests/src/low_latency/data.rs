@@ -19,9 +19,9 @@ pub(super) const SCALE_ERROR: f32 = 1e-6;
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Scales {
     None,
-    /// Of 128 elements each.
+    /// One for each 128 elements.
     F32(Vec<f32>),
-    /// Of 32 elements each.
+    /// One for each 32 elements.
     Ue8m0(Vec<u8>),
 }
 

@@ -16,8 +16,8 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// The same as [`LowLatencyDispatch`](super::LowLatencyDispatch), of rows that become MXFP8 on their
-/// way.
+/// The same as [`LowLatencyDispatch`](super::LowLatencyDispatch), of rows that become MXFP8 on
+/// their way.
 #[kernel(
     threads = 512, barriers = 10, registers = 128, dependent,
     block = 512, shared = super::low_latency_dispatch_shared_bytes(&args),
@@ -138,7 +138,7 @@ pub(super) unsafe fn mx_quantised(numbers: &Sixteen) -> ([u32; 4], f32) {
         scales |= shfl_u32(scales, lane ^ step);
         step *= 2;
     }
-    // As in `quantised`, whose instructions would change if it called a function for this.
+    // `quantised` has the same step: a function for both would rename registers of its kernels.
     let mut vector = [0; 4];
     unroll!(4, J => {
         let half = &numbers[J / 2];
@@ -156,7 +156,8 @@ fn mx_scale(amax: u32) -> (u32, f32) {
     // Exponents of f32 and of UE8M0 have the same bias, 127. The least scale is 2^-127; that of an
     // infinite magnitude is the next one behind those of finite numbers.
     let scale = (amax >> 23).saturating_sub(E4M3_EMAX);
-    // The opposite exponent, 7 to 254: a normal number, by which products are exact.
+    // The opposite exponent, 7 to 254: a normal number. Products of bf16 with it are exact, or so
+    // small that they become zeros.
     let inverse = f32::from_bits((254 - scale) << 23);
     (if amax > INFINITE { UE8M0_NAN } else { scale }, inverse)
 }

@@ -425,7 +425,7 @@ impl Buffer {
     /// The same, of a dispatch that brings rows by expert.
     ///
     /// # Safety
-    /// As of [`Buffer::launch_dispatch`].
+    /// The same as of [`Buffer::launch_dispatch`].
     unsafe fn launch_dispatch_by_expert(
         &self,
         stream: &Stream,

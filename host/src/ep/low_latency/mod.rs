@@ -96,7 +96,7 @@ pub struct Buffer {
 #[derive(Debug)]
 struct Kernels {
     dispatch: Kernel,
-    /// Of rows that become MXFP8.
+    /// A dispatch of rows that become MXFP8.
     mxfp8_dispatch: Kernel,
     /// Of rows of [`Options::combine_dtype`].
     combine: Kernel,

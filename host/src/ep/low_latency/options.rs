@@ -333,7 +333,7 @@ pub enum Quantise {
     /// | of a block | becomes |
     /// |---|---|
     /// | the scale | 2<sup>floor(log2(m)) - 8</sup>, where m is the largest magnitude (section 6.3); 2<sup>-127</sup> where that is less, also of zeros |
-    /// | an element | its quotient by the scale, rounded to nearest even, at most 448 |
+    /// | an element | its quotient by the scale, rounded to nearest even, at most 448: quotients reach up to 512, so that the largest may lose an eighth |
     /// | an infinite element | 448 with its sign. m counts as 2<sup>128</sup>: the scale is 2<sup>120</sup>, by which 448 is infinite again in f32 and bf16, and finite elements stay finite |
     /// | a NaN | NaN (0x7f). The scale is NaN as well (0xff), and thereby the whole block |
     ///
