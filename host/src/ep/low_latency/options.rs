@@ -127,8 +127,8 @@ impl Options {
 
     setters! {
         /// Room for columns that travel with rows, in units of 4 bytes
-        /// ([`Payload::max_scales`](crate::Payload::max_scales)), at most 512. There is room for an
-        /// f32 scale of each 128 elements anyway.
+        /// ([`Payload::max_scales`](crate::Payload::max_scales)), at most 512. There is room for a
+        /// unit of each 128 elements anyway: an f32 scale, or four UE8M0 scales.
         max_scales: u32;
         /// Type of the rows that combines take and of their sums: bf16, which is the default, f16 or
         /// f32. A share of f16 that is too large for it is infinite.
