@@ -49,7 +49,7 @@ pub(crate) fn measure(
     let max_tokens = low.max_tokens.unwrap_or(plan.tokens);
     let case = LowLatencyCase {
         max_tokens,
-        quantise: quantise(plan.dtype),
+        quantise: low.quantise,
         quantise_back: quantise(low.combine_dtype),
         combine_rows: low.combine_rows,
         segments: plan

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use epoxide::DType;
 use epoxide::internal::{Topology, Tuning, check_nodes};
+use epoxide::low_latency::Quantise;
 use epoxide::throughput::{Config, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_gpu::layout::SlotShape;
@@ -54,6 +55,8 @@ pub enum Baseline {
 /// Settings of a low-latency measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LowLatencySettings {
+    /// How BF16 rows become those of [`Plan::dtype`] when a dispatch sends them.
+    pub quantise: Quantise,
     /// Row type of combine: BF16 or FP8.
     pub combine_dtype: DType,
     /// Rows that combine takes.
@@ -273,6 +276,14 @@ impl Plan {
         self.low_latency.and_then(|low| low.between_us)
     }
 
+    /// Row type of dispatch, as flags and results name it.
+    pub fn dtype_name(&self) -> &'static str {
+        match self.low_latency {
+            Some(LowLatencySettings { quantise: Quantise::Mxfp8, .. }) => "mxfp8",
+            _ => self.dtype.name(),
+        }
+    }
+
     /// Row type of combine.
     fn combine_dtype(&self) -> DType {
         self.low_latency.map_or(DType::Bf16, |low| low.combine_dtype)
@@ -488,7 +499,7 @@ impl Plan {
             hidden: self.hidden,
             experts: self.experts,
             topk: self.topk,
-            dtype: self.dtype.name().to_string(),
+            dtype: self.dtype_name().to_string(),
             seed: self.seed,
             masked: self.masked,
             num_sms,

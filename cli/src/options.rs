@@ -10,6 +10,7 @@ use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig};
 use epoxide::internal::Schedule;
 pub use epoxide::internal::Topology;
 use epoxide::internal::driver::Hooks;
+use epoxide::low_latency::Quantise;
 use epoxide::throughput::{Config, Options, Shape};
 use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
 use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
@@ -40,6 +41,9 @@ pub enum RowType {
     Bf16,
     /// 8-bit float (e4m3) with one f32 scale per 128 elements; combine returns bf16.
     Fp8,
+    /// 8-bit float (e4m3) with one UE8M0 scale per 32 elements, in a dispatch of low latency;
+    /// combine returns bf16.
+    Mxfp8,
 }
 
 impl RowType {
@@ -47,15 +51,24 @@ impl RowType {
     pub fn dtype(self) -> DType {
         match self {
             RowType::Bf16 => DType::Bf16,
-            RowType::Fp8 => DType::Fp8E4m3,
+            RowType::Fp8 | RowType::Mxfp8 => DType::Fp8E4m3,
         }
     }
 
-    /// Scales per token.
+    /// How rows of bf16 become those of this type on their way.
+    pub fn quantise(self) -> Quantise {
+        match self {
+            RowType::Bf16 => Quantise::Not,
+            RowType::Fp8 => Quantise::Fp8,
+            RowType::Mxfp8 => Quantise::Mxfp8,
+        }
+    }
+
+    /// Words of scales per token.
     pub fn num_scales(self, hidden: u64) -> u64 {
         match self {
             RowType::Bf16 => 0,
-            RowType::Fp8 => hidden.div_ceil(ELEMENTS_PER_SCALE),
+            RowType::Fp8 | RowType::Mxfp8 => hidden.div_ceil(ELEMENTS_PER_SCALE),
         }
     }
 }
@@ -331,7 +344,7 @@ pub struct RoundTripFlags {
     pub topk: Option<u32>,
 
     /// Element type of the dispatched rows, and what travels with them; combine returns bf16. Low
-    /// latency has bf16 and fp8
+    /// latency has bf16, fp8 and mxfp8, and converts rows on their way
     #[arg(long, value_enum, default_value = "bf16")]
     pub dtype: RowFormat,
 
@@ -457,9 +470,9 @@ impl RoundTripFlags {
             experts,
             topk: self.topk.unwrap_or(4.min(ranks)),
         };
-        if sizes.low_latency && !matches!(self.dtype, RowFormat::Bf16 | RowFormat::Fp8) {
+        if sizes.low_latency && !matches!(self.dtype, RowFormat::Bf16 | RowFormat::Fp8 | RowFormat::Mxfp8) {
             let name = self.dtype.name();
-            let rule = format!("--dtype {name}: --mode low-latency has bf16 and fp8");
+            let rule = format!("--dtype {name}: --mode low-latency has bf16, fp8 and mxfp8");
             return Err(CommandError::usage(rule));
         }
         sizes.check().map_err(CommandError::usage)?;

@@ -451,6 +451,8 @@ mod tests {
 
     #[test]
     fn low_latency_reports_in_the_same_form() {
+        let line = "--mode low-latency --nodes 2 --ranks-per-node 1 --tokens 5 --hidden 256 --dtype mxfp8 --iterations 4";
+        assert_eq!(execute_line(line).1, Ok(()));
         let line = "--mode low-latency --ranks-per-node 3 --tokens 6 --hidden 128 --dtype fp8 --iterations 2 --graph-replays 3";
         let (report, outcome) = execute_line(line);
         assert_eq!(outcome, Ok(()));

@@ -123,7 +123,7 @@
 //! |---|---|---|
 //! | rows | `recv_x` `[received, hidden]`, by source rank, then by token, without gaps | `x` `[rows, hidden]`: token t of rank s is row `s * max_tokens + t`; other rows hold anything |
 //! | how often a token comes | once to each rank that has an expert of it, with `by_expert` once for each selection | the same; with `by_expert` also once for each selection |
-//! | scales of fp8 rows | `recv_x_scales` f32 `[received, num_scales]` | `scales` f32 `[hidden / 128 rounded up, rows]` |
+//! | f32 scales of fp8 rows | `recv_x_scales` f32 `[received, num_scales]` | `scales` f32 `[hidden / 128 rounded up, rows]` |
 //! | columns of bytes that travel with rows ([`Payload`]) | `recv_columns`, each `[received, n]` | `columns`, each as words i32 `[bytes / 4 rounded up, rows]` |
 //! | its experts here | `recv_topk_idx` i64 `[received, num_topk]`: local ids, -1 for those of other ranks | `expert_rows` i32 `[local_experts, rows]`: the rows of each expert |
 //! | its weights | `recv_topk_weights` f32 `[received, num_topk]`, 0 beside -1 | stay on the device, for the combine |

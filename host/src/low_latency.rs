@@ -14,9 +14,10 @@
 //! Each rank lists the rows of each of its experts. For experts that need their rows contiguous,
 //! [`Buffer::gather_by_expert`] copies them. Combine sums, weighted, the experts' results of a
 //! token on each rank, and returns one row per rank. Rows of bf16 travel as they are or, in either
-//! direction, as e4m3. Rows of other types are dispatched as they are, with up to four columns of
-//! bytes ([`DispatchRequest::column`], [`Payload`](crate::Payload)). Combine sums rows of bf16, f16
-//! or f32 ([`Options::combine_dtype`]).
+//! direction, as e4m3, in a dispatch also as MXFP8 ([`Quantise`]). Rows of other types are
+//! dispatched as they are, with up to four columns of bytes ([`DispatchRequest::column`],
+//! [`Payload`](crate::Payload)). Combine sums rows of bf16, f16 or f32
+//! ([`Options::combine_dtype`]).
 //!
 //! # The calls of a layer
 //! The host waits in none of them, and nothing is allocated, so that all can be captured.

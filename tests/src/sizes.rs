@@ -53,11 +53,16 @@ impl Sizes {
                 format!("must be {fewest} to {MOST_TOKENS} with --mode low-latency"),
             );
         }
-        let (unit, why) = match self.low_latency && self.format == Format::Fp8 {
-            true => (ELEMENTS_PER_SCALE, format!("a scale is that of {ELEMENTS_PER_SCALE} elements")),
+        let (unit, why) = match (self.low_latency, self.format) {
+            (true, Format::Fp8) => {
+                (ELEMENTS_PER_SCALE, format!("a scale is that of {ELEMENTS_PER_SCALE} elements"))
+            }
+            (true, Format::Mxfp8) => {
+                (ELEMENTS_PER_SCALE, format!("a word of scales is that of {ELEMENTS_PER_SCALE} elements"))
+            }
             // In low latency rows come as BF16 and may leave as FP8.
-            false if self.low_latency => (8, "rows are multiples of 16 bytes".into()),
-            false => (self.format.unit(), "rows are multiples of 16 bytes".into()),
+            (true, _) => (8, "rows are multiples of 16 bytes".into()),
+            (false, format) => (format.unit(), "rows are multiples of 16 bytes".into()),
         };
         if hidden == 0 || !hidden.is_multiple_of(unit) || hidden > MOST_ELEMENTS {
             let rule = format!("must be a positive multiple of {unit} ({why}), at most {MOST_ELEMENTS}");
@@ -129,6 +134,10 @@ mod tests {
                 "--hidden 72: must be a positive multiple of 16 (rows",
             ),
             (Sizes { hidden: 144, ..quantised }, "--hidden 144: must be a positive multiple of 128 (a scale"),
+            (
+                Sizes { hidden: 96, format: Format::Mxfp8, ..quantised },
+                "--hidden 96: must be a positive multiple of 128 (a word of scales",
+            ),
             (Sizes { hidden: 1 << 25, ..right }, "--hidden 33554432: must be a positive multiple of 8"),
             (Sizes { experts: 15, ..right }, "--experts 15: must be a positive multiple of the 8 ranks"),
             (Sizes { experts: 0, ..low_latency }, "--experts 0: must be"),

@@ -122,7 +122,8 @@ pub struct PlanFlags {
     /// Experts per token [default: 8].
     #[arg(long, env = "EPOXIDE_BENCH_TOPK", help_heading = SIZES)]
     pub topk: Option<u32>,
-    /// Row type of dispatch; combine is BF16, if --combine-dtype does not say otherwise.
+    /// Row type of dispatch; combine is BF16, if --combine-dtype does not say otherwise. mxfp8 is
+    /// for --mode low-latency.
     #[arg(long, value_enum, default_value = "bf16", help_heading = SIZES)]
     pub dtype: RowType,
     /// With --mode low-latency: the type of rows on the way back.
@@ -312,6 +313,13 @@ impl PlanFlags {
                 return Err(CommandError::usage(format!("{flag}: only with --mode low-latency{more}")));
             }
         }
+        if self.dtype == RowType::Mxfp8 && !is_low_latency {
+            let rule = "--dtype mxfp8: only with --mode low-latency, which converts rows on their way";
+            return Err(CommandError::usage(rule));
+        }
+        if self.combine_dtype == RowType::Mxfp8 {
+            return Err(CommandError::usage("--combine-dtype mxfp8: a combine returns bf16 or fp8"));
+        }
         if self.num_sms.contains(&0) {
             return Err(CommandError::usage("--num-sms 0: must be at least 1"));
         }
@@ -331,6 +339,7 @@ impl PlanFlags {
         let tuning = self.tuning;
         let plan = Plan {
             low_latency: is_low_latency.then(|| LowLatencySettings {
+                quantise: self.dtype.quantise(),
                 combine_dtype: self.combine_dtype.dtype(),
                 combine_rows: self.combine_rows.rows(),
                 chunk_tokens: self.chunk_tokens,
@@ -413,7 +422,7 @@ pub fn flags_of(plans: &[Plan]) -> Vec<String> {
     flag("hidden", plan.hidden.to_string());
     flag("experts", plan.experts.to_string());
     flag("topk", plan.topk.to_string());
-    flag("dtype", row_type(plan.dtype));
+    flag("dtype", plan.dtype_name().into());
     if !plan.num_sms.contains(&Plan::ALL_SMS) {
         flag("num-sms", plan.num_sms.iter().map(u32::to_string).collect::<Vec<_>>().join(","));
     }
@@ -558,6 +567,7 @@ mod tests {
             "bench --mode low-latency",
             "bench --mode low-latency --device cuda --dtype fp8 --combine-dtype fp8 --combine-rows by-row --num-sms 4 --graph=3 --seed 5",
             "bench --mode low-latency --rows-by-expert 64",
+            "bench --mode low-latency --dtype mxfp8",
             "bench --device cuda --dtype fp8 --rows-by-expert 128",
             "bench --mode low-latency --nodes 2 --ranks-per-node 3 --transport shm --tokens 5 --chunk-tokens 2 --packet-tokens 0",
         ] {

@@ -14,7 +14,7 @@ fn measured(line: &str) -> Vec<Point> {
 
 #[test]
 fn every_number_of_tokens_is_measured() {
-    for types in ["bf16 --combine-dtype fp8", "fp8 --combine-dtype bf16"] {
+    for types in ["bf16 --combine-dtype fp8", "fp8 --combine-dtype bf16", "mxfp8 --combine-dtype fp8"] {
         let line = "bench --mode low-latency --ranks-per-node 3 --tokens 5 --hidden 128 --experts 6 --topk 2 --warmup 1 --iters 2 --graph=3";
         let plans = parse(&format!("{line} --dtype {types}")).unwrap().plans().unwrap();
         let steps = Counted::default();
@@ -33,6 +33,7 @@ fn every_number_of_tokens_is_measured() {
         assert!(text(&points).contains("VIRTUAL GPU"), "{}", text(&points));
         assert!(Results::new(points.clone()).json().unwrap().contains("\"tokens\": 5"));
         assert_ne!(Some(&point.key.dtype), point.key.combine_dtype.as_ref());
+        assert_eq!(Some(&*point.key.dtype), types.split(' ').next());
         assert_eq!(plans[0].row_bytes(PhaseName::LowLatencyDispatch) == 256, types.starts_with("bf16"));
     }
     let tokens = |line: &str| -> Vec<u32> {
@@ -204,6 +205,8 @@ fn impossible_sizes_are_rejected_by_name() {
         ("--tokens 4 --max-tokens 3", "--max-tokens 3: must be at least --tokens, 4, and at most 1024"),
         ("--max-tokens 1025", "--max-tokens 1025: must be at least --tokens"),
         ("--combine-dtype fp8 --hidden 64", "--hidden 64: must be a positive multiple of 128"),
+        ("--dtype mxfp8 --hidden 192", "--hidden 192: must be a positive multiple of 128"),
+        ("--combine-dtype mxfp8", "--combine-dtype mxfp8: a combine returns bf16 or fp8"),
         ("--hidden 2", "--hidden 2: must be a positive multiple of 8 (rows are multiples of 16 bytes)"),
         ("--repeat 0", "--repeat 0: must be at least 1"),
         ("--baseline nccl", "--baseline: not with --mode low-latency; leave the mode out"),

@@ -299,6 +299,8 @@ fn only_low_latency_chooses_what_rows_return() {
         let name = flag.split(' ').next().unwrap();
         assert!(message.starts_with(&format!("{name}: only with --mode low-latency")), "{message}");
     }
+    let message = parse("bench --dtype mxfp8").unwrap().plans().unwrap_err().message.unwrap();
+    assert!(message.starts_with("--dtype mxfp8: only with --mode low-latency"), "{message}");
 }
 
 #[test]

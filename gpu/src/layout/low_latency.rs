@@ -305,10 +305,15 @@ pub enum Quantise {
     Fp8 = 1,
     /// The same, with scales that are powers of two.
     Fp8PowerOfTwo = 2,
+    /// BF16 rows of a dispatch travel as e4m3, each [`MX_BLOCK`] elements with a UE8M0 scale of
+    /// their own. Four scales are a word, in the place of the f32 scale of those 128 elements.
+    Mxfp8 = 3,
 }
 
-/// Elements that share a scale.
+/// Elements that share an f32 scale.
 pub const SCALE_BLOCK: u32 = 128;
+/// Elements that share a UE8M0 scale.
+pub const MX_BLOCK: u32 = 32;
 
 /// Arguments of the kernels `low_latency_combine_*`.
 #[kernel_args(requires(

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use epoxide_gpu::kernels::PackColumns;
-use epoxide_gpu::layout::{DevicePtr, MAX_COLUMNS, PackArgs, column_stride};
+use epoxide_gpu::layout::{DevicePtr, MAX_COLUMNS, MX_BLOCK, PackArgs, column_stride};
 
 use super::core::{Arena, Pieces};
 use super::tensor::{DType, Owner, Tensor};
@@ -15,7 +15,7 @@ const PACK_THREADS: u32 = 256;
 /// Elements of a row that share a scale in the usual FP8 formats.
 const FP8_BLOCK: u64 = 128;
 /// Elements of a row that share a scale in MXFP8.
-const MXFP8_BLOCK: u64 = 32;
+const MXFP8_BLOCK: u64 = MX_BLOCK as u64;
 /// Elements of a row that share a scale in NVFP4.
 const NVFP4_BLOCK: u64 = 16;
 
@@ -34,6 +34,9 @@ const NVFP4_BLOCK: u64 = 16;
 /// | [`Payload::fp8_ue8m0`] | e4m3 or e5m2 `[hidden]` | UE8M0 of 128 elements, four to an i32, `[hidden / 512]`, rounded up |
 /// | [`Payload::mxfp8`] | e4m3 or e5m2 `[hidden]` | UE8M0 `[hidden / 32]` |
 /// | [`Payload::nvfp4`] | fp4 `[hidden / 2]`, two elements to a byte | e4m3 `[hidden / 16]`, f32 `[1]` |
+///
+/// A low-latency dispatch can convert rows of bf16 to [`Payload::fp8`] or [`Payload::mxfp8`] of
+/// e4m3: [`Quantise`](crate::low_latency::Quantise).
 ///
 /// ```
 /// use epoxide::{DType, Payload};
@@ -276,6 +279,19 @@ pub struct Record {
 }
 
 impl Record {
+    /// The records of so many UE8M0 scales of a token, a byte each, which are made when rows are
+    /// sent and are nowhere before.
+    pub fn of_ue8m0(scales: u32) -> Record {
+        let column = PlacedColumn {
+            ptr: DevicePtr::NULL,
+            dtype: DType::Ue8m0,
+            elements: Some(scales.into()),
+            bytes: scales,
+            offset: 0,
+        };
+        Record { columns: vec![column], bytes: column_stride(scales) }
+    }
+
     /// Where the records of so many tokens are, or will be.
     pub fn place(&self, arena: &Arc<Arena>, num_tokens: u32) -> Result<Records> {
         if self.columns.is_empty() {
@@ -425,6 +441,22 @@ mod tests {
             assert_eq!(different.len(), all.len(), "{hidden}: {all:?}");
             // Scales of f32 have none of their own.
             assert_eq!((all[0], record(&[(DType::F32, hidden / 128)]).fingerprint()), (0, 0));
+        }
+    }
+
+    /// In the call of low latency, whose rows of e4m3 are the same: a word of scales counts one,
+    /// and a step of the fingerprint 32, of 8192.
+    #[test]
+    fn scales_that_are_made_differ_from_f32_and_are_those_that_are_given() {
+        for hidden in (128..1 << 16).step_by(128) {
+            let made = Record::of_ue8m0(hidden / 32);
+            let given = record(Payload::mxfp8(DType::Fp8E4m3, hidden.into()).unwrap().columns());
+            assert_eq!((made.bytes, made.fingerprint()), (hidden / 32, given.fingerprint()));
+            let call = |words: u32, fingerprint: u32| (words + 32 * fingerprint) % 8192;
+            let of_made = call(hidden / 128, made.fingerprint());
+            // f32 scales, made or given as such, and as a column.
+            assert_ne!(of_made, 0, "{hidden}");
+            assert_ne!(of_made, call(hidden / 128, 0), "{hidden}");
         }
     }
 }

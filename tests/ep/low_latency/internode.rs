@@ -117,7 +117,9 @@ fn only_the_first_block_polls_host_memory() {
 fn one_put_for_each_peer_and_operation() {
     let (hidden, topk, max_tokens) = (256, 4, 9);
     let case = LowLatencyCase::new(routing(&[9, 6, 0, 7], topk, 12, Style::WithHoles), hidden);
-    for (quantise, quantise_back) in [(Quantise::Not, Quantise::Fp8), (Quantise::Fp8, Quantise::Not)] {
+    for (quantise, quantise_back) in
+        [(Quantise::Not, Quantise::Fp8), (Quantise::Fp8, Quantise::Not), (Quantise::Mxfp8, Quantise::Not)]
+    {
         let nodes = nodes(2, TransportKind::Shm);
         let case = LowLatencyCase { nodes, max_tokens, quantise, quantise_back, ..case.clone() };
         case.run(|rank| {

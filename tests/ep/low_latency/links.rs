@@ -15,7 +15,12 @@ use crate::shapes::routing;
 
 /// The kernel of a case's dispatches.
 fn dispatch_of(case: &LowLatencyCase) -> &'static str {
-    if case.segments.is_some() { "low_latency_dispatch_by_expert" } else { "low_latency_dispatch" }
+    match (case.segments.is_some(), case.quantise == Quantise::Mxfp8) {
+        (false, false) => "low_latency_dispatch",
+        (false, true) => "low_latency_dispatch_mxfp8",
+        (true, false) => "low_latency_dispatch_by_expert",
+        (true, true) => "low_latency_dispatch_by_expert_mxfp8",
+    }
 }
 
 /// Bytes by kernel, sending rank, receiving rank and part of the receiver's pool; parts with none
@@ -142,9 +147,9 @@ fn check(case: &LowLatencyCase) {
     }
 }
 
-/// Kinds of rows: bf16 and both kinds of fp8, either way.
+/// Kinds of rows: bf16 and both kinds of fp8, either way, and mxfp8 on the way there.
 fn each_kind(case: &LowLatencyCase) {
-    for quantise in tier::sample([Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo]) {
+    for quantise in tier::sample([Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo, Quantise::Mxfp8]) {
         check(&LowLatencyCase { quantise, ..case.clone() });
     }
     for quantise_back in tier::sample([Quantise::Fp8, Quantise::Fp8PowerOfTwo]) {

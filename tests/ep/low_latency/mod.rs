@@ -7,6 +7,7 @@ mod gather;
 mod internode;
 mod links;
 mod many;
+mod mxfp8;
 pub mod ones;
 mod payloads;
 mod pooled;

@@ -31,6 +31,7 @@ pub(super) fn case_of(
         1 => (90..=220u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),
         1 => (1..=5u32).prop_map(|block| (128 * block, Quantise::Fp8)),
         1 => (1..=14u32).prop_map(|block| (128 * block, Quantise::Fp8PowerOfTwo)),
+        1 => (1..=14u32).prop_map(|block| (128 * block, Quantise::Mxfp8)),
         1 => (1..=14u32).prop_map(|block| (128 * block, Quantise::Not)),
     ];
     let settings = (

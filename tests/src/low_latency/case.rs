@@ -175,6 +175,7 @@ impl LowLatencyCase {
         let routing = Routing::random(&mut rng, &tokens, topk, experts, style);
         let quantise = match number % 2 {
             _ if format == Format::Bf16 => Quantise::Not,
+            _ if format == Format::Mxfp8 => Quantise::Mxfp8,
             0 => Quantise::Fp8,
             _ => Quantise::Fp8PowerOfTwo,
         };

@@ -1,11 +1,11 @@
 //! Results of a dispatch and a combine, compared with the oracle.
 
-use epoxide::Result;
-use epoxide::low_latency::{Quantise, Received};
+use epoxide::low_latency::Received;
+use epoxide::{Result, Tensor, TypedTensor};
 
 use super::LowLatencyRank;
 use super::case::LowLatencyCase;
-use super::data::{Data, FP8_ERROR, SCALE_ERROR, numbers, worst_error};
+use super::data::{Data, FP8_ERROR, SCALE_ERROR, Scales, numbers, worst_error};
 use crate::compare::Difference;
 use crate::oracle::{from_e4m3, low_latency_plan, recv_order};
 
@@ -48,24 +48,15 @@ impl LowLatencyCase {
         }
         // Rows that were not sent have unspecified contents, and a checker would report a read of
         // them: rows are read one by one.
-        let scales_of = received.scales.as_ref();
-        rank.check(scales_of.is_some() == (self.quantise != Quantise::Not), "scales are those of fp8");
+        let got_scales = (received.scales.as_ref(), &received.columns[..]);
         for (source, token) in recv_order(routing, rank.rank) {
             let (row, of) = (source * max_tokens + token, format!("token {token} of rank {source}"));
             let x = &data.x[source as usize][token as usize];
             let (bytes, scales) = self.as_it_travels(x);
             let got = rank.row_of(&received.x, row as usize)?;
             rank.check(got == bytes, format!("row of {of} differs"));
-            let Some(tensor) = scales_of else { continue };
-            for (block, &scale) in (0..).zip(&scales) {
-                let mut got = [0u8; 4];
-                let at = (block * u64::from(rows) + u64::from(row)) * 4;
-                // SAFETY: it is one of the tensor's elements.
-                unsafe { stream.read(&mut got, tensor.ptr().add(at))? };
-                let got = f32::from_le_bytes(got);
-                let is_near = (got - scale).abs() <= SCALE_ERROR * scale;
-                rank.note((!is_near).then(|| format!("scale {block} of {of} is {got}, expected {scale}")));
-            }
+            check_scales(rank, &scales, got_scales, row.into(), &of)?;
+            let Scales::F32(scales) = scales else { continue };
             let values = bytes.iter().enumerate().map(|(at, &byte)| from_e4m3(byte) * scales[at / 128]);
             let worst = worst_error(&numbers(x), &values.collect::<Vec<f32>>(), &scales);
             // A power of two may be up to twice the scale: the step is the same in units of it.
@@ -94,4 +85,43 @@ impl LowLatencyCase {
             got[at], want[at]
         ))
     }
+}
+
+/// Compares the scales of a row, and whether they are f32 or a column.
+pub(super) fn check_scales(
+    rank: &mut LowLatencyRank,
+    want: &Scales,
+    (scales, columns): (Option<&TypedTensor<'_, f32>>, &[TypedTensor<'_, i32>]),
+    row: u64,
+    of: &str,
+) -> Result<()> {
+    let stream = rank.stream.clone();
+    let word = |tensor: &Tensor<'_>, word: usize| -> Result<[u8; 4]> {
+        let mut got = [0u8; 4];
+        let at = word as u64 * tensor.row_bytes() + row * 4;
+        // SAFETY: it is one of the tensor's elements.
+        unsafe { stream.read(&mut got, tensor.ptr().add(at))? };
+        Ok(got)
+    };
+    let kinds = match want {
+        Scales::None => (false, 0),
+        Scales::F32(_) => (true, 0),
+        Scales::Ue8m0(_) => (false, 1),
+    };
+    if (scales.is_some(), columns.len()) != kinds {
+        rank.note(Some(format!("{of} has f32 scales and columns: {}, {}", scales.is_some(), columns.len())));
+        return Ok(());
+    }
+    for (block, &want) in want.of_f32().iter().enumerate() {
+        let got = f32::from_le_bytes(word(scales.expect("looked at above"), block)?);
+        let is_near = (got - want).abs() <= SCALE_ERROR * want;
+        rank.note((!is_near).then(|| format!("scale {block} of {of} is {got}, expected {want}")));
+    }
+    if let Scales::Ue8m0(want) = want {
+        rank.check(columns[0].rows() as usize * 4 == want.len(), format!("words of scales of {of}"));
+        for (block, want) in want.chunks(4).enumerate() {
+            rank.equal(&format!("scales {block} of {of}"), &word(&columns[0], block)?, want);
+        }
+    }
+    Ok(())
 }

@@ -6,7 +6,7 @@ use rand::Rng;
 use epoxide::low_latency::Quantise;
 
 use super::case::{LowLatencyCase, ReturnPath};
-use crate::oracle::{Travel, low_latency_share, low_latency_sum, quantised};
+use crate::oracle::{Travel, low_latency_share, low_latency_sum, mxfp8, quantised};
 use crate::payload::{PerToken, bytes_of, per_token, rng_of, rough_bf16, rough_f32};
 
 /// Largest error of an element after quantisation, in scales: half of the largest e4m3 step, 32,
@@ -15,12 +15,38 @@ pub(super) const FP8_ERROR: f32 = 16.1;
 /// Largest relative error of a scale.
 pub(super) const SCALE_ERROR: f32 = 1e-6;
 
+/// The scales of a row as it travels.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Scales {
+    None,
+    /// One for each 128 elements.
+    F32(Vec<f32>),
+    /// One for each 32 elements.
+    Ue8m0(Vec<u8>),
+}
+
+impl Scales {
+    /// Those of f32.
+    pub(super) fn of_f32(&self) -> &[f32] {
+        if let Scales::F32(scales) = self { scales } else { &[] }
+    }
+}
+
 impl LowLatencyCase {
-    /// A row's bytes as it travels, and its scales if it has any.
-    pub(super) fn as_it_travels(&self, x: &[bf16]) -> (Vec<u8>, Vec<f32>) {
+    /// A row's bytes as it travels, and its scales.
+    pub(super) fn as_it_travels(&self, x: &[bf16]) -> (Vec<u8>, Scales) {
+        let quantised = |power_of_two| {
+            let (bytes, scales) = quantised(&numbers(x), power_of_two);
+            (bytes, Scales::F32(scales))
+        };
         match self.quantise {
-            Quantise::Not => (bytes_of(x), Vec::new()),
-            quantise => quantised(&numbers(x), quantise == Quantise::Fp8PowerOfTwo),
+            Quantise::Not => (bytes_of(x), Scales::None),
+            Quantise::Fp8 => quantised(false),
+            Quantise::Fp8PowerOfTwo => quantised(true),
+            Quantise::Mxfp8 => {
+                let (bytes, scales) = mxfp8(&numbers(x));
+                (bytes, Scales::Ue8m0(scales))
+            }
         }
     }
 }
@@ -88,6 +114,7 @@ impl Data {
             Quantise::Not => as_it_is,
             Quantise::Fp8 => Travel::Fp8 { power_of_two: false },
             Quantise::Fp8PowerOfTwo => Travel::Fp8 { power_of_two: true },
+            Quantise::Mxfp8 => unreachable!("a combine does not quantise so"),
         };
         let arrives = travel.arrives(&share);
         if case.quantise_back != Quantise::Not {

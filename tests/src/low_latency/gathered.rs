@@ -50,7 +50,10 @@ impl LowLatencyCase {
                 let token = list.get(index).map(|&(source, token)| &data.x[source as usize][token as usize]);
                 let (bytes, want) = token.map_or_else(
                     || (vec![BEFORE; row_bytes], vec![untouched; of_row as usize]),
-                    |x| self.as_it_travels(x),
+                    |x| {
+                        let (bytes, scales) = self.as_it_travels(x);
+                        (bytes, scales.of_f32().to_vec())
+                    },
                 );
                 let of = || format!("row {index} of expert {expert}");
                 let same = got[row * row_bytes..][..row_bytes] == bytes;

@@ -72,7 +72,9 @@ impl LowLatencyInputs {
             match case.quantise {
                 Quantise::Not if case.gathers => mark(stream, &by_expert)?,
                 Quantise::Not => recv_x = Some(marked(room, hidden, DType::Bf16)?),
-                _ => {
+                // Columns come in memory of the library's.
+                Quantise::Mxfp8 => recv_x = Some(marked(room, hidden, DType::Fp8E4m3)?),
+                Quantise::Fp8 | Quantise::Fp8PowerOfTwo => {
                     recv_x = Some(marked(room, hidden, DType::Fp8E4m3)?);
                     recv_x_scales = Some(marked(hidden.div_ceil(128), room, DType::F32)?.typed()?);
                 }

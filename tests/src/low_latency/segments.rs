@@ -6,7 +6,8 @@ use epoxide::{Result, Tensor};
 
 use super::LowLatencyRank;
 use super::case::LowLatencyCase;
-use super::data::{Data, SCALE_ERROR};
+use super::check::check_scales;
+use super::data::Data;
 use super::inputs::LowLatencyInputs;
 use crate::oracle::by_expert;
 
@@ -46,7 +47,8 @@ impl LowLatencyCase {
         let weights = got.recv_topk_weights.values(&stream)?;
         let given = inputs.given();
         let x = given.map_or_else(|| got.recv_x.as_ref().expect("in memory of the library's"), |it| it.0);
-        let scales = given.map_or(got.recv_x_scales.as_ref(), |it| it.1);
+        let scales = given.and_then(|it| it.1).or(got.recv_x_scales.as_ref());
+        let columns = &got.recv_columns;
         rank.check(got.recv_x.is_none() == given.is_some(), "rows are in the memory that was given");
         for (row, of) in plan.rows.iter().enumerate() {
             if of.is_none() && given.is_none() {
@@ -63,16 +65,7 @@ impl LowLatencyCase {
             rank.check(weights[row].to_bits() == weight.to_bits(), format!("weight of {what}"));
             let (bytes, want) = self.as_it_travels(&data.x[source as usize][token as usize]);
             rank.check(got == bytes, format!("{what} differs"));
-            for (block, want) in want.iter().enumerate() {
-                let tensor = scales.expect("fp8 rows have scales");
-                let mut got = [0u8; 4];
-                let at = (block as u64 * tensor.columns() + row as u64) * 4;
-                // SAFETY: it is one of the tensor's elements.
-                unsafe { stream.read(&mut got, tensor.ptr().add(at))? };
-                let got = f32::from_le_bytes(got);
-                let is_near = (got - want).abs() <= SCALE_ERROR * want;
-                rank.note((!is_near).then(|| format!("scale {block} of {what} is {got}, expected {want}")));
-            }
+            check_scales(rank, &want, (scales, columns), row as u64, &what)?;
         }
         Ok(())
     }

@@ -127,7 +127,7 @@ pub fn from_e4m3(byte: u8) -> f32 {
 }
 
 /// The e4m3 byte nearest to a number, the even one of two; the largest where it is larger.
-fn e4m3(value: f32) -> u8 {
+pub(super) fn e4m3(value: f32) -> u8 {
     /// The largest.
     const LARGEST: u8 = 0x7e;
     static NUMBERS: LazyLock<[f32; LARGEST as usize + 1]> =

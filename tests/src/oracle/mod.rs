@@ -9,6 +9,7 @@ mod by_expert;
 mod internode;
 mod intranode;
 mod low_latency;
+mod mxfp8;
 mod routing;
 
 pub use by_expert::{ExpertPlan, by_expert, combine_by_expert};
@@ -20,4 +21,5 @@ pub use intranode::{
 pub use low_latency::{
     LowLatencyPlan, Travel, from_e4m3, low_latency_plan, low_latency_share, low_latency_sum, quantised,
 };
+pub use mxfp8::{MX_BLOCK, mxfp8, ue8m0};
 pub use routing::{Routing, Style};

@@ -14,6 +14,7 @@ use super::super::ids::{Id, place, recorded_token};
 use super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch};
 use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
+use super::mxfp8::mx_quantised;
 use super::ranks::{Few, Many, Ranks, each_pool};
 use super::team::Team;
 use super::{
@@ -35,7 +36,7 @@ use crate::simt::*;
     requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks <= FEW_RANKS as u32)
 )]
 pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
-    dispatch::<Few>(&args);
+    dispatch::<Few, false>(&args);
 }
 
 /// The same to up to [`MAX_RANKS`] ranks.
@@ -45,11 +46,13 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks > FEW_RANKS as u32)
 )]
 pub unsafe fn low_latency_dispatch_many(args: LowLatencyDispatchArgs) {
-    dispatch::<Many>(&args);
+    dispatch::<Many, false>(&args);
 }
 
+/// `MX`: whether rows are quantised as [`Quantise::Mxfp8`]. The kernels that quantise otherwise, or
+/// not at all, have no instruction for it.
 #[device]
-unsafe fn dispatch<R: Ranks>(args: &LowLatencyDispatchArgs) {
+pub(super) unsafe fn dispatch<R: Ranks, const MX: bool>(args: &LowLatencyDispatchArgs) {
     let comm = &args.common.comm;
     let shared = R::shared();
     let sends = args.common.phases & phase::SEND != 0;
@@ -64,7 +67,7 @@ unsafe fn dispatch<R: Ranks>(args: &LowLatencyDispatchArgs) {
     }
     let opened = begin::<R, false>(&args.common, &opening, shared.opened);
     if sends {
-        send(args, lists, moves, &shared, &opened, tokens, first);
+        send::<R, MX>(args, lists, moves, &shared, &opened, tokens, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
     let_next_launch(&args.common);
@@ -87,7 +90,7 @@ unsafe fn dispatch<R: Ranks>(args: &LowLatencyDispatchArgs) {
     )
 )]
 pub unsafe fn low_latency_dispatch_by_expert(args: LowLatencyExpertDispatchArgs) {
-    dispatch_by_expert::<Few, MAX_MEMBERS>(&args);
+    dispatch_by_expert::<Few, MAX_MEMBERS, false>(&args);
 }
 
 /// The same to up to [`MAX_RANKS`] ranks.
@@ -102,12 +105,14 @@ pub unsafe fn low_latency_dispatch_by_expert(args: LowLatencyExpertDispatchArgs)
     )
 )]
 pub unsafe fn low_latency_dispatch_many_by_expert(args: LowLatencyExpertDispatchArgs) {
-    dispatch_by_expert::<Many, MAX_RANKS>(&args);
+    dispatch_by_expert::<Many, MAX_RANKS, false>(&args);
 }
 
-/// `MOST`: the ranks that tables in shared memory have room for.
+/// `MOST`: the ranks that tables in shared memory have room for. `MX`: as of [`dispatch`].
 #[device]
-unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize>(args: &LowLatencyExpertDispatchArgs) {
+pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: bool>(
+    args: &LowLatencyExpertDispatchArgs,
+) {
     let comm = &args.dispatch.common.comm;
     let shared = R::shared();
     let sends = args.dispatch.common.phases & phase::SEND != 0;
@@ -127,7 +132,7 @@ unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize>(args: &LowLatencyExper
     }
     let opened = begin::<R, false>(&args.dispatch.common, &opening, shared.opened);
     if sends {
-        send(&args.dispatch, lists, moves, &shared, &opened, tokens, first);
+        send::<R, MX>(&args.dispatch, lists, moves, &shared, &opened, tokens, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
     let_next_launch(&args.dispatch.common);
@@ -292,7 +297,7 @@ pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
 
 /// Sends the block's tokens.
 #[device]
-unsafe fn send<R: Ranks>(
+unsafe fn send<R: Ranks, const MX: bool>(
     args: &LowLatencyDispatchArgs,
     lists: Team<1>,
     moves: Team<2>,
@@ -345,7 +350,7 @@ unsafe fn send<R: Ranks>(
         {
             scales.set_ranks(unsaid, ranks);
         }
-        send_row(args, moves, token, row, ranks, ahead.pair, scales.map(|scales| (scales, unsaid)));
+        send_row::<R, MX>(args, moves, token, row, ranks, ahead.pair, scales.map(|scales| (scales, unsaid)));
         // On its way while the block waits below.
         let next = token + 1;
         ahead = TokenAhead::of(args, moves, next, next < tokens.end);
@@ -463,7 +468,7 @@ unsafe fn send_ids<R: Ranks>(
 /// row are left in `scales`, if there are such, with the number of the token there. All threads of
 /// the team call it.
 #[device]
-unsafe fn send_row<R: Ranks>(
+unsafe fn send_row<R: Ranks, const MX: bool>(
     args: &LowLatencyDispatchArgs,
     moves: Team<2>,
     token: u32,
@@ -483,7 +488,7 @@ unsafe fn send_row<R: Ranks>(
                 store(args, row, ranks, second, pair.second);
             }
         } else {
-            quantise_pair(args, row, ranks, Pair::offsets(args, moves, turn).0 / 2, pair, scales);
+            quantise_pair::<R, MX>(args, row, ranks, Pair::offsets(args, moves, turn).0 / 2, pair, scales);
         }
         turn += 1;
         pair = Pair::of(args, moves, token, turn, true);
@@ -536,10 +541,10 @@ unsafe fn send_scales<R: Ranks>(
     });
 }
 
-/// Sends 16 BF16 elements of a row as e4m3, from byte `at` on, and a scale for each block of them,
-/// to `ranks`. The whole warp calls it.
+/// Sends 16 BF16 elements of a row as e4m3, from byte `at` on, and the scale of each 128 of them, as
+/// MXFP8 the word with four, to `ranks`. The whole warp calls it.
 #[device]
-unsafe fn quantise_pair<R: Ranks>(
+unsafe fn quantise_pair<R: Ranks, const MX: bool>(
     args: &LowLatencyDispatchArgs,
     row: u32,
     ranks: R,
@@ -548,7 +553,7 @@ unsafe fn quantise_pair<R: Ranks>(
     scales: Option<(Scales<R>, u32)>,
 ) {
     let numbers = [from_bf16(pair.first), from_bf16(pair.second)];
-    let (vector, scale) = quantised(&numbers, args.quantise);
+    let (vector, scale) = if MX { mx_quantised(&numbers) } else { quantised(&numbers, args.quantise) };
     if at < args.row_bytes {
         store(args, row, ranks, at, vector);
         if at.is_multiple_of(SCALE_BLOCK) {

@@ -46,12 +46,7 @@ pub(super) fn from_e4m3(vector: [u32; 4]) -> Sixteen {
 #[device]
 pub(super) unsafe fn quantised(numbers: &Sixteen, quantise: u32) -> ([u32; 4], f32) {
     let lane = laneid();
-    // Magnitudes of floats order as their bits do.
-    let mut amax = 0;
-    unroll!(8, J => {
-        let magnitude = |number: f32| number.to_bits() & 0x7fff_ffff;
-        amax = amax.max(magnitude(numbers[0][J])).max(magnitude(numbers[1][J]));
-    });
+    let mut amax = largest_magnitude(numbers);
     let mut step = 1;
     while step < LANES_PER_SCALE {
         amax = amax.max(shfl_u32(amax, lane ^ step));
@@ -66,6 +61,18 @@ pub(super) unsafe fn quantised(numbers: &Sixteen, quantise: u32) -> ([u32; 4], f
         vector[J] = pack(at) | pack(at + 2) << 16;
     });
     (vector, scale)
+}
+
+/// The bits of the largest magnitude of 16 numbers, that of a NaN where one is a NaN.
+#[device]
+pub(super) fn largest_magnitude(numbers: &Sixteen) -> u32 {
+    // Magnitudes of floats order as their bits do.
+    let mut amax = 0;
+    unroll!(8, J => {
+        let magnitude = |number: f32| number.to_bits() & 0x7fff_ffff;
+        amax = amax.max(magnitude(numbers[0][J])).max(magnitude(numbers[1][J]));
+    });
+    amax
 }
 
 /// The scale of a block with the largest magnitude `amax`, and the scale's inverse. An e4m3 number

@@ -45,6 +45,7 @@ mod fp8;
 mod gather;
 mod internode;
 mod list;
+mod mxfp8;
 mod ranks;
 mod team;
 mod wait;
@@ -66,6 +67,10 @@ pub use {
     internode::{
         LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
         LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
+    },
+    mxfp8::{
+        LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchManyByExpertMxfp8, LowLatencyDispatchManyMxfp8,
+        LowLatencyDispatchMxfp8, LowLatencyInternodeDispatchByExpertMxfp8, LowLatencyInternodeDispatchMxfp8,
     },
     wait::{LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany},
 };

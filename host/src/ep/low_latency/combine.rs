@@ -91,7 +91,7 @@ impl<'a> CombineRequest<'a> {
     setters! {
         /// Sends each rank's share of a token, of bf16 rows, as e4m3 with a scale for each 128
         /// elements: half the bytes. `hidden` must be a multiple of 128, and rows not those of the
-        /// pool.
+        /// pool. [`Quantise::Mxfp8`] is for dispatches alone.
         ///
         /// The share is rounded once, from its FP32 sum. The error of each element is at most 16
         /// times its block's scale, which [`Quantise`] defines. The error of a token's sum is at
@@ -256,6 +256,10 @@ impl Buffer {
         x.expect_rows_of_16("rows")?;
         if in_pool && quantise != Quantise::Not {
             let rule = "rows in the pool are read as they are: give them by row to quantise them";
+            return Err(Error::argument("quantise", format!("{quantise:?}"), rule));
+        }
+        if quantise == Quantise::Mxfp8 {
+            let rule = "rows return as they are or with f32 scales: give Fp8 or Fp8PowerOfTwo";
             return Err(Error::argument("quantise", format!("{quantise:?}"), rule));
         }
         quantise.check(hidden, x.dtype())?;

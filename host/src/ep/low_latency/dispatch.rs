@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use epoxide_gpu::layout::{
     DevicePtr, ExpertTable, FEW_TOKENS, LowLatencyCall, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
-    LowLatencyExpertRows, SCALE_BLOCK, row_stride,
+    LowLatencyExpertRows, MX_BLOCK, SCALE_BLOCK, row_stride,
 };
 
 use super::Buffer;
@@ -140,7 +140,8 @@ impl<'a> DispatchRequest<'a> {
         /// Puts rows by expert here, `[rows_by_expert, hidden]` of the dtype that they travel in. It
         /// may be any memory of this rank's device.
         recv_x: &'a Tensor<'a>;
-        /// Puts the scales of fp8 rows by expert here, `[hidden / 128 rounded up, rows_by_expert]`.
+        /// Puts the f32 scales of fp8 rows by expert here, `[hidden / 128 rounded up,
+        /// rows_by_expert]`.
         recv_x_scales: &'a TypedTensor<'a, f32>;
         /// Weights `[num_tokens, num_topk]` of the experts' outputs, for the combine.
         topk_weights: &'a TypedTensor<'a, f32>;
@@ -150,7 +151,8 @@ impl<'a> DispatchRequest<'a> {
         map: &'a ExpertMap;
         /// Sends scales `[num_tokens, hidden / 128 rounded up]` with fp8 rows.
         scales: &'a TypedTensor<'a, f32>;
-        /// Quantises bf16 rows on their way; hidden must be a multiple of 128.
+        /// Quantises bf16 rows on their way; hidden must be a multiple of 128. The same on every
+        /// rank, but that f32 scales may be powers of two on some.
         quantise: Quantise;
         /// Adds the rows of each local expert ([`Received::expert_counts`]) to these, i32
         /// `[local_experts]`, behind the dispatch and in each replay of a graph. A dispatch that
@@ -274,9 +276,15 @@ impl Buffer {
             )?;
         }
         let dtype = if quantise == Quantise::Not { x.dtype() } else { DType::Fp8E4m3 };
-        let with_scales = scales.is_some() || quantise != Quantise::Not;
+        let with_scales = scales.is_some() || quantise.makes_f32_scales();
         let row_bytes = x.columns() * dtype.size();
         let records = record.place(self.core.arena(), num_tokens)?;
+        let given_words = record.bytes / 4;
+        // To the receivers, scales that are made on the way are a column like one that was given.
+        let record = match quantise {
+            Quantise::Mxfp8 => Record::of_ue8m0(hidden as u32 / MX_BLOCK),
+            _ => record,
+        };
         let num_words = record.bytes / 4;
 
         let call = LowLatencyCall {
@@ -295,7 +303,7 @@ impl Buffer {
             table: map.map_or_else(ExpertTable::default, ExpertMap::table),
             topk_weights: topk_weights.map_or(null, |weights| weights.ptr()),
             row_bytes: row_bytes as u32,
-            num_scales: if scales.is_some() { of_row as u32 } else { num_words },
+            num_scales: if scales.is_some() { of_row as u32 } else { given_words },
             quantise: quantise as u32,
             narrow_ids: is_narrow(topk_idx),
         };
@@ -461,7 +469,8 @@ impl Buffer {
         let of_row = hidden.div_ceil(SCALE_BLOCK.into());
         if let Some(scales) = request.recv_x_scales {
             if !with_scales {
-                let rule = "the rows have no scales: leave it out";
+                let rule = "the rows have no scales of f32: leave it out. Columns, and the scales of MXFP8 rows, \
+                            come as ReceivedByExpert::recv_columns";
                 return Err(Error::argument("recv_x_scales", "given", rule));
             }
             scales.expect("recv_x_scales", &[DType::F32], &[("hidden / 128", Some(of_row)), room])?;

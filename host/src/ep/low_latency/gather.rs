@@ -22,7 +22,8 @@ impl Buffer {
     /// * `x`: `[local_experts * rows, hidden]`, of the dtype of the received rows.
     /// * `scales`, where the received rows have any:
     ///   `[local_experts * (hidden / 128 rounded up), rows]`; those of row i of expert e are column
-    ///   i of the expert's part.
+    ///   i of the expert's part. Columns, and the scales of MXFP8 rows, are not copied:
+    ///   [`Received::expert_rows`] leads to them in [`Received::columns`].
     ///
     /// Only this rank takes part; the host waits for nothing, nothing is allocated, and the call
     /// can be captured. An asynchronous one gives the event at its end. A grouped GEMM that finds

@@ -8,12 +8,14 @@ use epoxide_gpu::kernels::{
     LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32, LowLatencyCombineFp8,
     LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32, LowLatencyCombineManyFp8,
     LowLatencyCombineManyPooled, LowLatencyCombineManySummed, LowLatencyCombinePooled,
-    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyDispatchMany,
-    LowLatencyDispatchManyByExpert, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16,
-    LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
-    LowLatencyInternodeDispatchByExpert, LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany,
-    low_latency_by_expert_shared_bytes, low_latency_dispatch_shared_bytes,
-    low_latency_internode_by_expert_shared_bytes,
+    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyDispatchByExpertMxfp8,
+    LowLatencyDispatchMany, LowLatencyDispatchManyByExpert, LowLatencyDispatchManyByExpertMxfp8,
+    LowLatencyDispatchManyMxfp8, LowLatencyDispatchMxfp8, LowLatencyInternodeCombineBf16,
+    LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8,
+    LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
+    LowLatencyInternodeDispatchByExpertMxfp8, LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait,
+    LowLatencyWait, LowLatencyWaitMany, low_latency_by_expert_shared_bytes,
+    low_latency_dispatch_shared_bytes, low_latency_internode_by_expert_shared_bytes,
 };
 use epoxide_gpu::layout::{
     DevicePtr, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
@@ -289,50 +291,15 @@ impl Buffer {
         let (across, dtype) = (LOW_LATENCY_INTERNODE_SHARED_BYTES, self.options.combine_dtype);
         let is_many = self.is_many();
         let within = if is_many { LOW_LATENCY_MANY_SHARED_BYTES } else { LOW_LATENCY_SHARED_BYTES };
-        let Kernels { dispatch, combine, quantised_combine, summed_combine, pooled_combine, .. } =
-            &self.kernels;
+        let Kernels { combine, quantised_combine, summed_combine, pooled_combine, .. } = &self.kernels;
         // SAFETY: the memory of inputs is freed only behind all work enqueued on streams, and a
         // recording keeps them; the rest is the buffer's. The number of nodes decides both the
         // set of kernels and whether the place has messages.
         unsafe {
             match (args, operation.place.room().messages) {
-                (Arguments::Dispatch(args), None) => {
-                    let shared = low_latency_dispatch_shared_bytes(&args);
-                    if is_many {
-                        let call = LowLatencyDispatchMany::call(args);
-                        return stream.call(dispatch, grid, THREADS, shared, call);
-                    }
-                    stream.call(dispatch, grid, THREADS, shared, LowLatencyDispatch::call(args))
-                }
-                (Arguments::Dispatch(dispatch_args), Some(messages)) => {
-                    let args = LowLatencyInternodeDispatchArgs { dispatch: dispatch_args, messages };
-                    stream.call(dispatch, grid, THREADS, across, LowLatencyInternodeDispatch::call(args))
-                }
+                (Arguments::Dispatch(args), messages) => self.launch_dispatch(stream, args, messages, grid),
                 (Arguments::DispatchByExpert(args), messages) => {
-                    let Some(kernel) = &self.kernels.dispatch_by_expert else {
-                        let rule =
-                            "the buffer has no kernel for them: create it with Options::rows_by_expert";
-                        return Err(Error::argument("by_expert", "asked for", rule));
-                    };
-                    match messages {
-                        None => {
-                            let shared = low_latency_by_expert_shared_bytes(&args);
-                            if is_many {
-                                let call = LowLatencyDispatchManyByExpert::call(args);
-                                return stream.call(kernel, grid, THREADS, shared, call);
-                            }
-                            let call = LowLatencyDispatchByExpert::call(args);
-                            stream.call(kernel, grid, THREADS, shared, call)
-                        }
-                        Some(messages) => {
-                            let dispatch =
-                                LowLatencyInternodeDispatchArgs { dispatch: args.dispatch, messages };
-                            let args = LowLatencyInternodeExpertDispatchArgs { dispatch, to: args.to };
-                            let shared = low_latency_internode_by_expert_shared_bytes(&args);
-                            let call = LowLatencyInternodeDispatchByExpert::call(args);
-                            stream.call(kernel, grid, THREADS, shared, call)
-                        }
-                    }
+                    self.launch_dispatch_by_expert(stream, args, messages, grid)
                 }
                 (Arguments::PooledCombine(args), _) if is_many => {
                     let call = LowLatencyCombineManyPooled::call(args);
@@ -401,6 +368,108 @@ impl Buffer {
                         }
                     }
                 }
+            }
+        }
+    }
+
+    /// Launches the kernel of a dispatch.
+    ///
+    /// # Safety
+    /// All memory of the arguments is live until the stream has passed the kernel, and `messages`
+    /// are those of their place.
+    unsafe fn launch_dispatch(
+        &self,
+        stream: &Stream,
+        args: LowLatencyDispatchArgs,
+        messages: Option<LowLatencyMessages>,
+        grid: u32,
+    ) -> Result<()> {
+        let Kernels { dispatch, mxfp8_dispatch, .. } = &self.kernels;
+        let (is_mxfp8, is_many) = (args.quantise == Quantise::Mxfp8 as u32, self.is_many());
+        // SAFETY: the caller keeps the memory. The number of nodes decides both the set of kernels
+        // and whether the place has messages.
+        unsafe {
+            if let Some(messages) = messages {
+                let (args, shared) = (
+                    LowLatencyInternodeDispatchArgs { dispatch: args, messages },
+                    LOW_LATENCY_INTERNODE_SHARED_BYTES,
+                );
+                if is_mxfp8 {
+                    let call = LowLatencyInternodeDispatchMxfp8::call(args);
+                    return stream.call(mxfp8_dispatch, grid, THREADS, shared, call);
+                }
+                return stream.call(dispatch, grid, THREADS, shared, LowLatencyInternodeDispatch::call(args));
+            }
+            let shared = low_latency_dispatch_shared_bytes(&args);
+            match (is_many, is_mxfp8) {
+                (false, false) => {
+                    stream.call(dispatch, grid, THREADS, shared, LowLatencyDispatch::call(args))
+                }
+                (false, true) => {
+                    stream.call(mxfp8_dispatch, grid, THREADS, shared, LowLatencyDispatchMxfp8::call(args))
+                }
+                (true, false) => {
+                    stream.call(dispatch, grid, THREADS, shared, LowLatencyDispatchMany::call(args))
+                }
+                (true, true) => stream.call(
+                    mxfp8_dispatch,
+                    grid,
+                    THREADS,
+                    shared,
+                    LowLatencyDispatchManyMxfp8::call(args),
+                ),
+            }
+        }
+    }
+
+    /// The same, of a dispatch that brings rows by expert.
+    ///
+    /// # Safety
+    /// The same as of [`Buffer::launch_dispatch`].
+    unsafe fn launch_dispatch_by_expert(
+        &self,
+        stream: &Stream,
+        args: LowLatencyExpertDispatchArgs,
+        messages: Option<LowLatencyMessages>,
+        grid: u32,
+    ) -> Result<()> {
+        let (is_mxfp8, is_many) = (args.dispatch.quantise == Quantise::Mxfp8 as u32, self.is_many());
+        let Kernels { dispatch_by_expert, mxfp8_dispatch_by_expert, .. } = &self.kernels;
+        let Some(kernel) = (if is_mxfp8 { mxfp8_dispatch_by_expert } else { dispatch_by_expert }) else {
+            let rule = "the buffer has no kernel for them: create it with Options::rows_by_expert";
+            return Err(Error::argument("by_expert", "asked for", rule));
+        };
+        // SAFETY: as in `launch_dispatch`.
+        unsafe {
+            if let Some(messages) = messages {
+                let dispatch = LowLatencyInternodeDispatchArgs { dispatch: args.dispatch, messages };
+                let args = LowLatencyInternodeExpertDispatchArgs { dispatch, to: args.to };
+                let shared = low_latency_internode_by_expert_shared_bytes(&args);
+                if is_mxfp8 {
+                    let call = LowLatencyInternodeDispatchByExpertMxfp8::call(args);
+                    return stream.call(kernel, grid, THREADS, shared, call);
+                }
+                let call = LowLatencyInternodeDispatchByExpert::call(args);
+                return stream.call(kernel, grid, THREADS, shared, call);
+            }
+            let shared = low_latency_by_expert_shared_bytes(&args);
+            match (is_many, is_mxfp8) {
+                (false, false) => {
+                    stream.call(kernel, grid, THREADS, shared, LowLatencyDispatchByExpert::call(args))
+                }
+                (false, true) => {
+                    stream.call(kernel, grid, THREADS, shared, LowLatencyDispatchByExpertMxfp8::call(args))
+                }
+                (true, false) => {
+                    stream.call(kernel, grid, THREADS, shared, LowLatencyDispatchManyByExpert::call(args))
+                }
+                (true, true) => stream.call(
+                    kernel,
+                    grid,
+                    THREADS,
+                    shared,
+                    LowLatencyDispatchManyByExpertMxfp8::call(args),
+                ),
             }
         }
     }

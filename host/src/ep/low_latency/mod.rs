@@ -31,10 +31,13 @@ use epoxide_gpu::kernels::{
     LowLatencyCombineFp8, LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32,
     LowLatencyCombineManyFp8, LowLatencyCombineManyPooled, LowLatencyCombineManySummed,
     LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert,
-    LowLatencyDispatchMany, LowLatencyDispatchManyByExpert, LowLatencyGather, LowLatencyInternodeCombineBf16,
-    LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8,
-    LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert, LowLatencyInternodeWait,
-    LowLatencyWait, LowLatencyWaitMany, PackColumns,
+    LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchMany, LowLatencyDispatchManyByExpert,
+    LowLatencyDispatchManyByExpertMxfp8, LowLatencyDispatchManyMxfp8, LowLatencyDispatchMxfp8,
+    LowLatencyGather, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16,
+    LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
+    LowLatencyInternodeDispatchByExpert, LowLatencyInternodeDispatchByExpertMxfp8,
+    LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany,
+    PackColumns,
 };
 use epoxide_gpu::layout::{
     Comm, DevicePtr, FEW_RANKS, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
@@ -93,6 +96,8 @@ pub struct Buffer {
 #[derive(Debug)]
 struct Kernels {
     dispatch: Kernel,
+    /// A dispatch of rows that become MXFP8.
+    mxfp8_dispatch: Kernel,
     /// Of rows of [`Options::combine_dtype`].
     combine: Kernel,
     quantised_combine: Kernel,
@@ -107,6 +112,7 @@ struct Kernels {
     wait: Kernel,
     /// A dispatch that brings rows by expert, where the buffer has room for them.
     dispatch_by_expert: Option<Kernel>,
+    mxfp8_dispatch_by_expert: Option<Kernel>,
 }
 
 /// The set of kernels that a buffer has.
@@ -133,24 +139,30 @@ impl Kind {
 impl Kernels {
     fn load(device: &Device, topology: Topology, options: &Options) -> Result<Kernels> {
         let (kind, has_rows_by_expert) = (Kind::of(topology), options.rows_by_expert.is_some());
-        let [dispatch, quantised_combine, wait, by_expert] = match kind {
+        let [dispatch, mxfp8, quantised_combine, wait, by_expert, mxfp8_by_expert] = match kind {
             Kind::Few => [
                 LowLatencyDispatch::INFO,
+                LowLatencyDispatchMxfp8::INFO,
                 LowLatencyCombineFp8::INFO,
                 LowLatencyWait::INFO,
                 LowLatencyDispatchByExpert::INFO,
+                LowLatencyDispatchByExpertMxfp8::INFO,
             ],
             Kind::Many => [
                 LowLatencyDispatchMany::INFO,
+                LowLatencyDispatchManyMxfp8::INFO,
                 LowLatencyCombineManyFp8::INFO,
                 LowLatencyWaitMany::INFO,
                 LowLatencyDispatchManyByExpert::INFO,
+                LowLatencyDispatchManyByExpertMxfp8::INFO,
             ],
             Kind::Nodes => [
                 LowLatencyInternodeDispatch::INFO,
+                LowLatencyInternodeDispatchMxfp8::INFO,
                 LowLatencyInternodeCombineFp8::INFO,
                 LowLatencyInternodeWait::INFO,
                 LowLatencyInternodeDispatchByExpert::INFO,
+                LowLatencyInternodeDispatchByExpertMxfp8::INFO,
             ],
         };
         let combine = match (options.combine_dtype, kind) {
@@ -170,14 +182,18 @@ impl Kernels {
         };
         let (gather, first) = (LowLatencyGather::INFO, FirstTokens::INFO);
         let (pack, add) = (PackColumns::INFO, AddCounts::INFO);
-        let infos = [dispatch, combine, quantised_combine, summed, pooled, gather, first, pack, add, wait];
+        let infos =
+            [dispatch, mxfp8, combine, quantised_combine, summed, pooled, gather, first, pack, add, wait];
         let mut names = infos.map(|info| info.name).to_vec();
-        names.extend(has_rows_by_expert.then_some(by_expert.name));
+        let of_segments = [by_expert, mxfp8_by_expert];
+        names.extend(of_segments.iter().filter(|_| has_rows_by_expert).map(|info| info.name));
         let module = Module::shipped(device, None, &names)?;
-        let load_by_expert = || module.kernel(by_expert.name, 0);
+        let [by_expert, mxfp8_by_expert] =
+            of_segments.map(|info| has_rows_by_expert.then(|| module.kernel(info.name, 0)).transpose());
         let kernels = infos.map(|info| module.kernel(info.name, 0));
         let [
             dispatch,
+            mxfp8_dispatch,
             combine,
             quantised_combine,
             summed_combine,
@@ -190,6 +206,7 @@ impl Kernels {
         ] = kernels;
         Ok(Kernels {
             dispatch: dispatch?,
+            mxfp8_dispatch: mxfp8_dispatch?,
             combine: combine?,
             quantised_combine: quantised_combine?,
             summed_combine: summed_combine?,
@@ -199,7 +216,8 @@ impl Kernels {
             pack_columns: pack?,
             add_counts: add?,
             wait: wait?,
-            dispatch_by_expert: has_rows_by_expert.then(load_by_expert).transpose()?,
+            dispatch_by_expert: by_expert?,
+            mxfp8_dispatch_by_expert: mxfp8_by_expert?,
         })
     }
 }

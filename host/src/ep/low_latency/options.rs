@@ -127,8 +127,8 @@ impl Options {
 
     setters! {
         /// Room for columns that travel with rows, in units of 4 bytes
-        /// ([`Payload::max_scales`](crate::Payload::max_scales)), at most 512. There is room for an
-        /// f32 scale of each 128 elements anyway.
+        /// ([`Payload::max_scales`](crate::Payload::max_scales)), at most 512. There is room for a
+        /// unit of each 128 elements anyway: an f32 scale, or four UE8M0 scales.
         max_scales: u32;
         /// Type of the rows that combines take and of their sums: bf16, which is the default, f16 or
         /// f32. A share of f16 that is too large for it is infinite.
@@ -321,6 +321,28 @@ pub enum Quantise {
     Fp8 = layout::Quantise::Fp8 as u32,
     /// The same, with the next larger power of two as scale.
     Fp8PowerOfTwo = layout::Quantise::Fp8PowerOfTwo as u32,
+    /// The rows of a dispatch travel as MXFP8, as version 1.0 of the [OCP Microscaling Formats (MX)
+    /// specification][mx] defines it: e4m3, and each 32 elements have a scale of their own, a power
+    /// of two (UE8M0).
+    ///
+    /// Scales arrive as those of rows that are MXFP8 already ([`Payload::mxfp8`]): as a column of
+    /// [`Received::columns`](super::Received::columns), four to an i32, that of the first 32
+    /// elements lowest. Ranks that have such rows may send them with their column in the same
+    /// dispatch.
+    ///
+    /// | of a block | becomes |
+    /// |---|---|
+    /// | the scale | 2<sup>floor(log2(m)) - 8</sup>, where m is the largest magnitude (section 6.3); 2<sup>-127</sup> where that is less, also of zeros |
+    /// | an element | its quotient by the scale, rounded to nearest even, at most 448: quotients reach up to 512, so that the largest may lose an eighth |
+    /// | an infinite element | 448 with its sign. m counts as 2<sup>128</sup>: the scale is 2<sup>120</sup>, by which 448 is infinite again in f32 and bf16, and finite elements stay finite |
+    /// | a NaN | NaN (0x7f). The scale is NaN as well (0xff), and thereby the whole block |
+    ///
+    /// The formula has no value for infinities and NaN: their rows of the table are this library's
+    /// choice. A combine returns rows as they are or with f32 scales.
+    ///
+    /// [mx]: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+    /// [`Payload::mxfp8`]: crate::Payload::mxfp8
+    Mxfp8 = layout::Quantise::Mxfp8 as u32,
 }
 
 impl Quantise {
@@ -332,5 +354,10 @@ impl Quantise {
         }
         let rule = format!("quantising takes bf16 rows with a multiple of {SCALE_BLOCK} elements");
         Err(Error::argument("quantise", format!("{self:?} of {hidden} x {dtype}"), rule))
+    }
+
+    /// Whether rows get f32 scales.
+    pub(super) fn makes_f32_scales(self) -> bool {
+        matches!(self, Quantise::Fp8 | Quantise::Fp8PowerOfTwo)
     }
 }

@@ -92,11 +92,13 @@ pub struct Received<'p> {
     /// rows hold anything. Rows are `row_stride()` bytes apart, a multiple of 128. A clone can be
     /// read until the combine: peers may overwrite the rows behind it.
     pub x: Tensor<'p>,
-    /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column.
+    /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column. `None` of
+    /// rows that were [quantised as MXFP8](super::Quantise::Mxfp8).
     pub scales: Option<TypedTensor<'p, f32>>,
     /// The columns of the rows in the order of the request, each as words `[bytes / 4 rounded up,
     /// rows]`: word w of a row's column is at `[w][row]`. UE8M0 scales come thereby as grouped
-    /// GEMMs read them: four to an i32, the rows side by side.
+    /// GEMMs read them: four to an i32, the rows side by side. The scales of rows that the dispatch
+    /// [quantised as MXFP8](super::Quantise::Mxfp8) are such a column, `[hidden / 128, rows]`.
     pub columns: Vec<TypedTensor<'p, i32>>,
     /// `[8]`, of more than 8 ranks of one node `[64]`, across nodes `[32]`: tokens of each rank.
     pub num_tokens: TypedTensor<'p, i32>,

@@ -13,6 +13,7 @@ use super::super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch, home_o
 use super::super::dispatch::{Pair, TopkEntry, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
+use super::super::mxfp8::mx_quantised;
 use super::super::ranks::Few;
 use super::super::team::Team;
 use super::super::{Opened, Opening, begin, completes, finish};
@@ -37,17 +38,24 @@ use crate::simt::*;
     )
 )]
 pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchArgs) {
+    dispatch::<false>(&args);
+}
+
+/// `MX`: whether rows are quantised as [`Quantise::Mxfp8`]. The kernels that quantise otherwise, or
+/// not at all, have no instruction for it.
+#[device]
+pub(in super::super) unsafe fn dispatch<const MX: bool>(args: &LowLatencyInternodeDispatchArgs) {
     let common = &args.dispatch.common;
     let shared = MemberShared::dynamic();
     trace(&common.comm, Phase::Enter);
     let opening = Opening::<Few>::load::<false>(common, tid() == 0);
     let opened = begin::<Few, false>(common, &opening, shared.opened());
     if common.phases & phase::SEND != 0 {
-        send(&args, &shared, &opened);
+        send::<MX>(args, &shared, &opened);
         trace(&common.comm, Phase::Moved);
     }
     if common.phases & phase::RECEIVE != 0 {
-        receive(&args, &shared, &opened);
+        receive(args, &shared, &opened);
         finish(&common.comm);
     }
 }
@@ -65,17 +73,25 @@ pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchAr
     )
 )]
 pub unsafe fn low_latency_internode_dispatch_by_expert(args: LowLatencyInternodeExpertDispatchArgs) {
+    dispatch_by_expert::<false>(&args);
+}
+
+/// `MX`: as of [`dispatch`].
+#[device]
+pub(in super::super) unsafe fn dispatch_by_expert<const MX: bool>(
+    args: &LowLatencyInternodeExpertDispatchArgs,
+) {
     let (dispatched, common) = (&args.dispatch, &args.dispatch.dispatch.common);
     let shared = MemberShared::dynamic();
     trace(&common.comm, Phase::Enter);
     let opening = Opening::<Few>::load::<false>(common, tid() == 0);
     let opened = begin::<Few, false>(common, &opening, shared.opened());
     if common.phases & phase::SEND != 0 {
-        send(dispatched, &shared, &opened);
+        send::<MX>(dispatched, &shared, &opened);
         trace(&common.comm, Phase::Moved);
     }
     if common.phases & phase::RECEIVE != 0 {
-        receive_by_expert(&args, &shared, &opened);
+        receive_by_expert(args, &shared, &opened);
         finish(&common.comm);
     }
 }
@@ -97,7 +113,11 @@ fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
 
 /// Writes this rank's tokens into the messages, a token to a block.
 #[device]
-unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, opened: &Opened<Few>) {
+unsafe fn send<const MX: bool>(
+    args: &LowLatencyInternodeDispatchArgs,
+    shared: &MemberShared,
+    opened: &Opened<Few>,
+) {
     let (common, messages) = (&args.dispatch.common, &args.messages);
     let (thread, warp) = (tid(), tid() / 32);
     let mut takes_part = opened.takes_part();
@@ -127,7 +147,7 @@ unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, op
             if thread == 0 {
                 st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
             }
-            write_row(args, shared, token, mask);
+            write_row::<MX>(args, shared, token, mask);
             barrier_sync();
             if warp == 0 {
                 say_written(args, token, opened);
@@ -264,7 +284,12 @@ unsafe fn write_entries(
 /// Writes a token's row, as it is or quantised, and its scales into the slots of the ranks of
 /// `mask`. All threads of the block call it.
 #[device]
-unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared, token: u32, mask: u32) {
+unsafe fn write_row<const MX: bool>(
+    args: &LowLatencyInternodeDispatchArgs,
+    shared: &MemberShared,
+    token: u32,
+    mask: u32,
+) {
     let dispatch = &args.dispatch;
     let mut turn = 0;
     while turn * ntid() * 32 < bytes_of_x(dispatch) {
@@ -284,7 +309,8 @@ unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShare
             }
         } else {
             let numbers = [from_bf16(pair.first), from_bf16(pair.second)];
-            let (vector, scale) = quantised(&numbers, dispatch.quantise);
+            let (vector, scale) =
+                if MX { mx_quantised(&numbers) } else { quantised(&numbers, dispatch.quantise) };
             let (at, mut left) = (first / 2, mask);
             while left != 0 && at < dispatch.row_bytes {
                 let slot = shared.address(left.trailing_zeros());

@@ -27,7 +27,7 @@ use crate::layout::{
 use crate::simt::*;
 
 mod combine;
-mod dispatch;
+pub(super) mod dispatch;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
