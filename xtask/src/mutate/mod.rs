@@ -26,6 +26,7 @@ use serde_json::{Value, json};
 use crate::workspace::{self, Workspace};
 use faults::Fault;
 use run::{FaultOutcome, Nearness, Runner, Runs};
+use text::Place;
 
 #[derive(Args)]
 pub struct Options {
@@ -45,6 +46,9 @@ pub struct Options {
     /// Write a Markdown table of the outcomes
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
+    /// List the faults in instructions that no run executes
+    #[arg(long, conflicts_with = "list")]
+    missed: bool,
     /// The share of faults that must be reported
     #[arg(long, value_name = "SHARE", default_value_t = 0.95)]
     at_least: f64,
@@ -133,8 +137,8 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     let executed = |fault: &Fault| {
         fault.through.iter().any(|line| workloads.iter().any(|workload| workload.executes(*line)))
     };
-    faults.retain(executed);
-    let (harmless, silent) = (all - harmful, harmful - faults.len());
+    let (faults, missed): (Vec<_>, Vec<_>) = faults.into_iter().partition(executed);
+    let (harmless, silent) = (all - harmful, missed.len());
     let faults = faults::sample(faults, options.sample.0);
     println!(
         "{all} faults; {harmless} are known to change nothing, no workload comes by {silent}; trying {}",
@@ -149,8 +153,13 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     if let Some(file) = &options.table {
         workspace::write(file, table(&results))?;
     }
-    let (summary, share) = summary(&results);
+    let (summary, share) = summary(&text, &results);
     print!("{summary}");
+    if options.missed {
+        missed.iter().for_each(|fault| print!("{}", site("never executed", &text, fault)));
+    } else if silent > 0 {
+        println!("{silent} faults are in instructions that no run executes; --missed lists them");
+    }
     if share < options.at_least {
         bail!(
             "{:.1} % of the faults were reported; --at-least asks for {:.1} %",
@@ -314,8 +323,30 @@ fn table(results: &[Tried<'_>]) -> String {
     text
 }
 
+/// A fault in full, for whoever writes the test that notices it: the kernel, its Rust line, and each
+/// changed line of the PTX as it was and as it became.
+fn site(state: &str, ptx: &str, fault: &Fault) -> String {
+    let place = |(file, line): &Place| format!("{file}:{line}");
+    let also: Vec<String> = fault.also.iter().map(place).collect();
+    let also = if also.is_empty() { String::new() } else { format!(" (and {})", also.join(", ")) };
+    let mut text = format!(
+        "{state}: {}\n  kernel {}, {}{also}: {}\n",
+        fault.id,
+        fault.kernel,
+        place(&fault.own),
+        fault.description()
+    );
+    for (number, new) in &fault.edits {
+        let old = ptx.lines().nth(number.wrapping_sub(1)).unwrap_or_default();
+        let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let new = if new.is_empty() { "removed".to_owned() } else { words(new) };
+        let _ = writeln!(text, "  PTX {number}: {}\n    changed to: {new}", words(old));
+    }
+    text
+}
+
 /// The counts, and the share that was reported.
-fn summary(results: &[Tried<'_>]) -> (String, f64) {
+fn summary(ptx: &str, results: &[Tried<'_>]) -> (String, f64) {
     let outcomes: Vec<&FaultOutcome> = results.iter().filter_map(|(_, outcome)| outcome.as_ref()).collect();
     let reported = outcomes.iter().filter(|outcome| outcome.found_by.is_some()).count();
     let near = |nearness| {
@@ -339,14 +370,7 @@ fn summary(results: &[Tried<'_>]) -> (String, f64) {
     }
     for (fault, outcome) in results {
         if outcome.as_ref().is_some_and(|outcome| outcome.found_by.is_none()) {
-            let _ = writeln!(
-                text,
-                "survived: {}  {}:{}  {}",
-                fault.id,
-                fault.own.0,
-                fault.own.1,
-                fault.description()
-            );
+            text += &site("survived", ptx, fault);
         }
     }
     (text, if all == 0 { 1.0 } else { reported as f64 / all as f64 })
@@ -442,6 +466,22 @@ mod tests {
     }
 
     #[test]
+    fn a_site_names_kernel_line_instruction_and_change() {
+        let ptx = ".version 8.4\n.target sm_90\n.address_size 64\n.entry k()\n{\n.reg .b64 %rd<2>;\n.loc 1 7 0\n\
+                   st.release.sys.global.u32 \t[%rd1], 1;\nbarrier.sync \t0;\nret;\n}\n.file 1 \"src/k.rs\"\n";
+        let faults = faults::enumerate(&text::bodies(ptx, &["k"]).unwrap());
+        let of = |kind| faults.iter().find(|fault| fault.kind == kind).unwrap();
+        assert_eq!(
+            site("survived", ptx, of(faults::Kind::ReleaseToRelaxed)),
+            "survived: k/release-to-relaxed/k:7\n  kernel k, src/k.rs:7: a release is relaxed \
+             (`st.release.sys.global.u32`)\n  PTX 8: st.release.sys.global.u32 [%rd1], 1;\n    \
+             changed to: st.relaxed.sys.global.u32 [%rd1], 1;\n"
+        );
+        let dropped = site("never executed", ptx, of(faults::Kind::BlockBarrierDropped));
+        assert!(dropped.ends_with("  PTX 9: barrier.sync 0;\n    changed to: removed\n"), "{dropped}");
+    }
+
+    #[test]
     fn survivors_are_counted_and_named() {
         let faults = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &["notify"]).unwrap());
         let outcome = |by: Option<&str>, nearness| {
@@ -459,9 +499,13 @@ mod tests {
             (&faults[1], outcome(None, Nearness::Elsewhere)),
             (&faults[2], None),
         ];
-        let (text, share) = summary(&results);
+        let (text, share) = summary(epoxide_gpu::PTX, &results);
         assert!(text.starts_with("1 of 2 faults reported: 1 at their line, 0 between"), "{text}");
         assert!(text.contains(&format!("survived: {}", faults[1].id)) && share == 0.5, "{text}");
+        let (number, _) = &faults[1].edits[0];
+        let line = epoxide_gpu::PTX.lines().nth(number - 1).unwrap();
+        let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(text.contains(&format!("\n  PTX {number}: {line}\n    changed to: ")), "{text}");
         let table = table(&results);
         assert!(
             table.contains("| race, at its line |")
