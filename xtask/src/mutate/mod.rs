@@ -72,7 +72,7 @@ pub struct Options {
     ptx: Option<PathBuf>,
     /// A program to run on the faulty kernels in place of round trips, such as `cargo test`. It
     /// loads the text of --ptx on virtual GPUs and fails where it notices something
-    #[arg(last = true, value_name = "COMMAND", requires = "ptx", conflicts_with_all = ["binary", "plain", "seeds"])]
+    #[arg(last = true, value_name = "COMMAND", conflicts_with_all = ["binary", "plain", "seeds"])]
     command: Vec<String>,
 }
 
@@ -98,10 +98,51 @@ fn names(text: &str) -> Vec<&str> {
     epoxide_gpu::simt::ptx::CutPtx::new(text).names().collect()
 }
 
+/// The command for kernels of another crate, where the user is in one and has not named its PTX or
+/// its tests; `None` in the repository `ws`.
+fn elsewhere(ws: &Workspace, folder: &Path, options: &Options) -> Option<String> {
+    if options.ptx.is_some() && !options.command.is_empty() {
+        return None;
+    }
+    let around = Workspace::around(folder).map_or_else(|_| folder.to_owned(), |around| around.root);
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let in_repository = match real(&around) {
+        root if root == real(&ws.root) => true,
+        root => !root.join("Cargo.toml").is_file() && root.starts_with(real(&ws.root)),
+    };
+    (!in_repository).then(|| {
+        format!(
+            "{} is not epoxide's repository. For kernels of your own, name their PTX and your tests: `{}`",
+            around.display(),
+            command_for(folder)
+        )
+    })
+}
+
+/// The command that makes faults in the kernels of the crate in a folder.
+fn command_for(folder: &Path) -> String {
+    let built = workspace::files(&folder.join("ptx"), "ptx").unwrap_or_default();
+    let name = built.first().and_then(|file| file.file_name());
+    let name = name.map_or_else(|| "NAME.sm_90.ptx".into(), |name| name.to_string_lossy());
+    format!("\"$EPOXIDE/target/release/xtask\" mutate --sample all --ptx ptx/{name} -- cargo test")
+}
+
 /// Makes the faults.
 pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
+    let folder = std::env::current_dir().context("the current folder")?;
+    if let Some(error) = elsewhere(ws, &folder, options) {
+        bail!(error);
+    }
+    ensure!(
+        options.ptx.is_some() || options.command.is_empty(),
+        "`-- {}` is to run on faulty kernels: name the PTX that it loads by --ptx, as in `{}`",
+        options.command.join(" "),
+        command_for(&folder)
+    );
     let text = match &options.ptx {
-        Some(file) => workspace::read(file)?,
+        Some(file) => workspace::read(file).with_context(|| {
+            format!("--ptx is as seen from {}; `cargo build-ptx` writes the file", folder.display())
+        })?,
         None => epoxide_gpu::PTX.to_owned(),
     };
     let bodies = text::bodies(&text, &names(&text))?;
@@ -463,6 +504,34 @@ mod tests {
         let text = format!("{}\n{}\n{{\"version\": \"v\", \"id\": \"cut", line("v", "a"), line("other", "b"));
         std::fs::write(&file, text).unwrap();
         assert_eq!(read_known(&file, "v").unwrap(), HashMap::from([("a".to_owned(), outcome)]));
+    }
+
+    #[test]
+    fn in_another_crate_the_error_names_the_command_for_it() {
+        let parse = |words: &[&str]| {
+            <Options as clap::Args>::augment_args(clap::Command::new("mutate"))
+                .try_get_matches_from([&["mutate"], words].concat())
+                .map(|matches| <Options as clap::FromArgMatches>::from_arg_matches(&matches).unwrap())
+                .unwrap()
+        };
+        let ws = crate::repository::find().unwrap();
+        let other = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| workspace::write(&other.path().join(name), text).unwrap();
+        write("Cargo.toml", "[package]\nname = \"scale\"\n[workspace]\n");
+        write("src/lib.rs", "");
+        let error = elsewhere(&ws, other.path(), &parse(&[])).unwrap();
+        assert!(error.contains("mutate --sample all --ptx ptx/NAME.sm_90.ptx -- cargo test"), "{error}");
+        write("ptx/scale.sm_80.ptx", "");
+        let error = elsewhere(&ws, &other.path().join("src"), &parse(&["--list"])).unwrap();
+        assert!(error.contains("is not epoxide's repository"), "{error}");
+        let error = elsewhere(&ws, other.path(), &parse(&["--", "cargo", "test"])).unwrap();
+        assert!(error.contains("--ptx ptx/scale.sm_80.ptx"), "{error}");
+        // The template is a workspace of its own inside of the repository.
+        assert!(elsewhere(&ws, &ws.root.join("examples/own-kernels"), &parse(&[])).is_some());
+
+        let whole = parse(&["--ptx", "ptx/scale.sm_80.ptx", "--", "cargo", "test"]);
+        assert_eq!(elsewhere(&ws, other.path(), &whole), None);
+        assert_eq!(elsewhere(&ws, &ws.root.join("docs"), &parse(&[])), None);
     }
 
     #[test]
