@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::backend::{Arch, Backend};
 use crate::header::Header;
 use crate::job::{Commands, Job, TARGET};
-use crate::lint::lint_file;
+use crate::lint::{lint_file, undeclared_shared};
 use crate::metadata::Metadata;
 use crate::toolchain::{self, Compiler};
 use crate::workspace::{Workspace, describe, read, succeeds, write};
@@ -165,6 +165,11 @@ fn ship(ws: &Workspace, job: &Job, product: &Path, compiler: &str) -> Result<Str
         let in_tree = Job { backend: Backend::InTree, ..job.clone() }.default_out(ws);
         kernels = described::kernels(&read(&in_tree)?);
     }
+    let findings = undeclared_shared(&raw, &kernels);
+    for finding in &findings {
+        eprintln!("{}: {finding}", ws.display(product));
+    }
+    ensure!(findings.is_empty(), "kernels whose attribute lacks `shared`: {}", findings.len());
     Ok(postprocess::ship(&raw, &header, &kernels))
 }
 
