@@ -19,15 +19,31 @@ type Eval = Box<dyn Fn(&[u64]) -> u64>;
 /// An instruction with all of its modifiers, or a short run of them that only has a result
 /// together.
 pub struct Form {
-    /// Instructions. `$0` is the result, `$1` and so on are the operands. Free registers are `%x`,
-    /// `%y` (32 bits), `%u` (64 bits) and `%q` (a predicate).
+    /// Instructions. `$0` is the result, `$1` and so on are the operands. Free registers are `%hx`,
+    /// `%hy` (16 bits), `%x`, `%y` (32 bits), `%u`, `%v` (64 bits) and `%q` (a predicate).
     pub text: String,
     pub operands: Vec<Kind>,
     pub result: Kind,
     /// The manual leaves the bits of a NaN open.
     pub any_nan: bool,
-    /// The result, from the bits of the operands.
-    pub eval: Eval,
+    /// The threads that must be there.
+    pub needs: Needs,
+    /// The result by the PTX manual, from the bits of the operands; `None` for
+    /// [`effects`](super::effects).
+    pub eval: Option<Eval>,
+}
+
+/// The threads that must come to a form together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Needs {
+    /// Each thread is for itself.
+    Nothing,
+    /// The lanes of the mask at this place.
+    Mask,
+    /// All 32 lanes of a warp.
+    Warp,
+    /// All threads of a block.
+    Block,
 }
 
 impl Form {
@@ -35,9 +51,50 @@ impl Form {
     pub fn is_single(&self) -> bool {
         self.text.matches(';').count() == 1
     }
+
+    /// Whether it stands under a predicate. H200 departs from the manual where a guard of `set` is
+    /// false (docs/KERNELS.md).
+    pub fn may_be_guarded(&self) -> bool {
+        self.is_single()
+            && self.needs == Needs::Nothing
+            && self.result != Pred
+            && !self.text.starts_with("set.")
+            && !self.operands.is_empty()
+    }
+
+    /// Whether an assembler may make one instruction of it and its neighbour, which rounds once where
+    /// two round twice: sums and products that name no rounding.
+    pub fn may_be_contracted(&self) -> bool {
+        let opcode = self.opcodes().next().unwrap_or_default();
+        let mut parts = opcode.split('.');
+        let sum = parts.next().is_some_and(|base| ["add", "sub", "mul"].contains(&base));
+        let rounds = |part: &str| ROUNDS.iter().any(|(name, _)| *name == part);
+        sum && matches!(self.result, Float(_) | Pair(_)) && !parts.any(rounds)
+    }
+
+    /// The opcodes of its instructions, with their modifiers.
+    pub fn opcodes(&self) -> impl Iterator<Item = &str> {
+        let statements = self.text.split(';').map(str::trim).filter(|statement| !statement.is_empty());
+        statements.map(|statement| {
+            let mut words = statement.split_whitespace();
+            let first = words.next().unwrap_or_default();
+            if first.starts_with('@') { words.next().unwrap_or_default() } else { first }
+        })
+    }
+
+    /// The opcode that it is about: the last that is no plain load, or the only one.
+    pub fn subject(&self) -> &str {
+        let opcodes: Vec<&str> = self.opcodes().collect();
+        let helper = |opcode: &&&str| {
+            ["ld.", "st.", "bar.sync", "bar.warp", "barrier.sync", "and.b32", "bfind", "mov.u64"]
+                .iter()
+                .any(|start| opcode.starts_with(start))
+        };
+        opcodes.iter().rev().find(|opcode| !helper(opcode)).or(opcodes.last()).copied().unwrap_or_default()
+    }
 }
 
-/// Every form.
+/// Every form with a formula.
 pub fn all() -> Vec<Form> {
     let mut t = Table(Vec::new());
     integer_arithmetic(&mut t);
@@ -82,7 +139,8 @@ impl Table {
             operands: operands.to_vec(),
             result,
             any_nan: false,
-            eval: Box::new(eval),
+            needs: Needs::Nothing,
+            eval: Some(Box::new(eval)),
         });
         &mut self.0[at]
     }
@@ -733,7 +791,7 @@ mod tests {
         let check = |name: &str, x: &[u64], want: u64| {
             let form = forms.iter().find(|form| form.text.starts_with(&format!("{name} ")));
             let form = form.unwrap_or_else(|| panic!("no form {name}"));
-            let got = (form.eval)(x);
+            let got = form.eval.as_ref().unwrap()(x);
             assert_eq!(got, want, "{name}: {got:#x}, not {want:#x}");
         };
         check("mul.hi.u64", &[u64::MAX, u64::MAX], u64::MAX - 1);
