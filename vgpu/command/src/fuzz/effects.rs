@@ -21,6 +21,7 @@
 //! threads.
 
 use super::forms::{Form, Needs};
+use super::kind::Format::F32;
 use super::kind::Kind::{self, *};
 
 /// Every such form.
@@ -28,6 +29,7 @@ pub fn all() -> Vec<Form> {
     let mut t = Table(Vec::new());
     places(&mut t);
     moves(&mut t);
+    tensor_floats(&mut t);
     warps(&mut t);
     blocks(&mut t);
     own_words(&mut t);
@@ -75,6 +77,14 @@ fn moves(t: &mut Table) {
     t.form(Needs::Nothing, "mov.b32 {%hx, $0}, $1;", &[WORD], half);
     t.form(Needs::Nothing, "mov.b64 $0, {$1, $2, $3, $4};", &[half; 4], LONG);
     t.form(Needs::Nothing, "mov.b64 {%hx, %hy, $0, %hx}, $1;", &[LONG], half);
+}
+
+/// Numbers for tensor cores, which have no formula here.
+fn tensor_floats(t: &mut Table) {
+    for modifiers in ["rn", "rz", "rn.relu", "rz.relu", "rna", "rna.satfinite"] {
+        t.form(Needs::Nothing, format!("cvt.{modifiers}.tf32.f32 $0, $1;"), &[Float(F32)], Float(F32));
+        t.0.iter_mut().last().into_iter().for_each(|form| form.any_nan = true);
+    }
 }
 
 fn warps(t: &mut Table) {

@@ -129,20 +129,22 @@ pub fn run(args: &Args) -> Result<Verdict> {
     let mut number = args.first;
     while number < end && Instant::now() < session.end {
         let numbers = number..end.min(number + BATCH);
-        let programs = numbers.map(|number| (number, dealer.program(number / 3, style(number, args.device))));
-        let programs: Vec<(u64, Program)> = programs.collect();
+        let programs: Vec<(u64, Program)> =
+            numbers.map(|number| (number, drawn(&dealer, number, args.device))).collect();
         session.batch(&programs)?;
         number += programs.len() as u64;
     }
     session.report.end(&forms, number - args.first, begin.elapsed())
 }
 
-/// The style of a program by its number.
-fn style(number: u64, device: Device) -> Style {
+/// Program `number` of a run: one in three has its instructions apart, and of the others one in two
+/// stores each result.
+fn drawn(dealer: &Dealer, number: u64, device: Device) -> Program {
     match (number % 3, device) {
-        (0, _) | (_, Device::Manual) => Style::Apart,
-        (1, _) => Style::Traced,
-        _ => Style::Chained,
+        (_, Device::Manual) => dealer.program(number, Style::Apart),
+        (0, _) => dealer.program(number / 3, Style::Apart),
+        (1, _) => dealer.program(number / 3 * 2, Style::Traced),
+        _ => dealer.program(number / 3 * 2 + 1, Style::Chained),
     }
 }
 
@@ -441,8 +443,7 @@ mod tests {
         let mut session = session(&forms, Some(Box::new(Virtual::Checked(5))));
         let dealer = Dealer::new(&forms, 5);
         for number in 0..60 {
-            let program = dealer.program(number, style(number, Device::Virtual));
-            session.batch(&[(number, program)]).unwrap();
+            session.batch(&[(number, drawn(&dealer, number, Device::Virtual))]).unwrap();
         }
         assert_eq!(session.report.differing, 0, "{:?}", session.report.by_subject);
     }
@@ -451,7 +452,7 @@ mod tests {
     fn a_wrong_instruction_is_found_alone() {
         let forms = all_forms();
         for (style, programs, wrong, by) in [
-            (Style::Apart, 60, "prmt.b32.f4e", "prmt.b32.b4e"),
+            (Style::Apart, 80, "prmt.b32.f4e", "prmt.b32.b4e"),
             (Style::Traced, 60, "redux.sync.min.s32", "redux.sync.min.u32"),
             (Style::Chained, 60, "shfl.sync.bfly", "shfl.sync.idx"),
             (Style::Chained, 60, "red.relaxed.gpu.shared.add.u32", "red.relaxed.gpu.shared.xor.b32"),
@@ -467,7 +468,7 @@ mod tests {
         }
         // A formula says which of the two is right.
         let mut session = session(&forms, Some(Box::new(Wrong("prmt.b32.f4e", "prmt.b32.b4e"))));
-        let text = texts(&mut session, Style::Apart, 60).remove(0);
+        let text = texts(&mut session, Style::Apart, 80).remove(0);
         let value = |begin: &str| text.split(begin).nth(1).unwrap().split([',', '\n', ' ']).next().unwrap();
         assert_eq!(value("the manual: "), value("      virtual "), "{text}");
     }
@@ -476,7 +477,8 @@ mod tests {
     fn a_program_that_fails_is_found() {
         let forms = all_forms();
         let mut session = session(&forms, Some(Box::new(Wrong("popc.b64", "popc.b65"))));
-        let texts = texts(&mut session, Style::Chained, 120);
+        let all = forms.len().div_ceil(program::APART) as u64;
+        let texts = texts(&mut session, Style::Apart, all);
         assert!(
             !texts.is_empty() && texts.iter().all(|text| text.contains("refused: popc.b64")),
             "{texts:?}"
@@ -494,10 +496,12 @@ mod tests {
                 .flat_map(|program| program.uses().iter().map(|(_, one)| one.form).collect::<Vec<_>>())
                 .collect()
         };
-        let apart: BTreeSet<usize> = used(60, Style::Apart);
         let formulas = forms.iter().filter(|form| form.eval.is_some()).count();
-        assert_eq!(apart.len(), formulas.min(60 * 24), "none comes twice before all have come");
-        let chained: BTreeSet<usize> = used(300, Style::Chained);
+        let apart: BTreeSet<usize> = used(formulas.div_ceil(program::APART) as u64, Style::Apart);
+        assert_eq!(apart.len(), formulas, "none comes twice before all have come");
+        // A short program deals fewer.
+        let programs = formulas.div_ceil(program::DEALT) as u64 + 40;
+        let chained: BTreeSet<usize> = used(programs, Style::Chained);
         let missing =
             (0..forms.len()).filter(|form| !chained.contains(form) && !forms[*form].may_be_contracted());
         let missing: Vec<&str> = missing.map(|form| forms[form].text.as_str()).collect();

@@ -17,11 +17,11 @@ use super::kind::{Format, Kind, relate};
 /// Blocks of a launch.
 pub const BLOCKS: usize = 2;
 /// Instruction forms of a program whose instructions are apart.
-const APART: usize = 24;
+pub const APART: usize = 24;
 /// Steps of another program, control flow aside.
 const STEPS: std::ops::Range<usize> = 12..40;
 /// Forms of each deck that a program of these goes on from the one before.
-const DEALT: usize = 5;
+pub const DEALT: usize = 5;
 /// Registers that the steps of a program share, by their letter.
 const POOLS: [(char, usize); 4] = [('p', 6), ('h', 6), ('r', 10), ('d', 8)];
 /// How deep branches and loops stand in one another.
