@@ -12,6 +12,7 @@
 //! | `$m` | the mask of the lanes that are at this place |
 //! | `$t` | a distance between threads, below the threads of a block |
 //! | `$c` | clamp and segments of `shfl` |
+//! | `$i` | the offset of a row of the input |
 //! | `$j`, `$h`, `$w`, `$e` | an offset into 16 bytes, a multiple of 1, 2, 4 or 8 |
 //!
 //! Registers with 16 bytes of the thread's own behind them: `%own` in shared memory that other
@@ -21,7 +22,7 @@
 //! threads.
 
 use super::forms::{Form, Needs};
-use super::kind::Format::F32;
+use super::kind::Format::*;
 use super::kind::Kind::{self, *};
 
 /// Every such form.
@@ -33,7 +34,11 @@ pub fn all() -> Vec<Form> {
     warps(&mut t);
     blocks(&mut t);
     own_words(&mut t);
+    read_only(&mut t);
+    copies(&mut t);
     atomics(&mut t);
+    float_atomics(&mut t);
+    matrices(&mut t);
     t.0
 }
 
@@ -251,6 +256,108 @@ fn own_words(t: &mut Table) {
     let generic =
         "st.shared.b64 [%priv+$e], $1; cvt.u64.u32 %u, %priv; cvta.shared.u64 %u, %u; ld.b64 $0, [%u+$e];";
     t.form(Needs::Nothing, generic, &[LONG], LONG);
+}
+
+/// Loads of the input, which nothing writes.
+fn read_only(t: &mut Table) {
+    for (ty, _, result) in loads() {
+        t.form(Needs::Nothing, format!("ld.global.nc.{ty} $0, [%in+$i];"), &[], result);
+    }
+    t.form(Needs::Nothing, "ld.global.nc.v2.b32 {%x, $0}, [%in+$i];", &[], WORD);
+    t.form(Needs::Nothing, "ld.global.v4.b16 {%hx, %hy, $0, %hx}, [%in+$i];", &[], Int(16));
+}
+
+/// Asynchronous copies that their own thread waits for.
+fn copies(t: &mut Table) {
+    let fill = "st.global.v2.b32 [%cell], {$1, $2}; st.global.v2.b32 [%cell+8], {$2, $1};";
+    let clear = "st.shared.v4.b32 [%priv], {$2, $2, $2, $2};";
+    let load = "ld.shared.b64 $0, [%priv+$e];";
+    for (copy, wait) in [
+        ("cp.async.ca.shared.global [%priv], [%cell], 4;", "cp.async.wait_all;"),
+        (
+            "cp.async.ca.shared.global [%priv+$e], [%cell], 8;",
+            "cp.async.commit_group; cp.async.wait_group 0;",
+        ),
+        ("cp.async.cg.shared.global [%priv], [%cell], 16;", "cp.async.wait_all;"),
+        ("cp.async.cg.shared.global [%priv], [%cell], 16, 5;", "cp.async.wait_all;"),
+        (
+            "cp.async.ca.shared.global [%priv], [%cell], 8, 3;",
+            "cp.async.commit_group; cp.async.wait_group 0;",
+        ),
+    ] {
+        t.form(Needs::Nothing, format!("{fill} {clear} {copy} {wait} {load}"), &[WORD, WORD], LONG);
+    }
+}
+
+/// Sums of floats on a word of the thread's own: the old value, and the new one.
+fn float_atomics(t: &mut Table) {
+    let types = [
+        ("f32", Float(F32)),
+        ("f64", Float(F64)),
+        ("noftz.f16", Float(F16)),
+        ("noftz.bf16", Float(Bf16)),
+        ("noftz.f16x2", Pair(F16)),
+        ("noftz.bf16x2", Pair(Bf16)),
+    ];
+    for (ty, kind) in types {
+        let bits = kind.bits();
+        for (space, at) in [("global", "%cell"), ("shared", "%priv")] {
+            // The word is compared in the end, and a NaN in it has bits that the manual leaves open.
+            let first = format!("st.{space}.b{bits} [{at}], $1;");
+            let old = format!("{first} atom.{space}.add.{ty} $0, [{at}], $2; {first}");
+            t.form(Needs::Nothing, old, &[kind, kind], kind);
+            let change = format!("red.{space}.add.{ty} [{at}], $2;");
+            let new = format!("{first} {change} ld.{space}.b{bits} $0, [{at}]; {first}");
+            t.form(Needs::Nothing, new, &[kind, kind], kind);
+            t.0.iter_mut().last().into_iter().for_each(|form| form.any_nan = true);
+        }
+    }
+}
+
+/// Tiles of a warp. Sums of products of integers are exact; those of floats have an order that the
+/// manual leaves open.
+fn matrices(t: &mut Table) {
+    let parts = |count: usize, at: usize| -> String {
+        let names: Vec<&str> = (0..count).map(|i| if i == at { "$0" } else { ["%x", "%y"][i % 2] }).collect();
+        names.join(", ")
+    };
+    for (shape, a, b, sums) in [
+        ("m8n8k16", "$1", "$2", 2),
+        ("m16n8k16", "$1, $2", "$3", 4),
+        ("m16n8k32", "$1, $2, $3, $4", "$2, $4", 4),
+    ] {
+        for (left, right) in [("s8", "s8"), ("u8", "u8"), ("s8", "u8"), ("u8", "s8")] {
+            for modifier in ["", ".satfinite"] {
+                for at in [0, sums - 1] {
+                    let d = parts(sums, at);
+                    let c = ["$1", "$4", "$3", "$4"][..sums].join(", ");
+                    let text = format!(
+                        "bar.warp.sync $m; mma.sync.aligned.{shape}.row.col{modifier}.s32.{left}.{right}.s32 \
+                         {{{d}}}, {{{a}}}, {{{b}}}, {{{c}}};"
+                    );
+                    t.form(Needs::Warp, text, &[WORD; 4], WORD);
+                }
+            }
+        }
+    }
+    // 16 bytes of each lane, which are rows of matrices.
+    let fill = "bar.warp.sync $m; st.shared.v4.b32 [%swap], {$1, $2, $3, $1}; bar.warp.sync $m;";
+    for trans in ["", ".trans"] {
+        for (count, at) in [(1, 0), (2, 0), (2, 1), (4, 0), (4, 3)] {
+            let d = parts(count, at);
+            let text =
+                format!("{fill} ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{d}}}, [%swap];");
+            t.form(Needs::Warp, text, &[WORD; 3], WORD);
+        }
+        for count in [1, 2, 4] {
+            let from = ["$1", "$2", "$3", "$2"][..count].join(", ");
+            let text = format!(
+                "{fill} stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%swap], {{{from}}}; bar.warp.sync $m; \
+                 ld.shared.b64 $0, [%swap+$e];"
+            );
+            t.form(Needs::Warp, text, &[WORD; 3], LONG);
+        }
+    }
 }
 
 /// Atomics on a word of the thread's own: the old value, and the new one.

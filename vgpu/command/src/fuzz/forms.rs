@@ -86,9 +86,19 @@ impl Form {
     pub fn subject(&self) -> &str {
         let opcodes: Vec<&str> = self.opcodes().collect();
         let helper = |opcode: &&&str| {
-            ["ld.", "st.", "bar.sync", "bar.warp", "barrier.sync", "and.b32", "bfind", "mov.u64"]
-                .iter()
-                .any(|start| opcode.starts_with(start))
+            [
+                "ld.shared",
+                "ld.global.b",
+                "ld.local",
+                "st.",
+                "bar.sync",
+                "bar.warp",
+                "barrier.sync",
+                "cp.async.wait",
+                "cp.async.commit",
+            ]
+            .iter()
+            .any(|start| opcode.starts_with(start))
         };
         opcodes.iter().rev().find(|opcode| !helper(opcode)).or(opcodes.last()).copied().unwrap_or_default()
     }

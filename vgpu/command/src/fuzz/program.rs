@@ -257,6 +257,11 @@ fn initial(letter: char, number: usize) -> usize {
     before + number
 }
 
+/// Rows of the pools' initial values.
+fn pool_rows() -> usize {
+    POOLS.iter().map(|(_, count)| count).sum()
+}
+
 /// An operand as its kind allows it: the program's text does the same.
 fn fit(kind: Kind, value: u64) -> u64 {
     match kind {
@@ -611,6 +616,7 @@ impl<'a> Writer<'a> {
             ("$m", mask.to_owned()),
             ("$t", (draw % self.program.threads).to_string()),
             ("$c", (draw & 0x1f1f).to_string()),
+            ("$i", (draw % pool_rows() * self.program.lanes() * 8).to_string()),
             ("$j", (draw % 16).to_string()),
             ("$h", (draw % 8 * 2).to_string()),
             ("$w", (draw % 4 * 4).to_string()),

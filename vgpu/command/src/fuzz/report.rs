@@ -15,7 +15,7 @@ use crate::output::Verdict;
 /// Threads whose values are printed of a difference.
 const MOST_THREADS: usize = 6;
 /// Differences that are printed in full, of all instructions.
-const MOST_SHOWN: usize = 40;
+const MOST_SHOWN: usize = 80;
 
 /// Differences and counts.
 pub struct Report {
@@ -99,8 +99,12 @@ impl Report {
             Style::Chained => None,
             _ => subject(forms, run, outcome),
         };
-        let enough = known.is_some_and(|subject| self.enough(&subject));
-        !enough && self.shown < MOST_SHOWN
+        if self.shown >= MOST_SHOWN {
+            let subject = known.unwrap_or_else(|| "not looked for: enough was printed".to_owned());
+            *self.by_subject.entry(subject).or_default() += 1;
+            return false;
+        }
+        !known.is_some_and(|subject| self.enough(&subject))
     }
 
     /// Counts a difference about an instruction; whether that is one more than are shown.
@@ -128,6 +132,9 @@ impl Report {
             return Ok(None);
         }
         *self.by_subject.entry(subject.clone()).or_default() += 1;
+        if self.shown >= MOST_SHOWN {
+            return Ok(None);
+        }
         self.shown += 1;
         let mut text = format!("\ndifference {}: {subject}\n", self.shown);
         let (left, all) = (small.program.uses().len(), whole.program.uses().len());
