@@ -267,25 +267,23 @@ fn read_only(t: &mut Table) {
     t.form(Needs::Nothing, "ld.global.v4.b16 {%hx, %hy, $0, %hx}, [%in+$i];", &[], Int(16));
 }
 
-/// Asynchronous copies that their own thread waits for.
+/// Asynchronous copies of the input, which their own thread waits for.
 fn copies(t: &mut Table) {
-    let fill = "st.global.v2.b32 [%cell], {$1, $2}; st.global.v2.b32 [%cell+8], {$2, $1};";
-    let clear = "st.shared.v4.b32 [%priv], {$2, $2, $2, $2};";
-    let load = "ld.shared.b64 $0, [%priv+$e];";
-    for (copy, wait) in [
-        ("cp.async.ca.shared.global [%priv], [%cell], 4;", "cp.async.wait_all;"),
-        (
-            "cp.async.ca.shared.global [%priv+$e], [%cell], 8;",
-            "cp.async.commit_group; cp.async.wait_group 0;",
-        ),
-        ("cp.async.cg.shared.global [%priv], [%cell], 16;", "cp.async.wait_all;"),
-        ("cp.async.cg.shared.global [%priv], [%cell], 16, 5;", "cp.async.wait_all;"),
-        (
-            "cp.async.ca.shared.global [%priv], [%cell], 8, 3;",
-            "cp.async.commit_group; cp.async.wait_group 0;",
-        ),
-    ] {
-        t.form(Needs::Nothing, format!("{fill} {clear} {copy} {wait} {load}"), &[WORD, WORD], LONG);
+    let (all, group) = ("cp.async.wait_all;", "cp.async.commit_group; cp.async.wait_group 0;");
+    for wait in [all, group] {
+        for (copy, bits, kind) in [
+            ("cp.async.ca.shared.global [%priv], [%in+$i], 4;", 32, WORD),
+            ("cp.async.ca.shared.global [%priv+8], [%in+$i], 8;", 64, LONG),
+            ("cp.async.ca.shared.global [%priv+8], [%in+$i], 8, 3;", 64, LONG),
+        ] {
+            let at = if bits == 32 { "%priv" } else { "%priv+8" };
+            t.form(Needs::Nothing, format!("{copy} {wait} ld.shared.b{bits} $0, [{at}];"), &[], kind);
+        }
+        // 16 bytes, which the two values of neighbours are.
+        for size in ["16", "16, 5"] {
+            let copy = format!("ld.param.u64 %u, [in]; cp.async.cg.shared.global [%priv], [%u+$i], {size};");
+            t.form(Needs::Nothing, format!("{copy} {wait} ld.shared.b64 $0, [%priv+$e];"), &[], LONG);
+        }
     }
 }
 

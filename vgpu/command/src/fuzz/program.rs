@@ -24,6 +24,8 @@ const STEPS: std::ops::Range<usize> = 12..40;
 pub const DEALT: usize = 5;
 /// Registers that the steps of a program share, by their letter.
 const POOLS: [(char, usize); 4] = [('p', 6), ('h', 6), ('r', 10), ('d', 8)];
+/// Arms of a branch by index.
+const ARMS: usize = 4;
 /// How deep branches and loops stand in one another.
 const DEPTH: usize = 2;
 
@@ -64,16 +66,24 @@ pub struct Step {
 #[derive(Clone, Debug)]
 pub enum What {
     Do(Use),
-    /// A branch that lanes may take apart.
-    If {
-        on: Source,
-        then: Vec<Step>,
-        otherwise: Vec<Step>,
+    /// A branch that lanes may take apart, by its arms.
+    Branch {
+        on: Choice,
+        arms: Vec<Vec<Step>>,
     },
     Loop {
         turns: Turns,
         body: Vec<Step>,
     },
+}
+
+/// What decides which arm of a branch a lane takes.
+#[derive(Clone, Copy, Debug)]
+pub enum Choice {
+    /// The first of two where a predicate is true.
+    Predicate(Source),
+    /// One of [`ARMS`], by the low bits of a value.
+    Index(Source),
 }
 
 /// How often a loop runs.
@@ -156,10 +166,7 @@ impl Program {
             for step in steps {
                 match &step.what {
                     What::Do(one) => all.push((step.id, one)),
-                    What::If { then, otherwise, .. } => {
-                        collect(then, all);
-                        collect(otherwise, all);
-                    }
+                    What::Branch { arms, .. } => arms.iter().for_each(|arm| collect(arm, all)),
                     What::Loop { body, .. } => collect(body, all),
                 }
             }
@@ -219,10 +226,9 @@ impl Program {
             for step in steps {
                 match &step.what {
                     What::Do(_) => {}
-                    What::If { on, then, otherwise } => {
+                    What::Branch { on: Choice::Predicate(on) | Choice::Index(on), arms } => {
                         add(on, all);
-                        conditions(then, all);
-                        conditions(otherwise, all);
+                        arms.iter().for_each(|arm| conditions(arm, all));
                     }
                     What::Loop { turns, body } => {
                         if let Turns::Each(source) = turns {
@@ -409,10 +415,17 @@ impl<'a, 'r> Drawing<'a, 'r> {
         let what = match self.rng.random_range(0..20) {
             0 if deeper => {
                 let apart = Place { depth: place.depth + 1, most: Needs::Mask };
-                let on = self.source(Kind::Pred);
-                let counts = [self.rng.random_range(1..6), self.rng.random_range(0..4)];
-                let [then, otherwise] = counts.map(|count| self.steps(count, apart));
-                What::If { on, then, otherwise }
+                let (on, counts) = if self.rng.random_ratio(1, 4) {
+                    (Choice::Index(self.source(Kind::Int(32))), vec![2; ARMS])
+                } else {
+                    (Choice::Predicate(self.source(Kind::Pred)), vec![6, 4])
+                };
+                let arms = counts.into_iter().map(|most| {
+                    let count = self.rng.random_range(0..most);
+                    self.steps(count, apart)
+                });
+                let arms = arms.collect();
+                What::Branch { on, arms }
             }
             1 if deeper => {
                 let turns = match self.rng.random() {
@@ -585,7 +598,7 @@ impl<'a> Writer<'a> {
         for step in steps {
             match &step.what {
                 What::Do(one) => self.one(step.id, one, mask),
-                What::If { on, then, otherwise } => self.branch(*on, then, otherwise, mask),
+                What::Branch { on, arms } => self.branch(*on, arms, mask),
                 What::Loop { turns, body } => self.repeat(*turns, body, mask),
             }
         }
@@ -664,23 +677,42 @@ impl<'a> Writer<'a> {
     fn asks_for_mask(&self, steps: &[Step]) -> bool {
         steps.iter().any(|step| match &step.what {
             What::Do(one) => self.forms[one.form].needs > Needs::Nothing,
-            What::If { then, otherwise, .. } => self.asks_for_mask(then) || self.asks_for_mask(otherwise),
+            What::Branch { arms, .. } => arms.iter().any(|arm| self.asks_for_mask(arm)),
             What::Loop { body, .. } => self.asks_for_mask(body),
         })
     }
 
-    fn branch(&mut self, on: Source, then: &[Step], otherwise: &[Step], mask: &str) {
+    fn branch(&mut self, on: Choice, arms: &[Vec<Step>], mask: &str) {
         let n = self.number();
-        let taken = self.source(Kind::Pred, on);
-        if self.asks_for_mask(then) || self.asks_for_mask(otherwise) {
-            self.line(&format!("vote.sync.ballot.b32 %m{n}, {taken}, {mask};"));
-            self.line(&format!("not.b32 %k{n}, %m{n}; and.b32 %k{n}, %k{n}, {mask};"));
+        let asks = arms.iter().any(|arm| self.asks_for_mask(arm));
+        match on {
+            Choice::Predicate(on) => {
+                let taken = self.source(Kind::Pred, on);
+                if asks {
+                    self.line(&format!("vote.sync.ballot.b32 %m{n}_0, {taken}, {mask};"));
+                    self.line(&format!("not.b32 %m{n}_1, %m{n}_0; and.b32 %m{n}_1, %m{n}_1, {mask};"));
+                }
+                self.line(&format!("@!{taken} bra L{n}_1;"));
+            }
+            Choice::Index(on) => {
+                let index = self.source(Kind::Int(32), on);
+                self.line(&format!("and.b32 %l{n}, {index}, {};", ARMS - 1));
+                for arm in (0..arms.len()).filter(|_| asks) {
+                    self.line(&format!("setp.eq.u32 %q, %l{n}, {arm};"));
+                    self.line(&format!("vote.sync.ballot.b32 %m{n}_{arm}, %q, {mask};"));
+                }
+                let labels: Vec<String> = (0..arms.len()).map(|arm| format!("L{n}_{arm}")).collect();
+                self.line(&format!("T{n}: .branchtargets {};", labels.join(", ")));
+                self.line(&format!("brx.idx %l{n}, T{n};"));
+            }
         }
-        self.line(&format!("@!{taken} bra L{n}_otherwise;"));
-        self.steps(then, &format!("%m{n}"));
-        self.line(&format!("bra L{n}_end;"));
-        self.line(&format!("L{n}_otherwise:"));
-        self.steps(otherwise, &format!("%k{n}"));
+        for (at, arm) in arms.iter().enumerate() {
+            self.line(&format!("L{n}_{at}:"));
+            self.steps(arm, &format!("%m{n}_{at}"));
+            if at + 1 < arms.len() {
+                self.line(&format!("bra L{n}_end;"));
+            }
+        }
         self.line(&format!("L{n}_end:"));
     }
 
@@ -696,13 +728,13 @@ impl<'a> Writer<'a> {
         let asks = self.asks_for_mask(body);
         self.line(&format!("mov.u32 %c{n}, 0;"));
         if asks {
-            self.line(&format!("mov.b32 %m{n}, {mask};"));
+            self.line(&format!("mov.b32 %m{n}_0, {mask};"));
         }
         self.line(&format!("L{n}_again:"));
-        self.steps(body, &format!("%m{n}"));
+        self.steps(body, &format!("%m{n}_0"));
         self.line(&format!("add.u32 %c{n}, %c{n}, 1; setp.lt.u32 %a{n}, %c{n}, %l{n};"));
         if asks {
-            self.line(&format!("vote.sync.ballot.b32 %k{n}, %a{n}, %m{n}; mov.b32 %m{n}, %k{n};"));
+            self.line(&format!("vote.sync.ballot.b32 %m{n}_1, %a{n}, %m{n}_0; mov.b32 %m{n}_0, %m{n}_1;"));
         }
         self.line(&format!("@%a{n} bra L{n}_again;"));
     }
@@ -781,7 +813,12 @@ impl Head<'_> {
         };
         if numbers > 0 {
             line(&format!(".reg .pred %a<{numbers}>;"));
-            line(&format!(".reg .b32 %m<{numbers}>, %k<{numbers}>, %l<{numbers}>, %c<{numbers}>;"));
+            line(&format!(".reg .b32 %l<{numbers}>, %c<{numbers}>;"));
+        }
+        for n in 0..numbers {
+            if self.names(&format!("%m{n}_")) {
+                line(&format!(".reg .b32 %m{n}_<{ARMS}>;"));
+            }
         }
         let shared = ["%own", "%tile", "%swap", "%priv", "%bins"].into_iter().filter(|name| self.names(name));
         let shared: Vec<&str> = shared.collect();

@@ -22,7 +22,7 @@ pub fn smallest(program: &Program, mut shows: impl FnMut(&Program) -> Option<boo
 fn size(steps: &[Step]) -> usize {
     let of = |step: &Step| match &step.what {
         What::Do(one) => 1 + usize::from(one.guard.is_some()),
-        What::If { then, otherwise, .. } => 1 + size(then) + size(otherwise),
+        What::Branch { arms, .. } => 1 + arms.iter().map(|arm| size(arm)).sum::<usize>(),
         What::Loop { body, .. } => 1 + size(body),
     };
     steps.iter().map(of).sum()
@@ -48,7 +48,7 @@ fn fewer_steps(best: &mut Program, shows: &mut impl FnMut(&Program) -> Option<bo
 /// Puts steps in place of the branch or loop around them, and drops guards.
 fn plainer(best: &mut Program, shows: &mut impl FnMut(&Program) -> Option<bool>) -> Option<()> {
     for id in ids(&best.steps) {
-        for way in [Way::First, Way::Second, Way::Both] {
+        for way in [Way::Arm(0), Way::Arm(1), Way::Arm(2), Way::Arm(3), Way::All] {
             let steps = opened(&best.steps, id, way);
             let smaller = Program { steps, ..best.clone() };
             if size(&smaller.steps) < size(&best.steps) && shows(&smaller)? {
@@ -66,7 +66,7 @@ fn ids(steps: &[Step]) -> Vec<usize> {
         all.push(step.id);
         match &step.what {
             What::Do(_) => {}
-            What::If { then, otherwise, .. } => all.extend(ids(then).into_iter().chain(ids(otherwise))),
+            What::Branch { arms, .. } => all.extend(arms.iter().flat_map(|arm| ids(arm))),
             What::Loop { body, .. } => all.extend(ids(body)),
         }
     }
@@ -78,8 +78,8 @@ fn without(steps: &[Step], out: &BTreeSet<usize>) -> Vec<Step> {
     let inside = kept.map(|step| {
         let what = match &step.what {
             What::Do(one) => What::Do(one.clone()),
-            What::If { on, then, otherwise } => {
-                What::If { on: *on, then: without(then, out), otherwise: without(otherwise, out) }
+            What::Branch { on, arms } => {
+                What::Branch { on: *on, arms: arms.iter().map(|arm| without(arm, out)).collect() }
             }
             What::Loop { turns, body } => What::Loop { turns: *turns, body: without(body, out) },
         };
@@ -91,10 +91,10 @@ fn without(steps: &[Step], out: &BTreeSet<usize>) -> Vec<Step> {
 /// The steps of a branch that stay.
 #[derive(Clone, Copy, PartialEq)]
 enum Way {
-    First,
-    Second,
-    /// One arm behind the other.
-    Both,
+    /// Those of one arm.
+    Arm(usize),
+    /// Those of all, one arm behind the other.
+    All,
 }
 
 fn opened(steps: &[Step], id: usize, way: Way) -> Vec<Step> {
@@ -103,9 +103,10 @@ fn opened(steps: &[Step], id: usize, way: Way) -> Vec<Step> {
         let here = step.id == id;
         let what = match &step.what {
             What::Do(one) if here => What::Do(super::program::Use { guard: None, ..one.clone() }),
-            What::If { then, otherwise, .. } if here => {
-                let then = then.iter().filter(|_| way != Way::Second);
-                all.extend(then.chain(otherwise.iter().filter(|_| way != Way::First)).cloned());
+            What::Branch { arms, .. } if here => {
+                let stays = |arm: usize| way == Way::All || way == Way::Arm(arm);
+                let stay = arms.iter().enumerate().filter(|(arm, _)| stays(*arm));
+                all.extend(stay.flat_map(|(_, steps)| steps.iter().cloned()));
                 continue;
             }
             What::Loop { body, .. } if here => {
@@ -113,8 +114,8 @@ fn opened(steps: &[Step], id: usize, way: Way) -> Vec<Step> {
                 continue;
             }
             What::Do(one) => What::Do(one.clone()),
-            What::If { on, then, otherwise } => {
-                What::If { on: *on, then: opened(then, id, way), otherwise: opened(otherwise, id, way) }
+            What::Branch { on, arms } => {
+                What::Branch { on: *on, arms: arms.iter().map(|arm| opened(arm, id, way)).collect() }
             }
             What::Loop { turns, body } => What::Loop { turns: *turns, body: opened(body, id, way) },
         };
