@@ -30,7 +30,7 @@ pub struct KernelInfo {
     /// Number of `trap` instructions.
     pub traps_allowed: u32,
     /// Whether its attribute names the bytes of dynamic shared memory. Only in the compiler's own
-    /// PTX, where a kernel without `shared` has the fact [`UNDECLARED`]; true in PTX that ships.
+    /// PTX, where a kernel without `shared` says `shared=0`; true in PTX that ships.
     pub names_shared: bool,
     /// The hash of its source, as text.
     pub source: String,

@@ -37,8 +37,8 @@ macro_rules! functions {
 
         impl Functions {
             fn load() -> Result<Self> {
-                // SAFETY: the library is NVIDIA's driver, or one in its place, whose constructors may
-                // run on any thread.
+                // SAFETY: the library is NVIDIA's driver, or one in its place, whose constructors
+                // may run on any thread.
                 let library = unsafe { Library::new("libcuda.so.1") }
                     .context("--device cuda: this machine has no NVIDIA driver (libcuda.so.1)")?;
                 Ok(Self {
@@ -91,7 +91,8 @@ impl Cuda {
         let driver = Functions::load()?;
         let ordinal = c_int::try_from(ordinal).context("--gpu is too large")?;
         let (mut device, mut version, mut name, mut architecture) = (0, 0, [0u8; 128], [0; 2]);
-        // SAFETY: the pointers are to variables of these types, and the text's length is the array's.
+        // SAFETY: the pointers are to variables of these types, and the text's length is the
+        // array's.
         let code = unsafe {
             (driver.init)(0)
                 .max((driver.driver_version)(&raw mut version))
@@ -117,7 +118,8 @@ impl Cuda {
     /// Makes the context anew: a kernel's fault leaves nothing usable in it.
     fn renew(&mut self) -> Result<(), Failure> {
         if !self.context.is_null() {
-            // SAFETY: the context is ours, and nothing of it is in use: each run frees what it made.
+            // SAFETY: the context is ours, and nothing of it is in use: each run frees what it
+            // made.
             unsafe { (self.driver.context_destroy)(self.context) };
             self.context = null_mut();
         }
@@ -177,8 +179,8 @@ impl Cuda {
         }
         let (mut first, mut second) = (input.address, output.address);
         let mut parameters: [*mut c_void; 2] = [(&raw mut first).cast(), (&raw mut second).cast()];
-        // SAFETY: the kernel takes two addresses, and stays inside both buffers: the virtual GPU has
-        // run it on buffers of these lengths, and checks each access.
+        // SAFETY: the kernel takes two addresses, and stays inside both buffers: the virtual GPU
+        // has run it on buffers of these lengths, and checks each access.
         let code = unsafe {
             (driver.launch)(
                 function,
@@ -200,7 +202,8 @@ impl Cuda {
             // SAFETY: takes the context's default stream.
             match unsafe { (driver.query)(null_mut()) } {
                 NOT_READY if begin.elapsed() > LONGEST_KERNEL => {
-                    // Whatever the driver is asked next waits for the kernel, the end of the context too.
+                    // Whatever the driver is asked next waits for the kernel, the end of the
+                    // context too.
                     println!(
                         "kernel {} hangs: it has not ended in {} s. The number in its name is that of its program: \
                          `--first NUMBER --programs 1` runs it again",

@@ -16,10 +16,10 @@
 //! | `$j`, `$h`, `$w`, `$e` | an offset into 16 bytes, a multiple of 1, 2, 4 or 8 |
 //!
 //! Registers with 16 bytes of the thread's own behind them: `%own` in shared memory that other
-//! threads read between barriers, `%swap` where other lanes do, `%priv` in shared memory, `%cell` in
-//! global memory, and the variable `stack` in local memory. `%tile` is where the `%own` of a block
-//! begin; `%bins` and `%gbin` are 64 bytes that a block shares. `%me` is the thread, `%all` the number of
-//! threads.
+//! threads read between barriers, `%swap` where other lanes do, `%priv` in shared memory, `%cell`
+//! in global memory, and the variable `stack` in local memory. `%tile` is where the `%own` of a
+//! block begin; `%bins` and `%gbin` are 64 bytes that a block shares. `%me` is the thread, `%all`
+//! the number of threads.
 
 use super::forms::{Form, Needs};
 use super::kind::Format::*;
@@ -300,7 +300,8 @@ fn float_atomics(t: &mut Table) {
     for (ty, kind) in types {
         let bits = kind.bits();
         for (space, at) in [("global", "%cell"), ("shared", "%priv")] {
-            // The word is compared in the end, and a NaN in it has bits that the manual leaves open.
+            // The word is compared in the end, and a NaN in it has bits that the manual leaves
+            // open.
             let first = format!("st.{space}.b{bits} [{at}], $1;");
             let old = format!("{first} atom.{space}.add.{ty} $0, [{at}], $2; {first}");
             t.form(Needs::Nothing, old, &[kind, kind], kind);

@@ -62,8 +62,8 @@ impl Form {
             && !self.operands.is_empty()
     }
 
-    /// Whether an assembler may make one instruction of it and its neighbour, which rounds once where
-    /// two round twice: sums and products that name no rounding.
+    /// Whether an assembler may make one instruction of it and its neighbour, which rounds once
+    /// where two round twice: sums and products that name no rounding.
     pub fn may_be_contracted(&self) -> bool {
         let opcode = self.opcodes().next().unwrap_or_default();
         let mut parts = opcode.split('.');
@@ -805,7 +805,8 @@ fn integer_conversions(t: &mut Table) {
                     t.op(format!("cvt.{r}{modifiers}.{f}.{i}"), &[int.kind()], Float(format), move |x| {
                         float::from_integer(int.of(x[0]), mode)
                     });
-                    // `.sat` says what happens anyway: the result is clamped to the integer's range.
+                    // `.sat` says what happens anyway: the result is clamped to the integer's
+                    // range.
                     let mode = Mode { sat: false, ..mode };
                     float_to_integer(t, format!("cvt.{r}i{modifiers}.{i}.{f}"), mode, int);
                 }

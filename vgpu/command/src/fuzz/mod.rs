@@ -128,7 +128,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
         args.first.checked_add(args.programs).context("--first and --programs are too large together")?;
     let mut number = args.first;
     while number < end && Instant::now() < session.end {
-        let numbers = number..end.min(number + BATCH);
+        let numbers = number..end.min(number.saturating_add(BATCH));
         let programs: Vec<(u64, Program)> =
             numbers.map(|number| (number, drawn(&dealer, number, args.device))).collect();
         session.batch(&programs)?;

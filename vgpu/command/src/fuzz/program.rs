@@ -176,10 +176,12 @@ impl Program {
         all
     }
 
-    /// The operands of a use in a lane, where they are known without running the program: no step
-    /// writes a register that they are in. In a guard that is false: `None` too.
+    /// The operands of a use in a lane, where they are known without running the program: no other
+    /// step writes a register that they are in. `None` where the guard is false, too.
     pub fn operands(&self, of: &Use, lane: usize) -> Option<Vec<u64>> {
+        let only = matches!(&self.steps[..], [Step { what: What::Do(_), .. }]);
         let written: BTreeSet<(char, usize)> = match self.style {
+            _ if only => BTreeSet::new(),
             Style::Apart => BTreeSet::new(),
             _ => self.uses().into_iter().map(|(_, one)| one.result).collect(),
         };
@@ -291,7 +293,8 @@ impl<'a> Dealer<'a> {
 
     /// Program `number` of this style. It depends on the seed and the number alone.
     pub fn program(&self, number: u64, style: Style) -> Program {
-        let mut rng = ChaCha8Rng::seed_from_u64(self.seed ^ (number + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let mut rng =
+            ChaCha8Rng::seed_from_u64(self.seed ^ number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         match style {
             Style::Apart => self.apart(number, &mut rng),
             _ => Drawing::new(self, number, style, &mut rng).program(),
@@ -303,7 +306,7 @@ impl<'a> Dealer<'a> {
             (0..self.forms.len()).filter(|form| self.forms[*form].eval.is_some()).collect();
         let mut program = Program { style: Style::Apart, threads: 40, rows: vec![], steps: vec![] };
         for at in 0..APART {
-            let card = number as usize * APART + at;
+            let card = (number as usize).wrapping_mul(APART).wrapping_add(at);
             let mut deck = formulas.clone();
             let round = card / deck.len();
             deck.shuffle(&mut ChaCha8Rng::seed_from_u64(self.seed ^ round as u64));
@@ -388,10 +391,10 @@ impl<'a, 'r> Drawing<'a, 'r> {
             let may_come =
                 |form: &usize| forms[*form].eval.is_some() == formula && !forms[*form].may_be_contracted();
             let mut deck: Vec<usize> = (0..forms.len()).filter(may_come).collect();
-            deck.shuffle(&mut ChaCha8Rng::seed_from_u64(dealer.seed));
             // Each program begins where the one before it may have ended.
-            let begin = number as usize * DEALT % deck.len().max(1);
-            deck.rotate_left(begin);
+            let (length, card) = (deck.len().max(1), (number as usize).wrapping_mul(DEALT));
+            deck.shuffle(&mut ChaCha8Rng::seed_from_u64(dealer.seed ^ (card / length) as u64));
+            deck.rotate_left(card % length);
             deck.into()
         });
         Self { forms, rng, program, ids: 0, decks }
@@ -450,10 +453,8 @@ impl<'a, 'r> Drawing<'a, 'r> {
             && form.operands.len() > 1
             && form.operands.get(literal).is_some_and(|kind| kind.may_be_literal())
         {
-            operands[literal] = Source::Literal(literal_of(form.operands[literal], {
-                let kind = form.operands[literal];
-                kind.value(self.rng)
-            }));
+            let kind = form.operands[literal];
+            operands[literal] = Source::Literal(literal_of(kind, kind.value(self.rng)));
         }
         let guard = form.may_be_guarded() && self.rng.random_ratio(1, 6);
         let guard = guard.then(|| (self.register('p'), self.rng.random()));
