@@ -30,6 +30,7 @@ pub fn all() -> Vec<Form> {
     let mut t = Table(Vec::new());
     places(&mut t);
     moves(&mut t);
+    calls(&mut t);
     tensor_floats(&mut t);
     warps(&mut t);
     blocks(&mut t);
@@ -82,6 +83,51 @@ fn moves(t: &mut Table) {
     t.form(Needs::Nothing, "mov.b32 {%hx, $0}, $1;", &[WORD], half);
     t.form(Needs::Nothing, "mov.b64 $0, {$1, $2, $3, $4};", &[half; 4], LONG);
     t.form(Needs::Nothing, "mov.b64 {%hx, %hy, $0, %hx}, $1;", &[LONG], half);
+}
+
+/// Functions that a module has in front of its kernels.
+pub const FUNCTIONS: &str = "
+.func (.param .b32 result) mix(.param .b32 a, .param .b32 b)
+{
+    .reg .pred %p;
+    .reg .b32 %a, %b;
+    ld.param.b32 %a, [a];
+    ld.param.b32 %b, [b];
+    setp.lt.s32 %p, %a, %b;
+    @%p bra less;
+    xor.b32 %a, %a, %b;
+    bra end;
+less:
+    mad.lo.u32 %a, %a, 3, %b;
+end:
+    st.param.b32 [result], %a;
+    ret;
+}
+.func (.param .b64 result) twice(.param .b32 a, .param .b64 b)
+{
+    .reg .b32 %a;
+    .reg .b64 %b;
+    ld.param.b32 %a, [a];
+    ld.param.b64 %b, [b];
+    .param .b32 v;
+    .param .b32 w;
+    st.param.b32 [v], %a;
+    call (w), mix, (v, v);
+    ld.param.b32 %a, [w];
+    mad.wide.s32 %b, %a, 7, %b;
+    st.param.b64 [result], %b;
+    ret;
+}
+";
+
+/// Calls of them, in code that lanes may have entered apart.
+fn calls(t: &mut Table) {
+    let text = "{ .param .b32 va; .param .b32 vb; .param .b32 vr; st.param.b32 [va], $1; st.param.b32 [vb], $2; \
+                call (vr), mix, (va, vb); ld.param.b32 $0, [vr]; }";
+    t.form(Needs::Nothing, text, &[WORD, WORD], WORD);
+    let text = "{ .param .b32 va; .param .b64 vb; .param .b64 vr; st.param.b32 [va], $1; st.param.b64 [vb], $2; \
+                call (vr), twice, (va, vb); ld.param.b64 $0, [vr]; }";
+    t.form(Needs::Nothing, text, &[WORD, LONG], LONG);
 }
 
 /// Numbers for tensor cores, which have no formula here.

@@ -74,7 +74,8 @@ impl Form {
 
     /// The opcodes of its instructions, with their modifiers.
     pub fn opcodes(&self) -> impl Iterator<Item = &str> {
-        let statements = self.text.split(';').map(str::trim).filter(|statement| !statement.is_empty());
+        let statements = self.text.split(';').map(|statement| statement.trim_matches([' ', '{', '}']));
+        let statements = statements.filter(|statement| !statement.is_empty() && !statement.starts_with('.'));
         statements.map(|statement| {
             let mut words = statement.split_whitespace();
             let first = words.next().unwrap_or_default();

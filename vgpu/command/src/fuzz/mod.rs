@@ -188,7 +188,9 @@ impl<'a> Run<'a> {
 }
 
 fn module(runs: &[Run]) -> String {
-    runs.iter().fold(HEAD.to_owned(), |text, run| text + "\n" + &run.written.text)
+    let kernels: String = runs.iter().map(|run| format!("\n{}", run.written.text)).collect();
+    let functions = if kernels.contains("call ") { effects::FUNCTIONS } else { "" };
+    format!("{HEAD}{functions}{kernels}")
 }
 
 /// What comparing a program gives.
