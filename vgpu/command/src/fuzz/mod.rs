@@ -131,7 +131,10 @@ pub fn run(args: &Args) -> Result<Verdict> {
         let numbers = number..end.min(number.saturating_add(BATCH));
         let programs: Vec<(u64, Program)> =
             numbers.map(|number| (number, drawn(&dealer, number, args.device))).collect();
-        session.batch(&programs)?;
+        if let Err(error) = session.batch(&programs) {
+            session.report.end(&forms, number - args.first, begin.elapsed())?;
+            return Err(error);
+        }
         number += programs.len() as u64;
     }
     session.report.end(&forms, number - args.first, begin.elapsed())
@@ -247,7 +250,9 @@ impl Session<'_> {
             Err((who, failure)) => vec![Outcome::Fails(who, failure)],
         };
         for (((number, program), run), outcome) in programs.iter().zip(&runs).zip(outcomes) {
-            self.report.count(forms, program);
+            if !matches!(outcome, Outcome::Fails(..)) {
+                self.report.count(forms, program);
+            }
             for text in self.found(*number, run, &outcome)? {
                 println!("{text}");
             }
@@ -289,7 +294,8 @@ impl Session<'_> {
             let differs = |at: &usize| found.iter().any(|one| one.output == *at);
             for at in (0..run.program.steps.len()).filter(differs) {
                 let steps = vec![run.program.steps[at].clone()];
-                texts.extend(self.report(number, run, &Program { steps, ..run.program.clone() })?);
+                let small = Program { steps, ..run.program.clone() };
+                texts.extend(self.report(number, (run, outcome), &small)?);
             }
             return Ok(texts);
         }
@@ -314,16 +320,18 @@ impl Session<'_> {
                 small = traced;
             }
         }
-        texts.extend(self.report(number, run, &small)?);
+        texts.extend(self.report(number, (run, outcome), &small)?);
         Ok(texts)
     }
 
-    /// The report about what is left of a program, if it is one of those that are printed.
-    fn report(&mut self, number: u64, whole: &Run, small: &Program) -> Result<Option<String>> {
+    /// The report about what is left of a program, if it is one of those that are printed; about the
+    /// whole program where what is left does not differ when it runs once more.
+    fn report(&mut self, number: u64, whole: (&Run, &Outcome), small: &Program) -> Result<Option<String>> {
         let small = Run::new(small, self.forms, kernel(number));
-        let outcome = self.outcome(&small);
+        let again = self.outcome(&small);
+        let shown = if matches!(again, Outcome::Same) { whole } else { (&small, &again) };
         let name = self.other.as_ref().map_or("manual", |other| other.name());
-        self.report.difference(self.forms, (number, whole), &small, &outcome, name)
+        self.report.difference(self.forms, (number, whole.0), shown, name)
     }
 }
 
@@ -403,11 +411,14 @@ mod tests {
         Session { forms, virt: Virtual::Fast, other, report, end: Instant::now() + Duration::from_secs(600) }
     }
 
-    /// Runs programs of a style; the reports.
-    fn texts(session: &mut Session, style: Style, programs: u64) -> Vec<String> {
+    /// Runs programs of a style until one differs; the reports.
+    fn texts(session: &mut Session, style: Style) -> Vec<String> {
         let dealer = Dealer::new(session.forms, 11);
         let mut texts = vec![];
-        for number in 0..programs {
+        for number in 0..session.forms.len() as u64 {
+            if !texts.is_empty() {
+                break;
+            }
             let program = dealer.program(number, style);
             let run = Run::new(&program, session.forms, kernel(number));
             let outcome = session.outcome(&run);
@@ -453,14 +464,14 @@ mod tests {
     #[test]
     fn a_wrong_instruction_is_found_alone() {
         let forms = all_forms();
-        for (style, programs, wrong, by) in [
-            (Style::Apart, 80, "prmt.b32.f4e", "prmt.b32.b4e"),
-            (Style::Traced, 60, "redux.sync.min.s32", "redux.sync.min.u32"),
-            (Style::Chained, 60, "shfl.sync.bfly", "shfl.sync.idx"),
-            (Style::Chained, 60, "red.relaxed.gpu.shared.add.u32", "red.relaxed.gpu.shared.xor.b32"),
+        for (style, wrong, by) in [
+            (Style::Apart, "prmt.b32.f4e", "prmt.b32.b4e"),
+            (Style::Traced, "redux.sync.min.s32", "redux.sync.min.u32"),
+            (Style::Chained, "shfl.sync.bfly", "shfl.sync.idx"),
+            (Style::Chained, "red.relaxed.gpu.shared.add.u32", "red.relaxed.gpu.shared.xor.b32"),
         ] {
             let mut session = session(&forms, Some(Box::new(Wrong(wrong, by))));
-            let texts = texts(&mut session, style, programs);
+            let texts = texts(&mut session, style);
             assert!(!texts.is_empty(), "{wrong}: no program has it");
             for text in &texts {
                 assert!(text.contains(&format!(": {wrong}")), "{text}");
@@ -470,17 +481,49 @@ mod tests {
         }
         // A formula says which of the two is right.
         let mut session = session(&forms, Some(Box::new(Wrong("prmt.b32.f4e", "prmt.b32.b4e"))));
-        let text = texts(&mut session, Style::Apart, 80).remove(0);
+        let text = texts(&mut session, Style::Apart).remove(0);
         let value = |begin: &str| text.split(begin).nth(1).unwrap().split([',', '\n', ' ']).next().unwrap();
         assert_eq!(value("the manual: "), value("      virtual "), "{text}");
+    }
+
+    /// A device that computes something else the first time.
+    struct Once(bool);
+
+    impl Target for Once {
+        fn name(&self) -> &'static str {
+            "once"
+        }
+
+        fn description(&self) -> String {
+            "differs once".to_owned()
+        }
+
+        fn run(&mut self, ptx: &str, jobs: &[&Job]) -> Result<Vec<Vec<u64>>, Failure> {
+            let mut words = Virtual::Fast.run(ptx, jobs)?;
+            if std::mem::take(&mut self.0) {
+                words[0][0] ^= 1;
+            }
+            Ok(words)
+        }
+    }
+
+    #[test]
+    fn a_difference_that_does_not_stay_is_reported_as_it_was() {
+        let forms = all_forms();
+        for style in [Style::Apart, Style::Traced, Style::Chained] {
+            let mut session = session(&forms, Some(Box::new(Once(true))));
+            let texts = texts(&mut session, style);
+            assert_eq!(texts.len(), 1, "{texts:?}");
+            assert!(texts[0].contains("not the same in each run"), "{}", texts[0]);
+            assert!(texts[0].contains("virtual 0x") && texts[0].contains("1 of "), "{}", texts[0]);
+        }
     }
 
     #[test]
     fn a_program_that_fails_is_found() {
         let forms = all_forms();
         let mut session = session(&forms, Some(Box::new(Wrong("popc.b64", "popc.b65"))));
-        let all = forms.len().div_ceil(program::APART) as u64;
-        let texts = texts(&mut session, Style::Apart, all);
+        let texts = texts(&mut session, Style::Apart);
         assert!(
             !texts.is_empty() && texts.iter().all(|text| text.contains("refused: popc.b64")),
             "{texts:?}"

@@ -118,13 +118,13 @@ impl Report {
         }
     }
 
-    /// Prints a difference. `whole` is the program as it was drawn, `small` what is left of it.
+    /// The text about a difference, unless enough were printed. `whole` is the program as it was
+    /// drawn, `small` what is left of it, or `whole` again where the difference does not stay.
     pub fn difference(
         &mut self,
         forms: &[Form],
         (number, whole): (u64, &Run),
-        small: &Run,
-        outcome: &Outcome,
+        (small, outcome): (&Run, &Outcome),
         other: &str,
     ) -> Result<Option<String>> {
         let subject = subject(forms, small, outcome).unwrap_or_else(|| "several instructions".to_owned());
@@ -149,10 +149,12 @@ impl Report {
             "  again: vgpu fuzz --device {device} --seed {} --first {number} --programs 1",
             self.seed
         );
+        if std::ptr::eq(whole, small) {
+            text +=
+                "  not the same in each run: a part of the program that differed did not when it ran again\n";
+        }
         match outcome {
-            Outcome::Same => {
-                text += "  what is left no longer differs: the difference is not the same in each run\n"
-            }
+            Outcome::Same => {}
             Outcome::Fails(who, failure) => {
                 let _ = writeln!(text, "  {who} {failure}");
             }

@@ -21,6 +21,7 @@ pub enum Failure {
     Refused(String),
     Faulted(String),
     /// The device is lost: nothing runs on it any more.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     Lost(String),
 }
 
