@@ -747,6 +747,10 @@ fn packed_conversions(t: &mut Table) {
             let round = *round;
             let finite = move |v: u64| float::convert_finite(v, F32, to, round);
             t.op(format!("cvt.{r}.satfinite.{n}.f32"), &f32s[..1], Float(to), move |x| finite(x[0]));
+            if (to, *r) == (Bf16, "rn") {
+                let pair = move |x: &[u64]| finite(x[0]) << 16 | finite(x[1]);
+                t.op(format!("cvt.{r}.satfinite.{n}x2.f32"), &f32s, Pair(to), pair);
+            }
             let opcode = format!("cvt.{r}.relu.satfinite.{n}.f32");
             t.op(opcode, &f32s[..1], Float(to), move |x| float::relu(finite(x[0]), to));
         }
