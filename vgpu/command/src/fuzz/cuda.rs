@@ -86,7 +86,7 @@ impl Cuda {
     /// GPU `ordinal` of this machine.
     ///
     /// # Errors
-    /// There is no driver, or no such GPU.
+    /// The machine has no driver, or no such GPU.
     pub fn open(ordinal: u32) -> Result<Self> {
         let driver = Functions::load()?;
         let ordinal = c_int::try_from(ordinal).context("--gpu is too large")?;

@@ -80,7 +80,7 @@ pub struct Args {
     out: Option<PathBuf>,
 }
 
-/// What the virtual GPU is compared with.
+/// The device that the virtual GPU is compared with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Device {
     /// The virtual GPU itself, with checks and other schedules
@@ -101,7 +101,7 @@ fn all_forms() -> Vec<Form> {
 /// Runs the programs and compares.
 ///
 /// # Errors
-/// There is no such device, or a file cannot be written.
+/// The device does not exist, or a file cannot be written.
 pub fn run(args: &Args) -> Result<Verdict> {
     let forms = all_forms();
     if let Some(out) = &args.out {
@@ -165,7 +165,7 @@ fn cuda(_gpu: u32) -> Result<Box<dyn Target>> {
 }
 
 /// The head of a module.
-const HEAD: &str = "// What vgpu fuzz makes: random kernels, each with words in and words out.
+const HEAD: &str = "// Random kernels of vgpu fuzz, each with words in and words out.
 .version 8.4
 .target sm_90
 .address_size 64
@@ -196,7 +196,7 @@ fn module(runs: &[Run]) -> String {
     format!("{HEAD}{functions}{kernels}")
 }
 
-/// What comparing a program gives.
+/// Outcome of a comparison.
 #[derive(Debug)]
 enum Outcome {
     Same,

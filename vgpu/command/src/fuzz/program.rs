@@ -33,7 +33,7 @@ const DEPTH: usize = 2;
 /// them where the guard is false.
 const BEFORE: u64 = 0x5a5a_1234_5a5a_1234;
 
-/// What the instructions of a program have to do with each other, and what is compared.
+/// How the instructions of a program depend on each other, and which values are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
     /// Each has operands of its own. Each result is compared.
@@ -77,7 +77,7 @@ pub enum What {
     },
 }
 
-/// What decides which arm of a branch a lane takes.
+/// The value that decides which arm of a branch a lane takes.
 #[derive(Clone, Copy, Debug)]
 pub enum Choice {
     /// The first of two where a predicate is true.
@@ -105,7 +105,7 @@ pub struct Use {
     pub result: (char, usize),
     /// The predicate that guards it, and whether it must be false.
     pub guard: Option<(Source, bool)>,
-    /// What the letters of [`effects`](super::effects) are drawn from.
+    /// Random bits for the letters of [`effects`](super::effects).
     pub drawn: u32,
 }
 
@@ -143,7 +143,7 @@ pub enum Of {
 pub struct Written {
     /// The kernel.
     pub text: String,
-    /// What it stores, in order: a row of a word for each thread.
+    /// Stored values, in order: a row of a word for each thread.
     pub outputs: Vec<Output>,
     /// The instruction of each step as written, by the step's id.
     pub lines: Vec<(usize, String)>,
@@ -784,7 +784,7 @@ fn pool_kind(letter: char) -> Kind {
     }
 }
 
-/// What stands in front of a program's steps.
+/// The declarations and addresses in front of a program's steps.
 struct Head<'a> {
     body: &'a str,
     threads: usize,

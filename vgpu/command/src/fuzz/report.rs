@@ -1,4 +1,4 @@
-//! What `vgpu fuzz` prints: each difference, and what was compared.
+//! Output of `vgpu fuzz`: each difference, and the counts of what was compared.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -93,7 +93,7 @@ impl Report {
     }
 
     /// Whether a difference is worth the search for a small program: not where enough of the same
-    /// instruction were shown. Of a program that stores each result, the first that differs says it.
+    /// instruction were shown. A program that stores each result names it by the first that differs.
     pub fn wants(&mut self, forms: &[Form], run: &Run, outcome: &Outcome) -> bool {
         let known = match run.program.style {
             Style::Chained => None,

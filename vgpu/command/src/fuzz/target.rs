@@ -45,7 +45,7 @@ const MOST_INSTRUCTIONS: u64 = 1 << 22;
 pub trait Target {
     /// Its name in the output, one word.
     fn name(&self) -> &'static str;
-    /// What it is.
+    /// The device in words: its model, and how it runs.
     fn description(&self) -> String;
     /// Runs the kernels of a module one after the other; returns the words of each `out`.
     ///
