@@ -1,8 +1,8 @@
 //! `cargo xtask mutate`: makes single faults in the kernels, in their PTX, and looks whether the
 //! checks notice.
 //!
-//! [`faults`] finds the places, [`mod@run`] runs the acceptance test or a program of the user's on a
-//! faulty kernel, this file goes through them all. Faults in code that no run executes cannot be
+//! [`faults`] finds the places, [`mod@run`] runs the acceptance test or a program of the user's on
+//! a faulty kernel, this file goes through them all. Faults in code that no run executes cannot be
 //! noticed: they are counted apart.
 
 mod faults;
@@ -364,8 +364,8 @@ fn table(results: &[Tried<'_>]) -> String {
     text
 }
 
-/// A fault in full, for whoever writes the test that notices it: the kernel, its Rust line, and each
-/// changed line of the PTX as it was and as it became.
+/// A fault in full, for whoever writes the test that notices it: the kernel, its Rust line, and
+/// each changed line of the PTX as it was and as it became.
 fn site(state: &str, ptx: &str, fault: &Fault) -> String {
     let place = |(file, line): &Place| format!("{file}:{line}");
     let also: Vec<String> = fault.also.iter().map(place).collect();

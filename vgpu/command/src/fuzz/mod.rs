@@ -1,5 +1,5 @@
-//! `vgpu fuzz`: runs random programs on the virtual GPU and on another device, and compares all that
-//! they leave, bit for bit.
+//! `vgpu fuzz`: runs random programs on the virtual GPU and on another device, and compares all
+//! that they leave, bit for bit.
 //!
 //! [`forms`] is the table of instructions with the formulas of the PTX manual, [`effects`] those
 //! without one, [`program`] draws programs of both and writes them as PTX, [`target`] has the
@@ -75,7 +75,8 @@ pub struct Args {
     /// Differences of an instruction that are printed in full
     #[arg(long, value_name = "N", default_value_t = 2)]
     show: usize,
-    /// Write the PTX of all modules, of each difference, and the counts of each opcode to this folder
+    /// Write the PTX of all modules, of each difference, and the counts of each opcode to this
+    /// folder
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
@@ -313,7 +314,8 @@ impl Session<'_> {
                 Outcome::Fails(..) => fails,
             })
         });
-        // With each result stored, the first step that differs shows. Storing may hide a difference.
+        // With each result stored, the first step that differs shows. Storing may hide a
+        // difference.
         if small.style == Style::Chained {
             let traced = Program { style: Style::Traced, ..small.clone() };
             if matches!(self.outcome(&Run::new(&traced, self.forms, kernel(number))), Outcome::Differ(_)) {
@@ -324,8 +326,8 @@ impl Session<'_> {
         Ok(texts)
     }
 
-    /// The report about what is left of a program, if it is one of those that are printed; about the
-    /// whole program where what is left does not differ when it runs once more.
+    /// The report about what is left of a program, if it is one of those that are printed; about
+    /// the whole program where what is left does not differ when it runs once more.
     fn report(&mut self, number: u64, whole: (&Run, &Outcome), small: &Program) -> Result<Option<String>> {
         let small = Run::new(small, self.forms, kernel(number));
         let again = self.outcome(&small);

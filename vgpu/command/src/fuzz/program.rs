@@ -1,8 +1,8 @@
 //! Random programs: which forms, in which order and control flow, on which values; and their PTX.
 //!
-//! A program is one kernel. All threads run it, on values of their own. Its registers hold values of
-//! the input at first, so that a program with any of its steps left out is a program as well: that
-//! is what shrinking needs.
+//! A program is one kernel. All threads run it, on values of their own. Its registers hold values
+//! of the input at first, so that a program with any of its steps left out is a program as well:
+//! that is what shrinking needs.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt::Write as _;
@@ -29,8 +29,8 @@ const ARMS: usize = 4;
 /// How deep branches and loops stand in one another.
 const DEPTH: usize = 2;
 
-/// Contents of a result register in front of a guarded instruction that is apart. The register keeps
-/// them where the guard is false.
+/// Contents of a result register in front of a guarded instruction that is apart. The register
+/// keeps them where the guard is false.
 const BEFORE: u64 = 0x5a5a_1234_5a5a_1234;
 
 /// How the instructions of a program depend on each other, and which values are compared.

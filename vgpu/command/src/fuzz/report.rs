@@ -93,7 +93,8 @@ impl Report {
     }
 
     /// Whether a difference is worth the search for a small program: not where enough of the same
-    /// instruction were shown. A program that stores each result names it by the first that differs.
+    /// instruction were shown. A program that stores each result names it by the first that
+    /// differs.
     pub fn wants(&mut self, forms: &[Form], run: &Run, outcome: &Outcome) -> bool {
         let known = match run.program.style {
             Style::Chained => None,
