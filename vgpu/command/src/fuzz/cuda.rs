@@ -153,13 +153,13 @@ impl Cuda {
                 CStr::from_bytes_until_nul(&log).map_or("".into(), CStr::to_string_lossy).trim().to_owned();
             return Err(Failure::Refused(format!("{}\n{log}", self.driver.name_of(code))));
         }
-        let results = jobs.iter().map(|job| self.run_kernel(module, job)).collect();
+        let results = jobs.iter().map(|job| self.run_kernel(module, ptx, job)).collect();
         // SAFETY: the module is loaded, and its kernels have ended or the context is given up.
         unsafe { (self.driver.module_unload)(module) };
         results
     }
 
-    fn run_kernel(&self, module: Handle, job: &Job) -> Result<Vec<u64>, Failure> {
+    fn run_kernel(&self, module: Handle, ptx: &str, job: &Job) -> Result<Vec<u64>, Failure> {
         let driver = &self.driver;
         let input = Memory::new(driver, job.input.len().max(1) * 8)?;
         let output = Memory::new(driver, job.outputs.max(1) * 8)?;
@@ -204,11 +204,14 @@ impl Cuda {
                 NOT_READY if begin.elapsed() > LONGEST_KERNEL => {
                     // Whatever the driver is asked next waits for the kernel, the end of the
                     // context too.
+                    let begins = format!(".visible .entry {}(", job.kernel);
+                    let text = ptx.split(&begins).nth(1).and_then(|rest| rest.split("\n}\n").next());
                     println!(
                         "kernel {} hangs: it has not ended in {} s. The number in its name is that of its program: \
-                         `--first NUMBER --programs 1` runs it again",
+                         `--first NUMBER --programs 1` runs it again\n{begins}{}\n}}",
                         job.kernel,
-                        LONGEST_KERNEL.as_secs()
+                        LONGEST_KERNEL.as_secs(),
+                        text.unwrap_or_default()
                     );
                     std::process::exit(1);
                 }
