@@ -82,6 +82,17 @@ if [[ ${RUSTUP_TOOLCHAIN-} ]]; then settings+=(RUSTUP_TOOLCHAIN="$RUSTUP_TOOLCHA
         env "${settings[@]}" cargo test --quiet --manifest-path "$folder/copy/Cargo.toml"
 )
 
+# Dynamic shared memory that the attribute does not name; and code that does not compile.
+cp src/softmax.rs softmax.rs.kept
+sed -i 's/ shared = RowScratch::BYTES + columns \* 4,//' src/softmax.rs
+if cargo build-ptx >shared.log 2>&1; then fail 'a kernel without `shared` builds'; fi
+grep -q '`softmax` uses dynamic shared memory' shared.log || fail "$(cat shared.log)"
+sed -i 's/let _ = rows;/let _ = row;/' src/softmax.rs
+if cargo build-ptx >compile.log 2>&1; then fail 'a kernel with an unknown name builds'; fi
+grep -q 'cannot find value `row`' compile.log || fail "$(cat compile.log)"
+if grep -q 'RUSTC_BOOTSTRAP' compile.log; then fail 'the command stands behind a compile error'; fi
+mv softmax.rs.kept src/softmax.rs
+
 # An edit that was not built yet.
 sed -i 's/a.ld(i) + b.ld(i)/a.ld(i) - b.ld(i)/' src/vector_add.rs
 if cargo test vectors >edited.log 2>&1; then fail 'the test passes with PTX of another source'; fi

@@ -22,7 +22,7 @@ const TESTS: &str = "--package epoxide-testing --test ep";
 
 #[derive(Args)]
 pub struct Options {
-    /// List the Rust lines that were never executed
+    /// List the Rust lines and the instructions that were never executed
     #[arg(long)]
     missed: bool,
     /// Only look at what an earlier run has left in this folder

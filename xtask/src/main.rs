@@ -11,7 +11,6 @@ mod deny;
 #[cfg(test)]
 mod features;
 mod flaky;
-mod fuzz;
 mod mutate;
 // Without its feature, the command starts xtask again with it, and only tests call the rest.
 #[cfg_attr(not(feature = "public-api"), allow(dead_code))]
@@ -76,8 +75,6 @@ enum Command {
     FetchPtxas,
     /// Fetch Rust-CUDA's back end and what it needs into target/nvvm, as far as this machine can
     FetchNvvm,
-    /// Hold the virtual GPU against the PTX manual on random modules
-    PtxFuzz(fuzz::Options),
     /// Run a program in virtual machines that have RDMA devices (Soft-RoCE)
     RdmaVm(rdma_vm::Options),
     /// List the instructions and Rust lines of the kernels that a test run on the virtual GPU
@@ -138,7 +135,6 @@ fn run(command: Command) -> Result<ExitCode> {
             repository::test_file(&ws, &job, &job.out, &selection)
         }
         Command::FetchNvvm => nvvm::fetch(&ws),
-        Command::PtxFuzz(options) => fuzz::run(&options),
         Command::RdmaVm(options) => return rdma_vm::run(&ws, options),
         Command::KernelCoverage(options) => coverage::run(&ws, &options),
         Command::Mutate(options) => mutate::run(&ws, &options),

@@ -3,15 +3,15 @@
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::backend::{Arch, Backend};
 use crate::header::Header;
-use crate::job::{Job, TARGET};
-use crate::lint::lint_file;
+use crate::job::{Commands, Job, TARGET};
+use crate::lint::{lint_file, undeclared_shared};
 use crate::metadata::Metadata;
 use crate::toolchain::{self, Compiler};
-use crate::workspace::{Workspace, describe, read, run as run_command, write};
+use crate::workspace::{Workspace, describe, read, succeeds, write};
 use crate::{described, nvvm, postprocess, sources};
 
 /// The flags that decide what the PTX says. The header lists them.
@@ -92,16 +92,36 @@ impl Builder {
         let product = match self {
             Self::InTree(compiler) => {
                 println!("compiling the kernels with {} ({})", compiler.version, compiler.origin);
-                run_command(&mut in_tree_command(ws, job, compiler)?)?;
+                run_compiler(&mut in_tree_command(ws, job, compiler)?, job)?;
                 job.target_dir(ws).join(TARGET).join(format!("ptx/deps/{}.s", job.kernels.library))
             }
             Self::Nvvm(parts, version) => {
                 println!("compiling the kernels with rustc_codegen_nvvm, {version}");
-                run_command(&mut nvvm::command(ws, job, Some(parts)))?;
+                run_compiler(&mut nvvm::command(ws, job, Some(parts)), job)?;
                 nvvm::product(ws, job)
             }
         };
         ship(ws, job, &product, self.version())
+    }
+}
+
+/// Runs the compiler, whose own messages go to the terminal.
+fn run_compiler(command: &mut Command, job: &Job) -> Result<()> {
+    if job.commands == Commands::Shown {
+        println!("{}", describe(command));
+    }
+    if succeeds(command)? {
+        return Ok(());
+    }
+    match job.commands {
+        Commands::Shown => {
+            bail!("the kernels do not compile: the compiler's messages and its command are above")
+        }
+        Commands::Hidden => {
+            bail!(
+                "the kernels do not compile: the compiler's messages are above; --verbose prints its command"
+            )
+        }
     }
 }
 
@@ -145,6 +165,11 @@ fn ship(ws: &Workspace, job: &Job, product: &Path, compiler: &str) -> Result<Str
         let in_tree = Job { backend: Backend::InTree, ..job.clone() }.default_out(ws);
         kernels = described::kernels(&read(&in_tree)?);
     }
+    let findings = undeclared_shared(&raw, &kernels);
+    for finding in &findings {
+        eprintln!("{}: {finding}", ws.display(product));
+    }
+    ensure!(findings.is_empty(), "kernels whose attribute lacks `shared`: {}", findings.len());
     Ok(postprocess::ship(&raw, &header, &kernels))
 }
 
@@ -192,4 +217,33 @@ fn path_flags(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Vec<Stri
     prefixes.extend(compiler.library.canonicalize().map(|library| (library, "rust".to_owned())));
     prefixes.dedup();
     Ok(prefixes.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_compile_error_prints_the_command_on_request_only() {
+        let kernels = crate::kernels::Kernels {
+            package: "k".into(),
+            library: "k".into(),
+            dir: "/w/k".into(),
+            stem: "k".into(),
+            arch: Arch::default(),
+        };
+        let ws = Workspace::at("/w");
+        let mut job = Job::new(&ws, kernels, "cargo build-ptx", Backend::InTree, None, None);
+        let error = |job: &Job| {
+            let mut command = Command::new("sh");
+            run_compiler(command.args(["-c", "exit 101"]), job).unwrap_err().to_string()
+        };
+        assert_eq!(
+            error(&job),
+            "the kernels do not compile: the compiler's messages are above; --verbose prints its command"
+        );
+        job.commands = Commands::Shown;
+        assert!(!error(&job).contains("exit 101") && !error(&job).contains("--verbose"));
+        run_compiler(Command::new("true").arg("-x"), &job).unwrap();
+    }
 }

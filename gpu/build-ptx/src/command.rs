@@ -7,7 +7,7 @@ use clap::Args;
 
 use crate::backend::{Arch, Backend};
 use crate::coverage::{self, Missed};
-use crate::job::Job;
+use crate::job::{Commands, Job};
 use crate::kernels::Kernels;
 use crate::workspace::{Workspace, read};
 use crate::{build, check, nvvm, ptxas};
@@ -28,7 +28,7 @@ pub struct BuildPtx {
     /// EPOXIDE_VGPU_COVERAGE=DIR, and stop
     #[arg(long, value_name = "DIR", conflicts_with_all = ["check", "print_command"])]
     pub coverage: Option<PathBuf>,
-    /// List the lines that were never executed
+    /// List the lines and the instructions that were never executed
     #[arg(long, requires = "coverage")]
     pub missed: bool,
     /// Fetch ptxas first where this machine has none
@@ -44,6 +44,9 @@ pub struct BuildPtx {
     /// Print the compiler's command line and stop
     #[arg(long)]
     pub print_command: bool,
+    /// Print the compiler's command line before it runs
+    #[arg(long, short)]
+    pub verbose: bool,
     /// The package with the kernels [default: the one that depends on epoxide-simt]
     #[arg(long, short, value_name = "NAME")]
     pub package: Option<String>,
@@ -66,7 +69,10 @@ impl BuildPtx {
         }
         let here = std::env::current_dir().context("the current folder")?;
         let kernels = Kernels::find(ws, self.package.as_deref(), &here)?;
-        let job = Job::new(ws, kernels, command, self.backend, self.arch, self.out);
+        let mut job = Job::new(ws, kernels, command, self.backend, self.arch, self.out);
+        if self.verbose {
+            job.commands = Commands::Shown;
+        }
         if let Some(directory) = &self.coverage {
             let missed = if self.missed { Missed::Listed } else { Missed::Counted };
             print!("{}", coverage::report(&read(&job.out)?, directory, missed)?);

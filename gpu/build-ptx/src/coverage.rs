@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use epoxide_vgpu::{Kernel, Module};
+use epoxide_vgpu::{InstructionPlace, Kernel, Module};
 
 use crate::workspace;
 
@@ -19,7 +19,7 @@ pub const DIRECTORY_VARIABLE: &str = "EPOXIDE_VGPU_COVERAGE";
 /// Lines that were never executed, in a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Missed {
-    /// Each by its number.
+    /// Each by its number, with its instructions.
     Listed,
     /// As a share alone.
     Counted,
@@ -29,7 +29,7 @@ pub enum Missed {
 pub fn report(ptx: &str, directory: &Path, missed: Missed) -> Result<String> {
     let module = Module::parse(ptx).context("the PTX")?;
     let covered = merge(&module, directory)?;
-    let rows: Vec<Row> = covered.iter().map(|(kernel, executed)| row(kernel, executed)).collect();
+    let rows: Vec<Row> = covered.iter().map(|(kernel, executed)| row(kernel, executed, ptx)).collect();
     Ok(match missed {
         Missed::Listed => table(&rows) + &missed_lines(&rows),
         Missed::Counted => table(&rows),
@@ -78,12 +78,24 @@ struct Row {
     /// Rust lines by file: the number, and whether it was executed. Those of the standard library
     /// and of packages from a registry are left out.
     lines: BTreeMap<String, BTreeMap<u32, bool>>,
+    /// Lines of the PTX that were never executed, by their number, with their Rust line and text.
+    missed: BTreeMap<usize, String>,
 }
 
-fn row(kernel: &Kernel, executed: &[bool]) -> Row {
+fn row(kernel: &Kernel, executed: &[bool], ptx: &str) -> Row {
     let mut lines: BTreeMap<String, BTreeMap<u32, bool>> = BTreeMap::new();
     let mut count = (0, 0);
+    let texts: Vec<&str> = ptx.lines().collect();
+    let mut missed = BTreeMap::new();
     for (place, &executed) in kernel.places().zip(executed) {
+        if !executed {
+            missed.entry(place.ptx_line).or_insert_with(|| instruction(&place, &texts));
+        }
+    }
+    for (place, &executed) in kernel.places().zip(executed) {
+        if executed {
+            missed.remove(&place.ptx_line);
+        }
         // The end that the virtual GPU puts behind a kernel has the line of the `ret` before it.
         count = (count.0 + usize::from(executed), count.1 + 1);
         for (file, line) in place.source.into_iter().chain(place.inlined) {
@@ -92,7 +104,17 @@ fn row(kernel: &Kernel, executed: &[bool]) -> Row {
             }
         }
     }
-    Row { kernel: kernel.name().to_owned(), instructions: count, lines }
+    Row { kernel: kernel.name().to_owned(), instructions: count, lines, missed }
+}
+
+/// An instruction with its places: `src/k.rs:8 (inlined: src/m.rs:9)  PTX 11: mov.b32 %r1, 2;`.
+fn instruction(place: &InstructionPlace, texts: &[&str]) -> String {
+    let shown = |(file, line): &(String, u32)| format!("{file}:{line}");
+    let source = place.source.as_ref().map_or_else(String::new, |source| format!("{}  ", shown(source)));
+    let inlined = place.inlined.as_ref().map(|inlined| format!("(inlined: {})  ", shown(inlined)));
+    let text = texts.get(place.ptx_line.wrapping_sub(1)).map_or("", |text| text.trim());
+    let words: Vec<&str> = text.split_whitespace().collect();
+    format!("{source}{}PTX {}: {}", inlined.unwrap_or_default(), place.ptx_line, words.join(" "))
 }
 
 fn table(rows: &[Row]) -> String {
@@ -122,7 +144,8 @@ fn table(rows: &[Row]) -> String {
     text
 }
 
-/// The lines that were never executed, a kernel's file per line.
+/// The Rust lines that were never executed, a kernel's file per line; behind them the instructions.
+/// A Rust line with one executed instruction counts as executed, though it may have others.
 fn missed_lines(rows: &[Row]) -> String {
     let mut text = String::new();
     for row in rows {
@@ -137,6 +160,12 @@ fn missed_lines(rows: &[Row]) -> String {
                 let _ = writeln!(text, "{} never runs {file}: {list}", row.kernel);
             }
         }
+        if !row.missed.is_empty() {
+            let _ = writeln!(text, "{} never runs these instructions:", row.kernel);
+        }
+        row.missed.values().for_each(|instruction| {
+            let _ = writeln!(text, "  {instruction}");
+        });
     }
     text
 }
@@ -179,17 +208,21 @@ mod tests {
         let merged = merge(&module, directory.path()).unwrap();
         assert_eq!(merged[0].1, [true, false, true, false]);
 
-        let rows = [row(&merged[0].0, &merged[0].1)];
+        let rows = [row(&merged[0].0, &merged[0].1, PTX)];
         assert_eq!(rows[0].instructions, (2, 4));
         let table = table(&rows);
         assert!(
             table.contains("k                                2/4    50.0          1/3    33.3\n"),
             "{table}"
         );
-        assert_eq!(missed_lines(&rows), "k never runs gpu/src/k.rs: 8\nk never runs gpu/src/m.rs: 9\n");
+        assert_eq!(
+            missed_lines(&rows),
+            "k never runs gpu/src/k.rs: 8\nk never runs gpu/src/m.rs: 9\nk never runs these instructions:\n  \
+             gpu/src/k.rs:8  (inlined: gpu/src/m.rs:9)  PTX 10: mov.b32 %r1, 2;\n"
+        );
 
         assert_eq!(ranges([3, 5, 6, 7, 9].into_iter()), "3, 5-7, 9");
-        assert_eq!(missed_lines(&[row(&merged[0].0, &[false; 4])]), "k never runs\n");
+        assert_eq!(missed_lines(&[row(&merged[0].0, &[false; 4], PTX)]), "k never runs\n");
 
         write(format!("k-{:016x}-7.8.cover", kernel.fingerprint()), "00");
         assert!(

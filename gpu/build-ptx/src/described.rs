@@ -4,6 +4,10 @@
 /// Such a line begins with this; `epoxide_simt::ptx` writes it.
 const PREFIX: &str = "// kernel ";
 
+/// A kernel whose attribute has no `shared` says this in the compiler's own PTX, for the lint that
+/// looks for it. PTX that ships does not have it.
+const UNDECLARED: &str = " shared=0";
+
 /// The properties that the PTX of a kernel must have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelInfo {
@@ -25,9 +29,12 @@ pub struct KernelInfo {
     pub local_depot_allowed: Option<String>,
     /// Number of `trap` instructions.
     pub traps_allowed: u32,
+    /// Whether its attribute names the bytes of dynamic shared memory. Only in the compiler's own
+    /// PTX, where a kernel without `shared` says `shared=0`; true in PTX that ships.
+    pub names_shared: bool,
     /// The hash of its source, as text.
     pub source: String,
-    /// The whole line.
+    /// The line of PTX that ships.
     pub line: String,
 }
 
@@ -73,8 +80,9 @@ impl KernelInfo {
             dependent: number("dependent")? != 0,
             local_depot_allowed: local,
             traps_allowed: number("traps")?,
+            names_shared: !facts.contains(UNDECLARED),
             source: fact("source")?.to_owned(),
-            line: line.to_owned(),
+            line: line.replacen(UNDECLARED, "", usize::from(facts.contains(UNDECLARED))),
         })
     }
 }
@@ -120,6 +128,7 @@ pub(crate) mod samples {
             dependent: false,
             local_depot_allowed: None,
             traps_allowed: 0,
+            names_shared: true,
             source: "00ff".to_owned(),
             line: line(name),
         }
@@ -144,6 +153,11 @@ mod tests {
             ..kernel("excused")
         };
         assert_eq!(KernelInfo::parse(&text), Some(excused));
+        let undeclared = line("copy").replace(" source=", " shared=0 source=");
+        assert_eq!(
+            KernelInfo::parse(&undeclared),
+            Some(KernelInfo { names_shared: false, ..kernel("copy") })
+        );
         let text = format!(".version 8.4\n{}\n\t{}\n// another remark\n", line("a"), line("b"));
         assert_eq!(kernels(&text), [kernel("a"), kernel("b")]);
         assert_eq!(find(&kernels(&text), "b"), Some(&kernel("b")));

@@ -26,6 +26,18 @@ pub struct Job {
     pub arch: Arch,
     /// The file to write or to check.
     pub out: PathBuf,
+    /// The compiler's command line in the output.
+    pub commands: Commands,
+}
+
+/// The compiler's command line in the output.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Commands {
+    /// The compiler's own messages alone.
+    #[default]
+    Hidden,
+    /// The command line too.
+    Shown,
 }
 
 impl Job {
@@ -40,7 +52,8 @@ impl Job {
         out: Option<PathBuf>,
     ) -> Self {
         let arch = arch.unwrap_or_else(|| kernels.arch.clone());
-        let mut job = Self { kernels, command: command.to_owned(), backend, arch, out: PathBuf::new() };
+        let (command, commands) = (command.to_owned(), Commands::default());
+        let mut job = Self { kernels, command, backend, arch, out: PathBuf::new(), commands };
         job.out = out.unwrap_or_else(|| job.default_out(ws));
         job
     }

@@ -23,9 +23,15 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Compile the crate's kernels to PTX and lint them, or check the committed PTX
-    #[command(version)]
+    #[command(version, after_help = FAULTS)]
     BuildPtx(Options),
 }
+
+/// Shown below the flags: a question that another program answers.
+const FAULTS: &str =
+    "Would the tests notice a fault? `xtask` of a checkout of epoxide, here by the path EPOXIDE:
+  cargo build --release --manifest-path $EPOXIDE/Cargo.toml -p xtask
+  $EPOXIDE/target/release/xtask mutate --sample all --missed --ptx ptx/NAME.sm_90.ptx -- cargo test";
 
 #[derive(Args)]
 struct Options {

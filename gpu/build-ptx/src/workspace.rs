@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 
 use anyhow::{Context, Result, bail};
 
@@ -116,9 +116,18 @@ pub fn env_path(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
 
-/// Runs a command with its output on the terminal.
+/// Runs a command with its output on the terminal, and returns whether it succeeds.
+pub fn succeeds(command: &mut Command) -> Result<bool> {
+    Ok(status(command)?.success())
+}
+
+fn status(command: &mut Command) -> Result<ExitStatus> {
+    command.stdin(Stdio::null()).status().with_context(|| cannot_start(command))
+}
+
+/// Runs a command with its output on the terminal; an error names the whole command.
 pub fn run(command: &mut Command) -> Result<()> {
-    let status = command.stdin(Stdio::null()).status().with_context(|| cannot_start(command))?;
+    let status = status(command)?;
     if !status.success() {
         bail!("`{}` failed: {status}", describe(command));
     }

@@ -197,7 +197,7 @@ fn check(
 /// | in the attribute | says | default |
 /// |---|---|---|
 /// | `threads = N` | the most threads of a block (`.maxntid`) | must be there |
-/// | `grid = ..`, `block = ..`, `shared = ..` | the shape of a launch: blocks, threads of a block, bytes of dynamic shared memory of a block; `u32` expressions of the parameters, evaluated behind `requires`. `shared` may name `block`, the threads of the launch | the caller chooses |
+/// | `grid = ..`, `block = ..`, `shared = ..` | the shape of a launch: blocks, threads of a block, bytes of dynamic shared memory of a block; `u32` expressions of the parameters, evaluated behind `requires`. `shared` may name `block`, the threads of the launch. A kernel that uses dynamic shared memory has `shared`, and `shared = 0` where the caller chooses | the caller chooses |
 /// | `grid >= ..`, `block >= ..` | the least number; the caller chooses one | 1 |
 /// | `requires(..)` | clauses over the parameters, beside those of the argument struct: checked before every launch, and assumed by the compiler | none |
 /// | `barriers = N` | block barriers (`barrier.sync`, `barrier.red`) in the finished PTX | 0 |
@@ -429,8 +429,7 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         None => quote!(::core::option::Option::None),
     };
     // A comment at module scope of the PTX, whose values are constants of the kernel's crate.
-    let template =
-        description(&name.to_string(), &arg.to_string(), *dependent, source, local_memory.as_ref());
+    let template = description(&name.to_string(), &arg.to_string(), &contract, source);
     let describe = quote! {
         ::core::arch::global_asm!(
             #template, const #threads, const #min_blocks, const #barriers, const #registers, const #traps,
@@ -535,15 +534,17 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
 }
 
 /// The line that describes a kernel, as a template whose values are constants of the kernel's
-/// crate. On the host, `KernelInfo` prints the same line.
-fn description(name: &str, arg: &str, dependent: bool, source: u64, local: Option<&LitStr>) -> String {
-    let local = local.map_or(String::new(), |why| {
+/// crate. On the host, `KernelInfo` prints the same line, but for `shared=0` of a kernel whose
+/// attribute has no `shared`: `cargo build-ptx` holds the kernel to it, and takes it out.
+fn description(name: &str, arg: &str, contract: &Contract, source: u64) -> String {
+    let shared = if contract.shared.is_some() { "" } else { " shared=0" };
+    let local = contract.local_memory.as_ref().map_or(String::new(), |why| {
         format!(" local={}", why.value().replace('{', "{{").replace('}', "}}").replace('\n', " "))
     });
     format!(
-        "// kernel {name}: threads={{}} min_blocks={{}} barriers={{}} registers={{}} traps={{}} dependent={} \
-         source={source:016x} params={arg}:{{}}:{{}}{local}",
-        u32::from(dependent)
+        "// kernel {name}: threads={{}} min_blocks={{}} barriers={{}} registers={{}} traps={{}} dependent={}\
+         {shared} source={source:016x} params={arg}:{{}}:{{}}{local}",
+        u32::from(contract.dependent)
     )
 }
 

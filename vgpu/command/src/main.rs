@@ -6,6 +6,7 @@
 mod argument;
 mod check;
 mod coverage;
+mod fuzz;
 mod names;
 mod output;
 mod run;
@@ -37,6 +38,9 @@ enum Command {
     Check(check::Args),
     /// Count the instructions of PTX files whose opcodes the virtual GPU has.
     Coverage(coverage::Args),
+    /// Run random programs on the virtual GPU and on another device, and compare.
+    #[command(after_help = fuzz::HELP)]
+    Fuzz(fuzz::Args),
 }
 
 fn main() -> ExitCode {
@@ -45,6 +49,7 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(&args),
         Command::Check(args) => check::run(&args),
         Command::Coverage(args) => coverage::run(&args),
+        Command::Fuzz(args) => fuzz::run(&args),
     };
     match outcome {
         Ok(output::Verdict::Clean) => ExitCode::SUCCESS,

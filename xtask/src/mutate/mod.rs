@@ -1,8 +1,8 @@
 //! `cargo xtask mutate`: makes single faults in the kernels, in their PTX, and looks whether the
 //! checks notice.
 //!
-//! [`faults`] finds the places, [`mod@run`] runs the acceptance test or a program of the user's on a
-//! faulty kernel, this file goes through them all. Faults in code that no run executes cannot be
+//! [`faults`] finds the places, [`mod@run`] runs the acceptance test or a program of the user's on
+//! a faulty kernel, this file goes through them all. Faults in code that no run executes cannot be
 //! noticed: they are counted apart.
 
 mod faults;
@@ -26,6 +26,7 @@ use serde_json::{Value, json};
 use crate::workspace::{self, Workspace};
 use faults::Fault;
 use run::{FaultOutcome, Nearness, Runner, Runs};
+use text::Place;
 
 #[derive(Args)]
 pub struct Options {
@@ -45,6 +46,9 @@ pub struct Options {
     /// Write a Markdown table of the outcomes
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
+    /// List the faults in instructions that no run executes
+    #[arg(long, conflicts_with = "list")]
+    missed: bool,
     /// The share of faults that must be reported
     #[arg(long, value_name = "SHARE", default_value_t = 0.95)]
     at_least: f64,
@@ -68,7 +72,7 @@ pub struct Options {
     ptx: Option<PathBuf>,
     /// A program to run on the faulty kernels in place of round trips, such as `cargo test`. It
     /// loads the text of --ptx on virtual GPUs and fails where it notices something
-    #[arg(last = true, value_name = "COMMAND", requires = "ptx", conflicts_with_all = ["binary", "plain", "seeds"])]
+    #[arg(last = true, value_name = "COMMAND", conflicts_with_all = ["binary", "plain", "seeds"])]
     command: Vec<String>,
 }
 
@@ -94,10 +98,51 @@ fn names(text: &str) -> Vec<&str> {
     epoxide_gpu::simt::ptx::CutPtx::new(text).names().collect()
 }
 
+/// The command for kernels of another crate, where the user is in one and has not named its PTX or
+/// its tests; `None` in the repository `ws`.
+fn elsewhere(ws: &Workspace, folder: &Path, options: &Options) -> Option<String> {
+    if options.ptx.is_some() && !options.command.is_empty() {
+        return None;
+    }
+    let around = Workspace::around(folder).map_or_else(|_| folder.to_owned(), |around| around.root);
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let in_repository = match real(&around) {
+        root if root == real(&ws.root) => true,
+        root => !root.join("Cargo.toml").is_file() && root.starts_with(real(&ws.root)),
+    };
+    (!in_repository).then(|| {
+        format!(
+            "{} is not epoxide's repository. For kernels of your own, name their PTX and your tests: `{}`",
+            around.display(),
+            command_for(folder)
+        )
+    })
+}
+
+/// The command that makes faults in the kernels of the crate in a folder.
+fn command_for(folder: &Path) -> String {
+    let built = workspace::files(&folder.join("ptx"), "ptx").unwrap_or_default();
+    let name = built.first().and_then(|file| file.file_name());
+    let name = name.map_or_else(|| "NAME.sm_90.ptx".into(), |name| name.to_string_lossy());
+    format!("\"$EPOXIDE/target/release/xtask\" mutate --sample all --ptx ptx/{name} -- cargo test")
+}
+
 /// Makes the faults.
 pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
+    let folder = std::env::current_dir().context("the current folder")?;
+    if let Some(error) = elsewhere(ws, &folder, options) {
+        bail!(error);
+    }
+    ensure!(
+        options.ptx.is_some() || options.command.is_empty(),
+        "`-- {}` is to run on faulty kernels: name the PTX that it loads by --ptx, as in `{}`",
+        options.command.join(" "),
+        command_for(&folder)
+    );
     let text = match &options.ptx {
-        Some(file) => workspace::read(file)?,
+        Some(file) => workspace::read(file).with_context(|| {
+            format!("--ptx is as seen from {}; `cargo build-ptx` writes the file", folder.display())
+        })?,
         None => epoxide_gpu::PTX.to_owned(),
     };
     let bodies = text::bodies(&text, &names(&text))?;
@@ -133,8 +178,8 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     let executed = |fault: &Fault| {
         fault.through.iter().any(|line| workloads.iter().any(|workload| workload.executes(*line)))
     };
-    faults.retain(executed);
-    let (harmless, silent) = (all - harmful, harmful - faults.len());
+    let (faults, missed): (Vec<_>, Vec<_>) = faults.into_iter().partition(executed);
+    let (harmless, silent) = (all - harmful, missed.len());
     let faults = faults::sample(faults, options.sample.0);
     println!(
         "{all} faults; {harmless} are known to change nothing, no workload comes by {silent}; trying {}",
@@ -149,8 +194,13 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     if let Some(file) = &options.table {
         workspace::write(file, table(&results))?;
     }
-    let (summary, share) = summary(&results);
+    let (summary, share) = summary(&text, &results);
     print!("{summary}");
+    if options.missed {
+        missed.iter().for_each(|fault| print!("{}", site("never executed", &text, fault)));
+    } else if silent > 0 {
+        println!("{silent} faults are in instructions that no run executes; --missed lists them");
+    }
     if share < options.at_least {
         bail!(
             "{:.1} % of the faults were reported; --at-least asks for {:.1} %",
@@ -314,8 +364,30 @@ fn table(results: &[Tried<'_>]) -> String {
     text
 }
 
+/// A fault in full, for whoever writes the test that notices it: the kernel, its Rust line, and
+/// each changed line of the PTX as it was and as it became.
+fn site(state: &str, ptx: &str, fault: &Fault) -> String {
+    let place = |(file, line): &Place| format!("{file}:{line}");
+    let also: Vec<String> = fault.also.iter().map(place).collect();
+    let also = if also.is_empty() { String::new() } else { format!(" (and {})", also.join(", ")) };
+    let mut text = format!(
+        "{state}: {}\n  kernel {}, {}{also}: {}\n",
+        fault.id,
+        fault.kernel,
+        place(&fault.own),
+        fault.description()
+    );
+    for (number, new) in &fault.edits {
+        let old = ptx.lines().nth(number.wrapping_sub(1)).unwrap_or_default();
+        let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let new = if new.is_empty() { "removed".to_owned() } else { words(new) };
+        let _ = writeln!(text, "  PTX {number}: {}\n    changed to: {new}", words(old));
+    }
+    text
+}
+
 /// The counts, and the share that was reported.
-fn summary(results: &[Tried<'_>]) -> (String, f64) {
+fn summary(ptx: &str, results: &[Tried<'_>]) -> (String, f64) {
     let outcomes: Vec<&FaultOutcome> = results.iter().filter_map(|(_, outcome)| outcome.as_ref()).collect();
     let reported = outcomes.iter().filter(|outcome| outcome.found_by.is_some()).count();
     let near = |nearness| {
@@ -339,14 +411,7 @@ fn summary(results: &[Tried<'_>]) -> (String, f64) {
     }
     for (fault, outcome) in results {
         if outcome.as_ref().is_some_and(|outcome| outcome.found_by.is_none()) {
-            let _ = writeln!(
-                text,
-                "survived: {}  {}:{}  {}",
-                fault.id,
-                fault.own.0,
-                fault.own.1,
-                fault.description()
-            );
+            text += &site("survived", ptx, fault);
         }
     }
     (text, if all == 0 { 1.0 } else { reported as f64 / all as f64 })
@@ -442,6 +507,50 @@ mod tests {
     }
 
     #[test]
+    fn in_another_crate_the_error_names_the_command_for_it() {
+        let parse = |words: &[&str]| {
+            <Options as clap::Args>::augment_args(clap::Command::new("mutate"))
+                .try_get_matches_from([&["mutate"], words].concat())
+                .map(|matches| <Options as clap::FromArgMatches>::from_arg_matches(&matches).unwrap())
+                .unwrap()
+        };
+        let ws = crate::repository::find().unwrap();
+        let other = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| workspace::write(&other.path().join(name), text).unwrap();
+        write("Cargo.toml", "[package]\nname = \"scale\"\n[workspace]\n");
+        write("src/lib.rs", "");
+        let error = elsewhere(&ws, other.path(), &parse(&[])).unwrap();
+        assert!(error.contains("mutate --sample all --ptx ptx/NAME.sm_90.ptx -- cargo test"), "{error}");
+        write("ptx/scale.sm_80.ptx", "");
+        let error = elsewhere(&ws, &other.path().join("src"), &parse(&["--list"])).unwrap();
+        assert!(error.contains("is not epoxide's repository"), "{error}");
+        let error = elsewhere(&ws, other.path(), &parse(&["--", "cargo", "test"])).unwrap();
+        assert!(error.contains("--ptx ptx/scale.sm_80.ptx"), "{error}");
+        // The template is a workspace of its own inside of the repository.
+        assert!(elsewhere(&ws, &ws.root.join("examples/own-kernels"), &parse(&[])).is_some());
+
+        let whole = parse(&["--ptx", "ptx/scale.sm_80.ptx", "--", "cargo", "test"]);
+        assert_eq!(elsewhere(&ws, other.path(), &whole), None);
+        assert_eq!(elsewhere(&ws, &ws.root.join("docs"), &parse(&[])), None);
+    }
+
+    #[test]
+    fn a_site_names_kernel_line_instruction_and_change() {
+        let ptx = ".version 8.4\n.target sm_90\n.address_size 64\n.entry k()\n{\n.reg .b64 %rd<2>;\n.loc 1 7 0\n\
+                   st.release.sys.global.u32 \t[%rd1], 1;\nbarrier.sync \t0;\nret;\n}\n.file 1 \"src/k.rs\"\n";
+        let faults = faults::enumerate(&text::bodies(ptx, &["k"]).unwrap());
+        let of = |kind| faults.iter().find(|fault| fault.kind == kind).unwrap();
+        assert_eq!(
+            site("survived", ptx, of(faults::Kind::ReleaseToRelaxed)),
+            "survived: k/release-to-relaxed/k:7\n  kernel k, src/k.rs:7: a release is relaxed \
+             (`st.release.sys.global.u32`)\n  PTX 8: st.release.sys.global.u32 [%rd1], 1;\n    \
+             changed to: st.relaxed.sys.global.u32 [%rd1], 1;\n"
+        );
+        let dropped = site("never executed", ptx, of(faults::Kind::BlockBarrierDropped));
+        assert!(dropped.ends_with("  PTX 9: barrier.sync 0;\n    changed to: removed\n"), "{dropped}");
+    }
+
+    #[test]
     fn survivors_are_counted_and_named() {
         let faults = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &["notify"]).unwrap());
         let outcome = |by: Option<&str>, nearness| {
@@ -459,9 +568,13 @@ mod tests {
             (&faults[1], outcome(None, Nearness::Elsewhere)),
             (&faults[2], None),
         ];
-        let (text, share) = summary(&results);
+        let (text, share) = summary(epoxide_gpu::PTX, &results);
         assert!(text.starts_with("1 of 2 faults reported: 1 at their line, 0 between"), "{text}");
         assert!(text.contains(&format!("survived: {}", faults[1].id)) && share == 0.5, "{text}");
+        let (number, _) = &faults[1].edits[0];
+        let line = epoxide_gpu::PTX.lines().nth(number - 1).unwrap();
+        let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(text.contains(&format!("\n  PTX {number}: {line}\n    changed to: ")), "{text}");
         let table = table(&results);
         assert!(
             table.contains("| race, at its line |")

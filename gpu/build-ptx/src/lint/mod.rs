@@ -15,6 +15,7 @@ mod lanes;
 mod memory;
 mod module;
 mod opcodes;
+mod shared;
 mod target;
 
 use std::fmt;
@@ -124,15 +125,30 @@ pub fn run(text: &str, expect: &Expect) -> Vec<Finding> {
     findings.extend(module::check(&module, expect));
     findings.extend(opcodes::check(&module));
     findings.extend(target::check(&module));
-    for finding in &mut findings {
+    name_sources(&module, &mut findings);
+    findings.sort_by_key(|finding| finding.line);
+    findings
+}
+
+/// Kernels in the compiler's own PTX that use dynamic shared memory without `shared` in their
+/// attribute. PTX that ships no longer tells which attributes have it.
+pub fn undeclared_shared(raw: &str, described: &[KernelInfo]) -> Vec<Finding> {
+    // The lints of the text that ships report PTX that cannot be read.
+    let Ok(module) = Module::read(raw) else { return vec![] };
+    let mut findings = shared::check(&module, described);
+    name_sources(&module, &mut findings);
+    findings
+}
+
+/// Adds the Rust line to findings about an instruction.
+fn name_sources(module: &Module, findings: &mut [Finding]) {
+    for finding in findings {
         let mut instructions = module.instructions().map(|(_, inst)| inst);
         let inst = instructions.find(|inst| inst.whole.line == finding.line);
         if let Some(source) = inst.and_then(|inst| module.source(inst)) {
             finding.message += &format!(" ({source})");
         }
     }
-    findings.sort_by_key(|finding| finding.line);
-    findings
 }
 
 /// Lints a PTX file by text and by ptxas, prints what each kernel uses, and fails on any finding.

@@ -210,7 +210,7 @@ impl Default for Tuning {
             dispatch_warps: 3,
             internode_dispatch_warps: 6,
             dispatch_metadata_warps: 4,
-            dispatch_copy_warps: 3,
+            dispatch_copy_warps: 6,
             dispatch_stage_bytes: 8192,
             dispatch_stages: 10,
             combine_warps: 16,

@@ -380,3 +380,29 @@ fn coverage_counts_instructions_and_kernels() {
     let (_, text) = vgpu(&["coverage", files[1], "--format", "sarif"]);
     assert_is_sarif(&json(&text));
 }
+
+#[test]
+fn random_programs_leave_the_same_in_two_modes() {
+    let out = tempfile::tempdir().unwrap();
+    let folder = out.path().to_str().unwrap();
+    let (code, text) = vgpu(&["fuzz", "--seed", "3", "--programs", "30", "--out", folder]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("30 programs of seed 3 in ") && text.contains(" 0 programs differ"), "{text}");
+    assert!(text.lines().any(|line| line.trim_start().starts_with("shfl ")), "{text}");
+    let module = std::fs::read_to_string(out.path().join("module-000024.ptx")).unwrap();
+    assert!(module.contains(".visible .entry fuzz_29("), "{module}");
+    assert!(std::fs::read_to_string(out.path().join("counts.tsv")).unwrap().contains("bar.sync\t"));
+
+    let (code, text) = vgpu(&["fuzz", "--device", "manual", "--programs", "8"]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("15360 results held against the manual"), "{text}");
+}
+
+#[test]
+fn without_a_gpu_the_error_names_what_is_missing() {
+    // Another machine may have a driver.
+    let (code, text) = vgpu(&["fuzz", "--device", "cuda", "--gpu", "999999999", "--programs", "1"]);
+    assert_eq!(code, 2, "{text}");
+    let remedy = if cfg!(feature = "cuda") { "--device cuda" } else { "--features cuda" };
+    assert!(text.contains(remedy), "{text}");
+}

@@ -19,15 +19,31 @@ type Eval = Box<dyn Fn(&[u64]) -> u64>;
 /// An instruction with all of its modifiers, or a short run of them that only has a result
 /// together.
 pub struct Form {
-    /// Instructions. `$0` is the result, `$1` and so on are the operands. Free registers are `%x`,
-    /// `%y` (32 bits), `%u` (64 bits) and `%q` (a predicate).
+    /// Instructions. `$0` is the result, `$1` and so on are the operands. Free registers are `%hx`,
+    /// `%hy` (16 bits), `%x`, `%y` (32 bits), `%u`, `%v` (64 bits) and `%q` (a predicate).
     pub text: String,
     pub operands: Vec<Kind>,
     pub result: Kind,
     /// The manual leaves the bits of a NaN open.
     pub any_nan: bool,
-    /// The result, from the bits of the operands.
-    pub eval: Eval,
+    /// The threads that must be there.
+    pub needs: Needs,
+    /// The result by the PTX manual, from the bits of the operands; `None` for
+    /// [`effects`](super::effects).
+    pub eval: Option<Eval>,
+}
+
+/// The threads that must come to a form together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Needs {
+    /// Each thread is for itself.
+    Nothing,
+    /// The lanes of the mask at this place.
+    Mask,
+    /// All 32 lanes of a warp.
+    Warp,
+    /// All threads of a block.
+    Block,
 }
 
 impl Form {
@@ -35,9 +51,61 @@ impl Form {
     pub fn is_single(&self) -> bool {
         self.text.matches(';').count() == 1
     }
+
+    /// Whether it stands under a predicate. H200 departs from the manual where a guard of `set` is
+    /// false (docs/KERNELS.md).
+    pub fn may_be_guarded(&self) -> bool {
+        self.is_single()
+            && self.needs == Needs::Nothing
+            && self.result != Pred
+            && !self.text.starts_with("set.")
+            && !self.operands.is_empty()
+    }
+
+    /// Whether an assembler may make one instruction of it and its neighbour, which rounds once
+    /// where two round twice: sums and products that name no rounding.
+    pub fn may_be_contracted(&self) -> bool {
+        let opcode = self.opcodes().next().unwrap_or_default();
+        let mut parts = opcode.split('.');
+        let sum = parts.next().is_some_and(|base| ["add", "sub", "mul"].contains(&base));
+        let rounds = |part: &str| ROUNDS.iter().any(|(name, _)| *name == part);
+        sum && matches!(self.result, Float(_) | Pair(_)) && !parts.any(rounds)
+    }
+
+    /// The opcodes of its instructions, with their modifiers.
+    pub fn opcodes(&self) -> impl Iterator<Item = &str> {
+        let statements = self.text.split(';').map(|statement| statement.trim_matches([' ', '{', '}']));
+        let statements = statements.filter(|statement| !statement.is_empty() && !statement.starts_with('.'));
+        statements.map(|statement| {
+            let mut words = statement.split_whitespace();
+            let first = words.next().unwrap_or_default();
+            if first.starts_with('@') { words.next().unwrap_or_default() } else { first }
+        })
+    }
+
+    /// The opcode that it is about: the last that is no plain load, or the only one.
+    pub fn subject(&self) -> &str {
+        let opcodes: Vec<&str> = self.opcodes().collect();
+        let helper = |opcode: &&&str| {
+            [
+                "ld.shared",
+                "ld.global.b",
+                "ld.local",
+                "st.",
+                "bar.sync",
+                "bar.warp",
+                "barrier.sync",
+                "cp.async.wait",
+                "cp.async.commit",
+            ]
+            .iter()
+            .any(|start| opcode.starts_with(start))
+        };
+        opcodes.iter().rev().find(|opcode| !helper(opcode)).or(opcodes.last()).copied().unwrap_or_default()
+    }
 }
 
-/// Every form.
+/// Every form with a formula.
 pub fn all() -> Vec<Form> {
     let mut t = Table(Vec::new());
     integer_arithmetic(&mut t);
@@ -82,7 +150,8 @@ impl Table {
             operands: operands.to_vec(),
             result,
             any_nan: false,
-            eval: Box::new(eval),
+            needs: Needs::Nothing,
+            eval: Some(Box::new(eval)),
         });
         &mut self.0[at]
     }
@@ -238,6 +307,14 @@ fn carry_chains(t: &mut Table) {
         t.text(text("add"), &[word; 4], Int(64), move |x| U64.cut(two(x)[0] + two(x)[1]));
         t.text(text("sub"), &[word; 4], Int(64), move |x| U64.cut(two(x)[0] - two(x)[1]));
     }
+    let product = |x: &[u64]| i128::from(x[0]) * i128::from(x[1]);
+    let text = "mad.lo.cc.u32 %x, $1, $2, $3; madc.hi.u32 %y, $1, $2, $4; mov.b64 $0, {%x, %y};";
+    t.text(text, &[word; 4], Int(64), move |x| U64.cut(product(x) + i128::from(x[2] | x[3] << 32)));
+    let text = "mad.lo.cc.u64 %u, $1, $2, $3; madc.hi.u64 $0, $1, $2, $4;";
+    t.text(text, &[Int(64); 4], Int(64), |x| {
+        let product = u128::from(x[0]) * u128::from(x[1]);
+        (product.wrapping_add(u128::from(x[2]) | u128::from(x[3]) << 64) >> 64) as u64
+    });
     // The carry out of two words; a plain addition in between leaves the flag alone.
     for op in ["add", "sub"] {
         let text = format!(
@@ -377,6 +454,10 @@ fn bit_fields(t: &mut Table) {
 }
 
 fn selections(t: &mut Table) {
+    for (n, bits) in [("u16", 16), ("s16", 16), ("b32", 32), ("s32", 32), ("b64", 64), ("u64", 64)] {
+        let k = Int(bits);
+        t.op(format!("selp.{n}"), &[k, k, Pred], k, |x| x[if x[2] == 1 { 0 } else { 1 }]);
+    }
     for (n, bits) in [("b16", 16), ("u32", 32), ("f32", 32), ("s64", 64), ("f64", 64)] {
         let k = if n.starts_with('f') { Bits(bits) } else { Int(bits) };
         t.op(format!("selp.{n}"), &[k, k, Pred], k, |x| x[if x[2] == 1 { 0 } else { 1 }]);
@@ -493,11 +574,12 @@ fn halves(f: impl Fn(&[u64]) -> u64) -> impl Fn(&[u64]) -> u64 {
 }
 
 fn float_arithmetic(t: &mut Table) {
-    const OPS: [(&str, Op, usize); 7] = [
+    const OPS: [(&str, Op, usize); 8] = [
         ("add", Op::Add, 2),
         ("sub", Op::Sub, 2),
         ("mul", Op::Mul, 2),
         ("fma", Op::Fma, 3),
+        ("mad", Op::Fma, 3),
         ("div", Op::Div, 2),
         ("rcp", Op::Rcp, 1),
         ("sqrt", Op::Sqrt, 1),
@@ -519,7 +601,7 @@ fn float_arithmetic(t: &mut Table) {
             // The manual has payloads pass through f64, and leaves open which of several.
             t.op(format!("{name}.{r}.f64"), &k.repeat(operands), k[0], eval).any_nan = true;
         }
-        if !saturates {
+        if !saturates || name == "mad" {
             continue;
         }
         for format in [F16, Bf16] {
@@ -530,13 +612,23 @@ fn float_arithmetic(t: &mut Table) {
             t.op(format!("{name}.rn.{n}x2"), &[pair].repeat(operands), pair, halves(eval));
         }
     }
-    for (op, modifiers) in [(Op::Add, ""), (Op::Mul, ""), (Op::Add, ".ftz"), (Op::Mul, ".ftz.sat")] {
-        let name = if matches!(op, Op::Add) { "add" } else { "mul" };
-        let (ftz, sat) = (modifiers.contains("ftz"), modifiers.contains("sat"));
-        let mode = Mode { format: F32, round: NEAREST, ftz, sat };
-        t.op(format!("{name}{modifiers}.f32"), &[Float(F32); 2], Float(F32), move |x| {
-            float::arithmetic(op, mode, x)
-        });
+    // Without a rounding: to nearest, unless the assembler contracts it with another.
+    for (name, op, _) in &OPS[..3] {
+        let (name, op) = (*name, *op);
+        for (modifiers, ftz, sat) in F32_MODIFIERS {
+            let mode = Mode { format: F32, round: NEAREST, ftz, sat };
+            t.op(format!("{name}{modifiers}.f32"), &[Float(F32); 2], Float(F32), move |x| {
+                float::arithmetic(op, mode, x)
+            });
+        }
+        for format in [F64, F16, Bf16] {
+            let eval = move |x: &[u64]| float::arithmetic(op, Mode::plain(format), x);
+            let (n, k) = (format.name(), Float(format));
+            t.op(format!("{name}.{n}"), &[k, k], k, eval).any_nan = format == F64;
+            if format != F64 {
+                t.op(format!("{name}.{n}x2"), &[Pair(format); 2], Pair(format), halves(eval));
+            }
+        }
     }
     signs_and_extremes(t);
 }
@@ -591,11 +683,15 @@ fn float_to_float(t: &mut Table) {
                 t.convert(format!(".{r}.sat"), from, Mode { sat: true, ..plain });
                 t.convert(format!(".{r}.ftz.sat"), from, Mode { ftz: true, sat: true, ..plain });
             }
-            if (from, to) == (F32, F16) {
+            if to == F16 && from != Bf16 {
                 t.convert(format!(".{r}.sat"), from, Mode { sat: true, ..plain });
-                if matches!(r, "rn" | "rz") {
-                    t.convert(format!(".{r}.ftz"), from, Mode { ftz: true, ..plain });
-                }
+            }
+            if (from, to) == (F32, F16) && matches!(r, "rn" | "rz") {
+                t.convert(format!(".{r}.ftz"), from, Mode { ftz: true, ..plain });
+                t.convert(format!(".{r}.ftz.sat"), from, Mode { ftz: true, sat: true, ..plain });
+            }
+            if (from, to) == (F32, Bf16) {
+                t.convert(format!(".{r}.ftz"), from, Mode { ftz: true, ..plain });
             }
         }
     }
@@ -603,8 +699,19 @@ fn float_to_float(t: &mut Table) {
         let form = t.convert("", from, Mode::plain(to));
         form.any_nan = to == F64 || from == Bf16;
     }
-    t.convert(".ftz", F32, Mode { ftz: true, ..Mode::plain(F64) }).any_nan = true;
-    t.convert(".sat", F16, Mode { sat: true, ..Mode::plain(F32) });
+    let [flush, clamp, both] = [(true, false), (false, true), (true, true)]
+        .map(|(ftz, sat)| move |to| Mode { ftz, sat, ..Mode::plain(to) });
+    t.convert(".ftz", F32, flush(F64)).any_nan = true;
+    t.convert(".ftz", F16, flush(F32)).any_nan = true;
+    t.convert(".ftz", Bf16, flush(F32)).any_nan = true;
+    for (from, to) in [(F16, F32), (F16, F16), (F16, F64), (F32, F64), (F64, F64)] {
+        t.convert(".sat", from, clamp(to));
+    }
+    t.convert(".ftz.sat", F16, both(F32));
+    t.convert(".ftz.sat", F32, both(F64));
+    for format in [F16, Bf16, F64] {
+        t.convert("", format, Mode::plain(format)).any_nan = true;
+    }
     for (modifiers, ftz, sat) in F32_MODIFIERS {
         let form = t.convert(modifiers, F32, Mode { format: F32, round: NEAREST, ftz, sat });
         form.any_nan = true;
@@ -616,6 +723,11 @@ fn float_to_float(t: &mut Table) {
             let opcode = format!("cvt.{r}i{}.{n}.{n}", if ftz { ".ftz" } else { "" });
             t.op(opcode, &[Float(format)], Float(format), move |x| float::round_to_integral(x[0], mode))
                 .any_nan = true;
+            if format != Bf16 {
+                let opcode = format!("cvt.{r}i{}.sat.{n}.{n}", if ftz { ".ftz" } else { "" });
+                let mode = Mode { sat: true, ..mode };
+                t.op(opcode, &[Float(format)], Float(format), move |x| float::round_to_integral(x[0], mode));
+            }
         }
     }
 }
@@ -632,6 +744,15 @@ fn packed_conversions(t: &mut Table) {
             t.op(format!("cvt.{r}.{n}x2.f32"), &f32s, Pair(to), move |x| plain(x[0]) << 16 | plain(x[1]));
             t.op(format!("cvt.{r}.relu.{n}x2.f32"), &f32s, Pair(to), move |x| relu(x[0]) << 16 | relu(x[1]));
             t.op(format!("cvt.{r}.relu.{n}.f32"), &f32s[..1], Float(to), move |x| relu(x[0]));
+            let round = *round;
+            let finite = move |v: u64| float::convert_finite(v, F32, to, round);
+            t.op(format!("cvt.{r}.satfinite.{n}.f32"), &f32s[..1], Float(to), move |x| finite(x[0]));
+            if (to, *r) == (Bf16, "rn") {
+                let pair = move |x: &[u64]| finite(x[0]) << 16 | finite(x[1]);
+                t.op(format!("cvt.{r}.satfinite.{n}x2.f32"), &f32s, Pair(to), pair);
+            }
+            let opcode = format!("cvt.{r}.relu.satfinite.{n}.f32");
+            t.op(opcode, &f32s[..1], Float(to), move |x| float::relu(finite(x[0]), to));
         }
     }
     for to in [E4m3, E5m2] {
@@ -681,21 +802,21 @@ fn integer_conversions(t: &mut Table) {
             for (r, round) in ROUNDS {
                 let mode = Mode { round, ..Mode::plain(format) };
                 let (i, f) = (int.name, format.name());
-                t.op(format!("cvt.{r}.{f}.{i}"), &[int.kind()], Float(format), move |x| {
-                    float::from_integer(int.of(x[0]), mode)
-                });
-                float_to_integer(t, format!("cvt.{r}i.{i}.{f}"), mode, int);
-                if format == F32 {
-                    float_to_integer(t, format!("cvt.{r}i.ftz.{i}.{f}"), Mode { ftz: true, ..mode }, int);
+                for (modifiers, ftz, sat) in F32_MODIFIERS {
+                    if ftz && format != F32 || sat && format == Bf16 {
+                        continue;
+                    }
+                    let mode = Mode { ftz, sat, ..mode };
+                    t.op(format!("cvt.{r}{modifiers}.{f}.{i}"), &[int.kind()], Float(format), move |x| {
+                        float::from_integer(int.of(x[0]), mode)
+                    });
+                    // `.sat` says what happens anyway: the result is clamped to the integer's
+                    // range.
+                    let mode = Mode { sat: false, ..mode };
+                    float_to_integer(t, format!("cvt.{r}i{modifiers}.{i}.{f}"), mode, int);
                 }
             }
         }
-    }
-    for (r, round) in ROUNDS {
-        let mode = Mode { format: F32, round, ftz: false, sat: true };
-        t.op(format!("cvt.{r}.sat.f32.s32"), &[Int(32)], Float(F32), move |x| {
-            float::from_integer(S32.of(x[0]), mode)
-        });
     }
 }
 
@@ -733,7 +854,7 @@ mod tests {
         let check = |name: &str, x: &[u64], want: u64| {
             let form = forms.iter().find(|form| form.text.starts_with(&format!("{name} ")));
             let form = form.unwrap_or_else(|| panic!("no form {name}"));
-            let got = (form.eval)(x);
+            let got = form.eval.as_ref().unwrap()(x);
             assert_eq!(got, want, "{name}: {got:#x}, not {want:#x}");
         };
         check("mul.hi.u64", &[u64::MAX, u64::MAX], u64::MAX - 1);
