@@ -57,7 +57,7 @@ pub unsafe fn dispatch_many(args: DispatchArgs) {
 /// rank. A row goes over a link once for each rank. There it goes to the place of the token's first
 /// entry for that rank, and warps of the receiver copy it to the places of the others ([`copies`]).
 #[kernel(
-    threads = 704, barriers = 2, registers = 88, dependent,
+    threads = 640, barriers = 2, registers = 96, dependent,
     block >= least_threads(&args.dispatch).saturating_add(args.copy_warps.saturating_mul(32)),
     shared = shared_bytes_by_expert(&args, block),
     requires(

@@ -185,7 +185,7 @@ pub struct Tuning {
     /// Further warps per block in a dispatch within one node that exchanges counts, which send the
     /// rows' metadata, 1 to 4.
     pub dispatch_metadata_warps: u32,
-    /// Further warps per block in a dispatch of rows by expert within one node, 1 to 8: they copy
+    /// Further warps per block in a dispatch of rows by expert within one node, 1 to 6: they copy
     /// received rows that several experts of this rank want.
     pub dispatch_copy_warps: u32,
     /// Largest stage in dispatch, in bytes; longer rows travel in pieces.
@@ -233,7 +233,7 @@ impl Tuning {
         check("dispatch_warps", self.dispatch_warps, 1..=8)?;
         check("internode_dispatch_warps", self.internode_dispatch_warps, 1..=8)?;
         check("dispatch_metadata_warps", self.dispatch_metadata_warps, 1..=4)?;
-        check("dispatch_copy_warps", self.dispatch_copy_warps, 1..=8)?;
+        check("dispatch_copy_warps", self.dispatch_copy_warps, 1..=6)?;
         check("dispatch_stage_bytes", self.dispatch_stage_bytes, 128..=65536)?;
         check("dispatch_stages", self.dispatch_stages, 2..=32)?;
         check("combine_warps", self.combine_warps, 1..=16)?;
