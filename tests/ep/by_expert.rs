@@ -6,7 +6,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use epoxide::driver::virt::{CheckConfig, Checker};
-use epoxide::internal::copy_by_expert;
+use epoxide::internal::{Tuning, copy_by_expert};
 use epoxide::throughput::{Buffer, CombineRequest, Counts, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
@@ -85,6 +85,30 @@ fn the_checker_finds_nothing() {
         let style = Style::ALL[seed as usize % 4];
         let routing = Routing::random(&mut rng_of(&[seed]), &[7, 3, 5], 3, 6, style);
         let case = Case { schedule_seed: Some(seed), ..Case::new(routing, 48) };
+        let mut setup = case.setup_by_expert(4);
+        setup.device.checker = Some(Checker::new(config));
+        setup.run(|rank| rank.check_by_expert(&case, 4));
+    }
+}
+
+/// Tokens that have several entries at each rank, more than a warp asks for copies of late, and rows
+/// of one piece and of several.
+#[test]
+fn the_checker_finds_nothing_in_copies() {
+    for seed in 0..tier::pick(4, 60) {
+        let weak = (seed % 2 == 1).then_some(seed);
+        let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
+        let routing = Routing::random(&mut rng_of(&[seed, 9]), &[26, 31], 6, 6, Style::DistinctTopK);
+        let tuning = Tuning {
+            dispatch_warps: 1,
+            dispatch_stage_bytes: 512,
+            dispatch_stages: 2,
+            dispatch_copy_warps: 2,
+            ..Tuning::default()
+        };
+        let row_bytes = [1040, 256][seed as usize / 2 % 2];
+        let case =
+            Case { schedule_seed: Some(seed), tuning, num_channels: 1, ..Case::new(routing, row_bytes) };
         let mut setup = case.setup_by_expert(4);
         setup.device.checker = Some(Checker::new(config));
         setup.run(|rank| rank.check_by_expert(&case, 4));
