@@ -27,13 +27,23 @@ pub struct LowLatencyInputs {
     /// Rows of the pool lie [`row_stride`] bytes apart, and so do these for it.
     by_row: Tensor<'static>,
     segments: Option<Segments>,
-    /// Memory for rows by expert and their scales, where it is the caller's and not `by_expert`.
+    /// Memory for rows by expert and their scales or columns, where it is the caller's and not
+    /// `by_expert`.
     recv_x: Option<Tensor<'static>>,
     recv_x_scales: Option<TypedTensor<'static, f32>>,
+    recv_columns: Option<TypedTensor<'static, i32>>,
     /// Multiprocessors of the dispatch and of the combine, if not the buffer's.
     num_sms: [Option<u32>; 2],
     /// Times that the calls waited for each rank, if measured.
     waits: Option<TypedTensor<'static, i64>>,
+}
+
+/// The caller's memory for rows by expert.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Given<'a> {
+    pub x: &'a Tensor<'static>,
+    pub scales: Option<&'a TypedTensor<'static, f32>>,
+    pub columns: Option<&'a TypedTensor<'static, i32>>,
 }
 
 impl LowLatencyInputs {
@@ -65,15 +75,17 @@ impl LowLatencyInputs {
             let tensor = Tensor::alloc(device, dtype, &[rows, columns])?;
             mark(stream, &tensor).map(|()| tensor)
         };
-        let (mut recv_x, mut recv_x_scales) = (None, None);
+        let (mut recv_x, mut recv_x_scales, mut recv_columns) = (None, None, None);
         if let Some(room) = case.room_by_expert()
             && case.segments.is_some_and(|it| it.memory == RowMemory::Caller)
         {
             match case.quantise {
                 Quantise::Not if case.gathers => mark(stream, &by_expert)?,
                 Quantise::Not => recv_x = Some(marked(room, hidden, DType::Bf16)?),
-                // Columns come in memory of the library's.
-                Quantise::Mxfp8 => recv_x = Some(marked(room, hidden, DType::Fp8E4m3)?),
+                Quantise::Mxfp8 => {
+                    recv_x = Some(marked(room, hidden, DType::Fp8E4m3)?);
+                    recv_columns = Some(marked(hidden / 128, room, DType::I32)?.typed()?);
+                }
                 Quantise::Fp8 | Quantise::Fp8PowerOfTwo => {
                     recv_x = Some(marked(room, hidden, DType::Fp8E4m3)?);
                     recv_x_scales = Some(marked(hidden.div_ceil(128), room, DType::F32)?.typed()?);
@@ -136,6 +148,7 @@ impl LowLatencyInputs {
             segments: case.segments,
             recv_x,
             recv_x_scales,
+            recv_columns,
             num_sms: case.num_sms(rank, data.seed),
             waits: case.measures.then(|| TypedTensor::from_host(stream, &[ranks], &none)).transpose()?,
         })
@@ -174,11 +187,15 @@ impl LowLatencyInputs {
         unsafe { stream.copy(rows.ptr(), self.by_row.ptr(), rows.rows() * rows.row_stride()) }
     }
 
-    /// Where rows by expert come, if it is memory of the caller's: rows and scales.
-    pub(super) fn given(&self) -> Option<(&Tensor<'static>, Option<&TypedTensor<'static, f32>>)> {
+    /// Where rows by expert come, if it is memory of the caller's.
+    pub(super) fn given(&self) -> Option<Given<'_>> {
         let segments = self.segments?;
-        let rows = self.recv_x.as_ref().unwrap_or(&self.by_expert);
-        (segments.memory == RowMemory::Caller).then_some((rows, self.recv_x_scales.as_ref()))
+        let given = Given {
+            x: self.recv_x.as_ref().unwrap_or(&self.by_expert),
+            scales: self.recv_x_scales.as_ref(),
+            columns: self.recv_columns.as_ref(),
+        };
+        (segments.memory == RowMemory::Caller).then_some(given)
     }
 
     /// Its rows.
@@ -198,7 +215,10 @@ impl LowLatencyInputs {
         let request = self.segments.iter().fold(request, |it, segments| it.by_expert(segments.alignment));
         let request = match self.given() {
             None => request,
-            Some((x, scales)) => scales.into_iter().fold(request.recv_x(x), DispatchRequest::recv_x_scales),
+            Some(Given { x, scales, columns }) => {
+                let request = scales.into_iter().fold(request.recv_x(x), DispatchRequest::recv_x_scales);
+                columns.into_iter().fold(request, DispatchRequest::recv_columns)
+            }
         };
         match &self.weights {
             Some(weights) => request.topk_weights(weights),

@@ -46,10 +46,12 @@ impl LowLatencyCase {
         let entries = got.recv_src_entry.values(&stream)?;
         let weights = got.recv_topk_weights.values(&stream)?;
         let given = inputs.given();
-        let x = given.map_or_else(|| got.recv_x.as_ref().expect("in memory of the library's"), |it| it.0);
-        let scales = given.and_then(|it| it.1).or(got.recv_x_scales.as_ref());
-        let columns = &got.recv_columns;
+        let x = given.map_or_else(|| got.recv_x.as_ref().expect("in memory of the library's"), |it| it.x);
+        let scales = given.and_then(|it| it.scales).or(got.recv_x_scales.as_ref());
+        let columns = given.and_then(|it| it.columns).map_or(&got.recv_columns[..], std::slice::from_ref);
         rank.check(got.recv_x.is_none() == given.is_some(), "rows are in the memory that was given");
+        let are_given = given.is_some_and(|it| it.columns.is_some());
+        rank.check(!are_given || got.recv_columns.is_empty(), "columns are in the memory that was given");
         for (row, of) in plan.rows.iter().enumerate() {
             if of.is_none() && given.is_none() {
                 continue;

@@ -55,7 +55,7 @@ pub unsafe fn dispatch_many(args: DispatchArgs) {
 
 /// The same of rows by expert: lane k has the row of a token's entry k, and several may be of one
 /// rank. A row goes over a link once for each rank. There it goes to the place of the token's first
-/// entry for that rank, and warps of the receiver copy it to the places of the others ([`copies`]).
+/// entry for that rank, and warps of the receiver copy it to the places of the others.
 #[kernel(
     threads = 640, barriers = 2, registers = 96, dependent,
     block >= least_threads(&args.dispatch).saturating_add(args.copy_warps.saturating_mul(32)),

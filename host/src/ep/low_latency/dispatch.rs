@@ -44,6 +44,7 @@ pub struct DispatchRequest<'a> {
     by_expert: Option<u32>,
     recv_x: Option<&'a Tensor<'a>>,
     recv_x_scales: Option<&'a TypedTensor<'a, f32>>,
+    recv_columns: Option<&'a TypedTensor<'a, i32>>,
     cumulative_counts: Option<&'a TypedTensor<'a, i32>>,
     cumulative_wait_ns: Option<&'a TypedTensor<'a, i64>>,
     num_sms: Option<u32>,
@@ -67,6 +68,7 @@ impl<'a> DispatchRequest<'a> {
             by_expert: None,
             recv_x: None,
             recv_x_scales: None,
+            recv_columns: None,
             cumulative_counts: None,
             cumulative_wait_ns: None,
             num_sms: None,
@@ -143,6 +145,18 @@ impl<'a> DispatchRequest<'a> {
         /// Puts the f32 scales of fp8 rows by expert here, `[hidden / 128 rounded up,
         /// rows_by_expert]`.
         recv_x_scales: &'a TypedTensor<'a, f32>;
+        /// Puts the columns of rows by expert here, or the scales of [`Quantise::Mxfp8`], as words
+        /// `[words, rows_by_expert]`. Each column has bytes / 4 lines of the tensor, rounded up. The
+        /// lines of the first column come first. One column has all `words` lines, which are
+        /// hidden / 128 with [`Quantise::Mxfp8`]. With several columns `words` is the sum of their
+        /// lines, rounded up to a multiple of 4, and the last lines hold anything.
+        /// [`Payload::max_scales`] is that number.
+        ///
+        /// With [`DispatchRequest::recv_x`] as well, rows by expert take no memory of the library's,
+        /// so that a graph of the caller's can record the call. Columns that a kernel first copies
+        /// together ([`DispatchRequest::column`]) still take a block for the copy. An allocation
+        /// fails while a stream is captured, and [`Buffer::capture`] makes it before.
+        recv_columns: &'a TypedTensor<'a, i32>;
         /// Weights `[num_tokens, num_topk]` of the experts' outputs, for the combine.
         topk_weights: &'a TypedTensor<'a, f32>;
         /// Takes ids for those of logical experts, of which `map` has the places: its physical
@@ -314,6 +328,7 @@ impl Buffer {
         let given = [
             request.recv_x.map(|it| ("recv_x", it)),
             request.recv_x_scales.map(|it| ("recv_x_scales", &**it)),
+            request.recv_columns.map(|it| ("recv_columns", &**it)),
         ];
         if let (None, Some((argument, _))) = (request.by_expert, given.into_iter().flatten().next()) {
             let rule = "only rows by expert go there: ask for them with by_expert, or leave it out";
@@ -470,7 +485,7 @@ impl Buffer {
         if let Some(scales) = request.recv_x_scales {
             if !with_scales {
                 let rule = "the rows have no scales of f32: leave it out. Columns, and the scales of MXFP8 rows, \
-                            come as ReceivedByExpert::recv_columns";
+                            come as ReceivedByExpert::recv_columns: give memory for these as recv_columns";
                 return Err(Error::argument("recv_x_scales", "given", rule));
             }
             scales.expect("recv_x_scales", &[DType::F32], &[("hidden / 128", Some(of_row)), room])?;
@@ -484,9 +499,24 @@ impl Buffer {
             );
             return Err(Error::argument("columns", format!("{words} words of 4 bytes"), rule));
         }
+        if let Some(columns) = request.recv_columns {
+            if with_scales || words == 0 {
+                let rule = if with_scales {
+                    "the rows have scales of f32, and no columns: give memory for these as recv_x_scales"
+                } else {
+                    "the rows have no columns: leave it out, or send some with column or Quantise::Mxfp8"
+                };
+                return Err(Error::argument("recv_columns", "given", rule));
+            }
+            columns.expect("recv_columns", &[DType::I32], &[("words", Some(words)), room])?;
+        }
         let x_stride = request.recv_x.map_or(row_bytes, Tensor::row_stride);
         let (mut x, mut block) = (request.recv_x.map(Tensor::ptr), None);
-        let mut scales = request.recv_x_scales.map(|scales| scales.ptr());
+        // Scales or columns: rows have one of them, and the kernel copies both alike.
+        let mut scales = match (request.recv_x_scales, request.recv_columns) {
+            (Some(scales), _) => Some(scales.ptr()),
+            (None, columns) => columns.map(|columns| columns.ptr()),
+        };
         let needs_scales = words > 0 && scales.is_none();
         if x.is_none() || needs_scales {
             let (needs_x, arena) = (x.is_none(), self.core.arena());
@@ -569,7 +599,7 @@ fn received_by_expert<'p>(
     let rows = u64::from(to.rows);
     let in_block = |is_given: bool| block.filter(|_| !is_given).map(|block| block.clone() as Owner);
     let recv_x = in_block(request.recv_x.is_some());
-    let of_columns = block.map(|block| block.clone() as Owner);
+    let of_columns = in_block(request.recv_columns.is_some());
     let scales = in_block(request.recv_x_scales.is_some()).filter(|_| with_scales);
     let of_row = hidden.div_ceil(SCALE_BLOCK.into());
     let table = |name, ptr, shape: &[u64]| TypedTensor::in_memory(ptr, shape, owner()).result(name, outcome);

@@ -144,6 +144,8 @@ pub struct ReceivedByExpert<'p> {
     /// rows have none, or have them in the caller's memory.
     pub recv_x_scales: Option<TypedTensor<'p, f32>>,
     /// The columns of the rows, as words `[bytes / 4 rounded up, rows]`, as [`Received::columns`].
+    /// Empty where rows have none, or have them in the caller's memory
+    /// ([`DispatchRequest::recv_columns`](super::DispatchRequest::recv_columns)).
     pub recv_columns: Vec<TypedTensor<'p, i32>>,
     /// `[rows]`: the weight of the selection, 1 where the dispatch had no weights.
     pub recv_topk_weights: TypedTensor<'p, f32>,
