@@ -121,7 +121,7 @@ pub fn launch_ceiling(
 /// Makes what [`launch_local_ceiling`] needs for a shape, which must not change in between.
 ///
 /// # Errors
-/// [`Error::Driver`](crate::Error::Driver) where memory is short.
+/// Those of [`TypedTensor::from_host`](crate::TypedTensor::from_host).
 pub fn local_parts(
     buffer: &throughput::Buffer,
     shape: CeilingShape,
