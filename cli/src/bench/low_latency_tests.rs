@@ -43,6 +43,14 @@ fn every_number_of_tokens_is_measured() {
     assert_eq!(tokens("bench --mode low-latency --device cuda").last(), Some(&1024));
 }
 
+/// Graphs of a dispatch whose rows by expert have UE8M0 scales: nothing may be allocated there.
+#[test]
+fn rows_by_expert_of_mxfp8_are_measured() {
+    let line = format!("{SMALL} --rows-by-expert 4 --dtype mxfp8").replace("--hidden 64", "--hidden 256");
+    let [point] = &measured(&line)[..] else { panic!("one point") };
+    assert_eq!((&*point.key.dtype, point.key.rows_by_expert), ("mxfp8", Some(4)));
+}
+
 #[test]
 fn repetitions_have_bounds() {
     for flag in ["--iters", "--warmup", "--graph"] {

@@ -241,6 +241,59 @@ fn runs_of_a_step_convert_new_rows() {
     }
 }
 
+/// A graph of the caller's allocates nothing, and its replays convert what the rows hold then. Every
+/// byte of the memory that was given is compared: padding keeps what it held.
+#[test]
+fn a_graph_with_memory_of_the_caller_converts_new_rows() {
+    for nodes in [None, across_nodes(TransportKind::Direct)] {
+        let case = LowLatencyCase { nodes, segments: Some(Segments::aligned(4)), ..case(&[5, 3], 384) };
+        case.run(|rank| {
+            let stream = rank.stream.clone();
+            let (mut place, ids, given) = (rank.buffer.place(0)?, ids(rank, &case)?, upload(rank, &case, 0)?);
+            let room = case.room_by_expert().expect("there are segments");
+            let hidden = u64::from(case.hidden);
+            let (lines, device) = (hidden / 128, stream.device());
+            let recv_x = Tensor::alloc(device, DType::Fp8E4m3, &[room, hidden])?;
+            let columns = TypedTensor::<i32>::from_host(&stream, &[lines, room], &before(lines * room))?;
+            let graph = stream.capture(|| {
+                let request = DispatchRequest::new(&given, &ids).quantise(Quantise::Mxfp8).by_expert(4);
+                let request = request.recv_x(&recv_x).recv_columns(&columns);
+                let received = rank.buffer.dispatch(&mut place, request, StreamOrder::on(&stream))?;
+                let got = received.by_expert.as_ref().expect("asked for");
+                assert!(got.recv_x.is_none() && got.recv_columns.is_empty(), "they are the caller's");
+                Ok(())
+            })?;
+            let plan = by_expert(&case.routing, rank.rank, 4).rows;
+            for turn in 1..4 {
+                given.write(&stream, &rows(&case, turn, rank.rank).concat())?;
+                columns.write(&stream, &before(lines * room))?;
+                // SAFETY: the recorded addresses are this function's, which waits below.
+                unsafe { graph.launch(&stream)? };
+                stream.synchronize()?;
+                rank.buffer.check()?;
+                let mut want = before(lines * room);
+                for (at, of) in plan.iter().enumerate() {
+                    let Some((source, token, _)) = *of else { continue };
+                    let (elements, scales) = as_it_travels(turn, case.hidden, (source, token));
+                    let got = rank.row_of(&recv_x, at)?;
+                    rank.equal(&format!("row {at} of turn {turn}"), &got, &elements);
+                    for (line, word) in scales.as_chunks::<4>().0.iter().enumerate() {
+                        want[line * room as usize + at] = i32::from_le_bytes(*word);
+                    }
+                }
+                rank.equal(&format!("scales of turn {turn}"), &columns.values(&stream)?, &want);
+                rank.synchronize()?;
+            }
+            Ok(())
+        });
+    }
+}
+
+/// Words of memory that nothing was stored to.
+fn before(count: u64) -> Vec<i32> {
+    vec![0x5a5a_a5a5; count as usize]
+}
+
 #[test]
 fn the_checker_finds_nothing() {
     for seed in 0..tier::pick(4, 40) {
@@ -334,6 +387,16 @@ fn wrong_use_is_refused() {
         let room = even.room_by_expert().expect("there are segments");
         let of_rows = Tensor::alloc(stream.device(), DType::F32, &[2, room])?.typed()?;
         refuse(of(&x).by_expert(4).recv_x_scales(&of_rows), &["recv_x_scales = given", "recv_columns"]);
+        let words_of = |shape: [u64; 2]| Tensor::alloc(stream.device(), DType::I32, &shape)?.typed::<i32>();
+        let (lines, few, right) = (words_of([1, room])?, words_of([2, room - 1])?, words_of([2, room])?);
+        let of_words = |words| of(&x).by_expert(4).recv_columns(words);
+        refuse(of_words(&lines), &["recv_columns has shape [1, ", "words = 2"]);
+        let parts = [format!("[2, {}]", room - 1), format!("rows_by_expert = {room}")];
+        refuse(of_words(&few), &["recv_columns has shape", &parts[0], &parts[1]]);
+        refuse(of(&x).recv_columns(&right), &["recv_columns = given", "by_expert"]);
+        let plain = DispatchRequest::new(&x, &ids).by_expert(4).recv_columns(&right);
+        refuse(plain, &["recv_columns = given", "no columns"]);
+        refuse(plain.quantise(Quantise::Fp8), &["recv_columns = given", "scales of f32", "recv_x_scales"]);
         let wide = Tensor::alloc(stream.device(), DType::Bf16, &[room, 256])?;
         refuse(of(&x).by_expert(4).recv_x(&wide), &["recv_x has dtype bf16", "fp8"]);
         // Nothing was enqueued. A combine does not convert so, and nothing is broken behind it.

@@ -3,7 +3,7 @@
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::{CombineRequest, DispatchRequest, Quantise, Received};
 use epoxide::transport::TransportKind;
-use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
+use epoxide::{DType, Payload, Result, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::harness::NodeLinks;
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank, Segments};
 use epoxide_testing::oracle::{Style, by_expert, recv_order};
@@ -166,6 +166,122 @@ fn columns_by_expert() {
             check(&LowLatencyCase { nodes, segments, ..case(&[7, 5], format) }, format);
         }
     }
+}
+
+/// A graph of the caller's allocates nothing where a column needs no copy first. Its replays bring
+/// what rows and column hold then, and padding keeps what it held.
+#[test]
+fn a_graph_with_memory_of_the_caller_brings_new_columns() {
+    for format in [Format::Mxfp8, Format::Fp8Ue8m0] {
+        let segments = Some(Segments::aligned(4));
+        let case = LowLatencyCase { segments, ..case(&[7, 5], format) };
+        check_given(&case, &format.payload(HIDDEN), Recorded::ByCaller);
+    }
+    let nodes = Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 });
+    let case = LowLatencyCase { nodes, segments: Some(Segments::aligned(4)), ..case(&[4, 6], Format::Mxfp8) };
+    check_given(&case, &Format::Mxfp8.payload(HIDDEN), Recorded::ByCaller);
+}
+
+/// Several columns are lines of one tensor, and `Buffer::capture` makes the block for their copy.
+#[test]
+fn several_columns_come_to_memory_of_the_caller() {
+    let parts = [(DType::U8, 5), (DType::F16, 1), (DType::I32, 1)];
+    let payload =
+        parts.iter().try_fold(Payload::rows(DType::Bf16, HIDDEN).unwrap(), |payload, &(dtype, n)| {
+            payload.column(dtype, n)
+        });
+    let payload = payload.unwrap();
+    assert_eq!(payload.max_scales(), 4);
+    let case = LowLatencyCase {
+        segments: Some(Segments::aligned(4)),
+        max_scales: payload.max_scales(),
+        ..case(&[7, 5], Format::Bf16)
+    };
+    check_given(&case, &payload, Recorded::ByBuffer);
+}
+
+/// Recorder of a graph.
+#[derive(Clone, Copy)]
+enum Recorded {
+    ByCaller,
+    ByBuffer,
+}
+
+/// Replays of a dispatch by expert whose rows and columns come to memory of the caller.
+fn check_given(case: &LowLatencyCase, payload: &Payload, recorded: Recorded) {
+    case.run(|rank| {
+        let stream = rank.stream.clone();
+        let mut place = rank.buffer.place(0)?;
+        let tokens = u64::from(case.routing.num_tokens(rank.rank));
+        let ids = case.routing.flat_topk_idx(rank.rank);
+        let ids = TypedTensor::from_host(&stream, &[tokens, case.routing.num_topk.into()], &ids)?;
+        let parts: Vec<_> = std::iter::once(payload.row()).chain(payload.columns().iter().copied()).collect();
+        let inputs = |rank: &LowLatencyRank, turn| -> Result<Vec<Tensor<'static>>> {
+            (0..).zip(&parts).map(|(part, &of)| upload(rank, case, turn, part, of)).collect()
+        };
+        let given = inputs(rank, 0)?;
+        let (room, lines) = (case.room_by_expert().expect("segments"), u64::from(payload.max_scales()));
+        let recv_x = Tensor::alloc(stream.device(), payload.row().0, &[room, payload.row().1])?;
+        let before = vec![0x5a5a_a5a5; (lines * room) as usize];
+        let columns = TypedTensor::<i32>::from_host(&stream, &[lines, room], &before)?;
+        let request = DispatchRequest::new(&given[0], &ids).payload(payload).by_expert(4);
+        let request = given[1..].iter().fold(request, DispatchRequest::column);
+        let request = request.recv_x(&recv_x).recv_columns(&columns);
+        let (mut graph, mut step) = (None, None);
+        match recorded {
+            Recorded::ByCaller => {
+                let record = || {
+                    let received = rank.buffer.dispatch(&mut place, request, StreamOrder::on(&stream))?;
+                    let got = received.by_expert.as_ref().expect("asked for");
+                    assert!(got.recv_x.is_none() && got.recv_columns.is_empty(), "they are the caller's");
+                    Ok(())
+                };
+                graph = Some(stream.capture(record)?);
+            }
+            Recorded::ByBuffer => {
+                step = Some(rank.buffer.capture(&stream, |buffer, order| {
+                    Ok(buffer.dispatch(&mut place, request, order)?.detach())
+                })?);
+            }
+        }
+        let plan = by_expert(&case.routing, rank.rank, 4).rows;
+        for turn in 1..4 {
+            let fresh = inputs(rank, turn)?;
+            for (to, from) in given.iter().zip(&fresh) {
+                // SAFETY: both have as many bytes, and outlive the stream's work.
+                unsafe { stream.copy(to.ptr(), from.ptr(), to.rows() * to.row_bytes())? };
+            }
+            columns.write(&stream, &before)?;
+            // SAFETY: the recorded addresses are this function's, which waits below.
+            graph.iter().try_for_each(|graph| unsafe { graph.launch(&stream) })?;
+            step.iter().try_for_each(|step| step.launch(&stream))?;
+            stream.synchronize()?;
+            rank.buffer.check()?;
+            let got = columns.values(&stream)?;
+            let word = |line: u64, row: usize| got[line as usize * room as usize + row].to_le_bytes();
+            for (row, of) in plan.iter().enumerate() {
+                let Some((source, token, _)) = *of else {
+                    let is_kept = (0..lines).all(|line| word(line, row) == 0x5a5a_a5a5i32.to_le_bytes());
+                    rank.check(is_kept, format!("padding row {row} was written"));
+                    continue;
+                };
+                let of = (source, token);
+                let x = rank.row_of(&recv_x, row)?;
+                rank.equal(&format!("row {row} of {of:?}"), &x, &bytes(turn, of, 0, payload.row_bytes()));
+                let mut first = 0;
+                for (index, &(dtype, elements)) in payload.columns().iter().enumerate() {
+                    let want = bytes(turn, of, index + 1, elements * dtype.size());
+                    let end = first + (want.len() as u64).div_ceil(4);
+                    let mut got: Vec<_> = (first..end).flat_map(|line| word(line, row)).collect();
+                    got.truncate(want.len());
+                    rank.equal(&format!("column {index} of row {row} of {of:?}"), &got, &want);
+                    first = end;
+                }
+            }
+            rank.synchronize()?;
+        }
+        Ok(())
+    });
 }
 
 /// Columns are packed in each run, of what they hold then.
