@@ -133,7 +133,14 @@ fn calls(t: &mut Table) {
 /// Numbers for tensor cores, which have no formula here.
 fn tensor_floats(t: &mut Table) {
     for modifiers in ["rn", "rz", "rn.relu", "rz.relu", "rna", "rna.satfinite"] {
-        t.form(Needs::Nothing, format!("cvt.{modifiers}.tf32.f32 $0, $1;"), &[Float(F32)], Float(F32));
+        // ptxas cuts off the payload of a NaN here, and makes a number of it (docs/KERNELS.md).
+        let text = match modifiers {
+            "rna.satfinite" => format!(
+                "setp.nan.f32 %q, $1, $1; selp.b32 %x, 0x7fffffff, $1, %q; cvt.{modifiers}.tf32.f32 $0, %x;"
+            ),
+            _ => format!("cvt.{modifiers}.tf32.f32 $0, $1;"),
+        };
+        t.form(Needs::Nothing, text, &[Float(F32)], Float(F32));
         t.0.iter_mut().last().into_iter().for_each(|form| form.any_nan = true);
     }
 }
@@ -352,7 +359,14 @@ fn float_atomics(t: &mut Table) {
             let old = format!("{first} atom.{space}.add.{ty} $0, [{at}], $2; {first}");
             t.form(Needs::Nothing, old, &[kind, kind], kind);
             let change = format!("red.{space}.add.{ty} [{at}], $2;");
-            let new = format!("{first} {change} ld.{space}.b{bits} $0, [{at}]; {first}");
+            let sum = match bits {
+                16 => "%hx",
+                32 => "%x",
+                _ => "%u",
+            };
+            // Through a free register: the result's may be that of the first operand.
+            let new =
+                format!("{first} {change} ld.{space}.b{bits} {sum}, [{at}]; {first} mov.b{bits} $0, {sum};");
             t.form(Needs::Nothing, new, &[kind, kind], kind);
             t.0.iter_mut().last().into_iter().for_each(|form| form.any_nan = true);
         }
@@ -455,5 +469,24 @@ fn atomics(t: &mut Table) {
             "st.global.b{bits} [%cell], $1; atom.global.cas.b{bits} $0, [%cell], $1, $2; ld.global.b{bits} $0, [%cell];"
         );
         t.form(Needs::Nothing, text, &[kind, kind], kind);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn open_bits_of_a_nan_stay_out_of_what_is_compared() {
+        let forms = all();
+        let sums: Vec<&Form> =
+            forms.iter().filter(|form| form.any_nan && form.text.contains("red.")).collect();
+        assert_eq!(sums.len(), 12);
+        for form in sums {
+            let last = form.text.rfind("$1");
+            assert!(form.text.find("$0") > last, "memory gets the sum where $0 is $1: {}", form.text);
+        }
+        let tf32 = forms.iter().find(|form| form.text.contains("cvt.rna.satfinite.tf32"));
+        assert!(tf32.is_some_and(|form| form.text.starts_with("setp.nan.f32 %q, $1, $1;")));
     }
 }

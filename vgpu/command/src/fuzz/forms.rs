@@ -72,6 +72,29 @@ impl Form {
         sum && matches!(self.result, Float(_) | Pair(_)) && !parts.any(rounds)
     }
 
+    /// Whether ptxas passes the result on wrongly to an instruction that reads the register as
+    /// `kind` (docs/KERNELS.md): it converts the value where the manual has the bits, or takes the
+    /// most negative number for a positive one behind `abs` and `neg`.
+    pub fn is_forwarded_wrongly_as(&self, kind: Kind) -> bool {
+        let opcode = self.opcodes().last().unwrap_or_default();
+        let base = opcode.split('.').next().unwrap_or_default();
+        let typed = matches!(self.result, Float(_) | Pair(_)) || base == "cvt";
+        let wraps = matches!(self.result, Int(_)) && ["abs", "neg"].contains(&base);
+        typed && self.result != kind || wraps || base == "set"
+    }
+
+    /// Whether ptxas makes a move of it where both operands are one register, and so keeps the
+    /// payload of a NaN (docs/KERNELS.md).
+    pub fn folds_equal_operands(&self) -> bool {
+        matches!(self.result, Float(_) | Pair(_)) && ["min", "max"].iter().any(|op| self.text.starts_with(op))
+    }
+
+    /// Whether ptxas may drop `.ftz` where the result meets that of another path
+    /// (docs/KERNELS.md).
+    pub fn loses_ftz_in_branches(&self) -> bool {
+        self.text.starts_with("setp.") && self.text.contains(".ftz.")
+    }
+
     /// The opcodes of its instructions, with their modifiers.
     pub fn opcodes(&self) -> impl Iterator<Item = &str> {
         let statements = self.text.split(';').map(|statement| statement.trim_matches([' ', '{', '}']));
@@ -846,6 +869,31 @@ mod tests {
             .filter(|opcode| !epoxide_vgpu::supported_opcode(opcode))
             .collect();
         assert!(unknown.is_empty(), "{unknown:?}");
+    }
+
+    #[test]
+    fn what_ptxas_passes_on_wrongly_is_named() {
+        let forms = all();
+        let form = |name: &str| {
+            let found = forms.iter().find(|form| form.text.starts_with(&format!("{name} ")));
+            found.unwrap_or_else(|| panic!("no form {name}"))
+        };
+        for (writer, kind) in [
+            ("cvt.rn.bf16.f16", Float(F16)),
+            ("cvt.rp.f16.bf16", Float(Bf16)),
+            ("cvt.sat.s16.u16", Float(F16)),
+            ("cvt.rn.relu.satfinite.bf16.f32", Int(16)),
+            ("mul.rz.ftz.f32", Count),
+            ("set.hs.xor.f32.u64", Int(32)),
+            ("neg.s32", Int(32)),
+            ("abs.s16", Int(16)),
+        ] {
+            assert!(form(writer).is_forwarded_wrongly_as(kind), "{writer}");
+        }
+        assert!(!form("mul.rz.ftz.f32").is_forwarded_wrongly_as(Float(F32)));
+        assert!(!form("add.u32").is_forwarded_wrongly_as(Float(F32)));
+        assert!(form("max.f16").folds_equal_operands() && !form("max.s32").folds_equal_operands());
+        assert!(form("setp.gt.ftz.f32").loses_ftz_in_branches());
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! of the input at first, so that a program with any of its steps left out is a program as well:
 //! that is what shrinking needs.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt::Write as _;
 
 use rand::seq::SliceRandom;
@@ -468,7 +468,9 @@ impl<'a, 'r> Drawing<'a, 'r> {
         let forms = self.forms;
         let fits = |form: &usize| {
             let needs = forms[*form].needs;
-            needs <= place.most && (needs != Needs::Warp || whole)
+            needs <= place.most
+                && (needs != Needs::Warp || whole)
+                && (place.depth == 0 || !forms[*form].loses_ftz_in_branches())
         };
         let first = usize::from(self.rng.random_ratio(2, 5));
         for deck in [first, 1 - first] {
@@ -528,12 +530,19 @@ struct Writer<'a> {
     numbers: usize,
     outputs: Vec<Output>,
     lines: Vec<(usize, String)>,
+    /// The forms that write a register of a pool.
+    writers: BTreeMap<(char, usize), Vec<&'a Form>>,
 }
 
 impl<'a> Writer<'a> {
     fn new(program: &'a Program, forms: &'a [Form]) -> Self {
         let registers = POOLS.iter().map(|(_, count)| *count).max().unwrap_or(0);
-        Self { program, forms, body: String::new(), registers, numbers: 0, outputs: vec![], lines: vec![] }
+        let mut writers: BTreeMap<_, Vec<&Form>> = BTreeMap::new();
+        for (_, one) in program.uses() {
+            writers.entry(one.result).or_default().push(&forms[one.form]);
+        }
+        let body = String::new();
+        Self { program, forms, body, registers, numbers: 0, outputs: vec![], lines: vec![], writers }
     }
 
     fn line(&mut self, text: &str) {
@@ -595,6 +604,22 @@ impl<'a> Writer<'a> {
         }
     }
 
+    /// Operand `at` of a use: its register, or a copy whose origin the assembler cannot see.
+    fn operand(&mut self, form: &Form, one: &Use, at: usize) -> String {
+        let (kind, source) = (form.operands[at], one.operands[at]);
+        let name = self.source(kind, source);
+        let Source::Register(letter, number) = source else { return name };
+        let writers = self.writers.get(&(letter, number)).into_iter().flatten();
+        let confused = writers.into_iter().any(|writer| writer.is_forwarded_wrongly_as(kind));
+        let folded = form.folds_equal_operands() && one.operands[..at].contains(&source);
+        if kind == Kind::Pred || !(confused || folded) {
+            return name;
+        }
+        let (bits, copy) = (kind.bits(), self.fresh(kind));
+        self.line(&format!("xor.b{bits} {copy}, {name}, %zero{bits};"));
+        copy
+    }
+
     fn steps(&mut self, steps: &[Step], mask: &str) {
         for step in steps {
             match &step.what {
@@ -609,12 +634,7 @@ impl<'a> Writer<'a> {
         let form = &self.forms[one.form];
         let apart = self.program.style == Style::Apart;
         let mut text = form.text.clone();
-        let names: Vec<String> = form
-            .operands
-            .iter()
-            .zip(&one.operands)
-            .map(|(kind, source)| self.source(*kind, *source))
-            .collect();
+        let names: Vec<String> = (0..form.operands.len()).map(|at| self.operand(form, one, at)).collect();
         let kind = form.result;
         let result = if apart { self.fresh(kind) } else { format!("%{}{}", one.result.0, one.result.1) };
         let guard = one.guard.map(|(guard, negated)| {
@@ -863,6 +883,11 @@ impl Head<'_> {
             };
             line(&format!(".reg .b32 {name}; mov.u32 {name}, tile; {at}"));
         }
+        // Zero in every launch, which the assembler does not know.
+        if self.names("%zero") {
+            line(".reg .b16 %zero16; .reg .b32 %zero32; .reg .b64 %zero64; mov.u32 %zero32, %ctaid.z;");
+            line("cvt.u16.u32 %zero16, %zero32; cvt.u64.u32 %zero64, %zero32;");
+        }
         for (name, special) in [("%me", "%tid.x"), ("%all", "%ntid.x")] {
             if self.names(name) {
                 line(&format!(".reg .b32 {name}; mov.u32 {name}, {special};"));
@@ -874,5 +899,37 @@ impl Head<'_> {
             line("shl.b32 %full, 1, %full; sub.u32 %full, %full, 1;");
         }
         text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Register = (char, usize);
+
+    /// A program of these instructions, with their operands and results in pool registers.
+    fn text(steps: &[(&str, &[Register], Register)]) -> String {
+        let forms: Vec<Form> = super::super::all_forms();
+        let steps = steps.iter().enumerate().map(|(id, (opcode, operands, result))| {
+            let form = forms.iter().position(|form| form.text.starts_with(&format!("{opcode} ")));
+            let operands = operands.iter().map(|(letter, n)| Source::Register(*letter, *n)).collect();
+            let form = form.unwrap_or_else(|| panic!("no form {opcode}"));
+            Step { id, what: What::Do(Use { form, operands, result: *result, guard: None, drawn: 0 }) }
+        });
+        let steps = steps.collect();
+        Program { style: Style::Chained, threads: 32, rows: vec![], steps }.write(&forms, "k").text
+    }
+
+    #[test]
+    fn the_assembler_does_not_see_what_it_passes_on_wrongly() {
+        let (h, other) = (('h', 0), ('h', 1));
+        let another_type = text(&[("cvt.rn.bf16.f16", &[h], other), ("cvt.rzi.u32.f16", &[other], ('r', 0))]);
+        assert!(another_type.contains(", %h1, %zero16;"), "{another_type}");
+        let same_type = text(&[("cvt.rn.bf16.f16", &[h], other), ("cvt.rzi.u32.bf16", &[other], ('r', 0))]);
+        assert!(!same_type.contains("%zero16"), "{same_type}");
+        let twice = text(&[("max.f16", &[h, h], other)]);
+        assert!(twice.contains(", %h0, %zero16;"), "{twice}");
+        assert!(!text(&[("max.f16", &[h, other], h)]).contains("%zero16"));
     }
 }
