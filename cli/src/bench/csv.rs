@@ -111,11 +111,11 @@ fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> Ve
         ("copy_read_bytes", text(traffic.map(|of| of.copy_read_bytes))),
         ("copy_written_bytes", text(traffic.map(|of| of.copy_written_bytes))),
         ("memory_ceiling_gbps", text(traffic.and_then(|of| of.memory_ceiling))),
-        ("store_ceiling_gbps", text(traffic.and_then(|of| of.store_ceiling))),
         ("ceiling_us", text(traffic.and_then(|of| of.ceiling_us))),
         ("ceiling_share", text(traffic.and_then(|of| of.share))),
         ("commit", text(kernels.map(|kernels| &kernels.commit))),
         ("ptx_digest", text(kernels.map(|kernels| &kernels.ptx))),
         ("driver", text(kernels.and_then(|kernels| kernels.driver.as_ref()))),
+        ("store_ceiling_gbps", text(traffic.and_then(|of| of.store_ceiling))),
     ]
 }
