@@ -91,7 +91,7 @@ fn measure(device: Device, group: &dyn ProcessGroup, row_bytes: u32) -> Result<V
                 }
                 let timed = &mut times[3..];
                 timed.sort_by(f64::total_cmp);
-                best[side] = best[side].max(shape.remote_bytes() as f64 / timed[timed.len() / 2] / 1e9);
+                best[side] = best[side].max(shape.stored_bytes() as f64 / timed[timed.len() / 2] / 1e9);
             }
         }
         results.push(best);
