@@ -48,9 +48,9 @@ impl<'a> Compute<'a> {
 
     fn topk_args(&self, shape: &Shape, routed: &Routed) -> MoeTopkArgs {
         MoeTopkArgs {
-            logits: routed.logits.ptr(),
-            topk_idx: routed.topk_idx.ptr(),
-            topk_weights: routed.topk_weights.ptr(),
+            logits: routed.logits.ptr().into(),
+            topk_idx: routed.topk_idx.ptr().into(),
+            topk_weights: routed.topk_weights.ptr().into(),
             grad_topk_weights: DevicePtr::NULL,
             grad_stride: 0,
             grad_logits: DevicePtr::NULL,
@@ -110,9 +110,9 @@ impl Experts {
             gate_up: activations.gate_up.ptr(),
             product: activations.product.ptr(),
             grad_gate_up: DevicePtr::NULL,
-            weights: DevicePtr::NULL,
-            starts: rows.starts.ptr(),
-            counts: rows.counts.ptr(),
+            weights: DevicePtr::NULL.into(),
+            starts: rows.starts.ptr().into(),
+            counts: rows.counts.ptr().into(),
             num_experts: rows.counts.rows() as u32,
             intermediate: self.intermediate as u32,
         }
@@ -159,7 +159,7 @@ impl Experts {
         let call = MoeSwigluBackward::call(MoeSwigluArgs {
             product: product.ptr(),
             grad_gate_up: grad_gate_up.ptr(),
-            weights: weights.map_or(DevicePtr::NULL, |weights| weights.ptr()),
+            weights: weights.map_or(DevicePtr::NULL, |weights| weights.ptr()).into(),
             gate_up: gate_up.ptr(),
             ..self.swiglu_args(rows, activations)
         });

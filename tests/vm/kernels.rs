@@ -16,9 +16,9 @@ fn topk(seed: u64, logits: &[f32], num_topk: u32, sigmoid: u32) -> (Vec<i64>, Ve
     let topk_idx = TypedTensor::from_host(&stream, &[2, num_topk.into()], &vec![-1i64; entries]).unwrap();
     let topk_weights = TypedTensor::from_host(&stream, &[2, num_topk.into()], &vec![0f32; entries]).unwrap();
     let call = MoeTopk::call(MoeTopkArgs {
-        logits: logits.ptr(),
-        topk_idx: topk_idx.ptr(),
-        topk_weights: topk_weights.ptr(),
+        logits: logits.ptr().into(),
+        topk_idx: topk_idx.ptr().into(),
+        topk_weights: topk_weights.ptr().into(),
         grad_topk_weights: DevicePtr::NULL,
         grad_stride: 0,
         grad_logits: DevicePtr::NULL,

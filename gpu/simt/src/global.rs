@@ -25,6 +25,65 @@ pub trait Element: Copy + sealed::Sealed + 'static {
     unsafe fn store(p: u64, v: Self);
 }
 
+/// The number of an element or row: `u32`, or `u64` where 32 bits are too few. `i32`, which is the
+/// type of a literal, keeps its sign. A product of two `u32` wraps at 2^32 before it is an index:
+/// [`row_major`] multiplies in 64 bits.
+pub trait Index: Copy + sealed::Sealed {
+    /// The number in 64 bits.
+    fn wide(self) -> u64;
+}
+
+macro_rules! indices {
+    ($($ty:ty),*) => { $(
+        impl Index for $ty {
+            #[device]
+            fn wide(self) -> u64 {
+                self as u64
+            }
+        }
+    )* };
+}
+
+indices!(u32, u64, i32);
+
+/// The index of element `[row, column]` of an array `[.., columns]`, in 64 bits.
+///
+/// ```
+/// use epoxide_simt::*;
+///
+/// /// The weight of a token's entry `k`, of `weights` `[tokens, num_topk]`.
+/// ///
+/// /// # Safety
+/// /// The array has that element.
+/// #[device]
+/// unsafe fn weight_of(weights: Global<f32>, token: u32, num_topk: u32, k: u32) -> f32 {
+///     weights.ld(row_major(token, num_topk, k))
+/// }
+/// assert_eq!(Global::<f32>::new(0x1000).at(row_major(3u32, 8u32, 2)), 0x1000 + 26 * 4);
+/// ```
+#[device]
+pub fn row_major(row: impl Index, columns: impl Index, column: impl Index) -> u64 {
+    row.wide() * columns.wide() + column.wide()
+}
+
+/// The address of a field of the `#[repr(C)]` struct at an address, for instructions that take one:
+/// `st_release_sys_u64(field!(header, Header.tag), tag)`.
+///
+/// ```
+/// #[repr(C)]
+/// struct Header {
+///     status: u32,
+///     rows: u32,
+/// }
+/// assert_eq!(epoxide_simt::field!(0x100, Header.rows), 0x104);
+/// ```
+#[macro_export]
+macro_rules! field {
+    ($address:expr, $ty:ident.$field:ident) => {
+        $address + ::core::mem::offset_of!($ty, $field) as u64
+    };
+}
+
 mod sealed {
     pub trait Sealed {}
 }
@@ -56,6 +115,15 @@ elements! {
 
 /// The address of an array of `T` in global memory, as a kernel takes it. It has no length: a
 /// kernel takes that as a parameter, and the virtual GPU reports an access beyond the end.
+///
+/// Weak loads and stores take an index. Other instructions take an address: [`Global::at`].
+///
+/// ```text
+/// rows.ld(token)                                    st_release_sys_u64(words.at(rank), epoch)
+/// ```
+///
+/// An array of structs or bytes has addresses alone. A kernel reaches fields by
+/// [`field!`](crate::field).
 #[repr(transparent)]
 pub struct Global<T> {
     address: DevicePtr,
@@ -92,6 +160,12 @@ impl<T> Global<T> {
     pub const fn address(self) -> u64 {
         self.address.0
     }
+
+    /// True where there is no array: the address is 0.
+    #[device]
+    pub const fn is_null(self) -> bool {
+        self.address.is_null()
+    }
 }
 
 impl<T> From<DevicePtr> for Global<T> {
@@ -100,19 +174,27 @@ impl<T> From<DevicePtr> for Global<T> {
     }
 }
 
-impl<T: Element> Global<T> {
+impl<T> Global<T> {
     /// The address of element `i`, for instructions that take one.
     #[device]
-    pub fn at(self, i: u32) -> u64 {
-        self.address.0 + i as u64 * T::BYTES
+    pub fn at(self, i: impl Index) -> u64 {
+        self.address.0 + i.wide() * size_of::<T>() as u64
     }
 
+    /// The array behind its first `i` elements.
+    #[device]
+    pub fn skip(self, i: impl Index) -> Self {
+        Global::new(self.at(i))
+    }
+}
+
+impl<T: Element> Global<T> {
     /// Loads element `i`, weak: `ld.global`.
     ///
     /// # Safety
     /// The array is live and has that element.
     #[device]
-    pub unsafe fn ld(self, i: u32) -> T {
+    pub unsafe fn ld(self, i: impl Index) -> T {
         T::load(self.at(i))
     }
 
@@ -121,7 +203,7 @@ impl<T: Element> Global<T> {
     /// # Safety
     /// The array is live and writable, and has that element.
     #[device]
-    pub unsafe fn st(self, i: u32, v: T) {
+    pub unsafe fn st(self, i: impl Index, v: T) {
         T::store(self.at(i), v)
     }
 }
@@ -135,8 +217,8 @@ macro_rules! vectors {
             /// # Safety
             /// The array is live and has those elements; their address is a multiple of 16.
             #[device]
-            pub unsafe fn ld_v4(self, i: u32) -> [$ty; 4] {
-                ld_v4(self.at(i)).map($from)
+            pub unsafe fn ld_v4(self, i: impl Index) -> [$ty; 4] {
+                $from(ld_v4(self.at(i)))
             }
 
             /// Stores elements `i` to `i + 3`, weak: `st.global.v4.b32`.
@@ -145,8 +227,8 @@ macro_rules! vectors {
             /// The array is live and writable, and has those elements; their address is a multiple of
             /// 16.
             #[device]
-            pub unsafe fn st_v4(self, i: u32, v: [$ty; 4]) {
-                st_v4(self.at(i), v.map($into))
+            pub unsafe fn st_v4(self, i: impl Index, v: [$ty; 4]) {
+                st_v4(self.at(i), $into(v))
             }
         }
     )* };
@@ -154,6 +236,6 @@ macro_rules! vectors {
 
 vectors! {
     u32: |v| v, |v| v;
-    i32: |v| v as i32, |v| v as u32;
-    f32: f32::from_bits, f32::to_bits;
+    i32: |v: [u32; 4]| v.map(|v| v as i32), |v: [i32; 4]| v.map(|v| v as u32);
+    f32: |v: [u32; 4]| v.map(f32::from_bits), |v: [f32; 4]| v.map(f32::to_bits);
 }

@@ -166,7 +166,7 @@ pub use epoxide_macros::kernel;
 /// pub struct Rows(u64);
 /// ```
 pub use epoxide_macros::kernel_args;
-pub use global::{Element, Global};
+pub use global::{Element, Global, Index, row_major};
 pub use matrix::*;
 pub use memory::*;
 pub use nvvm::{assume, at_least_one, keep_loop};

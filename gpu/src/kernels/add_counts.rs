@@ -4,19 +4,19 @@
 //! caller's has one thread.
 
 use super::epoch::aborted;
-use crate::layout::{AddCountsArgs, PlanStatus};
+use crate::layout::{AddCountsArgs, PlanHeader, PlanStatus};
 use crate::simt::*;
 
 /// Adds the counts of a dispatch to cumulative ones, unless the dispatch has no plan or a wait of
 /// this rank has expired: then there are none.
 #[kernel(threads = 256, registers = 32)]
 pub unsafe fn add_counts(args: AddCountsArgs) {
-    let is_planned = args.header.is_null() || ld_u32(args.header.0) == PlanStatus::Ready as u32;
+    let is_planned =
+        args.header.is_null() || ld_u32(field!(args.header.0, PlanHeader.status)) == PlanStatus::Ready as u32;
     if !is_planned || aborted(&args.comm) {
         return;
     }
     grid_stride!(at in 0..args.len as u32 => {
-        let cumulative = args.cumulative.0 + at as u64 * 4;
-        st_u32(cumulative, ld_u32(cumulative).wrapping_add(ld_u32(args.counts.0 + at as u64 * 4)));
+        args.cumulative.st(at, args.cumulative.ld(at).wrapping_add(args.counts.ld(at)));
     });
 }

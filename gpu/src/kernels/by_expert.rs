@@ -14,12 +14,10 @@
 //! peer. It is marked after this rank has published that its rows may be overwritten, and before
 //! the rank enters the movement of rows. Collectives stand where all lanes of a warp arrive.
 
-use core::mem::offset_of;
-
 use super::epoch::{Packets, aborted, current_epoch, pool_at, send_count, wait_count};
 use super::ids::Id;
 use super::list::entry_at;
-use super::segments::sum_upto_of_group;
+use super::segments::{sum_upto, sum_upto_of_group};
 use super::verdict::Verdict;
 use crate::layout::{
     Comm, ExpertPlanArgs, MAX_LOCAL_EXPERTS, NumberArgs, PlanHeader, PlanStatus, SEND_LIST_STRIDE, Wait,
@@ -116,7 +114,7 @@ impl Window {
                         st_shared_u32(counter, number + alike[PART].count_ones());
                     }
                     let entry = group + PART as u32 * 32 + lane;
-                    st_u32(args.numbers.0 + entry as u64 * 4, number + before);
+                    st_u32(args.numbers.array::<u32>().at(entry), number + before);
                 }
                 syncwarp();
             });
@@ -235,7 +233,7 @@ pub unsafe fn answer(args: &ExpertPlanArgs, verdict: Verdict, rows: u32, epoch: 
     verdict.write(args.header.0, rows, epoch);
     if !args.host.is_null() {
         verdict.write(args.host.0, rows, epoch);
-        st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
+        st_release_sys_u64(field!(args.host.0, PlanHeader.tag), args.tag);
     }
 }
 
@@ -354,7 +352,7 @@ pub unsafe fn lay_out_segments(args: &ExpertPlanArgs, exchange: &impl Exchange) 
         }
         let rows = sum_upto_of_group(lanes, rows, u32::saturating_add);
         if (expert < experts) & (lane == last) {
-            st_u32(args.expert_counts.0 + expert as u64 * 4, rows);
+            args.expert_counts.array::<u32>().st(expert, rows);
             rows_of.st(expert, rows);
             segments.st(expert, aligned(rows, args.alignment));
         }
@@ -366,7 +364,7 @@ pub unsafe fn lay_out_segments(args: &ExpertPlanArgs, exchange: &impl Exchange) 
         while first < experts {
             let expert = first + lane;
             let rows = if expert < experts { segments.ld(expert) } else { 0 };
-            let upto = sum_upto_of_group(32, rows, u32::saturating_add);
+            let upto = sum_upto(rows, u32::saturating_add);
             let front = shfl_u32(upto, lane.wrapping_sub(1) & 31);
             let front = before.saturating_add(if lane == 0 { 0 } else { front });
             if expert < experts {
@@ -400,21 +398,21 @@ pub unsafe fn lay_out_segments(args: &ExpertPlanArgs, exchange: &impl Exchange) 
             row = row.saturating_add(all);
         });
         if (expert < experts) & (of_group == 0) {
-            st_u32(args.expert_starts.0 + expert as u64 * 4, segments.ld(expert));
-            st_u32(args.psum_expert.0 + expert as u64 * 4, row);
+            st_u32(args.expert_starts.array::<u32>().at(expert), segments.ld(expert));
+            args.psum_expert.array::<u32>().st(expert, row);
         }
     });
     if thread == 0 {
-        st_u32(args.expert_starts.0 + experts as u64 * 4, total);
-        st_u32(args.psum_expert.0 + experts as u64 * 4, total);
+        args.expert_starts.array::<u32>().st(experts, total);
+        args.psum_expert.array::<u32>().st(experts, total);
     }
     // Padding, a warp to an expert.
-    let source_of = pool_at::<true>(comm, comm.rank) + comm.pool.recv_src_idx;
+    let source_of = Global::<u32>::new(pool_at::<true>(comm, comm.rank) + comm.pool.recv_src_idx);
     let mut expert = thread / 32;
     while expert < experts && total as u64 <= comm.pool.rows {
         let mut row = segments.ld(expert) + rows_of.ld(expert) + lane;
         while row < segments.ld(expert + 1) {
-            st_u32(source_of + row as u64 * 4, u32::MAX);
+            source_of.st(row, u32::MAX);
             row += 32;
         }
         expert += ntid() / 32;
@@ -456,9 +454,9 @@ pub unsafe fn list_rows<E: Exchange>(args: &ExpertPlanArgs, exchange: &E) {
                 packets.add::<PART>(messages + exchange.start_at(rank, local), global);
             }
             at_rank[PART] = rank;
-            numbers[PART] = ld_i32_if(goes, args.numbers.0 + entry as u64 * 4, 0);
+            numbers[PART] = ld_i32_if(goes, args.numbers.array::<i32>().at(entry), 0);
             if E::NUMBERS_HOLES && entry < entries && id < 0 {
-                st_u32(args.numbers.0 + entry as u64 * 4, 0);
+                args.numbers.array::<u32>().st(entry, 0);
             }
         });
         let starts = exchange.wait_starts(&packets);

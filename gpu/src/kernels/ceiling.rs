@@ -20,15 +20,14 @@ pub unsafe fn ceiling_push(args: CeilingArgs) {
     let (lane, step) = (laneid(), nctaid() * (ntid() / 32));
     let first = ctaid() * (ntid() / 32) + tid() / 32;
     let ring = Ring::new(args.stages, args.row_bytes, ntid() / 32);
-    let pool = if lane < args.num_ranks { ld_u64(args.pools.0 + lane as u64 * 8) } else { 0 };
-    let from = shfl_u64(pool, args.rank) + args.from;
-    let row_bytes = args.row_bytes as u64;
+    let pool = if lane < args.num_ranks { args.pools.ld(lane) } else { 0 };
+    let from = DevicePtr(shfl_u64(pool, args.rank) + args.from);
 
     let (mut load, mut loaded) = (first, 0);
     while loaded < args.stages && load < args.rows {
         keep_loop();
         if lane == 0 {
-            ring.load(loaded, from + load as u64 * row_bytes, args.row_bytes);
+            ring.load(loaded, from.row(load, args.row_bytes), args.row_bytes);
         }
         (load, loaded) = (load + step, loaded + 1);
     }
@@ -36,7 +35,8 @@ pub unsafe fn ceiling_push(args: CeilingArgs) {
     stride!(row in first..args.rows, step => {
         assume(args.num_ranks - 1 != 0);
         let peer = (args.rank + 1 + (row + lane) % (args.num_ranks - 1)) % args.num_ranks;
-        let to = shfl_u64(pool, peer) + args.to + (args.rank * args.rows + row) as u64 * row_bytes;
+        let to = DevicePtr(shfl_u64(pool, peer) + args.to);
+        let to = to.row(args.rank * args.rows + row, args.row_bytes);
         ring.wait(&turn);
         if lane < args.fanout {
             bulk_store(to, ring.buffer(turn.slot), args.row_bytes);
@@ -46,7 +46,7 @@ pub unsafe fn ceiling_push(args: CeilingArgs) {
             bulk_wait_read::<1>();
             syncwarp();
             if lane == 0 {
-                ring.load(previous, from + load as u64 * row_bytes, args.row_bytes);
+                ring.load(previous, from.row(load, args.row_bytes), args.row_bytes);
             }
             load += step;
         }
@@ -65,9 +65,8 @@ pub unsafe fn ceiling_pull(args: CeilingArgs) {
     let (lane, step) = (laneid(), nctaid() * (ntid() / 32));
     let first = ctaid() * (ntid() / 32) + tid() / 32;
     let ring = Ring::new(args.stages, args.row_bytes, ntid() / 32);
-    let pool = if lane < args.num_ranks { ld_u64(args.pools.0 + lane as u64 * 8) } else { 0 };
+    let pool = if lane < args.num_ranks { args.pools.ld(lane) } else { 0 };
     let own = shfl_u64(pool, args.rank);
-    let row_bytes = args.row_bytes as u64;
     let pieces = args.rows * args.fanout;
 
     // Lane 0 loads; the address is a matter of the whole warp.
@@ -75,7 +74,7 @@ pub unsafe fn ceiling_pull(args: CeilingArgs) {
         assume(args.num_ranks - 1 != 0);
         let (row, turned) = (piece / args.fanout, piece % args.fanout);
         let peer = (args.rank + 1 + (row + turned) % (args.num_ranks - 1)) % args.num_ranks;
-        let from = shfl_u64(pool, peer) + args.from + row as u64 * row_bytes;
+        let from = DevicePtr(shfl_u64(pool, peer) + args.from).row(row, args.row_bytes);
         if lane == 0 {
             ring.load(slot, from, args.row_bytes);
         }
@@ -89,7 +88,7 @@ pub unsafe fn ceiling_pull(args: CeilingArgs) {
     stride!(piece in first..pieces, step => {
         ring.wait(&turn);
         if lane == 0 {
-            let to = own + args.to + piece as u64 * row_bytes;
+            let to = DevicePtr(own + args.to).row(piece, args.row_bytes);
             bulk_store(to, ring.buffer(turn.slot), args.row_bytes);
         }
         bulk_commit();

@@ -5,8 +5,6 @@
 //! an output has one thread. Rows that are read lie inside the pool, because the dispatch has
 //! planned them so.
 
-use core::mem::offset_of;
-
 use crate::layout::{DevicePtr, PackArgs, PlanHeader, PlanStatus, TransposeArgs, column_stride};
 use crate::simt::*;
 
@@ -17,9 +15,9 @@ pub unsafe fn pack_columns(args: PackArgs) {
     let words = args.record_bytes / 4;
     let warps = ntid() / 32;
     stride!(token in ctaid() * warps + tid() / 32..args.num_tokens, nctaid() * warps => {
-        let record = args.records.0 + token as u64 * args.record_bytes as u64;
+        let record = DevicePtr(args.records.row(token, args.record_bytes)).array::<u32>();
         stride!(word in laneid()..words, 32 => {
-            st_u32(record + word as u64 * 4, word_of(&args, token, word * 4));
+            st_u32(record.at(word), word_of(&args, token, word * 4));
         });
     });
 }
@@ -30,7 +28,7 @@ pub unsafe fn pack_columns(args: PackArgs) {
 /// The token's columns are live.
 #[device]
 unsafe fn word_of(args: &PackArgs, token: u32, at: u32) -> u32 {
-    let of = |column: DevicePtr, bytes| (column.0 + token as u64 * bytes as u64, bytes);
+    let of = |column: DevicePtr, bytes| (column.row(token, bytes), bytes);
     // A column without bytes is skipped with the next one, if there is one.
     let place = (of(args.column_0, args.bytes_0), at);
     let place = behind(place, of(args.column_1, args.bytes_1));
@@ -59,27 +57,27 @@ fn behind((column, at): ((u64, u32), u32), next: (u64, u32)) -> ((u64, u32), u32
 /// a time, a lane each; padding of rows by expert stays as it is.
 #[kernel(threads = 256, registers = 40, dependent)]
 pub unsafe fn transpose_column(args: TransposeArgs) {
-    if ld_u32(args.header.0) != PlanStatus::Ready as u32 {
+    if ld_u32(field!(args.header.0, PlanHeader.status)) != PlanStatus::Ready as u32 {
         return;
     }
-    let came = ld_u32(args.header.0 + offset_of!(PlanHeader, num_recv_tokens) as u64);
+    let came = ld_u32(field!(args.header.0, PlanHeader.num_recv_tokens));
     let (rows, warps) = (came.min(args.num_rows), ntid() / 32);
     stride!(turn in ctaid() * warps + tid() / 32..rows.div_ceil(32), nctaid() * warps => {
         let row = turn * 32 + laneid();
         if row < rows && has_token(&args, row) {
-            let from = args.words.0 + row as u64 * args.record_bytes as u64;
-            let to = args.out.0 + row as u64 * 4;
+            let from = Global::<u32>::new(args.words.row(row, args.record_bytes));
+            let to = args.out.skip(row);
             stride!(word in 0..args.num_words, 4 => {
                 // Four loads are in flight together.
                 let mut words = [0; 4];
                 unroll!(4, J => {
                     if word + (J as u32) < args.num_words {
-                        words[J] = ld_u32(from + (word + J as u32) as u64 * 4);
+                        words[J] = from.ld(word + J as u32);
                     }
                 });
                 unroll!(4, J => {
                     if word + (J as u32) < args.num_words {
-                        st_u32(to + (word + J as u32) as u64 * args.out_stride * 4, words[J]);
+                        to.st(row_major(word + J as u32, args.out_stride, 0), words[J]);
                     }
                 });
             });
@@ -101,12 +99,11 @@ unsafe fn has_token(args: &TransposeArgs, row: u32) -> bool {
     let (mut expert, mut end) = (0, args.local_experts);
     while expert + 1 < end {
         let middle = expert + (end - expert) / 2;
-        if ld_u32(args.expert_starts.0 + middle as u64 * 4) <= row {
+        if args.expert_starts.ld(middle) <= row {
             expert = middle;
         } else {
             end = middle;
         }
     }
-    let start = ld_u32(args.expert_starts.0 + expert as u64 * 4);
-    row.wrapping_sub(start) < ld_u32(args.expert_counts.0 + expert as u64 * 4)
+    row.wrapping_sub(args.expert_starts.ld(expert)) < args.expert_counts.ld(expert)
 }

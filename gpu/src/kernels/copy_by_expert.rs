@@ -15,19 +15,19 @@ use crate::simt::*;
 pub unsafe fn copy_by_expert(args: CopyByExpertArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
     stride!(row in ctaid() * warps + tid() / 32..args.num_rows, nctaid() * warps => {
-        let entry = args.places.0 + (row as u64 * args.num_topk as u64 + lane as u64) * 4;
+        let entry = args.places.at(row_major(row, args.num_topk, lane));
         let place = ld_i32_if(lane < args.num_topk, entry, -1) as u32;
         // -1 is behind all rows.
         let is_wanted = place < args.num_out_rows;
         let wanted = ballot(is_wanted);
         if args.num_scales != 0 {
             let scale_bytes = args.num_scales as u64 * 4;
-            let to = args.out_scales.0 + place as u64 * scale_bytes;
+            let to = args.out_scales.row(place, scale_bytes);
             // A choice would be made by a branch, with the collectives in both of its arms.
             let to = to & 0u64.wrapping_sub(is_wanted as u64);
-            copy_scales(args.scales.0 + row as u64 * scale_bytes, args.num_scales, to);
+            copy_scales(args.scales.row(row, scale_bytes), args.num_scales, to);
         }
-        let from = args.rows.0 + row as u64 * args.row_stride;
+        let from = args.rows.row(row, args.row_stride);
         // All lanes take the same number of turns, so that the shuffles stay full.
         let mut first = 0;
         while first < args.row_bytes {
@@ -42,7 +42,7 @@ pub unsafe fn copy_by_expert(args: CopyByExpertArgs) {
             while left != 0 {
                 let place = shfl_u32(place, left.trailing_zeros());
                 left &= left - 1;
-                let to = args.out.0 + place as u64 * args.row_bytes as u64;
+                let to = args.out.row(place, args.row_bytes);
                 unroll!(8, J => {
                     let at = at + J as u32 * 512;
                     if at < args.row_bytes {

@@ -53,7 +53,7 @@ pub unsafe fn pool_at<const MANY: bool>(comm: &Comm, rank: u32) -> u64 {
     if !MANY {
         return pool_of(comm, rank);
     }
-    ld_u64(comm.pool_table.0 + rank as u64 * 8)
+    comm.pool_table.array::<u64>().ld(rank)
 }
 
 /// The epoch of the running operation. Stable for all blocks: only the last one to leave advances
@@ -115,8 +115,8 @@ impl ReadyEntry {
     pub unsafe fn read(comm: &Comm, header: u64) -> ReadyEntry {
         ReadyEntry {
             abort: ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT),
-            status: ld_u32(header + offset_of!(PlanHeader, status) as u64),
-            plan: ld_u32(header + offset_of!(PlanHeader, epoch) as u64),
+            status: ld_u32(field!(header, PlanHeader.status)),
+            plan: ld_u32(field!(header, PlanHeader.epoch)),
         }
     }
 
@@ -176,7 +176,7 @@ pub unsafe fn trace(comm: &Comm, phase: Phase) {
 #[device]
 pub unsafe fn trace_by(comm: &Comm, phase: Phase, is_tracer: impl FnOnce() -> bool) {
     if !comm.trace.is_null() && is_tracer() {
-        let entry = comm.trace.0 + ctaid() as u64 * size_of::<BlockTrace>() as u64;
+        let entry = comm.trace.array::<BlockTrace>().at(ctaid());
         st_u64(entry + phase as u64, globaltimer());
     }
 }
@@ -580,7 +580,8 @@ pub unsafe fn record(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u6
 pub unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) {
     if waited > comm.timeout_ns / 2 {
         let entry = if what.is_for_entry() { peer } else { MAX_WORLD as u32 + peer };
-        st_relaxed_sys_u64(comm.status.0 + LATE_PEERS + entry as u64 * 8, what as u64);
+        let late = Global::<u64>::new(comm.status.0 + LATE_PEERS);
+        st_relaxed_sys_u64(late.at(entry), what as u64);
     }
 }
 
@@ -602,13 +603,13 @@ pub unsafe fn note_missing_token(comm: &Comm, token: u32) {
 pub unsafe fn note(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u64, seen: u64, what: Wait) {
     if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_RECORDED, 0, 1) == 0 {
         let status = comm.status.0;
-        st_relaxed_sys_u64(status + offset_of!(Status, peer) as u64, peer as u64);
-        st_relaxed_sys_u64(status + offset_of!(Status, epoch) as u64, epoch);
-        st_relaxed_sys_u64(status + offset_of!(Status, needed) as u64, needed);
-        st_relaxed_sys_u64(status + offset_of!(Status, seen) as u64, seen);
-        st_relaxed_sys_u64(status + offset_of!(Status, waited_ns) as u64, waited);
-        st_relaxed_sys_u64(status + offset_of!(Status, call) as u64, comm.call);
-        st_release_sys_u64(status + offset_of!(Status, code) as u64, what as u64);
+        st_relaxed_sys_u64(field!(status, Status.peer), peer as u64);
+        st_relaxed_sys_u64(field!(status, Status.epoch), epoch);
+        st_relaxed_sys_u64(field!(status, Status.needed), needed);
+        st_relaxed_sys_u64(field!(status, Status.seen), seen);
+        st_relaxed_sys_u64(field!(status, Status.waited_ns), waited);
+        st_relaxed_sys_u64(field!(status, Status.call), comm.call);
+        st_release_sys_u64(field!(status, Status.code), what as u64);
     }
 }
 

@@ -8,7 +8,7 @@
 
 use core::f32::consts::LOG2_E;
 
-use crate::layout::{DevicePtr, MoeGemmArgs, MoeGemmWeightsArgs, MoeSwigluArgs, MoeTopkArgs};
+use crate::layout::{MoeGemmArgs, MoeGemmWeightsArgs, MoeSwigluArgs, MoeTopkArgs};
 use crate::simt::*;
 
 /// The rows of an expert.
@@ -16,9 +16,9 @@ use crate::simt::*;
 /// # Safety
 /// Both tables have an entry for it.
 #[device]
-unsafe fn rows_of(expert: u32, starts: DevicePtr, counts: DevicePtr) -> core::ops::Range<u32> {
-    let start = ld_u32(starts.0 + expert as u64 * 4);
-    start..start + ld_u32(counts.0 + expert as u64 * 4)
+unsafe fn rows_of(expert: u32, starts: Global<i32>, counts: Global<i32>) -> core::ops::Range<u32> {
+    let start = starts.ld(expert) as u32;
+    start..start + counts.ld(expert) as u32
 }
 
 /// Multiplies each row by the matrix of its expert: `c = a * b`, summed in FP32 from the first
@@ -29,11 +29,11 @@ unsafe fn rows_of(expert: u32, starts: DevicePtr, counts: DevicePtr) -> core::op
 pub unsafe fn moe_gemm(args: MoeGemmArgs) {
     let (k, n) = (args.k as u64, args.n as u64);
     stride!(expert in 0..args.num_experts => {
-        let b = args.b.0 + expert as u64 * k * n * 2;
+        let b = args.b.array::<u16>().at(expert as u64 * k * n);
         let rows = rows_of(expert, args.starts, args.counts);
         stride!(row in rows.start + ctaid()..rows.end, nctaid() => {
-            let a = args.a.0 + row as u64 * args.a_stride;
-            let c = args.c.0 + row as u64 * args.c_stride;
+            let a = args.a.row(row, args.a_stride);
+            let c = args.c.row(row, args.c_stride);
             stride!(column in tid() as u64 * 2..n, ntid() as u64 * 2 => {
                 let (mut lo, mut hi) = (0.0, 0.0);
                 if args.transposed == 0 {
@@ -58,12 +58,13 @@ pub unsafe fn moe_gemm(args: MoeGemmArgs) {
                     });
                 }
                 if args.c_is_f32 != 0 {
+                    let at = Global::<f32>::new(c).at(column);
                     if args.accumulate != 0 {
-                        lo += ld_f32(c + column * 4);
-                        hi += ld_f32(c + column * 4 + 4);
+                        lo += ld_f32(at);
+                        hi += ld_f32(at + 4);
                     }
-                    st_f32(c + column * 4, lo);
-                    st_f32(c + column * 4 + 4, hi);
+                    st_f32(at, lo);
+                    st_f32(at + 4, hi);
                 } else {
                     if args.accumulate != 0 {
                         let pair = ld_u32(c + column * 2);
@@ -87,21 +88,21 @@ pub unsafe fn moe_gemm_weights(args: MoeGemmWeightsArgs) {
     stride!(expert in 0..args.num_experts => {
         let rows = rows_of(expert, args.starts, args.counts);
         stride!(pair in ctaid()..pairs, nctaid() => {
-            let c = args.c.0 + (expert * args.m + pair * 2) as u64 * n * 4;
+            let c = args.c.skip(row_major(expert * args.m + pair * 2, n, 0));
             stride!(column in tid() as u64 * 2..n, ntid() as u64 * 2 => {
                 let (mut upper_lo, mut upper_hi, mut lower_lo, mut lower_hi) = (0.0, 0.0, 0.0, 0.0);
                 stride!(row in rows.start..rows.end => {
-                    let a = ld_u32(args.a.0 + row as u64 * args.a_stride + pair as u64 * 4);
-                    let b = ld_u32(args.b.0 + row as u64 * args.b_stride + column * 2);
+                    let a = Global::<u32>::new(args.a.row(row, args.a_stride)).ld(pair);
+                    let b = ld_u32(args.b.row(row, args.b_stride) + column * 2);
                     upper_lo += bf16x2_lo(a) * bf16x2_lo(b);
                     upper_hi += bf16x2_lo(a) * bf16x2_hi(b);
                     lower_lo += bf16x2_hi(a) * bf16x2_lo(b);
                     lower_hi += bf16x2_hi(a) * bf16x2_hi(b);
                 });
-                st_f32(c + column * 4, upper_lo);
-                st_f32(c + column * 4 + 4, upper_hi);
-                st_f32(c + (n + column) * 4, lower_lo);
-                st_f32(c + (n + column) * 4 + 4, lower_hi);
+                st_f32(c.at(column), upper_lo);
+                st_f32(c.at(column) + 4, upper_hi);
+                st_f32(c.at(n + column), lower_lo);
+                st_f32(c.at(n + column) + 4, lower_hi);
             });
         });
     });
@@ -119,8 +120,8 @@ pub unsafe fn moe_swiglu(args: MoeSwigluArgs) {
     stride!(expert in 0..args.num_experts => {
         let rows = rows_of(expert, args.starts, args.counts);
         stride!(row in rows.start + ctaid()..rows.end, nctaid() => {
-            let gate_up = args.gate_up.0 + row as u64 * n * 4;
-            let product = args.product.0 + row as u64 * n * 2;
+            let gate_up = args.gate_up.array::<u32>().at(row_major(row, n, 0));
+            let product = args.product.array::<u16>().at(row_major(row, n, 0));
             stride!(column in tid() as u64 * 2..n, ntid() as u64 * 2 => {
                 let (gate, up) = (ld_u32(gate_up + column * 2), ld_u32(gate_up + (n + column) * 2));
                 let lo = bf16x2_lo(gate) * sigmoid(bf16x2_lo(gate)) * bf16x2_lo(up);
@@ -147,11 +148,11 @@ pub unsafe fn moe_swiglu_backward(args: MoeSwigluArgs) {
     stride!(expert in 0..args.num_experts => {
         let rows = rows_of(expert, args.starts, args.counts);
         stride!(row in rows.start + ctaid()..rows.end, nctaid() => {
-            let gate_up = args.gate_up.0 + row as u64 * n * 4;
-            let grad_gate_up = args.grad_gate_up.0 + row as u64 * n * 4;
-            let product = args.product.0 + row as u64 * n * 2;
+            let gate_up = args.gate_up.array::<u32>().at(row_major(row, n, 0));
+            let grad_gate_up = args.grad_gate_up.array::<u32>().at(row_major(row, n, 0));
+            let product = args.product.array::<u16>().at(row_major(row, n, 0));
             let weight =
-                if args.weights.is_null() { 1.0 } else { ld_f32(args.weights.0 + row as u64 * 4) };
+                if args.weights.is_null() { 1.0 } else { args.weights.ld(row) };
             stride!(column in tid() as u64 * 2..n, ntid() as u64 * 2 => {
                 let (gate, up) = (ld_u32(gate_up + column * 2), ld_u32(gate_up + (n + column) * 2));
                 let grad = ld_u32(product + column * 2);
@@ -173,14 +174,14 @@ pub unsafe fn moe_swiglu_backward(args: MoeSwigluArgs) {
 pub unsafe fn moe_topk(args: MoeTopkArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
     stride!(token in ctaid() * warps + tid() / 32..args.num_tokens, nctaid() * warps => {
-        let logits = args.logits.0 + token as u64 * args.num_experts as u64 * 4;
+        let logits = args.logits.skip(row_major(token, args.num_experts, 0));
         let (mut last, mut last_id) = (f32::INFINITY, 0);
         let (mut first, mut own, mut own_id) = (0.0, 0.0, 0);
         stride!(k in 0..args.num_topk => {
             // The largest of those behind the last one that was selected.
             let (mut best, mut best_id) = (f32::NEG_INFINITY, u32::MAX);
             stride!(expert in lane..args.num_experts, 32 => {
-                let logit = ld_f32(logits + expert as u64 * 4);
+                let logit = logits.ld(expert);
                 let is_behind = logit < last || (logit == last && expert > last_id);
                 if (is_behind || k == 0) && (logit > best || best_id == u32::MAX) {
                     (best, best_id) = (logit, expert);
@@ -203,9 +204,9 @@ pub unsafe fn moe_topk(args: MoeTopkArgs) {
         let score = if args.sigmoid != 0 { sigmoid(own) } else { ex2_approx((own - first) * LOG2_E) };
         let sum = warp_sum_f32(if is_own { score } else { 0.0 });
         if is_own {
-            let entry = token as u64 * args.num_topk as u64 + lane as u64;
-            st_i64(args.topk_idx.0 + entry * 8, own_id as i64);
-            st_f32(args.topk_weights.0 + entry * 4, score / sum);
+            let entry = row_major(token, args.num_topk, lane);
+            st_i64(args.topk_idx.at(entry), own_id as i64);
+            st_f32(args.topk_weights.at(entry), score / sum);
         }
     });
 }
@@ -216,20 +217,20 @@ pub unsafe fn moe_topk_backward(args: MoeTopkArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
     let pairs = args.num_experts / 2;
     stride!(token in ctaid() * warps + tid() / 32..args.num_tokens, nctaid() * warps => {
-        let entry = token as u64 * args.num_topk as u64 + lane as u64;
+        let entry = row_major(token, args.num_topk, lane);
         let is_own = lane < args.num_topk;
-        let id = ld_i64_if(is_own, args.topk_idx.0 + entry * 8, 0) as u32;
-        let weight = ld_f32_if(is_own, args.topk_weights.0 + entry * 4);
-        let grads = args.grad_topk_weights.0 + token as u64 * args.grad_stride;
-        let grad = ld_f32_if(is_own, grads + lane as u64 * 4);
+        let id = ld_i64_if(is_own, args.topk_idx.at(entry), 0) as u32;
+        let weight = ld_f32_if(is_own, args.topk_weights.at(entry));
+        let grads = args.grad_topk_weights.row(token, args.grad_stride);
+        let grad = ld_f32_if(is_own, Global::<f32>::new(grads).at(lane));
         // Weights sum to 1, so a change of one score changes all of them.
         let mean = warp_sum_f32(if is_own { weight * grad } else { 0.0 });
         let mut own = weight * (grad - mean);
         if args.sigmoid != 0 {
-            let row = token as u64 * args.num_experts as u64;
-            own *= 1.0 - sigmoid(ld_f32(args.logits.0 + (row + id as u64) * 4));
+            let logit = args.logits.ld(row_major(token, args.num_experts, id));
+            own *= 1.0 - sigmoid(logit);
         }
-        let out = args.grad_logits.0 + token as u64 * pairs as u64 * 4;
+        let out = args.grad_logits.array::<u32>();
         stride!(first in 0..pairs, 32 => {
             let pair = first + lane;
             let (mut lo, mut hi) = (0.0, 0.0);
@@ -239,7 +240,7 @@ pub unsafe fn moe_topk_backward(args: MoeTopkArgs) {
                 hi += if expert == pair * 2 + 1 { theirs } else { 0.0 };
             });
             if pair < pairs {
-                st_u32(out + pair as u64 * 4, pack_bf16x2(lo, hi));
+                out.st(row_major(token, pairs, pair), pack_bf16x2(lo, hi));
             }
         });
     });

@@ -10,7 +10,7 @@ use crate::simt::*;
 /// Copies the ids of the first tokens, and writes -1 behind them: those tokens go nowhere.
 #[kernel(threads = 256, registers = 32, dependent)]
 pub unsafe fn first_tokens(args: FirstTokensArgs) {
-    let tokens = ld_i32(args.num_tokens.0).max(0) as u32;
+    let tokens = args.num_tokens.ld(0).max(0) as u32;
     // More tokens than the tensor has are those that it has.
     let end = tokens.min(args.max_tokens) * args.num_topk;
     grid_stride!(entry in 0..args.max_tokens * args.num_topk => {
@@ -19,9 +19,9 @@ pub unsafe fn first_tokens(args: FirstTokensArgs) {
             id = Id::load(args.topk_idx, args.narrow_ids, entry as u64);
         }
         if args.narrow_ids == 0 {
-            st_u64(args.out.0 + entry as u64 * 8, id.value(0) as u64);
+            st_u64(args.out.array::<u64>().at(entry), id.value(0) as u64);
         } else {
-            st_u32(args.out.0 + entry as u64 * 4, id.value(1) as u32);
+            st_u32(args.out.array::<u32>().at(entry), id.value(1) as u32);
         }
     });
 }

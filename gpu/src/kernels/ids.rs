@@ -20,7 +20,7 @@ impl Id {
     /// The entry is live.
     #[device]
     pub unsafe fn load(ids: DevicePtr, narrow: u32, at: u64) -> Id {
-        Id(if narrow == 0 { ld_u64(ids.0 + at * 8) } else { ld_u32(ids.0 + at * 4) as u64 })
+        Id(if narrow == 0 { ids.array::<u64>().ld(at) } else { ids.array::<u32>().ld(at) as u64 })
     }
 
     /// The id as i64, by the same `narrow`.
@@ -57,7 +57,7 @@ pub unsafe fn place(table: &ExpertTable, id: i64, token: u32, rank: u32, physica
     // A clamp, so that no division needs a trap: hosts give at least one.
     let choices = at_least_one(table.choices);
     let choice = (token + rank) % choices;
-    let at = table.entries.0 + (id as u64 * choices as u64 + choice as u64) * 4;
+    let at = table.entries.array::<i32>().at(row_major(id as u64, choices, choice));
     let place = ld_i32_if(is_known, at, -1);
     if !is_known {
         // Not an id that happens to be a physical one.

@@ -12,8 +12,6 @@
 //! no plan gives to a peer, behind this rank's ready word and before the rows move. Collectives
 //! stand where all lanes of a warp arrive.
 
-use core::mem::offset_of;
-
 #[cfg(not(target_arch = "nvptx64"))]
 use super::by_expert::PLAN_BY_EXPERT_SHARED_BYTES;
 use super::by_expert::{Exchange, answer, lay_out_segments, list_rows};
@@ -87,8 +85,7 @@ impl Exchange for Across<'_> {
     /// The packet is inside the own pool, and `internode_notify` has seen it.
     #[device]
     unsafe fn count(&self, source: u32, expert: u32) -> u32 {
-        let word =
-            source as u64 * relay_message::WORDS as u64 + (relay_message::EXPERT_COUNTS + expert) as u64;
+        let word = row_major(source, relay_message::WORDS, relay_message::EXPERT_COUNTS + expert);
         let comm = &self.args.plan.comm;
         wait_count_at::<false>(comm, word * 8, source, self.epoch, Wait::RelayedCounts).unwrap_or(0)
     }
@@ -173,7 +170,7 @@ impl Across<'_> {
             let (message, expert) = (at / experts, at % experts);
             let start =
                 self.packet(message / per_node, message % per_node, expert_message::STARTS + expert);
-            st_u32(self.args.bases.0 + at as u64 * 4, start.unwrap_or(0));
+            st_u32(self.args.bases.array::<u32>().at(at), start.unwrap_or(0));
         });
     }
 
@@ -232,11 +229,10 @@ impl Across<'_> {
     #[device]
     unsafe fn finish(&self, verdict: Verdict, rows: u32) {
         let plan = &self.args.plan;
-        let at = offset_of!(PlanHeader, num_rdma_recv_tokens) as u64;
-        let relayed = ld_u32(plan.exchange.0 + at);
-        st_u32(plan.header.0 + at, relayed);
+        let relayed = ld_u32(field!(plan.exchange.0, PlanHeader.num_rdma_recv_tokens));
+        st_u32(field!(plan.header.0, PlanHeader.num_rdma_recv_tokens), relayed);
         if !plan.host.is_null() {
-            st_u32(plan.host.0 + at, relayed);
+            st_u32(field!(plan.host.0, PlanHeader.num_rdma_recv_tokens), relayed);
         }
         answer(plan, verdict, rows, self.epoch);
     }

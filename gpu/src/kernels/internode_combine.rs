@@ -316,7 +316,7 @@ impl Contributors for Relayed<'_> {
     unsafe fn row(&self, token: u32) -> i32 {
         let (node, index) = self.order.place(token);
         let (table, count) = (shfl_u64(self.table, node), shfl_u32(self.order.count, node));
-        Ranks::row_at(table + index as u64 * SEND_ROW_STRIDE as u64 * 4, index < count)
+        Ranks::row_at(Global::new(table).skip(row_major(index, SEND_ROW_STRIDE, 0)), index < count)
     }
 
     #[device]
@@ -361,8 +361,8 @@ impl Contributors for RelayedByExpert<'_> {
         let (entry, count) = (shfl_u32(self.entries, node) + index, shfl_u32(self.order.count, node));
         let (weights, num_topk) = self.weights;
         let is_given = (index < count) & !weights.is_null() & (laneid() < num_topk);
-        let at = entry as u64 * num_topk as u64 + laneid() as u64;
-        let weight = ld_f32_if(is_given, weights.0 + at * 4);
+        let at = row_major(entry, num_topk, laneid());
+        let weight = ld_f32_if(is_given, weights.array::<f32>().at(at));
         if is_given { weight } else { 1.0 }
     }
 
@@ -416,7 +416,7 @@ impl Slots<'_> {
     unsafe fn slot(&self, token: u32) -> u64 {
         let (node, index) = self.order.place(token);
         let (slots, count) = (shfl_u64(self.slots, node), shfl_u32(self.order.count, node));
-        if index < count { slots + index as u64 * self.args.slot_bytes as u64 } else { 0 }
+        if index < count { DevicePtr(slots).row(index, self.args.slot_bytes) } else { 0 }
     }
 
     /// Says that the sums of the warp's tokens before `token` are where they go.
@@ -484,11 +484,11 @@ unsafe fn gather<E: Summand, const BY_EXPERT: bool>(
     if lane < wire.num_nodes {
         let mut entry = order.first;
         if lane != 0 {
-            entry += ld_u32(route.recv_rdma_rank_prefix_sum.0 + (lane - 1) as u64 * 4);
+            entry += route.recv_rdma_rank_prefix_sum.array::<u32>().ld(lane - 1);
         }
         entries = entry;
-        table = route.forward_row.0 + entry as u64 * SEND_ROW_STRIDE as u64 * 4;
-        slots = Path::to(wire, lane).slots_out(wire, lane) + order.first as u64 * args.slot_bytes as u64;
+        table = route.forward_row.array::<i32>().at(row_major(entry, SEND_ROW_STRIDE, 0));
+        slots = DevicePtr(Path::to(wire, lane).slots_out(wire, lane)).row(order.first, args.slot_bytes);
     }
     let mut to = Slots { args, order, slots, slot: 0, workers, progress };
     if BY_EXPERT {
@@ -533,8 +533,8 @@ unsafe fn post_sums(
             let bytes = args.slot_bytes as u64;
             let from = (order.first + sent) as u64 * bytes;
             let delivery = Delivery {
-                from: wire.layout.slots_out + node as u64 * wire.layout.node_bytes + from,
-                to: wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes + from,
+                from: DevicePtr(wire.layout.slots_out).row(node, wire.layout.node_bytes) + from,
+                to: DevicePtr(wire.layout.slots_in).row(wire.node, wire.layout.node_bytes) + from,
                 bytes: (ready - sent) as u64 * bytes,
                 counter: arrival_word(wire, wire.node, channel),
                 value: arrival(operation.epoch, ready),
@@ -587,13 +587,13 @@ impl Contributors for Nodes<'_> {
     #[device]
     unsafe fn row(&self, token: u32) -> i32 {
         let (nodes, lane) = (self.args.wire.num_nodes, laneid());
-        let entry = token as u64 * nodes as u64 + lane as u64;
-        ld_i32_if(lane < nodes, self.args.route.send_rdma_head.0 + entry * 4, -1)
+        let entry = row_major(token, nodes, lane);
+        ld_i32_if(lane < nodes, self.args.route.send_rdma_head.array::<i32>().at(entry), -1)
     }
 
     #[device]
     fn address(&self, row: i32) -> u64 {
-        self.slots + row as u64 * self.args.slot_bytes as u64
+        DevicePtr(self.slots).row(row, self.args.slot_bytes)
     }
 
     #[device]

@@ -30,7 +30,7 @@ pub unsafe fn internode_count(args: InternodeCountArgs) {
             let token = (group + lane).min(end - 1);
             let mut hit = 0;
             stride!(rank in first..first + width => {
-                hit |= ld_u8(args.is_token_in_rank.0 + token as u64 * ranks as u64 + rank as u64);
+                hit |= ld_u8(args.is_token_in_rank.array::<u8>().at(row_major(token, ranks, rank)));
             });
             let inside = group + lane < end;
             let hits = ballot((hit != 0) & inside);
@@ -38,9 +38,9 @@ pub unsafe fn internode_count(args: InternodeCountArgs) {
                 let number = count + (hits & lanemask_lt()).count_ones();
                 let number = if hit != 0 { number as i32 } else { -1 };
                 let to = if column < ranks {
-                    args.send_head.0 + (token as u64 * ranks as u64 + column as u64) * 4
+                    args.send_head.array::<i32>().at(row_major(token, ranks, column))
                 } else {
-                    args.send_rdma_head.0 + (token as u64 * nodes as u64 + (column - ranks) as u64) * 4
+                    args.send_rdma_head.array::<i32>().at(row_major(token, nodes, column - ranks))
                 };
                 st_i32(to, number);
             }
@@ -48,7 +48,7 @@ pub unsafe fn internode_count(args: InternodeCountArgs) {
             group += 32;
         }
         if lane == 0 {
-            st_u32(args.channel_counts.0 + (channel * (ranks + nodes) + column) as u64 * 4, count);
+            args.channel_counts.array::<u32>().st(channel * (ranks + nodes) + column, count);
         }
     });
 }

@@ -35,12 +35,12 @@ pub unsafe fn dispatch_layout(args: LayoutArgs) {
     stride!(token in ctaid() * warps + tid() / 32..args.num_tokens, nctaid() * warps => {
         let mut owner = NOBODY;
         if lane < args.num_topk {
-            let entry = token as u64 * args.num_topk as u64 + lane as u64;
+            let entry = row_major(token, args.num_topk, lane);
             let id = ld_id(args.topk_idx, args.narrow_ids, entry);
             let expert = place(&args.table, id, token, args.rank, args.num_experts);
             let is_known = expert >= 0 && expert < args.num_experts as i64;
             if !args.physical.is_null() {
-                st_i32(args.physical.0 + entry * 4, if is_known { expert as i32 } else { -1 });
+                st_i32(args.physical.array::<i32>().at(entry), if is_known { expert as i32 } else { -1 });
             }
             if is_known {
                 owner = expert as u32 / local_experts;
@@ -56,7 +56,7 @@ pub unsafe fn dispatch_layout(args: LayoutArgs) {
             let rank = first + lane;
             if rank < args.num_ranks {
                 let hit = ranks >> lane & 1;
-                st_u8(args.is_token_in_rank.0 + token as u64 * args.num_ranks as u64 + rank as u64, hit);
+                st_u8(args.is_token_in_rank.array::<u8>().at(row_major(token, args.num_ranks, rank)), hit);
                 if hit != 0 {
                     red_relaxed_cta_shared_add_u32(counters + rank * 4, 1);
                 }
@@ -75,11 +75,11 @@ pub unsafe fn dispatch_layout(args: LayoutArgs) {
         let count = ld_shared_u32(counters + i * 4);
         if count != 0 {
             let out = if i < experts_at {
-                args.num_tokens_per_rank.0 + i as u64 * 4
+                args.num_tokens_per_rank.array::<u32>().at(i)
             } else if i < nodes_at {
-                args.num_tokens_per_expert.0 + (i - experts_at) as u64 * 4
+                args.num_tokens_per_expert.array::<u32>().at(i - experts_at)
             } else {
-                args.num_tokens_per_rdma_rank.0 + (i - nodes_at) as u64 * 4
+                args.num_tokens_per_rdma_rank.array::<u32>().at(i - nodes_at)
             };
             // With one node, nodes are not counted.
             red_relaxed_gpu_add_u32(out, count);

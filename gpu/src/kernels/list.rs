@@ -49,5 +49,5 @@ impl Destination {
 /// Where entry `nth` of a token's list is.
 #[device]
 pub fn entry_at(lists: u64, token: u32, nth: u32) -> u64 {
-    lists + (token as u64 * SEND_LIST_STRIDE as u64 + nth as u64) * 8
+    Global::<i64>::new(lists).at(row_major(token, SEND_LIST_STRIDE, nth))
 }

@@ -12,7 +12,6 @@ use crate::layout::{
     READY_EPOCHS, RING_ENTRIES, Wait, Wire, ready_offset,
 };
 use crate::simt::*;
-use core::mem::offset_of;
 
 /// A put that is posted: which queue, and its position there.
 #[derive(Clone, Copy)]
@@ -66,8 +65,8 @@ impl Path {
     /// The table has an entry for every node.
     #[device]
     pub unsafe fn to(wire: &Wire, node: u32) -> Path {
-        let entry = wire.paths.0 + node as u64 * size_of::<NodePath>() as u64;
-        Path { memory: ld_u64(entry), peer: ld_u64(entry + offset_of!(NodePath, peer) as u64) }
+        let entry = wire.paths.array::<NodePath>().at(node);
+        Path { memory: ld_u64(field!(entry, NodePath.memory)), peer: ld_u64(field!(entry, NodePath.peer)) }
     }
 
     /// Lane n: the way to node n.
@@ -84,32 +83,32 @@ impl Path {
     #[device]
     pub fn slots_out(&self, wire: &Wire, node: u32) -> u64 {
         if self.peer != 0 {
-            self.peer + wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes
+            DevicePtr(self.peer + wire.layout.slots_in).row(wire.node, wire.layout.node_bytes)
         } else {
-            self.memory + wire.layout.slots_out + node as u64 * wire.layout.node_bytes
+            DevicePtr(self.memory + wire.layout.slots_out).row(node, wire.layout.node_bytes)
         }
     }
 
     /// Where the slots from `node` arrive.
     #[device]
     pub fn slots_in(&self, wire: &Wire, node: u32) -> u64 {
-        self.memory + wire.layout.slots_in + node as u64 * wire.layout.node_bytes
+        DevicePtr(self.memory + wire.layout.slots_in).row(node, wire.layout.node_bytes)
     }
 
     /// Where the count message for `node` is written, as [`Path::slots_out`].
     #[device]
     pub fn message_out(&self, wire: &Wire, node: u32) -> u64 {
         if self.peer != 0 {
-            self.peer + wire.layout.messages_in + wire.node as u64 * wire.layout.message_bytes
+            DevicePtr(self.peer + wire.layout.messages_in).row(wire.node, wire.layout.message_bytes)
         } else {
-            self.memory + wire.layout.messages_out + node as u64 * wire.layout.message_bytes
+            DevicePtr(self.memory + wire.layout.messages_out).row(node, wire.layout.message_bytes)
         }
     }
 
     /// Where the count message from `node` arrives.
     #[device]
     pub fn message_in(&self, wire: &Wire, node: u32) -> u64 {
-        self.memory + wire.layout.messages_in + node as u64 * wire.layout.message_bytes
+        DevicePtr(self.memory + wire.layout.messages_in).row(node, wire.layout.message_bytes)
     }
 }
 
@@ -121,8 +120,8 @@ impl Path {
 unsafe fn queue_of(comm: &Comm, wire: &Wire, node: u32, channel: u32) -> (u64, u64) {
     let peer = node * comm.num_ranks + comm.rank;
     let entry = (channel % wire.num_queues) * (wire.num_nodes * comm.num_ranks) + peer;
-    let handle = wire.queues.0 + entry as u64 * size_of::<QueueHandle>() as u64;
-    (ld_u64(handle), ld_u64(handle + offset_of!(QueueHandle, posted) as u64))
+    let handle = wire.queues.array::<QueueHandle>().at(entry);
+    (ld_u64(field!(handle, QueueHandle.queue)), ld_u64(field!(handle, QueueHandle.posted)))
 }
 
 /// Has `delivery` take place at `node`, whose path is given: where the peer's wire memory is mapped
@@ -177,20 +176,20 @@ pub unsafe fn post_to(
     operation: Operation,
 ) -> Posted {
     let ticket = atom_relaxed_gpu_add_u64(posted, 1) + 1;
-    let taken = queue + offset_of!(QueueWords, taken) as u64;
+    let taken = field!(queue, QueueWords.taken);
     if ticket > RING_ENTRIES
         && !wait_at_least(comm, taken, ticket - RING_ENTRIES, peer, operation.epoch, operation.queue_wait)
     {
         return Posted::NONE;
     }
     let slot = (ticket - 1) % RING_ENTRIES;
-    let entry = queue + size_of::<QueueWords>() as u64 + slot * size_of::<PutRequest>() as u64;
-    st_u64(entry + offset_of!(PutRequest, from) as u64, delivery.from);
-    st_u64(entry + offset_of!(PutRequest, to) as u64, delivery.to);
-    st_u64(entry + offset_of!(PutRequest, bytes) as u64, delivery.bytes);
-    st_u64(entry + offset_of!(PutRequest, counter) as u64, delivery.counter);
-    st_u64(entry + offset_of!(PutRequest, value) as u64, delivery.value);
-    st_release_sys_u64(entry + offset_of!(PutRequest, ticket) as u64, ticket);
+    let entry = Global::<PutRequest>::new(queue + size_of::<QueueWords>() as u64).at(slot);
+    st_u64(field!(entry, PutRequest.from), delivery.from);
+    st_u64(field!(entry, PutRequest.to), delivery.to);
+    st_u64(field!(entry, PutRequest.bytes), delivery.bytes);
+    st_u64(field!(entry, PutRequest.counter), delivery.counter);
+    st_u64(field!(entry, PutRequest.value), delivery.value);
+    st_release_sys_u64(field!(entry, PutRequest.ticket), ticket);
     Posted { queue, ticket }
 }
 
@@ -201,7 +200,7 @@ pub unsafe fn post_to(
 #[device]
 pub unsafe fn wait_quiet(comm: &Comm, node: u32, posted: Posted, operation: Operation) {
     if posted.ticket != 0 {
-        let completed = posted.queue + offset_of!(QueueWords, completed) as u64;
+        let completed = field!(posted.queue, QueueWords.completed);
         wait_at_least(comm, completed, posted.ticket, node, operation.epoch, operation.queue_wait);
     }
 }
@@ -304,13 +303,13 @@ pub unsafe fn is_in_vain(comm: &Comm, turns: &mut u32) -> bool {
 /// Offset of a node's word in an array of control words that starts at `base`.
 #[device]
 pub fn node_word(base: u64, node: u32) -> u64 {
-    base + node as u64 * size_of::<ControlWord>() as u64
+    Global::<ControlWord>::new(base).at(node)
 }
 
 /// Offset in wire memory of the arrival word of a node's channel.
 #[device]
 pub fn arrival_word(wire: &Wire, node: u32, channel: u32) -> u64 {
-    wire.layout.arrived + (node * MAX_CHANNELS + channel) as u64 * 8
+    Global::<u64>::new(wire.layout.arrived).at(node * MAX_CHANNELS + channel)
 }
 
 /// The value of an arrival word when `rows` rows have come.
@@ -365,7 +364,7 @@ pub unsafe fn wait_own_rows(comm: &Comm, word: u64, rows: u32, epoch: u64) -> bo
 /// The entry lies inside the matrix.
 #[device]
 pub unsafe fn channel_rows(prefix: u64, channels: u32, row: u32, channel: u32) -> (u32, u32) {
-    let entry = prefix + (row * channels + channel) as u64 * 4;
+    let entry = Global::<u32>::new(prefix).at(row * channels + channel);
     let begin = if channel == 0 { 0 } else { ld_u32(entry - 4) };
     (begin, ld_u32(entry) - begin)
 }

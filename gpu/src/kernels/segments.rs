@@ -5,13 +5,7 @@ use crate::simt::*;
 /// The sum of the numbers of all lanes up to this one, by `add`. The whole warp calls it.
 #[device]
 pub unsafe fn sum_upto(number: u32, add: impl Fn(u32, u32) -> u32) -> u32 {
-    let (mut upto, mut distance) = (number, 1);
-    while distance < 32 {
-        let of_others = shfl_u32(upto, laneid().wrapping_sub(distance) & 31);
-        upto = add(upto, if laneid() >= distance { of_others } else { 0 });
-        distance *= 2;
-    }
-    upto
+    sum_upto_of_group(32, number, add)
 }
 
 /// Up to 32 segments, one to a lane.

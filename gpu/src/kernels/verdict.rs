@@ -1,8 +1,6 @@
 //! The verdict of a count exchange, within a node and across nodes. Every rank has the same counts,
 //! hence the same verdict: either all ranks move rows or none does.
 
-use core::mem::offset_of;
-
 use crate::layout::{Comm, FailedPlan, FailedPlans, KEPT_PLANS, PlanHeader, PlanStatus, Status};
 use crate::simt::*;
 
@@ -31,11 +29,11 @@ impl Verdict {
     #[device]
     pub unsafe fn read(header: u64) -> Verdict {
         Verdict {
-            status: ld_u32(header + offset_of!(PlanHeader, status) as u64),
-            peer: ld_u32(header + offset_of!(PlanHeader, peer) as u64),
-            detail: ld_u32(header + offset_of!(PlanHeader, detail) as u64),
-            theirs: ld_u32(header + offset_of!(PlanHeader, theirs) as u64),
-            ours: ld_u32(header + offset_of!(PlanHeader, ours) as u64),
+            status: ld_u32(field!(header, PlanHeader.status)),
+            peer: ld_u32(field!(header, PlanHeader.peer)),
+            detail: ld_u32(field!(header, PlanHeader.detail)),
+            theirs: ld_u32(field!(header, PlanHeader.theirs)),
+            ours: ld_u32(field!(header, PlanHeader.ours)),
         }
     }
 
@@ -53,13 +51,13 @@ impl Verdict {
     /// The `PlanHeader` is live.
     #[device]
     pub unsafe fn write(&self, header: u64, rows: u32, epoch: u64) {
-        st_u32(header + offset_of!(PlanHeader, status) as u64, self.status);
-        st_u32(header + offset_of!(PlanHeader, num_recv_tokens) as u64, rows);
-        st_u32(header + offset_of!(PlanHeader, peer) as u64, self.peer);
-        st_u32(header + offset_of!(PlanHeader, detail) as u64, self.detail);
-        st_u32(header + offset_of!(PlanHeader, theirs) as u64, self.theirs);
-        st_u32(header + offset_of!(PlanHeader, ours) as u64, self.ours);
-        st_u32(header + offset_of!(PlanHeader, epoch) as u64, epoch as u32);
+        st_u32(field!(header, PlanHeader.status), self.status);
+        st_u32(field!(header, PlanHeader.num_recv_tokens), rows);
+        st_u32(field!(header, PlanHeader.peer), self.peer);
+        st_u32(field!(header, PlanHeader.detail), self.detail);
+        st_u32(field!(header, PlanHeader.theirs), self.theirs);
+        st_u32(field!(header, PlanHeader.ours), self.ours);
+        st_u32(field!(header, PlanHeader.epoch), epoch as u32);
     }
 
     /// Reports a plan that is not ready to the host, which does not wait for this dispatch. A wait
@@ -75,10 +73,10 @@ impl Verdict {
         }
         let record = comm.status.0 + size_of::<Status>() as u64;
         let count = ld_relaxed_sys_u64(record);
-        let plans = record + offset_of!(FailedPlans, plans) as u64;
-        let plan = plans + count % KEPT_PLANS as u64 * size_of::<FailedPlan>() as u64;
+        let plans = Global::<FailedPlan>::new(field!(record, FailedPlans.plans));
+        let plan = plans.at(count % KEPT_PLANS as u64);
         self.write(plan, rows, epoch);
-        st_u64(plan + offset_of!(FailedPlan, capacity) as u64, comm.pool.rows);
+        st_u64(field!(plan, FailedPlan.capacity), comm.pool.rows);
         st_release_sys_u64(record, count + 1);
     }
 }

@@ -1,7 +1,7 @@
 //! One argument struct per kernel of the library; those of the example are in a file of their own.
 
 use bytemuck::{Pod, Zeroable};
-use epoxide_simt::kernel_args;
+use epoxide_simt::{Global, kernel_args};
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
@@ -128,7 +128,7 @@ pub struct FirstTokensArgs {
     /// In: ids, i64 or i32 `[max_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
     /// In: i32 `[1]`, how many of the tokens are there.
-    pub num_tokens: DevicePtr,
+    pub num_tokens: Global<i32>,
     /// Out: ids of the same type and shape, -1 for tokens that are not there.
     pub out: DevicePtr,
     /// Tokens of both tensors.
@@ -149,9 +149,9 @@ pub struct AddCountsArgs {
     /// The ranks.
     pub comm: Comm,
     /// In: u32 `[len]`.
-    pub counts: DevicePtr,
+    pub counts: Global<u32>,
     /// In and out: u32 `[len]`.
-    pub cumulative: DevicePtr,
+    pub cumulative: Global<u32>,
     /// In, or null: the [`super::PlanHeader`] of the dispatch.
     pub header: DevicePtr,
     /// Counts.
@@ -466,7 +466,7 @@ layout_assert!(StagedCombineArgs, size = 352, parts at 344);
 ))]
 pub struct CeilingArgs {
     /// Device table of pool addresses by rank, u64.
-    pub pools: DevicePtr,
+    pub pools: Global<u64>,
     /// Offset in a pool of the rows to read, `[rows]` back to back.
     pub from: u64,
     /// Offset in a pool of the rows to write: `[num_ranks * rows]` back to back.

@@ -1,6 +1,6 @@
 //! The argument structs of kernels of backward passes.
 
-use epoxide_simt::kernel_args;
+use epoxide_simt::{Global, kernel_args};
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
@@ -27,11 +27,11 @@ pub struct WeightGradientsArgs {
     /// `[num_rows, num_topk]`.
     pub entries: DevicePtr,
     /// In: i32 `[num_rows]`, -1 in padding, where rows are by expert; else null.
-    pub src_idx: DevicePtr,
+    pub src_idx: Global<i32>,
     /// In: [`super::PlanHeader`], for the number of rows.
     pub header: DevicePtr,
     /// Out: f32 `[num_rows, columns]`.
-    pub out: DevicePtr,
+    pub out: Global<f32>,
     /// Rows of the tensors.
     pub num_rows: u32,
     /// Bytes per row, a multiple of 16.

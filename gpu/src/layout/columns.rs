@@ -1,7 +1,7 @@
 //! Columns: bytes of a token that travel with its row, such as scales. Those of one token lie
 //! together, as a record, in the place of its scales.
 
-use epoxide_simt::kernel_args;
+use epoxide_simt::{Global, kernel_args};
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
@@ -63,11 +63,11 @@ pub struct TransposeArgs {
     /// In: the first word of the column of the first row, u32, `record_bytes` from row to row.
     pub words: DevicePtr,
     /// Out: u32 `[num_words, out_stride]`.
-    pub out: DevicePtr,
+    pub out: Global<u32>,
     /// In, or null where rows are not by expert: u32 `[local_experts]`, rows of each expert.
-    pub expert_counts: DevicePtr,
+    pub expert_counts: Global<u32>,
     /// In, or null where rows are not by expert: u32 `[local_experts]`, the first row of each.
-    pub expert_starts: DevicePtr,
+    pub expert_starts: Global<u32>,
     /// Words from one row of `out` to the next.
     pub out_stride: u64,
     /// Bytes of a record.

@@ -1,6 +1,6 @@
 //! The argument struct of `copy_by_expert`.
 
-use epoxide_simt::kernel_args;
+use epoxide_simt::{Global, kernel_args};
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
@@ -17,7 +17,7 @@ pub struct CopyByExpertArgs {
     /// In: f32 `[num_rows, num_scales]`; not read if `num_scales` is 0.
     pub scales: DevicePtr,
     /// In: i32 `[num_rows, num_topk]`, the rows of `out` that a row is copied to; -1 for none.
-    pub places: DevicePtr,
+    pub places: Global<i32>,
     /// Out: `[num_out_rows]` rows of `row_bytes`, back to back.
     pub out: DevicePtr,
     /// Out: f32 `[num_out_rows, num_scales]`.

@@ -1,6 +1,6 @@
 //! The argument structs of the example's kernels.
 
-use epoxide_simt::kernel_args;
+use epoxide_simt::{Global, kernel_args};
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
@@ -19,9 +19,9 @@ pub struct MoeGemmArgs {
     /// Bytes from one row of `c` to the next.
     pub c_stride: u64,
     /// In: i32 `[num_experts]`, the first row of each expert.
-    pub starts: DevicePtr,
+    pub starts: Global<i32>,
     /// In: i32 `[num_experts]`, the rows of each expert.
-    pub counts: DevicePtr,
+    pub counts: Global<i32>,
     /// Experts, each with a matrix.
     pub num_experts: u32,
     /// Elements of a row of `a`.
@@ -50,11 +50,11 @@ pub struct MoeGemmWeightsArgs {
     /// Bytes from one row of `b` to the next.
     pub b_stride: u64,
     /// Out: f32 `[num_experts, m, n]`.
-    pub c: DevicePtr,
+    pub c: Global<f32>,
     /// In: i32 `[num_experts]`, the first row of each expert.
-    pub starts: DevicePtr,
+    pub starts: Global<i32>,
     /// In: i32 `[num_experts]`, the rows of each expert.
-    pub counts: DevicePtr,
+    pub counts: Global<i32>,
     /// Experts, each with a matrix.
     pub num_experts: u32,
     /// Elements of a row of `a`.
@@ -78,11 +78,11 @@ pub struct MoeSwigluArgs {
     /// Out, of the backward alone: bf16 `[rows, 2 * intermediate]`.
     pub grad_gate_up: DevicePtr,
     /// In, of the backward alone: f32 `[rows]`, or null for 1.
-    pub weights: DevicePtr,
+    pub weights: Global<f32>,
     /// In: i32 `[num_experts]`, the first row of each expert.
-    pub starts: DevicePtr,
+    pub starts: Global<i32>,
     /// In: i32 `[num_experts]`, the rows of each expert.
-    pub counts: DevicePtr,
+    pub counts: Global<i32>,
     /// Experts.
     pub num_experts: u32,
     /// Elements of a product.
@@ -100,11 +100,11 @@ layout_assert!(MoeSwigluArgs, size = 56, intermediate at 52);
 ))]
 pub struct MoeTopkArgs {
     /// In: f32 `[num_tokens, num_experts]`.
-    pub logits: DevicePtr,
+    pub logits: Global<f32>,
     /// Out, and of the backward in: i64 `[num_tokens, num_topk]`.
-    pub topk_idx: DevicePtr,
+    pub topk_idx: Global<i64>,
     /// Out, and of the backward in: f32 `[num_tokens, num_topk]`.
-    pub topk_weights: DevicePtr,
+    pub topk_weights: Global<f32>,
     /// In, of the backward alone: f32 `[num_tokens, num_topk]`, `grad_stride` bytes apart.
     pub grad_topk_weights: DevicePtr,
     /// Bytes from one row of gradients to the next.

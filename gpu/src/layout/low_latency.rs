@@ -5,7 +5,7 @@
 //! `s * max_tokens + t`, independent of all other rows: nothing is counted before it is sent.
 
 use bytemuck::{Pod, Zeroable};
-use epoxide_simt::kernel_args;
+use epoxide_simt::{Global, kernel_args};
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
@@ -351,17 +351,17 @@ layout_assert!(LowLatencyCombineArgs, size = size_of::<LowLatencyArgs>() + 40, s
 ))]
 pub struct LowLatencyGatherArgs {
     /// In: i32 `[local_experts]`.
-    pub expert_counts: DevicePtr,
+    pub expert_counts: Global<u32>,
     /// In: i32 `[local_experts, rows]`, the received row of each of an expert's.
-    pub expert_rows: DevicePtr,
+    pub expert_rows: Global<u32>,
     /// In: received rows `[rows]`, [`row_stride`](super::row_stride) bytes apart.
     pub recv_x: DevicePtr,
     /// In, where rows have scales: f32 `[num_scales, rows]`.
-    pub recv_scales: DevicePtr,
+    pub recv_scales: Global<f32>,
     /// Out: rows `[local_experts, rows]`, contiguous; as many of each expert's as it has.
     pub x: DevicePtr,
     /// Out, where rows have scales: f32 `[local_experts, num_scales, rows]`.
-    pub scales: DevicePtr,
+    pub scales: Global<f32>,
     /// Places for received rows.
     pub rows: u32,
     /// Experts of this rank.

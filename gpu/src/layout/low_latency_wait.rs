@@ -1,9 +1,8 @@
 //! Low latency: the wait between the halves of an operation, which is measured.
 
-use epoxide_simt::kernel_args;
+use epoxide_simt::{Global, kernel_args};
 
 use super::assert::layout_assert;
-use super::device_ptr::DevicePtr;
 use super::low_latency::LowLatencyArgs;
 use super::low_latency_internode::LowLatencyMessages;
 
@@ -15,7 +14,7 @@ pub struct LowLatencyWaitArgs {
     /// Messages of the place, across nodes; else zero.
     pub messages: LowLatencyMessages,
     /// In and out: i64 `[num_ranks]`, ns that each rank has been waited for.
-    pub waited: DevicePtr,
+    pub waited: Global<u64>,
     /// Bytes of a row that a combine returns, as it travels; 0 where none travels.
     pub row_bytes: u32,
     /// 1 in a combine.

@@ -4,8 +4,6 @@
 //! own combine rows, which no peer reads between the end of the last combine and this rank's ready
 //! word for the next. A row has one warp.
 
-use core::mem::offset_of;
-
 use crate::kernels::epoch::{current_epoch, record};
 use crate::kernels::segments::Segments;
 use crate::layout::{Comm, ExpertStageArgs, PlanHeader, PlanStatus, StageArgs, Wait, row_stride};
@@ -16,7 +14,7 @@ use crate::simt::*;
 #[kernel(threads = 512, registers = 64, dependent, block >= 32)]
 pub unsafe fn stage_combine(args: StageArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
-    if ld_u32(args.header.0) != PlanStatus::Ready as u32 {
+    if ld_u32(field!(args.header.0, PlanHeader.status)) != PlanStatus::Ready as u32 {
         return;
     }
     let (rows, given) = (rows_of_plan(args.header.0), args.num_rows as u32);
@@ -26,13 +24,13 @@ pub unsafe fn stage_combine(args: StageArgs) {
     }
     stride!(row in ctaid() * warps + tid() / 32..rows, nctaid() * warps => {
         if !args.x.is_null() {
-            let from = args.x.0 + row as u64 * args.x_stride;
-            let to = args.rows.0 + row as u64 * row_stride(args.row_bytes as u64);
+            let from = args.x.row(row, args.x_stride);
+            let to = args.rows.row(row, row_stride(args.row_bytes as u64));
             copy_bytes(from, to, args.row_bytes);
         }
         if !args.weights.is_null() && lane < args.num_topk {
-            let entry = (row as u64 * args.num_topk as u64 + lane as u64) * 4;
-            st_f32(args.weight_rows.0 + entry, ld_f32(args.weights.0 + entry));
+            let entry = row_major(row, args.num_topk, lane);
+            st_f32(args.weight_rows.array::<f32>().at(entry), args.weights.array::<f32>().ld(entry));
         }
     });
 }
@@ -42,7 +40,7 @@ pub unsafe fn stage_combine(args: StageArgs) {
 #[kernel(threads = 512, registers = 64, dependent, block >= 32, requires(..StageArgs(args.stage)))]
 pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
     let stage = &args.stage;
-    if ld_u32(stage.header.0) != PlanStatus::Ready as u32 {
+    if ld_u32(field!(stage.header.0, PlanHeader.status)) != PlanStatus::Ready as u32 {
         return;
     }
     let (rows, given) = (rows_of_plan(stage.header.0), stage.num_rows as u32);
@@ -59,14 +57,14 @@ pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
         // Lane l has expert `first + l`.
         let expert = first + laneid();
         let is_there = (expert as u64) < args.local_experts;
-        let count = ld_i32_if(is_there, args.expert_counts.0 + expert as u64 * 4, 0) as u32;
-        let start = ld_i32_if(is_there, args.expert_starts.0 + expert as u64 * 4, 0) as u32;
+        let count = ld_i32_if(is_there, args.expert_counts.array::<i32>().at(expert), 0) as u32;
+        let start = ld_i32_if(is_there, args.expert_starts.array::<i32>().at(expert), 0) as u32;
         let segments = Segments::new(first, before, count);
         while number < segments.end {
             let (owner, index) = segments.find(number);
-            let row = (shfl_u32(start, owner) + index) as u64;
-            let to = stage.rows.0 + row * row_stride(stage.row_bytes as u64);
-            copy_bytes(stage.x.0 + row * stage.x_stride, to, stage.row_bytes);
+            let row = shfl_u32(start, owner) + index;
+            let to = stage.rows.row(row, row_stride(stage.row_bytes as u64));
+            copy_bytes(stage.x.row(row, stage.x_stride), to, stage.row_bytes);
             number += step;
         }
         before = segments.end;
@@ -79,7 +77,7 @@ pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
 /// The header is live, and an earlier kernel of the stream wrote it.
 #[device]
 pub(super) unsafe fn rows_of_plan(header: u64) -> u32 {
-    ld_u32(header + offset_of!(PlanHeader, num_recv_tokens) as u64)
+    ld_u32(field!(header, PlanHeader.num_recv_tokens))
 }
 
 /// Records that the caller's tensors have fewer rows than came. This rank then does not end the

@@ -166,7 +166,7 @@ unsafe fn starting_order(comm: &Comm, epoch: u64) -> u32 {
 #[device]
 unsafe fn returned(args: &StagedCombineArgs, from: u32, to: u32) -> (u32, u32) {
     let ranks = args.combine.comm.num_ranks;
-    let up_to = |to: u32| ld_u32(args.rank_prefix_matrix.0 + (to * ranks + from) as u64 * 4);
+    let up_to = |to: u32| args.rank_prefix_matrix.array::<u32>().ld(to * ranks + from);
     let end = up_to(to);
     let first = if to == 0 { 0 } else { up_to(to - 1) };
     (first, end - first)
@@ -191,9 +191,9 @@ unsafe fn stage<const MANY: bool>(args: &StagedCombineArgs, stager: u32, epoch: 
             let (place, source) = (number / comm.num_ranks, number % comm.num_ranks);
             let (channel, part) = (place / parts, place % parts);
             let (first, count) = returned(args, comm.rank, source);
-            let starts = args.recv_channel_prefix_matrix.0 + (source * channels + channel) as u64 * 4;
-            let begin = ld_u32(starts);
-            let end = if channel + 1 < channels { ld_u32(starts + 4) } else { count };
+            let entry = args.recv_channel_prefix_matrix.array::<u32>().at(source * channels + channel);
+            let begin = ld_u32(entry);
+            let end = if channel + 1 < channels { ld_u32(entry + 4) } else { count };
             // The rows of the channel whose number leaves `part` when divided by `parts`.
             let rows = (end - begin + (parts - 1 - part)) / parts;
             if staged < rows {
@@ -229,15 +229,16 @@ unsafe fn copy_rows<const MANY: bool>(args: &StagedCombineArgs, first: u32, coun
     let pieces = (rows.row_bytes - 1) / IN_FLIGHT_BYTES + 1;
     stride!(item in warp..count * pieces, warps => {
         let (row, at) = ((first + item / pieces * parts) as u64, item % pieces * IN_FLIGHT_BYTES);
-        let from = args.x.0 + row * args.x_stride + at as u64;
-        let to = pool + comm.pool.combine_x + row * row_stride(rows.row_bytes as u64) + at as u64;
+        let from = args.x.row(row, args.x_stride) + at as u64;
+        let to = DevicePtr(pool + comm.pool.combine_x).row(row, row_stride(rows.row_bytes as u64)) + at as u64;
         copy_bytes(from, to, IN_FLIGHT_BYTES.min(rows.row_bytes - at));
     });
     let mut row = warp;
     while row < count && !args.weights.is_null() {
         if lane < rows.num_topk {
-            let entry = ((first + row * parts) as u64 * rows.num_topk as u64 + lane as u64) * 4;
-            st_f32(pool + comm.pool.combine_weights + entry, ld_f32(args.weights.0 + entry));
+            let entry = row_major(first + row * parts, rows.num_topk, lane);
+            let to = Global::<f32>::new(pool + comm.pool.combine_weights);
+            st_f32(to.at(entry), args.weights.array::<f32>().ld(entry));
         }
         row += warps;
     }
@@ -305,15 +306,15 @@ unsafe fn wait_staged<const MANY: bool>(args: &StagedCombineArgs, channel: u32, 
     let mut begin = returned(args, peer, comm.rank).0;
     if channel != 0 {
         let earlier = peer * args.channels + channel - 1;
-        begin += ld_u32(args.channel_prefix_matrix.0 + earlier as u64 * 4);
+        begin += args.channel_prefix_matrix.array::<u32>().ld(earlier);
     }
-    let words = pool_at::<MANY>(comm, comm.rank) + staged_offset(peer, channel * parts);
+    let words = Global::<u64>::new(pool_at::<MANY>(comm, comm.rank) + staged_offset(peer, channel * parts));
     let needed = row - begin + 1;
     let mut deadline = Deadline::start();
     // So many of the channel's rows are there without a gap, by the parts so far.
     let (mut staged, mut part) = (u32::MAX, 0);
     while part < parts {
-        let seen = ld_acquire_sys_u64(words + part as u64 * 8);
+        let seen = ld_acquire_sys_u64(words.at(part));
         let rows = if (seen >> 32) as u32 == epoch as u32 { seen as u32 } else { 0 };
         let there = rows * parts + part;
         if there >= needed {

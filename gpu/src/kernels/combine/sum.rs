@@ -152,24 +152,24 @@ pub struct Ranks<'a> {
     args: &'a CombineArgs,
     /// The lane's pool. Values that the arguments hold are not kept in registers.
     pool: u64,
-    table: u64,
+    table: Global<i32>,
 }
 
 impl<'a> Ranks<'a> {
     /// `table`: i32 `[tokens, SEND_ROW_STRIDE]`.
     #[device]
     pub fn new(args: &'a CombineArgs, table: u64) -> Self {
-        Ranks { args, pool: pool_of(&args.comm, laneid()), table }
+        Ranks { args, pool: pool_of(&args.comm, laneid()), table: Global::new(table) }
     }
 
-    /// Lane l: rank l's row of the token whose entries begin at `entry`, or -1; -1 in all lanes
-    /// unless there is such a token. The function does not wait for its load.
+    /// Lane l: rank l's row of the token that has these entries, or -1; -1 in all lanes unless
+    /// there is such a token. The function does not wait for its load.
     ///
     /// # Safety
     /// The entries of a token that exists are live.
     #[device]
-    pub unsafe fn row_at(entry: u64, exists: bool) -> i32 {
-        ld_i32_if((laneid() < SEND_ROW_STRIDE) & exists, entry + laneid() as u64 * 4, -1)
+    pub unsafe fn row_at(entries: Global<i32>, exists: bool) -> i32 {
+        ld_i32_if((laneid() < SEND_ROW_STRIDE) & exists, entries.at(laneid()), -1)
     }
 }
 
@@ -180,13 +180,13 @@ impl Contributors for Ranks<'_> {
     /// The entries lie inside the table.
     #[device]
     unsafe fn row(&self, token: u32) -> i32 {
-        Ranks::row_at(self.table + token as u64 * SEND_ROW_STRIDE as u64 * 4, true)
+        Ranks::row_at(self.table.skip(row_major(token, SEND_ROW_STRIDE, 0)), true)
     }
 
     #[device]
     fn address(&self, row: i32) -> u64 {
-        let offset = row as u64 * row_stride(self.args.row_bytes as u64);
-        self.pool + self.args.comm.pool.combine_x + offset
+        let stride = row_stride(self.args.row_bytes as u64);
+        DevicePtr(self.pool + self.args.comm.pool.combine_x).row(row, stride)
     }
 
     #[device]
@@ -262,11 +262,11 @@ impl Contributors for Listed<'_> {
 
     #[device]
     fn address(&self, row: i32) -> u64 {
-        let offset = |row: i32| row as u64 * row_stride(self.0.row_bytes as u64);
         // SAFETY: `row` gave the entry; pools are mapped.
         unsafe {
             let to = self.destination(row);
-            to.pool(&self.0.comm) + self.0.comm.pool.combine_x + offset(to.row)
+            let rows = DevicePtr(to.pool(&self.0.comm) + self.0.comm.pool.combine_x);
+            rows.row(to.row, row_stride(self.0.row_bytes as u64))
         }
     }
 
@@ -311,9 +311,9 @@ impl Contributors for ByExpert<'_> {
     /// The token has so many weights.
     #[device]
     unsafe fn weight(&self, token: u32) -> f32 {
-        let entry = token as u64 * self.args.num_topk + laneid() as u64;
+        let entry = row_major(token, self.args.num_topk, laneid());
         let is_given = !self.args.weights.is_null() && (laneid() as u64) < self.args.num_topk;
-        let weight = ld_f32_if(is_given, self.args.weights.0 + entry * 4);
+        let weight = ld_f32_if(is_given, self.args.weights.array::<f32>().at(entry));
         if is_given { weight } else { 1.0 }
     }
 
@@ -364,15 +364,15 @@ impl<'a, const FEWER: bool> Outputs<'a, FEWER> {
 impl<const FEWER: bool> Sink for Outputs<'_, FEWER> {
     #[device]
     unsafe fn weights(&self, token: u32) -> u64 {
-        let weights = self.0.combined_weights.0;
-        if weights == 0 { 0 } else { weights + token as u64 * self.0.num_topk as u64 * 4 }
+        let weights = self.0.combined_weights;
+        if weights.is_null() { 0 } else { weights.array::<f32>().at(row_major(token, self.0.num_topk, 0)) }
     }
 
     /// # Safety
     /// The output has room for every token.
     #[device]
     unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]) {
-        let row = self.0.combined_x.0 + item.token as u64 * self.0.row_bytes as u64;
+        let row = self.0.combined_x.row(item.token, self.0.row_bytes);
         let to = row + (item.piece * self.0.slot_bytes) as u64;
         unroll!(8, J => {
             let at = laneid() * 16 + J as u32 * 512;
@@ -480,7 +480,7 @@ pub unsafe fn spoil<const WHOLE: bool>(args: &CombineArgs, begin: u32, end: u32,
     let is_missing = laneid() == 0 && aborted(&args.comm);
     let (mut item, step) = Item::share::<WHOLE>(args, begin, nth, of);
     while item.token < end {
-        let row = args.combined_x.0 + item.token as u64 * args.row_bytes as u64;
+        let row = args.combined_x.row(item.token, args.row_bytes);
         let (to, bytes) = (row + (item.piece * args.slot_bytes) as u64, item.bytes(args));
         let mut at = laneid() * 16;
         while at < bytes && args.spoils != 0 {
@@ -492,8 +492,8 @@ pub unsafe fn spoil<const WHOLE: bool>(args: &CombineArgs, begin: u32, end: u32,
         }
         let has_weights = laneid() < args.num_topk && !args.combined_weights.is_null();
         if item.piece == 0 && has_weights && args.spoils != 0 {
-            let entry = item.token as u64 * args.num_topk as u64 + laneid() as u64;
-            st_f32(args.combined_weights.0 + entry * 4, f32::from_bits(NAN_BITS));
+            let entry = row_major(item.token, args.num_topk, laneid());
+            st_f32(args.combined_weights.array::<f32>().at(entry), f32::from_bits(NAN_BITS));
         }
         item = item.next::<WHOLE>(args, step);
     }
@@ -647,12 +647,12 @@ unsafe fn sum_weights<C: Contributors>(args: &CombineArgs, from: &C, to: u64, ro
         unroll!(8, PART => {
             let source = first + PART as u32;
             let (base, row) = (shfl_u64(weights, source), shfl_u32(row as u32, source) as i32);
-            parts[PART] = ld_f32_if(active && row >= 0, base + lane as u64 * 4);
+            parts[PART] = ld_f32_if(active && row >= 0, Global::<f32>::new(base).at(lane));
         });
         total = parts.into_iter().fold(total, |sum, part| sum + part);
     });
     if active {
-        st_f32(to + lane as u64 * 4, total);
+        Global::<f32>::new(to).st(lane, total);
     }
 }
 

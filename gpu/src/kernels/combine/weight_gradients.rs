@@ -5,38 +5,38 @@
 //! arrive: the conditions around them are the same in all lanes.
 
 use super::stage::rows_of_plan;
-use crate::layout::{PlanStatus, WeightGradientsArgs};
+use crate::layout::{PlanHeader, PlanStatus, WeightGradientsArgs};
 use crate::simt::*;
 
 /// Writes the inner product of a row's gradient and of what its expert made of the row, in FP32, to
 /// the column of the entry that selected the expert. Other columns become 0. One warp per row.
 #[kernel(threads = 512, registers = 64, block >= 32)]
 pub unsafe fn weight_gradients(args: WeightGradientsArgs) {
-    if ld_u32(args.header.0) != PlanStatus::Ready as u32 {
+    if ld_u32(field!(args.header.0, PlanHeader.status)) != PlanStatus::Ready as u32 {
         return;
     }
     let (lane, warps) = (laneid(), ntid() / 32);
     let rows = rows_of_plan(args.header.0).min(args.num_rows);
     stride!(row in ctaid() * warps + tid() / 32..rows, nctaid() * warps => {
         let row = row as u64;
-        let grad = args.grad_rows.0 + row * args.grad_stride;
+        let grad = args.grad_rows.row(row, args.grad_stride);
         let mut own = 0.0;
         if args.src_idx.is_null() {
             stride!(k in 0..args.num_topk => {
-                let entry = row * args.num_topk as u64 + k as u64;
-                if ld_i64(args.entries.0 + entry * 8) >= 0 {
-                    let product = inner_product(&args, grad, args.expert_rows.0 + entry * args.expert_stride);
+                let entry = row_major(row, args.num_topk, k);
+                if args.entries.array::<i64>().ld(entry) >= 0 {
+                    let product = inner_product(&args, grad, args.expert_rows.row(entry, args.expert_stride));
                     own = if lane == k { product } else { own };
                 }
             });
-        } else if ld_i32(args.src_idx.0 + row * 4) >= 0 {
+        } else if args.src_idx.ld(row) >= 0 {
             // An entry has two words: the source rank, then k.
-            let k = ld_u32(args.entries.0 + row * 8 + 4);
-            let product = inner_product(&args, grad, args.expert_rows.0 + row * args.expert_stride);
+            let k = ld_u32(args.entries.array::<[u32; 2]>().at(row) + 4);
+            let product = inner_product(&args, grad, args.expert_rows.row(row, args.expert_stride));
             own = if lane == k { product } else { own };
         }
         if lane < args.columns {
-            st_f32(args.out.0 + (row * args.columns as u64 + lane as u64) * 4, own);
+            args.out.st(row_major(row, args.columns, lane), own);
         }
     });
 }

@@ -94,9 +94,9 @@ impl Selection {
         let token = first + nth;
         let exists = (nth < tokens_at_once(args)) & (token < end);
         let to = Destination::at(entry_at(args.send_row.0, token, k), exists);
-        let entry = token as u64 * args.num_topk as u64 + k as u64;
+        let entry = row_major(token, args.num_topk, k);
         let is_weighted = exists & !args.topk_weights.is_null();
-        let weight = ld_f32_if(is_weighted, args.topk_weights.0 + entry * 4);
+        let weight = ld_f32_if(is_weighted, args.topk_weights.array::<f32>().at(entry));
         Selection { to, token, k, weight }
     }
 
@@ -108,11 +108,12 @@ impl Selection {
     unsafe fn send(&self, args: &DispatchArgs) {
         if self.to.row >= 0 {
             let (pool, base, row) = (&args.comm.pool, self.to.pool(&args.comm), self.to.row as u64);
-            st_u32(base + pool.recv_src_idx + row * 4, self.token);
-            st_u32(base + pool.recv_topk_idx + row * 8, args.comm.rank);
-            st_u32(base + pool.recv_topk_idx + row * 8 + 4, self.k);
+            Global::<u32>::new(base + pool.recv_src_idx).st(row, self.token);
+            let entry = Global::<[u32; 2]>::new(base + pool.recv_topk_idx).at(row);
+            st_u32(entry, args.comm.rank);
+            st_u32(entry + 4, self.k);
             if !args.topk_weights.is_null() {
-                st_f32(base + pool.recv_topk_weights + row * 4, self.weight);
+                Global::<f32>::new(base + pool.recv_topk_weights).st(row, self.weight);
             }
         }
     }
@@ -136,16 +137,16 @@ impl Metadata {
         let mut rows = [-1; FEW_RANKS];
         if exists {
             if !MANY {
-                let at = args.send_row.0 + (token * SEND_ROW_STRIDE) as u64 * 4;
+                let at = args.send_row.array::<i32>().at(token * SEND_ROW_STRIDE);
                 let (low, high) = (ld_v4(at), ld_v4(at + 16));
                 unroll!(8, RANK => {
                     rows[RANK] = if RANK < 4 { low[RANK % 4] } else { high[RANK % 4] } as i32;
                 });
             }
             if k < args.num_topk {
-                let entry = token as u64 * args.num_topk as u64 + k as u64;
+                let entry = row_major(token, args.num_topk, k);
                 id = Id::load(args.topk_idx, args.narrow_ids, entry);
-                weight = ld_f32(args.topk_weights.0 + entry * 4);
+                weight = args.topk_weights.array::<f32>().ld(entry);
             }
         }
         Metadata { token: if exists { token } else { u32::MAX }, k, rows, id, weight }
@@ -185,12 +186,13 @@ impl Metadata {
             let first = rank * args.local_experts;
             let local = expert - first as i64;
             let here = local >= 0 && local < args.local_experts as i64;
-            let entry = row * args.num_topk as u64 + self.k as u64;
-            st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });
-            st_f32(base + pool.recv_topk_weights + entry * 4, if here { self.weight } else { 0.0 });
+            let entry = row_major(row, args.num_topk, self.k);
+            st_i64(Global::<i64>::new(base + pool.recv_topk_idx).at(entry), if here { local } else { -1 });
+            let weights = Global::<f32>::new(base + pool.recv_topk_weights);
+            st_f32(weights.at(entry), if here { self.weight } else { 0.0 });
         }
         if self.k == 0 {
-            st_u32(base + pool.recv_src_idx + row * 4, self.token);
+            Global::<u32>::new(base + pool.recv_src_idx).st(row, self.token);
         }
     }
 }

@@ -114,7 +114,7 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
         if MANY {
             return Destination::of_lane(args.send_row.0, token, planned & (token < end));
         }
-        let entry = args.send_row.0 + (token * SEND_ROW_STRIDE + lane) as u64 * 4;
+        let entry = args.send_row.array::<i32>().at(token * SEND_ROW_STRIDE + lane);
         let row = ld_i32_if((lane < SEND_ROW_STRIDE) & planned & (token < end), entry, -1);
         Destination { row, rank: lane }
     };
@@ -145,8 +145,8 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
         let mut row = -1;
         let mut send = Cursor::new(begin, warps);
         let mut previous = 0;
-        // Of rows by expert: whether the lane's row is written here, and not copied there; rows of
-        // the two tokens before, whose copies are not asked for yet.
+        // Rows by expert: whether the lane's row is written here, and not copied there; and the
+        // destinations of the two tokens before, whose copies are not asked for yet.
         let (mut is_first, mut late) = (true, [Destination { row: -1, rank: 0 }; 2]);
         while send.token < end {
             if send.offset == 0 {
@@ -165,7 +165,7 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
                 if args.num_scales != 0 && bulk_scale_bytes(args.num_scales) == 0 {
                     let scale_bytes = args.num_scales as u64 * 4;
                     let to = scale_place(args, peer, if BY_EXPERT && !is_first { -1 } else { row });
-                    copy_scales(args.scales.0 + send.token as u64 * scale_bytes, args.num_scales, to);
+                    copy_scales(args.scales.row(send.token, scale_bytes), args.num_scales, to);
                 }
             }
             let (bytes, buffer) = (send.bytes(args), ring.buffer(turn.slot));

@@ -41,8 +41,8 @@ impl Cursor {
 /// All lanes call it. The piece lies inside `x`, the scales inside `scales`.
 #[device]
 pub unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor, stage: u32) {
-    let row = args.x.0 + piece.token as u64 * args.row_bytes as u64;
-    let scales = args.scales.0 + piece.token as u64 * bulk_scale_bytes(args.num_scales) as u64;
+    let row = args.x.row(piece.token, args.row_bytes);
+    let scales = args.scales.row(piece.token, bulk_scale_bytes(args.num_scales));
     load_stage(ring, args, stage, row, scales, Tail::NONE, piece.offset);
 }
 
@@ -139,18 +139,18 @@ pub fn scale_place(args: &DispatchArgs, pool: u64, row: i32) -> u64 {
 /// The addresses are live.
 #[device]
 pub unsafe fn copy_scales(from: u64, num_scales: u32, to: u64) {
-    let wanted = ballot(to != 0);
+    let (wanted, from) = (ballot(to != 0), Global::<f32>::new(from));
     // All lanes take the same number of turns, so that the shuffles stay full.
     let (mut column, mut first) = (laneid(), 0);
     while first < num_scales {
         let active = column < num_scales;
-        let scale = ld_f32_if(active, from + column as u64 * 4);
+        let scale = ld_f32_if(active, from.at(column));
         let mut left = wanted;
         while left != 0 {
             let to = shfl_u64(to, left.trailing_zeros());
             left &= left - 1;
             if active {
-                st_f32(to + column as u64 * 4, scale);
+                Global::<f32>::new(to).st(column, scale);
             }
         }
         first += 32;

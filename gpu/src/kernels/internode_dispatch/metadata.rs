@@ -36,12 +36,14 @@ impl Metadata {
                     let first = args.first_expert + RANK as u32 * args.local_experts;
                     let local = self.expert - first as i64;
                     let here = local >= 0 && local < args.local_experts as i64;
-                    let entry = row * args.num_topk as u64 + lane as u64;
-                    st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });
-                    st_f32(base + pool.recv_topk_weights + entry * 4, if here { self.weight } else { 0.0 });
+                    let entry = row_major(row, args.num_topk, lane);
+                    let ids = Global::<i64>::new(base + pool.recv_topk_idx);
+                    st_i64(ids.at(entry), if here { local } else { -1 });
+                    let weights = Global::<f32>::new(base + pool.recv_topk_weights);
+                    st_f32(weights.at(entry), if here { self.weight } else { 0.0 });
                 }
                 if lane == 0 {
-                    st_u32(base + pool.recv_src_idx + row * 4, token);
+                    Global::<u32>::new(base + pool.recv_src_idx).st(row, token);
                 }
             }
         });
@@ -56,11 +58,12 @@ impl Metadata {
     pub unsafe fn send_selection(&self, args: &DispatchArgs, token: u32, source: u32, base: u64) {
         if self.row >= 0 {
             let (pool, row) = (&args.comm.pool, self.row as u64);
-            st_u32(base + pool.recv_src_idx + row * 4, token);
-            st_u32(base + pool.recv_topk_idx + row * 8, source);
-            st_u32(base + pool.recv_topk_idx + row * 8 + 4, laneid());
+            Global::<u32>::new(base + pool.recv_src_idx).st(row, token);
+            let entry = Global::<[u32; 2]>::new(base + pool.recv_topk_idx).at(row);
+            st_u32(entry, source);
+            st_u32(entry + 4, laneid());
             if !args.topk_weights.is_null() {
-                st_f32(base + pool.recv_topk_weights + row * 4, self.weight);
+                Global::<f32>::new(base + pool.recv_topk_weights).st(row, self.weight);
             }
         }
     }

@@ -47,8 +47,8 @@ pub unsafe fn post_channel(
             let mut token = upto;
             while token > seen {
                 token -= 1;
-                let entry = token as u64 * wire.num_nodes as u64 + node as u64;
-                let head = ld_i32(args.route.send_rdma_head.0 + entry * 4);
+                let entry = row_major(token, wire.num_nodes, node);
+                let head = args.route.send_rdma_head.array::<i32>().ld(entry);
                 if head >= 0 {
                     packed = head as u32 + 1;
                     token = seen;
@@ -58,8 +58,8 @@ pub unsafe fn post_channel(
                 let bytes = args.slot_bytes as u64;
                 let from = (first + sent) as u64 * bytes;
                 let delivery = Delivery {
-                    from: wire.layout.slots_out + node as u64 * wire.layout.node_bytes + from,
-                    to: wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes + from,
+                    from: DevicePtr(wire.layout.slots_out).row(node, wire.layout.node_bytes) + from,
+                    to: DevicePtr(wire.layout.slots_in).row(wire.node, wire.layout.node_bytes) + from,
                     bytes: (packed - sent) as u64 * bytes,
                     counter: arrival_word(wire, wire.node, channel),
                     value: arrival(operation.epoch, packed),

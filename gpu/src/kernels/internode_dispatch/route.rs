@@ -25,7 +25,7 @@ pub fn slot_shape<const BY_EXPERT: bool>(args: &InternodeDispatchArgs) -> SlotSh
 pub unsafe fn send_source(args: &InternodeDispatchArgs, row: i32, peer: u64, node: u32) {
     let wanted = ballot(row >= 0);
     if row >= 0 {
-        let meta = peer + args.dispatch.comm.pool.recv_src_meta + row as u64 * 8;
+        let meta = Global::<[u32; 2]>::new(peer + args.dispatch.comm.pool.recv_src_meta).at(row);
         st_u32(meta, node);
         st_u32(meta + 4, wanted);
     }
@@ -40,7 +40,7 @@ pub unsafe fn send_source(args: &InternodeDispatchArgs, row: i32, peer: u64, nod
 pub unsafe fn note_rows(args: &InternodeDispatchArgs, entry: u32, row: i32) {
     let lane = laneid();
     if lane < SEND_ROW_STRIDE {
-        st_i32(forward_row(args, entry) + lane as u64 * 4, row);
+        Global::<i32>::new(forward_row(args, entry)).st(lane, row);
     }
 }
 
@@ -63,8 +63,8 @@ pub unsafe fn note_selections(
     }
     st_i64(entry_at(args.route.forward_row.0, entry, lane), to);
     if !by_expert.forward_weights.is_null() && lane < topk {
-        let at = entry as u64 * topk as u64 + lane as u64;
-        st_f32(by_expert.forward_weights.0 + at * 4, selection.weight);
+        let at = row_major(entry, topk, lane);
+        by_expert.forward_weights.array::<f32>().st(at, selection.weight);
     }
 }
 
@@ -76,7 +76,7 @@ const _: () =
 /// Where a relayed token's rows at the ranks of this node are noted.
 #[device]
 pub fn forward_row(args: &InternodeDispatchArgs, entry: u32) -> u64 {
-    args.route.forward_row.0 + entry as u64 * FORWARD_ROW_BYTES as u64
+    args.route.forward_row.row(entry, FORWARD_ROW_BYTES)
 }
 
 /// Where the first rows of a node's channel are at the ranks of this node: address of the entry for
@@ -84,7 +84,7 @@ pub fn forward_row(args: &InternodeDispatchArgs, entry: u32) -> u64 {
 #[device]
 pub fn forward_start(args: &InternodeDispatchArgs, node: u32, channel: u32) -> u64 {
     let entry = (node * args.route.num_channels + channel) * SEND_ROW_STRIDE;
-    args.forward_start.0 + entry as u64 * 4
+    args.forward_start.array::<u32>().at(entry)
 }
 
 /// Tokens that this rank relays for the nodes before `node`.
@@ -93,5 +93,5 @@ pub fn forward_start(args: &InternodeDispatchArgs, node: u32, channel: u32) -> u
 /// The entry lies inside the array.
 #[device]
 pub unsafe fn relayed_before(args: &InternodeDispatchArgs, node: u32) -> u32 {
-    if node == 0 { 0 } else { ld_u32(args.route.recv_rdma_rank_prefix_sum.0 + (node - 1) as u64 * 4) }
+    if node == 0 { 0 } else { args.route.recv_rdma_rank_prefix_sum.array::<u32>().ld(node - 1) }
 }

@@ -20,7 +20,9 @@
 use super::super::segments::sum_upto;
 use super::inside;
 use super::team::Team;
-use crate::layout::{LowLatencyArgs, LowLatencyExpertRows, MAX_TOPK, SCALE_BLOCK, row_stride};
+use crate::layout::{
+    LowLatencyArgs, LowLatencyExpertRows, LowLatencyMessages, MAX_TOPK, SCALE_BLOCK, row_stride,
+};
 use crate::simt::*;
 
 /// Tokens that a block takes together; a warp reads the entries of one.
@@ -436,17 +438,17 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
             let (start, end) = (ld_shared_u32(scratch.start(expert)), ld_shared_u32(scratch.end(expert)));
             let next = ld_shared_u32(scratch.start(expert + 1));
             if lane == 0 {
-                let at = expert as u64 * 4;
-                st_u32(to.expert_counts.0 + at, end - start);
-                st_u32(to.expert_starts.0 + at, start);
-                st_u32(to.psum_expert.0 + at, end);
+                let (starts, ends) = (to.expert_starts.array::<u32>(), to.psum_expert.array::<u32>());
+                st_u32(to.expert_counts.array::<u32>().at(expert), end - start);
+                starts.st(expert, start);
+                ends.st(expert, end);
                 if expert + 1 == experts {
-                    st_u32(to.expert_starts.0 + at + 4, next);
-                    st_u32(to.psum_expert.0 + at + 4, next);
+                    starts.st(expert as u64 + 1, next);
+                    ends.st(expert as u64 + 1, next);
                 }
             }
             rolled!(row in end + lane..next.min(to.rows), 32 => {
-                st_u32(to.src_idx.0 + row as u64 * 4, NOWHERE);
+                to.src_idx.array::<u32>().st(row, NOWHERE);
             });
         });
     }
@@ -508,11 +510,11 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
             if lane < topk {
                 let token = come.token(source, index);
                 let row = source * args.max_tokens + token;
-                st_u32(to.slots.0 + (row * topk + lane) as u64 * 4, place);
+                to.slots.array::<u32>().st(row * topk + lane, place);
                 if place != NOWHERE {
-                    st_u32(to.src_idx.0 + place as u64 * 4, token);
-                    st_u64(to.src_entry.0 + place as u64 * 8, (lane as u64) << 32 | source as u64);
-                    st_u32(to.weights.0 + place as u64 * 4, come.weight(source, index, lane));
+                    to.src_idx.array::<u32>().st(place, token);
+                    st_u64(to.src_entry.array::<u64>().at(place), (lane as u64) << 32 | source as u64);
+                    st_u32(to.weights.array::<u32>().at(place), come.weight(source, index, lane));
                 }
             }
         }
@@ -576,21 +578,21 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
                 }
             });
             if has_scale {
-                st_f32(home.scales + scale as u64 * home.stride, value);
+                st_f32(DevicePtr(home.scales).row(scale, home.stride), value);
             }
         }
         while left != 0 {
             no_unroll();
-            let row = shfl_u32(place, left.trailing_zeros() & 31) as u64;
+            let row = shfl_u32(place, left.trailing_zeros() & 31);
             left &= left.wrapping_sub(1);
-            let x = to.x.0 + row * to.x_stride;
+            let x = to.x.row(row, to.x_stride);
             unroll!(4, J => {
                 if at(J) < shape.bytes {
                     st_v4(x + at(J) as u64, vectors[J]);
                 }
             });
             if has_scale {
-                st_f32(to.scales.0 + (scale as u64 * to.rows as u64 + row) * 4, value);
+                to.scales.array::<f32>().st(row_major(scale, to.rows, row), value);
             }
         }
     }
@@ -598,10 +600,10 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
 
 /// The place of row `row` of those received, `rows` in all.
 #[device]
-pub(super) fn home_of(recv_x: u64, recv_scales: u64, shape: RowShape, row: u32, rows: u32) -> Home {
+pub(super) fn home_of(messages: &LowLatencyMessages, shape: RowShape, row: u32, rows: u32) -> Home {
     Home {
-        row: recv_x + row as u64 * row_stride(shape.bytes as u64),
-        scales: recv_scales + row as u64 * 4,
+        row: messages.recv_x.row(row, row_stride(shape.bytes as u64)),
+        scales: messages.recv_scales.array::<f32>().at(row),
         stride: rows as u64 * 4,
     }
 }

@@ -236,7 +236,7 @@ impl TopkEntry {
         if is_there && laneid() < args.common.num_topk {
             entry.id = Id::load(args.topk_idx, args.narrow_ids, at);
             if !args.topk_weights.is_null() {
-                entry.weight = ld_f32(args.topk_weights.0 + at * 4);
+                entry.weight = args.topk_weights.array::<f32>().ld(at);
             }
         }
         entry
@@ -280,7 +280,7 @@ impl Pair {
         is_there: bool,
     ) -> Pair {
         let bytes = bytes_of_x(args);
-        let from = args.x.0 + token as u64 * bytes as u64;
+        let from = args.x.row(token, bytes);
         let (first, second) = Pair::offsets(args, moves, turn);
         Pair {
             first: ld_stream_v4_if(is_there & (first < bytes), from + first as u64),
@@ -329,7 +329,7 @@ unsafe fn send<R: Ranks, const MX: bool>(
             let row = comm.rank * common.max_tokens + token;
             let ranks = send_ids(args, token, row, &entry, true, opened);
             if lane == 0 {
-                ranks.store(common.tables.token_ranks.0, token);
+                common.tables.token_ranks.array::<R>().st(token, ranks);
             }
             token += LISTING_WARPS;
         }
@@ -343,7 +343,7 @@ unsafe fn send<R: Ranks, const MX: bool>(
         let row = comm.rank * common.max_tokens + token;
         let ranks = send_ids(args, token, row, &ahead.entry, !overlaps & (warp == 0), opened);
         if !overlaps && thread == 0 {
-            ranks.store(common.tables.token_ranks.0, token);
+            common.tables.token_ranks.array::<R>().st(token, ranks);
         }
         if let Some(scales) = scales
             && moves.thread() == 0
@@ -383,7 +383,7 @@ unsafe fn say_sent<R: Ranks>(args: &LowLatencyDispatchArgs, token: u32, opened: 
     let (common, comm) = (&args.common, &args.common.comm);
     let chunk = token / common.chunk_tokens;
     let parts = tokens_in_chunk(common, common.num_tokens, chunk);
-    let word = common.tables.sent.0 + chunk as u64 * 8;
+    let word = common.tables.sent.array::<u64>().at(chunk);
     if completes(word, token - chunk * common.chunk_tokens, parts) {
         fence_acq_rel_sys();
         let (members, epoch) = (opened.members(), opened.epoch());
@@ -438,7 +438,7 @@ unsafe fn send_ids<R: Ranks>(
             if to < comm.num_ranks && members.has(to) {
                 let ids = epoch << 32 | (id_of(high, to) << 16 | id_of(low, to)) as u64;
                 let at = R::pool(comm, to) + common.place.ids + ids_offset(common, row);
-                st_relaxed_sys_u64(at + packet as u64 * 8, ids);
+                st_relaxed_sys_u64(Global::<u64>::new(at).at(packet), ids);
             }
         });
     } else {
@@ -452,13 +452,14 @@ unsafe fn send_ids<R: Ranks>(
                     let id = |of: u32| id_of(of, RANK as u32);
                     let packet = epoch << 32 | (id(high) << 16 | id(low)) as u64;
                     let at = comm.pools[RANK].0 + common.place.ids + ids_offset(common, row);
-                    st_relaxed_sys_u64(at + lane as u64 * 8, packet);
+                    st_relaxed_sys_u64(Global::<u64>::new(at).at(lane), packet);
                 }
             });
         }
     }
     if is_known {
-        let at = R::pool(comm, rank) + common.place.weights + (row * common.num_topk + lane) as u64 * 8;
+        let weights = Global::<u64>::new(R::pool(comm, rank) + common.place.weights);
+        let at = weights.at(row * common.num_topk + lane);
         st_relaxed_sys_u64(at, epoch << 32 | entry.weight.to_bits() as u64);
     }
     ranks
@@ -495,7 +496,7 @@ unsafe fn send_row<R: Ranks, const MX: bool>(
     }
     let mut scale = moves.thread();
     while scale < args.num_scales && scales.is_none() {
-        let value = ld_f32(args.scales.0 + (token * args.num_scales + scale) as u64 * 4);
+        let value = args.scales.array::<f32>().ld(token * args.num_scales + scale);
         store_scale(args, row, ranks, scale, value);
         scale += moves.threads;
     }
@@ -504,15 +505,16 @@ unsafe fn send_row<R: Ranks, const MX: bool>(
 /// Stores 16 bytes of a row, from byte `at` on, at `ranks`.
 #[device]
 unsafe fn store<R: Ranks>(args: &LowLatencyDispatchArgs, row: u32, ranks: R, at: u32, vector: [u32; 4]) {
-    let offset = args.common.place.recv_x + row as u64 * row_stride(args.row_bytes as u64) + at as u64;
+    let rows = DevicePtr(args.common.place.recv_x);
+    let offset = rows.row(row, row_stride(args.row_bytes as u64)) + at as u64;
     each_pool!(R, args.common.comm, ranks, pool => { st_v4(pool + offset, vector) });
 }
 
 /// Stores a scale of a row at `ranks`.
 #[device]
 unsafe fn store_scale<R: Ranks>(args: &LowLatencyDispatchArgs, row: u32, ranks: R, scale: u32, value: f32) {
-    let rows = (args.common.comm.num_ranks * args.common.max_tokens) as u64;
-    let offset = args.common.place.recv_scales + (scale as u64 * rows + row as u64) * 4;
+    let rows = args.common.comm.num_ranks * args.common.max_tokens;
+    let offset = Global::<f32>::new(args.common.place.recv_scales).at(row_major(scale, rows, row));
     each_pool!(R, args.common.comm, ranks, pool => { st_f32(pool + offset, value) });
 }
 
@@ -532,7 +534,7 @@ unsafe fn send_scales<R: Ranks>(
         let (scale, number) = (index / LOW_LATENCY_TOKENS_AT_ONCE, index % LOW_LATENCY_TOKENS_AT_ONCE);
         if number < count {
             let value = if args.quantise == Quantise::Not as u32 {
-                ld_f32(args.scales.0 + ((first + number) * args.num_scales + scale) as u64 * 4)
+                args.scales.array::<f32>().ld((first + number) * args.num_scales + scale)
             } else {
                 f32::from_bits(ld_shared_u32(scales.at(number, scale)))
             };
@@ -583,7 +585,7 @@ unsafe fn receive<R: Ranks>(
         return say_given_up::<R>(comm, epoch);
     }
     if ctaid() == 0 && thread < R::ROOM {
-        st_u32(common.tables.num_tokens.0 + thread as u64 * 4, shared.tokens.ld(thread));
+        st_u32(common.tables.num_tokens.array::<u32>().at(thread), shared.tokens.ld(thread));
     }
     list(args, team, shared, epoch);
     // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
@@ -691,7 +693,8 @@ impl<R: Ranks> Coming<'_, R> {
     #[device]
     fn ids(&self, source: u32, index: u32, pair: u32) -> u64 {
         let common = &self.args.common;
-        self.pool + common.place.ids + ids_offset(common, self.row_of(source, index)) + pair as u64 * 8
+        let ids = self.pool + common.place.ids + ids_offset(common, self.row_of(source, index));
+        Global::<u64>::new(ids).at(pair)
     }
 }
 
@@ -702,7 +705,7 @@ impl<R: Ranks> Arrivals for Coming<'_, R> {
         let are_here = wait_calls(common, self.places, self.shared, self.opened);
         barrier_arrive_part::<4>(self.both);
         if are_here && ctaid() == 0 && thread < R::ROOM {
-            st_u32(common.tables.num_tokens.0 + thread as u64 * 4, self.shared.tokens.ld(thread));
+            st_u32(common.tables.num_tokens.array::<u32>().at(thread), self.shared.tokens.ld(thread));
         }
         are_here
     }
@@ -734,8 +737,8 @@ impl<R: Ranks> Arrivals for Coming<'_, R> {
     #[device]
     unsafe fn weight(&self, source: u32, index: u32, entry: u32) -> u32 {
         let common = &self.args.common;
-        let at = (self.row_of(source, index) * common.num_topk + entry) as u64 * 8;
-        let packet = self.pool + common.place.weights + at;
+        let weights = Global::<u64>::new(self.pool + common.place.weights);
+        let packet = weights.at(self.row_of(source, index) * common.num_topk + entry);
         // A weight that does not come is recorded as an error.
         wait_packet::<false>(&common.comm, packet, source, self.epoch, Wait::LowLatencyIds).unwrap_or(0)
     }
@@ -763,18 +766,18 @@ impl<R: Ranks> Arrivals for Coming<'_, R> {
             return self.args.x.0 + (index * self.args.row_bytes) as u64;
         }
         let stride = row_stride(self.args.row_bytes as u64);
-        self.pool + self.args.common.place.recv_x + self.row_of(source, index) as u64 * stride
+        DevicePtr(self.pool + self.args.common.place.recv_x).row(self.row_of(source, index), stride)
     }
 
     #[device]
     unsafe fn scale(&self, source: u32, index: u32, scale: u32) -> f32 {
         let common = &self.args.common;
         if self.is_here(source) {
-            return ld_f32(self.args.scales.0 + (index * self.args.num_scales + scale) as u64 * 4);
+            return self.args.scales.array::<f32>().ld(index * self.args.num_scales + scale);
         }
-        let rows = (common.comm.num_ranks * common.max_tokens) as u64;
-        let at = (scale as u64 * rows + self.row_of(source, index) as u64) * 4;
-        ld_f32(self.pool + common.place.recv_scales + at)
+        let rows = common.comm.num_ranks * common.max_tokens;
+        let at = row_major(scale, rows, self.row_of(source, index));
+        Global::<f32>::new(self.pool + common.place.recv_scales).ld(at)
     }
 
     #[device]
@@ -818,11 +821,12 @@ unsafe fn list<R: Ranks, const BARRIER: u32>(
         let (source, token) = shared.find(number);
         let listed = Listed { source, token, ..Listed::NONE };
         let (entries, of_others) = entries_of(args, pool, listed.row(common), source, expert, epoch);
-        let weights = pool + common.place.weights + (listed.row(common) * common.num_topk) as u64 * 8;
+        let weights =
+            Global::<u64>::new(pool + common.place.weights).at(listed.row(common) * common.num_topk);
         Listed { entries, of_others, weights, ..listed }
     };
     let weight = |listed: &Listed, entry: u32| {
-        let packet = listed.weights + entry as u64 * 8;
+        let packet = Global::<u64>::new(listed.weights).at(entry);
         // A weight that does not come is recorded as an error, so that the value here does not
         // matter.
         wait_packet::<false>(comm, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
@@ -859,7 +863,7 @@ unsafe fn entries_of(
     epoch: u64,
 ) -> (u32, u32) {
     let (common, comm) = (&args.common, &args.common.comm);
-    let ids = pool + common.place.ids + ids_offset(common, row);
+    let ids = Global::<u64>::new(pool + common.place.ids + ids_offset(common, row));
     let (mut entries, mut of_others) = (0, 0);
     stride!(first in 0..id_packets(common), 4 => {
         // Four at a time, so that their loads are in flight together; most are there by then.
@@ -868,14 +872,13 @@ unsafe fn entries_of(
             let packet = first + J as u32;
             // A load of the first again where there is no such packet.
             let packet = if packet < id_packets(common) { packet } else { first };
-            seen[J] = ld_relaxed_sys_u64(ids + packet as u64 * 8);
+            seen[J] = ld_relaxed_sys_u64(ids.at(packet));
         });
         unroll!(4, J => {
             let packet = first + J as u32;
             if packet < id_packets(common) {
                 // A packet that does not come names no expert.
-                let at = ids + packet as u64 * 8;
-                let pair = packet_seen(comm, at, seen[J], source, epoch, Wait::LowLatencyIds);
+                let pair = packet_seen(comm, ids.at(packet), seen[J], source, epoch, Wait::LowLatencyIds);
                 let pair = pair.unwrap_or(u32::MAX);
                 let (low, high) = (pair & 0xffff, pair >> 16);
                 entries |= ((low == expert) as u32) << (packet * 2);

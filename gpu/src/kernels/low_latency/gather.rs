@@ -53,7 +53,7 @@ unsafe fn experts_from(args: &LowLatencyGatherArgs, first: u32, before: u32) -> 
     let expert = first + laneid();
     let mut count = 0;
     if expert < args.local_experts {
-        count = ld_u32(args.expert_counts.0 + expert as u64 * 4).min(args.rows);
+        count = args.expert_counts.ld(expert).min(args.rows);
     }
     Segments::new(first, before, count)
 }
@@ -65,23 +65,23 @@ unsafe fn experts_from(args: &LowLatencyGatherArgs, first: u32, before: u32) -> 
 /// The row is one of those received.
 #[device]
 unsafe fn copy_piece(args: &LowLatencyGatherArgs, expert: u32, index: u32, piece: u32) {
-    let slot = (expert * args.rows + index) as u64;
-    let row = ld_u32(args.expert_rows.0 + slot * 4);
+    let slot = expert * args.rows + index;
+    let row = args.expert_rows.ld(slot);
     if row >= args.rows {
         return;
     }
     let (lane, bytes) = (laneid(), args.row_bytes as u64);
-    let (from, to) = (args.recv_x.0 + row as u64 * row_stride(bytes), args.x.0 + slot * bytes);
+    let (from, to) = (args.recv_x.row(row, row_stride(bytes)), args.x.row(slot, bytes));
     let at = |vector: usize| piece * GATHER_BYTES + (vector as u32 * 32 + lane) * 16;
     let mut vectors = [[0; 4]; VECTORS];
     // The loads have no condition, so that all are in flight together.
     unroll!(4, J => { vectors[J] = ld_stream_v4(from + inside(at(J), args.row_bytes) as u64) });
     let scale = piece * SCALES + lane;
     if lane < SCALES && scale < args.num_scales {
-        let value = ld_f32(args.recv_scales.0 + (scale as u64 * args.rows as u64 + row as u64) * 4);
+        let value = args.recv_scales.ld(row_major(scale, args.rows, row));
         // An expert's scales are transposed, as those received are.
-        let of_expert = expert as u64 * args.num_scales as u64 + scale as u64;
-        st_f32(args.scales.0 + (of_expert * args.rows as u64 + index as u64) * 4, value);
+        let of_expert = row_major(expert, args.num_scales, scale);
+        args.scales.st(row_major(of_expert, args.rows, index), value);
     }
     unroll!(4, J => {
         if at(J) < args.row_bytes {

@@ -96,11 +96,11 @@ pub(super) unsafe fn list_rows<const RANKS: usize, const BARRIER: u32>(
             });
         }
         let count = ld_shared_u32(words.of_source + thread * 4);
-        let range = args.tables.layout_range.0 + (expert * num_ranks + thread) as u64 * 8;
-        st_u64(range, (begin as u64) << 32 | count as u64);
+        let ranges = args.tables.layout_range.array::<u64>();
+        st_u64(ranges.at(expert * num_ranks + thread), (begin as u64) << 32 | count as u64);
     }
     if thread == 0 {
-        st_u32(args.tables.expert_counts.0 + expert as u64 * 4, found);
+        args.tables.expert_counts.array::<u32>().st(expert, found);
     }
     // The words are the next expert's.
     team.sync();
@@ -138,12 +138,12 @@ pub(super) unsafe fn list_few_rows<R: Ranks>(
             let of_lanes_below = |lane: u32| (hits & ((1u64 << lane) - 1) as u32).count_ones();
             let begin = of_lanes_below(first_lane);
             let count = of_lanes_below(first_lane + shared.tokens.ld(rank)) - begin;
-            let range = args.tables.layout_range.0 + (expert * num_ranks + rank) as u64 * 8;
-            st_u64(range, (begin as u64) << 32 | count as u64);
+            let ranges = args.tables.layout_range.array::<u64>();
+            st_u64(ranges.at(expert * num_ranks + rank), (begin as u64) << 32 | count as u64);
         }
     });
     if lane == 0 {
-        st_u32(args.tables.expert_counts.0 + expert as u64 * 4, hits.count_ones());
+        st_u32(args.tables.expert_counts.array::<u32>().at(expert), hits.count_ones());
     }
 }
 
@@ -159,20 +159,20 @@ unsafe fn store(
 ) {
     let row = listed.row(args);
     if listed.entries != 0 {
-        st_i32(args.tables.expert_rows.0 + slot as u64 * 4, row as i32);
-        st_i32(args.tables.src_info.0 + slot as u64 * 4, listed.token as i32);
+        st_i32(args.tables.expert_rows.array::<i32>().at(slot), row as i32);
+        st_i32(args.tables.src_info.array::<i32>().at(slot), listed.token as i32);
         while listed.entries != 0 {
             let entry = listed.entries.trailing_zeros();
-            let of_row = (row * args.num_topk + entry) as u64 * 4;
-            st_i32(args.tables.slots.0 + of_row, slot as i32);
-            st_u32(args.tables.weights.0 + of_row, weight(&listed, entry));
+            let of_row = (row * args.num_topk + entry) as u64;
+            st_i32(args.tables.slots.array::<i32>().at(of_row), slot as i32);
+            st_u32(args.tables.weights.array::<u32>().at(of_row), weight(&listed, entry));
             listed.entries &= listed.entries - 1;
         }
     }
     // The others' entries have no block or warp of their own.
     while expert == 0 && listed.of_others != 0 {
         let entry = listed.of_others.trailing_zeros();
-        st_i32(args.tables.slots.0 + (row * args.num_topk + entry) as u64 * 4, -1);
+        args.tables.slots.array::<i32>().st(row * args.num_topk + entry, -1);
         listed.of_others &= listed.of_others - 1;
     }
 }

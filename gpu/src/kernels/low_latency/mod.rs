@@ -23,7 +23,6 @@
 //!   place lies a dispatch that all peers have entered.
 
 use core::marker::PhantomData;
-use core::mem::offset_of;
 
 use self::by_expert::Scratch;
 use self::ranks::{Few, Many, Ranks, each_rank};
@@ -314,7 +313,7 @@ impl<R: Ranks> Opening<R> {
             it.abort = ld_relaxed_gpu_u32(args.comm.local.0 + LOCAL_ABORT);
             it.left_out = R::left_out(args.comm.local.0);
             if COMBINE {
-                it.tokens = ld_u32(args.tables.num_tokens.0 + args.comm.rank as u64 * 4);
+                it.tokens = args.tables.num_tokens.array::<u32>().ld(args.comm.rank);
             }
         }
         it
@@ -393,7 +392,7 @@ unsafe fn begin<R: Ranks, const COMBINE: bool>(
 /// Address of the place's word for the last answered dispatch, [`LowLatencyTurns::answered`].
 #[device]
 fn answered_at(args: &LowLatencyArgs) -> u64 {
-    args.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64
+    field!(args.tables.turns.0, LowLatencyTurns.answered)
 }
 
 /// Says that a combine answers the dispatch in its place. Thread 0 of the grid calls it, which has
@@ -761,7 +760,7 @@ impl Piece {
 /// The address is live.
 #[device]
 unsafe fn send_packets(at: u64, vectors: &[[u32; 4]; 3], epoch: u64) {
-    let (at, [a, b, c], epoch) = (at + laneid() as u64 * 16, vectors, epoch as u32);
+    let (at, [a, b, c], epoch) = (Global::<[u32; 4]>::new(at).at(laneid()), vectors, epoch as u32);
     st_relaxed_sys_b128(at, [a[0], a[1], a[2], epoch]);
     st_relaxed_sys_b128(at + 512, [b[0], b[1], b[2], epoch]);
     st_relaxed_sys_b128(at + 1024, [c[0], c[1], c[2], epoch]);
@@ -774,7 +773,7 @@ unsafe fn send_packets(at: u64, vectors: &[[u32; 4]; 3], epoch: u64) {
 /// The address is live.
 #[device]
 unsafe fn load_packets(at: u64) -> [[u32; 4]; 4] {
-    let at = at + laneid() as u64 * 16;
+    let at = Global::<[u32; 4]>::new(at).at(laneid());
     [
         ld_relaxed_sys_b128(at),
         ld_relaxed_sys_b128(at + 512),

@@ -18,7 +18,7 @@ pub(super) type Few = u32;
 pub(super) type Many = u64;
 
 /// A set of ranks, a bit for each. What differs between few and many ranks is here.
-pub(super) trait Ranks: Copy {
+pub(super) trait Ranks: Element {
     /// Whether there may be more than [`FEW_RANKS`] ranks within a node.
     const MANY: bool;
     /// Ranks that pools and tables have room for within a node.
@@ -51,10 +51,6 @@ pub(super) trait Ranks: Copy {
     /// The ranks of all lanes' sets together. All lanes get the same, which the compiler sees. The
     /// whole warp calls it.
     unsafe fn of_warp(self) -> Self;
-    /// Loads set number `index` of a table.
-    unsafe fn load(table: u64, index: u32) -> Self;
-    /// Stores it as set number `index` of a table.
-    unsafe fn store(self, table: u64, index: u32);
     /// What [`begin`](super::begin) leaves in four words of shared memory: the epoch, whether the
     /// place is answered, and in the last word the first members.
     fn opened_words(epoch: u64, is_answered: u32, members: Self) -> [u32; 4];
@@ -129,16 +125,6 @@ impl Ranks for Few {
     #[device]
     unsafe fn of_warp(self) -> Self {
         redux_or(self)
-    }
-
-    #[device]
-    unsafe fn load(table: u64, index: u32) -> Self {
-        ld_u32(table + index as u64 * 4)
-    }
-
-    #[device]
-    unsafe fn store(self, table: u64, index: u32) {
-        st_u32(table + index as u64 * 4, self);
     }
 
     /// The low and the high half of the epoch, whether the place is answered, and the members.
@@ -252,16 +238,6 @@ impl Ranks for Many {
     unsafe fn of_warp(self) -> Self {
         let (low, high) = self.halves();
         of_halves(redux_or(low), redux_or(high))
-    }
-
-    #[device]
-    unsafe fn load(table: u64, index: u32) -> Self {
-        ld_u64(table + index as u64 * 8)
-    }
-
-    #[device]
-    unsafe fn store(self, table: u64, index: u32) {
-        st_u64(table + index as u64 * 8, self);
     }
 
     /// As of few, but the third word has the members from 32 on, and [`ANSWERED_BIT`] of the second

@@ -92,8 +92,7 @@ unsafe fn open<R: Ranks>(args: &LowLatencyWaitArgs) -> Opened<R> {
 /// One thread of the grid calls it for a source; there is a time for each.
 #[device]
 unsafe fn add_wait(args: &LowLatencyWaitArgs, source: u32, start: u64) {
-    let waited = args.waited.0 + source as u64 * 8;
-    st_u64(waited, ld_u64(waited) + (globaltimer() - start));
+    args.waited.st(source, args.waited.ld(source) + (globaltimer() - start));
 }
 
 /// Whether this thread's share of what the source sends is here. `WAITS`: waits for it; false when
@@ -189,7 +188,7 @@ unsafe fn has_pieces<R: Ranks, const WAITS: bool>(
     let (common, comm) = (&args.common, &args.common.comm);
     let packets = R::pool(comm, comm.rank) + common.place.returned_packets;
     stride!(token in tid()..common.num_tokens, ntid() => {
-        let ranks = R::load(common.tables.token_ranks.0, token);
+        let ranks = common.tables.token_ranks.array::<R>().ld(token);
         let mut index = 0;
         while ranks.has(source) && index < pieces_of(args.row_bytes) {
             let piece = Piece { rank: source, token, index };

@@ -31,6 +31,7 @@ pub unsafe fn add_counts(
     counts: DevicePtr,
     (cumulative, local_experts): (DevicePtr, u32),
 ) -> Result<()> {
+    let (counts, cumulative) = (counts.into(), cumulative.into());
     let args = AddCountsArgs { comm, counts, cumulative, header, len: local_experts.into() };
     // SAFETY: passed on to the caller.
     unsafe { stream.call(kernel, 1, THREADS, 0, AddCounts::call(args)) }

@@ -39,7 +39,7 @@ pub fn first_tokens<B: HasCore, T: ExpertId>(
         .take(|pieces| pieces.array("first_topk_idx", max_tokens * num_topk, T::DTYPE.size()))?;
     let args = FirstTokensArgs {
         topk_idx: topk_idx.ptr(),
-        num_tokens: num_tokens.ptr(),
+        num_tokens: num_tokens.ptr().into(),
         out,
         max_tokens: max_tokens as u32,
         num_topk: num_topk as u32,

@@ -102,12 +102,12 @@ impl Buffer {
             }
         };
         let args = LowLatencyGatherArgs {
-            expert_counts: place.room().own.tables.expert_counts,
-            expert_rows: place.room().own.tables.expert_rows,
+            expert_counts: place.room().own.tables.expert_counts.into(),
+            expert_rows: place.room().own.tables.expert_rows.into(),
             recv_x: place.room().recv_x,
-            recv_scales: place.room().recv_scales,
+            recv_scales: place.room().recv_scales.into(),
             x: x.ptr(),
-            scales: scales.map_or(DevicePtr::NULL, |scales| scales.ptr()),
+            scales: scales.map_or(DevicePtr::NULL, |scales| scales.ptr()).into(),
             rows: rows as u32,
             local_experts: experts as u32,
             row_bytes: (hidden * dtype.size()) as u32,

@@ -240,7 +240,7 @@ impl Buffer {
         let (across, grid) = (operation.place.room().messages, self.num_ranks());
         let messages = across.unwrap_or_else(LowLatencyMessages::zeroed);
         let is_combine = is_combine.into();
-        let args = LowLatencyWaitArgs { common, messages, waited, row_bytes, is_combine };
+        let args = LowLatencyWaitArgs { common, messages, waited: waited.into(), row_bytes, is_combine };
         let kernel = &self.kernels.wait;
         // SAFETY: the place has its words and tables as long as the buffer; the caller's memory is
         // freed only behind all work enqueued on streams, and a recording keeps it.

@@ -158,9 +158,10 @@ impl Buffer {
             src_idx: match (by_expert, &received.recv_src_idx) {
                 (Some(_), Some(tokens)) => tokens.ptr(),
                 _ => DevicePtr::NULL,
-            },
+            }
+            .into(),
             header: handle.tables.header,
-            out: products_at,
+            out: products_at.into(),
             num_rows: rows as u32,
             row_bytes: grad_rows.row_bytes() as u32,
             num_topk,

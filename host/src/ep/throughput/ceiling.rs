@@ -81,7 +81,7 @@ impl Buffer {
                 (self.tables.ptr(), comm.rank, comm.num_ranks, pool.combine_x, pool.recv_x, room)
             }
         };
-        let args = CeilingArgs { pools, from, to, rank, num_ranks, ..shape.args() };
+        let args = CeilingArgs { pools: pools.into(), from, to, rank, num_ranks, ..shape.args() };
         self.launch_shape(direction, shape, (args, room), stream)
     }
 
@@ -111,7 +111,7 @@ impl Buffer {
         parts.expect("parts", &[DType::I64], &[("parts", Some(u64::from(shape.fanout) + 1))])?;
         let (pool, num_ranks) = (self.comm.pool, shape.fanout + 1);
         let (from, to) = (pool.recv_x, pool.recv_x);
-        let args = CeilingArgs { pools: parts.ptr(), from, to, rank: 0, num_ranks, ..shape.args() };
+        let args = CeilingArgs { pools: parts.ptr().into(), from, to, rank: 0, num_ranks, ..shape.args() };
         self.launch_shape(Direction::Push, shape, (args, pool.combine_x - pool.recv_x), stream)
     }
 

@@ -52,9 +52,9 @@ impl Buffer {
         let args = TransposeArgs {
             header: handle.tables.header,
             words: place.at(place.room().layout.recv_scales).add(column.offset.into()),
-            out: out.ptr(),
-            expert_counts: tables.map_or(null, |at| at.expert_counts),
-            expert_starts: tables.map_or(null, |at| at.expert_starts),
+            out: out.ptr().into(),
+            expert_counts: tables.map_or(null, |at| at.expert_counts).into(),
+            expert_starts: tables.map_or(null, |at| at.expert_starts).into(),
             out_stride: out.columns(),
             record_bytes: record.bytes,
             num_words: words,

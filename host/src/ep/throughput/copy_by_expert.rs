@@ -65,7 +65,7 @@ impl Buffer {
         let args = CopyByExpertArgs {
             rows: place.at(place.room().layout.recv_x),
             scales: place.at(place.room().layout.recv_scales),
-            places: places.ptr(),
+            places: places.ptr().into(),
             out: out.ptr(),
             out_scales: out_scales.map_or(DevicePtr::NULL, |scales| scales.ptr()),
             row_stride: row_stride(out.row_bytes()),

@@ -130,13 +130,13 @@ unsafe fn has_rank_given_up<R: Ranks>(comm: &Comm, opened: Opened<R>, rank: u32)
 unsafe fn sum<R: Ranks>(args: &LowLatencyCombineArgs, piece: &Piece, ranks: R) {
     let (common, comm) = (&args.common, &args.common.comm);
     let number = comm.rank * common.max_tokens + piece.token;
-    let of_row = common.place.returned_x + number as u64 * row_stride(args.row_bytes as u64);
+    let of_row = DevicePtr(common.place.returned_x).row(number, row_stride(args.row_bytes as u64));
     let ats = [piece.at(0), piece.at(1), piece.at(2)];
     let insides = ats.map(|at| inside(at, args.row_bytes));
     let mut sums = [[0.0; 8]; 3];
     let row = |rank| (R::pool(comm, rank) + of_row, 1.0);
     add_ranks::<Bf16, R, 2, 3>(ranks, &insides, &mut sums, row);
-    let to = args.combined_x.0 + piece.token as u64 * args.row_bytes as u64;
+    let to = args.combined_x.row(piece.token, args.row_bytes);
     unroll!(3, V => {
         if ats[V] < args.row_bytes {
             st_v4(to + ats[V] as u64, Bf16::round(&sums[V]));

@@ -28,7 +28,7 @@ pub(super) unsafe fn ranks_of<R: Ranks>(args: &LowLatencyCombineArgs, token: u32
     if token >= args.common.num_tokens {
         return R::NONE;
     }
-    R::load(args.common.tables.token_ranks.0, token)
+    args.common.tables.token_ranks.array::<R>().ld(token)
 }
 
 /// The ranks that the first token went to of which the warp sums a row or a piece; none where not
@@ -94,7 +94,7 @@ pub(super) unsafe fn receive<
         vote += 1;
         let end = (token + at_once * stride).min(common.num_tokens);
         while token < end {
-            let to = args.combined_x.0 + token as u64 * bytes as u64;
+            let to = args.combined_x.row(token, bytes);
             let next_ranks = ranks_of(args, token + stride);
             if FP8 {
                 sum_quantised(args, token, ranks, to);
@@ -173,7 +173,7 @@ unsafe fn sum_quantised<R: Ranks>(args: &LowLatencyCombineArgs, token: u32, rank
     let (common, stride) = (&args.common, row_stride(sum_bytes::<true>(args) as u64));
     let of_rank = common.max_tokens as u64 * stride;
     let pool = R::pool(&common.comm, common.comm.rank);
-    let rows = pool + common.place.returned_x + token as u64 * stride;
+    let rows = DevicePtr(pool + common.place.returned_x).row(token, stride);
     stride!(at in tid() * 16..args.row_bytes, ntid() * 16 => {
         let mut sums = [[0.0; 8]; 2];
         if R::MANY {
@@ -249,7 +249,7 @@ unsafe fn receive_pieces<E: Element, R: Ranks, const FP8: bool>(
     let (mut number, mut ranks) = (Piece::first_to_receive(), first);
     while number < common.num_tokens * pieces_of(args.row_bytes) {
         let piece = Piece::of(number, args.row_bytes, 1);
-        let to = args.combined_x.0 + piece.token as u64 * sum_bytes::<FP8>(args) as u64;
+        let to = args.combined_x.row(piece.token, sum_bytes::<FP8>(args));
         let is_done = if FP8 {
             sum_quantised_pieces(args, &piece, ranks, to, opened)
         } else {
@@ -323,7 +323,7 @@ pub(in super::super) unsafe fn spoil_rows<const FP8: bool, const BARRIER: u32>(
         }
         let mut at = team.thread() * 16;
         while at < bytes && args.spoils != 0 {
-            st_v4(args.combined_x.0 + token as u64 * bytes as u64 + at as u64, [NAN_BITS; 4]);
+            st_v4(args.combined_x.row(token, bytes) + at as u64, [NAN_BITS; 4]);
             at += team.threads * 16;
         }
     });
@@ -343,7 +343,7 @@ pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs,
         if laneid() == 0 {
             note_missing_token(&args.common.comm, piece.token);
         }
-        let row = args.combined_x.0 + piece.token as u64 * bytes as u64;
+        let row = args.combined_x.row(piece.token, bytes);
         let end = ((piece.index + 1) * PIECE_BYTES * scale).min(bytes);
         let mut at = piece.index * PIECE_BYTES * scale + laneid() * 16;
         while at < end && args.spoils != 0 {

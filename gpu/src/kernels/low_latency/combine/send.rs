@@ -61,11 +61,11 @@ impl RowAhead {
         let mut ahead = RowAhead { tokens: 0, slot: -1, weight: 0.0 };
         if is_there & (token < common.max_tokens) {
             let (lane, row) = (laneid(), source * common.max_tokens + token);
-            ahead.tokens = ld_u32(common.tables.num_tokens.0 + source as u64 * 4);
+            ahead.tokens = ld_u32(common.tables.num_tokens.array::<u32>().at(source));
             if lane < common.num_topk {
                 let entry = (row * common.num_topk + lane) as u64;
-                ahead.slot = ld_i32(common.tables.slots.0 + entry * 4);
-                ahead.weight = ld_f32(common.tables.weights.0 + entry * 4);
+                ahead.slot = ld_i32(common.tables.slots.array::<i32>().at(entry));
+                ahead.weight = ld_f32(common.tables.weights.array::<f32>().at(entry));
             }
         }
         ahead
@@ -103,12 +103,12 @@ impl ReturnCounts {
     /// A dispatch that an earlier kernel has completed wrote the table.
     #[device]
     pub(super) unsafe fn of<R: Ranks>(args: &LowLatencyCombineArgs) -> ReturnCounts {
-        let table = args.common.tables.num_tokens.0;
+        let table = args.common.tables.num_tokens.array::<u32>();
         let mut most = ReturnCounts { words: 0, packets: 0 };
         if R::MANY {
             let lane = laneid();
             each_rank!(R, lane, rank => {
-                let tokens = ld_u32(table + rank as u64 * 4);
+                let tokens = table.ld(rank);
                 let as_packets = in_packets(&args.common, tokens);
                 most.packets = most.packets.max(if as_packets { tokens } else { 0 });
                 most.words = most.words.max(if as_packets { 0 } else { tokens });
@@ -116,7 +116,7 @@ impl ReturnCounts {
             // The maximum over all lanes.
             return ReturnCounts { words: !redux_min(!most.words), packets: !redux_min(!most.packets) };
         }
-        let (low, high) = (ld_v4(table), ld_v4(table + 16));
+        let (low, high) = (table.ld_v4(0), table.ld_v4(4));
         let mut count = |tokens: u32| {
             if in_packets(&args.common, tokens) {
                 most.packets = tokens.max(most.packets);
@@ -154,9 +154,9 @@ pub(super) unsafe fn send<E: Element, R: Ranks, const FP8: bool, const SUMMED: b
         let after = RowAhead::of::<SUMMED>(args, next, true);
         let (token, source) = row_at::<SUMMED>(args, index);
         if token < ahead.tokens && !in_packets(common, ahead.tokens) {
-            let to = R::pool(comm, source)
-                + common.place.returned_x
-                + (comm.rank * common.max_tokens + token) as u64 * row_stride(sum_bytes::<FP8>(args) as u64);
+            let rows = DevicePtr(R::pool(comm, source) + common.place.returned_x);
+            let number = comm.rank * common.max_tokens + token;
+            let to = rows.row(number, row_stride(sum_bytes::<FP8>(args) as u64));
             return_row::<E, FP8, BARRIER>(args, team, source * common.max_tokens + token, ahead, to);
         }
         unsaid += 1;
@@ -209,7 +209,7 @@ pub(super) unsafe fn publish_rows<R: Ranks>(
 unsafe fn say_returned<R: Ranks, const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32, epoch: u64) {
     let (common, comm) = (&args.common, &args.common.comm);
     let (token, source) = row_at::<SUMMED>(args, index);
-    let tokens = ld_u32(common.tables.num_tokens.0 + source as u64 * 4);
+    let tokens = common.tables.num_tokens.array::<u32>().ld(source);
     if token >= tokens || in_packets(common, tokens) {
         return;
     }
@@ -387,6 +387,6 @@ impl Share {
     unsafe fn row(&self, args: &LowLatencyCombineArgs, entry: u32) -> (u64, f32) {
         let slot = shfl_u32(self.slot as u32, entry);
         let weight = f32::from_bits(shfl_u32(self.weight.to_bits(), entry));
-        (args.x.0 + slot as u64 * args.x_stride, weight)
+        (args.x.row(slot, args.x_stride), weight)
     }
 }

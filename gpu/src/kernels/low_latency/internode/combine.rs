@@ -92,7 +92,7 @@ unsafe fn combine<E: Element, const FP8: bool>(args: &LowLatencyInternodeCombine
     if thread < MEMBERS {
         // The slots of the dispatch that is answered, which an earlier kernel has completed.
         // They are read behind the barrier of `begin`.
-        shared.slots().st(thread, ld_u32(args.messages.num_slots.0 + thread as u64 * 4));
+        shared.slots().st(thread, args.messages.num_slots.array::<u32>().ld(thread));
     }
     let opened = begin::<Few, true>(common, &opening, shared.opened());
     if common.phases & phase::SEND != 0 && opened.takes_part() {
@@ -132,7 +132,7 @@ unsafe fn send<E: Element, const FP8: bool>(
     core::hint::assert_unchecked(num_ranks >= 1);
     let mut most = 0;
     unroll!(8, J => {
-        let [a, b, c, d] = ld_v4(messages.num_slots.0 + J as u64 * 16);
+        let [a, b, c, d] = messages.num_slots.array::<u32>().ld_v4(J as u32 * 4);
         most = a.max(b).max(c.max(d)).max(most);
     });
     // A source without rows is answered by no other block.
@@ -144,7 +144,7 @@ unsafe fn send<E: Element, const FP8: bool>(
         let (index, source) = (number / num_ranks, number % num_ranks);
         if index < shared.slots().ld(source) {
             let first = source * common.max_tokens;
-            let token = ld_u32(messages.slot_tokens.0 + (first + index) as u64 * 4);
+            let token = messages.slot_tokens.array::<u32>().ld(first + index);
             let ahead = RowAhead::of_row(&args.combine, source, token, true);
             let to = Route::to(messages, source).written(Kind::Answer);
             return_row::<E, FP8, 0>(
@@ -152,7 +152,7 @@ unsafe fn send<E: Element, const FP8: bool>(
                 Team::block(),
                 first + token,
                 ahead,
-                to + index as u64 * stride::<FP8>(args),
+                DevicePtr(to).row(index, stride::<FP8>(args)),
             );
         }
         let unsaid = turn % ROWS_AT_ONCE + 1;
@@ -178,7 +178,7 @@ unsafe fn say_returned<const FP8: bool>(
     let common = &args.combine.common;
     let (index, source) = (number / common.comm.num_ranks, number % common.comm.num_ranks);
     let slots = shared.slots().ld(source);
-    if index < slots && completes(args.messages.returned.0 + source as u64 * 8, index, slots) {
+    if index < slots && completes(args.messages.returned.array::<u64>().at(source), index, slots) {
         let bytes = slots as u64 * stride::<FP8>(args);
         deliver(common, Route::to(&args.messages, source), source, Kind::Answer, bytes, epoch);
     }
@@ -191,13 +191,13 @@ unsafe fn receive<E: Element, const FP8: bool>(args: &LowLatencyInternodeCombine
     let bytes = sum_bytes::<FP8>(&args.combine);
     stride!(token in ctaid()..common.num_tokens, nctaid() => {
         if thread < common.comm.num_ranks {
-            let position = ld_u32(messages.positions.0 + (token * MEMBERS + thread) as u64 * 4);
+            let position = messages.positions.array::<u32>().ld(token * MEMBERS + thread);
             let message = Route::to(messages, thread).arrives(Kind::Answer);
-            shared.set_address(thread, message + position as u64 * stride::<FP8>(args));
+            shared.set_address(thread, DevicePtr(message).row(position, stride::<FP8>(args)));
         }
         barrier_sync();
-        let mask = ld_u32(common.tables.token_ranks.0 + token as u64 * 4);
-        let to = args.combine.combined_x.0 + token as u64 * bytes as u64;
+        let mask = common.tables.token_ranks.array::<u32>().ld(token);
+        let to = args.combine.combined_x.row(token, bytes);
         if FP8 {
             sum_quantised(args, shared, mask, to);
         } else {

@@ -138,14 +138,14 @@ unsafe fn send<const MX: bool>(
             barrier_sync();
             if thread < common.comm.num_ranks {
                 let position = shared.of_rank().ld(thread);
-                st_u32(messages.positions.0 + (token * MEMBERS + thread) as u64 * 4, position);
-                let at = DISPATCH_HEADER as u64 + position as u64 * slot_of(args).bytes as u64;
+                messages.positions.array::<u32>().st(token * MEMBERS + thread, position);
+                let at = slot_at(args, 0, position);
                 shared.set_address(thread, Route::to(messages, thread).written(Kind::Dispatch) + at);
             }
             barrier_sync();
             let mask = write_entries(args, shared, token, opened);
             if thread == 0 {
-                st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
+                common.tables.token_ranks.array::<u32>().st(token, mask);
             }
             write_row::<MX>(args, shared, token, mask);
             barrier_sync();
@@ -273,7 +273,7 @@ unsafe fn write_entries(
             st_u32(at + slot.token as u64, token);
         }
         if lane < common.num_topk {
-            let at = at + slot.entries as u64 + lane as u64 * 8;
+            let at = Global::<u64>::new(at + slot.entries as u64).at(lane);
             st_u32(at, if rank == to { local } else { u32::MAX });
             st_f32(at + 4, entry.weight);
         }
@@ -324,7 +324,7 @@ unsafe fn write_row<const MX: bool>(
         turn += 1;
     }
     block_stride!(scale in 0..dispatch.num_scales => {
-        let value = ld_f32(dispatch.scales.0 + (token * dispatch.num_scales + scale) as u64 * 4);
+        let value = dispatch.scales.array::<f32>().ld(token * dispatch.num_scales + scale);
         let mut left = mask;
         while left != 0 {
             let slot = shared.address(left.trailing_zeros());
@@ -357,8 +357,7 @@ unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, opened: &Opened<
     while first < common.num_tokens {
         let token = first + lane;
         let is_there = token < common.num_tokens;
-        let at = common.tables.token_ranks.0 + if is_there { token as u64 * 4 } else { 0 };
-        let mask = ld_u32(at);
+        let mask = common.tables.token_ranks.array::<u32>().ld(if is_there { token as u64 } else { 0 });
         slots += votes_of(args, if is_there { mask } else { 0 });
         first += 32;
     }
@@ -378,9 +377,8 @@ unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared,
         return;
     }
     if ctaid() == 0 && thread < MEMBERS {
-        let at = thread as u64 * 4;
-        st_u32(common.tables.num_tokens.0 + at, shared.tokens().ld(thread));
-        st_u32(messages.num_slots.0 + at, shared.slots().ld(thread));
+        st_u32(common.tables.num_tokens.array::<u32>().at(thread), shared.tokens().ld(thread));
+        st_u32(messages.num_slots.array::<u32>().at(thread), shared.slots().ld(thread));
     }
     let all = shared.all_slots(common.comm.num_ranks);
     if ctaid() == 0 {
@@ -419,9 +417,8 @@ unsafe fn receive_by_expert(
         return;
     }
     if ctaid() == 0 && thread < MEMBERS {
-        let at = thread as u64 * 4;
-        st_u32(common.tables.num_tokens.0 + at, shared.tokens().ld(thread));
-        st_u32(messages.num_slots.0 + at, shared.slots().ld(thread));
+        st_u32(common.tables.num_tokens.array::<u32>().at(thread), shared.tokens().ld(thread));
+        st_u32(messages.num_slots.array::<u32>().at(thread), shared.slots().ld(thread));
     }
     let all = shared.all_slots(common.comm.num_ranks);
     if ctaid() == 0 {
@@ -469,7 +466,8 @@ impl Arrivals for Messages<'_> {
 
     #[device]
     unsafe fn load(&self, source: u32, index: u32, pair: u32) -> u64 {
-        let entries = head(self.args, self.shared, source, index).1 + pair as u64 * 16;
+        let entries = head(self.args, self.shared, source, index).1;
+        let entries = Global::<[u64; 2]>::new(entries).at(pair);
         let has_high = pair * 2 + 1 < self.args.dispatch.common.num_topk;
         // A load of the first one again where there is no second.
         let high = ld_u32(if has_high { entries + 8 } else { entries });
@@ -483,7 +481,7 @@ impl Arrivals for Messages<'_> {
 
     #[device]
     unsafe fn weight(&self, source: u32, index: u32, entry: u32) -> u32 {
-        ld_u32(head(self.args, self.shared, source, index).1 + entry as u64 * 8 + 4)
+        ld_u32(Global::<u64>::new(head(self.args, self.shared, source, index).1).at(entry) + 4)
     }
 
     #[device]
@@ -511,13 +509,13 @@ impl Arrivals for Messages<'_> {
         let (common, messages) = (&self.args.dispatch.common, &self.args.messages);
         let (first, rows) = (source * common.max_tokens, common.comm.num_ranks * common.max_tokens);
         let row = first + self.token(source, index);
-        Some(home_of(messages.recv_x.0, messages.recv_scales.0, self.shape(), row, rows))
+        Some(home_of(messages, self.shape(), row, rows))
     }
 
     #[device]
     unsafe fn note(&self, source: u32, index: u32) {
-        let at = (source * self.args.dispatch.common.max_tokens + index) as u64 * 4;
-        st_u32(self.args.messages.slot_tokens.0 + at, self.token(source, index));
+        let at = source * self.args.dispatch.common.max_tokens + index;
+        st_u32(self.args.messages.slot_tokens.array::<u32>().at(at), self.token(source, index));
     }
 }
 
@@ -525,7 +523,13 @@ impl Arrivals for Messages<'_> {
 #[device]
 unsafe fn arrived(args: &LowLatencyInternodeDispatchArgs, source: u32, index: u32) -> u64 {
     let message = Route::to(&args.messages, source).arrives(Kind::Dispatch);
-    message + DISPATCH_HEADER as u64 + index as u64 * slot_of(args).bytes as u64
+    slot_at(args, message, index)
+}
+
+/// Where slot `index` of the message at `message` is.
+#[device]
+fn slot_at(args: &LowLatencyInternodeDispatchArgs, message: u64, index: u32) -> u64 {
+    DevicePtr(message + DISPATCH_HEADER as u64).row(index, slot_of(args).bytes)
 }
 
 /// Copies the heads of messages in host memory, [`COPIED`], for the other blocks: each would load
@@ -546,8 +550,8 @@ unsafe fn copy_heads(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShar
             if word == 0 {
                 st_u32(token, ld_u32(slot + layout.token as u64));
             } else {
-                let entry = (word - 1) as u64 * 8;
-                st_u64(entries + entry, ld_u64(slot + layout.entries as u64 + entry));
+                let from = Global::<u64>::new(slot + layout.entries as u64);
+                st_u64(Global::<u64>::new(entries).at(word - 1), from.ld(word - 1));
             }
         }
     });
@@ -570,7 +574,7 @@ unsafe fn head(
         let at = (address ^ COPIED) + (index * bytes) as u64;
         return (at, at + 8);
     }
-    let slot = address + DISPATCH_HEADER as u64 + index as u64 * slot_of(args).bytes as u64;
+    let slot = slot_at(args, address, index);
     (slot + slot_of(args).token as u64, slot + slot_of(args).entries as u64)
 }
 
@@ -595,9 +599,9 @@ unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared
     let token = token_of(args, head(args, shared, source, index).0);
     let row = first + token;
     if lane == 0 {
-        st_u32(messages.slot_tokens.0 + (first + index) as u64 * 4, token);
+        messages.slot_tokens.array::<u32>().st(first + index, token);
     }
-    let to = messages.recv_x.0 + row as u64 * row_stride(dispatch.row_bytes as u64);
+    let to = messages.recv_x.row(row, row_stride(dispatch.row_bytes as u64));
     let mut at = lane * 16;
     while at < dispatch.row_bytes {
         // Four at a time, so that their loads are in flight together.
@@ -614,10 +618,10 @@ unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShared
         });
         at += 2048;
     }
-    let rows = (common.comm.num_ranks * common.max_tokens) as u64;
+    let rows = common.comm.num_ranks * common.max_tokens;
     stride!(scale in lane..scales_of(args), 32 => {
         let value = ld_f32(slot + (dispatch.row_bytes + scale * 4) as u64);
-        st_f32(messages.recv_scales.0 + (scale as u64 * rows + row as u64) * 4, value);
+        messages.recv_scales.array::<f32>().st(row_major(scale, rows, row), value);
     });
 }
 
@@ -642,7 +646,7 @@ unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShare
                 let entry = first + J as u32;
                 // A load of the first again where there is no such entry.
                 let entry = if entry < common.num_topk { entry } else { first };
-                of[J] = ld_u32(entries + entry as u64 * 8);
+                of[J] = ld_u32(Global::<u64>::new(entries).at(entry));
             });
             unroll!(8, J => {
                 let entry = first + J as u32;
@@ -653,6 +657,6 @@ unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &MemberShare
         });
         listed
     };
-    let weight = |listed: &Listed, entry: u32| ld_u32(listed.weights + entry as u64 * 8);
+    let weight = |listed: &Listed, entry: u32| ld_u32(Global::<u64>::new(listed.weights).at(entry));
     super::super::list::list_rows::<MAX_MEMBERS, 0>(common, Team::block(), &words, expert, all, look, weight);
 }

@@ -128,7 +128,7 @@ struct Route(u64);
 impl Route {
     #[device]
     fn to(messages: &LowLatencyMessages, rank: u32) -> Route {
-        Route(messages.routes.0 + rank as u64 * size_of::<LowLatencyRoute>() as u64)
+        Route(messages.routes.array::<LowLatencyRoute>().at(rank))
     }
 
     /// The u64 of a [`LowLatencyRoute`] at this offset.
@@ -237,11 +237,11 @@ impl Incoming {
     #[device]
     unsafe fn of(messages: &LowLatencyMessages, rank: u32) -> Incoming {
         let route = Route::to(messages, rank);
-        let copy = messages.copies.0 + rank as u64 * 8;
+        let copy = messages.copies.array::<u64>().at(rank);
         Incoming {
             words: route.words_in(),
-            copy_of_call: copy + offset_of!(LowLatencyCopies, calls) as u64,
-            copy_of_ready: copy + offset_of!(LowLatencyCopies, ready) as u64,
+            copy_of_call: field!(copy, LowLatencyCopies.calls),
+            copy_of_ready: field!(copy, LowLatencyCopies.ready),
             is_on_host: route.field(offset_of!(LowLatencyRoute, words_out)) == 0,
         }
     }
@@ -445,7 +445,7 @@ unsafe fn wait_messages<const DISPATCH: bool>(
             failed = !is_same;
             if DISPATCH && is_same {
                 let header = Route::to(messages, thread).arrives(Kind::Dispatch);
-                let copied = messages.num_slots.0 + thread as u64 * 4;
+                let copied = messages.num_slots.array::<u32>().at(thread);
                 slots = ld_u32(if incoming.is_copied() { copied } else { header }).min(tokens);
                 let heads = messages.copies.0
                     + size_of::<LowLatencyCopies>() as u64
