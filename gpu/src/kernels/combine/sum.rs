@@ -493,7 +493,7 @@ pub unsafe fn spoil<const WHOLE: bool>(args: &CombineArgs, begin: u32, end: u32,
         let has_weights = laneid() < args.num_topk && !args.combined_weights.is_null();
         if item.piece == 0 && has_weights && args.spoils != 0 {
             let entry = row_major(item.token, args.num_topk, laneid());
-            st_f32(args.combined_weights.array::<f32>().at(entry), f32::from_bits(NAN_BITS));
+            args.combined_weights.array::<f32>().st(entry, f32::from_bits(NAN_BITS));
         }
         item = item.next::<WHOLE>(args, step);
     }

@@ -159,12 +159,12 @@ unsafe fn store(
 ) {
     let row = listed.row(args);
     if listed.entries != 0 {
-        st_i32(args.tables.expert_rows.array::<i32>().at(slot), row as i32);
-        st_i32(args.tables.src_info.array::<i32>().at(slot), listed.token as i32);
+        args.tables.expert_rows.array::<i32>().st(slot, row as i32);
+        args.tables.src_info.array::<i32>().st(slot, listed.token as i32);
         while listed.entries != 0 {
             let entry = listed.entries.trailing_zeros();
             let of_row = (row * args.num_topk + entry) as u64;
-            st_i32(args.tables.slots.array::<i32>().at(of_row), slot as i32);
+            args.tables.slots.array::<i32>().st(of_row, slot as i32);
             st_u32(args.tables.weights.array::<u32>().at(of_row), weight(&listed, entry));
             listed.entries &= listed.entries - 1;
         }

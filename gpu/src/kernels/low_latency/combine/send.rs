@@ -61,11 +61,11 @@ impl RowAhead {
         let mut ahead = RowAhead { tokens: 0, slot: -1, weight: 0.0 };
         if is_there & (token < common.max_tokens) {
             let (lane, row) = (laneid(), source * common.max_tokens + token);
-            ahead.tokens = ld_u32(common.tables.num_tokens.array::<u32>().at(source));
+            ahead.tokens = common.tables.num_tokens.array::<u32>().ld(source);
             if lane < common.num_topk {
                 let entry = (row * common.num_topk + lane) as u64;
-                ahead.slot = ld_i32(common.tables.slots.array::<i32>().at(entry));
-                ahead.weight = ld_f32(common.tables.weights.array::<f32>().at(entry));
+                ahead.slot = common.tables.slots.array::<i32>().ld(entry);
+                ahead.weight = common.tables.weights.array::<f32>().ld(entry);
             }
         }
         ahead
