@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The second back end: builds all kernels by `--backend nvvm`, which lints them, and runs round trips of all
-# modes with its PTX on the virtual GPU. Where a part of the back end is missing it names each and
-# passes. With EPOXIDE_REQUIRE_NVVM=1 it fetches them first and fails where one cannot be had.
+# modes with its PTX on the virtual GPU, then the tests of what no round trip has: rows by expert in high
+# throughput, and more than 8 ranks. Where a part of the back end is missing it names each and passes. With
+# EPOXIDE_REQUIRE_NVVM=1 it fetches them first and fails where one cannot be had.
 #
 #     tests/nvvm/run.sh
 set -euo pipefail
@@ -23,8 +24,11 @@ roundtrip() { cargo run --quiet --release -- roundtrip "${small[@]}" "$@"; }
 for dtype in bf16 fp8; do
     roundtrip --mode intranode --nodes 1 --num-sms 4 --dtype $dtype --check
     roundtrip --mode internode --nodes 2 --num-sms 8 --dtype $dtype --check
+done
+for dtype in bf16 fp8 mxfp8; do
     # Rows by expert are part of it.
     roundtrip --mode low-latency --num-sms 4 --dtype $dtype --check
     roundtrip --mode low-latency --nodes 2 --num-sms 4 --dtype $dtype --check
 done
-echo 'round trips of all modes pass with the PTX of the nvvm back end'
+cargo xtask ptx-test "$EPOXIDE_PTX" -- --quiet --test ep -- by_expert many:: mxfp8
+echo 'round trips of all modes and the tests of other kernels pass with the PTX of the nvvm back end'

@@ -122,7 +122,28 @@ patches epoxide-macros epoxide-simt epoxide-vgpu >>Cargo.toml
 # The lines of the tutorial, for the registry.
 sed -i "s/^\[dependencies\]$/[dependencies]\nepoxide-simt = \"$version\"\n\n[dev-dependencies]\nepoxide-vgpu = \"$version\"/" Cargo.toml
 cp ../template/Cargo.lock .
+# A second kernel, in a file of its own. No list has it: Rust's `mod` is enough for the builder, its lints and the single faults.
+cat >src/doubled.rs <<'END'
+//! Doubles numbers.
+
+use epoxide_simt::*;
+
+/// `out[i] = 2 * x[i]`.
+#[kernel(threads = 256, requires(len >= 1))]
+pub unsafe fn doubled(x: Global<u32>, out: Global<u32>, len: u32) {
+    grid_stride!(i in 0..len => { out.st(i, 2 * x.ld(i)) });
+}
+END
+printf '\npub mod doubled;\n' >>src/lib.rs
 cargo build-ptx
+grep -q '^\.visible \.entry doubled(' ptx/scale.sm_90.ptx || fail 'the second kernel was not built'
+grep -q '^// kernel doubled: threads=256 ' ptx/scale.sm_90.ptx || fail 'the PTX does not describe the second kernel'
+(
+    cd "$root"
+    unset CARGO_TARGET_DIR CARGO_PROFILE_DEV_DEBUG CARGO_INCREMENTAL RUSTUP_TOOLCHAIN
+    cargo xtask mutate --list --only smooth/ --ptx "$folder/copy/ptx/scale.sm_90.ptx"
+) | tee faults.log
+grep -q 'smooth/block-barrier-dropped' faults.log || fail 'mutate knows no fault of a kernel that no list has'
 cargo test 2>&1 | tee test.log
 grep -q '^test neighbours_are_summed ... ok' test.log || fail 'the tutorial has another test'
 if grep '^warning' test.log; then fail 'the tutorial has warnings'; fi

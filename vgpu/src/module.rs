@@ -38,7 +38,7 @@ impl Module {
     /// Parses and checks PTX. An instruction or modifier that the virtual GPU does not support is
     /// an error here.
     pub fn parse(text: &str) -> Result<Self, PtxError> {
-        let text = faulty::in_place_of(text);
+        let text = &*faulty::in_place_of(text);
         let file = ptx::parse(text)?;
         let loaded = lower::module(text, &file, next_id())?;
         Ok(Self::of(file, loaded))
@@ -50,7 +50,7 @@ impl Module {
     /// # Errors
     /// Text that is not PTX, and module variables that cannot be made.
     pub fn parse_supported(text: &str) -> Result<(Self, Vec<Refusal>), PtxError> {
-        let text = faulty::in_place_of(text);
+        let text = &*faulty::in_place_of(text);
         let file = ptx::parse(text)?;
         let (loaded, refused) = lower::supported(text, &file, next_id())?;
         let mut refusals: Vec<Refusal> = vec![];

@@ -169,7 +169,7 @@ pub use epoxide_macros::kernel_args;
 pub use global::{Element, Global, Index, row_major};
 pub use matrix::*;
 pub use memory::*;
-pub use nvvm::{assume, at_least_one, keep_loop};
+pub use nvvm::{assume, at_least_one, keep_loop, same_in_lanes, trailing_zeros_u64};
 pub use order::*;
 pub use reduce::*;
 pub use shared::{SharedArray, SharedElement};

@@ -56,6 +56,31 @@ pub unsafe fn keep_loop() {
     stay();
 }
 
+/// `v`, which is the same in all lanes, for a test behind a branch that parts them. libNVVM would take
+/// the test's outcome from the arms of the branch, so that a collective behind the test would look as
+/// if it were in one arm. With rustc's own back end it does nothing; with libNVVM it is a
+/// `mov.b32 r, v;`.
+#[device]
+pub fn same_in_lanes(v: u32) -> u32 {
+    #[cfg(all(target_arch = "nvptx64", epoxide_backend = "nvvm"))]
+    let v = crate::unknown(v);
+    v
+}
+
+/// `v.trailing_zeros()`. Rust-CUDA's back end loses the bit counts of numbers of 64 bits, so that this
+/// takes those of the halves there.
+#[device]
+pub fn trailing_zeros_u64(v: u64) -> u32 {
+    #[cfg(not(epoxide_backend = "nvvm"))]
+    let zeros = v.trailing_zeros();
+    #[cfg(epoxide_backend = "nvvm")]
+    let zeros = match (v as u32, (v >> 32) as u32) {
+        (0, high) => 32 + high.trailing_zeros(),
+        (low, _) => low.trailing_zeros(),
+    };
+    zeros
+}
+
 /// Keeps the collective of a warp that follows where the source has it:
 /// `bar.warp.sync 0xffffffff;`, as an intrinsic.
 ///

@@ -8,6 +8,7 @@
 //! where all lanes of a warp arrive: the conditions around them are the same in all lanes.
 
 use core::mem::offset_of;
+use core::ops::Range;
 
 use super::epoch::{
     Phase, aborted, current_epoch, send_count, tell_planning, trace, wait_count, wait_counts,
@@ -23,33 +24,31 @@ use crate::simt::*;
 const THREADS: u32 = 512;
 const WARPS: u32 = THREADS / 32;
 
-/// Most ranks.
-const fn most_ranks(many: bool) -> u32 {
-    if many { MAX_RANKS as u32 } else { FEW_RANKS as u32 }
-}
-
-/// Packets that every block needs from each source: signature, verdict of the layout, and tokens
-/// for each rank. They are neighbours in the message and in shared memory.
-const fn head_words(many: bool) -> u32 {
-    message::RANK_COUNTS + most_ranks(many)
-}
-
-/// Dynamic shared memory of notify, in bytes: the heads of all sources; tokens of earlier channels
-/// by destination; whether a wait expired; of many ranks, the row of the channel's first token by
-/// destination.
-pub const fn notify_shared_bytes(many: bool) -> u32 {
-    let by_rank = if many { 2 } else { 1 };
-    (most_ranks(many) * (head_words(many) + by_rank) + 1) * 4
-}
-
 /// Loads of a thread that are in flight together, where it goes through tokens: as many as
 /// `unroll!(4, ..)` repeats.
 const TOGETHER: usize = 4;
 
-/// The values that must agree between ranks, in the order of `SIGNATURE_NAMES`.
-#[device]
-fn signature(args: &NotifyArgs) -> [u32; message::INVALID as usize] {
-    [args.row_signature, args.columns, args.num_experts, args.num_channels, args.comm.pool.rows as u32]
+/// Dynamic shared memory of both kernels, in words.
+struct Words<const MANY: bool>;
+
+impl<const MANY: bool> Words<MANY> {
+    /// Most ranks.
+    const RANKS: u32 = if MANY { MAX_RANKS as u32 } else { FEW_RANKS as u32 };
+    /// Packets that every block needs from each source: signature, verdict of the layout, and tokens
+    /// for each rank. They are neighbours in the message and in shared memory.
+    const HEAD: u32 = message::RANK_COUNTS + Self::RANKS;
+    /// Tokens of earlier channels by destination. The heads of all sources are in front of them.
+    const EARLIER: u32 = Self::RANKS * Self::HEAD;
+    /// Non-zero where a wait for a packet has expired.
+    const EXPIRED: u32 = Self::EARLIER + Self::RANKS;
+    /// Of many ranks, the row of the channel's first token by destination.
+    const STARTS: u32 = Self::EXPIRED + 1;
+    const BYTES: u32 = (Self::STARTS + if MANY { Self::RANKS } else { 0 }) * 4;
+}
+
+/// Dynamic shared memory of notify, in bytes.
+pub const fn notify_shared_bytes(many: bool) -> u32 {
+    if many { Words::<true>::BYTES } else { Words::<false>::BYTES }
 }
 
 /// Exchanges counts and plans where rows go. One block per channel.
@@ -59,7 +58,7 @@ fn signature(args: &NotifyArgs) -> [u32; message::INVALID as usize] {
     requires(args.comm.num_ranks <= FEW_RANKS as u32)
 )]
 pub unsafe fn notify(args: NotifyArgs) {
-    exchange::<false>(&args);
+    plan::<false>(&args);
 }
 
 /// The same of up to 64 ranks, for which a token's destinations are listed.
@@ -69,39 +68,101 @@ pub unsafe fn notify(args: NotifyArgs) {
     requires(args.comm.num_ranks <= MAX_RANKS as u32)
 )]
 pub unsafe fn notify_many(args: NotifyArgs) {
-    exchange::<true>(&args);
+    plan::<true>(&args);
 }
 
+/// Both kernels.
+///
+/// # Safety
+/// The launch is as the kernels' attributes say.
 #[device]
-unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
+unsafe fn plan<const MANY: bool>(args: &NotifyArgs) {
     let comm = &args.comm;
-    let (thread, lane, warp) = (tid(), laneid(), tid() / 32);
-    let (ranks, channel) = (comm.num_ranks, ctaid());
-    core::hint::assert_unchecked(ranks >= 1);
     trace(comm, Phase::Enter);
-    let shared = dynamic_shared();
-    let (most, head_words) = (most_ranks(MANY), head_words(MANY));
-    let (heads, earlier) = (shared, shared + most * head_words * 4);
-    let expired = earlier + most * 4;
-    let head = |source: u32, word: u32| ld_shared_u32(heads + (source * head_words + word) * 4);
-    let count = |source: u32, rank: u32| head(source, message::RANK_COUNTS + rank);
-    let local_experts = args.num_experts / ranks;
+    let exchange = CountExchange::<MANY>::new(args);
+    let epoch = exchange.send_counts();
+    exchange.clear_words();
+    barrier_sync();
+    exchange.count_earlier_tokens();
+    barrier_sync();
+    exchange.send_channel_start(epoch);
+    exchange.number_tokens();
+    exchange.wait_heads(epoch);
+    barrier_sync();
+    trace(comm, Phase::Ready);
+    let (verdict, received) = exchange.judge();
+    if MANY {
+        exchange.list_destinations();
+    } else {
+        exchange.write_rows();
+    }
+    trace(comm, Phase::Moved);
+    exchange.plan_receiving(&verdict, epoch);
+    // Block 0 answers for the plan. The barrier makes its answer cover what the block's other
+    // threads wrote.
+    if exchange.channel == 0 {
+        barrier_sync();
+        if tid() == 0 {
+            exchange.answer(verdict, received, epoch);
+        }
+    }
+    trace(comm, Phase::Done);
+}
 
-    // Block 0 sends what the layout already counted, before anything else. All loads are under
-    // way together, that of the epoch too.
-    let sends = channel == 0;
-    let (peer, rank) = (thread / ranks, thread % ranks);
-    let tokens = ld_i32_if(sends & (peer < ranks), args.num_tokens_per_rank.0 + rank as u64 * 4, 0);
-    let selections = |expert: u32| {
-        let at = args.num_tokens_per_expert.0 + expert as u64 * 4;
-        ld_i32_if(sends & (expert < args.num_experts), at, 0) as u32
-    };
-    let (mut expert, mut selected) = (thread, selections(thread));
-    let invalid = [0, 4].map(|half| ld_i32_if(sends & (thread < ranks), args.invalid.0 + half, -1));
-    let epoch = current_epoch(comm);
-    if sends {
+/// The count exchange of a block, which has a channel, in the order of its methods. All threads call
+/// each of them, except `answer`.
+struct CountExchange<'a, const MANY: bool> {
+    args: &'a NotifyArgs,
+    /// Offset of the words in shared memory.
+    shared: u32,
+    thread: u32,
+    lane: u32,
+    ranks: u32,
+    local_experts: u32,
+    channel: u32,
+}
+
+impl<'a, const MANY: bool> CountExchange<'a, MANY> {
+    /// # Safety
+    /// The launch is as the kernels' attributes say.
+    #[device]
+    unsafe fn new(args: &'a NotifyArgs) -> Self {
+        let (ranks, channel) = (args.comm.num_ranks, ctaid());
+        core::hint::assert_unchecked(ranks >= 1);
+        CountExchange {
+            args,
+            shared: dynamic_shared(),
+            thread: tid(),
+            lane: laneid(),
+            ranks,
+            local_experts: args.num_experts / ranks,
+            channel,
+        }
+    }
+
+    /// Block 0 sends what the layout already counted, before anything else. All loads are under way
+    /// together, that of the epoch too, which every block gets.
+    ///
+    /// # Safety
+    /// No other block writes these packets.
+    #[device]
+    unsafe fn send_counts(&self) -> u64 {
+        let (args, comm, ranks) = (self.args, &self.args.comm, self.ranks);
+        let (thread, sends) = (self.thread, self.channel == 0);
+        let (peer, rank) = (thread / ranks, thread % ranks);
+        let tokens = ld_i32_if(sends & (peer < ranks), args.num_tokens_per_rank.0 + rank as u64 * 4, 0);
+        let selections = |expert: u32| {
+            let at = args.num_tokens_per_expert.0 + expert as u64 * 4;
+            ld_i32_if(sends & (expert < args.num_experts), at, 0) as u32
+        };
+        let (mut expert, mut selected) = (thread, selections(thread));
+        let invalid = [0, 4].map(|half| ld_i32_if(sends & (thread < ranks), args.invalid.0 + half, -1));
+        let epoch = current_epoch(comm);
+        if !sends {
+            return epoch;
+        }
         // By a warp that has no packets to send in front of the experts' ones.
-        if warp == WARPS - 1 {
+        if thread / 32 == WARPS - 1 {
             tell_planning::<MANY>(comm, epoch);
         }
         if peer < ranks {
@@ -117,7 +178,7 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         if thread < ranks {
             let bad = invalid != [-1, -1];
             send_count::<MANY>(comm, thread, message::INVALID, bad as u32, epoch);
-            let signature = signature(args);
+            let signature = self.signature();
             unroll!(8, WORD => {
                 if WORD < signature.len() {
                     let value = signature[WORD % signature.len()];
@@ -126,32 +187,55 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
             });
         }
         while expert < args.num_experts {
-            let word = message::EXPERT_COUNTS + expert % local_experts;
-            send_count::<MANY>(comm, expert / local_experts, word, selected, epoch);
+            let word = message::EXPERT_COUNTS + expert % self.local_experts;
+            send_count::<MANY>(comm, expert / self.local_experts, word, selected, epoch);
             expert += THREADS;
             selected = selections(expert);
         }
+        epoch
     }
 
-    // Tokens of the channels before this one, by destination. Each block counts for itself: it
-    // costs microseconds and spares a wait between blocks.
-    if thread <= most {
-        st_shared_u32(earlier + thread * 4, 0); // and `expired`, which follows
+    /// Clears the words that are added to, and `EXPIRED` behind them.
+    ///
+    /// # Safety
+    /// No thread uses the words before the next barrier.
+    #[device]
+    unsafe fn clear_words(&self) {
+        if self.thread <= Words::<MANY>::RANKS {
+            st_shared_u32(self.earlier(self.thread), 0);
+        }
     }
-    barrier_sync();
-    let (begin, end) = channel_range(args.num_tokens, args.num_channels, channel);
-    if MANY {
-        count_of_many(args, begin, earlier);
-    } else {
+
+    /// Counts the tokens of the channels before this one, by destination. Each block counts for
+    /// itself: it costs microseconds and spares a wait between blocks.
+    ///
+    /// # Safety
+    /// A barrier is in front of it, and one in front of the readers of its words.
+    #[device]
+    unsafe fn count_earlier_tokens(&self) {
+        if MANY {
+            self.count_for_a_rank();
+        } else {
+            self.count_for_all_ranks();
+        }
+    }
+
+    /// A thread counts tokens for each of few ranks.
+    ///
+    /// # Safety
+    /// As [`Self::count_earlier_tokens`].
+    #[device]
+    unsafe fn count_for_all_ranks(&self) {
+        let (ranks, before) = (self.ranks, self.tokens().start);
         let mut sums = [0u32; FEW_RANKS];
-        stride!(token in thread..begin, TOGETHER as u32 * THREADS => {
+        stride!(token in self.thread..before, TOGETHER as u32 * THREADS => {
             // Several tokens a turn, with all their loads in flight together.
             let mut parts = [[0u32; FEW_RANKS]; TOGETHER];
             unroll!(4, PART => {
                 let mine = token + PART as u32 * THREADS;
-                let row = args.is_token_in_rank.0 + mine as u64 * ranks as u64;
+                let row = self.args.is_token_in_rank.0 + mine as u64 * ranks as u64;
                 unroll!(8, RANK => {
-                    parts[PART][RANK] = ld_u8_if((mine < begin) & ((RANK as u32) < ranks), row + RANK as u64);
+                    parts[PART][RANK] = ld_u8_if((mine < before) & ((RANK as u32) < ranks), row + RANK as u64);
                 });
             });
             unroll!(4, PART => {
@@ -162,159 +246,239 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         // copy each of the next sum.
         unroll!(8, RANK => { sums[RANK] = redux_add(sums[RANK]) });
         unroll!(8, RANK => {
-            if lane == 0 && sums[RANK] != 0 {
-                red_relaxed_cta_shared_add_u32(earlier + RANK as u32 * 4, sums[RANK]);
+            if self.lane == 0 && sums[RANK] != 0 {
+                red_relaxed_cta_shared_add_u32(self.earlier(RANK as u32), sums[RANK]);
             }
         });
     }
-    barrier_sync();
 
-    // Tell each peer where this channel starts.
-    if thread < ranks {
-        let start = ld_shared_u32(earlier + thread * 4);
-        send_count::<MANY>(comm, thread, message::CHANNEL_STARTS + channel, start, epoch);
-    }
-
-    // Warp w numbers this channel's tokens for rank w, 32 at a time, in token order, while the
-    // peers' heads are on their way.
-    stride!(to in warp..ranks, WARPS => {
-        let mut number = 0;
-        stride!(group in begin..end, TOGETHER as u32 * 32 => {
-            let mut wanted = [0u32; TOGETHER];
+    /// A thread counts tokens for one of many ranks.
+    ///
+    /// # Safety
+    /// As [`Self::count_earlier_tokens`].
+    #[device]
+    unsafe fn count_for_a_rank(&self) {
+        const TOKENS: u32 = THREADS / MAX_RANKS as u32;
+        let (ranks, rank, before) = (self.ranks, self.thread % MAX_RANKS as u32, self.tokens().start);
+        let mut sum = 0;
+        stride!(token in self.thread / MAX_RANKS as u32..before, TOGETHER as u32 * TOKENS => {
+            let mut parts = [0; TOGETHER];
             unroll!(4, PART => {
-                let token = group + PART as u32 * 32 + lane;
-                let at = args.is_token_in_rank.0 + (token * ranks + to) as u64;
-                wanted[PART] = ld_u8_if(token < end, at);
+                let mine = token + PART as u32 * TOKENS;
+                let at = self.args.is_token_in_rank.0 + mine as u64 * ranks as u64 + rank as u64;
+                parts[PART] = ld_u8_if((mine < before) & (rank < ranks), at);
             });
-            unroll!(4, PART => {
-                let token = group + PART as u32 * 32 + lane;
-                let hits = ballot(wanted[PART] != 0);
-                let index = number + (hits & lanemask_lt()).count_ones();
-                if token < end {
-                    let index = if wanted[PART] != 0 { index as i32 } else { -1 };
-                    st_i32(args.send_head.0 + (token * ranks + to) as u64 * 4, index);
-                }
-                number += hits.count_ones();
-            });
+            unroll!(4, PART => { sum += parts[PART] });
         });
-        if lane == 0 {
-            let entry = to * args.num_channels + channel;
-            let start = ld_shared_u32(earlier + to * 4);
-            st_u32(args.channel_prefix_matrix.0 + entry as u64 * 4, start + number);
+        if sum != 0 {
+            red_relaxed_cta_shared_add_u32(self.earlier(rank), sum);
         }
-        if !MANY {
-            break;
-        }
-    });
+    }
 
-    // Collect the heads of all ranks, one packet a thread.
-    stride!(packet in thread..ranks * head_words, THREADS => {
-        let (source, word) = (packet / head_words, packet % head_words);
-        // A message holds the counts for `ranks` ranks only.
-        if word < message::RANK_COUNTS + ranks {
-            match wait_count::<MANY>(comm, source, word, epoch) {
-                Some(value) => st_shared_u32(heads + packet * 4, value),
-                None => {
-                    st_shared_u32(heads + packet * 4, 0);
-                    st_shared_u32(expired, 1);
+    /// Sends each peer where this channel starts.
+    ///
+    /// # Safety
+    /// A barrier is behind the count of earlier tokens.
+    #[device]
+    unsafe fn send_channel_start(&self, epoch: u64) {
+        if self.thread < self.ranks {
+            let start = ld_shared_u32(self.earlier(self.thread));
+            let word = message::CHANNEL_STARTS + self.channel;
+            send_count::<MANY>(&self.args.comm, self.thread, word, start, epoch);
+        }
+    }
+
+    /// Warp w numbers this channel's tokens for rank w, 32 at a time, in token order, while the
+    /// peers' heads are on their way.
+    ///
+    /// # Safety
+    /// A barrier is behind the count of earlier tokens.
+    #[device]
+    unsafe fn number_tokens(&self) {
+        let (args, ranks, lane) = (self.args, self.ranks, self.lane);
+        let Range { start: begin, end } = self.tokens();
+        stride!(to in self.thread / 32..ranks, WARPS => {
+            let mut number = 0;
+            stride!(group in begin..end, TOGETHER as u32 * 32 => {
+                let mut wanted = [0u32; TOGETHER];
+                unroll!(4, PART => {
+                    let token = group + PART as u32 * 32 + lane;
+                    let at = args.is_token_in_rank.0 + (token * ranks + to) as u64;
+                    wanted[PART] = ld_u8_if(token < end, at);
+                });
+                unroll!(4, PART => {
+                    let token = group + PART as u32 * 32 + lane;
+                    let hits = ballot(wanted[PART] != 0);
+                    let index = number + (hits & lanemask_lt()).count_ones();
+                    if token < end {
+                        let index = if wanted[PART] != 0 { index as i32 } else { -1 };
+                        st_i32(args.send_head.0 + (token * ranks + to) as u64 * 4, index);
+                    }
+                    number += hits.count_ones();
+                });
+            });
+            if lane == 0 {
+                let entry = to * args.num_channels + self.channel;
+                let start = ld_shared_u32(self.earlier(to));
+                st_u32(args.channel_prefix_matrix.0 + entry as u64 * 4, start + number);
+            }
+            if !MANY {
+                break;
+            }
+        });
+    }
+
+    /// Waits for the heads of all ranks, one packet a thread, and keeps them in shared memory.
+    ///
+    /// # Safety
+    /// Packets are inside the own pool.
+    #[device]
+    unsafe fn wait_heads(&self, epoch: u64) {
+        let head = Words::<MANY>::HEAD;
+        stride!(packet in self.thread..self.ranks * head, THREADS => {
+            let (source, index) = (packet / head, packet % head);
+            // A message holds the counts for `ranks` ranks only.
+            if index < message::RANK_COUNTS + self.ranks {
+                match wait_count::<MANY>(&self.args.comm, source, index, epoch) {
+                    Some(value) => st_shared_u32(self.word(packet), value),
+                    None => {
+                        st_shared_u32(self.word(packet), 0);
+                        st_shared_u32(self.word(Words::<MANY>::EXPIRED), 1);
+                    }
                 }
             }
-        }
-        if !MANY {
-            break;
-        }
-    });
-    barrier_sync();
-    trace(comm, Phase::Ready);
+            if !MANY {
+                break;
+            }
+        });
+    }
 
-    // Every rank has the same heads, hence the same verdict: either all ranks move rows or none
-    // does. All threads branch on the status; the rest of the verdict is for the answer.
-    let (mut status, mut verdict) = (PlanStatus::Empty as u32, Verdict::OPEN);
-    if ld_shared_u32(expired) != 0 {
-        status = PlanStatus::Timeout as u32;
+    /// The verdict, and the rows that this rank receives. Every rank has the same heads, hence the
+    /// same verdict: either all ranks move rows or none does. All threads branch on its status; the
+    /// rest of it is for the answer.
+    ///
+    /// # Safety
+    /// A barrier is behind the heads.
+    #[device]
+    unsafe fn judge(&self) -> (Verdict, u32) {
+        let rank = self.args.comm.rank;
+        let mut verdict = self.compare_heads();
+        let totals = self.sum_rows(verdict.status);
+        syncwarp();
+        let mut received = shfl_u32(totals[0], rank);
+        let mut over = self.first_over(totals[0]);
+        if MANY {
+            let of_second_half = shfl_u32(totals[1], rank);
+            received = if rank < 32 { received } else { of_second_half };
+            over = over.or(self.first_over(totals[1]).map(|(lane, total)| (32 + lane, total)));
+        }
+        if let (0, Some((peer, total))) = (verdict.status, over) {
+            (verdict.status, verdict.peer, verdict.detail) = (PlanStatus::Capacity as u32, peer, total);
+        }
+        if verdict.status == 0 {
+            verdict.status = PlanStatus::Ready as u32;
+        }
+        (verdict, received)
     }
-    // Lane r looks whether rank r differs. Only where one does, all look for the first.
-    let (mut differs, expected) = (0, signature(args));
-    unroll!(8, WORD => {
-        if WORD <= message::INVALID as usize {
-            let ours = if WORD < expected.len() { expected[WORD % expected.len()] } else { 0 };
-            differs |= head(lane.min(ranks - 1), WORD as u32) ^ ours;
-            if MANY {
-                differs |= head((lane + 32).min(ranks - 1), WORD as u32) ^ ours;
+
+    /// The verdict as far as the heads tell: an expired wait, or the first rank whose head differs
+    /// from this rank's or has an invalid id.
+    ///
+    /// # Safety
+    /// As [`Self::judge`].
+    #[device]
+    unsafe fn compare_heads(&self) -> Verdict {
+        let (ranks, lane) = (self.ranks, self.lane);
+        let mut verdict = Verdict::OPEN;
+        if ld_shared_u32(self.word(Words::<MANY>::EXPIRED)) != 0 {
+            verdict.status = PlanStatus::Timeout as u32;
+        }
+        // Lane r looks whether rank r differs. Only where one does, all look for the first.
+        let (mut differs, expected) = (0, self.signature());
+        unroll!(8, WORD => {
+            if WORD <= message::INVALID as usize {
+                let ours = if WORD < expected.len() { expected[WORD % expected.len()] } else { 0 };
+                differs |= self.head(lane.min(ranks - 1), WORD as u32) ^ ours;
+                if MANY {
+                    differs |= self.head((lane + 32).min(ranks - 1), WORD as u32) ^ ours;
+                }
             }
-        }
-    });
-    let objections = ballot(differs != 0);
-    let mut source = 0;
-    while source < ranks && objections != 0 {
-        let mut word = 0;
-        while status == 0 && word < message::INVALID {
-            (verdict.theirs, verdict.ours) = (head(source, word), head(comm.rank, word));
-            if verdict.theirs != verdict.ours {
-                (status, verdict.peer, verdict.detail) = (PlanStatus::Mismatch as u32, source, word);
+        });
+        let objections = ballot(differs != 0);
+        let mut source = 0;
+        while source < ranks && objections != 0 {
+            let mut index = 0;
+            while verdict.status == 0 && index < message::INVALID {
+                verdict.theirs = self.head(source, index);
+                verdict.ours = self.head(self.args.comm.rank, index);
+                if verdict.theirs != verdict.ours {
+                    verdict.status = PlanStatus::Mismatch as u32;
+                    (verdict.peer, verdict.detail) = (source, index);
+                }
+                index += 1;
             }
-            word += 1;
-        }
-        if status == 0 && head(source, message::INVALID) != 0 {
-            (status, verdict.peer) = (PlanStatus::InvalidExpert as u32, source);
-        }
-        source += 1;
-    }
-    // Lane r: the rows that rank r receives, and of many ranks those of the rank 32 further.
-    let mut totals = [0; 2];
-    unroll!(2, HALF => {
-        let (rank, mut source) = (lane + HALF as u32 * 32, 0);
-        while (MANY || HALF == 0) && source < ranks && rank < ranks && status != PlanStatus::Timeout as u32 {
-            totals[HALF] += count(source, rank);
-            if channel == 0 && warp == 0 {
-                st_u32(args.rank_prefix_matrix.0 + (source * ranks + rank) as u64 * 4, totals[HALF]);
+            if verdict.status == 0 && self.head(source, message::INVALID) != 0 {
+                (verdict.status, verdict.peer) = (PlanStatus::InvalidExpert as u32, source);
             }
             source += 1;
         }
-    });
-    syncwarp();
-    let mut receives = shfl_u32(totals[0], comm.rank);
-    let over = ballot(totals[0] as u64 > comm.pool.rows);
-    let first_over = over.trailing_zeros() & 31; // of any lane, where there is none
-    let its_total = shfl_u32(totals[0], first_over);
-    let mut most_over = (over != 0).then_some((first_over, its_total));
-    if MANY {
-        let of_second_half = shfl_u32(totals[1], comm.rank);
-        receives = if comm.rank < 32 { receives } else { of_second_half };
-        let over = ballot(totals[1] as u64 > comm.pool.rows);
-        let first_over = over.trailing_zeros() & 31;
-        let its_total = shfl_u32(totals[1], first_over);
-        most_over = most_over.or((over != 0).then_some((32 + first_over, its_total)));
-    }
-    if let (0, Some((peer, total))) = (status, most_over) {
-        (status, verdict.peer, verdict.detail) = (PlanStatus::Capacity as u32, peer, total);
-    }
-    if status == 0 {
-        status = PlanStatus::Ready as u32;
+        verdict
     }
 
-    if MANY {
-        list_destinations(args, begin, end, earlier, expired + 4, count);
-    } else {
-        // Rows follow from the numbers: an entry a thread, always of the same rank.
-        let to = thread % SEND_ROW_STRIDE;
-        let mut first = 0; // row of this channel's first token for that rank
-        if to < ranks {
-            first = ld_shared_u32(earlier + to * 4);
-            stride!(source in 0..comm.rank => {
-                first += count(source, to);
-            });
-        }
-        let step = TOGETHER as u32 * (THREADS / SEND_ROW_STRIDE);
-        stride!(token in begin + thread / SEND_ROW_STRIDE..end, step => {
+    /// In lane r the rows that rank r receives, and of many ranks those of the rank 32 further. Block
+    /// 0 writes the sums over sources. Zeros where a wait has expired.
+    ///
+    /// # Safety
+    /// As [`Self::judge`].
+    #[device]
+    unsafe fn sum_rows(&self, status: u32) -> [u32; 2] {
+        let (args, ranks) = (self.args, self.ranks);
+        let mut totals = [0; 2];
+        unroll!(2, HALF => {
+            let (rank, mut source) = (self.lane + HALF as u32 * 32, 0);
+            while (MANY || HALF == 0) && source < ranks && rank < ranks && status != PlanStatus::Timeout as u32 {
+                totals[HALF] += self.count(source, rank);
+                if self.channel == 0 && self.thread / 32 == 0 {
+                    st_u32(args.rank_prefix_matrix.0 + (source * ranks + rank) as u64 * 4, totals[HALF]);
+                }
+                source += 1;
+            }
+        });
+        totals
+    }
+
+    /// The first lane whose rank receives more rows than a pool has, with their number.
+    ///
+    /// # Safety
+    /// All lanes of a warp call it.
+    #[device]
+    unsafe fn first_over(&self, total: u32) -> Option<(u32, u32)> {
+        let over = ballot(total as u64 > self.args.comm.pool.rows);
+        let first = over.trailing_zeros() & 31; // of any lane, where there is none
+        let its_total = shfl_u32(total, first);
+        (over != 0).then_some((first, its_total))
+    }
+
+    /// Writes the row of each of the channel's tokens at each of few ranks, by the numbers in
+    /// `send_head`. A thread writes one entry of a token, always of the same rank.
+    ///
+    /// # Safety
+    /// A barrier is behind the heads and the numbers.
+    #[device]
+    unsafe fn write_rows(&self) {
+        const TOKENS: u32 = THREADS / SEND_ROW_STRIDE;
+        let (args, ranks, to) = (self.args, self.ranks, self.thread % SEND_ROW_STRIDE);
+        let first = if to < ranks { self.first_row(to) } else { 0 };
+        let Range { start: begin, end } = self.tokens();
+        stride!(token in begin + self.thread / SEND_ROW_STRIDE..end, TOGETHER as u32 * TOKENS => {
             let mut numbers = [0; TOGETHER];
             unroll!(4, PART => {
-                let token = token + PART as u32 * (THREADS / SEND_ROW_STRIDE);
+                let token = token + PART as u32 * TOKENS;
                 let at = args.send_head.0 + (token * ranks + to) as u64 * 4;
                 numbers[PART] = ld_i32_if((token < end) & (to < ranks), at, -1);
             });
             unroll!(4, PART => {
-                let token = token + PART as u32 * (THREADS / SEND_ROW_STRIDE);
+                let token = token + PART as u32 * TOKENS;
                 if token < end {
                     let row = if numbers[PART] >= 0 { first as i32 + numbers[PART] } else { -1 };
                     st_i32(args.send_row.0 + (token * SEND_ROW_STRIDE + to) as u64 * 4, row);
@@ -323,131 +487,159 @@ unsafe fn exchange<const MANY: bool>(args: &NotifyArgs) {
         });
     }
 
-    trace(comm, Phase::Moved);
-
-    // Entry 0: where this channel starts at every source. In block 0 the others: how many
-    // selections each local expert has.
-    let agreed = Verdict::agrees(status);
-    let entries = if channel == 0 { 1 + local_experts } else { 1 };
-    let mut entry = thread;
-    'entries: while entry < entries && agreed {
-        let word =
-            if entry == 0 { message::CHANNEL_STARTS + channel } else { message::EXPERT_COUNTS + entry - 1 };
-        let (mut total, mut first) = (0, 0);
-        loop {
-            let Some(values) = wait_counts::<MANY>(comm, first, word, epoch) else { break 'entries };
-            unroll!(8, SOURCE => {
-                total += values[SOURCE];
-                let source = first + SOURCE as u32;
-                if entry == 0 && source < ranks {
-                    let to = (source * args.num_channels + channel) as u64 * 4;
-                    st_u32(args.recv_channel_prefix_matrix.0 + to, values[SOURCE]);
+    /// Lists where each of the channel's tokens goes among many ranks, by the numbers in `send_head`:
+    /// a warp has a token, a lane two ranks.
+    ///
+    /// # Safety
+    /// A barrier is behind the heads and the numbers.
+    #[device]
+    unsafe fn list_destinations(&self) {
+        let (args, ranks, lane) = (self.args, self.ranks, self.lane);
+        if self.thread < ranks {
+            st_shared_u32(self.word(Words::<MANY>::STARTS + self.thread), self.first_row(self.thread));
+        }
+        barrier_sync();
+        let Range { start: begin, end } = self.tokens();
+        stride!(token in begin + self.thread / 32..end, WARPS => {
+            let heads = args.send_head.0 + token as u64 * ranks as u64 * 4;
+            let entry = |nth: u32| entry_at(args.send_row.0, token, nth);
+            let number = |rank: u32| ld_i32_if(rank < ranks, heads + rank as u64 * 4, -1);
+            let numbers = [number(lane), number(lane + 32)];
+            let hits = [ballot(numbers[0] >= 0), ballot(numbers[1] >= 0)];
+            let before = [0, hits[0].count_ones()];
+            unroll!(2, HALF => {
+                if numbers[HALF] >= 0 {
+                    let rank = lane + HALF as u32 * 32;
+                    let row = ld_shared_u32(self.word(Words::<MANY>::STARTS + rank)) + numbers[HALF] as u32;
+                    let place = before[HALF] + (hits[HALF] & lanemask_lt()).count_ones();
+                    st_i64(entry(place), (rank as i64) << 32 | row as i64);
                 }
             });
-            first += FEW_RANKS as u32;
-            if !MANY || first >= ranks {
-                break;
+            // A token has as many entries as it may have destinations.
+            if lane >= before[1] + hits[1].count_ones() {
+                st_i64(entry(lane), -1);
             }
-        }
-        if entry != 0 {
-            let aligned = total.div_ceil(args.expert_alignment) * args.expert_alignment;
-            let to = (entry - 1) as u64 * 4;
-            st_u32(args.num_recv_tokens_per_expert.0 + to, aligned);
-            if !args.host.is_null() {
-                st_u32(args.host.0 + size_of::<PlanHeader>() as u64 + to, aligned);
-            }
-        }
-        entry += THREADS;
+        });
     }
 
-    // Block 0 answers for the plan; the barrier makes its answer cover what the block's other
-    // threads wrote.
-    if channel == 0 {
-        barrier_sync();
-        if thread == 0 {
-            if aborted(comm) {
-                status = PlanStatus::Timeout as u32;
-            }
-            let verdict = Verdict { status, ..verdict };
-            verdict.write(args.header.0, receives, epoch);
-            if args.host.is_null() {
-                verdict.report(comm, receives, epoch);
+    /// Writes where this channel starts at every source, and in block 0 how many selections each
+    /// local expert has, where the ranks agree on channels and experts. A wait that expires ends it.
+    ///
+    /// # Safety
+    /// Packets are inside the own pool.
+    #[device]
+    unsafe fn plan_receiving(&self, verdict: &Verdict, epoch: u64) {
+        let (args, ranks, channel) = (self.args, self.ranks, self.channel);
+        // Entry 0 is the channel's start; the others are of experts.
+        let entries = if channel == 0 { 1 + self.local_experts } else { 1 };
+        let (mut entry, agreed) = (self.thread, Verdict::agrees(verdict.status));
+        while entry < entries && agreed {
+            let index = if entry == 0 {
+                message::CHANNEL_STARTS + channel
             } else {
-                verdict.write(args.host.0, receives, epoch);
-                st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
+                message::EXPERT_COUNTS + entry - 1
+            };
+            let (mut total, mut first) = (0, 0);
+            loop {
+                let Some(values) = wait_counts::<MANY>(&args.comm, first, index, epoch) else { return };
+                unroll!(8, SOURCE => {
+                    total += values[SOURCE];
+                    let source = first + SOURCE as u32;
+                    if entry == 0 && source < ranks {
+                        let to = (source * args.num_channels + channel) as u64 * 4;
+                        st_u32(args.recv_channel_prefix_matrix.0 + to, values[SOURCE]);
+                    }
+                });
+                first += FEW_RANKS as u32;
+                if !MANY || first >= ranks {
+                    break;
+                }
             }
+            if entry != 0 {
+                let aligned = total.div_ceil(args.expert_alignment) * args.expert_alignment;
+                let to = (entry - 1) as u64 * 4;
+                st_u32(args.num_recv_tokens_per_expert.0 + to, aligned);
+                if !args.host.is_null() {
+                    st_u32(args.host.0 + size_of::<PlanHeader>() as u64 + to, aligned);
+                }
+            }
+            entry += THREADS;
         }
     }
-    trace(comm, Phase::Done);
-}
 
-/// Adds up, for each of many ranks, the tokens before `begin`, in the words of shared memory at
-/// `earlier`. A thread counts for one rank.
-///
-/// # Safety
-/// The words are added to by atomics alone, between two barriers.
-#[device]
-unsafe fn count_of_many(args: &NotifyArgs, begin: u32, earlier: u32) {
-    const TOKENS: u32 = THREADS / MAX_RANKS as u32;
-    let (ranks, rank) = (args.comm.num_ranks, tid() % MAX_RANKS as u32);
-    let mut sum = 0;
-    stride!(token in tid() / MAX_RANKS as u32..begin, TOGETHER as u32 * TOKENS => {
-        let mut parts = [0; TOGETHER];
-        unroll!(4, PART => {
-            let mine = token + PART as u32 * TOKENS;
-            let at = args.is_token_in_rank.0 + mine as u64 * ranks as u64 + rank as u64;
-            parts[PART] = ld_u8_if((mine < begin) & (rank < ranks), at);
-        });
-        unroll!(4, PART => { sum += parts[PART] });
-    });
-    if sum != 0 {
-        red_relaxed_cta_shared_add_u32(earlier + rank * 4, sum);
-    }
-}
-
-/// Lists where each of the channel's tokens goes, by the numbers in `send_head`: a warp has a
-/// token, a lane two ranks. `starts`: words of shared memory for the row of the channel's first
-/// token by rank; `count`: tokens of a source for a rank. All threads call it.
-///
-/// # Safety
-/// Each word and each entry of a list has one thread, with a barrier in front of the words'
-/// readers.
-#[device]
-unsafe fn list_destinations(
-    args: &NotifyArgs,
-    begin: u32,
-    end: u32,
-    earlier: u32,
-    starts: u32,
-    count: impl Fn(u32, u32) -> u32,
-) {
-    let (thread, lane, ranks) = (tid(), laneid(), args.comm.num_ranks);
-    if thread < ranks {
-        let mut first = ld_shared_u32(earlier + thread * 4);
-        stride!(source in 0..args.comm.rank => {
-            first += count(source, thread);
-        });
-        st_shared_u32(starts + thread * 4, first);
-    }
-    barrier_sync();
-    stride!(token in begin + thread / 32..end, WARPS => {
-        let heads = args.send_head.0 + token as u64 * ranks as u64 * 4;
-        let entry = |nth: u32| entry_at(args.send_row.0, token, nth);
-        let number = |rank: u32| ld_i32_if(rank < ranks, heads + rank as u64 * 4, -1);
-        let numbers = [number(lane), number(lane + 32)];
-        let hits = [ballot(numbers[0] >= 0), ballot(numbers[1] >= 0)];
-        let before = [0, hits[0].count_ones()];
-        unroll!(2, HALF => {
-            if numbers[HALF] >= 0 {
-                let rank = lane + HALF as u32 * 32;
-                let row = ld_shared_u32(starts + rank * 4) + numbers[HALF] as u32;
-                let place = before[HALF] + (hits[HALF] & lanemask_lt()).count_ones();
-                st_i64(entry(place), (rank as i64) << 32 | row as i64);
-            }
-        });
-        // A token has as many entries as it may have destinations.
-        if lane >= before[1] + hits[1].count_ones() {
-            st_i64(entry(lane), -1);
+    /// Writes the header, on the device and last of all for the host. One thread calls it.
+    ///
+    /// # Safety
+    /// Both are live headers; the barrier before it makes them cover what the block wrote.
+    #[device]
+    unsafe fn answer(&self, mut verdict: Verdict, received: u32, epoch: u64) {
+        let (args, comm) = (self.args, &self.args.comm);
+        if aborted(comm) {
+            verdict.status = PlanStatus::Timeout as u32;
         }
-    });
+        verdict.write(args.header.0, received, epoch);
+        if args.host.is_null() {
+            verdict.report(comm, received, epoch);
+        } else {
+            verdict.write(args.host.0, received, epoch);
+            st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
+        }
+    }
+
+    /// The values that must agree between ranks, in the order of `SIGNATURE_NAMES`.
+    #[device]
+    fn signature(&self) -> [u32; message::INVALID as usize] {
+        let args = self.args;
+        [args.row_signature, args.columns, args.num_experts, args.num_channels, args.comm.pool.rows as u32]
+    }
+
+    /// The channel's tokens.
+    #[device]
+    fn tokens(&self) -> Range<u32> {
+        let (begin, end) = channel_range(self.args.num_tokens, self.args.num_channels, self.channel);
+        begin..end
+    }
+
+    /// The row of this channel's first token at rank `to`.
+    ///
+    /// # Safety
+    /// A barrier is behind the heads.
+    #[device]
+    unsafe fn first_row(&self, to: u32) -> u32 {
+        let mut first = ld_shared_u32(self.earlier(to));
+        stride!(source in 0..self.args.comm.rank => {
+            first += self.count(source, to);
+        });
+        first
+    }
+
+    /// Word `index` of the head of `source`.
+    ///
+    /// # Safety
+    /// A barrier is behind the heads.
+    #[device]
+    unsafe fn head(&self, source: u32, index: u32) -> u32 {
+        ld_shared_u32(self.word(source * Words::<MANY>::HEAD + index))
+    }
+
+    /// Tokens of `source` for `rank`.
+    ///
+    /// # Safety
+    /// A barrier is behind the heads.
+    #[device]
+    unsafe fn count(&self, source: u32, rank: u32) -> u32 {
+        self.head(source, message::RANK_COUNTS + rank)
+    }
+
+    /// Offset of the word for the tokens of earlier channels for `rank`.
+    #[device]
+    fn earlier(&self, rank: u32) -> u32 {
+        self.word(Words::<MANY>::EARLIER + rank)
+    }
+
+    /// Offset of a word in shared memory.
+    #[device]
+    fn word(&self, index: u32) -> u32 {
+        self.shared + index * 4
+    }
 }

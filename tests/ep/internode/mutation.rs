@@ -36,29 +36,49 @@ fn without_epochs(text: &str) -> String {
     mutated
 }
 
-/// Runs some pairs in a process of its own, with these kernels.
-fn pairs(directory: &Path, ptx: &str) -> Output {
-    let file = directory.join("kernels.ptx");
-    std::fs::write(&file, ptx).unwrap();
+/// Names the folder of `cargo xtask mutate`, with the sound text and a faulty one.
+const FAULTY: &str = "EPOXIDE_VGPU_FAULTY";
+
+/// Runs some pairs in a process of its own, where a variable names a file or a folder.
+fn pairs(variable: &str, path: &Path) -> Output {
     one_test("internode::pairs::pairs_without_a_host_wait")
-        .env(PTX, &file)
+        .env(variable, path)
         .env(PAIRS_VARIABLE, tier::pick("12", "30"))
         .output()
         .unwrap()
 }
 
+/// What a process has printed.
+fn text(output: &Output) -> String {
+    let all = [&output.stdout[..], &output.stderr].concat();
+    String::from_utf8_lossy(&all).into_owned()
+}
+
+/// The pairs fail by a check.
+#[track_caller]
+fn assert_noticed(output: &Output) {
+    let text = text(output);
+    assert!(!output.status.success(), "the pairs must notice");
+    let noticed = ["checks failed", "virtual GPU:"].iter().any(|what| text.contains(what));
+    assert!(noticed, "the pairs failed for another reason: {text}");
+}
+
 #[test]
 fn without_epochs_the_pairs_go_wrong() {
     let directory = tempfile::tempdir().unwrap();
-    let text = |output: &Output| {
-        let all = [&output.stdout[..], &output.stderr].concat();
-        String::from_utf8_lossy(&all).into_owned()
-    };
-    let sound = pairs(directory.path(), epoxide_gpu::PTX);
+    let file = directory.path().join("kernels.ptx");
+    std::fs::write(&file, epoxide_gpu::PTX).unwrap();
+    let sound = pairs(PTX, &file);
     assert!(sound.status.success() && text(&sound).contains("1 passed"), "{}", text(&sound));
-    let mutated = pairs(directory.path(), &without_epochs(epoxide_gpu::PTX));
-    let text = text(&mutated);
-    assert!(!mutated.status.success(), "the pairs must notice");
-    let noticed = ["checks failed", "virtual GPU:"].iter().any(|what| text.contains(what));
-    assert!(noticed, "the pairs failed for another reason: {text}");
+    std::fs::write(&file, without_epochs(epoxide_gpu::PTX)).unwrap();
+    assert_noticed(&pairs(PTX, &file));
+}
+
+/// The library loads the kernels that it launches, a part of the text.
+#[test]
+fn single_faults_reach_the_kernels_that_the_library_loads() {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("sound.ptx"), epoxide_gpu::PTX).unwrap();
+    std::fs::write(directory.path().join("faulty.ptx"), without_epochs(epoxide_gpu::PTX)).unwrap();
+    assert_noticed(&pairs(FAULTY, directory.path()));
 }

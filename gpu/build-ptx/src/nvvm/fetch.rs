@@ -28,8 +28,8 @@ const LLVM_PACKAGES: [&str; 4] = ["llvm-7", "llvm-7-dev", "libllvm7", "libffi7"]
 const CLANG_RELEASES: [u32; 2] = [14, 12];
 
 /// Rust-CUDA, and the state of it that the kernels were tested with.
-const REPOSITORY: &str = "https://github.com/Rust-GPU/Rust-CUDA";
-pub const COMMIT: &str = "946c91f";
+const REPOSITORY: &str = "https://github.com/Rust-GPU/rust-cuda";
+pub const COMMIT: &str = "946c91f080770f30d42d7c706ac8185969274073";
 
 /// A toolchain with rustc-dev is 700 MB.
 const TOOLCHAIN_LIMIT: Duration = Duration::from_secs(600);

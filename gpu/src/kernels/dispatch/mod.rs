@@ -186,7 +186,7 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
             }
             bulk_commit();
             if BY_EXPERT {
-                if send.offset == 0 {
+                if same_in_lanes(send.offset) == 0 {
                     copies.ask_for(args, epoch, send.token, begin, warps, late[0]);
                 }
             } else {

@@ -226,7 +226,7 @@ impl Ranks for Many {
 
     #[device]
     fn first(self) -> u32 {
-        self.trailing_zeros()
+        trailing_zeros_u64(self)
     }
 
     #[device]
