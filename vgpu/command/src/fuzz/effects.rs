@@ -133,9 +133,10 @@ fn calls(t: &mut Table) {
 /// Numbers for tensor cores, which have no formula here.
 fn tensor_floats(t: &mut Table) {
     for modifiers in ["rn", "rz", "rn.relu", "rz.relu", "rna", "rna.satfinite"] {
-        // ptxas cuts off the payload of a NaN here, and makes a number of it (docs/KERNELS.md).
+        // ptxas cuts off the payload of a NaN here, and makes infinity or a number of it
+        // (docs/KERNELS.md).
         let text = match modifiers {
-            "rna.satfinite" => format!(
+            "rna" | "rna.satfinite" => format!(
                 "setp.nan.f32 %q, $1, $1; selp.b32 %x, 0x7fffffff, $1, %q; cvt.{modifiers}.tf32.f32 $0, %x;"
             ),
             _ => format!("cvt.{modifiers}.tf32.f32 $0, $1;"),
@@ -486,7 +487,9 @@ mod tests {
             let last = form.text.rfind("$1");
             assert!(form.text.find("$0") > last, "memory gets the sum where $0 is $1: {}", form.text);
         }
-        let tf32 = forms.iter().find(|form| form.text.contains("cvt.rna.satfinite.tf32"));
-        assert!(tf32.is_some_and(|form| form.text.starts_with("setp.nan.f32 %q, $1, $1;")));
+        for opcode in ["cvt.rna.tf32.f32", "cvt.rna.satfinite.tf32.f32"] {
+            let form = forms.iter().find(|form| form.text.contains(opcode));
+            assert!(form.is_some_and(|form| form.text.starts_with("setp.nan.f32 %q, $1, $1;")), "{opcode}");
+        }
     }
 }

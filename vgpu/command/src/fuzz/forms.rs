@@ -58,6 +58,7 @@ impl Form {
         self.is_single()
             && self.needs == Needs::Nothing
             && self.result != Pred
+            && !self.is_wrong_where_paths_meet()
             && !self.text.starts_with("set.")
             && !self.operands.is_empty()
     }
@@ -72,15 +73,15 @@ impl Form {
         sum && matches!(self.result, Float(_) | Pair(_)) && !parts.any(rounds)
     }
 
-    /// Whether ptxas passes the result on wrongly to an instruction that reads the register as
-    /// `kind` (docs/KERNELS.md): it converts the value where the manual has the bits, or takes the
-    /// most negative number for a positive one behind `abs` and `neg`.
-    pub fn is_forwarded_wrongly_as(&self, kind: Kind) -> bool {
-        let opcode = self.opcodes().last().unwrap_or_default();
-        let base = opcode.split('.').next().unwrap_or_default();
+    /// Whether ptxas passes the result on wrongly to `reader`, which reads the register as `kind`
+    /// (docs/KERNELS.md). It converts the value where the manual has the bits, makes one conversion
+    /// of two, or takes the most negative number for a positive one behind `abs` and `neg`.
+    pub fn is_forwarded_wrongly_to(&self, reader: &Form, kind: Kind) -> bool {
+        let base = base_of(self.opcodes().last().unwrap_or_default());
         let typed = matches!(self.result, Float(_) | Pair(_)) || base == "cvt";
+        let twice = base == "cvt" && reader.opcodes().any(|opcode| base_of(opcode) == "cvt");
         let wraps = matches!(self.result, Int(_)) && ["abs", "neg"].contains(&base);
-        typed && self.result != kind || wraps || base == "set"
+        typed && self.result != kind || twice || wraps || base == "set"
     }
 
     /// Whether ptxas makes a move of it where both operands are one register, and so keeps the
@@ -89,10 +90,20 @@ impl Form {
         matches!(self.result, Float(_) | Pair(_)) && ["min", "max"].iter().any(|op| self.text.starts_with(op))
     }
 
-    /// Whether ptxas may drop `.ftz` where the result meets that of another path
-    /// (docs/KERNELS.md).
-    pub fn loses_ftz_in_branches(&self) -> bool {
+    /// Whether ptxas may drop the `.ftz` of a comparison that it computes once more: for a result
+    /// that meets that of another path, and for a guard (docs/KERNELS.md).
+    pub fn loses_ftz(&self) -> bool {
         self.text.starts_with("setp.") && self.text.contains(".ftz.")
+    }
+
+    /// Whether ptxas departs from the manual where the result meets the value of another path
+    /// (docs/KERNELS.md): a comparison without its `.ftz`, or half of a byte's sign extension.
+    pub fn is_wrong_where_paths_meet(&self) -> bool {
+        let opcode = self.opcodes().last().unwrap_or_default();
+        let mut types = opcode.rsplit('.');
+        let from_float = types.next().is_some_and(|from| from.contains('f'));
+        let byte = types.next().is_some_and(|to| to == "s8" || to == "u8");
+        self.loses_ftz() || base_of(opcode) == "cvt" && from_float && byte
     }
 
     /// The opcodes of its instructions, with their modifiers.
@@ -126,6 +137,11 @@ impl Form {
         };
         opcodes.iter().rev().find(|opcode| !helper(opcode)).or(opcodes.last()).copied().unwrap_or_default()
     }
+}
+
+/// The name of an instruction without its modifiers.
+fn base_of(opcode: &str) -> &str {
+    opcode.split('.').next().unwrap_or_default()
 }
 
 /// Every form with a formula.
@@ -878,22 +894,34 @@ mod tests {
             let found = forms.iter().find(|form| form.text.starts_with(&format!("{name} ")));
             found.unwrap_or_else(|| panic!("no form {name}"))
         };
-        for (writer, kind) in [
-            ("cvt.rn.bf16.f16", Float(F16)),
-            ("cvt.rp.f16.bf16", Float(Bf16)),
-            ("cvt.sat.s16.u16", Float(F16)),
-            ("cvt.rn.relu.satfinite.bf16.f32", Int(16)),
-            ("mul.rz.ftz.f32", Count),
-            ("set.hs.xor.f32.u64", Int(32)),
-            ("neg.s32", Int(32)),
-            ("abs.s16", Int(16)),
+        for (writer, reader, kind) in [
+            ("cvt.rn.bf16.f16", "cvt.rzi.u32.f16", Float(F16)),
+            ("cvt.rp.f16.bf16", "abs.bf16", Float(Bf16)),
+            ("cvt.sat.s16.u16", "add.f16", Float(F16)),
+            ("cvt.rn.relu.satfinite.bf16.f32", "add.u16", Int(16)),
+            ("mul.rz.ftz.f32", "shr.u64", Count),
+            ("set.hs.xor.f32.u64", "add.u32", Int(32)),
+            ("neg.s32", "cvt.sat.u32.s32", Int(32)),
+            ("abs.s16", "setp.gt.s16", Int(16)),
+            ("cvt.rz.bf16.f16", "cvt.rzi.u32.bf16", Float(Bf16)),
+            ("cvt.rni.ftz.sat.u64.f32", "cvt.sat.u32.u64", Int(64)),
         ] {
-            assert!(form(writer).is_forwarded_wrongly_as(kind), "{writer}");
+            assert!(form(writer).is_forwarded_wrongly_to(form(reader), kind), "{writer}");
         }
-        assert!(!form("mul.rz.ftz.f32").is_forwarded_wrongly_as(Float(F32)));
-        assert!(!form("add.u32").is_forwarded_wrongly_as(Float(F32)));
+        for (writer, reader, kind) in [
+            ("mul.rz.ftz.f32", "add.rn.f32", Float(F32)),
+            ("add.u32", "add.rn.f32", Float(F32)),
+            ("cvt.rz.bf16.f16", "abs.bf16", Float(Bf16)),
+        ] {
+            assert!(!form(writer).is_forwarded_wrongly_to(form(reader), kind), "{writer}");
+        }
         assert!(form("max.f16").folds_equal_operands() && !form("max.s32").folds_equal_operands());
-        assert!(form("setp.gt.ftz.f32").loses_ftz_in_branches());
+        for name in ["setp.gt.ftz.f32", "cvt.rzi.s8.f32", "cvt.rmi.sat.u8.f16", "cvt.rpi.ftz.u8.f32"] {
+            assert!(form(name).is_wrong_where_paths_meet() && !form(name).may_be_guarded(), "{name}");
+        }
+        for name in ["setp.gt.f32", "cvt.rzi.s16.f32", "cvt.s8.s32", "cvt.rn.f32.s8"] {
+            assert!(!form(name).is_wrong_where_paths_meet(), "{name}");
+        }
     }
 
     #[test]
