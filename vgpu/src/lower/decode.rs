@@ -99,6 +99,7 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
         "mbarrier" => sync::mbarrier(m)?,
         "cp" => sync::bulk(m)?,
         "ldmatrix" | "stmatrix" => matrix::transfer(m)?,
+        "movmatrix" => matrix::transpose(m)?,
         "mma" => matrix::multiply(m)?,
         "wgmma" => wgmma::decode(m)?,
         "shfl" | "vote" | "match" | "redux" | "elect" => sync::warp_wide(m)?,

@@ -159,6 +159,36 @@ fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
     if load { Op::Ld(a) } else { Op::St(a) }
 }
 
+/// `movmatrix.sync.aligned.m8n8.trans.b16`: the transpose of a matrix in registers. A lane holds
+/// column `lane / 4` of two rows of the source, which are in two lanes.
+pub(super) fn transpose(m: &mut Mods) -> Result<Emit, String> {
+    if !(m.has("sync") & m.has("aligned") & m.has("m8n8") & m.has("trans") & m.has("b16")) {
+        return m.unsupported();
+    }
+    let holders = [op1(|lane: u32| lane % 4 * 8 + lane / 8), op1(|lane: u32| lane % 4 * 8 + 4 + lane / 8)];
+    let half = op2(|v: u32, lane: u32| v >> (lane / 4 % 2 * 16) & 0xffff);
+    let join = op2(|low: u32, high: u32| low | high << 16);
+    Ok(Box::new(move |l, ops| {
+        l.count(ops, 2..=2)?;
+        let (d, a) = (l.dest_of::<u32>(&ops[0])?, l.source_of::<u32>(&ops[1])?);
+        let lane = l.constant(File::R32, Init::Special(Special::LaneId));
+        let clamp = l.constant(File::R32, Init::Bits(31));
+        let mask = l.constant(File::R32, Init::Bits(FULL.into()));
+        let mut halves = [SINK; 2];
+        for (to, holder) in halves.iter_mut().zip(&holders) {
+            let source = l.slot(File::R32);
+            l.push_alu(holder.f, [source, lane, lane, 0, 0, 0], holder.sig);
+            let value = l.slot(File::R32);
+            let op = WarpOp::Shfl { mode: ShflMode::Idx, d: value, p: SINK, a, lane: source, clamp };
+            l.push(Op::Warp { op, mask });
+            *to = l.slot(File::R32);
+            l.push_alu(half.f, [*to, value, lane, 0, 0, 0], half.sig);
+        }
+        l.push_alu(join.f, [d, halves[0], halves[1], 0, 0, 0], join.sig);
+        Ok(())
+    }))
+}
+
 /// The type of the elements of A or B that a modifier names.
 pub(super) fn factor_type(name: &str) -> Option<Element> {
     Some(match name {

@@ -1,6 +1,6 @@
 //! Instructions that kernels seldom have, against values worked out by hand from the PTX manual.
 
-use crate::common::{check, f, reject};
+use crate::common::{check, f, per_lane, reject, run_body};
 
 const M: u64 = u32::MAX as u64;
 const ONE: u64 = 0x3c00;
@@ -109,6 +109,8 @@ fn comparisons_of_16_bit_floats() {
     check("set.ge.s32.bf16x2 %r0, %r1, %r2;", &[0x3f80_4000, 0x4000_3f80], 0xffff);
     check("set.lt.or.f16x2.f16x2 %r0, %r1, %r2, !%p3;", &[pair[0], pair[1], 0], 0x3c00_3c00);
     reject("setp.lt.f16x2 %p0, %r1, %r2;");
+    reject("set.lt.f16.bf16 %h0, %h1, %h2;");
+    reject("set.lt.ftz.bf16.f16 %h0, %h1, %h2;");
     reject("set.lt.f16x2.bf16x2 %r0, %r1, %r2;");
 }
 
@@ -203,4 +205,43 @@ fn approximations_of_16_bits() {
     check("tanh.approx.bf16 %h0, %h1;", &[0xff80], 0xbf80);
     check("tanh.approx.bf16x2 %r0, %r1;", &[0x7f80_7fff], 0x3f80_7fff);
     reject("ex2.approx.bf16 %h0, %h1;");
+}
+
+#[test]
+fn a_matrix_is_transposed_in_registers() {
+    let number = |row: u64, column: u64| row << 8 | column;
+    // Lane t holds columns 2 (t % 4) and the next of row t / 4.
+    let lane = |t: u64, at: fn(u64, u64) -> (u64, u64)| {
+        let [low, high] = [0, 1].map(|k| at(t / 4, t % 4 * 2 + k));
+        number(low.0, low.1) | number(high.0, high.1) << 16
+    };
+    let given = (0..32).map(|t| lane(t, |row, column| (row, column))).collect();
+    let wanted: Vec<u64> = (0..32).map(|t| lane(t, |row, column| (column, row))).collect();
+    let snippet = "movmatrix.sync.aligned.m8n8.trans.b16 %r0, %r1;";
+    assert_eq!(per_lane(snippet, 32, &[given]), wanted);
+    reject("movmatrix.sync.aligned.m8n8.b16 %r0, %r1;");
+}
+
+#[test]
+fn atomics_on_vectors_add_each_element() {
+    let two = |low: f32, high: f32| f(low) | f(high) << 32;
+    // The results are the operands the other way round.
+    let body = "mov.f32 %r1, 1.0; mov.f32 %r2, 2.0;
+        atom.global.add.v2.f32 {%r2, %r1}, [%rd40+8], {%r1, %r2};
+        st.global.v2.f32 [%rd40], {%r2, %r1};";
+    let words = run_body("", body, 1, &[0, two(10.0, 20.0), 7]);
+    assert_eq!(words, [two(10.0, 20.0), two(11.0, 22.0), 7]);
+    let body = "mov.b16 %h1, 0x3c00; mov.b16 %h2, 0x4000;
+        red.relaxed.gpu.global.add.noftz.v4.f16 [%rd40], {%h1, %h2, %h1, %h2};
+        red.global.add.noftz.v2.bf16x2 [%rd40+8], {%r1, %r2};";
+    assert_eq!(run_body("", body, 1, &[0x3c00_3c00_3c00_3c00, 0x3f80])[0], 0x4200_4000_4200_4000);
+    for wrong in [
+        "red.global.add.v8.f32 [%rd40], {%r1, %r1, %r1, %r1, %r1, %r1, %r1, %r1};",
+        "red.shared.add.v2.f32 [%rd40], {%r1, %r1};",
+        "red.global.add.v2.u32 [%rd40], {%r1, %r1};",
+        "red.global.add.v2.f32 [%rd40], {%r1, %r1, %r1};",
+        "red.global.add.noftz.v8.f16x2 [%rd40], {%r1, %r1, %r1, %r1, %r1, %r1, %r1, %r1};",
+    ] {
+        reject(wrong);
+    }
 }

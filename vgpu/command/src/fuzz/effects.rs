@@ -39,6 +39,7 @@ pub fn all() -> Vec<Form> {
     copies(&mut t);
     atomics(&mut t);
     float_atomics(&mut t);
+    vector_atomics(&mut t);
     matrices(&mut t);
     t.0
 }
@@ -400,6 +401,8 @@ fn matrices(t: &mut Table) {
             }
         }
     }
+    let text = "bar.warp.sync $m; movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;";
+    t.form(Needs::Warp, text, &[WORD], WORD);
     // 16 bytes of each lane, which are rows of matrices.
     let fill = "bar.warp.sync $m; st.shared.v4.b32 [%swap], {$1, $2, $3, $1}; bar.warp.sync $m;";
     for trans in ["", ".trans"] {
@@ -416,6 +419,50 @@ fn matrices(t: &mut Table) {
                  ld.shared.b64 $0, [%swap+$e];"
             );
             t.form(Needs::Warp, text, &[WORD; 3], LONG);
+        }
+    }
+}
+
+/// Sums of vectors of floats: an old value, and a new one.
+fn vector_atomics(t: &mut Table) {
+    for (ty, most, kind) in [
+        ("f32", 4, Float(F32)),
+        ("noftz.f16x2", 4, Pair(F16)),
+        ("noftz.bf16x2", 4, Pair(Bf16)),
+        ("noftz.f16", 8, Float(F16)),
+        ("noftz.bf16", 8, Float(Bf16)),
+    ] {
+        for n in [2, 4, 8].into_iter().filter(|n| *n <= most) {
+            let bits = kind.bits();
+            let (part, other) = if bits == 16 { ("%hx", "%hy") } else { ("%x", "%y") };
+            let list = |first: &str, others: &str| {
+                vec![first].into_iter().chain(vec![others; n - 1]).collect::<Vec<_>>().join(", ")
+            };
+            let (noftz, format) = ty.rsplit_once('.').map_or(("", ty), |(_, format)| (".noftz", format));
+            // Of two operands, one is the first number and the other all others.
+            let fill: String = (0..n)
+                .map(|i| {
+                    format!(
+                        "st.global.b{bits} [%cell+{}], ${};",
+                        i as u32 * bits / 8,
+                        if i == 0 { 1 } else { 2 }
+                    )
+                })
+                .collect();
+            let added = list("$2", "$1");
+            let old = format!(
+                "{fill} atom.global.add{noftz}.v{n}.{format} {{{}}}, [%cell], {{{added}}};",
+                list(other, part)
+            );
+            let new = format!(
+                "{fill} red.global.add{noftz}.v{n}.{format} [%cell], {{{added}}}; ld.global.b{bits} {part}, [%cell+{}];",
+                (n as u32 - 1) * bits / 8
+            );
+            // A NaN in memory has bits that the manual leaves open.
+            for text in [old, new] {
+                t.form(Needs::Nothing, format!("{text} {fill} mov.b{bits} $0, {part};"), &[kind, kind], kind);
+                t.0.iter_mut().last().into_iter().for_each(|form| form.any_nan = true);
+            }
         }
     }
 }
@@ -482,7 +529,7 @@ mod tests {
         let forms = all();
         let sums: Vec<&Form> =
             forms.iter().filter(|form| form.any_nan && form.text.contains("red.")).collect();
-        assert_eq!(sums.len(), 12);
+        assert_eq!(sums.len(), 24);
         for form in sums {
             let last = form.text.rfind("$1");
             assert!(form.text.find("$0") > last, "memory gets the sum where $0 is $1: {}", form.text);

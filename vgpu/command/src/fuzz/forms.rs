@@ -8,6 +8,8 @@
 //! approximations. Left out, because H200 departs from the manual (docs/KERNELS.md): `cvt.rm` and
 //! `cvt.rp` from f32 to f16 with `.ftz`.
 
+mod seldom;
+
 use std::cmp::Ordering;
 
 use super::float::{self, Mode, NEAREST, Op, ROUNDS};
@@ -157,6 +159,7 @@ pub fn all() -> Vec<Form> {
     float_to_float(&mut t);
     packed_conversions(&mut t);
     integer_conversions(&mut t);
+    seldom::add(&mut t);
     t.0
 }
 
@@ -527,6 +530,10 @@ fn holds(name: &str, order: Option<Ordering>) -> bool {
     }
 }
 
+/// The formats of arithmetic, with and without `.ftz`.
+const HALF_AND_FULL: [(Format, bool); 6] =
+    [(F16, false), (F16, true), (Bf16, false), (F32, false), (F32, true), (F64, false)];
+
 type Compare = Box<dyn Fn(&[u64]) -> bool>;
 
 fn comparisons(t: &mut Table) {
@@ -547,7 +554,7 @@ fn comparisons(t: &mut Table) {
             list.push((name.to_owned(), ty, Int(bits), Box::new(f)));
         }
     }
-    for (format, ftz) in [(F16, false), (Bf16, false), (F32, false), (F32, true), (F64, false)] {
+    for (format, ftz) in HALF_AND_FULL {
         for name in ORDERED.into_iter().chain(UNORDERED) {
             let f = move |x: &[u64]| holds(name, float::compare(x[0], x[1], format, ftz));
             let name = if ftz { format!("{name}.ftz") } else { name.to_owned() };
@@ -674,7 +681,7 @@ fn float_arithmetic(t: &mut Table) {
 
 /// `abs`, `neg`, `copysign`, `min`, `max`.
 fn signs_and_extremes(t: &mut Table) {
-    for (format, ftz) in [(F16, false), (Bf16, false), (F32, false), (F32, true), (F64, false)] {
+    for (format, ftz) in HALF_AND_FULL {
         let n = format!("{}{}", if ftz { "ftz." } else { "" }, format.name());
         let k = Float(format);
         let sign = 1u64 << (format.bits().0 - 1);
