@@ -228,6 +228,9 @@ fn move_parts(
         s[i + 1] = l.operand(&(p.clone(), pos), &sig)?;
         sigs.push(sig);
     }
+    if role == Role::Def {
+        l.moves.push(l.code.len());
+    }
     l.push_alu(f, s, &sigs);
     Ok(())
 }

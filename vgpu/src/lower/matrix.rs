@@ -227,8 +227,8 @@ pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
     ];
     let Some((rows, k)) = m.one_of(&shapes) else { return m.unsupported() };
     let saturates = m.has("satfinite");
-    // The last four modifiers are the types of D, A, B and C.
-    let names: Vec<&str> = m.names().collect();
+    // The last four others are the types of D, A, B and C. CUTLASS has `.satfinite` behind them.
+    let names: Vec<&str> = m.names().filter(|name| *name != "satfinite").collect();
     let &[.., d, a, b, c] = names.as_slice() else { return m.unsupported() };
     m.ignore(&[d, a, b, c]);
     let Some(sum) = sum_type(d, saturates) else { return m.unsupported() };

@@ -312,3 +312,13 @@ fn what_is_no_product_is_refused() {
         assert!(error.message.contains(what), "{error}");
     }
 }
+
+#[test]
+fn satfinite_may_stand_behind_the_types() {
+    let ahead = "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.u8.u8.s32";
+    assert!(
+        supported_opcode(ahead)
+            && supported_opcode(&format!("{}.satfinite", ahead.replace(".satfinite", "")))
+    );
+    assert!(!supported_opcode("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32.satfinite"));
+}
