@@ -51,6 +51,9 @@ using WideWarp = Shape<32, 64, 32>;
 using K8 = Shape<16, 8, 8>;
 using K16 = Shape<16, 8, 16>;
 using K32 = Shape<16, 8, 32>;
+using K64 = Shape<16, 8, 64>;
+using Long = Shape<64, 64, 128>;
+using LongWarp = Shape<32, 32, 128>;
 
 GEMM(f16_row_column, half_t, Row, half_t, Column, float, float, Small, SmallWarp, K16)
 GEMM(f16_row_row, half_t, Row, half_t, Row, float, float, Small, SmallWarp, K16)
@@ -65,3 +68,4 @@ GEMM(tf32_row_column, tfloat32_t, Row, tfloat32_t, Column, float, float, Small, 
 GEMM(tf32_column_row, tfloat32_t, Column, tfloat32_t, Row, float, float, Small, SmallWarp, K8)
 GEMM(s8_row_column, int8_t, Row, int8_t, Column, int32_t, int32_t, Deep, DeepWarp, K32)
 GEMM(u8_row_column, uint8_t, Row, uint8_t, Column, int32_t, int32_t, Deep, DeepWarp, K32)
+GEMM(s4_row_column, cutlass::int4b_t, Row, cutlass::int4b_t, Column, int32_t, int32_t, Long, LongWarp, K64)

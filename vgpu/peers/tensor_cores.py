@@ -110,6 +110,10 @@ class Tensor:
             self.array = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
         elif kind == "fp8e4nv":
             self.array = np.vectorize(lambda x: E4M3[x], otypes=[np.uint8])(numbers)
+        elif kind == "i4":
+            # Two in a byte, the first in the lower half.
+            pairs = numbers.astype(np.int64).reshape(*numbers.shape[:-1], -1, 2) & 15
+            self.array = (pairs[..., 0] | pairs[..., 1] << 4).astype(np.uint8)
         else:
             self.array = numbers.astype(PLAIN[kind])
 
@@ -336,9 +340,9 @@ def cutlass(gpu, module, name):
     """Runs a product of cutlass_gemm.cu. Returns what is wrong."""
     threads, shared, tile_m, tile_n = gpu.ints(module, f"{name}_launch", 4)
     kind, layouts = name.split("_", 1)
-    kind = {"f16": "fp16", "tf32": "fp32", "s8": "i8", "u8": "i8"}.get(kind, kind)
+    kind = {"f16": "fp16", "tf32": "fp32", "s8": "i8", "u8": "i8", "s4": "i4"}.get(kind, kind)
     total = {"f16_wide": "fp16", "f16_sums_of_f16": "fp16", "bf16_column_row": "bf16"}.get(name, "fp32")
-    total = "i32" if kind == "i8" else total
+    total = "i32" if kind in ("i8", "i4") else total
     columns = {"row_row": (False, False), "column_row": (True, False), "column_column": (True, True)}
     columns_a, columns_b = columns.get(layouts, (False, True))
     m, n, k = 96, 160, 96

@@ -215,7 +215,7 @@ pub(super) fn sum_type(name: &str, saturates: bool) -> Option<Sum> {
 }
 
 /// `mma.sync.aligned.SHAPE.row.col{.satfinite}.D.A.B.C`: of the types for dense matrices, the floats
-/// of 8 to 32 bits and the integers of 8.
+/// of 8 to 32 bits and the integers of 4 and 8.
 pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
     let whole = m.has("sync") & m.has("aligned") & m.has("row") & m.has("col");
     let shapes = [
@@ -224,6 +224,8 @@ pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
         ("m16n8k8", (16, 8)),
         ("m16n8k16", (16, 16)),
         ("m16n8k32", (16, 32)),
+        ("m8n8k32", (8, 32)),
+        ("m16n8k64", (16, 64)),
     ];
     let Some((rows, k)) = m.one_of(&shapes) else { return m.unsupported() };
     let saturates = m.has("satfinite");
@@ -232,8 +234,13 @@ pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
     let &[.., d, a, b, c] = names.as_slice() else { return m.unsupported() };
     m.ignore(&[d, a, b, c]);
     let Some(sum) = sum_type(d, saturates) else { return m.unsupported() };
-    let (Some(a), Some(b)) = (factor_type(a), factor_type(b)) else { return m.unsupported() };
-    use Element::{Bf16, E4m3, E5m2, F16, S8, Tf32, U8};
+    let factor = |name| match name {
+        "u4" => Some(Element::U4),
+        "s4" => Some(Element::S4),
+        other => factor_type(other),
+    };
+    let (Some(a), Some(b)) = (factor(a), factor(b)) else { return m.unsupported() };
+    use Element::{Bf16, E4m3, E5m2, F16, S4, S8, Tf32, U4, U8};
     let exists = match (a, b) {
         (F16, F16) => rows == 16 && matches!(k, 8 | 16) && matches!(sum, Sum::F32 | Sum::F16),
         (Bf16, Bf16) => rows == 16 && matches!(k, 8 | 16) && sum == Sum::F32,
@@ -241,7 +248,12 @@ pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
         (E4m3 | E5m2, E4m3 | E5m2) => {
             rows == 16 && matches!(k, 16 | 32) && matches!(sum, Sum::F32 | Sum::F16)
         }
-        (U8 | S8, U8 | S8) => matches!(k, 16 | 32) && matches!(sum, Sum::S32 | Sum::SaturatedS32),
+        (U8 | S8, U8 | S8) => {
+            matches!((rows, k), (8, 16) | (16, 16 | 32)) && matches!(sum, Sum::S32 | Sum::SaturatedS32)
+        }
+        (U4 | S4, U4 | S4) => {
+            matches!((rows, k), (8, 32) | (16, 32 | 64)) && matches!(sum, Sum::S32 | Sum::SaturatedS32)
+        }
         _ => false,
     };
     let floats_saturate = saturates && sum != Sum::SaturatedS32;

@@ -77,13 +77,18 @@ impl Form {
 
     /// Whether ptxas passes the result on wrongly to `reader`, which reads the register as `kind`
     /// (docs/KERNELS.md). It converts the value where the manual has the bits, makes one conversion
-    /// of two, or takes the most negative number for a positive one behind `abs` and `neg`.
+    /// of two, takes the most negative number for a positive one behind `abs` and `neg` and an
+    /// integer's sign for a float's behind `cnot`, or compares the lower half of a narrow load twice.
     pub fn is_forwarded_wrongly_to(&self, reader: &Form, kind: Kind) -> bool {
-        let base = base_of(self.opcodes().last().unwrap_or_default());
+        let opcode = self.opcodes().last().unwrap_or_default();
+        let base = base_of(opcode);
         let typed = matches!(self.result, Float(_) | Pair(_)) || base == "cvt";
         let twice = base == "cvt" && reader.opcodes().any(|opcode| base_of(opcode) == "cvt");
-        let wraps = matches!(self.result, Int(_)) && ["abs", "neg"].contains(&base);
-        typed && self.result != kind || twice || wraps || base == "set"
+        let wraps = matches!(self.result, Int(_)) && ["abs", "neg", "cnot"].contains(&base);
+        let narrow = base == "ld"
+            && ["8", "16"].iter().any(|bits| opcode.trim_end_matches(bits).ends_with(['s', 'u']));
+        let half = narrow && matches!(kind, Pair(_));
+        typed && self.result != kind || twice || wraps || half || base == "set"
     }
 
     /// Whether ptxas makes a move of it where both operands are one register, and so keeps the
@@ -912,6 +917,7 @@ mod tests {
             ("abs.s16", "setp.gt.s16", Int(16)),
             ("cvt.rz.bf16.f16", "cvt.rzi.u32.bf16", Float(Bf16)),
             ("cvt.rni.ftz.sat.u64.f32", "cvt.sat.u32.u64", Int(64)),
+            ("cnot.b32", "add.f16x2", Pair(F16)),
         ] {
             assert!(form(writer).is_forwarded_wrongly_to(form(reader), kind), "{writer}");
         }

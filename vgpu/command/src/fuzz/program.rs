@@ -616,7 +616,9 @@ impl<'a> Writer<'a> {
             return name;
         }
         let (bits, copy) = (kind.bits(), self.fresh(kind));
-        self.line(&format!("xor.b{bits} {copy}, {name}, %zero{bits};"));
+        // Equal copies by the same zero would be one register again.
+        let zero = if folded { "nought" } else { "zero" };
+        self.line(&format!("xor.b{bits} {copy}, {name}, %{zero}{bits};"));
         copy
     }
 
@@ -896,10 +898,13 @@ impl Head<'_> {
             };
             line(&format!(".reg .b32 {name}; mov.u32 {name}, tile; {at}"));
         }
-        // Zero in every launch, which the assembler does not know.
-        if self.names("%zero") {
-            line(".reg .b16 %zero16; .reg .b32 %zero32; .reg .b64 %zero64; mov.u32 %zero32, %ctaid.z;");
-            line("cvt.u16.u32 %zero16, %zero32; cvt.u64.u32 %zero64, %zero32;");
+        // Zeros in every launch, which the assembler does not know, nor that they are equal.
+        for (zero, special) in [("%zero", "%ctaid.z"), ("%nought", "%ctaid.y")] {
+            if self.names(zero) {
+                line(&format!(".reg .b16 {zero}16; .reg .b32 {zero}32; .reg .b64 {zero}64;"));
+                line(&format!("mov.u32 {zero}32, {special}; cvt.u16.u32 {zero}16, {zero}32;"));
+                line(&format!("cvt.u64.u32 {zero}64, {zero}32;"));
+            }
         }
         for (name, special) in [("%me", "%tid.x"), ("%all", "%ntid.x")] {
             if self.names(name) {
@@ -951,7 +956,10 @@ mod tests {
             text(&[("cvt.rz.bf16.f16", &[h], other), ("cvt.rzi.u32.bf16", &[other], ('r', 0))]);
         assert!(converted_twice.contains(", %h1, %zero16;"), "{converted_twice}");
         let twice = text(&[("max.f16", &[h, h], other)]);
-        assert!(twice.contains(", %h0, %zero16;"), "{twice}");
+        assert!(twice.contains(", %h0, %nought16;"), "{twice}");
+        // Copies for two reasons are two registers as well.
+        let both = text(&[("cvt.rn.bf16.f16", &[h], other), ("max.f16", &[other, other], h)]);
+        assert!(both.contains(", %h1, %zero16;") && both.contains(", %h1, %nought16;"), "{both}");
         assert!(!text(&[("max.f16", &[h, other], h)]).contains("%zero16"));
     }
 

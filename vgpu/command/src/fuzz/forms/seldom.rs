@@ -2,7 +2,7 @@
 //! integer instructions.
 //!
 //! Left out, because the manual leaves the result to the machine: `fma.oob`, whose NaN has no bits
-//! there, and a `fns` whose base is above 31.
+//! there, and a `fns` whose base is above 31, or whose offset has no magnitude of 32 bits.
 
 use super::*;
 
@@ -227,10 +227,11 @@ fn integers(t: &mut Table) {
         S32.clamp((S32.of(x[0]) * S32.of(x[1]) >> 32) + S32.of(x[2]))
     });
     // The n-th set bit, counted from a bit on. A few, and as many as the operand says.
-    for (few, offset) in [("", "$3"), ("shr.s32 %y, $3, 28; ", "%y")] {
-        let text = format!("{few}and.b32 %x, $2, 31; fns.b32 $0, $1, %x, {offset};");
+    for (few, offset) in [(false, "max.s32 %y, $3, -2147483647;"), (true, "shr.s32 %y, $3, 28;")] {
+        let text = format!("{offset} and.b32 %x, $2, 31; fns.b32 $0, $1, %x, %y;");
         t.text(text, &[word; 3], word, move |x| {
-            let offset = if few.is_empty() { S32.of(x[2]) } else { S32.of(x[2]) >> 28 };
+            let offset = S32.of(x[2]);
+            let offset = if few { offset >> 28 } else { offset.max(-0x7fff_ffff) };
             let (base, set) = (x[1] as i128 & 31, |i: &i128| x[0] >> i & 1 == 1);
             let found = match offset {
                 0 => Some(base).filter(|i| set(i)),
