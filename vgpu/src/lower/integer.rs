@@ -145,7 +145,7 @@ pub(super) fn mad24_high(ty: Ty, saturates: bool) -> Option<Spec> {
     }
     match (ty, saturates) {
         (Ty::U32, false) => Some(rare3(|a: u32, b: u32, c: u32| {
-            ((u64::from(low24(a)) * u64::from(low24(b)) >> 16) as u32).wrapping_add(c)
+            (((u64::from(low24(a)) * u64::from(low24(b))) >> 16) as u32).wrapping_add(c)
         })),
         (Ty::S32, false) => Some(rare3(|a: i32, b: i32, c: i32| signed(a, b).wrapping_add(c))),
         (Ty::S32, true) => Some(rare3(|a: i32, b: i32, c: i32| signed(a, b).saturating_add(c))),
@@ -156,7 +156,7 @@ pub(super) fn mad24_high(ty: Ty, saturates: bool) -> Option<Spec> {
 /// `mad.hi.sat.s32`
 pub(super) fn mad_high_saturated(ty: Ty) -> Option<Spec> {
     (ty == Ty::S32).then(|| {
-        rare3(|a: i32, b: i32, c: i32| ((i64::from(a) * i64::from(b) >> 32) as i32).saturating_add(c))
+        rare3(|a: i32, b: i32, c: i32| (((i64::from(a) * i64::from(b)) >> 32) as i32).saturating_add(c))
     })
 }
 

@@ -217,14 +217,14 @@ fn integers(t: &mut Table) {
             });
         }
         let low = int("", 24, ty.signed);
-        let sum = move |x: &[u64]| (low.of(x[0]) * low.of(x[1]) >> 16) + ty.of(x[2]);
+        let sum = move |x: &[u64]| ((low.of(x[0]) * low.of(x[1])) >> 16) + ty.of(x[2]);
         t.op(format!("mad24.hi.{}", ty.name), &[word; 3], word, move |x| ty.cut(sum(x)));
         if ty.signed {
             t.op("mad24.hi.sat.s32", &[word; 3], word, move |x| ty.clamp(sum(x)));
         }
     }
     t.op("mad.hi.sat.s32", &[word; 3], word, |x| {
-        S32.clamp((S32.of(x[0]) * S32.of(x[1]) >> 32) + S32.of(x[2]))
+        S32.clamp(((S32.of(x[0]) * S32.of(x[1])) >> 32) + S32.of(x[2]))
     });
     // The n-th set bit, counted from a bit on. A few, and as many as the operand says.
     for (few, offset) in [(false, "max.s32 %y, $3, -2147483647;"), (true, "shr.s32 %y, $3, 28;")] {
