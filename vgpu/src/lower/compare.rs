@@ -115,7 +115,8 @@ pub(super) fn setp(m: &mut Mods) -> Result<Emit, String> {
     }))
 }
 
-/// `set`: a comparison into scratch predicates, and a selection of all ones (or 1.0) or zero for each.
+/// `set`: a comparison into scratch predicates, and a selection of all ones (or 1.0) or zero for
+/// each.
 pub(super) fn set(m: &mut Mods) -> Result<Emit, String> {
     let (name, combine, ftz) = compare_head(m)?;
     let (d, ty) = (m.ty()?, m.ty()?);

@@ -323,7 +323,8 @@ fn satfinite_may_stand_behind_the_types() {
     assert!(!supported_opcode("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32.satfinite"));
 }
 
-/// Elements of 4 bits, at the places of the manual's tables for `m8n8k32`, `m16n8k32` and `m16n8k64`.
+/// Elements of 4 bits, at the places of the manual's tables for `m8n8k32`, `m16n8k32` and
+/// `m16n8k64`.
 #[test]
 fn products_of_4_bits() {
     let mut rng = ChaCha8Rng::seed_from_u64(9);

@@ -78,7 +78,7 @@ impl Form {
     /// Whether ptxas passes the result on wrongly to `reader`, which reads the register as `kind`
     /// (docs/KERNELS.md). It converts the value where the manual has the bits, makes one conversion
     /// of two, takes the most negative number for a positive one behind `abs` and `neg` and an
-    /// integer's sign for a float's behind `cnot`, or compares the lower half of a narrow load twice.
+    /// integer's sign for a float's behind `cnot`, or reads the lower half of a narrow load twice.
     pub fn is_forwarded_wrongly_to(&self, reader: &Form, kind: Kind) -> bool {
         let opcode = self.opcodes().last().unwrap_or_default();
         let base = base_of(opcode);
