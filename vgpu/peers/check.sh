@@ -3,6 +3,7 @@
 # list in this folder. Needs Python 3 with venv and pip, g++ and cargo; no GPU. README.md has more.
 #
 #   vgpu/peers/check.sh one-sided [WORK]
+#   vgpu/peers/check.sh tensor-cores [WORK]
 #   vgpu/peers/check.sh deepep [WORK] CHECKOUT
 #   vgpu/peers/check.sh deepep-ll [WORK] CHECKOUT
 #   vgpu/peers/check.sh mscclpp [WORK] CHECKOUT
@@ -11,19 +12,22 @@
 # git repository of the project, with or without a work tree.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-usage='usage: check.sh one-sided [WORK] | check.sh deepep|deepep-ll|mscclpp [WORK] CHECKOUT'
+usage='usage: check.sh one-sided|tensor-cores [WORK] | check.sh deepep|deepep-ll|mscclpp [WORK] CHECKOUT'
 project=${1:?$usage}
 shift
 checkout=
 case $project in
-one-sided) ;;
+one-sided | tensor-cores) ;;
 deepep | deepep-ll | mscclpp)
     [ $# -gt 0 ] || { echo "$usage" >&2; exit 2; }
     for last; do :; done
     checkout=$last
     [ $# -gt 1 ] || set --
     ;;
-*) echo "no project '$project': there are one-sided, deepep, deepep-ll and mscclpp" >&2; exit 2 ;;
+*)
+    echo "no project '$project': there are one-sided, tensor-cores, deepep, deepep-ll and mscclpp" >&2
+    exit 2
+    ;;
 esac
 if [ $# -gt 0 ]; then
     mkdir -p "$1"
@@ -45,14 +49,39 @@ python=$work/venv/bin/python
 }
 cuda=$(dirname "$(dirname "$(readlink "$work/venv/bin/nvcc-found")")")
 
+# The folder of a wheel's files, WORK/NAME, of a package and version.
+wheel() {
+    [ -d "$work/$1" ] || {
+        "$work/venv/bin/pip" download --quiet --no-deps -d "$work/wheels" "$2"
+        "$python" -m zipfile -e "$work/wheels/$(echo "${2%%=*}" | tr - _)"-*.whl "$work/$1.part"
+        mv "$work/$1.part" "$work/$1"
+    }
+}
+
+# Kernels with tensor cores have a host side in Python, which compares with numpy.
+if [ "$project" = tensor-cores ]; then
+    wheel flashinfer flashinfer-python==0.7.2.post1
+    wheel fla fla-core==0.6.0
+    wheel sageattention sageattention==1.0.6
+    "$work/venv/bin/pip" install --quiet triton==3.9.0 numpy==2.4.6
+    [ -f "$work/cutlass.ptx" ] && [ "$work/cutlass.ptx" -nt "$here/cutlass_gemm.cu" ] || {
+        "$cuda/bin/nvcc" -std=c++17 -arch=sm_80 -ptx -w --expt-relaxed-constexpr "-I$cuda/include/cccl" \
+            "-I$work/flashinfer/flashinfer/data/cutlass/include" -o "$work/cutlass.ptx.part" \
+            "$here/cutlass_gemm.cu"
+        mv "$work/cutlass.ptx.part" "$work/cutlass.ptx"
+    }
+    cd "$here/../.."
+    cargo build --quiet --release -p epoxide-vgpu-cuda
+    target=${CARGO_TARGET_DIR:-target}
+    "$python" -W ignore "$here/tensor_cores.py" "$target/release/libepoxide_vgpu_cuda.so" "$work" \
+        "$here/tensor-cores.txt"
+    exit
+fi
+
 # The source of the list, and the flags that it needs.
 case $project in
 one-sided)
-    [ -d "$work/flashinfer" ] || {
-        "$work/venv/bin/pip" download --quiet --no-deps -d "$work/wheels" flashinfer-python==0.7.2.post1
-        "$python" -m zipfile -e "$work"/wheels/flashinfer_python-*.whl "$work/flashinfer.part"
-        mv "$work/flashinfer.part" "$work/flashinfer"
-    }
+    wheel flashinfer flashinfer-python==0.7.2.post1
     data=$work/flashinfer/flashinfer/data
     source=$data/csrc/nv_internal/tensorrt_llm/kernels/communicationKernels/moeAlltoAllKernels.cu
     file=moeAlltoAllKernels.cu script=one_sided.py

@@ -326,7 +326,7 @@ pub(crate) fn bf16_rn(v: f32) -> u16 {
 }
 
 /// `x + y` rounded to odd: rounding the result once more, to a narrower format, is then exact.
-fn add_odd(x: f64, y: f64) -> f64 {
+pub(crate) fn add_odd(x: f64, y: f64) -> f64 {
     let s = x + y;
     if !s.is_finite() {
         return s;
@@ -535,6 +535,21 @@ pub(crate) fn flush_tiny(v: f32, scaled: impl FnOnce() -> f32) -> f32 {
 #[inline(always)]
 pub(crate) fn flush(v: f32) -> f32 {
     if v.to_bits() & 0x7f80_0000 == 0 { f32::from_bits(v.to_bits() & 0x8000_0000) } else { v }
+}
+
+/// Flushes a subnormal f16 to zero of its sign.
+#[inline(always)]
+pub(crate) fn flush_f16(v: u16) -> u16 {
+    if v & 0x7c00 == 0 { v & 0x8000 } else { v }
+}
+
+/// `.ftz` of an f16 result that `exact` was rounded to. As [`flush_tiny`], it flushes what is
+/// subnormal when rounded with all its digits.
+pub(crate) fn flush_tiny_f16(rounded: u16, exact: f64) -> u16 {
+    const SMALLEST: u16 = 1 << 10;
+    // 2^14 times as large, the smallest normal number is 1.
+    let tiny = rounded & 0x7fff == SMALLEST && narrow(exact.abs() * 16384.0, F16) < f16::ONE.to_bits();
+    flush_f16(if tiny { rounded & 0x8000 } else { rounded })
 }
 
 /// Clamps to `0.0..=1.0`; NaN becomes 0.

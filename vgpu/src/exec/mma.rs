@@ -19,10 +19,13 @@ pub(super) const COLUMNS: usize = 8;
 const MOST_ROWS: usize = 16;
 pub(super) const MOST_K: usize = 32;
 
+/// The same of elements of 4 bits.
+const MOST_K_OF_4_BITS: usize = 64;
+
 /// The matrix A, row by row.
-pub(super) type Left = [[f64; MOST_K]; MOST_ROWS];
+pub(super) type Left<const K: usize = MOST_K> = [[f64; K]; MOST_ROWS];
 /// The matrix B, row by row.
-pub(super) type Right = [[f64; COLUMNS]; MOST_K];
+pub(super) type Right<const K: usize = MOST_K> = [[f64; COLUMNS]; K];
 
 /// The value that a sum begins with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +50,8 @@ pub(crate) enum Element {
     E5m2,
     U8,
     S8,
+    U4,
+    S4,
 }
 
 /// The values of all 256 numbers of a format.
@@ -80,18 +85,24 @@ pub(crate) struct Mma {
 }
 
 impl Element {
-    /// Bytes of an element.
-    pub(crate) fn bytes(self) -> usize {
+    /// Bits of an element.
+    pub(crate) fn bits(self) -> usize {
         match self {
-            Element::F16 | Element::Bf16 => 2,
-            Element::Tf32 => 4,
-            Element::E4m3 | Element::E5m2 | Element::U8 | Element::S8 => 1,
+            Element::Tf32 => 32,
+            Element::F16 | Element::Bf16 => 16,
+            Element::E4m3 | Element::E5m2 | Element::U8 | Element::S8 => 8,
+            Element::U4 | Element::S4 => 4,
         }
+    }
+
+    /// Bytes of an element of 8 bits or more.
+    pub(crate) fn bytes(self) -> usize {
+        self.bits() / 8
     }
 
     /// Element `at` of a register.
     pub(super) fn of(self, register: u32, at: usize) -> f64 {
-        let bits = register >> (8 * self.bytes() * at);
+        let bits = register >> (self.bits() * at);
         match self {
             Element::F16 => f16::from_bits(bits as u16).to_f64(),
             Element::Bf16 => bf16::from_bits(bits as u16).to_f64(),
@@ -101,6 +112,8 @@ impl Element {
             Element::E5m2 => E5M2_VALUES[usize::from(bits as u8)],
             Element::U8 => f64::from(bits as u8),
             Element::S8 => f64::from(bits as i8),
+            Element::U4 => f64::from(bits & 15),
+            Element::S4 => f64::from((bits << 4) as i8 >> 4),
         }
     }
 }
@@ -109,24 +122,32 @@ impl Mma {
     /// Registers of a lane for A, B, and C or D.
     pub(crate) fn registers(&self) -> [usize; 3] {
         let (rows, k) = (usize::from(self.rows), usize::from(self.k));
-        // 32 lanes with 4 bytes each.
+        // 32 lanes with 32 bits each.
         let sums = rows * COLUMNS / 32;
-        let of = |elements: usize, element: Element| elements * element.bytes() / 128;
+        let of = |elements: usize, element: Element| elements * element.bits() / 1024;
         let packed = if self.sum == Sum::F16 { sums / 2 } else { sums };
         [of(rows * k, self.a), of(k * COLUMNS, self.b), packed]
     }
 
     /// Adds the product of the matrices in the registers `a` and `b` to the one in `d`.
     pub(super) fn multiply(&self, regs: &mut Regs, d: &[u32], a: &[u32], b: &[u32]) {
+        if usize::from(self.k) <= MOST_K {
+            self.multiply_within::<MOST_K>(regs, d, a, b);
+        } else {
+            self.multiply_within::<MOST_K_OF_4_BITS>(regs, d, a, b);
+        }
+    }
+
+    fn multiply_within<const K: usize>(&self, regs: &mut Regs, d: &[u32], a: &[u32], b: &[u32]) {
         let [na, nb, nd] = self.registers();
-        let (left, right) = (self.left(regs, &a[..na]), self.right(regs, &b[..nb]));
+        let (left, right) = (self.left::<K>(regs, &a[..na]), self.right::<K>(regs, &b[..nb]));
         self.add_product(regs, &d[..nd], &left, &right, Start::Registers);
     }
 
     /// The matrix A in the registers `a`.
-    pub(super) fn left(&self, regs: &Regs, a: &[u32]) -> Left {
-        let mut left = [[0.0; MOST_K]; MOST_ROWS];
-        let each = 4 / self.a.bytes();
+    pub(super) fn left<const K: usize>(&self, regs: &Regs, a: &[u32]) -> Left<K> {
+        let mut left = [[0.0; K]; MOST_ROWS];
+        let each = 32 / self.a.bits();
         for (r, &slot) in a.iter().enumerate() {
             // The registers of 16 rows take turns between the halves of the rows.
             let (below, turn) = if self.rows == 16 { (r % 2, r / 2) } else { (0, r) };
@@ -141,9 +162,9 @@ impl Mma {
     }
 
     /// The matrix B in the registers `b`.
-    fn right(&self, regs: &Regs, b: &[u32]) -> Right {
-        let mut right = [[0.0; COLUMNS]; MOST_K];
-        let each = 4 / self.b.bytes();
+    fn right<const K: usize>(&self, regs: &Regs, b: &[u32]) -> Right<K> {
+        let mut right = [[0.0; COLUMNS]; K];
+        let each = 32 / self.b.bits();
         for (r, &slot) in b.iter().enumerate() {
             for (lane, &register) in regs.r32[slot as usize].iter().enumerate() {
                 let (quarter, column) = place(lane);
@@ -156,7 +177,14 @@ impl Mma {
     }
 
     /// Stores the product of `left` and `right` in the registers `d`, added to what `start` names.
-    pub(super) fn add_product(&self, regs: &mut Regs, d: &[u32], left: &Left, right: &Right, start: Start) {
+    pub(super) fn add_product<const K: usize>(
+        &self,
+        regs: &mut Regs,
+        d: &[u32],
+        left: &Left<K>,
+        right: &Right<K>,
+        start: Start,
+    ) {
         let mut sums = [[0f64; COLUMNS]; MOST_ROWS];
         if start == Start::Registers {
             self.each_sum(d, |row, column, slot, lane, shift| {

@@ -82,9 +82,9 @@ pub(crate) struct Register {
 pub(crate) struct RegisterCheck {
     pub(crate) reads: Vec<Register>,
     pub(crate) writes: Vec<Register>,
-    /// The instruction only moves the first register to the second. Compilers put such moves
-    /// between products, for the assembler to take out.
-    pub(crate) moves: Option<(Register, Register)>,
+    /// The instruction only moves the first register to the others, which are its parts where there
+    /// are several. Compilers put such moves between products, for the assembler to take out.
+    pub(crate) moves: Option<(Register, Vec<Register>)>,
 }
 
 /// A register of a product under way.
@@ -420,8 +420,8 @@ impl<W: Hooks> Exec<'_, W> {
             && let Some(busy) = products.busy.iter_mut().find(|busy| busy.number == from.number)
         {
             busy.moved = true;
-            let copy = Busy { number: to.number, moved: false, ..*busy };
-            products.set(copy);
+            let busy = Busy { moved: false, ..*busy };
+            to.iter().for_each(|to| products.set(Busy { number: to.number, ..busy }));
             return Ok(());
         }
         let lane = lanes(m).next();

@@ -4,8 +4,8 @@
 //! on some path get a check in front, which decides when it runs. A register that was accessed
 //! since the last `wgmma.fence` on every path makes the product a fault.
 //!
-//! A `mov` of a register is a renaming here, and no access: compilers put such moves between
-//! products.
+//! A `mov` of a register, or of its halves to two others, is a renaming here, and no access:
+//! compilers put such moves between products, and in front of the wait.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -96,8 +96,9 @@ pub(super) fn guard(l: &mut Lower) {
         if reads.is_empty() && writes.is_empty() {
             continue;
         }
-        let moves = moved(l, &all, at).map(|(from, to)| (register(l, from), register(l, to)));
-        let both = moves.iter().flat_map(|(from, to)| [from, to]);
+        let moves = moved(l, &all, at)
+            .map(|(from, to)| (register(l, from), to.iter().map(|&to| register(l, to)).collect::<Vec<_>>()));
+        let both = moves.iter().flat_map(|(from, to)| to.iter().chain([from]));
         tracked.extend(reads.iter().chain(&writes).chain(both).map(|register| register.number));
         checks[at] = Some(RegisterCheck { reads, writes, moves });
     }
@@ -107,10 +108,10 @@ pub(super) fn guard(l: &mut Lower) {
     insert(l, checks);
 }
 
-/// The registers that a plain move moves from and to.
-fn moved(l: &Lower, all: &[Accesses], at: usize) -> Option<(u32, u32)> {
+/// The register that a plain move moves from, and those that it moves to.
+fn moved<'a>(l: &Lower, all: &'a [Accesses], at: usize) -> Option<(u32, &'a [u32])> {
     match (&all[at], l.moves.binary_search(&at).is_ok()) {
-        ([from, to], true) => Some((*from.first()?, *to.first()?)),
+        ([from, to], true) if !to.is_empty() => Some((*from.first()?, to)),
         _ => None,
     }
 }
@@ -177,14 +178,18 @@ fn step(l: &Lower, all: &[Accesses], constant: &Set, at: usize, state: &mut Stat
         _ => {
             let [reads, writes] = &all[at];
             if let Some((from, to)) = moved(l, all, at) {
-                if let Some(&age) = state.busy.get(&from) {
-                    state.busy.insert(to, age);
-                } else if *guard == NO_GUARD {
-                    state.busy.remove(&to);
-                }
-                match state.accessed.contains(from as usize) {
-                    true => state.accessed.insert(to as usize),
-                    false => state.accessed.remove(to as usize),
+                let (age, accessed) =
+                    (state.busy.get(&from).copied(), state.accessed.contains(from as usize));
+                for &to in to {
+                    if let Some(age) = age {
+                        state.busy.insert(to, age);
+                    } else if *guard == NO_GUARD {
+                        state.busy.remove(&to);
+                    }
+                    match accessed {
+                        true => state.accessed.insert(to as usize),
+                        false => state.accessed.remove(to as usize),
+                    }
                 }
                 return;
             }

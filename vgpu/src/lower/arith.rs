@@ -4,12 +4,10 @@ use half::{bf16, f16};
 
 use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
-use crate::exec::lanes::{
-    Combine, Spec, op_carry, op_pred, op_setp, op1, op2, op3, op4, rare1, rare2, rare3,
-};
+use super::{compare, half_float, integer};
+use crate::exec::lanes::{Spec, op_carry, op_pred, op_setp, op1, op2, op3, op4, rare1, rare2, rare3};
 use crate::float::{self, Directed, Half, Round, SCALE, canonical, flush, saturate};
 use crate::ir::{CARRY, File, Init, SINK};
-use crate::ptx::Operand;
 
 /// Evaluates an expression with a type alias bound to the Rust type of a PTX type; `None` for other
 /// types.
@@ -147,14 +145,17 @@ macro_rules! half_2 {
 /// Decodes the arithmetic instructions that no other module handles.
 pub(super) fn decode(m: &mut Mods) -> Result<Emit, String> {
     match m.base {
-        "setp" => return setp(m),
-        "set" => return set(m),
-        "lop3" => return lop3(m),
+        "setp" => return compare::setp(m),
+        "set" => return compare::set(m),
+        "lop3" => return integer::lop3(m),
         "addc" | "subc" => return carry(m, true),
         _ => {}
     }
     if matches!(m.base, "add" | "sub") && m.has("cc") {
         return carry(m, false);
+    }
+    if let Some(emit) = half_float::modified(m) {
+        return emit;
     }
     let spec = match m.base {
         "add" | "sub" => add_sub(m)?,
@@ -170,6 +171,7 @@ pub(super) fn decode(m: &mut Mods) -> Result<Emit, String> {
         "shl" | "shr" | "shf" => shift(m)?,
         "bfe" | "bfi" | "brev" | "clz" | "popc" | "bfind" | "prmt" | "bmsk" => bit_fields(m)?,
         "dp4a" => dp4a(m)?,
+        "dp2a" | "szext" | "fns" => integer::seldom(m)?,
         "selp" => {
             let ty = m.ty()?;
             match ty.bits() {
@@ -343,6 +345,7 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
             (Ty::S32, Part::Low, true) => {
                 Some(rare3(|a: i32, b: i32, c: i32| sext24(a).wrapping_mul(sext24(b)).wrapping_add(c)))
             }
+            (Ty::U32 | Ty::S32, Part::High, true) => integer::mad24_high(ty, m.has("sat")),
             // Bits 16 to 47 of the 48-bit product.
             (Ty::U32, Part::High, false) => {
                 Some(rare2(|a: u32, b: u32| ((u64::from(low24(a)) * u64::from(low24(b))) >> 16) as u32))
@@ -364,6 +367,7 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
                         .then(|| op2(|a: u64, b: u64| ((u128::from(a) * u128::from(b)) >> 64) as u64))
                 })
         }
+        (Part::High, true) if m.has("sat") => integer::mad_high_saturated(ty),
         (Part::High, true) if ty == Ty::U64 => Some(op3(|a: u64, b: u64, c: u64| {
             (((u128::from(a) * u128::from(b)) >> 64) as u64).wrapping_add(c)
         })),
@@ -405,11 +409,11 @@ fn fma(ty: Ty, g: Flags) -> Option<Spec> {
     }
 }
 
-fn low24(v: u32) -> u32 {
+pub(super) fn low24(v: u32) -> u32 {
     v & 0xff_ffff
 }
 
-fn sext24(v: i32) -> i32 {
+pub(super) fn sext24(v: i32) -> i32 {
     v << 8 >> 8
 }
 
@@ -463,7 +467,11 @@ fn min_max(m: &mut Mods) -> Result<Option<Spec>, String> {
     let max = m.base == "max";
     let ftz = Flags { round: Round::Nearest, ftz: m.has("ftz"), sat: false };
     let nan = m.has("NaN");
+    let relu = m.has("relu");
     let ty = m.ty()?;
+    if relu {
+        return Ok(integer::extreme_or_zero(ty, max));
+    }
     if ty == Ty::F32 {
         return Ok(Some(match (max, nan) {
             (false, false) => f32_2(ftz, float::min::<f32, false>),
@@ -557,18 +565,6 @@ fn funnel_left(a: u32, b: u32, n: u32) -> u32 {
 /// Low word of `b:a >> n`.
 fn funnel_right(a: u32, b: u32, n: u32) -> u32 {
     ((u64::from(b) << 32 | u64::from(a)) >> n) as u32
-}
-
-fn lop3(m: &mut Mods) -> Result<Emit, String> {
-    if !m.has("b32") {
-        return m.unsupported();
-    }
-    Ok(simple(op4(|a: u32, b: u32, c: u32, table: u32| {
-        (0..8).filter(|k| table >> k & 1 != 0).fold(0, |r, k| {
-            let pick = |v: u32, bit: u32| if k & bit != 0 { v } else { !v };
-            r | pick(a, 4) & pick(b, 2) & pick(c, 1)
-        })
-    })))
 }
 
 /// `bfe` by the pseudo code of the PTX manual: position and length are bytes, bits beyond the top
@@ -774,7 +770,7 @@ fn rsqrt(a: f64) -> f64 {
 /// The comparison of `setp`/`set` with its type; operands of `.ftz` are flushed.
 // NaN is the point of the unordered forms.
 #[allow(clippy::neg_cmp_op_on_partial_ord, clippy::double_comparisons)]
-fn comparison(ty: Ty, name: &str, ftz: bool) -> Option<Spec> {
+pub(super) fn comparison(ty: Ty, name: &str, ftz: bool) -> Option<Spec> {
     if ftz {
         macro_rules! flushed {
             ($a:ident, $b:ident => $e:expr) => {
@@ -841,66 +837,4 @@ fn comparison(ty: Ty, name: &str, ftz: bool) -> Option<Spec> {
         "nan" => floats!(T => |a: T, b: T| a.partial_cmp(&b).is_none()),
         _ => None,
     }
-}
-
-const COMPARISONS: &[&str] = &[
-    "eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs", "equ", "neu", "ltu", "leu", "gtu", "geu",
-    "num", "nan",
-];
-
-/// Common part of `setp` and `set`: comparison, combination, `.ftz`.
-fn compare_head(m: &mut Mods) -> Result<(&'static str, Combine, bool), String> {
-    let Some(name) = COMPARISONS.iter().copied().find(|n| m.has(n)) else {
-        return Err(format!("'{}' lacks a comparison", m.opcode));
-    };
-    let combine = m
-        .one_of(&[("and", Combine::And), ("or", Combine::Or), ("xor", Combine::Xor)])
-        .unwrap_or(Combine::None);
-    Ok((name, combine, m.has("ftz")))
-}
-
-fn setp(m: &mut Mods) -> Result<Emit, String> {
-    let (name, combine, ftz) = compare_head(m)?;
-    let ty = m.ty()?;
-    let Some(spec) = comparison(ty, name, ftz) else { return m.unsupported() };
-    Ok(Box::new(move |l, ops| {
-        let with = combine != Combine::None;
-        l.count(ops, 3 + usize::from(with)..=3 + usize::from(with))?;
-        let (p, q) = match &ops[0].0 {
-            Operand::Pair(p, q) => {
-                let (p, q) = ((Operand::clone(p), ops[0].1), (Operand::clone(q), ops[0].1));
-                (l.dest_of::<bool>(&p)?, l.dest_of::<bool>(&q)?)
-            }
-            _ => (l.dest_of::<bool>(&ops[0])?, SINK),
-        };
-        let (a, b) = (l.operand(&ops[1], &spec.sig[2])?, l.operand(&ops[2], &spec.sig[3])?);
-        let c = if with { l.source_of::<bool>(&ops[3])? } else { SINK };
-        l.push_alu(spec.f, [p, q, a, b, c, combine as u32], spec.sig);
-        Ok(())
-    }))
-}
-
-/// `set`: a comparison into a scratch predicate, and a selection of all ones (or 1.0) or zero.
-fn set(m: &mut Mods) -> Result<Emit, String> {
-    let (name, combine, ftz) = compare_head(m)?;
-    let (d, ty) = (m.ty()?, m.ty()?);
-    let Some(spec) = comparison(ty, name, ftz) else { return m.unsupported() };
-    let one = match d {
-        Ty::U32 | Ty::S32 => u64::from(u32::MAX),
-        Ty::F32 => u64::from(1f32.to_bits()),
-        _ => return m.unsupported(),
-    };
-    let select = op3(|a: u32, b: u32, c: bool| if c { a } else { b });
-    Ok(Box::new(move |l, ops| {
-        let with = combine != Combine::None;
-        l.count(ops, 3 + usize::from(with)..=3 + usize::from(with))?;
-        let p = l.slot(File::Pred);
-        let (a, b) = (l.operand(&ops[1], &spec.sig[2])?, l.operand(&ops[2], &spec.sig[3])?);
-        let c = if with { l.source_of::<bool>(&ops[3])? } else { SINK };
-        let d = l.dest_of::<u32>(&ops[0])?;
-        l.push_alu(spec.f, [p, SINK, a, b, c, combine as u32], spec.sig);
-        let (one, zero) = (l.constant(File::R32, Init::Bits(one)), l.constant(File::R32, Init::Bits(0)));
-        l.push_alu(select.f, [d, one, zero, p, 0, 0], select.sig);
-        Ok(())
-    }))
 }

@@ -4,7 +4,7 @@ use half::f16;
 
 use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
-use crate::exec::lanes::{Lane, Role, Sig, Spec, every_lane, lanes, op1, op2, rare1};
+use crate::exec::lanes::{Lane, Role, Sig, Spec, every_lane, lanes, op1, op2, rare1, rare2};
 use crate::float::{self, F32, Format, Overflow, Round, TF32};
 use crate::ir::{AluFn, File, Regs};
 
@@ -36,8 +36,8 @@ struct Conversion {
 
 /// `cvt`
 pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
-    if m.has("pack") {
-        return m.unsupported();
+    if m.names().any(|name| name == "pack") {
+        return super::integer::pack(m);
     }
     if m.has("tf32") {
         return to_tf32(m);
@@ -59,7 +59,8 @@ pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
     };
     let round_ok = match round {
         None => !rounds,
-        Some((_, false)) => rounds && to.is_float(),
+        // Exact, whatever the rounding: the manual has an example of bf16.
+        Some((_, false)) => to.is_float() && (rounds || from == Ty::Bf16 && to.bits() > 16),
         Some((_, true)) => from.is_float() && (to.is_integer() || to == from),
     };
     let narrow_ok = !(satfinite || relu) || to.is_float() && to.bits() == 16;
@@ -398,6 +399,27 @@ fn packed(c: &Conversion) -> Option<Spec> {
         }
         (Ty::Bf16x2, Ty::F32, NEAREST, (true, false)) => {
             op2(|a: f32, b: f32| two(a, b, 16, BF16, NEAREST, false, FINITE))
+        }
+        (Ty::Bf16x2, Ty::F32, NEAREST, (true, true)) => {
+            rare2(|a: f32, b: f32| two(a, b, 16, BF16, NEAREST, true, FINITE))
+        }
+        (Ty::Bf16x2, Ty::F32, ZERO, (true, false)) => {
+            rare2(|a: f32, b: f32| two(a, b, 16, BF16, ZERO, false, FINITE))
+        }
+        (Ty::Bf16x2, Ty::F32, ZERO, (true, true)) => {
+            rare2(|a: f32, b: f32| two(a, b, 16, BF16, ZERO, true, FINITE))
+        }
+        (Ty::F16x2, Ty::F32, NEAREST, (true, false)) => {
+            rare2(|a: f32, b: f32| two(a, b, 16, F16, NEAREST, false, FINITE))
+        }
+        (Ty::F16x2, Ty::F32, NEAREST, (true, true)) => {
+            rare2(|a: f32, b: f32| two(a, b, 16, F16, NEAREST, true, FINITE))
+        }
+        (Ty::F16x2, Ty::F32, ZERO, (true, false)) => {
+            rare2(|a: f32, b: f32| two(a, b, 16, F16, ZERO, false, FINITE))
+        }
+        (Ty::F16x2, Ty::F32, ZERO, (true, true)) => {
+            rare2(|a: f32, b: f32| two(a, b, 16, F16, ZERO, true, FINITE))
         }
         (Ty::F16x2, Ty::F32, NEAREST, (false, false)) => {
             op2(|a: f32, b: f32| two(a, b, 16, F16, NEAREST, false, IEEE))

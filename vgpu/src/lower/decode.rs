@@ -99,6 +99,7 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
         "mbarrier" => sync::mbarrier(m)?,
         "cp" => sync::bulk(m)?,
         "ldmatrix" | "stmatrix" => matrix::transfer(m)?,
+        "movmatrix" => matrix::transpose(m)?,
         "mma" => matrix::multiply(m)?,
         "wgmma" => wgmma::decode(m)?,
         "shfl" | "vote" | "match" | "redux" | "elect" => sync::warp_wide(m)?,
@@ -226,6 +227,9 @@ fn move_parts(
     for (i, p) in parts.iter().enumerate() {
         s[i + 1] = l.operand(&(p.clone(), pos), &sig)?;
         sigs.push(sig);
+    }
+    if role == Role::Def {
+        l.moves.push(l.code.len());
     }
     l.push_alu(f, s, &sigs);
     Ok(())

@@ -159,6 +159,36 @@ fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
     if load { Op::Ld(a) } else { Op::St(a) }
 }
 
+/// `movmatrix.sync.aligned.m8n8.trans.b16`: the transpose of a matrix in registers. A lane holds
+/// column `lane / 4` of two rows of the source, which are in two lanes.
+pub(super) fn transpose(m: &mut Mods) -> Result<Emit, String> {
+    if !(m.has("sync") & m.has("aligned") & m.has("m8n8") & m.has("trans") & m.has("b16")) {
+        return m.unsupported();
+    }
+    let holders = [op1(|lane: u32| lane % 4 * 8 + lane / 8), op1(|lane: u32| lane % 4 * 8 + 4 + lane / 8)];
+    let half = op2(|v: u32, lane: u32| v >> (lane / 4 % 2 * 16) & 0xffff);
+    let join = op2(|low: u32, high: u32| low | high << 16);
+    Ok(Box::new(move |l, ops| {
+        l.count(ops, 2..=2)?;
+        let (d, a) = (l.dest_of::<u32>(&ops[0])?, l.source_of::<u32>(&ops[1])?);
+        let lane = l.constant(File::R32, Init::Special(Special::LaneId));
+        let clamp = l.constant(File::R32, Init::Bits(31));
+        let mask = l.constant(File::R32, Init::Bits(FULL.into()));
+        let mut halves = [SINK; 2];
+        for (to, holder) in halves.iter_mut().zip(&holders) {
+            let source = l.slot(File::R32);
+            l.push_alu(holder.f, [source, lane, lane, 0, 0, 0], holder.sig);
+            let value = l.slot(File::R32);
+            let op = WarpOp::Shfl { mode: ShflMode::Idx, d: value, p: SINK, a, lane: source, clamp };
+            l.push(Op::Warp { op, mask });
+            *to = l.slot(File::R32);
+            l.push_alu(half.f, [*to, value, lane, 0, 0, 0], half.sig);
+        }
+        l.push_alu(join.f, [d, halves[0], halves[1], 0, 0, 0], join.sig);
+        Ok(())
+    }))
+}
+
 /// The type of the elements of A or B that a modifier names.
 pub(super) fn factor_type(name: &str) -> Option<Element> {
     Some(match name {
@@ -185,7 +215,7 @@ pub(super) fn sum_type(name: &str, saturates: bool) -> Option<Sum> {
 }
 
 /// `mma.sync.aligned.SHAPE.row.col{.satfinite}.D.A.B.C`: of the types for dense matrices, the floats
-/// of 8 to 32 bits and the integers of 8.
+/// of 8 to 32 bits and the integers of 4 and 8.
 pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
     let whole = m.has("sync") & m.has("aligned") & m.has("row") & m.has("col");
     let shapes = [
@@ -194,16 +224,23 @@ pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
         ("m16n8k8", (16, 8)),
         ("m16n8k16", (16, 16)),
         ("m16n8k32", (16, 32)),
+        ("m8n8k32", (8, 32)),
+        ("m16n8k64", (16, 64)),
     ];
     let Some((rows, k)) = m.one_of(&shapes) else { return m.unsupported() };
     let saturates = m.has("satfinite");
-    // The last four modifiers are the types of D, A, B and C.
-    let names: Vec<&str> = m.names().collect();
+    // The last four others are the types of D, A, B and C. CUTLASS has `.satfinite` behind them.
+    let names: Vec<&str> = m.names().filter(|name| *name != "satfinite").collect();
     let &[.., d, a, b, c] = names.as_slice() else { return m.unsupported() };
     m.ignore(&[d, a, b, c]);
     let Some(sum) = sum_type(d, saturates) else { return m.unsupported() };
-    let (Some(a), Some(b)) = (factor_type(a), factor_type(b)) else { return m.unsupported() };
-    use Element::{Bf16, E4m3, E5m2, F16, S8, Tf32, U8};
+    let factor = |name| match name {
+        "u4" => Some(Element::U4),
+        "s4" => Some(Element::S4),
+        other => factor_type(other),
+    };
+    let (Some(a), Some(b)) = (factor(a), factor(b)) else { return m.unsupported() };
+    use Element::{Bf16, E4m3, E5m2, F16, S4, S8, Tf32, U4, U8};
     let exists = match (a, b) {
         (F16, F16) => rows == 16 && matches!(k, 8 | 16) && matches!(sum, Sum::F32 | Sum::F16),
         (Bf16, Bf16) => rows == 16 && matches!(k, 8 | 16) && sum == Sum::F32,
@@ -211,7 +248,12 @@ pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
         (E4m3 | E5m2, E4m3 | E5m2) => {
             rows == 16 && matches!(k, 16 | 32) && matches!(sum, Sum::F32 | Sum::F16)
         }
-        (U8 | S8, U8 | S8) => matches!(k, 16 | 32) && matches!(sum, Sum::S32 | Sum::SaturatedS32),
+        (U8 | S8, U8 | S8) => {
+            matches!((rows, k), (8, 16) | (16, 16 | 32)) && matches!(sum, Sum::S32 | Sum::SaturatedS32)
+        }
+        (U4 | S4, U4 | S4) => {
+            matches!((rows, k), (8, 32) | (16, 32 | 64)) && matches!(sum, Sum::S32 | Sum::SaturatedS32)
+        }
         _ => false,
     };
     let floats_saturate = saturates && sum != Sum::SaturatedS32;

@@ -5,7 +5,7 @@ use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
 use crate::exec::access::{LOCAL_TAG, PARAM_TAG, SHARED_TAG};
 use crate::exec::lanes::{Lane, op1, op3};
-use crate::ir::{Access, Atomic, CopyOp, File, Init, Op, Rmw, SINK, Scope, Sem, Space};
+use crate::ir::{Access, Addr, Atomic, CopyOp, File, Init, Op, Rmw, SINK, Scope, Sem, Space};
 use crate::ptx::{Operand, Span};
 
 const SPACES: &[(&str, Space)] = &[
@@ -315,6 +315,7 @@ pub(super) fn atomic(m: &mut Mods) -> Result<Emit, String> {
         return m.unsupported();
     };
     let noftz = m.has("noftz");
+    let elements = m.one_of(&[("v2", 2), ("v4", 4), ("v8", 8)]);
     let ty = m.ty()?;
     let small_float = matches!(ty, Ty::F16 | Ty::F16x2 | Ty::Bf16 | Ty::Bf16x2);
     let op = match (name, ty) {
@@ -343,6 +344,15 @@ pub(super) fn atomic(m: &mut Mods) -> Result<Emit, String> {
     }
     let cas = op == Rmw::Cas;
     let bits = ty.bits();
+    let bytes = (bits / 8) as u8;
+    let atomic = move |addr, d, a, b| Op::Atom(Atomic { op, space, sem, scope, addr, bytes, d, a, b });
+    if let Some(elements) = elements {
+        let float = ty == Ty::F32 || small_float;
+        if name != Name::Add || !float || space == Space::Shared || elements as u32 * bits > 128 {
+            return m.unsupported();
+        }
+        return Ok(vector_atomic(move |addr, d, a| atomic(addr, d, a, SINK), bits, elements, red, policy));
+    }
     Ok(Box::new(move |l, ops| {
         let n = 2 + usize::from(!red) + usize::from(cas) + usize::from(policy);
         l.count(ops, n..=n)?;
@@ -354,9 +364,48 @@ pub(super) fn atomic(m: &mut Mods) -> Result<Emit, String> {
         let addr = l.address(&rest[0])?;
         let a = l.source(&rest[1], file, bits)?;
         let b = if cas { l.source(&rest[2], file, bits)? } else { SINK };
-        l.push(Op::Atom(Atomic { op, space, sem, scope, addr, bytes: (bits / 8) as u8, d, a, b }));
+        l.push(atomic(addr, d, a, b));
         Ok(())
     }))
+}
+
+/// `atom` and `red` on a vector: an operation for each element. Each is atomic by itself.
+fn vector_atomic(
+    one: impl Fn(Addr, u32, u32) -> Op + 'static,
+    bits: u32,
+    elements: usize,
+    red: bool,
+    policy: bool,
+) -> Emit {
+    Box::new(move |l, ops| {
+        let n = 2 + usize::from(!red) + usize::from(policy);
+        l.count(ops, n..=n)?;
+        if policy {
+            l.source_of::<u64>(&ops[n - 1])?;
+        }
+        let parts = |(op, pos): &(Operand, Span)| match op {
+            Operand::Vector(parts) if parts.len() == elements => {
+                Ok(parts.iter().map(|part| (part.clone(), *pos)).collect::<Vec<_>>())
+            }
+            _ => Err((*pos, format!("a vector of {elements} registers is needed"))),
+        };
+        let (results, rest) = if red { (vec![], ops) } else { (parts(&ops[0])?, &ops[1..]) };
+        let addr = l.address(&rest[0])?;
+        // A result may be a register of a later operand.
+        let copy = op1(|v: u32| v);
+        let mut added = vec![];
+        for part in parts(&rest[1])? {
+            let (from, to) = (l.source(&part, File::R32, bits)?, l.slot(File::R32));
+            l.push_alu(copy.f, [to, from, from, 0, 0, 0], copy.sig);
+            added.push(to);
+        }
+        for (i, a) in added.into_iter().enumerate() {
+            let d = results.get(i).map_or(Ok(SINK), |part| l.dest(part, File::R32, bits))?;
+            let addr = Addr { offset: addr.offset + i as i64 * i64::from(bits / 8), ..addr };
+            l.push(one(addr, d, a));
+        }
+        Ok(())
+    })
 }
 
 /// `prefetch`, `discard`, `applypriority`: nothing to do. `createpolicy`: a policy that nothing

@@ -18,6 +18,7 @@ mod numbers;
 mod random;
 mod reports;
 mod schedule;
+mod seldom;
 mod stores;
 mod system;
 mod tensor;

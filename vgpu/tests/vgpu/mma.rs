@@ -6,7 +6,7 @@ use epoxide_vgpu::{CheckConfig, FaultKind, GridConfig, Machine, MachineError, Mo
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::common::{device, kernel, launch, reject, run_body, tier};
+use crate::common::{device, kernel, launch, per_lane, reject, run_body, tier};
 use crate::numbers::{BF16, E4M3, E5M2, F16, F32, Matrix, S8, S32, TF32, Type, U8, matrix};
 
 /// A product: `[rows, k]` by `[k, 8]`.
@@ -310,5 +310,77 @@ fn what_is_no_product_is_refused() {
         let error =
             reject(&format!("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {};", operands.join(", ")));
         assert!(error.message.contains(what), "{error}");
+    }
+}
+
+#[test]
+fn satfinite_may_stand_behind_the_types() {
+    let ahead = "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.u8.u8.s32";
+    assert!(
+        supported_opcode(ahead)
+            && supported_opcode(&format!("{}.satfinite", ahead.replace(".satfinite", "")))
+    );
+    assert!(!supported_opcode("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32.satfinite"));
+}
+
+/// Elements of 4 bits, at the places of the manual's tables for `m8n8k32`, `m16n8k32` and
+/// `m16n8k64`.
+#[test]
+fn products_of_4_bits() {
+    let mut rng = ChaCha8Rng::seed_from_u64(9);
+    let values = |signed: bool| if signed { -8..8 } else { 0..16 };
+    for (rows, k) in [(8usize, 32usize), (16, 32), (16, 64)] {
+        for (of_a, of_b) in [(false, false), (false, true), (true, false), (true, true)] {
+            let a: Vec<Vec<i32>> =
+                (0..rows).map(|_| (0..k).map(|_| rng.random_range(values(of_a))).collect()).collect();
+            let b: Vec<Vec<i32>> =
+                (0..k).map(|_| (0..8).map(|_| rng.random_range(values(of_b))).collect()).collect();
+            let c: Vec<Vec<i32>> =
+                (0..rows).map(|_| (0..8).map(|_| rng.random_range(-99..99)).collect()).collect();
+            let eight = |of: &dyn Fn(usize) -> i32| {
+                (0..8).fold(0, |word, at| word | u64::from(of(at) as u32 & 15) << (4 * at))
+            };
+            // Registers of 32 lanes: of A, of B, of C.
+            let mut inputs: Vec<Vec<u64>> = vec![];
+            for register in 0..rows * k / 256 {
+                let (below, right) = if rows == 16 { (register % 2 * 8, register / 2 * 32) } else { (0, 0) };
+                inputs.push(
+                    (0..32).map(|lane| eight(&|at| a[lane / 4 + below][lane % 4 * 8 + at + right])).collect(),
+                );
+            }
+            for register in 0..k / 32 {
+                let below = register * 32;
+                inputs
+                    .push((0..32).map(|lane| eight(&|at| b[lane % 4 * 8 + at + below][lane / 4])).collect());
+            }
+            for register in 0..rows / 4 {
+                let (below, column) = (register / 2 * 8, register % 2);
+                let of = |lane: usize| c[lane / 4 + below][lane % 4 * 2 + column] as u32;
+                inputs.push((0..32).map(|lane| of(lane).into()).collect());
+            }
+            let list = |from: usize, n: usize| {
+                let names: Vec<_> = (from..from + n).map(|r| format!("%r{r}")).collect();
+                format!("{{{}}}", names.join(", "))
+            };
+            let (na, nb, nc) = (rows * k / 256, k / 32, rows / 4);
+            let name = |signed| if signed { "s4" } else { "u4" };
+            let opcode =
+                format!("mma.sync.aligned.m{rows}n8k{k}.row.col.s32.{}.{}.s32", name(of_a), name(of_b));
+            let operands = [list(1, na), list(1 + na, nb), list(1 + na + nb, nc)].join(", ");
+            for at in 0..nc {
+                let result = format!("mov.u32 %r0, %r{};", 30 + at);
+                let snippet = format!("{opcode} {}, {operands};\n{result}", list(30, nc));
+                for (lane, got) in per_lane(&snippet, 32, &inputs).into_iter().enumerate() {
+                    let (row, column) = (lane / 4 + at / 2 * 8, lane % 4 * 2 + at % 2);
+                    let sum = (0..k).fold(c[row][column], |sum, k| sum + a[row][k] * b[k][column]);
+                    assert_eq!(got as u32 as i32, sum, "{opcode}: row {row}, column {column}");
+                }
+            }
+        }
+    }
+    for wrong in
+        ["m8n8k32.row.col.s32.u8.u8.s32", "m16n8k64.row.col.s32.s8.s8.s32", "m16n8k16.row.col.s32.s4.s4.s32"]
+    {
+        assert!(!supported_opcode(&format!("mma.sync.aligned.{wrong}")), "{wrong}");
     }
 }

@@ -526,6 +526,7 @@ fn registers_of_a_product_rest_until_the_wait() {
         ("mov.f32 %d5, 0f00000000;", "register '%d5' is written"),
         ("st.global.u32 [%rd6+54800], %d7;", "register '%d7' is read"),
         ("mov.f32 %d90, %d3;\nadd.f32 %d91, %d90, %d90;", "register '%d90' is read"),
+        ("mov.b32 {%h0, %h1}, %d3;\nadd.u16 %h2, %h1, %h1;", "register '%h1' is read"),
     ] {
         for ahead in ["", "wgmma.wait_group.sync.aligned 1;\n"] {
             let begin = "mov.f32 %d91, 0f3f800000;\n";
@@ -542,6 +543,7 @@ fn registers_of_a_product_rest_until_the_wait() {
     assert_wgmma(&fault, "register '%d3' is read", "add.f32");
     // Moves are renamings, and a wait for all but one group waits for the older product.
     passes(&format!("{FENCE}{product}{COMMIT}mov.f32 %d90, %d3;\nmov.f32 %d3, %d90;\n{WAIT}"));
+    passes(&format!("{FENCE}{product}{COMMIT}mov.b32 {{%h0, %h1}}, %d3;\n{WAIT}add.u16 %h2, %h0, %h1;"));
     let other = product.replace("%d", "%e");
     passes(&format!(
         ".reg .b32 %e<8>;\n{FENCE}{product}{COMMIT}{other}{COMMIT}wgmma.wait_group.sync.aligned 1;\nadd.f32 %d90, %d3, %d3;\n{WAIT}"

@@ -39,6 +39,7 @@ pub fn all() -> Vec<Form> {
     copies(&mut t);
     atomics(&mut t);
     float_atomics(&mut t);
+    vector_atomics(&mut t);
     matrices(&mut t);
     t.0
 }
@@ -133,9 +134,10 @@ fn calls(t: &mut Table) {
 /// Numbers for tensor cores, which have no formula here.
 fn tensor_floats(t: &mut Table) {
     for modifiers in ["rn", "rz", "rn.relu", "rz.relu", "rna", "rna.satfinite"] {
-        // ptxas cuts off the payload of a NaN here, and makes a number of it (docs/KERNELS.md).
+        // ptxas cuts off the payload of a NaN here, and makes infinity or a number of it
+        // (docs/KERNELS.md).
         let text = match modifiers {
-            "rna.satfinite" => format!(
+            "rna" | "rna.satfinite" => format!(
                 "setp.nan.f32 %q, $1, $1; selp.b32 %x, 0x7fffffff, $1, %q; cvt.{modifiers}.tf32.f32 $0, %x;"
             ),
             _ => format!("cvt.{modifiers}.tf32.f32 $0, $1;"),
@@ -163,7 +165,9 @@ fn warps(t: &mut Table) {
             t.form(Needs::Mask, format!("{all} $0|%q, {of}, $m;"), &[kind], WORD);
             t.form(Needs::Mask, format!("{all} %x|$0, {of}, $m;"), &[kind], Pred);
         }
-        t.form(Needs::Mask, format!("match.all.sync.b{bits} %x|$0, 7, $m;"), &[], Pred);
+        // Not of a literal: ptxas then knows the outcome, and drops what a guard of it would keep
+        // (docs/KERNELS.md).
+        t.form(Needs::Mask, format!("match.all.sync.b{bits} %x|$0, %zero{bits}, $m;"), &[], Pred);
     }
     for op in
         ["add.u32", "add.s32", "min.u32", "min.s32", "max.u32", "max.s32", "and.b32", "or.b32", "xor.b32"]
@@ -380,18 +384,21 @@ fn matrices(t: &mut Table) {
         let names: Vec<&str> = (0..count).map(|i| if i == at { "$0" } else { ["%x", "%y"][i % 2] }).collect();
         names.join(", ")
     };
-    for (shape, a, b, sums) in [
-        ("m8n8k16", "$1", "$2", 2),
-        ("m16n8k16", "$1, $2", "$3", 4),
-        ("m16n8k32", "$1, $2, $3, $4", "$2, $4", 4),
+    for (shape, bits, a, b, sums) in [
+        ("m8n8k16", 8, "$1", "$2", 2),
+        ("m16n8k16", 8, "$1, $2", "$3", 4),
+        ("m16n8k32", 8, "$1, $2, $3, $4", "$2, $4", 4),
+        ("m8n8k32", 4, "$1", "$2", 2),
+        ("m16n8k32", 4, "$1, $2", "$3", 4),
+        ("m16n8k64", 4, "$1, $2, $3, $4", "$2, $4", 4),
     ] {
-        for (left, right) in [("s8", "s8"), ("u8", "u8"), ("s8", "u8"), ("u8", "s8")] {
+        for (left, right) in [("s", "s"), ("u", "u"), ("s", "u"), ("u", "s")] {
             for modifier in ["", ".satfinite"] {
                 for at in [0, sums - 1] {
                     let d = parts(sums, at);
                     let c = ["$1", "$4", "$3", "$4"][..sums].join(", ");
                     let text = format!(
-                        "bar.warp.sync $m; mma.sync.aligned.{shape}.row.col{modifier}.s32.{left}.{right}.s32 \
+                        "bar.warp.sync $m; mma.sync.aligned.{shape}.row.col{modifier}.s32.{left}{bits}.{right}{bits}.s32 \
                          {{{d}}}, {{{a}}}, {{{b}}}, {{{c}}};"
                     );
                     t.form(Needs::Warp, text, &[WORD; 4], WORD);
@@ -399,6 +406,8 @@ fn matrices(t: &mut Table) {
             }
         }
     }
+    let text = "bar.warp.sync $m; movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;";
+    t.form(Needs::Warp, text, &[WORD], WORD);
     // 16 bytes of each lane, which are rows of matrices.
     let fill = "bar.warp.sync $m; st.shared.v4.b32 [%swap], {$1, $2, $3, $1}; bar.warp.sync $m;";
     for trans in ["", ".trans"] {
@@ -415,6 +424,50 @@ fn matrices(t: &mut Table) {
                  ld.shared.b64 $0, [%swap+$e];"
             );
             t.form(Needs::Warp, text, &[WORD; 3], LONG);
+        }
+    }
+}
+
+/// Sums of vectors of floats: an old value, and a new one.
+fn vector_atomics(t: &mut Table) {
+    for (ty, most, kind) in [
+        ("f32", 4, Float(F32)),
+        ("noftz.f16x2", 4, Pair(F16)),
+        ("noftz.bf16x2", 4, Pair(Bf16)),
+        ("noftz.f16", 8, Float(F16)),
+        ("noftz.bf16", 8, Float(Bf16)),
+    ] {
+        for n in [2, 4, 8].into_iter().filter(|n| *n <= most) {
+            let bits = kind.bits();
+            let (part, other) = if bits == 16 { ("%hx", "%hy") } else { ("%x", "%y") };
+            let list = |first: &str, others: &str| {
+                vec![first].into_iter().chain(vec![others; n - 1]).collect::<Vec<_>>().join(", ")
+            };
+            let (noftz, format) = ty.rsplit_once('.').map_or(("", ty), |(_, format)| (".noftz", format));
+            // Of two operands, one is the first number and the other all others.
+            let fill: String = (0..n)
+                .map(|i| {
+                    format!(
+                        "st.global.b{bits} [%cell+{}], ${};",
+                        i as u32 * bits / 8,
+                        if i == 0 { 1 } else { 2 }
+                    )
+                })
+                .collect();
+            let added = list("$2", "$1");
+            let old = format!(
+                "{fill} atom.global.add{noftz}.v{n}.{format} {{{}}}, [%cell], {{{added}}};",
+                list(other, part)
+            );
+            let new = format!(
+                "{fill} red.global.add{noftz}.v{n}.{format} [%cell], {{{added}}}; ld.global.b{bits} {part}, [%cell+{}];",
+                (n as u32 - 1) * bits / 8
+            );
+            // A NaN in memory has bits that the manual leaves open.
+            for text in [old, new] {
+                t.form(Needs::Nothing, format!("{text} {fill} mov.b{bits} $0, {part};"), &[kind, kind], kind);
+                t.0.iter_mut().last().into_iter().for_each(|form| form.any_nan = true);
+            }
         }
     }
 }
@@ -477,16 +530,30 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_narrow_load_is_passed_on_wrongly_to_packed_operands() {
+        let forms = all();
+        let named = |part: &str| forms.iter().find(|form| form.text.contains(part)).unwrap();
+        let reader = named("red.shared.add.noftz.f16x2");
+        for narrow in ["ld.shared.s16 $0", "ld.global.u8 $0", "ld.local.s8 $0"] {
+            assert!(named(narrow).is_forwarded_wrongly_to(reader, Pair(F16)), "{narrow}");
+            assert!(!named(narrow).is_forwarded_wrongly_to(reader, WORD), "{narrow}");
+        }
+        assert!(!named("ld.shared.b32 $0").is_forwarded_wrongly_to(reader, Pair(F16)));
+    }
+
+    #[test]
     fn open_bits_of_a_nan_stay_out_of_what_is_compared() {
         let forms = all();
         let sums: Vec<&Form> =
             forms.iter().filter(|form| form.any_nan && form.text.contains("red.")).collect();
-        assert_eq!(sums.len(), 12);
+        assert_eq!(sums.len(), 24);
         for form in sums {
             let last = form.text.rfind("$1");
             assert!(form.text.find("$0") > last, "memory gets the sum where $0 is $1: {}", form.text);
         }
-        let tf32 = forms.iter().find(|form| form.text.contains("cvt.rna.satfinite.tf32"));
-        assert!(tf32.is_some_and(|form| form.text.starts_with("setp.nan.f32 %q, $1, $1;")));
+        for opcode in ["cvt.rna.tf32.f32", "cvt.rna.satfinite.tf32.f32"] {
+            let form = forms.iter().find(|form| form.text.contains(opcode));
+            assert!(form.is_some_and(|form| form.text.starts_with("setp.nan.f32 %q, $1, $1;")), "{opcode}");
+        }
     }
 }

@@ -118,7 +118,8 @@ fn tiny(op: Op, mode: Mode, x: &[u64]) -> bool {
 /// to a subnormal makes it normal.
 fn is_tiny(v: Quad, mode: Mode) -> bool {
     let smallest = wide(1 << mode.format.bits().1, mode.format);
-    let scale = Quad::from_u128(1 << 64).value;
+    // To where all numbers have as many digits, and none is infinite.
+    let scale = Quad::from_u128(if mode.format == Format::F16 { 1 << 14 } else { 1 << 64 }).value;
     let rounded = wide(narrow((v * scale).value, mode.format, mode.round), mode.format);
     v.abs() < smallest && rounded.abs() < (smallest * scale).value
 }

@@ -8,6 +8,8 @@
 //! approximations. Left out, because H200 departs from the manual (docs/KERNELS.md): `cvt.rm` and
 //! `cvt.rp` from f32 to f16 with `.ftz`.
 
+mod seldom;
+
 use std::cmp::Ordering;
 
 use super::float::{self, Mode, NEAREST, Op, ROUNDS};
@@ -58,6 +60,7 @@ impl Form {
         self.is_single()
             && self.needs == Needs::Nothing
             && self.result != Pred
+            && !self.is_wrong_where_paths_meet()
             && !self.text.starts_with("set.")
             && !self.operands.is_empty()
     }
@@ -72,15 +75,20 @@ impl Form {
         sum && matches!(self.result, Float(_) | Pair(_)) && !parts.any(rounds)
     }
 
-    /// Whether ptxas passes the result on wrongly to an instruction that reads the register as
-    /// `kind` (docs/KERNELS.md): it converts the value where the manual has the bits, or takes the
-    /// most negative number for a positive one behind `abs` and `neg`.
-    pub fn is_forwarded_wrongly_as(&self, kind: Kind) -> bool {
+    /// Whether ptxas passes the result on wrongly to `reader`, which reads the register as `kind`
+    /// (docs/KERNELS.md). It converts the value where the manual has the bits, makes one conversion
+    /// of two, takes the most negative number for a positive one behind `abs` and `neg` and an
+    /// integer's sign for a float's behind `cnot`, or reads the lower half of a narrow load twice.
+    pub fn is_forwarded_wrongly_to(&self, reader: &Form, kind: Kind) -> bool {
         let opcode = self.opcodes().last().unwrap_or_default();
-        let base = opcode.split('.').next().unwrap_or_default();
+        let base = base_of(opcode);
         let typed = matches!(self.result, Float(_) | Pair(_)) || base == "cvt";
-        let wraps = matches!(self.result, Int(_)) && ["abs", "neg"].contains(&base);
-        typed && self.result != kind || wraps || base == "set"
+        let twice = base == "cvt" && reader.opcodes().any(|opcode| base_of(opcode) == "cvt");
+        let wraps = matches!(self.result, Int(_)) && ["abs", "neg", "cnot"].contains(&base);
+        let narrow = base == "ld"
+            && ["8", "16"].iter().any(|bits| opcode.trim_end_matches(bits).ends_with(['s', 'u']));
+        let half = narrow && matches!(kind, Pair(_));
+        typed && self.result != kind || twice || wraps || half || base == "set"
     }
 
     /// Whether ptxas makes a move of it where both operands are one register, and so keeps the
@@ -89,10 +97,20 @@ impl Form {
         matches!(self.result, Float(_) | Pair(_)) && ["min", "max"].iter().any(|op| self.text.starts_with(op))
     }
 
-    /// Whether ptxas may drop `.ftz` where the result meets that of another path
-    /// (docs/KERNELS.md).
-    pub fn loses_ftz_in_branches(&self) -> bool {
+    /// Whether ptxas may drop the `.ftz` of a comparison that it computes once more: for a result
+    /// that meets that of another path, and for a guard (docs/KERNELS.md).
+    pub fn loses_ftz(&self) -> bool {
         self.text.starts_with("setp.") && self.text.contains(".ftz.")
+    }
+
+    /// Whether ptxas departs from the manual where the result meets the value of another path
+    /// (docs/KERNELS.md): a comparison without its `.ftz`, or half of a byte's sign extension.
+    pub fn is_wrong_where_paths_meet(&self) -> bool {
+        let opcode = self.opcodes().last().unwrap_or_default();
+        let mut types = opcode.rsplit('.');
+        let from_float = types.next().is_some_and(|from| from.contains('f'));
+        let byte = types.next().is_some_and(|to| to == "s8" || to == "u8");
+        self.loses_ftz() || base_of(opcode) == "cvt" && from_float && byte
     }
 
     /// The opcodes of its instructions, with their modifiers.
@@ -128,6 +146,11 @@ impl Form {
     }
 }
 
+/// The name of an instruction without its modifiers.
+fn base_of(opcode: &str) -> &str {
+    opcode.split('.').next().unwrap_or_default()
+}
+
 /// Every form with a formula.
 pub fn all() -> Vec<Form> {
     let mut t = Table(Vec::new());
@@ -141,6 +164,7 @@ pub fn all() -> Vec<Form> {
     float_to_float(&mut t);
     packed_conversions(&mut t);
     integer_conversions(&mut t);
+    seldom::add(&mut t);
     t.0
 }
 
@@ -511,6 +535,10 @@ fn holds(name: &str, order: Option<Ordering>) -> bool {
     }
 }
 
+/// The formats of arithmetic, with and without `.ftz`.
+const HALF_AND_FULL: [(Format, bool); 6] =
+    [(F16, false), (F16, true), (Bf16, false), (F32, false), (F32, true), (F64, false)];
+
 type Compare = Box<dyn Fn(&[u64]) -> bool>;
 
 fn comparisons(t: &mut Table) {
@@ -531,7 +559,7 @@ fn comparisons(t: &mut Table) {
             list.push((name.to_owned(), ty, Int(bits), Box::new(f)));
         }
     }
-    for (format, ftz) in [(F16, false), (Bf16, false), (F32, false), (F32, true), (F64, false)] {
+    for (format, ftz) in HALF_AND_FULL {
         for name in ORDERED.into_iter().chain(UNORDERED) {
             let f = move |x: &[u64]| holds(name, float::compare(x[0], x[1], format, ftz));
             let name = if ftz { format!("{name}.ftz") } else { name.to_owned() };
@@ -658,7 +686,7 @@ fn float_arithmetic(t: &mut Table) {
 
 /// `abs`, `neg`, `copysign`, `min`, `max`.
 fn signs_and_extremes(t: &mut Table) {
-    for (format, ftz) in [(F16, false), (Bf16, false), (F32, false), (F32, true), (F64, false)] {
+    for (format, ftz) in HALF_AND_FULL {
         let n = format!("{}{}", if ftz { "ftz." } else { "" }, format.name());
         let k = Float(format);
         let sign = 1u64 << (format.bits().0 - 1);
@@ -878,22 +906,35 @@ mod tests {
             let found = forms.iter().find(|form| form.text.starts_with(&format!("{name} ")));
             found.unwrap_or_else(|| panic!("no form {name}"))
         };
-        for (writer, kind) in [
-            ("cvt.rn.bf16.f16", Float(F16)),
-            ("cvt.rp.f16.bf16", Float(Bf16)),
-            ("cvt.sat.s16.u16", Float(F16)),
-            ("cvt.rn.relu.satfinite.bf16.f32", Int(16)),
-            ("mul.rz.ftz.f32", Count),
-            ("set.hs.xor.f32.u64", Int(32)),
-            ("neg.s32", Int(32)),
-            ("abs.s16", Int(16)),
+        for (writer, reader, kind) in [
+            ("cvt.rn.bf16.f16", "cvt.rzi.u32.f16", Float(F16)),
+            ("cvt.rp.f16.bf16", "abs.bf16", Float(Bf16)),
+            ("cvt.sat.s16.u16", "add.f16", Float(F16)),
+            ("cvt.rn.relu.satfinite.bf16.f32", "add.u16", Int(16)),
+            ("mul.rz.ftz.f32", "shr.u64", Count),
+            ("set.hs.xor.f32.u64", "add.u32", Int(32)),
+            ("neg.s32", "cvt.sat.u32.s32", Int(32)),
+            ("abs.s16", "setp.gt.s16", Int(16)),
+            ("cvt.rz.bf16.f16", "cvt.rzi.u32.bf16", Float(Bf16)),
+            ("cvt.rni.ftz.sat.u64.f32", "cvt.sat.u32.u64", Int(64)),
+            ("cnot.b32", "add.f16x2", Pair(F16)),
         ] {
-            assert!(form(writer).is_forwarded_wrongly_as(kind), "{writer}");
+            assert!(form(writer).is_forwarded_wrongly_to(form(reader), kind), "{writer}");
         }
-        assert!(!form("mul.rz.ftz.f32").is_forwarded_wrongly_as(Float(F32)));
-        assert!(!form("add.u32").is_forwarded_wrongly_as(Float(F32)));
+        for (writer, reader, kind) in [
+            ("mul.rz.ftz.f32", "add.rn.f32", Float(F32)),
+            ("add.u32", "add.rn.f32", Float(F32)),
+            ("cvt.rz.bf16.f16", "abs.bf16", Float(Bf16)),
+        ] {
+            assert!(!form(writer).is_forwarded_wrongly_to(form(reader), kind), "{writer}");
+        }
         assert!(form("max.f16").folds_equal_operands() && !form("max.s32").folds_equal_operands());
-        assert!(form("setp.gt.ftz.f32").loses_ftz_in_branches());
+        for name in ["setp.gt.ftz.f32", "cvt.rzi.s8.f32", "cvt.rmi.sat.u8.f16", "cvt.rpi.ftz.u8.f32"] {
+            assert!(form(name).is_wrong_where_paths_meet() && !form(name).may_be_guarded(), "{name}");
+        }
+        for name in ["setp.gt.f32", "cvt.rzi.s16.f32", "cvt.s8.s32", "cvt.rn.f32.s8"] {
+            assert!(!form(name).is_wrong_where_paths_meet(), "{name}");
+        }
     }
 
     #[test]

@@ -470,7 +470,7 @@ impl<'a, 'r> Drawing<'a, 'r> {
             let needs = forms[*form].needs;
             needs <= place.most
                 && (needs != Needs::Warp || whole)
-                && (place.depth == 0 || !forms[*form].loses_ftz_in_branches())
+                && (place.depth == 0 || !forms[*form].is_wrong_where_paths_meet())
         };
         let first = usize::from(self.rng.random_ratio(2, 5));
         for deck in [first, 1 - first] {
@@ -610,13 +610,28 @@ impl<'a> Writer<'a> {
         let name = self.source(kind, source);
         let Source::Register(letter, number) = source else { return name };
         let writers = self.writers.get(&(letter, number)).into_iter().flatten();
-        let confused = writers.into_iter().any(|writer| writer.is_forwarded_wrongly_as(kind));
+        let confused = writers.into_iter().any(|writer| writer.is_forwarded_wrongly_to(form, kind));
         let folded = form.folds_equal_operands() && one.operands[..at].contains(&source);
         if kind == Kind::Pred || !(confused || folded) {
             return name;
         }
         let (bits, copy) = (kind.bits(), self.fresh(kind));
-        self.line(&format!("xor.b{bits} {copy}, {name}, %zero{bits};"));
+        // Equal copies by the same zero would be one register again.
+        let zero = if folded { "nought" } else { "zero" };
+        self.line(&format!("xor.b{bits} {copy}, {name}, %{zero}{bits};"));
+        copy
+    }
+
+    /// The predicate of a guard, or a copy whose origin the assembler cannot see.
+    fn guard(&mut self, source: Source) -> String {
+        let name = self.source(Kind::Pred, source);
+        let Source::Register(letter, number) = source else { return name };
+        let writers = self.writers.get(&(letter, number)).into_iter().flatten();
+        if !writers.into_iter().any(|writer| writer.loses_ftz()) {
+            return name;
+        }
+        let copy = self.fresh(Kind::Pred);
+        self.line(&format!("selp.b32 %x, 1, 0, {name}; setp.ne.u32 {copy}, %x, %zero32;"));
         copy
     }
 
@@ -638,7 +653,7 @@ impl<'a> Writer<'a> {
         let kind = form.result;
         let result = if apart { self.fresh(kind) } else { format!("%{}{}", one.result.0, one.result.1) };
         let guard = one.guard.map(|(guard, negated)| {
-            let guard = self.source(Kind::Pred, guard);
+            let guard = self.guard(guard);
             format!("@{}{guard} ", if negated { "!" } else { "" })
         });
         for (i, name) in names.iter().enumerate() {
@@ -883,10 +898,13 @@ impl Head<'_> {
             };
             line(&format!(".reg .b32 {name}; mov.u32 {name}, tile; {at}"));
         }
-        // Zero in every launch, which the assembler does not know.
-        if self.names("%zero") {
-            line(".reg .b16 %zero16; .reg .b32 %zero32; .reg .b64 %zero64; mov.u32 %zero32, %ctaid.z;");
-            line("cvt.u16.u32 %zero16, %zero32; cvt.u64.u32 %zero64, %zero32;");
+        // Zeros in every launch, which the assembler does not know, nor that they are equal.
+        for (zero, special) in [("%zero", "%ctaid.z"), ("%nought", "%ctaid.y")] {
+            if self.names(zero) {
+                line(&format!(".reg .b16 {zero}16; .reg .b32 {zero}32; .reg .b64 {zero}64;"));
+                line(&format!("mov.u32 {zero}32, {special}; cvt.u16.u32 {zero}16, {zero}32;"));
+                line(&format!("cvt.u64.u32 {zero}64, {zero}32;"));
+            }
         }
         for (name, special) in [("%me", "%tid.x"), ("%all", "%ntid.x")] {
             if self.names(name) {
@@ -910,12 +928,18 @@ mod tests {
 
     /// A program of these instructions, with their operands and results in pool registers.
     fn text(steps: &[(&str, &[Register], Register)]) -> String {
+        guarded_text(steps, None)
+    }
+
+    /// The same, with all instructions but comparisons under a guard.
+    fn guarded_text(steps: &[(&str, &[Register], Register)], guard: Option<(Source, bool)>) -> String {
         let forms: Vec<Form> = super::super::all_forms();
         let steps = steps.iter().enumerate().map(|(id, (opcode, operands, result))| {
             let form = forms.iter().position(|form| form.text.starts_with(&format!("{opcode} ")));
             let operands = operands.iter().map(|(letter, n)| Source::Register(*letter, *n)).collect();
             let form = form.unwrap_or_else(|| panic!("no form {opcode}"));
-            Step { id, what: What::Do(Use { form, operands, result: *result, guard: None, drawn: 0 }) }
+            let guard = guard.filter(|_| result.0 != 'p');
+            Step { id, what: What::Do(Use { form, operands, result: *result, guard, drawn: 0 }) }
         });
         let steps = steps.collect();
         Program { style: Style::Chained, threads: 32, rows: vec![], steps }.write(&forms, "k").text
@@ -926,10 +950,28 @@ mod tests {
         let (h, other) = (('h', 0), ('h', 1));
         let another_type = text(&[("cvt.rn.bf16.f16", &[h], other), ("cvt.rzi.u32.f16", &[other], ('r', 0))]);
         assert!(another_type.contains(", %h1, %zero16;"), "{another_type}");
-        let same_type = text(&[("cvt.rn.bf16.f16", &[h], other), ("cvt.rzi.u32.bf16", &[other], ('r', 0))]);
+        let same_type = text(&[("cvt.rn.bf16.f16", &[h], other), ("abs.bf16", &[other], ('h', 2))]);
         assert!(!same_type.contains("%zero16"), "{same_type}");
+        let converted_twice =
+            text(&[("cvt.rz.bf16.f16", &[h], other), ("cvt.rzi.u32.bf16", &[other], ('r', 0))]);
+        assert!(converted_twice.contains(", %h1, %zero16;"), "{converted_twice}");
         let twice = text(&[("max.f16", &[h, h], other)]);
-        assert!(twice.contains(", %h0, %zero16;"), "{twice}");
+        assert!(twice.contains(", %h0, %nought16;"), "{twice}");
+        // Copies for two reasons are two registers as well.
+        let both = text(&[("cvt.rn.bf16.f16", &[h], other), ("max.f16", &[other, other], h)]);
+        assert!(both.contains(", %h1, %zero16;") && both.contains(", %h1, %nought16;"), "{both}");
         assert!(!text(&[("max.f16", &[h, other], h)]).contains("%zero16"));
+    }
+
+    #[test]
+    fn the_assembler_does_not_see_which_comparison_a_guard_is() {
+        let guarded = |comparison: &str| {
+            let steps: [(&str, &[Register], Register); 2] =
+                [(comparison, &[('r', 0), ('r', 1)], ('p', 0)), ("add.u32", &[('r', 2), ('r', 3)], ('r', 2))];
+            guarded_text(&steps, Some((Source::Register('p', 0), false)))
+        };
+        let flushed = guarded("setp.geu.ftz.f32");
+        assert!(flushed.contains("setp.ne.u32 %p10, %x, %zero32;\n    @%p10 add.u32"), "{flushed}");
+        assert!(guarded("setp.geu.f32").contains("@%p0 add.u32"));
     }
 }

@@ -1,0 +1,406 @@
+"""Runs kernels of other projects that use tensor cores on virtual GPUs, and compares each with numpy.
+
+Usage: tensor_cores.py LIBCUDA WORK LIST
+
+LIBCUDA is the driver: `libepoxide_vgpu_cuda.so`, or `libcuda.so.1` of a machine with a GPU. WORK has
+the folders that check.sh makes: `fla`, `sageattention` and `flashinfer` with the wheels' files, and
+`cutlass.ptx`. LIST has a line for each kernel: its name and `right`, or `refused:` and why.
+
+The `@triton.jit` functions of a file go to a file of their own, without the imports and decorators
+that need PyTorch, and Triton compiles them for sm_80 (`mma.sync`) and sm_90 (`wgmma`). Numbers are
+whole and small where a kernel computes sums of products alone, so that results are exact.
+"""
+
+import ast
+import ctypes
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+
+import numpy as np
+
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+LIBCUDA, WORK, LIST = map(pathlib.Path, sys.argv[1:4])
+os.environ["TRITON_CACHE_DIR"] = str(WORK / "triton-cache")
+TENSOR_CORES = re.compile(r"\b(mma|wgmma)\.[a-z_]*|\bldmatrix\.|\bcp\.async\.bulk\.tensor\b")
+
+
+class Refused(Exception):
+    """The driver does not load the module, and says why."""
+
+
+class Gpu:
+    """A context of the driver API."""
+
+    def __init__(self, path):
+        self.cuda = ctypes.CDLL(str(path))
+        self.call("cuInit", 0)
+        self.context = ctypes.c_void_p()
+        self.open()
+
+    def call(self, name, *args):
+        code = getattr(self.cuda, name)(*args)
+        if code != 0:
+            raise RuntimeError(f"{name} returned {code}")
+
+    def open(self):
+        self.call("cuCtxCreate_v2", ctypes.byref(self.context), 0, 0)
+
+    def anew(self):
+        """A context after a fault, which makes the one before unusable."""
+        self.cuda.cuCtxDestroy_v2(self.context)
+        self.open()
+
+    def load(self, ptx):
+        log, module = ctypes.create_string_buffer(4096), ctypes.c_void_p()
+        options = (ctypes.c_int * 2)(5, 6)  # CU_JIT_ERROR_LOG_BUFFER, and its size
+        values = (ctypes.c_void_p * 2)(ctypes.cast(log, ctypes.c_void_p), len(log))
+        image = ctypes.c_char_p(ptx.encode())
+        if self.cuda.cuModuleLoadDataEx(ctypes.byref(module), image, 2, options, values) != 0:
+            raise Refused(log.value.decode().strip().splitlines()[0])
+        return module
+
+    def ints(self, module, name, count):
+        """The first numbers of a variable."""
+        at, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self.call("cuModuleGetGlobal_v2", ctypes.byref(at), ctypes.byref(size), module, name.encode())
+        numbers = (ctypes.c_int * count)()
+        self.call("cuMemcpyDtoH_v2", numbers, at, ctypes.sizeof(numbers))
+        return list(numbers)
+
+    def run(self, module, name, grid, threads, shared, args):
+        """Runs a kernel on ctypes numbers and numpy arrays, which it changes."""
+        function, buffers, values = ctypes.c_void_p(), [], []
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+        for arg in args:
+            if isinstance(arg, np.ndarray):
+                at = ctypes.c_uint64()
+                self.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(arg.nbytes))
+                self.call("cuMemcpyHtoD_v2", at, arg.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(arg.nbytes))
+                buffers.append((at, arg))
+                arg = at
+            values.append(arg)
+        if shared > 48 << 10:
+            self.call("cuFuncSetAttribute", function, 8, shared)  # the most dynamic shared memory
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        shape = [ctypes.c_uint(n) for n in (*grid, threads, 1, 1, shared)]
+        self.call("cuLaunchKernel", function, *shape, None, pointers, None)
+        self.call("cuCtxSynchronize")
+        for at, array in buffers:
+            self.call("cuMemcpyDtoH_v2", array.ctypes.data_as(ctypes.c_void_p), at, ctypes.c_size_t(array.nbytes))
+            self.call("cuMemFree_v2", at)
+
+
+class Tensor:
+    """An array in a format of Triton that numpy may lack."""
+
+    def __init__(self, numbers, kind):
+        numbers = np.ascontiguousarray(numbers, dtype=np.float64)
+        self.kind, self.shape = kind, numbers.shape
+        if kind == "bf16":
+            # To nearest, ties to even.
+            bits = numbers.astype(np.float32).view(np.uint32)
+            self.array = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+        elif kind == "fp8e4nv":
+            self.array = np.vectorize(lambda x: E4M3[x], otypes=[np.uint8])(numbers)
+        elif kind == "i4":
+            # Two in a byte, the first in the lower half.
+            pairs = numbers.astype(np.int64).reshape(*numbers.shape[:-1], -1, 2) & 15
+            self.array = (pairs[..., 0] | pairs[..., 1] << 4).astype(np.uint8)
+        else:
+            self.array = numbers.astype(PLAIN[kind])
+
+    def numbers(self):
+        if self.kind == "bf16":
+            return (self.array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return self.array.astype(np.float64)
+
+
+PLAIN = {"fp16": np.float16, "fp32": np.float32, "i8": np.int8, "i32": np.int32}
+# The bits of the whole numbers that tests use.
+E4M3 = {0.0: 0x00, 1.0: 0x38, -1.0: 0xB8, 2.0: 0x40, -2.0: 0xC0}
+
+
+def whole(shape, most=1, seed=0):
+    """Small whole numbers."""
+    return np.random.default_rng(seed).integers(-most, most + 1, shape).astype(np.float64)
+
+
+def jit_functions(*files):
+    """A module of the `@triton.jit` functions of these files, later ones in place of earlier."""
+    found = {}
+    for file in files:
+        for node in ast.walk(ast.parse((WORK / file).read_text())):
+            decorators = getattr(node, "decorator_list", [])
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in decorators):
+                node.decorator_list = [ast.parse("triton.jit", mode="eval").body]
+                found[node.name] = ast.unparse(node)
+    head = "import triton\nimport triton.language as tl\nimport triton.language.extra.libdevice as tldevice\n"
+    path = WORK / "jit" / (re.sub(r"\W", "_", files[-1]) + ".py")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(head + "\n\n".join(found.values()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compiled(kernel, args, arch, warps, stages):
+    """The kernel as Triton compiles it for these arguments. None and constants are compiled in."""
+    signature, constants, attributes = {}, {}, {}
+    for at, parameter in enumerate(kernel.params):
+        name = parameter.name
+        value = args.get(name, parameter.default if parameter.has_default else None)
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[name] = "constexpr", value
+            continue
+        signature[name] = f"*{value.kind}" if isinstance(value, Tensor) else {int: "i32", float: "fp32"}[type(value)]
+        if isinstance(value, Tensor) or isinstance(value, int) and value % 16 == 0 and name != "T":
+            attributes[(at,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages}
+    ), [name for name, kind in signature.items() if kind != "constexpr"]
+
+
+def run_triton(gpu, case, arch):
+    """Runs a kernel of Triton. Returns the results that are wrong."""
+    kernel, grid, args, results, warps, stages = case
+    binary, names = compiled(kernel, args, arch, warps, stages)
+    ptx = binary.asm["ptx"]
+    assert TENSOR_CORES.search(ptx), "no tensor cores in it"
+    entry = ptx[ptx.index(".entry") :]
+    parameters = entry[: entry.index(")")].count(".param")
+    values = []
+    for name in names:
+        value = args[name]
+        plain = {int: ctypes.c_int, float: ctypes.c_float}
+        values.append(value.array if isinstance(value, Tensor) else plain[type(value)](value))
+    # Scratch memory, of which these kernels have none.
+    values += [ctypes.c_uint64(0)] * (parameters - len(values))
+    module = gpu.load(ptx)
+    gpu.run(module, binary.metadata.name, grid, 32 * binary.metadata.num_warps, binary.metadata.shared, values)
+    return [differing(name, args[name].numbers(), *want) for name, want in results.items()]
+
+
+def differing(name, got, want, bound):
+    """What is wrong with a result; an empty text if nothing is."""
+    wrong = ~(np.abs(got - want) <= bound)
+    if not wrong.any():
+        return ""
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    return f"{name}: {wrong.sum()} of {wrong.size} wrong, {at} is {got[at]}, not {want[at]}"
+
+
+def flashinfer_products():
+    """`C = alpha A B + beta C`, by blocks and by a persistent kernel."""
+    module = jit_functions("flashinfer/flashinfer/triton/kernels/sm_constraint_gemm.py")
+    m, n, k = 96, 112, 80
+    sizes = dict(M=m, N=n, K=k, alpha=2.0, beta=1.0)
+    strides = dict(stride_am=k, stride_ak=1, stride_bk=n, stride_bn=1, stride_cm=n, stride_cn=1)
+    blocks = dict(BLOCK_SIZE_M=64, BLOCK_SIZE_N=64, BLOCK_SIZE_K=32, GROUP_SIZE_M=8)
+    for kind, total in [("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "fp32"), ("fp8e4nv", "fp16")]:
+        for name in ["gemm_kernel", "gemm_kernel_persistent"]:
+            a, b, c = whole((m, k), 1, 1), whole((k, n), 1, 2), whole((m, n), 3, 3)
+            args = dict(a_ptr=Tensor(a, kind), b_ptr=Tensor(b, kind), c_ptr=Tensor(c, total), **sizes, **strides, **blocks)
+            grid = (4, 1, 1)
+            if "persistent" in name:
+                args["NUM_SMS"], grid = 3, (3, 1, 1)
+            want = {"c_ptr": (2 * (a @ b) + c, 0)}
+            archs = [90] if kind == "fp8e4nv" else [80, 90]
+            yield f"flashinfer.{name}.{kind}", archs, (getattr(module, name), grid, args, want, 4, 3)
+    a, b, c = whole((64, 64), 1, 1), whole((64, 64), 1, 2), whole((64, 64), 3, 3)
+    args = dict(a_ptr=Tensor(a, "fp16"), b_ptr=Tensor(b, "fp16"), c_ptr=Tensor(c, "fp16"), NUM_SMS=1)
+    args |= dict(M=64, N=64, K=64, alpha=1.0, beta=0.0, EPILOGUE_SUBTILE=False) | blocks
+    want = {"c_ptr": (a @ b.T, 0)}
+    kernel = module.gemm_kernel_descriptor_persistent
+    yield "flashinfer.gemm_kernel_descriptor_persistent.fp16", [90], (kernel, (1, 1, 1), args, want, 4, 3)
+
+
+def fla_kernels():
+    """Chunks of linear attention: products, states, and inverses of triangular matrices."""
+    op = "fla/fla/ops/utils/op.py"
+    both = [80, 90]
+    matmul = jit_functions(op, "fla/fla/ops/utils/matmul.py").matmul_kernel
+    m, n, k = 80, 96, 64
+    for kind in ["fp16", "bf16"]:
+        a, b, bias = whole((2, m, k), 1, 1), whole((k, n), 1, 2), whole(n, 3, 3)
+        args = dict(a=Tensor(a, kind), b=Tensor(b, kind), c=Tensor(np.zeros((2, m, n)), "fp32"))
+        args |= dict(input=Tensor(bias, kind), alpha=Tensor([3.0], "fp32"), M=m, N=n, K=k)
+        args |= dict(stride_ab=m * k, stride_am=k, stride_ak=1, stride_bk=n, stride_bn=1)
+        args |= dict(stride_cb=m * n, stride_cm=n, stride_cn=1, BM=64, BK=32, BN=64, G=4, ACTIVATION=None)
+        args |= dict(HAS_INPUT=True, HAS_ALPHA=True, HAS_BETA=False, ALLOW_TF32=True)
+        want = {"c": (3 * (a @ b) + bias, 0)}
+        yield f"fla.matmul_kernel.{kind}", both, (matmul, (2, 2, 2), args, want, 4, 3)
+
+    # One sequence of two chunks, with two heads; [time, head, number].
+    t, h, d, chunk = 128, 2, 64, 64
+    constants = dict(T=t, H=h, HV=h, K=d, V=d, BT=chunk, BK=64, BV=64, USE_G=False, IS_VARLEN=False)
+    q, k, v = whole((t, h, d), 1, 1), whole((t, h, d), 1, 2), whole((t, h, d), 1, 3)
+    beta = whole((t, h), 2, 4)
+    lower = np.tril(np.ones((chunk, chunk)))
+    chunks = [slice(0, 64), slice(64, 128)]
+
+    def by_head(f):
+        """`f` of each chunk and head, as [time, head, number]."""
+        return np.concatenate([np.stack([f(c, i) for i in range(h)], 1) for c in chunks])
+
+    kkt = jit_functions(op, "fla/fla/ops/common/chunk_scaled_dot_kkt.py").chunk_scaled_dot_kkt_fwd_kernel
+    strict = lower - np.eye(chunk)
+    want = by_head(lambda c, i: beta[c, i, None] * (k[c, i] @ k[c, i].T) * strict)
+    args = dict(k=Tensor(k, "bf16"), beta=Tensor(beta, "fp32"), A=Tensor(np.zeros((t, h, chunk)), "fp32"))
+    yield "fla.chunk_scaled_dot_kkt_fwd_kernel", both, (kkt, (2, h, 1), args | constants, {"A": (want, 0)}, 4, 3)
+
+    states = [np.stack([np.zeros((d, d))] * h), np.stack([k[chunks[0], i].T @ v[chunks[0], i] for i in range(h)])]
+    out = jit_functions(op, "fla/fla/ops/common/chunk_o.py").chunk_fwd_kernel_o
+
+    def attended(c, i):
+        state = states[c.start // 64][i]
+        return q[c, i] @ state + (q[c, i] @ k[c, i].T * lower) @ v[c, i]
+
+    args = dict(q=Tensor(q, "bf16"), k=Tensor(k, "bf16"), v=Tensor(v, "bf16"), h=Tensor(np.stack(states), "bf16"))
+    args |= dict(o=Tensor(np.zeros((t, h, d)), "fp32"), scale=1.0, USE_G_GAMMA=False, STATE_V_FIRST=False)
+    yield "fla.chunk_fwd_kernel_o", both, (out, (2, h, 1), args | constants, {"o": (by_head(attended), 0)}, 4, 3)
+
+    state = jit_functions(op, "fla/fla/ops/common/chunk_h.py").chunk_fwd_kernel_h
+    last = np.stack([k[:, i].T @ v[:, i] for i in range(h)])
+    args = dict(k=Tensor(k, "fp16"), v=Tensor(v, "fp16"), h=Tensor(np.zeros((2, h, d, d)), "fp32"))
+    args |= dict(ht=Tensor(np.zeros((h, d, d)), "fp32"), BS=chunk, USE_G_GAMMA=False, USE_GK=False, USE_GV=False)
+    args |= dict(USE_INITIAL_STATE=False, STORE_FINAL_STATE=True, STATE_V_FIRST=False)
+    want = {"h": (np.stack(states), 0), "ht": (last, 0)}
+    yield "fla.chunk_fwd_kernel_h", both, (state, (h, 1, 1), args | constants, want, 4, 3)
+
+    w_u = jit_functions(op, "fla/fla/ops/gated_delta_rule/wy_fast.py").recompute_w_u_fwd_kernel
+    a = whole((t, h, chunk), 1, 5)
+    args = dict(k=Tensor(k, "bf16"), v=Tensor(v, "bf16"), beta=Tensor(beta, "fp32"), A=Tensor(a, "bf16"))
+    args |= dict(w=Tensor(np.zeros((t, h, d)), "fp32"), u=Tensor(np.zeros((t, h, d)), "fp32"))
+    want = {
+        name: (by_head(lambda c, i, x=x: a[c, i] @ (beta[c, i, None] * x[c, i])), 0) for name, x in [("w", k), ("u", v)]
+    }
+    yield "fla.recompute_w_u_fwd_kernel", both, (w_u, (2, h, 1), args | constants, want, 4, 3)
+
+    solve = jit_functions(op, "fla/fla/ops/utils/solve_tril.py")
+    for name, size in [("merge_16x16_to_32x32_inverse_kernel", 32), ("merge_16x16_to_64x64_inverse_kernel", 64)]:
+        # Few numbers, so that those of the inverse are whole and small.
+        few = np.random.default_rng(6).random((t, h, size)) < 0.06
+        given = np.concatenate([np.tril(few[at : at + size].transpose(1, 0, 2), -1).transpose(1, 0, 2) for at in range(0, t, size)])
+        want = np.concatenate([
+            np.stack([np.linalg.inv(given[at : at + size, i] + np.eye(size)) for i in range(h)], 1)
+            for at in range(0, t, size)
+        ])
+        args = dict(A=Tensor(given, "fp32"), Ai=Tensor(np.zeros((t, h, size)), "fp32"), T=t, H=h, BT=size)
+        args |= dict(USE_TMA=False, IS_VARLEN=False, DOT_PRECISION="tf32")
+        yield f"fla.{name}", both, (getattr(solve, name), (t // size, h, 1), args, {"Ai": (want.round(), 1e-6)}, 4, 3)
+
+    attention = jit_functions(op, "fla/fla/ops/attn/parallel.py").parallel_attn_fwd_kernel
+    q, k, v = (np.random.default_rng(seed).normal(size=(t, h, d)) for seed in (7, 8, 9))
+    tensors = {name: Tensor(x, "bf16") for name, x in [("q", q), ("k", k), ("v", v)]}
+    x = {name: tensor.numbers() for name, tensor in tensors.items()}
+    args = tensors | dict(o=Tensor(np.zeros((t, h, d)), "fp32"), lse=Tensor(np.zeros((t, h)), "fp32"), scale=0.125)
+    args |= dict(T=t, B=1, H=h, HQ=h, G=1, K=d, V=d, BT=64, BS=32, BK=64, BV=64)
+    args |= dict(USE_G=False, USE_SINK_BIAS=False, USE_WINDOW=False, IS_VARLEN=False)
+    causal = np.tril(np.ones((t, t))) > 0
+    want = np.stack([softmax(np.where(causal, x["q"][:, i] @ x["k"][:, i].T / 8, -np.inf)) @ x["v"][:, i] for i in range(h)], 1)
+    yield "fla.parallel_attn_fwd_kernel", both, (attention, (2, h, 1), args, {"o": (want, 2e-2)}, 4, 3)
+
+
+def softmax(x):
+    e = np.exp(x - x.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def sage_attention():
+    """Attention with queries and keys of 8 bits, and the logarithm of 2 in the scale."""
+    h, t, d = 2, 128, 64
+    rng = np.random.default_rng(10)
+    q, k = (rng.integers(-127, 128, (h, t, d)).astype(np.float64) for _ in range(2))
+    v = Tensor(rng.normal(size=(h, t, d)), "fp16")
+    scale, unit = 0.0004, 2.5
+    strides = {f"stride_{x}{y}": n for x in "qkvo" for y, n in [("z", h * t * d), ("h", t * d), ("n", d)]}
+    for name, causal in [("attn_qk_int8_per_block", False), ("attn_qk_int8_per_block_causal", True)]:
+        kernel = jit_functions(f"sageattention/sageattention/{name}.py")._attn_fwd
+        args = dict(Q=Tensor(q, "i8"), K=Tensor(k, "i8"), V=v, Out=Tensor(np.zeros((h, t, d)), "fp16"))
+        args |= dict(Q_scale=Tensor(np.full((h, 1), scale), "fp32"), K_scale=Tensor(np.full((h, 2), unit), "fp32"))
+        args |= strides | dict(qo_len=t, kv_len=t, H=h, num_kv_groups=1, HEAD_DIM=d, BLOCK_M=128, BLOCK_N=64)
+        args["STAGE"] = 3 if causal else 1
+        mask = np.tril(np.ones((t, t))) > 0 if causal else np.ones((t, t)) > 0
+        products = q @ k.transpose(0, 2, 1) * scale * unit * np.log(2)
+        want = np.stack([softmax(np.where(mask, x, -np.inf)) @ y for x, y in zip(products, v.numbers())])
+        yield f"sageattention.{name}", [80, 90], (kernel, (1, h, 1), args, {"Out": (want, 2e-2)}, 4, 3)
+
+
+def cutlass(gpu, module, name):
+    """Runs a product of cutlass_gemm.cu. Returns what is wrong."""
+    threads, shared, tile_m, tile_n = gpu.ints(module, f"{name}_launch", 4)
+    kind, layouts = name.split("_", 1)
+    kind = {"f16": "fp16", "tf32": "fp32", "s8": "i8", "u8": "i8", "s4": "i4"}.get(kind, kind)
+    total = {"f16_wide": "fp16", "f16_sums_of_f16": "fp16", "bf16_column_row": "bf16"}.get(name, "fp32")
+    total = "i32" if kind in ("i8", "i4") else total
+    columns = {"row_row": (False, False), "column_row": (True, False), "column_column": (True, True)}
+    columns_a, columns_b = columns.get(layouts, (False, True))
+    m, n, k = 96, 160, 96
+    a, b, c = whole((m, k), 1, 1), whole((k, n), 1, 2), whole((m, n), 3, 3)
+    if name.startswith("u8"):
+        a, b = abs(a), abs(b)
+    d = Tensor(np.zeros((m, n)), total)
+    given = [Tensor(a.T if columns_a else a, kind), Tensor(b.T if columns_b else b, kind), Tensor(c, total), d]
+    sizes = [ctypes.c_int(x) for x in (m, n, k)]
+    grid = (-(-m // tile_m), -(-n // tile_n), 1)
+    gpu.run(module, name, grid, threads, shared, [tensor.array for tensor in given] + sizes)
+    return differing("D", d.numbers(), 2 * (a @ b) + c, 0)
+
+
+def verdicts():
+    """The name and verdict of each kernel."""
+    gpu = Gpu(LIBCUDA)
+
+    def verdict(run):
+        try:
+            wrong = [text for text in run() if text]
+            return "wrong: " + "; ".join(wrong) if wrong else "right"
+        except Refused as refused:
+            return f"refused: {refused}"
+        except RuntimeError as error:
+            gpu.anew()
+            return f"failed: {error}"
+
+    for cases in [flashinfer_products(), fla_kernels(), sage_attention()]:
+        for name, archs, case in cases:
+            for arch in archs:
+                # Results of one architecture are not those that the other finds.
+                before = {key: value.array.copy() for key, value in case[2].items() if isinstance(value, Tensor)}
+                yield f"{name}.sm_{arch}", verdict(lambda: run_triton(gpu, case, arch))
+                for key, array in before.items():
+                    case[2][key].array[...] = array
+    ptx = (WORK / "cutlass.ptx").read_text()
+    module = gpu.load(ptx)
+    for name in re.findall(r"\.visible \.entry (\w+)\(", ptx):
+        yield f"cutlass.{name}.sm_80", verdict(lambda: [cutlass(gpu, module, name)])
+
+
+def main():
+    text = LIST.read_text() if LIST.exists() else ""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    listed = dict(line.split(maxsplit=1) for line in lines)
+    seen, other = {}, 0
+    for name, found in verdicts():
+        seen[name] = found
+        same = listed.get(name) == found
+        other += not same
+        print(f"{name} {found}" + ("" if same else f"   <- the list has {listed.get(name, 'nothing')}"), flush=True)
+    for name in listed.keys() - seen.keys():
+        other += 1
+        print(f"{name} is in the list and was not run")
+    right = sum(found == "right" for found in seen.values())
+    print(f"{len(seen)} kernels with tensor cores: {right} right; {other} unlike the list")
+    sys.exit(1 if other else 0)
+
+
+main()
