@@ -25,6 +25,7 @@
 //! | `word.rs` | the history of a word: its last write and the reads since |
 //! | `shadow.rs` | the histories of all words |
 //! | `block.rs` | causal pasts of the lanes of a block, and the operations that extend them |
+//! | `cluster.rs` | the blocks of a cluster: whose memory an address is in, and their ends |
 //! | `hooks.rs` | the interpreter's calls, and the memory that an access goes to |
 //! | `world.rs` | the state of a checker, and accesses by the host |
 //! | `checker.rs` | the public interface |
@@ -37,6 +38,7 @@
 pub(crate) mod block;
 mod checker;
 pub(crate) mod clock;
+pub(crate) mod cluster;
 pub(crate) mod grids;
 mod hash;
 pub(crate) mod history;

@@ -109,7 +109,8 @@ impl Gpu {
         dynamic_shared_bytes: u32,
         arguments: &[&dyn Argument],
     ) {
-        let config = GridConfig { grid: grid.into().0, block: block.into().0, dynamic_shared_bytes };
+        let config =
+            GridConfig { grid: grid.into().0, block: block.into().0, dynamic_shared_bytes, cluster: None };
         if let Err(fault) = self.run(kernel, config, arguments) {
             panic!("{kernel}, {}, seed {:?}: {fault}", self.kind, self.seed);
         }
@@ -124,7 +125,8 @@ impl Gpu {
         block: impl Into<Shape>,
         arguments: &[&dyn Argument],
     ) -> Fault {
-        let config = GridConfig { grid: grid.into().0, block: block.into().0, dynamic_shared_bytes: 0 };
+        let config =
+            GridConfig { grid: grid.into().0, block: block.into().0, dynamic_shared_bytes: 0, cluster: None };
         match self.run(kernel, config, arguments) {
             Err(MachineError::Fault(fault)) => *fault,
             other => panic!("{kernel} did not fault: {other:?}"),
