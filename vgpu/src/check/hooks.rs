@@ -730,6 +730,22 @@ impl Hooks for CheckHooks<'_> {
             }
         }
         let mut violations = vec![];
+        if let Completion::Mbarrier(mbarrier) | Completion::Store(mbarrier, _) = completion
+            && self.peers.is_remote(mbarrier)
+        {
+            // Another block's mbarrier must have been initialised before.
+            let place = Place::Shared { offset: mbarrier };
+            let record = Record { how: How::WEAK, ..record(reads) };
+            let lane_of =
+                Accessor { record, own: self.own(lane), published: None, view: PastView::all(&past) };
+            let found = self
+                .look(place, 1 << lane)
+                .and_then(|(shadow, grids, at, _)| shadow.take(grids, at, 8, &lane_of).first());
+            let of_init =
+                |found: &ViolationAt| matches!(found.1, Violation::Race { other, .. } if other.how.init);
+            violations
+                .extend(self.unless_only_weak(found.filter(of_init)).map(|found| (place, false, found)));
+        }
         for &(src, bytes) in src {
             let reader = who(src, reads);
             let read = self

@@ -13,10 +13,10 @@ use super::descriptor::ranges;
 use super::lanes::lanes;
 use super::state::{BlockState, Env, Exec, Run, stop};
 use crate::check::hooks::Place;
-use crate::check::hooks::{Completion, Copy, Hooks, Part};
+use crate::check::hooks::{Completion, Copy, Hooks};
 use crate::check::record::How;
 use crate::fault::FaultKind;
-use crate::ir::{BulkOp, Multicast, RemoteStore, SINK, Scope, Sem, TensorCopy, Way};
+use crate::ir::{BulkOp, Multicast, RemoteStore, SINK, Scope, TensorCopy, Way};
 use crate::memory::Table;
 use crate::seeds::Rng;
 use crate::tensor_map::{MOST_DIMENSIONS, Tensor, Unit, WORDS};
@@ -408,7 +408,6 @@ impl<W: Hooks> Exec<'_, W> {
             for (place, write, violation) in violations {
                 self.blame(place, violation, lane, how, write)?;
             }
-            self.watch_remote_mbarrier(mbar, lane)?;
         }
         self.changed();
         let thread = self.thread(lane);
@@ -430,19 +429,6 @@ impl<W: Hooks> Exec<'_, W> {
             pc: self.pc,
         });
         Ok(Ok(()))
-    }
-
-    /// Checks that another block's mbarrier was initialised before the copy that completes on it.
-    fn watch_remote_mbarrier(&mut self, mbar: u64, lane: usize) -> Run<()> {
-        if !self.block.is_remote(mbar) {
-            return Ok(());
-        }
-        let (place, how) =
-            (Place::Shared { offset: mbar }, How::generic(Sem::Relaxed, Scope::Cluster, 8, false));
-        for (_, violation) in self.watch.read(place, Part::of(lane, 8), self.pc, how).all {
-            self.blame(place, violation, lane, how, false)?;
-        }
-        Ok(())
     }
 
     /// Issues a copy of a box of a tensor, as [`Exec::issue`] does.
@@ -570,7 +556,6 @@ impl<W: Hooks> Exec<'_, W> {
             for (place, write, violation) in violations {
                 self.blame(place, violation, lane, How::BULK, write)?;
             }
-            mbar.map_or(Ok(()), |mbar| self.watch_remote_mbarrier(mbar, lane))?;
         }
         self.changed();
         let mut data = self.block.bulk.spare.pop().unwrap_or_default();

@@ -240,9 +240,13 @@ impl<W: Hooks> Exec<'_, W> {
     }
 
     /// The lanes `leaving` exit. Others of the warp that already wait at a barrier, an aligned one
-    /// therefore, wait for them as well.
+    /// therefore, wait for them as well. The barrier of the cluster waits for no thread that has
+    /// exited.
     pub(super) fn none_waits(&mut self, leaving: u32) -> Run<()> {
-        let Some(g) = self.warp.groups.iter().find(|g| g.waits_for_its_warp()) else { return Ok(()) };
+        let code = &self.kernel.code;
+        let alone = |pc: u32| matches!(code[pc as usize].op, Op::ClusterArrive { aligned: false, .. });
+        let mut waiting = self.warp.groups.iter().filter(|g| g.waits_for_its_warp() && !alone(g.pc));
+        let Some(g) = waiting.next() else { return Ok(()) };
         let GroupState::Barrier { id, .. } = g.state else { return Ok(()) };
         let kind = FaultKind::DivergentBarrier { barrier: id, lanes: g.mask, live: self.warp.live | leaving };
         let lane = lanes(g.mask).next();

@@ -252,6 +252,9 @@ impl Grid {
         let Some(check) = &self.check else { return Ok(()) };
         let Some(block) = &self.blocks[slot as usize].check else { return Ok(()) };
         let mut world = check.checker.world();
+        if !world.config.races {
+            return Ok(());
+        }
         let Some((visitor, pc, what)) = block.unordered_visitor(&world.grids) else { return Ok(()) };
         let kind = FaultKind::EndedBlock { block: ctaid, message: what };
         let fault = crate::check::report::collected(&world.grids, kind, visitor, pc, std::iter::empty());
