@@ -116,6 +116,19 @@ impl Gpu {
         }
     }
 
+    /// Runs a kernel in clusters of so many blocks, or as it declares.
+    #[track_caller]
+    pub fn launch_in_clusters(&self, kernel: &str, shape: GridConfig, arguments: &[&dyn Argument]) {
+        if let Err(fault) = self.run(kernel, shape, arguments) {
+            panic!("{kernel}, {}, seed {:?}: {fault}", self.kind, self.seed);
+        }
+    }
+
+    /// Whether the runs are in check mode.
+    pub fn is_checked(&self) -> bool {
+        self.machine.borrow().checker().is_some()
+    }
+
     /// Runs a kernel that must fault.
     #[track_caller]
     pub fn fault(
@@ -133,7 +146,12 @@ impl Gpu {
         }
     }
 
-    fn run(&self, name: &str, shape: GridConfig, arguments: &[&dyn Argument]) -> Result<(), MachineError> {
+    pub fn run(
+        &self,
+        name: &str,
+        shape: GridConfig,
+        arguments: &[&dyn Argument],
+    ) -> Result<(), MachineError> {
         let kernel = self.module.kernel(name).unwrap_or_else(|| panic!("no kernel '{name}'"));
         // Triton adds pointers to scratch memory, which its kernels here do not use: they stay
         // null.
