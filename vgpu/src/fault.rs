@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::check::Class;
+use crate::ir::CLUSTER_BARRIER;
 use crate::kernel::Kernel;
 use crate::memory_error::{MemoryError, NearRegion, Spot, place};
 
@@ -580,7 +581,7 @@ impl fmt::Display for FaultKind {
                 "barrier {barrier} reached by lanes {together:#010x} of a warp of which lanes {live:#010x} are alive and may be elsewhere \
                  since PTX line {parted_on}: put `bar.warp.sync` of them all in front"
             ),
-            FaultKind::BadBarrier { barrier, message } => write!(f, "barrier {barrier}: {message}"),
+            FaultKind::BadBarrier { barrier, message } => write!(f, "{}: {message}", name_of(*barrier)),
             FaultKind::BadMemberMask { mask, lanes } => {
                 write!(f, "member mask {mask:#010x} leaves out some of the executing lanes {lanes:#010x}")
             }
@@ -729,6 +730,15 @@ impl fmt::Display for At<'_> {
     }
 }
 
+/// A barrier of a block, or that of its cluster, in words.
+fn name_of(barrier: u32) -> String {
+    if barrier == CLUSTER_BARRIER {
+        "the barrier of the cluster".into()
+    } else {
+        format!("barrier {barrier}")
+    }
+}
+
 /// The event that a group of lanes waits for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -784,7 +794,7 @@ impl fmt::Display for WaitingFor {
         match self {
             WaitingFor::Nothing => write!(f, "running"),
             WaitingFor::Barrier { barrier, arrived, expected } => {
-                write!(f, "waits at barrier {barrier}: {arrived} of {expected} threads have arrived")
+                write!(f, "waits at {}: {arrived} of {expected} threads have arrived", name_of(*barrier))
             }
             WaitingFor::Lanes { mask, arrived } => {
                 write!(f, "waits for lanes {:#010x} at a warp-wide instruction", mask & !arrived)

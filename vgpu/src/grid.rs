@@ -210,7 +210,7 @@ impl Grid {
         let threads = cfg.block.iter().product::<u32>();
         let shared = kernel.static_shared + cfg.dynamic_shared_bytes;
         let total_blocks: u64 = cfg.grid.iter().map(|&d| u64::from(d)).product();
-        let clusters = Clusters::new(&kernel, dev, &cfg)?;
+        let clusters = Clusters::new(&kernel, &cfg)?;
         let resident = u64::from(clusters.resident(&kernel, dev, threads, shared)?);
         let workspace = match residency {
             Residency::InTurn => None,
@@ -1001,7 +1001,7 @@ fn check_launch(
             max: dev.shared_bytes_per_block.min(MAX_SHARED_BYTES),
         });
     }
-    Clusters::new(kernel, dev, cfg).map(drop)
+    Clusters::new(kernel, cfg)?.resident(kernel, dev, threads as u32, total as u32).map(drop)
 }
 
 /// Where dynamic shared memory starts in the shared window.

@@ -2,8 +2,8 @@
 //!
 //! Happens-before is tracked with vector clocks, after the PTX memory model (PTX ISA, "Memory
 //! Consistency Model"). Edges come only from morally strong release and acquire patterns, fences,
-//! block and warp barriers, mbarriers, kernel boundaries and the host's waits. Bulk copies are
-//! actors of their own in the async proxy. They rely on generic accesses only across a
+//! barriers of warps, blocks and clusters, mbarriers, kernel boundaries and the host's waits. Bulk
+//! copies are actors of their own in the async proxy. They rely on generic accesses only across a
 //! `fence.proxy.async`, and only an observed completion orders them before other accesses. The
 //! model's text leaves open at which end of a path the proxy fence must stand; both ends are
 //! accepted. Copies by `cp.async` are actors of the generic proxy: they need no fence, but the same

@@ -426,7 +426,9 @@ impl SharedMemory {
     /// cluster.
     pub(crate) fn reset(&mut self, bytes: u32, poison: u64, rank: u32) {
         let units = bytes.div_ceil(16) as usize;
-        if self.units.len() == units {
+        if let (true, Some(units)) = (self.units.len() == units, Arc::get_mut(&mut self.units)) {
+            units.iter_mut().flat_map(|unit| &mut unit.0).for_each(|half| *half.get_mut() = poison);
+        } else if self.units.len() == units {
             self.units.iter().flat_map(|unit| &unit.0).for_each(|half| half.store(poison, Ordering::Relaxed));
         } else {
             // 128-byte alignment is by offset only: nothing looks at the host address.

@@ -32,8 +32,8 @@ impl Clusters {
     /// The clusters of a launch.
     ///
     /// # Errors
-    /// The kernel, the grid or the device does not allow them.
-    pub(super) fn new(kernel: &Kernel, dev: &DeviceConfig, cfg: &GridConfig) -> Result<Self, LaunchError> {
+    /// The kernel or the grid does not allow them.
+    pub(super) fn new(kernel: &Kernel, cfg: &GridConfig) -> Result<Self, LaunchError> {
         let given = cfg.cluster.or(kernel.required_cluster);
         let shape = given.unwrap_or([1; 3]);
         let refuse = |message: String| {
@@ -65,14 +65,6 @@ impl Clusters {
                 ["x", "y", "z"][d],
                 shape[d]
             ));
-        }
-        // Blocks of a cluster run on multiprocessors of their own.
-        let most = u64::from(dev.max_blocks_resident.unwrap_or(u32::MAX)).min(match size {
-            1 => u64::MAX,
-            _ => u64::from(dev.sm_count.max(1)) * 32,
-        });
-        if size > most.max(1) {
-            return refuse(format!("the device holds {most} blocks at a time"));
         }
         let clusters = [0, 1].map(|d| u64::from(cfg.grid[d] / shape[d]));
         Ok(Self { shape, clusters, explicit: given.is_some() })
