@@ -689,13 +689,14 @@ impl BlockCheck {
         &mut self.gathering[barrier].past
     }
 
-    /// The causal past of lanes at their fences, and the last of their fenced initialisations of
-    /// mbarriers.
-    pub(super) fn fenced_by(&self, warp: u32, mask: u32) -> (Option<Fenced>, Vec<(Key, u32)>) {
+    /// The causal past of lanes at their fences of scope `.cluster` and wider, and the last of their
+    /// fenced initialisations of mbarriers.
+    pub(super) fn fenced_by(&self, warp: u32, mask: u32) -> (CausalPast, Vec<(Key, u32)>) {
         let warp = &self.warps[warp as usize];
-        let mut fenced = None;
+        let mut fenced = CausalPast::default();
         let of_mask = warp.groups.iter().filter(|(lanes, _)| lanes & mask != 0);
-        of_mask.for_each(|(_, lane)| join_fenced(&mut fenced, &lane.fence));
+        let fences = of_mask.filter_map(|(_, lane)| lane.fence.as_ref());
+        fences.filter(|(scope, _)| *scope >= Scope::Cluster).for_each(|(_, past)| fenced.join(past));
         let ticks = warp.init_fences.iter().flat_map(|fences| fences.iter().enumerate());
         let inits = ticks.filter(|(l, tick)| mask >> l & 1 != 0 && **tick > 0);
         (fenced, inits.map(|(l, tick)| (clock::inits(clock::lane(warp.key, l)), *tick)).collect())

@@ -10,7 +10,7 @@ use super::report;
 use crate::exec::bulk_queue::Landed;
 use crate::exec::cluster::{offset_of, rank_of};
 use crate::exec::lanes::lanes;
-use crate::ir::{CLUSTER_BARRIER, Scope};
+use crate::ir::CLUSTER_BARRIER;
 
 /// The other blocks of a cluster, as seen from one of them.
 #[derive(Debug, Default)]
@@ -111,11 +111,7 @@ impl BlockCheck {
     pub(super) fn arrive_relaxed(&mut self, warp: u32, mask: u32) {
         let (fenced, inits) = self.fenced_by(warp, mask);
         let past = self.gathered(CLUSTER_BARRIER as usize);
-        if let Some((scope, fenced)) = fenced
-            && scope >= Scope::Cluster
-        {
-            past.join(&fenced);
-        }
+        past.join(&fenced);
         inits.into_iter().for_each(|(actor, tick)| past.raise(actor, tick));
     }
 }

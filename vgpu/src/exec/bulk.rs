@@ -237,8 +237,7 @@ impl BlockState {
             let what = match p.dst {
                 End::Shared(address) if self.is_remote(address) => match p.src {
                     End::Shared(_) if !p.has_reached(Stage::Read) => {
-                        "a copy to another block may still read its source, in shared memory that is gone: the other block waits on its \
-                         mbarrier, and tells this one"
+                        "a copy to another block may still read its source, in shared memory that is gone: meet that block behind its wait on the mbarrier"
                     }
                     _ => continue,
                 },
