@@ -1,5 +1,6 @@
-// A warp-specialised GEMM of CUTLASS for sm_90 in clusters of two blocks, whose loads are multicasts: C = A * B^T in
-// bf16 with sums in f32. Runs on any libcuda.so.1 by the driver API, and compares with the host.
+// A warp-specialised GEMM of CUTLASS for sm_90 in clusters of two blocks, whose loads are multicasts:
+// C = A * B^T in bf16 with sums in f32. Runs on any libcuda.so.1 by the driver API, and compares with
+// the host.
 //
 //   cutlass KERNELS.ptx
 //

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Compiles a GEMM of CUTLASS in clusters of two blocks, whose loads are multicasts, and runs it on the libcuda.so.1 of
-# virtual GPUs, in fast and in check mode, with several seeds. Needs Python 3 with venv and pip, g++ and cargo; no GPU.
+# Compiles a GEMM of CUTLASS in clusters of two blocks, whose loads are multicasts, and runs it on
+# the libcuda.so.1 of virtual GPUs, in fast and in check mode, with several seeds. Needs Python 3 with
+# venv and pip, g++ and cargo; no GPU.
 #
 #   vgpu/peers/cutlass.sh WORK CHECKOUT
 #

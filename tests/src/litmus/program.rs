@@ -489,8 +489,9 @@ impl Writer<'_> {
     }
 }
 
-/// Where the threads run: `c` in the block of the thread before, `k` in another block of its cluster,
-/// `g` in another cluster, `s` on another device. A cluster is one block unless there is a `k`.
+/// Where the threads run: `c` in the block of the thread before, `k` in another block of its
+/// cluster, `g` in another cluster, `s` on another device. A cluster is one block unless there is a
+/// `k`.
 fn places(text: &str, threads: usize, lanes: bool) -> Vec<Place> {
     let letters: Vec<&str> = text.split(',').collect();
     let mut places: Vec<Place> = vec![];

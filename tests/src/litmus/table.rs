@@ -2,15 +2,15 @@
 //!
 //! Placement: `1` one thread, `c` one block, `k` different blocks of a cluster, `g` different
 //! clusters, which are one block each where there is no `k`, `s` different devices. `‖` separates
-//! threads. An access is kind (`W` write, `R` read, `U` atom, `D` red), order (`w` weak, `x` relaxed,
-//! `a` acquire, `r` release, `b` acq_rel, `s` sc), scope (`c` block, `k` cluster, `g` device, `s`
-//! system), `.location=value`. `D` as a location is in shared memory of the cluster's first block. `F` is a fence. `L.S/m` is a bulk load from `G` to `S` on mbarrier
-//! `m`, `T` a committed bulk store from `S` to `G`. `E` is arrive.expect_tx, `V` a wait for the
-//! mbarrier, `Q` wait_group 0, `q` its `.read` form. `P*` and `Ps` are a full and a shared::cta
-//! proxy fence, `B` and `b` a block and a warp barrier, `C` and `X` a barrier of the cluster, whose
-//! arrivals release or are relaxed, `K` is a kernel boundary. A `?` behind a
-//! read ends the thread unless it has read that value. Only then do the accesses behind it belong
-//! to the execution in question.
+//! threads. An access is kind (`W` write, `R` read, `U` atom, `D` red), order (`w` weak, `x`
+//! relaxed, `a` acquire, `r` release, `b` acq_rel, `s` sc), scope (`c` block, `k` cluster, `g`
+//! device, `s` system), `.location=value`. `D` as a location is in shared memory of the cluster's
+//! first block. `F` is a fence. `L.S/m` is a bulk load from `G` to `S` on mbarrier `m`, `T` a
+//! committed bulk store from `S` to `G`. `E` is arrive.expect_tx, `V` a wait for the mbarrier, `Q`
+//! wait_group 0, `q` its `.read` form. `P*` and `Ps` are a full and a shared::cta proxy fence, `B`
+//! and `b` a block and a warp barrier, `C` and `X` a barrier of the cluster, whose arrivals
+//! release or are relaxed, `K` is a kernel boundary. A `?` behind a read ends the thread unless it
+//! has read that value. Only then do the accesses behind it belong to the execution in question.
 
 /// Whether the execution that the text describes may happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -184,7 +184,7 @@ impl<W: Hooks> Exec<'_, W> {
         Flow::Gone
     }
 
-    /// Of the lanes that stand at the barrier of the cluster, those that release nothing.
+    /// The lanes at the barrier of the cluster whose arrivals release nothing.
     pub(super) fn relaxed_arrivals(&self) -> u32 {
         let code = &self.kernel.code;
         let relaxed = |pc: u32| matches!(code[pc as usize].op, Op::ClusterArrive { relaxed: true, .. });

@@ -19,7 +19,8 @@ pub(super) fn map_address(m: &mut Mods) -> Result<Emit, String> {
         (false, Ty::U32, false) => op2(|a: u32, rank: u32| map_shared(a.into(), rank) as u32),
         (false, Ty::U64, false) => op2(map_shared),
         (false, Ty::U64, true) => op2(|a: u64, rank: u32| {
-            // Of another address no block has a copy. The result lies outside of every window.
+            // Other memory has no counterpart in another block. The result lies outside of every
+            // window.
             if a >> 56 == SHARED_TAG >> 56 { map_shared(a, rank) } else { SHARED_TAG | 0xff << RANK_SHIFT }
         }),
         _ => return m.unsupported(),

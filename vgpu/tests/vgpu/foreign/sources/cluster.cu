@@ -2,7 +2,8 @@
 #include <cooperative_groups.h>
 namespace cg = cooperative_groups;
 
-// Counts values. The bins are divided among the blocks of a cluster, each of which has its part in shared memory.
+// Counts values. The bins are divided among the blocks of a cluster, each of which has its part in
+// shared memory.
 extern "C" __global__ void cluster_histogram(const unsigned* values, unsigned* bins, int n, int bins_per_block) {
     extern __shared__ unsigned own[];
     cg::cluster_group cluster = cg::this_cluster();
@@ -33,8 +34,8 @@ extern "C" __global__ void cluster_histogram_early(const unsigned* values, unsig
     for (int i = threadIdx.x; i < bins_per_block; i += blockDim.x) atomicAdd(&mine[i], own[i]);
 }
 
-// Normalises rows that are longer than a block has shared memory for: each block of a cluster has a part of the row,
-// and all of them exchange sums.
+// Normalises rows that are longer than a block has shared memory for: each block of a cluster has a
+// part of the row, and all of them exchange sums.
 extern "C" __global__ void __cluster_dims__(4, 1, 1) cluster_rms_norm(const float* x, float* y, int part) {
     extern __shared__ float row[];
     __shared__ float sums[32];
