@@ -148,7 +148,7 @@ fn memory(checked: bool) -> Memory {
 }
 
 fn shape(blocks: u32, threads: u32, dynamic_shared_bytes: u32) -> GridConfig {
-    GridConfig { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_shared_bytes }
+    GridConfig::new(blocks, threads, dynamic_shared_bytes)
 }
 
 /// Runs the copy loop once to touch its memory, and then `times` times.

@@ -184,6 +184,9 @@ pub struct GridConfig {
     pub block: [u32; 3],
     /// Dynamic shared memory per block, in bytes.
     pub dynamic_shared_bytes: u32,
+    /// Blocks of a cluster in x, y, z. `None`: as the kernel declares (`.reqnctapercluster`), or no
+    /// cluster, which is one of one block.
+    pub cluster: Option<[u32; 3]>,
 }
 
 impl GridConfig {
@@ -191,7 +194,14 @@ impl GridConfig {
     /// block.
     #[must_use]
     pub const fn new(blocks: u32, threads: u32, dynamic_shared_bytes: u32) -> Self {
-        Self { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_shared_bytes }
+        Self { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_shared_bytes, cluster: None }
+    }
+
+    /// The same launch in clusters of so many blocks in x, y, z. The blocks of a cluster run
+    /// together and access each other's shared memory.
+    #[must_use]
+    pub const fn in_clusters_of(self, blocks: [u32; 3]) -> Self {
+        Self { cluster: Some(blocks), ..self }
     }
 }
 

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::check::Class;
+use crate::ir::CLUSTER_BARRIER;
 use crate::kernel::Kernel;
 use crate::memory_error::{MemoryError, NearRegion, Spot, place};
 
@@ -94,6 +95,16 @@ pub enum LaunchError {
         required: [u32; 3],
         /// Shape asked for.
         block: [u32; 3],
+    },
+    /// A cluster of blocks that the grid, the kernel or the device does not allow.
+    #[error("kernel '{kernel}' in clusters of {cluster:?} blocks: {message}")]
+    Cluster {
+        /// Kernel name.
+        kernel: String,
+        /// Blocks of a cluster in x, y, z.
+        cluster: [u32; 3],
+        /// The rule that is broken, and the remedy.
+        message: String,
     },
     /// More shared memory than a block may have.
     #[error(
@@ -340,6 +351,24 @@ pub enum FaultKind {
         /// First offset past the end.
         end: u64,
     },
+    /// An address of shared memory of a block that the cluster does not have.
+    OutOfCluster {
+        /// The block's number in the cluster.
+        rank: u32,
+        /// Blocks of the cluster.
+        blocks: u32,
+    },
+    /// An access to shared memory of a block of the cluster that has ended, or that may end before
+    /// the access.
+    EndedBlock {
+        /// The block whose memory it is.
+        block: [u32; 3],
+        /// The access, where the block's end is the place of the fault.
+        message: String,
+    },
+    /// Check mode: an arrival at the mbarrier of another block has a scope that leaves that block
+    /// out.
+    NarrowArrival,
     /// An address that is not a multiple of the access's alignment.
     Misaligned {
         /// Address or offset.
@@ -453,7 +482,11 @@ impl FaultKind {
     pub fn name(&self) -> &'static str {
         match self {
             FaultKind::OutOfBounds { nearest: Some(near), .. } if near.freed => "use-after-free",
-            FaultKind::OutOfBounds { .. } | FaultKind::OutOfWindow { .. } => "out-of-bounds",
+            FaultKind::OutOfBounds { .. }
+            | FaultKind::OutOfWindow { .. }
+            | FaultKind::OutOfCluster { .. } => "out-of-bounds",
+            FaultKind::EndedBlock { .. } => "ended-block",
+            FaultKind::NarrowArrival => "narrow-arrival",
             FaultKind::Misaligned { .. } => "misaligned",
             FaultKind::Trap => "trap",
             FaultKind::DivergentBarrier { .. } => "divergent-barrier",
@@ -479,9 +512,13 @@ impl FaultKind {
     pub fn class(&self) -> Class {
         match self {
             FaultKind::OutOfBounds { nearest: Some(near), .. } if near.freed => Class::Lifetime,
-            FaultKind::Unwritten { .. } | FaultKind::CopyOutlivesBlock { .. } => Class::Lifetime,
+            FaultKind::Unwritten { .. }
+            | FaultKind::CopyOutlivesBlock { .. }
+            | FaultKind::EndedBlock { .. } => Class::Lifetime,
+            FaultKind::NarrowArrival => Class::Model,
             FaultKind::OutOfBounds { .. }
             | FaultKind::OutOfWindow { .. }
+            | FaultKind::OutOfCluster { .. }
             | FaultKind::Misaligned { .. }
             | FaultKind::BulkCopy { .. } => Class::Bounds,
             FaultKind::Race(race) => race.class,
@@ -511,6 +548,26 @@ impl fmt::Display for FaultKind {
                     "access of {bytes} bytes at {space} offset {offset:#x}; valid are {start:#x}..{end:#x}"
                 )
             }
+            FaultKind::OutOfCluster { rank, blocks } => write!(
+                f,
+                "access to shared memory of block number {rank} of a cluster, which has {blocks} blocks from 0"
+            ),
+            FaultKind::EndedBlock { block, message } if message.is_empty() => write!(
+                f,
+                "access to shared memory of block {block:?} of the cluster, which has ended: a barrier.cluster.arrive and \
+                 .wait behind the access keeps its blocks until then"
+            ),
+            FaultKind::EndedBlock { block, message } => {
+                write!(
+                    f,
+                    "block {block:?} may end before another block accesses its shared memory: {message}"
+                )
+            }
+            FaultKind::NarrowArrival => write!(
+                f,
+                "arrival at the mbarrier of another block with scope .cta, which leaves that block out: by the model it orders \
+                 nothing there. .release.cluster does, or the assumption ClusterArrivals"
+            ),
             FaultKind::Misaligned { addr, align } => {
                 write!(f, "address {addr:#x} is not a multiple of {align}")
             }
@@ -524,7 +581,7 @@ impl fmt::Display for FaultKind {
                 "barrier {barrier} reached by lanes {together:#010x} of a warp of which lanes {live:#010x} are alive and may be elsewhere \
                  since PTX line {parted_on}: put `bar.warp.sync` of them all in front"
             ),
-            FaultKind::BadBarrier { barrier, message } => write!(f, "barrier {barrier}: {message}"),
+            FaultKind::BadBarrier { barrier, message } => write!(f, "{}: {message}", name_of(*barrier)),
             FaultKind::BadMemberMask { mask, lanes } => {
                 write!(f, "member mask {mask:#010x} leaves out some of the executing lanes {lanes:#010x}")
             }
@@ -673,6 +730,15 @@ impl fmt::Display for At<'_> {
     }
 }
 
+/// A barrier of a block, or that of its cluster, in words.
+fn name_of(barrier: u32) -> String {
+    if barrier == CLUSTER_BARRIER {
+        "the barrier of the cluster".into()
+    } else {
+        format!("barrier {barrier}")
+    }
+}
+
 /// The event that a group of lanes waits for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -728,7 +794,7 @@ impl fmt::Display for WaitingFor {
         match self {
             WaitingFor::Nothing => write!(f, "running"),
             WaitingFor::Barrier { barrier, arrived, expected } => {
-                write!(f, "waits at barrier {barrier}: {arrived} of {expected} threads have arrived")
+                write!(f, "waits at {}: {arrived} of {expected} threads have arrived", name_of(*barrier))
             }
             WaitingFor::Lanes { mask, arrived } => {
                 write!(f, "waits for lanes {:#010x} at a warp-wide instruction", mask & !arrived)

@@ -1,5 +1,6 @@
 //! A launched kernel: blocks, their warps, and the scheduler that lets the warps take turns.
 
+mod cluster;
 mod stepped;
 
 use std::collections::VecDeque;
@@ -11,18 +12,20 @@ use crate::check::{CausalPast, Checker, Past, Timeline};
 use crate::coverage;
 use crate::device::{Clock, DeviceConfig, GridConfig, Schedule};
 use crate::exec::bulk_queue::BulkQueue;
+use crate::exec::cluster::{RANK_SHIFT, map_shared, offset_of};
 use crate::exec::copies::CopyQueue;
 use crate::exec::state::{SHARED_BASE, SharedMemory};
 use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp};
 use crate::fault::{
     Fault, FaultKind, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep, WaitingFor,
 };
-use crate::ir::{BARRIERS, Fence, File, Init, Op, Regs, Special};
+use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Regs, Special};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::seeds::{Rng, mix};
 use std::sync::Arc;
 
+use cluster::Clusters;
 pub(crate) use stepped::Step;
 
 /// Slices of a run among which preemptions are drawn.
@@ -56,6 +59,9 @@ pub enum Residency {
 const MAX_THREADS: u32 = 1024;
 const MAX_BLOCK: [u32; 3] = [1024, 1024, 64];
 const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65535, 65535];
+
+/// Bytes of a block's part of the window of shared memory, whatever a device is configured to have.
+const MAX_SHARED_BYTES: u32 = (1 << RANK_SHIFT) - SHARED_BASE;
 
 /// Result of [`Grid::step`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,7 +133,8 @@ pub struct Grid {
     /// The resident blocks. There are fewer at first than fit: on hardware, other grids may hold
     /// multiprocessors for a while.
     blocks: Vec<Block>,
-    /// How many fit.
+    clusters: Clusters,
+    /// How many fit: whole clusters.
     resident: u32,
     /// While more fit, one block is admitted in so many slices.
     admit_one_in: u64,
@@ -203,7 +210,8 @@ impl Grid {
         let threads = cfg.block.iter().product::<u32>();
         let shared = kernel.static_shared + cfg.dynamic_shared_bytes;
         let total_blocks: u64 = cfg.grid.iter().map(|&d| u64::from(d)).product();
-        let resident = u64::from(dev.resident_blocks(threads, shared));
+        let clusters = Clusters::new(&kernel, &cfg)?;
+        let resident = u64::from(clusters.resident(&kernel, dev, threads, shared)?);
         let workspace = match residency {
             Residency::InTurn => None,
             Residency::Together if total_blocks > resident => {
@@ -264,7 +272,7 @@ impl Grid {
                 }
                 let mut world = checker.world();
                 let mut start = order.map_or_else(|| world.host_past(), |(_, past)| past.inner().clone());
-                let shape = [cfg.grid[0], cfg.grid[1]];
+                let shape = (cfg.grid, clusters.shape);
                 let (on, kernel) = (order.map(|o| o.0), env.kernel.clone());
                 let strict_exits = world.config.strict_exits;
                 let number = world.begin_grid(&mut start, on, memory.id(), kernel, shape);
@@ -289,7 +297,8 @@ impl Grid {
         let livelock_limit = dev.instructions_allowed(check.is_some());
         // Half of all seeds start with every resident block, the rest with fewer.
         let alone = rng.below(2) == 0;
-        let first = if alone { resident } else { 1 + rng.below(resident.into()) as u32 };
+        let most = resident / clusters.size();
+        let first = if alone { most } else { 1 + rng.below(most.into()) as u32 };
         let mut grid = Grid {
             env,
             memory,
@@ -297,6 +306,7 @@ impl Grid {
             config: cfg,
             sm_count: dev.sm_count.max(1),
             blocks: vec![],
+            clusters,
             resident,
             admit_one_in: 1 << rng.below(MAX_ADMISSION_BITS + 1),
             next_block: 0,
@@ -371,8 +381,14 @@ impl Grid {
         self.blocks.len() < self.resident as usize && self.next_block < self.total_blocks
     }
 
-    /// Makes one block more resident.
+    /// Makes one cluster more resident, mostly one block.
     fn admit(&mut self) {
+        let first = self.blocks.len() as u32;
+        (0..self.clusters.size()).for_each(|_| self.add_slot());
+        self.start_cluster(first);
+    }
+
+    fn add_slot(&mut self) {
         let slot = self.blocks.len() as u32;
         let warps = self.config.block.iter().product::<u32>().div_ceil(32);
         self.blocks.push(Block {
@@ -384,6 +400,11 @@ impl Grid {
                 exited_warps: 0,
                 strict_exits: self.check.as_ref().is_some_and(|check| check.strict_exits),
                 completed: 0,
+                rank: 0,
+                cluster: None,
+                cluster_arrivals: 0,
+                ended_warps: 0,
+                waits_for_cluster: false,
                 cluster_phases: 0,
                 bulk: BulkQueue::default(),
                 copies: CopyQueue::default(),
@@ -398,26 +419,26 @@ impl Grid {
             stalled: 0,
             priority: vec![0; warps as usize],
         });
-        self.start_block(slot);
     }
 
-    /// Puts the next block of the grid in `slot`.
+    /// Puts the next block of the grid in `slot`. Blocks of a cluster follow each other.
     fn start_block(&mut self, slot: u32) {
-        let linear = self.next_block;
+        let (ctaid, rank) = self.clusters.block(self.next_block);
+        let [gx, gy, _] = self.config.grid.map(u64::from);
+        let [x, y, z] = ctaid.map(u64::from);
+        let linear = x + gx * (y + gy * z);
         self.next_block += 1;
         self.live_blocks += 1;
         self.progress_at = self.stats.warp_instructions;
-        let [gx, gy, _] = self.config.grid.map(u64::from);
-        let ctaid = [linear % gx, linear / gx % gy, linear / gx / gy].map(|v| v as u32);
         let kernel = &self.env.kernel;
         let threads = self.config.block.iter().product::<u32>();
         let b = &mut self.blocks[slot as usize];
         b.state.ctaid = ctaid;
-        b.state.shared.reset(kernel.static_shared + self.config.dynamic_shared_bytes, self.env.poison);
+        b.state.shared.reset(kernel.static_shared + self.config.dynamic_shared_bytes, self.env.poison, rank);
         b.state.barriers = [Barrier::default(); BARRIERS];
         b.state.exited_warps = 0;
         b.state.completed = 0;
-        b.state.cluster_phases = 0;
+        b.state.start_in_cluster(rank);
         b.state.bulk.reset(b.state.warps * 32);
         b.state.copies.reset();
         b.state.landed.clear();
@@ -434,6 +455,8 @@ impl Grid {
         b.idle_epoch.fill(0);
         let inputs = SpecialInputs {
             ctaid,
+            clusters: self.clusters,
+            rank,
             cfg: self.config,
             static_shared: kernel.static_shared,
             sm: b.sm,
@@ -451,7 +474,8 @@ impl Grid {
             let live = if lanes == 32 { u32::MAX } else { (1 << lanes) - 1 };
             warp.regs.resize(kernel.slots);
             kernel.alive_at_start.iter().for_each(|&(file, slot)| warp.regs.copy(regs, file, slot));
-            let own = kernel.inits.iter().filter(|(_, _, init)| init.differs_by_warp());
+            let several = self.clusters.size() > 1;
+            let own = kernel.inits.iter().filter(|(_, _, init)| init.differs_by_warp(several));
             own.for_each(|init| inputs.initialise(&mut warp.regs, kernel, w, init));
             warp.local.clear();
             warp.local.resize(kernel.local_bytes as usize * 32 / 8, self.env.poison);
@@ -507,7 +531,8 @@ impl Grid {
                     }
                     // Several at a time: all of them have to find out that they wait before the
                     // next ones come.
-                    let most = u64::from(self.resident) - self.blocks.len() as u64;
+                    let most = (u64::from(self.resident) - self.blocks.len() as u64)
+                        / u64::from(self.clusters.size());
                     for _ in 0..=self.rng.below(most) {
                         if self.has_room() {
                             self.admit();
@@ -532,36 +557,38 @@ impl Grid {
         }
     }
 
-    /// No warp of the grid can run: looks for blocks whose warps all wait at barriers and on
-    /// mbarriers. Only the block itself could complete these. If the block is found twice in the
-    /// same state, nothing ever will. True when one was found for the first time.
+    /// No warp of the grid can run: looks for clusters, mostly of one block, whose warps all wait at
+    /// barriers and on mbarriers. Only the cluster itself could complete these. If it is found twice
+    /// in the same state, nothing ever will. True when one was found for the first time.
     fn may_be_stalled(&mut self) -> Result<bool, Box<Fault>> {
         let mut first = false;
-        for slot in 0..self.blocks.len() {
-            let state = self.waits_for_itself(&self.blocks[slot]).unwrap_or(0);
+        let size = self.clusters.size() as usize;
+        for slot in (0..self.blocks.len()).step_by(size) {
+            let state = self.cluster_waits_for_itself(slot..slot + size);
             let before = std::mem::replace(&mut self.blocks[slot].stalled, state);
             first |= state != 0 && before == 0;
             if state != 0 && state == before {
                 let waits =
                     |warp: &Warp| warp.groups.iter().find(|g| g.state == GroupState::Ready).map(|g| g.pc);
-                let warps = &self.blocks[slot].warps;
-                let at = warps.iter().find_map(|warp| waits(warp).map(|pc| (warp.index, pc)));
-                let (warp, pc) = at.unwrap_or_default();
-                return Err(self.deadlock(WarpRef { block: slot as u32, warp }, pc.saturating_sub(1)));
+                let blocks = (slot as u32..).zip(&self.blocks[slot..slot + size]);
+                let mut warps = blocks.flat_map(|(slot, b)| b.warps.iter().map(move |warp| (slot, warp)));
+                let at = warps.find_map(|(block, warp)| waits(warp).map(|pc| (block, warp.index, pc)));
+                let (block, warp, pc) = at.unwrap_or((slot as u32, 0, 0));
+                return Err(self.deadlock(WarpRef { block, warp }, pc.saturating_sub(1)));
             }
         }
         Ok(first)
     }
 
     /// A hash of the registers and places of a block of which every warp waits at a barrier or has
-    /// just looked at an mbarrier.
+    /// just looked at an mbarrier. `None` where a warp does not.
     fn waits_for_itself(&self, block: &Block) -> Option<u64> {
         let code = &self.env.kernel.code;
         let on_mbarrier = |pc: u32| {
             let op = (pc as usize).checked_sub(1).and_then(|at| code.get(at)).map(|inst| &inst.op);
             matches!(op, Some(Op::Mbar { .. }))
         };
-        if block.state.exited_warps == block.state.warps || block.state.is_copying() {
+        if block.state.is_copying() {
             return None;
         }
         let groups = || block.warps.iter().flat_map(|warp| &warp.groups);
@@ -607,18 +634,13 @@ impl Grid {
 
     /// Runs a warp that was taken from the ready queue.
     fn run_picked(&mut self, pick: WarpRef, budget: u64) -> Result<Slice, Box<Fault>> {
-        let block = &mut self.blocks[pick.block as usize];
+        let (block, peers) = cluster::with_peers(&mut self.blocks, self.clusters, pick.block);
         let (state, warp) = (&mut block.state, &mut block.warps[pick.warp as usize]);
         let ran = match (&mut block.check, &self.check) {
             (Some(block), Some(check)) => {
                 let mut world = check.checker.world();
-                run_warp(
-                    &self.env,
-                    state,
-                    warp,
-                    CheckHooks { world: &mut world, block, warp: pick.warp },
-                    budget,
-                )
+                let watch = CheckHooks { world: &mut world, block, peers, warp: pick.warp };
+                run_warp(&self.env, state, warp, watch, budget)
             }
             _ => run_warp(&self.env, state, warp, (), budget),
         };
@@ -661,7 +683,7 @@ impl Grid {
             }
             Status::Done => {
                 block.ready -= 1;
-                if let Err(kind) = block.state.warp_exited() {
+                if let Err(kind) = block.state.warp_exited(pick.warp) {
                     return Err(self.barrier_fault(pick.block, kind));
                 }
             }
@@ -673,10 +695,12 @@ impl Grid {
         let block = &mut self.blocks[pick.block as usize];
         if block.state.exited_warps == block.state.warps {
             self.retire(pick.block)?;
-        } else if block.ready == 0 {
-            // Only warps of this block could release the others, and all of them wait.
-            let pc = block.warps.iter().flat_map(|w| w.groups.first()).map(|g| g.pc).next().unwrap_or(0);
-            return Err(self.deadlock(pick, pc));
+        }
+        self.wake_cluster(pick.block);
+        if let Some(at) = self.waits_for_ever(pick) {
+            let warps = &self.blocks[at.block as usize].warps;
+            let pc = warps.iter().flat_map(|w| w.groups.first()).map(|g| g.pc).next().unwrap_or(0);
+            return Err(self.deadlock(at, pc));
         }
         let instructions = self.stats.warp_instructions - self.progress_at;
         if instructions > self.livelock_limit {
@@ -713,7 +737,8 @@ impl Grid {
             return;
         }
         if let Some(check) = &mut block.check {
-            (0..BARRIERS).filter(|id| completed >> id & 1 != 0).for_each(|id| check.complete(id));
+            let own = if self.clusters.size() == 1 { BARRIERS } else { NAMED_BARRIERS };
+            (0..own).filter(|id| completed >> id & 1 != 0).for_each(|id| check.complete(id));
         }
         for (w, warp) in block.warps.iter_mut().enumerate() {
             let was_ready = warp.groups.iter().any(|g| g.state == GroupState::Ready);
@@ -745,11 +770,22 @@ impl Grid {
             let done = state.progress(&self.env.table, None);
             done.map_err(|late| self.late_fault(slot, late))?;
         }
+        let clustered = self.clusters.size() > 1;
+        if clustered {
+            self.note_landed(slot);
+            self.leave_cluster(slot)?;
+        }
         self.live_blocks -= 1;
         self.stats.blocks_done += 1;
         self.progress_at = self.stats.warp_instructions;
-        if let (Some(check), Some(block)) = (&mut self.check, self.blocks[slot as usize].check.take()) {
-            check.end.join(&block.end());
+        // The checks of a cluster's blocks live as long as the cluster.
+        let block = &mut self.blocks[slot as usize];
+        let end = match clustered {
+            true => block.check.as_ref().map(|block| block.end()),
+            false => block.check.take().map(|block| block.end()),
+        };
+        if let (Some(check), Some(end)) = (&mut self.check, end) {
+            check.end.join(&end);
             if self.live_blocks == 0 && self.next_block >= self.total_blocks {
                 let mut world = check.checker.world();
                 world.end_grid(check.number, &mut check.end);
@@ -758,8 +794,10 @@ impl Grid {
                 }
             }
         }
-        if self.next_block < self.total_blocks {
-            self.start_block(slot);
+        let first = self.clusters.first(slot);
+        let mut cluster = self.blocks[first as usize..].iter().take(self.clusters.size() as usize);
+        if self.next_block < self.total_blocks && cluster.all(|b| b.state.exited_warps == b.state.warps) {
+            self.start_cluster(first);
         }
         Ok(())
     }
@@ -789,11 +827,14 @@ impl Grid {
 
     /// Tells the checks of the progress of a block's copies.
     fn note_landed(&mut self, slot: u32) {
-        let block = &mut self.blocks[slot as usize];
-        if let Some(check) = &mut block.check {
-            block.state.landed.iter().for_each(|landed| check.landed(landed));
+        let landed = std::mem::take(&mut self.blocks[slot as usize].state.landed);
+        if self.check.is_none() || landed.is_empty() {
+            return;
         }
-        block.state.landed.clear();
+        let (block, mut peers) = cluster::with_peers(&mut self.blocks, self.clusters, slot);
+        if let Some(block) = &mut block.check {
+            landed.iter().for_each(|landed| peers.landed(block, landed));
+        }
     }
 
     fn late_fault(&self, block: u32, (kind, warp, pc): (FaultKind, u32, u32)) -> Box<Fault> {
@@ -877,14 +918,16 @@ impl Grid {
                             WaitingFor::Lanes { mask: mask & warp.live, arrived }
                         }
                         GroupState::Barrier { id, arrived: true, .. } => {
-                            let b = &block.state.barriers[id as usize];
+                            let b = self.barrier_of(block, id);
                             WaitingFor::Barrier { barrier: id, arrived: b.arrived, expected: b.expected }
                         }
                         // The rest of its own warp is missing.
                         GroupState::Barrier { .. } => WaitingFor::Lanes { mask: warp.live, arrived: g.mask },
                     };
                     let past = match (&waiting, &block.check) {
-                        (WaitingFor::Mbarrier { offset, .. }, Some(check)) => check.mbarrier_past(*offset),
+                        (WaitingFor::Mbarrier { offset, .. }, Some(check)) => {
+                            check.mbarrier_past(offset_of(*offset))
+                        }
                         _ => None,
                     };
                     let pcs = past.into_iter().flat_map(|(init, arrival)| [Some(init), arrival]).flatten();
@@ -950,15 +993,15 @@ fn check_launch(
         return Err(LaunchError::BlockShape { kernel: name(), required, block: cfg.block });
     }
     let total = u64::from(kernel.static_shared) + u64::from(cfg.dynamic_shared_bytes);
-    if total > u64::from(dev.shared_bytes_per_block) {
+    if total > u64::from(dev.shared_bytes_per_block.min(MAX_SHARED_BYTES)) {
         return Err(LaunchError::SharedMemory {
             kernel: name(),
             static_bytes: kernel.static_shared,
             dynamic_bytes: cfg.dynamic_shared_bytes,
-            max: dev.shared_bytes_per_block,
+            max: dev.shared_bytes_per_block.min(MAX_SHARED_BYTES),
         });
     }
-    Ok(())
+    Clusters::new(kernel, cfg)?.resident(kernel, dev, threads as u32, total as u32).map(drop)
 }
 
 /// Where dynamic shared memory starts in the shared window.
@@ -990,6 +1033,9 @@ fn run_warp<W: Hooks>(
 /// Inputs of a block's special registers.
 struct SpecialInputs {
     ctaid: [u32; 3],
+    clusters: Clusters,
+    /// The block's number in its cluster.
+    rank: u32,
     cfg: GridConfig,
     static_shared: u32,
     sm: u32,
@@ -1011,7 +1057,11 @@ impl SpecialInputs {
         let values = match init {
             Init::Bits(v) => [v; 32],
             Init::GlobalAddress(offset) => [self.globals + offset; 32],
-            Init::DynamicShared(tag) => [tag + u64::from(dynamic_shared_offset(kernel)); 32],
+            Init::SharedAddress(offset) => [map_shared(offset, self.rank); 32],
+            Init::DynamicShared(offset) => {
+                let offset = offset + u64::from(dynamic_shared_offset(kernel));
+                [map_shared(offset, self.rank); 32]
+            }
             Init::Special(s) => std::array::from_fn(|lane| special(s, warp, lane as u32, self)),
         };
         let row = reg as usize;
@@ -1025,7 +1075,7 @@ impl SpecialInputs {
 
 /// Value of a special register for one lane of a warp.
 fn special(s: Special, warp: u32, lane: u32, inputs: &SpecialInputs) -> u64 {
-    let SpecialInputs { ctaid, cfg, static_shared, sm, sm_count, workspace, .. } = *inputs;
+    let SpecialInputs { ctaid, clusters, rank, cfg, static_shared, sm, sm_count, workspace, .. } = *inputs;
     let linear = warp * 32 + lane;
     let [bx, by, bz] = cfg.block;
     let v = match s {
@@ -1049,9 +1099,15 @@ fn special(s: Special, warp: u32, lane: u32, inputs: &SpecialInputs) -> u64 {
         Special::WorkspaceHigh => (workspace >> 32) as u32,
         Special::DynamicSmemSize => cfg.dynamic_shared_bytes,
         Special::TotalSmemSize => static_shared + cfg.dynamic_shared_bytes,
-        // Grids are not numbered; a cluster is one block.
+        Special::ClusterId(d) => ctaid[usize::from(d)] / clusters.shape[usize::from(d)],
+        Special::NClusterId(d) => cfg.grid[usize::from(d)] / clusters.shape[usize::from(d)],
+        Special::ClusterCtaid(d) => ctaid[usize::from(d)] % clusters.shape[usize::from(d)],
+        Special::ClusterNctaid(d) => clusters.shape[usize::from(d)],
+        Special::ClusterRank => rank,
+        Special::ClusterSize => clusters.size(),
+        Special::ExplicitCluster => clusters.explicit.into(),
+        // Grids are not numbered.
         Special::GridId | Special::Zero => 0,
-        Special::One => 1,
     };
     u64::from(v)
 }

@@ -14,7 +14,7 @@ use crate::tensor_map::MOST_DIMENSIONS;
 /// Named barriers per block.
 pub(crate) const NAMED_BARRIERS: usize = 16;
 
-/// The number of the barrier of the cluster, which is one block.
+/// The number of the barrier of the cluster.
 pub(crate) const CLUSTER_BARRIER: u32 = 16;
 
 /// Barriers per block: the named ones, and that of the cluster.
@@ -82,15 +82,30 @@ pub(crate) enum Init {
     Bits(u64),
     /// Address of the module's variables plus an offset.
     GlobalAddress(u64),
-    /// Start of dynamic shared memory: offset in the shared window.
+    /// Address of a shared variable: offset in the block's window.
+    SharedAddress(u64),
+    /// Start of dynamic shared memory, behind such an offset.
     DynamicShared(u64),
     Special(Special),
 }
 
 impl Init {
-    /// Its value is not the same in all warps of a grid.
-    pub(crate) fn differs_by_warp(self) -> bool {
-        matches!(self, Init::Special(Special::Tid(_) | Special::WarpId | Special::Ctaid(_) | Special::SmId))
+    /// Its value is not the same in all warps of a grid. `clusters`: nor in all blocks of a cluster.
+    pub(crate) fn differs_by_warp(self, clusters: bool) -> bool {
+        match self {
+            Init::Special(special) => matches!(
+                special,
+                Special::Tid(_)
+                    | Special::WarpId
+                    | Special::Ctaid(_)
+                    | Special::SmId
+                    | Special::ClusterId(_)
+                    | Special::ClusterCtaid(_)
+                    | Special::ClusterRank
+            ),
+            Init::SharedAddress(_) | Init::DynamicShared(_) => clusters,
+            Init::Bits(_) | Init::GlobalAddress(_) => false,
+        }
     }
 }
 
@@ -118,9 +133,17 @@ pub(crate) enum Special {
     WorkspaceHigh,
     DynamicSmemSize,
     TotalSmemSize,
-    /// A cluster is always one block: ids are 0, counts are 1.
+    /// Index of the cluster in the grid, and clusters in the grid.
+    ClusterId(u8),
+    NClusterId(u8),
+    /// Index of the block in its cluster, blocks of a cluster, and both as one number.
+    ClusterCtaid(u8),
+    ClusterNctaid(u8),
+    ClusterRank,
+    ClusterSize,
+    /// Whether the launch, or the kernel, names a cluster.
+    ExplicitCluster,
     Zero,
-    One,
 }
 
 /// Registers that are read at the moment of execution.
@@ -146,7 +169,10 @@ impl Timer {
 pub(crate) enum Space {
     Generic,
     Global,
+    /// Shared memory of the block.
     Shared,
+    /// Shared memory of any block of the cluster.
+    Cluster,
     Local,
     Param,
 }
@@ -162,11 +188,12 @@ pub(crate) enum Sem {
     AcqRel,
 }
 
-/// Set of threads that an ordered access or a fence orders. A cluster is one block here. Fast mode
-/// ignores scopes, because every access is to real host memory; checks need them.
+/// Set of threads that an ordered access or a fence orders. Fast mode ignores scopes, because every
+/// access is to real host memory; checks need them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Scope {
     Cta,
+    Cluster,
     Gpu,
     Sys,
 }
@@ -182,7 +209,10 @@ pub(crate) enum Fence {
         shared: bool,
         global: bool,
     },
-    /// Aliases and initialised mbarriers: nothing that is ever out of order here.
+    /// `fence.mbarrier_init`: relaxed arrivals at the cluster's barrier behind it release the
+    /// initialisations of mbarriers before it.
+    MbarrierInit,
+    /// Aliases: nothing that is ever out of order here.
     Other,
 }
 
@@ -369,6 +399,7 @@ pub(crate) enum MbarOp {
         count: u32,
         tx: u32,
         drop: bool,
+        order: Order,
     },
     ExpectTx {
         tx: u32,
@@ -380,11 +411,33 @@ pub(crate) enum MbarOp {
     TestState {
         p: u32,
         state: u32,
+        order: Order,
     },
     TestParity {
         p: u32,
         parity: u32,
+        order: Order,
     },
+}
+
+impl MbarOp {
+    /// The order that a test makes; a relaxed one of others.
+    pub(crate) fn order(&self) -> Order {
+        match *self {
+            MbarOp::Arrive { order, .. }
+            | MbarOp::TestState { order, .. }
+            | MbarOp::TestParity { order, .. } => order,
+            _ => Order { relaxed: true, scope: Scope::Cta },
+        }
+    }
+}
+
+/// The order that an operation on a barrier object makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Order {
+    /// It releases or acquires nothing by itself.
+    pub(crate) relaxed: bool,
+    pub(crate) scope: Scope,
 }
 
 /// Bulk copies.
@@ -403,7 +456,7 @@ pub(crate) enum BulkOp {
         src: Addr,
         size: u32,
     },
-    /// Shared to shared of the cluster (here: of the same block), completing on an mbarrier.
+    /// Shared to shared of a block of the cluster, completing on an mbarrier there.
     SharedToShared {
         dst: Addr,
         src: Addr,
@@ -417,6 +470,14 @@ pub(crate) enum BulkOp {
     /// The number in [`Operands::tensor_copies`].
     Tensor {
         copy: u32,
+    },
+    /// A load to several blocks of the cluster: the number in [`Operands::multicasts`].
+    Multicast {
+        copy: u32,
+    },
+    /// `st.async`, `red.async`: the number in [`Operands::remote_stores`].
+    RemoteStore {
+        store: u32,
     },
     Commit,
     Wait {
@@ -456,6 +517,32 @@ pub(crate) enum CopyOp {
 pub(crate) struct Operands {
     pub(crate) products: Vec<Product>,
     pub(crate) tensor_copies: Vec<TensorCopy>,
+    pub(crate) multicasts: Vec<Multicast>,
+    pub(crate) remote_stores: Vec<RemoteStore>,
+}
+
+/// `cp.async.bulk` with `.multicast::cluster`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Multicast {
+    pub(crate) dst: Addr,
+    pub(crate) src: Addr,
+    pub(crate) size: u32,
+    pub(crate) mbar: Addr,
+    /// Blocks of the cluster, one bit each.
+    pub(crate) blocks: u32,
+}
+
+/// `st.async`, of values that come later than their instruction; `red.async` with an operation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RemoteStore {
+    pub(crate) dst: Addr,
+    pub(crate) mbar: Addr,
+    /// `None` for a store.
+    pub(crate) op: Option<Rmw>,
+    /// Bytes of an element: 4 or 8. Elements: 1, 2 or 4.
+    pub(crate) bytes: u8,
+    pub(crate) n: u8,
+    pub(crate) regs: [u32; 4],
 }
 
 /// `cp.async.bulk.tensor`
@@ -539,6 +626,7 @@ pub(crate) enum Op {
     /// `barrier.cluster.arrive`
     ClusterArrive {
         aligned: bool,
+        relaxed: bool,
     },
     /// `barrier.cluster.wait`: until all have arrived as often as its warp.
     ClusterWait,

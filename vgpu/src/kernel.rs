@@ -41,6 +41,10 @@ pub struct Kernel {
     pub(crate) static_shared: u32,
     pub(crate) max_threads: Option<u32>,
     pub(crate) required_block: Option<[u32; 3]>,
+    /// `.reqnctapercluster`, `.explicitcluster` and `.maxclusterrank`.
+    pub(crate) required_cluster: Option<[u32; 3]>,
+    pub(crate) explicit_cluster: bool,
+    pub(crate) max_cluster: Option<u32>,
     pub(crate) code: Vec<Inst>,
     pub(crate) origins: Vec<Origin>,
     /// Jump tables of `brx.idx`.
@@ -145,6 +149,18 @@ impl Kernel {
     #[must_use]
     pub fn max_threads(&self) -> Option<u32> {
         self.max_threads
+    }
+
+    /// Blocks of a cluster in x, y, z, when declared (`.reqnctapercluster`).
+    #[must_use]
+    pub fn required_cluster(&self) -> Option<[u32; 3]> {
+        self.required_cluster
+    }
+
+    /// Whether a launch must name the cluster (`.explicitcluster` without `.reqnctapercluster`).
+    #[must_use]
+    pub fn needs_cluster(&self) -> bool {
+        self.explicit_cluster && self.required_cluster.is_none()
     }
 
     /// Instructions in the kernel.

@@ -47,7 +47,7 @@
 //! let module = Module::parse(ptx)?;
 //! let memory = Memory::new();
 //! let out = memory.alloc(32 * 4, "out")?;
-//! let launch = GridConfig { grid: [1, 1, 1], block: [32, 1, 1], dynamic_shared_bytes: 0 };
+//! let launch = GridConfig::new(1, 32, 0);
 //! let kernel = module.kernel("square").ok_or("no such kernel")?;
 //! let mut grid =
 //!     Grid::new(kernel, memory.clone(), &DeviceConfig::default(), launch, &out.addr().to_ne_bytes())?;

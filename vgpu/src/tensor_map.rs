@@ -121,7 +121,7 @@ impl TensorMap {
         })?;
         let mut words = [0u64; 16];
         words[0] = MARK << 32 | u64::from(swizzle.bits()) << 16 | u64::from(element_bytes) << 8 | rank as u64;
-        words[1] = address;
+        words[1] = around_bit_21(address >> 4);
         for d in 0..rank {
             // Lengths less 1 fit 32 bits.
             words[2 + d] = (shape[d] - 1) << 32 | u64::from(tile[d]) << 8 | u64::from(element_strides[d]);
@@ -147,6 +147,17 @@ impl Argument for TensorMap {
 
 /// Words of a tensor map that have a meaning.
 pub(crate) const WORDS: usize = 11;
+
+/// A number of 63 bits, as the second word has it. Bit 21 of that word means nothing here: CUTLASS
+/// clears it in maps of small tensors, because of an error of drivers up to 13.1.
+fn around_bit_21(number: u64) -> u64 {
+    number & 0x1f_ffff | number >> 21 << 22
+}
+
+/// The inverse of [`around_bit_21`].
+fn without_bit_21(word: u64) -> u64 {
+    word & 0x1f_ffff | word >> 22 << 21
+}
 
 /// A decoded tensor map.
 #[derive(Clone, Copy, Debug)]
@@ -176,7 +187,7 @@ pub(crate) struct Unit {
 impl Tensor {
     /// Decodes a tensor map. `None` where it is none.
     pub(crate) fn decode(words: &[u64; WORDS]) -> Option<Self> {
-        let [head, address, ..] = *words;
+        let (head, address) = (words[0], without_bit_21(words[1]) << 4);
         let (rank, element_bytes) = ((head & 0xff) as usize, head >> 8 & 0xff);
         let sound = head >> 32 == MARK
             && (1..=MOST_DIMENSIONS).contains(&rank)
@@ -248,5 +259,27 @@ impl Tensor {
             }
         }
         units
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_may_clear_the_bit_that_drivers_set_wrongly() {
+        let tensor = TiledTensor {
+            address: u64::MAX << 4,
+            element_bytes: 2,
+            shape: &[64, 64],
+            strides: &[128],
+            tile: &[64, 8],
+            element_strides: &[1, 1],
+            swizzle: Swizzle::Bytes128,
+        };
+        let TensorMap(mut words) = TensorMap::tiled(&tensor).unwrap();
+        words[1] &= !(1 << 21);
+        let decoded = Tensor::decode(words[..WORDS].try_into().unwrap()).unwrap();
+        assert_eq!((decoded.address, decoded.rank), (u64::MAX << 4, 2));
     }
 }

@@ -26,9 +26,13 @@ const TRIES: u32 = 16;
 /// As the kernels have it: first the warp comes together, then the warps.
 const BLOCK_BARRIER: &str = "bar.warp.sync 0xffffffff;\nbarrier.sync 0;\n";
 
-/// Offsets in shared memory: the mbarrier, and `S`.
+/// As cooperative groups have it.
+const CLUSTER_BARRIER: &str = "barrier.cluster.arrive;\nbarrier.cluster.wait;\n";
+
+/// Offsets in shared memory: the mbarrier, `S`, and `D`.
 const SHARED: &str = ".shared .align 16 .b8 SH[64];";
 const S: u64 = 16;
+const D: u64 = 32;
 
 /// How many instances of a test a launch holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,6 +77,7 @@ enum Step {
     WaitStores { read: bool },
     ProxyFence { all: bool },
     BlockBarrier,
+    ClusterBarrier { relaxed: bool },
     WarpBarrier,
     KernelBoundary,
 }
@@ -82,19 +87,28 @@ impl Step {
     fn location(&self) -> Option<u64> {
         match self {
             Self::Write { at, .. } | Self::Read { at, .. } | Self::Atom { at, .. } | Self::Red { at, .. } => {
-                (at != "S").then(|| location(at))
+                (at != "S" && at != "D").then(|| location(at))
             }
             Self::BulkLoad | Self::BulkStore => Some(location("G")),
             _ => None,
         }
     }
 
+    /// Whether it accesses this location.
+    fn is_at(&self, location: &str) -> bool {
+        match self {
+            Self::Write { at, .. } | Self::Read { at, .. } | Self::Atom { at, .. } | Self::Red { at, .. } => {
+                at == location
+            }
+            _ => false,
+        }
+    }
+
     /// Whether it needs what a block has only once: shared memory, and the mbarrier in it.
     fn is_of_the_block(&self) -> bool {
         match self {
-            Self::Write { at, .. } | Self::Read { at, .. } | Self::Atom { at, .. } | Self::Red { at, .. } => {
-                at == "S"
-            }
+            _ if self.is_at("S") || self.is_at("D") => true,
+            Self::ClusterBarrier { .. } => true,
             Self::BulkLoad | Self::BulkStore | Self::ExpectTx | Self::WaitLoad | Self::WaitStores { .. } => {
                 true
             }
@@ -107,7 +121,9 @@ impl Step {
 #[derive(Clone, Copy, Debug)]
 struct Place {
     device: usize,
-    block: usize,
+    /// Cluster of the device, and block of the cluster.
+    cluster: usize,
+    rank: usize,
     /// Warp, or lane where the threads meet in warp barriers.
     index: usize,
 }
@@ -120,6 +136,8 @@ pub struct Device {
     pub kernels: usize,
     /// Blocks of one instance.
     pub blocks: u32,
+    /// Blocks of a cluster.
+    pub cluster: u32,
     /// Threads of each block, of one instance.
     pub threads: u32,
 }
@@ -176,6 +194,8 @@ fn step(text: &str, last: &mut Vec<(String, u32)>) -> Option<Step> {
         "P*" => Some(Step::ProxyFence { all: true }),
         "Ps" => Some(Step::ProxyFence { all: false }),
         "B" => Some(Step::BlockBarrier),
+        "C" => Some(Step::ClusterBarrier { relaxed: false }),
+        "X" => Some(Step::ClusterBarrier { relaxed: true }),
         "b" => Some(Step::WarpBarrier),
         "K" => Some(Step::KernelBoundary),
         _ => None,
@@ -239,6 +259,7 @@ fn ordered(order: char, scope: char) -> String {
     };
     let scope = match scope {
         'c' => ".cta",
+        'k' => ".cluster",
         'g' => ".gpu",
         's' => ".sys",
         _ => panic!("no scope '{scope}'"),
@@ -312,6 +333,9 @@ impl Writer<'_> {
     fn place(&mut self, at: &str) -> (&'static str, String) {
         if at == "S" {
             return ("shared", format!("[SH+{S}]"));
+        }
+        if at == "D" {
+            return ("shared::cluster", format!("[%rd4+{D}]"));
         }
         let offset = self.form.offset(location(at));
         match self.form {
@@ -436,6 +460,10 @@ impl Writer<'_> {
                 let _ = writeln!(self.ptx, "fence.proxy.async{space};");
             }
             Step::BlockBarrier => self.ptx.push_str(BLOCK_BARRIER),
+            Step::ClusterBarrier { relaxed: false } => self.ptx.push_str(CLUSTER_BARRIER),
+            Step::ClusterBarrier { relaxed: true } => {
+                self.ptx.push_str("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;\n");
+            }
             Step::WarpBarrier | Step::KernelBoundary => unreachable!("these cut a thread in parts"),
         }
     }
@@ -461,23 +489,26 @@ impl Writer<'_> {
     }
 }
 
-/// Where the threads run: `c` in the block of the thread before, `g` in another block, `s` on
-/// another device.
+/// Where the threads run: `c` in the block of the thread before, `k` in another block of its
+/// cluster, `g` in another cluster, `s` on another device. A cluster is one block unless there is a
+/// `k`.
 fn places(text: &str, threads: usize, lanes: bool) -> Vec<Place> {
     let letters: Vec<&str> = text.split(',').collect();
     let mut places: Vec<Place> = vec![];
     for t in 0..threads {
         let letter = if letters.len() == 1 { letters[0] } else { letters[t] };
         let next = match (places.last(), letter) {
-            (None, _) => Place { device: 0, block: 0, index: 0 },
+            (None, _) => Place { device: 0, cluster: 0, rank: 0, index: 0 },
             (Some(p), "c") => Place { index: p.index + 1, ..*p },
-            (Some(p), "g") => Place { block: p.block + 1, index: 0, ..*p },
-            (Some(p), "s") => Place { device: p.device + 1, block: 0, index: 0 },
+            (Some(p), "k") => Place { rank: p.rank + 1, index: 0, ..*p },
+            (Some(p), "g") => Place { cluster: p.cluster + 1, rank: 0, index: 0, ..*p },
+            (Some(p), "s") => Place { device: p.device + 1, cluster: 0, rank: 0, index: 0 },
             _ => panic!("no place '{letter}' for thread {t}"),
         };
         places.push(next);
     }
-    assert!(!lanes || places.iter().all(|p| p.block == 0 && p.device == 0), "a warp is in one block");
+    let first = |p: &Place| (p.cluster, p.rank, p.device) == (0, 0, 0);
+    assert!(!lanes || places.iter().all(first), "a warp is in one block");
     places
 }
 
@@ -505,6 +536,9 @@ impl Program {
         let all = || threads.iter().flatten();
         let lanes = all().any(|s| matches!(s, Step::WarpBarrier));
         let places = places(place, threads.len(), lanes);
+        let cluster = places.iter().map(|p| p.rank + 1).max().unwrap_or(1);
+        let block = |t: usize| places[t].cluster * cluster + places[t].rank;
+        let distributed = all().any(|s| s.is_at("D"));
         let on_devices = places.iter().map(|p| p.device + 1).max().unwrap_or(1);
         let symbols: HashMap<String, u32> = last.iter().cloned().collect();
         let mut wanted: Vec<Wanted> = last
@@ -528,7 +562,8 @@ impl Program {
         for device in 0..on_devices {
             let mine: Vec<usize> = (0..threads.len()).filter(|&t| places[t].device == device).collect();
             let per_block = mine.iter().map(|&t| places[t].index + 1).max().unwrap_or(1);
-            let blocks = mine.iter().map(|&t| places[t].block + 1).max().unwrap_or(1);
+            let clusters = mine.iter().map(|&t| places[t].cluster + 1).max().unwrap_or(1);
+            let blocks = clusters * cluster;
             let parts = |t: usize| threads[t].split(|s| matches!(s, Step::KernelBoundary));
             let count = mine.iter().map(|&t| parts(t).count()).max().unwrap_or(1);
             let mut ptx = ".version 8.6\n.target sm_90\n.address_size 64\n".to_string();
@@ -558,7 +593,7 @@ impl Program {
                         .iter()
                         .copied()
                         .filter(|&t| threads[t].iter().any(|s| matches!(s, Step::BulkStore)) && !writes("S"))
-                        .map(|t| places[t].block)
+                        .map(block)
                         .collect();
                     let _ = writeln!(ptx, "setp.ne.u32 %p1, %r2, 0;\n@%p1 bra READY;\nmov.u32 %r4, 0;");
                     for block in full {
@@ -570,6 +605,14 @@ impl Program {
                          fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;\nREADY:\n{BLOCK_BARRIER}"
                     );
                 }
+                if distributed {
+                    // `D` is in the first block of each cluster.
+                    let _ = writeln!(
+                        ptx,
+                        "mov.u32 %r4, SH;\nmapa.shared::cluster.u32 %r4, %r4, 0;\ncvt.u64.u32 %rd4, %r4;\n\
+                         setp.ne.u32 %p1, %r2, 0;\n@!%p1 st.shared.u32 [SH+{D}], 0;\n{CLUSTER_BARRIER}"
+                    );
+                }
                 // Which thread this is, or 99.
                 let _ = writeln!(ptx, "mov.u32 %r5, 99;");
                 for &t in &mine {
@@ -577,7 +620,7 @@ impl Program {
                     let _ = writeln!(
                         ptx,
                         "setp.eq.u32 %p1, %r2, {at};\nsetp.eq.and.u32 %p1, %r3, {}, %p1;\n@%p1 mov.u32 %r5, {t};",
-                        places[t].block
+                        block(t)
                     );
                 }
                 if form == Form::Many {
@@ -655,6 +698,10 @@ impl Program {
                         part.iter().for_each(|s| w.step(s));
                         w.end(part);
                         let unstored = w.unstored;
+                        if distributed {
+                            // Others may access shared memory of the block until then.
+                            ptx.push_str(CLUSTER_BARRIER);
+                        }
                         store(&mut ptx, form, &unstored);
                         let _ = writeln!(ptx, "ret;\nSKIP{t}:");
                     }
@@ -666,7 +713,8 @@ impl Program {
                 ptx.push_str("}\n");
             }
             let threads = if lanes { 32 } else { 32 * per_block as u32 };
-            devices.push(Device { ptx, kernels: count, blocks: blocks as u32, threads });
+            let (blocks, cluster) = (blocks as u32, cluster as u32);
+            devices.push(Device { ptx, kernels: count, blocks, cluster, threads });
         }
         if form == Form::Many {
             many::ends(&mut devices[0].ptx, &initial, &wanted, &guards);

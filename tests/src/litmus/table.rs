@@ -1,14 +1,16 @@
 //! The tests, and the PTX memory model's verdict on each.
 //!
-//! Placement: `1` one thread, `c` one block, `g` different blocks, `s` different devices. `‖`
-//! separates threads. An access is kind (`W` write, `R` read, `U` atom, `D` red), order (`w` weak,
-//! `x` relaxed, `a` acquire, `r` release, `b` acq_rel, `s` sc), scope (`c` block, `g` device, `s`
-//! system), `.location=value`. `F` is a fence. `L.S/m` is a bulk load from `G` to `S` on mbarrier
-//! `m`, `T` a committed bulk store from `S` to `G`. `E` is arrive.expect_tx, `V` a wait for the
-//! mbarrier, `Q` wait_group 0, `q` its `.read` form. `P*` and `Ps` are a full and a shared::cta
-//! proxy fence, `B` and `b` a block and a warp barrier, `K` is a kernel boundary. A `?` behind a
-//! read ends the thread unless it has read that value. Only then do the accesses behind it belong
-//! to the execution in question.
+//! Placement: `1` one thread, `c` one block, `k` different blocks of a cluster, `g` different
+//! clusters, which are one block each where there is no `k`, `s` different devices. `‖` separates
+//! threads. An access is kind (`W` write, `R` read, `U` atom, `D` red), order (`w` weak, `x`
+//! relaxed, `a` acquire, `r` release, `b` acq_rel, `s` sc), scope (`c` block, `k` cluster, `g`
+//! device, `s` system), `.location=value`. `D` as a location is in shared memory of the cluster's
+//! first block. `F` is a fence. `L.S/m` is a bulk load from `G` to `S` on mbarrier `m`, `T` a
+//! committed bulk store from `S` to `G`. `E` is arrive.expect_tx, `V` a wait for the mbarrier, `Q`
+//! wait_group 0, `q` its `.read` form. `P*` and `Ps` are a full and a shared::cta proxy fence, `B`
+//! and `b` a block and a warp barrier, `C` and `X` a barrier of the cluster, whose arrivals
+//! release or are relaxed, `K` is a kernel boundary. A `?` behind a read ends the thread unless it
+//! has read that value. Only then do the accesses behind it belong to the execution in question.
 
 /// Whether the execution that the text describes may happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,6 +157,49 @@ pub static TESTS: [Test; 80] = [
     t(78, "g:Wxg.p8=1‖Rxg.p8=1;Rxg.p8=0", F, "SC per location", ""),
     t(79, "g:Wxg.p16=257‖Rxg.p8.1=0", R, "8.7.2: a race of mixed size, any value", ""),
     t(80, "g:Ww.p8=2‖Ww.p16=257;p=258", R, "mixed sizes, no order", ""),
+];
+
+/// Tests of clusters, which run on virtual GPUs alone so far. Numbers go on behind those of
+/// [`TESTS`].
+pub static CLUSTER_TESTS: [Test; 36] = [
+    t(81, "k:Ww.x=1;Wrk.f=1‖Rak.f=1?;Rw.x=0", F, "causality", ""),
+    t(82, "g:Ww.x=1;Wrk.f=1‖Rak.f=1?;Rw.x=0", R, "scope", ""),
+    t(83, "k:Ww.x=1;Wrk.f=1‖Rag.f=1?;Rw.x=0", F, "mutual scope", ""),
+    t(84, "k:Ww.x=1;Wrc.f=1‖Rak.f=1?;Rw.x=0", R, "scope", ""),
+    t(85, "k:Ww.x=1;Wrk.f=1‖Rac.f=1?;Rw.x=0", R, "scope", ""),
+    t(86, "c:Ww.x=1;Wrk.f=1‖Rac.f=1?;Rw.x=0", F, "mutual scope", ""),
+    t(87, "k:Ww.x=1;Fbk;Wxk.f=1‖Rxk.f=1?;Fbk;Rw.x=0", F, "fence patterns", ""),
+    t(88, "k:Ww.x=1;Fbc;Wxk.f=1‖Rxk.f=1?;Fbk;Rw.x=0", R, "scope of the fence", ""),
+    t(89, "k:Ww.x=1;Wxk.f=1‖Rxk.f=1?;Rw.x=0", R, "no pattern", ""),
+    t(90, "k:Wxk.x=1;Fsk;Rxk.y=0‖Wxk.y=1;Fsk;Rxk.x=0", F, "Fence-SC", ""),
+    t(91, "k:Wxk.x=1;Fbk;Rxk.y=0‖Wxk.y=1;Fbk;Rxk.x=0", A, "needs sc", ""),
+    t(92, "g:Wxg.x=1;Fsk;Rxg.y=0‖Wxg.y=1;Fsk;Rxg.x=0", A, "scope of the fence", ""),
+    t(93, "k,k,g:Ww.x=1;Wrk.f=1‖Rak.f=1?;Wrg.h=1‖Rag.h=1?;Rw.x=0", F, "cumulativity", ""),
+    t(94, "k,k,g:Ww.x=1;Wrk.f=1‖Rak.f=1?;Wrk.h=1‖Rag.h=1?;Rw.x=0", R, "scope", ""),
+    t(95, "k:Ww.x=1;Ubk.t=0‖Ubk.t=1?;Rw.x=0", F, "RMW sync", ""),
+    t(96, "k:Ubk.x+1‖Ubk.x+1;x=1", F, "atomicity", ""),
+    t(97, "k:Wxk.x=1‖Rxk.x=1?;Rw.x=0", F, "observation, then program order", ""),
+    t(98, "g:Wxk.x=1‖Rxk.x=1?;Rw.x=0", R, "no observation across scopes", ""),
+    // The barrier of a cluster.
+    t(99, "k:Ww.x=1;C;Rw.y=0‖Ww.y=1;C;Rw.x=0", F, "barrier", ""),
+    t(100, "k:Ww.x=1;X;Rw.y=0‖Ww.y=1;X;Rw.x=0", R, "a relaxed arrival releases nothing", ""),
+    t(101, "k:Ww.x=1;C‖X;Rw.x=0", F, "the reader need not release", ""),
+    t(102, "k:Ww.x=1;X‖C;Rw.x=0", R, "the writer must release", ""),
+    t(103, "k:Ww.x=1;Fbk;X‖X;Rw.x=0", F, "a fence and a relaxed arrival, inferred", ""),
+    t(104, "k:Ww.x=1;Fbc;X‖X;Rw.x=0", R, "scope of the fence", ""),
+    t(105, "g:Ww.x=1;C;Rw.y=0‖Ww.y=1;C;Rw.x=0", R, "cluster-local", ""),
+    t(106, "k:Rw.x=1;C‖C;Ww.x=1", F, "barrier, write after read", ""),
+    // Distributed shared memory.
+    t(107, "k:Ww.D=1;C‖C;Rw.D=0", F, "barrier", ""),
+    t(108, "k:Ww.D=1;X‖X;Rw.D=0", R, "a relaxed arrival releases nothing", ""),
+    t(109, "k:Ww.D=1;Wrk.f=1‖Rak.f=1?;Rw.D=0", F, "causality", ""),
+    t(110, "k:Ww.D=1;Wrc.f=1‖Rac.f=1?;Rw.D=0", R, "scope", ""),
+    t(111, "k:Ww.x=1;Wrk.D=1‖Rak.D=1?;Rw.x=0", F, "causality", ""),
+    t(112, "k:Ww.x=1;Wxk.D=1‖Rxk.D=1?;Rw.x=0", R, "no pattern", ""),
+    t(113, "k:Ww.x=1;Ubk.D=0‖Ubk.D=1?;Rw.x=0", F, "RMW sync", ""),
+    t(114, "k:Wxk.D=1‖Rxk.D=1;Rxk.D=0", F, "SC per location", ""),
+    t(115, "k,k,k:Ww.D=1;Wrk.f=1‖Rak.f=1?;Wrk.h=1‖Rak.h=1?;Rw.D=0", F, "cumulativity", ""),
+    t(116, "k:Wxc.D=1‖Rxc.D=1?;Rw.D=0", R, "no observation across scopes", ""),
 ];
 
 /// Programs that have a race in executions other than the one in question.

@@ -52,6 +52,9 @@ pub struct Args {
     /// Threads per block: X, X,Y or X,Y,Z
     #[arg(long, default_value = "32", value_parser = dimensions)]
     block: [u32; 3],
+    /// Blocks of a cluster: X, X,Y or X,Y,Z. Left out: as the kernel declares
+    #[arg(long, value_parser = dimensions)]
+    cluster: Option<[u32; 3]>,
     /// Dynamic shared memory per block, in bytes
     #[arg(long, value_name = "BYTES", default_value_t = 0)]
     shared: u32,
@@ -85,7 +88,8 @@ pub struct Args {
     /// File with reports that are accepted; see below
     #[arg(long, value_name = "FILE")]
     accept: Option<PathBuf>,
-    /// Assume what the memory model does not promise: FenceBeforeBarrier, ConvergedWarps
+    /// Assume what the memory model does not promise: FenceBeforeBarrier, ConvergedWarps,
+    /// ClusterArrivals
     #[arg(long, value_name = "NAME")]
     assume: Vec<String>,
     /// Most reports that are collected in a run
@@ -215,7 +219,12 @@ impl Args {
         }
         // Mappings live until the run is over.
         let mut mapped = vec![];
-        let shape = GridConfig { grid: self.grid, block: self.block, dynamic_shared_bytes: self.shared };
+        let shape = GridConfig {
+            grid: self.grid,
+            block: self.block,
+            dynamic_shared_bytes: self.shared,
+            cluster: self.cluster,
+        };
         for device in 0..devices {
             let mut packed = vec![];
             for (argument, own) in self.arguments.iter().zip(&buffers[device]) {

@@ -73,6 +73,7 @@ codes! {
     STREAM_CAPTURE_ISOLATION = 905 "dependency created on uncaptured work in another stream",
     STREAM_CAPTURE_WRONG_THREAD = 908 "attempt to terminate a thread-local capture sequence from another thread",
     CAPTURED_EVENT = 907 "operation not permitted on an event last recorded in a capturing stream",
+    INVALID_CLUSTER_SIZE = 912 "invalid cluster size",
     UNKNOWN = 999 "unknown error",
 }
 

@@ -1,5 +1,7 @@
 //! The environment variables.
 
+use epoxide_vgpu::Assumptions;
+
 /// Settings of all virtual GPUs of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Config {
@@ -7,6 +9,8 @@ pub(crate) struct Config {
     /// Memory of each device in bytes.
     pub(crate) memory_bytes: u64,
     pub(crate) check: bool,
+    /// What check mode assumes beyond the memory model.
+    pub(crate) assume: Assumptions,
     pub(crate) seed: Option<u64>,
     /// How long kernels may only wait while nothing else happens; `None`: for ever.
     pub(crate) stuck_seconds: Option<u64>,
@@ -32,12 +36,17 @@ impl Config {
         let devices = number("EPOXIDE_VGPU_DEVICES", 0, 64)?.unwrap_or(1) as u32;
         let memory_bytes = number("EPOXIDE_VGPU_MEMORY_MIB", 1, 1 << 24)?.unwrap_or(16 << 10) << 20;
         let check = number("EPOXIDE_VGPU_CHECK", 0, 1)? == Some(1);
+        let mut assume = Assumptions::default();
+        let names = variable("EPOXIDE_VGPU_ASSUME").unwrap_or_default();
+        for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
+            assume.state(name).map_err(|error| format!("EPOXIDE_VGPU_ASSUME is '{names}': {error}"))?;
+        }
         let seed = number("EPOXIDE_VGPU_SEED", 0, u64::MAX)?;
         let stuck = number("EPOXIDE_VGPU_STUCK_SECONDS", 0, u64::from(u32::MAX))?.unwrap_or(300);
         let stuck_seconds = Some(stuck).filter(|seconds| *seconds > 0);
         // The driver's own variable. Its default is to load lazily, with waits that few programs meet.
         let loads_lazily = variable("CUDA_MODULE_LOADING").as_deref() == Some("LAZY");
-        Ok(Config { devices, memory_bytes, check, seed, stuck_seconds, loads_lazily })
+        Ok(Config { devices, memory_bytes, check, assume, seed, stuck_seconds, loads_lazily })
     }
 }
 
@@ -57,6 +66,9 @@ mod tests {
         assert_eq!(read("EPOXIDE_VGPU_DEVICES", "4").unwrap().devices, 4);
         assert!(read("EPOXIDE_VGPU_CHECK", "1").unwrap().check);
         assert_eq!(read("EPOXIDE_VGPU_STUCK_SECONDS", "0").unwrap().stuck_seconds, None);
+        let assume = |value: &str| read("EPOXIDE_VGPU_ASSUME", value).map(|config| config.assume);
+        assert!(assume("ConvergedWarps, ClusterArrivals").unwrap().cluster_arrivals);
+        assert!(assume("Luck").unwrap_err().starts_with("EPOXIDE_VGPU_ASSUME is 'Luck': no assumption"));
         let lazily = |value: &str| read("CUDA_MODULE_LOADING", value).unwrap().loads_lazily;
         assert_eq!([lazily(""), lazily("EAGER"), lazily("LAZY")], [false, false, true]);
         let error = read("EPOXIDE_VGPU_DEVICES", "65").unwrap_err();

@@ -334,6 +334,7 @@ fn fault_code(fault: &Fault) -> CUresult {
 pub(crate) fn launch_code(error: &LaunchError) -> CUresult {
     match error {
         LaunchError::Memory(error) => memory_code(error.clone()),
+        LaunchError::Cluster { .. } => INVALID_CLUSTER_SIZE,
         LaunchError::TooManyThreads { max, .. } if *max < 1024 => LAUNCH_OUT_OF_RESOURCES,
         LaunchError::UnwrittenRegister { .. } | LaunchError::TooLargeToCheck { .. } => LAUNCH_FAILED,
         _ => INVALID_VALUE,

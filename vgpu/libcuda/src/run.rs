@@ -153,6 +153,7 @@ pub unsafe extern "C" fn vgpu_run(
             grid: extents("grid", grid)?,
             block: extents("block", block)?,
             dynamic_shared_bytes: dynamic_shared,
+            cluster: None,
         };
         let options =
             if options.is_null() { VgpuOptions::default() } else { given("options", options.get())? };

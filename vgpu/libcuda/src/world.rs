@@ -90,7 +90,8 @@ impl World {
         let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
         // Where that fails, the limit is as it was.
         let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised);
-        let checker = config.check.then(|| Checker::new(CheckConfig::default()));
+        let check = CheckConfig { assume: config.assume, ..CheckConfig::default() };
+        let checker = config.check.then(|| Checker::new(check));
         let seed = config.seed.unwrap_or(0);
         let device = |number: u32| {
             let memory = Memory::checked(seed ^ u64::from(number), checker.clone());

@@ -1,6 +1,7 @@
 //! Causal pasts of the lanes of a block, and the operations that extend them.
 
 use super::clock::{self, Key, VectorClock};
+use super::cluster::Visit;
 use super::grids::Grids;
 use super::hash::FastMap;
 use super::history::Writes;
@@ -8,7 +9,7 @@ use super::past::{Acquired, CausalPast, GLOBAL, PastView, SHARED};
 use super::shadow::Shadow;
 use crate::exec::bulk_queue::Landed;
 use crate::exec::lanes::lanes;
-use crate::ir::{BARRIERS, FULL, Fence, Scope};
+use crate::ir::{BARRIERS, FULL, Fence, Order, Scope};
 
 /// A release pattern that reads of a location may observe.
 #[derive(Clone, Debug)]
@@ -123,6 +124,8 @@ struct Warp {
     /// in global memory. Kept outside the groups: it would split lanes whose causal pasts are equal
     /// otherwise.
     fenced: [[u32; 32]; 2],
+    /// Tick of each lane's last `fence.mbarrier_init`. `None` before the first.
+    init_fences: Option<Box<[u32; 32]>>,
     /// For reports, by lane: up to which tick of each other lane it has gone on in step, which
     /// orders no memory. `None` before the lanes first parted.
     in_step: Option<Box<[[u32; 32]; 32]>>,
@@ -169,6 +172,8 @@ pub(crate) struct BlockCheck {
     /// Barriers that all warps have passed with all of their threads.
     passed: u32,
     mbarriers: FastMap<u64, Mbarrier>,
+    /// The last accesses of other blocks of the cluster to its shared memory, by actor.
+    pub(super) visits: FastMap<Key, Visit>,
     /// The kernel has fences that lend their order to relaxed accesses.
     has_fences: bool,
 }
@@ -319,6 +324,7 @@ impl BlockCheck {
                 threads: mask,
                 groups: vec![(mask, lane)],
                 fenced: [[0; 32]; 2],
+                init_fences: None,
                 in_step: None,
             }
         });
@@ -332,6 +338,7 @@ impl BlockCheck {
             opened_fenced: Default::default(),
             passed: 0,
             mbarriers: FastMap::default(),
+            visits: FastMap::default(),
             has_fences,
         }
     }
@@ -454,24 +461,6 @@ impl BlockCheck {
         });
     }
 
-    /// The lanes of `mask` observe the release patterns of the last write at an offset in shared
-    /// memory.
-    pub(crate) fn observe_shared(
-        &mut self,
-        grids: &Grids,
-        warp: u32,
-        mask: u32,
-        scope: Scope,
-        acquire: bool,
-        offset: u64,
-    ) {
-        let Some(found) = self.releases.get_mut(&offset).map(|r| std::mem::take(&mut r.last)) else { return };
-        self.observe(grids, warp, mask, scope, acquire, &found);
-        if let Some(releases) = self.releases.get_mut(&offset) {
-            releases.last = found;
-        }
-    }
-
     /// Adds the releases to hidden memory so far to the causal pasts of the lanes.
     pub(crate) fn acquire(&mut self, warp: u32, mask: u32, outside: &CausalPast) {
         self.warps[warp as usize].each(mask, |lane| lane.acquire(OUTSIDE, outside));
@@ -500,6 +489,11 @@ impl BlockCheck {
         let w = &mut self.warps[warp as usize];
         match fence {
             Fence::Other => {}
+            Fence::MbarrierInit => {
+                let fences = w.init_fences.get_or_insert_default();
+                lanes(mask).for_each(|l| fences[l] = w.tick);
+                w.tick += 1;
+            }
             Fence::Async { shared, global } => {
                 for (space, on) in [(SHARED, shared), (GLOBAL, global)] {
                     if on {
@@ -628,11 +622,21 @@ impl BlockCheck {
         self.mbarriers.insert(offset, fresh);
     }
 
-    /// A lane arrives at an mbarrier, which releases the lane's causal past to the block.
-    pub(crate) fn arrive_mbarrier(&mut self, warp: u32, lane: usize, pc: u32, offset: u64) {
-        let past = self.warps[warp as usize].publish(1 << lane);
+    /// The causal past that an arrival of a lane at an mbarrier releases: a relaxed one that of its
+    /// last fence.
+    pub(crate) fn arrival(&mut self, warp: u32, lane: usize, order: Order) -> CausalPast {
+        let warp = &mut self.warps[warp as usize];
+        if !order.relaxed {
+            return warp.publish(1 << lane);
+        }
+        let fence = warp.lane(lane).and_then(|lane| lane.fence.as_ref());
+        fence.map_or_else(CausalPast::default, |(_, past)| past.clone())
+    }
+
+    /// A lane arrives at an mbarrier and releases this to its block.
+    pub(crate) fn arrive_mbarrier(&mut self, past: &CausalPast, pc: u32, offset: u64) {
         if let Some(m) = self.mbarriers.get_mut(&offset) {
-            m.arrived.join(&past);
+            m.arrived.join(past);
             m.arrival = Some(pc);
         }
     }
@@ -655,11 +659,47 @@ impl BlockCheck {
         self.mbarriers.get(&offset).map_or((0, 0), |m| (m.key, m.phases + 1))
     }
 
-    /// The lanes of a mask have seen the last phase complete.
-    pub(crate) fn pass_mbarrier(&mut self, warp: u32, mask: u32, offset: u64) {
-        if let Some(m) = self.mbarriers.get(&offset) {
+    /// The lanes of a mask have seen the last phase complete: they acquire it, or a fence behind a
+    /// relaxed test does.
+    pub(crate) fn pass_mbarrier(&mut self, warp: u32, mask: u32, offset: u64, order: Order) {
+        let Some(m) = self.mbarriers.get(&offset) else { return };
+        if !order.relaxed {
             self.warps[warp as usize].each(mask, |lane| lane.past.join(&m.completed));
+        } else if self.has_fences {
+            let past = m.completed.clone();
+            let seen = Release { scope: Scope::Cluster, by: m.key, shared: true, chain: 0, past };
+            self.warps[warp as usize].each(mask, |lane| {
+                lane.seen.retain(|(_, old)| old.by != seen.by);
+                lane.seen.push((order.scope, seen.clone()));
+            });
         }
+    }
+
+    /// The causal past behind the last completion of a barrier, and another in its place.
+    pub(super) fn opened(&self, barrier: usize) -> &CausalPast {
+        &self.opened[barrier]
+    }
+
+    pub(super) fn open(&mut self, barrier: usize, past: &CausalPast) {
+        self.opened[barrier] = past.clone();
+    }
+
+    /// The causal past of those that have arrived at a barrier.
+    pub(super) fn gathered(&mut self, barrier: usize) -> &mut CausalPast {
+        &mut self.gathering[barrier].past
+    }
+
+    /// The causal past of lanes at their fences of scope `.cluster` and wider, and the last of their
+    /// fenced initialisations of mbarriers.
+    pub(super) fn fenced_by(&self, warp: u32, mask: u32) -> (CausalPast, Vec<(Key, u32)>) {
+        let warp = &self.warps[warp as usize];
+        let mut fenced = CausalPast::default();
+        let of_mask = warp.groups.iter().filter(|(lanes, _)| lanes & mask != 0);
+        let fences = of_mask.filter_map(|(_, lane)| lane.fence.as_ref());
+        fences.filter(|(scope, _)| *scope >= Scope::Cluster).for_each(|(_, past)| fenced.join(past));
+        let ticks = warp.init_fences.iter().flat_map(|fences| fences.iter().enumerate());
+        let inits = ticks.filter(|(l, tick)| mask >> l & 1 != 0 && **tick > 0);
+        (fenced, inits.map(|(l, tick)| (clock::inits(clock::lane(warp.key, l)), *tick)).collect())
     }
 
     /// A lane has waited for its bulk stores up to group `group`; `landed`: also for their arrival.

@@ -43,11 +43,15 @@ pub struct Assumptions {
     /// before those behind it, for all of them. `elect.sync`, shuffles and votes order memory, and
     /// lanes meet where the arms of a branch join. By the model, only `bar.warp.sync` does.
     pub converged_warps: bool,
+    /// An `mbarrier.arrive` without a scope on the mbarrier of another block of the cluster releases
+    /// to that block. By the model it is of scope `.cta`, which leaves the block out, and such
+    /// arrivals are reports. CUTLASS arrives so.
+    pub cluster_arrivals: bool,
 }
 
 impl Assumptions {
     /// Their names.
-    pub const NAMES: [&str; 2] = ["FenceBeforeBarrier", "ConvergedWarps"];
+    pub const NAMES: [&str; 3] = ["FenceBeforeBarrier", "ConvergedWarps", "ClusterArrivals"];
 
     /// Adds the assumption of this name.
     ///
@@ -57,10 +61,11 @@ impl Assumptions {
         match name {
             "FenceBeforeBarrier" => self.fence_before_barrier = true,
             "ConvergedWarps" => self.converged_warps = true,
+            "ClusterArrivals" => self.cluster_arrivals = true,
             _ => {
                 return Err(format!(
                     "no assumption is called '{name}': there are {}",
-                    Self::NAMES.join(" and ")
+                    Self::NAMES.join(", ")
                 ));
             }
         }

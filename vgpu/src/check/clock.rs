@@ -33,6 +33,8 @@ const STORE_READS: Key = 33;
 const STORE_WRITES: Key = 65;
 /// Marks, on the key of the reading side, the asynchronous copies of a lane.
 const COPIES: Key = 1 << 13;
+/// Marks, on the same key, a lane's initialisations of mbarriers that it has fenced.
+const INITS: Key = 1 << 14;
 const PRODUCTS: Key = 97;
 
 /// Most grids and blocks that a key has bits for.
@@ -70,6 +72,11 @@ pub(crate) fn store_writes(warp: Key, lane: usize) -> Key {
 /// The asynchronous copies of a lane (`cp.async`), a tick for each.
 pub(crate) fn copies(warp: Key, lane: usize) -> Key {
     store_reads(warp, lane) | COPIES
+}
+
+/// The initialisations of mbarriers by `lane`, by the lane's ticks.
+pub(crate) fn inits(lane: Key) -> Key {
+    (lane + (STORE_READS - LANE)) | INITS
 }
 
 /// The products of the warpgroup whose first warp is `warp`: a tick per group.

@@ -13,8 +13,9 @@ pub(crate) struct GridFacts {
     pub(crate) tick: u32,
     pub(crate) device: u64,
     pub(crate) kernel: std::sync::Arc<crate::kernel::Kernel>,
-    /// Blocks in x and y.
-    pub(crate) shape: [u32; 2],
+    /// Blocks of the grid and of a cluster in x, y, z.
+    pub(crate) grid: [u32; 3],
+    pub(crate) cluster: [u32; 3],
 }
 
 impl Grids {
@@ -45,6 +46,7 @@ impl Grids {
         match scope {
             Scope::Sys => true,
             Scope::Cta => clock::block_of(of) == clock::block_of(other),
+            Scope::Cluster => self.same_cluster(of, other),
             Scope::Gpu => match (self.facts(of), self.facts(other)) {
                 (Some(a), Some(b)) => a.device == b.device,
                 _ => false,
@@ -52,10 +54,31 @@ impl Grids {
         }
     }
 
-    /// Whether two actors are in the same block (scope .cta) or on the same device (otherwise), so
+    /// Whether two actors are in blocks of one cluster.
+    pub(crate) fn same_cluster(&self, a: Key, b: Key) -> bool {
+        if clock::block_of(a) == clock::block_of(b) {
+            return true;
+        }
+        let (Some(facts), Some((a_block, _)), Some((b_block, _))) =
+            (self.facts(a), clock::place_of(a), clock::place_of(b))
+        else {
+            return false;
+        };
+        if facts.cluster == [1; 3] || clock::grid_of(a) != clock::grid_of(b) {
+            return false;
+        }
+        let [x, y, _] = facts.grid.map(u64::from);
+        let cluster = |block: u64| {
+            let at = [block % x, block / x % y, block / x / y];
+            [0, 1, 2].map(|d| at[d] / u64::from(facts.cluster[d]))
+        };
+        cluster(a_block) == cluster(b_block)
+    }
+
+    /// Whether two actors are in the same block (scope .cta), in the same cluster (.cluster) or on the same device (otherwise), so
     /// that their releases can share a chain: any scope includes both or neither of them.
     pub(crate) fn same_scopes(&self, scope: Scope, a: Key, b: Key) -> bool {
-        let narrowest = if scope == Scope::Cta { Scope::Cta } else { Scope::Gpu };
+        let narrowest = scope.min(Scope::Gpu);
         self.includes(narrowest, a, b)
     }
 

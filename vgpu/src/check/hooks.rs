@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::block::{BlockCheck, Release, join_fenced};
 use super::clock::{self, Key};
+use super::cluster::Peers;
 use super::grids::Grids;
 use super::history::Wait;
 use super::past::{CausalPast, GLOBAL, PastView, SHARED};
@@ -15,10 +16,11 @@ use super::reports::{Line, Pair};
 use super::shadow::{NOT_KEPT, Shadow};
 use super::world::World;
 use crate::exec::bulk_queue::Landed;
+use crate::exec::cluster::offset_of;
 use crate::exec::lanes::lanes;
 use crate::explore::Touch;
 use crate::fault::FaultKind;
-use crate::ir::{Fence, Scope, Sem};
+use crate::ir::{Fence, Order, Scope, Sem};
 
 /// Where an access goes: memory that is watched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +29,7 @@ pub(crate) enum Place {
         shadow: u32,
         offset: u64,
     },
-    /// Offset in the shared window.
+    /// Address in the shared window, in the part of a block of the cluster.
     Shared {
         offset: u64,
     },
@@ -80,8 +82,10 @@ impl Part {
 /// The way in which a copy's end is seen.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Completion {
-    /// A bulk copy completes on the mbarrier at this shared offset.
+    /// A bulk copy completes on the mbarrier at this shared address.
     Mbarrier(u64),
+    /// A store by `st.async` or `red.async`, of this manner, completes on the mbarrier.
+    Store(u64, How),
     /// A bulk copy belongs to a group of its lane, which has committed so many before.
     Group(u32),
     /// A copy by `cp.async` has this number among those of its lane.
@@ -180,12 +184,24 @@ pub(crate) trait Hooks {
     /// The lanes of a mask are about to execute an instruction that concerns others.
     fn together(&mut self, _mask: u32) {}
     fn arrive(&mut self, _mask: u32, _barrier: u32) {}
+    /// The lanes of a mask arrive at the barrier of the cluster, and release nothing.
+    fn arrive_relaxed(&mut self, _mask: u32) {}
     /// The lanes of a mask go on behind a barrier that completed before they came to it.
     fn pass(&mut self, _mask: u32, _barrier: u32) {}
     fn init_mbarrier(&mut self, _pc: u32, _offset: u64) {}
-    fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64) {}
+    fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64, _: Order) {}
+    /// A lane has arrived at the mbarrier of another block with a scope that leaves that block out.
+    /// The fault, if the run must end.
+    fn narrow_arrival(
+        &mut self,
+        _lane: usize,
+        _pc: u32,
+        _recent: impl Iterator<Item = u32>,
+    ) -> Option<FaultKind> {
+        None
+    }
     fn complete_mbarrier(&mut self, _offset: u64) {}
-    fn pass_mbarrier(&mut self, _mask: u32, _offset: u64) {}
+    fn pass_mbarrier(&mut self, _mask: u32, _offset: u64, _: Order) {}
     /// A copy is issued. Its violations name the wrong end, and whether that is the written
     /// one.
     fn copy(&mut self, _: &Copy) -> (Stale, Vec<(Place, bool, ViolationAt)>) {
@@ -216,6 +232,7 @@ impl Hooks for () {
 pub(crate) struct CheckHooks<'a> {
     pub(crate) world: &'a mut World,
     pub(crate) block: &'a mut BlockCheck,
+    pub(crate) peers: Peers<'a>,
     pub(crate) warp: u32,
 }
 
@@ -270,7 +287,10 @@ impl CheckHooks<'_> {
         // Shared memory is a block's own.
         let (memory, from) = match place {
             Place::Global { shadow, offset } => (u64::from(shadow), offset),
-            Place::Shared { offset } => (1 << 63 | clock::block_of(self.block.key(self.warp)), offset),
+            Place::Shared { offset } => {
+                let block = self.peers.at(self.block, offset);
+                (1 << 63 | clock::block_of(block.key(0)), offset_of(offset))
+            }
             Place::Private => return,
         };
         path.touch(Touch { memory, from, bytes, write });
@@ -285,19 +305,20 @@ impl CheckHooks<'_> {
         found.filter(|_| self.world.config.races)
     }
 
+    fn line(&self, actor: Key, pc: u32) -> Line {
+        let kernel = self.world.grids.facts(actor).map(|facts| &facts.kernel);
+        kernel.map_or_else(Line::default, |kernel| (Arc::as_ptr(kernel) as usize, kernel.lines(pc)))
+    }
+
     /// The lines of a violation by a lane with this causal past, and the kind.
     fn pair(&self, blamed: &Blamed, past: &CausalPast) -> Pair {
         let grids = &self.world.grids;
-        let line = |actor: Key, pc: u32| {
-            let kernel = grids.facts(actor).map(|facts| &facts.kernel);
-            kernel.map_or_else(Line::default, |kernel| (Arc::as_ptr(kernel) as usize, kernel.lines(pc)))
-        };
         let own = self.own(blamed.lane);
-        let here = line(own, blamed.pc);
+        let here = self.line(own, blamed.pc);
         match blamed.violation.1 {
             Violation::Unwritten => ("unwritten-read", [here; 2]),
             Violation::Race { other, .. } => {
-                let there = line(other.actor, other.pc);
+                let there = self.line(other.actor, other.pc);
                 // A missing proxy fence is another report than a missing order.
                 let proxy = report::lacks_proxy_fence(grids, blamed.how, own, past, &other);
                 let kind = if proxy { "missing-proxy-fence" } else { "race" };
@@ -309,18 +330,28 @@ impl CheckHooks<'_> {
     /// Gives the shadow of a place, the offset in it, and the lanes' causal past. None where the
     /// lanes of a mask have different ones.
     fn look(&mut self, place: Place, mask: u32) -> Option<(&mut Shadow, &Grids, u64, PastView<'_>)> {
-        let CheckHooks { world, block, warp } = self;
+        let CheckHooks { world, block, peers, warp } = self;
         let World { shadows, grids, .. } = &mut **world;
         match place {
             Place::Private => None,
             Place::Shared { offset } => {
-                let (shared, view) = block.shared_and_view(*warp, mask)?;
-                Some((shared, grids, offset, view))
+                let (own, view) = block.shared_and_view(*warp, mask)?;
+                let shared = peers.other(offset).map_or(own, |peer| &mut peer.shared);
+                Some((shared, grids, offset_of(offset), view))
             }
             Place::Global { shadow, offset } => {
                 let (_, view) = block.shared_and_view(*warp, mask)?;
                 Some((shadows.get_mut(shadow as usize)?, grids, offset, view))
             }
+        }
+    }
+
+    /// Notes that lanes access shared memory of another block.
+    fn visit(&mut self, place: Place, mask: u32, pc: u32, how: How, write: bool) {
+        let Place::Shared { offset } = place else { return };
+        let (key, tick) = (self.block.key(self.warp), self.block.tick(self.warp));
+        if let Some(peer) = self.peers.other(offset) {
+            peer.visit_by((key, mask), tick, pc, how, write);
         }
     }
 
@@ -339,6 +370,7 @@ impl Hooks for CheckHooks<'_> {
     fn read(&mut self, place: Place, part: Part, pc: u32, how: How) -> Violations {
         self.world.accesses += u64::from(part.lanes.count_ones());
         self.touch(place, part.bytes(), false);
+        self.visit(place, part.lanes, pc, how, false);
         if self.world.loads.are_counted() {
             part.each(place).for_each(|(lane, place)| self.world.loads.add(self.own(lane), place, 1));
         }
@@ -394,6 +426,7 @@ impl Hooks for CheckHooks<'_> {
     ) -> (bool, Option<ViolationAt>) {
         self.world.accesses += 1;
         self.touch(place, now.len() as u64, true);
+        self.visit(place, 1 << lane, pc, how, true);
         let record = self.record(lane, pc, how, true);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.stores.add(own, place, now.len() as u64);
@@ -430,6 +463,7 @@ impl Hooks for CheckHooks<'_> {
         let (Place::Global { offset, .. } | Place::Shared { offset }) = place else { return (0, vec![]) };
         let record = self.wide_record(part, offset, pc, how);
         self.touch(place, part.bytes(), true);
+        self.visit(place, part.lanes, pc, how, true);
         if let Some((shadow, grids, at, view)) = self.look(place, part.lanes) {
             let who = Accessor { record, own, published: None, view };
             let values = |word: u64| {
@@ -478,12 +512,12 @@ impl Hooks for CheckHooks<'_> {
             }
             return;
         }
-        let CheckHooks { world, block, warp } = self;
+        let CheckHooks { world, block, peers, warp } = self;
         let World { grids, releases, chains, .. } = &mut **world;
         if older {
             let found = match place {
                 Place::Private => None,
-                Place::Shared { offset } => block.releases.get(&offset),
+                Place::Shared { offset } => peers.at(block, offset).releases.get(&offset_of(offset)),
                 Place::Global { shadow, offset } => releases.get(&(shadow, offset)),
             };
             // An older release gets a chain of its own: the chain's present past would include
@@ -497,7 +531,15 @@ impl Hooks for CheckHooks<'_> {
         }
         match place {
             Place::Private => {}
-            Place::Shared { offset } => block.observe_shared(grids, *warp, mask, scope, acquire, offset),
+            Place::Shared { offset } => {
+                let at = offset_of(offset);
+                let releases = peers.of(block, offset).releases.get_mut(&at);
+                let Some(found) = releases.map(|r| std::mem::take(&mut r.last)) else { return };
+                block.observe(grids, *warp, mask, scope, acquire, &found);
+                if let Some(releases) = peers.of(block, offset).releases.get_mut(&at) {
+                    releases.last = found;
+                }
+            }
             Place::Global { shadow, offset } => {
                 if let Some(found) = releases.get(&(shadow, offset)) {
                     block.observe(grids, *warp, mask, scope, acquire, &found.last);
@@ -521,10 +563,12 @@ impl Hooks for CheckHooks<'_> {
         };
         let own = self.own(lane);
         let hidden = self.hidden(place);
-        let CheckHooks { world, block, .. } = self;
+        let CheckHooks { world, block, peers, .. } = self;
         let releases = match place {
             Place::Private => return,
-            Place::Shared { offset } => block.releases.entry(offset).or_default(),
+            Place::Shared { offset } => {
+                peers.of(block, offset).releases.entry(offset_of(offset)).or_default()
+            }
             Place::Global { shadow, offset } => world.releases.entry((shadow, offset)).or_default(),
         };
         let manner = (sem, scope);
@@ -578,24 +622,53 @@ impl Hooks for CheckHooks<'_> {
         self.block.arrive(self.warp, mask, barrier as usize);
     }
 
+    fn arrive_relaxed(&mut self, mask: u32) {
+        if mask != 0 {
+            self.block.arrive_relaxed(self.warp, mask);
+        }
+    }
+
     fn pass(&mut self, mask: u32, barrier: u32) {
         self.block.pass(self.warp, mask, barrier as usize);
     }
 
     fn init_mbarrier(&mut self, pc: u32, offset: u64) {
-        self.block.init_mbarrier(pc, offset);
+        self.block.init_mbarrier(pc, offset_of(offset));
     }
 
-    fn arrive_mbarrier(&mut self, lane: usize, pc: u32, offset: u64) {
-        self.block.arrive_mbarrier(self.warp, lane, pc, offset);
+    fn arrive_mbarrier(&mut self, lane: usize, pc: u32, offset: u64, order: Order) {
+        let past = self.block.arrival(self.warp, lane, order);
+        self.peers.of(self.block, offset).arrive_mbarrier(&past, pc, offset_of(offset));
+    }
+
+    fn narrow_arrival(
+        &mut self,
+        lane: usize,
+        pc: u32,
+        recent: impl Iterator<Item = u32>,
+    ) -> Option<FaultKind> {
+        if self.world.config.assume.cluster_arrivals || !self.world.config.races {
+            return None;
+        }
+        let (own, kind) = (self.own(lane), FaultKind::NarrowArrival);
+        let pair = (kind.name(), [self.line(own, pc); 2]);
+        if self.world.reports.count_again(&pair) {
+            return None;
+        }
+        if self.world.reports.is_full() {
+            return Some(kind);
+        }
+        let fault = report::collected(&self.world.grids, kind, own, pc, recent);
+        self.world.reports.add(pair, fault);
+        None
     }
 
     fn complete_mbarrier(&mut self, offset: u64) {
-        self.block.complete_mbarrier(offset);
+        self.peers.of(self.block, offset).complete_mbarrier(offset_of(offset));
     }
 
-    fn pass_mbarrier(&mut self, mask: u32, offset: u64) {
-        self.block.pass_mbarrier(self.warp, mask, offset);
+    fn pass_mbarrier(&mut self, mask: u32, offset: u64, order: Order) {
+        self.block.pass_mbarrier(self.warp, mask, offset_of(offset), order);
     }
 
     fn copy(&mut self, copy: &Copy) -> (Stale, Vec<(Place, bool, ViolationAt)>) {
@@ -604,11 +677,12 @@ impl Hooks for CheckHooks<'_> {
         // A copy by `cp.async` is in the generic proxy, behind its lane's accesses before.
         let (how, own) = match completion {
             Completion::Thread(_) => (How::ASYNC, self.own(lane)),
+            Completion::Store(_, how) => (how, self.own(lane)),
             _ => (How::BULK, 0),
         };
         let (reads, writes) = match completion {
-            Completion::Mbarrier(offset) => {
-                let actor = self.block.load_actor(offset);
+            Completion::Mbarrier(offset) | Completion::Store(offset, _) => {
+                let actor = self.peers.at(self.block, offset).load_actor(offset_of(offset));
                 (actor, actor)
             }
             Completion::Group(committed) => {
@@ -656,6 +730,22 @@ impl Hooks for CheckHooks<'_> {
             }
         }
         let mut violations = vec![];
+        if let Completion::Mbarrier(mbarrier) | Completion::Store(mbarrier, _) = completion
+            && self.peers.is_remote(mbarrier)
+        {
+            // Another block's mbarrier must have been initialised before.
+            let place = Place::Shared { offset: mbarrier };
+            let record = Record { how: How::WEAK, ..record(reads) };
+            let lane_of =
+                Accessor { record, own: self.own(lane), published: None, view: PastView::all(&past) };
+            let found = self
+                .look(place, 1 << lane)
+                .and_then(|(shadow, grids, at, _)| shadow.take(grids, at, 8, &lane_of).first());
+            let of_init =
+                |found: &ViolationAt| matches!(found.1, Violation::Race { other, .. } if other.how.init);
+            violations
+                .extend(self.unless_only_weak(found.filter(of_init)).map(|found| (place, false, found)));
+        }
         for &(src, bytes) in src {
             let reader = who(src, reads);
             let read = self
@@ -665,6 +755,11 @@ impl Hooks for CheckHooks<'_> {
         }
         for &(dst, bytes) in dst {
             let writer = who(dst, writes);
+            if let Place::Shared { offset } = dst
+                && let Some(peer) = self.peers.other(offset)
+            {
+                peer.visit(writes.0, writes.1, pc, how, true);
+            }
             let wrote = self.look(dst, 1 << lane).and_then(|(shadow, grids, at, _)| {
                 shadow.write(grids, at, bytes, &writer, |_| false, NOT_KEPT).1.first()
             });
@@ -687,7 +782,7 @@ impl Hooks for CheckHooks<'_> {
     }
 
     fn landed(&mut self, landed: &Landed) {
-        self.block.landed(landed);
+        self.peers.landed(self.block, landed);
     }
 
     fn matrices(&mut self, read: &[Range<u64>], pc: u32, group: u32) -> Vec<(Place, ViolationAt)> {
@@ -736,7 +831,15 @@ impl Hooks for CheckHooks<'_> {
         }
         let &Blamed { lane, pc, how, write, beside, place, violation, .. } = blamed;
         let (own, mine) = (self.own(lane), self.record(lane, pc, how, write));
-        let me = report::Me { record: &mine, own, wrote: write, past: &past, block: self.block, beside };
+        let me = report::Me {
+            record: &mine,
+            own,
+            wrote: write,
+            past: &past,
+            block: self.block,
+            peers: &self.peers,
+            beside,
+        };
         let kind = report::fault(self.world, blamed.label.clone(), place, violation, &me);
         if self.world.reports.is_full() {
             return Some(kind);

@@ -2,8 +2,8 @@
 //!
 //! Happens-before is tracked with vector clocks, after the PTX memory model (PTX ISA, "Memory
 //! Consistency Model"). Edges come only from morally strong release and acquire patterns, fences,
-//! block and warp barriers, mbarriers, kernel boundaries and the host's waits. Bulk copies are
-//! actors of their own in the async proxy. They rely on generic accesses only across a
+//! barriers of warps, blocks and clusters, mbarriers, kernel boundaries and the host's waits. Bulk
+//! copies are actors of their own in the async proxy. They rely on generic accesses only across a
 //! `fence.proxy.async`, and only an observed completion orders them before other accesses. The
 //! model's text leaves open at which end of a path the proxy fence must stand; both ends are
 //! accepted. Copies by `cp.async` are actors of the generic proxy: they need no fence, but the same
@@ -25,6 +25,7 @@
 //! | `word.rs` | the history of a word: its last write and the reads since |
 //! | `shadow.rs` | the histories of all words |
 //! | `block.rs` | causal pasts of the lanes of a block, and the operations that extend them |
+//! | `cluster.rs` | the blocks of a cluster: whose memory an address is in, and their ends |
 //! | `hooks.rs` | the interpreter's calls, and the memory that an access goes to |
 //! | `world.rs` | the state of a checker, and accesses by the host |
 //! | `checker.rs` | the public interface |
@@ -37,6 +38,7 @@
 pub(crate) mod block;
 mod checker;
 pub(crate) mod clock;
+pub(crate) mod cluster;
 pub(crate) mod grids;
 mod hash;
 pub(crate) mod history;

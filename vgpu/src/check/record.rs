@@ -65,12 +65,22 @@ pub(crate) struct How {
     pub(crate) product: bool,
     /// A read by `ld.global.nc`: the memory must not change while the kernel runs.
     pub(crate) read_only: bool,
+    /// The initialisation of an mbarrier, which `fence.mbarrier_init` orders.
+    pub(crate) init: bool,
 }
 
 impl How {
     /// A plain access in the generic proxy.
-    pub(crate) const WEAK: How =
-        How { strong: None, size: 0, bulk: false, late: false, rmw: false, product: false, read_only: false };
+    pub(crate) const WEAK: How = How {
+        strong: None,
+        size: 0,
+        bulk: false,
+        late: false,
+        rmw: false,
+        product: false,
+        read_only: false,
+        init: false,
+    };
     pub(crate) const BULK: How = How { bulk: true, late: true, ..How::WEAK };
     pub(crate) const PRODUCT: How = How { product: true, ..How::BULK };
     /// A copy by `cp.async`, in the generic proxy.
@@ -172,7 +182,9 @@ impl<'a> Accessor<'a> {
         if record.how.late {
             return self.view.includes(grids, key, record.tick);
         }
-        (key == self.own && !self.record.how.bulk) || self.after_tick(grids, key, record.tick)
+        (key == self.own && !self.record.how.bulk)
+            || self.after_tick(grids, key, record.tick)
+            || record.how.init && self.view.includes(grids, clock::inits(key), record.tick)
     }
 
     /// Whether the access comes after all accesses of an actor up to a tick, bulk copies excepted.

@@ -2,6 +2,7 @@
 
 use super::block::BlockCheck;
 use super::clock::{self, Key};
+use super::cluster::Peers;
 use super::grids::Grids;
 use super::history::{Sight, Step, Strong};
 use super::hooks::Place;
@@ -9,6 +10,7 @@ use super::past::CausalPast;
 use super::record::{How, Record, Violation};
 use super::reports::Class;
 use super::world::World;
+use crate::exec::cluster::offset_of;
 use crate::fault::{Attempt, Fault, FaultKind, Launch, Party, Race, Trace, TraceStep};
 use crate::ir::{Scope, Sem};
 
@@ -20,6 +22,7 @@ pub(crate) struct Me<'a> {
     pub(crate) wrote: bool,
     pub(crate) past: &'a CausalPast,
     pub(crate) block: &'a BlockCheck,
+    pub(crate) peers: &'a Peers<'a>,
     /// Lanes that execute the instruction together.
     pub(crate) beside: u32,
 }
@@ -27,13 +30,14 @@ pub(crate) struct Me<'a> {
 fn scope_name(scope: Scope) -> &'static str {
     match scope {
         Scope::Cta => ".cta",
+        Scope::Cluster => ".cluster",
         Scope::Gpu => ".gpu",
         Scope::Sys => ".sys",
     }
 }
 
 /// Manner of an access, as in "weak read".
-fn manner(how: How, wrote: bool) -> String {
+pub(super) fn manner(how: How, wrote: bool) -> String {
     let what = match (how.rmw, wrote) {
         (true, _) => "read-modify-write",
         (false, true) => "write",
@@ -55,7 +59,7 @@ fn party(grids: &Grids, access: String, actor: Key, pc: u32, me: Key) -> Party {
         return Party { access, ..Party::host() };
     };
     let (ptx_line, ptx_text, source) = facts.kernel.origin(pc);
-    let [x, y] = facts.shape.map(u64::from);
+    let [x, y, _] = facts.grid.map(u64::from);
     let launch = match grids.facts(me) {
         Some(mine) if mine.device != facts.device => Launch::OtherDevice,
         Some(_) if clock::grid_of(me) != clock::grid_of(actor) => Launch::Other,
@@ -162,6 +166,9 @@ fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> Str
                 "a barrier, or release and acquire of scope .cta or wider"
             }
         }
+        (Some(_), Some(_)) if grids.same_cluster(own, theirs) => {
+            "barrier.cluster.arrive and .wait, or release and acquire of scope .cluster or wider, observed by the later one"
+        }
         (Some(_), Some(_)) if grids.mutual(Scope::Gpu, own, Scope::Gpu, theirs) => {
             "release and acquire of scope .gpu or wider, observed by the later one, or a kernel boundary"
         }
@@ -191,7 +198,11 @@ fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> Str
         (true, false) => format!("{}, and then a fence.proxy.async", order()),
         (false, false) => match (mine.how.strong, other.how.strong) {
             (Some(a), Some(b)) if !grids.mutual(a, own, b, theirs) => {
-                let wide = if grids.mutual(Scope::Gpu, own, Scope::Gpu, theirs) { ".gpu" } else { ".sys" };
+                let wide = match () {
+                    () if grids.same_cluster(own, theirs) => ".cluster",
+                    () if grids.mutual(Scope::Gpu, own, Scope::Gpu, theirs) => ".gpu",
+                    () => ".sys",
+                };
                 format!("both are strong, but a scope does not reach the other thread: {wide} or wider")
             }
             _ => order().into(),
@@ -273,10 +284,11 @@ fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> (V
     let writes = |block: Key, place: Place| match place {
         Place::Private => None,
         Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)).map(|r| &r.writes),
-        // Other blocks' shared memory is out of reach.
+        // Shared memory of other clusters is out of reach.
         Place::Shared { offset } => {
-            let here = block == clock::block_of(me.own);
-            me.block.releases.get(&offset).filter(|_| here).map(|r| &r.writes)
+            let here = world.grids.same_cluster(clock::warp_of_block(block), me.own);
+            let releases = &me.peers.at(me.block, offset).releases;
+            releases.get(&offset_of(offset)).filter(|_| here).map(|r| &r.writes)
         }
     };
     let of = clock::place_of(theirs).map(|_| clock::block_of(theirs));

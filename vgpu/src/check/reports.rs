@@ -14,14 +14,14 @@ pub enum Class {
     /// or weak memory ([`CheckConfig::weak_memory`](crate::CheckConfig::weak_memory)), may give
     /// other results.
     Corrupts,
-    /// A race by the letter of the memory model only: one of the
+    /// A race, or an arrival of too narrow a scope, by the letter of the memory model only: one of the
     /// [`Assumptions`](crate::Assumptions) orders the two accesses, and the report names it.
     Model,
     /// The accesses are ordered, but one of them is a bulk copy, and there is no
     /// `fence.proxy.async` between the ordering and the copy.
     Proxy,
-    /// Memory is used before its first write, after it was freed, or by a copy that outlives its
-    /// block.
+    /// Memory is used before its first write, after it was freed or its block has ended, or by a copy
+    /// that outlives its block.
     Lifetime,
     /// An address outside of its memory, or misaligned.
     Bounds,

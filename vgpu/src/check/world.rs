@@ -171,11 +171,11 @@ impl World {
         timeline: Option<Timeline>,
         device: u64,
         kernel: Arc<crate::kernel::Kernel>,
-        shape: [u32; 2],
+        (shape, cluster): ([u32; 3], [u32; 3]),
     ) -> u32 {
         let timeline = timeline.map_or_else(|| self.new_timeline(), |t| t.0);
         let tick = self.next_tick();
-        self.grids.0.push(GridFacts { timeline, tick, device, kernel, shape });
+        self.grids.0.push(GridFacts { timeline, tick, device, kernel, grid: shape, cluster });
         let number = self.grids.0.len() as u32;
         start.all.begin_grid(number, (timeline, tick));
         start.publish_all();

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use half::{bf16, f16};
 
+use super::cluster::rank_of;
 use super::lanes::lanes;
 use super::parts::stored_word;
 use super::simd;
@@ -190,7 +191,7 @@ fn add_bf16(x: u16, y: u16) -> u16 {
 ///
 /// # Safety
 /// `p` must be valid for `bytes` bytes (2, 4 or 8) and aligned to them.
-unsafe fn rmw(p: *mut u8, bytes: u8, op: Rmw, a: u64, b: u64) -> u64 {
+pub(super) unsafe fn rmw(p: *mut u8, bytes: u8, op: Rmw, a: u64, b: u64) -> u64 {
     const ORDER: Ordering = Ordering::SeqCst;
     // One compare-and-swap loop serves every operation; plain adds, the common case, are done
     // directly.
@@ -261,6 +262,7 @@ impl<W: Hooks> Exec<'_, W> {
             Space::Global => self.global(cache, addr, bytes),
             Space::Generic if addr & TAG == 0 => self.global(cache, addr, bytes),
             Space::Shared => self.block.shared.pointer(addr, bytes),
+            Space::Cluster => self.block.in_cluster(addr, bytes),
             _ => self.windowed(cache, space, addr, bytes, lane),
         };
         found.or_else(|kind| stop(kind, Some(lane)))
@@ -276,7 +278,7 @@ impl<W: Hooks> Exec<'_, W> {
     ) -> Result<*mut u8, FaultKind> {
         let offset = addr & !TAG;
         let space = match (space, addr & TAG) {
-            (Space::Generic, SHARED_TAG) => Space::Shared,
+            (Space::Generic, SHARED_TAG) => Space::Cluster,
             (Space::Generic, LOCAL_TAG) => Space::Local,
             (Space::Generic, PARAM_TAG) => Space::Param,
             (Space::Generic, _) => Space::Global,
@@ -292,6 +294,7 @@ impl<W: Hooks> Exec<'_, W> {
         };
         match space {
             Space::Shared => self.block.shared.pointer(offset, bytes),
+            Space::Cluster => self.block.in_cluster(offset, bytes),
             Space::Local => {
                 let len = u64::from(self.kernel.local_bytes);
                 if offset > len || bytes > len - offset {
@@ -353,9 +356,8 @@ impl<W: Hooks> Exec<'_, W> {
         match space {
             Space::Global | Space::Generic if base & TAG == 0 => self.global(cache, base, 32 * size).ok(),
             Space::Shared => self.block.shared.pointer(base, 32 * size).ok(),
-            Space::Generic if base & TAG == SHARED_TAG => {
-                self.block.shared.pointer(base & !TAG, 32 * size).ok()
-            }
+            Space::Cluster => self.block.in_cluster(base, 32 * size).ok(),
+            Space::Generic if base & TAG == SHARED_TAG => self.block.in_cluster(base & !TAG, 32 * size).ok(),
             _ => None,
         }
     }
@@ -403,7 +405,7 @@ impl<W: Hooks> Exec<'_, W> {
             Place::Global { shadow: region.shadow, offset: addr - region.start }
         };
         match (space, addr & TAG) {
-            (Space::Shared, _) => Place::Shared { offset: addr },
+            (Space::Shared | Space::Cluster, _) => Place::Shared { offset: addr },
             (Space::Global, _) | (Space::Generic, 0) => global(),
             (Space::Generic, SHARED_TAG) => Place::Shared { offset: addr & !TAG },
             _ => Place::Private,
@@ -784,7 +786,7 @@ impl<W: Hooks> Exec<'_, W> {
                 if wide { regs.r64[slot as usize][i] } else { u64::from(regs.r32[slot as usize][i]) & limit }
             };
             let (x, y) = (operand(a.a), operand(a.b));
-            let shared = a.space == Space::Shared || addr[i] & TAG == SHARED_TAG;
+            let shared = matches!(a.space, Space::Shared | Space::Cluster) || addr[i] & TAG == SHARED_TAG;
             let op = if a.op == Rmw::AddF32 && !shared { Rmw::AddF32Ftz } else { a.op };
             let how = How::generic(a.sem, a.scope, a.bytes, true);
             let place = if W::ON { self.place(STORES, a.space, addr[i]) } else { Place::Private };
@@ -856,6 +858,10 @@ impl<W: Hooks> Exec<'_, W> {
     ) -> Run<()> {
         let label = match place {
             Place::Global { shadow, .. } => self.env.table.label_of(shadow).unwrap_or("memory").to_string(),
+            Place::Shared { offset } if self.block.is_remote(offset) => {
+                let ctaid = self.block.cluster.as_ref().and_then(|cluster| cluster.ctaid(rank_of(offset)));
+                ctaid.map_or_else(String::new, |block| format!("block {block:?}"))
+            }
             _ => String::new(),
         };
         let blamed = Blamed { label, place, violation, lane, pc: self.pc, how, write, beside: self.mask };
@@ -867,7 +873,7 @@ impl<W: Hooks> Exec<'_, W> {
     /// generic).
     pub(super) fn shared_offset(space: Space, addr: u64) -> Result<u64, FaultKind> {
         match space {
-            Space::Shared => Ok(addr),
+            Space::Shared | Space::Cluster => Ok(addr),
             _ if addr & TAG == SHARED_TAG => Ok(addr & !TAG),
             _ => Err(FaultKind::Unsupported(format!("address {addr:#x} is not in shared memory"))),
         }

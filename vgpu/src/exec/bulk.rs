@@ -8,6 +8,7 @@
 use std::ops::Range;
 
 use super::bulk_queue::{End, PIECES, Pending, Stage};
+use super::cluster::{map_shared, rank_of};
 use super::descriptor::ranges;
 use super::lanes::lanes;
 use super::state::{BlockState, Env, Exec, Run, stop};
@@ -15,10 +16,10 @@ use crate::check::hooks::Place;
 use crate::check::hooks::{Completion, Copy, Hooks};
 use crate::check::record::How;
 use crate::fault::FaultKind;
-use crate::ir::{Addr, BulkOp, SINK, TensorCopy, Way};
+use crate::ir::{BulkOp, Multicast, RemoteStore, SINK, Scope, TensorCopy, Way};
 use crate::memory::Table;
 use crate::seeds::Rng;
-use crate::tensor_map::{Tensor, Unit, WORDS};
+use crate::tensor_map::{MOST_DIMENSIONS, Tensor, Unit, WORDS};
 
 /// One in so many copies lands as late as possible, so that a missing wait shows.
 const LATE_ONE_IN: u64 = 8;
@@ -69,6 +70,15 @@ impl Pending {
                     self.data[at as usize..][..4].copy_from_slice(&value.to_ne_bytes());
                 }
                 Stage::Read
+            }
+            Stage::Read if self.reduces.is_some() => {
+                // All pieces land with the last.
+                if range.end == self.bytes as usize
+                    && let (End::Shared(address), Some(op)) = (self.dst, self.reduces)
+                {
+                    block.reduce(address, op, &self.data)?;
+                }
+                Stage::Landed
             }
             Stage::Read => {
                 let dst = end_pointer(block, table, self.dst, self.bytes)?;
@@ -122,7 +132,7 @@ impl Pending {
 
 fn end_pointer(block: &mut BlockState, table: &Table, end: End, bytes: u32) -> Result<*mut u8, FaultKind> {
     match end {
-        End::Shared(offset) => block.shared.pointer(offset, u64::from(bytes)),
+        End::Shared(address) => block.in_cluster(address, u64::from(bytes)),
         End::Global(addr) => match table.find(addr, u64::from(bytes)) {
             Some(_) => Ok(addr as *mut u8),
             None => Err(table.out_of_bounds(addr, u64::from(bytes))),
@@ -214,11 +224,23 @@ impl BlockState {
         Ok(())
     }
 
+    /// The warp and the instruction of a copy under way to the shared memory of the block `rank`.
+    pub(crate) fn copies_to(&self, rank: u32) -> Option<(u32, u32)> {
+        let writes = |p: &&Pending| matches!(p.dst, End::Shared(address) if rank_of(address) == rank);
+        self.bulk.pending.iter().find(writes).map(|p| (p.warp, p.pc))
+    }
+
     /// The block's warps have all exited. The hardware gives its shared memory to another block: a
     /// copy must not need it any more.
     pub(crate) fn finish_bulk(&mut self, table: &Table) -> Result<(), Late> {
         for p in &self.bulk.pending {
             let what = match p.dst {
+                End::Shared(address) if self.is_remote(address) => match p.src {
+                    End::Shared(_) if !p.has_reached(Stage::Read) => {
+                        "a copy to another block may still read its source, in shared memory that is gone: meet that block behind its wait on the mbarrier"
+                    }
+                    _ => continue,
+                },
                 End::Shared(_) => {
                     "a bulk load is under way without a wait; it writes to shared memory that is gone: wait on its mbarrier"
                 }
@@ -241,7 +263,7 @@ impl<W: Hooks> Exec<'_, W> {
             let done = match *op {
                 BulkOp::Load { dst, src, size, mbar } => {
                     let (dst, src) = (End::Shared(self.address(&dst, i)), End::Global(self.address(&src, i)));
-                    self.issue(env, i, dst, src, size, Some(mbar))?
+                    self.issue(env, i, dst, src, size, Some(self.address(&mbar, i)))?
                 }
                 BulkOp::Store { dst, src, size } => {
                     let (dst, src) = (End::Global(self.address(&dst, i)), End::Shared(self.address(&src, i)));
@@ -249,13 +271,15 @@ impl<W: Hooks> Exec<'_, W> {
                 }
                 BulkOp::SharedToShared { dst, src, size, mbar } => {
                     let (dst, src) = (End::Shared(self.address(&dst, i)), End::Shared(self.address(&src, i)));
-                    self.issue(env, i, dst, src, size, Some(mbar))?
+                    self.issue(env, i, dst, src, size, Some(self.address(&mbar, i)))?
                 }
                 BulkOp::Prefetch { src, size } => {
                     let bytes = self.warp.regs.r32[size as usize][i];
                     check_shape(&[End::Global(self.address(&src, i))], bytes)
                 }
                 BulkOp::Tensor { copy } => self.issue_tensor(env, i, copy)?,
+                BulkOp::Multicast { copy } => self.issue_multicast(env, i, copy)?,
+                BulkOp::RemoteStore { store } => self.issue_store(i, store)?,
                 BulkOp::Commit => {
                     let thread = self.thread(i) as usize;
                     self.block.bulk.committed[thread] += 1;
@@ -281,15 +305,19 @@ impl<W: Hooks> Exec<'_, W> {
         dst: End,
         src: End,
         size: u32,
-        mbar: Option<Addr>,
+        mbar: Option<u64>,
     ) -> Run<Result<(), FaultKind>> {
         let bytes = self.warp.regs.r32[size as usize][lane];
-        let mbar = mbar.map(|a| self.address(&a, lane));
+        let own = match src {
+            End::Shared(address) => self.block.shared.pointer(address, u64::from(bytes)).map(drop),
+            End::Global(_) => Ok(()),
+        };
         let formed = check_shape(&[dst, src], bytes)
             // Bad addresses are reported where the copy is issued, not where it lands.
+            .and(own)
             .and_then(|()| end_pointer(self.block, &env.table, src, bytes))
             .and_then(|_| end_pointer(self.block, &env.table, dst, bytes))
-            .and_then(|_| mbar.map_or(Ok(()), |offset| self.block.initialised(offset)));
+            .and_then(|_| self.mbarrier_of_copy(dst, mbar));
         if let Err(kind) = formed {
             return Ok(Err(kind));
         }
@@ -298,6 +326,107 @@ impl<W: Hooks> Exec<'_, W> {
             false => Default::default(),
         };
         self.begin(lane, dst, src, bytes, vec![], mbar, ends)?;
+        Ok(Ok(()))
+    }
+
+    /// Checks the mbarrier of a copy to `dst`.
+    fn mbarrier_of_copy(&mut self, dst: End, mbar: Option<u64>) -> Result<(), FaultKind> {
+        let (Some(mbar), End::Shared(dst)) = (mbar, dst) else { return Ok(()) };
+        if rank_of(mbar) != rank_of(dst) {
+            let message = format!(
+                "the mbarrier is in block number {} of the cluster, the destination in number {}: both are in one block",
+                rank_of(mbar),
+                rank_of(dst)
+            );
+            return Err(FaultKind::BulkCopy { message });
+        }
+        self.block.initialised(mbar)
+    }
+
+    /// The blocks of the cluster that a mask of a multicast names.
+    fn targets(&self, blocks: u32, lane: usize) -> Result<Vec<u32>, FaultKind> {
+        let mask = self.warp.regs.r32[blocks as usize][lane] & 0xffff;
+        let size = self.block.cluster.as_ref().map_or(1, |cluster| cluster.size());
+        match lanes(mask).find(|&rank| rank as u32 >= size) {
+            Some(rank) => Err(FaultKind::OutOfCluster { rank: rank as u32, blocks: size }),
+            None => Ok(lanes(mask).map(|rank| rank as u32).collect()),
+        }
+    }
+
+    /// Issues a load to several blocks of the cluster, at the same offset in each, as
+    /// [`Exec::issue`] does.
+    fn issue_multicast(&mut self, env: &Env, lane: usize, copy: u32) -> Run<Result<(), FaultKind>> {
+        let Multicast { dst, src, size, mbar, blocks } = env.kernel.operands.multicasts[copy as usize];
+        let [dst, src, mbar] = [dst, src, mbar].map(|a| self.address(&a, lane));
+        let targets = match self.targets(blocks, lane) {
+            Ok(targets) => targets,
+            Err(kind) => return Ok(Err(kind)),
+        };
+        for rank in targets {
+            let (to, mbar) = (End::Shared(map_shared(dst, rank)), map_shared(mbar, rank));
+            if let Err(kind) = self.issue(env, lane, to, End::Global(src), size, Some(mbar))? {
+                return Ok(Err(kind));
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    /// Issues `st.async` or `red.async`, as [`Exec::issue`] does.
+    fn issue_store(&mut self, lane: usize, store: u32) -> Run<Result<(), FaultKind>> {
+        let RemoteStore { dst, mbar, op, bytes: each, n, regs } =
+            self.kernel.operands.remote_stores[store as usize];
+        let [to, mbar] = [dst, mbar].map(|a| self.address(&a, lane));
+        let bytes = u32::from(each) * u32::from(n);
+        let size = u64::from(bytes);
+        if !to.is_multiple_of(size) {
+            return Ok(Err(FaultKind::Misaligned { addr: to, align: size }));
+        }
+        let there = self.block.in_cluster(to, size).map(drop);
+        if let Err(kind) = there.and_then(|()| self.mbarrier_of_copy(End::Shared(to), Some(mbar))) {
+            return Ok(Err(kind));
+        }
+        let mut data = vec![];
+        for slot in &regs[..usize::from(n)] {
+            let (narrow, wide) = (&self.warp.regs.r32, &self.warp.regs.r64);
+            match each {
+                8 => data.extend_from_slice(&wide[*slot as usize][lane].to_ne_bytes()),
+                _ => data.extend_from_slice(&narrow[*slot as usize][lane].to_ne_bytes()),
+            }
+        }
+        let how = match op {
+            Some(_) => How { strong: Some(Scope::Cluster), size: each, rmw: true, ..How::ASYNC },
+            None => How::ASYNC,
+        };
+        let mut stale = vec![];
+        if W::ON {
+            let dst = vec![(Place::Shared { offset: to }, size)];
+            let completion = Completion::Store(mbar, how);
+            let copy = Copy { src: vec![], dst, lane, pc: self.pc, completion };
+            let (old, violations) = self.watch.copy(&copy);
+            stale = old;
+            for (place, write, violation) in violations {
+                self.blame(place, violation, lane, how, write)?;
+            }
+        }
+        self.changed();
+        let thread = self.thread(lane);
+        self.block.bulk.pending.push(Pending {
+            dst: End::Shared(to),
+            src: End::Shared(to),
+            bytes,
+            units: vec![],
+            mbar: Some(mbar),
+            thread,
+            group: 0,
+            data,
+            reduces: op,
+            pieces: [Stage::Read; PIECES],
+            late: None,
+            awaited: true,
+            stale,
+            warp: self.warp.index,
+            pc: self.pc,
+        });
         Ok(Ok(()))
     }
 
@@ -320,15 +449,7 @@ impl<W: Hooks> Exec<'_, W> {
         if tensor.rank != usize::from(rank) {
             return bad(format!("a copy of {rank} dimensions, and the tensor map has {}", tensor.rank));
         }
-        if blocks != SINK {
-            let mask = self.warp.regs.r32[blocks as usize][lane] & 0xffff;
-            if mask != 1 {
-                let what = format!("a multicast to the blocks {mask:#x} of a cluster, which is one block");
-                return Ok(Err(FaultKind::Unsupported(what)));
-            }
-        }
         let coordinates = coordinates.map(|slot| self.warp.regs.r32[slot as usize][lane] as i32);
-        let bytes = tensor.bytes();
         let mbar = match way {
             Way::Prefetch => return Ok(Ok(())),
             Way::Load(mbar) => Some(self.address(&mbar, lane)),
@@ -338,12 +459,43 @@ impl<W: Hooks> Exec<'_, W> {
         if !offset.is_multiple_of(128) {
             return bad(format!("shared offset {offset:#x} of a box is no multiple of 128 bytes"));
         }
-        let there = self.block.shared.pointer(offset, bytes).map(drop);
-        let formed = there.and_then(|()| mbar.map_or(Ok(()), |mbar| self.block.initialised(mbar)));
+        if blocks == SINK {
+            return self.copy_box(env, lane, (&tensor, at), &coordinates, offset, mbar);
+        }
+        let targets = match self.targets(blocks, lane) {
+            Ok(targets) => targets,
+            Err(kind) => return Ok(Err(kind)),
+        };
+        for rank in targets {
+            let (offset, mbar) = (map_shared(offset, rank), mbar.map(|mbar| map_shared(mbar, rank)));
+            if let Err(kind) = self.copy_box(env, lane, (&tensor, at), &coordinates, offset, mbar)? {
+                return Ok(Err(kind));
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    /// Issues the copy of a box of the tensor, whose map is at an address, from or to `offset`: a
+    /// load if it has an mbarrier.
+    fn copy_box(
+        &mut self,
+        env: &Env,
+        lane: usize,
+        (tensor, at): (&Tensor, u64),
+        coordinates: &[i32; MOST_DIMENSIONS],
+        offset: u64,
+        mbar: Option<u64>,
+    ) -> Run<Result<(), FaultKind>> {
+        let bytes = tensor.bytes();
+        let there = match mbar {
+            Some(_) => self.block.in_cluster(offset, bytes),
+            None => self.block.shared.pointer(offset, bytes),
+        };
+        let formed = there.and_then(|_| self.mbarrier_of_copy(End::Shared(offset), mbar));
         if let Err(kind) = formed {
             return Ok(Err(kind));
         }
-        let units = tensor.units(&coordinates, offset);
+        let units = tensor.units(coordinates, offset);
         // Parts of the tensor that follow each other, and the bytes in shared memory.
         let mut parts: Vec<Range<u64>> = vec![];
         for unit in units.iter().filter(|unit| unit.len > 0) {
@@ -367,9 +519,9 @@ impl<W: Hooks> Exec<'_, W> {
         let of_tensor: Vec<_> = parts.iter().map(|part| place(End::Global, part)).collect();
         let of_box: Vec<_> = box_.iter().map(|part| place(End::Shared, part)).collect();
         let (global, shared) = (End::Global(at), End::Shared(offset));
-        let (src, dst, ends) = match way {
-            Way::Store => (shared, global, [of_box, of_tensor]),
-            _ => (global, shared, [of_tensor, of_box]),
+        let (src, dst, ends) = match mbar {
+            None => (shared, global, [of_box, of_tensor]),
+            Some(_) => (global, shared, [of_tensor, of_box]),
         };
         self.begin(lane, dst, src, bytes as u32, units, mbar, ends)?;
         Ok(Ok(()))
@@ -418,6 +570,7 @@ impl<W: Hooks> Exec<'_, W> {
             thread,
             group,
             data,
+            reduces: None,
             pieces,
             late: None,
             awaited: false,

@@ -1,6 +1,7 @@
 //! The bulk copies of a block that are under way.
 
 use crate::check::hooks::Stale;
+use crate::ir::Rmw;
 use crate::tensor_map::Unit;
 
 /// Most pieces of a copy.
@@ -46,6 +47,8 @@ pub(super) struct Pending {
     pub(super) group: u32,
     /// Buffer of the bytes read, and the stage of each piece.
     pub(super) data: Vec<u8>,
+    /// For `red.async`: the operation that combines the data with the destination.
+    pub(super) reduces: Option<Rmw>,
     pub(super) pieces: [Stage; PIECES],
     /// Whether it proceeds only when no warp can run: the latest legal completion. Drawn when it
     /// might first have proceeded.
@@ -60,8 +63,12 @@ pub(super) struct Pending {
 }
 
 impl Pending {
-    /// The bytes of a piece: whole units of 16, which land as one.
+    /// The bytes of a piece: whole units of 16, which land as one. A copy of fewer is the last
+    /// piece.
     pub(super) fn range(&self, piece: usize) -> std::ops::Range<usize> {
+        if self.bytes < 16 {
+            return if piece + 1 == PIECES { 0..self.bytes as usize } else { 0..0 };
+        }
         let units = self.bytes as usize / 16;
         units * piece / PIECES * 16..units * (piece + 1) / PIECES * 16
     }

@@ -11,6 +11,7 @@
 pub(crate) mod access;
 mod bulk;
 pub(crate) mod bulk_queue;
+pub(crate) mod cluster;
 mod converged;
 pub(crate) mod copies;
 pub(crate) mod descriptor;
@@ -229,7 +230,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
                 self.split_off(m);
                 return self.barrier(*kind, *id, *count, *aligned);
             }
-            Op::ClusterArrive { aligned } => {
+            Op::ClusterArrive { aligned, .. } => {
                 self.split_off(m);
                 return self.arrive_at_cluster(*aligned);
             }

@@ -48,7 +48,8 @@ impl<W: Hooks> Exec<'_, W> {
         }
         match (space, base & TAG) {
             (Space::Shared, 0) => self.block.shared.pointer(base, bytes).ok(),
-            (Space::Generic, SHARED_TAG) => self.block.shared.pointer(base & !TAG, bytes).ok(),
+            (Space::Cluster, 0) => self.block.in_cluster(base, bytes).ok(),
+            (Space::Generic, SHARED_TAG) => self.block.in_cluster(base & !TAG, bytes).ok(),
             (Space::Global | Space::Generic, 0) => self.global(cache, base, bytes).ok(),
             _ => None,
         }

@@ -2,8 +2,10 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::bulk_queue::{BulkQueue, Landed};
+use super::cluster::{ClusterMemory, RANK_SHIFT};
 use super::converged::Converged;
 use super::copies::CopyQueue;
 use super::lanes;
@@ -234,6 +236,15 @@ pub(crate) struct BlockState {
     pub(crate) strict_exits: bool,
     /// Barriers that have completed and must wake their warps, one bit each.
     pub(crate) completed: u32,
+    /// Its number in its cluster, and the shared memory there. `None` in a cluster of one block.
+    pub(crate) rank: u32,
+    pub(crate) cluster: Option<Arc<ClusterMemory>>,
+    /// Warps that have arrived at the barrier of the cluster in this phase, and those that have
+    /// ended, one bit each.
+    pub(crate) cluster_arrivals: u32,
+    pub(crate) ended_warps: u32,
+    /// All of the block has arrived at the barrier of the cluster, and other blocks have not.
+    pub(crate) waits_for_cluster: bool,
     /// How often the barrier of the cluster has completed.
     pub(crate) cluster_phases: u32,
     pub(crate) bulk: BulkQueue,
@@ -271,9 +282,12 @@ impl BlockState {
     }
 
     pub(super) fn complete_barrier(&mut self, id: u32) -> Result<(), FaultKind> {
+        if id == CLUSTER_BARRIER {
+            self.complete_part_of_cluster();
+            return Ok(());
+        }
         let b = &mut self.barriers[id as usize];
-        // Threads that have exited count as arrived at the barrier of the cluster.
-        if self.strict_exits && id != CLUSTER_BARRIER && b.all && b.arrived != 0 && self.exited_warps != 0 {
+        if self.strict_exits && b.all && b.arrived != 0 && self.exited_warps != 0 {
             let message = format!(
                 "a warp waits for all threads of the block, but {} of its warps have ended",
                 self.exited_warps
@@ -284,14 +298,14 @@ impl BlockState {
         if b.arrived != 0 && b.arrived + missing >= b.expected {
             *b = Barrier { outcome: b.votes, ..Barrier::default() };
             self.completed |= 1 << id;
-            self.cluster_phases += u32::from(id == CLUSTER_BARRIER);
         }
         Ok(())
     }
 
     /// A warp has ended: barriers that wait for all threads no longer wait for it.
-    pub(crate) fn warp_exited(&mut self) -> Result<(), FaultKind> {
+    pub(crate) fn warp_exited(&mut self, warp: u32) -> Result<(), FaultKind> {
         self.exited_warps += 1;
+        self.ended_warps |= 1 << warp;
         (0..BARRIERS as u32).try_for_each(|id| self.complete_barrier(id))
     }
 }
@@ -392,40 +406,65 @@ pub(crate) struct Exec<'a, W> {
 /// offset 0, the usual sign of a missing initialisation, is a fault.
 pub(crate) const SHARED_BASE: u32 = 1024;
 
-/// Shared memory of one block.
-#[derive(Debug, Default)]
+/// 16 bytes of shared memory.
+#[repr(align(16))]
+#[derive(Debug)]
+struct Unit([AtomicU64; 2]);
+
+/// Shared memory of one block. Clones are the same memory: the blocks of a cluster have each
+/// other's.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct SharedMemory {
-    words: Vec<u128>,
+    units: Arc<[Unit]>,
     bytes: u64,
+    /// The first address.
+    base: u64,
 }
 
 impl SharedMemory {
-    /// Memory of `bytes` bytes that holds `poison` everywhere.
-    pub(crate) fn reset(&mut self, bytes: u32, poison: u64) {
-        let word = u128::from(poison) << 64 | u128::from(poison);
-        self.words.clear();
-        // 128-byte alignment is by offset only: nothing looks at the host address.
-        self.words.resize(bytes.div_ceil(16) as usize, word);
+    /// Memory of `bytes` bytes that holds `poison` everywhere, of the block with this number in its
+    /// cluster.
+    pub(crate) fn reset(&mut self, bytes: u32, poison: u64, rank: u32) {
+        let units = bytes.div_ceil(16) as usize;
+        if let (true, Some(units)) = (self.units.len() == units, Arc::get_mut(&mut self.units)) {
+            units.iter_mut().flat_map(|unit| &mut unit.0).for_each(|half| *half.get_mut() = poison);
+        } else if self.units.len() == units {
+            self.units.iter().flat_map(|unit| &unit.0).for_each(|half| half.store(poison, Ordering::Relaxed));
+        } else {
+            // 128-byte alignment is by offset only: nothing looks at the host address.
+            self.units = (0..units).map(|_| Unit([poison, poison].map(AtomicU64::new))).collect();
+        }
         self.bytes = u64::from(bytes);
+        self.base = u64::from(rank) << RANK_SHIFT | u64::from(SHARED_BASE);
     }
 
-    /// The 16 bytes at `offset` of the window, a multiple of 16.
+    /// The address of an offset in the block's window.
+    pub(super) fn address(&self, offset: u64) -> u64 {
+        self.base - u64::from(SHARED_BASE) + offset
+    }
+
+    /// The 16 bytes at `offset` of the block's window, a multiple of 16.
     pub(super) fn unit(&self, offset: u64) -> Result<[u8; 16], FaultKind> {
         let at = offset.wrapping_sub(u64::from(SHARED_BASE));
-        let word = self.words.get((at / 16) as usize).filter(|_| at.saturating_add(16) <= self.bytes);
-        let word = word.ok_or_else(|| window("shared", offset, 16, u64::from(SHARED_BASE), self.bytes))?;
-        Ok(word.to_ne_bytes())
+        let unit = self.units.get((at / 16) as usize).filter(|_| at.saturating_add(16) <= self.bytes);
+        let unit = unit.ok_or_else(|| window("shared", offset, 16, u64::from(SHARED_BASE), self.bytes))?;
+        let [low, high] = unit.0.each_ref().map(|half| half.load(Ordering::Relaxed).to_ne_bytes());
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&low);
+        bytes[8..].copy_from_slice(&high);
+        Ok(bytes)
     }
 
-    /// Pointer to `offset` of the window, if `bytes` bytes from there on exist.
-    pub(crate) fn pointer(&mut self, offset: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
-        let at = offset.wrapping_sub(u64::from(SHARED_BASE));
+    /// Pointer to `address`, if `bytes` bytes from there on exist.
+    #[inline]
+    pub(crate) fn pointer(&self, address: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
+        let at = address.wrapping_sub(self.base);
         if at > self.bytes || bytes > self.bytes - at {
-            return Err(window("shared", offset, bytes, u64::from(SHARED_BASE), self.bytes));
+            return Err(window("shared", address, bytes, self.base, self.bytes));
         }
         // SAFETY: `at` is inside of (or one past) the allocation, which has at least `self.bytes`
-        // bytes.
-        Ok(unsafe { self.words.as_mut_ptr().cast::<u8>().add(at as usize) })
+        // bytes. All of it is in atomics, so that it may be written through a shared reference.
+        Ok(unsafe { self.units.as_ptr().cast::<u8>().cast_mut().add(at as usize) })
     }
 }
 

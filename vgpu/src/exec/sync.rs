@@ -215,36 +215,6 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(Flow::Gone)
     }
 
-    /// `barrier.cluster.arrive`: the warp counts once all of its live lanes are there, and goes on.
-    pub(super) fn arrive_at_cluster(&mut self, aligned: bool) -> Run<Flow> {
-        if aligned {
-            self.one_aligned_barrier(CLUSTER_BARRIER)?;
-        }
-        let state =
-            GroupState::Barrier { id: CLUSTER_BARRIER, count: None, arrive_only: true, arrived: false };
-        self.push(self.mask, self.pc, state);
-        self.changed();
-        self.count_warp(CLUSTER_BARRIER)?;
-        Ok(Flow::Gone)
-    }
-
-    /// `barrier.cluster.wait`
-    pub(super) fn wait_for_cluster(&mut self) -> Flow {
-        // A completion that the block has yet to take notice of wakes the warp.
-        let noticed = self.block.completed >> CLUSTER_BARRIER & 1 == 0;
-        if noticed && self.warp.cluster_arrivals <= self.block.cluster_phases {
-            if W::ON {
-                self.watch.pass(self.mask, CLUSTER_BARRIER);
-            }
-            self.pc += 1;
-            return Flow::Next;
-        }
-        let state =
-            GroupState::Barrier { id: CLUSTER_BARRIER, count: None, arrive_only: false, arrived: true };
-        self.push(self.mask, self.pc, state);
-        Flow::Gone
-    }
-
     /// Checks that the lanes of a warp are sure to reach a barrier together, unless it is aligned.
     /// By the manual each lane waits. On GPUs, lanes of a diverged warp were seen to pass such a
     /// barrier (docs/KERNELS.md). In front of an aligned barrier the assembler converges the warp
@@ -261,7 +231,7 @@ impl<W: Hooks> Exec<'_, W> {
 
     /// An aligned barrier is one instruction for all lanes of the warp. Lanes may come to it late,
     /// for they may have waited for something else meanwhile, but none may come to another barrier.
-    fn one_aligned_barrier(&self, barrier: u32) -> Run<()> {
+    pub(super) fn one_aligned_barrier(&self, barrier: u32) -> Run<()> {
         if self.warp.groups.iter().any(|g| g.waits_for_its_warp() && g.pc != self.pc) {
             let kind = FaultKind::DivergentBarrier { barrier, lanes: self.mask, live: self.warp.live };
             return stop(kind, lanes(self.mask).next());
@@ -270,9 +240,13 @@ impl<W: Hooks> Exec<'_, W> {
     }
 
     /// The lanes `leaving` exit. Others of the warp that already wait at a barrier, an aligned one
-    /// therefore, wait for them as well.
+    /// therefore, wait for them as well. The barrier of the cluster waits for no thread that has
+    /// exited.
     pub(super) fn none_waits(&mut self, leaving: u32) -> Run<()> {
-        let Some(g) = self.warp.groups.iter().find(|g| g.waits_for_its_warp()) else { return Ok(()) };
+        let code = &self.kernel.code;
+        let alone = |pc: u32| matches!(code[pc as usize].op, Op::ClusterArrive { aligned: false, .. });
+        let mut waiting = self.warp.groups.iter().filter(|g| g.waits_for_its_warp() && !alone(g.pc));
+        let Some(g) = waiting.next() else { return Ok(()) };
         let GroupState::Barrier { id, .. } = g.state else { return Ok(()) };
         let kind = FaultKind::DivergentBarrier { barrier: id, lanes: g.mask, live: self.warp.live | leaving };
         let lane = lanes(g.mask).next();
@@ -281,7 +255,7 @@ impl<W: Hooks> Exec<'_, W> {
     }
 
     /// Counts the warp at barrier `number` if all of its live lanes are there.
-    fn count_warp(&mut self, number: u32) -> Run<()> {
+    pub(super) fn count_warp(&mut self, number: u32) -> Run<()> {
         let here = |s: GroupState| match s {
             GroupState::Barrier { id, count, arrived: false, .. } if id == number => Some(count),
             _ => None,
@@ -297,6 +271,7 @@ impl<W: Hooks> Exec<'_, W> {
             return Ok(());
         }
         self.warp.converged.meet(union);
+        let relaxed = if number == CLUSTER_BARRIER { self.relaxed_arrivals() } else { 0 };
         for g in &mut self.warp.groups {
             if here(g.state).is_none() {
                 continue;
@@ -309,8 +284,16 @@ impl<W: Hooks> Exec<'_, W> {
                 }
             }
         }
+        if number == CLUSTER_BARRIER {
+            self.watch.arrive_relaxed(relaxed);
+            if union & !relaxed != 0 {
+                self.watch.arrive(union & !relaxed, number);
+            }
+            self.warp.cluster_arrivals += 1;
+            self.block.arrive_at_cluster(self.warp.index);
+            return Ok(());
+        }
         self.watch.arrive(union, number);
-        self.warp.cluster_arrivals += u32::from(number == CLUSTER_BARRIER);
         self.block.arrive(number, threads).or_else(|kind| stop(kind, None))
     }
 
@@ -367,6 +350,9 @@ impl<W: Hooks> Exec<'_, W> {
         for i in lanes(if once { m & m.wrapping_neg() } else { m }) {
             let address = self.address(addr, i);
             let offset = Self::shared_offset(space, address).or_else(|kind| stop(kind, Some(i)))?;
+            if self.block.is_remote(offset) {
+                self.reaches_mbarrier(op, offset, space).or_else(|kind| stop(kind, Some(i)))?;
+            }
             let bits = self.mbarrier_bits(offset).or_else(|kind| stop(kind, Some(i)))?;
             let place = |message: String| {
                 Box::new(Stop { kind: FaultKind::Mbarrier { offset, message }, lane: Some(i as u32) })
@@ -380,7 +366,7 @@ impl<W: Hooks> Exec<'_, W> {
             let next = match *op {
                 MbarOp::Init { count } => Mbarrier::new(word(regs, count)).map(Some),
                 MbarOp::Inval => object.map(|_| None),
-                MbarOp::Arrive { state, count, tx, drop } => object.and_then(|mut b| {
+                MbarOp::Arrive { state, count, tx, drop, .. } => object.and_then(|mut b| {
                     let n = if count == SINK { 1 } else { word(regs, count) };
                     let tx = (tx != SINK).then(|| word(regs, tx));
                     if drop { b.arrive_drop(n, tx) } else { b.arrive(n, tx) }?;
@@ -409,7 +395,7 @@ impl<W: Hooks> Exec<'_, W> {
                             // Lanes mostly wait together.
                             (mask, at) if *at == offset => *mask |= tested,
                             passed => {
-                                self.watch.pass_mbarrier(passed.0, passed.1);
+                                self.watch.pass_mbarrier(passed.0, passed.1, op.order());
                                 *passed = (tested, offset);
                             }
                         }
@@ -438,7 +424,7 @@ impl<W: Hooks> Exec<'_, W> {
             self.changed();
         }
         if W::ON && passed.0 != 0 {
-            self.watch.pass_mbarrier(passed.0, passed.1);
+            self.watch.pass_mbarrier(passed.0, passed.1, op.order());
         }
         let Some((offset, bits)) = failed else {
             self.pc += 1;
@@ -467,11 +453,15 @@ impl<W: Hooks> Exec<'_, W> {
     fn watch_mbarrier(&mut self, op: &MbarOp, offset: u64, bits: u64, lane: usize, mask: u32) -> Run<()> {
         let place = Place::Shared { offset };
         let (how, write) = match op {
-            MbarOp::Init { .. } | MbarOp::Inval => (How::generic(Sem::Weak, Scope::Cta, 8, false), true),
-            MbarOp::TestState { .. } | MbarOp::TestParity { .. } => {
-                (How::generic(Sem::Relaxed, Scope::Cta, 8, false), false)
+            MbarOp::Init { .. } => {
+                (How { init: true, ..How::generic(Sem::Weak, Scope::Cta, 8, false) }, true)
             }
-            _ => (How::generic(Sem::Relaxed, Scope::Cta, 8, true), true),
+            MbarOp::Inval => (How::generic(Sem::Weak, Scope::Cta, 8, false), true),
+            // Each of them is one access, whatever the scope of the order that it makes.
+            MbarOp::TestState { .. } | MbarOp::TestParity { .. } => {
+                (How::generic(Sem::Relaxed, Scope::Cluster, 8, false), false)
+            }
+            _ => (How::generic(Sem::Relaxed, Scope::Cluster, 8, true), true),
         };
         let violations: Vec<_> = if write {
             let (_, found) = self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]);
@@ -484,7 +474,14 @@ impl<W: Hooks> Exec<'_, W> {
         }
         match op {
             MbarOp::Init { .. } => self.watch.init_mbarrier(self.pc, offset),
-            MbarOp::Arrive { .. } => self.watch.arrive_mbarrier(lane, self.pc, offset),
+            MbarOp::Arrive { order, .. } => {
+                self.watch.arrive_mbarrier(lane, self.pc, offset, *order);
+                if order.scope == Scope::Cta && !order.relaxed && self.block.is_remote(offset) {
+                    let recent = self.warp.trace.before(self.pc);
+                    let narrow = self.watch.narrow_arrival(lane, self.pc, recent);
+                    narrow.map_or(Ok(()), |kind| stop(kind, Some(lane)))?;
+                }
+            }
             _ => {}
         }
         Ok(())
@@ -495,10 +492,28 @@ impl<W: Hooks> Exec<'_, W> {
         if !W::ON {
             return Ok(());
         }
-        let (place, how) = (Place::Shared { offset }, How::generic(Sem::Relaxed, Scope::Cta, 8, true));
+        let (place, how) = (Place::Shared { offset }, How::generic(Sem::Relaxed, Scope::Cluster, 8, true));
         let bits = self.mbarrier_bits(offset).or_else(|kind| stop(kind, Some(lane)))?;
         let (_, found) = self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]);
         found.map_or(Ok(()), |violation| self.blame(place, violation, lane, how, true))
+    }
+
+    /// Whether an operation may be on the mbarrier of another block of the cluster.
+    fn reaches_mbarrier(&self, op: &MbarOp, offset: u64, space: Space) -> Result<(), FaultKind> {
+        let message = match *op {
+            _ if space == Space::Shared => "it is another block's, and the instruction is of .shared::cta",
+            MbarOp::Init { .. } | MbarOp::Inval => {
+                "it is another block's: a block initialises its own mbarriers"
+            }
+            MbarOp::TestState { .. } | MbarOp::TestParity { .. } => {
+                "it is another block's: a block waits on its own mbarriers"
+            }
+            MbarOp::Arrive { state, .. } if state != SINK => {
+                "it is another block's, of which an arrival returns no state: write _ for it"
+            }
+            _ => return Ok(()),
+        };
+        Err(FaultKind::Mbarrier { offset, message: message.into() })
     }
 
     fn mbarrier_bits(&mut self, offset: u64) -> Result<u64, FaultKind> {
@@ -524,7 +539,7 @@ impl BlockState {
         if !offset.is_multiple_of(8) {
             return Err(FaultKind::Misaligned { addr: offset, align: 8 });
         }
-        Ok(self.shared.pointer(offset, 8)?.cast())
+        Ok(self.in_cluster(offset, 8)?.cast())
     }
 
     pub(super) fn mbarrier_bits(&mut self, offset: u64) -> Result<u64, FaultKind> {

@@ -400,13 +400,15 @@ impl<W: Hooks> Exec<'_, W> {
 
     /// Notes that the product at hand reads shared memory until a wait for its group.
     fn watch_matrices(&mut self, read: &[std::ops::Range<u64>]) -> Run<()> {
-        for range in read {
+        let shared = &self.block.shared;
+        let read: Vec<_> = read.iter().map(|r| shared.address(r.start)..shared.address(r.end)).collect();
+        for range in &read {
             // Bad addresses are faults of their own.
-            let there = self.block.shared.pointer(range.start, range.end - range.start);
+            let there = shared.pointer(range.start, range.end - range.start);
             there.or_else(|kind| stop(kind, None))?;
         }
         let group = self.warp.products.committed + 1;
-        for (place, violation) in self.watch.matrices(read, self.pc, group) {
+        for (place, violation) in self.watch.matrices(&read, self.pc, group) {
             self.blame(place, violation, 0, How::PRODUCT, false)?;
         }
         Ok(())

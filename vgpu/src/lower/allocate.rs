@@ -13,8 +13,8 @@ use super::dataflow::{Set, Touch, unwritten};
 use crate::exec::lanes::{Role, Sig};
 use crate::exec::wgmma::{MatrixA, Product};
 use crate::ir::{
-    Access, Addr, BulkOp, CARRY, CopyOp, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, Operands, SINK,
-    TensorCopy, Votes, WarpOp, Way, WgmmaOp,
+    Access, Addr, BulkOp, CARRY, CopyOp, File, GUARD_NOT, Init, Inst, MbarOp, Multicast, NO_GUARD, Op,
+    Operands, RemoteStore, SINK, TensorCopy, Votes, WarpOp, Way, WgmmaOp,
 };
 use crate::ptx::Flow;
 use crate::ptx::flow::Leave;
@@ -116,11 +116,11 @@ pub(super) fn registers(
                     f(R64, Def, state);
                 }
                 MbarOp::ExpectTx { tx } | MbarOp::CompleteTx { tx } => f(R32, Use, tx),
-                MbarOp::TestState { p, state } => {
+                MbarOp::TestState { p, state, .. } => {
                     f(R64, Use, state);
                     f(Pred, Def, p);
                 }
-                MbarOp::TestParity { p, parity } => {
+                MbarOp::TestParity { p, parity, .. } => {
                     f(R32, Use, parity);
                     f(Pred, Def, p);
                 }
@@ -159,6 +159,18 @@ pub(super) fn registers(
                 if !matches!(way, Way::Prefetch) {
                     address(shared, f);
                 }
+            }
+            BulkOp::Multicast { copy } => {
+                let Multicast { dst, src, size, mbar, blocks } = &mut operands.multicasts[*copy as usize];
+                [dst, src, mbar].into_iter().for_each(|a| address(a, f));
+                [size, blocks].into_iter().for_each(|s| f(R32, Use, s));
+            }
+            BulkOp::RemoteStore { store } => {
+                let RemoteStore { dst, mbar, bytes, n, regs, .. } =
+                    &mut operands.remote_stores[*store as usize];
+                [dst, mbar].into_iter().for_each(|a| address(a, f));
+                let file = if *bytes == 8 { R64 } else { R32 };
+                regs[..usize::from(*n)].iter_mut().for_each(|s| f(file, Use, s));
             }
             BulkOp::Commit | BulkOp::Wait { .. } => {}
         },

@@ -2,7 +2,7 @@
 
 use super::state::{Lower, Lowered, Patch, timer_register};
 use super::types::{Mods, Ty};
-use super::{arith, call, convert, extended, matrix, mem, sync, wgmma};
+use super::{arith, call, cluster, convert, extended, matrix, mem, sync, wgmma};
 use crate::exec::lanes::{Lane, Role, Sig, Spec, lanes, op1};
 use crate::ir::{File, Op, Regs, SINK};
 use crate::ptx::{Operand, Span};
@@ -90,10 +90,17 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
         }
         "cvt" => convert::cvt(m)?,
         "ld" | "ldu" => mem::load(m)?,
-        "st" => mem::store(m)?,
-        "atom" | "red" => mem::atomic(m)?,
+        "st" => match m.has("async") {
+            true => cluster::remote_store(m)?,
+            false => mem::store(m)?,
+        },
+        "red" => match m.has("async") {
+            true => cluster::remote_store(m)?,
+            false => mem::atomic(m)?,
+        },
+        "atom" => mem::atomic(m)?,
         "prefetch" | "prefetchu" | "discard" | "applypriority" | "createpolicy" => mem::hint(m)?,
-        "cvta" | "isspacep" | "mapa" => mem::spaces(m)?,
+        "cvta" | "isspacep" | "mapa" | "getctarank" => mem::spaces(m)?,
         "fence" | "membar" => sync::fence(m)?,
         "barrier" | "bar" => sync::barrier(m)?,
         "mbarrier" => sync::mbarrier(m)?,

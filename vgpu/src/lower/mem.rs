@@ -4,7 +4,7 @@ use super::decode::{Emit, simple};
 use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
 use crate::exec::access::{LOCAL_TAG, PARAM_TAG, SHARED_TAG};
-use crate::exec::lanes::{Lane, op1, op3};
+use crate::exec::lanes::{op1, op3};
 use crate::ir::{Access, Addr, Atomic, CopyOp, File, Init, Op, Rmw, SINK, Scope, Sem, Space};
 use crate::ptx::{Operand, Span};
 
@@ -12,8 +12,7 @@ const SPACES: &[(&str, Space)] = &[
     ("global", Space::Global),
     ("shared", Space::Shared),
     ("shared::cta", Space::Shared),
-    // A cluster is one block.
-    ("shared::cluster", Space::Shared),
+    ("shared::cluster", Space::Cluster),
     ("local", Space::Local),
     ("param", Space::Param),
     ("param::entry", Space::Param),
@@ -23,7 +22,7 @@ const SPACES: &[(&str, Space)] = &[
 ];
 
 const SCOPES: &[(&str, Scope)] =
-    &[("cta", Scope::Cta), ("cluster", Scope::Cta), ("gpu", Scope::Gpu), ("sys", Scope::Sys)];
+    &[("cta", Scope::Cta), ("cluster", Scope::Cluster), ("gpu", Scope::Gpu), ("sys", Scope::Sys)];
 
 const CACHE_HINTS: &[&str] = &[
     "ca",
@@ -445,7 +444,7 @@ pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
     }))
 }
 
-/// `cvta`, `isspacep`, `mapa`
+/// `cvta`, `isspacep`, `mapa`, `getctarank`
 pub(super) fn spaces(m: &mut Mods) -> Result<Emit, String> {
     const TAG: u64 = 0xff << 56;
     match m.base {
@@ -457,11 +456,13 @@ pub(super) fn spaces(m: &mut Mods) -> Result<Emit, String> {
             }
             let spec = match (space, to) {
                 (Some(Space::Global), _) => op1(|a: u64| a),
-                (Some(Space::Shared), false) => op1(|a: u64| a | SHARED_TAG),
+                (Some(Space::Shared | Space::Cluster), false) => op1(|a: u64| a | SHARED_TAG),
                 (Some(Space::Local), false) => op1(|a: u64| a | LOCAL_TAG),
                 (Some(Space::Param), false) => op1(|a: u64| a | PARAM_TAG),
                 // An address of another space keeps its tag, so that its use is noticed.
-                (Some(Space::Shared), true) => op1(|a: u64| if a & TAG == SHARED_TAG { a & !TAG } else { a }),
+                (Some(Space::Shared | Space::Cluster), true) => {
+                    op1(|a: u64| if a & TAG == SHARED_TAG { a & !TAG } else { a })
+                }
                 (Some(Space::Local), true) => op1(|a: u64| if a & TAG == LOCAL_TAG { a & !TAG } else { a }),
                 (Some(Space::Param), true) => op1(|a: u64| if a & TAG == PARAM_TAG { a & !TAG } else { a }),
                 _ => return m.unsupported(),
@@ -469,34 +470,13 @@ pub(super) fn spaces(m: &mut Mods) -> Result<Emit, String> {
             Ok(simple(spec))
         }
         "isspacep" => Ok(simple(match m.one_of(SPACES) {
+            Some(Space::Shared) => return Ok(super::cluster::is_own_shared()),
             Some(Space::Global) => op1(|a: u64| a & TAG == 0),
-            Some(Space::Shared) => op1(|a: u64| a & TAG == SHARED_TAG),
+            Some(Space::Cluster) => op1(|a: u64| a & TAG == SHARED_TAG),
             Some(Space::Local) => op1(|a: u64| a & TAG == LOCAL_TAG),
             Some(Space::Param) => op1(|a: u64| a & TAG == PARAM_TAG),
             _ => return m.unsupported(),
         })),
-        _ => {
-            // `mapa`: the address of the same variable in a block of the cluster, and the cluster
-            // is this block.
-            let shared = m.one_of(SPACES);
-            let ty = m.ty()?;
-            if !matches!(shared, None | Some(Space::Shared)) {
-                return m.unsupported();
-            }
-            match ty {
-                Ty::U32 => Ok(mapa::<u32>()),
-                Ty::U64 => Ok(mapa::<u64>()),
-                _ => m.unsupported(),
-            }
-        }
+        _ => super::cluster::map_address(m),
     }
-}
-
-fn mapa<T: Lane>() -> Emit {
-    let spec = op1(|a: T| a);
-    Box::new(move |l, ops| {
-        l.count(ops, 3..=3)?;
-        l.source_of::<u32>(&ops[2])?;
-        l.alu(&spec, &ops[..2], &[])
-    })
 }

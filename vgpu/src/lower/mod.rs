@@ -8,6 +8,7 @@ mod accumulators;
 mod allocate;
 mod arith;
 mod call;
+mod cluster;
 mod compare;
 mod convert;
 mod dataflow;
@@ -130,6 +131,9 @@ fn load(
             static_shared: l.shared_bytes.next_multiple_of(l.dynamic_align),
             max_threads: e.max_threads,
             required_block: e.required_block,
+            required_cluster: e.required_cluster,
+            explicit_cluster: e.explicit_cluster,
+            max_cluster: e.max_cluster,
             code: l.code,
             origins: l.origins,
             tables: l.tables,

@@ -383,7 +383,10 @@ impl<'a> Lower<'a> {
     pub(super) fn named_source(&mut self, name: &str, pos: Span, file: File, bits: u32) -> Lowered<u32> {
         let shadowed = self.scopes.iter().any(|s| s.names.contains_key(name));
         if let (Some(init), false) = (special_register(name), shadowed) {
-            // All of them are 32 bits wide, but for the one that is 64.
+            if bits == 1 && name == "%is_explicit_cluster" {
+                return Ok(self.constant(file, init));
+            }
+            // All others are 32 bits wide, but for the one that is 64.
             if file == File::Pred || bits < 32 || bits == 64 && name != "%gridid" {
                 return Err((pos, format!("'{name}' is not a {bits}-bit register")));
             }
@@ -399,9 +402,8 @@ impl<'a> Lower<'a> {
             Binding::Label { .. } | Binding::Targets { .. } => {
                 return Err((pos, format!("label '{name}' cannot stand here")));
             }
-            Binding::Shared { offset } | Binding::Local { offset } | Binding::Param { offset } => {
-                Init::Bits(offset)
-            }
+            Binding::Local { offset } | Binding::Param { offset } => Init::Bits(offset),
+            Binding::Shared { offset } => Init::SharedAddress(offset),
             Binding::DynamicShared => Init::DynamicShared(0),
             Binding::Global { offset } => Init::GlobalAddress(offset),
         };
@@ -517,13 +519,13 @@ pub(super) fn special_register(name: &str) -> Option<Init> {
         ("ntid", Some(d)) => Special::Ntid(d),
         ("ctaid", Some(d)) => Special::Ctaid(d),
         ("nctaid", Some(d)) => Special::Nctaid(d),
-        // A cluster is one block.
-        ("clusterid", Some(d)) => Special::Ctaid(d),
-        ("nclusterid", Some(d)) => Special::Nctaid(d),
-        ("cluster_ctaid", Some(_)) | ("cluster_ctarank", None) | ("is_explicit_cluster", None) => {
-            Special::Zero
-        }
-        ("cluster_nctaid", Some(_)) | ("cluster_nctarank", None) => Special::One,
+        ("clusterid", Some(d)) => Special::ClusterId(d),
+        ("nclusterid", Some(d)) => Special::NClusterId(d),
+        ("cluster_ctaid", Some(d)) => Special::ClusterCtaid(d),
+        ("cluster_nctaid", Some(d)) => Special::ClusterNctaid(d),
+        ("cluster_ctarank", None) => Special::ClusterRank,
+        ("cluster_nctarank", None) => Special::ClusterSize,
+        ("is_explicit_cluster", None) => Special::ExplicitCluster,
         ("laneid", None) => Special::LaneId,
         ("warpid", None) => Special::WarpId,
         ("nwarpid", None) => Special::NWarpId,

@@ -4,18 +4,20 @@ use super::decode::Emit;
 use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
 use crate::ir::{
-    BarrierKind, BulkOp, Fence, File, MbarOp, Op, Rmw, SINK, Scope, ShflMode, Space, Votes, WarpOp,
+    BarrierKind, BulkOp, Fence, File, MbarOp, Multicast, Op, Order, Rmw, SINK, Scope, ShflMode, Space, Votes,
+    WarpOp,
 };
 use crate::ptx::{Operand, Span};
 
-const SCOPES: &[&str] = &["cta", "cluster", "gpu", "sys"];
-const SHARED: &[(&str, ())] = &[("shared", ()), ("shared::cta", ()), ("shared::cluster", ())];
+const SCOPES: &[(&str, Scope)] = &[("cta", Scope::Cta), ("cluster", Scope::Cluster)];
+const SHARED: &[(&str, Space)] =
+    &[("shared", Space::Shared), ("shared::cta", Space::Shared), ("shared::cluster", Space::Cluster)];
 
 /// `fence`, `membar`. Kernels cannot change tensor maps here, so a fence for them orders nothing.
 pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
     const WIDTHS: &[(&str, Scope)] = &[
         ("cta", Scope::Cta),
-        ("cluster", Scope::Cta),
+        ("cluster", Scope::Cluster),
         ("gpu", Scope::Gpu),
         ("gl", Scope::Gpu),
         ("sys", Scope::Sys),
@@ -49,8 +51,10 @@ pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
         })
     } else if m.has("mbarrier_init") {
         m.ignore(&["release", "cluster"]);
-        Some(Fence::Other)
+        Some(Fence::MbarrierInit)
     } else {
+        // A restriction to mbarriers and copies of a space is taken as none.
+        m.ignore(&["sync_restrict::shared::cta", "sync_restrict::shared::cluster"]);
         let sc = m.one_of(&[("sc", true), ("acq_rel", false), ("acquire", false), ("release", false)]);
         let scope = m.one_of(WIDTHS);
         sc.zip(scope).map(|(sc, scope)| if sc { Fence::Sc(scope) } else { Fence::AcqRel(scope) })
@@ -78,9 +82,12 @@ pub(super) fn barrier(m: &mut Mods) -> Result<Emit, String> {
     }
     if m.base == "barrier" && m.has("cluster") {
         let aligned = m.has("aligned");
-        m.ignore(&["release", "acquire", "relaxed"]);
+        m.ignore(&["release", "acquire"]);
         return match m.one_of(&[("arrive", true), ("wait", false)]) {
-            Some(true) => Ok(super::decode::plain(Op::ClusterArrive { aligned }, 0)),
+            Some(true) => {
+                let relaxed = m.has("relaxed");
+                Ok(super::decode::plain(Op::ClusterArrive { aligned, relaxed }, 0))
+            }
             Some(false) => Ok(super::decode::plain(Op::ClusterWait, 0)),
             None => m.unsupported(),
         };
@@ -286,11 +293,13 @@ pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
         Kind::Wait { parity, .. } => *parity = m.has("parity"),
         _ => {}
     }
+    let mut order = Order { relaxed: false, scope: Scope::Cta };
     if !matches!(kind, Kind::Init | Kind::Inval | Kind::PendingCount) {
-        m.ignore(&["release", "acquire", "relaxed"]);
-        m.ignore(SCOPES);
+        m.ignore(&["release", "acquire"]);
+        order.relaxed = m.has("relaxed");
+        order.scope = m.one_of(SCOPES).unwrap_or(Scope::Cta);
     }
-    let space = if m.one_of(SHARED).is_some() { Space::Shared } else { Space::Generic };
+    let space = m.one_of(SHARED).unwrap_or(Space::Generic);
     if !m.has("b64") {
         return m.unsupported();
     }
@@ -324,7 +333,7 @@ pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
                 let state = if state_given { l.dest_of::<u64>(&ops[0])? } else { SINK };
                 let last = ops.get(at + 1).map_or(Ok(SINK), |op| l.source_of::<u32>(op))?;
                 let (count, tx) = if expect { (SINK, last) } else { (last, SINK) };
-                push(l, MbarOp::Arrive { state, count, tx, drop }, &ops[at])
+                push(l, MbarOp::Arrive { state, count, tx, drop, order }, &ops[at])
             }
             Kind::Wait { parity, blocking } => {
                 // `try_wait` may carry a time hint.
@@ -334,9 +343,9 @@ pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
                     l.source_of::<u32>(hint)?;
                 }
                 let op = if parity {
-                    MbarOp::TestParity { p, parity: l.source_of::<u32>(&ops[2])? }
+                    MbarOp::TestParity { p, parity: l.source_of::<u32>(&ops[2])?, order }
                 } else {
-                    MbarOp::TestState { p, state: l.source_of::<u64>(&ops[2])? }
+                    MbarOp::TestState { p, state: l.source_of::<u64>(&ops[2])?, order }
                 };
                 push(l, op, &ops[1])
             }
@@ -399,21 +408,25 @@ pub(super) fn bulk(m: &mut Mods) -> Result<Emit, String> {
     });
     let on_mbarrier = m.has("mbarrier::complete_tx::bytes");
     let in_group = m.has("bulk_group");
+    let multicast = usize::from(m.has("multicast::cluster"));
     let policy = usize::from(m.has("L2::cache_hint"));
     #[derive(Clone, Copy)]
     enum Kind {
         Load,
+        Multicast,
         Store,
         Inside,
     }
     let kind = match (spaces.as_slice(), on_mbarrier, in_group) {
+        (["shared::cluster", "global"], true, false) if multicast == 1 => Kind::Multicast,
+        _ if multicast == 1 => return m.unsupported(),
         (["shared::cluster" | "shared::cta", "global"], true, false) => Kind::Load,
         (["global", "shared::cta"], false, true) => Kind::Store,
         (["shared::cluster", "shared::cta"], true, false) => Kind::Inside,
         _ => return m.unsupported(),
     };
     Ok(Box::new(move |l, ops| {
-        let n = 3 + usize::from(on_mbarrier) + policy;
+        let n = 3 + usize::from(on_mbarrier) + multicast + policy;
         l.count(ops, n..=n)?;
         if policy == 1 {
             l.source_of::<u64>(&ops[n - 1])?;
@@ -421,11 +434,17 @@ pub(super) fn bulk(m: &mut Mods) -> Result<Emit, String> {
         let (dst, src) = (l.address(&ops[0])?, l.address(&ops[1])?);
         let size = l.source_of::<u32>(&ops[2])?;
         let mbar = if on_mbarrier { Some(l.address(&ops[3])?) } else { None };
-        l.push(Op::Bulk(match (kind, mbar) {
+        let op = match (kind, mbar) {
+            (Kind::Multicast, Some(mbar)) => {
+                let blocks = l.source(&ops[4], File::R32, 16)?;
+                l.operands.multicasts.push(Multicast { dst, src, size, mbar, blocks });
+                BulkOp::Multicast { copy: l.operands.multicasts.len() as u32 - 1 }
+            }
             (Kind::Load, Some(mbar)) => BulkOp::Load { dst, src, size, mbar },
             (Kind::Inside, Some(mbar)) => BulkOp::SharedToShared { dst, src, size, mbar },
             _ => BulkOp::Store { dst, src, size },
-        }));
+        };
+        l.push(Op::Bulk(op));
         Ok(())
     }))
 }

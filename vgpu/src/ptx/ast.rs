@@ -291,6 +291,12 @@ pub struct Entry {
     pub max_threads: Option<u32>,
     /// `.reqntid`.
     pub required_block: Option<[u32; 3]>,
+    /// `.reqnctapercluster`: blocks of a cluster in x, y, z.
+    pub required_cluster: Option<[u32; 3]>,
+    /// `.explicitcluster`: a launch must name the cluster.
+    pub explicit_cluster: bool,
+    /// `.maxclusterrank`: most blocks of a cluster.
+    pub max_cluster: Option<u32>,
     /// `.minnctapersm`.
     pub min_blocks_per_sm: Option<u32>,
     /// Its statements, those of inner scopes included.

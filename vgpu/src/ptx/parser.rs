@@ -325,6 +325,9 @@ impl<'a> Parser<'a> {
             max_block: None,
             max_threads: None,
             required_block: None,
+            required_cluster: None,
+            explicit_cluster: false,
+            max_cluster: None,
             min_blocks_per_sm: None,
             body: vec![],
         };
@@ -334,12 +337,7 @@ impl<'a> Parser<'a> {
                 Tok::Punct('{') => break,
                 Tok::Word(w @ (".maxntid" | ".reqntid")) => {
                     self.at += 1;
-                    let mut dims = [1u32; 3];
-                    for (i, d) in dims.iter_mut().enumerate() {
-                        if i == 0 || self.eat(',') {
-                            *d = self.int32("a block dimension")?;
-                        }
-                    }
+                    let dims = self.dimensions("a block dimension")?;
                     let Some(n) = dims.iter().try_fold(1u32, |a, &d| a.checked_mul(d)) else {
                         return self.error(pos, "block dimensions overflow");
                     };
@@ -353,7 +351,19 @@ impl<'a> Parser<'a> {
                     self.at += 1;
                     e.min_blocks_per_sm = Some(self.int32("a count")?);
                 }
-                Tok::Word(".maxnctapersm" | ".maxnreg" | ".maxclusterrank") => {
+                Tok::Word(".reqnctapercluster") => {
+                    self.at += 1;
+                    e.required_cluster = Some(self.dimensions("a cluster dimension")?);
+                }
+                Tok::Word(".explicitcluster") => {
+                    self.at += 1;
+                    e.explicit_cluster = true;
+                }
+                Tok::Word(".maxclusterrank") => {
+                    self.at += 1;
+                    e.max_cluster = Some(self.int32("a count")?);
+                }
+                Tok::Word(".maxnctapersm" | ".maxnreg") => {
                     self.at += 1;
                     self.int("a count")?;
                 }
@@ -364,6 +374,17 @@ impl<'a> Parser<'a> {
         self.locs = Locs::default();
         e.body = self.body()?;
         Ok(e)
+    }
+
+    /// One to three numbers; those that are missing are 1.
+    fn dimensions(&mut self, what: &str) -> Result<[u32; 3], PtxError> {
+        let mut dims = [1u32; 3];
+        for (i, d) in dims.iter_mut().enumerate() {
+            if i == 0 || self.eat(',') {
+                *d = self.int32(what)?;
+            }
+        }
+        Ok(dims)
     }
 
     /// `(results) name (params)` and a body, or `;` where it is only declared.

@@ -159,7 +159,11 @@ fn variant(path: &Path, text: &str, name: &str, has_variants: bool) -> Variant {
         "some" => Seeds::Some,
         other => panic!("{title}: seeds: {other}"),
     };
-    let (blocks, threads) = one("launch", "1 x 1").split_once(" x ").expect("BLOCKS x THREADS");
+    let (shape, cluster) = match one("launch", "1 x 1").split_once(" in clusters of ") {
+        Some((shape, cluster)) => (shape, Some([number(cluster) as u32, 1, 1])),
+        None => (one("launch", "1 x 1"), None),
+    };
+    let (blocks, threads) = shape.split_once(" x ").expect("BLOCKS x THREADS");
     let word = |text: &str| {
         let (word, value) = text.split_once('=').expect("WORD = VALUE");
         (number(word.trim()) as usize, number(value.trim()))
@@ -173,7 +177,7 @@ fn variant(path: &Path, text: &str, name: &str, has_variants: bool) -> Variant {
         class: values("class").first().map(|&class| class.to_owned()),
         module: Module::parse(&ptx).unwrap_or_else(|e| panic!("{title}: {e}")),
         name: title,
-        shape: launch(number(blocks) as u32, number(threads) as u32),
+        shape: GridConfig { cluster, ..launch(number(blocks) as u32, number(threads) as u32) },
         modes: one("mode", "check").split(',').map(|name| mode(name.trim())).collect(),
         result: one("result", "").split_terminator(',').map(word).collect(),
         reports: values("report").into_iter().map(str::to_owned).collect(),

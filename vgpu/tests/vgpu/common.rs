@@ -124,7 +124,7 @@ impl Run {
 }
 
 pub fn launch(blocks: u32, threads: u32) -> GridConfig {
-    GridConfig { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_shared_bytes: 0 }
+    GridConfig::new(blocks, threads, 0)
 }
 
 /// Runs a kernel body over one block and returns the buffer of 64-bit words.

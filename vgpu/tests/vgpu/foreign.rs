@@ -7,7 +7,7 @@
 
 mod host;
 
-use epoxide_vgpu::{Argument, FaultKind, Number, Swizzle, TensorMap, TiledTensor};
+use epoxide_vgpu::{Argument, FaultKind, GridConfig, MachineError, Number, Swizzle, TensorMap, TiledTensor};
 use half::{bf16, f16};
 use host::*;
 
@@ -1252,5 +1252,62 @@ fn triton_random_numbers() {
         let y = gpu.zeros::<u32>(512);
         gpu.launch("t_philox", 2, 128, &[&y, &77]);
         assert_eq!(y.download().unwrap(), expected);
+    });
+}
+
+#[test]
+fn a_histogram_whose_bins_are_in_all_blocks_of_a_cluster() {
+    let (n, bins_per_block) = (700usize, 20usize);
+    for cluster in [1, 2, 4] {
+        let bins = bins_per_block * cluster as usize;
+        let values: Vec<u32> = words(n, 71).into_iter().map(|word| word % (bins as u32 + 3)).collect();
+        let mut expected = vec![0u32; bins];
+        values.iter().for_each(|&value| expected[(value as usize).min(bins - 1)] += 1);
+        let shape = GridConfig::new(8, 64, 4 * bins_per_block as u32).in_clusters_of([cluster, 1, 1]);
+        on_every_schedule("cluster", |gpu| {
+            let (values, counts) = (gpu.buffer(&values), gpu.zeros::<u32>(bins));
+            let arguments: [&dyn Argument; 4] = [&values, &counts, &(n as i32), &(bins_per_block as i32)];
+            gpu.launch_in_clusters("cluster_histogram", shape, &arguments);
+            assert_eq!(counts.download().unwrap(), expected);
+        });
+    }
+}
+
+#[test]
+fn a_histogram_without_its_last_barrier_is_reported() {
+    let shape = GridConfig::new(2, 32, 80).in_clusters_of([2, 1, 1]);
+    on_every_schedule("cluster", |gpu| {
+        if !gpu.is_checked() {
+            return;
+        }
+        let (values, counts) =
+            (gpu.buffer(&(0..64).map(|i| i % 40).collect::<Vec<u32>>()), gpu.zeros::<u32>(40));
+        let arguments: [&dyn Argument; 4] = [&values, &counts, &64, &20];
+        let Err(MachineError::Fault(fault)) = gpu.run("cluster_histogram_early", shape, &arguments) else {
+            panic!("no report")
+        };
+        // The race shows first, or the end of a block that another one has yet to count in.
+        let kind = &fault.kind;
+        assert!(matches!(kind, FaultKind::Race(_) | FaultKind::EndedBlock { .. }), "{fault}");
+    });
+}
+
+#[test]
+fn rows_are_normalised_by_a_cluster() {
+    let (part, rows) = (96usize, 3usize);
+    let x = floats(4 * part * rows, 72);
+    let expected: Vec<f64> = x
+        .chunks(4 * part)
+        .flat_map(|row| {
+            let squares: f64 = row.iter().map(|&v| f64::from(v) * f64::from(v)).sum();
+            let scale = 1.0 / (squares / row.len() as f64).sqrt();
+            row.iter().map(move |&v| f64::from(v) * scale)
+        })
+        .collect();
+    let shape = GridConfig::new(4 * rows as u32, 64, 4 * part as u32);
+    on_every_schedule("cluster", |gpu| {
+        let (from, to) = (gpu.buffer(&x), gpu.zeros::<f32>(x.len()));
+        gpu.launch_in_clusters("cluster_rms_norm", shape, &[&from, &to, &(part as i32)]);
+        assert_close(&to.download().unwrap(), &expected, 1e-5);
     });
 }

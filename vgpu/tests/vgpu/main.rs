@@ -7,6 +7,7 @@ mod arithmetic;
 mod block;
 mod cases;
 mod check;
+mod cluster;
 mod common;
 mod convert;
 mod explore;

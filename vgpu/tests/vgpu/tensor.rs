@@ -339,7 +339,7 @@ fn bad_copies_of_boxes_are_faults() {
 }
 
 #[test]
-fn a_cluster_is_one_block() {
+fn a_multicast_reaches_the_blocks_of_the_cluster_alone() {
     let multicast = |mask: u32| {
         let from = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {%c0, %c1}], [%r2]";
         let to = format!(
@@ -351,7 +351,7 @@ fn a_cluster_is_one_block() {
     let (got, _) = simple().run(&multicast(1), &[0; ROOM], &tensor, 1, None).unwrap();
     assert_eq!(got.iter().filter(|byte| **byte == 7).count(), 8 * 64);
     let fault = simple().fault(&multicast(3), None);
-    assert!(matches!(&fault.kind, FaultKind::Unsupported(what) if what.contains("multicast")), "{fault}");
+    assert_eq!(fault.kind, FaultKind::OutOfCluster { rank: 1, blocks: 1 });
 }
 
 #[test]

@@ -209,7 +209,7 @@ fn special_registers() {
         mad.lo.u32 %r17, %r15, %r16, %r14; mul.wide.u32 %rd1, %r17, 8; add.s64 %rd1, %rd40, %rd1;
         mad.lo.u32 %r18, %r5, 32, %r6; mul.lo.u32 %r19, %r9, 1000000; add.u32 %r18, %r18, %r19;
         cvt.u64.u32 %rd2, %r18; st.global.u64 [%rd1], %rd2;";
-    let cfg = GridConfig { grid: [2, 3, 1], block: [4, 5, 2], dynamic_shared_bytes: 0 };
+    let cfg = GridConfig { grid: [2, 3, 1], block: [4, 5, 2], dynamic_shared_bytes: 0, cluster: None };
     let mut run = Run::new(&kernel("", body), &[0; 240], cfg, &DeviceConfig::default());
     run.finish().unwrap();
     assert_eq!(run.words(), (0..240).map(|i| i % 40 + 2_000_000).collect::<Vec<u64>>());

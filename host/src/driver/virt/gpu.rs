@@ -332,6 +332,7 @@ impl VirtualGpu {
             grid: [config.grid, 1, 1],
             block: [config.block, 1, 1],
             dynamic_shared_bytes: config.shared_bytes,
+            cluster: None,
         };
         Ok(Launch { name: kernel.name, kernel: kernel.kernel.clone(), residency, config, params: packed })
     }

@@ -54,7 +54,11 @@ fn attribute(tables: &Tables, function: &Function, attribute: c_int) -> Res<c_in
     Ok(match attribute {
         0 => kernel.max_threads().unwrap_or(1024).min(1024) as c_int,
         1 => kernel.static_shared_bytes() as c_int,
-        2 | 7 | 10..=15 => 0,
+        // CU_FUNC_ATTRIBUTE_CLUSTER_SIZE_MUST_BE_SET, and the three that REQUIRED_CLUSTER_WIDTH
+        // begins.
+        10 => c_int::from(kernel.needs_cluster()),
+        11..=13 => kernel.required_cluster().map_or(0, |shape| shape[attribute as usize - 11] as c_int),
+        2 | 7 | 14 | 15 => 0,
         3 => kernel.local_bytes() as c_int,
         4 => (words + 2 * double_words).clamp(1, 255) as c_int,
         5 => version.map_or(0, |version| (version.major * 10 + version.minor) as c_int),
@@ -73,7 +77,8 @@ fn set_attribute(function: &mut Function, attribute: c_int, value: c_int) -> Res
             function.max_dynamic_shared = bytes;
         }
         CARVEOUT if (-1..=100).contains(&value) => function.carveout = value,
-        // Cluster attributes, which are not supported, and what can only be read.
+        // Clusters of more blocks than all devices have, which are not supported, and what can only
+        // be read.
         _ => return Err(INVALID_VALUE),
     }
     Ok(())
@@ -173,6 +178,8 @@ struct Shape {
     dynamic_shared_bytes: c_uint,
     stream: Handle,
     residency: Residency,
+    /// Blocks of a cluster, where the launch names them.
+    cluster: Option<[c_uint; 3]>,
 }
 
 fn launch(function: Handle, shape: &Shape, params: In<In<u8>>, extra: In<usize>) -> Res {
@@ -185,8 +192,12 @@ fn launch(function: Handle, shape: &Shape, params: In<In<u8>>, extra: In<usize>)
     }
     let kernel = function.kernel;
     let params = pack(&kernel, params, extra)?;
-    let config =
-        GridConfig { grid: shape.grid, block: shape.block, dynamic_shared_bytes: shape.dynamic_shared_bytes };
+    let config = GridConfig {
+        grid: shape.grid,
+        block: shape.block,
+        dynamic_shared_bytes: shape.dynamic_shared_bytes,
+        cluster: shape.cluster,
+    };
     let device = tables.stream(stream)?.device;
     let device = &world.devices[device].config;
     kernel.check_launch(device, &config, &params).map_err(|error| launch_code(&error))?;
@@ -386,7 +397,7 @@ api! {
         extra: In<usize>,
     ) {
         let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
-        let shape = Shape { grid, block, dynamic_shared_bytes, stream, residency: Residency::InTurn };
+        let shape = Shape { grid, block, dynamic_shared_bytes, stream, residency: Residency::InTurn, cluster: None };
         launch(function, &shape, params, extra)
     }
 
@@ -404,22 +415,22 @@ api! {
         params: In<In<u8>>,
     ) {
         let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
-        let shape = Shape { grid, block, dynamic_shared_bytes, stream, residency: Residency::Together };
+        let shape = Shape { grid, block, dynamic_shared_bytes, stream, residency: Residency::Together, cluster: None };
         launch(function, &shape, params, In::null())
     }
 
-    /// Launches a kernel with attributes. Clusters of more than one block are not supported; what
-    /// only affects speed changes nothing.
+    /// Launches a kernel with attributes. What only affects speed changes nothing.
     fn cuLaunchKernelEx(config: In<CUlaunchConfig>, function: Handle, params: In<In<u8>>, extra: In<usize>) {
         let config = config.get()?;
-        let mut residency = Residency::InTurn;
+        let (mut residency, mut cluster) = (Residency::InTurn, None);
         for attribute in config.attributes.get_all(config.attribute_count as usize)? {
             let [low, high] = [attribute.value[0] as u32, (attribute.value[0] >> 32) as u32];
             match attribute.id {
                 // Ignored, the window of the cache, synchronisation policy, priority, domains.
                 0 | 1 | 3 | 5 | 8 | 9 | 10 => {}
                 2 => residency = if low == 0 { Residency::InTurn } else { Residency::Together },
-                4 if (low, high, attribute.value[1] as u32) == (1, 1, 1) => {}
+                // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+                4 => cluster = Some([low, high, attribute.value[1] as u32]),
                 // Overlap with the kernel before it is allowed, not demanded.
                 6 => {}
                 _ => {
@@ -429,6 +440,6 @@ api! {
             }
         }
         let CUlaunchConfig { grid, block, dynamic_shared_bytes, stream, .. } = config;
-        launch(function, &Shape { grid, block, dynamic_shared_bytes, stream, residency }, params, extra)
+        launch(function, &Shape { grid, block, dynamic_shared_bytes, stream, residency, cluster }, params, extra)
     }
 }

@@ -165,3 +165,48 @@ fn the_newest_function_that_a_version_has_is_found() {
     assert_eq!(find(c"cuEventElapsedTime", 12000), (0, symbol(b"cuEventElapsedTime"), 0));
     assert_eq!(find(c"cuNoSuchFunction", 13000), (500, 0, 1));
 }
+
+/// `CUlaunchAttribute`.
+#[repr(C)]
+struct Attribute {
+    id: u32,
+    pad: u32,
+    value: [u32; 16],
+}
+
+/// `CUlaunchConfig`.
+#[repr(C)]
+struct Config {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+    stream: Handle,
+    attributes: *const Attribute,
+    count: u32,
+}
+
+#[test]
+fn a_launch_names_the_blocks_of_a_cluster() {
+    /// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`
+    const CLUSTER: u32 = 4;
+    let _context = Context::on(0);
+    let module = Module::load();
+    let mut at = upload(&[0; 6]);
+    let function = module.function("rank_in_cluster");
+    let mut launch = |cluster: u32| {
+        let mut value = [0; 16];
+        value[..3].copy_from_slice(&[cluster, 1, 1]);
+        let attribute = Attribute { id: CLUSTER, pad: 0, value };
+        let (grid, block) = ([6, 1, 1], [1; 3]);
+        let config = Config { grid, block, shared: 0, stream: 0, attributes: &raw const attribute, count: 1 };
+        let mut params: [*mut c_void; 1] = [(&raw mut at).cast()];
+        cu!(cuLaunchKernelEx(
+            &raw const config => *const Config, function => Handle, params.as_mut_ptr() => *mut *mut c_void,
+            std::ptr::null_mut() => *mut *mut c_void,
+        ))
+    };
+    assert_eq!(launch(3), 0);
+    // CUDA_ERROR_INVALID_CLUSTER_SIZE
+    assert_eq!(launch(4), 912);
+    assert_eq!(download(at, 6), [30, 31, 32, 30, 31, 32]);
+}

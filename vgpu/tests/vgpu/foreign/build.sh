@@ -28,12 +28,12 @@ device_clang() {
 }
 
 mkdir -p ptx/unoptimised
-for name in elementwise reduce scan matmul histogram sort async sync control system; do
+for name in elementwise reduce scan matmul histogram sort async sync control system cluster; do
     nvcc -o "$work/out.ptx" "sources/$name.cu"
     titled "nvcc 13.5.37" "$work/out.ptx" "ptx/$name.ptx"
 done
 # Without optimisation everything is a call and lies in local memory. Left out are matmul, which nvcc then does not
-# compile, and async and sync, where the library then calls through pointers.
+# compile, cluster, and async and sync, where the library then calls through pointers.
 for name in elementwise reduce scan histogram sort control system; do
     nvcc -Xcicc -O0 -o "$work/out.ptx" "sources/$name.cu"
     titled "nvcc 13.5.37 -Xcicc -O0" "$work/out.ptx" "ptx/unoptimised/$name.ptx"

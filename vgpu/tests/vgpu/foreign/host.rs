@@ -109,10 +109,24 @@ impl Gpu {
         dynamic_shared_bytes: u32,
         arguments: &[&dyn Argument],
     ) {
-        let config = GridConfig { grid: grid.into().0, block: block.into().0, dynamic_shared_bytes };
+        let config =
+            GridConfig { grid: grid.into().0, block: block.into().0, dynamic_shared_bytes, cluster: None };
         if let Err(fault) = self.run(kernel, config, arguments) {
             panic!("{kernel}, {}, seed {:?}: {fault}", self.kind, self.seed);
         }
+    }
+
+    /// Runs a kernel in clusters of so many blocks, or as it declares.
+    #[track_caller]
+    pub fn launch_in_clusters(&self, kernel: &str, shape: GridConfig, arguments: &[&dyn Argument]) {
+        if let Err(fault) = self.run(kernel, shape, arguments) {
+            panic!("{kernel}, {}, seed {:?}: {fault}", self.kind, self.seed);
+        }
+    }
+
+    /// Whether the runs are in check mode.
+    pub fn is_checked(&self) -> bool {
+        self.machine.borrow().checker().is_some()
     }
 
     /// Runs a kernel that must fault.
@@ -124,14 +138,20 @@ impl Gpu {
         block: impl Into<Shape>,
         arguments: &[&dyn Argument],
     ) -> Fault {
-        let config = GridConfig { grid: grid.into().0, block: block.into().0, dynamic_shared_bytes: 0 };
+        let config =
+            GridConfig { grid: grid.into().0, block: block.into().0, dynamic_shared_bytes: 0, cluster: None };
         match self.run(kernel, config, arguments) {
             Err(MachineError::Fault(fault)) => *fault,
             other => panic!("{kernel} did not fault: {other:?}"),
         }
     }
 
-    fn run(&self, name: &str, shape: GridConfig, arguments: &[&dyn Argument]) -> Result<(), MachineError> {
+    pub fn run(
+        &self,
+        name: &str,
+        shape: GridConfig,
+        arguments: &[&dyn Argument],
+    ) -> Result<(), MachineError> {
         let kernel = self.module.kernel(name).unwrap_or_else(|| panic!("no kernel '{name}'"));
         // Triton adds pointers to scratch memory, which its kernels here do not use: they stay
         // null.

@@ -1,0 +1,67 @@
+#!/bin/sh
+# Compiles a GEMM of CUTLASS in clusters of two blocks, whose loads are multicasts, and runs it on
+# the libcuda.so.1 of virtual GPUs, in fast and in check mode, with several seeds. Needs Python 3 with
+# venv and pip, g++ and cargo; no GPU.
+#
+#   vgpu/peers/cutlass.sh WORK CHECKOUT
+#
+# WORK keeps what is downloaded and compiled. CHECKOUT is a work tree of CUTLASS (7107b05).
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+usage='usage: cutlass.sh WORK CHECKOUT'
+mkdir -p "${1:?$usage}"
+work=$(cd "$1" && pwd)
+checkout=$(cd "${2:?$usage}" && pwd)
+
+[ -d "$work/venv" ] || {
+    python3 -m venv "$work/venv"
+    "$work/venv/bin/pip" install --quiet \
+        nvidia-cuda-nvcc==13.5.37 nvidia-cuda-crt==13.5.37 nvidia-nvvm==13.5.37 \
+        nvidia-cuda-runtime==13.5.37 nvidia-cuda-cccl==13.3.5.0.6
+}
+cuda=$("$work/venv/bin/python" -c 'import nvidia.cu13 as m; print(list(m.__path__)[0])')
+
+cargo build --quiet --release --manifest-path "$here/../libcuda/Cargo.toml"
+target=$(cargo metadata --format-version 1 --no-deps --manifest-path "$here/../libcuda/Cargo.toml" |
+    sed 's/.*"target_directory":"\([^"]*\)".*/\1/')
+mkdir -p "$work/lib"
+for name in libcuda.so libcuda.so.1; do
+    ln -sf "$target/release/libepoxide_vgpu_cuda.so" "$work/lib/$name"
+done
+export LD_LIBRARY_PATH="$work/lib"
+
+compile() {
+    "$cuda/bin/nvcc" -std=c++17 -w --expt-relaxed-constexpr "-I$cuda/include/cccl" "-I$checkout/include" \
+        -DCUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL=1 -DCLUSTER_M=2 -DCLUSTER_N=1 "$@" "$here/cutlass.cu"
+}
+[ -f "$work/cutlass.ptx" ] || compile -arch=sm_90a -ptx -lineinfo -o "$work/cutlass.ptx"
+[ -f "$work/cutlass.o" ] || compile -arch=compute_90a -c -o "$work/cutlass.o"
+g++ -o "$work/cutlass" "$work/cutlass.o" "-L$work/lib" -lcuda "$cuda/lib/libcudart_static.a" -ldl -lrt -lpthread
+
+# runs WHAT SEEDS: the sums are right with each seed.
+runs() {
+    for seed in $(seq "$2"); do
+        EPOXIDE_VGPU_SEED=$seed "$work/cutlass" "$work/$1.ptx" >"$work/out" 2>&1 || { cat "$work/out"; exit 1; }
+    done
+}
+# reported WHAT TEXT: check mode reports this.
+reported() {
+    if EPOXIDE_VGPU_SEED=1 "$work/cutlass" "$work/$1.ptx" >"$work/out" 2>&1 || ! grep -q "$2" "$work/out"; then
+        cat "$work/out"
+        echo "check mode does not report: $2" >&2
+        exit 1
+    fi
+}
+
+runs cutlass 20
+echo "fast mode: 20 seeds, all sums are right"
+export EPOXIDE_VGPU_CHECK=1
+# The epilogue moves a register that only a load of C would write, and nothing loads C.
+reported cutlass 'which nothing has written'
+register=$(sed -n "s/.*reads register '\(%r[0-9]*\)'.*/\1/p" "$work/out")
+sed "0,/ld.param/s//mov.b32 $register, 0;\n ld.param/" "$work/cutlass.ptx" >"$work/written.ptx"
+# `ClusterBarrier::arrive(cta_id)` names no scope.
+reported written 'arrival at the mbarrier of another block with scope .cta'
+export EPOXIDE_VGPU_ASSUME=ClusterArrivals
+runs written 20
+echo "check mode: two reports of the source as it is; with both mended or assumed, 20 seeds without a report"

@@ -1,0 +1,193 @@
+//! Blocks of a cluster: each other's shared memory, and the barrier of them all.
+//!
+//! The window of shared memory has a part for each block of a cluster. Bits 24 to 31 of an address
+//! are the block's number, as on sm_90: `mapa` exchanges them. The variables of a block lie in its
+//! own part.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::access::rmw;
+use super::state::{Barrier, BlockState, Exec, Flow, GroupState, Run, SharedMemory, stop};
+use crate::check::hooks::Hooks;
+use crate::fault::FaultKind;
+use crate::ir::{CLUSTER_BARRIER, Op, Rmw};
+
+/// The lowest bit of a block's number in an address of shared memory.
+pub(crate) const RANK_SHIFT: u32 = 24;
+
+/// The number of the block whose shared memory has this address.
+pub(crate) fn rank_of(address: u64) -> u32 {
+    (address >> RANK_SHIFT) as u32 & 0xff
+}
+
+/// The offset of an address in its block's window.
+pub(crate) fn offset_of(address: u64) -> u64 {
+    address & ((1 << RANK_SHIFT) - 1)
+}
+
+/// The address in the block `rank` that corresponds to `address`.
+pub(crate) fn map_shared(address: u64, rank: u32) -> u64 {
+    address & !(0xff << RANK_SHIFT) | u64::from(rank & 0xff) << RANK_SHIFT
+}
+
+/// The shared memory of a cluster.
+#[derive(Debug)]
+pub(crate) struct ClusterMemory {
+    /// By number, with the blocks' indices in the grid.
+    blocks: Vec<(SharedMemory, [u32; 3])>,
+    /// Blocks that have ended, one bit each.
+    ended: AtomicU32,
+}
+
+impl ClusterMemory {
+    pub(crate) fn new(blocks: Vec<(SharedMemory, [u32; 3])>) -> Self {
+        Self { blocks, ended: AtomicU32::new(0) }
+    }
+
+    /// The block of this number ends.
+    pub(crate) fn end(&self, rank: u32) {
+        self.ended.fetch_or(1 << rank, Ordering::Relaxed);
+    }
+
+    /// Blocks of the cluster.
+    pub(crate) fn size(&self) -> u32 {
+        self.blocks.len() as u32
+    }
+
+    /// The index in the grid of a block.
+    pub(crate) fn ctaid(&self, rank: u32) -> Option<[u32; 3]> {
+        self.blocks.get(rank as usize).map(|block| block.1)
+    }
+
+    fn pointer(&self, address: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
+        let rank = rank_of(address);
+        let Some((memory, block)) = self.blocks.get(rank as usize) else {
+            return Err(FaultKind::OutOfCluster { rank, blocks: self.blocks.len() as u32 });
+        };
+        if self.ended.load(Ordering::Relaxed) >> rank & 1 != 0 {
+            return Err(FaultKind::EndedBlock { block: *block, message: String::new() });
+        }
+        memory.pointer(address, bytes)
+    }
+}
+
+impl BlockState {
+    /// Pointer to shared memory of any block of the cluster, if `bytes` bytes from `address` on
+    /// exist.
+    #[inline]
+    pub(super) fn in_cluster(&self, address: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
+        match (self.shared.pointer(address, bytes), &self.cluster) {
+            (Err(_), Some(cluster)) if rank_of(address) != self.rank => cluster.pointer(address, bytes),
+            (own, _) => own,
+        }
+    }
+
+    /// Whether an address is that of another block's shared memory.
+    pub(super) fn is_remote(&self, address: u64) -> bool {
+        self.cluster.is_some() && rank_of(address) != self.rank
+    }
+
+    /// Combines a value with that at `address`, at once.
+    pub(super) fn reduce(&self, address: u64, op: Rmw, value: &[u8]) -> Result<(), FaultKind> {
+        let bytes = value.len() as u64;
+        if !address.is_multiple_of(bytes) {
+            return Err(FaultKind::Misaligned { addr: address, align: bytes });
+        }
+        let p = self.in_cluster(address, bytes)?;
+        let mut operand = [0; 8];
+        operand[..value.len()].copy_from_slice(value);
+        // SAFETY: `in_cluster` checked `bytes` bytes, 4 or 8, and the address, whose alignment in the
+        // window is that in memory, is aligned to them.
+        unsafe { rmw(p, bytes as u8, op, u64::from_ne_bytes(operand), 0) };
+        Ok(())
+    }
+
+    /// Counts a warp at the barrier of the cluster.
+    pub(super) fn arrive_at_cluster(&mut self, warp: u32) {
+        self.cluster_arrivals |= 1 << warp;
+        let b = &mut self.barriers[CLUSTER_BARRIER as usize];
+        b.arrived += 32;
+        b.expected = self.warps * 32;
+        self.complete_part_of_cluster();
+    }
+
+    /// The block has arrived at the barrier of the cluster once all of its warps have, or have
+    /// ended. One that is a cluster by itself goes on.
+    pub(super) fn complete_part_of_cluster(&mut self) {
+        let there = (self.cluster_arrivals | self.ended_warps).count_ones();
+        if self.cluster_arrivals == 0 || there < self.warps {
+            return;
+        }
+        match &self.cluster {
+            None => self.complete_cluster_barrier(),
+            Some(_) => self.waits_for_cluster = true,
+        }
+    }
+
+    /// All blocks have arrived at the barrier of the cluster.
+    pub(crate) fn complete_cluster_barrier(&mut self) {
+        self.waits_for_cluster = false;
+        self.cluster_arrivals = 0;
+        self.barriers[CLUSTER_BARRIER as usize] = Barrier::default();
+        self.completed |= 1 << CLUSTER_BARRIER;
+        self.cluster_phases += 1;
+    }
+
+    /// Prepares a block of a cluster to start.
+    pub(crate) fn join_cluster(&mut self, cluster: &Arc<ClusterMemory>) {
+        self.cluster = Some(cluster.clone());
+    }
+
+    /// Forgets the barrier of the cluster before.
+    pub(crate) fn start_in_cluster(&mut self, rank: u32) {
+        (self.rank, self.cluster) = (rank, None);
+        (self.cluster_arrivals, self.ended_warps, self.cluster_phases) = (0, 0, 0);
+        self.waits_for_cluster = false;
+    }
+}
+
+impl<W: Hooks> Exec<'_, W> {
+    /// `barrier.cluster.arrive`: the warp counts once all of its live lanes are there, and goes on.
+    pub(super) fn arrive_at_cluster(&mut self, aligned: bool) -> Run<Flow> {
+        if aligned {
+            self.one_aligned_barrier(CLUSTER_BARRIER)?;
+        }
+        if self.warp.cluster_arrivals > self.block.cluster_phases {
+            let message =
+                "the warp arrives again before the barrier has completed: barrier.cluster.wait comes between";
+            let kind = FaultKind::BadBarrier { barrier: CLUSTER_BARRIER, message: message.into() };
+            return stop(kind, Some(self.mask.trailing_zeros() as usize));
+        }
+        let state =
+            GroupState::Barrier { id: CLUSTER_BARRIER, count: None, arrive_only: true, arrived: false };
+        self.push(self.mask, self.pc, state);
+        self.changed();
+        self.count_warp(CLUSTER_BARRIER)?;
+        Ok(Flow::Gone)
+    }
+
+    /// `barrier.cluster.wait`
+    pub(super) fn wait_for_cluster(&mut self) -> Flow {
+        // A completion that the block has yet to take notice of wakes the warp.
+        let noticed = self.block.completed >> CLUSTER_BARRIER & 1 == 0;
+        if noticed && self.warp.cluster_arrivals <= self.block.cluster_phases {
+            if W::ON {
+                self.watch.pass(self.mask, CLUSTER_BARRIER);
+            }
+            self.pc += 1;
+            return Flow::Next;
+        }
+        let state =
+            GroupState::Barrier { id: CLUSTER_BARRIER, count: None, arrive_only: false, arrived: true };
+        self.push(self.mask, self.pc, state);
+        Flow::Gone
+    }
+
+    /// The lanes at the barrier of the cluster whose arrivals release nothing.
+    pub(super) fn relaxed_arrivals(&self) -> u32 {
+        let code = &self.kernel.code;
+        let relaxed = |pc: u32| matches!(code[pc as usize].op, Op::ClusterArrive { relaxed: true, .. });
+        self.warp.groups.iter().filter(|g| g.waits_for_its_warp() && relaxed(g.pc)).fold(0, |m, g| m | g.mask)
+    }
+}
