@@ -1,6 +1,7 @@
-//! Tests of host code: process groups, stores, ranks as threads and processes, NCCL, and leaks of
-//! stores and transports.
+//! Tests of host code: process groups, stores, ranks as threads and processes, NCCL, leaks of stores
+//! and transports, and the example over candle.
 
+mod candle;
 mod groups;
 mod nccl;
 mod ranks;
