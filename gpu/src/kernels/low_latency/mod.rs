@@ -43,6 +43,7 @@ mod dispatch;
 mod element;
 mod fp8;
 mod gather;
+mod gather_columns;
 mod internode;
 mod list;
 mod mxfp8;
@@ -64,6 +65,7 @@ pub use {
         LowLatencyDispatchManyByExpert,
     },
     gather::LowLatencyGather,
+    gather_columns::LowLatencyGatherColumns,
     internode::{
         LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
         LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
