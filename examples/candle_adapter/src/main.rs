@@ -81,6 +81,9 @@ fn run() -> Result<Vec<String>, String> {
 fn compare(got: &Tensor, want: &Tensor) -> candle_core::Result<Result<String, String>> {
     let flat = |tensor: &Tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
     let (got, want) = (flat(got)?, flat(want)?);
+    if got.len() != want.len() {
+        return Ok(Err(format!("{} elements, expected {}", got.len(), want.len())));
+    }
     let largest = want.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
     let mut worst = 0.0f32;
     for (at, (got, want)) in got.iter().zip(&want).enumerate() {
