@@ -219,7 +219,9 @@ pub struct Dispatch {
     /// then the rows of all segments.
     pub psum_expert: u64,
     /// Out, in prefill alone: i32 `[num_ranks]`, tokens that came from ranks up to and with this
-    /// one, each counted once.
+    /// one, each counted once. Decoding has no such sums, and leaves the memory as it is: the row of
+    /// token t from rank s is always `s * max_decode_tokens + t`, whatever other ranks send. Where
+    /// DeepEP's combine asks for `psum_rank` and the metadata, this one asks for nothing.
     pub psum_rank: u64,
 }
 

@@ -26,7 +26,7 @@
 //! |---|---|
 //! | [`Buffer::dispatch`] | sends each token's row once to every rank with one of its experts; one kernel |
 //! | [`Buffer::dispatch_send`], [`Pending::receive`] | the same in two halves, between which it holds no multiprocessor; [`Buffer::combine_send`] too |
-//! | [`Buffer::gather_by_expert`] | copies received rows together by expert |
+//! | [`Buffer::gather_by_expert`], [`Buffer::gather_columns_by_expert`] | copies received rows together by expert, and their columns |
 //! | [`Buffer::combine`] | sums and returns the experts' rows: [`CombineRequest::by_expert`] weighs them, [`CombineRequest::by_row`] does not, and [`CombineRequest::in_pool`] reads them where experts left them ([`Received::combine_rows`]) |
 //! | [`Buffer::combine_into`], [`Buffer::combine_send_into`] | the same with the sums in a tensor of the caller's |
 //! | [`Buffer::first_tokens`] | ids of a batch whose size only the device knows |

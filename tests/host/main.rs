@@ -1,5 +1,5 @@
-//! Tests of host code: process groups, stores, ranks as threads and processes, NCCL, and leaks of
-//! stores and transports.
+//! Tests of host code: process groups, stores, ranks as threads and processes, NCCL, leaks of stores
+//! and transports.
 
 mod groups;
 mod nccl;

@@ -17,6 +17,7 @@ mod handle;
 mod internode_by_expert;
 mod limits;
 mod low_latency;
+mod low_latency_gather_columns;
 mod low_latency_internode;
 mod low_latency_wait;
 mod pool;
@@ -40,6 +41,7 @@ mod own {
     pub use super::handle::*;
     pub use super::internode_by_expert::*;
     pub use super::low_latency::*;
+    pub use super::low_latency_gather_columns::*;
     pub use super::low_latency_internode::*;
     pub use super::low_latency_wait::*;
     pub use super::pool::*;

@@ -114,6 +114,21 @@ fn refusals(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<()> {
         let error = refused(&x, Some(&of_scales([experts, rows])?), "local_experts * (hidden / 128)");
         assert!(matches!(error, Error::Shape { .. }), "{error}");
     }
+    let columns =
+        |shape: [u64; 2]| TypedTensor::from_host(stream, &shape, &vec![0i32; (shape[0] * shape[1]) as usize]);
+    // There are no columns; a field of the caller's with too many words is held against the room.
+    let error =
+        buffer.gather_columns_by_expert(&received, &x, &columns([experts, rows])?, order).unwrap_err();
+    assert!(error.to_string().contains("received rows have 0 words"), "{error}");
+    received.columns.push(columns([1000, rows])?);
+    let error =
+        buffer.gather_columns_by_expert(&received, &x, &columns([experts, rows])?, order).unwrap_err();
+    assert!(error.to_string().contains("must have 1 to 2"), "{error}");
+    received.columns = vec![columns([2, rows])?];
+    let error =
+        buffer.gather_columns_by_expert(&received, &x, &columns([experts, rows])?, order).unwrap_err();
+    assert!(error.to_string().contains("local_experts * words"), "{error}");
+    received.columns.clear();
     // The rows' places do not come from these fields, but a field with a wrong shape is rejected as
     // well.
     let kept = std::mem::replace(&mut received.x, tensor(dtype, [rows, hidden / 2])?);

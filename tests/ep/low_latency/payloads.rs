@@ -6,7 +6,7 @@ use epoxide::transport::TransportKind;
 use epoxide::{DType, Payload, Result, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::harness::NodeLinks;
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank, Segments};
-use epoxide_testing::oracle::{Style, by_expert, recv_order};
+use epoxide_testing::oracle::{Style, by_expert, low_latency_plan, recv_order};
 use epoxide_testing::payload::{Format, rng_of};
 use epoxide_testing::tier;
 use half::bf16;
@@ -56,9 +56,21 @@ fn check_row(
     (x, columns): (&Tensor<'_>, &[TypedTensor<'_, i32>]),
     row: usize,
 ) -> Result<()> {
-    let payload = format.payload(HIDDEN);
     let got = rank.row_of(x, row)?;
-    rank.equal(&format!("row {row} of {source:?}"), &got, &bytes(turn, source, 0, payload.row_bytes()));
+    let want = bytes(turn, source, 0, format.payload(HIDDEN).row_bytes());
+    rank.equal(&format!("row {row} of {source:?}"), &got, &want);
+    check_columns(rank, format, (turn, source), columns, row)
+}
+
+/// Compares the columns of a row.
+fn check_columns(
+    rank: &mut LowLatencyRank,
+    format: Format,
+    (turn, source): (u64, (u32, u32)),
+    columns: &[TypedTensor<'_, i32>],
+    row: usize,
+) -> Result<()> {
+    let payload = format.payload(HIDDEN);
     rank.check(columns.len() == payload.columns().len(), "columns are those of the payload");
     for (index, (words, &(dtype, elements))) in columns.iter().zip(payload.columns()).enumerate() {
         let want = bytes(turn, source, index + 1, elements * dtype.size());
@@ -94,6 +106,53 @@ fn check_received(
     Ok(())
 }
 
+/// Compares the expert-major copy of rows and columns.
+fn check_gathered(
+    rank: &mut LowLatencyRank,
+    case: &LowLatencyCase,
+    format: Format,
+    turn: u64,
+    received: &Received<'_>,
+) -> Result<()> {
+    let stream = rank.stream.clone();
+    let (experts, rows) = (u64::from(rank.buffer.local_experts()), rank.buffer.rows());
+    let x = Tensor::alloc(stream.device(), received.x.dtype(), &[experts * rows, received.x.columns()])?;
+    let lines: Vec<u64> = received.columns.iter().map(|column| column.rows()).collect();
+    let words = lines.iter().sum::<u64>();
+    let untouched = vec![0x5a5a_5a5ai32; (experts * words * rows) as usize];
+    let columns = TypedTensor::from_host(&stream, &[experts * words, rows], &untouched)?;
+    let order = StreamOrder::on(&stream);
+    match words {
+        0 => rank.buffer.gather_by_expert(received, &x, None, order)?,
+        _ => rank.buffer.gather_columns_by_expert(received, &x, &columns, order)?,
+    };
+    let all = columns.values(&stream)?;
+    for (expert, list) in low_latency_plan(&case.routing, rank.rank).expert_rows.iter().enumerate() {
+        // The columns of this expert's rows, each as the dispatch would bring them.
+        let mut first = expert as u64 * words;
+        let mut of_expert = Vec::new();
+        for &lines in &lines {
+            let at = (first * rows) as usize..((first + lines) * rows) as usize;
+            of_expert.push(TypedTensor::from_host(&stream, &[lines, rows], &all[at])?);
+            first += lines;
+        }
+        for (index, &source) in list.iter().enumerate() {
+            let line = expert * rows as usize + index;
+            rank.equal(
+                &format!("row {index} of expert {expert}"),
+                &rank.row_of(&x, line)?,
+                &bytes(turn, source, 0, format.payload(HIDDEN).row_bytes()),
+            );
+            check_columns(rank, format, (turn, source), &of_expert, index)?;
+        }
+        let behind = |line: usize| &all[line * rows as usize..][list.len()..rows as usize];
+        let lines = expert * words as usize..(expert + 1) * words as usize;
+        let is_kept = lines.clone().all(|line| behind(line).iter().all(|word| *word == untouched[0]));
+        rank.check(is_kept, format!("words behind the rows of expert {expert} are as they were"));
+    }
+    Ok(())
+}
+
 /// Dispatches of a format, each answered by a combine.
 fn check(case: &LowLatencyCase, format: Format) {
     case.run(|rank| {
@@ -120,6 +179,7 @@ fn check(case: &LowLatencyCase, format: Format) {
             stream.synchronize()?;
             rank.buffer.check()?;
             check_received(rank, case, format, turn, &received)?;
+            check_gathered(rank, case, format, turn, &received)?;
             let combined = rank.buffer.combine(received, CombineRequest::by_row(&ones), order)?;
             let sums = combined.x.to_host::<bf16>(&stream)?;
             for token in 0..tokens as u32 {

@@ -5,7 +5,7 @@ use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
 
 use super::LowLatencyRank;
 use super::case::LowLatencyCase;
-use super::data::{Data, SCALE_ERROR};
+use super::data::{Data, SCALE_ERROR, Scales};
 use crate::oracle::low_latency_plan;
 
 /// Contents of the copy's memory before: rows behind those of an expert must keep them.
@@ -35,11 +35,21 @@ impl LowLatencyCase {
             Some(_) => Some(filled(DType::F32, [experts * of_row, rows])?.typed()?),
             None => None,
         };
-        buffer.gather_by_expert(received, &x, scales.as_ref(), StreamOrder::on(stream))?;
+        let of_words = received.columns.iter().map(|column| column.rows()).sum::<u64>();
+        let words = match of_words {
+            0 => None,
+            words => Some(filled(DType::I32, [experts * words, rows])?.typed::<i32>()?),
+        };
+        let order = StreamOrder::on(stream);
+        match &words {
+            None => buffer.gather_by_expert(received, &x, scales.as_ref(), order)?,
+            Some(words) => buffer.gather_columns_by_expert(received, &x, words, order)?,
+        };
         let mut got = vec![0u8; (x.rows() * x.row_bytes()) as usize];
         // SAFETY: the tensor has so many bytes.
         unsafe { stream.read(&mut got, x.ptr())? };
         let got_scales = scales.map_or(Ok(Vec::new()), |scales| scales.values(stream))?;
+        let got_words = words.map_or(Ok(Vec::new()), |words| words.values(stream))?;
 
         let plan = low_latency_plan(&self.routing, rank.rank);
         let (row_bytes, rows) = (x.row_bytes() as usize, rows as usize);
@@ -48,11 +58,14 @@ impl LowLatencyCase {
             for index in 0..rows {
                 let row = expert * rows + index;
                 let token = list.get(index).map(|&(source, token)| &data.x[source as usize][token as usize]);
-                let (bytes, want) = token.map_or_else(
-                    || (vec![BEFORE; row_bytes], vec![untouched; of_row as usize]),
-                    |x| {
-                        let (bytes, scales) = self.as_it_travels(x);
-                        (bytes, scales.of_f32().to_vec())
+                let (bytes, want, packed) = token.map_or_else(
+                    || {
+                        let packed = vec![BEFORE; 4 * of_words as usize];
+                        (vec![BEFORE; row_bytes], vec![untouched; of_row as usize], packed)
+                    },
+                    |x| match self.as_it_travels(x) {
+                        (bytes, Scales::Ue8m0(scales)) => (bytes, Vec::new(), scales),
+                        (bytes, scales) => (bytes, scales.of_f32().to_vec(), Vec::new()),
                     },
                 );
                 let of = || format!("row {index} of expert {expert}");
@@ -63,6 +76,12 @@ impl LowLatencyCase {
                     let is_near = (got - want).abs() <= SCALE_ERROR * want.abs();
                     let what = || format!("scale {block} of {} is {got}, expected {want}", of());
                     rank.note((!is_near).then(what));
+                }
+                // Four scales of MXFP8 to a word, the first in its lowest byte.
+                for (word, want) in packed.chunks(4).enumerate().filter(|_| !got_words.is_empty()) {
+                    let got = got_words[(expert * of_words as usize + word) * rows + index].to_le_bytes();
+                    let what = || format!("word {word} of {} is {got:?}, expected {want:?}", of());
+                    rank.note((got[..] != *want).then(what));
                 }
             }
         }

@@ -42,6 +42,7 @@ mod dispatch;
 mod element;
 mod fp8;
 mod gather;
+mod gather_columns;
 mod internode;
 mod list;
 mod mxfp8;
@@ -63,6 +64,7 @@ pub use {
         LowLatencyDispatchManyByExpert,
     },
     gather::LowLatencyGather,
+    gather_columns::LowLatencyGatherColumns,
     internode::{
         LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
         LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,

@@ -136,9 +136,12 @@ macro_rules! buffer_methods {
 
         /// The ids of `topk_idx` `[max_tokens, num_topk]` for its first `num_tokens` tokens, and -1
         /// behind them. `num_tokens` i32 `[1]` is on the device: a captured step serves batches of
-        /// any size. Tokens without an id go nowhere and get a sum of 0, so that a combine still
-        /// writes `max_tokens` rows. A number below 0 counts as 0, one above `max_tokens` as
-        /// `max_tokens`.
+        /// any size. A number below 0 counts as 0, one above `max_tokens` as `max_tokens`.
+        ///
+        /// Tokens without an id go nowhere: no row of theirs is sent. A combine still writes
+        /// `max_tokens` rows: those behind `num_tokens` are zeros, in a tensor of the caller's too
+        /// ([`Buffer::combine_into`]). So kernels that read all rows of a recorded step find finite
+        /// numbers there, the same in every replay.
         ///
         $(#[$first_tokens])*
         ///

@@ -24,7 +24,7 @@ use crate::ep::{DType, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 /// Types of elements that rows can have.
-const ROWS: [DType; 6] =
+pub(super) const ROWS: [DType; 6] =
     [DType::Bf16, DType::Fp8E4m3, DType::F16, DType::Fp8E5m2, DType::Fp4E2m1x2, DType::U8];
 
 /// Counts of words of columns, by which the types of columns count in a call.
@@ -243,17 +243,9 @@ impl Buffer {
         let columns = request.columns;
         let (hidden, num_tokens) = (self.options.shape.hidden, self.check_tokens(x.rows())?);
         let tokens = Some(u64::from(num_tokens));
-        let elements = match x.dtype() {
-            DType::U8 => None,
-            DType::Fp4E2m1x2 => Some(hidden / 2),
-            _ => Some(hidden),
-        };
-        x.expect("x", &ROWS, &[("num_tokens", tokens), ("hidden", elements)])?;
+        x.expect("x", &ROWS, &[("num_tokens", tokens), ("hidden", elements_of(x.dtype(), hidden))])?;
         x.expect_rows_of_16("x")?;
-        if x.row_bytes() > hidden * 2 {
-            let rule = format!("a row has at most the bytes of one of bf16, {}", hidden * 2);
-            return Err(Error::argument("x", format!("{} bytes per row", x.row_bytes()), rule));
-        }
+        check_row_bytes("x", x, hidden)?;
         let record = self.check_columns(&request, num_tokens)?;
         let entries = [("num_tokens", tokens), ("num_topk", Some(self.options.shape.num_topk.into()))];
         topk_idx.expect("topk_idx", &[DType::I64, DType::I32], &entries)?;
@@ -566,6 +558,24 @@ impl Buffer {
         let rule = format!("the buffer was made for at most {most}: create it with max_tokens >= {tokens}");
         Err(Error::argument("num_tokens", tokens, rule))
     }
+}
+
+/// Elements of a row, where its type leaves no choice.
+pub(super) fn elements_of(dtype: DType, hidden: u64) -> Option<u64> {
+    match dtype {
+        DType::U8 => None,
+        DType::Fp4E2m1x2 => Some(hidden / 2),
+        _ => Some(hidden),
+    }
+}
+
+/// An error unless rows fit in places.
+pub(super) fn check_row_bytes(argument: &'static str, x: &Tensor<'_>, hidden: u64) -> Result<()> {
+    if x.row_bytes() <= hidden * 2 {
+        return Ok(());
+    }
+    let rule = format!("a row has at most the bytes of one of bf16, {}", hidden * 2);
+    Err(Error::argument(argument, format!("{} bytes per row", x.row_bytes()), rule))
 }
 
 /// The columns of a record as words, each `[words, rows]`, from `at` on.

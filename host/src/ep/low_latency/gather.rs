@@ -1,9 +1,10 @@
 //! The expert-major copy of received rows.
 
-use epoxide_gpu::kernels::LowLatencyGather;
-use epoxide_gpu::layout::{DevicePtr, LowLatencyGatherArgs, SCALE_BLOCK};
+use epoxide_gpu::kernels::{LowLatencyGather, LowLatencyGatherColumns};
+use epoxide_gpu::layout::{DevicePtr, LowLatencyGatherArgs, LowLatencyGatherColumnsArgs, SCALE_BLOCK};
 
 use super::Buffer;
+use super::dispatch::{ROWS, check_row_bytes, elements_of};
 use super::results::Received;
 use crate::driver::Event;
 use crate::ep::tensor::owners;
@@ -22,8 +23,8 @@ impl Buffer {
     /// * `x`: `[local_experts * rows, hidden]`, of the dtype of the received rows.
     /// * `scales`, where the received rows have any:
     ///   `[local_experts * (hidden / 128 rounded up), rows]`; those of row i of expert e are column
-    ///   i of the expert's part. Columns, and the scales of MXFP8 rows, are not copied:
-    ///   [`Received::expert_rows`] leads to them in [`Received::columns`].
+    ///   i of the expert's part. Columns, and the scales of MXFP8 rows, are not copied here:
+    ///   [`Buffer::gather_columns_by_expert`] copies them with the rows.
     ///
     /// Only this rank takes part; the host waits for nothing, nothing is allocated, and the call
     /// can be captured. An asynchronous one gives the event at its end. A grouped GEMM that finds
@@ -71,17 +72,52 @@ impl Buffer {
         scales: Option<&TypedTensor<'_, f32>>,
         order: StreamOrder<'_>,
     ) -> Result<Option<Event>> {
+        self.gather(received, x, scales, None, order)
+    }
+
+    /// [`Buffer::gather_by_expert`] of rows with columns, or with the scales of
+    /// [`Quantise::Mxfp8`](super::Quantise::Mxfp8), and of these:
+    ///
+    /// * `columns`: `[local_experts * words, rows]`. The part of an expert has the `words` lines of
+    ///   all [`Received::columns`], those of the first column first. The words of row i of the
+    ///   expert are column i of that part.
+    ///
+    /// A second kernel copies them; else the call is the same.
+    ///
+    /// # Errors
+    /// The same as [`Buffer::gather_by_expert`]; [`Error::Argument`] where the rows have no columns.
+    pub fn gather_columns_by_expert(
+        &mut self,
+        received: &Received<'_>,
+        x: &Tensor<'_>,
+        columns: &TypedTensor<'_, i32>,
+        order: StreamOrder<'_>,
+    ) -> Result<Option<Event>> {
+        self.gather(received, x, None, Some(columns), order)
+    }
+
+    fn gather(
+        &mut self,
+        received: &Received<'_>,
+        x: &Tensor<'_>,
+        scales: Option<&TypedTensor<'_, f32>>,
+        columns: Option<&TypedTensor<'_, i32>>,
+        order: StreamOrder<'_>,
+    ) -> Result<Option<Event>> {
         let place = self.place_of(received)?;
         let (rows, hidden) = (self.rows(), self.options.shape.hidden);
         let experts = u64::from(self.local_experts());
         let of_row = hidden.div_ceil(SCALE_BLOCK.into());
         let dtype = received.x.dtype();
         // Fields are the caller's to replace; where rows lie is not among them.
-        let received_shape = [("rows", Some(rows)), ("hidden", Some(hidden))];
-        received.x.expect_strided("received.x", &[DType::Bf16, DType::Fp8E4m3], &received_shape)?;
-        x.expect("x", &[dtype], &[("local_experts * rows", Some(experts * rows)), ("hidden", Some(hidden))])?;
+        let received_shape = [("rows", Some(rows)), ("hidden", elements_of(dtype, hidden))];
+        received.x.expect_strided("received.x", &ROWS, &received_shape)?;
+        check_row_bytes("received.x", &received.x, hidden)?;
+        let elements = ("hidden", Some(received.x.columns()));
+        x.expect("x", &[dtype], &[("local_experts * rows", Some(experts * rows)), elements])?;
         x.expect_rows_of_16("x")?;
         let num_scales = match (scales, &received.scales) {
+            _ if columns.is_some() => 0,
             (Some(scales), Some(_)) => {
                 let shape =
                     [("local_experts * (hidden / 128)", Some(experts * of_row)), ("rows", Some(rows))];
@@ -110,24 +146,61 @@ impl Buffer {
             scales: scales.map_or(DevicePtr::NULL, |scales| scales.ptr()).into(),
             rows: rows as u32,
             local_experts: experts as u32,
-            row_bytes: (hidden * dtype.size()) as u32,
+            row_bytes: received.x.row_bytes() as u32,
             num_scales,
+        };
+        let of_columns = match columns {
+            None => None,
+            Some(columns) => Some(LowLatencyGatherColumnsArgs {
+                expert_counts: args.expert_counts,
+                expert_rows: args.expert_rows,
+                recv_columns: args.recv_scales,
+                columns: columns.ptr(),
+                rows: args.rows,
+                local_experts: args.local_experts,
+                num_words: self.check_gathered_columns(received, columns)?,
+                reserved: 0,
+            }),
         };
         // A row of each expert that a token can have, of every token that there can be.
         let most_rows = rows * experts.min(self.options.shape.num_topk.into());
         let blocks = self.blocks_for(u32::try_from(most_rows).unwrap_or(u32::MAX), None);
-        let uses = owners([Some(x), scales.map(|it| &**it)]);
+        let uses = owners([Some(x), scales.map(|it| &**it), columns.map(|it| &**it)]);
         let outcome = self.outcome(order)?;
         let event = self.run(order, None, &place, uses, |buffer, stream| {
             let (call, threads) = (LowLatencyGather::call(args), LowLatencyGather::INFO.max_threads);
             // SAFETY: the memory of the tensors is freed only behind all work enqueued on streams,
             // and a recording keeps them; the rest is the buffer's.
-            unsafe { stream.call(&buffer.kernels.gather, blocks, threads, 0, call) }
+            unsafe { stream.call(&buffer.kernels.gather, blocks, threads, 0, call)? };
+            let Some(args) = of_columns else { return Ok(()) };
+            let threads = LowLatencyGatherColumns::INFO.max_threads;
+            // A warp takes four lines of an expert at a time.
+            let warps = args.local_experts * args.num_words.div_ceil(4);
+            let blocks = buffer.blocks_for(warps.div_ceil(threads / 32), None);
+            let call = LowLatencyGatherColumns::call(args);
+            // SAFETY: as above.
+            unsafe { stream.call(&buffer.kernels.gather_columns, blocks, threads, 0, call) }
         })?;
-        x.is_filled_by(&outcome);
-        if let Some(scales) = scales {
-            scales.is_filled_by(&outcome);
-        }
+        let filled = [Some(x), scales.map(|it| &**it), columns.map(|it| &**it)];
+        filled.into_iter().flatten().for_each(|tensor| tensor.is_filled_by(&outcome));
         Ok(event)
+    }
+
+    /// Words of each received row, for which `columns` must have lines.
+    fn check_gathered_columns(&self, received: &Received<'_>, columns: &TypedTensor<'_, i32>) -> Result<u32> {
+        let (rows, experts) = (self.rows(), u64::from(self.local_experts()));
+        // Fields are the caller's to replace, so that their lines are held against the room.
+        let words: u64 = received.columns.iter().map(|column| column.rows()).sum();
+        let most = self.options.most_words();
+        if words == 0 || words > most {
+            let rule = format!(
+                "the received rows have {words} words, and must have 1 to {most}: send some with column or \
+                 Quantise::Mxfp8, or call gather_by_expert"
+            );
+            return Err(Error::argument("columns", "given", rule));
+        }
+        let shape = [("local_experts * words", Some(experts * words)), ("rows", Some(rows))];
+        columns.expect("columns", &[DType::I32], &shape)?;
+        Ok(words as u32)
     }
 }

@@ -33,7 +33,7 @@ use epoxide_gpu::kernels::{
     LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert,
     LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchMany, LowLatencyDispatchManyByExpert,
     LowLatencyDispatchManyByExpertMxfp8, LowLatencyDispatchManyMxfp8, LowLatencyDispatchMxfp8,
-    LowLatencyGather, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16,
+    LowLatencyGather, LowLatencyGatherColumns, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16,
     LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
     LowLatencyInternodeDispatchByExpert, LowLatencyInternodeDispatchByExpertMxfp8,
     LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany,
@@ -106,6 +106,7 @@ struct Kernels {
     /// Within a node, of rows in the pool.
     pooled_combine: Kernel,
     gather: Kernel,
+    gather_columns: Kernel,
     first_tokens: Kernel,
     pack_columns: Kernel,
     add_counts: Kernel,
@@ -180,10 +181,20 @@ impl Kernels {
             Kind::Many => (LowLatencyCombineManySummed::INFO, LowLatencyCombineManyPooled::INFO),
             _ => (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO),
         };
-        let (gather, first) = (LowLatencyGather::INFO, FirstTokens::INFO);
-        let (pack, add) = (PackColumns::INFO, AddCounts::INFO);
-        let infos =
-            [dispatch, mxfp8, combine, quantised_combine, summed, pooled, gather, first, pack, add, wait];
+        let infos = [
+            dispatch,
+            mxfp8,
+            combine,
+            quantised_combine,
+            summed,
+            pooled,
+            LowLatencyGather::INFO,
+            LowLatencyGatherColumns::INFO,
+            FirstTokens::INFO,
+            PackColumns::INFO,
+            AddCounts::INFO,
+            wait,
+        ];
         let mut names = infos.map(|info| info.name).to_vec();
         let of_segments = [by_expert, mxfp8_by_expert];
         names.extend(of_segments.iter().filter(|_| has_rows_by_expert).map(|info| info.name));
@@ -199,6 +210,7 @@ impl Kernels {
             summed_combine,
             pooled_combine,
             gather,
+            gather_columns,
             first,
             pack,
             add,
@@ -212,6 +224,7 @@ impl Kernels {
             summed_combine: summed_combine?,
             pooled_combine: pooled_combine?,
             gather: gather?,
+            gather_columns: gather_columns?,
             first_tokens: first?,
             pack_columns: pack?,
             add_counts: add?,

@@ -106,7 +106,8 @@ pub struct Received<'p> {
     pub expert_counts: TypedTensor<'p, i32>,
     /// `[local_experts, rows]`: the rows of each local expert, by source rank, then by token;
     /// behind as many as it has, anything.
-    /// [`Buffer::gather_by_expert`](super::Buffer::gather_by_expert) copies them together.
+    /// [`Buffer::gather_by_expert`](super::Buffer::gather_by_expert) copies them together, with
+    /// columns [`Buffer::gather_columns_by_expert`](super::Buffer::gather_columns_by_expert).
     pub expert_rows: TypedTensor<'p, i32>,
     /// `[local_experts, rows]`: their tokens' indices on their source ranks.
     pub src_info: TypedTensor<'p, i32>,
