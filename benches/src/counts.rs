@@ -143,8 +143,8 @@ pub struct SelectionCounts {
     pub received: u64,
     /// Those of them that come over NVLink, if each row does.
     pub linked: u64,
-    /// Tokens of other ranks with several selections here, counted where `linked` counts them: within
-    /// a node such a row comes once, and is read again for its copies.
+    /// Tokens of other ranks with several selections here, counted where `linked` counts them: a
+    /// dispatch brings such a row once, and reads it again for its copies.
     pub copied: u64,
 }
 

@@ -226,8 +226,8 @@ impl Common<'_> {
         Some(Phase { kernel_us, wire, bandwidth, within, traffic, ..phase })
     }
 
-    /// Rows of a phase that pass NVLink: where they come by expert, one for each selection. A
-    /// dispatch within a node sends one to each rank, which copies it.
+    /// Rows of a phase that pass NVLink: where a combine takes them by expert, one for each
+    /// selection. A dispatch sends one to each rank, which copies it.
     fn linked_rows(&self, name: PhaseName) -> f64 {
         let is_for_each = !name.sorts() && !self.is_copied(name);
         self.by_expert.filter(|_| is_for_each).map_or(self.remote_rows, |rows| rows.linked)
@@ -235,7 +235,7 @@ impl Common<'_> {
 
     /// Whether ranks copy rows to the places of further selections, if rows come by expert.
     fn is_copied(&self, name: PhaseName) -> bool {
-        name.is_dispatch() && !name.sorts() && self.plan.topology.nodes == 1
+        name.is_dispatch() && !name.sorts()
     }
 
     /// Rows of a phase that a rank receives in a dispatch, and gives back in a combine.

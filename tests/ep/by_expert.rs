@@ -115,6 +115,31 @@ fn the_checker_finds_nothing_in_copies() {
     }
 }
 
+/// The same across nodes: rows of the own node, and relayed ones.
+#[test]
+fn the_checker_finds_nothing_in_copies_across_nodes() {
+    for seed in 0..tier::pick(4, 60) {
+        let weak = (seed % 2 == 1).then_some(seed);
+        let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
+        let routing = Routing::random(&mut rng_of(&[seed, 9]), &[16, 11, 13, 9], 8, 8, Style::DistinctTopK);
+        let tuning = Tuning {
+            internode_dispatch_warps: 1,
+            dispatch_stage_bytes: 512,
+            dispatch_stages: 2,
+            dispatch_copy_warps: 2,
+            ..Tuning::default()
+        };
+        let row_bytes = [1040, 256][seed as usize / 2 % 2];
+        let case =
+            Case { schedule_seed: Some(seed), tuning, num_channels: 2, ..Case::new(routing, row_bytes) };
+        let transport = if seed % 4 < 2 { TransportKind::Direct } else { TransportKind::Shm };
+        let case = across(case, transport);
+        let mut setup = case.setup_by_expert(4);
+        setup.device.checker = Some(Checker::new(config));
+        setup.run(|rank| rank.check_by_expert(&case, 4));
+    }
+}
+
 fn ranks() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
     let tokens = prop_oneof![1 => Just(0), 1 => 1..=8u32, 3 => 0..=40u32];
     prop::collection::vec(tokens, 1..=10).prop_map(|tokens| (tokens, None))

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use epoxide::internal::Schedule;
 use epoxide::internal::driver::{Drive, Executor, ManualGpus};
+use epoxide::throughput::DispatchRequest;
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{NodeLinks, Rank, Setup, assert_no_failures, run_ranks};
@@ -98,6 +99,54 @@ fn every_kernel_ends_wherever_a_deadline_passes() {
 #[test]
 fn every_kernel_ends_wherever_a_deadline_passes_across_nodes() {
     wherever_a_deadline_passes(one_rank_a_node());
+}
+
+/// Dispatches of rows by expert between two nodes of two ranks, whose warps wait for records of
+/// copies. `interrupt` is that of [`round_trip`].
+fn dispatch_by_expert(seed: u64, interrupt: impl FnOnce(&ManualGpus)) -> Result<()> {
+    const RANKS: u32 = 4;
+    let turn = Turn::random(seed, &[24, 17, 9, 20], CHANNELS);
+    let machine = ManualGpus::with_patience(seed, Duration::from_millis(1));
+    let nodes = NodeLinks { ranks_per_node: 2, transport: TransportKind::Direct, queues: 1 };
+    let mut setup = Setup::new(RANKS, CHANNELS, 24, ROW).max_topk(TOPK).nodes(Some(nodes));
+    setup.fields().timeout = DEADLINE;
+    setup.fields().rows_by_expert = Some(1024);
+    setup.device.hooks.executor = Executor::Manual(machine.clone());
+    let mut ranks = run_ranks(RANKS, |_, group| Rank::join(&setup, group));
+    let inputs = ranks.iter().map(|rank| Inputs::upload(&turn, rank)).collect::<Result<Vec<_>>>()?;
+    for (rank, inputs) in ranks.iter_mut().zip(&inputs) {
+        let (mut place, layout) = (rank.place()?, inputs.layout(rank)?);
+        let request = DispatchRequest::new(&inputs.x, &layout).by_expert(8).counts(rank.on_device());
+        rank.dispatch(&mut place, request)?;
+    }
+    interrupt(&machine);
+    for rank in &ranks {
+        // Gives up with the stuck warps where a kernel does not end.
+        rank.stream.synchronize()?;
+        match rank.buffer.check() {
+            Ok(()) | Err(Error::PeerTimeout { .. }) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_ends_wherever_a_deadline_passes_in_copies_across_nodes() {
+    let mut length = 0;
+    let count = |machine: &ManualGpus| {
+        while machine.drive(256) != Drive::Idle {
+            length += 256;
+        }
+    };
+    dispatch_by_expert(0, count).unwrap();
+    for point in (0..POINTS).filter(|point| point % tier::pick(125, 5) == tier::pick(112, 2)) {
+        let interrupt = |machine: &ManualGpus| {
+            machine.drive(length * point / POINTS);
+            machine.advance(2 * DEADLINE);
+        };
+        dispatch_by_expert(point, interrupt).unwrap_or_else(|error| panic!("point {point}: {error}"));
+    }
 }
 
 /// The clock advances by a microsecond with each turn of the grid that waits.

@@ -108,8 +108,8 @@ fn throughput_rounds(rank: u32, group: &Arc<dyn ProcessGroup>, spread: Option<Tr
 
 /// Round trips of rows by expert, of which each rank has two experts: a row that comes is copied to
 /// the other one's rows. Ranks have different numbers of blocks, so that blocks wait for others
-/// than their likes.
-fn by_expert_rounds(rank: u32, group: &Arc<dyn ProcessGroup>) -> Result<()> {
+/// than their likes; across nodes their numbers are the same.
+fn by_expert_rounds(rank: u32, group: &Arc<dyn ProcessGroup>, spread: Option<TransportKind>) -> Result<()> {
     use throughput::{
         Buffer, CachedDispatchRequest, CombineRequest, Config, DispatchRequest, Options, Shape,
     };
@@ -124,7 +124,10 @@ fn by_expert_rounds(rank: u32, group: &Arc<dyn ProcessGroup>) -> Result<()> {
         max_scales: 0,
     };
     let options = Options::new(shape).config(Config::with_sms(8)?).timeout(deadline());
-    let options = options.rows_by_expert(u64::from(experts) * TOKENS);
+    let mut options = options.rows_by_expert(u64::from(experts) * TOKENS);
+    if let Some(kind) = spread {
+        options = options.ranks_per_node(ranks / 2).transport(TransportOptions::new(kind)).keep_nodes();
+    }
     let mut buffer = Buffer::new(device.clone(), &**group, options)?;
     let mut place = buffer.place(0)?;
     let (x, _) = inputs(rank, ranks, &stream)?;
@@ -138,7 +141,7 @@ fn by_expert_rounds(rank: u32, group: &Arc<dyn ProcessGroup>) -> Result<()> {
         let request = CombineRequest::new(&received.recv_x, &received.handle);
         check(rank, experts, &buffer.combine(request, order)?.combined_x, &stream)?;
         let handle = received.handle.clone();
-        let num_sms = [8, 2, 6, 4][rank as usize % 4];
+        let num_sms = if spread.is_some() { 8 } else { [8, 2, 6, 4][rank as usize % 4] };
         let request = CachedDispatchRequest::new(&x, &handle).num_sms(num_sms);
         let received = buffer.dispatch_cached(&mut place, request, order)?;
         let request = CombineRequest::new(&received.recv_x, &received.handle);
@@ -201,7 +204,10 @@ fn high_throughput_needs_one_block_at_a_time() {
 
 #[test]
 fn rows_by_expert_need_one_block_at_a_time() {
-    run_ranks(num_ranks(4), |rank, group| by_expert_rounds(rank, &group));
+    let ranks = num_ranks(4);
+    for spread in spreads(ranks) {
+        run_ranks(ranks, |rank, group| by_expert_rounds(rank, &group, spread));
+    }
 }
 
 #[test]

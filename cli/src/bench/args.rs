@@ -243,7 +243,7 @@ pub struct TuningFlags {
     /// Warps per block that send metadata, in dispatch within one node.
     #[arg(long, help_heading = SHAPES)]
     pub dispatch_metadata_warps: Option<u32>,
-    /// Warps per block that copy received rows, in dispatch of rows by expert within one node.
+    /// Warps per block that copy received rows, in dispatch of rows by expert.
     #[arg(long, help_heading = SHAPES)]
     pub dispatch_copy_warps: Option<u32>,
     /// Most stages per warp in dispatch.

@@ -7,7 +7,7 @@ use epoxide_simt::kernel_args;
 use super::args::{ExpertPlanArgs, InternodeCombineArgs, InternodeDispatchArgs};
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
-use super::limits::{FEW_RANKS, MAX_LOCAL_EXPERTS};
+use super::limits::{FEW_RANKS, MAX_LOCAL_EXPERTS, MAX_TOPK};
 use super::wire::{MAX_NODES, Wire, relay_message};
 
 /// Packets from a rank of a node to one that relays there, for each source node: `epoch << 32 |
@@ -38,6 +38,15 @@ pub const fn expert_message_offset(
     let relayed = (num_nodes * per_node) as u64 * relay_message::WORDS as u64;
     let message = (source * per_node + receiver) as u64;
     (relayed + message * expert_message::WORDS as u64 + word as u64) * 8
+}
+
+/// Offset of the records of copies in a pool of several nodes with rows by expert, in bytes from
+/// [`super::PoolLayout::messages`]: u64 `[ranks of a node][num_nodes][num_channels]
+/// [copy_records_of_channel][max_topk]`, by the rank that writes tokens here and the node that they
+/// come from.
+#[inline(always)]
+pub const fn internode_copies_offset(num_nodes: u32, per_node: u32) -> u64 {
+    expert_message_offset(num_nodes, per_node, num_nodes, 0, 0)
 }
 
 /// Offset of the word that tells a node's verdict behind [`super::WireLayout::counts`] of the node:
@@ -88,7 +97,12 @@ impl ExpertRoute {
 layout_assert!(ExpertRoute, size = 24, forward_weights at 16);
 
 /// Arguments of `internode_dispatch_by_expert`.
-#[kernel_args]
+#[kernel_args(requires(
+    self.rows.dispatch.num_tokens <= self.max_tokens,
+    self.copy_warps >= 1 || self.rows.dispatch.comm.num_ranks <= 1,
+    self.copy_words >= 1,
+    self.copy_words <= MAX_TOPK,
+))]
 pub struct InternodeExpertDispatchArgs {
     /// Rows, nodes and routing. `send_row` has the rows at ranks of this node; `route.forward_row`
     /// is i64 `[num_rdma_recv_tokens, SEND_LIST_STRIDE]`, where entry k of a relayed token goes as
@@ -96,9 +110,17 @@ pub struct InternodeExpertDispatchArgs {
     pub rows: InternodeDispatchArgs,
     /// The tables of rows by expert.
     pub by_expert: ExpertRoute,
+    /// Tokens of a rank that the pool has records of copies for.
+    pub max_tokens: u32,
+    /// Words of such a record.
+    pub copy_words: u32,
+    /// Last warps of a block, which copy rows; 0 where a node has one rank.
+    pub copy_warps: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-layout_assert!(InternodeExpertDispatchArgs, size = size_of::<InternodeDispatchArgs>() + 24, by_expert at size_of::<InternodeDispatchArgs>());
+layout_assert!(InternodeExpertDispatchArgs, size = size_of::<InternodeDispatchArgs>() + 40, by_expert at size_of::<InternodeDispatchArgs>());
 
 /// Arguments of `internode_combine_by_expert`.
 #[kernel_args]

@@ -109,6 +109,13 @@ pub const fn copies_offset(num_ranks: u32) -> u64 {
     message_offset(num_ranks, 0)
 }
 
+/// Records of copies across nodes that a channel of a source has, where there are so many channels:
+/// one with its number of tokens, then one of each token.
+#[inline(always)]
+pub const fn copy_records_of_channel(max_tokens: u32, num_channels: u32) -> u32 {
+    1 + max_tokens.div_ceil(if num_channels > 1 { num_channels } else { 1 })
+}
+
 /// Where things are in a pool: offsets in bytes from its start, the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]

@@ -1,6 +1,7 @@
 //! Dispatch and combine across nodes.
 
 mod errors;
+mod links;
 mod mutation;
 mod neighbour;
 mod pairs;

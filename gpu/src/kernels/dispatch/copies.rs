@@ -1,5 +1,5 @@
 //! Copies of rows by expert, which the receiver makes: a token goes to each rank once, where it may
-//! have several entries.
+//! have several entries. Across nodes the records are others (`internode_dispatch/copies.rs`).
 //!
 //! The sender lists a token's rows at a rank there, once the first of them is complete. A record
 //! has a word for each of them, `epoch << 32 | row`, with [`MORE`] in all but the last one; a token
@@ -42,13 +42,31 @@ pub const fn copy_rings_behind(rings: u32) -> u32 {
 }
 
 /// How copies are asked for and made.
-pub struct Copies {
+pub struct Copies<R: Place = WithinNode> {
     /// Warps of a block that copy.
     pub warps: u32,
     /// Words of a record.
-    words: u32,
+    pub words: u32,
     /// Tokens that a source has records for.
-    max_tokens: u32,
+    pub max_tokens: u32,
+    /// Where they are.
+    pub place: R,
+}
+
+/// Where records are.
+pub trait Place {
+    /// Their offset in bytes behind the messages of a pool, with `num_ranks` ranks.
+    fn offset(&self, num_ranks: u32) -> u64;
+}
+
+/// In pools of one node.
+pub struct WithinNode;
+
+impl Place for WithinNode {
+    #[device]
+    fn offset(&self, num_ranks: u32) -> u64 {
+        copies_offset(num_ranks)
+    }
 }
 
 /// The part of `count` tokens that this block has: of the same fractions with any number of blocks.
@@ -83,13 +101,33 @@ pub unsafe fn is_first_of_rank(has_row: bool, rank: u32) -> bool {
     has_row & (of_same_rank(has_row, rank) & lanemask_lt() == 0)
 }
 
+/// Waits until the stores of the token two turns before have landed, behind the first store of the
+/// one at hand.
+///
+/// # Safety
+/// Stores since are the groups of two tokens or less.
+#[device]
+pub unsafe fn wait_two_behind(args: &DispatchArgs) {
+    // Groups since: the token between, and the first one of this.
+    if args.piece_bytes < args.row_bytes {
+        bulk_wait::<3>();
+    } else {
+        bulk_wait::<2>();
+    }
+}
+
 impl Copies {
     /// Those of a dispatch without rows by expert.
-    pub const NONE: Copies = Copies { warps: 0, words: 0, max_tokens: 0 };
+    pub const NONE: Copies = Copies { warps: 0, words: 0, max_tokens: 0, place: WithinNode };
 
     #[device]
     pub fn of(args: &ExpertDispatchArgs) -> Copies {
-        Copies { warps: args.copy_warps, words: args.copy_words, max_tokens: args.max_tokens }
+        Copies {
+            warps: args.copy_warps,
+            words: args.copy_words,
+            max_tokens: args.max_tokens,
+            place: WithinNode,
+        }
     }
 
     /// The end of the copying warps' rings, which begin at `rings` in shared memory.
@@ -97,15 +135,19 @@ impl Copies {
     pub fn end_of_rings(&self, args: &DispatchArgs, rings: u32) -> u32 {
         rings + crate::layout::ring_bytes(self.warps, COPY_STAGES, args.stage_bytes)
     }
+}
 
+impl<R: Place> Copies<R> {
     /// Record `nth` of source `source` in the pool at `pool`: 0 has the source's number of tokens,
     /// 1 + t is of token t.
     #[device]
-    fn record_at(&self, comm: &Comm, pool: u64, source: u32, nth: u32) -> u64 {
+    pub fn record_at(&self, comm: &Comm, pool: u64, source: u32, nth: u32) -> u64 {
         let record = source as u64 * (self.max_tokens as u64 + 1) + nth as u64;
-        pool + comm.pool.messages + copies_offset(comm.num_ranks) + record * self.words as u64 * 8
+        pool + comm.pool.messages + self.place.offset(comm.num_ranks) + record * self.words as u64 * 8
     }
+}
 
+impl Copies {
     /// Tells every other rank the number of tokens. A warp of the grid calls it.
     ///
     /// # Safety
@@ -138,12 +180,7 @@ impl Copies {
         to: Destination,
     ) {
         if token >= begin + 2 * step {
-            // Groups since: the token between, and the first one of this.
-            if args.piece_bytes < args.row_bytes {
-                bulk_wait::<3>();
-            } else {
-                bulk_wait::<2>();
-            }
+            wait_two_behind(args);
             self.send(args, epoch, token - 2 * step, to);
         }
     }
@@ -166,13 +203,15 @@ impl Copies {
             self.send(args, epoch, token - step, to[1]);
         }
     }
+}
 
+impl<R: Place> Copies<R> {
     /// Sends each other rank the record of `token`, whose destinations are `to`.
     ///
     /// # Safety
     /// The token's rows have landed for the threads that stored them.
     #[device]
-    unsafe fn send(&self, args: &DispatchArgs, epoch: u64, token: u32, to: Destination) {
+    pub unsafe fn send(&self, args: &DispatchArgs, epoch: u64, token: u32, to: Destination) {
         let (comm, lane) = (&args.comm, laneid());
         syncwarp();
         let has_row = to.row >= 0 && to.rank != comm.rank;
@@ -201,7 +240,7 @@ impl Copies {
     /// # Safety
     /// The source has that record. The whole warp calls it.
     #[device]
-    unsafe fn wait(&self, comm: &Comm, source: u32, nth: u32, epoch: u64) -> Option<(u32, u32)> {
+    pub unsafe fn wait(&self, comm: &Comm, source: u32, nth: u32, epoch: u64) -> Option<(u32, u32)> {
         let lane = laneid();
         let at = self.record_at(comm, pool_at::<true>(comm, comm.rank), source, nth);
         let mut deadline = Deadline::start();
@@ -221,7 +260,9 @@ impl Copies {
             }
         }
     }
+}
 
+impl Copies {
     /// Makes the copies that this warp, the `nth` of those of its block, has a part in. Its rings
     /// are among those at `rings` in shared memory.
     ///
@@ -270,13 +311,15 @@ impl Copies {
             at += self.warps;
         }
     }
+}
 
+impl<R: Place> Copies<R> {
     /// Copies the row of lane 0 to those of the lanes behind it, of `count` lanes.
     ///
     /// # Safety
     /// The first row is complete for all lanes; the others are this warp's to write.
     #[device]
-    unsafe fn copy(&self, args: &DispatchArgs, ring: &Ring, turn: &mut Turn, row: u32, count: u32) {
+    pub unsafe fn copy(&self, args: &DispatchArgs, ring: &Ring, turn: &mut Turn, row: u32, count: u32) {
         let (comm, lane) = (&args.comm, laneid());
         let own = pool_at::<true>(comm, comm.rank);
         let first = shfl_u32(row, 0);

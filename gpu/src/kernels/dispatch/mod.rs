@@ -19,10 +19,9 @@ use crate::layout::{
     DispatchArgs, ExpertDispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, ring_bytes, row_stride,
 };
 use crate::simt::*;
-use copies::Copies;
 use metadata::{Entries, tokens_at_once};
 
-pub use copies::{COPY_STAGES, copy_rings_behind};
+pub use copies::{COPY_STAGES, Copies, Place, copy_rings_behind, is_first_of_rank, wait_two_behind};
 pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, store_plain};
 
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them.

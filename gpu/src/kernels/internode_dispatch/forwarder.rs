@@ -1,13 +1,14 @@
 //! The forwarder of a channel: what arrives from other nodes goes to the ranks of this one.
 
+use super::copies::{Copies, Late};
 use super::metadata::Metadata;
 use super::route::{
     FORWARD_ROW_BYTES, forward_row, forward_start, note_rows, note_selections, relayed_before, send_source,
     slot_shape,
 };
-use crate::kernels::dispatch::{Tail, copy_scales, load_stage, scale_place};
+use crate::kernels::dispatch::{Tail, copy_scales, is_first_of_rank, load_stage, scale_place};
 use crate::kernels::epoch::pool_of;
-use crate::kernels::list::entry_at;
+use crate::kernels::list::{Destination, entry_at};
 use crate::kernels::rail::{Path, arrival_word, channel_rows, rows_arrived, wait_rows};
 use crate::kernels::ring::{Ring, Turn};
 use crate::layout::{
@@ -114,6 +115,7 @@ impl Walk {
 pub unsafe fn forward<const BY_EXPERT: bool>(
     args: &InternodeDispatchArgs,
     by_expert: &ExpertRoute,
+    copies: &Copies,
     ring: &Ring,
     channel: u32,
     workers: u32,
@@ -148,6 +150,9 @@ pub unsafe fn forward<const BY_EXPERT: bool>(
     let mut sent = load;
     let (mut turn, mut load_slot, mut in_flight) = (Turn::first(), 0, 0);
     let mut row = -1;
+    // By expert: where the lane's entry goes. Its row is here only where it is written, since other
+    // ranks copy their further rows.
+    let (mut to, mut late) = (Destination { row: -1, rank: 0 }, Late::new());
     // Lane j: where the rows of the channel from `start_node` begin at rank j.
     let (mut start, mut start_node) = (0, u32::MAX);
     while !sent.ended() {
@@ -213,6 +218,9 @@ pub unsafe fn forward<const BY_EXPERT: bool>(
                     Metadata { row: row as i32, rank, ..Metadata::NONE }
                 };
                 (row, peer) = (selection.row, pool_of(comm, selection.rank));
+                to = Destination { row, rank: selection.rank };
+                let is_written = is_first_of_rank(row >= 0, to.rank) | (to.rank == comm.rank);
+                row = if is_written { row } else { -1 };
             } else if rows.with_metadata != 0 {
                 if sent.node != start_node && lane < comm.num_ranks {
                     start = ld_u32(forward_start(args, sent.node, channel) + lane as u64 * 4);
@@ -251,12 +259,20 @@ pub unsafe fn forward<const BY_EXPERT: bool>(
             }
         }
         bulk_commit();
+        if BY_EXPERT && copies.warps() != 0 && offset == 0 {
+            let token = copies.token(sent.node, sent.row);
+            late.turn(copies, rows, epoch, token, to);
+        }
         // The stage before this one has been read: it is free for the next load.
         bulk_wait_read::<1>();
         syncwarp();
         in_flight -= 1;
         turn.advance(ring);
         sent.advance(rows.row_bytes, rows.piece_bytes);
+    }
+    if BY_EXPERT && copies.warps() != 0 {
+        bulk_wait::<0>();
+        late.end(copies, rows, epoch);
     }
 }
 

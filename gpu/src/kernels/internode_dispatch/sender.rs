@@ -1,8 +1,9 @@
 //! The sender of a channel: its worker warps.
 
+use super::copies::{self, Copies, Late};
 use super::metadata::Metadata;
 use super::route::{forward_start, note_rows, note_selections, relayed_before, send_source, slot_shape};
-use crate::kernels::dispatch::{Cursor, copy_scales, load_piece, scale_place, store_plain};
+use crate::kernels::dispatch::{Cursor, copy_scales, is_first_of_rank, load_piece, scale_place, store_plain};
 use crate::kernels::epoch::pool_of;
 use crate::kernels::ids::Id;
 use crate::kernels::list::Destination;
@@ -113,14 +114,17 @@ impl Token {
 ///
 /// # Safety
 /// Rows and slots were planned inside their memory.
+#[allow(clippy::too_many_arguments)]
 #[device]
 pub unsafe fn send<const BY_EXPERT: bool>(
     args: &InternodeDispatchArgs,
     by_expert: &ExpertRoute,
+    copies: &Copies,
     ring: &Ring,
     channel: u32,
     workers: u32,
     progress: &Progress,
+    epoch: u64,
 ) {
     let (rows, wire) = (&args.dispatch, &args.wire);
     let (comm, lane, warp) = (&rows.comm, laneid(), tid() / 32);
@@ -133,6 +137,7 @@ pub unsafe fn send<const BY_EXPERT: bool>(
     let own = shfl_u64(peer, comm.rank);
     // The rank of the lane's row.
     let mut to = lane;
+    let mut late = Late::new();
     // Lane j: where this channel's rows start at rank j. Lane n: where its slots for node n
     // start.
     let mut starts = 0;
@@ -198,6 +203,11 @@ pub unsafe fn send<const BY_EXPERT: bool>(
                 }
                 pack::<BY_EXPERT>(args, &shape, &token, sent.token, slot);
             }
+            if BY_EXPERT {
+                // Other ranks copy their further rows.
+                let is_first = is_first_of_rank(token.metadata.row >= 0, to);
+                token.metadata.row = if is_first | (to == comm.rank) { token.metadata.row } else { -1 };
+            }
             if rows.num_scales != 0 && bulk_scale_bytes(rows.num_scales) == 0 {
                 let from = rows.scales.0 + sent.token as u64 * rows.num_scales as u64 * 4;
                 copy_scales(from, rows.num_scales, scale_place(rows, peer, token.metadata.row));
@@ -211,7 +221,8 @@ pub unsafe fn send<const BY_EXPERT: bool>(
         ring.wait(&turn);
         let row = token.metadata.row;
         if row >= 0 {
-            if to != comm.rank {
+            // Several rows of the own rank are more than ordinary stores have time for.
+            if BY_EXPERT || to != comm.rank {
                 bulk_store(peer + row_offset + row as u64 * stride, buffer, bytes);
             }
             if scale_bytes != 0 {
@@ -238,11 +249,11 @@ pub unsafe fn send<const BY_EXPERT: bool>(
             }
         }
         if BY_EXPERT {
-            let mut own_rows = ballot(row >= 0 && to == comm.rank);
-            while own_rows != 0 {
-                let own_row = shfl_u32(row as u32, own_rows.trailing_zeros());
-                own_rows &= own_rows - 1;
-                store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+            if copies.warps() != 0 && sent.offset == 0 {
+                // Tokens that do not come to this node have no record.
+                let row = shfl_u32(token.node_head as u32, wire.node);
+                let nth = if row as i32 >= 0 { copies.token(wire.node, row) } else { copies::NONE };
+                late.turn(copies, rows, epoch, nth, token.to);
             }
         } else {
             let own_row = shfl_u32(row as u32, comm.rank) as i32;
@@ -278,6 +289,9 @@ pub unsafe fn send<const BY_EXPERT: bool>(
     }
     bulk_wait::<0>();
     say_packed(progress, sent.piece / pieces, end - begin + warp, workers);
+    if BY_EXPERT && copies.warps() != 0 {
+        late.end(copies, rows, epoch);
+    }
 }
 
 /// Tells the warp that posts that this warp has packed `count` tokens: the first that it lacks,

@@ -878,13 +878,26 @@ impl Buffer {
                     };
                     let (block, shared) = (ring.threads() + 32, ring.shared_bytes() + PROGRESS_BYTES);
                     if let (Some(at), Some(given)) = (routing.by_expert, tables.by_expert) {
+                        let (shape, copy_warps) = (&self.options.shape, self.kernels.copy_warps(ring.bytes));
+                        let shared = match copy_warps {
+                            0 => shared,
+                            _ => copy_rings_behind(shared) + ring_bytes(copy_warps, COPY_STAGES, ring.bytes),
+                        };
+                        let block = block + copy_warps * 32;
                         let kernel = &nodes.by_expert.as_ref().ok_or_else(not_loaded)?.dispatch;
                         let by_expert = ExpertRoute {
                             numbers: given.numbers,
                             bases: at.bases,
                             forward_weights: at.forward_weights,
                         };
-                        let args = InternodeExpertDispatchArgs { rows: args, by_expert };
+                        let args = InternodeExpertDispatchArgs {
+                            rows: args,
+                            by_expert,
+                            max_tokens: shape.max_tokens,
+                            copy_words: shape.max_topk,
+                            copy_warps,
+                            reserved: 0,
+                        };
                         return stream.call(
                             kernel,
                             grid,

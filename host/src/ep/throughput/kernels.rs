@@ -193,6 +193,8 @@ impl ByExpertAcross {
 #[derive(Debug)]
 pub struct SeveralNodes {
     pub wire: Wire,
+    /// Whether a rank has others on its node.
+    pub has_neighbours: bool,
     pub count: Kernel,
     pub notify: Kernel,
     pub dispatch: Kernel,
@@ -272,6 +274,7 @@ pub struct LoadedKernels {
     module: Module,
     shared_limit: u32,
     is_many: bool,
+    has_neighbours: bool,
     by_expert: bool,
     ptx: Option<PathBuf>,
 }
@@ -312,7 +315,8 @@ impl LoadedKernels {
         }
         let module = Module::shipped(device, ptx.as_deref(), &names)?;
         let shared_limit = device.info().max_shared_bytes_per_block;
-        Ok(LoadedKernels { module, shared_limit, is_many, by_expert, ptx })
+        let has_neighbours = topology.ranks_per_node > 1;
+        Ok(LoadedKernels { module, shared_limit, is_many, has_neighbours, by_expert, ptx })
     }
 
     /// The kernels of all operations, with a network side if there are several nodes.
@@ -366,6 +370,7 @@ impl LoadedKernels {
                 };
                 let nodes = SeveralNodes {
                     wire,
+                    has_neighbours: self.has_neighbours,
                     count: kernel(InternodeCount::INFO.name, 0)?,
                     notify: kernel(InternodeNotify::INFO.name, INTERNODE_NOTIFY_SHARED_BYTES)?,
                     dispatch: kernel(InternodeDispatch::INFO.name, self.shared_limit)?,
@@ -494,6 +499,7 @@ impl Kernels {
             // They wait for their stores to land, and half of the stores or more are local.
             Spread::OneNode(..) if is_by_expert => (t.dispatch_warps + 2, 2 * DISPATCH_WARPS),
             Spread::OneNode(..) => (t.dispatch_warps, DISPATCH_WARPS),
+            Spread::SeveralNodes(..) if is_by_expert => (t.internode_dispatch_warps, 2 * DISPATCH_WARPS),
             Spread::SeveralNodes(..) => (t.internode_dispatch_warps, DISPATCH_WARPS),
         };
         let warps = warps.min(most / num_sms).max(1);
@@ -507,21 +513,29 @@ impl Kernels {
             Spread::SeveralNodes(..) => SlotShape::metadata_bytes(num_topk),
         };
         let stage_bytes = (piece_bytes + bulk_scale_bytes(num_scales) + metadata).next_multiple_of(128);
-        let copies = match self.mode {
-            // With room for their alignment.
-            Spread::OneNode(..) if is_by_expert => {
-                ring_bytes(self.copy_warps(stage_bytes), COPY_STAGES, stage_bytes) + 128
-            }
-            _ => 0,
+        // With room for their alignment.
+        let copies = if is_by_expert {
+            ring_bytes(self.copy_warps(stage_bytes), COPY_STAGES, stage_bytes) + 128
+        } else {
+            0
         };
         let limit = self.ring_limit().saturating_sub(copies);
         (RingShape::fit(stage_bytes, warps, t.dispatch_stages, limit), piece_bytes)
     }
 
-    /// Warps of a block that copy received rows, in a dispatch of rows by expert within one node
-    /// with stages of so many bytes: their rings take up to half of the shared memory.
+    /// Warps of a block that copy received rows, in a dispatch of rows by expert with stages of so
+    /// many bytes: their rings take up to half of the shared memory. Across nodes a rank alone on
+    /// its node has none, since it writes all of its rows itself.
     pub fn copy_warps(&self, stage_bytes: u32) -> u32 {
-        let most = self.ring_limit() / 2 / ring_bytes(1, COPY_STAGES, stage_bytes);
+        let most = match &self.mode {
+            Spread::OneNode(..) => u32::MAX,
+            Spread::SeveralNodes(nodes, _) if !nodes.has_neighbours => return 0,
+            // Beside those that move rows, and the one that delivers.
+            Spread::SeveralNodes(..) => {
+                InternodeDispatchByExpert::INFO.max_threads / 32 - self.tuning.internode_dispatch_warps - 1
+            }
+        };
+        let most = most.min(self.ring_limit() / 2 / ring_bytes(1, COPY_STAGES, stage_bytes));
         self.tuning.dispatch_copy_warps.min(most).max(1)
     }
 

@@ -40,7 +40,7 @@ use std::time::Duration;
 use epoxide_gpu::layout::{
     Call, Comm, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, PLAN_HEADER,
     PlanHeader, PoolLayout, ROW_ALIGN, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout,
-    expert_message, expert_message_offset, message_offset, wire_message,
+    expert_message, expert_message_offset, internode_copies_offset, message_offset, wire_message,
 };
 
 use super::core::{
@@ -461,7 +461,8 @@ fn sections(layouts: &[PoolLayout], topology: Topology, row_bytes: RowBytes) -> 
         sections.into_iter().filter(move |section| section.offset >= first).collect::<Vec<_>>()
     };
     let mut all: Vec<Section> = layouts.iter().enumerate().flat_map(of_place).collect();
-    // Those of rows by expert follow the count messages: records of copies, or first rows.
+    // Those of rows by expert follow the count messages: first rows across nodes, and records of
+    // copies.
     let counts = message_offset(topology.ranks_per_node, 0);
     if nodes == 1
         && let Some(messages) = all.iter_mut().find(|section| section.name == "messages")
@@ -479,10 +480,13 @@ fn sections(layouts: &[PoolLayout], topology: Topology, row_bytes: RowBytes) -> 
         && messages.bytes > first + message_offset(0, expert_message::WORDS)
     {
         let stride = message_offset(0, expert_message::WORDS);
-        let array = Section::array("expert_messages", (messages.bytes - first) / stride, stride);
+        let copies = internode_copies_offset(nodes, topology.ranks_per_node);
+        let array = Section::array("expert_messages", (copies - first) / stride, stride);
         let behind = array.at(messages.offset + first);
+        let records = Section::array("copies", (messages.bytes - copies) / 8, 8);
+        let records = records.at(messages.offset + copies);
         messages.bytes = first;
-        all.push(behind.of(EXPERT_MESSAGE));
+        all.extend([behind.of(EXPERT_MESSAGE), records]);
         all.sort_by_key(|section| section.offset);
     }
     all

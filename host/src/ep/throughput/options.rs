@@ -185,8 +185,8 @@ pub struct Tuning {
     /// Further warps per block in a dispatch within one node that exchanges counts, which send the
     /// rows' metadata, 1 to 4.
     pub dispatch_metadata_warps: u32,
-    /// Further warps per block in a dispatch of rows by expert within one node, 1 to 6: they copy
-    /// received rows that several experts of this rank want.
+    /// Further warps per block in a dispatch of rows by expert, 1 to 6: they copy received rows that
+    /// several experts of this rank want. Across nodes a block has up to 12 warps.
     pub dispatch_copy_warps: u32,
     /// Largest stage in dispatch, in bytes; longer rows travel in pieces.
     pub dispatch_stage_bytes: u32,

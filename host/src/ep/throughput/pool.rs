@@ -1,8 +1,8 @@
 //! Sizes and places in the pool, the one allocation per rank that its peers map.
 
 use epoxide_gpu::layout::{
-    Control, MAX_TOPK, PoolLayout, ROW_ALIGN, copies_offset, expert_message_offset, message_offset,
-    relay_message, row_stride,
+    Control, MAX_CHANNELS, MAX_TOPK, PoolLayout, ROW_ALIGN, copies_offset, internode_copies_offset,
+    message_offset, relay_message, row_stride,
 };
 
 use super::options::Shape;
@@ -10,8 +10,8 @@ use crate::ep::Topology;
 use crate::ep::core::{Offsets, check_count};
 use crate::error::{Error, Result, Scope};
 
-/// Bytes of the count messages in a pool: one from each rank. With rows `by_expert` there are the
-/// records of copies behind them within a node, and as many messages of first rows across nodes.
+/// Bytes of the count messages in a pool: one from each rank. With rows `by_expert` the records of
+/// copies follow them, across nodes behind as many messages of first rows.
 fn message_bytes(shape: &Shape, topology: Topology, by_expert: bool) -> u64 {
     match topology.nodes {
         1 if by_expert => {
@@ -20,8 +20,17 @@ fn message_bytes(shape: &Shape, topology: Topology, by_expert: bool) -> u64 {
         }
         1 => message_offset(topology.ranks(), 0),
         _ if !by_expert => u64::from(topology.ranks()) * u64::from(relay_message::WORDS) * 8,
-        nodes => expert_message_offset(nodes, topology.ranks_per_node, nodes, 0, 0),
+        nodes => {
+            let records = u64::from(topology.ranks()) * most_copy_records(shape.max_tokens);
+            internode_copies_offset(nodes, topology.ranks_per_node) + records * u64::from(shape.max_topk) * 8
+        }
     }
+}
+
+/// Records of copies that a source has across nodes, with any number of channels: each of these has
+/// one more than tokens, rounded up.
+fn most_copy_records(max_tokens: u32) -> u64 {
+    u64::from(max_tokens) + 2 * u64::from(MAX_CHANNELS)
 }
 
 /// Bytes of a row's source, which only matters across nodes.
@@ -128,7 +137,7 @@ pub fn pool_layouts(
 
 #[cfg(test)]
 mod tests {
-    use epoxide_gpu::layout::{Section, expert_message};
+    use epoxide_gpu::layout::{Section, copy_records_of_channel, expert_message, expert_message_offset};
 
     use super::super::{RowBytes, sections};
     use super::*;
@@ -154,6 +163,13 @@ mod tests {
         let name = |layout, at| Section::name_of(&sections(&[layout], topology, lengths), at);
         let last = name(by_expert, by_expert.messages + last);
         assert_eq!(last.as_deref(), Some("expert_messages[15].rows"));
+        let copies = by_expert.messages + internode_copies_offset(2, 8);
+        assert_eq!(name(by_expert, copies).as_deref(), Some("copies[0]"));
+        for channels in [1, 2, 12, 255, MAX_CHANNELS] {
+            let of_source = u64::from(channels * copy_records_of_channel(SHAPE.max_tokens, channels));
+            assert!(of_source <= most_copy_records(SHAPE.max_tokens));
+            assert!(copies + 16 * of_source * 64 <= by_expert.recv_x);
+        }
         let last = layout.messages + expert_message_offset(2, 8, 0, 0, 0) - 8;
         assert_eq!(name(layout, last), name(by_expert, last));
         assert_eq!(name(layout, layout.recv_x).as_deref(), Some("recv_x[0]"));
