@@ -97,6 +97,12 @@ layout_assert!(LowLatencyPlace, size = 72, returned_scales at 64);
 /// block do.
 pub const FEW_TOKENS: u32 = 32;
 
+/// A rank with more than `BATCH_TOKENS / num_ranks` tokens lists received rows by the kernels of a
+/// batch.
+pub const BATCH_TOKENS: u32 = 512;
+/// Experts of a token that those kernels look at: one load of four packets.
+pub const BATCH_TOPK: u32 = 8;
+
 /// Tokens of a dispatch's block whose scales leave together, and which are then published: a scale's
 /// words of so many tokens are a sector of 32 bytes. Words of single tokens took as long as a quarter
 /// of the rows.

@@ -11,6 +11,7 @@
 
 use super::super::epoch::{Phase, note, note_missing_token, share, trace, trace_by, wait_at_least};
 use super::super::ids::{Id, place, recorded_token};
+use super::batch;
 use super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch};
 use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
@@ -36,7 +37,7 @@ use crate::simt::*;
     requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks <= FEW_RANKS as u32)
 )]
 pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
-    dispatch::<Few, false>(&args);
+    dispatch::<Few, false, false>(&args);
 }
 
 /// The same to up to [`MAX_RANKS`] ranks.
@@ -46,13 +47,13 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks > FEW_RANKS as u32)
 )]
 pub unsafe fn low_latency_dispatch_many(args: LowLatencyDispatchArgs) {
-    dispatch::<Many, false>(&args);
+    dispatch::<Many, false, false>(&args);
 }
 
 /// `MX`: whether rows are quantised as [`Quantise::Mxfp8`]. The kernels that quantise otherwise, or
-/// not at all, have no instruction for it.
+/// not at all, have no instruction for it. `BATCH`: whether rows are listed as [`batch`] does.
 #[device]
-pub(super) unsafe fn dispatch<R: Ranks, const MX: bool>(args: &LowLatencyDispatchArgs) {
+pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool>(args: &LowLatencyDispatchArgs) {
     let comm = &args.common.comm;
     let shared = R::shared();
     let sends = args.common.phases & phase::SEND != 0;
@@ -72,7 +73,7 @@ pub(super) unsafe fn dispatch<R: Ranks, const MX: bool>(args: &LowLatencyDispatc
     }
     let_next_launch(&args.common);
     if args.common.phases & phase::RECEIVE != 0 {
-        receive(args, lists, &shared, &opened);
+        receive::<R, BATCH>(args, lists, &shared, &opened);
         finish(comm);
     }
 }
@@ -567,9 +568,9 @@ unsafe fn quantise_pair<R: Ranks, const MX: bool>(
     }
 }
 
-/// Says which expert has which rows, and waits for them.
+/// Says which expert has which rows, and waits for them. `BATCH`: as of [`dispatch`].
 #[device]
-unsafe fn receive<R: Ranks>(
+unsafe fn receive<R: Ranks, const BATCH: bool>(
     args: &LowLatencyDispatchArgs,
     team: Team<1>,
     shared: &NodeShared<R>,
@@ -587,7 +588,11 @@ unsafe fn receive<R: Ranks>(
     if ctaid() == 0 && thread < R::ROOM {
         st_u32(common.tables.num_tokens.array::<u32>().at(thread), shared.tokens.ld(thread));
     }
-    list(args, team, shared, epoch);
+    if BATCH {
+        batch::list(args, team, shared, epoch);
+    } else {
+        list(args, team, shared, epoch);
+    }
     // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
     let chunks = chunks_of(common, common.max_tokens);
     core::hint::assert_unchecked(chunks >= 1);

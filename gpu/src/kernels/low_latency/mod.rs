@@ -36,6 +36,7 @@ use crate::layout::{
 };
 use crate::simt::*;
 
+mod batch;
 mod by_expert;
 mod combine;
 mod dispatch;
@@ -53,6 +54,7 @@ mod wait;
 pub use internode::{LOW_LATENCY_INTERNODE_SHARED_BYTES, low_latency_internode_by_expert_shared_bytes};
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
+    batch::{LowLatencyDispatchBatch, LowLatencyDispatchManyBatch},
     combine::{
         LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32, LowLatencyCombineFp8,
         LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32,

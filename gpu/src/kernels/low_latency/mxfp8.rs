@@ -28,7 +28,7 @@ use crate::simt::*;
     )
 )]
 pub unsafe fn low_latency_dispatch_mxfp8(args: LowLatencyDispatchArgs) {
-    dispatch::<Few, true>(&args);
+    dispatch::<Few, true, false>(&args);
 }
 
 /// The same to up to [`MAX_RANKS`] ranks.
@@ -42,7 +42,7 @@ pub unsafe fn low_latency_dispatch_mxfp8(args: LowLatencyDispatchArgs) {
     )
 )]
 pub unsafe fn low_latency_dispatch_many_mxfp8(args: LowLatencyDispatchArgs) {
-    dispatch::<Many, true>(&args);
+    dispatch::<Many, true, false>(&args);
 }
 
 /// The same as [`LowLatencyDispatchByExpert`](super::LowLatencyDispatchByExpert), of rows that

@@ -8,19 +8,20 @@ use epoxide_gpu::kernels::{
     LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32, LowLatencyCombineFp8,
     LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32, LowLatencyCombineManyFp8,
     LowLatencyCombineManyPooled, LowLatencyCombineManySummed, LowLatencyCombinePooled,
-    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyDispatchByExpertMxfp8,
-    LowLatencyDispatchMany, LowLatencyDispatchManyByExpert, LowLatencyDispatchManyByExpertMxfp8,
-    LowLatencyDispatchManyMxfp8, LowLatencyDispatchMxfp8, LowLatencyInternodeCombineBf16,
-    LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8,
-    LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
-    LowLatencyInternodeDispatchByExpertMxfp8, LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait,
-    LowLatencyWait, LowLatencyWaitMany, low_latency_by_expert_shared_bytes,
-    low_latency_dispatch_shared_bytes, low_latency_internode_by_expert_shared_bytes,
+    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchBatch, LowLatencyDispatchByExpert,
+    LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchMany, LowLatencyDispatchManyBatch,
+    LowLatencyDispatchManyByExpert, LowLatencyDispatchManyByExpertMxfp8, LowLatencyDispatchManyMxfp8,
+    LowLatencyDispatchMxfp8, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16,
+    LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
+    LowLatencyInternodeDispatchByExpert, LowLatencyInternodeDispatchByExpertMxfp8,
+    LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany,
+    low_latency_by_expert_shared_bytes, low_latency_dispatch_shared_bytes,
+    low_latency_internode_by_expert_shared_bytes,
 };
 use epoxide_gpu::layout::{
-    DevicePtr, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
-    LowLatencyInternodeCombineArgs, LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs,
-    LowLatencyMessages, LowLatencyWaitArgs, Quantise, phase,
+    BATCH_TOKENS, BATCH_TOPK, DevicePtr, LowLatencyCombineArgs, LowLatencyDispatchArgs,
+    LowLatencyExpertDispatchArgs, LowLatencyInternodeCombineArgs, LowLatencyInternodeDispatchArgs,
+    LowLatencyInternodeExpertDispatchArgs, LowLatencyMessages, LowLatencyWaitArgs, Quantise, phase,
 };
 
 use super::results::Room;
@@ -384,7 +385,7 @@ impl Buffer {
         messages: Option<LowLatencyMessages>,
         grid: u32,
     ) -> Result<()> {
-        let Kernels { dispatch, mxfp8_dispatch, .. } = &self.kernels;
+        let Kernels { dispatch, batch_dispatch, mxfp8_dispatch, .. } = &self.kernels;
         let (is_mxfp8, is_many) = (args.quantise == Quantise::Mxfp8 as u32, self.is_many());
         // SAFETY: the caller keeps the memory. The number of nodes decides both the set of kernels
         // and whether the place has messages.
@@ -401,7 +402,17 @@ impl Buffer {
                 return stream.call(dispatch, grid, THREADS, shared, LowLatencyInternodeDispatch::call(args));
             }
             let shared = low_latency_dispatch_shared_bytes(&args);
+            let tokens = args.common.num_tokens * args.common.comm.num_ranks;
+            let is_batch = tokens > BATCH_TOKENS && args.common.num_topk <= BATCH_TOPK;
             match (is_many, is_mxfp8) {
+                (false, false) if is_batch => {
+                    let call = LowLatencyDispatchBatch::call(args);
+                    stream.call(batch_dispatch, grid, THREADS, shared, call)
+                }
+                (true, false) if is_batch => {
+                    let call = LowLatencyDispatchManyBatch::call(args);
+                    stream.call(batch_dispatch, grid, THREADS, shared, call)
+                }
                 (false, false) => {
                     stream.call(dispatch, grid, THREADS, shared, LowLatencyDispatch::call(args))
                 }

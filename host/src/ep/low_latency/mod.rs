@@ -30,14 +30,14 @@ use epoxide_gpu::kernels::{
     AddCounts, FirstTokens, LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32,
     LowLatencyCombineFp8, LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32,
     LowLatencyCombineManyFp8, LowLatencyCombineManyPooled, LowLatencyCombineManySummed,
-    LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchByExpert,
-    LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchMany, LowLatencyDispatchManyByExpert,
-    LowLatencyDispatchManyByExpertMxfp8, LowLatencyDispatchManyMxfp8, LowLatencyDispatchMxfp8,
-    LowLatencyGather, LowLatencyGatherColumns, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16,
-    LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
-    LowLatencyInternodeDispatchByExpert, LowLatencyInternodeDispatchByExpertMxfp8,
-    LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany,
-    PackColumns,
+    LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchBatch,
+    LowLatencyDispatchByExpert, LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchMany,
+    LowLatencyDispatchManyBatch, LowLatencyDispatchManyByExpert, LowLatencyDispatchManyByExpertMxfp8,
+    LowLatencyDispatchManyMxfp8, LowLatencyDispatchMxfp8, LowLatencyGather, LowLatencyGatherColumns,
+    LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
+    LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
+    LowLatencyInternodeDispatchByExpertMxfp8, LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait,
+    LowLatencyWait, LowLatencyWaitMany, PackColumns,
 };
 use epoxide_gpu::layout::{
     Comm, DevicePtr, FEW_RANKS, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
@@ -96,6 +96,8 @@ pub struct Buffer {
 #[derive(Debug)]
 struct Kernels {
     dispatch: Kernel,
+    /// Within a node, a dispatch of many tokens.
+    batch_dispatch: Kernel,
     /// A dispatch of rows that become MXFP8.
     mxfp8_dispatch: Kernel,
     /// Of rows of [`Options::combine_dtype`].
@@ -181,8 +183,13 @@ impl Kernels {
             Kind::Many => (LowLatencyCombineManySummed::INFO, LowLatencyCombineManyPooled::INFO),
             _ => (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO),
         };
+        let batch = match kind {
+            Kind::Many => LowLatencyDispatchManyBatch::INFO,
+            _ => LowLatencyDispatchBatch::INFO,
+        };
         let infos = [
             dispatch,
+            batch,
             mxfp8,
             combine,
             quantised_combine,
@@ -204,6 +211,7 @@ impl Kernels {
         let kernels = infos.map(|info| module.kernel(info.name, 0));
         let [
             dispatch,
+            batch_dispatch,
             mxfp8_dispatch,
             combine,
             quantised_combine,
@@ -218,6 +226,7 @@ impl Kernels {
         ] = kernels;
         Ok(Kernels {
             dispatch: dispatch?,
+            batch_dispatch: batch_dispatch?,
             mxfp8_dispatch: mxfp8_dispatch?,
             combine: combine?,
             quantised_combine: quantised_combine?,
