@@ -63,9 +63,9 @@ fn rows_by_expert_go_to_each_rank_of_a_node_once() {
                     let others = others.filter(|other| other / PER_NODE == by / PER_NODE);
                     let written: u64 = others.map(|other| rows(&routing, other, by)).sum();
                     let own = rows(&routing, by, by);
-                    let all: i32 =
-                        oracle::by_expert(&routing, by, 8).counts.iter().map(|count| *count as i32).sum();
-                    want = own + (all as u64 - own - written);
+                    let counts = oracle::by_expert(&routing, by, 8).counts;
+                    let all: u64 = counts.iter().map(|count| *count as u64).sum();
+                    want = own + (all - own - written);
                 }
                 let got = stored.get(&(by, on)).copied().unwrap_or(0);
                 assert_eq!(got, want * bytes, "{transport:?}: by rank {by} on rank {on}");
