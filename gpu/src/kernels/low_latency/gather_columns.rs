@@ -20,9 +20,9 @@ pub unsafe fn low_latency_gather_columns(args: LowLatencyGatherColumnsArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
     stride!(number in tid() / 32 * nctaid() + ctaid()..args.local_experts * groups, nctaid() * warps => {
         let (expert, first) = (number / groups, number % groups * WORDS as u32);
-        let count = ld_u32(args.expert_counts.0 + expert as u64 * 4).min(args.rows);
+        let count = args.expert_counts.ld(expert).min(args.rows);
         stride!(index in lane..count, 32 => {
-            let row = ld_u32(args.expert_rows.0 + (expert as u64 * args.rows as u64 + index as u64) * 4);
+            let row = args.expert_rows.ld(row_major(expert, args.rows, index));
             if row < args.rows {
                 copy_words(&args, expert * args.num_words, first, row, index);
             }
@@ -36,17 +36,17 @@ pub unsafe fn low_latency_gather_columns(args: LowLatencyGatherColumnsArgs) {
 /// The row is one of those received, and the place one of the expert's.
 #[device]
 unsafe fn copy_words(args: &LowLatencyGatherColumnsArgs, lines: u32, first: u32, row: u32, index: u32) {
-    let (rows, last) = (args.rows as u64, args.num_words - 1);
+    let last = args.num_words - 1;
     let mut words = [0; WORDS];
     // The loads have no condition, so that all are in flight together.
     unroll!(4, J => {
         let word = (first + J as u32).min(last);
-        words[J] = ld_u32(args.recv_columns.0 + (word as u64 * rows + row as u64) * 4);
+        words[J] = args.recv_columns.ld(row_major(word, args.rows, row));
     });
     unroll!(4, J => {
         let word = first + J as u32;
         if word <= last {
-            st_u32(args.columns.0 + ((lines + word) as u64 * rows + index as u64) * 4, words[J]);
+            args.columns.st(row_major(lines + word, args.rows, index), words[J]);
         }
     });
 }

@@ -154,8 +154,8 @@ impl Buffer {
             Some(columns) => Some(LowLatencyGatherColumnsArgs {
                 expert_counts: args.expert_counts,
                 expert_rows: args.expert_rows,
-                recv_columns: args.recv_scales,
-                columns: columns.ptr(),
+                recv_columns: place.room().recv_scales.into(),
+                columns: columns.ptr().into(),
                 rows: args.rows,
                 local_experts: args.local_experts,
                 num_words: self.check_gathered_columns(received, columns)?,
