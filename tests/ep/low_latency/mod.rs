@@ -1,6 +1,7 @@
 //! Low latency on virtual GPUs, against the oracle.
 
 mod acceptance;
+mod batch;
 mod by_expert;
 pub mod faults;
 mod gather;
