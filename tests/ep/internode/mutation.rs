@@ -48,7 +48,7 @@ fn pairs(variable: &str, path: &Path) -> Output {
         .unwrap()
 }
 
-/// What a process has printed.
+/// The output of a process.
 fn text(output: &Output) -> String {
     let all = [&output.stdout[..], &output.stderr].concat();
     String::from_utf8_lossy(&all).into_owned()

@@ -116,7 +116,7 @@ fn refusals(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<()> {
     }
     let columns =
         |shape: [u64; 2]| TypedTensor::from_host(stream, &shape, &vec![0i32; (shape[0] * shape[1]) as usize]);
-    // There are no columns; a field of the caller's with too many words is held against the room.
+    // Rows without columns; a field of the caller's with too many words is held against the room.
     let error =
         buffer.gather_columns_by_expert(&received, &x, &columns([experts, rows])?, order).unwrap_err();
     assert!(error.to_string().contains("received rows have 0 words"), "{error}");

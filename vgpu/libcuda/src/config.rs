@@ -9,7 +9,7 @@ pub(crate) struct Config {
     /// Memory of each device in bytes.
     pub(crate) memory_bytes: u64,
     pub(crate) check: bool,
-    /// What check mode assumes beyond the memory model.
+    /// Assumptions of check mode beyond the memory model.
     pub(crate) assume: Assumptions,
     pub(crate) seed: Option<u64>,
     /// How long kernels may only wait while nothing else happens; `None`: for ever.

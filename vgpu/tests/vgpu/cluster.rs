@@ -196,7 +196,7 @@ fn blocks_read_each_others_shared_memory() {
         "mapa.shared::cluster.u32 %r7, %r3, %r4; atom.add.acquire.cluster.shared::cluster.u32 %r6, [%r7+4], 0;",
         "mapa.shared::cluster.u32 %r7, %r3, %r4; ld.shared::cluster.v2.u32 {%r8, %r6}, [%r7];",
     ] {
-        // Of the vector the first element is nobody's data.
+        // The vector's first element is nobody's data.
         let load =
             if load.contains(".v2") { format!("st.shared.u32 [%r3], 0; {MEET} {load}") } else { load.into() };
         let body = reads_neighbour(&load);
@@ -294,7 +294,7 @@ fn misuse_of_the_barrier_of_a_cluster_is_reported() {
 
 #[test]
 fn threads_that_have_ended_count_as_arrived() {
-    // Of each block one warp ends at once, of block 1 all of them.
+    // One warp of each block ends at once, and all of block 1.
     let body = "mov.u32 %r1, %cluster_ctarank; setp.ge.u32 %p1, %r40, 32; @%p1 ret; setp.eq.u32 %p2, %r1, 1; @%p2 ret;
         barrier.cluster.arrive; barrier.cluster.wait; barrier.cluster.arrive; barrier.cluster.wait;
         mov.u32 %r2, %ctaid.x; mul.wide.u32 %rd1, %r2, 8; add.s64 %rd1, %rd1, %rd40; mov.u64 %rd2, 7; st.relaxed.gpu.global.u64 [%rd1], %rd2;";

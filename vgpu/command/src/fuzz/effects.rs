@@ -444,7 +444,7 @@ fn vector_atomics(t: &mut Table) {
                 vec![first].into_iter().chain(vec![others; n - 1]).collect::<Vec<_>>().join(", ")
             };
             let (noftz, format) = ty.rsplit_once('.').map_or(("", ty), |(_, format)| (".noftz", format));
-            // Of two operands, one is the first number and the other all others.
+            // One of two operands is the first number, and the other is all others.
             let fill: String = (0..n)
                 .map(|i| {
                     format!(

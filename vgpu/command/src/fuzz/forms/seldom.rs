@@ -86,7 +86,7 @@ fn half_comparisons(t: &mut Table) {
                 let text = format!("setp.{name}.{operator}{flush}.{n}x2 {results}, $1, $2, $3;");
                 t.text(text, &[pair, pair, Pred], Pred, move |x| c(at(x, shift), x[2] == 1).into());
             }
-            // Of the types that a result may have, each in turn.
+            // Each of the types that a result may have, in turn.
             let one = match format {
                 F16 => 0x3c00,
                 _ => 0x3f80,
