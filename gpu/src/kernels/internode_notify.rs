@@ -20,7 +20,7 @@ use super::epoch::{
     wait_at_least_unless, wait_count_at,
 };
 use super::rail::{Delivery, Operation, Path, Posted, deliver, node_word, wait_quiet};
-use super::verdict::Verdict;
+use super::verdict::{Verdict, counts_behind};
 use crate::layout::{
     FEW_RANKS, InternodeNotifyArgs, MAX_LOCAL_EXPERTS, MAX_WORLD, PlanHeader, PlanStatus, SEND_ROW_STRIDE,
     Wait, Wire, relay_message, wire_message,
@@ -151,16 +151,16 @@ impl<'a> Exchange<'a> {
             stride!(channel in 0..channels => {
                 let start = total;
                 let count = channel * (ranks + self.nodes) + column;
-                total += ld_u32(args.channel_counts.0 + count as u64 * 4);
+                total += args.channel_counts.array::<u32>().ld(count);
                 let (node, row) = if column < ranks {
                     (column / self.per_node, 1 + column % self.per_node)
                 } else {
-                    let entry = ((column - ranks) * channels + channel) as u64 * 4;
-                    st_u32(args.rdma_channel_prefix_matrix.0 + entry, total);
+                    let matrix = args.rdma_channel_prefix_matrix.array::<u32>();
+                    matrix.st((column - ranks) * channels + channel, total);
                     (column - ranks, 0)
                 };
                 let index = wire_message::CHANNEL_STARTS + row * channels + channel;
-                st_u32(self.outgoing(node) + index as u64 * 4, start);
+                self.outgoing(node).st(index, start);
             });
             let index = if column < ranks {
                 wire_message::RANK_COUNTS + column
@@ -168,21 +168,21 @@ impl<'a> Exchange<'a> {
                 wire_message::NODE_COUNTS + column - ranks
             };
             stride!(node in 0..self.nodes => {
-                st_u32(self.outgoing(node) + index as u64 * 4, total);
+                self.outgoing(node).st(index, total);
             });
         });
         if thread < self.nodes {
             let message = self.outgoing(thread);
-            unroll!(5, INDEX => { st_u32(message + INDEX as u64 * 4, self.signature(INDEX as u32)) });
+            unroll!(5, INDEX => { st_u32(message.at(INDEX as u32), self.signature(INDEX as u32)) });
             let bad = ld_u64(args.invalid.0) != u64::MAX;
-            st_u32(message + wire_message::INVALID as u64 * 4, bad as u32);
+            st_u32(message.at(wire_message::INVALID), bad as u32);
         }
         let experts_per_node = self.per_node * self.local_experts;
         assume(experts_per_node >= 1);
         stride!(expert in thread..self.nodes * experts_per_node, THREADS => {
-            let count = ld_u32(args.num_tokens_per_expert.0 + expert as u64 * 4);
+            let count = args.num_tokens_per_expert.array::<u32>().ld(expert);
             let index = wire_message::EXPERT_COUNTS + expert % experts_per_node;
-            st_u32(self.outgoing(expert / experts_per_node) + index as u64 * 4, count);
+            self.outgoing(expert / experts_per_node).st(index, count);
         });
     }
 
@@ -245,7 +245,7 @@ impl<'a> Exchange<'a> {
                 let from = wire_message::EXPERT_COUNTS + rank * self.local_experts + expert;
                 (from, relay_message::EXPERT_COUNTS + expert)
             };
-            let value = ld_u32(self.incoming(node) + from as u64 * 4);
+            let value = self.incoming(node).ld(from);
             let to = relay_offset(self.rail(node), to);
             send_count_at::<false>(&self.args.comm, rank, to, value, self.epoch);
         });
@@ -356,27 +356,27 @@ impl<'a> Exchange<'a> {
     #[device]
     unsafe fn plan_forwarding(&self) -> u32 {
         let (args, channels) = (self.args, self.channels);
-        let relayed =
-            |node: u32| ld_u32(self.incoming(node) + (wire_message::NODE_COUNTS + args.wire.node) as u64 * 4);
+        let relayed = |node: u32| self.incoming(node).ld(wire_message::NODE_COUNTS + args.wire.node);
         stride!(item in tid()..self.nodes * channels, THREADS => {
             let (node, channel) = (item / channels, item % channels);
-            let starts = self.incoming(node) + wire_message::CHANNEL_STARTS as u64 * 4;
+            let starts = self.incoming(node).skip(wire_message::CHANNEL_STARTS);
             let mut end = relayed(node);
             if channel + 1 < channels {
-                end = ld_u32(starts + (channel + 1) as u64 * 4);
+                end = starts.ld(channel + 1);
             }
-            st_u32(args.recv_rdma_channel_prefix_matrix.0 + item as u64 * 4, end);
+            args.recv_rdma_channel_prefix_matrix.array::<u32>().st(item, end);
             stride!(rank in 0..self.per_node => {
                 let base = ld_shared_u32(base_word(self.rail(node), rank));
-                let start = ld_u32(starts + ((1 + rank) * channels + channel) as u64 * 4);
-                st_u32(args.forward_start.0 + (item * SEND_ROW_STRIDE + rank) as u64 * 4, base + start);
+                let start = starts.ld((1 + rank) * channels + channel);
+                let to = args.forward_start.array::<u32>().at(item * SEND_ROW_STRIDE + rank);
+                st_u32(to, base + start);
             });
         });
         let mut total = 0;
         if tid() == 0 {
             stride!(node in 0..self.nodes => {
                 total += relayed(node);
-                st_u32(args.recv_rdma_rank_prefix_sum.0 + node as u64 * 4, total);
+                args.recv_rdma_rank_prefix_sum.array::<u32>().st(node, total);
             });
         }
         total
@@ -393,7 +393,7 @@ impl<'a> Exchange<'a> {
             let (source, channel) = (item / self.channels, item % self.channels);
             let start = self.packet(source, relay_message::CHANNEL_STARTS + channel, 0);
             let base = ld_shared_u32(base_word(source, self.args.comm.rank));
-            st_u32(self.args.recv_gbl_channel_prefix_matrix.0 + item as u64 * 4, base + start);
+            st_u32(self.args.recv_gbl_channel_prefix_matrix.array::<u32>().at(item), base + start);
         });
         stride!(item in tid()..self.ranks * self.local_experts, THREADS => {
             let (source, expert) = (item / self.local_experts, item % self.local_experts);
@@ -412,9 +412,9 @@ impl<'a> Exchange<'a> {
         stride!(expert in tid()..self.local_experts, THREADS => {
             let count = ld_shared_u32(word(EXPERTS + expert));
             let aligned = count.div_ceil(args.expert_alignment) * args.expert_alignment;
-            st_u32(args.num_recv_tokens_per_expert.0 + expert as u64 * 4, aligned);
+            args.num_recv_tokens_per_expert.array::<u32>().st(expert, aligned);
             if !args.host.is_null() {
-                st_u32(args.host.0 + size_of::<PlanHeader>() as u64 + expert as u64 * 4, aligned);
+                counts_behind(args.host).st(expert, aligned);
             }
         });
     }
@@ -487,8 +487,8 @@ impl<'a> Exchange<'a> {
     /// # Safety
     /// The table has an entry for every node.
     #[device]
-    unsafe fn outgoing(&self, node: u32) -> u64 {
-        Path::to(&self.args.wire, node).message_out(&self.args.wire, node)
+    unsafe fn outgoing(&self, node: u32) -> Global<u32> {
+        Global::new(Path::to(&self.args.wire, node).message_out(&self.args.wire, node))
     }
 
     /// The message from a node.
@@ -496,8 +496,8 @@ impl<'a> Exchange<'a> {
     /// # Safety
     /// The table has an entry for every node.
     #[device]
-    unsafe fn incoming(&self, node: u32) -> u64 {
-        Path::to(&self.args.wire, node).message_in(&self.args.wire, node)
+    unsafe fn incoming(&self, node: u32) -> Global<u32> {
+        Global::new(Path::to(&self.args.wire, node).message_in(&self.args.wire, node))
     }
 
     /// Waits for a packet of the message from rank `source`; `otherwise` where it does not come,

@@ -15,7 +15,7 @@ use super::epoch::{
 };
 use super::list::entry_at;
 use super::ring::channel_range;
-use super::verdict::Verdict;
+use super::verdict::{Verdict, counts_behind};
 use crate::layout::{FEW_RANKS, MAX_RANKS, NotifyArgs, PlanHeader, PlanStatus, SEND_ROW_STRIDE, message};
 use crate::simt::*;
 
@@ -150,9 +150,9 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
         let (args, comm, ranks) = (self.args, &self.args.comm, self.ranks);
         let (thread, sends) = (self.thread, self.channel == 0);
         let (peer, rank) = (thread / ranks, thread % ranks);
-        let tokens = ld_i32_if(sends & (peer < ranks), args.num_tokens_per_rank.0 + rank as u64 * 4, 0);
+        let tokens = ld_i32_if(sends & (peer < ranks), args.num_tokens_per_rank.array::<i32>().at(rank), 0);
         let selections = |expert: u32| {
-            let at = args.num_tokens_per_expert.0 + expert as u64 * 4;
+            let at = args.num_tokens_per_expert.array::<i32>().at(expert);
             ld_i32_if(sends & (expert < args.num_experts), at, 0) as u32
         };
         let (mut expert, mut selected) = (thread, selections(thread));
@@ -171,7 +171,7 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
         let mut pair = thread + THREADS;
         while MANY && pair < ranks * ranks {
             let (peer, rank) = (pair / ranks, pair % ranks);
-            let tokens = ld_u32(args.num_tokens_per_rank.0 + rank as u64 * 4);
+            let tokens = args.num_tokens_per_rank.array::<u32>().ld(rank);
             send_count::<MANY>(comm, peer, message::RANK_COUNTS + rank, tokens, epoch);
             pair += THREADS;
         }
@@ -233,7 +233,7 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
             let mut parts = [[0u32; FEW_RANKS]; TOGETHER];
             unroll!(4, PART => {
                 let mine = token + PART as u32 * THREADS;
-                let row = self.args.is_token_in_rank.0 + mine as u64 * ranks as u64;
+                let row = self.args.is_token_in_rank.row(mine, ranks as u64);
                 unroll!(8, RANK => {
                     parts[PART][RANK] = ld_u8_if((mine < before) & ((RANK as u32) < ranks), row + RANK as u64);
                 });
@@ -265,7 +265,7 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
             let mut parts = [0; TOGETHER];
             unroll!(4, PART => {
                 let mine = token + PART as u32 * TOKENS;
-                let at = self.args.is_token_in_rank.0 + mine as u64 * ranks as u64 + rank as u64;
+                let at = self.args.is_token_in_rank.array::<u8>().at(row_major(mine, ranks, rank));
                 parts[PART] = ld_u8_if((mine < before) & (rank < ranks), at);
             });
             unroll!(4, PART => { sum += parts[PART] });
@@ -312,7 +312,7 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
                     let index = number + (hits & lanemask_lt()).count_ones();
                     if token < end {
                         let index = if wanted[PART] != 0 { index as i32 } else { -1 };
-                        st_i32(args.send_head.0 + (token * ranks + to) as u64 * 4, index);
+                        args.send_head.array::<i32>().st(token * ranks + to, index);
                     }
                     number += hits.count_ones();
                 });
@@ -320,7 +320,7 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
             if lane == 0 {
                 let entry = to * args.num_channels + self.channel;
                 let start = ld_shared_u32(self.earlier(to));
-                st_u32(args.channel_prefix_matrix.0 + entry as u64 * 4, start + number);
+                st_u32(args.channel_prefix_matrix.array::<u32>().at(entry), start + number);
             }
             if !MANY {
                 break;
@@ -439,7 +439,7 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
             while (MANY || HALF == 0) && source < ranks && rank < ranks && status != PlanStatus::Timeout as u32 {
                 totals[HALF] += self.count(source, rank);
                 if self.channel == 0 && self.thread / 32 == 0 {
-                    st_u32(args.rank_prefix_matrix.0 + (source * ranks + rank) as u64 * 4, totals[HALF]);
+                    args.rank_prefix_matrix.array::<u32>().st(source * ranks + rank, totals[HALF]);
                 }
                 source += 1;
             }
@@ -474,14 +474,14 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
             let mut numbers = [0; TOGETHER];
             unroll!(4, PART => {
                 let token = token + PART as u32 * TOKENS;
-                let at = args.send_head.0 + (token * ranks + to) as u64 * 4;
+                let at = args.send_head.array::<i32>().at(token * ranks + to);
                 numbers[PART] = ld_i32_if((token < end) & (to < ranks), at, -1);
             });
             unroll!(4, PART => {
                 let token = token + PART as u32 * TOKENS;
                 if token < end {
                     let row = if numbers[PART] >= 0 { first as i32 + numbers[PART] } else { -1 };
-                    st_i32(args.send_row.0 + (token * SEND_ROW_STRIDE + to) as u64 * 4, row);
+                    args.send_row.array::<i32>().st(token * SEND_ROW_STRIDE + to, row);
                 }
             });
         });
@@ -501,9 +501,9 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
         barrier_sync();
         let Range { start: begin, end } = self.tokens();
         stride!(token in begin + self.thread / 32..end, WARPS => {
-            let heads = args.send_head.0 + token as u64 * ranks as u64 * 4;
+            let heads = args.send_head.array::<i32>().skip(row_major(token, ranks, 0));
             let entry = |nth: u32| entry_at(args.send_row.0, token, nth);
-            let number = |rank: u32| ld_i32_if(rank < ranks, heads + rank as u64 * 4, -1);
+            let number = |rank: u32| ld_i32_if(rank < ranks, heads.at(rank), -1);
             let numbers = [number(lane), number(lane + 32)];
             let hits = [ballot(numbers[0] >= 0), ballot(numbers[1] >= 0)];
             let before = [0, hits[0].count_ones()];
@@ -546,8 +546,8 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
                     total += values[SOURCE];
                     let source = first + SOURCE as u32;
                     if entry == 0 && source < ranks {
-                        let to = (source * args.num_channels + channel) as u64 * 4;
-                        st_u32(args.recv_channel_prefix_matrix.0 + to, values[SOURCE]);
+                        let matrix = args.recv_channel_prefix_matrix.array::<u32>();
+                        matrix.st(source * args.num_channels + channel, values[SOURCE]);
                     }
                 });
                 first += FEW_RANKS as u32;
@@ -557,10 +557,9 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
             }
             if entry != 0 {
                 let aligned = total.div_ceil(args.expert_alignment) * args.expert_alignment;
-                let to = (entry - 1) as u64 * 4;
-                st_u32(args.num_recv_tokens_per_expert.0 + to, aligned);
+                args.num_recv_tokens_per_expert.array::<u32>().st(entry - 1, aligned);
                 if !args.host.is_null() {
-                    st_u32(args.host.0 + size_of::<PlanHeader>() as u64 + to, aligned);
+                    counts_behind(args.host).st(entry - 1, aligned);
                 }
             }
             entry += THREADS;

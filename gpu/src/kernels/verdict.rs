@@ -1,7 +1,7 @@
 //! The verdict of a count exchange, within a node and across nodes. Every rank has the same counts,
 //! hence the same verdict: either all ranks move rows or none does.
 
-use crate::layout::{Comm, FailedPlan, FailedPlans, KEPT_PLANS, PlanHeader, PlanStatus, Status};
+use crate::layout::{Comm, DevicePtr, FailedPlan, FailedPlans, KEPT_PLANS, PlanHeader, PlanStatus, Status};
 use crate::simt::*;
 
 /// A verdict, in the words of a [`PlanHeader`]; [`PlanStatus`] documents them.
@@ -79,4 +79,10 @@ impl Verdict {
         st_u64(field!(plan, FailedPlan.capacity), comm.pool.rows);
         st_release_sys_u64(record, count + 1);
     }
+}
+
+/// The counts of local experts for the host, behind the [`PlanHeader`] at `header`.
+#[device]
+pub fn counts_behind(header: DevicePtr) -> Global<u32> {
+    Global::new(header.0 + size_of::<PlanHeader>() as u64)
 }

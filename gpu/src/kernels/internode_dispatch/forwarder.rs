@@ -223,7 +223,7 @@ pub unsafe fn forward<const BY_EXPERT: bool>(
                 row = if is_written { row } else { -1 };
             } else if rows.with_metadata != 0 {
                 if sent.node != start_node && lane < comm.num_ranks {
-                    start = ld_u32(forward_start(args, sent.node, channel) + lane as u64 * 4);
+                    start = forward_start(args, sent.node, channel).ld(lane);
                 }
                 start_node = sent.node;
                 let mut token = Metadata::NONE;
@@ -298,7 +298,7 @@ unsafe fn arrived_selection(
         selection.weight = f32::from_bits(ld_shared_u32(at + rows.num_topk * 4));
         if expert < experts {
             let number = ld_shared_u32(at + rows.num_topk * 8);
-            let base = ld_u32(by_expert.bases.0 + (node * experts + expert) as u64 * 4);
+            let base = by_expert.bases.array::<u32>().ld(node * experts + expert);
             selection.row = (base + number) as i32;
             // A clamp, so that the division needs no trap.
             selection.rank = expert / rows.local_experts.max(1);

@@ -82,9 +82,9 @@ pub fn forward_row(args: &InternodeDispatchArgs, entry: u32) -> u64 {
 /// Where the first rows of a node's channel are at the ranks of this node: address of the entry for
 /// rank 0.
 #[device]
-pub fn forward_start(args: &InternodeDispatchArgs, node: u32, channel: u32) -> u64 {
+pub fn forward_start(args: &InternodeDispatchArgs, node: u32, channel: u32) -> Global<u32> {
     let entry = (node * args.route.num_channels + channel) * SEND_ROW_STRIDE;
-    args.forward_start.array::<u32>().at(entry)
+    args.forward_start.array::<u32>().skip(entry)
 }
 
 /// Tokens that this rank relays for the nodes before `node`.

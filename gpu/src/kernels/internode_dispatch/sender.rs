@@ -70,23 +70,22 @@ impl Token {
         if token < end {
             if !BY_EXPERT && lane < per_node {
                 let entry = token as u64 * (nodes * per_node) as u64 + (wire.node * per_node + lane) as u64;
-                this.head = ld_i32(args.send_head.0 + entry * 4);
+                this.head = args.send_head.array::<i32>().ld(entry);
             }
             if lane < nodes {
-                let entry = token as u64 * nodes as u64 + lane as u64;
-                this.node_head = ld_i32(args.route.send_rdma_head.0 + entry * 4);
+                this.node_head = args.route.send_rdma_head.array::<i32>().ld(row_major(token, nodes, lane));
             }
             if !BY_EXPERT && rows.with_metadata != 0 && lane < nodes * per_node {
-                let entry = token as u64 * (nodes * per_node) as u64 + lane as u64;
-                this.world_head = ld_i32(args.send_head.0 + entry * 4);
+                let entry = row_major(token, nodes * per_node, lane);
+                this.world_head = args.send_head.array::<i32>().ld(entry);
             }
             if rows.with_metadata != 0 && lane < rows.num_topk {
-                let entry = token as u64 * rows.num_topk as u64 + lane as u64;
+                let entry = row_major(token, rows.num_topk, lane);
                 this.id = Id::load(rows.topk_idx, rows.narrow_ids, entry);
                 if BY_EXPERT {
-                    this.number = ld_u32(by_expert.numbers.0 + entry * 4);
+                    this.number = by_expert.numbers.array::<u32>().ld(entry);
                     let is_weighted = !rows.topk_weights.is_null();
-                    this.metadata.weight = ld_f32_if(is_weighted, rows.topk_weights.0 + entry * 4);
+                    this.metadata.weight = ld_f32_if(is_weighted, rows.topk_weights.array::<f32>().at(entry));
                 } else {
                     this.metadata.weight = ld_f32(rows.topk_weights.0 + entry * 4);
                 }
@@ -142,7 +141,7 @@ pub unsafe fn send<const BY_EXPERT: bool>(
     // start.
     let mut starts = 0;
     if !BY_EXPERT && lane < comm.num_ranks {
-        starts = ld_u32(forward_start(args, wire.node, channel) + lane as u64 * 4);
+        starts = forward_start(args, wire.node, channel).ld(lane);
     }
     let (mut slots, mut slot_base) = (0, 0);
     let mut mapped = false;
@@ -209,7 +208,7 @@ pub unsafe fn send<const BY_EXPERT: bool>(
                 token.metadata.row = if is_first | (to == comm.rank) { token.metadata.row } else { -1 };
             }
             if rows.num_scales != 0 && bulk_scale_bytes(rows.num_scales) == 0 {
-                let from = rows.scales.0 + sent.token as u64 * rows.num_scales as u64 * 4;
+                let from = rows.scales.array::<f32>().at(row_major(sent.token, rows.num_scales, 0));
                 copy_scales(from, rows.num_scales, scale_place(rows, peer, token.metadata.row));
                 copy_scales(from, rows.num_scales, if slot != 0 { slot + shape.scales as u64 } else { 0 });
             }
@@ -322,7 +321,7 @@ unsafe fn pack<const BY_EXPERT: bool>(
     let (rows, metadata, lane) = (&args.dispatch, &entries.metadata, laneid());
     let per_node = rows.comm.num_ranks;
     let world = args.wire.num_nodes * per_node;
-    let heads = args.send_head.0 + token as u64 * world as u64 * 4;
+    let heads = args.send_head.array::<i32>().skip(row_major(token, world, 0));
     let mut nodes = ballot(slot != 0);
     while nodes != 0 {
         let node = nodes.trailing_zeros();
@@ -334,7 +333,7 @@ unsafe fn pack<const BY_EXPERT: bool>(
         if !BY_EXPERT && lane < FEW_RANKS as u32 {
             let mut head = -1;
             if lane < per_node {
-                head = if world <= 32 { fetched } else { ld_i32(heads + rank as u64 * 4) };
+                head = if world <= 32 { fetched } else { heads.ld(rank) };
             }
             st_i32(meta + SlotShape::HEADS as u64 + lane as u64 * 4, head);
         }
