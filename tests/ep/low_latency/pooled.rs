@@ -17,7 +17,7 @@ use half::bf16;
 use super::ones::Ones;
 
 const TOKENS: u64 = 12;
-/// Rows of three pieces, without a gap between them.
+/// Rows of three pieces of 1,536 bytes, without a gap between them; two and a quarter of 2,048.
 const HIDDEN: u64 = 2304;
 const DEADLINE: Duration = Duration::from_millis(150);
 
@@ -46,17 +46,19 @@ fn leave(rank: &Ones, rows: DevicePtr, value: f32) -> Result<()> {
 
 /// Whether the last rank, whose GPU stops after so many instructions of a combine, was told that
 /// others gave up; and how many it has executed, if it has not stopped. If it was not told, its sums are those of the
-/// combine. `go_on` is what the others do while it stands.
+/// combine. `go_on` is what the others do while it stands. `packet_tokens` decides how large the
+/// pieces are that a warp sums.
 fn stopped_combine(
     ranks: u32,
     after: u64,
+    packet_tokens: u32,
     go_on: impl Fn(&mut Ones, &dyn ProcessGroup) + Sync,
 ) -> (bool, u64) {
     let late = ranks - 1;
     let stop = Stop::of(late);
     let told = run_ranks(ranks, |number, group| {
         let others = group.split((number == late).into())?;
-        let mut rank = join(&group, Some(stop.clone()), |options| options)?;
+        let mut rank = join(&group, Some(stop.clone()), |options| options.packet_tokens(packet_tokens))?;
         let mut place = rank.buffer.place(0)?;
         let received = rank.dispatch(&mut place)?;
         let rows = received.combine_rows()?.ptr();
@@ -107,9 +109,11 @@ fn stopped_combine(
 /// Stops the last rank at points that are spread over its combine.
 fn sweep(ranks: u32, go_on: impl Fn(&mut Ones, &dyn ProcessGroup) + Sync) {
     // Ranks that regroup may be so early that it is told, though it does not stop.
-    let (_, executed) = stopped_combine(ranks, u64::MAX / 2, &go_on);
+    let (_, executed) = stopped_combine(ranks, u64::MAX / 2, 0, &go_on);
     let points = tier::pick(8, 120);
-    let told = (0..points).filter(|point| stopped_combine(ranks, executed * point / points, &go_on).0);
+    let packet_tokens = |point| [0, TOKENS as u32][point as usize % 2];
+    let told = (0..points)
+        .filter(|point| stopped_combine(ranks, executed * point / points, packet_tokens(*point), &go_on).0);
     // It is, at least, where it stops before the first instruction. The others are where the busy
     // machine lets them be: a rank executes more or fewer while it waits.
     assert!(told.count() > 0, "never told");

@@ -32,7 +32,7 @@ use super::segments::sum_upto;
 use crate::layout::{
     Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_TICKET, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs, LowLatencyCall,
     LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs, LowLatencyTurns, MAX_MEMBERS, MAX_RANKS,
-    PIECE_BYTES, PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, phase, pieces_of, ready_offset,
+    PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, phase, pieces_of, ready_offset,
 };
 use crate::simt::*;
 
@@ -710,15 +710,26 @@ fn sending_blocks() -> u32 {
     blocks
 }
 
-/// A piece of a row: the warp that moves it needs no other.
-struct Piece {
+/// A piece of a row that travels as packets or as bytes, [`PIECE_BYTES`](crate::layout::PIECE_BYTES).
+type Piece = PieceOf<3>;
+
+/// A piece of a row: the warp that moves it needs no other. `VECTORS`: a lane's vectors of 16 bytes.
+struct PieceOf<const VECTORS: usize> {
     /// A rank, and a token of it or for it.
     rank: u32,
     token: u32,
     index: u32,
 }
 
-impl Piece {
+impl<const VECTORS: usize> PieceOf<VECTORS> {
+    const BYTES: u32 = VECTORS as u32 * 32 * 16;
+
+    /// Pieces of a row.
+    #[device]
+    fn count(row_bytes: u32) -> u32 {
+        row_bytes.div_ceil(Self::BYTES)
+    }
+
     /// The first piece that the warp sends, `u32::MAX` where it sends none. The warps' pieces
     /// follow each other on different multiprocessors.
     #[device]
@@ -734,21 +745,23 @@ impl Piece {
 
     /// Piece number `number` of those of `ranks` ranks' tokens, all ranks' first tokens first.
     #[device]
-    fn of(number: u32, row_bytes: u32, ranks: u32) -> Piece {
-        let pieces = pieces_of(row_bytes);
+    fn of(number: u32, row_bytes: u32, ranks: u32) -> Self {
+        let pieces = Self::count(row_bytes);
         // SAFETY: a row has bytes, and a group ranks: the kernels' contracts.
         unsafe { core::hint::assert_unchecked(pieces >= 1 && ranks >= 1) };
         let row = number / pieces;
-        Piece { rank: row % ranks, token: row / ranks, index: number % pieces }
+        PieceOf { rank: row % ranks, token: row / ranks, index: number % pieces }
     }
 
-    /// Where the lane's vector `vector`, 0 to 2, begins in the row, in bytes: behind its end where
+    /// Where the lane's vector `vector` begins in the row, in bytes: behind its end where
     /// there is none.
     #[device]
     fn at(&self, vector: u32) -> u32 {
-        self.index * PIECE_BYTES + (vector * 32 + laneid()) * 16
+        self.index * Self::BYTES + (vector * 32 + laneid()) * 16
     }
+}
 
+impl Piece {
     /// Offset of its packets, in bytes from the start of an array
     /// `[num_ranks * packet_tokens, pieces]`.
     #[device]

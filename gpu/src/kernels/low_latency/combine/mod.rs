@@ -320,12 +320,12 @@ unsafe fn add_some<E: Element, const N: usize, const V: usize>(
         let (from, weight) = row(left.trailing_zeros() & 31);
         *left &= left.wrapping_sub(1);
         weights[of] = weight;
-        few!(3, vector in 0..V => {
+        few!(4, vector in 0..V => {
             vectors[of][vector] = ld_stream_v4(from + at[vector] as u64);
         });
     });
     few!(4, of in 0..N => {
-        few!(3, vector in 0..V => {
+        few!(4, vector in 0..V => {
             add(&mut sums[vector], E::numbers(vectors[of][vector]), weights[of]);
         });
     });

@@ -12,20 +12,20 @@ use super::super::super::combine::{Bf16, Summand};
 use super::super::super::epoch::{Phase, record, trace};
 use super::super::ranks::{Few, Many, Ranks, each_rank};
 use super::super::{
-    Opened, Opening, Piece, add_share, begin, have_all_entered, inside, last_warp, let_next_launch,
-    note_answer, publish_call, publishes_call,
+    Opened, Opening, PieceOf, add_share, begin, have_all_entered, in_packets, inside, last_warp,
+    let_next_launch, note_answer, publish_call, publishes_call,
 };
 use super::add_ranks;
 use super::receive::{ranks_of, spoil_pieces};
 use crate::layout::{
     Comm, FEW_RANKS, GATHER_NS, LowLatencyArgs, LowLatencyCombineArgs, Quantise, Wait, gave_up_offset, phase,
-    pieces_of, row_stride,
+    row_stride,
 };
 use crate::simt::*;
 
 /// Sums the BF16 rows of every rank's pool, which are weighted and summed over experts already.
 #[kernel(
-    threads = 512, barriers = 3, registers = 128, dependent,
+    threads = 512, barriers = 6, registers = 128, dependent,
     block = 512, shared = super::super::LOW_LATENCY_SHARED_BYTES,
     requires(
         ..LowLatencyArgs(args.common),
@@ -40,7 +40,7 @@ pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
 
 /// The same between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
 #[kernel(
-    threads = 512, barriers = 3, registers = 128, dependent,
+    threads = 512, barriers = 6, registers = 128, dependent,
     block = 512, shared = super::super::LOW_LATENCY_MANY_SHARED_BYTES,
     requires(
         ..LowLatencyArgs(args.common),
@@ -53,15 +53,29 @@ pub unsafe fn low_latency_combine_many_pooled(args: LowLatencyCombineArgs) {
     combine::<Many>(&args);
 }
 
+/// Many tokens are summed in pieces of 2,048 bytes: 256 rows of 7168 elements have fewer of them than
+/// 132 multiprocessors have warps, so that no warp waits for reads twice. Few tokens are in pieces of
+/// 1,536 bytes, for which more warps read.
 #[device]
 unsafe fn combine<R: Ranks>(args: &LowLatencyCombineArgs) {
+    if in_packets(&args.common, args.common.num_tokens) {
+        combine_pieces::<R, 3>(args);
+    } else {
+        combine_pieces::<R, 4>(args);
+    }
+}
+
+/// `VECTORS`: a lane's vectors of a piece.
+#[device]
+unsafe fn combine_pieces<R: Ranks, const VECTORS: usize>(args: &LowLatencyCombineArgs) {
     let (common, comm) = (&args.common, &args.common.comm);
     let shared = R::shared();
     trace(comm, Phase::Enter);
     let publishes = publishes_call(common);
     let opening = Opening::<R>::load::<true>(common, tid() == 0 || publishes);
-    let (mut number, pieces) = (Piece::first_to_receive(), pieces_of(args.row_bytes));
-    let mut ranks: R = ranks_of(args, Piece::of(number, args.row_bytes, 1).token);
+    let (mut number, pieces) =
+        (PieceOf::<VECTORS>::first_to_receive(), PieceOf::<VECTORS>::count(args.row_bytes));
+    let mut ranks: R = ranks_of(args, PieceOf::<VECTORS>::of(number, args.row_bytes, 1).token);
     if publishes {
         publish_call::<R, true>(common, &opening);
     }
@@ -79,9 +93,9 @@ unsafe fn combine<R: Ranks>(args: &LowLatencyCombineArgs) {
             let start = globaltimer();
             failed = asks && has_one_given_up(comm, opened);
             while number < common.num_tokens * pieces {
-                let piece = Piece::of(number, args.row_bytes, 1);
+                let piece = PieceOf::<VECTORS>::of(number, args.row_bytes, 1);
                 number += nctaid() * (ntid() / 32);
-                let next_ranks = ranks_of(args, Piece::of(number, args.row_bytes, 1).token);
+                let next_ranks = ranks_of(args, PieceOf::<VECTORS>::of(number, args.row_bytes, 1).token);
                 sum(args, &piece, ranks.of_warp());
                 ranks = next_ranks;
             }
@@ -91,7 +105,7 @@ unsafe fn combine<R: Ranks>(args: &LowLatencyCombineArgs) {
             }
         }
         if barrier_any(failed) {
-            spoil_pieces::<false>(args, first);
+            spoil_pieces::<false, VECTORS>(args, first);
         }
         add_share(comm);
     }
@@ -127,19 +141,24 @@ unsafe fn has_rank_given_up<R: Ranks>(comm: &Comm, opened: Opened<R>, rank: u32)
 
 /// Sums a piece of the rows of `ranks`. The whole warp calls it.
 #[device]
-unsafe fn sum<R: Ranks>(args: &LowLatencyCombineArgs, piece: &Piece, ranks: R) {
+unsafe fn sum<R: Ranks, const VECTORS: usize>(
+    args: &LowLatencyCombineArgs,
+    piece: &PieceOf<VECTORS>,
+    ranks: R,
+) {
     let (common, comm) = (&args.common, &args.common.comm);
     let number = comm.rank * common.max_tokens + piece.token;
     let of_row = DevicePtr(common.place.returned_x).row(number, row_stride(args.row_bytes as u64));
-    let ats = [piece.at(0), piece.at(1), piece.at(2)];
+    let mut ats = [0; VECTORS];
+    few!(4, vector in 0..VECTORS => { ats[vector] = piece.at(vector as u32) });
     let insides = ats.map(|at| inside(at, args.row_bytes));
-    let mut sums = [[0.0; 8]; 3];
+    let mut sums = [[0.0; 8]; VECTORS];
     let row = |rank| (R::pool(comm, rank) + of_row, 1.0);
-    add_ranks::<Bf16, R, 2, 3>(ranks, &insides, &mut sums, row);
+    add_ranks::<Bf16, R, 2, VECTORS>(ranks, &insides, &mut sums, row);
     let to = args.combined_x.row(piece.token, args.row_bytes);
-    unroll!(3, V => {
-        if ats[V] < args.row_bytes {
-            st_v4(to + ats[V] as u64, Bf16::round(&sums[V]));
+    few!(4, vector in 0..VECTORS => {
+        if ats[vector] < args.row_bytes {
+            st_v4(to + ats[vector] as u64, Bf16::round(&sums[vector]));
         }
     });
 }

@@ -7,7 +7,7 @@ use super::super::fp8::{LANES_PER_SCALE, Sixteen, from_e4m3, scale_offset};
 use super::super::ranks::Ranks;
 use super::super::team::Team;
 use super::super::{
-    NodeShared, Opened, Piece, ROWS_AT_ONCE, chunk_offset, have_all_entered, in_packets, inside,
+    NodeShared, Opened, Piece, PieceOf, ROWS_AT_ONCE, chunk_offset, have_all_entered, in_packets, inside,
     is_piece_late, last_warp, late_with, load_packets, packet_seen, wait_piece,
 };
 use super::{add, add_ranks, sum_bytes};
@@ -256,7 +256,7 @@ unsafe fn receive_pieces<E: Element, R: Ranks, const FP8: bool>(
             sum_pieces::<E, R>(args, &piece, ranks, to, opened)
         };
         if !is_done {
-            return spoil_pieces::<FP8>(args, number);
+            return spoil_pieces::<FP8, 3>(args, number);
         }
         number += nctaid() * (ntid() / 32);
         ranks = ranks_of(args, Piece::of(number, args.row_bytes, 1).token);
@@ -299,7 +299,7 @@ unsafe fn record_late_piece<R: Ranks>(
 #[device]
 pub(super) unsafe fn spoil<const FP8: bool>(args: &LowLatencyCombineArgs) {
     if in_packets(&args.common, args.common.num_tokens) {
-        spoil_pieces::<FP8>(args, Piece::first_to_receive());
+        spoil_pieces::<FP8, 3>(args, Piece::first_to_receive());
     } else {
         spoil_rows::<FP8, 0>(args, Team::block(), ctaid());
     }
@@ -334,18 +334,22 @@ pub(in super::super) unsafe fn spoil_rows<const FP8: bool, const BARRIER: u32>(
 /// # Safety
 /// The sums have room for every token.
 #[device]
-pub(super) unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first: u32) {
+pub(super) unsafe fn spoil_pieces<const FP8: bool, const VECTORS: usize>(
+    args: &LowLatencyCombineArgs,
+    first: u32,
+) {
     let bytes = sum_bytes::<FP8>(args);
     // Elements are twice as long as they travelled.
     let scale = if FP8 { 2 } else { 1 };
-    stride!(number in first..args.common.num_tokens * pieces_of(args.row_bytes), nctaid() * (ntid() / 32) => {
-        let piece = Piece::of(number, args.row_bytes, 1);
+    let pieces = args.common.num_tokens * PieceOf::<VECTORS>::count(args.row_bytes);
+    stride!(number in first..pieces, nctaid() * (ntid() / 32) => {
+        let piece = PieceOf::<VECTORS>::of(number, args.row_bytes, 1);
         if laneid() == 0 {
             note_missing_token(&args.common.comm, piece.token);
         }
         let row = args.combined_x.row(piece.token, bytes);
-        let end = ((piece.index + 1) * PIECE_BYTES * scale).min(bytes);
-        let mut at = piece.index * PIECE_BYTES * scale + laneid() * 16;
+        let end = ((piece.index + 1) * PieceOf::<VECTORS>::BYTES * scale).min(bytes);
+        let mut at = piece.index * PieceOf::<VECTORS>::BYTES * scale + laneid() * 16;
         while at < end && args.spoils != 0 {
             st_v4(row + at as u64, [NAN_BITS; 4]);
             at += 512;
