@@ -18,6 +18,7 @@ mod half_float;
 mod integer;
 mod matrix;
 mod mem;
+mod products;
 mod state;
 mod sync;
 mod tensor;
