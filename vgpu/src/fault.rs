@@ -434,12 +434,6 @@ pub enum FaultKind {
         /// The error.
         message: String,
     },
-    /// Metadata of a sparse matrix (`mma.sp`, `wgmma.mma_async.sp`) that the PTX manual leaves
-    /// undefined.
-    Sparsity {
-        /// The error.
-        message: String,
-    },
     /// `wgmma` was misused: by warps that are not together, without a fence or a wait, or with a bad
     /// matrix descriptor.
     Wgmma {
@@ -503,7 +497,6 @@ impl FaultKind {
             FaultKind::Mbarrier { .. } => "mbarrier",
             FaultKind::BulkCopy { .. } => "bulk-copy",
             FaultKind::Wgmma { .. } => "wgmma",
-            FaultKind::Sparsity { .. } => "sparsity",
             FaultKind::CopyOutlivesBlock { .. } => "copy-outlives-block",
             FaultKind::Race(race) if race.class == Class::Proxy => "missing-proxy-fence",
             FaultKind::Race(_) => "race",
@@ -536,7 +529,6 @@ impl FaultKind {
             | FaultKind::AbsentMembers { .. }
             | FaultKind::Mbarrier { .. }
             | FaultKind::Wgmma { .. }
-            | FaultKind::Sparsity { .. }
             | FaultKind::Deadlock(_)
             | FaultKind::Livelock { .. } => Class::Synchronisation,
             FaultKind::Trap | FaultKind::Unsupported(_) => Class::Stopped,
@@ -606,7 +598,6 @@ impl fmt::Display for FaultKind {
                 write!(f, "bulk copy: {message}")
             }
             FaultKind::Wgmma { message } => write!(f, "wgmma: {message}"),
-            FaultKind::Sparsity { message } => write!(f, "metadata of a sparse matrix: {message}"),
             FaultKind::Race(race) => write!(f, "{race}"),
             FaultKind::Unwritten { space, label, offset, part, bytes } => {
                 let place = Spot { label, offset: *offset, part };

@@ -25,7 +25,7 @@ pub enum Class {
     Lifetime,
     /// An address outside of its memory, or misaligned.
     Bounds,
-    /// A barrier, a mask, an mbarrier, a wait or metadata is used wrongly, or nothing can go on.
+    /// A barrier, a mask, an mbarrier or a wait is used wrongly, or nothing can go on.
     Synchronisation,
     /// The kernel stopped itself, or it uses something that the virtual GPU lacks.
     Stopped,
@@ -75,7 +75,7 @@ impl Class {
             }
             Class::Bounds => "An address is outside of its memory, or misaligned.",
             Class::Synchronisation => {
-                "A barrier, a mask, an mbarrier, a wait or metadata is used wrongly, or nothing can go on."
+                "A barrier, a mask, an mbarrier or a wait is used wrongly, or nothing can go on."
             }
             Class::Stopped => "The kernel stopped itself, or it uses something that the virtual GPU lacks.",
         }

@@ -235,7 +235,7 @@ impl Mma {
         }
     }
 
-    fn value(&self, bits: u32) -> f64 {
+    pub(super) fn value(&self, bits: u32) -> f64 {
         match self.sum {
             Sum::F32 => f32::from_bits(bits).into(),
             Sum::F16 => f16::from_bits(bits as u16).to_f64(),

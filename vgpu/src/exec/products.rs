@@ -6,9 +6,8 @@
 
 use super::mma::{COLUMNS, Mma};
 use super::sparse::Sparsity;
-use super::state::{Exec, Run, stop};
+use super::state::Exec;
 use crate::check::hooks::Hooks;
-use crate::fault::FaultKind;
 use crate::float::{Directed, Round};
 use crate::ir::{File, Regs};
 
@@ -128,19 +127,16 @@ fn count_bits(regs: &mut Regs, product: &WarpProduct, rows: u8, k: u16, combine:
 
 impl<W: Hooks> Exec<'_, W> {
     /// Executes the product of this number.
-    pub(super) fn warp_product(&mut self, number: u32) -> Run<()> {
+    pub(super) fn warp_product(&mut self, number: u32) {
         let product = &self.kernel.operands.warp_products[number as usize];
         let regs = &mut self.warp.regs;
         match product.shape {
             Shape::Double { rows, k, round } => multiply_doubles(regs, product, rows, k, round),
             Shape::Bits { rows, k, combine } => count_bits(regs, product, rows, k, combine),
             Shape::Sparse { mma, sparsity } => {
-                let done = mma.multiply_sparse(regs, sparsity, &product.d, &product.a, &product.b);
-                if let Err((lane, message)) = done {
-                    return stop(FaultKind::Sparsity { message }, Some(lane));
-                }
+                let poison = self.env.poison as u32;
+                mma.multiply_sparse(regs, sparsity, poison, [&product.d, &product.a, &product.b]);
             }
         }
-        Ok(())
     }
 }

@@ -9,7 +9,7 @@
 //! "metadata layout" of the PTX manual have them for each shape, section "Matrix fragments for
 //! multiply-accumulate operation with sparse matrix A".
 
-use super::mma::{Element, Left, MOST_K, Mma, Right, Start};
+use super::mma::{COLUMNS, Element, Left, MOST_K, Mma, Right, Start};
 use crate::ir::Regs;
 
 /// Elements of a row of a stored A at most: those of `m16n8k128`.
@@ -18,7 +18,11 @@ const MOST_STORED: usize = 64;
 const MOST_K_SPARSE: usize = 2 * MOST_STORED;
 
 /// The column of each stored element of A, by row.
-pub(super) type Columns<const K: usize> = [[u8; K]; 16];
+pub(super) struct Columns<const K: usize> {
+    of: [[u8; K]; 16],
+    /// Rows, one bit each, with metadata that the manual leaves undefined.
+    undefined: u16,
+}
 
 /// Where a product finds the metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,33 +69,27 @@ impl Sparsity {
         }
     }
 
-    /// The columns of the stored elements. The error is the lane whose metadata says what the
-    /// manual leaves undefined, unless the chunk's elements are all zero.
-    pub(super) fn columns<const K: usize>(
-        &self,
-        mma: &Mma,
-        regs: &Regs,
-        left: &Left<K>,
-    ) -> Result<Columns<K>, (usize, String)> {
-        let mut columns = [[0; K]; 16];
+    /// The columns of the stored elements. Metadata of a chunk of zeros may be anything.
+    pub(super) fn columns<const K: usize>(&self, mma: &Mma, regs: &Regs, left: &Left<K>) -> Columns<K> {
+        let mut columns = Columns { of: [[0; K]; 16], undefined: 0 };
         let register = &regs.r32[self.metadata as usize];
         let stored = mma.a.stored();
-        for (row, columns) in columns.iter_mut().enumerate() {
+        for (row, of) in columns.of.iter_mut().enumerate() {
             for chunk in 0..usize::from(mma.k) / stored {
                 let (lane, shift) = self.place(mma, row, chunk);
                 let bits = register[lane] >> shift & 15;
                 let (first, second) = ((bits & 3) as u8, (bits >> 2) as u8);
-                let fits = match stored {
+                let is_defined = match stored {
                     1 => matches!(bits, 0b0100 | 0b1110),
                     _ if self.ordered => first < second,
                     _ => first != second,
                 };
                 let elements = chunk * stored..(chunk + 1) * stored;
-                if !fits && left[row][elements.clone()].iter().any(|value| *value != 0.0) {
-                    return Err((lane, self.message(mma, row, chunk, lane, shift, bits)));
+                if !is_defined && left[row][elements.clone()].iter().any(|value| *value != 0.0) {
+                    columns.undefined |= 1 << row;
                 }
                 let start = (2 * chunk * stored) as u8;
-                for (at, column) in columns[elements].iter_mut().enumerate() {
+                for (at, column) in of[elements].iter_mut().enumerate() {
                     *column = start
                         + match stored {
                             1 => first / 2,
@@ -101,37 +99,24 @@ impl Sparsity {
                 }
             }
         }
-        Ok(columns)
-    }
-
-    fn message(&self, mma: &Mma, row: usize, chunk: usize, lane: usize, shift: usize, bits: u32) -> String {
-        let rule = match (mma.a.stored(), self.ordered) {
-            (1, _) => "0b0100 and 0b1110 are defined",
-            (_, true) => "the first index, in the low bits, must be below the second",
-            _ => "the two indices must differ",
-        };
-        format!(
-            "bits {shift} to {} of lane {lane} are {bits:#06b}, for chunk {chunk} of row {row} of A: {rule}",
-            shift + 3
-        )
+        columns
     }
 }
 
 impl Mma {
-    /// Adds the product of the matrices in the registers `a` and `b` to the one in `d`. A is stored
-    /// in half of its columns.
+    /// Adds the product of the matrices in registers to the one in `d`. A is stored in half of its
+    /// columns. `poison`: what undefined sums are.
     pub(super) fn multiply_sparse(
         &self,
         regs: &mut Regs,
         sparsity: Sparsity,
-        d: &[u32],
-        a: &[u32],
-        b: &[u32],
-    ) -> Result<(), (usize, String)> {
+        poison: u32,
+        [d, a, b]: [&[u32]; 3],
+    ) {
         if usize::from(self.k) <= MOST_K {
-            self.multiply_sparse_within::<MOST_K, { 2 * MOST_K }>(regs, sparsity, d, a, b)
+            self.multiply_sparse_within::<MOST_K, { 2 * MOST_K }>(regs, sparsity, poison, [d, a, b]);
         } else {
-            self.multiply_sparse_within::<MOST_STORED, MOST_K_SPARSE>(regs, sparsity, d, a, b)
+            self.multiply_sparse_within::<MOST_STORED, MOST_K_SPARSE>(regs, sparsity, poison, [d, a, b]);
         }
     }
 
@@ -139,14 +124,12 @@ impl Mma {
         &self,
         regs: &mut Regs,
         sparsity: Sparsity,
-        d: &[u32],
-        a: &[u32],
-        b: &[u32],
-    ) -> Result<(), (usize, String)> {
+        poison: u32,
+        [d, a, b]: [&[u32]; 3],
+    ) {
         let (left, right): (Left<STORED>, Right<K>) = (self.left(regs, a), self.right(regs, b));
-        let columns = sparsity.columns(self, regs, &left)?;
-        self.add_sparse_product(regs, d, &left, &columns, &right, Start::Registers);
-        Ok(())
+        let columns = sparsity.columns(self, regs, &left);
+        self.add_sparse_product(regs, d, (&left, &columns), &right, Start::Registers, poison);
     }
 
     /// Stores the product of a sparse A and `right` in the registers `d`, added to what `start`
@@ -155,13 +138,17 @@ impl Mma {
         &self,
         regs: &mut Regs,
         d: &[u32],
-        left: &Left<STORED>,
-        columns: &Columns<STORED>,
+        (left, columns): (&Left<STORED>, &Columns<STORED>),
         right: &Right<K>,
         start: Start,
+        poison: u32,
     ) {
         self.change_sums(regs, d, start, |row, sums| {
-            for (left, &k) in left[row].iter().zip(&columns[row]).take(self.k.into()) {
+            if columns.undefined >> row & 1 != 0 {
+                *sums = [self.value(poison); COLUMNS];
+                return;
+            }
+            for (left, &k) in left[row].iter().zip(&columns.of[row]).take(self.k.into()) {
                 for (sum, right) in sums.iter_mut().zip(&right[usize::from(k)]) {
                     *sum += left * right;
                 }

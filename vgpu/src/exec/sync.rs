@@ -50,7 +50,7 @@ impl<W: Hooks> Exec<'_, W> {
                     self.watch.in_step(here);
                 }
                 match *op {
-                    WarpOp::Product { product } => self.warp_product(product)?,
+                    WarpOp::Product { product } => self.warp_product(product),
                     _ => self.execute_warp_op(op, here, mask),
                 }
                 done |= here;

@@ -396,19 +396,14 @@ impl<W: Hooks> Exec<'_, W> {
             if self.warp.regs.pred[product.adds as usize] == 0 { Start::Zero } else { Start::Registers };
         let sums = product.mma.registers()[2];
         let (mma, major) = (product.mma, product.b_major);
-        let columns = match product.sparsity {
-            None => None,
-            Some(sparsity) => match sparsity.columns(&mma, &self.warp.regs, &left) {
-                Ok(columns) => Some(columns),
-                Err((lane, message)) => return stop(FaultKind::Sparsity { message }, Some(lane)),
-            },
-        };
+        let columns = product.sparsity.map(|sparsity| sparsity.columns(&mma, &self.warp.regs, &left));
+        let poison = self.env.poison as u32;
         for (eight, d) in (0..eights).zip(product.d.chunks(sums)) {
             let units = b.units(major, eight, of_b).map(|at| self.block.shared.unit(at));
             if let Some(columns) = &columns {
                 let right: Right<{ 2 * MOST_K }> =
                     elements(major, mma.b, of_b, units).or_else(|kind| stop(kind, None))?;
-                mma.add_sparse_product(&mut self.warp.regs, d, &left, columns, &right, start);
+                mma.add_sparse_product(&mut self.warp.regs, d, (&left, columns), &right, start, poison);
             } else {
                 let right: Right = elements(major, mma.b, of_b, units).or_else(|kind| stop(kind, None))?;
                 mma.add_product(&mut self.warp.regs, d, &left, &right, start);

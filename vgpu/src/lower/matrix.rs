@@ -142,7 +142,8 @@ fn element(
     Addr { slot: whole, wide: true, offset: 0 }
 }
 
-fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
+/// A weak access of one element.
+pub(super) fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
     let regs = [reg, SINK, SINK, SINK];
     let a = Access {
         space,
@@ -151,7 +152,7 @@ fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
         addr,
         bytes,
         n: 1,
-        wide: false,
+        wide: bytes == 8,
         signed: false,
         whole: false,
         read_only: false,

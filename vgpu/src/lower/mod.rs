@@ -24,6 +24,7 @@ mod sync;
 mod tensor;
 mod types;
 mod wgmma;
+mod wmma;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, OnceLock};

@@ -1,13 +1,13 @@
 //! Decoding of `cp.async.bulk.tensor`, and of `tensormap`, which changes and copies tensor maps.
 
 use super::decode::Emit;
+use super::matrix::access;
 use super::state::{Lower, Lowered};
 use super::types::Mods;
 use super::wgmma::integer;
 use crate::exec::lanes::{op1, op2};
 use crate::ir::{
-    Access, Addr, BulkOp, FULL, Fence, File, Init, Op, SINK, Scope, Sem, Space, Special, TensorCopy, WarpOp,
-    Way,
+    Addr, BulkOp, FULL, Fence, File, Init, Op, SINK, Scope, Space, Special, TensorCopy, WarpOp, Way,
 };
 use crate::ptx::{Operand, Span};
 use crate::tensor_map::{Field, MARK_PLACE, MOST_DIMENSIONS, address_word};
@@ -190,30 +190,14 @@ fn replace(l: &mut Lower, space: Space, map: Addr, field: Field, value: u32) {
     };
     mark(l, space, map);
     let map = Addr { offset: map.offset.wrapping_add(offset), ..map };
-    l.push(Op::St(weak(space, map, bytes, value)));
+    l.push(access(false, space, map, bytes, value));
 }
 
 /// Marks a map as one: the first fields of a map may be replaced in zeros.
 fn mark(l: &mut Lower, space: Space, map: Addr) {
     let (offset, mark) = MARK_PLACE;
     let mark = l.constant(File::R32, Init::Bits(mark));
-    l.push(Op::St(weak(space, Addr { offset: map.offset.wrapping_add(offset), ..map }, 4, mark)));
-}
-
-fn weak(space: Space, addr: Addr, bytes: u8, reg: u32) -> Access {
-    Access {
-        space,
-        sem: Sem::Weak,
-        scope: Scope::Cta,
-        addr,
-        bytes,
-        n: 1,
-        wide: bytes == 8,
-        signed: false,
-        whole: false,
-        read_only: false,
-        regs: [reg, SINK, SINK, SINK],
-    }
+    l.push(access(false, space, Addr { offset: map.offset.wrapping_add(offset), ..map }, 4, mark));
 }
 
 /// `tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.SCOPE.sync.aligned`: each
@@ -243,8 +227,8 @@ fn copy_map(m: &mut Mods) -> Result<Emit, String> {
         });
         let word = l.slot(File::R32);
         l.push(Op::Warp { op: WarpOp::Sync, mask });
-        l.push(Op::Ld(weak(Space::Shared, src, 4, word)));
-        l.push(Op::St(weak(Space::Global, dst, 4, word)));
+        l.push(access(true, Space::Shared, src, 4, word));
+        l.push(access(false, Space::Global, dst, 4, word));
         l.push(Op::Fence(Fence::AcqRel(scope)));
         l.push(Op::Warp { op: WarpOp::Sync, mask });
         Ok(())

@@ -27,3 +27,4 @@ mod system;
 mod tensor;
 mod warp;
 mod wgmma;
+mod wmma;
