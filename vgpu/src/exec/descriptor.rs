@@ -24,17 +24,26 @@ const RESERVED: u64 = 0x3ff1_c000_c000_c000;
 
 const UNIT: u64 = 16;
 
-/// The dimension of a matrix that the sums run over: its elements, and their units.
+/// The dimension of a matrix that the sums run over.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Depth {
     k: u64,
-    /// 2, or 4 for B beside a sparse A.
-    pub(super) units: u64,
+    /// Its elements are `1 << shift` units: 2, or 4 for B beside a sparse A.
+    shift: u32,
 }
 
 impl Depth {
     pub(super) fn new(k: u64, element: Element) -> Self {
-        Self { k, units: k * element.bytes() as u64 / UNIT }
+        Self { k, shift: (k * element.bytes() as u64 / UNIT).trailing_zeros() }
+    }
+
+    pub(super) fn units(self) -> u64 {
+        1 << self.shift
+    }
+
+    /// The row of unit `at` of a matrix whose rows have neighbouring k, and the unit in the row.
+    fn place(self, at: u64) -> (u64, u64) {
+        (at >> self.shift, at & (self.units() - 1))
     }
 }
 
@@ -124,10 +133,13 @@ impl Descriptor {
 
     /// The places of all units of 8 rows of A, or columns of B, from `8 * eight` on.
     pub(super) fn units(&self, major: Major, eight: u64, depth: Depth) -> impl Iterator<Item = u64> + use<> {
-        let (d, width) = (*self, depth.units);
-        let count = if major == Major::K { 8 * width } else { depth.k };
+        let d = *self;
+        let count = if major == Major::K { 8 * depth.units() } else { depth.k };
         (0..count).map(move |i| match major {
-            Major::K => d.unit_along_k(8 * eight + i / width, i % width),
+            Major::K => {
+                let (row, unit) = depth.place(i);
+                d.unit_along_k(8 * eight + row, unit)
+            }
             Major::Mn => d.unit_across_k(eight, i),
         })
     }
@@ -141,16 +153,18 @@ pub(super) fn elements<E, const K: usize>(
     units: impl Iterator<Item = Result<[u8; 16], E>>,
 ) -> Result<[[f64; COLUMNS]; K], E> {
     let mut block = [[0.0; COLUMNS]; K];
-    let (each, width) = (16 / element.bytes(), depth.units as usize);
+    let each = 16 / element.bytes();
     for (i, unit) in units.enumerate() {
         let unit = unit?;
+        let (row, first) = depth.place(i as u64);
+        let (row, first) = (row as usize, first as usize * each);
         for at in 0..each {
             let bytes = element.bytes();
             let mut register = [0; 4];
             register[..bytes].copy_from_slice(&unit[at * bytes..][..bytes]);
             let value = element.of(u32::from_le_bytes(register), 0);
             match major {
-                Major::K => block[i % width * each + at][i / width] = value,
+                Major::K => block[first + at][row] = value,
                 Major::Mn => block[i][at] = value,
             }
         }

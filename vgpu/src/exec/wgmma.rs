@@ -354,7 +354,7 @@ impl<W: Hooks> Exec<'_, W> {
         };
         let row = u64::from(self.warp.index % WARPS) * ROWS;
         let descriptor = |slot: u32, major, columns, depth: Depth| {
-            Descriptor::new(self.warp.regs.r64[slot as usize][0], major, columns, depth.units)
+            Descriptor::new(self.warp.regs.r64[slot as usize][0], major, columns, depth.units())
                 .or_else(|message| fault(message, Some(0)))
         };
         let b = descriptor(product.b, product.b_major, u64::from(product.columns), of_b)?;

@@ -52,7 +52,7 @@ fn multiply(m: &mut Mods) -> Result<Emit, String> {
     let (Some(sum), Some(a), Some(b)) = (sum_type(d, saturates), factor_type(a), factor_type(b)) else {
         return m.unsupported();
     };
-    // A row of the operands has 32 bytes, of which a sparse A stores half of its elements.
+    // A row of A has 32 bytes in memory. Half of the elements of a sparse A are there.
     let stored_k = 32 / a.bytes() as u8;
     let k_of_a = if sparse { 2 * stored_k } else { stored_k };
     use Element::{Bf16, E4m3, E5m2, F16, S8, Tf32, U8};

@@ -35,8 +35,10 @@ fn place_a(rows: usize, k: usize, lane: usize, i: usize) -> (usize, usize) {
     match (rows, k) {
         (8, 4) => (group, thread),
         (16, 4) => (if i == 0 { group } else { group + 8 }, thread),
-        (16, 8) => (if i % 2 == 0 { group } else { group + 8 }, if i < 2 { thread } else { thread + 4 }),
-        (16, 16) if i % 2 == 0 => (group, i * 2 + thread),
+        (16, 8) => {
+            (if i.is_multiple_of(2) { group } else { group + 8 }, if i < 2 { thread } else { thread + 4 })
+        }
+        (16, 16) if i.is_multiple_of(2) => (group, i * 2 + thread),
         (16, 16) => (group + 8, i * 2 - 2 + thread),
         other => panic!("{other:?}"),
     }
