@@ -1,7 +1,7 @@
 #!/bin/sh
-# Compiles a GEMM of CUTLASS in clusters of two blocks, whose loads are multicasts, and runs it on
-# the libcuda.so.1 of virtual GPUs, in fast and in check mode, with several seeds. Needs Python 3 with
-# venv and pip, g++ and cargo; no GPU.
+# Compiles a GEMM of CUTLASS in clusters of two blocks, whose loads are multicasts, and a grouped GEMM
+# whose blocks change tensor maps. Runs both on the libcuda.so.1 of virtual GPUs, in fast and in check
+# mode, with several seeds. Needs Python 3 with venv and pip, g++ and cargo; no GPU.
 #
 #   vgpu/peers/cutlass.sh WORK CHECKOUT
 #
@@ -30,18 +30,23 @@ for name in libcuda.so libcuda.so.1; do
 done
 export LD_LIBRARY_PATH="$work/lib"
 
+# compile SOURCE FLAG..
 compile() {
+    source=$1
+    shift
     "$cuda/bin/nvcc" -std=c++17 -w --expt-relaxed-constexpr "-I$cuda/include/cccl" "-I$checkout/include" \
-        -DCUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL=1 -DCLUSTER_M=2 -DCLUSTER_N=1 "$@" "$here/cutlass.cu"
+        -DCUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL=1 -DCLUSTER_M=2 -DCLUSTER_N=1 "$@" "$here/$source.cu"
 }
-[ -f "$work/cutlass.ptx" ] || compile -arch=sm_90a -ptx -lineinfo -o "$work/cutlass.ptx"
-[ -f "$work/cutlass.o" ] || compile -arch=compute_90a -c -o "$work/cutlass.o"
-g++ -o "$work/cutlass" "$work/cutlass.o" "-L$work/lib" -lcuda "$cuda/lib/libcudart_static.a" -ldl -lrt -lpthread
+for program in cutlass cutlass_grouped; do
+    [ -f "$work/$program.ptx" ] || compile $program -arch=sm_90a -ptx -lineinfo -o "$work/$program.ptx"
+    [ -f "$work/$program.o" ] || compile $program -arch=compute_90a -c -o "$work/$program.o"
+    g++ -o "$work/$program" "$work/$program.o" "-L$work/lib" -lcuda "$cuda/lib/libcudart_static.a" -ldl -lrt -lpthread
+done
 
-# runs WHAT SEEDS: the sums are right with each seed.
+# runs PROGRAM KERNELS SEEDS: the sums are right with each seed.
 runs() {
-    for seed in $(seq "$2"); do
-        EPOXIDE_VGPU_SEED=$seed "$work/cutlass" "$work/$1.ptx" >"$work/out" 2>&1 || { cat "$work/out"; exit 1; }
+    for seed in $(seq "$3"); do
+        EPOXIDE_VGPU_SEED=$seed "$work/$1" "$work/$2.ptx" >"$work/out" 2>&1 || { cat "$work/out"; exit 1; }
     done
 }
 # reported WHAT TEXT: check mode reports this.
@@ -53,9 +58,12 @@ reported() {
     fi
 }
 
-runs cutlass 20
-echo "fast mode: 20 seeds, all sums are right"
+runs cutlass cutlass 20
+runs cutlass_grouped cutlass_grouped 20
+echo "fast mode: 20 seeds, all sums of both are right"
 export EPOXIDE_VGPU_CHECK=1
+runs cutlass_grouped cutlass_grouped 20
+echo "check mode: the grouped GEMM has no report with 20 seeds"
 # The epilogue moves a register that only a load of C would write, and nothing loads C.
 reported cutlass 'which nothing has written'
 register=$(sed -n "s/.*reads register '\(%r[0-9]*\)'.*/\1/p" "$work/out")
@@ -63,5 +71,5 @@ sed "0,/ld.param/s//mov.b32 $register, 0;\n ld.param/" "$work/cutlass.ptx" >"$wo
 # `ClusterBarrier::arrive(cta_id)` names no scope.
 reported written 'arrival at the mbarrier of another block with scope .cta'
 export EPOXIDE_VGPU_ASSUME=ClusterArrivals
-runs written 20
+runs cutlass written 20
 echo "check mode: two reports of the source as it is; with both mended or assumed, 20 seeds without a report"

@@ -123,7 +123,7 @@ class Tensor:
         return self.array.astype(np.float64)
 
 
-PLAIN = {"fp16": np.float16, "fp32": np.float32, "i8": np.int8, "i32": np.int32}
+PLAIN = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64, "i8": np.int8, "i32": np.int32}
 # The bits of the whole numbers that tests use.
 E4M3 = {0.0: 0x00, 1.0: 0x38, -1.0: 0xB8, 2.0: 0x40, -2.0: 0xC0}
 
@@ -183,7 +183,9 @@ def run_triton(gpu, case, arch):
         value = args[name]
         plain = {int: ctypes.c_int, float: ctypes.c_float}
         values.append(value.array if isinstance(value, Tensor) else plain[type(value)](value))
-    # Scratch memory, of which these kernels have none.
+    # Memory for the tensor maps that the blocks make, and for a profiler, which is absent.
+    scratch = binary.metadata.global_scratch_size * grid[0] * grid[1] * grid[2]
+    values.append(np.zeros(scratch, np.uint8) if scratch else ctypes.c_uint64(0))
     values += [ctypes.c_uint64(0)] * (parameters - len(values))
     module = gpu.load(ptx)
     gpu.run(module, binary.metadata.name, grid, 32 * binary.metadata.num_warps, binary.metadata.shared, values)
@@ -336,13 +338,64 @@ def sage_attention():
         yield f"sageattention.{name}", [80, 90], (kernel, (1, h, 1), args, {"Out": (want, 2e-2)}, 4, 3)
 
 
+def sparse(shape, chunk, seed):
+    """A matrix with half of its elements, those elements, and the metadata of each chunk of a row."""
+    m, k = shape
+    rng = np.random.default_rng(seed)
+    dense, stored, metadata = np.zeros(shape), [], np.zeros((m, k // chunk), np.uint32)
+    # A chunk of two elements counts as four halves of one.
+    pairs = [(0, 1), (2, 3)] if chunk == 2 else [(i, j) for i in range(4) for j in range(i + 1, 4)]
+    for row in range(m):
+        for at in range(k // chunk):
+            first, second = pairs[rng.integers(len(pairs))]
+            metadata[row, at] = first | second << 2
+            for element in [first // 2] if chunk == 2 else [first, second]:
+                dense[row, at * chunk + element] = rng.integers(-2, 3)
+                stored.append(dense[row, at * chunk + element])
+    return dense, np.reshape(stored, (m, k // 2)), metadata
+
+
+def in_order_of_cutlass(metadata, bits):
+    """The words of metadata where CUTLASS's kernels for sm_80 load them: its `reorder_meta`, and then
+    pairs of columns, row by row."""
+    each = bits // 4
+    words = sum(metadata[:, i::each] << (4 * i) for i in range(each))
+    rows, columns = words.shape
+    group, weave = (32, 4) if bits == 16 else (16, 2)
+    to = np.zeros_like(words)
+    for m in range(rows):
+        row = m // group * group + m % 8 * weave + m % group // 8
+        for k in range(columns):
+            # Blocks of two by two: the row's parity and the column's trade places.
+            to[row // 2 * 2 + k % 2, k // 2 * 2 + row % 2] = words[m, k]
+    return np.ascontiguousarray(to.reshape(rows, columns // 2, 2).transpose(1, 0, 2)).astype(f"u{bits // 8}")
+
+
+def cutlass_sparse(gpu, module, name):
+    """Runs a product with a sparse A of cutlass_gemm.cu. Returns what is wrong."""
+    threads, shared, tile_m, tile_n = gpu.ints(module, f"{name}_launch", 4)
+    kind, total = {"sparse_f16": ("fp16", "fp32"), "sparse_tf32": ("fp32", "fp32"), "sparse_s8": ("i8", "i32")}[name]
+    # Rows behind the end of the matrix have metadata of zeros.
+    m, n, k = 96, 160, 256
+    dense, stored, metadata = sparse((m, k), 2 if kind == "fp32" else 4, 1)
+    b, c = whole((k, n), 1, 2), whole((m, n), 3, 3)
+    d = Tensor(np.zeros((m, n)), total)
+    given = [Tensor(stored, kind), Tensor(b.T, kind), Tensor(c, total), d]
+    arrays = [tensor.array for tensor in given] + [in_order_of_cutlass(metadata, 32 if kind == "i8" else 16)]
+    grid = (-(-m // tile_m), -(-n // tile_n), 1)
+    gpu.run(module, name, grid, threads, shared, arrays + [ctypes.c_int(x) for x in (m, n, k)])
+    return differing("D", d.numbers(), 2 * (dense @ b) + c, 0)
+
+
 def cutlass(gpu, module, name):
     """Runs a product of cutlass_gemm.cu. Returns what is wrong."""
+    if name.startswith("sparse"):
+        return cutlass_sparse(gpu, module, name)
     threads, shared, tile_m, tile_n = gpu.ints(module, f"{name}_launch", 4)
     kind, layouts = name.split("_", 1)
-    kind = {"f16": "fp16", "tf32": "fp32", "s8": "i8", "u8": "i8", "s4": "i4"}.get(kind, kind)
+    kind = {"f16": "fp16", "tf32": "fp32", "f64": "fp64", "s8": "i8", "u8": "i8", "s4": "i4"}.get(kind, kind)
     total = {"f16_wide": "fp16", "f16_sums_of_f16": "fp16", "bf16_column_row": "bf16"}.get(name, "fp32")
-    total = "i32" if kind in ("i8", "i4") else total
+    total = "i32" if kind in ("i8", "i4") else "fp64" if kind == "fp64" else total
     columns = {"row_row": (False, False), "column_row": (True, False), "column_column": (True, True)}
     columns_a, columns_b = columns.get(layouts, (False, True))
     m, n, k = 96, 160, 96

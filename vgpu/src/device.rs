@@ -184,9 +184,35 @@ pub struct GridConfig {
     pub block: [u32; 3],
     /// Dynamic shared memory per block, in bytes.
     pub dynamic_shared_bytes: u32,
-    /// Blocks of a cluster in x, y, z. `None`: as the kernel declares (`.reqnctapercluster`), or no
-    /// cluster, which is one of one block.
-    pub cluster: Option<[u32; 3]>,
+    /// The clusters. `None`: as the kernel declares (`.reqnctapercluster`), or no cluster, which is
+    /// one of one block.
+    pub cluster: Option<Cluster>,
+}
+
+/// The clusters of a launch, whose blocks run together and access each other's shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cluster {
+    /// Blocks in x, y, z.
+    pub blocks: [u32; 3],
+    /// How many blocks it may have.
+    pub sizes: ClusterSizes,
+}
+
+impl From<[u32; 3]> for Cluster {
+    /// Portable clusters of so many blocks in x, y, z.
+    fn from(blocks: [u32; 3]) -> Self {
+        Self { blocks, sizes: ClusterSizes::Portable }
+    }
+}
+
+/// Sizes of clusters that a launch allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum ClusterSizes {
+    /// Up to 8 blocks, which every device with clusters takes.
+    #[default]
+    Portable,
+    /// Up to 16 blocks (`CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED`).
+    NonPortable,
 }
 
 impl GridConfig {
@@ -197,11 +223,17 @@ impl GridConfig {
         Self { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_shared_bytes, cluster: None }
     }
 
-    /// The same launch in clusters of so many blocks in x, y, z. The blocks of a cluster run
-    /// together and access each other's shared memory.
+    /// The same launch in clusters of so many blocks in x, y, z, up to 8 in all. The blocks of a
+    /// cluster run together and access each other's shared memory.
     #[must_use]
     pub const fn in_clusters_of(self, blocks: [u32; 3]) -> Self {
-        Self { cluster: Some(blocks), ..self }
+        Self { cluster: Some(Cluster { blocks, sizes: ClusterSizes::Portable }), ..self }
+    }
+
+    /// The same launch in clusters of up to 16 blocks, which not every device takes.
+    #[must_use]
+    pub const fn in_non_portable_clusters_of(self, blocks: [u32; 3]) -> Self {
+        Self { cluster: Some(Cluster { blocks, sizes: ClusterSizes::NonPortable }), ..self }
     }
 }
 

@@ -7,6 +7,7 @@
 //! slots as well, filled when the warp starts: an operand is always just a slot number.
 
 use crate::exec::mma::Mma;
+use crate::exec::products::WarpProduct;
 use crate::exec::wgmma::Product;
 use crate::ptx::Source;
 use crate::tensor_map::MOST_DIMENSIONS;
@@ -360,6 +361,10 @@ pub(crate) enum WarpOp {
         a: [u32; 4],
         b: [u32; 2],
     },
+    /// The number in [`Operands::warp_products`].
+    Product {
+        product: u32,
+    },
 }
 
 /// Modes of `shfl.sync`.
@@ -516,6 +521,7 @@ pub(crate) enum CopyOp {
 #[derive(Debug, Default)]
 pub(crate) struct Operands {
     pub(crate) products: Vec<Product>,
+    pub(crate) warp_products: Vec<WarpProduct>,
     pub(crate) tensor_copies: Vec<TensorCopy>,
     pub(crate) multicasts: Vec<Multicast>,
     pub(crate) remote_stores: Vec<RemoteStore>,

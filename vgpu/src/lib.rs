@@ -86,7 +86,7 @@ pub use check::{
     Stored, Timeline, host_meets,
 };
 pub use device::{
-    CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig, Output, Schedule,
+    CHECKED_LIVELOCK_LIMIT, Clock, Cluster, ClusterSizes, DeviceConfig, GridConfig, Output, Schedule,
     VIRTUAL_NS_PER_WARP_INSTRUCTION,
 };
 pub use explore::{Coverage, Explore, Explored, Failure, Path};

@@ -57,8 +57,8 @@ impl Swizzle {
     }
 }
 
-/// A tensor map: 128 bytes that a kernel gets as a parameter, or finds in memory. Their layout is
-/// known to the virtual GPU alone.
+/// A tensor map: 128 bytes that a kernel gets as a parameter, finds in memory, or makes of zeros by
+/// `tensormap.replace`. Their layout is known to the virtual GPU alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C, align(64))]
 pub struct TensorMap([u64; 16]);
@@ -70,6 +70,17 @@ pub struct TensorMapError(String);
 
 fn check(holds: bool, message: impl FnOnce() -> String) -> Result<(), TensorMapError> {
     if holds { Ok(()) } else { Err(TensorMapError(message())) }
+}
+
+/// Checks the rows of a box with the rows of its swizzle.
+fn check_row(tile: &[u32], element_bytes: u32, swizzle: u32) -> Result<(), TensorMapError> {
+    let row = tile[0] * element_bytes;
+    check(row.is_multiple_of(16), || format!("rows of the box have {row} bytes, no multiple of 16"))?;
+    let width = 16 << swizzle;
+    let is_one_row = tile[1..].iter().all(|&len| len == 1);
+    check(swizzle == 0 || row == width || row < width && is_one_row, || {
+        format!("rows of the box have {row} bytes, and those of the swizzle {width}")
+    })
 }
 
 impl TensorMap {
@@ -112,19 +123,13 @@ impl TensorMap {
                 format!("an element stride of {stride}: each is from 1 to 8")
             })?;
         }
-        let row = tile[0] * element_bytes;
-        check(row.is_multiple_of(16), || format!("rows of the box have {row} bytes, no multiple of 16"))?;
-        let width = 16 << swizzle.bits();
-        let is_one_row = tile[1..].iter().all(|&len| len == 1);
-        check(swizzle == Swizzle::None || row == width || row < width && is_one_row, || {
-            format!("rows of the box have {row} bytes, and those of the swizzle {width}")
-        })?;
+        check_row(tile, element_bytes, swizzle.bits())?;
         let mut words = [0u64; 16];
         words[0] = MARK << 32 | u64::from(swizzle.bits()) << 16 | u64::from(element_bytes) << 8 | rank as u64;
-        words[1] = around_bit_21(address >> 4);
+        words[1] = address_word(address);
         for d in 0..rank {
             // Lengths less 1 fit 32 bits.
-            words[2 + d] = (shape[d] - 1) << 32 | u64::from(tile[d]) << 8 | u64::from(element_strides[d]);
+            words[2 + d] = (shape[d] - 1) << 32 | u64::from(tile[d]) << 16 | u64::from(element_strides[d]);
         }
         words[7..7 + strides.len()].copy_from_slice(strides);
         Ok(Self(words))
@@ -147,6 +152,49 @@ impl Argument for TensorMap {
 
 /// Words of a tensor map that have a meaning.
 pub(crate) const WORDS: usize = 11;
+
+/// A field of a tensor map in memory, which `tensormap.replace` writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Field {
+    /// As [`address_word`] has it.
+    Address,
+    Rank,
+    ElementBytes,
+    /// Bits of an address that the swizzle changes.
+    Swizzle,
+    /// Of the dimension of this number.
+    Tile(u8),
+    ElementStride(u8),
+    /// The length less 1.
+    Length(u8),
+    /// In bytes, of the dimension behind that of this number.
+    Stride(u8),
+}
+
+impl Field {
+    /// Where it lies in the map, and its bytes.
+    pub(crate) fn place(self) -> (i64, u8) {
+        let of = |word: i64, d: u8| 8 * (word + i64::from(d));
+        match self {
+            Field::Rank => (0, 1),
+            Field::ElementBytes => (1, 1),
+            Field::Swizzle => (2, 1),
+            Field::Address => (8, 8),
+            Field::ElementStride(d) => (of(2, d), 1),
+            Field::Tile(d) => (of(2, d) + 2, 2),
+            Field::Length(d) => (of(2, d) + 4, 4),
+            Field::Stride(d) => (of(7, d), 8),
+        }
+    }
+}
+
+/// Where the mark of a tensor map lies, and its four bytes.
+pub(crate) const MARK_PLACE: (i64, u64) = (4, MARK);
+
+/// An address of a tensor as the second word has it.
+pub(crate) fn address_word(address: u64) -> u64 {
+    around_bit_21(address >> 4)
+}
 
 /// A number of 63 bits, as the second word has it. Bit 21 of that word means nothing here: CUTLASS
 /// clears it in maps of small tensors, because of an error of drivers up to 13.1.
@@ -185,28 +233,44 @@ pub(crate) struct Unit {
 }
 
 impl Tensor {
-    /// Decodes a tensor map. `None` where it is none.
-    pub(crate) fn decode(words: &[u64; WORDS]) -> Option<Self> {
+    /// Decodes a tensor map. `None` where it is none. The error is a number that a kernel has
+    /// replaced, or has left out.
+    pub(crate) fn decode(words: &[u64; WORDS]) -> Option<Result<Self, TensorMapError>> {
+        (words[0] >> 32 == MARK).then(|| Self::decode_marked(words))
+    }
+
+    fn decode_marked(words: &[u64; WORDS]) -> Result<Self, TensorMapError> {
         let (head, address) = (words[0], without_bit_21(words[1]) << 4);
         let (rank, element_bytes) = ((head & 0xff) as usize, head >> 8 & 0xff);
-        let sound = head >> 32 == MARK
-            && (1..=MOST_DIMENSIONS).contains(&rank)
-            && matches!(element_bytes, 1 | 2 | 4 | 8)
-            && head >> 16 & 0xffff <= 3;
-        if !sound {
-            return None;
+        let swizzle = (head >> 16 & 0xff) as u32;
+        check((1..=MOST_DIMENSIONS).contains(&rank), || {
+            format!("{rank} dimensions, where 1 to 5 are allowed")
+        })?;
+        check(matches!(element_bytes, 1 | 2 | 4 | 8) && swizzle <= 3, || {
+            format!("elements of {element_bytes} bytes, and swizzle {swizzle}")
+        })?;
+        let tile: [u32; MOST_DIMENSIONS] =
+            std::array::from_fn(|d| if d < rank { (words[2 + d] >> 16 & 0xffff) as u32 } else { 1 });
+        for len in &tile {
+            check((1..=256).contains(len), || format!("a box dimension of {len}: each is from 1 to 256"))?;
         }
+        for &stride in &words[7..6 + rank] {
+            check(stride.is_multiple_of(16) && stride < 1 << 40, || {
+                format!("a stride of {stride} bytes: each is a multiple of 16 below 2^40")
+            })?;
+        }
+        check_row(&tile[..rank], element_bytes as u32, swizzle)?;
         let dimension = |d: usize, of: fn(u64) -> u64| if d < rank { of(words[2 + d]) } else { 1 };
         let dimensions = |of: fn(u64) -> u64| std::array::from_fn(|d| dimension(d, of));
-        Some(Self {
+        Ok(Self {
             rank,
             element_bytes,
             address,
             shape: dimensions(|word| (word >> 32) + 1),
             strides: std::array::from_fn(|d| if d == 0 { element_bytes } else { words[6 + d] }),
-            tile: dimensions(|word| word >> 8 & 0xffff),
+            tile: tile.map(u64::from),
             element_strides: dimensions(|word| word & 0xff).map(|stride: u64| stride.max(1)),
-            swizzle: (head >> 16 & 3) as u32,
+            swizzle,
         })
     }
 
@@ -279,7 +343,7 @@ mod tests {
         };
         let TensorMap(mut words) = TensorMap::tiled(&tensor).unwrap();
         words[1] &= !(1 << 21);
-        let decoded = Tensor::decode(words[..WORDS].try_into().unwrap()).unwrap();
+        let decoded = Tensor::decode(words[..WORDS].try_into().unwrap()).unwrap().unwrap();
         assert_eq!((decoded.address, decoded.rank), (u64::MAX << 4, 2));
     }
 }

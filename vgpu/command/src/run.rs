@@ -6,8 +6,8 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 use epoxide_vgpu::{
-    AcceptList, Array, Assumptions, CheckConfig, Class, Coverage, DeviceConfig, Explore, GridConfig,
-    LaunchError, Machine, MachineError, Module, Path, Refusal, Report,
+    AcceptList, Array, Assumptions, CheckConfig, Class, Cluster, ClusterSizes, Coverage, DeviceConfig,
+    Explore, GridConfig, LaunchError, Machine, MachineError, Module, Path, Refusal, Report,
 };
 use serde_json::{Map, Value, json};
 
@@ -55,6 +55,9 @@ pub struct Args {
     /// Blocks of a cluster: X, X,Y or X,Y,Z. Left out: as the kernel declares
     #[arg(long, value_parser = dimensions)]
     cluster: Option<[u32; 3]>,
+    /// Allow clusters of 9 to 16 blocks, which not every device takes
+    #[arg(long, requires = "cluster")]
+    non_portable_cluster: bool,
     /// Dynamic shared memory per block, in bytes
     #[arg(long, value_name = "BYTES", default_value_t = 0)]
     shared: u32,
@@ -219,11 +222,15 @@ impl Args {
         }
         // Mappings live until the run is over.
         let mut mapped = vec![];
+        let sizes = match self.non_portable_cluster {
+            true => ClusterSizes::NonPortable,
+            false => ClusterSizes::Portable,
+        };
         let shape = GridConfig {
             grid: self.grid,
             block: self.block,
             dynamic_shared_bytes: self.shared,
-            cluster: self.cluster,
+            cluster: self.cluster.map(|blocks| Cluster { blocks, sizes }),
         };
         for device in 0..devices {
             let mut packed = vec![];

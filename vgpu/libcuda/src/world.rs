@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::ThreadId;
 
+use epoxide_vgpu::ClusterSizes;
 use epoxide_vgpu::stream::{Capture, Graph, Mark, Op, Queue};
 use epoxide_vgpu::{
     CheckConfig, Checker, Clock, DeviceConfig, Kernel, Memory, MemoryError, Module, Region, Reservation,
@@ -317,6 +318,8 @@ pub(crate) struct Function {
     pub(crate) kernel: Arc<Kernel>,
     pub(crate) max_dynamic_shared: u32,
     pub(crate) carveout: i32,
+    /// `CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED`.
+    pub(crate) cluster_sizes: ClusterSizes,
     /// Whether its code is loaded, which counts where code is loaded lazily.
     pub(crate) is_loaded: bool,
 }

@@ -446,6 +446,10 @@ impl<W: Hooks> Exec<'_, W> {
         let Some(tensor) = Tensor::decode(&words) else {
             return bad(format!("there is no tensor map at {at:#x}: cuTensorMapEncodeTiled makes one"));
         };
+        let tensor = match tensor {
+            Ok(tensor) => tensor,
+            Err(error) => return bad(format!("{error}, in the map at {at:#x}")),
+        };
         if tensor.rank != usize::from(rank) {
             return bad(format!("a copy of {rank} dimensions, and the tensor map has {}", tensor.rank));
         }

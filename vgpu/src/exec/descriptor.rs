@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use super::mma::{COLUMNS, Element, MOST_K};
+use super::mma::{COLUMNS, Element};
 
 /// The dimension whose neighbours are neighbours in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +24,29 @@ const RESERVED: u64 = 0x3ff1_c000_c000_c000;
 
 const UNIT: u64 = 16;
 
+/// The dimension of a matrix that the sums run over.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Depth {
+    k: u64,
+    /// Its elements are `1 << shift` units: 2, or 4 for B beside a sparse A.
+    shift: u32,
+}
+
+impl Depth {
+    pub(super) fn new(k: u64, element: Element) -> Self {
+        Self { k, shift: (k * element.bytes() as u64 / UNIT).trailing_zeros() }
+    }
+
+    pub(super) fn units(self) -> u64 {
+        1 << self.shift
+    }
+
+    /// The row of unit `at` of a matrix whose rows have neighbouring k, and the unit in the row.
+    fn place(self, at: u64) -> (u64, u64) {
+        (at >> self.shift, at & (self.units() - 1))
+    }
+}
+
 /// A decoded descriptor. Offsets are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Descriptor {
@@ -38,8 +61,9 @@ pub(super) struct Descriptor {
 }
 
 impl Descriptor {
-    /// Decodes a descriptor of a matrix with `columns` rows of A, or columns of B.
-    pub(super) fn new(bits: u64, major: Major, columns: u64) -> Result<Self, String> {
+    /// Decodes a descriptor of a matrix with `columns` rows of A, or columns of B, and `along_k`
+    /// units in the other dimension.
+    pub(super) fn new(bits: u64, major: Major, columns: u64, along_k: u64) -> Result<Self, String> {
         let field = |first: u32| (bits >> first & 0x3fff) << 4;
         let swizzle = [0, 3, 2, 1][(bits >> 62) as usize];
         let d =
@@ -49,7 +73,7 @@ impl Descriptor {
         }
         let row = UNIT << swizzle;
         let units = match major {
-            Major::K => 2,
+            Major::K => along_k,
             Major::Mn => (columns / 8).min(1 << swizzle),
         };
         if swizzle > 0 && d.start % row + units * UNIT > row {
@@ -88,7 +112,7 @@ impl Descriptor {
         at ^ phase << 4
     }
 
-    /// Unit `unit` (0 or 1) of row `row` of a matrix whose rows have neighbouring k.
+    /// Unit `unit` of row `row` of a matrix whose rows have neighbouring k.
     fn unit_along_k(&self, row: u64, unit: u64) -> u64 {
         let along = if self.swizzle == 0 { unit * self.leading } else { unit * UNIT };
         self.swizzled(row / 8 * self.stride + row % 8 * (UNIT << self.swizzle) + along)
@@ -107,34 +131,40 @@ impl Descriptor {
         self.swizzled(offset + k % 8 * (UNIT << self.swizzle))
     }
 
-    /// The places of all units of 8 rows of A, or columns of B, from `8 * eight` on. There are `k`
-    /// elements in the other dimension, 32 bytes.
-    pub(super) fn units(&self, major: Major, eight: u64, k: u64) -> impl Iterator<Item = u64> + use<> {
-        let (d, count) = (*self, if major == Major::K { 16 } else { k });
+    /// The places of all units of 8 rows of A, or columns of B, from `8 * eight` on.
+    pub(super) fn units(&self, major: Major, eight: u64, depth: Depth) -> impl Iterator<Item = u64> + use<> {
+        let d = *self;
+        let count = if major == Major::K { 8 * depth.units() } else { depth.k };
         (0..count).map(move |i| match major {
-            Major::K => d.unit_along_k(8 * eight + i / 2, i % 2),
+            Major::K => {
+                let (row, unit) = depth.place(i);
+                d.unit_along_k(8 * eight + row, unit)
+            }
             Major::Mn => d.unit_across_k(eight, i),
         })
     }
 }
 
 /// The elements of units in the order of [`Descriptor::units`]: `[k, 8]`.
-pub(super) fn elements<E>(
+pub(super) fn elements<E, const K: usize>(
     major: Major,
     element: Element,
+    depth: Depth,
     units: impl Iterator<Item = Result<[u8; 16], E>>,
-) -> Result<[[f64; COLUMNS]; MOST_K], E> {
-    let mut block = [[0.0; COLUMNS]; MOST_K];
+) -> Result<[[f64; COLUMNS]; K], E> {
+    let mut block = [[0.0; COLUMNS]; K];
     let each = 16 / element.bytes();
     for (i, unit) in units.enumerate() {
         let unit = unit?;
+        let (row, first) = depth.place(i as u64);
+        let (row, first) = (row as usize, first as usize * each);
         for at in 0..each {
             let bytes = element.bytes();
             let mut register = [0; 4];
             register[..bytes].copy_from_slice(&unit[at * bytes..][..bytes]);
             let value = element.of(u32::from_le_bytes(register), 0);
             match major {
-                Major::K => block[i % 2 * each + at][i / 2] = value,
+                Major::K => block[first + at][row] = value,
                 Major::Mn => block[i][at] = value,
             }
         }

@@ -162,7 +162,7 @@ impl Mma {
     }
 
     /// The matrix B in the registers `b`.
-    fn right<const K: usize>(&self, regs: &Regs, b: &[u32]) -> Right<K> {
+    pub(super) fn right<const K: usize>(&self, regs: &Regs, b: &[u32]) -> Right<K> {
         let mut right = [[0.0; COLUMNS]; K];
         let each = 32 / self.b.bits();
         for (r, &slot) in b.iter().enumerate() {
@@ -185,6 +185,24 @@ impl Mma {
         right: &Right<K>,
         start: Start,
     ) {
+        self.change_sums(regs, d, start, |row, sums| {
+            for k in 0..usize::from(self.k) {
+                for (sum, right) in sums.iter_mut().zip(&right[k]) {
+                    *sum += left[row][k] * right;
+                }
+            }
+        });
+    }
+
+    /// Lets `f` change each row of sums, which begin with what `start` names, and stores them in
+    /// the registers `d`.
+    pub(super) fn change_sums(
+        &self,
+        regs: &mut Regs,
+        d: &[u32],
+        start: Start,
+        mut f: impl FnMut(usize, &mut [f64; COLUMNS]),
+    ) {
         let mut sums = [[0f64; COLUMNS]; MOST_ROWS];
         if start == Start::Registers {
             self.each_sum(d, |row, column, slot, lane, shift| {
@@ -192,11 +210,7 @@ impl Mma {
             });
         }
         for (row, sums) in sums.iter_mut().enumerate().take(self.rows.into()) {
-            for k in 0..usize::from(self.k) {
-                for (sum, right) in sums.iter_mut().zip(&right[k]) {
-                    *sum += left[row][k] * right;
-                }
-            }
+            f(row, sums);
         }
         self.each_sum(d, |row, column, slot, lane, shift| {
             let register = &mut regs.r32[slot][lane];
@@ -221,7 +235,7 @@ impl Mma {
         }
     }
 
-    fn value(&self, bits: u32) -> f64 {
+    pub(super) fn value(&self, bits: u32) -> f64 {
         match self.sum {
             Sum::F32 => f32::from_bits(bits).into(),
             Sum::F16 => f16::from_bits(bits as u16).to_f64(),

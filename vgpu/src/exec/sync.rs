@@ -49,7 +49,10 @@ impl<W: Hooks> Exec<'_, W> {
                 } else if W::ON {
                     self.watch.in_step(here);
                 }
-                self.execute_warp_op(op, here, mask);
+                match *op {
+                    WarpOp::Product { product } => self.warp_product(product),
+                    _ => self.execute_warp_op(op, here, mask),
+                }
                 done |= here;
             } else {
                 waiting |= here;
@@ -106,7 +109,7 @@ impl<W: Hooks> Exec<'_, W> {
             *old = *old & !here | if v { here } else { 0 };
         };
         match *op {
-            WarpOp::Sync => {}
+            WarpOp::Sync | WarpOp::Product { .. } => {}
             WarpOp::Shfl { mode, d, p, a, lane, clamp } => {
                 let src = regs.r32[a as usize];
                 let (b, c) = (regs.r32[lane as usize], regs.r32[clamp as usize]);

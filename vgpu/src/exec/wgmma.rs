@@ -13,9 +13,10 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::descriptor::{Descriptor, Major, elements, ranges};
+use super::descriptor::{Depth, Descriptor, Major, elements, ranges};
 use super::lanes::lanes;
-use super::mma::{COLUMNS, Left, MOST_K, Mma, Start};
+use super::mma::{COLUMNS, Left, MOST_K, Mma, Right, Start};
+use super::sparse::Sparsity;
 use super::state::{Exec, Flow, GroupState, Run, stop};
 use crate::check::hooks::Hooks;
 use crate::check::record::How;
@@ -52,6 +53,8 @@ pub(crate) struct Product {
     pub(crate) d: Vec<u32>,
     /// The predicate: whether the product is added to D.
     pub(crate) adds: u32,
+    /// A is sparse: `mma` is the product of its stored elements.
+    pub(crate) sparsity: Option<Sparsity>,
     pub(crate) negates_a: bool,
     pub(crate) negates_b: bool,
     /// On every path, its registers were accessed since the last `wgmma.fence`.
@@ -344,32 +347,39 @@ impl<W: Hooks> Exec<'_, W> {
                 return self.touched(&register.name, "read", busy.pc);
             }
         }
-        let k = u64::from(product.mma.k);
+        let of_a = Depth::new(product.mma.k.into(), product.mma.a);
+        let of_b = match product.sparsity {
+            None => of_a,
+            Some(_) => Depth::new(2 * u64::from(product.mma.k), product.mma.b),
+        };
         let row = u64::from(self.warp.index % WARPS) * ROWS;
-        let descriptor = |slot: u32, major, columns| {
-            Descriptor::new(self.warp.regs.r64[slot as usize][0], major, columns)
+        let descriptor = |slot: u32, major, columns, depth: Depth| {
+            Descriptor::new(self.warp.regs.r64[slot as usize][0], major, columns, depth.units())
                 .or_else(|message| fault(message, Some(0)))
         };
-        let b = descriptor(product.b, product.b_major, u64::from(product.columns))?;
+        let b = descriptor(product.b, product.b_major, u64::from(product.columns), of_b)?;
         let a = match product.a {
             MatrixA::Registers(_) => None,
-            MatrixA::Shared(slot, major) => Some((descriptor(slot, major, ROWS * u64::from(WARPS))?, major)),
+            MatrixA::Shared(slot, major) => {
+                Some((descriptor(slot, major, ROWS * u64::from(WARPS), of_a)?, major))
+            }
         };
         let eights = u64::from(product.columns) / COLUMNS as u64;
         if W::ON {
-            let of_a = a.into_iter().flat_map(|(a, major)| {
-                (row / 8..(row + ROWS) / 8).flat_map(move |eight| a.units(major, eight, k))
+            let units_of_a = a.into_iter().flat_map(|(a, major)| {
+                (row / 8..(row + ROWS) / 8).flat_map(move |eight| a.units(major, eight, of_a))
             });
-            let of_b = (0..eights).flat_map(|eight| b.units(product.b_major, eight, k));
-            self.watch_matrices(&ranges(of_a.chain(of_b)))?;
+            let units_of_b = (0..eights).flat_map(|eight| b.units(product.b_major, eight, of_b));
+            self.watch_matrices(&ranges(units_of_a.chain(units_of_b)))?;
         }
         let mut left: Left = match (&product.a, a) {
             (MatrixA::Registers(slots), _) => product.mma.left(&self.warp.regs, slots),
             (_, Some((a, major))) => {
                 let mut left = [[0.0; MOST_K]; ROWS as usize];
                 for half in 0..ROWS / 8 {
-                    let units = a.units(major, row / 8 + half, k).map(|at| self.block.shared.unit(at));
-                    let block = elements(major, product.mma.a, units).or_else(|kind| stop(kind, None))?;
+                    let units = a.units(major, row / 8 + half, of_a).map(|at| self.block.shared.unit(at));
+                    let block: [[f64; COLUMNS]; MOST_K] =
+                        elements(major, product.mma.a, of_a, units).or_else(|kind| stop(kind, None))?;
                     for (k, values) in block.iter().enumerate() {
                         (0..8).for_each(|row| left[8 * half as usize + row][k] = values[row]);
                     }
@@ -385,10 +395,19 @@ impl<W: Hooks> Exec<'_, W> {
         let start =
             if self.warp.regs.pred[product.adds as usize] == 0 { Start::Zero } else { Start::Registers };
         let sums = product.mma.registers()[2];
+        let (mma, major) = (product.mma, product.b_major);
+        let columns = product.sparsity.map(|sparsity| sparsity.columns(&mma, &self.warp.regs, &left));
+        let poison = self.env.poison as u32;
         for (eight, d) in (0..eights).zip(product.d.chunks(sums)) {
-            let units = b.units(product.b_major, eight, k).map(|at| self.block.shared.unit(at));
-            let right = elements(product.b_major, product.mma.b, units).or_else(|kind| stop(kind, None))?;
-            product.mma.add_product(&mut self.warp.regs, d, &left, &right, start);
+            let units = b.units(major, eight, of_b).map(|at| self.block.shared.unit(at));
+            if let Some(columns) = &columns {
+                let right: Right<{ 2 * MOST_K }> =
+                    elements(major, mma.b, of_b, units).or_else(|kind| stop(kind, None))?;
+                mma.add_sparse_product(&mut self.warp.regs, d, (&left, columns), &right, start, poison);
+            } else {
+                let right: Right = elements(major, mma.b, of_b, units).or_else(|kind| stop(kind, None))?;
+                mma.add_product(&mut self.warp.regs, d, &left, &right, start);
+            }
         }
         let group = self.warp.products.committed + 1;
         for &(number, role) in &product.tracked {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::{Block, Grid, WarpRef};
 use crate::check::cluster::Peers;
-use crate::device::{DeviceConfig, GridConfig};
+use crate::device::{ClusterSizes, DeviceConfig, GridConfig};
 use crate::exec::Barrier;
 use crate::exec::cluster::ClusterMemory;
 use crate::fault::{Fault, FaultKind, LaunchError};
@@ -16,6 +16,9 @@ use crate::seeds::mix;
 
 /// Most blocks of a cluster that every device with clusters takes.
 const PORTABLE: u64 = 8;
+
+/// Most blocks of a cluster where a launch allows sizes that not every device takes.
+const MOST: u64 = 16;
 
 /// How a grid is divided into clusters.
 #[derive(Clone, Copy, Debug)]
@@ -34,7 +37,8 @@ impl Clusters {
     /// # Errors
     /// The kernel or the grid does not allow them.
     pub(super) fn new(kernel: &Kernel, cfg: &GridConfig) -> Result<Self, LaunchError> {
-        let given = cfg.cluster.or(kernel.required_cluster);
+        let given = cfg.cluster.map(|cluster| cluster.blocks).or(kernel.required_cluster);
+        let sizes = cfg.cluster.map(|cluster| cluster.sizes).unwrap_or_default();
         let shape = given.unwrap_or([1; 3]);
         let refuse = |message: String| {
             Err(LaunchError::Cluster { kernel: kernel.name.clone(), cluster: shape, message })
@@ -49,10 +53,13 @@ impl Clusters {
         if size == 0 {
             return refuse("each dimension is 1 at least".into());
         }
-        if size > PORTABLE {
+        if size > MOST {
+            return refuse(format!("{size} blocks, where {PORTABLE} are portable and {MOST} the most"));
+        }
+        if size > PORTABLE && sizes == ClusterSizes::Portable {
             return refuse(format!(
-                "{size} blocks; {PORTABLE} are portable, and larger clusters (CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED) \
-                 depend on free multiprocessors that a virtual device does not model: launch smaller clusters"
+                "{size} blocks; {PORTABLE} are portable, and a launch allows up to {MOST} by ClusterSizes::NonPortable, \
+                 --non-portable-cluster or CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED"
             ));
         }
         if let Some(max) = kernel.max_cluster.filter(|max| size > u64::from(*max)) {

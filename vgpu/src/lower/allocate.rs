@@ -11,6 +11,7 @@ use std::collections::BinaryHeap;
 
 use super::dataflow::{Set, Touch, unwritten};
 use crate::exec::lanes::{Role, Sig};
+use crate::exec::products::{Shape, WarpProduct};
 use crate::exec::wgmma::{MatrixA, Product};
 use crate::ir::{
     Access, Addr, BulkOp, CARRY, CopyOp, File, GUARD_NOT, Init, Inst, MbarOp, Multicast, NO_GUARD, Op,
@@ -86,6 +87,14 @@ pub(super) fn registers(
                     // The lowering's own registers, written in front of it and read behind it.
                     d[..nd].iter_mut().for_each(|s| f(R32, Use, s));
                     a[..na].iter_mut().chain(&mut b[..nb]).for_each(|s| f(R32, Use, s));
+                }
+                WarpOp::Product { product } => {
+                    let WarpProduct { shape, d, a, b } = &mut operands.warp_products[*product as usize];
+                    let file = shape.file();
+                    d.iter_mut().chain(a).chain(b).for_each(|s| f(file, Use, s));
+                    if let Shape::Sparse { sparsity, .. } = shape {
+                        f(R32, Use, &mut sparsity.metadata);
+                    }
                 }
                 WarpOp::Elect { d, p } => {
                     f(R32, Def, d);
@@ -185,9 +194,12 @@ pub(super) fn registers(
             CopyOp::Commit | CopyOp::Wait { .. } | CopyOp::WaitAll => {}
         },
         Op::Wgmma(WgmmaOp::Multiply { product }) => {
-            let Product { a, b, d, adds, .. } = &mut operands.products[*product as usize];
+            let Product { a, b, d, adds, sparsity, .. } = &mut operands.products[*product as usize];
             f(Pred, Use, adds);
             f(R64, Use, b);
+            if let Some(sparsity) = sparsity {
+                f(R32, Use, &mut sparsity.metadata);
+            }
             match a {
                 MatrixA::Registers(slots) => slots.iter_mut().for_each(|s| f(R32, Use, s)),
                 MatrixA::Shared(descriptor, _) => f(R64, Use, descriptor),

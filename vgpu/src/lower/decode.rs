@@ -2,7 +2,7 @@
 
 use super::state::{Lower, Lowered, Patch, timer_register};
 use super::types::{Mods, Ty};
-use super::{arith, call, cluster, convert, extended, matrix, mem, sync, wgmma};
+use super::{arith, call, cluster, convert, extended, matrix, mem, sync, tensor, wgmma, wmma};
 use crate::exec::lanes::{Lane, Role, Sig, Spec, lanes, op1};
 use crate::ir::{File, Op, Regs, SINK};
 use crate::ptx::{Operand, Span};
@@ -109,6 +109,8 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
         "movmatrix" => matrix::transpose(m)?,
         "mma" => matrix::multiply(m)?,
         "wgmma" => wgmma::decode(m)?,
+        "tensormap" => tensor::map(m)?,
+        "wmma" => wmma::decode(m)?,
         "shfl" | "vote" | "match" | "redux" | "elect" => sync::warp_wide(m)?,
         "mad" | "madc" => match extended::decode(m)? {
             Some(emit) => emit,

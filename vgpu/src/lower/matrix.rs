@@ -6,6 +6,7 @@
 //! addresses of its rows by shuffles, and then accesses shared memory by itself.
 
 use super::decode::Emit;
+use super::products;
 use super::state::{Lower, Lowered};
 use super::types::Mods;
 use crate::exec::lanes::{op1, op2};
@@ -141,7 +142,8 @@ fn element(
     Addr { slot: whole, wide: true, offset: 0 }
 }
 
-fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
+/// A weak access of one element.
+pub(super) fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
     let regs = [reg, SINK, SINK, SINK];
     let a = Access {
         space,
@@ -150,7 +152,7 @@ fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
         addr,
         bytes,
         n: 1,
-        wide: false,
+        wide: bytes == 8,
         signed: false,
         whole: false,
         read_only: false,
@@ -203,6 +205,15 @@ pub(super) fn factor_type(name: &str) -> Option<Element> {
     })
 }
 
+/// The same with the types of 4 bits, which `wgmma` lacks.
+pub(super) fn small_factor_type(name: &str) -> Option<Element> {
+    match name {
+        "u4" => Some(Element::U4),
+        "s4" => Some(Element::S4),
+        other => factor_type(other),
+    }
+}
+
 /// The type of the elements of D that a modifier names.
 pub(super) fn sum_type(name: &str, saturates: bool) -> Option<Sum> {
     Some(match name {
@@ -214,10 +225,13 @@ pub(super) fn sum_type(name: &str, saturates: bool) -> Option<Sum> {
     })
 }
 
-/// `mma.sync.aligned.SHAPE.row.col{.satfinite}.D.A.B.C`: of the types for dense matrices, the floats
-/// of 8 to 32 bits and the integers of 4 and 8.
+/// `mma.sync.aligned.SHAPE.row.col{.satfinite}.D.A.B.C`: here the floats of 8 to 32 bits and the
+/// integers of 4 and 8 in dense matrices, in [`products`] the others.
 pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
     let whole = m.has("sync") & m.has("aligned") & m.has("row") & m.has("col");
+    if let Some(emit) = products::decode(m, whole)? {
+        return Ok(emit);
+    }
     let shapes = [
         ("m8n8k16", (8, 16)),
         ("m16n8k4", (16, 4)),
@@ -234,12 +248,7 @@ pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
     let &[.., d, a, b, c] = names.as_slice() else { return m.unsupported() };
     m.ignore(&[d, a, b, c]);
     let Some(sum) = sum_type(d, saturates) else { return m.unsupported() };
-    let factor = |name| match name {
-        "u4" => Some(Element::U4),
-        "s4" => Some(Element::S4),
-        other => factor_type(other),
-    };
-    let (Some(a), Some(b)) = (factor(a), factor(b)) else { return m.unsupported() };
+    let (Some(a), Some(b)) = (small_factor_type(a), small_factor_type(b)) else { return m.unsupported() };
     use Element::{Bf16, E4m3, E5m2, F16, S4, S8, Tf32, U4, U8};
     let exists = match (a, b) {
         (F16, F16) => rows == 16 && matches!(k, 8 | 16) && matches!(sum, Sum::F32 | Sum::F16),
@@ -267,35 +276,37 @@ pub(super) fn multiply(m: &mut Mods) -> Result<Emit, String> {
 fn product(l: &mut Lower, mma: Mma, ops: &[(Operand, Span)]) -> Lowered<()> {
     l.count(ops, 4..=4)?;
     let [na, nb, nd] = mma.registers();
-    let parts = |(op, pos): &(Operand, Span), wanted: usize| {
-        let parts = match op {
-            Operand::Vector(parts) => parts.clone(),
-            other => vec![other.clone()],
-        };
-        match parts.len() == wanted {
-            true => Ok(parts.into_iter().map(|part| (part, *pos)).collect::<Vec<_>>()),
-            false => Err((*pos, format!("{} registers given, {wanted} expected", parts.len()))),
-        }
-    };
     let (mut a, mut b, mut sums) = ([SINK; 4], [SINK; 2], [SINK; 4]);
-    for (slot, op) in a.iter_mut().zip(parts(&ops[1], na)?) {
+    for (slot, op) in a.iter_mut().zip(parts_of(&ops[1], na)?) {
         *slot = l.source_of::<u32>(&op)?;
     }
-    for (slot, op) in b.iter_mut().zip(parts(&ops[2], nb)?) {
+    for (slot, op) in b.iter_mut().zip(parts_of(&ops[2], nb)?) {
         *slot = l.source_of::<u32>(&op)?;
     }
     // D may be registers of A or B, so the sums have registers of their own.
     let copy = op1(|a: u32| a);
-    for (slot, op) in sums.iter_mut().zip(parts(&ops[3], nd)?) {
+    for (slot, op) in sums.iter_mut().zip(parts_of(&ops[3], nd)?) {
         let from = l.source_of::<u32>(&op)?;
         *slot = l.slot(File::R32);
         l.push_alu(copy.f, [*slot, from, 0, 0, 0, 0], copy.sig);
     }
     let mask = l.constant(File::R32, Init::Bits(FULL.into()));
     l.push(Op::Warp { op: WarpOp::Mma { mma, d: sums, a, b }, mask });
-    for (slot, op) in sums.into_iter().zip(parts(&ops[0], nd)?) {
+    for (slot, op) in sums.into_iter().zip(parts_of(&ops[0], nd)?) {
         let to = l.dest_of::<u32>(&op)?;
         l.push_alu(copy.f, [to, slot, 0, 0, 0, 0], copy.sig);
     }
     Ok(())
+}
+
+/// The registers of a matrix. One register needs no list.
+pub(super) fn parts_of(op: &(Operand, Span), wanted: usize) -> Lowered<Vec<(Operand, Span)>> {
+    let parts = match &op.0 {
+        Operand::Vector(parts) => parts.clone(),
+        other => vec![other.clone()],
+    };
+    match parts.len() == wanted {
+        true => Ok(parts.into_iter().map(|part| (part, op.1)).collect()),
+        false => Err((op.1, format!("{} registers given, {wanted} expected", parts.len()))),
+    }
 }

@@ -18,11 +18,13 @@ mod half_float;
 mod integer;
 mod matrix;
 mod mem;
+mod products;
 mod state;
 mod sync;
 mod tensor;
 mod types;
 mod wgmma;
+mod wmma;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, OnceLock};

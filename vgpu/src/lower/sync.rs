@@ -13,7 +13,8 @@ const SCOPES: &[(&str, Scope)] = &[("cta", Scope::Cta), ("cluster", Scope::Clust
 const SHARED: &[(&str, Space)] =
     &[("shared", Space::Shared), ("shared::cta", Space::Shared), ("shared::cluster", Space::Cluster)];
 
-/// `fence`, `membar`. Kernels cannot change tensor maps here, so a fence for them orders nothing.
+/// `fence`, `membar`. A fence for tensor maps orders as one without a proxy: copies read the map in
+/// the generic proxy.
 pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
     const WIDTHS: &[(&str, Scope)] = &[
         ("cta", Scope::Cta),
@@ -27,7 +28,7 @@ pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
         m.one_of(WIDTHS).map(Fence::Sc)
     } else if m.has("tensormap::generic") && m.has("proxy") {
         let acquires = m.one_of(&[("acquire", true), ("release", false)]);
-        let (Some(acquires), Some(_)) = (acquires, m.one_of(WIDTHS)) else { return m.unsupported() };
+        let (Some(acquires), Some(scope)) = (acquires, m.one_of(WIDTHS)) else { return m.unsupported() };
         return Ok(Box::new(move |l, ops| {
             // An acquire names the tensor map and its size.
             let n = if acquires { 2 } else { 0 };
@@ -35,7 +36,7 @@ pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
             if acquires {
                 l.address(&ops[0])?;
             }
-            l.push(Op::Fence(Fence::Other));
+            l.push(Op::Fence(Fence::AcqRel(scope)));
             Ok(())
         }));
     } else if m.has("proxy") {

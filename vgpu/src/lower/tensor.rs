@@ -1,11 +1,16 @@
-//! Decoding of `cp.async.bulk.tensor`.
+//! Decoding of `cp.async.bulk.tensor`, and of `tensormap`, which changes and copies tensor maps.
 
 use super::decode::Emit;
+use super::matrix::access;
 use super::state::{Lower, Lowered};
 use super::types::Mods;
-use crate::ir::{Addr, BulkOp, Op, SINK, TensorCopy, Way};
+use super::wgmma::integer;
+use crate::exec::lanes::{op1, op2};
+use crate::ir::{
+    Addr, BulkOp, FULL, Fence, File, Init, Op, SINK, Scope, Space, Special, TensorCopy, WarpOp, Way,
+};
 use crate::ptx::{Operand, Span};
-use crate::tensor_map::MOST_DIMENSIONS;
+use crate::tensor_map::{Field, MARK_PLACE, MOST_DIMENSIONS, address_word};
 
 /// `cp.async.bulk.tensor` and `cp.async.bulk.prefetch.tensor` of tiles.
 pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
@@ -72,4 +77,160 @@ fn place(l: &mut Lower, rank: u8, op: &(Operand, Span)) -> Lowered<(Addr, [u32; 
         *slot = l.source_of::<u32>(&(coordinate.clone(), op.1))?;
     }
     Ok((l.address(&(Operand::clone(map), op.1))?, slots))
+}
+
+/// `tensormap.replace` and `tensormap.cp_fenceproxy`.
+pub(super) fn map(m: &mut Mods) -> Result<Emit, String> {
+    if m.has("cp_fenceproxy") {
+        return copy_map(m);
+    }
+    if !(m.has("replace") && m.has("tile") && m.has("b1024")) {
+        return m.unsupported();
+    }
+    const SPACES: [(&str, Space); 2] = [("global", Space::Global), ("shared::cta", Space::Shared)];
+    let space = m.one_of(&SPACES).unwrap_or(Space::Generic);
+    type OfDimension = fn(u8) -> Field;
+    let by_dimension: [(&str, OfDimension); 4] = [
+        ("box_dim", Field::Tile),
+        ("global_dim", Field::Length),
+        ("global_stride", Field::Stride),
+        ("element_stride", Field::ElementStride),
+    ];
+    // The inner `None` is a value that every map here has: zeros, no interleaving, units of 16 bytes.
+    type OfValue = fn(i64) -> Option<Option<(Field, u64)>>;
+    let fixed: [(&str, OfValue); 5] = [
+        ("elemtype", |value| Some(Some((Field::ElementBytes, element_bytes(value)?)))),
+        ("swizzle_mode", |value| (value < 4).then_some(Some((Field::Swizzle, value as u64)))),
+        ("interleave_layout", |value| (value == 0).then_some(None)),
+        ("fill_mode", |value| (value == 0).then_some(None)),
+        ("swizzle_atomicity", |value| (value == 0).then_some(None)),
+    ];
+    if let Some(of) = m.one_of(&by_dimension) {
+        let wide = matches!(of(0), Field::Stride(_));
+        if !m.has(if wide { "b64" } else { "b32" }) {
+            return m.unsupported();
+        }
+        return Ok(Box::new(move |l, ops| {
+            l.count(ops, 3..=3)?;
+            let last = MOST_DIMENSIONS as i64 - if wide { 2 } else { 1 };
+            let field = of(integer(l, &ops[1], 0..=last, "ordinal of a dimension")? as u8);
+            let map = l.address(&ops[0])?;
+            let value = if wide { l.source_of::<u64>(&ops[2])? } else { l.source_of::<u32>(&ops[2])? };
+            replace(l, space, map, field, value);
+            Ok(())
+        }));
+    }
+    if let Some(of) = m.one_of(&fixed) {
+        let name = m.opcode.to_owned();
+        if !m.has("b32") {
+            return m.unsupported();
+        }
+        return Ok(Box::new(move |l, ops| {
+            l.count(ops, 2..=2)?;
+            let value = integer(l, &ops[1], 0..=15, "new value")?;
+            let map = l.address(&ops[0])?;
+            let Some(change) = of(value) else {
+                return l.error(format!("value {value} of '{name}' is not supported"));
+            };
+            let Some((field, value)) = change else {
+                mark(l, space, map);
+                return Ok(());
+            };
+            let value = l.constant(File::R32, Init::Bits(value));
+            replace(l, space, map, field, value);
+            Ok(())
+        }));
+    }
+    let field = m.one_of(&[("global_address", Field::Address), ("rank", Field::Rank)]);
+    let Some(field) = field else { return m.unsupported() };
+    let wide = field == Field::Address;
+    if !m.has(if wide { "b64" } else { "b32" }) {
+        return m.unsupported();
+    }
+    Ok(Box::new(move |l, ops| {
+        l.count(ops, 2..=2)?;
+        let map = l.address(&ops[0])?;
+        let value = if wide { l.source_of::<u64>(&ops[1])? } else { l.source_of::<u32>(&ops[1])? };
+        replace(l, space, map, field, value);
+        Ok(())
+    }))
+}
+
+/// Bytes of an `.elemtype` whose copies change no numbers.
+fn element_bytes(number: i64) -> Option<u64> {
+    Some(match number {
+        0 => 1,
+        1 | 6 | 10 => 2,
+        2 | 3 | 7 | 11 => 4,
+        4 | 5 | 9 => 8,
+        _ => return None,
+    })
+}
+
+/// Stores `value`, as the instruction has it, in a field of a map.
+fn replace(l: &mut Lower, space: Space, map: Addr, field: Field, value: u32) {
+    let (offset, bytes) = field.place();
+    let wide = bytes == 8;
+    // A number that the field has no room for becomes one that a copy refuses.
+    let convert = match field {
+        Field::Address => Some(op1(address_word)),
+        Field::Rank => Some(op1(|rank: u32| rank.saturating_add(1).min(0xff))),
+        Field::ElementStride(_) => Some(op1(|stride: u32| stride.min(0xff))),
+        Field::Tile(_) => Some(op1(|len: u32| len.min(0xffff))),
+        Field::Length(_) => Some(op1(|len: u32| len.wrapping_sub(1))),
+        Field::ElementBytes | Field::Swizzle | Field::Stride(_) => None,
+    };
+    let value = match convert {
+        None => value,
+        Some(convert) => {
+            let slot = l.slot(if wide { File::R64 } else { File::R32 });
+            l.push_alu(convert.f, [slot, value, 0, 0, 0, 0], convert.sig);
+            slot
+        }
+    };
+    mark(l, space, map);
+    let map = Addr { offset: map.offset.wrapping_add(offset), ..map };
+    l.push(access(false, space, map, bytes, value));
+}
+
+/// Marks a map as one: the first fields of a map may be replaced in zeros.
+fn mark(l: &mut Lower, space: Space, map: Addr) {
+    let (offset, mark) = MARK_PLACE;
+    let mark = l.constant(File::R32, Init::Bits(mark));
+    l.push(access(false, space, Addr { offset: map.offset.wrapping_add(offset), ..map }, 4, mark));
+}
+
+/// `tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.SCOPE.sync.aligned`: each
+/// lane copies 4 of the 128 bytes, and the warp meets on both sides.
+fn copy_map(m: &mut Mods) -> Result<Emit, String> {
+    const SCOPES: [(&str, Scope); 4] =
+        [("cta", Scope::Cta), ("cluster", Scope::Cluster), ("gpu", Scope::Gpu), ("sys", Scope::Sys)];
+    let whole = m.has("global") & m.has("shared::cta") & m.has("tensormap::generic") & m.has("release");
+    let (Some(scope), true, true) = (m.one_of(&SCOPES), whole, m.has("sync") & m.has("aligned")) else {
+        return m.unsupported();
+    };
+    Ok(Box::new(move |l, ops| {
+        l.count(ops, 3..=3)?;
+        integer(l, &ops[2], 128..=128, "size of a tensor map")?;
+        let ends = [l.address(&ops[1])?, l.address(&ops[0])?];
+        let lane = l.constant(File::R32, Init::Special(Special::LaneId));
+        let mask = l.constant(File::R32, Init::Bits(FULL.into()));
+        let [src, dst] = ends.map(|end| {
+            let add = if end.wide {
+                op2(|at: u64, lane: u32| at.wrapping_add(u64::from(4 * lane)))
+            } else {
+                op2(|at: u32, lane: u32| at.wrapping_add(4 * lane))
+            };
+            let slot = l.slot(if end.wide { File::R64 } else { File::R32 });
+            l.push_alu(add.f, [slot, end.slot, lane, 0, 0, 0], add.sig);
+            Addr { slot, ..end }
+        });
+        let word = l.slot(File::R32);
+        l.push(Op::Warp { op: WarpOp::Sync, mask });
+        l.push(access(true, Space::Shared, src, 4, word));
+        l.push(access(false, Space::Global, dst, 4, word));
+        l.push(Op::Fence(Fence::AcqRel(scope)));
+        l.push(Op::Warp { op: WarpOp::Sync, mask });
+        Ok(())
+    }))
 }

@@ -2,6 +2,7 @@
 
 use super::decode::{Emit, plain};
 use super::matrix::{factor_type, sum_type};
+use super::products::sparsity;
 use super::state::{Lower, Lowered};
 use super::types::Mods;
 use crate::exec::descriptor::Major;
@@ -10,7 +11,7 @@ use crate::exec::wgmma::{MatrixA, Product};
 use crate::ir::{Op, WgmmaOp};
 use crate::ptx::{Operand, Span};
 
-/// `wgmma.fence`, `.commit_group`, `.wait_group` and `.mma_async` of dense matrices.
+/// `wgmma.fence`, `.commit_group`, `.wait_group`, `.mma_async` and `.mma_async.sp`.
 pub(super) fn decode(m: &mut Mods) -> Result<Emit, String> {
     #[derive(Clone, Copy)]
     enum Kind {
@@ -39,9 +40,9 @@ pub(super) fn decode(m: &mut Mods) -> Result<Emit, String> {
     }
 }
 
-/// `wgmma.mma_async.sync.aligned.m64nNkK{.satfinite}.D.A.B`
+/// `wgmma.mma_async{.sp}.sync.aligned.m64nNkK{.satfinite}.D.A.B`
 fn multiply(m: &mut Mods) -> Result<Emit, String> {
-    let saturates = m.has("satfinite");
+    let (saturates, sparse) = (m.has("satfinite"), m.has("sp"));
     let names: Vec<&str> = m.names().collect();
     let shape = names.iter().find_map(|name| Some((*name, shape_of(name)?)));
     let (Some((shape, (columns, k))), &[.., d, a, b]) = (shape, names.as_slice()) else {
@@ -51,8 +52,9 @@ fn multiply(m: &mut Mods) -> Result<Emit, String> {
     let (Some(sum), Some(a), Some(b)) = (sum_type(d, saturates), factor_type(a), factor_type(b)) else {
         return m.unsupported();
     };
-    // A row of the operands has 32 bytes.
-    let k_of_a = 32 / a.bytes();
+    // A row of A has 32 bytes in memory. Half of the elements of a sparse A are there.
+    let stored_k = 32 / a.bytes() as u8;
+    let k_of_a = if sparse { 2 * stored_k } else { stored_k };
     use Element::{Bf16, E4m3, E5m2, F16, S8, Tf32, U8};
     let whole = matches!(sum, Sum::S32 | Sum::SaturatedS32);
     let exists = match (a, b) {
@@ -63,11 +65,11 @@ fn multiply(m: &mut Mods) -> Result<Emit, String> {
     };
     let fits = if whole { columns % 16 == 0 || matches!(columns, 8 | 24) } else { columns % 8 == 0 };
     let floats_saturate = saturates && sum != Sum::SaturatedS32;
-    if !exists || !fits || floats_saturate || usize::from(k) != k_of_a || !(8..=256).contains(&columns) {
+    if !exists || !fits || floats_saturate || k != k_of_a || !(8..=256).contains(&columns) {
         return m.unsupported();
     }
-    let mma = Mma { rows: 16, k, a, b, sum };
-    Ok(Box::new(move |l, ops| product(l, mma, columns, ops)))
+    let mma = Mma { rows: 16, k: stored_k, a, b, sum };
+    Ok(Box::new(move |l, ops| product(l, mma, columns, sparse, ops)))
 }
 
 /// Columns and k of `m64nNkK`.
@@ -76,11 +78,16 @@ fn shape_of(name: &str) -> Option<(u16, u8)> {
     Some((columns.parse().ok()?, k.parse().ok()?))
 }
 
-fn product(l: &mut Lower, mma: Mma, columns: u16, ops: &[(Operand, Span)]) -> Lowered<()> {
+fn product(l: &mut Lower, mma: Mma, columns: u16, sparse: bool, ops: &[(Operand, Span)]) -> Lowered<()> {
     let scales = !matches!(mma.sum, Sum::S32 | Sum::SaturatedS32);
     let transposes = mma.a.bytes() == 2;
     let in_registers = matches!(ops.get(1), Some((Operand::Vector(_), _)));
-    let n = 4 + if scales { 2 } else { 0 } + if transposes { 2 - usize::from(in_registers) } else { 0 };
+    // The metadata of a sparse A and the selector stand behind B.
+    let behind_b = if sparse { 5 } else { 3 };
+    let n = behind_b
+        + 1
+        + if scales { 2 } else { 0 }
+        + if transposes { 2 - usize::from(in_registers) } else { 0 };
     l.count(ops, n..=n)?;
     let registers = |l: &mut Lower, op: &(Operand, Span), wanted: usize| {
         let Operand::Vector(parts) = &op.0 else {
@@ -99,7 +106,7 @@ fn product(l: &mut Lower, mma: Mma, columns: u16, ops: &[(Operand, Span)]) -> Lo
     if sorted.len() != d.len() || d.contains(&crate::ir::SINK) {
         return Err((ops[0].1, "each element of D needs a register of its own".into()));
     }
-    let mut last = ops[4..].iter();
+    let mut last = ops[behind_b + 1..].iter();
     let mut flag = |l: &mut Lower, what| last.next().map_or(Ok(0), |op| integer(l, op, -1..=1, what));
     let (mut negates, mut majors) = ([false; 2], [Major::K; 2]);
     if scales {
@@ -127,6 +134,10 @@ fn product(l: &mut Lower, mma: Mma, columns: u16, ops: &[(Operand, Span)]) -> Lo
     } else {
         MatrixA::Shared(l.source_of::<u64>(&ops[1])?, majors[0])
     };
+    let sparsity = match sparse {
+        true => Some(sparsity(l, &mma, false, &ops[3], &ops[4])?),
+        false => None,
+    };
     let product = Product {
         mma,
         columns,
@@ -134,7 +145,8 @@ fn product(l: &mut Lower, mma: Mma, columns: u16, ops: &[(Operand, Span)]) -> Lo
         b: l.source_of::<u64>(&ops[2])?,
         b_major: majors[1],
         d,
-        adds: l.source_of::<bool>(&ops[3])?,
+        adds: l.source_of::<bool>(&ops[behind_b])?,
+        sparsity,
         negates_a: negates[0],
         negates_b: negates[1],
         unfenced: false,
@@ -147,7 +159,7 @@ fn product(l: &mut Lower, mma: Mma, columns: u16, ops: &[(Operand, Span)]) -> Lo
 }
 
 /// A constant operand in a range.
-fn integer(
+pub(super) fn integer(
     l: &Lower,
     op: &(Operand, Span),
     range: std::ops::RangeInclusive<i64>,

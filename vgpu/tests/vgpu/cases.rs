@@ -12,7 +12,9 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use epoxide_vgpu::{Assumptions, CheckConfig, FaultKind, GridConfig, MachineError, Module, for_each_seed};
+use epoxide_vgpu::{
+    Assumptions, CheckConfig, Cluster, FaultKind, GridConfig, MachineError, Module, for_each_seed,
+};
 
 use crate::common::{broken_seeds, correct_seeds, kernel, launch, replaying, run_numbered};
 
@@ -177,7 +179,10 @@ fn variant(path: &Path, text: &str, name: &str, has_variants: bool) -> Variant {
         class: values("class").first().map(|&class| class.to_owned()),
         module: Module::parse(&ptx).unwrap_or_else(|e| panic!("{title}: {e}")),
         name: title,
-        shape: GridConfig { cluster, ..launch(number(blocks) as u32, number(threads) as u32) },
+        shape: GridConfig {
+            cluster: cluster.map(Cluster::from),
+            ..launch(number(blocks) as u32, number(threads) as u32)
+        },
         modes: one("mode", "check").split(',').map(|name| mode(name.trim())).collect(),
         result: one("result", "").split_terminator(',').map(word).collect(),
         reports: values("report").into_iter().map(str::to_owned).collect(),

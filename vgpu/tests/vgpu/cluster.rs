@@ -2,7 +2,7 @@
 //! barrier, remote mbarriers, and copies between blocks. What check mode reports is in `cases/`.
 
 use epoxide_vgpu::{
-    CheckConfig, DeviceConfig, FaultKind, GridConfig, LaunchError, Machine, MachineError, Module,
+    CheckConfig, Cluster, DeviceConfig, FaultKind, GridConfig, LaunchError, Machine, MachineError, Module,
     for_each_seed,
 };
 
@@ -92,7 +92,7 @@ fn registers_tell_a_block_its_place_in_the_cluster() {
     }
     body += "mov.pred %p1, %is_explicit_cluster; selp.u64 %rd2, 1, 0, %p1; st.global.u64 [%rd1+112], %rd2;";
     for shape in [Some([2, 2, 1]), Some([4, 1, 1]), Some([1, 1, 1]), None] {
-        let config = GridConfig { grid: [4, 6, 1], cluster: shape, ..launch(1, 1) };
+        let config = GridConfig { grid: [4, 6, 1], cluster: shape.map(Cluster::from), ..launch(1, 1) };
         let [cx, cy, _] = shape.unwrap_or([1; 3]).map(u64::from);
         passes(&body, config, |word| {
             let (block, field) = (word as u64 / 16, word % 16);
@@ -141,12 +141,14 @@ fn a_launch_in_clusters_is_checked() {
         machine.run().unwrap();
     };
     runs(&plain, clusters(16, 32, 8));
+    runs(&plain, launch(32, 32).in_non_portable_clusters_of([16, 1, 1]));
     for (shape, text) in [
         (clusters(5, 32, 2), "no multiple of 2"),
         (clusters(16, 32, 16), "8 are portable"),
         (clusters(16, 32, 0), "1 at least"),
         (launch(8, 32).in_clusters_of([1, 2, 1]), "1 blocks in y"),
-        (launch(8, 32).in_clusters_of([u32::MAX; 3]), "8 are portable"),
+        (launch(8, 32).in_clusters_of([u32::MAX; 3]), "16 the most"),
+        (launch(32, 32).in_non_portable_clusters_of([32, 1, 1]), "16 the most"),
     ] {
         let message = error(&plain, shape, device());
         assert!(message.contains(text), "{message}");
@@ -200,8 +202,8 @@ fn blocks_read_each_others_shared_memory() {
         let load =
             if load.contains(".v2") { format!("st.shared.u32 [%r3], 0; {MEET} {load}") } else { load.into() };
         let body = reads_neighbour(&load);
-        for (blocks, size) in [(6, 2), (8, 4), (8, 8), (3, 1)] {
-            passes(&body, clusters(blocks, 32, size), |word| {
+        for (blocks, size) in [(6, 2), (8, 4), (8, 8), (3, 1), (16, 16)] {
+            passes(&body, launch(blocks, 32).in_non_portable_clusters_of([size, 1, 1]), |word| {
                 let word = word as u64;
                 let (first, rank) = (word / u64::from(size) * u64::from(size), word % u64::from(size));
                 (word < blocks.into()).then_some(100 + first + (rank + 1) % u64::from(size))
@@ -450,6 +452,11 @@ fn copies_reach_other_blocks() {
             (256..264).contains(&word).then(|| expected(word - 256))
         });
     }
+    let to_all = "setp.ne.u32 %p1, %r1, 0; @%p1 bra AFTER; mov.u16 %h1, 0xffff;
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%r3+64], [%rd40], 64, [%r2], %h1;";
+    passes(&copied(to_all, 64), launch(16, 1).in_non_portable_clusters_of([16, 1, 1]), |word| {
+        (256..272).contains(&word).then_some(0)
+    });
 }
 
 #[test]

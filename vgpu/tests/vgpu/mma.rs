@@ -296,7 +296,6 @@ fn what_is_no_product_is_refused() {
         "mma.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32",
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f16",
         "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32",
-        "mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
         "mma.sync.aligned.m16n8k16.row.col.f32",
         "mma.sync",
     ] {

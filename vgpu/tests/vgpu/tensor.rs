@@ -422,6 +422,9 @@ fn other_copies_of_tensors_are_refused() {
         "fence.proxy.tensormap::generic.acquire.sys",
         "prefetch.tensormap",
         "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group.L2::cache_hint",
+        "tensormap.replace.tile.global_address.shared::cta.b1024.b64",
+        "tensormap.replace.tile.element_stride.global.b1024.b32",
+        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.cluster.sync.aligned",
     ] {
         assert!(supported_opcode(opcode), "{opcode}");
     }
@@ -431,8 +434,166 @@ fn other_copies_of_tensors_are_refused() {
         "cp.async.bulk.tensor.2d.global.shared::cta.mbarrier::complete_tx::bytes",
         "cp.async.bulk.tensor.2d.shared::cta.global.bulk_group",
         "cp.async.bulk.tensor.6d.global.shared::cta.bulk_group",
-        "tensormap.replace.tile.global_address.shared::cta.b1024.b64",
+        "tensormap.replace.tile.global_address.shared::cta.b1024.b32",
+        "tensormap.replace.tile.box_dim.shared::cta.b1024.b64",
+        "tensormap.replace.im2col.rank.b1024.b32",
+        "tensormap.replace.tile.rank.shared::cluster.b1024.b32",
+        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.acquire.gpu.sync.aligned",
     ] {
         assert!(!supported_opcode(opcode), "{opcode}");
     }
+}
+
+impl Case {
+    /// Replaces of all fields of the map at `map`, an address of this space.
+    fn replaces(&self, space: &str, map: &str, address: u64) -> String {
+        let replace = |field: &str, bits: u32, operands: String| {
+            format!("tensormap.replace.tile.{field}{space}.b1024.b{bits} [{map}], {operands};\n")
+        };
+        let types: &[u32] = match self.bytes {
+            1 => &[0],
+            2 => &[1, 6, 10],
+            4 => &[2, 3, 7, 11],
+            _ => &[4, 5, 9],
+        };
+        let rank = self.shape.len();
+        let mut text = replace("global_address", 64, address.to_string());
+        text += &replace("rank", 32, (rank - 1).to_string());
+        for d in 0..rank {
+            text += &replace("box_dim", 32, format!("{d}, {}", self.tile[d]));
+            text += &replace("global_dim", 32, format!("{d}, {}", self.shape[d]));
+            text += &replace("element_stride", 32, format!("{d}, {}", self.element_strides[d]));
+        }
+        for (d, stride) in self.strides.iter().enumerate() {
+            text += &replace("global_stride", 64, format!("{d}, {stride}"));
+        }
+        text += &replace("elemtype", 32, types[self.shape[0] % types.len()].to_string());
+        text += &replace("swizzle_mode", 32, (self.swizzle as u32).to_string());
+        text += &replace("interleave_layout", 32, "0".into());
+        text + &replace("fill_mode", 32, "0".into())
+    }
+
+    /// A load whose map the kernel makes: of zeros in shared memory, with a copy to the end of the
+    /// buffer, or of another map there. `change` edits the text.
+    fn run_made(
+        &self,
+        tensor: &[u8],
+        from_zeros: bool,
+        seed: u64,
+        check: Option<CheckConfig>,
+        change: impl Fn(String) -> String,
+    ) -> Result<Vec<u8>, MachineError> {
+        let mut machine = Machine::with_config(1, device(seed), check);
+        let global = machine.upload(0, "tensor", tensor)?;
+        let other = Case { at: vec![], ..simple() }.map(4096);
+        let buf = machine.upload(0, "buf", &[&[0; ROOM][..], &other.to_bytes()].concat())?;
+        let make = if from_zeros {
+            format!(
+                ".shared .align 128 .b8 MAP[128];
+mov.u32 %r7, MAP;
+shl.b32 %r8, %r4, 2;
+add.u32 %r8, %r7, %r8;
+st.shared.u32 [%r8], 0;
+bar.warp.sync 0xffffffff;
+setp.ne.u32 %p4, %r4, 0;
+@%p4 bra MADE;
+{}MADE:
+bar.warp.sync 0xffffffff;
+tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd1], [%r7], 128;",
+                self.replaces(".shared::cta", "%r7", global.addr())
+            )
+        } else {
+            format!(
+                "setp.ne.u32 %p4, %r4, 0;\n@%p4 bra MADE;\n{}fence.proxy.tensormap::generic.release.gpu;\nMADE:",
+                self.replaces(if seed.is_multiple_of(2) { "" } else { ".global" }, "%rd1", global.addr())
+            )
+        };
+        let body = format!(
+            "add.u64 %rd1, %rd2, {ROOM};\n{make}\nfence.proxy.tensormap::generic.acquire.gpu [%rd1], 128;\n{}",
+            self.load()
+        );
+        let module = Module::parse(&Case::text(&change(body))).unwrap_or_else(|e| panic!("{e}"));
+        let bytes = self.box_bytes() as u32;
+        let at: [i32; 5] = std::array::from_fn(|d| self.at.get(d).copied().unwrap_or(0));
+        let arguments: [&dyn Argument; 8] = [&buf, &other, &bytes, &at[0], &at[1], &at[2], &at[3], &at[4]];
+        machine.launch_with(0, &module, "k", launch(1, 32), &arguments)?;
+        machine.run()?;
+        buf.download()
+    }
+}
+
+#[test]
+fn a_kernel_makes_and_changes_maps() {
+    let mut rng = ChaCha8Rng::seed_from_u64(4);
+    for seed in 0..tier(60, 1000) {
+        let case = Case::random(&mut rng);
+        let tensor = noise(&mut rng, case.tensor_bytes());
+        let mut expected = vec![0; case.box_bytes()];
+        for (at, place) in case.elements() {
+            if let Some(place) = place {
+                expected[at..at + case.bytes].copy_from_slice(&tensor[place..place + case.bytes]);
+            }
+        }
+        let check = (seed % 3 == 0).then(CheckConfig::default);
+        let got = case
+            .run_made(&tensor, seed % 2 == 0, seed / 2, check, |text| text)
+            .unwrap_or_else(|e| panic!("{case:?}: {e}"));
+        assert!(got[..expected.len()] == expected, "{case:?}");
+    }
+}
+
+#[test]
+fn a_map_with_a_wrong_number_is_a_fault_of_the_copy() {
+    let case = simple();
+    let tensor = vec![7; case.tensor_bytes()];
+    for (from, to, text) in [
+        ("rank.shared::cta.b1024.b32 [%r7], 1", "rank.shared::cta.b1024.b32 [%r7], 5", "6 dimensions"),
+        (
+            "rank.shared::cta.b1024.b32 [%r7], 1",
+            "rank.shared::cta.b1024.b32 [%r7], 2",
+            "a box dimension of 0",
+        ),
+        ("b32 [%r7], 1, 8", "b32 [%r7], 1, 300", "a box dimension of 300"),
+        ("b64 [%r7], 0, 192", "b64 [%r7], 0, 200", "a stride of 200 bytes"),
+        ("b32 [%r7], 0, 64", "b32 [%r7], 0, 32", "64 bytes, and those of the swizzle 128"),
+    ] {
+        let change = |body: String| {
+            assert!(body.contains(from), "{from} in {body}");
+            body.replacen(from, to, 1)
+        };
+        let Err(MachineError::Fault(fault)) = case.run_made(&tensor, true, 0, None, change) else {
+            panic!("{to} passes")
+        };
+        let FaultKind::BulkCopy { message } = &fault.kind else { panic!("{fault}") };
+        assert!(message.contains(text) && message.contains("in the map at"), "{fault}");
+    }
+    // Without the copy of the map to global memory there is the other map, whose tensor is not there.
+    let stale = |body: String| {
+        let start = body.find("tensormap.cp_fenceproxy").unwrap();
+        let end = start + body[start..].find('\n').unwrap();
+        body.replace(&body[start..end], "")
+    };
+    let Err(MachineError::Fault(fault)) = case.run_made(&tensor, true, 0, None, stale) else {
+        panic!("passes")
+    };
+    assert!(matches!(fault.kind, FaultKind::OutOfBounds { .. }), "{fault}");
+}
+
+#[test]
+fn values_that_maps_here_cannot_have_are_refused() {
+    let body = |field: &str, value: u32| {
+        format!("tensormap.replace.tile.{field}.shared::cta.b1024.b32 [%r1], {value};")
+    };
+    for (field, value) in
+        [("elemtype", 8), ("elemtype", 13), ("interleave_layout", 1), ("swizzle_mode", 4), ("fill_mode", 1)]
+    {
+        let error = crate::common::reject(&body(field, value));
+        assert!(
+            error.message.contains(&format!("value {value} of 'tensormap.replace.tile.{field}")),
+            "{error}"
+        );
+    }
+    let error =
+        crate::common::reject("tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%r1], 4, %rd1;");
+    assert!(error.message.contains("the ordinal of a dimension must be a constant from 0 to 3"), "{error}");
 }

@@ -9,6 +9,7 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::common::{device, kernel, launch, reject, tier};
 use crate::numbers::{BF16, E4M3, E5M2, F16, F32, Matrix, S8, S32, TF32, Type, U8, matrix};
+use crate::sparse::{metadata as sparse_metadata, sparse};
 
 /// A product: `[64, k]` by `[k, columns]`.
 #[derive(Clone, Copy)]
@@ -24,6 +25,8 @@ struct Shape {
     /// A lies in registers.
     a_in_registers: bool,
     layouts: [Layout; 2],
+    /// A is sparse, with this selector.
+    sparse: Option<usize>,
 }
 
 /// A canonical layout: of a matrix that is `[rows of A, or columns of B; k]`.
@@ -103,6 +106,9 @@ fn transposed(swizzle: usize, rows: usize) -> Layout {
 /// Bytes of shared memory for each of A and B.
 const ROOM: usize = 24 << 10;
 
+/// Registers of a thread for A, and for its metadata.
+const A_REGISTERS: usize = 5;
+
 fn shape(columns: usize, a: Type, b: Type, sum: Type) -> Shape {
     Shape {
         columns,
@@ -114,6 +120,7 @@ fn shape(columns: usize, a: Type, b: Type, sum: Type) -> Shape {
         negates: [false; 2],
         a_in_registers: false,
         layouts: [PLAIN; 2],
+        sparse: None,
     }
 }
 
@@ -135,22 +142,29 @@ fn place_a(thread: usize, i: usize, bytes: usize) -> (usize, usize) {
 }
 
 impl Shape {
-    fn k(&self) -> usize {
+    /// Columns of A that are stored.
+    fn stored_k(&self) -> usize {
         32 / self.a.bytes
+    }
+
+    fn k(&self) -> usize {
+        if self.sparse.is_some() { 2 * self.stored_k() } else { self.stored_k() }
     }
 
     fn opcode(&self) -> String {
         let Shape { columns, a, b, sum, saturates, .. } = self;
         let saturates = if *saturates { ".satfinite" } else { "" };
         let (k, a, b, d) = (self.k(), a.name, b.name, sum.name);
-        format!("wgmma.mma_async.sync.aligned.m64n{columns}k{k}{saturates}.{d}.{a}.{b}")
+        let sparse = if self.sparse.is_some() { ".sp" } else { "" };
+        format!("wgmma.mma_async{sparse}.sync.aligned.m64n{columns}k{k}{saturates}.{d}.{a}.{b}")
     }
 
     fn d_registers(&self) -> usize {
         self.columns * self.sum.bytes / 8
     }
 
-    /// The product's line, with D in `%d0` and up, A in `%a0` to `%a3`, descriptors `%rd1`, `%rd2`.
+    /// The product's line, with D in `%d0` and up, A in `%a0` to `%a3`, metadata in `%a4`,
+    /// descriptors `%rd1`, `%rd2`.
     fn line(&self) -> String {
         let list = |name: &str, n: usize| {
             let names: Vec<_> = (0..n).map(|r| format!("%{name}{r}")).collect();
@@ -158,7 +172,8 @@ impl Shape {
         };
         let d = list("d", self.d_registers());
         let a = if self.a_in_registers { list("a", 4) } else { "%rd1".into() };
-        let mut line = format!("{} {d}, {a}, %rd2, %p1", self.opcode());
+        let sparse = self.sparse.map_or(String::new(), |selector| format!(", %a4, {selector}"));
+        let mut line = format!("{} {d}, {a}, %rd2{sparse}, %p1", self.opcode());
         if self.sum.name != "s32" {
             for negates in self.negates {
                 line += if negates { ", -1" } else { ", 1" };
@@ -177,7 +192,7 @@ impl Shape {
     fn text(&self, product: &str) -> String {
         let mut body = format!(
             ".shared .align 1024 .b8 A[{ROOM}];\n.shared .align 1024 .b8 B[{ROOM}];
-             .reg .b32 %d<128>; .reg .b32 %a<4>;
+             .reg .b32 %d<128>; .reg .b32 %a<{A_REGISTERS}>;
              mov.u32 %r1, A;
              mov.u32 %r2, %r40;
              FILL:
@@ -208,8 +223,8 @@ impl Shape {
             2 * ROOM / 8,
             u32::from(self.adds)
         );
-        let (a, d) = (16 + 2 * ROOM, 16 + 2 * ROOM + 4 * 512);
-        for i in 0..4 {
+        let (a, d) = (16 + 2 * ROOM, 16 + 2 * ROOM + A_REGISTERS * 512);
+        for i in 0..A_REGISTERS {
             body += &format!("ld.global.u32 %a{i}, [%rd6+{}];\n", a + 512 * i);
         }
         for i in 0..self.d_registers() {
@@ -229,22 +244,24 @@ impl Shape {
         ))
     }
 
-    /// The buffer of a kernel: A is `[64, k]`, B is `[k, columns]`, D is `[64, columns]`.
-    fn buffer(&self, a: &Matrix, b: &Matrix, d: &Matrix) -> Vec<u8> {
+    /// The buffer of a kernel: A is `[64, k]`, or what is stored of it with metadata, B is
+    /// `[k, columns]`, D is `[64, columns]`.
+    fn buffer(&self, a: &Matrix, metadata: &[u32; 128], b: &Matrix, d: &Matrix) -> Vec<u8> {
         let mut buffer: Vec<u8> = self.layouts.iter().flat_map(|l| l.descriptor().to_le_bytes()).collect();
-        let mut fill = |layout: Layout, ty: Type, rows: usize, value: &dyn Fn(usize, usize) -> f64| {
-            let mut room = vec![0x5a; ROOM];
-            for row in 0..rows {
-                for k in 0..self.k() {
-                    let at = layout.place(row, k, ty.bytes);
-                    let bits = (ty.bits)(value(row, k)).to_le_bytes();
-                    room[at..at + ty.bytes].copy_from_slice(&bits[..ty.bytes]);
+        let mut fill =
+            |layout: Layout, ty: Type, [rows, depth]: [usize; 2], value: &dyn Fn(usize, usize) -> f64| {
+                let mut room = vec![0x5a; ROOM];
+                for row in 0..rows {
+                    for k in 0..depth {
+                        let at = layout.place(row, k, ty.bytes);
+                        let bits = (ty.bits)(value(row, k)).to_le_bytes();
+                        room[at..at + ty.bytes].copy_from_slice(&bits[..ty.bytes]);
+                    }
                 }
-            }
-            buffer.extend(room);
-        };
-        fill(self.layouts[0], self.a, 64, &|row, k| a[row][k]);
-        fill(self.layouts[1], self.b, self.columns, &|column, k| b[k][column]);
+                buffer.extend(room);
+            };
+        fill(self.layouts[0], self.a, [64, self.stored_k()], &|row, k| a[row][k]);
+        fill(self.layouts[1], self.b, [self.columns, self.k()], &|column, k| b[k][column]);
         let mut registers = |n: usize, bytes: usize, bits: &dyn Fn(usize, usize) -> u32| {
             for register in 0..n {
                 for thread in 0..128 {
@@ -258,6 +275,7 @@ impl Shape {
             let (row, k) = place_a(thread, i, self.a.bytes);
             (self.a.bits)(a[row][k])
         });
+        registers(1, 4, &|thread, _| metadata[thread]);
         registers(self.d_registers(), self.sum.bytes, &|thread, i| {
             let (row, column) = place_d(thread, i);
             (self.sum.bits)(d[row][column])
@@ -267,10 +285,21 @@ impl Shape {
 
     /// The bits of D.
     fn run(&self, a: &Matrix, b: &Matrix, d: &Matrix, check: Option<CheckConfig>) -> Vec<Vec<u32>> {
+        self.run_sparse(a, &[0; 128], b, d, check)
+    }
+
+    fn run_sparse(
+        &self,
+        a: &Matrix,
+        metadata: &[u32; 128],
+        b: &Matrix,
+        d: &Matrix,
+        check: Option<CheckConfig>,
+    ) -> Vec<Vec<u32>> {
         let module = Module::parse(&self.kernel()).unwrap_or_else(|e| panic!("{e}"));
-        let out = run(&module, &self.buffer(a, b, d), launch(1, 128), 3, check)
+        let out = run(&module, &self.buffer(a, metadata, b, d), launch(1, 128), 3, check)
             .unwrap_or_else(|e| panic!("{}: {e}", self.opcode()));
-        let out = &out[16 + 2 * ROOM + 4 * 512..];
+        let out = &out[16 + 2 * ROOM + A_REGISTERS * 512..];
         let mut bits = vec![vec![0; self.columns]; 64];
         for thread in 0..128 {
             for i in 0..self.columns / 2 {
@@ -297,18 +326,34 @@ impl Shape {
 
     /// Compares products of whole numbers that are exact in all types.
     fn compare(&self, rng: &mut ChaCha8Rng, check: Option<CheckConfig>) {
-        let mut whole =
-            |ty: Type, most: i32| f64::from(rng.random_range(if ty.name == "u8" { 0 } else { -most }..=most));
-        let a = matrix(64, self.k(), || whole(self.a, 6));
-        let b = matrix(self.k(), self.columns, || whole(self.b, 6));
-        let d = matrix(64, self.columns, || whole(S32, 500));
+        let whole = |rng: &mut ChaCha8Rng, ty: Type, most: i32| {
+            f64::from(rng.random_range(if ty.name == "u8" { 0 } else { -most }..=most))
+        };
+        let (mut metadata, bits) = ([0; 128], 8 * self.a.bytes);
+        let (a, stored) = match self.sparse {
+            None => {
+                let a = matrix(64, self.k(), || whole(rng, self.a, 6));
+                (a.clone(), a)
+            }
+            Some(selector) => {
+                let a = sparse(rng, [64, self.k()], bits, false, |rng| whole(rng, self.a, 6));
+                for (warp, indices) in a.indices.chunks(16).enumerate() {
+                    let of_warp = sparse_metadata(indices, self.k(), bits, selector);
+                    metadata[32 * warp..][..32].copy_from_slice(&of_warp);
+                }
+                (a.dense, a.stored)
+            }
+        };
+        let b = matrix(self.k(), self.columns, || whole(rng, self.b, 6));
+        let d = matrix(64, self.columns, || whole(rng, S32, 500));
         let expected: Vec<Vec<u32>> = self
             .exact(&a, &b, &d)
             .into_iter()
             .map(|row| row.into_iter().map(self.sum.bits).collect())
             .collect();
         let layouts = self.layouts;
-        assert!(self.run(&a, &b, &d, check) == expected, "{} {layouts:?}", self.opcode());
+        let found = self.run_sparse(&stored, &metadata, &b, &d, check);
+        assert!(found == expected, "{} {layouts:?}", self.opcode());
     }
 }
 
@@ -404,6 +449,68 @@ fn matrices_lie_in_every_canonical_layout() {
     }
 }
 
+/// Layouts of B beside a sparse A, whose rows have 64 bytes.
+fn sparse_layouts(columns: usize, bytes: usize) -> Vec<Layout> {
+    let mut layouts = vec![
+        Layout { stride: 512, ..PLAIN },
+        Layout { leading: 16 * columns, stride: 128, ..PLAIN },
+        swizzled(64),
+        swizzled(128),
+        Layout { start: 64, ..swizzled(128) },
+    ];
+    if bytes == 2 {
+        let fits = |swizzle: &usize| columns.is_multiple_of(swizzle / 2);
+        // Four blocks of 8 k stand where a dense product has two.
+        let twice = |layout: Layout| match layout.swizzle {
+            16 => layout,
+            swizzle => Layout { leading: 32 * swizzle, ..layout },
+        };
+        let swizzles = [16, 32, 64, 128].into_iter().filter(fits);
+        layouts.extend(swizzles.map(|swizzle| twice(transposed(swizzle, columns))));
+    }
+    layouts
+}
+
+#[test]
+fn sparse_products_of_all_types_are_exact() {
+    let mut rng = ChaCha8Rng::seed_from_u64(7);
+    for (at, (a, b, sum)) in TYPES.into_iter().enumerate() {
+        let selectors = if a.bytes == 1 { 1 } else { 2 };
+        for columns in tier(vec![[8, 16, 64][at % 3]], vec![8, 16, 48, 64, 128]) {
+            for (i, of_b) in sparse_layouts(columns, b.bytes).into_iter().enumerate() {
+                let layouts = [[PLAIN, swizzled(32), swizzled(128)][i % 3], of_b];
+                let sparse = Some(i % selectors);
+                let plain = Shape { layouts, sparse, ..shape(columns, a, b, sum) };
+                assert!(supported_opcode(&plain.opcode()), "{}", plain.opcode());
+                let check = i.is_multiple_of(2).then(CheckConfig::default);
+                plain.compare(&mut rng, check);
+                Shape { a_in_registers: true, ..plain }.compare(&mut rng, check);
+            }
+        }
+    }
+    // A whose neighbouring rows are neighbours in memory, and scales.
+    let mn = Shape { layouts: [transposed(128, 64), swizzled(64)], ..shape(24, F16, F16, F32) };
+    Shape { sparse: Some(1), negates: [true, false], ..mn }.compare(&mut rng, None);
+    Shape { sparse: Some(0), adds: false, ..mn }.compare(&mut rng, None);
+}
+
+#[test]
+fn a_sparse_product_has_rows_of_b_of_64_bytes() {
+    // They do not fit rows of 32.
+    let product = Shape { sparse: Some(0), layouts: [PLAIN, swizzled(32)], ..shape(8, F16, F16, F32) };
+    let (a, b, d) = (matrix(64, 16, || 1.0), matrix(32, 8, || 1.0), matrix(64, 8, || 0.0));
+    let module = Module::parse(&product.kernel()).unwrap();
+    let buffer = product.buffer(&a, &[0x4444_4444; 128], &b, &d);
+    let Err(MachineError::Fault(fault)) = run(&module, &buffer, launch(1, 128), 3, None) else {
+        panic!("passes")
+    };
+    assert_wgmma(&fault, "beyond a row of the swizzle", "wgmma.mma_async.sp");
+    let error = reject(
+        "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16 {%r1, %r2, %r3, %r4}, %rd1, %rd2, %r5, 2, %p1, 1, 1, 0, 0;",
+    );
+    assert!(error.message.contains("the sparsity selector must be a constant from 0 to 1"), "{error}");
+}
+
 #[test]
 fn scales_negate_and_leave_out() {
     let mut rng = ChaCha8Rng::seed_from_u64(3);
@@ -457,7 +564,8 @@ fn fault_of(product: &str, threads: u32, check: Option<CheckConfig>) -> Fault {
 fn fault_with(shape: Shape, product: &str, threads: u32, check: Option<CheckConfig>) -> Fault {
     let module = Module::parse(&shape.text(product)).unwrap_or_else(|e| panic!("{e}"));
     let zeros = |rows, columns| matrix(rows, columns, || 0.0);
-    let buffer = shape.buffer(&zeros(64, 32), &zeros(32, shape.columns), &zeros(64, shape.columns));
+    let buffer =
+        shape.buffer(&zeros(64, 32), &[0; 128], &zeros(32, shape.columns), &zeros(64, shape.columns));
     match run(&module, &buffer, launch(1, threads), 5, check) {
         Err(MachineError::Fault(fault)) => *fault,
         Err(other) => panic!("{other}"),
@@ -509,7 +617,7 @@ fn passes(product: &str) {
     let shape = shape(16, BF16, BF16, F32);
     let module = Module::parse(&shape.text(product)).unwrap_or_else(|e| panic!("{e}"));
     let zeros = |rows, columns| matrix(rows, columns, || 0.0);
-    let buffer = shape.buffer(&zeros(64, 16), &zeros(16, 16), &zeros(64, 16));
+    let buffer = shape.buffer(&zeros(64, 16), &[0; 128], &zeros(16, 16), &zeros(64, 16));
     for check in [None, Some(CheckConfig::default())] {
         for seed in 0..tier(4, 100) {
             run(&module, &buffer, launch(1, 128), seed, check).unwrap_or_else(|e| panic!("{e}\n{product}"));
@@ -653,7 +761,7 @@ fn what_is_no_product_is_refused() {
         "wgmma.mma_async.sync.aligned.m64n40k32.s32.s8.s8",
         "wgmma.mma_async.sync.aligned.m64n64k32.satfinite.f32.e4m3.e4m3",
         "wgmma.mma_async.sync.aligned.m64n64k256.s32.b1.b1.and.popc",
-        "wgmma.mma_async.sp.sync.aligned.m64n64k32.f32.bf16.bf16",
+        "wgmma.mma_async.sp.sync.aligned.m64n64k16.f32.bf16.bf16",
         "wgmma.mma_async.aligned.m64n64k16.f32.bf16.bf16",
         "wgmma.fence",
     ] {

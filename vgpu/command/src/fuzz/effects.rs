@@ -21,6 +21,8 @@
 //! block begin; `%bins` and `%gbin` are 64 bytes that a block shares. `%me` is the thread, `%all`
 //! the number of threads.
 
+mod matrices;
+
 use super::forms::{Form, Needs};
 use super::kind::Format::*;
 use super::kind::Kind::{self, *};
@@ -40,7 +42,7 @@ pub fn all() -> Vec<Form> {
     atomics(&mut t);
     float_atomics(&mut t);
     vector_atomics(&mut t);
-    matrices(&mut t);
+    matrices::add(&mut t);
     t.0
 }
 
@@ -373,57 +375,6 @@ fn float_atomics(t: &mut Table) {
                 format!("{first} {change} ld.{space}.b{bits} {sum}, [{at}]; {first} mov.b{bits} $0, {sum};");
             t.form(Needs::Nothing, new, &[kind, kind], kind);
             t.0.iter_mut().last().into_iter().for_each(|form| form.any_nan = true);
-        }
-    }
-}
-
-/// Tiles of a warp. Sums of products of integers are exact; those of floats have an order that the
-/// manual leaves open.
-fn matrices(t: &mut Table) {
-    let parts = |count: usize, at: usize| -> String {
-        let names: Vec<&str> = (0..count).map(|i| if i == at { "$0" } else { ["%x", "%y"][i % 2] }).collect();
-        names.join(", ")
-    };
-    for (shape, bits, a, b, sums) in [
-        ("m8n8k16", 8, "$1", "$2", 2),
-        ("m16n8k16", 8, "$1, $2", "$3", 4),
-        ("m16n8k32", 8, "$1, $2, $3, $4", "$2, $4", 4),
-        ("m8n8k32", 4, "$1", "$2", 2),
-        ("m16n8k32", 4, "$1, $2", "$3", 4),
-        ("m16n8k64", 4, "$1, $2, $3, $4", "$2, $4", 4),
-    ] {
-        for (left, right) in [("s", "s"), ("u", "u"), ("s", "u"), ("u", "s")] {
-            for modifier in ["", ".satfinite"] {
-                for at in [0, sums - 1] {
-                    let d = parts(sums, at);
-                    let c = ["$1", "$4", "$3", "$4"][..sums].join(", ");
-                    let text = format!(
-                        "bar.warp.sync $m; mma.sync.aligned.{shape}.row.col{modifier}.s32.{left}{bits}.{right}{bits}.s32 \
-                         {{{d}}}, {{{a}}}, {{{b}}}, {{{c}}};"
-                    );
-                    t.form(Needs::Warp, text, &[WORD; 4], WORD);
-                }
-            }
-        }
-    }
-    let text = "bar.warp.sync $m; movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;";
-    t.form(Needs::Warp, text, &[WORD], WORD);
-    // 16 bytes of each lane, which are rows of matrices.
-    let fill = "bar.warp.sync $m; st.shared.v4.b32 [%swap], {$1, $2, $3, $1}; bar.warp.sync $m;";
-    for trans in ["", ".trans"] {
-        for (count, at) in [(1, 0), (2, 0), (2, 1), (4, 0), (4, 3)] {
-            let d = parts(count, at);
-            let text =
-                format!("{fill} ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{d}}}, [%swap];");
-            t.form(Needs::Warp, text, &[WORD; 3], WORD);
-        }
-        for count in [1, 2, 4] {
-            let from = ["$1", "$2", "$3", "$2"][..count].join(", ");
-            let text = format!(
-                "{fill} stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%swap], {{{from}}}; bar.warp.sync $m; \
-                 ld.shared.b64 $0, [%swap+$e];"
-            );
-            t.form(Needs::Warp, text, &[WORD; 3], LONG);
         }
     }
 }

@@ -167,7 +167,7 @@ fn cuda(_gpu: u32) -> Result<Box<dyn Target>> {
 
 /// The head of a module.
 const HEAD: &str = "// Random kernels of vgpu fuzz, each with words in and words out.
-.version 8.4
+.version 8.5
 .target sm_90
 .address_size 64
 ";

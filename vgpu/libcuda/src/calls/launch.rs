@@ -3,7 +3,7 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_uint};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use epoxide_vgpu::{DeviceConfig, GridConfig, Kernel, Residency};
+use epoxide_vgpu::{Cluster, ClusterSizes, DeviceConfig, GridConfig, Kernel, Residency};
 
 use super::api;
 use super::device::MAX_SHARED_BYTES;
@@ -17,6 +17,7 @@ use crate::world::{Function, Tables, World, world};
 /// `CU_FUNC_ATTRIBUTE_*` that can be set.
 const MAX_DYNAMIC_SHARED: c_int = 8;
 const CARVEOUT: c_int = 9;
+const NON_PORTABLE_CLUSTERS: c_int = 14;
 
 fn function_of(world: &World, tables: &mut Tables, handle: Handle) -> Res<Function> {
     let function = resolve_function(world, tables, handle)?;
@@ -58,13 +59,14 @@ fn attribute(tables: &Tables, function: &Function, attribute: c_int) -> Res<c_in
         // begins.
         10 => c_int::from(kernel.needs_cluster()),
         11..=13 => kernel.required_cluster().map_or(0, |shape| shape[attribute as usize - 11] as c_int),
-        2 | 7 | 14 | 15 => 0,
+        2 | 7 | 15 => 0,
         3 => kernel.local_bytes() as c_int,
         4 => (words + 2 * double_words).clamp(1, 255) as c_int,
         5 => version.map_or(0, |version| (version.major * 10 + version.minor) as c_int),
         6 => 90,
         MAX_DYNAMIC_SHARED => function.max_dynamic_shared as c_int,
         CARVEOUT => function.carveout,
+        NON_PORTABLE_CLUSTERS => c_int::from(function.cluster_sizes == ClusterSizes::NonPortable),
         _ => return Err(INVALID_VALUE),
     })
 }
@@ -77,8 +79,9 @@ fn set_attribute(function: &mut Function, attribute: c_int, value: c_int) -> Res
             function.max_dynamic_shared = bytes;
         }
         CARVEOUT if (-1..=100).contains(&value) => function.carveout = value,
-        // Clusters of more blocks than all devices have, which are not supported, and what can only
-        // be read.
+        NON_PORTABLE_CLUSTERS if value == 0 => function.cluster_sizes = ClusterSizes::Portable,
+        NON_PORTABLE_CLUSTERS if value == 1 => function.cluster_sizes = ClusterSizes::NonPortable,
+        // What can only be read.
         _ => return Err(INVALID_VALUE),
     }
     Ok(())
@@ -190,13 +193,13 @@ fn launch(function: Handle, shape: &Shape, params: In<In<u8>>, extra: In<usize>)
     if owner != Some(tables.stream(stream)?.context) {
         return Err(INVALID_HANDLE);
     }
-    let kernel = function.kernel;
+    let (kernel, sizes) = (function.kernel, function.cluster_sizes);
     let params = pack(&kernel, params, extra)?;
     let config = GridConfig {
         grid: shape.grid,
         block: shape.block,
         dynamic_shared_bytes: shape.dynamic_shared_bytes,
-        cluster: shape.cluster,
+        cluster: shape.cluster.or(kernel.required_cluster()).map(|blocks| Cluster { blocks, sizes }),
     };
     let device = tables.stream(stream)?.device;
     let device = &world.devices[device].config;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use epoxide_vgpu::Module;
+use epoxide_vgpu::{ClusterSizes, Module};
 
 use super::api;
 use crate::abi::*;
@@ -143,7 +143,14 @@ fn function(tables: &mut Tables, module: Handle, name: &str) -> Res<Handle> {
     let kernel = loaded.module.kernel(name).ok_or(NOT_FOUND)?;
     let handle = tables.new_handle();
     let free = super::device::DEFAULT_SHARED_BYTES.saturating_sub(kernel.static_shared_bytes());
-    let function = Function { module, kernel, max_dynamic_shared: free, carveout: -1, is_loaded: false };
+    let function = Function {
+        module,
+        kernel,
+        max_dynamic_shared: free,
+        carveout: -1,
+        cluster_sizes: ClusterSizes::Portable,
+        is_loaded: false,
+    };
     tables.functions.insert(handle, function);
     if let Some(loaded) = tables.modules.get_mut(&module) {
         loaded.functions.insert(name.to_owned(), handle);

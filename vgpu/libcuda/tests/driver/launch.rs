@@ -191,13 +191,14 @@ fn a_launch_names_the_blocks_of_a_cluster() {
     const CLUSTER: u32 = 4;
     let _context = Context::on(0);
     let module = Module::load();
-    let mut at = upload(&[0; 6]);
+    let at = upload(&[0; 32]);
     let function = module.function("rank_in_cluster");
-    let mut launch = |cluster: u32| {
+    let launch = |blocks: u32, cluster: u32| {
+        let mut at = at;
         let mut value = [0; 16];
         value[..3].copy_from_slice(&[cluster, 1, 1]);
         let attribute = Attribute { id: CLUSTER, pad: 0, value };
-        let (grid, block) = ([6, 1, 1], [1; 3]);
+        let (grid, block) = ([blocks, 1, 1], [1; 3]);
         let config = Config { grid, block, shared: 0, stream: 0, attributes: &raw const attribute, count: 1 };
         let mut params: [*mut c_void; 1] = [(&raw mut at).cast()];
         cu!(cuLaunchKernelEx(
@@ -205,8 +206,22 @@ fn a_launch_names_the_blocks_of_a_cluster() {
             std::ptr::null_mut() => *mut *mut c_void,
         ))
     };
-    assert_eq!(launch(3), 0);
+    assert_eq!(launch(6, 3), 0);
     // CUDA_ERROR_INVALID_CLUSTER_SIZE
-    assert_eq!(launch(4), 912);
+    assert_eq!(launch(6, 4), 912);
     assert_eq!(download(at, 6), [30, 31, 32, 30, 31, 32]);
+    // Clusters of 16 blocks once the kernel allows them.
+    assert_eq!(launch(32, 16), 912);
+    const NON_PORTABLE_CLUSTER_SIZE_ALLOWED: i32 = 14;
+    let allow = |value: i32| cu!(cuFuncSetAttribute(function => Handle, NON_PORTABLE_CLUSTER_SIZE_ALLOWED => i32, value => i32));
+    assert_eq!((allow(2), allow(1)), (1, 0));
+    let mut allowed = 0;
+    let asked = cu!(cuFuncGetAttribute(
+        &mut allowed => *mut i32, NON_PORTABLE_CLUSTER_SIZE_ALLOWED => i32, function => Handle
+    ));
+    assert_eq!((asked, allowed), (0, 1));
+    assert_eq!(launch(32, 16), 0);
+    let ranks: Vec<u32> = (0..32).map(|block| 160 + block % 16).collect();
+    assert_eq!(download(at, 32), ranks);
+    assert_eq!((launch(32, 32), allow(0), launch(32, 16)), (912, 0, 912));
 }
